@@ -144,6 +144,13 @@ def fused_mlp(layers: Layers, x: torch.Tensor, arguments: RowArguments, *, scale
     return run_rows(products, arguments, x, called.biases, called.tensors)
 
 
+def without_memory(experts: GroupedMLP) -> GroupedMLP:
+    """Experts of the same shape and activation, on the meta device."""
+    sizes, fc1 = (experts.num_groups, experts.hidden, experts.ffn), experts.fc1
+    options: dict[str, Any] = {"activation": experts.activation, "precision": fc1.precision, "bias": fc1.has_bias}
+    return GroupedMLP(*sizes, weights="packed" if fc1.is_packed else "discrete", device="meta", **options)
+
+
 def kind_of(experts: GroupedMLP) -> tuple[object, ...]:
     """Everything but the values of parameters in which two GroupedMLPs can differ."""
     fc1, fc2 = experts.fc1, experts.fc2

@@ -19,7 +19,7 @@ import torch
 from symmoe.dispatch.plan import PlanOptions, begin_plan, plan_call
 from symmoe.grouped.activations import ScaledActivation
 from symmoe.grouped.experts import CallExperts, evaluated
-from symmoe.grouped.mlp import GroupedMLP, kind_of
+from symmoe.grouped.mlp import GroupedMLP, kind_of, without_memory
 from symmoe.kernels import control
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.ddp_and_fsdp import device_problem
@@ -50,8 +50,7 @@ class RoutedExperts:
         for other in BY_NUMBER.values():
             if other.heap is heap and other.config == config and other.kind == kind:
                 return other
-        options = {"bias": experts.fc1.has_bias, "weights": "packed" if experts.fc1.is_packed else "discrete"}
-        new = cls(config, heap, experts_of(config, heap.num_ranks, **options, device="meta"), kind)
+        new = cls(config, heap, without_memory(experts), kind)
         BY_NUMBER[new.number] = new
         return new
 
