@@ -165,8 +165,8 @@ class Collection:
         if rows is not None:
             self._agreed["hidden"], self._agreed["dtype"] = rows.shape[1], control.DTYPES.index(rows.dtype)
             self.out = rows.new_empty((plan.num_tokens, rows.shape[1]))
-        values = None if row_values is None else row_values.new_empty((plan.num_tokens, plan.top_k))
-        self.values, self._from_nodes = values, None
+        self.values = None if row_values is None else row_values.new_empty((plan.num_tokens, plan.top_k))
+        self._from_nodes: FromNodes | None = None
         if plan.nodes is not None:
             self._from_nodes = FromNodes(plan, plan.nodes, rows, has_values=row_values is not None, order=order)
 

@@ -88,7 +88,7 @@ class RailRows:
         self._heap, self.topk_idx, self._rail_rows, self._numbers = heap, topk_idx, rail_rows, numbers
         self._drops, self._number = excess is not None and excess.drops, None if excess is None else numbers[-1:]
         is_room = excess is not None and excess.room is not None
-        self._word = control.HEAD_PACKED_CAPACITY if is_room else control.HEAD_RAIL_DROPPED  # the device knows it
+        self._word = control.HEAD_PACKED_CAPACITY if is_room else control.HEAD_RAIL_DROPPED  # in the header
         if self._drops:
             rank = topk_idx.div(num_experts // heap.num_ranks, rounding_mode="floor")
             is_expert = (rank >= 0) & (rank < heap.num_ranks)
