@@ -39,7 +39,7 @@ class Plan(PlanIntegers):
     Attributes:
         splits, expert_load, slot_to_row, slot_to_rank, ...: int32, see symmoe.kernels.control.PlanIntegers.
         heap: the symmetric heap of the plan.
-        num_tokens, top_k, num_experts: T, K, E.
+        num_tokens, top_k, num_experts: T, K, E. num_places: S, places of a rank for replicas of other ranks' experts.
         row_capacity: rows that a buffer for this plan needs on this rank: the largest N of the group (exact
             capacity), the capacity given (static), or the room that the call got here.
         packed_row_capacity: packed rows that a buffer for this plan needs on this rank.
@@ -76,6 +76,7 @@ class Plan(PlanIntegers):
     nodes: NodesPlan[Plan] | None = None
     to_fill: ToFill | None = None
     routed: Sequence[torch.Tensor] = ()
+    num_places: int = 0
     _read_report: Callable[[], list[int]] | None = None
 
     def fill(self) -> Sequence[torch.Tensor]:
@@ -146,8 +147,8 @@ class Plan(PlanIntegers):
 
     @property
     def row_start(self) -> torch.Tensor:
-        """int32 [e + 1], where each local expert's rows start; the last is N. A new tensor."""
-        return bounds_of(self.row_range)
+        """int32 [e + 1], where the rows of each local expert and place start; the last is N. A new tensor."""
+        return bounds_of(torch.cat([self.row_range, self.replica_range], 1))
 
     @property
     def num_dropped(self) -> torch.Tensor:
@@ -228,19 +229,29 @@ class ToFill(NamedTuple):
         scores, if there is a route; the integers and num_received of RailRows, if the group spans nodes. Collective."""
         topk_idx, header, config, is_read, _, its_rails, route = self
         num_experts, num_ranks, rails = header[control.HEAD_NUM_EXPERTS], heap.num_ranks, None
-        shape = num_blocks(len(topk_idx)), num_experts + num_ranks + 2
-        counts = torch.empty(shape, dtype=torch.int32, device=heap.device)
+        num_places, blocks = header[control.HEAD_NUM_PLACES], num_blocks(len(topk_idx))
+        counts = torch.empty((blocks, num_experts + num_ranks + 2), dtype=torch.int32, device=heap.device)
         routed, has_counts = (() if route is None else route.choose(heap, counts)), route is not None
         if its_rails is not None:
             rails = RailRows(topk_idx, heap, num_experts, *its_rails)
             has_counts, topk_idx = has_counts and rails.topk_idx is topk_idx, rails.topk_idx
-        ops, (numel, layout) = kernels.for_device(heap.device), plan_layout(*topk_idx.shape, num_experts, num_ranks)
+        ops, sizes = kernels.for_device(heap.device), (num_experts, num_ranks, num_places)
+        numel, layout = plan_layout(*topk_idx.shape, *sizes)
         integers = in_storage(PlanIntegers, torch.empty(numel, dtype=torch.int32, device=heap.device), layout)
         drop = header[control.HEAD_OVERFLOW] == control.OVERFLOW_DROP
         if not has_counts:
             ops.count_slots(topk_idx, counts, num_experts=num_experts, num_ranks=num_ranks)
         ops.send_counts(counts, topk_idx, header, heap.count_peers, num_experts=num_experts)
         received = _plan_barrier(heap, config, rails)
+        if num_places:  # the rest is the plan of a call whose experts are the copies
+            num_experts += num_ranks * num_places
+            ops.place_replicas(heap.count_peers, integers, slack=header[control.HEAD_SLACK])
+            ops.choose_copies(topk_idx, counts, integers)
+            counts = counts.new_empty((blocks, num_experts + num_ranks + 2))
+            ops.count_slots(integers.slot_to_copy, counts, num_experts=num_experts, num_ranks=num_ranks)
+            ops.send_counts(counts, topk_idx, header, heap.count_peers, num_experts=num_experts)
+            received = heap.barrier(control.PHASE_PLAN, config=config)
+            topk_idx = integers.slot_to_copy
         limits = {"capacity": header[control.HEAD_CAPACITY], "packed_capacity": header[control.HEAD_PACKED_CAPACITY]}
         ranks = range(num_ranks) if rails is None or not heap.topology.is_in_order else heap.topology.ranks
         ops.lay_out(heap.count_peers, received, heap.status, integers, **limits, drop=drop, ranks=ranks)
@@ -262,6 +273,8 @@ class PlanOptions(NamedTuple):
     quantized_wire: str = "none"
     rail_capacity: int | None = None
     config: int = 0  # the number of a layer's configuration, see symm_mem/reports.py
+    replica_places: int = 0
+    replica_slack: float = 0.05
 
 
 def make_plan(
@@ -277,10 +290,18 @@ def make_plan(
     precision: Recipe | None = None,
     quantized_wire: str = "none",
     rail_capacity: int | None = None,
+    replica_places: int = 0,
+    replica_slack: float = 0.05,
 ) -> Plan:
     """Plans one layer call. Collective over the heap's group.
 
     With exact capacity (`capacity=None`) the host waits once for one small read; with static capacity it never waits.
+
+    With `replica_places` ranks that get more rows than the others give some to replicas of their experts on ranks that
+    get less, in every call anew: after its own experts a rank computes the rows of each of its places with the weights
+    of the expert in `plan.place_to_expert[rank]` (-1: no rows). All that a plan says of the experts of a rank then
+    holds for its E / R experts and its places; topk_idx and expert_load are of the E experts. See
+    PlanKernels.place_replicas for how rows are moved.
 
     Args:
         topk_idx: int32 or int64 [T, K] on the heap's device; expert ids in [0, num_experts), or -1 for no expert. An
@@ -298,6 +319,9 @@ def make_plan(
         rail_capacity: static capacity only, and without effect on one node: the most tokens that a rank sends to
             another node; each has its place in messages of that size. None: max_tokens, or T. More tokens are an
             overflow: with "drop" the last ones of a rank lose their slots on that node, and do not count as load.
+        replica_places: S, how many experts of other ranks a rank can have replicas of, the same on all ranks; 0: none.
+            On one node only.
+        replica_slack: how much more rows than the mean a rank may keep, as a share of the mean.
 
     Returns:
         The plan.
@@ -306,13 +330,14 @@ def make_plan(
         ArgumentError: an argument is wrong on some rank; raised on every rank.
         ExpertIdError: an id is out of range on some rank; raised on every rank.
         ConfigMismatch: ranks disagree on K, E, capacity, overflow, max_tokens, hidden, dtype, precision,
-            quantized_wire or rail_capacity; on every rank.
+            quantized_wire, rail_capacity or replicas; on every rank.
         CapacityError: see `overflow`.
         PeerTimeout: a rank did not come.
     """
     options = PlanOptions(
         num_experts, capacity, overflow, max_tokens, hidden, dtype, precision, quantized_wire, rail_capacity
     )
+    options = options._replace(replica_places=replica_places, replica_slack=replica_slack)
     plan = plan_call(topk_idx, heap, options)
     if heap.nodes is not None:
         with heap.one_call:  # an error of any rank before this gets to all of them now, and not where a trip meets
@@ -369,6 +394,8 @@ def begin_plan(
             control.HEAD_DTYPE: -1 if dtype is None else control.DTYPES.index(dtype),
             control.HEAD_PRECISION: -1 if precision is None else precision_word(precision),
             control.HEAD_QUANTIZED_WIRE: control.QUANTIZED_WIRES.index(quantized_wire),
+            control.HEAD_NUM_PLACES: options.replica_places,
+            control.HEAD_SLACK: round(1000 * options.replica_slack) if options.replica_places else 0,
         }
         its = topk_idx.detach().contiguous(), heap, words, options
         plan = _new_plan(*its, None, route) if heap.nodes is None else _plan_between_nodes(*its, room, route)
@@ -413,9 +440,10 @@ def _new_plan(
     header = tuple([words.get(word, 0) for word in range(control.HEADER_WORDS)])
     num_experts, limit = header[control.HEAD_NUM_EXPERTS], header[control.HEAD_CAPACITY]
     packed_limit, most_tokens = header[control.HEAD_PACKED_CAPACITY], header[control.HEAD_MAX_TOKENS]
+    num_places = header[control.HEAD_NUM_PLACES]
     return Plan(
         storage=topk_idx,  # stands for the storage that is to come
-        layout=plan_layout(num_tokens, top_k, num_experts, heap.num_ranks)[1],
+        layout=plan_layout(num_tokens, top_k, num_experts, heap.num_ranks, num_places)[1],
         heap=heap,
         row_capacity=limit,
         packed_row_capacity=packed_limit if most_tokens < 0 else max(1, min(limit, heap.num_ranks * most_tokens)),
@@ -423,6 +451,7 @@ def _new_plan(
         num_tokens=num_tokens,
         top_k=top_k,
         num_experts=num_experts,
+        num_places=num_places,
         to_fill=ToFill(topk_idx, header, options.config, is_read, reports, rails, route),
     )
 
@@ -449,7 +478,8 @@ def _start_reading(heap: SymmetricHeap, report: torch.Tensor) -> Callable[[], li
 
 def _find_problem(topk_idx: torch.Tensor, heap: SymmetricHeap, options: PlanOptions) -> Problem:
     """What is wrong with this rank's arguments, found without looking at device memory."""
-    num_experts, capacity, overflow, max_tokens, _, dtype, precision, quantized_wire, rail_capacity, _ = options
+    num_experts, capacity, overflow, max_tokens, _, dtype, precision, quantized_wire, rail_capacity, *_ = options
+    places, slack = options.replica_places, options.replica_slack
     dtypes = (torch.int32, torch.int64)
     if (error := tensor_problem("topk_idx", topk_idx, shape=("T", "K"), dtypes=dtypes, device=heap.device)) is not None:
         return error
@@ -472,6 +502,18 @@ def _find_problem(topk_idx: torch.Tensor, heap: SymmetricHeap, options: PlanOpti
         return ArgumentError(f"num_experts ({num_experts}) must be in [1, {control.MAX_EXPERTS}]")
     if num_experts % heap.num_ranks:
         return ArgumentError(f"num_experts ({num_experts}) must be divisible by the number of ranks ({heap.num_ranks})")
+    if not isinstance(places, int) or not 0 <= places <= control.MAX_EXPERTS // heap.num_ranks:
+        most = control.MAX_EXPERTS // heap.num_ranks
+        return ArgumentError(f"replica_places ({places!r}) must be an int in [0, {most}]")
+    if places and (num_copies := num_experts + places * heap.num_ranks) > control.MAX_EXPERTS:
+        return ArgumentError(
+            f"num_experts ({num_experts}) and replica_places ({places}) on each rank make {num_copies} experts; there "
+            f"must be at most {control.MAX_EXPERTS}"
+        )
+    if places and heap.nodes is not None:
+        return ArgumentError(f"replica_places ({places}) must be 0 on a heap that spans nodes")
+    if not isinstance(slack, (int, float)) or not 0 <= slack <= 1:
+        return ArgumentError(f"replica_slack ({slack!r}) must be a number in [0, 1]")
     if not is_choice("overflow", overflow):
         return ArgumentError(f"overflow ({overflow!r}) must be 'raise' or 'drop'")
     if dtype is not None and (error := parameter_dtype_problem(dtype)) is not None:

@@ -61,7 +61,7 @@ INBOX_BYTES = 64 + FAULT_BYTES
 INBOX_DETAILS = 8 + FAULT_BYTES  # where the integers start
 
 # a row of the count table: a header, slots per expert, tokens per destination rank
-HEADER_WORDS = 16
+HEADER_WORDS = 32
 (
     HEAD_NUM_TOKENS,
     HEAD_TOP_K,
@@ -80,7 +80,9 @@ HEADER_WORDS = 16
     HEAD_RAIL_CAPACITY,
     HEAD_RAIL_DROPPED,  # slots of tokens that the rail capacity has dropped; where it drops none, the tokens that are
     # too many for it, 0 if they are not. Known to the device only
-) = range(16)
+    HEAD_NUM_PLACES,
+    HEAD_SLACK,
+) = range(18)
 # Header fields on which all ranks must agree, with their names for users.
 AGREED_FIELDS = {
     HEAD_TOP_K: "top_k",
@@ -94,6 +96,8 @@ AGREED_FIELDS = {
     HEAD_QUANTIZED_WIRE: "quantized_wire",
     HEAD_PACKED_CAPACITY: "room for packed rows",
     HEAD_RAIL_CAPACITY: "rail_capacity",
+    HEAD_NUM_PLACES: "replica places",
+    HEAD_SLACK: "slack per mille",
 }
 
 # Kernels move rows in accesses of this size: buffers are aligned to it, and on GPUs rows are a multiple of it long.
@@ -330,14 +334,18 @@ PlanLayout = Mapping[str, tuple[int, int, tuple[int, ...]]]  # (first element, n
 
 
 @functools.lru_cache(maxsize=256)
-def plan_layout(num_tokens: int, top_k: int, num_experts: int, num_ranks: int) -> tuple[int, PlanLayout]:
+def plan_layout(
+    num_tokens: int, top_k: int, num_experts: int, num_ranks: int, num_places: int = 0
+) -> tuple[int, PlanLayout]:
     """Elements of the storage of a plan's integers, and where each of them is."""
-    num_local = num_experts // num_ranks
+    num_own = num_experts // num_ranks
+    num_local = num_own + num_places
+    num_copies = num_local * num_ranks
     shapes = {
         "splits": (num_local,),
-        "row_range": (2, num_local),
-        "slot_start": (num_experts,),
-        "slot_limit": (num_experts,),
+        "row_range": (2, num_own),
+        "slot_start": (num_copies,),
+        "slot_limit": (num_copies,),
         "slot_to_row": (num_tokens, top_k),
         "slot_to_rank": (num_tokens, top_k),
         "token_to_primary_row": (num_tokens, num_ranks),
@@ -347,9 +355,15 @@ def plan_layout(num_tokens: int, top_k: int, num_experts: int, num_ranks: int) -
         "packed_limit": (num_ranks,),
         "source_to_packed_start": (num_ranks + 1,),
         "source_to_row_start": (num_ranks + 1, num_local),
-        "source_to_rows": (num_ranks, 2, num_local),
+        "source_to_rows": (num_ranks, 2, num_own),
         "expert_load": (num_experts,),
         "report": (SUMMARY_WORDS,),
+        "replica_range": (2, num_places),
+        "slot_to_copy": (num_tokens * min(1, num_places), top_k),
+        "place_to_expert": (num_ranks, num_places),
+        "place_rows": (num_ranks, num_places),
+        "expert_to_place": (num_experts * min(1, num_places), num_ranks),
+        "copy_slots": (num_experts * min(1, num_places), num_ranks),
     }
     return _laid_out(shapes)
 
@@ -409,12 +423,15 @@ class PlanIntegers:
     """The tensors that the kernels of a plan fill: int32 views of one allocation, aligned to 16 bytes. T tokens, K
     slots per token, E experts, e experts per rank, R ranks, B blocks; -1 in a map means "none".
 
+    A rank may have S places for replicas of other ranks' experts, see PlanKernels.place_replicas. Its copies are those
+    after its E / R own experts: e is E / R + S, but row_range and source_to_rows are of the own experts.
+
     Attributes:
         storage, layout: the allocation, and where they are in it, see plan_layout.
         splits: [e], rows of each local expert.
-        row_range: [2, e], where each local expert's rows begin and end.
-        slot_start, slot_limit: [E], on the expert's rank, the row of this rank's first slot of the expert, and how many
-            of this rank's slots of it are kept.
+        row_range: [2, E / R], where each local expert's rows begin and end.
+        slot_start, slot_limit: [R * e], on the expert's rank, the row of this rank's first slot of the expert, and how
+            many of this rank's slots of it are kept.
         slot_to_row, slot_to_rank: [T, K], the row of each slot on its expert's rank, and that rank; -1 for no expert,
             and for slots that are dropped.
         token_to_primary_row, token_to_packed_row: [T, R], per destination rank; -1 if the token has no slot there.
@@ -423,9 +440,14 @@ class PlanIntegers:
         source_to_packed_start: [R + 1], where the packed rows of each source rank start here; the last is their number.
         source_to_row_start: [R + 1, e], where the rows of each source rank and local expert start here; the last row is
             where the experts' rows end.
-        source_to_rows: [R, 2, e], the part of each source: first rows, and rows past the last, see PlanKernels.lay_out.
+        source_to_rows: [R, 2, E / R], the part of each source: first rows, rows past the last, see PlanKernels.lay_out.
         expert_load: [E], slots of each expert in the whole group, before dropping.
         report: [SUMMARY_WORDS], sizes and errors for the host, as in SUM_*.
+        replica_range: [2, S], where the rows of each place begin and end.
+        slot_to_copy: [T, K], topk_idx with copies, rank * e + n, in place of experts; like the rest, empty if S is 0.
+        place_to_expert, place_rows: [R, S], the expert of which a place of a rank has a replica, and its rows there.
+        expert_to_place: [E, R], the place of an expert's replica on a rank.
+        copy_slots: [E, R], how many of this rank's slots of an expert go to its copy on a rank.
     """
 
     storage: torch.Tensor
@@ -436,6 +458,8 @@ class PlanIntegers:
     token_to_packed_row, block_tokens, packed_start, packed_limit = _Integers(), _Integers(), _Integers(), _Integers()
     source_to_packed_start, source_to_row_start, source_to_rows = _Integers(), _Integers(), _Integers()
     expert_load, report = _Integers(), _Integers()
+    replica_range, slot_to_copy, place_to_expert, place_rows = _Integers(), _Integers(), _Integers(), _Integers()
+    expert_to_place, copy_slots = _Integers(), _Integers()
 
 
 @dataclass(eq=False)

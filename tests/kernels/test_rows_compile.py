@@ -20,7 +20,7 @@ from kernel_launches import BF16, FP16, FP32, INT64, TRIPS
 from symmoe.kernels.hopper import rows as hopper_rows
 from symmoe.kernels.triton import nodes, plan, sync, tokens
 
-MOST_REGISTERS = {"assign_rows_kernel": 160, "lay_out_kernel": 255}
+MOST_REGISTERS = {"assign_rows_kernel": 160, "choose_copies_kernel": 160, "lay_out_kernel": 255}
 LOAD, STORE = "cp.async.bulk.tensor.3d.shared", "cp.async.bulk.tensor.3d.global"
 MODULES = sync, nodes, plan, tokens, hopper_rows
 
@@ -72,10 +72,10 @@ def test_signals(launches):
     assert "%globaltimer" in ptx
 
 
-@every_combination(shape=TRIPS.keys(), id_dtype=[torch.int32, INT64], drop=[False, True])
-def test_plan_kernels(launches, shape, id_dtype, drop):
-    layer.launch_plan(shape, id_dtype, drop)
-    assert len(launches) == 4 + drop
+@every_combination(shape=TRIPS.keys(), id_dtype=[torch.int32, INT64], drop=[False, True], num_places=[0, 2])
+def test_plan_kernels(launches, shape, id_dtype, drop, num_places):
+    layer.launch_plan(shape, id_dtype, drop, num_places)
+    assert len(launches) == 4 + drop + num_places
     for launch in launches:
         code = check(launches, launch.name, MOST_REGISTERS.get(launch.name, 128))
         assert code.ptx.count("fence.acq_rel.sys") == (launch.name == "lay_out_kernel")

@@ -207,14 +207,20 @@ def launch_signals():
     sync.wait_for_signal(peers, 3, torch.zeros(1, dtype=INT64), status, phase=3, timeout_ns=10**9)
 
 
-def launch_plan(shape, id_dtype=torch.int32, drop=False):
-    """Every kernel of a plan."""
+def launch_plan(shape, id_dtype=torch.int32, drop=False, num_places=0):
+    """Every kernel of a plan, with places for replicas that of the copies."""
     num_tokens, _, num_experts, top_k, num_ranks = TRIPS[shape]
     num_blocks = -(-num_tokens // control.TOKENS_PER_BLOCK)
     peers, received = peers_of(num_ranks, num_ranks - 1), meta(num_ranks, control.NUM_PUBLISHED, dtype=INT64)
     topk_idx = meta(num_tokens, top_k, dtype=id_dtype)
+    numel, layout = plan_layout(num_tokens, top_k, num_experts, num_ranks, num_places)
+    if num_places:
+        counts = meta(num_blocks, num_experts + num_ranks + 2)
+        integers = PlanIntegers(meta(numel), layout)
+        plan.place_replicas(peers, integers, slack=50)
+        plan.choose_copies(topk_idx, counts, integers)
+        topk_idx, num_experts = integers.slot_to_copy, num_experts + num_ranks * num_places
     counts = meta(num_blocks, num_experts + num_ranks + 2)
-    numel, layout = plan_layout(num_tokens, top_k, num_experts, num_ranks)
     integers, status = PlanIntegers(meta(numel), layout), torch.zeros(control.STATUS_WORDS, dtype=INT64)
     plan.count_slots(topk_idx, counts, num_experts=num_experts, num_ranks=num_ranks)
     header = tuple(range(control.HEADER_WORDS))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from types import ModuleType
 
+import numpy as np
 import torch
 
 from symmoe.kernels import control
@@ -41,6 +42,8 @@ class Case:
     pending: int = control.STATUS_OK
     num_ctas: int | None = None
     seed: int = 0
+    num_places: int = 0  # of a rank, for replicas
+    slack: int = 0  # per mille
 
     @property
     def num_ranks(self) -> int:
@@ -91,6 +94,29 @@ CASES = {
     ),
     "a rank faults in the plan": Case(tokens=(10, 20), num_experts=6, top_k=2, plan_fails=True, capacity=500),
     "the trip fails": Case(tokens=(10, 40), num_experts=6, top_k=2, trip_fails=True, dtype=torch.bfloat16),
+    "replicas": Case(tokens=(70, 40), num_experts=8, top_k=3, ids="skewed", num_places=2),
+    "replicas on four ranks": Case(
+        tokens=(64, 1, 90, 7),
+        num_experts=16,
+        top_k=4,
+        ids="skewed",
+        num_places=3,
+        slack=50,
+        epoch=7,
+        dtype=torch.float32,
+    ),
+    "replicas of one expert": Case(tokens=(33, 20, 45), num_experts=6, top_k=1, ids="one", num_places=1, num_ctas=3),
+    "too few places": Case(tokens=(60, 50, 31), num_experts=24, top_k=6, ids="skewed", num_places=1, capacity=5000),
+    "no rank has too many rows": Case(tokens=(64, 64), num_experts=8, top_k=4, num_places=2, slack=500),
+    "replicas, sparse": Case(tokens=(35, 0, 20), num_experts=6, top_k=3, ids="sparse", num_places=4),
+    "replicas, drops": Case(
+        tokens=(50, 60), num_experts=10, top_k=3, capacity=100, drop=True, ids="skewed", num_places=1, slack=300
+    ),
+    "replicas, ids out of range": Case(tokens=(40, 40), num_experts=4, top_k=2, ids="bad", num_places=2),
+    "replicas, a rank faults in the plan": Case(
+        tokens=(10, 20), num_experts=6, top_k=2, plan_fails=True, capacity=500, num_places=1
+    ),
+    "replicas, nothing at all": Case(tokens=(0, 0), num_experts=4, top_k=2, num_places=2),
     "no probs": Case(tokens=(40, 20), num_experts=6, top_k=4, with_probs=False),
 }
 
@@ -133,6 +159,21 @@ def choose_experts(case: Case, rank: int) -> torch.Tensor:
         ids[-1, -1] = case.num_experts
         ids[shape[0] // 2, 0] = -(2**40) if case.id_dtype == torch.int64 else -2
     return ids.to(case.id_dtype)
+
+
+def peers_of_tables(counts: np.ndarray) -> list[Peers]:
+    """Peers of each rank, whose count tables have these slots [R, E]."""
+    num_ranks, num_experts = counts.shape
+    layout = ControlLayout(num_ranks)
+    views = tuple(torch.zeros(layout.num_bytes, dtype=torch.uint8) for _ in range(num_ranks))
+    bases = torch.tensor([view.data_ptr() for view in views])
+    ranks = [
+        Peers(rank=rank, num_ranks=num_ranks, bases=bases, views=views, layout=layout) for rank in range(num_ranks)
+    ]
+    for peers in ranks:
+        table = peers.count_table(peers.rank, 0)
+        table[:, control.HEADER_WORDS : control.HEADER_WORDS + num_experts] = torch.from_numpy(counts)
+    return ranks
 
 
 class _Call:
@@ -201,36 +242,26 @@ class _Call:
     def plan(self) -> None:
         case, ops = self.case, self.ops
         num_experts, num_ranks, top_k = case.num_experts, case.num_ranks, case.top_k
-        self.topk_idx, block_starts = [], []
-        for rank, num_tokens in enumerate(case.tokens):
-            topk_idx = choose_experts(case, rank).to(self.device)
-            num_blocks = -(-num_tokens // control.TOKENS_PER_BLOCK)
-            counts = self.int32(num_blocks, num_experts + num_ranks + 2)
-            ops.count_slots(topk_idx, counts, num_experts=num_experts, num_ranks=num_ranks)
-            self.keep(f"rank {rank} counts", counts)
-            header = [0] * control.HEADER_WORDS
-            header[control.HEAD_NUM_TOKENS] = num_tokens
-            header[control.HEAD_TOP_K] = top_k + (case.other_top_k == rank)
-            header[control.HEAD_CAPACITY], header[control.HEAD_PACKED_CAPACITY] = case.room_of(rank)
-            if case.rooms:
-                header[control.HEAD_OVERFLOW] = control.OVERFLOW_REPEAT
-            header[control.HEAD_MAX_TOKENS] = -1
-            header[control.HEAD_HIDDEN] = case.hidden
-            header[control.HEAD_RAIL_CAPACITY] = 77
-            ops.send_counts(counts, topk_idx, tuple(header), self.peers[rank], num_experts=num_experts)
-            self.keep(f"rank {rank} starts", counts)
-            self.topk_idx.append(topk_idx)
-            block_starts.append(counts)
-        self.keep_arenas("count tables")
-
-        self.set_epoch(case.epoch + 1)
+        self.chosen_idx = self.topk_idx = [choose_experts(case, rank).to(self.device) for rank in range(num_ranks)]
+        sizes = top_k, num_experts, num_ranks, case.num_places
+        layouts = [plan_layout(num_tokens, *sizes) for num_tokens in case.tokens]
+        plans = [PlanIntegers(self.int32(numel), layout) for numel, layout in layouts]
+        epoch, block_starts = case.epoch, self.count(self.topk_idx, num_experts)
+        if case.num_places:
+            epoch += 1
+            self.set_epoch(epoch)
+            for rank, plan in enumerate(plans):
+                ops.place_replicas(self.peers[rank], plan, slack=case.slack)
+                ops.choose_copies(self.topk_idx[rank], block_starts[rank], plan)
+            self.topk_idx = [plan.slot_to_copy for plan in plans]
+            num_copies = num_experts + num_ranks * case.num_places
+            block_starts = self.count(self.topk_idx, num_copies)
+        self.set_epoch(epoch + 1)
         received = self.received((), case.plan_fails)
         self.maps = []
-        for rank, num_tokens in enumerate(case.tokens):
+        for rank, plan in enumerate(plans):
             status = torch.zeros(control.STATUS_WORDS, dtype=torch.int64, pin_memory=self.device.type == "cuda")
             status[control.STATUS_KIND] = case.pending
-            numel, layout = plan_layout(num_tokens, top_k, num_experts, num_ranks)
-            plan = PlanIntegers(self.int32(numel), layout)
             ops.lay_out(
                 self.peers[rank],
                 received,
@@ -245,7 +276,7 @@ class _Call:
                 torch.cuda.synchronize()
             self.keep(f"rank {rank} status", status)
             ops.assign_rows(self.topk_idx[rank], block_starts[rank], plan, drop=case.drop)
-            maps = {name: getattr(plan, name) for name in layout}
+            maps = {name: getattr(plan, name) for name in plan.layout}
             for name, tensor in maps.items():
                 self.keep(f"rank {rank} {name}", tensor)
             self.keep(f"rank {rank} all of the plan", plan.storage)  # nothing between its tensors is written
@@ -253,6 +284,30 @@ class _Call:
         report = self.maps[0]["report"].tolist()
         self.num_rows = max(1, report[control.SUM_MAX_ROWS])
         self.num_packed = max(1, report[control.SUM_MAX_PACKED])
+
+    def count(self, topk_idx: list[torch.Tensor], num_experts: int) -> list[torch.Tensor]:
+        """Sends what each rank counts; the starts of blocks."""
+        case, ops, num_ranks, block_starts = self.case, self.ops, self.case.num_ranks, []
+        for rank, ids in enumerate(topk_idx):
+            num_blocks = -(-len(ids) // control.TOKENS_PER_BLOCK)
+            counts = self.int32(num_blocks, num_experts + num_ranks + 2)
+            ops.count_slots(ids, counts, num_experts=num_experts, num_ranks=num_ranks)
+            self.keep(f"rank {rank} counts of {num_experts}", counts)
+            header = [0] * control.HEADER_WORDS
+            header[control.HEAD_NUM_TOKENS] = len(ids)
+            header[control.HEAD_TOP_K] = case.top_k + (case.other_top_k == rank)
+            header[control.HEAD_NUM_EXPERTS], header[control.HEAD_NUM_PLACES] = case.num_experts, case.num_places
+            header[control.HEAD_CAPACITY], header[control.HEAD_PACKED_CAPACITY] = case.room_of(rank)
+            if case.rooms:
+                header[control.HEAD_OVERFLOW] = control.OVERFLOW_REPEAT
+            header[control.HEAD_MAX_TOKENS] = -1
+            header[control.HEAD_HIDDEN] = case.hidden
+            header[control.HEAD_RAIL_CAPACITY] = 77
+            ops.send_counts(counts, self.chosen_idx[rank], tuple(header), self.peers[rank], num_experts=num_experts)
+            self.keep(f"rank {rank} starts of {num_experts}", counts)
+            block_starts.append(counts)
+        self.keep_arenas("count tables")
+        return block_starts
 
     def dispatch(self) -> None:
         case, ops = self.case, self.ops

@@ -154,7 +154,8 @@ def _check_overflow(
         findings.check(is_poison(lease.tensor), "something was moved in spite of the overflow")
 
 
-def _check_maps(plan: Plan, routing: routings.Routing, layout: oracle.Layout, rank: int, findings: Findings) -> None:
+def check_maps(plan: Plan, layout: oracle.Layout, rank: int, findings: Findings) -> None:
+    """What says of a plan's rows where they are."""
     splits = layout.splits[rank]
     findings.equal("splits", plan.splits, np.array(splits))
     findings.equal("row_start", plan.row_start, np.cumsum([0, *splits]))
@@ -167,6 +168,10 @@ def _check_maps(plan: Plan, routing: routings.Routing, layout: oracle.Layout, ra
     findings.equal("num_dropped", plan.num_dropped, np.array([layout.num_dropped]))
     for name in ("splits", "row_start", "slot_to_row", "expert_load", "num_dropped"):
         findings.equal(f"dtype of {name}", getattr(plan, name).dtype, torch.int32)
+
+
+def _check_maps(plan: Plan, routing: routings.Routing, layout: oracle.Layout, rank: int, findings: Findings) -> None:
+    check_maps(plan, layout, rank, findings)
     if routing.capacity is None:
         findings.equal("num_rows", plan.num_rows, len(layout.rows[rank]))
         findings.equal("row_capacity", plan.row_capacity, max(1, *map(len, layout.rows)))

@@ -35,7 +35,7 @@ OTHER_SLOTS = 32  # slots that assign_rows compares each of BLOCK_SLOTS slots wi
 
 LAID_OUT = (
     *("splits", "row_range", "slot_start", "slot_limit", "packed_start", "packed_limit"),
-    *("source_to_packed_start", "source_to_row_start", "source_to_rows", "expert_load", "report"),
+    *("source_to_packed_start", "source_to_row_start", "source_to_rows", "report"),
 )
 
 
@@ -224,7 +224,6 @@ def find_error(headers, num_rows, num_packed, received, rank, SIZES: tl.constexp
     headers: [RANK_LANES, HEADER_WORDS]. num_rows, num_packed: [RANK_LANES], rows that each rank would receive.
     """
     RANK_LANES: tl.constexpr = SIZES.rank_lanes
-    NUM_EXPERTS: tl.constexpr = SIZES.num_experts
     is_rank = rank < SIZES.num_ranks
     word = tl.arange(0, HEADER_WORDS)
 
@@ -252,7 +251,8 @@ def find_error(headers, num_rows, num_packed, received, rank, SIZES: tl.constexp
     culprit = tl.min(tl.where(is_rank & (bad_slots > 0), rank, RANK_LANES), axis=0)
     head = pick(headers, (rank == culprit)[:, None], 0)
     value, where = pick(head, word == CONTROL.HEAD_BAD_ID, 0), pick(head, word == CONTROL.HEAD_BAD_SLOT, 0)
-    error = later(error, culprit < RANK_LANES, (CONTROL.PLAN_BAD_ID, culprit, NUM_EXPERTS, value, where))
+    limit = pick(head, word == CONTROL.HEAD_NUM_EXPERTS, 0)
+    error = later(error, culprit < RANK_LANES, (CONTROL.PLAN_BAD_ID, culprit, limit, value, where))
 
     first = pick(headers, (rank == 0)[:, None], 0)
     agreed = ((AGREED_WORDS >> word) & 1) != 0
@@ -308,10 +308,11 @@ def clip_to_capacity(load, capacity):
 def split_rows(source_to_row_start, source_to_rows, SIZES: tl.constexpr):
     """source_to_rows of contract/plan.py."""
     EXPERTS_PER_RANK: tl.constexpr = SIZES.experts_per_rank
+    NUM_OWN: tl.constexpr = SIZES.num_own
     FIRST_RANK: tl.constexpr = SIZES.first_rank
     END_RANK: tl.constexpr = SIZES.end_rank
     expert = tl.arange(0, SIZES.expert_lanes)
-    mask = expert < EXPERTS_PER_RANK
+    mask = expert < NUM_OWN
     starts = source_to_row_start + expert
     parts = source_to_rows + expert
     first = tl.load(starts, mask=mask, other=0)
@@ -322,7 +323,7 @@ def split_rows(source_to_row_start, source_to_rows, SIZES: tl.constexpr):
     before = tl.load(starts + FIRST_RANK * EXPERTS_PER_RANK, mask=mask, other=0)
     low = tl.minimum(whole_tiles(first, before + (PART_ROWS - 1)), high)
     store_part(parts, first, low, mask, SIZES)
-    store_part(parts + 2 * (SIZES.num_ranks - 1) * EXPERTS_PER_RANK, high, end, mask, SIZES)
+    store_part(parts + 2 * (SIZES.num_ranks - 1) * NUM_OWN, high, end, mask, SIZES)
     known = high
     if SIZES.rank + 1 < END_RANK:
         later = tl.load(starts + (SIZES.rank + 1) * EXPERTS_PER_RANK, mask=mask, other=0)
@@ -332,7 +333,7 @@ def split_rows(source_to_row_start, source_to_rows, SIZES: tl.constexpr):
         start = tl.load(starts + (source + 1) * EXPERTS_PER_RANK, mask=mask, other=0)
         bound = whole_tiles(low, tl.maximum(start, low) + (PART_ROWS - 1))
         bound = tl.minimum(bound, known if source <= SIZES.rank else high)
-        store_part(parts + 2 * source * EXPERTS_PER_RANK, begin, bound, mask, SIZES)
+        store_part(parts + 2 * source * NUM_OWN, begin, bound, mask, SIZES)
         begin = bound
 
 
@@ -345,7 +346,7 @@ def whole_tiles(first, row):
 @triton.jit
 def store_part(places, begin, end, mask, SIZES: tl.constexpr):
     tl.store(places, begin, mask=mask)
-    tl.store(places + SIZES.experts_per_rank, end, mask=mask)
+    tl.store(places + SIZES.num_own, end, mask=mask)
 
 
 @fast_jit([])
@@ -364,8 +365,9 @@ def lay_out_kernel(
     source_to_packed_start,
     source_to_row_start,
     source_to_rows,
-    expert_load,
     report,
+    expert_load,
+    replica_range,
     SIZES: tl.constexpr,
 ):
     RANK: tl.constexpr = SIZES.rank
@@ -423,10 +425,15 @@ def lay_out_kernel(
 
     tl.store(source_to_row_start + SIZES.num_ranks * EXPERTS_PER_RANK + own_row, start + kept, mask=is_mine)
     tl.store(splits + own_row, kept, mask=is_mine)
-    tl.store(row_range + own_row, start, mask=is_mine)
-    tl.store(row_range + EXPERTS_PER_RANK + own_row, start + kept, mask=is_mine)
+    is_own, place = is_mine & (own_row < SIZES.num_own), own_row - SIZES.num_own
+    tl.store(row_range + own_row, start, mask=is_own)
+    tl.store(row_range + SIZES.num_own + own_row, start + kept, mask=is_own)
+    if replica_range is not None:
+        tl.store(replica_range + place, start, mask=is_mine & (place >= 0))
+        tl.store(replica_range + EXPERTS_PER_RANK - SIZES.num_own + place, start + kept, mask=is_mine & (place >= 0))
     tl.store(slot_start + expert, start + tl.minimum(own_before, kept), mask=is_expert)
-    tl.store(expert_load + expert, load, mask=is_expert)
+    if expert_load is not None:
+        tl.store(expert_load + expert, load, mask=is_expert)
 
     dropped = tl.where(error == CONTROL.PLAN_OK, tl.sum(num_rows - num_kept, axis=0), 0)
     word = tl.arange(0, CONTROL.SUMMARY_WORDS)
@@ -453,11 +460,148 @@ def lay_out_kernel(
 
 def lay_out(peers, received, status, plan, *, capacity, packed_capacity, drop, ranks):
     place = {"rank": peers.rank, "num_ranks": peers.num_ranks, "layout": peers.layout}
-    num_experts = plan.splits.numel() * peers.num_ranks
-    options = {"first_rank": ranks[0], "end_rank": ranks[-1] + 1, "drop": drop, "record_errors": capacity >= 0}
+    num_experts, own = plan.splits.numel() * peers.num_ranks, {"num_own": plan.row_range.shape[1]}
+    options = {"first_rank": ranks[0], "end_rank": ranks[-1] + 1, "drop": drop, "record_errors": capacity >= 0, **own}
     constants = _constants(4, **place, num_experts=num_experts, **options)
     numbers, results = (status.data_ptr(), capacity, packed_capacity), [getattr(plan, name) for name in LAID_OUT]
+    results += [None, plan.replica_range] if plan.replica_range.numel() else [plan.expert_load, None]
     launch(lay_out_kernel, (1,), constants, peers.bases, received, *numbers, *results)
+
+
+@triton.jit
+def slots_and_places(topk_idx, starts, first_slot, num_slots, part, SIZES: tl.constexpr):
+    """Slots of a block from its `part` on, their mask, and of each its expert (-1: none) and its place among this
+    rank's slots of it. starts: of the experts in this block."""
+    BLOCK_SLOTS: tl.constexpr = SIZES.block_slots
+    OTHER_SLOTS: tl.constexpr = SIZES.other_slots
+    index = part + tl.arange(0, BLOCK_SLOTS)
+    is_slot = index < num_slots
+    expert = load_experts(topk_idx, first_slot + index, is_slot, SIZES.num_experts)
+    earlier = tl.zeros((BLOCK_SLOTS, OTHER_SLOTS), tl.int32)
+    for first in range(0, TOKENS_PER_BLOCK * SIZES.top_k, OTHER_SLOTS):
+        other_index = first + tl.arange(0, OTHER_SLOTS)
+        other = load_experts(topk_idx, first_slot + other_index, other_index < num_slots, SIZES.num_experts)
+        same = (other[None, :] == expert[:, None]) & (other_index[None, :] < index[:, None])
+        earlier += same.to(tl.int32)
+    place = tl.load(starts + expert, mask=expert >= 0, other=0) + tl.sum(earlier, axis=1)
+    return first_slot + index, is_slot, expert, place
+
+
+@fast_jit([])
+def place_replicas_kernel(
+    bases, place_to_expert, place_rows, expert_to_place, copy_slots, expert_load, slack: tl.int32, SIZES: tl.constexpr
+):
+    EXPERTS_PER_RANK: tl.constexpr = SIZES.experts_per_rank
+    NUM_RANKS: tl.constexpr = SIZES.num_ranks
+    NUM_PLACES: tl.constexpr = SIZES.num_places
+    RANK_LANES: tl.constexpr = SIZES.rank_lanes
+    EXPERT_LANES: tl.constexpr = SIZES.expert_lanes
+    LAYOUT: tl.constexpr = SIZES.layout
+    half = barrier_epoch(bases, SIZES.rank, LAYOUT.counters) & 1
+    counts = count_row(tl.load(bases + SIZES.rank), half, 0, LAYOUT) + HEADER_WORDS
+    rank, local = tl.arange(0, RANK_LANES), tl.arange(0, EXPERT_LANES)
+    is_rank = rank < NUM_RANKS
+    expert = rank[:, None] * EXPERTS_PER_RANK + local[None, :]
+    is_expert = is_rank[:, None] & (local < EXPERTS_PER_RANK)[None, :]
+    left = tl.zeros((RANK_LANES, EXPERT_LANES), tl.int32)
+    for source in range(NUM_RANKS):
+        left += tl.load(counts + source * LAYOUT.row_words + expert, mask=is_expert, other=0)
+    own = tl.load(counts + SIZES.rank * LAYOUT.row_words + expert, mask=is_expert, other=0)
+    tl.store(expert_load + expert, left, mask=is_expert)
+    for other in range(NUM_RANKS):
+        here = tl.where((rank == other)[:, None], own, 0)
+        tl.store(copy_slots + expert * NUM_RANKS + other, here, mask=is_expert)
+        tl.store(expert_to_place + expert * NUM_RANKS + other, tl.full(expert.shape, -1, tl.int32), mask=is_expert)
+    for place in range(NUM_PLACES):
+        tl.store(place_to_expert + rank * NUM_PLACES + place, tl.full(rank.shape, -1, tl.int32), mask=is_rank)
+        tl.store(place_rows + rank * NUM_PLACES + place, tl.zeros_like(rank), mask=is_rank)
+    tl.debug_barrier()  # what comes now is written to the same places
+
+    rows, used = tl.sum(left, axis=1), tl.zeros_like(rank)
+    share = tl.sum(rows.to(tl.int64), axis=0) * (1000 + slack)
+    limit = tl.cdiv(share, 1000 * NUM_RANKS).to(tl.int32)
+    for _ in range(NUM_RANKS * NUM_PLACES):
+        most = tl.max(rows, axis=0)
+        giver = tl.min(tl.where(rows == most, rank, NUM_RANKS), axis=0)
+        room = tl.where(is_rank & (used < NUM_PLACES), limit - rows, 0)
+        most_room = tl.max(room, axis=0)
+        taker = tl.min(tl.where(room == most_room, rank, NUM_RANKS), axis=0)
+        its = tl.where((rank == giver)[:, None] & is_expert, left, -1)
+        largest = tl.max(tl.max(its, axis=1), axis=0)
+        given = tl.min(tl.min(tl.where(its == largest, expert, INT32_MAX), axis=1), axis=0)
+        number = tl.minimum(tl.minimum(most - limit, most_room), largest)
+        if number > 0:
+            place = tl.sum(tl.where(rank == taker, used, 0), axis=0)
+            tl.store(place_to_expert + taker * NUM_PLACES + place, given)
+            tl.store(place_rows + taker * NUM_PLACES + place, number)
+            tl.store(expert_to_place + given * NUM_RANKS + taker, place)
+            used += (rank == taker).to(tl.int32)
+            rows += number * ((rank == taker).to(tl.int32) - (rank == giver).to(tl.int32))
+            left -= tl.where(expert == given, number, 0)
+    tl.debug_barrier()  # what other threads have stored is read back
+
+    for n in range(NUM_RANKS * NUM_PLACES):
+        given = tl.load(place_to_expert + n)
+        if given >= 0:
+            count = tl.load(counts + rank * LAYOUT.row_words + given, mask=is_rank, other=0)
+            places = tl.load(expert_to_place + given * NUM_RANKS + rank, mask=is_rank, other=-1)
+            wanted = tl.load(place_rows + rank * NUM_PLACES + places, mask=places >= 0, other=0)
+            wanted = tl.where(rank == given // EXPERTS_PER_RANK, tl.sum(count - wanted, axis=0), wanted)
+            stay = tl.minimum(count, wanted)
+            rest, taken = count - stay, tl.cumsum(wanted - stay, axis=0)
+            end = tl.sum(tl.where(rank <= SIZES.rank, rest, 0), axis=0)
+            begin = end - tl.sum(tl.where(rank == SIZES.rank, rest, 0), axis=0)
+            crossing = tl.minimum(taken, end) - tl.maximum(taken - wanted + stay, begin)
+            slots = tl.maximum(crossing, 0) + tl.where(rank == SIZES.rank, stay, 0)
+            tl.store(copy_slots + given * NUM_RANKS + rank, slots, mask=is_rank)
+
+
+def place_replicas(peers, plan, *, slack):
+    place = {"rank": peers.rank, "num_ranks": peers.num_ranks, "layout": peers.layout}
+    sizes = {"num_experts": plan.expert_load.numel(), "num_places": plan.place_to_expert.shape[1]}
+    constants = _constants(4, **place, **sizes)
+    results = plan.place_to_expert, plan.place_rows, plan.expert_to_place, plan.copy_slots, plan.expert_load
+    launch(place_replicas_kernel, (1,), constants, peers.bases, *results, slack)
+
+
+@fast_jit([])
+def choose_copies_kernel(
+    topk_idx, block_starts, expert_to_place, copy_slots, slot_to_copy, num_tokens: tl.int32, SIZES: tl.constexpr
+):
+    NUM_EXPERTS: tl.constexpr = SIZES.num_experts
+    EXPERTS_PER_RANK: tl.constexpr = SIZES.experts_per_rank
+    COPIES_PER_RANK: tl.constexpr = EXPERTS_PER_RANK + SIZES.num_places
+    BLOCK: tl.constexpr = TOKENS_PER_BLOCK * SIZES.top_k
+    block = tl.program_id(0)
+    starts = block_starts + block * (NUM_EXPERTS + SIZES.num_ranks + 2)
+    first_slot = block * BLOCK
+    num_slots = tl.minimum(BLOCK, num_tokens * SIZES.top_k - first_slot)
+    for part in range(0, BLOCK, SIZES.block_slots):
+        slot, is_slot, expert, index = slots_and_places(topk_idx, starts, first_slot, num_slots, part, SIZES)
+        valid = expert >= 0
+        home = tl.where(valid, expert, 0) // EXPERTS_PER_RANK
+        copy, begin = tl.full(expert.shape, -1, tl.int32), tl.zeros_like(expert)
+        for rank in range(SIZES.num_ranks):
+            end = begin + tl.load(copy_slots + expert * SIZES.num_ranks + rank, mask=valid, other=0)
+            place = tl.load(expert_to_place + expert * SIZES.num_ranks + rank, mask=valid, other=-1)
+            own = tl.where(home == rank, expert - home * EXPERTS_PER_RANK, EXPERTS_PER_RANK + place)
+            copy = tl.where((index >= begin) & (index < end) & valid, rank * COPIES_PER_RANK + own, copy)
+            begin = end
+        ids = tl.load(topk_idx + slot, mask=is_slot, other=-1)
+        is_bad = (ids < -1) | (ids >= NUM_EXPERTS)
+        tl.store(slot_to_copy + slot, tl.where(is_bad, SIZES.num_ranks * COPIES_PER_RANK, copy), mask=is_slot)
+
+
+def choose_copies(topk_idx, block_starts, plan):
+    (num_tokens, top_k), num_blocks, num_ranks = topk_idx.shape, plan.block_tokens.shape[0], plan.copy_slots.shape[1]
+    if num_blocks == 0:
+        return
+    sizes = {"num_ranks": num_ranks, "num_experts": plan.expert_load.numel(), "top_k": top_k}
+    sizes |= {"num_places": plan.place_to_expert.shape[1]}
+    slots = block_slots(top_k)
+    constants = _constants(8, **sizes, block_slots=slots, other_slots=min(OTHER_SLOTS, slots))
+    maps = plan.expert_to_place, plan.copy_slots, plan.slot_to_copy
+    launch(choose_copies_kernel, (num_blocks,), constants, topk_idx, block_starts, *maps, num_tokens)
 
 
 @fast_jit([])
@@ -476,26 +620,14 @@ def assign_rows_kernel(
     SIZES: tl.constexpr,
 ):
     NUM_EXPERTS: tl.constexpr = SIZES.num_experts
-    BLOCK_SLOTS: tl.constexpr = SIZES.block_slots
-    OTHER_SLOTS: tl.constexpr = SIZES.other_slots
     BLOCK: tl.constexpr = TOKENS_PER_BLOCK * SIZES.top_k
     block = tl.program_id(0)
     starts = block_starts + block * (NUM_EXPERTS + SIZES.num_ranks + 2)
     first_slot = block * BLOCK
     num_slots = tl.minimum(BLOCK, num_tokens * SIZES.top_k - first_slot)
-    for part in range(0, BLOCK, BLOCK_SLOTS):
-        index = part + tl.arange(0, BLOCK_SLOTS)
-        slot = first_slot + index
-        is_slot = index < num_slots
-        expert = load_experts(topk_idx, slot, is_slot, NUM_EXPERTS)
-        earlier = tl.zeros((BLOCK_SLOTS, OTHER_SLOTS), tl.int32)
-        for first in range(0, BLOCK, OTHER_SLOTS):
-            other_index = first + tl.arange(0, OTHER_SLOTS)
-            other = load_experts(topk_idx, first_slot + other_index, other_index < num_slots, NUM_EXPERTS)
-            same = (other[None, :] == expert[:, None]) & (other_index[None, :] < index[:, None])
-            earlier += same.to(tl.int32)
+    for part in range(0, BLOCK, SIZES.block_slots):
+        slot, is_slot, expert, place = slots_and_places(topk_idx, starts, first_slot, num_slots, part, SIZES)
         valid = expert >= 0
-        place = tl.load(starts + expert, mask=valid, other=0) + tl.sum(earlier, axis=1)
         kept = valid & (place < tl.load(slot_limit + expert, mask=valid, other=0))
         row = tl.load(slot_start + expert, mask=valid, other=0) + place
         rank = tl.where(valid, expert, 0) // SIZES.experts_per_rank

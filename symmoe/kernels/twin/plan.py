@@ -52,8 +52,57 @@ def send_counts(block_counts, topk_idx, header, peers, *, num_experts):
         peers.count_table(rank, epoch)[peers.rank, : row.numel()] = row
 
 
+def place_replicas(peers, plan, *, slack):
+    num_ranks, num_places = plan.place_to_expert.shape
+    num_experts, first = plan.expert_load.numel(), control.HEADER_WORDS
+    counts = peers.count_table(peers.rank, peers.epoch)[:, first : first + num_experts].long()  # [R, E]
+    plan.expert_load.copy_(counts.sum(0))
+    per_rank = num_experts // num_ranks
+    left, rows = counts.sum(0).tolist(), counts.sum(0).view(num_ranks, -1).sum(1).tolist()
+    limit = -(-sum(rows) * (1000 + slack) // (1000 * num_ranks))
+    moves, used = torch.zeros((num_experts, num_ranks), dtype=torch.int64), [0] * num_ranks
+    plan.place_to_expert.fill_(-1)
+    plan.expert_to_place.fill_(-1)
+    plan.place_rows.zero_()
+    for _ in range(num_ranks * num_places):
+        giver = max(range(num_ranks), key=rows.__getitem__)
+        taker = min(range(num_ranks), key=lambda rank: (used[rank] == num_places, rows[rank]))
+        expert = max(range(num_experts), key=lambda expert: (expert // per_rank == giver, left[expert]))
+        number = min(rows[giver] - limit, limit - rows[taker] if used[taker] < num_places else 0, left[expert])
+        if number <= 0:
+            break
+        plan.place_to_expert[taker, used[taker]], plan.place_rows[taker, used[taker]] = expert, number
+        plan.expert_to_place[expert, taker] = used[taker]
+        moves[expert, taker] += number
+        used[taker] += 1
+        rows[giver], rows[taker], left[expert] = rows[giver] - number, rows[taker] + number, left[expert] - number
+    experts = torch.arange(num_experts)
+    moves[experts, experts // per_rank] = torch.tensor(left)
+    own = peers.rank
+    stay = counts.t().minimum(moves)  # [E, rank of a copy]
+    rest, taken = counts.t() - stay, (moves - stay).cumsum(1)
+    end = rest.cumsum(1)[:, own : own + 1]
+    crossing = taken.minimum(end) - (taken - moves + stay).maximum(end - rest[:, own : own + 1])
+    plan.copy_slots.copy_(crossing.clamp(min=0))
+    plan.copy_slots[:, own] += stay[:, own].int()
+
+
+def choose_copies(topk_idx, block_starts, plan):
+    (num_experts, num_ranks), num_local = plan.copy_slots.shape, plan.splits.numel()
+    ids, per_rank = topk_idx.long(), num_experts // num_ranks
+    valid = (ids >= 0) & (ids < num_experts)
+    safe = ids.where(valid, 0).flatten()
+    index = _places(safe, valid.flatten(), num_experts)
+    ends, experts = plan.copy_slots.cumsum(1), torch.arange(num_experts)
+    copies = num_local * torch.arange(num_ranks) + per_rank + plan.expert_to_place  # [E, R]
+    copies[experts, experts // per_rank] = experts // per_rank * num_local + experts % per_rank
+    which = (ends[safe] <= index[:, None]).sum(1).clamp(max=num_ranks - 1)
+    found = copies[safe, which].view_as(ids).where(valid, -1)
+    plan.slot_to_copy.copy_(found.where((ids >= -1) & (ids < num_experts), num_local * num_ranks))
+
+
 def lay_out(peers, received, status, plan, *, capacity, packed_capacity, drop, ranks):
-    num_ranks, rank, num_experts = peers.num_ranks, peers.rank, plan.expert_load.numel()
+    num_ranks, rank, num_experts = peers.num_ranks, peers.rank, plan.slot_start.numel()
     table = peers.count_table(rank, peers.epoch)
     headers = table[:, : control.HEADER_WORDS]
     first = control.HEADER_WORDS
@@ -63,7 +112,7 @@ def lay_out(peers, received, status, plan, *, capacity, packed_capacity, drop, r
     load = counts.sum(0).view(num_ranks, -1)  # [R, e]
     limits = _limit(headers, control.HEAD_CAPACITY), _limit(headers, control.HEAD_PACKED_CAPACITY)
     sizes = (load.sum(1), limits[0]), (tokens.sum(0), limits[1])
-    error = _find_error(headers, sizes, received, num_experts, drop)
+    error = _find_error(headers, sizes, received, drop)
     kept = load if capacity < 0 else torch.stack([_clip(row, capacity) for row in load])
     failed = error[0] != control.PLAN_OK
     if failed:
@@ -75,8 +124,10 @@ def lay_out(peers, received, status, plan, *, capacity, packed_capacity, drop, r
 
     starts = kept.cumsum(1) - kept
     plan.splits.copy_(kept[rank])
-    plan.row_range[0] = starts[rank]
-    plan.row_range[1] = starts[rank] + kept[rank]
+    num_own = plan.row_range.shape[1]
+    ranges = torch.stack([starts[rank], starts[rank] + kept[rank]])
+    plan.row_range.copy_(ranges[:, :num_own])
+    plan.replica_range.copy_(ranges[:, num_own:])
     plan.slot_start.copy_(starts.flatten() + before[rank].minimum(kept.flatten()))
     plan.slot_limit.copy_(kept_by_source[rank])
     plan.packed_start.copy_(region_starts[rank])
@@ -85,8 +136,9 @@ def lay_out(peers, received, status, plan, *, capacity, packed_capacity, drop, r
     plan.source_to_packed_start[-1] = regions[:, rank].sum()
     plan.source_to_row_start[:-1] = starts[rank] + before.view(num_ranks, num_ranks, -1)[:, rank].minimum(kept[rank])
     plan.source_to_row_start[-1] = starts[rank] + kept[rank]
-    split_rows(plan.source_to_row_start, plan.source_to_rows, rank, ranks)
-    plan.expert_load.copy_(load.flatten())
+    split_rows(plan.source_to_row_start[:, :num_own], plan.source_to_rows, rank, ranks)
+    if not plan.place_to_expert.numel():
+        plan.expert_load.copy_(load.flatten())
 
     report = plan.report.zero_()
     report[control.SUM_ERROR : control.SUM_WHERE + 1] = report.new_tensor(error)
@@ -106,9 +158,7 @@ def assign_rows(topk_idx, block_starts, plan, *, drop):
     ids = topk_idx.flatten().long()
     valid = (ids >= 0) & (ids < num_experts)
     safe = ids.where(valid, 0)
-    one_hot = torch.zeros((ids.numel(), num_experts), dtype=torch.int32, device=ids.device)
-    one_hot.scatter_(1, safe[:, None], valid[:, None].int())
-    index = (one_hot.cumsum(0) - one_hot).gather(1, safe[:, None])[:, 0]  # among this rank's slots of the expert
+    index = _places(safe, valid, num_experts)
     kept = valid & (index < plan.slot_limit.index_select(0, safe))
     rows = plan.slot_start.index_select(0, safe) + index
     plan.slot_to_row.copy_(rows.where(kept, -1).view_as(plan.slot_to_row))
@@ -122,6 +172,13 @@ def assign_rows(topk_idx, block_starts, plan, *, drop):
         for rank in range(num_ranks):
             here = plan.slot_to_rank[:, k] == rank
             primary[:, rank] = plan.slot_to_row[:, k].where(here, primary[:, rank])
+
+
+def _places(experts: torch.Tensor, valid: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """The place of each valid slot among this rank's slots of its expert."""
+    one_hot = torch.zeros((experts.numel(), num_experts), dtype=torch.int32, device=experts.device)
+    one_hot.scatter_(1, experts[:, None], valid[:, None].int())
+    return (one_hot.cumsum(0) - one_hot).gather(1, experts[:, None])[:, 0]
 
 
 def split_rows(source_to_row_start, source_to_rows, rank, ranks):
@@ -172,7 +229,6 @@ def _find_error(
     headers: torch.Tensor,
     sizes: Iterable[tuple[torch.Tensor, int]],
     received: torch.Tensor,
-    num_experts: int,
     drop: bool,
 ) -> tuple[int, int, int, int, int]:
     """(code, rank, limit, value, where) of the first error, in an order that is the same on every rank.
@@ -191,7 +247,7 @@ def _find_error(
     for rank, head in enumerate(heads):
         if head[control.HEAD_BAD_SLOTS] > 0:
             bad_id, slot = head[control.HEAD_BAD_ID], head[control.HEAD_BAD_SLOT]
-            return control.PLAN_BAD_ID, rank, num_experts, bad_id, slot
+            return control.PLAN_BAD_ID, rank, head[control.HEAD_NUM_EXPERTS], bad_id, slot
     for rank, head in enumerate(heads):
         if head[control.HEAD_RAIL_DROPPED] > 0 and not drop:
             tokens = head[control.HEAD_RAIL_DROPPED]
