@@ -33,10 +33,11 @@ Schedule = Literal["serial", "overlapped", "always-overlapped"]
 QuantizedWire = Literal["none", "forward", "backward", "both"]
 AuxLoss = Literal["micro_batch", "sequence", "global"]
 DropPolicy = Literal["probs", "position"]
+Balance = Literal["none", "replicas"]
 
 # Words by the name of the argument that takes them. A name means the same everywhere.
-_NAMES = "overflow order score stash layout router schedule quantized_wire aux_loss drop_policy".split()
-_KINDS = Overflow, Order, Score, Stash, Layout, RouterKind, Schedule, QuantizedWire, AuxLoss, DropPolicy
+_NAMES = "overflow order score stash layout router schedule quantized_wire aux_loss drop_policy balance".split()
+_KINDS = Overflow, Order, Score, Stash, Layout, RouterKind, Schedule, QuantizedWire, AuxLoss, DropPolicy, Balance
 CHOICES: dict[str, tuple[str, ...]] = dict(zip(_NAMES, map(get_args, _KINDS), strict=True))
 
 _PLAIN = torch.Tensor.__torch_dispatch__  # the attribute of tensor classes that keep their own memory

@@ -301,7 +301,7 @@ def make_plan(
     get less, in every call anew: after its own experts a rank computes the rows of each of its places with the weights
     of the expert in `plan.place_to_expert[rank]` (-1: no rows). All that a plan says of the experts of a rank then
     holds for its E / R experts and its places; topk_idx and expert_load are of the E experts. See
-    PlanKernels.place_replicas for how rows are moved.
+    ReplicaKernels.place_replicas for how rows are moved.
 
     Args:
         topk_idx: int32 or int64 [T, K] on the heap's device; expert ids in [0, num_experts), or -1 for no expert. An

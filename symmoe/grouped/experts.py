@@ -7,8 +7,8 @@ Nothing here synchronises the host, copies rows, or knows of autograd.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -114,6 +114,17 @@ class Hidden(NamedTuple):
         return w1, w2
 
 
+@dataclass(frozen=True, slots=True)
+class Replicas:
+    """Replicas of other ranks' experts that compute rows after those of the experts: S groups more."""
+
+    w1: torch.Tensor  # [S, W, H]
+    w2: torch.Tensor  # [S, H, I]
+    row_range: torch.Tensor  # int32 [2, S]
+    dw1: torch.Tensor | None = None  # fp32, what get the gradients, if somebody wants them
+    dw2: torch.Tensor | None = None
+
+
 # What the first layer passes to the second: the activation, or with a recipe the operands of the product.
 SecondInput = torch.Tensor | tuple[Operand, Operand]
 Parts = Iterable[Part] | None  # of the rows, as they arrive; None: all rows are there
@@ -128,6 +139,14 @@ class ExpertWeights:
     w2: torch.Tensor | TensorTable  # [G, H, I]
     b2: torch.Tensor | None  # [G, H]
     activation: Activation
+    replicas: Replicas | None = field(default=None, kw_only=True)  # without biases
+
+    def calls(self, x: ExpertRows, parts: Parts) -> Iterator[tuple[Part, Any, Any]]:
+        """The parts of the rows and their weights; those of replicas are the last part."""
+        for part in (Part(x.row_range),) if parts is None else parts:
+            yield part, self.w1, self.w2
+        if self.replicas is not None:
+            yield Part(self.replicas.row_range), self.replicas.w1, self.replicas.w2
 
     def forward(self, x: ExpertRows, out: torch.Tensor, *, num_rows: int, zero_tail: bool = False) -> Hidden:
         """out[i] = W2 (act(W1 row i + b1) * scale) + b2 * bias_scale, with intermediate tensors of num_rows rows; out
@@ -140,8 +159,8 @@ class ExpertWeights:
         """h [num_rows, W] = W1 row + b1 and a [num_rows, I] = act(h) * scale; one kernel for each part, or for all."""
         ops, h = kernels.for_device(x.rows.device), x.rows.new_empty((num_rows, self.w1.shape[1]))
         a = x.rows.new_empty((num_rows, self.w2.shape[2]))
-        for part in (Part(x.row_range),) if parts is None else parts:
-            operands = (x.rows, x.row_index), self.w1, part.rows, x.scale, (h, a), self.activation
+        for part, w1, _ in self.calls(x, parts):
+            operands = (x.rows, x.row_index), w1, part.rows, x.scale, (h, a), self.activation
             ops.grouped_gemm_act(*operands, bias=self.b1, num_sms=part.num_sms)
         return Hidden(h), a
 
@@ -157,11 +176,15 @@ class ExpertWeights:
     ) -> None:
         """out [N, H] = W2 a + b2 * bias_scale, or only a part of its rows."""
         assert isinstance(a, torch.Tensor)  # it is what first_layer has made
-        part = part or Part(x.row_range)
-        bias = self.b2, x.bias_scale
-        kernels.for_device(out.device).grouped_gemm(
-            a, self.w2, part.rows, out, bias=bias, zero_tail=zero_tail, num_sms=part.num_sms
-        )
+        ops, bias = kernels.for_device(out.device), (self.b2, x.bias_scale)
+        for its_part, _, w2 in self.calls(x, None) if part is None else ((part, None, self.w2),):
+            ops.grouped_gemm(a, w2, its_part.rows, out, bias=bias, zero_tail=zero_tail, num_sms=its_part.num_sms)
+
+    def replicas_second_layer(self, a: SecondInput, out: torch.Tensor) -> None:
+        """The rows of replicas, if there are any: for who asks for the parts of the others one by one."""
+        if self.replicas is not None:
+            assert isinstance(a, torch.Tensor)
+            kernels.for_device(out.device).grouped_gemm(a, self.replicas.w2, self.replicas.row_range, out)
 
     def backward(self, x: ExpertRows, hidden: Hidden, d_out: torch.Tensor, **options: Any) -> ExpertsBackward:
         """The backward pass; its first step has run. The arguments are those of ExpertsBackward."""
@@ -237,13 +260,15 @@ class ExpertsBackward:
         if parts is not None and self.db1 is not None:  # db1 is summed over whole groups: wait for all rows
             deque(parts, maxlen=0)
             parts = None
-        num_partials, d_scale = 0, self.d_scale if parts is None else None
-        for part in (Part(x.row_range),) if parts is None else parts:
-            operands, gradients = ((self._d_out, x.row_index), weights.w2), (self._dh, self._a, d_scale, self.db1)
+        is_whole, end = parts is None and weights.replicas is None, x.row_range
+        num_partials, d_scale = 0, self.d_scale if is_whole else None
+        for part, _, w2 in weights.calls(x, parts):
+            operands, gradients = ((self._d_out, x.row_index), w2), (self._dh, self._a, d_scale, self.db1)
             arguments = *operands, part.rows, (h, x.scale), gradients, workspace, weights.activation
             num_partials = ops.grouped_gemm_dact(*arguments, num_sms=part.num_sms)
-        if parts is not None:
-            ops.sum_dact_partials(workspace, x.row_range, self.d_scale, num_partials)
+            end = part.rows if weights.replicas is not None else end
+        if not is_whole:
+            ops.sum_dact_partials(workspace, end, self.d_scale, num_partials)
         return False
 
     def _rows_for_dh(self, h: torch.Tensor) -> torch.Tensor:
@@ -255,22 +280,27 @@ class ExpertsBackward:
 
     def input_gradient(self, d_rows: torch.Tensor, *, zero_tail: bool = False, part: Part | None = None) -> None:
         """d_rows [N, H]: the gradient of row i (not summed over rows that share a packed row), or of a part."""
-        rows, num_sms = (self._x.row_range, None) if part is None else (part.rows, part.num_sms)
-        operands = self._dh, self._weights.w1, rows, d_rows
-        self._ops.grouped_gemm_dgrad(*operands, zero_tail=zero_tail, num_sms=num_sms)
+        weights = self._weights
+        for its_part, w1, _ in weights.calls(self._x, None) if part is None else ((part, weights.w1, None),):
+            operands = self._dh, w1, its_part.rows, d_rows
+            self._ops.grouped_gemm_dgrad(*operands, zero_tail=zero_tail, num_sms=its_part.num_sms)
 
     def w1_gradient(self, out: torch.Tensor | TensorTable, accumulate: bool, *, num_sms: int | None = None) -> None:
         """Writes dW1 [G, W, H]; a weights.Compute."""
         self._unmodified_rows.check()
-        x = self._x
+        x, replicas = self._x, self._weights.replicas
         operands = self._dh, (x.rows, x.row_index)
         self._ops.grouped_gemm_wgrad(*operands, x.row_range, out, accumulate=accumulate, num_sms=num_sms)
+        if replicas is not None:
+            self._ops.grouped_gemm_wgrad(*operands, replicas.row_range, given("dw1", replicas.dw1), num_sms=num_sms)
 
     def w2_gradient(self, out: torch.Tensor | TensorTable, accumulate: bool) -> None:
         """Writes dW2 [G, H, I]; a weights.Compute."""
         self._unmodified_d_out.check()
-        d_out = self._d_out, self._x.row_index
+        d_out, replicas = (self._d_out, self._x.row_index), self._weights.replicas
         self._ops.grouped_gemm_wgrad(d_out, self._a, self._x.row_range, out, accumulate=accumulate)
+        if replicas is not None:
+            self._ops.grouped_gemm_wgrad(d_out, self._a, replicas.row_range, given("dw2", replicas.dw2))
 
     def forget_w2(self) -> None:
         """Lets go of what only dW2 reads, which is made or not wanted."""

@@ -168,9 +168,12 @@ PHASES = (
     "plan: maps of other nodes",
     "dispatch: rows of other nodes",
     "combine: sums of other nodes",
+    "replicas: weights",
+    "replicas: gradients",
 )
 PHASE_START, PHASE_PLAN, PHASE_DISPATCH_READY, PHASE_DISPATCH_DONE, PHASE_COMBINE_READY, PHASE_COMBINE_DONE = range(6)
 PHASE_CLOSE, PHASE_NODES_PLAN, PHASE_NODES_OUT, PHASE_NODES_HOME = range(6, 10)
+PHASE_REPLICAS_OUT, PHASE_REPLICAS_HOME = range(10, 12)
 
 # What a barrier checks that all ranks agree on: fields of an int64, from the lowest bit up, with their widths.
 # The last bits of its generation stand for the plan. While a plan is made, the number of the layer's configuration
@@ -423,8 +426,8 @@ class PlanIntegers:
     """The tensors that the kernels of a plan fill: int32 views of one allocation, aligned to 16 bytes. T tokens, K
     slots per token, E experts, e experts per rank, R ranks, B blocks; -1 in a map means "none".
 
-    A rank may have S places for replicas of other ranks' experts, see PlanKernels.place_replicas. Its copies are those
-    after its E / R own experts: e is E / R + S, but row_range and source_to_rows are of the own experts.
+    A rank may have S places for replicas of other ranks' experts, see ReplicaKernels.place_replicas. They count after
+    its E / R own experts: e is E / R + S, but row_range and source_to_rows are of the own experts.
 
     Attributes:
         storage, layout: the allocation, and where they are in it, see plan_layout.

@@ -10,6 +10,7 @@ from symmoe.kernels.triton import (
     nodes,
     plan,
     pointers,
+    replicas,
     route,
     router_products,
     sync,
@@ -18,7 +19,7 @@ from symmoe.kernels.triton import (
 
 _KERNELS = {
     **kernels_in(act_quantized, products, quantize, scale_tiles, wire, activation, bias, gemm, gemm_act),
-    **kernels_in(nodes, plan, pointers, route, router_products, sync, tokens),
+    **kernels_in(nodes, plan, pointers, replicas, route, router_products, sync, tokens),
 }
 globals().update(_KERNELS)
 __all__ = sorted(_KERNELS)

@@ -15,10 +15,11 @@ from symmoe.moe.overlap import received_layout
 from symmoe.precision.recipes import Recipe, precision_problem
 from symmoe.precision.wire import WireFormat, wire_problem
 
-_SIZES = ("hidden", "ffn", "num_experts", "top_k", "num_groups", "top_groups")
+_SIZES = ("hidden", "ffn", "num_experts", "top_k", "num_groups", "top_groups", "replica_places")
 _BOUNDS = ("capacity", "max_room", "max_tokens", "rail_capacity")  # sizes, or None
 _FLAGS = ("renormalize", "expert_bias")
 _FACTORS = ("route_scale", "bias_update_rate", "aux_loss_coef", "z_loss_coef")
+_OF_REPLICAS = ("replica_places", "replica_slack")
 _OF_A_CAPACITY = ("overflow", "max_tokens", "rail_capacity")  # mean nothing without a static one
 _OF_THE_ROUTER = (*_FLAGS, *_FACTORS, "score", "num_groups", "top_groups", "aux_loss")  # nor these without a router
 
@@ -61,6 +62,10 @@ class MoEConfig:
         quantized_wire: what travels to the experts as the E4M3 numbers of `precision`, in about half the bytes: tokens
             ("forward"), the gradients of their results ("backward"), "both" or "none". What the experts compute from
             them has the same bits, but for the gradients of weights and biases, which come from dequantised rows.
+        balance: "replicas": in every call, ranks that get more rows than the others give some to replicas of their
+            experts on ranks that get less, see docs/balance.md. "none": the rank of an expert computes all its rows.
+        replica_places: with "replicas", how many experts of others a rank can have replicas of at a time.
+        replica_slack: with "replicas", how much more rows than the mean a rank may keep, as a share of the mean.
         router: "linear": the layer has a router (symmoe.moe.router). "none": it has no router and no parameters of
             one, and each call brings topk_idx and probs. Then all fields below, except capacity_factor and
             drop_policy, must keep their defaults.
@@ -101,6 +106,9 @@ class MoEConfig:
     schedule: arguments.Schedule = "overlapped"
     precision: Recipe | None = None
     quantized_wire: arguments.QuantizedWire = "none"
+    balance: arguments.Balance = "none"
+    replica_places: int = 2
+    replica_slack: float = 0.05
     router: arguments.RouterKind = "linear"
     score: arguments.Score = "softmax"
     renormalize: bool = True
@@ -119,6 +127,11 @@ class MoEConfig:
     def received_layout(self) -> str:
         """The layout; "auto" is resolved."""
         return received_layout(self.layout, self.ffn, self.precision)
+
+    @property
+    def num_places(self) -> int:
+        """Places of a rank for replicas."""
+        return self.replica_places if self.balance == "replicas" else 0
 
     @property
     def routing_rule(self) -> RoutingRule:
@@ -153,6 +166,13 @@ class MoEConfig:
         raise_for(precision_problem(self.precision, hidden=self.hidden, ffn=self.ffn))
         if self.quantized_wire != "none" and (problem := wire_problem(self.precision)) is not None:
             raise ArgumentError(f"quantized_wire ({self.quantized_wire!r}): {problem}")
+        if self.balance == "none":
+            self._check_defaults(_OF_REPLICAS, "balance 'replicas', but balance is 'none'")
+        elif self.precision is not None:
+            raise ArgumentError(f"balance ('replicas') must be 'none' with a precision ({self.precision})")
+        _check_factor("replica_slack", self.replica_slack)
+        if self.replica_slack > 1:
+            raise ArgumentError(f"replica_slack ({self.replica_slack}) must be at most 1")
         if self.router == "none":
             self._check_defaults(_OF_THE_ROUTER, "a router, but router is 'none'")
         if self.num_experts % self.num_groups:

@@ -41,6 +41,7 @@ from symmoe.kernels.architectures import e4m3_problem
 from symmoe.kernels.gemm_parts import Part
 from symmoe.kernels.operands import given
 from symmoe.moe.overlap import SERIAL, Overlap, Sizes, overlap_of, received_layout
+from symmoe.moe.replicas import ReplicaTrip, replicas_problem
 from symmoe.moe.routing import Route, Routed, RouteGradients
 from symmoe.precision.wire import WireFormat, wire_problem
 from symmoe.symm_mem.heap import FailPeersOnError, SymmetricHeap
@@ -117,6 +118,8 @@ def run_experts(
         experts = evaluated(experts, x.dtype)
         form, linears = experts.form, experts.linears
         problem = linears[0].held_problem() or linears[1].held_problem()
+        if plan.num_places:
+            problem = problem or replicas_problem(experts)
         if form.precision is not None:
             problem = problem or e4m3_problem(form.precision, x.device)
         if words["quantized_wire"] != "none":
@@ -183,7 +186,13 @@ class _EPStep:
         num_rows = plan.row_capacity if plan.num_rows is None else max(1, plan.num_rows)
         if self.is_taped and plan.num_rows is None and plan.heap.first_step is None:
             sizes: tuple[Hashable, ...] = plan.num_tokens, plan.row_capacity, plan.packed_row_capacity
-            sizes = *sizes, plan.num_experts, plan.top_k, None if plan.nodes is None else plan.nodes.rails.key
+            sizes = (
+                *sizes,
+                plan.num_experts,
+                plan.num_places,
+                plan.top_k,
+                None if plan.nodes is None else plan.nodes.rails.key,
+            )
             key = overlap, self.order, self.stash, self.layout, self.form, self.have_biases, *sizes
             kind = plan.heap.tapes.number(key)
         return replace(self, overlap=overlap, num_rows=num_rows, kind=kind)
@@ -236,13 +245,16 @@ class _EPStep:
         """Rows of a receive buffer."""
         return self.plan.packed_row_capacity if self.layout == "packed" else self.plan.row_capacity
 
+    def weights(self, inputs: _Inputs) -> ExpertWeights:
+        """The weights of the experts as the kernels take them."""
+        options: dict[str, Any] = {"trains": inputs.trains, "wire": self.wire, "held": inputs.held}
+        return expert_weights(self.form, inputs.biases, inputs.tensors, **options)
+
     def operands(
         self, received: torch.Tensor, row_to_packed_row: torch.Tensor, row_probs: torch.Tensor, inputs: _Inputs
     ) -> tuple[ExpertRows, ExpertWeights]:
         """Inputs as the kernels take them."""
-        weights = expert_weights(
-            self.form, inputs.biases, inputs.tensors, trains=inputs.trains, wire=self.wire, held=inputs.held
-        )
+        weights = self.weights(inputs)
         row_index = row_to_packed_row if self.layout == "packed" else None
         bias_scale = None if inputs.biases[1] is None else row_probs
         return ExpertRows(received, self.plan.row_range, row_probs, bias_scale, row_index), weights
@@ -330,6 +342,7 @@ class _Forward:
     inputs: _Inputs
     frees: bool  # whether nobody reads the received rows after FC1
     operands: tuple[ExpertRows, ExpertWeights] | None = None  # of the first half for the second
+    replicas: ReplicaTrip | None = None  # the same
 
     def planned(self) -> tuple[Any, ...]:
         """What ToFill.launch returns, as far as the plan is not filled. Where the step is not put on a tape, the plan
@@ -349,11 +362,14 @@ class _Forward:
         planned = self.planned()
         step, plan = self.step, self.step.plan
         sent, probs = _on_wire(self.x, step.wire.rows), given("probs", self.probs)
+        if plan.num_places:
+            self.replicas = ReplicaTrip(plan, step.weights(self.inputs))
         received = step.receive(sent, name=_RECEIVED)
         send = partial(dispatch, layout=step.layout, division=step.overlap.dispatch, is_last=False)
         with send(sent, plan, received.tensor, probs) as arrival:
             row_probs = given("row_probs", arrival.row_probs)
             rows, experts = step.operands(received.tensor, arrival.row_to_packed_row, row_probs, self.inputs)
+            experts = experts if self.replicas is None else self.replicas.weights
             hidden, a = experts.first_layer(rows, num_rows=step.num_rows, parts=arrival.parts)
         self.operands = rows, experts
         return *planned, *plan.received_index(), received, row_probs, a, *hidden
@@ -371,7 +387,12 @@ class _Forward:
             def compute(part: Part | None) -> None:
                 experts.second_layer(a, hidden, rows, out.tensor, part=part)
 
-            return combine(out.tensor, plan, compute, order=step.order, division=step.overlap.combine)
+            if step.overlap.combine is not None:
+                experts.replicas_second_layer(a, out.tensor)
+            y = combine(out.tensor, plan, compute, order=step.order, division=step.overlap.combine)
+        if self.replicas is not None:
+            self.replicas.release()
+        return y
 
     def both_halves(self) -> tuple[Any, ...]:
         """What the first half gives, and y."""
@@ -410,6 +431,8 @@ class _ExpertParallelMLP(Function):
         is_recomputed = is_in_backward()
         key: tuple[Hashable, ...] = "first half" if is_recomputed else "forward", trains, frees
         function = forward.first_half if is_recomputed else forward.both_halves
+        if is_recomputed and plan.num_places:
+            forward.step = step = replace(step, kind=None)  # a tape would not have the leases for the second half
         inputs = _given(x, probs, plan.storage, b1, b2, *tensors)
         with plan.heap.one_call:
             if plan.to_fill is not None:
@@ -542,6 +565,8 @@ class _Backward:
             received = step.receive(sent, name=_RECEIVED).tensor
             arrived = send(sent, buffer=received, is_last=False)  # who goes where is in the plan
         rows, experts = step.operands(received, plan.received_index()[1], self.row_probs, self.inputs)
+        replicas = ReplicaTrip(plan, experts, (fc1.computes, fc2.computes))
+        experts = replicas.weights
         with nullcontext() if arrived is None else arrived as arrival:
             if hidden.h is None:
                 parts = None if arrival is None else arrival.parts
@@ -554,7 +579,7 @@ class _Backward:
                 rows, hidden, d_out.tensor, parts=arrival.parts, needs_scale=needs_probs, spends_h=self.spends_h
             )
         weights1, weights2, adapters = step.form.split(self.inputs.tensors)
-        dw2 = fc2.add(weights2, experts_backward.w2_gradient)
+        dw2 = fc2.add(weights2, replicas.noting(experts_backward.w2_gradient))
         if fc2.option != "delayed" and not adapters:
             experts_backward.forget_w2()
             d_out.release()
@@ -577,8 +602,9 @@ class _Backward:
                 trip = collecting(sums, compute, division)
             num_sms = division.num_sms if gradients and division is not None else None
             with trip as collection:
-                dw1 = fc1.add(weights1, partial(experts_backward.w1_gradient, num_sms=num_sms))
+                dw1 = fc1.add(weights1, replicas.noting(partial(experts_backward.w1_gradient, num_sms=num_sms)))
                 d_adapters = experts_backward.adapter_gradients()
+        replicas.bring_home()
         dx, d_probs = (None, None) if collection is None else (collection.out, collection.values)
         d_route: tuple[torch.Tensor | None, ...] = (None, None)
         if (route := self.route) is not None:

@@ -11,10 +11,11 @@ from __future__ import annotations
 _TABLE = {
     "route": ("router_gemm choose_experts choose_experts_grad", "router_gemm_grads",
               "bf16_parts router_dgrad router_wgrad"),
-    "plan": ("count_slots send_counts lay_out assign_rows rail_rows tell_header own_counts other_counts plan_in_node",
-             "", "assign_packed_rows"),
+    "plan": ("count_slots send_counts lay_out assign_rows rail_rows tell_header own_counts other_counts plan_in_node"
+             " place_replicas choose_copies", "", "assign_packed_rows"),
     "wait": ("barrier wait_for_signal count_exchange hear_of_faults", "", ""),
     "push": ("push_rows place_rows push_slots send_signal take_rows", "", "hopper_push"),
+    "replicas": ("push_replicas add_from_replicas", "", ""),
     "index": ("index_rows", "", ""),
     "fan-out": ("fan_out unpack_rows", "", "hopper_fan_out"),
     "FC1": ("grouped_gemm_act", "", "hopper_act"),
@@ -39,6 +40,6 @@ PHASES = (*_TABLE, OTHER)
 # Products of the experts: what runs at the same time is not exposed.
 GEMMS = frozenset({"FC1", "FC2", "FC2 dgrad", "FC1 dgrad", "wgrad", "GEMM"})
 # What a layer does because its experts are on several ranks.
-COMMUNICATION = frozenset({"plan", "wait", "push", "index", "fan-out", "send sums", "sum at home"})
+COMMUNICATION = frozenset({"plan", "wait", "push", "replicas", "index", "fan-out", "send sums", "sum at home"})
 BY_OPERATOR = {name: phase for phase, (both, only, _) in _TABLE.items() for name in f"{both} {only}".split()}
 BY_KERNEL = {f"{name}_kernel": phase for phase, (both, _, only) in _TABLE.items() for name in f"{both} {only}".split()}

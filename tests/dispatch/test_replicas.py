@@ -59,7 +59,7 @@ def placed(counts: np.ndarray, num_places: int, slack: int) -> list[PlanIntegers
 
 
 def check_placement(counts: np.ndarray, num_places: int, slack: int) -> bool:
-    """Checks all that contract/plan.py says of it. Whether all ranks keep within the limit."""
+    """Checks all that contract/replicas.py says of it. Whether all ranks keep within the limit."""
     num_ranks, num_experts = counts.shape
     plans, home = placed(counts, num_places, slack), np.arange(num_experts) // (num_experts // num_ranks)
     for name in ("place_to_expert", "place_rows", "expert_to_place", "expert_load"):

@@ -18,11 +18,11 @@ from compiled_launches import atomics, meta
 from kernel_launches import BF16, FP16, FP32, INT64, TRIPS
 
 from symmoe.kernels.hopper import rows as hopper_rows
-from symmoe.kernels.triton import nodes, plan, sync, tokens
+from symmoe.kernels.triton import nodes, plan, replicas, sync, tokens
 
 MOST_REGISTERS = {"assign_rows_kernel": 160, "choose_copies_kernel": 160, "lay_out_kernel": 255}
 LOAD, STORE = "cp.async.bulk.tensor.3d.shared", "cp.async.bulk.tensor.3d.global"
-MODULES = sync, nodes, plan, tokens, hopper_rows
+MODULES = sync, nodes, plan, replicas, tokens, hopper_rows
 
 
 def check(launches, name, max_registers=128):
@@ -70,6 +70,15 @@ def test_signals(launches):
     ptx = check(launches, "wait_for_signal_kernel", 64).ptx
     assert ptx.count("ld.acquire.sys") == 1
     assert "%globaltimer" in ptx
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_kernels_that_move_replicas(launches, dtype):
+    layer.launch_replicas(dtype)
+    push, add = (check(launches, f"{name}_kernel", 128) for name in ("push_replicas", "add_from_replicas"))
+    assert "ld.global.v4" in push.ptx
+    assert "st.global.v4" in push.ptx
+    assert "ld.global.v4" in add.ptx
 
 
 @every_combination(shape=TRIPS.keys(), id_dtype=[torch.int32, INT64], drop=[False, True], num_places=[0, 2])

@@ -21,7 +21,7 @@ from symmoe.kernels.hopper import gemm as hopper_gemm
 from symmoe.kernels.hopper import wgrad as hopper_wgrad
 from symmoe.kernels.tensor_table import TensorTable
 from symmoe.kernels.triton import activation as gpu_activation
-from symmoe.kernels.triton import bias, gemm, gemm_act, nodes, plan, route, router_products, sync, tokens
+from symmoe.kernels.triton import bias, gemm, gemm_act, nodes, plan, replicas, route, router_products, sync, tokens
 
 BF16, FP16, FP32, INT64 = torch.bfloat16, torch.float16, torch.float32, torch.int64
 NUM_SMS = 132
@@ -217,8 +217,8 @@ def launch_plan(shape, id_dtype=torch.int32, drop=False, num_places=0):
     if num_places:
         counts = meta(num_blocks, num_experts + num_ranks + 2)
         integers = PlanIntegers(meta(numel), layout)
-        plan.place_replicas(peers, integers, slack=50)
-        plan.choose_copies(topk_idx, counts, integers)
+        replicas.place_replicas(peers, integers, slack=50)
+        replicas.choose_copies(topk_idx, counts, integers)
         topk_idx, num_experts = integers.slot_to_copy, num_experts + num_ranks * num_places
     counts = meta(num_blocks, num_experts + num_ranks + 2)
     integers, status = PlanIntegers(meta(numel), layout), torch.zeros(control.STATUS_WORDS, dtype=INT64)
@@ -228,6 +228,14 @@ def launch_plan(shape, id_dtype=torch.int32, drop=False, num_places=0):
     options = {"capacity": 1000, "packed_capacity": -1, "drop": drop, "ranks": range(num_ranks)}
     plan.lay_out(peers, received, status, integers, **options)
     plan.assign_rows(topk_idx, counts, integers, drop=drop)
+
+
+def launch_replicas(dtype):
+    """What moves weights of replicas, and their gradients."""
+    peers, received = peers_of(4, 3), meta(4, control.NUM_PUBLISHED, dtype=INT64)
+    matrices, places = meta(8, 1032 * 712, dtype=dtype), (meta(4, 2), meta(32, 4))
+    replicas.push_replicas(matrices, places[0], peers, received, column=1)
+    replicas.add_from_replicas(matrices, places, peers, received, column=2)
 
 
 def launch_between_nodes(shape, num_nodes):

@@ -237,6 +237,8 @@ class _Call:
         self.plan()
         self.dispatch()
         self.combine()
+        if self.case.num_places:
+            self.move_replicas()
         return self.out
 
     def plan(self) -> None:
@@ -308,6 +310,24 @@ class _Call:
             block_starts.append(counts)
         self.keep_arenas("count tables")
         return block_starts
+
+    def move_replicas(self) -> None:
+        """Weights go to their replicas, and gradients come home."""
+        case, width = self.case, 24
+        num_own, ready = case.num_experts // case.num_ranks, self.received((ROWS, PACKED), case.trip_fails)
+        for rank, peers in enumerate(self.peers):
+            generator = torch.Generator().manual_seed(rank)
+            weight, gradient = torch.randn((2, num_own, width), generator=generator).to(case.dtype).to(self.device)
+            its_gradients = torch.randn((case.num_places, width), generator=generator).to(self.device)
+            self.buffer(rank, PACKED, its_gradients.shape, torch.float32).copy_(its_gradients)
+            self.ops.push_replicas(weight, self.maps[rank]["place_to_expert"], peers, ready, column=0)
+            self.keep(f"gradient of rank {rank}", gradient)
+        self.keep_arenas("replicas")
+        for rank, peers in enumerate(self.peers):
+            gradient, maps = self.out[f"gradient of rank {rank}[0]"].clone(), self.maps[rank]
+            places = maps["place_to_expert"], maps["expert_to_place"]
+            self.ops.add_from_replicas(gradient, places, peers, ready, column=1)
+            self.keep(f"gradient and those of replicas of rank {rank}", gradient)
 
     def dispatch(self) -> None:
         case, ops = self.case, self.ops

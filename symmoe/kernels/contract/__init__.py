@@ -35,6 +35,7 @@ from symmoe.kernels.contract.plan import PlanKernels
 from symmoe.kernels.contract.pointers import PointerKernels
 from symmoe.kernels.contract.quantize import QuantizeKernels
 from symmoe.kernels.contract.quantized_gemm import QuantizedGemmKernels
+from symmoe.kernels.contract.replicas import ReplicaKernels
 from symmoe.kernels.contract.router import RouterKernels
 from symmoe.kernels.contract.rows import RowKernels
 from symmoe.kernels.contract.sync import SyncKernels
@@ -45,6 +46,7 @@ __all__ = ["Kernels", "kernels_in"]
 
 class Kernels(
     PlanKernels,
+    ReplicaKernels,
     NodeKernels,
     SyncKernels,
     RowKernels,

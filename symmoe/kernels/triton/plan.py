@@ -40,7 +40,7 @@ LAID_OUT = (
 
 
 @functools.cache
-def _constants(num_warps: int, num_ranks: int, num_experts: int = 0, **sizes: Any) -> Constants:
+def plan_constants(num_warps: int, num_ranks: int, num_experts: int = 0, **sizes: Any) -> Constants:
     """num_experts: of all ranks. expert_lanes: of a vector over a rank's experts. block_*, other_slots: what is read at
     a time. header: of send_counts, without the words that may change from step to step."""
     per_rank = num_experts // num_ranks
@@ -121,7 +121,7 @@ def count_slots(topk_idx, block_counts, *, num_experts, num_ranks):
     if num_blocks == 0:
         return
     blocks = {"block_experts": min(COUNT_EXPERTS, next_power_of_2(num_experts)), "block_slots": block_slots(top_k)}
-    constants = _constants(8, num_ranks=num_ranks, num_experts=num_experts, top_k=top_k, **blocks)
+    constants = plan_constants(8, num_ranks=num_ranks, num_experts=num_experts, top_k=top_k, **blocks)
     launch(count_slots_kernel, (num_blocks,), constants, topk_idx, block_counts, num_tokens)
 
 
@@ -199,7 +199,7 @@ def send_counts(block_counts, topk_idx, header, peers, *, num_experts):
     place = {"rank": peers.rank, "num_ranks": peers.num_ranks, "layout": peers.layout}
     other_words = tuple(0 if word in _VARYING_WORDS else value for word, value in enumerate(header))
     blocks = {"block_columns": SEND_COLUMNS, "block_rows": SEND_BLOCKS}
-    constants = _constants(4, **place, num_experts=num_experts, header=other_words, **blocks)
+    constants = plan_constants(4, **place, num_experts=num_experts, header=other_words, **blocks)
     grid = (ceil_div(num_experts + peers.num_ranks, SEND_COLUMNS) + 1,)
     words = [header[word] for word in _VARYING_WORDS]
     launch(send_counts_kernel, grid, constants, block_counts, topk_idx, peers.bases, *words, block_counts.shape[0])
@@ -462,7 +462,7 @@ def lay_out(peers, received, status, plan, *, capacity, packed_capacity, drop, r
     place = {"rank": peers.rank, "num_ranks": peers.num_ranks, "layout": peers.layout}
     num_experts, own = plan.splits.numel() * peers.num_ranks, {"num_own": plan.row_range.shape[1]}
     options = {"first_rank": ranks[0], "end_rank": ranks[-1] + 1, "drop": drop, "record_errors": capacity >= 0, **own}
-    constants = _constants(4, **place, num_experts=num_experts, **options)
+    constants = plan_constants(4, **place, num_experts=num_experts, **options)
     numbers, results = (status.data_ptr(), capacity, packed_capacity), [getattr(plan, name) for name in LAID_OUT]
     results += [None, plan.replica_range] if plan.replica_range.numel() else [plan.expert_load, None]
     launch(lay_out_kernel, (1,), constants, peers.bases, received, *numbers, *results)
@@ -485,123 +485,6 @@ def slots_and_places(topk_idx, starts, first_slot, num_slots, part, SIZES: tl.co
         earlier += same.to(tl.int32)
     place = tl.load(starts + expert, mask=expert >= 0, other=0) + tl.sum(earlier, axis=1)
     return first_slot + index, is_slot, expert, place
-
-
-@fast_jit([])
-def place_replicas_kernel(
-    bases, place_to_expert, place_rows, expert_to_place, copy_slots, expert_load, slack: tl.int32, SIZES: tl.constexpr
-):
-    EXPERTS_PER_RANK: tl.constexpr = SIZES.experts_per_rank
-    NUM_RANKS: tl.constexpr = SIZES.num_ranks
-    NUM_PLACES: tl.constexpr = SIZES.num_places
-    RANK_LANES: tl.constexpr = SIZES.rank_lanes
-    EXPERT_LANES: tl.constexpr = SIZES.expert_lanes
-    LAYOUT: tl.constexpr = SIZES.layout
-    half = barrier_epoch(bases, SIZES.rank, LAYOUT.counters) & 1
-    counts = count_row(tl.load(bases + SIZES.rank), half, 0, LAYOUT) + HEADER_WORDS
-    rank, local = tl.arange(0, RANK_LANES), tl.arange(0, EXPERT_LANES)
-    is_rank = rank < NUM_RANKS
-    expert = rank[:, None] * EXPERTS_PER_RANK + local[None, :]
-    is_expert = is_rank[:, None] & (local < EXPERTS_PER_RANK)[None, :]
-    left = tl.zeros((RANK_LANES, EXPERT_LANES), tl.int32)
-    for source in range(NUM_RANKS):
-        left += tl.load(counts + source * LAYOUT.row_words + expert, mask=is_expert, other=0)
-    own = tl.load(counts + SIZES.rank * LAYOUT.row_words + expert, mask=is_expert, other=0)
-    tl.store(expert_load + expert, left, mask=is_expert)
-    for other in range(NUM_RANKS):
-        here = tl.where((rank == other)[:, None], own, 0)
-        tl.store(copy_slots + expert * NUM_RANKS + other, here, mask=is_expert)
-        tl.store(expert_to_place + expert * NUM_RANKS + other, tl.full(expert.shape, -1, tl.int32), mask=is_expert)
-    for place in range(NUM_PLACES):
-        tl.store(place_to_expert + rank * NUM_PLACES + place, tl.full(rank.shape, -1, tl.int32), mask=is_rank)
-        tl.store(place_rows + rank * NUM_PLACES + place, tl.zeros_like(rank), mask=is_rank)
-    tl.debug_barrier()  # what comes now is written to the same places
-
-    rows, used = tl.sum(left, axis=1), tl.zeros_like(rank)
-    share = tl.sum(rows.to(tl.int64), axis=0) * (1000 + slack)
-    limit = tl.cdiv(share, 1000 * NUM_RANKS).to(tl.int32)
-    for _ in range(NUM_RANKS * NUM_PLACES):
-        most = tl.max(rows, axis=0)
-        giver = tl.min(tl.where(rows == most, rank, NUM_RANKS), axis=0)
-        room = tl.where(is_rank & (used < NUM_PLACES), limit - rows, 0)
-        most_room = tl.max(room, axis=0)
-        taker = tl.min(tl.where(room == most_room, rank, NUM_RANKS), axis=0)
-        its = tl.where((rank == giver)[:, None] & is_expert, left, -1)
-        largest = tl.max(tl.max(its, axis=1), axis=0)
-        given = tl.min(tl.min(tl.where(its == largest, expert, INT32_MAX), axis=1), axis=0)
-        number = tl.minimum(tl.minimum(most - limit, most_room), largest)
-        if number > 0:
-            place = tl.sum(tl.where(rank == taker, used, 0), axis=0)
-            tl.store(place_to_expert + taker * NUM_PLACES + place, given)
-            tl.store(place_rows + taker * NUM_PLACES + place, number)
-            tl.store(expert_to_place + given * NUM_RANKS + taker, place)
-            used += (rank == taker).to(tl.int32)
-            rows += number * ((rank == taker).to(tl.int32) - (rank == giver).to(tl.int32))
-            left -= tl.where(expert == given, number, 0)
-    tl.debug_barrier()  # what other threads have stored is read back
-
-    for n in range(NUM_RANKS * NUM_PLACES):
-        given = tl.load(place_to_expert + n)
-        if given >= 0:
-            count = tl.load(counts + rank * LAYOUT.row_words + given, mask=is_rank, other=0)
-            places = tl.load(expert_to_place + given * NUM_RANKS + rank, mask=is_rank, other=-1)
-            wanted = tl.load(place_rows + rank * NUM_PLACES + places, mask=places >= 0, other=0)
-            wanted = tl.where(rank == given // EXPERTS_PER_RANK, tl.sum(count - wanted, axis=0), wanted)
-            stay = tl.minimum(count, wanted)
-            rest, taken = count - stay, tl.cumsum(wanted - stay, axis=0)
-            end = tl.sum(tl.where(rank <= SIZES.rank, rest, 0), axis=0)
-            begin = end - tl.sum(tl.where(rank == SIZES.rank, rest, 0), axis=0)
-            crossing = tl.minimum(taken, end) - tl.maximum(taken - wanted + stay, begin)
-            slots = tl.maximum(crossing, 0) + tl.where(rank == SIZES.rank, stay, 0)
-            tl.store(copy_slots + given * NUM_RANKS + rank, slots, mask=is_rank)
-
-
-def place_replicas(peers, plan, *, slack):
-    place = {"rank": peers.rank, "num_ranks": peers.num_ranks, "layout": peers.layout}
-    sizes = {"num_experts": plan.expert_load.numel(), "num_places": plan.place_to_expert.shape[1]}
-    constants = _constants(4, **place, **sizes)
-    results = plan.place_to_expert, plan.place_rows, plan.expert_to_place, plan.copy_slots, plan.expert_load
-    launch(place_replicas_kernel, (1,), constants, peers.bases, *results, slack)
-
-
-@fast_jit([])
-def choose_copies_kernel(
-    topk_idx, block_starts, expert_to_place, copy_slots, slot_to_copy, num_tokens: tl.int32, SIZES: tl.constexpr
-):
-    NUM_EXPERTS: tl.constexpr = SIZES.num_experts
-    EXPERTS_PER_RANK: tl.constexpr = SIZES.experts_per_rank
-    COPIES_PER_RANK: tl.constexpr = EXPERTS_PER_RANK + SIZES.num_places
-    BLOCK: tl.constexpr = TOKENS_PER_BLOCK * SIZES.top_k
-    block = tl.program_id(0)
-    starts = block_starts + block * (NUM_EXPERTS + SIZES.num_ranks + 2)
-    first_slot = block * BLOCK
-    num_slots = tl.minimum(BLOCK, num_tokens * SIZES.top_k - first_slot)
-    for part in range(0, BLOCK, SIZES.block_slots):
-        slot, is_slot, expert, index = slots_and_places(topk_idx, starts, first_slot, num_slots, part, SIZES)
-        valid = expert >= 0
-        home = tl.where(valid, expert, 0) // EXPERTS_PER_RANK
-        copy, begin = tl.full(expert.shape, -1, tl.int32), tl.zeros_like(expert)
-        for rank in range(SIZES.num_ranks):
-            end = begin + tl.load(copy_slots + expert * SIZES.num_ranks + rank, mask=valid, other=0)
-            place = tl.load(expert_to_place + expert * SIZES.num_ranks + rank, mask=valid, other=-1)
-            own = tl.where(home == rank, expert - home * EXPERTS_PER_RANK, EXPERTS_PER_RANK + place)
-            copy = tl.where((index >= begin) & (index < end) & valid, rank * COPIES_PER_RANK + own, copy)
-            begin = end
-        ids = tl.load(topk_idx + slot, mask=is_slot, other=-1)
-        is_bad = (ids < -1) | (ids >= NUM_EXPERTS)
-        tl.store(slot_to_copy + slot, tl.where(is_bad, SIZES.num_ranks * COPIES_PER_RANK, copy), mask=is_slot)
-
-
-def choose_copies(topk_idx, block_starts, plan):
-    (num_tokens, top_k), num_blocks, num_ranks = topk_idx.shape, plan.block_tokens.shape[0], plan.copy_slots.shape[1]
-    if num_blocks == 0:
-        return
-    sizes = {"num_ranks": num_ranks, "num_experts": plan.expert_load.numel(), "top_k": top_k}
-    sizes |= {"num_places": plan.place_to_expert.shape[1]}
-    slots = block_slots(top_k)
-    constants = _constants(8, **sizes, block_slots=slots, other_slots=min(OTHER_SLOTS, slots))
-    maps = plan.expert_to_place, plan.copy_slots, plan.slot_to_copy
-    launch(choose_copies_kernel, (num_blocks,), constants, topk_idx, block_starts, *maps, num_tokens)
 
 
 @fast_jit([])
@@ -693,12 +576,14 @@ def assign_rows(topk_idx, block_starts, plan, *, drop):
         return
     slots = block_slots(top_k)
     sizes = {"num_ranks": num_ranks, "num_experts": plan.slot_start.numel(), "top_k": top_k, "drop": drop}
-    constants = _constants(8, **sizes, block_slots=slots, other_slots=min(OTHER_SLOTS, slots))
+    constants = plan_constants(8, **sizes, block_slots=slots, other_slots=min(OTHER_SLOTS, slots))
     slot_maps = plan.slot_start, plan.slot_limit, plan.packed_start, plan.slot_to_row, plan.slot_to_rank
     token_maps = plan.token_to_primary_row, plan.token_to_packed_row
     args = topk_idx, block_starts, *slot_maps, *token_maps, plan.block_tokens, num_tokens
     launch(assign_rows_kernel, (num_blocks,), constants, *args)
     if drop:  # how many tokens of earlier blocks are left, only these say
-        constants = _constants(4, num_ranks=num_ranks, block_rows=max(1, PACKED_ENTRIES // next_power_of_2(num_ranks)))
+        constants = plan_constants(
+            4, num_ranks=num_ranks, block_rows=max(1, PACKED_ENTRIES // next_power_of_2(num_ranks))
+        )
         args = plan.block_tokens, plan.packed_start, *token_maps, num_tokens
         launch(assign_packed_rows_kernel, (num_blocks,), constants, *args)

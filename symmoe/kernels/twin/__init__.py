@@ -9,12 +9,16 @@ from symmoe.kernels.twin import (
     pointers,
     quantize,
     quantized_gemm,
+    replicas,
     route,
     sync,
     tokens,
     wire,
 )
 
-_KERNELS = kernels_in(activation, gemm, nodes, plan, pointers, quantize, quantized_gemm, route, sync, tokens, wire)
+_KERNELS = {
+    **kernels_in(activation, gemm, nodes, plan, pointers, quantize, quantized_gemm),
+    **kernels_in(replicas, route, sync, tokens, wire),
+}
 globals().update(_KERNELS)
 __all__ = sorted(_KERNELS)

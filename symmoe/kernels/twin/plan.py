@@ -52,55 +52,6 @@ def send_counts(block_counts, topk_idx, header, peers, *, num_experts):
         peers.count_table(rank, epoch)[peers.rank, : row.numel()] = row
 
 
-def place_replicas(peers, plan, *, slack):
-    num_ranks, num_places = plan.place_to_expert.shape
-    num_experts, first = plan.expert_load.numel(), control.HEADER_WORDS
-    counts = peers.count_table(peers.rank, peers.epoch)[:, first : first + num_experts].long()  # [R, E]
-    plan.expert_load.copy_(counts.sum(0))
-    per_rank = num_experts // num_ranks
-    left, rows = counts.sum(0).tolist(), counts.sum(0).view(num_ranks, -1).sum(1).tolist()
-    limit = -(-sum(rows) * (1000 + slack) // (1000 * num_ranks))
-    moves, used = torch.zeros((num_experts, num_ranks), dtype=torch.int64), [0] * num_ranks
-    plan.place_to_expert.fill_(-1)
-    plan.expert_to_place.fill_(-1)
-    plan.place_rows.zero_()
-    for _ in range(num_ranks * num_places):
-        giver = max(range(num_ranks), key=rows.__getitem__)
-        taker = min(range(num_ranks), key=lambda rank: (used[rank] == num_places, rows[rank]))
-        expert = max(range(num_experts), key=lambda expert: (expert // per_rank == giver, left[expert]))
-        number = min(rows[giver] - limit, limit - rows[taker] if used[taker] < num_places else 0, left[expert])
-        if number <= 0:
-            break
-        plan.place_to_expert[taker, used[taker]], plan.place_rows[taker, used[taker]] = expert, number
-        plan.expert_to_place[expert, taker] = used[taker]
-        moves[expert, taker] += number
-        used[taker] += 1
-        rows[giver], rows[taker], left[expert] = rows[giver] - number, rows[taker] + number, left[expert] - number
-    experts = torch.arange(num_experts)
-    moves[experts, experts // per_rank] = torch.tensor(left)
-    own = peers.rank
-    stay = counts.t().minimum(moves)  # [E, rank of a copy]
-    rest, taken = counts.t() - stay, (moves - stay).cumsum(1)
-    end = rest.cumsum(1)[:, own : own + 1]
-    crossing = taken.minimum(end) - (taken - moves + stay).maximum(end - rest[:, own : own + 1])
-    plan.copy_slots.copy_(crossing.clamp(min=0))
-    plan.copy_slots[:, own] += stay[:, own].int()
-
-
-def choose_copies(topk_idx, block_starts, plan):
-    (num_experts, num_ranks), num_local = plan.copy_slots.shape, plan.splits.numel()
-    ids, per_rank = topk_idx.long(), num_experts // num_ranks
-    valid = (ids >= 0) & (ids < num_experts)
-    safe = ids.where(valid, 0).flatten()
-    index = _places(safe, valid.flatten(), num_experts)
-    ends, experts = plan.copy_slots.cumsum(1), torch.arange(num_experts)
-    copies = num_local * torch.arange(num_ranks) + per_rank + plan.expert_to_place  # [E, R]
-    copies[experts, experts // per_rank] = experts // per_rank * num_local + experts % per_rank
-    which = (ends[safe] <= index[:, None]).sum(1).clamp(max=num_ranks - 1)
-    found = copies[safe, which].view_as(ids).where(valid, -1)
-    plan.slot_to_copy.copy_(found.where((ids >= -1) & (ids < num_experts), num_local * num_ranks))
-
-
 def lay_out(peers, received, status, plan, *, capacity, packed_capacity, drop, ranks):
     num_ranks, rank, num_experts = peers.num_ranks, peers.rank, plan.slot_start.numel()
     table = peers.count_table(rank, peers.epoch)
@@ -158,7 +109,7 @@ def assign_rows(topk_idx, block_starts, plan, *, drop):
     ids = topk_idx.flatten().long()
     valid = (ids >= 0) & (ids < num_experts)
     safe = ids.where(valid, 0)
-    index = _places(safe, valid, num_experts)
+    index = places_of_slots(safe, valid, num_experts)
     kept = valid & (index < plan.slot_limit.index_select(0, safe))
     rows = plan.slot_start.index_select(0, safe) + index
     plan.slot_to_row.copy_(rows.where(kept, -1).view_as(plan.slot_to_row))
@@ -174,7 +125,7 @@ def assign_rows(topk_idx, block_starts, plan, *, drop):
             primary[:, rank] = plan.slot_to_row[:, k].where(here, primary[:, rank])
 
 
-def _places(experts: torch.Tensor, valid: torch.Tensor, num_experts: int) -> torch.Tensor:
+def places_of_slots(experts: torch.Tensor, valid: torch.Tensor, num_experts: int) -> torch.Tensor:
     """The place of each valid slot among this rank's slots of its expert."""
     one_hot = torch.zeros((experts.numel(), num_experts), dtype=torch.int32, device=experts.device)
     one_hot.scatter_(1, experts[:, None], valid[:, None].int())

@@ -1,0 +1,205 @@
+"""Replicas of experts: where they are, which slots go there, what travels (Triton). Letters: contract/replicas.py."""
+
+import functools
+
+import torch
+import triton.language as tl
+
+from symmoe.kernels import control
+from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
+from symmoe.kernels.launch.launch import Constants, fast_jit, kept_sizes, launch
+from symmoe.kernels.triton.plan import (
+    HEADER_WORDS,
+    INT32_MAX,
+    OTHER_SLOTS,
+    TOKENS_PER_BLOCK,
+    block_slots,
+    count_row,
+    plan_constants,
+    slots_and_places,
+)
+from symmoe.kernels.triton.sync import barrier_epoch
+
+NUM_PUBLISHED = tl.constexpr(control.NUM_PUBLISHED)
+NUM_PROGRAMS = 2 * 132  # two for each of an H200's SMs
+BLOCK_BYTES, NUM_WARPS = 16384, 8
+
+
+@fast_jit([])
+def place_replicas_kernel(
+    bases, place_to_expert, place_rows, expert_to_place, copy_slots, expert_load, slack: tl.int32, SIZES: tl.constexpr
+):
+    EXPERTS_PER_RANK: tl.constexpr = SIZES.experts_per_rank
+    NUM_RANKS: tl.constexpr = SIZES.num_ranks
+    NUM_PLACES: tl.constexpr = SIZES.num_places
+    RANK_LANES: tl.constexpr = SIZES.rank_lanes
+    EXPERT_LANES: tl.constexpr = SIZES.expert_lanes
+    LAYOUT: tl.constexpr = SIZES.layout
+    half = barrier_epoch(bases, SIZES.rank, LAYOUT.counters) & 1
+    counts = count_row(tl.load(bases + SIZES.rank), half, 0, LAYOUT) + HEADER_WORDS
+    rank, local = tl.arange(0, RANK_LANES), tl.arange(0, EXPERT_LANES)
+    is_rank = rank < NUM_RANKS
+    expert = rank[:, None] * EXPERTS_PER_RANK + local[None, :]
+    is_expert = is_rank[:, None] & (local < EXPERTS_PER_RANK)[None, :]
+    left = tl.zeros((RANK_LANES, EXPERT_LANES), tl.int32)
+    for source in range(NUM_RANKS):
+        left += tl.load(counts + source * LAYOUT.row_words + expert, mask=is_expert, other=0)
+    own = tl.load(counts + SIZES.rank * LAYOUT.row_words + expert, mask=is_expert, other=0)
+    tl.store(expert_load + expert, left, mask=is_expert)
+    for other in range(NUM_RANKS):
+        here = tl.where((rank == other)[:, None], own, 0)
+        tl.store(copy_slots + expert * NUM_RANKS + other, here, mask=is_expert)
+        tl.store(expert_to_place + expert * NUM_RANKS + other, tl.full(expert.shape, -1, tl.int32), mask=is_expert)
+    for place in range(NUM_PLACES):
+        tl.store(place_to_expert + rank * NUM_PLACES + place, tl.full(rank.shape, -1, tl.int32), mask=is_rank)
+        tl.store(place_rows + rank * NUM_PLACES + place, tl.zeros_like(rank), mask=is_rank)
+    tl.debug_barrier()  # what comes now is written to the same places
+
+    rows, used = tl.sum(left, axis=1), tl.zeros_like(rank)
+    share = tl.sum(rows.to(tl.int64), axis=0) * (1000 + slack)
+    limit = tl.cdiv(share, 1000 * NUM_RANKS).to(tl.int32)
+    for _ in range(NUM_RANKS * NUM_PLACES):
+        most = tl.max(rows, axis=0)
+        giver = tl.min(tl.where(rows == most, rank, NUM_RANKS), axis=0)
+        room = tl.where(is_rank & (used < NUM_PLACES), limit - rows, 0)
+        most_room = tl.max(room, axis=0)
+        taker = tl.min(tl.where(room == most_room, rank, NUM_RANKS), axis=0)
+        its = tl.where((rank == giver)[:, None] & is_expert, left, -1)
+        largest = tl.max(tl.max(its, axis=1), axis=0)
+        given = tl.min(tl.min(tl.where(its == largest, expert, INT32_MAX), axis=1), axis=0)
+        number = tl.minimum(tl.minimum(most - limit, most_room), largest)
+        if number > 0:
+            place = tl.sum(tl.where(rank == taker, used, 0), axis=0)
+            tl.store(place_to_expert + taker * NUM_PLACES + place, given)
+            tl.store(place_rows + taker * NUM_PLACES + place, number)
+            tl.store(expert_to_place + given * NUM_RANKS + taker, place)
+            used += (rank == taker).to(tl.int32)
+            rows += number * ((rank == taker).to(tl.int32) - (rank == giver).to(tl.int32))
+            left -= tl.where(expert == given, number, 0)
+    tl.debug_barrier()  # what other threads have stored is read back
+
+    for n in range(NUM_RANKS * NUM_PLACES):
+        given = tl.load(place_to_expert + n)
+        if given >= 0:
+            count = tl.load(counts + rank * LAYOUT.row_words + given, mask=is_rank, other=0)
+            places = tl.load(expert_to_place + given * NUM_RANKS + rank, mask=is_rank, other=-1)
+            wanted = tl.load(place_rows + rank * NUM_PLACES + places, mask=places >= 0, other=0)
+            wanted = tl.where(rank == given // EXPERTS_PER_RANK, tl.sum(count - wanted, axis=0), wanted)
+            stay = tl.minimum(count, wanted)
+            rest, taken = count - stay, tl.cumsum(wanted - stay, axis=0)
+            end = tl.sum(tl.where(rank <= SIZES.rank, rest, 0), axis=0)
+            begin = end - tl.sum(tl.where(rank == SIZES.rank, rest, 0), axis=0)
+            crossing = tl.minimum(taken, end) - tl.maximum(taken - wanted + stay, begin)
+            slots = tl.maximum(crossing, 0) + tl.where(rank == SIZES.rank, stay, 0)
+            tl.store(copy_slots + given * NUM_RANKS + rank, slots, mask=is_rank)
+
+
+def place_replicas(peers, plan, *, slack):
+    place = {"rank": peers.rank, "num_ranks": peers.num_ranks, "layout": peers.layout}
+    sizes = {"num_experts": plan.expert_load.numel(), "num_places": plan.place_to_expert.shape[1]}
+    constants = plan_constants(4, **place, **sizes)
+    results = plan.place_to_expert, plan.place_rows, plan.expert_to_place, plan.copy_slots, plan.expert_load
+    launch(place_replicas_kernel, (1,), constants, peers.bases, *results, slack)
+
+
+@fast_jit([])
+def choose_copies_kernel(
+    topk_idx, block_starts, expert_to_place, copy_slots, slot_to_copy, num_tokens: tl.int32, SIZES: tl.constexpr
+):
+    NUM_EXPERTS: tl.constexpr = SIZES.num_experts
+    EXPERTS_PER_RANK: tl.constexpr = SIZES.experts_per_rank
+    COPIES_PER_RANK: tl.constexpr = EXPERTS_PER_RANK + SIZES.num_places
+    BLOCK: tl.constexpr = TOKENS_PER_BLOCK * SIZES.top_k
+    block = tl.program_id(0)
+    starts = block_starts + block * (NUM_EXPERTS + SIZES.num_ranks + 2)
+    first_slot = block * BLOCK
+    num_slots = tl.minimum(BLOCK, num_tokens * SIZES.top_k - first_slot)
+    for part in range(0, BLOCK, SIZES.block_slots):
+        slot, is_slot, expert, index = slots_and_places(topk_idx, starts, first_slot, num_slots, part, SIZES)
+        valid = expert >= 0
+        home = tl.where(valid, expert, 0) // EXPERTS_PER_RANK
+        copy, begin = tl.full(expert.shape, -1, tl.int32), tl.zeros_like(expert)
+        for rank in range(SIZES.num_ranks):
+            end = begin + tl.load(copy_slots + expert * SIZES.num_ranks + rank, mask=valid, other=0)
+            place = tl.load(expert_to_place + expert * SIZES.num_ranks + rank, mask=valid, other=-1)
+            own = tl.where(home == rank, expert - home * EXPERTS_PER_RANK, EXPERTS_PER_RANK + place)
+            copy = tl.where((index >= begin) & (index < end) & valid, rank * COPIES_PER_RANK + own, copy)
+            begin = end
+        ids = tl.load(topk_idx + slot, mask=is_slot, other=-1)
+        is_bad = (ids < -1) | (ids >= NUM_EXPERTS)
+        tl.store(slot_to_copy + slot, tl.where(is_bad, SIZES.num_ranks * COPIES_PER_RANK, copy), mask=is_slot)
+
+
+def choose_copies(topk_idx, block_starts, plan):
+    (num_tokens, top_k), num_blocks, num_ranks = topk_idx.shape, plan.block_tokens.shape[0], plan.copy_slots.shape[1]
+    if num_blocks == 0:
+        return
+    sizes = {"num_ranks": num_ranks, "num_experts": plan.expert_load.numel(), "top_k": top_k}
+    sizes |= {"num_places": plan.place_to_expert.shape[1]}
+    slots = block_slots(top_k)
+    constants = plan_constants(8, **sizes, block_slots=slots, other_slots=min(OTHER_SLOTS, slots))
+    maps = plan.expert_to_place, plan.copy_slots, plan.slot_to_copy
+    launch(choose_copies_kernel, (num_blocks,), constants, topk_idx, block_starts, *maps, num_tokens)
+
+
+@functools.cache
+def _constants(width: int, dtype: torch.dtype, num_own: int, rank: int, **sizes: int) -> tuple[int, Constants]:
+    """Programs of a kernel that moves matrices of so many numbers, and its constants. num_own: experts of a rank."""
+    block = BLOCK_BYTES // dtype.itemsize
+    named = {"width": width, "block": block, "num_own": num_own, "rank": rank, "num_warps": NUM_WARPS}
+    return min(NUM_PROGRAMS, ceil_div(width, block)), kept_sizes(**named, **sizes)
+
+
+@fast_jit(["weight"])
+def push_replicas_kernel(weight, place_to_expert, bases, received, SIZES: tl.constexpr):
+    ELEMENT: tl.constexpr = weight.dtype.element_ty
+    for rank in range(SIZES.num_ranks):
+        offset = tl.load(received + rank * NUM_PUBLISHED + SIZES.column)
+        target = tl.multiple_of((tl.load(bases + rank) + offset).to(tl.pointer_type(ELEMENT)), 16)
+        for place in range(SIZES.num_places):
+            own = tl.load(place_to_expert + rank * SIZES.num_places + place) - SIZES.rank * SIZES.num_own
+            if (own >= 0) & (own < SIZES.num_own) & (offset >= 0):
+                source = weight + own.to(tl.int64) * SIZES.width
+                for first in range(tl.program_id(0) * SIZES.block, SIZES.width, tl.num_programs(0) * SIZES.block):
+                    at = first + tl.arange(0, SIZES.block)
+                    tl.store(target + at, tl.load(source + at, mask=at < SIZES.width), mask=at < SIZES.width)
+            target += SIZES.width
+
+
+def push_replicas(weight, place_to_expert, peers, received, *, column):
+    (num_ranks, num_places), sizes = place_to_expert.shape, (*weight.shape[::-1], peers.rank)
+    options = {"num_ranks": num_ranks, "num_places": num_places, "column": column}
+    num_programs, constants = _constants(sizes[0], weight.dtype, *sizes[1:], **options)
+    launch(push_replicas_kernel, (num_programs,), constants, weight, place_to_expert, peers.bases, received)
+
+
+@fast_jit(["gradient"])
+def add_from_replicas_kernel(gradient, place_to_expert, expert_to_place, bases, received, SIZES: tl.constexpr):
+    ELEMENT: tl.constexpr = gradient.dtype.element_ty
+    lane = tl.arange(0, SIZES.rank_lanes)
+    for n in range(SIZES.num_ranks * SIZES.num_places):
+        expert, rank = tl.load(place_to_expert + n), n // SIZES.num_places
+        own = expert - SIZES.rank * SIZES.num_own
+        is_own = (own >= 0) & (own < SIZES.num_own)
+        places = expert_to_place + tl.where(is_own, expert, 0) * SIZES.num_ranks
+        earlier = tl.load(places + lane, mask=(lane < rank) & is_own, other=-1)
+        if is_own & (tl.max(earlier, axis=0) < 0):  # at the first replica of an expert, all are added
+            sums = gradient + own.to(tl.int64) * SIZES.width
+            for first in range(tl.program_id(0) * SIZES.block, SIZES.width, tl.num_programs(0) * SIZES.block):
+                at = first + tl.arange(0, SIZES.block)
+                total = tl.load(sums + at, mask=at < SIZES.width, other=0.0).to(tl.float32)
+                for peer in range(rank, SIZES.num_ranks):
+                    place = tl.load(places + peer)
+                    offset = tl.load(received + peer * NUM_PUBLISHED + SIZES.column)
+                    if (place >= 0) & (offset >= 0):
+                        theirs = (tl.load(bases + peer) + offset).to(tl.pointer_type(tl.float32))
+                        theirs = tl.multiple_of(theirs, 16) + place.to(tl.int64) * SIZES.width
+                        total += tl.load(theirs + at, mask=at < SIZES.width, other=0.0)
+                tl.store(sums + at, total.to(ELEMENT), mask=at < SIZES.width)
+
+
+def add_from_replicas(gradient, places, peers, received, *, column):
+    (num_own, width), (num_ranks, num_places) = gradient.shape, places[0].shape
+    options = {"num_ranks": num_ranks, "num_places": num_places, "rank_lanes": next_power_of_2(num_ranks)}
+    num_programs, constants = _constants(width, torch.float32, num_own, peers.rank, column=column, **options)
+    launch(add_from_replicas_kernel, (num_programs,), constants, gradient, *places, peers.bases, received)

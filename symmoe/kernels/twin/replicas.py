@@ -1,0 +1,84 @@
+"""Twins of contract/replicas.py."""
+
+from __future__ import annotations
+
+import torch
+
+from symmoe.kernels import control
+from symmoe.kernels.twin.plan import places_of_slots
+
+
+def place_replicas(peers, plan, *, slack):
+    num_ranks, num_places = plan.place_to_expert.shape
+    num_experts, first = plan.expert_load.numel(), control.HEADER_WORDS
+    counts = peers.count_table(peers.rank, peers.epoch)[:, first : first + num_experts].long()  # [R, E]
+    plan.expert_load.copy_(counts.sum(0))
+    per_rank = num_experts // num_ranks
+    left, rows = counts.sum(0).tolist(), counts.sum(0).view(num_ranks, -1).sum(1).tolist()
+    limit = -(-sum(rows) * (1000 + slack) // (1000 * num_ranks))
+    moves, used = torch.zeros((num_experts, num_ranks), dtype=torch.int64), [0] * num_ranks
+    plan.place_to_expert.fill_(-1)
+    plan.expert_to_place.fill_(-1)
+    plan.place_rows.zero_()
+    for _ in range(num_ranks * num_places):
+        giver = max(range(num_ranks), key=rows.__getitem__)
+        taker = min(range(num_ranks), key=lambda rank: (used[rank] == num_places, rows[rank]))
+        expert = max(range(num_experts), key=lambda expert: (expert // per_rank == giver, left[expert]))
+        number = min(rows[giver] - limit, limit - rows[taker] if used[taker] < num_places else 0, left[expert])
+        if number <= 0:
+            break
+        plan.place_to_expert[taker, used[taker]], plan.place_rows[taker, used[taker]] = expert, number
+        plan.expert_to_place[expert, taker] = used[taker]
+        moves[expert, taker] += number
+        used[taker] += 1
+        rows[giver], rows[taker], left[expert] = rows[giver] - number, rows[taker] + number, left[expert] - number
+    experts = torch.arange(num_experts)
+    moves[experts, experts // per_rank] = torch.tensor(left)
+    own = peers.rank
+    stay = counts.t().minimum(moves)  # [E, rank of a copy]
+    rest, taken = counts.t() - stay, (moves - stay).cumsum(1)
+    end = rest.cumsum(1)[:, own : own + 1]
+    crossing = taken.minimum(end) - (taken - moves + stay).maximum(end - rest[:, own : own + 1])
+    plan.copy_slots.copy_(crossing.clamp(min=0))
+    plan.copy_slots[:, own] += stay[:, own].int()
+
+
+def choose_copies(topk_idx, block_starts, plan):
+    (num_experts, num_ranks), num_local = plan.copy_slots.shape, plan.splits.numel()
+    ids, per_rank = topk_idx.long(), num_experts // num_ranks
+    valid = (ids >= 0) & (ids < num_experts)
+    safe = ids.where(valid, 0).flatten()
+    index = places_of_slots(safe, valid.flatten(), num_experts)
+    ends, experts = plan.copy_slots.cumsum(1), torch.arange(num_experts)
+    copies = num_local * torch.arange(num_ranks) + per_rank + plan.expert_to_place  # [E, R]
+    copies[experts, experts // per_rank] = experts // per_rank * num_local + experts % per_rank
+    which = (ends[safe] <= index[:, None]).sum(1).clamp(max=num_ranks - 1)
+    found = copies[safe, which].view_as(ids).where(valid, -1)
+    plan.slot_to_copy.copy_(found.where((ids >= -1) & (ids < num_experts), num_local * num_ranks))
+
+
+def push_replicas(weight, place_to_expert, peers, received, *, column):
+    if int(received.min()) < 0:
+        return
+    for (rank, place), expert in _used(place_to_expert):
+        if expert // len(weight) == peers.rank:
+            offset, shape = int(received[rank, column]), (place_to_expert.shape[1], weight.shape[1])
+            peers.region(rank, offset, shape, weight.dtype)[place] = weight[expert % len(weight)]
+
+
+def add_from_replicas(gradient, places, peers, received, *, column):
+    if int(received.min()) < 0:
+        return
+    sums: dict[int, torch.Tensor] = {}
+    for (rank, place), expert in _used(places[0]):
+        if expert // len(gradient) == peers.rank:
+            offset, shape = int(received[rank, column]), (places[0].shape[1], gradient.shape[1])
+            g = expert % len(gradient)
+            sums[g] = sums.get(g, gradient[g].float()) + peers.region(rank, offset, shape, torch.float32)[place]
+    for g, total in sums.items():
+        gradient[g] = total
+
+
+def _used(place_to_expert: torch.Tensor) -> list[tuple[tuple[int, int], int]]:
+    """((rank, place), expert) of the places that have a replica."""
+    return [((int(r), int(p)), int(place_to_expert[r, p])) for r, p in (place_to_expert >= 0).nonzero()]
