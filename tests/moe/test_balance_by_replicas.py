@@ -1,0 +1,178 @@
+"""Layers with replicas compute what layers without them compute, whatever the routing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cluster import run_on
+from combinations import every_combination
+from torch.utils.checkpoint import checkpoint
+from worker import Findings, open_heap
+
+from symmoe import GroupedMLP, MoEConfig, MoELayer, SymmetricHeap
+from symmoe.errors import ArgumentError, ConfigMismatch
+
+H, I, K, TOKENS = 64, 32, 2, 60
+REPLICAS = {"balance": "replicas", "replica_slack": 0.0}
+
+
+def config(num_ranks: int, **options: Any) -> MoEConfig:
+    return MoEConfig(hidden=H, ffn=I, num_experts=4 * num_ranks, top_k=K, **{"router": "none", **options})
+
+
+def steps(
+    layer: MoELayer, dtype: torch.dtype, *, recomputes: bool = False, num_steps: int = 5
+) -> list[dict[str, torch.Tensor]]:
+    """What steps with changing, skewed routings give."""
+    heap, num_experts, found = layer.heap, layer.config.num_experts, []
+    for step in range(num_steps):
+        generator = torch.Generator().manual_seed(heap.rank + 10 * step)
+        heat = torch.ones(num_experts)
+        heat[4 * (step % heap.num_ranks)], heat[1] = 8, 4  # the hot spot moves
+        ids = torch.multinomial(heat.expand(TOKENS, num_experts), K, generator=generator).to(heap.device)
+        x, dy = torch.randn(2, TOKENS, H, generator=generator).to(heap.device, dtype)
+        probs = torch.rand(TOKENS, K, generator=generator).to(heap.device).requires_grad_()
+        x.requires_grad_()
+        layer.zero_grad()
+        arguments = {"topk_idx": ids, "probs": probs}
+        if recomputes:
+            y, metrics = checkpoint(layer, x, **arguments, use_reentrant=False)
+        else:
+            y, metrics = layer(x, **arguments)
+        y.backward(dy)
+        its = {"y": y.detach(), "dx": x.grad, "dprobs": probs.grad, "load": metrics.expert_load}
+        found.append({**its, **{name: each.grad for name, each in layer.named_parameters()}})
+    return found
+
+
+def compare(
+    found: list[dict[str, torch.Tensor]], wanted: list[dict[str, torch.Tensor]], findings: Findings, *, same_bits: bool
+) -> None:
+    """Weight gradients of experts with replicas are rounded once more; the rest has the same bits with order "slot"."""
+    for step, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
+        for name, want in theirs.items():
+            got = ours[name]
+            if name.endswith("weight") or (not same_bits and name != "load"):
+                error = (got.float() - want.float()).norm() / want.float().norm()
+                findings.check(float(error) < 2 * torch.finfo(want.dtype).eps, f"{name} of step {step}: {error}")
+            else:
+                findings.check(torch.equal(got, want), f"{name} of step {step} has other bits")
+
+
+def both(heap: SymmetricHeap, dtype: torch.dtype, findings: Findings, *, places: int = 2, **options: Any) -> None:
+    found = []
+    recomputes = options.pop("recomputes", False)
+    for more in ({**REPLICAS, "replica_places": places}, {}):
+        torch.manual_seed(1 + heap.rank)
+        layer = MoELayer(config(heap.num_ranks, **options, **more), heap, dtype=dtype)
+        found.append(steps(layer, dtype, recomputes=recomputes))
+    compare(*found, findings, same_bits=options.get("order") == "slot")
+    findings.equal("leased bytes", heap.leased_bytes, 0)
+
+
+@run_on(1, 2, 4, on_gpus=(2,))
+def test_results_are_those_without_replicas(rank: int, num_ranks: int, findings: Findings, device: str) -> None:
+    with open_heap(device) as heap:
+        for dtype in (torch.float32, torch.bfloat16):
+            for schedule in ("serial", "always-overlapped"):
+                for layout in ("packed", "expert-major"):
+                    findings.where = f"rank {rank} of {num_ranks}, {dtype}, {schedule}, {layout}"
+                    both(heap, dtype, findings, order="slot", schedule=schedule, layout=layout)
+        findings.where = f"rank {rank} of {num_ranks}"
+        both(heap, torch.bfloat16, findings, places=1)
+        both(heap, torch.bfloat16, findings, order="slot", capacity=TOKENS * K * num_ranks)
+        findings.equal("problems of tapes", heap.tapes.problems, [])
+
+
+@every_combination(stash=["rows", "hidden", "none"], recomputes=[False, True])
+def test_what_forward_keeps_does_not_matter(cluster, stash: str, recomputes: bool):
+    assert cluster(2).findings(check_stash, stash, recomputes) == []
+
+
+def check_stash(rank: int, num_ranks: int, findings: Findings, stash: str, recomputes: bool) -> None:
+    with open_heap("cpu") as heap:
+        both(heap, torch.float32, findings, order="slot", stash=stash, recomputes=recomputes)
+
+
+@run_on(2)
+def test_replicas_are_used_and_repeat(rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap) -> None:
+    """Twice the same bits, weight gradients too, and a plan that has moved rows."""
+    found = []
+    for _ in range(2):
+        torch.manual_seed(1 + rank)
+        layer = MoELayer(config(num_ranks, **REPLICAS), heap, dtype=torch.bfloat16)
+        found.append(steps(layer, torch.bfloat16))
+    for first, second in zip(*found, strict=True):
+        findings.check(all(torch.equal(first[name], second[name]) for name in first), "bits differ")
+    torch.manual_seed(1 + rank)
+    plain = steps(MoELayer(config(num_ranks), heap, dtype=torch.bfloat16), torch.bfloat16)
+    findings.check(
+        any(not torch.equal(a[name], b[name]) for a, b in zip(plain, found[0], strict=True) for name in a),
+        "nothing has moved: this test would not see it",
+    )
+
+
+@run_on(2)
+def test_gradients_go_where_they_are_wanted(rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap) -> None:
+    """Into main_grad, which is added to; none of a frozen layer, and none of weights of FC1."""
+    results = []
+    for options in (REPLICAS, {}):
+        torch.manual_seed(1 + rank)
+        experts = GroupedMLP(4, H, I, accumulate_into_main_grad=True, dtype=torch.bfloat16)
+        for weight in experts.parameters():
+            weight.main_grad = torch.full_like(weight, 0.5, dtype=torch.float32)
+        layer = MoELayer(config(num_ranks, order="slot", **options), heap, experts=experts)
+        found = steps(layer, torch.bfloat16)
+        results.append([weight.main_grad for weight in experts.parameters()])
+        experts.fc1.requires_grad_(requires_grad=False)
+        found += steps(layer, torch.bfloat16, num_steps=1)
+        experts.requires_grad_(requires_grad=False)
+        found += steps(layer, torch.bfloat16, num_steps=1)
+        results.append([each[name] for each in found for name in ("y", "dx", "dprobs")])
+        findings.equal("gradients of frozen weights", [each.grad for each in layer.parameters()], [None, None])
+    main_grads, others, wanted_main_grads, wanted_others = results
+    for got, want in zip(main_grads, wanted_main_grads, strict=True):
+        findings.check(bool(torch.allclose(got, want, rtol=1e-5, atol=1e-5)), "main_grad differs")
+    findings.check(all(map(torch.equal, others, wanted_others)), "y, dx or dprobs differ")
+
+
+@run_on(2)
+def test_a_router_learns_the_same(rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap) -> None:
+    results = []
+    for options in (REPLICAS, {}):
+        torch.manual_seed(5)
+        its = config(num_ranks, router="linear", order="slot", aux_loss_coef=0.01, expert_bias=True, **options)
+        layer = MoELayer(its, heap)
+        x = torch.randn(TOKENS, H, generator=torch.Generator().manual_seed(rank)).requires_grad_()
+        for _ in range(5):
+            y, metrics = layer(x)
+            (y.square().mean() + metrics.aux_loss).backward()
+        found = {name: each.grad for name, each in layer.named_parameters()}
+        results.append([{"y": y.detach(), "dx": x.grad, "load": metrics.expert_load, **found}])
+    compare(*results, findings, same_bits=False)
+
+
+@run_on(2)
+def test_what_is_not_supported(rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap) -> None:
+    for experts, word in (
+        ({"bias": True}, "bias"),
+        ({"weights": "discrete"}, "discrete"),
+        ({"delay_wgrad": True}, "delay_wgrad"),
+    ):
+        layer = MoELayer(config(num_ranks, **REPLICAS), heap, experts=GroupedMLP(4, H, I, **experts))
+        with pytest.raises(ArgumentError, match=word):
+            steps(layer, torch.float32)
+    for options, word in (
+        ({"replica_places": 0, "balance": "replicas"}, "replica_places"),
+        ({"replica_places": 3}, "replica_places"),
+        ({"balance": "replicas", "replica_slack": 1.5}, "replica_slack"),
+        ({"balance": "copies"}, "balance"),
+    ):
+        with pytest.raises(ArgumentError, match=word):
+            config(num_ranks, **options)
+    layer = MoELayer(config(num_ranks, balance="replicas", replica_places=1 + rank), heap)
+    with pytest.raises(ConfigMismatch, match="replica_places"):
+        steps(layer, torch.float32)
+    both(heap, torch.float32, findings, order="slot")
