@@ -246,9 +246,8 @@ class ToFill(NamedTuple):
         if num_places:  # the rest is the plan of a call whose experts are the copies
             num_experts += num_ranks * num_places
             ops.place_replicas(heap.count_peers, integers, slack=header[control.HEAD_SLACK])
-            ops.choose_copies(topk_idx, counts, integers)
-            counts = counts.new_empty((blocks, num_experts + num_ranks + 2))
-            ops.count_slots(integers.slot_to_copy, counts, num_experts=num_experts, num_ranks=num_ranks)
+            starts, counts = counts, counts.new_empty((blocks, num_experts + num_ranks + 2))
+            ops.choose_copies(topk_idx, starts, integers, counts)
             ops.send_counts(counts, topk_idx, header, heap.count_peers, num_experts=num_experts)
             received = heap.barrier(control.PHASE_PLAN, config=config)
             topk_idx = integers.slot_to_copy

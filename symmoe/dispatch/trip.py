@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -33,7 +34,8 @@ from symmoe.tape.recorder import mark, owed
 from symmoe.tape.tape import CLEAN, MUST_ABORT, MUST_SIGNAL
 
 PHASE = control.PHASE_DISPATCH_READY  # the trip's first barrier
-READY_ROWS, READY_SLOTS, READY_PROBS = range(3)  # what a rank publishes there: where it wants each of these
+# What a rank publishes there: where it wants each of these, the last two weights of replicas.
+READY_ROWS, READY_SLOTS, READY_PROBS, READY_W1, READY_W2 = range(5)
 _Tensors = list[torch.Tensor]
 
 
@@ -54,6 +56,16 @@ class Arrival:
     row_to_packed_row: torch.Tensor
 
 
+class Rider(Protocol):
+    """Something else that travels with rows. offsets: what a rank publishes for it, READY_W1 and READY_W2."""
+
+    @property
+    def offsets(self) -> tuple[int, int]: ...
+
+    def send(self, ready: torch.Tensor, *, num_ctas: int | None) -> None:
+        """Sends it to the offsets that all ranks have published, int64 [R, NUM_PUBLISHED], on the current stream."""
+
+
 @contextmanager
 def dispatch(
     x: torch.Tensor,
@@ -65,6 +77,7 @@ def dispatch(
     gradients: int | None = None,
     division: Division | None = None,
     is_last: bool = True,
+    rider: Rider | None = None,
 ) -> Iterator[Arrival]:
     """Sends rows of x [T, H] to every rank's `buffer` (on the heap); in forward slots, too. Collective. A context, at
     the end of which all rows have been sent and received. Does not synchronise the host. Forward sets the plan's
@@ -76,6 +89,7 @@ def dispatch(
         gradients: in backward, index of control.GRADIENTS, what it will collect, the same on all ranks; None: forward.
         division: the division of the SMs until all rows have been sent; None: rows do not travel during GEMMs.
         is_last: False if another trip of the same call follows, which ends with a meeting of nodes.
+        rider: what travels before the rows, and has come when all rows have.
     """
     agreed: control.CallFields = {  # so that rows fit the peers' buffers
         "hidden": x.shape[1],
@@ -97,7 +111,7 @@ def dispatch(
         if plan.nodes is not None:
             come = stack.enter_context(plan.nodes.rails.bring_in(tensors, control.PHASE_NODES_OUT, agreed))
         travelling = _travelling(plan, tensors, come, agreed if is_last else None)
-        trip = _Trip(plan, buffer, layout, index, travelling, agreed, division)
+        trip = _Trip(plan, buffer, layout, index, travelling, agreed, division, rider)
         if division is not None:
             with trip.arriving() as parts:
                 yield Arrival(parts, index.row_probs, index.row_to_packed_row)
@@ -181,7 +195,9 @@ class _Trip:
         travelling: Iterator[tuple[Plan, _Tensors]],
         agreed: control.CallFields,
         division: Division | None,
+        rider: Rider | None,
     ) -> None:
+        self._rider = rider
         self._plan, self._heap, self._buffer, self._layout = plan, plan.heap, buffer, layout
         self._index, self._travelling, self._agreed, self._division = index, travelling, agreed, division
         self._ops, self._num_ctas = kernels.for_device(buffer.device), None if division is None else division.num_ctas
@@ -191,6 +207,8 @@ class _Trip:
         self._come: dict[int, torch.cuda.Event | None] = {}  # key: the source whose rows are complete after the event
         with nullcontext() if division is None else self._heap.timed("dispatch"):
             offsets = self._heap.offset_of(buffer, phase=PHASE), *index.offsets
+            if rider is not None:
+                offsets = *(*offsets, 0, 0)[:READY_W1], *rider.offsets
             self._ready = self._heap.barrier(PHASE, publish=offsets, nan_on_failure=buffer, **agreed)
 
     def _tokens(self) -> Iterator[tuple[Plan, torch.Tensor]]:
@@ -201,6 +219,8 @@ class _Trip:
 
     def send(self) -> None:
         """Sends and receives everything."""
+        if self._rider is not None:
+            self._rider.send(self._ready, num_ctas=None)
         for tokens, rows in self._tokens():
             is_packed = self._layout == "packed"
             self._push(rows, tokens, but=None if is_packed else self._rank)
@@ -274,6 +294,8 @@ class _Trip:
                 to, peer = (self._rank + step) % num_ranks, (self._rank - step) % num_ranks
                 with owed():
                     if step > self._num_sent:  # once: after the signal the peer may use its buffer for other rows
+                        if step == 1 and self._rider is not None:
+                            self._rider.send(self._ready, num_ctas=self._num_ctas)
                         self._push(self._x, self._own, to=to, num_ctas=self._num_ctas)
                         heap.send_signal(to)
                         self._num_sent = step

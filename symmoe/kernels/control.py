@@ -40,7 +40,7 @@ NUM_COUNTERS = 8
 
 # a mailbox slot: 2 * epoch + fault, published words, the call; 64 bytes, so that two writers never share a cache line
 MAIL_WORDS = 8
-NUM_PUBLISHED = 3
+NUM_PUBLISHED = 5
 MAIL_CALL = 1 + NUM_PUBLISHED
 
 # a slot of the signals: an epoch, padding to 64 bytes
@@ -168,12 +168,11 @@ PHASES = (
     "plan: maps of other nodes",
     "dispatch: rows of other nodes",
     "combine: sums of other nodes",
-    "replicas: weights",
     "replicas: gradients",
 )
 PHASE_START, PHASE_PLAN, PHASE_DISPATCH_READY, PHASE_DISPATCH_DONE, PHASE_COMBINE_READY, PHASE_COMBINE_DONE = range(6)
 PHASE_CLOSE, PHASE_NODES_PLAN, PHASE_NODES_OUT, PHASE_NODES_HOME = range(6, 10)
-PHASE_REPLICAS_OUT, PHASE_REPLICAS_HOME = range(10, 12)
+PHASE_REPLICAS_HOME = 10
 
 # What a barrier checks that all ranks agree on: fields of an int64, from the lowest bit up, with their widths.
 # The last bits of its generation stand for the plan. While a plan is made, the number of the layer's configuration

@@ -41,7 +41,7 @@ from symmoe.kernels.architectures import e4m3_problem
 from symmoe.kernels.gemm_parts import Part
 from symmoe.kernels.operands import given
 from symmoe.moe.overlap import SERIAL, Overlap, Sizes, overlap_of, received_layout
-from symmoe.moe.replicas import ReplicaTrip, replicas_problem
+from symmoe.moe.replicas import ReplicaTrip, replica_bytes, replicas_problem
 from symmoe.moe.routing import Route, Routed, RouteGradients
 from symmoe.precision.wire import WireFormat, wire_problem
 from symmoe.symm_mem.heap import FailPeersOnError, SymmetricHeap
@@ -139,7 +139,7 @@ def run_experts(
             wire=wire,
             trains=torch.is_grad_enabled(),
             out_shape=out_shape,
-            keeps_d_out=keeps_d_out(experts),
+            more=more_of(experts, plan.num_places),
             is_taped=_is_taped(experts, plan),
             have_biases=(experts.biases[0] is not None, experts.biases[1] is not None),
         )
@@ -173,7 +173,7 @@ class _EPStep:
     wire: Wire
     trains: bool
     out_shape: torch.Size | None
-    keeps_d_out: bool
+    more: tuple[bool, int]  # see more_of
     is_taped: bool
     have_biases: tuple[bool, bool]
     overlap: Overlap = SERIAL
@@ -250,14 +250,13 @@ class _EPStep:
         options: dict[str, Any] = {"trains": inputs.trains, "wire": self.wire, "held": inputs.held}
         return expert_weights(self.form, inputs.biases, inputs.tensors, **options)
 
-    def operands(
+    def rows(
         self, received: torch.Tensor, row_to_packed_row: torch.Tensor, row_probs: torch.Tensor, inputs: _Inputs
-    ) -> tuple[ExpertRows, ExpertWeights]:
-        """Inputs as the kernels take them."""
-        weights = self.weights(inputs)
+    ) -> ExpertRows:
+        """The rows as the kernels take them."""
         row_index = row_to_packed_row if self.layout == "packed" else None
         bias_scale = None if inputs.biases[1] is None else row_probs
-        return ExpertRows(received, self.plan.row_range, row_probs, bias_scale, row_index), weights
+        return ExpertRows(received, self.plan.row_range, row_probs, bias_scale, row_index)
 
 
 def _is_taped(experts: CallExperts, plan: Plan) -> bool:
@@ -275,19 +274,23 @@ def _given(*tensors: torch.Tensor | None) -> list[torch.Tensor]:
     return [tensor for tensor in tensors if tensor is not None]
 
 
-def most_bytes(sizes: tuple[int, int, int], num_tokens: int, heap: SymmetricHeap, row_bytes: int, keeps: bool) -> int:
-    """What a call leases at most, forward or backward: a receive buffer, rows of outputs or gradients (both gradients,
-    if it `keeps` d_out), sums of the peers, and slots. sizes: rows of a receive buffer, rows, and packed rows."""
-    received, rows, packed_rows = sizes
+def most_bytes(
+    sizes: tuple[int, int, int], num_tokens: int, heap: SymmetricHeap, row_bytes: int, more: tuple[bool, int]
+) -> int:
+    """What a call leases at most, forward or backward: a receive buffer, rows of outputs or gradients, sums of the
+    peers, and slots. sizes: rows of a receive buffer, rows, and packed rows; more: that of more_of."""
+    (received, rows, packed_rows), (keeps, replica_bytes) = sizes, more
     slot_bytes = packed_rows * MAX_TOP_K * 2 * torch.int32.itemsize
     gradients = received + rows if keeps else max(received, rows)
     num_rows = received + gradients + heap.num_ranks * max(1, num_tokens)
-    return num_rows * row_bytes + slot_bytes + 8 * ALIGNMENT_BYTES
+    return num_rows * row_bytes + slot_bytes + replica_bytes + 8 * ALIGNMENT_BYTES
 
 
-def keeps_d_out(experts: CallExperts) -> bool:
-    """Whether something reads the gradient of the experts' output when that of their input is made."""
-    return experts.linears[1].delay_wgrad or bool(experts.form.split(experts.tensors)[2])
+def more_of(experts: CallExperts, num_places: int) -> tuple[bool, int]:
+    """Whether something reads the gradient of the experts' output when that of their input is made, and what so many
+    places for replicas lease."""
+    keeps = experts.linears[1].delay_wgrad or bool(experts.form.split(experts.tensors)[2])
+    return keeps, replica_bytes(experts.tensors, num_places)
 
 
 def _that_fits(step: _EPStep, row_bytes: int) -> _EPStep:
@@ -296,7 +299,7 @@ def _that_fits(step: _EPStep, row_bytes: int) -> _EPStep:
     sizes = plan.row_capacity, plan.packed_row_capacity
     if plan.num_rows is None or sizes == plan.needed_rows:
         return step  # there is no room beyond what is needed
-    needed = most_bytes((step.num_received, *sizes), plan.num_tokens, heap, row_bytes, step.keeps_d_out)
+    needed = most_bytes((step.num_received, *sizes), plan.num_tokens, heap, row_bytes, step.more)
     if not heap.memory.lacks(needed):
         return step
     plan.shrink()
@@ -364,12 +367,13 @@ class _Forward:
         sent, probs = _on_wire(self.x, step.wire.rows), given("probs", self.probs)
         if plan.num_places:
             self.replicas = ReplicaTrip(plan, step.weights(self.inputs))
+        rider = None if self.replicas is None else self.replicas.rider
         received = step.receive(sent, name=_RECEIVED)
-        send = partial(dispatch, layout=step.layout, division=step.overlap.dispatch, is_last=False)
+        send = partial(dispatch, layout=step.layout, division=step.overlap.dispatch, is_last=False, rider=rider)
         with send(sent, plan, received.tensor, probs) as arrival:
             row_probs = given("row_probs", arrival.row_probs)
-            rows, experts = step.operands(received.tensor, arrival.row_to_packed_row, row_probs, self.inputs)
-            experts = experts if self.replicas is None else self.replicas.weights
+            rows = step.rows(received.tensor, arrival.row_to_packed_row, row_probs, self.inputs)
+            experts = step.weights(self.inputs) if self.replicas is None else self.replicas.weights
             hidden, a = experts.first_layer(rows, num_rows=step.num_rows, parts=arrival.parts)
         self.operands = rows, experts
         return *planned, *plan.received_index(), received, row_probs, a, *hidden
@@ -378,7 +382,10 @@ class _Forward:
         """FC2 and combine: y [T, H]."""
         step, plan = self.step, self.step.plan
         index = plan.received_index()[1]
-        rows, experts = self.operands or step.operands(received.tensor, index, row_probs, self.inputs)
+        rows, experts = self.operands or (
+            step.rows(received.tensor, index, row_probs, self.inputs),
+            step.weights(self.inputs),
+        )
         if self.frees:
             received.release()
         shape = plan.row_capacity, self.x.shape[1]
@@ -560,26 +567,27 @@ class _Backward:
         division = step.overlap.gradient_dispatch
         send = partial(dispatch, plan=plan, layout=step.layout, gradients=gradients, division=division)
         received, arrived = self.received, None
+        replicas = ReplicaTrip(plan, step.weights(self.inputs), (fc1.computes, fc2.computes))
+        experts, rider = replicas.weights, replicas.rider
         if received is None:
             sent = _on_wire(given("x", self.x), step.wire.rows)
             received = step.receive(sent, name=_RECEIVED).tensor
-            arrived = send(sent, buffer=received, is_last=False)  # who goes where is in the plan
-        rows, experts = step.operands(received, plan.received_index()[1], self.row_probs, self.inputs)
-        replicas = ReplicaTrip(plan, experts, (fc1.computes, fc2.computes))
-        experts = replicas.weights
+            arrived = send(sent, buffer=received, is_last=False, rider=rider)  # who goes where is in the plan
+        rows = step.rows(received, plan.received_index()[1], self.row_probs, self.inputs)
         with nullcontext() if arrived is None else arrived as arrival:
             if hidden.h is None:
                 parts = None if arrival is None else arrival.parts
                 hidden, _ = experts.first_layer(rows, num_rows=step.num_rows, parts=parts)
         sent = _on_wire(dy, step.wire.gradients)
         d_out = step.receive(sent, name="output gradients")
-        with send(sent, buffer=d_out.tensor, is_last=not gradients) as arrival:
+        rider = rider if arrived is None else None
+        with send(sent, buffer=d_out.tensor, is_last=not gradients, rider=rider) as arrival:
             # Holds both leases, beyond this call if weight gradients are delayed.
             experts_backward = experts.backward(
                 rows, hidden, d_out.tensor, parts=arrival.parts, needs_scale=needs_probs, spends_h=self.spends_h
             )
         weights1, weights2, adapters = step.form.split(self.inputs.tensors)
-        dw2 = fc2.add(weights2, replicas.noting(experts_backward.w2_gradient))
+        dw2 = fc2.add(weights2, replicas.noting("W2", experts_backward.w2_gradient))
         if fc2.option != "delayed" and not adapters:
             experts_backward.forget_w2()
             d_out.release()
@@ -601,8 +609,9 @@ class _Backward:
                 sums = Collection(d_rows, plan, order=step.order, row_values=d_scale, gradients=gradients)
                 trip = collecting(sums, compute, division)
             num_sms = division.num_sms if gradients and division is not None else None
+            w1_gradient = partial(experts_backward.w1_gradient, num_sms=num_sms)
             with trip as collection:
-                dw1 = fc1.add(weights1, replicas.noting(partial(experts_backward.w1_gradient, num_sms=num_sms)))
+                dw1 = fc1.add(weights1, replicas.noting("W1", w1_gradient))
                 d_adapters = experts_backward.adapter_gradients()
         replicas.bring_home()
         dx, d_probs = (None, None) if collection is None else (collection.out, collection.values)

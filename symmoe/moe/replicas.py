@@ -6,12 +6,15 @@ that a rank holds none of others between passes. Gradients of replicas are made 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
 from symmoe import kernels
 from symmoe.dispatch.plan import Plan
+from symmoe.dispatch.trip import PHASE as DISPATCH
+from symmoe.dispatch.trip import READY_W1, READY_W2
 from symmoe.errors import ArgumentError
 from symmoe.grouped.experts import CallExperts, ExpertWeights, Replicas
 from symmoe.grouped.weights import Compute
@@ -19,7 +22,7 @@ from symmoe.kernels import control
 from symmoe.kernels.tensor_table import TensorTable
 from symmoe.symm_mem.memory import Lease
 
-_OUT, _HOME = control.PHASE_REPLICAS_OUT, control.PHASE_REPLICAS_HOME
+_HOME = control.PHASE_REPLICAS_HOME
 
 
 def replicas_problem(experts: CallExperts) -> ArgumentError | None:
@@ -38,15 +41,14 @@ def replicas_problem(experts: CallExperts) -> ArgumentError | None:
     return None
 
 
-def replica_bytes(plan: Plan, experts: CallExperts) -> int:
-    """What a pass leases for replicas at most: weights, and their gradients in fp32."""
-    numel = sum(weight[0].numel() for weight in experts.tensors)
-    return plan.num_places * numel * (experts.tensors[0].element_size() + 4)
+def replica_bytes(weights: Sequence[torch.Tensor], num_places: int) -> int:
+    """What a pass leases for replicas of experts with these packed weights: weights, and their gradients in fp32."""
+    return sum(num_places * weight[0].numel() * (weight.element_size() + 4) for weight in weights)
 
 
 class ReplicaTrip:
-    """What a pass with replicas sends: from its construction on weights, which are there when the rows of the next
-    dispatch are; then gradients. Without places it does nothing. Collective; does not synchronise the host.
+    """What a pass with replicas sends: weights, as the rider of a dispatch, and gradients of replicas. Without places
+    nothing. Collective; does not synchronise the host.
 
     Args:
         weights: of this rank's experts, packed.
@@ -57,54 +59,63 @@ class ReplicaTrip:
     """
 
     def __init__(self, plan: Plan, weights: ExpertWeights, wants: tuple[bool, bool] = (False, False)) -> None:
-        self.weights, self._plan, self._leases = weights, plan, list[Lease]()
-        self._sums: dict[int, torch.Tensor] = {}  # by column of HOME, what the gradients of replicas are added to
+        self.weights, self._own, self._plan, self._leases = weights, weights, plan, list[Lease]()
+        self._sums: dict[str, torch.Tensor] = {}  # what the gradients of replicas are added to
         if plan.num_places == 0:
             return
-        heap, matrices = plan.heap, [w for w in (weights.w1, weights.w2) if isinstance(w, torch.Tensor)]  # both
-        ops = kernels.for_device(heap.device)
-        w1, w2 = (self._lease(weight, weight.dtype) for weight in matrices)
-        agreed: control.CallFields = {
-            "hidden": w1.shape[2],
-            "dtype": control.DTYPES.index(w1.dtype),
-            "gradients": control.gradients_index(x=wants[0], probs=wants[1]),
-            "plan": plan.generation,
-        }
-        ready = heap.barrier(_OUT, publish=(self._leases[0].offset, self._leases[1].offset), **agreed)
-        for column, weight in enumerate(matrices):
-            ops.push_replicas(weight.flatten(1), plan.place_to_expert, heap.peers, ready, column=column)
+        w1, w2 = (self._lease(weight, weight.dtype) for weight in self._matrices)
         dw1, dw2 = (
-            self._lease(w, torch.float32) if wanted else None for w, wanted in zip(matrices, wants, strict=True)
+            self._lease(weight, torch.float32) if wanted else None
+            for weight, wanted in zip(self._matrices, wants, strict=True)
         )
         self.weights = replace(weights, replicas=Replicas(w1, w2, plan.replica_range, dw1, dw2))
+
+    @property
+    def rider(self) -> ReplicaTrip | None:
+        """What a dispatch takes along."""
+        return self if self._leases else None
+
+    @property
+    def offsets(self) -> tuple[int, int]:
+        """Where this rank wants the weights."""
+        return self._leases[0].offset, self._leases[1].offset
+
+    def send(self, ready: torch.Tensor, *, num_ctas: int | None) -> None:
+        """Sends weights of this rank's experts to their replicas."""
+        w1, w2 = (weight.flatten(1) for weight in self._matrices)
+        trip, push = (self._plan.place_to_expert, self._plan.heap.peers, ready), kernels.for_device(ready.device)
+        push.push_replicas((w1, w2), *trip, columns=(READY_W1, READY_W2), num_ctas=num_ctas)
+
+    @property
+    def _matrices(self) -> list[torch.Tensor]:
+        return [weight for weight in (self._own.w1, self._own.w2) if isinstance(weight, torch.Tensor)]  # both
 
     def _lease(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """For a weight of each place."""
         shape = self._plan.num_places, *weight.shape[1:]
-        self._leases.append(self._plan.heap.lease(shape, dtype, name="replicas", phase=_OUT))
+        self._leases.append(self._plan.heap.lease(shape, dtype, name="replicas", phase=DISPATCH))
         return self._leases[-1].tensor
 
-    def noting(self, compute: Compute) -> Compute:
-        """The same as `compute`, first of W2 and then of W1; :meth:`bring_home` adds to what that writes."""
+    def noting(self, name: str, compute: Compute) -> Compute:
+        """The same as `compute`, of W1 or W2; :meth:`bring_home` adds to what that writes."""
 
         def noted(out: torch.Tensor | TensorTable, accumulate: bool) -> None:
             compute(out, accumulate)
             if self._leases:
                 assert isinstance(out, torch.Tensor)  # replicas_problem
-                self._sums[len(self._sums)] = out
+                self._sums[name] = out.flatten(1)
 
         return noted
 
     def bring_home(self) -> None:
         """Adds the gradients that replicas have made, all of which are launched, and ends the leases."""
-        plan, heap, made = self._plan, self._plan.heap, self._leases[2:]
-        if self._sums:
-            offsets = tuple(lease.offset for lease in made[::-1])
+        plan, heap, replicas = self._plan, self._plan.heap, self.weights.replicas
+        if self._sums and replicas is not None:
+            offsets = tuple(0 if dw is None else heap.offset_of(dw) for dw in (replicas.dw1, replicas.dw2))
             ready = heap.barrier(_HOME, publish=offsets, plan=plan.generation)
-            places = plan.place_to_expert, plan.expert_to_place
+            sums, places = (self._sums.get("W1"), self._sums.get("W2")), (plan.place_to_expert, plan.expert_to_place)
             add = kernels.for_device(heap.device).add_from_replicas
-            for column, gradient in self._sums.items():
-                add(gradient.flatten(1), places, heap.peers, ready, column=column)
+            add(sums, places, heap.peers, ready, columns=(0, 1))
             heap.barrier(_HOME, plan=plan.generation)  # until peers have read
         self.release()
 

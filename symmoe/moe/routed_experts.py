@@ -23,7 +23,7 @@ from symmoe.grouped.mlp import GroupedMLP, kind_of, without_memory
 from symmoe.kernels import control
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.ddp_and_fsdp import device_problem
-from symmoe.moe.ep_step import keeps_d_out, most_bytes, run_experts
+from symmoe.moe.ep_step import more_of, most_bytes, run_experts
 from symmoe.moe.routing import Route, Routed
 from symmoe.symm_mem.heap import FailPeersOnError, SymmetricHeap
 from symmoe.symm_mem.row_budget import RowBudget, RowHistory
@@ -126,7 +126,7 @@ class RoutedExperts:
             return room
         received = room.packed_rows if self.words["layout"] == "packed" else room.rows
         sizes, row_bytes = (received, room.rows, room.packed_rows), config.hidden * item_bytes
-        needed = most_bytes(sizes, num_tokens, heap, row_bytes, keeps_d_out(experts))
+        needed = most_bytes(sizes, num_tokens, heap, row_bytes, more_of(experts, config.num_places))
         # Where there is no memory for that, what the routing needs may fit.
         return replace(room, rows=-1, packed_rows=-1) if heap.memory.lacks(needed) else room
 

@@ -366,10 +366,10 @@ def test_every_launcher_makes_calls_that_are_understood(fake_cuda, monkeypatch):
     def step(case, number):
         run_case(gpu, case)
         run_case(gpu, replace(case, drop=True))
-        status, received = torch.zeros(control.STATUS_WORDS, dtype=torch.int64), torch.zeros(2, 3, dtype=torch.int64)
+        status, received = torch.zeros(control.STATUS_WORDS, dtype=torch.int64), torch.zeros(2, 5, dtype=torch.int64)
         bases = torch.zeros(2, dtype=torch.int64)
         peers = Peers(rank=1, num_ranks=2, bases=bases, views=(), layout=ControlLayout(2))
-        words = (number, 2**40 * number, 16)
+        words = (number, 2**40 * number, 16, 0, 0)
         sync.barrier(peers, words, received, status, call=number, fault=number == 1, timeout_ns=number)
         sync.send_signal(peers, number % 2)
         arrived = torch.zeros(1, dtype=torch.int64)

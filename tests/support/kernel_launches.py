@@ -198,7 +198,9 @@ def peers_of(num_ranks, rank, arena_bytes=1 << 30):
 def launch_barrier(num_ranks, timeout_ns=10**9):
     peers, received = peers_of(num_ranks, num_ranks - 1), meta(num_ranks, control.NUM_PUBLISHED, dtype=INT64)
     status = torch.zeros(control.STATUS_WORDS, dtype=INT64)
-    sync.barrier(peers, (1, 2, 3), received, status, call=1, fault=False, timeout_ns=timeout_ns)
+    sync.barrier(
+        peers, tuple(range(control.NUM_PUBLISHED)), received, status, call=1, fault=False, timeout_ns=timeout_ns
+    )
 
 
 def launch_signals():
@@ -218,8 +220,9 @@ def launch_plan(shape, id_dtype=torch.int32, drop=False, num_places=0):
         counts = meta(num_blocks, num_experts + num_ranks + 2)
         integers = PlanIntegers(meta(numel), layout)
         replicas.place_replicas(peers, integers, slack=50)
-        replicas.choose_copies(topk_idx, counts, integers)
-        topk_idx, num_experts = integers.slot_to_copy, num_experts + num_ranks * num_places
+        starts, num_experts = counts, num_experts + num_ranks * num_places
+        replicas.choose_copies(topk_idx, starts, integers, meta(num_blocks, num_experts + num_ranks + 2))
+        topk_idx = integers.slot_to_copy
     counts = meta(num_blocks, num_experts + num_ranks + 2)
     integers, status = PlanIntegers(meta(numel), layout), torch.zeros(control.STATUS_WORDS, dtype=INT64)
     plan.count_slots(topk_idx, counts, num_experts=num_experts, num_ranks=num_ranks)
@@ -233,9 +236,10 @@ def launch_plan(shape, id_dtype=torch.int32, drop=False, num_places=0):
 def launch_replicas(dtype):
     """What moves weights of replicas, and their gradients."""
     peers, received = peers_of(4, 3), meta(4, control.NUM_PUBLISHED, dtype=INT64)
-    matrices, places = meta(8, 1032 * 712, dtype=dtype), (meta(4, 2), meta(32, 4))
-    replicas.push_replicas(matrices, places[0], peers, received, column=1)
-    replicas.add_from_replicas(matrices, places, peers, received, column=2)
+    matrices = meta(8, 1032 * 712, dtype=dtype), meta(8, 712 * 516, dtype=dtype)
+    places = meta(4, 2), meta(32, 4)
+    replicas.push_replicas(matrices, places[0], peers, received, columns=(1, 2))
+    replicas.add_from_replicas(matrices, places, peers, received, columns=(0, 1))
 
 
 def launch_between_nodes(shape, num_nodes):

@@ -249,14 +249,16 @@ class _Call:
         layouts = [plan_layout(num_tokens, *sizes) for num_tokens in case.tokens]
         plans = [PlanIntegers(self.int32(numel), layout) for numel, layout in layouts]
         epoch, block_starts = case.epoch, self.count(self.topk_idx, num_experts)
+        num_copies = num_experts + num_ranks * case.num_places
         if case.num_places:
             epoch += 1
             self.set_epoch(epoch)
             for rank, plan in enumerate(plans):
                 ops.place_replicas(self.peers[rank], plan, slack=case.slack)
-                ops.choose_copies(self.topk_idx[rank], block_starts[rank], plan)
+                counts = self.int32(len(block_starts[rank]), num_copies + num_ranks + 2)
+                ops.choose_copies(self.topk_idx[rank], block_starts[rank], plan, counts)
+                self.keep(f"rank {rank} counts of copies", counts)
             self.topk_idx = [plan.slot_to_copy for plan in plans]
-            num_copies = num_experts + num_ranks * case.num_places
             block_starts = self.count(self.topk_idx, num_copies)
         self.set_epoch(epoch + 1)
         received = self.received((), case.plan_fails)
@@ -313,21 +315,25 @@ class _Call:
 
     def move_replicas(self) -> None:
         """Weights go to their replicas, and gradients come home."""
-        case, width = self.case, 24
-        num_own, ready = case.num_experts // case.num_ranks, self.received((ROWS, PACKED), case.trip_fails)
+        case, widths = self.case, (24, 40)
+        num_own, ready = case.num_experts // case.num_ranks, self.received((ROWS, PACKED, RETURNED), case.trip_fails)
         for rank, peers in enumerate(self.peers):
             generator = torch.Generator().manual_seed(rank)
-            weight, gradient = torch.randn((2, num_own, width), generator=generator).to(case.dtype).to(self.device)
-            its_gradients = torch.randn((case.num_places, width), generator=generator).to(self.device)
+            weights, gradients = (
+                [torch.randn((num_own, n), generator=generator).to(case.dtype).to(self.device) for n in widths]
+                for _ in range(2)
+            )
+            its_gradients = torch.randn((case.num_places, max(widths)), generator=generator).to(self.device)
             self.buffer(rank, PACKED, its_gradients.shape, torch.float32).copy_(its_gradients)
-            self.ops.push_replicas(weight, self.maps[rank]["place_to_expert"], peers, ready, column=0)
-            self.keep(f"gradient of rank {rank}", gradient)
+            self.ops.push_replicas(tuple(weights), self.maps[rank]["place_to_expert"], peers, ready, columns=(0, 2))
+            self.keep(f"gradients of rank {rank}", *gradients)
         self.keep_arenas("replicas")
         for rank, peers in enumerate(self.peers):
-            gradient, maps = self.out[f"gradient of rank {rank}[0]"].clone(), self.maps[rank]
-            places = maps["place_to_expert"], maps["expert_to_place"]
-            self.ops.add_from_replicas(gradient, places, peers, ready, column=1)
-            self.keep(f"gradient and those of replicas of rank {rank}", gradient)
+            gradients = [self.out[f"gradients of rank {rank}[{n}]"].clone() for n in range(2)]
+            gradients[0] = None if rank == 1 else gradients[0]
+            places = self.maps[rank]["place_to_expert"], self.maps[rank]["expert_to_place"]
+            self.ops.add_from_replicas(tuple(gradients), places, peers, ready, columns=(1, 1))
+            self.keep(f"gradients and those of replicas of rank {rank}", *gradients)
 
     def dispatch(self) -> None:
         case, ops = self.case, self.ops

@@ -9,47 +9,64 @@ from typing import Protocol
 
 from torch import Tensor
 
+from symmoe.kernels.contract.operands import MaybeTensor
 from symmoe.kernels.control import Peers, PlanIntegers
 
 
 class ReplicaKernels(Protocol):
     def place_replicas(self, peers: Peers, plan: PlanIntegers, *, slack: int) -> None:
-        """Moves rows of ranks that have more than the limit to replicas on ranks that have less, from the count table,
-        the same way on every rank.
+        """Moves rows of ranks that have too many to replicas on ranks that have less, from the count table, the same
+        way on every rank.
 
-        The limit is (1000 + slack) / 1000 times the mean of the ranks' rows, rounded up. As often as there are places
-        the rank that is most above it gives rows of the expert that has most left there to the rank that is most below
-        it and has a place: as many as the first has too many, the second too few, or the expert has. Of equal ones the
-        lowest number counts. Rows stay where their tokens are as far as both go there; other rows are given out in the
-        order of source ranks and of the ranks with copies. So there are at most R * S moves, and a rank stays above the
-        limit only if no place is left that could help.
+        Too many are more than (1000 + slack) / 1000 times the mean of the ranks' rows, rounded up, the limit. While the
+        rank with most rows has too many, it gives some of the expert that has most left there to the rank that has
+        least and a place: as many as the first is above the mean, the second below it, or the expert has. Of equal ones
+        the lowest number counts. Rows stay where their tokens are as far as both go there; other rows are given out in
+        the order of source ranks and of the ranks with copies. So there are at most R * S moves, and a rank stays above
+        the limit only if no place is left that could help.
 
         Args:
             plan: gets expert_load, place_to_expert, place_rows, expert_to_place and copy_slots.
         """
 
-    def choose_copies(self, topk_idx: Tensor, block_starts: Tensor, plan: PlanIntegers) -> None:
+    def choose_copies(self, topk_idx: Tensor, block_starts: Tensor, plan: PlanIntegers, block_counts: Tensor) -> None:
         """Gives every slot one of its expert's copies: this rank's first slots of an expert to that on the lowest rank.
+        And counts them.
 
         Args:
             topk_idx, block_starts: that of count_slots, and the block_counts that send_counts leaves.
             plan: that of place_replicas; gets slot_to_copy, with an id past the last copy for one that is out of range.
+            block_counts: int32 [B, R * e + R + 2], gets what count_slots makes of slot_to_copy.
         """
 
     def push_replicas(
-        self, weight: Tensor, place_to_expert: Tensor, peers: Peers, received: Tensor, *, column: int
+        self,
+        weights: tuple[Tensor, Tensor],
+        place_to_expert: Tensor,
+        peers: Peers,
+        received: Tensor,
+        *,
+        columns: tuple[int, int],
+        num_ctas: int | None = None,
     ) -> None:
         """Writes this rank's experts to the places that have a replica of them, unless the call has failed.
 
-        weight: [E / R, M], rows of a multiple of 16 bytes. A rank's places [S, M] are at offset received[., column].
+        weights: two [E / R, M], each with an M of its own, a multiple of 16 bytes. A rank's places [S, M] for them are
+        at the offsets received[., columns].
         """
 
     def add_from_replicas(
-        self, gradient: Tensor, places: tuple[Tensor, Tensor], peers: Peers, received: Tensor, *, column: int
+        self,
+        gradients: tuple[MaybeTensor, MaybeTensor],
+        places: tuple[Tensor, Tensor],
+        peers: Peers,
+        received: Tensor,
+        *,
+        columns: tuple[int, int],
     ) -> None:
         """Adds to this rank's gradients those that replicas have made, in the order of ranks, in fp32, rounded once;
         nothing if the call has failed. An expert without replicas keeps its bits.
 
-        gradient: [E / R, M], of a multiple of 16 bytes. A rank's gradients, fp32 [S, M], are at received[., column].
+        gradients: of the weights of push_replicas, or None. A rank's, fp32 [S, M], are at received[., columns].
         places: place_to_expert, expert_to_place.
         """

@@ -81,11 +81,16 @@ def load_experts(topk_idx, slot, mask, NUM_EXPERTS: tl.constexpr):
 
 @fast_jit([])
 def count_slots_kernel(topk_idx, block_counts, num_tokens: tl.int32, SIZES: tl.constexpr):
+    count_block(topk_idx, block_counts, tl.program_id(0), num_tokens, SIZES)
+
+
+@triton.jit
+def count_block(topk_idx, block_counts, block, num_tokens, SIZES: tl.constexpr):
+    """count_slots of contract/plan.py, for one block."""
     NUM_EXPERTS: tl.constexpr = SIZES.num_experts
     RANK_LANES: tl.constexpr = SIZES.rank_lanes
     BLOCK_EXPERTS: tl.constexpr = SIZES.block_experts
     WIDTH: tl.constexpr = NUM_EXPERTS + SIZES.num_ranks + 2
-    block = tl.program_id(0)
     row = block_counts + block * WIDTH
     first_slot = block * (TOKENS_PER_BLOCK * SIZES.top_k)
     num_slots = tl.minimum(TOKENS_PER_BLOCK * SIZES.top_k, num_tokens * SIZES.top_k - first_slot)
@@ -120,9 +125,14 @@ def count_slots(topk_idx, block_counts, *, num_experts, num_ranks):
     (num_tokens, top_k), num_blocks = topk_idx.shape, block_counts.shape[0]
     if num_blocks == 0:
         return
-    blocks = {"block_experts": min(COUNT_EXPERTS, next_power_of_2(num_experts)), "block_slots": block_slots(top_k)}
-    constants = plan_constants(8, num_ranks=num_ranks, num_experts=num_experts, top_k=top_k, **blocks)
+    constants = count_constants(top_k, num_experts, num_ranks)
     launch(count_slots_kernel, (num_blocks,), constants, topk_idx, block_counts, num_tokens)
+
+
+def count_constants(top_k: int, num_experts: int, num_ranks: int) -> Constants:
+    """Those of count_block."""
+    blocks = {"block_experts": min(COUNT_EXPERTS, next_power_of_2(num_experts)), "block_slots": block_slots(top_k)}
+    return plan_constants(8, num_ranks=num_ranks, num_experts=num_experts, top_k=top_k, **blocks)
 
 
 @triton.jit

@@ -2,18 +2,20 @@
 
 import functools
 
-import torch
+import triton
 import triton.language as tl
 
 from symmoe.kernels import control
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
-from symmoe.kernels.launch.launch import Constants, fast_jit, kept_sizes, launch
+from symmoe.kernels.launch.launch import Constants, fast_jit, kept_constants, kept_sizes, launch
 from symmoe.kernels.triton.plan import (
     HEADER_WORDS,
     INT32_MAX,
     OTHER_SLOTS,
     TOKENS_PER_BLOCK,
     block_slots,
+    count_block,
+    count_constants,
     count_row,
     plan_constants,
     slots_and_places,
@@ -22,7 +24,7 @@ from symmoe.kernels.triton.sync import barrier_epoch
 
 NUM_PUBLISHED = tl.constexpr(control.NUM_PUBLISHED)
 NUM_PROGRAMS = 2 * 132  # two for each of an H200's SMs
-BLOCK_BYTES, NUM_WARPS = 16384, 8
+BLOCK, NUM_WARPS = 8192, 8  # numbers that a program moves at a time
 
 
 @fast_jit([])
@@ -56,19 +58,20 @@ def place_replicas_kernel(
     tl.debug_barrier()  # what comes now is written to the same places
 
     rows, used = tl.sum(left, axis=1), tl.zeros_like(rank)
-    share = tl.sum(rows.to(tl.int64), axis=0) * (1000 + slack)
-    limit = tl.cdiv(share, 1000 * NUM_RANKS).to(tl.int32)
+    total = tl.sum(rows.to(tl.int64), axis=0)
+    mean = tl.cdiv(total, NUM_RANKS).to(tl.int32)
+    limit = tl.cdiv(total * (1000 + slack), 1000 * NUM_RANKS).to(tl.int32)
     for _ in range(NUM_RANKS * NUM_PLACES):
         most = tl.max(rows, axis=0)
         giver = tl.min(tl.where(rows == most, rank, NUM_RANKS), axis=0)
-        room = tl.where(is_rank & (used < NUM_PLACES), limit - rows, 0)
+        room = tl.where(is_rank & (used < NUM_PLACES), mean - rows, 0)
         most_room = tl.max(room, axis=0)
         taker = tl.min(tl.where(room == most_room, rank, NUM_RANKS), axis=0)
         its = tl.where((rank == giver)[:, None] & is_expert, left, -1)
         largest = tl.max(tl.max(its, axis=1), axis=0)
         given = tl.min(tl.min(tl.where(its == largest, expert, INT32_MAX), axis=1), axis=0)
-        number = tl.minimum(tl.minimum(most - limit, most_room), largest)
-        if number > 0:
+        number = tl.minimum(tl.minimum(most - mean, most_room), largest)
+        if (most > limit) & (number > 0):
             place = tl.sum(tl.where(rank == taker, used, 0), axis=0)
             tl.store(place_to_expert + taker * NUM_PLACES + place, given)
             tl.store(place_rows + taker * NUM_PLACES + place, number)
@@ -104,7 +107,15 @@ def place_replicas(peers, plan, *, slack):
 
 @fast_jit([])
 def choose_copies_kernel(
-    topk_idx, block_starts, expert_to_place, copy_slots, slot_to_copy, num_tokens: tl.int32, SIZES: tl.constexpr
+    topk_idx,
+    block_starts,
+    expert_to_place,
+    copy_slots,
+    slot_to_copy,
+    block_counts,
+    num_tokens: tl.int32,
+    SIZES: tl.constexpr,
+    COPIES: tl.constexpr,
 ):
     NUM_EXPERTS: tl.constexpr = SIZES.num_experts
     EXPERTS_PER_RANK: tl.constexpr = SIZES.experts_per_rank
@@ -128,9 +139,11 @@ def choose_copies_kernel(
         ids = tl.load(topk_idx + slot, mask=is_slot, other=-1)
         is_bad = (ids < -1) | (ids >= NUM_EXPERTS)
         tl.store(slot_to_copy + slot, tl.where(is_bad, SIZES.num_ranks * COPIES_PER_RANK, copy), mask=is_slot)
+    tl.debug_barrier()  # what other threads have stored is read back
+    count_block(slot_to_copy, block_counts, block, num_tokens, COPIES)
 
 
-def choose_copies(topk_idx, block_starts, plan):
+def choose_copies(topk_idx, block_starts, plan, block_counts):
     (num_tokens, top_k), num_blocks, num_ranks = topk_idx.shape, plan.block_tokens.shape[0], plan.copy_slots.shape[1]
     if num_blocks == 0:
         return
@@ -138,44 +151,59 @@ def choose_copies(topk_idx, block_starts, plan):
     sizes |= {"num_places": plan.place_to_expert.shape[1]}
     slots = block_slots(top_k)
     constants = plan_constants(8, **sizes, block_slots=slots, other_slots=min(OTHER_SLOTS, slots))
-    maps = plan.expert_to_place, plan.copy_slots, plan.slot_to_copy
+    copies = count_constants(top_k, plan.slot_start.numel(), num_ranks)
+    constants = kept_constants(SIZES=constants.named["SIZES"], COPIES=copies.named["SIZES"], num_warps=8)
+    maps = plan.expert_to_place, plan.copy_slots, plan.slot_to_copy, block_counts
     launch(choose_copies_kernel, (num_blocks,), constants, topk_idx, block_starts, *maps, num_tokens)
 
 
 @functools.cache
-def _constants(width: int, dtype: torch.dtype, num_own: int, rank: int, **sizes: int) -> tuple[int, Constants]:
-    """Programs of a kernel that moves matrices of so many numbers, and its constants. num_own: experts of a rank."""
-    block = BLOCK_BYTES // dtype.itemsize
-    named = {"width": width, "block": block, "num_own": num_own, "rank": rank, "num_warps": NUM_WARPS}
-    return min(NUM_PROGRAMS, ceil_div(width, block)), kept_sizes(**named, **sizes)
+def _constants(widths: tuple[int, int], num_own: int, rank: int, columns: tuple[int, int], **sizes: int) -> Constants:
+    """widths: numbers of a matrix of W1 and of W2; columns: of `received`; num_own: experts of a rank."""
+    named = {"width1": widths[0], "width2": widths[1], "column1": columns[0], "column2": columns[1]}
+    return kept_sizes(**named, num_own=num_own, rank=rank, block=BLOCK, num_warps=NUM_WARPS, **sizes)
 
 
-@fast_jit(["weight"])
-def push_replicas_kernel(weight, place_to_expert, bases, received, SIZES: tl.constexpr):
-    ELEMENT: tl.constexpr = weight.dtype.element_ty
+def _sizes(matrices, places, peers, columns) -> tuple[int, Constants]:
+    """Programs of a kernel that moves a pair of matrices [E / R, M], of which one may be None, and its constants."""
+    widths, (num_ranks, num_places) = tuple(0 if each is None else each.shape[1] for each in matrices), places.shape
+    num_own = next(len(each) for each in matrices if each is not None)
+    sizes = {"num_ranks": num_ranks, "num_places": num_places, "rank_lanes": next_power_of_2(num_ranks)}
+    return min(NUM_PROGRAMS, ceil_div(max(widths), BLOCK)), _constants(widths, num_own, peers.rank, columns, **sizes)
+
+
+@triton.jit
+def push_matrices(weight, place_to_expert, bases, received, COLUMN: tl.constexpr, WIDTH: tl.constexpr, SIZES):
+    """Of one weight."""
     for rank in range(SIZES.num_ranks):
-        offset = tl.load(received + rank * NUM_PUBLISHED + SIZES.column)
-        target = tl.multiple_of((tl.load(bases + rank) + offset).to(tl.pointer_type(ELEMENT)), 16)
+        offset = tl.load(received + rank * NUM_PUBLISHED + COLUMN)
+        target = tl.multiple_of((tl.load(bases + rank) + offset).to(tl.pointer_type(weight.dtype.element_ty)), 16)
         for place in range(SIZES.num_places):
             own = tl.load(place_to_expert + rank * SIZES.num_places + place) - SIZES.rank * SIZES.num_own
             if (own >= 0) & (own < SIZES.num_own) & (offset >= 0):
-                source = weight + own.to(tl.int64) * SIZES.width
-                for first in range(tl.program_id(0) * SIZES.block, SIZES.width, tl.num_programs(0) * SIZES.block):
+                source = weight + own.to(tl.int64) * WIDTH
+                for first in range(tl.program_id(0) * SIZES.block, WIDTH, tl.num_programs(0) * SIZES.block):
                     at = first + tl.arange(0, SIZES.block)
-                    tl.store(target + at, tl.load(source + at, mask=at < SIZES.width), mask=at < SIZES.width)
-            target += SIZES.width
+                    tl.store(target + at, tl.load(source + at, mask=at < WIDTH), mask=at < WIDTH)
+            target += WIDTH
 
 
-def push_replicas(weight, place_to_expert, peers, received, *, column):
-    (num_ranks, num_places), sizes = place_to_expert.shape, (*weight.shape[::-1], peers.rank)
-    options = {"num_ranks": num_ranks, "num_places": num_places, "column": column}
-    num_programs, constants = _constants(sizes[0], weight.dtype, *sizes[1:], **options)
-    launch(push_replicas_kernel, (num_programs,), constants, weight, place_to_expert, peers.bases, received)
+@fast_jit(["w1", "w2"])
+def push_replicas_kernel(w1, w2, place_to_expert, bases, received, SIZES: tl.constexpr):
+    push_matrices(w1, place_to_expert, bases, received, SIZES.column1, SIZES.width1, SIZES)
+    push_matrices(w2, place_to_expert, bases, received, SIZES.column2, SIZES.width2, SIZES)
 
 
-@fast_jit(["gradient"])
-def add_from_replicas_kernel(gradient, place_to_expert, expert_to_place, bases, received, SIZES: tl.constexpr):
-    ELEMENT: tl.constexpr = gradient.dtype.element_ty
+def push_replicas(weights, place_to_expert, peers, received, *, columns, num_ctas=None):
+    num_programs, constants = _sizes(weights, place_to_expert, peers, columns)
+    grid = (num_programs if num_ctas is None else min(num_programs, num_ctas),)
+    launch(push_replicas_kernel, grid, constants, *weights, place_to_expert, peers.bases, received)
+
+
+@triton.jit
+def add_matrices(gradient, tables, bases, received, COLUMN: tl.constexpr, WIDTH: tl.constexpr, SIZES: tl.constexpr):
+    """Of one weight."""
+    place_to_expert, expert_to_place = tables
     lane = tl.arange(0, SIZES.rank_lanes)
     for n in range(SIZES.num_ranks * SIZES.num_places):
         expert, rank = tl.load(place_to_expert + n), n // SIZES.num_places
@@ -184,22 +212,29 @@ def add_from_replicas_kernel(gradient, place_to_expert, expert_to_place, bases, 
         places = expert_to_place + tl.where(is_own, expert, 0) * SIZES.num_ranks
         earlier = tl.load(places + lane, mask=(lane < rank) & is_own, other=-1)
         if is_own & (tl.max(earlier, axis=0) < 0):  # at the first replica of an expert, all are added
-            sums = gradient + own.to(tl.int64) * SIZES.width
-            for first in range(tl.program_id(0) * SIZES.block, SIZES.width, tl.num_programs(0) * SIZES.block):
+            sums = gradient + own.to(tl.int64) * WIDTH
+            for first in range(tl.program_id(0) * SIZES.block, WIDTH, tl.num_programs(0) * SIZES.block):
                 at = first + tl.arange(0, SIZES.block)
-                total = tl.load(sums + at, mask=at < SIZES.width, other=0.0).to(tl.float32)
+                total = tl.load(sums + at, mask=at < WIDTH, other=0.0).to(tl.float32)
                 for peer in range(rank, SIZES.num_ranks):
                     place = tl.load(places + peer)
-                    offset = tl.load(received + peer * NUM_PUBLISHED + SIZES.column)
+                    offset = tl.load(received + peer * NUM_PUBLISHED + COLUMN)
                     if (place >= 0) & (offset >= 0):
                         theirs = (tl.load(bases + peer) + offset).to(tl.pointer_type(tl.float32))
-                        theirs = tl.multiple_of(theirs, 16) + place.to(tl.int64) * SIZES.width
-                        total += tl.load(theirs + at, mask=at < SIZES.width, other=0.0)
-                tl.store(sums + at, total.to(ELEMENT), mask=at < SIZES.width)
+                        theirs = tl.multiple_of(theirs, 16) + place.to(tl.int64) * WIDTH
+                        total += tl.load(theirs + at, mask=at < WIDTH, other=0.0)
+                tl.store(sums + at, total.to(gradient.dtype.element_ty), mask=at < WIDTH)
 
 
-def add_from_replicas(gradient, places, peers, received, *, column):
-    (num_own, width), (num_ranks, num_places) = gradient.shape, places[0].shape
-    options = {"num_ranks": num_ranks, "num_places": num_places, "rank_lanes": next_power_of_2(num_ranks)}
-    num_programs, constants = _constants(width, torch.float32, num_own, peers.rank, column=column, **options)
-    launch(add_from_replicas_kernel, (num_programs,), constants, gradient, *places, peers.bases, received)
+@fast_jit(["dw1", "dw2"])
+def add_from_replicas_kernel(dw1, dw2, place_to_expert, expert_to_place, bases, received, SIZES: tl.constexpr):
+    tables = (place_to_expert, expert_to_place)
+    if dw1 is not None:
+        add_matrices(dw1, tables, bases, received, SIZES.column1, SIZES.width1, SIZES)
+    if dw2 is not None:
+        add_matrices(dw2, tables, bases, received, SIZES.column2, SIZES.width2, SIZES)
+
+
+def add_from_replicas(gradients, places, peers, received, *, columns):
+    num_programs, constants = _sizes(gradients, places[0], peers, columns)
+    launch(add_from_replicas_kernel, (num_programs,), constants, *gradients, *places, peers.bases, received)

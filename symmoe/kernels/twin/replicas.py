@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from symmoe.kernels import control
-from symmoe.kernels.twin.plan import places_of_slots
+from symmoe.kernels.twin.plan import count_slots, places_of_slots
 
 
 def place_replicas(peers, plan, *, slack):
@@ -15,7 +15,7 @@ def place_replicas(peers, plan, *, slack):
     plan.expert_load.copy_(counts.sum(0))
     per_rank = num_experts // num_ranks
     left, rows = counts.sum(0).tolist(), counts.sum(0).view(num_ranks, -1).sum(1).tolist()
-    limit = -(-sum(rows) * (1000 + slack) // (1000 * num_ranks))
+    mean, limit = -(-sum(rows) // num_ranks), -(-sum(rows) * (1000 + slack) // (1000 * num_ranks))
     moves, used = torch.zeros((num_experts, num_ranks), dtype=torch.int64), [0] * num_ranks
     plan.place_to_expert.fill_(-1)
     plan.expert_to_place.fill_(-1)
@@ -24,8 +24,8 @@ def place_replicas(peers, plan, *, slack):
         giver = max(range(num_ranks), key=rows.__getitem__)
         taker = min(range(num_ranks), key=lambda rank: (used[rank] == num_places, rows[rank]))
         expert = max(range(num_experts), key=lambda expert: (expert // per_rank == giver, left[expert]))
-        number = min(rows[giver] - limit, limit - rows[taker] if used[taker] < num_places else 0, left[expert])
-        if number <= 0:
+        number = min(rows[giver] - mean, mean - rows[taker] if used[taker] < num_places else 0, left[expert])
+        if rows[giver] <= limit or number <= 0:
             break
         plan.place_to_expert[taker, used[taker]], plan.place_rows[taker, used[taker]] = expert, number
         plan.expert_to_place[expert, taker] = used[taker]
@@ -43,7 +43,7 @@ def place_replicas(peers, plan, *, slack):
     plan.copy_slots[:, own] += stay[:, own].int()
 
 
-def choose_copies(topk_idx, block_starts, plan):
+def choose_copies(topk_idx, block_starts, plan, block_counts):
     (num_experts, num_ranks), num_local = plan.copy_slots.shape, plan.splits.numel()
     ids, per_rank = topk_idx.long(), num_experts // num_ranks
     valid = (ids >= 0) & (ids < num_experts)
@@ -55,28 +55,31 @@ def choose_copies(topk_idx, block_starts, plan):
     which = (ends[safe] <= index[:, None]).sum(1).clamp(max=num_ranks - 1)
     found = copies[safe, which].view_as(ids).where(valid, -1)
     plan.slot_to_copy.copy_(found.where((ids >= -1) & (ids < num_experts), num_local * num_ranks))
+    count_slots(plan.slot_to_copy, block_counts, num_experts=num_local * num_ranks, num_ranks=num_ranks)
 
 
-def push_replicas(weight, place_to_expert, peers, received, *, column):
+def push_replicas(weights, place_to_expert, peers, received, *, columns, num_ctas=None):
     if int(received.min()) < 0:
         return
     for (rank, place), expert in _used(place_to_expert):
-        if expert // len(weight) == peers.rank:
-            offset, shape = int(received[rank, column]), (place_to_expert.shape[1], weight.shape[1])
-            peers.region(rank, offset, shape, weight.dtype)[place] = weight[expert % len(weight)]
+        for weight, column in zip(weights, columns, strict=True):
+            if expert // len(weight) == peers.rank:
+                offset, shape = int(received[rank, column]), (place + 1, weight.shape[1])
+                peers.region(rank, offset, shape, weight.dtype)[place] = weight[expert % len(weight)]
 
 
-def add_from_replicas(gradient, places, peers, received, *, column):
+def add_from_replicas(gradients, places, peers, received, *, columns):
     if int(received.min()) < 0:
         return
-    sums: dict[int, torch.Tensor] = {}
-    for (rank, place), expert in _used(places[0]):
-        if expert // len(gradient) == peers.rank:
-            offset, shape = int(received[rank, column]), (places[0].shape[1], gradient.shape[1])
-            g = expert % len(gradient)
-            sums[g] = sums.get(g, gradient[g].float()) + peers.region(rank, offset, shape, torch.float32)[place]
-    for g, total in sums.items():
-        gradient[g] = total
+    for gradient, column in zip(gradients, columns, strict=True):
+        sums: dict[int, torch.Tensor] = {}
+        for (rank, place), expert in _used(places[0]) if gradient is not None else ():
+            if expert // len(gradient) == peers.rank:
+                offset, shape = int(received[rank, column]), (place + 1, gradient.shape[1])
+                g = expert % len(gradient)
+                sums[g] = sums.get(g, gradient[g].float()) + peers.region(rank, offset, shape, torch.float32)[place]
+        for g, total in sums.items():
+            gradient[g] = total
 
 
 def _used(place_to_expert: torch.Tensor) -> list[tuple[tuple[int, int], int]]:
