@@ -44,9 +44,6 @@ def _meet(peers, words, received, status, call, fault, timeout_ns) -> bool:
     late = [rank for rank in others if not _wait(mail, rank, 2 * epoch, deadline_ns)]
     sent = mailbox[:, :, 0].copy()  # read once: a rank may give up between two reads
     calls = mail[:, control.MAIL_CALL]
-    if not late and (sent[half] == 2 * epoch).all() and (calls == call).all():  # nearly always
-        received.numpy()[:] = mail[:, 1 : 1 + control.NUM_PUBLISHED]
-        return True
     reached = np.where(sent >= control.ABORT, sent & control.EPOCH_MASK, sent)
     given_up = ((sent[half] >= control.ABORT) & (reached[half] < 2 * epoch)).nonzero()[0]
     if given_up.size:
