@@ -13,8 +13,6 @@ from symmoe.kernels.operands import Buffers
 
 FEATURES = 128  # features of the activation's result in a tile
 ALTERNATING_FEATURES = 64  # the same for its gradient, if gate and up features alternate: a whole block of dh
-# Parameters of dact_quantize's kernels that need not be aligned to 16 bytes.
-H = (torch.bfloat16, torch.float16)
 
 
 class DactOperands(NamedTuple):

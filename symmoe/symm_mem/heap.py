@@ -58,7 +58,7 @@ class SymmetricHeap(HeapParts):
         group: the EP process group; None is the default group, or a group of one without an initialised one.
         num_bytes: size of each rank's arena, the same on all ranks.
         backend: "nvshmem" (CUDA), "host" (CPU shared memory) or "auto": nvshmem where torch sees a GPU, else host.
-        timeout_s: bound of every wait for a peer. math.inf means no bound, to measure what the bound costs.
+        timeout_s: bound of every wait for a peer. math.inf means no bound.
         start_timeout_s: bound, if longer, of waits for a peer that may be doing work which is done once: during
             construction, and on GPUs in the first calls of each kind, for which ranks compile kernels.
         ranks_per_node: ranks whose memory is shared; the others are reached over the network. None: all ranks on one
@@ -207,7 +207,6 @@ class SymmetricHeap(HeapParts):
             or self.faults.poison is not None
             or self.faults.unraised is not None
             or self._status_words[control.STATUS_KIND] != control.STATUS_OK
-            or self.waits.some_are_bounded
             or self._is_watched()
             or (self.device.type == "cuda" and (capture_id(self.device) or current_device() != self.device.index))
         ):
@@ -217,7 +216,7 @@ class SymmetricHeap(HeapParts):
         try:
             with self.one_call, nullcontext() if self.nodes is None else self.nodes.playing():
                 has_turn = True
-                return self.tapes.run((*key, self.waits.timeout_s == math.inf), function, inputs, numbers)
+                return self.tapes.run(key, function, inputs, numbers)
         except ConcurrentUse:
             if has_turn:
                 raise

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from collections import deque
@@ -23,6 +22,7 @@ ALL_BUT_PLAN = control.pack_call(**{name: -1 for name in control.CALL_FIELDS if 
 
 _PLAN = control.pack_call(plan=-1)
 _GENERATION = control.pack_call(plan=1)  # the unit of a plan's generation in a call
+_ENDLESS_S = 4e9  # stands for math.inf: clocks count nanoseconds in 64 bits
 BARRIER = -1  # stands for all peers
 NUM_CALLS = 64
 Kind = tuple[int, int]  # the call of the last barrier, and the peer whose signal is waited for after it
@@ -183,23 +183,18 @@ class Waits:
         self.is_inside = False
         return arrived
 
-    def _note_barrier(self, call: int, generation: int, fault: bool) -> tuple[int | None, int]:
+    def _note_barrier(self, call: int, generation: int, fault: bool) -> tuple[int, int]:
         """Notes a barrier that is about to be launched; its bound, and the call with the plan's generation."""
         call |= generation * _GENERATION & _PLAN
         self.flight.launched(call)
         first = self.compiles and self.first_times.is_first_barrier(call, epoch=self.flight.epoch, fault=fault)
         return self._timeout_ns(first), call
 
-    def _note_signal(self, phase: int, rank: int) -> tuple[int | None]:
+    def _note_signal(self, phase: int, rank: int) -> tuple[int]:
         """Notes a wait for a signal that is about to be launched; its bound."""
         self.flight.launched(phase, rank)
         first = self.compiles and self.first_times.is_first_signal(phase, rank, epoch=self.flight.epoch)
         return (self._timeout_ns(first),)
-
-    @property
-    def some_are_bounded(self) -> bool:
-        """Whether some waits have a bound and others have not, which other kernels do."""
-        return (self.timeout_s == math.inf) != (self.start_timeout_s == math.inf)
 
     def bound(self, first: bool) -> tuple[str, float]:
         """Name and value of the bound of a wait, `first` as in FirstTimes."""
@@ -207,7 +202,7 @@ class Waits:
             return "start_timeout_s", self.start_timeout_s
         return "timeout_s", self.timeout_s
 
-    def _timeout_ns(self, first: bool) -> int | None:
+    def _timeout_ns(self, first: bool) -> int:
         """The bound for the kernel; never the longer one in a graph, where every replay would have it."""
         bound_s = self.bound(not capture_id(self.device))[1] if first else self.timeout_s
-        return None if bound_s == math.inf else int(bound_s * 1e9)
+        return int(min(bound_s, _ENDLESS_S) * 1e9)

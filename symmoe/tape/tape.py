@@ -115,13 +115,13 @@ class CallInteger:
 
 @dataclass(frozen=True, slots=True)
 class ResultField:
-    """One of the integers that an earlier entry has found; None counts as 0."""
+    """One of the integers that an earlier entry has found."""
 
     slot: int
     index: int
 
     def get(self, playing: Playing) -> int:
-        return playing.things[self.slot][self.index] or 0
+        return int(playing.things[self.slot][self.index])
 
 
 _PLACES = (Memory, ObjectSlot, LeaseOffset, CallInteger, ResultField)

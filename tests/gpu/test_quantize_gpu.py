@@ -79,16 +79,15 @@ def test_rows_of_an_index_and_of_ranges(name, dtype):
 
 
 @pytest.mark.parametrize("num_sms", [1, None])
-@pytest.mark.parametrize("options", [{}, {"stages": 1}, {"programs_per_sm": 2, "stages": 3}], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ["float8_block", "float8_block_powers"])
-def test_weights_in_whole_blocks(name, dtype, options, num_sms):
+def test_weights_in_whole_blocks(name, dtype, num_sms):
     weights = pytest.importorskip("symmoe.kernels.low_precision.hopper_weights")
     weight = hard_rows(3 * 384, 512, dtype).view(3, 384, 512)
 
     def launched(*args, amax):
         assert weights.takes_weight_pairs(args[-1], args[0])
-        weights.launch_quantize_weight_pairs(*args, num_sms=num_sms, **options)
+        weights.launch_quantize_weight_pairs(*args, num_sms=num_sms)
 
     on_gpu, expected = Scattered(weight.cuda()), quantize_weights(twin, weight, name)
     kernels = types.SimpleNamespace(quantize_weight_pairs=launched)
@@ -98,14 +97,13 @@ def test_weights_in_whole_blocks(name, dtype, options, num_sms):
 
 
 @pytest.mark.parametrize("num_sms", [1, None])
-@pytest.mark.parametrize("options", [{}, {"stages": 1}, {"programs_per_sm": 2, "stages": 3}], ids=str)
-def test_columns_do_not_depend_on_how_programs_walk(options, num_sms):
+def test_columns_do_not_depend_on_how_programs_walk(num_sms):
     columns = pytest.importorskip("symmoe.kernels.low_precision.hopper_columns")
     rows, block_format = hard_rows(ROWS, 2880, torch.bfloat16), FORMATS["float8_block"]
     expected, found = (column_buffers(ROWS, len(SPLITS), 2880, block_format, device) for device in ("cpu", "cuda"))
     twin.quantize_columns(rows, row_range_of(), expected, block_format)
     on_gpu = rows.cuda(), row_range_of().cuda()
-    columns.launch_quantize_columns(*on_gpu, found, block_format, num_sms=num_sms, **options)
+    columns.launch_quantize_columns(*on_gpu, found, block_format, num_sms=num_sms)
     for left, right in zip(found, expected, strict=True):
         assert torch.equal(as_bytes(left), as_bytes(right))
 

@@ -18,7 +18,6 @@ from symmoe.kernels.formats import TILE, max_tiles
 from symmoe.kernels.low_precision import hopper_columns, hopper_weights
 from symmoe.kernels.tensor_table import TensorTable
 
-OPTIONS = ({}, {"stages": 1}, {"programs_per_sm": 2, "stages": 3})
 NUMBERS = TILE**2 // (32 * hopper_columns.NUM_WARPS)  # of a thread
 SMS = 132
 
@@ -29,9 +28,9 @@ def compile_launch(monkeypatch):
     launches = catch_launches(monkeypatch, hopper_columns, hopper_weights)
 
     def compile_one():
-        (programs,) = (n for n, most in hopper_columns.MAX_REGISTERS.items() if most == launches[-1].kwargs["maxnreg"])
+        programs = hopper_columns.PROGRAMS_PER_SM
         code = launches.compile()
-        # What a tile needs once; up to Triton 3.8 nothing with bf16 and the usual options.
+        # What a tile needs once; up to Triton 3.8 nothing with bf16.
         assert code.stack <= since(("3.6", 16), ("3.9", 64))
         assert programs * code.registers * 32 * hopper_columns.NUM_WARPS <= REGISTERS
         assert programs * (code.shared + 1024) <= MAX_SHARED[HOPPER] + 1024  # an SM keeps 1 KB for each program
@@ -59,41 +58,40 @@ def check(ptx, names, copies, most_spilled=0):
     assert len(largest) == NUMBERS // 2 - 1 + 2
 
 
-@every_combination(width=[7168, 2880], options=OPTIONS, indexed=[False, True])
-def test_columns(compile_launch, width, options, indexed):
+@every_combination(width=[7168, 2880], indexed=[False, True])
+def test_columns(compile_launch, width, indexed):
     block_format, row_range = FORMATS["float8_block"], meta(2, G, dtype=torch.int32)
-    given = {"row_index": meta(N, dtype=torch.int32) if indexed else None, "num_sms": SMS, **options}
+    given = {"row_index": meta(N, dtype=torch.int32) if indexed else None, "num_sms": SMS}
     rows = meta(N, width, dtype=torch.bfloat16)
     hopper_columns.launch_quantize_columns(rows, row_range, buffers(width, block_format), block_format, **given)
     ptx, names = compile_launch()
-    check(ptx, names, NUMBERS // 8, most_spilled=8 if options else 0)
+    check(ptx, names, NUMBERS // 8)
     assert len(names) < 7 * NUMBERS + (100 if indexed else 50)
     assert ptx.count("div.rn.f32") == 4
 
 
-@every_combination(width=[7168, 2880], options=OPTIONS, dtype=[torch.bfloat16, torch.float16])
-def test_columns_of_rows_of_the_wire(compile_launch, width, options, dtype):
+@every_combination(width=[7168, 2880], dtype=[torch.bfloat16, torch.float16])
+def test_columns_of_rows_of_the_wire(compile_launch, width, dtype):
     block_format, row_range = FORMATS["float8_block"], meta(2, G, dtype=torch.int32)
     wire = meta(8192, -(-(width + 4 * block_format.num_blocks(width)) // 16) * 16, dtype=torch.uint8)
-    given = {"row_index": meta(N, dtype=torch.int32), "num_sms": SMS, **options}
+    given = {"row_index": meta(N, dtype=torch.int32), "num_sms": SMS}
     result = buffers(width, block_format)
     hopper_columns.launch_requantize_columns(wire, row_range, result, block_format, dtype, **given)
     ptx, names = compile_launch()
-    check(ptx, names, NUMBERS // 16, most_spilled=8 if options or dtype != torch.bfloat16 else 0)
+    check(ptx, names, NUMBERS // 16, most_spilled=8 if dtype != torch.bfloat16 else 0)
     assert len(names) < 10 * NUMBERS + 100
     assert ptx.count("cvt.rn.f16x2.e4m3x2") == NUMBERS // 2
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_weight_pairs(compile_launch, options, dtype):
+def test_weight_pairs(compile_launch, dtype):
     """Every number is copied once, and rounded once for each operand."""
     block_format = replace(FORMATS["float8_block"], block_lines=TILE)
     shapes = (G, 4096, C), (G, 4096 // TILE, C // TILE), (G, C, 4096), (G, C // TILE, 4096 // TILE)
     operands = (meta(*shape, dtype=kind) for shape, kind in zip(shapes, 2 * (torch.uint8, torch.float32), strict=True))
     weight, (data, scale, *turned) = meta(G, 4096, C, dtype=dtype), operands
     for source in (weight, TensorTable(meta(G, dtype=torch.int64), tuple(weight.shape), dtype)):
-        hopper_weights.launch_quantize_weight_pairs(source, (data, scale), turned, block_format, num_sms=SMS, **options)
+        hopper_weights.launch_quantize_weight_pairs(source, (data, scale), turned, block_format, num_sms=SMS)
         ptx, names = compile_launch()
         assert ".ftz" not in ptx
         assert ptx.count("div.rn.f32") == 2  # one scale

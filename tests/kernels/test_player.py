@@ -19,7 +19,7 @@ from symmoe.kernels import twin
 from symmoe.kernels.hopper import gemm as hopper_gemm
 from symmoe.kernels.launch import launch as launches
 from symmoe.kernels.launch import player, triton_internals
-from symmoe.kernels.launch.launch import Constants, FastLaunch, fast_launch
+from symmoe.kernels.launch.launch import Constants, FastLaunch
 from symmoe.kernels.launch.player import known_kernel
 from symmoe.kernels.triton import gemm
 from symmoe.kernels.triton.tiles import describe
@@ -139,7 +139,7 @@ def example_kernel(desc, x, index, count: tl.int64, typed: tl.int64, fraction: t
 def calls(fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch):
     """A function of tensors that launches the example twice, on memory that it makes."""
     monkeypatch.setattr(example_kernel, "run", FakeJIT(example_kernel, fake_cuda), raising=False)
-    kernel = fast_launch(example_kernel)
+    kernel = FastLaunch(example_kernel)
     constants = Constants({"WIDTH": 64}, {0: describe([4, 8])})
 
     def function(rows: torch.Tensor, scale: torch.Tensor, number: int) -> tuple[torch.Tensor]:

@@ -19,7 +19,7 @@ INSIDES = ("triton.backends", "triton.compiler", "triton.knobs", "triton.runtime
 # Attributes of Triton's objects that nobody promises.
 TRITON_NAMES = {
     *("packed_metadata", "kernel_signature", "arg_annotations", "launch_pdl", "launch_cooperative_grid"),
-    *("global_scratch_size", "used_global_vals", "pre_run_hooks", "annotation_type", "do_not_specialize_on_alignment"),
+    *("global_scratch_size", "pre_run_hooks", "annotation_type", "do_not_specialize_on_alignment"),
 }
 ALLOWED = {
     **dict.fromkeys(["_foreach_div_", "_foreach_mul_", "_foreach_norm"], "torch's pages list them"),

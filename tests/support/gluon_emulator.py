@@ -167,7 +167,7 @@ class Pointer:
 
 
 def pointer_in_table(table, group, dtype) -> Pointer:
-    """Stands for hopper/table.py's matrix_pointer."""
+    """Stands for triton/tiles.py's matrix_pointer."""
     address = int(load(table + group))
     tensor = next(tensor for tensor in ELSEWHERE if tensor.data_ptr() == address)
     return Pointer(tensor.view(-1).view(dtype), 0)
@@ -531,6 +531,16 @@ def install() -> None:
         "nvidia.hopper": {"TensorDescriptor": TensorDescriptor},
     }.items():
         sys.modules[f"triton.experimental.gluon.{name}"] = module(name, names)
+    run_as_they_are()
+
+
+def run_as_they_are() -> None:
+    """Kernels' functions in Triton that need no more of the language than this file has."""
+    from symmoe.kernels.triton import tiles
+
+    tiles.tl = sys.modules["triton.experimental.gluon.language"]
+    for name in ("locate_tile", "swizzle_tile"):
+        setattr(tiles, name, Kernel(getattr(tiles, name).fn))
 
 
 def check_mistakes(check, *mistakes, errors=AssertionError) -> None:

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import torch
 from router_choices import RULES, SIZES, choices, differing, fits, hard_logits
 from simulated_ranks import CASES, differences, run_case
-from without_waits import look_once, look_once_without_bound, no_clock, no_fence
+from without_waits import look_once, no_clock, no_fence
 
 from symmoe.kernels import control, twin
 from symmoe.kernels.control import ControlLayout, Peers, PlanIntegers, plan_layout
@@ -55,8 +55,6 @@ BARRIERS = {
     "two gave up, a fault": {"sent": ("abort", None, "abort", "fault")},
     "one gave up after it came": {"sent": (0, None, "then abort")},
     "a fault of one that gave up then": {"sent": (0, None, "fault, then abort")},
-    "one gave up, not bounded": {"sent": (0, None, "abort"), "timeout_ns": None},
-    "all there, not bounded": {"sent": (0, None, 0), "timeout_ns": None},
     "one rank": {"sent": (None,), "rank": 0},
     "four ranks": {"sent": (0, None, 0, 0)},
 }
@@ -121,7 +119,6 @@ SIGNALS = {
     "missing, a record pending": {"seen": -1, "pending": control.STATUS_PLAN},
     "one gave up": {"seen": control.ABORT - 2},
     "one gave up after it sent": {"seen": control.ABORT + (3 << control.ABORT_RANK_SHIFT)},
-    "there, not bounded": {"seen": 0, "timeout_ns": None},
 }
 
 
@@ -201,7 +198,6 @@ def plans_of_nodes(module, drop: bool) -> dict[str, torch.Tensor]:
 
 def main() -> int:
     sync.wait_for_words, sync.system_fence, sync.now_ns = look_once, no_fence, no_clock
-    sync.wait_without_bound = look_once_without_bound
     failures = 0
     for name, barrier in BARRIERS.items():
         for epoch in (6, 7):

@@ -28,7 +28,7 @@ from symmoe.kernels.activation import Activation, num_scale_sums  # noqa: E402
 from symmoe.kernels.hopper import act, gemm, pipeline, wgrad  # noqa: E402
 from symmoe.kernels.triton import gemm as public  # noqa: E402
 from symmoe.kernels.triton import tiles  # noqa: E402
-from symmoe.kernels.twin.activation import _value_and_slopes  # noqa: E402
+from symmoe.kernels.twin.activation import value_and_slopes  # noqa: E402
 
 SPLITS, ODD, EXACT = (140, 0, 1, 128, 0), (392, 152), (64, 256)  # H, I: parts of tiles and steps; whole ones
 LIMITED = Activation(alpha=1.702, limit=1.0, offset=1.0)
@@ -40,14 +40,13 @@ VARIANTS = {  # of act and dact; without one, act is the twin
 }
 
 
-def of_parts(gate, up, activation, *, need_slopes):
-    h = torch.cat((gate, up), 1) if activation.is_gated else gate
-    return _value_and_slopes(h, activation, need_slopes=need_slopes)
+def of_parts(gate, up, activation):
+    return value_and_slopes(torch.cat((gate, up), 1) if activation.is_gated else gate, activation)
 
 
-def act_slopes(gate, up, activation):
-    slopes = of_parts(gate, up, activation, need_slopes=True)[1]
-    return slopes[0], slopes[-1]
+def act_gradients(gate, up, da, scale, activation):
+    value, slopes = of_parts(gate, up, activation)
+    return value * scale, da * scale * slopes[0], da * scale * slopes[-1], da * value
 
 
 tiles.device_num_sms = lambda device: 3
@@ -55,8 +54,8 @@ launched = {"grouped_gemm": gemm.launch_gemm, "grouped_gemm_wgrad": wgrad.launch
 on_hopper = SimpleNamespace(LAUNCHERS={name: (each, lambda *_: True) for name, each in launched.items()})
 hopper_choice.hopper_kernels = lambda device, dtype, columns: on_hopper
 # In Triton or in assembly:
-act.act_value = lambda *args: of_parts(*args, need_slopes=False)[0]
-act.act_slopes, act.scale_terms = act_slopes, torch.mul
+act.act_value = lambda *args: of_parts(*args)[0]
+act.act_gradients = act_gradients
 act.add_neighbours = lambda x, steps: x.unflatten(1, (-1, 2 ** int(steps))).sum(2)
 act.unpack = lambda pair, dtype: pair.contiguous().view(dtype).float().unflatten(1, (-1, 2)).unbind(2)
 act.pack = lambda low, high, dtype: torch.stack((low, high), 2).to(dtype).flatten(1).view(torch.int32)

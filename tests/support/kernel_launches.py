@@ -195,12 +195,10 @@ def peers_of(num_ranks, rank, arena_bytes=1 << 30):
     return Peers(rank=rank, num_ranks=num_ranks, bases=bases, views=(arena,) * num_ranks, layout=layout)
 
 
-def launch_barrier(num_ranks, timeout_ns=10**9):
+def launch_barrier(num_ranks):
     peers, received = peers_of(num_ranks, num_ranks - 1), meta(num_ranks, control.NUM_PUBLISHED, dtype=INT64)
     status = torch.zeros(control.STATUS_WORDS, dtype=INT64)
-    sync.barrier(
-        peers, tuple(range(control.NUM_PUBLISHED)), received, status, call=1, fault=False, timeout_ns=timeout_ns
-    )
+    sync.barrier(peers, tuple(range(control.NUM_PUBLISHED)), received, status, call=1, fault=False, timeout_ns=10**9)
 
 
 def launch_signals():

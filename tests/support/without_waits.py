@@ -10,11 +10,6 @@ def look_once(address, value, deadline):
 
 
 @triton.jit
-def look_once_without_bound(address, value):
-    return tl.load(address.to(tl.pointer_type(tl.int64)))
-
-
-@triton.jit
 def no_fence():
     pass
 

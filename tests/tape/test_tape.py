@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import random
 from array import array
 from collections.abc import Callable, Iterator
@@ -485,16 +484,6 @@ def test_steps_of_layers_of_one_size_share_tapes(alone):
     step(make_layer(heap), x, dy, "")
     assert len(heap.tapes._kinds) == kinds
     assert heap.tapes.num_played > 5
-
-
-def test_waits_of_which_only_some_are_bounded_are_not_played(alone):
-    heap, _, steps = alone
-    heap.start_timeout_s, bounded = math.inf, heap.start_timeout_s
-    steps()
-    assert heap.tapes.num_played == 0
-    heap.start_timeout_s = bounded
-    steps()
-    assert heap.tapes.num_played > 0
 
 
 def test_a_consumer_of_probs_may_give_no_gradient():

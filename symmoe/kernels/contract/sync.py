@@ -19,7 +19,7 @@ class SyncKernels(Protocol):
         *,
         call: int,
         fault: bool,
-        timeout_ns: int | None,
+        timeout_ns: int,
         nan_on_failure: Tensor | None = None,
     ) -> None:
         """Waits for every rank of the group, at most `timeout_ns`, and exchanges a few words. Collective.
@@ -33,7 +33,7 @@ class SyncKernels(Protocol):
                 failure if none is pending.
             call: control.pack_call of what the ranks must agree on.
             fault: whether this rank's arguments are wrong, so that no rank may move payload.
-            timeout_ns: bound of the wait; None: no bound, to measure what the bound costs.
+            timeout_ns: bound of the wait.
             nan_on_failure: memory of a result; if the call has failed, every bit of it is set, which is NaN in every
                 dtype of rows. On GPUs its size is a multiple of 16 bytes.
         """
@@ -50,7 +50,7 @@ class SyncKernels(Protocol):
         status: Tensor,
         *,
         phase: int,
-        timeout_ns: int | None,
+        timeout_ns: int,
         nan_on_failure: Tensor | None = None,
     ) -> None:
         """Waits for `rank`'s signal since the last barrier.

@@ -18,7 +18,7 @@ from symmoe.kernels.hopper.gemm import NUM_WARPS, describe, describe_ragged, des
 from symmoe.kernels.hopper.gluon_names import reinterpret
 from symmoe.kernels.hopper.pipeline import BLOCK_K, CHUNK, MAX_ROWS, Pipeline, run, store_chunk, write_dump
 from symmoe.kernels.launch.launch import Constants, fast_jit, launch
-from symmoe.kernels.triton.activation import SUM_COLUMNS, SUM_STEPS, act_slopes, act_value, add_neighbours, scale_terms
+from symmoe.kernels.triton.activation import SUM_COLUMNS, SUM_STEPS, act_gradients, act_value, add_neighbours
 
 # The epilogue runs in another warpgroup, in two warps of another, or during the other tile's products.
 SEPARATE = {
@@ -39,21 +39,29 @@ ROWS_PER_WARP = gl.constexpr(8)  # rows of a piece of a chunk
 
 
 @gluon.jit
+def first_number(words, DTYPE: gl.constexpr):
+    """fp32 of the first numbers of words, in the lower half."""
+    if DTYPE == gl.bfloat16:
+        result = (words << 16).to(gl.float32, bitcast=True)
+    else:
+        result = words.to(gl.int16).to(DTYPE, bitcast=True).to(gl.float32)
+    return result
+
+
+@gluon.jit
+def second_number(words, DTYPE: gl.constexpr):
+    """fp32 of the second numbers of words."""
+    if DTYPE == gl.bfloat16:
+        result = (words & -65536).to(gl.float32, bitcast=True)
+    else:
+        result = (words >> 16).to(gl.int16).to(DTYPE, bitcast=True).to(gl.float32)
+    return result
+
+
+@gluon.jit
 def unpack(pair, DTYPE: gl.constexpr):
     """Both features of each pair, in fp32."""
-    if DTYPE == gl.bfloat16:
-        low = (pair << 16).to(gl.float32, bitcast=True)
-        high = (pair & -65536).to(gl.float32, bitcast=True)
-    else:
-        low, high = gl.inline_asm_elementwise(
-            "{.reg .b16 l, h; mov.b32 {l, h}, $2; cvt.f32.f16 $0, l; cvt.f32.f16 $1, h;}",
-            "=f,=f,r",
-            [pair],
-            dtype=(gl.float32, gl.float32),
-            is_pure=True,
-            pack=1,
-        )
-    return low, high
+    return first_number(pair, DTYPE), second_number(pair, DTYPE)
 
 
 @gluon.jit
@@ -105,15 +113,6 @@ def load_piece(h, row_scale, first_row, end, first_pair, PIPE: gl.constexpr):
 
 
 @gluon.jit
-def dact_features(gate, up, da, scale, ACTIVATION: gl.constexpr):
-    """a, dgate, dup and the terms of dscale, in fp32."""
-    value = act_value(gate, up, ACTIVATION)
-    by_gate, by_up = act_slopes(gate, up, ACTIVATION)
-    ds = da * scale
-    return value * scale, ds * by_gate, ds * by_up, scale_terms(da, value)
-
-
-@gluon.jit
 def dact_piece(piece, hidden, results, first_row, end, first_pair, DTYPE: gl.constexpr, PIPE: gl.constexpr):
     """dh, a and the sums of dscale of a piece, from its da in shared memory."""
     dh, a, scale_sums, num_rows = results
@@ -127,8 +126,8 @@ def dact_piece(piece, hidden, results, first_row, end, first_pair, DTYPE: gl.con
     up_low, up_high = unpack(ups, DTYPE)
     da_low, da_high = unpack(piece.load(gates.type.layout), DTYPE)
     scale = scale[:, None]
-    a_low, dgate_low, dup_low, term_low = dact_features(gate_low, up_low, da_low, scale, ACTIVATION)
-    a_high, dgate_high, dup_high, term_high = dact_features(gate_high, up_high, da_high, scale, ACTIVATION)
+    a_low, dgate_low, dup_low, term_low = act_gradients(gate_low, up_low, da_low, scale, ACTIVATION)
+    a_high, dgate_high, dup_high, term_high = act_gradients(gate_high, up_high, da_high, scale, ACTIVATION)
     pointers = piece_pointers(a, row, pair, first_row, first_pair, PIPE.columns)
     gl.store(pointers, pack(a_low, a_high, DTYPE), mask=mask)
     pointers = piece_pointers(dh, row, pair, first_row, first_pair, WIDTH)

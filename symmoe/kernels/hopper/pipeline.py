@@ -37,6 +37,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.hopper.gluon_names import copy_async, thread_barrier, tma_load, tma_store
+from symmoe.kernels.triton import tiles
 
 BLOCK_M = gl.constexpr(128)
 BLOCK_K = gl.constexpr(64)
@@ -96,11 +97,6 @@ class Pipeline(Groups):
         return -(-self.in_width // BLOCK_K.value)
 
     @property
-    def tile_step(self) -> int:
-        """Distance of a multiplying warpgroup's tiles in the sequence of a program's tiles."""
-        return 2 if self.alternate else 1
-
-    @property
     def tile_chunks(self) -> int:
         """Chunks from left to right in a multiplying warpgroup's part of a tile."""
         return self.block_n // CHUNK.value
@@ -127,27 +123,9 @@ def row_tile_prefix(row_range, PIPE: gl.constexpr):
 
 
 @gluon.jit
-def place_in_group(tile, prefix, row_range, PIPE: gl.constexpr):
-    """Group, first row, end of the group's rows, row tile counted over all groups, and column tile, of a tile."""
-    before = prefix * PIPE.num_n_tiles <= tile
-    group = gl.sum(before.to(gl.int32), axis=0)
-    first_tile = gl.max(gl.where(before, prefix, 0), axis=0)
-    local = tile - first_tile * PIPE.num_n_tiles
-    start = gl.load(row_range + group)
-    end = gl.load(row_range + PIPE.num_groups + group)
-    BAND: gl.constexpr = PIPE.group_m * PIPE.num_n_tiles
-    band = local // BAND
-    height = gl.minimum((end - start + (BLOCK_M - 1)) // BLOCK_M - band * PIPE.group_m, PIPE.group_m)
-    in_band = local - band * BAND
-    m_tile = band * PIPE.group_m + in_band % height
-    return group, start + m_tile * BLOCK_M, end, first_tile + m_tile, in_band // height
-
-
-@gluon.jit
 def locate_tile(tile, prefix, row_range, PIPE: gl.constexpr):
-    """Group, first row, end of the group's rows, and column tile of a tile."""
-    group, first_row, end, _row_tile, n_tile = place_in_group(tile, prefix, row_range, PIPE)
-    return group, first_row, end, n_tile
+    """See locate_tile in triton/tiles.py."""
+    return tiles.locate_tile(tile, prefix, row_range, PIPE.num_groups, PIPE.num_n_tiles, PIPE.group_m, BLOCK_M)
 
 
 # ------------------------------------------------------------------------------------------------------ the ring
@@ -217,7 +195,7 @@ def load_contiguous(source, b_desc, row_range, ring, PIPE: gl.constexpr):
     stage = 0
     phase = 1
     for tile in range(gl.program_id(0), num_row_tiles * PIPE.num_n_tiles, gl.num_programs(0)):
-        group, first_row, _end, n_tile = locate_tile(tile, prefix, row_range, PIPE)
+        group, first_row, _end, _row_tile, n_tile = locate_tile(tile, prefix, row_range, PIPE)
         for k in range(PIPE.num_k):
             mbarrier.wait(empty.index(stage), phase)
             num_bytes: gl.constexpr = source.block_type.nbytes + b_desc.block_type.nbytes
@@ -245,7 +223,7 @@ def load_gathered(source, b_desc, row_range, ring, PIPE: gl.constexpr):
     asked = 0
     landed = 0  # stages, in the ring's order
     for tile in range(gl.program_id(0), num_row_tiles * PIPE.num_n_tiles, gl.num_programs(0)):
-        group, first_row, end, n_tile = locate_tile(tile, prefix, row_range, PIPE)
+        group, first_row, end, _row_tile, n_tile = locate_tile(tile, prefix, row_range, PIPE)
         # Entries past the group's end may be anything; row 0 exists wherever a group has rows.
         row = gl.load(row_index + first_row + lane, mask=first_row + lane < end, other=0)
         pointers = rows + row.to(gl.int64)[:, None] * PIPE.in_width + column[None, :]
@@ -335,13 +313,14 @@ def multiply(
     if PIPE.alternate and WARPGROUP == 1:
         first += gl.num_programs(0)
         stage, phase = skip_tile(stage, phase, PIPE)
-    for tile in range(first, num_row_tiles * PIPE.num_n_tiles, PIPE.tile_step * gl.num_programs(0)):
+    STEP: gl.constexpr = 2 if PIPE.alternate else 1  # from one of this warpgroup's tiles to the next one
+    for tile in range(first, num_row_tiles * PIPE.num_n_tiles, STEP * gl.num_programs(0)):
         if PIPE.alternate:
             mbarrier.wait(turn_barriers.index(WARPGROUP), turn ^ (1 - WARPGROUP))
         acc, stage, phase = product(ring, turn_barriers, stage, phase, WARPGROUP, PIPE)
         if PIPE.alternate:
             stage, phase = skip_tile(stage, phase, PIPE)
-        _group, first_row, end, n_tile = locate_tile(tile, prefix, row_range, PIPE)
+        _group, first_row, end, _row_tile, n_tile = locate_tile(tile, prefix, row_range, PIPE)
         EPILOGUE(acc, args, dump, turn, first_row, end, n_tile, WARPGROUP, PIPE)
         turn ^= 1
     tma.store_wait(0)
@@ -407,7 +386,7 @@ def finish(FINISH: gl.constexpr, args, row_range, dump, PIPE: gl.constexpr):
     prefix, num_row_tiles = row_tile_prefix(row_range, PIPE)
     turn = 0
     for tile in range(gl.program_id(0), num_row_tiles * PIPE.num_n_tiles, gl.num_programs(0)):
-        _group, first_row, end, n_tile = locate_tile(tile, prefix, row_range, PIPE)
+        _group, first_row, end, _row_tile, n_tile = locate_tile(tile, prefix, row_range, PIPE)
         FINISH(args, dump, turn, 0, first_row, end, n_tile, PIPE)
         turn ^= 1
     tma.store_wait(0)

@@ -37,12 +37,6 @@ def describe_table(block: list[int], dtype: torch.dtype, num_rows: int, width: i
 
 
 @gluon.jit
-def matrix_pointer(table, group, DTYPE: gl.constexpr):
-    """Pointer to the first element of a matrix, whose address is a multiple of 16."""
-    return gl.multiple_of(gl.load(table + group).to(gl.pointer_type(DTYPE)), 16)
-
-
-@gluon.jit
 def matrix_place(table, anchor, group):
     """The first two coordinates of a matrix, for describe_table's descriptor of the same anchor."""
     return distant_place(gl.load(table + group) - anchor.to(gl.int64))

@@ -33,7 +33,7 @@ from symmoe.kernels.hopper.pipeline import (
     write_dump,
 )
 from symmoe.kernels.launch.launch import Constants, fast_jit, launch
-from symmoe.kernels.triton.tiles import launch_grid
+from symmoe.kernels.triton import tiles
 
 BLOCK_N = gl.constexpr(256)
 
@@ -75,13 +75,9 @@ def locate_tile(tile, row_range, PIPE: gl.constexpr):
     """Group, its first row and the end of its rows, and a tile's first row and column in the group's result."""
     group = tile // PIPE.group_tiles
     local = tile - group * PIPE.group_tiles
-    BAND: gl.constexpr = PIPE.group_m * PIPE.num_n_tiles
-    band = local // BAND
-    height = gl.minimum(PIPE.num_m_tiles - band * PIPE.group_m, PIPE.group_m)
-    in_band = local - band * BAND
-    m = (band * PIPE.group_m + in_band % height) * BLOCK_M
-    n = (in_band // height) * BLOCK_N
-    return group, gl.load(row_range + group), gl.load(row_range + PIPE.num_groups + group), m, n
+    m, n = tiles.swizzle_tile(local, PIPE.num_m_tiles, PIPE.num_n_tiles, PIPE.group_m)
+    start, end = gl.load(row_range + group), gl.load(row_range + PIPE.num_groups + group)
+    return group, start, end, m * BLOCK_M, n * BLOCK_N
 
 
 @gluon.jit
@@ -182,7 +178,7 @@ def launch_wgrad(dout, rows, row_range, out, *, num_sms=None, group_m=4):
     O and C are multiples of 8, N is from 1 to MAX_ROWS; nothing is accumulated. num_sms: as in grouped_gemm.
     """
     pipe, constants = _wgrad_plan(*out.shape, out.dtype, group_m)
-    grid = launch_grid(pipe.num_tiles, num_sms, out.device)
+    grid = tiles.launch_grid(pipe.num_tiles, num_sms, out.device)
     launch(hopper_wgrad_kernel, grid, constants, dout, rows, out, row_range)
 
 

@@ -75,25 +75,20 @@ def kept_sizes(**named: Hashable) -> Constants:
     return Constants({"SIZES": make_dataclass("Sizes", named, frozen=True)(**named), **options})
 
 
-def fast_launch(kernel: Any) -> Any:
-    """Decorator of an entry kernel, above `@triton.jit(...)`, for :func:`launch`. Its constants must be the last
-    parameters. An object that is not a JITFunction (a kernel of the interpreter) is returned unchanged."""
-    return FastLaunch(kernel) if isinstance(kernel, JITFunction) else kernel
-
-
 def fast_jit(
     aligned: Collection[str] | None = None, *, optional: Collection[str] = (), jit: Callable[..., Any] = triton.jit
 ) -> Callable[[Any], Any]:
-    """Decorator of an entry kernel: a fast_launch of `jit`. Its numbers are the parameters with a type and the
-    `optional` ones, which may be None; no value is compiled in. Whether a tensor is 16-byte aligned is, for the names
-    in `aligned`; None: for all."""
+    """Decorator of an entry kernel for :func:`launch`, in place of `jit`. Its constants must be the last parameters.
+    Its numbers are the parameters with a type and the `optional` ones, which may be None; no value is compiled in.
+    Whether a tensor is 16-byte aligned is, for the names in `aligned`; None: for all."""
 
     def decorate(function: Any) -> Any:
         parameters = inspect.signature(function, eval_str=True).parameters.values()
         kinds = {each.name: each.annotation for each in parameters if each.annotation is not tl.constexpr}
         numbers = [name for name, kind in kinds.items() if kind is not inspect.Parameter.empty or name in optional]
         anywhere = [] if aligned is None else [name for name in kinds if name not in (*aligned, *numbers)]
-        return fast_launch(jit(do_not_specialize=numbers, do_not_specialize_on_alignment=anywhere)(function))
+        kernel = jit(do_not_specialize=numbers, do_not_specialize_on_alignment=anywhere)(function)
+        return FastLaunch(kernel) if isinstance(kernel, JITFunction) else kernel  # not in the interpreter
 
     return decorate
 
@@ -129,8 +124,8 @@ class FastLaunch:
     A call's key holds everything that the JIT reads: what `mode` says per parameter, constants and options by identity,
     the device. A call with an unknown key goes through the JIT, which compiles if necessary. These calls always go
     through the JIT: those with something that this class does not know (a tuple for an argument, a tensor on another
-    device, a callable grid), calls with hooks or debugging, calls after a compiled-in global has changed, and all calls
-    with a Triton that is not known.
+    device, a callable grid), calls with hooks or debugging, and all calls with a Triton that is not known. Global
+    constants of a kernel's module must not change.
 
     Attributes:
         kernel: the JITFunction; `fn` is the same, as in Triton's wrappers. All other attributes are the kernel's.
@@ -146,7 +141,6 @@ class FastLaunch:
         if CONSTANT in modes[: len(self._modes)]:
             raise TypeError(f"the constants of {kernel.__name__} must be its last parameters")
         self._calls: dict[tuple[Any, ...], _Call] = {}
-        self._globals: list[_Globals] = []
         self._seen: dict[int, Any] = {}  # what the JIT of an unknown Triton has compiled
 
     def __getattr__(self, name: str) -> Any:
@@ -157,7 +151,7 @@ class FastLaunch:
     def launch(self, grid: tuple[int, ...], constants: Constants, args: tuple[Any, ...]) -> Any:
         """A call with one argument per non-constant parameter, on the device of the first tensor."""
         call = self._calls.get((constants, *map(type, args))) or self._new_call(constants, args)
-        if call is None or type(grid) is not tuple or self._is_watched():
+        if call is None or type(grid) is not tuple or triton_internals.is_watched(self.kernel):
             return self._launch_by_jit(grid, constants, args)
         tensors = call.tensors(args)
         addresses = tuple(map(_ADDRESS, tensors))
@@ -175,7 +169,6 @@ class FastLaunch:
             # The JIT's launcher refuses memory of the host and of other devices, which addresses do not show.
             if triton_internals.is_compiled(compiled) and all(tensor.get_device() == device for tensor in tensors):
                 FastLaunch.num_compiled += 1
-                self._globals = _globals_of(self.kernel)  # the JIT has compared them with its compiled-in values
                 parts = triton_internals.read_compiled(compiled), args, call.places, constants.descriptors
                 call.variants[key] = compiled, known_kernel(self.kernel.__name__, *parts)
             return compiled
@@ -234,21 +227,6 @@ class FastLaunch:
             FastLaunch.num_compiled += 1
         return compiled
 
-    def _is_watched(self) -> bool:
-        """Whether the JIT has to see a launch: for hooks, for debugging, or to raise the error of a changed global.
-
-        Environment variables (TRITON_DEBUG...) count with their values when this module was imported.
-        """
-        if triton_internals.is_watched(self.kernel):
-            return True
-        try:
-            for module, read, values in self._globals:
-                if read(module) != values:
-                    return True
-        except KeyError:
-            return True
-        return False
-
 
 @dataclass(frozen=True, slots=True)
 class _Call:
@@ -267,20 +245,6 @@ class _Call:
     aligned: Callable[[tuple[Any, ...]], tuple[Any, ...]] | None
     numbers: tuple[tuple[int, Callable[[int], tuple[Any, ...]]], ...]
     variants: dict[tuple[Any, ...], tuple[Any, Kernel | None]]
-
-
-# Of one module, what is compiled into a kernel: all of its variables, a function that reads these, and their values.
-_Globals = tuple[dict[str, Any], Callable[[Any], tuple[Any, ...]], tuple[Any, ...]]
-
-
-def _globals_of(kernel: JITFunction) -> list[_Globals]:
-    names: dict[int, list[str]] = {}
-    modules: dict[int, dict[str, Any]] = {}
-    for name, module in triton_internals.compiled_in(kernel):
-        names.setdefault(id(module), []).append(name)
-        modules[id(module)] = module
-    reads = {key: picker(names[key]) for key in names}
-    return [(modules[key], read, read(modules[key])) for key, read in reads.items()]
 
 
 def _alignment(addresses: tuple[int, ...]) -> bool | tuple[bool, ...]:

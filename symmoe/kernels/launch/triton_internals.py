@@ -49,13 +49,11 @@ def mode(parameter: Any) -> int:
     return VALUE if parameter.do_not_specialize_on_alignment else ALIGNED_VALUE
 
 
-def compiled_in(kernel: triton.JITFunction) -> list[tuple[str, dict[str, Any]]]:
-    """(name, variables of its module) of the global variables that have been compiled into a kernel."""
-    return [(name, module) for (name, _), (_, module) in kernel.used_global_vals.items()]
-
-
 def is_watched(kernel: Any = None) -> bool:
-    """Whether hooks or debugging of Triton have to see every launch; those of one kernel, if it is given."""
+    """Whether hooks or debugging of Triton have to see every launch; those of one kernel, if it is given.
+
+    Environment variables (TRITON_DEBUG...) count with their values when this module was imported.
+    """
     if not IS_KNOWN or (kernel is not None and (kernel.debug or kernel.pre_run_hooks)):
         return True
     runtime = knobs.runtime

@@ -28,17 +28,15 @@ from symmoe.kernels.low_precision.quantize import store_column_scales, store_par
 from symmoe.kernels.triton.activation import (
     SUM_COLUMNS,
     SUM_STEPS,
-    act_slopes,
-    act_value,
+    act_part,
     add_neighbours,
     addressable,
+    dact_part,
     join_blocks,
-    load_hidden,
-    scale_terms,
 )
 from symmoe.kernels.triton.bias import sum_row_tiles, sum_tile
 from symmoe.kernels.triton.gemm_act import sum_dact_partials
-from symmoe.kernels.triton.tiles import locate_tile, max_row_tiles, row_programs, row_tile_prefix, tile_mask
+from symmoe.kernels.triton.tiles import locate_rows, max_row_tiles, row_programs, row_tile_prefix
 
 TILE = tl.constexpr(formats.TILE)
 # A strip of columns costs about 500 instructions for its maxima and its transposition, at any width.
@@ -96,35 +94,6 @@ def store_block_sums(sums, scale_sums, row, end, first_column, num_rows, SIZES: 
     tl.store(pointers, sums, mask=(row < end)[:, None] & (block * SUM_COLUMNS < SIZES.columns)[None, :])
 
 
-@triton.jit
-def act_part(h, row_scale, row, end, first, COLUMNS: tl.constexpr, SIZES: tl.constexpr):
-    """a [rows, COLUMNS], rounded, from feature `first` on; zeros from row `end` on and past the features."""
-    ACTIVATION: tl.constexpr = SIZES.activation
-    gate, up = load_hidden(h, row, end, first, COLUMNS, COLUMNS, SIZES)
-    value = act_value(gate.to(tl.float32), up.to(tl.float32), ACTIVATION)
-    factor = tl.load(row_scale + row, mask=row < end, other=0.0)[:, None]
-    return (value * factor).to(h.dtype.element_ty)
-
-
-@triton.jit
-def dact_part(da, h, row_scale, row, end, first, COLUMNS: tl.constexpr, SIZES: tl.constexpr):
-    """a, dgate, dup [rows, COLUMNS], rounded, from feature `first` on, and the terms of dscale."""
-    ACTIVATION: tl.constexpr = SIZES.activation
-    DTYPE: tl.constexpr = h.dtype.element_ty
-    gate, up = load_hidden(h, row, end, first, COLUMNS, COLUMNS, SIZES)
-    gate = gate.to(tl.float32)
-    up = up.to(tl.float32)
-    column = first + tl.arange(0, COLUMNS)
-    pointers = da + row.to(tl.int64)[:, None] * SIZES.columns + column[None, :]
-    dout = tl.load(pointers, mask=tile_mask(row, end, column, SIZES.columns, COLUMNS), other=0.0).to(tl.float32)
-    factor = tl.load(row_scale + row, mask=row < end, other=0.0)[:, None]
-    value = act_value(gate, up, ACTIVATION)
-    by_gate, by_up = act_slopes(gate, up, ACTIVATION)
-    ds = dout * factor
-    a = (value * factor).to(DTYPE)
-    return a, (ds * by_gate).to(DTYPE), (ds * by_up).to(DTYPE), scale_terms(dout, value)
-
-
 @fast_jit(["h", "data"])
 def act_quantize_rows_kernel(
     h,  # [N, W]
@@ -140,7 +109,7 @@ def act_quantize_rows_kernel(
     first = tl.program_id(0) * SIZES.features
     prefix, num_tiles = row_tile_prefix(row_range, SIZES.num_groups, ROWS)
     for tile in tl.range(tl.program_id(1), num_tiles, tl.num_programs(1)):
-        _group, first_row, end, _n = locate_tile(tile, prefix, row_range, SIZES.num_groups, 1, 1, ROWS)
+        _group, first_row, end = locate_rows(tile, prefix, row_range, SIZES.num_groups, ROWS)
         row = first_row + tl.arange(0, ROWS)
         a = act_part(h, row_scale, row, end, first, SIZES.features, SIZES)
         store_rows(a, row, end, first, FFN, data, scale, FFN, SIZES)
@@ -175,7 +144,7 @@ def dact_quantize_kernel(
     tile, n_tile = tl.program_id(0), tl.program_id(1)
     prefix, num_used = row_tile_prefix(row_range, SIZES.num_groups, TILE)
     if tile < num_used:
-        group, first_row, end, _n = locate_tile(tile, prefix, row_range, SIZES.num_groups, 1, 1, TILE)
+        group, first_row, end = locate_rows(tile, prefix, row_range, SIZES.num_groups, TILE)
         first_feature = n_tile * FEATURES
         slot = None
         if bias_sums is not None:
@@ -185,7 +154,8 @@ def dact_quantize_kernel(
             out, a_out = (column_data, column_scale, num_tiles), (a_column_data, a_column_scale, num_a_tiles)
             for i in tl.range(0, FEATURES, STRIP):
                 first = first_feature + i
-                a, dgate, dup, _ = dact_part(da, h, row_scale, token, end, first, STRIP, SIZES)
+                factor = tl.load(row_scale + token, mask=token < end, other=0.0)
+                a, dgate, dup, _ = dact_part(da, h, factor, token, end, first, STRIP, SIZES)
                 store_columns(a, first, FFN, tile, a_out, None, FFN, SIZES)
                 if ACTIVATION.interleave is None:
                     store_columns(dgate, first, FFN, tile, out, slot, WIDTH, SIZES)
@@ -196,7 +166,8 @@ def dact_quantize_kernel(
                     store_columns(dh, 2 * first, WIDTH, tile, out, slot, WIDTH, SIZES)
         for i in tl.range(0, TILE, ROWS):
             row = first_row + i + tl.arange(0, ROWS)
-            _, dgate, dup, terms = dact_part(da, h, row_scale, row, end, first_feature, FEATURES, SIZES)
+            factor = tl.load(row_scale + row, mask=row < end, other=0.0)
+            _, dgate, dup, terms = dact_part(da, h, factor, row, end, first_feature, FEATURES, SIZES)
             sums = add_neighbours(terms, SUM_STEPS)
             store_block_sums(sums, workspace, row, end, first_feature, num_rows, SIZES)
             if ACTIVATION.interleave is None:

@@ -27,7 +27,7 @@ from symmoe.kernels.triton.tiles import (
     matrix_of,
     row_tile_prefix,
     store_gradient,
-    tile_mask,
+    store_rounded,
     wgrad_place,
 )
 
@@ -76,8 +76,7 @@ def grouped_gemm_fp8_kernel(
             scale = tl.load(row_scales + b, mask=row < end, other=0.0) * tl.load(weight_scales + b)
             acc += tl.dot(left, right.T) * scale[:, None]
         acc = add_bias(acc, bias, bias_scale, group, row, end, column, OUT_WIDTH)
-        pointers = out + row.to(tl.int64)[:, None] * OUT_WIDTH + column[None, :]
-        tl.store(pointers, acc.to(out.dtype.element_ty), mask=tile_mask(row, end, column, OUT_WIDTH, BLOCK_N))
+        store_rounded(acc, out, row, end, column, OUT_WIDTH, BLOCK_N)
     zero_tail_rows(out, row_range, num_rows, GEMM)
 
 

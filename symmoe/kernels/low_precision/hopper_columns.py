@@ -29,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
 from symmoe.kernels import formats
 from symmoe.kernels.formats import BlockFormat
+from symmoe.kernels.hopper.act import first_number, second_number
 from symmoe.kernels.hopper.gemm import GLUON_DTYPES
 from symmoe.kernels.hopper.gluon_names import copy_async
 from symmoe.kernels.hopper.pipeline import Groups, add
@@ -42,10 +43,10 @@ PAIRS = gl.constexpr(formats.TILE // 2)  # words of a tile's row
 PANEL = 4  # tiles of features; of 16384 rows that groups share, they are 17 MB, which stay in L2
 NUM_WARPS = 8
 ACCESS_BYTES = 16  # of a copy to shared memory
-WITHOUT_SIGNS, UPPER_HALF = gl.constexpr(0x7FFF7FFF), gl.constexpr(-0x10000)
-# stages: tiles of a program in shared memory. Three programs of bf16 have up to 192 kB of an SM's on their way.
-OPTIONS = {"stages": 2, "programs_per_sm": 3}
-MAX_REGISTERS = {2: 128, 3: 80}  # of a thread, by programs per SM
+WITHOUT_SIGNS = gl.constexpr(0x7FFF7FFF)
+STAGES = gl.constexpr(2)  # tiles of a program in shared memory
+PROGRAMS_PER_SM = 3  # those of bf16 have up to 192 kB of an SM's on their way
+REGISTERS = 80  # of a thread
 
 # As words of two features are read and multiplied, and their codes are written.
 HELD = gl.constexpr(
@@ -73,8 +74,6 @@ class ColumnPlan(Groups):
     dtype: Any
     row_words: int
     word_bytes: int
-    stages: int
-    programs_per_sm: int
 
     @property
     def num_feature_tiles(self) -> int:
@@ -104,7 +103,7 @@ class ColumnPlan(Groups):
 
     def grid(self, num_tiles: int, num_sms: int | None, device: torch.device) -> tuple[int]:
         """Programs for this many tiles of tokens."""
-        return launch_grid(num_tiles * self.num_feature_tiles, num_sms, device, self.programs_per_sm)
+        return launch_grid(num_tiles * self.num_feature_tiles, num_sms, device, PROGRAMS_PER_SM)
 
 
 def copied_layout(word_bytes: int) -> Any:
@@ -136,26 +135,6 @@ def largest(words, DTYPE: gl.constexpr):
     else:
         result = gl.reduce(words, 0, larger_fp16)
     return result & WITHOUT_SIGNS
-
-
-@gluon.jit
-def first_number(words, DTYPE: gl.constexpr):
-    """fp32 of the first numbers of words, in the lower half."""
-    if DTYPE == gl.bfloat16:
-        result = (words << 16).to(gl.float32, bitcast=True)
-    else:
-        result = words.to(gl.int16).to(DTYPE, bitcast=True).to(gl.float32)
-    return result
-
-
-@gluon.jit
-def second_number(words, DTYPE: gl.constexpr):
-    """fp32 of the second numbers of words."""
-    if DTYPE == gl.bfloat16:
-        result = (words & UPPER_HALF).to(gl.float32, bitcast=True)
-    else:
-        result = (words >> 16).to(gl.int16).to(DTYPE, bitcast=True).to(gl.float32)
-    return result
 
 
 @gluon.jit
@@ -305,16 +284,15 @@ def hopper_quantize_columns_kernel(
     num_tiles: gl.int32,
     PLAN: gl.constexpr,
 ):
-    ring = gl.allocate_shared_memory(rows.dtype.element_ty, [PLAN.stages, TILE, PAIRS], SHARED)
+    ring = gl.allocate_shared_memory(rows.dtype.element_ty, [STAGES, TILE, PAIRS], SHARED)
     scale_ring = ring
     if row_scales is not None:
-        scale_ring = gl.allocate_shared_memory(gl.float32, [PLAN.stages, TILE], SHARED_LINE)
+        scale_ring = gl.allocate_shared_memory(gl.float32, [STAGES, TILE], SHARED_LINE)
     groups = group_tiles(row_range, PLAN)
     num_used = groups[3]
     step = stride(gl.num_programs(0), num_used, PLAN)
     at = stride(gl.program_id(0), num_used, PLAN)
     ahead = at
-    STAGES: gl.constexpr = PLAN.stages
     for i in gl.static_range(STAGES):
         source = source_of(ahead, row_index, groups, PLAN)
         begin_copy((ring.index(i), scale_ring.index(i)), source, rows, row_scales, row_index, PLAN)
@@ -342,17 +320,17 @@ def takes_columns(block_format: BlockFormat, rows: torch.Tensor, width: int) -> 
     return in_tiles and width % 8 == 0 and rows.data_ptr() % ACCESS_BYTES == 0
 
 
-def launch_quantize_columns(rows, row_range, out, block_format, *, row_index=None, num_sms=None, **options):
-    """quantize_columns of at least one tile, if takes_columns. options: as OPTIONS."""
-    plan, constants = _plan(rows.shape[1], row_range.shape[1], block_format.scale, rows.dtype, None, **options)
+def launch_quantize_columns(rows, row_range, out, block_format, *, row_index=None, num_sms=None):
+    """quantize_columns of at least one tile, if takes_columns."""
+    plan, constants = _plan(rows.shape[1], row_range.shape[1], block_format.scale, rows.dtype, None)
     inputs, results = (rows.view(torch.int32), None, row_index, row_range), _results(out)
     grid = plan.grid(results[2], num_sms, rows.device)
     launch(hopper_quantize_columns_kernel, grid, constants, *inputs, *results)
 
 
-def launch_requantize_columns(wire, row_range, out, block_format, dtype, *, row_index=None, num_sms=None, **options):
-    """requantize_columns of at least one tile, if takes_columns. options: as OPTIONS."""
-    plan, constants = _plan(out[0].shape[0], row_range.shape[1], block_format.scale, dtype, wire.shape[1], **options)
+def launch_requantize_columns(wire, row_range, out, block_format, dtype, *, row_index=None, num_sms=None):
+    """requantize_columns of at least one tile, if takes_columns."""
+    plan, constants = _plan(out[0].shape[0], row_range.shape[1], block_format.scale, dtype, wire.shape[1])
     inputs, results = (wire.view(torch.int16), wire.view(torch.float32), row_index, row_range), _results(out)
     grid = plan.grid(results[2], num_sms, wire.device)
     launch(hopper_quantize_columns_kernel, grid, constants, *inputs, *results)
@@ -366,18 +344,10 @@ def _results(out: Buffers) -> tuple[torch.Tensor, torch.Tensor, int]:
 
 @functools.cache
 def _plan(
-    width: int, num_groups: int, scale: str, dtype: torch.dtype, wire_bytes: int | None, **options: int
+    width: int, num_groups: int, scale: str, dtype: torch.dtype, wire_bytes: int | None
 ) -> tuple[ColumnPlan, Constants]:
     """wire_bytes: of a row of the wire; None: rows are not quantised."""
     row_words, word_bytes = (width // 2, 4) if wire_bytes is None else (wire_bytes // 2, 2)
-    plan = ColumnPlan(
-        width=width,
-        num_groups=num_groups,
-        scale=scale,
-        dtype=GLUON_DTYPES[dtype],
-        row_words=row_words,
-        word_bytes=word_bytes,
-        **{**OPTIONS, **options},
-    )
-    registers = MAX_REGISTERS[plan.programs_per_sm]
-    return plan, Constants({"PLAN": plan, "num_warps": NUM_WARPS, "maxnreg": registers})
+    rows = {"scale": scale, "dtype": GLUON_DTYPES[dtype], "row_words": row_words, "word_bytes": word_bytes}
+    plan = ColumnPlan(width=width, num_groups=num_groups, **rows)
+    return plan, Constants({"PLAN": plan, "num_warps": NUM_WARPS, "maxnreg": REGISTERS})

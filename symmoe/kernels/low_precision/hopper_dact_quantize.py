@@ -33,10 +33,10 @@ from symmoe.kernels import formats
 from symmoe.kernels.activation import Activation, num_scale_sums
 from symmoe.kernels.formats import BlockFormat, max_tiles
 from symmoe.kernels.hopper.gluon_names import copy_async
-from symmoe.kernels.hopper.pipeline import Groups, place_in_group, row_tile_prefix
+from symmoe.kernels.hopper.pipeline import Groups, locate_tile, row_tile_prefix
 from symmoe.kernels.launch.launch import Constants, fast_jit, launch
 from symmoe.kernels.low_precision.codes import block_scales_or_nan, e4m3_code, magnitude_bits
-from symmoe.kernels.triton.activation import SUM_STEPS, act_slopes, act_value, add_neighbours, scale_terms
+from symmoe.kernels.triton.activation import SUM_STEPS, act_gradients, add_neighbours
 from symmoe.kernels.triton.bias import sum_tile
 from symmoe.kernels.triton.tiles import launch_grid
 
@@ -97,9 +97,8 @@ class DactQuantize(Groups):
 def copy_part(shared, matrix, first_row, end, column, WIDTH: gl.constexpr):
     """Begins to copy a tile of a matrix of WIDTH columns to shared memory, zeros from row `end` on."""
     row = first_row + gl.arange(0, TILE, gl.SliceLayout(1, COPY))
-    pointers = (
-        matrix + row.to(gl.int64)[:, None] * WIDTH + (column + gl.arange(0, TILE, gl.SliceLayout(0, COPY)))[None, :]
-    )
+    columns = column + gl.arange(0, TILE, gl.SliceLayout(0, COPY))
+    pointers = matrix + row.to(gl.int64)[:, None] * WIDTH + columns[None, :]
     copy_async(shared, pointers, mask=(row < end)[:, None])
 
 
@@ -158,13 +157,11 @@ def differentiate(gates, ups, das, first_row, end, row_scale, tile_sums, num_row
         gate = gates.slice(STRIP * i, STRIP).load(ROWS).to(gl.float32)
         up = ups.slice(STRIP * i, STRIP).load(ROWS).to(gl.float32)
         da = das.slice(STRIP * i, STRIP).load(ROWS).to(gl.float32)
-        value = act_value(gate, up, ACTIVATION)
-        by_gate, by_up = act_slopes(gate, up, ACTIVATION)
-        ds = da * factor
-        gates.slice(STRIP * i, STRIP).store((ds * by_gate).to(DTYPE))
-        ups.slice(STRIP * i, STRIP).store((ds * by_up).to(DTYPE))
-        das.slice(STRIP * i, STRIP).store((value * factor).to(DTYPE))
-        sums = gl.convert_layout(add_neighbours(scale_terms(da, value), SUM_STEPS), SUMS)
+        a, dgate, dup, terms = act_gradients(gate, up, da, factor, ACTIVATION)
+        gates.slice(STRIP * i, STRIP).store(dgate.to(DTYPE))
+        ups.slice(STRIP * i, STRIP).store(dup.to(DTYPE))
+        das.slice(STRIP * i, STRIP).store(a.to(DTYPE))
+        sums = gl.convert_layout(add_neighbours(terms, SUM_STEPS), SUMS)
         row = first_row + STRIP * i + gl.arange(0, STRIP, gl.SliceLayout(1, SUMS))
         block = gl.arange(0, NUM_SUMS, gl.SliceLayout(0, SUMS))
         place = tile_sums + block.to(gl.int64)[None, :] * num_rows + row[:, None]
@@ -198,13 +195,13 @@ def hopper_dact_quantize_kernel(
     num_used = num_row_tiles * PLAN.num_n_tiles
     tile = gl.program_id(0)
     if tile < num_used:
-        _group, first_row, end, _token_tile, n_tile = place_in_group(tile, prefix, row_range, PLAN)
+        _group, first_row, end, _token_tile, n_tile = locate_tile(tile, prefix, row_range, PLAN)
         copy_part(gates, h, first_row, end, n_tile * TILE, 2 * FFN)
         copy_part(ups, h, first_row, end, FFN + n_tile * TILE, 2 * FFN)
         copy_part(das, da, first_row, end, n_tile * TILE, FFN)
         async_copy.commit_group()
         for this in range(tile, num_used, gl.num_programs(0)):
-            group, first_row, end, token_tile, n_tile = place_in_group(this, prefix, row_range, PLAN)
+            group, first_row, end, token_tile, n_tile = locate_tile(this, prefix, row_range, PLAN)
             async_copy.wait_group(0)
             tile_sums = workspace + n_tile.to(gl.int64) * NUM_SUMS * num_rows
             differentiate(gates, ups, das, first_row, end, row_scale, tile_sums, num_rows, PLAN)
@@ -215,7 +212,7 @@ def hopper_dact_quantize_kernel(
                 slot = bias_sums + (first_row // TILE + group).to(gl.int64) * (2 * FFN)
             # Past the last tile, the last one is loaded again.
             following = gl.minimum(this + gl.num_programs(0), num_used - 1)
-            _group, next_row, next_end, _token_tile, next_n_tile = place_in_group(following, prefix, row_range, PLAN)
+            _group, next_row, next_end, _token_tile, next_n_tile = locate_tile(following, prefix, row_range, PLAN)
             column = n_tile * TILE
             next_column = next_n_tile * TILE
             store_columns(gates, token_tile, num_tiles, column, 2 * FFN, column_data, column_scale, slot, PLAN)

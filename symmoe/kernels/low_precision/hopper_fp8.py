@@ -43,10 +43,11 @@ from symmoe.kernels.hopper.pipeline import (
     row_tile_prefix,
     store_chunk,
 )
-from symmoe.kernels.hopper.table import describe_table, matrix_place, matrix_pointer
+from symmoe.kernels.hopper.table import describe_table, matrix_place
 from symmoe.kernels.launch.launch import Constants, fast_jit, launch
 from symmoe.kernels.quantized_gemm import BLOCK
 from symmoe.kernels.tensor_table import packed_and_table
+from symmoe.kernels.triton.tiles import matrix_pointer
 
 E4M3 = torch.float8_e4m3fn
 BLOCK_K = gl.constexpr(BLOCK)
@@ -83,7 +84,7 @@ def load(rows_desc, weights, row_range, ring, PIPE: gl.constexpr):
     stage = 0
     phase = 1
     for tile in range(gl.program_id(0), num_row_tiles * PIPE.num_n_tiles, gl.num_programs(0)):
-        group, first_row, _end, n_tile = locate_tile(tile, prefix, row_range, PIPE)
+        group, first_row, _end, _row_tile, n_tile = locate_tile(tile, prefix, row_range, PIPE)
         if weight_table is None:
             matrix = (group,)
         else:
@@ -188,7 +189,7 @@ def multiply(out_desc, scales, addend, row_range, ring, chunks, WARPGROUP: gl.co
     stage = 0
     phase = 0
     for tile in range(gl.program_id(0), num_row_tiles * PIPE.num_n_tiles, gl.num_programs(0)):
-        group, first_row, end, n_tile = locate_tile(tile, prefix, row_range, PIPE)
+        group, first_row, end, _row_tile, n_tile = locate_tile(tile, prefix, row_range, PIPE)
         left, right, stage, phase = product(scales, ring, group, first_row, end, n_tile, stage, phase, WARPGROUP, PIPE)
         store_tile(left, right, addend, chunks, out_desc, group, first_row, end, n_tile, WARPGROUP, PIPE)
     tma.store_wait(0)

@@ -14,30 +14,28 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
 from symmoe.kernels import formats
 from symmoe.kernels.formats import BlockFormat
+from symmoe.kernels.hopper.act import first_number, second_number
 from symmoe.kernels.hopper.gemm import GLUON_DTYPES
 from symmoe.kernels.hopper.gluon_names import copy_async
-from symmoe.kernels.hopper.table import matrix_pointer
 from symmoe.kernels.launch.launch import fast_jit, kept_sizes, launch
 from symmoe.kernels.low_precision.codes import e4m3_code
 from symmoe.kernels.low_precision.hopper_columns import (
     ACCESS_BYTES,
     HELD,
-    MAX_REGISTERS,
     NUM_WARPS,
     PAIRS,
+    PROGRAMS_PER_SM,
+    REGISTERS,
     SHARED,
     TILE,
     copied_layout,
-    first_number,
     largest,
     scales_of,
-    second_number,
 )
 from symmoe.kernels.tensor_table import TensorTable, packed_and_table
-from symmoe.kernels.triton.tiles import launch_grid
+from symmoe.kernels.triton.tiles import launch_grid, matrix_pointer
 
 COPIED = gl.constexpr(copied_layout(4))
-OPTIONS = {"stages": 1, "programs_per_sm": 3}  # as in hopper_columns.py; one stage was 4 % faster than two
 
 
 @gluon.jit
@@ -49,7 +47,7 @@ def code_pairs(first, second):
 
 @gluon.jit
 def begin_copy(stage, weight, table, tile, num_tiles, SIZES: gl.constexpr):
-    """Begins to copy a tile to a stage of shared memory. Past the last tile, zeros come."""
+    """Begins to copy a tile to shared memory. Past the last tile, zeros come."""
     line = gl.arange(0, TILE, gl.SliceLayout(1, COPIED))
     pair = gl.arange(0, PAIRS, gl.SliceLayout(0, COPIED))
     WORDS: gl.constexpr = SIZES.width // 2
@@ -99,20 +97,15 @@ def hopper_quantize_weight_pairs_kernel(
     SIZES: gl.constexpr,
 ):
     """Neighbouring programs have neighbouring columns of the same lines."""
-    STAGES: gl.constexpr = SIZES.stages
-    ring = gl.allocate_shared_memory(gl.int32, [STAGES, TILE, PAIRS], SHARED)
-    step = gl.num_programs(0)
-    first = gl.program_id(0)
-    for i in gl.static_range(STAGES):
-        begin_copy(ring.index(i), weight, table, first + i * step, num_tiles, SIZES)
-    turn = 0
-    for tile in range(first, num_tiles, step):
+    stage = gl.allocate_shared_memory(gl.int32, [TILE, PAIRS], SHARED)  # a single one was 4 % faster than two
+    begin_copy(stage, weight, table, gl.program_id(0), num_tiles, SIZES)
+    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         line_tile = tile // SIZES.column_tiles
         tile_column = tile % SIZES.column_tiles
         group = line_tile // SIZES.line_tiles
         tile_line = line_tile % SIZES.line_tiles
-        async_copy.wait_group(STAGES - 1)
-        words = ring.index(turn).load(HELD)
+        async_copy.wait_group(0)
+        words = stage.load(HELD)
         largest_words = largest(words, SIZES.dtype)
         # Numbers without a sign are ordered as their bits are, Inf and NaN above all.
         bits = gl.max(gl.maximum(largest_words & 0xFFFF, largest_words >> 16), axis=0)
@@ -120,9 +113,8 @@ def hopper_quantize_weight_pairs_kernel(
         gl.store(scale + tile, stored)
         gl.store(transposed_scale + (group * SIZES.column_tiles + tile_column) * SIZES.line_tiles + tile_line, stored)
         store_turned(words, multiplier, transposed_data, group, tile_line, tile_column, SIZES)
-        store_straight(ring.index(turn).load(COPIED), multiplier, data, tile, SIZES)
-        begin_copy(ring.index(turn), weight, table, tile + STAGES * step, num_tiles, SIZES)
-        turn = (turn + 1) % STAGES
+        store_straight(stage.load(COPIED), multiplier, data, tile, SIZES)
+        begin_copy(stage, weight, table, tile + gl.num_programs(0), num_tiles, SIZES)
     async_copy.wait_group(0)
 
 
@@ -133,26 +125,18 @@ def takes_weight_pairs(block_format: BlockFormat, weight: torch.Tensor | TensorT
     return in_tiles and is_aligned and all(n % formats.TILE == 0 for n in weight.shape[1:])
 
 
-def launch_quantize_weight_pairs(weight, out, transposed_out, block_format, *, num_sms=None, **options):
-    """quantize_weight_pairs for weights that takes_weight_pairs accepts. options: as OPTIONS."""
+def launch_quantize_weight_pairs(weight, out, transposed_out, block_format, *, num_sms=None):
+    """quantize_weight_pairs for weights that takes_weight_pairs accepts."""
     num_tiles = out[1].numel()
     if num_tiles == 0:
         return
-    stages, programs_per_sm = ({**OPTIONS, **options}[name] for name in ("stages", "programs_per_sm"))
     _, num_lines, width = weight.shape
-    constants = kept_sizes(
-        num_lines=num_lines,
-        line_tiles=num_lines // TILE.value,
-        width=width,
-        column_tiles=width // TILE.value,
-        scale=block_format.scale,
-        dtype=GLUON_DTYPES[weight.dtype],
-        stages=stages,
-        num_warps=NUM_WARPS,
-        maxnreg=MAX_REGISTERS[programs_per_sm],
-    )
+    sizes = {"num_lines": num_lines, "line_tiles": num_lines // TILE.value}
+    sizes |= {"width": width, "column_tiles": width // TILE.value}
+    numbers = {"scale": block_format.scale, "dtype": GLUON_DTYPES[weight.dtype]}
+    constants = kept_sizes(**sizes, **numbers, num_warps=NUM_WARPS, maxnreg=REGISTERS)
     packed, table = packed_and_table(weight)
     words = None if packed is None else packed.view(torch.int32)
-    grid = launch_grid(num_tiles, num_sms, weight.device, programs_per_sm)
+    grid = launch_grid(num_tiles, num_sms, weight.device, PROGRAMS_PER_SM)
     buffers = out[0].view(torch.int16), out[1], transposed_out[0].view(torch.uint8), transposed_out[1]
     launch(hopper_quantize_weight_pairs_kernel, grid, constants, words, table, *buffers, num_tiles)

@@ -35,7 +35,7 @@ from symmoe.kernels.triton.activation import scale_terms
 from symmoe.kernels.triton.bias import spread_rows, sum_spread_tile
 from symmoe.kernels.triton.tiles import (
     TRITON_DTYPES,
-    locate_tile,
+    locate_rows,
     matrix_of,
     max_row_tiles,
     row_programs,
@@ -157,7 +157,7 @@ def quantize_rows_kernel(
     column = tile_column * COLUMNS + tl.arange(0, COLUMNS)
     prefix, num_tiles = row_tile_prefix(row_range, SIZES.num_groups, LINES)
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        group, first_row, end, _ = locate_tile(tile, prefix, row_range, SIZES.num_groups, 1, 1, LINES)
+        group, first_row, end = locate_rows(tile, prefix, row_range, SIZES.num_groups, LINES)
         row = first_row + (tl.arange(0, LINES) if bias_sums is None else spread_rows(SUM_STEPS, SPREAD_STEPS))
         source = row if row_index is None else tl.load(row_index + row, mask=row < end, other=0)
         pointers = rows + source.to(tl.int64)[:, None] * WIDTH + column[None, :]
@@ -192,7 +192,7 @@ def quantize_columns_kernel(
     tile = tl.program_id(0)
     prefix, num_used = row_tile_prefix(row_range, SIZES.num_groups, TILE)
     if tile < num_used:
-        group, first_row, end, _ = locate_tile(tile, prefix, row_range, SIZES.num_groups, 1, 1, TILE)
+        group, first_row, end = locate_rows(tile, prefix, row_range, SIZES.num_groups, TILE)
         feature = tl.program_id(1) * SIZES.lines + tl.arange(0, SIZES.lines)
         x = load_columns(rows, row_index, first_row, end, feature, signs, SIZES)
         words = random_words(seeds, group, feature, first_row - tl.load(row_range + group), SIZES.lines, TILE)
@@ -280,7 +280,7 @@ def group_amax_kernel(
     """Grid (tiles of tokens, tiles of features). The atomics are of maxima, whose order does not matter."""
     prefix, num_tiles = row_tile_prefix(row_range, SIZES.num_groups, TILE)
     if tl.program_id(0) < num_tiles:
-        group, first_row, end, _ = locate_tile(tl.program_id(0), prefix, row_range, SIZES.num_groups, 1, 1, TILE)
+        group, first_row, end = locate_rows(tl.program_id(0), prefix, row_range, SIZES.num_groups, TILE)
         feature = tl.program_id(1) * SIZES.lines + tl.arange(0, SIZES.lines)
         x = load_columns(rows, row_index, first_row, end, feature, signs, SIZES)
         store_largest(amax_bits + group, x)

@@ -8,7 +8,7 @@ from symmoe.kernels import formats, operands, quantized_gemm
 from symmoe.kernels.launch.integers import ceil_div
 from symmoe.kernels.launch.launch import Constants, fast_jit, kept_constants, launch
 from symmoe.kernels.tensor_table import ScaleTable
-from symmoe.kernels.triton.tiles import locate_tile, row_tile_prefix
+from symmoe.kernels.triton.tiles import locate_rows, row_tile_prefix
 
 TILE = tl.constexpr(formats.TILE)
 TILE_BLOCKS, TILE_BYTES = tl.constexpr(quantized_gemm.TILE_BLOCKS), tl.constexpr(quantized_gemm.TILE_BYTES)
@@ -29,7 +29,7 @@ def swizzle_scales_kernel(
     if extents is None:
         prefix, num_tiles = row_tile_prefix(groups, NUM_GROUPS, TILE)
         if tl.program_id(0) < num_tiles:
-            _, first_row, end, _ = locate_tile(tl.program_id(0), prefix, groups, NUM_GROUPS, 1, 1, TILE)
+            _, first_row, end = locate_rows(tl.program_id(0), prefix, groups, NUM_GROUPS, TILE)
             out = swizzled + tile_row_start(tl.program_id(0), NUM_BLOCKS)
             write_tiles(scale, first_row, end, NUM_BLOCKS, NUM_BLOCKS, 1, out, TILES)
     else:
@@ -65,7 +65,7 @@ def unswizzle_scales_kernel(
     """Grid (rows of tiles, tiles across)."""
     prefix, num_tiles = row_tile_prefix(row_range, NUM_GROUPS, TILE)
     if tl.program_id(0) < num_tiles:
-        _, first_row, end, _ = locate_tile(tl.program_id(0), prefix, row_range, NUM_GROUPS, 1, 1, TILE)
+        _, first_row, end = locate_rows(tl.program_id(0), prefix, row_range, NUM_GROUPS, TILE)
         byte = tl.program_id(1) * TILE_BYTES + tl.arange(0, TILE_BYTES)
         row, block = tile_element(byte, first_row)
         value = tl.load(swizzled + tile_row_start(tl.program_id(0), NUM_BLOCKS) + byte)

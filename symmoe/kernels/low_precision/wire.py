@@ -25,7 +25,7 @@ from symmoe.kernels.low_precision.quantize import (
 )
 from symmoe.kernels.low_precision.quantize import NUM_WARPS as COLUMN_WARPS
 from symmoe.kernels.operands import check_column_scale
-from symmoe.kernels.triton.tiles import TRITON_DTYPES, locate_tile, max_row_tiles, row_programs, row_tile_prefix
+from symmoe.kernels.triton.tiles import TRITON_DTYPES, locate_rows, max_row_tiles, row_programs, row_tile_prefix
 
 LINES, COLUMNS = 16, 1024  # bytes of a program's tile
 NUM_WARPS = 4
@@ -87,7 +87,7 @@ def unpack_rows_kernel(
     column = tl.program_id(1) * SIZES.columns + tl.arange(0, SIZES.columns)
     prefix, num_tiles = row_tile_prefix(row_range, SIZES.num_groups, LINES)
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        _group, first_row, end, _n = locate_tile(tile, prefix, row_range, SIZES.num_groups, 1, 1, LINES)
+        _group, first_row, end = locate_rows(tile, prefix, row_range, SIZES.num_groups, LINES)
         row = first_row + tl.arange(0, LINES)
         source = row if row_index is None else tl.load(row_index + row, mask=row < end, other=0)
         lines = wire + source.to(tl.int64)[:, None] * SIZES.row_bytes
@@ -135,7 +135,7 @@ def requantize_columns_kernel(
     tile = tl.program_id(0)
     prefix, num_used = row_tile_prefix(row_range, SIZES.num_groups, TILE)
     if tile < num_used:
-        _group, first_row, end, _n = locate_tile(tile, prefix, row_range, SIZES.num_groups, 1, 1, TILE)
+        _group, first_row, end = locate_rows(tile, prefix, row_range, SIZES.num_groups, TILE)
         feature = tl.program_id(1) * SIZES.lines + tl.arange(0, SIZES.lines)
         row = first_row + tl.arange(0, TILE)
         source = row if row_index is None else tl.load(row_index + row, mask=row < end, other=0)

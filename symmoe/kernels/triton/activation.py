@@ -16,7 +16,7 @@ from symmoe.kernels import activation as definition
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.launch.integers import ceil_div
 from symmoe.kernels.launch.launch import Constants, fast_jit, kept_sizes, launch
-from symmoe.kernels.triton.tiles import tile_mask
+from symmoe.kernels.triton.tiles import store_rounded, tile_mask
 
 SILU = tl.constexpr(definition.SILU)
 GELU = tl.constexpr(definition.GELU)
@@ -132,6 +132,15 @@ def scale_terms(da, value):
 
 
 @triton.jit
+def act_gradients(gate, up, da, scale, ACTIVATION: tl.constexpr):
+    """a, dgate, dup and the terms of dscale, in fp32, of features in fp32 and scales of rows."""
+    value = act_value(gate, up, ACTIVATION)
+    by_gate, by_up = act_slopes(gate, up, ACTIVATION)
+    ds = da * scale
+    return value * scale, ds * by_gate, ds * by_up, scale_terms(da, value)
+
+
+@triton.jit
 def add_neighbours(x, STEPS: tl.constexpr):
     """Sums of 2 ** STEPS columns of x [ROWS, COLUMNS]: of neighbours, then of neighbouring sums, and so on.
 
@@ -217,6 +226,29 @@ def store_hidden(h, gate, up, row, end, first_column, TILE: tl.constexpr, SIZES:
             tl.store(pointers + up_distance(ACTIVATION, SIZES.columns), up, mask=mask)
 
 
+@triton.jit
+def act_part(h, row_scale, row, end, first, COLUMNS: tl.constexpr, SIZES: tl.constexpr):
+    """a [rows, COLUMNS], rounded, from feature `first` on; zeros from row `end` on and past the features."""
+    ACTIVATION: tl.constexpr = SIZES.activation  # Triton 3.6 takes no attribute for an argument but a number or a dtype
+    gate, up = load_hidden(h, row, end, first, COLUMNS, COLUMNS, SIZES)
+    value = act_value(gate.to(tl.float32), up.to(tl.float32), ACTIVATION)
+    return (value * tl.load(row_scale + row, mask=row < end, other=0.0)[:, None]).to(h.dtype.element_ty)
+
+
+@triton.jit
+def dact_part(da, h, scale, row, end, first, COLUMNS: tl.constexpr, SIZES: tl.constexpr):
+    """a, dgate, dup [rows, COLUMNS], rounded, from feature `first` on, and the terms of dscale. scale: of the rows."""
+    ACTIVATION: tl.constexpr = SIZES.activation
+    DTYPE: tl.constexpr = h.dtype.element_ty
+    gate, up = load_hidden(h, row, end, first, COLUMNS, COLUMNS, SIZES)
+    column = first + tl.arange(0, COLUMNS)
+    pointers = da + row.to(tl.int64)[:, None] * SIZES.columns + column[None, :]
+    dout = tl.load(pointers, mask=tile_mask(row, end, column, SIZES.columns, COLUMNS), other=0.0).to(tl.float32)
+    gate, up = gate.to(tl.float32), up.to(tl.float32)
+    a, dgate, dup, terms = act_gradients(gate, up, dout, scale[:, None], ACTIVATION)
+    return a.to(DTYPE), dgate.to(DTYPE), dup.to(DTYPE), terms
+
+
 @fast_jit(["h", "out"])
 def scaled_activation_kernel(
     h,  # [N, W]
@@ -226,16 +258,11 @@ def scaled_activation_kernel(
     SIZES: tl.constexpr,
 ):
     """Grid (blocks of rows, blocks of columns)."""
-    ACTIVATION: tl.constexpr = SIZES.activation  # Triton 3.6 takes no attribute for an argument but a number or a dtype
     row = tl.program_id(0) * SIZES.rows + tl.arange(0, SIZES.rows)
     first_column = tl.program_id(1) * SIZES.block
-    gate, up = load_hidden(h, row, num_rows, first_column, SIZES.block, SIZES.block, SIZES)
-    value = act_value(gate.to(tl.float32), up.to(tl.float32), ACTIVATION)
-    value = value * tl.load(scale + row, mask=row < num_rows, other=0.0)[:, None]
+    a = act_part(h, scale, row, num_rows, first_column, SIZES.block, SIZES)
     column = first_column + tl.arange(0, SIZES.block)
-    pointers = out + row.to(tl.int64)[:, None] * SIZES.columns + column[None, :]
-    mask = tile_mask(row, num_rows, column, SIZES.columns, SIZES.block)
-    tl.store(pointers, value.to(out.dtype.element_ty), mask=mask)
+    store_rounded(a, out, row, num_rows, column, SIZES.columns, SIZES.block)
 
 
 @fast_jit(["dout", "h", "dh"])
@@ -249,27 +276,16 @@ def scaled_activation_grad_kernel(
     SIZES: tl.constexpr,
 ):
     """One program per block of rows."""
-    ACTIVATION: tl.constexpr = SIZES.activation
     ROWS: tl.constexpr = SIZES.rows
     BLOCKS: tl.constexpr = SIZES.block // SUM_COLUMNS
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row_scale = tl.load(scale + row, mask=row < num_rows, other=0.0)
     total = tl.zeros((ROWS,), dtype=tl.float32)
     for first_column in tl.range(0, SIZES.columns, SIZES.block):
-        column = first_column + tl.arange(0, SIZES.block)
-        pointers = dout + row.to(tl.int64)[:, None] * SIZES.columns + column[None, :]
-        mask = tile_mask(row, num_rows, column, SIZES.columns, SIZES.block)
-        da = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
-        gate, up = load_hidden(h, row, num_rows, first_column, SIZES.block, SIZES.block, SIZES)
-        gate = gate.to(tl.float32)
-        up = up.to(tl.float32)
-        sums = add_neighbours(scale_terms(da, act_value(gate, up, ACTIVATION)), SUM_STEPS)
+        _, dgate, dup, terms = dact_part(dout, h, row_scale, row, num_rows, first_column, SIZES.block, SIZES)
+        sums = add_neighbours(terms, SUM_STEPS)
         for block in tl.static_range(BLOCKS):  # the other sums are 0, which changes no sum
             total += tl.sum(tl.where(tl.arange(0, BLOCKS)[None, :] == block, sums, 0.0), axis=1)
-        ds = da * row_scale[:, None]
-        by_gate, by_up = act_slopes(gate, up, ACTIVATION)
-        dgate = (ds * by_gate).to(dh.dtype.element_ty)
-        dup = (ds * by_up).to(dh.dtype.element_ty)
         store_hidden(dh, dgate, dup, row, num_rows, first_column, SIZES.block, SIZES)
     tl.store(dscale + row, total, mask=row < num_rows)
 

@@ -17,7 +17,7 @@ from symmoe.kernels.formats import TILE
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
 from symmoe.kernels.launch.launch import fast_jit, kept_sizes, launch
 from symmoe.kernels.triton.activation import scale_terms
-from symmoe.kernels.triton.tiles import load_k_rows, locate_tile, max_row_tiles, row_tile_prefix, source_rows, tile_mask
+from symmoe.kernels.triton.tiles import load_k_rows, locate_rows, max_row_tiles, row_tile_prefix, source_rows, tile_mask
 
 # A program of the gradient owns 128 bytes of every row: a full cache line, and as many programs as full lines allow.
 GRAD_COLUMN_BYTES = 128
@@ -152,7 +152,7 @@ def grouped_bias_dot_kernel(
     tile = tl.program_id(0)
     prefix, num_tiles = row_tile_prefix(row_range, SIZES.num_groups, BLOCK_ROWS)
     if tile < num_tiles:
-        group, first_row, end, _ = locate_tile(tile, prefix, row_range, SIZES.num_groups, 1, 1, BLOCK_ROWS)
+        group, first_row, end = locate_rows(tile, prefix, row_range, SIZES.num_groups, BLOCK_ROWS)
         row = first_row + tl.arange(0, BLOCK_ROWS)
         source = source_rows(dout_index, first_row, end, BLOCK_ROWS)
         bias_row = bias + group.to(tl.int64) * WIDTH

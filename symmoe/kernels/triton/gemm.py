@@ -37,7 +37,6 @@ from symmoe.kernels.triton.tiles import (
     Wgrad,
     column_parts,
     describe,
-    first_tail_row,
     gradient_of,
     lanes_inside,
     launch_grid,
@@ -52,6 +51,7 @@ from symmoe.kernels.triton.tiles import (
     row_tile_prefix,
     source_rows,
     store_gradient,
+    store_rounded,
     tile_mask,
     wgrad_place,
 )
@@ -152,7 +152,7 @@ def tile_place(tile, prefix, row_range, GEMM: tl.constexpr):
     """Group, first row, end of the group's rows, and first column of a tile."""
     GROUP_M: tl.constexpr = GEMM.config.group_m
     BLOCK_M: tl.constexpr = GEMM.config.block_m
-    group, first_row, end, n_tile = locate_tile(
+    group, first_row, end, _, n_tile = locate_tile(
         tile, prefix, row_range, GEMM.num_groups, GEMM.num_n_tiles, GROUP_M, BLOCK_M
     )
     return group, first_row, end, n_tile * GEMM.config.block_n
@@ -263,7 +263,7 @@ def add_tile(acc, out, row, end, first_column, WIDTH: tl.constexpr, COLUMNS: tl.
 def zero_tail_rows(out, row_range, num_rows, GEMM: tl.constexpr):
     """Zeros in the rows of out [num_rows, columns] that belong to no group, by every program in turn; None: nothing."""
     if num_rows is not None:
-        first = first_tail_row(row_range, GEMM.num_groups)
+        first = tl.load(row_range + (2 * GEMM.num_groups - 1))  # where the last group ends
         base = out + first.to(tl.int64) * GEMM.columns
         size = (num_rows - first).to(tl.int64) * GEMM.columns
         step = tl.num_programs(0).to(tl.int64) * ZERO_BLOCK
@@ -302,8 +302,7 @@ def grouped_gemm_kernel(
         if GEMM.accumulate:
             add_tile(acc, out, row, end, first_column, WIDTH, BLOCK_N)
         else:
-            pointers = out + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
-            tl.store(pointers, acc.to(out.dtype.element_ty), mask=tile_mask(row, end, column, WIDTH, BLOCK_N))
+            store_rounded(acc, out, row, end, column, WIDTH, BLOCK_N)
     zero_tail_rows(out, row_range, num_rows, GEMM)
 
 

@@ -27,28 +27,26 @@ from symmoe.kernels.tensor_table import TensorTable
 from symmoe.kernels.triton.activation import (
     SUM_COLUMNS,
     SUM_STEPS,
-    act_slopes,
+    act_gradients,
     act_value,
     add_neighbours,
     addressable,
     gate_column,
     load_hidden,
-    scale_terms,
     split_blocks,
     store_hidden,
     up_distance,
 )
 from symmoe.kernels.triton.bias import sum_row_tiles
-from symmoe.kernels.triton.gemm import Gemm, group_tiles, operands_of, product, tile_place
+from symmoe.kernels.triton.gemm import FP32_CONFIG, Gemm, group_tiles, operands_of, product, tile_place
 from symmoe.kernels.triton.tiles import (
     MOST_COLUMNS,
     TileConfig,
     column_parts,
-    first_tail_row,
     halves,
     most_columns,
     plus,
-    tile_mask,
+    store_rounded,
 )
 
 # Column parts keep few registers busy in the epilogue: 650 against 630 TFLOP/s (notes/2026-11-21-gemm-tiles.md).
@@ -59,14 +57,12 @@ UNGATED_CONFIGS = (
     (256, TileConfig(block_m=128, block_n=256, block_k=64, num_stages=3, num_warps=8, parts=4)),
     (0, ACT_CONFIG),
 )
-UNGATED_FP32_CONFIG = TileConfig(block_m=64, block_n=64, block_k=16, num_stages=3, num_warps=8)
 
 # 16-bit tiles by FFN width: the widest tile that the output fills.
 DACT_CONFIGS = (
     (256, TileConfig(block_m=128, block_n=256, block_k=64, num_stages=3, num_warps=8, parts=8, lead=1, flatten=True)),
     (0, TileConfig(block_m=128, block_n=128, block_k=64, num_stages=4, num_warps=8, parts=4, lead=1)),
 )
-DACT_FP32_CONFIG = TileConfig(block_m=64, block_n=64, block_k=16, num_stages=3, num_warps=8)
 MIN_BLOCK_M = 64  # rows of the smallest tile of dact: the workspace's size must not depend on the dtype
 
 SCALE_ROWS = 256  # rows of a program that sums dscale
@@ -76,7 +72,7 @@ SCALE_LOADS = tl.constexpr(32)  # loads of a row in flight at a time
 def act_config(ffn: int, dtype: torch.dtype, activation: Activation, most_columns: int = MOST_COLUMNS) -> TileConfig:
     """Tiles of grouped_gemm_act, from the FFN width."""
     if dtype == torch.float32:
-        return ACT_FP32_CONFIG if activation.is_gated else UNGATED_FP32_CONFIG
+        return ACT_FP32_CONFIG if activation.is_gated else FP32_CONFIG
     if activation.is_gated:
         return replace(ACT_CONFIG, block_n=most_columns // 2)  # the accumulator has gates and ups
     return next(config for least, config in UNGATED_CONFIGS if min(ffn, most_columns) >= least)
@@ -85,7 +81,7 @@ def act_config(ffn: int, dtype: torch.dtype, activation: Activation, most_column
 def dact_config(ffn: int, dtype: torch.dtype, most_columns: int = MOST_COLUMNS) -> TileConfig:
     """Tiles of grouped_gemm_dact, from the FFN width."""
     if dtype == torch.float32:
-        return DACT_FP32_CONFIG
+        return FP32_CONFIG
     return next(config for least, config in DACT_CONFIGS if min(ffn, most_columns) >= least)
 
 
@@ -105,18 +101,6 @@ def add_hidden_bias(gate, up, bias, group, first_column, COLUMNS: tl.constexpr, 
             pointers = pointers + up_distance(ACTIVATION, GEMM.columns)
             up = plus(up, tl.load(pointers, mask=column < GEMM.columns, other=0.0).to(tl.float32)[None, :], 1.0)
     return gate, up
-
-
-@triton.jit
-def store_activation(gate, up, scale, a, row, end, first_column, GEMM: tl.constexpr):
-    """Stores a for columns of a tile; returns act(h), both from rounded features in fp32."""
-    ACTIVATION: tl.constexpr = GEMM.activation
-    value = act_value(gate, up, ACTIVATION)
-    column = first_column + tl.arange(0, gate.shape[1])
-    pointers = a + row.to(tl.int64)[:, None] * GEMM.columns + column[None, :]
-    mask = tile_mask(row, end, column, GEMM.columns, GEMM.config.block_n)
-    tl.store(pointers, (value * scale[:, None]).to(a.dtype.element_ty), mask=mask)
-    return value
 
 
 @fast_jit(["rows_desc", "rows", "weight_desc", "h", "a"])
@@ -162,8 +146,8 @@ def grouped_gemm_act_kernel(
             gate_i = gate_i.to(h.dtype.element_ty)
             up_i = up_i.to(h.dtype.element_ty)
             store_hidden(h, gate_i, up_i, row, end, column, BLOCK_N, GEMM)
-            gate_i, up_i = gate_i.to(tl.float32), up_i.to(tl.float32)
-            store_activation(gate_i, up_i, scale, a, row, end, column, GEMM)
+            value = act_value(gate_i.to(tl.float32), up_i.to(tl.float32), ACTIVATION)
+            store_rounded(value * scale[:, None], a, row, end, column + tl.arange(0, PART), GEMM.columns, BLOCK_N)
 
 
 @triton.jit
@@ -227,8 +211,9 @@ def grouped_gemm_dact_kernel(
                 up = hidden[i - LEAD][1].to(tl.float32)
                 # It is rounded before it moves between threads. To round the whole tile at once costs registers.
                 da = da_parts[i - LEAD].to(dout.dtype.element_ty).to(tl.float32)
-                value = store_activation(gate, up, scale, a, row, end, column, GEMM)
-                part_sum = tl.sum(add_neighbours(scale_terms(da, value), SUM_STEPS - HALVED), axis=1)
+                values, dgate, dup, terms = act_gradients(gate, up, da, scale[:, None], ACTIVATION)
+                store_rounded(values, a, row, end, column + tl.arange(0, PART), FFN, BLOCK_N)
+                part_sum = tl.sum(add_neighbours(terms, SUM_STEPS - HALVED), axis=1)
                 if HALVED and (i - LEAD) % 2 == 0:
                     left = part_sum
                 else:
@@ -236,10 +221,7 @@ def grouped_gemm_dact_kernel(
                         part_sum = left + part_sum
                     sums = scale_sums + (column // SUM_COLUMNS).to(tl.int64) * num_rows + row
                     tl.store(sums, part_sum, mask=(row < end) & (column // SUM_COLUMNS * SUM_COLUMNS < FFN))
-                ds = da * scale[:, None]
-                by_gate, by_up = act_slopes(gate, up, ACTIVATION)
-                dgate = (ds * by_gate).to(dh.dtype.element_ty)
-                dup = (ds * by_up).to(dh.dtype.element_ty)
+                dgate, dup = dgate.to(dh.dtype.element_ty), dup.to(dh.dtype.element_ty)
                 store_hidden(dh, dgate, dup, row, end, column, BLOCK_N, GEMM)
                 if bias_sums is not None:
                     slot = bias_sums + (first_row // BLOCK_M + group).to(tl.int64) * ACTIVATION.hidden_width(FFN)
@@ -250,7 +232,7 @@ def grouped_gemm_dact_kernel(
 def sum_dscale_kernel(sums, row_range, dscale, num_rows: tl.int32, SIZES: tl.constexpr):
     """dscale from the sums per block of columns, in order; 0 in the tail."""
     row = tl.program_id(0) * SIZES.block + tl.arange(0, SIZES.block)
-    mask = row < first_tail_row(row_range, SIZES.num_groups)
+    mask = row < tl.load(row_range + (2 * SIZES.num_groups - 1))  # where the last group ends
     total = tl.zeros(row.shape, dtype=tl.float32)
     for i in tl.range(0, SIZES.num_sums, loop_unroll_factor=SCALE_LOADS):
         total += tl.load(sums + i * num_rows.to(tl.int64) + row, mask=mask, other=0.0)

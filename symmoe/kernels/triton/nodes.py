@@ -4,7 +4,7 @@ import torch
 import triton.language as tl
 
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
-from symmoe.kernels.launch.launch import fast_jit, kept_constants, launch
+from symmoe.kernels.launch.launch import fast_jit, kept_sizes, launch
 from symmoe.kernels.triton.plan import count_row, load_experts
 from symmoe.kernels.triton.sync import CONTROL, barrier_epoch
 
@@ -29,23 +29,21 @@ def rail_rows_kernel(
     num_tokens: tl.int32,
     most: tl.int32,
     room: tl.int32,
-    HERE: tl.constexpr,
-    NUM_NODES: tl.constexpr,
-    NUM_EXPERTS: tl.constexpr,
-    EXPERTS_PER_RANK: tl.constexpr,
-    TOP_K: tl.constexpr,
-    TOKENS: tl.constexpr,
-    LANES: tl.constexpr,
+    SIZES: tl.constexpr,
 ):
+    NUM_NODES: tl.constexpr = SIZES.num_nodes
+    TOP_K: tl.constexpr = SIZES.top_k
+    TOKENS: tl.constexpr = SIZES.tokens
+    LANES: tl.constexpr = SIZES.lanes
     node = tl.arange(0, LANES)
-    is_other = (node < NUM_NODES) & (node != HERE)
+    is_other = (node < NUM_NODES) & (node != SIZES.here)
     total = tl.zeros((LANES,), tl.int32)
     for first in range(0, num_tokens, TOKENS):
         token = first + tl.arange(0, TOKENS)
         goes = tl.zeros((TOKENS, LANES), tl.int32)
         for k in tl.static_range(TOP_K):
-            expert = load_experts(topk_idx, token * TOP_K + k, token < num_tokens, NUM_EXPERTS)
-            its = tl.load(rank_to_node + expert // EXPERTS_PER_RANK, mask=expert >= 0, other=-1).to(tl.int32)
+            expert = load_experts(topk_idx, token * TOP_K + k, token < num_tokens, SIZES.num_experts)
+            its = tl.load(rank_to_node + expert // SIZES.experts_per_rank, mask=expert >= 0, other=-1).to(tl.int32)
             goes |= ((its[:, None] == node[None, :]) & is_other[None, :]).to(tl.int32)
         row = total[None, :] + tl.cumsum(goes, axis=0) - 1
         row = tl.where((goes != 0) & (row < most), row, -1)
@@ -64,34 +62,33 @@ def rail_rows_kernel(
 def rail_rows(topk_idx, maps, numbers, token_to_rail_row, *, num_experts, most, room):
     (num_tokens, top_k), num_nodes = topk_idx.shape, token_to_rail_row.shape[1]
     lanes, experts_per_rank = next_power_of_2(num_nodes), num_experts // (maps.to_node.numel() - 1)
-    sizes = {"NUM_EXPERTS": num_experts, "EXPERTS_PER_RANK": experts_per_rank, "TOP_K": top_k}
+    sizes = {"num_experts": num_experts, "experts_per_rank": experts_per_rank, "top_k": top_k}
     num_at_once = max(1, min(1024, ENTRIES // (lanes * next_power_of_2(top_k))))
-    sizes |= {"NUM_NODES": num_nodes, "LANES": lanes, "TOKENS": num_at_once}
+    sizes |= {"here": maps.here, "num_nodes": num_nodes, "lanes": lanes, "tokens": num_at_once}
     arguments = topk_idx, maps.to_node, numbers, token_to_rail_row, num_tokens, most, room
-    launch(rail_rows_kernel, (1,), kept_constants(HERE=maps.here, **sizes, num_warps=8), *arguments)
+    launch(rail_rows_kernel, (1,), kept_sizes(**sizes, num_warps=8), *arguments)
 
 
 @fast_jit([])
-def tell_header_kernel(
-    number, bases, source: tl.int32, word: tl.int32, RANK: tl.constexpr, NUM_RANKS: tl.constexpr, LAYOUT: tl.constexpr
-):
-    epoch = barrier_epoch(bases, RANK, LAYOUT.counters) + 1
-    for peer in range(NUM_RANKS):
+def tell_header_kernel(number, bases, source: tl.int32, word: tl.int32, SIZES: tl.constexpr):
+    LAYOUT: tl.constexpr = SIZES.layout
+    epoch = barrier_epoch(bases, SIZES.rank, LAYOUT.counters) + 1
+    for peer in range(SIZES.num_ranks):
         tl.store(count_row(tl.load(bases + peer), epoch, source, LAYOUT) + word, tl.load(number))
 
 
 def tell_header(number, peers, source, *, word):
-    constants = kept_constants(RANK=peers.rank, NUM_RANKS=peers.num_ranks, LAYOUT=peers.layout, num_warps=1)
+    constants = kept_sizes(rank=peers.rank, num_ranks=peers.num_ranks, layout=peers.layout, num_warps=1)
     launch(tell_header_kernel, (1,), constants, number, peers.bases, source, word)
 
 
 @fast_jit([])
-def own_counts_kernel(
-    ranks, bases, rows, cleared, num_cleared: tl.int32, RANK: tl.constexpr, LAYOUT: tl.constexpr, BLOCK: tl.constexpr
-):
+def own_counts_kernel(ranks, bases, rows, cleared, num_cleared: tl.int32, SIZES: tl.constexpr):
+    LAYOUT: tl.constexpr = SIZES.layout
+    BLOCK: tl.constexpr = SIZES.block
     line, word = tl.program_id(0), tl.arange(0, BLOCK)
-    epoch = barrier_epoch(bases, RANK, LAYOUT.counters)
-    row = count_row(tl.load(bases + RANK), epoch, tl.load(ranks + line), LAYOUT)
+    epoch = barrier_epoch(bases, SIZES.rank, LAYOUT.counters)
+    row = count_row(tl.load(bases + SIZES.rank), epoch, tl.load(ranks + line), LAYOUT)
     words = tl.load(row + word, mask=word < LAYOUT.row_words)
     tl.store(rows + line * LAYOUT.row_words + word, words, mask=word < LAYOUT.row_words)
     for first in range(line * BLOCK, num_cleared, tl.num_programs(0) * BLOCK):
@@ -104,20 +101,13 @@ def own_counts(ranks, peers, rows, cleared):
 
 
 @fast_jit([])
-def other_counts_kernel(
-    rows,
-    ranks,
-    bases,
-    received,
-    num_received: tl.int32,
-    RANK: tl.constexpr,
-    LAYOUT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def other_counts_kernel(rows, ranks, bases, received, num_received: tl.int32, SIZES: tl.constexpr):
+    LAYOUT: tl.constexpr = SIZES.layout
+    BLOCK: tl.constexpr = SIZES.block
     line, word = tl.program_id(0), tl.arange(0, BLOCK)
-    own = tl.load(bases + RANK)
+    own = tl.load(bases + SIZES.rank)
     if line < tl.num_programs(0) - 1:
-        row = count_row(own, barrier_epoch(bases, RANK, LAYOUT.counters), tl.load(ranks + line), LAYOUT)
+        row = count_row(own, barrier_epoch(bases, SIZES.rank, LAYOUT.counters), tl.load(ranks + line), LAYOUT)
         words = tl.load(rows + line * LAYOUT.row_words + word, mask=word < LAYOUT.row_words)
         tl.store(row + word, words, mask=word < LAYOUT.row_words)
     else:
@@ -136,15 +126,15 @@ def other_counts(rows, ranks, peers, received):
 
 def _of_rows(peers):
     block = next_power_of_2(peers.layout.row_words)
-    return kept_constants(RANK=peers.rank, LAYOUT=peers.layout, BLOCK=block, num_warps=4)
+    return kept_sizes(rank=peers.rank, layout=peers.layout, block=block, num_warps=4)
 
 
 @fast_jit([])
-def take_rows_kernel(rows, index, out, num_rows: tl.int32, num_words: tl.int32, BLOCK: tl.constexpr):
+def take_rows_kernel(rows, index, out, num_rows: tl.int32, num_words: tl.int32, SIZES: tl.constexpr):
     line = tl.program_id(0)
     source = tl.load(index + line).to(tl.int64) * num_words
-    for first in range(0, num_words, BLOCK):
-        word = first + tl.arange(0, BLOCK)
+    for first in range(0, num_words, SIZES.block):
+        word = first + tl.arange(0, SIZES.block)
         words = tl.load(rows + source + word, mask=(word < num_words) & (num_rows > 0), other=0)
         tl.store(out + line.to(tl.int64) * num_words + word, words, mask=word < num_words)
 
@@ -154,7 +144,7 @@ def take_rows(rows, index, out):
         num_rows, out = len(rows), out.view(torch.int32)
         rows = rows.view(torch.int32) if num_rows else out  # rows of none may have any strides
         num_words = out.shape[1]
-        constants = kept_constants(BLOCK=min(1024, next_power_of_2(num_words)), num_warps=4)
+        constants = kept_sizes(block=min(1024, next_power_of_2(num_words)), num_warps=4)
         launch(take_rows_kernel, (len(index),), constants, rows, index, out, num_rows, num_words)
 
 
@@ -191,27 +181,25 @@ def plan_in_node_kernel(
     num_foreign: tl.int32,
     most: tl.int32,
     num_blocks: tl.int32,
-    HERE: tl.constexpr,
-    NUM_NODES: tl.constexpr,
-    PER_NODE: tl.constexpr,
-    NUM_LOCAL: tl.constexpr,
-    TOP_K: tl.constexpr,
-    FIRST: tl.constexpr,
-    LINES: tl.constexpr,
-    BLOCK: tl.constexpr,
+    SIZES: tl.constexpr,
 ):
+    NUM_NODES: tl.constexpr = SIZES.num_nodes
+    PER_NODE: tl.constexpr = SIZES.per_node
+    NUM_LOCAL: tl.constexpr = SIZES.num_local
+    TOP_K: tl.constexpr = SIZES.top_k
+    BLOCK: tl.constexpr = SIZES.block
     NUM_RANKS: tl.constexpr = NUM_NODES * PER_NODE
     NUM_REGIONS: tl.constexpr = NUM_NODES * 3 * PER_NODE
-    program, lane, word = tl.program_id(0), tl.arange(0, LINES), tl.arange(0, BLOCK)
-    line = program * LINES + lane
+    program, lane, word = tl.program_id(0), tl.arange(0, SIZES.lines), tl.arange(0, BLOCK)
+    line = program * SIZES.lines + lane
     # What this rank's tokens have on each node.
     for node in range(NUM_NODES):
         rail_row = tl.load(token_to_rail_row + line * NUM_NODES + node, mask=line < num_tokens, other=-1)
         before = node
-        if node > HERE:
+        if node > SIZES.here:
             before = node - 1
         home = tl.where(rail_row < 0, -1, num_tokens + most * before + rail_row)
-        home = tl.where((node == HERE) & (line < num_tokens), line, home)
+        home = tl.where((node == SIZES.here) & (line < num_tokens), line, home)
         is_there = home >= 0
         tl.store(token_to_home_row + line * NUM_NODES + node, home, mask=line < num_tokens)
         tl.store(home_row_to_token + home, line, mask=is_there)
@@ -223,7 +211,7 @@ def plan_in_node_kernel(
             tl.store(its_slot_to_rank + home * TOP_K + k, local, mask=is_there)
             tl.store(its_slot_to_row + home * TOP_K + k, tl.where(local < 0, -1, row), mask=is_there)
             place = tl.where((rank < 0) | (home < 0), -1, home * TOP_K + k)
-            is_its = (local >= 0) | ((rank < 0) & (node == HERE))
+            is_its = (local >= 0) | ((rank < 0) & (node == SIZES.here))
             is_its &= line < num_tokens
             tl.store(slot_to_home_row + slot, place, mask=is_its)
         for peer in range(PER_NODE):
@@ -237,7 +225,7 @@ def plan_in_node_kernel(
         tl.store(zeros + line * WIDTH + column, line * 0, mask=line < num_tokens)
     # Sent rows that are not used, and foreign tokens.
     to = line // most
-    to += (to >= HERE).to(tl.int32)
+    to += (to >= SIZES.here).to(tl.int32)
     num_used = tl.load(numbers + to, mask=line < num_sent, other=0)
     is_unused = (line < num_sent) & (line % most >= num_used)
     unused = num_tokens + line
@@ -269,8 +257,8 @@ def plan_in_node_kernel(
             tl.store(its_packed_start + first + word, start, mask=mask)
         for first in range(0, NUM_LOCAL, BLOCK):
             mask = first + word < NUM_LOCAL
-            begin = tl.load(source_to_rows + FIRST * 2 * NUM_LOCAL + first + word, mask=mask)
-            end = tl.load(source_to_rows + (2 * (FIRST + PER_NODE) - 1) * NUM_LOCAL + first + word, mask=mask)
+            begin = tl.load(source_to_rows + SIZES.first * 2 * NUM_LOCAL + first + word, mask=mask)
+            end = tl.load(source_to_rows + (2 * (SIZES.first + PER_NODE) - 1) * NUM_LOCAL + first + word, mask=mask)
             tl.store(own_rows + first + word, begin, mask=mask)
             tl.store(own_rows + NUM_LOCAL + first + word, end, mask=mask)
 
@@ -278,12 +266,12 @@ def plan_in_node_kernel(
 def plan_in_node(plan, token_to_rail_row, numbers, maps, found):
     (num_tokens, top_k), (num_nodes, per_node) = plan.slot_to_row.shape, maps.by_node.shape
     num_sent, num_blocks = len(found.home_row_to_token) - num_tokens, len(plan.block_tokens)
-    sizes = {"HERE": maps.here, "NUM_NODES": num_nodes, "PER_NODE": per_node, "TOP_K": top_k, "LINES": LINES}
-    sizes |= {"NUM_LOCAL": plan.splits.numel(), "FIRST": maps.first, "BLOCK": 512}
+    sizes = {"here": maps.here, "num_nodes": num_nodes, "per_node": per_node, "top_k": top_k, "lines": LINES}
+    sizes |= {"num_local": plan.splits.numel(), "first": maps.first, "block": 512}
     tensors = [getattr(plan, name) for name in OF_PLAN]
     tensors += [token_to_rail_row, numbers, maps.to_local, maps.by_node, maps.first_with]
     tensors += [getattr(found, name) for name in FOUND]
     num_foreign = len(found.slot_to_row) - num_tokens - num_sent
     grid = (max(1, ceil_div(max(num_tokens, num_sent + num_foreign), LINES)),)
     counts = num_tokens, num_sent, num_foreign, max(1, num_sent // (num_nodes - 1)), num_blocks
-    launch(plan_in_node_kernel, grid, kept_constants(**sizes, num_warps=4), *tensors, *counts)
+    launch(plan_in_node_kernel, grid, kept_sizes(**sizes, num_warps=4), *tensors, *counts)

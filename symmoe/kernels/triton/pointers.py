@@ -7,6 +7,7 @@ launch carries 4080 bytes, which the driver copies before it returns or, while a
 import ctypes
 import functools
 import os
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -21,9 +22,9 @@ from symmoe.torch_internals import address_in_python, current_device, current_st
 PARAM_BYTES = 4096  # every driver lets a kernel take as many
 HEADER_BYTES = 16  # the destination's address, number of bytes
 PAYLOAD_BYTES = PARAM_BYTES - HEADER_BYTES
-NUM_THREADS = 512  # one word each
+NUM_THREADS = 512
 
-# Words if the destination is aligned, and bytes for the rest.
+# Byte by byte, wherever the destination begins: at most 8 steps.
 COPY_PTX = f"""
 .version 7.0
 .target sm_70
@@ -33,30 +34,14 @@ COPY_PTX = f"""
 {{
     .reg .pred %p;
     .reg .b16 %byte;
-    .reg .b32 %thread, %count, %words, %misaligned, %i;
-    .reg .b64 %word, %source, %destination, %offset, %from, %to;
+    .reg .b32 %count, %i;
+    .reg .b64 %source, %destination, %offset, %from, %to;
 
     ld.param.u64 %destination, [params];
     ld.param.u32 %count, [params+8];
     cvta.to.global.u64 %destination, %destination;
     mov.u64 %source, params;
-    mov.u32 %thread, %tid.x;
-
-    shr.u32 %words, %count, 3;
-    cvt.u32.u64 %misaligned, %destination;
-    and.b32 %misaligned, %misaligned, 7;
-    setp.ne.u32 %p, %misaligned, 0;
-    selp.u32 %words, 0, %words, %p;
-    setp.ge.u32 %p, %thread, %words;
-    @%p bra BYTES;
-    mul.wide.u32 %offset, %thread, 8;
-    add.u64 %from, %source, %offset;
-    ld.param.u64 %word, [%from+{HEADER_BYTES}];
-    add.u64 %to, %destination, %offset;
-    st.global.u64 [%to], %word;
-BYTES:
-    shl.b32 %i, %words, 3;
-    add.u32 %i, %i, %thread;
+    mov.u32 %i, %tid.x;
 NEXT:
     setp.ge.u32 %p, %i, %count;
     @%p bra DONE;
@@ -79,10 +64,7 @@ _CAPTURE_MODE_RELAXED = 2
 def copy_host_to_device(source, destination):
     data = host_bytes(source)
     device = destination.get_device()
-    if current_device() != device:
-        with torch.cuda.device(device):
-            _copy(data, destination.data_ptr(), device)
-    else:
+    with nullcontext() if current_device() == device else torch.cuda.device(device):
         _copy(data, destination.data_ptr(), device)
 
 

@@ -1,7 +1,6 @@
 """The barrier over peer pointers, and the status record that kernels leave for the host.
 
-The only inline assembly of the protocol is in four helpers: `now_ns`, `system_fence`, `wait_for_words`
-and `wait_without_bound`.
+The only inline assembly of the protocol is in three helpers: `now_ns`, `system_fence` and `wait_for_words`.
 """
 
 from dataclasses import make_dataclass
@@ -65,25 +64,6 @@ def wait_for_words(address, value, deadline):
         [address, value, deadline],
         dtype=tl.int64,
         is_pure=False,  # must not be dropped or moved across other accesses
-        pack=1,
-    )
-
-
-@triton.jit
-def wait_without_bound(address, value):
-    """Same as wait_for_words without the clock, to measure what the bound costs."""
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .pred again;
-        SPIN:
-        ld.acquire.sys.global.s64 $0, [$1];
-        setp.lt.s64 again, $0, $2;
-        @again bra SPIN;
-        }""",
-        "=&l,l,l",
-        [address, value],
-        dtype=tl.int64,
-        is_pure=False,
         pack=1,
     )
 
@@ -184,13 +164,9 @@ def barrier_kernel(
         # kernel's end orders its stores before this kernel, and a release at system scope is cumulative.
         tl.atomic_xchg(slot, 2 * epoch + fault, mask=is_peer, sem="release", scope="sys")
 
-        mine = (
-            own + half + tl.minimum(peer, NUM_RANKS - 1) * (CONTROL.MAIL_WORDS * 8)
-        )  # spare lanes repeat the last peer
-        if SIZES.bounded:
-            seen = wait_for_words(mine, 2 * epoch, now_ns() + timeout_ns)
-        else:
-            seen = wait_without_bound(mine, 2 * epoch)
+        repeated = tl.minimum(peer, NUM_RANKS - 1)  # spare lanes repeat the last peer
+        mine = own + half + repeated * (CONTROL.MAIL_WORDS * 8)
+        seen = wait_for_words(mine, 2 * epoch, now_ns() + timeout_ns)
         tl.debug_barrier()  # what any thread has acquired holds for all
         late = is_peer & (seen < 2 * epoch)
         reached = epoch_words(seen)
@@ -232,15 +208,14 @@ def barrier_kernel(
             write_record(status, CONTROL.STATUS_MISMATCH, phase, first_other, first_call, theirs_call, epoch, 0)
 
 
-def _constants(peers: Peers, bounded: bool = True) -> Constants:
+def _constants(peers: Peers) -> Constants:
     named = {"rank": peers.rank, "num_ranks": peers.num_ranks, "lanes": next_power_of_2(peers.num_ranks)}
-    return kept_sizes(**named, layout=peers.layout, bounded=bounded, num_warps=1)
+    return kept_sizes(**named, layout=peers.layout, num_warps=1)
 
 
 def barrier(peers, words, received, status, *, call, fault, timeout_ns, nan_on_failure=None):
-    constants = _constants(peers, timeout_ns is not None)
-    numbers = status.data_ptr(), *words, call, int(fault), timeout_ns or 0, *_words_of(nan_on_failure)
-    launch(barrier_kernel, (1,), constants, peers.bases, received, *numbers)
+    numbers = status.data_ptr(), *words, call, int(fault), timeout_ns, *_words_of(nan_on_failure)
+    launch(barrier_kernel, (1,), _constants(peers), peers.bases, received, *numbers)
 
 
 def _words_of(tensor: torch.Tensor | None) -> tuple[int, int]:
@@ -281,10 +256,7 @@ def wait_for_signal_kernel(
     result = lane.to(tl.int64) - 1
     if (tl.load(counters + CONTROL.ABORTED) | tl.load(counters + CONTROL.FAULTED)) == 0:
         slot = own + SIZES.layout.signals + rank * (CONTROL.SIGNAL_WORDS * 8)
-        if SIZES.bounded:
-            seen = tl.max(wait_for_words(slot + lane, epoch, now_ns() + timeout_ns), axis=0)
-        else:
-            seen = tl.max(wait_without_bound(slot + lane, epoch), axis=0)
+        seen = tl.max(wait_for_words(slot + lane, epoch, now_ns() + timeout_ns), axis=0)
         tl.debug_barrier()  # what any thread has acquired holds for all
         if epoch_words(seen) >= epoch:
             result += 1
@@ -300,9 +272,8 @@ def wait_for_signal_kernel(
 
 
 def wait_for_signal(peers, rank, arrived, status, *, phase, timeout_ns, nan_on_failure=None):
-    constants = _constants(peers, timeout_ns is not None)
-    numbers = status.data_ptr(), rank, phase, timeout_ns or 0, *_words_of(nan_on_failure)
-    launch(wait_for_signal_kernel, (1,), constants, peers.bases, arrived, *numbers)
+    numbers = status.data_ptr(), rank, phase, timeout_ns, *_words_of(nan_on_failure)
+    launch(wait_for_signal_kernel, (1,), _constants(peers), peers.bases, arrived, *numbers)
 
 
 @fast_jit([])

@@ -87,12 +87,6 @@ def row_tile_prefix(row_range, NUM_GROUPS: tl.constexpr, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def first_tail_row(row_range, NUM_GROUPS: tl.constexpr):
-    """Where the last group's rows end."""
-    return tl.load(row_range + (2 * NUM_GROUPS - 1))
-
-
-@triton.jit
 def swizzle_tile(local, num_m_tiles, NUM_N_TILES: tl.constexpr, GROUP_M: tl.constexpr):
     """Tile (m, n) of a matrix: GROUP_M tiles down, then the next column, so that both operands stay in L2."""
     band = local // (GROUP_M * NUM_N_TILES)
@@ -111,16 +105,24 @@ def locate_tile(
     GROUP_M: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Group, first row, end of the group's rows, and column tile of a tile; groups without rows have no tiles."""
+    """Group, first row, end of the group's rows, row tile counted over all groups, and column tile of a tile; groups
+    without rows have no tiles."""
     # A group lies before the tile if all of its tiles do; lanes past the last group repeat the total: never before.
     before = prefix * NUM_N_TILES <= tile
     group = tl.sum(before.to(tl.int32), axis=0)
-    first = tl.max(tl.where(before, prefix, 0), axis=0) * NUM_N_TILES
+    first_tile = tl.max(tl.where(before, prefix, 0), axis=0)
     start = tl.load(row_range + group)
     end = tl.load(row_range + NUM_GROUPS + group)
     num_m_tiles = (end - start + (BLOCK_M - 1)) // BLOCK_M
-    m_tile, n_tile = swizzle_tile(tile - first, num_m_tiles, NUM_N_TILES, GROUP_M)
-    return group, start + m_tile * BLOCK_M, end, n_tile
+    m_tile, n_tile = swizzle_tile(tile - first_tile * NUM_N_TILES, num_m_tiles, NUM_N_TILES, GROUP_M)
+    return group, start + m_tile * BLOCK_M, end, first_tile + m_tile, n_tile
+
+
+@triton.jit
+def locate_rows(tile, prefix, row_range, NUM_GROUPS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Group, first row, and end of the group's rows of a row tile."""
+    group, first_row, end, _, _ = locate_tile(tile, prefix, row_range, NUM_GROUPS, 1, 1, BLOCK_M)
+    return group, first_row, end
 
 
 @triton.jit
@@ -131,6 +133,13 @@ def tile_mask(row, end, column, WIDTH: tl.constexpr, TILE: tl.constexpr):
     else:
         mask = (row < end)[:, None] & (column < WIDTH)[None, :]
     return mask
+
+
+@triton.jit
+def store_rounded(values, out, row, end, column, WIDTH: tl.constexpr, TILE: tl.constexpr):
+    """Rounds values [rows, columns] and stores them before row `end` and inside WIDTH columns; TILE as in tile_mask."""
+    pointers = out + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
+    tl.store(pointers, values.to(out.dtype.element_ty), mask=tile_mask(row, end, column, WIDTH, TILE))
 
 
 @triton.jit

@@ -10,7 +10,7 @@ from symmoe.kernels.activation import GELU, GELU_CUBIC, GELU_LINEAR, GELU_TANH, 
 
 
 def scaled_activation(h, scale, out, activation):
-    value, _ = _value_and_slopes(h, activation, need_slopes=False)
+    value, _ = value_and_slopes(h, activation)
     torch.mul(value, scale[:, None], out=out)
 
 
@@ -20,7 +20,7 @@ def scaled_activation_grad(dout, h, scale, dh, dscale, activation):
 
 def activation_gradients(dout, h, scale, dh, dscale, activation) -> torch.Tensor:
     """Same as scaled_activation_grad; returns act(h), fp32 [N, I]."""
-    value, slopes = _value_and_slopes(h, activation, need_slopes=True)
+    value, slopes = value_and_slopes(h, activation)
     grad = dout.float()
     dscale.copy_(sum_in_blocks(grad * value, SUM_COLUMNS))
     grad = grad * scale[:, None]
@@ -59,14 +59,12 @@ def gate_and_up(h: torch.Tensor, activation: Activation) -> tuple[torch.Tensor, 
     return gate, up
 
 
-def _value_and_slopes(
-    h: torch.Tensor, activation: Activation, *, need_slopes: bool
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def value_and_slopes(h: torch.Tensor, activation: Activation) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """act(h) fp32 [N, I], and its derivatives by the gate and the up features (by h if not gated), same shape."""
-    function = partial(_FUNCTIONS[activation.function], alpha=activation.alpha, need_slope=need_slopes)
+    function = partial(_FUNCTIONS[activation.function], alpha=activation.alpha)
     if not activation.is_gated:
         value, slope = function(h.float())
-        return value, [] if slope is None else [slope]
+        return value, [slope]
     limit, offset = activation.limit, activation.offset
     gate, up = (part.float().reshape(h.shape[0], h.shape[1] // 2) for part in gate_and_up(h, activation))
     has_limit = math.isfinite(limit)
@@ -77,49 +75,40 @@ def _value_and_slopes(
         up = torch.where(up > limit, limit, torch.where(up < -limit, -limit, up))
     shifted = up + offset if offset else up
     value, slope = function(gate)
-    if slope is None:
-        return value.mul_(shifted), []
     by_gate, by_up = slope.mul_(shifted), value
     if has_limit:
         by_gate, by_up = by_gate.masked_fill(gate_above, 0), by_up.masked_fill(up_outside, 0)
     return shifted * value, [by_gate, by_up]
 
 
-# What a function returns: f(x) and f'(x), new tensors, fp32 like x. Without need_slope: f(x), None.
-ValueAndSlope = tuple[torch.Tensor, torch.Tensor | None]
+ValueAndSlope = tuple[torch.Tensor, torch.Tensor]  # f(x) and f'(x), new tensors, fp32 like x
 
 
-def _silu(x: torch.Tensor, *, alpha: float, need_slope: bool) -> ValueAndSlope:
+def _silu(x: torch.Tensor, *, alpha: float) -> ValueAndSlope:
     # Not torch.sigmoid: on CPUs its vector code and the code for the last few elements round differently.
     sigmoid = torch.mul(x, -alpha).exp_().add_(1).reciprocal_()
-    if not need_slope:
-        return sigmoid.mul_(x), None
     # sigmoid * (1 + alpha * x * (1 - sigmoid))
     slope = torch.rsub(sigmoid, 1).mul_(x if alpha == 1 else alpha * x).add_(1).mul_(sigmoid)
     return sigmoid.mul_(x), slope
 
 
-def _gelu(x: torch.Tensor, *, alpha: float, need_slope: bool) -> ValueAndSlope:
+def _gelu(x: torch.Tensor, *, alpha: float) -> ValueAndSlope:
     cdf = torch.mul(x, math.sqrt(0.5)).erf_().add_(1).mul_(0.5)
-    if not need_slope:
-        return cdf.mul_(x), None
     density = torch.square(x).mul_(-0.5).exp_().mul_(1 / math.sqrt(2 * math.pi))
     return x * cdf, density.mul_(x).add_(cdf)
 
 
-def _gelu_tanh(x: torch.Tensor, *, alpha: float, need_slope: bool) -> ValueAndSlope:
+def _gelu_tanh(x: torch.Tensor, *, alpha: float) -> ValueAndSlope:
     """(1 + tanh(z)) / 2 is sigmoid(2 z), and 2 z is x * (GELU_LINEAR + GELU_CUBIC * x^2)."""
     square = torch.square(x)
     sigmoid = torch.mul(square, -GELU_CUBIC).sub_(GELU_LINEAR).mul_(x).exp_().add_(1).reciprocal_()
-    if not need_slope:
-        return sigmoid.mul_(x), None
     slope = torch.rsub(sigmoid, 1).mul_(x).mul_(square.mul_(3 * GELU_CUBIC).add_(GELU_LINEAR)).add_(1).mul_(sigmoid)
     return sigmoid.mul_(x), slope
 
 
-def _relu2(x: torch.Tensor, *, alpha: float, need_slope: bool) -> ValueAndSlope:
+def _relu2(x: torch.Tensor, *, alpha: float) -> ValueAndSlope:
     positive = torch.where(x < 0, 0.0, x)
-    return positive * positive, 2 * positive if need_slope else None
+    return positive * positive, 2 * positive
 
 
 _FUNCTIONS = {SILU: _silu, GELU: _gelu, GELU_TANH: _gelu_tanh, RELU2: _relu2}

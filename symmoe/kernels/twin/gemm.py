@@ -33,16 +33,6 @@ def filled_groups(row_range: torch.Tensor) -> Iterator[tuple[int, slice]]:
     return ((g, span) for g, span in groups(row_range) if span.start < span.stop)
 
 
-def spans_of(row_range: torch.Tensor) -> list[slice]:
-    """The rows of all groups, in as few pieces as possible."""
-    spans: list[slice] = []
-    for _, span in filled_groups(row_range):
-        follows = bool(spans) and spans[-1].stop == span.start
-        first = spans.pop().start if follows else span.start
-        spans.append(slice(first, span.stop))
-    return spans
-
-
 def take_rows(rows: Rows, span: slice) -> torch.Tensor:
     """The rows of one group, gathered if there is an index."""
     tensor, row_index = rows if isinstance(rows, tuple) else (rows, None)
@@ -91,17 +81,12 @@ def multiply_rows(
     out: torch.Tensor, left: torch.Tensor, right: torch.Tensor, addend: torch.Tensor | None = None
 ) -> None:
     """out = left @ right + addend, summed in fp32 and rounded to out's dtype."""
-    num_rows, is_enough = left.shape[0], left.shape[0] >= MIN_ROWS
-    may_write = out.dtype == left.dtype == torch.float32 and addend is None and is_enough and _is_aligned(out)
-    if not is_enough:
+    num_rows = left.shape[0]
+    if num_rows < MIN_ROWS:
         filled = torch.zeros((MIN_ROWS, left.shape[1]), dtype=torch.float32, device=left.device)
         filled[:num_rows] = left
         left = filled
-    left = _aligned(left.float())
-    if may_write:
-        torch.mm(left, _aligned(right), out=out)
-        return
-    product = torch.mm(left, _aligned(right.float()))[:num_rows]
+    product = multiply(left, right)[:num_rows]
     out.copy_(product if addend is None else product + addend)
 
 
@@ -110,20 +95,8 @@ def multiply(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return torch.mm(_aligned(left.float()), _aligned(right.float()))
 
 
-def multiply_into(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """out = left @ right, rounded to out's dtype."""
-    if out.dtype == left.dtype == torch.float32 and _is_aligned(out):
-        torch.mm(_aligned(left), _aligned(right), out=out)
-    else:
-        out.copy_(multiply(left, right))
-
-
-def _is_aligned(tensor: torch.Tensor) -> bool:
-    return tensor.data_ptr() % ALIGNMENT == 0
-
-
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if _is_aligned(tensor) else tensor.clone()
+    return tensor if tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone()
 
 
 def grouped_gemm(rows, weight, row_range, out, *, bias=None, accumulate=False, zero_tail=False, num_sms=None):
@@ -147,11 +120,8 @@ def grouped_gemm_dgrad(dout, weight, row_range, out, *, accumulate=False, zero_t
 def grouped_gemm_wgrad(dout, rows, row_range, out, *, accumulate=False, num_sms=None):
     for g, span in groups(row_range):
         if span.start < span.stop:
-            left, right = take_rows(dout, span).t(), take_rows(rows, span)
-            if accumulate:
-                store_sum(out, g, multiply(left, right), accumulate=True)
-            else:
-                multiply_into(matrix(out, g), left, right)
+            total = multiply(take_rows(dout, span).t(), take_rows(rows, span))
+            store_sum(out, g, total, accumulate=accumulate)
         elif not accumulate:
             matrix(out, g).zero_()
 
@@ -184,7 +154,7 @@ def dact_workspace_numel(num_rows, num_groups, ffn, activation):
 def grouped_gemm_act(rows, weight, row_range, row_scale, results, activation, *, bias=None, num_sms=None):
     h, a = results
     grouped_gemm(rows, weight, row_range, h, bias=bias)
-    for span in spans_of(row_range):
+    for _, span in filled_groups(row_range):
         scaled_activation(h[span], row_scale[span], a[span], activation)
 
 
@@ -193,7 +163,7 @@ def grouped_gemm_dact(dout, weight, row_range, hidden, gradients, workspace, act
     da = torch.empty_like(a)
     for g, span in filled_groups(row_range):
         multiply_rows(da[span], take_rows(dout, span), matrix(weight, g))
-    for span in spans_of(row_range):
+    for _, span in filled_groups(row_range):
         scale = row_scale[span]
         value = activation_gradients(da[span], h[span], scale, dh[span], workspace[span], activation)
         torch.mul(value, scale[:, None], out=a[span])

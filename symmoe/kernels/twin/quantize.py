@@ -14,7 +14,7 @@ from symmoe.kernels.operands import check_column_scale, given
 from symmoe.kernels.quantized_gemm import TILE_BLOCKS, TILE_BYTES, tiles_down
 from symmoe.kernels.tensor_table import ScaleTable
 from symmoe.kernels.twin.activation import activation_gradients, block_sums, scaled_activation
-from symmoe.kernels.twin.gemm import filled_groups, grouped_bias_grad, groups, matrix, packed, spans_of, take_rows
+from symmoe.kernels.twin.gemm import filled_groups, grouped_bias_grad, groups, matrix, packed, take_rows
 from symmoe.kernels.twin.philox import random_words
 
 
@@ -73,7 +73,7 @@ def group_amax(rows, row_range, amax, *, row_index=None, signs=None):
 
 def act_quantize(h, row_scale, row_range, out, activation, block_format):
     a = torch.empty((h.shape[0], h.shape[1] // activation.hidden_width(1)), dtype=h.dtype, device=h.device)
-    for span in spans_of(row_range):
+    for _, span in filled_groups(row_range):
         scaled_activation(h[span], row_scale[span], a[span], activation)
     quantize_rows(a, row_range, out, block_format)
 
@@ -211,9 +211,8 @@ def hadamard(x: torch.Tensor, signs: int) -> torch.Tensor:
 
 def inverse_hadamard(y: torch.Tensor, signs: int) -> torch.Tensor:
     """D H y: the inverse of `hadamard`, up to the rounding of its sums."""
-    return (_butterflies(y.float().unflatten(-1, (-1, formats.HADAMARD_SIZE))) * _sign_vector(signs, y.device)).flatten(
-        -2
-    )
+    blocks = y.float().unflatten(-1, (-1, formats.HADAMARD_SIZE))
+    return (_butterflies(blocks) * _sign_vector(signs, y.device)).flatten(-2)
 
 
 def _butterflies(x: torch.Tensor) -> torch.Tensor:

@@ -92,9 +92,8 @@ def _numbers(operand, line_range: torch.Tensor, block_format: BlockFormat) -> to
     """data * scale in fp32, of lines in groups that begin at new tiles; lines of no group may be anything."""
     data, scale = operand[:2]
     values = numbers_of(data, block_format)
-    compact = torch.zeros(
-        (data.shape[0], block_format.num_blocks(values.shape[1])), dtype=torch.uint8, device=data.device
-    )
+    shape = data.shape[0], block_format.num_blocks(values.shape[1])
+    compact = torch.zeros(shape, dtype=torch.uint8, device=data.device)
     unswizzle_scales(scale, line_range, compact)
     scales = compact.view(block_format.scale_dtype).float()
     return values * scales.repeat_interleave(block_format.block, dim=1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 
@@ -39,15 +38,12 @@ def _meet(peers, words, received, status, call, fault, timeout_ns) -> bool:
         slot[0] = 2 * epoch + int(fault)  # last: a rank that sees it sees the words and all payload
     mailbox = _mailbox(peers, peers.rank)
     mail = mailbox[half]
-    deadline = _deadline(timeout_ns)
+    deadline_ns = time.monotonic_ns() + timeout_ns
     phase = call & 0xFF
     others = [rank for rank in range(peers.num_ranks) if rank != peers.rank]
-    late = [rank for rank in others if not _wait(mail, rank, 2 * epoch, deadline)]
+    late = [rank for rank in others if not _wait(mail, rank, 2 * epoch, deadline_ns)]
     sent = mailbox[:, :, 0].copy()  # read once: a rank may give up between two reads
     calls = mail[:, control.MAIL_CALL]
-    if not late and (sent[half] == 2 * epoch).all() and (calls == call).all():  # nearly always
-        received.numpy()[:] = mail[:, 1 : 1 + control.NUM_PUBLISHED]
-        return True
     reached = np.where(sent >= control.ABORT, sent & control.EPOCH_MASK, sent)
     given_up = ((sent[half] >= control.ABORT) & (reached[half] < 2 * epoch)).nonzero()[0]
     if given_up.size:
@@ -87,7 +83,7 @@ def wait_for_signal(peers, rank, arrived, status, *, phase, timeout_ns, nan_on_f
     if not (counters[control.ABORTED] or counters[control.FAULTED]):
         epoch = int(counters[control.BARRIER_EPOCH])
         signals = _signals(peers, peers.rank)
-        came = _wait(signals, rank, epoch, _deadline(timeout_ns))
+        came = _wait(signals, rank, epoch, time.monotonic_ns() + timeout_ns)
         seen = int(signals[rank, 0])
         gave_up = seen >= control.ABORT
         if came and (not gave_up or seen & control.EPOCH_MASK >= epoch):
@@ -120,11 +116,7 @@ def _spoil(tensor: torch.Tensor) -> None:
         tensor.view(torch.uint8).fill_(0xFF)
 
 
-def _deadline(timeout_ns: int | None) -> float:
-    return math.inf if timeout_ns is None else time.monotonic_ns() + timeout_ns
-
-
-def _wait(words: npt.NDArray[np.int64], rank: int, value: int, deadline_ns: float) -> bool:
+def _wait(words: npt.NDArray[np.int64], rank: int, value: int, deadline_ns: int) -> bool:
     spins = 0
     while words[rank, 0] < value:
         spins += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from symmoe.kernels.gemm_parts import equal_groups
-from symmoe.kernels.twin.gemm import spans_of, take_rows
+from symmoe.kernels.twin.gemm import filled_groups, take_rows
 from symmoe.kernels.twin.quantize import quantize_columns, quantize_rows
 
 
@@ -20,7 +20,7 @@ def encode_rows(rows, wire, block_format):
 
 def unpack_rows(wire, row_range, out, *, row_index=None):
     (data, scale), width = out, out[0].shape[1]
-    for span in spans_of(row_range):
+    for _, span in filled_groups(row_range):
         rows = take_rows((wire, row_index), span)
         data[span] = rows[:, :width]
         scale[span] = rows[:, width : width + scale.shape[1]]
