@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from symmoe.tools.bench.timing import clock_for
+from symmoe.tools.bench.timing import clock_for, intervals_ms
 
 WARM_UP = 5  # kernels are compiled, buffers grow
 # Between the results of two layers, as a share of the first one's norm: what rounding can do.
@@ -57,18 +57,18 @@ def time_layers(
     for repetition in range(WARM_UP + repetitions):
         for name, layer in layers.items():
             _align(x.device)
-            start = clock.mark()
+            start = clock()
             y = layer(leaf := x.detach().requires_grad_())[0]
-            middle = clock.mark()
+            middle = clock()
             y.backward(dy)
-            end = clock.mark()
+            end = clock()
             del y, leaf
             layer.zero_grad(set_to_none=True)
             if repetition >= WARM_UP:
                 marks[name].append([start, middle, end])
     times = {}
     for name, points in marks.items():
-        phases = torch.tensor([clock.intervals_ms(each) for each in points], dtype=torch.float64, device=x.device)
+        phases = torch.tensor([intervals_ms(each) for each in points], dtype=torch.float64, device=x.device)
         phases = torch.cat([phases, phases.sum(1, keepdim=True)], dim=1)
         dist.all_reduce(phases, op=dist.ReduceOp.MAX)  # of each repetition, the time on its slowest rank
         times[name] = {

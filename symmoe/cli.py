@@ -17,12 +17,11 @@ from collections.abc import Sequence
 import torch
 
 from symmoe import __version__
-from symmoe.checks.arguments import CHOICES
 from symmoe.errors import ArgumentError
 from symmoe.precision.recipes import PRECISIONS
 from symmoe.timeline import command as trace
 from symmoe.tools.bench import command as bench
-from symmoe.tools.bench.cases import add_shape_arguments, config_of, shape_of
+from symmoe.tools.bench.cases import add_config_arguments, add_shape_arguments, config_of, shape_of
 from symmoe.tools.doctor import command as doctor
 from symmoe.training.memory_plan import MemoryPlan, plan_memory
 from symmoe.training.network_plan import NetworkPlan, plan_network
@@ -103,22 +102,13 @@ def _add_plan_arguments(plan: argparse.ArgumentParser) -> None:
     plan.add_argument("--layers", type=int, default=1, help="MoE layers that share the heap (default 1)")
     plan.add_argument("--micro-batches", type=int, default=1, help="micro-batches in flight, 1F1B (default 1)")
     plan.add_argument("--capacity-factor", type=float, default=1.2, help="static capacity, in T * K rows (default 1.2)")
-    for name, default in (("stash", "all"), ("layout", "auto")):
-        plan.add_argument(
-            f"--{name}", choices=CHOICES[name], default=default, help="see MoEConfig (default %(default)s)"
-        )
+    add_config_arguments(plan, stash="all", layout="auto", quantized_wire="none")
     plan.add_argument("--dtype", choices=sorted(DTYPES), default="bf16", help="of the rows (default bf16)")
     plan.add_argument(
         "--precision",
         choices=(*PRECISIONS, AUTO),
         help=f"what experts multiply (default: numbers of --dtype); {AUTO}: float8-block where a layer that is "
         "nowhere larger was faster in it on H200s",
-    )
-    plan.add_argument(
-        "--quantized-wire",
-        choices=CHOICES["quantized_wire"],
-        default="none",
-        help="what travels to experts as numbers of --precision: tokens, gradients (default none)",
     )
     plan.add_argument(
         "--groups", type=int, default=1, help="groups of experts; see num_groups of MoEConfig (default 1)"
@@ -176,10 +166,8 @@ def _forward(plan: NetworkPlan) -> str:
             f"forward, {name}: serial {it.serial_s * 1e6:.0f} us; all hidden {it.hidden_s * 1e6:.0f} us, "
             f"bound by {it.bound}"
         )
-    its = plan.step
-    lines.append(
-        f"a step, default schedule: forward {its.forward_s * 1e6:.0f} us, backward {its.backward_s * 1e6:.0f} us"
-    )
+    forward_us, backward_us = plan.step_forward_s * 1e6, plan.step_backward_s * 1e6
+    lines.append(f"a step, default schedule: forward {forward_us:.0f} us, backward {backward_us:.0f} us")
     return "\n".join(lines)
 
 

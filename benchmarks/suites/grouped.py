@@ -33,7 +33,7 @@ from symmoe.tools.bench.problem import DTYPE, Problem
 from symmoe.tools.bench.records import Record, case_record, median_ms, tflops
 from symmoe.tools.bench.reference import MAX_ERROR, expert_outputs
 from symmoe.tools.bench.stock_torch import grouped_mm, torch_experts
-from symmoe.tools.bench.timing import HostClock, Run, Variant, in_steps
+from symmoe.tools.bench.timing import HostEvent, Run, Variant, in_steps
 
 # Two layers of E2M1 numbers and their gradients, rounded stochastically, are off by 0.3.
 _E2M1_ERROR = 0.5
@@ -171,7 +171,7 @@ def _bench(layer: Layer, problem: Problem, run: Run) -> list[Record]:
     stock = times.get(_stock_name(layer))
     records = []
     for name, (variant, about) in (ours | {name: (variant, {}) for name, variant in others.items()}).items():
-        launched = of_step(functools.partial(variant.call, HostClock()), problem, run.ranks)
+        launched = of_step(functools.partial(variant.call, HostEvent), problem, run.ranks)
         for column, direction in enumerate(variant.directions):
             taken, flops = times[name][:, column], (1 + column) * layer.flops
             figures: Record = {"tflops": tflops(flops, taken), "error": errors[name], **about, **launched}
@@ -194,7 +194,7 @@ def _ours(layer: Layer, shape: Shape) -> tuple[dict[str, tuple[Variant, Record]]
             skipped[name] = str(unfit)
             continue
         variant, weights = layer.ours(name, choice)
-        num_bytes = copied_bytes(functools.partial(variant.call, HostClock()), weights)
+        num_bytes = copied_bytes(functools.partial(variant.call, HostEvent), weights)
         variants[name] = variant, choice.about | {"weight_copy_bytes": num_bytes}
     return variants, skipped
 
@@ -218,7 +218,7 @@ def _usable(make: Callable[[], Variant]) -> Variant | str:
     """The variant, after a first call, or why this machine cannot run it."""
     try:
         variant = make()
-        variant.call(HostClock())
+        variant.call(HostEvent)
     except (ImportError, RuntimeError) as error:
         return textwrap.shorten(str(error), _NOTE_WIDTH)
     return variant

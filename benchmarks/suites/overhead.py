@@ -26,7 +26,7 @@ from symmoe.tools.bench.problem import DTYPE, Problem
 from symmoe.tools.bench.records import Record, median_ms, new_record, rounded
 from symmoe.tools.bench.reference import MAX_ERROR, largest, relative_error
 from symmoe.tools.bench.stock_torch import grouped_mm, swiglu
-from symmoe.tools.bench.timing import HostClock, Mark, Run, Variant
+from symmoe.tools.bench.timing import Clock, HostEvent, Mark, Run, Variant
 
 GROUPS, HIDDEN, FFN, ROWS_PER_GROUP = 64, 128, 128, 16
 NUM_ROWS = GROUPS * ROWS_PER_GROUP
@@ -92,12 +92,12 @@ def bench_overhead(problem: Problem, run: Run) -> list[Record]:
 
 def _in_a_row_us(variant: Variant, run: Run, num_calls: int) -> float:
     """Host time of a call that follows others of its kind: the median of blocks."""
-    clock, times_us = HostClock(), []
+    times_us = []
     for _ in range(min(5, run.repetitions)):
         run.ranks.barrier()
         start = time.perf_counter()
         for _ in range(num_calls):
-            variant.call(clock)
+            variant.call(HostEvent)
         times_us.append((time.perf_counter() - start) * 1e6 / num_calls)
     run.ranks.barrier()
     return rounded(statistics.median(times_us))
@@ -105,7 +105,7 @@ def _in_a_row_us(variant: Variant, run: Run, num_calls: int) -> float:
 
 def _time(run: Run, variants: Sequence[Variant], others: Sequence[str], num_groups: int) -> list[Record]:
     """others: variants that are not ours; the first is what ours are compared with."""
-    times, errors = run.measure(variants, clock=HostClock(), block=BLOCK)
+    times, errors = run.measure(variants, clock=HostEvent, block=BLOCK)
     records = []
     for variant in variants:
         for column, direction in enumerate(variant.directions):
@@ -178,13 +178,13 @@ def _module_variant(name: str, module: nn.Module, inputs: _Inputs) -> Variant:
         for parameter in parameters:
             parameter.grad = None
 
-    def call(clock: HostClock) -> list[Mark]:
+    def call(clock: Clock) -> list[Mark]:
         drop_gradients()
-        marks = [clock.mark()]
+        marks = [clock()]
         y = module(inputs.rows, inputs.splits, inputs.scale)
-        marks.append(clock.mark())
+        marks.append(clock())
         y.backward(inputs.d_out)
-        return [*marks, clock.mark()]
+        return [*marks, clock()]
 
     def check() -> float:
         drop_gradients()

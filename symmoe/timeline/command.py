@@ -6,7 +6,6 @@ import argparse
 
 import torch
 
-from symmoe.checks.arguments import CHOICES
 from symmoe.errors import ArgumentError
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.layer import MoELayer
@@ -14,7 +13,7 @@ from symmoe.precision.recipes import PRECISIONS
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.timeline.events import table
 from symmoe.timeline.recording import capture_step, directed, record
-from symmoe.tools.bench.cases import PRESETS, add_shape_arguments, config_of, shape_of
+from symmoe.tools.bench.cases import PRESETS, add_config_arguments, add_shape_arguments, config_of, shape_of
 from symmoe.tools.bench.problem import DTYPE
 from symmoe.tools.bench.ranks import join
 from symmoe.training.memory_plan import plan_memory
@@ -41,9 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, default=8192, help="T, tokens of a rank (%(default)s)")
     parser.add_argument("--schedule", choices=("overlapped", "serial"), default="overlapped", help="see MoEConfig")
     parser.add_argument("--precision", choices=PRECISIONS, help="what experts multiply (default: bf16)")
-    parser.add_argument(
-        "--quantized-wire", choices=CHOICES["quantized_wire"], default="none", help="see MoEConfig (%(default)s)"
-    )
+    add_config_arguments(parser, quantized_wire="none")
     parser.add_argument("--eager", action="store_true", help="the step as the host launches it; always so on CPUs")
     parser.add_argument("--out", default="step.json", metavar="FILE.json", help="the trace (%(default)s)")
 

@@ -72,23 +72,16 @@ class Forward:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Step:
-    """Seconds that a GPU takes, without waits for its host, with exact capacity and what moe/overlap.py chooses."""
-
-    forward_s: float
-    backward_s: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class NetworkPlan:
-    """What :func:`plan_network` returns, for one rank: the trips, the pass with exact and with static capacity, and a
-    step with the default schedule."""
+    """What :func:`plan_network` returns, for one rank: the trips, the pass with exact and with static capacity; and the
+    seconds that a GPU takes for a step, without waits for its host, with exact capacity and the default schedule."""
 
     dispatch: Trip
     combine: Trip
     exact: Forward
     fixed: Forward
-    step: Step
+    step_forward_s: float
+    step_backward_s: float
 
 
 def plan_network(
@@ -170,19 +163,22 @@ def plan_network(
         gemms_s = (sizes.fc1_flops + sizes.product_flops) / rates.flops
         return Forward(network_s=network_s, link_s=dispatch.link.seconds + combine.link.seconds, gemms_s=gemms_s)
 
+    step_forward_s, step_backward_s = _step_s(sizes, rates)
     return NetworkPlan(
         dispatch=dispatch,
         combine=combine,
         exact=forward(dispatch.nodes.seconds + combine.nodes.seconds),
         fixed=forward(dispatch.fixed.seconds + combine.fixed.seconds),
-        step=_step(sizes, rates),
+        step_forward_s=step_forward_s,
+        step_backward_s=step_backward_s,
     )
 
 
-def _step(sizes: Sizes, rates: Rates) -> Step:
-    """Trip after trip as moe/overlap.py puts them in order. Besides what that knows: rows that are sent, placed and
-    summed are read and written once more; rails are slower while GEMMs run; half a tile of each expert is computed for
-    nothing; a part of what weights and their gradients take to be read and written; router, plan and launches."""
+def _step_s(sizes: Sizes, rates: Rates) -> tuple[float, float]:
+    """Forward and backward, trip after trip as moe/overlap.py puts them in order. Besides what that knows: rows that
+    are sent, placed and summed are read and written once more; rails are slower while GEMMs run; half a tile of each
+    expert is computed for nothing; a part of what weights and their gradients take to be read and written; router, plan
+    and launches."""
     chosen, own = overlap(sizes, H200_SMS, rates), 1 / sizes.num_nodes
     rail_rate = min(sizes.rail_bytes_per_s, rates.link_bytes)
     rail_s, tokens_bytes = sizes.rail_bytes / rail_rate, sizes.row_bytes / sizes.top_k
@@ -221,4 +217,4 @@ def _step(sizes: Sizes, rates: Rates) -> Step:
     forward_s = dispatch_s(fc1, chosen.dispatch, sizes.sent_row_bytes) + combine_s(product, chosen.combine, 0.0)
     backward_s = dispatch_s(product, chosen.gradient_dispatch, sizes.sent_gradient_row_bytes)
     backward_s += product / rates.wgrad_flops + combine_s(fc1, chosen.gradient_combine, fc1)
-    return Step(forward_s=forward_s + once_s + rest_s / 2, backward_s=backward_s + 2 * once_s + rest_s / 2)
+    return forward_s + once_s + rest_s / 2, backward_s + 2 * once_s + rest_s / 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +24,7 @@ from symmoe.tools.bench.problem import Problem, Routing
 from symmoe.tools.bench.ranks import Ranks
 from symmoe.tools.bench.reference import MAX_ERROR, Reference, relative_error, row_error
 from symmoe.tools.bench.stock_torch import STOCK
-from symmoe.tools.bench.timing import WARM_UP, HostClock, Run, Variant
+from symmoe.tools.bench.timing import WARM_UP, HostEvent, Run, Variant
 from symmoe.tools.facts import output_of
 
 CPU = torch.device("cpu")
@@ -90,14 +89,14 @@ def test_routing_of_a_hand_made_case():
 # -- timing -----------------------------------------------------------------------------------------------------------
 
 
-class ListedClock:
-    """Marks are numbers that variants choose themselves."""
+class At(float):
+    """A mark that variants choose themselves."""
 
-    def mark(self) -> float:
-        raise AssertionError("variants of these tests bring their marks")
+    def synchronize(self) -> None:
+        pass
 
-    def intervals_ms(self, marks):
-        return [end - start for start, end in itertools.pairwise(marks)]
+    def elapsed_time(self, end: At) -> float:
+        return end - self
 
 
 def listed(name: str, log: list[str], lengths: list[float]) -> Variant:
@@ -105,7 +104,7 @@ def listed(name: str, log: list[str], lengths: list[float]) -> Variant:
 
     def call(clock):
         log.append(name)
-        return [0.0, next(left)]
+        return [At(0), At(next(left))]
 
     return Variant(name, ("forward",), call, lambda: 0.0)
 
@@ -116,7 +115,7 @@ def test_variants_take_turns_after_a_warm_up():
     ranks.barrier = lambda: log.append("barrier")
     ranks.align = lambda: log.append("align")
     variants = [listed(name, log, list(range(100))) for name in "ab"]
-    times, _ = Run(ranks, None, 5).measure(variants, clock=ListedClock(), block=3)
+    times, _ = Run(ranks, None, 5).measure(variants, block=3)
     assert log[: 4 * WARM_UP] == ["align", "a"] * WARM_UP + ["align", "b"] * WARM_UP
     blocks = " ".join(log[4 * WARM_UP :]).split("barrier")
     assert [block.split()[::2] for block in blocks] == [[], ["align"] * 6, ["align"] * 4, []]
@@ -126,14 +125,14 @@ def test_variants_take_turns_after_a_warm_up():
 
 
 def test_marks_that_are_used_again_are_read_in_time():
-    marks, lengths = [0.0, 0.0], iter(range(100))
+    marks, lengths = [At(0), At(0)], iter(range(100))
 
     def call(clock):
-        marks[1] = float(next(lengths))
+        marks[1] = At(next(lengths))
         return marks
 
     captured = Variant("captured", ("forward",), call, lambda: 0.0, reuses_marks=True)
-    times, _ = Run(Ranks(CPU), None, 7).measure([captured], clock=ListedClock(), block=3)
+    times, _ = Run(Ranks(CPU), None, 7).measure([captured], block=3)
     assert times["captured"].squeeze(1).tolist() == [WARM_UP + i for i in range(7)]
 
 
@@ -162,7 +161,7 @@ def test_what_is_apart_is_measured_by_itself(monkeypatch: pytest.MonkeyPatch, he
 @run_on(2)
 def test_a_repetition_takes_as_long_as_on_its_slowest_rank(rank: int, num_ranks: int) -> None:
     lengths = [0.0] * WARM_UP + ([1.0, 5.0, 2.0] if rank == 0 else [4.0, 3.0, 2.5])
-    times, _ = Run(Ranks(CPU), None, 3).measure([listed("a", [], lengths)], clock=ListedClock())
+    times, _ = Run(Ranks(CPU), None, 3).measure([listed("a", [], lengths)])
     assert times["a"].squeeze(1).tolist() == [4.0, 5.0, 2.5]
 
 
@@ -254,7 +253,7 @@ def test_no_yardstick_keeps_gradients_of_weights():
     problem = Problem(Case(Shape("tiny", 32, 24, 4, 2), 8, "uniform"), Ranks(CPU))
     variant = experts_only(problem, Reference(problem))
     assert variant.verify() < MAX_ERROR
-    variant.call(HostClock())
+    variant.call(HostEvent)
     alive = [each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter)]
     for weight in (problem.w1, problem.w2):
         assert {each.data_ptr() for each in alive if each.shape == weight.shape} == {weight.data_ptr()}

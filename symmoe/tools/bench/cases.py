@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from symmoe.checks.arguments import CHOICES
 from symmoe.errors import ArgumentError
 from symmoe.moe.config import MoEConfig
 
@@ -53,6 +54,13 @@ def add_shape_arguments(parser: argparse.ArgumentParser, *, several: bool = Fals
     for name, text in _SIZES.items():
         more = "; with the other three instead of a preset" if name == "hidden" else ""
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, help=text + more)
+
+
+def add_config_arguments(parser: argparse.ArgumentParser, **defaults: str) -> None:
+    """Adds fields of MoEConfig that are one of several words."""
+    for name, default in defaults.items():
+        option, text = f"--{name.replace('_', '-')}", "see MoEConfig (default %(default)s)"
+        parser.add_argument(option, choices=CHOICES[name], default=default, help=text)
 
 
 def shapes_of(args: argparse.Namespace, default: str = "") -> list[Shape]:

@@ -12,8 +12,6 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,8 +19,7 @@ import torch
 
 from symmoe.moe.layer import MoELayer
 from symmoe.moe.routed_experts import RoutedExperts
-from symmoe.tools.bench.cases import config_of
-from symmoe.tools.bench.layer import make_experts, stock_step
+from symmoe.tools.bench.layer import Choice, make_experts, stock_step
 from symmoe.tools.bench.problem import DTYPE, Problem
 from symmoe.tools.bench.ranks import Ranks
 from symmoe.tools.bench.records import Record, case_record, rounded, tflops
@@ -36,24 +33,16 @@ _HOST_STEPS = 10  # steps whose launches are timed
 Step = Callable[[], object]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Kind:
-    """One kind of step of ours."""
-
-    routes: bool  # the whole MoELayer with its router; otherwise plan, dispatch, experts and combine
-    static: bool = False  # a static capacity instead of an exact one
-    captured: bool = False  # a CUDA graph that is replayed
-    losses: Mapping[str, Any] = field(default_factory=dict)  # factors of the router's losses
-
-
-KINDS = {
-    "layer": Kind(routes=True),
-    "layer, losses": Kind(routes=True, losses={"aux_loss_coef": 1e-2, "z_loss_coef": 1e-3}),
-    "layer, static": Kind(routes=True, static=True),
-    "layer, graph": Kind(routes=True, static=True, captured=True),
-    "experts": Kind(routes=False),
-    "experts, static": Kind(routes=False, static=True),
-    "experts, graph": Kind(routes=False, static=True, captured=True),
+LAYERS = {  # the whole MoELayer with its router
+    "layer": Choice(static=False),
+    "layer, losses": Choice(static=False, options={"aux_loss_coef": 1e-2, "z_loss_coef": 1e-3}),
+    "layer, static": Choice(),
+    "layer, graph": Choice(captured=True),
+}
+EXPERTS = {  # plan, dispatch, experts and combine
+    "experts": Choice(static=False),
+    "experts, static": Choice(),
+    "experts, graph": Choice(captured=True),
 }
 
 
@@ -73,11 +62,11 @@ def bench_steps(
 ) -> list[Record]:
     """Steps of the layer and of its experts, eager and replayed, and of the stock layer. Collective."""
     reference, on_gpu, steps, errors = Reference(problem), problem.device.type == "cuda", dict[str, Step](), {}
-    for name, kind in KINDS.items():
-        if on_gpu or not kind.captured:  # there are no graphs on CPUs
-            step, checked = _make(kind, problem, run)
+    for name, choice in (LAYERS | EXPERTS).items():
+        if on_gpu or not choice.captured:  # there are no graphs on CPUs
+            step, checked = _make(choice, problem, run, routes=name in LAYERS)
             errors[name] = largest_error(name, reference.step_error(*checked()), MAX_ERROR, run.ranks)
-            steps[name] = _captured(step) if kind.captured else step
+            steps[name] = _captured(step) if choice.captured else step
     steps[STOCK] = stock = stock_step(problem, reference).results
     errors[STOCK] = largest_error(STOCK, reference.step_error(*stock()), MAX_ERROR, run.ranks)
     times = times_in_a_row_ms(steps, run.ranks, run.repetitions)
@@ -93,12 +82,14 @@ def bench_steps(
     return records
 
 
-def _make(kind: Kind, problem: Problem, run: Run) -> tuple[Step, Callable[[], tuple[torch.Tensor, ...]]]:
+def _make(
+    choice: Choice, problem: Problem, run: Run, *, routes: bool
+) -> tuple[Step, Callable[[], tuple[torch.Tensor, ...]]]:
     """The step, and one of the same experts whose results can be compared with the reference."""
-    capacity, num_slots = problem.static_capacity if kind.static else None, problem.case.num_slots
-    if capacity is not None and kind.routes:  # the layer's own router decides, whatever the case's skew is
+    capacity, num_slots = problem.static_capacity if choice.static else None, problem.case.num_slots
+    if capacity is not None and routes:  # the layer's own router decides, whatever the case's skew is
         capacity = max(capacity, num_slots + 8 * math.isqrt(num_slots))
-    config = config_of(problem.case.shape, capacity=capacity, **kind.losses)
+    config = choice.config(problem.case.shape, capacity)
     layer = MoELayer(config, run.heap, experts=make_experts(problem), dtype=DTYPE)
     experts = RoutedExperts.of(config, run.heap, layer.experts)
     x, probs, dy = problem.tokens.x, problem.tokens.probs, problem.tokens.dy
@@ -110,10 +101,10 @@ def _make(kind: Kind, problem: Problem, run: Run) -> tuple[Step, Callable[[], tu
 
     def whole() -> tuple[torch.Tensor, ...]:
         y, metrics = layer(x)
-        more = [metrics.aux_loss] if kind.losses else []
+        more = [metrics.aux_loss] if config.aux_loss_coef else []
         return torch.autograd.grad((y, *more), (x, *layer.parameters()), (dy, *map(torch.ones_like, more)))
 
-    return whole if kind.routes else routed, routed
+    return whole if routes else routed, routed
 
 
 def _captured(step: Step) -> Step:

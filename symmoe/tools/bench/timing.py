@@ -22,45 +22,40 @@ from symmoe.tools.bench.ranks import Ranks
 DIRECTIONS = ("forward", "backward")
 WARM_UP = 3
 BLOCK = 10
-Mark = Any  # a point in time as a clock takes it
+Mark = Any  # a point in time: a HostEvent or a torch.cuda.Event
+Clock = Callable[[], Mark]  # takes the point in time that is now
 
 
-class HostClock:
-    """Takes points in time on the host, which does not wait for a GPU, and says how far they are apart."""
+class HostEvent:
+    """A point in time of the host, which does not wait for a GPU; used as a torch.cuda.Event is."""
 
-    def mark(self) -> Mark:
-        """Now."""
-        return time.perf_counter()
+    def __init__(self) -> None:
+        self._at_s = time.perf_counter()
 
-    def intervals_ms(self, marks: Sequence[Mark]) -> list[float]:
-        """Milliseconds between neighbouring marks; waits until they have been reached."""
-        return [(end - start) * 1e3 for start, end in itertools.pairwise(marks)]
+    def synchronize(self) -> None:
+        """Nothing: it has been reached."""
 
-
-class StreamMark(NamedTuple):
-    """A point in time on a stream: an event, and a later one, or the same, for the host to wait for. It cannot wait for
-    an event that a graph records: until the replay gets there, that is the event of the replay before."""
-
-    event: torch.cuda.Event
-    reached: torch.cuda.Event
+    def elapsed_time(self, end: HostEvent) -> float:
+        """Milliseconds from here to `end`."""
+        return (end._at_s - self._at_s) * 1e3
 
 
-class StreamClock(HostClock):
-    """The same on the current CUDA stream, by events."""
-
-    def mark(self) -> StreamMark:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return StreamMark(event, event)
-
-    def intervals_ms(self, marks: Sequence[StreamMark]) -> list[float]:
-        marks[-1].reached.synchronize()
-        return [start.event.elapsed_time(end.event) for start, end in itertools.pairwise(marks)]
+def stream_event() -> torch.cuda.Event:
+    """A point in time of the current CUDA stream."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
-def clock_for(device: torch.device) -> HostClock:
+def clock_for(device: torch.device) -> Clock:
     """The clock of what runs on a device."""
-    return StreamClock() if device.type == "cuda" else HostClock()
+    return stream_event if device.type == "cuda" else HostEvent
+
+
+def intervals_ms(marks: Sequence[Mark]) -> list[float]:
+    """Milliseconds between neighbouring marks; waits until the last has been reached."""
+    marks[-1].synchronize()
+    return [start.elapsed_time(end) for start, end in itertools.pairwise(marks)]
 
 
 @dataclass(frozen=True)
@@ -69,20 +64,20 @@ class Variant:
 
     name: str
     directions: tuple[str, ...]  # what lies between neighbouring marks of a call
-    call: Callable[[HostClock], Sequence[Mark]]  # does it once and returns its marks
+    call: Callable[[Clock], Sequence[Mark]]  # does it once and returns its marks; one more is only waited for
     verify: Callable[[], float]  # does it once and returns the largest relative error; 0 where it must be exact
     max_error: float = 0.0
     reuses_marks: bool = False  # marks are those of the call before: a captured graph records the same events
 
 
-def in_steps(*steps: Callable[[], object]) -> Callable[[HostClock], list[Mark]]:
+def in_steps(*steps: Callable[[], object]) -> Callable[[Clock], list[Mark]]:
     """A Variant's call: the steps one after the other, with marks around each."""
 
-    def call(clock: HostClock) -> list[Mark]:
-        marks = [clock.mark()]
+    def call(clock: Clock) -> list[Mark]:
+        marks = [clock()]
         for step in steps:
             step()
-            marks.append(clock.mark())
+            marks.append(clock())
         return marks
 
     return call
@@ -108,7 +103,7 @@ class Run(NamedTuple):
         self,
         variants: Sequence[Variant],
         *,
-        clock: HostClock | None = None,
+        clock: Clock | None = None,
         align: Callable[[], None] | None = None,
         block: int = BLOCK,
     ) -> tuple[dict[str, npt.NDArray[np.float64]], dict[str, float]]:
@@ -135,13 +130,14 @@ class Run(NamedTuple):
                 for variant in random.Random(repetition).sample(variants, len(variants)):
                     marks = taken[variant.name]
                     if variant.reuses_marks and marks:
-                        times[variant.name].append(clock.intervals_ms(marks.pop()))
+                        times[variant.name].append(intervals_ms(marks.pop()))
                     align()
                     marks.append(variant.call(clock))
             for name, marks in taken.items():
-                times[name] += [clock.intervals_ms(m) for m in marks]
+                times[name] += map(intervals_ms, marks)
         ranks.barrier()
-        return {name: ranks.gather(np.array(rows)).max(axis=0) for name, rows in times.items()}, errors
+        own = {v.name: np.array(times[v.name])[:, : len(v.directions)] for v in variants}
+        return {name: ranks.gather(taken).max(axis=0) for name, taken in own.items()}, errors
 
     def plan(self, problem: Problem, capacity: int | None = None) -> Plan:
         """A plan of the problem's routing. Collective."""
