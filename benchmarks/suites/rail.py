@@ -39,7 +39,7 @@ class Exchange:
 
     def move(self) -> None:
         """The exchange."""
-        nodes_of(self._heap).exchange([self._sends], [self._received], PHASE)
+        nodes_of(self._heap).exchange([*enumerate(self._sends)], [*enumerate(self._received)], PHASE)
 
     def verify(self) -> float:
         """0 if what has come is what was sent, else 1."""

@@ -174,10 +174,11 @@ def test_a_fault_stops_what_is_on_its_way(rank: int, num_ranks: int, findings: F
                 findings.check(round_trip(heap, turn), "the next correct call is wrong")
 
 
-def _aborts_when_all_have_sent(heap: SymmetricHeap, peer: int) -> None:
+def _aborts_in_its_first_step(heap: SymmetricHeap, peer: int) -> None:
+    """Instead of the signal to the next rank, once the rank before has sent its own: no other can have done so."""
     shape = heap.num_ranks, control.SIGNAL_WORDS
-    signals = heap.peers.region(heap.rank, heap.peers.layout.signals, shape, torch.int64)[: heap.rank, 0]
-    while bool((signals != heap.epoch).any()):
+    signals = heap.peers.region(heap.rank, heap.peers.layout.signals, shape, torch.int64)[:, 0]
+    while int(signals[heap.rank - 1]) != heap.epoch:
         time.sleep(0.01)
     heap.abort("on purpose")
 
@@ -210,7 +211,7 @@ def test_rows_of_a_failed_dispatch_are_nan(rank: int, num_ranks: int, findings: 
         dist.barrier()
         if last:
             heap.barrier = _gives_up(heap, control.PHASE_DISPATCH_DONE)
-            heap.send_signal = partial(_aborts_when_all_have_sent, heap)
+            heap.send_signal = partial(_aborts_in_its_first_step, heap)
         try:
             if way == "dispatch_tokens":
                 dispatch_tokens(x, plan, probs=probs, out=out)
