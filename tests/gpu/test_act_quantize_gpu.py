@@ -1,7 +1,5 @@
 """Activations that quantise on a GPU: byte for byte what the kernels they fuse give, with device splits, in a graph."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

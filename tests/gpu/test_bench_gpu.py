@@ -1,7 +1,5 @@
 """The benchmarks on GPUs: every suite at small sizes, captured steps included."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -3,8 +3,6 @@
 Which kernels those are follows from the width, the dtype and the layout, and from whether modules are fused.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

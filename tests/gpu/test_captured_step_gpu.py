@@ -1,7 +1,5 @@
 """Captured steps on GPUs: CUDA graphs, of which some have too little room; layers inside torch's own captures."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 

@@ -1,7 +1,5 @@
 """A rank that compiles every kernel, beside one that finds all of them in Triton's cache."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

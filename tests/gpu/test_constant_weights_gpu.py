@@ -1,7 +1,5 @@
 """constant_weights on a GPU: the bits of calls without it, on any stream, and in CUDA graphs."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import pytest

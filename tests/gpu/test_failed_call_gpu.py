@@ -1,8 +1,6 @@
 """A rank that does not come to combine: the others' outputs and gradients are NaN, and their CUDA contexts live on.
 A rank that calls a layer inside a transform of torch.func: an error on all ranks, and the heap lives on."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

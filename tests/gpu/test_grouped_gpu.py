@@ -1,7 +1,5 @@
 """Grouped linear layers and the fused MLP on one GPU: the matrix again, CUDA graphs, and no waiting for the device."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Adapters on GPUs: low-rank GEMMs of every rank against dense weights W + s B A in float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from lora_cases import (

@@ -1,7 +1,5 @@
 """Layers in a recipe's numbers on GPUs: the oracle's numbers, the twins' bytes, the same bits in every way, graphs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

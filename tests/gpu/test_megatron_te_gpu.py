@@ -3,8 +3,6 @@
 Attention, norms and linear layers are TE's in all models. The reference is Megatron's alltoall with TEGroupedMLP.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

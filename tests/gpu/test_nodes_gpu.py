@@ -4,8 +4,6 @@ Between two GPUs of one machine NCCL goes over NVLink or PCIe; with an NCCL_HOST
 of several torchrun agents set it, over sockets.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

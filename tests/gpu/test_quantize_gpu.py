@@ -1,7 +1,5 @@
 """Quantising kernels on a GPU against the twins on the CPU, byte for byte, with device splits and in a CUDA graph."""
 
-from __future__ import annotations
-
 import types
 
 import pytest

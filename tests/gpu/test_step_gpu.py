@@ -1,7 +1,5 @@
 """A whole training step of MoELayer on GPUs: what it launches, as a CUDA graph, on several streams, in two groups."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Calls that are played from a tape on GPUs: the bits of calls that are not."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

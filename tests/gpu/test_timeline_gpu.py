@@ -1,7 +1,5 @@
 """Timelines of real steps on GPUs: what Kineto writes is understood."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from itertools import groupby, pairwise

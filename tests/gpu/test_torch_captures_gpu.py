@@ -1,7 +1,5 @@
 """Layers in models that torch itself captures in CUDA graphs: the results of the same model without captures."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Training features in a CUDA graph: replays equal eager steps, bit for bit, and are counted."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from cluster import run_on

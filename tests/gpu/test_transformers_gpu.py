@@ -1,7 +1,5 @@
 """transformers models with expert-parallel experts on GPUs, and the example that fine-tunes one."""
 
-from __future__ import annotations
-
 import copy
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """A rank that leaves a call by an error of its own, on GPUs, whose hosts look late: see test_unraised.py."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from cluster import run_on

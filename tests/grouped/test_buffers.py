@@ -1,7 +1,5 @@
 """Buffers of the caller: what is refused, and that using one again is right or an error, never silently wrong."""
 
-from __future__ import annotations
-
 import functools
 import gc
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Grouped layers by every way, one linear layer or experts: against a float64 oracle, and bit for bit each other."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np

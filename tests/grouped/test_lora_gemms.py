@@ -1,7 +1,5 @@
 """Adapters as low-rank GEMMs against dense weights W + s B A in float64: values, what is allocated, and FLOPs."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

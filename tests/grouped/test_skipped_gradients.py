@@ -1,7 +1,5 @@
 """Backward without gradients that nobody asked for: less is launched, what is left has the same bits."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from skipped_gradients import OPTIONS, check_dispatch, check_layer, check_mismatches, check_mlp

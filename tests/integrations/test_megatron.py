@@ -5,8 +5,6 @@ within fp32 rounding: their sigmoid is 1 / (1 + exp(-x)) and the derivative is w
 torch's silu and its gradient; the largest difference of a tensor stays below ROUNDING of its largest value.
 """
 
-from __future__ import annotations
-
 import copy
 import multiprocessing as mp
 import re

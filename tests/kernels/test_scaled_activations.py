@@ -1,7 +1,5 @@
 """Scaled activations against float64 autograd, and the helpers that interleave gate and up features."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

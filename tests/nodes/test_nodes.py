@@ -3,8 +3,6 @@
 Dispatch and combine run against the oracles of one node, byte for byte; a layer against itself on one node.
 """
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import os

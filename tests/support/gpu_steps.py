@@ -1,7 +1,5 @@
 """Training steps of a layer on GPUs, and replays of a CUDA graph of one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

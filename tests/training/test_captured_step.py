@@ -1,7 +1,5 @@
 """Captured steps: exact whatever the routing does. On CPUs a function that runs again takes the place of a graph."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import weakref
