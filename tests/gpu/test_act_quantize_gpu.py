@@ -23,8 +23,6 @@ from quantize_cases import differences, row_range_of
 
 from symmoe.kernels import gpu, twin
 
-pytestmark = pytest.mark.gpu
-
 CASES = [  # activation, FFN width: whole tiles and parts of them
     ("swiglu", 768),
     ("swiglu", 128),

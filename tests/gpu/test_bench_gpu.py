@@ -13,8 +13,6 @@ import torch
 from suites.grouped import CHOICES
 from suites.variants import PRECISION
 
-pytestmark = pytest.mark.gpu
-
 SIZES = ["--hidden", "256", "--ffn", "128", "--experts", "8", "--top-k", "2", "--tokens", "256,16", "--skew", "zipf"]
 SUITES = ["steps", "layer", "variants", "precision", "plan", "dispatch", "combine", "gemm", "overhead"]
 

@@ -16,7 +16,7 @@ from symmoe import ScaledClampedSwiGLU, ScaledSReLU, make_plan
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.moe.ep_step import STASHES, expert_parallel_mlp
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(500, method="thread")]
+pytestmark = pytest.mark.timeout(500, method="thread")
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Narrower than a tile; whole tiles; such that the last block of dscale's sum, the last tile, or both are not full.

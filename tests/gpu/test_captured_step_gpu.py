@@ -12,8 +12,6 @@ from worker import Findings, open_heap
 import symmoe
 from symmoe.errors import ArgumentError
 
-pytestmark = pytest.mark.gpu
-
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_every_step_is_exact(cluster, num_ranks):

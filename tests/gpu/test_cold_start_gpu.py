@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-pytestmark = pytest.mark.gpu
-
 TIMEOUT_S = 1.0  # less than any rank needs to compile the kernels of a step
 
 RANK = """

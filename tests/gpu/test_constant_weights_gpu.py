@@ -12,7 +12,7 @@ from symmoe import GroupedMLP, constant_weights
 from symmoe.errors import ArgumentError
 from symmoe.precision import Float8Block
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300, method="thread")]
+pytestmark = pytest.mark.timeout(300, method="thread")
 
 SPLITS = (300, 0, 1, 211)
 

@@ -16,8 +16,6 @@ from worker import Findings, open_heap
 from symmoe import SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
 from symmoe.errors import PeerAborted, PeerError, PeerTimeout
 
-pytestmark = pytest.mark.gpu
-
 T, K, H = 40, 2, 64
 TIMEOUT_S = 1.0
 

@@ -42,8 +42,6 @@ from symmoe.kernels.activation import Activation
 from symmoe.kernels.triton import bias, gemm, gemm_act
 from symmoe.kernels.triton.tiles import TileConfig
 
-pytestmark = pytest.mark.gpu
-
 # H, I: tiles fit exactly; neither tiles nor contraction steps fit; smaller than a tile. Products are of gates and ups.
 WIDTHS = [(1024, 768), (1032, 712), (64, 48)]
 # As many groups everywhere, because every number of groups is compiled anew.

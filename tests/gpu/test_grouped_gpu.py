@@ -39,8 +39,6 @@ from symmoe import GroupedLinear, GroupedMLP, ScaledSwiGLU, Sequential, Symmetri
 from symmoe.errors import ArgumentError, StaleLease
 from symmoe.precision import MXFP8, NVFP4, Float8Block
 
-pytestmark = pytest.mark.gpu
-
 # One shape throughout, since kernels are compiled by shape; neither tiles nor contraction steps fit. 4 rows of tail.
 SIZES = Sizes(splits=(70, 0, 3, 55), lead=(12, 11), hidden=72, ffn=40)
 PLAIN = Case(buffers=())

@@ -14,8 +14,6 @@ from lora_cases import (
     rows_of_experts,
 )
 
-pytestmark = pytest.mark.gpu
-
 DEVICE = "cuda"
 HIDDEN = 520  # wide enough for Hopper's own kernels, and no multiple of a tile
 

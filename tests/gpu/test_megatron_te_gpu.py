@@ -14,8 +14,6 @@ pytest.importorskip("transformer_engine", reason="Transformer Engine is not inst
 
 from megatron_cases import batch_of, config_of, filled, forms_of, gradients_of, opened_heap, use_groups
 
-pytestmark = pytest.mark.gpu
-
 BOUND = 0.05  # of bf16, root mean square, relative
 
 

@@ -17,7 +17,7 @@ from worker import Findings, open_heap
 
 from symmoe import MoEConfig, MoELayer, combine_tokens, dispatch_tokens, make_plan
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300, method="thread")]
+pytestmark = pytest.mark.timeout(300, method="thread")
 
 LAYOUTS = [pytest.param(n, size, id=f"{n // size} x {size}") for n, size in ((2, 1), (4, 2), (8, 4), (8, 2))]
 layouts = pytest.mark.parametrize(("num_ranks", "ranks_per_node"), LAYOUTS)

@@ -12,8 +12,6 @@ if not torch.cuda.is_available():
 from symmoe import copy_data_ptrs_to_device, copy_host_to_device, pack_weight_ptrs
 from symmoe.errors import ArgumentError
 
-pytestmark = pytest.mark.gpu
-
 UNTOUCHED = 0x5A
 
 

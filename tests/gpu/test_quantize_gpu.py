@@ -28,8 +28,6 @@ from quantize_checks import check_columns, check_ranges, check_received, check_r
 from symmoe.kernels import gpu, twin
 from symmoe.precision import MXFP8, NVFP4, Float8Block
 
-pytestmark = pytest.mark.gpu
-
 ROWS = sum(SPLITS) + TAIL
 
 

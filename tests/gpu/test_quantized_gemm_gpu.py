@@ -29,7 +29,7 @@ DEVICE = "cuda"
 HOPPER = hopper_choice.hopper_kernels(torch.device(DEVICE, 0), BF16, 256)
 
 # A kernel whose warps wait for each other for ever cannot be interrupted: the process ends.
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240, method="thread")]
+pytestmark = pytest.mark.timeout(240, method="thread")
 
 SPLITS = [(300, 0, 1, 777, 128, 129, 0), (0,) * 7, (0, 64, 0, 1000, 0, 0, 9)]
 # O, C: whole tiles, blocks and steps; parts of them.

@@ -6,8 +6,6 @@ from skipped_gradients import OPTIONS, check_dispatch, check_layer, check_mismat
 
 from symmoe.precision import Float8Block
 
-pytestmark = pytest.mark.gpu
-
 # Other recipes need other GPUs.
 PLAIN = [options for options in OPTIONS if "precision" not in options]
 QUANTIZED = [options for options in OPTIONS if isinstance(options.get("precision"), Float8Block)]

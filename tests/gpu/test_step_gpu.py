@@ -17,8 +17,6 @@ from symmoe.errors import ArgumentError, CapacityError
 from symmoe.moe import ep_step
 from symmoe.tools.bench.layer import Step
 
-pytestmark = pytest.mark.gpu
-
 # -- what a step takes ------------------------------------------------------------------------------------------------
 
 

@@ -12,8 +12,6 @@ from symmoe.kernels.launch import player
 from symmoe.kernels.launch.launch import FastLaunch
 from symmoe.kernels.triton import router_products
 
-pytestmark = pytest.mark.gpu
-
 LARGE = {"hidden": 512, "ffn": 256, "dtype": torch.bfloat16}  # kernels for Hopper take these
 
 

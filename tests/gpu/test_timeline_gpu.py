@@ -15,8 +15,6 @@ from symmoe import timeline
 from symmoe.timeline.events import Timeline
 from symmoe.timeline.recording import capture_step, directed, record
 
-pytestmark = pytest.mark.gpu
-
 FORWARD = ("plan", "push", "FC1", "FC2", "send sums", "sum at home")
 LATE_US = 1000  # the start of a profiler makes hosts several times as late
 APART_US = 200  # that ranks may begin a pass of a replay, where no host is in the way

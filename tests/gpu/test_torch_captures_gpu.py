@@ -14,8 +14,6 @@ from worker import Findings, open_heap
 
 from symmoe import MoEConfig, MoELayer, SymmetricHeap
 
-pytestmark = pytest.mark.gpu
-
 STATIC = {"capacity": 2 * 3 * T, "max_tokens": T}  # for all slots of two ranks, which have batches of other lengths
 
 

@@ -7,8 +7,6 @@ from worker import Findings, open_heap
 
 from symmoe import MetricsLogger, MoEConfig, MoELayer, add_lora, balance_step
 
-pytestmark = pytest.mark.gpu
-
 HIDDEN, FFN, TOKENS, TOP_K, NUM_REPLAYS = 256, 128, 512, 4, 8
 FEATURES = (
     {"aux_loss_coef": 0.01, "aux_loss": "global", "expert_bias": True, "bias_update_rate": 0.01},

@@ -21,8 +21,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 from hf_cases import FAMILIES, random_model  # noqa: E402
 
-pytestmark = pytest.mark.gpu
-
 BOUND = 0.03  # of bf16, relative to the largest entry
 
 

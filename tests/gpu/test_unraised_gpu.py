@@ -8,8 +8,6 @@ from worker import Findings, open_heap
 
 from symmoe import SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
 
-pytestmark = pytest.mark.gpu
-
 T, K, H, FFN = 40, 2, 64, 32
 
 
