@@ -47,9 +47,9 @@ class Call:
         return {"dx": self._x.grad, "dprobs": self._probs.grad}
 
 
-def leave_out_of_combine(rank: int, num_ranks: int, device: str, where: str, order: str) -> list[str]:
+def leave_out_of_combine(rank: int, num_ranks: int, findings: Findings, device: str, where: str, order: str) -> None:
     """The last rank comes to combine when the others have given it up."""
-    findings, missing = Findings(), num_ranks - 1
+    missing = num_ranks - 1
     findings.where = f"{where}, order {order}, rank {rank} of {num_ranks}"
     backend = "nvshmem" if device == "cuda" else "host"
     heap = SymmetricHeap(num_bytes=8 << 20, backend=backend)
@@ -84,7 +84,6 @@ def leave_out_of_combine(rank: int, num_ranks: int, device: str, where: str, ord
     findings.check(bool((ones @ ones == 64).all()), "the device computes something else")
     heap.close()
     findings.check(bool((ones @ ones == 64).all()), "the device computes something else after close()")
-    return findings.texts
 
 
 def _error_of(call: Call, heap: SymmetricHeap, device: str, findings: Findings) -> PeerError | None:
@@ -116,8 +115,7 @@ def test_results_of_a_failed_combine_are_nan(where: str, order: str):
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @run_on(device="cuda")
-def test_transforms_of_a_layer(rank: int, num_ranks: int) -> list[str]:
-    findings = Findings()
+def test_transforms_of_a_layer(rank: int, num_ranks: int, findings: Findings) -> None:
     with open_heap("cuda") as heap:
         layer, _ = make_layer(heap, config_for(num_ranks, "cuda"))
         x = torch.ones(T, layer.config.hidden, device=heap.device)
@@ -135,4 +133,3 @@ def test_transforms_of_a_layer(rank: int, num_ranks: int) -> list[str]:
                 findings.equal("error", error, "ArgumentError")
                 findings.check("no rules for transforms of torch.func" in text, text)
                 findings.check(torch.equal(call(x).detach(), wanted), "the next call is wrong")
-    return findings.texts

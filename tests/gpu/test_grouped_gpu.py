@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from graphs import captured
 from grouped_cases import (
     ACTIVATIONS,
     DTYPES,
@@ -210,16 +211,7 @@ def test_graph_replays_with_other_data_and_other_splits(path, numbers, weights, 
         weights = [p.main_grad if hasattr(p, "main_grad") else p.grad for p in parameters]
         return [x.grad, scale.grad, *weights]
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            step(out, grad_input_out)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        grads = step(out, grad_input_out)
-
+    graph, grads = captured(lambda: step(out, grad_input_out))
     for counts, seed in REPLAYED:
         sizes = replace(shape, splits=counts)
         fresh = make(sizes=sizes, seed=seed)
@@ -276,10 +268,7 @@ def test_splits_of_any_integers_in_a_graph(dtype):
     splits, other = inputs.splits.to(dtype), torch.tensor([3, 70, 0, 55], device="cuda")
     with torch.no_grad():
         want = call(inputs.x.nan_to_num(), inputs.scale, other, None, None)
-        call(inputs.x.nan_to_num(), inputs.scale, splits, None, None)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            y = call(inputs.x.nan_to_num(), inputs.scale, splits, None, None)
+        graph, y = captured(lambda: call(inputs.x.nan_to_num(), inputs.scale, splits, None, None))
         splits.copy_(other)
         graph.replay()
     assert_same_bits(y, want)

@@ -8,6 +8,7 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
+from graphs import captured
 from host_reads import synchronising_is_an_error
 from quantize_cases import (
     FORMATS,
@@ -139,11 +140,7 @@ def test_graph_replay_with_other_rows_and_splits(recipe):
         quantized = by_rows, recipe.quantize_columns(rows, row_range, seeds=seeds)
         return quantized, [each.dequantize() for each in quantized]
 
-    step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        _, found = step()
+    graph, (_, found) = captured(step)
     for new_rows, splits in cases:
         rows.copy_(new_rows)
         row_range.copy_(row_range_of(splits))

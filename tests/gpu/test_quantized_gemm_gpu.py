@@ -14,6 +14,7 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
     pytest.skip("needs a Hopper or Blackwell GPU", allow_module_level=True)
 
 from biases import check_biases
+from graphs import captured
 from quantize_cases import Scattered
 from quantized_problem import NAN, SENTINEL, Numbers, Problem, WgradProblem, relative_error
 from row_ranges import random_ranges, rows_of, whole_groups
@@ -351,11 +352,7 @@ def test_a_call_in_a_graph_reads_bounds_on_the_device(name):
     """Replayed with other rows and bounds."""
     p = problem(name, SPLITS[0], WIDTHS[name][2], exact=True)
     operands, out = p.operands, p.blank(BF16)
-    best.grouped_gemm_quantized(*operands, out)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        best.grouped_gemm_quantized(*operands, out)
+    graph, _ = captured(lambda: best.grouped_gemm_quantized(*operands, out))
     q = problem(name, (1, 500, 300, 0, 20, 0, 514), WIDTHS[name][2], exact=True, seed=1)
     assert q.capacity == p.capacity
     for mine, other in zip(itertools.chain(*operands[:2]), itertools.chain(*q.operands[:2]), strict=True):

@@ -50,8 +50,7 @@ def compare(
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @run_on(device="cuda")
-def test_graphed_callables(rank: int, num_ranks: int) -> list[str]:
-    findings = Findings()
+def test_graphed_callables(rank: int, num_ranks: int, findings: Findings) -> None:
     with open_heap("cuda", num_bytes=64 << 20) as heap:
         plain = Block(heap, **STATIC)
         sample = torch.randn_like(next(batches(heap.rank, 1))[0], device=heap.device, requires_grad=True)
@@ -60,14 +59,13 @@ def test_graphed_callables(rank: int, num_ranks: int) -> list[str]:
         del graphed
         heap.release_graphs()
         findings.check(heap.memory.graph_bytes == 0, f"graphs hold {heap.memory.graph_bytes} bytes")
-    return findings.texts
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("options", [{}, STATIC], ids=["exact", "static"])
 @run_on(device="cuda")
-def test_reduce_overhead(rank: int, num_ranks: int, options: dict) -> list[str]:
-    findings, replays = Findings(), []
+def test_reduce_overhead(rank: int, num_ranks: int, findings: Findings, options: dict) -> None:
+    replays = []
     replay = torch.cuda.CUDAGraph.replay
 
     def counted(graph: torch.cuda.CUDAGraph) -> None:
@@ -87,4 +85,3 @@ def test_reduce_overhead(rank: int, num_ranks: int, options: dict) -> list[str]:
         torch._dynamo.reset()
         findings.check(heap.leased_bytes == 0, f"{heap.leased_bytes} bytes are leased")
     assert len(replays) > 8
-    return findings.texts

@@ -28,9 +28,8 @@ def fail_together(heap: SymmetricHeap, capacity: int | None) -> tuple[str, str]:
 
 @pytest.mark.parametrize("capacity", [None, 4 * T * K])
 @run_on(2, device="cuda")
-def test_the_next_correct_call_works(rank: int, num_ranks: int, capacity: int | None) -> list[str]:
+def test_the_next_correct_call_works(rank: int, num_ranks: int, findings: Findings, capacity: int | None) -> None:
     """It has exact capacity, for which the host waits anyway, so that it knows of the error before it begins."""
-    findings = Findings()
     with open_heap("cuda") as heap:
         findings.check(round_trip(heap), "the first call is wrong")
         for turn in range(10):
@@ -41,7 +40,6 @@ def test_the_next_correct_call_works(rank: int, num_ranks: int, capacity: int | 
             for again in range(2):
                 name, text = outcome(lambda turn=turn: findings.check(round_trip(heap, turn), "rows are wrong"))
                 findings.equal(f"error of correct call {again}", (name, text), ("", ""))
-    return findings.texts
 
 
 def look_late(rank: int, num_ranks: int) -> list[str]:

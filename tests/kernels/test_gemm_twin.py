@@ -1,7 +1,6 @@
 """The twins of grouped GEMMs, activations and gradients of biases against float64; ranges of rows against the whole."""
 
 import itertools
-import math
 
 import numpy as np
 import pytest
@@ -21,7 +20,6 @@ from gemm_problem import (
     check_products,
     check_ranges,
     check_splits,
-    formula,
     part_calls,
 )
 from row_ranges import random_ranges, whole_groups
@@ -151,34 +149,9 @@ def test_activation_and_its_gradient(activation, dtype):
     check_activation(twin, ActProblem((CAPACITY,), WIDTHS, dtype, activation, capacity=CAPACITY))
 
 
-@pytest.mark.parametrize("offset", [0.0, 1.0])
-def test_derivatives_at_the_limits_are_those_of_clamp(offset):
-    """Exactly at a limit the gradient goes through; beyond it stops, from below only for up."""
-    limit = 2.0
-    activation = Activation(limit=limit, offset=offset)
-    gate = torch.tensor([[limit, limit + 1, -limit - 1, 1.0, 1.0, 1.0, 1.0]])
-    up = torch.tensor([[1.0, 1.0, 1.0, limit, -limit, limit + 1, -limit - 1]])
-    h = torch.cat([gate, up], dim=1)
-    one, dh, dscale = torch.ones(1), torch.empty_like(h), torch.empty(1)
-    twin.scaled_activation_grad(torch.ones_like(gate), h, one, dh, dscale, activation)
-    h64 = h.double().requires_grad_()
-    formula(h64, activation).sum().backward()
-    torch.testing.assert_close(dh.double(), h64.grad, rtol=1e-5, atol=1e-6)
-    assert (dh != 0).tolist() == [[True, False, True, True, True, True, True] + [True] * 5 + [False] * 2]
-
-
 @activations
 def test_nan_goes_through(activation):
     check_nan_goes_through(twin, activation)
-
-
-def test_infinite_features_do_not_become_nan():
-    """A gate of minus infinity closes; a large one does not overflow the sigmoid."""
-    h = torch.tensor([[-1e30, 100.0, 1.0, 1.0]])
-    out = torch.empty(1, 2)
-    twin.scaled_activation(h, torch.ones(1), out, Activation())
-    assert out.tolist() == [[0.0, 100.0]]
-    assert math.isinf(Activation().limit)
 
 
 @dtypes
