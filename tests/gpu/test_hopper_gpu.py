@@ -298,13 +298,6 @@ def test_wgrad_nan_stays_in_its_group():
         assert torch.equal(dirty, clean)
 
 
-def test_wgrad_calls_repeat():
-    """A launch that skips the JIT, and rows whose bounds change between calls."""
-    for splits in WGRAD_SPLITS * 3:
-        p = wgrad_problem(splits, (1032, 712))
-        assert torch.equal(on_hopper(p), by_triton(p))
-
-
 def test_wgrad_more_than_two_to_the_31_elements():
     """Rows of 2^31 elements and more; then such a result."""
     p = wgrad_problem((1_400_000, 55_555), (256, 1536))
