@@ -1,7 +1,5 @@
 """symmoe.checkpoint: the same bits with any number of ranks, typed errors on all of them, files in the right order."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """symmoe.checkpoint on a bad day: ranks that die, hang or are interrupted, full disks, other jobs, odd files."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

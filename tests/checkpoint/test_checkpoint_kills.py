@@ -1,7 +1,5 @@
 """A fast slice of tests/reliability/checkpoint_kills.py, and proof that the suite notices what it is there for."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

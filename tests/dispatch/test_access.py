@@ -1,7 +1,5 @@
 """Who may use a heap: one thread in a call at a time, and no process but the one that made it."""
 
-from __future__ import annotations
-
 import gc
 import os
 import pickle

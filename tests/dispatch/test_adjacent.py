@@ -1,7 +1,5 @@
 """Discrete weights and gradients that lie like a packed tensor are handed to the kernels as one; others as a table."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

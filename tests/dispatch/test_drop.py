@@ -1,7 +1,5 @@
 """Dropping over an expert's capacity against a loop over experts, and against Megatron-Core where it is installed."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

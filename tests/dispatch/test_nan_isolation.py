@@ -3,8 +3,6 @@
 The same step is run with the tokens' rows replaced by zeros; whatever is not theirs has to have the same bits.
 """
 
-from __future__ import annotations
-
 import bad_tokens
 import pytest
 import torch

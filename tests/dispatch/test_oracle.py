@@ -1,7 +1,5 @@
 """Plan, dispatch and combine against the oracle, bit for bit, over every routing of routings.py; and the oracle."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

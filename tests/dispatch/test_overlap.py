@@ -1,7 +1,5 @@
 """How rows are cut into parts by arrival, and how SMs are divided."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import replace

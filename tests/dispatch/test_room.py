@@ -1,7 +1,5 @@
 """A call with exact capacity gets room before its routing is known. Results do not depend on that."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Padding in a layer: as if the masked tokens were not there."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from cluster import run_on

@@ -1,7 +1,5 @@
 """Activations that quantise on a GPU: byte for byte what the kernels they fuse give, with device splits, in a graph."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -20,12 +18,11 @@ from act_quantize_cases import (
     forward,
     forward_apart,
 )
+from graphs import captured
 from host_reads import synchronising_is_an_error
 from quantize_cases import differences, row_range_of
 
 from symmoe.kernels import gpu, twin
-
-pytestmark = pytest.mark.gpu
 
 CASES = [  # activation, FFN width: whole tiles and parts of them
     ("swiglu", 768),
@@ -81,12 +78,8 @@ def test_differences_are_noticed():
 
 def test_graph_replay_with_other_rows_and_splits():
     p = Problem(ACTIVATIONS["swiglu"], 256, device="cuda")
-    forward(gpu, p, "float8_block")
-    backward(gpu, p, "float8_block")
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found, (found_grad, sums) = forward(gpu, p, "float8_block"), backward(gpu, p, "float8_block")
+    both = captured(lambda: (forward(gpu, p, "float8_block"), backward(gpu, p, "float8_block")))
+    graph, (found, (found_grad, sums)) = both
     other = (100, 3, 0, 0, 217, 7)
     assert sum(other) == sum(SPLITS)
     for seed, splits in ((3, SPLITS), (4, other)):

@@ -1,7 +1,5 @@
 """The benchmarks on GPUs: every suite at small sizes, captured steps included."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
@@ -14,8 +12,6 @@ import pytest
 import torch
 from suites.grouped import CHOICES
 from suites.variants import PRECISION
-
-pytestmark = pytest.mark.gpu
 
 SIZES = ["--hidden", "256", "--ffn", "128", "--experts", "8", "--top-k", "2", "--tokens", "256,16", "--skew", "zipf"]
 SUITES = ["steps", "layer", "variants", "precision", "plan", "dispatch", "combine", "gemm", "overhead"]

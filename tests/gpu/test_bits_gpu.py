@@ -3,8 +3,6 @@
 Which kernels those are follows from the width, the dtype and the layout, and from whether modules are fused.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -18,7 +16,7 @@ from symmoe import ScaledClampedSwiGLU, ScaledSReLU, make_plan
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.moe.ep_step import STASHES, expert_parallel_mlp
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(500, method="thread")]
+pytestmark = pytest.mark.timeout(500, method="thread")
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Narrower than a tile; whole tiles; such that the last block of dscale's sum, the last tile, or both are not full.
@@ -59,8 +57,8 @@ ROUTINGS = (((13, 9, 1, 20), 1), ((1, 1, 1, 1), 3), ((21, 4, 0, 7), 3), ((150, 3
 @pytest.mark.parametrize("ffn", WIDTHS)
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 @run_on(device="cuda", timeout_s=400.0)
-def test_ways_have_the_same_bits(rank: int, num_ranks: int, ffn: int, dtype: torch.dtype) -> list[str]:
-    findings, num_experts = Findings(), 8
+def test_ways_have_the_same_bits(rank: int, num_ranks: int, findings: Findings, ffn: int, dtype: torch.dtype) -> None:
+    num_experts = 8
     with open_heap("cuda", num_bytes=64 << 20) as heap:
         torch.manual_seed(rank)
         # With biases where the contraction is one step.
@@ -87,4 +85,3 @@ def test_ways_have_the_same_bits(rank: int, num_ranks: int, ffn: int, dtype: tor
                     for name, got, want in zip(NAMES, found, first, strict=True):
                         num_other = int((got != want).sum())
                         findings.check(not num_other, f"{num_other} of {got.numel()} numbers of {name} differ")
-    return findings.texts

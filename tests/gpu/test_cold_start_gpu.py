@@ -1,7 +1,5 @@
 """A rank that compiles every kernel, beside one that finds all of them in Triton's cache."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -9,8 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
-pytestmark = pytest.mark.gpu
 
 TIMEOUT_S = 1.0  # less than any rank needs to compile the kernels of a step
 

@@ -1,7 +1,5 @@
 """constant_weights on a GPU: the bits of calls without it, on any stream, and in CUDA graphs."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import pytest
@@ -10,11 +8,13 @@ import torch
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
     pytest.skip("needs a GPU that converts to E4M3: Hopper and newer", allow_module_level=True)
 
+from graphs import captured
+
 from symmoe import GroupedMLP, constant_weights
 from symmoe.errors import ArgumentError
 from symmoe.precision import Float8Block
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300, method="thread")]
+pytestmark = pytest.mark.timeout(300, method="thread")
 
 SPLITS = (300, 0, 1, 211)
 
@@ -84,11 +84,7 @@ def test_readers_on_other_streams_wait():
 
 def test_a_block_inside_of_a_graph_quantises_in_every_replay():
     problem = Problem()
-    problem.accumulate(problem.hold)  # compiled before the capture
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = problem.accumulate(problem.hold)
+    graph, found = captured(lambda: problem.accumulate(problem.hold))
     for factor in (1.0, -0.5, 3.0):
         with torch.no_grad():
             problem.experts.fc1.weight.mul_(factor)

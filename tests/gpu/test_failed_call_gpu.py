@@ -1,8 +1,6 @@
 """A rank that does not come to combine: the others' outputs and gradients are NaN, and their CUDA contexts live on.
 A rank that calls a layer inside a transform of torch.func: an error on all ranks, and the heap lives on."""
 
-from __future__ import annotations
-
 import time
 
 import pytest
@@ -17,8 +15,6 @@ from worker import Findings, open_heap
 
 from symmoe import SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
 from symmoe.errors import PeerAborted, PeerError, PeerTimeout
-
-pytestmark = pytest.mark.gpu
 
 T, K, H = 40, 2, 64
 TIMEOUT_S = 1.0
@@ -51,9 +47,9 @@ class Call:
         return {"dx": self._x.grad, "dprobs": self._probs.grad}
 
 
-def leave_out_of_combine(rank: int, num_ranks: int, device: str, where: str, order: str) -> list[str]:
+def leave_out_of_combine(rank: int, num_ranks: int, findings: Findings, device: str, where: str, order: str) -> None:
     """The last rank comes to combine when the others have given it up."""
-    findings, missing = Findings(), num_ranks - 1
+    missing = num_ranks - 1
     findings.where = f"{where}, order {order}, rank {rank} of {num_ranks}"
     backend = "nvshmem" if device == "cuda" else "host"
     heap = SymmetricHeap(num_bytes=8 << 20, backend=backend)
@@ -88,7 +84,6 @@ def leave_out_of_combine(rank: int, num_ranks: int, device: str, where: str, ord
     findings.check(bool((ones @ ones == 64).all()), "the device computes something else")
     heap.close()
     findings.check(bool((ones @ ones == 64).all()), "the device computes something else after close()")
-    return findings.texts
 
 
 def _error_of(call: Call, heap: SymmetricHeap, device: str, findings: Findings) -> PeerError | None:
@@ -120,8 +115,7 @@ def test_results_of_a_failed_combine_are_nan(where: str, order: str):
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @run_on(device="cuda")
-def test_transforms_of_a_layer(rank: int, num_ranks: int) -> list[str]:
-    findings = Findings()
+def test_transforms_of_a_layer(rank: int, num_ranks: int, findings: Findings) -> None:
     with open_heap("cuda") as heap:
         layer, _ = make_layer(heap, config_for(num_ranks, "cuda"))
         x = torch.ones(T, layer.config.hidden, device=heap.device)
@@ -139,4 +133,3 @@ def test_transforms_of_a_layer(rank: int, num_ranks: int) -> list[str]:
                 findings.equal("error", error, "ArgumentError")
                 findings.check("no rules for transforms of torch.func" in text, text)
                 findings.check(torch.equal(call(x).detach(), wanted), "the next call is wrong")
-    return findings.texts

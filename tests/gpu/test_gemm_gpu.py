@@ -10,39 +10,12 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
-import gemm_problem
-from gemm_problem import (
-    BOTH,
-    DTYPES,
-    SENTINEL,
-    ActProblem,
-    Scattered,
-    all_rows,
-    assert_near,
-    check_a_forgotten_range,
-    check_act,
-    check_act_ranges,
-    check_activation,
-    check_biases,
-    check_dgrad,
-    check_fused,
-    check_gemm,
-    check_gradients,
-    check_nan_goes_through,
-    check_products,
-    check_ranges,
-    check_splits,
-    check_wgrad,
-    gate_columns,
-    part_calls,
-)
+import gemm_problem as problems
 from row_ranges import random_ranges, rows_of, whole_groups
 
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.triton import bias, gemm, gemm_act
 from symmoe.kernels.triton.tiles import TileConfig
-
-pytestmark = pytest.mark.gpu
 
 # H, I: tiles fit exactly; neither tiles nor contraction steps fit; smaller than a tile. Products are of gates and ups.
 WIDTHS = [(1024, 768), (1032, 712), (64, 48)]
@@ -58,9 +31,9 @@ ACTIVATIONS = {
     "tanh gelu": Activation(function="gelu_tanh", is_gated=False),
 }
 
-kernels = gemm_problem.triton_kernels()
-forward, backward = (functools.partial(each, kernels) for each in (gemm_problem.forward, gemm_problem.backward))
-dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+kernels = problems.triton_kernels()
+forward, backward = (functools.partial(each, kernels) for each in (problems.forward, problems.backward))
+dtypes = pytest.mark.parametrize("dtype", problems.DTYPES, ids=str)
 activations = pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=ACTIVATIONS)
 halves_and_blocks = pytest.mark.parametrize(
     "activation", [ACTIVATIONS["swiglu"], ACTIVATIONS["blocks"]], ids=["halves", "blocks"]
@@ -68,7 +41,7 @@ halves_and_blocks = pytest.mark.parametrize(
 
 
 def Problem(splits, widths, dtype, activation=SWIGLU, **options):
-    return ActProblem(splits, widths, dtype, activation, device="cuda", **options)
+    return problems.ActProblem(splits, widths, dtype, activation, device="cuda", **options)
 
 
 # gather, table, bias, zero_tail
@@ -84,13 +57,13 @@ BIAS_CASES = [(False, False, False), (True, True, True)]  # gather, scaled, accu
 def check_all(p, **options):
     """Every option of every product at least once."""
     for case in GEMM_CASES:
-        check_gemm(kernels, p, *case, **options)
+        problems.check_gemm(kernels, p, *case, **options)
     for case in DGRAD_CASES:
-        check_dgrad(kernels, p, False, *case, **options)
+        problems.check_dgrad(kernels, p, False, *case, **options)
     for *case, is_fp32 in WGRAD_CASES:
-        check_wgrad(kernels, p, *case, torch.float32 if is_fp32 else p.dtype, **options)
+        problems.check_wgrad(kernels, p, *case, torch.float32 if is_fp32 else p.dtype, **options)
     for case in BIAS_CASES:
-        check_biases(kernels, p, *case)
+        problems.check_biases(kernels, p, *case)
 
 
 @dtypes
@@ -101,7 +74,7 @@ def test_products_against_float64(widths, dtype):
 
 
 @dtypes
-@pytest.mark.parametrize("check", [check_products, check_gradients])
+@pytest.mark.parametrize("check", [problems.check_products, problems.check_gradients])
 @pytest.mark.parametrize("widths", [WIDTHS[1], (8, 304)], ids=str)
 def test_every_combination_of_options_against_float64(widths, check, dtype):
     """Also of one step of the contraction, as those of adapters are."""
@@ -114,26 +87,31 @@ def test_every_combination_of_options_against_float64(widths, check, dtype):
 def test_fused_activations_against_float64(widths, activation, dtype):
     for splits in SPLITS[:3]:
         table = splits == SPLITS[0]
-        check_act(kernels, Problem(splits, widths, dtype, activation), table=table, cases=itertools.product(BOTH, BOTH))
+        problems.check_act(
+            kernels,
+            Problem(splits, widths, dtype, activation),
+            table=table,
+            cases=itertools.product(problems.BOTH, problems.BOTH),
+        )
 
 
 @dtypes
 @activations
 def test_elementwise_kernels(activation, dtype):
     for (_, ffn), num_rows in itertools.product(WIDTHS, (0, 1, 8, 1001)):
-        check_activation(kernels, Problem((num_rows,), (64, ffn), dtype, activation), dscale_dtype=dtype)
+        problems.check_activation(kernels, Problem((num_rows,), (64, ffn), dtype, activation), dscale_dtype=dtype)
 
 
 @activations
 def test_nan_goes_through(activation):
-    check_nan_goes_through(kernels, activation, "cuda")
+    problems.check_nan_goes_through(kernels, activation, "cuda")
 
 
 @dtypes
 @activations
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)
 def test_fused_is_bitwise_the_three_modules(widths, activation, dtype):
-    check_fused(kernels, Problem(SPLITS[0], widths, dtype, activation))
+    problems.check_fused(kernels, Problem(SPLITS[0], widths, dtype, activation))
 
 
 @dtypes
@@ -143,7 +121,7 @@ def test_interleaved_features_give_the_bits_of_two_halves(interleave, dtype):
     halves, blocks = Activation(), Activation(interleave=interleave)
     p = Problem(SPLITS[0], (136, 416), dtype, halves)
     q = Problem(SPLITS[0], (136, 416), dtype, blocks)
-    order = torch.cat(gate_columns(p.ffn, blocks, "cuda"))
+    order = torch.cat(problems.gate_columns(p.ffn, blocks, "cuda"))
     for name in ("scale", "weight2"):
         setattr(q, name, getattr(p, name))
     q.weight1[:, order], q.bias[:, order] = p.weight1, p.bias
@@ -156,8 +134,8 @@ def test_interleaved_features_give_the_bits_of_two_halves(interleave, dtype):
     pairs = ((h, h_q[:, order]), (a, a_q), (dh, dh_q[:, order]), (a_again, a_again_q))
     for left, right in pairs:
         assert torch.equal(left[:n], right[:n])
-    assert_near(dscale, dscale_q)
-    assert_near(dbias, dbias_q[:, order])
+    problems.assert_near(dscale, dscale_q)
+    problems.assert_near(dbias, dbias_q[:, order])
 
 
 # -- tiles ------------------------------------------------------------------------------------------------------------
@@ -204,7 +182,9 @@ def test_other_tile_configs_of_fused_activations(variant, activation):
     config = TileConfig(**{**BASE, **FUSED_VARIANTS[variant]})
     act_config = replace(gemm_act.ACT_CONFIG, flatten=config.flatten, parts=config.parts)
     p = Problem(SPLITS[0], WIDTHS[1], torch.bfloat16, activation)
-    check_act(kernels, p, {"config": act_config}, {"config": config}, cases=itertools.product(BOTH, BOTH))
+    problems.check_act(
+        kernels, p, {"config": act_config}, {"config": config}, cases=itertools.product(problems.BOTH, problems.BOTH)
+    )
 
 
 def test_many_groups():
@@ -217,8 +197,8 @@ def test_many_groups():
 
 def calls_of(p):
     """Those by the kernels that the functions choose, and dgrad by Triton's: (function that makes outputs, call)."""
-    by_triton = part_calls(kernels, p, config=gemm.gemm_config(p.hidden, p.dtype))["dgrad"]
-    return {**part_calls(kernels, p), "dgrad_by_triton": by_triton}
+    by_triton = problems.part_calls(kernels, p, config=gemm.gemm_config(p.hidden, p.dtype))["dgrad"]
+    return {**problems.part_calls(kernels, p), "dgrad_by_triton": by_triton}
 
 
 @dtypes
@@ -227,7 +207,7 @@ def test_ranges_of_rows(step, dtype):
     for splits in SPLITS:
         p = Problem(splits, WIDTHS[1], dtype)
         for blanks, call in calls_of(p).values():
-            check_ranges(p, blanks, call, random_ranges(splits, 3, step=step), num_sms=7)
+            problems.check_ranges(p, blanks, call, random_ranges(splits, 3, step=step), num_sms=7)
 
 
 @dtypes
@@ -236,12 +216,12 @@ def test_ranges_of_a_single_group(dtype):
     p = Problem((500,), WIDTHS[1], dtype)
     for name, (blanks, call) in calls_of(p).items():
         (whole,) = outs = blanks()
-        call(p.row_range, outs, all_rows(p))
+        call(p.row_range, outs, problems.all_rows(p))
         for begin, end in ((131, 402), (500, 500), (499, 3), (0, 1)):
             ranges = torch.tensor([[begin], [end]], dtype=torch.int32, device="cuda")
             come, (out,) = rows_of(ranges, p.capacity), (outs := blanks())
             call(ranges, outs, come)
-            assert torch.equal(out, torch.where(come[:, None], whole, SENTINEL)), (name, begin, end)
+            assert torch.equal(out, torch.where(come[:, None], whole, problems.SENTINEL)), (name, begin, end)
 
 
 @dtypes
@@ -254,12 +234,12 @@ def test_ranges_of_rows_of_fused_activations(step, activation, dtype):
         act_options = {"config": gemm_act.act_config(p.ffn, dtype, activation)}
         configs = {"act_options": act_options, "dact_options": {"config": gemm_act.dact_config(p.ffn, dtype)}}
         parts = random_ranges(splits, 3, step=step)
-        check_act_ranges(kernels, p, parts)
-        check_act_ranges(kernels, p, parts, gather=True, bias=p.bias, num_sms=7, **configs)
+        problems.check_act_ranges(kernels, p, parts)
+        problems.check_act_ranges(kernels, p, parts, gather=True, bias=p.bias, num_sms=7, **configs)
 
 
 def test_a_forgotten_range_is_seen():
-    check_a_forgotten_range(kernels, Problem(SPLITS[0], WIDTHS[0], torch.bfloat16), 3, 100)
+    problems.check_a_forgotten_range(kernels, Problem(SPLITS[0], WIDTHS[0], torch.bfloat16), 3, 100)
 
 
 # -- what bits do not depend on ---------------------------------------------------------------------------------------
@@ -268,7 +248,7 @@ def test_a_forgotten_range_is_seen():
 def of_products(p, num_sms=None, *, table=False):
     """Every output of every product, gathered where there is a choice: ({name: rows}, {name: per group})."""
     options = {"num_sms": num_sms}
-    weight = Scattered(p.weight) if table else None
+    weight = problems.Scattered(p.weight) if table else None
     out, dx, dscale = p.blank(p.width), p.blank(p.hidden), p.blank(dtype=torch.float32)
     operand = weight.table if table else p.weight
     gathered, biased = (p.packed, p.row_index), {"bias": (p.bias, p.scale), "zero_tail": True}
@@ -286,7 +266,7 @@ def of_products(p, num_sms=None, *, table=False):
 
 def of_fused(p, num_sms=None, *, table=False):
     """The same of the functions that are fused with an activation, of gathered and of contiguous rows."""
-    scattered = [Scattered(weight) for weight in (p.weight1, p.weight2)] if table else []
+    scattered = [problems.Scattered(weight) for weight in (p.weight1, p.weight2)] if table else []
     weights = [{"weight": each.table, "num_sms": num_sms} for each in scattered] or [{"num_sms": num_sms}] * 2
     rows, dbias = {}, {}
     for way, source in (("gathered", (p.packed, p.row_index)), ("contiguous", p.rows)):
@@ -340,7 +320,7 @@ def test_an_experts_bits_do_not_depend_on_the_others(before, results, dtype):
     for name in ("weight1", "weight2", "bias"):
         getattr(among, name)[1] = getattr(single, name)[0]
     single_rows, single_groups = run(single)
-    for table in BOTH:
+    for table in problems.BOTH:
         among_rows, among_groups = run(among, table=table)
         for name, tensor in single_rows.items():
             assert torch.equal(tensor[:size], among_rows[name][span]), name
@@ -365,18 +345,18 @@ def test_a_rows_bits_do_not_depend_on_its_place(results, dtype):
 
 
 def test_splits():
-    check_splits(kernels, "cuda")
+    problems.check_splits(kernels, "cuda")
 
 
 def test_no_rows():
     """A capacity of zero: nothing to launch but the zeros of the gradients."""
     p = Problem((0, 0, 0), (64, 96), torch.bfloat16, capacity=0)
-    check_gemm(kernels, p, False, False, "none", True)
-    check_dgrad(kernels, p, False, False, True)
-    for accumulate in BOTH:
-        check_wgrad(kernels, p, False, False, True, accumulate, torch.bfloat16)
-    check_biases(kernels, p, False, False, False)
-    check_act(kernels, p)
+    problems.check_gemm(kernels, p, False, False, "none", True)
+    problems.check_dgrad(kernels, p, False, False, True)
+    for accumulate in problems.BOTH:
+        problems.check_wgrad(kernels, p, False, False, True, accumulate, torch.bfloat16)
+    problems.check_biases(kernels, p, False, False, False)
+    problems.check_act(kernels, p)
 
 
 def test_offsets_beyond_32_bits():
@@ -400,7 +380,7 @@ def test_offsets_beyond_32_bits():
     weight_t = weight.transpose(1, 2).contiguous()
     gemm.grouped_gemm((out, index), weight_t, row_range, narrow)
     again = torch.empty_like(narrow)
-    gemm.grouped_gemm_dgrad(out, Scattered(weight).table, row_range, again)
+    gemm.grouped_gemm_dgrad(out, problems.Scattered(weight).table, row_range, again)
     expected = out[last].double() @ weight[1].double()
     for got in (narrow, again):
         error = (got[last].double() - expected).abs().max() / expected.abs().max()
@@ -413,7 +393,7 @@ def test_offsets_beyond_32_bits():
         assert (dw[1].double() - expected).abs().max() / expected.abs().max() < 1e-2
     dbias, dscale = torch.empty(2, width, device="cuda"), torch.empty(num_rows + tail, device="cuda")
     bias.grouped_bias_grad(out, row_range, dbias)
-    assert_near(dbias[1], group.sum(dim=0))
+    problems.assert_near(dbias[1], group.sum(dim=0))
     bias_of_groups = torch.ones(2, width, dtype=torch.bfloat16, device="cuda")
     bias.grouped_bias_dot(out, bias_of_groups, row_range, dscale)
     error = (dscale[69_000:num_rows].double() - group.sum(dim=1)).abs().max()

@@ -1,103 +1,75 @@
 """Grouped linear layers and the fused MLP on one GPU: the matrix again, CUDA graphs, and no waiting for the device."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from dataclasses import replace
 
+import grouped_cases as cases
 import numpy as np
 import pytest
 import torch
-from grouped_cases import (
-    ACTIVATIONS,
-    DTYPES,
-    PATHS,
-    SENTINEL,
-    WAYS,
-    Buffers,
-    Case,
-    Inputs,
-    Sizes,
-    assert_same_bits,
-    assert_same_results,
-    check_activation,
-    check_autocast,
-    check_case,
-    check_discrete_weights,
-    check_splits,
-    linear_inputs,
-    make_inputs,
-    make_linear,
-    make_way,
-    matrix,
-    run,
-    run_experts,
-    used,
-)
+from graphs import captured
 from host_reads import synchronising_is_an_error
 
 from symmoe import GroupedLinear, GroupedMLP, ScaledSwiGLU, Sequential, SymmetricHeap
 from symmoe.errors import ArgumentError, StaleLease
 from symmoe.precision import MXFP8, NVFP4, Float8Block
 
-pytestmark = pytest.mark.gpu
-
 # One shape throughout, since kernels are compiled by shape; neither tiles nor contraction steps fit. 4 rows of tail.
-SIZES = Sizes(splits=(70, 0, 3, 55), lead=(12, 11), hidden=72, ffn=40)
-PLAIN = Case(buffers=())
+SIZES = cases.Sizes(splits=(70, 0, 3, 55), lead=(12, 11), hidden=72, ffn=40)
+PLAIN = cases.Case(buffers=())
 
 
-def expert_inputs(case: Case, **options) -> Inputs:
-    return make_inputs(case, device="cuda", **{"sizes": SIZES, **options})
+def expert_inputs(case: cases.Case, **options) -> cases.Inputs:
+    return cases.make_inputs(case, device="cuda", **{"sizes": SIZES, **options})
 
 
-def single_inputs(case: Case, **options) -> Inputs:
-    return linear_inputs(case, device="cuda", **{"sizes": SIZES, **options})
+def single_inputs(case: cases.Case, **options) -> cases.Inputs:
+    return cases.linear_inputs(case, device="cuda", **{"sizes": SIZES, **options})
 
 
 # -- what CPUs compute, too -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("case", matrix(), ids=str)
+@pytest.mark.parametrize("way", cases.WAYS)
+@pytest.mark.parametrize("case", cases.matrix(), ids=str)
 def test_matrix(case, way):
-    check_case(way, case, SIZES, "cuda")
+    cases.check_case(way, case, SIZES, "cuda")
 
 
 @pytest.mark.parametrize("main_grad", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+@pytest.mark.parametrize("path", cases.PATHS)
 def test_discrete_weights_give_the_same_bits(path, dtype, main_grad):
-    check_discrete_weights(path, Case(dtype=dtype, main_grad=main_grad), SIZES, "cuda")
+    cases.check_discrete_weights(path, cases.Case(dtype=dtype, main_grad=main_grad), SIZES, "cuda")
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", cases.PATHS)
 def test_more_discrete_weights_than_one_launch_carries(path):
-    sizes = Sizes(splits=(1, 0, 3) * 50, lead=(20, 11), hidden=16, ffn=8)
-    check_discrete_weights(path, Case(dtype=torch.bfloat16), sizes, "cuda")
+    sizes = cases.Sizes(splits=(1, 0, 3) * 50, lead=(20, 11), hidden=16, ffn=8)
+    cases.check_discrete_weights(path, cases.Case(dtype=torch.bfloat16), sizes, "cuda")
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("path", cases.PATHS)
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+@pytest.mark.parametrize("name", cases.ACTIVATIONS)
 def test_activations(name, dtype, path):
-    check_activation(path, name, dtype, SIZES, "cuda")
+    cases.check_activation(path, name, dtype, SIZES, "cuda")
 
 
 @pytest.mark.parametrize("kind", ["int32", "int64", "list", "cpu"])
 @pytest.mark.parametrize("splits", [(70, 0, 3, 55), (0, 0, 0, 0), (132, 0, 0, 0), (0, 0, 0, 132)], ids=str)
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", cases.PATHS)
 def test_splits(kind, splits, path):
     device = "cpu" if kind == "cpu" else "cuda"
     given = list(splits) if kind == "list" else torch.tensor(splits, device=device)
-    check_splits(path, given.int() if kind == "int32" else given, replace(SIZES, splits=splits), "cuda")
+    cases.check_splits(path, given.int() if kind == "int32" else given, replace(SIZES, splits=splits), "cuda")
 
 
 @pytest.mark.parametrize("weights", ["packed", "discrete"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", cases.WAYS)
 def test_autocast(weights, way):
-    check_autocast(way, Case(), weights, SIZES, "cuda")
+    cases.check_autocast(way, cases.Case(), weights, SIZES, "cuda")
 
 
 # -- what only GPUs do ------------------------------------------------------------------------------------------------
@@ -118,10 +90,10 @@ def test_device_splits_cannot_lead_out_of_the_rows(splits, meant, dtype):
     """Nobody reads them on the host, so the kernels keep within the rows."""
     sizes = replace(SIZES, splits=(132, 0, 0, 0))
     inputs = expert_inputs(PLAIN, sizes=sizes)  # no NaN: every row may be used
-    got = run_experts("mlp", PLAIN, inputs, splits=torch.tensor(splits, dtype=dtype, device="cuda"))
-    want = run_experts("mlp", PLAIN, inputs, splits=torch.tensor(meant, dtype=dtype, device="cuda"))
+    got = cases.run_experts("mlp", PLAIN, inputs, splits=torch.tensor(splits, dtype=dtype, device="cuda"))
+    want = cases.run_experts("mlp", PLAIN, inputs, splits=torch.tensor(meant, dtype=dtype, device="cuda"))
     for name, tensor in want.tensors.items():
-        assert_same_bits(got.tensors[name], tensor, name)
+        cases.assert_same_bits(got.tensors[name], tensor, name)
 
 
 @pytest.mark.parametrize("sizes", [{"hidden": 12}, {"ffn": 12}, {"hidden": 12, "ffn": 12}], ids=str)
@@ -136,22 +108,22 @@ def test_widths_that_kernels_cannot_take(sizes):
         Sequential(model.fc1, ScaledSwiGLU(), model.fc2)(rows, splits, torch.ones(8, device="cuda"), splits)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 def test_the_same_bits_every_time(dtype):
-    case = Case(dtype=dtype, buffers=())
+    case = cases.Case(dtype=dtype, buffers=())
     inputs = expert_inputs(case)
-    for path in PATHS:
-        first = run_experts(path, case, inputs)
+    for path in cases.PATHS:
+        first = cases.run_experts(path, case, inputs)
         for _ in range(3):
-            assert_same_results(run_experts(path, case, inputs), first, SIZES)
+            cases.assert_same_results(cases.run_experts(path, case, inputs), first, SIZES)
 
 
 # -- CUDA graphs ------------------------------------------------------------------------------------------------------
 
 
-def model_of(path: str, case: Case, inputs: Inputs, **options):
+def model_of(path: str, case: cases.Case, inputs: cases.Inputs, **options):
     """(call(x, scale, splits, out, grad_input_out), the layers)."""
-    made, layers = make_way(path, case, inputs, **options)
+    made, layers = cases.make_way(path, case, inputs, **options)
 
     def call(x, scale, splits, out, grad_input_out):
         return made(x, scale, splits, out=out, grad_input_out=grad_input_out, is_first_microbatch=True)
@@ -174,7 +146,9 @@ CAPTURED = [
         itertools.product(("linear", "modules", "sequential", "mlp"), NUMBERS, WEIGHTS)
     )
 ]
-WHOLE_BLOCKS = Sizes(splits=SIZES.splits, lead=SIZES.lead, hidden=160, ffn=96)  # recipes want multiples of 16 or 32
+WHOLE_BLOCKS = cases.Sizes(
+    splits=SIZES.splits, lead=SIZES.lead, hidden=160, ffn=96
+)  # recipes want multiples of 16 or 32
 
 
 def test_pairs_of_options_are_captured():
@@ -186,7 +160,7 @@ def test_pairs_of_options_are_captured():
 @pytest.mark.parametrize(("path", "numbers", "weights", "main_grad", "delayed", "bias"), CAPTURED)
 def test_graph_replays_with_other_data_and_other_splits(path, numbers, weights, main_grad, delayed, bias):
     dtype, recipe = NUMBERS[numbers]
-    case = Case(dtype=dtype, main_grad=main_grad, delayed=delayed, bias=bias)
+    case = cases.Case(dtype=dtype, main_grad=main_grad, delayed=delayed, bias=bias)
     shape = SIZES if recipe is None else WHOLE_BLOCKS
     widths = {"width": 96, "out_features": 96} if path == "linear" else {}
     make = functools.partial(expert_inputs, case, **widths)
@@ -202,7 +176,10 @@ def test_graph_replays_with_other_data_and_other_splits(path, numbers, weights, 
     columns = inputs.d_y.shape[-1]
     x, scale = inputs.x.clone().requires_grad_(), inputs.scale.clone().requires_grad_()
     d_y, splits = inputs.d_y.clone(), inputs.splits
-    out, grad_input_out = x.new_full((shape.num_rows, columns), SENTINEL), torch.full_like(x, SENTINEL).detach()
+    out, grad_input_out = (
+        x.new_full((shape.num_rows, columns), cases.SENTINEL),
+        torch.full_like(x, cases.SENTINEL).detach(),
+    )
 
     def step(out, grad_input_out):
         """Forward and backward; the gradients of x, scale and all parameters."""
@@ -214,31 +191,22 @@ def test_graph_replays_with_other_data_and_other_splits(path, numbers, weights, 
         weights = [p.main_grad if hasattr(p, "main_grad") else p.grad for p in parameters]
         return [x.grad, scale.grad, *weights]
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            step(out, grad_input_out)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        grads = step(out, grad_input_out)
-
+    graph, grads = captured(lambda: step(out, grad_input_out))
     for counts, seed in REPLAYED:
         sizes = replace(shape, splits=counts)
         fresh = make(sizes=sizes, seed=seed)
         with torch.no_grad():
             for static, value in ((x, fresh.x), (scale, fresh.scale), (d_y, fresh.d_y), (splits, fresh.splits)):
                 static.copy_(value)
-        out.fill_(SENTINEL)
-        grad_input_out.fill_(SENTINEL)
+        out.fill_(cases.SENTINEL)
+        grad_input_out.fill_(cases.SENTINEL)
         graph.replay()
         torch.cuda.synchronize()
         for buffer in (out, grad_input_out):
-            assert (buffer[sizes.num_used :] == SENTINEL).all(), "the tail was written"
+            assert (buffer[sizes.num_used :] == cases.SENTINEL).all(), "the tail was written"
         replayed = [out[: sizes.num_used].clone(), grad_input_out[: sizes.num_used].clone()]
         replayed += [None if grad is None else grad.clone() for grad in grads]
-        out_again, grad_again = torch.full_like(out, SENTINEL), torch.full_like(grad_input_out, SENTINEL)
+        out_again, grad_again = torch.full_like(out, cases.SENTINEL), torch.full_like(grad_input_out, cases.SENTINEL)
         eager = step(out_again, grad_again)
         eager = [out_again[: sizes.num_used], grad_again[: sizes.num_used], *eager]
         assert len(replayed) == len(eager)
@@ -246,7 +214,7 @@ def test_graph_replays_with_other_data_and_other_splits(path, numbers, weights, 
             assert (got is None) == (want is None)
             if got is None:
                 continue
-            assert_same_bits(got, want, f"tensor {i} with splits {counts}")
+            cases.assert_same_bits(got, want, f"tensor {i} with splits {counts}")
 
 
 @pytest.mark.parametrize("path", ["linear", "sequential"])
@@ -269,7 +237,7 @@ def test_host_splits_in_a_capture(path, kind):
             found.append(call(inputs.x, inputs.scale, splits, None, None))
         graph.replay()
         torch.cuda.synchronize()
-    assert_same_bits(found[0], want)
+    cases.assert_same_bits(found[0], want)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.uint8, torch.uint16, torch.uint32, torch.uint64])
@@ -280,13 +248,10 @@ def test_splits_of_any_integers_in_a_graph(dtype):
     splits, other = inputs.splits.to(dtype), torch.tensor([3, 70, 0, 55], device="cuda")
     with torch.no_grad():
         want = call(inputs.x.nan_to_num(), inputs.scale, other, None, None)
-        call(inputs.x.nan_to_num(), inputs.scale, splits, None, None)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            y = call(inputs.x.nan_to_num(), inputs.scale, splits, None, None)
+        graph, y = captured(lambda: call(inputs.x.nan_to_num(), inputs.scale, splits, None, None))
         splits.copy_(other)
         graph.replay()
-    assert_same_bits(y, want)
+    cases.assert_same_bits(y, want)
 
 
 def test_another_default_device():
@@ -295,7 +260,7 @@ def test_another_default_device():
     want = call(inputs.x, inputs.scale, inputs.splits, None, None)
     for device in ("meta", "cuda", "cpu"):
         with torch.device(device):
-            assert_same_bits(call(inputs.x, inputs.scale, list(SIZES.splits), None, None), want)
+            cases.assert_same_bits(call(inputs.x, inputs.scale, list(SIZES.splits), None, None), want)
 
 
 # -- no waiting for the device ----------------------------------------------------------------------------------------
@@ -311,12 +276,12 @@ def test_synchronising_is_found():
 @pytest.mark.parametrize("delayed", [False, True])
 @pytest.mark.parametrize("path", ["linear", "modules", "sequential"])
 def test_no_host_synchronisation(path, delayed, weights, kind):
-    case = Case(dtype=torch.bfloat16, delayed=delayed)
+    case = cases.Case(dtype=torch.bfloat16, delayed=delayed)
     make = single_inputs if path == "linear" else expert_inputs
     inputs = make(case)
     call, layers = model_of(path, case, inputs, weights=weights)
     x, scale = inputs.x.clone().requires_grad_(), inputs.scale.clone().requires_grad_()
-    buffers = Buffers.of(case, inputs, out_features=inputs.d_y.shape[-1])
+    buffers = cases.Buffers.of(case, inputs, out_features=inputs.d_y.shape[-1])
     splits = list(SIZES.splits) if kind == "list" else inputs.splits.to(getattr(torch, kind))
     for _ in range(2):  # the second time with gradients that are there already
         with synchronising_is_an_error():
@@ -328,10 +293,10 @@ def test_no_host_synchronisation(path, delayed, weights, kind):
 
 def test_runs_on_the_current_stream():
     """x, splits and d_y are made by slow work of the same side stream."""
-    case = Case(dtype=torch.bfloat16, buffers=())
+    case = cases.Case(dtype=torch.bfloat16, buffers=())
     inputs = single_inputs(case)
-    layer: GroupedLinear = make_linear(case, inputs.w1, inputs.b1, weights="discrete")
-    want = run(lambda x, scale: layer(x, inputs.splits), {"fc": layer}, inputs, case)
+    layer: GroupedLinear = cases.make_linear(case, inputs.w1, inputs.b1, weights="discrete")
+    want = cases.run(lambda x, scale: layer(x, inputs.splits), {"fc": layer}, inputs, case)
     layer.zero_grad()
     side = torch.cuda.Stream()
     late = [torch.zeros_like(tensor) for tensor in (inputs.x, inputs.d_y, inputs.splits)]
@@ -345,9 +310,9 @@ def test_runs_on_the_current_stream():
         y = layer(x, late[2])
         y.backward(late[1])
     torch.cuda.synchronize()
-    assert_same_bits(used(y.detach(), SIZES), used(want.tensors["y"], SIZES))
-    assert_same_bits(used(x.grad, SIZES), used(want.tensors["d_x"], SIZES))
-    assert_same_bits(layer.weight0.grad, want.tensors["d_fc.weight"][0])
+    cases.assert_same_bits(cases.used(y.detach(), SIZES), cases.used(want.tensors["y"], SIZES))
+    cases.assert_same_bits(cases.used(x.grad, SIZES), cases.used(want.tensors["d_x"], SIZES))
+    cases.assert_same_bits(layer.weight0.grad, want.tensors["d_fc.weight"][0])
 
 
 # -- buffers that are written again -----------------------------------------------------------------------------------
@@ -371,14 +336,14 @@ def test_raw_writes_under_saved_tensors_are_errors(path):
 
 @pytest.mark.parametrize("path", ["linear", "modules", "sequential"])
 def test_leaf_accumulates_over_micro_batches(path):
-    case = Case(buffers=("out", "grad_input_out"))
+    case = cases.Case(buffers=("out", "grad_input_out"))
     inputs = single_inputs(case) if path == "linear" else expert_inputs(case)
     call, _ = model_of(path, PLAIN, inputs)
     x, splits = inputs.x.nan_to_num().requires_grad_(), inputs.splits
-    buffers = Buffers.of(case, inputs, out_features=inputs.d_y.shape[-1])
+    buffers = cases.Buffers.of(case, inputs, out_features=inputs.d_y.shape[-1])
     for _ in range(2):
         call(x, inputs.scale, splits, buffers.out, buffers.grad_input_out).backward(inputs.d_y)
-    assert_same_bits(used(x.grad, SIZES), 2 * used(buffers.grad_input_out, SIZES))
+    cases.assert_same_bits(cases.used(x.grad, SIZES), 2 * cases.used(buffers.grad_input_out, SIZES))
     assert not buffers.out.requires_grad
     assert not buffers.grad_input_out.requires_grad
 
@@ -386,7 +351,7 @@ def test_leaf_accumulates_over_micro_batches(path):
 @pytest.mark.parametrize("path", ["linear", "modules", "sequential"])
 def test_losses_that_are_kept_keep_no_leases(path):
     """Backward runs in a thread of autograd's: nothing of a spent graph may outlive it."""
-    case = Case(buffers=("out", "grad_input_out"))
+    case = cases.Case(buffers=("out", "grad_input_out"))
     inputs = single_inputs(case) if path == "linear" else expert_inputs(case)
     call, _ = model_of(path, PLAIN, inputs)
     x, splits, losses = inputs.x.nan_to_num().requires_grad_(), inputs.splits, []
@@ -394,7 +359,7 @@ def test_losses_that_are_kept_keep_no_leases(path):
         for _ in range(200):
             out, grad_input_out = (heap.lease(tuple(like.shape), like.dtype) for like in (inputs.d_y, x))
             y = call(x, inputs.scale, splits, out.tensor, grad_input_out.tensor)
-            losses.append(used(y, SIZES).square().sum())
+            losses.append(cases.used(y, SIZES).square().sum())
             del out, grad_input_out, y
             losses[-1].backward()
             assert heap.leased_bytes == 0

@@ -24,7 +24,7 @@ if hopper_choice.hopper_kernels(torch.device("cuda", 0), BF16, 256) is None:
 from symmoe.kernels.hopper import act, launchers, wgrad  # noqa: E402
 
 # A kernel whose warps wait for each other for ever cannot be interrupted: the process ends.
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(40, method="thread")]
+pytestmark = pytest.mark.timeout(40, method="thread")
 
 kernels = gemm_problem.triton_kernels()
 Problem = functools.partial(ActProblem, device="cuda")
@@ -296,13 +296,6 @@ def test_wgrad_nan_stays_in_its_group():
         assert dirty[group].isnan().all()
         dirty[group] = clean[group]
         assert torch.equal(dirty, clean)
-
-
-def test_wgrad_calls_repeat():
-    """A launch that skips the JIT, and rows whose bounds change between calls."""
-    for splits in WGRAD_SPLITS * 3:
-        p = wgrad_problem(splits, (1032, 712))
-        assert torch.equal(on_hopper(p), by_triton(p))
 
 
 def test_wgrad_more_than_two_to_the_31_elements():

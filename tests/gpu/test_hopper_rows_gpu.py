@@ -14,7 +14,7 @@ if hopper_choice.hopper_kernels(torch.device("cuda", 0), torch.bfloat16, 256) is
     pytest.skip("needs a Triton that has the kernels", allow_module_level=True)
 
 # A kernel whose warps wait for each other for ever cannot be interrupted: the process ends.
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(60, method="thread")]
+pytestmark = pytest.mark.timeout(60, method="thread")
 
 OFFSET = 3 * 512  # of the buffers in the arenas; each rank's is 512 bytes further than the one before
 CASES = [  # T, H, K, R

@@ -1,22 +1,8 @@
 """Adapters on GPUs: low-rank GEMMs of every rank against dense weights W + s B A in float64."""
 
-from __future__ import annotations
-
+import lora_cases as cases
 import pytest
 import torch
-from lora_cases import (
-    FFN,
-    NAMES,
-    ROWS,
-    SPLITS,
-    is_near,
-    make_experts,
-    oracle_of_rows,
-    random_parameters,
-    rows_of_experts,
-)
-
-pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
 HIDDEN = 520  # wide enough for Hopper's own kernels, and no multiple of a tile
@@ -26,17 +12,17 @@ HIDDEN = 520  # wide enough for Hopper's own kernels, and no multiple of a tile
 @pytest.mark.parametrize("lora_rank", [1, 4, 8, 16, 64])
 @pytest.mark.parametrize("bias", [False, True])
 def test_experts(bias: bool, lora_rank: int, dtype: torch.dtype):
-    parameters = random_parameters(len(SPLITS), HIDDEN, FFN, lora_rank, dtype, bias=bias)
-    mlp = make_experts(parameters, slice(None)).to(DEVICE)
-    x, probs, dy = rows_of_experts(dtype, HIDDEN)
-    want_y, want, _ = oracle_of_rows(parameters, x, probs, dy)
+    parameters = cases.random_parameters(len(cases.SPLITS), HIDDEN, cases.FFN, lora_rank, dtype, bias=bias)
+    mlp = cases.make_experts(parameters, slice(None)).to(DEVICE)
+    x, probs, dy = cases.rows_of_experts(dtype, HIDDEN)
+    want_y, want, _ = cases.oracle_of_rows(parameters, x, probs, dy)
     rows, row_probs = x.to(DEVICE).requires_grad_(), probs.to(DEVICE).requires_grad_()
-    y = mlp(rows, torch.tensor(SPLITS, device=DEVICE), row_probs)
+    y = mlp(rows, torch.tensor(cases.SPLITS, device=DEVICE), row_probs)
     y.backward(dy.to(DEVICE))
-    got = {"x": rows.grad[:ROWS], "probs": row_probs.grad[:ROWS, None]}
-    got |= {name: mlp.get_parameter(name).grad for name in NAMES[2:]}
-    assert is_near(y.detach()[:ROWS].cpu(), want_y, dtype)
+    got = {"x": rows.grad[: cases.ROWS], "probs": row_probs.grad[: cases.ROWS, None]}
+    got |= {name: mlp.get_parameter(name).grad for name in cases.NAMES[2:]}
+    assert cases.is_near(y.detach()[: cases.ROWS].cpu(), want_y, dtype)
     for name, gradient in got.items():
-        assert is_near(gradient.cpu(), want[name], dtype), name
-    assert not y[ROWS:].any()
-    assert not row_probs.grad[ROWS:].any()
+        assert cases.is_near(gradient.cpu(), want[name], dtype), name
+    assert not y[cases.ROWS :].any()
+    assert not row_probs.grad[cases.ROWS :].any()

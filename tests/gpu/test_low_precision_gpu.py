@@ -1,7 +1,5 @@
 """Layers in a recipe's numbers on GPUs: the oracle's numbers, the twins' bytes, the same bits in every way, graphs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -33,7 +31,7 @@ from suites.figures import trace_step
 from symmoe import GroupedLinear, GroupedMLP, ScaledClampedSwiGLU, ScaledSReLU
 from symmoe.precision import MXFP8, NVFP4, Float8Block
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300, method="thread")]
+pytestmark = pytest.mark.timeout(300, method="thread")
 
 # Groups without rows, of one row, of more than a tile; widths of whole tiles, and those that end within a block.
 SIZES = Sizes(splits=(300, 0, 1, 129, 70), lead=(51, 10), hidden=512, ffn=256)

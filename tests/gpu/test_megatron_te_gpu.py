@@ -3,8 +3,6 @@
 Attention, norms and linear layers are TE's in all models. The reference is Megatron's alltoall with TEGroupedMLP.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -15,8 +13,6 @@ pytest.importorskip("megatron.core")
 pytest.importorskip("transformer_engine", reason="Transformer Engine is not installed")
 
 from megatron_cases import batch_of, config_of, filled, forms_of, gradients_of, opened_heap, use_groups
-
-pytestmark = pytest.mark.gpu
 
 BOUND = 0.05  # of bf16, root mean square, relative
 

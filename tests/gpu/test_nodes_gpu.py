@@ -4,8 +4,6 @@ Between two GPUs of one machine NCCL goes over NVLink or PCIe; with an NCCL_HOST
 of several torchrun agents set it, over sockets.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -13,13 +11,14 @@ import routings
 import torch
 from captured_cases import check_counts, check_exact
 from cluster import Cluster
+from graphs import captured
 from node_calls import EAGERLY, EXACT, ON_RAILS, STATIC, Ready, check_survivors, drop_on_rails, lose, train, wrong_calls
 from trip_checks import check_cases, check_combine, check_dispatch
 from worker import Findings, open_heap
 
 from symmoe import MoEConfig, MoELayer, combine_tokens, dispatch_tokens, make_plan
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300, method="thread")]
+pytestmark = pytest.mark.timeout(300, method="thread")
 
 LAYOUTS = [pytest.param(n, size, id=f"{n // size} x {size}") for n, size in ((2, 1), (4, 2), (8, 4), (8, 2))]
 layouts = pytest.mark.parametrize(("num_ranks", "ranks_per_node"), LAYOUTS)
@@ -68,12 +67,11 @@ def test_wrong_calls(cluster, num_ranks: int, ranks_per_node: int):
         assert [error[0] for _, error in found] == [name for name, _ in found]
 
 
-def replay(rank: int, num_ranks: int, ranks_per_node: int, what: str) -> list[str]:
+def replay(rank: int, num_ranks: int, findings: Findings, ranks_per_node: int, what: str) -> None:
     """Captured calls with static capacity, replayed with other tokens and routings.
 
     what: "rows": plan, dispatch and combine; "layer": forward and backward of one whose GEMMs run while rows travel.
     """
-    findings = Findings(f"rank {rank}")
     generator = torch.Generator().manual_seed(rank)
     with open_heap("cuda", ranks_per_node=ranks_per_node) as heap:
         num_experts, num_tokens = 2 * num_ranks, 48
@@ -100,16 +98,7 @@ def replay(rank: int, num_ranks: int, ranks_per_node: int, what: str) -> list[st
             x.copy_(torch.randn(x.shape, generator=generator))
 
         fill()
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                step()
-        torch.cuda.current_stream().wait_stream(stream)
-        heap.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            y = step()
+        graph, y = captured(step)
         for _ in range(5):
             fill()
             graph.replay()
@@ -120,7 +109,6 @@ def replay(rank: int, num_ranks: int, ranks_per_node: int, what: str) -> list[st
             heap.synchronize()
             findings.check(torch.equal(y, expected), "a replay differs from a call")
         del graph
-    return findings.texts
 
 
 @layouts

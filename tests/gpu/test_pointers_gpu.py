@@ -9,10 +9,10 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
+from graphs import captured as in_a_graph
+
 from symmoe import copy_data_ptrs_to_device, copy_host_to_device, pack_weight_ptrs
 from symmoe.errors import ArgumentError
-
-pytestmark = pytest.mark.gpu
 
 UNTOUCHED = 0x5A
 
@@ -63,9 +63,7 @@ def test_the_first_launch_may_be_in_a_capture():
     gpu_pointers = pytest.importorskip("symmoe.kernels.triton.pointers")
     gpu_pointers._copy_bytes.cache_clear()
     destination = torch.zeros(8, dtype=torch.uint8, device="cuda")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        copy_host_to_device(bytes(range(8)), destination)
+    graph, _ = in_a_graph(lambda: copy_host_to_device(bytes(range(8)), destination), num_warm_ups=0)
     graph.replay()
     assert destination.tolist() == list(range(8))
 
@@ -133,10 +131,7 @@ def test_scales_are_swizzled_as_by_the_twin(swizzle, captured):
     def pack(device, **lists):
         lists = {name: [t.to(device) for t in ts] for name, ts in lists.items()}
         if device == "cuda" and captured:
-            pack_weight_ptrs(**lists, swizzle=swizzle)  # compiles
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                packed = pack_weight_ptrs(**lists, swizzle=swizzle)
+            graph, packed = in_a_graph(lambda: pack_weight_ptrs(**lists, swizzle=swizzle))
             packed.swizzled.fill_(UNTOUCHED)
             graph.replay()
         else:

@@ -12,8 +12,6 @@ from symmoe.kernels.triton import router_products
 from symmoe.moe.router import Router
 from symmoe.moe.routing import Route, route_tokens
 
-pytestmark = pytest.mark.gpu
-
 DEVICE = torch.device("cuda")
 OURS = kernels.for_device(DEVICE)
 SHAPES = [

@@ -1,7 +1,5 @@
 """A whole training step of MoELayer on GPUs: what it launches, as a CUDA graph, on several streams, in two groups."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -19,15 +17,13 @@ from symmoe.errors import ArgumentError, CapacityError
 from symmoe.moe import ep_step
 from symmoe.tools.bench.layer import Step
 
-pytestmark = pytest.mark.gpu
-
 # -- what a step takes ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("options", [{}, {"layout": "expert-major"}, {"stash": "none"}, {"capacity": 40000}], ids=str)
 @run_on(1, device="cuda")
-def test_the_peak_is_as_planned(rank: int, num_ranks: int, options: dict[str, Any]) -> list[str]:
-    findings, config = Findings(), MoEConfig(hidden=2048, ffn=768, num_experts=32, top_k=8, **options)
+def test_the_peak_is_as_planned(rank: int, num_ranks: int, findings: Findings, options: dict[str, Any]) -> None:
+    config = MoEConfig(hidden=2048, ffn=768, num_experts=32, top_k=8, **options)
     with open_heap("cuda", num_bytes=1 << 30) as heap:
         torch.use_deterministic_algorithms(False)  # which would fill every torch.empty
         layer = MoELayer(config, heap, dtype=torch.bfloat16)
@@ -40,7 +36,6 @@ def test_the_peak_is_as_planned(rank: int, num_ranks: int, options: dict[str, An
         found = sum(meter.peak().values())
     planned = plan_memory(config, num_ranks=num_ranks, num_tokens=len(x)).peak_bytes
     findings.check(abs(planned / found - 1) < 0.1, f"planned {planned}, found {found}")
-    return findings.texts
 
 
 # -- what a step launches ---------------------------------------------------------------------------------------------
@@ -115,9 +110,8 @@ def test_a_thousand_replays(cluster, way: dict[str, str]):
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @run_on(device="cuda")
-def test_what_a_graph_cannot_hold(rank: int, num_ranks: int) -> list[str]:
+def test_what_a_graph_cannot_hold(rank: int, num_ranks: int, findings: Findings) -> None:
     """What a graph cannot hold raises while it is captured, with the reason; the next step is right."""
-    findings = Findings(f"rank {rank} of {num_ranks}")
     with open_heap("cuda", num_bytes=256 << 20) as heap:
         exact = layer_for(heap, config_for(num_ranks, capacity=None, overflow="raise"))
         x = torch.randn(TOKENS, HIDDEN, device=heap.device, dtype=torch.bfloat16)
@@ -133,14 +127,12 @@ def test_what_a_graph_cannot_hold(rank: int, num_ranks: int) -> list[str]:
         del graph
         heap.release_graphs()
         findings.check(torch.equal(exact(x)[0], before), "the next call differs")
-    return findings.texts
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @run_on(device="cuda")
-def test_overflow_in_graphs(rank: int, num_ranks: int) -> list[str]:
+def test_overflow_in_graphs(rank: int, num_ranks: int, findings: Findings) -> None:
     """An overflow during a replay is raised at the next check; what was computed stays inside its buffers."""
-    findings = Findings(f"rank {rank} of {num_ranks}")
     with open_heap("cuda", num_bytes=256 << 20) as heap:
         torch.use_deterministic_algorithms(False)
         config = config_for(
@@ -179,7 +171,6 @@ def test_overflow_in_graphs(rank: int, num_ranks: int) -> list[str]:
         findings.check(num_ranks == 1 or raised[0], "nothing overflowed")
         del graph
         heap.release_graphs()
-    return findings.texts
 
 
 # -- several streams, several groups ----------------------------------------------------------------------------------
@@ -187,9 +178,8 @@ def test_overflow_in_graphs(rank: int, num_ranks: int) -> list[str]:
 
 @pytest.mark.parametrize(("num_ranks", "way"), [(1, WAYS[0]), (2, WAYS[0]), (2, WAYS[2])])
 @run_on(device="cuda", timeout_s=240.0)
-def test_micro_batches_on_two_streams(rank: int, num_ranks: int, way: dict[str, str]) -> list[str]:
+def test_micro_batches_on_two_streams(rank: int, num_ranks: int, findings: Findings, way: dict[str, str]) -> None:
     """Four micro-batches in flight, in turn on two streams, against one after the other on one."""
-    findings = Findings(f"rank {rank} of {num_ranks}")
     with open_heap("cuda", num_bytes=512 << 20) as heap:
         torch.use_deterministic_algorithms(False)
         layer = layer_for(heap, config_for(num_ranks, **way))
@@ -228,14 +218,12 @@ def test_micro_batches_on_two_streams(rank: int, num_ranks: int, way: dict[str, 
             layer.zero_grad(set_to_none=True)
         torch.cuda.synchronize()
         findings.equal("leased bytes", heap.leased_bytes, 0)
-    return findings.texts
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
 @run_on(device="cuda")
-def test_disjoint_groups(rank: int, num_ranks: int) -> list[str]:
+def test_disjoint_groups(rank: int, num_ranks: int, findings: Findings) -> None:
     """Disjoint EP groups work at once, at their own pace."""
-    findings = Findings(f"rank {rank} of {num_ranks}")
     size = num_ranks // 2
     groups = [dist.new_group(list(range(start, start + size))) for start in range(0, num_ranks, size)]
     group = groups[rank // size]
@@ -257,4 +245,3 @@ def test_disjoint_groups(rank: int, num_ranks: int) -> list[str]:
         findings.check(torch.equal(everywhere[other], total), f"rank {other} of another group has other results")
     for made in groups:
         dist.destroy_process_group(made)
-    return findings.texts

@@ -1,7 +1,5 @@
 """Calls that are played from a tape on GPUs: the bits of calls that are not."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest
@@ -13,8 +11,6 @@ from worker import open_heap
 from symmoe.kernels.launch import player
 from symmoe.kernels.launch.launch import FastLaunch
 from symmoe.kernels.triton import router_products
-
-pytestmark = pytest.mark.gpu
 
 LARGE = {"hidden": 512, "ffn": 256, "dtype": torch.bfloat16}  # kernels for Hopper take these
 

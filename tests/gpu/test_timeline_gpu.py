@@ -1,7 +1,5 @@
 """Timelines of real steps on GPUs: what Kineto writes is understood."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from itertools import groupby, pairwise
@@ -16,8 +14,6 @@ from worker import open_heap
 from symmoe import timeline
 from symmoe.timeline.events import Timeline
 from symmoe.timeline.recording import capture_step, directed, record
-
-pytestmark = pytest.mark.gpu
 
 FORWARD = ("plan", "push", "FC1", "FC2", "send sums", "sum at home")
 LATE_US = 1000  # the start of a profiler makes hosts several times as late

@@ -12,8 +12,6 @@ from symmoe.kernels import control, twin
 from symmoe.kernels.control import ControlLayout, Peers
 from symmoe.kernels.routing_rule import RoutingRule
 
-pytestmark = pytest.mark.gpu
-
 DEVICE = "cuda"
 REALISTIC = {
     "qwen3-30b, two ranks": Case(

@@ -1,7 +1,5 @@
 """Layers in models that torch itself captures in CUDA graphs: the results of the same model without captures."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import partial
@@ -15,8 +13,6 @@ from torch._inductor import config
 from worker import Findings, open_heap
 
 from symmoe import MoEConfig, MoELayer, SymmetricHeap
-
-pytestmark = pytest.mark.gpu
 
 STATIC = {"capacity": 2 * 3 * T, "max_tokens": T}  # for all slots of two ranks, which have batches of other lengths
 
@@ -54,8 +50,7 @@ def compare(
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @run_on(device="cuda")
-def test_graphed_callables(rank: int, num_ranks: int) -> list[str]:
-    findings = Findings()
+def test_graphed_callables(rank: int, num_ranks: int, findings: Findings) -> None:
     with open_heap("cuda", num_bytes=64 << 20) as heap:
         plain = Block(heap, **STATIC)
         sample = torch.randn_like(next(batches(heap.rank, 1))[0], device=heap.device, requires_grad=True)
@@ -64,14 +59,13 @@ def test_graphed_callables(rank: int, num_ranks: int) -> list[str]:
         del graphed
         heap.release_graphs()
         findings.check(heap.memory.graph_bytes == 0, f"graphs hold {heap.memory.graph_bytes} bytes")
-    return findings.texts
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("options", [{}, STATIC], ids=["exact", "static"])
 @run_on(device="cuda")
-def test_reduce_overhead(rank: int, num_ranks: int, options: dict) -> list[str]:
-    findings, replays = Findings(), []
+def test_reduce_overhead(rank: int, num_ranks: int, findings: Findings, options: dict) -> None:
+    replays = []
     replay = torch.cuda.CUDAGraph.replay
 
     def counted(graph: torch.cuda.CUDAGraph) -> None:
@@ -91,4 +85,3 @@ def test_reduce_overhead(rank: int, num_ranks: int, options: dict) -> list[str]:
         torch._dynamo.reset()
         findings.check(heap.leased_bytes == 0, f"{heap.leased_bytes} bytes are leased")
     assert len(replays) > 8
-    return findings.texts

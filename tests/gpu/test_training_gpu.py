@@ -1,15 +1,12 @@
 """Training features in a CUDA graph: replays equal eager steps, bit for bit, and are counted."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from cluster import run_on
+from graphs import captured
 from worker import Findings, open_heap
 
 from symmoe import MetricsLogger, MoEConfig, MoELayer, add_lora, balance_step
-
-pytestmark = pytest.mark.gpu
 
 HIDDEN, FFN, TOKENS, TOP_K, NUM_REPLAYS = 256, 128, 512, 4, 8
 FEATURES = (
@@ -22,8 +19,7 @@ FEATURES = (
 @pytest.mark.parametrize("options", FEATURES, ids=str)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @run_on(device="cuda")
-def test_features_in_a_graph(rank: int, num_ranks: int, options: dict) -> list[str]:
-    findings = Findings()
+def test_features_in_a_graph(rank: int, num_ranks: int, findings: Findings, options: dict) -> None:
     with open_heap("cuda", num_bytes=256 << 20) as heap:
         torch.use_deterministic_algorithms(False)
         capacity = TOKENS * TOP_K * num_ranks
@@ -58,15 +54,7 @@ def test_features_in_a_graph(rank: int, num_ranks: int, options: dict) -> list[s
                 balance_step(layer)
             return y.detach(), metrics.aux_loss.detach()
 
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                step(layers[0])
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            got = step(layers[0])
+        graph, got = captured(lambda: step(layers[0]))
         for layer, logger in zip(layers, loggers, strict=True):
             if has_bias:
                 layer.router.expert_bias.zero_()
@@ -98,4 +86,3 @@ def test_features_in_a_graph(rank: int, num_ranks: int, options: dict) -> list[s
         heap.synchronize()
         del graph
         heap.release_graphs()
-    return findings.texts

@@ -1,7 +1,5 @@
 """transformers models with expert-parallel experts on GPUs, and the example that fine-tunes one."""
 
-from __future__ import annotations
-
 import copy
 import re
 import subprocess
@@ -22,8 +20,6 @@ from symmoe.integrations.transformers import ExpertParallelExperts, swap_moe
 ROOT = Path(__file__).resolve().parents[2]
 
 from hf_cases import FAMILIES, random_model  # noqa: E402
-
-pytestmark = pytest.mark.gpu
 
 BOUND = 0.03  # of bf16, relative to the largest entry
 

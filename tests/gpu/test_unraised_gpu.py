@@ -1,7 +1,5 @@
 """A rank that leaves a call by an error of its own, on GPUs, whose hosts look late: see test_unraised.py."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from cluster import run_on
@@ -9,8 +7,6 @@ from heap_calls import outcome, round_trip
 from worker import Findings, open_heap
 
 from symmoe import SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
-
-pytestmark = pytest.mark.gpu
 
 T, K, H, FFN = 40, 2, 64, 32
 
@@ -32,9 +28,8 @@ def fail_together(heap: SymmetricHeap, capacity: int | None) -> tuple[str, str]:
 
 @pytest.mark.parametrize("capacity", [None, 4 * T * K])
 @run_on(2, device="cuda")
-def test_the_next_correct_call_works(rank: int, num_ranks: int, capacity: int | None) -> list[str]:
+def test_the_next_correct_call_works(rank: int, num_ranks: int, findings: Findings, capacity: int | None) -> None:
     """It has exact capacity, for which the host waits anyway, so that it knows of the error before it begins."""
-    findings = Findings()
     with open_heap("cuda") as heap:
         findings.check(round_trip(heap), "the first call is wrong")
         for turn in range(10):
@@ -45,7 +40,6 @@ def test_the_next_correct_call_works(rank: int, num_ranks: int, capacity: int | 
             for again in range(2):
                 name, text = outcome(lambda turn=turn: findings.check(round_trip(heap, turn), "rows are wrong"))
                 findings.equal(f"error of correct call {again}", (name, text), ("", ""))
-    return findings.texts
 
 
 def look_late(rank: int, num_ranks: int) -> list[str]:

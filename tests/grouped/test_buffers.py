@@ -1,28 +1,13 @@
 """Buffers of the caller: what is refused, and that using one again is right or an error, never silently wrong."""
 
-from __future__ import annotations
-
 import functools
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 
+import grouped_cases as cases
 import pytest
 import torch
-from grouped_cases import (
-    SENTINEL,
-    TINY,
-    WAYS,
-    Case,
-    Inputs,
-    assert_near,
-    assert_same_bits,
-    linear_oracle,
-    make_inputs,
-    make_linear,
-    make_way,
-    mlp_oracle,
-)
 from torch import nn
 
 from symmoe import (
@@ -40,41 +25,43 @@ from symmoe.checks.arguments import Buffer, overlap_problem
 from symmoe.errors import ArgumentError, StaleLease
 from symmoe.kernels import twin
 
-PLAIN = Case(buffers=())
-N, H = TINY.num_rows, TINY.hidden
+PLAIN = cases.Case(buffers=())
+N, H = cases.TINY.num_rows, cases.TINY.hidden
 BOTH = ("out", "grad_input_out")
 
 
 class Op:
     """One of WAYS, H -> H, with its own parameters; called as op(x, out=..., grad_input_out=...)."""
 
-    def __init__(self, name: str, case: Case = PLAIN) -> None:
+    def __init__(self, name: str, case: cases.Case = PLAIN) -> None:
         self.name = name
-        self.inputs = make_inputs(case, width=H if name == "linear" else None)
+        self.inputs = cases.make_inputs(case, width=H if name == "linear" else None)
         self.scale, self.splits = self.inputs.scale, self.inputs.splits
         activation, way = ScaledSwiGLU(), name
         if name == "modules":  # of one Sequential
             activation.register_forward_hook(lambda *_: None)
             way = "sequential"
-        self.call, layers = make_way(way, case, self.inputs, activation=activation)
+        self.call, layers = cases.make_way(way, case, self.inputs, activation=activation)
         self.fc1, *_, self.fc2 = [*layers.values()] * 2
 
     def __call__(self, x, **buffers):
         return self.call(x, self.scale, self.splits, **buffers)
 
-    def oracle(self, inputs: Inputs, case: Case = PLAIN) -> dict[str, torch.Tensor]:
+    def oracle(self, inputs: cases.Inputs, case: cases.Case = PLAIN) -> dict[str, torch.Tensor]:
         """For the x, splits and d_y of `inputs`."""
-        mine = Inputs(**{**vars(inputs), "scale": self.scale} | {n: getattr(self.inputs, n) for n in ("w1", "b1")})
+        mine = cases.Inputs(
+            **{**vars(inputs), "scale": self.scale} | {n: getattr(self.inputs, n) for n in ("w1", "b1")}
+        )
         mine.w2, mine.b2 = self.inputs.w2, self.inputs.b2
-        return linear_oracle(mine, case) if self.name == "linear" else mlp_oracle(mine, case)
+        return cases.linear_oracle(mine, case) if self.name == "linear" else cases.mlp_oracle(mine, case)
 
 
-@pytest.fixture(params=WAYS)
+@pytest.fixture(params=cases.WAYS)
 def op(request) -> Op:
     return Op(request.param)
 
 
-@pytest.fixture(params=[name for name in WAYS if name != "modules"])
+@pytest.fixture(params=[name for name in cases.WAYS if name != "modules"])
 def single(request) -> Op:
     """An op whose backward is one step, which reads the gradient of the result while it writes that of x."""
     return Op(request.param)
@@ -103,7 +90,7 @@ def raw_writes(monkeypatch) -> None:
 
 
 def buffer(*shape: int) -> torch.Tensor:
-    return torch.full(shape or (N, H), SENTINEL)
+    return torch.full(shape or (N, H), cases.SENTINEL)
 
 
 def right_or_error(compute: Callable[[], None], check: Callable[[], None]) -> None:
@@ -199,11 +186,11 @@ def test_refused_in_forward(op, name, what, make, parts):
         assert text.startswith(name)
         for part in parts:
             assert part in text
-    assert (other == SENTINEL).all(), "nothing has been computed"
-    assert_same_bits(x, kept)
+    assert (other == cases.SENTINEL).all(), "nothing has been computed"
+    cases.assert_same_bits(x, kept)
     out, grad_input_out = buffer(), buffer()
     y = op(x, out=out, grad_input_out=grad_input_out)
-    assert_same_bits(y[: TINY.num_used], want[: TINY.num_used])
+    cases.assert_same_bits(y[: cases.TINY.num_used], want[: cases.TINY.num_used])
     assert y.data_ptr() == out.data_ptr()
 
 
@@ -219,7 +206,7 @@ def test_neighbours_do_not_overlap(op):
     memory[N : 2 * N] = op.inputs.x
     x = memory[N : 2 * N].requires_grad_()
     y = op(x, out=memory.detach()[:N], grad_input_out=memory.detach()[2 * N :])
-    assert_near(y[: TINY.num_used].detach(), op.oracle(op.inputs)["y"], torch.float32)
+    cases.assert_near(y[: cases.TINY.num_used].detach(), op.oracle(op.inputs)["y"], torch.float32)
 
 
 @pytest.mark.parametrize("name", BOTH)
@@ -252,10 +239,10 @@ def released(heap: SymmetricHeap, like: torch.Tensor) -> torch.Tensor:
 
 def calls_with_released_memory() -> Iterator[tuple[str, Callable[[Callable[[torch.Tensor], torch.Tensor]], object]]]:
     """(argument, a call of a public function that is given a released tensor for it)."""
-    inputs = make_inputs(PLAIN)
+    inputs = cases.make_inputs(PLAIN)
     x, scale, splits = inputs.x, inputs.scale, inputs.splits
-    linear = make_linear(PLAIN, inputs.w1, inputs.b1)
-    mlp, activation = GroupedMLP(TINY.num_groups, H, TINY.ffn), ScaledSwiGLU()
+    linear = cases.make_linear(PLAIN, inputs.w1, inputs.b1)
+    mlp, activation = GroupedMLP(cases.TINY.num_groups, H, cases.TINY.ffn), ScaledSwiGLU()
     yield "x", lambda gone: linear(gone(x), splits)
     yield "splits", lambda gone: linear(x, gone(splits))
     yield "bias_scale", lambda gone: linear(x, splits, bias_scale=gone(scale))
@@ -264,7 +251,7 @@ def calls_with_released_memory() -> Iterator[tuple[str, Callable[[Callable[[torc
     yield "row_probs", lambda gone: mlp(x, splits, gone(scale))
     yield "h", lambda gone: activation(gone(x), scale)
     yield "scale", lambda gone: activation(x, gone(scale))
-    modules = Sequential(linear, nn.Identity(), activation, make_linear(PLAIN, inputs.w2, inputs.b2))
+    modules = Sequential(linear, nn.Identity(), activation, cases.make_linear(PLAIN, inputs.w2, inputs.b2))
     yield "x", lambda gone: modules(gone(x), splits, scale, splits)
     yield "splits", lambda gone: modules(x, splits, scale, gone(splits))
     yield "scale", lambda gone: modules(x, splits, gone(scale), splits)
@@ -284,7 +271,7 @@ def test_a_gradient_whose_lease_was_released(op, heap):
         y.backward(released(heap, op.inputs.d_y))
     assert x.grad is None
     y.backward(op.inputs.d_y)
-    assert_near(used_rows_of(x.grad), op.oracle(op.inputs)["d_x"], torch.float32)
+    cases.assert_near(used_rows_of(x.grad), op.oracle(op.inputs)["d_x"], torch.float32)
 
 
 def test_a_gradient_of_an_activation_whose_lease_was_released(heap):
@@ -301,18 +288,18 @@ def test_gradient_buffer_is_where_the_gradient_comes_from(single):
         y.backward(grad_input_out)
     y = single(x, grad_input_out=grad_input_out)
     y.backward(single.inputs.d_y)
-    assert_near(x.grad[: TINY.num_used], single.oracle(single.inputs)["d_x"], torch.float32)
+    cases.assert_near(x.grad[: cases.TINY.num_used], single.oracle(single.inputs)["d_x"], torch.float32)
 
 
 # -- using a buffer again ---------------------------------------------------------------------------------------------
 
 
 def used_rows_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor[: TINY.num_used]
+    return tensor[: cases.TINY.num_used]
 
 
-def batches(count: int = 3) -> list[Inputs]:
-    return [make_inputs(PLAIN, seed=10 + i) for i in range(count)]
+def batches(count: int = 3) -> list[cases.Inputs]:
+    return [cases.make_inputs(PLAIN, seed=10 + i) for i in range(count)]
 
 
 Memory = torch.Tensor | None  # a buffer that is used again and again, or none
@@ -360,7 +347,7 @@ def out_after_backward(op: Op, out: Memory, gradient: Memory) -> list[torch.Tens
     xs = []
     for batch in batches():
         xs.append(batch.x.nan_to_num().requires_grad_())
-        (op(xs[-1], out=out, grad_input_out=gradient) ** 2)[: TINY.num_used].sum().backward()
+        (op(xs[-1], out=out, grad_input_out=gradient) ** 2)[: cases.TINY.num_used].sum().backward()
     return [x.grad for x in xs]
 
 
@@ -416,7 +403,7 @@ def test_a_buffer_that_is_used_again(op, program):
 
     def check():
         for got, expected in zip(found, want, strict=True):
-            assert_near(used_rows_of(got), used_rows_of(expected), torch.float32)
+            cases.assert_near(used_rows_of(got), used_rows_of(expected), torch.float32)
 
     if program in ALWAYS_RIGHT:
         compute()
@@ -477,7 +464,7 @@ def test_what_a_graph_needs_is_written_over(op, result):
 @pytest.mark.usefixtures("raw_writes")
 def test_delayed_gradients_and_buffers_that_are_used_again():
     """backward_dw of the first micro-batch comes after the second one has written x and d_y of the first."""
-    case, found = Case(delayed=True, buffers=()), []
+    case, found = cases.Case(delayed=True, buffers=()), []
     for out, d_mid in ((None, None), (buffer(), buffer())):
         inner, outer = Op("linear", case), Op("linear", case)
 
@@ -490,7 +477,7 @@ def test_delayed_gradients_and_buffers_that_are_used_again():
 
         def check():
             for got, want in zip(found[-1], found[0], strict=True):
-                assert_near(got, want, torch.float32)
+                cases.assert_near(got, want, torch.float32)
 
         right_or_error(compute, check)
     assert found
@@ -515,7 +502,7 @@ def test_buffers_never_require_gradients_and_can_be_written_after_backward(op, m
     want = x.grad.clone()
     out.zero_()
     grad_input_out.zero_()
-    assert_same_bits(x.grad, want)
+    cases.assert_same_bits(x.grad, want)
 
 
 # -- leases -----------------------------------------------------------------------------------------------------------
@@ -531,13 +518,13 @@ def test_gradient_lease_released_before_backward(op, heap):
     y = op(x, out=out.tensor, grad_input_out=grad_input_out.tensor)
     grad_input_out.release()
     (other,) = leases(heap, 1)
-    other.tensor.fill_(SENTINEL)
+    other.tensor.fill_(cases.SENTINEL)
     with pytest.raises(StaleLease, match="grad_input_out is memory of lease 'lease 1'"):
         y.backward(op.inputs.d_y)
-    assert (other.tensor == SENTINEL).all(), "memory of somebody else is not written"
+    assert (other.tensor == cases.SENTINEL).all(), "memory of somebody else is not written"
     assert x.grad is None
     op(x, out=out.tensor, grad_input_out=other.tensor).backward(op.inputs.d_y)
-    assert_near(used_rows_of(x.grad), op.oracle(op.inputs)["d_x"], torch.float32)
+    cases.assert_near(used_rows_of(x.grad), op.oracle(op.inputs)["d_x"], torch.float32)
 
 
 def test_lease_dropped_before_backward(op, heap):
@@ -549,11 +536,11 @@ def test_lease_dropped_before_backward(op, heap):
     gc.collect()
     others = leases(heap, 4)
     for other in others:
-        other.tensor.fill_(SENTINEL)
+        other.tensor.fill_(cases.SENTINEL)
     y.backward(op.inputs.d_y)
-    assert_near(used_rows_of(x.grad), op.oracle(op.inputs)["d_x"], torch.float32)
-    assert_near(used_rows_of(y.detach()), op.oracle(op.inputs)["y"], torch.float32)
-    assert all((other.tensor == SENTINEL).all() for other in others)
+    cases.assert_near(used_rows_of(x.grad), op.oracle(op.inputs)["d_x"], torch.float32)
+    cases.assert_near(used_rows_of(y.detach()), op.oracle(op.inputs)["y"], torch.float32)
+    assert all((other.tensor == cases.SENTINEL).all() for other in others)
 
 
 def test_input_lease_released_before_backward(op, heap):
@@ -567,7 +554,7 @@ def test_input_lease_released_before_backward(op, heap):
         heap.lease((N, H), torch.float32).tensor.fill_(100.0)
         y.backward(op.inputs.d_y)
 
-    right_or_error(compute, lambda: assert_near(op.fc1.weight.grad, want, torch.float32))
+    right_or_error(compute, lambda: cases.assert_near(op.fc1.weight.grad, want, torch.float32))
 
 
 @pytest.mark.parametrize("how", ["released", "dropped"])
@@ -585,7 +572,7 @@ def test_output_lease_released_while_a_result_is_saved(op, heap, how):
         other.tensor.fill_(100.0)
 
     def check():
-        assert_near(used_rows_of(x.grad), used_rows_of(want), torch.float32)
+        cases.assert_near(used_rows_of(x.grad), used_rows_of(want), torch.float32)
 
     right_or_error(lambda: square.sum().backward(), check)
 
@@ -603,7 +590,7 @@ def test_losses_that_are_kept_keep_no_leases(op, heap):
         loss.backward()
         losses.append(loss)
         assert heap.leased_bytes == 0
-    assert_near(used_rows_of(x.grad), 5 * used_rows_of(want).double(), torch.float32)
+    cases.assert_near(used_rows_of(x.grad), 5 * used_rows_of(want).double(), torch.float32)
     assert not heap.owns(x.grad)
 
 
@@ -615,11 +602,11 @@ def test_a_retained_graph_keeps_its_buffers_until_the_last_backward(op, heap):
     loss = used_rows_of(y).square().sum()
     loss.backward(retain_graph=True)
     first = x.grad.clone()
-    gradient.fill_(SENTINEL)
+    gradient.fill_(cases.SENTINEL)
     x.grad = None
     loss.backward(retain_graph=True)
-    assert_same_bits(used_rows_of(x.grad), used_rows_of(first))
-    assert_same_bits(used_rows_of(gradient), used_rows_of(first))
+    cases.assert_same_bits(used_rows_of(x.grad), used_rows_of(first))
+    cases.assert_same_bits(used_rows_of(gradient), used_rows_of(first))
     del out, grad_input_out, gradient, y
     assert heap.leased_bytes > 0
     loss.backward()
@@ -630,16 +617,16 @@ def test_a_retained_graph_keeps_its_buffers_until_the_last_backward(op, heap):
 
 def test_a_backward_that_fails_can_be_tried_again(heap):
     """The graph is not spent: its buffer is still the one that was given."""
-    op = Op("linear", Case(main_grad=True, buffers=()))
+    op = Op("linear", cases.Case(main_grad=True, buffers=()))
     x, grad_input_out = op.inputs.x.nan_to_num().requires_grad_(), heap.lease((N, H), torch.float32).tensor
     y, main_grad = op(x, grad_input_out=grad_input_out), op.fc1.weight.main_grad
     op.fc1.weight.main_grad = None
     with pytest.raises(ArgumentError, match="main_grad is missing"):
         y.backward(op.inputs.d_y)
     op.fc1.weight.main_grad = main_grad
-    grad_input_out.fill_(SENTINEL)
+    grad_input_out.fill_(cases.SENTINEL)
     y.backward(op.inputs.d_y)
-    assert_near(used_rows_of(grad_input_out), op.oracle(op.inputs)["d_x"], torch.float32)
+    cases.assert_near(used_rows_of(grad_input_out), op.oracle(op.inputs)["d_x"], torch.float32)
 
 
 def test_a_graph_without_its_rows_gradient_lets_go_too(op, heap):
@@ -673,7 +660,7 @@ class Step:
         self.x = torch.randn(7, H, generator=generator).requires_grad_()
         self.probs = torch.rand(7, 2, generator=generator).requires_grad_()
         self.d_y = torch.randn(7, H, generator=generator)
-        self.model = GroupedMLP(4, H, TINY.ffn, bias=True)
+        self.model = GroupedMLP(4, H, cases.TINY.ffn, bias=True)
 
     def forward(self, *, on_heap: bool = True) -> torch.Tensor:
         """y; the buffers live on the heap and nowhere else."""
@@ -702,14 +689,14 @@ def test_no_copies_between_the_parts(heap):
     assert copies > 0
     for _ in range(2):
         for found, expected in zip(step.run(on_heap=True), want, strict=True):
-            assert_same_bits(found, expected)
+            cases.assert_same_bits(found, expected)
     assert heap.statistics.num_staging_copies == copies, "every buffer was read and written in place"
 
 
 @pytest.mark.parametrize("what", ["parts", "layer"])
 def test_losses_of_steps_that_are_kept_keep_no_leases(heap, what):
     step, losses = Step(heap), []
-    layer = MoELayer(MoEConfig(hidden=H, ffn=TINY.ffn, num_experts=4, top_k=2), heap)
+    layer = MoELayer(MoEConfig(hidden=H, ffn=cases.TINY.ffn, num_experts=4, top_k=2), heap)
     for _ in range(5):
         y = step.forward() if what == "parts" else layer(step.x)[0]
         losses.append(y.square().sum())
@@ -729,7 +716,7 @@ def test_a_second_backward_through_combine(heap):
     y.backward(step.d_y, retain_graph=True)
     first = leaf.grad.clone()
     y.backward(step.d_y)
-    assert_same_bits(leaf.grad, 2 * first)
+    cases.assert_same_bits(leaf.grad, 2 * first)
     with pytest.raises(ArgumentError, match=r"^grad_out was let go of .*retain_graph=True"):
         y.backward(step.d_y)
     assert step.run(on_heap=True)

@@ -1,107 +1,71 @@
 """Grouped layers by every way, one linear layer or experts: against a float64 oracle, and bit for bit each other."""
 
-from __future__ import annotations
-
 from functools import partial
 
+import grouped_cases as cases
 import numpy as np
 import pytest
 import torch
-from grouped_cases import (
-    ACTIVATIONS,
-    BUFFERS,
-    DTYPES,
-    MAIN_GRAD_START,
-    PATHS,
-    SENTINEL,
-    TINY,
-    WAYS,
-    Buffers,
-    Case,
-    Sizes,
-    assert_near,
-    assert_same_bits,
-    assert_same_results,
-    check_activation,
-    check_autocast,
-    check_case,
-    check_discrete_weights,
-    check_splits,
-    check_without_gradients,
-    fill,
-    inputs_of,
-    make_inputs,
-    make_linear,
-    make_way,
-    matrix,
-    mlp_oracle,
-    of_groups,
-    oracle_of,
-    refused,
-    run_experts,
-    run_way,
-    used,
-)
 
 from symmoe import GroupedMLP, ScaledSwiGLU, Sequential
 from symmoe.errors import ArgumentError
 from symmoe.moe.ownership import named_parameters
 
-PLAIN = Case(buffers=())
+PLAIN = cases.Case(buffers=())
 FORMS = ("packed", "discrete")
 ONE_LAYER_OR_MLP = ("linear", "mlp")
 
 
 def filled(case, inputs, **options) -> GroupedMLP:
-    model = GroupedMLP(TINY.num_groups, TINY.hidden, TINY.ffn, **case.options, **options)
-    fill(model.fc1, inputs.w1, inputs.b1, case)
-    fill(model.fc2, inputs.w2, inputs.b2, case)
+    model = GroupedMLP(cases.TINY.num_groups, cases.TINY.hidden, cases.TINY.ffn, **case.options, **options)
+    cases.fill(model.fc1, inputs.w1, inputs.b1, case)
+    cases.fill(model.fc2, inputs.w2, inputs.b2, case)
     return model
 
 
 def model_and_call(way, case, inputs):
     """A layer, and its call with inputs, to which buffers may be given."""
     if way == "linear":
-        layer = make_linear(case, inputs.w1, inputs.b1)
+        layer = cases.make_linear(case, inputs.w1, inputs.b1)
         return layer, partial(layer, inputs.x, inputs.splits)
     model = filled(case, inputs)
     return model, partial(model, inputs.x, inputs.splits, inputs.scale)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("case", matrix(), ids=str)
+@pytest.mark.parametrize("way", cases.WAYS)
+@pytest.mark.parametrize("case", cases.matrix(), ids=str)
 def test_matrix(case, way):
-    check_case(way, case)
+    cases.check_case(way, case)
 
 
-@pytest.mark.parametrize("way", [way for way in WAYS if way != "modules"])
-@pytest.mark.parametrize("case", [c for c in matrix() if len(c.buffers) == 2 and not c.is_nd], ids=str)
+@pytest.mark.parametrize("way", [way for way in cases.WAYS if way != "modules"])
+@pytest.mark.parametrize("case", [c for c in cases.matrix() if len(c.buffers) == 2 and not c.is_nd], ids=str)
 def test_discrete_weights_give_the_same_bits(case, way):
-    check_discrete_weights(way, case)
+    cases.check_discrete_weights(way, case)
 
 
 @pytest.mark.parametrize("main_grad", [False, True])
 def test_more_than_64_discrete_weights(main_grad):
-    case = Case(main_grad=main_grad)
-    check_discrete_weights("linear", case, Sizes(splits=(1, 0, 2) * 34, lead=(26, 4)))
+    case = cases.Case(main_grad=main_grad)
+    cases.check_discrete_weights("linear", case, cases.Sizes(splits=(1, 0, 2) * 34, lead=(26, 4)))
 
 
 @pytest.mark.parametrize("first", FORMS)
 @pytest.mark.parametrize("second", FORMS)
 def test_experts_whose_layers_have_either_form(first, second):
-    inputs = make_inputs(PLAIN)
-    fc1 = make_linear(PLAIN, inputs.w1, inputs.b1, weights=first)
-    fc2 = make_linear(PLAIN, inputs.w2, inputs.b2, weights=second)
+    inputs = cases.make_inputs(PLAIN)
+    fc1 = cases.make_linear(PLAIN, inputs.w1, inputs.b1, weights=first)
+    fc2 = cases.make_linear(PLAIN, inputs.w2, inputs.b2, weights=second)
     model = Sequential(fc1, ScaledSwiGLU(), fc2)
     y = model(inputs.x, inputs.splits, inputs.scale, inputs.splits, op_kwargs={2: {"bias_scale": inputs.scale}})
-    assert_same_bits(y, run_experts("modules", PLAIN, inputs).tensors["y"])
+    cases.assert_same_bits(y, cases.run_experts("modules", PLAIN, inputs).tensors["y"])
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("path", cases.PATHS)
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+@pytest.mark.parametrize("name", cases.ACTIVATIONS)
 def test_activations(name, dtype, path):
-    check_activation(path, name, dtype)
+    cases.check_activation(path, name, dtype)
 
 
 INTEGERS = ("int32", "int64", "int8", "int16", "uint8", "uint16", "uint32", "uint64")
@@ -121,17 +85,17 @@ SPLITS = {
 @pytest.mark.parametrize("kind", SPLITS)
 @pytest.mark.parametrize("splits", [(3, 0, 2, 4), (0, 0, 0, 0), (12, 0, 0, 0), (0, 0, 0, 12), (1, 1, 1, 1)], ids=str)
 def test_splits(kind, splits):
-    check_splits("linear", SPLITS[kind](splits), Sizes(splits=splits))
+    cases.check_splits("linear", SPLITS[kind](splits), cases.Sizes(splits=splits))
     if kind in ("int32", "list"):
-        check_splits("mlp", SPLITS[kind](splits), Sizes(splits=splits))
+        cases.check_splits("mlp", SPLITS[kind](splits), cases.Sizes(splits=splits))
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 4), (3, 0)])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("way", ONE_LAYER_OR_MLP)
 def test_no_rows(shape, bias, way):
-    case = Case(bias=bias, buffers=())
-    inputs = inputs_of(way, case)
+    case = cases.Case(bias=bias, buffers=())
+    inputs = cases.inputs_of(way, case)
     columns = inputs.d_y.shape[-1]
     inputs.x, inputs.scale = torch.empty(*shape, 16, requires_grad=True), torch.empty(shape, requires_grad=True)
     model, call = model_and_call(way, case, inputs)
@@ -145,14 +109,14 @@ def test_no_rows(shape, bias, way):
 
 
 @pytest.mark.parametrize("mode", ["eval", "no_grad", "inference"])
-@pytest.mark.parametrize("buffers", BUFFERS, ids=str)
+@pytest.mark.parametrize("buffers", cases.BUFFERS, ids=str)
 @pytest.mark.parametrize("is_nd", [False, True])
 @pytest.mark.parametrize("way", ONE_LAYER_OR_MLP)
 def test_forward_without_gradients(mode, buffers, is_nd, way):
-    case = Case(is_nd=is_nd, buffers=buffers)
-    inputs = inputs_of(way, case)
-    want = run_way("linear" if way == "linear" else "modules", case, inputs).tensors["y"]
-    check_without_gradients(mode, case, inputs, *model_and_call(way, case, inputs), want)
+    case = cases.Case(is_nd=is_nd, buffers=buffers)
+    inputs = cases.inputs_of(way, case)
+    want = cases.run_way("linear" if way == "linear" else "modules", case, inputs).tensors["y"]
+    cases.check_without_gradients(mode, case, inputs, *model_and_call(way, case, inputs), want)
 
 
 @pytest.mark.parametrize("main_grad", [False, True])
@@ -160,17 +124,17 @@ def test_forward_without_gradients(mode, buffers, is_nd, way):
 @pytest.mark.parametrize("weights", FORMS)
 @pytest.mark.parametrize("way", ONE_LAYER_OR_MLP)
 def test_autocast(main_grad, delayed, weights, way):
-    check_autocast(way, Case(main_grad=main_grad, delayed=delayed), weights)
+    cases.check_autocast(way, cases.Case(main_grad=main_grad, delayed=delayed), weights)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 def test_the_same_bits_every_time(dtype):
-    case, sizes = Case(dtype=dtype, buffers=()), Sizes(splits=(500, 0, 20, 480), lead=(10, 101))
-    inputs = make_inputs(case, sizes=sizes)
-    first = run_experts("mlp", case, inputs)
+    case, sizes = cases.Case(dtype=dtype, buffers=()), cases.Sizes(splits=(500, 0, 20, 480), lead=(10, 101))
+    inputs = cases.make_inputs(case, sizes=sizes)
+    first = cases.run_experts("mlp", case, inputs)
     for _ in range(2):
-        again = run_experts("mlp", case, inputs)
-        assert_same_results(again, first, sizes)
+        again = cases.run_experts("mlp", case, inputs)
+        cases.assert_same_results(again, first, sizes)
 
 
 # -- GroupedMLP -------------------------------------------------------------------------------------------------------
@@ -178,45 +142,45 @@ def test_the_same_bits_every_time(dtype):
 
 @pytest.mark.parametrize("weights", FORMS)
 def test_a_grouped_mlp_of_its_own_layers(weights):
-    inputs = make_inputs(PLAIN)
+    inputs = cases.make_inputs(PLAIN)
     model = filled(PLAIN, inputs, weights=weights)
     y = model(inputs.x, inputs.splits, inputs.scale)
-    assert_near(used(y, TINY), mlp_oracle(inputs, PLAIN)["y"], torch.float32)
+    cases.assert_near(cases.used(y, cases.TINY), cases.mlp_oracle(inputs, PLAIN)["y"], torch.float32)
     assert all(is_expert for _, _, is_expert in named_parameters(model))
-    other = GroupedMLP(TINY.num_groups, TINY.hidden, TINY.ffn, bias=True)
+    other = GroupedMLP(cases.TINY.num_groups, cases.TINY.hidden, cases.TINY.ffn, bias=True)
     other.load_state_dict(model.state_dict())
-    assert_same_bits(other(inputs.x, inputs.splits, inputs.scale), y)
+    cases.assert_same_bits(other(inputs.x, inputs.splits, inputs.scale), y)
 
 
 @pytest.mark.parametrize("main_grad", [False, True])
 def test_delayed_gradients_come_from_one_call(main_grad):
-    case = Case(delayed=True, main_grad=main_grad, buffers=())
-    inputs = make_inputs(case)
+    case = cases.Case(delayed=True, main_grad=main_grad, buffers=())
+    inputs = cases.make_inputs(case)
     model = filled(case, inputs)
     for _ in range(2):
         model(inputs.x, inputs.splits, inputs.scale).backward(inputs.d_y)
     assert model.fc1.weight.grad is None
     for count in (1, 2):
         model.backward_dw()
-        oracle = mlp_oracle(inputs, case)
+        oracle = cases.mlp_oracle(inputs, case)
         for name in ("fc1", "fc2"):
             weight = getattr(model, name).weight
-            found, start = (weight.main_grad, MAIN_GRAD_START) if main_grad else (weight.grad, 0.0)
+            found, start = (weight.main_grad, cases.MAIN_GRAD_START) if main_grad else (weight.grad, 0.0)
             assert not found.requires_grad
-            assert_near(found, oracle[f"d_{name}.weight"] * count + start, torch.float32)
+            cases.assert_near(found, oracle[f"d_{name}.weight"] * count + start, torch.float32)
     model.backward_dw()
 
 
 @pytest.mark.parametrize("first", [True, False])
 def test_first_micro_batch_overwrites_both(first):
-    case = Case(main_grad=True, buffers=())
-    inputs = make_inputs(case)
+    case = cases.Case(main_grad=True, buffers=())
+    inputs = cases.make_inputs(case)
     model = filled(case, inputs)
     model(inputs.x, inputs.splits, inputs.scale, is_first_microbatch=first).backward(inputs.d_y)
-    oracle, start = mlp_oracle(inputs, case), 0.0 if first else MAIN_GRAD_START
+    oracle, start = cases.mlp_oracle(inputs, case), 0.0 if first else cases.MAIN_GRAD_START
     for name in ("fc1", "fc2"):
         found = getattr(model, name).weight.main_grad
-        assert_near(found, oracle[f"d_{name}.weight"] + start, torch.float32)
+        cases.assert_near(found, oracle[f"d_{name}.weight"] + start, torch.float32)
         assert (found[1] == start).all(), "group 1 has no rows"
 
 
@@ -224,20 +188,21 @@ def test_first_micro_batch_overwrites_both(first):
 @pytest.mark.parametrize("way", ONE_LAYER_OR_MLP)
 def test_some_inputs_take_no_gradient(way, frozen):
     """The buffer for the gradient of x is written if x takes one."""
-    inputs, buffers = inputs_of(way, PLAIN), Buffers(grad_input_out=torch.full((TINY.num_rows, TINY.hidden), SENTINEL))
-    call, layers = make_way(way, PLAIN, inputs)
+    inputs = cases.inputs_of(way, PLAIN)
+    buffers = cases.Buffers(grad_input_out=torch.full_like(inputs.x, cases.SENTINEL))
+    call, layers = cases.make_way(way, PLAIN, inputs)
     x, scale = inputs.x.clone().requires_grad_(frozen != "x"), inputs.scale.clone().requires_grad_(frozen != "scale")
     parameters = {f"d_{name}.{n}": p for name, layer in layers.items() for n, p in layer.named_parameters()}
     for name, parameter in parameters.items():
         parameter.requires_grad_(frozen not in name)
     call(x, scale, inputs.splits, **vars(buffers)).backward(inputs.d_y)
     found = {"d_x": x.grad, "d_scale": scale.grad} | {name: p.grad for name, p in parameters.items()}
-    for name, want in oracle_of(way, PLAIN, inputs).items():
+    for name, want in cases.oracle_of(way, PLAIN, inputs).items():
         if frozen in name:
             assert found[name] is None, name
         elif name != "y":
-            assert_near(of_groups(name, found[name], TINY), want, torch.float32, name)
-    assert (buffers.grad_input_out == SENTINEL).all() == (frozen == "x")
+            cases.assert_near(cases.of_groups(name, found[name], cases.TINY), want, torch.float32, name)
+    assert (buffers.grad_input_out == cases.SENTINEL).all() == (frozen == "x")
 
 
 @pytest.mark.parametrize(
@@ -256,13 +221,13 @@ def test_some_inputs_take_no_gradient(way, frozen):
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else " ".join(value),
 )
 def test_wrong_arguments(change, parts):
-    inputs = make_inputs(PLAIN)
+    inputs = cases.make_inputs(PLAIN)
     model = filled(PLAIN, inputs)
     good = {"rows": inputs.x.nan_to_num(), "splits": inputs.splits, "row_probs": inputs.scale.nan_to_num()}
     want = model(**good)
-    with refused(*parts):
+    with cases.refused(*parts):
         model(**{name: change.get(name, lambda same: same)(value) for name, value in good.items()})
-    assert_same_bits(model(**good), want)
+    cases.assert_same_bits(model(**good), want)
 
 
 @pytest.mark.parametrize(
@@ -297,6 +262,10 @@ def test_float64_is_refused_as_the_default_dtype_and_after_a_cast():
     for part in (model, model.fc2):
         for under_autocast in (False, True):
             part.double()
-            with torch.autocast("cpu", torch.bfloat16, enabled=under_autocast), refused("are torch.float64", "float32"):
+            cast, texts = (
+                torch.autocast("cpu", torch.bfloat16, enabled=under_autocast),
+                ("are torch.float64", "float32"),
+            )
+            with cast, cases.refused(*texts):
                 model(x.to(model.fc1.weight.dtype), [1, 2], scale)
-            assert_same_bits(model.bfloat16()(x, [1, 2], scale), want)
+            cases.assert_same_bits(model.bfloat16()(x, [1, 2], scale), want)

@@ -1,7 +1,5 @@
 """GroupedLinear: every way to give splits, weights, buffers and gradients, against a float64 oracle and itself."""
 
-from __future__ import annotations
-
 import copy
 import math
 import re

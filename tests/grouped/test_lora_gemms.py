@@ -1,27 +1,12 @@
 """Adapters as low-rank GEMMs against dense weights W + s B A in float64: values, what is allocated, and FLOPs."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 
+import lora_cases as cases
 import pytest
 import torch
 from cluster import run_on
-from lora_cases import (
-    ALPHA,
-    FFN,
-    NAMES,
-    ROWS,
-    SPLITS,
-    Tensors,
-    dense_oracle,
-    is_near,
-    make_experts,
-    oracle_of_rows,
-    random_parameters,
-    rows_of_experts,
-)
 from torch.utils._python_dispatch import TorchDispatchMode
 from worker import Findings
 
@@ -70,22 +55,22 @@ def test_the_step_equals_dense_weights(
     x = torch.randn(num_ranks, TOKENS, HIDDEN, generator=generator).to(dtype)
     dy = torch.randn(num_ranks, TOKENS, HIDDEN, generator=generator).to(dtype)
     probs = torch.rand(num_ranks, TOKENS, TOP_K, generator=generator) + 0.5
-    parameters = random_parameters(EXPERTS, HIDDEN, FFN, lora_rank, dtype, options["bias"])
+    parameters = cases.random_parameters(EXPERTS, HIDDEN, cases.FFN, lora_rank, dtype, options["bias"])
     flat = [tensor.flatten(0, 1) for tensor in (x, probs, topk_idx, dy)]
     mine = slice(rank * EXPERTS // num_ranks, (rank + 1) * EXPERTS // num_ranks)
     tokens = slice(rank * TOKENS, (rank + 1) * TOKENS)
 
-    def of_this_rank(y: torch.Tensor, gradients: Tensors) -> Tensors:
+    def of_this_rank(y: torch.Tensor, gradients: cases.Tensors) -> cases.Tensors:
         parts = {name: g[tokens] if name in ("x", "probs") else g[mine] for name, g in gradients.items()}
         return parts | {"y": y[tokens]}
 
-    want = of_this_rank(*dense_oracle(parameters, *flat, alpha=ALPHA)[:2])
-    wrong = of_this_rank(*dense_oracle(parameters, *flat, alpha=ALPHA * 1.5)[:2])
-    first: Tensors = {}
+    want = of_this_rank(*cases.dense_oracle(parameters, *flat, alpha=cases.ALPHA)[:2])
+    wrong = of_this_rank(*cases.dense_oracle(parameters, *flat, alpha=cases.ALPHA * 1.5)[:2])
+    first: cases.Tensors = {}
     capacity = {"capacity": num_ranks * TOKENS * TOP_K + 5, "max_tokens": TOKENS} if options["static"] else {}
     for stash, layout, schedule in WAYS:
         findings.where = f"rank {rank} of {num_ranks}, {dtype}, r {lora_rank}, {stash} {layout} {schedule}"
-        experts = make_experts(parameters, mine, weights=options["weights"])
+        experts = cases.make_experts(parameters, mine, weights=options["weights"])
         own_x, own_probs = x[rank].clone().requires_grad_(), probs[rank].clone().requires_grad_()
         plan = make_plan(topk_idx[rank], num_experts=EXPERTS, heap=heap, hidden=HIDDEN, dtype=dtype, **capacity)
         y = expert_parallel_mlp(
@@ -94,10 +79,10 @@ def test_the_step_equals_dense_weights(
         y.backward(dy[rank])
         leaves = dict(experts.named_parameters())
         got = {"y": y.detach(), "x": own_x.grad, "probs": own_probs.grad}
-        got |= {name: leaves[name].grad for name in NAMES[2:]}
+        got |= {name: leaves[name].grad for name in cases.NAMES[2:]}
         for name, tensor in got.items():
-            findings.check(is_near(tensor, want[name], dtype), f"{name} is not the oracle's")
-            findings.check(not is_near(tensor, wrong[name], dtype), f"{name} does not depend on the scaling")
+            findings.check(cases.is_near(tensor, want[name], dtype), f"{name} is not the oracle's")
+            findings.check(not cases.is_near(tensor, wrong[name], dtype), f"{name} does not depend on the scaling")
             first.setdefault(name, tensor)
             findings.check(torch.equal(tensor, first[name]), f"{name} has other bits than {WAYS[0]}")
         for name in ("fc1.weight", "fc2.weight"):
@@ -107,7 +92,7 @@ def test_the_step_equals_dense_weights(
         merge_lora(experts)
         with torch.no_grad():
             merged = expert_parallel_mlp(own_x, own_probs, experts, plan, layout=layout, order=options["order"])
-        findings.check(is_near(merged, want["y"], dtype), "merged is not the oracle's")
+        findings.check(cases.is_near(merged, want["y"], dtype), "merged is not the oracle's")
         del y
 
 
@@ -119,66 +104,66 @@ def test_the_step_equals_dense_weights(
 @pytest.mark.parametrize("weights", ["packed", "discrete"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_experts_in_buffers_of_the_caller(bias: bool, weights: str, lora_rank: int, dtype: torch.dtype):
-    parameters = random_parameters(len(SPLITS), 40, FFN, lora_rank, dtype, bias=bias)
-    mlp = make_experts(parameters, slice(None), weights=weights)
-    x, probs, dy = rows_of_experts(dtype, 40)
-    want_y, want, _ = oracle_of_rows(parameters, x, probs, dy)
+    parameters = cases.random_parameters(len(cases.SPLITS), 40, cases.FFN, lora_rank, dtype, bias=bias)
+    mlp = cases.make_experts(parameters, slice(None), weights=weights)
+    x, probs, dy = cases.rows_of_experts(dtype, 40)
+    want_y, want, _ = cases.oracle_of_rows(parameters, x, probs, dy)
     out, grad_input_out = torch.full_like(x, -77.0), torch.full_like(x, -77.0)
     leaf, row_probs = x.clone().requires_grad_(), probs.clone().requires_grad_()
     rows = leaf * 1  # autograd hands the buffer to a producer
     seen = []
     rows.register_hook(seen.append)
-    y = mlp(rows, list(SPLITS), row_probs, out=out, grad_input_out=grad_input_out)
+    y = mlp(rows, list(cases.SPLITS), row_probs, out=out, grad_input_out=grad_input_out)
     y.backward(dy)
     assert y.data_ptr() == out.data_ptr()
     assert seen[0].data_ptr() == grad_input_out.data_ptr()
-    got = {"x": grad_input_out[:ROWS], "probs": row_probs.grad[:ROWS, None]}
-    got |= {name: mlp.get_parameter(name).grad for name in NAMES[2:]}
-    assert is_near(y.detach()[:ROWS], want_y, dtype)
+    got = {"x": grad_input_out[: cases.ROWS], "probs": row_probs.grad[: cases.ROWS, None]}
+    got |= {name: mlp.get_parameter(name).grad for name in cases.NAMES[2:]}
+    assert cases.is_near(y.detach()[: cases.ROWS], want_y, dtype)
     for name, gradient in got.items():
-        assert is_near(gradient, want[name], dtype), name
+        assert cases.is_near(gradient, want[name], dtype), name
     for buffer in (out, grad_input_out):
-        assert (buffer[ROWS:] == -77).all()
-    assert not row_probs.grad[ROWS:].any()
+        assert (buffer[cases.ROWS :] == -77).all()
+    assert not row_probs.grad[cases.ROWS :].any()
     assert all(parameter.grad is None for parameter in mlp.parameters() if not parameter.requires_grad)
     merge_lora(mlp)
-    assert is_near(mlp(x, list(SPLITS), probs).detach()[:ROWS], want_y, dtype)
+    assert cases.is_near(mlp(x, list(cases.SPLITS), probs).detach()[: cases.ROWS], want_y, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_single_layer_with_adapters(dtype: torch.dtype):
-    parameters = random_parameters(len(SPLITS), 40, FFN, 4, dtype, bias=True)
-    linear = make_experts(parameters, slice(None)).fc1
-    x, _, _ = rows_of_experts(dtype, 40)
+    parameters = cases.random_parameters(len(cases.SPLITS), 40, cases.FFN, 4, dtype, bias=True)
+    linear = cases.make_experts(parameters, slice(None)).fc1
+    x, _, _ = cases.rows_of_experts(dtype, 40)
     leaves = {n: parameters[f"fc1.{n}"].double().requires_grad_() for n in ("weight", "bias", "lora_a", "lora_b")}
-    rows64 = x[:ROWS].double().requires_grad_()
-    dense = leaves["weight"] + ALPHA / 4 * leaves["lora_b"] @ leaves["lora_a"]
-    groups = zip(rows64.split(SPLITS), dense, leaves["bias"], strict=True)
+    rows64 = x[: cases.ROWS].double().requires_grad_()
+    dense = leaves["weight"] + cases.ALPHA / 4 * leaves["lora_b"] @ leaves["lora_a"]
+    groups = zip(rows64.split(cases.SPLITS), dense, leaves["bias"], strict=True)
     want = torch.cat([rows @ weight.T + bias for rows, weight, bias in groups])
     d_y = torch.randn(x.shape[0], want.shape[1]).to(dtype)
-    want.backward(d_y[:ROWS].double())
+    want.backward(d_y[: cases.ROWS].double())
     rows = x.clone().requires_grad_()
-    y = linear(rows, list(SPLITS))
+    y = linear(rows, list(cases.SPLITS))
     y.backward(d_y)
-    assert is_near(y.detach()[:ROWS], want.detach(), dtype)
-    assert not y[ROWS:].any()
-    assert is_near(rows.grad[:ROWS], rows64.grad, dtype)
+    assert cases.is_near(y.detach()[: cases.ROWS], want.detach(), dtype)
+    assert not y[cases.ROWS :].any()
+    assert cases.is_near(rows.grad[: cases.ROWS], rows64.grad, dtype)
     for name in ("lora_a", "lora_b"):
-        assert is_near(linear.get_parameter(name).grad, leaves[name].grad, dtype), name
+        assert cases.is_near(linear.get_parameter(name).grad, leaves[name].grad, dtype), name
     assert linear.weight.grad is None
 
 
 def step(mlp: GroupedMLP, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    x, probs, dy = rows_of_experts(dtype, 40)
-    y = mlp(x, list(SPLITS), probs)
+    x, probs, dy = cases.rows_of_experts(dtype, 40)
+    y = mlp(x, list(cases.SPLITS), probs)
     y.backward(dy)
     return y.detach()
 
 
 def test_some_of_the_parameters():
     """Only B is trained (arXiv:2308.03303); one layer is merged; weights and biases are trained after all."""
-    parameters = random_parameters(len(SPLITS), 40, FFN, 4, torch.float32, bias=True)
-    whole, only_b, half, thawed = (make_experts(parameters, slice(None)) for _ in range(4))
+    parameters = cases.random_parameters(len(cases.SPLITS), 40, cases.FFN, 4, torch.float32, bias=True)
+    whole, only_b, half, thawed = (cases.make_experts(parameters, slice(None)) for _ in range(4))
     y = step(whole)
     only_b.fc1.lora_a.requires_grad_(False)
     assert torch.equal(step(only_b), y)
@@ -190,9 +175,9 @@ def test_some_of_the_parameters():
     assert half.fc1.lora_a.grad is None
     thawed.requires_grad_(True)
     assert torch.equal(step(thawed), y)
-    _, _, weight_gradients = oracle_of_rows(parameters, *rows_of_experts(torch.float32, 40))
+    _, _, weight_gradients = cases.oracle_of_rows(parameters, *cases.rows_of_experts(torch.float32, 40))
     for name, gradient in weight_gradients.items():
-        assert is_near(thawed.get_parameter(name).grad, gradient, torch.float32), name
+        assert cases.is_near(thawed.get_parameter(name).grad, gradient, torch.float32), name
     assert thawed.fc1.bias.grad.any()
     assert thawed.fc2.bias.grad.any()
     assert torch.equal(thawed.fc1.lora_a.grad, whole.fc1.lora_a.grad)
@@ -233,7 +218,7 @@ def memory_of(tensor: torch.Tensor) -> int:
 def test_nothing_of_the_size_of_a_weight_is_made(way: Any):
     num_experts, hidden, ffn, num_rows = 8, 64, 48, 20
     smallest = num_experts * hidden * ffn  # elements of W2
-    parameters = random_parameters(num_experts, hidden, ffn, 4, torch.float32, bias=True)
+    parameters = cases.random_parameters(num_experts, hidden, ffn, 4, torch.float32, bias=True)
     x, dy = torch.randn(2, num_rows, hidden)
     probs = torch.rand(num_rows, 1)
 
@@ -252,7 +237,7 @@ def test_nothing_of_the_size_of_a_weight_is_made(way: Any):
         assert experts.fc1.lora_a.grad.any()
         return allocations
 
-    experts = make_experts(parameters, slice(None))
+    experts = cases.make_experts(parameters, slice(None))
     allocations = run(experts)
     assert len(allocations.found) > 20
     assert allocations.of_at_least(smallest) == []

@@ -1,7 +1,5 @@
 """Sequential: where extra inputs and keyword arguments go, what is an error, and when the fused kernels run."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from grouped_cases import PATHS, SENTINEL, TINY, Case, assert_same_bits, make_inputs, make_linear, refused, run_experts

@@ -1,7 +1,5 @@
 """torch.compile of a block around the layer: no graph breaks, the results of the eager block, nothing left behind."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import gc

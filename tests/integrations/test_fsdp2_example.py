@@ -1,7 +1,5 @@
 """examples/fsdp2_moe.py, run as its users run it: trains, saves, and goes on with another layout."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import sys

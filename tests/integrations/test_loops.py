@@ -1,8 +1,6 @@
 """Loops that people write with accelerate, plain DDP, Lightning's Fabric and Trainer, on two ranks against one process
 with the unmodified model and nothing but torch."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from importlib.util import find_spec

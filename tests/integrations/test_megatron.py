@@ -5,8 +5,6 @@ within fp32 rounding: their sigmoid is 1 / (1 + exp(-x)) and the derivative is w
 torch's silu and its gradient; the largest difference of a tensor stays below ROUNDING of its largest value.
 """
 
-from __future__ import annotations
-
 import copy
 import multiprocessing as mp
 import re
@@ -21,6 +19,7 @@ import pytest
 pytest.importorskip("megatron.core")
 pytest.importorskip("psutil", reason="megatron's checkpoint writer hangs without it")
 
+import megatron_cases as cases
 import megatron_shim
 import torch
 from cluster import Cluster, run_on
@@ -37,31 +36,6 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, get_default_pg_collection
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron_cases import (
-    BATCH,
-    ROUNDING,
-    SEQUENCE,
-    VOCABULARY,
-    batch_of,
-    check_equal,
-    compare,
-    compare_layers,
-    config_of,
-    differences,
-    filled,
-    forms_of,
-    gradients_of,
-    model_of,
-    named_parameters,
-    named_parts,
-    note_rows,
-    num_zeros,
-    opened_heap,
-    reference_spec,
-    results_of,
-    steered,
-    use_groups,
-)
 from small_model import check_metrics
 
 import symmoe
@@ -96,31 +70,31 @@ def main_grads(
     with weight gradients that backward leaves for later. `bias` steers the choice of experts, by number. Returns the
     rows of the local experts in every call.
     """
-    use_groups(ep=ep)
+    cases.use_groups(ep=ep)
     fields = {} if bias is None else SIGMOID_BIAS
-    config = config_of(**fields)
+    config = cases.config_of(**fields)
     found: dict[str, dict[str, torch.Tensor]] = {}
     received: list[list[int]] = []
-    with opened_heap() as heap:
-        spec = reference_spec(config)
-        found["megatron"] = _reduced(_ddp(steered(model_of(config, spec), bias), overlap))
+    with cases.opened_heap() as heap:
+        spec = cases.reference_spec(config)
+        found["megatron"] = _reduced(_ddp(cases.steered(cases.model_of(config, spec), bias), overlap))
         for fused in (False, True):
             for delayed in (False, True):
-                config = config_of(**fields)
+                config = cases.config_of(**fields)
                 # Its own checks ask for extensions (fused) and schedules (delayed) that CPUs do not have.
                 config.delay_wgrad_compute = delayed
                 ours = use_symmoe(spec, heap, options=DispatchOptions(order="slot"))
-                model = steered(model_of(config, _with_fused_gradients(ours) if fused else ours), bias)
+                model = cases.steered(cases.model_of(config, _with_fused_gradients(ours) if fused else ours), bias)
                 for layer in model.decoder.layers:
-                    note_rows(layer.mlp, received)
+                    cases.note_rows(layer.mlp, received)
                 name = ("main_grad" if fused else "grad") + (" later" if delayed else "")
                 ddp = _ddp(model, overlap)
                 num_in_buckets = sum(len(buffer.params) for buffer in ddp.expert_parallel_buffers)
                 assert num_in_buckets == (2 * 2 if ep == 2 else 0)  # layers, linears
                 found[name] = _reduced(ddp)
-    check_equal(found)
-    assert differences(found["main_grad"], found["grad"]) == {}
-    assert differences(found["main_grad later"], found["main_grad"]) == {}
+    cases.check_equal(found)
+    assert cases.differences(found["main_grad"], found["grad"]) == {}
+    assert cases.differences(found["main_grad later"], found["main_grad"]) == {}
     return received
 
 
@@ -156,27 +130,27 @@ def _reduced(ddp: Any) -> dict[str, torch.Tensor]:
         # DDP starts to reduce with overlap once it has seen every gradient of the last micro-batch.
         context = ddp.no_sync() if step < NUM_ACCUMULATED - 1 else torch.enable_grad()
         with context:
-            (ddp(**batch_of()).mean() / NUM_ACCUMULATED).backward()
+            (ddp(**cases.batch_of()).mean() / NUM_ACCUMULATED).backward()
             if ddp.module.config.delay_wgrad_compute:
                 for layer in ddp.module.decoder.layers:
                     layer.mlp.backward_dw()
     ddp.finish_grad_sync()
-    return {name: parameter.main_grad.clone() for name, parameter in named_parameters(ddp)}
+    return {name: parameter.main_grad.clone() for name, parameter in cases.named_parameters(ddp)}
 
 
 def initial_experts(rank: int, num_ranks: int) -> list[torch.Tensor]:
     """First weights of a new layer's experts, made with Megatron's generators, and their attributes."""
-    use_groups(ep=2)
+    cases.use_groups(ep=2)
     model_parallel_cuda_manual_seed(5)
-    config = config_of(use_cpu_initialization=False)
+    config = cases.config_of(use_cpu_initialization=False)
     experts = SymmExperts(4, config)
     experts.load_state_dict({name: value.clone() for name, value in experts.state_dict().items()}, assign=True)
     copied = copy.deepcopy(experts.linear_fc1).to("meta").to_empty(device="cpu")
     for weight in (*experts.parameters(), copied.weight):
         assert weight.allreduce is False
         assert weight.tensor_model_parallel is True
-    use_groups(ep=1)
-    assert all(weight.allreduce is True for weight in SymmExperts(8, config_of()).parameters())
+    cases.use_groups(ep=1)
+    assert all(weight.allreduce is True for weight in SymmExperts(8, cases.config_of()).parameters())
     return list(experts.linear_fc1.weight.detach().clone())
 
 
@@ -201,15 +175,15 @@ def _chunks(config: Any, spec: Any, stage: int, num_stages: int) -> list[Any]:
         GPTModel(
             config,
             spec,
-            VOCABULARY,
-            SEQUENCE,
+            cases.VOCABULARY,
+            cases.SEQUENCE,
             pre_process=stage == number == 0,
             post_process=stage == num_stages - 1 and number == (num_chunks or 1) - 1,
             vp_stage=None if num_chunks is None else number,
         )
         for number in range(num_chunks or 1)
     )
-    return list(filled(chunks))
+    return list(cases.filled(chunks))
 
 
 def _forward_step(steps: Iterator[int], model: Any) -> tuple[torch.Tensor, Any]:
@@ -249,15 +223,15 @@ def _micro_batches_of(chunks: list[Any]) -> dict[str, Any]:
         "data_iterator": [iter(range(NUM_MICRO_BATCHES)) for _ in chunks],
         "model": chunks,
         "num_microbatches": NUM_MICRO_BATCHES,
-        "seq_length": SEQUENCE,
-        "micro_batch_size": BATCH,
+        "seq_length": cases.SEQUENCE,
+        "micro_batch_size": cases.BATCH,
     }
 
 
 def _changed_batch(step: int) -> dict[str, torch.Tensor]:
-    batch = batch_of()
+    batch = cases.batch_of()
     for name in ("input_ids", "labels"):
-        batch[name] = (batch[name] * (2 * step + 3) + step) % VOCABULARY
+        batch[name] = (batch[name] * (2 * step + 3) + step) % cases.VOCABULARY
     return batch
 
 
@@ -272,11 +246,11 @@ def save(rank: int, num_ranks: int, *, path: str, ep: int, form: str, per_expert
     """Saves a model and its Adam with Megatron's distributed checkpoint."""
     # Megatron writes from processes of its own, which daemons may not have.
     mp.current_process()._config["daemon"] = False
-    use_groups(ep=ep)
-    with opened_heap() as heap:
-        model = model_of(config_of(), _spec(form, heap))
+    cases.use_groups(ep=ep)
+    with cases.opened_heap() as heap:
+        model = cases.model_of(cases.config_of(), _spec(form, heap))
         with torch.no_grad():
-            for name, parameter in named_parameters(model):
+            for name, parameter in cases.named_parameters(model):
                 parameter.copy_(torch.randn(parameter.shape, generator=_generator(name)))
         state = _state(model, per_expert_keys, [MOMENT * parameter.detach() for parameter in model.parameters()])
         try:
@@ -290,10 +264,10 @@ def load(rank: int, num_ranks: int, *, path: str, ep: int, form: str, per_expert
 
     The expectation is made only from names and seeds: the checkpoint is not its own oracle.
     """
-    use_groups(ep=ep)
-    with opened_heap() as heap:
-        model = model_of(config_of(), _spec(form, heap))
-        parameters = named_parameters(model)
+    cases.use_groups(ep=ep)
+    with cases.opened_heap() as heap:
+        model = cases.model_of(cases.config_of(), _spec(form, heap))
+        parameters = cases.named_parameters(model)
         with torch.no_grad():
             for _, parameter in parameters:
                 parameter.zero_()
@@ -304,7 +278,7 @@ def load(rank: int, num_ranks: int, *, path: str, ep: int, form: str, per_expert
         moments = dict(
             part
             for i, (name, _) in enumerate(model.named_parameters())
-            for part in named_parts(name, states[i]["exp_avg"])
+            for part in cases.named_parts(name, states[i]["exp_avg"])
         )
         for name, parameter in parameters:
             want = torch.randn(parameter.shape, generator=_generator(name))
@@ -325,7 +299,7 @@ def _end_writers() -> None:
 
 
 def _spec(form: str, heap: Any) -> Any:
-    spec = reference_spec(config_of())
+    spec = cases.reference_spec(cases.config_of())
     return use_symmoe(spec, heap) if form == "symmoe" else spec
 
 
@@ -359,7 +333,7 @@ class _Run:
 
     def __init__(self, config: Any, spec: Any, distributed: bool) -> None:
         choice = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)
-        self.model = DistributedDataParallel(config, choice, model_of(config, spec))
+        self.model = DistributedDataParallel(config, choice, cases.model_of(config, spec))
         settings = OptimizerConfig(
             optimizer="adam", lr=1e-2, weight_decay=0.01, clip_grad=0.5, use_distributed_optimizer=distributed
         )
@@ -369,14 +343,14 @@ class _Run:
         for _ in range(number):
             self.model.zero_grad_buffer()
             self.optimizer.zero_grad()
-            self.model(**batch_of()).mean().backward()
+            self.model(**cases.batch_of()).mean().backward()
             finalize_model_grads([self.model])
             is_done, norm, _ = self.optimizer.step()
             assert is_done
             assert norm > 0.5, "the gradients are clipped"
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        return {name: parameter.detach().clone() for name, parameter in named_parameters(self.model)}
+        return {name: parameter.detach().clone() for name, parameter in cases.named_parameters(self.model)}
 
     def state_size(self) -> int:
         states = [state for part in self.optimizer.chained_optimizers for state in part.optimizer.state.values()]
@@ -447,21 +421,21 @@ def ranks() -> Iterator[Callable[[int], Cluster]]:
 
 @pytest.mark.parametrize("name", FIELDS)
 def test_equals_alltoall_on_two_ranks(ranks, name: str):
-    for result in ranks(2).run(compare, ep=2, fields=FIELDS[name]):
+    for result in ranks(2).run(cases.compare, ep=2, fields=FIELDS[name]):
         assert result["num_zeros"] <= 4
         assert result["staging_copies"] == 0
 
 
 def test_padded_capacity_is_sent_padded(ranks):
     """Both ranks send each expert ceil(24 tokens * 3 / 8 experts * 1.0) rows, chosen or not."""
-    results = ranks(2).run(compare, ep=2, fields=FIELDS["capacity, padded"])
+    results = ranks(2).run(cases.compare, ep=2, fields=FIELDS["capacity, padded"])
     assert all(rows == [2 * 9] * 4 for result in results for rows in result["received"])
 
 
 @pytest.mark.parametrize("name", ["plain", "sigmoid, expert bias, groups", "overlapped shared expert"])
 @pytest.mark.parametrize(("num_ranks", "ep"), [(2, 1), *(pytest.param(4, ep, marks=_SLOW) for ep in (4, 2))])
 def test_equals_alltoall_on_other_layouts(ranks, num_ranks: int, ep: int, name: str):
-    ranks(num_ranks).run(compare, ep=ep, fields=FIELDS[name])
+    ranks(num_ranks).run(cases.compare, ep=ep, fields=FIELDS[name])
 
 
 _NODES = {  # ranks, of a node, configuration, options
@@ -481,24 +455,24 @@ def test_equals_alltoall_on_several_nodes(ranks, layout: str):
     """On virtual nodes, with Megatron's own layers as on one: the order "slot" has the same bits."""
     num_ranks, ranks_per_node, name, options = _NODES[layout]
     given = {"options": options, "ranks_per_node": ranks_per_node, "exact": "order" not in options}
-    for result in ranks(num_ranks).run(compare, ep=num_ranks, fields=FIELDS[name], **given):
+    for result in ranks(num_ranks).run(cases.compare, ep=num_ranks, fields=FIELDS[name], **given):
         assert result["num_zeros"] <= 4
         assert any(map(sum, result["received"]))
 
 
 @pytest.mark.slow
 def test_tensor_and_sequence_parallel(ranks):
-    ranks(4).run(compare_layers, ep=4, tp=2)
+    ranks(4).run(cases.compare_layers, ep=4, tp=2)
 
 
 @pytest.mark.parametrize("options", [{"order": "rank"}, {"capacity": 150}, {"capacity": 150, "order": "rank"}])
 def test_options_of_dispatch_equal_alltoall(ranks, options: dict[str, Any]):
-    results = ranks(2).run(compare, ep=2, fields={}, options=options, exact=False)
+    results = ranks(2).run(cases.compare, ep=2, fields={}, options=options, exact=False)
     assert all(result["staging_copies"] == 0 for result in results)
 
 
 def test_ranks_with_different_numbers_of_tokens(ranks):
-    results = ranks(2).run(compare, ep=2, fields=FIELDS["overlapped shared expert"], num_sequences=(3, 1))
+    results = ranks(2).run(cases.compare, ep=2, fields=FIELDS["overlapped shared expert"], num_sequences=(3, 1))
     totals = [sum(result["received"][0]) for result in results]
     assert sum(totals) == (3 + 1) * 12 * 3
 
@@ -506,7 +480,7 @@ def test_ranks_with_different_numbers_of_tokens(ranks):
 @pytest.mark.parametrize("recompute", ["plain", "recomputed MoE layers"])
 def test_rank_and_expert_without_tokens(ranks, recompute: str):
     fields = {**SIGMOID_BIAS, **FIELDS[recompute]}
-    results = ranks(2).run(compare, ep=2, fields=fields, bias=ALL_ON_RANK_0)
+    results = ranks(2).run(cases.compare, ep=2, fields=fields, bias=ALL_ON_RANK_0)
     assert all(min(rows) == 0 < max(rows) for rows in results[0]["received"])
     assert all(max(rows) == 0 for rows in results[1]["received"])
 
@@ -533,8 +507,8 @@ def test_pipeline_of_two_stages(rank: int, num_ranks: int, ep: int, num_chunks: 
     """By Megatron's 1F1B, and its interleaved schedule (chunks of the model), with four micro-batches."""
     fields = FIELDS[name]
     MoEAuxLossAutoScaler.main_loss_backward_scale = None  # of another shape in schedules than in a loop of one's own
-    use_groups(ep=ep, pp=2, num_chunks=num_chunks)
-    config = config_of(
+    cases.use_groups(ep=ep, pp=2, num_chunks=num_chunks)
+    config = cases.config_of(
         num_layers=2 * 2 * (num_chunks or 1),  # two of every chunk
         pipeline_model_parallel_size=2,
         virtual_pipeline_model_parallel_size=num_chunks,
@@ -544,17 +518,19 @@ def test_pipeline_of_two_stages(rank: int, num_ranks: int, ep: int, num_chunks: 
     )
     stage = parallel_state.get_pipeline_model_parallel_rank()
     found = {}
-    with opened_heap() as heap:
-        for form, form_spec in forms_of(reference_spec(config), heap).items():
+    with cases.opened_heap() as heap:
+        for form, form_spec in cases.forms_of(cases.reference_spec(config), heap).items():
             chunks = _chunks(config, form_spec, stage, num_stages=2)
             with megatron_shim.CudaIsCpu():
                 reports = get_forward_backward_func()(**_micro_batches_of(chunks), forward_only=False)
-            found[form] = {name: parameter.grad for name, parameter in named_parameters(torch.nn.ModuleList(chunks))}
+            found[form] = {
+                name: parameter.grad for name, parameter in cases.named_parameters(torch.nn.ModuleList(chunks))
+            }
             found[form] |= {f"losses {i}": report["loss"] for i, report in enumerate(reports)}
             assert heap.leased_bytes == 0
             assert len(reports) == (NUM_MICRO_BATCHES if stage == 1 else 0)
-    check_equal(found)
-    assert num_zeros(found["megatron"]) <= 4
+    cases.check_equal(found)
+    assert cases.num_zeros(found["megatron"]) <= 4
 
 
 @pytest.mark.parametrize(
@@ -575,9 +551,9 @@ def test_heap_of_an_interleaved_stage_is_exact(
     All ranks are of that stage. What other stages would send is made up: it changes numbers, and here every lease has
     the same size whatever the numbers are.
     """
-    use_groups(ep=num_ranks)
+    cases.use_groups(ep=num_ranks)
     recomputed = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    config = config_of(
+    config = cases.config_of(
         num_layers=num_stages * NUM_CHUNKS * layers_per_chunk,
         pipeline_model_parallel_size=num_stages,
         virtual_pipeline_model_parallel_size=NUM_CHUNKS,
@@ -589,13 +565,13 @@ def test_heap_of_an_interleaved_stage_is_exact(
     )
     in_flight = min(2 * (num_stages - 1 - stage) + (NUM_CHUNKS - 1) * group_size + 1, NUM_CHUNKS * NUM_MICRO_BATCHES)
     num_layers = 1 if recompute else in_flight * layers_per_chunk
-    num_tokens = SEQUENCE * BATCH
+    num_tokens = cases.SEQUENCE * cases.BATCH
     planned = heap_bytes(config, num_tokens=num_tokens, num_layers=num_layers)
     too_small = pytest.raises(HeapExhausted, match="lease '")
     for num_bytes, outcome in ((planned, nullcontext()), (planned - ALIGNMENT_BYTES, too_small)):
         with open_heap(num_bytes) as heap:
             options = DispatchOptions(capacity=_room(num_tokens * num_ranks * config.moe_router_topk))
-            spec = use_symmoe(reference_spec(config), heap, options=options)
+            spec = use_symmoe(cases.reference_spec(config), heap, options=options)
             chunks = _chunks(config, spec, stage, num_stages)
             with outcome:
                 _run_stage(config, chunks, stage, num_stages)
@@ -607,16 +583,16 @@ def test_heap_of_the_planned_size_is_enough(rank: int, num_ranks: int, name: str
     """A heap of the planned size is enough for three steps, with all tokens on rank 0 and with ordinary routing, and is
     not wasteful if the routing is as uneven as can be."""
     fields = {**SIGMOID_BIAS, **FIELDS[name]}
-    use_groups(ep=2)
-    config = config_of(**fields)
+    cases.use_groups(ep=2)
+    config = cases.config_of(**fields)
     num_layers = 1 if config.recompute_granularity else config.num_layers
     used = []
     for values in ({}, ALL_ON_RANK_0):
         num_bytes = heap_bytes(config, num_tokens=24, num_layers=num_layers)
         with open_heap(num_bytes) as heap:
-            model = steered(model_of(config, use_symmoe(reference_spec(config), heap)), values)
+            model = cases.steered(cases.model_of(config, use_symmoe(cases.reference_spec(config), heap)), values)
             for _ in range(3):
-                model(**batch_of()).mean().backward()
+                model(**cases.batch_of()).mean().backward()
             used.append(heap.high_water_bytes / num_bytes)
     assert all(0.1 < share < 1 for share in used), used
     assert max(used) > 0.35, used
@@ -628,15 +604,15 @@ def test_heap_of_the_planned_size_is_enough(rank: int, num_ranks: int, name: str
 def test_metrics_and_recorded_routing_are_those_of_megatron(rank: int, num_ranks: int, form: str, name: str) -> None:
     """Records of our layers equal the routing maps of Megatron's own model's routers, on the same tokens."""
     fields = FIELDS[name]
-    use_groups(ep=2)
-    config = config_of(**fields)
+    cases.use_groups(ep=2)
+    config = cases.config_of(**fields)
     maps: list[torch.Tensor] = []
-    spec = reference_spec(config)
-    megatrons = model_of(config, spec)
+    spec = cases.reference_spec(config)
+    megatrons = cases.model_of(config, spec)
     for layer in megatrons.decoder.layers:
         layer.mlp.router.register_forward_hook(lambda module, args, output: maps.append(output[1].clone()))
     with torch.no_grad():
-        megatrons(**batch_of())
+        megatrons(**cases.batch_of())
     experts, expected = torch.arange(8), {}
     for number, routing_map in enumerate(maps):
         remote = routing_map[:, experts // 4 != rank]
@@ -644,9 +620,9 @@ def test_metrics_and_recorded_routing_are_those_of_megatron(rank: int, num_ranks
         row_bytes = config.hidden_size * 4
         counts = int(remote.any(1).sum()) * row_bytes, int(remote.sum()) * row_bytes
         expected[f"decoder.layers.{number}.mlp"] = numbers, *counts
-    with opened_heap() as heap:
-        model = model_of(config, forms_of(spec, heap)[form])
-        routing = check_metrics(model, expected, lambda: model(**batch_of()).mean())
+    with cases.opened_heap() as heap:
+        model = cases.model_of(config, cases.forms_of(spec, heap)[form])
+        routing = check_metrics(model, expected, lambda: model(**cases.batch_of()).mean())
         for ids, routing_map in zip(routing.values(), maps, strict=True):
             assert torch.equal((ids[:, :, None] == experts).any(1), routing_map)
         text = r"layer 'decoder.layers.0.mlp' \(SymmMoELayer\) must be a MoELayer.*moe_router_force_load_balancing"
@@ -660,20 +636,20 @@ def test_metrics_and_recorded_routing_are_those_of_megatron(rank: int, num_ranks
 @run_on(2, fixture="ranks")
 def test_torch_compile_leaves_the_trips_alone(rank: int, num_ranks: int, form: str) -> None:
     """A layer in torch.compile, which does not compile the trips, equals the same layer without it."""
-    use_groups(ep=2)
-    config = config_of()
-    with opened_heap() as heap:
-        layer = filled(forms_of(reference_spec(config), heap)[form].submodules.mlp(config=config))
+    cases.use_groups(ep=2)
+    config = cases.config_of()
+    with cases.opened_heap() as heap:
+        layer = cases.filled(cases.forms_of(cases.reference_spec(config), heap)[form].submodules.mlp(config=config))
         layer.set_layer_number(1)
         generator = torch.Generator().manual_seed(rank)
-        x = torch.randn(SEQUENCE, BATCH, config.hidden_size, generator=generator, requires_grad=True)
+        x = torch.randn(cases.SEQUENCE, cases.BATCH, config.hidden_size, generator=generator, requires_grad=True)
 
         def results(module: Any) -> dict[str, torch.Tensor]:
             x.grad = None
             layer.zero_grad()
             y, _ = module(x)
             y.square().sum().backward()
-            return {"y": y.detach(), "x": x.grad.clone(), **gradients_of(layer)}
+            return {"y": y.detach(), "x": x.grad.clone(), **cases.gradients_of(layer)}
 
         expected = results(layer)
         torch.compiler.set_stance("default")
@@ -684,8 +660,8 @@ def test_torch_compile_leaves_the_trips_alone(rank: int, num_ranks: int, form: s
         finally:
             torch.compiler.set_stance("force_eager")
         damaged = {name: tensor * 1.01 for name, tensor in expected.items()}
-    assert max(differences(found, expected).values(), default=0.0) < ROUNDING
-    assert min(differences(found, damaged).values()) > 100 * ROUNDING
+    assert max(cases.differences(found, expected).values(), default=0.0) < cases.ROUNDING
+    assert min(cases.differences(found, damaged).values()) > 100 * cases.ROUNDING
     left_alone = set()
     for each in breaks:
         match = re.search(r"Skip inlining function <function (\S+) at", str(each.reason))
@@ -698,17 +674,17 @@ def test_torch_compile_leaves_the_trips_alone(rank: int, num_ranks: int, form: s
 @run_on(2, fixture="ranks")
 def test_half_precision_is_as_good_as_megatrons(rank: int, num_ranks: int) -> None:
     """Of all gradients in bf16, the root mean square error against fp32 is as small as that of Megatron's layer."""
-    use_groups(ep=2)
-    with opened_heap() as heap:
-        exact = results_of(model_of(config_of(), reference_spec(config_of())))
-        config = config_of(bf16=True, params_dtype=torch.bfloat16)
-        spec, errors = reference_spec(config), {}
+    cases.use_groups(ep=2)
+    with cases.opened_heap() as heap:
+        exact = cases.results_of(cases.model_of(cases.config_of(), cases.reference_spec(cases.config_of())))
+        config = cases.config_of(bf16=True, params_dtype=torch.bfloat16)
+        spec, errors = cases.reference_spec(config), {}
         for form, form_spec in {"megatron": spec, "symmoe": use_symmoe(spec, heap)}.items():
-            model = Float16Module(config, model_of(config, form_spec))
-            model(**batch_of()).mean().backward()
+            model = Float16Module(config, cases.model_of(config, form_spec))
+            model(**cases.batch_of()).mean().backward()
             squares = [
                 float(((parameter.grad - exact[name]).square().sum() / exact[name].square().sum()).sqrt())
-                for name, parameter in named_parameters(model)
+                for name, parameter in cases.named_parameters(model)
             ]
             errors[form] = sum(squares) / len(squares)
     assert 0 < errors["symmoe"] < 1.2 * errors["megatron"]
@@ -725,8 +701,8 @@ def test_experts_start_from_megatrons_generators(ranks):
 @run_on(2, fixture="ranks")
 def test_state_of_other_forms(rank: int, num_ranks: int) -> None:
     """A plain state dict of TEGroupedMLP loads into every weight; a flattened one is refused."""
-    use_groups(ep=2)
-    experts = SymmExperts(4, config_of())
+    cases.use_groups(ep=2)
+    experts = SymmExperts(4, cases.config_of())
     linears = (("linear_fc1", experts.linear_fc1), ("linear_fc2", experts.linear_fc2))
     state = {f"{name}.weight{i}": torch.randn(linear.weight.shape[1:]) for name, linear in linears for i in range(4)}
     experts.load_state_dict(dict(state), strict=True)
@@ -751,7 +727,7 @@ def test_state_of_other_forms(rank: int, num_ranks: int) -> None:
 @run_on(2, fixture="ranks")
 def test_what_cannot_be_is_refused_on_every_rank(rank: int, num_ranks: int, what: str, error: type, text: str) -> None:
     """Of building a layer that cannot be; the error must come on every rank."""
-    use_groups(ep=2)
+    cases.use_groups(ep=2)
     num_bytes, use, options = {
         "capacity with others' experts": (1 << 20, use_symmoe_dispatcher, {"capacity": 64}),
         "too small a capacity": (1 << 20, use_symmoe, {"capacity": 8}),
@@ -764,11 +740,11 @@ def test_what_cannot_be_is_refused_on_every_rank(rank: int, num_ranks: int, what
         )
     with pytest.raises(error, match=re.escape(text)), open_heap(num_bytes) as heap:  # noqa: PT012 - one of several
         if what == "another group's heap":
-            use_groups(ep=1)
+            cases.use_groups(ep=1)
         # With tensor parallelism the field would be refused first: it and the groups are of different commands.
-        config = config_of(num_layers=1, sequence_parallel=False)
-        spec = use(reference_spec(config), heap, options=DispatchOptions(**options))
-        model_of(config, spec)(**batch_of())
+        config = cases.config_of(num_layers=1, sequence_parallel=False)
+        spec = use(cases.reference_spec(config), heap, options=DispatchOptions(**options))
+        cases.model_of(config, spec)(**cases.batch_of())
 
 
 @pytest.mark.slow
@@ -803,11 +779,11 @@ def test_checkpoints_move_between_layouts_and_kinds_of_layers(
 @run_on(2, fixture="ranks")
 def test_distributed_optimizer(rank: int, num_ranks: int, ep: int) -> None:
     """Parts of parameters on the data-parallel ranks: of all parameters at EP 1, of dense ones at EP 2."""
-    use_groups(ep=ep)
-    config = config_of()
+    cases.use_groups(ep=ep)
+    config = cases.config_of()
     found, sizes = {}, []
-    with opened_heap() as heap, megatron_shim.CudaIsCpu():
-        forms = forms_of(reference_spec(config), heap)
+    with cases.opened_heap() as heap, megatron_shim.CudaIsCpu():
+        forms = cases.forms_of(cases.reference_spec(config), heap)
         for form in ("megatron", "experts"):
             for distributed in (False, True):
                 run = _Run(config, forms[form], distributed)
@@ -816,10 +792,10 @@ def test_distributed_optimizer(rank: int, num_ranks: int, ep: int) -> None:
                 found[form, distributed] = run.parameters()
                 if form == "experts":
                     sizes.append(run.state_size())
-        assert len(differences(run.parameters(), before)) == len(before)
+        assert len(cases.differences(run.parameters(), before)) == len(before)
         to_plain, to_megatrons = (found[other] for other in (("experts", False), ("megatron", True)))
-        assert max(differences(found["experts", True], to_plain).values(), default=0.0) < ROUNDING
+        assert max(cases.differences(found["experts", True], to_plain).values(), default=0.0) < cases.ROUNDING
         # Adam divides by small numbers.
-        assert max(differences(found["experts", True], to_megatrons).values()) < 100 * ROUNDING
+        assert max(cases.differences(found["experts", True], to_megatrons).values()) < 100 * cases.ROUNDING
         plain, sharded = sizes  # numbers of Adam's state on this rank
         assert sharded < 0.7 * plain if ep == 1 else sharded < plain

@@ -1,7 +1,5 @@
 """The Megatron example, run as its users run it: torchrun, two CPU processes. And its parts that could mislead."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

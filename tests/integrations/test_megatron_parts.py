@@ -1,7 +1,5 @@
 """The parts of the Megatron integration that need no other ranks: slots, specs, refused fields, what is imported."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

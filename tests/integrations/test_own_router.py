@@ -1,7 +1,5 @@
 """Layers that are given experts and their weights: a router of one's own."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

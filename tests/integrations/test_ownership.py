@@ -1,7 +1,5 @@
 """What makes a parameter an expert's: the module that owns it, whatever has become of the parameter."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """EP x FSDP and EP x DDP layouts against one process that has every expert and the whole batch."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import warnings

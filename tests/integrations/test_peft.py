@@ -1,7 +1,5 @@
 """peft's LoRA on swapped models, wrapped before or after, against peft's own on the unmodified model in one process."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """torchtitan's MoE with symmoe's dispatcher on two ranks, against its LocalTokenDispatcher with every expert."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 

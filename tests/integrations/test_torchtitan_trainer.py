@@ -1,8 +1,6 @@
 """torchtitan's Trainer with symmoe's dispatcher, EP 2 and FSDP2 on CPU processes over gloo, against one process and
 against torchtitan's own all-to-all; torchtitan_cases.py says what of torchtitan is replaced for CPUs."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import socket

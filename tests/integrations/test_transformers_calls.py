@@ -1,7 +1,5 @@
 """Swapped transformers models as others see them: torch.compile, selective checkpointing, metrics, recorded routing."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import weakref

@@ -3,8 +3,6 @@
 transformers writes the checkpoints and reads ours; tests change files with the safetensors package, never with ours.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """examples/finetune_transformers.py, run as its users run it."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

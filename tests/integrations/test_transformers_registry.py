@@ -1,7 +1,5 @@
 """symmoe as an expert-parallel implementation that transformers itself shards and calls."""
 
-from __future__ import annotations
-
 import filecmp
 import functools
 from pathlib import Path

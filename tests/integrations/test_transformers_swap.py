@@ -8,8 +8,6 @@ A tensor agrees if its largest difference is at most BOUND times its largest wan
 have up to a few hundred terms. A gradient that is all zeros must be so exactly.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from types import SimpleNamespace

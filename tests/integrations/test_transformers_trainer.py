@@ -1,7 +1,5 @@
 """symmoe's Trainer on two ranks against transformers' own on one, with the unmodified model."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

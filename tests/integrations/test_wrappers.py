@@ -1,7 +1,5 @@
 """DDP and FSDP that somebody else puts around experts: right from the start, or an error of the first forward pass."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Twins of the activations that quantise: bits against numpy where the activation is exact, near float64 elsewhere."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np

@@ -1,7 +1,5 @@
 """FLOPs that torch.utils.flop_counter counts, against what the kernels were given to multiply."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

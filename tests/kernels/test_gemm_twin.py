@@ -1,29 +1,11 @@
 """The twins of grouped GEMMs, activations and gradients of biases against float64; ranges of rows against the whole."""
 
 import itertools
-import math
 
+import gemm_problem as problems
 import numpy as np
 import pytest
 import torch
-from gemm_problem import (
-    BOTH,
-    DTYPES,
-    ActProblem,
-    Problem,
-    check_a_forgotten_range,
-    check_act,
-    check_act_ranges,
-    check_activation,
-    check_fused,
-    check_gradients,
-    check_nan_goes_through,
-    check_products,
-    check_ranges,
-    check_splits,
-    formula,
-    part_calls,
-)
 from row_ranges import random_ranges, whole_groups
 
 from symmoe.errors import ArgumentError
@@ -33,15 +15,15 @@ from symmoe.kernels.activation import Activation
 WIDTHS, CAPACITY = (24, 40), 40
 SPLITS = [(5, 0, 1, 13, 0, 7), (0, 0, 0), (0, 40), (40,), (1, 0) * 18]
 
-dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+dtypes = pytest.mark.parametrize("dtype", problems.DTYPES, ids=str)
 of_all_splits = pytest.mark.parametrize("splits", SPLITS, ids=lambda splits: f"{len(splits)} groups, {sum(splits)}")
 
 
 @of_all_splits
 @dtypes
-@pytest.mark.parametrize("check", [check_products, check_gradients])
+@pytest.mark.parametrize("check", [problems.check_products, problems.check_gradients])
 def test_products_and_gradients_against_float64(check, splits, dtype):
-    check(twin, Problem(splits, WIDTHS, dtype, capacity=CAPACITY))
+    check(twin, problems.Problem(splits, WIDTHS, dtype, capacity=CAPACITY))
 
 
 def test_the_order_of_a_bias_gradient():
@@ -83,7 +65,7 @@ def test_a_sum_with_a_bias_or_with_what_is_there_is_rounded_once():
 @dtypes
 def test_accumulating_does_not_touch_groups_without_rows(dtype):
     """Not even -0 or the payload of a NaN may change."""
-    p = Problem((0, 3, 0), WIDTHS, dtype)
+    p = problems.Problem((0, 3, 0), WIDTHS, dtype)
     bits = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
     out = torch.full(p.weight.shape, -0.0, dtype=dtype)
     out[2].view(bits).fill_(torch.full((1,), -torch.nan, dtype=dtype).view(bits).item() ^ 1)
@@ -95,7 +77,7 @@ def test_accumulating_does_not_touch_groups_without_rows(dtype):
 
 
 def test_splits():
-    check_splits(twin)
+    problems.check_splits(twin)
 
 
 @dtypes
@@ -103,7 +85,7 @@ def test_splits():
 def test_bits_do_not_depend_on_where_the_rows_lie(dtype, width_bytes):
     """The same 13 rows behind 0 to 16 rows of another group, so that they start at every 16-byte alignment."""
     width = width_bytes // dtype.itemsize
-    p = Problem((13,), (width, 2 * width), dtype, capacity=13)
+    p = problems.Problem((13,), (width, 2 * width), dtype, capacity=13)
 
     def run(shift):
         row_range, n = whole_groups([shift, 13]), shift + 13
@@ -148,52 +130,27 @@ activations = pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=AC
 @dtypes
 @activations
 def test_activation_and_its_gradient(activation, dtype):
-    check_activation(twin, ActProblem((CAPACITY,), WIDTHS, dtype, activation, capacity=CAPACITY))
-
-
-@pytest.mark.parametrize("offset", [0.0, 1.0])
-def test_derivatives_at_the_limits_are_those_of_clamp(offset):
-    """Exactly at a limit the gradient goes through; beyond it stops, from below only for up."""
-    limit = 2.0
-    activation = Activation(limit=limit, offset=offset)
-    gate = torch.tensor([[limit, limit + 1, -limit - 1, 1.0, 1.0, 1.0, 1.0]])
-    up = torch.tensor([[1.0, 1.0, 1.0, limit, -limit, limit + 1, -limit - 1]])
-    h = torch.cat([gate, up], dim=1)
-    one, dh, dscale = torch.ones(1), torch.empty_like(h), torch.empty(1)
-    twin.scaled_activation_grad(torch.ones_like(gate), h, one, dh, dscale, activation)
-    h64 = h.double().requires_grad_()
-    formula(h64, activation).sum().backward()
-    torch.testing.assert_close(dh.double(), h64.grad, rtol=1e-5, atol=1e-6)
-    assert (dh != 0).tolist() == [[True, False, True, True, True, True, True] + [True] * 5 + [False] * 2]
+    problems.check_activation(twin, problems.ActProblem((CAPACITY,), WIDTHS, dtype, activation, capacity=CAPACITY))
 
 
 @activations
 def test_nan_goes_through(activation):
-    check_nan_goes_through(twin, activation)
-
-
-def test_infinite_features_do_not_become_nan():
-    """A gate of minus infinity closes; a large one does not overflow the sigmoid."""
-    h = torch.tensor([[-1e30, 100.0, 1.0, 1.0]])
-    out = torch.empty(1, 2)
-    twin.scaled_activation(h, torch.ones(1), out, Activation())
-    assert out.tolist() == [[0.0, 100.0]]
-    assert math.isinf(Activation().limit)
+    problems.check_nan_goes_through(twin, activation)
 
 
 @dtypes
 @activations
 @pytest.mark.parametrize("splits", SPLITS[:4])
 def test_both_passes_of_fused_gemms(splits, dtype, activation):
-    p = ActProblem(splits, WIDTHS, dtype, activation, capacity=CAPACITY)
-    check_act(twin, p, table=True, cases=itertools.product(BOTH, BOTH))
+    p = problems.ActProblem(splits, WIDTHS, dtype, activation, capacity=CAPACITY)
+    problems.check_act(twin, p, table=True, cases=itertools.product(problems.BOTH, problems.BOTH))
 
 
 @dtypes
 @activations
 def test_fused_is_bitwise_the_three_modules(activation, dtype):
     """The gradient in between is rounded to the dtype."""
-    check_fused(twin, ActProblem(SPLITS[0], WIDTHS, dtype, activation))
+    problems.check_fused(twin, problems.ActProblem(SPLITS[0], WIDTHS, dtype, activation))
 
 
 def test_interleave_has_to_divide_the_width():
@@ -221,8 +178,8 @@ def random_splits(seed):
 @pytest.mark.parametrize("name", ["plain", "biased", "gathered", "dgrad"])
 def test_ranges_of_rows(name, dtype, seed):
     """Their bits are those of the whole."""
-    p = Problem(random_splits(seed), (24, 40), dtype, seed=seed)
-    check_ranges(p, *part_calls(twin, p)[name], random_ranges(p.splits, 4, seed=seed))
+    p = problems.Problem(random_splits(seed), (24, 40), dtype, seed=seed)
+    problems.check_ranges(p, *problems.part_calls(twin, p)[name], random_ranges(p.splits, 4, seed=seed))
 
 
 @pytest.fixture(params=[1, 2])
@@ -252,14 +209,14 @@ def test_a_rows_bits_do_not_depend_on_the_other_rows(widths):
 @dtypes
 @pytest.mark.parametrize("activation", [ACTIVATIONS[name] for name in IN_PARTS], ids=IN_PARTS)
 def test_ranges_of_the_fused_functions(activation, dtype, seed):
-    p = ActProblem(random_splits(seed), (24, 40), dtype, activation, seed=seed)
-    for gather, bias in itertools.product(BOTH, (None, p.bias)):
-        check_act_ranges(twin, p, random_ranges(p.splits, 4, seed=seed), gather=gather, bias=bias)
+    p = problems.ActProblem(random_splits(seed), (24, 40), dtype, activation, seed=seed)
+    for gather, bias in itertools.product(problems.BOTH, (None, p.bias)):
+        problems.check_act_ranges(twin, p, random_ranges(p.splits, 4, seed=seed), gather=gather, bias=bias)
 
 
 def test_a_forgotten_part_of_dact_is_seen():
-    p = ActProblem((13, 0, 9), (24, 40), torch.float32, ACTIVATIONS["swiglu"])
-    check_a_forgotten_range(twin, p, 0, 3)
+    p = problems.ActProblem((13, 0, 9), (24, 40), torch.float32, ACTIVATIONS["swiglu"])
+    problems.check_a_forgotten_range(twin, p, 0, 3)
 
 
 # ------------------------------------------------------------------------------------------------- both packages

@@ -5,8 +5,6 @@ tolist(), numpy() and cpu(). Under a dispatch mode the step is one operator, who
 (tests/gpu).
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from host_reads import NoReads

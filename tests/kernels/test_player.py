@@ -1,7 +1,5 @@
 """Tapes of launches: which are in one section, what is played around them, and what the function in C launches."""
 
-from __future__ import annotations
-
 from array import array
 from typing import Any
 

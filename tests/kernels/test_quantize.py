@@ -1,7 +1,5 @@
 """Twins of the quantising kernels, bit for bit against numpy and ml_dtypes (quantize_reference.py)."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Racecheck's reports of how Triton hands out roles: told apart from others, and false by what the kernels do."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The router's product of bf16 tokens: the numbers of fp32 copies, and no copy."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

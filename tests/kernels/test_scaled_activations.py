@@ -1,8 +1,7 @@
 """Scaled activations against float64 autograd, and the helpers that interleave gate and up features."""
 
-from __future__ import annotations
-
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -112,20 +111,16 @@ def test_defaults_are_plain_swiglu_without_clamps():
     assert list(plain.parameters()) == []
 
 
+@pytest.mark.parametrize("offset", [0.0, 1.0])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_derivatives_at_the_limits(dtype):
+def test_derivatives_at_the_limits(dtype, offset):
     """torch.clamp's: 1 at equality, 0 outside; relu's: 0 at 0."""
-    limit = 2.0
     values = torch.tensor([-2.5, -2.0, -1.0, 0.0, 1.0, 2.0, 2.5])
     grid = torch.cartesian_prod(values, values).to(dtype)
     h = grid.clone().requires_grad_()
-    ScaledClampedSwiGLU(alpha=1.5, limit=limit, offset=1.0)(h, torch.ones(len(grid))).sum().backward()
-    _, want, _ = oracle(
-        lambda row: clamped_swiglu(row, alpha=1.5, limit=limit, offset=1.0),
-        grid,
-        torch.ones(len(grid)),
-        torch.ones(len(grid), 1),
-    )
+    options, ones = {"alpha": 1.5, "limit": 2.0, "offset": offset}, torch.ones(len(grid))
+    ScaledClampedSwiGLU(**options)(h, ones).sum().backward()
+    _, want, _ = oracle(partial(clamped_swiglu, **options), grid, ones, ones[:, None])
     assert_near(h.grad, want, dtype)
     assert ((h.grad == 0) >= (want == 0)).all()
     x = torch.tensor([[-1.0], [0.0], [2.0]], dtype=dtype, requires_grad=True)

@@ -1,7 +1,5 @@
 """The seam between callers and kernels: hooks see every call, in order, until they are gone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -5,8 +5,6 @@ on and rounded, then these sums in fp32 from zero, in rank order, and rounded. T
 twins elsewhere (test_interpreted.py, tests/gpu).
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from simulated_ranks import CASES, Case, differences, run_case

@@ -1,7 +1,5 @@
 """Wrong arguments: the same typed error on every rank in the same call, and the next correct call is exact."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import time

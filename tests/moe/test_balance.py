@@ -1,7 +1,5 @@
 """Balance losses, padding in losses, the expert bias and figures of balance, against loops in float64 and by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import pytest

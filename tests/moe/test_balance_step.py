@@ -1,7 +1,5 @@
 """The expert bias over optimizer steps: each micro-batch counts once, whatever is computed again."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

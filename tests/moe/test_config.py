@@ -1,7 +1,5 @@
 """MoEConfig: what it accepts, and that its errors name the field and both values."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """benchmarks/convergence.py: its statistics, which runs are made, and what is written if some fail."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

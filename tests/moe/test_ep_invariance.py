@@ -1,7 +1,5 @@
 """`order="slot"`: the same bits on any number of ranks and for any cut of the tokens. Both orders: from run to run."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import time

@@ -1,7 +1,5 @@
 """What is compiled on GPUs may take `start_timeout_s`, whatever `timeout_s` is; everything else `timeout_s`."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

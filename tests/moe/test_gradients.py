@@ -1,7 +1,5 @@
 """Gradient reduction and clipping on 4 processes, two EP groups of 2, by hand. Whole steps: test_training_step.py."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """expert_parallel_mlp, its public parts and MoELayer against the float64 oracle, and what happens to their leases."""
 
-from __future__ import annotations
-
 import gc
 import warnings
 from collections.abc import Callable

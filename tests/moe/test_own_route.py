@@ -1,7 +1,5 @@
 """A layer whose router nobody else looks at chooses experts inside the step: same bits as with a call of the router."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from unittest import mock
 

@@ -2,8 +2,6 @@
 
 The reference is one process with all experts, and all tokens."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Router against an independent implementation in NumPy, float64, one token at a time."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """MoELayer in real schedules: what is kept for backward, 1F1B, exceptions, a shared expert."""
 
-from __future__ import annotations
-
 import gc
 from dataclasses import replace
 

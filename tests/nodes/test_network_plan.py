@@ -1,7 +1,5 @@
 """plan_network and `symmoe plan --nodes` against draws, other people's arithmetic and the tables of docs/nodes.md."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

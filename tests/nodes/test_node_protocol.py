@@ -3,8 +3,6 @@
 Each rule is broken in turn, and some scenario has to find that.
 """
 
-from __future__ import annotations
-
 import pytest
 from reliability.node_protocol import (
     NODE_MUTANTS,

@@ -3,8 +3,6 @@
 Dispatch and combine run against the oracles of one node, byte for byte; a layer against itself on one node.
 """
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import os
@@ -137,16 +135,14 @@ def test_otherwise_the_domain_is_the_machine(monkeypatch: pytest.MonkeyPatch, nv
 
 
 @run_on(4)
-def test_machines_of_one_domain_are_one_node(rank: int, num_ranks: int) -> list[str]:
+def test_machines_of_one_domain_are_one_node(rank: int, num_ranks: int, findings: Findings) -> None:
     """Two machines, as far as the heap can see, in one NVLink domain are one node, unless they are cut."""
-    findings = Findings()
     found = Place(f"machine {rank // 2}", "one domain")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(start, "find_place", lambda gpu: found)
         for ranks_per_node, want in ((None, ((0, 1, 2, 3),)), (2, ((0, 1), (2, 3)))):
             with open_heap("cpu", ranks_per_node=ranks_per_node) as heap:
                 findings.equal("nodes", heap.topology.nodes, want)
-    return findings.texts
 
 
 @run_on(3)
@@ -278,9 +274,8 @@ def test_ranks_of_a_node_need_not_be_neighbours(cluster, tmp_path: Path):
 
 
 @run_on(4)
-def test_two_groups_of_two_nodes(rank: int, num_ranks: int) -> list[str]:
+def test_two_groups_of_two_nodes(rank: int, num_ranks: int, findings: Findings) -> None:
     """Two EP groups of two nodes each, and in each two heaps that are used in turn."""
-    findings = Findings(f"rank {rank}")
     groups = [dist.new_group(ranks) for ranks in ((0, 2), (1, 3))]
     group = groups[rank % 2]
     with open_heap("cpu", group=group, ranks_per_node=1) as one, open_heap("cpu", group=group) as other:
@@ -294,7 +289,6 @@ def test_two_groups_of_two_nodes(rank: int, num_ranks: int) -> list[str]:
             sources = [int(source) for source in sorted(set(rows[:, 0].tolist()))]
             findings.equal("sources of rows", sources, [*one.bootstrap.global_ranks])
             findings.equal("y", combine_tokens(rows, plan)[:, 0].tolist(), [2.0 * rank, 2.0 * rank, float(rank)])
-    return findings.texts
 
 
 def test_order_node_sums_twice(cluster):

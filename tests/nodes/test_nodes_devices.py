@@ -4,8 +4,6 @@ A host looks for errors now and then, not after every barrier, so that it has me
 whose payload nobody can use. The rail is gloo, with what NCCL does: it waits for ever, and says nothing of lost ranks.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import random

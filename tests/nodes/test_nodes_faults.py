@@ -4,8 +4,6 @@ A wrong argument or a full heap on one rank is followed by calls that work. A ra
 stopped is named within the bound of the rails, and closing waits for nobody.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -4,8 +4,6 @@ A rank that no longer hears of another cannot know whether that one has gone or 
 of a rail that breaks name each other. Ranks that hear of it from them name one of the two.
 """
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Nodes that cannot connect when a heap is made: every rank raises an error that names who and where, within a bound;
 nothing is left behind, and the next try works."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

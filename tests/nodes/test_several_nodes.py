@@ -1,7 +1,5 @@
 """Two nodes, as far as one machine has them: two torchrun agents, each with two processes of its own."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """constant_weights: the bits of calls without it, one quantisation per block, no stale weight, nothing left behind."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import io

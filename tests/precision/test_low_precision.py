@@ -1,7 +1,5 @@
 """Layers that compute in a recipe's numbers: against float64, and against themselves in every other way to run them."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 

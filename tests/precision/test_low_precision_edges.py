@@ -1,7 +1,5 @@
 """Low precision where things go wrong or are put off: tokens of NaN, padding, drops, delayed gradients, other ranks."""
 
-from __future__ import annotations
-
 import gc
 import re
 from contextlib import nullcontext

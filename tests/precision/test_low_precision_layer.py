@@ -1,7 +1,5 @@
 """Expert-parallel layers in a recipe's numbers: every way to run a step, rows that travel quantised, memory, errors."""
 
-from __future__ import annotations
-
 import gc
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Experts in E4M3 that begin with the rows that are there: parts of a layer's step."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

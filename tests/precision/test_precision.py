@@ -1,7 +1,5 @@
 """Recipes: what they promise of errors, sizes, layouts and arguments."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import FrozenInstanceError, replace
 

@@ -1,7 +1,5 @@
 """Which precision was faster: the table against its record, what is chosen between and beyond, and who decides."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

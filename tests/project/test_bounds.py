@@ -1,7 +1,5 @@
 """The bounds of support/budgets.py hold: lines of rooms, crowds, and how far the way of one step is."""
 
-from __future__ import annotations
-
 import ast
 import os
 import sys

@@ -1,7 +1,5 @@
 """Tests that run on ranks (tests/support/cluster.py) fail where a rank fails or finds something wrong."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

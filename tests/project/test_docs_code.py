@@ -4,8 +4,6 @@ A page's Python blocks, one after the other, are its `train.py`. It is started b
 it, and without one by `python train.py`. A block after `<!-- not run: the reason -->` is left out.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

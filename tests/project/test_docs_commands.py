@@ -1,7 +1,5 @@
 """The commands in README.md and docs/*.md: parsed by the command's own parser, or their files and options looked up."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import shlex

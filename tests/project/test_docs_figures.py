@@ -1,7 +1,5 @@
 """Figures of README.md and docs/measurements.md are those of the committed records; every error has its section."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import re

@@ -1,7 +1,5 @@
 """The site that mkdocs builds: no warning, every public name in the reference, nothing from other machines."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import os

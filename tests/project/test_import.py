@@ -1,7 +1,5 @@
 """What importing the package does not do, which room may import which, and that no files import each other."""
 
-from __future__ import annotations
-
 import ast
 import graphlib
 import importlib

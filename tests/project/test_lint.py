@@ -1,7 +1,5 @@
 """`make lint` finds nothing. A test, so that it runs on one core while the other core tests."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The example's data, checkpoint of settings and model, in one process."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from pathlib import Path

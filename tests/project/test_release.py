@@ -4,8 +4,6 @@ The wheel is built from the unpacked sdist, as `python -m build` does, so what t
 It is installed without its dependencies: the fresh environment sees torch and the rest where these tests see them.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

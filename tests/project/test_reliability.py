@@ -1,7 +1,5 @@
 """A fast slice of every reliability suite (`python -m tests.reliability` runs them in full), and of their launcher."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 

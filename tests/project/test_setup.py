@@ -4,8 +4,6 @@ pip is asked for every Python that README names, in a dry run that reads metadat
 configuration: a mirror or a folder of wheels may have another torch than everybody else gets.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os

@@ -1,7 +1,5 @@
 """Private names of torch and of Triton: each stands behind one module, with a way for a version that lacks it."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import importlib

@@ -1,7 +1,5 @@
 """The main job, run as its users run it: torchrun, CPU processes, the tiny preset."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

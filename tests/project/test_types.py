@@ -3,8 +3,6 @@
 That the package itself passes mypy --strict is for `make lint` to say.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """tests/upstream/run.py on a made-up project, which costs no import of a real one, and on made-up checkouts (slow)."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

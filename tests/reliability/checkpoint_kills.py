@@ -17,8 +17,6 @@ What the states are is computed from (case, step, key, expert), not read from an
 no page of the system's cache, so this says nothing on power cuts; test_checkpoint.py tests the order of fsyncs.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import hashlib

@@ -1,7 +1,5 @@
 """The command line of the suites. Every case has a number and depends only on that, the seed and the ranks."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -1,7 +1,5 @@
 """Delays between the steps of the protocol, so that ranks meet in orders that are rare by themselves."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator

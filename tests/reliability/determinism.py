@@ -4,8 +4,6 @@ A case is one repeat of one step, compared by hash with the first time that its 
 the arena shifted by another number of bytes. The last cases start new processes, which must find the hashes of the old.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from typing import Any

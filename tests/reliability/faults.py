@@ -11,8 +11,6 @@ job started, after all of them. Nobody else may take memory of the same GPUs mea
 ranks that end may keep a GPU from all others for a second, which is as long as the others' errors may take.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import random

@@ -4,8 +4,6 @@ A case is a mistake of support/bad_calls.py, whose table tests/moe/test_bad_inpu
 wants the same class on every rank, a text that names the argument, nothing left on lease, and then an exact call.
 """
 
-from __future__ import annotations
-
 import random
 import time
 from collections import Counter

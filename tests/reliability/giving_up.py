@@ -1,7 +1,5 @@
 """What a rank that gives up leaves behind, on CPUs: a part of the mutations suite."""
 
-from __future__ import annotations
-
 import time
 from contextlib import suppress
 from typing import Any

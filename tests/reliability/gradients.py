@@ -5,8 +5,6 @@ layouts and both schedules, in fp32 (every third case bf16 or, on CPUs, fp16: GP
 other case one rank dawdles.
 """
 
-from __future__ import annotations
-
 import time
 from contextlib import nullcontext
 from functools import partial

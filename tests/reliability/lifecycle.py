@@ -6,8 +6,6 @@ It is a little less in any case: NVSHMEM 3.4.5 makes two CUDA streams in each of
 (https://github.com/NVIDIA/nvshmem/issues/77), about 1 MiB a cycle on H200s.
 """
 
-from __future__ import annotations
-
 import gc
 import time
 from collections.abc import Iterator

@@ -13,8 +13,6 @@ last cases are controls: a flag that is sent before its words must give stale re
 one that is sent without a release may (on GPUs; it is only reported).
 """
 
-from __future__ import annotations
-
 import random
 import threading
 import time

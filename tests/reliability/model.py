@@ -7,8 +7,6 @@ reason. More ranks have too many interleavings: then a case is one of them, at r
 device.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from typing import Any

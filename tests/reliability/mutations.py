@@ -4,8 +4,6 @@ A case is one mutant. A mutant of the model fails if a scenario does. One of the
 this folder does that passes on the code as it is, which is tried first, with the same delays.
 """
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Iterator

@@ -8,8 +8,6 @@ here one is an arrival, with or without a fault, and a wait for the arrivals of 
 Rank r is on node r // G. On CPUs: a host knows at the end of a barrier how it went.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial

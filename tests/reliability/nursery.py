@@ -5,8 +5,6 @@ program does (an exception that nobody catches is exit code 1). It dies with the
 launcher, whatever kills them.
 """
 
-from __future__ import annotations
-
 import ctypes
 import faulthandler
 import gc

@@ -9,8 +9,6 @@ something older is a stale read, something newer was overwritten before it was r
 A rank's own slots and rows play no part: no other rank is needed to get them right.
 """
 
-from __future__ import annotations
-
 import random
 from collections import deque
 from collections.abc import Iterable, Iterator

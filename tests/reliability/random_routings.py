@@ -4,8 +4,6 @@ Cases are those of support/routings.py, 14 strata in turn; what is checked of ea
 every other case one rank dawdles between the steps of the protocol.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from contextlib import nullcontext

@@ -7,8 +7,6 @@ Every 50 steps y is compared with a plain loop in float64, and a fixed step with
 steps a call gets too little room.
 """
 
-from __future__ import annotations
-
 import gc
 import random
 import statistics

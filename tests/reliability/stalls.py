@@ -5,8 +5,6 @@ short, 1 s, so that 10,000 calls take two minutes; what the machine itself makes
 (With 0.5 s, ranks that shared two cores with a load of 15 to 50 ran into 4 timeouts in 10,000 calls.)
 """
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Callable

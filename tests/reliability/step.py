@@ -1,7 +1,5 @@
 """One training step of a layer whose routing, sizes and weights depend only on numbers, and a hash of its results."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What suites have in common: numbered cases, their outcomes, and the record of a run."""
 
-from __future__ import annotations
-
 import math
 import queue
 import threading

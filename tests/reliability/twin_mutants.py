@@ -3,8 +3,6 @@
 A mutant that does not apply, because a name has gone, raises :class:`DoesNotApply`: it must not count as found.
 """
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Callable, Iterator

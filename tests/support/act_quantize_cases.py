@@ -1,7 +1,5 @@
 """Problems that tests of the activations which quantise share, and their results by the functions that are fused."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

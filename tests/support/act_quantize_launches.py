@@ -1,7 +1,5 @@
 """Calls of the launchers of activations that quantise, of meta tensors of real shapes."""
 
-from __future__ import annotations
-
 import torch
 from act_quantize_cases import ACTIVATIONS
 from compiled_launches import meta

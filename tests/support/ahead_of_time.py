@@ -4,8 +4,6 @@ Triton runs ptxas and throws away what it says, which is what most tests are aft
 test has to assemble a kernel a second time.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import hashlib

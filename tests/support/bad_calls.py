@@ -1,7 +1,5 @@
 """Wrong arguments of public calls, one table for tests/moe/test_bad_input.py and reliability/fuzz.py."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
@@ -54,7 +52,7 @@ class Wrapper(torch.Tensor):
     """A tensor whose memory another one has, as DTensor is."""
 
     @staticmethod
-    def __new__(cls, inner: torch.Tensor) -> Wrapper:
+    def __new__(cls, inner: torch.Tensor) -> "Wrapper":
         return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
 
     @classmethod

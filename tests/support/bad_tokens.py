@@ -1,7 +1,5 @@
 """Steps whose tokens have NaN and Inf, compared with those where the same tokens are zeros."""
 
-from __future__ import annotations
-
 import torch
 from worker import Findings, open_heap
 

@@ -1,7 +1,5 @@
 """A model whose steps are captured, and what may change in it. On CPUs a function that runs again is its graph."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext

@@ -1,7 +1,5 @@
 """Models and optimizers whose bits follow from a number, whatever the ranks; what is in a directory of checkpoints."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path

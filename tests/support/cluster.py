@@ -4,8 +4,6 @@ A `Cluster` is started once per size and reused, because importing torch costs s
 (module level); arguments and results are pickled between the test process and its own children only.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import itertools

@@ -1,7 +1,5 @@
 """All combinations of parameters, for tests whose cases conftest.py divides into quick and slow ones."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any

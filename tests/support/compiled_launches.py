@@ -3,8 +3,6 @@
 The tensors may be meta tensors, so the shapes can be real ones.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Which ranks make a mistake, and transforms of torch that the package has no rules for."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

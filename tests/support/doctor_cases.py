@@ -1,7 +1,5 @@
 """What nvidia-smi and torch say of made-up machines, and which findings are not ok."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Runs of the examples, as their users start them, and their modules."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import subprocess

@@ -1,8 +1,6 @@
 """CUDA and Triton's JIT without a GPU: the real function in C launches by functions that keep what they are given, and
 a JIT "compiles" whatever it gets."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

@@ -8,25 +8,8 @@ import itertools
 import time
 from dataclasses import replace
 
+import gemm_problem as problems
 import torch
-from gemm_problem import (
-    BOTH,
-    ActProblem,
-    Problem,
-    Scattered,
-    check_act,
-    check_act_ranges,
-    check_activation,
-    check_biases,
-    check_gemm,
-    check_gradients,
-    check_products,
-    check_ranges,
-    check_splits,
-    check_wgrad,
-    part_calls,
-    triton_kernels,
-)
 from row_ranges import random_ranges
 from triton.tools.ragged_tma import create_ragged_descriptor
 
@@ -54,42 +37,44 @@ ACT_CASES = [
     ((20, 17), torch.float16, Activation(is_gated=False, alpha=1.702), (False, 2, 1), False),
 ]
 
-kernels = triton_kernels()
+kernels = problems.triton_kernels()
 
 
 def check_parts(splits, dtype, options):
     """Of whole numbers: NumPy's order of sums depends on a row's place in a tile."""
-    p = Problem(splits, WIDTHS, dtype, capacity=CAPACITY, is_exact=True)
+    p = problems.Problem(splits, WIDTHS, dtype, capacity=CAPACITY, is_exact=True)
     for name in ("biased", "gathered", "dgrad"):
-        check_ranges(p, *part_calls(kernels, p, **options)[name], random_ranges(splits, 3))
+        problems.check_ranges(p, *problems.part_calls(kernels, p, **options)[name], random_ranges(splits, 3))
 
 
 def check_many_groups():
     """More groups than rows, and more than a power of two."""
-    p = Problem((1, 0, 0, 2) * 17, WIDTHS, torch.float32, capacity=CAPACITY)
+    p = problems.Problem((1, 0, 0, 2) * 17, WIDTHS, torch.float32, capacity=CAPACITY)
     options = {"num_sms": NUM_SMS, "config": replace(CONFIG, block_n=64, block_k=32)}
-    check_gemm(kernels, p, False, False, "none", True, **options)
-    for case in itertools.product(BOTH, BOTH, BOTH):
-        check_biases(kernels, p, *case)
+    problems.check_gemm(kernels, p, False, False, "none", True, **options)
+    for case in itertools.product(problems.BOTH, problems.BOTH, problems.BOTH):
+        problems.check_biases(kernels, p, *case)
 
 
 def check_biases_of_several_tiles():
-    p = Problem((0, 300, 1, 129), WIDTHS, torch.float32, capacity=440)
-    for case in itertools.product(BOTH, BOTH, BOTH):
-        check_biases(kernels, p, *case)
+    p = problems.Problem((0, 300, 1, 129), WIDTHS, torch.float32, capacity=440)
+    for case in itertools.product(problems.BOTH, problems.BOTH, problems.BOTH):
+        problems.check_biases(kernels, p, *case)
 
 
 def check_no_rows():
     """Nothing to launch, but zeros for a gradient that is not added to something."""
-    p = Problem((0, 0), WIDTHS, torch.float32, capacity=0)
-    for accumulate in BOTH:
-        check_wgrad(kernels, p, False, False, True, accumulate, torch.float32)
-    check_gemm(kernels, p, False, False, "none", True)
-    check_biases(kernels, p, False, False, False)
-    check_products(kernels, Problem((0, 0), WIDTHS, torch.float16, capacity=9), num_sms=NUM_SMS, config=CONFIG)
-    p = ActProblem((0, 0), ACT_WIDTHS, torch.float32, Activation(), capacity=0)
-    check_act(kernels, p)
-    check_activation(kernels, p)
+    p = problems.Problem((0, 0), WIDTHS, torch.float32, capacity=0)
+    for accumulate in problems.BOTH:
+        problems.check_wgrad(kernels, p, False, False, True, accumulate, torch.float32)
+    problems.check_gemm(kernels, p, False, False, "none", True)
+    problems.check_biases(kernels, p, False, False, False)
+    problems.check_products(
+        kernels, problems.Problem((0, 0), WIDTHS, torch.float16, capacity=9), num_sms=NUM_SMS, config=CONFIG
+    )
+    p = problems.ActProblem((0, 0), ACT_WIDTHS, torch.float32, Activation(), capacity=0)
+    problems.check_act(kernels, p)
+    problems.check_activation(kernels, p)
 
 
 def options_of(flatten, parts, lead):
@@ -100,20 +85,22 @@ def options_of(flatten, parts, lead):
 
 
 def check_both_passes(splits, dtype, activation, config, is_table):
-    p = ActProblem(splits, ACT_WIDTHS, dtype, activation, capacity=CAPACITY)
-    check_act(kernels, p, *options_of(*config), table=is_table)
-    check_activation(kernels, ActProblem((50,), ACT_WIDTHS, dtype, activation, capacity=50), dscale_dtype=dtype)
+    p = problems.ActProblem(splits, ACT_WIDTHS, dtype, activation, capacity=CAPACITY)
+    problems.check_act(kernels, p, *options_of(*config), table=is_table)
+    problems.check_activation(
+        kernels, problems.ActProblem((50,), ACT_WIDTHS, dtype, activation, capacity=50), dscale_dtype=dtype
+    )
 
 
 def check_fused_ranges(splits, dtype, activation, config, is_table):
     """Of whole numbers: NumPy's order of sums depends on a row's place in a tile."""
-    p = ActProblem(splits, ACT_WIDTHS, dtype, activation, capacity=CAPACITY, is_exact=True)
+    p = problems.ActProblem(splits, ACT_WIDTHS, dtype, activation, capacity=CAPACITY, is_exact=True)
     act_options, dact_options = options_of(*config)
     if is_table:
-        scattered = [Scattered(weight) for weight in (p.weight1, p.weight2)]
+        scattered = [problems.Scattered(weight) for weight in (p.weight1, p.weight2)]
         p.weight1, p.weight2 = (each.table for each in scattered)
     options = {"act_options": act_options, "dact_options": dact_options, "gather": is_table}
-    check_act_ranges(kernels, p, random_ranges(splits, 3), **options)
+    problems.check_act_ranges(kernels, p, random_ranges(splits, 3), **options)
 
 
 def check_ragged_descriptor():
@@ -138,16 +125,16 @@ def main():
         # Wide tiles add to what is there in two pieces.
         config = replace(CONFIG, flatten=i % 2 == 0, block_n=16 if i < 2 else 128)
         options = {"num_sms": NUM_SMS, "config": config}
-        p = Problem(splits, WIDTHS, dtype, capacity=CAPACITY)
-        timed(f"check_products {splits} {dtype}", check_products, kernels, p, **options)
-        timed(f"check_gradients {splits} {dtype}", check_gradients, kernels, p, **options)
+        p = problems.Problem(splits, WIDTHS, dtype, capacity=CAPACITY)
+        timed(f"check_products {splits} {dtype}", problems.check_products, kernels, p, **options)
+        timed(f"check_gradients {splits} {dtype}", problems.check_gradients, kernels, p, **options)
         options["config"] = replace(config, block_n=16)
         timed(f"check_parts {splits} {dtype}", check_parts, splits, dtype, options)
     options = {"num_sms": NUM_SMS, "config": CONFIG}
     timed("check_parts of one group", check_parts, (37,), torch.float16, options)
     for check_it in (check_many_groups, check_biases_of_several_tiles, check_no_rows, check_ragged_descriptor):
         timed(check_it.__name__, check_it)
-    check_splits(kernels)
+    problems.check_splits(kernels)
     for check_it, cases in ((check_both_passes, ACT_CASES), (check_fused_ranges, (ACT_CASES[i] for i in (0, 2, 5)))):
         for case in cases:
             timed(f"{check_it.__name__} {case[:3]}", check_it, *case)

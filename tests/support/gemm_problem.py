@@ -3,8 +3,6 @@
 `kernels` is a namespace of kernels: the twins, or Triton's, in the interpreter or on a GPU.
 """
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 from functools import partial
 from itertools import product

@@ -1,10 +1,9 @@
 """Training steps of a layer on GPUs, and replays of a CUDA graph of one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch
+from graphs import captured
 from worker import Findings, open_heap
 
 from symmoe import MoEConfig, MoELayer, SymmetricHeap
@@ -48,10 +47,9 @@ def training_step(layer: MoELayer, num_tokens: int) -> Callable[[], None]:
 
 
 def check_replays(
-    rank: int, num_ranks: int, num_replays: int, stash: str, shared: bool, way: dict[str, str]
-) -> list[str]:
+    rank: int, num_ranks: int, findings: Findings, num_replays: int, stash: str, shared: bool, way: dict[str, str]
+) -> None:
     """Replays with new tokens (so new routing) against eager steps on another layer with the same weights."""
-    findings = Findings()
     with open_heap("cuda", num_bytes=512 << 20) as heap:
         torch.use_deterministic_algorithms(False)
         layers = [layer_for(heap, config_for(num_ranks, stash=stash, **way), shared) for _ in range(2)]
@@ -63,15 +61,7 @@ def check_replays(
             torch.autograd.backward((y, metrics.aux_loss), (dy, torch.ones_like(metrics.aux_loss)))
             return y.detach(), metrics.aux_loss.detach(), metrics.expert_load, metrics.num_dropped
 
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):  # compiles, and makes every .grad
-                step(layers[0], x, dy)
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            got = step(layers[0], x, dy)
+        graph, got = captured(lambda: step(layers[0], x, dy))
         findings.check(heap.memory.graph_bytes > 0, "the graph holds no leases")
         for layer in layers:
             for parameter in layer.parameters():
@@ -103,4 +93,3 @@ def check_replays(
         heap.release_graphs()
         findings.equal("bytes of graphs", heap.memory.graph_bytes, 0)
         findings.equal("leased bytes", heap.leased_bytes, 0)
-    return findings.texts

@@ -4,8 +4,6 @@ G groups, N rows (with a tail that belongs to no group), H hidden, I ffn, W colu
 oracle is float64, loops over rows, and stock autograd. Slow on purpose: nobody should have to doubt it.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable, Iterator
@@ -183,7 +181,7 @@ class Buffers:
     grad_input_out: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, case: Case, inputs: Inputs, *, out_features: int) -> Buffers:
+    def of(cls, case: Case, inputs: Inputs, *, out_features: int) -> "Buffers":
         lead = inputs.x.shape[:-1]
         shapes = {"out": (*lead, out_features), "grad_input_out": tuple(inputs.x.shape)}
         return cls(**{name: inputs.d_y.new_full(shapes[name], SENTINEL) for name in case.buffers})

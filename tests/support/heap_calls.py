@@ -1,7 +1,5 @@
 """What tests of heaps have in common: a call whose result is known exactly, and what a call raises."""
 
-from __future__ import annotations
-
 import torch
 
 from symmoe import SymmetricHeap, combine_tokens, dispatch_tokens, make_plan

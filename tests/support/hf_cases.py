@@ -1,7 +1,5 @@
 """Tiny random models of every transformers family that symmoe knows, and batches for them."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Operators of torch whose results the host has to see."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """What a layer's call keeps until backward, and what a step takes at its peak."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Calls of the kernels in the working dtype on meta tensors, the way the layer makes them: see catch_launches."""
 
-from __future__ import annotations
-
 import torch
 from compiled_launches import meta
 

@@ -1,7 +1,5 @@
 """The environment of a launcher, on a rank of a cluster."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Small layers with known weights, their tokens, and the ways that give one step the same bits."""
 
-from __future__ import annotations
-
 import torch
 
 from symmoe import MoEConfig, MoELayer, SymmetricHeap

@@ -1,7 +1,5 @@
 """Experts with adapters, and what they must compute: dense weights W + s B A in float64."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Recipes, the numbers that they make, sizes and cases that tests of layers in low precision share."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 

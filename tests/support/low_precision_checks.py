@@ -1,7 +1,5 @@
 """Checks of expert-parallel layers in low precision, for ranks on CPUs and on GPUs."""
 
-from __future__ import annotations
-
 import gc
 from dataclasses import replace
 from itertools import product

@@ -5,8 +5,6 @@ what it gives differs from the package's results by the rounding of sums and res
 rounding has put on the other side of a boundary between two numbers of a format.
 """
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """A step of layers in E4M3 whose kernels begin with the rows that are there, for ranks on CPUs and on GPUs."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from dataclasses import replace
@@ -36,7 +34,7 @@ class Kernels:
         self.calls: Counter[tuple[str, bool]] = Counter()
         self._lag_s = lag_s
 
-    def __enter__(self) -> Kernels:
+    def __enter__(self) -> "Kernels":
         self._hooked = kernels.hooked(torch.device("cpu"), self._count)
         self._hooked.__enter__()
         return self

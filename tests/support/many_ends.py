@@ -4,8 +4,6 @@ They are forked from one process, which has imported everything, until one has f
 and gloo's threads get what it leaves: so what these have still to do, they do as late as they can.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

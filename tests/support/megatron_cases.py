@@ -4,8 +4,6 @@ The reference is Megatron's alltoall dispatcher with its SequentialMLP: none of 
 both kinds get the same numbers, every parameter from a generator of its own, and every rank has tokens of its own.
 """
 
-from __future__ import annotations
-
 import contextlib
 import zlib
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Megatron-Core on CPUs, for tests; the shim is the one that the example uses."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """One expert-parallel step in every way, and its public parts, against the float64 oracle."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import math

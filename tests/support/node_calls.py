@@ -1,7 +1,5 @@
 """What tests of groups that span nodes have in common, on CPUs and on GPUs."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

@@ -1,7 +1,5 @@
 """Kernels of plans between nodes in Triton's interpreter, compared with twins, and these with loops over tokens."""
 
-from __future__ import annotations
-
 import itertools
 
 import torch

@@ -1,7 +1,5 @@
 """Rows, groups and formats that tests of the quantising kernels share."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 

@@ -3,8 +3,6 @@
 kernels: a module of them, or what stands for it; device: where they run. Twins run on the CPU.
 """
 
-from __future__ import annotations
-
 import torch
 from quantize_cases import (
     FORMATS,

@@ -5,24 +5,10 @@ arithmetic, which is checked first. It also loses subnormal bf16 numbers on the 
 fp32 has some.
 """
 
+import quantize_cases as cases
 import torch
 import triton
 import triton.language as tl
-from quantize_cases import (
-    FORMATS,
-    SIGNS,
-    Scattered,
-    as_bytes,
-    check_bias_sums,
-    differences,
-    encode_rows,
-    hard_rows,
-    named,
-    quantize_all,
-    quantize_weights,
-    row_buffers,
-    row_range_of,
-)
 from quantize_checks import check_columns, check_ranges, check_received, check_rows_of_an_index, check_sent, check_tiles
 
 from symmoe.kernels import gpu, twin
@@ -85,23 +71,23 @@ def check_powers_of_two():
     for name, width in (("mxfp8", 32), ("float8_block_powers", 32)):
         scales = []
         for kernels in (twin, gpu):
-            out = row_buffers(len(bits), width, FORMATS[name])
-            kernels.quantize_rows(rows, row_range_of((len(bits),)), out, FORMATS[name])
-            scales.append(named(*out))
-        assert differences(*scales) == [], name
-    assert len(as_bytes(scales[1]["scale"]).view(torch.int32).unique()) > 240
+            out = cases.row_buffers(len(bits), width, cases.FORMATS[name])
+            kernels.quantize_rows(rows, cases.row_range_of((len(bits),)), out, cases.FORMATS[name])
+            scales.append(cases.named(*out))
+        assert cases.differences(*scales) == [], name
+    assert len(cases.as_bytes(scales[1]["scale"]).view(torch.int32).unique()) > 240
 
 
 def check_wire(name, row_range):
     """With padding and without, and tiles that end within a block. No columns of bf16, to which the interpreter does
     not round to nearest."""
     check_received(gpu, name, 1088, row_range, torch.float32)
-    check_sent(gpu, name, hard_rows(19, 272, torch.float32))
+    check_sent(gpu, name, cases.hard_rows(19, 272, torch.float32))
     for shape in ((33, 1056), (1, 128)):
-        check_sent(gpu, name, without_subnormals(hard_rows(*shape, torch.bfloat16)))
-    assert encode_rows(gpu, torch.empty(0, 64), name).shape[0] == 2
+        check_sent(gpu, name, without_subnormals(cases.hard_rows(*shape, torch.bfloat16)))
+    assert cases.encode_rows(gpu, torch.empty(0, 64), name).shape[0] == 2
     tiles.ROW_PROGRAMS = 4  # so that programs have several tiles
-    check_ranges(gpu, name, (0, 37, 128, 1, 50), without_subnormals(hard_rows(50, 272, torch.float32)))
+    check_ranges(gpu, name, (0, 37, 128, 1, 50), without_subnormals(cases.hard_rows(50, 272, torch.float32)))
     for dtype in (torch.float32, torch.float16):
         rows = torch.randn(50, 272) * torch.exp2(torch.randint(-8, 8, (50, 1)).float())
         rows[3], rows[4, 2], rows[5, 70], rows[6, 130] = 0, torch.nan, torch.inf, -0.0
@@ -122,47 +108,49 @@ def main():
     wire.e4m3_value = e4m3_number
     check_powers_of_two()
     splits = (0, 37, 128, 1, 5)
-    row_range, num_rows = row_range_of(splits), sum(splits) + 3
+    row_range, num_rows = cases.row_range_of(splits), sum(splits) + 3
     for dtype in (torch.bfloat16, torch.float32):
-        rows = hard_rows(num_rows, 288 if dtype == torch.bfloat16 else 96, dtype)
+        rows = cases.hard_rows(num_rows, 288 if dtype == torch.bfloat16 else 96, dtype)
         if dtype == torch.bfloat16:
             rows = without_subnormals(rows)
-        for name in FORMATS:
+        for name in cases.FORMATS:
             for hard in HARD.get((name, dtype), (False,)):
-                left, right = (quantize_all(kernels, rows, row_range, name, hard=hard) for kernels in (twin, gpu))
-                assert differences(left, right) == [], (name, dtype, hard, differences(left, right))
+                left, right = (cases.quantize_all(kernels, rows, row_range, name, hard=hard) for kernels in (twin, gpu))
+                assert cases.differences(left, right) == [], (name, dtype, hard, cases.differences(left, right))
                 print(name, dtype, hard, ": ok")
-    for name in FORMATS:
-        check_rows_of_an_index(gpu, name, hard_rows(50, 96, torch.float32), row_range)
-        check_bias_sums(gpu, name, torch.float32, splits=(0, 37, 1, 230))
+    for name in cases.FORMATS:
+        check_rows_of_an_index(gpu, name, cases.hard_rows(50, 96, torch.float32), row_range)
+        cases.check_bias_sums(gpu, name, torch.float32, splits=(0, 37, 1, 230))
         print(name, "of an index, and sums: ok")
-        if FORMATS[name].element == "e4m3":
+        if cases.FORMATS[name].element == "e4m3":
             check_wire(name, row_range)
             print(name, "on the wire: ok")
     for shape in ((2, 160, 96), (1, 16, 288)):
-        weight = hard_rows(shape[0] * shape[1], shape[2], torch.float32).view(shape)
-        for name in FORMATS:
-            left, right = (quantize_weights(kernels, weight, name) for kernels in (twin, gpu))
-            assert differences(left, right) == [], (name, shape, differences(left, right))
-            pairs = [quantize_weights(kernels, weight, name, in_pairs=True) for kernels in (twin, gpu)]
+        weight = cases.hard_rows(shape[0] * shape[1], shape[2], torch.float32).view(shape)
+        for name in cases.FORMATS:
+            left, right = (cases.quantize_weights(kernels, weight, name) for kernels in (twin, gpu))
+            assert cases.differences(left, right) == [], (name, shape, cases.differences(left, right))
+            pairs = [cases.quantize_weights(kernels, weight, name, in_pairs=True) for kernels in (twin, gpu)]
             for pair in pairs:
-                assert differences(left, pair) == [], (name, shape, differences(left, pair))
-            scattered = Scattered(weight)
+                assert cases.differences(left, pair) == [], (name, shape, cases.differences(left, pair))
+            scattered = cases.Scattered(weight)
             for kernels in (twin, gpu):
-                found = quantize_weights(kernels, weight, name, scattered.table, in_pairs=True)
-                assert differences(left, found) == [], (name, shape, "table", differences(left, found))
-                assert torch.equal(as_bytes(scattered.packed()), as_bytes(weight))
+                found = cases.quantize_weights(kernels, weight, name, scattered.table, in_pairs=True)
+                assert cases.differences(left, found) == [], (name, shape, "table", cases.differences(left, found))
+                assert torch.equal(cases.as_bytes(scattered.packed()), cases.as_bytes(weight))
             print(name, shape, ": ok")
     for num_blocks in (1, 4, 6):
         check_tiles(gpu, row_range, num_rows, num_blocks)
         print("tiles of", num_blocks, ": ok")
     no_rows = torch.empty(0, 96, dtype=torch.bfloat16)
-    for name in FORMATS:
-        left, right = (quantize_all(kernels, no_rows, row_range_of((0, 0)), name) for kernels in (twin, gpu))
-        assert differences(left, right) == [], name
+    for name in cases.FORMATS:
+        left, right = (
+            cases.quantize_all(kernels, no_rows, cases.row_range_of((0, 0)), name) for kernels in (twin, gpu)
+        )
+        assert cases.differences(left, right) == [], name
     # Bytes are compared, and signs of the transform are seen.
-    assert not torch.equal(as_bytes(torch.tensor([0.0])), as_bytes(torch.tensor([-0.0])))
+    assert not torch.equal(cases.as_bytes(torch.tensor([0.0])), cases.as_bytes(torch.tensor([-0.0])))
     rows, amax = torch.randn(num_rows, 32), torch.empty(2, len(splits))
-    for signs, out in zip((SIGNS, SIGNS ^ 1), amax, strict=True):
+    for signs, out in zip((cases.SIGNS, cases.SIGNS ^ 1), amax, strict=True):
         quantize.group_amax(rows, row_range, out, signs=signs)
     assert not torch.equal(*amax)

@@ -1,7 +1,5 @@
 """Calls of the launchers that quantise, of meta tensors of real shapes; and a step of all of them on small ones."""
 
-from __future__ import annotations
-
 import torch
 from compiled_launches import meta
 from quantize_cases import (

@@ -3,8 +3,6 @@
 Shares no code with the package; arithmetic is numpy's fp32, one rounding for every operation, and Python's integers.
 """
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 import ml_dtypes

@@ -1,7 +1,5 @@
 """Operands of the grouped GEMMs of quantised numbers: meta tensors of real shapes."""
 
-from __future__ import annotations
-
 import torch
 from compiled_launches import meta
 

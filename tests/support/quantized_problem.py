@@ -5,8 +5,6 @@ so that results can be compared bit by bit. What must not matter is NaN: rows an
 that pad lines, tiles of no group.
 """
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass
 

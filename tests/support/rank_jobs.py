@@ -1,7 +1,5 @@
 """What ranks of the reliability suites' launcher do in its own tests."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterator

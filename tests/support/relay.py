@@ -4,8 +4,6 @@ Hosts tell each other where they listen, and gloo's ranks write that into a stor
 address instead, and takes the relay for the rank of node 1 on its rail: all connections of that pair go through it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,7 +1,5 @@
 """What processes have left in /dev/shm."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterator

@@ -4,8 +4,6 @@
 be compared byte for byte. Buffers are prefilled: what a kernel must not write has to come back as it was.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from types import ModuleType
 

@@ -1,7 +1,5 @@
 """Backward computes and sends nothing that nobody asks for, and what is left has the same bits: checks of ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections import Counter

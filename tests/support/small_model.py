@@ -1,7 +1,5 @@
 """A small model with MoE layers whose whole weights, data and loss do not depend on the layout of the ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Steps of layers in a row, in 1F1B too, and one big step in all ways; their bits."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Sequence

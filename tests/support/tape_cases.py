@@ -1,7 +1,5 @@
 """Steps of a layer with tapes and without, for tests on CPUs and on GPUs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 

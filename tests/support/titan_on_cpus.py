@@ -5,8 +5,6 @@ the place of torch.cuda. And its Trainer calls `torch.distributed.set_timeout`, 
 older, private function is there under that name.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """Nodes, as far as one machine has them: torchrun agents, each with processes of its own."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

@@ -16,8 +16,6 @@ are not here:
 Only processes of their own import this: one that has imported torchtitan may abort at its regular exit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace

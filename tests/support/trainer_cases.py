@@ -1,7 +1,5 @@
 """What trainers are given in tests: a small transformers model, data that can be learnt, and what to do with them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

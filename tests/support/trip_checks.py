@@ -1,7 +1,5 @@
 """What plan, dispatch and combine make of a routing, against the oracle."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -3,8 +3,6 @@
 `assert_type` fails where an annotation is lost: what mypy knows nothing of is Any.
 """
 
-from __future__ import annotations
-
 import torch
 from typing_extensions import assert_type
 

@@ -1,7 +1,5 @@
 """What functions that run on ranks share: a poisoned heap, and findings that are collected instead of raised."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

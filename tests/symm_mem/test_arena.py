@@ -1,7 +1,5 @@
 """The allocator against a model that marks blocks in a list."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 from hypothesis import given, settings

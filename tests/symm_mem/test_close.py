@@ -1,7 +1,5 @@
 """Closing a heap of which a rank stays away, or raises inside of `heap.close()`: nobody waits longer than the bound."""
 
-from __future__ import annotations
-
 import signal
 import time
 

@@ -1,7 +1,5 @@
 """Nothing depends on torch's default device, which a user may have set, or be in the context of."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

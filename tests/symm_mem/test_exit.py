@@ -1,7 +1,5 @@
 """How processes end that close and destroy nothing."""
 
-from __future__ import annotations
-
 import ast
 import os
 import subprocess

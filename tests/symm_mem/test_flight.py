@@ -1,7 +1,5 @@
 """Flight records: what they say has happened, in files for this user only; and `symmoe doctor` makes sense of them."""
 
-from __future__ import annotations
-
 import json
 import os
 import stat

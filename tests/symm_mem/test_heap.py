@@ -1,7 +1,5 @@
 """Leases: tensors of their own, what ends them, and what keeps a rank from getting one."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import re

@@ -1,7 +1,5 @@
 """How heaps are made and closed: wrong arguments, what a rank lacks, and what is left behind."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import math

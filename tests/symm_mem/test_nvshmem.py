@@ -1,7 +1,5 @@
 """The NVSHMEM backend, as far as it can be tested without NVSHMEM."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import importlib.util

@@ -1,7 +1,5 @@
 """Ranks that reach each other, in groups of all kinds; ranks that do not come, give up or fail in a call."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Ranks that are out of step, disagree or fail: the same typed error everywhere, and the next correct call is right."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from functools import partial

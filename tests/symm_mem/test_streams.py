@@ -1,7 +1,5 @@
 """The order of calls and of the reuse of memory over CUDA streams, with streams and events that only take notes."""
 
-from __future__ import annotations
-
 import random
 import threading
 import types

@@ -3,8 +3,6 @@
 On GPUs hosts look late; here they look away. tests/gpu/test_unraised_gpu.py has real late ones.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 

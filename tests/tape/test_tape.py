@@ -1,7 +1,5 @@
 """Calls that are played from a tape: the bits of calls that are not, errors on all ranks, and what is not played."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from array import array

@@ -1,7 +1,5 @@
 """The benchmarks as users run them, on 1 and 2 CPU processes; and that a kernel that is wrong is not timed."""
 
-from __future__ import annotations
-
 import inspect
 import itertools
 import json

@@ -1,7 +1,5 @@
 """The parts of `symmoe bench`: routings, timing, records, regression check, command line."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager

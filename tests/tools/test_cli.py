@@ -1,7 +1,5 @@
 """Wrong arguments of the command `symmoe`: one line that says what is wrong, and exit status 2; never a traceback."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

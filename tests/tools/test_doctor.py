@@ -1,7 +1,5 @@
 """`symmoe doctor --read` on records made by hand; those of real ranks are in test_flight.py."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`symmoe doctor`: machines made by hand, each with one thing wrong; and this machine."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """`symmoe doctor --nodes`: nodes made by hand, each with one thing wrong; virtual nodes of this machine."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """Pictures: what they draw is what was logged and measured, read back from the figures themselves."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path

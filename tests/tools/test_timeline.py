@@ -1,7 +1,5 @@
 """Timelines: exposed times against counting, clocks against known offsets, real steps against their order by hand."""
 
-from __future__ import annotations
-
 import ast
 import json
 import random

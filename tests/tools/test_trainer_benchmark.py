@@ -1,7 +1,5 @@
 """benchmarks/trainer.py on CPU processes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Captured steps: exact whatever the routing does. On CPUs a function that runs again takes the place of a graph."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import weakref
@@ -29,7 +27,7 @@ from captured_cases import (
     make_step,
     other_memory,
 )
-from cluster import run_on
+from cluster import on_ranks, run_on
 from torch import nn
 from torch.utils._pytree import register_pytree_node
 from worker import open_heap
@@ -42,16 +40,17 @@ from symmoe.training.step_kind import Tree
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "ranks_per_node"),
+    ("num_ranks", "ranks_per_node", "device"),
     [
-        pytest.param(1, None, id="1", marks=pytest.mark.slow),
-        pytest.param(2, None, id="2"),
-        pytest.param(2, 1, id="2 x 1"),
-        pytest.param(4, 2, id="2 x 2", marks=pytest.mark.slow),
+        pytest.param(1, None, "cpu", id="1", marks=pytest.mark.slow),
+        pytest.param(2, None, "cpu", id="2"),
+        pytest.param(2, 1, "cpu", id="2 x 1"),
+        pytest.param(4, 2, "cpu", id="2 x 2", marks=pytest.mark.slow),
+        *(pytest.param(n, None, "cuda", id=f"{n} GPUs", marks=pytest.mark.gpu) for n in (1, 2)),
     ],
 )
-def test_every_step_is_exact(cluster, num_ranks, ranks_per_node):
-    found = cluster(num_ranks).run(check_exact, "cpu", 14, ranks_per_node)
+def test_every_step_is_exact(cluster, num_ranks, ranks_per_node, device):
+    found = cluster(num_ranks, device).run(check_exact, device, 14, ranks_per_node)
     check_counts(found, num_steps=14, least_replays=6)
     assert len({tuple(counts) for *counts, _ in found}) == 1  # all ranks repeat the same steps
 
@@ -183,8 +182,9 @@ def test_what_could_not_be_taken_back_is_refused(model):
 # -- what decides a step -----------------------------------------------------------------------------------------------
 
 
-def test_what_decides_a_step_is_captured_apart(cluster):
-    assert cluster(2).run(check_changes, "cpu") == [[], []]
+@on_ranks(cpu=(2,), cuda=(1, 2))
+def test_what_decides_a_step_is_captured_apart(cluster, num_ranks, device):
+    assert cluster(num_ranks, device).findings(check_changes, device) == []
 
 
 Pair = namedtuple("Pair", ["x", "y"])

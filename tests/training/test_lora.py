@@ -1,7 +1,5 @@
 """Adapters on grouped experts against experts computed one by one in float64, on one rank and expert-parallel."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """plan_memory and `symmoe plan` against what layers really use; the schedules' test has the heap's exact size."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Metrics of a model's layers against counts by hand and against what the plan says."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

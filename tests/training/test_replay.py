@@ -1,7 +1,5 @@
 """Routing that is given: recorded and replayed, and balanced by force."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Whole optimizer steps on EP x EDP processes against one process, and fp32 masters under half-precision compute."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

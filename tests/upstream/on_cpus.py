@@ -3,8 +3,6 @@
 Where torch sees a GPU it changes nothing.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta

@@ -4,8 +4,6 @@ The plugins of the projects (swap_megatron.py, swap_transformers.py) count the c
 be empty.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass

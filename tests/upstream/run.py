@@ -12,8 +12,6 @@ Needs what the checkout's own tests need: for Megatron-LM pytest, pytest-timeout
 pytest, pytest-timeout, parameterized, datasets. Where torch sees no GPU, Megatron's tests run on CPUs (on_cpus.py).
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """A pytest plugin that puts symmoe into the MoE layers of Megatron-LM's own tests."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any

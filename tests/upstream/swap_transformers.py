@@ -4,8 +4,6 @@ Where transformers would take `grouped_mm`, its default, symmoe's step runs on t
 fused experts, combine, and their backward. So tests that compare this implementation with eager compare symmoe with it.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
