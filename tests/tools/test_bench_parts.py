@@ -93,7 +93,7 @@ class At(float):
     def synchronize(self) -> None:
         pass
 
-    def elapsed_time(self, end: At) -> float:
+    def elapsed_time(self, end: "At") -> float:
         return end - self
 
 
