@@ -13,6 +13,7 @@ from symmoe.kernels.operands import Buffers
 
 FEATURES = 128  # features of the activation's result in a tile
 ALTERNATING_FEATURES = 64  # the same for its gradient, if gate and up features alternate: a whole block of dh
+H = (torch.bfloat16, torch.float16)  # dtypes of the activation's input
 
 
 class DactOperands(NamedTuple):
