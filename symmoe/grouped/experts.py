@@ -121,7 +121,7 @@ class Replicas:
     w1: torch.Tensor  # [S, W, H]
     w2: torch.Tensor  # [S, H, I]
     row_range: torch.Tensor  # int32 [2, S]
-    dw1: torch.Tensor | None = None  # fp32, what get the gradients, if somebody wants them
+    dw1: torch.Tensor | None = None  # what get the gradients, if somebody wants them
     dw2: torch.Tensor | None = None
 
 

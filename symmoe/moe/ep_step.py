@@ -567,7 +567,7 @@ class _Backward:
         division = step.overlap.gradient_dispatch
         send = partial(dispatch, plan=plan, layout=step.layout, gradients=gradients, division=division)
         received, arrived = self.received, None
-        replicas = ReplicaTrip(plan, step.weights(self.inputs), (fc1.computes, fc2.computes))
+        replicas = ReplicaTrip(plan, step.weights(self.inputs), self.targets)
         experts, rider = replicas.weights, replicas.rider
         if received is None:
             sent = _on_wire(given("x", self.x), step.wire.rows)

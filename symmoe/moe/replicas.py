@@ -1,7 +1,8 @@
 """What a step with replicas sends besides rows: weights to the places of replicas, and their gradients home.
 
 Which experts have replicas where is in the plan. Weights travel in every forward and backward pass, before its rows, so
-that a rank holds none of others between passes. Gradients of replicas are made in fp32 and added by the expert's rank.
+that a rank holds none of others between passes. Gradients of replicas have the dtype of those of the expert, whose rank
+adds them up in fp32.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from symmoe.dispatch.trip import PHASE as DISPATCH
 from symmoe.dispatch.trip import READY_W1, READY_W2
 from symmoe.errors import ArgumentError
 from symmoe.grouped.experts import CallExperts, ExpertWeights, Replicas
-from symmoe.grouped.weights import Compute
+from symmoe.grouped.weights import Compute, Target
 from symmoe.kernels import control
 from symmoe.kernels.tensor_table import TensorTable
 from symmoe.symm_mem.memory import Lease
@@ -42,7 +43,7 @@ def replicas_problem(experts: CallExperts) -> ArgumentError | None:
 
 
 def replica_bytes(weights: Sequence[torch.Tensor], num_places: int) -> int:
-    """What a pass leases for replicas of experts with these packed weights: weights, and their gradients in fp32."""
+    """What a pass leases for replicas of experts with these packed weights: weights, and gradients, at most fp32."""
     return sum(num_places * weight[0].numel() * (weight.element_size() + 4) for weight in weights)
 
 
@@ -52,21 +53,21 @@ class ReplicaTrip:
 
     Args:
         weights: of this rank's experts, packed.
-        wants: whether gradients of W1 and of W2 are made, the same on all ranks.
+        targets: of the gradients of W1 and of W2, which are computed on all ranks or on none.
 
     Attributes:
         weights: the same, with those of this rank's replicas.
     """
 
-    def __init__(self, plan: Plan, weights: ExpertWeights, wants: tuple[bool, bool] = (False, False)) -> None:
+    def __init__(self, plan: Plan, weights: ExpertWeights, targets: tuple[Target, Target] | None = None) -> None:
         self.weights, self._own, self._plan, self._leases = weights, weights, plan, list[Lease]()
         self._sums: dict[str, torch.Tensor] = {}  # what the gradients of replicas are added to
         if plan.num_places == 0:
             return
         w1, w2 = (self._lease(weight, weight.dtype) for weight in self._matrices)
         dw1, dw2 = (
-            self._lease(weight, torch.float32) if wanted else None
-            for weight, wanted in zip(self._matrices, wants, strict=True)
+            self._lease(weight, target.dtype_for(weight)) if target.computes else None
+            for weight, target in zip(self._matrices, targets or (Target(), Target()), strict=True)
         )
         self.weights = replace(weights, replicas=Replicas(w1, w2, plan.replica_range, dw1, dw2))
 
@@ -112,7 +113,8 @@ class ReplicaTrip:
         plan, heap, replicas = self._plan, self._plan.heap, self.weights.replicas
         if self._sums and replicas is not None:
             offsets = tuple(0 if dw is None else heap.offset_of(dw) for dw in (replicas.dw1, replicas.dw2))
-            ready = heap.barrier(_HOME, publish=offsets, plan=plan.generation)
+            agreed = control.gradients_index(x="W1" in self._sums, probs="W2" in self._sums)
+            ready = heap.barrier(_HOME, publish=offsets, plan=plan.generation, gradients=agreed)
             sums, places = (self._sums.get("W1"), self._sums.get("W2")), (plan.place_to_expert, plan.expert_to_place)
             add = kernels.for_device(heap.device).add_from_replicas
             add(sums, places, heap.peers, ready, columns=(0, 1))

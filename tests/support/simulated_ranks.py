@@ -321,8 +321,8 @@ class _Call:
                 [torch.randn((num_own, n), generator=generator).to(case.dtype).to(self.device) for n in widths]
                 for _ in range(2)
             )
-            its_gradients = torch.randn((case.num_places, max(widths)), generator=generator).to(self.device)
-            self.buffer(rank, PACKED, its_gradients.shape, torch.float32).copy_(its_gradients)
+            its_gradients = torch.randn((case.num_places, max(widths)), generator=generator).to(case.dtype)
+            self.buffer(rank, PACKED, its_gradients.shape, case.dtype).copy_(its_gradients)
             self.ops.push_replicas(tuple(weights), self.maps[rank]["place_to_expert"], peers, ready, columns=(0, 2))
             self.keep(f"gradients of rank {rank}", *gradients)
         self.keep_arenas("replicas")

@@ -67,6 +67,7 @@ class ReplicaKernels(Protocol):
         """Adds to this rank's gradients those that replicas have made, in the order of ranks, in fp32, rounded once;
         nothing if the call has failed. An expert without replicas keeps its bits.
 
-        gradients: of the weights of push_replicas, or None. A rank's, fp32 [S, M], are at received[., columns].
+        gradients: of the weights of push_replicas, or None. Those that a rank has made of replicas, [S, M] of the same
+        dtype, are at received[., columns].
         places: place_to_expert, expert_to_place.
         """

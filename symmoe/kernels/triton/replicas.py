@@ -203,6 +203,7 @@ def push_replicas(weights, place_to_expert, peers, received, *, columns, num_cta
 @triton.jit
 def add_matrices(gradient, tables, bases, received, COLUMN: tl.constexpr, WIDTH: tl.constexpr, SIZES: tl.constexpr):
     """Of one weight."""
+    ELEMENT: tl.constexpr = gradient.dtype.element_ty
     place_to_expert, expert_to_place = tables
     lane = tl.arange(0, SIZES.rank_lanes)
     for n in range(SIZES.num_ranks * SIZES.num_places):
@@ -220,10 +221,10 @@ def add_matrices(gradient, tables, bases, received, COLUMN: tl.constexpr, WIDTH:
                     place = tl.load(places + peer)
                     offset = tl.load(received + peer * NUM_PUBLISHED + COLUMN)
                     if (place >= 0) & (offset >= 0):
-                        theirs = (tl.load(bases + peer) + offset).to(tl.pointer_type(tl.float32))
+                        theirs = (tl.load(bases + peer) + offset).to(tl.pointer_type(ELEMENT))
                         theirs = tl.multiple_of(theirs, 16) + place.to(tl.int64) * WIDTH
-                        total += tl.load(theirs + at, mask=at < WIDTH, other=0.0)
-                tl.store(sums + at, total.to(gradient.dtype.element_ty), mask=at < WIDTH)
+                        total += tl.load(theirs + at, mask=at < WIDTH, other=0.0).to(tl.float32)
+                tl.store(sums + at, total.to(ELEMENT), mask=at < WIDTH)
 
 
 @fast_jit(["dw1", "dw2"])

@@ -77,7 +77,7 @@ def add_from_replicas(gradients, places, peers, received, *, columns):
             if expert // len(gradient) == peers.rank:
                 offset, shape = int(received[rank, column]), (place + 1, gradient.shape[1])
                 g = expert % len(gradient)
-                sums[g] = sums.get(g, gradient[g].float()) + peers.region(rank, offset, shape, torch.float32)[place]
+                sums[g] = sums.get(g, gradient[g].float()) + peers.region(rank, offset, shape, gradient.dtype)[place]
         for g, total in sums.items():
             gradient[g] = total
 
