@@ -48,9 +48,9 @@ def hopper_kernels(device: torch.device, dtype: torch.dtype, columns: int) -> Mo
     ):
         return None
     try:
-        from symmoe.kernels.launch.triton_internals import VERSION
+        import triton
 
-        if VERSION not in architectures.TRITON_VERSIONS:
+        if tuple(map(int, triton.__version__.split(".")[:2])) not in architectures.TRITON_VERSIONS:
             return None
         from symmoe.kernels.hopper import launchers
     except (ImportError, AttributeError):

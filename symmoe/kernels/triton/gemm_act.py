@@ -27,12 +27,13 @@ from symmoe.kernels.tensor_table import TensorTable
 from symmoe.kernels.triton.activation import (
     SUM_COLUMNS,
     SUM_STEPS,
-    act_gradients,
+    act_slopes,
     act_value,
     add_neighbours,
     addressable,
     gate_column,
     load_hidden,
+    scale_terms,
     split_blocks,
     store_hidden,
     up_distance,
@@ -211,9 +212,9 @@ def grouped_gemm_dact_kernel(
                 up = hidden[i - LEAD][1].to(tl.float32)
                 # It is rounded before it moves between threads. To round the whole tile at once costs registers.
                 da = da_parts[i - LEAD].to(dout.dtype.element_ty).to(tl.float32)
-                values, dgate, dup, terms = act_gradients(gate, up, da, scale[:, None], ACTIVATION)
-                store_rounded(values, a, row, end, column + tl.arange(0, PART), FFN, BLOCK_N)
-                part_sum = tl.sum(add_neighbours(terms, SUM_STEPS - HALVED), axis=1)
+                value = act_value(gate, up, ACTIVATION)
+                store_rounded(value * scale[:, None], a, row, end, column + tl.arange(0, PART), FFN, BLOCK_N)
+                part_sum = tl.sum(add_neighbours(scale_terms(da, value), SUM_STEPS - HALVED), axis=1)
                 if HALVED and (i - LEAD) % 2 == 0:
                     left = part_sum
                 else:
@@ -221,7 +222,10 @@ def grouped_gemm_dact_kernel(
                         part_sum = left + part_sum
                     sums = scale_sums + (column // SUM_COLUMNS).to(tl.int64) * num_rows + row
                     tl.store(sums, part_sum, mask=(row < end) & (column // SUM_COLUMNS * SUM_COLUMNS < FFN))
-                dgate, dup = dgate.to(dh.dtype.element_ty), dup.to(dh.dtype.element_ty)
+                ds = da * scale[:, None]  # after the sums: before them it would cost registers
+                by_gate, by_up = act_slopes(gate, up, ACTIVATION)
+                dgate = (ds * by_gate).to(dh.dtype.element_ty)
+                dup = (ds * by_up).to(dh.dtype.element_ty)
                 store_hidden(dh, dgate, dup, row, end, column, BLOCK_N, GEMM)
                 if bias_sums is not None:
                     slot = bias_sums + (first_row // BLOCK_M + group).to(tl.int64) * ACTIVATION.hidden_width(FFN)
