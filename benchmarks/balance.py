@@ -27,8 +27,8 @@ BALANCES = ("none", "replicas")
 def bench(shape: Shape, heap: SymmetricHeap, ranks: Ranks, options: argparse.Namespace) -> list[Record]:
     """Records of one layer: its steps with each load, with and without replicas. Collective."""
     generator = torch.Generator().manual_seed(ranks.rank)
-    num_tokens, (hidden, ffn, num_experts, top_k) = options.tokens, (*vars(shape).values(),)[1:]
-    config = {"hidden": hidden, "ffn": ffn, "num_experts": num_experts, "top_k": top_k, "router": "none"}
+    num_tokens, hidden, num_experts, top_k = options.tokens, shape.hidden, shape.num_experts, shape.top_k
+    config = {"hidden": hidden, "ffn": shape.ffn, "num_experts": num_experts, "top_k": top_k, "router": "none"}
     layers = {}
     for balance in BALANCES:
         torch.manual_seed(ranks.rank)
