@@ -94,7 +94,7 @@ def main() -> None:
     with join() as ranks:
         about = {**machine(ranks.device), "command": command_line(ranks)}
         with SymmetricHeap(num_bytes=int(options.heap_gib * 2**30)) as heap:
-            records = [about | one for shape in shapes_of(options) for one in bench(shape, heap, ranks, options)]
+            records = [one | about for shape in shapes_of(options) for one in bench(shape, heap, ranks, options)]
     if ranks.rank == 0:
         print(render(records))
         if options.json:

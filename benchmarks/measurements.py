@@ -164,21 +164,6 @@ def ceilings() -> Iterable[list[object]]:
 WAYS = ("graph", "static", "exact", "gemms alone", "stock torch")
 
 
-def by_tokens() -> Iterable[list[object]]:
-    name = "layer-tokens-h200-ep2"
-    for tokens in (128, 512, 2048, 8192, 32768):
-        both = [[pick(name, variant=way, tokens=tokens, direction=d)["ms_median"] for d in BOTH] for way in WAYS]
-        yield [f"{tokens:,}", *(f"{forward * 1e3:.0f} / {backward * 1e3:.0f}" for forward, backward in both)]
-
-
-def by_skew() -> Iterable[list[object]]:
-    name = "layer-skew-h200-ep2"
-    for skew in ("zipf", "hot"):
-        shares = [pick(name, variant="graph", skew=skew, direction=d) for d in BOTH]
-        share = " / ".join(f"{one['tflops'] / one['ceiling_tflops']:.2f}" for one in shares)
-        yield [skew, *(ways([(name, way)], skew=skew) for way in WAYS), share]
-
-
 def variants() -> Iterable[list[object]]:
     name = "variants-h200-ep2"
     rows = (
@@ -338,21 +323,13 @@ def overhead() -> Iterable[list[object]]:
         yield [variant, *(f"{ms * 1e3:.0f}" for ms in rows)]
 
 
-def pointers() -> Iterable[list[object]]:
-    rows = [row for row in load("overhead-h200") if row.get("in_a_row_us") is not None]
-    for variant in dict.fromkeys(row["variant"] for row in rows if not row["variant"].startswith("a copy")):
-        found = [pick("overhead-h200", variant=variant, preset=f"{count}x128x128") for count in (8, 64, 256)]
-        yield [variant, *(f"{row['ms_median'] * 1e3:.0f} / {row['in_a_row_us']:.0f}" for row in found)]
-
-
-def bounds() -> Iterable[list[object]]:
-    for way in ("eager", "graph"):
-        for d in BOTH:
-            bounded, free = (
-                pick("bounds-h200-ep2", variant=f"{way}, {kind}", direction=d)["ms_median"]
-                for kind in ("bounded", "unbounded")
-            )
-            yield [f"{way}, {d}", f"{bounded:.4f}", f"{free:.4f}", f"{100 * (bounded / free - 1):.2f} %"]
+def balance() -> Iterable[list[object]]:
+    records = load("balance-h200-ep2")
+    for preset in dict.fromkeys(row["preset"] for row in records):
+        rows = [row for row in records if row["preset"] == preset]
+        for without, replicas in zip(rows[::2], rows[1::2], strict=True):
+            ms = [f"{row['ms_median']:.2f}" for row in (without, replicas)]
+            yield [preset, without["skew"], *ms, f"{replicas['ms_median'] / rows[0]['ms_median']:.2f}"]
 
 
 # -- trainers ---------------------------------------------------------------------------------------------------------
@@ -470,11 +447,12 @@ def sections() -> Iterable[tuple[str, list[str]]]:
         ],
     )
     yield (
-        "### Tokens and skewed routing",
+        "### Balance by replicas",
         [
-            source("layer-tokens-h200-ep2", "layer-skew-h200-ep2"),
-            table([f"qwen3-30b, T, us {passes}", *WAYS], by_tokens()),
-            table([f"qwen3-30b, routing, ms {passes}", *WAYS, "graph, of ceiling"], by_skew()),
+            source(
+                "balance-h200-ep2", note="Whole steps without a router, 4 places. Load: rows of rank 0 by the mean."
+            ),
+            table(["", "load", "ms", "ms with replicas", "by the uniform step"], balance()),
         ],
     )
     yield (
@@ -497,9 +475,8 @@ def sections() -> Iterable[tuple[str, list[str]]]:
     yield (
         "## Host time",
         [
-            source("overhead-h200", note="us; pointer loading in turn / in a row, by the number of experts."),
+            source("overhead-h200", note="us."),
             table(["64 experts, hidden 128, ffn 128, 16 rows each", *BOTH], overhead()),
-            table(["addresses, and scales swizzled", "8", "64", "256"], pointers()),
         ],
     )
     yield (
@@ -591,10 +568,8 @@ def sections() -> Iterable[tuple[str, list[str]]]:
     counted = ("device-to-device copies", "calls that wait for the GPU", "kernels")
     counts = [re.search(rf"^{what}: (\d+)$", trace, re.MULTILINE)[1] for what in counted]
     yield (
-        "### Bounds, sanitizer, trace",
+        "### Sanitizer, trace",
         [
-            source("bounds-h200-ep2", note="qwen3-30b, a bound on every wait and none."),
-            table(["ms", "bounded", "unbounded", "cost"], bounds()),
             fill(f"sanitize-h200.txt, by benchmarks/sanitize.sh: {sanitized.splitlines()[0]}."),
             table(["compute-sanitizer", "errors", "tests passed"], sanitizer(sanitized)),
             fill(

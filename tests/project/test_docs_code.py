@@ -45,6 +45,7 @@ PAGES = {
     "docs/concepts.md": Page(),
     "docs/own_experts.md": Page(),
     "docs/evaluation.md": Page(),
+    "docs/balance.md": Page(),
     "docs/torchrun.md": Page(r"rank \d of 4: gradient \d", 4),
     "docs/tuning.md": Page(r"\d{9,} \d{9,}"),
     "docs/training.md": Page(r"dropped here: tensor\(\[\d+\]"),
