@@ -102,7 +102,7 @@ def _add_plan_arguments(plan: argparse.ArgumentParser) -> None:
     plan.add_argument("--layers", type=int, default=1, help="MoE layers that share the heap (default 1)")
     plan.add_argument("--micro-batches", type=int, default=1, help="micro-batches in flight, 1F1B (default 1)")
     plan.add_argument("--capacity-factor", type=float, default=1.2, help="static capacity, in T * K rows (default 1.2)")
-    add_config_arguments(plan, stash="all", layout="auto", quantized_wire="none")
+    add_config_arguments(plan, stash="all", layout="auto", quantized_wire="none", balance="none")
     plan.add_argument("--dtype", choices=sorted(DTYPES), default="bf16", help="of the rows (default bf16)")
     plan.add_argument(
         "--precision",
@@ -128,6 +128,7 @@ def _plan(args: argparse.Namespace) -> int:
         layout=args.layout,
         precision=FLOAT8 if args.precision == AUTO else PRECISIONS.get(args.precision),
         quantized_wire=args.quantized_wire,
+        balance=args.balance,
         num_groups=args.groups,
         top_groups=args.top_groups,
     )

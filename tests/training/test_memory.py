@@ -33,7 +33,8 @@ def test_bytes_of_a_call(stash: str, capacity: int | None, layout: str):
 def test_the_peak_of_a_step(rank: int, num_ranks: int, findings: Findings) -> None:
     sizes = {"hidden": 256, "ffn": 96, "num_experts": 8, "top_k": 2}
     x, dy = torch.randn(2, 256, 256).bfloat16()
-    for options in ({}, {"layout": "expert-major"}, {"stash": "rows"}, {"stash": "none"}, {"capacity": 640}):
+    replicas = {"balance": "replicas", "replica_places": 3}
+    for options in ({}, {"layout": "expert-major"}, {"stash": "rows"}, {"stash": "none"}, {"capacity": 640}, replicas):
         config = MoEConfig(**sizes, **options)
         with open_heap("cpu", num_bytes=16 << 20, tapes="off") as heap:
             found = bytes_at_peak(MoELayer(config, heap, dtype=x.dtype), x.detach().requires_grad_(), dy)
