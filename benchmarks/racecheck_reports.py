@@ -44,9 +44,9 @@ KERNELS = {
     "hopper_wgrad_kernel": (_HOPPER + "wgrad.py", None),
     "hopper_fp8_gemm_kernel": (_LOW_PRECISION + "fp8.py", None),
     "hopper_fp8_wgrad_kernel": (_LOW_PRECISION + "fp8_wgrad.py", None),
-    "hopper_push_kernel": (_HOPPER + "rows.py", None),
-    "hopper_push_sums_kernel": (_HOPPER + "rows.py", None),
-    "hopper_sum_home_kernel": (_HOPPER + "rows.py", None),
+    "hopper_push_kernel": (_HOPPER + "rows.py", (_HOPPER + "rows.py", "run_movers")),
+    "hopper_push_sums_kernel": (_HOPPER + "rows.py", (_HOPPER + "rows.py", "run_pairs")),
+    "hopper_sum_home_kernel": (_HOPPER + "rows.py", (_HOPPER + "rows.py", "run_pairs")),
     "planted_dispatch_kernel": ("benchmarks/planted_races.py", None),
     "planted_race_kernel": ("benchmarks/planted_races.py", None),
 }
