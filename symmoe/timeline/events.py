@@ -122,9 +122,11 @@ def length(spans: Sequence[Span]) -> float:
 
 
 def _spans_of(events: Sequence[Event], phases: Iterable[str]) -> list[Span]:
-    """When any event of these phases runs: spans that neither overlap nor touch, in order."""
+    """When any event of these phases runs: spans that neither overlap nor touch, nor are empty, in order."""
     merged: list[Span] = []
     for begin, end in sorted((event.begin_us, event.end_us) for event in events if event.phase in phases):
+        if begin == end:
+            continue
         if merged and begin <= merged[-1][1]:
             merged[-1] = (merged[-1][0], max(merged[-1][1], end))
         else:

@@ -16,8 +16,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 BUDGETS: dict[str, tuple[int, int]] = {
     # lines of .py files, of docs those of .md files
-    "symmoe": (36_000, 39_629),
-    "tests": (42_000, 51_999),
+    "symmoe": (36_000, 39_632),
+    "tests": (42_000, 52_004),
     "docs": (4_000, 0),
     "kernels + tape": (15_000, 15_131),
     "symm_mem + nodes": (3_900, 4_724),
@@ -25,7 +25,7 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "dispatch + combine": (1_500, 1_583),
     "grouped + moe + training": (6_900, 8_219),
     "checkpoint + integrations": (3_500, 4_085),
-    "tools + timeline": (2_700, 3_582),
+    "tools + timeline": (2_700, 3_584),
     # the fullest of all
     "files in one folder": (22, 0),
     "methods of SymmetricHeap": (30, 0),

@@ -16,7 +16,7 @@ def place_replicas(peers, plan, *, slack):
     per_rank = num_experts // num_ranks
     left, rows = counts.sum(0).tolist(), counts.sum(0).view(num_ranks, -1).sum(1).tolist()
     mean, limit = -(-sum(rows) // num_ranks), -(-sum(rows) * (1000 + slack) // (1000 * num_ranks))
-    moves, used = torch.zeros((num_experts, num_ranks), dtype=torch.int64), [0] * num_ranks
+    moves, used = torch.zeros((num_experts, num_ranks), dtype=torch.int64, device=counts.device), [0] * num_ranks
     plan.place_to_expert.fill_(-1)
     plan.expert_to_place.fill_(-1)
     plan.place_rows.zero_()
@@ -32,8 +32,8 @@ def place_replicas(peers, plan, *, slack):
         moves[expert, taker] += number
         used[taker] += 1
         rows[giver], rows[taker], left[expert] = rows[giver] - number, rows[taker] + number, left[expert] - number
-    experts = torch.arange(num_experts)
-    moves[experts, experts // per_rank] = torch.tensor(left)
+    experts = torch.arange(num_experts, device=counts.device)
+    moves[experts, experts // per_rank] = torch.tensor(left, device=counts.device)
     own = peers.rank
     stay = counts.t().minimum(moves)  # [E, rank of a copy]
     rest, taken = counts.t() - stay, (moves - stay).cumsum(1)
@@ -49,8 +49,8 @@ def choose_copies(topk_idx, block_starts, plan, block_counts):
     valid = (ids >= 0) & (ids < num_experts)
     safe = ids.where(valid, 0).flatten()
     index = places_of_slots(safe, valid.flatten(), num_experts)
-    ends, experts = plan.copy_slots.cumsum(1), torch.arange(num_experts)
-    copies = num_local * torch.arange(num_ranks) + per_rank + plan.expert_to_place  # [E, R]
+    ends, experts = plan.copy_slots.cumsum(1), torch.arange(num_experts, device=ids.device)
+    copies = num_local * torch.arange(num_ranks, device=ids.device) + per_rank + plan.expert_to_place  # [E, R]
     copies[experts, experts // per_rank] = experts // per_rank * num_local + experts % per_rank
     which = (ends[safe] <= index[:, None]).sum(1).clamp(max=num_ranks - 1)
     found = copies[safe, which].view_as(ids).where(valid, -1)
