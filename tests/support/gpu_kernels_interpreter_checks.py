@@ -14,9 +14,9 @@ from without_waits import look_once, no_clock, no_fence
 
 from symmoe.kernels import control, twin
 from symmoe.kernels.control import ControlLayout, Peers, PlanIntegers, plan_layout
-from symmoe.kernels.triton import plan, route, sync, tokens
+from symmoe.kernels.triton import plan, replicas, route, sync, tokens
 
-gpu = SimpleNamespace(**vars(plan) | vars(tokens))  # symmoe.kernels.gpu, without the GEMMs
+gpu = SimpleNamespace(**vars(plan) | vars(replicas) | vars(tokens))  # symmoe.kernels.gpu, without the GEMMs
 # Every loop over parts of something takes several turns with these.
 SMALL_SIZES = {
     plan: {
@@ -27,6 +27,7 @@ SMALL_SIZES = {
         "BLOCK_SLOTS": 16,
         "OTHER_SLOTS": 8,
     },
+    replicas: {"BLOCK": 16, "NUM_PROGRAMS": 2, "OTHER_SLOTS": 8},
     tokens: {"SLOTS_PER_PROGRAM": 16, "UNROLL": 2, "PEERS_UNROLL": 2, "ROW_WARPS": 2, "NUM_CTAS": 5},
 }
 DEFAULT_SIZES = {module: {name: vars(module)[name] for name in sizes} for module, sizes in SMALL_SIZES.items()}
@@ -98,13 +99,14 @@ def run_barrier(
             if "abort" in str(state):  # rank 5 has; "abort": before this one came
                 word = max(word - 4 * (state == "abort"), 0) + control.ABORT + (5 << control.ABORT_RANK_SHIFT)
             call = CALL + 2**30 if state == "call" else CALL
-            mail[epoch & 1, peer, :5] = torch.tensor([word, 100 + peer, 2**40 + peer, -peer, call])
+            words = 100 + peer, 2**40 + peer, -peer, 3, 2**41
+            mail[epoch & 1, peer, : control.MAIL_CALL + 1] = torch.tensor([word, *words, call])
     received = torch.full((num_ranks, control.NUM_PUBLISHED), -7, dtype=torch.int64)
     status = torch.zeros(control.STATUS_WORDS, dtype=torch.int64)
     status[control.STATUS_KIND] = pending
     nan_on_failure = torch.ones(3, 2 * 520, dtype=torch.bfloat16)  # one turn of the kernel's loop sets 512 words
     bounds = {"timeout_ns": timeout_ns, "nan_on_failure": nan_on_failure[1:2]}
-    barrier(peers, (2**41, 0, 5), received, status, call=CALL, fault=fault, **bounds)
+    barrier(peers, (2**41, 0, 5, 2**40, 7), received, status, call=CALL, fault=fault, **bounds)
     results = {"received": received, "status": status, "nan_on_failure": nan_on_failure.view(torch.int16)}
     return {**results, **{f"arena {i}": view for i, view in enumerate(views)}}
 
@@ -149,7 +151,9 @@ def parts(module, ranks: range, rank: int, num_ranks: int, num_local: int) -> to
     table[:, control.HEADER_WORDS : control.HEADER_WORDS + row.shape[1]] = row
     numel, places = plan_layout(0, 1, num_experts, num_ranks)
     out = PlanIntegers(torch.full((numel,), -7, dtype=torch.int32), places)
-    received, status = (torch.zeros(shape, dtype=torch.int64) for shape in ((num_ranks, 3), control.STATUS_WORDS))
+    received, status = (
+        torch.zeros(shape, dtype=torch.int64) for shape in ((num_ranks, control.NUM_PUBLISHED), control.STATUS_WORDS)
+    )
     module.lay_out(peers, received, status, out, capacity=-1, packed_capacity=-1, drop=False, ranks=ranks)
     assert int(out.report[control.SUM_NUM_ROWS]) == counts.view(num_ranks, num_ranks, -1).sum((0, 2))[rank]
     return out.source_to_rows
@@ -235,7 +239,7 @@ def main() -> int:
         for sizes in (DEFAULT_SIZES, SMALL_SIZES):
             for module, values in sizes.items():
                 vars(module).update(values)
-            for cached in (tokens._cut, tokens._slots, plan.plan_constants):
+            for cached in (tokens._cut, tokens._slots, plan.plan_constants, replicas._constants):
                 cached.cache_clear()
             wrong = differences(run_case(gpu, case), expected)
             failures += bool(wrong)
