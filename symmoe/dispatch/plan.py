@@ -333,10 +333,8 @@ def make_plan(
         CapacityError: see `overflow`.
         PeerTimeout: a rank did not come.
     """
-    options = PlanOptions(
-        num_experts, capacity, overflow, max_tokens, hidden, dtype, precision, quantized_wire, rail_capacity
-    )
-    options = options._replace(replica_places=replica_places, replica_slack=replica_slack)
+    sizes = num_experts, capacity, overflow, max_tokens, hidden, dtype, precision, quantized_wire, rail_capacity
+    options = PlanOptions(*sizes, replica_places=replica_places, replica_slack=replica_slack)
     plan = plan_call(topk_idx, heap, options)
     if heap.nodes is not None:
         with heap.one_call:  # an error of any rank before this gets to all of them now, and not where a trip meets
@@ -486,7 +484,7 @@ def _find_problem(topk_idx: torch.Tensor, heap: SymmetricHeap, options: PlanOpti
         return ArgumentError(f"topk_idx has K = {topk_idx.shape[1]} slots per token; K must be in [1, {MAX_TOP_K}]")
     if topk_idx.numel() >= 2**31:  # a slot is known by its number
         return ArgumentError(f"topk_idx {list(topk_idx.shape)} must have less than 2**31 slots")
-    sizes = ("num_experts", "capacity", "max_tokens", "hidden", "rail_capacity")
+    sizes = ("num_experts", "capacity", "max_tokens", "hidden", "rail_capacity", "replica_places")
     for name in () if options.config else sizes:  # MoEConfig has looked at those of a layer
         value = getattr(options, name)
         if value is None and name != "num_experts":
@@ -501,10 +499,9 @@ def _find_problem(topk_idx: torch.Tensor, heap: SymmetricHeap, options: PlanOpti
         return ArgumentError(f"num_experts ({num_experts}) must be in [1, {control.MAX_EXPERTS}]")
     if num_experts % heap.num_ranks:
         return ArgumentError(f"num_experts ({num_experts}) must be divisible by the number of ranks ({heap.num_ranks})")
-    if not isinstance(places, int) or not 0 <= places <= control.MAX_EXPERTS // heap.num_ranks:
-        most = control.MAX_EXPERTS // heap.num_ranks
-        return ArgumentError(f"replica_places ({places!r}) must be an int in [0, {most}]")
-    if places and (num_copies := num_experts + places * heap.num_ranks) > control.MAX_EXPERTS:
+    if places < 0:
+        return ArgumentError(f"replica_places ({places}) must be at least 0")
+    if (num_copies := num_experts + places * heap.num_ranks) > control.MAX_EXPERTS:
         return ArgumentError(
             f"num_experts ({num_experts}) and replica_places ({places}) on each rank make {num_copies} experts; there "
             f"must be at most {control.MAX_EXPERTS}"

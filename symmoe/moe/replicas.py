@@ -60,7 +60,7 @@ class ReplicaTrip:
     """
 
     def __init__(self, plan: Plan, weights: ExpertWeights, targets: tuple[Target, Target] | None = None) -> None:
-        self.weights, self._own, self._plan, self._leases = weights, weights, plan, list[Lease]()
+        self.weights, self._plan, self._leases = weights, plan, list[Lease]()
         self._sums: dict[str, torch.Tensor] = {}  # what the gradients of replicas are added to
         if plan.num_places == 0:
             return
@@ -89,7 +89,7 @@ class ReplicaTrip:
 
     @property
     def _matrices(self) -> list[torch.Tensor]:
-        return [weight for weight in (self._own.w1, self._own.w2) if isinstance(weight, torch.Tensor)]  # both
+        return [weight for weight in (self.weights.w1, self.weights.w2) if isinstance(weight, torch.Tensor)]  # both
 
     def _lease(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """For a weight of each place."""

@@ -134,8 +134,8 @@ class RoutedExperts:
         """Those of plan_call for tokens of `dtype`, as the configuration says."""
         c = self.config
         sizes = c.num_experts, c.capacity, c.overflow, c.max_tokens, c.hidden
-        options = PlanOptions(*sizes, dtype, c.precision, c.quantized_wire, c.rail_capacity, self._config_number)
-        return options._replace(replica_places=c.num_places, replica_slack=c.replica_slack)
+        travel = c.precision, c.quantized_wire, c.rail_capacity
+        return PlanOptions(*sizes, dtype, *travel, self._config_number, c.num_places, c.replica_slack)
 
 
 BY_NUMBER: weakref.WeakValueDictionary[int, RoutedExperts] = weakref.WeakValueDictionary()

@@ -174,7 +174,7 @@ def _sizes(matrices, places, peers, columns) -> tuple[int, Constants]:
 
 @triton.jit
 def push_matrices(weight, place_to_expert, bases, received, COLUMN: tl.constexpr, WIDTH: tl.constexpr, SIZES):
-    """Of one weight."""
+    """push_replicas of contract/replicas.py, of one weight."""
     for rank in range(SIZES.num_ranks):
         offset = tl.load(received + rank * NUM_PUBLISHED + COLUMN)
         target = tl.multiple_of((tl.load(bases + rank) + offset).to(tl.pointer_type(weight.dtype.element_ty)), 16)
@@ -202,7 +202,7 @@ def push_replicas(weights, place_to_expert, peers, received, *, columns, num_cta
 
 @triton.jit
 def add_matrices(gradient, tables, bases, received, COLUMN: tl.constexpr, WIDTH: tl.constexpr, SIZES: tl.constexpr):
-    """Of one weight."""
+    """add_from_replicas of contract/replicas.py, of one weight."""
     ELEMENT: tl.constexpr = gradient.dtype.element_ty
     place_to_expert, expert_to_place = tables
     lane = tl.arange(0, SIZES.rank_lanes)
