@@ -6,6 +6,7 @@ import json
 import sys
 from pathlib import Path
 
+import balance
 import bench
 import pytest
 import torch
@@ -95,6 +96,17 @@ def test_rails(tmp_path: Path):
     for record in exchanges:
         assert record["wire_gbs"] == pytest.approx(record["wire_bytes"] / record["ms_median"] / 1e6, rel=1e-4)
         assert (record["error"], record["nodes"]) == (0, 2)
+
+
+@pytest.mark.slow
+def test_balance(tmp_path: Path):
+    """Both ways of a layer for routings of which the last gives rank 0 all rows."""
+    path = tmp_path / "balance.json"
+    output_of(balance.__file__, *SIZES, "--heap-gib", "0.1", "--json", str(path), num_ranks=2)
+    records = json.loads(path.read_text())
+    assert [record["variant"] for record in records] == ["none", "replicas"] * 3
+    assert records[-1]["load"] == records[-2]["load"] == 2
+    assert all(record["command"] and record["gpu"] and record["ms_median"] > 0 for record in records)
 
 
 def test_every_suite_measures(measured: tuple[int, list[dict], str]):
