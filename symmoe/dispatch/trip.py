@@ -34,8 +34,8 @@ from symmoe.tape.recorder import mark, owed
 from symmoe.tape.tape import CLEAN, MUST_ABORT, MUST_SIGNAL
 
 PHASE = control.PHASE_DISPATCH_READY  # the trip's first barrier
-# What a rank publishes there: where it wants each of these, the last two weights of replicas.
-READY_ROWS, READY_SLOTS, READY_PROBS, READY_W1, READY_W2 = range(5)
+# What a rank publishes there: where it wants each of these, the last for replicas.
+READY_ROWS, READY_SLOTS, READY_PROBS, READY_WEIGHTS = range(4)
 _Tensors = list[torch.Tensor]
 
 
@@ -57,13 +57,20 @@ class Arrival:
 
 
 class Rider(Protocol):
-    """Something else that travels with rows. offsets: what a rank publishes for it, READY_W1 and READY_W2."""
+    """The weights of replicas, which travel after the rows, in two turns.
+
+    Attributes:
+        contents: which ones, the index of CALL_FIELDS. weights_offset: where this rank wants them.
+    """
 
     @property
-    def offsets(self) -> tuple[int, int]: ...
+    def contents(self) -> int: ...
 
-    def send(self, ready: torch.Tensor, *, num_ctas: int | None) -> None:
-        """Sends it to the offsets that all ranks have published, int64 [R, NUM_PUBLISHED], on the current stream."""
+    @property
+    def weights_offset(self) -> int: ...
+
+    def send(self, turn: int, ready: torch.Tensor, *, num_ctas: int | None) -> None:
+        """Sends those of turn 0 or 1 to where all ranks want them, int64 [R, NUM_PUBLISHED], on the current stream."""
 
 
 @contextmanager
@@ -89,7 +96,7 @@ def dispatch(
         gradients: in backward, index of control.GRADIENTS, what it will collect, the same on all ranks; None: forward.
         division: the division of the SMs until all rows have been sent; None: rows do not travel during GEMMs.
         is_last: False if another trip of the same call follows, which ends with a meeting of nodes.
-        rider: what travels before the rows, and has come when all rows have.
+        rider: what else travels. The first turn has come when all rows have, the second at the end of the context.
     """
     agreed: control.CallFields = {  # so that rows fit the peers' buffers
         "hidden": x.shape[1],
@@ -99,6 +106,7 @@ def dispatch(
         "layout": control.LAYOUTS.index(layout),
         "schedule": control.SCHEDULES.index("serial" if division is None else "overlapped"),
         "plan": plan.generation,
+        "replicas": 0 if rider is None else rider.contents,
     }
     index = None if gradients is None else _Index(*plan.received_index())
     with ExitStack() as stack:
@@ -205,10 +213,11 @@ class _Trip:
         self._num_sent = 0  # steps of _exchange that have sent their rows
         self._are_read = True  # whether somebody reads what comes
         self._come: dict[int, torch.cuda.Event | None] = {}  # key: the source whose rows are complete after the event
+        self._turns: list[torch.cuda.Event | None] = []  # after which those of the rider have come
         with nullcontext() if division is None else self._heap.timed("dispatch"):
             offsets = self._heap.offset_of(buffer, phase=PHASE), *index.offsets
             if rider is not None:
-                offsets = *(*offsets, 0, 0)[:READY_W1], *rider.offsets
+                offsets = *(*offsets, 0, 0)[:READY_WEIGHTS], rider.weights_offset
             self._ready = self._heap.barrier(PHASE, publish=offsets, nan_on_failure=buffer, **agreed)
 
     def _tokens(self) -> Iterator[tuple[Plan, torch.Tensor]]:
@@ -220,7 +229,8 @@ class _Trip:
     def send(self) -> None:
         """Sends and receives everything."""
         if self._rider is not None:
-            self._rider.send(self._ready, num_ctas=None)
+            for turn in range(2):
+                self._rider.send(turn, self._ready, num_ctas=None)
         for tokens, rows in self._tokens():
             is_packed = self._layout == "packed"
             self._push(rows, tokens, but=None if is_packed else self._rank)
@@ -282,6 +292,8 @@ class _Trip:
                 self._forward()
             self._branch.wait_for(self._come[source])
             yield Part(plan.source_to_rows[source], None if source == others[-1] else num_sms)
+        if self._turns:
+            self._branch.wait_for(self._turns[0])
 
     def _exchange(self) -> None:
         """Launches, on the branch, what has not been launched: a push to one rank, then what another one has pushed.
@@ -294,8 +306,6 @@ class _Trip:
                 to, peer = (self._rank + step) % num_ranks, (self._rank - step) % num_ranks
                 with owed():
                     if step > self._num_sent:  # once: after the signal the peer may use its buffer for other rows
-                        if step == 1 and self._rider is not None:
-                            self._rider.send(self._ready, num_ctas=self._num_ctas)
                         self._push(self._x, self._own, to=to, num_ctas=self._num_ctas)
                         heap.send_signal(to)
                         self._num_sent = step
@@ -304,6 +314,11 @@ class _Trip:
                 if self._are_read:
                     self._receive(source, arrived, self._num_ctas)
                 self._come[source] = self._branch.point()
+            while self._rider is not None and len(self._turns) < 2:
+                with owed():
+                    self._rider.send(len(self._turns), self._ready, num_ctas=self._num_ctas)
+                    heap.barrier(control.PHASE_DISPATCH_DONE, **self._agreed)
+                self._turns.append(self._branch.point())
 
     def _forward(self) -> None:
         """Sends foreign tokens to all ranks of this node, and receives what they have sent of those."""

@@ -114,15 +114,17 @@ class Hidden(NamedTuple):
         return w1, w2
 
 
+FC1, FC2 = slice(0, 4), slice(4, 8)  # of the kinds of matrices, control.REPLICA_MATRICES
+W1, B1, W2, B2 = FC1.start, FC1.start + 1, FC2.start, FC2.start + 1
+
+
 @dataclass(frozen=True, slots=True)
 class Replicas:
     """Replicas of other ranks' experts that compute rows after those of the experts: S groups more."""
 
-    w1: torch.Tensor  # [S, W, H]
-    w2: torch.Tensor  # [S, H, I]
+    weights: ExpertWeights
     row_range: torch.Tensor  # int32 [2, S]
-    dw1: torch.Tensor | None = None  # what get the gradients, if somebody wants them
-    dw2: torch.Tensor | None = None
+    gradients: Sequence[torch.Tensor | None] = ()  # by kind, what gets them; None: not wanted
 
 
 # What the first layer passes to the second: the activation, or with a recipe the operands of the product.
@@ -139,14 +141,23 @@ class ExpertWeights:
     w2: torch.Tensor | TensorTable  # [G, H, I]
     b2: torch.Tensor | None  # [G, H]
     activation: Activation
-    replicas: Replicas | None = field(default=None, kw_only=True)  # without biases
+    replicas: Replicas | None = field(default=None, kw_only=True)
 
-    def calls(self, x: ExpertRows, parts: Parts) -> Iterator[tuple[Part, Any, Any]]:
-        """The parts of the rows and their weights; those of replicas are the last part."""
+    @property
+    def matrices(self) -> tuple[torch.Tensor | TensorTable | None, ...]:
+        """All that an expert has, by kind."""
+        return self.w1, self.b1, None, None, self.w2, self.b2, None, None
+
+    def of_matrices(self, matrices: Sequence[Any]) -> ExpertWeights:
+        """Other experts of the same kind, of these :attr:`matrices`."""
+        return replace(self, w1=matrices[W1], b1=matrices[B1], w2=matrices[W2], b2=matrices[B2])
+
+    def calls(self, x: ExpertRows, parts: Parts = None) -> Iterator[tuple[Part, Any]]:
+        """The parts of the rows, and the weights of each; those of replicas are the last part."""
         for part in (Part(x.row_range),) if parts is None else parts:
-            yield part, self.w1, self.w2
+            yield part, self
         if self.replicas is not None:
-            yield Part(self.replicas.row_range), self.replicas.w1, self.replicas.w2
+            yield Part(self.replicas.row_range), self.replicas.weights
 
     def forward(self, x: ExpertRows, out: torch.Tensor, *, num_rows: int, zero_tail: bool = False) -> Hidden:
         """out[i] = W2 (act(W1 row i + b1) * scale) + b2 * bias_scale, with intermediate tensors of num_rows rows; out
@@ -159,9 +170,9 @@ class ExpertWeights:
         """h [num_rows, W] = W1 row + b1 and a [num_rows, I] = act(h) * scale; one kernel for each part, or for all."""
         ops, h = kernels.for_device(x.rows.device), x.rows.new_empty((num_rows, self.w1.shape[1]))
         a = x.rows.new_empty((num_rows, self.w2.shape[2]))
-        for part, w1, _ in self.calls(x, parts):
-            operands = (x.rows, x.row_index), w1, part.rows, x.scale, (h, a), self.activation
-            ops.grouped_gemm_act(*operands, bias=self.b1, num_sms=part.num_sms)
+        for part, its in self.calls(x, parts):
+            operands = (x.rows, x.row_index), its.w1, part.rows, x.scale, (h, a), self.activation
+            ops.grouped_gemm_act(*operands, bias=its.b1, num_sms=part.num_sms)
         return Hidden(h), a
 
     def second_layer(
@@ -174,17 +185,17 @@ class ExpertWeights:
         zero_tail: bool = False,
         part: Part | None = None,
     ) -> None:
-        """out [N, H] = W2 a + b2 * bias_scale, or only a part of its rows."""
+        """out [N, H] = W2 a + b2 * bias_scale, or only a part of the rows, and none of replicas."""
         assert isinstance(a, torch.Tensor)  # it is what first_layer has made
-        ops, bias = kernels.for_device(out.device), (self.b2, x.bias_scale)
-        for its_part, _, w2 in self.calls(x, None) if part is None else ((part, None, self.w2),):
-            ops.grouped_gemm(a, w2, its_part.rows, out, bias=bias, zero_tail=zero_tail, num_sms=its_part.num_sms)
+        ops = kernels.for_device(out.device)
+        for its_part, its in self.calls(x) if part is None else ((part, self),):
+            operands, bias = (a, its.w2, its_part.rows, out), (its.b2, x.bias_scale)
+            ops.grouped_gemm(*operands, bias=bias, zero_tail=zero_tail, num_sms=its_part.num_sms)
 
-    def replicas_second_layer(self, a: SecondInput, out: torch.Tensor) -> None:
+    def replicas_second_layer(self, a: SecondInput, hidden: Hidden, x: ExpertRows, out: torch.Tensor) -> None:
         """The rows of replicas, if there are any: for who asks for the parts of the others one by one."""
         if self.replicas is not None:
-            assert isinstance(a, torch.Tensor)
-            kernels.for_device(out.device).grouped_gemm(a, self.replicas.w2, self.replicas.row_range, out)
+            self.replicas.weights.second_layer(a, hidden, x, out, part=Part(self.replicas.row_range))
 
     def backward(self, x: ExpertRows, hidden: Hidden, d_out: torch.Tensor, **options: Any) -> ExpertsBackward:
         """The backward pass; its first step has run. The arguments are those of ExpertsBackward."""
@@ -244,16 +255,25 @@ class ExpertsBackward:
         self._unmodified_rows, self._unmodified_d_out = Unmodified(rows=x.rows), Unmodified(d_out=d_out)
         if weights.b2 is not None:
             d_out = self._output_gradients()
-            if self.db2 is not None and not has_db2:
-                ops.grouped_bias_grad((d_out, x.row_index), x.row_range, self.db2, scale=x.bias_scale)
-            if x.bias_scale is not None and needs_scale:
-                ops.grouped_bias_dot((d_out, x.row_index), weights.b2, x.row_range, self.d_scale, accumulate=True)
+            for part, its in weights.calls(x):
+                db2 = None if has_db2 else self._bias_gradients(its)[1]
+                if db2 is not None:
+                    ops.grouped_bias_grad((d_out, x.row_index), part.rows, db2, scale=x.bias_scale)
+                if x.bias_scale is not None and needs_scale:
+                    ops.grouped_bias_dot((d_out, x.row_index), its.b2, part.rows, self.d_scale, accumulate=True)
+
+    def _bias_gradients(self, weights: ExpertWeights) -> Biases:
+        """Of the experts or of their replicas, whose weights these are."""
+        if weights is self._weights or self._weights.replicas is None:
+            return self.d_biases
+        gradients = self._weights.replicas.gradients
+        return gradients[B1], gradients[B2]
 
     def _fc2_dgrad(self, hidden: Hidden, parts: Parts) -> bool:
         """dh, a, d_scale and db1: FC2 dgrad and the activation's gradient, in one kernel per part. Whether it has also
         made db2."""
         ops, x, weights, h = self._ops, self._x, self._weights, hidden.h
-        num_rows, num_groups, ffn = h.shape[0], weights.w2.shape[0], weights.w2.shape[2]
+        num_rows, num_groups, ffn = h.shape[0], max(its.w2.shape[0] for _, its in weights.calls(x)), weights.w2.shape[2]
         self._dh, self._a = self._rows_for_dh(h), h.new_empty((num_rows, ffn))
         numel = ops.dact_workspace_numel(num_rows, num_groups, ffn, weights.activation)
         workspace = torch.empty(numel, dtype=torch.float32, device=h.device)
@@ -262,9 +282,10 @@ class ExpertsBackward:
             parts = None
         is_whole, end = parts is None and weights.replicas is None, x.row_range
         num_partials, d_scale = 0, self.d_scale if is_whole else None
-        for part, _, w2 in weights.calls(x, parts):
-            operands, gradients = ((self._d_out, x.row_index), w2), (self._dh, self._a, d_scale, self.db1)
-            arguments = *operands, part.rows, (h, x.scale), gradients, workspace, weights.activation
+        for part, its in weights.calls(x, parts):
+            gradients = self._dh, self._a, d_scale, self._bias_gradients(its)[0]
+            operands = (self._d_out, x.row_index), its.w2, part.rows, (h, x.scale)
+            arguments = *operands, gradients, workspace, weights.activation
             num_partials = ops.grouped_gemm_dact(*arguments, num_sms=part.num_sms)
             end = part.rows if weights.replicas is not None else end
         if not is_whole:
@@ -280,27 +301,31 @@ class ExpertsBackward:
 
     def input_gradient(self, d_rows: torch.Tensor, *, zero_tail: bool = False, part: Part | None = None) -> None:
         """d_rows [N, H]: the gradient of row i (not summed over rows that share a packed row), or of a part."""
-        weights = self._weights
-        for its_part, w1, _ in weights.calls(self._x, None) if part is None else ((part, weights.w1, None),):
-            operands = self._dh, w1, its_part.rows, d_rows
+        for its_part, its in self._weights.calls(self._x) if part is None else ((part, self._weights),):
+            operands = self._dh, its.w1, its_part.rows, d_rows
             self._ops.grouped_gemm_dgrad(*operands, zero_tail=zero_tail, num_sms=its_part.num_sms)
 
     def w1_gradient(self, out: torch.Tensor | TensorTable, accumulate: bool, *, num_sms: int | None = None) -> None:
         """Writes dW1 [G, W, H]; a weights.Compute."""
         self._unmodified_rows.check()
-        x, replicas = self._x, self._weights.replicas
-        operands = self._dh, (x.rows, x.row_index)
-        self._ops.grouped_gemm_wgrad(*operands, x.row_range, out, accumulate=accumulate, num_sms=num_sms)
-        if replicas is not None:
-            self._ops.grouped_gemm_wgrad(*operands, replicas.row_range, given("dw1", replicas.dw1), num_sms=num_sms)
+        operands = self._dh, (self._x.rows, self._x.row_index), self._x.row_range
+        self._ops.grouped_gemm_wgrad(*operands, out, accumulate=accumulate, num_sms=num_sms)
 
     def w2_gradient(self, out: torch.Tensor | TensorTable, accumulate: bool) -> None:
         """Writes dW2 [G, H, I]; a weights.Compute."""
         self._unmodified_d_out.check()
-        d_out, replicas = (self._d_out, self._x.row_index), self._weights.replicas
-        self._ops.grouped_gemm_wgrad(d_out, self._a, self._x.row_range, out, accumulate=accumulate)
-        if replicas is not None:
-            self._ops.grouped_gemm_wgrad(d_out, self._a, replicas.row_range, given("dw2", replicas.dw2))
+        operands = (self._d_out, self._x.row_index), self._a, self._x.row_range
+        self._ops.grouped_gemm_wgrad(*operands, out, accumulate=accumulate)
+
+    def replica_gradients(self) -> None:
+        """Writes the gradients of the weights of replicas, as far as they are wanted."""
+        if (replicas := self._weights.replicas) is None:
+            return
+        rows, d_out, dw = (self._x.rows, self._x.row_index), (self._d_out, self._x.row_index), replicas.gradients
+        if (dw2 := dw[W2]) is not None:
+            self._ops.grouped_gemm_wgrad(d_out, self._a, replicas.row_range, dw2)
+        if (dw1 := dw[W1]) is not None:
+            self._ops.grouped_gemm_wgrad(self._dh, rows, replicas.row_range, dw1)
 
     def forget_w2(self) -> None:
         """Lets go of what only dW2 reads, which is made or not wanted."""
@@ -312,5 +337,5 @@ class ExpertsBackward:
         return self.w1_gradient, self.w2_gradient
 
     def adapter_gradients(self) -> tuple[torch.Tensor | None, ...]:
-        """The gradients of the adapters, if any, in the order in which the autograd function got the adapters."""
+        """The gradients of the adapters of both layers, if any."""
         return ()

@@ -17,7 +17,7 @@ from symmoe import kernels
 from symmoe.autograd import Unmodified
 from symmoe.checks.arguments import working_dtype
 from symmoe.errors import ArgumentError
-from symmoe.grouped.low_rank import LowRank
+from symmoe.grouped.low_rank import LowRank, write_gradients
 from symmoe.grouped.parameters import GroupedParameters, local_tensors
 from symmoe.grouped.rows_function import Gradients, Needs, RowArguments, RowInputs, Splits, run_rows
 from symmoe.grouped.weights import Compute, kernel_matrices
@@ -149,7 +149,7 @@ class LinearProducts:
             ops.grouped_gemm_quantized(left, right, rows.row_range, out, bias=bias, zero_tail=zero_tail)
         t = None
         if low is not None:
-            t = low.down(rows.x, Part(rows.row_range))
+            low.down(rows.x, Part(rows.row_range), t := low.new_rows(len(rows.x)))
             low.add_up(t, Part(rows.row_range), out)
         return t, *(transposed or (None, None, None))
 
@@ -172,7 +172,8 @@ class LinearGradients:
         self.d_biases: Gradients = (self._d_bias,)  # [G, O], or None
         self.d_scale: torch.Tensor | None = None
         if self._low is not None:
-            self._d_t = self._low.down_gradient(d_out, Part(rows.row_range))
+            self._low.down_gradient(d_out, Part(rows.row_range), d_t := self._low.new_rows(len(d_out)))
+            self._d_t = d_t
         if self._d_bias is not None and (self._recipe is None or not needs_x):
             ops.grouped_bias_grad(d_out, rows.row_range, self._d_bias, scale=rows.scale)
         if needs_scale and bias is not None:
@@ -214,8 +215,9 @@ class LinearGradients:
         """dA and dB; none without adapters."""
         if self._low is None:
             return ()
-        t = given("t", self._kept[0])
-        return self._low.gradients(self._rows.x, t, self._d_out, self._d_t, self._rows.row_range)
+        gradients, t = self._low.new_gradients(), given("t", self._kept[0])
+        write_gradients((self._rows.x, t, self._d_out, self._d_t), self._rows.row_range, gradients)
+        return gradients
 
 
 def _split(layer: GroupedParameters, tensors: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], LowRank | None]:

@@ -149,7 +149,7 @@ class Target:
     option: str = "none"  # tells targets apart that launch something else
     computes: bool = False  # whether `add` computes anything
 
-    def dtype_for(self, weight: torch.Tensor) -> torch.dtype:
+    def dtype_for(self, weight: torch.Tensor | TensorTable) -> torch.dtype:
         """That of a weight's gradient."""
         return self.tensors[0].dtype if self.tensors else weight.dtype
 

@@ -40,7 +40,7 @@ NUM_COUNTERS = 8
 
 # a mailbox slot: 2 * epoch + fault, published words, the call; 64 bytes, so that two writers never share a cache line
 MAIL_WORDS = 8
-NUM_PUBLISHED = 5
+NUM_PUBLISHED = 4
 MAIL_CALL = 1 + NUM_PUBLISHED
 
 # a slot of the signals: an epoch, padding to 64 bytes
@@ -120,6 +120,11 @@ ORDERS = ("rank", "slot")
 # what backward of a trip computes in addition to the gradients of weights; a call holds the index, x + 2 * probs
 GRADIENTS = ("none", "x", "probs", "x and probs")
 
+# What travels for replicas: of each layer of the experts a weight, a bias, and the two matrices of an adapter, in
+# forward themselves and in backward their gradients; a call holds the index, a bit for each.
+_KINDS = "weight", "bias", "lora_a", "lora_b"
+REPLICA_MATRICES = tuple(f"{layer} {kind}" for layer in ("fc1", "fc2") for kind in _KINDS)
+
 # the layouts of received rows and the schedules of a step; a call holds the indices
 LAYOUTS = ("packed", "expert-major")
 SCHEDULES = ("serial", "overlapped")
@@ -187,6 +192,7 @@ CALL_FIELDS = {
     "layout": 1,
     "schedule": 1,
     "plan": 12,
+    "replicas": len(REPLICA_MATRICES),
 }
 CONFIG_BITS = 48
 MAX_HIDDEN = (1 << CALL_FIELDS["hidden"]) - 1
@@ -203,6 +209,7 @@ class CallFields(TypedDict, total=False):
     layout: int
     schedule: int
     plan: int
+    replicas: int
 
 
 def gradients_index(*, x: bool, probs: bool) -> int:

@@ -31,7 +31,21 @@ from symmoe.combine.trip import Collection, collecting, combine
 from symmoe.dispatch.plan import MAX_TOP_K, Plan
 from symmoe.dispatch.trip import PHASE as DISPATCH
 from symmoe.dispatch.trip import dispatch
-from symmoe.grouped.experts import CallExperts, ExpertForm, ExpertRows, ExpertWeights, Hidden, SecondInput, evaluated
+from symmoe.grouped.experts import (
+    B1,
+    B2,
+    FC1,
+    FC2,
+    W1,
+    W2,
+    CallExperts,
+    ExpertForm,
+    ExpertRows,
+    ExpertWeights,
+    Hidden,
+    SecondInput,
+    evaluated,
+)
 from symmoe.grouped.linear import GroupedLinear
 from symmoe.grouped.mlp import GroupedMLP, Held, expert_weights
 from symmoe.grouped.quantized_experts import FULL, Wire
@@ -290,7 +304,7 @@ def more_of(experts: CallExperts, num_places: int) -> tuple[bool, int]:
     """Whether something reads the gradient of the experts' output when that of their input is made, and what so many
     places for replicas lease."""
     keeps = experts.linears[1].delay_wgrad or bool(experts.form.split(experts.tensors)[2])
-    return keeps, replica_bytes(experts.tensors, num_places)
+    return keeps, replica_bytes(experts, num_places)
 
 
 def _that_fits(step: _EPStep, row_bytes: int) -> _EPStep:
@@ -344,8 +358,7 @@ class _Forward:
     probs: torch.Tensor | None
     inputs: _Inputs
     frees: bool  # whether nobody reads the received rows after FC1
-    operands: tuple[ExpertRows, ExpertWeights] | None = None  # of the first half for the second
-    replicas: ReplicaTrip | None = None  # the same
+    operands: tuple[ExpertRows, ReplicaTrip] | None = None  # of the first half for the second
 
     def planned(self) -> tuple[Any, ...]:
         """What ToFill.launch returns, as far as the plan is not filled. Where the step is not put on a tape, the plan
@@ -365,27 +378,25 @@ class _Forward:
         planned = self.planned()
         step, plan = self.step, self.step.plan
         sent, probs = _on_wire(self.x, step.wire.rows), given("probs", self.probs)
-        if plan.num_places:
-            self.replicas = ReplicaTrip(plan, step.weights(self.inputs))
-        rider = None if self.replicas is None else self.replicas.rider
+        replicas = ReplicaTrip(plan, step.weights(self.inputs))
         received = step.receive(sent, name=_RECEIVED)
-        send = partial(dispatch, layout=step.layout, division=step.overlap.dispatch, is_last=False, rider=rider)
-        with send(sent, plan, received.tensor, probs) as arrival:
+        send = partial(dispatch, layout=step.layout, division=step.overlap.dispatch, is_last=False)
+        with send(sent, plan, received.tensor, probs, rider=replicas.rider) as arrival:
             row_probs = given("row_probs", arrival.row_probs)
             rows = step.rows(received.tensor, arrival.row_to_packed_row, row_probs, self.inputs)
-            experts = step.weights(self.inputs) if self.replicas is None else self.replicas.weights
-            hidden, a = experts.first_layer(rows, num_rows=step.num_rows, parts=arrival.parts)
-        self.operands = rows, experts
+            hidden, a = replicas.weights.first_layer(rows, num_rows=step.num_rows, parts=arrival.parts)
+        self.operands = rows, replicas
         return *planned, *plan.received_index(), received, row_probs, a, *hidden
 
     def second_half(self, a: SecondInput, hidden: Hidden, row_probs: torch.Tensor, received: Lease) -> torch.Tensor:
         """FC2 and combine: y [T, H]."""
         step, plan = self.step, self.step.plan
         index = plan.received_index()[1]
-        rows, experts = self.operands or (
+        rows, replicas = self.operands or (
             step.rows(received.tensor, index, row_probs, self.inputs),
-            step.weights(self.inputs),
+            ReplicaTrip(plan, step.weights(self.inputs)),
         )
+        experts = replicas.weights
         if self.frees:
             received.release()
         shape = plan.row_capacity, self.x.shape[1]
@@ -395,10 +406,9 @@ class _Forward:
                 experts.second_layer(a, hidden, rows, out.tensor, part=part)
 
             if step.overlap.combine is not None:
-                experts.replicas_second_layer(a, out.tensor)
+                experts.replicas_second_layer(a, hidden, rows, out.tensor)
             y = combine(out.tensor, plan, compute, order=step.order, division=step.overlap.combine)
-        if self.replicas is not None:
-            self.replicas.release()
+        replicas.finish()
         return y
 
     def both_halves(self) -> tuple[Any, ...]:
@@ -567,7 +577,8 @@ class _Backward:
         division = step.overlap.gradient_dispatch
         send = partial(dispatch, plan=plan, layout=step.layout, gradients=gradients, division=division)
         received, arrived = self.received, None
-        replicas = ReplicaTrip(plan, step.weights(self.inputs), self.targets)
+        order = (FC2, FC1) if received is not None and hidden.h is not None else (FC1, FC2)
+        replicas = ReplicaTrip(plan, step.weights(self.inputs), self.targets, order)
         experts, rider = replicas.weights, replicas.rider
         if received is None:
             sent = _on_wire(given("x", self.x), step.wire.rows)
@@ -580,14 +591,17 @@ class _Backward:
                 hidden, _ = experts.first_layer(rows, num_rows=step.num_rows, parts=parts)
         sent = _on_wire(dy, step.wire.gradients)
         d_out = step.receive(sent, name="output gradients")
-        rider = rider if arrived is None else None
-        with send(sent, buffer=d_out.tensor, is_last=not gradients, rider=rider) as arrival:
+        is_first = arrived is None
+        with send(sent, buffer=d_out.tensor, is_last=not gradients, rider=rider if is_first else None) as arrival:
             # Holds both leases, beyond this call if weight gradients are delayed.
             experts_backward = experts.backward(
                 rows, hidden, d_out.tensor, parts=arrival.parts, needs_scale=needs_probs, spends_h=self.spends_h
             )
+        for kind, d_bias in zip((B1, B2), experts_backward.d_biases, strict=True):
+            replicas.note(kind, d_bias)
         weights1, weights2, adapters = step.form.split(self.inputs.tensors)
-        dw2 = fc2.add(weights2, replicas.noting("W2", experts_backward.w2_gradient))
+        experts_backward.replica_gradients()
+        dw2 = fc2.add(weights2, replicas.noting(W2, experts_backward.w2_gradient))
         if fc2.option != "delayed" and not adapters:
             experts_backward.forget_w2()
             d_out.release()
@@ -606,14 +620,16 @@ class _Backward:
             trip: AbstractContextManager[Collection | None] = nullcontext()
             if gradients:
                 d_scale = experts_backward.d_scale if needs_probs else None
-                sums = Collection(d_rows, plan, order=step.order, row_values=d_scale, gradients=gradients)
+                options: dict[str, Any] = {"row_values": d_scale, "gradients": gradients, "rider": rider}
+                sums = Collection(d_rows, plan, order=step.order, **options)
                 trip = collecting(sums, compute, division)
             num_sms = division.num_sms if gradients and division is not None else None
             w1_gradient = partial(experts_backward.w1_gradient, num_sms=num_sms)
             with trip as collection:
-                dw1 = fc1.add(weights1, replicas.noting("W1", w1_gradient))
+                dw1 = fc1.add(weights1, replicas.noting(W1, w1_gradient))
                 d_adapters = experts_backward.adapter_gradients()
-        replicas.bring_home()
+                replicas.note_adapters(d_adapters)
+        replicas.finish()
         dx, d_probs = (None, None) if collection is None else (collection.out, collection.values)
         d_route: tuple[torch.Tensor | None, ...] = (None, None)
         if (route := self.route) is not None:
@@ -622,5 +638,4 @@ class _Backward:
                 d_probs = d_probs + other_d_probs
             d_route = route._replace(given=(d_logits, d_probs, d_scores)).compute()
             d_probs = None
-        biases = experts_backward.db1, experts_backward.db2
-        return dx, d_probs, *d_route, *biases, *dw1, *dw2, *d_adapters
+        return dx, d_probs, *d_route, *experts_backward.d_biases, *dw1, *dw2, *d_adapters

@@ -1,29 +1,36 @@
 """What a step with replicas sends besides rows: weights to the places of replicas, and their gradients home.
 
-Which experts have replicas where is in the plan. Weights travel in every forward and backward pass, before its rows, so
-that a rank holds none of others between passes. Gradients of replicas have the dtype of those of the expert, whose rank
-adds them up in fp32.
+Which experts have replicas where is in the plan. Weights, biases and adapters travel in every forward and backward
+pass, so that a rank holds none of others between passes: first those of the layer that is computed first. Gradients of
+replicas have the dtype of those of the expert, whose rank adds them up in fp32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 
 from symmoe import kernels
+from symmoe.combine.trip import READY_GRADIENTS
 from symmoe.dispatch.plan import Plan
 from symmoe.dispatch.trip import PHASE as DISPATCH
-from symmoe.dispatch.trip import READY_W1, READY_W2
+from symmoe.dispatch.trip import READY_WEIGHTS
 from symmoe.errors import ArgumentError
-from symmoe.grouped.experts import CallExperts, ExpertWeights, Replicas
+from symmoe.grouped.experts import FC1, FC2, W1, W2, CallExperts, ExpertWeights, Replicas
 from symmoe.grouped.weights import Compute, Target
 from symmoe.kernels import control
-from symmoe.kernels.tensor_table import TensorTable
-from symmoe.symm_mem.memory import Lease
+from symmoe.kernels.contract.operands import Matrices
+from symmoe.symm_mem.heap import SymmetricHeap
+from symmoe.symm_mem.memory import ALIGNMENT_BYTES
 
 _HOME = control.PHASE_REPLICAS_HOME
+_NUM_KINDS = len(control.REPLICA_MATRICES)
+_ADAPTERS = 2, 3, 6, 7
+_Wanted = tuple[Sequence[int], torch.dtype] | None  # shape and dtype of a matrix for a place, or none
 
 
 def replicas_problem(experts: CallExperts) -> ArgumentError | None:
@@ -31,98 +38,159 @@ def replicas_problem(experts: CallExperts) -> ArgumentError | None:
     form, needs = experts.form, "balance ('replicas') needs experts"
     if form.precision is not None:
         return ArgumentError(f"{needs} with precision None; they have {form.precision}")
-    if any(bias is not None for bias in experts.biases):
-        return ArgumentError(f"{needs} without biases; they have bias=True")
-    if form.split(experts.tensors)[2]:
-        return ArgumentError(f"{needs} without adapters; they have some")
     if experts.linears[0].delay_wgrad or experts.linears[1].delay_wgrad:
         return ArgumentError(f"{needs} with delay_wgrad=False; they have delay_wgrad=True")
-    if not all(form.are_packed):
-        return ArgumentError(f"{needs} with weights='packed'; they have weights='discrete'")
     return None
 
 
-def replica_bytes(weights: Sequence[torch.Tensor], num_places: int) -> int:
-    """What a pass leases for replicas of experts with these packed weights: weights, and gradients, at most fp32."""
-    return sum(num_places * weight[0].numel() * (weight.element_size() + 4) for weight in weights)
+def replica_bytes(experts: CallExperts, num_places: int) -> int:
+    """What a pass leases for replicas of these experts: all that they have, and gradients, at most fp32."""
+    tensors = [tensor for tensor in (*experts.biases, *experts.tensors) if tensor is not None]
+    num_bytes = sum(tensor.numel() * (tensor.element_size() + 4) for tensor in tensors) // experts.form.num_groups
+    return num_places * num_bytes + min(1, num_places) * 2 * _NUM_KINDS * ALIGNMENT_BYTES
+
+
+class _Places:
+    """A lease with a matrix for each place, of each kind of which a shape and a dtype are wanted; no lease for none.
+
+    Attributes:
+        tensors: by kind, [S, *shape], or None. starts: where each begins in the lease, in bytes. offset: of the lease.
+        contents: which kinds there are, the index of a call's field.
+    """
+
+    def __init__(self, heap: SymmetricHeap, num_places: int, wanted: Sequence[_Wanted]) -> None:
+        sizes = [0 if each is None else num_places * math.prod(each[0]) * each[1].itemsize for each in wanted]
+        aligned = (-(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for size in sizes)
+        *self.starts, num_bytes = itertools.accumulate(aligned, initial=0)
+        self.tensors: list[torch.Tensor | None] = [None] * len(sizes)
+        self.contents, self.offset, self._lease = 0, 0, None
+        if num_bytes:
+            self._lease = lease = heap.lease((num_bytes,), torch.uint8, name="replicas", phase=DISPATCH)
+            self.offset = lease.offset
+            for kind, each in enumerate(wanted):
+                if each is not None:
+                    memory = lease.tensor[self.starts[kind] :][: sizes[kind]]
+                    self.tensors[kind] = memory.view(each[1]).view(num_places, *each[0])
+                    self.contents |= 1 << kind
+
+    def release(self) -> None:
+        """Ends the lease."""
+        if self._lease is not None:
+            self._lease.release()
 
 
 class ReplicaTrip:
-    """What a pass with replicas sends: weights, as the rider of a dispatch, and gradients of replicas. Without places
-    nothing. Collective; does not synchronise the host.
+    """What a pass with replicas sends: weights, as the rider of a dispatch, and gradients of replicas, as that of a
+    combine. Without places nothing. Collective; does not synchronise the host.
 
     Args:
-        weights: of this rank's experts, packed.
-        targets: of the gradients of W1 and of W2, which are computed on all ranks or on none.
+        weights: of this rank's experts.
+        targets: in backward, of the gradients of the weights of both layers.
+        order: which layer of the experts is computed first.
 
     Attributes:
         weights: the same, with those of this rank's replicas.
+        contents: which kinds travel, on which ranks must agree.
     """
 
-    def __init__(self, plan: Plan, weights: ExpertWeights, targets: tuple[Target, Target] | None = None) -> None:
-        self.weights, self._plan, self._leases = weights, plan, list[Lease]()
-        self._sums: dict[str, torch.Tensor] = {}  # what the gradients of replicas are added to
-        if plan.num_places == 0:
-            return
-        w1, w2 = (self._lease(weight, weight.dtype) for weight in self._matrices)
-        dw1, dw2 = (
-            self._lease(weight, target.dtype_for(weight)) if target.computes else None
-            for weight, target in zip(self._matrices, targets or (Target(), Target()), strict=True)
-        )
-        self.weights = replace(weights, replicas=Replicas(w1, w2, plan.replica_range, dw1, dw2))
+    def __init__(
+        self,
+        plan: Plan,
+        weights: ExpertWeights,
+        targets: tuple[Target, Target] | None = None,
+        order: tuple[slice, slice] = (FC1, FC2),
+    ) -> None:
+        self.weights, self._own, self._plan, self._order = weights, weights.matrices, plan, order
+        self._to_add = list[tuple[Matrices, int]]()  # gradients, and where in a lease those of replicas begin
+        self._ready: torch.Tensor | None = None  # where the leases are, once what they hold is complete
+        wanted = [None if own is None else (own.shape[1:], own.dtype) for own in self._own]
+        self._places = _Places(plan.heap, plan.num_places, wanted)
+        gradients = [] if targets is None else _wanted_gradients(self._own, targets)
+        self._gradients = _Places(plan.heap, plan.num_places, gradients)
+        self.contents = self._places.contents if targets is None else self._gradients.contents
+        if plan.num_places:
+            places = weights.of_matrices(self._places.tensors)
+            self.weights = replace(weights, replicas=Replicas(places, plan.replica_range, self._gradients.tensors))
+
+    # -- as the rider of a dispatch -------------------------------------------------------------------------------
 
     @property
     def rider(self) -> ReplicaTrip | None:
-        """What a dispatch takes along."""
-        return self if self._leases else None
+        """What the trips of a pass take along."""
+        return self if self._plan.num_places else None
 
     @property
-    def offsets(self) -> tuple[int, int]:
+    def weights_offset(self) -> int:
         """Where this rank wants the weights."""
-        return self._leases[0].offset, self._leases[1].offset
+        return self._places.offset
 
-    def send(self, ready: torch.Tensor, *, num_ctas: int | None) -> None:
-        """Sends weights of this rank's experts to their replicas."""
-        w1, w2 = (weight.flatten(1) for weight in self._matrices)
+    def send(self, turn: int, ready: torch.Tensor, *, num_ctas: int | None) -> None:
+        """Sends what replicas of this rank's experts need for the layer that is computed first (turn 0) or last (1)."""
         trip, push = (self._plan.place_to_expert, self._plan.heap.peers, ready), kernels.for_device(ready.device)
-        push.push_replicas((w1, w2), *trip, columns=(READY_W1, READY_W2), num_ctas=num_ctas)
+        for matrix, start in [*zip(self._own, self._places.starts, strict=True)][self._order[turn]]:
+            if matrix is not None:
+                push.push_replicas(matrix, *trip, column=READY_WEIGHTS, start=start, num_ctas=num_ctas)
+
+    # -- as the rider of a combine --------------------------------------------------------------------------------
 
     @property
-    def _matrices(self) -> list[torch.Tensor]:
-        return [weight for weight in (self.weights.w1, self.weights.w2) if isinstance(weight, torch.Tensor)]  # both
+    def gradients_offset(self) -> int:
+        """Where the gradients that this rank has made for others are."""
+        return self._gradients.offset
 
-    def _lease(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """For a weight of each place."""
-        shape = self._plan.num_places, *weight.shape[1:]
-        self._leases.append(self._plan.heap.lease(shape, dtype, name="replicas", phase=DISPATCH))
-        return self._leases[-1].tensor
+    def noting(self, kind: int, compute: Compute) -> Compute:
+        """The same as `compute`, of a kind of weight, after which the gradient is to be added to."""
 
-    def noting(self, name: str, compute: Compute) -> Compute:
-        """The same as `compute`, of W1 or W2; :meth:`bring_home` adds to what that writes."""
-
-        def noted(out: torch.Tensor | TensorTable, accumulate: bool) -> None:
+        def noted(out: Matrices, accumulate: bool) -> None:
             compute(out, accumulate)
-            if self._leases:
-                assert isinstance(out, torch.Tensor)  # replicas_problem
-                self._sums[name] = out.flatten(1)
+            self.note(kind, out)
 
         return noted
 
-    def bring_home(self) -> None:
-        """Adds the gradients that replicas have made, all of which are launched, and ends the leases."""
-        plan, heap, replicas = self._plan, self._plan.heap, self.weights.replicas
-        if self._sums and replicas is not None:
-            offsets = tuple(0 if dw is None else heap.offset_of(dw) for dw in (replicas.dw1, replicas.dw2))
-            agreed = control.gradients_index(x="W1" in self._sums, probs="W2" in self._sums)
-            ready = heap.barrier(_HOME, publish=offsets, plan=plan.generation, gradients=agreed)
-            sums, places = (self._sums.get("W1"), self._sums.get("W2")), (plan.place_to_expert, plan.expert_to_place)
-            add = kernels.for_device(heap.device).add_from_replicas
-            add(sums, places, heap.peers, ready, columns=(0, 1))
-            heap.barrier(_HOME, plan=plan.generation)  # until peers have read
-        self.release()
+    def note(self, kind: int, gradient: Matrices | None) -> None:
+        """Notes a gradient of this rank's experts that is launched: those of replicas are to be added to it."""
+        if self._plan.num_places and gradient is not None:
+            self._to_add.append((gradient, self._gradients.starts[kind]))
 
-    def release(self) -> None:
-        """Ends the leases."""
-        for lease in self._leases:
-            lease.release()
-        self._leases.clear()
+    def note_adapters(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """The same of those of the adapters of both layers, if there are any."""
+        for kind, gradient in zip(_ADAPTERS, gradients, strict=False):
+            self.note(kind, gradient)
+
+    def taken(self) -> Callable[[torch.Tensor], None]:
+        """Takes what has been noted. A function that adds to it, on the current stream; its argument says where all
+        ranks have gradients that are complete, int64 [R, NUM_PUBLISHED]."""
+        taken, self._to_add = self._to_add, []
+        places, peers = (self._plan.place_to_expert, self._plan.expert_to_place), self._plan.heap.peers
+
+        def add(ready: torch.Tensor) -> None:
+            self._ready = ready
+            for gradient, start in taken:
+                add_from_replicas = kernels.for_device(ready.device).add_from_replicas
+                add_from_replicas(gradient, places, peers, ready, column=READY_GRADIENTS, start=start)
+
+        return add
+
+    def finish(self) -> None:
+        """Adds to what has been noted since, and ends the leases. All that replicas make is launched."""
+        heap, plan = self._plan.heap, self._plan.generation
+        if self._to_add:
+            if self._ready is None:
+                offsets = *(0,) * READY_GRADIENTS, self.gradients_offset
+                self._ready = heap.barrier(_HOME, publish=offsets, plan=plan)
+            self.taken()(self._ready)
+            heap.barrier(_HOME, plan=plan)  # until peers have read
+        self._places.release()
+        self._gradients.release()
+
+
+def _wanted_gradients(own: Sequence[Matrices | None], targets: tuple[Target, Target]) -> list[_Wanted]:
+    """By kind, what is wanted of replicas: what backward makes for this rank's experts."""
+    wanted: list[_Wanted] = [
+        (each.shape[1:], each.dtype) if isinstance(each, torch.Tensor) and each.requires_grad else None for each in own
+    ]
+    for kind, target in zip((W1, W2), targets, strict=True):
+        weight = own[kind]
+        assert weight is not None
+        wanted[kind] = (weight.shape[1:], target.dtype_for(weight)) if target.computes else None
+    return wanted

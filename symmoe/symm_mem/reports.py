@@ -34,6 +34,10 @@ CHOICES: dict[str, Sequence[object]] = {
     "gradients": control.GRADIENTS,
     "layout": control.LAYOUTS,
     "schedule": control.SCHEDULES,
+    "replicas": [
+        ", ".join(name for kind, name in enumerate(control.REPLICA_MATRICES) if contents >> kind & 1) or "nothing"
+        for contents in range(1 << len(control.REPLICA_MATRICES))
+    ],
 }
 
 

@@ -67,9 +67,9 @@ def test_signals(launches):
     assert "%globaltimer" in ptx
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_kernels_that_move_replicas(launches, dtype):
-    layer.launch_replicas(dtype)
+@every_combination(dtype=[torch.bfloat16, torch.float32], table=[False, True])
+def test_kernels_that_move_replicas(launches, dtype, table):
+    layer.launch_replicas(dtype, table)
     push, add = (check(launches, f"{name}_kernel", 128) for name in ("push_replicas", "add_from_replicas"))
     assert "ld.global.v4" in push.ptx
     assert "st.global.v4" in push.ptx

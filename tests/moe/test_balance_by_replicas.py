@@ -11,7 +11,7 @@ from combinations import every_combination
 from torch.utils.checkpoint import checkpoint
 from worker import Findings, open_heap
 
-from symmoe import GroupedMLP, MoEConfig, MoELayer, SymmetricHeap
+from symmoe import GroupedMLP, MoEConfig, MoELayer, SymmetricHeap, add_lora
 from symmoe.errors import ArgumentError, ConfigMismatch
 
 H, I, K, TOKENS = 64, 32, 2, 60
@@ -50,23 +50,32 @@ def steps(
 def compare(
     found: list[dict[str, torch.Tensor]], wanted: list[dict[str, torch.Tensor]], findings: Findings, *, same_bits: bool
 ) -> None:
-    """Weight gradients of experts with replicas are rounded once more; the rest has the same bits with order "slot"."""
+    """Gradients of parameters of experts with replicas are rounded once more; the rest has the same bits with order
+    "slot"."""
     for step, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
         for name, want in theirs.items():
             got = ours[name]
-            if name.endswith("weight") or (not same_bits and name != "load"):
-                error = (got.float() - want.float()).norm() / want.float().norm()
-                findings.check(float(error) < 2 * torch.finfo(want.dtype).eps, f"{name} of step {step}: {error}")
+            if want is None:
+                findings.check(got is None, f"{name} of step {step} is a gradient")
+            elif "." in name or (not same_bits and name != "load"):
+                error, limit = (
+                    (got.float() - want.float()).norm(),
+                    2 * torch.finfo(want.dtype).eps * want.float().norm(),
+                )
+                findings.check(bool(error <= limit), f"{name} of step {step}: {error}, at most {limit}")
             else:
                 findings.check(torch.equal(got, want), f"{name} of step {step} has other bits")
 
 
 def both(heap: SymmetricHeap, dtype: torch.dtype, findings: Findings, *, places: int = 2, **options: Any) -> None:
-    found = []
-    recomputes = options.pop("recomputes", False)
+    found, recomputes = [], options.pop("recomputes", False)
+    kind, lora_rank = options.pop("kind", {}), options.pop("lora_rank", 0)
     for more in ({**REPLICAS, "replica_places": places}, {}):
         torch.manual_seed(1 + heap.rank)
-        layer = MoELayer(config(heap.num_ranks, **options, **more), heap, dtype=dtype)
+        experts = GroupedMLP(4, H, I, **kind, dtype=dtype, device=heap.device)
+        layer = MoELayer(config(heap.num_ranks, **options, **more), heap, experts=experts)
+        for adapter in add_lora(layer, rank=lora_rank, alpha=8.0) if lora_rank else ():
+            torch.nn.init.normal_(adapter)
         found.append(steps(layer, dtype, recomputes=recomputes))
     compare(*found, findings, same_bits=options.get("order") == "slot")
     findings.equal("leased bytes", heap.leased_bytes, 0)
@@ -84,6 +93,25 @@ def test_results_are_those_without_replicas(rank: int, num_ranks: int, findings:
         both(heap, torch.bfloat16, findings, places=1)
         both(heap, torch.bfloat16, findings, order="slot", capacity=TOKENS * K * num_ranks)
         findings.equal("problems of tapes", heap.tapes.problems, [])
+
+
+KINDS = {
+    "biases": {"kind": {"bias": True}},
+    "discrete weights": {"kind": {"weights": "discrete", "bias": True}},
+    "adapters": {"lora_rank": 8, "kind": {"bias": True}},
+    "adapters of discrete weights": {"lora_rank": 8, "kind": {"weights": "discrete"}},
+}
+
+
+@run_on(2, 4, on_gpus=(2,))
+def test_all_kinds_of_experts(rank: int, num_ranks: int, findings: Findings, device: str) -> None:
+    with open_heap(device) as heap:
+        for name, options in KINDS.items():
+            for dtype in (torch.float32, torch.bfloat16):
+                for schedule in ("serial", "always-overlapped"):
+                    findings.where = f"rank {rank} of {num_ranks}, {name}, {dtype}, {schedule}"
+                    stash = "none" if schedule == "serial" else "all"
+                    both(heap, dtype, findings, order="slot", schedule=schedule, stash=stash, **options)
 
 
 @every_combination(stash=["rows", "hidden", "none"], recomputes=[False, True])
@@ -156,14 +184,16 @@ def test_a_router_learns_the_same(rank: int, num_ranks: int, findings: Findings,
 
 @run_on(2)
 def test_what_is_not_supported(rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap) -> None:
-    for experts, word in (
-        ({"bias": True}, "bias"),
-        ({"weights": "discrete"}, "discrete"),
-        ({"delay_wgrad": True}, "delay_wgrad"),
-    ):
-        layer = MoELayer(config(num_ranks, **REPLICAS), heap, experts=GroupedMLP(4, H, I, **experts))
-        with pytest.raises(ArgumentError, match=word):
-            steps(layer, torch.float32)
+    layer = MoELayer(config(num_ranks, **REPLICAS), heap, experts=GroupedMLP(4, H, I, delay_wgrad=True))
+    with pytest.raises(ArgumentError, match="delay_wgrad"):
+        steps(layer, torch.float32)
+    layer = MoELayer(config(num_ranks, **REPLICAS), heap, experts=GroupedMLP(4, H, I, bias=rank == 1))
+    with pytest.raises(ConfigMismatch, match=r"replicas differs.*fc1 weight, fc2 weight, .*fc1 bias"):
+        steps(layer, torch.float32)
+    layer = MoELayer(config(num_ranks, **REPLICAS), heap)
+    layer.experts.fc1.weight.requires_grad_(rank == 0)
+    with pytest.raises(ConfigMismatch, match="replicas differs at 'dispatch: ready'"):
+        steps(layer, torch.float32)
     for options, word in (
         ({"replica_places": 0, "balance": "replicas"}, "replica_places"),
         ({"replica_places": 3}, "replica_places"),

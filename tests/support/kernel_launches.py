@@ -229,13 +229,12 @@ def launch_plan(shape, id_dtype=torch.int32, drop=False, num_places=0):
     plan.assign_rows(topk_idx, counts, integers, drop=drop)
 
 
-def launch_replicas(dtype):
+def launch_replicas(dtype, table):
     """What moves weights of replicas, and their gradients."""
     peers, received = peers_of(4, 3), meta(4, control.NUM_PUBLISHED, dtype=INT64)
-    matrices = meta(8, 1032 * 712, dtype=dtype), meta(8, 712 * 516, dtype=dtype)
-    places = meta(4, 2), meta(32, 4)
-    replicas.push_replicas(matrices, places[0], peers, received, columns=(1, 2))
-    replicas.add_from_replicas(matrices, places, peers, received, columns=(0, 1))
+    places, weight = (meta(4, 2), meta(32, 4)), matrices(8, 1032, 712, dtype=dtype, table=table)
+    replicas.push_replicas(weight, places[0], peers, received, column=3, start=512)
+    replicas.add_from_replicas(weight, places, peers, received, column=3, start=0)
 
 
 def launch_between_nodes(shape, num_nodes):

@@ -12,6 +12,7 @@ import torch
 
 from symmoe.kernels import control
 from symmoe.kernels.control import ControlLayout, Peers, PlanIntegers, plan_layout
+from symmoe.kernels.tensor_table import TensorTable
 
 READY_ROWS, READY_SLOTS, READY_PROBS = range(3)
 ROWS, PACKED, SLOTS, PROBS, VALUES, RETURNED = range(6)  # buffers of a rank's arena
@@ -122,6 +123,14 @@ CASES = {
 def run_case(ops: ModuleType, case: Case, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
     """Every output of one layer call of all ranks, and the arenas after each step, by name."""
     return _Call(ops, case, torch.device(device)).run()
+
+
+def table_of(matrices: torch.Tensor) -> TensorTable:
+    """The same [G, M] as a table."""
+    addresses = [row.data_ptr() for row in matrices]
+    return TensorTable(
+        torch.tensor(addresses, device=matrices.device), (len(matrices), 1, matrices.shape[1]), matrices.dtype
+    )
 
 
 def differences(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> list[str]:
@@ -323,14 +332,16 @@ class _Call:
             )
             its_gradients = torch.randn((case.num_places, max(widths)), generator=generator).to(case.dtype)
             self.buffer(rank, PACKED, its_gradients.shape, case.dtype).copy_(its_gradients)
-            self.ops.push_replicas(tuple(weights), self.maps[rank]["place_to_expert"], peers, ready, columns=(0, 2))
+            for n, weight in enumerate((weights[0], table_of(weights[1]))):
+                at = {"column": 2 * n, "start": 64 * n}
+                self.ops.push_replicas(weight, self.maps[rank]["place_to_expert"], peers, ready, **at)
             self.keep(f"gradients of rank {rank}", *gradients)
         self.keep_arenas("replicas")
         for rank, peers in enumerate(self.peers):
             gradients = [self.out[f"gradients of rank {rank}[{n}]"].clone() for n in range(2)]
-            gradients[0] = None if rank == 1 else gradients[0]
             places = self.maps[rank]["place_to_expert"], self.maps[rank]["expert_to_place"]
-            self.ops.add_from_replicas(tuple(gradients), places, peers, ready, columns=(1, 1))
+            for n, gradient in enumerate((gradients[0], table_of(gradients[1]))):
+                self.ops.add_from_replicas(gradient, places, peers, ready, column=1, start=64 * n)
             self.keep(f"gradients and those of replicas of rank {rank}", *gradients)
 
     def dispatch(self) -> None:

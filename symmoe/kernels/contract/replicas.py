@@ -9,7 +9,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from symmoe.kernels.contract.operands import MaybeTensor
+from symmoe.kernels.contract.operands import Matrices
 from symmoe.kernels.control import Peers, PlanIntegers
 
 
@@ -41,33 +41,36 @@ class ReplicaKernels(Protocol):
 
     def push_replicas(
         self,
-        weights: tuple[Tensor, Tensor],
+        weight: Matrices,
         place_to_expert: Tensor,
         peers: Peers,
         received: Tensor,
         *,
-        columns: tuple[int, int],
+        column: int,
+        start: int,
         num_ctas: int | None = None,
     ) -> None:
-        """Writes this rank's experts to the places that have a replica of them, unless the call has failed.
+        """Writes the matrices of this rank's experts to the places that have replicas of them, unless the call has
+        failed.
 
-        weights: two [E / R, M], each with an M of its own, a multiple of 16 bytes. A rank's places [S, M] for them are
-        at the offsets received[., columns].
+        weight: [E / R, ...], M numbers of each expert, a multiple of 16 bytes. A rank's places [S, M] for them begin
+        `start` bytes after the offset received[., column].
         """
 
     def add_from_replicas(
         self,
-        gradients: tuple[MaybeTensor, MaybeTensor],
+        gradient: Matrices,
         places: tuple[Tensor, Tensor],
         peers: Peers,
         received: Tensor,
         *,
-        columns: tuple[int, int],
+        column: int,
+        start: int,
     ) -> None:
         """Adds to this rank's gradients those that replicas have made, in the order of ranks, in fp32, rounded once;
         nothing if the call has failed. An expert without replicas keeps its bits.
 
-        gradients: of the weights of push_replicas, or None. Those that a rank has made of replicas, [S, M] of the same
-        dtype, are at received[., columns].
+        gradient: of the weight of push_replicas. Those that a rank has made of replicas, [S, M] of the same dtype,
+        begin `start` bytes after received[., column].
         places: place_to_expert, expert_to_place.
         """

@@ -1,6 +1,7 @@
 """Replicas of experts: where they are, which slots go there, what travels (Triton). Letters: contract/replicas.py."""
 
 import functools
+import math
 
 import triton
 import triton.language as tl
@@ -8,6 +9,7 @@ import triton.language as tl
 from symmoe.kernels import control
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
 from symmoe.kernels.launch.launch import Constants, fast_jit, kept_constants, kept_sizes, launch
+from symmoe.kernels.tensor_table import packed_and_table
 from symmoe.kernels.triton.plan import (
     HEADER_WORDS,
     INT32_MAX,
@@ -21,6 +23,7 @@ from symmoe.kernels.triton.plan import (
     slots_and_places,
 )
 from symmoe.kernels.triton.sync import barrier_epoch
+from symmoe.kernels.triton.tiles import TRITON_DTYPES, matrix_of
 
 NUM_PUBLISHED = tl.constexpr(control.NUM_PUBLISHED)
 NUM_PROGRAMS = 2 * 132  # two for each of an H200's SMs
@@ -158,53 +161,52 @@ def choose_copies(topk_idx, block_starts, plan, block_counts):
 
 
 @functools.cache
-def _constants(widths: tuple[int, int], num_own: int, rank: int, columns: tuple[int, int], **sizes: int) -> Constants:
-    """widths: numbers of a matrix of W1 and of W2; columns: of `received`; num_own: experts of a rank."""
-    named = {"width1": widths[0], "width2": widths[1], "column1": columns[0], "column2": columns[1]}
-    return kept_sizes(**named, num_own=num_own, rank=rank, block=BLOCK, num_warps=NUM_WARPS, **sizes)
+def _constants(shape, dtype, num_own: int, peers: tuple[int, int], places: int, at: tuple[int, int]) -> Constants:
+    """shape: of a matrix; peers: rank and number of ranks; at: the column of `received`, and bytes after that."""
+    (rank, num_ranks), (column, start) = peers, at
+    sizes = {"num_ranks": num_ranks, "num_places": places, "rank_lanes": next_power_of_2(num_ranks), "num_own": num_own}
+    named = {"rank": rank, "column": column, "start": start, "width": math.prod(shape), "block": BLOCK}
+    return kept_sizes(**named, **sizes, dtype=TRITON_DTYPES[dtype], num_warps=NUM_WARPS)
 
 
-def _sizes(matrices, places, peers, columns) -> tuple[int, Constants]:
-    """Programs of a kernel that moves a pair of matrices [E / R, M], of which one may be None, and its constants."""
-    widths, (num_ranks, num_places) = tuple(0 if each is None else each.shape[1] for each in matrices), places.shape
-    num_own = next(len(each) for each in matrices if each is not None)
-    sizes = {"num_ranks": num_ranks, "num_places": num_places, "rank_lanes": next_power_of_2(num_ranks)}
-    return min(NUM_PROGRAMS, ceil_div(max(widths), BLOCK)), _constants(widths, num_own, peers.rank, columns, **sizes)
-
-
-@triton.jit
-def push_matrices(weight, place_to_expert, bases, received, COLUMN: tl.constexpr, WIDTH: tl.constexpr, SIZES):
-    """push_replicas of contract/replicas.py, of one weight."""
-    for rank in range(SIZES.num_ranks):
-        offset = tl.load(received + rank * NUM_PUBLISHED + COLUMN)
-        target = tl.multiple_of((tl.load(bases + rank) + offset).to(tl.pointer_type(weight.dtype.element_ty)), 16)
-        for place in range(SIZES.num_places):
-            own = tl.load(place_to_expert + rank * SIZES.num_places + place) - SIZES.rank * SIZES.num_own
-            if (own >= 0) & (own < SIZES.num_own) & (offset >= 0):
-                source = weight + own.to(tl.int64) * WIDTH
-                for first in range(tl.program_id(0) * SIZES.block, WIDTH, tl.num_programs(0) * SIZES.block):
-                    at = first + tl.arange(0, SIZES.block)
-                    tl.store(target + at, tl.load(source + at, mask=at < WIDTH), mask=at < WIDTH)
-            target += WIDTH
-
-
-@fast_jit(["w1", "w2"])
-def push_replicas_kernel(w1, w2, place_to_expert, bases, received, SIZES: tl.constexpr):
-    push_matrices(w1, place_to_expert, bases, received, SIZES.column1, SIZES.width1, SIZES)
-    push_matrices(w2, place_to_expert, bases, received, SIZES.column2, SIZES.width2, SIZES)
-
-
-def push_replicas(weights, place_to_expert, peers, received, *, columns, num_ctas=None):
-    num_programs, constants = _sizes(weights, place_to_expert, peers, columns)
+def _move(kernel, matrices, places, peers, received, *, column, start, num_ctas=None):
+    """Launches a kernel that moves matrices of experts; places: place_to_expert, and what else says where they are."""
+    (num_own, *shape), (num_ranks, num_places), rank = tuple(matrices.shape), places[0].shape, peers.rank
+    constants = _constants(tuple(shape), matrices.dtype, num_own, (rank, num_ranks), num_places, (column, start))
+    num_programs = min(NUM_PROGRAMS, ceil_div(math.prod(shape), BLOCK))
     grid = (num_programs if num_ctas is None else min(num_programs, num_ctas),)
-    launch(push_replicas_kernel, grid, constants, *weights, place_to_expert, peers.bases, received)
+    launch(kernel, grid, constants, *packed_and_table(matrices), *places, peers.bases, received)
 
 
 @triton.jit
-def add_matrices(gradient, tables, bases, received, COLUMN: tl.constexpr, WIDTH: tl.constexpr, SIZES: tl.constexpr):
-    """add_from_replicas of contract/replicas.py, of one weight."""
-    ELEMENT: tl.constexpr = gradient.dtype.element_ty
-    place_to_expert, expert_to_place = tables
+def place_of_peer(bases, received, rank, place, SIZES: tl.constexpr):
+    """Pointer to the matrix of a place of a rank, and whether the call has not failed."""
+    offset = tl.load(received + rank * NUM_PUBLISHED + SIZES.column)
+    matrices = (tl.load(bases + rank) + offset + SIZES.start).to(tl.pointer_type(SIZES.dtype))
+    return tl.multiple_of(matrices, 16) + tl.cast(place, tl.int64) * SIZES.width, offset >= 0
+
+
+@fast_jit(["weight"])
+def push_replicas_kernel(weight, table, place_to_expert, bases, received, SIZES: tl.constexpr):
+    for n in range(SIZES.num_ranks * SIZES.num_places):
+        own = tl.load(place_to_expert + n) - SIZES.rank * SIZES.num_own
+        if (own >= 0) & (own < SIZES.num_own):
+            rank, place = n // SIZES.num_places, n % SIZES.num_places
+            target, goes_on = place_of_peer(bases, received, rank, place, SIZES)
+            if goes_on:
+                source = matrix_of(weight, table, own, SIZES.width, SIZES.dtype)
+                for first in range(tl.program_id(0) * SIZES.block, SIZES.width, tl.num_programs(0) * SIZES.block):
+                    at = first + tl.arange(0, SIZES.block)
+                    tl.store(target + at, tl.load(source + at, mask=at < SIZES.width), mask=at < SIZES.width)
+
+
+def push_replicas(weight, place_to_expert, peers, received, *, column, start, num_ctas=None):
+    at = {"column": column, "start": start}
+    _move(push_replicas_kernel, weight, (place_to_expert,), peers, received, **at, num_ctas=num_ctas)
+
+
+@fast_jit(["gradient"])
+def add_from_replicas_kernel(gradient, table, place_to_expert, expert_to_place, bases, received, SIZES: tl.constexpr):
     lane = tl.arange(0, SIZES.rank_lanes)
     for n in range(SIZES.num_ranks * SIZES.num_places):
         expert, rank = tl.load(place_to_expert + n), n // SIZES.num_places
@@ -213,29 +215,17 @@ def add_matrices(gradient, tables, bases, received, COLUMN: tl.constexpr, WIDTH:
         places = expert_to_place + tl.where(is_own, expert, 0) * SIZES.num_ranks
         earlier = tl.load(places + lane, mask=(lane < rank) & is_own, other=-1)
         if is_own & (tl.max(earlier, axis=0) < 0):  # at the first replica of an expert, all are added
-            sums = gradient + own.to(tl.int64) * WIDTH
-            for first in range(tl.program_id(0) * SIZES.block, WIDTH, tl.num_programs(0) * SIZES.block):
+            sums = matrix_of(gradient, table, own, SIZES.width, SIZES.dtype)
+            for first in range(tl.program_id(0) * SIZES.block, SIZES.width, tl.num_programs(0) * SIZES.block):
                 at = first + tl.arange(0, SIZES.block)
-                total = tl.load(sums + at, mask=at < WIDTH, other=0.0).to(tl.float32)
+                total = tl.load(sums + at, mask=at < SIZES.width, other=0.0).to(tl.float32)
                 for peer in range(rank, SIZES.num_ranks):
                     place = tl.load(places + peer)
-                    offset = tl.load(received + peer * NUM_PUBLISHED + COLUMN)
-                    if (place >= 0) & (offset >= 0):
-                        theirs = (tl.load(bases + peer) + offset).to(tl.pointer_type(ELEMENT))
-                        theirs = tl.multiple_of(theirs, 16) + place.to(tl.int64) * WIDTH
-                        total += tl.load(theirs + at, mask=at < WIDTH, other=0.0).to(tl.float32)
-                tl.store(sums + at, total.to(ELEMENT), mask=at < WIDTH)
+                    theirs, goes_on = place_of_peer(bases, received, peer, place, SIZES)
+                    if (place >= 0) & goes_on:
+                        total += tl.load(theirs + at, mask=at < SIZES.width, other=0.0).to(tl.float32)
+                tl.store(sums + at, total.to(SIZES.dtype), mask=at < SIZES.width)
 
 
-@fast_jit(["dw1", "dw2"])
-def add_from_replicas_kernel(dw1, dw2, place_to_expert, expert_to_place, bases, received, SIZES: tl.constexpr):
-    tables = (place_to_expert, expert_to_place)
-    if dw1 is not None:
-        add_matrices(dw1, tables, bases, received, SIZES.column1, SIZES.width1, SIZES)
-    if dw2 is not None:
-        add_matrices(dw2, tables, bases, received, SIZES.column2, SIZES.width2, SIZES)
-
-
-def add_from_replicas(gradients, places, peers, received, *, columns):
-    num_programs, constants = _sizes(gradients, places[0], peers, columns)
-    launch(add_from_replicas_kernel, (num_programs,), constants, *gradients, *places, peers.bases, received)
+def add_from_replicas(gradient, places, peers, received, *, column, start):
+    _move(add_from_replicas_kernel, gradient, places, peers, received, column=column, start=start)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from symmoe.kernels import control
+from symmoe.kernels.twin.gemm import matrix, store_sum
 from symmoe.kernels.twin.plan import count_slots, places_of_slots
 
 
@@ -58,28 +59,27 @@ def choose_copies(topk_idx, block_starts, plan, block_counts):
     count_slots(plan.slot_to_copy, block_counts, num_experts=num_local * num_ranks, num_ranks=num_ranks)
 
 
-def push_replicas(weights, place_to_expert, peers, received, *, columns, num_ctas=None):
+def push_replicas(weight, place_to_expert, peers, received, *, column, start, num_ctas=None):
     if int(received.min()) < 0:
         return
+    num_own, *shape = weight.shape
     for (rank, place), expert in _used(place_to_expert):
-        for weight, column in zip(weights, columns, strict=True):
-            if expert // len(weight) == peers.rank:
-                offset, shape = int(received[rank, column]), (place + 1, weight.shape[1])
-                peers.region(rank, offset, shape, weight.dtype)[place] = weight[expert % len(weight)]
+        if expert // num_own == peers.rank:
+            places = peers.region(rank, int(received[rank, column]) + start, (place + 1, *shape), weight.dtype)
+            places[place] = matrix(weight, expert % num_own)
 
 
-def add_from_replicas(gradients, places, peers, received, *, columns):
+def add_from_replicas(gradient, places, peers, received, *, column, start):
     if int(received.min()) < 0:
         return
-    for gradient, column in zip(gradients, columns, strict=True):
-        sums: dict[int, torch.Tensor] = {}
-        for (rank, place), expert in _used(places[0]) if gradient is not None else ():
-            if expert // len(gradient) == peers.rank:
-                offset, shape = int(received[rank, column]), (place + 1, gradient.shape[1])
-                g = expert % len(gradient)
-                sums[g] = sums.get(g, gradient[g].float()) + peers.region(rank, offset, shape, gradient.dtype)[place]
-        for g, total in sums.items():
-            gradient[g] = total
+    (num_own, *shape), sums = gradient.shape, dict[int, torch.Tensor]()
+    for (rank, place), expert in _used(places[0]):
+        if expert // num_own == peers.rank:
+            theirs = peers.region(rank, int(received[rank, column]) + start, (place + 1, *shape), gradient.dtype)
+            g = expert % num_own
+            sums[g] = sums.get(g, matrix(gradient, g).float()) + theirs[place]
+    for g, total in sums.items():
+        store_sum(gradient, g, total, accumulate=False)
 
 
 def _used(place_to_expert: torch.Tensor) -> list[tuple[tuple[int, int], int]]:
