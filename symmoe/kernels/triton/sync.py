@@ -122,7 +122,6 @@ def barrier_kernel(
     word_1: tl.int64,
     word_2: tl.int64,
     word_3: tl.int64,
-    word_4: tl.int64,
     call: tl.int64,
     fault: tl.int32,
     timeout_ns: tl.int64,
@@ -157,7 +156,6 @@ def barrier_kernel(
         tl.store(slot + 2, word_1, mask=is_peer)
         tl.store(slot + 3, word_2, mask=is_peer)
         tl.store(slot + 4, word_3, mask=is_peer)
-        tl.store(slot + 5, word_4, mask=is_peer)
         tl.store(slot + CONTROL.MAIL_CALL, call, mask=is_peer)
         tl.debug_barrier()
         # The release covers the words (the barrier above) and the payload of all earlier kernels of this stream: a
