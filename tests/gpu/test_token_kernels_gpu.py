@@ -80,7 +80,7 @@ class Ranks:
         offset = self.peers[rank].layout.counters
         return self.peers[rank].region(rank, offset, (control.NUM_COUNTERS,), torch.int64)
 
-    def enter(self, rank, words=(0, 0, 0), *, fault=False, timeout_s=10.0, call=control.PHASE_DISPATCH_DONE):
+    def enter(self, rank, words=(0,) * control.NUM_PUBLISHED, *, fault=False, timeout_s=10.0, call=control.PHASE_DISPATCH_DONE):
         self.gpu.barrier(
             self.peers[rank],
             words,
@@ -103,7 +103,7 @@ class Ranks:
 def test_barrier_exchanges_words(gpu, num_ranks):
     ranks = Ranks(gpu, num_ranks)
     for epoch in range(1, 21):
-        words = [(epoch, 2**40 * epoch + rank, rank) for rank in range(num_ranks)]
+        words = [(epoch, 2**40 * epoch + rank, rank, -rank) for rank in range(num_ranks)]
         ranks.enter_all(words)
         for rank in range(num_ranks):
             assert ranks.received[rank].tolist() == [list(w) for w in words]
