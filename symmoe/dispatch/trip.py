@@ -57,7 +57,7 @@ class Arrival:
 
 
 class Rider(Protocol):
-    """The weights of replicas, which travel after the rows, in two turns.
+    """The weights of replicas, which travel after the first rows.
 
     Attributes:
         contents: which ones, the index of CALL_FIELDS. weights_offset: where this rank wants them.
@@ -69,8 +69,8 @@ class Rider(Protocol):
     @property
     def weights_offset(self) -> int: ...
 
-    def send(self, turn: int, ready: torch.Tensor, *, num_ctas: int | None) -> None:
-        """Sends those of turn 0 or 1 to where all ranks want them, int64 [R, NUM_PUBLISHED], on the current stream."""
+    def send(self, ready: torch.Tensor, *, num_ctas: int | None) -> None:
+        """Sends them to where all ranks want them, int64 [R, NUM_PUBLISHED], on the current stream."""
 
 
 @contextmanager
@@ -96,7 +96,7 @@ def dispatch(
         gradients: in backward, index of control.GRADIENTS, what it will collect, the same on all ranks; None: forward.
         division: the division of the SMs until all rows have been sent; None: rows do not travel during GEMMs.
         is_last: False if another trip of the same call follows, which ends with a meeting of nodes.
-        rider: what else travels. The first turn has come when all rows have, the second at the end of the context.
+        rider: what else travels, and has come when all rows have.
     """
     agreed: control.CallFields = {  # so that rows fit the peers' buffers
         "hidden": x.shape[1],
@@ -213,7 +213,6 @@ class _Trip:
         self._num_sent = 0  # steps of _exchange that have sent their rows
         self._are_read = True  # whether somebody reads what comes
         self._come: dict[int, torch.cuda.Event | None] = {}  # key: the source whose rows are complete after the event
-        self._turns: list[torch.cuda.Event | None] = []  # after which those of the rider have come
         with nullcontext() if division is None else self._heap.timed("dispatch"):
             offsets = self._heap.offset_of(buffer, phase=PHASE), *index.offsets
             if rider is not None:
@@ -229,8 +228,7 @@ class _Trip:
     def send(self) -> None:
         """Sends and receives everything."""
         if self._rider is not None:
-            for turn in range(2):
-                self._rider.send(turn, self._ready, num_ctas=None)
+            self._rider.send(self._ready, num_ctas=None)
         for tokens, rows in self._tokens():
             is_packed = self._layout == "packed"
             self._push(rows, tokens, but=None if is_packed else self._rank)
@@ -292,8 +290,6 @@ class _Trip:
                 self._forward()
             self._branch.wait_for(self._come[source])
             yield Part(plan.source_to_rows[source], None if source == others[-1] else num_sms)
-        if self._turns:
-            self._branch.wait_for(self._turns[0])
 
     def _exchange(self) -> None:
         """Launches, on the branch, what has not been launched: a push to one rank, then what another one has pushed.
@@ -309,16 +305,17 @@ class _Trip:
                         self._push(self._x, self._own, to=to, num_ctas=self._num_ctas)
                         heap.send_signal(to)
                         self._num_sent = step
+                        if step == 1 and self._rider is not None:
+                            self._rider.send(self._ready, num_ctas=self._num_ctas)
                     arrived = heap.wait_for_signal(peer, control.PHASE_DISPATCH_DONE, nan_on_failure=self._buffer)
                 source = self._own.arrivals[step]
                 if self._are_read:
                     self._receive(source, arrived, self._num_ctas)
+                if step == num_ranks - 1 and self._rider is not None:
+                    # Before GEMMs of the last rows, which would leave no SM for it.
+                    with owed():
+                        heap.barrier(control.PHASE_DISPATCH_DONE, **self._agreed)
                 self._come[source] = self._branch.point()
-            while self._rider is not None and len(self._turns) < 2:
-                with owed():
-                    self._rider.send(len(self._turns), self._ready, num_ctas=self._num_ctas)
-                    heap.barrier(control.PHASE_DISPATCH_DONE, **self._agreed)
-                self._turns.append(self._branch.point())
 
     def _forward(self) -> None:
         """Sends foreign tokens to all ranks of this node, and receives what they have sent of those."""

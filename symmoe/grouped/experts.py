@@ -317,15 +317,17 @@ class ExpertsBackward:
         operands = (self._d_out, self._x.row_index), self._a, self._x.row_range
         self._ops.grouped_gemm_wgrad(*operands, out, accumulate=accumulate)
 
-    def replica_gradients(self) -> None:
-        """Writes the gradients of the weights of replicas, as far as they are wanted."""
-        if (replicas := self._weights.replicas) is None:
-            return
-        rows, d_out, dw = (self._x.rows, self._x.row_index), (self._d_out, self._x.row_index), replicas.gradients
-        if (dw2 := dw[W2]) is not None:
+    def replica_w1_gradient(self, *, num_sms: int | None = None) -> None:
+        """Writes dW1 of replicas, if it is wanted."""
+        replicas, rows = self._weights.replicas, (self._x.rows, self._x.row_index)
+        if replicas is not None and (dw1 := replicas.gradients[W1]) is not None:
+            self._ops.grouped_gemm_wgrad(self._dh, rows, replicas.row_range, dw1, num_sms=num_sms)
+
+    def replica_w2_gradient(self) -> None:
+        """Writes dW2 of replicas, if it is wanted."""
+        replicas, d_out = self._weights.replicas, (self._d_out, self._x.row_index)
+        if replicas is not None and (dw2 := replicas.gradients[W2]) is not None:
             self._ops.grouped_gemm_wgrad(d_out, self._a, replicas.row_range, dw2)
-        if (dw1 := dw[W1]) is not None:
-            self._ops.grouped_gemm_wgrad(self._dh, rows, replicas.row_range, dw1)
 
     def forget_w2(self) -> None:
         """Lets go of what only dW2 reads, which is made or not wanted."""

@@ -100,21 +100,17 @@ class AdaptedBackward(ExpertsBackward):
         for its_part, its in self._weights.calls(self._x) if part is None else ((part, self._weights),):
             its.low1.add_up_gradient(self._dt1, its_part, d_rows)
 
-    def replica_gradients(self) -> None:
-        """Same as in ExpertsBackward, those of adapters, too."""
-        super().replica_gradients()
-        if (replicas := self._weights.replicas) is not None:
-            of_first, of_second = replicas.gradients[FC1], replicas.gradients[FC2]
-            self._adapter_gradients(replicas.row_range, (*of_first[2:], *of_second[2:]))
-
     def adapter_gradients(self) -> tuple[torch.Tensor | None, ...]:
-        """dA1, dB1, dA2, dB2; None for adapters that require none."""
+        """dA1, dB1, dA2, dB2; None for adapters that require none. Those of replicas are written, too."""
         low1, low2 = self._weights.low1, self._weights.low2
         gradients = *low1.new_gradients(), *low2.new_gradients()
-        self._adapter_gradients(self._x.row_range, gradients)
+        self._write_gradients(self._x.row_range, gradients)
+        if (replicas := self._weights.replicas) is not None:
+            of_first, of_second = replicas.gradients[FC1], replicas.gradients[FC2]
+            self._write_gradients(replicas.row_range, (*of_first[2:], *of_second[2:]))
         return gradients
 
-    def _adapter_gradients(self, row_range: torch.Tensor, gradients: Sequence[torch.Tensor | None]) -> None:
+    def _write_gradients(self, row_range: torch.Tensor, gradients: Sequence[torch.Tensor | None]) -> None:
         rows, d_out = (self._x.rows, self._x.row_index), (self._d_out, self._x.row_index)
         write_gradients((rows, self._t1, self._dh, self._dt1), row_range, gradients[:2])
         write_gradients((self._a, self._t2, d_out, self._dt2), row_range, gradients[2:])

@@ -34,8 +34,6 @@ from symmoe.dispatch.trip import dispatch
 from symmoe.grouped.experts import (
     B1,
     B2,
-    FC1,
-    FC2,
     W1,
     W2,
     CallExperts,
@@ -577,8 +575,7 @@ class _Backward:
         division = step.overlap.gradient_dispatch
         send = partial(dispatch, plan=plan, layout=step.layout, gradients=gradients, division=division)
         received, arrived = self.received, None
-        order = (FC2, FC1) if received is not None and hidden.h is not None else (FC1, FC2)
-        replicas = ReplicaTrip(plan, step.weights(self.inputs), self.targets, order)
+        replicas = ReplicaTrip(plan, step.weights(self.inputs), self.targets)
         experts, rider = replicas.weights, replicas.rider
         if received is None:
             sent = _on_wire(given("x", self.x), step.wire.rows)
@@ -600,7 +597,7 @@ class _Backward:
         for kind, d_bias in zip((B1, B2), experts_backward.d_biases, strict=True):
             replicas.note(kind, d_bias)
         weights1, weights2, adapters = step.form.split(self.inputs.tensors)
-        experts_backward.replica_gradients()
+        experts_backward.replica_w2_gradient()
         dw2 = fc2.add(weights2, replicas.noting(W2, experts_backward.w2_gradient))
         if fc2.option != "delayed" and not adapters:
             experts_backward.forget_w2()
@@ -626,6 +623,7 @@ class _Backward:
             num_sms = division.num_sms if gradients and division is not None else None
             w1_gradient = partial(experts_backward.w1_gradient, num_sms=num_sms)
             with trip as collection:
+                experts_backward.replica_w1_gradient(num_sms=num_sms)
                 dw1 = fc1.add(weights1, replicas.noting(W1, w1_gradient))
                 d_adapters = experts_backward.adapter_gradients()
                 replicas.note_adapters(d_adapters)

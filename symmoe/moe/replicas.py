@@ -1,8 +1,8 @@
 """What a step with replicas sends besides rows: weights to the places of replicas, and their gradients home.
 
 Which experts have replicas where is in the plan. Weights, biases and adapters travel in every forward and backward
-pass, so that a rank holds none of others between passes: first those of the layer that is computed first. Gradients of
-replicas have the dtype of those of the expert, whose rank adds them up in fp32.
+pass, so that a rank holds none of others between passes. Gradients of replicas have the dtype of those of the expert,
+whose rank adds them up in fp32.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from symmoe.dispatch.plan import Plan
 from symmoe.dispatch.trip import PHASE as DISPATCH
 from symmoe.dispatch.trip import READY_WEIGHTS
 from symmoe.errors import ArgumentError
-from symmoe.grouped.experts import FC1, FC2, W1, W2, CallExperts, ExpertWeights, Replicas
+from symmoe.grouped.experts import W1, W2, CallExperts, ExpertWeights, Replicas
 from symmoe.grouped.weights import Compute, Target
 from symmoe.kernels import control
 from symmoe.kernels.contract.operands import Matrices
@@ -86,23 +86,15 @@ class ReplicaTrip:
     Args:
         weights: of this rank's experts.
         targets: in backward, of the gradients of the weights of both layers.
-        order: which layer of the experts is computed first.
 
     Attributes:
         weights: the same, with those of this rank's replicas.
         contents: which kinds travel, on which ranks must agree.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        weights: ExpertWeights,
-        targets: tuple[Target, Target] | None = None,
-        order: tuple[slice, slice] = (FC1, FC2),
-    ) -> None:
-        self.weights, self._own, self._plan, self._order = weights, weights.matrices, plan, order
+    def __init__(self, plan: Plan, weights: ExpertWeights, targets: tuple[Target, Target] | None = None) -> None:
+        self.weights, self._own, self._plan = weights, weights.matrices, plan
         self._to_add = list[tuple[Matrices, int]]()  # gradients, and where in a lease those of replicas begin
-        self._ready: torch.Tensor | None = None  # where the leases are, once what they hold is complete
         wanted = [None if own is None else (own.shape[1:], own.dtype) for own in self._own]
         self._places = _Places(plan.heap, plan.num_places, wanted)
         gradients = [] if targets is None else _wanted_gradients(self._own, targets)
@@ -124,10 +116,10 @@ class ReplicaTrip:
         """Where this rank wants the weights."""
         return self._places.offset
 
-    def send(self, turn: int, ready: torch.Tensor, *, num_ctas: int | None) -> None:
-        """Sends what replicas of this rank's experts need for the layer that is computed first (turn 0) or last (1)."""
+    def send(self, ready: torch.Tensor, *, num_ctas: int | None) -> None:
+        """Sends what replicas of this rank's experts need."""
         trip, push = (self._plan.place_to_expert, self._plan.heap.peers, ready), kernels.for_device(ready.device)
-        for matrix, start in [*zip(self._own, self._places.starts, strict=True)][self._order[turn]]:
+        for matrix, start in zip(self._own, self._places.starts, strict=True):
             if matrix is not None:
                 push.push_replicas(matrix, *trip, column=READY_WEIGHTS, start=start, num_ctas=num_ctas)
 
@@ -164,7 +156,6 @@ class ReplicaTrip:
         places, peers = (self._plan.place_to_expert, self._plan.expert_to_place), self._plan.heap.peers
 
         def add(ready: torch.Tensor) -> None:
-            self._ready = ready
             for gradient, start in taken:
                 add_from_replicas = kernels.for_device(ready.device).add_from_replicas
                 add_from_replicas(gradient, places, peers, ready, column=READY_GRADIENTS, start=start)
@@ -172,13 +163,11 @@ class ReplicaTrip:
         return add
 
     def finish(self) -> None:
-        """Adds to what has been noted since, and ends the leases. All that replicas make is launched."""
+        """Adds to what no combine has taken, and ends the leases. All that replicas make is launched."""
         heap, plan = self._plan.heap, self._plan.generation
         if self._to_add:
-            if self._ready is None:
-                offsets = *(0,) * READY_GRADIENTS, self.gradients_offset
-                self._ready = heap.barrier(_HOME, publish=offsets, plan=plan)
-            self.taken()(self._ready)
+            offsets = *(0,) * READY_GRADIENTS, self.gradients_offset
+            self.taken()(heap.barrier(_HOME, publish=offsets, plan=plan))
             heap.barrier(_HOME, plan=plan)  # until peers have read
         self._places.release()
         self._gradients.release()

@@ -80,7 +80,7 @@ class Ranks:
         offset = self.peers[rank].layout.counters
         return self.peers[rank].region(rank, offset, (control.NUM_COUNTERS,), torch.int64)
 
-    def enter(self, rank, words=(0,) * control.NUM_PUBLISHED, *, fault=False, timeout_s=10.0, call=control.PHASE_DISPATCH_DONE):
+    def enter(self, rank, words=(0, 0, 0, 0), *, fault=False, timeout_s=10.0, call=control.PHASE_DISPATCH_DONE):
         self.gpu.barrier(
             self.peers[rank],
             words,
