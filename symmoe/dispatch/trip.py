@@ -247,7 +247,7 @@ class _Trip:
         try:
             with heap.timed("dispatch"):
                 self._own, self._x = next(self._tokens())
-                self._branch = heap.streams.branch()
+                self._branch, self._rider_branch = heap.streams.branch(), heap.streams.rider_branch()
                 self._start = self._branch.point()
         except Exception as error:
             heap.abort(error)  # peers wait for signals; only at a barrier could they be told
@@ -306,13 +306,15 @@ class _Trip:
                         heap.send_signal(to)
                         self._num_sent = step
                         if step == 1 and self._rider is not None:
-                            self._rider.send(self._ready, num_ctas=self._num_ctas)
+                            with self._rider_branch.after(self._branch.point()):
+                                self._rider.send(self._ready, num_ctas=self._num_ctas)
                     arrived = heap.wait_for_signal(peer, control.PHASE_DISPATCH_DONE, nan_on_failure=self._buffer)
                 source = self._own.arrivals[step]
                 if self._are_read:
                     self._receive(source, arrived, self._num_ctas)
                 if step == num_ranks - 1 and self._rider is not None:
                     # Before GEMMs of the last rows, which would leave no SM for it.
+                    self._rider_branch.join()
                     with owed():
                         heap.barrier(control.PHASE_DISPATCH_DONE, **self._agreed)
                 self._come[source] = self._branch.point()

@@ -102,11 +102,12 @@ def test_layer_alone_gives_the_eager_bits(heap):
     assert all(map(torch.equal, found, expected))
 
 
+@pytest.mark.parametrize("more", [{}, {"balance": "replicas", "replica_places": 1, "replica_slack": 0.0}], ids=str)
 @run_on(2)
 def test_compiled_block_on_two_ranks_gives_the_eager_results(
-    rank: int, num_ranks: int, heap: symmoe.SymmetricHeap
+    rank: int, num_ranks: int, heap: symmoe.SymmetricHeap, more: dict[str, str | float]
 ) -> None:
-    module = block(heap, shared=True, **STATIC)
+    module = block(heap, shared=True, **STATIC, **more)
     # Other numbers of tokens on each rank, then none on one; each compiles for its own.
     for num in (34 - 8 * rank, 0 if rank else 30):
         expected = step(module, tokens(rank, num))

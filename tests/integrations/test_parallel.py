@@ -132,6 +132,7 @@ def slow(function: str, **fields: Any) -> Any:
     return pytest.param(function, fields, marks=pytest.mark.slow)
 
 
+BALANCED = dataclasses.replace(CONFIG, balance="replicas", replica_places=1, replica_slack=0.0)
 CURVES = [  # (kind of case, arguments of `sharded`)
     *(("FSDP", {"layout": layout}) for layout in LAYOUTS.values()),
     ("DDP", {"layout": (1, 2), "wrap": "ddp"}),
@@ -141,6 +142,7 @@ CURVES = [  # (kind of case, arguments of `sharded`)
     slow("few or no tokens", layout=(1, 2), wrap="ddp", shares=(TOKENS, 0), steps=10),
     ("few or no tokens", {"layout": (1, 2), "wrap": "ddp", "shares": (17, 31), "steps": 10}),
     *(slow("hybrid sharding of experts", layout=layout, steps=10) for layout in ((2, 1, 2), (2, 2, 1))),
+    *(("replicas", {"layout": (1, 2), "wrap": wrap, "steps": 10, "config": BALANCED}) for wrap in ("fsdp", "ddp")),
     # EP groups that span virtual nodes, and experts that are sharded or copied over other ranks.
     ("nodes", {"layout": (1, 2), "steps": 5, "ranks_per_node": 1}),
     *(

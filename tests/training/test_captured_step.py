@@ -55,7 +55,9 @@ def test_every_step_is_exact(cluster, num_ranks, ranks_per_node, device):
     assert len({tuple(counts) for *counts, _ in found}) == 1  # all ranks repeat the same steps
 
 
-def train(rank: int, num_ranks: int, ranks_per_node: int | None, room: float | None) -> tuple[tuple[int, ...], list]:
+def train(
+    rank: int, num_ranks: int, ranks_per_node: int | None, room: float | None, **more: Any
+) -> tuple[tuple[int, ...], list]:
     """Steps with given routings: counts of a captured step, or no counts, and of each step its tensors or its error.
 
     In step 3 all tokens go to the last rank, in step 5 the first one has an id that is out of range.
@@ -65,7 +67,8 @@ def train(rank: int, num_ranks: int, ranks_per_node: int | None, room: float | N
     with open_heap("cpu", ranks_per_node=ranks_per_node) as heap:
         num_experts = 2 * num_ranks
         sizes = {"hidden": H, "ffn": I, "num_experts": num_experts, "top_k": 2}
-        model = nn.ModuleList([nn.Linear(H, H), MoELayer(MoEConfig(**sizes, order="slot", router="none"), heap)])
+        config = MoEConfig(**sizes, order="slot", router="none", **more)
+        model = nn.ModuleList([nn.Linear(H, H), MoELayer(config, heap)])
         for parameter in model.parameters():
             parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.3 + 0.01 * rank)
 
@@ -109,6 +112,16 @@ def test_steps_between_nodes_have_the_bits_of_eager_ones_on_one_node(cluster, nu
         for number in (0, 1, 2, 3, 4, 6, 7, 8, 9):
             assert all(map(torch.equal, found[number], wanted[number])), number
         assert all(float(gradient.abs().sum()) > 0 for gradient in by_rank[0][1][9])
+
+
+def test_steps_with_replicas_have_the_bits_of_eager_ones(cluster):
+    """And rows that all go to one rank are more than the room only if they stay there."""
+    balanced = {"balance": "replicas", "replica_places": 2, "replica_slack": 0.0}
+    captured, eager = (cluster(2).run(train, None, room, **balanced) for room in (1.5, None))
+    for (counts, found), (_, wanted) in zip(captured, eager, strict=True):
+        assert counts == (5, 0, 1)
+        assert found[5] == wanted[5]
+        assert all(all(map(torch.equal, found[number], wanted[number])) for number in range(10) if number != 5)
 
 
 @pytest.fixture
