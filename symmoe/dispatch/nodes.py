@@ -286,7 +286,7 @@ def plan_in_node(
     are foreign, the ranks of the rail send each other the maps, with the first rows: lines of the plan's, with the
     slots of a token on the node it goes to, and where it is on the ranks of that. Collective over the group; does not
     synchronise the host. integers: of RailRows; sizes: as in RailPlan."""
-    nodes, topology, num_local = nodes_of(heap), heap.topology, plan.layout["splits"][1]
+    nodes, topology, num_local = nodes_of(heap), heap.topology, plan.layout["row_range"][2][1]
     num_tokens, top_k = plan.layout["slot_to_row"][2]  # not of a view, which a call that is played does not need
     sent, received = (
         [0 if node == topology.node else rows for node, rows in enumerate(each)] for each in (sent, received)

@@ -245,11 +245,12 @@ class ToFill(NamedTuple):
         received = _plan_barrier(heap, config, rails)
         if num_places:  # the rest is the plan of a call whose experts are the copies
             num_experts += num_ranks * num_places
-            ops.place_replicas(heap.count_peers, integers, slack=header[control.HEAD_SLACK])
+            near = num_ranks if rails is None else len(heap.topology.ranks)
+            ops.place_replicas(heap.count_peers, integers, slack=header[control.HEAD_SLACK], num_near=near)
             starts, counts = counts, counts.new_empty((blocks, num_experts + num_ranks + 2))
             ops.choose_copies(topk_idx, starts, integers, counts)
             ops.send_counts(counts, topk_idx, header, heap.count_peers, num_experts=num_experts)
-            received = heap.barrier(control.PHASE_PLAN, config=config)
+            received = _plan_barrier(heap, config, rails)
             topk_idx = integers.slot_to_copy
         limits = {"capacity": header[control.HEAD_CAPACITY], "packed_capacity": header[control.HEAD_PACKED_CAPACITY]}
         ranks = range(num_ranks) if rails is None or not heap.topology.is_in_order else heap.topology.ranks
@@ -319,7 +320,7 @@ def make_plan(
             another node; each has its place in messages of that size. None: max_tokens, or T. More tokens are an
             overflow: with "drop" the last ones of a rank lose their slots on that node, and do not count as load.
         replica_places: S, how many experts of other ranks a rank can have replicas of, the same on all ranks; 0: none.
-            On one node only.
+            Of ranks of its node, which must follow each other.
         replica_slack: how much more rows than the mean a rank may keep, as a share of the mean.
 
     Returns:
@@ -506,8 +507,8 @@ def _find_problem(topk_idx: torch.Tensor, heap: SymmetricHeap, options: PlanOpti
             f"num_experts ({num_experts}) and replica_places ({places}) on each rank make {num_copies} experts; there "
             f"must be at most {control.MAX_EXPERTS}"
         )
-    if places and heap.nodes is not None:
-        return ArgumentError(f"replica_places ({places}) must be 0 on a heap that spans nodes")
+    if places and heap.nodes is not None and not heap.topology.is_in_order:
+        return ArgumentError(f"replica_places ({places}) must be 0 where ranks of a node do not follow each other")
     if not isinstance(slack, (int, float)) or not 0 <= slack <= 1:
         return ArgumentError(f"replica_slack ({slack!r}) must be a number in [0, 1]")
     if not is_choice("overflow", overflow):

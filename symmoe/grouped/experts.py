@@ -302,8 +302,16 @@ class ExpertsBackward:
     def input_gradient(self, d_rows: torch.Tensor, *, zero_tail: bool = False, part: Part | None = None) -> None:
         """d_rows [N, H]: the gradient of row i (not summed over rows that share a packed row), or of a part."""
         for its_part, its in self._weights.calls(self._x) if part is None else ((part, self._weights),):
-            operands = self._dh, its.w1, its_part.rows, d_rows
-            self._ops.grouped_gemm_dgrad(*operands, zero_tail=zero_tail, num_sms=its_part.num_sms)
+            self._input_gradient(d_rows, its_part, its, zero_tail=zero_tail)
+
+    def replica_input_gradient(self, d_rows: torch.Tensor) -> None:
+        """The same of the rows of replicas, for who asks for the parts of the others one by one."""
+        if (replicas := self._weights.replicas) is not None:
+            self._input_gradient(d_rows, Part(replicas.row_range), replicas.weights)
+
+    def _input_gradient(self, d_rows: torch.Tensor, part: Part, weights: Any, *, zero_tail: bool = False) -> None:
+        operands = self._dh, weights.w1, part.rows, d_rows
+        self._ops.grouped_gemm_dgrad(*operands, zero_tail=zero_tail, num_sms=part.num_sms)
 
     def w1_gradient(self, out: torch.Tensor | TensorTable, accumulate: bool, *, num_sms: int | None = None) -> None:
         """Writes dW1 [G, W, H]; a weights.Compute."""

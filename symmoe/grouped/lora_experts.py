@@ -94,11 +94,10 @@ class AdaptedBackward(ExpertsBackward):
         ops.sum_dact_partials(d_scale, part.rows, self.d_scale, 1)  # the same, with zeros in the tail
         return False
 
-    def input_gradient(self, d_rows: torch.Tensor, *, zero_tail: bool = False, part: Part | None = None) -> None:
-        """Same as in ExpertsBackward; the sum is made in `d_rows`."""
-        super().input_gradient(d_rows, zero_tail=zero_tail, part=part)
-        for its_part, its in self._weights.calls(self._x) if part is None else ((part, self._weights),):
-            its.low1.add_up_gradient(self._dt1, its_part, d_rows)
+    def _input_gradient(self, d_rows: torch.Tensor, part: Part, weights: Any, *, zero_tail: bool = False) -> None:
+        """The sum is made in `d_rows`."""
+        super()._input_gradient(d_rows, part, weights, zero_tail=zero_tail)
+        weights.low1.add_up_gradient(self._dt1, part, d_rows)
 
     def adapter_gradients(self) -> tuple[torch.Tensor | None, ...]:
         """dA1, dB1, dA2, dB2; None for adapters that require none. Those of replicas are written, too."""

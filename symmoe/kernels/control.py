@@ -488,7 +488,7 @@ class InNodeIntegers:
         regions: [2, N, 3, G], for each node, then of what each other node's rank sends: tokens that go to each rank,
             where their packed rows start, and how many there are.
         source_to_packed_start: [R + 1], that of the plan, for the sources of this node (dispatch/nodes.py).
-        own_rows: [2, e], rows that can be computed when all tokens of this node have come, if its ranks are in order.
+        own_rows: [2, E / R], rows that can be computed when all tokens of this node have come, if ranks are in order.
     """
 
     storage: torch.Tensor

@@ -614,6 +614,9 @@ class _Backward:
                 if d_rows is not None:
                     experts_backward.input_gradient(d_rows, part=part)
 
+            if d_rows is not None and division is not None and plan.nodes is not None:
+                experts_backward.replica_input_gradient(d_rows)
+
             trip: AbstractContextManager[Collection | None] = nullcontext()
             if gradients:
                 d_scale = experts_backward.d_scale if needs_probs else None

@@ -48,13 +48,13 @@ def workload(number: int, num_ranks: int, num_experts: int, step: int) -> np.nda
     return np.stack([rng.multinomial(n, heat / heat.sum()) for n in tokens])
 
 
-def placed(counts: np.ndarray, num_places: int, slack: int) -> list[PlanIntegers]:
+def placed(counts: np.ndarray, num_places: int, slack: int, num_near: int = 0) -> list[PlanIntegers]:
     """What place_replicas leaves on each rank for these counts [R, E]."""
     (num_ranks, num_experts), plans = counts.shape, []
     for peers in peers_of_tables(counts):
         numel, layout = plan_layout(0, 1, num_experts, num_ranks, num_places)
         plans.append(PlanIntegers(torch.full((numel,), -7, dtype=torch.int32), layout))
-        twin.place_replicas(peers, plans[-1], slack=slack)
+        twin.place_replicas(peers, plans[-1], slack=slack, num_near=num_near or num_ranks)
     return plans
 
 

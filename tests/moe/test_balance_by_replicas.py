@@ -11,7 +11,7 @@ from combinations import every_combination
 from torch.utils.checkpoint import checkpoint
 from worker import Findings, open_heap
 
-from symmoe import GroupedMLP, MoEConfig, MoELayer, SymmetricHeap, add_lora
+from symmoe import GroupedMLP, MoEConfig, MoELayer, SymmetricHeap, add_lora, make_plan
 from symmoe.errors import ArgumentError, ConfigMismatch
 
 H, I, K, TOKENS = 64, 32, 2, 60
@@ -112,6 +112,21 @@ def test_all_kinds_of_experts(rank: int, num_ranks: int, findings: Findings, dev
                     findings.where = f"rank {rank} of {num_ranks}, {name}, {dtype}, {schedule}"
                     stash = "none" if schedule == "serial" else "all"
                     both(heap, dtype, findings, order="slot", schedule=schedule, stash=stash, **options)
+
+
+@pytest.mark.parametrize("ranks_per_node", [2, 1])
+@run_on(4)
+def test_between_nodes(rank: int, num_ranks: int, findings: Findings, ranks_per_node: int) -> None:
+    """Rows move inside a node only; alone on its node a rank keeps all."""
+    with open_heap("cpu", ranks_per_node=ranks_per_node) as heap:
+        for schedule, kind in (("serial", {}), ("always-overlapped", {"bias": True})):
+            findings.where = f"rank {rank} of {num_ranks}, {schedule}"
+            both(heap, torch.float32, findings, order="slot", schedule=schedule, kind=kind)
+        both(heap, torch.bfloat16, findings, order="slot", capacity=TOKENS * K * num_ranks, lora_rank=8)
+        plan = make_plan(torch.zeros((TOKENS, 1), dtype=torch.int32), num_experts=4, heap=heap, replica_places=1)
+        findings.equal(
+            "places", plan.place_to_expert.flatten().tolist(), [-1, 0 if ranks_per_node == 2 else -1, -1, -1]
+        )
 
 
 @every_combination(stash=["rows", "hidden", "none"], recomputes=[False, True])

@@ -215,7 +215,7 @@ def launch_plan(shape, id_dtype=torch.int32, drop=False, num_places=0):
     if num_places:
         counts = meta(num_blocks, num_experts + num_ranks + 2)
         integers = PlanIntegers(meta(numel), layout)
-        replicas.place_replicas(peers, integers, slack=50)
+        replicas.place_replicas(peers, integers, slack=50, num_near=num_ranks)
         starts, num_experts = counts, num_experts + num_ranks * num_places
         replicas.choose_copies(topk_idx, starts, integers, meta(num_blocks, num_experts + num_ranks + 2))
         topk_idx = integers.slot_to_copy

@@ -43,6 +43,7 @@ class Case:
     seed: int = 0
     num_places: int = 0  # of a rank, for replicas
     slack: int = 0  # per mille
+    num_near: int = 0  # ranks of a node, between which rows are balanced; 0: all
 
     @property
     def num_ranks(self) -> int:
@@ -103,6 +104,9 @@ CASES = {
         slack=50,
         epoch=7,
         dtype=torch.float32,
+    ),
+    "replicas on two nodes": Case(
+        tokens=(50, 20, 31, 60), num_experts=16, top_k=3, ids="skewed", num_places=2, num_near=2, epoch=3
     ),
     "replicas of one expert": Case(tokens=(33, 20, 45), num_experts=6, top_k=1, ids="one", num_places=1, num_ctas=3),
     "too few places": Case(tokens=(60, 50, 31), num_experts=24, top_k=6, ids="skewed", num_places=1, capacity=5000),
@@ -261,7 +265,7 @@ class _Call:
             epoch += 1
             self.set_epoch(epoch)
             for rank, plan in enumerate(plans):
-                ops.place_replicas(self.peers[rank], plan, slack=case.slack)
+                ops.place_replicas(self.peers[rank], plan, slack=case.slack, num_near=case.num_near or num_ranks)
                 counts = self.int32(len(block_starts[rank]), num_copies + num_ranks + 2)
                 ops.choose_copies(self.topk_idx[rank], block_starts[rank], plan, counts)
                 self.keep(f"rank {rank} counts of copies", counts)

@@ -14,9 +14,9 @@ from symmoe.kernels.control import Peers, PlanIntegers
 
 
 class ReplicaKernels(Protocol):
-    def place_replicas(self, peers: Peers, plan: PlanIntegers, *, slack: int) -> None:
+    def place_replicas(self, peers: Peers, plan: PlanIntegers, *, slack: int, num_near: int) -> None:
         """Moves rows of ranks that have too many to replicas on ranks that have less, from the count table, the same
-        way on every rank.
+        way on every rank. Rows stay in a node: each `num_near` ranks that follow each other are for themselves.
 
         Too many are more than (1000 + slack) / 1000 times the mean of the ranks' rows, rounded up, the limit. While the
         rank with most rows has too many, it gives some of the expert that has most left there to the rank that has

@@ -267,7 +267,7 @@ def plan_in_node(plan, token_to_rail_row, numbers, maps, found):
     (num_tokens, top_k), (num_nodes, per_node) = plan.slot_to_row.shape, maps.by_node.shape
     num_sent, num_blocks = len(found.home_row_to_token) - num_tokens, len(plan.block_tokens)
     sizes = {"here": maps.here, "num_nodes": num_nodes, "per_node": per_node, "top_k": top_k, "lines": LINES}
-    sizes |= {"num_local": plan.splits.numel(), "first": maps.first, "block": 512}
+    sizes |= {"num_local": plan.row_range.shape[1], "first": maps.first, "block": 512}
     tensors = [getattr(plan, name) for name in OF_PLAN]
     tensors += [token_to_rail_row, numbers, maps.to_local, maps.by_node, maps.first_with]
     tensors += [getattr(found, name) for name in FOUND]

@@ -37,13 +37,15 @@ def place_replicas_kernel(
     EXPERTS_PER_RANK: tl.constexpr = SIZES.experts_per_rank
     NUM_RANKS: tl.constexpr = SIZES.num_ranks
     NUM_PLACES: tl.constexpr = SIZES.num_places
+    NEAR: tl.constexpr = SIZES.num_near
     RANK_LANES: tl.constexpr = SIZES.rank_lanes
     EXPERT_LANES: tl.constexpr = SIZES.expert_lanes
     LAYOUT: tl.constexpr = SIZES.layout
     half = barrier_epoch(bases, SIZES.rank, LAYOUT.counters) & 1
     counts = count_row(tl.load(bases + SIZES.rank), half, 0, LAYOUT) + HEADER_WORDS
     rank, local = tl.arange(0, RANK_LANES), tl.arange(0, EXPERT_LANES)
-    is_rank = rank < NUM_RANKS
+    first = tl.program_id(0) * NEAR
+    is_rank, is_source = (rank >= first) & (rank < first + NEAR), rank < NUM_RANKS
     expert = rank[:, None] * EXPERTS_PER_RANK + local[None, :]
     is_expert = is_rank[:, None] & (local < EXPERTS_PER_RANK)[None, :]
     left = tl.zeros((RANK_LANES, EXPERT_LANES), tl.int32)
@@ -62,11 +64,11 @@ def place_replicas_kernel(
 
     rows, used = tl.sum(left, axis=1), tl.zeros_like(rank)
     total = tl.sum(rows.to(tl.int64), axis=0)
-    mean = tl.cdiv(total, NUM_RANKS).to(tl.int32)
-    limit = tl.cdiv(total * (1000 + slack), 1000 * NUM_RANKS).to(tl.int32)
-    for _ in range(NUM_RANKS * NUM_PLACES):
+    mean = tl.cdiv(total, NEAR).to(tl.int32)
+    limit = tl.cdiv(total * (1000 + slack), 1000 * NEAR).to(tl.int32)
+    for _ in range(NEAR * NUM_PLACES):
         most = tl.max(rows, axis=0)
-        giver = tl.min(tl.where(rows == most, rank, NUM_RANKS), axis=0)
+        giver = tl.min(tl.where((rows == most) & is_rank, rank, NUM_RANKS), axis=0)
         room = tl.where(is_rank & (used < NUM_PLACES), mean - rows, 0)
         most_room = tl.max(room, axis=0)
         taker = tl.min(tl.where(room == most_room, rank, NUM_RANKS), axis=0)
@@ -84,10 +86,10 @@ def place_replicas_kernel(
             left -= tl.where(expert == given, number, 0)
     tl.debug_barrier()  # what other threads have stored is read back
 
-    for n in range(NUM_RANKS * NUM_PLACES):
-        given = tl.load(place_to_expert + n)
+    for n in range(NEAR * NUM_PLACES):
+        given = tl.load(place_to_expert + first * NUM_PLACES + n)
         if given >= 0:
-            count = tl.load(counts + rank * LAYOUT.row_words + given, mask=is_rank, other=0)
+            count = tl.load(counts + rank * LAYOUT.row_words + given, mask=is_source, other=0)
             places = tl.load(expert_to_place + given * NUM_RANKS + rank, mask=is_rank, other=-1)
             wanted = tl.load(place_rows + rank * NUM_PLACES + places, mask=places >= 0, other=0)
             wanted = tl.where(rank == given // EXPERTS_PER_RANK, tl.sum(count - wanted, axis=0), wanted)
@@ -100,12 +102,12 @@ def place_replicas_kernel(
             tl.store(copy_slots + given * NUM_RANKS + rank, slots, mask=is_rank)
 
 
-def place_replicas(peers, plan, *, slack):
-    place = {"rank": peers.rank, "num_ranks": peers.num_ranks, "layout": peers.layout}
+def place_replicas(peers, plan, *, slack, num_near):
+    place = {"rank": peers.rank, "num_ranks": peers.num_ranks, "layout": peers.layout, "num_near": num_near}
     sizes = {"num_experts": plan.expert_load.numel(), "num_places": plan.place_to_expert.shape[1]}
     constants = plan_constants(4, **place, **sizes)
     results = plan.place_to_expert, plan.place_rows, plan.expert_to_place, plan.copy_slots, plan.expert_load
-    launch(place_replicas_kernel, (1,), constants, peers.bases, *results, slack)
+    launch(place_replicas_kernel, (peers.num_ranks // num_near,), constants, peers.bases, *results, slack)
 
 
 @fast_jit([])
@@ -161,19 +163,21 @@ def choose_copies(topk_idx, block_starts, plan, block_counts):
 
 
 @functools.cache
-def _constants(shape, dtype, num_own: int, peers: tuple[int, int], places: int, at: tuple[int, int]) -> Constants:
-    """shape: of a matrix; peers: rank and number of ranks; at: the column of `received`, and bytes after that."""
-    (rank, num_ranks), (column, start) = peers, at
-    sizes = {"num_ranks": num_ranks, "num_places": places, "rank_lanes": next_power_of_2(num_ranks), "num_own": num_own}
-    named = {"rank": rank, "column": column, "start": start, "width": math.prod(shape), "block": BLOCK}
-    return kept_sizes(**named, **sizes, dtype=TRITON_DTYPES[dtype], num_warps=NUM_WARPS)
+def _constants(numel: int, dtype, places: tuple[int, int], at: tuple[int, int], **ranks: int) -> Constants:
+    """numel: of a matrix; places: ranks of the group, and places of each; at: the column of `received`, and bytes after
+    that; ranks: of the node, its first one in the group, and the first of this rank's experts."""
+    named = {"num_group": places[0], "num_places": places[1], "column": at[0], "start": at[1], **ranks}
+    named |= {"rank_lanes": next_power_of_2(ranks["num_ranks"]), "width": numel, "block": BLOCK}
+    return kept_sizes(**named, dtype=TRITON_DTYPES[dtype], num_warps=NUM_WARPS)
 
 
 def _move(kernel, matrices, places, peers, received, *, column, start, num_ctas=None):
     """Launches a kernel that moves matrices of experts; places: place_to_expert, and what else says where they are."""
-    (num_own, *shape), (num_ranks, num_places), rank = tuple(matrices.shape), places[0].shape, peers.rank
-    constants = _constants(tuple(shape), matrices.dtype, num_own, (rank, num_ranks), num_places, (column, start))
-    num_programs = min(NUM_PROGRAMS, ceil_div(math.prod(shape), BLOCK))
+    (num_own, *shape), first = matrices.shape, peers.in_group(0)
+    numel, ranks = math.prod(shape), {"num_ranks": peers.num_ranks, "first_rank": first, "num_own": num_own}
+    ranks |= {"first_expert": peers.in_group(peers.rank) * num_own}
+    constants = _constants(numel, matrices.dtype, tuple(places[0].shape), (column, start), **ranks)
+    num_programs = min(NUM_PROGRAMS, ceil_div(numel, BLOCK))
     grid = (num_programs if num_ctas is None else min(num_programs, num_ctas),)
     launch(kernel, grid, constants, *packed_and_table(matrices), *places, peers.bases, received)
 
@@ -189,7 +193,7 @@ def place_of_peer(bases, received, rank, place, SIZES: tl.constexpr):
 @fast_jit(["weight"])
 def push_replicas_kernel(weight, table, place_to_expert, bases, received, SIZES: tl.constexpr):
     for n in range(SIZES.num_ranks * SIZES.num_places):
-        own = tl.load(place_to_expert + n) - SIZES.rank * SIZES.num_own
+        own = tl.load(place_to_expert + SIZES.first_rank * SIZES.num_places + n) - SIZES.first_expert
         if (own >= 0) & (own < SIZES.num_own):
             rank, place = n // SIZES.num_places, n % SIZES.num_places
             target, goes_on = place_of_peer(bases, received, rank, place, SIZES)
@@ -209,10 +213,10 @@ def push_replicas(weight, place_to_expert, peers, received, *, column, start, nu
 def add_from_replicas_kernel(gradient, table, place_to_expert, expert_to_place, bases, received, SIZES: tl.constexpr):
     lane = tl.arange(0, SIZES.rank_lanes)
     for n in range(SIZES.num_ranks * SIZES.num_places):
-        expert, rank = tl.load(place_to_expert + n), n // SIZES.num_places
-        own = expert - SIZES.rank * SIZES.num_own
+        expert = tl.load(place_to_expert + SIZES.first_rank * SIZES.num_places + n)
+        own, rank = expert - SIZES.first_expert, n // SIZES.num_places
         is_own = (own >= 0) & (own < SIZES.num_own)
-        places = expert_to_place + tl.where(is_own, expert, 0) * SIZES.num_ranks
+        places = expert_to_place + tl.where(is_own, expert, 0) * SIZES.num_group + SIZES.first_rank
         earlier = tl.load(places + lane, mask=(lane < rank) & is_own, other=-1)
         if is_own & (tl.max(earlier, axis=0) < 0):  # at the first replica of an expert, all are added
             sums = matrix_of(gradient, table, own, SIZES.width, SIZES.dtype)

@@ -5,34 +5,37 @@ from __future__ import annotations
 import torch
 
 from symmoe.kernels import control
+from symmoe.kernels.control import Peers
 from symmoe.kernels.twin.gemm import matrix, store_sum
 from symmoe.kernels.twin.plan import count_slots, places_of_slots
 
 
-def place_replicas(peers, plan, *, slack):
+def place_replicas(peers, plan, *, slack, num_near):
     num_ranks, num_places = plan.place_to_expert.shape
     num_experts, first = plan.expert_load.numel(), control.HEADER_WORDS
     counts = peers.count_table(peers.rank, peers.epoch)[:, first : first + num_experts].long()  # [R, E]
     plan.expert_load.copy_(counts.sum(0))
     per_rank = num_experts // num_ranks
     left, rows = counts.sum(0).tolist(), counts.sum(0).view(num_ranks, -1).sum(1).tolist()
-    mean, limit = -(-sum(rows) // num_ranks), -(-sum(rows) * (1000 + slack) // (1000 * num_ranks))
     moves, used = torch.zeros((num_experts, num_ranks), dtype=torch.int64, device=counts.device), [0] * num_ranks
     plan.place_to_expert.fill_(-1)
     plan.expert_to_place.fill_(-1)
     plan.place_rows.zero_()
-    for _ in range(num_ranks * num_places):
-        giver = max(range(num_ranks), key=rows.__getitem__)
-        taker = min(range(num_ranks), key=lambda rank: (used[rank] == num_places, rows[rank]))
-        expert = max(range(num_experts), key=lambda expert: (expert // per_rank == giver, left[expert]))
-        number = min(rows[giver] - mean, mean - rows[taker] if used[taker] < num_places else 0, left[expert])
-        if rows[giver] <= limit or number <= 0:
-            break
-        plan.place_to_expert[taker, used[taker]], plan.place_rows[taker, used[taker]] = expert, number
-        plan.expert_to_place[expert, taker] = used[taker]
-        moves[expert, taker] += number
-        used[taker] += 1
-        rows[giver], rows[taker], left[expert] = rows[giver] - number, rows[taker] + number, left[expert] - number
+    for near in (range(first, first + num_near) for first in range(0, num_ranks, num_near)):
+        total = sum(rows[near.start : near.stop])
+        mean, limit = -(-total // num_near), -(-total * (1000 + slack) // (1000 * num_near))
+        for _ in range(num_near * num_places):
+            giver = max(near, key=rows.__getitem__)
+            taker = min(near, key=lambda rank: (used[rank] == num_places, rows[rank]))
+            expert = max(range(num_experts), key=lambda expert: (expert // per_rank == giver, left[expert]))
+            number = min(rows[giver] - mean, mean - rows[taker] if used[taker] < num_places else 0, left[expert])
+            if rows[giver] <= limit or number <= 0:
+                break
+            plan.place_to_expert[taker, used[taker]], plan.place_rows[taker, used[taker]] = expert, number
+            plan.expert_to_place[expert, taker] = used[taker]
+            moves[expert, taker] += number
+            used[taker] += 1
+            rows[giver], rows[taker], left[expert] = rows[giver] - number, rows[taker] + number, left[expert] - number
     experts = torch.arange(num_experts, device=counts.device)
     moves[experts, experts // per_rank] = torch.tensor(left, device=counts.device)
     own = peers.rank
@@ -63,8 +66,8 @@ def push_replicas(weight, place_to_expert, peers, received, *, column, start, nu
     if int(received.min()) < 0:
         return
     num_own, *shape = weight.shape
-    for (rank, place), expert in _used(place_to_expert):
-        if expert // num_own == peers.rank:
+    for (rank, place), expert in _used(place_to_expert, peers):
+        if expert // num_own == peers.in_group(peers.rank):
             places = peers.region(rank, int(received[rank, column]) + start, (place + 1, *shape), weight.dtype)
             places[place] = matrix(weight, expert % num_own)
 
@@ -73,8 +76,8 @@ def add_from_replicas(gradient, places, peers, received, *, column, start):
     if int(received.min()) < 0:
         return
     (num_own, *shape), sums = gradient.shape, dict[int, torch.Tensor]()
-    for (rank, place), expert in _used(places[0]):
-        if expert // num_own == peers.rank:
+    for (rank, place), expert in _used(places[0], peers):
+        if expert // num_own == peers.in_group(peers.rank):
             theirs = peers.region(rank, int(received[rank, column]) + start, (place + 1, *shape), gradient.dtype)
             g = expert % num_own
             sums[g] = sums.get(g, matrix(gradient, g).float()) + theirs[place]
@@ -82,6 +85,7 @@ def add_from_replicas(gradient, places, peers, received, *, column, start):
         store_sum(gradient, g, total, accumulate=False)
 
 
-def _used(place_to_expert: torch.Tensor) -> list[tuple[tuple[int, int], int]]:
-    """((rank, place), expert) of the places that have a replica."""
-    return [((int(r), int(p)), int(place_to_expert[r, p])) for r, p in (place_to_expert >= 0).nonzero()]
+def _used(place_to_expert: torch.Tensor, peers: Peers) -> list[tuple[tuple[int, int], int]]:
+    """((rank, place), expert) of the places that have a replica, of the ranks of these peers."""
+    places = place_to_expert[peers.in_group(0) :][: peers.num_ranks]
+    return [((int(r), int(p)), int(places[r, p])) for r, p in (places >= 0).nonzero()]
