@@ -35,7 +35,7 @@ ON_EIGHT = {
 }
 # One of each kind, at other phases and with other victims, and a rank that raises in every phase; on eight ranks mostly
 # of two at once.
-FAULTS = {3: (13, 9, 56, 59, 44, 47, 68, 35), 8: (4, 9, 10, 11, 20)}
+FAULTS = {2: (18, 21, 19, 23), 3: (13, 9, 56, 59, 44, 47, 68, 35), 8: (4, 9, 10, 11, 20)}
 PATIENCE = 10.0  # nothing here measures speed
 TWIN_MUTANTS = (
     "no wait for rows to arrive",

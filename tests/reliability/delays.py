@@ -10,7 +10,7 @@ import torch
 from symmoe import kernels
 
 # Kernels that peers see the effect of, or that see what peers have done.
-STEPS = ("barrier", "send_", "push_", "pull_", "sum_home", "lay_out", "index_rows")
+STEPS = ("barrier", "send_", "push_", "pull_", "add_from_", "sum_home", "lay_out", "index_rows")
 
 
 @contextmanager

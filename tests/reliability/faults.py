@@ -44,10 +44,11 @@ EXIT_S = 10.0  # from a survivor's error to its end: Python takes torch apart
 FREE_AGAIN_S = 10.0
 GPU_SLACK_MIB = 64
 
-PHASES = ("before", "in dispatch", "between", "in combine", "in backward", "in close")
+OF_REPLICAS = ("while weights travel", "while gradients come home")
+PHASES = ("before", "in dispatch", "between", "in combine", "in backward", "in close", *OF_REPLICAS)
 VICTIMS = ("first", "middle", "last", "first and last")
 KINDS = ("kill", "stop", "raise")
-NUM_CASES, NUM_GPU_CASES = 144, 72  # the latter: every kind in every phase with all victims
+NUM_CASES, NUM_GPU_CASES = 192, 96  # the latter: every kind in every phase with all victims
 
 
 class UsersError(Exception):
@@ -84,13 +85,15 @@ def fault_of(number: int, run: Run) -> Fault:
         {"order": "slot", "layout": "expert-major", "stash": "none"},
         {"schedule": "overlapped"},
         {"capacity": 64 * run.num_ranks, "max_tokens": 32},
+        {"balance": "replicas", "replica_places": 1, "replica_slack": 0.0},
     )
+    phase = PHASES[index % len(PHASES)]
     return Fault(
         KINDS[kind],
-        PHASES[index % len(PHASES)],
+        phase,
         named[VICTIMS[(index + index // len(PHASES)) % len(VICTIMS)]],
         generator.randrange(3),
-        generator.choice(ways),
+        generator.choice(ways[-1:] if phase in OF_REPLICAS else ways),
         generator.randrange(1000),
     )
 
@@ -129,7 +132,11 @@ class Step:
 
     def before_kernel(self, name: str) -> None:
         """Hook: the phase that a kernel belongs to."""
-        if self.in_backward:
+        if name == "push_replicas":
+            self._at("while weights travel")
+        elif name == "add_from_replicas":
+            self._at("while gradients come home")
+        elif self.in_backward:
             if name.startswith("push_rows"):
                 self._at("in backward")
         elif name.startswith("push_rows"):
