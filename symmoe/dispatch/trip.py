@@ -57,7 +57,7 @@ class Arrival:
 
 
 class Rider(Protocol):
-    """The weights of replicas, which travel after the first rows.
+    """The weights of replicas, which travel beside the first rows.
 
     Attributes:
         contents: which ones, the index of CALL_FIELDS. weights_offset: where this rank wants them.
@@ -302,21 +302,17 @@ class _Trip:
                 to, peer = (self._rank + step) % num_ranks, (self._rank - step) % num_ranks
                 with owed():
                     if step > self._num_sent:  # once: after the signal the peer may use its buffer for other rows
+                        if step == 1 and self._rider is not None:  # before all signals, so these say that it has come
+                            with self._rider_branch.after(self._start):
+                                self._rider.send(self._ready, num_ctas=self._num_ctas)
                         self._push(self._x, self._own, to=to, num_ctas=self._num_ctas)
+                        self._rider_branch.join()
                         heap.send_signal(to)
                         self._num_sent = step
-                        if step == 1 and self._rider is not None:
-                            with self._rider_branch.after(self._branch.point()):
-                                self._rider.send(self._ready, num_ctas=self._num_ctas)
                     arrived = heap.wait_for_signal(peer, control.PHASE_DISPATCH_DONE, nan_on_failure=self._buffer)
                 source = self._own.arrivals[step]
                 if self._are_read:
                     self._receive(source, arrived, self._num_ctas)
-                if step == num_ranks - 1 and self._rider is not None:
-                    # Before GEMMs of the last rows, which would leave no SM for it.
-                    self._rider_branch.join()
-                    with owed():
-                        heap.barrier(control.PHASE_DISPATCH_DONE, **self._agreed)
                 self._come[source] = self._branch.point()
 
     def _forward(self) -> None:
