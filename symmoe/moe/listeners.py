@@ -8,12 +8,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from symmoe.errors import ArgumentError
 from symmoe.symm_mem.heap import SymmetricHeap
+
+
+class Load(NamedTuple):
+    """What the plan of a call says of it: tensors of MoEMetrics."""
+
+    expert_load: torch.Tensor
+    num_dropped: torch.Tensor
+    place_to_expert: torch.Tensor | None = None
+    place_rows: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +40,9 @@ class RoutingReport:
     is_training: bool
     num_over_capacity: torch.Tensor | None = None
     aux_loss: torch.Tensor | None = None  # None where losses are the trainer's own
+    place_to_expert: torch.Tensor | None = None
+    place_rows: torch.Tensor | None = None
+    replica_bytes: int = 0  # of one replica: its weights in forward and again in backward, and their gradients
 
 
 class Listeners:
