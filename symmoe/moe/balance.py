@@ -48,8 +48,7 @@ def rows_per_rank(expert_load: torch.Tensor, place_to_expert: torch.Tensor, plac
     place_rows [R, S] of the experts place_to_expert [R, S] have moved to its places."""
     by_rank = expert_load.view(len(place_rows), -1)
     owners, ranks = place_to_expert // by_rank.shape[1], torch.arange(len(by_rank), device=by_rank.device)
-    given = (place_rows * (owners == ranks[:, None, None])).sum((1, 2))
-    before = by_rank.sum(1)
+    before, given = by_rank.sum(1), (place_rows * (owners == ranks[:, None, None])).sum((1, 2))
     return torch.stack([before, before - given + place_rows.sum(1)])
 
 

@@ -76,15 +76,15 @@ class MoEMetrics(NamedTuple):
 
     @property
     def rows_per_rank(self) -> torch.Tensor | None:
-        """int64 [2, R], rows of each rank before and after balance by replicas, before a static capacity drops any;
-        computed when it is asked for. None without replicas: nothing moves."""
+        """int64 [2, R], rows of each rank before and after balance by replicas, before a static capacity drops any, or
+        None without replicas; computed when it is asked for."""
         if self.place_to_expert is None or self.place_rows is None:
             return None
         return balance.rows_per_rank(self.expert_load, self.place_to_expert, self.place_rows)
 
     @property
     def num_replicas(self) -> torch.Tensor | None:
-        """int64 scalar, replicas with rows in the EP group; computed when it is asked for. None without replicas."""
+        """int64 scalar, replicas that have rows, in the whole EP group, or None; computed when it is asked for."""
         return None if self.place_to_expert is None else (self.place_to_expert >= 0).sum()
 
 
@@ -248,11 +248,11 @@ class MoELayer(ExpertParallelModule):
                 y, load = run_routed(self._routed_experts, *arguments, before_trips=start)
         step_load = None if self.router is None or not isinstance(routed, RouterOutput) else self.router.step_load
         if step_load is not None and self.training and torch.is_grad_enabled():
-            y = balance.count_in_backward(y, load.expert_load, step_load)  # for the optimizer step
+            y = balance.count_in_backward(y, load[0], step_load)  # for the optimizer step
         if shared is not None:
             y = y + shared.join()
-        aux_loss = self._aux_loss(x, token_mask, routed, load.expert_load)
-        metrics = MoEMetrics(aux_loss, *load[:2], routed.topk_idx, routed.num_over_capacity, *load[2:])
+        aux_loss = self._aux_loss(x, token_mask, routed, load[0])
+        metrics = MoEMetrics(aux_loss, load[0], load[1], routed.topk_idx, routed.num_over_capacity, *load[2:])
         if self.listeners.callbacks:
             report = RoutingReport(
                 **metrics._asdict(),
@@ -270,12 +270,12 @@ class MoELayer(ExpertParallelModule):
 
     def _replica_bytes(self, item_bytes: int) -> int:
         """Bytes that one replica moves in a step: its weights twice, and the gradients of those that are trained."""
-        total = 0
+        num_bytes = 0
         for fc in (self.experts.fc1, self.experts.fc2):
-            gradient_bytes = 4 if fc.accumulate_into_main_grad else item_bytes
-            trains = any(parameter.requires_grad for parameter in fc.parameters())
-            total += fc.out_features * fc.in_features * (2 * item_bytes + trains * gradient_bytes)
-        return total
+            item = 4 if fc.accumulate_into_main_grad else item_bytes
+            trained = any(parameter.requires_grad for parameter in fc.parameters())
+            num_bytes += fc.out_features * fc.in_features * (2 * item_bytes + item * trained)
+        return num_bytes
 
     def _problem(self, x: torch.Tensor, **arguments: torch.Tensor | None) -> SymmoeError | None:
         """What is wrong with the wrappers of the layer or with the arguments of forward, or None. Looks at no device

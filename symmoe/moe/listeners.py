@@ -8,22 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from symmoe.errors import ArgumentError
 from symmoe.symm_mem.heap import SymmetricHeap
-
-
-class Load(NamedTuple):
-    """What the plan of a call says of it: tensors of MoEMetrics."""
-
-    expert_load: torch.Tensor
-    num_dropped: torch.Tensor
-    place_to_expert: torch.Tensor | None = None
-    place_rows: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

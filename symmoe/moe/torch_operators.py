@@ -34,7 +34,6 @@ from symmoe.grouped.parameters import local_tensors
 from symmoe.kernels import control
 from symmoe.moe.ddp_and_fsdp import ddp_problem, fsdp_problem, gradients_elsewhere
 from symmoe.moe.ep_step import STASHES
-from symmoe.moe.listeners import Load
 from symmoe.moe.routed_experts import BY_NUMBER, RoutedExperts
 from symmoe.torch_internals import keeps_graph, num_dispatch_modes
 
@@ -82,7 +81,7 @@ def run_routed(
     out_shape: torch.Size | None = None,
     *,
     before_trips: Callable[[], object] | None = None,
-) -> tuple[torch.Tensor, Load]:
+) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
     """RoutedExperts.run, if nobody traces the call; else the step as one operator, without before_trips.
 
     Raises:
@@ -105,7 +104,7 @@ def run_routed(
     gradients = control.gradients_index(x=trains and tokens.requires_grad, probs=trains and probs.requires_grad)
     call = _Call(step.number, len(own), int(trains), int(trains_own), gradients)
     y, load, _ = _moe_forward([tokens, probs, *tensors], topk_idx, list(call))
-    return y if out_shape is None else y.view(out_shape), Load(*load)
+    return y if out_shape is None else y.view(out_shape), load
 
 
 class _Arguments:
@@ -169,10 +168,10 @@ def _moe_forward(
     arguments.tensors = ()
     if call.trains:
         end = get_gradient_edge(y) if _TAKES_EDGES else y
-        kept = _State(arguments, [*compress(leaves, trained)], end, load.expert_load)
+        kept = _State(arguments, [*compress(leaves, trained)], end, load[0])
         state.untyped_storage()._symmoe_state = kept  # type: ignore[attr-defined]  # symmoe's own attribute
     # Clones: the plan is kept for backward, and writes into the results must not change it.
-    return y.detach(), [each.clone() for each in load if each is not None], state
+    return y.detach(), [each.clone() for each in load], state
 
 
 @_moe_forward.register_fake

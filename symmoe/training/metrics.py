@@ -52,20 +52,16 @@ class LayerRecord:
         aux_loss: mean over the calls; None where the losses are the trainer's own (transformers, Megatron).
         tokens_per_expert: slots of each of the E experts over the EP group, before a static capacity drops any.
         tokens_per_rank: slots of each rank of the EP group: the sum over its experts.
-        balanced_per_rank: slots that each rank computes after balance by replicas, before a static capacity drops any;
-            None without replicas.
-        num_replicas: replicas in the EP group that had rows; an expert on two ranks besides its own counts twice, and
-            so does one in two calls. 0 without replicas.
-        replica_bytes: bytes that replicas of this rank's experts have moved: their weights, which this rank sends in
-            forward and again in backward, and the gradients of those that are trained, which it reads in backward. As
-            if every call had one backward pass, and computed nothing again. Experts' rows are not in it.
+        balanced_per_rank: the same after balance by replicas; None without replicas.
+        num_replicas: replicas that had rows, of the EP group, summed over the calls.
+        replica_bytes: bytes of weights that this rank sends to replicas of its experts, in forward and again in
+            backward, and of gradients of trained weights that it reads from them. As if every call had a backward pass.
         coefficient_of_variation, max_violation, num_dead_experts: of tokens_per_expert; see symmoe.moe.balance.
         num_dropped: slots of the EP group dropped by a static capacity.
         num_over_capacity: slots of this rank dropped by symmoe's capacity factor.
         dispatch_bytes, combine_bytes: bytes of token rows that this rank sends to, and reads from, others in forward.
-            Backward moves as many rows again. Slots that a static capacity drops are counted in. With replicas,
-            as if no rows had moved to them. Where the group spans nodes, as if all ranks were on one; `symmoe plan
-            --nodes` computes what crosses.
+            Backward moves as many rows again. Slots that a static capacity drops are counted in, and rows are
+            not moved to replicas. Where the group spans nodes, as if all ranks were on one: see `symmoe plan --nodes`.
         heap_high_water_bytes: the most bytes ever leased of the heap.
         forward_s: seconds in the layer's forward; None if not asked for. In a swapped transformers model that is from
             dispatch to combine, else the router is counted too (and in Megatron shared experts).
@@ -135,9 +131,8 @@ class MetricsLogger:
 
         The sink gets, for every field of the records that is a number, "moe/{layer}/{field}", and "moe/{field}/mean"
         and "moe/{field}/max" over the layers; for tokens_per_expert, tokens_per_rank and balanced_per_rank
-        "moe/{layer}/{field}/{i}" of each expert and rank, and of the last two "moe/{layer}/{field}_max_over_mean". What
-        is about tokens_per_expert, num_dropped and num_replicas is the same on all ranks of an EP group, and so is
-        balanced_per_rank; the rest is this rank's.
+        "moe/{layer}/{field}/{i}" of each expert or rank, and of ranks "moe/{layer}/{field}_max_over_mean". Except
+        for aux_loss, num_over_capacity, bytes and times, records are the same on all ranks of an EP group.
 
         Args:
             step: handed on to the sink.
@@ -284,7 +279,6 @@ def _numbers(records: list[LayerRecord]) -> dict[str, float]:
             numbers[f"moe/{field}/max"] = float(max(values))
     for record in records:
         for field in ("tokens_per_rank", "balanced_per_rank"):
-            if (of_ranks := getattr(record, field)) is not None:
-                mean = sum(of_ranks) / len(of_ranks)
-                numbers[f"moe/{record.name}/{field}_max_over_mean"] = max(of_ranks) / mean if mean else 0.0
+            if rows := getattr(record, field):
+                numbers[f"moe/{record.name}/{field}_max_over_mean"] = max(rows) * len(rows) / max(1, sum(rows))
     return numbers

@@ -7,6 +7,7 @@ torch.compile does not look into the two trips: it cannot trace plans, leases an
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TypeVar
@@ -23,7 +24,7 @@ from symmoe.dispatch.trip import PHASE as SEND
 from symmoe.errors import ArgumentError, StalePlan, raise_for
 from symmoe.integrations.megatron.compat import groups_problem, layer_problem, process_groups, slots_per_token
 from symmoe.integrations.megatron.experts import SymmExperts, routed_config
-from symmoe.moe.listeners import Listeners, Load, RoutingReport
+from symmoe.moe.listeners import Listeners, RoutingReport
 from symmoe.moe.routed_experts import RoutedExperts
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.tokens import combine_tokens, dispatch_tokens
@@ -137,8 +138,8 @@ class FusedTokenDispatcher(SymmTokenDispatcher):
     @torch.compiler.disable
     def compute(
         self, hidden_states: torch.Tensor, probs: torch.Tensor, routed: RoutedExperts, experts: SymmExperts
-    ) -> tuple[torch.Tensor, Load]:
-        """y [T, H], and what the plan says, of tokens [T, H] and probs fp32 [T, K]. Collective over the EP group."""
+    ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        """That of RoutedExperts.run, of tokens [T, H] and probs fp32 [T, K]. Collective over the EP group."""
         shared = self.shared_experts
         before_trips = None if shared is None else partial(shared.linear_fc1_forward_and_act, hidden_states)
         return routed.run(hidden_states, probs, begun(self.topk_idx), experts, before_trips=before_trips)[:2]
@@ -204,12 +205,12 @@ class SymmMoELayer(MoELayer):
         output, bias = self.experts(rows, tokens_per_expert, row_probs)
         if self.listeners.callbacks:
             plan = begun(dispatcher.plan)
-            self._tell(rows, Load(plan.expert_load, plan.num_dropped))
+            self._tell(rows, (plan.expert_load, plan.num_dropped))
         return dispatcher.combine_preprocess(output), bias
 
-    def _tell(self, rows: torch.Tensor, load: Load) -> None:
+    def _tell(self, rows: torch.Tensor, load: Sequence[torch.Tensor]) -> None:
         ids, size = begun(self.token_dispatcher.topk_idx), rows.shape[1] * rows.element_size()
-        self.listeners.tell(RoutingReport(ids, ids, *load[:2], size, size, is_training=self.training))
+        self.listeners.tell(RoutingReport(ids, ids, load[0], load[1], size, size, is_training=self.training))
 
 
 def begun(value: _Value | None) -> _Value:

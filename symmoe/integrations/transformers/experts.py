@@ -148,8 +148,7 @@ class ExpertParallelExperts(ExpertParallelModule):
         if self.listeners.callbacks:
             ids, config = top_k_index, self.config
             size, sent = config.hidden * dtype.itemsize, config.sent_row_bytes("forward", dtype.itemsize)
-            report = RoutingReport(ids, ids, *load[:2], size, sent, is_training=self.training)
-            self.listeners.tell(report)
+            self.listeners.tell(RoutingReport(ids, ids, load[0], load[1], size, sent, is_training=self.training))
         return y.to(hidden_states.dtype)
 
     def extra_repr(self) -> str:
