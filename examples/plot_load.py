@@ -1,9 +1,10 @@
 """Draws how evenly the experts of a run were loaded: `python examples/plot_load.py runs/lm/metrics.jsonl load.png`.
 
 A heat map of each layer (tokens of an expert over the mean of the layer's experts), and below, over all layers, the
-largest expert over the mean, experts without a token, and dropped slots. The log has a line for every step: {"step",
-"expert_load": [layers][experts]} as train_lm.py writes them, or {"step", "layers": records} with what
-`MetricsLogger.step` has returned, as dictionaries. If a step comes twice, after a restart, the last one counts.
+largest expert over the mean, experts without a token, and dropped slots; with replicas also the largest rank over the
+mean, before and after rows have moved. The log has a line for every step: {"step", "expert_load": [layers][experts]} as
+train_lm.py writes them, with replicas also "balanced_per_rank": [layers][ranks], or {"step", "layers": records} with
+what `MetricsLogger.step` has returned, as dictionaries. If a step comes twice, after a restart, the last one counts.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ MAX_COLUMNS = 400  # of a heat map: more than its pixels show
 BLUE, VERMILION = "#0072b2", "#d55e00"
 
 
-def read_log(path: Path) -> tuple[list[int], list[str], list[np.ndarray], np.ndarray | None]:
-    """Steps [S], the layers' names, tokens per expert of each layer [S, E], and dropped slots [S] if the log has them.
+def read_log(path: Path) -> tuple[list[int], list[str], list[np.ndarray], np.ndarray | None, np.ndarray]:
+    """Steps [S], the layers' names, tokens per expert of each layer [S, E], dropped slots [S] if the log has them, and
+    of_ranks of each step [S, L, 2], or nothing of any.
 
     A last line that is cut off is left out.
     """
@@ -29,13 +31,25 @@ def read_log(path: Path) -> tuple[list[int], list[str], list[np.ndarray], np.nda
     if not found:
         raise ValueError(f"{path} holds no whole line")
     lines = [found[step] for step in sorted(found)]
+    ranks = [of_ranks(line) for line in lines]
+    ranks = np.array(ranks if all(ranks) else [])
     if "expert_load" in lines[0]:
         layers = [np.array(of_layer) for of_layer in zip(*(line["expert_load"] for line in lines), strict=True)]
-        return sorted(found), [f"layer {i}" for i in range(len(layers))], layers, None
+        return sorted(found), [f"layer {i}" for i in range(len(layers))], layers, None, ranks
     records = list(zip(*(line["layers"] for line in lines), strict=True))  # by layer
     loads = [np.array([record["tokens_per_expert"] for record in of_layer]) for of_layer in records]
     dropped = sum(np.array([record["num_dropped"] for record in of_layer]) for of_layer in records)
-    return sorted(found), [of_layer[0]["name"] for of_layer in records], loads, dropped
+    return sorted(found), [of_layer[0]["name"] for of_layer in records], loads, dropped, ranks
+
+
+def of_ranks(line: dict) -> list[list[float]]:
+    """The largest rank over the mean, before and after balance, for each layer with replicas of a step."""
+    if "layers" in line:
+        found = [(record["tokens_per_expert"], record.get("balanced_per_rank")) for record in line["layers"]]
+    else:
+        found = list(zip(line["expert_load"], line.get("balanced_per_rank", []), strict=False))
+    pairs = [(np.reshape(load, (len(after), -1)).sum(1), np.array(after)) for load, after in found if after]
+    return [[float(rows.max() / max(rows.mean(), 1e-30)) for rows in pair] for pair in pairs]
 
 
 def draw(log: Path, picture: Path) -> None:
@@ -44,11 +58,11 @@ def draw(log: Path, picture: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    steps, names, loads, dropped = read_log(log)
+    steps, names, loads, dropped, ranks = read_log(log)
     over_mean = [load / np.maximum(load.mean(1, keepdims=True), 1e-30) for load in loads]
     uneven = np.stack([ratio.max(1) for ratio in over_mean])
     shown = sorted(np.argsort(-uneven.mean(1), kind="stable")[:MAX_LAYERS])
-    ratios = [1.9] * len(shown) + [1.5] * 2
+    ratios = [1.9] * len(shown) + [1.5] * (3 if ranks.size else 2)
     figure, axes = plt.subplots(
         len(ratios), figsize=(8, 0.6 + sum(ratios)), sharex=True, height_ratios=ratios, layout="constrained"
     )
@@ -64,15 +78,21 @@ def draw(log: Path, picture: Path) -> None:
         axis.set(ylabel="expert", ylim=(means.shape[1] - 0.5, -0.5))
         axis.set_title(names[i], loc="left", fontsize=9)
     figure.colorbar(mesh, ax=list(axes[: len(shown)]), label="tokens of an expert over the mean", extend="max")
-    axes[-2].plot(steps, uneven.max(0), color=VERMILION, label="most uneven layer")
-    axes[-2].plot(steps, uneven.mean(0), color=BLUE, label="mean of layers")
-    axes[-2].set(ylabel="largest expert\nover the mean", ylim=(0.9, None))
+    of_experts = axes[len(shown)]
+    of_experts.plot(steps, uneven.max(0), color=VERMILION, label="most uneven layer")
+    of_experts.plot(steps, uneven.mean(0), color=BLUE, label="mean of layers")
+    of_experts.set(ylabel="largest expert\nover the mean", ylim=(0.9, None))
+    if ranks.size:
+        before, after = ranks.max(1).T
+        axes[-2].plot(steps, before, color=VERMILION, label="before balance, most uneven layer")
+        axes[-2].plot(steps, after, color=BLUE, label="after")
+        axes[-2].set(ylabel="largest rank\nover the mean", ylim=(0.9, None))
     axes[-1].plot(steps, sum((load == 0).sum(1) for load in loads), color=BLUE, label="experts without a token")
     if dropped is not None:
         percent = 100 * dropped / np.maximum(sum(load.sum(1) for load in loads), 1)
         axes[-1].plot(steps, percent, color=VERMILION, label="dropped slots, %")
     axes[-1].set(xlabel="step", ylim=(0, None))
-    for axis in axes[-2:]:
+    for axis in axes[len(shown) :]:
         axis.legend(loc="upper right", ncols=2, fontsize=8)
     figure.savefig(picture, dpi=110)
     plt.close(figure)

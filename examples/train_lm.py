@@ -58,6 +58,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--precision", choices=PRECISIONS, help="what experts multiply (default: the working dtype)")
     parser.add_argument("--wire", action="store_true", help="rows travel to experts as the numbers of --precision, too")
     parser.add_argument("--bf16", action="store_true", help="bf16 products with fp32 parameters, on CPUs too")
+    parser.add_argument("--replicas", type=int, metavar="PLACES", help="hot experts get replicas, so many on a rank")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/train_lm"))
     parser.add_argument("--save-every", type=int, help="steps between checkpoints (default: the preset's)")
@@ -66,9 +67,11 @@ def parse_arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     if arguments.wire and not arguments.precision:
         parser.error("--wire needs a --precision")
+    if arguments.replicas and arguments.precision:
+        parser.error("--replicas takes no --precision")
     if arguments.prompt == "":
         parser.error("--prompt needs a text")
-    for name in ("steps", "save_every", "ep", "ranks_per_node"):
+    for name in ("steps", "save_every", "ep", "ranks_per_node", "replicas"):
         if (value := getattr(arguments, name)) is not None and value < 1:
             parser.error(f"--{name.replace('_', '-')} ({value}) must be at least 1")
     if PRESETS[arguments.preset].device == "cuda" and not torch.cuda.is_available():
@@ -103,7 +106,7 @@ def train_step(
     mean_loss, mean_aux_loss = ranks.mean(torch.stack([loss.detach(), output.aux_loss.detach()])).tolist()
     # The loads already are those of the EP group: the plan exchanges them.
     expert_load = ranks.sum_of_replicas(torch.stack([m.expert_load for m in output.moe_metrics])).tolist()
-    return {
+    record = {
         "loss": mean_loss,
         "train_bits_per_byte": mean_loss / math.log(2),
         "aux_loss": mean_aux_loss,
@@ -111,6 +114,12 @@ def train_step(
         "imbalance": statistics.fmean(max(load) / statistics.fmean(load) for load in expert_load),
         "expert_load": expert_load,
     }
+    if output.moe_metrics[0].num_replicas is not None:
+        rows = torch.stack([m.rows_per_rank[1] for m in output.moe_metrics])
+        record["balanced_per_rank"] = ranks.sum_of_replicas(rows).tolist()
+        counts = torch.stack([m.num_replicas for m in output.moe_metrics])
+        record["num_replicas"] = ranks.sum_of_replicas(counts).tolist()
+    return record
 
 
 @torch.no_grad()
@@ -202,6 +211,8 @@ def main() -> None:
     arguments.save_every = arguments.save_every or preset.save_every
     if arguments.order:
         preset = preset.with_moe(order=arguments.order)
+    if arguments.replicas:
+        preset = preset.with_moe(balance="replicas", replica_places=arguments.replicas)
     if arguments.precision:
         wire = "both" if arguments.wire else "none"
         preset = preset.with_moe(precision=PRECISIONS[arguments.precision], quantized_wire=wire)

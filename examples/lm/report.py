@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-Record = dict[str, int | float | list[list[int]]]
+Record = dict[str, int | float | list[int] | list[list[int]]]
 
 
 class Reporter:

@@ -43,6 +43,15 @@ def normalised(scores: torch.Tensor) -> torch.Tensor:
     return scores / scores.sum(-1, keepdim=True).clamp_min(_TINY)
 
 
+def rows_per_rank(expert_load: torch.Tensor, place_to_expert: torch.Tensor, place_rows: torch.Tensor) -> torch.Tensor:
+    """int64 [2, R], rows of each rank before and after balance: of its E / R experts of expert_load [E], and as
+    place_rows [R, S] of the experts place_to_expert [R, S] have moved to its places."""
+    by_rank = expert_load.view(len(place_rows), -1)
+    owners, ranks = place_to_expert // by_rank.shape[1], torch.arange(len(by_rank), device=by_rank.device)
+    before, given = by_rank.sum(1), (place_rows * (owners == ranks[:, None, None])).sum((1, 2))
+    return torch.stack([before, before - given + place_rows.sum(1)])
+
+
 def load_balance_loss(
     shares: torch.Tensor, expert_load: torch.Tensor, token_mask: torch.Tensor | None = None
 ) -> torch.Tensor:

@@ -42,6 +42,8 @@ class MoEMetrics(NamedTuple):
         num_dropped: int32 [1], slots of the whole group dropped by a static capacity.
         topk_idx: int32 [T, K], experts of this rank's tokens, before a static capacity drops any; -1 is none.
         num_over_capacity: int32 [1], slots of this rank dropped by the capacity factor; None without one.
+        place_to_expert, place_rows: int32 [R, S], the expert of which a place of a rank has a replica, -1 for none, and
+            how many rows of the expert it takes; None without balance "replicas". The same on all ranks.
     """
 
     aux_loss: torch.Tensor
@@ -49,6 +51,8 @@ class MoEMetrics(NamedTuple):
     num_dropped: torch.Tensor
     topk_idx: torch.Tensor
     num_over_capacity: torch.Tensor | None
+    place_to_expert: torch.Tensor | None = None
+    place_rows: torch.Tensor | None = None
 
     @property
     def imbalance(self) -> torch.Tensor:
@@ -69,6 +73,19 @@ class MoEMetrics(NamedTuple):
     def num_dead_experts(self) -> torch.Tensor:
         """int64 scalar, experts that no token of the group went to; computed when it is asked for."""
         return (self.expert_load == 0).sum()
+
+    @property
+    def rows_per_rank(self) -> torch.Tensor | None:
+        """int64 [2, R], rows of each rank before and after balance by replicas, before a static capacity drops any, or
+        None without replicas; computed when it is asked for."""
+        if self.place_to_expert is None or self.place_rows is None:
+            return None
+        return balance.rows_per_rank(self.expert_load, self.place_to_expert, self.place_rows)
+
+    @property
+    def num_replicas(self) -> torch.Tensor | None:
+        """int64 scalar, replicas that have rows, in the whole EP group, or None; computed when it is asked for."""
+        return None if self.place_to_expert is None else (self.place_to_expert >= 0).sum()
 
 
 register_namedtuple(MoEMetrics, serialized_type_name="symmoe.MoEMetrics")
@@ -214,7 +231,7 @@ class MoELayer(ExpertParallelModule):
                 if token_mask is None and topk_idx is None and probs is None and shared is None:
                     own = self.router.route_of(x.reshape(-1, self.config.hidden))  # not `tokens`: see run_experts
             if own is not None:
-                y, expert_load, num_dropped, found = self._routed_experts.run(
+                y, load, found = self._routed_experts.run(
                     tokens, own, given("topk_idx", own.topk_idx), self.experts, out_shape=x.shape
                 )
                 logits, its_probs, scores, idx = cast(Routed, found)
@@ -228,14 +245,14 @@ class MoELayer(ExpertParallelModule):
                     fail_for_nonfinite(self.heap, what, numbers)
                 start = None if shared is None else shared.start
                 arguments = tokens, routed.probs, routed.topk_idx, self.experts, x.shape
-                y, expert_load, num_dropped = run_routed(self._routed_experts, *arguments, before_trips=start)
+                y, load = run_routed(self._routed_experts, *arguments, before_trips=start)
         step_load = None if self.router is None or not isinstance(routed, RouterOutput) else self.router.step_load
         if step_load is not None and self.training and torch.is_grad_enabled():
-            y = balance.count_in_backward(y, expert_load, step_load)  # for the optimizer step
+            y = balance.count_in_backward(y, load[0], step_load)  # for the optimizer step
         if shared is not None:
             y = y + shared.join()
-        aux_loss = self._aux_loss(x, token_mask, routed, expert_load)
-        metrics = MoEMetrics(aux_loss, expert_load, num_dropped, routed.topk_idx, routed.num_over_capacity)
+        aux_loss = self._aux_loss(x, token_mask, routed, load[0])
+        metrics = MoEMetrics(aux_loss, load[0], load[1], routed.topk_idx, routed.num_over_capacity, *load[2:])
         if self.listeners.callbacks:
             report = RoutingReport(
                 **metrics._asdict(),
@@ -243,12 +260,22 @@ class MoELayer(ExpertParallelModule):
                 row_bytes=self.config.hidden * dtype.itemsize,
                 sent_row_bytes=self.config.sent_row_bytes("forward", dtype.itemsize),
                 is_training=self.training,
+                replica_bytes=self._replica_bytes(dtype.itemsize),
             )
             self.listeners.tell(report)
         return y, metrics
 
     if TYPE_CHECKING:
         __call__ = forward  # nn.Module's has no types
+
+    def _replica_bytes(self, item_bytes: int) -> int:
+        """Bytes that one replica moves in a step: its weights twice, and the gradients of those that are trained."""
+        num_bytes = 0
+        for fc in (self.experts.fc1, self.experts.fc2):
+            item = 4 if fc.accumulate_into_main_grad else item_bytes
+            trained = any(parameter.requires_grad for parameter in fc.parameters())
+            num_bytes += fc.out_features * fc.in_features * (2 * item_bytes + item * trained)
+        return num_bytes
 
     def _problem(self, x: torch.Tensor, **arguments: torch.Tensor | None) -> SymmoeError | None:
         """What is wrong with the wrappers of the layer or with the arguments of forward, or None. Looks at no device

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
@@ -67,9 +67,10 @@ class RoutedExperts:
         *,
         out_shape: torch.Size | None = None,
         before_trips: Callable[[], object] | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Routed | None]:
-        """y [T, H] or out_shape; the plan's expert_load int32 [E] and num_dropped int32 [1]; with a route for probs,
-        the choice of experts, which is a part of the step then. Who may be traced calls torch_operators.run_routed.
+    ) -> tuple[torch.Tensor, Sequence[torch.Tensor], Routed | None]:
+        """y [T, H] or out_shape; the plan's expert_load and num_dropped, with replicas place_to_expert and place_rows
+        too, as in MoEMetrics; with a route for probs, the choice of experts, which is a part of the step then. Who may
+        be traced calls torch_operators.run_routed.
 
         Collective over the EP group, forward and backward. Synchronises the host only with exact capacity: until the
         device has made the plan, once everything is launched; in the first calls, and in the rare one that needs more
@@ -101,7 +102,8 @@ class RoutedExperts:
             y, _ = run_experts(x, probs, experts, plan, out_shape=out_shape, **self.words)
         if self.config.capacity is None and heap.captured_reports is None:
             self._history.note(plan.num_tokens, *plan.needed_rows, plan.most_sent)
-        return y, plan.expert_load, plan.num_dropped, routed
+        places = (plan.place_to_expert, plan.place_rows) if plan.num_places else ()
+        return y, (plan.expert_load, plan.num_dropped, *places), routed
 
     @functools.cached_property
     def words(self) -> dict[str, str]:

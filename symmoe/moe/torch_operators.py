@@ -81,7 +81,7 @@ def run_routed(
     out_shape: torch.Size | None = None,
     *,
     before_trips: Callable[[], object] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
     """RoutedExperts.run, if nobody traces the call; else the step as one operator, without before_trips.
 
     Raises:
@@ -89,7 +89,7 @@ def run_routed(
             returns them. Or the layer has been given experts of another kind since it was made.
     """
     if not is_traced(experts):
-        return step.run(tokens, probs, topk_idx, experts, out_shape=out_shape, before_trips=before_trips)[:3]
+        return step.run(tokens, probs, topk_idx, experts, out_shape=out_shape, before_trips=before_trips)[:2]
     reason = "inside torch.compile an operator returns them"
     raise_for(gradients_elsewhere(experts, reason) or fsdp_problem(experts, step.heap.num_ranks))
     if (kind := kind_of(experts)) != step.kind:
@@ -103,8 +103,8 @@ def run_routed(
     trains_own = trains and any(tensor.requires_grad for tensor in own)
     gradients = control.gradients_index(x=trains and tokens.requires_grad, probs=trains and probs.requires_grad)
     call = _Call(step.number, len(own), int(trains), int(trains_own), gradients)
-    y, expert_load, num_dropped, _ = _moe_forward([tokens, probs, *tensors], topk_idx, list(call))
-    return y if out_shape is None else y.view(out_shape), expert_load, num_dropped
+    y, load, _ = _moe_forward([tokens, probs, *tensors], topk_idx, list(call))
+    return y if out_shape is None else y.view(out_shape), load
 
 
 class _Arguments:
@@ -152,7 +152,7 @@ _TAGS = (torch.Tag.cudagraph_unsafe,)  # what backward needs does not lie in a C
 @torch.library.custom_op("symmoe::moe_forward", mutates_args=(), tags=_TAGS)
 def _moe_forward(
     tensors: Sequence[torch.Tensor], topk_idx: torch.Tensor, numbers: Sequence[int]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
     call = _Call(*numbers)
     eager = call.eager
     eager.heap.check(control.PHASE_PLAN)
@@ -164,22 +164,23 @@ def _moe_forward(
     # Leaves of an autograd graph that only this call has.
     leaves = [tensor.detach().requires_grad_(is_trained) for tensor, is_trained in zip(tensors, trained, strict=True)]
     with torch.set_grad_enabled(bool(call.trains)), saved_tensors_hooks(arguments.put_away, arguments.take_out):
-        y, expert_load, num_dropped, _ = eager.run(leaves[0], leaves[1], topk_idx, call.experts(leaves))
+        y, load, _ = eager.run(leaves[0], leaves[1], topk_idx, call.experts(leaves))
     arguments.tensors = ()
     if call.trains:
         end = get_gradient_edge(y) if _TAKES_EDGES else y
-        kept = _State(arguments, [*compress(leaves, trained)], end, expert_load)
+        kept = _State(arguments, [*compress(leaves, trained)], end, load[0])
         state.untyped_storage()._symmoe_state = kept  # type: ignore[attr-defined]  # symmoe's own attribute
     # Clones: the plan is kept for backward, and writes into the results must not change it.
-    return y.detach(), expert_load.clone(), num_dropped.clone(), state
+    return y.detach(), [each.clone() for each in load], state
 
 
 @_moe_forward.register_fake
-def _(tensors: Sequence[torch.Tensor], _idx: object, numbers: Sequence[int]) -> tuple[torch.Tensor, ...]:
+def _(tensors: Sequence[torch.Tensor], _idx: object, numbers: Sequence[int]) -> tuple[Any, ...]:
     x, eager = tensors[0], _Call(*numbers).eager
-    load = torch.empty(eager.config.num_experts, dtype=torch.int32, device=x.device)
-    num_dropped = torch.empty(1, dtype=torch.int32, device=x.device)
-    return x.new_empty(x.shape), load, num_dropped, torch.empty(1, dtype=torch.int64, device="cpu")
+    places = (eager.heap.num_ranks, eager.config.num_places)
+    shapes = [(eager.config.num_experts,), (1,)] + [places] * 2 * (places[1] > 0)
+    load = [torch.empty(shape, dtype=torch.int32, device=x.device) for shape in shapes]
+    return x.new_empty(x.shape), load, torch.empty(1, dtype=torch.int64, device="cpu")
 
 
 @torch.library.custom_op("symmoe::moe_backward", mutates_args=(), tags=_TAGS)
@@ -202,9 +203,9 @@ def _(_dy: object, _state: object, tensors: Sequence[torch.Tensor], numbers: Seq
     return [tensor.new_empty(tensor.shape) for tensor in compress(tensors, _Call(*numbers).are_trained(tensors))]
 
 
-def _keep(ctx: Context, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+def _keep(ctx: Context, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     tensors, _topk_idx, ctx.numbers = inputs
-    ctx.save_for_backward(output[3], *tensors)
+    ctx.save_for_backward(output[2], *tensors)
 
 
 def _backward(ctx: Context, dy: torch.Tensor, *_: object) -> tuple[Any, ...]:
@@ -222,13 +223,13 @@ _moe_forward.register_autograd(_backward, setup_context=_keep)
 
 
 @register_flop_formula(torch.ops.symmoe.moe_forward, get_raw=True)
-def _(*arguments: Any, out_val: tuple[torch.Tensor, ...]) -> int:
+def _(*arguments: Any, out_val: tuple[Any, ...]) -> int:
     tensors, _topk_idx, numbers = arguments
     call = _Call(*numbers)
     # A1 [G, r, H], B1, A2 [G, r, I], B2
     adapters: int = sum(adapter[0].numel() for adapter in tensors[2 + call.num_own :])
     flops = 2 * (sum(_features(call.eager.meta_experts)) + adapters)  # of a row
-    return _num_rows(call.eager, tensors[1], out_val[1]) * flops
+    return _num_rows(call.eager, tensors[1], out_val[1][0]) * flops
 
 
 @register_flop_formula(torch.ops.symmoe.moe_backward, get_raw=True)

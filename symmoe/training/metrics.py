@@ -39,7 +39,7 @@ def tensorboard_sink(writer: ScalarWriter) -> Sink:
     return sink
 
 
-_NUM_TOTALS = 6  # what a layer adds up in addition to the load of its experts
+_NUM_TOTALS = 8  # what a layer adds up in addition to the loads of its experts and ranks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,12 +52,16 @@ class LayerRecord:
         aux_loss: mean over the calls; None where the losses are the trainer's own (transformers, Megatron).
         tokens_per_expert: slots of each of the E experts over the EP group, before a static capacity drops any.
         tokens_per_rank: slots of each rank of the EP group: the sum over its experts.
+        balanced_per_rank: the same after balance by replicas; None without replicas.
+        num_replicas: replicas that had rows, of the EP group, summed over the calls.
+        replica_bytes: bytes of weights that this rank sends to replicas of its experts, in forward and again in
+            backward, and of gradients of trained weights that it reads from them. As if every call had a backward pass.
         coefficient_of_variation, max_violation, num_dead_experts: of tokens_per_expert; see symmoe.moe.balance.
         num_dropped: slots of the EP group dropped by a static capacity.
         num_over_capacity: slots of this rank dropped by symmoe's capacity factor.
         dispatch_bytes, combine_bytes: bytes of token rows that this rank sends to, and reads from, others in forward.
-            Backward moves as many rows again. Slots that a static capacity drops are counted in. Where the group spans
-            nodes, as if all ranks were on one; `symmoe plan --nodes` computes what crosses.
+            Backward moves as many rows again. Slots that a static capacity drops are counted in, and rows are
+            not moved to replicas. Where the group spans nodes, as if all ranks were on one: see `symmoe plan --nodes`.
         heap_high_water_bytes: the most bytes ever leased of the heap.
         forward_s: seconds in the layer's forward; None if not asked for. In a swapped transformers model that is from
             dispatch to combine, else the router is counted too (and in Megatron shared experts).
@@ -70,11 +74,14 @@ class LayerRecord:
     aux_loss: float | None
     tokens_per_expert: tuple[int, ...]
     tokens_per_rank: tuple[int, ...]
+    balanced_per_rank: tuple[int, ...] | None
     coefficient_of_variation: float
     max_violation: float
     num_dead_experts: int
     num_dropped: int
     num_over_capacity: int
+    num_replicas: int
+    replica_bytes: int
     dispatch_bytes: int
     combine_bytes: int
     heap_high_water_bytes: int
@@ -104,8 +111,9 @@ class MetricsLogger:
     def __init__(self, model: nn.Module, sink: Sink | None = None, *, times_forward: bool = False) -> None:
         layers = layers_with_listeners(model)
         self._sink = sink
-        self._sizes = [listeners.num_experts + _NUM_TOTALS for _, listeners in layers.values()]
-        device = next(iter(layers.values()))[1].heap.device
+        watched = [listeners for _, listeners in layers.values()]
+        self._sizes = [its.num_experts + its.heap.num_ranks + _NUM_TOTALS for its in watched]
+        device = watched[0].heap.device
         self._totals = torch.zeros(sum(self._sizes), dtype=torch.float64, device=device)
         self._watching = ExitStack()
         self._layers: list[_Watched] = []
@@ -122,9 +130,9 @@ class MetricsLogger:
         """A record for each layer, of what was counted since the last call. Waits for the device once. Local.
 
         The sink gets, for every field of the records that is a number, "moe/{layer}/{field}", and "moe/{field}/mean"
-        and "moe/{field}/max" over the layers; for tokens_per_expert and tokens_per_rank "moe/{layer}/{field}/{i}" of
-        each expert and rank. What is about tokens_per_expert, and num_dropped, is the same on all
-        ranks of an EP group; the rest is this rank's.
+        and "moe/{field}/max" over the layers; for tokens_per_expert, tokens_per_rank and balanced_per_rank
+        "moe/{layer}/{field}/{i}" of each expert or rank, and of ranks "moe/{layer}/{field}_max_over_mean". Except
+        for aux_loss, num_over_capacity, bytes and times, records are the same on all ranks of an EP group.
 
         Args:
             step: handed on to the sink.
@@ -146,7 +154,7 @@ class _Watched:
 
     def __init__(self, name: str, listeners: Listeners, totals: torch.Tensor, timer: _Timer | None) -> None:
         self.listeners, self.timer = listeners, timer
-        self._name, self._totals, self._knows_losses = name, totals, True
+        self._name, self._totals, self._knows_losses, self._balances = name, totals, True, False
 
     @torch.no_grad()
     def count(self, report: RoutingReport) -> None:
@@ -161,7 +169,14 @@ class _Watched:
         sent = balance.routing_map(torch.where(is_remote, rank_TK, -1), heap.num_ranks).sum()
         read = is_remote.sum() if self.listeners.order == "slot" else sent
         self._totals[:num_experts].add_(report.expert_load)
-        num_calls, aux_loss, num_dropped, num_over_capacity, dispatch_bytes, combine_bytes = self._totals[num_experts:]
+        balanced, others = self._totals[num_experts:].tensor_split([heap.num_ranks])
+        num_calls, aux_loss, num_dropped, num_over_capacity, *of_replicas, dispatch_bytes, combine_bytes = others
+        if report.place_to_expert is not None and report.place_rows is not None:
+            self._balances, num_replicas, replica_bytes = True, *of_replicas
+            balanced.add_(balance.rows_per_rank(report.expert_load, report.place_to_expert, report.place_rows)[1])
+            num_replicas.add_((report.place_to_expert >= 0).sum())
+            own = report.place_to_expert // (num_experts // heap.num_ranks) == heap.rank
+            replica_bytes.add_(own.sum(), alpha=report.replica_bytes)
         num_calls.add_(1)
         if report.aux_loss is None:
             self._knows_losses = False
@@ -176,8 +191,9 @@ class _Watched:
     def record(self, values: torch.Tensor) -> LayerRecord:
         """What these totals say, on the CPU; takes the times."""
         heap, num_experts = self.listeners.heap, self.listeners.num_experts
-        load, (num_calls, aux_loss, *counts) = values[:num_experts].long(), values[num_experts:].tolist()
-        names = "num_dropped", "num_over_capacity", "dispatch_bytes", "combine_bytes"
+        load, balanced, rest = values.tensor_split([num_experts, num_experts + heap.num_ranks])
+        load, (num_calls, aux_loss, *counts) = load.long(), rest.tolist()
+        names = "num_dropped", "num_over_capacity", "num_replicas", "replica_bytes", "dispatch_bytes", "combine_bytes"
         others: dict[str, Any] = dict(zip(names, map(int, counts), strict=True))
         others |= {f"{name}_s": None if self.timer is None else self.timer.take(name) for name in _SPANS}
         return LayerRecord(
@@ -186,6 +202,7 @@ class _Watched:
             aux_loss=aux_loss / max(num_calls, 1.0) if self._knows_losses else None,
             tokens_per_expert=tuple(load.tolist()),
             tokens_per_rank=tuple(load.view(heap.num_ranks, -1).sum(1).tolist()),
+            balanced_per_rank=tuple(balanced.long().tolist()) if self._balances else None,
             coefficient_of_variation=float(balance.coefficient_of_variation(load)),
             max_violation=float(balance.max_violation(load)),
             num_dead_experts=int((load == 0).sum()),
@@ -261,7 +278,7 @@ def _numbers(records: list[LayerRecord]) -> dict[str, float]:
             numbers[f"moe/{field}/mean"] = float(sum(values) / len(values))
             numbers[f"moe/{field}/max"] = float(max(values))
     for record in records:
-        mean = sum(record.tokens_per_rank) / len(record.tokens_per_rank)
-        ratio = max(record.tokens_per_rank) / mean if mean else 0.0
-        numbers[f"moe/{record.name}/tokens_per_rank_max_over_mean"] = ratio
+        for field in ("tokens_per_rank", "balanced_per_rank"):
+            if rows := getattr(record, field):
+                numbers[f"moe/{record.name}/{field}_max_over_mean"] = max(rows) * len(rows) / max(1, sum(rows))
     return numbers

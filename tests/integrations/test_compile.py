@@ -248,7 +248,7 @@ def test_backward_reads_what_it_is_given_and_not_what_forward_saw(heap):
     kept = [tensor.clone() for tensor in arguments]
 
     def forward() -> torch.Tensor:
-        return torch.ops.symmoe.moe_forward(arguments, topk_idx, call)[3]
+        return torch.ops.symmoe.moe_forward(arguments, topk_idx, call)[-1]
 
     expected = torch.ops.symmoe.moe_backward(dy, forward(), arguments, call)
     state = forward()
@@ -271,7 +271,7 @@ def test_operators_pass_torchs_own_checks(heap, monkeypatch):
     topk_idx = torch.tensor([[0, 1], [1, 2], [2, 3]], dtype=torch.int32)
     arguments = ([x, probs, *weights], topk_idx, call_of(layer))
     check(torch.ops.symmoe.moe_forward.default, arguments)
-    state = torch.ops.symmoe.moe_forward(*arguments)[3]
+    state = torch.ops.symmoe.moe_forward(*arguments)[-1]
     kept = torch_operators._kept(state)
     monkeypatch.setattr(torch_operators, "_kept", lambda state: kept)  # the checks copy what they give to an operator
     tensors = [tensor.detach() for tensor in (x, probs, *weights)]

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import numpy as np
+import oracle
 import pytest
 import torch
 from cluster import run_on
@@ -11,7 +15,7 @@ from combinations import every_combination
 from torch.utils.checkpoint import checkpoint
 from worker import Findings, open_heap
 
-from symmoe import GroupedMLP, MoEConfig, MoELayer, SymmetricHeap, add_lora, make_plan
+from symmoe import GroupedMLP, MetricsLogger, MoEConfig, MoELayer, MoEMetrics, SymmetricHeap, add_lora, make_plan
 from symmoe.errors import ArgumentError, ConfigMismatch
 
 H, I, K, TOKENS = 64, 32, 2, 60
@@ -23,7 +27,12 @@ def config(num_ranks: int, **options: Any) -> MoEConfig:
 
 
 def steps(
-    layer: MoELayer, dtype: torch.dtype, *, recomputes: bool = False, num_steps: int = 5
+    layer: MoELayer,
+    dtype: torch.dtype,
+    *,
+    forward: Callable | None = None,
+    num_steps: int = 5,
+    kept: list | None = None,
 ) -> list[dict[str, torch.Tensor]]:
     """What steps with changing, skewed routings give."""
     heap, num_experts, found = layer.heap, layer.config.num_experts, []
@@ -36,12 +45,10 @@ def steps(
         probs = torch.rand(TOKENS, K, generator=generator).to(heap.device).requires_grad_()
         x.requires_grad_()
         layer.zero_grad()
-        arguments = {"topk_idx": ids, "probs": probs}
-        if recomputes:
-            y, metrics = checkpoint(layer, x, **arguments, use_reentrant=False)
-        else:
-            y, metrics = layer(x, **arguments)
+        y, metrics = (layer if forward is None else forward)(x, topk_idx=ids, probs=probs)
         y.backward(dy)
+        if kept is not None:
+            kept.append(metrics)
         its = {"y": y.detach(), "dx": x.grad, "dprobs": probs.grad, "load": metrics.expert_load}
         found.append({**its, **{name: each.grad for name, each in layer.named_parameters()}})
     return found
@@ -76,7 +83,8 @@ def both(heap: SymmetricHeap, dtype: torch.dtype, findings: Findings, *, places:
         layer = MoELayer(config(heap.num_ranks, **options, **more), heap, experts=experts)
         for adapter in add_lora(layer, rank=lora_rank, alpha=8.0) if lora_rank else ():
             torch.nn.init.normal_(adapter)
-        found.append(steps(layer, dtype, recomputes=recomputes))
+        forward = partial(checkpoint, layer, use_reentrant=False) if recomputes else None
+        found.append(steps(layer, dtype, forward=forward))
     compare(*found, findings, same_bits=options.get("order") == "slot")
     findings.equal("leased bytes", heap.leased_bytes, 0)
 
@@ -155,6 +163,42 @@ def test_replicas_are_used_and_repeat(rank: int, num_ranks: int, findings: Findi
         any(not torch.equal(a[name], b[name]) for a, b in zip(plain, found[0], strict=True) for name in a),
         "nothing has moved: this test would not see it",
     )
+
+
+@run_on(2, 4)
+def test_metrics_say_what_has_moved(rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap) -> None:
+    """Eager and compiled, which gives the same results; metrics that are kept stay those of their step."""
+    torch.manual_seed(1 + rank)
+    layer = MoELayer(config(num_ranks, order="slot", **REPLICAS), heap, dtype=torch.bfloat16)
+    logger, results = MetricsLogger(layer), []
+    sizes = [weight[0].numel() for weight in layer.experts.parameters()]
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for name, forward in (("eager", layer), ("compiled", compiled)):
+        findings.where = f"{name}, rank {rank} of {num_ranks}"
+        kept: list[MoEMetrics] = []
+        results.append(steps(layer, torch.bfloat16, forward=forward, num_steps=10, kept=kept))
+        totals, num_replicas, num_lent = np.zeros((2, num_ranks), dtype=int), 0, 0
+        for metrics in kept:
+            sizes_of_plan = {"num_experts": 4 * num_ranks, "replica_places": 2, "replica_slack": 0.0}
+            plan = make_plan(metrics.topk_idx, heap=heap, **sizes_of_plan)
+            splits = torch.stack(oracle.gather(plan.splits)).numpy()  # [R, 4 + 2], rows as they are computed
+            slots = np.concatenate([each.flatten() for each in oracle.gather(metrics.topk_idx)])
+            rows, used = np.stack([np.bincount(slots // 4, minlength=num_ranks), splits.sum(1)]), splits[:, 4:] > 0
+            findings.equal("rows of ranks", metrics.rows_per_rank.numpy(), rows)
+            findings.equal("replicas", int(metrics.num_replicas), int(used.sum()))
+            totals, num_replicas = totals + rows, num_replicas + int(used.sum())
+            num_lent += int((plan.expert_to_place[4 * rank : 4 * rank + 4] >= 0).sum())
+        (record,) = logger.step(0)
+        findings.equal("tokens_per_rank", np.array(record.tokens_per_rank), totals[0])
+        findings.equal("balanced_per_rank", np.array(record.balanced_per_rank), totals[1])
+        findings.equal("num_replicas", record.num_replicas, num_replicas)
+        findings.equal("replica_bytes", record.replica_bytes, num_lent * 3 * 2 * sum(sizes))
+        findings.check(num_replicas > 0 and heap.tapes.num_played > 0, "nothing has moved, or was played from a tape")
+    compare(*results, findings, same_bits=True)
+    layer.experts.fc1.requires_grad_(requires_grad=False)
+    steps(layer, torch.bfloat16, num_steps=1, kept=kept)
+    lent = int((kept[-1].place_to_expert // 4 == rank).sum())
+    findings.equal("of frozen FC1", logger.step(1)[0].replica_bytes, lent * (2 * 2 * sizes[0] + 3 * 2 * sizes[1]))
 
 
 @run_on(2)

@@ -89,16 +89,35 @@ def test_experts_and_the_wire_in_float8(finished: Path, tmp_path: Path):
     assert "quantized_wire='both'" in used
 
 
+def test_replicas_balance_ranks_and_change_no_loss(finished: Path, tmp_path: Path):
+    records = train(tmp_path, "--replicas=2", num_ranks=2)
+    expected = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
+    assert [r["loss"] for r in records] == pytest.approx([r["loss"] for r in expected], rel=1e-4)
+    limit, names = math.ceil(8 * 64 * 2 / 2 * 1.05), ("expert_load", "balanced_per_rank", "num_replicas")
+    for record in records:
+        for load, rows, count in zip(*map(record.get, names), strict=True):
+            assert sum(rows) == sum(load)
+            assert max(rows) <= limit
+            assert (count > 0) == (max(sum(load[:2]), sum(load[2:])) > limit)
+    assert sum(sum(record["num_replicas"]) for record in records) > 0
+    assert "replica_places=2" in read_manifest(tmp_path / "checkpoints").extra["preset"]
+    resumed = train(tmp_path, "--replicas=2", "--resume", f"--steps={STEPS + 1}", num_ranks=1)  # nothing moves
+    assert resumed[:STEPS] == records
+    assert resumed[STEPS]["num_replicas"] == [0, 0]
+
+
 @pytest.mark.parametrize(
     ("argument", "text"),
     [
         ("--wire", "--wire needs a --precision"),
         ("--steps=-3", "--steps (-3) must be at least 1"),
         ("--prompt=", "--prompt needs a text"),
+        ("--replicas=0", "--replicas (0) must be at least 1"),
+        ("--replicas=1 --precision=float8-block", "--replicas takes no --precision"),
     ],
 )
 def test_wrong_arguments(argument: str, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    monkeypatch.setattr(sys, "argv", ["train_lm.py", argument])
+    monkeypatch.setattr(sys, "argv", ["train_lm.py", *argument.split()])
     with pytest.raises(SystemExit, match="2"):
         module_of("train_lm").parse_arguments()
     assert text in capsys.readouterr().err

@@ -152,12 +152,12 @@ def check_counts(found: list[tuple[int, int, int, list[str]]], *, num_steps: int
 
 
 def check_exact(
-    rank: int, num_ranks: int, device: str, count: int, ranks_per_node: int | None = None
+    rank: int, num_ranks: int, device: str, count: int, ranks_per_node: int | None = None, balance: str = "none"
 ) -> tuple[int, int, int, list[str]]:
     findings = Findings()
     with open_heap(device, num_bytes=64 << 20, ranks_per_node=ranks_per_node) as heap:
         torch.use_deterministic_algorithms(False)
-        model, plain = Model(heap), Model(heap)
+        model, plain = Model(heap, balance=balance), Model(heap, balance=balance)
         plain.load_state_dict(model.state_dict())
         captured, eager = symmoe.capture_step(make_step(model), model, room=1.0, num_eager=2), make_step(plain)
         if device == "cpu":

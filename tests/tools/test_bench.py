@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import balance
+import balance_model
 import bench
 import pytest
 import torch
@@ -107,6 +108,25 @@ def test_balance(tmp_path: Path):
     assert [record["variant"] for record in records] == ["none", "replicas"] * 3
     assert records[-1]["load"] == records[-2]["load"] == 2
     assert all(record["command"] and record["gpu"] and record["ms_median"] > 0 for record in records)
+
+
+def test_the_model_of_balance():
+    """It gives what is committed and on the page, and is near to what it was fitted to."""
+    results, page = balance_model.RECORD.parent, Path(balance_model.__file__).parents[1] / "docs" / "balance.md"
+    committed = json.loads((results / "balance-model.json").read_text())
+    for name, recorded in balance_model.RECORDED.items():
+        rates, replica = balance_model.fit(name), balance_model.replica_gb(balance_model.SHAPES[name])
+        for row in json.loads(balance_model.RECORD.read_text()):
+            num_moved = {1.0: 0, 1.2: 1, 1.5: 2, 2.0: 4}[round(row["load"], 1)]  # experts, of two ranks' tokens
+            moving = rates["slope"] + rates["cost"] + 1e3 * num_moved * replica / rates["rate"]
+            if row["preset"] == recorded:
+                extra = moving if row["variant"] == "replicas" else rates["slope"] * row["load"]
+                assert rates["base"] + extra == pytest.approx(row["ms_median"], rel=0.04)
+        found = balance_model.predict(name, 8, 0.5, rates)
+        assert found == [one for one in committed if (one["shape"], one["ep"], one["zipf"]) == (name, 8, 0.5)]
+        times = [[one[field] / one["uniform_ms"] for field in ("ms", "balanced_ms")] for one in found]
+        cells = ["{:.2f} -> {:.2f}".format(*pair) for pair in times]
+        assert f"| {name} | 0.5 | {cells[0]} | {cells[2]} |" in page.read_text()  # 2 places, random and sorted
 
 
 def test_every_suite_measures(measured: tuple[int, list[dict], str]):

@@ -121,14 +121,14 @@ def plot_load(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return plot_load
 
 
-def made_up_log(path: Path, num_layers: int, num_steps: int) -> np.ndarray:
-    """Writes a log; [L, S, E]."""
+def made_up_log(path: Path, num_layers: int, num_steps: int, **more: list[int]) -> np.ndarray:
+    """Writes a log, of which all records have `more`; [L, S, E]."""
     highest = 4 + 20 * np.arange(num_layers)[:, None, None]
     loads = np.random.default_rng(5).integers(0, highest, (num_layers, num_steps, 6))
     loads[1, 7:] *= np.array([1, 0, 1, 1, 1, 1])  # an expert that dies
     for step in range(num_steps):
         layers = [
-            {"name": f"block{i}", "tokens_per_expert": load, "num_dropped": 3 * step}
+            {"name": f"block{i}", "tokens_per_expert": load, "num_dropped": 3 * step, **more}
             for i, load in enumerate(loads[:, step].tolist())
         ]
         with path.open("a") as log:
@@ -153,6 +153,19 @@ def test_heat_maps_and_lines_are_the_log(plot_load: ModuleType, tmp_path: Path, 
     assert dropped == pytest.approx(100 * 9 * np.arange(40) / loads.sum((0, 2)))
 
 
+def test_ranks_before_and_after_balance_are_drawn(plot_load: ModuleType, tmp_path: Path, figures: dict[str, Figure]):
+    loads = made_up_log(tmp_path / "log", num_layers=3, num_steps=40, balanced_per_rank=[5, 7, 6])
+    plot_load.draw(tmp_path / "log", tmp_path / "x.png")
+    (axis,) = (axis for axis in figures["x.png"].axes if axis.get_ylabel() == "largest rank\nover the mean")
+    before, after = (line.get_ydata() for line in axis.lines)
+    of_ranks = loads[:, :, 0::2] + loads[:, :, 1::2]
+    assert before == pytest.approx((of_ranks.max(2) / of_ranks.mean(2).clip(1e-30)).max(0))
+    assert after == pytest.approx([7 / 6] * 40)
+    made_up_log(tmp_path / "plain", num_layers=3, num_steps=40, balanced_per_rank=None)
+    plot_load.draw(tmp_path / "plain", tmp_path / "y.png")
+    assert len(figures["y.png"].axes) == len(figures["x.png"].axes) - 1
+
+
 def test_long_logs_are_averaged_and_the_most_uneven_layers_shown(
     plot_load: ModuleType, tmp_path: Path, figures: dict[str, Figure]
 ):
@@ -172,10 +185,14 @@ def test_the_example_jobs_log_is_read_and_half_a_line_is_not(plot_load: ModuleTy
     lines = [{"step": s, "expert_load": [[s, 2, 3, 0], [1, 1, 1, 1]]} for s in (1, 2, 2)]
     lines[2]["expert_load"][0][0] = 9  # step 2 again, after a restart
     path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 3, "expert_')
-    steps, names, (first, second), dropped = plot_load.read_log(path)
-    assert (steps, names, dropped) == ([1, 2], ["layer 0", "layer 1"], None)
+    steps, names, (first, second), dropped, ranks = plot_load.read_log(path)
+    assert (steps, names, dropped, ranks.size) == ([1, 2], ["layer 0", "layer 1"], None, 0)
     assert first.tolist() == [[1, 2, 3, 0], [9, 2, 3, 0]]
     assert second.tolist() == [[1, 1, 1, 1]] * 2
+    for line, balanced in zip(lines, ([[5, 1]], [[4, 4]], [[14]]), strict=True):  # resumed on one rank
+        line["balanced_per_rank"] = balanced
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert plot_load.read_log(path)[4].tolist() == [[[1.0, 5 / 3]], [[1.0, 1.0]]]
     path.write_text("")
     with pytest.raises(ValueError, match="no whole line"):
         plot_load.read_log(path)

@@ -55,6 +55,11 @@ def test_every_step_is_exact(cluster, num_ranks, ranks_per_node, device):
     assert len({tuple(counts) for *counts, _ in found}) == 1  # all ranks repeat the same steps
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_steps_with_replicas_are_exact(cluster, device):
+    check_counts(cluster(2, device).run(check_exact, device, 14, None, "replicas"), num_steps=14, least_replays=6)
+
+
 def train(
     rank: int, num_ranks: int, ranks_per_node: int | None, room: float | None, **more: Any
 ) -> tuple[tuple[int, ...], list]:

@@ -84,6 +84,8 @@ def test_records_are_what_happened(
             findings.equal("over capacity", record.num_over_capacity, over)
             findings.check(over > 0, "nothing was over the capacity")
             findings.equal("dropped", record.num_dropped, 0)
+            replicas = record.balanced_per_rank, record.num_replicas, record.replica_bytes
+            findings.equal("replicas", replicas, (None, 0, 0))
             findings.equal("dispatch bytes", record.dispatch_bytes, sent * H * 4)
             findings.equal("combine bytes", record.combine_bytes, read * H * 4)
             findings.check((sent > 0) == (num_ranks > 1), "no bytes to count")

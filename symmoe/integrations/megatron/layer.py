@@ -7,6 +7,7 @@ torch.compile does not look into the two trips: it cannot trace plans, leases an
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TypeVar
@@ -137,11 +138,11 @@ class FusedTokenDispatcher(SymmTokenDispatcher):
     @torch.compiler.disable
     def compute(
         self, hidden_states: torch.Tensor, probs: torch.Tensor, routed: RoutedExperts, experts: SymmExperts
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(y [T, H], expert_load, num_dropped) of tokens [T, H] and probs fp32 [T, K]. Collective over the EP group."""
+    ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        """That of RoutedExperts.run, of tokens [T, H] and probs fp32 [T, K]. Collective over the EP group."""
         shared = self.shared_experts
         before_trips = None if shared is None else partial(shared.linear_fc1_forward_and_act, hidden_states)
-        return routed.run(hidden_states, probs, begun(self.topk_idx), experts, before_trips=before_trips)[:3]
+        return routed.run(hidden_states, probs, begun(self.topk_idx), experts, before_trips=before_trips)[:2]
 
     def token_dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns its arguments. Local."""
@@ -196,20 +197,20 @@ class SymmMoELayer(MoELayer):
         """Same as in MoELayer; with SymmExperts, tokens travel to their experts and home in here."""
         dispatcher = self.token_dispatcher
         if self._routed is not None:
-            y, expert_load, num_dropped = dispatcher.compute(hidden_states, probs, self._routed, self.experts)
+            y, load = dispatcher.compute(hidden_states, probs, self._routed, self.experts)
             if self.listeners.callbacks:
-                self._tell(hidden_states, expert_load, num_dropped)
+                self._tell(hidden_states, load)
             return y, None
         rows, tokens_per_expert, row_probs = dispatcher.dispatch_postprocess(hidden_states, probs)
         output, bias = self.experts(rows, tokens_per_expert, row_probs)
         if self.listeners.callbacks:
             plan = begun(dispatcher.plan)
-            self._tell(rows, plan.expert_load, plan.num_dropped)
+            self._tell(rows, (plan.expert_load, plan.num_dropped))
         return dispatcher.combine_preprocess(output), bias
 
-    def _tell(self, rows: torch.Tensor, expert_load: torch.Tensor, num_dropped: torch.Tensor) -> None:
+    def _tell(self, rows: torch.Tensor, load: Sequence[torch.Tensor]) -> None:
         ids, size = begun(self.token_dispatcher.topk_idx), rows.shape[1] * rows.element_size()
-        self.listeners.tell(RoutingReport(ids, ids, expert_load, num_dropped, size, size, is_training=self.training))
+        self.listeners.tell(RoutingReport(ids, ids, load[0], load[1], size, size, is_training=self.training))
 
 
 def begun(value: _Value | None) -> _Value:

@@ -144,12 +144,11 @@ class ExpertParallelExperts(ExpertParallelModule):
     def _run(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         dtype = working_dtype(hidden_states)
         tokens, probs = hidden_states.to(dtype), top_k_weights.float()
-        y, expert_load, num_dropped = run_routed(self._routed_experts, tokens, probs, top_k_index, self.mlp)
+        y, load = run_routed(self._routed_experts, tokens, probs, top_k_index, self.mlp)
         if self.listeners.callbacks:
             ids, config = top_k_index, self.config
             size, sent = config.hidden * dtype.itemsize, config.sent_row_bytes("forward", dtype.itemsize)
-            report = RoutingReport(ids, ids, expert_load, num_dropped, size, sent, is_training=self.training)
-            self.listeners.tell(report)
+            self.listeners.tell(RoutingReport(ids, ids, load[0], load[1], size, sent, is_training=self.training))
         return y.to(hidden_states.dtype)
 
     def extra_repr(self) -> str:
