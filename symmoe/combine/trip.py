@@ -170,7 +170,6 @@ class Collection:
     ) -> None:
         self._rider, self._rows, self.plan, self._order, self._row_values = rider, rows, plan, order, row_values
         self._add: Callable[[torch.Tensor], None] | None = None  # what the rider adds
-        self._rider_branch = plan.heap.streams.rider_branch()
         self._pulls = plan.reads_rows_in_place(order)
         self._ops, self._exit = kernels.for_device(plan.heap.device), ExitStack()
         self._packed_to_row, _ = plan.received_index()
@@ -239,8 +238,7 @@ class Collection:
                 self._pull(self._from_nodes.foreign)
             self.take_rider()
             if self._add is not None:
-                with self._rider_branch.after(self._rider_branch.point()):
-                    self._add(self._ready)
+                self._add(self._ready)
 
     def take_rider(self) -> None:
         """What the rider is added to is launched: the first time of this counts."""
@@ -293,7 +291,6 @@ class Collection:
                 self._from_nodes.add(self.out, self.values, self._ready)
                 self._from_nodes.rails.meet(control.PHASE_NODES_HOME, self._agreed)
                 nan_on_failure = self.values if self.out is None else self.out
-            self._rider_branch.join()
             arrived = heap.barrier(control.PHASE_COMBINE_DONE, nan_on_failure=nan_on_failure, **self._agreed)
             if self._rows is None or self.out is None or self._pulls:
                 return

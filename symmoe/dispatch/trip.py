@@ -57,7 +57,7 @@ class Arrival:
 
 
 class Rider(Protocol):
-    """The weights of replicas, which travel beside the first rows.
+    """The weights of replicas, which travel before rows.
 
     Attributes:
         contents: which ones, the index of CALL_FIELDS. weights_offset: where this rank wants them.
@@ -69,7 +69,7 @@ class Rider(Protocol):
     @property
     def weights_offset(self) -> int: ...
 
-    def send(self, ready: torch.Tensor, *, num_ctas: int | None) -> None:
+    def send(self, ready: torch.Tensor) -> None:
         """Sends them to where all ranks want them, int64 [R, NUM_PUBLISHED], on the current stream."""
 
 
@@ -228,7 +228,7 @@ class _Trip:
     def send(self) -> None:
         """Sends and receives everything."""
         if self._rider is not None:
-            self._rider.send(self._ready, num_ctas=None)
+            self._rider.send(self._ready)
         for tokens, rows in self._tokens():
             is_packed = self._layout == "packed"
             self._push(rows, tokens, but=None if is_packed else self._rank)
@@ -247,7 +247,9 @@ class _Trip:
         try:
             with heap.timed("dispatch"):
                 self._own, self._x = next(self._tokens())
-                self._branch, self._rider_branch = heap.streams.branch(), heap.streams.rider_branch()
+                if self._rider is not None:  # with all SMs, and before all signals, which say that it has come
+                    self._rider.send(self._ready)
+                self._branch = heap.streams.branch()
                 self._start = self._branch.point()
         except Exception as error:
             heap.abort(error)  # peers wait for signals; only at a barrier could they be told
@@ -302,11 +304,7 @@ class _Trip:
                 to, peer = (self._rank + step) % num_ranks, (self._rank - step) % num_ranks
                 with owed():
                     if step > self._num_sent:  # once: after the signal the peer may use its buffer for other rows
-                        if step == 1 and self._rider is not None:  # before all signals, so these say that it has come
-                            with self._rider_branch.after(self._start):
-                                self._rider.send(self._ready, num_ctas=self._num_ctas)
                         self._push(self._x, self._own, to=to, num_ctas=self._num_ctas)
-                        self._rider_branch.join()
                         heap.send_signal(to)
                         self._num_sent = step
                     arrived = heap.wait_for_signal(peer, control.PHASE_DISPATCH_DONE, nan_on_failure=self._buffer)

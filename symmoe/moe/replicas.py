@@ -116,12 +116,12 @@ class ReplicaTrip:
         """Where this rank wants the weights."""
         return self._places.offset
 
-    def send(self, ready: torch.Tensor, *, num_ctas: int | None) -> None:
+    def send(self, ready: torch.Tensor) -> None:
         """Sends what replicas of this rank's experts need."""
         trip, push = (self._plan.place_to_expert, self._plan.heap.peers, ready), kernels.for_device(ready.device)
         for matrix, start in zip(self._own, self._places.starts, strict=True):
             if matrix is not None:
-                push.push_replicas(matrix, *trip, column=READY_WEIGHTS, start=start, num_ctas=num_ctas)
+                push.push_replicas(matrix, *trip, column=READY_WEIGHTS, start=start)
 
     # -- as the rider of a combine --------------------------------------------------------------------------------
 

@@ -117,10 +117,6 @@ class StreamOrder:
         """Where a collective call moves rows while GEMMs run on the current stream. Joined before the call ends."""
         return Branch(self.wire_stream)
 
-    def rider_branch(self) -> Branch:
-        """Where weights and gradients of replicas move at the same time as rows."""
-        return Branch(self.rail_stream)
-
     @property
     def capture(self) -> int:
         """The number of the graph that the current stream is capturing, for Memory.release_graph; 0: none."""
@@ -235,7 +231,7 @@ class NoStreams:
     side_stream = rail_stream = None
     capture, raises_at_once, eager_thread = 0, True, 0
     at_once = nullcontext
-    branch = rider_branch = functools.partial(Branch, None)
+    branch = functools.partial(Branch, None)
 
     def read_back(self, tensor: torch.Tensor) -> Callable[[], list[Any]]:
         return tensor.tolist

@@ -48,7 +48,6 @@ class ReplicaKernels(Protocol):
         *,
         column: int,
         start: int,
-        num_ctas: int | None = None,
     ) -> None:
         """Writes the matrices of this rank's experts to the places that have replicas of them, unless the call has
         failed.

@@ -171,14 +171,13 @@ def _constants(numel: int, dtype, places: tuple[int, int], at: tuple[int, int], 
     return kept_sizes(**named, dtype=TRITON_DTYPES[dtype], num_warps=NUM_WARPS)
 
 
-def _move(kernel, matrices, places, peers, received, *, column, start, num_ctas=None):
+def _move(kernel, matrices, places, peers, received, *, column, start):
     """Launches a kernel that moves matrices of experts; places: place_to_expert, and what else says where they are."""
     (num_own, *shape), first = matrices.shape, peers.in_group(0)
     numel, ranks = math.prod(shape), {"num_ranks": peers.num_ranks, "first_rank": first, "num_own": num_own}
     ranks |= {"first_expert": peers.in_group(peers.rank) * num_own}
     constants = _constants(numel, matrices.dtype, tuple(places[0].shape), (column, start), **ranks)
-    num_programs = min(NUM_PROGRAMS, ceil_div(numel, BLOCK))
-    grid = (num_programs if num_ctas is None else min(num_programs, num_ctas),)
+    grid = (min(NUM_PROGRAMS, ceil_div(numel, BLOCK)),)
     launch(kernel, grid, constants, *packed_and_table(matrices), *places, peers.bases, received)
 
 
@@ -204,9 +203,8 @@ def push_replicas_kernel(weight, table, place_to_expert, bases, received, SIZES:
                     tl.store(target + at, tl.load(source + at, mask=at < SIZES.width), mask=at < SIZES.width)
 
 
-def push_replicas(weight, place_to_expert, peers, received, *, column, start, num_ctas=None):
-    at = {"column": column, "start": start}
-    _move(push_replicas_kernel, weight, (place_to_expert,), peers, received, **at, num_ctas=num_ctas)
+def push_replicas(weight, place_to_expert, peers, received, *, column, start):
+    _move(push_replicas_kernel, weight, (place_to_expert,), peers, received, column=column, start=start)
 
 
 @fast_jit(["gradient"])

@@ -62,7 +62,7 @@ def choose_copies(topk_idx, block_starts, plan, block_counts):
     count_slots(plan.slot_to_copy, block_counts, num_experts=num_local * num_ranks, num_ranks=num_ranks)
 
 
-def push_replicas(weight, place_to_expert, peers, received, *, column, start, num_ctas=None):
+def push_replicas(weight, place_to_expert, peers, received, *, column, start):
     if int(received.min()) < 0:
         return
     num_own, *shape = weight.shape
