@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 BUDGETS: dict[str, tuple[int, int]] = {
     # lines of .py files, of docs those of .md files
-    "symmoe": (36_000, 39_629),
+    "symmoe": (36_000, 39_364),
     "tests": (42_000, 52_020),
     "docs": (4_000, 0),
     "kernels + tape": (15_000, 15_131),
@@ -25,7 +25,7 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "dispatch + combine": (1_500, 1_580),
     "grouped + moe + training": (6_900, 8_219),
     "checkpoint + integrations": (3_500, 4_085),
-    "tools + timeline": (2_700, 3_584),
+    "tools + timeline": (2_700, 3_319),
     # the fullest of all
     "files in one folder": (22, 0),
     "methods of SymmetricHeap": (30, 0),

@@ -42,14 +42,10 @@ class Reference:
         """The largest relative error of a step's results: of any row of y and dx, of dprobs, and of any dw."""
         index = self.token_index
         errors = [row_error(y[index], self.y), row_error(dx[index], self.dx)]
-        return largest([*errors, relative_error(dprobs[index], self.dprobs), self._weight_error(dw1, dw2)])
+        return largest([*errors, relative_error(dprobs[index], self.dprobs), self.weight_error(dw1, dw2)])
 
-    def experts_error(self, out: torch.Tensor, d_rows: torch.Tensor, dw1: torch.Tensor, dw2: torch.Tensor) -> float:
-        """The largest relative error of the experts' results: of rows before they are summed, and of any dw."""
-        pairs = [pair for e in self.experts for pair in ((out[e.rows], e.out), (d_rows[e.rows], e.d_rows))]
-        return largest([*(row_error(*pair) for pair in pairs), self._weight_error(dw1, dw2)])
-
-    def _weight_error(self, dw1: torch.Tensor, dw2: torch.Tensor) -> float:
+    def weight_error(self, dw1: torch.Tensor, dw2: torch.Tensor) -> float:
+        """The largest relative error of any dw."""
         pairs = [pair for e in self.experts for pair in ((dw1[e.local], e.dw1), (dw2[e.local], e.dw2))]
         return largest([relative_error(*pair) for pair in pairs])
 
