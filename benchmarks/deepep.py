@@ -18,6 +18,7 @@ import torch.distributed as dist
 from suites.figures import of_step
 from suites.layer import Step
 from suites.memory import step_record
+from suites.reference import Reference
 from suites.rows import LocalRows, Places
 from suites.timing import DIRECTIONS, Variant, in_steps, measure
 from torch.autograd.function import once_differentiable
@@ -28,10 +29,9 @@ from symmoe.tools.bench.command import command_line
 from symmoe.tools.bench.problem import DTYPE, Problem
 from symmoe.tools.bench.ranks import Ranks, join
 from symmoe.tools.bench.records import Record, case_record, machine, render, save, tflops
-from symmoe.tools.bench.reference import MAX_ERROR, Reference, row_error
 from symmoe.tools.bench.steps import times_in_a_row_ms
 from symmoe.tools.bench.stock_torch import torch_experts
-from symmoe.tools.bench.timing import Run
+from symmoe.tools.bench.timing import MAX_ERROR, Run, row_error
 
 NAME = "deepep"
 

@@ -18,9 +18,8 @@ from symmoe import kernels
 from symmoe.kernels.activation import Activation
 from symmoe.tools.bench.problem import DTYPE, Problem
 from symmoe.tools.bench.records import Record, case_record, tflops
-from symmoe.tools.bench.reference import MAX_ERROR, largest, relative_error
 from symmoe.tools.bench.stock_torch import STOCK, grouped_mm, swiglu
-from symmoe.tools.bench.timing import Run
+from symmoe.tools.bench.timing import MAX_ERROR, Run, largest, relative_error
 
 _SAMPLED_EXPERTS = 3
 _ACTIVATION = Activation()

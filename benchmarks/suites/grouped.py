@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from suites.figures import of_step
 from suites.gemm import groups_error, spans_of
 from suites.layer import Step
+from suites.reference import expert_outputs
 from suites.rows import LocalRows
 from suites.timing import Variant, in_steps, measure
 from suites.variants import E4M3_ERROR
@@ -32,9 +33,8 @@ from symmoe.precision.recipes import NVFP4, PRECISIONS, Recipe, precision_proble
 from symmoe.tools.bench.cases import Shape
 from symmoe.tools.bench.problem import DTYPE, Problem
 from symmoe.tools.bench.records import Record, case_record, median_ms, tflops
-from symmoe.tools.bench.reference import MAX_ERROR, expert_outputs
 from symmoe.tools.bench.stock_torch import grouped_mm, torch_experts
-from symmoe.tools.bench.timing import HostEvent, Run
+from symmoe.tools.bench.timing import MAX_ERROR, HostEvent, Run
 
 # Two layers of E2M1 numbers and their gradients, rounded stochastically, are off by 0.3.
 _E2M1_ERROR = 0.5

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from suites.reference import Reference
 from suites.timing import DIRECTIONS, Variant, in_steps, measure, plan_of
 from symmoe.grouped.experts import ExpertRows, ExpertsBackward, ExpertWeights, Hidden
 from symmoe.grouped.mlp import GroupedMLP
@@ -25,10 +26,9 @@ from symmoe.tools.bench import steps
 from symmoe.tools.bench.cases import Shape, config_of
 from symmoe.tools.bench.problem import Problem
 from symmoe.tools.bench.records import Record, case_record, median_ms, tflops
-from symmoe.tools.bench.reference import MAX_ERROR, Reference, largest, row_error
 from symmoe.tools.bench.steps import make_experts, stock_forward
 from symmoe.tools.bench.stock_torch import STOCK
-from symmoe.tools.bench.timing import Clock, Mark, Run
+from symmoe.tools.bench.timing import MAX_ERROR, Clock, Mark, Run, largest, row_error
 
 Forward = Callable[[], torch.Tensor]
 CEILING = "gemms alone"

@@ -25,9 +25,8 @@ from suites.timing import Variant, measure
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.tools.bench.problem import DTYPE, Problem
 from symmoe.tools.bench.records import Record, median_ms, new_record, rounded
-from symmoe.tools.bench.reference import MAX_ERROR, largest, relative_error
 from symmoe.tools.bench.stock_torch import grouped_mm, swiglu
-from symmoe.tools.bench.timing import Clock, HostEvent, Mark, Run
+from symmoe.tools.bench.timing import MAX_ERROR, Clock, HostEvent, Mark, Run, largest, relative_error
 
 GROUPS, HIDDEN, FFN, ROWS_PER_GROUP = 64, 128, 128, 16
 NUM_ROWS = GROUPS * ROWS_PER_GROUP

@@ -269,7 +269,7 @@ def test_a_wrong_kernel_of_a_module_is_not_timed(choice: str, kernel: str, monke
 def test_a_wrong_yardstick_is_not_timed(monkeypatch: pytest.MonkeyPatch):
     right = stock_torch.swiglu
     monkeypatch.setattr(stock_torch, "swiglu", lambda h, scale: right(h, scale * 1.1))
-    with pytest.raises(WrongResult, match="stock torch is wrong"):
+    with pytest.raises(WrongResult, match="layer is wrong"):
         cli.main(["bench", *SIZES])
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from symmoe.tools.bench.problem import Problem
+from symmoe.tools.bench.timing import largest, relative_error, row_error
 
-MAX_ERROR = 3e-2  # of bf16 steps, relative; the layers measured so far have up to 1e-2
 _SAMPLED_TOKENS = 4
 _SAMPLED_ROWS = 64
 _CHUNK_ROWS = 4096
@@ -48,25 +47,6 @@ class Reference:
         """The largest relative error of any dw."""
         pairs = [pair for e in self.experts for pair in ((dw1[e.local], e.dw1), (dw2[e.local], e.dw2))]
         return largest([relative_error(*pair) for pair in pairs])
-
-
-def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
-    """|got - expected| / |expected| (Euclidean); 0 for two zeros, infinite if only `expected` is zero."""
-    return row_error(got.reshape(1, -1), expected.reshape(1, -1))
-
-
-def row_error(got: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest relative error of any row of [., .]; 0 without rows."""
-    if not expected.numel():
-        return 0.0
-    difference = (got.detach().float() - expected.float()).norm(dim=1)
-    size = expected.float().norm(dim=1)
-    return float(torch.where((difference == 0) & (size == 0), 0.0, difference / size).max())
-
-
-def largest(errors: list[float]) -> float:
-    """The largest error; NaN if any is NaN."""
-    return float(np.max(errors)) if errors else 0.0
 
 
 def expert_outputs(x: torch.Tensor, probs: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
