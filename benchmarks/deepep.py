@@ -20,7 +20,7 @@ from suites.layer import Step
 from suites.memory import step_record
 from suites.reference import Reference
 from suites.rows import LocalRows, Places
-from suites.timing import DIRECTIONS, Variant, in_steps, measure
+from suites.timing import DIRECTIONS, Variant, align_ahead, in_steps, measure
 from torch.autograd.function import once_differentiable
 
 from symmoe.autograd import Context, Function
@@ -197,7 +197,7 @@ def trip_records(problem: Problem, trip: TripVariant, ranks: Ranks, repetitions:
     """
     suite, variant, moved_bytes = trip
     wire_bytes = int(ranks.largest(moved_bytes)) or None
-    times, errors = measure(Run(ranks, None, repetitions), [variant], align=ranks.align_ahead)
+    times, errors = measure(Run(ranks, None, repetitions), [variant], align=align_ahead)
     records = []
     for column, direction in enumerate(variant.directions):
         taken, error = times[variant.name][:, column], errors[variant.name]

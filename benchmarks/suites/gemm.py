@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from suites.rows import LocalRows
-from suites.timing import Variant, in_steps, measure
+from suites.timing import Variant, align_ahead, in_steps, measure
 from symmoe import kernels
 from symmoe.kernels.activation import Activation
 from symmoe.tools.bench.problem import DTYPE, Problem
@@ -54,9 +54,7 @@ def bench_gemm(problem: Problem, run: Run) -> list[Record]:
     spans = spans_of(LocalRows.of(problem))
     for name, product in products(problem).items():
         ours, stock = name, f"{name} {STOCK}"
-        times, errors = measure(
-            run, [_ours(ours, product, spans), _stock(stock, product, spans)], align=run.ranks.align_ahead
-        )
+        times, errors = measure(run, [_ours(ours, product, spans), _stock(stock, product, spans)], align=align_ahead)
         flops = 2 * product.products * problem.case.num_slots * problem.case.shape.hidden * problem.case.shape.ffn
         stock_tflops = tflops(flops, times[stock][:, 0])
         for variant, taken in times.items():

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from suites.reference import Reference
-from suites.timing import DIRECTIONS, Variant, in_steps, measure, plan_of
+from suites.rows import all_tokens, rows_of
+from suites.timing import DIRECTIONS, Variant, in_steps, measure, median_ms, plan_of
 from symmoe.grouped.experts import ExpertRows, ExpertsBackward, ExpertWeights, Hidden
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.kernels.activation import Activation
@@ -25,7 +26,7 @@ from symmoe.precision.recipes import Recipe
 from symmoe.tools.bench import steps
 from symmoe.tools.bench.cases import Shape, config_of
 from symmoe.tools.bench.problem import Problem
-from symmoe.tools.bench.records import Record, case_record, median_ms, tflops
+from symmoe.tools.bench.records import Record, case_record, tflops
 from symmoe.tools.bench.steps import make_experts, stock_forward
 from symmoe.tools.bench.stock_torch import STOCK
 from symmoe.tools.bench.timing import MAX_ERROR, Clock, Mark, Run, largest, row_error
@@ -175,9 +176,9 @@ def experts_only(problem: Problem, reference: Reference) -> Variant:
     Rows lie in the order of the experts, also if the layer gathers them: the best that the GEMMs could do. Local.
     """
     num_rows, splits = max(1, problem.num_rows), problem.routing.splits[problem.rank]
-    token, slot = (index.to(problem.device) for index in problem.routing.rows_of(problem.rank))
+    token, slot = (index.to(problem.device) for index in rows_of(problem.routing, problem.rank))
     row_range = torch.stack((splits.cumsum(0) - splits, splits.cumsum(0))).int().to(problem.device)
-    received, d_out, probs = problem.all_tokens
+    received, d_out, probs = all_tokens(problem)
     weights = ExpertWeights(problem.w1.detach(), None, problem.w2.detach(), None, Activation())
     rows = ExpertRows(received[token], row_range, probs.reshape(-1)[slot])
     d_out, kept = d_out[token], list[Hidden]()

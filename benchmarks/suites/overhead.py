@@ -21,10 +21,10 @@ import torch
 from torch import nn
 
 from suites.pointer_loading import LOADED, NUM_EXPERTS, pointer_variants, yardsticks
-from suites.timing import Variant, measure
+from suites.timing import Variant, measure, median_ms
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.tools.bench.problem import DTYPE, Problem
-from symmoe.tools.bench.records import Record, median_ms, new_record, rounded
+from symmoe.tools.bench.records import Record, new_record, rounded
 from symmoe.tools.bench.stock_torch import grouped_mm, swiglu
 from symmoe.tools.bench.timing import MAX_ERROR, Clock, HostEvent, Mark, Run, largest, relative_error
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from suites.timing import Variant, in_steps, measure
+from suites.timing import Variant, align_ahead, in_steps, measure
 from symmoe.errors import ArgumentError
 from symmoe.kernels import control
 from symmoe.symm_mem.heap import SymmetricHeap, nodes_of
@@ -69,9 +69,7 @@ def bench_rail(problem: Problem, run: Run) -> list[Record]:
     for name, (preset, num_bytes) in sizes.items():
         messages = Exchange(heap, num_bytes)
         call = in_steps(messages.begin, messages.move)
-        times, errors = measure(
-            run, [Variant(name, ("barrier", "exchange"), call, messages.verify)], align=run.ranks.align_ahead
-        )
+        times, errors = measure(run, [Variant(name, ("barrier", "exchange"), call, messages.verify)], align=align_ahead)
         ms, wire_bytes = times[name][:, 1], num_bytes * (heap.topology.num_nodes - 1)
         figures = {"wire_bytes": wire_bytes, "error": errors[name]}
         found.append(new_record(ms, variant=name, preset=preset, direction="forward", **figures, **known))

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from symmoe.tools.bench.problem import Problem
+from suites.rows import all_tokens, rows_of
+from symmoe.tools.bench.problem import Problem, Tokens
 from symmoe.tools.bench.timing import largest, relative_error, row_error
 
 _SAMPLED_TOKENS = 4
@@ -32,8 +33,10 @@ class Reference:
         count = min(_SAMPLED_TOKENS, problem.case.num_tokens)
         self.token_index = torch.linspace(0, problem.case.num_tokens - 1, count).long().to(problem.device)
         self.y, self.dx, self.dprobs = _tokens(problem, self.token_index)
-        splits = problem.routing.splits[problem.rank]
-        self.experts = [_expert(problem, local) for local in sorted({int(splits.argmax()), len(splits) - 1})]
+        splits, everything = problem.routing.splits[problem.rank], all_tokens(problem)
+        self.experts = [
+            _expert(problem, everything, local) for local in sorted({int(splits.argmax()), len(splits) - 1})
+        ]
 
     def step_error(
         self, y: torch.Tensor, dx: torch.Tensor, dprobs: torch.Tensor, dw1: torch.Tensor, dw2: torch.Tensor
@@ -71,15 +74,16 @@ def _tokens(problem: Problem, index: torch.Tensor) -> tuple[torch.Tensor, torch.
     return y, dx, dprobs
 
 
-def _expert(problem: Problem, local: int) -> ExpertReference:
-    counts, everything = problem.routing.splits[problem.rank], problem.all_tokens
+def _expert(problem: Problem, everything: Tokens, local: int) -> ExpertReference:
+    counts = problem.routing.splits[problem.rank]
     start, end = int(counts[:local].sum()), int(counts[: local + 1].sum())
     w1, w2 = (w.float().requires_grad_() for w in problem.weights_of(problem.first_expert + local))
     dw1, dw2 = torch.zeros_like(w1), torch.zeros_like(w2)
     first = (w1.new_zeros(0, w1.shape[1]), w1.new_zeros(0, w1.shape[1]))
+    received = rows_of(problem.routing, problem.rank)
     for chunk in range(start, end, _CHUNK_ROWS):
         rows = slice(chunk, min(chunk + _CHUNK_ROWS, end))
-        token, slot = (index[rows].to(problem.device) for index in problem.routing.rows_of(problem.rank))
+        token, slot = (index[rows].to(problem.device) for index in received)
         x = everything.x[token].float().requires_grad_()
         out = expert_outputs(x, everything.probs.reshape(-1)[slot], w1, w2)
         dx, *dw = torch.autograd.grad(out, (x, w1, w2), everything.dy[token].float())

@@ -8,9 +8,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
+import torch.distributed as dist
 
 from symmoe.dispatch.plan import Plan, make_plan
 from symmoe.tools.bench.problem import Problem
+from symmoe.tools.bench.ranks import Ranks
+from symmoe.tools.bench.records import rounded
 from symmoe.tools.bench.timing import WARM_UP, Clock, Mark, Run, clock_for, intervals_ms, largest_error
 
 DIRECTIONS = ("forward", "backward")
@@ -42,27 +46,40 @@ def in_steps(*steps: Callable[[], object]) -> Callable[[Clock], list[Mark]]:
     return call
 
 
+def align(ranks: Ranks) -> None:
+    """Makes later launches start at about the same time on all ranks. On GPUs the stream waits, not the host: steps can
+    follow each other without a pause."""
+    if ranks.num_ranks > 1 and ranks.device.type == "cuda":
+        dist.all_reduce(torch.zeros(1, device=ranks.device))
+    elif ranks.num_ranks > 1:
+        ranks.barrier()
+
+
+def align_ahead(ranks: Ranks) -> None:
+    """A head start for the host, then :func:`align`: for calls so short that launches would hide their time."""
+    ranks.head_start()
+    align(ranks)
+
+
 def measure(
     run: Run,
     variants: Sequence[Variant],
     *,
     clock: Clock | None = None,
-    align: Callable[[], None] | None = None,
+    align: Callable[[Ranks], None] = align,
     block: int = BLOCK,
 ) -> tuple[dict[str, npt.NDArray[np.float64]], dict[str, float]]:
     """(milliseconds [repetitions, directions], the largest of all ranks, relative error) of every variant, by name.
     Collective. Raises WrongResult on every rank if one is wrong on any.
 
     Args:
-        align: runs before every call; None is `ranks.align`. `ranks.align_ahead` is for calls that are so short that
-            launches would hide their time.
+        align: runs before every call.
     """
     ranks, clock = run.ranks, clock or clock_for(run.ranks.device)
     errors = {v.name: largest_error(v.name, v.verify(), v.max_error, ranks) for v in variants}
-    align = align or ranks.align
     for variant in variants:
         for _ in range(WARM_UP):
-            align()
+            align(ranks)
             variant.call(clock)
     times: dict[str, list[list[float]]] = {variant.name: [] for variant in variants}
     for first in range(0, run.repetitions, block):
@@ -74,13 +91,18 @@ def measure(
                 marks = taken[variant.name]
                 if variant.reuses_marks and marks:
                     times[variant.name].append(intervals_ms(marks.pop()))
-                align()
+                align(ranks)
                 marks.append(variant.call(clock))
         for name, marks in taken.items():
             times[name] += map(intervals_ms, marks)
     ranks.barrier()
     own = {v.name: np.array(times[v.name])[:, : len(v.directions)] for v in variants}
     return {name: ranks.gather(taken).max(axis=0) for name, taken in own.items()}, errors
+
+
+def median_ms(times_ms: npt.NDArray[np.float64]) -> float:
+    """The median of all repetitions."""
+    return rounded(float(np.median(times_ms)))
 
 
 def plan_of(run: Run, problem: Problem, capacity: int | None = None) -> Plan:

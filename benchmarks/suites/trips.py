@@ -15,7 +15,7 @@ import torch
 
 from suites.figures import combine_bytes, dispatch_bytes, wire_bytes
 from suites.rows import LocalRows, Places
-from suites.timing import DIRECTIONS, Variant, in_steps, measure, plan_of
+from suites.timing import DIRECTIONS, Variant, align_ahead, in_steps, measure, median_ms, plan_of
 from symmoe.combine.trip import Collection, combine
 from symmoe.dispatch.plan import Plan
 from symmoe.dispatch.trip import dispatch
@@ -26,7 +26,7 @@ from symmoe.precision.wire import WireFormat
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.tools.bench.problem import DTYPE, Problem
 from symmoe.tools.bench.ranks import Ranks
-from symmoe.tools.bench.records import Record, case_record, gbs, median_ms
+from symmoe.tools.bench.records import Record, case_record, gbs
 from symmoe.tools.bench.stock_torch import STOCK, all_to_all, plan_exchange
 from symmoe.tools.bench.timing import Run
 
@@ -39,7 +39,7 @@ def bench_plan(problem: Problem, run: Run) -> list[Record]:
     """make_plan with exact capacity, which the host waits for, and with static capacity."""
     capacities = {"exact": None, "static": problem.static_capacity}
     variants = [_plan_variant(name, problem, run, capacity) for name, capacity in capacities.items()]
-    times, errors = measure(run, variants, align=run.ranks.align_ahead)
+    times, errors = measure(run, variants, align=align_ahead)
     return [
         case_record(problem, "plan", name, "forward", taken[:, 0], error=errors[name]) for name, taken in times.items()
     ]
@@ -63,7 +63,7 @@ def bench_dispatch(problem: Problem, run: Run) -> list[Record]:
                 for layout, buffer in buffers.items()
             ]
             copies |= {variant.name: "copy, float8-block" for variant in variants[2:]}
-        times, errors = measure(run, [*variants, *_yardsticks(problem, run, sent, stack)], align=run.ranks.align_ahead)
+        times, errors = measure(run, [*variants, *_yardsticks(problem, run, sent, stack)], align=align_ahead)
     moved = {name: sent[copy] for name, copy in copies.items()} | sent
     return _records("dispatch", problem, run, times, errors, moved, copies)
 
@@ -80,7 +80,7 @@ def bench_combine(problem: Problem, run: Run) -> list[Record]:
         variants = [_combine_variant(problem, run, plan, rows, order) for order in received]
         # What comes to this rank from r is what a copy that pushes writes on r: the matrix is transposed.
         sent = {f"copy {order}": run.ranks.gather(each)[:, run.ranks.rank].copy() for order, each in received.items()}
-        times, errors = measure(run, [*variants, *_yardsticks(problem, run, sent, stack)], align=run.ranks.align_ahead)
+        times, errors = measure(run, [*variants, *_yardsticks(problem, run, sent, stack)], align=align_ahead)
     moved = {f"order={order}": each for order, each in received.items()} | sent
     copies = {f"order={order}": f"copy {order}" for order in received}
     return _records("combine", problem, run, times, errors, moved, copies)

@@ -19,7 +19,7 @@ import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TypedDict
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -192,17 +192,7 @@ CONFIG_BITS = 48
 MAX_HIDDEN = (1 << CALL_FIELDS["hidden"]) - 1
 
 
-class CallFields(TypedDict, total=False):
-    """Values of CALL_FIELDS, except the phase; those that are not given are 0."""
-
-    order: int
-    gradients: int
-    probs: int
-    dtype: int
-    hidden: int
-    layout: int
-    schedule: int
-    plan: int
+CallFields = dict[str, Any]  # values of CALL_FIELDS, except the phase; those that are not given are 0
 
 
 def gradients_index(*, x: bool, probs: bool) -> int:

@@ -13,7 +13,7 @@ import torch
 from cluster import run_on
 from suites.layer import CEILING, Choice, bench_layer, experts_only
 from suites.reference import Reference
-from suites.rows import Places, packed_rows_of
+from suites.rows import Places, packed_rows_of, rows_of
 from suites.timing import Variant, measure
 
 from symmoe import GroupedMLP, SymmetricHeap, cli
@@ -79,7 +79,7 @@ def test_routing_of_a_hand_made_case():
     places = Places.of(routing)
     assert places.slot_to_row.tolist() == [[[1, 0], [0, 2]], [[2, 1], [3, 3]]]
     assert places.slot_to_rank.tolist() == [[[0, 0], [1, 1]], [[0, 1], [0, 1]]]
-    tokens, slots = routing.rows_of(0)
+    tokens, slots = rows_of(routing, 0)
     assert (tokens.tolist(), slots.tolist()) == ([0, 0, 2, 3], [1, 0, 4, 6])
     packed, row_to_packed = packed_rows_of(routing, 0)
     assert (packed.tolist(), row_to_packed.tolist()) == ([0, 2, 3], [0, 0, 1, 2])
@@ -112,9 +112,8 @@ def test_variants_take_turns_after_a_warm_up():
     log: list[str] = []
     ranks = Ranks(CPU)
     ranks.barrier = lambda: log.append("barrier")
-    ranks.align = lambda: log.append("align")
     variants = [listed(name, log, list(range(100))) for name in "ab"]
-    times, _ = measure(Run(ranks, None, 5), variants, block=3)
+    times, _ = measure(Run(ranks, None, 5), variants, align=lambda _: log.append("align"), block=3)
     assert log[: 4 * WARM_UP] == ["align", "a"] * WARM_UP + ["align", "b"] * WARM_UP
     blocks = " ".join(log[4 * WARM_UP :]).split("barrier")
     assert [block.split()[::2] for block in blocks] == [[], ["align"] * 6, ["align"] * 4, []]
