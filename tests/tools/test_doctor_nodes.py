@@ -1,7 +1,6 @@
 """`symmoe doctor --nodes`: nodes made by hand, each with one thing wrong; virtual nodes of this machine."""
 
 import contextlib
-import dataclasses
 import json
 import os
 import time
@@ -53,7 +52,7 @@ def ranks(on: Any = range(4), **other: Any) -> list[Facts]:
     for rank in range(4):
         node = rank // 2
         known: dict[str, Any] = {"host": f"host-{node}", "machine": f"machine-{node}", "domain": f"machine-{node}"}
-        known |= {"endpoint": Endpoint("eth0", f"10.0.0.{node + 1}", 40000 + rank), "nccl": 22809, "launch_order": "1"}
+        known |= {"endpoint": Endpoint("eth0", f"10.0.0.{node + 1}", 40000 + rank), "launch_order": "1"}
         known |= {"versions": {"symmoe": "0.1.0", "torch": "2.11.0+cu130"}, "gpu": "NVIDIA H200"}
         known |= {"nics_up": ["mlx5_0 (InfiniBand, 400 Gb/sec (4X NDR))", "mlx5_1"]}
         found.append(Facts(**known | (other if rank in on else {})))
@@ -114,7 +113,6 @@ WRONG: dict[str, tuple[list[Finding], str, str, str]] = {  # findings; level and
         "and 1 more", "let the firewall pass"),
     "orders that differ": (everything(ranks([3], launch_order="")), "note",
         "NCCL_LAUNCH_ORDER_IMPLICIT=1 is not set on ranks 3", "export NCCL_LAUNCH_ORDER_IMPLICIT=1"),
-    "an old NCCL": (everything(ranks(nccl=22505)), "note", "NCCL of ranks 0-3 is older than 2.26", "newer NCCL"),
     "a slow rail": (everything(ranks(), exchanged(48.0, 20.0, 48.0, 49.0)), "note",
         "rail 1 is slow: 20 GB/s at rank 1 on node 0, the median rail has 34", "ibstat"),
     "a rank that does not answer": (everything(ranks(), FAILED), "problem",
@@ -131,7 +129,7 @@ def test_what_is_wrong_is_one_finding_with_what_helps(name: str):
 
 
 def test_what_is_fine():
-    cpus = everything(ranks(gpu="", nics_up=[], launch_order="", nccl=0))
+    cpus = everything(ranks(gpu="", nics_up=[], launch_order=""))
     assert wrong(cpus) == []
     assert {each.subject: each.text for each in cpus}["nics"] == "host-0, host-1: no RDMA NIC"
     assert "(virtual nodes of 1 machine)" in check_nodes(ranks(machine="one"), TWO_BY_TWO)[-1].text
@@ -161,11 +159,10 @@ def test_a_rank_with_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(f"torch.cuda.{name}", function)
     place = doctor_nodes.find_place(None)
     monkeypatch.setattr(doctor_nodes, "find_place", lambda uuid: asked.append(uuid) or place)
-    monkeypatch.setattr(doctor_nodes, "Nccl", lambda: dataclasses.make_dataclass("Library", ["version"])(22809))
     variables, endpoint = {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}, Endpoint("lo", "127.0.0.1", 1)
     facts = [read_facts(local, variables, endpoint, "") for local in (0, 2)]
-    assert (facts[0].gpu, facts[0].nccl, facts[0].launch_order) == ("NVIDIA H200", 22809, "1")
-    assert (facts[1].gpu, facts[1].nccl) == ("", 0)  # more ranks than GPUs
+    assert (facts[0].gpu, facts[0].launch_order) == ("NVIDIA H200", "1")
+    assert facts[1].gpu == ""  # more ranks than GPUs
     assert asked == ["GPU-22222222-bbbb", None]
 
 

@@ -31,7 +31,6 @@ from symmoe.tools.doctor.gpus import ask, read_gpus
 from symmoe.tools.doctor.versions import read_versions
 
 LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
-_KNOWS_LAUNCH_ORDER = 22600  # the NCCL that has it, 2.26
 _WAIT_S = 90.0  # for other ranks, each time
 _REACH_S = 10.0  # for connections: three tries, as Linux does them
 _CONNECT_S = 30.0
@@ -49,7 +48,6 @@ class Facts:
     endpoint: Endpoint  # where gloo listens
     problem: str = ""  # why it cannot
     versions: Mapping[str, str]
-    nccl: int = 0  # as NCCL numbers its versions
     gpu: str = ""  # name of its GPU
     nics_up: Sequence[str] = ()  # RDMA devices of its machine that have a link
     nics_down: Sequence[str] = ()
@@ -167,11 +165,9 @@ def examine_nodes(
 
 def read_facts(local_rank: int, environment: Mapping[str, str], endpoint: Endpoint, problem: str) -> Facts:
     """What this rank has to say."""
-    smi, nccl = ask(), 0
+    smi = ask()
     gpu = next(iter(read_gpus(smi).gpus[local_rank:]), None)
     index = None if gpu is None else smi.index_of(gpu)
-    with contextlib.suppress(BackendUnavailable):
-        nccl = Nccl().version if gpu is not None else 0
     place = find_place(None if index is None else smi.devices[index]["uuid"])
     installed, nics = read_versions().installed, read_nics()
     return Facts(
@@ -181,7 +177,6 @@ def read_facts(local_rank: int, environment: Mapping[str, str], endpoint: Endpoi
         endpoint=endpoint,
         problem=problem,
         versions={name: installed[name] for name in ("symmoe", "torch") if name in installed},
-        nccl=nccl,
         gpu=gpu.name if gpu is not None else "",
         nics_up=[name for name, is_up in nics.items() if is_up],
         nics_down=[name for name, is_up in nics.items() if not is_up],
@@ -298,9 +293,6 @@ def _check_nccl(facts: Sequence[Facts], topology: Topology) -> Iterator[Said]:
         text = f"{LAUNCH_ORDER}=1 is not set on ranks {listed(unordered)}: where FSDP or DDP run at the same time as "
         text += "rails, GPUs may start the two communicators in different orders, and wait for each other"
         yield "note", text, f"export {LAUNCH_ORDER}=1 on every node"
-    elif old := [rank for rank in on_gpus if facts[rank].nccl < _KNOWS_LAUNCH_ORDER]:
-        text = f"NCCL of ranks {listed(old)} is older than 2.26, and does not know {LAUNCH_ORDER}"
-        yield "note", text, "a torch with a newer NCCL: 2.11 brings 2.28"
 
 
 @about("rails")
