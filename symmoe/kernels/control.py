@@ -225,24 +225,18 @@ def config_of(call: int) -> int:
 
 @dataclass(frozen=True)
 class ControlLayout:
-    """Byte offsets of the control block's parts for `num_ranks` ranks of a node.
-
-    Attributes:
-        num_sources: ranks of the group, which have a row each in the count table; None: those of the node.
-        num_rows, table_stride_bytes: of one half of the count table.
-        row_words: int32 words of one of its rows, a multiple of 16 so that rows stay aligned to 64 bytes.
-    """
+    """Byte offsets of the control block's parts for `num_ranks` ranks of a node."""
 
     num_ranks: int
-    num_sources: int | None = None
+    num_sources: int | None = None  # ranks of the group, with a row each in the count table; None: those of the node
     counters: int = field(init=False, default=0)
     mailbox: int = field(init=False, default=512)
     signals: int = field(init=False)
     fault_inbox: int = field(init=False)
     count_table: int = field(init=False)
-    num_rows: int = field(init=False)
-    row_words: int = field(init=False)
-    table_stride_bytes: int = field(init=False)
+    num_rows: int = field(init=False)  # of one half of the count table
+    row_words: int = field(init=False)  # int32 of one of its rows, a multiple of 16: rows stay aligned to 64 bytes
+    table_stride_bytes: int = field(init=False)  # of one half
     num_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -260,23 +254,14 @@ class ControlLayout:
 
 @dataclass(frozen=True)
 class Peers:
-    """Every rank's arena as kernels see it, of a node if the group spans several.
+    """Every rank's arena as kernels see it, of a node if the group spans several."""
 
-    Attributes:
-        rank: this rank in the node.
-        num_ranks: R.
-        bases: int64[R] on the heap's device, the address of each rank's arena in this process.
-        views: each rank's arena as a uint8 tensor in this process.
-        layout: where the parts of the control block lie.
-        group_ranks: the ranks of the node in the EP group; (): the group is on one node.
-    """
-
-    rank: int
-    num_ranks: int
-    bases: torch.Tensor
-    views: tuple[torch.Tensor, ...]
-    layout: ControlLayout
-    group_ranks: tuple[int, ...] = ()
+    rank: int  # this rank in the node
+    num_ranks: int  # R
+    bases: torch.Tensor  # int64[R] on the heap's device, the address of each rank's arena in this process
+    views: tuple[torch.Tensor, ...]  # each rank's arena as a uint8 tensor in this process
+    layout: ControlLayout  # where the parts of the control block lie
+    group_ranks: tuple[int, ...] = ()  # the ranks of the node in the EP group; (): the group is on one node
 
     def in_group(self, rank: int) -> int:
         """A rank of the node as a rank of the EP group; a negative one stays as it is."""
