@@ -16,21 +16,22 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 from suites.figures import of_step
+from suites.layer import Step
 from suites.memory import step_record
+from suites.reference import Reference
 from suites.rows import LocalRows, Places
+from suites.timing import DIRECTIONS, Variant, align_ahead, in_steps, measure
 from torch.autograd.function import once_differentiable
 
 from symmoe.autograd import Context, Function
 from symmoe.tools.bench.cases import SKEWS, Case, add_shape_arguments, shapes_of
 from symmoe.tools.bench.command import command_line
-from symmoe.tools.bench.layer import Step
 from symmoe.tools.bench.problem import DTYPE, Problem
 from symmoe.tools.bench.ranks import Ranks, join
 from symmoe.tools.bench.records import Record, case_record, machine, render, save, tflops
-from symmoe.tools.bench.reference import MAX_ERROR, Reference, row_error
 from symmoe.tools.bench.steps import times_in_a_row_ms
 from symmoe.tools.bench.stock_torch import torch_experts
-from symmoe.tools.bench.timing import DIRECTIONS, Run, Variant, in_steps
+from symmoe.tools.bench.timing import MAX_ERROR, Run, row_error
 
 NAME = "deepep"
 
@@ -196,7 +197,7 @@ def trip_records(problem: Problem, trip: TripVariant, ranks: Ranks, repetitions:
     """
     suite, variant, moved_bytes = trip
     wire_bytes = int(ranks.largest(moved_bytes)) or None
-    times, errors = Run(ranks, None, repetitions).measure([variant], align=ranks.align_ahead)
+    times, errors = measure(Run(ranks, None, repetitions), [variant], align=align_ahead)
     records = []
     for column, direction in enumerate(variant.directions):
         taken, error = times[variant.name][:, column], errors[variant.name]

@@ -11,14 +11,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from suites.layer import Choice
+from suites.timing import DIRECTIONS, Variant, plan_of
 from symmoe.dispatch.plan import Plan
 from symmoe.symm_mem.heap import SymmetricHeap
-from symmoe.tools.bench.layer import Choice
 from symmoe.tools.bench.problem import DTYPE, Problem
 from symmoe.tools.bench.ranks import Ranks
 from symmoe.tools.bench.records import Record
 from symmoe.tools.bench.steps import host_figures
-from symmoe.tools.bench.timing import DIRECTIONS, Run, Variant, clock_for
+from symmoe.tools.bench.timing import Run, clock_for
 
 Step = Callable[[], object]
 _TRACED = "traced step"
@@ -37,7 +38,7 @@ def of_choice(problem: Problem, run: Run, choice: Choice, variant: Variant) -> t
         meter = MemoryMeter(run.ranks.device, run.heap)
         variant.call(clock_for(run.ranks.device))
         memory = meter.peak()
-    plan, config, found = run.plan(problem), choice.config(problem.case.shape), []
+    plan, config, found = plan_of(run, problem), choice.config(problem.case.shape), []
     for direction in DIRECTIONS:
         # Rows that leave a rank in dispatch and arrive in combine.
         sent = dispatch_bytes(plan, config.sent_row_bytes(direction, DTYPE.itemsize))

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 import torch
 
 from suites.rows import LocalRows
+from suites.timing import Variant, align_ahead, in_steps, measure
 from symmoe import kernels
 from symmoe.kernels.activation import Activation
 from symmoe.tools.bench.problem import DTYPE, Problem
 from symmoe.tools.bench.records import Record, case_record, tflops
-from symmoe.tools.bench.reference import MAX_ERROR, largest, relative_error
 from symmoe.tools.bench.stock_torch import STOCK, grouped_mm, swiglu
-from symmoe.tools.bench.timing import Run, Variant, in_steps
+from symmoe.tools.bench.timing import MAX_ERROR, Run, largest, relative_error
 
 _SAMPLED_EXPERTS = 3
 _ACTIVATION = Activation()
@@ -54,9 +54,7 @@ def bench_gemm(problem: Problem, run: Run) -> list[Record]:
     spans = spans_of(LocalRows.of(problem))
     for name, product in products(problem).items():
         ours, stock = name, f"{name} {STOCK}"
-        times, errors = run.measure(
-            [_ours(ours, product, spans), _stock(stock, product, spans)], align=run.ranks.align_ahead
-        )
+        times, errors = measure(run, [_ours(ours, product, spans), _stock(stock, product, spans)], align=align_ahead)
         flops = 2 * product.products * problem.case.num_slots * problem.case.shape.hidden * problem.case.shape.ffn
         stock_tflops = tflops(flops, times[stock][:, 0])
         for variant, taken in times.items():

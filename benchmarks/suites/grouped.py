@@ -21,19 +21,20 @@ from torch.utils._pytree import tree_leaves
 
 from suites.figures import of_step
 from suites.gemm import groups_error, spans_of
+from suites.layer import Step
+from suites.reference import expert_outputs
 from suites.rows import LocalRows
+from suites.timing import Variant, in_steps, measure, median_ms
 from suites.variants import E4M3_ERROR
 from symmoe.grouped.linear import GroupedLinear
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.grouped.rows_function import Splits
 from symmoe.precision.recipes import NVFP4, PRECISIONS, Recipe, precision_problem
 from symmoe.tools.bench.cases import Shape
-from symmoe.tools.bench.layer import Step
 from symmoe.tools.bench.problem import DTYPE, Problem
-from symmoe.tools.bench.records import Record, case_record, median_ms, tflops
-from symmoe.tools.bench.reference import MAX_ERROR, expert_outputs
+from symmoe.tools.bench.records import Record, case_record, tflops
 from symmoe.tools.bench.stock_torch import grouped_mm, torch_experts
-from symmoe.tools.bench.timing import HostEvent, Run, Variant, in_steps
+from symmoe.tools.bench.timing import MAX_ERROR, HostEvent, Run
 
 # Two layers of E2M1 numbers and their gradients, rounded stochastically, are off by 0.3.
 _E2M1_ERROR = 0.5
@@ -167,7 +168,7 @@ def bench_grouped(problem: Problem, run: Run) -> list[Record]:
 def _bench(layer: Layer, problem: Problem, run: Run) -> list[Record]:
     ours, skipped = _ours(layer, problem.case.shape)
     others, unusable = _others(layer)
-    times, errors = run.measure([*(variant for variant, _ in ours.values()), *others.values()])
+    times, errors = measure(run, [*(variant for variant, _ in ours.values()), *others.values()])
     stock = times.get(_stock_name(layer))
     records = []
     for name, (variant, about) in (ours | {name: (variant, {}) for name, variant in others.items()}).items():

@@ -12,15 +12,16 @@ import numpy as np
 import torch
 
 from suites.figures import MemoryMeter
+from suites.layer import Step, stock_step
+from suites.reference import Reference
 from symmoe.moe.layer import MoELayer
 from symmoe.moe.routed_experts import RoutedExperts
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.tools.bench.cases import config_of
-from symmoe.tools.bench.layer import Step, make_experts, stock_step
 from symmoe.tools.bench.problem import DTYPE, Problem
 from symmoe.tools.bench.ranks import Ranks
 from symmoe.tools.bench.records import Record, case_record
-from symmoe.tools.bench.reference import Reference
+from symmoe.tools.bench.steps import make_experts
 from symmoe.tools.bench.timing import WARM_UP, Run, largest_error
 
 _LAYERS = {"layer": "auto", "layer, packed": "packed"}  # by name, the layout

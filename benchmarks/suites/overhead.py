@@ -21,12 +21,12 @@ import torch
 from torch import nn
 
 from suites.pointer_loading import LOADED, NUM_EXPERTS, pointer_variants, yardsticks
+from suites.timing import Variant, measure, median_ms
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.tools.bench.problem import DTYPE, Problem
-from symmoe.tools.bench.records import Record, median_ms, new_record, rounded
-from symmoe.tools.bench.reference import MAX_ERROR, largest, relative_error
+from symmoe.tools.bench.records import Record, new_record, rounded
 from symmoe.tools.bench.stock_torch import grouped_mm, swiglu
-from symmoe.tools.bench.timing import Clock, HostEvent, Mark, Run, Variant
+from symmoe.tools.bench.timing import MAX_ERROR, Clock, HostEvent, Mark, Run, largest, relative_error
 
 GROUPS, HIDDEN, FFN, ROWS_PER_GROUP = 64, 128, 128, 16
 NUM_ROWS = GROUPS * ROWS_PER_GROUP
@@ -105,7 +105,7 @@ def _in_a_row_us(variant: Variant, run: Run, num_calls: int) -> float:
 
 def _time(run: Run, variants: Sequence[Variant], others: Sequence[str], num_groups: int) -> list[Record]:
     """others: variants that are not ours; the first is what ours are compared with."""
-    times, errors = run.measure(variants, clock=HostEvent, block=BLOCK)
+    times, errors = measure(run, variants, clock=HostEvent, block=BLOCK)
     records = []
     for variant in variants:
         for column, direction in enumerate(variant.directions):

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from suites.timing import Variant, in_steps
 from symmoe.grouped.pointers import (
     PackedPointers,
     Swizzle,
@@ -19,7 +20,6 @@ from symmoe.grouped.pointers import (
     copy_host_to_device,
     pack_weight_ptrs,
 )
-from symmoe.tools.bench.timing import Variant, in_steps
 
 NUM_EXPERTS = (8, 64, 256)
 # Layout, elements in a byte of data, elements that share a scale.

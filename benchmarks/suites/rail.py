@@ -13,12 +13,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from suites.timing import Variant, align_ahead, in_steps, measure
 from symmoe.errors import ArgumentError
 from symmoe.kernels import control
 from symmoe.symm_mem.heap import SymmetricHeap, nodes_of
 from symmoe.tools.bench.problem import DTYPE, Problem
 from symmoe.tools.bench.records import Record, new_record
-from symmoe.tools.bench.timing import Run, Variant, in_steps
+from symmoe.tools.bench.timing import Run
 
 SIZES = {"64 KiB": 1 << 16, "1 MiB": 1 << 20, "16 MiB": 1 << 24, "64 MiB": 1 << 26}
 PHASE = control.PHASE_NODES_OUT
@@ -68,9 +69,7 @@ def bench_rail(problem: Problem, run: Run) -> list[Record]:
     for name, (preset, num_bytes) in sizes.items():
         messages = Exchange(heap, num_bytes)
         call = in_steps(messages.begin, messages.move)
-        times, errors = run.measure(
-            [Variant(name, ("barrier", "exchange"), call, messages.verify)], align=run.ranks.align_ahead
-        )
+        times, errors = measure(run, [Variant(name, ("barrier", "exchange"), call, messages.verify)], align=align_ahead)
         ms, wire_bytes = times[name][:, 1], num_bytes * (heap.topology.num_nodes - 1)
         figures = {"wire_bytes": wire_bytes, "error": errors[name]}
         found.append(new_record(ms, variant=name, preset=preset, direction="forward", **figures, **known))

@@ -9,7 +9,23 @@ from typing import NamedTuple
 
 import torch
 
-from symmoe.tools.bench.problem import Problem, Routing
+from symmoe.tools.bench.problem import Problem, Routing, Tokens
+
+
+def order_of(routing: Routing) -> torch.Tensor:
+    """Slots of all ranks [R * T * K] as rows lie."""
+    return routing.topk_idx.reshape(-1).argsort(stable=True)
+
+
+def rows_of(routing: Routing, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(token, slot) of every row of a rank: int64 [N], counted over all ranks' tokens [R * T] and slots."""
+    slots = order_of(routing).split(routing.num_rows)[rank]
+    return slots // routing.topk_idx.shape[2], slots
+
+
+def all_tokens(problem: Problem) -> Tokens:
+    """Every rank's tokens, [R * T, .]."""
+    return Tokens(*map(torch.cat, zip(*map(problem.tokens_of, range(problem.num_ranks)), strict=True)))
 
 
 class Places(NamedTuple):
@@ -24,8 +40,8 @@ class Places(NamedTuple):
     def of(cls, routing: Routing) -> Places:
         num_ranks, experts_per_rank = routing.splits.shape
         slot_to_rank = routing.topk_idx // experts_per_rank
-        place = torch.empty_like(routing.order)
-        place[routing.order] = torch.arange(place.numel())
+        place = torch.empty_like(order := order_of(routing))
+        place[order] = torch.arange(place.numel())
         first_row = torch.tensor([0, *routing.num_rows]).cumsum(0)
         slot_to_row = place.view_as(slot_to_rank) - first_row[slot_to_rank]
         goes_to = torch.stack([(slot_to_rank == rank).any(2) for rank in range(num_ranks)], dim=2)
@@ -36,7 +52,7 @@ def packed_rows_of(routing: Routing, rank: int) -> tuple[torch.Tensor, torch.Ten
     """The token of every packed row of a rank, int64 [P], and the packed row of every row, int64 [N]."""
     arrives = Places.of(routing).goes_to[:, :, rank].reshape(-1)
     token_to_packed = arrives.cumsum(0) - 1
-    return arrives.nonzero().squeeze(1), token_to_packed[routing.rows_of(rank)[0]]
+    return arrives.nonzero().squeeze(1), token_to_packed[rows_of(routing, rank)[0]]
 
 
 class LocalRows(NamedTuple):
@@ -51,7 +67,7 @@ class LocalRows(NamedTuple):
 
     @classmethod
     def of(cls, problem: Problem) -> LocalRows:
-        routing, rank, tokens = problem.routing, problem.rank, problem.all_tokens
+        routing, rank, tokens = problem.routing, problem.rank, all_tokens(problem)
         token_of_packed, row_to_packed = (each.to(problem.device) for each in packed_rows_of(routing, rank))
         ends = routing.splits[rank].cumsum(0)
         return cls(
@@ -59,5 +75,5 @@ class LocalRows(NamedTuple):
             d_packed=tokens.dy[token_of_packed],
             row_to_packed_row=row_to_packed.int(),
             row_range=torch.stack((ends - routing.splits[rank], ends)).int().to(problem.device),
-            row_probs=tokens.probs.reshape(-1)[routing.rows_of(rank)[1].to(problem.device)],
+            row_probs=tokens.probs.reshape(-1)[rows_of(routing, rank)[1].to(problem.device)],
         )

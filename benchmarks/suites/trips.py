@@ -15,6 +15,7 @@ import torch
 
 from suites.figures import combine_bytes, dispatch_bytes, wire_bytes
 from suites.rows import LocalRows, Places
+from suites.timing import DIRECTIONS, Variant, align_ahead, in_steps, measure, median_ms, plan_of
 from symmoe.combine.trip import Collection, combine
 from symmoe.dispatch.plan import Plan
 from symmoe.dispatch.trip import dispatch
@@ -25,9 +26,9 @@ from symmoe.precision.wire import WireFormat
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.tools.bench.problem import DTYPE, Problem
 from symmoe.tools.bench.ranks import Ranks
-from symmoe.tools.bench.records import Record, case_record, gbs, median_ms
+from symmoe.tools.bench.records import Record, case_record, gbs
 from symmoe.tools.bench.stock_torch import STOCK, all_to_all, plan_exchange
-from symmoe.tools.bench.timing import DIRECTIONS, Run, Variant, in_steps
+from symmoe.tools.bench.timing import Run
 
 FP8 = Float8Block()
 Times = dict[str, npt.NDArray[np.float64]]  # by variant, milliseconds [repetitions, directions]
@@ -38,7 +39,7 @@ def bench_plan(problem: Problem, run: Run) -> list[Record]:
     """make_plan with exact capacity, which the host waits for, and with static capacity."""
     capacities = {"exact": None, "static": problem.static_capacity}
     variants = [_plan_variant(name, problem, run, capacity) for name, capacity in capacities.items()]
-    times, errors = run.measure(variants, align=run.ranks.align_ahead)
+    times, errors = measure(run, variants, align=align_ahead)
     return [
         case_record(problem, "plan", name, "forward", taken[:, 0], error=errors[name]) for name, taken in times.items()
     ]
@@ -46,7 +47,7 @@ def bench_plan(problem: Problem, run: Run) -> list[Record]:
 
 def bench_dispatch(problem: Problem, run: Run) -> list[Record]:
     """Both layouts; forward with slots and probs, backward only rows. In bf16, and quantised by the sender."""
-    hidden, plan = problem.case.shape.hidden, run.plan(problem)
+    hidden, plan = problem.case.shape.hidden, plan_of(run, problem)
     sent = {"copy": dispatch_bytes(plan, hidden * DTYPE.itemsize)}
     with ExitStack() as stack:
         packed = stack.enter_context(run.heap.lease((plan.packed_row_capacity, hidden), DTYPE, name="packed")).tensor
@@ -62,14 +63,14 @@ def bench_dispatch(problem: Problem, run: Run) -> list[Record]:
                 for layout, buffer in buffers.items()
             ]
             copies |= {variant.name: "copy, float8-block" for variant in variants[2:]}
-        times, errors = run.measure([*variants, *_yardsticks(problem, run, sent, stack)], align=run.ranks.align_ahead)
+        times, errors = measure(run, [*variants, *_yardsticks(problem, run, sent, stack)], align=align_ahead)
     moved = {name: sent[copy] for name, copy in copies.items()} | sent
     return _records("dispatch", problem, run, times, errors, moved, copies)
 
 
 def bench_combine(problem: Problem, run: Run) -> list[Record]:
     """Both orders; forward only rows, backward with a value per row."""
-    hidden, plan = problem.case.shape.hidden, run.plan(problem)
+    hidden, plan = problem.case.shape.hidden, plan_of(run, problem)
     received = {order: combine_bytes(plan, order, hidden * DTYPE.itemsize) for order in ("rank", "slot")}
     with ExitStack() as stack:
         rows = stack.enter_context(run.heap.lease((plan.row_capacity, hidden), DTYPE, name="rows")).tensor
@@ -79,7 +80,7 @@ def bench_combine(problem: Problem, run: Run) -> list[Record]:
         variants = [_combine_variant(problem, run, plan, rows, order) for order in received]
         # What comes to this rank from r is what a copy that pushes writes on r: the matrix is transposed.
         sent = {f"copy {order}": run.ranks.gather(each)[:, run.ranks.rank].copy() for order, each in received.items()}
-        times, errors = run.measure([*variants, *_yardsticks(problem, run, sent, stack)], align=run.ranks.align_ahead)
+        times, errors = measure(run, [*variants, *_yardsticks(problem, run, sent, stack)], align=align_ahead)
     moved = {f"order={order}": each for order, each in received.items()} | sent
     copies = {f"order={order}": f"copy {order}" for order in received}
     return _records("combine", problem, run, times, errors, moved, copies)
@@ -127,12 +128,12 @@ def _yardsticks(problem: Problem, run: Run, sent: dict[str, npt.NDArray[np.int64
 
 def _plan_variant(name: str, problem: Problem, run: Run, capacity: int | None) -> Variant:
     def verify() -> float:
-        plan, places = run.plan(problem, capacity), Places.of(problem.routing)
+        plan, places = plan_of(run, problem, capacity), Places.of(problem.routing)
         wrong = (plan.slot_to_row.cpu() != places.slot_to_row[problem.rank]).sum()
         wrong += (plan.slot_to_rank.cpu() != places.slot_to_rank[problem.rank]).sum()
         return float(wrong + (plan.splits.cpu() != problem.routing.splits[problem.rank]).sum())
 
-    return Variant(name, ("forward",), in_steps(lambda: run.plan(problem, capacity)), verify)
+    return Variant(name, ("forward",), in_steps(lambda: plan_of(run, problem, capacity)), verify)
 
 
 def _words(buffer: torch.Tensor, wire: WireFormat) -> torch.Tensor:

@@ -7,16 +7,18 @@ from dataclasses import replace
 import torch
 
 from suites.figures import of_choice
+from suites.layer import LAYER, SERIAL, Choice, Forward, bench_layer
+from suites.timing import plan_of
 from symmoe.dispatch.plan import Plan
 from symmoe.grouped.linear import constant_weights
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.precision.recipes import Float8Block
 from symmoe.tokens import combine_tokens, dispatch_tokens
-from symmoe.tools.bench.layer import LAYER, SERIAL, Choice, Forward, bench_layer
+from symmoe.tools.bench.cases import Case
 from symmoe.tools.bench.problem import Problem
 from symmoe.tools.bench.records import Record
-from symmoe.tools.bench.reference import MAX_ERROR
-from symmoe.tools.bench.timing import Run
+from symmoe.tools.bench.steps import heap_bytes
+from symmoe.tools.bench.timing import MAX_ERROR, Run
 from symmoe.training.precision_choice import AUTO, choose_precision
 
 # An E4M3 number is off by 2.6 % of itself (root of the mean square), a product of two by 4, what two layers of them and
@@ -34,7 +36,7 @@ class PublicParts(Choice):
             return run.heap.lease((plan.row_capacity, x.shape[1]), x.dtype, name=name).tensor
 
         def forward() -> torch.Tensor:
-            plan = run.plan(problem, problem.static_capacity)
+            plan = plan_of(run, problem, problem.static_capacity)
             received, out, d_out, d_rows = (buffer(plan, name) for name in ("rows", "out", "d_out", "d_rows"))
             rows, row_probs = dispatch_tokens(x, plan, probs=probs, out=received)
             y = experts(rows, plan.splits, row_probs, out=out, grad_input_out=d_rows)
@@ -66,6 +68,18 @@ PRECISION = {
     "float8-block, wire, constant weights": Choice(apart=True, block=constant_weights, **_WIRE),
     AUTO: Choice(**_WIRE),  # what choose_precision makes of it
 }
+
+
+def variants_heap_bytes(case: Case, num_ranks: int, num_rows: int) -> int:
+    """Bytes of the heap for the layer's choices."""
+    return heap_bytes(case, num_ranks, num_rows, VARIANTS)
+
+
+def precision_heap_bytes(case: Case, num_ranks: int, num_rows: int) -> int:
+    """Bytes of the heap for the largest of what is measured apart, and everything else."""
+    together = {name: choice for name, choice in PRECISION.items() if not choice.apart}
+    apart = (together | {name: choice} for name, choice in PRECISION.items() if choice.apart)
+    return max(heap_bytes(case, num_ranks, num_rows, choices) for choices in apart)
 
 
 def bench_variants(problem: Problem, run: Run) -> list[Record]:

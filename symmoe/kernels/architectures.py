@@ -12,17 +12,11 @@ from symmoe.errors import ArgumentError
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """GPUs of one compute capability.
+    """GPUs of one compute capability."""
 
-    Attributes:
-        gpus: the generation, and some of them.
-        shared_kib: shared memory that a program can have.
-        is_measured: whether the kernels have run there and were measured. For the others they are compiled only.
-    """
-
-    gpus: str
-    shared_kib: int
-    is_measured: bool = False
+    gpus: str  # the generation, and some of them
+    shared_kib: int  # shared memory that a program can have
+    is_measured: bool = False  # whether the kernels have run there; for the others they are compiled only
 
 
 Capability = tuple[int, int]

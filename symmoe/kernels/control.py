@@ -242,24 +242,18 @@ def config_of(call: int) -> int:
 
 @dataclass(frozen=True)
 class ControlLayout:
-    """Byte offsets of the control block's parts for `num_ranks` ranks of a node.
-
-    Attributes:
-        num_sources: ranks of the group, which have a row each in the count table; None: those of the node.
-        num_rows, table_stride_bytes: of one half of the count table.
-        row_words: int32 words of one of its rows, a multiple of 16 so that rows stay aligned to 64 bytes.
-    """
+    """Byte offsets of the control block's parts for `num_ranks` ranks of a node."""
 
     num_ranks: int
-    num_sources: int | None = None
+    num_sources: int | None = None  # ranks of the group, with a row each in the count table; None: those of the node
     counters: int = field(init=False, default=0)
     mailbox: int = field(init=False, default=512)
     signals: int = field(init=False)
     fault_inbox: int = field(init=False)
     count_table: int = field(init=False)
-    num_rows: int = field(init=False)
-    row_words: int = field(init=False)
-    table_stride_bytes: int = field(init=False)
+    num_rows: int = field(init=False)  # of one half of the count table
+    row_words: int = field(init=False)  # int32 of one of its rows, a multiple of 16: rows stay aligned to 64 bytes
+    table_stride_bytes: int = field(init=False)  # of one half
     num_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -277,23 +271,14 @@ class ControlLayout:
 
 @dataclass(frozen=True)
 class Peers:
-    """Every rank's arena as kernels see it, of a node if the group spans several.
+    """Every rank's arena as kernels see it, of a node if the group spans several."""
 
-    Attributes:
-        rank: this rank in the node.
-        num_ranks: R.
-        bases: int64[R] on the heap's device, the address of each rank's arena in this process.
-        views: each rank's arena as a uint8 tensor in this process.
-        layout: where the parts of the control block lie.
-        group_ranks: the ranks of the node in the EP group; (): the group is on one node.
-    """
-
-    rank: int
-    num_ranks: int
-    bases: torch.Tensor
-    views: tuple[torch.Tensor, ...]
-    layout: ControlLayout
-    group_ranks: tuple[int, ...] = ()
+    rank: int  # this rank in the node
+    num_ranks: int  # R
+    bases: torch.Tensor  # int64[R] on the heap's device, the address of each rank's arena in this process
+    views: tuple[torch.Tensor, ...]  # each rank's arena as a uint8 tensor in this process
+    layout: ControlLayout  # where the parts of the control block lie
+    group_ranks: tuple[int, ...] = ()  # the ranks of the node in the EP group; (): the group is on one node
 
     def in_group(self, rank: int) -> int:
         """A rank of the node as a rank of the EP group; a negative one stays as it is."""
@@ -342,80 +327,16 @@ class RankMaps:
 PlanLayout = Mapping[str, tuple[int, int, tuple[int, ...]]]  # (first element, number of elements, shape) of each tensor
 
 
-@functools.lru_cache(maxsize=256)
-def plan_layout(
-    num_tokens: int, top_k: int, num_experts: int, num_ranks: int, num_places: int = 0
-) -> tuple[int, PlanLayout]:
-    """Elements of the storage of a plan's integers, and where each of them is."""
-    num_own = num_experts // num_ranks
-    num_local = num_own + num_places
-    num_copies = num_local * num_ranks
-    shapes = {
-        "splits": (num_local,),
-        "row_range": (2, num_own),
-        "slot_start": (num_copies,),
-        "slot_limit": (num_copies,),
-        "slot_to_row": (num_tokens, top_k),
-        "slot_to_rank": (num_tokens, top_k),
-        "token_to_primary_row": (num_tokens, num_ranks),
-        "token_to_packed_row": (num_tokens, num_ranks),
-        "block_tokens": (num_blocks(num_tokens), num_ranks),
-        "packed_start": (num_ranks,),
-        "packed_limit": (num_ranks,),
-        "source_to_packed_start": (num_ranks + 1,),
-        "source_to_row_start": (num_ranks + 1, num_local),
-        "source_to_rows": (num_ranks, 2, num_own),
-        "expert_load": (num_experts,),
-        "report": (SUMMARY_WORDS,),
-        "replica_range": (2, num_places),
-        "slot_to_copy": (num_tokens * min(1, num_places), top_k),
-        "place_to_expert": (num_ranks, num_places),
-        "place_rows": (num_ranks, num_places),
-        "expert_to_place": (num_experts * min(1, num_places), num_ranks),
-        "copy_slots": (num_experts * min(1, num_places), num_ranks),
-    }
-    return _laid_out(shapes)
-
-
 def num_blocks(num_tokens: int) -> int:
     return -(-num_tokens // TOKENS_PER_BLOCK)
 
 
-@functools.lru_cache(maxsize=256)
-def in_node_layout(
-    num_tokens: int, top_k: int, num_local: int, nodes: tuple[int, int], num_sent: int, num_foreign: int
-) -> tuple[int, PlanLayout]:
-    """The same of InNodeIntegers. nodes: N, G; num_sent: A; num_foreign: foreign tokens, F."""
-    (num_nodes, per_node), num_home = nodes, num_tokens + num_sent
-    return _laid_out(
-        {
-            "token_to_home_row": (num_tokens, num_nodes),
-            "home_row_to_token": (num_home,),
-            "slot_to_row": (num_home + num_foreign, top_k),
-            "slot_to_rank": (num_home + num_foreign, top_k),
-            "token_to_packed_row": (num_home + num_foreign, per_node),
-            "token_to_primary_row": (num_home + num_foreign, per_node),
-            "slot_to_home_row": (num_tokens, top_k),
-            "zeros": (num_tokens * max(num_nodes, top_k),),
-            "ends": (2,),
-            "regions": (2, num_nodes, 3, per_node),
-            "source_to_packed_start": (num_nodes * per_node + 1,),
-            "own_rows": (2, num_local),
-        }
-    )
-
-
-def _laid_out(shapes: dict[str, tuple[int, ...]]) -> tuple[int, PlanLayout]:
-    unit = ACCESS_BYTES // torch.int32.itemsize
-    first, layout = 0, {}
-    for name, shape in shapes.items():
-        layout[name] = first, math.prod(shape), shape
-        first += -(-math.prod(shape) // unit) * unit
-    return first, layout
-
-
 class _Integers:
-    """One of the tensors in the storage of a plan: a view that is made when it is first asked for."""
+    """One of the tensors in the storage of a plan: a view that is made when it is first asked for. shape: numbers, and
+    words for numbers that plan_layout and in_node_layout know."""
+
+    def __init__(self, *shape: int | str) -> None:
+        self.shape = shape
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -429,72 +350,99 @@ class _Integers:
 
 @dataclass(eq=False)
 class PlanIntegers:
-    """The tensors that the kernels of a plan fill: int32 views of one allocation, aligned to 16 bytes. T tokens, K
-    slots per token, E experts, e experts per rank, R ranks, B blocks; -1 in a map means "none".
+    """The tensors that the kernels of a plan fill: int32 views of one allocation, aligned to 16 bytes, with these
+    shapes. T tokens, K slots per token, E experts, R ranks, B blocks; -1 in a map means "none".
 
     A rank may have S places for replicas of other ranks' experts, see ReplicaKernels.place_replicas. They count after
-    its E / R own experts: e is E / R + S, but row_range and source_to_rows are of the own experts.
-
-    Attributes:
-        storage, layout: the allocation, and where they are in it, see plan_layout.
-        splits: [e], rows of each local expert.
-        row_range: [2, E / R], where each local expert's rows begin and end.
-        slot_start, slot_limit: [R * e], on the expert's rank, the row of this rank's first slot of the expert, and how
-            many of this rank's slots of it are kept.
-        slot_to_row, slot_to_rank: [T, K], the row of each slot on its expert's rank, and that rank; -1 for no expert,
-            and for slots that are dropped.
-        token_to_primary_row, token_to_packed_row: [T, R], per destination rank; -1 if the token has no slot there.
-        block_tokens: [B, R], tokens of each block that have a kept slot on each rank.
-        packed_start, packed_limit: [R], this rank's region of packed rows on each rank: first row, number of rows.
-        source_to_packed_start: [R + 1], where the packed rows of each source rank start here; the last is their number.
-        source_to_row_start: [R + 1, e], where the rows of each source rank and local expert start here; the last row is
-            where the experts' rows end.
-        source_to_rows: [R, 2, E / R], the part of each source: first rows, rows past the last, see PlanKernels.lay_out.
-        expert_load: [E], slots of each expert in the whole group, before dropping.
-        report: [SUMMARY_WORDS], sizes and errors for the host, as in SUM_*.
-        replica_range: [2, S], where the rows of each place begin and end.
-        slot_to_copy: [T, K], topk_idx with copies, rank * e + n, in place of experts; like the rest, empty if S is 0.
-        place_to_expert, place_rows: [R, S], the expert of which a place of a rank has a replica, and its rows there.
-        expert_to_place: [E, R], the place of an expert's replica on a rank.
-        copy_slots: [E, R], how many of this rank's slots of an expert go to its copy on a rank.
+    its E / R own experts: e is E / R + S. Without places what is for them is empty.
     """
 
     storage: torch.Tensor
-    layout: PlanLayout
+    layout: PlanLayout  # where they are in it, see plan_layout
 
-    splits, row_range, slot_start, slot_limit = _Integers(), _Integers(), _Integers(), _Integers()
-    slot_to_row, slot_to_rank, token_to_primary_row = _Integers(), _Integers(), _Integers()
-    token_to_packed_row, block_tokens, packed_start, packed_limit = _Integers(), _Integers(), _Integers(), _Integers()
-    source_to_packed_start, source_to_row_start, source_to_rows = _Integers(), _Integers(), _Integers()
-    expert_load, report = _Integers(), _Integers()
-    replica_range, slot_to_copy, place_to_expert, place_rows = _Integers(), _Integers(), _Integers(), _Integers()
-    expert_to_place, copy_slots = _Integers(), _Integers()
+    splits = _Integers("e")  # rows of each local expert
+    row_range = _Integers(2, "E / R")  # where each local expert's rows begin and end
+    # On the expert's rank, the row of this rank's first slot of the expert; how many of this rank's slots are kept.
+    slot_start, slot_limit = _Integers("R * e"), _Integers("R * e")
+    # The row of each slot on its expert's rank, and that rank; -1 for no expert, and for slots that are dropped.
+    slot_to_row, slot_to_rank = _Integers("T", "K"), _Integers("T", "K")
+    # Per destination rank; -1 if the token has no slot there.
+    token_to_primary_row, token_to_packed_row = _Integers("T", "R"), _Integers("T", "R")
+    block_tokens = _Integers("B", "R")  # tokens of each block that have a kept slot on each rank
+    # This rank's region of packed rows on each rank: first row, number of rows.
+    packed_start, packed_limit = _Integers("R"), _Integers("R")
+    source_to_packed_start = _Integers("R + 1")  # where each source's packed rows start here; the last: their number
+    # Where the rows of each source rank and local expert start here; the last row is where the experts' rows end.
+    source_to_row_start = _Integers("R + 1", "e")
+    source_to_rows = _Integers("R", 2, "E / R")  # the part of each source: first rows, rows past the last, see lay_out
+    expert_load = _Integers("E")  # slots of each expert in the whole group, before dropping
+    report = _Integers(SUMMARY_WORDS)  # sizes and errors for the host, as in SUM_*
+    replica_range = _Integers(2, "S")  # where the rows of each place begin and end
+    slot_to_copy = _Integers("T if S", "K")  # topk_idx with copies, rank * e + n, in place of experts
+    # The expert of which a place of a rank has a replica, and its rows there.
+    place_to_expert, place_rows = _Integers("R", "S"), _Integers("R", "S")
+    expert_to_place = _Integers("E if S", "R")  # the place of an expert's replica on a rank
+    copy_slots = _Integers("E if S", "R")  # how many of this rank's slots of an expert go to its copy on a rank
 
 
 @dataclass(eq=False)
 class InNodeIntegers:
-    """Where the tokens of a plan are inside each node: int32 views of one allocation, aligned to 16 bytes. N nodes, G
-    ranks of each, T own and F foreign tokens, A lines that are sent, as many to each other node; -1 in a map is "none".
+    """Where the tokens of a plan are inside each node: int32 views of one allocation, aligned to 16 bytes, with these
+    shapes. N nodes, G ranks of each, R in all, e experts per rank, T own and F foreign tokens, A lines that are sent,
+    as many to each other node; H = T + A home rows; -1 in a map is "none".
 
-    Attributes:
-        storage, layout: as of PlanIntegers.
-        token_to_home_row: [T, N], the home row of what a node has for a token; see RailPlan.
-        home_row_to_token: [T + A], the token of a home row; any for those that are not used.
-        slot_to_row, slot_to_rank, token_to_packed_row, token_to_primary_row: [T + A + F, K] and [T + A + F, G], lines
-            of the plan for home rows, with the slots and the ranks of the node they are for, which count inside of it;
-            then those lines of the foreign tokens.
-        slot_to_home_row: [T, K], where the value of a slot is among K for each home row; -1 for no expert.
-        zeros: [T * max(N, K)], the rank of each of those rows; ends: 0 and T. So home is a group of one rank.
-        regions: [2, N, 3, G], for each node, then of what each other node's rank sends: tokens that go to each rank,
-            where their packed rows start, and how many there are.
-        source_to_packed_start: [R + 1], that of the plan, for the sources of this node (dispatch/nodes.py).
-        own_rows: [2, E / R], rows that can be computed when all tokens of this node have come, if ranks are in order.
+    Lines [H + F, .] are those of the plan for home rows, with the slots and the ranks of the node they are for, which
+    count inside of it; then those of the foreign tokens.
     """
 
     storage: torch.Tensor
-    layout: PlanLayout
+    layout: PlanLayout  # where they are in it, see in_node_layout
 
-    token_to_home_row, home_row_to_token, slot_to_row, slot_to_rank = _Integers(), _Integers(), _Integers(), _Integers()
-    token_to_packed_row, token_to_primary_row, slot_to_home_row = _Integers(), _Integers(), _Integers()
-    zeros, ends, regions, source_to_packed_start = _Integers(), _Integers(), _Integers(), _Integers()
-    own_rows = _Integers()
+    token_to_home_row = _Integers("T", "N")  # the home row of what a node has for a token; see RailPlan
+    home_row_to_token = _Integers("H")  # any for those that are not used
+    slot_to_row, slot_to_rank = _Integers("H + F", "K"), _Integers("H + F", "K")
+    token_to_packed_row, token_to_primary_row = _Integers("H + F", "G"), _Integers("H + F", "G")
+    slot_to_home_row = _Integers("T", "K")  # where a slot's value is among K for each home row; -1 for no expert
+    zeros = _Integers("T * max(N, K)")  # the rank of each of those rows
+    ends = _Integers(2)  # 0 and T. So home is a group of one rank
+    # For each node, then of what each other node's rank sends: tokens that go to each rank, where their packed rows
+    # start, and how many there are.
+    regions = _Integers(2, "N", 3, "G")
+    source_to_packed_start = _Integers("R + 1")  # that of the plan, for the sources of this node (dispatch/nodes.py)
+    own_rows = _Integers(
+        2, "e"
+    )  # that can be computed when all tokens of this node have come, if its ranks are in order
+
+
+@functools.lru_cache(maxsize=256)
+def plan_layout(
+    num_tokens: int, top_k: int, num_experts: int, num_ranks: int, num_places: int = 0
+) -> tuple[int, PlanLayout]:
+    """Elements of the storage of PlanIntegers, and where each of them is."""
+    num_own = num_experts // num_ranks
+    sizes = {"T": num_tokens, "K": top_k, "E": num_experts, "R": num_ranks, "S": num_places, "R + 1": num_ranks + 1}
+    sizes |= {"E / R": num_own, "e": num_own + num_places, "R * e": num_ranks * (num_own + num_places)}
+    sizes |= {"T if S": num_tokens * min(1, num_places), "E if S": num_experts * min(1, num_places)}
+    return _laid_out(PlanIntegers, sizes | {"B": num_blocks(num_tokens)})
+
+
+@functools.lru_cache(maxsize=256)
+def in_node_layout(
+    num_tokens: int, top_k: int, num_local: int, nodes: tuple[int, int], num_sent: int, num_foreign: int
+) -> tuple[int, PlanLayout]:
+    """The same of InNodeIntegers. nodes: N, G; num_local: e; num_sent: A; num_foreign: F."""
+    (num_nodes, per_node), num_home = nodes, num_tokens + num_sent
+    sizes = {"T": num_tokens, "K": top_k, "N": num_nodes, "G": per_node, "R + 1": num_nodes * per_node + 1}
+    sizes |= {"H": num_home, "H + F": num_home + num_foreign, "T * max(N, K)": num_tokens * max(num_nodes, top_k)}
+    return _laid_out(InNodeIntegers, sizes | {"e": num_local})
+
+
+def _laid_out(kind: type, sizes: Mapping[str, int]) -> tuple[int, PlanLayout]:
+    unit = ACCESS_BYTES // torch.int32.itemsize
+    first, layout = 0, {}
+    for name, each in vars(kind).items():
+        if isinstance(each, _Integers):
+            shape = tuple(sizes[size] if isinstance(size, str) else size for size in each.shape)
+            layout[name] = first, math.prod(shape), shape
+            first += -(-math.prod(shape) // unit) * unit
+    return first, layout

@@ -22,15 +22,10 @@ class Division:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one launch of a grouped GEMM computes.
+    """What one launch of a grouped GEMM computes."""
 
-    Attributes:
-        rows: the row_range of the launch.
-        num_sms: most SMs that it uses; None: all.
-    """
-
-    rows: torch.Tensor
-    num_sms: int | None = None
+    rows: torch.Tensor  # the row_range of the launch
+    num_sms: int | None = None  # most SMs that it uses; None: all
 
 
 def range_of(bounds: torch.Tensor) -> torch.Tensor:

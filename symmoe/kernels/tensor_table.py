@@ -9,17 +9,11 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class TensorTable:
-    """G contiguous matrices of one shape, for kernels that take a packed [G, rows, columns] tensor.
+    """G contiguous matrices of one shape, for kernels that take a packed [G, rows, columns] tensor."""
 
-    Attributes:
-        pointers: addresses of the matrices, int64 [G] on their device (16-byte aligned).
-        shape: (G, rows, columns).
-        dtype: dtype of the matrices.
-    """
-
-    pointers: torch.Tensor
-    shape: tuple[int, int, int]
-    dtype: torch.dtype
+    pointers: torch.Tensor  # addresses of the matrices, int64 [G] on their device (16-byte aligned)
+    shape: tuple[int, int, int]  # (G, rows, columns)
+    dtype: torch.dtype  # of the matrices
 
     @property
     def device(self) -> torch.device:
@@ -29,21 +23,14 @@ class TensorTable:
 
 @dataclass(frozen=True, slots=True)
 class ScaleTable:
-    """G matrices of one-byte scales, of any shapes, for swizzle_scales.
+    """G matrices of one-byte scales, of any shapes, for swizzle_scales."""
 
-    Attributes:
-        sources: addresses of the matrices, int64 [G] on their device.
-        destinations: addresses of their first tiles, int64 [G], multiples of 16.
-        shapes: which of `extents` a matrix has, int32 [G].
-        extents: int32 [S, 4] of (rows, blocks, row stride, block stride): sizes without padding, strides in bytes.
-        most_tiles: the most (rows of tiles, tiles of a row) that a matrix has.
-    """
-
-    sources: torch.Tensor
-    destinations: torch.Tensor
-    shapes: torch.Tensor
+    sources: torch.Tensor  # addresses of the matrices, int64 [G] on their device
+    destinations: torch.Tensor  # addresses of their first tiles, int64 [G], multiples of 16
+    shapes: torch.Tensor  # which of `extents` a matrix has, int32 [G]
+    # int32 [S, 4] of (rows, blocks, row stride, block stride): sizes without padding, strides in bytes
     extents: torch.Tensor
-    most_tiles: tuple[int, int]
+    most_tiles: tuple[int, int]  # the most (rows of tiles, tiles of a row) that a matrix has
 
 
 def packed_and_table(matrices: torch.Tensor | TensorTable) -> tuple[torch.Tensor | None, torch.Tensor | None]:

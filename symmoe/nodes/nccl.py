@@ -42,7 +42,6 @@ class _UniqueId(ctypes.Structure):
 _ADDRESS, _INT = ctypes.c_void_p, ctypes.c_int
 _MESSAGE = [_ADDRESS, ctypes.c_size_t, _INT, _INT, _ADDRESS, _ADDRESS]
 _SIGNATURES: dict[str, list[Any]] = {
-    "ncclGetVersion": [_ADDRESS],
     "ncclGetUniqueId": [_ADDRESS],
     "ncclCommInitRank": [_ADDRESS, _INT, _UniqueId, _INT],
     "ncclCommAbort": [_ADDRESS],
@@ -75,13 +74,6 @@ class Nccl:
             self._library.ncclGetErrorString.restype = ctypes.c_char_p
         except (OSError, AttributeError) as error:
             raise BackendUnavailable(f"GPUs on several nodes need NCCL, which torch brings along: {error}") from error
-
-    @property
-    def version(self) -> int:
-        """As NCCL numbers it: 22703 is 2.27.3."""
-        number = ctypes.c_int()
-        self._call("ncclGetVersion", ctypes.byref(number))
-        return number.value
 
     def unique_id(self) -> bytes:
         """A new id by which the ranks of a communicator find each other."""

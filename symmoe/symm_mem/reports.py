@@ -222,12 +222,8 @@ def _shown(value: object) -> str:
 
 def plan_record(report: list[int]) -> list[int]:
     """The status record of a plan with this report (control.SUM_*), as its kernel would have written it."""
-    words = [0] * control.STATUS_WORDS
-    words[control.STATUS_KIND], words[control.STATUS_PHASE] = control.STATUS_PLAN, control.PHASE_PLAN
-    words[control.STATUS_PEER] = report[control.SUM_ERROR_RANK]
-    words[control.STATUS_EXPECTED], words[control.STATUS_SEEN] = report[control.SUM_LIMIT], report[control.SUM_VALUE]
-    words[control.STATUS_EPOCH], words[control.STATUS_WHERE] = report[control.SUM_ERROR], report[control.SUM_WHERE]
-    return words
+    sums = control.SUM_ERROR_RANK, control.SUM_LIMIT, control.SUM_VALUE, control.SUM_ERROR, control.SUM_WHERE
+    return [control.STATUS_PLAN, control.PHASE_PLAN, *(report[word] for word in sums), 0]  # in the order of STATUS_*
 
 
 def plan_error(words: list[int]) -> SymmoeError:

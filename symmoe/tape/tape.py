@@ -23,19 +23,12 @@ STREAM = 0  # index of the current stream among a call's values
 
 @dataclass(eq=False, slots=True)
 class Playing:
-    """One call that is being played.
+    """One call that is being played."""
 
-    Attributes:
-        things: by slot, a tensor, a lease or another object.
-        values: what its launches read: a copy of Tape.values, with the current stream; sections fill in the rest.
-        numbers: integers of this call, by name.
-        kernels: function that returns the kernels which calls name.
-    """
-
-    things: list[Any]
-    values: array[int]
-    numbers: Mapping[str, int]
-    kernels: Callable[[], object]
+    things: list[Any]  # by slot, a tensor, a lease or another object
+    values: array[int]  # for its launches: a copy of Tape.values, with the current stream; sections fill in the rest
+    numbers: Mapping[str, int]  # integers of this call, by name
+    kernels: Callable[[], object]  # returns the kernels which calls name
     mark: str = CLEAN
 
 
@@ -49,19 +42,14 @@ def extent_bytes(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.d
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """A tensor in the memory of a slot, or, without a slot, at an address that never changes.
-
-    Attributes:
-        offset_bytes: from the beginning of the slot's memory, or the address.
-        constant: the tensor, without a slot.
-    """
+    """A tensor in the memory of a slot, or, without a slot, at an address that never changes."""
 
     slot: int | None
-    offset_bytes: int
+    offset_bytes: int  # from the beginning of the slot's memory, or the address
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
-    constant: torch.Tensor | None = field(default=None, compare=False)
+    constant: torch.Tensor | None = field(default=None, compare=False)  # the tensor, without a slot
 
     def get(self, playing: Playing) -> torch.Tensor:
         if self.slot is None:
@@ -185,19 +173,13 @@ class Entry:
 
 @dataclass(eq=False, slots=True)
 class Launch(Entry):
-    """The launch of a compiled kernel, by kernels/launch/player.py.
-
-    Attributes:
-        args: an argument, or its place, for each parameter that is no constant.
-        stream: None for the current stream.
-        maps: what the kernel has made of the arguments whose tensors are described by tensor maps.
-    """
+    """The launch of a compiled kernel, by kernels/launch/player.py."""
 
     kernel: Any
     grid: tuple[int, ...]
-    args: tuple[Any, ...]
-    stream: int | None = None
-    maps: Any = None
+    args: tuple[Any, ...]  # an argument, or its place, for each parameter that is no constant
+    stream: int | None = None  # None for the current stream
+    maps: Any = None  # what the kernel has made of the arguments whose tensors are described by tensor maps
 
     def same(self, other: Any) -> bool:
         ours, theirs = ((each.kernel, each.grid, each.stream) for each in (self, other))

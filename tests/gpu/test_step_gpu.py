@@ -9,13 +9,13 @@ from cluster import run_on
 from gpu_steps import HIDDEN, TOKENS, TOP_K, check_replays, config_for, layer_for, training_step
 from layers import WAYS
 from suites.figures import MemoryMeter, StepTrace, trace_step
+from suites.layer import Step
 from worker import Findings, open_heap
 
 from symmoe import MoEConfig, MoELayer, SymmetricHeap, plan_memory
 from symmoe.combine import trip
 from symmoe.errors import ArgumentError, CapacityError
 from symmoe.moe import ep_step
-from symmoe.tools.bench.layer import Step
 
 # -- what a step takes ------------------------------------------------------------------------------------------------
 

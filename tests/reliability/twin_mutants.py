@@ -186,7 +186,7 @@ MUTANTS: dict[str, Callable[[ExitStack], None]] = {
     "no wait for the last rank": _in_place_of(sync, "_wait", _wait_for_all_but_the_last),
     "wait for an older epoch": _in_place_of(sync, "_wait", _wait_for_an_older_epoch),
     "wait without end": _hooks(barrier=_endless, wait_for_signal=_endless),
-    "timeout not reported": _in_place_of(sync, "_record", lambda original, *args: None),
+    "timeout not reported": _in_place_of(sync, "record", lambda original, *args: None),
     "epoch stays": _hooks(barrier=_epoch_stays),
     "one half of the mailbox": _in_place_of(sync, "_mailbox", _one_mailbox_half),
     "one half of the count table": _one_table_half,

@@ -224,13 +224,12 @@ def _spoil(monkeypatch: pytest.MonkeyPatch, name: str, argument: str) -> None:
     monkeypatch.setattr(twin, name, spoiled)
 
 
-def test_the_command_of_the_package_measures_steps_and_the_layer(tmp_path: Path):
+def test_the_command_of_the_package_measures_steps(tmp_path: Path):
     path = tmp_path / "out.json"
     assert cli.main(["bench", *SIZES, "--json", str(path)]) == 0
     records = json.loads(path.read_text())
-    assert {record["suite"] for record in records} == {"steps", "layer"}
-    for suite in ("steps", "layer"):
-        assert VARIANTS[suite] | {"stock torch"} <= {r["variant"] for r in records if r["suite"] == suite}
+    assert {record["suite"] for record in records} == {"steps"}
+    assert {record["variant"] for record in records} == VARIANTS["steps"] | {"stock torch"}
     assert all(record["ms_median"] > 0 and set(KEYS) <= set(record) for record in records)
 
 
@@ -290,8 +289,8 @@ def test_a_wrong_kernel_of_a_module_is_not_timed(choice: str, kernel: str, monke
 def test_a_wrong_yardstick_is_not_timed(monkeypatch: pytest.MonkeyPatch):
     right = stock_torch.swiglu
     monkeypatch.setattr(stock_torch, "swiglu", lambda h, scale: right(h, scale * 1.1))
-    with pytest.raises(WrongResult, match="stock torch is wrong"):
-        cli.main(["bench", "layer", *SIZES])
+    with pytest.raises(WrongResult, match="layer is wrong"):
+        cli.main(["bench", *SIZES])
 
 
 def test_what_a_machine_lacks_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):

@@ -11,18 +11,19 @@ import numpy as np
 import pytest
 import torch
 from cluster import run_on
-from suites.rows import Places, packed_rows_of
+from suites.layer import CEILING, Choice, bench_layer, experts_only
+from suites.reference import Reference
+from suites.rows import Places, packed_rows_of, rows_of
+from suites.timing import Variant, measure
 
 from symmoe import GroupedMLP, SymmetricHeap, cli
 from symmoe.errors import WrongResult
 from symmoe.tools.bench import records
 from symmoe.tools.bench.cases import HOT_EXPERT, Case, Shape, choose_experts
-from symmoe.tools.bench.layer import CEILING, Choice, bench_layer, experts_only
 from symmoe.tools.bench.problem import Problem, Routing
 from symmoe.tools.bench.ranks import Ranks
-from symmoe.tools.bench.reference import MAX_ERROR, Reference, relative_error, row_error
 from symmoe.tools.bench.stock_torch import STOCK
-from symmoe.tools.bench.timing import WARM_UP, HostEvent, Run, Variant
+from symmoe.tools.bench.timing import MAX_ERROR, WARM_UP, HostEvent, Run, relative_error, row_error
 from symmoe.tools.facts import output_of
 
 CPU = torch.device("cpu")
@@ -78,7 +79,7 @@ def test_routing_of_a_hand_made_case():
     places = Places.of(routing)
     assert places.slot_to_row.tolist() == [[[1, 0], [0, 2]], [[2, 1], [3, 3]]]
     assert places.slot_to_rank.tolist() == [[[0, 0], [1, 1]], [[0, 1], [0, 1]]]
-    tokens, slots = routing.rows_of(0)
+    tokens, slots = rows_of(routing, 0)
     assert (tokens.tolist(), slots.tolist()) == ([0, 0, 2, 3], [1, 0, 4, 6])
     packed, row_to_packed = packed_rows_of(routing, 0)
     assert (packed.tolist(), row_to_packed.tolist()) == ([0, 2, 3], [0, 0, 1, 2])
@@ -111,9 +112,8 @@ def test_variants_take_turns_after_a_warm_up():
     log: list[str] = []
     ranks = Ranks(CPU)
     ranks.barrier = lambda: log.append("barrier")
-    ranks.align = lambda: log.append("align")
     variants = [listed(name, log, list(range(100))) for name in "ab"]
-    times, _ = Run(ranks, None, 5).measure(variants, block=3)
+    times, _ = measure(Run(ranks, None, 5), variants, align=lambda _: log.append("align"), block=3)
     assert log[: 4 * WARM_UP] == ["align", "a"] * WARM_UP + ["align", "b"] * WARM_UP
     blocks = " ".join(log[4 * WARM_UP :]).split("barrier")
     assert [block.split()[::2] for block in blocks] == [[], ["align"] * 6, ["align"] * 4, []]
@@ -130,7 +130,7 @@ def test_marks_that_are_used_again_are_read_in_time():
         return marks
 
     captured = Variant("captured", ("forward",), call, lambda: 0.0, reuses_marks=True)
-    times, _ = Run(Ranks(CPU), None, 7).measure([captured], block=3)
+    times, _ = measure(Run(Ranks(CPU), None, 7), [captured], block=3)
     assert times["captured"].squeeze(1).tolist() == [WARM_UP + i for i in range(7)]
 
 
@@ -143,11 +143,11 @@ def test_what_is_apart_is_measured_by_itself(monkeypatch: pytest.MonkeyPatch, he
         yield
         log.append("end")
 
-    def measure(run: Run, variants: list[Variant]) -> Any:
+    def measure(_: Run, variants: list[Variant]) -> Any:
         log.append([variant.name for variant in variants])
         return {variant.name: np.ones((1, 2)) for variant in variants}, dict.fromkeys(log[-1], 0.0)
 
-    monkeypatch.setattr(Run, "measure", measure)
+    monkeypatch.setattr("suites.layer.measure", measure)
     problem = Problem(Case(Shape("tiny", 8, 8, 4, 2), 3, "uniform"), Ranks(CPU))
     choices = {"a": Choice(), **dict.fromkeys("bc", Choice(apart=True, block=block))}
     records = bench_layer(problem, Run(Ranks(CPU), heap, 1), choices)
@@ -159,7 +159,7 @@ def test_what_is_apart_is_measured_by_itself(monkeypatch: pytest.MonkeyPatch, he
 @run_on(2)
 def test_a_repetition_takes_as_long_as_on_its_slowest_rank(rank: int, num_ranks: int) -> None:
     lengths = [0.0] * WARM_UP + ([1.0, 5.0, 2.0] if rank == 0 else [4.0, 3.0, 2.5])
-    times, _ = Run(Ranks(CPU), None, 3).measure([listed("a", [], lengths)])
+    times, _ = measure(Run(Ranks(CPU), None, 3), [listed("a", [], lengths)])
     assert times["a"].squeeze(1).tolist() == [4.0, 5.0, 2.5]
 
 
@@ -167,7 +167,7 @@ def test_a_repetition_takes_as_long_as_on_its_slowest_rank(rank: int, num_ranks:
 def test_what_is_wrong_on_one_rank_is_wrong_on_all(rank: int, num_ranks: int) -> None:
     variant = Variant("a", ("forward",), lambda clock: [], lambda: float("nan") if rank else 0.0, 0.1)
     with pytest.raises(WrongResult, match=r"^a is wrong: relative error nan, allowed 0\.1$"):
-        Run(Ranks(CPU), None, 1).measure([variant])
+        measure(Run(Ranks(CPU), None, 1), [variant])
 
 
 def test_relative_errors():

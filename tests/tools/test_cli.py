@@ -24,7 +24,7 @@ def complaint(arguments: list[str], capsys: pytest.CaptureFixture) -> str:
 
 CUSTOM = ["--hidden=16", "--ffn=8", "--experts=4", "--top-k=2"]
 WRONG = [
-    ("bench layers", "suite (layers) must be of steps, layer, or all"),
+    ("bench layer", "suite (layer) must be of steps, or all"),
     ("bench --preset qwen", "preset (qwen) must be of qwen3-30b"),
     ("bench --skew flat", "skew (flat) must be of uniform, zipf, hot"),
     ("bench --tokens 12,many", "tokens (many) must be comma-separated whole numbers"),

@@ -230,20 +230,14 @@ class FastLaunch:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """How calls with the same constants and the same types of arguments are read.
+    """How calls with the same constants and the same types of arguments are read."""
 
-    Attributes:
-        places: places of the tensors in the arguments.
-        tensors: function from the arguments to the tensors.
-        aligned: function from the tensors' addresses to those whose alignment is compiled in; None: there are none.
-        numbers: (place, function of an integer that gives what may be compiled in).
-        variants: compiled kernels and what launches them (None: the JIT), by the rest of the key.
-    """
-
-    places: list[int]
-    tensors: Callable[[tuple[Any, ...]], tuple[Any, ...]]
+    places: list[int]  # of the tensors in the arguments
+    tensors: Callable[[tuple[Any, ...]], tuple[Any, ...]]  # from the arguments
+    # From the tensors' addresses to those whose alignment is compiled in; None: there are none.
     aligned: Callable[[tuple[Any, ...]], tuple[Any, ...]] | None
-    numbers: tuple[tuple[int, Callable[[int], tuple[Any, ...]]], ...]
+    numbers: tuple[tuple[int, Callable[[int], tuple[Any, ...]]], ...]  # (place, what may be compiled in of an integer)
+    # Compiled kernels and what launches them (None: the JIT), by the rest of the key.
     variants: dict[tuple[Any, ...], tuple[Any, Kernel | None]]
 
 

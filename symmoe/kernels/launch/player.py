@@ -350,19 +350,15 @@ def _player() -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """What the sections of a tape share.
+    """What the sections of a tape share."""
 
-    Attributes:
-        values: the stream, 0, constants, and, for what a call brings, 0.
-        indices: of values by what a call brings: the slot of memory with this address, or the place of a number.
-        parts: by slot, the larger memory of which it is a part: its slot, and the offset in bytes.
-        events: by slot.
-    """
-
+    # The stream, 0, constants, and, for what a call brings, 0.
     values: array[int] = field(default_factory=functools.partial(array, "q", (0, 0)))
+    # Of values by what a call brings: the slot of memory with this address, or the place of a number.
     indices: dict[Any, int] = field(default_factory=dict)
+    # By slot, the larger memory of which it is a part: its slot, and the offset in bytes.
     parts: dict[int, tuple[int, int]] = field(default_factory=dict)
-    events: dict[int, torch.cuda.Event] = field(default_factory=dict)
+    events: dict[int, torch.cuda.Event] = field(default_factory=dict)  # by slot
 
     def constant(self, value: int) -> int:
         """Index of a new value."""

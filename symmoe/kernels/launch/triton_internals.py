@@ -74,20 +74,13 @@ def is_compiled(result: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """What a launch needs of a compiled kernel.
+    """What a launch needs of a compiled kernel."""
 
-    Attributes:
-        function: the kernel, for the driver.
-        num_warps, shared_bytes: of a launch.
-        kinds: types of all parameters, constants included, as Triton writes them; "tensordesc" for descriptors.
-        kernel: Triton's object, which unloads the function when it ends.
-    """
-
-    function: int
+    function: int  # the kernel, for the driver
     num_warps: int
     shared_bytes: int
-    kinds: tuple[str, ...]
-    kernel: Any
+    kinds: tuple[str, ...]  # of all parameters, constants too, as Triton writes them; "tensordesc" for descriptors
+    kernel: Any  # Triton's object, which unloads the function when it ends
 
     @property
     def has_maps(self) -> bool:

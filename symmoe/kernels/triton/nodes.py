@@ -14,10 +14,6 @@ OF_PLAN = (
     *("slot_to_row", "slot_to_rank", "token_to_packed_row", "token_to_primary_row", "block_tokens", "packed_start"),
     *("packed_limit", "source_to_packed_start", "source_to_rows"),
 )
-FOUND = (
-    *("token_to_home_row", "home_row_to_token", "slot_to_row", "slot_to_rank", "token_to_packed_row"),
-    *("token_to_primary_row", "slot_to_home_row", "zeros", "ends", "regions", "source_to_packed_start", "own_rows"),
-)
 
 
 @fast_jit([])
@@ -270,7 +266,7 @@ def plan_in_node(plan, token_to_rail_row, numbers, maps, found):
     sizes |= {"num_local": plan.row_range.shape[1], "first": maps.first, "block": 512}
     tensors = [getattr(plan, name) for name in OF_PLAN]
     tensors += [token_to_rail_row, numbers, maps.to_local, maps.by_node, maps.first_with]
-    tensors += [getattr(found, name) for name in FOUND]
+    tensors += [getattr(found, name) for name in found.layout]  # all, in the order of the kernel's parameters
     num_foreign = len(found.slot_to_row) - num_tokens - num_sent
     grid = (max(1, ceil_div(max(num_tokens, num_sent + num_foreign), LINES)),)
     counts = num_tokens, num_sent, num_foreign, max(1, num_sent // (num_nodes - 1)), num_blocks

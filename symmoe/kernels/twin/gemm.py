@@ -163,7 +163,6 @@ def grouped_gemm_dact(dout, weight, row_range, hidden, gradients, workspace, act
     da = torch.empty_like(a)
     for g, span in filled_groups(row_range):
         multiply_rows(da[span], take_rows(dout, span), matrix(weight, g))
-    for _, span in filled_groups(row_range):
         scale = row_scale[span]
         value = activation_gradients(da[span], h[span], scale, dh[span], workspace[span], activation)
         torch.mul(value, scale[:, None], out=a[span])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable
 
 import torch
 
 from symmoe.kernels import control
 from symmoe.kernels.gemm_parts import PART_ROWS
+from symmoe.kernels.twin.sync import record
 
 _NO_SLOT = 2**31 - 1
 
@@ -101,7 +103,7 @@ def lay_out(peers, received, status, plan, *, capacity, packed_capacity, drop, r
     is_guess = error[0] == control.PLAN_OVERFLOW and packed_capacity >= 0  # the call is planned again
     if capacity >= 0 and failed and error[0] != control.PLAN_FAULT and not is_guess:
         peers.counters(rank)[control.FAULTED] = 1  # on every rank: no trip of this plan moves rows
-        _record_error(status, error)
+        record(status, control.STATUS_PLAN, control.PHASE_PLAN, *error[1:4], error[0], error[4])
 
 
 def assign_rows(topk_idx, block_starts, plan, *, drop):
@@ -177,10 +179,7 @@ def _limit(headers: torch.Tensor, word: int) -> int:
 
 
 def _find_error(
-    headers: torch.Tensor,
-    sizes: Iterable[tuple[torch.Tensor, int]],
-    received: torch.Tensor,
-    drop: bool,
+    headers: torch.Tensor, sizes: Iterable[tuple[torch.Tensor, int]], received: torch.Tensor, drop: bool
 ) -> tuple[int, int, int, int, int]:
     """(code, rank, limit, value, where) of the first error, in an order that is the same on every rank.
 
@@ -214,26 +213,7 @@ def _clip(load: torch.Tensor, capacity: int) -> torch.Tensor:
     capacity goes to the first experts above the level, one row each."""
     if int(load.sum()) <= capacity:
         return load
-    low, high = 0, capacity  # sum(min(load, low)) <= capacity
-    while low < high:
-        level = (low + high + 1) // 2
-        if int(load.clamp(max=level).sum()) <= capacity:
-            low = level
-        else:
-            high = level - 1
-    kept = load.clamp(max=low)
-    above = load > low
+    level = bisect_right(range(capacity + 1), capacity, key=lambda level: int(load.clamp(max=level).sum())) - 1
+    kept = load.clamp(max=level)
+    above = load > level
     return kept + (above & (above.cumsum(0) <= capacity - int(kept.sum()))).long()
-
-
-def _record_error(status: torch.Tensor, error: tuple[int, int, int, int, int]) -> None:
-    if int(status[control.STATUS_KIND]) != control.STATUS_OK:
-        return
-    code, rank, limit, value, where = error
-    status[control.STATUS_PHASE] = control.PHASE_PLAN
-    status[control.STATUS_PEER] = rank
-    status[control.STATUS_EXPECTED] = limit
-    status[control.STATUS_SEEN] = value
-    status[control.STATUS_EPOCH] = code
-    status[control.STATUS_WHERE] = where
-    status[control.STATUS_KIND] = control.STATUS_PLAN

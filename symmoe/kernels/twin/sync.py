@@ -49,22 +49,22 @@ def _meet(peers, words, received, status, call, fault, timeout_ns) -> bool:
     if given_up.size:
         counters[control.ABORTED] = 1
         word = int(sent[half, given_up[0]])
-        _record(status, control.STATUS_ABORT, phase, _who_gave_up(word), epoch, word, epoch)
+        record(status, control.STATUS_ABORT, phase, _who_gave_up(word), epoch, word, epoch)
         return False
     if late:
         counters[control.ABORTED] = 1
         seen = int(reached[:, late[0]].max()) >> 1
-        _record(status, control.STATUS_TIMEOUT, phase, late[0], epoch, seen, epoch)
+        record(status, control.STATUS_TIMEOUT, phase, late[0], epoch, seen, epoch)
         return False
     faulted = (reached[half] == 2 * epoch + 1).nonzero()[0]
     different = (calls != calls[0]).nonzero()[0]
     if faulted.size:
         counters[control.FAULTED] = 1
-        _record(status, control.STATUS_FAULT, phase, int(faulted[0]), epoch, epoch, epoch)
+        record(status, control.STATUS_FAULT, phase, int(faulted[0]), epoch, epoch, epoch)
     elif different.size:
         counters[control.FAULTED] = 1
         other = int(different[0])
-        _record(status, control.STATUS_MISMATCH, phase, other, int(calls[0]), int(calls[other]), epoch)
+        record(status, control.STATUS_MISMATCH, phase, other, int(calls[0]), int(calls[other]), epoch)
     else:
         received.numpy()[:] = mail[:, 1 : 1 + control.NUM_PUBLISHED]
         return True
@@ -91,9 +91,9 @@ def wait_for_signal(peers, rank, arrived, status, *, phase, timeout_ns, nan_on_f
             return
         counters[control.ABORTED] = 1
         if gave_up:
-            _record(status, control.STATUS_ABORT, phase, _who_gave_up(seen), epoch, seen, epoch)
+            record(status, control.STATUS_ABORT, phase, _who_gave_up(seen), epoch, seen, epoch)
         else:
-            _record(status, control.STATUS_TIMEOUT, phase, rank, epoch, seen, epoch)
+            record(status, control.STATUS_TIMEOUT, phase, rank, epoch, seen, epoch)
     if nan_on_failure is not None:
         _spoil(nan_on_failure)
 
@@ -129,13 +129,13 @@ def _wait(words: npt.NDArray[np.int64], rank: int, value: int, deadline_ns: int)
     return True
 
 
-def _record(status: torch.Tensor, kind: int, phase: int, peer: int, expected: int, seen: int, epoch: int) -> None:
+def record(
+    status: torch.Tensor, kind: int, phase: int, peer: int, expected: int, seen: int, epoch: int, where: int = 0
+) -> None:
+    """Notes a failure in a status record, if none is pending."""
     if int(status[control.STATUS_KIND]) == control.STATUS_OK:
-        status[control.STATUS_PHASE] = phase
-        status[control.STATUS_PEER] = peer
-        status[control.STATUS_EXPECTED] = expected
-        status[control.STATUS_SEEN] = seen
-        status[control.STATUS_EPOCH] = epoch
+        words = status.new_tensor([phase, peer, expected, seen, epoch, where])
+        status[control.STATUS_PHASE : control.STATUS_WHERE + 1] = words
         status[control.STATUS_KIND] = kind
 
 

@@ -8,7 +8,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,18 +16,17 @@ import torch
 from symmoe.errors import ArgumentError
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.tools.bench.cases import PRESETS, SKEWS, Case, add_shape_arguments, config_of, names_of, shapes_of
-from symmoe.tools.bench.layer import LAYER, Choice, bench_layer, heap_bytes
 from symmoe.tools.bench.problem import Problem, routing_of
 from symmoe.tools.bench.ranks import Ranks, join
 from symmoe.tools.bench.records import Record, machine, render, save
-from symmoe.tools.bench.steps import bench_steps
+from symmoe.tools.bench.steps import bench_steps, heap_bytes
 from symmoe.tools.bench.timing import Run
 
 HELP = "times of the layer, and yardsticks"
 DESCRIPTION = """\
-Times steps of the layer, and yardsticks in the same run, on the ranks that torchrun has started or on only one:
+Times steps of the layer, and of stock torch in the same run, on the ranks that torchrun has started or on only one:
 
-  torchrun --nproc-per-node=2 -m symmoe bench steps layer --preset qwen3-30b --tokens 128,8192 --json out.json
+  torchrun --nproc-per-node=2 -m symmoe bench --preset qwen3-30b --tokens 128,8192 --json out.json
 
 docs/benchmarking.md has the protocol, and what the records mean.
 """
@@ -35,19 +34,18 @@ docs/benchmarking.md has the protocol, and what the records mean.
 
 @dataclass(frozen=True)
 class Suite:
-    """What is measured of a case, and the choices whose captured steps exist at the same time, which need the most
-    memory."""
+    """What is measured of a case, and bytes of the heap that it needs, by case, ranks, and the rows of the busiest."""
 
     bench: Callable[[Problem, Run], list[Record]]
-    choices: Mapping[str, Choice] = field(default_factory=lambda: LAYER)
+    heap_bytes: Callable[[Case, int, int], int] = heap_bytes
 
 
-SUITES = {"steps": Suite(bench_steps), "layer": Suite(bench_layer)}
+SUITES = {"steps": Suite(bench_steps)}
 
 
 def add_arguments(parser: argparse.ArgumentParser, suites: Collection[str] = tuple(SUITES)) -> None:
     """Adds what :func:`run` reads."""
-    parser.add_argument("suites", nargs="*", metavar="SUITE", help=f"{', '.join(suites)} (steps, layer)")
+    parser.add_argument("suites", nargs="*", metavar="SUITE", help=f"{', '.join(suites)} (steps)")
     add_shape_arguments(parser, several=True, default=next(iter(PRESETS)))
     parser.add_argument("--tokens", default="8192", help="comma-separated numbers of tokens per rank (8192)")
     parser.add_argument("--skew", default="uniform", help=f"comma-separated routings: {', '.join(SKEWS)} (uniform)")
@@ -77,7 +75,7 @@ def run(args: argparse.Namespace, suites: Mapping[str, Suite] = SUITES) -> int:
         shown = ("gpu", "driver", "torch", "triton", "nvshmem", "commit")
         _say(ranks, ", ".join(f"{key} {facts[key]}" for key in shown if facts[key]))
         num_bytes = int((args.heap_gib or 0) * 2**30) or max(
-            heap_bytes(case, ranks.num_ranks, max(routing_of(case, ranks.num_ranks).num_rows), suites[name].choices)
+            suites[name].heap_bytes(case, ranks.num_ranks, max(routing_of(case, ranks.num_ranks).num_rows))
             for case in cases
             for name in names
         )

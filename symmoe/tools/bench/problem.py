@@ -7,7 +7,6 @@ expert, source rank, token, k.
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -29,19 +28,12 @@ class Tokens(NamedTuple):
 
 class Routing:
     """The routing of all ranks, from the choice of every rank, int64 [T, K]; on the CPU. topk_idx: int64 [R, T, K];
-    splits: int64 [R, e], rows of every expert; num_rows: N of every rank; order: slots of all ranks [R * T * K] as rows
-    lie."""
+    splits: int64 [R, e], rows of every expert; num_rows: N of every rank."""
 
     def __init__(self, topk_idx: list[torch.Tensor], num_experts: int) -> None:
         self.topk_idx = torch.stack(topk_idx)
         self.splits = torch.bincount(self.topk_idx.reshape(-1), minlength=num_experts).view(len(topk_idx), -1)
         self.num_rows = self.splits.sum(1).tolist()
-        self.order = self.topk_idx.reshape(-1).argsort(stable=True)
-
-    def rows_of(self, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(token, slot) of every row of a rank: int64 [N], counted over all ranks' tokens [R * T] and slots."""
-        slots = self.order.split(self.num_rows)[rank]
-        return slots // self.topk_idx.shape[2], slots
 
 
 class Problem:
@@ -95,11 +87,6 @@ class Problem:
         sizes = ((2 * ffn, hidden), (hidden, ffn))
         w1, w2 = (torch.randn(size, generator=generator, dtype=DTYPE, device=self.device) for size in sizes)
         return w1.mul_(hidden**-0.5), w2.mul_(ffn**-0.5)
-
-    @cached_property
-    def all_tokens(self) -> Tokens:
-        """Every rank's tokens, [R * T, .]."""
-        return Tokens(*map(torch.cat, zip(*map(self.tokens_of, range(self.num_ranks)), strict=True)))
 
 
 def routing_of(case: Case, num_ranks: int) -> Routing:

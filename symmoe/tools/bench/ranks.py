@@ -27,7 +27,6 @@ class Ranks:
     def __init__(self, device: torch.device) -> None:
         self._messages = Bootstrap(None)
         self.rank, self.num_ranks, self.device = self._messages.rank, self._messages.num_ranks, device
-        self._token = torch.zeros(1, device=device)
 
     def barrier(self) -> None:
         """Waits until every rank's host is here and its device is idle."""
@@ -35,23 +34,10 @@ class Ranks:
             torch.cuda.synchronize(self.device)
         self._messages.barrier()
 
-    def align(self) -> None:
-        """Makes later launches start at about the same time on all ranks. On GPUs the stream waits, not the host: steps
-        can follow each other without a pause."""
-        if self.num_ranks > 1 and self.device.type == "cuda":
-            dist.all_reduce(self._token)
-        elif self.num_ranks > 1:
-            self._messages.barrier()
-
     def head_start(self) -> None:
         """On GPUs the stream sleeps, so that what the host launches meanwhile is in its queue by then."""
         if self.device.type == "cuda":
             gpu_sleep(_HEAD_START_CYCLES)
-
-    def align_ahead(self) -> None:
-        """A head start for the host, then :meth:`align`."""
-        self.head_start()
-        self.align()
 
     def gather(self, values: npt.NDArray[_Scalar]) -> npt.NDArray[_Scalar]:
         """Every rank's array of the same shape and dtype, stacked in rank order."""

@@ -79,11 +79,6 @@ def rounded(value: float) -> float:
     return float(f"{value:.6g}")
 
 
-def median_ms(times_ms: npt.NDArray[np.float64]) -> float:
-    """The median of all repetitions."""
-    return rounded(float(np.median(times_ms)))
-
-
 def tflops(flops: float, times_ms: npt.NDArray[np.float64]) -> float:
     """TFLOP/s in the median time."""
     return rounded(flops / float(np.median(times_ms)) / 1e9)

@@ -11,26 +11,47 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import nn
 
+from symmoe.grouped.mlp import GroupedMLP
+from symmoe.moe.config import MoEConfig
 from symmoe.moe.layer import MoELayer
 from symmoe.moe.routed_experts import RoutedExperts
-from symmoe.tools.bench.layer import Choice, make_experts, stock_step
+from symmoe.precision.recipes import Recipe
+from symmoe.tools.bench.cases import Case, Shape, config_of
 from symmoe.tools.bench.problem import DTYPE, Problem
 from symmoe.tools.bench.ranks import Ranks
 from symmoe.tools.bench.records import Record, case_record, rounded, tflops
-from symmoe.tools.bench.reference import MAX_ERROR, Reference
-from symmoe.tools.bench.stock_torch import STOCK
-from symmoe.tools.bench.timing import WARM_UP, Run, largest_error
+from symmoe.tools.bench.stock_torch import STOCK, stock_layer, torch_experts
+from symmoe.tools.bench.timing import MAX_ERROR, WARM_UP, Run, largest, largest_error, relative_error, row_error
+from symmoe.training.memory_plan import plan_memory
 
 STEPS = 20  # in a row
+_SPARE_BYTES = 64 << 20  # of a heap: alignment and fragments
+_ROW_BUFFERS = 5  # combine has one, and two copies have four; the public parts' step has only four
 _HOST_STEPS = 10  # steps whose launches are timed
 
 Step = Callable[[], object]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """One way to run the layer."""
+
+    static: bool = True  # a static capacity instead of an exact one
+    captured: bool = False  # forward and backward in a CUDA graph that is replayed
+    options: Mapping[str, Any] = field(default_factory=dict)  # fields of MoEConfig
+
+    def config(self, shape: Shape, capacity: int | None = None) -> MoEConfig:
+        """The configuration of the layer that does the same."""
+        return config_of(shape, capacity=capacity, **self.options)
 
 
 LAYERS = {  # the whole MoELayer with its router
@@ -44,6 +65,40 @@ EXPERTS = {  # plan, dispatch, experts and combine
     "experts, static": Choice(),
     "experts, graph": Choice(captured=True),
 }
+
+
+def heap_bytes(case: Case, num_ranks: int, num_rows: int, choices: Mapping[str, Choice] = LAYERS | EXPERTS) -> int:
+    """Bytes that steps of these choices lease at one time on the busiest rank: all captured ones, and one eager one.
+
+    Args:
+        num_rows: the most that any rank receives. Capacities are up to 1.2 times that, or the mean, if that is more.
+    """
+    rows = int(1.2 * max(num_rows, case.num_slots)) + 1
+
+    def step_bytes(choice: Choice) -> int:
+        config = choice.config(case.shape, rows)
+        return plan_memory(config, num_ranks=num_ranks, num_tokens=case.num_tokens, dtype=DTYPE).heap_bytes
+
+    # A graph's leases on one stream do not take over what was freed on another.
+    captured = 2 * sum(step_bytes(choice) for choice in choices.values() if choice.captured)
+    returned = (num_ranks - 1) * case.num_tokens  # sums that combine gets
+    parts = (_ROW_BUFFERS * rows + returned) * case.shape.hidden * DTYPE.itemsize
+    return captured + max(*map(step_bytes, choices.values()), parts) + _SPARE_BYTES
+
+
+def make_experts(problem: Problem, precision: Recipe | None = None) -> GroupedMLP:
+    """This rank's experts, over the problem's weights."""
+    sizes = problem.experts_per_rank, problem.case.shape.hidden, problem.case.shape.ffn
+    experts = GroupedMLP(*sizes, precision=precision, dtype=DTYPE, device="meta")
+    experts.fc1.weight, experts.fc2.weight = (nn.Parameter(w.detach()) for w in (problem.w1, problem.w2))
+    return experts
+
+
+def stock_forward(problem: Problem) -> Callable[[], torch.Tensor]:
+    """The layer of stock torch parts, without a router."""
+    x, probs, w1, w2 = problem.inputs
+    run_experts, num_experts = torch_experts(w1, w2), problem.case.shape.num_experts
+    return lambda: stock_layer(x, probs, problem.topk_idx, run_experts, num_experts, problem.num_ranks)
 
 
 def host_figures(step: Step, problem: Problem, ranks: Ranks) -> Record:
@@ -61,14 +116,20 @@ def bench_steps(
     problem: Problem, run: Run, figures_of: Callable[[Step, Problem, Ranks], Record] = host_figures
 ) -> list[Record]:
     """Steps of the layer and of its experts, eager and replayed, and of the stock layer. Collective."""
-    reference, on_gpu, steps, errors = Reference(problem), problem.device.type == "cuda", dict[str, Step](), {}
-    for name, choice in (LAYERS | EXPERTS).items():
-        if on_gpu or not choice.captured:  # there are no graphs on CPUs
-            step, checked = _make(choice, problem, run, routes=name in LAYERS)
-            errors[name] = largest_error(name, reference.step_error(*checked()), MAX_ERROR, run.ranks)
-            steps[name] = _captured(step) if choice.captured else step
-    steps[STOCK] = stock = stock_step(problem, reference).results
-    errors[STOCK] = largest_error(STOCK, reference.step_error(*stock()), MAX_ERROR, run.ranks)
+    steps, errors, choices = dict[str, Step](), {STOCK: 0.0}, LAYERS | EXPERTS
+    stock_y = stock_forward(problem)
+
+    def stock() -> tuple[torch.Tensor, ...]:
+        y = stock_y()
+        return (y, *torch.autograd.grad(y, problem.inputs, problem.tokens.dy))
+
+    expected = stock()
+    for name, choice in choices.items():
+        if problem.device.type == "cuda" or not choice.captured:  # there are no graphs on CPUs
+            steps[name], checked = _make(choice, problem, run, routes=name in LAYERS)
+            errors[name] = largest_error(name, _difference(problem, checked(), expected), MAX_ERROR, run.ranks)
+    del expected
+    steps = {name: _captured(step) if choices[name].captured else step for name, step in steps.items()} | {STOCK: stock}
     times = times_in_a_row_ms(steps, run.ranks, run.repetitions)
     flops, records = 3 * problem.case.forward_flops, []
     for name, step in steps.items():
@@ -85,7 +146,7 @@ def bench_steps(
 def _make(
     choice: Choice, problem: Problem, run: Run, *, routes: bool
 ) -> tuple[Step, Callable[[], tuple[torch.Tensor, ...]]]:
-    """The step, and one of the same experts whose results can be compared with the reference."""
+    """The step, and one of the same experts whose results can be compared with those of stock torch."""
     capacity, num_slots = problem.static_capacity if choice.static else None, problem.case.num_slots
     if capacity is not None and routes:  # the layer's own router decides, whatever the case's skew is
         capacity = max(capacity, num_slots + 8 * math.isqrt(num_slots))
@@ -105,6 +166,15 @@ def _make(
         return torch.autograd.grad((y, *more), (x, *layer.parameters()), (dy, *map(torch.ones_like, more)))
 
     return whole if routes else routed, routed
+
+
+def _difference(problem: Problem, results: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
+    """The largest relative error of a step's results, to those of stock torch, which shares nothing with it: of any row
+    of y and dx, of dprobs, and of the gradients of the busiest and of the last expert's weights."""
+    splits = problem.routing.splits[problem.rank]
+    pairs = list(zip(results, expected, strict=True))
+    some = [(ours[e], stock[e]) for ours, stock in pairs[3:] for e in (int(splits.argmax()), -1)]
+    return largest([*(row_error(*pair) for pair in pairs[:2]), *(relative_error(*pair) for pair in (pairs[2], *some))])
 
 
 def _captured(step: Step) -> Step:

@@ -60,8 +60,7 @@ class System(NamedTuple):
     free_bytes: int | None  # of memory that this container can still use
     shm_bytes: int | None
     shm_free_bytes: int | None
-    max_files: int | None  # soft limits of this process
-    max_locked_bytes: int | None
+    max_files: int | None  # the soft limit of this process
     max_processes: int | None  # that may still be started, threads counted
     compiler: str | None  # the C compiler that Triton would take
     has_python_headers: bool
@@ -72,9 +71,8 @@ def read_system(environment: Mapping[str, str]) -> System:
     shm = shutil.disk_usage(_SHARED_MEMORY) if _SHARED_MEMORY.is_dir() else None
     compilers = [environment["CC"]] if environment.get("CC") else ["gcc", "clang"]
     found = (shutil.which(name, path=environment.get("PATH")) for name in compilers)
-    soft = [resource.getrlimit(each)[0] for each in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK)]
-    processes = [resource.getrlimit(resource.RLIMIT_NPROC)[0], _processes_left()]
-    files, locked = (None if limit == resource.RLIM_INFINITY else limit for limit in soft)
+    files, processes = (resource.getrlimit(each)[0] for each in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC))
+    limits = [processes, _processes_left()]
     problem = host_backend.preflight()
     try:
         os.close(os.memfd_create("symmoe-doctor", os.MFD_CLOEXEC))
@@ -90,9 +88,8 @@ def read_system(environment: Mapping[str, str]) -> System:
         free_bytes=host_backend.available_bytes(),
         shm_bytes=shm.total if shm else None,
         shm_free_bytes=shm.free if shm else None,
-        max_files=files,
-        max_locked_bytes=locked,
-        max_processes=min((each for each in processes if each not in (None, resource.RLIM_INFINITY)), default=None),
+        max_files=None if files == resource.RLIM_INFINITY else files,
+        max_processes=min((each for each in limits if each not in (None, resource.RLIM_INFINITY)), default=None),
         compiler=next((path for path in found if path), None),
         has_python_headers=Path(sysconfig.get_path("include"), "Python.h").exists(),
     )
@@ -147,9 +144,7 @@ def check_limits(system: System, *, has_gpu: bool) -> Iterator[Said]:
         found.append(("note", text, "ulimit -u 65536, or docker run --pids-limit=-1"))
     yield from found
     if not found:
-        locked = "no limit" if system.max_locked_bytes is None else _size(system.max_locked_bytes)
-        text = f"/dev/shm {_size(free or 0)} of {_size(total or 0)} free, open files {files or 'no limit'}, "
-        yield "ok", f"{text}locked memory {locked} (more is for RDMA, which symmoe does not use)", ""
+        yield "ok", f"/dev/shm {_size(free or 0)} of {_size(total or 0)} free, open files {files or 'no limit'}", ""
 
 
 @about("environment")

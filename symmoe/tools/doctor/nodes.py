@@ -1,14 +1,14 @@
 """`symmoe doctor --nodes`: who is where, by which network, and how fast rails are. Every rank takes part.
 
 The ranks talk by torchrun's store, so that what does not work is told by all, and all come to the same findings. Rails
-are tried by the same means as a heap that spans nodes has: every rank sends to all others of its rail at once, all
-rails at the same time, and what has come is compared byte for byte.
+are made, and between GPUs measured, as a heap that spans nodes does it, all at the same time.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from symmoe.errors import ArgumentError, BackendUnavailable
 from symmoe.nodes.nccl import Nccl, NcclRail
-from symmoe.nodes.rail import BEGUN, ENDED, GlooRail, Payload, RailBroken
+from symmoe.nodes.rail import GlooRail, Payload
 from symmoe.nodes.reach import DEVICE_VARIABLE, Endpoint, Listener, connect
 from symmoe.nodes.topology import Topology, find_place, find_topology
 from symmoe.tools.doctor.findings import Finding, Said, about, worst_level
@@ -31,12 +31,9 @@ from symmoe.tools.doctor.gpus import ask, read_gpus
 from symmoe.tools.doctor.versions import read_versions
 
 LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
-_KNOWS_LAUNCH_ORDER = 22600  # the NCCL that has it, 2.26
 _WAIT_S = 90.0  # for other ranks, each time
 _REACH_S = 10.0  # for connections: three tries, as Linux does them
-_CONNECT_S, _MESSAGE_S = 30.0, 20.0
-_SHORT, _LONG = 8, 16 << 20  # bytes of messages whose time is latency, and bandwidth
-_REPETITIONS = 5
+_CONNECT_S = 30.0
 _SLOW = 0.7  # of the median rail's speed
 _SHOWN = 3  # of what may be many
 
@@ -51,7 +48,6 @@ class Facts:
     endpoint: Endpoint  # where gloo listens
     problem: str = ""  # why it cannot
     versions: Mapping[str, str]
-    nccl: int = 0  # as NCCL numbers its versions
     gpu: str = ""  # name of its GPU
     nics_up: Sequence[str] = ()  # RDMA devices of its machine that have a link
     nics_down: Sequence[str] = ()
@@ -59,15 +55,11 @@ class Facts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exchange:
-    """What a rank says of its rail: GB/s that it sends and microseconds of a short exchange, and the ranks from which
-    other bytes have come than they sent; or what went wrong, and with whom (-1: not known)."""
+class Rail:
+    """What a rank says of its rail: GB/s that it sends, infinite where that is not measured; or what went wrong."""
 
     gbs: float = 0.0
-    latency_us: float = 0.0
-    wrong: Sequence[int] = ()
     error: str = ""
-    mate: int = -1
 
 
 class RanksMissing(Exception):
@@ -164,18 +156,18 @@ def examine_nodes(
         refused = [dict(each) for each in board.gather("reach", [*refuse.items()])]
     found = [*check_nodes(facts, topology), *check_network(facts, topology, refused)]
     if sends and topology.num_nodes > 1 and worst_level(found) != "problem":
-        tried = try_rail(board, topology, has_gpu=bool(mine.gpu))
-        found += check_rails(topology, [Exchange(**each) for each in board.gather("rails", asdict(tried))])
+        with contextlib.ExitStack() as stack:
+            tried = try_rail(board, topology, stack, has_gpu=bool(mine.gpu))
+            said = board.gather("rails", asdict(tried))
+        found += check_rails(topology, [Rail(**each) for each in said])
     return found
 
 
 def read_facts(local_rank: int, environment: Mapping[str, str], endpoint: Endpoint, problem: str) -> Facts:
     """What this rank has to say."""
-    smi, nccl = ask(), 0
+    smi = ask()
     gpu = next(iter(read_gpus(smi).gpus[local_rank:]), None)
     index = None if gpu is None else smi.index_of(gpu)
-    with contextlib.suppress(BackendUnavailable):
-        nccl = Nccl().version if gpu is not None else 0
     place = find_place(None if index is None else smi.devices[index]["uuid"])
     installed, nics = read_versions().installed, read_nics()
     return Facts(
@@ -185,7 +177,6 @@ def read_facts(local_rank: int, environment: Mapping[str, str], endpoint: Endpoi
         endpoint=endpoint,
         problem=problem,
         versions={name: installed[name] for name in ("symmoe", "torch") if name in installed},
-        nccl=nccl,
         gpu=gpu.name if gpu is not None else "",
         nics_up=[name for name, is_up in nics.items() if is_up],
         nics_down=[name for name, is_up in nics.items() if not is_up],
@@ -211,60 +202,19 @@ def read_nics(folder: Path = Path("/sys/class/infiniband")) -> dict[str, bool]:
     return nics
 
 
-def try_rail(board: Board, topology: Topology, *, has_gpu: bool) -> Exchange:
-    """Messages to and from all others of the rail. Collective over it; what goes wrong is in the result."""
-    device = torch.device("cuda", board.local_rank) if has_gpu else torch.device("cpu")
+def try_rail(board: Board, topology: Topology, stack: contextlib.ExitStack, *, has_gpu: bool) -> Rail:
+    """Connects the ranks of a rail as a heap does, which on GPUs sends messages, compares them and measures. Collective
+    over the rail; what goes wrong is in the result. The rail stays until the stack ends: peers may still use it."""
     options: dict[str, Any] = {"node": topology.node, "num_nodes": topology.num_nodes, "timeout_s": _CONNECT_S}
     at = board.store, f"symmoe-doctor/rail/{topology.local_rank}"
-    with contextlib.ExitStack() as stack:
-        try:
-            if has_gpu:
-                torch.cuda.set_device(device)
-            payload: Payload = NcclRail(Nccl(), *at, **options) if has_gpu else GlooRail(*at, **options)
-            stack.callback(payload.close)
-            return measure_rail(topology, payload, device)
-        except RailBroken as broken:
-            return Exchange(error=str(broken), mate=topology.rail[broken.node])
-        except (BackendUnavailable, RuntimeError) as error:
-            return Exchange(error=_first_line(error))
-
-
-def measure_rail(topology: Topology, payload: Payload, device: torch.device) -> Exchange:
-    """What an exchange takes, the median of some, and whose bytes have come as others. Raises RailBroken."""
-
-    def message(rank: int, num_bytes: int) -> torch.Tensor:
-        generator = torch.Generator(device).manual_seed(rank)
-        return torch.randint(256, (num_bytes,), dtype=torch.uint8, generator=generator, device=device)
-
-    def exchange(num_bytes: int) -> tuple[float, list[torch.Tensor]]:
-        sends = [message(topology.rank, num_bytes)] * topology.num_nodes
-        receives, times = [torch.zeros_like(sends[0]) for _ in topology.rail], []
-        for _ in range(1 + _REPETITIONS):  # the first one finds all of them here
-            start = time.perf_counter()
-            payload.count(BEGUN)
-            started = payload.begin([*enumerate(sends)], [*enumerate(receives)])
-            payload.count(ENDED)
-            payload.wait(started, _MESSAGE_S)
-            if device.type == "cuda":
-                event = torch.cuda.Event()
-                event.record()
-                wait_for(event.query, topology.node)
-            times.append(time.perf_counter() - start)
-        return median(times[1:]), receives
-
-    latency_s, _ = exchange(_SHORT)
-    long_s, receives = exchange(_LONG)
-    came = {rank: received for rank, received in zip(topology.rail, receives, strict=True) if rank != topology.rank}
-    wrong = [rank for rank, received in came.items() if not torch.equal(received, message(rank, _LONG))]
-    return Exchange(gbs=len(came) * _LONG / long_s / 1e9, latency_us=latency_s * 1e6, wrong=wrong)
-
-
-def wait_for(is_done: Callable[[], bool], node: int, timeout_s: float = _MESSAGE_S) -> None:
-    """Returns when something on the device is done. Raises RailBroken if that takes longer."""
-    start = time.monotonic()
-    while not is_done():
-        if time.monotonic() - start > timeout_s:
-            raise RailBroken(node, is_late=True, problem=f"no answer within {timeout_s:g} s")
+    try:
+        if has_gpu:
+            torch.cuda.set_device(board.local_rank)
+        payload: Payload = NcclRail(Nccl(), *at, **options) if has_gpu else GlooRail(*at, **options)
+    except (BackendUnavailable, RuntimeError) as error:
+        return Rail(error=_first_line(error))
+    stack.callback(payload.close)
+    return Rail(gbs=payload.bytes_per_s / 1e9)
 
 
 # -- what is to be said: pure functions, so that all ranks find the same ----------------------------------------------
@@ -343,34 +293,26 @@ def _check_nccl(facts: Sequence[Facts], topology: Topology) -> Iterator[Said]:
         text = f"{LAUNCH_ORDER}=1 is not set on ranks {listed(unordered)}: where FSDP or DDP run at the same time as "
         text += "rails, GPUs may start the two communicators in different orders, and wait for each other"
         yield "note", text, f"export {LAUNCH_ORDER}=1 on every node"
-    elif old := [rank for rank in on_gpus if facts[rank].nccl < _KNOWS_LAUNCH_ORDER]:
-        text = f"NCCL of ranks {listed(old)} is older than 2.26, and does not know {LAUNCH_ORDER}"
-        yield "note", text, "a torch with a newer NCCL: 2.11 brings 2.28"
 
 
 @about("rails")
-def check_rails(topology: Topology, exchanges: Sequence[Exchange]) -> Iterator[Said]:
-    """How fast rails are, which one is the slowest, and what has come that was not sent. exchanges: by rank."""
-    where = [f"rank {r} on node {topology.node_of(r)}" for r in range(len(exchanges))]
+def check_rails(topology: Topology, rails: Sequence[Rail]) -> Iterator[Said]:
+    """Which rails connect, how fast they are, and which one is the slowest. rails: what each rank says of its own."""
+    where = [f"rank {rank} on node {topology.node_of(rank)}" for rank in range(len(rails))]
     log = "NCCL_DEBUG=INFO shows by what NCCL goes"
-    if failed := [(rank, each) for rank, each in enumerate(exchanges) if each.error]:
-        ends = [f"{where[rank]}{f' and {where[each.mate]}' if each.mate >= 0 else ''}" for rank, each in failed]
-        text = _some([f"between {both}: {each.error}" for both, (_, each) in zip(ends, failed, strict=True)])
-        yield "problem", f"messages do not arrive {text}", f"firewalls; cables; {log}"
-    if wrong := [(rank, mate) for rank, each in enumerate(exchanges) for mate in each.wrong]:
-        text = _some([f"rank {rank} has got other bytes than rank {mate} has sent" for rank, mate in wrong])
-        yield "problem", text, "memory or network are broken: take these nodes out of the job"
-    rails = [[rank for rank in rail if not exchanges[rank].error] for rail in zip(*topology.nodes, strict=True)]
-    slowest = {n: min(rail, key=lambda rank: exchanges[rank].gbs) for n, rail in enumerate(rails) if rail}
-    if not slowest:
+    if failed := [f"{where[rank]}: {each.error}" for rank, each in enumerate(rails) if each.error]:
+        yield "problem", f"rails do not connect: {_some(failed)}", f"firewalls; cables; {log}"
         return
-    gbs = {number: exchanges[rank].gbs for number, rank in slowest.items()}
-    last, usual = min(gbs, key=gbs.__getitem__), median(gbs.values())
+    slowest = [min(ranks, key=lambda rank: rails[rank].gbs) for ranks in zip(*topology.nodes, strict=True)]
+    gbs = [rails[rank].gbs for rank in slowest]
+    last, usual = gbs.index(min(gbs)), median(gbs)
+    if math.isinf(usual):
+        yield "ok", f"rails {listed(range(len(gbs)))} connect; between CPUs nothing is measured", ""
+        return
     if gbs[last] < _SLOW * usual:
         text = f"rail {last} is slow: {gbs[last]:.3g} GB/s at {where[slowest[last]]}, the median rail has {usual:.3g}"
         yield "note", text, f"NICs of its ranks: ibstat or ethtool for the rate; what else uses them; {log}"
-    latency_us = {number: max(exchanges[rank].latency_us for rank in rails[number]) for number in gbs}
-    speeds = "; ".join(f"rail {number}: {gbs[number]:.3g} GB/s, {latency_us[number]:.0f} us" for number in gbs)
+    speeds = "; ".join(f"rail {number}: {each:.3g} GB/s" for number, each in enumerate(gbs))
     yield "ok", f"{speeds} (each rank sends and receives; of its slowest); slowest: {where[slowest[last]]}", ""
 
 

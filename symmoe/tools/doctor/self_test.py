@@ -16,7 +16,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +31,7 @@ from symmoe.kernels import control
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.tokens import combine_tokens, dispatch_tokens
 from symmoe.tools.bench.ranks import Ranks, join
-from symmoe.tools.bench.timing import Run, Variant, in_steps
+from symmoe.tools.bench.timing import WARM_UP, clock_for, intervals_ms
 from symmoe.tools.doctor.findings import Said, about
 
 DEADLINE_S = 180  # most of it is Triton's first compilation of the kernels, if there are GPUs
@@ -221,19 +221,25 @@ def speeds(heap: SymmetricHeap, ranks: Ranks) -> dict[str, float]:
         out, here = rows.tensor, slice(ranks.rank * share, (ranks.rank + 1) * share)
         targets = [copied.peer(peer)[here] for peer in peers]
 
-        def align() -> None:
-            ranks.head_start()
-            heap.barrier(control.PHASE_START)
-
         dispatch_tokens(x, plan, out=out)  # combine follows a dispatch
         steps = {
             "dispatch": lambda: dispatch_tokens(x, plan, out=out),
             "combine": lambda: combine_tokens(plan.rows_of(out), plan),
             "copy": lambda: [target.copy_(x[:share]) for target in targets],
         }
-        variants = [Variant(name, ("forward",), in_steps(step), lambda: 0.0) for name, step in steps.items()]
-        times, _ = Run(ranks, heap, _REPETITIONS).measure(variants, align=align)
-        return {f"{name}_gbs": x.nbytes / float(np.median(ms)) / 1e6 for name, ms in times.items()}
+        return {f"{name}_gbs": x.nbytes / _median_ms(step, heap, ranks) / 1e6 for name, step in steps.items()}
+
+
+def _median_ms(step: Callable[[], object], heap: SymmetricHeap, ranks: Ranks) -> float:
+    """What a step takes on the slowest rank. Collective."""
+    clock, times = clock_for(heap.device), list[float]()
+    for _ in range(WARM_UP + _REPETITIONS):
+        ranks.head_start()
+        heap.barrier(control.PHASE_START)
+        marks = [clock()]
+        step()
+        times += intervals_ms([*marks, clock()])
+    return float(np.median(ranks.gather(np.array(times[WARM_UP:])).max(axis=0)))
 
 
 if __name__ == "__main__":

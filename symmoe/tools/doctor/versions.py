@@ -16,7 +16,7 @@ from symmoe.tools.facts import version_of
 
 _DISTRIBUTIONS = (
     *("symmoe", "torch", "triton", "nvidia-nvshmem-cu12", "nvidia-nvshmem-cu13", "nvshmem4py-cu12", "nvshmem4py-cu13"),
-    *("cuda-core", "numpy", "megatron-core", "psutil"),
+    *("cuda-core", "megatron-core", "psutil"),
 )
 _PIN = re.compile(r"([A-Za-z0-9_.-]+)\s*(==|~=)\s*([^\s;,]+)")
 _TORCH = ("2.11", "2.15")  # from, which pyproject.toml says, to: what tests have been run with
@@ -55,7 +55,7 @@ def release(version: str) -> tuple[int, ...]:
 def check_versions(versions: Versions, *, has_gpu: bool) -> Iterator[Said]:
     """Problems of the versions, then one line that lists them."""
     installed, pins, cuda = versions.installed, versions.torch_pins, versions.torch_cuda
-    torch_version, triton, numpy = installed["torch"], installed.get("triton"), installed.get("numpy", "0")
+    torch_version, triton = installed["torch"], installed.get("triton")
     cuda_major = release(cuda)[0] if cuda else 13  # of `symmoe[nvshmem]` for a CPU build
     library, bindings = f"nvidia-nvshmem-cu{cuda_major}", f"nvshmem4py-cu{cuda_major}"
     nvshmem, older = installed.get(library), release(triton or "0")[:2] == (3, 6)
@@ -103,9 +103,6 @@ def check_versions(versions: Versions, *, has_gpu: bool) -> Iterator[Said]:
         besides = f"; {others[0]} is, which is not for torch's CUDA {cuda}" if others else ""
         yield "problem", f"{bindings} is not installed{besides}: heaps on GPUs need it", newer
 
-    if not has_gpu and older and release(numpy) >= (2, 4):
-        text = f"numpy {numpy} with Triton {triton}: kernels do not run in Triton's interpreter, as some tests want"
-        yield "note", text, "pip install 'numpy<2.4'"
     if "megatron-core" in installed and "psutil" not in installed:
         yield "note", "megatron-core without psutil: its distributed checkpoints hang", "pip install 'psutil>=5'"
     shown = {"symmoe": "symmoe", "torch": "torch", "Triton": "triton", "NVSHMEM": library, "nvshmem4py": bindings}

@@ -8,54 +8,50 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
+from suites.reference import Reference
+from suites.rows import all_tokens, rows_of
+from suites.timing import DIRECTIONS, Variant, in_steps, measure, median_ms, plan_of
 from symmoe.grouped.experts import ExpertRows, ExpertsBackward, ExpertWeights, Hidden
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.kernels.activation import Activation
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.ep_step import expert_parallel_mlp
 from symmoe.precision.recipes import Recipe
-from symmoe.tools.bench.cases import Case, Shape, config_of
-from symmoe.tools.bench.problem import DTYPE, Problem
-from symmoe.tools.bench.records import Record, case_record, median_ms, tflops
-from symmoe.tools.bench.reference import MAX_ERROR, Reference
-from symmoe.tools.bench.stock_torch import STOCK, stock_layer, torch_experts
-from symmoe.tools.bench.timing import DIRECTIONS, Clock, Mark, Run, Variant, in_steps
-from symmoe.training.memory_plan import plan_memory
+from symmoe.tools.bench import steps
+from symmoe.tools.bench.cases import Shape, config_of
+from symmoe.tools.bench.problem import Problem
+from symmoe.tools.bench.records import Record, case_record, tflops
+from symmoe.tools.bench.steps import make_experts, stock_forward
+from symmoe.tools.bench.stock_torch import STOCK
+from symmoe.tools.bench.timing import MAX_ERROR, Clock, Mark, Run, largest, row_error
 
 Forward = Callable[[], torch.Tensor]
 CEILING = "gemms alone"
-_SPARE_BYTES = 64 << 20  # of a heap: alignment and fragments
-_ROW_BUFFERS = 5  # combine has one, and two copies have four; the public parts' step has only four
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class Choice(steps.Choice):
     """One way to run the layer."""
 
-    static: bool = True  # a static capacity instead of an exact one
-    captured: bool = False  # forward and backward in a CUDA graph that is replayed
-    options: Mapping[str, Any] = field(default_factory=dict)  # of expert_parallel_mlp, and fields of MoEConfig too
     precision: Recipe | None = None  # of the experts
     apart: bool = False  # measured after the others, by itself: it keeps as much memory as the weights take
     block: Callable[[GroupedMLP], AbstractContextManager[object]] = nullcontext  # in which it is measured
     max_error: float = MAX_ERROR  # of its results, relative
 
     def config(self, shape: Shape, capacity: int | None = None) -> MoEConfig:
-        """The configuration of the layer that does the same."""
         return config_of(shape, capacity=capacity, precision=self.precision, **self.options)
 
     def forward(self, problem: Problem, run: Run, experts: GroupedMLP) -> Forward:
         """The step forward."""
         x, probs, _, _ = problem.inputs
         capacity = problem.static_capacity if self.static else None
-        return lambda: expert_parallel_mlp(x, probs, experts, run.plan(problem, capacity), **self.options)
+        return lambda: expert_parallel_mlp(x, probs, experts, plan_of(run, problem, capacity), **self.options)
 
 
 SERIAL = {"schedule": "serial"}
@@ -86,7 +82,7 @@ def bench_layer(
         yardsticks = [experts_only(problem, reference), stock_step(problem, reference).eager()] if not times else []
         with ExitStack() as blocks:
             ours = {name: _variant(name, possible[name], problem, run, reference, blocks) for name in names}
-            measured = run.measure([*ours.values(), *yardsticks])
+            measured = measure(run, [*ours.values(), *yardsticks])
             figures_of |= {name: more(problem, run, possible[name], variant) for name, variant in ours.items()}
             times, errors = times | measured[0], errors | measured[1]
         ours.clear()  # ends the graphs before their memory is freed
@@ -116,35 +112,6 @@ def _variant(name: str, choice: Choice, problem: Problem, run: Run, reference: R
     inputs = (*problem.inputs[:2], experts.fc1.weight, experts.fc2.weight)
     step = Step(name, forward, inputs, problem.tokens.dy, reference.step_error, choice.max_error)
     return step.captured() if choice.captured else step.eager()
-
-
-def heap_bytes(case: Case, num_ranks: int, num_rows: int, choices: Mapping[str, Choice] = LAYER) -> int:
-    """Bytes that steps of these choices lease at one time on the busiest rank: captured ones, all or the largest of
-    those that are measured apart, and one eager one.
-
-    Args:
-        num_rows: the most that any rank receives. Capacities are up to 1.2 times that, or the mean, if that is more.
-    """
-    rows = int(1.2 * max(num_rows, case.num_slots)) + 1
-
-    def step_bytes(choice: Choice) -> int:
-        config = choice.config(case.shape, rows)
-        return plan_memory(config, num_ranks=num_ranks, num_tokens=case.num_tokens, dtype=DTYPE).heap_bytes
-
-    # A graph's leases on one stream do not take over what was freed on another.
-    apart, others = ([step_bytes(c) for c in choices.values() if c.captured and c.apart is a] for a in (True, False))
-    captured = 2 * (sum(others) + max(apart, default=0))
-    returned = (num_ranks - 1) * case.num_tokens  # sums that combine gets
-    parts = (_ROW_BUFFERS * rows + returned) * case.shape.hidden * DTYPE.itemsize
-    return captured + max(*map(step_bytes, choices.values()), parts) + _SPARE_BYTES
-
-
-def make_experts(problem: Problem, precision: Recipe | None = None) -> GroupedMLP:
-    """This rank's experts, over the problem's weights."""
-    sizes = problem.experts_per_rank, problem.case.shape.hidden, problem.case.shape.ffn
-    experts = GroupedMLP(*sizes, precision=precision, dtype=DTYPE, device="meta")
-    experts.fc1.weight, experts.fc2.weight = (nn.Parameter(w.detach()) for w in (problem.w1, problem.w2))
-    return experts
 
 
 @dataclass(frozen=True)
@@ -209,9 +176,9 @@ def experts_only(problem: Problem, reference: Reference) -> Variant:
     Rows lie in the order of the experts, also if the layer gathers them: the best that the GEMMs could do. Local.
     """
     num_rows, splits = max(1, problem.num_rows), problem.routing.splits[problem.rank]
-    token, slot = (index.to(problem.device) for index in problem.routing.rows_of(problem.rank))
+    token, slot = (index.to(problem.device) for index in rows_of(problem.routing, problem.rank))
     row_range = torch.stack((splits.cumsum(0) - splits, splits.cumsum(0))).int().to(problem.device)
-    received, d_out, probs = problem.all_tokens
+    received, d_out, probs = all_tokens(problem)
     weights = ExpertWeights(problem.w1.detach(), None, problem.w2.detach(), None, Activation())
     rows = ExpertRows(received[token], row_range, probs.reshape(-1)[slot])
     d_out, kept = d_out[token], list[Hidden]()
@@ -233,17 +200,19 @@ def experts_only(problem: Problem, reference: Reference) -> Variant:
         out.fill_(torch.nan)
         d_rows.fill_(torch.nan)
         forward()
-        return reference.experts_error(out, d_rows, *backward(partial(torch.full_like, fill_value=torch.nan)))
+        return experts_error(reference, out, d_rows, *backward(partial(torch.full_like, fill_value=torch.nan)))
 
     return Variant(CEILING, DIRECTIONS, in_steps(forward, backward), verify, MAX_ERROR)
 
 
+def experts_error(
+    reference: Reference, out: torch.Tensor, d_rows: torch.Tensor, dw1: torch.Tensor, dw2: torch.Tensor
+) -> float:
+    """The largest relative error of the experts' results: of rows before they are summed, and of any dw."""
+    pairs = [pair for e in reference.experts for pair in ((out[e.rows], e.out), (d_rows[e.rows], e.d_rows))]
+    return largest([*(row_error(*pair) for pair in pairs), reference.weight_error(dw1, dw2)])
+
+
 def stock_step(problem: Problem, reference: Reference) -> Step:
     """The layer of stock torch parts, without a router."""
-    x, probs, w1, w2 = problem.inputs
-    run_experts, num_experts = torch_experts(w1, w2), problem.case.shape.num_experts
-
-    def forward() -> torch.Tensor:
-        return stock_layer(x, probs, problem.topk_idx, run_experts, num_experts, problem.num_ranks)
-
-    return Step(STOCK, forward, problem.inputs, problem.tokens.dy, reference.step_error)
+    return Step(STOCK, stock_forward(problem), problem.inputs, problem.tokens.dy, reference.step_error)

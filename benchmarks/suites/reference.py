@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
-from symmoe.tools.bench.problem import Problem
+from suites.rows import all_tokens, rows_of
+from symmoe.tools.bench.problem import Problem, Tokens
+from symmoe.tools.bench.timing import largest, relative_error, row_error
 
-MAX_ERROR = 3e-2  # of bf16 steps, relative; the layers measured so far have up to 1e-2
 _SAMPLED_TOKENS = 4
 _SAMPLED_ROWS = 64
 _CHUNK_ROWS = 4096
@@ -33,8 +33,10 @@ class Reference:
         count = min(_SAMPLED_TOKENS, problem.case.num_tokens)
         self.token_index = torch.linspace(0, problem.case.num_tokens - 1, count).long().to(problem.device)
         self.y, self.dx, self.dprobs = _tokens(problem, self.token_index)
-        splits = problem.routing.splits[problem.rank]
-        self.experts = [_expert(problem, local) for local in sorted({int(splits.argmax()), len(splits) - 1})]
+        splits, everything = problem.routing.splits[problem.rank], all_tokens(problem)
+        self.experts = [
+            _expert(problem, everything, local) for local in sorted({int(splits.argmax()), len(splits) - 1})
+        ]
 
     def step_error(
         self, y: torch.Tensor, dx: torch.Tensor, dprobs: torch.Tensor, dw1: torch.Tensor, dw2: torch.Tensor
@@ -42,35 +44,12 @@ class Reference:
         """The largest relative error of a step's results: of any row of y and dx, of dprobs, and of any dw."""
         index = self.token_index
         errors = [row_error(y[index], self.y), row_error(dx[index], self.dx)]
-        return largest([*errors, relative_error(dprobs[index], self.dprobs), self._weight_error(dw1, dw2)])
+        return largest([*errors, relative_error(dprobs[index], self.dprobs), self.weight_error(dw1, dw2)])
 
-    def experts_error(self, out: torch.Tensor, d_rows: torch.Tensor, dw1: torch.Tensor, dw2: torch.Tensor) -> float:
-        """The largest relative error of the experts' results: of rows before they are summed, and of any dw."""
-        pairs = [pair for e in self.experts for pair in ((out[e.rows], e.out), (d_rows[e.rows], e.d_rows))]
-        return largest([*(row_error(*pair) for pair in pairs), self._weight_error(dw1, dw2)])
-
-    def _weight_error(self, dw1: torch.Tensor, dw2: torch.Tensor) -> float:
+    def weight_error(self, dw1: torch.Tensor, dw2: torch.Tensor) -> float:
+        """The largest relative error of any dw."""
         pairs = [pair for e in self.experts for pair in ((dw1[e.local], e.dw1), (dw2[e.local], e.dw2))]
         return largest([relative_error(*pair) for pair in pairs])
-
-
-def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
-    """|got - expected| / |expected| (Euclidean); 0 for two zeros, infinite if only `expected` is zero."""
-    return row_error(got.reshape(1, -1), expected.reshape(1, -1))
-
-
-def row_error(got: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest relative error of any row of [., .]; 0 without rows."""
-    if not expected.numel():
-        return 0.0
-    difference = (got.detach().float() - expected.float()).norm(dim=1)
-    size = expected.float().norm(dim=1)
-    return float(torch.where((difference == 0) & (size == 0), 0.0, difference / size).max())
-
-
-def largest(errors: list[float]) -> float:
-    """The largest error; NaN if any is NaN."""
-    return float(np.max(errors)) if errors else 0.0
 
 
 def expert_outputs(x: torch.Tensor, probs: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
@@ -95,15 +74,16 @@ def _tokens(problem: Problem, index: torch.Tensor) -> tuple[torch.Tensor, torch.
     return y, dx, dprobs
 
 
-def _expert(problem: Problem, local: int) -> ExpertReference:
-    counts, everything = problem.routing.splits[problem.rank], problem.all_tokens
+def _expert(problem: Problem, everything: Tokens, local: int) -> ExpertReference:
+    counts = problem.routing.splits[problem.rank]
     start, end = int(counts[:local].sum()), int(counts[: local + 1].sum())
     w1, w2 = (w.float().requires_grad_() for w in problem.weights_of(problem.first_expert + local))
     dw1, dw2 = torch.zeros_like(w1), torch.zeros_like(w2)
     first = (w1.new_zeros(0, w1.shape[1]), w1.new_zeros(0, w1.shape[1]))
+    received = rows_of(problem.routing, problem.rank)
     for chunk in range(start, end, _CHUNK_ROWS):
         rows = slice(chunk, min(chunk + _CHUNK_ROWS, end))
-        token, slot = (index[rows].to(problem.device) for index in problem.routing.rows_of(problem.rank))
+        token, slot = (index[rows].to(problem.device) for index in received)
         x = everything.x[token].float().requires_grad_()
         out = expert_outputs(x, everything.probs.reshape(-1)[slot], w1, w2)
         dx, *dw = torch.autograd.grad(out, (x, w1, w2), everything.dy[token].float())

@@ -1,0 +1,111 @@
+"""How variants are timed in turn: one protocol for all suites but "steps". docs/benchmarking.md has it, and why."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+
+from symmoe.dispatch.plan import Plan, make_plan
+from symmoe.tools.bench.problem import Problem
+from symmoe.tools.bench.ranks import Ranks
+from symmoe.tools.bench.records import rounded
+from symmoe.tools.bench.timing import WARM_UP, Clock, Mark, Run, clock_for, intervals_ms, largest_error
+
+DIRECTIONS = ("forward", "backward")
+BLOCK = 10
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to do what is measured."""
+
+    name: str
+    directions: tuple[str, ...]  # what lies between neighbouring marks of a call
+    call: Callable[[Clock], Sequence[Mark]]  # does it once and returns its marks; one more is only waited for
+    verify: Callable[[], float]  # does it once and returns the largest relative error; 0 where it must be exact
+    max_error: float = 0.0
+    reuses_marks: bool = False  # marks are those of the call before: a captured graph records the same events
+
+
+def in_steps(*steps: Callable[[], object]) -> Callable[[Clock], list[Mark]]:
+    """A Variant's call: the steps one after the other, with marks around each."""
+
+    def call(clock: Clock) -> list[Mark]:
+        marks = [clock()]
+        for step in steps:
+            step()
+            marks.append(clock())
+        return marks
+
+    return call
+
+
+def align(ranks: Ranks) -> None:
+    """Makes later launches start at about the same time on all ranks. On GPUs the stream waits, not the host: steps can
+    follow each other without a pause."""
+    if ranks.num_ranks > 1 and ranks.device.type == "cuda":
+        dist.all_reduce(torch.zeros(1, device=ranks.device))
+    elif ranks.num_ranks > 1:
+        ranks.barrier()
+
+
+def align_ahead(ranks: Ranks) -> None:
+    """A head start for the host, then :func:`align`: for calls so short that launches would hide their time."""
+    ranks.head_start()
+    align(ranks)
+
+
+def measure(
+    run: Run,
+    variants: Sequence[Variant],
+    *,
+    clock: Clock | None = None,
+    align: Callable[[Ranks], None] = align,
+    block: int = BLOCK,
+) -> tuple[dict[str, npt.NDArray[np.float64]], dict[str, float]]:
+    """(milliseconds [repetitions, directions], the largest of all ranks, relative error) of every variant, by name.
+    Collective. Raises WrongResult on every rank if one is wrong on any.
+
+    Args:
+        align: runs before every call.
+    """
+    ranks, clock = run.ranks, clock or clock_for(run.ranks.device)
+    errors = {v.name: largest_error(v.name, v.verify(), v.max_error, ranks) for v in variants}
+    for variant in variants:
+        for _ in range(WARM_UP):
+            align(ranks)
+            variant.call(clock)
+    times: dict[str, list[list[float]]] = {variant.name: [] for variant in variants}
+    for first in range(0, run.repetitions, block):
+        ranks.barrier()
+        ranks.head_start()
+        taken: dict[str, list[Sequence[Mark]]] = {variant.name: [] for variant in variants}
+        for repetition in range(first, min(first + block, run.repetitions)):
+            for variant in random.Random(repetition).sample(variants, len(variants)):
+                marks = taken[variant.name]
+                if variant.reuses_marks and marks:
+                    times[variant.name].append(intervals_ms(marks.pop()))
+                align(ranks)
+                marks.append(variant.call(clock))
+        for name, marks in taken.items():
+            times[name] += map(intervals_ms, marks)
+    ranks.barrier()
+    own = {v.name: np.array(times[v.name])[:, : len(v.directions)] for v in variants}
+    return {name: ranks.gather(taken).max(axis=0) for name, taken in own.items()}, errors
+
+
+def median_ms(times_ms: npt.NDArray[np.float64]) -> float:
+    """The median of all repetitions."""
+    return rounded(float(np.median(times_ms)))
+
+
+def plan_of(run: Run, problem: Problem, capacity: int | None = None) -> Plan:
+    """A plan of the problem's routing. Collective."""
+    experts = problem.case.shape.num_experts
+    return make_plan(problem.topk_idx, num_experts=experts, heap=run.heap, capacity=capacity)
