@@ -10,6 +10,7 @@ rails (combine/nodes.py).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
@@ -73,13 +74,16 @@ def combine(
         return given("rows", collection.out)
     branch, of_sources = plan.heap.streams.branch(), plan.source_to_rows
     # A tile with rows of two ranks belongs to the one that arrives later: so after its part all its rows are there.
-    last, *sources = plan.arrivals[::-1]
+    (last, *sources), (before, own, after) = plan.arrivals[::-1], plan.parts_of_replicas(division.num_sms)
     with collection:
-        compute(Part(of_sources[last]))
+        for part in (*before, *after, Part(of_sources[last])):
+            compute(part)
         try:
             for sent, source in zip([last, *sources], sources, strict=False):
                 point = branch.point()
                 compute(Part(of_sources[source], division.num_sms))
+                for part in own if source == sources[-1] else ():
+                    compute(part)
                 with branch.after(point):
                     if sent == last:
                         collection.open()
@@ -125,6 +129,8 @@ def _on_rails(
     node's tokens, and what the caller does in the context, are computed."""
     heap, branch = collection.plan.heap, collection.plan.heap.streams.branch()
     with collection:
+        for part in itertools.chain(*collection.plan.parts_of_replicas()):
+            compute(part)
         for source in nodes.own.arrivals[len(heap.topology.ranks) :]:
             compute(Part(nodes.own.source_to_rows[source]))
         collection.open()  # before the next GEMM, for whose SMs these sums would wait

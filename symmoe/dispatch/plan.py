@@ -19,7 +19,7 @@ from symmoe.dispatch.nodes import Excess, NodesPlan, RailRows, Region, in_storag
 from symmoe.errors import ArgumentError, StalePlan
 from symmoe.kernels import control
 from symmoe.kernels.control import PlanIntegers, num_blocks, plan_layout
-from symmoe.kernels.gemm_parts import bounds_of
+from symmoe.kernels.gemm_parts import Part, bounds_of
 from symmoe.precision.recipes import Recipe, precision_word
 from symmoe.symm_mem.heap import FailPeersOnError, SymmetricHeap, nodes_of
 from symmoe.symm_mem.row_budget import RowBudget
@@ -174,6 +174,13 @@ class Plan(PlanIntegers):
     def reads_rows_in_place(self, order: str) -> bool:
         """Whether a combine in this order reads rows where they are, on the heap; else their sums are sent."""
         return order != "rank" or self.nodes is not None
+
+    def parts_of_replicas(self, num_sms: int | None = None) -> Sequence[tuple[Part, ...]]:
+        """Rows of replicas, of tokens of ranks before this one, of its own, which take so many SMs, and of those after
+        it; each one part, or none without places."""
+        if not self.num_places:
+            return (), (), ()
+        return [(Part(self.replica_parts[i], (None, num_sms, None)[i], is_of_replicas=True),) for i in range(3)]
 
     @functools.cached_property
     def arrivals(self) -> list[int]:

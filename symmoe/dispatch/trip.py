@@ -210,6 +210,7 @@ class _Trip:
         self._index, self._travelling, self._agreed, self._division = index, travelling, agreed, division
         self._ops, self._num_ctas = kernels.for_device(buffer.device), None if division is None else division.num_ctas
         self._rank, self._num_ranks = self._heap.peers.rank, self._heap.peers.num_ranks
+        self._signalled: torch.cuda.Event | None = None  # after which all ranks have sent
         self._num_sent = 0  # steps of _exchange that have sent their rows
         self._are_read = True  # whether somebody reads what comes
         self._come: dict[int, torch.cuda.Event | None] = {}  # key: the source whose rows are complete after the event
@@ -276,7 +277,7 @@ class _Trip:
     def _parts(self) -> Iterator[Part]:
         """Rows of each source rank, after which the current stream comes."""
         plan, num_sms = self._own, None if self._division is None else self._division.num_sms
-        own, *others = plan.arrivals
+        (own, *others), (before, of_own, after) = plan.arrivals, self._plan.parts_of_replicas(num_sms)
         with self._heap.timed("dispatch"):
             if self._layout == "packed":
                 self._push(self._x, plan, to=self._rank)
@@ -288,10 +289,14 @@ class _Trip:
         # (CUDA_DEVICE_MAX_CONNECTIONS=1) it would start after the last push.
         self._exchange()
         for source in others:
+            if source == others[-1]:
+                self._branch.wait_for(self._signalled)
+                yield from of_own
             if source not in self._come:
                 self._forward()
             self._branch.wait_for(self._come[source])
             yield Part(plan.source_to_rows[source], None if source == others[-1] else num_sms)
+        yield from (*before, *after)
 
     def _exchange(self) -> None:
         """Launches, on the branch, what has not been launched: a push to one rank, then what another one has pushed.
@@ -308,7 +313,7 @@ class _Trip:
                         heap.send_signal(to)
                         self._num_sent = step
                     arrived = heap.wait_for_signal(peer, control.PHASE_DISPATCH_DONE, nan_on_failure=self._buffer)
-                source = self._own.arrivals[step]
+                source, self._signalled = self._own.arrivals[step], self._branch.point()
                 if self._are_read:
                     self._receive(source, arrived, self._num_ctas)
                 self._come[source] = self._branch.point()

@@ -153,11 +153,12 @@ class ExpertWeights:
         return replace(self, w1=matrices[W1], b1=matrices[B1], w2=matrices[W2], b2=matrices[B2])
 
     def calls(self, x: ExpertRows, parts: Parts = None) -> Iterator[tuple[Part, Any]]:
-        """The parts of the rows, and the weights of each; those of replicas are the last part."""
-        for part in (Part(x.row_range),) if parts is None else parts:
-            yield part, self
-        if self.replicas is not None:
-            yield Part(self.replicas.row_range), self.replicas.weights
+        """The parts of the rows, and the weights of each."""
+        if parts is None:
+            parts = [Part(x.row_range)]
+            parts += [] if self.replicas is None else [Part(self.replicas.row_range, is_of_replicas=True)]
+        for part in parts:
+            yield part, self.replicas.weights if part.is_of_replicas and self.replicas is not None else self
 
     def forward(self, x: ExpertRows, out: torch.Tensor, *, num_rows: int, zero_tail: bool = False) -> Hidden:
         """out[i] = W2 (act(W1 row i + b1) * scale) + b2 * bias_scale, with intermediate tensors of num_rows rows; out
@@ -185,17 +186,12 @@ class ExpertWeights:
         zero_tail: bool = False,
         part: Part | None = None,
     ) -> None:
-        """out [N, H] = W2 a + b2 * bias_scale, or only a part of the rows, and none of replicas."""
+        """out [N, H] = W2 a + b2 * bias_scale, or only a part of the rows."""
         assert isinstance(a, torch.Tensor)  # it is what first_layer has made
         ops = kernels.for_device(out.device)
-        for its_part, its in self.calls(x) if part is None else ((part, self),):
+        for its_part, its in self.calls(x, None if part is None else (part,)):
             operands, bias = (a, its.w2, its_part.rows, out), (its.b2, x.bias_scale)
             ops.grouped_gemm(*operands, bias=bias, zero_tail=zero_tail, num_sms=its_part.num_sms)
-
-    def replicas_second_layer(self, a: SecondInput, hidden: Hidden, x: ExpertRows, out: torch.Tensor) -> None:
-        """The rows of replicas, if there are any: for who asks for the parts of the others one by one."""
-        if self.replicas is not None:
-            self.replicas.weights.second_layer(a, hidden, x, out, part=Part(self.replicas.row_range))
 
     def backward(self, x: ExpertRows, hidden: Hidden, d_out: torch.Tensor, **options: Any) -> ExpertsBackward:
         """The backward pass; its first step has run. The arguments are those of ExpertsBackward."""
@@ -280,14 +276,14 @@ class ExpertsBackward:
         if parts is not None and self.db1 is not None:  # db1 is summed over whole groups: wait for all rows
             deque(parts, maxlen=0)
             parts = None
-        is_whole, end = parts is None and weights.replicas is None, x.row_range
+        is_whole = parts is None and weights.replicas is None
+        end = x.row_range if weights.replicas is None else weights.replicas.row_range
         num_partials, d_scale = 0, self.d_scale if is_whole else None
         for part, its in weights.calls(x, parts):
             gradients = self._dh, self._a, d_scale, self._bias_gradients(its)[0]
             operands = (self._d_out, x.row_index), its.w2, part.rows, (h, x.scale)
             arguments = *operands, gradients, workspace, weights.activation
             num_partials = ops.grouped_gemm_dact(*arguments, num_sms=part.num_sms)
-            end = part.rows if weights.replicas is not None else end
         if not is_whole:
             ops.sum_dact_partials(workspace, end, self.d_scale, num_partials)
         return False
@@ -301,17 +297,9 @@ class ExpertsBackward:
 
     def input_gradient(self, d_rows: torch.Tensor, *, zero_tail: bool = False, part: Part | None = None) -> None:
         """d_rows [N, H]: the gradient of row i (not summed over rows that share a packed row), or of a part."""
-        for its_part, its in self._weights.calls(self._x) if part is None else ((part, self._weights),):
-            self._input_gradient(d_rows, its_part, its, zero_tail=zero_tail)
-
-    def replica_input_gradient(self, d_rows: torch.Tensor) -> None:
-        """The same of the rows of replicas, for who asks for the parts of the others one by one."""
-        if (replicas := self._weights.replicas) is not None:
-            self._input_gradient(d_rows, Part(replicas.row_range), replicas.weights)
-
-    def _input_gradient(self, d_rows: torch.Tensor, part: Part, weights: Any, *, zero_tail: bool = False) -> None:
-        operands = self._dh, weights.w1, part.rows, d_rows
-        self._ops.grouped_gemm_dgrad(*operands, zero_tail=zero_tail, num_sms=part.num_sms)
+        for its_part, its in self._weights.calls(self._x, None if part is None else (part,)):
+            operands = self._dh, its.w1, its_part.rows, d_rows
+            self._ops.grouped_gemm_dgrad(*operands, zero_tail=zero_tail, num_sms=its_part.num_sms)
 
     def w1_gradient(self, out: torch.Tensor | TensorTable, accumulate: bool, *, num_sms: int | None = None) -> None:
         """Writes dW1 [G, W, H]; a weights.Compute."""

@@ -59,7 +59,7 @@ class AdaptedWeights(ExpertWeights):
         """Same as ExpertWeights.second_layer; the sum is made in `out`."""
         ExpertWeights.second_layer(self, a, hidden, x, out, **options)
         part = options.get("part")
-        for its_part, its in self.calls(x) if part is None else ((part, self),):
+        for its_part, its in self.calls(x, None if part is None else (part,)):
             its.low2.add_up(given("t2", hidden.t2), its_part, out)
 
     def backward(self, x: ExpertRows, hidden: Hidden, d_out: torch.Tensor, **options: Any) -> AdaptedBackward:
@@ -94,10 +94,11 @@ class AdaptedBackward(ExpertsBackward):
         ops.sum_dact_partials(d_scale, part.rows, self.d_scale, 1)  # the same, with zeros in the tail
         return False
 
-    def _input_gradient(self, d_rows: torch.Tensor, part: Part, weights: Any, *, zero_tail: bool = False) -> None:
-        """The sum is made in `d_rows`."""
-        super()._input_gradient(d_rows, part, weights, zero_tail=zero_tail)
-        weights.low1.add_up_gradient(self._dt1, part, d_rows)
+    def input_gradient(self, d_rows: torch.Tensor, *, zero_tail: bool = False, part: Part | None = None) -> None:
+        """Same as in ExpertsBackward; the sum is made in `d_rows`."""
+        super().input_gradient(d_rows, zero_tail=zero_tail, part=part)
+        for its_part, its in self._weights.calls(self._x, None if part is None else (part,)):
+            its.low1.add_up_gradient(self._dt1, its_part, d_rows)
 
     def adapter_gradients(self) -> tuple[torch.Tensor | None, ...]:
         """dA1, dB1, dA2, dB2; None for adapters that require none. Those of replicas are written, too."""

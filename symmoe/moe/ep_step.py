@@ -403,8 +403,6 @@ class _Forward:
             def compute(part: Part | None) -> None:
                 experts.second_layer(a, hidden, rows, out.tensor, part=part)
 
-            if step.overlap.combine is not None:
-                experts.replicas_second_layer(a, hidden, rows, out.tensor)
             y = combine(out.tensor, plan, compute, order=step.order, division=step.overlap.combine)
         replicas.finish()
         return y
@@ -613,9 +611,6 @@ class _Backward:
             def compute(part: Part | None) -> None:
                 if d_rows is not None:
                     experts_backward.input_gradient(d_rows, part=part)
-
-            if d_rows is not None and division is not None and plan.nodes is not None:
-                experts_backward.replica_input_gradient(d_rows)
 
             trip: AbstractContextManager[Collection | None] = nullcontext()
             if gradients:

@@ -315,35 +315,41 @@ def clip_to_capacity(load, capacity):
 
 
 @triton.jit
-def split_rows(source_to_row_start, source_to_rows, SIZES: tl.constexpr):
-    """source_to_rows of contract/plan.py."""
+def split_rows(source_to_row_start, source_to_rows, replica_parts, SIZES: tl.constexpr):
+    """source_to_rows and replica_parts of contract/plan.py."""
     EXPERTS_PER_RANK: tl.constexpr = SIZES.experts_per_rank
     NUM_OWN: tl.constexpr = SIZES.num_own
     FIRST_RANK: tl.constexpr = SIZES.first_rank
     END_RANK: tl.constexpr = SIZES.end_rank
     expert = tl.arange(0, SIZES.expert_lanes)
-    mask = expert < NUM_OWN
+    mask, is_local = expert < NUM_OWN, expert < EXPERTS_PER_RANK
     starts = source_to_row_start + expert
     parts = source_to_rows + expert
-    first = tl.load(starts, mask=mask, other=0)
-    end = tl.load(starts + SIZES.num_ranks * EXPERTS_PER_RANK, mask=mask, other=0)
+    first = tl.load(starts, mask=is_local, other=0)
+    end = tl.load(starts + SIZES.num_ranks * EXPERTS_PER_RANK, mask=is_local, other=0)
     high = end
     if END_RANK < SIZES.num_ranks:
-        high = whole_tiles(first, tl.load(starts + END_RANK * EXPERTS_PER_RANK, mask=mask, other=0))
-    before = tl.load(starts + FIRST_RANK * EXPERTS_PER_RANK, mask=mask, other=0)
+        high = whole_tiles(first, tl.load(starts + END_RANK * EXPERTS_PER_RANK, mask=is_local, other=0))
+    before = tl.load(starts + FIRST_RANK * EXPERTS_PER_RANK, mask=is_local, other=0)
     low = tl.minimum(whole_tiles(first, before + (PART_ROWS - 1)), high)
-    store_part(parts, first, low, mask, SIZES)
-    store_part(parts + 2 * (SIZES.num_ranks - 1) * NUM_OWN, high, end, mask, SIZES)
+    store_part(parts, first, low, mask, NUM_OWN)
+    store_part(parts + 2 * (SIZES.num_ranks - 1) * NUM_OWN, high, end, mask, NUM_OWN)
     known = high
     if SIZES.rank + 1 < END_RANK:
-        later = tl.load(starts + (SIZES.rank + 1) * EXPERTS_PER_RANK, mask=mask, other=0)
+        later = tl.load(starts + (SIZES.rank + 1) * EXPERTS_PER_RANK, mask=is_local, other=0)
         known = whole_tiles(low, tl.minimum(tl.maximum(later, low), high))
     begin = low
     for source in tl.static_range(FIRST_RANK, END_RANK):
-        start = tl.load(starts + (source + 1) * EXPERTS_PER_RANK, mask=mask, other=0)
+        start = tl.load(starts + (source + 1) * EXPERTS_PER_RANK, mask=is_local, other=0)
         bound = whole_tiles(low, tl.maximum(start, low) + (PART_ROWS - 1))
         bound = tl.minimum(bound, known if source <= SIZES.rank else high)
-        store_part(parts + 2 * source * NUM_OWN, begin, bound, mask, SIZES)
+        store_part(parts + 2 * source * NUM_OWN, begin, bound, mask, NUM_OWN)
+        if source == SIZES.rank and replica_parts is not None:
+            NUM_PLACES: tl.constexpr = EXPERTS_PER_RANK - NUM_OWN
+            places, is_place = replica_parts + expert - NUM_OWN, is_local & (expert >= NUM_OWN)
+            store_part(places, first, begin, is_place, NUM_PLACES)
+            store_part(places + 2 * NUM_PLACES, begin, bound, is_place, NUM_PLACES)
+            store_part(places + 4 * NUM_PLACES, bound, end, is_place, NUM_PLACES)
         begin = bound
 
 
@@ -354,9 +360,9 @@ def whole_tiles(first, row):
 
 
 @triton.jit
-def store_part(places, begin, end, mask, SIZES: tl.constexpr):
+def store_part(places, begin, end, mask, WIDTH: tl.constexpr):
     tl.store(places, begin, mask=mask)
-    tl.store(places + SIZES.num_own, end, mask=mask)
+    tl.store(places + WIDTH, end, mask=mask)
 
 
 @fast_jit([])
@@ -378,6 +384,7 @@ def lay_out_kernel(
     report,
     expert_load,
     replica_range,
+    replica_parts,
     SIZES: tl.constexpr,
 ):
     RANK: tl.constexpr = SIZES.rank
@@ -465,7 +472,7 @@ def lay_out_kernel(
             tl.store(counters + CONTROL.FAULTED, 1)  # on every rank: no trip of this plan moves rows
             write_record(status, CONTROL.STATUS_PLAN, CONTROL.PHASE_PLAN, error_rank, limit, value, error, where)
     tl.debug_barrier()  # what other threads have stored is read back
-    split_rows(source_to_row_start, source_to_rows, SIZES)
+    split_rows(source_to_row_start, source_to_rows, replica_parts, SIZES)
 
 
 def lay_out(peers, received, status, plan, *, capacity, packed_capacity, drop, ranks):
@@ -474,7 +481,8 @@ def lay_out(peers, received, status, plan, *, capacity, packed_capacity, drop, r
     options = {"first_rank": ranks[0], "end_rank": ranks[-1] + 1, "drop": drop, "record_errors": capacity >= 0, **own}
     constants = plan_constants(4, **place, num_experts=num_experts, **options)
     numbers, results = (status.data_ptr(), capacity, packed_capacity), [getattr(plan, name) for name in LAID_OUT]
-    results += [None, plan.replica_range] if plan.replica_range.numel() else [plan.expert_load, None]
+    of_replicas = [None, plan.replica_range, plan.replica_parts]
+    results += of_replicas if plan.replica_range.numel() else [plan.expert_load, None, None]
     launch(lay_out_kernel, (1,), constants, peers.bases, received, *numbers, *results)
 
 

@@ -89,7 +89,11 @@ def lay_out(peers, received, status, plan, *, capacity, packed_capacity, drop, r
     plan.source_to_packed_start[-1] = regions[:, rank].sum()
     plan.source_to_row_start[:-1] = starts[rank] + before.view(num_ranks, num_ranks, -1)[:, rank].minimum(kept[rank])
     plan.source_to_row_start[-1] = starts[rank] + kept[rank]
-    split_rows(plan.source_to_row_start[:, :num_own], plan.source_to_rows, rank, ranks)
+    parts = torch.empty((num_ranks, 2, plan.splits.numel()), dtype=torch.int32, device=kept.device)
+    split_rows(plan.source_to_row_start, parts, rank, ranks)
+    plan.source_to_rows.copy_(parts[:, :, :num_own])
+    (begin, end), (first, last) = parts[rank, :, num_own:], plan.replica_range
+    plan.replica_parts.copy_(torch.stack([first, begin, begin, end, end, last]).view(3, 2, -1))
     if not plan.place_to_expert.numel():
         plan.expert_load.copy_(load.flatten())
 
