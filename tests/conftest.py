@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import shlex
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -49,6 +50,14 @@ _FIRST = (
     "test_types",
     "test_exit",
 )
+
+
+gc.disable()  # what is imported and collected stays: to look through it again and again takes nearly half of the time
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 # Files whose cases of three and four ranks are cheap, or what they are there for.

@@ -5,6 +5,7 @@ A `Cluster` is started once per size and reused, because importing torch costs s
 """
 
 import functools
+import gc
 import inspect
 import itertools
 import multiprocessing as mp
@@ -24,7 +25,9 @@ from limits import HANG_S
 from worker import Findings, open_heap
 
 _CONTEXT = mp.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "symmoe.symm_mem.heap", "symmoe.kernels.twin"])
+# torch._inductor: torch.use_deterministic_algorithms imports it, for seconds.
+_FOR_RANKS = ["pytest", "torch.distributed", "torch._inductor", "symmoe.kernels.twin", "symmoe.moe.layer"]
+_CONTEXT.set_forkserver_preload(_FOR_RANKS)
 
 
 class RankFailure(AssertionError):
@@ -188,6 +191,7 @@ class Cluster(AbstractContextManager["Cluster"]):
 
 def _serve(pipe: Any, rank: int, num_ranks: int, store: str, device_type: str) -> None:
     mp.set_start_method("fork", force=True)  # whose semaphores have no names that stay (tqdm makes some)
+    gc.freeze()  # what was imported before the fork
     torch.set_num_threads(1)
     if device_type == "cuda":
         torch.cuda.set_device(rank)
