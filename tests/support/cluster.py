@@ -24,10 +24,10 @@ import torch.distributed as dist
 from limits import HANG_S
 from worker import Findings, open_heap
 
-_CONTEXT = mp.get_context("forkserver")
+FORKS = mp.get_context("forkserver")  # processes of its own for each process of pytest
 # torch._inductor: torch.use_deterministic_algorithms imports it, for seconds.
 _FOR_RANKS = ["pytest", "torch.distributed", "torch._inductor", "symmoe.kernels.twin", "symmoe.moe.layer"]
-_CONTEXT.set_forkserver_preload(_FOR_RANKS)
+FORKS.set_forkserver_preload(_FOR_RANKS)
 
 
 class RankFailure(AssertionError):
@@ -112,8 +112,8 @@ class Cluster(AbstractContextManager["Cluster"]):
         store = os.path.join(self._dir.name, "store")
         self._pipes, self._processes = [], []
         for rank in range(num_ranks):
-            ours, theirs = _CONTEXT.Pipe()
-            process = _CONTEXT.Process(target=_serve, args=(theirs, rank, num_ranks, store, device_type), daemon=True)
+            ours, theirs = FORKS.Pipe()
+            process = FORKS.Process(target=_serve, args=(theirs, rank, num_ranks, store, device_type), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
