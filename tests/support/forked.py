@@ -1,6 +1,7 @@
 """Programs on ranks that fork from a process which has imported torch: torchrun's variables without its start."""
 
 import atexit
+import multiprocessing as mp
 import os
 import runpy
 import subprocess
@@ -24,7 +25,8 @@ def run_forked(
     command = [str(Path(script).absolute()), *arguments]
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     names = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
-    names |= {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "TORCHELASTIC_RESTART_COUNT": 0}
+    names |= {"TORCHELASTIC_RUN_ID": "tests", "TORCHELASTIC_RESTART_COUNT": 0}
+    names |= {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
     with tempfile.TemporaryDirectory() as logs:
         ranks = []
         for rank in range(num_ranks or 1):
@@ -58,6 +60,7 @@ def _main(command: list[str], folder: str, environment: Mapping[str, str], log: 
     os.environ.update(environment)
     sys.argv = command
     sys.path[:0] = [os.path.dirname(command[0]), *environment.get("PYTHONPATH", "").split(os.pathsep)]
+    mp.set_start_method("fork", force=True)  # whose semaphores have no names that stay (tqdm makes some)
     torch.set_num_threads(1)
     runpy.run_path(command[0], run_name="__main__")
     atexit._run_exitfuncs()
