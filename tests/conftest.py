@@ -60,8 +60,9 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-# Files whose cases of three and four ranks are cheap, or what they are there for.
+# Files whose cases of three and four ranks are cheap, or what they are there for; and those of one rank.
 _OF_MANY_RANKS = ("test_ep_invariance", "test_protocol", "test_several_nodes")
+_OF_ONE_RANK = ("test_heap_start", "test_layer", "test_peers", "test_schedules", "test_transformers_checkpoint")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at the marks
@@ -79,10 +80,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _repetitive(items: list[pytest.Item]) -> Iterator[pytest.Item]:
     """Cases that `make test` leaves to `make test-all`: those of more than four ranks, those of three and four where
-    there is one of fewer, and in trainers and of kernels that are compiled, all but a usual and an odd one, the first
+    there is one of fewer, those of one where there is one of two, and in trainers and of kernels that are compiled, all but a usual and an odd one, the first
     and the last of a test."""
     groups: dict[tuple[Any, ...], list[pytest.Item]] = {}
     of_few_ranks = {(item.path, item.originalname) for item in items if _parameters(item).get("num_ranks", 3) <= 2}
+    of_two_ranks = {(item.path, item.originalname) for item in items if _parameters(item).get("num_ranks") == 2}
     for item in items:
         given = _parameters(item)
         kernel = next((str(given[name]) for name in ("kernel", "function") if name in given), "")
@@ -92,6 +94,9 @@ def _repetitive(items: list[pytest.Item]) -> Iterator[pytest.Item]:
             yield item
         elif given.get("num_ranks", 0) > 2 and item.path.stem not in _OF_MANY_RANKS:
             if (item.path, item.originalname) in of_few_ranks:
+                yield item
+        elif given.get("num_ranks") == 1 and item.path.stem not in _OF_ONE_RANK:
+            if (item.path, item.originalname) in of_two_ranks:
                 yield item
     for cases in groups.values():
         yield from cases[1:-1]

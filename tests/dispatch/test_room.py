@@ -144,15 +144,25 @@ def check_same_bits(rank: int, num_ranks: int, options: dict, recomputes: bool, 
         return count_repeats(spy), findings.texts
 
 
+OPTIONS = {
+    "defaults": {},
+    "none kept": {"stash": "none", "layout": "expert-major"},
+    "overlapped": {"schedule": "always-overlapped", "order": "slot"},
+}
+ONE_NODE, TWO_NODES = (2, None), (4, 2)
+QUICK = [("defaults", ONE_NODE), ("none kept", ONE_NODE), ("overlapped", TWO_NODES)]
+
+
 @pytest.mark.parametrize("recomputes", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("layout", [(2, None), (4, 2)], ids=["one node", "two nodes"])
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"stash": "none", "layout": "expert-major"}, {"schedule": "always-overlapped", "order": "slot"}],
-    ids=["defaults", "none kept", "overlapped"],
+    ("name", "layout"),
+    [
+        pytest.param(*case, marks=[pytest.mark.slow] * (case not in QUICK))
+        for case in itertools.product(OPTIONS, (ONE_NODE, TWO_NODES))
+    ],
 )
-def test_same_bits_whether_or_not_a_call_fits(cluster, options, layout, recomputes):
-    results = cluster(layout[0]).run(check_same_bits, options, recomputes, layout[1])
+def test_same_bits_whether_or_not_a_call_fits(cluster, name, layout, recomputes):
+    results = cluster(layout[0]).run(check_same_bits, OPTIONS[name], recomputes, layout[1])
     assert [text for _, texts in results for text in texts] == []
     (repeats,) = {count for count, _ in results}  # on all ranks in the same calls
     assert repeats > 2
@@ -227,7 +237,7 @@ def test_a_call_with_room_needs_no_more_memory_than_one_without(rank: int, num_r
     with open_heap("cpu", num_bytes=1 << 20) as heap:
         layer, waits = make_layers(heap, stash="rows")
         is_last = rank == num_ranks - 1
-        for num_bytes in range(24 << 10, 96 << 10, 4 << 10):
+        for num_bytes in range(24 << 10, 96 << 10, 8 << 10):
             findings.where = f"rank {rank}, {num_bytes} bytes"
             wanted = run(waits, call, recomputes=False)
             run(layer, call, recomputes=False)  # after an error all measure

@@ -133,8 +133,11 @@ def slow(function: str, **fields: Any) -> Any:
 
 
 CURVES = [  # (kind of case, arguments of `sharded`)
-    *(("FSDP", {"layout": layout}) for layout in LAYOUTS.values()),
-    ("DDP", {"layout": (1, 2), "wrap": "ddp"}),
+    ("FSDP", {"layout": LAYOUTS["EP2"], "steps": 15}),
+    *(slow("FSDP", layout=layout) for layout in LAYOUTS.values()),
+    ("FSDP", {"layout": LAYOUTS["FSDP2"], "steps": 10}),
+    ("DDP", {"layout": (1, 2), "wrap": "ddp", "steps": 10}),
+    slow("DDP", layout=(1, 2), wrap="ddp"),
     slow("DDP", layout=(2, 2), wrap="ddp", steps=15),
     ("few or no tokens", {"layout": (1, 2), "shares": (TOKENS, 0), "steps": 10}),
     slow("few or no tokens", layout=(1, 2), shares=(17, 31), steps=10),
@@ -185,8 +188,8 @@ def test_dense_mesh_and_loss_divided_by_all_tokens(rank: int, num_ranks: int, al
 @pytest.mark.parametrize("num_experts", [3, 1])
 def test_more_shards_than_experts(cluster, num_experts: int):
     config = dataclasses.replace(CONFIG, num_experts=num_experts, top_k=1)
-    expected = cluster(2).run(reference, 10, config)[0]
-    for result in cluster(2).run(sharded, LAYOUTS["FSDP2"], steps=10, config=config):
+    expected = cluster(2).run(reference, 5, config)[0]
+    for result in cluster(2).run(sharded, LAYOUTS["FSDP2"], steps=5, config=config):
         assert_same_training(result, expected)
 
 

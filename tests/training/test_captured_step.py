@@ -44,7 +44,7 @@ from symmoe.training.step_kind import Tree
     [
         pytest.param(1, None, "cpu", id="1", marks=pytest.mark.slow),
         pytest.param(2, None, "cpu", id="2"),
-        pytest.param(2, 1, "cpu", id="2 x 1"),
+        pytest.param(2, 1, "cpu", id="2 x 1", marks=pytest.mark.slow),
         pytest.param(4, 2, "cpu", id="2 x 2", marks=pytest.mark.slow),
         *(pytest.param(n, None, "cuda", id=f"{n} GPUs", marks=pytest.mark.gpu) for n in (1, 2)),
     ],
