@@ -35,6 +35,11 @@ def launch(name: str, *arguments: str, num_ranks: int) -> str:
     return _printed_by(subprocess.run(command, check=False, **options))
 
 
+def printed_by_one(script: Path, *arguments: str) -> str:
+    """What a program prints without a launcher; it must end well."""
+    return output_of(str(script), *arguments, num_ranks=None)
+
+
 def _printed_by(done: subprocess.CompletedProcess[str]) -> str:
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

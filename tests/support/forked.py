@@ -18,11 +18,11 @@ from limits import HANG_S
 
 
 def run_forked(
-    script: str | Path, *arguments: str, num_ranks: int | None, folder: str | Path = ".", environment: Mapping[str, str]
+    script: Path, *arguments: str, num_ranks: int | None, folder: str | Path = ".", environment: Mapping[str, str]
 ) -> subprocess.CompletedProcess[str]:
     """The script as the main program of so many ranks in this folder; None: of one process without a launcher. When a
     rank fails the others are ended, and its exit code is that of all."""
-    command = [str(Path(script).absolute()), *arguments]
+    command = [str(script.absolute()), *arguments]
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     names = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
     names |= {"TORCHELASTIC_RUN_ID": "tests", "TORCHELASTIC_RESTART_COUNT": 0}

@@ -121,7 +121,7 @@ def tables(module, maps: control.RankMaps, epoch: int) -> list[torch.Tensor]:
 
 def main() -> None:
     generator, failures = torch.Generator().manual_seed(0), 0
-    for (name, node_of), num_tokens, dtype in itertools.product(NODES.items(), (0, 1, 150), (torch.int32, torch.int64)):
+    for (name, node_of), num_tokens, dtype in itertools.product(NODES.items(), (0, 1, 70), (torch.int32, torch.int64)):
         wrong = []
         for rank, most, room in ((0, 200, -1), (len(node_of) - 1, 40, 9), (1, 40, -1)):
             maps = make_rank_maps(find_topology(node_of, rank, None), torch.device("cpu"))
