@@ -80,11 +80,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _repetitive(items: list[pytest.Item]) -> Iterator[pytest.Item]:
     """Cases that `make test` leaves to `make test-all`: those of more than four ranks, those of three and four where
-    there is one of fewer, those of one where there is one of two, and in trainers and of kernels that are compiled, all but a usual and an odd one, the first
-    and the last of a test."""
+    there is one of fewer, those of one where there is one of two, and in trainers and of kernels that are compiled, all
+    but a usual and an odd one, the first and the last of a test."""
     groups: dict[tuple[Any, ...], list[pytest.Item]] = {}
     of_few_ranks = {(item.path, item.originalname) for item in items if _parameters(item).get("num_ranks", 3) <= 2}
-    of_two_ranks = {(item.path, item.originalname) for item in items if _parameters(item).get("num_ranks") == 2}
+    quick_of_two = [item for item in items if _parameters(item).get("num_ranks") == 2 and not _is_marked(item)]
+    of_two_ranks = {_without_ranks(item) for item in quick_of_two}
     for item in items:
         given = _parameters(item)
         kernel = next((str(given[name]) for name in ("kernel", "function") if name in given), "")
@@ -96,10 +97,21 @@ def _repetitive(items: list[pytest.Item]) -> Iterator[pytest.Item]:
             if (item.path, item.originalname) in of_few_ranks:
                 yield item
         elif given.get("num_ranks") == 1 and item.path.stem not in _OF_ONE_RANK:
-            if (item.path, item.originalname) in of_two_ranks:
+            if _without_ranks(item) in of_two_ranks:
                 yield item
     for cases in groups.values():
         yield from cases[1:-1]
+
+
+def _is_marked(item: pytest.Item) -> bool:
+    """It runs only where it is asked for."""
+    return any(item.get_closest_marker(name) for name in ("gpu", "slow"))
+
+
+def _without_ranks(item: pytest.Item) -> tuple[Any, ...]:
+    """Equal for cases that differ in the number of ranks alone."""
+    others = sorted((name, repr(value)) for name, value in _parameters(item).items() if name != "num_ranks")
+    return item.path, item.originalname, *others
 
 
 def _parameters(item: pytest.Item) -> dict[str, Any]:

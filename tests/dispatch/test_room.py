@@ -160,6 +160,7 @@ QUICK = [("defaults", ONE_NODE), ("none kept", ONE_NODE), ("overlapped", TWO_NOD
         pytest.param(*case, marks=[pytest.mark.slow] * (case not in QUICK))
         for case in itertools.product(OPTIONS, (ONE_NODE, TWO_NODES))
     ],
+    ids=str,
 )
 def test_same_bits_whether_or_not_a_call_fits(cluster, name, layout, recomputes):
     results = cluster(layout[0]).run(check_same_bits, OPTIONS[name], recomputes, layout[1])
