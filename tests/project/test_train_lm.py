@@ -1,23 +1,22 @@
-"""The main job, run as its users run it: torchrun, CPU processes, the tiny preset."""
+"""The main job, on CPUs with the tiny preset. By torchrun itself, test_convergence.py and `make train` run it."""
 
 import json
 import math
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from example_runs import launch, module_of, output_of, process_of
+from example_runs import module_of, output_of, process_of
 
 from symmoe.checkpoint import read_manifest
 
 STEPS = 20
 
 
-def train(out: Path, *arguments: str, num_ranks: int, run: Callable[..., str] = output_of) -> list[dict]:
+def train(out: Path, *arguments: str, num_ranks: int) -> list[dict]:
     """Runs the example with the tiny preset, and returns its metrics; sums in the order of experts."""
-    run("train_lm.py", "--preset=tiny", "--order=slot", f"--out={out}", *arguments, num_ranks=num_ranks)
+    output_of("train_lm.py", "--preset=tiny", "--order=slot", f"--out={out}", *arguments, num_ranks=num_ranks)
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -25,7 +24,7 @@ def train(out: Path, *arguments: str, num_ranks: int, run: Callable[..., str] = 
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The output of an uninterrupted run on two ranks."""
     out = tmp_path_factory.mktemp("finished")
-    train(out, num_ranks=2, run=launch)
+    train(out, num_ranks=2)
     return out
 
 

@@ -45,7 +45,7 @@ def run_forked(
         for rank in ranks:
             rank.join()
         said, errors = (
-            "".join(Path(f"{logs}/{rank}.{stream}").read_text(errors="replace") for rank in range(len(ranks)))
+            "".join(path.read_text(errors="replace") for path in sorted(Path(logs).glob(f"*.{stream}")))
             for stream in ("out", "err")
         )
     return subprocess.CompletedProcess(command, next(filter(None, codes), 0), said, errors)
