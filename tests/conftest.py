@@ -118,9 +118,7 @@ def _parameters(item: pytest.Item) -> dict[str, Any]:
     return item.callspec.params if hasattr(item, "callspec") else {}
 
 
-@pytest.fixture(scope="session")
-def cluster() -> Iterator[Callable[..., Cluster]]:
-    """`cluster(num_ranks, device="cpu")`: ranks that are started once per session, and again after a failure."""
+def _clusters() -> Iterator[Callable[..., Cluster]]:
     started: dict[tuple[int, str], Cluster] = {}
 
     def get(num_ranks: int, device: str = "cpu") -> Cluster:
@@ -136,6 +134,18 @@ def cluster() -> Iterator[Callable[..., Cluster]]:
     yield get
     for ranks in started.values():
         ranks.close()
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Callable[..., Cluster]]:
+    """`cluster(num_ranks, device="cpu")`: ranks that are started once per session, and again after a failure."""
+    yield from _clusters()
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Callable[..., Cluster]]:
+    """The same of a module alone: what it imports changes torch.cuda, or lets a process abort at its regular exit."""
+    yield from _clusters()
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ torch's silu and its gradient; the largest difference of a tensor stays below RO
 import copy
 import multiprocessing as mp
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ pytest.importorskip("psutil", reason="megatron's checkpoint writer hangs without
 import megatron_cases as cases
 import megatron_shim
 import torch
-from cluster import Cluster, run_on
+from cluster import run_on
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.optimizer import get_param_id_to_sharded_param_map, optim_state_to_sharding_state
 from megatron.core.dist_checkpointing.strategies import filesystem_async
@@ -402,21 +402,6 @@ FIELDS = {
     "gelu": {"activation_func": "gelu", "gated_linear_unit": False},
     "squared relu": {"activation_func": "squared_relu", "gated_linear_unit": False},
 }
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Callable[[int], Cluster]]:
-    """`ranks(n)`: processes of this module alone, because the shim changes torch.cuda in them."""
-    started: dict[int, Cluster] = {}
-
-    def get(num_ranks: int) -> Cluster:
-        if num_ranks not in started or not started[num_ranks].alive:
-            started[num_ranks] = Cluster(num_ranks)
-        return started[num_ranks]
-
-    yield get
-    for cluster in started.values():
-        cluster.close()
 
 
 @pytest.mark.parametrize("name", FIELDS)
