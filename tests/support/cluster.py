@@ -104,16 +104,16 @@ def forget_graphs() -> None:
 
 class Cluster(AbstractContextManager["Cluster"]):
     """`num_ranks` processes joined by gloo on loopback. On GPUs (`device_type="cuda"`), rank r uses GPU r. The end of
-    it as a context closes it."""
+    it as a context closes it. `start`: of multiprocessing; "spawn" has imported nothing."""
 
-    def __init__(self, num_ranks: int, device_type: str = "cpu") -> None:
+    def __init__(self, num_ranks: int, device_type: str = "cpu", start: str = "forkserver") -> None:
         self.num_ranks = num_ranks
         self._dir = tempfile.TemporaryDirectory(prefix="symmoe-cluster-")
         store = os.path.join(self._dir.name, "store")
         self._pipes, self._processes = [], []
         for rank in range(num_ranks):
-            ours, theirs = FORKS.Pipe()
-            process = FORKS.Process(target=_serve, args=(theirs, rank, num_ranks, store, device_type), daemon=True)
+            ours, theirs = mp.Pipe()
+            process = mp.get_context(start).Process(target=_serve, args=(theirs, rank, num_ranks, store, device_type), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
