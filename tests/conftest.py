@@ -17,39 +17,14 @@ if TYPE_CHECKING:
 
 # Files that take longest, the longest first. With `--dist loadfile`, a worker that gets one of them last works alone
 # for as long as it takes. Others follow in the order of their names; a name that is not here, or gone, does no harm.
-_FIRST = (
-    "test_lint",
-    "test_several_nodes",
-    "test_train_lm",
-    "test_megatron",
-    "test_reliability",
-    "test_parallel",
-    "test_compile",
-    "test_megatron_example",
-    "test_convergence",
-    "test_oracle",
-    "test_wrappers",
-    "test_loops",
-    "test_peft",
-    "test_transformers_trainer",
-    "test_transformers_example",
-    "test_fsdp2_example",
-    "test_checkpoint_kills",
-    "test_products_compile",
-    "test_bad_input",
-    "test_peers",
-    "test_heap_start",
-    "test_buffers",
-    "test_protocol",
-    "test_setup",
-    "test_bench",
-    "test_low_precision_layer",
-    "test_layer",
-    "test_docs_code",
-    "test_interpreted",
-    "test_types",
-    "test_exit",
-)
+_FIRST = """
+test_parallel test_products_compile test_low_precision_layer test_megatron test_transformers_trainer
+test_interpreted test_compile test_docs_code test_train_lm test_bad_input test_wrappers test_loops test_bench
+test_lint test_oracle test_rows_compile test_several_nodes test_megatron_example test_reliability test_convergence
+test_nodes_devices test_nodes_faults test_nodes test_captured_step test_room test_tape test_checkpoint_faults test_peft
+test_transformers_example test_fsdp2_example test_checkpoint_kills test_peers test_heap_start test_buffers
+test_protocol test_setup test_layer test_types test_exit
+""".split()
 
 
 gc.disable()  # what is imported and collected stays: to look through it again and again takes nearly half of the time
@@ -84,8 +59,7 @@ def _repetitive(items: list[pytest.Item]) -> Iterator[pytest.Item]:
     but a usual and an odd one, the first and the last of a test."""
     groups: dict[tuple[Any, ...], list[pytest.Item]] = {}
     of_few_ranks = {(item.path, item.originalname) for item in items if _parameters(item).get("num_ranks", 3) <= 2}
-    quick_of_two = [item for item in items if _parameters(item).get("num_ranks") == 2 and not _is_marked(item)]
-    of_two_ranks = {_without_ranks(item) for item in quick_of_two}
+    of_two_ranks = {_without_ranks(item) for item in items if _parameters(item).get("num_ranks") == 2}
     for item in items:
         given = _parameters(item)
         kernel = next((str(given[name]) for name in ("kernel", "function") if name in given), "")
@@ -103,15 +77,11 @@ def _repetitive(items: list[pytest.Item]) -> Iterator[pytest.Item]:
         yield from cases[1:-1]
 
 
-def _is_marked(item: pytest.Item) -> bool:
-    """It runs only where it is asked for."""
-    return any(item.get_closest_marker(name) for name in ("gpu", "slow"))
-
-
 def _without_ranks(item: pytest.Item) -> tuple[Any, ...]:
-    """Equal for cases that differ in the number of ranks alone."""
+    """Equal for cases that differ in the number of ranks alone, and both run or both are left out."""
+    marks = [item.get_closest_marker(name) is None for name in ("gpu", "slow")]
     others = sorted((name, repr(value)) for name, value in _parameters(item).items() if name != "num_ranks")
-    return item.path, item.originalname, *others
+    return item.path, item.originalname, *marks, *others
 
 
 def _parameters(item: pytest.Item) -> dict[str, Any]:

@@ -144,26 +144,19 @@ def check_same_bits(rank: int, num_ranks: int, options: dict, recomputes: bool, 
         return count_repeats(spy), findings.texts
 
 
-OPTIONS = {
-    "defaults": {},
-    "none kept": {"stash": "none", "layout": "expert-major"},
-    "overlapped": {"schedule": "always-overlapped", "order": "slot"},
-}
 ONE_NODE, TWO_NODES = (2, None), (4, 2)
-QUICK = [("defaults", ONE_NODE), ("none kept", ONE_NODE), ("overlapped", TWO_NODES)]
+NONE_KEPT = {"stash": "none", "layout": "expert-major"}
+OVERLAPPED = {"schedule": "always-overlapped", "order": "slot"}
+QUICK = [({}, ONE_NODE), (NONE_KEPT, ONE_NODE), (OVERLAPPED, TWO_NODES)]
+SLOW = [({}, TWO_NODES), (NONE_KEPT, TWO_NODES), (OVERLAPPED, ONE_NODE)]
 
 
 @pytest.mark.parametrize("recomputes", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    ("name", "layout"),
-    [
-        pytest.param(*case, marks=[pytest.mark.slow] * (case not in QUICK))
-        for case in itertools.product(OPTIONS, (ONE_NODE, TWO_NODES))
-    ],
-    ids=str,
+    ("options", "layout"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)], ids=str
 )
-def test_same_bits_whether_or_not_a_call_fits(cluster, name, layout, recomputes):
-    results = cluster(layout[0]).run(check_same_bits, OPTIONS[name], recomputes, layout[1])
+def test_same_bits_whether_or_not_a_call_fits(cluster, options, layout, recomputes):
+    results = cluster(layout[0]).run(check_same_bits, options, recomputes, layout[1])
     assert [text for _, texts in results for text in texts] == []
     (repeats,) = {count for count, _ in results}  # on all ranks in the same calls
     assert repeats > 2

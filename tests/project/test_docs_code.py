@@ -15,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
-from forked import run_forked
+from example_runs import run_forked
 from limits import HANG_S
 from packaging.requirements import Requirement
 

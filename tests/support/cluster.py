@@ -113,7 +113,8 @@ class Cluster(AbstractContextManager["Cluster"]):
         self._pipes, self._processes = [], []
         for rank in range(num_ranks):
             ours, theirs = mp.Pipe()
-            process = mp.get_context(start).Process(target=_serve, args=(theirs, rank, num_ranks, store, device_type), daemon=True)
+            given = theirs, rank, num_ranks, store, device_type
+            process = mp.get_context(start).Process(target=_serve, args=given, daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
