@@ -3,21 +3,9 @@
 import math
 from functools import partial
 
+import grouped_cases as cases
 import pytest
 import torch
-from grouped_cases import (
-    DTYPES,
-    assert_near,
-    assert_same_bits,
-    clamped_swiglu,
-    gating,
-    interleaved_order,
-    refused,
-    scaled,
-    srelu,
-    swiglu,
-    tanh_gelu,
-)
 
 from symmoe import (
     ScaledActivation,
@@ -34,25 +22,25 @@ I = 12
 
 
 def gpt_oss(h):
-    return clamped_swiglu(h, alpha=1.702, limit=7.0, offset=1.0)
+    return cases.clamped_swiglu(h, alpha=1.702, limit=7.0, offset=1.0)
 
 
 def tight(h):
-    return clamped_swiglu(h, alpha=0.5, limit=0.75, offset=-0.5)
+    return cases.clamped_swiglu(h, alpha=0.5, limit=0.75, offset=-0.5)
 
 
 ACTIVATIONS = {
-    "swiglu": (ScaledSwiGLU(), swiglu),
+    "swiglu": (ScaledSwiGLU(), cases.swiglu),
     "gpt-oss": (ScaledClampedSwiGLU(), gpt_oss),
     "clamped": (ScaledClampedSwiGLU(alpha=0.5, limit=0.75, offset=-0.5), tight),
-    "srelu": (ScaledSReLU(), srelu),
-    "silu": (scaled("silu", is_gated=False), torch.nn.functional.silu),
-    "quick gelu": (scaled("silu", is_gated=False, alpha=1.702), lambda h: h * torch.sigmoid(1.702 * h)),
-    "gelu": (scaled("gelu", is_gated=False), torch.nn.functional.gelu),
-    "tanh gelu": (scaled("gelu_tanh", is_gated=False), tanh_gelu),
-    "geglu": (scaled("gelu"), gating(torch.nn.functional.gelu)),
-    "tanh geglu": (scaled("gelu_tanh"), gating(tanh_gelu)),
-    "gated srelu": (scaled("relu2"), gating(srelu)),
+    "srelu": (ScaledSReLU(), cases.srelu),
+    "silu": (cases.scaled("silu", is_gated=False), torch.nn.functional.silu),
+    "quick gelu": (cases.scaled("silu", is_gated=False, alpha=1.702), lambda h: h * torch.sigmoid(1.702 * h)),
+    "gelu": (cases.scaled("gelu", is_gated=False), torch.nn.functional.gelu),
+    "tanh gelu": (cases.scaled("gelu_tanh", is_gated=False), cases.tanh_gelu),
+    "geglu": (cases.scaled("gelu"), cases.gating(torch.nn.functional.gelu)),
+    "tanh geglu": (cases.scaled("gelu_tanh"), cases.gating(cases.tanh_gelu)),
+    "gated srelu": (cases.scaled("relu2"), cases.gating(cases.srelu)),
 }
 
 
@@ -75,7 +63,7 @@ def oracle(act, h, scale, d_out):
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize("lead", [(37,), (3, 5), (2, 1, 4)], ids=str)
 def test_against_float64(name, dtype, lead):
     activation, act = ACTIVATIONS[name]
@@ -88,9 +76,9 @@ def test_against_float64(name, dtype, lead):
     out.backward(d_out)
     assert (h.grad.dtype, scale.grad.dtype) == (dtype, torch.float32)
     want_out, want_h, want_scale = oracle(act, h, scale, d_out)
-    assert_near(out.detach(), want_out, dtype, "out")
-    assert_near(h.grad, want_h, dtype, "d_h")
-    assert_near(scale.grad, want_scale, torch.float32 if dtype is torch.float32 else dtype, "d_scale")
+    cases.assert_near(out.detach(), want_out, dtype, "out")
+    cases.assert_near(h.grad, want_h, dtype, "d_h")
+    cases.assert_near(scale.grad, want_scale, torch.float32 if dtype is torch.float32 else dtype, "d_scale")
 
 
 def test_torch_knows_swiglu_and_gpt_oss():
@@ -106,13 +94,13 @@ def test_torch_knows_swiglu_and_gpt_oss():
 def test_defaults_are_plain_swiglu_without_clamps():
     h, scale, _ = operands(ScaledSwiGLU(), (20,), torch.float32)
     plain, clamped = ScaledSwiGLU(), ScaledClampedSwiGLU(alpha=1.0, limit=math.inf, offset=0.0)
-    assert_same_bits(clamped(h, scale), plain(h, scale))
+    cases.assert_same_bits(clamped(h, scale), plain(h, scale))
     assert ScaledClampedSwiGLU().activation == Activation(alpha=1.702, limit=7.0, offset=1.0)
     assert list(plain.parameters()) == []
 
 
 @pytest.mark.parametrize("offset", [0.0, 1.0])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 def test_derivatives_at_the_limits(dtype, offset):
     """torch.clamp's: 1 at equality, 0 outside; relu's: 0 at 0."""
     values = torch.tensor([-2.5, -2.0, -1.0, 0.0, 1.0, 2.0, 2.5])
@@ -120,8 +108,8 @@ def test_derivatives_at_the_limits(dtype, offset):
     h = grid.clone().requires_grad_()
     options, ones = {"alpha": 1.5, "limit": 2.0, "offset": offset}, torch.ones(len(grid))
     ScaledClampedSwiGLU(**options)(h, ones).sum().backward()
-    _, want, _ = oracle(partial(clamped_swiglu, **options), grid, ones, ones[:, None])
-    assert_near(h.grad, want, dtype)
+    _, want, _ = oracle(partial(cases.clamped_swiglu, **options), grid, ones, ones[:, None])
+    cases.assert_near(h.grad, want, dtype)
     assert ((h.grad == 0) >= (want == 0)).all()
     x = torch.tensor([[-1.0], [0.0], [2.0]], dtype=dtype, requires_grad=True)
     ScaledSReLU()(x, torch.ones(3)).sum().backward()
@@ -164,18 +152,18 @@ def test_scale_of_any_floating_dtype(scale_dtype):
     out.backward(d_out)
     assert out.dtype == torch.bfloat16
     assert scale.grad.dtype == scale_dtype
-    assert_near(scale.grad, oracle(swiglu, h, scale, d_out)[2], torch.bfloat16)
+    cases.assert_near(scale.grad, oracle(cases.swiglu, h, scale, d_out)[2], torch.bfloat16)
 
 
 @pytest.mark.parametrize("only", ["h", "scale"])
 def test_one_argument_takes_a_gradient(only):
     activation = ScaledSwiGLU()
     h, scale, d_out = operands(activation, (9,), torch.float32)
-    _, want_h, want_scale = oracle(swiglu, h, scale, d_out)
+    _, want_h, want_scale = oracle(cases.swiglu, h, scale, d_out)
     {"h": h, "scale": scale}[only].requires_grad_()
     activation(h, scale).backward(d_out)
     found, want = (h.grad, want_h) if only == "h" else (scale.grad, want_scale)
-    assert_near(found, want, torch.float32)
+    cases.assert_near(found, want, torch.float32)
 
 
 def test_strided_arguments():
@@ -186,8 +174,8 @@ def test_strided_arguments():
     strided_scale = torch.empty(8, 3)[:, 1].copy_(scale)
     out = activation(strided_h, strided_scale)
     out.backward(d_out.t().contiguous().t())
-    assert_same_bits(out, want)
-    assert_near(strided_h.grad, oracle(swiglu, h, scale, d_out)[1], torch.float32)
+    cases.assert_same_bits(out, want)
+    cases.assert_near(strided_h.grad, oracle(cases.swiglu, h, scale, d_out)[1], torch.float32)
 
 
 @pytest.mark.parametrize("lead", [(0,), (0, 3), (3, 0)], ids=str)
@@ -224,7 +212,7 @@ def test_no_second_derivatives():
     ids=str,
 )
 def test_wrong_arguments(activation, h, scale, parts):
-    with refused(*parts):
+    with cases.refused(*parts):
         activation(h, scale)
 
 
@@ -255,9 +243,9 @@ def test_wrong_constructors(make, text):
 def test_conversion(block, shape, dim):
     tensor = torch.randn(shape)
     interleaved = interleave_gate_up(tensor, block, dim=dim)
-    assert_same_bits(interleaved, tensor.index_select(dim, torch.tensor(interleaved_order(24, block))))
-    assert_same_bits(deinterleave_gate_up(interleaved, block, dim=dim), tensor)
-    assert_same_bits(interleave_gate_up(deinterleave_gate_up(tensor, block, dim=dim), block, dim=dim), tensor)
+    cases.assert_same_bits(interleaved, tensor.index_select(dim, torch.tensor(cases.interleaved_order(24, block))))
+    cases.assert_same_bits(deinterleave_gate_up(interleaved, block, dim=dim), tensor)
+    cases.assert_same_bits(interleave_gate_up(deinterleave_gate_up(tensor, block, dim=dim), block, dim=dim), tensor)
 
 
 @pytest.mark.parametrize("convert", [interleave_gate_up, deinterleave_gate_up])
@@ -268,7 +256,7 @@ def test_wrong_block(convert, block):
 
 
 @pytest.mark.parametrize("block", [1, 2, 4, 12])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize("make", [ScaledSwiGLU, ScaledClampedSwiGLU])
 def test_interleaved_is_the_same_function(block, dtype, make):
     plain, interleaved = make(), make(interleave=block)
@@ -280,6 +268,6 @@ def test_interleaved_is_the_same_function(block, dtype, make):
     out, other = plain(h, scale), interleaved(mixed, other_scale)
     out.backward(d_out)
     other.backward(d_out)
-    assert_same_bits(other, out)
-    assert_same_bits(deinterleave_gate_up(mixed.grad, block, dim=-1), h.grad)
-    assert_same_bits(other_scale.grad, scale.grad)
+    cases.assert_same_bits(other, out)
+    cases.assert_same_bits(deinterleave_gate_up(mixed.grad, block, dim=-1), h.grad)
+    cases.assert_same_bits(other_scale.grad, scale.grad)
