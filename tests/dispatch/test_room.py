@@ -20,7 +20,7 @@ from symmoe.errors import HeapExhausted
 from symmoe.moe import routed_experts
 from symmoe.symm_mem.row_budget import RowBudget, RowHistory
 
-H, I, E, K, CALLS = 16, 24, 8, 3, 30
+H, I, E, K, CALLS = 16, 24, 8, 3, 24
 
 
 # -- how much room ----------------------------------------------------------------------------------------------------
