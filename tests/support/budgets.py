@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BUDGETS: dict[str, tuple[int, int]] = {
     # lines of .py files, of docs those of .md files
     "symmoe": (36_000, 39_629),
-    "tests": (42_000, 51_745),
+    "tests": (42_000, 51_746),
     "docs": (4_000, 0),
     "kernels + tape": (15_000, 15_131),
     "symm_mem + nodes": (3_900, 4_724),
