@@ -55,7 +55,7 @@ def place(counts: np.ndarray, num_places: int) -> tuple[float, float, int]:
     peers.count_table(0, peers.epoch)[:, first : first + num_experts] = torch.from_numpy(counts)
     numel, its = control.plan_layout(0, 1, num_experts, num_ranks, num_places)
     plan = control.PlanIntegers(torch.zeros(numel, dtype=torch.int32), its)
-    twin.place_replicas(peers, plan, slack=SLACK)
+    twin.place_replicas(peers, plan, slack=SLACK, num_near=num_ranks)
     before, after = rows_per_rank(plan.expert_load, plan.place_to_expert, plan.place_rows).numpy()
     used = plan.place_to_expert[plan.place_to_expert >= 0].numpy()
     sent = np.bincount(used // (num_experts // num_ranks), minlength=num_ranks)

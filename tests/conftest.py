@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import shlex
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -16,43 +17,28 @@ if TYPE_CHECKING:
 
 # Files that take longest, the longest first. With `--dist loadfile`, a worker that gets one of them last works alone
 # for as long as it takes. Others follow in the order of their names; a name that is not here, or gone, does no harm.
-_FIRST = (
-    "test_lint",
-    "test_several_nodes",
-    "test_train_lm",
-    "test_megatron",
-    "test_reliability",
-    "test_parallel",
-    "test_compile",
-    "test_megatron_example",
-    "test_convergence",
-    "test_oracle",
-    "test_wrappers",
-    "test_loops",
-    "test_peft",
-    "test_transformers_trainer",
-    "test_transformers_example",
-    "test_fsdp2_example",
-    "test_checkpoint_kills",
-    "test_products_compile",
-    "test_bad_input",
-    "test_peers",
-    "test_heap_start",
-    "test_buffers",
-    "test_protocol",
-    "test_setup",
-    "test_bench",
-    "test_low_precision_layer",
-    "test_layer",
-    "test_docs_code",
-    "test_interpreted",
-    "test_types",
-    "test_exit",
-)
+_FIRST = """
+test_several_nodes test_megatron_example test_convergence test_parallel test_products_compile test_megatron
+test_low_precision_layer test_interpreted test_reliability test_docs_code test_transformers_trainer test_rows_compile
+test_compile test_tape test_bench test_captured_step test_access test_bad_input test_low_precision test_room
+test_wrappers test_oracle test_transformers_checkpoint test_balance_by_replicas test_fp8_compile test_nodes_faults
+test_nodes test_train_lm test_release test_grouped_layers test_checkpoint_faults test_nodes_devices test_lint
+test_quantize_compile test_gemm_twin test_low_precision_edges test_loops test_scaled_compile test_peft
+test_transformers_example test_fsdp2_example test_checkpoint_kills test_timeline test_ownership test_types test_exit
+""".split()
 
 
-# Files whose cases of three and four ranks are cheap, or what they are there for.
+gc.disable()  # what is imported and collected stays: to look through it again and again takes nearly half of the time
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
+
+# Files whose cases of three and four ranks are cheap, or what they are there for; and those of one rank.
 _OF_MANY_RANKS = ("test_ep_invariance", "test_protocol", "test_several_nodes")
+_OF_ONE_RANK = ("test_heap_start", "test_layer", "test_peers", "test_schedules", "test_transformers_checkpoint")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at the marks
@@ -70,10 +56,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _repetitive(items: list[pytest.Item]) -> Iterator[pytest.Item]:
     """Cases that `make test` leaves to `make test-all`: those of more than four ranks, those of three and four where
-    there is one of fewer, and in trainers and of kernels that are compiled, all but a usual and an odd one, the first
-    and the last of a test."""
+    there is one of fewer, those of one where there is one of two, and in trainers and of kernels that are compiled, all
+    but a usual and an odd one, the first and the last of a test."""
     groups: dict[tuple[Any, ...], list[pytest.Item]] = {}
     of_few_ranks = {(item.path, item.originalname) for item in items if _parameters(item).get("num_ranks", 3) <= 2}
+    of_two_ranks = {_without_ranks(item) for item in items if _parameters(item).get("num_ranks") == 2}
     for item in items:
         given = _parameters(item)
         kernel = next((str(given[name]) for name in ("kernel", "function") if name in given), "")
@@ -84,17 +71,25 @@ def _repetitive(items: list[pytest.Item]) -> Iterator[pytest.Item]:
         elif given.get("num_ranks", 0) > 2 and item.path.stem not in _OF_MANY_RANKS:
             if (item.path, item.originalname) in of_few_ranks:
                 yield item
+        elif given.get("num_ranks") == 1 and item.path.stem not in _OF_ONE_RANK:
+            if _without_ranks(item) in of_two_ranks:
+                yield item
     for cases in groups.values():
         yield from cases[1:-1]
+
+
+def _without_ranks(item: pytest.Item) -> tuple[Any, ...]:
+    """Equal for cases that differ in the number of ranks alone, and both run or both are left out."""
+    marks = [item.get_closest_marker(name) is None for name in ("gpu", "slow")]
+    others = sorted((name, repr(value)) for name, value in _parameters(item).items() if name != "num_ranks")
+    return item.path, item.originalname, *marks, *others
 
 
 def _parameters(item: pytest.Item) -> dict[str, Any]:
     return item.callspec.params if hasattr(item, "callspec") else {}
 
 
-@pytest.fixture(scope="session")
-def cluster() -> Iterator[Callable[..., Cluster]]:
-    """`cluster(num_ranks, device="cpu")`: ranks that are started once per session, and again after a failure."""
+def _clusters() -> Iterator[Callable[..., Cluster]]:
     started: dict[tuple[int, str], Cluster] = {}
 
     def get(num_ranks: int, device: str = "cpu") -> Cluster:
@@ -110,6 +105,18 @@ def cluster() -> Iterator[Callable[..., Cluster]]:
     yield get
     for ranks in started.values():
         ranks.close()
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Callable[..., Cluster]]:
+    """`cluster(num_ranks, device="cpu")`: ranks that are started once per session, and again after a failure."""
+    yield from _clusters()
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Callable[..., Cluster]]:
+    """The same of a module alone: what it imports changes torch.cuda, or lets a process abort at its regular exit."""
+    yield from _clusters()
 
 
 @pytest.fixture

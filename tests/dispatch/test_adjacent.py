@@ -5,21 +5,9 @@ import io
 import pickle
 from collections.abc import Callable
 
+import grouped_cases as cases
 import pytest
 import torch
-from grouped_cases import (
-    TINY,
-    Case,
-    assert_near_oracle,
-    assert_same_bits,
-    assert_same_results,
-    linear_inputs,
-    linear_oracle,
-    make_inputs,
-    make_linear,
-    mlp_oracle,
-    run,
-)
 from torch import nn
 
 from symmoe import GroupedLinear, GroupedMLP
@@ -28,7 +16,7 @@ from symmoe.grouped.weights import lay_side_by_side, packed_view
 from symmoe.kernels import twin
 from symmoe.kernels.tensor_table import TensorTable
 
-G = TINY.num_groups
+G = cases.TINY.num_groups
 
 
 def kinds(monkeypatch: pytest.MonkeyPatch, *names: str) -> dict[str, list[str]]:
@@ -98,23 +86,23 @@ MOVES = {
 @pytest.mark.parametrize(("kind", "move"), [(kind, move) for kind, moves in MOVES.items() for move in moves])
 def test_linear_is_given_what_the_weights_are(monkeypatch, kind, move, main_grad):
     """And the bits are those of a packed weight either way."""
-    case = Case(main_grad=main_grad, buffers=())
-    inputs = linear_inputs(case)
-    packed = make_linear(case, inputs.w1, inputs.b1)
-    want = run(lambda x, scale: packed(x, inputs.splits), {"fc": packed}, inputs, case)
-    layer = make_linear(case, inputs.w1, inputs.b1, weights="discrete")
+    case = cases.Case(main_grad=main_grad, buffers=())
+    inputs = cases.linear_inputs(case)
+    packed = cases.make_linear(case, inputs.w1, inputs.b1)
+    want = cases.run(lambda x, scale: packed(x, inputs.splits), {"fc": packed}, inputs, case)
+    layer = cases.make_linear(case, inputs.w1, inputs.b1, weights="discrete")
     move(layer)
     seen = kinds(monkeypatch, "grouped_gemm", "grouped_gemm_dgrad")
-    got = run(lambda x, scale: layer(x, inputs.splits), {"fc": layer}, inputs, case)
+    got = cases.run(lambda x, scale: layer(x, inputs.splits), {"fc": layer}, inputs, case)
     assert seen == {"grouped_gemm": [kind], "grouped_gemm_dgrad": [kind]}
-    assert_same_results(got, want, TINY)
-    assert_near_oracle(got, linear_oracle(inputs, case), case, TINY)
+    cases.assert_same_results(got, want, cases.TINY)
+    cases.assert_near_oracle(got, cases.linear_oracle(inputs, case), case, cases.TINY)
 
 
 def test_weights_that_move_between_forward_and_backward(monkeypatch):
-    case = Case(buffers=())
-    inputs = linear_inputs(case)
-    layer = make_linear(case, inputs.w1, inputs.b1, weights="discrete")
+    case = cases.Case(buffers=())
+    inputs = cases.linear_inputs(case)
+    layer = cases.make_linear(case, inputs.w1, inputs.b1, weights="discrete")
     seen = kinds(monkeypatch, "grouped_gemm", "grouped_gemm_dgrad")
     x = inputs.x.clone().requires_grad_()
     y = layer(x, inputs.splits)
@@ -122,24 +110,25 @@ def test_weights_that_move_between_forward_and_backward(monkeypatch):
     y.backward(inputs.d_y)
     first, x.grad = x.grad, None
     layer(x, inputs.splits).backward(inputs.d_y)
-    assert_same_bits(x.grad[: TINY.num_used], first[: TINY.num_used])
+    cases.assert_same_bits(x.grad[: cases.TINY.num_used], first[: cases.TINY.num_used])
     assert seen["grouped_gemm"] == ["packed", "table"]
     assert seen["grouped_gemm_dgrad"][1] == "table"
 
 
 @pytest.mark.parametrize("moved", [(), ("fc1",), ("fc2",), ("fc1", "fc2")], ids=str)
 def test_layers_of_an_mlp_are_looked_at_one_by_one(monkeypatch, moved):
-    case = Case(buffers=())
-    inputs = make_inputs(case)
-    model = GroupedMLP(G, TINY.hidden, TINY.ffn)
+    case = cases.Case(buffers=())
+    inputs = cases.make_inputs(case)
+    model = GroupedMLP(G, cases.TINY.hidden, cases.TINY.ffn)
     model.fc1, model.fc2 = (
-        make_linear(case, *values, weights="discrete") for values in ((inputs.w1, inputs.b1), (inputs.w2, inputs.b2))
+        cases.make_linear(case, *values, weights="discrete")
+        for values in ((inputs.w1, inputs.b1), (inputs.w2, inputs.b2))
     )
     layers = {"fc1": model.fc1, "fc2": model.fc2}
     for name in moved:
         scatter(layers[name])
     seen = kinds(monkeypatch, "grouped_gemm_act", "grouped_gemm", "grouped_gemm_dact", "grouped_gemm_dgrad")
-    ran = run(lambda x, scale: model(x, inputs.splits, scale), layers, inputs, case)
+    ran = cases.run(lambda x, scale: model(x, inputs.splits, scale), layers, inputs, case)
     of = {name: ["table" if name in moved else "packed"] for name in layers}
     assert seen == {
         "grouped_gemm_act": of["fc1"],
@@ -147,7 +136,7 @@ def test_layers_of_an_mlp_are_looked_at_one_by_one(monkeypatch, moved):
         "grouped_gemm_dact": of["fc2"],
         "grouped_gemm_dgrad": of["fc1"],
     }
-    assert_near_oracle(ran, mlp_oracle(inputs, case), case, TINY)
+    cases.assert_near_oracle(ran, cases.mlp_oracle(inputs, case), case, cases.TINY)
 
 
 # -- gradients --------------------------------------------------------------------------------------------------------
@@ -156,9 +145,9 @@ def test_layers_of_an_mlp_are_looked_at_one_by_one(monkeypatch, moved):
 @pytest.mark.parametrize("delayed", [False, True])
 @pytest.mark.parametrize("where", ["fresh", "side by side", "anywhere", "descending"])
 def test_gradients_are_written_as_they_lie(monkeypatch, where, delayed):
-    case = Case(main_grad=where != "fresh", delayed=delayed, buffers=())
-    inputs = linear_inputs(case)
-    packed, layer = (make_linear(case, inputs.w1, inputs.b1, weights=form) for form in ("packed", "discrete"))
+    case = cases.Case(main_grad=where != "fresh", delayed=delayed, buffers=())
+    inputs = cases.linear_inputs(case)
+    packed, layer = (cases.make_linear(case, inputs.w1, inputs.b1, weights=form) for form in ("packed", "discrete"))
     whole = torch.full((G, *layer.weight0.shape), 0.5)
     if where in ("side by side", "descending"):
         order = layer.weight_parameters()
@@ -168,17 +157,19 @@ def test_gradients_are_written_as_they_lie(monkeypatch, where, delayed):
         layer.weight2.main_grad = torch.full_like(layer.weight2, 0.5)
     seen = kinds(monkeypatch, "grouped_gemm_wgrad")
     want, got = (
-        run(lambda x, scale, each=each: each(x, inputs.splits), {"fc": each}, inputs, case, finish=each.backward_dw)
+        cases.run(
+            lambda x, scale, each=each: each(x, inputs.splits), {"fc": each}, inputs, case, finish=each.backward_dw
+        )
         for each in (packed, layer)
     )
     assert seen["grouped_gemm_wgrad"] == ["packed", "packed" if where in ("fresh", "side by side") else "table"]
-    assert_same_results(got, want, TINY)
+    cases.assert_same_results(got, want, cases.TINY)
 
 
 def test_main_grad_of_a_frozen_weight_among_others_is_not_written(monkeypatch):
-    case = Case(main_grad=True, buffers=())
-    inputs = linear_inputs(case)
-    layer = make_linear(case, inputs.w1, inputs.b1, weights="discrete")
+    case = cases.Case(main_grad=True, buffers=())
+    inputs = cases.linear_inputs(case)
+    layer = cases.make_linear(case, inputs.w1, inputs.b1, weights="discrete")
     whole = torch.zeros(G, *layer.weight0.shape)
     for weight, part in zip(layer.weight_parameters(), whole, strict=True):
         weight.main_grad = part
@@ -246,7 +237,7 @@ def test_ways_that_weights_take(way, stays):
     layer.bias.data.zero_()
     x = torch.randn(12, 8)
     want, after = layer(x, [3, 0, 2, 7]), way(layer)
-    assert_same_bits(after(x, [3, 0, 2, 7]), want)
+    cases.assert_same_bits(after(x, [3, 0, 2, 7]), want)
     if stays is not None:
         assert (packed_view(after.weight_parameters()) is not None) == stays
 

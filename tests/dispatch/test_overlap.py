@@ -19,25 +19,13 @@ from symmoe.kernels import twin
 from symmoe.kernels.control import InNodeIntegers, PlanIntegers, in_node_layout, plan_layout
 from symmoe.kernels.gemm_parts import PART_ROWS
 from symmoe.kernels.twin.plan import split_rows
+from symmoe.moe import overlap
 from symmoe.moe import overlap as formulas
 from symmoe.moe.ep_step import expert_parallel_mlp, rounded_up
-from symmoe.moe.overlap import (
-    H100,
-    H200,
-    SERIAL,
-    Overlap,
-    Rates,
-    Sizes,
-    gpu_of,
-    overlap,
-    overlap_everything,
-    rates_of,
-    received_layout,
-)
 from symmoe.nodes.topology import find_topology, make_rank_maps
 from symmoe.precision import MXFP8, Float8Block
 
-H200_FLOAT8 = Rates(flops=1.17e15, wgrad_flops=0.95e15, part_s=50e-6)
+H200_FLOAT8 = overlap.Rates(flops=1.17e15, wgrad_flops=0.95e15, part_s=50e-6)
 
 
 def starts_of(experts: list[list[int]]) -> torch.Tensor:
@@ -142,7 +130,7 @@ def test_parts_between_nodes_need_only_rows_that_have_arrived(data):
         assert tuple(found.source_to_packed_start[source : source + 2]) == wanted
 
 
-RATES = Rates(
+RATES = overlap.Rates(
     link_bytes=100e9,
     program_push_bytes=10e9,
     program_copy_bytes=40e9,
@@ -156,15 +144,15 @@ RATES = Rates(
 LAYERS = [(2048, 768, 128, 8), (4096, 14336, 8, 2), (7168, 2048, 64, 8), (4096, 1536, 128, 8)]
 
 
-def sizes_of(layer: tuple[int, ...], num_ranks: int, **changes: object) -> Sizes:
+def sizes_of(layer: tuple[int, ...], num_ranks: int, **changes: object) -> overlap.Sizes:
     hidden, ffn, num_experts, top_k = layer
     given = {"num_rows": 8192 * top_k, "hidden": hidden, "ffn": ffn, "top_k": top_k, "num_experts": num_experts}
-    return Sizes(**{**given, "num_ranks": num_ranks, "item_bytes": 2, **changes})
+    return overlap.Sizes(**{**given, "num_ranks": num_ranks, "item_bytes": 2, **changes})
 
 
 def test_layout_by_width():
-    assert received_layout("auto", 768, None) == received_layout("auto", 14336, None) == "expert-major"
-    assert received_layout("auto", 256, None) == received_layout("auto", 768, Float8Block()) == "packed"
+    assert overlap.received_layout("auto", 768, None) == overlap.received_layout("auto", 14336, None) == "expert-major"
+    assert overlap.received_layout("auto", 256, None) == overlap.received_layout("auto", 768, Float8Block()) == "packed"
 
 
 Times = dict[str, tuple[float, list[float]]]  # of each trip and what it may run beside: apart, and with 1, 2, ... SMs
@@ -180,7 +168,7 @@ def gemm_s(flops: float, n: int, per_s: float) -> float:
     return flops / (per_s * (132 - n) / 132)
 
 
-def brute_force(sizes: Sizes, rates: Rates) -> Times:
+def brute_force(sizes: overlap.Sizes, rates: overlap.Rates) -> Times:
     """By plain arithmetic from the documented formulas: nothing of `sizes` is used but what it was made of."""
     counts, ranks, row_bytes = range(1, 67), sizes.num_ranks, sizes.hidden * sizes.item_bytes
     num_pushed = (ranks - 1) * sizes.num_rows / sizes.top_k * chance(sizes.num_experts, ranks, sizes.top_k)
@@ -218,13 +206,13 @@ def brute_force(sizes: Sizes, rates: Rates) -> Times:
     return found
 
 
-def rail_sms(sizes: Sizes, rates: Rates) -> tuple[float, int]:
+def rail_sms(sizes: overlap.Sizes, rates: overlap.Rates) -> tuple[float, int]:
     """The rate of rails, and the SMs that they have for themselves."""
     rate = min(sizes.rail_bytes_per_s, rates.link_bytes)
     return rate, 0 if sizes.num_nodes == 1 else min(66, math.ceil(rate / rates.program_rail_bytes))
 
 
-def brute_force_between_nodes(sizes: Sizes, rates: Rates) -> Times:
+def brute_force_between_nodes(sizes: overlap.Sizes, rates: overlap.Rates) -> Times:
     """The same where rails have a rate of their own."""
     ranks, nodes, (rail_rate, m) = sizes.num_ranks, sizes.num_nodes, rail_sms(sizes, rates)
     token_bytes, own, counts = sizes.num_rows / sizes.top_k * 2 * sizes.hidden, 1 / nodes, range(1, 67 - m // 2)
@@ -256,9 +244,9 @@ def brute_force_between_nodes(sizes: Sizes, rates: Rates) -> Times:
     }
 
 
-def check_choice(sizes: Sizes, rates: Rates, times_of: Times) -> None:
+def check_choice(sizes: overlap.Sizes, rates: overlap.Rates, times_of: Times) -> None:
     """What pays is overlapped, with the best division."""
-    chosen = overlap(sizes, 132, rates)
+    chosen = overlap.overlap(sizes, 132, rates)
     for name, (exclusive_s, times) in times_of.items():
         division = getattr(chosen, name)
         assert (division is not None) == (min(times) <= (1 - rates.least_gain) * exclusive_s), name
@@ -272,19 +260,19 @@ def check_choice(sizes: Sizes, rates: Rates, times_of: Times) -> None:
     [{}, {"is_expert_major": True}, {"sent_row_bytes": 1040, "sent_gradient_row_bytes": 7392}],
     ids=["rows", "copied", "wire"],
 )
-@pytest.mark.parametrize("rates", [H200, H200_FLOAT8, RATES], ids=["H200", "H200 FP8", "other"])
+@pytest.mark.parametrize("rates", [overlap.H200, H200_FLOAT8, RATES], ids=["H200", "H200 FP8", "other"])
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
 @pytest.mark.parametrize("layer", [*LAYERS, (128, 64, 8, 2)], ids=str)
-def test_what_pays_is_overlapped(layer: tuple[int, ...], num_ranks: int, rates: Rates, sent: dict[str, int]):
+def test_what_pays_is_overlapped(layer: tuple[int, ...], num_ranks: int, rates: overlap.Rates, sent: dict[str, int]):
     for num_rows in (512, 65536):
         sizes = sizes_of(layer, num_ranks, num_rows=num_rows, **sent)
         check_choice(sizes, rates, brute_force(sizes, rates))
 
 
-@pytest.mark.parametrize("rates", [H200, H200_FLOAT8, RATES], ids=["H200", "H200 FP8", "other"])
+@pytest.mark.parametrize("rates", [overlap.H200, H200_FLOAT8, RATES], ids=["H200", "H200 FP8", "other"])
 @pytest.mark.parametrize("group", [(4, 2), (3, 3), (8, 4), (2, 2)], ids=str)  # ranks, nodes
 @pytest.mark.parametrize("layer", [LAYERS[0], LAYERS[2], (128, 64, 24, 2)], ids=str)
-def test_what_pays_between_nodes_is_overlapped(layer, group: tuple[int, int], rates: Rates):
+def test_what_pays_between_nodes_is_overlapped(layer, group: tuple[int, int], rates: overlap.Rates):
     num_ranks, num_nodes = group
     if layer[2] % num_ranks:
         layer = (*layer[:2], 96, layer[3])
@@ -292,14 +280,14 @@ def test_what_pays_between_nodes_is_overlapped(layer, group: tuple[int, int], ra
         its = {"num_rows": int(100 * 1.1**step), "num_nodes": num_nodes, "rail_bytes_per_s": rail_rate}
         sizes = sizes_of(layer, num_ranks, **its, sums_travel=False)
         check_choice(sizes, rates, brute_force_between_nodes(sizes, rates))
-    everything = overlap_everything(sizes, 132)
+    everything = overlap.overlap_everything(sizes, 132)
     assert None not in (everything.dispatch, everything.gradient_dispatch, everything.combine)
     assert everything.gradient_combine == everything.combine
 
 
 def test_small_calls_and_single_sms_are_not_overlapped():
-    assert overlap(sizes_of(LAYERS[0], 2), 1) == SERIAL
-    assert overlap(sizes_of(LAYERS[0], 2, num_rows=64), 132).dispatch is None
+    assert overlap.overlap(sizes_of(LAYERS[0], 2), 1) == overlap.SERIAL
+    assert overlap.overlap(sizes_of(LAYERS[0], 2, num_rows=64), 132).dispatch is None
 
 
 def test_rows_that_peers_read_go_home_when_all_are_complete():
@@ -307,8 +295,8 @@ def test_rows_that_peers_read_go_home_when_all_are_complete():
     sizes = sizes_of(LAYERS[2], 4)
     slot = replace(sizes, sums_travel=False)
     for one, other in (
-        (overlap(sizes, 132), overlap(slot, 132)),
-        (overlap_everything(sizes, 132), overlap_everything(slot, 132)),
+        (overlap.overlap(sizes, 132), overlap.overlap(slot, 132)),
+        (overlap.overlap_everything(sizes, 132), overlap.overlap_everything(slot, 132)),
     ):
         assert None not in (one.combine, one.gradient_combine)
         assert other == replace(one, combine=None, gradient_combine=None)
@@ -319,10 +307,10 @@ PLAN = torch.tensor([[0, 1]], dtype=torch.int32).expand(16, 2)  # 16 tokens with
 # (precision, what travels quantised, limits of the plan) to (rows, rates, bytes of a row and of its gradient). The rows
 # are those that are expected, not the capacity, which is larger.
 FORMULAS_GET = [
-    (None, "none", {}, (64, H200, None, None)),
-    (None, "none", {"capacity": 100, "max_tokens": 16}, (32, H200, None, None)),
-    (None, "none", FEWER, (64, H200, None, None)),
-    (MXFP8(), "none", {}, (64, H200, None, None)),
+    (None, "none", {}, (64, overlap.H200, None, None)),
+    (None, "none", {"capacity": 100, "max_tokens": 16}, (32, overlap.H200, None, None)),
+    (None, "none", FEWER, (64, overlap.H200, None, None)),
+    (MXFP8(), "none", {}, (64, overlap.H200, None, None)),
     (Float8Block(), "none", {}, (64, H200_FLOAT8, None, None)),
     (Float8Block(), "backward", {}, (64, H200_FLOAT8, None, 176)),
 ]
@@ -333,7 +321,7 @@ def test_what_formulas_get(rank: int, num_ranks: int) -> None:
     """Of a call for each of FORMULAS_GET, the same on all ranks."""
     found, chosen = [], formulas.overlap
 
-    def noting(sizes: Sizes, num_sms: int, rates: Rates) -> Overlap:
+    def noting(sizes: overlap.Sizes, num_sms: int, rates: overlap.Rates) -> overlap.Overlap:
         found.append((sizes.num_rows, rates, sizes.sent_row_bytes, sizes.sent_gradient_row_bytes))
         return chosen(sizes, num_sms, rates)
 
@@ -351,26 +339,26 @@ def test_what_formulas_get(rank: int, num_ranks: int) -> None:
 @pytest.mark.parametrize(
     ("name", "wanted", "is_known"),
     [
-        ("NVIDIA H200", H200, True),
-        ("NVIDIA H100 80GB HBM3", H100, True),
-        ("NVIDIA H20", H200, False),
-        ("NVIDIA B200", H200, False),
+        ("NVIDIA H200", overlap.H200, True),
+        ("NVIDIA H100 80GB HBM3", overlap.H100, True),
+        ("NVIDIA H20", overlap.H200, False),
+        ("NVIDIA B200", overlap.H200, False),
     ],
 )
 def test_rates_of_another_gpu_are_not_taken_in_silence(name, wanted, is_known, monkeypatch, caplog):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(name=name))
-    gpu_of.cache_clear()
+    overlap.gpu_of.cache_clear()
     for _ in range(2):
-        assert gpu_of(torch.device("cuda", 0)) == wanted
-    gpu_of.cache_clear()
+        assert overlap.gpu_of(torch.device("cuda", 0)) == wanted
+    overlap.gpu_of.cache_clear()
     assert [name in record.getMessage() for record in caplog.records] == [True] * (not is_known)
-    assert gpu_of(torch.device("cpu")) == H200
+    assert overlap.gpu_of(torch.device("cpu")) == overlap.H200
 
 
 def test_numbers_that_are_multiplied_do_not_change_a_gpus_memory():
-    assert rates_of(H100, None) == rates_of(H100, MXFP8()) == H100
-    assert rates_of(H100, Float8Block()) == replace(H200_FLOAT8, memory_bytes=H100.memory_bytes)
-    assert H100.memory_bytes < H200.memory_bytes
+    assert overlap.rates_of(overlap.H100, None) == overlap.rates_of(overlap.H100, MXFP8()) == overlap.H100
+    assert overlap.rates_of(overlap.H100, Float8Block()) == replace(H200_FLOAT8, memory_bytes=overlap.H100.memory_bytes)
+    assert overlap.H100.memory_bytes < overlap.H200.memory_bytes
 
 
 @pytest.mark.parametrize("number", [1, 15, 16, 17, 1000, 65536, 65537, 78643])

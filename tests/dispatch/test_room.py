@@ -20,7 +20,7 @@ from symmoe.errors import HeapExhausted
 from symmoe.moe import routed_experts
 from symmoe.symm_mem.row_budget import RowBudget, RowHistory
 
-H, I, E, K, CALLS = 16, 24, 8, 3, 30
+H, I, E, K, CALLS = 16, 24, 8, 3, 24
 
 
 # -- how much room ----------------------------------------------------------------------------------------------------
@@ -144,12 +144,16 @@ def check_same_bits(rank: int, num_ranks: int, options: dict, recomputes: bool, 
         return count_repeats(spy), findings.texts
 
 
+ONE_NODE, TWO_NODES = (2, None), (4, 2)
+NONE_KEPT = {"stash": "none", "layout": "expert-major"}
+OVERLAPPED = {"schedule": "always-overlapped", "order": "slot"}
+QUICK = [({}, ONE_NODE), (NONE_KEPT, ONE_NODE), (OVERLAPPED, TWO_NODES)]
+SLOW = [({}, TWO_NODES), (NONE_KEPT, TWO_NODES), (OVERLAPPED, ONE_NODE)]
+
+
 @pytest.mark.parametrize("recomputes", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("layout", [(2, None), (4, 2)], ids=["one node", "two nodes"])
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"stash": "none", "layout": "expert-major"}, {"schedule": "always-overlapped", "order": "slot"}],
-    ids=["defaults", "none kept", "overlapped"],
+    ("options", "layout"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)], ids=str
 )
 def test_same_bits_whether_or_not_a_call_fits(cluster, options, layout, recomputes):
     results = cluster(layout[0]).run(check_same_bits, options, recomputes, layout[1])
@@ -227,7 +231,7 @@ def test_a_call_with_room_needs_no_more_memory_than_one_without(rank: int, num_r
     with open_heap("cpu", num_bytes=1 << 20) as heap:
         layer, waits = make_layers(heap, stash="rows")
         is_last = rank == num_ranks - 1
-        for num_bytes in range(24 << 10, 96 << 10, 4 << 10):
+        for num_bytes in range(24 << 10, 96 << 10, 8 << 10):
             findings.where = f"rank {rank}, {num_bytes} bytes"
             wanted = run(waits, call, recomputes=False)
             run(layer, call, recomputes=False)  # after an error all measure

@@ -6,18 +6,7 @@ import torch
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
     pytest.skip("needs a GPU that converts to E4M3: Hopper or newer", allow_module_level=True)
 
-from act_quantize_cases import (
-    ACTIVATIONS,
-    NAMES,
-    SPLITS,
-    Problem,
-    assert_same_sums,
-    backward,
-    backward_apart,
-    exact_problem,
-    forward,
-    forward_apart,
-)
+import act_quantize_cases as cases
 from graphs import captured
 from host_reads import synchronising_is_an_error
 from quantize_cases import differences, row_range_of
@@ -39,66 +28,66 @@ MIXED = [("swiglu", 288), ("clamped", 2880)]  # a block of 128 would have both h
 
 @pytest.mark.parametrize("with_dbias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", cases.NAMES)
 @pytest.mark.parametrize(("activation", "ffn"), CASES, ids=str)
 def test_the_bits_of_what_is_fused(activation, ffn, name, dtype, with_dbias):
-    p = Problem(ACTIVATIONS[activation], ffn, dtype, device="cuda")
-    assert differences(forward(gpu, p, name), forward_apart(gpu, p, name)) == []
-    found, sums = backward(gpu, p, name, with_dbias=with_dbias)
-    expected, wanted = backward_apart(gpu, p, name, with_dbias=with_dbias)
+    p = cases.Problem(cases.ACTIVATIONS[activation], ffn, dtype, device="cuda")
+    assert differences(cases.forward(gpu, p, name), cases.forward_apart(gpu, p, name)) == []
+    found, sums = cases.backward(gpu, p, name, with_dbias=with_dbias)
+    expected, wanted = cases.backward_apart(gpu, p, name, with_dbias=with_dbias)
     assert differences(found, expected) == []
-    assert_same_sums(sums, wanted)
+    cases.assert_same_sums(sums, wanted)
 
 
 @pytest.mark.parametrize(("activation", "ffn"), MIXED, ids=str)
 def test_blocks_of_32_divide_halves_that_blocks_of_128_do_not(activation, ffn):
-    p = Problem(ACTIVATIONS[activation], ffn, device="cuda")
-    assert differences(forward(gpu, p, "float8_block"), forward_apart(gpu, p, "float8_block")) == []
-    assert differences(backward(gpu, p, "mxfp8")[0], backward_apart(gpu, p, "mxfp8")[0]) == []
+    p = cases.Problem(cases.ACTIVATIONS[activation], ffn, device="cuda")
+    assert differences(cases.forward(gpu, p, "float8_block"), cases.forward_apart(gpu, p, "float8_block")) == []
+    assert differences(cases.backward(gpu, p, "mxfp8")[0], cases.backward_apart(gpu, p, "mxfp8")[0]) == []
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", cases.NAMES)
 def test_the_bits_of_the_twin_where_the_activation_is_exact(name):
-    p = exact_problem(720)
-    expected, (expected_grad, wanted) = forward(twin, p, name), backward(twin, p, name)
+    p = cases.exact_problem(720)
+    expected, (expected_grad, wanted) = cases.forward(twin, p, name), cases.backward(twin, p, name)
     p.device = "cuda"
     p.h, p.da, p.row_scale, p.row_range = (x.cuda() for x in (p.h, p.da, p.row_scale, p.row_range))
-    assert differences(forward(gpu, p, name), expected) == []
-    found, sums = backward(gpu, p, name)
+    assert differences(cases.forward(gpu, p, name), expected) == []
+    found, sums = cases.backward(gpu, p, name)
     assert differences(found, expected_grad) == []
-    assert_same_sums(sums, wanted)
+    cases.assert_same_sums(sums, wanted)
 
 
 def test_differences_are_noticed():
-    p = Problem(ACTIVATIONS["swiglu"], 256, device="cuda")
-    expected = forward_apart(gpu, p, "float8_block")
+    p = cases.Problem(cases.ACTIVATIONS["swiglu"], 256, device="cuda")
+    expected = cases.forward_apart(gpu, p, "float8_block")
     p.row_scale[40] *= 2
-    assert differences(forward(gpu, p, "float8_block"), expected) == ["scale"]  # twice the numbers
+    assert differences(cases.forward(gpu, p, "float8_block"), expected) == ["scale"]  # twice the numbers
 
 
 def test_graph_replay_with_other_rows_and_splits():
-    p = Problem(ACTIVATIONS["swiglu"], 256, device="cuda")
-    both = captured(lambda: (forward(gpu, p, "float8_block"), backward(gpu, p, "float8_block")))
+    p = cases.Problem(cases.ACTIVATIONS["swiglu"], 256, device="cuda")
+    both = captured(lambda: (cases.forward(gpu, p, "float8_block"), cases.backward(gpu, p, "float8_block")))
     graph, (found, (found_grad, sums)) = both
     other = (100, 3, 0, 0, 217, 7)
-    assert sum(other) == sum(SPLITS)
-    for seed, splits in ((3, SPLITS), (4, other)):
-        q = Problem(ACTIVATIONS["swiglu"], 256, splits=splits, device="cuda", seed=seed)
+    assert sum(other) == sum(cases.SPLITS)
+    for seed, splits in ((3, cases.SPLITS), (4, other)):
+        q = cases.Problem(cases.ACTIVATIONS["swiglu"], 256, splits=splits, device="cuda", seed=seed)
         for here, there in ((p.h, q.h), (p.da, q.da), (p.row_scale, q.row_scale), (p.row_range, row_range_of(splits))):
             here.copy_(there)
         graph.replay()
-        assert differences(found, forward_apart(gpu, q, "float8_block")) == []
-        expected, wanted = backward_apart(gpu, q, "float8_block")
+        assert differences(found, cases.forward_apart(gpu, q, "float8_block")) == []
+        expected, wanted = cases.backward_apart(gpu, q, "float8_block")
         assert differences(found_grad, expected) == []
-        assert_same_sums(sums, wanted)
+        cases.assert_same_sums(sums, wanted)
 
 
 def test_nothing_waits_for_the_device():
-    p = Problem(ACTIVATIONS["swiglu"], 256, device="cuda")
+    p = cases.Problem(cases.ACTIVATIONS["swiglu"], 256, device="cuda")
 
     def step():
-        forward(gpu, p, "mxfp8")
-        backward(gpu, p, "mxfp8")
+        cases.forward(gpu, p, "mxfp8")
+        cases.backward(gpu, p, "mxfp8")
 
     step()
     with synchronising_is_an_error():

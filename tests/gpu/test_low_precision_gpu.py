@@ -8,20 +8,10 @@ import torch
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
     pytest.skip("needs a GPU that converts to E4M3: Hopper and newer", allow_module_level=True)
 
+import grouped_cases as cases
 import low_precision_oracle as oracle
 import numpy as np
 from gpu_steps import check_replays
-from grouped_cases import (
-    PATHS,
-    Buffers,
-    Case,
-    Sizes,
-    assert_buffers_used,
-    assert_same_results,
-    make_inputs,
-    run_experts,
-    run_linear,
-)
 from layers import WAYS
 from low_precision_cases import CASES, NUMBERS, TINY, check_bias_gradients, every_recipe, rows_of_groups
 from low_precision_checks import NAMES, check_layer, check_second_bias, check_ways, run_cut
@@ -34,7 +24,7 @@ from symmoe.precision import MXFP8, NVFP4, Float8Block
 pytestmark = pytest.mark.timeout(300, method="thread")
 
 # Groups without rows, of one row, of more than a tile; widths of whole tiles, and those that end within a block.
-SIZES = Sizes(splits=(300, 0, 1, 129, 70), lead=(51, 10), hidden=512, ffn=256)
+SIZES = cases.Sizes(splits=(300, 0, 1, 129, 70), lead=(51, 10), hidden=512, ffn=256)
 ODD = replace(SIZES, hidden=544, ffn=288)
 BF16 = torch.bfloat16
 
@@ -45,9 +35,9 @@ BF16 = torch.bfloat16
 @pytest.mark.parametrize("recipe", NUMBERS, ids=str)
 @pytest.mark.parametrize("sizes", [SIZES, ODD], ids=["whole", "odd"])
 def test_experts_multiply_these_numbers(recipe, sizes):
-    case = Case(dtype=BF16, bias=False, buffers=())
-    inputs = make_inputs(case, sizes=sizes, device="cuda")
-    ran = run_experts("mlp", case, inputs, precision=recipe)
+    case = cases.Case(dtype=BF16, bias=False, buffers=())
+    inputs = cases.make_inputs(case, sizes=sizes, device="cuda")
+    ran = cases.run_experts("mlp", case, inputs, precision=recipe)
 
     def rounded(values: np.ndarray) -> np.ndarray:
         return torch.from_numpy(values).to(BF16).float().numpy()
@@ -59,7 +49,7 @@ def test_experts_multiply_these_numbers(recipe, sizes):
 
 
 @every_recipe
-@pytest.mark.parametrize("path", PATHS[1:])
+@pytest.mark.parametrize("path", cases.PATHS[1:])
 def test_fused_experts_are_three_modules(recipe, path):
     for activation, bias, sizes in (
         (None, False, SIZES),
@@ -68,28 +58,30 @@ def test_fused_experts_are_three_modules(recipe, path):
         (ScaledClampedSwiGLU(interleave=8), False, SIZES),
         (ScaledSReLU(), True, ODD),
     ):
-        case = Case(dtype=BF16, bias=bias, is_nd=bias)
+        case = cases.Case(dtype=BF16, bias=bias, is_nd=bias)
         width = sizes.ffn if isinstance(activation, ScaledSReLU) else None
-        inputs = make_inputs(case, sizes=sizes, width=width, device="cuda")
+        inputs = cases.make_inputs(case, sizes=sizes, width=width, device="cuda")
         options = {"activation": activation, "precision": recipe}
-        separate = run_experts("modules", replace(case, buffers=()), inputs, **options)
-        buffers = Buffers.of(case, inputs, out_features=sizes.hidden)
-        fused = run_experts(path, case, inputs, buffers, **options)
-        assert_same_results(fused, separate, sizes)
-        assert_buffers_used(fused, buffers, sizes)
+        separate = cases.run_experts("modules", replace(case, buffers=()), inputs, **options)
+        buffers = cases.Buffers.of(case, inputs, out_features=sizes.hidden)
+        fused = cases.run_experts(path, case, inputs, buffers, **options)
+        cases.assert_same_results(fused, separate, sizes)
+        cases.assert_buffers_used(fused, buffers, sizes)
 
 
 @every_recipe
 def test_buffers_of_the_caller(recipe):
     for case in CASES:
-        inputs = make_inputs(case, sizes=TINY, width=32, out_features=32, device="cuda")
-        buffers = Buffers.of(case, inputs, out_features=32)
-        ran = run_linear(case, inputs, buffers, precision=recipe)
-        assert_buffers_used(ran, buffers, TINY)
-        want = run_linear(replace(case, buffers=(), delayed=False), inputs, precision=recipe)
-        assert_same_results(ran, want, TINY)
-        discrete = run_linear(replace(case, buffers=(), delayed=False), inputs, precision=recipe, weights="discrete")
-        assert_same_results(discrete, want, TINY)
+        inputs = cases.make_inputs(case, sizes=TINY, width=32, out_features=32, device="cuda")
+        buffers = cases.Buffers.of(case, inputs, out_features=32)
+        ran = cases.run_linear(case, inputs, buffers, precision=recipe)
+        cases.assert_buffers_used(ran, buffers, TINY)
+        want = cases.run_linear(replace(case, buffers=(), delayed=False), inputs, precision=recipe)
+        cases.assert_same_results(ran, want, TINY)
+        discrete = cases.run_linear(
+            replace(case, buffers=(), delayed=False), inputs, precision=recipe, weights="discrete"
+        )
+        cases.assert_same_results(discrete, want, TINY)
 
 
 @every_recipe

@@ -10,17 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from symmoe import (
-    GroupedMLP,
-    MoEConfig,
-    MoELayer,
-    ScaledSwiGLU,
-    Sequential,
-    SymmetricHeap,
-    combine_tokens,
-    dispatch_tokens,
-    make_plan,
-)
+import symmoe
 from symmoe.checks.arguments import Buffer, overlap_problem
 from symmoe.errors import ArgumentError, StaleLease
 from symmoe.kernels import twin
@@ -37,7 +27,7 @@ class Op:
         self.name = name
         self.inputs = cases.make_inputs(case, width=H if name == "linear" else None)
         self.scale, self.splits = self.inputs.scale, self.inputs.splits
-        activation, way = ScaledSwiGLU(), name
+        activation, way = symmoe.ScaledSwiGLU(), name
         if name == "modules":  # of one Sequential
             activation.register_forward_hook(lambda *_: None)
             way = "sequential"
@@ -68,8 +58,8 @@ def single(request) -> Op:
 
 
 @pytest.fixture
-def heap() -> Iterator[SymmetricHeap]:
-    heap = SymmetricHeap(num_bytes=1 << 20, backend="host")
+def heap() -> Iterator[symmoe.SymmetricHeap]:
+    heap = symmoe.SymmetricHeap(num_bytes=1 << 20, backend="host")
     yield heap
     gc.collect()
     heap.close()
@@ -229,7 +219,7 @@ def test_an_empty_tensor_overlaps_nothing():
     assert "overlaps a tensor of shape [5, 4]" in str(overlap_problem([Buffer("out", memory[:4])], [memory[3:]]))
 
 
-def released(heap: SymmetricHeap, like: torch.Tensor) -> torch.Tensor:
+def released(heap: symmoe.SymmetricHeap, like: torch.Tensor) -> torch.Tensor:
     """Memory that was a lease's, and that somebody else has by now."""
     lease = heap.lease(tuple(like.shape), like.dtype, name="mine")
     tensor = lease.tensor.copy_(like)
@@ -242,7 +232,7 @@ def calls_with_released_memory() -> Iterator[tuple[str, Callable[[Callable[[torc
     inputs = cases.make_inputs(PLAIN)
     x, scale, splits = inputs.x, inputs.scale, inputs.splits
     linear = cases.make_linear(PLAIN, inputs.w1, inputs.b1)
-    mlp, activation = GroupedMLP(cases.TINY.num_groups, H, cases.TINY.ffn), ScaledSwiGLU()
+    mlp, activation = symmoe.GroupedMLP(cases.TINY.num_groups, H, cases.TINY.ffn), symmoe.ScaledSwiGLU()
     yield "x", lambda gone: linear(gone(x), splits)
     yield "splits", lambda gone: linear(x, gone(splits))
     yield "bias_scale", lambda gone: linear(x, splits, bias_scale=gone(scale))
@@ -251,7 +241,7 @@ def calls_with_released_memory() -> Iterator[tuple[str, Callable[[Callable[[torc
     yield "row_probs", lambda gone: mlp(x, splits, gone(scale))
     yield "h", lambda gone: activation(gone(x), scale)
     yield "scale", lambda gone: activation(x, gone(scale))
-    modules = Sequential(linear, nn.Identity(), activation, cases.make_linear(PLAIN, inputs.w2, inputs.b2))
+    modules = symmoe.Sequential(linear, nn.Identity(), activation, cases.make_linear(PLAIN, inputs.w2, inputs.b2))
     yield "x", lambda gone: modules(gone(x), splits, scale, splits)
     yield "splits", lambda gone: modules(x, splits, scale, gone(splits))
     yield "scale", lambda gone: modules(x, splits, gone(scale), splits)
@@ -275,7 +265,7 @@ def test_a_gradient_whose_lease_was_released(op, heap):
 
 
 def test_a_gradient_of_an_activation_whose_lease_was_released(heap):
-    out = ScaledSwiGLU()(torch.randn(N, H, requires_grad=True), torch.ones(N))
+    out = symmoe.ScaledSwiGLU()(torch.randn(N, H, requires_grad=True), torch.ones(N))
     with pytest.raises(StaleLease, match=r"^d_y is memory of lease 'mine'"):
         out.backward(released(heap, out.detach()))
 
@@ -653,25 +643,25 @@ def test_the_gradient_that_is_asked_for_is_the_buffer(op, heap):
 class Step:
     """One rank: dispatch, experts, combine, with or without buffers on the heap."""
 
-    def __init__(self, heap: SymmetricHeap) -> None:
+    def __init__(self, heap: symmoe.SymmetricHeap) -> None:
         generator = torch.Generator().manual_seed(3)
         self.heap = heap
         self.ids = torch.stack([torch.randperm(4, generator=generator)[:2] for _ in range(7)])
         self.x = torch.randn(7, H, generator=generator).requires_grad_()
         self.probs = torch.rand(7, 2, generator=generator).requires_grad_()
         self.d_y = torch.randn(7, H, generator=generator)
-        self.model = GroupedMLP(4, H, cases.TINY.ffn, bias=True)
+        self.model = symmoe.GroupedMLP(4, H, cases.TINY.ffn, bias=True)
 
     def forward(self, *, on_heap: bool = True) -> torch.Tensor:
         """y; the buffers live on the heap and nowhere else."""
-        plan = make_plan(self.ids, num_experts=4, heap=self.heap)
+        plan = symmoe.make_plan(self.ids, num_experts=4, heap=self.heap)
 
         def lease() -> torch.Tensor | None:
             return self.heap.lease((plan.row_capacity, H), torch.float32).tensor[: plan.num_rows] if on_heap else None
 
-        rows, row_probs = dispatch_tokens(self.x, plan, probs=self.probs, out=lease())
+        rows, row_probs = symmoe.dispatch_tokens(self.x, plan, probs=self.probs, out=lease())
         out = self.model(rows, plan.splits, row_probs, out=lease(), grad_input_out=lease())
-        return combine_tokens(out, plan, grad_out=lease())
+        return symmoe.combine_tokens(out, plan, grad_out=lease())
 
     def run(self, *, on_heap: bool) -> list[torch.Tensor]:
         """y, d_x, d_probs, gradients of the experts."""
@@ -696,7 +686,7 @@ def test_no_copies_between_the_parts(heap):
 @pytest.mark.parametrize("what", ["parts", "layer"])
 def test_losses_of_steps_that_are_kept_keep_no_leases(heap, what):
     step, losses = Step(heap), []
-    layer = MoELayer(MoEConfig(hidden=H, ffn=cases.TINY.ffn, num_experts=4, top_k=2), heap)
+    layer = symmoe.MoELayer(symmoe.MoEConfig(hidden=H, ffn=cases.TINY.ffn, num_experts=4, top_k=2), heap)
     for _ in range(5):
         y = step.forward() if what == "parts" else layer(step.x)[0]
         losses.append(y.square().sum())
@@ -708,11 +698,11 @@ def test_losses_of_steps_that_are_kept_keep_no_leases(heap, what):
 def test_a_second_backward_through_combine(heap):
     """Right if the graph is retained; an error, on every rank alike, if its buffer has been let go of."""
     step = Step(heap)
-    plan = make_plan(step.ids, num_experts=4, heap=heap)
-    rows, _ = dispatch_tokens(step.x, plan)
+    plan = symmoe.make_plan(step.ids, num_experts=4, heap=heap)
+    rows, _ = symmoe.dispatch_tokens(step.x, plan)
     leaf = rows.detach().clone().requires_grad_()
     grad_out = heap.lease((plan.row_capacity, H), torch.float32).tensor[: rows.shape[0]]
-    y = combine_tokens(leaf, plan, grad_out=grad_out)
+    y = symmoe.combine_tokens(leaf, plan, grad_out=grad_out)
     y.backward(step.d_y, retain_graph=True)
     first = leaf.grad.clone()
     y.backward(step.d_y)

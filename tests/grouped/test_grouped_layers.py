@@ -1,6 +1,7 @@
 """Grouped layers by every way, one linear layer or experts: against a float64 oracle, and bit for bit each other."""
 
 from functools import partial
+from typing import Any
 
 import grouped_cases as cases
 import numpy as np
@@ -32,8 +33,13 @@ def model_and_call(way, case, inputs):
     return model, partial(model, inputs.x, inputs.splits, inputs.scale)
 
 
+def cut(matrix: list[cases.Case]) -> list[Any]:
+    """With those of fp16 slow, which are as those of bf16."""
+    return [pytest.param(case, marks=[pytest.mark.slow] * (case.dtype == torch.float16)) for case in matrix]
+
+
 @pytest.mark.parametrize("way", cases.WAYS)
-@pytest.mark.parametrize("case", cases.matrix(), ids=str)
+@pytest.mark.parametrize("case", cut(cases.matrix()), ids=str)
 def test_matrix(case, way):
     cases.check_case(way, case)
 

@@ -4,53 +4,33 @@ import copy
 import math
 import re
 
+import grouped_cases as cases
 import numpy as np
 import pytest
 import torch
-from grouped_cases import (
-    DTYPES,
-    LINEAR_OUT,
-    MAIN_GRAD_START,
-    TINY,
-    Buffers,
-    Case,
-    Inputs,
-    Sizes,
-    assert_buffers_used,
-    assert_near,
-    assert_near_oracle,
-    assert_same_bits,
-    linear_inputs,
-    linear_oracle,
-    make_linear,
-    refused,
-    run,
-    run_linear,
-    used,
-)
 from torch.nn.utils import parametrize
 
 from symmoe import GroupedLinear, GroupedMLP, MoEConfig, MoELayer
 from symmoe.errors import ArgumentError, StaleRows
 
-OUT = LINEAR_OUT
-PLAIN = Case(buffers=())
+OUT = cases.LINEAR_OUT
+PLAIN = cases.Case(buffers=())
 FORMS = ("packed", "discrete")
 
 
-def layer_and_inputs(case: Case = PLAIN, **options) -> tuple[GroupedLinear, Inputs]:
-    inputs = linear_inputs(case)
-    return make_linear(case, inputs.w1, inputs.b1, **options), inputs
+def layer_and_inputs(case: cases.Case = PLAIN, **options) -> tuple[GroupedLinear, cases.Inputs]:
+    inputs = cases.linear_inputs(case)
+    return cases.make_linear(case, inputs.w1, inputs.b1, **options), inputs
 
 
 def test_rows_need_not_be_contiguous():
     layer, inputs = layer_and_inputs()
-    want = run_linear(PLAIN, inputs)
+    want = cases.run_linear(PLAIN, inputs)
     x = inputs.x.t().contiguous().t().requires_grad_()
     y = layer(x, inputs.splits)
     y.backward(inputs.d_y.t().contiguous().t())
-    assert_same_bits(y, want.tensors["y"])
-    assert_same_bits(x.grad.contiguous(), want.tensors["d_x"])
+    cases.assert_same_bits(y, want.tensors["y"])
+    cases.assert_same_bits(x.grad.contiguous(), want.tensors["d_x"])
 
 
 # -- splits -----------------------------------------------------------------------------------------------------------
@@ -93,9 +73,9 @@ def test_rows_need_not_be_contiguous():
 )
 def test_wrong_splits(splits, parts):
     layer, inputs = layer_and_inputs()
-    with refused(*parts):
+    with cases.refused(*parts):
         layer(inputs.x, splits)
-    assert_same_bits(layer(inputs.x, inputs.splits), run_linear(PLAIN, inputs).tensors["y"])
+    cases.assert_same_bits(layer(inputs.x, inputs.splits), cases.run_linear(PLAIN, inputs).tensors["y"])
 
 
 @pytest.mark.parametrize(
@@ -114,7 +94,7 @@ def test_wrong_splits(splits, parts):
 )
 def test_wrong_x(change, parts):
     layer, inputs = layer_and_inputs()
-    with refused(*parts):
+    with cases.refused(*parts):
         layer(change(inputs.x), inputs.splits)
 
 
@@ -130,7 +110,7 @@ def test_a_sparse_gradient():
     with pytest.raises(ArgumentError, match=r"d_y \(torch\.sparse_coo\) must be a strided tensor"):
         y.backward(inputs.d_y.to_sparse())
     y.backward(inputs.d_y)
-    assert_near(layer.weight.grad, linear_oracle(inputs, PLAIN)["d_fc.weight"], torch.float32)
+    cases.assert_near(layer.weight.grad, cases.linear_oracle(inputs, PLAIN)["d_fc.weight"], torch.float32)
 
 
 @pytest.mark.parametrize("value", [8.0, True, "8", None, torch.tensor(8), -1, 0])
@@ -162,10 +142,10 @@ def test_wrong_form():
 def test_views_of_a_packed_weight():
     layer, inputs = layer_and_inputs()
     assert [name for name, _ in layer.named_parameters()] == ["weight", "bias"]
-    for g in range(TINY.num_groups):
+    for g in range(cases.TINY.num_groups):
         view, bias = getattr(layer, f"weight{g}"), getattr(layer, f"bias{g}")
-        assert_same_bits(view, inputs.w1[g])
-        assert_same_bits(bias, inputs.b1[g])
+        cases.assert_same_bits(view, inputs.w1[g])
+        cases.assert_same_bits(bias, inputs.b1[g])
         assert view.untyped_storage().data_ptr() == layer.weight.untyped_storage().data_ptr()
     with torch.no_grad():
         layer.weight2.fill_(3.0)
@@ -181,8 +161,8 @@ def test_discrete_parameters():
     layer, inputs = layer_and_inputs(weights="discrete")
     assert [name for name, _ in layer.named_parameters()] == ["weight0", "weight1", "weight2", "weight3", "bias"]
     assert all(parameter.is_leaf for parameter in layer.parameters())
-    for g in range(TINY.num_groups):
-        assert_same_bits(getattr(layer, f"weight{g}"), inputs.w1[g])
+    for g in range(cases.TINY.num_groups):
+        cases.assert_same_bits(getattr(layer, f"weight{g}"), inputs.w1[g])
 
 
 @pytest.mark.parametrize("target", FORMS)
@@ -193,25 +173,25 @@ def test_state_dicts_of_either_form(source, target, bias, prefix):
     def wrapped(layer):
         return torch.nn.ModuleDict({"net": torch.nn.ModuleDict({"experts": layer})}) if prefix else layer
 
-    case = Case(bias=bias, buffers=())
+    case = cases.Case(bias=bias, buffers=())
     theirs, inputs = layer_and_inputs(case, weights=source)
     state = {name: tensor.clone() for name, tensor in wrapped(theirs).state_dict().items()}
     kept = dict(state)
-    ours = GroupedLinear(TINY.num_groups, TINY.hidden, OUT, bias=bias, weights=target)
+    ours = GroupedLinear(cases.TINY.num_groups, cases.TINY.hidden, OUT, bias=bias, weights=target)
     found = wrapped(ours).load_state_dict(state)
     assert not found.missing_keys
     assert not found.unexpected_keys
     assert state.keys() == kept.keys(), "the caller's state dict is not changed"
-    assert_same_bits(ours(inputs.x, inputs.splits), theirs(inputs.x, inputs.splits))
+    cases.assert_same_bits(ours(inputs.x, inputs.splits), theirs(inputs.x, inputs.splits))
 
 
 def test_state_dict_with_a_bias_per_group():
     theirs, inputs = layer_and_inputs()
     state = {f"weight{g}": inputs.w1[g] for g in range(4)} | {f"bias{g}": inputs.b1[g] for g in range(4)}
     for weights in FORMS:
-        ours = GroupedLinear(4, TINY.hidden, OUT, weights=weights)
+        ours = GroupedLinear(4, cases.TINY.hidden, OUT, weights=weights)
         ours.load_state_dict(state)
-        assert_same_bits(ours(inputs.x, inputs.splits), theirs(inputs.x, inputs.splits))
+        cases.assert_same_bits(ours(inputs.x, inputs.splits), theirs(inputs.x, inputs.splits))
 
 
 @pytest.mark.parametrize("target", FORMS)
@@ -250,7 +230,7 @@ def test_copies_are_independent(weights):
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.zero_()
-    assert_same_bits(other(inputs.x, inputs.splits), want)
+    cases.assert_same_bits(other(inputs.x, inputs.splits), want)
 
 
 # -- bias -------------------------------------------------------------------------------------------------------------
@@ -259,41 +239,43 @@ def test_copies_are_independent(weights):
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("buffers", [(), ("out", "grad_input_out")], ids=str)
 def test_return_bias(bias, buffers):
-    case = Case(bias=bias, buffers=buffers)
+    case = cases.Case(bias=bias, buffers=buffers)
     layer, inputs = layer_and_inputs(case, return_bias=True)
-    given = Buffers.of(case, inputs, out_features=OUT)
+    given = cases.Buffers.of(case, inputs, out_features=OUT)
     y, returned = layer(inputs.x, inputs.splits, out=given.out, grad_input_out=given.grad_input_out)
-    without = Case(bias=False, buffers=())
-    assert_near(used(y, TINY), linear_oracle(inputs, without)["y"], torch.float32)
+    without = cases.Case(bias=False, buffers=())
+    cases.assert_near(cases.used(y, cases.TINY), cases.linear_oracle(inputs, without)["y"], torch.float32)
     if not bias:
         assert returned is None
         return
-    assert_same_bits(returned, inputs.b1)
-    (used(y, TINY).sum() + (2 * returned).sum()).backward()
+    cases.assert_same_bits(returned, inputs.b1)
+    (cases.used(y, cases.TINY).sum() + (2 * returned).sum()).backward()
     assert (layer.bias.grad == 2).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize("is_nd", [False, True])
 @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_bias_scale(dtype, is_nd, scale_dtype):
-    case = Case(dtype=dtype, is_nd=is_nd)
+    case = cases.Case(dtype=dtype, is_nd=is_nd)
     layer, inputs = layer_and_inputs(case)
     inputs.scale = inputs.scale.to(scale_dtype)
-    buffers = Buffers.of(case, inputs, out_features=OUT)
+    buffers = cases.Buffers.of(case, inputs, out_features=OUT)
 
     def call(x, scale):
         return layer(x, inputs.splits, bias_scale=scale, out=buffers.out, grad_input_out=buffers.grad_input_out)
 
-    ran = run(call, {"fc": layer}, inputs, case)
+    ran = cases.run(call, {"fc": layer}, inputs, case)
     assert ran.tensors["d_scale"].dtype == scale_dtype
-    oracle = linear_oracle(inputs, case, scale_bias=True)
+    oracle = cases.linear_oracle(inputs, case, scale_bias=True)
     if scale_dtype is torch.bfloat16:
-        assert_near(ran.tensors.pop("d_scale").flatten()[: TINY.num_used], oracle.pop("d_scale"), torch.bfloat16)
-    assert_near_oracle(ran, oracle, case, TINY)
-    assert_buffers_used(ran, buffers, TINY)
+        cases.assert_near(
+            ran.tensors.pop("d_scale").flatten()[: cases.TINY.num_used], oracle.pop("d_scale"), torch.bfloat16
+        )
+    cases.assert_near_oracle(ran, oracle, case, cases.TINY)
+    cases.assert_buffers_used(ran, buffers, cases.TINY)
     if "d_scale" in ran.tensors:
-        assert not ran.tensors["d_scale"].flatten()[TINY.num_used :].any()
+        assert not ran.tensors["d_scale"].flatten()[cases.TINY.num_used :].any()
 
 
 @pytest.mark.parametrize(
@@ -311,22 +293,22 @@ def test_bias_scale(dtype, is_nd, scale_dtype):
     ],
 )
 def test_wrong_bias_scale(options, change, parts):
-    inputs = linear_inputs(PLAIN)
-    layer = GroupedLinear(4, TINY.hidden, OUT, **options)
-    with refused(*parts):
+    inputs = cases.linear_inputs(PLAIN)
+    layer = GroupedLinear(4, cases.TINY.hidden, OUT, **options)
+    with cases.refused(*parts):
         layer(inputs.x, inputs.splits, bias_scale=change(inputs.scale.nan_to_num()))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 def test_bias_gradient_is_deterministic_and_exact(dtype):
     """Sums of 500 terms that cancel: fp32 in a fixed order, rounded once."""
-    sizes = Sizes(splits=(500, 0, 20, 480), lead=(10, 101))
-    case = Case(dtype=dtype, buffers=())
-    inputs = linear_inputs(case, sizes=sizes)
-    first = run_linear(case, inputs).tensors["d_fc.bias"]
+    sizes = cases.Sizes(splits=(500, 0, 20, 480), lead=(10, 101))
+    case = cases.Case(dtype=dtype, buffers=())
+    inputs = cases.linear_inputs(case, sizes=sizes)
+    first = cases.run_linear(case, inputs).tensors["d_fc.bias"]
     for _ in range(3):
-        assert_same_bits(run_linear(case, inputs).tensors["d_fc.bias"], first)
-    want = linear_oracle(inputs, case)["d_fc.bias"]
+        cases.assert_same_bits(cases.run_linear(case, inputs).tensors["d_fc.bias"], first)
+    want = cases.linear_oracle(inputs, case)["d_fc.bias"]
     ulps = {torch.float32: 2**-20, torch.bfloat16: 2**-8, torch.float16: 2**-11}
     torch.testing.assert_close(first.double(), want, rtol=ulps[dtype], atol=1e-3)
     assert not first[1].any()
@@ -337,16 +319,16 @@ def test_bias_gradient_is_deterministic_and_exact(dtype):
 
 @pytest.mark.parametrize("delayed", [False, True])
 def test_weight_gradients_are_views_of_one_buffer(delayed):
-    case = Case(delayed=delayed, buffers=())
-    inputs = linear_inputs(case)
-    layer = make_linear(case, inputs.w1, inputs.b1, weights="discrete")
+    case = cases.Case(delayed=delayed, buffers=())
+    inputs = cases.linear_inputs(case)
+    layer = cases.make_linear(case, inputs.w1, inputs.b1, weights="discrete")
     layer(inputs.x, inputs.splits).backward(inputs.d_y)
     layer.backward_dw()
     gradients = [parameter.grad for parameter in layer.weight_parameters()]
     start, num_bytes = gradients[0].data_ptr(), gradients[0].nbytes
     assert len({gradient.untyped_storage().data_ptr() for gradient in gradients}) == 1
     assert [gradient.data_ptr() for gradient in gradients] == [start + g * num_bytes for g in range(4)]
-    assert_near(torch.stack(gradients), linear_oracle(inputs, case)["d_fc.weight"], torch.float32)
+    cases.assert_near(torch.stack(gradients), cases.linear_oracle(inputs, case)["d_fc.weight"], torch.float32)
 
 
 @pytest.mark.parametrize("weights", FORMS)
@@ -354,10 +336,13 @@ def test_weight_gradients_are_views_of_one_buffer(delayed):
 @pytest.mark.parametrize("delayed", [False, True])
 def test_micro_batches_accumulate(weights, main_grad, delayed):
     """Two micro-batches with other splits; the buffers and the leaf x are the same ones each time."""
-    case = Case(main_grad=main_grad, delayed=delayed)
-    inputs = [linear_inputs(case, sizes=Sizes(splits=s), seed=i) for i, s in enumerate([(3, 0, 2, 4), (0, 5, 0, 7)])]
-    layer = make_linear(case, inputs[0].w1, inputs[0].b1, weights=weights)
-    out, grad_input_out = torch.empty(12, OUT), torch.empty(12, TINY.hidden)
+    case = cases.Case(main_grad=main_grad, delayed=delayed)
+    inputs = [
+        cases.linear_inputs(case, sizes=cases.Sizes(splits=s), seed=i)
+        for i, s in enumerate([(3, 0, 2, 4), (0, 5, 0, 7)])
+    ]
+    layer = cases.make_linear(case, inputs[0].w1, inputs[0].b1, weights=weights)
+    out, grad_input_out = torch.empty(12, OUT), torch.empty(12, cases.TINY.hidden)
     x, oracles = inputs[0].x.clone().requires_grad_(), []
     for batch in inputs:
         batch.w1, batch.b1 = inputs[0].w1, inputs[0].b1
@@ -365,35 +350,35 @@ def test_micro_batches_accumulate(weights, main_grad, delayed):
             x.copy_(batch.x)
         layer(x, batch.splits, out=out, grad_input_out=grad_input_out).backward(batch.d_y)
         layer.backward_dw()
-        oracles.append(linear_oracle(batch, case))
+        oracles.append(cases.linear_oracle(batch, case))
     for name, parameters in (("d_fc.weight", layer.weight_parameters()), ("d_fc.bias", [layer.bias])):
         want = oracles[0][name] + oracles[1][name]
         if main_grad and name == "d_fc.weight":
-            found, want = [p.main_grad for p in parameters], want + MAIN_GRAD_START
+            found, want = [p.main_grad for p in parameters], want + cases.MAIN_GRAD_START
         else:
             found = [p.grad for p in parameters]
-        assert_near(torch.stack(found).view(want.shape), want, torch.float32, name)
-    want = torch.zeros(12, TINY.hidden, dtype=torch.float64)
+        cases.assert_near(torch.stack(found).view(want.shape), want, torch.float32, name)
+    want = torch.zeros(12, cases.TINY.hidden, dtype=torch.float64)
     for oracle in oracles:
         want[: len(oracle["d_x"])] += oracle["d_x"]
     used_by_both = 9
-    assert_near(x.grad[:used_by_both], want[:used_by_both], torch.float32, "d_x")
+    cases.assert_near(x.grad[:used_by_both], want[:used_by_both], torch.float32, "d_x")
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize("weights", FORMS)
 @pytest.mark.parametrize("how", ["call", "attribute", "accumulate"])
 def test_main_grad_of_groups_without_rows(dtype, weights, how):
-    case = Case(dtype=dtype, main_grad=True, buffers=())
+    case = cases.Case(dtype=dtype, main_grad=True, buffers=())
     layer, inputs = layer_and_inputs(case, weights=weights)
     for parameter in layer.weight_parameters():
         parameter.overwrite_main_grad = how == "attribute"
     layer(inputs.x, inputs.splits, is_first_microbatch=how == "call").backward(inputs.d_y)
     found = torch.stack([p.main_grad for p in layer.weight_parameters()]).view(inputs.w1.shape)
-    before = MAIN_GRAD_START if how == "accumulate" else 0.0
+    before = cases.MAIN_GRAD_START if how == "accumulate" else 0.0
     assert found.dtype == torch.float32
     assert (found[1] == before).all(), "group 1 has no rows"
-    assert_near(found, linear_oracle(inputs, case)["d_fc.weight"] + before, dtype)
+    cases.assert_near(found, cases.linear_oracle(inputs, case)["d_fc.weight"] + before, dtype)
 
 
 def test_main_grad_accumulates_in_fp32():
@@ -407,7 +392,7 @@ def test_main_grad_accumulates_in_fp32():
 
 @pytest.mark.parametrize("weights", FORMS)
 def test_trainer_protocol(weights):
-    case = Case(main_grad=True, buffers=())
+    case = cases.Case(main_grad=True, buffers=())
     layer, inputs = layer_and_inputs(case, weights=weights)
     hooks = []
     for parameter in layer.weight_parameters():
@@ -421,7 +406,7 @@ def test_trainer_protocol(weights):
 
 
 def test_trainer_without_the_flag_gets_no_grad():
-    layer, inputs = layer_and_inputs(Case(main_grad=True))
+    layer, inputs = layer_and_inputs(cases.Case(main_grad=True))
     del layer.weight.grad_added_to_main_grad
     layer(inputs.x, inputs.splits).backward(inputs.d_y)
     assert layer.weight.grad is None
@@ -429,7 +414,7 @@ def test_trainer_without_the_flag_gets_no_grad():
 
 
 def test_main_grad_is_asked_for_when_it_is_needed():
-    layer, inputs = layer_and_inputs(Case(main_grad=True))
+    layer, inputs = layer_and_inputs(cases.Case(main_grad=True))
     del layer.weight.main_grad
     made = []
 
@@ -441,12 +426,12 @@ def test_main_grad_is_asked_for_when_it_is_needed():
     y = layer(inputs.x, inputs.splits)
     assert not made
     y.backward(inputs.d_y)
-    assert_near(made[0], linear_oracle(inputs, PLAIN)["d_fc.weight"], torch.float32)
+    cases.assert_near(made[0], cases.linear_oracle(inputs, PLAIN)["d_fc.weight"], torch.float32)
 
 
 def test_placeholder_gradients_are_not_shared_state():
     """A gradient of zeros that a trainer writes into must not turn up, written, in another layer."""
-    case = Case(main_grad=True)
+    case = cases.Case(main_grad=True)
     layers = [layer_and_inputs(case)[0] for _ in range(2)]
     _, inputs = layer_and_inputs(case)
     layers[0](inputs.x, inputs.splits).backward(inputs.d_y)
@@ -467,13 +452,13 @@ def test_placeholder_gradients_are_not_shared_state():
     ids=["none", "dtype", "shape", "strided", "device"],
 )
 def test_wrong_main_grad(main_grad, parts):
-    layer, inputs = layer_and_inputs(Case(main_grad=True))
+    layer, inputs = layer_and_inputs(cases.Case(main_grad=True))
     layer.weight.main_grad = main_grad
-    with refused(*parts):
+    with cases.refused(*parts):
         layer(inputs.x, inputs.splits).backward(inputs.d_y)
     layer.weight.main_grad = torch.zeros(4, 24, 16)
     layer(inputs.x, inputs.splits).backward(inputs.d_y)
-    assert_near(layer.weight.main_grad, linear_oracle(inputs, PLAIN)["d_fc.weight"], torch.float32)
+    cases.assert_near(layer.weight.main_grad, cases.linear_oracle(inputs, PLAIN)["d_fc.weight"], torch.float32)
 
 
 # -- delay_wgrad ------------------------------------------------------------------------------------------------------
@@ -490,9 +475,9 @@ def test_gradients_that_would_get_lost_in_a_parametrization(option: str):
 
 @pytest.mark.parametrize("weights", FORMS)
 def test_backward_dw_takes_the_oldest_first_and_accumulates(weights):
-    case = Case(delayed=True, buffers=())
-    inputs = [linear_inputs(case, seed=i) for i in range(3)]
-    layer = make_linear(case, inputs[0].w1, inputs[0].b1, weights=weights)
+    case = cases.Case(delayed=True, buffers=())
+    inputs = [cases.linear_inputs(case, seed=i) for i in range(3)]
+    layer = cases.make_linear(case, inputs[0].w1, inputs[0].b1, weights=weights)
     for batch in inputs:
         batch.w1, batch.b1 = inputs[0].w1, inputs[0].b1
         layer(batch.x, batch.splits).backward(batch.d_y)
@@ -500,16 +485,16 @@ def test_backward_dw_takes_the_oldest_first_and_accumulates(weights):
     want = torch.zeros_like(inputs[0].w1)
     for batch in inputs:
         layer.backward_dw()
-        want = want + linear_oracle(batch, case)["d_fc.weight"]
+        want = want + cases.linear_oracle(batch, case)["d_fc.weight"]
         found = torch.stack([p.grad for p in layer.weight_parameters()]).view(want.shape)
-        assert_near(found, want, torch.float32)
+        cases.assert_near(found, want, torch.float32)
     last = found.clone()
     layer.backward_dw()  # nothing is left
-    assert_same_bits(torch.stack([p.grad for p in layer.weight_parameters()]).view(want.shape), last)
+    cases.assert_same_bits(torch.stack([p.grad for p in layer.weight_parameters()]).view(want.shape), last)
 
 
 def test_backward_dw_adds_to_what_is_there():
-    case = Case(delayed=True, buffers=())
+    case = cases.Case(delayed=True, buffers=())
     layer, inputs = layer_and_inputs(case)
     layer.weight.grad = torch.full_like(layer.weight, 2.0)
     before = layer.weight.grad
@@ -517,21 +502,21 @@ def test_backward_dw_adds_to_what_is_there():
     assert (layer.weight.grad == 2).all()
     layer.backward_dw()
     assert layer.weight.grad is before, "a gradient buffer of the trainer stays the one in use"
-    assert_near(layer.weight.grad, linear_oracle(inputs, case)["d_fc.weight"] + 2, torch.float32)
+    cases.assert_near(layer.weight.grad, cases.linear_oracle(inputs, case)["d_fc.weight"] + 2, torch.float32)
 
 
 def test_bias_gradient_is_not_delayed():
-    case = Case(delayed=True, buffers=())
+    case = cases.Case(delayed=True, buffers=())
     layer, inputs = layer_and_inputs(case)
     layer(inputs.x, inputs.splits).backward(inputs.d_y)
     first = layer.bias.grad.clone()
-    assert_near(first, linear_oracle(inputs, case)["d_fc.bias"], torch.float32)
+    cases.assert_near(first, cases.linear_oracle(inputs, case)["d_fc.bias"], torch.float32)
     layer.backward_dw()
-    assert_same_bits(layer.bias.grad, first)
+    cases.assert_same_bits(layer.bias.grad, first)
 
 
 def test_hooks_after_backward_dw():
-    layer, inputs = layer_and_inputs(Case(delayed=True))
+    layer, inputs = layer_and_inputs(cases.Case(delayed=True))
     calls = []
     layer.register_wgrad_accumulation_and_reduce_hooks(lambda: calls.append(layer.weight.grad is not None))
     layer.backward_dw()
@@ -546,7 +531,7 @@ def test_hooks_after_backward_dw():
 
 
 def test_no_weight_gradient_is_left_for_later_if_none_is_wanted():
-    layer, inputs = layer_and_inputs(Case(delayed=True))
+    layer, inputs = layer_and_inputs(cases.Case(delayed=True))
     layer.weight.requires_grad_(False)
     x = inputs.x.clone().requires_grad_()
     layer(x, inputs.splits).backward(inputs.d_y)
@@ -557,7 +542,7 @@ def test_no_weight_gradient_is_left_for_later_if_none_is_wanted():
 @pytest.mark.parametrize("what", ["x", "d_y"])
 def test_delayed_gradients_of_rows_that_were_overwritten(what):
     """backward_dw reads x and d_y later: written meanwhile, the gradient would be wrong."""
-    case = Case(delayed=True, buffers=())
+    case = cases.Case(delayed=True, buffers=())
     layer, inputs = layer_and_inputs(case)
     x, d_y = inputs.x.clone(), inputs.d_y.clone()
     layer(x, inputs.splits).backward(d_y)
@@ -602,11 +587,11 @@ def test_weight_changed_before_backward():
     ids=["strides", "dtype", "shape"],
 )
 def test_discrete_weights_that_do_not_fit_each_other(change, parts):
-    case = Case()
-    inputs = linear_inputs(case)
-    layer = make_linear(case, inputs.w1, inputs.b1, weights="discrete")
+    case = cases.Case()
+    inputs = cases.linear_inputs(case)
+    layer = cases.make_linear(case, inputs.w1, inputs.b1, weights="discrete")
     layer.weight1.data = change(layer.weight1.data)
-    with refused(*parts):
+    with cases.refused(*parts):
         layer(inputs.x, inputs.splits)
 
 
@@ -619,7 +604,7 @@ def test_discrete_weights_of_two_dtypes_are_refused_also_where_calls_cast_them(h
     layer = MoELayer(MoEConfig(hidden=16, ffn=16, num_experts=4, top_k=2), heap, experts=mlp)
     for cast in (None, torch.bfloat16, torch.float16):
         for call in (*calls.values(), lambda: layer(x)):
-            with torch.autocast("cpu", cast, enabled=cast is not None), refused("torch.bfloat16"):
+            with torch.autocast("cpu", cast, enabled=cast is not None), cases.refused("torch.bfloat16"):
                 call()
 
 
@@ -627,9 +612,9 @@ def test_discrete_weights_of_two_dtypes_are_refused_also_where_calls_cast_them(h
 @pytest.mark.parametrize("delayed", [False, True])
 def test_a_frozen_weight_among_others(main_grad, delayed):
     """It gets no gradient; the others get theirs."""
-    case = Case(main_grad=main_grad, delayed=delayed)
-    inputs = linear_inputs(case)
-    whole, partly = (make_linear(case, inputs.w1, inputs.b1, weights="discrete") for _ in range(2))
+    case = cases.Case(main_grad=main_grad, delayed=delayed)
+    inputs = cases.linear_inputs(case)
+    whole, partly = (cases.make_linear(case, inputs.w1, inputs.b1, weights="discrete") for _ in range(2))
     partly.weight1.requires_grad_(False)
     if main_grad:
         del partly.weight1.main_grad

@@ -12,22 +12,11 @@ import pytest
 pytest.importorskip("transformers", minversion="5.17")
 
 import torch
+import trainer_cases as cases
 import transformers
 from launchers import launched
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
-from trainer_cases import (
-    GLOBAL_BATCH,
-    HALF,
-    LEARNING_RATE,
-    MAX_NORM,
-    STEPS,
-    Job,
-    Run,
-    Sequences,
-    small_model,
-    with_torch,
-)
 
 import symmoe
 from symmoe.errors import ArgumentError
@@ -36,14 +25,14 @@ from symmoe.integrations.transformers import save_checkpoint, swap_moe
 BOUND = 1e-6  # of losses, relative
 
 
-def with_accelerate(model: nn.Module, job: Job) -> Run:
+def with_accelerate(model: nn.Module, job: cases.Job) -> cases.Run:
     from symmoe.integrations.accelerate import Accelerator  # the one word
 
-    run, total = Run(), 0.0
+    run, total = cases.Run(), 0.0
     accelerator = Accelerator(
         cpu=True, mixed_precision=job.precision, gradient_accumulation_steps=job.accumulate, rng_types=[]
     )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=cases.LEARNING_RATE)
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
     model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, job.loader())
     if job.resumes:
@@ -55,24 +44,24 @@ def with_accelerate(model: nn.Module, job: Job) -> Run:
             accelerator.backward(loss)
             total += job.mean(loss) / job.accumulate
             if accelerator.sync_gradients:
-                run.norms.append(accelerator.clip_grad_norm_(model.parameters(), MAX_NORM).item())
+                run.norms.append(accelerator.clip_grad_norm_(model.parameters(), cases.MAX_NORM).item())
                 run.losses.append(total)
                 total = 0.0
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-        if job.folder and not job.resumes and accelerator.sync_gradients and len(run.losses) == HALF:
+        if job.folder and not job.resumes and accelerator.sync_gradients and len(run.losses) == cases.HALF:
             accelerator.save_state(job.folder)
     run.heldout = job.heldout(accelerator.unwrap_model(model))
     return run
 
 
-def with_fabric(model: nn.Module, job: Job) -> Run:
+def with_fabric(model: nn.Module, job: cases.Job) -> cases.Run:
     from lightning.fabric import Fabric
 
     from symmoe.integrations.lightning import FabricStrategy
 
-    run, total, step = Run(), 0.0, 0
+    run, total, step = cases.Run(), 0.0, 0
     fabric = Fabric(
         accelerator="cpu",
         devices=job.num_ranks,
@@ -80,14 +69,14 @@ def with_fabric(model: nn.Module, job: Job) -> Run:
         precision="bf16-mixed" if job.bf16 else "32-true",
     )
     fabric.launch()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=cases.LEARNING_RATE)
     plain = model
     model, optimizer = fabric.setup(model, optimizer)
     loader = fabric.setup_dataloaders(job.loader())
     state = {"model": model, "optimizer": optimizer, "step": 0}
     if job.resumes:
         fabric.load(job.folder, state)
-        assert state["step"] == HALF
+        assert state["step"] == cases.HALF
     for number, micro_batch in enumerate(loader, 1):
         ids, is_last = micro_batch["input_ids"], number % job.accumulate == 0
         with fabric.no_backward_sync(model, enabled=not is_last):
@@ -95,25 +84,25 @@ def with_fabric(model: nn.Module, job: Job) -> Run:
             fabric.backward(loss)
         total += job.mean(loss)
         if is_last:
-            run.norms.append(fabric.clip_gradients(model, optimizer, max_norm=MAX_NORM).item())
+            run.norms.append(fabric.clip_gradients(model, optimizer, max_norm=cases.MAX_NORM).item())
             run.losses.append(total)
             total = 0.0
             optimizer.step()
             optimizer.zero_grad()
             step += 1
-            if job.folder and not job.resumes and step == HALF:
+            if job.folder and not job.resumes and step == cases.HALF:
                 fabric.save(job.folder, state | {"step": step})
     run.heldout = job.heldout(plain)
     return run
 
 
-def with_lightning(model: nn.Module, job: Job) -> Run:
+def with_lightning(model: nn.Module, job: cases.Job) -> cases.Run:
     import lightning
     from lightning.pytorch.callbacks import ModelCheckpoint
 
     from symmoe.integrations.lightning import TrainerStrategy
 
-    run, totals = Run(), []
+    run, totals = cases.Run(), []
 
     class Module(lightning.LightningModule):
         def __init__(self) -> None:
@@ -128,8 +117,8 @@ def with_lightning(model: nn.Module, job: Job) -> Run:
 
         def train_dataloader(self) -> DataLoader:
             """An epoch is half of the data: Lightning does not skip batches of an epoch in which it goes on."""
-            first = self.global_step * GLOBAL_BATCH
-            data = Job().loader().dataset[first : first + HALF * GLOBAL_BATCH]
+            first = self.global_step * cases.GLOBAL_BATCH
+            data = cases.Job().loader().dataset[first : first + cases.HALF * cases.GLOBAL_BATCH]
             in_order = DistributedSampler(data, job.num_ranks, job.rank, shuffle=False)  # Lightning's own shuffles
             return DataLoader(data, batch_size=job.batch_size, sampler=in_order)
 
@@ -138,7 +127,7 @@ def with_lightning(model: nn.Module, job: Job) -> Run:
             self.log("heldout", self.model(ids, labels=ids).loss, sync_dist=True)
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.AdamW(self.parameters(), lr=LEARNING_RATE)
+            return torch.optim.AdamW(self.parameters(), lr=cases.LEARNING_RATE)
 
         def configure_gradient_clipping(self, optimizer, gradient_clip_val, gradient_clip_algorithm) -> None:
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
@@ -152,10 +141,10 @@ def with_lightning(model: nn.Module, job: Job) -> Run:
         devices=job.num_ranks,
         strategy=TrainerStrategy(),  # the one word
         precision="bf16-mixed" if job.bf16 else "32-true",
-        max_steps=STEPS,
+        max_steps=cases.STEPS,
         reload_dataloaders_every_n_epochs=1,
         accumulate_grad_batches=job.accumulate,
-        gradient_clip_val=MAX_NORM,
+        gradient_clip_val=cases.MAX_NORM,
         enable_progress_bar=False,
         enable_model_summary=False,
         logger=False,
@@ -163,16 +152,16 @@ def with_lightning(model: nn.Module, job: Job) -> Run:
         callbacks=[ModelCheckpoint(folder, "{step}", save_top_k=-1)] * saves,
     )
     module = Module()
-    trainer.fit(module, ckpt_path=folder / f"step={HALF}.ckpt" if job.resumes else None)
+    trainer.fit(module, ckpt_path=folder / f"step={cases.HALF}.ckpt" if job.resumes else None)
     run.losses = [sum(totals[i : i + job.accumulate]) for i in range(0, len(totals), job.accumulate)]
-    heldout = Sequences(8, seed=2, all_labels=True)
+    heldout = cases.Sequences(8, seed=2, all_labels=True)
     (found,) = trainer.validate(module, DataLoader(heldout, batch_size=8 // job.num_ranks), verbose=False)
     run.heldout = found["heldout"]
     return run
 
 
-LOOPS: dict[str, Callable[[nn.Module, Job], Run]] = {
-    "DDP": with_torch,
+LOOPS: dict[str, Callable[[nn.Module, cases.Job], cases.Run]] = {
+    "DDP": cases.with_torch,
     "accelerate": with_accelerate,
     "Fabric": with_fabric,
     "Lightning": with_lightning,
@@ -193,14 +182,14 @@ def needs(loop: str) -> None:
 
 
 @functools.cache
-def reference(options: str) -> Run:
-    job, model = Job(**OPTIONS[options]), small_model()
+def reference(options: str) -> cases.Run:
+    job, model = cases.Job(**OPTIONS[options]), cases.small_model()
     if job.lora:
         import peft
 
         torch.manual_seed(7)
         model = peft.get_peft_model(model, adapters())
-    return with_torch(model, job)
+    return cases.with_torch(model, job)
 
 
 def adapters() -> Any:
@@ -210,8 +199,8 @@ def adapters() -> Any:
     return peft.LoraConfig(r=4, lora_alpha=64, target_parameters=names, target_modules=["q_proj"])
 
 
-def swapped(heap: symmoe.SymmetricHeap, job: Job, *, seed: int = 0) -> Any:
-    model = swap_moe(small_model(seed=seed), heap)
+def swapped(heap: symmoe.SymmetricHeap, job: cases.Job, *, seed: int = 0) -> Any:
+    model = swap_moe(cases.small_model(seed=seed), heap)
     if job.recomputes:
         model.train().gradient_checkpointing_enable()
     if job.lora:
@@ -222,19 +211,19 @@ def swapped(heap: symmoe.SymmetricHeap, job: Job, *, seed: int = 0) -> Any:
     return model
 
 
-def on_ranks(rank: int, num_ranks: int, loop: str, options: dict[str, Any], folder: str) -> tuple[Run, Run]:
+def on_ranks(rank: int, num_ranks: int, loop: str, options: dict[str, Any], folder: str) -> tuple[cases.Run, cases.Run]:
     """A run that saves, and one of another model that goes on where that saved."""
     with launched(rank, num_ranks), symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
-        job = Job(rank, num_ranks, folder=f"{folder}/half", **options)
+        job = cases.Job(rank, num_ranks, folder=f"{folder}/half", **options)
         model, calls = swapped(heap, job), []
         if job.recomputes:
             model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(None))
         whole = LOOPS[loop](model, job)
-        assert not job.recomputes or len(calls) >= 2 * STEPS, len(calls)
+        assert not job.recomputes or len(calls) >= 2 * cases.STEPS, len(calls)
         if not job.lora:
             save_checkpoint(model, f"{folder}/tuned")
     with launched(rank, num_ranks), symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
-        rest = LOOPS[loop](swapped(heap, job, seed=9), Job(**{**vars(job), "resumes": True}))
+        rest = LOOPS[loop](swapped(heap, job, seed=9), cases.Job(**{**vars(job), "resumes": True}))
         return whole, rest
 
 
@@ -255,21 +244,21 @@ def test_two_ranks_train_as_one(cluster, tmp_path: Path, function: str, options:
         pytest.importorskip("peft", minversion="0.21")
     expected, rounded = reference(options), options == "bf16"
     for run, rest in cluster(2).run(on_ranks, function, OPTIONS[options], str(tmp_path)):
-        assert len(run.losses) == STEPS
+        assert len(run.losses) == cases.STEPS
         assert run.losses == pytest.approx(expected.losses, rel=5e-3 if rounded else BOUND)
-        clipped = [norm * min(1, MAX_NORM / (norm + 1e-6)) for norm in expected.norms]  # what Lightning leaves
+        clipped = [norm * min(1, cases.MAX_NORM / (norm + 1e-6)) for norm in expected.norms]  # what Lightning leaves
         norms = clipped if function == "Lightning" else expected.norms
         assert run.norms == pytest.approx(norms, rel=8e-2 if rounded else 2 * BOUND)
         assert run.heldout == pytest.approx(expected.heldout, rel=5e-3 if rounded else BOUND)
         if (function, options) != ("Lightning", "accumulate"):  # Lightning itself steps after one micro-batch there
-            assert rest.losses == run.losses[HALF:]
-            assert rest.norms == run.norms[HALF:]
+            assert rest.losses == run.losses[cases.HALF :]
+            assert rest.norms == run.norms[cases.HALF :]
     assert expected.losses[-1] < 0.95 * expected.losses[0]
-    assert max(expected.norms) > MAX_NORM
+    assert max(expected.norms) > cases.MAX_NORM
     if options == "LoRA":
         return  # tests/integrations/test_peft.py
     tuned = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "tuned")
-    assert Job().heldout(tuned) == pytest.approx(expected.heldout, rel=5e-3 if rounded else BOUND)
+    assert cases.Job().heldout(tuned) == pytest.approx(expected.heldout, rel=5e-3 if rounded else BOUND)
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------
@@ -280,7 +269,7 @@ def refused_by_accelerate(rank: int, num_ranks: int, folder: str) -> None:
 
     with launched(rank, num_ranks), symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
         accelerator = Accelerator(cpu=True)
-        model = accelerator.prepare(swap_moe(small_model(), heap))
+        model = accelerator.prepare(swap_moe(cases.small_model(), heap))
         for what, why in (
             (lambda: accelerator.clip_grad_norm_(list(model.parameters())[1:], 1.0), "all of a prepared model"),
             (lambda: accelerator.clip_grad_norm_(model.parameters(), 1.0, norm_type=1), r"norm_type .1. must be 2"),
@@ -290,7 +279,7 @@ def refused_by_accelerate(rank: int, num_ranks: int, folder: str) -> None:
         ):
             with pytest.raises(ArgumentError, match=why):
                 what()
-        accelerator.prepare(swap_moe(small_model(), heap))
+        accelerator.prepare(swap_moe(cases.small_model(), heap))
         with pytest.raises(ArgumentError, match="prepared are 2 models and 0 optimizers"):
             accelerator.save_state(folder)
     with launched(rank, num_ranks), pytest.raises(ArgumentError, match=r"mixed_precision .'fp16'. must be"):
@@ -311,7 +300,7 @@ def refused_by_lightning(rank: int, num_ranks: int, folder: str) -> None:
     with launched(rank, num_ranks), symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
         fabric = Fabric(accelerator="cpu", devices=num_ranks, strategy=FabricStrategy())
         fabric.launch()
-        plain = swap_moe(small_model(), heap)
+        plain = swap_moe(cases.small_model(), heap)
         optimizers = [torch.optim.SGD(plain.parameters(), lr=0.1) for _ in range(2)]
         model, *optimizers = fabric.setup(plain, *optimizers)
         state = {"model": model, "one": optimizers[0], "other": optimizers[1]}

@@ -8,7 +8,7 @@ torch's silu and its gradient; the largest difference of a tensor stays below RO
 import copy
 import multiprocessing as mp
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ pytest.importorskip("psutil", reason="megatron's checkpoint writer hangs without
 import megatron_cases as cases
 import megatron_shim
 import torch
-from cluster import Cluster, run_on
+from cluster import run_on
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.optimizer import get_param_id_to_sharded_param_map, optim_state_to_sharding_state
 from megatron.core.dist_checkpointing.strategies import filesystem_async
@@ -40,14 +40,7 @@ from small_model import check_metrics
 
 import symmoe
 from symmoe.errors import ArgumentError, CapacityError, HeapExhausted
-from symmoe.integrations.megatron import (
-    DispatchOptions,
-    SymmExperts,
-    heap_bytes,
-    open_heap,
-    use_symmoe,
-    use_symmoe_dispatcher,
-)
+from symmoe.integrations import megatron
 from symmoe.symm_mem.memory import ALIGNMENT_BYTES
 from symmoe.symm_mem.row_budget import RowHistory
 
@@ -83,7 +76,7 @@ def main_grads(
                 config = cases.config_of(**fields)
                 # Its own checks ask for extensions (fused) and schedules (delayed) that CPUs do not have.
                 config.delay_wgrad_compute = delayed
-                ours = use_symmoe(spec, heap, options=DispatchOptions(order="slot"))
+                ours = megatron.use_symmoe(spec, heap, options=megatron.DispatchOptions(order="slot"))
                 model = cases.steered(cases.model_of(config, _with_fused_gradients(ours) if fused else ours), bias)
                 for layer in model.decoder.layers:
                     cases.note_rows(layer.mlp, received)
@@ -101,7 +94,7 @@ def main_grads(
 def _with_fused_gradients(spec: Any) -> Any:
     """The spec; only the configuration of its experts has gradient_accumulation_fusion."""
 
-    class FusedExperts(SymmExperts):
+    class FusedExperts(megatron.SymmExperts):
         def __init__(self, num_local_experts: int, config: Any, **kwargs: Any) -> None:
             config = copy.copy(config)
             config.gradient_accumulation_fusion = True
@@ -143,14 +136,14 @@ def initial_experts(rank: int, num_ranks: int) -> list[torch.Tensor]:
     cases.use_groups(ep=2)
     model_parallel_cuda_manual_seed(5)
     config = cases.config_of(use_cpu_initialization=False)
-    experts = SymmExperts(4, config)
+    experts = megatron.SymmExperts(4, config)
     experts.load_state_dict({name: value.clone() for name, value in experts.state_dict().items()}, assign=True)
     copied = copy.deepcopy(experts.linear_fc1).to("meta").to_empty(device="cpu")
     for weight in (*experts.parameters(), copied.weight):
         assert weight.allreduce is False
         assert weight.tensor_model_parallel is True
     cases.use_groups(ep=1)
-    assert all(weight.allreduce is True for weight in SymmExperts(8, cases.config_of()).parameters())
+    assert all(weight.allreduce is True for weight in megatron.SymmExperts(8, cases.config_of()).parameters())
     return list(experts.linear_fc1.weight.detach().clone())
 
 
@@ -300,7 +293,7 @@ def _end_writers() -> None:
 
 def _spec(form: str, heap: Any) -> Any:
     spec = cases.reference_spec(cases.config_of())
-    return use_symmoe(spec, heap) if form == "symmoe" else spec
+    return megatron.use_symmoe(spec, heap) if form == "symmoe" else spec
 
 
 def _generator(name: str) -> torch.Generator:
@@ -402,21 +395,6 @@ FIELDS = {
     "gelu": {"activation_func": "gelu", "gated_linear_unit": False},
     "squared relu": {"activation_func": "squared_relu", "gated_linear_unit": False},
 }
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Callable[[int], Cluster]]:
-    """`ranks(n)`: processes of this module alone, because the shim changes torch.cuda in them."""
-    started: dict[int, Cluster] = {}
-
-    def get(num_ranks: int) -> Cluster:
-        if num_ranks not in started or not started[num_ranks].alive:
-            started[num_ranks] = Cluster(num_ranks)
-        return started[num_ranks]
-
-    yield get
-    for cluster in started.values():
-        cluster.close()
 
 
 @pytest.mark.parametrize("name", FIELDS)
@@ -566,12 +544,12 @@ def test_heap_of_an_interleaved_stage_is_exact(
     in_flight = min(2 * (num_stages - 1 - stage) + (NUM_CHUNKS - 1) * group_size + 1, NUM_CHUNKS * NUM_MICRO_BATCHES)
     num_layers = 1 if recompute else in_flight * layers_per_chunk
     num_tokens = cases.SEQUENCE * cases.BATCH
-    planned = heap_bytes(config, num_tokens=num_tokens, num_layers=num_layers)
+    planned = megatron.heap_bytes(config, num_tokens=num_tokens, num_layers=num_layers)
     too_small = pytest.raises(HeapExhausted, match="lease '")
     for num_bytes, outcome in ((planned, nullcontext()), (planned - ALIGNMENT_BYTES, too_small)):
-        with open_heap(num_bytes) as heap:
-            options = DispatchOptions(capacity=_room(num_tokens * num_ranks * config.moe_router_topk))
-            spec = use_symmoe(cases.reference_spec(config), heap, options=options)
+        with megatron.open_heap(num_bytes) as heap:
+            options = megatron.DispatchOptions(capacity=_room(num_tokens * num_ranks * config.moe_router_topk))
+            spec = megatron.use_symmoe(cases.reference_spec(config), heap, options=options)
             chunks = _chunks(config, spec, stage, num_stages)
             with outcome:
                 _run_stage(config, chunks, stage, num_stages)
@@ -588,9 +566,11 @@ def test_heap_of_the_planned_size_is_enough(rank: int, num_ranks: int, name: str
     num_layers = 1 if config.recompute_granularity else config.num_layers
     used = []
     for values in ({}, ALL_ON_RANK_0):
-        num_bytes = heap_bytes(config, num_tokens=24, num_layers=num_layers)
-        with open_heap(num_bytes) as heap:
-            model = cases.steered(cases.model_of(config, use_symmoe(cases.reference_spec(config), heap)), values)
+        num_bytes = megatron.heap_bytes(config, num_tokens=24, num_layers=num_layers)
+        with megatron.open_heap(num_bytes) as heap:
+            model = cases.steered(
+                cases.model_of(config, megatron.use_symmoe(cases.reference_spec(config), heap)), values
+            )
             for _ in range(3):
                 model(**cases.batch_of()).mean().backward()
             used.append(heap.high_water_bytes / num_bytes)
@@ -679,7 +659,7 @@ def test_half_precision_is_as_good_as_megatrons(rank: int, num_ranks: int) -> No
         exact = cases.results_of(cases.model_of(cases.config_of(), cases.reference_spec(cases.config_of())))
         config = cases.config_of(bf16=True, params_dtype=torch.bfloat16)
         spec, errors = cases.reference_spec(config), {}
-        for form, form_spec in {"megatron": spec, "symmoe": use_symmoe(spec, heap)}.items():
+        for form, form_spec in {"megatron": spec, "symmoe": megatron.use_symmoe(spec, heap)}.items():
             model = Float16Module(config, cases.model_of(config, form_spec))
             model(**cases.batch_of()).mean().backward()
             squares = [
@@ -702,7 +682,7 @@ def test_experts_start_from_megatrons_generators(ranks):
 def test_state_of_other_forms(rank: int, num_ranks: int) -> None:
     """A plain state dict of TEGroupedMLP loads into every weight; a flattened one is refused."""
     cases.use_groups(ep=2)
-    experts = SymmExperts(4, cases.config_of())
+    experts = megatron.SymmExperts(4, cases.config_of())
     linears = (("linear_fc1", experts.linear_fc1), ("linear_fc2", experts.linear_fc2))
     state = {f"{name}.weight{i}": torch.randn(linear.weight.shape[1:]) for name, linear in linears for i in range(4)}
     experts.load_state_dict(dict(state), strict=True)
@@ -729,21 +709,21 @@ def test_what_cannot_be_is_refused_on_every_rank(rank: int, num_ranks: int, what
     """Of building a layer that cannot be; the error must come on every rank."""
     cases.use_groups(ep=2)
     num_bytes, use, options = {
-        "capacity with others' experts": (1 << 20, use_symmoe_dispatcher, {"capacity": 64}),
-        "too small a capacity": (1 << 20, use_symmoe, {"capacity": 8}),
-        "too small a heap": (24 << 10, use_symmoe, {}),
-    }.get(what, (1 << 20, use_symmoe, {}))
+        "capacity with others' experts": (1 << 20, megatron.use_symmoe_dispatcher, {"capacity": 64}),
+        "too small a capacity": (1 << 20, megatron.use_symmoe, {"capacity": 8}),
+        "too small a heap": (24 << 10, megatron.use_symmoe, {}),
+    }.get(what, (1 << 20, megatron.use_symmoe, {}))
     if what == "expert tensor parallelism":
         parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=2, expert_model_parallel_size=1, expert_tensor_parallel_size=2
         )
-    with pytest.raises(error, match=re.escape(text)), open_heap(num_bytes) as heap:  # noqa: PT012 - one of several
+    with pytest.raises(error, match=re.escape(text)), megatron.open_heap(num_bytes) as heap:  # noqa: PT012 - one of several
         if what == "another group's heap":
             cases.use_groups(ep=1)
         # With tensor parallelism the field would be refused first: it and the groups are of different commands.
         config = cases.config_of(num_layers=1, sequence_parallel=False)
-        spec = use(cases.reference_spec(config), heap, options=DispatchOptions(**options))
+        spec = use(cases.reference_spec(config), heap, options=megatron.DispatchOptions(**options))
         cases.model_of(config, spec)(**cases.batch_of())
 
 

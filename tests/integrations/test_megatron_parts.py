@@ -20,13 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from symmoe import SymmetricHeap
 from symmoe.errors import ArgumentError
-from symmoe.integrations.megatron import (
-    SymmExperts,
-    SymmMoELayer,
-    use_symmoe,
-    use_symmoe_dispatcher,
-    use_symmoe_experts,
-)
+from symmoe.integrations import megatron
 from symmoe.integrations.megatron.compat import experts_problem, layer_problem
 from symmoe.integrations.megatron.experts import activation_of
 from symmoe.integrations.megatron.layer import select_slots
@@ -89,12 +83,12 @@ def parts_of(mlp: Any) -> tuple[type, Any, dict[str, Any]]:
 
 def test_layer_spec_is_replaced_in_a_copy(heap: SymmetricHeap):
     spec = get_gpt_layer_local_spec(num_experts=8)
-    ours, theirs = use_symmoe(spec, heap), use_symmoe_dispatcher(spec, heap)
+    ours, theirs = megatron.use_symmoe(spec, heap), megatron.use_symmoe_dispatcher(spec, heap)
     module, submodules, _ = parts_of(spec.submodules.mlp)
     assert module is MoELayer
-    for new, experts in ((ours, SymmExperts), (theirs, submodules.experts)):
+    for new, experts in ((ours, megatron.SymmExperts), (theirs, submodules.experts)):
         new_module, new_submodules, others = parts_of(new.submodules.mlp)
-        assert new_module is SymmMoELayer
+        assert new_module is megatron.SymmMoELayer
         assert new_submodules.experts is experts
         assert new_submodules.router is submodules.router
         assert new_submodules.shared_experts is submodules.shared_experts
@@ -102,32 +96,32 @@ def test_layer_spec_is_replaced_in_a_copy(heap: SymmetricHeap):
         assert new.submodules.self_attention is spec.submodules.self_attention
     assert "pg_collection" not in others
     groups = object()
-    assert parts_of(use_symmoe(spec, heap, pg_collection=groups).submodules.mlp)[2]["pg_collection"] is groups
-    new_module, new_submodules, others = parts_of(use_symmoe_experts(spec).submodules.mlp)
-    assert (new_module, new_submodules.experts, others) == (MoELayer, SymmExperts, {})
+    assert parts_of(megatron.use_symmoe(spec, heap, pg_collection=groups).submodules.mlp)[2]["pg_collection"] is groups
+    new_module, new_submodules, others = parts_of(megatron.use_symmoe_experts(spec).submodules.mlp)
+    assert (new_module, new_submodules.experts, others) == (MoELayer, megatron.SymmExperts, {})
 
 
 def test_block_spec_keeps_dense_layers(heap: SymmetricHeap):
     dense, moe = get_gpt_layer_local_spec(), get_gpt_layer_local_spec(num_experts=8)
     block = TransformerBlockSubmodules(layer_specs=[dense, moe, moe], layer_norm=torch.nn.LayerNorm)
     for spec in (block, ModuleSpec(module=torch.nn.Module, submodules=block)):
-        new = use_symmoe(spec, heap)
+        new = megatron.use_symmoe(spec, heap)
         layers = (new.submodules if isinstance(new, ModuleSpec) else new).layer_specs
         assert layers[0] is dense or layers[0].submodules.mlp is dense.submodules.mlp
         found = [parts_of(layer.submodules.mlp) for layer in layers[1:]]
-        assert [module for module, _, _ in found] == [SymmMoELayer] * 2
+        assert [module for module, _, _ in found] == [megatron.SymmMoELayer] * 2
         assert found[0][2]["heap"] is found[1][2]["heap"] is heap
     assert parts_of(block.layer_specs[1].submodules.mlp)[0] is MoELayer
 
 
 def test_copied_specs_share_the_heap(heap: SymmetricHeap):
-    spec = use_symmoe(get_gpt_layer_local_spec(num_experts=8), heap)
+    spec = megatron.use_symmoe(get_gpt_layer_local_spec(num_experts=8), heap)
     assert all(parts_of(s.submodules.mlp)[2]["heap"] is heap for s in (spec, copy.deepcopy(spec)))
 
 
 def test_spec_without_moe_is_refused(heap: SymmetricHeap):
     with pytest.raises(ArgumentError, match=r"spec \(ModuleSpec\) has no MoE layer; make it with num_experts"):
-        use_symmoe(get_gpt_layer_local_spec(), heap)
+        megatron.use_symmoe(get_gpt_layer_local_spec(), heap)
 
 
 # -- refused fields ---------------------------------------------------------------------------------------------------

@@ -10,28 +10,11 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import small_model as small
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from cluster import run_on
-from small_model import (
-    CONFIG,
-    EXPERTS,
-    FEATURES,
-    FFN,
-    HIDDEN,
-    TOKENS,
-    Model,
-    curve_of,
-    equal_shares,
-    model_of,
-    on_mesh,
-    open_heap,
-    open_mesh,
-    rank_loss,
-    whole,
-    whole_gradients,
-)
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -60,20 +43,20 @@ def train(model: nn.Module, rank: int, shares: tuple[int, ...], *, steps: int = 
     def clip() -> float:
         return symmoe.clip_grad_norm(model, MAX_NORM, group=group).item()
 
-    return curve_of(model, rank, shares, clip, steps=steps, group=group)
+    return small.curve_of(model, rank, shares, clip, steps=steps, group=group)
 
 
 def reference(
-    rank: int, num_ranks: int, steps: int, config: symmoe.MoEConfig = CONFIG
+    rank: int, num_ranks: int, steps: int, config: symmoe.MoEConfig = small.CONFIG
 ) -> tuple[Curve, dict[str, torch.Tensor]]:
     """The curve and the first gradients in one process, of ordinary tensors."""
     alone = dist.new_group([rank], use_local_synchronization=True)
-    with open_heap(None) as heap:
-        model = model_of(heap, config)
-        rank_loss(model, 0, 0, (TOKENS,)).backward()
-        gradients = whole_gradients(model)
+    with small.open_heap(None) as heap:
+        model = small.model_of(heap, config)
+        small.rank_loss(model, 0, 0, (small.TOKENS,)).backward()
+        gradients = small.whole_gradients(model)
         model.zero_grad()
-        return train(model, 0, (TOKENS,), steps=steps, group=alone), gradients
+        return train(model, 0, (small.TOKENS,), steps=steps, group=alone), gradients
 
 
 def sharded(
@@ -83,19 +66,19 @@ def sharded(
     wrap: str = "fsdp",
     shares: tuple[int, ...] | None = None,
     steps: int = STEPS,
-    config: symmoe.MoEConfig = CONFIG,
+    config: symmoe.MoEConfig = small.CONFIG,
     ranks_per_node: int | None = None,
 ) -> tuple[Curve, dict[str, torch.Tensor]]:
-    shares = shares or equal_shares(num_ranks)
+    shares = shares or small.equal_shares(num_ranks)
     if len(layout) == 2:
-        mesh = open_mesh(*layout)
+        mesh = small.open_mesh(*layout)
     else:
         mesh = init_device_mesh("cpu", layout, mesh_dim_names=("replicate", "efsdp", "ep"))
-    with open_heap(mesh, ranks_per_node) as heap:
+    with small.open_heap(mesh, ranks_per_node) as heap:
         assert (heap.nodes is not None) == (ranks_per_node is not None)
-        model = on_mesh(mesh, heap, wrap, config)
-        rank_loss(model, 0, rank, shares).backward()
-        gradients = whole_gradients(model)
+        model = small.on_mesh(mesh, heap, wrap, config)
+        small.rank_loss(model, 0, rank, shares).backward()
+        gradients = small.whole_gradients(model)
         model.zero_grad()
         return train(model, rank, shares, steps=steps), gradients
 
@@ -132,14 +115,17 @@ def slow(function: str, **fields: Any) -> Any:
     return pytest.param(function, fields, marks=pytest.mark.slow)
 
 
-BALANCED = dataclasses.replace(CONFIG, balance="replicas", replica_places=1, replica_slack=0.0)
+BALANCED = dataclasses.replace(small.CONFIG, balance="replicas", replica_places=1, replica_slack=0.0)
 CURVES = [  # (kind of case, arguments of `sharded`)
-    *(("FSDP", {"layout": layout}) for layout in LAYOUTS.values()),
-    ("DDP", {"layout": (1, 2), "wrap": "ddp"}),
+    ("FSDP", {"layout": LAYOUTS["EP2"], "steps": 15}),
+    *(slow("FSDP", layout=layout) for layout in LAYOUTS.values()),
+    ("FSDP", {"layout": LAYOUTS["FSDP2"], "steps": 10}),
+    ("DDP", {"layout": (1, 2), "wrap": "ddp", "steps": 10}),
+    slow("DDP", layout=(1, 2), wrap="ddp"),
     slow("DDP", layout=(2, 2), wrap="ddp", steps=15),
-    ("few or no tokens", {"layout": (1, 2), "shares": (TOKENS, 0), "steps": 10}),
+    ("few or no tokens", {"layout": (1, 2), "shares": (small.TOKENS, 0), "steps": 10}),
     slow("few or no tokens", layout=(1, 2), shares=(17, 31), steps=10),
-    slow("few or no tokens", layout=(1, 2), wrap="ddp", shares=(TOKENS, 0), steps=10),
+    slow("few or no tokens", layout=(1, 2), wrap="ddp", shares=(small.TOKENS, 0), steps=10),
     ("few or no tokens", {"layout": (1, 2), "wrap": "ddp", "shares": (17, 31), "steps": 10}),
     *(slow("hybrid sharding of experts", layout=layout, steps=10) for layout in ((2, 1, 2), (2, 2, 1))),
     *(("replicas", {"layout": (1, 2), "wrap": wrap, "steps": 10, "config": BALANCED}) for wrap in ("fsdp", "ddp")),
@@ -166,19 +152,19 @@ def test_curves_are_those_of_one_process(cluster, alone, function: str, fields: 
 @run_on()
 def test_dense_mesh_and_loss_divided_by_all_tokens(rank: int, num_ranks: int, alone, how: str) -> None:
     """Dense parameters on a mesh of their own over pairs of ranks; the first block is one more unit; or sums."""
-    mesh = open_mesh(num_ranks // 2, 2)
-    with open_heap(mesh) as heap:
-        model = model_of(heap)
+    mesh = small.open_mesh(num_ranks // 2, 2)
+    with small.open_heap(mesh) as heap:
+        model = small.model_of(heap)
         if how == "dense mesh":
             dense_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
             parallelize(model, mesh, dense_mesh=dense_mesh, units=[model.blocks[0]], reshard_after_forward=False)
-            assert model.first.weight.to_local().shape[0] == HIDDEN // 2
+            assert model.first.weight.to_local().shape[0] == small.HIDDEN // 2
             assert not isinstance(model.blocks[1], FSDPModule)
         else:
             parallelize(model, mesh, gradient_divide_factor=1.0)
         divisor = num_ranks if how == "sums" else 1
-        (rank_loss(model, 0, rank, equal_shares(num_ranks)) / divisor).backward()
-        gradients = whole_gradients(model)
+        (small.rank_loss(model, 0, rank, small.equal_shares(num_ranks)) / divisor).backward()
+        gradients = small.whole_gradients(model)
     for name, gradient in alone[1].items():
         assert_close(gradients[name], gradient, name)
 
@@ -186,20 +172,23 @@ def test_dense_mesh_and_loss_divided_by_all_tokens(rank: int, num_ranks: int, al
 # 3 experts on 2 replicas, and 1 expert for 2: the next dimension is cut.
 @pytest.mark.parametrize("num_experts", [3, 1])
 def test_more_shards_than_experts(cluster, num_experts: int):
-    config = dataclasses.replace(CONFIG, num_experts=num_experts, top_k=1)
-    expected = cluster(2).run(reference, 10, config)[0]
-    for result in cluster(2).run(sharded, LAYOUTS["FSDP2"], steps=10, config=config):
+    config = dataclasses.replace(small.CONFIG, num_experts=num_experts, top_k=1)
+    expected = cluster(2).run(reference, 5, config)[0]
+    for result in cluster(2).run(sharded, LAYOUTS["FSDP2"], steps=5, config=config):
         assert_same_training(result, expected)
 
 
 @run_on(2)
 def test_what_becomes_of_the_parameters(rank: int, num_ranks: int) -> None:
-    mesh = open_mesh(2, 1)
-    with open_heap(mesh) as heap:
-        model = on_mesh(mesh, heap, "fsdp")
+    mesh = small.open_mesh(2, 1)
+    with small.open_heap(mesh) as heap:
+        model = small.on_mesh(mesh, heap, "fsdp")
         first, second = model.blocks[0].moe, model.blocks[1].moe
         weight = first.experts.fc1.weight
-        assert (weight.shape, weight.to_local().shape) == ((EXPERTS, 2 * FFN, HIDDEN), (EXPERTS // 2, 2 * FFN, HIDDEN))
+        assert (weight.shape, weight.to_local().shape) == (
+            (small.EXPERTS, 2 * small.FFN, small.HIDDEN),
+            (small.EXPERTS // 2, 2 * small.FFN, small.HIDDEN),
+        )
         assert weight.device_mesh.mesh_dim_names == ("efsdp", "ep")
         assert weight.placements[1] == Shard(0)
         assert not isinstance(weight.placements[0], Replicate)
@@ -212,34 +201,34 @@ def test_what_becomes_of_the_parameters(rank: int, num_ranks: int) -> None:
         assert len(dense) + 4 == len(list(model.parameters()))
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # FSDP warns of outputs whose hooks a write would lose
-            x = torch.randn(7, HIDDEN)
+            x = torch.randn(7, small.HIDDEN)
             y, _ = first(x)
             y += 1
             y.square().sum().backward()
         assert first.experts.fc1.weight.grad is not None
-        odd = on_mesh(mesh, heap, "fsdp", dataclasses.replace(CONFIG, num_experts=3))
+        odd = small.on_mesh(mesh, heap, "fsdp", dataclasses.replace(small.CONFIG, num_experts=3))
         odd_weight = odd.blocks[0].moe.experts.fc1.weight
         assert odd_weight.placements[0] == Shard(1)
-        assert odd_weight.to_local().shape == (3, FFN, HIDDEN)
+        assert odd_weight.to_local().shape == (3, small.FFN, small.HIDDEN)
 
 
 @pytest.mark.parametrize("wrap", ["fsdp", "ddp"])
 @run_on(2)
 def test_gradient_accumulation(rank: int, num_ranks: int, wrap: str) -> None:
     """Two micro-batches, reduced once, have the gradients of one batch of both; also with the sum over all tokens."""
-    mesh, halves = open_mesh(1, 2), (TOKENS // 4,) * 4
-    with open_heap(mesh) as heap:
-        whole_batch, parts = on_mesh(mesh, heap, wrap), on_mesh(mesh, heap, wrap)
-        rank_loss(whole_batch, 0, rank, equal_shares(2)).backward()
+    mesh, halves = small.open_mesh(1, 2), (small.TOKENS // 4,) * 4
+    with small.open_heap(mesh) as heap:
+        whole_batch, parts = small.on_mesh(mesh, heap, wrap), small.on_mesh(mesh, heap, wrap)
+        small.rank_loss(whole_batch, 0, rank, small.equal_shares(2)).backward()
         if wrap == "ddp":
             with parts.no_sync():
-                (rank_loss(parts, 0, 2 * rank, halves) / 2).backward()
+                (small.rank_loss(parts, 0, 2 * rank, halves) / 2).backward()
         else:
             parts.set_requires_gradient_sync(False)
-            (rank_loss(parts, 0, 2 * rank, halves) / 2).backward()
+            (small.rank_loss(parts, 0, 2 * rank, halves) / 2).backward()
             parts.set_requires_gradient_sync(True)
-        (rank_loss(parts, 0, 2 * rank + 1, halves) / 2).backward()
-        expected, found = whole_gradients(whole_batch), whole_gradients(parts)
+        (small.rank_loss(parts, 0, 2 * rank + 1, halves) / 2).backward()
+        expected, found = small.whole_gradients(whole_batch), small.whole_gradients(parts)
         for name, gradient in expected.items():
             assert_close(found[name], gradient, name)
 
@@ -248,15 +237,15 @@ def test_gradient_accumulation(rank: int, num_ranks: int, wrap: str) -> None:
 @run_on(2)
 def test_every_kind_of_optimizer_takes_the_groups(rank: int, num_ranks: int, wrap: str) -> None:
     """One step of every implementation of AdamW moves every parameter, and all agree."""
-    mesh = open_mesh(1, 2)
-    with open_heap(mesh) as heap:
+    mesh = small.open_mesh(1, 2)
+    with small.open_heap(mesh) as heap:
         results = []
         for options in ({"foreach": False}, {"foreach": True}, {"fused": True}):
-            model = on_mesh(mesh, heap, wrap)
-            before = [whole(parameter).clone() for parameter in model.parameters()]
-            rank_loss(model, 0, rank, equal_shares(2)).backward()
+            model = small.on_mesh(mesh, heap, wrap)
+            before = [small.whole(parameter).clone() for parameter in model.parameters()]
+            small.rank_loss(model, 0, rank, small.equal_shares(2)).backward()
             torch.optim.AdamW(parameter_groups(model), lr=1e-2, **options).step()
-            after = [whole(parameter).detach().clone() for parameter in model.parameters()]
+            after = [small.whole(parameter).detach().clone() for parameter in model.parameters()]
             assert not any(map(torch.equal, before, after))
             results.append(after)
         for found in results[1:]:
@@ -265,10 +254,10 @@ def test_every_kind_of_optimizer_takes_the_groups(rank: int, num_ranks: int, wra
 
 @run_on(2)
 def test_bf16_parameters_and_an_fp32_router(rank: int, num_ranks: int, alone) -> None:
-    mesh = open_mesh(2, 1)
+    mesh = small.open_mesh(2, 1)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    with open_heap(mesh) as heap:
-        model = parallelize(model_of(heap), mesh, mp_policy=policy)
+    with small.open_heap(mesh) as heap:
+        model = parallelize(small.model_of(heap), mesh, mp_policy=policy)
         seen = {}
         router, experts = model.blocks[0].moe.router, model.blocks[0].moe.experts
         router.register_forward_pre_hook(lambda module, _: seen.update(router=module.weight.dtype))
@@ -277,7 +266,7 @@ def test_bf16_parameters_and_an_fp32_router(rank: int, num_ranks: int, alone) ->
             seen.update(experts=linear.weight.dtype) or original(linear)
         )
         try:
-            loss = rank_loss(model, 0, rank, equal_shares(2))
+            loss = small.rank_loss(model, 0, rank, small.equal_shares(2))
             loss.backward()
         finally:
             type(experts.fc1).weight_parameters = original
@@ -291,16 +280,18 @@ def test_bf16_parameters_and_an_fp32_router(rank: int, num_ranks: int, alone) ->
 @run_on(2)
 def test_biases_and_adapters(rank: int, num_ranks: int, more: str, wrap: str) -> None:
     """Experts with biases, or with LoRA: outputs and gradients are those of this rank's layer without a wrapper."""
-    mesh = open_mesh(1, 2)
-    with open_heap(mesh) as heap:
+    mesh = small.open_mesh(1, 2)
+    with small.open_heap(mesh) as heap:
         torch.manual_seed(rank)
-        experts = symmoe.GroupedMLP(EXPERTS // 2, HIDDEN, FFN, bias=True) if more == "biases" else None
-        layer = symmoe.MoELayer(CONFIG, heap, experts=experts)
+        experts = (
+            symmoe.GroupedMLP(small.EXPERTS // 2, small.HIDDEN, small.FFN, bias=True) if more == "biases" else None
+        )
+        layer = symmoe.MoELayer(small.CONFIG, heap, experts=experts)
         dist.broadcast(layer.router.weight.data, 0)
         for adapter in symmoe.add_lora(layer, rank=2, alpha=3.0) if more == "adapters" else ():
             with torch.no_grad():
                 adapter.normal_()
-        x = torch.randn(9, HIDDEN)
+        x = torch.randn(9, small.HIDDEN)
         y, _ = layer(x)
         y.square().sum().backward()
         kind = "lora" if more == "adapters" else "experts"
@@ -315,39 +306,39 @@ def test_biases_and_adapters(rank: int, num_ranks: int, more: str, wrap: str) ->
             got = layer.get_parameter(name).grad
             got = got.to_local() if isinstance(got, DTensor) else got
             torch.testing.assert_close(got, gradient, rtol=1e-6 if more == "adapters" else 0, atol=0)
-        assert more == "adapters" or layer.experts.fc2.bias.shape == (EXPERTS, HIDDEN)
+        assert more == "adapters" or layer.experts.fc2.bias.shape == (small.EXPERTS, small.HIDDEN)
 
 
 @run_on(2)
 def test_errors_name_both_values(rank: int, num_ranks: int) -> None:
-    mesh = open_mesh(1, 2)
+    mesh = small.open_mesh(1, 2)
     flat = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
-    other = open_mesh(2, 1)
-    with open_heap(mesh) as heap:
+    other = small.open_mesh(2, 1)
+    with small.open_heap(mesh) as heap:
         for wrap in (parallelize, data_parallel):
             with pytest.raises(ArgumentError, match="has no MoELayer"):
                 wrap(nn.Linear(2, 2), mesh)
             with pytest.raises(ArgumentError, match=r"dimensions \('ep',\).*one or two others"):
-                wrap(Model(heap), flat)
+                wrap(small.Model(heap), flat)
             with pytest.raises(ArgumentError, match=r"group has 2 ranks .* of the mesh has 1"):
-                wrap(Model(heap), other)
+                wrap(small.Model(heap), other)
             options = {"weights": "discrete", "delay_wgrad": True, "accumulate_into_main_grad": True}
             for option, value in options.items():
-                experts = symmoe.GroupedMLP(EXPERTS // 2, HIDDEN, FFN, **{option: value})
-                layer = symmoe.MoELayer(CONFIG, heap, experts=experts)
+                experts = symmoe.GroupedMLP(small.EXPERTS // 2, small.HIDDEN, small.FFN, **{option: value})
+                layer = symmoe.MoELayer(small.CONFIG, heap, experts=experts)
                 with pytest.raises(ArgumentError, match=option):
                     wrap(nn.Sequential(layer), mesh)
         with pytest.raises(ArgumentError, match="dense_mesh has 1 ranks; it must have the 2"):
-            parallelize(Model(heap), mesh, dense_mesh=mesh["efsdp"])
+            parallelize(small.Model(heap), mesh, dense_mesh=mesh["efsdp"])
         with pytest.raises(ArgumentError, match="reduce_dtype"):
-            parallelize(Model(heap), mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16))
-        model = parallelize(Model(heap), mesh)
+            parallelize(small.Model(heap), mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16))
+        model = parallelize(small.Model(heap), mesh)
         with pytest.raises(ArgumentError, match="DTensors already"):
             shard_experts(model, mesh)
         with pytest.raises(ArgumentError, match="reduce_gradients would do it again"):
             symmoe.reduce_gradients(model)
         weight = model.last.weight
-        weight.grad = DTensor.from_local(torch.ones(FEATURES, HIDDEN), weight.device_mesh, [Partial()])
+        weight.grad = DTensor.from_local(torch.ones(small.FEATURES, small.HIDDEN), weight.device_mesh, [Partial()])
         with pytest.raises(ArgumentError, match=r"last\.weight\.grad is a partial sum"):
             symmoe.clip_grad_norm(model, 1.0)
 
@@ -356,13 +347,13 @@ def test_errors_name_both_values(rank: int, num_ranks: int) -> None:
 @run_on(2)
 def test_with_compile_and_checkpointing(rank: int, num_ranks: int) -> None:
     """FSDP with compiled blocks and with recomputed ones: the gradients of neither."""
-    mesh = open_mesh(2, 1)
-    with open_heap(mesh) as heap:
-        plain = on_mesh(mesh, heap, "fsdp")
-        rank_loss(plain, 0, rank, equal_shares(2)).backward()
-        expected = whole_gradients(plain)
+    mesh = small.open_mesh(2, 1)
+    with small.open_heap(mesh) as heap:
+        plain = small.on_mesh(mesh, heap, "fsdp")
+        small.rank_loss(plain, 0, rank, small.equal_shares(2)).backward()
+        expected = small.whole_gradients(plain)
         for name in ("compiled", "recomputed", "selective"):
-            model = on_mesh(mesh, heap, "fsdp")
+            model = small.on_mesh(mesh, heap, "fsdp")
             for block in model.blocks:
                 if name == "compiled":
                     block.compile(backend="aot_eager")
@@ -371,14 +362,14 @@ def test_with_compile_and_checkpointing(rank: int, num_ranks: int) -> None:
                 if name == "selective":
                     contexts = partial(create_selective_checkpoint_contexts, [torch.ops.symmoe.moe_forward.default])
                 block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
-            rank_loss(model, 0, rank, equal_shares(2)).backward()
-            for key, gradient in whole_gradients(model).items():
+            small.rank_loss(model, 0, rank, small.equal_shares(2)).backward()
+            for key, gradient in small.whole_gradients(model).items():
                 assert_close(gradient, expected[key.replace("_orig_mod.", "")], f"{name}: {key}")
 
 
 # -- constant_weights -------------------------------------------------------------------------------------------------
 
-QUANTIZED = dataclasses.replace(CONFIG, ffn=16, precision=Float8Block(), quantized_wire="both")
+QUANTIZED = dataclasses.replace(small.CONFIG, ffn=16, precision=Float8Block(), quantized_wire="both")
 
 
 def counted(kernel: str) -> Any:
@@ -390,17 +381,17 @@ def counted(kernel: str) -> Any:
 @run_on(2)
 def test_constant_weights_are_quantised_once(rank: int, num_ranks: int, layout: tuple[int, int], wrap: str) -> None:
     """Micro-batches in the block give the bits of those outside, and each weight is quantised once; a step is found."""
-    mesh, shares = open_mesh(*layout), equal_shares(num_ranks)
-    with open_heap(mesh) as heap:
-        model, found = on_mesh(mesh, heap, wrap, QUANTIZED), []
+    mesh, shares = small.open_mesh(*layout), small.equal_shares(num_ranks)
+    with small.open_heap(mesh) as heap:
+        model, found = small.on_mesh(mesh, heap, wrap, QUANTIZED), []
         for is_constant in (False, True):
             context = symmoe.constant_weights(model) if is_constant else nullcontext()
             with context, counted("quantize_weights") as single, counted("quantize_weight_pairs") as pairs:
                 losses = []
                 for number in range(3):
-                    losses.append(rank_loss(model, number, rank, shares))
+                    losses.append(small.rank_loss(model, number, rank, shares))
                     losses[-1].backward()
-            found.append({"losses": torch.stack(losses).detach(), **whole_gradients(model)})
+            found.append({"losses": torch.stack(losses).detach(), **small.whole_gradients(model)})
             assert single.call_count + pairs.call_count == 4 * (1 if is_constant else 3)  # two weights of two layers
             model.zero_grad()
         for name, want in found[0].items():
@@ -408,20 +399,20 @@ def test_constant_weights_are_quantised_once(rank: int, num_ranks: int, layout: 
 
         optimizer = torch.optim.SGD(parameter_groups(model), lr=0.1)
         with symmoe.constant_weights(model):
-            rank_loss(model, 0, rank, shares).backward()
+            small.rank_loss(model, 0, rank, shares).backward()
             optimizer.step()
             with pytest.raises(ArgumentError, match="written to inside constant_weights"):
-                rank_loss(model, 0, rank, shares)
-        before = rank_loss(model, 0, rank, shares)
+                small.rank_loss(model, 0, rank, shares)
+        before = small.rank_loss(model, 0, rank, shares)
         with symmoe.constant_weights(model):
-            after = rank_loss(model, 0, rank, shares)
+            after = small.rank_loss(model, 0, rank, shares)
         assert torch.equal(before, after)
 
 
 # -- torch.distributed.checkpoint: saved at one EP x FSDP layout, loaded at another ----------------------------------
 
 
-BIASED = dataclasses.replace(CONFIG, expert_bias=True)
+BIASED = dataclasses.replace(small.CONFIG, expert_bias=True)
 State = dict[str, torch.Tensor]
 
 # (replicas, ep) of who saves and who loads, what wraps the model that saves, and its number of experts
@@ -438,14 +429,14 @@ ROUTES = {
 
 
 def build(mesh, heap: symmoe.SymmetricHeap, wrap: str, experts: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = on_mesh(mesh, heap, wrap, dataclasses.replace(BIASED, num_experts=experts))
+    model = small.on_mesh(mesh, heap, wrap, dataclasses.replace(BIASED, num_experts=experts))
     return model, torch.optim.AdamW(parameter_groups(model), lr=1e-2)
 
 
 def train_steps(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, num_ranks: int, steps: range) -> float:
     """The last loss of this rank."""
     for step in steps:
-        loss = rank_loss(model, step, rank, equal_shares(num_ranks))
+        loss = small.rank_loss(model, step, rank, small.equal_shares(num_ranks))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -455,15 +446,15 @@ def train_steps(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, n
 def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
     """Every parameter, buffer and moment, unsharded. Collective."""
     of_model, of_optimizer = get_state_dict(model, optimizer)
-    state = {name: whole(tensor).clone() for name, tensor in of_model.items()}
+    state = {name: small.whole(tensor).clone() for name, tensor in of_model.items()}
     for name, moments in of_optimizer["state"].items():
-        state |= {f"{name}/{kind}": whole(tensor).clone() for kind, tensor in moments.items()}
+        state |= {f"{name}/{kind}": small.whole(tensor).clone() for kind, tensor in moments.items()}
     return state
 
 
 def save(rank: int, num_ranks: int, layout: tuple[int, int], wrap: str, experts: int, folder: str) -> State:
-    mesh = open_mesh(*layout)
-    with open_heap(mesh) as heap:
+    mesh = small.open_mesh(*layout)
+    with small.open_heap(mesh) as heap:
         model, optimizer = build(mesh, heap, wrap, experts)
         train_steps(model, optimizer, rank, num_ranks, range(3))
         for number, moe in enumerate(module for module in model.modules() if isinstance(module, symmoe.MoELayer)):
@@ -475,8 +466,8 @@ def save(rank: int, num_ranks: int, layout: tuple[int, int], wrap: str, experts:
 
 def load(rank: int, num_ranks: int, layout: tuple[int, int], experts: int, folder: str) -> tuple[State, State, tuple]:
     """State before and after loading, and the local shape of the first expert weight."""
-    mesh = open_mesh(*layout)
-    with open_heap(mesh) as heap:
+    mesh = small.open_mesh(*layout)
+    with small.open_heap(mesh) as heap:
         model, optimizer = build(mesh, heap, "fsdp", experts)
         for parameter in model.parameters():
             parameter.data.mul_(-1)
@@ -488,7 +479,7 @@ def load(rank: int, num_ranks: int, layout: tuple[int, int], experts: int, folde
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         after = whole_state(model, optimizer)
         weight = model.blocks[0].moe.experts.fc1.weight
-        assert weight.shape == (experts, 2 * FFN, HIDDEN)
+        assert weight.shape == (experts, 2 * small.FFN, small.HIDDEN)
         train_steps(model, optimizer, rank, num_ranks, range(3, 4))  # it goes on
         return before, after, tuple(weight.to_local().shape)
 
@@ -510,4 +501,4 @@ def test_every_value_survives_the_change_of_layout(cluster, tmp_path: Path, rout
             assert bits(after[name]) == bits(tensor), name
         changed = [name for name in saved if bits(before[name]) != bits(saved[name])]
         assert len(changed) > 0.9 * len(saved)  # loading had something to do
-        assert math.prod(shape) == experts * 2 * FFN * HIDDEN // (target[0] * target[1])
+        assert math.prod(shape) == experts * 2 * small.FFN * small.HIDDEN // (target[0] * target[1])

@@ -1,12 +1,11 @@
 """torchtitan's MoE with symmoe's dispatcher on two ranks, against its LocalTokenDispatcher with every expert."""
 
-from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 
 import pytest
 import torch
 import torch.distributed as dist
-from cluster import Cluster, run_on
+from cluster import run_on
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 pytestmark = pytest.mark.skipif(
@@ -14,13 +13,6 @@ pytestmark = pytest.mark.skipif(
 )
 
 DIM, FFN, EXPERTS = 16, 24, 8
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Callable[[int], Cluster]]:
-    """Ranks of this module's own: a process that has imported torchtitan may abort at its regular exit."""
-    with Cluster(2) as cluster:
-        yield {2: cluster}.__getitem__
 
 
 def routed_experts(dispatcher):

@@ -4,7 +4,7 @@ against torchtitan's own all-to-all; torchtitan_cases.py says what of torchtitan
 import re
 import shlex
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -32,15 +32,7 @@ def trained(rank: int, num_ranks: int, port: int, **job: Any):
 
 
 @pytest.fixture(scope="module")
-def clusters() -> Iterator[dict[int, Cluster]]:
-    clusters = {num_ranks: Cluster(num_ranks) for num_ranks in (1, 2, 4)}
-    yield clusters
-    for cluster in clusters.values():
-        cluster.close()
-
-
-@pytest.fixture(scope="module")
-def run(clusters: dict[int, Cluster], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+def run(ranks: Callable[[int], Cluster], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     """`run(num_ranks, **job)`: what all ranks have reported alike. A run is made once, or goes on in its folder."""
     folder, found = tmp_path_factory.mktemp("torchtitan"), {}
 
@@ -51,7 +43,7 @@ def run(clusters: dict[int, Cluster], tmp_path_factory: pytest.TempPathFactory) 
             with socket.socket() as free:
                 free.bind(("127.0.0.1", 0))
                 port = free.getsockname()[1]
-            runs = clusters[num_ranks].run(trained, port, folder=place, **job)
+            runs = ranks(num_ranks).run(trained, port, folder=place, **job)
             assert all(run == runs[0] for run in runs)
             found[key] = runs[0], place
         return found[key]
@@ -134,10 +126,10 @@ def parsed(rank: int, num_ranks: int, words: list[str]) -> tuple[Any, ...]:
     return *found, config.model_spec.model.dim, tokens
 
 
-def test_the_command_of_the_page_says_what_its_lines_say(clusters: dict[int, Cluster]):
+def test_the_command_of_the_page_says_what_its_lines_say(ranks: Callable[[int], Cluster]):
     text = PAGE.read_text(encoding="utf-8").replace("\\\n", "")
     _, words = re.search(r"^    torchrun (.*?) -m torchtitan.train (.*)$", text, re.MULTILINE).groups()
-    ((degree, no_graphs, imports, dim, tokens),) = clusters[1].run(parsed, shlex.split(words))
+    ((degree, no_graphs, imports, dim, tokens),) = ranks(1).run(parsed, shlex.split(words))
     assert (degree, no_graphs) == (2, True)
     target = "symmoe.integrations.torchtitan.token_dispatcher"
     assert imports == [(target, {"hidden_dim": dim, "num_max_tokens_per_rank": tokens})]

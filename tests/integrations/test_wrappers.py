@@ -5,24 +5,11 @@ from collections.abc import Callable
 from functools import partial
 
 import pytest
+import small_model as small
 import torch
 import torch.distributed as dist
 from cluster import run_on
 from launchers import launched
-from small_model import (
-    CONFIG,
-    FEATURES,
-    HIDDEN,
-    LEARNING_RATE,
-    Model,
-    curve_of,
-    equal_shares,
-    model_of,
-    open_heap,
-    open_mesh,
-    rank_loss,
-    set_weights,
-)
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -87,12 +74,12 @@ WRAPS = {
 
 
 def with_adapters(heap: symmoe.SymmetricHeap) -> nn.Module:
-    return adapted(model_of(heap))
+    return adapted(small.model_of(heap))
 
 
 def losses_of(model: nn.Module, rank: int, num_ranks: int, reduce: Callable[[], object] = lambda: None) -> list[float]:
     """The mean loss of every step."""
-    return [loss for loss, _ in curve_of(model, rank, equal_shares(num_ranks), reduce, steps=STEPS)]
+    return [loss for loss, _ in small.curve_of(model, rank, small.equal_shares(num_ranks), reduce, steps=STEPS)]
 
 
 def assert_same_gradients(model: nn.Module, expected: nn.Module) -> None:
@@ -102,7 +89,7 @@ def assert_same_gradients(model: nn.Module, expected: nn.Module) -> None:
         assert deviation <= BOUND, f"{name} deviates by {deviation:.1e}"
 
 
-@pytest.mark.parametrize(("wrap", "build"), [*((wrap, model_of) for wrap in WRAPS), ("DDP", with_adapters)])
+@pytest.mark.parametrize(("wrap", "build"), [*((wrap, small.model_of) for wrap in WRAPS), ("DDP", with_adapters)])
 @run_on(2)
 def test_prepared_models_train_as_with_reduce_gradients(
     rank: int, num_ranks: int, wrap: str, build: Callable[[symmoe.SymmetricHeap], nn.Module]
@@ -127,7 +114,7 @@ def test_a_bare_layer_needs_nothing(rank: int, num_ranks: int, how: str) -> None
     with launched(rank, num_ranks), symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
         for wrap in (how, "none"):
             torch.manual_seed(rank)
-            layer = symmoe.MoELayer(CONFIG, heap)
+            layer = symmoe.MoELayer(small.CONFIG, heap)
             dist.broadcast(layer.router.weight.data, 0)
             before = layer.experts.fc1.weight.detach().clone()
             model = {
@@ -138,8 +125,8 @@ def test_a_bare_layer_needs_nothing(rank: int, num_ranks: int, how: str) -> None
                 "DDP of compiled": lambda layer: DistributedDataParallel(compiled(layer)),
             }[wrap](layer)
             assert torch.equal(layer.experts.fc1.weight, before)
-            optimizer = torch.optim.SGD(layer.parameters(), lr=LEARNING_RATE)
-            x = torch.randn(13 + rank, HIDDEN, generator=torch.Generator().manual_seed(rank))
+            optimizer = torch.optim.SGD(layer.parameters(), lr=small.LEARNING_RATE)
+            x = torch.randn(13 + rank, small.HIDDEN, generator=torch.Generator().manual_seed(rank))
             losses = []
             for _ in range(STEPS):
                 y, metrics = model(x)
@@ -162,13 +149,13 @@ def test_a_bare_layer_needs_nothing(rank: int, num_ranks: int, how: str) -> None
 @run_on(4)
 def test_replicas_are_averaged(rank: int, num_ranks: int, accumulate: bool) -> None:
     """Two EP groups of two ranks: gradients as reduce_gradients makes them, with the experts of rank 0 and 1."""
-    mesh, shares = open_mesh(2, 2), equal_shares(num_ranks)
+    mesh, shares = small.open_mesh(2, 2), small.equal_shares(num_ranks)
     replicas = mesh["efsdp"].get_group()
     with symmoe.SymmetricHeap(mesh.get_group("ep"), num_bytes=4 << 20) as heap:
-        plain = model_of(heap)
-        rank_loss(plain, 0, rank, shares).backward()
+        plain = small.model_of(heap)
+        small.rank_loss(plain, 0, rank, shares).backward()
         symmoe.reduce_gradients(plain, expert_group=replicas)
-        model = model_of(heap)
+        model = small.model_of(heap)
         if rank >= 2:
             with torch.no_grad():
                 for parameter in model.parameters():
@@ -176,10 +163,10 @@ def test_replicas_are_averaged(rank: int, num_ranks: int, accumulate: bool) -> N
         ddp = DistributedDataParallel(prepared(model, replicas))
         if accumulate:
             with ddp.no_sync():
-                (rank_loss(ddp, 0, rank, shares) / 4).backward()
-            (rank_loss(ddp, 0, rank, shares) * 3 / 4).backward()
+                (small.rank_loss(ddp, 0, rank, shares) / 4).backward()
+            (small.rank_loss(ddp, 0, rank, shares) * 3 / 4).backward()
         else:
-            rank_loss(ddp, 0, rank, shares).backward()
+            small.rank_loss(ddp, 0, rank, shares).backward()
         assert_same_gradients(model, plain)
         with pytest.raises(ArgumentError, match="reduce_gradients would do it again"):
             symmoe.reduce_gradients(ddp)
@@ -189,14 +176,14 @@ def test_replicas_are_averaged(rank: int, num_ranks: int, accumulate: bool) -> N
 def test_groups_of_one_rank_are_plain_data_parallel(rank: int, num_ranks: int) -> None:
     """EP groups of one rank: every rank has all experts, and DDP treats them as anything else."""
     groups = [dist.new_group([r]) for r in range(num_ranks)]
-    shares = equal_shares(num_ranks)
+    shares = small.equal_shares(num_ranks)
     with symmoe.SymmetricHeap(groups[rank], num_bytes=4 << 20) as heap:
-        plain = model_of(heap)
-        rank_loss(plain, 0, rank, shares).backward()
+        plain = small.model_of(heap)
+        small.rank_loss(plain, 0, rank, shares).backward()
         symmoe.reduce_gradients(plain, expert_group=dist.group.WORLD)
-        model = model_of(heap)
+        model = small.model_of(heap)
         ddp = DistributedDataParallel(model)
-        rank_loss(ddp, 0, rank, shares).backward()
+        small.rank_loss(ddp, 0, rank, shares).backward()
         assert_same_gradients(model, plain)
         norm = torch.stack([parameter.grad.norm() for parameter in plain.parameters()]).norm().item()
         for clipped in (plain, ddp):
@@ -226,7 +213,7 @@ LATE = {
     "unfrozen": (unfreeze, True),
     "one layer of experts unfrozen": (lambda model: model.blocks[1].moe.experts.fc2.requires_grad_(True), True),
     "frozen for a while": (
-        lambda model: (unfreeze(model, False), model(torch.randn(5, FEATURES)), unfreeze(model)),
+        lambda model: (unfreeze(model, False), model(torch.randn(5, small.FEATURES)), unfreeze(model)),
         False,
     ),
     "assigned": (assign, False),
@@ -254,27 +241,27 @@ def test_experts_that_change_late_get_the_right_gradients(
     rank: int, num_ranks: int, wrap: Callable[[nn.Module], nn.Module], has_run: bool, change: str
 ) -> None:
     """Gradients are those of one process that has all experts, and replicas are equal."""
-    mesh, shares = open_mesh(num_ranks // 2, 2), equal_shares(num_ranks)
+    mesh, shares = small.open_mesh(num_ranks // 2, 2), small.equal_shares(num_ranks)
     change_it, is_frozen = LATE[change]
-    with open_heap(None) as own_heap, symmoe.SymmetricHeap(mesh.get_group("ep"), num_bytes=4 << 20) as heap:
-        whole, model = Model(own_heap), Model(heap)
+    with small.open_heap(None) as own_heap, symmoe.SymmetricHeap(mesh.get_group("ep"), num_bytes=4 << 20) as heap:
+        whole, model = small.Model(own_heap), small.Model(heap)
         unfreeze(model, not is_frozen)
         ddp = DistributedDataParallel(wrap(prepared(model, mesh["efsdp"].get_group())))
         if has_run:
-            rank_loss(ddp, 0, rank, shares).backward()
+            small.rank_loss(ddp, 0, rank, shares).backward()
             model.zero_grad()
         change_it(model)
         for each, of in ((whole, own_heap), (model, heap)):
             if each is whole and change == "add_lora":
                 adapted(whole)
-            set_weights(each, of)
+            small.set_weights(each, of)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if rank >= 2 and NEW[change] in name:  # and differs from the first replica
                     parameter.mul_(3)
-        (sum(rank_loss(whole, 0, r, shares) for r in range(num_ranks)) / num_ranks).backward()
+        (sum(small.rank_loss(whole, 0, r, shares) for r in range(num_ranks)) / num_ranks).backward()
         for _ in range(2):  # accumulated
-            (rank_loss(ddp, 0, rank, shares) / 2).backward()
+            (small.rank_loss(ddp, 0, rank, shares) / 2).backward()
         for (name, parameter), of_whole in zip(model.named_parameters(), whole.parameters(), strict=True):
             assert (parameter.grad is None) == (not parameter.requires_grad), name
             if parameter.requires_grad:
@@ -286,17 +273,17 @@ def test_experts_that_change_late_get_the_right_gradients(
 @run_on(2)
 def test_a_model_leaves_its_ddp(rank: int, num_ranks: int, heap: symmoe.SymmetricHeap) -> None:
     """When the DDP is gone, gradients are what backward leaves, and reduce_gradients works."""
-    model, shares = model_of(heap), equal_shares(num_ranks)
-    rank_loss(model, 0, rank, shares).backward()
+    model, shares = small.model_of(heap), small.equal_shares(num_ranks)
+    small.rank_loss(model, 0, rank, shares).backward()
     expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters() if "experts" in name}
     model.zero_grad()
     ddp = DistributedDataParallel(prepared(model))
-    rank_loss(ddp, 0, rank, shares).backward()
+    small.rank_loss(ddp, 0, rank, shares).backward()
     copied = copy.deepcopy(model)
     del ddp
     for again in (model, copied):
         again.zero_grad()
-        rank_loss(again, 0, rank, shares).backward()
+        small.rank_loss(again, 0, rank, shares).backward()
         for name, gradient in expected.items():
             assert torch.equal(again.get_parameter(name).grad, gradient), name
         symmoe.reduce_gradients(again)
@@ -307,8 +294,8 @@ def test_clipping_by_symmoe_is_right_and_by_torch_is_refused(
     rank: int, num_ranks: int, heap: symmoe.SymmetricHeap
 ) -> None:
     """Clipped by symmoe, ranks stay together; by torch, they drift apart, and that is noticed."""
-    shares = equal_shares(num_ranks)
-    plain, model = model_of(heap), model_of(heap)
+    shares = small.equal_shares(num_ranks)
+    plain, model = small.model_of(heap), small.model_of(heap)
     wrapped = DistributedDataParallel(prepared(model))
 
     def reduce_and_clip() -> None:
@@ -318,10 +305,10 @@ def test_clipping_by_symmoe_is_right_and_by_torch_is_refused(
     expected = losses_of(plain, rank, num_ranks, reduce_and_clip)
     found = losses_of(wrapped, rank, num_ranks, lambda: symmoe.clip_grad_norm(wrapped, 0.05))
     assert found == pytest.approx(expected, rel=BOUND)
-    wrapped = DistributedDataParallel(prepared(model_of(heap)))
+    wrapped = DistributedDataParallel(prepared(small.model_of(heap)))
     with pytest.raises(ArgumentError, match=r"dense parameters differ.*symmoe\.clip_grad_norm"):
         losses_of(wrapped, rank, num_ranks, lambda: nn.utils.clip_grad_norm_(wrapped.parameters(), 0.05))
-    rank_loss(plain, 0, rank, shares).backward()
+    small.rank_loss(plain, 0, rank, shares).backward()
 
 
 # -- what cannot be made right ----------------------------------------------------------------------------------------
@@ -375,32 +362,32 @@ def test_wrong_wrappers_are_refused_in_the_first_forward(
             model, batch = swap_moe(random_model("qwen3_moe"), heap), (batch_of(rank),)
             vars(model).pop("_ddp_params_and_buffers_to_ignore", None)
         else:
-            model, batch = model_of(heap), (torch.randn(5, FEATURES),)
+            model, batch = small.model_of(heap), (torch.randn(5, small.FEATURES),)
         wrapped = WRONG[wrap][0](model)
         for _ in range(2):
             with pytest.raises(ArgumentError, match=text):
                 wrapped(*batch)
-        model_of(heap)(torch.randn(5, FEATURES))[0].sum().backward()
+        small.model_of(heap)(torch.randn(5, small.FEATURES))[0].sum().backward()
 
 
 @run_on(4)
 def test_replicas_that_nobody_has_named_are_refused(rank: int, num_ranks: int) -> None:
-    mesh = open_mesh(2, 2)
+    mesh = small.open_mesh(2, 2)
     with symmoe.SymmetricHeap(mesh.get_group("ep"), num_bytes=4 << 20) as heap:
-        wrapped = DistributedDataParallel(prepared(model_of(heap)))
+        wrapped = DistributedDataParallel(prepared(small.model_of(heap)))
         with pytest.raises(ArgumentError, match=r"has the ranks \[0, 1, 2, 3\].*have 1 replica.*data_parallel"):
-            wrapped(torch.randn(5, FEATURES))
+            wrapped(torch.randn(5, small.FEATURES))
         wrapped = DistributedDataParallel(prepared(wrapped.module, mesh["efsdp"].get_group()))
-        wrapped(torch.randn(5, FEATURES))[0].sum().backward()
+        wrapped(torch.randn(5, small.FEATURES))[0].sum().backward()
 
 
 @run_on(2)
 def test_gradients_that_ddp_would_not_see(rank: int, num_ranks: int, heap: symmoe.SymmetricHeap) -> None:
     for option in ("delay_wgrad", "accumulate_into_main_grad"):
-        experts = symmoe.GroupedMLP(CONFIG.num_experts // 2, HIDDEN, CONFIG.ffn, **{option: True})
-        wrapped = DistributedDataParallel(symmoe.MoELayer(CONFIG, heap, experts=experts))
+        experts = symmoe.GroupedMLP(small.CONFIG.num_experts // 2, small.HIDDEN, small.CONFIG.ffn, **{option: True})
+        wrapped = DistributedDataParallel(symmoe.MoELayer(small.CONFIG, heap, experts=experts))
         with pytest.raises(ArgumentError, match=f"experts.{option} .True. must be False"):
-            wrapped(torch.randn(5, HIDDEN))
+            wrapped(torch.randn(5, small.HIDDEN))
     with pytest.raises(ArgumentError, match=r"model \(Linear\) has no MoELayer"):
         symmoe.prepare_for_ddp(nn.Linear(2, 2))
 
@@ -408,8 +395,8 @@ def test_gradients_that_ddp_would_not_see(rank: int, num_ranks: int, heap: symmo
 @run_on(2)
 def test_a_copied_layer_keeps_its_expert_group(rank: int, num_ranks: int) -> None:
     """A copy of a layer shares its group."""
-    mesh = open_mesh(1, 2)
+    mesh = small.open_mesh(1, 2)
     with symmoe.SymmetricHeap(mesh.get_group("ep"), num_bytes=4 << 20) as heap:
-        layer = symmoe.MoELayer(CONFIG, heap, expert_group=mesh["efsdp"].get_group())
+        layer = symmoe.MoELayer(small.CONFIG, heap, expert_group=mesh["efsdp"].get_group())
         copied = copy.deepcopy(layer)
         assert copied.replicas.group is layer.replicas.group

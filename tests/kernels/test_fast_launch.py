@@ -327,7 +327,7 @@ def test_a_launch_that_compiles_nothing_is_not_remembered(example, monkeypatch):
 def test_every_kernel_is_compiled_with_the_options_of_all():
     """Whoever launches one launches a FastLaunch, whose JIT gets them, as FakeJIT sees."""
     seen = []
-    for path in sorted(Path(kernels.__file__).parent.glob("*/*.py")):
+    for path in sorted(Path(kernels.__file__).parent.glob("*/[!_]*.py")):
         module = vars(importlib.import_module(f"symmoe.kernels.{path.parent.name}.{path.stem}"))
         tree = ast.parse(path.read_text(encoding="utf-8"))
         calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
@@ -350,7 +350,7 @@ def test_every_launcher_makes_calls_that_are_understood(fake_cuda, monkeypatch):
         status, received = torch.zeros(control.STATUS_WORDS, dtype=torch.int64), torch.zeros(2, 5, dtype=torch.int64)
         bases = torch.zeros(2, dtype=torch.int64)
         peers = Peers(rank=1, num_ranks=2, bases=bases, views=(), layout=ControlLayout(2))
-        words = (number, 2**40 * number, 16, 0, 0)
+        words = (number, 2**40 * number, 16, 0)
         sync.barrier(peers, words, received, status, call=number, fault=number == 1, timeout_ns=number)
         sync.send_signal(peers, number % 2)
         arrived = torch.zeros(1, dtype=torch.int64)

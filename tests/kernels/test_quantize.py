@@ -9,23 +9,8 @@ import torch
 pytest.importorskip("ml_dtypes")
 
 import ml_dtypes
+import quantize_cases as cases
 import quantize_reference as reference
-from quantize_cases import (
-    FILL,
-    FORMATS,
-    SIGNS,
-    SPLITS,
-    TAIL,
-    as_bytes,
-    differences,
-    filled,
-    hard_rows,
-    quantize_all,
-    quantize_weights,
-    row_buffers,
-    row_range_of,
-    weight_format,
-)
 
 from symmoe.errors import ArgumentError
 from symmoe.kernels import formats, twin
@@ -33,7 +18,7 @@ from symmoe.kernels.formats import TILE, max_tiles
 from symmoe.kernels.twin import philox, quantize
 
 WIDTH = 160  # more than a block of 128, no multiple of it
-ROWS = sum(SPLITS) + TAIL
+ROWS = sum(cases.SPLITS) + cases.TAIL
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value encountered")
 
 
@@ -48,20 +33,20 @@ def fields(block_format):
 
 def expected_rows(rows: torch.Tensor, splits, name: str, *, hard: bool) -> dict[str, torch.Tensor]:
     """What quantize_all is to give."""
-    block_format, values = FORMATS[name], rows.float().numpy()
+    block_format, values = cases.FORMATS[name], rows.float().numpy()
     padded, num_groups = TILE * max_tiles(len(rows), len(splits)), len(splits)
     size = block_format.scale_dtype.itemsize
     num_scales = padded // block_format.block
     result = {
-        "data": np.full((len(rows), block_format.data_width(WIDTH)), FILL, np.uint8),
-        "scale": np.full((len(rows), block_format.num_blocks(WIDTH) * size), FILL, np.uint8),
-        "column_data": np.full((WIDTH, block_format.data_width(padded)), FILL, np.uint8),
-        "column_scale": np.full((WIDTH, num_scales * size), FILL, np.uint8),
+        "data": np.full((len(rows), block_format.data_width(WIDTH)), cases.FILL, np.uint8),
+        "scale": np.full((len(rows), block_format.num_blocks(WIDTH) * size), cases.FILL, np.uint8),
+        "column_data": np.full((WIDTH, block_format.data_width(padded)), cases.FILL, np.uint8),
+        "column_scale": np.full((WIDTH, num_scales * size), cases.FILL, np.uint8),
     }
     amax, column_amax = np.zeros(num_groups, np.float32), np.zeros(num_groups, np.float32)
     token = 0
     for g, (start, end) in enumerate(itertools.pairwise(itertools.accumulate(splits, initial=0))):
-        group, signs = values[start:end], SIGNS if hard and block_format.has_global_scale else None
+        group, signs = values[start:end], cases.SIGNS if hard and block_format.has_global_scale else None
         seed = g * 0x123456789 - 7 if hard and block_format.has_global_scale else None
         lines = reference.padded_columns(group, signs)
         amax[g], column_amax[g] = reference.group_amax(group), reference.group_amax(lines)
@@ -82,29 +67,29 @@ def expected_rows(rows: torch.Tensor, splits, name: str, *, hard: bool) -> dict[
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", cases.FORMATS)
 def test_rows_and_columns(name, dtype):
-    rows = hard_rows(ROWS, WIDTH, dtype)
-    expected = expected_rows(rows, SPLITS, name, hard=False)
-    assert differences(quantize_all(twin, rows, row_range_of(), name), expected) == []
+    rows = cases.hard_rows(ROWS, WIDTH, dtype)
+    expected = expected_rows(rows, cases.SPLITS, name, hard=False)
+    assert cases.differences(cases.quantize_all(twin, rows, cases.row_range_of(), name), expected) == []
     if name != "nvfp4":  # with an index; what else is optional is NVFP4's
-        assert differences(quantize_all(twin, rows, row_range_of(), name, hard=True), expected) == []
+        assert cases.differences(cases.quantize_all(twin, rows, cases.row_range_of(), name, hard=True), expected) == []
 
 
 def test_stochastic_rounding_and_hadamard():
-    rows = hard_rows(200, WIDTH, torch.bfloat16)
+    rows = cases.hard_rows(200, WIDTH, torch.bfloat16)
     splits = (3, 0, 150, 20)
-    found = quantize_all(twin, rows, row_range_of(splits), "nvfp4", hard=True)
-    assert differences(found, expected_rows(rows, splits, "nvfp4", hard=True)) == []
-    nearest = quantize_all(twin, rows, row_range_of(splits), "nvfp4")
-    assert differences(found, nearest) == ["column_amax", "data", "column_data", "column_scale"]
+    found = cases.quantize_all(twin, rows, cases.row_range_of(splits), "nvfp4", hard=True)
+    assert cases.differences(found, expected_rows(rows, splits, "nvfp4", hard=True)) == []
+    nearest = cases.quantize_all(twin, rows, cases.row_range_of(splits), "nvfp4")
+    assert cases.differences(found, nearest) == ["column_amax", "data", "column_data", "column_scale"]
 
 
 @pytest.mark.parametrize("shape", [(2, 160, 96), (1, 128, 256), (3, 16, 288)], ids=str)
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", cases.FORMATS)
 def test_weights(name, shape):
-    weight = hard_rows(shape[0] * shape[1], shape[2], torch.bfloat16).view(shape)
-    found, block_format = quantize_weights(twin, weight, name), weight_format(name)
+    weight = cases.hard_rows(shape[0] * shape[1], shape[2], torch.bfloat16).view(shape)
+    found, block_format = cases.quantize_weights(twin, weight, name), cases.weight_format(name)
     expected = {}
     for prefix, lines in (("", weight), ("transposed_", weight.mT)):
         amaxes = [reference.group_amax(matrix.float().numpy()) for matrix in weight]
@@ -116,20 +101,20 @@ def test_weights(name, shape):
             expected[prefix + key] = torch.from_numpy(np.stack(parts))
     if block_format.has_global_scale:
         expected["amax"] = torch.from_numpy(np.array(amaxes).view(np.uint8))
-    assert differences(found, expected) == []
-    assert differences(quantize_weights(twin, weight, name, in_pairs=True), expected) == []
+    assert cases.differences(found, expected) == []
+    assert cases.differences(cases.quantize_weights(twin, weight, name, in_pairs=True), expected) == []
     if block_format.block_lines > 1 and block_format.element == "e4m3":
         for key in ("data", "scale"):
             turned = found["transposed_" + key].mT.flatten()
-            assert torch.equal(as_bytes(found[key].flatten()), as_bytes(turned)), key
+            assert torch.equal(cases.as_bytes(found[key].flatten()), cases.as_bytes(turned)), key
 
 
 def test_columns_whose_scales_lie_otherwise_are_refused():
-    rows, row_range = hard_rows(4, 32, torch.bfloat16), row_range_of((4,))
-    data = filled((32, 256), torch.float8_e4m3fn)
+    rows, row_range = cases.hard_rows(4, 32, torch.bfloat16), cases.row_range_of((4,))
+    data = cases.filled((32, 256), torch.float8_e4m3fn)
     for name, scale in (("float8_block", torch.zeros(32, 2)), ("mxfp8", torch.zeros(8, 32, dtype=torch.uint8).t())):
         with pytest.raises(ArgumentError, match=r"scale \[32, .\] must have strides"):
-            twin.quantize_columns(rows, row_range, (data, scale), FORMATS[name])
+            twin.quantize_columns(rows, row_range, (data, scale), cases.FORMATS[name])
 
 
 MUTANTS = {
@@ -166,11 +151,15 @@ def _truncated(x):
 def test_the_reference_notices(monkeypatch, mutant):
     name, function, mutate = MUTANTS[mutant]
     splits, hard = (30, 34), "word" in mutant
-    rows = tied_rows(64) if "ties" in mutant else hard_rows(64, WIDTH, torch.bfloat16)
+    rows = tied_rows(64) if "ties" in mutant else cases.hard_rows(64, WIDTH, torch.bfloat16)
     expected = expected_rows(rows, splits, name, hard=hard)
-    assert differences(quantize_all(twin, rows, row_range_of(splits), name, hard=hard), expected) == []
+    assert (
+        cases.differences(cases.quantize_all(twin, rows, cases.row_range_of(splits), name, hard=hard), expected) == []
+    )
     monkeypatch.setattr(quantize, function, mutate(getattr(quantize, function)))
-    assert differences(quantize_all(twin, rows, row_range_of(splits), name, hard=hard), expected) != []
+    assert (
+        cases.differences(cases.quantize_all(twin, rows, cases.row_range_of(splits), name, hard=hard), expected) != []
+    )
 
 
 def all_bf16_and_more() -> torch.Tensor:
@@ -232,50 +221,52 @@ def test_stochastic_rounding_is_unbiased():
 
 
 def test_random_numbers_depend_on_the_place_in_the_group_alone():
-    rows = hard_rows(90, 64, torch.bfloat16)[20:]
-    alone = quantize_all(twin, rows[30:].contiguous(), row_range_of((40,)), "nvfp4", hard=True)
+    rows = cases.hard_rows(90, 64, torch.bfloat16)[20:]
+    alone = cases.quantize_all(twin, rows[30:].contiguous(), cases.row_range_of((40,)), "nvfp4", hard=True)
     shifted = torch.zeros(2, dtype=torch.int64)  # the seed of group 0 in both
-    out, amax = row_buffers(70, 64, FORMATS["nvfp4"]), torch.empty(2)
-    twin.group_amax(rows, row_range_of((30, 40)), amax)
-    twin.quantize_rows(rows, row_range_of((30, 40)), out, FORMATS["nvfp4"], amax=amax, seeds=shifted.fill_(-7))
+    out, amax = cases.row_buffers(70, 64, cases.FORMATS["nvfp4"]), torch.empty(2)
+    twin.group_amax(rows, cases.row_range_of((30, 40)), amax)
+    twin.quantize_rows(
+        rows, cases.row_range_of((30, 40)), out, cases.FORMATS["nvfp4"], amax=amax, seeds=shifted.fill_(-7)
+    )
     assert torch.equal(out[0][30:], alone["data"])
 
 
 def test_hadamard():
     x = torch.randn(33, 64, generator=torch.Generator().manual_seed(0))
-    y = quantize.hadamard(x, SIGNS)
-    exact = (x.double().view(33, 4, 16) @ torch.from_numpy(reference.hadamard_matrix(SIGNS)).T).view(33, 64)
+    y = quantize.hadamard(x, cases.SIGNS)
+    exact = (x.double().view(33, 4, 16) @ torch.from_numpy(reference.hadamard_matrix(cases.SIGNS)).T).view(33, 64)
     assert (y - exact).abs().max() < 1e-6 * x.abs().max()
-    assert (quantize.inverse_hadamard(y, SIGNS) - x).abs().max() < 1e-6 * x.abs().max()
+    assert (quantize.inverse_hadamard(y, cases.SIGNS) - x).abs().max() < 1e-6 * x.abs().max()
     # Orthonormal: contractions stay what they are. Signs matter.
     other = torch.randn(7, 64, generator=torch.Generator().manual_seed(1))
-    assert torch.allclose(y @ quantize.hadamard(other, SIGNS).T, x @ other.T, atol=1e-4)
-    assert not torch.allclose(y @ quantize.hadamard(other, SIGNS ^ 1).T, x @ other.T, atol=1e-1)
-    assert np.allclose(reference.hadamard_matrix(SIGNS) @ reference.hadamard_matrix(SIGNS).T, np.eye(16))
+    assert torch.allclose(y @ quantize.hadamard(other, cases.SIGNS).T, x @ other.T, atol=1e-4)
+    assert not torch.allclose(y @ quantize.hadamard(other, cases.SIGNS ^ 1).T, x @ other.T, atol=1e-1)
+    assert np.allclose(reference.hadamard_matrix(cases.SIGNS) @ reference.hadamard_matrix(cases.SIGNS).T, np.eye(16))
 
 
 def test_other_blocks_do_not_see_nan():
     """A NaN in one block, and the same rows without it: every other byte is the same, in all formats."""
-    clean = hard_rows(ROWS, WIDTH, torch.bfloat16).nan_to_num(0.0, 0.0, 0.0)
+    clean = cases.hard_rows(ROWS, WIDTH, torch.bfloat16).nan_to_num(0.0, 0.0, 0.0)
     dirty = clean.clone()
     dirty[40, 5] = torch.nan
-    for name, block_format in FORMATS.items():
-        left, right = (quantize_all(twin, rows, row_range_of(), name) for rows in (clean, dirty))
-        changed = (as_bytes(left["data"]) != as_bytes(right["data"])).nonzero()
+    for name, block_format in cases.FORMATS.items():
+        left, right = (cases.quantize_all(twin, rows, cases.row_range_of(), name) for rows in (clean, dirty))
+        changed = (cases.as_bytes(left["data"]) != cases.as_bytes(right["data"])).nonzero()
         assert set(changed[:, 0].tolist()) <= {40}, name
         assert changed[:, 1].max() < block_format.data_width(min(block_format.block, WIDTH)), name
-        changed = (as_bytes(left["column_data"]) != as_bytes(right["column_data"])).nonzero()
+        changed = (cases.as_bytes(left["column_data"]) != cases.as_bytes(right["column_data"])).nonzero()
         assert set(changed[:, 0].tolist()) <= {5}, name
 
 
 @pytest.mark.parametrize("num_blocks", [1, 4, 6, 10])
 def test_swizzled_scales(num_blocks):
-    row_range, num_rows = row_range_of(), ROWS
+    row_range, num_rows = cases.row_range_of(), ROWS
     scale = torch.randint(1, 255, (num_rows, num_blocks), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
-    num_tiles, across = max_tiles(num_rows, len(SPLITS)), -(-num_blocks // 4)
-    swizzled = filled((num_tiles, across, 512), torch.uint8)
+    num_tiles, across = max_tiles(num_rows, len(cases.SPLITS)), -(-num_blocks // 4)
+    swizzled = cases.filled((num_tiles, across, 512), torch.uint8)
     twin.swizzle_scales(scale, row_range, swizzled)
-    expected, tile = np.full((num_tiles, across * 512), FILL, np.uint8), 0
+    expected, tile = np.full((num_tiles, across * 512), cases.FILL, np.uint8), 0
     for start, end in row_range.t().tolist():
         num_group_tiles = -(-(end - start) // 128)
         flat = np.zeros(num_group_tiles * across * 512, np.uint8)
@@ -285,8 +276,8 @@ def test_swizzled_scales(num_blocks):
         expected[tile : tile + num_group_tiles] = flat.reshape(num_group_tiles, across * 512)
         tile += num_group_tiles
     assert np.array_equal(swizzled.view(num_tiles, -1).numpy(), expected)
-    back = filled((num_rows, num_blocks), torch.uint8)
+    back = cases.filled((num_rows, num_blocks), torch.uint8)
     twin.unswizzle_scales(swizzled, row_range, back)
     end = int(row_range[1, -1])
     assert torch.equal(back[:end], scale[:end])
-    assert (back[end:] == FILL).all()
+    assert (back[end:] == cases.FILL).all()

@@ -85,7 +85,7 @@ def test_plan_kernels(launches, shape, id_dtype, drop, num_places):
         assert code.ptx.count("fence.acq_rel.sys") == (launch.name == "lay_out_kernel")
 
 
-@pytest.mark.parametrize("num_nodes", [2, 4])
+@pytest.mark.parametrize("num_nodes", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_kernels_between_nodes(launches, num_nodes):
     names = "rail_rows", "tell_header", "own_counts", "other_counts", "plan_in_node", "take_rows"
     names += "count_exchange", "hear_of_faults"

@@ -3,30 +3,11 @@
 import math
 from functools import partial
 
+import grouped_cases as cases
 import pytest
 import torch
-from grouped_cases import (
-    DTYPES,
-    assert_near,
-    assert_same_bits,
-    clamped_swiglu,
-    gating,
-    interleaved_order,
-    refused,
-    scaled,
-    srelu,
-    swiglu,
-    tanh_gelu,
-)
 
-from symmoe import (
-    ScaledActivation,
-    ScaledClampedSwiGLU,
-    ScaledSReLU,
-    ScaledSwiGLU,
-    deinterleave_gate_up,
-    interleave_gate_up,
-)
+import symmoe
 from symmoe.errors import ArgumentError
 from symmoe.kernels.activation import Activation
 
@@ -34,29 +15,29 @@ I = 12
 
 
 def gpt_oss(h):
-    return clamped_swiglu(h, alpha=1.702, limit=7.0, offset=1.0)
+    return cases.clamped_swiglu(h, alpha=1.702, limit=7.0, offset=1.0)
 
 
 def tight(h):
-    return clamped_swiglu(h, alpha=0.5, limit=0.75, offset=-0.5)
+    return cases.clamped_swiglu(h, alpha=0.5, limit=0.75, offset=-0.5)
 
 
 ACTIVATIONS = {
-    "swiglu": (ScaledSwiGLU(), swiglu),
-    "gpt-oss": (ScaledClampedSwiGLU(), gpt_oss),
-    "clamped": (ScaledClampedSwiGLU(alpha=0.5, limit=0.75, offset=-0.5), tight),
-    "srelu": (ScaledSReLU(), srelu),
-    "silu": (scaled("silu", is_gated=False), torch.nn.functional.silu),
-    "quick gelu": (scaled("silu", is_gated=False, alpha=1.702), lambda h: h * torch.sigmoid(1.702 * h)),
-    "gelu": (scaled("gelu", is_gated=False), torch.nn.functional.gelu),
-    "tanh gelu": (scaled("gelu_tanh", is_gated=False), tanh_gelu),
-    "geglu": (scaled("gelu"), gating(torch.nn.functional.gelu)),
-    "tanh geglu": (scaled("gelu_tanh"), gating(tanh_gelu)),
-    "gated srelu": (scaled("relu2"), gating(srelu)),
+    "swiglu": (symmoe.ScaledSwiGLU(), cases.swiglu),
+    "gpt-oss": (symmoe.ScaledClampedSwiGLU(), gpt_oss),
+    "clamped": (symmoe.ScaledClampedSwiGLU(alpha=0.5, limit=0.75, offset=-0.5), tight),
+    "srelu": (symmoe.ScaledSReLU(), cases.srelu),
+    "silu": (cases.scaled("silu", is_gated=False), torch.nn.functional.silu),
+    "quick gelu": (cases.scaled("silu", is_gated=False, alpha=1.702), lambda h: h * torch.sigmoid(1.702 * h)),
+    "gelu": (cases.scaled("gelu", is_gated=False), torch.nn.functional.gelu),
+    "tanh gelu": (cases.scaled("gelu_tanh", is_gated=False), cases.tanh_gelu),
+    "geglu": (cases.scaled("gelu"), cases.gating(torch.nn.functional.gelu)),
+    "tanh geglu": (cases.scaled("gelu_tanh"), cases.gating(cases.tanh_gelu)),
+    "gated srelu": (cases.scaled("relu2"), cases.gating(cases.srelu)),
 }
 
 
-def operands(activation: ScaledActivation, lead: tuple[int, ...], dtype: torch.dtype, seed: int = 0):
+def operands(activation: symmoe.ScaledActivation, lead: tuple[int, ...], dtype: torch.dtype, seed: int = 0):
     """h with values inside and outside of the limits, scale, and the gradient of the result."""
     generator = torch.Generator().manual_seed(seed)
     width = activation.activation.hidden_width(I)
@@ -75,7 +56,7 @@ def oracle(act, h, scale, d_out):
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize("lead", [(37,), (3, 5), (2, 1, 4)], ids=str)
 def test_against_float64(name, dtype, lead):
     activation, act = ACTIVATIONS[name]
@@ -88,43 +69,43 @@ def test_against_float64(name, dtype, lead):
     out.backward(d_out)
     assert (h.grad.dtype, scale.grad.dtype) == (dtype, torch.float32)
     want_out, want_h, want_scale = oracle(act, h, scale, d_out)
-    assert_near(out.detach(), want_out, dtype, "out")
-    assert_near(h.grad, want_h, dtype, "d_h")
-    assert_near(scale.grad, want_scale, torch.float32 if dtype is torch.float32 else dtype, "d_scale")
+    cases.assert_near(out.detach(), want_out, dtype, "out")
+    cases.assert_near(h.grad, want_h, dtype, "d_h")
+    cases.assert_near(scale.grad, want_scale, torch.float32 if dtype is torch.float32 else dtype, "d_scale")
 
 
 def test_torch_knows_swiglu_and_gpt_oss():
     """The formulas again, as model code writes them: F.silu, and the experts of gpt-oss."""
-    h, scale, _ = operands(ScaledSwiGLU(), (40,), torch.float32)
+    h, scale, _ = operands(symmoe.ScaledSwiGLU(), (40,), torch.float32)
     gate, up = h.chunk(2, dim=1)
-    torch.testing.assert_close(ScaledSwiGLU()(h, scale), torch.nn.functional.silu(gate) * up * scale[:, None])
+    torch.testing.assert_close(symmoe.ScaledSwiGLU()(h, scale), torch.nn.functional.silu(gate) * up * scale[:, None])
     gate, up = gate.clamp(min=None, max=7.0), up.clamp(min=-7.0, max=7.0)
     want = (up + 1) * (gate * torch.sigmoid(gate * 1.702)) * scale[:, None]
-    torch.testing.assert_close(ScaledClampedSwiGLU()(h, scale), want)
+    torch.testing.assert_close(symmoe.ScaledClampedSwiGLU()(h, scale), want)
 
 
 def test_defaults_are_plain_swiglu_without_clamps():
-    h, scale, _ = operands(ScaledSwiGLU(), (20,), torch.float32)
-    plain, clamped = ScaledSwiGLU(), ScaledClampedSwiGLU(alpha=1.0, limit=math.inf, offset=0.0)
-    assert_same_bits(clamped(h, scale), plain(h, scale))
-    assert ScaledClampedSwiGLU().activation == Activation(alpha=1.702, limit=7.0, offset=1.0)
+    h, scale, _ = operands(symmoe.ScaledSwiGLU(), (20,), torch.float32)
+    plain, clamped = symmoe.ScaledSwiGLU(), symmoe.ScaledClampedSwiGLU(alpha=1.0, limit=math.inf, offset=0.0)
+    cases.assert_same_bits(clamped(h, scale), plain(h, scale))
+    assert symmoe.ScaledClampedSwiGLU().activation == Activation(alpha=1.702, limit=7.0, offset=1.0)
     assert list(plain.parameters()) == []
 
 
 @pytest.mark.parametrize("offset", [0.0, 1.0])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 def test_derivatives_at_the_limits(dtype, offset):
     """torch.clamp's: 1 at equality, 0 outside; relu's: 0 at 0."""
     values = torch.tensor([-2.5, -2.0, -1.0, 0.0, 1.0, 2.0, 2.5])
     grid = torch.cartesian_prod(values, values).to(dtype)
     h = grid.clone().requires_grad_()
     options, ones = {"alpha": 1.5, "limit": 2.0, "offset": offset}, torch.ones(len(grid))
-    ScaledClampedSwiGLU(**options)(h, ones).sum().backward()
-    _, want, _ = oracle(partial(clamped_swiglu, **options), grid, ones, ones[:, None])
-    assert_near(h.grad, want, dtype)
+    symmoe.ScaledClampedSwiGLU(**options)(h, ones).sum().backward()
+    _, want, _ = oracle(partial(cases.clamped_swiglu, **options), grid, ones, ones[:, None])
+    cases.assert_near(h.grad, want, dtype)
     assert ((h.grad == 0) >= (want == 0)).all()
     x = torch.tensor([[-1.0], [0.0], [2.0]], dtype=dtype, requires_grad=True)
-    ScaledSReLU()(x, torch.ones(3)).sum().backward()
+    symmoe.ScaledSReLU()(x, torch.ones(3)).sum().backward()
     assert x.grad.flatten().tolist() == [0, 0, 4]
 
 
@@ -157,52 +138,52 @@ def test_large_values_do_not_make_nan(name):
 
 @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_scale_of_any_floating_dtype(scale_dtype):
-    activation = ScaledSwiGLU()
+    activation = symmoe.ScaledSwiGLU()
     h, scale, d_out = operands(activation, (20,), torch.bfloat16)
     scale = scale.to(scale_dtype).requires_grad_()
     out = activation(h, scale)
     out.backward(d_out)
     assert out.dtype == torch.bfloat16
     assert scale.grad.dtype == scale_dtype
-    assert_near(scale.grad, oracle(swiglu, h, scale, d_out)[2], torch.bfloat16)
+    cases.assert_near(scale.grad, oracle(cases.swiglu, h, scale, d_out)[2], torch.bfloat16)
 
 
 @pytest.mark.parametrize("only", ["h", "scale"])
 def test_one_argument_takes_a_gradient(only):
-    activation = ScaledSwiGLU()
+    activation = symmoe.ScaledSwiGLU()
     h, scale, d_out = operands(activation, (9,), torch.float32)
-    _, want_h, want_scale = oracle(swiglu, h, scale, d_out)
+    _, want_h, want_scale = oracle(cases.swiglu, h, scale, d_out)
     {"h": h, "scale": scale}[only].requires_grad_()
     activation(h, scale).backward(d_out)
     found, want = (h.grad, want_h) if only == "h" else (scale.grad, want_scale)
-    assert_near(found, want, torch.float32)
+    cases.assert_near(found, want, torch.float32)
 
 
 def test_strided_arguments():
-    activation = ScaledSwiGLU()
+    activation = symmoe.ScaledSwiGLU()
     h, scale, d_out = operands(activation, (8,), torch.float32)
     want = activation(h, scale)
     strided_h = torch.empty(8, 4 * I)[:, ::2].copy_(h).requires_grad_()
     strided_scale = torch.empty(8, 3)[:, 1].copy_(scale)
     out = activation(strided_h, strided_scale)
     out.backward(d_out.t().contiguous().t())
-    assert_same_bits(out, want)
-    assert_near(strided_h.grad, oracle(swiglu, h, scale, d_out)[1], torch.float32)
+    cases.assert_same_bits(out, want)
+    cases.assert_near(strided_h.grad, oracle(cases.swiglu, h, scale, d_out)[1], torch.float32)
 
 
 @pytest.mark.parametrize("lead", [(0,), (0, 3), (3, 0)], ids=str)
 def test_no_rows(lead):
     h, scale = torch.empty(*lead, 2 * I, requires_grad=True), torch.empty(lead, requires_grad=True)
-    out = ScaledSwiGLU()(h, scale)
+    out = symmoe.ScaledSwiGLU()(h, scale)
     assert out.shape == (*lead, I)
     out.sum().backward()
     assert (h.grad.shape, scale.grad.shape) == (h.shape, scale.shape)
 
 
 def test_no_second_derivatives():
-    h, scale, _ = operands(ScaledSwiGLU(), (4,), torch.float32)
+    h, scale, _ = operands(symmoe.ScaledSwiGLU(), (4,), torch.float32)
     h.requires_grad_()
-    (d_h,) = torch.autograd.grad(ScaledSwiGLU()(h, scale).square().sum(), h, create_graph=True)
+    (d_h,) = torch.autograd.grad(symmoe.ScaledSwiGLU()(h, scale).square().sum(), h, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         d_h.sum().backward()
 
@@ -210,21 +191,21 @@ def test_no_second_derivatives():
 @pytest.mark.parametrize(
     ("activation", "h", "scale", "parts"),
     [
-        (ScaledSwiGLU(), torch.ones(3, 5), torch.ones(3), ["h has 5 columns", "multiple of 2"]),
-        (ScaledSwiGLU(interleave=4), torch.ones(3, 12), torch.ones(3), ["h has 12 columns", "multiple of 8"]),
-        (ScaledSwiGLU(), torch.ones(3, 4).double(), torch.ones(3), ["h is torch.float64", "torch.bfloat16"]),
-        (ScaledSwiGLU(), torch.ones(3, 4).int(), torch.ones(3), ["h is torch.int32"]),
-        (ScaledSwiGLU(), torch.ones(3, 4), torch.ones(4), ["scale", "[4]", "[3]"]),
-        (ScaledSwiGLU(), torch.ones(3, 4), torch.ones(3, 1), ["scale", "[3, 1]", "[3]"]),
-        (ScaledSwiGLU(), torch.ones(3, 4), torch.ones(3).int(), ["scale", "torch.int32", "floating point"]),
-        (ScaledSwiGLU(), torch.ones(3, 4), [1.0] * 3, ["scale (list)", "tensor"]),
-        (ScaledSwiGLU(), torch.ones(3, 4), torch.ones(3, device="meta"), ["scale", "meta", "cpu"]),
-        (ScaledSwiGLU(), [[1.0, 2.0]], torch.ones(1), ["h (list)"]),
+        (symmoe.ScaledSwiGLU(), torch.ones(3, 5), torch.ones(3), ["h has 5 columns", "multiple of 2"]),
+        (symmoe.ScaledSwiGLU(interleave=4), torch.ones(3, 12), torch.ones(3), ["h has 12 columns", "multiple of 8"]),
+        (symmoe.ScaledSwiGLU(), torch.ones(3, 4).double(), torch.ones(3), ["h is torch.float64", "torch.bfloat16"]),
+        (symmoe.ScaledSwiGLU(), torch.ones(3, 4).int(), torch.ones(3), ["h is torch.int32"]),
+        (symmoe.ScaledSwiGLU(), torch.ones(3, 4), torch.ones(4), ["scale", "[4]", "[3]"]),
+        (symmoe.ScaledSwiGLU(), torch.ones(3, 4), torch.ones(3, 1), ["scale", "[3, 1]", "[3]"]),
+        (symmoe.ScaledSwiGLU(), torch.ones(3, 4), torch.ones(3).int(), ["scale", "torch.int32", "floating point"]),
+        (symmoe.ScaledSwiGLU(), torch.ones(3, 4), [1.0] * 3, ["scale (list)", "tensor"]),
+        (symmoe.ScaledSwiGLU(), torch.ones(3, 4), torch.ones(3, device="meta"), ["scale", "meta", "cpu"]),
+        (symmoe.ScaledSwiGLU(), [[1.0, 2.0]], torch.ones(1), ["h (list)"]),
     ],
     ids=str,
 )
 def test_wrong_arguments(activation, h, scale, parts):
-    with refused(*parts):
+    with cases.refused(*parts):
         activation(h, scale)
 
 
@@ -235,10 +216,10 @@ def test_wrong_arguments(activation, h, scale, parts):
         (lambda: Activation(function="gelu", alpha=1.702), r"alpha \(1.702\) needs function 'silu', not 'gelu'"),
         (lambda: Activation(is_gated=False, limit=7.0), r"limit \(7.0\) and offset \(0.0\) need a gated activation"),
         (lambda: Activation(is_gated=False, offset=1.0), r"offset \(1.0\) need a gated activation"),
-        (lambda: ScaledClampedSwiGLU(limit=0.0), r"limit \(0.0\) must be greater than 0"),
-        (lambda: ScaledClampedSwiGLU(limit=-1.0), r"limit \(-1.0\)"),
-        (lambda: ScaledClampedSwiGLU(limit=math.nan), r"limit \(nan\)"),
-        (lambda: ScaledSwiGLU(interleave=0), r"interleave \(0\)"),
+        (lambda: symmoe.ScaledClampedSwiGLU(limit=0.0), r"limit \(0.0\) must be greater than 0"),
+        (lambda: symmoe.ScaledClampedSwiGLU(limit=-1.0), r"limit \(-1.0\)"),
+        (lambda: symmoe.ScaledClampedSwiGLU(limit=math.nan), r"limit \(nan\)"),
+        (lambda: symmoe.ScaledSwiGLU(interleave=0), r"interleave \(0\)"),
         (lambda: Activation(is_gated=False, interleave=2), r"interleave \(2\)"),
     ],
 )
@@ -254,13 +235,15 @@ def test_wrong_constructors(make, text):
 @pytest.mark.parametrize(("shape", "dim"), [((3, 24, 5), -2), ((3, 24, 5), 1), ((3, 24), -1), ((24,), 0)], ids=str)
 def test_conversion(block, shape, dim):
     tensor = torch.randn(shape)
-    interleaved = interleave_gate_up(tensor, block, dim=dim)
-    assert_same_bits(interleaved, tensor.index_select(dim, torch.tensor(interleaved_order(24, block))))
-    assert_same_bits(deinterleave_gate_up(interleaved, block, dim=dim), tensor)
-    assert_same_bits(interleave_gate_up(deinterleave_gate_up(tensor, block, dim=dim), block, dim=dim), tensor)
+    interleaved = symmoe.interleave_gate_up(tensor, block, dim=dim)
+    cases.assert_same_bits(interleaved, tensor.index_select(dim, torch.tensor(cases.interleaved_order(24, block))))
+    cases.assert_same_bits(symmoe.deinterleave_gate_up(interleaved, block, dim=dim), tensor)
+    cases.assert_same_bits(
+        symmoe.interleave_gate_up(symmoe.deinterleave_gate_up(tensor, block, dim=dim), block, dim=dim), tensor
+    )
 
 
-@pytest.mark.parametrize("convert", [interleave_gate_up, deinterleave_gate_up])
+@pytest.mark.parametrize("convert", [symmoe.interleave_gate_up, symmoe.deinterleave_gate_up])
 @pytest.mark.parametrize("block", [0, -1, 5, 24])
 def test_wrong_block(convert, block):
     with pytest.raises(ArgumentError, match=r"dimension 1 \(24\) must be a multiple of 2 \* block"):
@@ -268,18 +251,18 @@ def test_wrong_block(convert, block):
 
 
 @pytest.mark.parametrize("block", [1, 2, 4, 12])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("make", [ScaledSwiGLU, ScaledClampedSwiGLU])
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+@pytest.mark.parametrize("make", [symmoe.ScaledSwiGLU, symmoe.ScaledClampedSwiGLU])
 def test_interleaved_is_the_same_function(block, dtype, make):
     plain, interleaved = make(), make(interleave=block)
     h, scale, d_out = operands(plain, (11,), dtype)
     h.requires_grad_()
     scale.requires_grad_()
-    mixed = interleave_gate_up(h.detach(), block, dim=-1).requires_grad_()
+    mixed = symmoe.interleave_gate_up(h.detach(), block, dim=-1).requires_grad_()
     other_scale = scale.detach().clone().requires_grad_()
     out, other = plain(h, scale), interleaved(mixed, other_scale)
     out.backward(d_out)
     other.backward(d_out)
-    assert_same_bits(other, out)
-    assert_same_bits(deinterleave_gate_up(mixed.grad, block, dim=-1), h.grad)
-    assert_same_bits(other_scale.grad, scale.grad)
+    cases.assert_same_bits(other, out)
+    cases.assert_same_bits(symmoe.deinterleave_gate_up(mixed.grad, block, dim=-1), h.grad)
+    cases.assert_same_bits(other_scale.grad, scale.grad)

@@ -109,7 +109,7 @@ def record_on_one_rank(rank: int, num_ranks: int) -> tuple[int, bool]:
 
 
 def test_a_rank_records_a_call_while_others_do_not():
-    with Cluster(2) as ranks:  # new processes, which have imported nothing yet
+    with Cluster(2, start="spawn") as ranks:  # new processes, which have imported nothing yet
         results = ranks.run(record_on_one_rank)
     assert all(num_played > 0 and not is_imported for num_played, is_imported in results)
 

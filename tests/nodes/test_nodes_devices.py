@@ -11,27 +11,11 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import node_calls as calls
 import pytest
 import torch
 from cluster import Cluster, run_on
 from limits import HANG_S
-from node_calls import (
-    EAGERLY,
-    EXACT,
-    ON_RAILS,
-    STATIC,
-    Overlapping,
-    Ready,
-    check_survivors,
-    check_unforeseen,
-    drop_on_rails,
-    fail_plans,
-    give_up,
-    lose,
-    train,
-    unforeseen,
-    wrong_calls,
-)
 from torch.utils._python_dispatch import TorchDispatchMode
 from worker import open_heap
 
@@ -112,17 +96,17 @@ def on_gpus(rank: int, num_ranks: int, seed: int, function: Callable[..., Any], 
         return function(rank, num_ranks, *arguments)
 
 
-@pytest.mark.parametrize("options", [EXACT, STATIC, ON_RAILS], ids=["exact", "static", "rail"])
+@pytest.mark.parametrize("options", [calls.EXACT, calls.STATIC, calls.ON_RAILS], ids=["exact", "static", "rail"])
 def test_bits(cluster, options: dict[str, Any]):
-    options = {**options, **EAGERLY, "order": "slot"}
-    want = cluster(4).run(train, 2, {**options, "schedule": "serial"}, torch.bfloat16)
-    got = cluster(4).run(on_gpus, 0, train, 2, options, torch.bfloat16)
+    options = {**options, **calls.EAGERLY, "order": "slot"}
+    want = cluster(4).run(calls.train, 2, {**options, "schedule": "serial"}, torch.bfloat16)
+    got = cluster(4).run(on_gpus, 0, calls.train, 2, options, torch.bfloat16)
     for mine, its in zip(want, got, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(mine, its, strict=True))
 
 
 def test_rails_drop_the_last_tokens(cluster):
-    assert cluster(4).findings(on_gpus, 0, drop_on_rails, 2) == []
+    assert cluster(4).findings(on_gpus, 0, calls.drop_on_rails, 2) == []
 
 
 LAYOUTS = [pytest.param(4, 2, id="2 x 2"), pytest.param(2, 1, id="2 x 1")]
@@ -133,7 +117,7 @@ SEEDS = [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2,
 @pytest.mark.parametrize("seed", SEEDS)
 def test_wrong_calls(cluster, num_ranks: int, ranks_per_node: int, seed: int):
     """Every rank raises an error of that class, and the calls that follow are right."""
-    for found in cluster(num_ranks).run(on_gpus, seed, wrong_calls, ranks_per_node, num_ranks - 1 - seed % 2):
+    for found in cluster(num_ranks).run(on_gpus, seed, calls.wrong_calls, ranks_per_node, num_ranks - 1 - seed % 2):
         assert [error[0] for _, error in found] == [name for name, _ in found]
 
 
@@ -141,11 +125,13 @@ def test_wrong_calls(cluster, num_ranks: int, ranks_per_node: int, seed: int):
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))])
 def test_unforeseen_errors(cluster, ranks_per_node: int, seed: int):
     """All ranks raise one by the end of the step, whoever looks when, and the next step is right."""
-    check_unforeseen(cluster(2 * ranks_per_node).run(on_gpus, seed, unforeseen, ranks_per_node), ranks_per_node)
+    calls.check_unforeseen(
+        cluster(2 * ranks_per_node).run(on_gpus, seed, calls.unforeseen, ranks_per_node), ranks_per_node
+    )
 
 
 def test_an_error_at_the_end_of_a_plan(cluster):
-    cluster(4).run(on_gpus, 0, fail_plans, 2)
+    cluster(4).run(on_gpus, 0, calls.fail_plans, 2)
 
 
 @run_on(2)
@@ -181,25 +167,25 @@ def test_an_exchange_has_its_own_bound():
 @pytest.mark.parametrize(
     ("num_nodes", "victims", "how", "kind"),
     [
-        (2, (1,), "stop", Overlapping),
-        pytest.param(2, (2, 3), "kill", Ready, marks=pytest.mark.slow),
-        pytest.param(2, (2,), "kill, deaf", Ready, marks=pytest.mark.slow),
-        (3, (2,), "hang", Ready),
-        pytest.param(3, (2,), "stop", Overlapping, marks=pytest.mark.slow),
-        pytest.param(3, (2,), "kill", Ready, marks=pytest.mark.slow),
-        pytest.param(3, (1,), "hang", Overlapping, marks=pytest.mark.slow),
+        (2, (1,), "stop", calls.Overlapping),
+        pytest.param(2, (2, 3), "kill", calls.Ready, marks=pytest.mark.slow),
+        pytest.param(2, (2,), "kill, deaf", calls.Ready, marks=pytest.mark.slow),
+        (3, (2,), "hang", calls.Ready),
+        pytest.param(3, (2,), "stop", calls.Overlapping, marks=pytest.mark.slow),
+        pytest.param(3, (2,), "kill", calls.Ready, marks=pytest.mark.slow),
+        pytest.param(3, (1,), "hang", calls.Overlapping, marks=pytest.mark.slow),
     ],
 )
-def test_lost_while_payload_travels(num_nodes: int, victims: tuple[int, ...], how: str, kind: type[Ready]):
+def test_lost_while_payload_travels(num_nodes: int, victims: tuple[int, ...], how: str, kind: type[calls.Ready]):
     where, (num_ranks, ranks_per_node) = (kind, "begin", None), ((4, 2) if num_nodes == 2 else (3, 1))
-    its = lose, ranks_per_node, victims, how, where
+    its = calls.lose, ranks_per_node, victims, how, where
     survivors = Cluster(num_ranks).run_without(victims, on_gpus, 0, *its, timeout_s=HANG_S)
     assert len(survivors) == num_ranks - len(victims)
-    check_survivors(survivors, victims, ranks_per_node)
+    calls.check_survivors(survivors, victims, ranks_per_node)
 
 
 def test_a_rank_that_gives_up(cluster):
-    found = cluster(4).run(on_gpus, 0, give_up)
+    found = cluster(4).run(on_gpus, 0, calls.give_up)
     aborted, own = ("PeerAborted", 1), ("KeyError", -1)
     assert [each[:2] for each in found] == [aborted, own, aborted, aborted]
 

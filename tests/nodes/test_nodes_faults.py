@@ -9,26 +9,11 @@ import signal
 import time
 from collections.abc import Callable
 
+import node_calls as nodes
 import pytest
 import torch
 from cluster import Cluster, run_on
 from limits import HANG_S, PROMPT_S
-from node_calls import (
-    HIDDEN,
-    NUM_EXPERTS,
-    TIMEOUT_S,
-    TOP_K,
-    Overlapping,
-    Ready,
-    check_survivors,
-    check_unforeseen,
-    fail_plans,
-    give_up,
-    lose,
-    outcome,
-    unforeseen,
-    wrong_calls,
-)
 from worker import free_bytes, open_heap
 
 from symmoe import MoEConfig, MoELayer, SymmetricHeap, combine_tokens, dispatch_tokens
@@ -44,7 +29,7 @@ LAYOUTS = [pytest.param(4, 2, id="2 x 2"), pytest.param(3, 1, id="3 x 1", marks=
 @pytest.mark.parametrize(("num_ranks", "ranks_per_node"), LAYOUTS)
 @pytest.mark.parametrize("culprit", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_wrong_calls(cluster, num_ranks: int, ranks_per_node: int, culprit: int):
-    by_rank = cluster(num_ranks).run(wrong_calls, ranks_per_node, culprit)
+    by_rank = cluster(num_ranks).run(nodes.wrong_calls, ranks_per_node, culprit)
     for (wanted, first), *others in zip(*by_rank, strict=True):
         assert first[0] == wanted, first
         assert [error for _, error in others] == [first] * (num_ranks - 1)
@@ -55,10 +40,10 @@ def test_wrong_calls(cluster, num_ranks: int, ranks_per_node: int, culprit: int)
 def test_full_heaps(rank: int, num_ranks: int, ranks_per_node: int) -> None:
     """Classes of errors where a heap has no room left, in dispatch, combine, backward and in a layer."""
     found = []
-    sizes = {"hidden": HIDDEN, "ffn": 8, "num_experts": NUM_EXPERTS, "top_k": TOP_K}
+    sizes = {"hidden": nodes.HIDDEN, "ffn": 8, "num_experts": nodes.NUM_EXPERTS, "top_k": nodes.TOP_K}
     config = MoEConfig(**sizes, schedule="always-overlapped")
     with open_heap("cpu", num_bytes=1 << 20, ranks_per_node=ranks_per_node) as heap:
-        ready, layer = Ready(heap, rank), MoELayer(config, heap)
+        ready, layer = nodes.Ready(heap, rank), MoELayer(config, heap)
         for call in ("dispatch", "combine", "backward", "layer", "backward of the layer"):
             plan = ready.plan()
             rows, _ = dispatch_tokens(ready.x.clone().requires_grad_(), plan)
@@ -72,7 +57,7 @@ def test_full_heaps(rank: int, num_ranks: int, ranks_per_node: int) -> None:
                 "backward of the layer": lambda z=z: z.sum().backward(),
             }
             hog = heap.lease((free_bytes(heap),), torch.uint8) if rank == 2 else None
-            found.append(outcome(calls[call])[0])
+            found.append(nodes.outcome(calls[call])[0])
             if hog is not None:
                 hog.release()
             del plan, rows, y, z, calls
@@ -82,24 +67,24 @@ def test_full_heaps(rank: int, num_ranks: int, ranks_per_node: int) -> None:
 
 
 def test_unforeseen_errors(cluster):
-    by_rank = cluster(4).run(unforeseen, 2)
-    check_unforeseen(by_rank, 2)
+    by_rank = cluster(4).run(nodes.unforeseen, 2)
+    nodes.check_unforeseen(by_rank, 2)
     assert all([is_back for *_, is_back in found] == [is_back for *_, is_back in by_rank[-1]] for found in by_rank)
 
 
 @pytest.mark.parametrize(("num_ranks", "ranks_per_node"), LAYOUTS)
 def test_an_error_at_the_end_of_a_plan(cluster, num_ranks: int, ranks_per_node: int):
-    cluster(num_ranks).run(fail_plans, ranks_per_node)
+    cluster(num_ranks).run(nodes.fail_plans, ranks_per_node)
 
 
 def fail_across(rank: int, num_ranks: int) -> tuple[str, str]:
     """What a dispatch raises that ranks 1 and 2 fail, on two nodes and two rails. Rank 0 is at the meeting before the
     first barrier and waits for rank 2, and rank 3 for rank 1, while these wait for them in barriers."""
     with open_heap("cpu", ranks_per_node=2, timeout_s=PROMPT_S) as heap:
-        ready = Ready(heap, rank)
+        ready = nodes.Ready(heap, rank)
         ready.step()
         plan = ready.plan()
-        found = outcome(lambda: dispatch_tokens(ready.x[1:] if rank in (1, 2) else ready.x, plan))
+        found = nodes.outcome(lambda: dispatch_tokens(ready.x[1:] if rank in (1, 2) else ready.x, plan))
         if found[0] == "ArgumentError":  # else the heap is poisoned
             ready.step()
         return found
@@ -117,8 +102,8 @@ def lost_at_the_start(rank: int, num_ranks: int) -> tuple[str, float]:
         if rank == 3:
             patch.setattr(several_nodes, "start_rail", lambda *arguments: os.kill(os.getpid(), signal.SIGKILL))
         start = time.monotonic()
-        name, _ = outcome(
-            lambda: SymmetricHeap(num_bytes=1 << 20, backend="host", ranks_per_node=2, start_timeout_s=TIMEOUT_S)
+        name, _ = nodes.outcome(
+            lambda: SymmetricHeap(num_bytes=1 << 20, backend="host", ranks_per_node=2, start_timeout_s=nodes.TIMEOUT_S)
         )
         return name, time.monotonic() - start
 
@@ -129,27 +114,27 @@ def test_a_rank_that_ends_at_the_start():
     assert len(survivors) == 3
     for name, seconds in survivors.values():
         assert name in ("PeerLost", "PeerTimeout"), survivors
-        assert seconds < 3 * TIMEOUT_S + PROMPT_S
+        assert seconds < 3 * nodes.TIMEOUT_S + PROMPT_S
 
 
 # -- lost ranks -------------------------------------------------------------------------------------------------------
 
 
 POINTS = {
-    "plan: barrier": (Ready, "barrier", control.PHASE_PLAN),
-    "plan: rail": (Ready, "meet", control.PHASE_NODES_PLAN),
-    "dispatch: rail": (Ready, "meet", control.PHASE_NODES_OUT),
-    "dispatch: barrier": (Ready, "barrier", control.PHASE_DISPATCH_DONE),
-    "combine: barrier": (Ready, "barrier", control.PHASE_COMBINE_READY),
-    "combine: rail": (Ready, "meet", control.PHASE_NODES_HOME),
-    "overlapped: own rows": (Overlapping, "wait_for_signal", control.PHASE_DISPATCH_DONE),
-    "overlapped: rows on the rail": (Overlapping, "end", None, 2),  # one is of the plan
-    "overlapped: rows of other nodes": (Overlapping, "barrier", control.PHASE_DISPATCH_DONE),
-    "overlapped: gradients": (Overlapping, "meet", control.PHASE_NODES_OUT, 2),
-    "overlapped: own sums": (Overlapping, "barrier", control.PHASE_COMBINE_READY, 2),
-    "overlapped: sums on the rail": (Overlapping, "end", None, 3),
-    "overlapped: end of combine": (Overlapping, "meet", control.PHASE_NODES_HOME, 2),
-    "overlapped: weight gradients": (Overlapping, "end", None, 5),
+    "plan: barrier": (nodes.Ready, "barrier", control.PHASE_PLAN),
+    "plan: rail": (nodes.Ready, "meet", control.PHASE_NODES_PLAN),
+    "dispatch: rail": (nodes.Ready, "meet", control.PHASE_NODES_OUT),
+    "dispatch: barrier": (nodes.Ready, "barrier", control.PHASE_DISPATCH_DONE),
+    "combine: barrier": (nodes.Ready, "barrier", control.PHASE_COMBINE_READY),
+    "combine: rail": (nodes.Ready, "meet", control.PHASE_NODES_HOME),
+    "overlapped: own rows": (nodes.Overlapping, "wait_for_signal", control.PHASE_DISPATCH_DONE),
+    "overlapped: rows on the rail": (nodes.Overlapping, "end", None, 2),  # one is of the plan
+    "overlapped: rows of other nodes": (nodes.Overlapping, "barrier", control.PHASE_DISPATCH_DONE),
+    "overlapped: gradients": (nodes.Overlapping, "meet", control.PHASE_NODES_OUT, 2),
+    "overlapped: own sums": (nodes.Overlapping, "barrier", control.PHASE_COMBINE_READY, 2),
+    "overlapped: sums on the rail": (nodes.Overlapping, "end", None, 3),
+    "overlapped: end of combine": (nodes.Overlapping, "meet", control.PHASE_NODES_HOME, 2),
+    "overlapped: weight gradients": (nodes.Overlapping, "end", None, 5),
 }
 SHORT = [((1,), "stop", "overlapped: rows on the rail"), ((2, 3), "kill", "combine: rail")]
 ALL = [((victims), how, point) for victims in ((1,), (2, 3)) for how in ("kill", "stop") for point in POINTS]
@@ -157,9 +142,9 @@ ALL = [((victims), how, point) for victims in ((1,), (2, 3)) for how in ("kill",
 
 def _check_loss(num_ranks: int, ranks_per_node: int, victims: tuple[int, ...], how: str, point: str) -> None:
     ranks = Cluster(num_ranks)
-    survivors = ranks.run_without(victims, lose, ranks_per_node, victims, how, POINTS[point], timeout_s=HANG_S)
+    survivors = ranks.run_without(victims, nodes.lose, ranks_per_node, victims, how, POINTS[point], timeout_s=HANG_S)
     assert len(survivors) == num_ranks - len(victims)
-    check_survivors(survivors, victims, ranks_per_node)
+    nodes.check_survivors(survivors, victims, ranks_per_node)
 
 
 @pytest.mark.parametrize(("victims", "how", "point"), SHORT)
@@ -180,7 +165,12 @@ def test_lost_among_three_nodes(how: str, point: str):
     _check_loss(6, 2, (2,), how, point)
 
 
-HALF_WAY = {"counts": (Ready, 1), "maps and rows": (Ready, 2), "tokens": (Overlapping, 2), "sums": (Overlapping, 3)}
+HALF_WAY = {
+    "counts": (nodes.Ready, 1),
+    "maps and rows": (nodes.Ready, 2),
+    "tokens": (nodes.Overlapping, 2),
+    "sums": (nodes.Overlapping, 3),
+}
 
 
 @pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [(3, 1), pytest.param(6, 2, marks=pytest.mark.slow)])
@@ -188,13 +178,13 @@ HALF_WAY = {"counts": (Ready, 1), "maps and rows": (Ready, 2), "tokens": (Overla
 def test_stopped_half_way_through_an_exchange(num_ranks: int, ranks_per_node: int, point: str):
     """One node has all rows, and waits for one that has not: all name the rank that stopped."""
     victim, arguments = ranks_per_node, (ranks_per_node, (ranks_per_node,), "stop half way", HALF_WAY[point])
-    survivors = Cluster(num_ranks).run_without((victim,), lose, *arguments, timeout_s=HANG_S)
+    survivors = Cluster(num_ranks).run_without((victim,), nodes.lose, *arguments, timeout_s=HANG_S)
     assert len(survivors) == num_ranks - 1
-    check_survivors(survivors, (victim,), ranks_per_node)
+    nodes.check_survivors(survivors, (victim,), ranks_per_node)
 
 
 def test_a_rank_that_gives_up_tells_all_nodes(cluster):
-    found = cluster(4).run(give_up)
+    found = cluster(4).run(nodes.give_up)
     assert found[1][0] == "KeyError"
     for rank in (0, 2, 3):
         assert found[rank][:2] == ("PeerAborted", 1), found
@@ -204,9 +194,9 @@ def test_a_rank_that_gives_up_tells_all_nodes(cluster):
 
 def close_early(rank: int, num_ranks: int) -> tuple[str, str]:
     heap = SymmetricHeap(num_bytes=1 << 20, backend="host", ranks_per_node=2, timeout_s=60.0)
-    ready = Ready(heap, rank)
+    ready = nodes.Ready(heap, rank)
     ready.step()
-    return outcome(heap.close if rank < 2 else ready.step)[0], outcome(heap.close)[0]
+    return nodes.outcome(heap.close if rank < 2 else ready.step)[0], nodes.outcome(heap.close)[0]
 
 
 def test_a_node_that_closes_while_others_go_on(cluster):

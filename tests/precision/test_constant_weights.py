@@ -16,16 +16,7 @@ from low_precision_checks import config_for, count_calls
 from torch.utils.checkpoint import checkpoint
 from worker import Findings, Watching
 
-from symmoe import (
-    GroupedLinear,
-    GroupedMLP,
-    MoELayer,
-    ScaledSwiGLU,
-    Sequential,
-    SymmetricHeap,
-    add_lora,
-    constant_weights,
-)
+import symmoe
 from symmoe.errors import ArgumentError
 from symmoe.precision import MXFP8, Float8Block, operands
 
@@ -39,23 +30,23 @@ def batches(width: int = 64, dtype: torch.dtype = torch.bfloat16) -> list[torch.
     return [torch.randn(16, width, generator=generator).to(dtype) for _ in range(MICRO_BATCHES)]
 
 
-def linear(x: torch.Tensor, layer: GroupedLinear) -> torch.Tensor:
+def linear(x: torch.Tensor, layer: symmoe.GroupedLinear) -> torch.Tensor:
     return layer(x, SPLITS)
 
 
-def experts(x: torch.Tensor, layer: GroupedMLP) -> torch.Tensor:
+def experts(x: torch.Tensor, layer: symmoe.GroupedMLP) -> torch.Tensor:
     return layer(x, SPLITS, x.detach()[:, 0].float())
 
 
-def three(x: torch.Tensor, layer: Sequential) -> torch.Tensor:
+def three(x: torch.Tensor, layer: symmoe.Sequential) -> torch.Tensor:
     return layer(x, SPLITS, x.detach()[:, 0].float(), SPLITS)
 
 
-def recomputed(x: torch.Tensor, layer: GroupedMLP) -> torch.Tensor:
+def recomputed(x: torch.Tensor, layer: symmoe.GroupedMLP) -> torch.Tensor:
     return checkpoint(experts, x, layer, use_reentrant=False)
 
 
-def autocast(x: torch.Tensor, layer: GroupedMLP) -> torch.Tensor:
+def autocast(x: torch.Tensor, layer: symmoe.GroupedMLP) -> torch.Tensor:
     with torch.autocast("cpu", torch.bfloat16):
         return experts(x, layer)
 
@@ -65,14 +56,14 @@ def made(kind: str, recipe, **options) -> tuple[torch.nn.Module, Callable, int]:
     torch.manual_seed(1)
     options = {"precision": recipe, "dtype": torch.bfloat16, **options}
     if kind == "linear":
-        return GroupedLinear(3, 64, 96, **options), linear, 1
+        return symmoe.GroupedLinear(3, 64, 96, **options), linear, 1
     if kind == "three":
-        fc1, fc2 = GroupedLinear(3, 64, 64, **options), GroupedLinear(3, 32, 64, **options)
-        return Sequential(fc1, ScaledSwiGLU(), fc2), three, 2
+        fc1, fc2 = symmoe.GroupedLinear(3, 64, 64, **options), symmoe.GroupedLinear(3, 32, 64, **options)
+        return symmoe.Sequential(fc1, symmoe.ScaledSwiGLU(), fc2), three, 2
     if kind == "autocast":
         options["dtype"] = torch.float32
     call = {"mlp": experts, "recomputed": recomputed, "autocast": autocast}[kind]
-    return GroupedMLP(3, 64, 32, **options), call, 2
+    return symmoe.GroupedMLP(3, 64, 32, **options), call, 2
 
 
 def accumulate(module: torch.nn.Module, call: Callable, block=nullcontext) -> dict[str, torch.Tensor]:
@@ -105,7 +96,7 @@ def test_the_bits_of_calls_without_it(monkeypatch, kind: str, recipe):
     # Each weight once per micro-batch; twice where forward runs again.
     assert once == MICRO_BATCHES * num_weights * (2 if kind == "recomputed" else 1)
     counts.update(dict.fromkeys(counts, 0))
-    found = accumulate(module, call, lambda: constant_weights(module))
+    found = accumulate(module, call, lambda: symmoe.constant_weights(module))
     assert (counts["quantize_weights"], counts["quantize_weight_pairs"]) == (0, num_weights)
     assert_same(found, want)
     accumulate(module, call)  # outside, each call makes its own again
@@ -128,14 +119,14 @@ def test_ways_to_hold_weights(monkeypatch, options):
 
     want = run(nullcontext)
     counts = count_calls(monkeypatch, *KERNELS)
-    assert_same(run(lambda: constant_weights(module)), want)
+    assert_same(run(lambda: symmoe.constant_weights(module)), want)
     assert sum(counts.values()) == num_weights
 
 
 def test_calls_without_gradients_make_forward_operands_alone(monkeypatch):
     module, call, num_weights = made("mlp", Float8Block())
     counts = count_calls(monkeypatch, *KERNELS)
-    with constant_weights(module):
+    with symmoe.constant_weights(module):
         with torch.no_grad():
             want = [call(x, module) for x in batches()]
         assert (counts["quantize_weights"], counts["quantize_weight_pairs"]) == (num_weights, 0)
@@ -154,7 +145,7 @@ def test_two_dtypes_are_held_side_by_side(monkeypatch):
     x = batches(dtype=torch.float32)[0]
     want = [call(x, module).detach() for call in (experts, autocast)]
     counts.update(dict.fromkeys(counts, 0))
-    with constant_weights(module):
+    with symmoe.constant_weights(module):
         found = [call(x, module).detach() for call in (experts, autocast, experts, autocast)]
     assert sum(counts.values()) == 2 * num_weights
     assert all(map(torch.equal, found, want * 2))
@@ -166,7 +157,7 @@ def test_backward_after_the_block_takes_what_forward_has_kept(monkeypatch):
     want = accumulate(module, call)
     counts = count_calls(monkeypatch, *KERNELS)
     found, ys = {}, []
-    with constant_weights(module):
+    with symmoe.constant_weights(module):
         xs = [x.requires_grad_() for x in batches()]
         ys = [call(x, module) for x in xs]
     before = sum(counts.values())
@@ -186,7 +177,7 @@ def test_a_step_inside_is_found():
     module, call, _ = made("mlp", Float8Block())
     optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
     x = batches()[0]
-    with constant_weights(module):
+    with symmoe.constant_weights(module):
         call(x, module).float().square().sum().backward()
         version = module.fc1.weight._version
         optimizer.step()
@@ -202,7 +193,7 @@ def test_a_step_inside_is_found():
 def test_a_step_before_anything_was_quantised_is_none_of_its_business():
     """Not even if a call has failed before it."""
     module, call, _ = made("mlp", Float8Block())
-    with constant_weights(module):
+    with symmoe.constant_weights(module):
         with pytest.raises(ArgumentError, match="splits"):
             call(batches()[0][:1], module)
         with torch.no_grad():
@@ -216,8 +207,8 @@ def test_a_step_before_anything_was_quantised_is_none_of_its_business():
 def test_any_layer_that_was_written_to(kind: str, weights: str):
     for number in range(1 if kind == "linear" else 2):
         module, call, _ = made(kind, Float8Block(), weights=weights)
-        layer = [layer for layer in module.modules() if isinstance(layer, GroupedLinear)][number]
-        with constant_weights(module):
+        layer = [layer for layer in module.modules() if isinstance(layer, symmoe.GroupedLinear)][number]
+        with symmoe.constant_weights(module):
             call(batches()[0], module)
             with torch.no_grad():
                 layer.weight_parameters()[-1].mul_(2)
@@ -229,7 +220,7 @@ def test_steps_between_blocks_are_seen():
     module, call, _ = made("mlp", Float8Block())
     x, results = batches()[0], []
     for _ in range(2):
-        with constant_weights(module):
+        with symmoe.constant_weights(module):
             results.append(call(x, module).detach())
         with torch.no_grad():
             module.fc1.weight.mul_(-1)
@@ -243,7 +234,7 @@ def test_writes_that_autograd_does_not_see_are_not_found():
     """As documented: the old numbers, until the block is left."""
     module, call, _ = made("mlp", Float8Block())
     x = batches()[0]
-    with constant_weights(module):
+    with symmoe.constant_weights(module):
         old = call(x, module)
         module.fc1.weight.data.copy_(-module.fc1.weight.data)
         assert torch.equal(call(x, module), old)
@@ -255,7 +246,7 @@ def test_writes_that_autograd_does_not_see_are_not_found():
 
 def test_an_exception_leaves_the_block():
     module, call, _ = made("mlp", Float8Block())
-    with pytest.raises(ArgumentError, match="rows"), constant_weights(module):
+    with pytest.raises(ArgumentError, match="rows"), symmoe.constant_weights(module):
         call(batches(width=32)[0], module)
     assert module.fc1.held_weight is module.fc2.held_weight is None
     with torch.no_grad():
@@ -266,9 +257,9 @@ def test_an_exception_leaves_the_block():
 def test_inner_blocks_leave_the_outer_one(monkeypatch):
     module, call, num_weights = made("mlp", Float8Block())
     counts = count_calls(monkeypatch, *KERNELS)
-    with constant_weights(module):
+    with symmoe.constant_weights(module):
         for _ in range(2):
-            with constant_weights(module.fc1):
+            with symmoe.constant_weights(module.fc1):
                 call(batches()[0], module)
         call(batches()[0], module)
     assert sum(counts.values()) == num_weights
@@ -277,14 +268,14 @@ def test_inner_blocks_leave_the_outer_one(monkeypatch):
 def test_layers_in_full_precision_are_left_alone():
     module, call, _ = made("mlp", None)
     want = accumulate(module, call)
-    assert_same(accumulate(module, call, lambda: constant_weights(module)), want)
-    add_lora(module, rank=8, alpha=8)
-    with constant_weights(module):
+    assert_same(accumulate(module, call, lambda: symmoe.constant_weights(module)), want)
+    symmoe.add_lora(module, rank=8, alpha=8)
+    with symmoe.constant_weights(module):
         assert module.fc1.held_weight is None
         call(batches()[0], module)
     with (
         pytest.raises(ArgumentError, match=r"module \(Linear\) has no GroupedLinear"),
-        constant_weights(torch.nn.Linear(2, 2)),
+        symmoe.constant_weights(torch.nn.Linear(2, 2)),
     ):
         pass
 
@@ -292,7 +283,7 @@ def test_layers_in_full_precision_are_left_alone():
 def test_copies_hold_nothing():
     module, call, _ = made("mlp", Float8Block())
     x = batches()[0]
-    with constant_weights(module):
+    with symmoe.constant_weights(module):
         want, buffer = call(x, module), io.BytesIO()
         torch.save(module, buffer)
         buffer.seek(0)
@@ -314,7 +305,7 @@ def test_bytes_held():
     module, call, _ = made("mlp", Float8Block())
     num_parameters = sum(parameter.numel() for parameter in module.parameters())
     before = live_bytes(torch.float8_e4m3fn)
-    with constant_weights(module):
+    with symmoe.constant_weights(module):
         ys = [call(x.requires_grad_(), module) for x in batches()]
         kept = module.fc1.held_weight, module.fc2.held_weight  # as by nodes that wait for their backward pass
         assert live_bytes(torch.float8_e4m3fn) - before == 2 * num_parameters
@@ -330,7 +321,7 @@ def test_a_call_of_another_graph_is_refused(monkeypatch):
     capture = 0
     monkeypatch.setattr(operands, "capture_id", lambda device: capture)
     x = batches()[0]
-    with constant_weights(module):
+    with symmoe.constant_weights(module):
         call(x, module)
         capture = 7
         with pytest.raises(ArgumentError, match="entered outside of a capture, and this call is inside the capture of"):
@@ -338,7 +329,7 @@ def test_a_call_of_another_graph_is_refused(monkeypatch):
         capture = 0
         call(x, module)
     capture = 7
-    with constant_weights(module):
+    with symmoe.constant_weights(module):
         call(x, module)
         capture = 8
         with pytest.raises(ArgumentError, match="entered inside the capture of CUDA graph 7, and this call is inside"):
@@ -351,7 +342,7 @@ def test_recomputing_in_another_graph_makes_its_own(monkeypatch):
     capture = 0
     monkeypatch.setattr(operands, "capture_id", lambda device: capture)
     numbers = Float8Block()
-    with constant_weights(module):
+    with symmoe.constant_weights(module):
         held = module.held_weight
         first = operands.weight_operands(numbers, module.weight, transposed=True, held=held)
         assert operands.weight_operands(numbers, module.weight, transposed=True, held=held)[0].data is first[0].data
@@ -366,7 +357,7 @@ def test_recomputing_in_another_graph_makes_its_own(monkeypatch):
 # -- expert parallelism -----------------------------------------------------------------------------------------------
 
 
-def run_layer(layer: MoELayer, rank: int, block) -> tuple[list[torch.Tensor], dict[str, int]]:
+def run_layer(layer: symmoe.MoELayer, rank: int, block) -> tuple[list[torch.Tensor], dict[str, int]]:
     """What several micro-batches give, and how often a weight was quantised."""
     found = []
     with pytest.MonkeyPatch.context() as patch, block:
@@ -383,14 +374,14 @@ def run_layer(layer: MoELayer, rank: int, block) -> tuple[list[torch.Tensor], di
 
 @pytest.mark.parametrize(("recipe", "wire"), [(Float8Block(), "both"), (MXFP8(), "none")], ids=str)
 @run_on(1, 2)
-def test_layers(rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap, recipe, wire: str) -> None:
+def test_layers(rank: int, num_ranks: int, findings: Findings, heap: symmoe.SymmetricHeap, recipe, wire: str) -> None:
     """A MoELayer: the same bits with every stash; a weight that one rank writes to raises on all, and all go on."""
     for stash in ("all", "rows", "hidden", "none"):
         findings.where = f"rank {rank}, {recipe}, {wire}, {stash}"
         torch.manual_seed(rank)
-        layer = MoELayer(config_for(num_ranks, stash=stash, precision=recipe, quantized_wire=wire), heap)
+        layer = symmoe.MoELayer(config_for(num_ranks, stash=stash, precision=recipe, quantized_wire=wire), heap)
         want, counts = run_layer(layer, rank, nullcontext())
-        found, counts_in_block = run_layer(layer, rank, constant_weights(layer))
+        found, counts_in_block = run_layer(layer, rank, symmoe.constant_weights(layer))
         for number, tensors in enumerate(zip(found, want, strict=True)):
             findings.check(torch.equal(*tensors), f"tensor {number} has other bits")
         recomputes = stash in ("rows", "none")
@@ -400,7 +391,7 @@ def test_layers(rank: int, num_ranks: int, findings: Findings, heap: SymmetricHe
         findings.equal("quantisations", counts_in_block, once)
 
     x = tokens_of(rank, 20, layer.config.hidden).bfloat16()
-    with constant_weights(layer):
+    with symmoe.constant_weights(layer):
         want, _ = layer(x)
         if rank == num_ranks - 1:
             with torch.no_grad():
@@ -418,12 +409,12 @@ def test_layers(rank: int, num_ranks: int, findings: Findings, heap: SymmetricHe
 
 
 @run_on(1)
-def test_under_a_dispatch_mode(rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap) -> None:
+def test_under_a_dispatch_mode(rank: int, num_ranks: int, findings: Findings, heap: symmoe.SymmetricHeap) -> None:
     """What looks on sees operators, which quantise for themselves: the same bits."""
     torch.manual_seed(rank)
-    layer = MoELayer(config_for(num_ranks, precision=Float8Block()), heap)
+    layer = symmoe.MoELayer(config_for(num_ranks, precision=Float8Block()), heap)
     x = tokens_of(rank, 20, layer.config.hidden).bfloat16()
     want, _ = layer(x)
-    with constant_weights(layer), Watching():
+    with symmoe.constant_weights(layer), Watching():
         found = [layer(x)[0] for _ in range(2)]
     findings.check(all(torch.equal(y, want) for y in found), "other bits")

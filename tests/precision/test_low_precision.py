@@ -3,40 +3,11 @@
 import copy
 from dataclasses import replace
 
+import grouped_cases as cases
+import low_precision_cases as recipes
 import low_precision_oracle as oracle
 import pytest
 import torch
-from grouped_cases import (
-    DTYPES,
-    MAIN_GRAD_START,
-    PATHS,
-    Buffers,
-    Case,
-    assert_buffers_used,
-    assert_same_bits,
-    assert_same_results,
-    linear_oracle,
-    make_inputs,
-    make_linear,
-    mlp_oracle,
-    run,
-    run_experts,
-    run_linear,
-    used,
-)
-from low_precision_cases import (
-    CASES,
-    NUMBERS,
-    ONE_PRODUCT,
-    OUT,
-    SIZES,
-    SMALL,
-    TINY,
-    TWO_LAYERS,
-    check_bias_gradients,
-    every_recipe,
-    rows_of_groups,
-)
 from low_precision_oracle import relative_error
 from row_ranges import whole_groups
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -49,8 +20,8 @@ from symmoe.precision import MXFP8, NVFP4, Float8Block
 from symmoe.precision.operands import gradient_seeds
 
 
-def linear_inputs(case: Case, **options):
-    return make_inputs(case, sizes=SIZES, width=OUT, out_features=OUT, **options)
+def linear_inputs(case: cases.Case, **options):
+    return cases.make_inputs(case, sizes=recipes.SIZES, width=recipes.OUT, out_features=recipes.OUT, **options)
 
 
 def splits_of(inputs):
@@ -59,7 +30,7 @@ def splits_of(inputs):
 
 # -- against float64 --------------------------------------------------------------------------------------------------
 
-PLAIN = Case(bias=False, buffers=())
+PLAIN = cases.Case(bias=False, buffers=())
 # Sums are fp32; an element that lies between two numbers of a format may be rounded to the other one.
 SAME_NUMBERS = 2e-3
 
@@ -70,17 +41,17 @@ def spread_out(tensor: torch.Tensor, seed: int) -> torch.Tensor:
     return tensor * torch.exp2(exponents.float())
 
 
-@pytest.mark.parametrize("recipe", NUMBERS, ids=str)
+@pytest.mark.parametrize("recipe", recipes.NUMBERS, ids=str)
 def test_a_linear_layer_multiplies_these_numbers(recipe):
     inputs = linear_inputs(PLAIN)
     inputs = replace(inputs, x=spread_out(inputs.x, 1), d_y=spread_out(inputs.d_y, 2))
-    ran = run_linear(PLAIN, inputs, precision=recipe)
-    x, d_y = (tensor[: SIZES.num_used].numpy() for tensor in (inputs.x, inputs.d_y))
-    for other in (recipe, *(r for r in NUMBERS if r != recipe)):
-        layer = oracle.Linear(NUMBERS[other], inputs.w1, SIZES.splits)
+    ran = cases.run_linear(PLAIN, inputs, precision=recipe)
+    x, d_y = (tensor[: recipes.SIZES.num_used].numpy() for tensor in (inputs.x, inputs.d_y))
+    for other in (recipe, *(r for r in recipes.NUMBERS if r != recipe)):
+        layer = oracle.Linear(recipes.NUMBERS[other], inputs.w1, recipes.SIZES.splits)
         want = {"y": layer.forward(x), "d_x": layer.input_gradient(d_y)}
         want["d_fc.weight"] = layer.weight_gradient(d_y, x)
-        errors = {name: relative_error(rows_of_groups(ran.tensors[name], name), want[name]) for name in want}
+        errors = {name: relative_error(recipes.rows_of_groups(ran.tensors[name], name), want[name]) for name in want}
         if other == recipe:
             assert all(error < 1e-6 for error in errors.values()), errors
         elif "NVFP4" in str(recipe) and "NVFP4" in str(other):  # they differ in weight gradients alone
@@ -89,14 +60,14 @@ def test_a_linear_layer_multiplies_these_numbers(recipe):
             assert all(error > 3e-6 for error in errors.values()), (other, errors)
 
 
-@pytest.mark.parametrize("recipe", NUMBERS, ids=str)
+@pytest.mark.parametrize("recipe", recipes.NUMBERS, ids=str)
 def test_a_bias_is_rounded_once_with_the_product(recipe):
-    case = Case(dtype=torch.bfloat16, buffers=())
+    case = cases.Case(dtype=torch.bfloat16, buffers=())
     inputs = linear_inputs(case)
-    layer = make_linear(case, inputs.w1, inputs.b1, precision=recipe)
-    y = used(layer(inputs.x, inputs.splits, bias_scale=inputs.scale), SIZES).detach()
+    layer = cases.make_linear(case, inputs.w1, inputs.b1, precision=recipe)
+    y = cases.used(layer(inputs.x, inputs.splits, bias_scale=inputs.scale), recipes.SIZES).detach()
     x, scale, bias = inputs.x.float().numpy(), inputs.scale.double().numpy(), inputs.b1.double().numpy()
-    exact = oracle.Linear(NUMBERS[recipe], inputs.w1, SIZES.splits)
+    exact = oracle.Linear(recipes.NUMBERS[recipe], inputs.w1, recipes.SIZES.splits)
 
     def rounded(numbers):
         return torch.from_numpy(numbers).to(case.dtype)
@@ -108,31 +79,31 @@ def test_a_bias_is_rounded_once_with_the_product(recipe):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("recipe", NUMBERS, ids=str)
+@pytest.mark.parametrize("recipe", recipes.NUMBERS, ids=str)
 def test_experts_multiply_these_numbers(recipe, dtype):
-    case = Case(dtype=dtype, bias=False, buffers=())
-    inputs = make_inputs(case, sizes=SIZES)
-    ran = run_experts("mlp", case, inputs, precision=recipe)
-    arguments = (inputs.x, inputs.scale, (inputs.w1, inputs.w2), inputs.d_y, SIZES.splits)
+    case = cases.Case(dtype=dtype, bias=False, buffers=())
+    inputs = cases.make_inputs(case, sizes=recipes.SIZES)
+    ran = cases.run_experts("mlp", case, inputs, precision=recipe)
+    arguments = (inputs.x, inputs.scale, (inputs.w1, inputs.w2), inputs.d_y, recipes.SIZES.splits)
 
     def rounded(values):
         return torch.from_numpy(values).to(dtype).float().numpy()
 
-    want = oracle.mlp(NUMBERS[recipe], *arguments, round_to=rounded)
+    want = oracle.mlp(recipes.NUMBERS[recipe], *arguments, round_to=rounded)
     for name, numbers in want.items():
-        got = rows_of_groups(ran.tensors[name], name)
+        got = recipes.rows_of_groups(ran.tensors[name], name)
         assert relative_error(got, numbers) < (SAME_NUMBERS if dtype == torch.float32 else 6e-3), name
 
 
-@every_recipe
+@recipes.every_recipe
 def test_errors_are_those_of_the_format(recipe):
     """Biases included: against the experts in float64, without any rounding."""
-    case = Case(dtype=torch.bfloat16, buffers=())
-    inputs = make_inputs(case, sizes=SMALL)
-    ran = run_experts("mlp", case, inputs, precision=recipe)
-    most = TWO_LAYERS[recipe.row_format.element]
-    for name, exact in mlp_oracle(inputs, case).items():
-        error = relative_error(rows_of_groups(ran.tensors[name], name, SMALL), exact)
+    case = cases.Case(dtype=torch.bfloat16, buffers=())
+    inputs = cases.make_inputs(case, sizes=recipes.SMALL)
+    ran = cases.run_experts("mlp", case, inputs, precision=recipe)
+    most = recipes.TWO_LAYERS[recipe.row_format.element]
+    for name, exact in cases.mlp_oracle(inputs, case).items():
+        error = relative_error(recipes.rows_of_groups(ran.tensors[name], name, recipes.SMALL), exact)
         assert error < most, name
         # FC2's bias is added to what has been multiplied: its gradient has not seen a quantised number.
         assert error > (0.02 if name != "d_fc2.bias" else 0.0), name
@@ -141,8 +112,8 @@ def test_errors_are_those_of_the_format(recipe):
 # -- the caller's buffers, and everything else that a layer may be asked for -------------------------------------------
 
 
-@every_recipe
-@pytest.mark.parametrize("path", PATHS[1:])
+@recipes.every_recipe
+@pytest.mark.parametrize("path", cases.PATHS[1:])
 def test_fused_experts_are_three_modules(recipe, path):
     for activation, dtype, bias, ffn in (
         (None, torch.bfloat16, False, 128),  # quantised in one kernel with the activation, by blocks of 128 too
@@ -151,78 +122,84 @@ def test_fused_experts_are_three_modules(recipe, path):
         (ScaledClampedSwiGLU(interleave=2), torch.float16, True, 96),
         (ScaledSReLU(), torch.float32, True, 96),
     ):
-        sizes = replace(SMALL, ffn=ffn)
-        case = Case(dtype=dtype, bias=bias, is_nd=bias)
+        sizes = replace(recipes.SMALL, ffn=ffn)
+        case = cases.Case(dtype=dtype, bias=bias, is_nd=bias)
         width = ffn if isinstance(activation, ScaledSReLU) else None
-        inputs = make_inputs(case, sizes=sizes, width=width)
+        inputs = cases.make_inputs(case, sizes=sizes, width=width)
         options = {"activation": activation, "precision": recipe}
-        separate = run_experts("modules", replace(case, buffers=()), inputs, **options)
-        buffers = Buffers.of(case, inputs, out_features=sizes.hidden)
-        fused = run_experts(path, case, inputs, buffers, **options)
-        assert_same_results(fused, separate, sizes)
-        assert_buffers_used(fused, buffers, sizes)
+        separate = cases.run_experts("modules", replace(case, buffers=()), inputs, **options)
+        buffers = cases.Buffers.of(case, inputs, out_features=sizes.hidden)
+        fused = cases.run_experts(path, case, inputs, buffers, **options)
+        cases.assert_same_results(fused, separate, sizes)
+        cases.assert_buffers_used(fused, buffers, sizes)
 
 
-@every_recipe
+@recipes.every_recipe
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("way", ["packed", "scattered", "delayed"])
 def test_bias_gradients_have_the_bits_of_a_kernel_that_only_sums(recipe, way, dtype):
-    check_bias_gradients(recipe, way, dtype)
+    recipes.check_bias_gradients(recipe, way, dtype)
 
 
 def test_layers_of_two_precisions_are_not_fused():
-    case = Case(dtype=torch.bfloat16, bias=False)
-    inputs = make_inputs(case, sizes=SMALL)
-    layers = make_linear(case, inputs.w1, inputs.b1, precision=MXFP8()), make_linear(case, inputs.w2, inputs.b2)
+    case = cases.Case(dtype=torch.bfloat16, bias=False)
+    inputs = cases.make_inputs(case, sizes=recipes.SMALL)
+    layers = (
+        cases.make_linear(case, inputs.w1, inputs.b1, precision=MXFP8()),
+        cases.make_linear(case, inputs.w2, inputs.b2),
+    )
     activation = ScaledSwiGLU()
     found = Sequential(layers[0], activation, layers[1])(inputs.x, inputs.splits, inputs.scale, inputs.splits)
     a = activation(layers[0](inputs.x, inputs.splits), inputs.scale)
-    assert_same_bits(used(found, SMALL), used(layers[1](a, inputs.splits), SMALL))
+    cases.assert_same_bits(cases.used(found, recipes.SMALL), cases.used(layers[1](a, inputs.splits), recipes.SMALL))
 
 
-@every_recipe
+@recipes.every_recipe
 def test_buffers_of_the_caller(recipe):
     """As test_matrix in test_grouped_linear.py: with buffers the same bits as without, tails as they were."""
     want = {}
-    for case in CASES:
-        inputs = make_inputs(case, sizes=TINY, width=32, out_features=32)
-        buffers = Buffers.of(case, inputs, out_features=32)
-        ran = run_linear(case, inputs, buffers, precision=recipe)
-        assert_buffers_used(ran, buffers, TINY)
+    for case in recipes.CASES:
+        inputs = cases.make_inputs(case, sizes=recipes.TINY, width=32, out_features=32)
+        buffers = cases.Buffers.of(case, inputs, out_features=32)
+        ran = cases.run_linear(case, inputs, buffers, precision=recipe)
+        cases.assert_buffers_used(ran, buffers, recipes.TINY)
         plain = case.dtype, case.is_nd, case.bias, case.main_grad
         if plain not in want:
             internal = replace(case, buffers=(), delayed=False)
-            want[plain] = run_linear(internal, inputs, precision=recipe)
+            want[plain] = cases.run_linear(internal, inputs, precision=recipe)
             for name in ("y", "d_x"):
-                tail = want[plain].tensors[name].flatten(0, -2)[TINY.num_used :]
+                tail = want[plain].tensors[name].flatten(0, -2)[recipes.TINY.num_used :]
                 assert not tail.any(), "a tail allocated here is zero"
-        assert_same_results(ran, want[plain], TINY)
+        cases.assert_same_results(ran, want[plain], recipes.TINY)
         dtypes = {name: tensor.dtype for name, tensor in ran.tensors.items()}
         assert dtypes.pop("d_fc.weight") == (torch.float32 if case.main_grad else case.dtype)
         assert set(dtypes.values()) == {case.dtype}
-        exact = linear_oracle(inputs, replace(case, bias=False))["d_x"]
-        assert relative_error(used(ran.tensors["d_x"], TINY), exact) < 1.5 * ONE_PRODUCT[recipe.row_format.element]
+        exact = cases.linear_oracle(inputs, replace(case, bias=False))["d_x"]
+        assert (
+            relative_error(cases.used(ran.tensors["d_x"], recipes.TINY), exact)
+            < 1.5 * recipes.ONE_PRODUCT[recipe.row_format.element]
+        )
 
 
-@every_recipe
+@recipes.every_recipe
 @pytest.mark.parametrize("main_grad", [False, True])
 @pytest.mark.parametrize("scattered", [False, True])
 def test_discrete_weights_give_the_same_bits(recipe, main_grad, scattered):
-    case = Case(dtype=torch.bfloat16, main_grad=main_grad)
-    inputs = make_inputs(case, sizes=SMALL, width=OUT, out_features=OUT)
-    layer = make_linear(case, inputs.w1, inputs.b1, precision=recipe, weights="discrete")
+    case = cases.Case(dtype=torch.bfloat16, main_grad=main_grad)
+    inputs = cases.make_inputs(case, sizes=recipes.SMALL, width=recipes.OUT, out_features=recipes.OUT)
+    layer = cases.make_linear(case, inputs.w1, inputs.b1, precision=recipe, weights="discrete")
     for parameter in layer.weight_parameters() if scattered else ():
         parameter.data = parameter.data.clone()
         if main_grad:
             parameter.main_grad = parameter.main_grad.clone()
-    ran = run(lambda x, _: layer(x, inputs.splits), {"fc": layer}, inputs, case)
-    want = run_linear(replace(case, buffers=()), inputs, precision=recipe)
-    assert_same_results(ran, want, SMALL)
+    ran = cases.run(lambda x, _: layer(x, inputs.splits), {"fc": layer}, inputs, case)
+    want = cases.run_linear(replace(case, buffers=()), inputs, precision=recipe)
+    cases.assert_same_results(ran, want, recipes.SMALL)
     if main_grad:  # what has no rows has kept what it had
-        assert (layer.weight1.main_grad == MAIN_GRAD_START).all()
-        again = run(lambda x, _: layer(x, inputs.splits, is_first_microbatch=True), {"fc": layer}, inputs, case)
+        assert (layer.weight1.main_grad == cases.MAIN_GRAD_START).all()
+        again = cases.run(lambda x, _: layer(x, inputs.splits, is_first_microbatch=True), {"fc": layer}, inputs, case)
         assert not layer.weight1.main_grad.any()
-        start = ran.tensors["d_fc.weight"] - MAIN_GRAD_START
+        start = ran.tensors["d_fc.weight"] - cases.MAIN_GRAD_START
         assert relative_error(again.tensors["d_fc.weight"], start) < 1e-5
 
 
@@ -241,7 +218,7 @@ class CopiesSeen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@every_recipe
+@recipes.every_recipe
 @pytest.mark.parametrize("kind", ["linear", "mlp"])
 def test_scattered_weights_are_not_copied(recipe, kind, monkeypatch):
     """Nor are their gradients, in main_grads that lie anywhere."""
@@ -276,25 +253,25 @@ def unseen(function):
     return call
 
 
-@every_recipe
+@recipes.every_recipe
 @pytest.mark.parametrize("splits", [(0, 0, 0, 0), (28, 0, 0, 0), (0, 0, 0, 28), (1, 1, 1, 1)], ids=str)
 def test_groups_of_any_size(recipe, splits):
-    case = Case(dtype=torch.bfloat16, bias=False, buffers=())
-    sizes = replace(SMALL, splits=splits)
-    inputs = make_inputs(case, sizes=sizes)
-    ran = run_experts("mlp", case, inputs, precision=recipe)
-    most = TWO_LAYERS[recipe.row_format.element]
+    case = cases.Case(dtype=torch.bfloat16, bias=False, buffers=())
+    sizes = replace(recipes.SMALL, splits=splits)
+    inputs = cases.make_inputs(case, sizes=sizes)
+    ran = cases.run_experts("mlp", case, inputs, precision=recipe)
+    most = recipes.TWO_LAYERS[recipe.row_format.element]
     if not sizes.num_used:
         assert not any(tensor.any() for tensor in ran.tensors.values())
         return
-    for name, exact in mlp_oracle(inputs, case).items():
+    for name, exact in cases.mlp_oracle(inputs, case).items():
         if name != "d_scale" or sizes.num_used > 4:  # of few numbers, which may be small by chance
-            assert relative_error(rows_of_groups(ran.tensors[name], name, sizes), exact) < 1.25 * most, name
+            assert relative_error(recipes.rows_of_groups(ran.tensors[name], name, sizes), exact) < 1.25 * most, name
     for name in ("d_fc1.weight", "d_fc2.weight"):
         assert [bool(part.any()) for part in ran.tensors[name]] == [count > 0 for count in splits]
 
 
-@every_recipe
+@recipes.every_recipe
 def test_no_rows(recipe):
     mlp = GroupedMLP(2, 32, 32, precision=recipe)
     rows = torch.empty(0, 32, requires_grad=True)
@@ -305,33 +282,36 @@ def test_no_rows(recipe):
     assert not mlp.fc2.weight.grad.any()
 
 
-@every_recipe
+@recipes.every_recipe
 def test_without_gradients(recipe):
-    case = Case(dtype=torch.bfloat16, buffers=())
-    inputs = make_inputs(case, sizes=SMALL)
-    mlp = GroupedMLP(4, SMALL.hidden, SMALL.ffn, bias=True, precision=recipe, dtype=case.dtype)
+    case = cases.Case(dtype=torch.bfloat16, buffers=())
+    inputs = cases.make_inputs(case, sizes=recipes.SMALL)
+    mlp = GroupedMLP(4, recipes.SMALL.hidden, recipes.SMALL.ffn, bias=True, precision=recipe, dtype=case.dtype)
     want = mlp(inputs.x, inputs.splits, inputs.scale)
     assert want.requires_grad
     for context in (torch.no_grad, torch.inference_mode):
         with context():
-            assert_same_bits(used(mlp(inputs.x, inputs.splits, inputs.scale), SMALL), used(want.detach(), SMALL))
+            cases.assert_same_bits(
+                cases.used(mlp(inputs.x, inputs.splits, inputs.scale), recipes.SMALL),
+                cases.used(want.detach(), recipes.SMALL),
+            )
     mlp.requires_grad_(False)
     x = inputs.x.clone().requires_grad_()
     mlp(x, inputs.splits, inputs.scale).backward(inputs.d_y)
     mlp.requires_grad_(True)
     y = x.detach().clone().requires_grad_()
     mlp(y, inputs.splits, inputs.scale).backward(inputs.d_y)
-    assert_same_bits(used(x.grad, SMALL), used(y.grad, SMALL))
+    cases.assert_same_bits(cases.used(x.grad, recipes.SMALL), cases.used(y.grad, recipes.SMALL))
 
 
-@every_recipe
+@recipes.every_recipe
 def test_parameters_and_state_dicts_are_those_of_any_layer(recipe):
     plain, quantised = (GroupedMLP(2, 64, 32, bias=True, precision=p) for p in (None, recipe))
     assert quantised.precision == quantised.fc1.precision == quantised.fc2.precision == recipe
     assert plain.state_dict().keys() == quantised.state_dict().keys()
     quantised.load_state_dict(plain.state_dict())
     for name, tensor in plain.state_dict().items():
-        assert_same_bits(quantised.state_dict()[name], tensor, name)
+        cases.assert_same_bits(quantised.state_dict()[name], tensor, name)
     assert str(recipe) in repr(quantised)
     copied = copy.deepcopy(quantised)
     assert copied.precision == recipe
@@ -357,7 +337,7 @@ def test_weights_must_not_change_before_backward():
 
 def test_seeds_come_from_the_gradients_of_the_group_alone():
     generator = torch.Generator().manual_seed(1)
-    for dtype in DTYPES:
+    for dtype in cases.DTYPES:
         rows = torch.randn((40, 32), generator=generator).to(dtype)
         row_range = whole_groups((9, 0, 21))
         seeds = gradient_seeds(NVFP4(), rows, row_range, None)
@@ -385,12 +365,12 @@ def test_stochastic_gradients_are_right_in_the_mean():
 
     Of n independent errors, the mean has the root of 1 / n of one.
     """
-    case = Case(dtype=torch.float32, bias=False, buffers=())
-    inputs = make_inputs(case, sizes=SMALL, width=OUT, out_features=OUT)
+    case = cases.Case(dtype=torch.float32, bias=False, buffers=())
+    inputs = cases.make_inputs(case, sizes=recipes.SMALL, width=recipes.OUT, out_features=recipes.OUT)
     errors, num_steps = {}, 16
     for stochastic in (False, True):
         recipe = NVFP4(stochastic_gradients=stochastic, hadamard_signs=None)
-        layer = make_linear(case, inputs.w1, inputs.b1, precision=recipe)
+        layer = cases.make_linear(case, inputs.w1, inputs.b1, precision=recipe)
         layer.requires_grad_(False)
         weight = recipe.quantize_weight(inputs.w1).dequantize()  # so that errors are those of gradients
         mean = 0.0
@@ -398,9 +378,9 @@ def test_stochastic_gradients_are_right_in_the_mean():
             x = inputs.x.clone().requires_grad_()
             y = layer(x, inputs.splits)
             (d_x,) = torch.autograd.grad(y, x, inputs.d_y * (1 + 1e-6 * step))
-            mean = mean + used(d_x, SMALL) / num_steps
-        groups = torch.repeat_interleave(torch.arange(4), torch.tensor(SMALL.splits))
-        wanted = torch.einsum("no,noc->nc", used(inputs.d_y, SMALL), weight[groups])
+            mean = mean + cases.used(d_x, recipes.SMALL) / num_steps
+        groups = torch.repeat_interleave(torch.arange(4), torch.tensor(recipes.SMALL.splits))
+        wanted = torch.einsum("no,noc->nc", cases.used(inputs.d_y, recipes.SMALL), weight[groups])
         errors[stochastic] = relative_error(mean, wanted)
     assert errors[False] > 0.08
     assert errors[True] < 0.05

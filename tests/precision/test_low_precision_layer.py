@@ -3,6 +3,7 @@
 import gc
 from dataclasses import replace
 
+import low_precision_checks as checks
 import numpy as np
 import pytest
 import torch
@@ -10,16 +11,6 @@ from cluster import run_on
 from kept_memory import bytes_kept
 from layers import tokens_of
 from low_precision_cases import every_recipe
-from low_precision_checks import (
-    NAMES,
-    WIRE_RECIPES,
-    check_layer,
-    check_second_bias,
-    check_ways,
-    config_for,
-    count_calls,
-    run_cut,
-)
 from row_ranges import whole_groups
 from stacks import Stack, compare_bits, pipeline, run_schedule
 from worker import Findings, open_heap
@@ -40,7 +31,7 @@ from symmoe.symm_mem.memory import ALIGNMENT_BYTES
 @every_recipe
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_all_ways_give_the_same_bits(cluster, num_ranks: int, recipe):
-    assert cluster(num_ranks).findings(check_ways, "cpu", recipe, torch.bfloat16) == []
+    assert cluster(num_ranks).findings(checks.check_ways, "cpu", recipe, torch.bfloat16) == []
 
 
 # -- any number of ranks ----------------------------------------------------------------------------------------------
@@ -54,12 +45,12 @@ def test_any_number_of_ranks_gives_the_same_bits(cluster, recipe, wire):
     """With order="slot", stochastic rounding included: it depends on the expert's rows and not on where they are."""
     want = None
     for num_ranks, cut in ((1, [44]), (2, [40, 4]), (4, [11, 0, 30, 3])):
-        results = cluster(num_ranks).run(run_cut, "cpu", recipe, wire, cut, "slot")
-        found = {name: np.concatenate([part[name] for part in results]) for name in NAMES}
+        results = cluster(num_ranks).run(checks.run_cut, "cpu", recipe, wire, cut, "slot")
+        found = {name: np.concatenate([part[name] for part in results]) for name in checks.NAMES}
         want = found if want is None else want
-        for name in NAMES:
+        for name in checks.NAMES:
             assert np.array_equal(found[name], want[name]), (num_ranks, name)
-    other = cluster(1).run(run_cut, "cpu", replace(recipe), "none" if wire != "none" else wire, [44], "slot")[0]
+    other = cluster(1).run(checks.run_cut, "cpu", replace(recipe), "none" if wire != "none" else wire, [44], "slot")[0]
     assert np.array_equal(other["y"], want["y"])
 
 
@@ -71,7 +62,7 @@ def test_any_number_of_ranks_gives_the_same_bits(cluster, recipe, wire):
 )
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_layers(cluster, num_ranks: int, recipe, wire):
-    assert cluster(num_ranks).findings(check_layer, "cpu", recipe, wire) == []
+    assert cluster(num_ranks).findings(checks.check_layer, "cpu", recipe, wire) == []
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -86,7 +77,7 @@ def test_layers(cluster, num_ranks: int, recipe, wire):
     ids=str,
 )
 def test_second_bias(cluster, num_ranks: int, recipe, wire: str):
-    assert cluster(num_ranks).findings(check_second_bias, "cpu", recipe, wire) == []
+    assert cluster(num_ranks).findings(checks.check_second_bias, "cpu", recipe, wire) == []
 
 
 def test_rows_on_their_way_are_waited_for():
@@ -110,7 +101,7 @@ def test_rows_on_their_way_are_waited_for():
 # -- rows on the wire -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", WIRE_RECIPES, ids=str)
+@pytest.mark.parametrize("recipe", checks.WIRE_RECIPES, ids=str)
 @pytest.mark.parametrize("hidden", [64, 160, 512])
 def test_a_row_on_the_wire(recipe, hidden):
     """Bytes are what the recipe makes of the row; they come out as they went in, in any order."""
@@ -151,7 +142,9 @@ def test_a_row_on_the_wire(recipe, hidden):
 @every_recipe
 def test_gradients_of_biases_come_with_the_quantised_gradients(monkeypatch, recipe):
     """No kernel reads the rows for them, unless nothing else asks for quantised rows."""
-    counts = count_calls(monkeypatch, "dact_quantize", "scaled_activation_grad", "grouped_bias_grad", "sum_dbias")
+    counts = checks.count_calls(
+        monkeypatch, "dact_quantize", "scaled_activation_grad", "grouped_bias_grad", "sum_dbias"
+    )
     mlp = GroupedMLP(2, 64, 128, bias=True, precision=recipe, dtype=torch.bfloat16)
     x = torch.randn(8, 64, dtype=torch.bfloat16)
     mlp(x, [3, 5], torch.ones(8)).sum().backward()
@@ -169,7 +162,7 @@ def test_gradients_of_biases_come_with_the_quantised_gradients(monkeypatch, reci
 @every_recipe
 def test_a_weight_is_quantised_once(monkeypatch, recipe):
     """For both directions in one call if the rows have a gradient, else for forward alone; none in backward."""
-    counts = count_calls(monkeypatch, "quantize_weights", "quantize_weight_pairs", "group_amax", "weight_amax")
+    counts = checks.count_calls(monkeypatch, "quantize_weights", "quantize_weight_pairs", "group_amax", "weight_amax")
     linear, mlp = GroupedLinear(2, 64, 32, precision=recipe), GroupedMLP(2, 64, 32, precision=recipe)
     splits = torch.tensor([3, 5], dtype=torch.int32)
 
@@ -194,7 +187,7 @@ def test_a_weight_is_quantised_once(monkeypatch, recipe):
 
 
 def test_rows_are_put_on_the_wire_in_one_call(monkeypatch):
-    counts = count_calls(monkeypatch, "quantize_rows", "encode_rows")
+    counts = checks.count_calls(monkeypatch, "quantize_rows", "encode_rows")
     WireFormat(MXFP8(), 64).encode(torch.randn(5, 64))
     assert counts == {"quantize_rows": 0, "encode_rows": 1}
 
@@ -205,7 +198,7 @@ def test_rows_are_put_on_the_wire_in_one_call(monkeypatch):
 @every_recipe
 @pytest.mark.parametrize("stash", ["all", "rows", "hidden", "none"])
 def test_bytes_of_a_call(recipe, stash: str):
-    for wire in ("none", "both") if recipe in WIRE_RECIPES else ("none",):
+    for wire in ("none", "both") if recipe in checks.WIRE_RECIPES else ("none",):
         options = {"precision": recipe, "quantized_wire": wire, "stash": stash, "capacity": 150}
         config = MoEConfig(hidden=160, ffn=96, num_experts=8, top_k=3, schedule="always-overlapped", **options)
         plan = plan_memory(config, num_ranks=1, num_tokens=37, dtype=torch.float32)
@@ -225,7 +218,7 @@ def test_the_heap_is_as_large_as_planned(rank: int, num_ranks: int, findings: Fi
     """1F1B runs on a heap of as many bytes as planned, with the bits of one after the other, and not on less."""
     options = {"precision": recipe, "quantized_wire": wire, "capacity": 48, "max_tokens": 8}
     for stash, layout in (("all", "packed"), ("none", "expert-major")):
-        config = config_for(num_ranks, stash=stash, layout=layout, **options)
+        config = checks.config_for(num_ranks, stash=stash, layout=layout, **options)
         sizes = {"num_ranks": num_ranks, "num_tokens": 8, "num_layers": 2, "num_in_flight": 2, "dtype": torch.float32}
         num_bytes = plan_memory(config, **sizes).heap_bytes
         with open_heap("cpu", num_bytes=num_bytes) as heap:
@@ -260,11 +253,11 @@ def test_the_heap_is_as_large_as_planned(rank: int, num_ranks: int, findings: Fi
 )
 def test_a_configuration_that_makes_no_sense(options, message):
     with pytest.raises(ArgumentError, match=message):
-        replace(config_for(1), **options)
+        replace(checks.config_for(1), **options)
 
 
 def test_a_configuration_is_a_value():
-    config = config_for(1, precision=Float8Block(power_of_two=True), quantized_wire="forward")
+    config = checks.config_for(1, precision=Float8Block(power_of_two=True), quantized_wire="forward")
     assert config == replace(config)
     assert hash(config) == hash(replace(config))
     assert config != replace(config, precision=Float8Block())
@@ -277,8 +270,8 @@ def test_a_configuration_is_a_value():
 def test_experts_must_have_the_precision_of_the_layer(heap: SymmetricHeap):
     for mine, theirs in ((None, MXFP8()), (MXFP8(), None), (MXFP8(), Float8Block())):
         with pytest.raises(ArgumentError, match=r"experts.precision \(.*\) must be "):
-            MoELayer(config_for(1, precision=mine), heap, experts=GroupedMLP(2, 64, 32, precision=theirs))
-    layer = MoELayer(config_for(1), heap)
+            MoELayer(checks.config_for(1, precision=mine), heap, experts=GroupedMLP(2, 64, 32, precision=theirs))
+    layer = MoELayer(checks.config_for(1), heap)
     x = torch.randn(4, 64)
     plan = make_plan(torch.zeros(4, 2, dtype=torch.int64), num_experts=2, heap=heap)
     with pytest.raises(ArgumentError, match=r"precision \(None\) must be a recipe of E4M3 numbers"):
@@ -304,7 +297,7 @@ def test_compiled_layers_share_a_graph():
     """Layers of equal recipes are alike to torch.compile; it gives the bits of the layer as it is."""
     from torch._dynamo.testing import CompileCounterWithBackend  # takes long to import
 
-    config = config_for(1, precision=Float8Block(), quantized_wire="both")
+    config = checks.config_for(1, precision=Float8Block(), quantized_wire="both")
     with SymmetricHeap(num_bytes=4 << 20, backend="host") as heap:
         layers = [MoELayer(replace(config, precision=Float8Block()), heap) for _ in range(2)]
         backend = CompileCounterWithBackend("aot_eager")

@@ -19,14 +19,7 @@ from symmoe.kernels.control import QUANTIZED_WIRES
 from symmoe.precision import MXFP8, NVFP4, Float8Block
 from symmoe.tools.bench.cases import PRESETS
 from symmoe.training import precision_choice
-from symmoe.training.precision_choice import (
-    LEAST_SPEED_UP,
-    MEASURED,
-    MeasuredLayer,
-    best_measured,
-    choose_precision,
-    in_full,
-)
+from symmoe.training import precision_choice as choices
 
 NUMBERS = {"num_ranks": 2, "num_tokens": 8192}
 
@@ -38,7 +31,7 @@ def config_of(preset: str = "deepseek-like", **options) -> MoEConfig:
 
 
 def pays(config: MoEConfig, **numbers: int) -> bool:
-    return best_measured(config, **{**NUMBERS, **numbers})[1] >= LEAST_SPEED_UP
+    return choices.best_measured(config, **{**NUMBERS, **numbers})[1] >= choices.LEAST_SPEED_UP
 
 
 # -- the table --------------------------------------------------------------------------------------------------------
@@ -72,8 +65,8 @@ def measured_ms(preset: str, variant: str) -> float:
 
 
 def test_the_table_is_that_of_the_record():
-    assert [layer.name for layer in MEASURED] == [*CHOICES]
-    for layer in MEASURED:
+    assert [layer.name for layer in choices.MEASURED] == [*CHOICES]
+    for layer in choices.MEASURED:
         shape = PRESETS[layer.name]
         assert (layer.hidden, layer.ffn) == (shape.hidden, shape.ffn)
         assert layer.rows_per_expert == 2 * 8192 * shape.top_k // shape.num_experts
@@ -86,12 +79,12 @@ def test_the_table_is_that_of_the_record():
 @pytest.mark.parametrize("preset", CHOICES)
 def test_measured_layers_get_what_was_faster(preset: str):
     for wire, faster in (("both", "float8-block, wire"), ("none", "float8-block")):
-        layer, speed_up = best_measured(config_of(preset, quantized_wire=wire), **NUMBERS)
+        layer, speed_up = choices.best_measured(config_of(preset, quantized_wire=wire), **NUMBERS)
         assert layer.name == preset
         assert speed_up == pytest.approx(measured_ms(preset, "static") / measured_ms(preset, faster), rel=1e-3)
-        assert (speed_up >= LEAST_SPEED_UP) == CHOICES[preset]
+        assert (speed_up >= choices.LEAST_SPEED_UP) == CHOICES[preset]
     # Weights that were quantised before cost a step nothing.
-    _, speed_up = best_measured(config_of(preset), **NUMBERS, num_micro_batches=10**6)
+    _, speed_up = choices.best_measured(config_of(preset), **NUMBERS, num_micro_batches=10**6)
     wanted = measured_ms(preset, "static") / measured_ms(preset, VARIANTS["constant_weights_ms"])
     assert speed_up == pytest.approx(wanted, rel=1e-3)
 
@@ -121,7 +114,7 @@ def test_a_layer_that_is_smaller_anywhere_computes_in_full():
         for name in ("hidden", "ffn"):
             assert not pays(replace(config, **{name: getattr(config, name) - 16}))
         assert not pays(config, num_tokens=8191)
-    assert best_measured(config_of("gpt-oss-120b"), **NUMBERS) == (None, 0.0)
+    assert choices.best_measured(config_of("gpt-oss-120b"), **NUMBERS) == (None, 0.0)
 
 
 def on_h200(monkeypatch: pytest.MonkeyPatch, name: str = "NVIDIA H200") -> None:
@@ -131,26 +124,26 @@ def on_h200(monkeypatch: pytest.MonkeyPatch, name: str = "NVIDIA H200") -> None:
 def test_a_config_is_taken_as_it_is_or_in_full(monkeypatch):
     big, small = config_of(stash="rows", capacity=70_000), config_of("qwen3-30b", stash="rows", capacity=70_000)
     for config in (big, small):  # CPUs
-        assert choose_precision(config, **NUMBERS, device="cpu") == in_full(config)
+        assert choices.choose_precision(config, **NUMBERS, device="cpu") == choices.in_full(config)
     on_h200(monkeypatch)
-    assert choose_precision(big, **NUMBERS, device="cuda:1") is big
-    assert choose_precision(big, num_ranks=2, num_tokens=64, device="cuda") == in_full(big)
-    chosen = choose_precision(small, **NUMBERS, device=torch.device("cuda", 0))
+    assert choices.choose_precision(big, **NUMBERS, device="cuda:1") is big
+    assert choices.choose_precision(big, num_ranks=2, num_tokens=64, device="cuda") == choices.in_full(big)
+    chosen = choices.choose_precision(small, **NUMBERS, device=torch.device("cuda", 0))
     assert (chosen.precision, chosen.quantized_wire) == (None, "none")
     assert chosen.received_layout == "expert-major"
     assert replace(chosen, precision=small.precision, quantized_wire=small.quantized_wire) == small
     power = replace(big, precision=Float8Block(power_of_two=True))
-    assert choose_precision(power, **NUMBERS, device="cuda") is power
+    assert choices.choose_precision(power, **NUMBERS, device="cuda") is power
     for other in (MXFP8(), NVFP4()):
         config = replace(big, precision=other, quantized_wire="none")
-        assert choose_precision(config, **NUMBERS, device="cuda") == in_full(config)
+        assert choices.choose_precision(config, **NUMBERS, device="cuda") == choices.in_full(config)
 
 
 def test_micro_batches_that_share_weights_count(monkeypatch):
     on_h200(monkeypatch)
     config = config_of("qwen3-30b")
-    alone, shared = (choose_precision(config, **NUMBERS, device="cuda", num_micro_batches=n) for n in (1, 8))
-    assert alone == in_full(config)
+    alone, shared = (choices.choose_precision(config, **NUMBERS, device="cuda", num_micro_batches=n) for n in (1, 8))
+    assert alone == choices.in_full(config)
     assert shared is config
 
 
@@ -159,20 +152,20 @@ def test_micro_batches_that_share_weights_count(monkeypatch):
 )
 def test_other_gpus_compute_in_full(monkeypatch, name: str):
     config = config_of()
-    for gpu, chosen in ((name, in_full(config)), ("NVIDIA H200", config)):
+    for gpu, chosen in ((name, choices.in_full(config)), ("NVIDIA H200", config)):
         on_h200(monkeypatch, gpu)
-        assert choose_precision(config, **NUMBERS, device="cuda") == chosen
+        assert choices.choose_precision(config, **NUMBERS, device="cuda") == chosen
 
 
 def test_wrong_numbers():
     numbers = {**NUMBERS, "num_micro_batches": 1}
     for name in numbers:
         with pytest.raises(ArgumentError, match=rf"{name} \(0\) must be at least 1"):
-            best_measured(config_of(), **{**numbers, name: 0})
+            choices.best_measured(config_of(), **{**numbers, name: 0})
     with pytest.raises(ArgumentError, match=r"num_experts \(64\) must be divisible by the number of ranks \(3\)"):
-        best_measured(config_of(), **{**numbers, "num_ranks": 3})
+        choices.best_measured(config_of(), **{**numbers, "num_ranks": 3})
     with pytest.raises(ArgumentError, match=r"precision \(None\)"):
-        choose_precision(in_full(config_of()), **numbers, device="cpu")
+        choices.choose_precision(choices.in_full(config_of()), **numbers, device="cpu")
 
 
 @run_on(2)
@@ -180,11 +173,11 @@ def test_ranks_that_choose_differently_find_out(rank: int, num_ranks: int, findi
     """Ranks on different GPUs choose differently, and both say so in their first call; the layer shows what it took."""
     config = MoEConfig(hidden=64, ffn=32, num_experts=4, top_k=2, precision=Float8Block(), quantized_wire="both")
     with open_heap("cpu") as heap, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(precision_choice, "MEASURED", (MeasuredLayer("small", 64, 32, 1, 2.0, 1.0, 1.0, 1.0),))
+        patch.setattr(precision_choice, "MEASURED", (choices.MeasuredLayer("small", 64, 32, 1, 2.0, 1.0, 1.0, 1.0),))
         for measured in ((False, False), (True, True), (True, False)):
             findings.where = f"rank {rank}, {measured}"
             patch.setattr(precision_choice, "_was_measured", lambda device, mine=measured[rank]: mine)
-            chosen = choose_precision(config, num_ranks=num_ranks, num_tokens=4096, device=heap.device)
+            chosen = choices.choose_precision(config, num_ranks=num_ranks, num_tokens=4096, device=heap.device)
             layer = MoELayer(chosen, heap)
             taken = Float8Block() if measured[rank] else None
             findings.equal("taken", layer.experts.precision, taken)
@@ -217,7 +210,7 @@ def test_the_command_says_what_it_takes(capsys, preset: str, taken: str, same):
     assert reason.startswith(f"float8-auto takes {taken}: ")
     assert f"the layer of {preset} " in reason
     ratio, least = map(float, re.findall(r"\d+\.\d\d", reason))
-    assert ratio == pytest.approx(best_measured(config_of(preset), **NUMBERS)[1], abs=0.006)
+    assert ratio == pytest.approx(choices.best_measured(config_of(preset), **NUMBERS)[1], abs=0.006)
     assert (ratio > least) == (taken == "float8-block")
     main(plan if same is None else [*plan, "--precision", same[0], "--quantized-wire", same[1]])
     assert capsys.readouterr().out.rstrip() == memory

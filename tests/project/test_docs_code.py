@@ -1,7 +1,8 @@
 """The program of every page runs as a reader would run it, on CPUs.
 
 A page's Python blocks, one after the other, are its `train.py`. It is started by the commands that the page prints for
-it, and without one by `python train.py`. A block after `<!-- not run: the reason -->` is left out.
+it, and without one by `python train.py`. A block after `<!-- not run: the reason -->` is left out. README's program has
+the launcher itself; those of other pages have what torchrun gives its ranks.
 """
 
 import os
@@ -14,6 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
+from example_runs import run_forked
 from limits import HANG_S
 from packaging.requirements import Requirement
 
@@ -103,16 +105,21 @@ def commands_of(text: str) -> list[list[str]]:
     return [shlex.split(command) for command in dict.fromkeys(found)] or [["python", "train.py"]]
 
 
-def run(command: list[str], folder: Path) -> str:
+def run(command: list[str], folder: Path, *, by_launcher: bool = False) -> str:
     """What it prints, at its good end."""
     (launcher,) = (name for name in LAUNCHERS if " ".join(command).startswith(name))
     words = [sys.executable, *LAUNCHERS[launcher], *command[len(launcher.split()) :]]
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "support")))
     environment = os.environ | {"PYTHONPATH": f"{paths}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        words, cwd=folder, env=environment, capture_output=True, text=True, timeout=HANG_S, check=False
-    )
+    plain = re.fullmatch(r"(?:torchrun --nproc-per-node=(\d)|python) train\.py", " ".join(command))
+    if plain and not by_launcher:
+        num_ranks = int(plain[1]) if plain[1] else None
+        done = run_forked(folder / "train.py", num_ranks=num_ranks, folder=folder, environment=environment)
+    else:
+        done = subprocess.run(
+            words, cwd=folder, env=environment, capture_output=True, text=True, timeout=HANG_S, check=False
+        )
     printed, errors = (
         "".join(path.read_text(errors="replace") for path in folder.glob(f"logs/**/{name}.log"))
         for name in ("stdout", "stderr")
@@ -143,7 +150,7 @@ def test_page_runs(page: str, tmp_path: Path):
     (tmp_path / "train.py").write_text(program, encoding="utf-8")
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     for command in commands_of(text):
-        printed = run(command, tmp_path)
+        printed = run(command, tmp_path, by_launcher=page == "README.md")
         assert len(re.findall(PAGES[page].prints, printed)) >= PAGES[page].times, printed
     assert [name for name in PAGES[page].leaves if not (tmp_path / name).exists()] == []
 

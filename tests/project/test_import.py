@@ -16,28 +16,10 @@ NAMES = {".".join(path.with_suffix("").parts).removesuffix(".__init__"): path fo
 
 # Rooms in the one direction of imports: a room may import itself and those above it.
 ROOMS = (
-    "errors",
-    "torch_internals",
-    "autograd",
-    "tape",
-    "kernels",
-    "nodes",
-    "symm_mem",
-    "checks",
-    "precision",
-    "dispatch",
-    "combine",
-    "tokens",
-    "grouped",
-    "moe",
-    "training",
+    *"errors torch_internals autograd tape kernels nodes symm_mem checks precision dispatch combine tokens".split(),
+    *"grouped moe training".split(),
     "",  # the package's own file
-    "checkpoint",
-    "integrations",
-    "tools",
-    "timeline",
-    "cli",
-    "__main__",
+    *"checkpoint integrations tools timeline cli __main__".split(),
 )
 LEVELS = {room: level for level, room in enumerate(ROOMS)}
 MAY_READ_ENVIRONMENT = {

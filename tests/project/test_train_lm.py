@@ -1,4 +1,4 @@
-"""The main job, run as its users run it: torchrun, CPU processes, the tiny preset."""
+"""The main job, on CPUs with the tiny preset. By torchrun itself, test_convergence.py and `make train` run it."""
 
 import json
 import math

@@ -12,6 +12,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+from example_runs import output_of
 from limits import HANG_S
 from programs import printed_by
 
@@ -52,7 +53,7 @@ def test_a_user_sees_annotations_and_is_told_what_is_wrong(tmp_path: Path) -> No
 
 
 def test_the_program_runs() -> None:
-    assert printed_by(PROGRAM) == "[5, 16] [5, 16]\n[64, 16] [5, 16]\n"
+    assert output_of(str(PROGRAM), num_ranks=None) == "[5, 16] [5, 16]\n[64, 16] [5, 16]\n"
 
 
 def test_only_kernels_and_subclasses_are_excused() -> None:

@@ -20,17 +20,7 @@ import oracle
 import torch
 from worker import give_room
 
-from reliability.step import (
-    EXPERTS_PER_RANK,
-    TOP_K,
-    forward_backward,
-    hash_of_step,
-    make_layer,
-    num_open_files,
-    resident_bytes,
-    tokens_of,
-    weights_of,
-)
+from reliability import step
 from reliability.suite import SEED_STRIDE, Numbers, Outcome, Results, Suite, on_ranks
 from symmoe import MoELayer, SymmetricHeap
 
@@ -48,33 +38,35 @@ def check(rank: int, num_ranks: int, numbers: Numbers, seed: int, device: str) -
     """Yields per step; what has grown is a problem of the last one, and of some on the way."""
     backend = "nvshmem" if device == "cuda" else "host"
     with SymmetricHeap(num_bytes=8 << 20, backend=backend) as heap:
-        most = num_ranks * MAX_TOKENS * TOP_K
+        most = num_ranks * MAX_TOKENS * step.TOP_K
         layers = (
-            make_layer(heap, _WEIGHTS_SEED, capacity=most, max_tokens=MAX_TOKENS),
-            make_layer(heap, _WEIGHTS_SEED, order="slot", schedule="overlapped"),
+            step.make_layer(heap, _WEIGHTS_SEED, capacity=most, max_tokens=MAX_TOKENS),
+            step.make_layer(heap, _WEIGHTS_SEED, order="slot", schedule="overlapped"),
         )
-        weights = [w.double() for w in weights_of(EXPERTS_PER_RANK * num_ranks, _WEIGHTS_SEED)]
-        fixed = tokens_of(heap, 99, MAX_TOKENS)
-        give_room(heap, (layers[1].config.num_experts, TOP_K), MAX_TOKENS, most)  # no later call needs more of the heap
-        forward_backward(layers[1], fixed)
-        wanted = [hash_of_step(layer, fixed) for layer in layers]
+        weights = [w.double() for w in step.weights_of(step.EXPERTS_PER_RANK * num_ranks, _WEIGHTS_SEED)]
+        fixed = step.tokens_of(heap, 99, MAX_TOKENS)
+        give_room(
+            heap, (layers[1].config.num_experts, step.TOP_K), MAX_TOKENS, most
+        )  # no later call needs more of the heap
+        step.forward_backward(layers[1], fixed)
+        wanted = [step.hash_of_step(layer, fixed) for layer in layers]
         samples, python_blocks = [], []
         for turn, number in enumerate(numbers):
             start, problems, facts = time.perf_counter(), [], {}
             generator = random.Random(f"{seed * SEED_STRIDE + number}, {rank}")
             layer, num_tokens = layers[number % 2], generator.randint(0, MAX_TOKENS)
-            x = tokens_of(heap, seed * SEED_STRIDE + number, num_tokens)
+            x = step.tokens_of(heap, seed * SEED_STRIDE + number, num_tokens)
             if number % TOO_LITTLE_ROOM_EVERY == 1:  # number is odd where capacity is exact
-                give_room(heap, (layer.config.num_experts, TOP_K), num_tokens, 1)
-            y = forward_backward(layer, x)
+                give_room(heap, (layer.config.num_experts, step.TOP_K), num_tokens, 1)
+            y = step.forward_backward(layer, x)
             if number % CHECK_EVERY == 0 or number == numbers[-1]:  # so that gradients are of one size in every sample
                 problems += wrong_values(layer, x, y, weights)
-                found = [hash_of_step(layer, fixed) for layer in layers]
+                found = [step.hash_of_step(layer, fixed) for layer in layers]
                 if found != wanted:
                     problems.append(f"the fixed step hashes to {found}, at first to {wanted}")
             del x, y
             if turn >= WARM_UP and (turn % CHECK_EVERY == 0 or number == numbers[-1]):
-                samples.append((turn, resident_bytes(), *footprint(heap)))
+                samples.append((turn, step.resident_bytes(), *footprint(heap)))
             if samples and (number == numbers[-1] or turn % JUDGE_EVERY == 0):
                 problems += what_grew(samples)
                 python_blocks.append(sys.getallocatedblocks())
@@ -82,7 +74,7 @@ def check(rank: int, num_ranks: int, numbers: Numbers, seed: int, device: str) -
                     "resident_bytes_per_1000_steps": 1000.0 * slope([s[0] for s in samples], [s[1] for s in samples]),
                     "resident_mib": [round(s[1] / 2**20, 2) for s in samples[:: JUDGE_EVERY // CHECK_EVERY]],
                     "high_water_bytes": heap.high_water_bytes,
-                    "open_files": num_open_files(),
+                    "open_files": step.num_open_files(),
                     "python_blocks": [*python_blocks],
                 }
             if number == numbers[-1]:
@@ -106,7 +98,7 @@ def wrong_values(layer: MoELayer, x: torch.Tensor, y: torch.Tensor, weights: lis
 def footprint(heap: SymmetricHeap) -> tuple[int, ...]:
     """What must not change at all: see NAMES."""
     on_device = torch.cuda.memory_allocated() if heap.device.type == "cuda" else 0
-    return heap.high_water_bytes, heap.leased_bytes, num_open_files(), on_device
+    return heap.high_water_bytes, heap.leased_bytes, step.num_open_files(), on_device
 
 
 def num_tensor_maps() -> int:

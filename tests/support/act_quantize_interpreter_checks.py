@@ -4,20 +4,11 @@ Two comparisons, byte for byte: with the Triton kernels that are fused, of any n
 whose activation is exact in both. The interpreter's casts to E4M3 are replaced, see quantize_interpreter_checks.py.
 """
 
+import act_quantize_cases as cases
 import quantize_interpreter_checks
 import torch
 import triton
 import triton.language as tl
-from act_quantize_cases import (
-    ACTIVATIONS,
-    Problem,
-    assert_same_sums,
-    backward,
-    backward_apart,
-    exact_problem,
-    forward,
-    forward_apart,
-)
 from quantize_cases import FORMATS, as_bytes, differences
 from row_ranges import random_ranges, rows_of
 
@@ -46,19 +37,19 @@ CASES = [  # activation, FFN width, format
 
 
 def check_fusion(name, ffn, block_format):
-    p = Problem(ACTIVATIONS[name], ffn, splits=SPLITS)
-    assert differences(forward(gpu, p, block_format), forward_apart(gpu, p, block_format)) == []
-    (found, sums), (expected, wanted) = backward(gpu, p, block_format), backward_apart(gpu, p, block_format)
+    p = cases.Problem(cases.ACTIVATIONS[name], ffn, splits=SPLITS)
+    assert differences(cases.forward(gpu, p, block_format), cases.forward_apart(gpu, p, block_format)) == []
+    (found, sums), (expected, wanted) = cases.backward(gpu, p, block_format), cases.backward_apart(gpu, p, block_format)
     assert differences(found, expected) == [], (name, differences(found, expected))
-    assert_same_sums(sums, wanted)
-    expected, _ = backward(gpu, p, block_format, with_dbias=False)
+    cases.assert_same_sums(sums, wanted)
+    expected, _ = cases.backward(gpu, p, block_format, with_dbias=False)
     assert differences(found, expected) == [], name
 
 
 def check_ranges(name, ffn, block_format):
     """Rows of ranges: those of one call for all, and no others."""
     tiles.ROW_PROGRAMS = 4  # so that programs have several tiles
-    p, recorded = Problem(ACTIVATIONS[name], ffn, splits=SPLITS), []
+    p, recorded = cases.Problem(cases.ACTIVATIONS[name], ffn, splits=SPLITS), []
     for row_range in (p.row_range, *random_ranges(SPLITS, 3)):
         rows = p.operand(ffn, block_format)
         gpu.act_quantize(p.h, p.row_scale, row_range, rows, p.activation, FORMATS[block_format])
@@ -72,19 +63,19 @@ def check_ranges(name, ffn, block_format):
 
 
 def check_twin(block_format):
-    p = exact_problem(144, splits=SPLITS)
-    assert differences(forward(gpu, p, block_format), forward(twin, p, block_format)) == []
-    (found, sums), (expected, wanted) = backward(gpu, p, block_format), backward(twin, p, block_format)
+    p = cases.exact_problem(144, splits=SPLITS)
+    assert differences(cases.forward(gpu, p, block_format), cases.forward(twin, p, block_format)) == []
+    (found, sums), (expected, wanted) = cases.backward(gpu, p, block_format), cases.backward(twin, p, block_format)
     assert differences(found, expected) == []
-    assert_same_sums(sums, wanted)
+    cases.assert_same_sums(sums, wanted)
 
 
 def check_that_differences_are_noticed():
-    p = Problem(ACTIVATIONS["swiglu"], 128, splits=SPLITS)
-    expected = forward_apart(gpu, p, "float8_block")
+    p = cases.Problem(cases.ACTIVATIONS["swiglu"], 128, splits=SPLITS)
+    expected = cases.forward_apart(gpu, p, "float8_block")
     p.row_scale[40] *= 2
     # Twice the numbers, twice the scale.
-    assert differences(forward(gpu, p, "float8_block"), expected) == ["scale"]
+    assert differences(cases.forward(gpu, p, "float8_block"), expected) == ["scale"]
 
 
 def main():
@@ -99,8 +90,8 @@ def main():
         check_twin(block_format)
         print("twin", block_format, ": ok")
     check_that_differences_are_noticed()
-    no_rows = Problem(ACTIVATIONS["swiglu"], 128, splits=(0, 0))
-    assert differences(forward(gpu, no_rows, "mxfp8"), forward(twin, no_rows, "mxfp8")) == []
-    (found, sums), (expected, wanted) = backward(gpu, no_rows, "mxfp8"), backward(twin, no_rows, "mxfp8")
+    no_rows = cases.Problem(cases.ACTIVATIONS["swiglu"], 128, splits=(0, 0))
+    assert differences(cases.forward(gpu, no_rows, "mxfp8"), cases.forward(twin, no_rows, "mxfp8")) == []
+    (found, sums), (expected, wanted) = cases.backward(gpu, no_rows, "mxfp8"), cases.backward(twin, no_rows, "mxfp8")
     assert differences(found, expected) == []
-    assert_same_sums(sums, wanted)
+    cases.assert_same_sums(sums, wanted)

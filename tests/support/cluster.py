@@ -5,6 +5,7 @@ A `Cluster` is started once per size and reused, because importing torch costs s
 """
 
 import functools
+import gc
 import inspect
 import itertools
 import multiprocessing as mp
@@ -23,8 +24,10 @@ import torch.distributed as dist
 from limits import HANG_S
 from worker import Findings, open_heap
 
-_CONTEXT = mp.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "symmoe.symm_mem.heap", "symmoe.kernels.twin"])
+FORKS = mp.get_context("forkserver")  # processes of its own for each process of pytest
+# torch._inductor: torch.use_deterministic_algorithms imports it, for seconds.
+_FOR_RANKS = ["pytest", "torch.distributed", "torch._inductor", "symmoe.kernels.twin", "symmoe.moe.layer"]
+FORKS.set_forkserver_preload(_FOR_RANKS)
 
 
 class RankFailure(AssertionError):
@@ -101,16 +104,17 @@ def forget_graphs() -> None:
 
 class Cluster(AbstractContextManager["Cluster"]):
     """`num_ranks` processes joined by gloo on loopback. On GPUs (`device_type="cuda"`), rank r uses GPU r. The end of
-    it as a context closes it."""
+    it as a context closes it. `start`: of multiprocessing; "spawn" has imported nothing."""
 
-    def __init__(self, num_ranks: int, device_type: str = "cpu") -> None:
+    def __init__(self, num_ranks: int, device_type: str = "cpu", start: str = "forkserver") -> None:
         self.num_ranks = num_ranks
         self._dir = tempfile.TemporaryDirectory(prefix="symmoe-cluster-")
         store = os.path.join(self._dir.name, "store")
         self._pipes, self._processes = [], []
         for rank in range(num_ranks):
-            ours, theirs = _CONTEXT.Pipe()
-            process = _CONTEXT.Process(target=_serve, args=(theirs, rank, num_ranks, store, device_type), daemon=True)
+            ours, theirs = mp.Pipe()
+            given = theirs, rank, num_ranks, store, device_type
+            process = mp.get_context(start).Process(target=_serve, args=given, daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -188,6 +192,7 @@ class Cluster(AbstractContextManager["Cluster"]):
 
 def _serve(pipe: Any, rank: int, num_ranks: int, store: str, device_type: str) -> None:
     mp.set_start_method("fork", force=True)  # whose semaphores have no names that stay (tqdm makes some)
+    gc.freeze()  # what was imported before the fork
     torch.set_num_threads(1)
     if device_type == "cuda":
         torch.cuda.set_device(rank)

@@ -12,20 +12,8 @@ import torch
 gluon_emulator.install()
 
 import numpy as np  # noqa: E402
+import quantize_cases as cases  # noqa: E402
 import quantize_reference as reference  # noqa: E402
-from quantize_cases import (  # noqa: E402
-    FORMATS,
-    SPLITS,
-    TAIL,
-    Scattered,
-    column_buffers,
-    differences,
-    encode_rows,
-    hard_rows,
-    named,
-    quantize_weights,
-    row_range_of,
-)
 
 from symmoe.kernels import twin  # noqa: E402
 from symmoe.kernels.low_precision import hopper_columns, hopper_weights  # noqa: E402
@@ -75,20 +63,20 @@ def sign_of_nan(x):
 
 def check(rows, splits, name, row_index, num_sms=1):
     num_rows, width = (rows if row_index is None else row_index).shape[0], rows.shape[1]
-    found, expected = (column_buffers(num_rows, len(splits), width, FORMATS[name]) for _ in range(2))
+    found, expected = (cases.column_buffers(num_rows, len(splits), width, cases.FORMATS[name]) for _ in range(2))
     given = {"row_index": row_index, "num_sms": num_sms}
-    hopper_columns.launch_quantize_columns(rows, row_range_of(splits), found, FORMATS[name], **given)
-    twin.quantize_columns(rows, row_range_of(splits), expected, FORMATS[name], row_index=row_index)
-    assert differences(named(*found), named(*expected)) == [], (splits, name, width)
+    hopper_columns.launch_quantize_columns(rows, cases.row_range_of(splits), found, cases.FORMATS[name], **given)
+    twin.quantize_columns(rows, cases.row_range_of(splits), expected, cases.FORMATS[name], row_index=row_index)
+    assert cases.differences(cases.named(*found), cases.named(*expected)) == [], (splits, name, width)
 
 
 def check_wire(wire, width, dtype, splits, name, row_index, num_sms=1):
     num_rows = (wire if row_index is None else row_index).shape[0]
-    found, expected = (column_buffers(num_rows, len(splits), width, FORMATS[name]) for _ in range(2))
+    found, expected = (cases.column_buffers(num_rows, len(splits), width, cases.FORMATS[name]) for _ in range(2))
     for function, result in ((hopper_columns.launch_requantize_columns, found), (twin.requantize_columns, expected)):
         given = {"num_sms": num_sms} if result is found else {}
-        function(wire, row_range_of(splits), result, FORMATS[name], dtype, row_index=row_index, **given)
-    assert differences(named(*found), named(*expected)) == [], (splits, name, width)
+        function(wire, cases.row_range_of(splits), result, cases.FORMATS[name], dtype, row_index=row_index, **given)
+    assert cases.differences(cases.named(*found), cases.named(*expected)) == [], (splits, name, width)
 
 
 def check_weights(weight, name, num_sms):
@@ -97,18 +85,18 @@ def check_weights(weight, name, num_sms):
         assert hopper_weights.takes_weight_pairs(args[-1], args[0])
         hopper_weights.launch_quantize_weight_pairs(*args, num_sms=num_sms)
 
-    expected, scattered = quantize_weights(twin, weight, name, in_pairs=True), Scattered(weight)
+    expected, scattered = cases.quantize_weights(twin, weight, name, in_pairs=True), cases.Scattered(weight)
     kernels = types.SimpleNamespace(quantize_weight_pairs=launched)
     gluon_emulator.ELSEWHERE[:] = scattered.matrices
     for table in (None, scattered.table):
-        found = quantize_weights(kernels, weight, name, table, in_pairs=True)
-        assert differences(found, expected) == [], (name, weight.shape, differences(found, expected))
+        found = cases.quantize_weights(kernels, weight, name, table, in_pairs=True)
+        assert cases.differences(found, expected) == [], (name, weight.shape, cases.differences(found, expected))
 
 
 def check_that_mistakes_are_noticed(rows):
     """Rows past a group's end; scales of the neighbouring block; the same tile again; a tile that has not come."""
     gluon_emulator.check_mistakes(
-        lambda: check(rows, SPLITS, "float8_block", None),
+        lambda: check(rows, cases.SPLITS, "float8_block", None),
         (hopper_columns, "locate", lambda right: lambda *args: (right(*args)[0], right(*args)[1] + 1)),
         (hopper_columns, "block_scales_or_nan", lambda right: lambda *args: tuple(x.roll(1) for x in right(*args))),
         (hopper_columns, "further", lambda right: lambda at, *_: at),
@@ -131,25 +119,27 @@ def check_that_mistakes_with_weights_are_noticed():
 def main():
     torch.set_num_threads(1)
     install_arithmetic()
-    index = torch.randint(50, (sum(SPLITS) + TAIL,), generator=torch.Generator().manual_seed(3)).int()
-    index[-TAIL:] = 1 << 30  # of the tail
+    index = torch.randint(50, (sum(cases.SPLITS) + cases.TAIL,), generator=torch.Generator().manual_seed(3)).int()
+    index[-cases.TAIL :] = 1 << 30  # of the tail
     for number, num_sms in enumerate(SMS):
         width, name = (272, 256)[number % 2], NAMES[number % 2]
         for dtype in (torch.bfloat16, torch.float16):
-            check(hard_rows(len(index), width, dtype), SPLITS, name, None, num_sms)
-            check(hard_rows(50, width, dtype), SPLITS, name, index, num_sms)
-            wire = encode_rows(twin, hard_rows(50, width, dtype), name)[:50]
-            check_wire(wire, width, dtype, SPLITS, name, index, num_sms)
+            check(cases.hard_rows(len(index), width, dtype), cases.SPLITS, name, None, num_sms)
+            check(cases.hard_rows(50, width, dtype), cases.SPLITS, name, index, num_sms)
+            wire = cases.encode_rows(twin, cases.hard_rows(50, width, dtype), name)[:50]
+            check_wire(wire, width, dtype, cases.SPLITS, name, index, num_sms)
         check_wire(wire, width, torch.bfloat16, (0, 40, 3), name, None, num_sms)
     for num_sms in (1, 3, 100):  # two panels; of which a program has more than one, or no tile
-        check(hard_rows(len(index), 1024, torch.bfloat16), SPLITS, "float8_block", None, num_sms)
-    check(hard_rows(TAIL, 256, torch.bfloat16), (0, 0), "float8_block", None)
-    wire = encode_rows(twin, hard_rows(50, 264, torch.bfloat16), "float8_block")[:50]  # a copy of codes and scales
-    check_wire(wire, 264, torch.bfloat16, SPLITS, "float8_block", index)
+        check(cases.hard_rows(len(index), 1024, torch.bfloat16), cases.SPLITS, "float8_block", None, num_sms)
+    check(cases.hard_rows(cases.TAIL, 256, torch.bfloat16), (0, 0), "float8_block", None)
+    wire = cases.encode_rows(twin, cases.hard_rows(50, 264, torch.bfloat16), "float8_block")[
+        :50
+    ]  # a copy of codes and scales
+    check_wire(wire, 264, torch.bfloat16, cases.SPLITS, "float8_block", index)
     many = tuple(3 * (i % 4 == 1) for i in range(40))  # groups of which a lane has two
-    check(hard_rows(sum(many), 128, torch.bfloat16), many, "float8_block", None)
-    check_that_mistakes_are_noticed(hard_rows(len(index), 256, torch.bfloat16))
+    check(cases.hard_rows(sum(many), 128, torch.bfloat16), many, "float8_block", None)
+    check_that_mistakes_are_noticed(cases.hard_rows(len(index), 256, torch.bfloat16))
     for num_sms, dtype in zip(SMS, 2 * [torch.bfloat16, torch.float16], strict=True):
         for name in NAMES:
-            check_weights(hard_rows(3 * 256, 384, dtype).view(3, 256, 384), name, num_sms)
+            check_weights(cases.hard_rows(3 * 256, 384, dtype).view(3, 256, 384), name, num_sms)
     check_that_mistakes_with_weights_are_noticed()

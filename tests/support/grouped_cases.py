@@ -15,15 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from symmoe import (
-    GroupedLinear,
-    GroupedMLP,
-    ScaledActivation,
-    ScaledClampedSwiGLU,
-    ScaledSReLU,
-    ScaledSwiGLU,
-    Sequential,
-)
+import symmoe
 from symmoe.errors import ArgumentError
 from symmoe.kernels.activation import Activation
 
@@ -259,10 +251,10 @@ def linear_inputs(case: Case, **options) -> Inputs:
     return make_inputs(case, width=LINEAR_OUT, out_features=LINEAR_OUT, **options)
 
 
-def make_linear(case: Case, weight: torch.Tensor, bias: torch.Tensor, **options) -> GroupedLinear:
+def make_linear(case: Case, weight: torch.Tensor, bias: torch.Tensor, **options) -> symmoe.GroupedLinear:
     """A layer with these values, as the case wants it."""
     groups, out_features, in_features = weight.shape
-    layer = GroupedLinear(groups, in_features, out_features, device=weight.device, **case.options, **options)
+    layer = symmoe.GroupedLinear(groups, in_features, out_features, device=weight.device, **case.options, **options)
     fill(layer, weight, bias, case)
     return layer
 
@@ -272,17 +264,17 @@ WAYS = ("linear", *PATHS)
 
 
 def make_way(
-    way: str, case: Case, inputs: Inputs, *, activation: ScaledActivation | None = None, **options
-) -> tuple[Callable[..., torch.Tensor], dict[str, GroupedLinear]]:
+    way: str, case: Case, inputs: Inputs, *, activation: symmoe.ScaledActivation | None = None, **options
+) -> tuple[Callable[..., torch.Tensor], dict[str, symmoe.GroupedLinear]]:
     """call(x, scale, splits, out=, grad_input_out=, is_first_microbatch=) and its layers: "linear" is one of w1 and b1;
     the others are FC1, activation, FC2 along one of PATHS, whose scale multiplies FC2's bias as in GroupedMLP."""
     fc1 = make_linear(case, inputs.w1, inputs.b1, **options)
     if way == "linear":
         return lambda x, scale, splits, **given: fc1(x, splits, **given), {"fc": fc1}
     fc2 = make_linear(case, inputs.w2, inputs.b2, **options)
-    activation = activation or ScaledSwiGLU()
-    model = Sequential(fc1, activation, fc2)
-    experts = GroupedMLP(
+    activation = activation or symmoe.ScaledSwiGLU()
+    model = symmoe.Sequential(fc1, activation, fc2)
+    experts = symmoe.GroupedMLP(
         fc1.num_groups, fc1.in_features, fc2.in_features, activation=activation, device=inputs.x.device
     )
     experts.fc1, experts.fc2 = fc1, fc2
@@ -552,9 +544,9 @@ def gating(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.
     return lambda h: function(h[: len(h) // 2]) * h[len(h) // 2 :]
 
 
-def scaled(function: str, **fields: object) -> ScaledActivation:
+def scaled(function: str, **fields: object) -> symmoe.ScaledActivation:
     """With this function of kernels/activation.py."""
-    return ScaledActivation(Activation(function=function, **fields))
+    return symmoe.ScaledActivation(Activation(function=function, **fields))
 
 
 def interleaved_order(width: int, block: int) -> list[int]:
@@ -612,19 +604,19 @@ def _oracle(inputs: Inputs, case: Case, of_row: Callable[..., torch.Tensor]) -> 
 
 # Each with its formula for one row of h. A block: gate and up columns of h alternate so.
 ACTIVATIONS = {
-    "swiglu": (ScaledSwiGLU(), swiglu, None),
-    "gpt-oss": (ScaledClampedSwiGLU(), gpt_oss, None),
+    "swiglu": (symmoe.ScaledSwiGLU(), swiglu, None),
+    "gpt-oss": (symmoe.ScaledClampedSwiGLU(), gpt_oss, None),
     "tight": (
-        ScaledClampedSwiGLU(alpha=2.0, limit=0.5, offset=0.25),
+        symmoe.ScaledClampedSwiGLU(alpha=2.0, limit=0.5, offset=0.25),
         functools.partial(clamped_swiglu, alpha=2.0, limit=0.5, offset=0.25),
         None,
     ),
-    "srelu": (ScaledSReLU(), srelu, None),
+    "srelu": (symmoe.ScaledSReLU(), srelu, None),
     "gelu": (scaled("gelu", is_gated=False), torch.nn.functional.gelu, None),
     "geglu": (scaled("gelu"), gating(torch.nn.functional.gelu), None),
     "tanh gelu": (scaled("gelu_tanh", is_gated=False), tanh_gelu, None),
     "tanh geglu": (scaled("gelu_tanh"), gating(tanh_gelu), None),
-    "interleaved by 1": (ScaledClampedSwiGLU(interleave=1), gpt_oss, 1),
-    "interleaved by 4": (ScaledSwiGLU(interleave=4), swiglu, 4),
-    "interleaved by 8": (ScaledClampedSwiGLU(interleave=8), gpt_oss, 8),
+    "interleaved by 1": (symmoe.ScaledClampedSwiGLU(interleave=1), gpt_oss, 1),
+    "interleaved by 4": (symmoe.ScaledSwiGLU(interleave=4), swiglu, 4),
+    "interleaved by 8": (symmoe.ScaledClampedSwiGLU(interleave=8), gpt_oss, 8),
 }

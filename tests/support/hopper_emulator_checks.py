@@ -11,16 +11,7 @@ import torch
 
 gluon_emulator.install()
 
-from gemm_problem import (  # noqa: E402
-    ActProblem,
-    check_act,
-    check_act_ranges,
-    check_dgrad,
-    check_gemm,
-    check_ranges,
-    check_wgrad,
-    part_calls,
-)
+import gemm_problem as problems  # noqa: E402
 from row_ranges import random_ranges  # noqa: E402
 
 from symmoe.kernels import hopper_choice, twin  # noqa: E402
@@ -88,27 +79,27 @@ def kernels_of(act_variant, dact_variant):
 
 def check_products(splits, widths, dtype):
     """By the public functions, which choose these kernels."""
-    p = ActProblem(splits, widths, dtype, Activation())
+    p = problems.ActProblem(splits, widths, dtype, Activation())
     for number, zero_tail in enumerate((False, True)):
-        check_gemm(public, p, False, False, "none", zero_tail, num_sms=number + 1)
-        check_dgrad(public, p, False, False, zero_tail, num_sms=3 - number)
-    check_wgrad(public, p, False, False, False, False, dtype, num_sms=3)
+        problems.check_gemm(public, p, False, False, "none", zero_tail, num_sms=number + 1)
+        problems.check_dgrad(public, p, False, False, zero_tail, num_sms=3 - number)
+    problems.check_wgrad(public, p, False, False, False, False, dtype, num_sms=3)
     for name in ("plain", "dgrad"):
-        check_ranges(p, *part_calls(public, p)[name], random_ranges(splits, 2), num_sms=2)
+        problems.check_ranges(p, *problems.part_calls(public, p)[name], random_ranges(splits, 2), num_sms=2)
 
 
 def check_activations(name, splits, widths, dtype, activation):
-    p, kernels = ActProblem(splits, widths, dtype, activation), kernels_of(*VARIANTS[name])
+    p, kernels = problems.ActProblem(splits, widths, dtype, activation), kernels_of(*VARIANTS[name])
     gather = name == "gathered"
-    check_act(kernels, p, {"num_sms": 2}, {"num_sms": 3}, cases=[(gather, False)])
-    check_act_ranges(kernels, p, random_ranges(splits, 2), gather=gather, num_sms=2)
+    problems.check_act(kernels, p, {"num_sms": 2}, {"num_sms": 3}, cases=[(gather, False)])
+    problems.check_act_ranges(kernels, p, random_ranges(splits, 2), gather=gather, num_sms=2)
 
 
 def check_that_mistakes_are_noticed():
     """A ring's stage that one of two warpgroups frees; products that one of two readers overwrites."""
-    p = ActProblem((140,), (512, 256), torch.bfloat16, Activation())
+    p = problems.ActProblem((140,), (512, 256), torch.bfloat16, Activation())
     gluon_emulator.check_mistakes(
-        lambda: check_gemm(public, p, False, False, "none", False, num_sms=1),
+        lambda: problems.check_gemm(public, p, False, False, "none", False, num_sms=1),
         (pipeline.mbarrier, "init", lambda right: lambda barrier, count: right(barrier, max(1, int(count) - 1))),
         errors=(AssertionError, RuntimeError),
     )

@@ -5,15 +5,6 @@ from compiled_launches import meta
 
 from symmoe.kernels import control
 from symmoe.kernels.activation import Activation
-from symmoe.kernels.control import (
-    ControlLayout,
-    InNodeIntegers,
-    Peers,
-    PlanIntegers,
-    RankMaps,
-    in_node_layout,
-    plan_layout,
-)
 from symmoe.kernels.hopper import act as hopper_act
 from symmoe.kernels.hopper import gemm as hopper_gemm
 from symmoe.kernels.hopper import wgrad as hopper_wgrad
@@ -189,8 +180,8 @@ def launch_choice(num_experts, top_k, rule, num_ranks=0):
 
 def peers_of(num_ranks, rank, arena_bytes=1 << 30):
     arena = torch.empty(arena_bytes, dtype=torch.uint8, device="meta")
-    bases, layout = meta(num_ranks, dtype=INT64), ControlLayout(num_ranks)
-    return Peers(rank=rank, num_ranks=num_ranks, bases=bases, views=(arena,) * num_ranks, layout=layout)
+    bases, layout = meta(num_ranks, dtype=INT64), control.ControlLayout(num_ranks)
+    return control.Peers(rank=rank, num_ranks=num_ranks, bases=bases, views=(arena,) * num_ranks, layout=layout)
 
 
 def launch_barrier(num_ranks):
@@ -211,16 +202,16 @@ def launch_plan(shape, id_dtype=torch.int32, drop=False, num_places=0):
     num_blocks = -(-num_tokens // control.TOKENS_PER_BLOCK)
     peers, received = peers_of(num_ranks, num_ranks - 1), meta(num_ranks, control.NUM_PUBLISHED, dtype=INT64)
     topk_idx = meta(num_tokens, top_k, dtype=id_dtype)
-    numel, layout = plan_layout(num_tokens, top_k, num_experts, num_ranks, num_places)
+    numel, layout = control.plan_layout(num_tokens, top_k, num_experts, num_ranks, num_places)
     if num_places:
         counts = meta(num_blocks, num_experts + num_ranks + 2)
-        integers = PlanIntegers(meta(numel), layout)
+        integers = control.PlanIntegers(meta(numel), layout)
         replicas.place_replicas(peers, integers, slack=50, num_near=num_ranks)
         starts, num_experts = counts, num_experts + num_ranks * num_places
         replicas.choose_copies(topk_idx, starts, integers, meta(num_blocks, num_experts + num_ranks + 2))
         topk_idx = integers.slot_to_copy
     counts = meta(num_blocks, num_experts + num_ranks + 2)
-    integers, status = PlanIntegers(meta(numel), layout), torch.zeros(control.STATUS_WORDS, dtype=INT64)
+    integers, status = control.PlanIntegers(meta(numel), layout), torch.zeros(control.STATUS_WORDS, dtype=INT64)
     plan.count_slots(topk_idx, counts, num_experts=num_experts, num_ranks=num_ranks)
     header = tuple(range(control.HEADER_WORDS))
     plan.send_counts(counts, topk_idx, header, peers, num_experts=num_experts)
@@ -243,7 +234,7 @@ def launch_between_nodes(shape, num_nodes):
     per_node, num_sent = num_ranks // num_nodes, 8 * (num_nodes - 1)
     of_ranks = (num_ranks + 1,), (num_nodes, per_node), (num_ranks - per_node,), (num_ranks + 1,)
     to_node, by_node, other_ranks, first_with = (meta(*shape, dtype=INT64) for shape in of_ranks)
-    maps = RankMaps(
+    maps = control.RankMaps(
         1, per_node, to_node, meta(num_nodes * (num_ranks + 1)), by_node, by_node[0], other_ranks, first_with
     )
     numbers, rows = meta(num_nodes + 2), meta(num_tokens, num_nodes)
@@ -252,10 +243,10 @@ def launch_between_nodes(shape, num_nodes):
     nodes.tell_header(numbers, peers, 0, word=1)
     nodes.own_counts(by_node[0], peers, rows, rows)
     nodes.other_counts(rows, other_ranks, peers, received)
-    numel, layout = plan_layout(num_tokens, top_k, num_experts, num_ranks)
-    its = in_node_layout(num_tokens, top_k, num_experts // num_ranks, (num_nodes, per_node), num_sent, num_sent)
-    plan_of = PlanIntegers(meta(numel), layout)
-    nodes.plan_in_node(plan_of, rows, numbers, maps, InNodeIntegers(meta(its[0]), its[1]))
+    numel, layout = control.plan_layout(num_tokens, top_k, num_experts, num_ranks)
+    its = control.in_node_layout(num_tokens, top_k, num_experts // num_ranks, (num_nodes, per_node), num_sent, num_sent)
+    plan_of = control.PlanIntegers(meta(numel), layout)
+    nodes.plan_in_node(plan_of, rows, numbers, maps, control.InNodeIntegers(meta(its[0]), its[1]))
     nodes.take_rows(meta(num_tokens, 64, dtype=BF16), rows, meta(num_tokens, 64, dtype=BF16))
     sync.count_exchange(meta(2, dtype=INT64), torch.zeros(2, dtype=INT64), which=1)
     sync.hear_of_faults(meta(num_nodes, 5, dtype=INT64), meta(1, dtype=INT64))

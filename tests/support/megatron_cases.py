@@ -21,13 +21,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from symmoe.integrations.megatron import (
-    DispatchOptions,
-    open_heap,
-    use_symmoe,
-    use_symmoe_dispatcher,
-    use_symmoe_experts,
-)
+from symmoe.integrations import megatron as integration
 
 SEQUENCE, BATCH, VOCABULARY, NUM_EXPERTS = 12, 2, 64, 8
 HEAP_BYTES = 8 << 20
@@ -167,16 +161,16 @@ def reference_spec(config: Any) -> Any:
 @contextlib.contextmanager
 def opened_heap(ranks_per_node: int | None = None) -> Iterator[Any]:
     """A heap over this rank's EP group."""
-    with open_heap(HEAP_BYTES, ranks_per_node=ranks_per_node) as heap:
+    with integration.open_heap(HEAP_BYTES, ranks_per_node=ranks_per_node) as heap:
         yield heap
 
 
 def forms_of(spec: Any, heap: Any, **options: Any) -> dict[str, Any]:
     """Layer specs: Megatron's own; with our dispatcher and Megatron's experts; with both of ours."""
-    choice = DispatchOptions(**{"order": "slot", **options})
-    forms = {"megatron": spec, "experts": use_symmoe(spec, heap, options=choice)}
+    choice = integration.DispatchOptions(**{"order": "slot", **options})
+    forms = {"megatron": spec, "experts": integration.use_symmoe(spec, heap, options=choice)}
     if "capacity" not in options:  # which others' experts cannot have
-        forms["dispatcher"] = use_symmoe_dispatcher(spec, heap, options=choice)
+        forms["dispatcher"] = integration.use_symmoe_dispatcher(spec, heap, options=choice)
     return forms
 
 
@@ -265,7 +259,7 @@ def compare(
     with opened_heap(ranks_per_node) as heap:
         assert (heap.topology.num_nodes > 1) == (ranks_per_node is not None)
         spec = reference_spec(config)
-        forms = {**forms_of(spec, heap, **(options or {})), "experts alone": use_symmoe_experts(spec)}
+        forms = {**forms_of(spec, heap, **(options or {})), "experts alone": integration.use_symmoe_experts(spec)}
         found, received = {}, []
         for form, form_spec in forms.items():
             model = model_of(config, form_spec)

@@ -1,16 +1,8 @@
 """Calls of the launchers that quantise, of meta tensors of real shapes; and a step of all of them on small ones."""
 
+import quantize_cases as cases
 import torch
 from compiled_launches import meta
-from quantize_cases import (
-    FORMATS,
-    encode_rows,
-    quantize_all,
-    quantize_weights,
-    requantize_columns,
-    row_range_of,
-    weight_format,
-)
 
 from symmoe.kernels.bias_sums import SLOT_ROWS, bias_slots
 from symmoe.kernels.formats import TILE, max_tiles
@@ -39,27 +31,27 @@ def options_of(block_format, *, indexed, **more):
 
 
 def launch_rows(name, dtype, *, indexed=False, **sums):
-    block_format = FORMATS[name]
+    block_format = cases.FORMATS[name]
     options = {**options_of(block_format, indexed=indexed), **sums}
     quantize.quantize_rows(meta(N, C, dtype=dtype), meta(2, G), operand(N, C, block_format), block_format, **options)
 
 
 def launch_columns(name, dtype, *, indexed=False):
-    block_format = FORMATS[name]
+    block_format = cases.FORMATS[name]
     out = operand(C, TILE * max_tiles(N, G), block_format, columns=True)
     options = options_of(block_format, indexed=indexed, signs=0x1234)
     quantize.quantize_columns(meta(N, C, dtype=dtype), meta(2, G), out, block_format, **options)
 
 
 def launch_weights(name, dtype, *, transposed=False):
-    weight, block_format = meta(G, 4096, C, dtype=dtype), weight_format(name)
+    weight, block_format = meta(G, 4096, C, dtype=dtype), cases.weight_format(name)
     weight = weight.mT if transposed else weight
     amax = meta(G, dtype=FP32) if block_format.has_global_scale else None
     quantize.quantize_weights(weight, operand(*weight.shape[1:], block_format, groups=(G,)), block_format, amax=amax)
 
 
 def launch_weight_pairs(name, dtype, *, is_table=False):
-    weight, block_format = meta(G, 4096, C, dtype=dtype), weight_format(name)
+    weight, block_format = meta(G, 4096, C, dtype=dtype), cases.weight_format(name)
     buffers = (operand(*lines.shape[1:], block_format, groups=(G,)) for lines in (weight, weight.mT))
     amax = meta(G, dtype=FP32) if block_format.has_global_scale else None
     source = TensorTable(meta(G, dtype=torch.int64), tuple(weight.shape), dtype) if is_table else weight
@@ -68,12 +60,14 @@ def launch_weight_pairs(name, dtype, *, is_table=False):
 
 def row_bytes(name, width):
     """Of a row of the wire."""
-    scales = FORMATS[name].num_blocks(width) * FORMATS[name].scale_dtype.itemsize
+    scales = cases.FORMATS[name].num_blocks(width) * cases.FORMATS[name].scale_dtype.itemsize
     return -(-(width + scales) // 16) * 16
 
 
 def launch_sent(name, dtype, *, width=C):
-    wire.encode_rows(meta(N, width, dtype=dtype), meta(N, row_bytes(name, width), dtype=torch.uint8), FORMATS[name])
+    wire.encode_rows(
+        meta(N, width, dtype=dtype), meta(N, row_bytes(name, width), dtype=torch.uint8), cases.FORMATS[name]
+    )
 
 
 def table_of_scales(*shapes, device="meta"):
@@ -90,12 +84,12 @@ def table_of_scales(*shapes, device="meta"):
 
 def step(num_rows, signs, width=32):
     """Launches every kernel that quantises."""
-    rows, row_range = torch.zeros(num_rows, width, dtype=torch.bfloat16), row_range_of((num_rows, 0))
+    rows, row_range = torch.zeros(num_rows, width, dtype=torch.bfloat16), cases.row_range_of((num_rows, 0))
     for name in ("mxfp8", "nvfp4"):
-        quantize_all(quantize, rows, row_range, name)
-    quantize_weights(quantize, torch.zeros(1, width, width), "mxfp8")
-    quantize_weights(quantize, torch.zeros(1, width, width), "mxfp8", in_pairs=True)
-    encode_rows(wire, rows, "mxfp8")
+        cases.quantize_all(quantize, rows, row_range, name)
+    cases.quantize_weights(quantize, torch.zeros(1, width, width), "mxfp8")
+    cases.quantize_weights(quantize, torch.zeros(1, width, width), "mxfp8", in_pairs=True)
+    cases.encode_rows(wire, rows, "mxfp8")
     quantize.group_amax(rows, row_range, torch.zeros(2), signs=signs)
     quantize.weight_amax(torch.zeros(1, width, width), torch.zeros(1))
     blocks = width // 32
@@ -110,10 +104,10 @@ def step(num_rows, signs, width=32):
     wire.unpack_rows(sent, row_range, (data, scale))
     part = torch.tensor([[0, 1], [1, num_rows]], dtype=torch.int32)
     wire.unpack_rows(sent, part, (data, scale))
-    row_format, out = FORMATS["mxfp8"], (data.view(torch.float8_e4m3fn), scale)
+    row_format, out = cases.FORMATS["mxfp8"], (data.view(torch.float8_e4m3fn), scale)
     quantize.quantize_rows(rows, part, out, row_format)
     sums = torch.zeros(bias_slots(num_rows, 2, SLOT_ROWS), width)
     quantize.quantize_rows(rows, part, out, row_format, sums=(sums, torch.zeros(num_rows)))
     bias.sum_dbias(sums, row_range, torch.zeros(2, width))
-    wire.decode_rows(sent, torch.empty(num_rows, width), FORMATS["mxfp8"])
-    requantize_columns(wire, sent, row_range, width, "mxfp8", torch.bfloat16)
+    wire.decode_rows(sent, torch.empty(num_rows, width), cases.FORMATS["mxfp8"])
+    cases.requantize_columns(wire, sent, row_range, width, "mxfp8", torch.bfloat16)

@@ -10,17 +10,8 @@ from layers import WAYS, tokens_of
 from reliability.delays import before_steps
 from worker import Findings, Watching, open_heap
 
-from symmoe import (
-    GroupedMLP,
-    MoEConfig,
-    MoELayer,
-    SymmetricHeap,
-    add_lora,
-    combine_tokens,
-    dispatch_tokens,
-    kernels,
-    make_plan,
-)
+import symmoe
+from symmoe import kernels
 from symmoe.kernels import control
 from symmoe.moe.ep_step import STASHES, expert_parallel_mlp
 from symmoe.precision import MXFP8, Float8Block
@@ -33,7 +24,7 @@ PRODUCTS = ("grouped_gemm", "grouped_gemm_dgrad", "grouped_gemm_quantized")
 
 
 @contextlib.contextmanager
-def counted_kernels(heap: SymmetricHeap) -> Iterator[Counter[str]]:
+def counted_kernels(heap: symmoe.SymmetricHeap) -> Iterator[Counter[str]]:
     """How often each kernel is launched in the context."""
     names, counts = kernels.for_device(heap.device).__all__, Counter()
     with before_steps(heap.device, lambda name: counts.update([name]), names):
@@ -51,7 +42,7 @@ class Backward:
     launches: Counter[str]
 
 
-def routing(heap: SymmetricHeap, seed: int = 0) -> torch.Tensor:
+def routing(heap: symmoe.SymmetricHeap, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed + heap.rank)
     ids = [torch.randperm(2 * heap.num_ranks, generator=generator)[:K] for _ in range(T + heap.rank)]
     return torch.stack(ids).to(heap.device)
@@ -102,9 +93,9 @@ def check_mlp(
             bias, precision = option.pop("bias", False), option.pop("precision", None)
             adapters, is_frozen = option.pop("adapters", None), option.pop("frozen", False)
             torch.manual_seed(7)
-            mlp = GroupedMLP(2, H, I, bias=bias, precision=precision, dtype=dtype, device=heap.device)
+            mlp = symmoe.GroupedMLP(2, H, I, bias=bias, precision=precision, dtype=dtype, device=heap.device)
             if adapters is not None:
-                add_lora(mlp, rank=8, alpha=8.0)
+                symmoe.add_lora(mlp, rank=8, alpha=8.0)
                 for parameter in mlp.parameters():
                     with torch.no_grad():
                         parameter.normal_(std=0.1)
@@ -120,7 +111,7 @@ def check_mlp(
                     continue
                 mlp.zero_grad(set_to_none=True)
                 leaf, weights = x.clone().requires_grad_(needs[0]), probs.clone().requires_grad_(needs[1])
-                plan = make_plan(routing(heap), num_experts=2 * num_ranks, heap=heap)
+                plan = symmoe.make_plan(routing(heap), num_experts=2 * num_ranks, heap=heap)
                 y = expert_parallel_mlp(leaf, weights, mlp, plan, **option)
                 epoch = heap.epoch
                 with counted_kernels(heap) as launches:
@@ -147,8 +138,8 @@ def check_dispatch(rank: int, num_ranks: int, findings: Findings, device: str) -
                 findings.where = f"rank {rank} of {num_ranks}, order {order}, x and probs {needs}"
                 x = tokens_of(rank, T + rank, H).to(heap.device).requires_grad_(needs[0])
                 probs = torch.full((T + rank, K), 0.5, device=heap.device, requires_grad=needs[1])
-                plan = make_plan(routing(heap), num_experts=2 * num_ranks, heap=heap)
-                rows, row_probs = dispatch_tokens(x, plan, probs=probs, order=order)
+                plan = symmoe.make_plan(routing(heap), num_experts=2 * num_ranks, heap=heap)
+                rows, row_probs = symmoe.dispatch_tokens(x, plan, probs=probs, order=order)
                 epoch = heap.epoch
                 with counted_kernels(heap) as launches:
                     (rows * row_probs[:, None]).square().sum().backward()
@@ -165,10 +156,10 @@ def check_dispatch(rank: int, num_ranks: int, findings: Findings, device: str) -
 def check_layer(rank: int, num_ranks: int, findings: Findings, device: str) -> None:
     """LoRA on a first layer: tokens without gradient, a router that learns or not; as kernels and as an operator."""
     with open_heap(device, num_bytes=64 << 20) as heap:
-        config = MoEConfig(hidden=H, ffn=I, num_experts=2 * num_ranks, top_k=K)
+        config = symmoe.MoEConfig(hidden=H, ffn=I, num_experts=2 * num_ranks, top_k=K)
         torch.manual_seed(3)
-        layer = MoELayer(config, heap)
-        add_lora(layer, rank=8, alpha=8.0)
+        layer = symmoe.MoELayer(config, heap)
+        symmoe.add_lora(layer, rank=8, alpha=8.0)
         x = tokens_of(rank, T + rank, H).to(heap.device)
         results = {}
         for is_watched in (False, True):
@@ -202,16 +193,16 @@ def check_mismatches(rank: int, num_ranks: int, findings: Findings, device: str)
     """The same error on every rank, and the next correct step is right."""
     with open_heap(device, num_bytes=64 << 20) as heap:
         torch.manual_seed(7)
-        mlp = GroupedMLP(2, H, I, device=heap.device)
+        mlp = symmoe.GroupedMLP(2, H, I, device=heap.device)
         x = tokens_of(rank, T + rank, H).to(heap.device)
         probs = torch.rand(T + rank, K, device=heap.device)
 
         def step(needs: tuple[bool, bool], parts: bool) -> None:
             leaf, weights = x.clone().requires_grad_(needs[0]), probs.clone().requires_grad_(needs[1])
-            plan = make_plan(routing(heap), num_experts=2 * num_ranks, heap=heap)
+            plan = symmoe.make_plan(routing(heap), num_experts=2 * num_ranks, heap=heap)
             if parts:
-                rows, row_probs = dispatch_tokens(leaf, plan, probs=weights)
-                y = combine_tokens(mlp(rows, plan.splits, row_probs), plan)
+                rows, row_probs = symmoe.dispatch_tokens(leaf, plan, probs=weights)
+                y = symmoe.combine_tokens(mlp(rows, plan.splits, row_probs), plan)
             else:
                 y = expert_parallel_mlp(leaf, weights, mlp, plan)
             y.sum().backward()

@@ -8,24 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
 import pytest
+import tape_cases as taped
 import torch
 from cluster import run_on
 from reliability.delays import before_steps
-from tape_cases import (
-    AROUND,
-    CPU,
-    OPTIONS,
-    E,
-    H,
-    I,
-    K,
-    check_bits,
-    main_grads,
-    make_calls,
-    make_layer,
-    step,
-    without_tapes,
-)
 from torch.utils.flop_counter import FlopCounterMode
 from worker import Findings, open_heap
 
@@ -61,9 +47,9 @@ SLOW = (
 
 def cases() -> Iterator[object]:
     """Quick ones: on two ranks with nothing around it, and the defaults in a checkpoint."""
-    for name, options in OPTIONS.items():
+    for name, options in taped.OPTIONS.items():
         for num_ranks in (1, 2):
-            for around in AROUND:
+            for around in taped.AROUND:
                 is_usual = not around or (name, around) == ("defaults", "checkpoint")
                 is_quick = num_ranks == 2 and is_usual and name not in SLOW
                 words = [name, str(num_ranks), *around.split()]
@@ -73,7 +59,7 @@ def cases() -> Iterator[object]:
 
 @pytest.mark.parametrize(("options", "num_ranks", "around"), list(cases()))
 def test_played_calls_have_the_bits_of_others(cluster, options, num_ranks, around):
-    results = cluster(num_ranks).run(check_bits, options, around)
+    results = cluster(num_ranks).run(taped.check_bits, options, around)
     assert [text for *_, texts in results for text in texts] == []
     for num_played, repeats, _ in results:
         assert num_played > 8  # of 20 calls with two parts each, some of which do not fit
@@ -86,16 +72,16 @@ def test_calls_in_flight(rank: int, num_ranks: int, findings: Findings) -> None:
     """Backward of a call comes after two more forward calls, and results stay as they are."""
     flying = []
     with open_heap("cpu", tapes="on", num_bytes=16 << 20) as heap:
-        layer, plain = make_layer(heap), make_layer(heap)
-        for x, dy in make_calls(rank, 22, torch.float32):
+        layer, plain = taped.make_layer(heap), taped.make_layer(heap)
+        for x, dy in taped.make_calls(rank, 22, torch.float32):
             x = x.requires_grad_()
             y, _ = layer(x)
             flying.append((x, dy, y, y.detach().clone()))
             if len(flying) == 3:
                 x, dy, y, copy = flying.pop(0)
                 found = torch.autograd.grad(y, (x, *layer.parameters()), dy)
-                with without_tapes(heap):
-                    _, _, _, *wanted = step(plain, x.detach(), dy, "")
+                with taped.without_tapes(heap):
+                    _, _, _, *wanted = taped.step(plain, x.detach(), dy, "")
                 findings.check(all(map(torch.equal, found, wanted)), f"rank {rank}: other gradients")
                 findings.check(torch.equal(y, copy), f"rank {rank}: y has changed")
         findings.check(heap.tapes.num_played > 8, "nothing was played")
@@ -105,11 +91,11 @@ def test_calls_in_flight(rank: int, num_ranks: int, findings: Findings) -> None:
 def test_main_grads_that_change(rank: int, num_ranks: int, findings: Findings) -> None:
     """main_grad is another tensor in each call, every third call overwrites it, and on rank 0 one is missing once."""
     with open_heap("cpu", tapes="on", num_bytes=16 << 20) as heap:
-        layer = make_layer(heap, overwrites=(False, False))
+        layer = taped.make_layer(heap, overwrites=(False, False))
         weights = [fc.weight for fc in (layer.experts.fc1, layer.experts.fc2)]
-        x, dy = next(make_calls(rank, 1, torch.float32))
-        before = [grad.clone() for grad in main_grads(layer)]
-        *_, first, second = step(layer, x, dy, "")
+        x, dy = next(taped.make_calls(rank, 1, torch.float32))
+        before = [grad.clone() for grad in taped.main_grads(layer)]
+        *_, first, second = taped.step(layer, x, dy, "")
         added = first - before[0], second - before[1]
         for number in range(20):
             findings.where = f"rank {rank}, call {number}"
@@ -121,14 +107,14 @@ def test_main_grads_that_change(rank: int, num_ranks: int, findings: Findings) -
                 if rank == 0:
                     del weights[1].main_grad
                 try:
-                    step(layer, x, dy, "")
+                    taped.step(layer, x, dy, "")
                     findings.check(False, "no error")
                 except SymmoeError as error:
                     findings.check("main_grad is missing" in str(error), f"{error}")
                 weights[1].main_grad = torch.ones(weights[1].shape)
                 weights[0].main_grad = torch.ones(weights[0].shape)
             played = heap.tapes.num_played
-            step(layer, x, dy, "")
+            taped.step(layer, x, dy, "")
             close = [torch.allclose(w.main_grad, w.wanted, atol=1e-4) for w in weights]
             findings.check(all(close), f"other gradients: {close}")
             if number >= 10 and number != 15:  # the first call after an error measures again
@@ -147,11 +133,11 @@ def test_options_that_change_between_forward_and_backward(
     """What decides where gradients go changes between forward and backward of some calls, before, while and after calls
     of their kind are recorded."""
     with open_heap("cpu", tapes="on", num_bytes=16 << 20) as heap:
-        layer = make_layer(heap)
+        layer = taped.make_layer(heap)
         linears = layer.experts.fc1, layer.experts.fc2
         weights = [fc.weight for fc in linears]
-        x, dy = next(make_calls(rank, 1, torch.float32))
-        *_, first, second = step(layer, x, dy, "")
+        x, dy = next(taped.make_calls(rank, 1, torch.float32))
+        *_, first, second = taped.step(layer, x, dy, "")
 
         def change(changes: bool) -> None:
             for fc in linears:
@@ -189,9 +175,9 @@ def test_options_that_change_between_forward_and_backward(
 def alone() -> Iterator[tuple[SymmetricHeap, MoELayer, Callable[..., None]]]:
     """A heap of one rank, a layer, and steps of it."""
     with SymmetricHeap(num_bytes=16 << 20, backend="host") as heap:
-        layer = make_layer(heap)
-        x, dy = next(make_calls(0, 1, torch.float32))
-        yield heap, layer, lambda times=6: [step(layer, x, dy, "") for _ in range(times)]
+        layer = taped.make_layer(heap)
+        x, dy = next(taped.make_calls(0, 1, torch.float32))
+        yield heap, layer, lambda times=6: [taped.step(layer, x, dy, "") for _ in range(times)]
 
 
 # -- audits -----------------------------------------------------------------------------------------------------------
@@ -212,14 +198,14 @@ def test_an_audit_finds_a_difference(rank: int, num_ranks: int, findings: Findin
 
     with pytest.MonkeyPatch.context() as patch, open_heap("cpu", tapes=tapes, num_bytes=16 << 20) as heap:
         patch.setattr(_Forward, "second_half", more)
-        layer = make_layer(heap)
-        x, dy = next(make_calls(rank, 1, torch.float32))
-        wanted, raised = step(layer, x, dy, ""), []
+        layer = taped.make_layer(heap)
+        x, dy = next(taped.make_calls(rank, 1, torch.float32))
+        wanted, raised = taped.step(layer, x, dy, ""), []
         for number in range(1, 30):
             if number == 6 and rank == 1:
                 added.append(True)
             try:
-                found = step(layer, x, dy, "")
+                found = taped.step(layer, x, dy, "")
                 findings.check(all(map(torch.equal, found, wanted)), f"rank {rank}, step {number}: other bits")
             except StaleTape as error:
                 raised.append((number, str(error)))
@@ -274,13 +260,13 @@ def test_an_error_in_a_played_call_is_every_ranks(rank: int, num_ranks: int, fin
     """An error of rank 0 before each of the kernels of a played step: all ranks raise, and the next call is right."""
     names: list[str] = []
     with open_heap("cpu", tapes="on", num_bytes=16 << 20, timeout_s=30, start_timeout_s=30) as heap:
-        layer = make_layer(heap, **options)
-        x, dy = next(make_calls(rank, 1, torch.float32))
-        wanted = step(layer, x, dy, "")
+        layer = taped.make_layer(heap, **options)
+        x, dy = next(taped.make_calls(rank, 1, torch.float32))
+        wanted = taped.step(layer, x, dy, "")
         for _ in range(4):
-            step(layer, x, dy, "")
-        with before_steps(CPU, names.append, twin.__all__):
-            step(layer, x, dy, "")
+            taped.step(layer, x, dy, "")
+        with before_steps(taped.CPU, names.append, twin.__all__):
+            taped.step(layer, x, dy, "")
         last = len(names) - 1 - names[::-1].index("barrier")  # of errors after it peers learn in the next call
         for fails_at, name in enumerate(names[:last]):
             # Errors of the heap; one that peers could not be told of.
@@ -295,13 +281,13 @@ def test_an_error_in_a_played_call_is_every_ranks(rank: int, num_ranks: int, fin
 
             findings.where = f"rank {rank}, error before {name} ({fails_at} of {len(names)})"
             try:
-                with before_steps(CPU, fail, twin.__all__) if rank == 0 else nullcontext():
-                    step(layer, x, dy, "")
+                with before_steps(taped.CPU, fail, twin.__all__) if rank == 0 else nullcontext():
+                    taped.step(layer, x, dy, "")
                 findings.check(False, "no error")
             except (RuntimeError, SymmoeError) as error:
                 findings.check("no memory, say" in str(error), f"{type(error).__name__}: {error}")
             for _ in range(2):  # the first one measures again
-                found = step(layer, x, dy, "")
+                found = taped.step(layer, x, dy, "")
                 findings.check(all(map(torch.equal, found, wanted)), "other bits afterwards")
         findings.check(heap.leased_bytes == 0, "leases are left")
         assert heap.tapes.num_played > 20
@@ -311,7 +297,7 @@ def test_an_error_in_a_played_call_is_every_ranks(rank: int, num_ranks: int, fin
 
 
 def make_tapes() -> Tapes:
-    return Tapes(CPU, lambda error: None, raise_for, (), lambda: twin, lambda tape: tape)
+    return Tapes(taped.CPU, lambda error: None, raise_for, (), lambda: twin, lambda tape: tape)
 
 
 def run_often(tapes: Tapes, function, make_inputs, *, times: int = 6, **numbers) -> list[object]:
@@ -337,7 +323,7 @@ def test_a_call_is_played_once_two_recordings_agree():
 
 def test_what_is_compiled_to_play_is_compiled_before_the_first_call():
     seen: list[object] = []
-    tapes = Tapes(CPU, lambda error: None, raise_for, (), lambda: twin, lambda tape: seen.append(tape) or tape)
+    tapes = Tapes(taped.CPU, lambda error: None, raise_for, (), lambda: twin, lambda tape: seen.append(tape) or tape)
     tapes.run(("some",), lambda: seen.append("call") or (), [torch.rand(3)], {})
     assert seen[1:] == ["call"]
 
@@ -367,7 +353,7 @@ def test_what_requires_gradients_is_another_kind():
 def test_nothing_is_played_on_a_poisoned_heap(alone):
     heap, layer, steps = alone
     steps()
-    x, dy = next(make_calls(0, 1, torch.float32))
+    x, dy = next(taped.make_calls(0, 1, torch.float32))
     y, _ = layer(x.requires_grad_())
     heap.abort("a test")
     played = heap.tapes.num_played
@@ -478,8 +464,8 @@ def test_steps_of_layers_of_one_size_share_tapes(alone):
     heap, _, steps = alone
     steps()
     kinds = len(heap.tapes._kinds)
-    x, dy = next(make_calls(0, 1, torch.float32))
-    step(make_layer(heap), x, dy, "")
+    x, dy = next(taped.make_calls(0, 1, torch.float32))
+    taped.step(taped.make_layer(heap), x, dy, "")
     assert len(heap.tapes._kinds) == kinds
     assert heap.tapes.num_played > 5
 
@@ -494,8 +480,8 @@ def test_a_consumer_of_probs_may_give_no_gradient():
         def backward(ctx, grad: torch.Tensor) -> None:
             return None
 
-    router = Router(MoEConfig(hidden=H, ffn=I, num_experts=E, top_k=K))
-    x = torch.randn(5, H, requires_grad=True)
+    router = Router(MoEConfig(hidden=taped.H, ffn=taped.I, num_experts=taped.E, top_k=taped.K))
+    x = torch.randn(5, taped.H, requires_grad=True)
     (NoGradient.apply(router(x).probs) + x.sum()).backward()
     assert x.grad.eq(1).all()
 
@@ -527,7 +513,7 @@ def test_calls_that_get_too_little_room_at_random(rank: int, num_ranks: int, nam
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RowHistory, "room", random_room)
-        num_played, _, texts = check_bits(rank, num_ranks, OPTIONS[name], around)
+        num_played, _, texts = taped.check_bits(rank, num_ranks, taped.OPTIONS[name], around)
     assert num_played >= 16, num_played  # of 20 calls with two parts each, a third of which are repeated
     return texts
 
@@ -536,8 +522,8 @@ def test_calls_that_get_too_little_room_at_random(rank: int, num_ranks: int, nam
 def test_a_router_needs_no_turn_on_the_heap(rank: int, num_ranks: int) -> None:
     """A router that runs by itself while another thread is in a call of the heap."""
     with SymmetricHeap(num_bytes=16 << 20, backend="host") as heap:
-        layer = make_layer(heap)
-        x, _ = next(make_calls(rank, 1, torch.float32))
+        layer = taped.make_layer(heap)
+        x, _ = next(taped.make_calls(rank, 1, torch.float32))
         wanted = layer.router(x).probs
         with heap.one_call, ThreadPoolExecutor(1) as pool:
             assert torch.equal(pool.submit(layer.router, x).result().probs, wanted)
@@ -547,7 +533,7 @@ def test_a_router_needs_no_turn_on_the_heap(rank: int, num_ranks: int) -> None:
 def test_compiled_layers_are_played_too(alone):
     heap, layer, _ = alone
     compiled = torch.compile(layer, backend="aot_eager")
-    for x, dy in make_calls(0, 8, torch.float32):
+    for x, dy in taped.make_calls(0, 8, torch.float32):
         num_played = heap.tapes.num_played
         found, wanted = (torch.autograd.grad(each(x)[0], tuple(layer.parameters()), dy) for each in (compiled, layer))
         assert all(map(torch.equal, found, wanted))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from programs import printed_by
+from example_runs import output_of
 
 from symmoe import MetricsLogger, MoEConfig, MoELayer, SymmetricHeap, tensorboard_sink
 
@@ -139,7 +139,7 @@ def made_up_log(path: Path, num_layers: int, num_steps: int, **more: list[int]) 
 def test_heat_maps_and_lines_are_the_log(plot_load: ModuleType, tmp_path: Path, figures: dict[str, Figure]):
     loads = made_up_log(tmp_path / "log", num_layers=3, num_steps=40)
     plot_load.draw(tmp_path / "log", tmp_path / "x.png")
-    printed_by(PLOT_LOAD, tmp_path / "log", tmp_path / "y.png")
+    output_of(str(PLOT_LOAD), str(tmp_path / "log"), str(tmp_path / "y.png"), num_ranks=None)
     assert (tmp_path / "x.png").read_bytes() == (tmp_path / "y.png").read_bytes()
     axes, over_mean = figures["x.png"].axes, loads / loads.mean(2, keepdims=True).clip(1e-30)
     for place in range(3):

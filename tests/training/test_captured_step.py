@@ -10,23 +10,10 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import captured_cases as cases
 import numpy as np
 import pytest
 import torch
-from captured_cases import (
-    Batch,
-    H,
-    HostGraph,
-    I,
-    Model,
-    batches,
-    captured_on_host,
-    check_changes,
-    check_counts,
-    check_exact,
-    make_step,
-    other_memory,
-)
 from cluster import on_ranks, run_on
 from torch import nn
 from torch.utils._pytree import register_pytree_node
@@ -44,20 +31,22 @@ from symmoe.training.step_kind import Tree
     [
         pytest.param(1, None, "cpu", id="1", marks=pytest.mark.slow),
         pytest.param(2, None, "cpu", id="2"),
-        pytest.param(2, 1, "cpu", id="2 x 1"),
+        pytest.param(2, 1, "cpu", id="2 x 1", marks=pytest.mark.slow),
         pytest.param(4, 2, "cpu", id="2 x 2", marks=pytest.mark.slow),
         *(pytest.param(n, None, "cuda", id=f"{n} GPUs", marks=pytest.mark.gpu) for n in (1, 2)),
     ],
 )
 def test_every_step_is_exact(cluster, num_ranks, ranks_per_node, device):
-    found = cluster(num_ranks, device).run(check_exact, device, 14, ranks_per_node)
-    check_counts(found, num_steps=14, least_replays=6)
+    found = cluster(num_ranks, device).run(cases.check_exact, device, 14, ranks_per_node)
+    cases.check_counts(found, num_steps=14, least_replays=6)
     assert len({tuple(counts) for *counts, _ in found}) == 1  # all ranks repeat the same steps
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_steps_with_replicas_are_exact(cluster, device):
-    check_counts(cluster(2, device).run(check_exact, device, 14, None, "replicas"), num_steps=14, least_replays=6)
+    cases.check_counts(
+        cluster(2, device).run(cases.check_exact, device, 14, None, "replicas"), num_steps=14, least_replays=6
+    )
 
 
 def train(
@@ -71,9 +60,9 @@ def train(
     num_tokens, found = (24, 5, 0, 17)[rank], []
     with open_heap("cpu", ranks_per_node=ranks_per_node) as heap:
         num_experts = 2 * num_ranks
-        sizes = {"hidden": H, "ffn": I, "num_experts": num_experts, "top_k": 2}
+        sizes = {"hidden": cases.H, "ffn": cases.I, "num_experts": num_experts, "top_k": 2}
         config = MoEConfig(**sizes, order="slot", router="none", **more)
-        model = nn.ModuleList([nn.Linear(H, H), MoELayer(config, heap)])
+        model = nn.ModuleList([nn.Linear(cases.H, cases.H), MoELayer(config, heap)])
         for parameter in model.parameters():
             parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.3 + 0.01 * rank)
 
@@ -84,7 +73,7 @@ def train(
 
         captured: CapturedStep = symmoe.capture_step(step, model, room=room or 1.0, num_eager=2)
         if room is not None:
-            captured.make_graph = lambda function, heaps: HostGraph(model, [], function, heaps)
+            captured.make_graph = lambda function, heaps: cases.HostGraph(model, [], function, heaps)
         for number in range(10):
             slots = torch.arange(2 * num_tokens).view(-1, 2)
             ids = (slots + number) % num_experts
@@ -92,7 +81,7 @@ def train(
                 ids = slots % 2 + num_experts - 2
             if number == 5 and rank == 0:
                 ids[3, 1] = num_experts
-            x = torch.randn((num_tokens, H), generator=torch.Generator().manual_seed(10 * number + rank))
+            x = torch.randn((num_tokens, cases.H), generator=torch.Generator().manual_seed(10 * number + rank))
             try:
                 y = captured(x, ids)
                 found.append([y, *(parameter.grad.clone() for parameter in model.parameters())])
@@ -130,27 +119,27 @@ def test_steps_with_replicas_have_the_bits_of_eager_ones(cluster):
 
 
 @pytest.fixture
-def model() -> Iterator[Model]:
+def model() -> Iterator[cases.Model]:
     with SymmetricHeap(num_bytes=16 << 20, backend="host") as heap:
-        yield Model(heap)
+        yield cases.Model(heap)
 
 
 def test_on_cpus_every_call_is_eager(model):
-    captured = symmoe.capture_step(make_step(model), model)
-    for batch in batches(0, 5):
+    captured = symmoe.capture_step(cases.make_step(model), model)
+    for batch in cases.batches(0, 5):
         captured(batch, scale=1.0)
     assert (captured.num_replays, captured.num_captures) == (0, 0)
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 def test_inputs_of_other_shapes_are_captured_apart(model):
-    captured = captured_on_host(model, num_eager=1)
+    captured = cases.captured_on_host(model, num_eager=1)
     for num_tokens in (5, 5, 9, 9, 5, 9):
-        captured([torch.ones(num_tokens, H)], scale=1.0)
+        captured([torch.ones(num_tokens, cases.H)], scale=1.0)
     assert captured.num_captures == 2
-    captured([torch.ones(5, H)], scale=2.0)  # another constant: another step
+    captured([torch.ones(5, cases.H)], scale=2.0)  # another constant: another step
     assert captured.num_captures == 2
-    captured([torch.ones(5, H)], scale=2.0)
+    captured([torch.ones(5, cases.H)], scale=2.0)
     assert captured.num_captures == 3
 
 
@@ -166,21 +155,21 @@ def test_numbers_out_of_range(options, text):
 def test_a_layer_that_was_not_called_before(model):
     switch = []
     captured: CapturedStep = symmoe.capture_step(lambda x: model(x)[0].sum() if switch else x.sum(), model, num_eager=1)
-    captured.make_graph = lambda function, heaps: HostGraph(model, captured.modules.states(), function, heaps)
-    captured(torch.ones(3, H))
+    captured.make_graph = lambda function, heaps: cases.HostGraph(model, captured.modules.states(), function, heaps)
+    captured(torch.ones(3, cases.H))
     switch.append(True)
     with pytest.raises(ArgumentError, match="calls a layer that earlier calls did not"):
-        captured(torch.ones(3, H))
+        captured(torch.ones(3, cases.H))
     assert model.layers[0].heap.captured_reports is None
 
 
 def test_nothing_is_replayed_on_a_heap_on_which_nothing_works(model):
-    captured = captured_on_host(model, num_eager=1)
+    captured = cases.captured_on_host(model, num_eager=1)
     for _ in range(2):
-        captured([torch.ones(3, H)], scale=1.0)
+        captured([torch.ones(3, cases.H)], scale=1.0)
     model.layers[0].heap.abort("enough")
-    with mock.patch.object(HostGraph, "replay") as replay, pytest.raises(HeapPoisoned, match="enough"):
-        captured([torch.ones(3, H)], scale=1.0)
+    with mock.patch.object(cases.HostGraph, "replay") as replay, pytest.raises(HeapPoisoned, match="enough"):
+        captured([torch.ones(3, cases.H)], scale=1.0)
     assert not replay.called
 
 
@@ -189,12 +178,12 @@ def test_what_could_not_be_taken_back_is_refused(model):
         fc2 = model.layers[1].experts.fc2
         setattr(fc2, option, True)
         with pytest.raises(ArgumentError, match=rf"{option} \(True\) must be False"):
-            symmoe.capture_step(make_step(model), model)
+            symmoe.capture_step(cases.make_step(model), model)
         setattr(fc2, option, False)
     with SymmetricHeap(num_bytes=16 << 20, backend="host") as other:
-        both = nn.ModuleList([model, Model(other)])
+        both = nn.ModuleList([model, cases.Model(other)])
         with pytest.raises(ArgumentError, match="layers on several heaps"):
-            symmoe.capture_step(make_step(model), both)
+            symmoe.capture_step(cases.make_step(model), both)
 
 
 # -- what decides a step -----------------------------------------------------------------------------------------------
@@ -202,7 +191,7 @@ def test_what_could_not_be_taken_back_is_refused(model):
 
 @on_ranks(cpu=(2,), cuda=(1, 2))
 def test_what_decides_a_step_is_captured_apart(cluster, num_ranks, device):
-    assert cluster(num_ranks, device).findings(check_changes, device) == []
+    assert cluster(num_ranks, device).findings(cases.check_changes, device) == []
 
 
 Pair = namedtuple("Pair", ["x", "y"])
@@ -237,11 +226,11 @@ BATCHES: dict[str, tuple[Callable[..., Any], Callable[[Any], tuple[torch.Tensor,
     "OrderedDict": (lambda x, y: OrderedDict(x=x, y=y), lambda batch: tuple(batch.values())),
     "defaultdict": (lambda x, y: defaultdict(list, x=x, y=y), lambda batch: tuple(batch.values())),
     "attributes of a dict": (lambda x, y: Attributes(x=x, y=y), lambda batch: (batch.x, batch["y"])),
-    "dataclass": (Batch, lambda batch: (batch.x, batch.scale * batch.y)),
+    "dataclass": (cases.Batch, lambda batch: (batch.x, batch.scale * batch.y)),
     "slots": (Slots, lambda batch: (batch.x, batch.y)),
     "namespace": (lambda x, y: SimpleNamespace(x=x, y=y), lambda batch: (batch.x, batch.y)),
     "registered": (Registered, lambda batch: (batch.x, batch.y)),
-    "nested": (lambda x, y: {"a": [Batch(x, (y,))]}, lambda batch: (batch["a"][0].x, batch["a"][0].y[0])),
+    "nested": (lambda x, y: {"a": [cases.Batch(x, (y,))]}, lambda batch: (batch["a"][0].x, batch["a"][0].y[0])),
     "slice": (lambda x, y: (x, y, slice(0, 2)), lambda batch: (batch[0][batch[2]], batch[1][batch[2]])),
     "others": (lambda x, y: (x, y, None, torch.int8, 1 + 2j, np.float32(1)), lambda batch: batch[:2]),
 }
@@ -251,7 +240,7 @@ def captured_linear(step: Callable[..., Any], **options) -> tuple[CapturedStep, 
     """A captured step of `step(linear, *arguments)`, with a stand-in for its graph."""
     linear = nn.Linear(2, 2)
     captured: CapturedStep = symmoe.capture_step(lambda batch: step(linear, batch), linear, num_eager=1, **options)
-    captured.make_graph = lambda function, heaps: HostGraph(linear, [], function, heaps)
+    captured.make_graph = lambda function, heaps: cases.HostGraph(linear, [], function, heaps)
     return captured, linear
 
 
@@ -284,7 +273,7 @@ def test_arguments_and_results_of_all_kinds(kind: str):
         ([len], r"batch\.y\[0\] \(builtin_function_or_method\) cannot be captured"),
         ({"a": nn.Linear(1, 1)}, r"batch\.y\['a'\] \(Linear\) cannot be captured"),
         ({object(): 1}, r"batch\.y \(dict\) cannot be captured"),
-        (Batch(torch.ones(2), torch.ones(2, requires_grad=True)), r"batch\.y\.y \[2\] requires a gradient"),
+        (cases.Batch(torch.ones(2), torch.ones(2, requires_grad=True)), r"batch\.y\.y \[2\] requires a gradient"),
         (torch.ones(2).to_sparse(), r"batch\.y \(torch\.sparse_coo\) must be a strided tensor"),
     ],
     ids=["set", "array", "object", "function", "module", "key", "gradient", "sparse"],
@@ -293,8 +282,8 @@ def test_what_is_not_understood_is_refused_by_name(argument: object, text: str):
     captured, _ = captured_linear(lambda linear, batch: linear(batch.x).sum())
     for _ in range(3):
         with pytest.raises(ArgumentError, match=text):
-            captured(Batch(torch.ones(3, 2), argument))
-    assert captured(Batch(torch.ones(3, 2), torch.ones(2))).dim() == 0
+            captured(cases.Batch(torch.ones(3, 2), argument))
+    assert captured(cases.Batch(torch.ones(3, 2), torch.ones(2))).dim() == 0
 
 
 def test_a_result_that_is_not_understood_is_refused_by_name():
@@ -330,7 +319,7 @@ def test_arguments_do_not_stay_alive():
     captured, _ = captured_linear(lambda linear, batch: linear(batch.x).sum())
     found = []
     for _ in range(4):
-        batch = Batch(torch.ones(3, 2), torch.ones(2))
+        batch = cases.Batch(torch.ones(3, 2), torch.ones(2))
         found += [weakref.ref(batch), weakref.ref(batch.x), weakref.ref(batch.y)]
         captured(batch)
     del batch
@@ -392,24 +381,24 @@ def test_modes_that_take_turns_are_captured_once():
 
 def test_memory_that_moves_after_an_error(model):
     """Then no heap knows how many rows calls need: the step is not captured before eager calls have said so."""
-    captured = captured_on_host(model, num_eager=1)
-    for batch in ([torch.ones(3, H)], [torch.ones(3, H)], [torch.ones(3, H), {1}]):
+    captured = cases.captured_on_host(model, num_eager=1)
+    for batch in ([torch.ones(3, cases.H)], [torch.ones(3, cases.H)], [torch.ones(3, cases.H), {1}]):
         with pytest.raises(ArgumentError, match="set") if len(batch) == 2 else nullcontext():
             captured(batch, scale=1.0)
-    other_memory(model.layers[0].experts.fc1.weight)
+    cases.other_memory(model.layers[0].experts.fc1.weight)
     for _ in range(2):
-        captured([torch.ones(3, H)], scale=1.0)
+        captured([torch.ones(3, cases.H)], scale=1.0)
     assert (captured.num_captures, captured.num_replays) == (2, 2)
 
 
 def test_options_set_later_that_could_not_be_taken_back_are_refused(model):
-    captured = captured_on_host(model, num_eager=1)
+    captured = cases.captured_on_host(model, num_eager=1)
     for _ in range(2):
-        captured([torch.ones(3, H)], scale=1.0)
+        captured([torch.ones(3, cases.H)], scale=1.0)
     model.layers[0].experts.fc1.delay_wgrad = True
-    captured([torch.ones(3, H)], scale=1.0)  # eager, and so right
+    captured([torch.ones(3, cases.H)], scale=1.0)  # eager, and so right
     with pytest.raises(ArgumentError, match=r"delay_wgrad \(True\) must be False"):
-        captured([torch.ones(3, H)], scale=1.0)
+        captured([torch.ones(3, cases.H)], scale=1.0)
 
 
 @pytest.mark.parametrize("culprits", [(0,), (1,), (0, 1)])
@@ -418,12 +407,12 @@ def test_what_one_rank_refuses_all_do(rank: int, num_ranks: int, culprits: tuple
     """The errors of calls of which the second and the fifth have an argument that some ranks refuse."""
     found = []
     with open_heap("cpu", num_bytes=16 << 20, timeout_s=20.0) as heap:
-        model = Model(heap)
-        captured = captured_on_host(model, num_eager=2)
+        model = cases.Model(heap)
+        captured = cases.captured_on_host(model, num_eager=2)
         for number in range(6):
-            batch: Any = [torch.ones(5, H)]
+            batch: Any = [torch.ones(5, cases.H)]
             if number in (1, 4) and rank in culprits:
-                batch = [torch.ones(5, H), {1}]
+                batch = [torch.ones(5, cases.H), {1}]
             try:
                 captured(batch, scale=1.0)
                 found.append("")
