@@ -51,8 +51,9 @@ def bench(shape: Shape, heap: SymmetricHeap, ranks: Ranks, options: argparse.Nam
         times = times_in_a_row_ms(steps, ranks, options.repetitions)
         for balance, taken in times.items():
             found = {"preset": shape.name, "ep": ranks.num_ranks, "tokens": num_tokens, "direction": "step"}
-            peaks = ranks.gather(np.array([peak_bytes(steps[balance], heap)]))
-            more = {"load": round(load, 3), "peak_ordinary_bytes": int(peaks.max()), "places": options.places}
+            peaks = ranks.gather(np.array(peak_bytes(steps[balance], heap)))[0]  # of the busiest rank
+            more = {"load": round(load, 3), "places": options.places}
+            more |= {"peak_ordinary_bytes": int(peaks[0]), "peak_heap_bytes": int(peaks[1])}
             records.append(new_record(taken, suite="balance", variant=balance, skew=f"{load:.2f}", **found, **more))
     return records
 
@@ -71,15 +72,16 @@ def step_of(
     return step
 
 
-def peak_bytes(step: Callable[[], None], heap: SymmetricHeap) -> int:
-    """The most ordinary memory during a step, with what was there before; 0 on CPUs."""
-    if heap.device.type != "cuda":
-        return 0
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
+def peak_bytes(step: Callable[[], None], heap: SymmetricHeap) -> tuple[int, int]:
+    """The most ordinary memory (0 on CPUs) and the most of the heap during a step, with what was there before."""
+    on_gpu, arena = heap.device.type == "cuda", heap.memory.arena
+    if on_gpu:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    arena.high_water_bytes = arena.used_bytes
     step()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated()
+    heap.synchronize()
+    return torch.cuda.max_memory_allocated() if on_gpu else 0, arena.high_water_bytes
 
 
 def main() -> None:

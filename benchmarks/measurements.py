@@ -324,12 +324,18 @@ def overhead() -> Iterable[list[object]]:
 
 
 def balance() -> Iterable[list[object]]:
-    records = load("balance-h200-ep2")
+    records = load("balance-ep2")
     for preset in dict.fromkeys(row["preset"] for row in records):
         rows = [row for row in records if row["preset"] == preset]
         for without, replicas in zip(rows[::2], rows[1::2], strict=True):
-            ms = [f"{row['ms_median']:.2f}" for row in (without, replicas)]
-            yield [preset, without["skew"], *ms, f"{replicas['ms_median'] / rows[0]['ms_median']:.2f}"]
+            ms, peaks = zip(
+                *(
+                    (f"{row['ms_median']:.2f}", f"{(row['peak_ordinary_bytes'] + row['peak_heap_bytes']) / 2**20:,.0f}")
+                    for row in (without, replicas)
+                ),
+                strict=True,
+            )
+            yield [preset, without["skew"], *ms, f"{replicas['ms_median'] / rows[0]['ms_median']:.2f}", *peaks]
 
 
 # -- trainers ---------------------------------------------------------------------------------------------------------
@@ -450,9 +456,10 @@ def sections() -> Iterable[tuple[str, list[str]]]:
         "### Balance by replicas",
         [
             source(
-                "balance-h200-ep2", note="Whole steps without a router, 4 places. Load: rows of rank 0 by the mean."
+                "balance-ep2",
+                note="Whole steps without a router, 4 places. Load: rows of rank 0 by the mean; peaks are its.",
             ),
-            table(["", "load", "ms", "ms with replicas", "by the uniform step"], balance()),
+            table(["", "load", "ms", "with replicas", "by the uniform step", "peak MiB", "with replicas"], balance()),
         ],
     )
     yield (

@@ -119,7 +119,8 @@ class RoutedExperts:
 
     @property
     def _history(self) -> RowHistory:
-        return self.heap.row_histories[self.config.num_experts, self.config.top_k]
+        config = self.config
+        return self.heap.row_histories[config.num_experts, config.top_k, config.num_places]
 
     def _find_room(self, num_tokens: int, item_bytes: int, experts: CallExperts) -> RowBudget | None:
         config, heap = self.config, self.heap

@@ -209,7 +209,7 @@ def test_recomputed_without_room(rank: int, num_ranks: int, findings: Findings) 
             y = checkpoint(
                 lambda x, ids=ids, probs=probs: layer(x, topk_idx=ids, probs=probs)[0], x, use_reentrant=False
             )
-            history = heap.row_histories[E, K]
+            history = heap.row_histories[E, K, 0]
             history.forget()
             history.note(len(x), 1, 1)
             got = torch.autograd.grad(y, (x, *layer.parameters()), dy)

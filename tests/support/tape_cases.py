@@ -120,7 +120,7 @@ def check_bits(
             found = step(layer, x, dy, around)
             with without_tapes(heap):
                 wanted = step(plain, x, dy, around)
-            repeats += room is not None and heap.row_histories[E, K]._last_rows > room.rows
+            repeats += room is not None and heap.row_histories[E, K, 0]._last_rows > room.rows
             same = [torch.equal(a, b) for a, b in zip(found, wanted, strict=True)]
             findings.check(all(same), f"rank {rank}, call {number}: other bits: {same}")
             del found, wanted
