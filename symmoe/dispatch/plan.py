@@ -177,10 +177,13 @@ class Plan(PlanIntegers):
 
     def parts_of_replicas(self, num_sms: int | None = None) -> Sequence[tuple[Part, ...]]:
         """Rows of replicas, of tokens of ranks before this one, of its own, which take so many SMs, and of those after
-        it; each one part, or none without places."""
-        if not self.num_places:
-            return (), (), ()
-        return [(Part(self.replica_parts[i], (None, num_sms, None)[i], is_of_replicas=True),) for i in range(3)]
+        it; each one part, or none if there can be no such rows."""
+        last, has = self.heap.num_ranks - 1, bool(self.num_places)
+        are_there = has and self.heap.rank > 0, has, has and self.heap.rank < last
+        return [
+            (Part(self.replica_parts[i], num_sms if i == 1 else None, is_of_replicas=True),) if is_there else ()
+            for i, is_there in enumerate(are_there)
+        ]
 
     @functools.cached_property
     def arrivals(self) -> list[int]:

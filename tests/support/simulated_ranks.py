@@ -129,8 +129,10 @@ def run_case(ops: ModuleType, case: Case, device: torch.device | str = "cpu") ->
     return _Call(ops, case, torch.device(device)).run()
 
 
-def table_of(matrices: torch.Tensor) -> TensorTable:
-    """The same [G, M] as a table."""
+def table_of(matrices: torch.Tensor) -> torch.Tensor | TensorTable:
+    """The same [G, M] as a table; on GPUs, whose memory twins cannot find by its address, as it is."""
+    if matrices.is_cuda:
+        return matrices
     addresses = [row.data_ptr() for row in matrices]
     return TensorTable(
         torch.tensor(addresses, device=matrices.device), (len(matrices), 1, matrices.shape[1]), matrices.dtype

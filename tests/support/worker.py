@@ -85,7 +85,7 @@ def experts_of(w1: torch.Tensor, w2: torch.Tensor) -> GroupedMLP:
 def give_room(heap: SymmetricHeap, kind: tuple[int, int], num_tokens: int, num_rows: int) -> None:
     """The next call with exact capacity and so many tokens gets room for little more than num_rows rows; it measures
     if that is 0. kind: the numbers of experts and of those of a token. The same on all ranks but for num_tokens."""
-    history = heap.row_histories[*kind, 0]
+    history = heap.row_histories[(*kind, 0)]
     history.forget()
     history.note(num_tokens, num_rows, num_rows)
 
