@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -27,27 +27,12 @@ from symmoe.kernels.operands import given
 from symmoe.symm_mem.memory import Lease
 
 # What a rank publishes: where its rows are (order "slot") or sums are to go (order "rank"), where the last row of the
-# first region of these is, where its per-row values are, and where the gradients that it has made for other ranks are.
-READY_ROWS, READY_LAST_ROW, READY_VALUES, READY_GRADIENTS = range(4)
+# first region of these is, and where its per-row values are.
+READY_ROWS, READY_LAST_ROW, READY_VALUES = range(3)
 PHASE = control.PHASE_COMBINE_READY  # the trip's first barrier
 
 
 ComputePart = Callable[[Part | None], None]  # computes a part of the rows that combine reads; None: all
-
-
-class Rider(Protocol):
-    """The gradients of replicas, which are complete when all ranks have come to a combine.
-
-    Attributes:
-        gradients_offset: where those that this rank has made are.
-    """
-
-    @property
-    def gradients_offset(self) -> int: ...
-
-    def taken(self) -> Callable[[torch.Tensor], None]:
-        """Notes to which of this rank's gradients others are added: those that are launched. A function that does it,
-        given where all ranks have theirs, int64 [R, NUM_PUBLISHED]."""
 
 
 def combine(
@@ -112,7 +97,6 @@ def collecting(collection: Collection, compute: ComputePart, division: Division 
     branch = collection.plan.heap.streams.branch()
     with collection:
         point = branch.point()
-        collection.take_rider()
         yield collection
         try:
             with branch.after(point):
@@ -156,7 +140,6 @@ class Collection:
         rows: [N_cap, H]; on the heap with order "slot". None: only values come home.
         row_values: fp32 [N_cap], values that come home, complete before the context begins.
         gradients: in backward, index of control.GRADIENTS; the same on all ranks.
-        rider: what is added to other gradients meanwhile, as far as they are launched when the sums are.
 
     Attributes:
         plan: as given.
@@ -172,10 +155,8 @@ class Collection:
         order: str,
         row_values: torch.Tensor | None = None,
         gradients: int = 0,
-        rider: Rider | None = None,
     ) -> None:
-        self._rider, self._rows, self.plan, self._order, self._row_values = rider, rows, plan, order, row_values
-        self._add: Callable[[torch.Tensor], None] | None = None  # what the rider adds
+        self._rows, self.plan, self._order, self._row_values = rows, plan, order, row_values
         self._pulls = plan.reads_rows_in_place(order)
         self._ops, self._exit = kernels.for_device(plan.heap.device), ExitStack()
         self._packed_to_row, _ = plan.received_index()
@@ -212,8 +193,7 @@ class Collection:
                 returned = self._lease(shape, self._rows.dtype, "returned sums")
                 self._returned, rows_offset = returned.tensor, returned.offset
                 last_row_offset = rows_offset + (region_rows - 1) * width * self._rows.element_size()
-            gradients_offset = 0 if self._rider is None else self._rider.gradients_offset
-            self._publish = rows_offset, last_row_offset, values_offset, gradients_offset
+            self._publish = (rows_offset, last_row_offset, values_offset)
             self._exit.enter_context(heap.one_call)
             self._exit = self._exit.pop_all()
         return self
@@ -242,14 +222,6 @@ class Collection:
                 self._pull(Collected(self.plan, rows, self.values))
             else:
                 self._pull(self._from_nodes.foreign)
-            self.take_rider()
-            if self._add is not None:
-                self._add(self._ready)
-
-    def take_rider(self) -> None:
-        """What the rider is added to is launched: the first time of this counts."""
-        if self._rider is not None and self._add is None:
-            self._add = self._rider.taken()
 
     def leave(self) -> None:
         """Between nodes, sends the sums of tokens of other nodes home."""

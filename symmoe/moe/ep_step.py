@@ -32,8 +32,6 @@ from symmoe.dispatch.plan import MAX_TOP_K, Plan
 from symmoe.dispatch.trip import PHASE as DISPATCH
 from symmoe.dispatch.trip import dispatch
 from symmoe.grouped.experts import (
-    B1,
-    B2,
     W1,
     W2,
     CallExperts,
@@ -592,8 +590,6 @@ class _Backward:
             experts_backward = experts.backward(
                 rows, hidden, d_out.tensor, parts=arrival.parts, needs_scale=needs_probs, spends_h=self.spends_h
             )
-        for kind, d_bias in zip((B1, B2), experts_backward.d_biases, strict=True):
-            replicas.note(kind, d_bias)
         weights1, weights2, adapters = step.form.split(self.inputs.tensors)
         experts_backward.replica_w2_gradient()
         dw2 = fc2.add(weights2, replicas.noting(W2, experts_backward.w2_gradient))
@@ -615,8 +611,7 @@ class _Backward:
             trip: AbstractContextManager[Collection | None] = nullcontext()
             if gradients:
                 d_scale = experts_backward.d_scale if needs_probs else None
-                options: dict[str, Any] = {"row_values": d_scale, "gradients": gradients, "rider": rider}
-                sums = Collection(d_rows, plan, order=step.order, **options)
+                sums = Collection(d_rows, plan, order=step.order, row_values=d_scale, gradients=gradients)
                 trip = collecting(sums, compute, division)
             num_sms = division.num_sms if gradients and division is not None else None
             w1_gradient = partial(experts_backward.w1_gradient, num_sms=num_sms)
@@ -624,8 +619,7 @@ class _Backward:
                 experts_backward.replica_w1_gradient(num_sms=num_sms)
                 dw1 = fc1.add(weights1, replicas.noting(W1, w1_gradient))
                 d_adapters = experts_backward.adapter_gradients()
-                replicas.note_adapters(d_adapters)
-        replicas.finish()
+        replicas.finish(experts_backward.d_biases, d_adapters)
         dx, d_probs = (None, None) if collection is None else (collection.out, collection.values)
         d_route: tuple[torch.Tensor | None, ...] = (None, None)
         if (route := self.route) is not None:

@@ -9,27 +9,27 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
 
 from symmoe import kernels
-from symmoe.combine.trip import READY_GRADIENTS
 from symmoe.dispatch.plan import Plan
 from symmoe.dispatch.trip import PHASE as DISPATCH
 from symmoe.dispatch.trip import READY_WEIGHTS
 from symmoe.errors import ArgumentError
-from symmoe.grouped.experts import W1, W2, CallExperts, ExpertWeights, Replicas
+from symmoe.grouped.experts import B1, B2, FC1, FC2, W1, W2, CallExperts, ExpertWeights, Replicas
 from symmoe.grouped.weights import Compute, Target
 from symmoe.kernels import control
 from symmoe.kernels.contract.operands import Matrices
+from symmoe.kernels.contract.replicas import Pair
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.symm_mem.memory import ALIGNMENT_BYTES
 
 _HOME = control.PHASE_REPLICAS_HOME
 _NUM_KINDS = len(control.REPLICA_MATRICES)
-_ADAPTERS = 2, 3, 6, 7
+_BIASES, _ADAPTERS = (B1, B2), (2, 3, 6, 7)
 _Wanted = tuple[Sequence[int], torch.dtype] | None  # shape and dtype of a matrix for a place, or none
 
 
@@ -80,8 +80,8 @@ class _Places:
 
 
 class ReplicaTrip:
-    """What a pass with replicas sends: weights, as the rider of a dispatch, and gradients of replicas, as that of a
-    combine. Without places nothing. Collective; does not synchronise the host.
+    """What a pass with replicas sends: weights, as the rider of a dispatch, and gradients of replicas. Without places
+    nothing. Collective; does not synchronise the host.
 
     Args:
         weights: of this rank's experts.
@@ -94,7 +94,7 @@ class ReplicaTrip:
 
     def __init__(self, plan: Plan, weights: ExpertWeights, targets: tuple[Target, Target] | None = None) -> None:
         self.weights, self._own, self._plan = weights, weights.matrices, plan
-        self._to_add = list[tuple[Matrices, int]]()  # gradients, and where in a lease those of replicas begin
+        self._sums = dict[int, Matrices | None]()  # gradients that those of replicas are added to
         wanted = [None if own is None else (own.shape[1:], own.dtype) for own in self._own]
         self._places = _Places(plan.heap, plan.num_places, wanted)
         gradients = [] if targets is None else _wanted_gradients(self._own, targets)
@@ -108,7 +108,7 @@ class ReplicaTrip:
 
     @property
     def rider(self) -> ReplicaTrip | None:
-        """What the trips of a pass take along."""
+        """What a dispatch takes along."""
         return self if self._plan.num_places else None
 
     @property
@@ -119,58 +119,42 @@ class ReplicaTrip:
     def send(self, ready: torch.Tensor) -> None:
         """Sends what replicas of this rank's experts need."""
         trip, push = (self._plan.place_to_expert, self._plan.heap.peers, ready), kernels.for_device(ready.device)
-        for matrix, start in zip(self._own, self._places.starts, strict=True):
-            if matrix is not None:
-                push.push_replicas(matrix, *trip, column=READY_WEIGHTS, start=start)
+        for pair, starts in self._pairs(self._own, self._places):
+            push.push_replicas(pair, *trip, column=READY_WEIGHTS, starts=starts)
 
-    # -- as the rider of a combine --------------------------------------------------------------------------------
-
-    @property
-    def gradients_offset(self) -> int:
-        """Where the gradients that this rank has made for others are."""
-        return self._gradients.offset
+    # -- gradients come home --------------------------------------------------------------------------------------
 
     def noting(self, kind: int, compute: Compute) -> Compute:
         """The same as `compute`, of a kind of weight, after which the gradient is to be added to."""
 
         def noted(out: Matrices, accumulate: bool) -> None:
             compute(out, accumulate)
-            self.note(kind, out)
+            self._sums[kind] = out
 
         return noted
 
-    def note(self, kind: int, gradient: Matrices | None) -> None:
-        """Notes a gradient of this rank's experts that is launched: those of replicas are to be added to it."""
-        if self._plan.num_places and gradient is not None:
-            self._to_add.append((gradient, self._gradients.starts[kind]))
-
-    def note_adapters(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """The same of those of the adapters of both layers, if there are any."""
-        for kind, gradient in zip(_ADAPTERS, gradients, strict=False):
-            self.note(kind, gradient)
-
-    def taken(self) -> Callable[[torch.Tensor], None]:
-        """Takes what has been noted. A function that adds to it, on the current stream; its argument says where all
-        ranks have gradients that are complete, int64 [R, NUM_PUBLISHED]."""
-        taken, self._to_add = self._to_add, []
-        places, peers = (self._plan.place_to_expert, self._plan.expert_to_place), self._plan.heap.peers
-
-        def add(ready: torch.Tensor) -> None:
-            for gradient, start in taken:
-                add_from_replicas = kernels.for_device(ready.device).add_from_replicas
-                add_from_replicas(gradient, places, peers, ready, column=READY_GRADIENTS, start=start)
-
-        return add
-
-    def finish(self) -> None:
-        """Adds to what no combine has taken, and ends the leases. All that replicas make is launched."""
+    def finish(self, biases: Sequence[torch.Tensor | None] = (), adapters: Sequence[torch.Tensor | None] = ()) -> None:
+        """Adds those of replicas to all gradients of this rank's experts, these and those that have been noted, and
+        ends the leases. All is launched."""
+        self._sums.update(zip(_BIASES, biases, strict=False))
+        self._sums.update(zip(_ADAPTERS, adapters, strict=False))
         heap, plan = self._plan.heap, self._plan.generation
-        if self._to_add:
-            offsets = *(0,) * READY_GRADIENTS, self.gradients_offset
-            self.taken()(heap.barrier(_HOME, publish=offsets, plan=plan))
+        if self._gradients.contents:
+            ready = heap.barrier(_HOME, publish=(self._gradients.offset,), plan=plan)
+            places, add = (self._plan.place_to_expert, self._plan.expert_to_place), kernels.for_device(heap.device)
+            sums = [self._sums.get(kind) for kind in range(_NUM_KINDS)]
+            for pair, starts in self._pairs(sums, self._gradients):
+                add.add_from_replicas(pair, places, heap.peers, ready, column=0, starts=starts)
             heap.barrier(_HOME, plan=plan)  # until peers have read
         self._places.release()
         self._gradients.release()
+
+    @staticmethod
+    def _pairs(matrices: Sequence[Matrices | None], places: _Places) -> Iterator[tuple[Pair, tuple[int, int]]]:
+        """Of each kind that there is, that of both layers, and where those of places begin."""
+        for first, second in zip(range(FC1.start, FC1.stop), range(FC2.start, FC2.stop), strict=True):
+            if matrices[first] is not None or matrices[second] is not None:
+                yield (matrices[first], matrices[second]), (places.starts[first], places.starts[second])
 
 
 def _wanted_gradients(own: Sequence[Matrices | None], targets: tuple[Target, Target]) -> list[_Wanted]:

@@ -223,9 +223,10 @@ def launch_plan(shape, id_dtype=torch.int32, drop=False, num_places=0):
 def launch_replicas(dtype, table):
     """What moves weights of replicas, and their gradients."""
     peers, received = peers_of(4, 3), meta(4, control.NUM_PUBLISHED, dtype=INT64)
-    places, weight = (meta(4, 2), meta(32, 4)), matrices(8, 1032, 712, dtype=dtype, table=table)
-    replicas.push_replicas(weight, places[0], peers, received, column=3, start=512)
-    replicas.add_from_replicas(weight, places, peers, received, column=3, start=0)
+    places, shapes = (meta(4, 2), meta(32, 4)), ((8, 1032, 712), (8, 712, 516))
+    pair = tuple(matrices(*shape, dtype=dtype, table=table) for shape in shapes)
+    replicas.push_replicas(pair, places[0], peers, received, column=3, starts=(512, 4096))
+    replicas.add_from_replicas(pair, places, peers, received, column=0, starts=(0, 4096))
 
 
 def launch_between_nodes(shape, num_nodes):

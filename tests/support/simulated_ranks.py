@@ -338,16 +338,15 @@ class _Call:
             )
             its_gradients = torch.randn((case.num_places, max(widths)), generator=generator).to(case.dtype)
             self.buffer(rank, PACKED, its_gradients.shape, case.dtype).copy_(its_gradients)
-            for n, weight in enumerate((weights[0], table_of(weights[1]))):
-                at = {"column": 2 * n, "start": 64 * n}
-                self.ops.push_replicas(weight, self.maps[rank]["place_to_expert"], peers, ready, **at)
+            pair, at = (weights[0], table_of(weights[1])), {"column": 2, "starts": (64, 64 + 8 * 24 * 4)}
+            self.ops.push_replicas(pair, self.maps[rank]["place_to_expert"], peers, ready, **at)
             self.keep(f"gradients of rank {rank}", *gradients)
         self.keep_arenas("replicas")
         for rank, peers in enumerate(self.peers):
             gradients = [self.out[f"gradients of rank {rank}[{n}]"].clone() for n in range(2)]
             places = self.maps[rank]["place_to_expert"], self.maps[rank]["expert_to_place"]
-            for n, gradient in enumerate((gradients[0], table_of(gradients[1]))):
-                self.ops.add_from_replicas(gradient, places, peers, ready, column=1, start=64 * n)
+            pair = None if rank == 1 else gradients[0], table_of(gradients[1])
+            self.ops.add_from_replicas(pair, places, peers, ready, column=1, starts=(64, 0))
             self.keep(f"gradients and those of replicas of rank {rank}", *gradients)
 
     def dispatch(self) -> None:

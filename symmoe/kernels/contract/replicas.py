@@ -12,6 +12,8 @@ from torch import Tensor
 from symmoe.kernels.contract.operands import Matrices
 from symmoe.kernels.control import Peers, PlanIntegers
 
+Pair = tuple[Matrices | None, Matrices | None]  # of both layers, or of one
+
 
 class ReplicaKernels(Protocol):
     def place_replicas(self, peers: Peers, plan: PlanIntegers, *, slack: int, num_near: int) -> None:
@@ -41,35 +43,35 @@ class ReplicaKernels(Protocol):
 
     def push_replicas(
         self,
-        weight: Matrices,
+        weights: Pair,
         place_to_expert: Tensor,
         peers: Peers,
         received: Tensor,
         *,
         column: int,
-        start: int,
+        starts: tuple[int, int],
     ) -> None:
         """Writes the matrices of this rank's experts to the places that have replicas of them, unless the call has
         failed.
 
-        weight: [E / R, ...], M numbers of each expert, a multiple of 16 bytes. A rank's places [S, M] for them begin
-        `start` bytes after the offset received[., column].
+        weights: [E / R, ...], M numbers of each expert, a multiple of 16 bytes. A rank's places [S, M] for them begin
+        `starts` bytes after the offset received[., column].
         """
 
     def add_from_replicas(
         self,
-        gradient: Matrices,
+        gradients: Pair,
         places: tuple[Tensor, Tensor],
         peers: Peers,
         received: Tensor,
         *,
         column: int,
-        start: int,
+        starts: tuple[int, int],
     ) -> None:
         """Adds to this rank's gradients those that replicas have made, in the order of ranks, in fp32, rounded once;
         nothing if the call has failed. An expert without replicas keeps its bits.
 
-        gradient: of the weight of push_replicas. Those that a rank has made of replicas, [S, M] of the same dtype,
-        begin `start` bytes after received[., column].
+        gradients: of the weights of push_replicas. Those that a rank has made of replicas, [S, M] of the same dtype,
+        begin `starts` bytes after received[., column].
         places: place_to_expert, expert_to_place.
         """

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from dataclasses import dataclass
 
 import triton
 import triton.language as tl
@@ -162,53 +163,79 @@ def choose_copies(topk_idx, block_starts, plan, block_counts):
     launch(choose_copies_kernel, (num_blocks,), constants, topk_idx, block_starts, *maps, num_tokens)
 
 
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Numbers of a matrix, and where the first place has it, in bytes."""
+
+    width: int
+    dtype: tl.dtype
+    start: int
+
+
 @functools.cache
-def _constants(numel: int, dtype, places: tuple[int, int], at: tuple[int, int], **ranks: int) -> Constants:
-    """numel: of a matrix; places: ranks of the group, and places of each; at: the column of `received`, and bytes after
-    that; ranks: of the node, its first one in the group, and the first of this rank's experts."""
-    named = {"num_group": places[0], "num_places": places[1], "column": at[0], "start": at[1], **ranks}
-    named |= {"rank_lanes": next_power_of_2(ranks["num_ranks"]), "width": numel, "block": BLOCK}
-    return kept_sizes(**named, dtype=TRITON_DTYPES[dtype], num_warps=NUM_WARPS)
+def _constants(matrices, places: tuple[int, int], at: tuple[int, tuple[int, int]], **ranks: int) -> Constants:
+    """matrices: numbers of one, and the dtype, of each of the pair; places: ranks of the group, and places of each; at:
+    the column of `received`, and bytes after that; ranks: of the node, its first one in the group, and the first of
+    this rank's experts."""
+    named = {"num_group": places[0], "num_places": places[1], "column": at[0], **ranks}
+    named |= {"rank_lanes": next_power_of_2(ranks["num_ranks"]), "block": BLOCK}
+    kinds = (Kind(numel, TRITON_DTYPES[dtype], start) for (numel, dtype), start in zip(matrices, at[1], strict=True))
+    return kept_sizes(**named, **dict(zip(("first", "second"), kinds, strict=True)), num_warps=NUM_WARPS)
 
 
-def _move(kernel, matrices, places, peers, received, *, column, start):
+def _move(kernel, pair, places, peers, received, *, column, starts):
     """Launches a kernel that moves matrices of experts; places: place_to_expert, and what else says where they are."""
-    (num_own, *shape), first = matrices.shape, peers.in_group(0)
-    numel, ranks = math.prod(shape), {"num_ranks": peers.num_ranks, "first_rank": first, "num_own": num_own}
+    num_own, dtype = next((each.shape[0], each.dtype) for each in pair if each is not None)
+    kinds = tuple((0, dtype) if each is None else (math.prod(each.shape[1:]), each.dtype) for each in pair)
+    ranks = {"num_ranks": peers.num_ranks, "first_rank": peers.in_group(0), "num_own": num_own}
     ranks |= {"first_expert": peers.in_group(peers.rank) * num_own}
-    constants = _constants(numel, matrices.dtype, tuple(places[0].shape), (column, start), **ranks)
-    grid = (min(NUM_PROGRAMS, ceil_div(numel, BLOCK)),)
-    launch(kernel, grid, constants, *packed_and_table(matrices), *places, peers.bases, received)
+    constants = _constants(kinds, tuple(places[0].shape), (column, starts), **ranks)
+    grid = (min(NUM_PROGRAMS, ceil_div(max(kinds[0][0], kinds[1][0]), BLOCK)),)
+    first, second = ((None, None) if each is None else packed_and_table(each) for each in pair)
+    launch(kernel, grid, constants, *first, *second, *places, peers.bases, received)
 
 
 @triton.jit
-def place_of_peer(bases, received, rank, place, SIZES: tl.constexpr):
+def place_of_peer(bases, received, rank, place, KIND: tl.constexpr, SIZES: tl.constexpr):
     """Pointer to the matrix of a place of a rank, and whether the call has not failed."""
     offset = tl.load(received + rank * NUM_PUBLISHED + SIZES.column)
-    matrices = (tl.load(bases + rank) + offset + SIZES.start).to(tl.pointer_type(SIZES.dtype))
-    return tl.multiple_of(matrices, 16) + tl.cast(place, tl.int64) * SIZES.width, offset >= 0
+    matrices = (tl.load(bases + rank) + offset + KIND.start).to(tl.pointer_type(KIND.dtype))
+    return tl.multiple_of(matrices, 16) + tl.cast(place, tl.int64) * KIND.width, offset >= 0
 
 
-@fast_jit(["weight"])
-def push_replicas_kernel(weight, table, place_to_expert, bases, received, SIZES: tl.constexpr):
+@triton.jit
+def push_matrices(weight, table, place_to_expert, bases, received, KIND: tl.constexpr, SIZES: tl.constexpr):
+    """push_replicas of one weight."""
+    WIDTH: tl.constexpr = KIND.width
     for n in range(SIZES.num_ranks * SIZES.num_places):
         own = tl.load(place_to_expert + SIZES.first_rank * SIZES.num_places + n) - SIZES.first_expert
         if (own >= 0) & (own < SIZES.num_own):
             rank, place = n // SIZES.num_places, n % SIZES.num_places
-            target, goes_on = place_of_peer(bases, received, rank, place, SIZES)
+            target, goes_on = place_of_peer(bases, received, rank, place, KIND, SIZES)
             if goes_on:
-                source = matrix_of(weight, table, own, SIZES.width, SIZES.dtype)
-                for first in range(tl.program_id(0) * SIZES.block, SIZES.width, tl.num_programs(0) * SIZES.block):
+                source = matrix_of(weight, table, own, WIDTH, KIND.dtype)
+                for first in range(tl.program_id(0) * SIZES.block, WIDTH, tl.num_programs(0) * SIZES.block):
                     at = first + tl.arange(0, SIZES.block)
-                    tl.store(target + at, tl.load(source + at, mask=at < SIZES.width), mask=at < SIZES.width)
+                    tl.store(target + at, tl.load(source + at, mask=at < WIDTH), mask=at < WIDTH)
 
 
-def push_replicas(weight, place_to_expert, peers, received, *, column, start):
-    _move(push_replicas_kernel, weight, (place_to_expert,), peers, received, column=column, start=start)
+@fast_jit(["w0", "w1"])
+def push_replicas_kernel(w0, table0, w1, table1, place_to_expert, bases, received, SIZES: tl.constexpr):
+    if SIZES.first.width > 0:
+        push_matrices(w0, table0, place_to_expert, bases, received, SIZES.first, SIZES)
+    if SIZES.second.width > 0:
+        push_matrices(w1, table1, place_to_expert, bases, received, SIZES.second, SIZES)
 
 
-@fast_jit(["gradient"])
-def add_from_replicas_kernel(gradient, table, place_to_expert, expert_to_place, bases, received, SIZES: tl.constexpr):
+def push_replicas(weights, place_to_expert, peers, received, *, column, starts):
+    _move(push_replicas_kernel, weights, (place_to_expert,), peers, received, column=column, starts=starts)
+
+
+@triton.jit
+def add_matrices(gradient, table, tables, bases, received, KIND: tl.constexpr, SIZES: tl.constexpr):
+    """add_from_replicas of one gradient. tables: place_to_expert and expert_to_place."""
+    WIDTH: tl.constexpr = KIND.width
+    place_to_expert, expert_to_place = tables
     lane = tl.arange(0, SIZES.rank_lanes)
     for n in range(SIZES.num_ranks * SIZES.num_places):
         expert = tl.load(place_to_expert + SIZES.first_rank * SIZES.num_places + n)
@@ -217,17 +244,28 @@ def add_from_replicas_kernel(gradient, table, place_to_expert, expert_to_place, 
         places = expert_to_place + tl.where(is_own, expert, 0) * SIZES.num_group + SIZES.first_rank
         earlier = tl.load(places + lane, mask=(lane < rank) & is_own, other=-1)
         if is_own & (tl.max(earlier, axis=0) < 0):  # at the first replica of an expert, all are added
-            sums = matrix_of(gradient, table, own, SIZES.width, SIZES.dtype)
-            for first in range(tl.program_id(0) * SIZES.block, SIZES.width, tl.num_programs(0) * SIZES.block):
+            sums = matrix_of(gradient, table, own, WIDTH, KIND.dtype)
+            for first in range(tl.program_id(0) * SIZES.block, WIDTH, tl.num_programs(0) * SIZES.block):
                 at = first + tl.arange(0, SIZES.block)
-                total = tl.load(sums + at, mask=at < SIZES.width, other=0.0).to(tl.float32)
+                total = tl.load(sums + at, mask=at < WIDTH, other=0.0).to(tl.float32)
                 for peer in range(rank, SIZES.num_ranks):
                     place = tl.load(places + peer)
-                    theirs, goes_on = place_of_peer(bases, received, peer, place, SIZES)
+                    theirs, goes_on = place_of_peer(bases, received, peer, place, KIND, SIZES)
                     if (place >= 0) & goes_on:
-                        total += tl.load(theirs + at, mask=at < SIZES.width, other=0.0).to(tl.float32)
-                tl.store(sums + at, total.to(SIZES.dtype), mask=at < SIZES.width)
+                        total += tl.load(theirs + at, mask=at < WIDTH, other=0.0).to(tl.float32)
+                tl.store(sums + at, total.to(KIND.dtype), mask=at < WIDTH)
 
 
-def add_from_replicas(gradient, places, peers, received, *, column, start):
-    _move(add_from_replicas_kernel, gradient, places, peers, received, column=column, start=start)
+@fast_jit(["dw0", "dw1"])
+def add_from_replicas_kernel(
+    dw0, table0, dw1, table1, place_to_expert, expert_to_place, bases, received, SIZES: tl.constexpr
+):
+    tables = (place_to_expert, expert_to_place)
+    if SIZES.first.width > 0:
+        add_matrices(dw0, table0, tables, bases, received, SIZES.first, SIZES)
+    if SIZES.second.width > 0:
+        add_matrices(dw1, table1, tables, bases, received, SIZES.second, SIZES)
+
+
+def add_from_replicas(gradients, places, peers, received, *, column, starts):
+    _move(add_from_replicas_kernel, gradients, places, peers, received, column=column, starts=starts)

@@ -62,27 +62,30 @@ def choose_copies(topk_idx, block_starts, plan, block_counts):
     count_slots(plan.slot_to_copy, block_counts, num_experts=num_local * num_ranks, num_ranks=num_ranks)
 
 
-def push_replicas(weight, place_to_expert, peers, received, *, column, start):
-    if int(received.min()) < 0:
-        return
-    num_own, *shape = weight.shape
-    for (rank, place), expert in _used(place_to_expert, peers):
-        if expert // num_own == peers.in_group(peers.rank):
-            places = peers.region(rank, int(received[rank, column]) + start, (place + 1, *shape), weight.dtype)
-            places[place] = matrix(weight, expert % num_own)
+def push_replicas(weights, place_to_expert, peers, received, *, column, starts):
+    for weight, start in _present(weights, starts, received):
+        num_own, *shape = weight.shape
+        for (rank, place), expert in _used(place_to_expert, peers):
+            if expert // num_own == peers.in_group(peers.rank):
+                places = peers.region(rank, int(received[rank, column]) + start, (place + 1, *shape), weight.dtype)
+                places[place] = matrix(weight, expert % num_own)
 
 
-def add_from_replicas(gradient, places, peers, received, *, column, start):
-    if int(received.min()) < 0:
-        return
-    (num_own, *shape), sums = gradient.shape, dict[int, torch.Tensor]()
-    for (rank, place), expert in _used(places[0], peers):
-        if expert // num_own == peers.in_group(peers.rank):
-            theirs = peers.region(rank, int(received[rank, column]) + start, (place + 1, *shape), gradient.dtype)
-            g = expert % num_own
-            sums[g] = sums.get(g, matrix(gradient, g).float()) + theirs[place]
-    for g, total in sums.items():
-        store_sum(gradient, g, total, accumulate=False)
+def add_from_replicas(gradients, places, peers, received, *, column, starts):
+    for gradient, start in _present(gradients, starts, received):
+        (num_own, *shape), sums = gradient.shape, dict[int, torch.Tensor]()
+        for (rank, place), expert in _used(places[0], peers):
+            if expert // num_own == peers.in_group(peers.rank):
+                theirs = peers.region(rank, int(received[rank, column]) + start, (place + 1, *shape), gradient.dtype)
+                g = expert % num_own
+                sums[g] = sums.get(g, matrix(gradient, g).float()) + theirs[place]
+        for g, total in sums.items():
+            store_sum(gradient, g, total, accumulate=False)
+
+
+def _present(pair, starts, received):
+    """What of the pair there is, with its start; nothing if the call has failed."""
+    return [] if int(received.min()) < 0 else [each for each in zip(pair, starts, strict=True) if each[0] is not None]
 
 
 def _used(place_to_expert: torch.Tensor, peers: Peers) -> list[tuple[tuple[int, int], int]]:
