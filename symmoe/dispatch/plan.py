@@ -148,7 +148,7 @@ class Plan(PlanIntegers):
     @property
     def row_start(self) -> torch.Tensor:
         """int32 [e + 1], where the rows of each local expert and place start; the last is N. A new tensor."""
-        return bounds_of(torch.cat([self.row_range, self.replica_range], 1))
+        return bounds_of(torch.cat([self.row_range, self.replica_ranges[0]], 1))
 
     @property
     def num_dropped(self) -> torch.Tensor:
@@ -181,7 +181,7 @@ class Plan(PlanIntegers):
         last, has = self.heap.num_ranks - 1, bool(self.num_places)
         are_there = has and self.heap.rank > 0, has, has and self.heap.rank < last
         return [
-            (Part(self.replica_parts[i], num_sms if i == 1 else None, is_of_replicas=True),) if is_there else ()
+            (Part(self.replica_ranges[1 + i], num_sms if i == 1 else None, is_of_replicas=True),) if is_there else ()
             for i, is_there in enumerate(are_there)
         ]
 

@@ -377,8 +377,8 @@ class PlanIntegers:
     source_to_rows = _Integers("R", 2, "E / R")  # the part of each source: first rows, rows past the last, see lay_out
     expert_load = _Integers("E")  # slots of each expert in the whole group, before dropping
     report = _Integers(SUMMARY_WORDS)  # sizes and errors for the host, as in SUM_*
-    replica_range = _Integers(2, "S")  # where the rows of each place begin and end
-    replica_parts = _Integers(3, 2, "S")  # the same of tokens of ranks before, of its own, and after
+    # Where the rows of each place begin and end: all; those of tokens of ranks before this one, of its own, after it.
+    replica_ranges = _Integers(4, 2, "S")
     slot_to_copy = _Integers("T if S", "K")  # topk_idx with copies, rank * e + n, in place of experts
     # The expert of which a place of a rank has a replica, and its rows there.
     place_to_expert, place_rows = _Integers("R", "S"), _Integers("R", "S")

@@ -102,7 +102,7 @@ class ReplicaTrip:
         self.contents = self._places.contents if targets is None else self._gradients.contents
         if plan.num_places:
             places = weights.of_matrices(self._places.tensors)
-            self.weights = replace(weights, replicas=Replicas(places, plan.replica_range, self._gradients.tensors))
+            self.weights = replace(weights, replicas=Replicas(places, plan.replica_ranges[0], self._gradients.tensors))
 
     # -- as the rider of a dispatch -------------------------------------------------------------------------------
 

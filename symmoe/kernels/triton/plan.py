@@ -315,8 +315,8 @@ def clip_to_capacity(load, capacity):
 
 
 @triton.jit
-def split_rows(source_to_row_start, source_to_rows, replica_parts, SIZES: tl.constexpr):
-    """source_to_rows and replica_parts of contract/plan.py."""
+def split_rows(source_to_row_start, source_to_rows, replica_ranges, SIZES: tl.constexpr):
+    """source_to_rows and replica_ranges of contract/plan.py."""
     EXPERTS_PER_RANK: tl.constexpr = SIZES.experts_per_rank
     NUM_OWN: tl.constexpr = SIZES.num_own
     FIRST_RANK: tl.constexpr = SIZES.first_rank
@@ -344,12 +344,13 @@ def split_rows(source_to_row_start, source_to_rows, replica_parts, SIZES: tl.con
         bound = whole_tiles(low, tl.maximum(start, low) + (PART_ROWS - 1))
         bound = tl.minimum(bound, known if source <= SIZES.rank else high)
         store_part(parts + 2 * source * NUM_OWN, begin, bound, mask, NUM_OWN)
-        if source == SIZES.rank and replica_parts is not None:
+        if source == SIZES.rank and replica_ranges is not None:
             NUM_PLACES: tl.constexpr = EXPERTS_PER_RANK - NUM_OWN
-            places, is_place = replica_parts + expert - NUM_OWN, is_local & (expert >= NUM_OWN)
-            store_part(places, first, begin, is_place, NUM_PLACES)
-            store_part(places + 2 * NUM_PLACES, begin, bound, is_place, NUM_PLACES)
-            store_part(places + 4 * NUM_PLACES, bound, end, is_place, NUM_PLACES)
+            places, is_place = replica_ranges + expert - NUM_OWN, is_local & (expert >= NUM_OWN)
+            store_part(places, first, end, is_place, NUM_PLACES)
+            store_part(places + 2 * NUM_PLACES, first, begin, is_place, NUM_PLACES)
+            store_part(places + 4 * NUM_PLACES, begin, bound, is_place, NUM_PLACES)
+            store_part(places + 6 * NUM_PLACES, bound, end, is_place, NUM_PLACES)
         begin = bound
 
 
@@ -383,8 +384,7 @@ def lay_out_kernel(
     source_to_rows,
     report,
     expert_load,
-    replica_range,
-    replica_parts,
+    replica_ranges,
     SIZES: tl.constexpr,
 ):
     RANK: tl.constexpr = SIZES.rank
@@ -442,12 +442,9 @@ def lay_out_kernel(
 
     tl.store(source_to_row_start + SIZES.num_ranks * EXPERTS_PER_RANK + own_row, start + kept, mask=is_mine)
     tl.store(splits + own_row, kept, mask=is_mine)
-    is_own, place = is_mine & (own_row < SIZES.num_own), own_row - SIZES.num_own
+    is_own = is_mine & (own_row < SIZES.num_own)
     tl.store(row_range + own_row, start, mask=is_own)
     tl.store(row_range + SIZES.num_own + own_row, start + kept, mask=is_own)
-    if replica_range is not None:
-        tl.store(replica_range + place, start, mask=is_mine & (place >= 0))
-        tl.store(replica_range + EXPERTS_PER_RANK - SIZES.num_own + place, start + kept, mask=is_mine & (place >= 0))
     tl.store(slot_start + expert, start + tl.minimum(own_before, kept), mask=is_expert)
     if expert_load is not None:
         tl.store(expert_load + expert, load, mask=is_expert)
@@ -472,7 +469,7 @@ def lay_out_kernel(
             tl.store(counters + CONTROL.FAULTED, 1)  # on every rank: no trip of this plan moves rows
             write_record(status, CONTROL.STATUS_PLAN, CONTROL.PHASE_PLAN, error_rank, limit, value, error, where)
     tl.debug_barrier()  # what other threads have stored is read back
-    split_rows(source_to_row_start, source_to_rows, replica_parts, SIZES)
+    split_rows(source_to_row_start, source_to_rows, replica_ranges, SIZES)
 
 
 def lay_out(peers, received, status, plan, *, capacity, packed_capacity, drop, ranks):
@@ -481,17 +478,18 @@ def lay_out(peers, received, status, plan, *, capacity, packed_capacity, drop, r
     options = {"first_rank": ranks[0], "end_rank": ranks[-1] + 1, "drop": drop, "record_errors": capacity >= 0, **own}
     constants = plan_constants(4, **place, num_experts=num_experts, **options)
     numbers, results = (status.data_ptr(), capacity, packed_capacity), [getattr(plan, name) for name in LAID_OUT]
-    of_replicas = [None, plan.replica_range, plan.replica_parts]
-    results += of_replicas if plan.replica_range.numel() else [plan.expert_load, None, None]
+    results += [None, plan.replica_ranges] if plan.replica_ranges.numel() else [plan.expert_load, None]
     launch(lay_out_kernel, (1,), constants, peers.bases, received, *numbers, *results)
 
 
 @triton.jit
-def slots_and_places(topk_idx, starts, first_slot, num_slots, part, SIZES: tl.constexpr):
+def slots_and_places(topk_idx, starts, block, num_tokens, part, SIZES: tl.constexpr):
     """Slots of a block from its `part` on, their mask, and of each its expert (-1: none) and its place among this
     rank's slots of it. starts: of the experts in this block."""
     BLOCK_SLOTS: tl.constexpr = SIZES.block_slots
     OTHER_SLOTS: tl.constexpr = SIZES.other_slots
+    first_slot = block * TOKENS_PER_BLOCK * SIZES.top_k
+    num_slots = tl.minimum(TOKENS_PER_BLOCK, num_tokens - block * TOKENS_PER_BLOCK) * SIZES.top_k
     index = part + tl.arange(0, BLOCK_SLOTS)
     is_slot = index < num_slots
     expert = load_experts(topk_idx, first_slot + index, is_slot, SIZES.num_experts)
@@ -521,13 +519,10 @@ def assign_rows_kernel(
     SIZES: tl.constexpr,
 ):
     NUM_EXPERTS: tl.constexpr = SIZES.num_experts
-    BLOCK: tl.constexpr = TOKENS_PER_BLOCK * SIZES.top_k
     block = tl.program_id(0)
     starts = block_starts + block * (NUM_EXPERTS + SIZES.num_ranks + 2)
-    first_slot = block * BLOCK
-    num_slots = tl.minimum(BLOCK, num_tokens * SIZES.top_k - first_slot)
-    for part in range(0, BLOCK, SIZES.block_slots):
-        slot, is_slot, expert, place = slots_and_places(topk_idx, starts, first_slot, num_slots, part, SIZES)
+    for part in range(0, TOKENS_PER_BLOCK * SIZES.top_k, SIZES.block_slots):
+        slot, is_slot, expert, place = slots_and_places(topk_idx, starts, block, num_tokens, part, SIZES)
         valid = expert >= 0
         kept = valid & (place < tl.load(slot_limit + expert, mask=valid, other=0))
         row = tl.load(slot_start + expert, mask=valid, other=0) + place

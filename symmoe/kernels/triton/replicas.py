@@ -126,13 +126,10 @@ def choose_copies_kernel(
     NUM_EXPERTS: tl.constexpr = SIZES.num_experts
     EXPERTS_PER_RANK: tl.constexpr = SIZES.experts_per_rank
     COPIES_PER_RANK: tl.constexpr = EXPERTS_PER_RANK + SIZES.num_places
-    BLOCK: tl.constexpr = TOKENS_PER_BLOCK * SIZES.top_k
     block = tl.program_id(0)
     starts = block_starts + block * (NUM_EXPERTS + SIZES.num_ranks + 2)
-    first_slot = block * BLOCK
-    num_slots = tl.minimum(BLOCK, num_tokens * SIZES.top_k - first_slot)
-    for part in range(0, BLOCK, SIZES.block_slots):
-        slot, is_slot, expert, index = slots_and_places(topk_idx, starts, first_slot, num_slots, part, SIZES)
+    for part in range(0, TOKENS_PER_BLOCK * SIZES.top_k, SIZES.block_slots):
+        slot, is_slot, expert, index = slots_and_places(topk_idx, starts, block, num_tokens, part, SIZES)
         valid = expert >= 0
         home = tl.where(valid, expert, 0) // EXPERTS_PER_RANK
         copy, begin = tl.full(expert.shape, -1, tl.int32), tl.zeros_like(expert)

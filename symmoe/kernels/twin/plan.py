@@ -80,7 +80,6 @@ def lay_out(peers, received, status, plan, *, capacity, packed_capacity, drop, r
     num_own = plan.row_range.shape[1]
     ranges = torch.stack([starts[rank], starts[rank] + kept[rank]])
     plan.row_range.copy_(ranges[:, :num_own])
-    plan.replica_range.copy_(ranges[:, num_own:])
     plan.slot_start.copy_(starts.flatten() + before[rank].minimum(kept.flatten()))
     plan.slot_limit.copy_(kept_by_source[rank])
     plan.packed_start.copy_(region_starts[rank])
@@ -92,8 +91,8 @@ def lay_out(peers, received, status, plan, *, capacity, packed_capacity, drop, r
     parts = torch.empty((num_ranks, 2, plan.splits.numel()), dtype=torch.int32, device=kept.device)
     split_rows(plan.source_to_row_start, parts, rank, ranks)
     plan.source_to_rows.copy_(parts[:, :, :num_own])
-    (begin, end), (first, last) = parts[rank, :, num_own:], plan.replica_range
-    plan.replica_parts.copy_(torch.stack([first, begin, begin, end, end, last]).view(3, 2, -1))
+    (begin, end), (first, last) = parts[rank, :, num_own:], ranges[:, num_own:]
+    plan.replica_ranges.copy_(torch.stack([first, last, first, begin, begin, end, end, last]).view(4, 2, -1))
     if not plan.place_to_expert.numel():
         plan.expert_load.copy_(load.flatten())
 
