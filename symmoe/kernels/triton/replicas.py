@@ -218,10 +218,12 @@ def push_matrices(weight, table, place_to_expert, bases, received, KIND: tl.cons
 
 @fast_jit(["w0", "w1"])
 def push_replicas_kernel(w0, table0, w1, table1, place_to_expert, bases, received, SIZES: tl.constexpr):
-    if SIZES.first.width > 0:
-        push_matrices(w0, table0, place_to_expert, bases, received, SIZES.first, SIZES)
-    if SIZES.second.width > 0:
-        push_matrices(w1, table1, place_to_expert, bases, received, SIZES.second, SIZES)
+    FIRST: tl.constexpr = SIZES.first
+    SECOND: tl.constexpr = SIZES.second
+    if FIRST.width > 0:
+        push_matrices(w0, table0, place_to_expert, bases, received, FIRST, SIZES)
+    if SECOND.width > 0:
+        push_matrices(w1, table1, place_to_expert, bases, received, SECOND, SIZES)
 
 
 def push_replicas(weights, place_to_expert, peers, received, *, column, starts):
@@ -258,10 +260,12 @@ def add_from_replicas_kernel(
     dw0, table0, dw1, table1, place_to_expert, expert_to_place, bases, received, SIZES: tl.constexpr
 ):
     tables = (place_to_expert, expert_to_place)
-    if SIZES.first.width > 0:
-        add_matrices(dw0, table0, tables, bases, received, SIZES.first, SIZES)
-    if SIZES.second.width > 0:
-        add_matrices(dw1, table1, tables, bases, received, SIZES.second, SIZES)
+    FIRST: tl.constexpr = SIZES.first
+    SECOND: tl.constexpr = SIZES.second
+    if FIRST.width > 0:
+        add_matrices(dw0, table0, tables, bases, received, FIRST, SIZES)
+    if SECOND.width > 0:
+        add_matrices(dw1, table1, tables, bases, received, SECOND, SIZES)
 
 
 def add_from_replicas(gradients, places, peers, received, *, column, starts):
