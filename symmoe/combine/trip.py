@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -20,6 +20,7 @@ from symmoe import kernels
 from symmoe.combine.nodes import Collected, FromNodes
 from symmoe.dispatch.nodes import NodesPlan
 from symmoe.dispatch.plan import Plan
+from symmoe.dispatch.trip import Rider
 from symmoe.kernels import control
 from symmoe.kernels.gemm_parts import Division, Part
 from symmoe.kernels.operands import given
@@ -32,21 +33,6 @@ PHASE = control.PHASE_COMBINE_READY  # the trip's first barrier
 
 
 ComputePart = Callable[[Part | None], None]  # computes a part of the rows that combine reads; None: all
-
-
-class Rider(Protocol):
-    """The gradients of replicas, which are complete when all ranks have come to a combine.
-
-    Attributes:
-        gradients_offset: where those that this rank has made are.
-    """
-
-    @property
-    def gradients_offset(self) -> int: ...
-
-    def taken(self) -> Callable[[torch.Tensor], None]:
-        """Notes to which of this rank's gradients others are added: those that are launched. A function that does it,
-        given where all ranks have theirs, int64 [R, NUM_PUBLISHED]."""
 
 
 def combine(
@@ -150,12 +136,9 @@ class Collection:
         rows: [N_cap, H]; on the heap with order "slot". None: only values come home.
         row_values: fp32 [N_cap], values that come home, complete before the context begins.
         gradients: in backward, index of control.GRADIENTS; the same on all ranks.
-        rider: what is added to other gradients meanwhile, as far as they are launched when the sums are.
 
     Attributes:
-        plan: as given.
-        out: [T, H], the sums, complete after :meth:`finish`; None without rows.
-        values: fp32 [T, K], complete after :meth:`finish`; None without row_values.
+        out, values: [T, H], the sums, and fp32 [T, K], complete after :meth:`finish`; None without rows, row_values.
     """
 
     def __init__(
@@ -219,11 +202,9 @@ class Collection:
         """Brings home and sums all rows, which are complete. num_ctas: of kernels that move rows; None: no limit."""
         self.open()
         self.leave()
-        if num_ctas is None:
-            self.send()
-        else:  # kernels for few programs take one rank at a time
-            for source in self.plan.arrivals[:0:-1]:
-                self.send(source, num_ctas=num_ctas)
+        # Kernels for few programs take one rank at a time.
+        for source in (None,) if num_ctas is None else self.plan.arrivals[:0:-1]:
+            self.send(source, num_ctas=num_ctas)
         self.finish(num_ctas=num_ctas)
 
     def open(self) -> None:

@@ -9,15 +9,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from symmoe import kernels
 from symmoe.autograd import Unmodified
-from symmoe.grouped.activations import ScaledActivation
 from symmoe.grouped.linear import GroupedLinear
-from symmoe.grouped.parameters import local_tensors
 from symmoe.grouped.weights import Compute
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.gemm_parts import Part
@@ -27,7 +25,6 @@ from symmoe.precision.recipes import Recipe
 
 T = TypeVar("T")
 Biases = tuple[torch.Tensor | None, torch.Tensor | None]
-Layers = tuple[GroupedLinear, ScaledActivation, GroupedLinear]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,31 +54,6 @@ class CallExperts:
     biases: Biases
     tensors: tuple[torch.Tensor, ...]  # weights and adapters in one sequence, see ExpertForm.split
     linears: tuple[GroupedLinear, GroupedLinear]  # whose options backward reads when it runs
-
-
-class Experts(Protocol):
-    """What a GroupedMLP is for a call."""
-
-    fc1: GroupedLinear
-    activation: ScaledActivation
-    fc2: GroupedLinear
-
-
-def of_tensors(layers: Layers, biases: Sequence[torch.Tensor | None], tensors: Sequence[torch.Tensor]) -> CallExperts:
-    """Experts of these layers with other biases (or none), and weights and adapters: like those of local_tensors."""
-    fc1, activation, fc2 = layers
-    b1, b2 = biases or (None, None)
-    sizes = fc1.num_groups, fc1.in_features, fc2.in_features
-    form = ExpertForm(*sizes, activation.activation, fc1.precision, (fc1.is_packed, fc2.is_packed))
-    return CallExperts(form, (b1, b2), tuple(tensors), (fc1, fc2))
-
-
-def evaluated(experts: Experts | CallExperts, dtype: torch.dtype) -> CallExperts:
-    """The experts for a call in that dtype, see local_tensors."""
-    if isinstance(experts, CallExperts):
-        return experts
-    layers = experts.fc1, experts.activation, experts.fc2
-    return of_tensors(layers, *local_tensors((experts.fc1, experts.fc2), dtype))
 
 
 class Hidden(NamedTuple):
@@ -192,11 +164,6 @@ class ExpertWeights:
             operands, bias = (a, its.w2, its_part.rows, out), (its.b2, x.bias_scale)
             ops.grouped_gemm(*operands, bias=bias, zero_tail=zero_tail, num_sms=its_part.num_sms)
 
-    def replicas_second_layer(self, a: SecondInput, hidden: Hidden, x: ExpertRows, out: torch.Tensor) -> None:
-        """The rows of replicas, if there are any: for who asks for the parts of the others one by one."""
-        if self.replicas is not None:
-            self.replicas.weights.second_layer(a, hidden, x, out, part=Part(self.replicas.row_range))
-
     def backward(self, x: ExpertRows, hidden: Hidden, d_out: torch.Tensor, **options: Any) -> ExpertsBackward:
         """The backward pass; its first step has run. The arguments are those of ExpertsBackward."""
         return ExpertsBackward(x, self, hidden, d_out, **options)
@@ -220,15 +187,12 @@ class ExpertRows:
 
 
 class ExpertsBackward:
-    """Backward of :meth:`ExpertWeights.forward`, in three steps that the caller puts in order.
-
-    Construction runs the first: FC2 dgrad, the activation's gradient, and the sums over rows and features. Then
-    :meth:`input_gradient`, :meth:`w1_gradient` and :meth:`w2_gradient` may come in any order, or not at all. Row i of
-    d_out [., H] is at `row_index[i]`, or at i without an index; it is complete after the last of `parts` (as in
-    ExpertWeights.first_layer). d_scale fp32 [num_rows] is the gradient of the scale of the activation and (if it has
-    the same) of b2, 0 in the tail; it is incomplete without `needs_scale`. db1, db2: None for those that require none.
-    `spends_h`: nobody reads h later, and its gradient takes its place.
-    """
+    """Backward of :meth:`ExpertWeights.forward`, in three steps that the caller puts in order. Construction runs the
+    first: FC2 dgrad, the activation's gradient, and the sums over rows and features. Then :meth:`input_gradient`,
+    :meth:`w1_gradient` and :meth:`w2_gradient` may come in any order, or not at all. Row i of d_out [., H] is at
+    `row_index[i]`, or at i without an index; it is complete after the last of `parts`. d_scale fp32 [num_rows] is the
+    gradient of the scale of the activation and (if it has the same) of b2, 0 in the tail; it is incomplete without
+    `needs_scale`. `spends_h`: nobody reads h later, and its gradient takes its place."""
 
     def __init__(
         self,
@@ -325,17 +289,12 @@ class ExpertsBackward:
         operands = (self._d_out, self._x.row_index), self._a, self._x.row_range
         self._ops.grouped_gemm_wgrad(*operands, out, accumulate=accumulate)
 
-    def replica_w1_gradient(self, *, num_sms: int | None = None) -> None:
-        """Writes dW1 of replicas, if it is wanted."""
-        replicas, rows = self._weights.replicas, (self._x.rows, self._x.row_index)
-        if replicas is not None and (dw1 := replicas.gradients[W1]) is not None:
-            self._ops.grouped_gemm_wgrad(self._dh, rows, replicas.row_range, dw1, num_sms=num_sms)
-
-    def replica_w2_gradient(self) -> None:
-        """Writes dW2 of replicas, if it is wanted."""
-        replicas, d_out = self._weights.replicas, (self._d_out, self._x.row_index)
-        if replicas is not None and (dw2 := replicas.gradients[W2]) is not None:
-            self._ops.grouped_gemm_wgrad(d_out, self._a, replicas.row_range, dw2)
+    def replica_gradient(self, kind: int, *, num_sms: int | None = None) -> None:
+        """Writes dW1 or dW2 of replicas, if it is wanted. kind: W1 or W2."""
+        x, replicas = self._x, self._weights.replicas
+        if replicas is not None and (out := replicas.gradients[kind]) is not None:
+            left, right = (self._dh, (x.rows, x.row_index)) if kind == W1 else ((self._d_out, x.row_index), self._a)
+            self._ops.grouped_gemm_wgrad(left, right, replicas.row_range, out, num_sms=num_sms)
 
     def forget_w2(self) -> None:
         """Lets go of what only dW2 reads, which is made or not wanted."""

@@ -126,10 +126,8 @@ class GroupedLinear(GroupedParameters):
 
 @dataclass(frozen=True, slots=True)
 class LinearProducts:
-    """A rows_function.Products: y = W x + bias * scale, += B (A x) with adapters.
-
-    trains_rows: whether backward will ask for the gradient of the rows.
-    """
+    """A rows_function.Products: y = W x + bias * scale, += B (A x) with adapters. trains_rows: whether backward will
+    ask for the gradient of the rows."""
 
     layers: tuple[GroupedParameters]
     trains_rows: bool

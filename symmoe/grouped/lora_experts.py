@@ -32,11 +32,9 @@ class AdaptedWeights(ExpertWeights):
 
     @property
     def matrices(self) -> tuple[torch.Tensor | TensorTable | None, ...]:
-        """Same as ExpertWeights.matrices."""
         return self.w1, self.b1, self.low1.a, self.low1.b, self.w2, self.b2, self.low2.a, self.low2.b
 
     def of_matrices(self, matrices: Sequence[Any]) -> AdaptedWeights:
-        """Same as ExpertWeights.of_matrices."""
         (w1, b1, *low1), (w2, b2, *low2) = matrices[FC1], matrices[FC2]
         return replace(self, w1=w1, b1=b1, low1=LowRank(*low1), w2=w2, b2=b2, low2=LowRank(*low2))
 
@@ -63,7 +61,6 @@ class AdaptedWeights(ExpertWeights):
             its.low2.add_up(given("t2", hidden.t2), its_part, out)
 
     def backward(self, x: ExpertRows, hidden: Hidden, d_out: torch.Tensor, **options: Any) -> AdaptedBackward:
-        """Same as ExpertWeights.backward."""
         return AdaptedBackward(x, self, hidden, d_out, **options)
 
 

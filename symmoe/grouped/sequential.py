@@ -23,9 +23,8 @@ from symmoe import torch_internals
 from symmoe.checks.arguments import Buffer, Problem, RowsLike, overlap_problem, scale_problem
 from symmoe.errors import ArgumentError, raise_for
 from symmoe.grouped.activations import ScaledActivation
-from symmoe.grouped.experts import Layers
 from symmoe.grouped.linear import GroupedLinear
-from symmoe.grouped.mlp import GroupedMLP, fused_mlp
+from symmoe.grouped.mlp import GroupedMLP, Layers, fused_mlp
 from symmoe.grouped.rows_function import RowArguments, same_splits
 
 OpKwargs = Mapping["nn.Module | int", Mapping[str, Any]]
@@ -318,13 +317,11 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def _stages_problem(stages: list[Stage], x: object) -> Problem:
-    """What is wrong with the arguments of any stage, or None, as far as it can be told. Reads no device memory.
-
-    Memory may not be shared by a buffer and what any stage reads, or by two buffers while both matter. A result matters
-    to the stages after it, up to the first that is known to allocate its result, or to the caller. A graph may read it
-    at any later time. In the same way a gradient matters to the stages before it. A result and a gradient never share
-    memory.
-    """
+    """What is wrong with the arguments of any stage, or None, as far as it can be told. Reads no device memory. Memory
+    may not be shared by a buffer and what any stage reads, or by two buffers while both matter. A result matters to the
+    stages after it, up to the first that is known to allocate its result, or to the caller. A graph may read it at any
+    later time. In the same way a gradient matters to the stages before it. A result and a gradient never share
+    memory."""
     rows = RowsLike.of(x) if isinstance(x, torch.Tensor) and x.device.type in ("cpu", "cuda") else _UNKNOWN
     for stage in stages:
         if not stage.is_known:

@@ -196,12 +196,11 @@ class MoEConfig:
         if not factor:
             raise ArgumentError(f"capacity_factor ({factor}) must be more than 0")
         # The plan counts the load of all ranks, after the drops: it does not show how overloaded an expert is.
+        given = f"with capacity_factor ({factor})"
         if self.expert_bias:
-            wrong = "expert_bias (True) must be False", "it would follow the load after the drops"
-            raise ArgumentError(f"{wrong[0]} with capacity_factor ({factor}): {wrong[1]}")
+            raise ArgumentError(f"expert_bias (True) must be False {given}: it would follow the load after the drops")
         if self.aux_loss == "global":
-            wanted = "aux_loss ('global') must be 'micro_batch' or 'sequence'"
-            raise ArgumentError(f"{wanted} with capacity_factor ({factor})")
+            raise ArgumentError(f"aux_loss ('global') must be 'micro_batch' or 'sequence' {given}")
 
     def _check_defaults(self, names: tuple[str, ...], what: str) -> None:
         """Fields of these names need `what`; without it they keep their defaults."""

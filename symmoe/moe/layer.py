@@ -343,21 +343,21 @@ class MoELayer(ExpertParallelModule):
         self, x: torch.Tensor, token_mask: torch.Tensor | None, routed: Choice, expert_load: torch.Tensor
     ) -> torch.Tensor:
         """The scalar aux_loss; 0 if both coefficients are 0, or if the router has not run."""
-        losses = []
-        if self.config.aux_loss_coef and isinstance(routed, RouterOutput):
-            length = x.shape[-2] if x.dim() > 1 else 1
-            losses.append(self.config.aux_loss_coef * self._balance_loss(routed, expert_load, token_mask, length))
-        if self.config.z_loss_coef and isinstance(routed, RouterOutput):
-            losses.append(self.config.z_loss_coef * balance.z_loss(routed.logits, token_mask))
+        losses, config = [], self.config
+        if config.aux_loss_coef and isinstance(routed, RouterOutput):
+            losses.append(config.aux_loss_coef * self._balance_loss(x, token_mask, routed, expert_load))
+        if config.z_loss_coef and isinstance(routed, RouterOutput):
+            losses.append(config.z_loss_coef * balance.z_loss(routed.logits, token_mask))
         return sum(losses[1:], start=losses[0]) if losses else torch.zeros((), device=expert_load.device)
 
     def _balance_loss(
-        self, routed: RouterOutput, expert_load: torch.Tensor, token_mask: torch.Tensor | None, sequence_length: int
+        self, x: torch.Tensor, token_mask: torch.Tensor | None, routed: RouterOutput, expert_load: torch.Tensor
     ) -> torch.Tensor:
         config = self.config
         shares = routed.scores if config.score == "softmax" else balance.normalised(routed.scores)
         if config.aux_loss == "sequence":
-            return balance.sequence_balance_loss(shares, routed.chosen_idx, sequence_length, token_mask)
+            length = x.shape[-2] if x.dim() > 1 else 1
+            return balance.sequence_balance_loss(shares, routed.chosen_idx, length, token_mask)
         if config.aux_loss == "global":
             assert self.router is not None  # `routed` comes from it
             expert_load = balance.load_so_far(self.router.step_load, expert_load)
@@ -371,10 +371,8 @@ class MoELayer(ExpertParallelModule):
 
 class _SideCall:
     """module(x) at the same time as the work of the current stream: on the heap's side stream from :meth:`start` to
-    :meth:`join`; on CPUs at once.
-
-    Autograd runs the module's backward on that stream too, and orders it with its neighbours'.
-    """
+    :meth:`join`; on CPUs at once. Autograd runs the module's backward on that stream too, and orders it with its
+    neighbours'."""
 
     def __init__(self, module: nn.Module, x: torch.Tensor, heap: SymmetricHeap) -> None:
         self._module, self._x, self._heap = module, x, heap

@@ -18,8 +18,8 @@ import torch
 
 from symmoe.dispatch.plan import PlanOptions, begin_plan, plan_call
 from symmoe.grouped.activations import ScaledActivation
-from symmoe.grouped.experts import CallExperts, evaluated
-from symmoe.grouped.mlp import GroupedMLP, kind_of, without_memory
+from symmoe.grouped.experts import CallExperts
+from symmoe.grouped.mlp import GroupedMLP, evaluated, kind_of, without_memory
 from symmoe.kernels import control
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.ddp_and_fsdp import device_problem
@@ -31,11 +31,9 @@ from symmoe.symm_mem.row_budget import RowBudget, RowHistory
 
 @dataclass(frozen=True, eq=False)
 class RoutedExperts:
-    """What a layer does with tokens once they are routed. It holds no parameters: every call brings the experts.
-
-    Layers of the same configuration, heap and kind of experts share one, and so one compiled graph: see :meth:`of`.
-    Operators take tensors and numbers only, so it has a number in this process.
-    """
+    """What a layer does with tokens once they are routed. It holds no parameters: every call brings the experts. Layers
+    of the same configuration, heap and kind of experts share one, and so one compiled graph: see :meth:`of`. Operators
+    take tensors and numbers only, so it has a number in this process."""
 
     config: MoEConfig
     heap: SymmetricHeap
@@ -77,9 +75,8 @@ class RoutedExperts:
         rows than recent ones (symm_mem/row_budget.py), before that. Raises what make_plan does.
 
         Args:
-            x: [T, H] in the dtype to compute in. probs: fp32 [T, K].
-            topk_idx: int32 or int64 [T, K], expert ids in [0, E), or -1 for no expert; that of the route, if there is
-                one.
+            x: [T, H] in the dtype to compute in. probs: fp32 [T, K]. topk_idx: int32 or int64 [T, K], expert ids or -1;
+                that of the route, if there is one.
             before_trips: called when the plan is made and before any row travels, e.g. to enqueue work on another
                 stream that shall fill the waits of the trips.
         """

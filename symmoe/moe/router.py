@@ -213,12 +213,9 @@ def drop_over_capacity(
     topk_idx: torch.Tensor, probs: torch.Tensor, *, num_experts: int, capacity: int, policy: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """topk_idx [T, K] with -1 and probs fp32 [T, K] with 0 where an expert has more slots than `capacity`; and int32
-    [1], how many were dropped. Local; does not synchronise the host.
-
-    An expert keeps the slots of the largest probs (policy "probs"; equal ones in the order of tokens) or those of the
-    first tokens ("position"). The remaining probs stay as they are: what a token loses is not given to its other
-    experts (as in Megatron-Core).
-    """
+    [1], how many were dropped. Local; does not synchronise the host. An expert keeps the slots of the largest probs
+    (policy "probs"; equal ones in the order of tokens) or those of the first tokens ("position"). The remaining probs
+    stay as they are: what a token loses is not given to its other experts (as in Megatron-Core)."""
     # The plan reports ids out of range, on all ranks; here they are no experts.
     is_none = (topk_idx < 0) | (topk_idx >= num_experts)
     expert_N = topk_idx.masked_fill(is_none, num_experts).flatten().long()

@@ -60,7 +60,6 @@ class Route(NamedTuple):
 
     @property
     def inputs(self) -> list[torch.Tensor]:
-        """The tensors."""
         tensors = self.x, self.weight, self.bias, self.given_idx, self.topk_idx
         return [tensor for tensor in tensors if tensor is not None]
 
@@ -92,7 +91,6 @@ class RouteGradients(NamedTuple):
 
     @property
     def inputs(self) -> list[torch.Tensor]:
-        """The tensors."""
         return [tensor for tensor in (*self.given, *self.kept) if tensor is not None]
 
     def compute(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -123,12 +121,9 @@ class RouteGradients(NamedTuple):
 
 def route_tokens(route: Route, heap: SymmetricHeap | None = None) -> Routed:
     """Logits x @ weight^T of tokens, and the experts that they choose (kernels/contract/router.py). Not collective, no
-    host sync.
-
-    For bf16 tokens, kernels compute the logits with sums as good as those of fp32 products (never tf32), without an
-    fp32 copy of the tokens; on GPUs a token's logits do not depend on the other tokens. Otherwise torch computes them
-    from an fp32 copy. Differentiable, once. heap: its tapes play what is launched.
-    """
+    host sync. For bf16 tokens, kernels compute the logits with sums as good as those of fp32 products (never tf32),
+    without an fp32 copy of the tokens; on GPUs a token's logits do not depend on the other tokens. Otherwise torch
+    computes them from an fp32 copy. Differentiable, once. heap: its tapes play what is launched."""
     if torch.compiler.is_compiling():
         return Routed(*_route(*route[:4], _packed(route.top_k, route.rule, heap)))
     return Routed(*_RouteFunction.apply(heap, route, route.x, route.weight))

@@ -101,15 +101,13 @@ class CudaGraph:
     """`function` as a CUDA graph on the heaps; it has not run when this is made."""
 
     def __init__(self, function: Callable[[], None], heaps: list[SymmetricHeap]) -> None:
-        self._graph, self._heaps = torch.cuda.CUDAGraph(), heaps
-        self._captures: list[int] = []
-        try:
+        self._graph = torch.cuda.CUDAGraph()
+        with ExitStack() as arenas:
             with torch.cuda.graph(self._graph):
-                self._captures += [heap.streams.capture for heap in heaps]
+                for heap in heaps:
+                    arenas.callback(heap.memory.release_graph, heap.streams.capture)
                 function()
-        except BaseException:
-            self._release()
-            raise
+            self._arenas = arenas.pop_all()
 
     def replay(self) -> None:
         """Runs it again, on the memory that it was captured with. Does not wait for it."""
@@ -118,11 +116,7 @@ class CudaGraph:
     def end(self) -> None:
         """Gives its memory back."""
         self._graph.reset()
-        self._release()
-
-    def _release(self) -> None:
-        for heap, capture in zip(self._heaps, self._captures, strict=False):
-            heap.memory.release_graph(capture)
+        self._arenas.close()
 
 
 class _Replay:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,15 +22,9 @@ from symmoe.torch_internals import graph_task_id
 Sink = Callable[[dict[str, float], int], object]
 
 
-class ScalarWriter(Protocol):
-    """A torch.utils.tensorboard.SummaryWriter, or what is used like one."""
-
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object:
-        """Notes one number of a step."""
-
-
-def tensorboard_sink(writer: ScalarWriter) -> Sink:
-    """A sink for :class:`MetricsLogger` that gives each number to `writer`."""
+def tensorboard_sink(writer: Any) -> Sink:
+    """A sink for :class:`MetricsLogger` that gives each number to `writer`, a torch.utils.tensorboard.SummaryWriter or
+    what has its method `add_scalar`."""
 
     def sink(numbers: dict[str, float], step: int) -> None:
         for name, number in numbers.items():
@@ -178,9 +172,8 @@ class _Watched:
             own = report.place_to_expert // (num_experts // heap.num_ranks) == heap.rank
             replica_bytes.add_(own.sum(), alpha=report.replica_bytes)
         num_calls.add_(1)
-        if report.aux_loss is None:
-            self._knows_losses = False
-        else:
+        self._knows_losses = report.aux_loss is not None
+        if report.aux_loss is not None:
             aux_loss.add_(report.aux_loss.detach())
         num_dropped.add_(report.num_dropped[0])
         if report.num_over_capacity is not None:

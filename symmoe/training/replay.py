@@ -88,11 +88,9 @@ def balanced_routing(model: nn.Module) -> Iterator[None]:
 def balanced_choice(
     num_tokens: int, top_k: int, num_experts: int, *, device: torch.device | str | None = None
 ) -> torch.Tensor:
-    """int32 [T, K]: experts with loads that differ by at most 1, distinct in a token, spread over the ranks.
-
-    Slot n = t * K + k goes to expert n * g modulo E. g is coprime to E, so any E slots in a row go to E experts; and
-    close to E divided by the golden ratio, so that a token's experts are far apart.
-    """
+    """int32 [T, K]: experts with loads that differ by at most 1, distinct in a token, spread over the ranks. Slot n = t
+    * K + k goes to expert n * g modulo E. g is coprime to E, so any E slots in a row go to E experts; and close to E
+    divided by the golden ratio, so that a token's experts are far apart."""
     step = max(1, round(num_experts / ((1 + math.sqrt(5)) / 2)))
     while math.gcd(step, num_experts) > 1:
         step += 1

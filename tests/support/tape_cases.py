@@ -8,8 +8,7 @@ from torch.utils.checkpoint import checkpoint
 from worker import Findings, open_heap
 
 from symmoe import MoEConfig, MoELayer, SymmetricHeap
-from symmoe.grouped.experts import evaluated
-from symmoe.grouped.mlp import GroupedMLP
+from symmoe.grouped.mlp import GroupedMLP, evaluated
 
 H, I, E, K, T = 16, 24, 8, 3, 200
 CPU = torch.device("cpu")
