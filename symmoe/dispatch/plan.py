@@ -205,7 +205,7 @@ class ToFill(NamedTuple):
     is_read: bool  # whether the host reads the report
     reports: list[torch.Tensor] | None  # gets the report instead
     rails: _Rails
-    route: Any  # None, or what makes topk_idx first: a Route of moe/routing.py
+    route: Any  # None, or what makes topk_idx first: a Route of moe/router.py
 
     @property
     def key(self) -> tuple[Hashable, ...]:
@@ -423,13 +423,10 @@ def _new_plan(
     header = tuple([words.get(word, 0) for word in range(control.HEADER_WORDS)])
     limit, packed_limit = words[control.HEAD_CAPACITY], words[control.HEAD_PACKED_CAPACITY]
     most_tokens, num_experts, num_places = words[control.HEAD_MAX_TOKENS], options.num_experts, options.replica_places
+    _, layout = plan_layout(num_tokens, top_k, num_experts, heap.num_ranks, num_places)
+    its = topk_idx, layout, heap, num_tokens, top_k, num_experts  # topk_idx stands for the storage that is to come
     return Plan(
-        storage=topk_idx,  # stands for the storage that is to come
-        layout=plan_layout(num_tokens, top_k, num_experts, heap.num_ranks, num_places)[1],
-        heap=heap,
-        num_tokens=num_tokens,
-        top_k=top_k,
-        num_experts=num_experts,
+        *its,
         row_capacity=limit,
         packed_row_capacity=packed_limit if most_tokens < 0 else max(1, min(limit, heap.num_ranks * most_tokens)),
         expected_rows=0 if limit < 0 else max(1, min(limit, most_tokens * top_k)),

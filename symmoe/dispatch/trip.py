@@ -8,12 +8,9 @@ The receive buffer has one of two layouts; H is the number of features:
 Forward sends rows and slots (which rows a token has here, and their probs); backward sends only rows.
 
 Without a division of the SMs, everything travels between two barriers. With one, rows travel on a branch stream while
-GEMMs run: every rank sends to the next rank first, then to the one after it, and signals each as soon as its rows are
-there; in between it indexes what has come and copies it to secondary rows. So a rank can begin with its own rows, go on
-with those of the rank before it, and so on (`plan.arrivals`). The bytes are the same.
-
-Between nodes this is what the ranks of a node do with their own tokens, while foreign ones come along the rails. These
-are sent to the ranks of the node after that, and are the last parts; a barrier says that they are there.
+GEMMs run ("Overlap" in docs/design.md): a rank can begin with its own rows, go on with those of the rank before it, and
+so on (`plan.arrivals`). The bytes are the same. Between nodes this is what the ranks of a node do with their own
+tokens; foreign ones are the last parts, and a barrier says that they are there.
 """
 
 from __future__ import annotations

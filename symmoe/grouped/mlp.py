@@ -16,20 +16,18 @@ from torch import nn
 from symmoe.checks.arguments import size_problem, working_dtype, wrapped_problem
 from symmoe.errors import ArgumentError, raise_for
 from symmoe.grouped.activations import ScaledActivation, ScaledSwiGLU, activation_problem
-from symmoe.grouped.experts import CallExperts, ExpertForm, ExpertRows, ExpertsBackward, ExpertWeights, Hidden
+from symmoe.grouped.experts import AdaptedWeights, ExpertForm, ExpertRows, ExpertWeights, Hidden, Layers, of_tensors
 from symmoe.grouped.linear import GroupedLinear
-from symmoe.grouped.lora_experts import AdaptedWeights
 from symmoe.grouped.low_rank import LowRank
 from symmoe.grouped.parameters import local_tensors
 from symmoe.grouped.quantized_experts import FULL, QuantizedWeights, Wire
-from symmoe.grouped.rows_function import Gradients, Needs, RowArguments, RowInputs, Splits, run_rows
+from symmoe.grouped.rows_function import Gradients, Needs, ProductGradients, RowArguments, RowInputs, Splits, run_rows
 from symmoe.grouped.weights import kernel_matrices
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.operands import given
 from symmoe.precision.operands import HeldWeight
 from symmoe.precision.recipes import Recipe
 
-Layers = tuple[GroupedLinear, ScaledActivation, GroupedLinear]
 _ACTIVATION_FIELDS = tuple(field.name for field in fields(Activation))
 
 
@@ -145,23 +143,6 @@ def fused_mlp(layers: Layers, x: torch.Tensor, arguments: RowArguments, *, scale
     return run_rows(products, arguments, x, called.biases, called.tensors)
 
 
-def of_tensors(layers: Layers, biases: Sequence[torch.Tensor | None], tensors: Sequence[torch.Tensor]) -> CallExperts:
-    """Experts of these layers with other biases (or none), and weights and adapters: like those of local_tensors."""
-    fc1, activation, fc2 = layers
-    b1, b2 = biases or (None, None)
-    sizes = fc1.num_groups, fc1.in_features, fc2.in_features
-    form = ExpertForm(*sizes, activation.activation, fc1.precision, (fc1.is_packed, fc2.is_packed))
-    return CallExperts(form, (b1, b2), tuple(tensors), (fc1, fc2))
-
-
-def evaluated(experts: GroupedMLP | CallExperts, dtype: torch.dtype) -> CallExperts:
-    """The experts for a call in that dtype, see local_tensors."""
-    if isinstance(experts, CallExperts):
-        return experts
-    layers = experts.fc1, experts.activation, experts.fc2
-    return of_tensors(layers, *local_tensors((experts.fc1, experts.fc2), dtype))
-
-
 def without_memory(experts: GroupedMLP) -> GroupedMLP:
     """Experts of the same shape and activation, on the meta device."""
     sizes, fc1 = (experts.num_groups, experts.hidden, experts.ffn), experts.fc1
@@ -218,7 +199,7 @@ class MLPProducts:
         x, weights = self._operands(rows)
         return weights.forward(x, out, num_rows=x.scale.numel(), zero_tail=zero_tail)
 
-    def backward(self, rows: RowInputs, kept: Gradients, d_out: torch.Tensor, needs: Needs) -> ExpertsBackward:
+    def backward(self, rows: RowInputs, kept: Gradients, d_out: torch.Tensor, needs: Needs) -> ProductGradients:
         x, weights = self._operands(rows)
         h, *others = kept
         return weights.backward(x, Hidden(given("h", h), *others), d_out, needs_scale=needs[1])

@@ -131,8 +131,7 @@ def run_rows(
 
 
 class ProductGradients(Protocol):
-    """Backward of Products. input_gradient, which fills d_rows [N, C], comes first, if rows get a gradient. d_scale
-    fp32 [N] is None if nobody asks for it; there is a gradient of a bias and of a weight for each layer."""
+    """Backward of Products. input_gradient, which fills d_rows [N, C], comes first, if rows get a gradient."""
 
     @property
     def d_scale(self) -> MaybeTensor: ...

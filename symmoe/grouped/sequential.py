@@ -1,10 +1,8 @@
 """Sequential: modules in a row, with extra inputs and keyword arguments brought to the module that takes them.
 
-It runs GroupedLinear, ScaledActivation, GroupedLinear through the fused kernels where nothing can tell the
-difference: the result is the same, bit for bit. The modules of a nested Sequential count as its own.
-
-Before the first has run, all that the modules read and write is checked together: a module sees only its own arguments,
-and would find them wrong only after earlier modules have written into their buffers.
+It runs GroupedLinear, ScaledActivation, GroupedLinear through the fused kernels where nothing can tell the difference:
+the result is the same, bit for bit. Before the first module has run, all that the modules read and write is checked
+together: a module would find its arguments wrong only after earlier ones have written into their buffers.
 """
 
 from __future__ import annotations
@@ -23,8 +21,9 @@ from symmoe import torch_internals
 from symmoe.checks.arguments import Buffer, Problem, RowsLike, overlap_problem, scale_problem
 from symmoe.errors import ArgumentError, raise_for
 from symmoe.grouped.activations import ScaledActivation
+from symmoe.grouped.experts import Layers
 from symmoe.grouped.linear import GroupedLinear
-from symmoe.grouped.mlp import GroupedMLP, Layers, fused_mlp
+from symmoe.grouped.mlp import GroupedMLP, fused_mlp
 from symmoe.grouped.rows_function import RowArguments, same_splits
 
 OpKwargs = Mapping["nn.Module | int", Mapping[str, Any]]

@@ -2,14 +2,12 @@
 `.grad`, or a trainer's fp32 `main_grad`, now or later.
 
 G groups, O output features, C input features. Kernels read a packed tensor by TMA. Of matrices that may lie anywhere
-they have only the addresses (TensorTable); in the working dtype only the general kernels take those. So every call
-looks at the list, in forward and in backward, and passes it on as a packed tensor if it lies like one. Nothing is
-cached, because trainers move parameters with `.data =`.
+they have only the addresses (TensorTable). So every call looks at the list, in forward and in backward, and passes it
+on as a packed tensor if it lies like one. Nothing is cached, because trainers move parameters with `.data =`.
 
 The protocol of `main_grad` is that of Megatron-style trainers: a parameter has an fp32 `main_grad` (or a method
-`get_main_grad`), into which the wgrad kernel accumulates. `overwrite_main_grad` on the parameter, or a call on the
-first micro-batch, makes it overwrite instead. A parameter that has `grad_added_to_main_grad` gets it set to True, and
-a gradient of zeros, so that the trainer's hooks on `.grad` still run.
+`get_main_grad`), into which the wgrad kernel accumulates, or with `overwrite_main_grad` writes. A parameter that has
+`grad_added_to_main_grad` gets it set to True, and a gradient of zeros, so that trainers' hooks on `.grad` still run.
 """
 
 from __future__ import annotations

@@ -183,8 +183,8 @@ def fsdp_problem(experts: GroupedMLP, num_ranks: int) -> ArgumentError | None:
 
 
 def device_problem(name: str, module: nn.Module | None, device: torch.device) -> ArgumentError | None:
-    """The error of a parameter that is on another device than the heap, or has no memory, or None: kernels would read
-    whatever is at its address. Not of what is brought in time: parts of DTensors, modules with accelerate's hooks."""
+    """The error of a parameter that is on another device than the heap, or has no memory, or None. Not of what is
+    brought in time: parts of DTensors, modules with accelerate's hooks."""
     if module is None or all(parameter.device == device for parameter in _quick_parameters(module)):
         return None
     brought = [each for each in module.modules() if hasattr(each, "_hf_hook")]

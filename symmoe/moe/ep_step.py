@@ -21,14 +21,12 @@ from torch.autograd.function import once_differentiable
 
 from symmoe.autograd import Context, Function, is_in_backward, transform_problem, wrote_into
 from symmoe.checks.arguments import CHOICES, kernel_rows, memory_problem, words_problem
-from symmoe.combine.trip import PHASE as COMBINE
 from symmoe.combine.trip import Collection, collecting, combine
 from symmoe.dispatch.plan import MAX_TOP_K, Plan
-from symmoe.dispatch.trip import PHASE as DISPATCH
 from symmoe.dispatch.trip import dispatch
-from symmoe.grouped.experts import B1, B2, W1, W2, CallExperts, ExpertForm, ExpertRows, ExpertWeights, Hidden
+from symmoe.grouped.experts import B1, B2, W1, W2, CallExperts, ExpertForm, ExpertRows, ExpertWeights, Hidden, evaluated
 from symmoe.grouped.linear import GroupedLinear
-from symmoe.grouped.mlp import GroupedMLP, Held, evaluated, expert_weights
+from symmoe.grouped.mlp import GroupedMLP, Held, expert_weights
 from symmoe.grouped.quantized_experts import FULL, Wire
 from symmoe.grouped.weights import Target
 from symmoe.kernels import control
@@ -37,12 +35,13 @@ from symmoe.kernels.gemm_parts import Part
 from symmoe.kernels.operands import given
 from symmoe.moe.overlap import SERIAL, Overlap, Sizes, overlap_of, received_layout
 from symmoe.moe.replicas import ReplicaTrip, replica_bytes, replicas_problem
-from symmoe.moe.routing import Route, Routed, RouteGradients
+from symmoe.moe.router import Route, Routed, RouteGradients
 from symmoe.precision.wire import WireFormat, wire_problem
 from symmoe.symm_mem.heap import FailPeersOnError, SymmetricHeap
 from symmoe.symm_mem.memory import ALIGNMENT_BYTES, Lease
 from symmoe.torch_internals import keeps_graph, reshaped_result
 
+DISPATCH, COMBINE = control.PHASE_DISPATCH_READY, control.PHASE_COMBINE_READY  # the first barriers of trips
 _RECEIVED = "received rows"
 NUM_HIDDEN = len(Hidden._fields)
 _NUM_ROUTE_KEPT = 4  # tensors that backward of a choice of experts needs: x, weight, topk_idx, scores
@@ -117,20 +116,11 @@ def run_experts(
         # Steps are put on tapes, as far as sizes let them, if no table of addresses and no quantised weight is among
         # their operands.
         is_full = form.precision is None and all(form.are_packed) and not form.split(experts.tensors)[2]
-        step = _EPStep(
-            form=form,
-            plan=plan,
-            order=words["order"],
-            stash=STASHES[words["stash"]],
-            layout=received_layout(words["layout"], form.ffn, form.precision),
-            schedule=words["schedule"],
-            wire=wire,
-            trains=torch.is_grad_enabled(),
-            out_shape=out_shape,
-            more=more_of(experts, plan.num_places),
-            is_taped=is_full and heap.device.type != "meta",
-            have_biases=(experts.biases[0] is not None, experts.biases[1] is not None),
-        )
+        layout = received_layout(words["layout"], form.ffn, form.precision)
+        options = words["order"], STASHES[words["stash"]], layout, words["schedule"], wire, torch.is_grad_enabled()
+        have_biases = experts.biases[0] is not None, experts.biases[1] is not None
+        more, is_taped = more_of(experts, plan.num_places), is_full and heap.device.type != "meta"
+        step = _EPStep(form, plan, *options, out_shape, more, is_taped, have_biases)
         tensors = *experts.biases, *experts.tensors
         if isinstance(probs, torch.Tensor):
             return _ExpertParallelMLP.apply(step, linears, None, x, probs, None, None, *tensors), None
@@ -500,8 +490,11 @@ def _backward(
     if spends_h and step.stash.keeps_h:
         wrote_into(hidden.h)  # who else has kept it gets an error
     dw1, dw2, d_adapters = step.form.split(found[6:])
-    d_weights = *fc1.for_autograd(both[0], dw1), *fc2.for_autograd(both[1], dw2)
-    return None, None, None, *found[:6], *d_weights, *d_adapters
+    if fc1.option != "new":
+        dw1 = tuple(fc1.for_autograd(both[0], dw1))
+    if fc2.option != "new":
+        dw2 = tuple(fc2.for_autograd(both[1], dw2))
+    return None, None, None, *found[:6], *dw1, *dw2, *d_adapters
 
 
 @dataclass(frozen=True, slots=True, eq=False)

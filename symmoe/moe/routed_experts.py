@@ -18,13 +18,13 @@ import torch
 
 from symmoe.dispatch.plan import PlanOptions, begin_plan, plan_call
 from symmoe.grouped.activations import ScaledActivation
-from symmoe.grouped.experts import CallExperts
-from symmoe.grouped.mlp import GroupedMLP, evaluated, kind_of, without_memory
+from symmoe.grouped.experts import CallExperts, evaluated
+from symmoe.grouped.mlp import GroupedMLP, kind_of, without_memory
 from symmoe.kernels import control
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.ddp_and_fsdp import device_problem
 from symmoe.moe.ep_step import more_of, most_bytes, run_experts
-from symmoe.moe.routing import Route, Routed
+from symmoe.moe.router import Route, Routed
 from symmoe.symm_mem.heap import FailPeersOnError, SymmetricHeap
 from symmoe.symm_mem.row_budget import RowBudget, RowHistory
 

@@ -23,8 +23,8 @@ from torch.utils.flop_counter import register_flop_formula
 
 from symmoe.autograd import Context, Unmodified
 from symmoe.errors import ArgumentError, StalePlan, raise_for
-from symmoe.grouped.experts import CallExperts
-from symmoe.grouped.mlp import GroupedMLP, kind_of, of_tensors
+from symmoe.grouped.experts import CallExperts, of_tensors
+from symmoe.grouped.mlp import GroupedMLP, kind_of
 from symmoe.grouped.parameters import local_tensors
 from symmoe.kernels import control
 from symmoe.moe.ddp_and_fsdp import ddp_problem, fsdp_problem, gradients_elsewhere

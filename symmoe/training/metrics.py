@@ -126,10 +126,8 @@ class MetricsLogger:
         The sink gets, for every field of the records that is a number, "moe/{layer}/{field}", and "moe/{field}/mean"
         and "moe/{field}/max" over the layers; for tokens_per_expert, tokens_per_rank and balanced_per_rank
         "moe/{layer}/{field}/{i}" of each expert or rank, and of ranks "moe/{layer}/{field}_max_over_mean". Except
-        for aux_loss, num_over_capacity, bytes and times, records are the same on all ranks of an EP group.
-
-        Args:
-            step: handed on to the sink.
+        for aux_loss, num_over_capacity, bytes and times, records are the same on all ranks of an EP group. step: handed
+        on to the sink.
         """
         totals = self._totals.to("cpu", copy=True)
         self._totals.zero_()
@@ -266,12 +264,10 @@ def _numbers(records: list[LayerRecord]) -> dict[str, float]:
         for record, value in zip(records, values, strict=True):
             if isinstance(value, tuple):
                 numbers |= {f"moe/{record.name}/{field}/{i}": float(number) for i, number in enumerate(value)}
+            if isinstance(value, tuple) and field.endswith("_per_rank"):
+                numbers[f"moe/{record.name}/{field}_max_over_mean"] = max(value) * len(value) / max(1, sum(value))
         if all(isinstance(value, (int, float)) for value in values):
             numbers |= {f"moe/{record.name}/{field}": float(getattr(record, field)) for record in records}
             numbers[f"moe/{field}/mean"] = float(sum(values) / len(values))
             numbers[f"moe/{field}/max"] = float(max(values))
-    for record in records:
-        for field in ("tokens_per_rank", "balanced_per_rank"):
-            if rows := getattr(record, field):
-                numbers[f"moe/{record.name}/{field}_max_over_mean"] = max(rows) * len(rows) / max(1, sum(rows))
     return numbers

@@ -100,9 +100,7 @@ def plan_network(
 
     Args:
         config: rail_capacity None is num_tokens.
-        num_ranks: R.
-        num_nodes: N.
-        num_tokens: T, on every rank.
+        num_ranks, num_nodes, num_tokens: R, N, and T on every rank.
         nic_gbs: 1e9 bytes per second that one rank sends over the network.
         dtype: the dtype of the rows; with a `quantized_wire`, of those that come home.
 

@@ -26,8 +26,8 @@ from worker import Findings, open_heap
 
 from symmoe import GroupedLinear, GroupedMLP, MoEConfig, MoELayer, SymmetricHeap, add_lora, make_plan, plan_memory
 from symmoe.errors import ArgumentError, HeapExhausted
-from symmoe.grouped.experts import ExpertRows
-from symmoe.grouped.mlp import evaluated, expert_weights
+from symmoe.grouped.experts import ExpertRows, evaluated
+from symmoe.grouped.mlp import expert_weights
 from symmoe.kernels.gemm_parts import Part
 from symmoe.moe.ep_step import expert_parallel_mlp
 from symmoe.precision import MXFP8, NVFP4, Float8Block

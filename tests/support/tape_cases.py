@@ -8,7 +8,8 @@ from torch.utils.checkpoint import checkpoint
 from worker import Findings, open_heap
 
 from symmoe import MoEConfig, MoELayer, SymmetricHeap
-from symmoe.grouped.mlp import GroupedMLP, evaluated
+from symmoe.grouped.experts import evaluated
+from symmoe.grouped.mlp import GroupedMLP
 
 H, I, E, K, T = 16, 24, 8, 3, 200
 CPU = torch.device("cpu")
