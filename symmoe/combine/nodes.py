@@ -22,17 +22,13 @@ from symmoe.symm_mem.heap import nodes_of
 
 @dataclass(frozen=True, eq=False)
 class Collected:
-    """What is collected inside a node, for the tokens of one plan inside it.
-
-    Attributes:
-        rows: [T, 1, H], sums, or with order "slot" between nodes [T, K, H], the rows one by one, which home adds. None:
-            only values come home.
-        values: fp32 [T, K], or None.
-    """
+    """What is collected inside a node, for the tokens of one plan inside it."""
 
     plan: Plan
+    # [T, 1, H], sums, or with order "slot" between nodes [T, K, H], the rows one by one, which home adds. None: only
+    # values come home.
     rows: torch.Tensor | None
-    values: torch.Tensor | None
+    values: torch.Tensor | None  # fp32 [T, K]
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -41,16 +37,9 @@ class Collected:
 
 
 class FromNodes:
-    """One way home between nodes. Memory is allocated when it is made.
-
-    Args:
-        like: rows [., H] of the experts; None: only values come home.
-        order: "slot": row by row; else a sum of each node.
-
-    Attributes:
-        own, foreign: what has to be collected inside this node.
-        rails: the way between nodes.
-    """
+    """One way home between nodes, row by row with order "slot", else a sum of each node; of rows [., H] like those
+    (None: only values come home). Memory is allocated when it is made. `own`, `foreign`: what has to be collected
+    inside this node."""
 
     def __init__(
         self, plan: Plan, nodes: NodesPlan[Plan], like: torch.Tensor | None, *, has_values: bool, order: str
@@ -69,11 +58,8 @@ class FromNodes:
 
     @contextmanager
     def travel(self, agreed: control.CallFields) -> Iterator[Callable[[], None]]:
-        """A context in which what has been collected for foreign tokens goes home. Collective over the group.
-
-        Yields:
-            a function that waits for what comes from other nodes.
-        """
+        """A context in which what has been collected for foreign tokens goes home. Collective over the group. Yields
+        what waits for what comes from other nodes."""
         come, back = self.rails.ways
         sends = of_ways(self.foreign.tensors, back)
         receives = of_ways([tensor[self._plan.num_tokens :] for tensor in self._home.tensors], come)

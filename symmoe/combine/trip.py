@@ -142,9 +142,7 @@ class Collection:
         gradients: in backward, index of control.GRADIENTS; the same on all ranks.
 
     Attributes:
-        plan: as given.
-        out: [T, H], the sums, complete after :meth:`finish`; None without rows.
-        values: fp32 [T, K], complete after :meth:`finish`; None without row_values.
+        out, values: [T, H], the sums, and fp32 [T, K], complete after :meth:`finish`; None without rows, row_values.
     """
 
     def __init__(
@@ -205,11 +203,9 @@ class Collection:
         """Brings home and sums all rows, which are complete. num_ctas: of kernels that move rows; None: no limit."""
         self.open()
         self.leave()
-        if num_ctas is None:
-            self.send()
-        else:  # kernels for few programs take one rank at a time
-            for source in self.plan.arrivals[:0:-1]:
-                self.send(source, num_ctas=num_ctas)
+        # Kernels for few programs take one rank at a time.
+        for source in (None,) if num_ctas is None else self.plan.arrivals[:0:-1]:
+            self.send(source, num_ctas=num_ctas)
         self.finish(num_ctas=num_ctas)
 
     def open(self) -> None:

@@ -40,15 +40,11 @@ Ways = Sequence[tuple[int, slice]]  # other nodes, and rows that go there or com
 
 
 class Excess(NamedTuple):
-    """What the header of this rank's counts says where more tokens go to a node than fit in a message.
+    """What the header of this rank's counts says where more tokens go to a node than fit in a message."""
 
-    Attributes:
-        drops: whether their slots are dropped, and HEAD_RAIL_DROPPED is how many.
-        room: this rank's HEAD_PACKED_CAPACITY, if it becomes 0 then, so that all plan again. None: HEAD_RAIL_DROPPED
-            is how many tokens would go where most would.
-    """
-
-    drops: bool
+    drops: bool  # whether their slots are dropped, and HEAD_RAIL_DROPPED is how many
+    # This rank's HEAD_PACKED_CAPACITY, if it becomes 0 then, so that all plan again. None: HEAD_RAIL_DROPPED is how
+    # many tokens would go where most would.
     room: int | None
 
 
@@ -63,25 +59,19 @@ def in_storage(kind: type[Integers], storage: torch.Tensor, layout: PlanLayout) 
 
 class RailRows:
     """Which tokens go to which node, as their home decides it before the plan is made: the first ones, as many as a
-    rail has room for; and what ranks tell each other of that in addition to the counts of their node. Ids that are out
-    of range count as none. Made locally; does not synchronise.
-
-    Args:
-        rail_rows: how many have room in a message.
-        excess: None: there are no more.
+    message has room for, `rail_rows` (excess None: there are no more); and what ranks tell each other of that in
+    addition to the counts of their node. Ids that are out of range count as none. Made locally; does not synchronise.
 
     Attributes:
         topk_idx: as it came; -1 for the slots that are dropped.
-        integers: results of the kernel `rail_rows`, see :meth:`of`.
-        num_received: after :meth:`share`, int32 [N], tokens that would come from each node.
     """
 
     def __init__(
         self, topk_idx: torch.Tensor, heap: SymmetricHeap, num_experts: int, rail_rows: int, excess: Excess | None
     ) -> None:
         (num_tokens, _), num_nodes, maps = topk_idx.shape, heap.topology.num_nodes, nodes_of(heap).maps
-        self.integers = topk_idx.new_empty(num_tokens * num_nodes + num_nodes + 2, dtype=torch.int32)
-        numbers, rows = self.of(self.integers, num_nodes)
+        self._integers = topk_idx.new_empty(num_tokens * num_nodes + num_nodes + 2, dtype=torch.int32)
+        numbers, rows = self.of(self._integers, num_nodes)
         room = -1 if excess is None or excess.room is None else excess.room
         sizes = {"num_experts": num_experts, "most": rail_rows, "room": room}
         kernels.for_device(heap.device).rail_rows(topk_idx, maps, numbers, rows, **sizes)
@@ -98,16 +88,15 @@ class RailRows:
 
     @staticmethod
     def of(integers: torch.Tensor, num_nodes: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Its integers: numbers [N + 2], and token_to_rail_row [T, N]."""
+        """The results of the kernel `rail_rows`: numbers [N + 2], and token_to_rail_row [T, N]."""
         return integers[: num_nodes + 2], integers[num_nodes + 2 :].view(-1, num_nodes)
 
     def tell(self) -> None:
         """Writes what only the device knows into the header of this rank's counts, on all ranks of the node. Local,
         before the plan's barrier."""
         if self._number is not None:
-            heap = self._heap
-            tell = kernels.for_device(heap.device).tell_header
-            tell(self._number, heap.peers, heap.peers.in_group(heap.peers.rank), word=self._word)
+            peers, tell = self._heap.peers, kernels.for_device(self._heap.device).tell_header
+            tell(self._number, peers, peers.in_group(peers.rank), word=self._word)
 
     def share(self, config: int) -> torch.Tensor:
         """Completes this rank's count table, which has the rows of its node's ranks, with those of all other ranks.
@@ -118,9 +107,9 @@ class RailRows:
         # Zeros in place of what does not come.
         ours, come = self._numbers.new_empty(shape), self._numbers.new_empty((topology.num_nodes, *shape))
         ops.own_counts(nodes.maps.own_ranks, peers, ours, come)
-        theirs, self.num_received = come[:-1], come[-1].flatten()[: topology.num_nodes]
+        theirs, self._num_received = come[:-1], come[-1].flatten()[: topology.num_nodes]
         others = [node for node in range(topology.num_nodes) if node != topology.node]
-        of_numbers = self._numbers, self.num_received
+        of_numbers = self._numbers, self._num_received
         sends, receives = ([(node, each[node : node + 1]) for node in others] for each in of_numbers)
         sends += [(node, ours) for node in others]
         receives += zip(others, theirs, strict=True)
@@ -130,7 +119,8 @@ class RailRows:
         return received
 
     def complete(self, report: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Has the report of the plan say what rails have sent or dropped; integers and num_received."""
+        """Has the report of the plan say what rails have sent or dropped. Integers, see :meth:`of`; and int32 [N],
+        tokens that would come from each node."""
         report[control.SUM_MOST_SENT :][:1].copy_(self._numbers[-2:-1])
         if self._drops:
             rows = self._numbers.new_empty((self._heap.num_ranks, self._heap.peers.layout.row_words))
@@ -138,42 +128,30 @@ class RailRows:
             kernels.for_device(self._heap.device).own_counts(ranks, self._heap.peers, rows, rows[:0])
             dropped = rows[:, control.HEAD_RAIL_DROPPED].sum(dtype=torch.int32)
             report[control.SUM_NUM_DROPPED :][:1].add_(dropped)
-        return self.integers, self.num_received
+        return self._integers, self._num_received
 
 
 @dataclass(eq=False)
 class RailPlan:
     """The way of one plan's tokens along the rail. *Sent* rows are those that this rank sends, an equal number for each
     other node, in their order; foreign tokens are in the order of nodes. *Home* rows are those of this rank's own
-    tokens, and then the sent ones.
-
-    Attributes:
-        heap: of the plan.
-        found: where tokens are inside each node.
-        num_sent, num_received: by node, rows that go there and come from there; 0 of this node.
-        sizes: what ranks of a rail must agree on, so that their messages fit.
-        number: of the plan, the same for the ranks of the rail; nodes count plans each by themselves.
-        brings_maps: whether the maps are still to travel, with the first rows of the plan.
-    """
+    tokens, and then the sent ones."""
 
     heap: SymmetricHeap
-    found: InNodeIntegers
-    num_sent: tuple[int, ...]
-    num_received: tuple[int, ...]
-    sizes: int
-    number: int
-    brings_maps: bool = True
+    found: InNodeIntegers  # where tokens are inside each node
+    num_sent: tuple[int, ...]  # by node, rows that go there; 0 of this node
+    num_received: tuple[int, ...]  # and come from there
+    sizes: int  # what ranks of a rail must agree on, so that their messages fit
+    number: int  # of the plan, the same for the ranks of the rail; nodes count plans each by themselves
+    brings_maps: bool = True  # whether the maps are still to travel, with the first rows of the plan
 
     @contextmanager
     def bring_in(
         self, tensors: Sequence[torch.Tensor], phase: int, agreed: control.CallFields
     ) -> Iterator[Callable[[], list[torch.Tensor]]]:
         """A context in which rows of tensors [T, .] travel to the other nodes. Collective over the group; a barrier
-        comes next. phase, agreed: as in Nodes.meet.
-
-        Yields:
-            a function that waits for what other nodes send: of each tensor, [F, .], F foreign tokens.
-        """
+        comes next. phase, agreed: as in Nodes.meet. Yields what waits for what other nodes send: of each tensor,
+        [F, .], F foreign tokens."""
         heap, num_foreign, (there, back) = self.heap, sum(self.num_received), self.ways
         foreign = [tensor.new_empty((num_foreign, *tensor.shape[1:])) for tensor in tensors]
         sends, receives = of_ways([self.sent_rows(tensor) for tensor in tensors], there), of_ways(foreign, back)
@@ -225,27 +203,14 @@ class RailPlan:
         return [each for each in sent if each[0] != here], [each for each in received if each[0] != here]
 
 
-class Region(NamedTuple):
-    """Consecutive tokens of a plan that are from one rank, and where they have their packed rows.
-
-    Attributes:
-        tokens: which of those that are sent together.
-        slots: their lines of slot_to_row and slot_to_rank.
-        places: their lines of token_to_packed_row; int32 [., R], tokens of each block of them that go to each rank;
-            int32 [R], their first packed row on each rank, and rows of the region there.
-    """
-
-    tokens: slice
-    slots: tuple[torch.Tensor, torch.Tensor]
-    places: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+# Consecutive tokens of a plan that are from one rank: which of those that are sent together; their lines of slot_to_row
+# and slot_to_rank; and their lines of token_to_packed_row, int32 [., R], tokens of each block of them that go to each
+# rank, int32 [R], their first packed row on each rank, and rows of the region there.
+Region = tuple[slice, tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
 class NodesPlan(Generic[P]):
-    """How the tokens of a plan get to other nodes, and what they do there.
-
-    Attributes:
-        rails: the way there and back.
-    """
+    """How the tokens of a plan get to other nodes, along `rails`, and what they do there."""
 
     def __init__(self, plan: P, rails: RailPlan) -> None:
         self._plan, self._topology, self.rails = copy.copy(plan), rails.heap.topology, rails
@@ -283,9 +248,8 @@ def plan_in_node(
     heap: SymmetricHeap, plan: P, integers: torch.Tensor, sent: Sequence[int], received: Sequence[int], sizes: int
 ) -> NodesPlan[P]:
     """The plans of the tokens inside the node, with these numbers of rows to and from each other node. For those that
-    are foreign, the ranks of the rail send each other the maps, with the first rows: lines of the plan's, with the
-    slots of a token on the node it goes to, and where it is on the ranks of that. Collective over the group; does not
-    synchronise the host. integers: of RailRows; sizes: as in RailPlan."""
+    are foreign, the ranks of the rail send each other the maps, with the first rows. Collective over the group; does
+    not synchronise the host. integers: of RailRows; sizes: as in RailPlan."""
     nodes, topology, num_local = nodes_of(heap), heap.topology, plan.layout["row_range"][2][1]
     num_tokens, top_k = plan.layout["slot_to_row"][2]  # not of a view, which a call that is played does not need
     sent, received = (
@@ -321,4 +285,4 @@ def arrivals_in_node(heap: SymmetricHeap) -> list[int]:
 def _region(plan: PlanIntegers, tokens: slice, numbers: torch.Tensor) -> Region:
     """Of the tokens that are from one rank. numbers: int32 [3, G], tokens that go to each rank, starts and limits."""
     slots = plan.slot_to_row[tokens], plan.slot_to_rank[tokens]
-    return Region(tokens, slots, (plan.token_to_packed_row[tokens], numbers[:1], numbers[1], numbers[2]))
+    return tokens, slots, (plan.token_to_packed_row[tokens], numbers[:1], numbers[1], numbers[2])

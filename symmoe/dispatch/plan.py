@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from symmoe import kernels
-from symmoe.checks.arguments import Problem, is_choice, parameter_dtype_problem, tensor_problem, words_problem
+from symmoe.checks.arguments import Problem, parameter_dtype_problem, tensor_problem, words_problem
 from symmoe.dispatch.nodes import Excess, NodesPlan, RailRows, Region, in_storage, plan_in_node
 from symmoe.errors import ArgumentError, StalePlan
 from symmoe.kernels import control
@@ -87,7 +87,8 @@ class Plan(PlanIntegers):
         with (heap := self.heap).one_call:
             self.generation = heap.epoch + 1
             launch = partial(to_fill.launch, heap)
-            filled = heap.run(to_fill.key, launch, to_fill.inputs) if heap.first_step is None else launch()
+            inputs = (to_fill.topk_idx,) if to_fill.route is None else to_fill.route.inputs
+            filled = heap.run(to_fill.key, launch, inputs) if heap.first_step is None else launch()
             self.note_filled(*filled[:2])
         if to_fill.is_read and self.row_capacity < 0:
             self.settle()
@@ -164,7 +165,7 @@ class Plan(PlanIntegers):
     def regions(self) -> tuple[Region, ...]:
         """Where this rank's tokens have their packed rows, by the rank that they are from."""
         places = self.token_to_packed_row, self.block_tokens, self.packed_start, self.packed_limit
-        return (Region(slice(None), (self.slot_to_row, self.slot_to_rank), places),)
+        return ((slice(None), (self.slot_to_row, self.slot_to_rank), places),)
 
     @property
     def in_node(self) -> Plan:
@@ -206,33 +207,20 @@ class Plan(PlanIntegers):
 
 
 class ToFill(NamedTuple):
-    """What the kernels of a plan take.
+    """What the kernels of a plan take."""
 
-    Attributes:
-        topk_idx, config: as in make_plan and PlanOptions; contiguous.
-        header: words for the peers, see control.HEAD_*.
-        is_read: whether the host reads the report.
-        reports: None, or what gets the report instead.
-        route: None, or what makes topk_idx first: a Route of moe/routing.py.
-    """
-
-    topk_idx: torch.Tensor
-    header: tuple[int, ...]
-    config: int
-    is_read: bool
-    reports: list[torch.Tensor] | None
+    topk_idx: torch.Tensor  # as in make_plan; contiguous
+    header: tuple[int, ...]  # words for the peers, see control.HEAD_*
+    config: int  # as in PlanOptions
+    is_read: bool  # whether the host reads the report
+    reports: list[torch.Tensor] | None  # gets the report instead
     rails: _Rails
-    route: Any
+    route: Any  # None, or what makes topk_idx first: a Route of moe/router.py
 
     @property
     def key(self) -> tuple[Hashable, ...]:
-        """On what it depends what is launched, besides :attr:`inputs`."""
+        """On what it depends what is launched, besides tensors."""
         return "plan", self.header, self.config, self.is_read, self.rails, self.route and self.route.key
-
-    @property
-    def inputs(self) -> Sequence[torch.Tensor]:
-        """The tensors."""
-        return (self.topk_idx,) if self.route is None else self.route.inputs
 
     def launch(self, heap: SymmetricHeap) -> tuple[Any, ...]:
         """A new storage of the plan, filled; what waits for the report, or None if it is not read; logits, probs and
@@ -358,12 +346,9 @@ def plan_call(
     topk_idx: torch.Tensor, heap: SymmetricHeap, options: PlanOptions, find_room: FindRoom = lambda: None
 ) -> Plan:
     """Same as make_plan, for calls that go on with a trip: between nodes an error at its end is raised there on other
-    ranks. With exact capacity the host does not wait if there is room: see Plan.settle.
-
-    Args:
-        find_room: with exact capacity, what the buffers of this call can take on this rank; None, on all ranks: what
-            its routing needs. Asked for once this rank has noticed the errors of earlier calls, as its peers have.
-    """
+    ranks. With exact capacity the host does not wait if there is room: see Plan.settle. find_room: with exact capacity,
+    what the buffers of this call can take on this rank; None, on all ranks: what its routing needs. Asked for once this
+    rank has noticed the errors of earlier calls, as its peers have."""
     plan = begin_plan(topk_idx, heap, options, find_room)
     with FailPeersOnError(heap, control.PHASE_PLAN):
         plan.fill()
@@ -446,19 +431,15 @@ def _new_plan(
     reports = heap.captured_reports if options.capacity is None else None
     is_read = options.capacity is None and reports is None
     header = tuple([words.get(word, 0) for word in range(control.HEADER_WORDS)])
-    num_experts, limit = header[control.HEAD_NUM_EXPERTS], header[control.HEAD_CAPACITY]
-    packed_limit, most_tokens = header[control.HEAD_PACKED_CAPACITY], header[control.HEAD_MAX_TOKENS]
-    num_places = header[control.HEAD_NUM_PLACES]
+    limit, packed_limit = words[control.HEAD_CAPACITY], words[control.HEAD_PACKED_CAPACITY]
+    most_tokens, num_experts, num_places = words[control.HEAD_MAX_TOKENS], options.num_experts, options.replica_places
+    _, layout = plan_layout(num_tokens, top_k, num_experts, heap.num_ranks, num_places)
+    its = topk_idx, layout, heap, num_tokens, top_k, num_experts  # topk_idx stands for the storage that is to come
     return Plan(
-        storage=topk_idx,  # stands for the storage that is to come
-        layout=plan_layout(num_tokens, top_k, num_experts, heap.num_ranks, num_places)[1],
-        heap=heap,
+        *its,
         row_capacity=limit,
         packed_row_capacity=packed_limit if most_tokens < 0 else max(1, min(limit, heap.num_ranks * most_tokens)),
         expected_rows=0 if limit < 0 else max(1, min(limit, most_tokens * top_k)),
-        num_tokens=num_tokens,
-        top_k=top_k,
-        num_experts=num_experts,
         num_places=num_places,
         to_fill=ToFill(topk_idx, header, options.config, is_read, reports, rails, route),
     )
@@ -521,9 +502,8 @@ def _find_problem(topk_idx: torch.Tensor, heap: SymmetricHeap, options: PlanOpti
         return ArgumentError(f"replica_places ({places}) must be 0 where ranks of a node do not follow each other")
     if not isinstance(slack, (int, float)) or not 0 <= slack <= 1:
         return ArgumentError(f"replica_slack ({slack!r}) must be a number in [0, 1]")
-    if not is_choice("overflow", overflow):
-        return ArgumentError(f"overflow ({overflow!r}) must be 'raise' or 'drop'")
-    if dtype is not None and (error := parameter_dtype_problem(dtype)) is not None:
+    error = words_problem(overflow=overflow, quantized_wire=quantized_wire)
+    if error := error or (None if dtype is None else parameter_dtype_problem(dtype)):
         return error
     its = ("max_tokens", max_tokens), ("overflow", overflow), ("rail_capacity", rail_capacity)
     for name, value in its if capacity is None else ():
@@ -538,4 +518,4 @@ def _find_problem(topk_idx: torch.Tensor, heap: SymmetricHeap, options: PlanOpti
         return ArgumentError(f"max_tokens ({max_tokens}) must be at least T, this rank's tokens ({topk_idx.shape[0]})")
     if precision is not None and not isinstance(precision, Recipe):
         return ArgumentError(f"precision ({precision!r}) must be a recipe of symmoe.precision, or None")
-    return words_problem(quantized_wire=quantized_wire)
+    return None

@@ -8,12 +8,9 @@ The receive buffer has one of two layouts; H is the number of features:
 Forward sends rows and slots (which rows a token has here, and their probs); backward sends only rows.
 
 Without a division of the SMs, everything travels between two barriers. With one, rows travel on a branch stream while
-GEMMs run: every rank sends to the next rank first, then to the one after it, and signals each as soon as its rows are
-there; in between it indexes what has come and copies it to secondary rows. So a rank can begin with its own rows, go on
-with those of the rank before it, and so on (`plan.arrivals`). The bytes are the same.
-
-Between nodes this is what the ranks of a node do with their own tokens, while foreign ones come along the rails. These
-are sent to the ranks of the node after that, and are the last parts; a barrier says that they are there.
+GEMMs run ("Overlap" in docs/design.md): a rank can begin with its own rows, go on with those of the rank before it, and
+so on (`plan.arrivals`). The bytes are the same. Between nodes this is what the ranks of a node do with their own
+tokens; foreign ones are the last parts, and a barrier says that they are there.
 """
 
 from __future__ import annotations
@@ -41,19 +38,13 @@ _Tensors = list[torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """Rows that have come, or are on their way.
-
-    Attributes:
-        parts: an iterator with a part per source rank, in the order of arrival: rows of the local experts that the
-            current stream may read from then on, and SMs for their GEMMs. Together the parts are all rows. None: all
-            rows have arrived.
-        row_probs, row_to_packed_row: fp32 or None without probs, and int32, [N_cap]; complete for the parts that have
-            been handed out.
-    """
+    """Rows that have come (no parts), or are on their way: a part per source rank, in the order of arrival, has rows of
+    the local experts that the current stream may read from then on, and SMs for their GEMMs. Tensors [N_cap] are
+    complete for the parts that have been handed out."""
 
     parts: Iterator[Part] | None
-    row_probs: torch.Tensor | None
-    row_to_packed_row: torch.Tensor
+    row_probs: torch.Tensor | None  # fp32; None without probs
+    row_to_packed_row: torch.Tensor  # int32
 
 
 class Rider(Protocol):
@@ -143,33 +134,27 @@ def _travelling(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Index:
-    """The slots of a dispatch: what they say of the rows that come. Tensors as in Plan and Arrival; slots and probs are
-    where they come, int32 and fp32 [P_cap, K], and offsets of both; None and () in backward."""
+    """What the slots of a dispatch say of the rows that come: tensors as in Plan and Arrival."""
 
     packed_to_row: torch.Tensor
     row_to_packed_row: torch.Tensor
     row_probs: torch.Tensor | None = None
-    slots: torch.Tensor | None = None
-    probs: torch.Tensor | None = None
+    slots: torch.Tensor | None = None  # where they come, int32 [P_cap, K]; None in backward
+    probs: torch.Tensor | None = None  # fp32
     offsets: tuple[int, ...] = ()
 
     def push(self, tokens: Plan, probs: torch.Tensor | None, ready: torch.Tensor) -> None:
         """Writes slots and probs of tokens to all ranks. probs: fp32 [T, K], or None on all ranks."""
-        if self.slots is None:
-            return
-        for region in tokens.regions:
-            its_probs = None if probs is None else probs[region.tokens]
-            slots, trip = (*region.slots, its_probs), (tokens.heap.peers, ready)
-            push = kernels.for_device(self.slots.device).push_slots
-            push(slots, region.places, *trip, row_column=READY_SLOTS, prob_column=READY_PROBS)
+        for region, slots, places in () if self.slots is None else tokens.regions:
+            its = (*slots, None if probs is None else probs[region]), places, tokens.heap.peers, ready
+            kernels.for_device(ready.device).push_slots(*its, row_column=READY_SLOTS, prob_column=READY_PROBS)
 
     def read(self, begin: torch.Tensor, end: torch.Tensor, ready: torch.Tensor, arrived: torch.Tensor) -> None:
         """Reads the slots of packed rows that have arrived: see the kernel `index_rows`."""
-        if self.slots is None:
-            return
-        wire = self.slots, None if self.row_probs is None else self.probs
-        made = self.packed_to_row, self.row_to_packed_row, self.row_probs
-        kernels.for_device(self.slots.device).index_rows(wire, (begin, end), (ready, arrived), made)
+        if self.slots is not None:
+            wire = self.slots, None if self.row_probs is None else self.probs
+            made = self.packed_to_row, self.row_to_packed_row, self.row_probs
+            kernels.for_device(self.slots.device).index_rows(wire, (begin, end), (ready, arrived), made)
 
 
 @contextmanager
@@ -190,35 +175,34 @@ def _new_index(plan: Plan, *, has_probs: bool, layout: str) -> Iterator[_Index]:
     plan.packed_to_row, plan.row_to_packed_row = packed_to_row, row_to_packed_row
 
 
+@dataclass(eq=False)
 class _Trip:
     """A dispatch after its first barrier. This rank's own rows travel on the current stream, the others, with a
-    division, on a branch. travelling: as _travelling yields it."""
+    division, on a branch."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        buffer: torch.Tensor,
-        layout: str,
-        index: _Index,
-        travelling: Iterator[tuple[Plan, _Tensors]],
-        agreed: control.CallFields,
-        division: Division | None,
-        rider: Rider | None,
-    ) -> None:
-        self._rider = rider
-        self._plan, self._heap, self._buffer, self._layout = plan, plan.heap, buffer, layout
-        self._index, self._travelling, self._agreed, self._division = index, travelling, agreed, division
-        self._ops, self._num_ctas = kernels.for_device(buffer.device), None if division is None else division.num_ctas
+    _plan: Plan
+    _buffer: torch.Tensor
+    _layout: str
+    _index: _Index
+    _travelling: Iterator[tuple[Plan, _Tensors]]  # see there
+    _agreed: control.CallFields
+    _division: Division | None
+    _rider: Rider | None
+    _num_sent = 0  # steps of _exchange that have sent their rows
+    _are_read = True  # whether somebody reads what comes
+
+    def __post_init__(self) -> None:
+        self._heap, division, rider = self._plan.heap, self._division, self._rider
+        self._ops = kernels.for_device(self._buffer.device)
+        self._num_ctas = None if division is None else division.num_ctas
         self._rank, self._num_ranks = self._heap.peers.rank, self._heap.peers.num_ranks
         self._signalled: torch.cuda.Event | None = None  # after which all ranks have sent
-        self._num_sent = 0  # steps of _exchange that have sent their rows
-        self._are_read = True  # whether somebody reads what comes
         self._come: dict[int, torch.cuda.Event | None] = {}  # key: the source whose rows are complete after the event
         with nullcontext() if division is None else self._heap.timed("dispatch"):
-            offsets = self._heap.offset_of(buffer, phase=PHASE), *index.offsets
+            offsets = self._heap.offset_of(self._buffer, phase=PHASE), *self._index.offsets
             if rider is not None:
                 offsets = *(*offsets, 0, 0)[:READY_WEIGHTS], rider.weights_offset
-            self._ready = self._heap.barrier(PHASE, publish=offsets, nan_on_failure=buffer, **agreed)
+            self._ready = self._heap.barrier(PHASE, publish=offsets, nan_on_failure=self._buffer, **self._agreed)
 
     def _tokens(self) -> Iterator[tuple[Plan, torch.Tensor]]:
         """The plan and the rows [T, H] of what travels next; its slots have been sent."""
@@ -231,9 +215,10 @@ class _Trip:
         if self._rider is not None:
             self._rider.send(self._ready)
         for tokens, rows in self._tokens():
-            is_packed = self._layout == "packed"
-            self._push(rows, tokens, but=None if is_packed else self._rank)
-            if not is_packed:
+            if self._layout == "packed":
+                self._push(rows, tokens)
+            else:
+                self._push(rows, tokens, but=self._rank)
                 self._place_own(rows, tokens)
         arrived = self._heap.barrier(control.PHASE_DISPATCH_DONE, nan_on_failure=self._buffer, **self._agreed)
         self._receive(None, arrived, None)

@@ -126,13 +126,10 @@ class GroupedLinear(GroupedParameters):
 
 @dataclass(frozen=True, slots=True)
 class LinearProducts:
-    """A rows_function.Products: y = W x + bias * scale, += B (A x) with adapters.
-
-    trains_rows: whether backward will ask for the gradient of the rows.
-    """
+    """A rows_function.Products: y = W x + bias * scale, += B (A x) with adapters."""
 
     layers: tuple[GroupedParameters]
-    trains_rows: bool
+    trains_rows: bool  # whether backward will ask for the gradient of the rows
 
     def forward(self, rows: RowInputs, out: torch.Tensor, *, zero_tail: bool) -> Gradients:
         # Kept are A x, and the transposed weight in the recipe's numbers if rows are trained.
@@ -158,8 +155,7 @@ class LinearProducts:
 
 
 class LinearGradients:
-    """Backward of LinearProducts. With a recipe the gradient of the bias is there after input_gradient, if rows get a
-    gradient."""
+    """Backward of LinearProducts. With a recipe the bias has its gradient after input_gradient, if rows get one."""
 
     def __init__(
         self, layer: GroupedParameters, rows: RowInputs, kept: Gradients, d_out: torch.Tensor, needs: Needs
@@ -227,12 +223,8 @@ def _split(layer: GroupedParameters, tensors: Sequence[torch.Tensor]) -> tuple[S
 
 @contextmanager
 def constant_weights(module: nn.Module) -> Iterator[None]:
-    """A block in which no weight of a GroupedLinear in `module` changes: each is quantised once, for all calls in it.
-
-        with symmoe.constant_weights(model):
-            for batch in micro_batches:
-                loss(model(batch)).backward()
-        optimizer.step()
+    """A block in which no weight of a GroupedLinear in `module` changes: each is quantised once, for all calls in it,
+    e.g. of the micro-batches before an optimizer's step (docs/tuning.md).
 
     The block changes only layers with a `precision`, also those of GroupedMLP and MoELayer. The first forward pass in
     the block quantises the weights; if it was without gradients, the first one with gradients quantises them again.

@@ -1,10 +1,8 @@
 """Adapters: y += B[g] (A[g] x) in addition to a grouped linear layer, as grouped GEMMs of rank r; without autograd.
 
-G groups, C input features, O output features, r rank, N rows sorted by group. Neither
-B A nor a gradient of its size is ever made: forward is t = x A^T and y += t B^T, backward dt = dy B, dx += dt A,
-dA = dt^T x and dB = dy^T t. That is 2 r (C + O) FLOPs a row forward and twice as many backward, in addition to 2 C O of
-the frozen weight in each direction. A sum is made where the frozen weight's GEMM has put its result, e.g. in the heap;
-it is computed in fp32, and rounded a second time.
+G groups, C input features, O output features, r rank, N rows sorted by group. Neither B A nor a gradient of its size is
+ever made: forward is t = x A^T and y += t B^T, backward dt = dy B, dx += dt A, dA = dt^T x and dB = dy^T t. A sum is
+made where the frozen weight's GEMM has put its result, e.g. in the heap; it is computed in fp32, and rounded again.
 """
 
 from __future__ import annotations

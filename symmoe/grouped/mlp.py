@@ -16,13 +16,12 @@ from torch import nn
 from symmoe.checks.arguments import size_problem, working_dtype, wrapped_problem
 from symmoe.errors import ArgumentError, raise_for
 from symmoe.grouped.activations import ScaledActivation, ScaledSwiGLU, activation_problem
-from symmoe.grouped.experts import ExpertForm, ExpertRows, ExpertsBackward, ExpertWeights, Hidden, Layers, of_tensors
+from symmoe.grouped.experts import AdaptedWeights, ExpertForm, ExpertRows, ExpertWeights, Hidden, Layers, of_tensors
 from symmoe.grouped.linear import GroupedLinear
-from symmoe.grouped.lora_experts import AdaptedWeights
 from symmoe.grouped.low_rank import LowRank
 from symmoe.grouped.parameters import local_tensors
 from symmoe.grouped.quantized_experts import FULL, QuantizedWeights, Wire
-from symmoe.grouped.rows_function import Gradients, Needs, RowArguments, RowInputs, Splits, run_rows
+from symmoe.grouped.rows_function import Gradients, Needs, ProductGradients, RowArguments, RowInputs, Splits, run_rows
 from symmoe.grouped.weights import kernel_matrices
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.operands import given
@@ -200,7 +199,7 @@ class MLPProducts:
         x, weights = self._operands(rows)
         return weights.forward(x, out, num_rows=x.scale.numel(), zero_tail=zero_tail)
 
-    def backward(self, rows: RowInputs, kept: Gradients, d_out: torch.Tensor, needs: Needs) -> ExpertsBackward:
+    def backward(self, rows: RowInputs, kept: Gradients, d_out: torch.Tensor, needs: Needs) -> ProductGradients:
         x, weights = self._operands(rows)
         h, *others = kept
         return weights.backward(x, Hidden(given("h", h), *others), d_out, needs_scale=needs[1])

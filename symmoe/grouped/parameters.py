@@ -154,11 +154,8 @@ class GroupedParameters(nn.Module):
             bias.zero_()
 
     def gradient_target(self, weights: tuple[torch.Tensor, ...], *, overwrite_main_grad: bool) -> Target:
-        """Where the gradients of `weights`, as the computation takes them, go: as the options are now.
-
-        Raises:
-            ArgumentError: an option wants parameters of this module, and the weights are made of others.
-        """
+        """Where the gradients of `weights`, as the computation takes them, go: as the options are now. ArgumentError:
+        an option wants parameters of this module, and the weights are made of others."""
         if not any(weight.requires_grad for weight in weights):
             return Target()
         if not (self.delay_wgrad or self.accumulate_into_main_grad):
@@ -218,11 +215,9 @@ def local_tensors(
     linears: Sequence[GroupedParameters], dtype: torch.dtype, *, cast_biases: bool = True
 ) -> tuple[list[torch.Tensor | None], list[torch.Tensor]]:
     """Biases of the layers in that dtype, and weights, then adapters; for DTensors this rank's parts, differentiable.
-
     Parametrizations and adapters are evaluated here, once in a call: they may draw random numbers, or save something.
     There is a bias or None for each layer; kernels also take one of another dtype. Adapters are A and B of each layer,
-    or none if no layer has any: if only one has, e.g. because those of the other are merged, the other gets zeros.
-    """
+    or none if no layer has any: if only one has, e.g. because those of the other are merged, the other gets zeros."""
     biases = [linear.bias_parameter() for linear in linears]
     if cast_biases:
         biases = [None if bias is None else bias.to(dtype) for bias in biases]

@@ -104,13 +104,9 @@ def load_addresses(lists: Lists, device: torch.device, *, alignment: int = 1, co
 
 @dataclass(frozen=True, slots=True)
 class PackedPointers:
-    """Addresses of weights and of their scales, on their device.
-
-    Attributes:
-        fc1, fc2: int64 [G], of the matrices; [0] if there are none.
-        fc1_scales, fc2_scales: int64 [G], of the scales, in tiles if they were swizzled; None if none were given.
-        swizzled: uint8, what the addresses of swizzled scales point into: keep it as long as they are used.
-    """
+    """Addresses of weights and of their scales, int64 [G] on their device; [0] for a layer without matrices, None for
+    scales that were not given. Those of swizzled scales, which lie in tiles, point into `swizzled`, uint8: keep it as
+    long as they are used."""
 
     fc1: torch.Tensor
     fc2: torch.Tensor

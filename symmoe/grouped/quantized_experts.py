@@ -8,9 +8,8 @@ H hidden, I ffn, W width of FC1's output, G groups, N rows; q() quantises (preci
 
 h, a, da and dh are rounded to the working dtype, as between separate modules, so GroupedLinear, activation and
 GroupedLinear give the same bits. If takes_parts says so, rows that are still arriving are quantised (or taken off the
-wire), multiplied and activated part by part. A recipe that needs all rows of a group to quantise one waits for all. The
-activation and its gradient run in kernels that also quantise their results (kernels/act_quantized.py) where those take
-the arguments; the separate kernels give the same bits.
+wire), multiplied and activated part by part. The activation and its gradient run in kernels that also quantise their
+results (kernels/act_quantized.py) where those take the arguments; the separate kernels give the same bits.
 """
 
 from __future__ import annotations
@@ -54,19 +53,12 @@ def takes_parts(recipe: Recipe | None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeights(ExpertWeights):
-    """Weights of experts in the working dtype, and how they are multiplied.
-
-    Attributes:
-        recipe: for all products.
-        needs_transposed: whether backward will need W1 for dgrad, and whether it will need W2.
-        wire: the formats in which rows and gradients arrive.
-        held: W1 and W2 as operands that several calls share; None: this call makes its own.
-    """
+    """Weights of experts in the working dtype, and how they are multiplied."""
 
     recipe: Recipe
-    needs_transposed: tuple[bool, bool]
+    needs_transposed: tuple[bool, bool]  # whether backward will need W1 for dgrad, and whether it will need W2
     wire: Wire
-    held: tuple[HeldWeight | None, HeldWeight | None] = (None, None)
+    held: tuple[HeldWeight | None, HeldWeight | None] = (None, None)  # W1 and W2 as operands that several calls share
 
     def first_layer(self, x: ExpertRows, *, num_rows: int, parts: Parts = None) -> tuple[Hidden, SecondInput]:
         """Same as ExpertWeights.first_layer, but returns operands of the second layer, not `a`."""
@@ -101,7 +93,6 @@ class QuantizedWeights(ExpertWeights):
         zero_tail: bool = False,
         part: Part | None = None,
     ) -> None:
-        """Same as ExpertWeights.second_layer."""
         num_rows, group_range = hidden.h.shape[0], None if part is None else x.row_range
         x, part = x.without_tail(num_rows), part or Part(x.row_range)
         assert not isinstance(a, torch.Tensor)  # it is what first_layer has made
@@ -111,7 +102,6 @@ class QuantizedWeights(ExpertWeights):
         )
 
     def backward(self, x: ExpertRows, hidden: Hidden, d_out: torch.Tensor, **options: Any) -> QuantizedBackward:
-        """Same as ExpertWeights.backward."""
         return QuantizedBackward(x.without_tail(hidden.h.shape[0]), self, hidden, d_out, **options)
 
 
@@ -186,7 +176,6 @@ class QuantizedBackward(ExpertsBackward):
         self._transposed1 = None  # weight gradients do not use it, and may run much later
 
     def w1_gradient(self, out: torch.Tensor | TensorTable, accumulate: bool, *, num_sms: int | None = None) -> None:
-        """See ExpertsBackward."""
         self._unmodified_rows.check()
         x, wire, recipe = self._x, self._weights.wire.rows, self._weights.recipe
         if wire is None:
@@ -197,7 +186,6 @@ class QuantizedBackward(ExpertsBackward):
         self._ops.grouped_gemm_wgrad_quantized(left, right, x.row_range, out, accumulate=accumulate, num_sms=num_sms)
 
     def w2_gradient(self, out: torch.Tensor | TensorTable, accumulate: bool) -> None:
-        """See ExpertsBackward."""
         self._unmodified_d_out.check()
         x, wire, received = self._x, self._weights.wire.gradients, self._received_gradients()
         if wire is None:
@@ -217,10 +205,8 @@ def _arriving(
     dbias: torch.Tensor | None = None,
 ) -> Iterable[tuple[Operand, Part]]:
     """The operand of received rows (or gradients, as x.rows) and a part of it that has arrived, one part after the
-    other. Without parts, or if the recipe does not take them, all rows are one part.
-
-    dbias: gets the sums of the rows times x.bias_scale, with the last part. None: not wanted, or they came by wire.
-    """
+    other. Without parts, or if the recipe does not take them, all rows are one part. dbias: gets the sums of the rows
+    times x.bias_scale, with the last part. None: not wanted, or they came by wire."""
     recipe = weights.recipe
     if parts is not None and takes_parts(recipe):
         return _part_by_part(weights, wire, x, parts, dbias)

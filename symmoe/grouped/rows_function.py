@@ -131,8 +131,7 @@ def run_rows(
 
 
 class ProductGradients(Protocol):
-    """Backward of Products. input_gradient, which fills d_rows [N, C], comes first, if rows get a gradient. d_scale
-    fp32 [N] is None if nobody asks for it; there is a gradient of a bias and of a weight for each layer."""
+    """Backward of Products. input_gradient, which fills d_rows [N, C], comes first, if rows get a gradient."""
 
     @property
     def d_scale(self) -> MaybeTensor: ...
@@ -201,7 +200,8 @@ class _RowsFunction(Function):
         end = sum(len(layer.weight_names) for layer in layers)
         for layer, compute, overwrite in [*zip(layers, gradients.weight_gradients(), overwrites, strict=True)][::-1]:
             end, weights = end - len(layer.weight_names), inputs.tensors[end - len(layer.weight_names) : end]
-            d_weights[:0] = layer.gradient_target(weights, overwrite_main_grad=overwrite).for_autograd(weights, compute)
+            target = layer.gradient_target(weights, overwrite_main_grad=overwrite)
+            d_weights[:0] = target.for_autograd(weights, target.add(weights, compute))
         d_adapters = gradients.adapter_gradients()
         buffer.end_backward()
         return None, None, d_x, None, d_scale, *gradients.d_biases, *d_weights, *d_adapters

@@ -1,10 +1,8 @@
 """Sequential: modules in a row, with extra inputs and keyword arguments brought to the module that takes them.
 
-It runs GroupedLinear, ScaledActivation, GroupedLinear through the fused kernels where nothing can tell the
-difference: the result is the same, bit for bit. The modules of a nested Sequential count as its own.
-
-Before the first has run, all that the modules read and write is checked together: a module sees only its own arguments,
-and would find them wrong only after earlier modules have written into their buffers.
+It runs GroupedLinear, ScaledActivation, GroupedLinear through the fused kernels where nothing can tell the difference:
+the result is the same, bit for bit. Before the first module has run, all that the modules read and write is checked
+together: a module would find its arguments wrong only after earlier ones have written into their buffers.
 """
 
 from __future__ import annotations
@@ -318,13 +316,11 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def _stages_problem(stages: list[Stage], x: object) -> Problem:
-    """What is wrong with the arguments of any stage, or None, as far as it can be told. Reads no device memory.
-
-    Memory may not be shared by a buffer and what any stage reads, or by two buffers while both matter. A result matters
-    to the stages after it, up to the first that is known to allocate its result, or to the caller. A graph may read it
-    at any later time. In the same way a gradient matters to the stages before it. A result and a gradient never share
-    memory.
-    """
+    """What is wrong with the arguments of any stage, or None, as far as it can be told. Reads no device memory. Memory
+    may not be shared by a buffer and what any stage reads, or by two buffers while both matter. A result matters to the
+    stages after it, up to the first that is known to allocate its result, or to the caller. A graph may read it at any
+    later time. In the same way a gradient matters to the stages before it. A result and a gradient never share
+    memory."""
     rows = RowsLike.of(x) if isinstance(x, torch.Tensor) and x.device.type in ("cpu", "cuda") else _UNKNOWN
     for stage in stages:
         if not stage.is_known:

@@ -2,14 +2,12 @@
 `.grad`, or a trainer's fp32 `main_grad`, now or later.
 
 G groups, O output features, C input features. Kernels read a packed tensor by TMA. Of matrices that may lie anywhere
-they have only the addresses (TensorTable); in the working dtype only the general kernels take those. So every call
-looks at the list, in forward and in backward, and passes it on as a packed tensor if it lies like one. Nothing is
-cached, because trainers move parameters with `.data =`.
+they have only the addresses (TensorTable). So every call looks at the list, in forward and in backward, and passes it
+on as a packed tensor if it lies like one. Nothing is cached, because trainers move parameters with `.data =`.
 
 The protocol of `main_grad` is that of Megatron-style trainers: a parameter has an fp32 `main_grad` (or a method
-`get_main_grad`), into which the wgrad kernel accumulates. `overwrite_main_grad` on the parameter, or a call on the
-first micro-batch, makes it overwrite instead. A parameter that has `grad_added_to_main_grad` gets it set to True, and
-a gradient of zeros, so that the trainer's hooks on `.grad` still run.
+`get_main_grad`), into which the wgrad kernel accumulates, or with `overwrite_main_grad` writes. A parameter that has
+`grad_added_to_main_grad` gets it set to True, and a gradient of zeros, so that trainers' hooks on `.grad` still run.
 """
 
 from __future__ import annotations
@@ -35,12 +33,8 @@ from symmoe.torch_internals import version_of
 def kernel_matrices(lists: Mapping[str, Sequence[torch.Tensor]]) -> list[torch.Tensor | TensorTable]:
     """Each named list, one tensor [G, O, C] or G of [O, C], as kernels take it: one packed tensor, or a table of
     tensors that do not lie like one. The addresses of all tables are loaded in one launch. Does not synchronise the
-    host.
-
-    Raises:
-        ArgumentError: discrete weights differ in shape or dtype; a packed tensor is not aligned to 16 bytes; tensors in
-            a table are not contiguous and aligned so.
-    """
+    host. ArgumentError: discrete weights differ in shape or dtype; a packed tensor is not aligned to 16 bytes; tensors
+    in a table are not contiguous and aligned so."""
     found: dict[str, torch.Tensor | TensorTable | None] = {}
     for name, matrices in lists.items():
         if matrices[0].dim() == 3:
@@ -70,11 +64,9 @@ def packed_shape(weights: Sequence[torch.Tensor]) -> tuple[int, int, int]:
 
 def packed_view(matrices: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """[G, O, C] over the memory of G matrices of one shape and dtype, if each begins where the one before it ends.
-
-    Copies nothing, does not synchronise the host. The view has no history and does not share version counters. None
-    too if they are not contiguous, aligned and on one device, or if the first one's storage ends before the last of
-    them: then they are neighbours by chance, and nothing would keep the others alive.
-    """
+    Copies nothing, does not synchronise the host. The view has no history and does not share version counters. None too
+    if they are not contiguous, aligned and on one device, or if the first one's storage ends before the last of them:
+    then they are neighbours by chance, and nothing would keep the others alive."""
     first = matrices[0]
     # The first two tell most lists that are not adjacent, at the cost of two addresses.
     if not (_are_adjacent(matrices[:2]) and _are_adjacent(matrices)):
@@ -98,9 +90,7 @@ def check_uniform(weights: Sequence[torch.Tensor]) -> None:
 
 def lay_side_by_side(parameters: Sequence[torch.Tensor]) -> None:
     """Moves G parameters [O, C] into one storage, one after the other, where packed_view finds them. Copies them.
-
-    Leaves them where they are if they lie so already, or are no plain tensors of one shape, dtype and device.
-    """
+    Leaves them where they are if they lie so already, or are no plain tensors of one shape, dtype and device."""
     first = parameters[0]
     looks = {(type(p), p.shape, p.dtype, p.device, p.layout) for p in parameters}
     if looks != {(nn.Parameter, first.shape, first.dtype, first.device, torch.strided)}:
@@ -157,14 +147,9 @@ class Target:
         """Computes them, or sees to it. Those that autograd has to be given."""
         return [None] * len(weights)
 
-    def placeholders(self, weights: Sequence[torch.Tensor]) -> Gradients:
-        """What autograd gets for `weights` where :meth:`add` has found None."""
-        return [None] * len(weights)
-
-    def for_autograd(self, weights: Sequence[torch.Tensor], compute: Compute) -> Gradients:
-        """Same as :meth:`add`, but gives all that an autograd function's backward returns for `weights`."""
-        found = self.add(weights, compute)
-        return found if self.option == "new" else self.placeholders(weights)
+    def for_autograd(self, weights: Sequence[torch.Tensor], found: Gradients) -> Gradients:
+        """What an autograd function's backward returns for `weights` where :meth:`add` has found these."""
+        return found
 
 
 class NewGradients(Target):
@@ -198,11 +183,11 @@ class MainGrads(Target):
         compute(target, self.option == "add")
         return [None] * len(weights)
 
-    def placeholders(self, weights: Sequence[torch.Tensor]) -> Gradients:
+    def for_autograd(self, weights: Sequence[torch.Tensor], found: Gradients) -> Gradients:
         """`weights` are the parameters, or what autocast has made of them; then a gradient goes through the cast."""
         asked = [p.requires_grad and hasattr(p, "grad_added_to_main_grad") for p in self._parameters]
         if not any(asked):
-            return [None] * len(weights)
+            return found
         for parameter in itertools.compress(self._parameters, asked):
             parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]  # the trainer's
         zeros = _shared_zeros(weights[0])
@@ -225,11 +210,12 @@ class DelayedGradients(Target):
         return [None] * len(weights)
 
     def _compute(self, compute: Compute) -> None:
-        """Leaves what autograd would have left: a sum in `.grad`, or placeholders. Megatron's DDP looks there before it
+        """Leaves what autograd would have left: a sum in `.grad`, or zeros. Megatron's DDP looks there before it
         reduces."""
         to_grad, parameters = self._overwrite is None, self._parameters
         target = NewGradients() if self._overwrite is None else MainGrads(parameters, overwrite=self._overwrite)
-        for parameter, gradient in zip(parameters, target.for_autograd(parameters, compute), strict=True):
+        found = target.for_autograd(parameters, target.add(parameters, compute))
+        for parameter, gradient in zip(parameters, found, strict=True):
             if gradient is None or not parameter.requires_grad:
                 continue
             if parameter.grad is None:
@@ -245,12 +231,8 @@ def _main_grad(parameter: torch.Tensor) -> torch.Tensor:
         raise ArgumentError(
             f"main_grad is missing on a weight of shape {list(parameter.shape)}, but accumulate_into_main_grad is True"
         )
-    if (
-        main_grad.shape != parameter.shape
-        or main_grad.dtype != torch.float32
-        or main_grad.device != parameter.device
-        or not main_grad.is_contiguous()
-    ):
+    found, wanted = ((each.shape, each.dtype, each.device) for each in (main_grad, parameter))
+    if found != (wanted[0], torch.float32, wanted[2]) or not main_grad.is_contiguous():
         raise ArgumentError(
             f"main_grad is {main_grad.dtype} {list(main_grad.shape)} with strides {list(main_grad.stride())} on "
             f"{main_grad.device}; it must be contiguous torch.float32 {list(parameter.shape)} on {parameter.device}"

@@ -5,18 +5,12 @@ has the load of the whole EP group from the plan's exchange of counts, so balanc
 
 A load-balance loss is E * sum_i f_i * P_i: f_i is the fraction of the slots that went to expert i, P_i the mean
 normalised score of expert i. It is 1 when both are uniform, and f has no gradient. The variants differ in the tokens
-that f and P are taken over:
+that f and P are taken over (docs/training.md). A loss is [] fp32; without tokens it is 0, still connected to what it is
+differentiable in. Tokens of False in a mask, bool [T], do not count. T tokens on this rank, S tokens in a sequence, K
+experts per token, E experts in all.
 
-    micro-batch  f over the call's tokens of the EP group, P over this rank's     :func:`load_balance_loss`
-    sequence     f and P over one sequence; the mean over sequences               :func:`sequence_balance_loss`
-    global       f over all tokens of the optimizer step so far, P as above       :func:`load_balance_loss`
-
-A loss is [] fp32; without tokens it is 0, still connected to what it is differentiable in. Tokens of False in a mask,
-bool [T], do not count. T tokens on this rank, S tokens in a sequence, K experts per token, E experts in all.
-
-The expert bias follows the load of an optimizer step. A call of a layer is counted when its gradient is computed. So
-each micro-batch counts once, whether its activations were kept or computed again (torch.utils.checkpoint, either
-variant), and evaluation counts for nothing.
+The expert bias follows the load of an optimizer step. A call of a layer is counted when its gradient is computed: each
+micro-batch once, whether its activations were kept or computed again, and evaluation counts for nothing.
 """
 
 from __future__ import annotations
@@ -56,13 +50,11 @@ def load_balance_loss(
     shares: torch.Tensor, expert_load: torch.Tensor, token_mask: torch.Tensor | None = None
 ) -> torch.Tensor:
     """E * sum_i f_i * P_i of the Switch Transformer (arXiv:2101.03961, eq. 4-6), with the fractions of another load.
-
     Taking f over all ranks, not per rank, lets experts specialise within a rank's batch, and taking it over the
     micro-batches of a step lets them specialise within a micro-batch (global-batch load balancing, arXiv:2501.11873).
     It makes the loss linear in what is local: the mean over ranks of this value, and of its gradient, equals the loss
     of the global batch, however many ranks it is cut over (equal T on every rank, as for a mean loss in data
-    parallelism). shares: [T, E] fp32, see :func:`normalised`; expert_load: [E] integer, slots per expert.
-    """
+    parallelism). shares: [T, E] fp32, see :func:`normalised`; expert_load: [E] integer, slots per expert."""
     mean_share_E, load_E = _mean(shares, token_mask), expert_load.detach().float()
     fraction_E = load_E / load_E.sum().clamp_min(1)
     return shares.shape[1] * (fraction_E * mean_share_E).sum()
@@ -72,11 +64,9 @@ def sequence_balance_loss(
     shares: torch.Tensor, topk_idx: torch.Tensor, sequence_length: int, token_mask: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The complementary sequence-wise loss of DeepSeek-V3 (arXiv:2412.19437, eq. 17-20), mean over the sequences of S
-    neighbours. topk_idx: int [T, K], the choice before anything is dropped; -1 is no expert.
-
-    f and P of a sequence are over its own tokens. f counts the experts that tokens go to, with whatever bias and groups
-    the router has used. A sequence that is all padding counts as 0.
-    """
+    neighbours. topk_idx: int [T, K], the choice before anything is dropped; -1 is no expert. f and P of a sequence are
+    over its own tokens. f counts the experts that tokens go to, with whatever bias and groups the router has used. A
+    sequence that is all padding counts as 0."""
     num_tokens, num_experts = shares.shape
     sequences = (num_tokens // max(sequence_length, 1), sequence_length)
     mask_BS = None if token_mask is None else token_mask.view(sequences)
@@ -91,10 +81,7 @@ def z_loss(logits: torch.Tensor, token_mask: torch.Tensor | None = None) -> torc
     """Mean of logsumexp(logits)^2 over the tokens (ST-MoE, arXiv:2202.08906, eq. 5): keeps logits [T, E] small."""
     lse_T = logits.float().logsumexp(-1)
     # Not square(), whose backward copies its input for a power of one.
-    square_T = lse_T * lse_T
-    if token_mask is None:
-        return square_T.sum() / max(logits.shape[0], 1)
-    return _mean(square_T.unsqueeze(1), token_mask).squeeze(0)
+    return _mean((lse_T * lse_T).unsqueeze(1), token_mask).squeeze(0)
 
 
 def routing_map(topk_idx: torch.Tensor, num_experts: int) -> torch.Tensor:
@@ -116,12 +103,10 @@ def _mean(values: torch.Tensor, token_mask: torch.Tensor | None) -> torch.Tensor
 
 @torch.no_grad()
 def update_expert_bias(bias: torch.Tensor, expert_load: torch.Tensor, rate: float) -> None:
-    """Adds `rate` to the bias of every underloaded expert and takes it from every overloaded one, in place.
-
-    The auxiliary-loss-free balancing of DeepSeek-V3 (arXiv:2408.15664). Call it once per optimizer step,
-    with the load summed over the micro-batches (and over the EP groups, where there are several). Every rank
-    then makes the same update, because every rank has the same load. bias: [E] fp32; expert_load: [E] integer.
-    """
+    """Adds `rate` to the bias of every underloaded expert and takes it from every overloaded one, in place. The
+    auxiliary-loss-free balancing of DeepSeek-V3 (arXiv:2408.15664). Call it once per optimizer step, with the load
+    summed over the micro-batches (and over the EP groups, where there are several). Every rank then makes the same
+    update, because every rank has the same load. bias: [E] fp32; expert_load: [E] integer."""
     if bias.dtype != torch.float32 or bias.shape != expert_load.shape:
         raise ArgumentError(
             f"bias ({bias.dtype} {tuple(bias.shape)}) must be torch.float32 of expert_load's shape"
@@ -188,11 +173,9 @@ def balance_after(
 
 
 def count_in_backward(y: torch.Tensor, expert_load: torch.Tensor, step_load: torch.Tensor) -> torch.Tensor:
-    """y, the result of a call, whose load [E] is added to `step_load` when backward comes to y.
-
-    By then autograd has been through the balance loss of the call, which is newer than y. So what a checkpoint computes
-    again for that loss still sees the count of forward.
-    """
+    """y, the result of a call, whose load [E] is added to `step_load` when backward comes to y. By then autograd has
+    been through the balance loss of the call, which is newer than y. So what a checkpoint computes again for that loss
+    still sees the count of forward."""
     if torch.compiler.is_compiling():
         counted: torch.Tensor = _CountInBackward.apply(y, expert_load, step_load)
         return counted

@@ -40,8 +40,8 @@ class MoEConfig:
             gets what recent calls have needed, and a margin; one that needs more is made again. Where recent calls
             have needed more than max_room, the host waits for the routing first. None: no limit.
         overflow: with a static capacity, raise on every rank or drop the last tokens of the fullest experts.
-        max_tokens: with a static capacity, the most tokens one rank brings to a call; None leaves it to each
-            call, which then needs the same number on every rank.
+        max_tokens: with a static capacity, the most tokens one rank brings to a call; None leaves it to each call,
+            which then needs the same number on every rank.
         rail_capacity: with a static capacity, the most tokens that a rank sends to another node, see make_plan; without
             effect on one node. None: max_tokens, or the tokens of a call.
         order: order of the sum in combine. "rank" moves fewer bytes, "slot" does not depend on the number of
@@ -54,11 +54,9 @@ class MoEConfig:
             per (token, expert), which GEMMs read faster, and which take up to K times the heap. "auto": the one that
             takes less time, expert-major for an ffn of about 500 and more, packed with a `precision`. Same bits.
         schedule: "overlapped": rows travel while GEMMs run, where that pays (moe/overlap.py). "serial": dispatch,
-            experts, combine one after the other. "always-overlapped": rows travel while GEMMs run in every
-            trip, whether it pays or not, for tests. Same bits. Ranks must agree on what travels while what runs.
+            experts, combine one after the other. "always-overlapped": in every trip, for tests. Same bits.
         precision: which numbers the products of the experts multiply, a recipe of symmoe.precision (docs/precision.md);
             None: those of the working dtype. Parameters, their gradients and checkpoints are the same with all of them.
-            symmoe.choose_precision takes it only where it was measured to be faster.
         quantized_wire: what travels to the experts as the E4M3 numbers of `precision`, in about half the bytes: tokens
             ("forward"), the gradients of their results ("backward"), "both" or "none". What the experts compute from
             them has the same bits, but for the gradients of weights and biases, which come from dequantised rows.
@@ -74,8 +72,7 @@ class MoEConfig:
         num_groups: the experts form this many groups of neighbours; 1 turns group-limited routing off.
         top_groups: groups a token may choose its experts from.
         route_scale: factor on the probs.
-        expert_bias: keep a bias per expert that steers only the selection (balance without an auxiliary
-            loss).
+        expert_bias: keep a bias per expert that steers only the selection (balance without an auxiliary loss).
         bias_update_rate: step of that bias per optimizer step.
         aux_loss_coef: factor of the load-balance loss; 0 turns it off.
         aux_loss: over which tokens experts are to be busy equally: those of one call ("micro_batch", the EP group's;
@@ -196,12 +193,11 @@ class MoEConfig:
         if not factor:
             raise ArgumentError(f"capacity_factor ({factor}) must be more than 0")
         # The plan counts the load of all ranks, after the drops: it does not show how overloaded an expert is.
+        given = f"with capacity_factor ({factor})"
         if self.expert_bias:
-            wrong = "expert_bias (True) must be False", "it would follow the load after the drops"
-            raise ArgumentError(f"{wrong[0]} with capacity_factor ({factor}): {wrong[1]}")
+            raise ArgumentError(f"expert_bias (True) must be False {given}: it would follow the load after the drops")
         if self.aux_loss == "global":
-            wanted = "aux_loss ('global') must be 'micro_batch' or 'sequence'"
-            raise ArgumentError(f"{wanted} with capacity_factor ({factor})")
+            raise ArgumentError(f"aux_loss ('global') must be 'micro_batch' or 'sequence' {given}")
 
     def _check_defaults(self, names: tuple[str, ...], what: str) -> None:
         """Fields of these names need `what`; without it they keep their defaults."""

@@ -2,14 +2,11 @@
 Lightning Fabric, or a user's.
 
 DDP gives all ranks the parameters of rank 0 and averages their gradients, FSDP takes the parameters of all ranks for
-copies of one. Both would mix experts, which differ from rank to rank. So
-
-* a layer names its experts where DDP looks for parameters to ignore, and `prepare_for_ddp` makes a whole model do so.
-  (DDP asks the module that it wraps, and no other.)
-* every forward pass inside a DDP sees to it that the experts' gradients get the scale of DDP's own: with D replicas of
-  every expert, the sum over all tokens divided by W = R * D, as reduce_gradients has it. It looks for parameters that
-  are new in the layer, or take gradients since the last one.
-* what has gone wrong by then is an error of that forward pass, on every rank.
+copies of one. Both would mix experts, which differ from rank to rank. So a layer names its experts where DDP looks for
+parameters to ignore, and `prepare_for_ddp` makes a whole model do so. (DDP asks the module that it wraps, no other.)
+Every forward pass inside a DDP sees to it that the experts' gradients get the scale of DDP's own: with D replicas of
+every expert, the sum over all tokens divided by W = R * D, as reduce_gradients has it. What has gone wrong by then is
+an error of that forward pass, on every rank.
 """
 
 from __future__ import annotations
@@ -127,12 +124,10 @@ def prepare_for_ddp(model: nn.Module, *, expert_group: dist.ProcessGroup | None 
 
 
 def ddp_problem(layer: ExpertParallelModule | None = None) -> ArgumentError | None:
-    """What is wrong with the DDP whose forward is running, if there is one, or None.
-
-    Layers and parameters of experts that are in its forward for the first time, or take gradients since the last one,
-    take part: these gradients get hooks, and replicas of new parameters are made equal (collective over them). layer:
-    the one that is being called; None: one that is in the DDP.
-    """
+    """What is wrong with the DDP whose forward is running, if there is one, or None. Layers and parameters of experts
+    that are in its forward for the first time, or take gradients since the last one, take part: these gradients get
+    hooks, and replicas of new parameters are made equal (collective over them). layer: the one that is being called;
+    None: one that is in the DDP."""
     ddp = active_ddp()
     if ddp is None:
         return None
@@ -168,10 +163,8 @@ def join_ddp(ddp: DistributedDataParallel, layers: Iterable[ExpertParallelModule
 
 def fsdp_problem(experts: GroupedMLP, num_ranks: int) -> ArgumentError | None:
     """What is wrong with what is around this rank's experts, or with how FSDP has sharded them, if it has, or None.
-
     symmoe's own sharding makes DTensors of all experts, [E, ...], before FSDP sees them. Without that FSDP has taken
-    the experts of different ranks for the same.
-    """
+    the experts of different ranks for the same."""
     modules = experts._modules  # in every call: attributes of modules take a microsecond each
     for name in ("fc1", "fc2"):
         linear = cast(GroupedLinear, modules[name])
@@ -190,8 +183,8 @@ def fsdp_problem(experts: GroupedMLP, num_ranks: int) -> ArgumentError | None:
 
 
 def device_problem(name: str, module: nn.Module | None, device: torch.device) -> ArgumentError | None:
-    """The error of a parameter that is on another device than the heap, or has no memory, or None: kernels would read
-    whatever is at its address. Not of what is brought in time: parts of DTensors, modules with accelerate's hooks."""
+    """The error of a parameter that is on another device than the heap, or has no memory, or None. Not of what is
+    brought in time: parts of DTensors, modules with accelerate's hooks."""
     if module is None or all(parameter.device == device for parameter in _quick_parameters(module)):
         return None
     brought = [each for each in module.modules() if hasattr(each, "_hf_hook")]
@@ -280,11 +273,9 @@ def _group_problem(ddp: DistributedDataParallel, layer: ExpertParallelModule) ->
 
 @torch.no_grad()
 def _drift_problem(ddp: DistributedDataParallel) -> ArgumentError | None:
-    """Whether dense parameters, of which DDP makes equal copies, have come to differ. Collective, and synchronises.
-
-    A user who clips by a norm over `model.parameters()` counts only this rank's experts, and so scales by another
-    factor on each rank. Nothing else would show it.
-    """
+    """Whether dense parameters, of which DDP makes equal copies, have come to differ. Collective, and synchronises. A
+    user who clips by a norm over `model.parameters()` counts only this rank's experts, and so scales by another factor
+    on each rank. Nothing else would show it."""
     trained = [parameter for parameter in ddp_parameters(ddp) if parameter.requires_grad]
     if not trained or (trained[0].is_cuda and torch.cuda.is_current_stream_capturing()):
         return None
@@ -303,10 +294,7 @@ def _drift_problem(ddp: DistributedDataParallel) -> ArgumentError | None:
 
 def _average_gradients(ddp: DistributedDataParallel, layer: ExpertParallelModule, joined: _Joined) -> None:
     """Makes what backward leaves in the experts' `.grad` the gradient of the mean loss. Collective over replicas.
-
-    Args:
-        joined: knows parameters that have it already, e.g. of experts that layers share; updated here.
-    """
+    joined: knows parameters that have it already, e.g. of experts that layers share; updated here."""
     num_ranks, group = layer.heap.num_ranks, layer.replicas.gradient_group
     num_replicas = 1 if group is None else dist.get_world_size(group)
     its_layer = weakref.ref(layer)

@@ -2,13 +2,8 @@
 
 The receive buffer of dispatch is the saved activation; FC2 writes into a lease that combine reads in place; in
 backward, FC1's input gradient does. The caller chooses the layout of the receive buffer, and whether rows travel while
-GEMMs run, where that pays (moe/overlap.py). The kernels work on the same rows either way, and the bits are the same:
-
-* Forward: FC1 begins with this rank's own rows and goes on with each peer's as they arrive. FC2 takes the same parts in
-  the opposite order; a peer's sums go home while the next part is computed.
-* Backward: FC2's dgrad also begins with the own rows. dW2 is next: what only it reads makes room for the input
-  gradients, which go home under dW1.
-* Between nodes: FC1 and FC2's dgrad compute rows of other nodes last, FC2 computes them first.
+GEMMs run, where that pays (moe/overlap.py; "Overlap" in docs/design.md). The kernels work on the same rows either way,
+and the bits are the same.
 """
 
 from __future__ import annotations
@@ -25,23 +20,11 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from symmoe.autograd import Context, Function, is_in_backward, transform_problem, wrote_into
-from symmoe.checks.arguments import CHOICES, kernel_rows, memory_problem, words_problem, wrapped_problem
-from symmoe.combine.trip import PHASE as COMBINE
+from symmoe.checks.arguments import CHOICES, kernel_rows, memory_problem, words_problem
 from symmoe.combine.trip import Collection, collecting, combine
 from symmoe.dispatch.plan import MAX_TOP_K, Plan
-from symmoe.dispatch.trip import PHASE as DISPATCH
 from symmoe.dispatch.trip import dispatch
-from symmoe.grouped.experts import (
-    W1,
-    W2,
-    CallExperts,
-    ExpertForm,
-    ExpertRows,
-    ExpertWeights,
-    Hidden,
-    SecondInput,
-    evaluated,
-)
+from symmoe.grouped.experts import W1, W2, CallExperts, ExpertForm, ExpertRows, ExpertWeights, Hidden, evaluated
 from symmoe.grouped.linear import GroupedLinear
 from symmoe.grouped.mlp import GroupedMLP, Held, expert_weights
 from symmoe.grouped.quantized_experts import FULL, Wire
@@ -52,24 +35,23 @@ from symmoe.kernels.gemm_parts import Part
 from symmoe.kernels.operands import given
 from symmoe.moe.overlap import SERIAL, Overlap, Sizes, overlap_of, received_layout
 from symmoe.moe.replicas import ReplicaTrip, replica_bytes, replicas_problem
-from symmoe.moe.routing import Route, Routed, RouteGradients
+from symmoe.moe.router import Route, Routed, RouteGradients
 from symmoe.precision.wire import WireFormat, wire_problem
 from symmoe.symm_mem.heap import FailPeersOnError, SymmetricHeap
 from symmoe.symm_mem.memory import ALIGNMENT_BYTES, Lease
 from symmoe.torch_internals import keeps_graph, reshaped_result
 
+DISPATCH, COMBINE = control.PHASE_DISPATCH_READY, control.PHASE_COMBINE_READY  # the first barriers of trips
 _RECEIVED = "received rows"
 NUM_HIDDEN = len(Hidden._fields)
 _NUM_ROUTE_KEPT = 4  # tensors that backward of a choice of experts needs: x, weight, topk_idx, scores
 
 
 class Stash(NamedTuple):
-    """What forward keeps for backward in addition to the tokens, the plan and the weights: the received rows, in a
-    lease, or backward dispatches the tokens again; FC1's output with what adapters add, or backward computes it
-    again."""
+    """What forward keeps for backward in addition to the tokens, the plan and the weights."""
 
-    keeps_rows: bool
-    keeps_h: bool
+    keeps_rows: bool  # the received rows, in a lease; or backward dispatches the tokens again
+    keeps_h: bool  # FC1's output with what adapters add; or backward computes it again
 
 
 STASHES = {word: Stash(word in ("all", "rows"), word in ("all", "hidden")) for word in CHOICES["stash"]}
@@ -77,32 +59,10 @@ _WORDS = {"order": "rank", "stash": "all", "layout": "auto", "schedule": "overla
 
 
 def expert_parallel_mlp(
-    x: torch.Tensor,
-    probs: torch.Tensor,
-    experts: GroupedMLP | CallExperts,
-    plan: Plan,
-    *,
-    out_shape: torch.Size | None = None,
-    **words: str,
+    x: torch.Tensor, probs: torch.Tensor, experts: GroupedMLP | CallExperts, plan: Plan, **options: Any
 ) -> torch.Tensor:
-    """y[t] = sum over k of probs[t, k] * MLP of expert topk_idx[t, k] (x[t]). Collective; does not synchronise.
-
-    Backward is collective too and must be entered by all ranks in the same order. It computes what is asked for: each
-    of `x` and `probs` requires a gradient on all ranks or on none.
-
-    Args:
-        x: [T, H] on the heap's device; the experts' weights are cast to its dtype. probs: fp32 [T, K].
-        experts: the experts of this rank; their `precision` is that of the step.
-        out_shape: [..., H] of the result; None is [T, H].
-        words: order, stash, layout, schedule and quantized_wire as in MoEConfig, each with its default there.
-
-    Raises:
-        ArgumentError: order, stash, layout, schedule or quantized_wire is no such word; on every rank if it is on any
-            (on GPUs the peers raise at their next call on the heap, or in heap.synchronize). Or rows are to travel
-            quantised, and the experts' precision is not one of E4M3 numbers; or the GPU is too old for the precision;
-            or a weight has changed inside constant_weights; on every rank in the same way.
-    """
-    return run_experts(x, probs, experts, plan, out_shape=out_shape, **words)[0]
+    """The y of run_experts."""
+    return run_experts(x, probs, experts, plan, **options)[0]
 
 
 def run_experts(
@@ -114,8 +74,24 @@ def run_experts(
     out_shape: torch.Size | None = None,
     **words: str,
 ) -> tuple[torch.Tensor, Routed | None]:
-    """expert_parallel_mlp. With the route of x for probs, the choice of experts comes with y, and is differentiated by
-    the same function of autograd: plan has been begun with that route."""
+    """y[t] = sum over k of probs[t, k] * MLP of expert topk_idx[t, k] (x[t]). Collective; does not synchronise. With
+    the route of x for probs, the choice of experts comes with y, and is differentiated by the same function of
+    autograd: plan has been begun with that route.
+
+    Backward is collective too and must be entered by all ranks in the same order. It computes what is asked for: each
+    of `x` and `probs` requires a gradient on all ranks or on none.
+
+    Args:
+        x: [T, H] on the heap's device; the experts' weights are cast to its dtype. probs: fp32 [T, K].
+        out_shape: [..., H] of the result; None is [T, H].
+        words: order, stash, layout, schedule and quantized_wire as in MoEConfig, each with its default there.
+
+    Raises:
+        ArgumentError: a word is none that is taken; on every rank if it is on any (on GPUs the peers raise at their
+            next call on the heap, or in heap.synchronize). Or rows are to travel quantised, and the experts' precision
+            is not one of E4M3 numbers; or the GPU is too old for the precision; or a weight has changed inside
+            constant_weights; on every rank in the same way.
+    """
     if unknown := words.keys() - _WORDS:
         raise TypeError(f"expert_parallel_mlp takes {', '.join(_WORDS)}, not {', '.join(unknown)}")
     words, problem, heap, phase = _WORDS | words, words_problem(**words), plan.heap, plan.next_phase()
@@ -123,8 +99,6 @@ def run_experts(
         heap.check()
     with FailPeersOnError(heap, plan.next_phase):
         heap.fail_for(transform_problem() or problem, phase)
-        for name, fc in () if isinstance(experts, CallExperts) else (("fc1", experts.fc1), ("fc2", experts.fc2)):
-            heap.fail_for(wrapped_problem(f"experts.{name}", fc, "held_problem"), phase)
         experts = evaluated(experts, x.dtype)
         form, linears = experts.form, experts.linears
         problem = linears[0].held_problem() or linears[1].held_problem()
@@ -139,20 +113,14 @@ def run_experts(
         if words["quantized_wire"] != "none" and form.precision is not None:
             travels, quantized = words["quantized_wire"], WireFormat(form.precision, form.hidden)
             wire = Wire(*(quantized if travels in (way, "both") else None for way in ("forward", "backward")))
-        step = _EPStep(
-            form=form,
-            plan=plan,
-            order=words["order"],
-            stash=STASHES[words["stash"]],
-            layout=received_layout(words["layout"], form.ffn, form.precision),
-            schedule=words["schedule"],
-            wire=wire,
-            trains=torch.is_grad_enabled(),
-            out_shape=out_shape,
-            more=more_of(experts, plan.num_places),
-            is_taped=_is_taped(experts, plan),
-            have_biases=(experts.biases[0] is not None, experts.biases[1] is not None),
-        )
+        # Steps are put on tapes, as far as sizes let them, if no table of addresses and no quantised weight is among
+        # their operands.
+        is_full = form.precision is None and all(form.are_packed) and not form.split(experts.tensors)[2]
+        layout = received_layout(words["layout"], form.ffn, form.precision)
+        options = words["order"], STASHES[words["stash"]], layout, words["schedule"], wire, torch.is_grad_enabled()
+        have_biases = experts.biases[0] is not None, experts.biases[1] is not None
+        more, is_taped = more_of(experts, plan.num_places), is_full and heap.device.type != "meta"
+        step = _EPStep(form, plan, *options, out_shape, more, is_taped, have_biases)
         tensors = *experts.biases, *experts.tensors
         if isinstance(probs, torch.Tensor):
             return _ExpertParallelMLP.apply(step, linears, None, x, probs, None, None, *tensors), None
@@ -195,15 +163,9 @@ class _EPStep:
         plan, overlap, kind = self.plan, self._overlap(x), None
         num_rows = plan.row_capacity if plan.num_rows is None else max(1, plan.num_rows)
         if self.is_taped and plan.num_rows is None and plan.heap.first_step is None:
-            sizes: tuple[Hashable, ...] = plan.num_tokens, plan.row_capacity, plan.packed_row_capacity
-            sizes = (
-                *sizes,
-                plan.num_experts,
-                plan.num_places,
-                plan.top_k,
-                None if plan.nodes is None else plan.nodes.rails.key,
-            )
-            key = overlap, self.order, self.stash, self.layout, self.form, self.have_biases, *sizes
+            sizes = plan.num_tokens, plan.row_capacity, plan.packed_row_capacity, plan.num_experts, plan.num_places
+            rails = None if plan.nodes is None else plan.nodes.rails.key
+            key = overlap, self.order, self.stash, self.layout, self.form, self.have_biases, *sizes, plan.top_k, rails
             kind = plan.heap.tapes.number(key)
         return replace(self, overlap=overlap, num_rows=num_rows, kind=kind)
 
@@ -237,10 +199,10 @@ class _EPStep:
         """The result of function(), maybe from the tape of an earlier step of this kind: see SymmetricHeap.run."""
         if self.kind is None:
             return function()
-        plan, nodes = self.plan, self.plan.nodes
-        if nodes is None:
+        plan = self.plan
+        if plan.nodes is None:
             return plan.heap.run((*key, self.kind), function, inputs, plan=plan.generation)
-        rails, inputs = nodes.rails, [*inputs, nodes.rails.found.storage]
+        rails, inputs = plan.nodes.rails, [*inputs, plan.nodes.rails.found.storage]
         key, numbers = (*key, self.kind, rails.brings_maps), {"plan": plan.generation, "rail_plan": rails.number}
         found = plan.heap.run(key, function, inputs, **numbers)
         rails.brings_maps = False  # they have travelled
@@ -269,17 +231,6 @@ class _EPStep:
         return ExpertRows(received, self.plan.row_range, row_probs, bias_scale, row_index)
 
 
-def _is_taped(experts: CallExperts, plan: Plan) -> bool:
-    """Whether steps are put on a tape, as far as that does not depend on sizes: if no table of addresses and no
-    quantised weight is among their operands."""
-    return (
-        plan.heap.device.type != "meta"
-        and experts.form.precision is None
-        and not experts.form.split(experts.tensors)[2]  # adapters
-        and all(experts.form.are_packed)
-    )
-
-
 def _given(*tensors: torch.Tensor | None) -> list[torch.Tensor]:
     return [tensor for tensor in tensors if tensor is not None]
 
@@ -305,12 +256,10 @@ def more_of(experts: CallExperts, num_places: int) -> tuple[bool, int]:
 
 def _that_fits(step: _EPStep, row_bytes: int) -> _EPStep:
     """The step, with buffers of backward that fit into the heap, if those with room do not."""
-    plan, heap = step.plan, step.plan.heap
-    sizes = plan.row_capacity, plan.packed_row_capacity
+    plan, heap, sizes = step.plan, step.plan.heap, (step.plan.row_capacity, step.plan.packed_row_capacity)
     if plan.num_rows is None or sizes == plan.needed_rows:
         return step  # there is no room beyond what is needed
-    needed = most_bytes((step.num_received, *sizes), plan.num_tokens, heap, row_bytes, step.more)
-    if not heap.memory.lacks(needed):
+    if not heap.memory.lacks(most_bytes((step.num_received, *sizes), plan.num_tokens, heap, row_bytes, step.more)):
         return step
     plan.shrink()
     return replace(step, kind=None, num_rows=max(1, plan.num_rows))
@@ -384,7 +333,7 @@ class _Forward:
         self.operands = rows, replicas
         return *planned, *plan.received_index(), received, row_probs, a, *hidden
 
-    def second_half(self, a: SecondInput, hidden: Hidden, row_probs: torch.Tensor, received: Lease) -> torch.Tensor:
+    def second_half(self, a: Any, hidden: Hidden, row_probs: torch.Tensor, received: Lease) -> torch.Tensor:
         """FC2 and combine: y [T, H]."""
         step, plan = self.step, self.step.plan
         index = plan.received_index()[1]
@@ -540,9 +489,9 @@ def _backward(
         wrote_into(hidden.h)  # who else has kept it gets an error
     dw1, dw2, d_adapters = step.form.split(found[6:])
     if fc1.option != "new":
-        dw1 = tuple(fc1.placeholders(both[0]))
+        dw1 = tuple(fc1.for_autograd(both[0], dw1))
     if fc2.option != "new":
-        dw2 = tuple(fc2.placeholders(both[1]))
+        dw2 = tuple(fc2.for_autograd(both[1], dw2))
     return None, None, None, *found[:6], *dw1, *dw2, *d_adapters
 
 
@@ -591,7 +540,7 @@ class _Backward:
                 rows, hidden, d_out.tensor, parts=arrival.parts, needs_scale=needs_probs, spends_h=self.spends_h
             )
         weights1, weights2, adapters = step.form.split(self.inputs.tensors)
-        experts_backward.replica_w2_gradient()
+        experts_backward.replica_gradient(W2)
         dw2 = fc2.add(weights2, replicas.noting(W2, experts_backward.w2_gradient))
         if fc2.option != "delayed" and not adapters:
             experts_backward.forget_w2()
@@ -616,7 +565,7 @@ class _Backward:
             num_sms = division.num_sms if gradients and division is not None else None
             w1_gradient = partial(experts_backward.w1_gradient, num_sms=num_sms)
             with trip as collection:
-                experts_backward.replica_w1_gradient(num_sms=num_sms)
+                experts_backward.replica_gradient(W1, num_sms=num_sms)
                 dw1 = fc1.add(weights1, replicas.noting(W1, w1_gradient))
                 d_adapters = experts_backward.adapter_gradients()
         replicas.finish(experts_backward.d_biases, d_adapters)

@@ -64,11 +64,8 @@ def watch_first_step(layer: ExpertParallelModule) -> None:
 
 class FirstStep:
     """What the ranks of a heap compare in the plan after a first step: the layers' dense parameters, which must be
-    equal, unless DDP or FSDP reduces their gradients; and their experts, which must not.
-
-    Args:
-        given: what the optimizer has, by id.
-    """
+    equal, unless DDP or FSDP reduces their gradients; and their experts, which must not. given: what the optimizer has,
+    by id."""
 
     @torch.no_grad()
     def __init__(

@@ -23,8 +23,7 @@ from symmoe.moe.ddp_and_fsdp import ExpertParallelModule, Replicas, device_probl
 from symmoe.moe.first_step import watch_first_step
 from symmoe.moe.listeners import Listeners, RoutingReport
 from symmoe.moe.routed_experts import RoutedExperts, experts_of
-from symmoe.moe.router import Choice, Router, RouterOutput, arguments_problem, choice_of, router_problem
-from symmoe.moe.routing import Routed, fail_for_nonfinite
+from symmoe.moe.router import Choice, Router, RouterOutput, arguments_problem, check_finite, choice_of, router_problem
 from symmoe.moe.torch_operators import is_traced, run_routed
 from symmoe.symm_mem.heap import FailPeersOnError, SymmetricHeap
 from symmoe.torch_internals import has_hooks, hooks_of, register_namedtuple
@@ -99,11 +98,8 @@ class MoELayer(ExpertParallelModule):
     reduce_gradients).
 
     A router of your own is no part of the layer: with router="none" it gives each call topk_idx and probs. Experts of
-    your own run by parts, differentiable through all of them; splits [E / R] are the rows of each expert:
-
-        plan = symmoe.make_plan(topk_idx, num_experts=E, heap=heap)
-        rows, row_probs = symmoe.dispatch_tokens(x, plan, probs=probs)  # [N, H] sorted by expert, [N]
-        y = symmoe.combine_tokens(own_experts(rows, plan.splits) * row_probs.unsqueeze(1), plan)
+    your own run by parts, between make_plan, dispatch_tokens and combine_tokens, differentiable through all of them:
+    see docs/own_experts.md.
 
     Args:
         config: the same on all ranks.
@@ -234,7 +230,8 @@ class MoELayer(ExpertParallelModule):
                 y, load, found = self._routed_experts.run(
                     tokens, own, given("topk_idx", own.topk_idx), self.experts, out_shape=x.shape
                 )
-                logits, its_probs, scores, idx = cast(Routed, found)
+                assert found is not None  # with a route
+                logits, its_probs, scores, idx = found
                 routed: Choice = RouterOutput(idx, its_probs, idx, None, scores, logits)
             else:
                 routed = self._route(x, token_mask, topk_idx, probs)  # not `tokens`: autocast would round what it sees
@@ -242,7 +239,7 @@ class MoELayer(ExpertParallelModule):
                     what, numbers = "probs", routed.probs
                     if isinstance(routed, RouterOutput):
                         what, numbers = "the router's logits", routed.logits
-                    fail_for_nonfinite(self.heap, what, numbers)
+                    check_finite(self.heap, what, numbers)
                 start = None if shared is None else shared.start
                 arguments = tokens, routed.probs, routed.topk_idx, self.experts, x.shape
                 y, load = run_routed(self._routed_experts, *arguments, before_trips=start)
@@ -343,21 +340,21 @@ class MoELayer(ExpertParallelModule):
         self, x: torch.Tensor, token_mask: torch.Tensor | None, routed: Choice, expert_load: torch.Tensor
     ) -> torch.Tensor:
         """The scalar aux_loss; 0 if both coefficients are 0, or if the router has not run."""
-        losses = []
-        if self.config.aux_loss_coef and isinstance(routed, RouterOutput):
-            length = x.shape[-2] if x.dim() > 1 else 1
-            losses.append(self.config.aux_loss_coef * self._balance_loss(routed, expert_load, token_mask, length))
-        if self.config.z_loss_coef and isinstance(routed, RouterOutput):
-            losses.append(self.config.z_loss_coef * balance.z_loss(routed.logits, token_mask))
+        losses, config = [], self.config
+        if config.aux_loss_coef and isinstance(routed, RouterOutput):
+            losses.append(config.aux_loss_coef * self._balance_loss(x, token_mask, routed, expert_load))
+        if config.z_loss_coef and isinstance(routed, RouterOutput):
+            losses.append(config.z_loss_coef * balance.z_loss(routed.logits, token_mask))
         return sum(losses[1:], start=losses[0]) if losses else torch.zeros((), device=expert_load.device)
 
     def _balance_loss(
-        self, routed: RouterOutput, expert_load: torch.Tensor, token_mask: torch.Tensor | None, sequence_length: int
+        self, x: torch.Tensor, token_mask: torch.Tensor | None, routed: RouterOutput, expert_load: torch.Tensor
     ) -> torch.Tensor:
         config = self.config
         shares = routed.scores if config.score == "softmax" else balance.normalised(routed.scores)
         if config.aux_loss == "sequence":
-            return balance.sequence_balance_loss(shares, routed.chosen_idx, sequence_length, token_mask)
+            length = x.shape[-2] if x.dim() > 1 else 1
+            return balance.sequence_balance_loss(shares, routed.chosen_idx, length, token_mask)
         if config.aux_loss == "global":
             assert self.router is not None  # `routed` comes from it
             expert_load = balance.load_so_far(self.router.step_load, expert_load)
@@ -371,10 +368,7 @@ class MoELayer(ExpertParallelModule):
 
 class _SideCall:
     """module(x) at the same time as the work of the current stream: on the heap's side stream from :meth:`start` to
-    :meth:`join`; on CPUs at once.
-
-    Autograd runs the module's backward on that stream too, and orders it with its neighbours'.
-    """
+    :meth:`join`; on CPUs at once. Autograd runs its backward on that stream too, and orders it with its neighbours'."""
 
     def __init__(self, module: nn.Module, x: torch.Tensor, heap: SymmetricHeap) -> None:
         self._module, self._x, self._heap = module, x, heap

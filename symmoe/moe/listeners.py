@@ -37,9 +37,7 @@ class RoutingReport:
 
 class Listeners:
     """The listeners of one layer (of its heap, E experts and order of sums), which has them as attribute `listeners`.
-
-    The layer makes a :class:`RoutingReport` only if there are `callbacks`: without them it costs nothing.
-    """
+    The layer makes a :class:`RoutingReport` only if there are `callbacks`: without them it costs nothing."""
 
     def __init__(self, heap: SymmetricHeap, *, num_experts: int, order: str) -> None:
         self.heap, self.num_experts, self.order = heap, num_experts, order
@@ -62,11 +60,8 @@ class Listeners:
 
 
 def layers_with_listeners(model: nn.Module) -> dict[str, tuple[nn.Module, Listeners]]:
-    """The layers of a model that one can listen to, and their listeners, by the layers' names in it.
-
-    Raises:
-        ArgumentError: there is none.
-    """
+    """The layers of a model that one can listen to, and their listeners, by the layers' names in it. ArgumentError if
+    there is none."""
     found = ((name, module, getattr(module, "listeners", None)) for name, module in model.named_modules())
     layers = {name: (module, listeners) for name, module, listeners in found if isinstance(listeners, Listeners)}
     if not layers:

@@ -24,35 +24,23 @@ logger = logging.getLogger("symmoe")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
-    """What the hardware does, per second. The defaults are for an H200 with NVLink (notes/2026-11-21-overlap.md).
+    """What the hardware does, per second. The defaults are for an H200 with NVLink (notes/2026-11-21-overlap.md)."""
 
-    Attributes:
-        link_bytes: over NVLink to all peers together, one direction, by our push.
-        program_push_bytes: bytes that one program (it fills an SM) pushes while a GEMM runs.
-        program_copy_bytes: bytes that such a program writes to secondary rows.
-        program_sum_bytes: bytes that such a program sums.
-        program_rail_bytes: bytes that one of NCCL's programs sends, at least, over NVLink: 2 of them 42e9, 16 230e9.
-        memory_bytes: memory traffic of all SMs.
-        flops, wgrad_flops: FLOPs of the grouped GEMMs on all SMs: forward and dgrad, and wgrad.
-        launch_s: what one more launch of a GEMM and one more barrier cost: the last wave of tiles, and both starts.
-        part_s: what one more part of a dispatch costs: that launch, a signal and a wait, a kernel that indexes what has
-            come, and the branch; with a recipe one more that makes operands of it.
-        least_gain: share of a time that must be gained: less than that is within what these formulas leave out.
-        gathered_share: share of the time of a step's GEMMs that gathering their rows adds.
-    """
-
-    link_bytes: float = 340e9
-    program_push_bytes: float = 28e9
-    program_copy_bytes: float = 38e9
-    program_sum_bytes: float = 41e9
-    program_rail_bytes: float = 14e9
-    memory_bytes: float = 3e12
-    flops: float = 650e12
+    link_bytes: float = 340e9  # over NVLink to all peers together, one direction, by our push
+    program_push_bytes: float = 28e9  # that one program (it fills an SM) pushes while a GEMM runs
+    program_copy_bytes: float = 38e9  # that such a program writes to secondary rows
+    program_sum_bytes: float = 41e9  # that such a program sums
+    program_rail_bytes: float = 14e9  # that one of NCCL's sends, at least, over NVLink: 2 of them 42e9, 16 230e9
+    memory_bytes: float = 3e12  # memory traffic of all SMs
+    flops: float = 650e12  # of the grouped GEMMs on all SMs, forward and dgrad
     wgrad_flops: float = 650e12
+    # What one more launch of a GEMM and one more barrier cost: the last wave of tiles, and both starts. And what one
+    # more part of a dispatch costs: that launch, a signal and a wait, a kernel that indexes what has come, and the
+    # branch; with a recipe one more that makes operands of it.
     launch_s: float = 15e-6
     part_s: float = 25e-6
-    least_gain: float = 0.02
-    gathered_share: float = 0.1
+    least_gain: float = 0.02  # share of a time that must be gained: less is within what these formulas leave out
+    gathered_share: float = 0.1  # of the time of a step's GEMMs, that gathering their rows adds
 
 
 H200 = Rates()
@@ -83,11 +71,10 @@ def gpu_of(device: torch.device) -> Rates:
 
 
 def received_layout(layout: str, ffn: int, precision: Recipe | None) -> str:
-    """The layout of received rows that `layout` stands for: "auto" is the one with which a step takes less time.
-
-    Per element of a row, a gated step has 18 ffn FLOPs, of which gathering costs a share; without it, a row of 16-bit
-    numbers is copied once for each further expert in forward, and again in backward. Quantising gathers rows by itself.
-    """
+    """The layout of received rows that `layout` stands for: "auto" is the one with which a step takes less time. Per
+    element of a row, a gated step has 18 ffn FLOPs, of which gathering costs a share; without it, a row of 16-bit
+    numbers is copied once for each further expert in forward, and again in backward. Quantising gathers rows by
+    itself."""
     if layout != "auto":
         return layout
     gathering_s, copies_s = H200.gathered_share * 18 * ffn / H200.flops, 2 * 2 / H200.memory_bytes
@@ -95,11 +82,9 @@ def received_layout(layout: str, ffn: int, precision: Recipe | None) -> str:
 
 
 def chance_of_part(num_experts: int, num_parts: int, top_k: int, num_groups: int = 1, top_groups: int = 1) -> float:
-    """Chance that a token has an expert in a given one of `num_parts` equal parts of the experts (ranks, nodes).
-
-    All sets of `top_groups` groups are equally likely, and so are all sets of K experts of those groups. One of
-    `num_parts` and `num_groups` divides the other.
-    """
+    """Chance that a token has an expert in a given one of `num_parts` equal parts of the experts (ranks, nodes). All
+    sets of `top_groups` groups are equally likely, and so are all sets of K experts of those groups. One of `num_parts`
+    and `num_groups` divides the other."""
     part, group = num_experts // num_parts, num_experts // num_groups
     touched, shared, chosen = max(1, part // group), min(part, group), top_groups * group  # groups; experts of each
     ways_elsewhere = sum(
@@ -168,10 +153,8 @@ class Sizes:
 
     @property
     def received_bytes(self) -> float:
-        """Bytes of the rows that come to a rank in a dispatch, one per token of other ranks, if they are not
-        quantised."""
-        goes_there = chance_of_part(self.num_experts, self.num_ranks, self.top_k)
-        return self.row_bytes / self.top_k * (self.num_ranks - 1) * goes_there
+        """Bytes of the rows that come to a rank in a dispatch, one per token of other ranks, if not quantised."""
+        return self._sent_bytes(self.num_ranks)
 
     @property
     def wire_bytes(self) -> float:
@@ -181,8 +164,11 @@ class Sizes:
     @property
     def rail_bytes(self) -> float:
         """Bytes of the rows that go to other nodes in a dispatch, one per (token, node), if they are not quantised."""
-        goes_there = chance_of_part(self.num_experts, self.num_nodes, self.top_k)
-        return self.row_bytes / self.top_k * (self.num_nodes - 1) * goes_there
+        return self._sent_bytes(self.num_nodes)
+
+    def _sent_bytes(self, num_parts: int) -> float:
+        goes_there = chance_of_part(self.num_experts, num_parts, self.top_k)
+        return self.row_bytes / self.top_k * (num_parts - 1) * goes_there
 
     @property
     def peers_bytes(self) -> float:
@@ -207,20 +193,14 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Overlap:
-    """Which trips of a layer's call are overlapped, and how they divide the SMs. None: serial.
+    """Which trips of a layer's call are overlapped, and how they divide the SMs. None: serial."""
 
-    Attributes:
-        dispatch: runs while FC1 computes the rows that have arrived.
-        gradient_dispatch: runs while FC2's dgrad does so.
-        combine: a peer's rows go home while FC2 computes the next peer's, or this rank's own; between nodes those of
-            other nodes, while it computes those of this one.
-        gradient_combine: runs while dW1 is computed.
-    """
-
-    dispatch: Division | None = None
-    gradient_dispatch: Division | None = None
+    dispatch: Division | None = None  # runs while FC1 computes the rows that have arrived
+    gradient_dispatch: Division | None = None  # runs while FC2's dgrad does so
+    # A peer's rows go home while FC2 computes the next peer's, or this rank's own; between nodes those of other nodes,
+    # while it computes those of this one.
     combine: Division | None = None
-    gradient_combine: Division | None = None
+    gradient_combine: Division | None = None  # runs while dW1 is computed
 
 
 SERIAL = Overlap()
@@ -259,16 +239,8 @@ def overlap(sizes: Sizes, num_sms: int, rates: Rates = H200) -> Overlap:
 
 
 def _on_one_node(sizes: Sizes, gpu: _Gpu) -> Overlap:
-    """With n SMs for the move, GEMMs of f FLOPs take g = f / (flops per second * (num_sms - n) / num_sms). In all,
-
-    * a dispatch in R parts takes the longer of g and the move for R - 1 of them, then one part on all SMs, since peers'
-      last rows are complete after the whole move; and R - 1 times part_s;
-    * FC2 and combine in R parts take one part of f on all SMs, for R - 1 of them the longer of g and the sums that are
-      sent, the sums at home by themselves, and (R - 1) times launch_s;
-    * combine under dW1 takes the longer of both.
-
-    With order "slot" rows go home when all are complete.
-    """
+    """With n SMs for the move. Peers' last rows are complete after the whole move: so a dispatch in R parts ends with
+    one part on all SMs, and FC2 with combine begins with one. With order "slot" rows go home when all are complete."""
     rates, sent, home, num_ranks = gpu.rates, sizes.send_sums(), sizes.sum_home(), sizes.num_ranks
     home_s = home.exclusive_s(rates)
 
@@ -300,15 +272,9 @@ def _on_one_node(sizes: Sizes, gpu: _Gpu) -> Overlap:
 
 
 def _between_nodes(sizes: Sizes, gpu: _Gpu) -> Overlap:
-    """Rails move with m SMs of their own, by the rate that was measured. In all,
-
-    * a dispatch takes the longest of the rails, the own node's rows, and the GEMMs of these, a 1/N of all; then the
-      rows of other nodes by themselves, and their GEMMs on all SMs. Other nodes are one part more, or two;
-    * FC2 of other nodes' rows comes first; then the longer of the rails and FC2 of the rest;
-    * a combine of gradients is the same with FC1's dgrad; dW1 follows it while rows are on the rails.
-
-    What a combine reads in the node takes as long either way, and is left out.
-    """
+    """Rails move with SMs of their own, by the rate that was measured. Other nodes are one part more, or two: last in a
+    dispatch, first in FC2 and FC1's dgrad. dW1 follows that while rows are on the rails. What a combine reads in the
+    node takes as long either way, and is left out."""
     rates, own = gpu.rates, 1 / sizes.num_nodes
     rail_rate = min(sizes.rail_bytes_per_s, rates.link_bytes)
     rail_sms = min(gpu.num_sms // 2, math.ceil(rail_rate / rates.program_rail_bytes))

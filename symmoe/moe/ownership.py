@@ -13,11 +13,9 @@ from torch import nn
 
 def named_parameters(model: nn.Module, *, shared: bool = False) -> Iterator[tuple[str, nn.Parameter, bool]]:
     """(name, parameter, whether it is an expert's) of every parameter, in the order of `model.named_parameters()`; if
-    `shared`, once for each name that it has.
-
-    Those of modules with `holds_experts = True` are experts', with all modules inside them: GroupedLinear has that, and
-    any module of experts may. A parameter that such a module holds is an expert's under its other names as well.
-    """
+    `shared`, once for each name that it has. Those of modules with `holds_experts = True` are experts', with all
+    modules inside them: GroupedLinear has that, and any module of experts may. A parameter that such a module holds is
+    an expert's under its other names as well."""
     experts = {
         id(parameter)
         for module in model.modules()

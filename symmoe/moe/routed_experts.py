@@ -24,18 +24,16 @@ from symmoe.kernels import control
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.ddp_and_fsdp import device_problem
 from symmoe.moe.ep_step import more_of, most_bytes, run_experts
-from symmoe.moe.routing import Route, Routed
+from symmoe.moe.router import Route, Routed
 from symmoe.symm_mem.heap import FailPeersOnError, SymmetricHeap
 from symmoe.symm_mem.row_budget import RowBudget, RowHistory
 
 
 @dataclass(frozen=True, eq=False)
 class RoutedExperts:
-    """What a layer does with tokens once they are routed. It holds no parameters: every call brings the experts.
-
-    Layers of the same configuration, heap and kind of experts share one, and so one compiled graph: see :meth:`of`.
-    Operators take tensors and numbers only, so it has a number in this process.
-    """
+    """What a layer does with tokens once they are routed. It holds no parameters: every call brings the experts. Layers
+    of the same configuration, heap and kind of experts share one, and so one compiled graph: see :meth:`of`. Operators
+    take tensors and numbers only, so it has a number in this process."""
 
     config: MoEConfig
     heap: SymmetricHeap
@@ -77,9 +75,8 @@ class RoutedExperts:
         rows than recent ones (symm_mem/row_budget.py), before that. Raises what make_plan does.
 
         Args:
-            x: [T, H] in the dtype to compute in. probs: fp32 [T, K].
-            topk_idx: int32 or int64 [T, K], expert ids in [0, E), or -1 for no expert; that of the route, if there is
-                one.
+            x: [T, H] in the dtype to compute in. probs: fp32 [T, K]. topk_idx: int32 or int64 [T, K], expert ids or -1;
+                that of the route, if there is one.
             before_trips: called when the plan is made and before any row travels, e.g. to enqueue work on another
                 stream that shall fill the waits of the trips.
         """

@@ -1,13 +1,8 @@
 """The expert-parallel step as operators of torch, for those who trace a call: torch.compile, selective checkpointing.
 
 A compiler cannot trace a plan, leases and signals. So the whole step is one operator, with a rule for shapes, and its
-backward is another:
-
-    symmoe::moe_forward    plan, dispatch, experts, combine
-    symmoe::moe_backward   dispatch, experts, combine
-
-Layers call them inside torch.compile and under a TorchDispatchMode. Elsewhere it runs the same code without an
-operator around it. Results have the same bits.
+backward is another. Layers call them inside torch.compile and under a TorchDispatchMode. Elsewhere it runs the same
+code without an operator around it. Results have the same bits.
 
 Operators take tensors and numbers only. Their tensors are the tokens [T, H], probs [T, K], the layers' *own*: biases of
 both, if they have any, and their weights; and the adapters. The numbers are a _Call. What backward needs of forward
@@ -65,10 +60,8 @@ class _Call(NamedTuple):
 
 
 def is_traced(experts: GroupedMLP) -> bool:
-    """Whether a compiler or a dispatch mode traces the call, which both see operators only.
-
-    A dispatch mode need not trace every call: not those of experts whose weight gradients an operator cannot return.
-    """
+    """Whether a compiler or a dispatch mode traces the call, which both see operators only. A dispatch mode need not
+    trace every call: not those of experts whose weight gradients an operator cannot return."""
     return torch.compiler.is_compiling() or (num_dispatch_modes() > 0 and gradients_elsewhere(experts) is None)
 
 
@@ -82,12 +75,9 @@ def run_routed(
     *,
     before_trips: Callable[[], object] | None = None,
 ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-    """RoutedExperts.run, if nobody traces the call; else the step as one operator, without before_trips.
-
-    Raises:
-        ArgumentError: as run does; or, traced, weight gradients are to be delayed, or to go to main_grad: the operator
-            returns them. Or the layer has been given experts of another kind since it was made.
-    """
+    """RoutedExperts.run, if nobody traces the call; else the step as one operator, without before_trips. ArgumentError
+    as run has it; or, traced, weight gradients are to be delayed, or to go to main_grad: the operator returns them. Or
+    the layer has been given experts of another kind since it was made."""
     if not is_traced(experts):
         return step.run(tokens, probs, topk_idx, experts, out_shape=out_shape, before_trips=before_trips)[:2]
     reason = "inside torch.compile an operator returns them"
@@ -109,9 +99,7 @@ def run_routed(
 
 class _Arguments:
     """The operator's tensors. Autograd must not keep them: a compiled graph may reuse their memory after forward.
-
-    Backward gets them again, as arguments of the backward operator.
-    """
+    Backward gets them again, as arguments of the backward operator."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self.tensors = tensors
@@ -242,10 +230,8 @@ def _(*arguments: Any, out_val: object) -> int:
 
 def _num_rows(eager: RoutedExperts, probs: torch.Tensor, load: torch.Tensor | None) -> int:
     """The rows that the experts of a rank multiply in a call: its expert_load [E], cut to a static capacity. Slots that
-    a mask or a capacity factor has taken away are not in it. Waits for the device.
-
-    A call that is traced without data has no load. For it, T * K: the slots of the rank's own tokens, probs [T, K].
-    """
+    a mask or a capacity factor has taken away are not in it. Waits for the device. A call that is traced without data
+    has no load. For it, T * K: the slots of the rank's own tokens, probs [T, K]."""
     if load is None or hasattr(load, "fake_mode"):
         return probs.numel()
     heap, capacity = eager.heap, eager.config.capacity

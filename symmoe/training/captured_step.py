@@ -25,20 +25,9 @@ def capture_step(
 ) -> CapturedStep[R]:
     """Makes a training step replay as a CUDA graph, with exact capacity: nothing is dropped, nothing is lost.
 
-    `step` runs forward and backward of one optimizer step, with all its micro-batches, e.g.
-
-        def step(tokens, targets):
-            loss = loss_of(model(tokens), targets)
-            loss.backward()
-            return loss
-
-        captured = symmoe.capture_step(step, model)
-        for tokens, targets in batches:
-            loss = captured(tokens, targets)
-            optimizer.step()
-
-    After a call `.grad` has the gradients of this call only: they need no zero_grad, and replace what was there. Its
-    result is detached.
+    `step` runs forward and backward of one optimizer step, with all its micro-batches, and returns e.g. the loss; the
+    optimizer's step follows the call (docs/tuning.md). After a call `.grad` has the gradients of this call only: they
+    need no zero_grad, and replace what was there. Its result is detached.
     The first calls are eager, and so is the first one with inputs of other shapes or dtypes. Then the step is captured
     with room for `room` times the rows that layers with capacity None have needed. A replay in which some layer of some
     rank needed more has moved no rows there. The host notices that before the call returns, and runs the step again,
@@ -61,8 +50,7 @@ def capture_step(
             in modules is read when it is captured.
         model: all modules that the step uses, and so all parameters and buffers that it uses or changes; of several
             models an nn.ModuleList.
-        room: at least 1.
-        num_eager: eager calls before a capture, at least 1.
+        room, num_eager: at least 1; the latter are eager calls before a capture.
 
     Raises:
         ArgumentError: a number is out of range; layers are on several heaps, or have aux_loss="global" over several EP
@@ -101,15 +89,13 @@ class CudaGraph:
     """`function` as a CUDA graph on the heaps; it has not run when this is made."""
 
     def __init__(self, function: Callable[[], None], heaps: list[SymmetricHeap]) -> None:
-        self._graph, self._heaps = torch.cuda.CUDAGraph(), heaps
-        self._captures: list[int] = []
-        try:
+        self._graph = torch.cuda.CUDAGraph()
+        with ExitStack() as arenas:
             with torch.cuda.graph(self._graph):
-                self._captures += [heap.streams.capture for heap in heaps]
+                for heap in heaps:
+                    arenas.callback(heap.memory.release_graph, heap.streams.capture)
                 function()
-        except BaseException:
-            self._release()
-            raise
+            self._arenas = arenas.pop_all()
 
     def replay(self) -> None:
         """Runs it again, on the memory that it was captured with. Does not wait for it."""
@@ -118,11 +104,7 @@ class CudaGraph:
     def end(self) -> None:
         """Gives its memory back."""
         self._graph.reset()
-        self._release()
-
-    def _release(self) -> None:
-        for heap, capture in zip(self._heaps, self._captures, strict=False):
-            heap.memory.release_graph(capture)
+        self._arenas.close()
 
 
 class _Replay:
@@ -194,10 +176,7 @@ class CapturedStep(Generic[R]):
         self.room, self._num_eager = room, num_eager
         self.modules = Modules(model)
         self.heaps = list(dict.fromkeys(layer.heap for layer in self.modules.layers))
-        try:
-            self._signature = inspect.signature(step)
-        except (TypeError, ValueError):  # of a builtin
-            self._signature = inspect.signature(lambda *args, **kwargs: None)
+        self._signature = inspect.signature(step)
         self.make_graph: Callable[[Callable[[], None], list[SymmetricHeap]], CudaGraph] | None = (
             CudaGraph if self.device.type == "cuda" else None
         )

@@ -1,10 +1,8 @@
 """LoRA on grouped experts (arXiv:2106.09685): y_g = W[g] x + (alpha / r) * B[g] (A[g] x), with W frozen.
 
 Adapters are grouped low-rank GEMMs (grouped/low_rank.py) in addition to those of W: in GroupedMLP, in the
-expert-parallel step with all its schedules, in torch.compile. Neither W + B A nor a gradient of the size of W is made;
-only merging makes B A.
-
-In addition to what a step without adapters keeps for backward, it keeps r numbers per row and linear layer.
+expert-parallel step with all its schedules, in torch.compile. Only merging makes B A. In addition to what a step
+without adapters keeps for backward, it keeps r numbers per row and linear layer.
 
 G groups, C input features, O output features, r rank.
 """
@@ -28,22 +26,15 @@ from symmoe.grouped.parameters import local_part
 
 
 class LoRAGroupedLinear(GroupedLinear):
-    """A GroupedLinear with adapters. Made by :func:`add_lora`, not by hand.
+    """A GroupedLinear with adapters. Made by :func:`add_lora`, not by hand. rank_dropout: in training, the probability
+    with which each of the r directions of an expert is left out of a call. (There is no dropout of the adapter's input,
+    as the paper has it.)"""
 
-    Attributes:
-        lora_a: [G, r, C] parameter, uniform like nn.Linear.
-        lora_b: [G, O, r] parameter, zeros: at first the layer is the one that it was made of, bit for bit.
-        scaling: alpha / r.
-        rank_dropout: in training, the probability with which each of the r directions of an expert is left out of a
-            call. (There is no dropout of the adapter's input, as the paper has it.)
-        is_merged: whether the weight holds the adapters' part.
-    """
-
-    lora_a: nn.Parameter
-    lora_b: nn.Parameter
-    scaling: float
+    lora_a: nn.Parameter  # [G, r, C], uniform like nn.Linear
+    lora_b: nn.Parameter  # [G, O, r], zeros: at first the layer is the one that it was made of, bit for bit
+    scaling: float  # alpha / r
     rank_dropout: float
-    is_merged: bool
+    is_merged: bool  # whether the weight holds the adapters' part
 
     @classmethod
     def from_linear(

@@ -24,7 +24,7 @@ from symmoe.moe.config import MoEConfig
 from symmoe.moe.ep_step import expert_parallel_mlp
 from symmoe.moe.overlap import chance_of_part
 from symmoe.moe.routed_experts import RoutedExperts, experts_of
-from symmoe.moe.routing import Route, route_tokens
+from symmoe.moe.router import Route, route_tokens
 from symmoe.symm_mem.dry_heap import ENDLESS_BYTES, DryHeap, Event
 from symmoe.symm_mem.memory import ALIGNMENT_BYTES, Arena
 from symmoe.symm_mem.row_budget import RowHistory
@@ -83,8 +83,7 @@ def plan_memory(
 
     Args:
         config: the configuration of every layer.
-        num_ranks: R.
-        num_tokens: T of a call, the largest of any rank.
+        num_ranks, num_tokens: R, and T of a call, the largest of any rank.
         dtype: the dtype of the rows.
         routing: with exact capacity, the rows to count with. "uniform": K distinct experts for every token, all
             equally likely; the mean, real routing needs more. "worst": every token of every rank chooses this rank.

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,15 +22,9 @@ from symmoe.torch_internals import graph_task_id
 Sink = Callable[[dict[str, float], int], object]
 
 
-class ScalarWriter(Protocol):
-    """A torch.utils.tensorboard.SummaryWriter, or what is used like one."""
-
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object:
-        """Notes one number of a step."""
-
-
-def tensorboard_sink(writer: ScalarWriter) -> Sink:
-    """A sink for :class:`MetricsLogger` that gives each number to `writer`."""
+def tensorboard_sink(writer: Any) -> Sink:
+    """A sink for :class:`MetricsLogger` that gives each number to `writer`, a torch.utils.tensorboard.SummaryWriter or
+    what has its method `add_scalar`."""
 
     def sink(numbers: dict[str, float], step: int) -> None:
         for name, number in numbers.items():
@@ -132,10 +126,8 @@ class MetricsLogger:
         The sink gets, for every field of the records that is a number, "moe/{layer}/{field}", and "moe/{field}/mean"
         and "moe/{field}/max" over the layers; for tokens_per_expert, tokens_per_rank and balanced_per_rank
         "moe/{layer}/{field}/{i}" of each expert or rank, and of ranks "moe/{layer}/{field}_max_over_mean". Except
-        for aux_loss, num_over_capacity, bytes and times, records are the same on all ranks of an EP group.
-
-        Args:
-            step: handed on to the sink.
+        for aux_loss, num_over_capacity, bytes and times, records are the same on all ranks of an EP group. step: handed
+        on to the sink.
         """
         totals = self._totals.to("cpu", copy=True)
         self._totals.zero_()
@@ -178,9 +170,8 @@ class _Watched:
             own = report.place_to_expert // (num_experts // heap.num_ranks) == heap.rank
             replica_bytes.add_(own.sum(), alpha=report.replica_bytes)
         num_calls.add_(1)
-        if report.aux_loss is None:
-            self._knows_losses = False
-        else:
+        self._knows_losses = report.aux_loss is not None
+        if report.aux_loss is not None:
             aux_loss.add_(report.aux_loss.detach())
         num_dropped.add_(report.num_dropped[0])
         if report.num_over_capacity is not None:
@@ -273,12 +264,10 @@ def _numbers(records: list[LayerRecord]) -> dict[str, float]:
         for record, value in zip(records, values, strict=True):
             if isinstance(value, tuple):
                 numbers |= {f"moe/{record.name}/{field}/{i}": float(number) for i, number in enumerate(value)}
+            if isinstance(value, tuple) and field.endswith("_per_rank"):
+                numbers[f"moe/{record.name}/{field}_max_over_mean"] = max(value) * len(value) / max(1, sum(value))
         if all(isinstance(value, (int, float)) for value in values):
             numbers |= {f"moe/{record.name}/{field}": float(getattr(record, field)) for record in records}
             numbers[f"moe/{field}/mean"] = float(sum(values) / len(values))
             numbers[f"moe/{field}/max"] = float(max(values))
-    for record in records:
-        for field in ("tokens_per_rank", "balanced_per_rank"):
-            if rows := getattr(record, field):
-                numbers[f"moe/{record.name}/{field}_max_over_mean"] = max(rows) * len(rows) / max(1, sum(rows))
     return numbers

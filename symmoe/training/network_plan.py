@@ -71,7 +71,7 @@ class Forward:
         return max(times, key=times.__getitem__)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class NetworkPlan:
     """What :func:`plan_network` returns, for one rank: the trips, the pass with exact and with static capacity; and the
     seconds that a GPU takes for a step, without waits for its host, with exact capacity and the default schedule."""
@@ -100,9 +100,7 @@ def plan_network(
 
     Args:
         config: rail_capacity None is num_tokens.
-        num_ranks: R.
-        num_nodes: N.
-        num_tokens: T, on every rank.
+        num_ranks, num_nodes, num_tokens: R, N, and T on every rank.
         nic_gbs: 1e9 bytes per second that one rank sends over the network.
         dtype: the dtype of the rows; with a `quantized_wire`, of those that come home.
 
@@ -159,19 +157,15 @@ def plan_network(
     dispatch = trip(config.sent_row_bytes("forward", dtype.itemsize), num_nodes * (per_node - 1) * of_rank)
     combine = trip(config.hidden * dtype.itemsize, config.top_k * (1 - 1 / per_node))
 
-    def forward(network_s: float) -> Forward:
-        gemms_s = (sizes.fc1_flops + sizes.product_flops) / rates.flops
-        return Forward(network_s=network_s, link_s=dispatch.link.seconds + combine.link.seconds, gemms_s=gemms_s)
-
-    step_forward_s, step_backward_s = _step_s(sizes, rates)
-    return NetworkPlan(
-        dispatch=dispatch,
-        combine=combine,
-        exact=forward(dispatch.nodes.seconds + combine.nodes.seconds),
-        fixed=forward(dispatch.fixed.seconds + combine.fixed.seconds),
-        step_forward_s=step_forward_s,
-        step_backward_s=step_backward_s,
+    gemms_s = (sizes.fc1_flops + sizes.product_flops) / rates.flops
+    exact, fixed = (
+        Forward(network_s=network_s, link_s=dispatch.link.seconds + combine.link.seconds, gemms_s=gemms_s)
+        for network_s in (
+            dispatch.nodes.seconds + combine.nodes.seconds,
+            dispatch.fixed.seconds + combine.fixed.seconds,
+        )
     )
+    return NetworkPlan(dispatch, combine, exact, fixed, *_step_s(sizes, rates))
 
 
 def _step_s(sizes: Sizes, rates: Rates) -> tuple[float, float]:

@@ -1,10 +1,8 @@
 """Routing that is given instead of chosen: recorded in one forward and taken again in another, or balanced by force.
 
 Replay makes a policy's training forward use the experts of its rollout (routing replay for RL, arXiv:2510.11370).
-Scores and probs are computed anew, for the given experts, and so are their gradients.
-
-For one layer: `layer(x, topk_idx=recorded)`. The helpers below do it for all layers of a model. Recording works for the
-layers of integrations too. Only MoELayers take a given choice: symmoe's router computes its probs.
+Scores and probs are computed anew, for the given experts, and so are their gradients. For one layer: `layer(x,
+topk_idx=recorded)`. Only MoELayers take a given choice: symmoe's router computes its probs.
 """
 
 from __future__ import annotations
@@ -12,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,15 +40,15 @@ def record_routing(model: nn.Module) -> Iterator[Routing]:
     """
     routing: Routing = {}
     layers = layers_with_listeners(model)
+
+    def keep(name: str, report: RoutingReport) -> None:
+        if name in routing:
+            raise ArgumentError(f"layer {name!r} is called twice; record one forward, and no backward")
+        routing[name] = report.chosen_idx.int()
+
     with ExitStack() as added:
         for name, (_, listeners) in layers.items():
-
-            def keep(report: RoutingReport, name: str = name) -> None:
-                if name in routing:
-                    raise ArgumentError(f"layer {name!r} is called twice; record one forward, and no backward")
-                routing[name] = report.chosen_idx.int()
-
-            added.callback(listeners.add(keep))
+            added.callback(listeners.add(partial(keep, name)))
         yield routing
         _check_all_called(layers.keys() - routing.keys())
 
@@ -88,11 +87,9 @@ def balanced_routing(model: nn.Module) -> Iterator[None]:
 def balanced_choice(
     num_tokens: int, top_k: int, num_experts: int, *, device: torch.device | str | None = None
 ) -> torch.Tensor:
-    """int32 [T, K]: experts with loads that differ by at most 1, distinct in a token, spread over the ranks.
-
-    Slot n = t * K + k goes to expert n * g modulo E. g is coprime to E, so any E slots in a row go to E experts; and
-    close to E divided by the golden ratio, so that a token's experts are far apart.
-    """
+    """int32 [T, K]: experts with loads that differ by at most 1, distinct in a token, spread over the ranks. Slot n = t
+    * K + k goes to expert n * g modulo E. g is coprime to E, so any E slots in a row go to E experts; and close to E
+    divided by the golden ratio, so that a token's experts are far apart."""
     step = max(1, round(num_experts / ((1 + math.sqrt(5)) / 2)))
     while math.gcd(step, num_experts) > 1:
         step += 1
@@ -118,19 +115,17 @@ def _choose(
     layers: Mapping[str, MoELayer], choice: Callable[[str, MoELayer, torch.Tensor], torch.Tensor]
 ) -> Iterator[None]:
     left = set(layers)
+
+    def give(name: str, module: MoELayer, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        left.discard(name)
+        if kwargs.get("probs") is not None:
+            problem = ArgumentError(f"layer {name!r} is called with probs, which are of another choice")
+            module.heap.fail_for(problem, control.PHASE_PLAN)
+        return args, {**kwargs, "topk_idx": choice(name, module, args[0] if args else kwargs["x"])}
+
     with ExitStack() as hooks:
         for name, layer in layers.items():
-
-            def give(
-                module: MoELayer, args: Any, kwargs: dict[str, Any], name: str = name
-            ) -> tuple[Any, dict[str, Any]]:
-                left.discard(name)
-                if kwargs.get("probs") is not None:
-                    problem = ArgumentError(f"layer {name!r} is called with probs, which are of another choice")
-                    module.heap.fail_for(problem, control.PHASE_PLAN)
-                return args, {**kwargs, "topk_idx": choice(name, module, args[0] if args else kwargs["x"])}
-
-            hooks.callback(layer.register_forward_pre_hook(give, with_kwargs=True).remove)
+            hooks.callback(layer.register_forward_pre_hook(partial(give, name), with_kwargs=True).remove)
         yield
         _check_all_called(left)
 

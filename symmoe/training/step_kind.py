@@ -71,18 +71,12 @@ def _parts(value: Any) -> tuple[dict[str, Any], Callable[[list[Any]], Any]] | No
 
 class Tree:
     """Values by name, taken apart: arguments of a captured step of a model on a device, or (None) what a step returns.
-
-    Attributes:
-        tensors, paths: the tensors in the values, each once, and where they are.
-        kind: everything else; values of the same kind differ in the contents of `tensors` only.
-
-    Raises:
-        ArgumentError, StaleLease: a value is none that is understood, or a tensor that cannot be an argument.
-    """
+    ArgumentError, StaleLease: a value is none that is understood, or a tensor that cannot be an argument. `kind`: all
+    but the contents of `tensors`."""
 
     def __init__(self, values: dict[str, object], device: torch.device | None = None) -> None:
-        self.tensors: list[torch.Tensor] = []
-        self.paths: list[str] = []
+        self.tensors: list[torch.Tensor] = []  # in the values, each once
+        self.paths: list[str] = []  # where they are
         self._values, self._device = values, device
         self._numbers: dict[int, int] = {}
         tokens: list[Hashable] = []
@@ -159,20 +153,15 @@ def modes(device_type: str) -> Hashable:
 
 
 class Modules:
-    """The modules of a model, looked at before every call.
-
-    Attributes:
-        located: those of its parameters and buffers that have memory of their own.
-        num_looks: how often parameters, buffers, modules, hooks, or what the step itself sets, were found to be others.
-        places: where tensors lie, as :meth:`settings` has found them.
-    """
+    """The modules of a model, looked at before every call. num_looks: how often parameters, buffers, modules, hooks, or
+    what the step itself sets, were found to be others."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model, self.num_looks, self._num_replaced = model, 0, 0
         self._own: dict[tuple[int, str], object] = {}  # attributes that the step itself sets
         self._numbers: dict[Hashable, int] = {}
         self._objects: dict[int, object] = {}  # by id, which no other gets as long as they are here
-        self.places: list[list[Any]] = []
+        self.places: list[list[Any]] = []  # where tensors lie, as `settings` has found them
         self._trained: list[tuple[Any, ...]] = []
         self._values: list[Any] = []
         self._settings = 0
@@ -208,18 +197,16 @@ class Modules:
 
     @contextmanager
     def running(self, arguments: dict[str, torch.Tensor]) -> Iterator[None]:
-        """A context for the step, which finds out what it sets itself. arguments: by where they are.
-
-        Raises:
-            ArgumentError: it writes into arguments or parameters, or always replaces something in the model.
-        """
+        """A context for the step, which finds out what it sets itself. arguments: by where they are. ArgumentError: it
+        writes into arguments or parameters, or always replaces something in the model."""
         tensors = [*arguments.items(), *self._model.named_parameters()]
-        versions = [_version(tensor) for _, tensor in tensors]
+        tensors = [each for each in tensors if not each[1].is_inference()]  # those have no versions
+        versions = [version_of(tensor) for _, tensor in tensors]
         watched = [*self._public, *self._attributes]
         before = [d.get(name) for d, name in watched]
         yield
         for (name, tensor), version in zip(tensors, versions, strict=True):
-            if _version(tensor) != version:
+            if version_of(tensor) != version:
                 raise ArgumentError(f"the step writes into {name} {list(tensor.shape)}, twice if it has to be repeated")
         self._num_replaced = self._num_replaced + 1 if self._are_others() else 0
         if self._num_replaced == 2:
@@ -255,13 +242,9 @@ class Modules:
             (d, name) for d, name in found if type(t := d[name]) is torch.Tensor and t.layout is torch.strided
         ]
         self._public = [(d, name) for d, name in found if name[0] != "_" and type(d[name]) is not torch.Tensor]
-        tensors = (*self.parameters, *self._model.buffers())
+        tensors = (*self.parameters, *self._model.buffers())  # of these, those that have memory of their own
         self.located = [t for t in tensors if type(t).__torch_dispatch__ is torch.Tensor.__torch_dispatch__]
         self.places, self._trained, self._values = [], [], []  # unknown
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else version_of(tensor)
 
 
 def _is_same(old: object, new: object) -> bool:

@@ -9,8 +9,7 @@ if not torch.cuda.is_available():
 from symmoe import MoEConfig, kernels
 from symmoe.kernels.routing_rule import RoutingRule
 from symmoe.kernels.triton import router_products
-from symmoe.moe.router import Router
-from symmoe.moe.routing import Route, route_tokens
+from symmoe.moe.router import Route, Router, route_tokens
 
 DEVICE = torch.device("cuda")
 OURS = kernels.for_device(DEVICE)

@@ -23,7 +23,7 @@ import symmoe
 import symmoe.moe.torch_operators
 from symmoe.errors import ArgumentError, CapacityError, StalePlan
 from symmoe.kernels.routing_rule import RoutingRule
-from symmoe.moe import ep_step, routed_experts, routing, torch_operators
+from symmoe.moe import ep_step, routed_experts, router, torch_operators
 from symmoe.precision import Float8Block
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")  # inductor's own
@@ -278,14 +278,14 @@ def test_operators_pass_torchs_own_checks(heap, monkeypatch):
     backward = (torch.randn(3, HIDDEN), state, tensors, call_of(layer))
     check(torch.ops.symmoe.moe_backward.default, backward)
     grouped = RoutingRule(score="sigmoid", num_groups=2, top_groups=1, route_scale=1.5)
-    numbers, plain = (routing._packed(2, rule, heap) for rule in (grouped, RoutingRule()))
-    router, bias = torch.randn(4, HIDDEN, requires_grad=True), torch.randn(4)
+    numbers, plain = (router._packed(2, rule, heap) for rule in (grouped, RoutingRule()))
+    matrix, bias = torch.randn(4, HIDDEN, requires_grad=True), torch.randn(4)
     chosen, scores = torch.tensor([[0, -1]] * 5, dtype=torch.int32), torch.rand(5, 4)
     for dtype in (torch.bfloat16, torch.float32):
         rows = torch.randn(5, HIDDEN).to(dtype).requires_grad_()
         for given in (None, chosen):
-            check(torch.ops.symmoe.route.default, (rows, router, bias, given, numbers))
-        detached = [rows.detach(), router.detach(), chosen.relu(), scores]
+            check(torch.ops.symmoe.route.default, (rows, matrix, bias, given, numbers))
+        detached = [rows.detach(), matrix.detach(), chosen.relu(), scores]
         gradient = (torch.rand(5, 4), torch.rand(5, 2), None, detached, plain)
         check(torch.ops.symmoe.route_gradients.default, gradient)
     step_load, load = torch.arange(4), torch.ones(4, dtype=torch.int32)

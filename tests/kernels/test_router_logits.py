@@ -6,8 +6,7 @@ from torch import nn
 
 from symmoe.kernels.routing_rule import RoutingRule
 from symmoe.moe.config import MoEConfig
-from symmoe.moe.router import Router
-from symmoe.moe.routing import Route, route_tokens
+from symmoe.moe.router import Route, Router, route_tokens
 
 T, E, H = 37, 12, 40
 

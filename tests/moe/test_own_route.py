@@ -13,7 +13,7 @@ from worker import open_heap
 from symmoe import MoELayer, SymmetricHeap
 from symmoe.errors import SymmoeError
 from symmoe.moe import router
-from symmoe.moe.routing import Route
+from symmoe.moe.router import Route
 
 OPTIONS = {
     "defaults": {},
