@@ -8,8 +8,8 @@ of five orders), or all on the first ranks ("sorted"). Which rows move is what p
     base + slope * load + cost + bytes / rate
 
 load: rows of the slowest rank over the mean; bytes: of weights, twice, and of gradients, that replicas move out of or
-into the busiest rank. base and slope are fitted to balance-ep2.json (two H200s), and so are, to its steps with
-replicas, cost and rate: whatever replicas add there, as if nothing of it were hidden. It is within 4 % of all steps of
+into the busiest rank. base and slope are fitted to balance-h200-ep2.json (two H200s), and so are, to its steps with
+replicas, cost and rate: whatever replicas add there, as if nothing of it were hidden. It is within 2 % of all steps of
 the record. Left out: that more ranks send more rows over the network, and do so unevenly, and that GEMMs of fewer rows
 are slower.
 """
@@ -28,7 +28,7 @@ from symmoe.kernels import control, twin
 from symmoe.moe.balance import rows_per_rank
 from symmoe.tools.bench.cases import PRESETS, Shape
 
-RECORD = Path(__file__).parent / "results" / "balance-ep2.json"
+RECORD = Path(__file__).parent / "results" / "balance-h200-ep2.json"
 SHAPES = {"qwen3-30b": PRESETS["qwen3-30b"], "deepseek-v3": replace(PRESETS["deepseek-like"], num_experts=256)}
 RECORDED = {"qwen3-30b": "qwen3-30b", "deepseek-v3": "deepseek-like"}  # a quarter of the experts, of the same size
 TOKENS, SLACK, ITEM_BYTES, NUM_ORDERS = 8192, 50, 2, 5

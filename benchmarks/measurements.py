@@ -324,7 +324,7 @@ def overhead() -> Iterable[list[object]]:
 
 
 def balance() -> Iterable[list[object]]:
-    records = load("balance-ep2")
+    records = load("balance-h200-ep2")
     for preset in dict.fromkeys(row["preset"] for row in records):
         rows = [row for row in records if row["preset"] == preset]
         for without, replicas in zip(rows[::2], rows[1::2], strict=True):
@@ -456,7 +456,7 @@ def sections() -> Iterable[tuple[str, list[str]]]:
         "### Balance by replicas",
         [
             source(
-                "balance-ep2",
+                "balance-h200-ep2",
                 note="Whole steps without a router, 4 places. Load: rows of rank 0 by the mean; peaks are its.",
             ),
             table(["", "load", "ms", "with replicas", "by the uniform step", "peak MiB", "with replicas"], balance()),
