@@ -457,7 +457,7 @@ def sections() -> Iterable[tuple[str, list[str]]]:
         [
             source(
                 "balance-h200-ep2",
-                note="Whole steps without a router, 4 places. Load: rows of rank 0 by the mean; peaks are its.",
+                note="Steps without a router, 4 places. Load: rows of rank 0 by the mean; peaks: its.",
             ),
             table(["", "load", "ms", "with replicas", "by the uniform step", "peak MiB", "with replicas"], balance()),
         ],

@@ -17,19 +17,13 @@ H = (torch.bfloat16, torch.float16)  # dtypes of the activation's input
 
 
 class DactOperands(NamedTuple):
-    """What dact_quantize fills.
+    """What dact_quantize fills."""
 
-    Attributes:
-        dscale: fp32[N], 0 past the last row.
-        rows, columns: dh, W features: operands of the first GEMM's input gradient and weight gradient.
-        a_columns: the activation, I features: operand of the second GEMM's weight gradient.
-        dbias: [G, W], bf16, fp16 or fp32: what grouped_bias_grad makes of dh, bit for bit; None: not wanted.
-    """
-
-    dscale: torch.Tensor
-    rows: Buffers
-    columns: Buffers
-    a_columns: Buffers
+    dscale: torch.Tensor  # fp32[N], 0 past the last row
+    rows: Buffers  # dh, W features: operand of the first GEMM's input gradient
+    columns: Buffers  # and of its weight gradient
+    a_columns: Buffers  # the activation, I features: operand of the second GEMM's weight gradient
+    # [G, W], bf16, fp16 or fp32: what grouped_bias_grad makes of dh, bit for bit; None: not wanted.
     dbias: torch.Tensor | None = None
 
 

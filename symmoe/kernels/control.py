@@ -19,7 +19,7 @@ import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TypedDict
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -198,18 +198,7 @@ CONFIG_BITS = 48
 MAX_HIDDEN = (1 << CALL_FIELDS["hidden"]) - 1
 
 
-class CallFields(TypedDict, total=False):
-    """Values of CALL_FIELDS, except the phase; those that are not given are 0."""
-
-    order: int
-    gradients: int
-    probs: int
-    dtype: int
-    hidden: int
-    layout: int
-    schedule: int
-    plan: int
-    replicas: int
+CallFields = dict[str, Any]  # values of CALL_FIELDS, except the phase; those that are not given are 0
 
 
 def gradients_index(*, x: bool, probs: bool) -> int:
@@ -219,6 +208,7 @@ def gradients_index(*, x: bool, probs: bool) -> int:
 
 def pack_call(*, config: int = 0, **fields: int) -> int:
     """The call of a barrier as one integer; fields that are not given are 0. config: of a plan."""
+    assert fields.keys() <= CALL_FIELDS.keys(), fields
     call, shift = config << CALL_FIELDS["phase"], 0
     for name, width in CALL_FIELDS.items():
         call |= (fields.get(name, 0) & (1 << width) - 1) << shift

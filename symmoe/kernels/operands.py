@@ -14,32 +14,20 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Operand(NamedTuple):
-    """Quantised rows, columns or weights, ready for a grouped GEMM.
+    """Quantised rows, columns or weights, ready for a grouped GEMM."""
 
-    Attributes:
-        data: quantised numbers, as in precision.Quantized.
-        scale: compact fp32 scales, or 128x4 tiles of uint8 scales.
-        global_scale: fp32[G], or None where the format has none.
-    """
-
-    data: torch.Tensor
-    scale: torch.Tensor
-    global_scale: torch.Tensor | None = None
+    data: torch.Tensor  # quantised numbers, as in precision.Quantized
+    scale: torch.Tensor  # compact fp32 scales, or 128x4 tiles of uint8 scales
+    global_scale: torch.Tensor | None = None  # fp32[G], or None where the format has none
 
 
 class ScatteredWeight(NamedTuple):
     """Quantised weights of G experts, each with memory of its own, e.g. from :func:`pack_weight_ptrs`. Nothing here
-    keeps that memory alive.
+    keeps that memory alive."""
 
-    Attributes:
-        data: the matrices of Operand.data.
-        scale: the matrices of its compact fp32 scales; or of uint8 scales in tiles, [tiles down, tiles across * 512].
-        global_scale: as in Operand.
-    """
-
-    data: TensorTable
-    scale: TensorTable
-    global_scale: torch.Tensor | None = None
+    data: TensorTable  # the matrices of Operand.data
+    scale: TensorTable  # of its compact fp32 scales; or of uint8 scales in tiles, [tiles down, tiles across * 512]
+    global_scale: torch.Tensor | None = None  # as in Operand
 
 
 def check_operand(

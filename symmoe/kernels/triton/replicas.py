@@ -171,9 +171,8 @@ class Kind:
 
 @functools.cache
 def _constants(matrices, places: tuple[int, int], at: tuple[int, tuple[int, int]], **ranks: int) -> Constants:
-    """matrices: numbers of one, and the dtype, of each of the pair; places: ranks of the group, and places of each; at:
-    the column of `received`, and bytes after that; ranks: of the node, its first one in the group, and the first of
-    this rank's experts."""
+    """matrices: of each of the pair numbers, and the dtype; places: ranks of the group, and places of each; at: the
+    column of `received`, and bytes after that; ranks: of the node, the first in the group, and this one's experts."""
     named = {"num_group": places[0], "num_places": places[1], "column": at[0], **ranks}
     named |= {"rank_lanes": next_power_of_2(ranks["num_ranks"]), "block": BLOCK}
     kinds = (Kind(numel, TRITON_DTYPES[dtype], start) for (numel, dtype), start in zip(matrices, at[1], strict=True))
