@@ -266,12 +266,16 @@ class MoELayer(ExpertParallelModule):
         __call__ = forward  # nn.Module's has no types
 
     def _replica_bytes(self, item_bytes: int) -> int:
-        """Bytes that one replica moves in a step: its weights twice, and the gradients of those that are trained."""
+        """Bytes that one replica moves in a step: all of an expert twice, and gradients of what is trained."""
         num_bytes = 0
         for fc in (self.experts.fc1, self.experts.fc2):
-            item = 4 if fc.accumulate_into_main_grad else item_bytes
-            trained = any(parameter.requires_grad for parameter in fc.parameters())
-            num_bytes += fc.out_features * fc.in_features * (2 * item_bytes + item * trained)
+            main_item = 4 if fc.accumulate_into_main_grad else item_bytes
+            kinds = {name.rstrip("0123456789"): parameter for name, parameter in fc.named_parameters()}
+            for kind, parameter in kinds.items():
+                is_of_one = kind == "weight" and not fc.is_packed
+                numel = parameter.numel() if is_of_one else parameter.numel() // parameter.shape[0]
+                item = main_item if kind == "weight" else item_bytes
+                num_bytes += numel * (2 * item_bytes + item * parameter.requires_grad)
         return num_bytes
 
     def _problem(self, x: torch.Tensor, **arguments: torch.Tensor | None) -> SymmoeError | None:

@@ -226,6 +226,20 @@ def test_gradients_go_where_they_are_wanted(rank: int, num_ranks: int, findings:
     findings.check(all(map(torch.equal, others, wanted_others)), "y, dx or dprobs differ")
 
 
+@pytest.mark.parametrize("kind", [{}, {"bias": True}, {"weights": "discrete"}], ids=str)
+def test_bytes_of_a_replica(heap: SymmetricHeap, kind: dict[str, Any]) -> None:
+    """All of an expert, forward and backward, and gradients of what is trained."""
+    layer = MoELayer(config(1), heap, experts=GroupedMLP(4, H, I, **kind, dtype=torch.bfloat16))
+    numel = 2 * I * H + H * I + (2 * I + H) * ("bias" in kind)
+    seen = []
+    layer.listeners.add(lambda report: seen.append(report.replica_bytes))
+    steps(layer, torch.bfloat16, num_steps=1)
+    add_lora(layer, rank=8, alpha=8.0)
+    steps(layer, torch.bfloat16, num_steps=1)
+    of_adapters = 8 * (H + 2 * I + I + H)
+    assert seen == [3 * 2 * numel, 2 * 2 * numel + 3 * 2 * of_adapters]
+
+
 @run_on(2)
 def test_a_router_learns_the_same(rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap) -> None:
     results = []
