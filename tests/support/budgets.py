@@ -16,14 +16,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 BUDGETS: dict[str, tuple[int, int]] = {
     # lines of .py files, of docs those of .md files
-    "symmoe": (36_000, 38_813),
-    "tests": (42_000, 51_915),
+    "symmoe": (36_000, 38_814),
+    "tests": (42_000, 51_973),
     "docs": (4_000, 0),
     "kernels + tape": (15_000, 0),
     "symm_mem + nodes": (3_900, 4_716),
     "checks + precision": (1_200, 1_243),
     "dispatch + combine": (1_500, 1_521),
-    "grouped + moe + training": (6_900, 8_047),
+    "grouped + moe + training": (6_900, 8_048),
     "checkpoint + integrations": (3_500, 4_085),
     "tools + timeline": (2_700, 3_142),
     # the fullest of all
