@@ -69,12 +69,13 @@ def make(heap: symmoe.SymmetricHeap, *, bias: bool = False, **fields: Any) -> sy
 
 
 def test_a_layer_by_hand(heap):
-    """Three products each way and one of the router, which torch's own formulas count; tokens need no gradient."""
+    """Three products each way and one of the router, a kernel's on CPUs; tokens need no gradient."""
     layer = make(heap)
     counts = counted(lambda: train(layer, torch.randn(TOKENS, HIDDEN)))
     rows = TOKENS * TOP_K
     fc1, fc2 = 2 * rows * HIDDEN * 2 * FFN, 2 * rows * FFN * HIDDEN
-    assert counts == {"aten.mm": 2 * ROUTER, "symmoe.moe_forward": fc1 + fc2, "symmoe.moe_backward": 2 * fc2 + fc1}
+    of_experts = {"symmoe.moe_forward": fc1 + fc2, "symmoe.moe_backward": 2 * fc2 + fc1}
+    assert counts == {"symmoe.product": 2 * ROUTER, **of_experts}
 
 
 def frozen(layer: symmoe.MoELayer) -> None:
@@ -121,8 +122,9 @@ def test_a_layer_against_its_kernels(heap, name: str, needs_x: bool):
     mask = torch.arange(TOKENS) < TOKENS - 2
     with multiplied() as found:
         counts = counted(lambda: train(layer, x, mask))
-    assert sum(counts.values()) - counts["aten.mm"] == sum(found) > 0
-    assert ("symmoe.product" in counts) == (name == "delayed")
+    router = (2 + needs_x) * ROUTER
+    assert sum(counts.values()) - router == sum(found) > 0
+    assert (counts["symmoe.product"] > router) == (name == "delayed")
 
 
 @pytest.mark.parametrize(
@@ -160,12 +162,12 @@ def test_an_exported_layer_counts_the_same(heap):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_without_data_every_slot_counts(heap, dtype: torch.dtype):
-    """Nobody knows the routing of fake tensors; the router's product in bf16 is a kernel."""
+    """Nobody knows the routing of fake tensors; the router's product is a kernel."""
     layer = make(heap)
     with FakeTensorMode(allow_non_fake_inputs=True):
         x = torch.randn(TOKENS, HIDDEN, requires_grad=True, dtype=dtype)
         counts = counted(lambda: train(layer, x))
-    assert ("symmoe.product" in counts) == (dtype is torch.bfloat16)
+    assert "symmoe.product" in counts
     assert sum(counts.values()) == 3 * (ROUTER + TOKENS * TOP_K * EXPERT)
 
 

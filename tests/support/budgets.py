@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BUDGETS: dict[str, tuple[int, int]] = {
     # lines of .py files, of docs those of .md files
     "symmoe": (36_000, 38_814),
-    "tests": (42_000, 51_973),
+    "tests": (42_000, 51_975),
     "docs": (4_000, 0),
     "kernels + tape": (15_000, 0),
     "symm_mem + nodes": (3_900, 4_716),
