@@ -339,9 +339,9 @@ class RouteGradients(NamedTuple):
 
 def route_tokens(route: Route, heap: SymmetricHeap | None = None) -> Routed:
     """Logits x @ weight^T of tokens, and the experts that they choose (kernels/contract/router.py). Not collective, no
-    host sync. For bf16 tokens, and on CPUs, kernels compute the logits with sums as good as those of fp32 products (never
-    tf32), without an fp32 copy of the tokens; a token's logits do not depend on the other tokens. Otherwise torch
-    computes them from an fp32 copy. Differentiable, once. heap: its tapes play what is launched."""
+    host sync. For bf16 tokens, and on CPUs, kernels compute the logits with sums as good as those of fp32 products
+    (never tf32), without an fp32 copy of the tokens; a token's logits do not depend on the other tokens. Otherwise
+    torch computes them from an fp32 copy. Differentiable, once. heap: its tapes play what is launched."""
     if torch.compiler.is_compiling():
         return Routed(*_route(*route[:4], _packed(route.top_k, route.rule, heap)))
     return Routed(*_RouteFunction.apply(heap, route, route.x, route.weight))
