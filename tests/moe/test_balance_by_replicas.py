@@ -125,7 +125,7 @@ def test_all_kinds_of_experts(rank: int, num_ranks: int, findings: Findings, dev
 @pytest.mark.parametrize("ranks_per_node", [2, 1])
 @run_on(4)
 def test_between_nodes(rank: int, num_ranks: int, findings: Findings, ranks_per_node: int) -> None:
-    """Rows move inside a node only; alone on its node a rank keeps all."""
+    """Rows move inside a node only; the only rank of a node keeps all."""
     with open_heap("cpu", ranks_per_node=ranks_per_node) as heap:
         for schedule, kind in (("serial", {}), ("always-overlapped", {"bias": True})):
             findings.where = f"rank {rank} of {num_ranks}, {schedule}"

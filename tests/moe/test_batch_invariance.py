@@ -1,4 +1,4 @@
-"""A token's y, dx and experts are the same alone, in any batch and with any padding: the router's sums, too."""
+"""A token's y, dx and experts are the same in any batch and with any padding, and as the only token."""
 
 from __future__ import annotations
 
