@@ -25,7 +25,7 @@ from symmoe.kernels import control
 from symmoe.kernels.contract.operands import Matrices
 from symmoe.kernels.contract.replicas import Pair
 from symmoe.symm_mem.heap import SymmetricHeap
-from symmoe.symm_mem.memory import ALIGNMENT_BYTES
+from symmoe.symm_mem.memory import ALIGNMENT_BYTES, aligned
 
 _HOME = control.PHASE_REPLICAS_HOME
 _NUM_KINDS = len(control.REPLICA_MATRICES)
@@ -60,8 +60,7 @@ class _Places:
 
     def __init__(self, heap: SymmetricHeap, num_places: int, wanted: Sequence[_Wanted]) -> None:
         sizes = [0 if each is None else num_places * math.prod(each[0]) * each[1].itemsize for each in wanted]
-        aligned = (-(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for size in sizes)
-        *self.starts, num_bytes = itertools.accumulate(aligned, initial=0)
+        *self.starts, num_bytes = itertools.accumulate(map(aligned, sizes), initial=0)
         self.tensors: list[torch.Tensor | None] = [None] * len(sizes)
         self.contents, self.offset, self._lease = 0, 0, None
         if num_bytes:

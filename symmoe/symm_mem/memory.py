@@ -36,14 +36,14 @@ class Arena:
     """Hands out byte ranges of [start, end). Lowest address first, so equal call sequences give equal offsets."""
 
     def __init__(self, start: int, end: int) -> None:
-        start = _aligned(start)
+        start = aligned(start)
         self._end = end = max(start, end // ALIGNMENT_BYTES * ALIGNMENT_BYTES)
         self.capacity_bytes, self.used_bytes, self.high_water_bytes = end - start, 0, 0
         self._free: list[tuple[int, int]] = [(start, end)] if end > start else []
 
     def take(self, num_bytes: int) -> tuple[int, int] | None:
         """(offset, size) of a range of at least `num_bytes`, or None if no free range is large enough."""
-        size = _aligned(num_bytes or 1)
+        size = aligned(num_bytes or 1)
         for index, (start, end) in enumerate(self._free):
             if end - start >= size:
                 if end - start == size:
@@ -91,10 +91,10 @@ class Arena:
     def end_for(self, num_bytes: int) -> int:
         """Where the arena would have to end, so that a range of so many bytes fits behind those that are taken."""
         start, end = self._free[-1] if self._free else (self._end, self._end)
-        return (start if end == self._end else self._end) + _aligned(max(1, num_bytes))
+        return (start if end == self._end else self._end) + aligned(max(1, num_bytes))
 
 
-def _aligned(num_bytes: int) -> int:
+def aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
@@ -228,7 +228,7 @@ class Memory:
     def shrink(self, span: Span, num_bytes: int) -> None:
         """Takes back what comes after the first bytes of a span."""
         arena, (offset, size) = span.place
-        kept = _aligned(num_bytes)
+        kept = aligned(num_bytes)
         if arena is self.arena and self._access.is_given and 0 < kept < size:
             with self.lock:
                 if self._order is not None:
