@@ -40,6 +40,7 @@ from lm.data import VOCABULARY, load_corpus, train_batch
 from megatron_layers import Summary, time_layers
 
 WARMUP_STEPS = 5  # not timed: kernels are compiled, buffers grow
+SHOWN_EVERY = 20  # steps whose losses are in the last line
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -331,7 +332,9 @@ def train(
         if rank == 0:
             speed = num_tokens / seconds[-1]
             print(f"step {step + 1} loss {losses[-1]:.6f} tokens/s {speed:.0f}", flush=True)
+    shown = (1, *range(SHOWN_EVERY, preset.steps + 1, SHOWN_EVERY))
     figures: dict[str, Any] = {"first_loss": losses[0], "last_loss": losses[-1]}
+    figures["losses"] = {step: round(losses[step - 1], 4) for step in shown}
     timed = seconds[WARMUP_STEPS:]
     if timed:
         step_ms = Summary.of([1e3 * value for value in timed])

@@ -20,9 +20,10 @@ def test_all_ways_learn_the_same_and_are_timed(tmp_path: Path, num_ranks: int):
     output_of(str(SCRIPT), *SIZES, *ways, "--json", str(path), num_ranks=num_ranks if num_ranks > 1 else None)
     results = json.loads(path.read_text())["results"]
     assert [result["way"] for result in results] == ["symmoe", "grouped_mm", "eager"]
-    losses = [loss for result in results for loss in result["losses"]]
+    losses = [loss for result in results for loss in result["loss"]]
     assert losses == pytest.approx([losses[0]] * 6, rel=1e-3)
     for result in results:
         assert result["ranks"] == num_ranks
+        assert [list(losses) for losses in result["losses"]] == [["1", "2", "3"]] * 2
         assert len(result["tokens_per_s"]) == 2
         assert min(result["tokens_per_s"]) > 0

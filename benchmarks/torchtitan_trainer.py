@@ -1,0 +1,200 @@
+"""Tokens per second of torchtitan's Trainer: with symmoe's dispatcher, and with torchtitan's own all-to-all.
+
+    torchrun --nproc-per-node=2 benchmarks/torchtitan_trainer.py --json FILE
+    torchrun --nproc-per-node=2 benchmarks/torchtitan_trainer.py --way standard --json FILE
+
+One way in a process: torchtitan's Trainer ends with its process group. The model is torchtitan's Qwen3-MoE with the
+sizes of Qwen3-30B-A3B and fewer layers, under FSDP2 and expert parallelism over all ranks, in bf16, AdamW, on the
+source code of Python's standard library; --json adds a line to FILE. Both ways start from the same numbers and see
+the same tokens, so losses can be compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+
+import torch
+import torch.distributed as dist
+import torchtitan
+from lm.data import VOCABULARY, load_corpus, train_batch
+from torch.utils.data import IterableDataset
+from torchtitan.components.dataloader import ParallelAwareDataloader
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.optimizer import default_adamw
+from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.models.common import CosSinRoPE
+from torchtitan.models.common.attention import ScaledDotProductAttention
+from torchtitan.models.qwen3 import _build_qwen3_moe_layers
+from torchtitan.models.qwen3.config_registry import qwen3_moe_debug
+from torchtitan.trainer import Trainer
+
+from symmoe.tools.bench.records import machine
+
+SIZES = {"dim": 2048, "n_heads": 32, "n_kv_heads": 4, "head_dim": 128, "moe_hidden_dim": 768}
+EXPERTS = {"num_experts": 128, "top_k": 8}
+TINY = {"dim": 64, "n_heads": 4, "n_kv_heads": 2, "head_dim": 16, "moe_hidden_dim": 48}
+TINY_EXPERTS = {"num_experts": 8, "top_k": 2}
+WAYS = ("symmoe", "standard")
+NUM_RANKS = int(os.environ.get("WORLD_SIZE", "1"))
+
+
+class Text(IterableDataset):
+    """Sequences of the corpus; the same global batches on any number of ranks."""
+
+    def __init__(self, rank: int, batch_size: int, seq_len: int) -> None:
+        self.corpus, self.seq_len = load_corpus(), seq_len
+        self.mine = range(rank * batch_size, (rank + 1) * batch_size)
+
+    def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+        positions, step = torch.arange(self.seq_len), 0
+        while True:
+            for row in train_batch(self.corpus, seed=0, step=step, sequences=self.mine, context=self.seq_len):
+                yield {"input": row[:-1], "positions": positions}, row[1:]
+            step += 1
+
+
+class Loader(ParallelAwareDataloader):
+    """torchtitan's, of Text."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ParallelAwareDataloader.Config):
+        infinite: bool = True
+
+    def __init__(self, config: Config, *, dp_rank: int, dp_world_size: int, seq_len: int, local_batch_size: int, **_):
+        text = Text(dp_rank, local_batch_size, seq_len)
+        super().__init__(text, dp_rank, dp_world_size, batch_size=local_batch_size)
+
+
+class Bytes(BaseTokenizer):
+    """Text is bytes already."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseTokenizer.Config):
+        pass
+
+    def __init__(self, config: Config, *, tokenizer_path: str) -> None:
+        super().__init__()
+
+    def encode(self, text: str, *_: Any, **__: Any) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, tokens: list[int], *_: Any, **__: Any) -> str:
+        return bytes(tokens).decode(errors="replace")
+
+    def get_vocab_size(self) -> int:
+        return VOCABULARY
+
+
+class Clock(MetricsProcessor):
+    """Loss and time of every step, the GPU's work included."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(MetricsProcessor.Config):
+        pass
+
+    def __init__(self, config: Config, **kwargs: Any) -> None:
+        super().__init__(config, **kwargs)
+        self.losses: list[float] = []
+        self.ends_s: list[float] = []
+
+    def log(self, step: int, global_avg_loss: float, *args: Any, **kwargs: Any) -> None:
+        super().log(step, global_avg_loss, *args, **kwargs)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.losses.append(global_avg_loss)
+        self.ends_s.append(time.perf_counter())
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--way", choices=WAYS, default="symmoe")
+    parser.add_argument("--layers", type=int, default=4, help="of the model (%(default)s)")
+    parser.add_argument("--context", type=int, default=2048, help="tokens of a sequence (%(default)s)")
+    parser.add_argument("--sequences", type=int, default=4, help="per rank and step (%(default)s)")
+    parser.add_argument("--steps", type=int, default=200, help="(%(default)s)")
+    parser.add_argument("--tiny", action="store_true", help="small sizes, for a CPU")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="add a line with the results to FILE")
+    return parser.parse_args()
+
+
+def config_of(arguments: argparse.Namespace, folder: str) -> Trainer.Config:
+    """torchtitan's debug configuration of Qwen3-MoE, with the sizes of the arguments."""
+    sizes = TINY | TINY_EXPERTS if arguments.tiny else SIZES | EXPERTS
+    rope = CosSinRoPE.Config(dim=sizes["head_dim"], max_seq_len=arguments.context, theta=1e6)
+    layers = _build_qwen3_moe_layers(
+        n_layers=arguments.layers, attn_backend="flex", moe_comm_backend="standard", rope=rope, **sizes
+    )
+    for layer in layers:
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()
+    config, dim = qwen3_moe_debug(), sizes["dim"]
+    model = config.model_spec.model
+    model = replace(
+        model,
+        layers=layers,
+        dim=dim,
+        vocab_size=VOCABULARY,
+        norm=replace(model.norm, normalized_shape=dim),
+        tok_embeddings=replace(model.tok_embeddings, num_embeddings=VOCABULARY, embedding_dim=dim),
+        lm_head=replace(model.lm_head, in_features=dim, out_features=VOCABULARY),
+    )
+    config.model_spec = replace(config.model_spec, model=model)
+    config.dump_folder = folder
+    config.metrics = Clock.Config(log_freq=1, disable_color_printing=True)
+    config.tokenizer, config.dataloader = Bytes.Config(), Loader.Config()
+    config.optimizer = default_adamw(lr=3e-4)
+    config.training = replace(
+        config.training,
+        local_batch_size=arguments.sequences,
+        seq_len=arguments.context,
+        steps=arguments.steps,
+        disable_cuda_graphs=True,
+    )
+    config.parallelism.expert_parallel_degree = NUM_RANKS
+    config.activation_checkpoint = None
+    config.checkpoint.enable = False
+    config.debug.seed = 1
+    if not torch.cuda.is_available():
+        config.parallelism.spmd_backend = "partial_dtensor"
+    if arguments.way == "symmoe":
+        heap = {"hidden_dim": dim, "num_max_tokens_per_rank": arguments.sequences * arguments.context}
+        config.override.imports = [("symmoe.integrations.torchtitan.token_dispatcher", heap)]
+    return config
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = config_of(arguments, folder).build()
+        trainer.train()
+        clock, is_main = trainer.metrics_processor, dist.get_rank() == 0
+        trainer.close()
+    num_tokens = NUM_RANKS * arguments.sequences * arguments.context
+    half = clock.ends_s[len(clock.ends_s) // 2 - 1 :]
+    seconds = [after - before for before, after in itertools.pairwise(half)]
+    rate = round(num_tokens / statistics.median(seconds))
+    if is_main:
+        shown = {step: round(clock.losses[step - 1], 4) for step in (1, *range(20, arguments.steps + 1, 20))}
+        print(f"{arguments.way:10s}{rate:12,d} tokens/s, losses {shown}", flush=True)
+        if arguments.json is not None:
+            env = machine(torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"))
+            env |= {"torchtitan": torchtitan.__version__, "command": " ".join(["torchrun", *sys.argv])}
+            result = {"way": arguments.way, "ranks": NUM_RANKS, "tokens_per_s": rate, "losses": shown, "env": env}
+            with arguments.json.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(result | {"layers": arguments.layers, "steps": arguments.steps}) + "\n")
+
+
+if __name__ == "__main__":
+    main()
