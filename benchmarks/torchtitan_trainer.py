@@ -26,12 +26,17 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
+import torchtitan_older_torch  # before torchtitan
+
+# isort: split
+
 import torch
 import torch.distributed as dist
 import torchtitan
 from lm.data import VOCABULARY, load_corpus, train_batch
 from torch.utils.data import IterableDataset
 from torchtitan.components.dataloader import ParallelAwareDataloader
+from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import default_adamw
 from torchtitan.components.tokenizer import BaseTokenizer
@@ -166,8 +171,9 @@ def config_of(arguments: argparse.Namespace, folder: str) -> Trainer.Config:
     config.activation_checkpoint = None
     config.checkpoint.enable = False
     config.debug.seed = 1
-    if not torch.cuda.is_available():
+    if torchtitan_older_torch.IS_OLDER or not torch.cuda.is_available():
         config.parallelism.spmd_backend = "partial_dtensor"
+        config.loss = CrossEntropyLoss.Config(global_vocab_size=VOCABULARY)  # not in chunks, which need newer FSDP2s
     if arguments.way == "symmoe":
         heap = {"hidden_dim": dim, "num_max_tokens_per_rank": arguments.sequences * arguments.context}
         config.override.imports = [("symmoe.integrations.torchtitan.token_dispatcher", heap)]
