@@ -1,6 +1,7 @@
-"""benchmarks/trainer.py on CPU processes."""
+"""benchmarks/trainer.py and torchtitan_trainer.py on CPU processes."""
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -27,3 +28,16 @@ def test_all_ways_learn_the_same_and_are_timed(tmp_path: Path, num_ranks: int):
         assert [list(losses) for losses in result["losses"]] == [["1", "2", "3"]] * 2
         assert len(result["tokens_per_s"]) == 2
         assert min(result["tokens_per_s"]) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not find_spec("torchtitan"), reason="needs torchtitan, which only `make test-all` installs")
+def test_torchtitan_learns_the_same_with_both_dispatchers(tmp_path: Path):
+    path, script = tmp_path / "out.json", Path(__file__).resolve().parents[1] / "support" / "torchtitan_benchmark.py"
+    sizes = "--tiny --layers 2 --context 32 --steps 20".split()
+    for way in ("symmoe", "standard"):
+        output_of(str(script), *sizes, "--way", way, "--json", str(path), num_ranks=2)
+    ours, theirs = map(json.loads, path.read_text().splitlines())
+    assert [ours["way"], theirs["way"]] == ["symmoe", "standard"]
+    assert ours["losses"] == pytest.approx(theirs["losses"], rel=2e-3)
+    assert ours["losses"]["20"] < ours["losses"]["1"]
