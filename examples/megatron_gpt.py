@@ -25,6 +25,7 @@ import json
 import os
 import platform
 import re
+import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -398,8 +399,10 @@ def heap_size(arguments: argparse.Namespace, preset: Preset, trained: Variant, t
 def about(arguments: argparse.Namespace, preset: Preset, config: Any, device: torch.device) -> dict[str, Any]:
     """What the figures are figures of."""
     from symmoe.integrations.megatron import MEGATRON_VERSION
+    from symmoe.tools.bench.records import machine
 
-    return {
+    return machine(device) | {
+        "command": " ".join(["torchrun", *sys.argv]),
         "preset": arguments.preset,
         "shape": dataclasses.asdict(preset),
         "ranks": dist.get_world_size(),
@@ -408,9 +411,7 @@ def about(arguments: argparse.Namespace, preset: Preset, config: Any, device: to
         "order": arguments.order,
         "load_factor": arguments.load_factor,
         "dtype": str(config.params_dtype).removeprefix("torch."),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "python": platform.python_version(),
-        "torch": torch.__version__,
         "megatron": MEGATRON_VERSION,
         "transformer_engine": _has_transformer_engine(),
     }

@@ -1,4 +1,4 @@
-"""A token's y, dx and experts are the same in any batch and with any padding, and as the only token."""
+"""A token's y, dx and experts are the same in any batch and with any padding, as the only token, and on any ranks."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import math
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from cluster import run_on
 from worker import Findings, open_heap
 
-from symmoe import MoEConfig, MoELayer
+from symmoe import MoEConfig, MoELayer, SymmetricHeap
 from symmoe.precision import Float8Block
 
 H, I, E, K, PADDING = 128, 128, 8, 3, 9
@@ -22,6 +23,21 @@ KINDS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
 }
 
 
+def layer_of(heap: SymmetricHeap, name: str, num_tokens: int) -> MoELayer:
+    """A layer of this kind; experts have the same numbers on any number of ranks."""
+    dtype, options = KINDS[name]
+    if "capacity" in options:
+        options = options | {"capacity": num_tokens * K * heap.num_ranks, "max_tokens": num_tokens}
+    torch.manual_seed(1)
+    config = MoEConfig(hidden=H, ffn=I, num_experts=E, top_k=K, **{"order": "slot", **options})
+    layer = MoELayer(config, heap, dtype=dtype)
+    with torch.no_grad():
+        for seed, weight in enumerate(layer.experts.parameters()):
+            whole = torch.randn(E, *weight.shape[1:], generator=torch.Generator().manual_seed(seed)) * H**-0.5
+            weight.copy_(whole.chunk(heap.num_ranks)[heap.rank])
+    return layer
+
+
 def step(layer: MoELayer, x: torch.Tensor, dy: torch.Tensor, num_padding: int = 0) -> list[torch.Tensor]:
     """y, dx and experts of the tokens, with so many more that are padding."""
     padding = torch.full((num_padding, H), math.pi).to(x)
@@ -30,29 +46,42 @@ def step(layer: MoELayer, x: torch.Tensor, dy: torch.Tensor, num_padding: int = 
     y, metrics = layer(tokens, token_mask=mask if num_padding else None)
     y.backward(torch.cat([dy, padding]))
     assert tokens.grad is not None
-    return [each.detach()[: len(x)] for each in (y, tokens.grad, metrics.topk_idx)]
+    return [each.detach()[: len(x)].clone() for each in (y, tokens.grad, metrics.topk_idx)]
 
 
-@run_on(1, 2, on_gpus=(1, 2))
+@run_on(1, 2, 4, on_gpus=(1, 2))
 def test_a_token_does_not_see_its_batch(rank: int, num_ranks: int, findings: Findings, device: str) -> None:
     on_gpu = device == "cuda"
-    num_tokens = 32768 if on_gpu else 700
-    with open_heap(device, num_bytes=2**30 if on_gpu else 2**26) as heap:
-        for name, (dtype, options) in KINDS.items():
-            if on_gpu and dtype == torch.float32:
-                continue  # cuBLAS chooses its sums by the number of tokens
-            if "capacity" in options:
-                options = options | {"capacity": num_tokens * K * num_ranks, "max_tokens": num_tokens}
-            torch.manual_seed(1)
-            config = MoEConfig(hidden=H, ffn=I, num_experts=E, top_k=K, **{"order": "slot", **options})
-            layer = MoELayer(config, heap, dtype=dtype)
-            x, dy = torch.randn(2, num_tokens, H, generator=torch.Generator().manual_seed(rank)).to(heap.device, dtype)
-            wanted = step(layer, x, dy)
+    num_tokens, memory = (32768, 2**30) if on_gpu else (700, 2**26)
+    names = [name for name in KINDS if not (on_gpu and name == "fp32")]  # cuBLAS chooses sums by the number of tokens
+    wanted: dict[str, list[torch.Tensor]] = {}
+
+    def tokens_of(heap: SymmetricHeap, name: str) -> torch.Tensor:
+        numbers = torch.randn(2, num_tokens, H, generator=torch.Generator().manual_seed(rank))
+        return numbers.to(heap.device, KINDS[name][0])
+
+    def check(name: str, found: list[torch.Tensor], idx: torch.Tensor, where: str) -> None:
+        for what, got, all_of_it in zip(("y", "dx", "experts"), found, wanted[name], strict=True):
+            findings.check(torch.equal(got, all_of_it[idx]), f"{name}, {where}: other bits of {what}")
+
+    with open_heap(device, num_bytes=memory) as heap:
+        for name in names:
+            layer, (x, dy) = layer_of(heap, name, num_tokens), tokens_of(heap, name)
+            wanted[name] = step(layer, x, dy)
             every, last = torch.arange(num_tokens), num_tokens - 1
-            for chosen in ([5 + rank], [last, 5], every[: 33 - 32 * rank], every[1::2], every.flip(0), every[:130]):
+            for chosen in ([5 + rank], [last, 5], every[: max(1, 33 - 32 * rank)], every[1::2], every.flip(0), every[:130]):
                 idx = torch.as_tensor(chosen, device=heap.device)
                 for num_padding in (0, PADDING) if len(idx) < 200 else (0,):
-                    found = step(layer, x[idx], dy[idx], num_padding)
-                    for what, got, all_of_it in zip(("y", "dx", "experts"), found, wanted, strict=True):
-                        where = f"{name}, rank {rank} of {num_ranks}, {len(idx)} tokens and {num_padding}"
-                        findings.check(torch.equal(got, all_of_it[idx]), f"{where}: other bits of {what}")
+                    where = f"rank {rank} of {num_ranks}, {len(idx)} tokens and {num_padding}"
+                    check(name, step(layer, x[idx], dy[idx], num_padding), idx, where)
+    alone, _ = dist.new_subgroups(1)
+    nodes = {"ranks_per_node": 2} if num_ranks == 4 else None
+    for where, how in ("alone", {"group": alone}), ("nodes", nodes):
+        if how is None or num_ranks == 1:
+            continue
+        with open_heap(device, num_bytes=memory, **how) as heap:
+            for name in names:
+                if KINDS[name][1].get("order") != "rank":
+                    layer, (x, dy) = layer_of(heap, name, num_tokens), tokens_of(heap, name)
+                    idx = torch.arange(3, num_tokens, 5, device=heap.device)
+                    check(name, step(layer, x[idx], dy[idx]), idx, where)
