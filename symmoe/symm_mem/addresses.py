@@ -15,15 +15,9 @@ _ON_DEVICE, _READ_WRITE = 1, 3  # CU_MEM_LOCATION_TYPE_DEVICE, CU_MEM_ACCESS_FLA
 
 
 class OwnAddresses:
-    """A range of addresses for the `num_bytes` at `source`, with all of the pieces of memory in which they lie.
-
-    Attributes:
-        address: of the first of the bytes here.
-        size: of the range.
-
-    Raises:
-        SymmoeError: what is at `source` cannot be mapped, as what cudaMalloc gives.
-    """
+    """A range of addresses for the `num_bytes` at `source`, and for all of the pieces of memory in which they lie.
+    Raises SymmoeError if these cannot be mapped, as what cudaMalloc gives. Attributes: address, of the first of the
+    bytes here; size, of the range."""
 
     def __init__(self, source: int, num_bytes: int, device: int) -> None:
         self._num_bytes, self._mapped = num_bytes, list[tuple[int, int]]()
@@ -44,8 +38,7 @@ class OwnAddresses:
         if (source - pieces[0][0], sum(size for _, size in pieces)) != (self._before, self.size):
             raise BackendUnavailable(f"NVSHMEM has laid out its memory otherwise than before: {pieces}")
         for piece, size in pieces:
-            handle = ctypes.c_uint64()
-            _call("cuMemRetainAllocationHandle", handle, piece)
+            _call("cuMemRetainAllocationHandle", handle := ctypes.c_uint64(), piece)
             try:
                 _call("cuMemMap", start, size, 0, handle.value, 0)
             finally:
@@ -69,8 +62,7 @@ def _pieces(address: int, num_bytes: int) -> list[tuple[int, int]]:
     """(start, size) of each piece of memory, as it was mapped, in which `num_bytes` at `address` lie."""
     end, pieces = address + num_bytes, list[tuple[int, int]]()
     while address < end:
-        start, size = ctypes.c_uint64(), ctypes.c_uint64()
-        _call("cuMemGetAddressRange_v2", start, size, address)
+        _call("cuMemGetAddressRange_v2", start := ctypes.c_uint64(), size := ctypes.c_uint64(), address)
         pieces.append((start.value, size.value))
         address = start.value + size.value
     return pieces

@@ -376,34 +376,40 @@ class SymmetricHeap(HeapParts):
     # -- lifetime -------------------------------------------------------------------------------------------------
 
     def suspend(self) -> None:
-        """Gives the memory back to the system, for others, until :meth:`resume`. Collective, synchronises; waits for
-        peers at most `timeout_s`. On a suspended heap it does nothing.
+        """Gives the memory back to the system until :meth:`resume`. Collective, synchronises; waits for peers at most
+        `timeout_s`. On a suspended heap it does nothing.
 
-        Every call between the two raises HeapSuspended; :meth:`close` and :meth:`abort` work, and are local. Leases of
+        Calls between the two raise HeapSuspended; :meth:`close` and :meth:`abort` work, and are local. Leases of
         captured graphs lose their contents, and no such graph may be replayed meanwhile (a CapturedStep raises).
 
         Raises:
-            ArgumentError: leases are live, outside of graphs, on some rank, and on all ranks; or a graph is being
-                captured; or the heap spans nodes. The heap stays as it is.
-            BackendUnavailable: on every rank, if the memory of one cannot come back at the same addresses.
-            PeerTimeout, PeerLost, SymmoeError: as other calls, and nothing but :meth:`close` works afterwards.
+            ArgumentError, BackendUnavailable: on every rank, if leases outside of graphs are live on one, or its memory
+                could not come back at the same addresses; or the heap spans nodes, or a graph is being captured.
+            PeerTimeout, PeerLost, SymmoeError: as other calls; nothing but :meth:`close` works afterwards.
         """
-        if not self._access.is_suspended:
-            suspension.suspend(self)
+        if self._access.is_suspended:
+            return
+        with self._access:
+            suspension.refuse(self)
+            self.synchronize()
+            self.fail_for(suspension.problem(self), control.PHASE_SUSPEND)
+            self.barrier(control.PHASE_SUSPEND)
+            self.synchronize()
+            suspension.give_back(self)
 
     def resume(self) -> None:
-        """Brings the memory of a suspended heap back at the same addresses, so that graphs, tapes and what plans know
-        of earlier calls stay valid; it reads as zeros. Collective over the process group, synchronises; waits for peers
-        at most `timeout_s` (which may break the group, as in construction). On a heap with its memory it does nothing.
+        """Brings the memory back at the same addresses, full of zeros: graphs, tapes and what plans know of earlier
+        calls stay valid. Collective, synchronises; waits for peers at most `timeout_s`, over the process group, which
+        that may break, as in construction. On a heap with its memory it does nothing.
 
         Raises:
             BackendUnavailable: on every rank, if one has too little memory; the heap stays suspended.
             HeapPoisoned: on every rank, if one has called :meth:`abort` meanwhile.
             PeerTimeout, PeerLost: a rank did not come, or has ended.
         """
-        with self._access.turn:
-            if self._access.is_suspended:
-                suspension.resume(self)
+        if self._access.is_suspended:
+            with self._access.turn:
+                suspension.bring_back(self)
         self.check()
 
     def close(self) -> None:

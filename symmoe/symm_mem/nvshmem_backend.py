@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from symmoe.errors import BackendUnavailable, SymmoeError, raise_for
+from symmoe.errors import BackendUnavailable, SymmoeError
 from symmoe.nodes.topology import find_place
 from symmoe.symm_mem.addresses import OwnAddresses
-from symmoe.symm_mem.bootstrap import Bootstrap
+from symmoe.symm_mem.bootstrap import Bootstrap, NodeBootstrap
 
 _UNIQUE_ID_BYTES = 128
 _DL_CUDA, _DL_UINT = 2, 1
@@ -63,20 +63,21 @@ def preflight(num_bytes: int) -> str:
 
 
 class NvshmemBackend:
-    """Arenas in GPU memory, see HostBackend. The constructor is collective and synchronises the device. Arenas lie at
-    addresses of our own, or at those of NVSHMEM where it does not map its memory on demand."""
+    """Arenas in GPU memory, see HostBackend. The constructor is collective and synchronises the device. On one node
+    they lie at addresses of our own, if possible; on several at those of NVSHMEM, by which NICs know the memory."""
 
     def __init__(self, bootstrap: Bootstrap, num_bytes: int) -> None:
         self.device, self._rank = torch.device("cuda", torch.cuda.current_device()), bootstrap.rank
         self._num_bytes, self._num_machines = num_bytes, self._check_peers(bootstrap)
         self.bases, self._own, self.suspend_problem = self._start(bootstrap), list[OwnAddresses](), ""
-        try:
-            for base in self.bases:
-                self._own.append(OwnAddresses(base, num_bytes, self.device.index))
-            self.bases = [each.address for each in self._own]
-        except (SymmoeError, OSError) as error:
-            self.suspend_problem = f"NVSHMEM's memory cannot be mapped again: {error}"
-            self._free_addresses()
+        if not isinstance(bootstrap, NodeBootstrap):
+            try:
+                for base in self.bases:
+                    self._own.append(OwnAddresses(base, num_bytes, self.device.index))
+                self.bases = [each.address for each in self._own]
+            except (SymmoeError, OSError) as error:
+                self.suspend_problem = f"NVSHMEM's memory cannot be mapped again: {error}"
+                self._free_addresses()
         self.arenas = [AddressRange(base, num_bytes, self.device).tensor for base in self.bases]
 
     def _start(self, bootstrap: Bootstrap) -> list[int]:
@@ -131,9 +132,10 @@ class NvshmemBackend:
 
     def resume(self, bootstrap: Bootstrap) -> None:
         """Starts NVSHMEM again, and maps its memory where the arenas were; zeroes this rank's. Collective."""
-        bootstrap.attempt(self._check_room)
+        missing = preflight(self._own[self._rank].size)
+        bootstrap.agree(BackendUnavailable(missing) if missing else None)
         bases = self._start(bootstrap)
-        bootstrap.attempt(lambda: [each.map(base) for each, base in zip(self._own, bases, strict=True)])
+        bootstrap.attempt(partial(list, map(OwnAddresses.map, self._own, bases)))  # list: it maps them
         self.arenas[self._rank]().zero_()
 
     def close(self) -> None:
@@ -150,10 +152,6 @@ class NvshmemBackend:
     def _free_addresses(self) -> None:
         while self._own:
             self._own.pop().close()
-
-    def _check_room(self) -> None:
-        missing = preflight(self._own[self._rank].size)
-        raise_for(BackendUnavailable(missing) if missing else None)
 
     def _check_peers(self, bootstrap: Bootstrap) -> int:
         """The number of machines of a node. Raises on all ranks unless its ranks are on different GPUs that can address
