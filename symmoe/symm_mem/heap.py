@@ -387,7 +387,7 @@ class SymmetricHeap(HeapParts):
                 could not come back at the same addresses; or the heap spans nodes, or a graph is being captured.
             PeerTimeout, PeerLost, SymmoeError: as other calls; nothing but :meth:`close` works afterwards.
         """
-        if self._access.is_suspended:
+        if self._access.is_suspended and self.faults.poison is None:
             return
         with self._access:
             suspension.refuse(self)
