@@ -1,17 +1,14 @@
-"""What `heap.suspend()` gives back and how long it and `heap.resume()` take, by the size of the heap.
+"""What `heap.suspend()` gives back, and how long it and `heap.resume()` take, by the size of the heap.
 
     torchrun --nproc-per-node=2 benchmarks/suspend.py --gib 1,8 --json suspend.json
 
-Times are those of the slowest rank, MiB those of the rank that gives the least. The heap is filled before: on CPUs
-memory is taken at the first write. What is held is that of the rank's GPU, or shared memory of its process.
+Times are those of the slowest rank, MiB those of the rank that gives the least: of its GPU, or of shared memory, which is
+taken at the first write. So the heap is filled before.
 """
-
-from __future__ import annotations
 
 import argparse
 import re
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -31,14 +28,6 @@ def held_mib(device: torch.device) -> float:
     return int(re.findall(r"RssShmem:\s*(\d+) kB", Path("/proc/self/status").read_text())[0]) / 2**10
 
 
-def took_ms(call: Callable[[], None], ranks: Ranks) -> float:
-    """The milliseconds of a call on the slowest rank. Collective."""
-    ranks.barrier()
-    start = time.perf_counter()
-    call()
-    return ranks.largest((time.perf_counter() - start) * 1e3)
-
-
 def bench(gib: float, ranks: Ranks, repetitions: int) -> list[Record]:
     """Records of one heap. Collective."""
     times, given_back = {"suspend": list[float](), "resume": list[float]()}, list[float]()
@@ -46,13 +35,17 @@ def bench(gib: float, ranks: Ranks, repetitions: int) -> list[Record]:
         for _ in range(repetitions):
             with heap.lease((heap.memory.arena.largest_free_bytes,), torch.uint8) as lease:
                 lease.tensor.fill_(1)
-            before = held_mib(ranks.device)
-            times["suspend"].append(took_ms(heap.suspend, ranks))
-            given_back.append(-ranks.largest(held_mib(ranks.device) - before))
-            times["resume"].append(took_ms(heap.resume, ranks))
+            held = held_mib(ranks.device)
+            for name, times_ms in times.items():
+                ranks.barrier()
+                start = time.perf_counter()
+                getattr(heap, name)()
+                times_ms.append(ranks.largest((time.perf_counter() - start) * 1e3))
+                if name == "suspend":
+                    given_back.append(-ranks.largest(held_mib(ranks.device) - held))
     more = {"suite": "suspend", "ep": ranks.num_ranks, "heap_gib": gib, "given_back_mib": min(given_back)}
     more["variant"] = f"{gib:g} GiB, {more['given_back_mib']:.0f} MiB back"
-    return [new_record(np.array(each_ms), direction=call, **more) for call, each_ms in times.items()]
+    return [new_record(np.array(times_ms), direction=name, **more) for name, times_ms in times.items()]
 
 
 def main() -> None:
@@ -64,7 +57,7 @@ def main() -> None:
     with join() as ranks:
         about = {**machine(ranks.device), "command": command_line(ranks)}
         sizes = map(float, options.gib.split(","))
-        records = [one | about for gib in sizes for one in bench(gib, ranks, options.repetitions)]
+        records = [each | about for gib in sizes for each in bench(gib, ranks, options.repetitions)]
     if ranks.rank == 0:
         print(render(records))
         if options.json:
