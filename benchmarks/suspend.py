@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node=2 benchmarks/suspend.py --gib 1,8 --json suspend.json
 
-Times are those of the slowest rank, MiB those of the rank that gives the least: of its GPU, or of shared memory, which is
-taken at the first write. So the heap is filled before.
+Times are those of the slowest rank, MiB those of the rank that gives the least: of its GPU, or of shared memory, which
+is taken at the first write. So the heap is filled before.
 """
 
 import argparse
