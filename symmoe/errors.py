@@ -43,6 +43,10 @@ class HeapClosed(SymmoeError):
     """The heap was used after `close()`, or in a process that has been forked from the one that made it."""
 
 
+class HeapSuspended(SymmoeError):
+    """The heap was used between `suspend()` and `resume()`, while it has no memory."""
+
+
 class ConcurrentUse(SymmoeError):
     """A thread made a call on a heap on which another thread was in one."""
 
@@ -168,6 +172,7 @@ TRAVELLING: tuple[type[SymmoeError], ...] = (
     BackendUnavailable,
     CheckpointError,
     StaleTape,
+    HeapSuspended,
 )
 
 FAULT_BYTES = 512  # one travelling error: 2 bytes class, 2 bytes length, UTF-8 text, zero padding

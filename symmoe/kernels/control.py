@@ -174,10 +174,11 @@ PHASES = (
     "dispatch: rows of other nodes",
     "combine: sums of other nodes",
     "replicas: gradients",
+    "suspend or resume",
 )
 PHASE_START, PHASE_PLAN, PHASE_DISPATCH_READY, PHASE_DISPATCH_DONE, PHASE_COMBINE_READY, PHASE_COMBINE_DONE = range(6)
 PHASE_CLOSE, PHASE_NODES_PLAN, PHASE_NODES_OUT, PHASE_NODES_HOME = range(6, 10)
-PHASE_REPLICAS_HOME = 10
+PHASE_REPLICAS_HOME, PHASE_SUSPEND = 10, 11
 
 # What a barrier checks that all ranks agree on: fields of an int64, from the lowest bit up, with their widths.
 # The last bits of its generation stand for the plan. While a plan is made, the number of the layer's configuration

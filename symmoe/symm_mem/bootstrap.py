@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import copy
 import functools
 import json
 import os
@@ -21,6 +22,7 @@ from symmoe.torch_internals import store_of
 
 _T = TypeVar("_T")
 
+MAX_S = 1e9  # of a bound: 31 years; clocks count nanoseconds in 64 bits
 _TAG = 0x5E41  # no message of the user of the group has this tag
 _GLOO_THREAD = "pt_gloo_runloop"
 _LONGEST_S = 5.0  # enough for a thread that has something to drop
@@ -49,6 +51,7 @@ class Bootstrap:
         if not self._is_single:
             _wait_for_gloo_at_exit()
         self._group, self._timeout_s, self._num_exchanges = group, timeout_s, 0
+        self._phase, self._bound = control.PHASE_START, "start_timeout_s"
         self.rank = 0 if self._is_single else dist.get_rank(group)
         self.num_ranks = 1 if self._is_single else dist.get_world_size(group)
         self.ranks = tuple(range(self.num_ranks))
@@ -56,6 +59,13 @@ class Bootstrap:
         # another thread may call the methods, with another current GPU.
         takes_cpu = self._is_single or "cpu" in dist.get_backend_config(group) or dist.get_backend(group) == "gloo"
         self._device = torch.device("cpu") if takes_cpu else torch.device("cuda", torch.cuda.current_device())
+
+    def within(self, timeout_s: float, phase: int) -> Bootstrap:
+        """The same for work of another phase, whose waits are bounded by the heap's timeout_s. Not collective."""
+        other = copy.copy(self)
+        other._phase, other._bound = phase, "timeout_s"
+        other._timeout_s, other._num_exchanges = min(timeout_s, MAX_S), 0
+        return other
 
     @property
     def global_ranks(self) -> list[int]:
@@ -177,10 +187,10 @@ class Bootstrap:
             return PeerLost(rank=rank, problem=str(error).split("\n", 1)[0])
         return PeerTimeout(
             rank=rank,
-            phase=control.PHASES[control.PHASE_START],
+            phase=control.PHASES[self._phase],
             expected=self._num_exchanges,
             seen=self._num_exchanges - 1,
-            bound=("the process group's timeout", waited_s) if timeout_s is None else ("start_timeout_s", timeout_s),
+            bound=("the process group's timeout", waited_s) if timeout_s is None else (self._bound, timeout_s),
         )
 
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from symmoe import errors, kernels
 from symmoe.errors import ArgumentError, ConcurrentUse, HeapClosed, HeapExhausted, HeapPoisoned, StaleLease, SymmoeError
 from symmoe.kernels import control
+from symmoe.symm_mem import suspension
 from symmoe.symm_mem.faults import UNRAISED
 from symmoe.symm_mem.memory import Lease, lease_problem
 from symmoe.symm_mem.start import START_TIMEOUT_S, HeapOptions, HeapParts, start_heap
@@ -45,6 +46,20 @@ class Compared(Protocol):
 
     def compare(self, received: Sequence[Sequence[int]]) -> None:
         """Looks at those of all ranks."""
+
+
+class _Bound:
+    """A bound of a heap's waits."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, heap: SymmetricHeap, owner: type) -> float:
+        seconds: float = getattr(heap.waits, self._name)
+        return seconds
+
+    def __set__(self, heap: SymmetricHeap, seconds: float) -> None:
+        setattr(heap.waits, self._name, seconds)
 
 
 class SymmetricHeap(HeapParts):
@@ -87,6 +102,7 @@ class SymmetricHeap(HeapParts):
         configurations: numbers of layers' configurations, which plans compare.
         first_step: None, or what the next plan compares between the ranks of a node.
         trip_timer: None, or gives a context for the kernels of a trip ("dispatch", "combine") on the current stream.
+        timeout_s, start_timeout_s: as given; may be set at any time.
 
     Raises:
         ArgumentError: `num_bytes`, `backend`, `ranks_per_node` or a timeout is not usable, on every rank; or this rank
@@ -95,6 +111,8 @@ class SymmetricHeap(HeapParts):
         ConfigMismatch: on every rank, if ranks disagree on an argument.
         PeerTimeout, PeerLost: a rank did not come, or has ended.
     """
+
+    timeout_s, start_timeout_s = _Bound(), _Bound()
 
     def __init__(
         self,
@@ -239,12 +257,12 @@ class SymmetricHeap(HeapParts):
             waits: whether the call waits for its stream anyway, so that this may wait, too.
 
         Raises:
-            HeapClosed, HeapPoisoned: the heap cannot be used any more.
+            HeapClosed, HeapPoisoned, HeapSuspended: the heap cannot be used any more, or until it is resumed.
             ConcurrentUse: there is something to raise, and another thread is in a call.
             PeerTimeout, PeerAborted: a peer did not arrive, or gave up; the heap is poisoned from now on.
             SymmoeError: an error of another rank, as that rank's class.
         """
-        if not self._access.is_given:
+        if not self._access.is_open:
             self._access.check()
         if self._closed:
             raise HeapClosed("the symmetric heap has been closed")
@@ -349,28 +367,50 @@ class SymmetricHeap(HeapParts):
         Args:
             reason: for the peers' error text; a few hundred bytes of it travel. An error counts as its class and text.
         """
-        if not self._closed and self._access.is_given:
-            self.faults.abort(reason if isinstance(reason, str) else f"{type(reason).__name__}: {reason}")
-
-    @property
-    def timeout_s(self) -> float:
-        """Bound of every wait for a peer; may be set at any time."""
-        return self.waits.timeout_s
-
-    @timeout_s.setter
-    def timeout_s(self, seconds: float) -> None:
-        self.waits.timeout_s = seconds
-
-    @property
-    def start_timeout_s(self) -> float:
-        """Bound of waits for a peer that may be doing work which is done once; may be set at any time."""
-        return self.waits.start_timeout_s
-
-    @start_timeout_s.setter
-    def start_timeout_s(self, seconds: float) -> None:
-        self.waits.start_timeout_s = seconds
+        text = reason if isinstance(reason, str) else f"{type(reason).__name__}: {reason}"
+        if self._access.is_suspended:  # there is no arena to tell the peers in: they find out in resume
+            self.faults.poison = self.faults.poison or f"this rank gave up: {text}"
+        elif not self._closed and self._access.is_given:
+            self.faults.abort(text)
 
     # -- lifetime -------------------------------------------------------------------------------------------------
+
+    def suspend(self) -> None:
+        """Gives the memory back to the system until :meth:`resume`. Collective, synchronises; waits for peers at most
+        `timeout_s`. On a suspended heap it does nothing.
+
+        Calls between the two raise HeapSuspended; :meth:`close` and :meth:`abort` work, and are local. Leases of
+        captured graphs lose their contents, and no such graph may be replayed meanwhile (a CapturedStep raises).
+
+        Raises:
+            ArgumentError, BackendUnavailable: on every rank, if leases outside of graphs are live on one, or its memory
+                could not come back at the same addresses; or the heap spans nodes, or a graph is being captured.
+            PeerTimeout, PeerLost, SymmoeError: as other calls; nothing but :meth:`close` works afterwards.
+        """
+        if self._access.is_suspended and self.faults.poison is None:
+            return
+        with self._access:
+            suspension.refuse(self)
+            self.synchronize()
+            self.fail_for(suspension.problem(self), control.PHASE_SUSPEND)
+            self.barrier(control.PHASE_SUSPEND)
+            self.synchronize()
+            suspension.give_back(self)
+
+    def resume(self) -> None:
+        """Brings the memory back at the same addresses, full of zeros: graphs, tapes and what plans know of earlier
+        calls stay valid. Collective, synchronises; waits for peers at most `timeout_s`, over the process group, which
+        that may break, as in construction. On a heap with its memory it does nothing.
+
+        Raises:
+            BackendUnavailable: on every rank, if one has too little memory; the heap stays suspended.
+            HeapPoisoned: on every rank, if one has called :meth:`abort` meanwhile.
+            PeerTimeout, PeerLost: a rank did not come, or has ended.
+        """
+        if self._access.is_suspended:
+            with self._access.turn:
+                suspension.bring_back(self)
+        self.check()
 
     def close(self) -> None:
         """Ends the heap: collective, idempotent, synchronises. Waits for the peers at most `timeout_s`.
@@ -385,6 +425,10 @@ class SymmetricHeap(HeapParts):
             ConcurrentUse: another thread is in a call; the heap stays open.
         """
         if self._closed or not self._access.is_given:
+            return
+        if self._access.is_suspended:  # there is no arena to meet in
+            with self._access.turn:
+                _end(self, together=False)
             return
         # On a heap on which nothing works any more, no call is worth waiting for.
         with self._access if self.faults.poison is None else nullcontext():
@@ -409,7 +453,8 @@ class SymmetricHeap(HeapParts):
     def __repr__(self) -> str:
         if getattr(self, "_closed", True):  # or construction has not ended
             return "SymmetricHeap(closed)"
-        state = "open" if self.faults.poison is None else f"poisoned: {self.faults.poison}"
+        state = "suspended" if self._access.is_suspended else "open"
+        state = state if self.faults.poison is None else f"poisoned: {self.faults.poison}"
         nodes = "" if self.nodes is None else f" on {self.topology.num_nodes} nodes"
         if self.nodes is not None and self.nodes.payload.bytes_per_s != math.inf:  # measured on GPUs
             nodes += f" ({self.nodes.payload.bytes_per_s / 1e9:.3g} GB/s between them)"
@@ -477,7 +522,7 @@ def _lease(heap: SymmetricHeap, shape: tuple[int, ...], dtype: torch.dtype, name
 
 def _end(heap: SymmetricHeap, *, together: bool) -> None:
     """Frees the arena; no tokens are left. `together` with all ranks, or locally once the peers are told."""
-    heap._closed = heap.memory.is_closed = True
+    heap._closed = heap.memory.is_closed = heap._access.is_open = True
     heap.tapes.forget()
     heap._others.close()
     (heap._arenas.close if together else heap._arenas.abandon)()

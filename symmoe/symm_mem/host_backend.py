@@ -38,7 +38,10 @@ class HostBackend:
     Attributes:
         arenas: by rank, makes a new uint8 tensor over its arena, with a separate version counter.
         bases: by rank, the address of its arena in this process.
+        suspend_problem: why :meth:`suspend` cannot work; "": it can.
     """
+
+    suspend_problem = ""
 
     def __init__(self, bootstrap: Bootstrap, num_bytes: int) -> None:
         self.device, self._rank = torch.device("cpu"), bootstrap.rank
@@ -54,11 +57,18 @@ class HostBackend:
         self.arenas = [partial(torch.frombuffer, mapped, dtype=torch.uint8) for mapped in self._maps]
         self.bases = [make().data_ptr() for make in self.arenas]
 
-    def close(self) -> None:
+    def suspend(self) -> None:
         """Frees this rank's arena, which reads as zeros from now on wherever it is mapped: no tokens are left, and a
-        peer that hangs holds no memory. Drops the mappings; each ends with the last tensor over it. Local."""
+        peer that hangs holds no memory. Memory comes back as it is written to. Local."""
         if self._maps:
             self._maps[self._rank].madvise(mmap.MADV_REMOVE)
+
+    def resume(self, bootstrap: Bootstrap) -> None:
+        """There is nothing to do."""
+
+    def close(self) -> None:
+        """Frees this rank's arena and drops the mappings; each ends with the last tensor over it. Local."""
+        self.suspend()
         self._maps = []
         self.arenas.clear()
 

@@ -188,7 +188,8 @@ class Memory:
         self._device, self.base, self.is_closed = own.device, own.data_ptr(), False
         add_range(self.base, own.numel())
         self._graph_arenas: dict[int, Arena] = {}  # memory of captured graphs, which no call outside may get
-        self._live: dict[int, int] = {}  # offset to size of every lease; the leases themselves are not held
+        # Offset to size and name (None: in a graph) of every lease; the leases themselves are not held.
+        self._live: dict[int, tuple[int, str | None]] = {}
         # After a search for garbage in vain: offsets of the live leases, and when to search again.
         self._fruitless: tuple[int, ...] = ()
         self._next_search_s = 0.0
@@ -207,7 +208,7 @@ class Memory:
             if found is not None:
                 if order is not None:
                     order.taken(found)
-                self._live[found[0]] = num_bytes
+                self._live[found[0]] = num_bytes, name if arena is self.arena else None
                 self.statistics.num_leases += 1
                 return Span(self, name, self.statistics.num_leases, (arena, found))
         may_help = searches and num_bytes <= self.arena.capacity_bytes and self._collect_garbage()
@@ -234,7 +235,7 @@ class Memory:
                 if self._order is not None:
                     self._order.released((offset + kept, size - kept))
                 arena.give_back(offset + kept, size - kept)
-                self._live[offset], span.place = num_bytes, (arena, (offset, kept))
+                self._live[offset], span.place = (num_bytes, span.name), (arena, (offset, kept))
 
     def release_graphs(self) -> None:
         """Takes back the memory of captured graphs."""
@@ -278,7 +279,7 @@ class Memory:
         end = offset + tensor.numel() * tensor.element_size()
         with self.lock:
             self._take_back_dropped()
-            return offset, any(start <= offset and end <= start + size for start, size in self._live.items())
+            return offset, any(start <= offset and end <= start + size for start, (size, _) in self._live.items())
 
     def _collect_garbage(self) -> bool:
         """Collects leases that only cycles of dead objects hold; whether there may be room now. That takes a tenth of a
@@ -299,6 +300,15 @@ class Memory:
         with self.lock:
             self._take_back_dropped()
             return self.arena.used_bytes
+
+    def live_leases(self) -> list[tuple[str, int]]:
+        """Name and bytes of each live lease outside of graphs, the largest first, after a search for garbage."""
+        if self.leased_bytes > self.graph_bytes:
+            gc.collect()
+        with self.lock:
+            self._take_back_dropped()
+            found = [(name, size) for size, name in self._live.values() if name is not None]
+        return sorted(found, key=lambda lease: -lease[1])
 
     @property
     def graph_bytes(self) -> int:

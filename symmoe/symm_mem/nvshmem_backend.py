@@ -17,9 +17,10 @@ import numpy as np
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from symmoe.errors import BackendUnavailable
+from symmoe.errors import BackendUnavailable, SymmoeError
 from symmoe.nodes.topology import find_place
-from symmoe.symm_mem.bootstrap import Bootstrap
+from symmoe.symm_mem.addresses import OwnAddresses
+from symmoe.symm_mem.bootstrap import Bootstrap, NodeBootstrap
 
 _UNIQUE_ID_BYTES = 128
 _DL_CUDA, _DL_UINT = 2, 1
@@ -62,20 +63,34 @@ def preflight(num_bytes: int) -> str:
 
 
 class NvshmemBackend:
-    """Arenas in GPU memory, see HostBackend. The constructor is collective and synchronises the device."""
+    """Arenas in GPU memory, see HostBackend. The constructor is collective and synchronises the device. On one node
+    they lie at addresses of our own, if possible; on several at those of NVSHMEM, by which NICs know the memory."""
 
     def __init__(self, bootstrap: Bootstrap, num_bytes: int) -> None:
+        self.device, self._rank = torch.device("cuda", torch.cuda.current_device()), bootstrap.rank
+        self._num_bytes, self._num_machines = num_bytes, self._check_peers(bootstrap)
+        self.bases, self._own, self.suspend_problem = self._start(bootstrap), list[OwnAddresses](), ""
+        if not isinstance(bootstrap, NodeBootstrap):
+            try:
+                for base in self.bases:
+                    self._own.append(OwnAddresses(base, num_bytes, self.device.index))
+                self.bases = [each.address for each in self._own]
+            except (SymmoeError, OSError) as error:
+                self.suspend_problem = f"NVSHMEM's memory cannot be mapped again: {error}"
+                self._free_addresses()
+        self.arenas = [AddressRange(base, num_bytes, self.device).tensor for base in self.bases]
+
+    def _start(self, bootstrap: Bootstrap) -> list[int]:
+        """Starts NVSHMEM and allocates the arenas; their addresses by rank. Collective."""
         import nvshmem.bindings as bindings
         import nvshmem.core as core
         from cuda.core import Device
 
-        self._bindings, self._core = bindings, core
-        self.device, self._rank = torch.device("cuda", torch.cuda.current_device()), bootstrap.rank
-        num_machines = self._check_peers(bootstrap)
+        self._bindings, self._core, num_bytes = bindings, core, self._num_bytes
         torch.zeros(1, device=self.device)  # creates the primary context
         device = Device(self.device.index)
         device.set_current()
-        environment = _ENVIRONMENT | _ON_ONE_MACHINE if num_machines == 1 else _ENVIRONMENT
+        environment = _ENVIRONMENT | _ON_ONE_MACHINE if self._num_machines == 1 else _ENVIRONMENT
         for name, value in environment.items():
             os.environ.setdefault(name, value)
         # Used only where NVSHMEM cannot map memory on demand and takes its whole heap at once.
@@ -95,27 +110,48 @@ class NvshmemBackend:
         bootstrap.agree(problem)
         with _files_of_this_user():  # sockets that pass its handles are files, too
             self._address = bindings.malloc(num_bytes)
-        self.bases = [bindings.ptr(self._address, each) for each in range(num_ranks)]
-        missing = [rank for rank, base in zip(bootstrap.ranks, self.bases, strict=True) if base == 0]
+        bases = [bindings.ptr(self._address, each) for each in range(num_ranks)]
+        missing = [rank for rank, base in zip(bootstrap.ranks, bases, strict=True) if base == 0]
         if missing:
             text = f"NVSHMEM gives no direct address for ranks {missing}: peer access is needed"
-            if num_machines > 1:
-                text += f", here between {num_machines} machines of one NVLink domain; ranks_per_node can part them"
+            if (number := self._num_machines) > 1:
+                text += f", here between {number} machines of one NVLink domain; ranks_per_node can part them"
             problem = BackendUnavailable(text)
         bootstrap.agree(problem)
-        self.arenas = [AddressRange(base, num_bytes, self.device).tensor for base in self.bases]
+        return bases
 
-    def close(self) -> None:
-        """Zeroes and frees the arena, and ends NVSHMEM in this process. Collective; tensors over the arena dangle
-        afterwards."""
+    def suspend(self) -> None:
+        """Zeroes and frees the arena, and ends NVSHMEM in this process: only that gives memory back. Collective."""
         self.arenas[self._rank]().zero_()
         torch.cuda.synchronize(self.device)
+        for each in self._own:
+            each.unmap()
         self._bindings.free(self._address)
         self._core.finalize()
+        self._address = 0
+
+    def resume(self, bootstrap: Bootstrap) -> None:
+        """Starts NVSHMEM again, and maps its memory where the arenas were; zeroes this rank's. Collective."""
+        missing = preflight(self._own[self._rank].size)
+        bootstrap.agree(BackendUnavailable(missing) if missing else None)
+        bases = self._start(bootstrap)
+        bootstrap.attempt(partial(list, map(OwnAddresses.map, self._own, bases)))  # list: it maps them
+        self.arenas[self._rank]().zero_()
+
+    def close(self) -> None:
+        """As suspend, for good: tensors over the arena dangle afterwards. Collective."""
+        self.suspend()
+        self._free_addresses()
 
     def abandon(self) -> None:
         """Local end after a failure: the memory goes with the process, because NVSHMEM only frees collectively. It is
-        not zeroed, because a peer may be about to read from it."""
+        not zeroed, because a peer may be about to read from it. Suspended, there is none."""
+        if not self._address:
+            self._free_addresses()
+
+    def _free_addresses(self) -> None:
+        while self._own:
+            self._own.pop().close()
 
     def _check_peers(self, bootstrap: Bootstrap) -> int:
         """The number of machines of a node. Raises on all ranks unless its ranks are on different GPUs that can address

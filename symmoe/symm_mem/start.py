@@ -20,7 +20,7 @@ from symmoe.errors import ArgumentError, BackendUnavailable, ConfigMismatch, Pee
 from symmoe.kernels.control import ControlLayout, Peers
 from symmoe.nodes.topology import Topology, find_place, find_topology
 from symmoe.symm_mem import host_backend, nvshmem_backend
-from symmoe.symm_mem.bootstrap import Bootstrap, NodeBootstrap
+from symmoe.symm_mem.bootstrap import MAX_S, Bootstrap, NodeBootstrap
 from symmoe.symm_mem.faults import Faults, OneNode
 from symmoe.symm_mem.memory import ALIGNMENT_BYTES, Memory
 from symmoe.symm_mem.reports import Configurations
@@ -36,7 +36,6 @@ logger = logging.getLogger("symmoe")
 
 _PROTOCOL_VERSION = 6
 START_TIMEOUT_S = 300.0
-_MAX_S = 1e9  # 31 years; clocks count nanoseconds in 64 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +55,7 @@ class HeapParts:
     _access: the right to use it.
     _arenas: what holds the memory, and frees it.
     _others: what its errors ask of the other nodes.
+    _kept: this rank's control block, while the heap is suspended.
     _tape_mode: one of tapes.MODES.
     """
 
@@ -79,6 +79,7 @@ class HeapParts:
     _access: Access
     _arenas: host_backend.HostBackend | nvshmem_backend.NvshmemBackend
     _others: OneNode
+    _kept: torch.Tensor
     _tape_mode: str
 
 
@@ -93,7 +94,7 @@ def start_heap(heap: HeapParts, group: dist.ProcessGroup | None, options: HeapOp
     options = replace(options, backend=name)
     # Every rank has a bound, also where the argument is wrong: messages without one would not meet those of the peers.
     is_usable = _timeout_problem("start_timeout_s", options.start_timeout_s) is None
-    start_s = min(options.start_timeout_s, _MAX_S) if is_usable else START_TIMEOUT_S
+    start_s = min(options.start_timeout_s, MAX_S) if is_usable else START_TIMEOUT_S
     heap.bootstrap, whole = Bootstrap(group), Bootstrap(group, start_s)
     heap._tape_mode = whole.attempt(partial(_check_options, options, whole))
     _agree_on(options, whole)
@@ -180,9 +181,9 @@ def _check_options(options: HeapOptions, bootstrap: Bootstrap) -> str:
 
 
 def _timeout_problem(name: str, value: object) -> ArgumentError | None:
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and (0 < value <= _MAX_S or value == math.inf):
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and (0 < value <= MAX_S or value == math.inf):
         return None
-    return ArgumentError(f"{name} ({value!r}) must be a number greater than 0, of at most {_MAX_S:.0e} s or math.inf")
+    return ArgumentError(f"{name} ({value!r}) must be a number greater than 0, of at most {MAX_S:.0e} s or math.inf")
 
 
 def _agree_on(options: HeapOptions, bootstrap: Bootstrap) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from symmoe.errors import ConcurrentUse, HeapClosed
+from symmoe.errors import ConcurrentUse, HeapClosed, HeapSuspended
 from symmoe.tape.recorder import recorder
 from symmoe.torch_internals import current_stream
 
@@ -266,26 +266,36 @@ class Access:
 
     Attributes:
         is_given: whether this process has made the heap. A fork of it maps the same arenas, and must not touch them.
+        is_open: whether it also has memory, and is not suspended.
+        turn: held by the thread whose turn it is.
     """
 
     def __init__(self) -> None:
-        self.is_given, self._pid, self._turn = True, os.getpid(), threading.RLock()
+        self.is_given = self.is_open = True
+        self._pid, self.turn = os.getpid(), threading.RLock()
         self._thread: int | None = None  # the thread of the last turn
         # To ask for the process id in every call would cost a system call.
         os.register_at_fork(after_in_child=functools.partial(_take_away, weakref.ref(self)))
 
     def check(self) -> None:
-        """Raises HeapClosed if this process has not made the heap."""
+        """Raises HeapClosed if this process has not made the heap, HeapSuspended if that has no memory."""
         if not self.is_given:
             raise HeapClosed(
                 f"the symmetric heap is that of process {self._pid}, of which this process ({os.getpid()}) is a fork: "
                 "it has no rank of its own"
             )
+        if not self.is_open:
+            raise HeapSuspended("the symmetric heap is suspended: call heap.resume() on all ranks before anything else")
+
+    @property
+    def is_suspended(self) -> bool:
+        """Whether the heap of this process has no memory."""
+        return self.is_given and not self.is_open
 
     def __enter__(self) -> None:
-        if not self.is_given:
+        if not self.is_open:
             self.check()
-        if not self._turn.acquire(blocking=False):
+        if not self.turn.acquire(blocking=False):
             other = {thread.ident: thread.name for thread in threading.enumerate()}.get(self._thread, self._thread)
             raise ConcurrentUse(
                 f"thread '{threading.current_thread().name}' calls a heap on which thread '{other}' "
@@ -294,7 +304,7 @@ class Access:
         self._thread = threading.get_ident()
 
     def __exit__(self, *exc: object) -> None:
-        self._turn.release()
+        self.turn.release()
 
 
 class OneCall:
@@ -324,4 +334,4 @@ class OneCall:
 def _take_away(reference: weakref.ref[Access]) -> None:
     access = reference()
     if access is not None:
-        access.is_given = False
+        access.is_given = access.is_open = False

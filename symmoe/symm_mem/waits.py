@@ -49,8 +49,9 @@ class FirstTimes:
         last, phase, kind, first = self._last, call & 0xFF, (call & ALL_BUT_PLAN, BARRIER), False
         if fault:
             first = not any(before == last and after[0] & 0xFF == phase for before, after in self._stretches)
-        # Ranks close after any call.
-        return self._is_first(None if fault or phase == control.PHASE_CLOSE else kind, (epoch, phase, BARRIER), first)
+        # Ranks close and suspend after any call.
+        is_no_kind = fault or phase in (control.PHASE_CLOSE, control.PHASE_SUSPEND)
+        return self._is_first(None if is_no_kind else kind, (epoch, phase, BARRIER), first)
 
     def is_first_signal(self, phase: int, peer: int, *, epoch: int) -> bool:
         """Same as is_first_barrier, for a wait for a peer's signal after the barrier of this epoch."""

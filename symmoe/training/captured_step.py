@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 from torch import nn
 
-from symmoe.errors import ArgumentError, SymmoeError, raise_for
+from symmoe.errors import ArgumentError, HeapSuspended, SymmoeError, raise_for
 from symmoe.kernels import control
 from symmoe.moe.ddp_and_fsdp import gradients_elsewhere
 from symmoe.moe.layer import MoELayer
@@ -196,8 +196,9 @@ class CapturedStep(Generic[R]):
         """
         try:
             return self._call(args, kwargs)
-        except SymmoeError:
-            self._num_calls.clear()  # heaps do not know any more how many rows calls need
+        except SymmoeError as error:
+            if not isinstance(error, HeapSuspended):
+                self._num_calls.clear()  # heaps do not know any more how many rows calls need
             raise
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:

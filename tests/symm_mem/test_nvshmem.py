@@ -7,7 +7,9 @@ import os
 import stat
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from heap_calls import outcome, round_trip
 
 from symmoe import SymmetricHeap
 from symmoe.errors import BackendUnavailable
+from symmoe.kernels.launch import driver
 from symmoe.nodes.topology import Place
 from symmoe.symm_mem import nvshmem_backend
 from symmoe.symm_mem.bootstrap import Bootstrap
@@ -76,6 +79,7 @@ class FakeNvshmem:
 
     def finalize(self) -> None:
         self.calls.append("finalize")
+        self.is_initialized = False
 
 
 @pytest.fixture
@@ -192,6 +196,69 @@ def test_the_arena_of_nvshmem_is_zeroed_before_it_is_freed(fake: FakeNvshmem, mo
         assert fake.any_byte_when_freed is False
     else:
         assert (fake.calls, bytes(fake.memory)) == ([], b"\7" * 5000)
+
+
+class FakeDriver:
+    """Of CUDA, what maps memory; notes its calls. pieces: (start, size) of what NVSHMEM has mapped; fails: a call."""
+
+    def __init__(self, calls: list[object], pieces: list[tuple[int, int]]) -> None:
+        self.calls, self.pieces, self.fails = calls, pieces, ""
+        self.range = (ctypes.c_uint8 * sum(size for _, size in pieces))()
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        def call(*arguments: Any) -> int:
+            given = [getattr(argument, "_obj", argument) for argument in arguments]
+            if name == "cuMemAddressReserve":
+                given[0].value = ctypes.addressof(self.range)
+            elif name == "cuMemRetainAllocationHandle":
+                given[0].value = given[1].value + 1
+            elif name == "cuMemGetAddressRange_v2":
+                address = given[2].value
+                found = next((start, size) for start, size in self.pieces if start <= address < start + size)
+                given[0].value, given[1].value = found
+                return 0
+            self.calls.append((name, *(list(each) if hasattr(each, "__len__") else each.value for each in given)))
+            return int(name == self.fails)
+
+        return call
+
+
+def test_nvshmem_at_own_addresses(fake: FakeNvshmem, monkeypatch: pytest.MonkeyPatch):
+    """Its memory, which lies in two pieces, is mapped there, let go and mapped again."""
+    start, size = fake.address - 600, len(fake.memory) + 1000
+    cuda = FakeDriver(fake.calls, [(start, 2000), (start + 2000, size - 2000)])
+    own = ctypes.addressof(cuda.range)
+    monkeypatch.setattr(driver, "library", lambda: cuda)
+    monkeypatch.setattr(nvshmem_backend.torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(nvshmem_backend, "preflight", lambda num_bytes: "" if num_bytes == size else "another size")
+    backend = nvshmem_backend.NvshmemBackend(Bootstrap(None), len(fake.memory))
+    mapped = []
+    for at, piece, length in ((own, start, 2000), (own + 2000, start + 2000, size - 2000)):
+        mapped += [("cuMemRetainAllocationHandle", piece + 1, piece), ("cuMemMap", at, length, 0, piece + 1, 0)]
+        mapped += [("cuMemRelease", piece + 1), ("cuMemSetAccess", at, length, [1, 0, 3], 1)]
+    assert fake.calls == [("cuMemAddressReserve", own, size, 0, 0, 0), *mapped]
+    assert (backend.bases, backend.suspend_problem) == ([own + 600], "")
+    backend.arenas[0]().fill_(7)
+    fake.calls.clear()
+    backend.suspend()
+    assert not any(cuda.range)
+    assert fake.calls == [
+        *(("cuMemUnmap", at, length) for at, length in ((own + 2000, size - 2000), (own, 2000))),
+        *("free", "finalize"),
+    ]
+    fake.calls.clear()
+    backend.resume(Bootstrap(None))
+    assert (fake.calls, fake.is_initialized) == (mapped, True)
+    backend.suspend()
+    cuda.pieces[1] = start + 2000, size
+    with pytest.raises(BackendUnavailable, match="laid out its memory otherwise than before"):
+        backend.resume(Bootstrap(None))
+    backend.close()
+    assert fake.calls[-3:] == ["free", "finalize", ("cuMemAddressFree", own, size)]
+    cuda.fails, cuda.cuGetErrorName = "cuMemMap", lambda *_: 0
+    backend = nvshmem_backend.NvshmemBackend(Bootstrap(None), len(fake.memory))
+    assert backend.bases == [fake.address]
+    assert backend.suspend_problem.startswith("NVSHMEM's memory cannot be mapped again: cuMemMap returned 1")
 
 
 @pytest.mark.gpu
