@@ -68,8 +68,8 @@ def test_a_token_does_not_see_its_batch(rank: int, num_ranks: int, findings: Fin
         for name in names:
             layer, (x, dy) = layer_of(heap, name, num_tokens), tokens_of(heap, name)
             wanted[name] = step(layer, x, dy)
-            every, last = torch.arange(num_tokens), num_tokens - 1
-            for chosen in ([5 + rank], [last, 5], every[: max(1, 33 - 32 * rank)], every[1::2], every.flip(0), every[:130]):
+            every, last, few = torch.arange(num_tokens), num_tokens - 1, max(1, 33 - 32 * rank)
+            for chosen in ([5 + rank], [last, 5], every[:few], every[1::2], every.flip(0), every[:130]):
                 idx = torch.as_tensor(chosen, device=heap.device)
                 for num_padding in (0, PADDING) if len(idx) < 200 else (0,):
                     where = f"rank {rank} of {num_ranks}, {len(idx)} tokens and {num_padding}"
