@@ -14,14 +14,16 @@ import captured_cases as cases
 import numpy as np
 import pytest
 import torch
-from cluster import on_ranks, run_on
+from cluster import Cluster, on_ranks, run_on
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import register_pytree_node
 from worker import open_heap
 
 import symmoe
 from symmoe import MoEConfig, MoELayer, SymmetricHeap
 from symmoe.errors import ArgumentError, ExpertIdError, HeapPoisoned
+from symmoe.training import captured_wrappers
 from symmoe.training.captured_step import CapturedStep
 from symmoe.training.step_kind import Tree
 
@@ -47,6 +49,50 @@ def test_steps_with_replicas_are_exact(cluster, device):
     cases.check_counts(
         cluster(2, device).run(cases.check_exact, device, 14, None, "replicas"), num_steps=14, least_replays=6
     )
+
+
+# FSDP2, or an option of DDP, which has 11 passes before it can be captured: how many steps are replayed.
+WRAPS = {"forward_sync_buffers": 7, "gradient_as_bucket_view": 7, "static_graph": 12}
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "ep", "device"),
+    [
+        pytest.param(2, 2, "cpu", id="2"),
+        pytest.param(4, 2, "cpu", id="2 x 2"),
+        *(pytest.param(2, ep, "cuda", id=f"2 GPUs, EP of {ep}", marks=pytest.mark.gpu) for ep in (1, 2)),
+    ],
+)
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_steps_in_ddp_and_fsdp_are_exact(cluster, num_ranks: int, ep: int, device: str, wrap: str, tmp_path):
+    """Ranks of all EP groups repeat the same steps, and fail together."""
+    with Cluster(num_ranks, device) if device == "cuda" else nullcontext(cluster(num_ranks)) as ranks:
+        found = ranks.run(cases.check_wrapped, device, ep, wrap, f"file://{tmp_path}/store")
+    assert [text for _, texts in found for text in texts] == []
+    assert {counts for counts, _ in found} == {(WRAPS[wrap], 1, 2)}
+
+
+@run_on(2)
+def test_ddp_that_cannot_be_captured(rank: int, num_ranks: int, heap: SymmetricHeap) -> None:
+    """Also one that adds gradients up on the default stream: here every stream is."""
+    model = cases.Model(heap)
+    symmoe.prepare_for_ddp(model)
+    ddp = DistributedDataParallel(model)
+    step = cases.make_step(ddp)
+    batch = [torch.ones(3, cases.H)]
+    step(batch, scale=1.0)
+    with pytest.raises(ArgumentError, match="model must be the DistributedDataParallel that the step calls"):
+        symmoe.capture_step(step, model)
+    ddp.find_unused_parameters = True
+    with pytest.raises(ArgumentError, match=r"find_unused_parameters \(True\)"):
+        symmoe.capture_step(step, ddp)
+    ddp.find_unused_parameters = False
+    captured = cases.captured_on_host(ddp, num_eager=1)
+    cuda = dict.fromkeys(("is_available", "current_stream", "default_stream"), lambda: True)
+    with mock.patch.multiple(torch.cuda, **cuda), mock.patch.object(captured_wrappers, "may_redirect_streams", False):
+        captured(batch, scale=1.0)
+    with pytest.raises(ArgumentError, match=r"built on CUDA's default stream.*torch\.cuda\.stream\(torch.*2\.13"):
+        captured(batch, scale=1.0)
 
 
 def train(
