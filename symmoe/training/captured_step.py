@@ -40,7 +40,7 @@ def capture_step(
     Collective over the EP group of the model's layers: on all its ranks, what follows changes in the same calls. Each
     call synchronises the host once, at its end.
 
-    In DDP, which is `model` then, gradients are reduced in the graph, and all ranks that take part repeat a
+    In DDP or FSDP2, which are `model` then, gradients are reduced in the graph, and all ranks that take part repeat a
     step together, as all replicas do with aux_loss="global"; so the call is collective over them. A DDP has 11 passes
     with its reduction before a capture; with torch before 2.13 it must be built in a context
     `torch.cuda.stream(torch.cuda.Stream())`. A graph waits in NCCL without a bound, e.g. for a rank that is lost.
@@ -75,8 +75,6 @@ def capture_step(
 
 def _problem(modules: Modules) -> ArgumentError | None:
     """Why steps of a model with these modules cannot be captured, or None."""
-    if any(layer.experts.fc1._is_fsdp_managed_module for layer in modules.layers):
-        return ArgumentError("model is sharded by FSDP2, whose parameters move: its steps cannot be captured")
     if len({layer.heap for layer in modules.layers}) > 1:
         return ArgumentError("model has layers on several heaps, whose groups could not agree to repeat a step")
     for layer in modules.layers:

@@ -52,7 +52,7 @@ def test_steps_with_replicas_are_exact(cluster, device):
 
 
 # FSDP2, or an option of DDP, which has 11 passes before it can be captured: how many steps are replayed.
-WRAPS = {"forward_sync_buffers": 7, "gradient_as_bucket_view": 7, "static_graph": 12}
+WRAPS = {"forward_sync_buffers": 7, "gradient_as_bucket_view": 7, "static_graph": 12, "FSDP2": 16}
 
 
 @pytest.mark.parametrize(
