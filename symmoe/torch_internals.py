@@ -127,14 +127,13 @@ def active_ddp() -> DistributedDataParallel | None:
     return found
 
 
-def num_ddp_passes(ddp: DistributedDataParallel) -> int:
-    """How many passes it had before the last one that it has timed."""
-    return int(_ddp_record(ddp)().get("iteration", 0))
-
-
-def stop_ddp_timing(ddp: DistributedDataParallel) -> None:
-    """It times no passes beyond its first ten: not every hundredth."""
-    _ddp_rate(ddp)(2**31 - 1)
+def stop_ddp_timing(ddp: DistributedDataParallel) -> bool:
+    """Whether it has chosen its buckets, and is past the ten passes of which it times each, and in each next one waits
+    for the device; then it times no others, every hundredth."""
+    is_past = int(_ddp_record(ddp)().get("iteration", 0)) >= 10
+    if is_past:
+        _ddp_rate(ddp)(2**31 - 1)
+    return is_past
 
 
 @contextmanager

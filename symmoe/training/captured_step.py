@@ -15,8 +15,8 @@ from symmoe.errors import ArgumentError, HeapSuspended, SymmoeError, raise_for
 from symmoe.kernels import control
 from symmoe.moe.ddp_and_fsdp import gradients_elsewhere
 from symmoe.symm_mem.heap import FailPeersOnError, SymmetricHeap, fixed_rows
-from symmoe.torch_internals import redirected_streams
-from symmoe.training.captured_wrappers import deciding_groups, is_warm, noted_streams, wrapper_problem
+from symmoe.torch_internals import redirected_streams, stop_ddp_timing
+from symmoe.training.captured_wrappers import deciding_groups, noted_streams, wrapper_problem
 from symmoe.training.step_kind import Modules, Tree, modes
 
 R = TypeVar("R")
@@ -215,8 +215,9 @@ class CapturedStep(Generic[R]):
             kind = self._kind(given)
             if self._num_calls.get(kind, 0) >= self._num_eager and kind not in self._replays:
                 raise_for(_problem(self.modules))
-        is_early = self._num_calls.get(kind, 0) < self._num_eager
-        if self.make_graph is None or is_early or not (kind in self._replays or is_warm(self.modules)):
+        if self.make_graph is None or self._num_calls.get(kind, 0) < self._num_eager:
+            return self._run_eagerly(given)
+        if kind not in self._replays and not all(map(stop_ddp_timing, self.modules.ddps)):
             return self._run_eagerly(given)
         for heap in self.heaps:
             heap.check()  # of a rank that is gone: a replay would use connections that have ended
@@ -248,8 +249,7 @@ class CapturedStep(Generic[R]):
     @property
     def device(self) -> torch.device:
         """Where the model is."""
-        tensors = (*self.modules.located, *self.modules.parameters)
-        return next((tensor.device for tensor in tensors), torch.device("cpu"))
+        return next((t.device for t in (*self.modules.located, *self.modules.sharded)), torch.device("cpu"))
 
     def close(self) -> None:
         """Ends all graphs and gives their memory back. The next call captures again."""

@@ -1,19 +1,17 @@
-"""DDP and FSDP2 around the model of a captured step: whether it can be captured, when, and who repeats it together."""
+"""DDP and FSDP2 around the model of a captured step: whether it can be captured, and who repeats it together."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 import torch.distributed as dist
 
 from symmoe.errors import ArgumentError
 from symmoe.moe.layer import MoELayer
-from symmoe.torch_internals import ddp_parameters, may_redirect_streams, num_ddp_passes, stop_ddp_timing
+from symmoe.torch_internals import ddp_parameters, may_redirect_streams
 from symmoe.training.step_kind import Modules
-
-_NUM_TIMED = 10  # passes in which every DDP times itself; in the one after each the host waits for events
 
 
 def wrapper_problem(modules: Modules) -> ArgumentError | None:
@@ -30,15 +28,6 @@ def wrapper_problem(modules: Modules) -> ArgumentError | None:
     return None
 
 
-def is_warm(modules: Modules) -> bool:
-    """Whether every DDP has had the passes in which it times itself and chooses buckets. Then it times no others."""
-    for ddp in modules.ddps:
-        if num_ddp_passes(ddp) < _NUM_TIMED:
-            return False
-        stop_ddp_timing(ddp)
-    return True
-
-
 @contextmanager
 def noted_streams(modules: Modules) -> Iterator[None]:
     """In this context backward notes whether a DDP adds gradients up on the default stream: it keeps nodes of autograd,
@@ -48,15 +37,11 @@ def noted_streams(modules: Modules) -> Iterator[None]:
         modules.ddp_on_default_stream |= torch.cuda.current_stream() == torch.cuda.default_stream()
 
     modules.ddp_on_default_stream = False
-    ddps = [] if may_redirect_streams or not torch.cuda.is_available() else modules.ddps
-    trained = [[parameter for parameter in ddp_parameters(ddp) if parameter.requires_grad] for ddp in ddps]
-    edges = [torch.autograd.graph.get_gradient_edge(first) for first, *_ in filter(None, trained)]
-    handles = [edge.node.register_prehook(note) for edge in edges]
-    try:
+    ddps = modules.ddps if torch.cuda.is_available() and not may_redirect_streams else ()
+    with ExitStack() as stack:
+        for parameter in (each for ddp in ddps for each in ddp_parameters(ddp) if each.requires_grad):
+            stack.callback(torch.autograd.graph.get_gradient_edge(parameter).node.register_prehook(note).remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def deciding_groups(modules: Modules) -> list[dist.ProcessGroup]:
@@ -64,13 +49,13 @@ def deciding_groups(modules: Modules) -> list[dist.ProcessGroup]:
     on all ranks. Without those in an EP group, whose ranks see the same plans, and those in another one of these."""
     groups = [ddp.process_group for ddp in modules.ddps]
     for layer in modules.layers:
-        if isinstance(layer, MoELayer) and layer.config.aux_loss == "global" and layer.replicas.group is not None:
+        if isinstance(layer, MoELayer) and layer.config.aux_loss == "global" and layer.config.aux_loss_coef:
             groups.append(layer.replicas.group)
     for mesh in dict.fromkeys(parameter.device_mesh for parameter in modules.sharded):
         groups += mesh.get_all_groups()
     known = [set(layer.heap.bootstrap.global_ranks) for layer in modules.layers]
     found = []
-    for group in sorted(groups, key=dist.get_world_size, reverse=True):
+    for group in sorted(filter(None, groups), key=dist.get_world_size, reverse=True):
         ranks = set(dist.get_process_group_ranks(group))
         if not any(ranks <= others for others in known):
             found.append(group)

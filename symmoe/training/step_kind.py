@@ -193,15 +193,13 @@ class Modules:
 
     def states(self) -> list[torch.Tensor]:
         """Tensors that a step may change, other than gradients. (It cannot if several elements share memory.)"""
-        tensors = [t.detach() for t in self.located + self._attached() if not isinstance(t, nn.Parameter)]
+        tensors = [t.detach() for t in self._tensors()[len(self.sharded) :] if not isinstance(t, nn.Parameter)]
         return [t for t in tensors if all(step or size < 2 for step, size in zip(t.stride(), t.shape, strict=True))]
-
-    def _attached(self) -> list[torch.Tensor]:
-        return [t for d, name in self._attributes if type(t := d.get(name)) is torch.Tensor]
 
     def _tensors(self) -> list[torch.Tensor]:
         with torch.no_grad():
-            return [*self.located, *map(local_part, self.sharded), *self._attached()]
+            shards = list(map(local_part, self.sharded))
+        return [*shards, *self.located, *[t for d, name in self._attributes if type(t := d.get(name)) is torch.Tensor]]
 
     @contextmanager
     def running(self, arguments: dict[str, torch.Tensor]) -> Iterator[None]:
@@ -246,8 +244,7 @@ class Modules:
         self._entries = list(chain.from_iterable(map(dict.values, self._full)))
         self._vars = list(map(vars, modules))
         self._num_attributes = sum(map(len, self._vars))
-        known = {(id(vars(ddp)), name) for ddp in self.ddps for name in _SET_BY_DDP} | self._own.keys()
-        found = [(d, name) for d in self._vars for name in d if (id(d), name) not in known]
+        found = [(d, n) for d in self._vars for n in d if (id(d), n) not in self._own and n not in _SET_BY_DDP]
         self._attributes = [
             (d, name) for d, name in found if type(t := d[name]) is torch.Tensor and t.layout is torch.strided
         ]

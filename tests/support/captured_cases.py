@@ -210,15 +210,15 @@ class Chosen(nn.Module):
         return y, metrics.aux_loss
 
 
-def put_around(wrap: str, heap: SymmetricHeap, mesh: DeviceMesh) -> nn.Module:
-    """A model in FSDP2, or in DDP with an option. torch before 2.13 captures no DDP that the default stream has."""
+def put_around(options: dict[str, Any] | None, heap: SymmetricHeap, mesh: DeviceMesh) -> nn.Module:
+    """A model in FSDP2, or in DDP with options. torch before 2.13 captures no DDP that the default stream has."""
     model = Chosen(heap, mesh.get_group("efsdp"))
     with torch.cuda.stream(torch.cuda.Stream()) if heap.device.type == "cuda" else nullcontext():
-        return parallelize(model, mesh) if wrap == "FSDP2" else data_parallel(model, mesh, **{wrap: True})
+        return parallelize(model, mesh) if options is None else data_parallel(model, mesh, **options)
 
 
 def check_wrapped(
-    rank: int, num_ranks: int, device: str, ep: int, wrap: str, init_method: str = ""
+    rank: int, num_ranks: int, device: str, ep: int, options: dict[str, Any] | None, init_method: str
 ) -> tuple[tuple[int, int, int], list[str]]:
     """Counts, and what is wrong: steps of a model in DDP or FSDP2, each with an optimizer's, have the bits of eager
     ones. In step 13 ranks of the first EP group need more room, in step 16 the last rank has an id out of range."""
@@ -229,7 +229,7 @@ def check_wrapped(
     mesh = init_device_mesh(device, (num_ranks // ep, ep), mesh_dim_names=("efsdp", "ep"))
     with open_heap(device, num_bytes=64 << 20, group=mesh.get_group("ep")) as heap:
         torch.use_deterministic_algorithms(False)
-        model, plain = put_around(wrap, heap, mesh), put_around(wrap, heap, mesh)
+        model, plain = put_around(options, heap, mesh), put_around(options, heap, mesh)
         captured, eager = symmoe.capture_step(make_step(model), model, room=1.0, num_eager=2), make_step(plain)
         if device == "cpu":
             captured.make_graph = lambda function, heaps: HostGraph(model, captured.modules.states(), function, heaps)
