@@ -49,13 +49,14 @@ def deciding_groups(modules: Modules) -> list[dist.ProcessGroup]:
     on all ranks. Without those in an EP group, whose ranks see the same plans, and those in another one of these."""
     groups = [ddp.process_group for ddp in modules.ddps]
     for layer in modules.layers:
-        if isinstance(layer, MoELayer) and layer.config.aux_loss == "global" and layer.config.aux_loss_coef:
+        is_global = isinstance(layer, MoELayer) and layer.config.aux_loss == "global" and layer.config.aux_loss_coef
+        if is_global and layer.replicas.group is not None:
             groups.append(layer.replicas.group)
     for mesh in dict.fromkeys(parameter.device_mesh for parameter in modules.sharded):
         groups += mesh.get_all_groups()
     known = [set(layer.heap.bootstrap.global_ranks) for layer in modules.layers]
     found = []
-    for group in sorted(filter(None, groups), key=dist.get_world_size, reverse=True):
+    for group in sorted(groups, key=dist.get_world_size, reverse=True):
         ranks = set(dist.get_process_group_ranks(group))
         if not any(ranks <= others for others in known):
             found.append(group)

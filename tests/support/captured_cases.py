@@ -19,7 +19,6 @@ import symmoe
 from symmoe import GroupedMLP, MoEConfig, MoELayer, SymmetricHeap
 from symmoe.errors import SymmoeError
 from symmoe.grouped.parameters import local_part
-from symmoe.integrations.parallel import data_parallel, parallelize
 from symmoe.symm_mem.row_budget import RowHistory
 from symmoe.symm_mem.several_nodes import Nodes
 from symmoe.symm_mem.streams import NoStreams
@@ -210,15 +209,18 @@ class Chosen(nn.Module):
         return y, metrics.aux_loss
 
 
-def put_around(options: dict[str, Any] | None, heap: SymmetricHeap, mesh: DeviceMesh) -> nn.Module:
-    """A model in FSDP2, or in DDP with options. torch before 2.13 captures no DDP that the default stream has."""
+Wrap = Callable[[nn.Module, DeviceMesh], nn.Module]
+
+
+def put_around(wrap: Wrap | None, heap: SymmetricHeap, mesh: DeviceMesh) -> nn.Module:
+    """A model in FSDP2 or DDP, or as it is. torch before 2.13 captures no DDP that was built on the default stream."""
     model = Chosen(heap, mesh.get_group("efsdp"))
     with torch.cuda.stream(torch.cuda.Stream()) if heap.device.type == "cuda" else nullcontext():
-        return parallelize(model, mesh) if options is None else data_parallel(model, mesh, **options)
+        return model if wrap is None else wrap(model, mesh)
 
 
 def check_wrapped(
-    rank: int, num_ranks: int, device: str, ep: int, options: dict[str, Any] | None, init_method: str
+    rank: int, num_ranks: int, device: str, ep: int, wrap: Wrap | None, init_method: str
 ) -> tuple[tuple[int, int, int], list[str]]:
     """Counts, and what is wrong: steps of a model in DDP or FSDP2, each with an optimizer's, have the bits of eager
     ones. In step 13 ranks of the first EP group need more room, in step 16 the last rank has an id out of range."""
@@ -229,7 +231,7 @@ def check_wrapped(
     mesh = init_device_mesh(device, (num_ranks // ep, ep), mesh_dim_names=("efsdp", "ep"))
     with open_heap(device, num_bytes=64 << 20, group=mesh.get_group("ep")) as heap:
         torch.use_deterministic_algorithms(False)
-        model, plain = put_around(options, heap, mesh), put_around(options, heap, mesh)
+        model, plain = put_around(wrap, heap, mesh), put_around(wrap, heap, mesh)
         captured, eager = symmoe.capture_step(make_step(model), model, room=1.0, num_eager=2), make_step(plain)
         if device == "cpu":
             captured.make_graph = lambda function, heaps: HostGraph(model, captured.modules.states(), function, heaps)
@@ -256,7 +258,9 @@ def check_wrapped(
             findings.check(all(same), f"step {number}: {same}")
             is_trained = number == 13 or all(bool(parameter.grad.any()) for parameter in model.parameters())
             findings.check(is_trained, f"step {number}: gradients are 0")
-            for optimizer in optimizers:
+            for each, optimizer in zip((model, plain), optimizers, strict=True):
+                if wrap is None:
+                    symmoe.reduce_gradients(each, expert_group=mesh.get_group("efsdp"))
                 optimizer.step()
         captured.close()
         counts = captured.num_replays, captured.num_repeated, captured.num_captures

@@ -6,6 +6,7 @@ import weakref
 from collections import OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -23,6 +24,7 @@ from worker import open_heap
 import symmoe
 from symmoe import MoEConfig, MoELayer, SymmetricHeap
 from symmoe.errors import ArgumentError, ExpertIdError, HeapPoisoned
+from symmoe.integrations.parallel import data_parallel, parallelize
 from symmoe.training import captured_wrappers
 from symmoe.training.captured_step import CapturedStep
 from symmoe.training.step_kind import Tree
@@ -51,12 +53,13 @@ def test_steps_with_replicas_are_exact(cluster, device):
     )
 
 
-# Options of DDP, or None for FSDP2, and how many steps are replayed: DDP has 11 passes before it can be captured.
+# What is around a model, and how many steps are replayed: DDP has 11 passes before it can be captured.
 WRAPS = {
-    "FSDP2": (None, 16),
-    "DDP, buckets": ({"bucket_cap_mb": 0.001}, 7),
-    "DDP, views": ({"gradient_as_bucket_view": True}, 7),
-    "DDP, static graph": ({"static_graph": True}, 12),
+    "FSDP2": (parallelize, 16),
+    "DDP, buckets": (partial(data_parallel, bucket_cap_mb=0.001), 7),
+    "DDP, views": (partial(data_parallel, gradient_as_bucket_view=True), 7),
+    "DDP, static graph": (partial(data_parallel, static_graph=True), 12),
+    "nothing": (None, 16),
 }
 
 
@@ -70,8 +73,8 @@ WRAPS = {
     ],
 )
 @pytest.mark.parametrize("wrap", WRAPS)
-def test_steps_in_ddp_and_fsdp_are_exact(cluster, num_ranks: int, ep: int, device: str, wrap: str, tmp_path):
-    """Ranks of all EP groups repeat the same steps, and fail together."""
+def test_steps_that_reduce_are_exact(cluster, num_ranks: int, ep: int, device: str, wrap: str, tmp_path):
+    """Ranks of all EP groups repeat the same steps, and fail together: gradients or loads are reduced in the graph."""
     with Cluster(num_ranks, device) if device == "cuda" else nullcontext(cluster(num_ranks)) as ranks:
         found = ranks.run(cases.check_wrapped, device, ep, WRAPS[wrap][0], f"file://{tmp_path}/store")
     assert [text for _, texts in found for text in texts] == []
