@@ -92,6 +92,12 @@ store_of: Callable[[Any], Any] = _named("distributed.distributed_c10d._get_proce
 DDP_IGNORED = "_ddp_params_and_buffers_to_ignore"  # if DDP does not read it, MoELayer finds that it has taken experts
 _active_ddp_of = _attribute("_active_ddp_module")
 ddp_parameters: Callable[[DistributedDataParallel], list[torch.nn.Parameter]] = _attribute("_module_parameters")
+_ddp_record: Callable[[Any], Callable[[], dict[str, Any]]] = _attribute("_get_ddp_logging_data")
+_ddp_rate: Callable[[Any], Callable[[int], None]] = _attribute("_set_ddp_runtime_logging_sample_rate")
+
+_redirect: Callable[[bool], None] = _named("_C._set_override_stale_capture_stream", lambda _: None)
+_redirects: Callable[[], bool] = _named("_C._override_stale_capture_stream", lambda: False)
+may_redirect_streams = hasattr(torch.autograd.graph, "set_override_stale_capture_stream")
 
 _has_global_hooks: Callable[[], bool] = _named("nn.modules.module._has_any_global_hook", lambda: True)
 non_persistent_buffers: Callable[[torch.nn.Module], set[str]] = _attribute("_non_persistent_buffers_set")
@@ -119,6 +125,27 @@ def active_ddp() -> DistributedDataParallel | None:
     """The DDP whose forward is running."""
     found: DistributedDataParallel | None = _active_ddp_of(DistributedDataParallel)
     return found
+
+
+def stop_ddp_timing(ddp: DistributedDataParallel) -> bool:
+    """Whether it has chosen its buckets, and is past the ten passes of which it times each, and in each next one waits
+    for the device; then it times no others, every hundredth."""
+    is_past = int(_ddp_record(ddp)().get("iteration", 0)) >= 10
+    if is_past:
+        _ddp_rate(ddp)(2**31 - 1)
+    return is_past
+
+
+@contextmanager
+def redirected_streams() -> Iterator[None]:
+    """In this context nodes of autograd that were made on a stream outside of a capture run on one in it, where torch
+    can do that (2.13)."""
+    was = _redirects()
+    _redirect(True)
+    try:
+        yield
+    finally:
+        _redirect(was)
 
 
 def has_hooks(m: torch.nn.Module, *, everywhere: bool = True) -> bool:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Hashable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any, Generic, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from symmoe.errors import ArgumentError, HeapSuspended, SymmoeError, raise_for
 from symmoe.kernels import control
 from symmoe.moe.ddp_and_fsdp import gradients_elsewhere
-from symmoe.moe.layer import MoELayer
 from symmoe.symm_mem.heap import FailPeersOnError, SymmetricHeap, fixed_rows
+from symmoe.torch_internals import redirected_streams, stop_ddp_timing
+from symmoe.training.captured_wrappers import deciding_groups, noted_streams, wrapper_problem
 from symmoe.training.step_kind import Modules, Tree, modes
 
 R = TypeVar("R")
@@ -38,6 +40,11 @@ def capture_step(
     Collective over the EP group of the model's layers: on all its ranks, what follows changes in the same calls. Each
     call synchronises the host once, at its end.
 
+    In DDP or FSDP2, which are `model` then, gradients are reduced in the graph, and all ranks that take part repeat a
+    step together, as all replicas do with aux_loss="global"; so the call is collective over them. A DDP has 11 passes
+    with its reduction before a capture; with torch before 2.13 it must be built in a context
+    `torch.cuda.stream(torch.cuda.Stream())`. A graph waits in NCCL without a bound, e.g. for a rank that is lost.
+
     Captured apart are: other shapes, dtypes and strides of tensors among the arguments; other constants (a factor, a
     flag; on GPUs also a CPU tensor without dimensions); of the model another mode (train or eval), other hooks,
     parameters that require gradients, and other public attributes of modules (the p of a Dropout); autocast, grad mode,
@@ -53,11 +60,9 @@ def capture_step(
         room, num_eager: at least 1; the latter are eager calls before a capture.
 
     Raises:
-        ArgumentError: a number is out of range; layers are on several heaps, or have aux_loss="global" over several EP
-            groups (one could repeat a step by itself); experts accumulate into main_grad or delay weight gradients
-            (which cannot be taken back); or parameters are sharded (DTensors of FSDP2, whose memory moves in every
-            step). DistributedDataParallel around the model has not been tried: reduce gradients after the call
-            (symmoe.reduce_gradients).
+        ArgumentError: a number is out of range; layers are on several heaps; experts accumulate into main_grad or delay
+            weight gradients (which cannot be taken back); or a DDP finds unused parameters, is not in `model`, or was
+            built where no capture can use it.
     """
     if not room >= 1:
         raise ArgumentError(f"room ({room}) must be at least 1")
@@ -70,19 +75,12 @@ def capture_step(
 
 def _problem(modules: Modules) -> ArgumentError | None:
     """Why steps of a model with these modules cannot be captured, or None."""
-    if any(hasattr(parameter, "device_mesh") for parameter in modules.parameters):
-        return ArgumentError("model has sharded parameters (DTensor), whose memory moves: its steps cannot be captured")
     if len({layer.heap for layer in modules.layers}) > 1:
         return ArgumentError("model has layers on several heaps, whose groups could not agree to repeat a step")
     for layer in modules.layers:
-        is_global = isinstance(layer, MoELayer) and layer.config.aux_loss_coef and layer.config.aux_loss == "global"
-        if is_global and layer.replicas.group is not None:
-            return ArgumentError(
-                'aux_loss ("global") over several EP groups: one could repeat a step without the others'
-            )
         if (problem := gradients_elsewhere(layer.experts, "a step that is repeated would count twice")) is not None:
             return problem
-    return None
+    return wrapper_problem(modules)
 
 
 class CudaGraph:
@@ -115,7 +113,8 @@ class _Replay:
         static = Tree(given.with_tensors(self._inputs))
         self._states, self._parameters = owner.modules.states(), owner.modules.parameters
         self._saved = [torch.empty_like(state) for state in self._states]
-        self.has_room = torch.zeros((), dtype=torch.bool, device=owner.device)
+        self.outcome = torch.ones(2, dtype=torch.int32, device=owner.device)  # has room, has met with no other error
+        groups = deciding_groups(owner.modules)
         self._result: Tree | None = None
 
         def function() -> None:
@@ -130,12 +129,19 @@ class _Replay:
             torch.clear_autocast_cache()
             errors = [report[control.SUM_ERROR : control.SUM_ERROR + 1] for report in reports]
             if errors:
-                self.has_room.copy_((torch.cat(errors) != control.PLAN_OVERFLOW).all())
+                fits, is_right = torch.cat(errors) != control.PLAN_OVERFLOW, torch.cat(errors) == control.PLAN_OK
+                self.outcome.copy_(torch.stack([fits.all(), (is_right | ~fits).all()]))
+            agree()
 
-        self.has_room.fill_(True)
+        def agree() -> None:
+            for group in groups:
+                dist.all_reduce(self.outcome, dist.ReduceOp.MIN, group=group)
+
+        agree()  # before the capture, so that all connections are there
         owner.clear_gradients()
         assert owner.make_graph is not None
-        self._graph = owner.make_graph(function, owner.heaps)
+        with redirected_streams() if owner.modules.ddps else nullcontext():
+            self._graph = owner.make_graph(function, owner.heaps)
         self._gradients = [parameter.grad for parameter in self._parameters]
         owner.modules.settings()
         self.places = owner.modules.places
@@ -211,6 +217,8 @@ class CapturedStep(Generic[R]):
                 raise_for(_problem(self.modules))
         if self.make_graph is None or self._num_calls.get(kind, 0) < self._num_eager:
             return self._run_eagerly(given)
+        if kind not in self._replays and not all(map(stop_ddp_timing, self.modules.ddps)):
+            return self._run_eagerly(given)
         for heap in self.heaps:
             heap.check()  # of a rank that is gone: a replay would use connections that have ended
         replay = self._replays.get(kind)
@@ -222,9 +230,11 @@ class CapturedStep(Generic[R]):
             self.num_captures += 1
         random_state = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
         result: R = replay.run(given.tensors)
-        has_room = bool(replay.has_room)  # waits for the replay
+        has_room, is_right = replay.outcome.tolist()  # waits for the replay
         for heap in self.heaps:
             heap.check()
+        if not is_right:
+            raise SymmoeError("the step has failed in another EP group, whose error says why")
         if has_room:
             self.num_replays += 1
             return result
@@ -239,7 +249,7 @@ class CapturedStep(Generic[R]):
     @property
     def device(self) -> torch.device:
         """Where the model is."""
-        return next((tensor.device for tensor in self.modules.located), torch.device("cpu"))
+        return next((t.device for t in (*self.modules.located, *self.modules.sharded)), torch.device("cpu"))
 
     def close(self) -> None:
         """Ends all graphs and gives their memory back. The next call captures again."""
@@ -274,7 +284,8 @@ class CapturedStep(Generic[R]):
         return Tree(dict(result.with_tensors([tensor.detach() for tensor in result.tensors])))
 
     def _run_eagerly(self, given: Tree) -> R:
-        result = self.run(given)
+        with noted_streams(self.modules):
+            result = self.run(given)
         kind = self._kind(given)  # now that it is known what the step itself sets
         self._num_calls[kind] = self._num_calls.get(kind, 0) + 1
         return cast(R, result.with_tensors(result.tensors)["result"])

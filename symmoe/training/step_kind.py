@@ -19,9 +19,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from symmoe.checks.arguments import memory_problem
 from symmoe.errors import ArgumentError, raise_for
+from symmoe.grouped.parameters import local_part
 from symmoe.moe.ddp_and_fsdp import ExpertParallelModule
 from symmoe.torch_internals import pytree, version_of
 
@@ -30,6 +32,7 @@ _CONSTANTS |= {torch.dtype, torch.device, torch.layout, torch.memory_format}
 # Tables of a module by which its calls find what they need.
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _TABLES = ("_parameters", "_buffers", "_modules", *_HOOKS)
+_SET_BY_DDP = ("modules_buffers", "named_module_buffers")  # lists, new in every call
 _TRAINED = operator.attrgetter("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
 
 
@@ -161,6 +164,7 @@ class Modules:
         self._own: dict[tuple[int, str], object] = {}  # attributes that the step itself sets
         self._numbers: dict[Hashable, int] = {}
         self._objects: dict[int, object] = {}  # by id, which no other gets as long as they are here
+        self.ddp_on_default_stream = False  # whether one adds gradients up there
         self.places: list[list[Any]] = []  # where tensors lie, as `settings` has found them
         self._trained: list[tuple[Any, ...]] = []
         self._values: list[Any] = []
@@ -189,11 +193,13 @@ class Modules:
 
     def states(self) -> list[torch.Tensor]:
         """Tensors that a step may change, other than gradients. (It cannot if several elements share memory.)"""
-        tensors = [t.detach() for t in self._tensors() if not isinstance(t, nn.Parameter)]
+        tensors = [t.detach() for t in self._tensors()[len(self.sharded) :] if not isinstance(t, nn.Parameter)]
         return [t for t in tensors if all(step or size < 2 for step, size in zip(t.stride(), t.shape, strict=True))]
 
     def _tensors(self) -> list[torch.Tensor]:
-        return self.located + [t for d, name in self._attributes if type(t := d.get(name)) is torch.Tensor]
+        with torch.no_grad():
+            shards = list(map(local_part, self.sharded))
+        return [*shards, *self.located, *[t for d, name in self._attributes if type(t := d.get(name)) is torch.Tensor]]
 
     @contextmanager
     def running(self, arguments: dict[str, torch.Tensor]) -> Iterator[None]:
@@ -231,19 +237,21 @@ class Modules:
         modules, self.parameters = list(self._model.modules()), list(self._model.parameters())
         self._hooks = [hooks for _, *hooks in map(_TRAINED, self.parameters)]
         self.layers = [module for module in modules if isinstance(module, ExpertParallelModule)]
+        self.ddps = [module for module in modules if isinstance(module, DistributedDataParallel)]
         tables = [vars(module)[name] for module in modules for name in _TABLES if name in vars(module)]
         tables += [table for table in chain.from_iterable(self._hooks) if table is not None]
         self._full, self._empty = [table for table in tables if table], [table for table in tables if not table]
         self._entries = list(chain.from_iterable(map(dict.values, self._full)))
         self._vars = list(map(vars, modules))
         self._num_attributes = sum(map(len, self._vars))
-        found = [(d, name) for d in self._vars for name in d if (id(d), name) not in self._own]
+        found = [(d, n) for d in self._vars for n in d if (id(d), n) not in self._own and n not in _SET_BY_DDP]
         self._attributes = [
             (d, name) for d, name in found if type(t := d[name]) is torch.Tensor and t.layout is torch.strided
         ]
         self._public = [(d, name) for d, name in found if name[0] != "_" and type(d[name]) is not torch.Tensor]
         tensors = (*self.parameters, *self._model.buffers())  # of these, those that have memory of their own
         self.located = [t for t in tensors if type(t).__torch_dispatch__ is torch.Tensor.__torch_dispatch__]
+        self.sharded: list[Any] = [parameter for parameter in self.parameters if hasattr(parameter, "device_mesh")]
         self.places, self._trained, self._values = [], [], []  # unknown
 
 

@@ -6,6 +6,7 @@ import weakref
 from collections import OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -14,14 +15,17 @@ import captured_cases as cases
 import numpy as np
 import pytest
 import torch
-from cluster import on_ranks, run_on
+from cluster import Cluster, on_ranks, run_on
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import register_pytree_node
 from worker import open_heap
 
 import symmoe
 from symmoe import MoEConfig, MoELayer, SymmetricHeap
 from symmoe.errors import ArgumentError, ExpertIdError, HeapPoisoned
+from symmoe.integrations.parallel import data_parallel, parallelize
+from symmoe.training import captured_wrappers
 from symmoe.training.captured_step import CapturedStep
 from symmoe.training.step_kind import Tree
 
@@ -47,6 +51,58 @@ def test_steps_with_replicas_are_exact(cluster, device):
     cases.check_counts(
         cluster(2, device).run(cases.check_exact, device, 14, None, "replicas"), num_steps=14, least_replays=6
     )
+
+
+# What is around a model, and how many steps are replayed: DDP has 11 passes before it can be captured.
+WRAPS = {
+    "FSDP2": (parallelize, 16),
+    "DDP, buckets": (partial(data_parallel, bucket_cap_mb=0.001), 7),
+    "DDP, views": (partial(data_parallel, gradient_as_bucket_view=True), 7),
+    "DDP, static graph": (partial(data_parallel, static_graph=True), 12),
+    "nothing": (None, 16),
+}
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "ep", "device"),
+    [
+        pytest.param(2, 2, "cpu", id="2"),
+        pytest.param(2, 1, "cpu", id="2 x 1", marks=pytest.mark.slow),
+        pytest.param(4, 2, "cpu", id="2 x 2"),
+        *(pytest.param(2, ep, "cuda", id=f"2 GPUs, EP of {ep}", marks=pytest.mark.gpu) for ep in (1, 2)),
+    ],
+)
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_steps_that_reduce_are_exact(cluster, num_ranks: int, ep: int, device: str, wrap: str, tmp_path):
+    """Ranks of all EP groups repeat the same steps, and fail together: gradients or loads are reduced in the graph."""
+    with Cluster(num_ranks, device) if device == "cuda" else nullcontext(cluster(num_ranks)) as ranks:
+        found = ranks.run(cases.check_wrapped, device, ep, WRAPS[wrap][0], f"file://{tmp_path}/store")
+    assert [text for _, texts in found for text in texts] == []
+    num_repeated = int(ep > 1)  # one rank always needs the same room
+    assert {counts for counts, _ in found} == {(WRAPS[wrap][1] + 1 - num_repeated, num_repeated, 1 + num_repeated)}
+
+
+@run_on(2)
+def test_ddp_that_cannot_be_captured(rank: int, num_ranks: int, heap: SymmetricHeap) -> None:
+    """Also one that adds gradients up on the default stream: here every stream is."""
+    model = cases.Model(heap)
+    symmoe.prepare_for_ddp(model)
+    ddp = DistributedDataParallel(model)
+    step = cases.make_step(ddp)
+    batch = [torch.ones(3, cases.H)]
+    step(batch, scale=1.0)
+    with pytest.raises(ArgumentError, match="model must be the DistributedDataParallel that the step calls"):
+        symmoe.capture_step(step, model)
+    ddp.find_unused_parameters = True
+    with pytest.raises(ArgumentError, match=r"find_unused_parameters \(True\)"):
+        symmoe.capture_step(step, ddp)
+    ddp.find_unused_parameters = False
+    captured = cases.captured_on_host(ddp, num_eager=1)
+    cuda = dict.fromkeys(("is_available", "current_stream", "default_stream"), lambda: True)
+    with mock.patch.multiple(torch.cuda, **cuda), mock.patch.object(captured_wrappers, "may_redirect_streams", False):
+        captured(batch, scale=1.0)
+    with pytest.raises(ArgumentError, match=r"built on CUDA's default stream.*torch\.cuda\.stream\(torch.*2\.13"):
+        captured(batch, scale=1.0)
 
 
 def train(

@@ -6,29 +6,40 @@ import torch.distributed as dist
 from torch import nn
 from worker import Findings
 
-from symmoe import MoEConfig, MoELayer, SymmetricHeap, clip_grad_norm, reduce_gradients
+from symmoe import GroupedMLP, MoEConfig, MoELayer, SymmetricHeap, clip_grad_norm, reduce_gradients
 from symmoe.moe.balance import balance_step
+from symmoe.moe.ownership import trainable
 
 EXPERTS, TOP_K, H, I, TOKENS = 4, 2, 16, 8, 6
 STEPS, MICRO_BATCHES, MAX_NORM = 3, 2, 0.05
 
 
 class Model(nn.Module):
-    def __init__(self, heap: SymmetricHeap, expert_group: dist.ProcessGroup | None) -> None:
+    def __init__(self, heap: SymmetricHeap, expert_group: dist.ProcessGroup | None, weights: str) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.dense = nn.Linear(H, H)
         balance = {"expert_bias": True, "bias_update_rate": 0.05, "aux_loss_coef": 0.1, "aux_loss": "global"}
         config = MoEConfig(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K, **balance)
         shared = nn.Linear(H, H)
-        self.moe = MoELayer(config, heap, shared_expert=shared, expert_group=expert_group)
+        experts = GroupedMLP(EXPERTS // heap.num_ranks, H, I, weights=weights)
+        self.moe = MoELayer(config, heap, experts=experts, shared_expert=shared, expert_group=expert_group)
         generator = torch.Generator().manual_seed(1)
         mine = slice(heap.rank * EXPERTS // heap.num_ranks, (heap.rank + 1) * EXPERTS // heap.num_ranks)
         with torch.no_grad():
             self.moe.router.weight.copy_(torch.randn(EXPERTS, H, generator=generator))
-            for linear in (self.moe.experts.fc1, self.moe.experts.fc2):
-                whole = torch.randn(EXPERTS, *linear.weight.shape[1:], generator=generator) / 4
-                linear.weight.copy_(whole[mine])
+            for matrices in self.matrices():
+                whole = torch.randn(EXPERTS, *matrices[0].shape, generator=generator) / 4
+                for matrix, value in zip(matrices, whole[mine], strict=True):
+                    matrix.copy_(value)
+
+    def matrices(self) -> list[list[torch.Tensor]]:
+        """The weights of both linear layers, an expert each."""
+        experts = self.moe.experts
+        return [
+            [getattr(fc, f"weight{number}") for number in range(experts.num_groups)]
+            for fc in (experts.fc1, experts.fc2)
+        ]
 
     def loss(self, x: torch.Tensor) -> torch.Tensor:
         y, metrics = self.moe(self.dense(x))
@@ -40,8 +51,16 @@ def batch(rank: int, step: int, number: int) -> torch.Tensor:
     return torch.randn(TOKENS, H, generator=generator) + 0.3
 
 
-def check_steps(rank: int, num_ranks: int, findings: Findings, ep_size: int, wrong: str) -> None:
-    """Trains both ways; `wrong` leaves something out, and must be found."""
+def optimizers_of(model: Model, for_experts: type[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
+    dense, experts = trainable(model)
+    return [torch.optim.AdamW(dense, lr=3e-3), for_experts(experts, lr=3e-3)]
+
+
+def check_steps(
+    rank: int, num_ranks: int, findings: Findings, ep_size: int, wrong: str = "", kind: str = "AdamW"
+) -> None:
+    """Trains both ways; `wrong` leaves something out, and must be found. Of Muon every expert has its own matrices."""
+    weights, for_experts = "discrete" if kind == "Muon" else "packed", getattr(torch.optim, kind)
     ep_groups = [dist.new_group(list(range(r, r + ep_size))) for r in range(0, num_ranks, ep_size)]
     replica_groups = [dist.new_group(list(range(r, num_ranks, ep_size))) for r in range(ep_size)]
     own_groups = [dist.new_group([r]) for r in range(num_ranks)]
@@ -50,8 +69,8 @@ def check_steps(rank: int, num_ranks: int, findings: Findings, ep_size: int, wro
         SymmetricHeap(ep_groups[rank // ep_size], num_bytes=4 << 20, backend="host") as heap,
         SymmetricHeap(own_groups[rank], num_bytes=4 << 20, backend="host") as single,
     ):
-        whole, model = Model(single, None), Model(heap, replicas)
-        optimizers = [torch.optim.AdamW(m.parameters(), lr=3e-3) for m in (whole, model)]
+        whole, model = Model(single, None, weights), Model(heap, replicas, weights)
+        optimizers = optimizers_of(whole, for_experts) + optimizers_of(model, for_experts)
         for step in range(STEPS):
             for number in range(MICRO_BATCHES):
                 everybody = torch.cat([batch(r, step, number) for r in range(num_ranks)])
@@ -68,18 +87,22 @@ def check_steps(rank: int, num_ranks: int, findings: Findings, ep_size: int, wro
             balance_step(whole)
             balance_step(model, expert_group=None if wrong == "balance" else replicas)
         mine = slice(heap.rank * EXPERTS // ep_size, (heap.rank + 1) * EXPERTS // ep_size)
-        for (name, got), want in zip(model.state_dict().items(), whole.state_dict().values(), strict=True):
-            want = want[mine] if ".experts." in name else want
-            findings.close(name, got, want, rtol=1e-4, atol=2e-5)
+        found, wanted = ({k: v for k, v in m.state_dict().items() if ".experts." not in k} for m in (model, whole))
+        for number, (got, want) in enumerate(zip(model.matrices(), whole.matrices(), strict=True)):
+            found[f"fc{number + 1}"], wanted[f"fc{number + 1}"] = torch.stack(got), torch.stack(want[mine])
+        for name, want in wanted.items():
+            findings.close(name, found[name], want, rtol=1e-4, atol=2e-5)
         findings.check(bool(whole.moe.router.expert_bias.any()), "the bias has not moved")
     for group in [*ep_groups, *replica_groups, *own_groups]:
         if group is not dist.GroupMember.NON_GROUP_MEMBER:
             dist.destroy_process_group(group)
 
 
+@pytest.mark.parametrize("kind", ["AdamW", "Muon"])
 @pytest.mark.parametrize(("num_ranks", "ep_size"), [(2, 2), (4, 2), (2, 1)])
-def test_steps_are_those_of_one_process(cluster, num_ranks: int, ep_size: int):
-    assert [text for texts in cluster(num_ranks).run(check_steps, ep_size, "") for text in texts] == []
+def test_steps_are_those_of_one_process(cluster, num_ranks: int, ep_size: int, kind: str):
+    found = cluster(num_ranks).run(check_steps, ep_size, kind=kind)
+    assert [text for texts in found for text in texts] == []
 
 
 @pytest.mark.parametrize(("wrong", "text"), [("reduce", "norm of step 0"), ("balance", "expert_bias")])
