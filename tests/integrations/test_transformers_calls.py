@@ -12,14 +12,17 @@ pytest.importorskip("transformers", minversion="5.17")
 
 import torch
 import torch.distributed as dist
+import transformers
 from hf_cases import FAMILIES, VOCABULARY, batch_of, random_model
 from small_model import assert_same, check_metrics, counted_barriers, step
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 from worker import open_heap
 
 import symmoe
 from symmoe.errors import ArgumentError, ConfigMismatch, PeerTimeout, SymmoeError
+from symmoe.integrations.given_topk import give_topk
 from symmoe.integrations.transformers import StepConfig, swap_moe
 from symmoe.integrations.transformers.families import experts_modules
 
@@ -185,11 +188,130 @@ def test_a_compiled_model_is_watched_too(heap):
     assert logger.step(2)[0].num_calls == 0
 
 
-def test_routing_cannot_be_given_to_transformers_routers(heap):
+# -- routing that is given ----------------------------------------------------------------------------------------
+
+
+def other_routing(routing: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
+    """For the same tokens other experts of the 8, and none for every fifth token."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.rand(len(ids), 8, generator=generator)
+        .argsort(1)[:, : ids.shape[1]]
+        .short()
+        .index_fill_(0, torch.arange(0, len(ids), 5), -1)
+        for name, ids in routing.items()
+    }
+
+
+def route_by_hand(block: nn.Module, given: torch.Tensor) -> None:
+    """Has the router of a stock block weigh these experts, as the model's paper says; -1 weighs nothing."""
+    router, ids = getattr(block, "gate", None) or block.router, given.long()
+
+    def forward(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        logits = nn.functional.linear(x.view(-1, H), router.weight, getattr(router, "bias", None))
+        picked = logits.gather(1, ids.clamp(min=0))
+        if hasattr(router, "e_score_correction_bias"):  # DeepSeek-V3
+            weights = picked.sigmoid() / picked.sigmoid().sum(1, keepdim=True) * router.routed_scaling_factor
+        else:
+            weights = picked.softmax(1)
+        return logits, weights.masked_fill(ids < 0, 0.0), ids.clamp(min=0)
+
+    router.forward = forward
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
+@run_on(2)
+def test_routing_is_given_to_transformers_routers(rank: int, num_ranks: int, heap, family: str) -> None:
+    """What was recorded gives the same bits again; other experts give what a model of all experts gives, whose router
+    is written here; two micro-batches give their sum, with activations that one backward computes again."""
+    reference, batch = random_model(family).train(), batch_of(rank)
+    model = swap_moe(copy.deepcopy(reference), heap)
+
+    def results(module: nn.Module) -> list[torch.Tensor]:
+        module.zero_grad()
+        loss = module(batch, labels=batch).loss
+        loss.backward()
+        return [loss.detach(), *(p.grad for name, p in module.named_parameters() if ".experts." not in name)]
+
+    with symmoe.record_routing(model) as routing:
+        want = results(model)
+    own = [parameter.grad for parameter in model.parameters()]
+    with symmoe.replay_routing(model, routing):
+        got = results(model)
+    assert all(map(torch.equal, got, want))
+    assert all(map(torch.equal, (parameter.grad for parameter in model.parameters()), own))
+
+    given = [other_routing(routing, seed) for seed in (rank, 2 + rank)]
+    found = []
+    for each in given:
+        for name, ids in each.items():
+            route_by_hand(reference.get_submodule(name.rpartition(".")[0]), ids)
+        with symmoe.replay_routing(model, each):
+            found.append(results(model))
+        torch.testing.assert_close(found[-1], results(reference), rtol=1e-4, atol=1e-5)
+        assert not torch.allclose(found[-1][0], want[0], rtol=1e-3)
+    model.zero_grad()
+    model.gradient_checkpointing_enable()
+    with symmoe.replay_routing(model, given):
+        losses = [model(batch, labels=batch).loss for _ in given]
+        sum(losses).backward()
+    got = [parameter.grad for name, parameter in model.named_parameters() if ".experts." not in name]
+    assert all(torch.equal(loss, each[0]) for loss, each in zip(losses, found, strict=True))
+    torch.testing.assert_close(got, [a + b for a, b in zip(found[0][1:], found[1][1:], strict=True)])
+    with symmoe.balanced_routing(model), symmoe.record_routing(model) as balanced, torch.no_grad():
+        model(batch)
+    assert all(ids.flatten().bincount(minlength=8).float().std() < 1 for ids in balanced.values())
+    assert all(not vars(module).get("forward") for module in model.modules())
+
+
+def test_groups_without_scores_are_those_of_what_is_given():
+    """DeepSeek-V2 scores only the experts of its best groups; those that are given need not be among them."""
+    config = transformers.DeepseekV2Config(
+        hidden_size=H,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        topk_method="group_limited_greedy",
+        n_group=4,
+        topk_group=2,
+    )
+    router, experts, x = DeepseekV2TopkRouter(config), nn.Identity(), tokens().detach()[0]
+    nn.init.normal_(router.weight)
+    experts.num_experts = 8
+    ids = torch.rand(18, 8).argsort(1)[:, :3]
+    end = give_topk(router, experts, lambda num_tokens, top_k: ids, position=0)
+    _, weights, got = router(x)
+    end()
+    assert torch.equal(got, ids)
+    wanted = (x @ router.weight.T).softmax(1).gather(1, ids) * config.routed_scaling_factor
+    torch.testing.assert_close(weights, wanted)
+    assert not torch.equal(router(x)[2], ids)
+
+
+@run_on(2)
+def test_routing_that_does_not_fit_raises_on_every_rank(rank: int, num_ranks: int, heap) -> None:
     model = swap_moe(random_model("olmoe"), heap)
+    batch = batch_of(0)
     with torch.no_grad(), symmoe.record_routing(model) as routing:
-        model(batch_of(0))
-    text = r"layer 'model.layers.0.mlp.experts' \(ExpertParallelExperts\) must be a MoELayer"
-    for context in (symmoe.replay_routing(model, routing), symmoe.balanced_routing(model)):
-        with pytest.raises(ArgumentError, match=text), context:
-            pass
+        model(batch)
+    name = "model.layers.1.mlp.experts"
+    num_tokens = batch.numel()
+    wrong = {
+        "layers": (
+            {name: routing[name]},
+            r"routing is for the layers \['model.layers.1.*the model has \['model.layers.0",
+        ),
+        "tokens": ({**routing, name: routing[name][:5]}, rf"has shape \[5, 3\].* the call has \[{num_tokens}, 3\]"),
+        "K": ({**routing, name: routing[name][:, :2]}, rf"has shape \[{num_tokens}, 2\].*\[{num_tokens}, 3\]"),
+        "expert": ({**routing, name: routing[name] + 8}, r"has expert 1\d; the layer has 8"),
+        "part": (
+            {**routing, name: routing[name].index_fill(1, torch.tensor(1), -1)},
+            r"for token 0 the experts \[\d, -1",
+        ),
+        "calls": ([], r"must be called, 0 times.*has been called 1 times, and layer 'model.layers.0"),
+    }
+    for culprit in range(num_ranks):
+        for what, (spoilt, text) in wrong.items():
+            given = spoilt if rank == culprit else [routing]
+            with pytest.raises(ArgumentError, match=text), torch.no_grad(), symmoe.replay_routing(model, given):
+                model(batch)
+            assert torch.isfinite(model(batch).logits).all(), what

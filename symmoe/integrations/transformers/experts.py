@@ -13,6 +13,7 @@ from symmoe.errors import ArgumentError, ConfigMismatch, PeerTimeout, raise_for
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.integrations.transformers.adapters import PeftNames, adapt
 from symmoe.integrations.transformers.families import Family, StockExperts
+from symmoe.integrations.transformers.replay import give_routing
 from symmoe.kernels import control
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.ddp_and_fsdp import ExpertParallelModule, Replicas
@@ -89,7 +90,7 @@ class ExpertParallelExperts(ExpertParallelModule):
             activation=mlp.activation.activation,
             **asdict(step),
         )
-        self.listeners = Listeners(heap, num_experts=self.num_experts, order=step.order)
+        self.listeners = Listeners(heap, num_experts=self.num_experts, order=step.order, give=give_routing)
         self.place = Place(None)
         self.peft_names: dict[str, PeftNames] = {}
         self.set_experts(mlp)
