@@ -249,7 +249,7 @@ def test_routing_is_given_to_transformers_routers(rank: int, num_ranks: int, hea
         with symmoe.replay_routing(model, each):
             found.append(results(model))
         torch.testing.assert_close(found[-1], results(reference), rtol=1e-4, atol=1e-5)
-        assert not torch.allclose(found[-1][0], want[0], rtol=1e-3)
+        assert not all(map(partial(torch.allclose, rtol=1e-3, atol=1e-4), found[-1], want))
     model.zero_grad()
     model.gradient_checkpointing_enable()
     with symmoe.replay_routing(model, given):
