@@ -92,11 +92,14 @@ def replay_routing(model: nn.Module, routing: Mapping[str, torch.Tensor] | Seque
     calls = _Calls()
 
     def choice(name: str, num_tokens: int, top_k: int | None) -> torch.Tensor:
-        number = 0 if is_one else calls.number
-        if number is None or not 0 <= number < len(each):
-            text = f"model ({type(model).__name__}) itself must be called, {len(each)} times: as often as routing says"
-            _fail(layers, ArgumentError(f"{text}; it has been called {calls.num} times, and layer {name!r} is now"))
-        ids = each[number or 0][name]
+        number, what = 0 if is_one else calls.number, f"model ({type(model).__name__})"
+        if number is None:
+            text = f"backward computes layer {name!r} again, of which call of {what} is not known: no output of it has"
+            _fail(layers, ArgumentError(f"{text} a gradient (checkpoint its layers, or all of it without reentrance)"))
+        if not 0 <= number < len(each):
+            text = f"routing is of {len(each)} micro-batches; layer {name!r} is called, and {what} has been"
+            _fail(layers, ArgumentError(f"{text} {calls.num} times"))
+        ids = each[number][name]
         wanted = num_tokens, ids.shape[-1] if top_k is None else top_k
         if ids.shape != wanted:
             text = f"routing[{name!r}] has shape {list(ids.shape)}, [tokens, experts of each]; the call has"

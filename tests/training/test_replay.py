@@ -1,13 +1,25 @@
 """Routing that is given: recorded and replayed, and balanced by force."""
 
+from functools import partial
+
+import numpy as np
 import pytest
 import torch
+from cluster import run_on
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from symmoe import MoEConfig, MoELayer, Router, SymmetricHeap
 from symmoe.errors import ArgumentError, ExpertIdError
-from symmoe.training.replay import balanced_choice, balanced_routing, record_routing, replay_routing
+from symmoe.training.replay import (
+    balanced_choice,
+    balanced_routing,
+    record_micro_batches,
+    record_routing,
+    replay_routing,
+    routing_from_array,
+    routing_to_array,
+)
 
 EXPERTS, TOP_K, H, I, TOKENS = 6, 3, 16, 8, 11
 
@@ -18,10 +30,11 @@ class Model(nn.Module):
         torch.manual_seed(seed)
         config = MoEConfig(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K, **options)
         self.layers = nn.ModuleList(MoELayer(config, heap) for _ in range(2))
+        self.checkpoint = lambda layer, x: layer(x)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
-            x = x + layer(x)[0]
+            x = x + self.checkpoint(layer, x)[0]
         return x
 
 
@@ -119,6 +132,79 @@ def test_a_rollout_is_replayed_by_another_policy(heap: SymmetricHeap, use_reentr
     kept.sum().backward()
     assert torch.equal(kept, y)
     torch.testing.assert_close(gradients(policy), recomputed, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0), None], ids=str)
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_recomputation_takes_the_routing_of_its_micro_batch(
+    heap: SymmetricHeap, use_reentrant: bool, order: tuple[int, ...] | None
+):
+    """Two micro-batches in flight, whose backward comes in this order, or is one; as without checkpoints."""
+    rollout, policy, batches = Model(heap, 0), Model(heap, 1), (tokens(True), tokens(True).flip(1))
+    rollout.checkpoint = policy.checkpoint = partial(checkpoint, use_reentrant=use_reentrant)
+    with record_micro_batches(rollout) as routings:
+        for x in batches:
+            rollout(x).sum().backward()
+    assert len(routings) == 2
+    assert not torch.equal(routings[0]["layers.0"], routings[1]["layers.0"])
+    with replay_routing(policy, routings):
+        losses = [policy(x).square().sum() for x in batches]
+        for loss in (sum(losses),) if order is None else map(losses.__getitem__, order):
+            loss.backward()
+    found = gradients(policy)
+    policy.checkpoint = lambda layer, x: layer(x)
+    for x, routing in zip(batches, routings, strict=True):
+        with replay_routing(policy, routing):
+            policy(x).square().sum().backward()
+    torch.testing.assert_close(found, gradients(policy))
+    if use_reentrant:
+        with pytest.raises(ArgumentError, match="of which call of model"), replay_routing(policy, routings):
+            sum(checkpoint(policy, x, use_reentrant=True).sum() for x in batches).backward()
+
+
+@pytest.mark.parametrize("dtype", ["int16", "int32", "uint8", "uint16"])
+def test_arrays_of_an_engine_are_routing(heap: SymmetricHeap, dtype: str):
+    """With dense layers, packed sequences, padding, in an order of this rank's own; and back."""
+    model, x = Model(heap, 0), tokens()
+    with torch.no_grad(), record_routing(model) as routing:
+        y = model(x)
+    array = routing_to_array(routing)
+    assert array.dtype == torch.int16
+    assert all(torch.equal(array[:, place], ids.short()) for place, ids in enumerate(routing.values()))
+    engines = np.zeros((TOKENS, 5, TOP_K), dtype)  # layers 0, 2 and 3 are dense
+    engines[:, [1, 4]] = array.numpy()
+    is_token = torch.arange(15).view(3, 5) % 4 > 0
+    padded = torch.zeros(3, 5, H)
+    padded[is_token] = x
+    mine = torch.tensor([7, -1, 0, 10])
+    for rows, its_tokens, wanted in ((is_token, padded, y), (mine, x[mine], y[mine]), (None, x, y)):
+        given = routing_from_array(model, engines, layers=(1, 4), rows=rows)
+        assert all(ids.dtype in (torch.int16, torch.int32) for ids in given.values())
+        with replay_routing(model, given), torch.no_grad():
+            got = model(its_tokens)
+        is_real = torch.ones(len(got), dtype=torch.bool) if rows is None else rows if rows is is_token else rows >= 0
+        assert torch.equal(got[is_real], wanted[is_real[: len(wanted)]] if rows is mine else wanted)
+        assert torch.equal(got[~is_real], its_tokens[~is_real])  # no experts
+
+
+@run_on(2)
+def test_arrays_that_do_not_fit_raise_on_every_rank(rank: int, num_ranks: int, heap: SymmetricHeap) -> None:
+    model, array = Model(heap, 0), torch.zeros(TOKENS, 2, TOP_K, dtype=torch.int16)
+    wrong = {
+        "array has 2 layers, of which 1; model has 2": {"layers": [1]},
+        r"layers \(\[0, 2\]\) must be among the 2 layers": {"layers": [0, 2]},
+        "rows has 12 tokens; array has 11": {"rows": torch.ones(12, dtype=torch.bool)},
+        "rows has token 11; array has 11": {"rows": torch.arange(12)},
+        r"routing\['layers.0'\] has expert -3; the layer has 6": {"array": array - 3},
+        r"routing\['layers.0'\] has shape \[9, 3\].*has \[11, 3\]": {"array": array[2:]},
+        r"routing\['layers.0'\] has shape \[11, 2\].*has \[11, 3\]": {"array": array[..., :2]},
+    }
+    for culprit in range(num_ranks):
+        for text, arguments in wrong.items():
+            given = {"array": array, **(arguments if rank == culprit else {})}
+            with pytest.raises(ArgumentError, match=text), torch.no_grad():
+                with replay_routing(model, routing_from_array(model, **given)):
+                    model(tokens())
 
 
 def test_recording_and_replaying_refuse(heap: SymmetricHeap):
