@@ -13,20 +13,19 @@ torch.compile does not look into the two trips: it cannot trace plans, leases an
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torchtitan.config.override import derive, override
 from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher, LocalDispatchMetadata, LocalTokenDispatcher
 
 from symmoe.dispatch.plan import Plan, PlanOptions, plan_call
 from symmoe.errors import ArgumentError
 from symmoe.integrations.given_topk import give_topk
-from symmoe.moe.listeners import Choose, Listeners, RoutingReport
+from symmoe.moe.listeners import Listeners, RoutingReport
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.tokens import combine_tokens, dispatch_tokens
 
@@ -80,8 +79,8 @@ class SymmoeTokenDispatcher(BaseEPTokenDispatcher):
         self.heap = _HEAPS.get((group, num_bytes))
         if self.heap is None:
             self.heap = _HEAPS[group, num_bytes] = SymmetricHeap(group, num_bytes=num_bytes)
-        num_experts, order = self.num_experts, self.config.order
-        self.listeners = Listeners(self.heap, num_experts=num_experts, order=order, give=_give_routing)
+        give = partial(give_topk, router="router", position=2)
+        self.listeners = Listeners(self.heap, num_experts=self.num_experts, order=self.config.order, give=give)
 
     def heap_bytes(self, num_ranks: int) -> int:
         """Bytes of symmetric memory that one layer's trips need at most; layers take turns."""
@@ -133,9 +132,9 @@ class SymmoeTokenDispatcher(BaseEPTokenDispatcher):
         rows_RD, row_scores_R = dispatch_tokens(x_TD, plan, probs=topk_scores_TK.float(), order=self.config.order)
         metadata = SymmoeDispatchMetadata(plan=plan, row_scores=row_scores_R)
         if self.listeners is not None and self.listeners.callbacks:
-            ids, size = topk_expert_ids_TK, x_TD.shape[1] * x_TD.element_size()
-            load, is_training = (plan.expert_load, plan.num_dropped), torch.is_grad_enabled()
-            self.listeners.tell(RoutingReport(ids, ids, *load, size, size, is_training=is_training))
+            ids, sizes = (topk_expert_ids_TK,) * 2, (x_TD.shape[1] * x_TD.element_size(),) * 2
+            counts = plan.expert_load, plan.num_dropped
+            self.listeners.tell(RoutingReport(*ids, *counts, *sizes, is_training=torch.is_grad_enabled()))
         return rows_RD, plan.splits.to(torch.int64), metadata
 
     @torch.compiler.disable
@@ -148,15 +147,6 @@ class SymmoeTokenDispatcher(BaseEPTokenDispatcher):
         if self.heap is not None:
             _HEAPS.pop((self.ep_mesh.get_group(), self.heap.num_bytes), None)
             self.heap.close()
-
-
-def _give_routing(model: nn.Module, name: str, choose: Choose) -> Callable[[], None]:
-    """See Give. The router is the one beside RoutedExperts in torchtitan's MoE."""
-    block, _, own_name = name.rpartition(".")
-    if not own_name:
-        raise ArgumentError(f"model ({type(model).__name__}) has no router; pass its MoE, or the model")
-    experts = model.get_submodule(name)
-    return give_topk(model.get_submodule(block).get_submodule("router"), experts, choose, position=2)
 
 
 # Heaps that dispatchers use now, by group and size: with NVSHMEM a process can have only one.

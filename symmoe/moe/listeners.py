@@ -68,12 +68,11 @@ class Listeners:
 def layers_with_listeners(model: nn.Module) -> dict[str, tuple[nn.Module, Listeners]]:
     """The layers of a model that one can listen to, and their listeners, by the layers' names in it. ArgumentError if
     there is none."""
-    found = {name: (module, getattr(module, "token_dispatcher", None)) for name, module in model.named_modules()}
     layers: dict[str, tuple[nn.Module, Listeners]] = {}
-    for name, places in found.items():
-        for place in places:
-            if name not in layers and isinstance(listeners := getattr(place, "listeners", None), Listeners):
-                layers[name] = places[0], listeners
+    for name, module in model.named_modules():
+        for place in (module, getattr(module, "token_dispatcher", None)):
+            if isinstance(listeners := getattr(place, "listeners", None), Listeners):
+                layers[name] = module, listeners
     if not layers:
         raise ArgumentError(f"model ({type(model).__name__}) has no MoELayer, and no layer of symmoe's integrations")
     return layers

@@ -1,15 +1,14 @@
 """Routing that is given instead of chosen: recorded in one forward and taken again in another, or balanced by force.
 
 Replay makes a policy's training forward use the experts of its rollout (routing replay for RL, arXiv:2510.11370).
-Scores and probs are computed anew, for the given experts, and so are their gradients, by the router of a MoELayer or
-the trainer's own, which hands its layer's `listeners` a way to give (moe/listeners.py). For one MoELayer:
-`layer(x, topk_idx=recorded)`.
+Scores and probs are computed anew, for the given experts, and so are their gradients. For one MoELayer: `layer(x,
+topk_idx=recorded)`. To a trainer's own router it is given by its layer's `listeners` (moe/listeners.py).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -26,8 +25,8 @@ from symmoe.moe.listeners import Listeners, RoutingReport, layers_with_listeners
 from symmoe.torch_internals import pytree
 
 Routing = dict[str, torch.Tensor]
-_Layers = Mapping[str, tuple[nn.Module, Listeners]]
 _Array = np.ndarray[Any, Any] | torch.Tensor
+_Layers = dict[str, tuple[nn.Module, Listeners]]
 
 
 @contextmanager
@@ -35,7 +34,6 @@ def record_routing(model: nn.Module) -> Iterator[Routing]:
     """In this context, one forward of `model` leaves the choice of every layer in the dict that it yields. Local.
 
     The ids are the router's choice before the capacity factor's drops, which a replay makes again, with its own probs.
-    What backward computes again is not recorded.
 
     Yields:
         name of each layer to int32 [T, K] on the device: of MoELayers, and of the layers of symmoe's integrations in
@@ -46,67 +44,58 @@ def record_routing(model: nn.Module) -> Iterator[Routing]:
             at all.
     """
     routing: Routing = {}
-    with _recording(model, lambda: routing):
+    layers = layers_with_listeners(model)
+
+    def keep(name: str, report: RoutingReport) -> None:
+        if name in routing:
+            raise ArgumentError(f"layer {name!r} is called twice; record one forward, and no backward")
+        routing[name] = report.chosen_idx.int()
+
+    with ExitStack() as added:
+        for name, (_, listeners) in layers.items():
+            added.callback(listeners.add(partial(keep, name)))
         yield routing
+        _check_all_called(layers.keys() - routing.keys())
 
 
 @contextmanager
-def record_micro_batches(model: nn.Module) -> Iterator[list[Routing]]:
-    """Same as :func:`record_routing` for any number of forwards of `model` (a pipeline's schedule, a loop): yields a
-    list, with one such dict for each. ArgumentError, too, if layers are called outside of a call of `model`."""
-    routings: list[Routing] = []
-    calls = _Calls()
-
-    def current() -> Routing:
-        while len(routings) < calls.num:
-            routings.append({})
-        if not routings:
-            raise ArgumentError(f"a layer is called, and model ({type(model).__name__}) is not; pass what is called")
-        return routings[-1]
-
-    with calls.counted(model), _recording(model, current):
-        yield routings
-
-
-@contextmanager
-def replay_routing(model: nn.Module, routing: Mapping[str, torch.Tensor] | Sequence[Mapping[str, torch.Tensor]]):
-    """In this context, every layer of `model` takes the experts of `routing`. Local, but for errors, which all ranks of
-    the layers' EP group raise, if they go on to call the model.
+def replay_routing(
+    model: nn.Module, routing: Mapping[str, torch.Tensor] | Sequence[Mapping[str, torch.Tensor]]
+) -> Iterator[None]:
+    """In this context, every layer of `model` takes the experts of `routing`. Local, except that an error is raised by
+    all ranks of the EP group, where they call the next layer.
 
     If activations are computed again in backward, backward must run in the context too; they take what their own
-    micro-batch took. Reads `routing` on the host, where a trainer's router takes it.
+    micro-batch took. `routing` of trainers' routers is read on the host.
 
     Args:
-        routing: what :func:`record_routing` has recorded for the same tokens, or :func:`routing_from_array` made of an
-            array: on the host or the device, any integers, -1 is no expert (to trainers' routers, in all of a token's
-            slots). For several micro-batches a sequence, in the order in which `model` is called.
+        routing: what :func:`record_routing` has recorded for the same tokens, or :func:`routing_from_array` has made:
+            any integers, on the host or the device; -1 is no expert (to trainers' routers, in all K slots of a token).
+            Of several micro-batches a sequence, in the order in which `model` is called.
 
     Raises:
-        ArgumentError: `routing` is not for the layers, tokens, K or experts of `model`, or for another number of its
-            calls; a router cannot be given a choice; or a layer has not taken it: a model that torch.compile has
-            compiled before takes no notice of this.
+        ArgumentError: `routing` is not for the layers, tokens, K, experts or calls of `model`; a router cannot be given
+            a choice; or a layer has not taken it: a model that torch.compile has compiled before takes no notice.
     """
-    layers, is_one = _layers(model), isinstance(routing, Mapping)
-    each: Sequence[Mapping[str, torch.Tensor]] = [routing] if is_one else routing
-    _fail(layers, next((problem for each_one in each if (problem := _problem(layers, each_one))), None))
-    calls = _Calls()
+    layers, is_one = layers_with_listeners(model), isinstance(routing, Mapping)
+    each: Sequence[Mapping[str, torch.Tensor]] = [routing] if isinstance(routing, Mapping) else routing
+    for one in each:
+        _fail_for(_problem(layers, one), layers)
 
     def choice(name: str, num_tokens: int, top_k: int | None) -> torch.Tensor:
-        number, what = 0 if is_one else calls.number, f"model ({type(model).__name__})"
-        if number is None:
-            text = f"backward computes layer {name!r} again, of which call of {what} is not known: no output of it has"
-            _fail(layers, ArgumentError(f"{text} a gradient (checkpoint its layers, or all of it without reentrance)"))
-        if not 0 <= number < len(each):
-            text = f"routing is of {len(each)} micro-batches; layer {name!r} is called, and {what} has been"
-            _fail(layers, ArgumentError(f"{text} {calls.num} times"))
-        ids = each[number][name]
-        wanted = num_tokens, ids.shape[-1] if top_k is None else top_k
-        if ids.shape != wanted:
-            text = f"routing[{name!r}] has shape {list(ids.shape)}, [tokens, experts of each]; the call has"
-            _fail(layers, ArgumentError(f"{text} {list(wanted)}"))
+        number = 0 if is_one else calls.number
+        if number is None or not 0 <= number < len(each):
+            text = f"routing is of {len(each)} micro-batches; layer {name!r} runs in call {number} of the model, from 0"
+            text += " (None: it is computed again, and nothing that its call gave has a gradient)"
+            _fail_for(ArgumentError(text), layers)
+        ids = each[number or 0][name]
+        if ids.shape != (num_tokens, top_k or ids.shape[-1]):
+            text = f"routing[{name!r}] has shape {list(ids.shape)}; the call has [tokens, K] {[num_tokens, top_k]}"
+            _fail_for(ArgumentError(text), layers)
         return ids.to(layers[name][1].heap.device, torch.int32, non_blocking=True)
 
-    with calls.counted(model), _choose(model, layers, choice):
+    with ExitStack() as hooks, _choose(model, layers, choice):
+        calls = _Calls(model, hooks)
         yield
         if not is_one and calls.num != len(each):
             raise ArgumentError(f"routing is of {len(each)} micro-batches; the model has been called {calls.num} times")
@@ -115,11 +104,11 @@ def replay_routing(model: nn.Module, routing: Mapping[str, torch.Tensor] | Seque
 @contextmanager
 def balanced_routing(model: nn.Module) -> Iterator[None]:
     """In this context, every layer of `model` gives all its experts the same number of slots. For benchmarks. Local."""
-    layers = _layers(model)
+    layers = layers_with_listeners(model)
+    sizes = {name: (its.num_experts, its.heap.device) for name, (_, its) in layers.items()}
 
     def choice(name: str, num_tokens: int, top_k: int | None) -> torch.Tensor:
-        its = layers[name][1]
-        return balanced_choice(num_tokens, top_k or 1, its.num_experts, device=its.heap.device)
+        return balanced_choice(num_tokens, top_k or 1, sizes[name][0], device=sizes[name][1])
 
     with _choose(model, layers, choice):
         yield
@@ -140,40 +129,30 @@ def balanced_choice(
 def routing_from_array(
     model: nn.Module, array: _Array, *, layers: Iterable[int] | None = None, rows: torch.Tensor | None = None
 ) -> Routing:
-    """What :func:`replay_routing` takes, on the host, of an array of an inference engine (vLLM, SGLang). Errors as
-    there.
+    """What :func:`replay_routing` takes, on the host, of an array of an inference engine; errors as there.
 
     Args:
-        array: any integers [N, L, K] on the host, -1 is no expert. Packed sequences: one behind the other.
-        layers: which of the L is that of each layer of `model`, in its order: those of this stage of a pipeline, or
-            those that are not dense. None: the L are the layers of `model`.
-        rows: of this rank's tokens, in the order in which layers see them (flattened). bool: whether it is one of the
-            N, which come in order; or int: which of them it is, -1 is none (padding). None: the N are the tokens.
-
-    Raises:
-        ArgumentError: the numbers of layers differ, or there is no such layer; `rows` has more or fewer tokens than the
-            array, or others.
+        array: any integers [N, L, K] on the host, -1 is no expert. Of packed sequences, one behind the other.
+        layers: place among the L of every layer of `model` (of a pipeline, of this stage), in its order; None: all.
+        rows: of this rank's tokens as its layers see them, padding too (any shape). bool: whether it is one of the N,
+            which come in order; or int: which of them it is, -1 is none. None: the N are the tokens.
     """
-    found, given = layers_with_listeners(model), torch.as_tensor(array)
-    columns = list(range(given.shape[1]) if layers is None else layers)
+    found, given, problem = layers_with_listeners(model), torch.as_tensor(array), None
+    given = given.to({torch.uint8: torch.int16, torch.uint16: torch.int32}.get(given.dtype, given.dtype))
     num_rows, num_layers = given.shape[:2]
-    problem = None
-    if len(columns) != len(found):
-        problem = ArgumentError(f"array has {num_layers} layers, of which {len(columns)}; model has {len(found)}")
-    elif min(columns) < 0 or max(columns) >= num_layers:
-        problem = ArgumentError(f"layers ({columns}) must be among the {num_layers} layers of array")
-    elif rows is not None and rows.dtype == torch.bool and int(rows.sum()) != num_rows:
-        problem = ArgumentError(f"rows has {int(rows.sum())} tokens; array has {num_rows}")
-    elif rows is not None and rows.numel() and int(rows.max()) >= num_rows > 0:
-        problem = ArgumentError(f"rows has token {int(rows.max())}; array has {num_rows} tokens")
-    _fail(found, problem)
-    signed = {torch.uint8: torch.int16, torch.uint16: torch.int32}
-    given = given.to(signed.get(given.dtype, given.dtype))
+    places = list(range(num_layers) if layers is None else layers)
+    if len(places) != len(found) or not all(0 <= place < num_layers for place in places):
+        problem = ArgumentError(f"layers are {places} of the {num_layers} of array; the model has {len(found)}")
     if rows is not None:
-        rows = rows.flatten().cpu()
-        rows = torch.where(rows, rows.cumsum(0) - 1, -1) if rows.dtype == torch.bool else rows.long()
-        given = torch.cat([given, given.new_full((1, *given.shape[1:]), -1)])[rows]  # -1 is the last
-    return {name: given[:, column].contiguous() for name, column in zip(found, columns, strict=True)}
+        is_whole, rows = rows.dtype == torch.bool, rows.flatten().cpu()
+        rows = torch.where(rows, rows.cumsum(0) - 1, -1) if is_whole else rows.long().clamp(min=-1)
+        num_found = int(rows.max()) + 1 if len(rows) else 0
+        if num_found > num_rows or (is_whole and num_found < num_rows):
+            problem = ArgumentError(f"rows has {num_found} tokens; array has {num_rows}")
+    _fail_for(problem, found)
+    if rows is not None:
+        given = torch.cat([given, given.new_full((1, *given.shape[1:]), -1)])[rows]  # its last row is for -1
+    return {name: given[:, place].contiguous() for name, place in zip(found, places, strict=True)}
 
 
 def routing_to_array(routing: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -182,75 +161,34 @@ def routing_to_array(routing: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 
 class _Calls:
-    """The calls of a model, without those that backward repeats."""
+    """The calls of a model that come from now on, without those that backward repeats; `hooks` end it."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module, hooks: ExitStack) -> None:
         self.num = 0
         self._of_backward: int | None = None
-
-    @contextmanager
-    def counted(self, model: nn.Module) -> Iterator[None]:
-        """Counts those in this context."""
-        with ExitStack() as hooks:
-            hooks.callback(model.register_forward_pre_hook(self._begin).remove)
-            hooks.callback(model.register_forward_hook(self._end).remove)
-            yield
+        hooks.callback(model.register_forward_pre_hook(self._begin).remove)
+        hooks.callback(model.register_forward_hook(self._end).remove)
 
     @property
     def number(self) -> int | None:
-        """That of the call that is running; in backward, of the call whose activations are computed again. None: that
-        is not known, as no output of the call has a gradient."""
-        if not is_in_backward() or self.num == 1:
-            return self.num - 1
-        return self._of_backward
+        """Of the call that runs, or whose activations backward computes again, if that is known."""
+        return self._of_backward if is_in_backward() and self.num > 1 else self.num - 1
 
     def _begin(self, *_: object) -> None:
         if not is_in_backward():
             self.num, self._of_backward = self.num + 1, None
 
     def _end(self, _model: nn.Module, _args: object, output: object) -> None:
-        if is_in_backward():
-            return
-        for tensor in pytree.tree_leaves(output):
+        for tensor in () if is_in_backward() else pytree.tree_leaves(output):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                tensor.register_hook(partial(self._begin_backward, self.num - 1))  # runs before all of the model's own
+                tensor.register_hook(partial(self._begin_backward, self.num - 1))  # which runs before the model's own
 
     def _begin_backward(self, number: int, _gradient: torch.Tensor) -> None:
         self._of_backward = number
 
 
-@contextmanager
-def _recording(model: nn.Module, current: Callable[[], Routing]) -> Iterator[None]:
-    layers, called = layers_with_listeners(model), set[str]()
-
-    def keep(name: str, report: RoutingReport) -> None:
-        if not torch.compiler.is_compiling() and is_in_backward():
-            return
-        routing = current()
-        if name in routing:
-            raise ArgumentError(f"layer {name!r} is called twice; record one forward, or with record_micro_batches")
-        routing[name] = report.chosen_idx.int()
-        called.add(name)
-
-    with ExitStack() as added:
-        for name, (_, listeners) in layers.items():
-            added.callback(listeners.add(partial(keep, name)))
-        yield
-        _check_all_called(layers.keys() - called)
-
-
-def _layers(model: nn.Module) -> _Layers:
-    layers = layers_with_listeners(model)
-    for name, (layer, _) in layers.items():
-        if isinstance(layer, MoELayer) and layer.router is None:
-            raise ArgumentError(f"layer {name!r} has no router (router='none') that could weigh a choice it is given")
-    return layers
-
-
-def _fail(layers: _Layers, problem: ArgumentError | None) -> None:
-    """Raises the problem, on all ranks that go on to call the layers."""
-    if problem is not None:
-        next(iter(layers.values()))[1].heap.fail_for(problem, control.PHASE_PLAN)
+def _fail_for(problem: ArgumentError | None, layers: _Layers) -> None:
+    next(iter(layers.values()))[1].heap.fail_for(problem, control.PHASE_PLAN)
 
 
 def _problem(layers: _Layers, routing: Mapping[str, torch.Tensor]) -> ArgumentError | None:
@@ -258,18 +196,16 @@ def _problem(layers: _Layers, routing: Mapping[str, torch.Tensor]) -> ArgumentEr
     if routing.keys() != layers.keys():
         return ArgumentError(f"routing is for the layers {sorted(routing)}; the model has {sorted(layers)}")
     for name, ids in routing.items():
-        listeners = layers[name][1]
-        if listeners.give is None and ids.device.type != "cpu":
+        its, is_none = layers[name][1], ids < 0
+        if its.give is None and ids.device.type != "cpu":
             continue  # the plan looks, and nobody waits for the device
-        smallest, largest = (int(ids.min()), int(ids.max())) if ids.numel() else (0, 0)
-        if not -1 <= smallest <= largest < listeners.num_experts:
-            text = f"expert {largest if largest >= listeners.num_experts else smallest}"
-            return ArgumentError(f"routing[{name!r}] has {text}; the layer has {listeners.num_experts}, and -1 is none")
-        is_none = ids < 0
-        if listeners.give is not None and bool((is_none.any(-1) != is_none.all(-1)).any()):
-            token = int((is_none.any(-1) != is_none.all(-1)).nonzero()[0])
-            text = f"routing[{name!r}] has for token {token} the experts {ids[token].tolist()}; a trainer's router"
-            return ArgumentError(f"{text} weighs K experts, or none at all (-1 in all of them)")
+        is_wrong = (ids < -1) | (ids >= its.num_experts)
+        if its.give is not None:
+            is_wrong |= is_none != is_none.all(-1, keepdim=True)
+        if is_wrong.any():
+            token = int(is_wrong.any(-1).nonzero()[0])
+            text = f"routing[{name!r}] has for token {token} {ids[token].tolist()}; the layer has {its.num_experts}"
+            return ArgumentError(f"{text} experts, and -1 for none (to a trainer's router: in all slots of a token)")
     return None
 
 
@@ -292,6 +228,8 @@ def _choose(
 
     with ExitStack() as given:
         for name, (layer, listeners) in layers.items():
+            if isinstance(layer, MoELayer) and layer.router is None:
+                raise ArgumentError(f"layer {name!r} has no router (router='none') that could weigh what it is given")
             if listeners.give is None:
                 given.callback(layer.register_forward_pre_hook(partial(give, name), with_kwargs=True).remove)
             else:
@@ -300,6 +238,6 @@ def _choose(
         _check_all_called(left)
 
 
-def _check_all_called(left: Set[str]) -> None:
+def _check_all_called(left: set[str]) -> None:
     if left:
         raise ArgumentError(f"the layers {sorted(left)} have not been called, or in a model compiled before")

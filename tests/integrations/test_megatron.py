@@ -6,9 +6,10 @@ torch's silu and its gradient; the largest difference of a tensor stays below RO
 """
 
 import copy
+import itertools
 import multiprocessing as mp
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,7 +37,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, get_default_pg_collection
 from megatron.core.transformer.spec_utils import ModuleSpec
-from small_model import check_metrics
+from small_model import check_metrics, other_routing, weigh
 
 import symmoe
 from symmoe.errors import ArgumentError, CapacityError, HeapExhausted
@@ -607,14 +608,11 @@ def test_metrics_and_recorded_routing_are_those_of_megatron(rank: int, num_ranks
             chosen = (ids[:, :, None] == experts).any(1)
             assert chosen.sum() == ids.numel()
             assert torch.equal(chosen & routing_map, routing_map)  # the router's, before its capacity factor's drops
-        maps.clear()
         for layer in model.decoder.layers:
             layer.mlp.router.register_forward_hook(lambda module, args, output: maps.append(output[1].clone()))
         with symmoe.replay_routing(model, routing), torch.no_grad():
             model(**cases.batch_of())
-        with torch.no_grad():
-            model(**cases.batch_of())
-        assert all(map(torch.equal, maps[:2], maps[2:]))
+        assert all(map(torch.equal, maps[:2], maps[2:]))  # with the same drops
 
 
 def _route_by_hand(router: Any, given: list[torch.Tensor]) -> None:
@@ -622,15 +620,11 @@ def _route_by_hand(router: Any, given: list[torch.Tensor]) -> None:
     calls = iter(given)
 
     def routing(logits: torch.Tensor, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        logits, ids = logits.view(-1, cases.NUM_EXPERTS), next(calls).long()
-        picked = logits.gather(1, ids.clamp(min=0))
-        if router.score_function == "sigmoid":
-            weights = 2.5 * picked.sigmoid() / picked.sigmoid().sum(1, keepdim=True)
-        else:
-            weights = picked.softmax(1)
-        weights = weights.masked_fill(ids < 0, 0.0)
-        routing_map = (ids[:, :, None] == torch.arange(cases.NUM_EXPERTS)).any(1)
-        return torch.zeros_like(logits).scatter(1, ids.clamp(min=0), weights), routing_map
+        logits = logits.view(-1, cases.NUM_EXPERTS)
+        scale = 2.5 if router.score_function == "sigmoid" else 1.0
+        weights, ids = weigh(logits, next(calls), router.score_function, scale=scale)
+        probs = torch.zeros_like(logits).scatter(1, ids, weights)
+        return probs, probs > 0
 
     router.routing = routing
 
@@ -651,37 +645,37 @@ def test_each_micro_batch_takes_the_experts_it_is_given(
     fields |= {"pipeline_dtype": torch.float32, "deallocate_pipeline_outputs": pp > 1}
     stage = parallel_state.get_pipeline_model_parallel_rank()
 
-    def results(chunks: list[Any], routing: list[Any] | None = None) -> dict[str, torch.Tensor]:
+    def record(steps: Iterator[int], model: Any) -> tuple[torch.Tensor, Any]:
+        with symmoe.record_routing(model) as routing:
+            output = _forward_step(steps, model)
+        own[chunks.index(model)].append(routing)
+        return output
+
+    def results(chunks: list[Any], routing: Sequence[Any] = (), step: Any = _forward_step) -> dict[str, torch.Tensor]:
         model = torch.nn.ModuleList(chunks)
         model.zero_grad()
         with megatron_shim.CudaIsCpu(), ExitStack() as replayed:
-            for chunk, given in zip(chunks, routing or (), strict=routing is not None):
+            for chunk, given in zip(chunks, routing, strict=bool(routing)):
                 replayed.enter_context(symmoe.replay_routing(chunk, given))
-            reports = get_forward_backward_func()(**_micro_batches_of(chunks), forward_only=False)
+            job = _micro_batches_of(chunks) | {"forward_step_func": step}
+            reports = get_forward_backward_func()(**job, forward_only=False)
         gradients = {name: parameter.grad for name, parameter in cases.named_parameters(model)}
         return gradients | {f"losses {i}": report["loss"] for i, report in enumerate(reports)}
 
     with cases.opened_heap() as heap:
         config = cases.config_of(**fields, **FIELDS["recomputed layers"])
         chunks = _chunks(config, cases.forms_of(cases.reference_spec(config), heap)["experts"], stage, pp)
-        with ExitStack() as recorded:
-            own = [recorded.enter_context(symmoe.record_micro_batches(chunk)) for chunk in chunks]
-            want = results(chunks)
+        own = [[] for _ in chunks]
+        want = results(chunks, step=record)
         assert [len(each) for each in own] == [NUM_MICRO_BATCHES] * len(chunks)
         assert cases.differences(results(chunks, own), want) == {}
 
-        config = cases.config_of(**fields)
+        config, seeds = cases.config_of(**fields), itertools.count(100 * rank)
         stock = _chunks(config, cases.reference_spec(config), stage, pp)
-        generator, other = torch.Generator().manual_seed(rank), []
-        for chunk, routings in zip(stock, own, strict=True):
-            other.append([])
-            for routing in routings:
-                other[-1].append({})
-                for name, ids in routing.items():
-                    ids = torch.rand(len(ids), cases.NUM_EXPERTS, generator=generator).argsort(1)[:, : ids.shape[1]]
-                    other[-1][-1][name] = ids.short().index_fill_(0, torch.arange(0, len(ids), 5), -1)
+        other = [[other_routing(routing, next(seeds)) for routing in routings] for routings in own]
+        for chunk, routings in zip(stock, other, strict=True):
             for name in routings[0]:
-                _route_by_hand(chunk.get_submodule(name).router, [routing[name] for routing in other[-1]])
+                _route_by_hand(chunk.get_submodule(name).router, [routing[name] for routing in routings])
         found, expected = results(chunks, other), results(stock)
     cases.check_equal({"experts": found, "megatron": expected})
     assert max(cases.differences(found, want).values()) > 0.1

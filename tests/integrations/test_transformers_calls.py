@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from hf_cases import FAMILIES, VOCABULARY, batch_of, random_model
-from small_model import assert_same, check_metrics, counted_barriers, step
+from small_model import assert_same, check_metrics, counted_barriers, other_routing, step, weigh
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
@@ -191,30 +191,15 @@ def test_a_compiled_model_is_watched_too(heap):
 # -- routing that is given ----------------------------------------------------------------------------------------
 
 
-def other_routing(routing: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
-    """For the same tokens other experts of the 8, and none for every fifth token."""
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        name: torch.rand(len(ids), 8, generator=generator)
-        .argsort(1)[:, : ids.shape[1]]
-        .short()
-        .index_fill_(0, torch.arange(0, len(ids), 5), -1)
-        for name, ids in routing.items()
-    }
-
-
-def route_by_hand(block: nn.Module, given: torch.Tensor) -> None:
+def route_by_hand(block: nn.Module, ids: torch.Tensor) -> None:
     """Has the router of a stock block weigh these experts, as the model's paper says; -1 weighs nothing."""
-    router, ids = getattr(block, "gate", None) or block.router, given.long()
+    router = getattr(block, "gate", None) or block.router
+    is_v3 = hasattr(router, "e_score_correction_bias")
+    rule = {"score": "sigmoid", "scale": router.routed_scaling_factor} if is_v3 else {"score": "softmax"}
 
     def forward(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         logits = nn.functional.linear(x.view(-1, H), router.weight, getattr(router, "bias", None))
-        picked = logits.gather(1, ids.clamp(min=0))
-        if hasattr(router, "e_score_correction_bias"):  # DeepSeek-V3
-            weights = picked.sigmoid() / picked.sigmoid().sum(1, keepdim=True) * router.routed_scaling_factor
-        else:
-            weights = picked.softmax(1)
-        return logits, weights.masked_fill(ids < 0, 0.0), ids.clamp(min=0)
+        return logits, *weigh(logits, ids, **rule)
 
     router.forward = forward
 
@@ -241,8 +226,7 @@ def test_routing_is_given_to_transformers_routers(rank: int, num_ranks: int, hea
     assert all(map(torch.equal, got, want))
     assert all(map(torch.equal, (parameter.grad for parameter in model.parameters()), own))
 
-    given = [other_routing(routing, seed) for seed in (rank, 2 + rank)]
-    found = []
+    given, found = [other_routing(routing, seed) for seed in (rank, 2 + rank)], []
     for each in given:
         for name, ids in each.items():
             route_by_hand(reference.get_submodule(name.rpartition(".")[0]), ids)
@@ -266,52 +250,37 @@ def test_routing_is_given_to_transformers_routers(rank: int, num_ranks: int, hea
 
 def test_groups_without_scores_are_those_of_what_is_given():
     """DeepSeek-V2 scores only the experts of its best groups; those that are given need not be among them."""
-    config = transformers.DeepseekV2Config(
-        hidden_size=H,
-        n_routed_experts=8,
-        num_experts_per_tok=3,
-        topk_method="group_limited_greedy",
-        n_group=4,
-        topk_group=2,
-    )
-    router, experts, x = DeepseekV2TopkRouter(config), nn.Identity(), tokens().detach()[0]
-    nn.init.normal_(router.weight)
-    experts.num_experts = 8
+    groups = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
+    config = transformers.DeepseekV2Config(hidden_size=H, n_routed_experts=8, num_experts_per_tok=3, **groups)
+    block, x = nn.ModuleDict({"gate": DeepseekV2TopkRouter(config), "experts": nn.Identity()}), tokens().detach()[0]
+    nn.init.normal_(block["gate"].weight)
+    block["experts"].num_experts = 8
     ids = torch.rand(18, 8).argsort(1)[:, :3]
-    end = give_topk(router, experts, lambda num_tokens, top_k: ids, position=0)
-    _, weights, got = router(x)
+    end = give_topk(block, "experts", lambda num_tokens, top_k: ids, router="gate", position=0)
+    _, weights, got = block["gate"](x)
     end()
     assert torch.equal(got, ids)
-    wanted = (x @ router.weight.T).softmax(1).gather(1, ids) * config.routed_scaling_factor
+    wanted = (x @ block["gate"].weight.T).softmax(1).gather(1, ids) * config.routed_scaling_factor
     torch.testing.assert_close(weights, wanted)
-    assert not torch.equal(router(x)[2], ids)
+    assert not torch.equal(block["gate"](x)[2], ids)
 
 
 @run_on(2)
 def test_routing_that_does_not_fit_raises_on_every_rank(rank: int, num_ranks: int, heap) -> None:
-    model = swap_moe(random_model("olmoe"), heap)
-    batch = batch_of(0)
+    model, batch, name = swap_moe(random_model("olmoe"), heap), batch_of(0), "model.layers.1.mlp.experts"
     with torch.no_grad(), symmoe.record_routing(model) as routing:
         model(batch)
-    name = "model.layers.1.mlp.experts"
-    num_tokens = batch.numel()
+    part = routing[name].index_fill(1, torch.tensor(1), -1)
     wrong = {
-        "layers": (
-            {name: routing[name]},
-            r"routing is for the layers \['model.layers.1.*the model has \['model.layers.0",
-        ),
-        "tokens": ({**routing, name: routing[name][:5]}, rf"has shape \[5, 3\].* the call has \[{num_tokens}, 3\]"),
-        "K": ({**routing, name: routing[name][:, :2]}, rf"has shape \[{num_tokens}, 2\].*\[{num_tokens}, 3\]"),
-        "expert": ({**routing, name: routing[name] + 8}, r"has expert 1\d; the layer has 8"),
-        "part": (
-            {**routing, name: routing[name].index_fill(1, torch.tensor(1), -1)},
-            r"for token 0 the experts \[\d, -1",
-        ),
-        "calls": ([], r"is of 0 micro-batches; layer 'model.layers.0.*has been 1 times"),
+        r"is for the layers \['model.layers.1.*the model has \['model.layers.0": {name: routing[name]},
+        r"has shape \[5, 3\]; the call has \[tokens, K\] \[14, 3\]": routing | {name: routing[name][:5]},
+        r"has shape \[14, 2\]; the call has \[tokens, K\] \[14, 3\]": routing | {name: routing[name][:, :2]},
+        r"has for token 0 \[.*1\d.*\]; the layer has 8": routing | {name: routing[name] + 8},
+        r"has for token 0 \[\d, -1": routing | {name: part},
+        r"is of 0 micro-batches; layer 'model.layers.0.*runs in call 0": [],
     }
     for culprit in range(num_ranks):
-        for what, (spoilt, text) in wrong.items():
+        for text, spoilt in wrong.items():
             given = spoilt if rank == culprit else [routing]
             with pytest.raises(ArgumentError, match=text), torch.no_grad(), symmoe.replay_routing(model, given):
                 model(batch)
-            assert torch.isfinite(model(batch).logits).all(), what

@@ -1,7 +1,4 @@
-"""A choice of experts that is given to Megatron's router, where it asks its own RouterReplay: symmoe.training.replay.
-
-T tokens, E experts, K of a token.
-"""
+"""A choice of experts that is given to Megatron's router, by its own RouterReplay: see symmoe.training.replay."""
 
 from __future__ import annotations
 
@@ -10,81 +7,51 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from torch import nn
 
 from symmoe.errors import ArgumentError
 from symmoe.moe.listeners import Choose
 
 
-class RouterChoice:
-    """In a TopKRouter, between it and its RouterReplay (None without moe_enable_routing_replay).
-
-    Attributes:
-        choose: gives the experts, in place of the router's own choice.
-        topk_idx: int64 [T, K], the last choice, in the router's order and before its capacity factor's drops; None
-            where it makes none by scores.
-    """
-
-    def __init__(self, inner: Any) -> None:
-        self._inner = inner
-        self.choose: Choose | None = None
-        self.topk_idx: torch.Tensor | None = None
-
-    def get_replay_topk(
-        self,
-        scores: torch.Tensor,
-        topk: int,
-        num_groups: int | None = None,
-        group_topk: int | None = None,
-        default_compute_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The scores [T, K] of the experts chosen, and their ids int64 [T, K], as RouterReplay. Tokens that are given
-        none keep the router's choice here, and so in its statistics; :meth:`drop` then takes it from them."""
-        assert default_compute_topk is not None
-        if self._inner is None:
-            values, topk_idx = default_compute_topk(scores, topk, num_groups, group_topk)
-        else:
-            values, topk_idx = self._inner.get_replay_topk(scores, topk, num_groups, group_topk, default_compute_topk)
-        self.topk_idx = topk_idx
-        if self.choose is not None:
-            self.topk_idx = self.choose(len(scores), topk).long()
-            topk_idx = torch.where(self.topk_idx < 0, topk_idx, self.topk_idx)
-            values = scores.gather(1, topk_idx)
-        return values, topk_idx
-
-    def drop(
-        self, _router: nn.Module, _args: Any, output: tuple[torch.Tensor, torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The router's probs [T, E] and map bool [T, E] without the tokens that have no expert; a forward hook."""
-        if self.topk_idx is None:
-            return output
-        (probs, routing_map), is_none = output, self.topk_idx[:, :1] < 0
-        return probs.masked_fill(is_none, 0.0), routing_map & ~is_none
-
-
-def watch(router: nn.Module) -> RouterChoice | None:
-    """Puts a RouterChoice into a router; None where it asks none."""
+def recorder_of(router: nn.Module) -> RouterReplay | None:
+    """The RouterReplay of a router, which records if nobody has it do something else; None: the router asks none."""
     if not isinstance(router, TopKRouter) or router.config.moe_router_fusion or router.routing_type == "sinkhorn":
         return None
-    router.router_replay = RouterChoice(router.router_replay)
+    if router.router_replay is None:  # without moe_enable_routing_replay
+        router.router_replay = RouterReplay()
+        RouterReplay.global_router_replay_instances.pop()  # of who has enabled it
+        router.router_replay.set_router_replay_action(RouterReplayAction.RECORD)
     return router.router_replay
 
 
 def give_routing(model: nn.Module, name: str, choose: Choose) -> Callable[[], None]:
-    """See Give, for SymmMoELayers. ArgumentError: the router makes no choice by scores that could be replaced."""
+    """See Give, for SymmMoELayers. Tokens without an expert are spread over all in the router's statistics, and leave
+    its map. ArgumentError: the router makes no choice by scores that could be replaced."""
     router: Any = model.get_submodule(f"{name}.router" if name else "router")
-    choice = router.router_replay
-    if not isinstance(choice, RouterChoice):
+    if (replay := recorder_of(router)) is None:
         config = router.config
         raise ArgumentError(
             f"moe_router_load_balancing_type ({config.moe_router_load_balancing_type!r}) and moe_router_fusion "
-            f"({config.moe_router_fusion}) must not be 'sinkhorn' or True: routing cannot be given to such a router"
+            f"({config.moe_router_fusion}) must not be 'sinkhorn' or True: such a router cannot be given a choice"
         )
-    choice.choose = choose
-    hook = router.register_forward_hook(choice.drop)
+    before = replay.router_replay_action
+
+    def give(_router: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        ids = choose(args[0].shape[:-1].numel(), router.topk).long()
+        spread = torch.arange(ids.numel(), device=ids.device).view_as(ids) % router.num_experts
+        replay.recorded_topk_idx, replay.target_topk_idx = ids, torch.where(ids < 0, spread, ids)
+        replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+
+    def drop(_router: nn.Module, _args: Any, output: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        is_none = replay.recorded_topk_idx[:, :1] < 0
+        return output[0].masked_fill(is_none, 0.0), output[1] & ~is_none
+
+    hooks = router.register_forward_pre_hook(give), router.register_forward_hook(drop)
 
     def end() -> None:
-        hook.remove()
-        choice.choose = None
+        for hook in hooks:
+            hook.remove()
+        replay.set_router_replay_action(before)
 
     return end
