@@ -71,7 +71,8 @@ def replay_routing(
     Args:
         routing: what :func:`record_routing` has recorded for the same tokens, or :func:`routing_from_array` has made:
             any integers, on the host or the device; -1 is no expert (to trainers' routers, in all K slots of a token).
-            Of several micro-batches a sequence, in the order in which `model` is called.
+            Of several micro-batches a sequence, in the order in which `model` is called. In backward a call is known
+            by what it returned: not if all of `model` is in a reentrant checkpoint.
 
     Raises:
         ArgumentError: `routing` is not for the layers, tokens, K, experts or calls of `model`; a router cannot be given
@@ -85,8 +86,7 @@ def replay_routing(
     def choice(name: str, num_tokens: int, top_k: int | None) -> torch.Tensor:
         number = 0 if is_one else calls.number
         if number is None or not 0 <= number < len(each):
-            text = f"routing is of {len(each)} micro-batches; layer {name!r} runs in call {number} of the model, from 0"
-            text += " (None: it is computed again, and nothing that its call gave has a gradient)"
+            text = f"routing is of {len(each)} micro-batches; layer {name!r} runs in call {number} (None: not known)"
             _fail_for(ArgumentError(text), layers)
         ids = each[number or 0][name]
         if ids.shape != (num_tokens, top_k or ids.shape[-1]):

@@ -138,15 +138,14 @@ def test_routing_is_given_to_torchtitans_router(rank: int, num_ranks: int, score
     from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts, TokenChoiceTopKRouter
     from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
 
-    from symmoe import record_routing, replay_routing
+    from symmoe import MetricsLogger, record_routing, replay_routing
     from symmoe.integrations.torchtitan import SymmoeTokenDispatcher
 
     numbers, is_sigmoid = {"num_experts": EXPERTS, "top_k": 2}, score == "sigmoid"
     groups = {"num_expert_groups": 4, "num_limited_groups": 2} if is_sigmoid else {}
     options = {"score_func": score, "route_norm": is_sigmoid, "route_scale": 1.5, **groups}
-    router = TokenChoiceTopKRouter.Config(
-        **numbers, **options, gate=Linear.Config(in_features=DIM, out_features=EXPERTS)
-    )
+    gate = Linear.Config(in_features=DIM, out_features=EXPERTS)
+    router = TokenChoiceTopKRouter.Config(**numbers, **options, gate=gate)
 
     def moe(dispatcher) -> MoE:
         inner = GroupedExperts.Config(dim=DIM, hidden_dim=FFN, num_experts=EXPERTS)
@@ -183,8 +182,11 @@ def test_routing_is_given_to_torchtitans_router(rank: int, num_ranks: int, score
 
         stock.router.forward = by_hand
         expected.append(results(stock, x))
+    logger = MetricsLogger(ours, times_forward=True)
     with replay_routing(ours, others):
         found = results(ours, *batches)
+    (record,) = logger.step(0)
+    assert (record.num_calls, sum(record.tokens_per_expert)) == (2, 2 * 2 * (32 + 26))  # without every fifth token
     ours.routed_experts.token_dispatcher.close()
     (y, dx, d_gate), (other_y, other_dx, other_d_gate) = expected
     torch.testing.assert_close(found, [y, other_y, dx, other_dx, d_gate + other_d_gate], rtol=1e-5, atol=1e-5)

@@ -273,8 +273,8 @@ def test_routing_that_does_not_fit_raises_on_every_rank(rank: int, num_ranks: in
     part = routing[name].index_fill(1, torch.tensor(1), -1)
     wrong = {
         r"is for the layers \['model.layers.1.*the model has \['model.layers.0": {name: routing[name]},
-        r"has shape \[5, 3\]; the call has \[tokens, K\] \[14, 3\]": routing | {name: routing[name][:5]},
-        r"has shape \[14, 2\]; the call has \[tokens, K\] \[14, 3\]": routing | {name: routing[name][:, :2]},
+        r"has shape \[5, 3\]; the call has \[tokens, K\] \[18, 3\]": routing | {name: routing[name][:5]},
+        r"has shape \[18, 2\]; the call has \[tokens, K\] \[18, 3\]": routing | {name: routing[name][:, :2]},
         r"has for token 0 \[.*1\d.*\]; the layer has 8": routing | {name: routing[name] + 8},
         r"has for token 0 \[\d, -1": routing | {name: part},
         r"is of 0 micro-batches; layer 'model.layers.0.*runs in call 0": [],
