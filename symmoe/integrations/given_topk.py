@@ -25,7 +25,8 @@ def give_topk(model: nn.Module, name: str, choose: Choose, *, router: str, posit
     if not name:
         raise ArgumentError(f"model ({type(model).__name__}) is without its router; pass what is around both")
     experts, chooser = model.get_submodule(name), model.get_submodule(block).get_submodule(router)
-    given = _GivenTopK(int(getattr(experts, "inner_experts", experts).num_experts), choose)
+    counted: Any = getattr(experts, "inner_experts", experts)  # torch gives all attributes of a module one type
+    given = _GivenTopK(counted.num_experts, choose)
     before, forward = vars(chooser).get("forward"), chooser.forward
 
     def run(*args: Any, **kwargs: Any) -> Any:
