@@ -166,7 +166,7 @@ class _Calls:
     def __init__(self, model: nn.Module, hooks: ExitStack) -> None:
         self.num = 0
         self._of_backward: int | None = None
-        hooks.callback(model.register_forward_pre_hook(self._begin).remove)
+        hooks.callback(model.register_forward_pre_hook(self._begin, prepend=True).remove)  # it may be a layer
         hooks.callback(model.register_forward_hook(self._end).remove)
 
     @property
