@@ -53,6 +53,8 @@ if TYPE_CHECKING:  # the same names as below; `as` says that they are public
     from symmoe.training.replay import balanced_routing as balanced_routing
     from symmoe.training.replay import record_routing as record_routing
     from symmoe.training.replay import replay_routing as replay_routing
+    from symmoe.training.replay import routing_from_array as routing_from_array
+    from symmoe.training.replay import routing_to_array as routing_to_array
 
 __version__ = "0.1.0"  # the one place: pyproject.toml and `symmoe --version` read it
 
@@ -79,7 +81,7 @@ _PUBLIC = {  # by the module that has them
     "training.memory_plan": "MemoryPlan plan_memory",
     "training.metrics": "LayerRecord MetricsLogger tensorboard_sink",
     "training.precision_choice": "choose_precision",
-    "training.replay": "balanced_routing record_routing replay_routing",
+    "training.replay": "balanced_routing record_routing replay_routing routing_from_array routing_to_array",
 }
 _HOME = {name: f"symmoe.{module}" for module, names in _PUBLIC.items() for name in names.split()}
 

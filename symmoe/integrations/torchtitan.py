@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher, Loc
 
 from symmoe.dispatch.plan import Plan, PlanOptions, plan_call
 from symmoe.errors import ArgumentError
+from symmoe.integrations.given_topk import give_topk
+from symmoe.moe.listeners import Listeners, RoutingReport
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.tokens import combine_tokens, dispatch_tokens
 
@@ -59,6 +62,7 @@ class SymmoeTokenDispatcher(BaseEPTokenDispatcher):
         super().__init__(config)
         self.config = config
         self.heap: SymmetricHeap | None = None
+        self.listeners: Listeners | None = None
 
     def init_buffer(self) -> None:
         """Makes the heap of the EP group, or takes the one that an earlier layer has made. Collective.
@@ -75,6 +79,8 @@ class SymmoeTokenDispatcher(BaseEPTokenDispatcher):
         self.heap = _HEAPS.get((group, num_bytes))
         if self.heap is None:
             self.heap = _HEAPS[group, num_bytes] = SymmetricHeap(group, num_bytes=num_bytes)
+        give = partial(give_topk, router="router", position=2)
+        self.listeners = Listeners(self.heap, num_experts=self.num_experts, order=self.config.order, give=give)
 
     def heap_bytes(self, num_ranks: int) -> int:
         """Bytes of symmetric memory that one layer's trips need at most; layers take turns."""
@@ -125,6 +131,10 @@ class SymmoeTokenDispatcher(BaseEPTokenDispatcher):
         plan = plan_call(topk_expert_ids_TK, heap, options)
         rows_RD, row_scores_R = dispatch_tokens(x_TD, plan, probs=topk_scores_TK.float(), order=self.config.order)
         metadata = SymmoeDispatchMetadata(plan=plan, row_scores=row_scores_R)
+        if self.listeners is not None and self.listeners.callbacks:
+            ids, sizes = (topk_expert_ids_TK,) * 2, (x_TD.shape[1] * x_TD.element_size(),) * 2
+            counts = plan.expert_load, plan.num_dropped
+            self.listeners.tell(RoutingReport(*ids, *counts, *sizes, is_training=torch.is_grad_enabled()))
         return rows_RD, plan.splits.to(torch.int64), metadata
 
     @torch.compiler.disable

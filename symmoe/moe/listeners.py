@@ -15,6 +15,11 @@ from torch import nn
 from symmoe.errors import ArgumentError
 from symmoe.symm_mem.heap import SymmetricHeap
 
+# Of T tokens and K experts of each, or None where the router has not said K yet, their ids int [T, K]; -1 is none.
+Choose = Callable[[int, int | None], torch.Tensor]
+# Has the router of a model's layer of this name take what such a function chooses, until what it returns is called.
+Give = Callable[[nn.Module, str, Choose], Callable[[], None]]
+
 
 @dataclass(frozen=True, slots=True)
 class RoutingReport:
@@ -36,11 +41,12 @@ class RoutingReport:
 
 
 class Listeners:
-    """The listeners of one layer (of its heap, E experts and order of sums), which has them as attribute `listeners`.
-    The layer makes a :class:`RoutingReport` only if there are `callbacks`: without them it costs nothing."""
+    """The listeners of one layer (of its heap, E experts and order of sums), which has them as attribute `listeners`,
+    itself or its `token_dispatcher`. `give`: see Give; None for a MoELayer, whose calls take a choice. The layer makes
+    a :class:`RoutingReport` only if there are `callbacks`: without them it costs nothing."""
 
-    def __init__(self, heap: SymmetricHeap, *, num_experts: int, order: str) -> None:
-        self.heap, self.num_experts, self.order = heap, num_experts, order
+    def __init__(self, heap: SymmetricHeap, *, num_experts: int, order: str, give: Give | None = None) -> None:
+        self.heap, self.num_experts, self.order, self.give = heap, num_experts, order, give
         self.callbacks: tuple[Callable[[RoutingReport], object], ...] = ()
 
     def add(self, callback: Callable[[RoutingReport], object]) -> Callable[[], None]:
@@ -62,8 +68,11 @@ class Listeners:
 def layers_with_listeners(model: nn.Module) -> dict[str, tuple[nn.Module, Listeners]]:
     """The layers of a model that one can listen to, and their listeners, by the layers' names in it. ArgumentError if
     there is none."""
-    found = ((name, module, getattr(module, "listeners", None)) for name, module in model.named_modules())
-    layers = {name: (module, listeners) for name, module, listeners in found if isinstance(listeners, Listeners)}
+    layers: dict[str, tuple[nn.Module, Listeners]] = {}
+    for name, module in model.named_modules():
+        for place in (module, getattr(module, "token_dispatcher", None)):
+            if isinstance(listeners := getattr(place, "listeners", None), Listeners):
+                layers[name] = module, listeners
     if not layers:
         raise ArgumentError(f"model ({type(model).__name__}) has no MoELayer, and no layer of symmoe's integrations")
     return layers

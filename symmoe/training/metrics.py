@@ -91,8 +91,8 @@ class MetricsLogger:
     replays then count. Compiled calls count too; torch.compile compiles the model again when watching begins or ends.
 
     Args:
-        model: its MoELayers are watched, and the layers of symmoe's integrations in transformers and Megatron models.
-            Layers in eval mode are not counted.
+        model: its MoELayers are watched, and the layers of symmoe's integrations in transformers, Megatron and
+            torchtitan models. Layers in eval mode are not counted.
         sink: `sink(numbers, step)` is called by :meth:`step`, e.g. `wandb.log`, or a :func:`tensorboard_sink`. None:
             there are only the records.
         times_forward: take the time of every forward, and of its trips, with CUDA events, or perf_counter on CPUs. Not

@@ -1,27 +1,32 @@
 """Routing that is given instead of chosen: recorded in one forward and taken again in another, or balanced by force.
 
 Replay makes a policy's training forward use the experts of its rollout (routing replay for RL, arXiv:2510.11370).
-Scores and probs are computed anew, for the given experts, and so are their gradients. For one layer: `layer(x,
-topk_idx=recorded)`. Only MoELayers take a given choice: symmoe's router computes its probs.
+Scores and probs are computed anew, for the given experts, and so are their gradients. For one MoELayer: `layer(x,
+topk_idx=recorded)`. To a trainer's own router it is given by its layer's `listeners` (moe/listeners.py).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
+from symmoe.autograd import is_in_backward
 from symmoe.errors import ArgumentError
 from symmoe.kernels import control
 from symmoe.moe.layer import MoELayer
-from symmoe.moe.listeners import RoutingReport, layers_with_listeners
+from symmoe.moe.listeners import Listeners, RoutingReport, layers_with_listeners
+from symmoe.torch_internals import pytree
 
 Routing = dict[str, torch.Tensor]
+_Array = np.ndarray[Any, Any] | torch.Tensor
+_Layers = dict[str, tuple[nn.Module, Listeners]]
 
 
 @contextmanager
@@ -32,7 +37,7 @@ def record_routing(model: nn.Module) -> Iterator[Routing]:
 
     Yields:
         name of each layer to int32 [T, K] on the device: of MoELayers, and of the layers of symmoe's integrations in
-        transformers and Megatron models (in Megatron after its capacity factor's drops).
+        transformers, Megatron and torchtitan models.
 
     Raises:
         ArgumentError: the model has no such layer; a layer is called a second time (which of the two to keep?), or not
@@ -54,33 +59,58 @@ def record_routing(model: nn.Module) -> Iterator[Routing]:
 
 
 @contextmanager
-def replay_routing(model: nn.Module, routing: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """In this context, every layer of `model` takes the experts of `routing`. Local.
+def replay_routing(
+    model: nn.Module, routing: Mapping[str, torch.Tensor] | Sequence[Mapping[str, torch.Tensor]]
+) -> Iterator[None]:
+    """In this context, every layer of `model` takes the experts of `routing`. Local, except that an error is raised by
+    all ranks of the EP group, where they call the next layer.
 
-    If activations are computed again in backward, backward must run in the context too.
+    If activations are computed again in backward, backward must run in the context too; they take what their own
+    micro-batch took. `routing` of trainers' routers is read on the host.
 
     Args:
-        routing: what :func:`record_routing` has recorded for the same tokens; -1 is no expert.
+        routing: what :func:`record_routing` has recorded for the same tokens, or :func:`routing_from_array` has made:
+            any integers, on the host or the device; -1 is no expert (to trainers' routers, in all K slots of a token).
+            Of several micro-batches a sequence, in the order in which `model` is called. In backward a call is known
+            by what it returned: not if all of `model` is in a reentrant checkpoint.
 
     Raises:
-        ArgumentError: `routing` is not for the layers of `model`; or a layer has not taken it: a model that
-            torch.compile has compiled before takes no notice of this.
+        ArgumentError: `routing` is not for the layers, tokens, K, experts or calls of `model`; a router cannot be given
+            a choice; or a layer has not taken it: a model that torch.compile has compiled before takes no notice.
     """
-    layers = _layers(model)
-    if routing.keys() != layers.keys():
-        raise ArgumentError(f"routing is for the layers {sorted(routing)}; the model has {sorted(layers)}")
-    with _choose(layers, lambda name, _layer, _x: routing[name]):
+    layers, is_one = layers_with_listeners(model), isinstance(routing, Mapping)
+    each: Sequence[Mapping[str, torch.Tensor]] = [routing] if isinstance(routing, Mapping) else routing
+    for one in each:
+        _fail_for(_problem(layers, one), layers)
+
+    def choice(name: str, num_tokens: int, top_k: int | None) -> torch.Tensor:
+        number = 0 if is_one else calls.number
+        if number is None or not 0 <= number < len(each):
+            text = f"routing is of {len(each)} micro-batches; layer {name!r} runs in call {number} (None: not known)"
+            _fail_for(ArgumentError(text), layers)
+        ids = each[number or 0][name]
+        if ids.shape != (num_tokens, top_k or ids.shape[-1]):
+            text = f"routing[{name!r}] has shape {list(ids.shape)}; the call has [tokens, K] {[num_tokens, top_k]}"
+            _fail_for(ArgumentError(text), layers)
+        return ids.to(layers[name][1].heap.device, torch.int32, non_blocking=True)
+
+    with ExitStack() as hooks, _choose(model, layers, choice):
+        calls = _Calls(model, hooks)
         yield
+        if not is_one and calls.num != len(each):
+            raise ArgumentError(f"routing is of {len(each)} micro-batches; the model has been called {calls.num} times")
 
 
 @contextmanager
 def balanced_routing(model: nn.Module) -> Iterator[None]:
     """In this context, every layer of `model` gives all its experts the same number of slots. For benchmarks. Local."""
+    layers = layers_with_listeners(model)
+    sizes = {name: (its.num_experts, its.heap.device) for name, (_, its) in layers.items()}
 
-    def choice(_name: str, layer: MoELayer, x: torch.Tensor) -> torch.Tensor:
-        return balanced_choice(math.prod(x.shape[:-1]), layer.config.top_k, layer.config.num_experts, device=x.device)
+    def choice(name: str, num_tokens: int, top_k: int | None) -> torch.Tensor:
+        return balanced_choice(num_tokens, top_k or 1, sizes[name][0], device=sizes[name][1])
 
-    with _choose(_layers(model), choice):
+    with _choose(model, layers, choice):
         yield
 
 
@@ -96,40 +126,118 @@ def balanced_choice(
     return (torch.arange(num_tokens * top_k, device=device).view(num_tokens, top_k) * step % num_experts).int()
 
 
-def _layers(model: nn.Module) -> dict[str, MoELayer]:
-    layers: dict[str, MoELayer] = {}
-    for name, (layer, _) in layers_with_listeners(model).items():
-        if not isinstance(layer, MoELayer):
-            raise ArgumentError(
-                f"layer {name!r} ({type(layer).__name__}) must be a MoELayer: routing can be given to symmoe's router "
-                "only, and this layer's is its trainer's (Megatron has moe_router_force_load_balancing)"
-            )
-        if layer.router is None:
-            raise ArgumentError(f"layer {name!r} has no router (router='none') that could weigh a choice it is given")
-        layers[name] = layer
-    return layers
+def routing_from_array(
+    model: nn.Module, array: _Array, *, layers: Iterable[int] | None = None, rows: torch.Tensor | None = None
+) -> Routing:
+    """What :func:`replay_routing` takes, on the host, of an array of an inference engine; errors as there.
+
+    Args:
+        array: any integers [N, L, K] on the host, -1 is no expert. Of packed sequences, one behind the other.
+        layers: place among the L of every layer of `model` (of a pipeline, of this stage), in its order; None: all.
+        rows: of this rank's tokens as its layers see them, padding too (any shape). bool: whether it is one of the N,
+            which come in order; or int: which of them it is, -1 is none. None: the N are the tokens.
+    """
+    found, given, problem = layers_with_listeners(model), torch.as_tensor(array), None
+    given = given.to({torch.uint8: torch.int16, torch.uint16: torch.int32}.get(given.dtype, given.dtype))
+    num_rows, num_layers = given.shape[:2]
+    places = list(range(num_layers) if layers is None else layers)
+    if len(places) != len(found) or not all(0 <= place < num_layers for place in places):
+        problem = ArgumentError(f"layers are {places} of the {num_layers} of array; the model has {len(found)}")
+    if rows is not None:
+        is_whole, rows = rows.dtype == torch.bool, rows.flatten().cpu()
+        rows = torch.where(rows, rows.cumsum(0) - 1, -1) if is_whole else rows.long().clamp(min=-1)
+        num_found = int(rows.max()) + 1 if len(rows) else 0
+        if num_found > num_rows or (is_whole and num_found < num_rows):
+            problem = ArgumentError(f"rows has {num_found} tokens; array has {num_rows}")
+    _fail_for(problem, found)
+    if rows is not None:
+        given = torch.cat([given, given.new_full((1, *given.shape[1:]), -1)])[rows]  # its last row is for -1
+    return {name: given[:, place].contiguous() for name, place in zip(found, places, strict=True)}
+
+
+def routing_to_array(routing: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """int16 [T, L, K] on the host, of what :func:`record_routing` has recorded. Waits for the device once."""
+    return torch.stack(list(routing.values()), 1).to(torch.int16).cpu()
+
+
+class _Calls:
+    """The calls of a model that come from now on, without those that backward repeats; `hooks` end it."""
+
+    def __init__(self, model: nn.Module, hooks: ExitStack) -> None:
+        self.num = 0
+        self._of_backward: int | None = None
+        hooks.callback(model.register_forward_pre_hook(self._begin, prepend=True).remove)  # it may be a layer
+        hooks.callback(model.register_forward_hook(self._end).remove)
+
+    @property
+    def number(self) -> int | None:
+        """Of the call that runs, or whose activations backward computes again, if that is known."""
+        return self._of_backward if is_in_backward() and self.num > 1 else self.num - 1
+
+    def _begin(self, *_: object) -> None:
+        if not is_in_backward():
+            self.num, self._of_backward = self.num + 1, None
+
+    def _end(self, _model: nn.Module, _args: object, output: object) -> None:
+        for tensor in () if is_in_backward() else pytree.tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(partial(self._begin_backward, self.num - 1))  # which runs before the model's own
+
+    def _begin_backward(self, number: int, _gradient: torch.Tensor) -> None:
+        self._of_backward = number
+
+
+def _fail_for(problem: ArgumentError | None, layers: _Layers) -> None:
+    next(iter(layers.values()))[1].heap.fail_for(problem, control.PHASE_PLAN)
+
+
+def _problem(layers: _Layers, routing: Mapping[str, torch.Tensor]) -> ArgumentError | None:
+    """Why this cannot be the routing of these layers, whatever their tokens are, or None."""
+    if routing.keys() != layers.keys():
+        return ArgumentError(f"routing is for the layers {sorted(routing)}; the model has {sorted(layers)}")
+    for name, ids in routing.items():
+        its, is_none = layers[name][1], ids < 0
+        if its.give is None and ids.device.type != "cpu":
+            continue  # the plan looks, and nobody waits for the device
+        is_wrong = (ids < -1) | (ids >= its.num_experts)
+        if its.give is not None:
+            is_wrong |= is_none != is_none.all(-1, keepdim=True)
+        if is_wrong.any():
+            token = int(is_wrong.any(-1).nonzero()[0])
+            text = f"routing[{name!r}] has for token {token} {ids[token].tolist()}; the layer has {its.num_experts}"
+            return ArgumentError(f"{text} experts, and -1 for none (to a trainer's router: in all slots of a token)")
+    return None
 
 
 @contextmanager
 def _choose(
-    layers: Mapping[str, MoELayer], choice: Callable[[str, MoELayer, torch.Tensor], torch.Tensor]
+    model: nn.Module, layers: _Layers, choice: Callable[[str, int, int | None], torch.Tensor]
 ) -> Iterator[None]:
     left = set(layers)
 
-    def give(name: str, module: MoELayer, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def choose(name: str, num_tokens: int, top_k: int | None) -> torch.Tensor:
         left.discard(name)
+        return choice(name, num_tokens, top_k)
+
+    def give(name: str, module: MoELayer, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if kwargs.get("probs") is not None:
             problem = ArgumentError(f"layer {name!r} is called with probs, which are of another choice")
             module.heap.fail_for(problem, control.PHASE_PLAN)
-        return args, {**kwargs, "topk_idx": choice(name, module, args[0] if args else kwargs["x"])}
+        num_tokens = math.prod((args[0] if args else kwargs["x"]).shape[:-1])
+        return args, {**kwargs, "topk_idx": choose(name, num_tokens, module.config.top_k)}
 
-    with ExitStack() as hooks:
-        for name, layer in layers.items():
-            hooks.callback(layer.register_forward_pre_hook(partial(give, name), with_kwargs=True).remove)
+    with ExitStack() as given:
+        for name, (layer, listeners) in layers.items():
+            if isinstance(layer, MoELayer) and layer.router is None:
+                raise ArgumentError(f"layer {name!r} has no router (router='none') that could weigh what it is given")
+            if listeners.give is None:
+                given.callback(layer.register_forward_pre_hook(partial(give, name), with_kwargs=True).remove)
+            else:
+                given.callback(listeners.give(model, name, partial(choose, name)))
         yield
         _check_all_called(left)
 
 
-def _check_all_called(left: Set[str]) -> None:
+def _check_all_called(left: set[str]) -> None:
     if left:
         raise ArgumentError(f"the layers {sorted(left)} have not been called, or in a model compiled before")

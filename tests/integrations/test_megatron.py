@@ -6,10 +6,11 @@ torch's silu and its gradient; the largest difference of a tensor stays below RO
 """
 
 import copy
+import itertools
 import multiprocessing as mp
 import re
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,7 +37,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, get_default_pg_collection
 from megatron.core.transformer.spec_utils import ModuleSpec
-from small_model import check_metrics
+from small_model import check_metrics, other_routing, weigh
 
 import symmoe
 from symmoe.errors import ArgumentError, CapacityError, HeapExhausted
@@ -604,11 +605,91 @@ def test_metrics_and_recorded_routing_are_those_of_megatron(rank: int, num_ranks
         model = cases.model_of(config, cases.forms_of(spec, heap)[form])
         routing = check_metrics(model, expected, lambda: model(**cases.batch_of()).mean())
         for ids, routing_map in zip(routing.values(), maps, strict=True):
-            assert torch.equal((ids[:, :, None] == experts).any(1), routing_map)
-        text = r"layer 'decoder.layers.0.mlp' \(SymmMoELayer\) must be a MoELayer.*moe_router_force_load_balancing"
-        for context in (symmoe.replay_routing(model, routing), symmoe.balanced_routing(model)):
-            with pytest.raises(ArgumentError, match=text), context:
-                pass
+            chosen = (ids[:, :, None] == experts).any(1)
+            assert chosen.sum() == ids.numel()
+            assert torch.equal(chosen & routing_map, routing_map)  # the router's, before its capacity factor's drops
+        for layer in model.decoder.layers:
+            layer.mlp.router.register_forward_hook(lambda module, args, output: maps.append(output[1].clone()))
+        with symmoe.replay_routing(model, routing), torch.no_grad():
+            model(**cases.batch_of())
+        assert all(map(torch.equal, maps[:2], maps[2:]))  # with the same drops
+
+
+def _route_by_hand(router: Any, given: list[torch.Tensor]) -> None:
+    """Has a router of Megatron's own weigh these experts, call by call; -1 weighs nothing."""
+    calls = iter(given)
+
+    def routing(logits: torch.Tensor, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = logits.view(-1, cases.NUM_EXPERTS)
+        scale = 2.5 if router.score_function == "sigmoid" else 1.0
+        weights, ids = weigh(logits, next(calls), router.score_function, scale=scale)
+        probs = torch.zeros_like(logits).scatter(1, ids, weights)
+        return probs, probs > 0
+
+    router.routing = routing
+
+
+@pytest.mark.parametrize("score", ["plain", "sigmoid, expert bias, groups"])
+@pytest.mark.parametrize(("ep", "num_chunks"), [(2, None), (1, 2), pytest.param(1, None, marks=_SLOW)])
+@run_on(2, fixture="ranks")
+def test_each_micro_batch_takes_the_experts_it_is_given(
+    rank: int, num_ranks: int, ep: int, num_chunks: int | None, score: str
+) -> None:
+    """Four micro-batches in Megatron's schedules, all layers recomputed: what was recorded gives the same bits again;
+    other experts give what Megatron's layers give, not recomputed, with a routing that is written here."""
+    pp = num_ranks // ep
+    MoEAuxLossAutoScaler.main_loss_backward_scale = None
+    cases.use_groups(ep=ep, pp=pp, num_chunks=num_chunks)
+    pipeline = {"pipeline_model_parallel_size": pp, "virtual_pipeline_model_parallel_size": num_chunks}
+    fields = {"num_layers": 2 * pp * (num_chunks or 1), **FIELDS[score], **pipeline}
+    fields |= {"pipeline_dtype": torch.float32, "deallocate_pipeline_outputs": pp > 1}
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+
+    def record(steps: Iterator[int], model: Any) -> tuple[torch.Tensor, Any]:
+        with symmoe.record_routing(model) as routing:
+            output = _forward_step(steps, model)
+        own[chunks.index(model)].append(routing)
+        return output
+
+    def results(chunks: list[Any], routing: Sequence[Any] = (), step: Any = _forward_step) -> dict[str, torch.Tensor]:
+        model = torch.nn.ModuleList(chunks)
+        model.zero_grad()
+        with megatron_shim.CudaIsCpu(), ExitStack() as replayed:
+            for chunk, given in zip(chunks, routing, strict=bool(routing)):
+                replayed.enter_context(symmoe.replay_routing(chunk, given))
+            job = _micro_batches_of(chunks) | {"forward_step_func": step}
+            reports = get_forward_backward_func()(**job, forward_only=False)
+        gradients = {name: parameter.grad for name, parameter in cases.named_parameters(model)}
+        return gradients | {f"losses {i}": report["loss"] for i, report in enumerate(reports)}
+
+    with cases.opened_heap() as heap:
+        config = cases.config_of(**fields, **FIELDS["recomputed layers"])
+        chunks = _chunks(config, cases.forms_of(cases.reference_spec(config), heap)["experts"], stage, pp)
+        own = [[] for _ in chunks]
+        want = results(chunks, step=record)
+        assert [len(each) for each in own] == [NUM_MICRO_BATCHES] * len(chunks)
+        assert cases.differences(results(chunks, own), want) == {}
+
+        config, seeds = cases.config_of(**fields), itertools.count(100 * rank)
+        stock = _chunks(config, cases.reference_spec(config), stage, pp)
+        other = [[other_routing(routing, next(seeds)) for routing in routings] for routings in own]
+        for chunk, routings in zip(stock, other, strict=True):
+            for name in routings[0]:
+                _route_by_hand(chunk.get_submodule(name).router, [routing[name] for routing in routings])
+        found, expected = results(chunks, other), results(stock)
+    cases.check_equal({"experts": found, "megatron": expected})
+    assert max(cases.differences(found, want).values()) > 0.1
+
+
+@run_on(1, fixture="ranks")
+def test_a_router_without_scores_is_given_no_choice(rank: int, num_ranks: int) -> None:
+    cases.use_groups()
+    config = cases.config_of(**FIELDS["sinkhorn"])
+    with cases.opened_heap() as heap:
+        model = cases.model_of(config, megatron.use_symmoe(cases.reference_spec(config), heap))
+        text = r"moe_router_load_balancing_type \('sinkhorn'\) and moe_router_fusion \(False\) must not be"
+        with pytest.raises(ArgumentError, match=text), symmoe.balanced_routing(model):
+            pass
 
 
 @pytest.mark.slow

@@ -6,7 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from cluster import run_on
+from small_model import other_routing, weigh
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 pytestmark = pytest.mark.skipif(
     find_spec("torchtitan") is None, reason="needs torchtitan, which only `make test-all` installs"
@@ -125,6 +127,70 @@ def test_torch_compile_leaves_the_trips_alone(rank: int, num_ranks: int) -> None
     for each, name in zip(breaks.break_reasons, ("_dispatch", "_combine"), strict=True):
         assert f"SymmoeTokenDispatcher.{name}" in str(each.reason)
         assert "it was wrapped with `torch.compiler.disable`" in str(each.reason)
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@run_on(2, fixture="ranks")
+def test_routing_is_given_to_torchtitans_router(rank: int, num_ranks: int, score: str) -> None:
+    """An MoE takes what was recorded, bit for bit; other experts (none for every fifth token), each micro-batch its
+    own when activations are computed again, give what one with every expert and a router written here gives."""
+    from torchtitan.models.common.linear import Linear
+    from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts, TokenChoiceTopKRouter
+    from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
+
+    from symmoe import MetricsLogger, record_routing, replay_routing
+    from symmoe.integrations.torchtitan import SymmoeTokenDispatcher
+
+    numbers, is_sigmoid = {"num_experts": EXPERTS, "top_k": 2}, score == "sigmoid"
+    groups = {"num_expert_groups": 4, "num_limited_groups": 2} if is_sigmoid else {}
+    options = {"score_func": score, "route_norm": is_sigmoid, "route_scale": 1.5, **groups}
+    gate = Linear.Config(in_features=DIM, out_features=EXPERTS)
+    router = TokenChoiceTopKRouter.Config(**numbers, **options, gate=gate)
+
+    def moe(dispatcher) -> MoE:
+        inner = GroupedExperts.Config(dim=DIM, hidden_dim=FFN, num_experts=EXPERTS)
+        experts = RoutedExperts.Config(inner_experts=inner, token_dispatcher=dispatcher)
+        module = MoE(MoE.Config(num_experts=EXPERTS, routed_experts=experts, router=router)).train()
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for tensor in (*module.parameters(), module.expert_bias_E):
+                tensor.copy_(torch.randn(tensor.shape, generator=generator) / 4)
+        return module
+
+    ours = moe(SymmoeTokenDispatcher.Config(**numbers, hidden_dim=DIM, num_max_tokens_per_rank=64))
+    spread(ours.routed_experts, rank)
+    stock = moe(LocalTokenDispatcher.Config(**numbers))
+    batches = [inputs(seed, 40 - 7 * rank, 2, torch.float32)[0] for seed in (rank, 5)]
+
+    def results(module, *batches: torch.Tensor) -> list[torch.Tensor]:
+        ys = [checkpoint(module, x, use_reentrant=False) for x in batches]
+        gradients = torch.autograd.grad(sum(y.square().sum() for y in ys), [*batches, module.router.gate.weight])
+        return [*ys, *gradients]
+
+    want = results(ours, batches[0])
+    with record_routing(ours) as routing, torch.no_grad():
+        ours(batches[0])
+    with replay_routing(ours, routing):
+        assert all(map(torch.equal, results(ours, batches[0]), want))
+
+    others, expected = [other_routing(routing, seed) for seed in (rank, 2 + rank)], []
+    for x, other in zip(batches, others, strict=True):
+
+        def by_hand(x_BLD: torch.Tensor, _bias: torch.Tensor, ids=other["routed_experts"][None]) -> tuple:
+            logits = x_BLD @ stock.router.gate.weight.T
+            return *weigh(logits, ids, score, scale=1.5, renormalize=is_sigmoid), logits
+
+        stock.router.forward = by_hand
+        expected.append(results(stock, x))
+    logger = MetricsLogger(ours, times_forward=True)
+    with replay_routing(ours, others):
+        found = results(ours, *batches)
+    (record,) = logger.step(0)
+    assert (record.num_calls, sum(record.tokens_per_expert)) == (2, 2 * 2 * (32 + 26))  # without every fifth token
+    ours.routed_experts.token_dispatcher.close()
+    (y, dx, d_gate), (other_y, other_dx, other_d_gate) = expected
+    torch.testing.assert_close(found, [y, other_y, dx, other_dx, d_gate + other_d_gate], rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(y, want[0], atol=1e-2)
 
 
 @run_on(2, fixture="ranks")

@@ -12,14 +12,17 @@ pytest.importorskip("transformers", minversion="5.17")
 
 import torch
 import torch.distributed as dist
+import transformers
 from hf_cases import FAMILIES, VOCABULARY, batch_of, random_model
-from small_model import assert_same, check_metrics, counted_barriers, step
+from small_model import assert_same, check_metrics, counted_barriers, other_routing, step, weigh
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 from worker import open_heap
 
 import symmoe
 from symmoe.errors import ArgumentError, ConfigMismatch, PeerTimeout, SymmoeError
+from symmoe.integrations.given_topk import give_topk
 from symmoe.integrations.transformers import StepConfig, swap_moe
 from symmoe.integrations.transformers.families import experts_modules
 
@@ -185,11 +188,99 @@ def test_a_compiled_model_is_watched_too(heap):
     assert logger.step(2)[0].num_calls == 0
 
 
-def test_routing_cannot_be_given_to_transformers_routers(heap):
-    model = swap_moe(random_model("olmoe"), heap)
+# -- routing that is given ----------------------------------------------------------------------------------------
+
+
+def route_by_hand(block: nn.Module, ids: torch.Tensor) -> None:
+    """Has the router of a stock block weigh these experts, as the model's paper says; -1 weighs nothing."""
+    router = getattr(block, "gate", None) or block.router
+    is_v3 = hasattr(router, "e_score_correction_bias")
+    rule = {"score": "sigmoid", "scale": router.routed_scaling_factor} if is_v3 else {"score": "softmax"}
+
+    def forward(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        logits = nn.functional.linear(x.view(-1, H), router.weight, getattr(router, "bias", None))
+        return logits, *weigh(logits, ids, **rule)
+
+    router.forward = forward
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
+@run_on(2)
+def test_routing_is_given_to_transformers_routers(rank: int, num_ranks: int, heap, family: str) -> None:
+    """What was recorded gives the same bits again; other experts give what a model of all experts gives, whose router
+    is written here; two micro-batches give their sum, with activations that one backward computes again."""
+    reference, batch = random_model(family).train(), batch_of(rank)
+    model = swap_moe(copy.deepcopy(reference), heap)
+
+    def results(module: nn.Module) -> list[torch.Tensor]:
+        module.zero_grad()
+        loss = module(batch, labels=batch).loss
+        loss.backward()
+        return [loss.detach(), *(p.grad for name, p in module.named_parameters() if ".experts." not in name)]
+
+    with symmoe.record_routing(model) as routing:
+        want = results(model)
+    own = [parameter.grad for parameter in model.parameters()]
+    with symmoe.replay_routing(model, routing):
+        got = results(model)
+    assert all(map(torch.equal, got, want))
+    assert all(map(torch.equal, (parameter.grad for parameter in model.parameters()), own))
+
+    given, found = [other_routing(routing, seed) for seed in (rank, 2 + rank)], []
+    for each in given:
+        for name, ids in each.items():
+            route_by_hand(reference.get_submodule(name.rpartition(".")[0]), ids)
+        with symmoe.replay_routing(model, each):
+            found.append(results(model))
+        torch.testing.assert_close(found[-1], results(reference), rtol=1e-4, atol=1e-5)
+        assert not all(map(partial(torch.allclose, rtol=1e-3, atol=1e-4), found[-1], want))
+    model.zero_grad()
+    model.gradient_checkpointing_enable()
+    with symmoe.replay_routing(model, given):
+        losses = [model(batch, labels=batch).loss for _ in given]
+        sum(losses).backward()
+    got = [parameter.grad for name, parameter in model.named_parameters() if ".experts." not in name]
+    assert all(torch.equal(loss, each[0]) for loss, each in zip(losses, found, strict=True))
+    torch.testing.assert_close(got, [a + b for a, b in zip(found[0][1:], found[1][1:], strict=True)])
+    with symmoe.balanced_routing(model), symmoe.record_routing(model) as balanced, torch.no_grad():
+        model(batch)
+    assert all(ids.flatten().bincount(minlength=8).float().std() < 1 for ids in balanced.values())
+    assert all(not vars(module).get("forward") for module in model.modules())
+
+
+def test_groups_without_scores_are_those_of_what_is_given():
+    """DeepSeek-V2 scores only the experts of its best groups; those that are given need not be among them."""
+    groups = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
+    config = transformers.DeepseekV2Config(hidden_size=H, n_routed_experts=8, num_experts_per_tok=3, **groups)
+    block, x = nn.ModuleDict({"gate": DeepseekV2TopkRouter(config), "experts": nn.Identity()}), tokens().detach()[0]
+    nn.init.normal_(block["gate"].weight)
+    block["experts"].num_experts = 8
+    ids = torch.rand(18, 8).argsort(1)[:, :3]
+    end = give_topk(block, "experts", lambda num_tokens, top_k: ids, router="gate", position=0)
+    _, weights, got = block["gate"](x)
+    end()
+    assert torch.equal(got, ids)
+    wanted = (x @ block["gate"].weight.T).softmax(1).gather(1, ids) * config.routed_scaling_factor
+    torch.testing.assert_close(weights, wanted)
+    assert not torch.equal(block["gate"](x)[2], ids)
+
+
+@run_on(2)
+def test_routing_that_does_not_fit_raises_on_every_rank(rank: int, num_ranks: int, heap) -> None:
+    model, batch, name = swap_moe(random_model("olmoe"), heap), batch_of(0), "model.layers.1.mlp.experts"
     with torch.no_grad(), symmoe.record_routing(model) as routing:
-        model(batch_of(0))
-    text = r"layer 'model.layers.0.mlp.experts' \(ExpertParallelExperts\) must be a MoELayer"
-    for context in (symmoe.replay_routing(model, routing), symmoe.balanced_routing(model)):
-        with pytest.raises(ArgumentError, match=text), context:
-            pass
+        model(batch)
+    part = routing[name].index_fill(1, torch.tensor(1), -1)
+    wrong = {
+        r"is for the layers \['model.layers.1.*the model has \['model.layers.0": {name: routing[name]},
+        r"has shape \[5, 3\]; the call has \[tokens, K\] \[18, 3\]": routing | {name: routing[name][:5]},
+        r"has shape \[18, 2\]; the call has \[tokens, K\] \[18, 3\]": routing | {name: routing[name][:, :2]},
+        r"has for token 0 \[.*1\d.*\]; the layer has 8": routing | {name: routing[name] + 8},
+        r"has for token 0 \[\d, -1": routing | {name: part},
+        r"is of 0 micro-batches; layer 'model.layers.0.*runs in call 0": [],
+    }
+    for culprit in range(num_ranks):
+        for text, spoilt in wrong.items():
+            given = spoilt if rank == culprit else [routing]
+            with pytest.raises(ArgumentError, match=text), torch.no_grad(), symmoe.replay_routing(model, given):
+                model(batch)

@@ -228,3 +228,22 @@ def check_metrics(
         assert record.aux_loss is None  # the trainer's own
         assert 0 < record.dispatch_s + record.combine_s < record.forward_s
     return routing
+
+
+def other_routing(routing: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
+    """For the same tokens other experts, of 8, as an engine has them; and none for every fifth token."""
+    generator, other = torch.Generator().manual_seed(seed), {}
+    for name, ids in routing.items():
+        other[name] = torch.rand(len(ids), 8, generator=generator).argsort(1)[:, : ids.shape[1]].short()
+        other[name][::5] = -1
+    return other
+
+
+def weigh(
+    logits: torch.Tensor, ids: torch.Tensor, score: str, *, scale: float = 1.0, renormalize: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights [..., K] of these experts, by the formula, and ids; for -1 a weight of 0 and any experts."""
+    is_none, ids = ids < 0, torch.where(ids < 0, torch.arange(ids.shape[-1]), ids.long())
+    picked = (logits.softmax(-1) if score == "softmax" else logits.sigmoid()).gather(-1, ids)
+    weights = scale * (picked / picked.sum(-1, keepdim=True) if renormalize else picked)
+    return weights.masked_fill(is_none, 0.0), ids

@@ -1,13 +1,25 @@
 """Routing that is given: recorded and replayed, and balanced by force."""
 
+from contextlib import nullcontext
+from functools import partial
+
+import numpy as np
 import pytest
 import torch
+from cluster import run_on
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from symmoe import MoEConfig, MoELayer, Router, SymmetricHeap
 from symmoe.errors import ArgumentError, ExpertIdError
-from symmoe.training.replay import balanced_choice, balanced_routing, record_routing, replay_routing
+from symmoe.training.replay import (
+    balanced_choice,
+    balanced_routing,
+    record_routing,
+    replay_routing,
+    routing_from_array,
+    routing_to_array,
+)
 
 EXPERTS, TOP_K, H, I, TOKENS = 6, 3, 16, 8, 11
 
@@ -18,10 +30,11 @@ class Model(nn.Module):
         torch.manual_seed(seed)
         config = MoEConfig(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K, **options)
         self.layers = nn.ModuleList(MoELayer(config, heap) for _ in range(2))
+        self.checkpoint = lambda layer, x: layer(x)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
-            x = x + layer(x)[0]
+            x = x + self.checkpoint(layer, x)[0]
         return x
 
 
@@ -93,32 +106,81 @@ def test_a_replayed_forward_is_the_recorded_one(heap: SymmetricHeap, options: di
     assert torch.equal(model(tokens()), want)  # the hooks are gone
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0), None], ids=str)
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_a_rollout_is_replayed_by_another_policy(heap: SymmetricHeap, use_reentrant: bool):
-    """Recorded without gradients; the other weights take these experts, also when activations are computed again."""
-    rollout, policy = Model(heap, 0), Model(heap, 1)
-    with torch.no_grad(), record_routing(rollout) as routing:
-        rollout(tokens())
-    seen = []
-    for layer in policy.layers:
-        layer.router.register_forward_hook(lambda *a: seen.append(a[2]))
-    policy(tokens())
-    own = [routed.topk_idx for routed in seen]
-    seen.clear()
-    with replay_routing(policy, routing):
-        y = checkpoint(policy, tokens(requires_grad=True), use_reentrant=use_reentrant)
-        y.sum().backward()
-    recomputed = gradients(policy)
-    recorded = list(routing.values())
-    assert len(seen) == 4
-    for number, routed in enumerate(seen):
-        assert torch.equal(routed.topk_idx, recorded[number % 2])
-        assert not torch.equal(routed.topk_idx, own[number % 2])
-    with replay_routing(policy, routing):
-        kept = policy(tokens())
-    kept.sum().backward()
-    assert torch.equal(kept, y)
-    torch.testing.assert_close(gradients(policy), recomputed, rtol=1e-6, atol=1e-7)
+def test_recomputation_takes_the_routing_of_its_micro_batch(
+    heap: SymmetricHeap, use_reentrant: bool, order: tuple[int, ...] | None
+):
+    """Of a rollout, by another policy. Two micro-batches in flight, whose backward comes in this order, or is one."""
+    rollout, policy, batches = Model(heap, 0), Model(heap, 1), (tokens(True), tokens(True).flip(1))
+    routings, seen, wanted, again = [], [], [], partial(checkpoint, use_reentrant=use_reentrant)
+    for x in batches:
+        with torch.no_grad(), record_routing(rollout) as routing:
+            rollout(x)
+        routings.append(routing)
+    policy.layers[1].router.register_forward_hook(lambda *a: seen.append(a[2].topk_idx))
+    for call in (policy, partial(again, policy)):
+        for x, routing in zip(batches, routings, strict=True):
+            with replay_routing(policy, routing):
+                call(x).square().sum().backward()
+            assert torch.equal(seen[-1], routing["layers.1"])
+        wanted.append(gradients(policy))
+    policy.checkpoint = again
+    with replay_routing(policy, routings):
+        losses = [policy(x).square().sum() for x in batches]
+        for loss in (sum(losses),) if order is None else map(losses.__getitem__, order):
+            loss.backward()
+    for want in wanted:
+        torch.testing.assert_close(want, [parameter.grad for parameter in policy.parameters()])
+    with nullcontext() if not use_reentrant else pytest.raises(ArgumentError, match="runs in call None"):
+        with replay_routing(policy, routings):
+            sum(again(policy, x).sum() for x in batches).backward()
+
+
+@pytest.mark.parametrize("dtype", ["int16", "int32", "uint8", "uint16"])
+def test_arrays_of_an_engine_are_routing(heap: SymmetricHeap, dtype: str):
+    """With dense layers, packed sequences, padding, in an order of this rank's own; and back."""
+    model, x = Model(heap, 0), tokens()
+    with torch.no_grad(), record_routing(model) as routing:
+        y = model(x)
+    array = routing_to_array(routing)
+    assert array.dtype == torch.int16
+    assert all(torch.equal(array[:, place], ids.short()) for place, ids in enumerate(routing.values()))
+    engines = np.zeros((TOKENS, 5, TOP_K), dtype)  # layers 0, 2 and 3 are dense
+    engines[:, [1, 4]] = array.numpy()
+    padded, is_token = torch.zeros(3, 5, H), torch.arange(15).view(3, 5) % 4 > 0
+    padded[is_token] = x
+    mine = torch.tensor([7, -1, 0, 10])
+    for rows, its_tokens, is_real, wanted in (
+        (None, x, torch.ones(TOKENS, dtype=torch.bool), y),
+        (is_token, padded, is_token, y),
+        (mine, x[mine], mine >= 0, y[mine[mine >= 0]]),
+    ):
+        given = routing_from_array(model, engines, layers=(1, 4), rows=rows)
+        with replay_routing(model, given), torch.no_grad():
+            got = model(its_tokens)
+        assert torch.equal(got[is_real], wanted)
+        assert torch.equal(got[~is_real], its_tokens[~is_real])  # no experts
+
+
+@run_on(2)
+def test_arrays_that_do_not_fit_raise_on_every_rank(rank: int, num_ranks: int, heap: SymmetricHeap) -> None:
+    model, array = Model(heap, 0), torch.zeros(TOKENS, 2, TOP_K, dtype=torch.int16)
+    wrong = {
+        r"layers are \[1\] of the 2 of array; the model has 2": {"layers": [1]},
+        r"layers are \[0, 2\] of the 2 of array; the model has 2": {"layers": [0, 2]},
+        "rows has 12 tokens; array has 11": {"rows": torch.ones(12, dtype=torch.bool)},
+        "rows has 13 tokens; array has 11": {"rows": torch.arange(13)},
+        r"routing\['layers.0'\] has for token 0 \[-3, -3, -3\]; the layer has 6": {"array": array - 3},
+        r"routing\['layers.0'\] has shape \[9, 3\].* \[11, 3\]": {"array": array[2:]},
+        r"routing\['layers.0'\] has shape \[11, 2\].* \[11, 3\]": {"array": array[..., :2]},
+    }
+    for culprit in range(num_ranks):
+        for text, arguments in wrong.items():
+            given = {"array": array, **(arguments if rank == culprit else {})}
+            with pytest.raises(ArgumentError, match=text), torch.no_grad():
+                with replay_routing(model, routing_from_array(model, **given)):
+                    model(tokens())
 
 
 def test_recording_and_replaying_refuse(heap: SymmetricHeap):
@@ -132,7 +194,10 @@ def test_recording_and_replaying_refuse(heap: SymmetricHeap):
         replay_routing(model, {"layers.0": routing["layers.0"]}),
     ):
         pass
-    with pytest.raises(ArgumentError, match=r"topk_idx has shape \[11, 3\]"), replay_routing(model, routing):
+    with (
+        pytest.raises(ArgumentError, match=r"has shape \[11, 3\].*\[5, 3\]"),
+        replay_routing(model, routing),
+    ):
         model(tokens()[:5])
     compiled = torch.compile(model, backend="eager")
     compiled(tokens())

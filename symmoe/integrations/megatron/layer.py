@@ -24,6 +24,7 @@ from symmoe.dispatch.trip import PHASE as SEND
 from symmoe.errors import ArgumentError, StalePlan, raise_for
 from symmoe.integrations.megatron.compat import groups_problem, layer_problem, process_groups, slots_per_token
 from symmoe.integrations.megatron.experts import SymmExperts, routed_config
+from symmoe.integrations.megatron.replay import give_routing, recorder_of
 from symmoe.moe.listeners import Listeners, RoutingReport
 from symmoe.moe.routed_experts import RoutedExperts
 from symmoe.symm_mem.heap import SymmetricHeap
@@ -187,7 +188,9 @@ class SymmMoELayer(MoELayer):
             )
         dispatcher = SymmTokenDispatcher if self._routed is None else FusedTokenDispatcher
         self.token_dispatcher = dispatcher(config, pg_collection, heap=heap, options=options)
-        self.listeners = Listeners(heap, num_experts=config.num_moe_experts, order=options.order)
+        num_experts, order = config.num_moe_experts, options.order
+        self.listeners = Listeners(heap, num_experts=num_experts, order=order, give=give_routing)
+        self._recorder = recorder_of(self.router)
         if self.shared_expert_overlap:
             self.token_dispatcher.set_shared_experts(self.shared_experts)
 
@@ -210,7 +213,9 @@ class SymmMoELayer(MoELayer):
 
     def _tell(self, rows: torch.Tensor, load: Sequence[torch.Tensor]) -> None:
         ids, size = begun(self.token_dispatcher.topk_idx), rows.shape[1] * rows.element_size()
-        self.listeners.tell(RoutingReport(ids, ids, load[0], load[1], size, size, is_training=self.training))
+        recorded = getattr(self._recorder, "recorded_topk_idx", None)  # before a capacity factor's drops
+        chosen = ids if recorded is None else recorded
+        self.listeners.tell(RoutingReport(ids, chosen, load[0], load[1], size, size, is_training=self.training))
 
 
 def begun(value: _Value | None) -> _Value:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -11,6 +12,7 @@ from torch import nn
 from symmoe.checks.arguments import Order, Overflow, Problem, Stash, tensor_problem, words_problem, working_dtype
 from symmoe.errors import ArgumentError, ConfigMismatch, PeerTimeout, raise_for
 from symmoe.grouped.mlp import GroupedMLP
+from symmoe.integrations.given_topk import give_topk
 from symmoe.integrations.transformers.adapters import PeftNames, adapt
 from symmoe.integrations.transformers.families import Family, StockExperts
 from symmoe.kernels import control
@@ -22,6 +24,7 @@ from symmoe.moe.routed_experts import RoutedExperts
 from symmoe.moe.torch_operators import run_routed
 from symmoe.symm_mem.heap import SymmetricHeap
 
+_GIVE = partial(give_topk, router="", position=1)  # to what calls the experts
 _ENDS = "ranks that generate end at different lengths, unless all pass synced_gpus=True to generate"
 
 
@@ -89,7 +92,7 @@ class ExpertParallelExperts(ExpertParallelModule):
             activation=mlp.activation.activation,
             **asdict(step),
         )
-        self.listeners = Listeners(heap, num_experts=self.num_experts, order=step.order)
+        self.listeners = Listeners(heap, num_experts=self.num_experts, order=step.order, give=_GIVE)
         self.place = Place(None)
         self.peft_names: dict[str, PeftNames] = {}
         self.set_experts(mlp)

@@ -1,0 +1,78 @@
+"""A choice of experts that is given to a router which chooses with torch.topk, whatever it does before and after: so
+scores, weights and their gradients are by the rule of its model. E experts, K of a token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from symmoe.errors import ArgumentError
+from symmoe.moe.listeners import Choose
+
+
+def give_topk(model: nn.Module, name: str, choose: Choose, *, router: str, position: int) -> Callable[[], None]:
+    """See Give. Tokens without an expert keep the router's own choice, until the experts are called.
+
+    Args:
+        name: of a module that is called with the ids at `position`, and has `num_experts` or `inner_experts`.
+        router: what chooses, by its name in the module around that one; "": it itself.
+    """
+    block = name.rpartition(".")[0]
+    if not name:
+        raise ArgumentError(f"model ({type(model).__name__}) is without its router; pass what is around both")
+    experts, chooser = model.get_submodule(name), model.get_submodule(block).get_submodule(router)
+    counted: Any = getattr(experts, "inner_experts", experts)  # torch gives all attributes of a module one type
+    given = _GivenTopK(counted.num_experts, choose)
+    before, forward = vars(chooser).get("forward"), chooser.forward
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        given.is_none = None
+        with given:
+            return forward(*args, **kwargs)
+
+    def drop(_experts: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        if given.is_none is None:
+            raise ArgumentError(f"{type(chooser).__name__} does not choose by torch.topk: it cannot be given a choice")
+        ids = args[position].masked_fill(given.is_none.view(args[position].shape), -1)
+        return *args[:position], ids, *args[position + 1 :]
+
+    def end() -> None:
+        hook.remove()
+        vars(chooser).pop("forward")
+        vars(chooser).update({} if before is None else {"forward": before})
+
+    hook = experts.register_forward_pre_hook(drop)
+    vars(chooser)["forward"] = run
+    return end
+
+
+class _GivenTopK(TorchFunctionMode):
+    """Where torch.topk chooses of E, it returns what is given. `is_none`: bool [..., K], slots without an expert;
+    None: nothing has been chosen yet."""
+
+    def __init__(self, num_experts: int, choose: Choose) -> None:
+        super().__init__()
+        self._num_experts, self._choose = num_experts, choose
+        self.is_none: torch.Tensor | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        return found if func not in (torch.topk, torch.Tensor.topk) else self._given(found, *args, **(kwargs or {}))
+
+    def _given(self, found: Any, scores: torch.Tensor, k: int, *_: Any, **__: Any) -> Any:
+        rows, width = scores.shape[:-1], scores.shape[-1]
+        if width == self._num_experts and (k, *rows[1:]) != (2, 1):  # which is the score of the only group
+            ids = self._choose(rows.numel(), k).long().view(*rows, -1)
+            self.is_none = ids < 0
+            ids = torch.where(self.is_none, found.indices, ids)
+        elif len(rows) == 1 and 1 < width < self._num_experts and self._num_experts % width == 0:
+            # Groups of experts: what is not in one of the best may get no score (DeepSeek-V2).
+            ids = self._choose(rows.numel(), None).long()
+            ids = torch.where(ids < 0, found.indices[:, :1], ids // (self._num_experts // width))
+        else:
+            return found
+        return torch.return_types.topk((scores.gather(-1, ids), ids))
