@@ -13,12 +13,10 @@ import torch
 import torch.distributed as dist
 
 from symmoe.symm_mem.bootstrap import Bootstrap
-from symmoe.torch_internals import gpu_sleep
 
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 
 _GROUP_TIMEOUT = timedelta(minutes=10)  # of the process group: a rank may compile for minutes
-_HEAD_START_CYCLES = 2_000_000  # about a millisecond: a trip has a dozen launches of 10 us
 
 
 class Ranks:
@@ -33,11 +31,6 @@ class Ranks:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self._messages.barrier()
-
-    def head_start(self) -> None:
-        """On GPUs the stream sleeps, so that what the host launches meanwhile is in its queue by then."""
-        if self.device.type == "cuda":
-            gpu_sleep(_HEAD_START_CYCLES)
 
     def gather(self, values: npt.NDArray[_Scalar]) -> npt.NDArray[_Scalar]:
         """Every rank's array of the same shape and dtype, stacked in rank order."""

@@ -30,7 +30,7 @@ from symmoe.tools.bench.problem import DTYPE, Problem
 from symmoe.tools.bench.ranks import Ranks
 from symmoe.tools.bench.records import Record, case_record, rounded, tflops
 from symmoe.tools.bench.stock_torch import STOCK, stock_layer, torch_experts
-from symmoe.tools.bench.timing import MAX_ERROR, WARM_UP, Run, largest, largest_error, relative_error, row_error
+from symmoe.tools.bench.timing import MAX_ERROR, WARM_UP, Run, largest_error, relative_error, row_error
 from symmoe.training.memory_plan import plan_memory
 
 STEPS = 20  # in a row
@@ -174,7 +174,8 @@ def _difference(problem: Problem, results: Sequence[torch.Tensor], expected: Seq
     splits = problem.routing.splits[problem.rank]
     pairs = list(zip(results, expected, strict=True))
     some = [(ours[e], stock[e]) for ours, stock in pairs[3:] for e in (int(splits.argmax()), -1)]
-    return largest([*(row_error(*pair) for pair in pairs[:2]), *(relative_error(*pair) for pair in (pairs[2], *some))])
+    errors = [*(row_error(*pair) for pair in pairs[:2]), *(relative_error(*pair) for pair in (pairs[2], *some))]
+    return float(np.max(errors))  # NaN if any is
 
 
 def _captured(step: Step) -> Step:
