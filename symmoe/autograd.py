@@ -7,15 +7,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from symmoe import torch_internals
 from symmoe.errors import ArgumentError, StaleRows
-from symmoe.torch_internals import (
-    call_after_backward,
-    graph_task_id,
-    is_transformed,
-    keeps_graph,
-    num_references,
-    version_of,
-)
+from symmoe.torch_internals import keeps_graph, version_of
 
 if TYPE_CHECKING:
 
@@ -53,12 +47,12 @@ class Context(Protocol):
 
 def is_in_backward() -> bool:
     """Whether autograd's engine runs the caller, e.g. the forward pass that a checkpoint repeats."""
-    return graph_task_id() >= 0
+    return torch_internals.graph_task_id() >= 0
 
 
 def transform_problem() -> ArgumentError | None:
     """The error inside a transform of torch.func and in forward-mode AD, or None."""
-    if not is_transformed():
+    if not torch_internals.is_transformed():
         return None
     return ArgumentError(
         "kernels have no rules for transforms of torch.func (grad, vjp, jvp, vmap) and for forward-mode AD; call this "
@@ -128,7 +122,7 @@ class GradientBuffer:
         storage, gradient = gradient.untyped_storage(), wrote_into(gradient).detach()
         held, start = [gradient], gradient.data_ptr()
         # Cleared, not only dropped: a thread of autograd may keep the callback a little longer than the pass.
-        call_after_backward(held.clear)
+        torch_internals.call_after_backward(held.clear)
         pending = [entry for entry in getattr(storage, "_gradients", ()) if _is_in_flight(entry[2])]
         pending.append((start, start + gradient.nbytes, weakref.ref(gradient)))
         storage._gradients = pending  # type: ignore[attr-defined]  # our attribute; lives as long as the memory
@@ -155,4 +149,4 @@ def in_flight_problem(name: str, buffer: torch.Tensor) -> ArgumentError | None:
 def _is_in_flight(reference: weakref.ref[torch.Tensor]) -> bool:
     gradient = reference()
     # Autograd holds one more than Python until the gradient has been used or added up.
-    return gradient is not None and num_references(gradient) > 1
+    return gradient is not None and torch_internals.num_references(gradient) > 1
