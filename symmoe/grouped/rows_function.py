@@ -73,9 +73,8 @@ class RowArguments:
         raise_for(problem or self.problem(RowsLike.of(x), layers))
         named = (("out", self.out), ("grad_input_out", self.grad_input_out))
         read = itertools.chain((x, self.splits, self.scale), *(layer.parameters() for layer in layers))
-        raise_for(
-            arguments.overlap_problem([Buffer(name, buffer) for name, buffer in named if buffer is not None], read)
-        )
+        buffers = [Buffer(name, buffer) for name, buffer in named if buffer is not None]
+        raise_for(arguments.overlap_problem(buffers, read))
 
 
 def _rows_problem(name: str, x: object, linear: GroupedParameters) -> Problem:

@@ -480,9 +480,8 @@ class _Group:
         """What is played: nothing can interrupt the function in C, so only the last mark counts after it. What would be
         owed is in sections with what is not: an error of Python between them cannot be told to the peers."""
         section = [Section(self._launches, layout)] if self._launches else []
-        marks = [
-            self._mark and Mark(tapes.MUST_ABORT) if self._mark and self._mark.what == tapes.MUST_SIGNAL else self._mark
-        ]
+        is_owing = self._mark is not None and self._mark.what == tapes.MUST_SIGNAL
+        marks = [Mark(tapes.MUST_ABORT) if is_owing else self._mark]
         return [*self._before, *self._notes, *section, *filter(None, marks), *self._after]
 
 
