@@ -37,14 +37,9 @@ class Routing:
 
 
 class Problem:
-    """One case on one rank. Local; the same numbers in every run.
-
-    Attributes:
-        tokens: this rank's; x and probs require gradients.
-        topk_idx: int32 [T, K] on the device.
-        routing: the routing of all ranks.
-        w1, w2: bf16 [e, 2I, H] and [e, H, I], which require gradients.
-    """
+    """One case on one rank. Local; the same numbers in every run. Attributes: tokens of this rank, of which x and probs
+    require gradients; topk_idx int32 [T, K] on the device; the routing of all ranks; and w1 and w2, bf16 [e, 2I, H] and
+    [e, H, I], which require gradients."""
 
     def __init__(self, case: Case, ranks: Ranks) -> None:
         self.case, self.rank, self.num_ranks, self.device = case, ranks.rank, ranks.num_ranks, ranks.device

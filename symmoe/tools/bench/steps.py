@@ -1,8 +1,7 @@
-"""The suite "steps": whole steps as a training loop runs them, each kind following itself.
+"""The suite "steps": whole steps as a training loop runs them, each kind following itself, `STEPS` times in a row.
 
-Where variants run in turn, the host of a fast one runs ahead while a slow one keeps the GPU busy, and launches do not
-show. Here one kind of step runs `STEPS` times in a row. A step is forward and backward, to the gradients of x and of
-all parameters, which are not added to earlier ones.
+(Where variants run in turn, the host of a fast one runs ahead while a slow one keeps the GPU busy, and launches do not
+show.) A step is forward and backward, to the gradients of x and of all parameters, which are not added to earlier ones.
 """
 
 from __future__ import annotations
@@ -69,10 +68,7 @@ EXPERTS = {  # plan, dispatch, experts and combine
 
 def heap_bytes(case: Case, num_ranks: int, num_rows: int, choices: Mapping[str, Choice] = LAYERS | EXPERTS) -> int:
     """Bytes that steps of these choices lease at one time on the busiest rank: all captured ones, and one eager one.
-
-    Args:
-        num_rows: the most that any rank receives. Capacities are up to 1.2 times that, or the mean, if that is more.
-    """
+    num_rows: the most that any rank receives; capacities are up to 1.2 times that, or the mean, if that is more."""
     rows = int(1.2 * max(num_rows, case.num_slots)) + 1
 
     def step_bytes(choice: Choice) -> int:

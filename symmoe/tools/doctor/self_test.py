@@ -1,9 +1,5 @@
 """The self-test: :func:`run_trial` starts ranks, ends them in time, and says what came of it; `python -m
-symmoe.tools.doctor.self_test` is one of them.
-
-A rank builds a heap, sends integers to experts that multiply them and back, compares every sum, and times dispatch,
-combine and a plain copy of as many bytes between peers.
-"""
+symmoe.tools.doctor.self_test` is one of them. docs/doctor.md says what a rank does."""
 
 from __future__ import annotations
 
