@@ -1,8 +1,8 @@
 """What the ranks of a rail say to each other before anything travels: where they are, and what has gone wrong.
 
-Before every exchange each rank sends a header. A rank with an error sends it in place of the header that its peers wait
-for, and nobody goes on; a rank that gives up sends that, for whoever waits for it next, before it closes. Where an
-exchange on the devices does not end, hosts tell each other how far theirs have come.
+A header comes before every exchange. A rank with an error sends it in place of that, and nobody goes on; a rank that
+gives up sends that, for whoever waits for it next, before it closes. Where an exchange on the devices does not end,
+hosts tell each other how far theirs have come.
 """
 
 from __future__ import annotations

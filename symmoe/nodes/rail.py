@@ -115,16 +115,9 @@ class Payload:
 
 
 class GlooRail(Payload):
-    """A rail for tensors on CPUs. Construction is collective over the rail.
-
-    Args:
-        store: of torch, which the ranks of the rail have in common.
-        name: of the rail in that store.
-        timeout_s: bound of the construction.
-
-    Raises:
-        RuntimeError: ranks cannot connect; on those that are connected to, after timeout_s.
-    """
+    """A rail for tensors on CPUs, by this name in a store of torch that its ranks have in common. Construction is
+    collective over the rail, within timeout_s. RuntimeError: ranks cannot connect; on those that are connected to,
+    after timeout_s."""
 
     def __init__(self, store: Any, name: str, *, node: int, num_nodes: int, timeout_s: float) -> None:
         self._node = node

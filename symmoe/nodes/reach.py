@@ -1,9 +1,9 @@
-"""How hosts of ranks on several nodes connect: each to every other, before gloo or NCCL try.
+"""How hosts of ranks on several nodes connect: each to every other, before gloo or NCCL try ("Start" in
+docs/design.md).
 
-Of two ranks gloo has one connect and the other wait. Where a connection is refused, the one that waits does so for
-five times the bound, and neither says with whom. So each rank listens where gloo is going to, and its rail peers
-connect to it. A rank sends on the connections that it has made, and receives on those that it has accepted: then it has
-never anything unread where it sends, and what it has said arrives although it closes right after it.
+Each rank listens where gloo is going to, and its rail peers connect to it. A rank sends on the connections that it has
+made, and receives on those that it has accepted: then it has never anything unread where it sends, and what it has said
+arrives although it closes right after it.
 """
 
 from __future__ import annotations

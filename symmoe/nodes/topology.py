@@ -115,11 +115,8 @@ class Topology:
 
 
 def find_topology(domains: Sequence[Hashable], rank: int, ranks_per_node: int | None) -> Topology:
-    """The topology of a group, for `rank`.
-
-    Args:
-        domains: of each rank, what it has in common with those whose memory it can reach, and with no others.
-        ranks_per_node: ranks of a node, which may be a part of a domain; None: each domain is a node.
+    """The topology of a group, for `rank`. domains: of each rank, what it has in common with those whose memory it can
+    reach, and with no others. ranks_per_node: of a node, which may be a part of a domain; None: each domain is a node.
 
     Raises:
         ArgumentError: domains cannot be cut into nodes of ranks_per_node ranks.

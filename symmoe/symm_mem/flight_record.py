@@ -30,14 +30,8 @@ _NAMES = {**CHOICES, "dtype": [str(dtype).removeprefix("torch.") for dtype in co
 def describe(
     flight: FlightRing, error: SymmoeError, status: Sequence[int], peers: Peers, facts: dict[str, Any]
 ) -> dict[str, Any]:
-    """The record as a dict for JSON. Reads the control block, on the current stream.
-
-    Args:
-        flight: the last calls.
-        error: the error that is about to be raised.
-        status: the words of the status record.
-        facts: facts of the heap, for the top of the record.
-    """
+    """The record of an error that is about to be raised as a dict for JSON, with the last calls, the words of the
+    status record, and facts of the heap. Reads the control block, on the current stream."""
     now_ns, wall_s, calls = time.monotonic_ns(), time.time(), flight.calls
     plan_epoch = next((call[1] for call in reversed(calls) if call[2] & 0xFF == control.PHASE_PLAN), None)
     names = ("peer", "expected", "seen", "epoch", "where")
