@@ -1,11 +1,5 @@
-"""peft's LoRA on transformers models with swapped experts, and its files.
-
-What peft trains of the experts of a plain model (`target_parameters`, "all-linear", names of projections) it trains of
-swapped ones, in either order: `get_peft_model` of this module after swap_moe, or swap_moe after peft's own. Adapters of
-experts are then those of grouped layers (symmoe.training.lora), which peft cannot save; the files are peft's.
-
-E experts in all, H hidden, I ffn.
-"""
+"""peft's LoRA on transformers models with swapped experts, and its files (docs/peft.md). Adapters of experts are those
+of grouped layers (symmoe.training.lora), which peft cannot save. E experts in all, H hidden, I ffn."""
 
 from __future__ import annotations
 

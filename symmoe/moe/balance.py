@@ -1,16 +1,12 @@
-"""Keeping the experts equally busy: losses, the expert bias, and the figures that say how well it goes.
+"""Keeping the experts equally busy: losses, the expert bias, and the figures that say how well it goes
+(docs/training.md).
 
 None of these functions synchronises the host, and only balance_step with an `expert_group` is collective: every rank
 has the load of the whole EP group from the plan's exchange of counts, so balance costs no communication.
 
-A load-balance loss is E * sum_i f_i * P_i: f_i is the fraction of the slots that went to expert i, P_i the mean
-normalised score of expert i. It is 1 when both are uniform, and f has no gradient. The variants differ in the tokens
-that f and P are taken over (docs/training.md). A loss is [] fp32; without tokens it is 0, still connected to what it is
-differentiable in. Tokens of False in a mask, bool [T], do not count. T tokens on this rank, S tokens in a sequence, K
-experts per token, E experts in all.
-
-The expert bias follows the load of an optimizer step. A call of a layer is counted when its gradient is computed: each
-micro-batch once, whether its activations were kept or computed again, and evaluation counts for nothing.
+A load-balance loss is E * sum_i f_i * P_i, [] fp32: 1 when both are uniform; f has no gradient. Without tokens it is 0,
+still connected to what it is differentiable in. Tokens of False in a mask, bool [T], do not count. T tokens on this
+rank, S tokens in a sequence, K experts per token, E experts in all.
 """
 
 from __future__ import annotations
@@ -138,16 +134,12 @@ def coefficient_of_variation(expert_load: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def balance_step(model: nn.Module, *, expert_group: dist.ProcessGroup | None = None) -> None:
-    """Moves every expert bias towards balance, and starts the counts of the next step. Once per optimizer step.
+    """Moves every expert bias towards balance, and starts the counts of the next step. Once per optimizer step; model:
+    holds the layers, in the same order on every rank. In training mode a layer counts the load of a call (of its whole
+    EP group) when backward passes through the call; micro-batches add up.
 
-    Collective over `expert_group` (one all-reduce for all layers) if that is given. Does not synchronise the host, and
-    can be captured in a CUDA graph. In training mode a layer counts the load of a call (of its whole EP group) when
-    backward passes through the call; micro-batches add up.
-
-    Args:
-        model: holds the layers, in the same order on every rank.
-        expert_group: as in reduce_gradients: the ranks that hold this rank's experts in the other EP groups, and this
-            one. None: the world is one EP group.
+    Collective over `expert_group` (as in reduce_gradients; one all-reduce for all layers) if that is given. Does not
+    synchronise the host, and can be captured in a CUDA graph.
     """
     routers = [module for module in model.modules() if isinstance(module, Router)]
     counts = {router: router.step_load for router in routers if router.step_load is not None}

@@ -80,16 +80,9 @@ class _Places:
 
 class ReplicaTrip:
     """What a pass with replicas sends: weights, as the rider of a dispatch, and gradients of replicas. Without places
-    nothing. Collective; does not synchronise the host.
-
-    Args:
-        weights: of this rank's experts.
-        targets: in backward, of the gradients of the weights of both layers.
-
-    Attributes:
-        weights: the same, with those of this rank's replicas.
-        contents: which kinds travel, on which ranks must agree.
-    """
+    nothing. Collective; does not synchronise the host. targets: in backward, of the gradients of the weights of both
+    layers. Attributes: weights of this rank's experts, with those of its replicas; and contents, which kinds travel, on
+    which ranks must agree."""
 
     def __init__(self, plan: Plan, weights: ExpertWeights, targets: tuple[Target, Target] | None = None) -> None:
         self.weights, self._own, self._plan = weights, weights.matrices, plan

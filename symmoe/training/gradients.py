@@ -92,22 +92,15 @@ def clip_grad_norm(
     group: dist.ProcessGroup | None = None,
     expert_group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """Scales the reduced gradients down to a norm of at most `max_norm`. Collective over `group`.
+    """Scales the gradients down to a norm of at most `max_norm`. Collective over `group`; no host synchronisation.
 
-    Call it after :func:`reduce_gradients`, or after a backward that reduces gradients, under DDP or FSDP, whose
+    It comes after :func:`reduce_gradients`, or after a backward that reduces gradients, under DDP or FSDP, whose
     DTensors say where each part lives. Every dense parameter counts once and every expert once, wherever it lives, so
     the norm does not depend on the number of ranks or on how parameters are sharded (up to rounding), and all ranks
-    scale by the same bits. No host synchronisation.
-
-    Args:
-        model, group, expert_group: as in :func:`reduce_gradients`, but for expert_group None: as many ranks have the
-            same experts as the heap of a layer says; of experts in other modules, one.
-
-    Returns:
-        [] fp32, the norm before clipping, on the device of the parameters.
-
-    Raises:
-        ArgumentError: the gradient of a DTensor is a partial sum, which has no norm yet.
+    scale by the same bits. Arguments are those of reduce_gradients, but for expert_group None: as many ranks have the
+    same experts as the heap of a layer says; of experts in other modules, one. Returns the norm before clipping, []
+    fp32, on the device of the parameters. ArgumentError: the gradient of a DTensor is a partial sum, which has no norm
+    yet.
     """
     group = group or default_group()
     num_ranks = group_size(group)
@@ -140,15 +133,10 @@ def clip_grad_norm(
 def broadcast_parameters(
     model: nn.Module, *, group: dist.ProcessGroup | None = None, expert_group: dist.ProcessGroup | None = None
 ) -> None:
-    """Gives all ranks the dense parameters and buffers of the first one. Collective over both groups.
-
-    Experts stay as they are, with all that their modules hold; with an `expert_group` they become those of its first
-    rank. For loops that call `reduce_gradients`, with its arguments: DDP does the same by itself, and FSDP's parts are
-    of one model.
-
-    Raises:
-        ArgumentError: a parameter or buffer is a DTensor, or has no memory. Nothing has been sent.
-    """
+    """Gives all ranks the dense parameters and buffers of the first one. Collective over both groups. Experts stay as
+    they are, with all that their modules hold; with an `expert_group` they become those of its first rank. For loops
+    that call `reduce_gradients`, with its arguments: DDP does the same by itself, and FSDP's parts are of one model.
+    ArgumentError: a parameter or buffer is a DTensor, or has no memory; nothing has been sent."""
     names = {id(parameter): is_expert for _, parameter, is_expert in named_parameters(model)}
     holders = [module for module in model.modules() if getattr(module, "holds_experts", False)]
     names |= {id(buffer): True for module in holders for buffer in module.buffers()}

@@ -1,10 +1,7 @@
-"""LoRA on grouped experts (arXiv:2106.09685): y_g = W[g] x + (alpha / r) * B[g] (A[g] x), with W frozen.
+"""LoRA on grouped experts (arXiv:2106.09685): y_g = W[g] x + (alpha / r) * B[g] (A[g] x), with W frozen
+(docs/training.md).
 
-Adapters are grouped low-rank GEMMs (grouped/low_rank.py) in addition to those of W: in GroupedMLP, in the
-expert-parallel step with all its schedules, in torch.compile. Only merging makes B A. In addition to what a step
-without adapters keeps for backward, it keeps r numbers per row and linear layer.
-
-G groups, C input features, O output features, r rank.
+G groups, C input features, O output features, r rank. Only merging makes B A.
 """
 
 from __future__ import annotations

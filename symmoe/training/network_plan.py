@@ -1,10 +1,7 @@
-"""How long a layer takes on several nodes, from bytes and FLOPs: a model. Its steps were compared with those of two
-nodes of one GPU (docs/nodes.md), the rest with no network.
+"""How long a layer takes on several nodes, from bytes and FLOPs: a model. docs/nodes.md has what it takes for granted,
+what it leaves out, and with what its steps were compared.
 
-T tokens per rank, E experts, K slots per token; N nodes of G ranks, R ranks in all. Every GPU has a NIC. A token goes
-once to every node that has an expert for it, to the rank on its rail, and from there to the ranks of that node. Routing
-is uniform: a token's groups of experts are drawn first, then its K experts from those groups. What is left out: ids,
-probs and maps (1.2 % of the bytes of qwen3-30b, 0.3 % of DeepSeek-V3), latency, barriers, local copies and sums.
+T tokens per rank, E experts, K slots per token; N nodes of G ranks, R ranks in all.
 """
 
 from __future__ import annotations
@@ -93,10 +90,8 @@ def plan_network(
     nic_gbs: float = 50.0,
     dtype: torch.dtype = torch.bfloat16,
 ) -> NetworkPlan:
-    """Traffic and seconds of a layer with gated experts and order="node". Local; allocates nothing.
-
-    NVLink and GEMMs have the rates of an H200 (moe/overlap.py). Inside a node dispatch sends a row for each
-    (token, rank), and combine reads one for each (token, slot).
+    """Traffic and seconds of a layer with gated experts and order="node", on GPUs with the rates of an H200
+    (moe/overlap.py). Local; allocates nothing.
 
     Args:
         config: rail_capacity None is num_tokens.
