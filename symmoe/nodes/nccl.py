@@ -57,11 +57,7 @@ class NcclError(Exception):
 
 
 class Nccl:
-    """The library.
-
-    Raises:
-        BackendUnavailable: there is none.
-    """
+    """The library. BackendUnavailable: there is none."""
 
     def __init__(self) -> None:
         try:
@@ -116,13 +112,8 @@ class Nccl:
 
 
 class NcclRail(Payload):
-    """A rail for tensors on the current GPU. Construction is collective over the rail and synchronises.
-
-    Args: as of GlooRail; library: NCCL.
-
-    Raises:
-        BackendUnavailable: see connect_together.
-    """
+    """A rail for tensors on the current GPU, by this library; the other arguments are those of GlooRail. Construction
+    is collective over the rail and synchronises. BackendUnavailable: see connect_together."""
 
     progress: torch.Tensor
     counts: torch.Tensor
@@ -235,11 +226,8 @@ def connect_together(
     """Returns when connect(id, is_given_up) has, in a thread of its own. Collective over the rail. NCCL itself has no
     bound, and does not tell the others when one fails. A thread that is given up ends when NCCL lets it, and has to
     undo what it has done. make_id: of one of the ranks, makes the id by which they find each other; None on the others.
-    store: of torch, for this rail and this attempt.
-
-    Raises:
-        BackendUnavailable: one of both functions has failed, here or on another rank, or it takes longer.
-    """
+    store: of torch, for this rail and this attempt. BackendUnavailable: one of both functions has failed, here or on
+    another rank, or it takes longer."""
     problems: list[BaseException] = []
     is_given_up = threading.Event()
 

@@ -84,23 +84,14 @@ class Payload:
 
     def begin(self, sends: Pairs, receives: Pairs, stream: Any = None) -> Started:
         """Begins to send messages, and to fill others with what comes. Messages to a node keep their order. Does not
-        wait. On GPUs that is work of the stream (None: the current one), and no error is raised.
-
-        Args:
-            sends, receives: contiguous tensors whose sizes fit each other. Empty ones, and those of this node, do not
-                travel. They must stay as they are until :meth:`wait` has returned.
-
-        Raises:
-            RailBroken: a connection has closed.
-        """
+        wait. On GPUs that is work of the stream (None: the current one), and no error is raised. sends, receives:
+        contiguous tensors whose sizes fit each other, which must stay as they are until :meth:`wait` has returned.
+        Empty ones, and those of this node, do not travel. RailBroken: a connection has closed."""
         raise NotImplementedError
 
     def wait(self, started: Started, timeout_s: float) -> None:
         """Returns when what was begun has ended; on GPUs at once: work of the stream on which it was begun comes later.
-
-        Raises:
-            RailBroken: that took longer, or a connection has closed.
-        """
+        RailBroken: that took longer, or a connection has closed."""
 
     def problem(self) -> str:
         """What the network has reported about exchanges on the device; "": nothing."""

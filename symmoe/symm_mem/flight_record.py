@@ -1,8 +1,5 @@
-"""The flight record: this rank's last collective calls, to find out why ranks hang.
-
-A record holds counts, indices, times and the text of the error, and never a value of a token. `symmoe doctor --read`
-explains the records of several ranks in a sentence.
-"""
+"""The flight record: this rank's last collective calls, to find out why ranks hang ("Flight records" in
+docs/reliability.md). It holds counts, indices, times and the text of the error, and never a value of a token."""
 
 from __future__ import annotations
 

@@ -53,15 +53,10 @@ _WORD = slice(control.ABORTED, control.RAIL_FAULT + 1)  # the counters that othe
 
 
 class Nodes(OneNode):
-    """The nodes of a heap that spans several, from one rank's point of view.
-
-    Attributes:
-        topology: which ranks are on which node.
-        maps: the same, as tensors on the device.
-        lane, payload: between the hosts of this rank's rail, and for tensors of the heap's device.
-        rail_rows: by node, those of :meth:`meet` of the rank with this rank's index, as it has said in the last one.
-        faults: of the heap.
-    """
+    """The nodes of a heap that spans several, from one rank's point of view: which ranks are on which node, also as
+    tensors on the device (maps); the lane between the hosts of this rank's rail, and the payload for tensors of the
+    heap's device. rail_rows: by node, those of :meth:`meet` of the rank with this rank's index, as it has said in the
+    last one."""
 
     faults: Faults
 

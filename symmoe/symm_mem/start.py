@@ -50,14 +50,9 @@ class HeapOptions:
 
 
 class HeapParts:
-    """What a heap is made of; :func:`start_heap` sets it. Attributes: as in SymmetricHeap, and
-
-    _access: the right to use it.
-    _arenas: what holds the memory, and frees it.
-    _others: what its errors ask of the other nodes.
-    _kept: this rank's control block, while the heap is suspended.
-    _tape_mode: one of tapes.MODES.
-    """
+    """What a heap is made of; :func:`start_heap` sets it. Attributes: as in SymmetricHeap, and the right to use it,
+    what holds the memory and frees it, what its errors ask of the other nodes, this rank's control block while the heap
+    is suspended, and one of tapes.MODES."""
 
     rank: int
     num_ranks: int
