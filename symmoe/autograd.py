@@ -74,10 +74,7 @@ class Unmodified:
         self._versions = [(name, tensor, version_of(tensor)) for name, tensor in tensors.items()]
 
     def check(self) -> None:
-        """
-        Raises:
-            StaleRows: one of the tensors has been written to, or is memory of a lease that has been released.
-        """
+        """StaleRows: one of the tensors has been written to, or is memory of a lease that has been released."""
         for name, tensor, version in self._versions:
             if version_of(tensor) != version:
                 raise StaleRows(

@@ -58,10 +58,7 @@ class RailRows:
     """Which tokens go to which node, as their home decides it before the plan is made: the first ones, as many as a
     message has room for, `rail_rows` (excess None: there are no more); and what ranks tell each other of that in
     addition to the counts of their node. Ids that are out of range count as none. Made locally; does not synchronise.
-
-    Attributes:
-        topk_idx: as it came; -1 for the slots that are dropped.
-    """
+    topk_idx: as it came; -1 for the slots that are dropped."""
 
     def __init__(
         self, topk_idx: torch.Tensor, heap: SymmetricHeap, num_experts: int, rail_rows: int, excess: Excess | None

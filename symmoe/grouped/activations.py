@@ -32,11 +32,8 @@ def activation_problem(activation: object, kind: type = Activation) -> ArgumentE
 
 
 class ScaledActivation(nn.Module):
-    """out = act(h) * scale for the function that `activation` names. Has no parameters.
-
-    Raises:
-        ArgumentError: `activation` is no Activation.
-    """
+    """out = act(h) * scale for the function that `activation` names. Has no parameters. ArgumentError: it is no
+    Activation."""
 
     num_extra_inputs = 1  # Sequential passes the scale
 
@@ -71,25 +68,16 @@ class ScaledActivation(nn.Module):
 
 
 class ScaledSwiGLU(ScaledActivation):
-    """silu(gate) * up * scale, with [gate, up] = h (Shazeer 2020).
-
-    Args:
-        interleave: gate and up features alternate in blocks of this many columns; None: two halves. On GPUs a power
-            of two up to 32.
-    """
+    """silu(gate) * up * scale, with [gate, up] = h (Shazeer 2020). interleave: gate and up features alternate in blocks
+    of this many columns; None: two halves. On GPUs a power of two up to 32."""
 
     def __init__(self, *, interleave: int | None = None) -> None:
         super().__init__(Activation(interleave=interleave))
 
 
 class ScaledClampedSwiGLU(ScaledActivation):
-    """(u + offset) * g * sigmoid(alpha * g) * scale, with g = min(gate, limit) and u = clamp(up, -limit, limit).
-
-    The defaults are those of gpt-oss (OpenAI 2025).
-
-    Args:
-        interleave: as in ScaledSwiGLU; gpt-oss checkpoints have 1.
-    """
+    """(u + offset) * g * sigmoid(alpha * g) * scale, with g = min(gate, limit) and u = clamp(up, -limit, limit). The
+    defaults are those of gpt-oss (OpenAI 2025), whose checkpoints have an interleave (see ScaledSwiGLU) of 1."""
 
     def __init__(
         self, *, alpha: float = 1.702, limit: float = 7.0, offset: float = 1.0, interleave: int | None = None

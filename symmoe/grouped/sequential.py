@@ -1,8 +1,8 @@
-"""Sequential: modules in a row, with extra inputs and keyword arguments brought to the module that takes them.
+"""Sequential: modules in a row, with extra inputs and keyword arguments brought to the module that takes them. Three of
+them run as a GroupedMLP where nothing can tell the difference, with the same bits.
 
-It runs GroupedLinear, ScaledActivation, GroupedLinear through the fused kernels where nothing can tell the difference:
-the result is the same, bit for bit. Before the first module has run, all that the modules read and write is checked
-together: a module would find its arguments wrong only after earlier ones have written into their buffers.
+Before the first module has run, all that the modules read and write is checked together: a module would find its
+arguments wrong only after earlier ones have written into their buffers.
 """
 
 from __future__ import annotations

@@ -401,9 +401,8 @@ class InNodeIntegers:
     # start, and how many there are.
     regions = _Integers(2, "N", 3, "G")
     source_to_packed_start = _Integers("R + 1")  # that of the plan, for the sources of this node (dispatch/nodes.py)
-    own_rows = _Integers(
-        2, "e"
-    )  # that can be computed when all tokens of this node have come, if its ranks are in order
+    # Those that can be computed when all tokens of this node have come, if its ranks are in order.
+    own_rows = _Integers(2, "e")
 
 
 @functools.lru_cache(maxsize=256)

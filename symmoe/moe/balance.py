@@ -45,12 +45,11 @@ def rows_per_rank(expert_load: torch.Tensor, place_to_expert: torch.Tensor, plac
 def load_balance_loss(
     shares: torch.Tensor, expert_load: torch.Tensor, token_mask: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """E * sum_i f_i * P_i of the Switch Transformer (arXiv:2101.03961, eq. 4-6), with the fractions of another load.
-    Taking f over all ranks, not per rank, lets experts specialise within a rank's batch, and taking it over the
-    micro-batches of a step lets them specialise within a micro-batch (global-batch load balancing, arXiv:2501.11873).
-    It makes the loss linear in what is local: the mean over ranks of this value, and of its gradient, equals the loss
-    of the global batch, however many ranks it is cut over (equal T on every rank, as for a mean loss in data
-    parallelism). shares: [T, E] fp32, see :func:`normalised`; expert_load: [E] integer, slots per expert."""
+    """E * sum_i f_i * P_i of the Switch Transformer (arXiv:2101.03961, eq. 4-6), with the fractions of another load:
+    over all ranks, and over the micro-batches of a step, experts may specialise within a rank's micro-batch
+    (arXiv:2501.11873). The loss is linear in what is local: the mean over ranks of this value, and of its gradient,
+    equals the loss of the global batch, however many ranks it is cut over (equal T on every rank, as for a mean loss in
+    data parallelism). shares: [T, E] fp32, see :func:`normalised`; expert_load: [E] integer, slots per expert."""
     mean_share_E, load_E = _mean(shares, token_mask), expert_load.detach().float()
     fraction_E = load_E / load_E.sum().clamp_min(1)
     return shares.shape[1] * (fraction_E * mean_share_E).sum()

@@ -393,7 +393,7 @@ class Tapes:
     def run(
         self, key: tuple[Hashable, ...], function: Function, inputs: Sequence[torch.Tensor], numbers: Mapping[str, int]
     ) -> Sequence[Any]:
-        """function(), or what the tape of an earlier call does.
+        """function(), or what the tape of an earlier call does and returns.
 
         Args:
             key: a word for errors, and everything but tensors and `numbers` on which depends what is launched.
@@ -401,9 +401,6 @@ class Tapes:
                 makes, leases that it takes, or a result of a recorded function. It does not wait for the device.
             inputs: tensors; their looks, devices, alignment and whether they require gradients are a part of the key.
             numbers: see Recorder.
-
-        Returns:
-            what the function returns.
         """
         if num_dispatch_modes():  # a recorder, or somebody else who has to see every operator
             return function()

@@ -1,11 +1,10 @@
 """Gradients of a model whose dense parameters are data-parallel and whose experts are expert-parallel.
 
 Let W ranks each have a loss L_r, a mean over the rank's own tokens, and the training loss be L = (1/W) * sum_r L_r.
-
-* A dense parameter is used on every rank: backward leaves dL_r/dw there. Sum over all ranks, divide by W.
-* An expert is used on one rank of its EP group, with the tokens of all of them: combine's backward carries each rank's
-  dL_r there, so backward leaves their sum over the EP group. Where the world is cut into D EP groups, the expert has D
-  replicas that saw different tokens: sum over these (the `expert_group`). Then divide by W, not by that group's size.
+Backward leaves dL_r/dw of a dense parameter on each rank: sum over all, divide by W. Combine's backward carries each
+rank's dL_r to an expert's rank, so backward leaves their sum over the EP group there. Where the world is cut into D EP
+groups, the expert has D replicas that saw different tokens: sum over these (the `expert_group`), and divide by W, too,
+not by that group's size.
 
 Which kind a parameter is follows from the module that owns it (symmoe.moe.ownership). It is `.grad` that is reduced:
 with `accumulate_into_main_grad`, the trainer that owns `main_grad` reduces it.
