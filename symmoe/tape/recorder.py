@@ -521,9 +521,6 @@ class Tapes:
         if not difference or difference == SHARED:  # the latter is no matter of the tape
             return
         del self._kinds[whole_key]
-        self._fail(
-            StaleTape(
-                f"call {kind.num_calls} of '{whole_key[0][0]}' with these sizes does not do what its tape does: "
-                f"{difference}. Those since the last one that was compared may be wrong; SYMMOE_TAPES=off plays none"
-            )
-        )
+        text = f"call {kind.num_calls} of '{whole_key[0][0]}' with these sizes does not do what its tape does: "
+        text += f"{difference}. Those since the last one that was compared may be wrong; SYMMOE_TAPES=off plays none"
+        self._fail(StaleTape(text))

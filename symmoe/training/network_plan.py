@@ -7,7 +7,7 @@ T tokens per rank, E experts, K slots per token; N nodes of G ranks, R ranks in 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -153,13 +153,9 @@ def plan_network(
     combine = trip(config.hidden * dtype.itemsize, config.top_k * (1 - 1 / per_node))
 
     gemms_s = (sizes.fc1_flops + sizes.product_flops) / rates.flops
-    exact, fixed = (
-        Forward(network_s=network_s, link_s=dispatch.link.seconds + combine.link.seconds, gemms_s=gemms_s)
-        for network_s in (
-            dispatch.nodes.seconds + combine.nodes.seconds,
-            dispatch.fixed.seconds + combine.fixed.seconds,
-        )
-    )
+    link_s = dispatch.link.seconds + combine.link.seconds
+    exact = Forward(network_s=dispatch.nodes.seconds + combine.nodes.seconds, link_s=link_s, gemms_s=gemms_s)
+    fixed = replace(exact, network_s=dispatch.fixed.seconds + combine.fixed.seconds)
     return NetworkPlan(dispatch, combine, exact, fixed, *_step_s(sizes, rates))
 
 
