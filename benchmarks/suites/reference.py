@@ -8,8 +8,7 @@ import torch
 
 from suites.rows import all_tokens, rows_of
 from suites.timing import largest
-from symmoe.tools.bench.problem import Problem, Tokens
-from symmoe.tools.bench.timing import relative_error, row_error
+from symmoe.tools.bench.problem import Problem, Tokens, relative_error, row_error
 
 _SAMPLED_TOKENS = 4
 _SAMPLED_ROWS = 64

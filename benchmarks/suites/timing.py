@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from symmoe.dispatch.plan import Plan, make_plan
 from symmoe.tools.bench.problem import Problem
-from symmoe.tools.bench.ranks import Ranks
+from symmoe.tools.bench.ranks import Ranks, Run, largest_error
 from symmoe.tools.bench.records import rounded
-from symmoe.tools.bench.timing import WARM_UP, Run, largest_error
+from symmoe.tools.bench.steps import WARM_UP
 from symmoe.torch_internals import gpu_sleep
 
 DIRECTIONS = ("forward", "backward")

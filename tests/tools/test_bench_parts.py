@@ -20,10 +20,10 @@ from symmoe import GroupedMLP, SymmetricHeap, cli
 from symmoe.errors import WrongResult
 from symmoe.tools.bench import records
 from symmoe.tools.bench.cases import HOT_EXPERT, Case, Shape, choose_experts
-from symmoe.tools.bench.problem import Problem, Routing
-from symmoe.tools.bench.ranks import Ranks
+from symmoe.tools.bench.problem import MAX_ERROR, Problem, Routing, relative_error, row_error
+from symmoe.tools.bench.ranks import Ranks, Run
+from symmoe.tools.bench.steps import WARM_UP
 from symmoe.tools.bench.stock_torch import STOCK
-from symmoe.tools.bench.timing import MAX_ERROR, WARM_UP, Run, relative_error, row_error
 from symmoe.tools.facts import output_of
 
 CPU = torch.device("cpu")

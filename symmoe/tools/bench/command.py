@@ -17,10 +17,9 @@ from symmoe.errors import ArgumentError
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.tools.bench.cases import PRESETS, SKEWS, Case, add_shape_arguments, config_of, names_of, shapes_of
 from symmoe.tools.bench.problem import Problem, routing_of
-from symmoe.tools.bench.ranks import Ranks, join
+from symmoe.tools.bench.ranks import Ranks, Run, join
 from symmoe.tools.bench.records import Record, machine, render, save
 from symmoe.tools.bench.steps import bench_steps, heap_bytes
-from symmoe.tools.bench.timing import Run
 
 HELP = "times of the layer, and yardsticks"
 DESCRIPTION = """\

@@ -25,14 +25,14 @@ from symmoe.moe.layer import MoELayer
 from symmoe.moe.routed_experts import RoutedExperts
 from symmoe.precision.recipes import Recipe
 from symmoe.tools.bench.cases import Case, Shape, config_of
-from symmoe.tools.bench.problem import DTYPE, Problem
-from symmoe.tools.bench.ranks import Ranks
+from symmoe.tools.bench.problem import DTYPE, MAX_ERROR, Problem, relative_error, row_error
+from symmoe.tools.bench.ranks import Ranks, Run, largest_error
 from symmoe.tools.bench.records import Record, case_record, rounded, tflops
 from symmoe.tools.bench.stock_torch import STOCK, stock_layer, torch_experts
-from symmoe.tools.bench.timing import MAX_ERROR, WARM_UP, Run, largest_error, relative_error, row_error
 from symmoe.training.memory_plan import plan_memory
 
 STEPS = 20  # in a row
+WARM_UP = 3
 _SPARE_BYTES = 64 << 20  # of a heap: alignment and fragments
 _ROW_BUFFERS = 5  # combine has one, and two copies have four; the public parts' step has only four
 _HOST_STEPS = 10  # steps whose launches are timed
