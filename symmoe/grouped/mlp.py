@@ -34,7 +34,8 @@ _ACTIVATION_FIELDS = tuple(field.name for field in fields(Activation))
 class GroupedMLP(nn.Module):
     """The experts of one rank: for group g, `scale * (W2[g] act(W1[g] x + b1[g]) + b2[g])`.
 
-    It always multiplies FC2's bias by the row's prob; Sequential does so only with `bias_scale`.
+    It always multiplies FC2's bias by the row's prob; Sequential does so only with `bias_scale`. ArgumentError: as in
+    GroupedLinear; or `activation` is not a ScaledActivation.
 
     Args:
         num_groups: G, experts on this rank.
@@ -44,9 +45,6 @@ class GroupedMLP(nn.Module):
 
     Attributes:
         fc1, fc2: GroupedLinear H -> W (W = 2I for gated activations) and I -> H.
-
-    Raises:
-        ArgumentError: as in GroupedLinear; or `activation` is not a ScaledActivation.
     """
 
     num_extra_inputs = 2  # Sequential passes the splits and the scale
@@ -99,14 +97,12 @@ class GroupedMLP(nn.Module):
         is_first_microbatch: bool = False,
     ) -> torch.Tensor:
         """Applies expert g to the g-th run of rows. Not collective; device splits do not synchronise the host. Errors,
-        splits and buffers [..., H], whose tails stay as they are, are those of GroupedLinear.
+        splits and buffers [..., H], whose tails stay as they are, are those of GroupedLinear. Returns [..., H], in the
+        memory of `out` if given; else its tail is zero.
 
         Args:
             rows: [..., H] sorted by group; rows past sum(splits) are a tail that is never read.
             row_probs: [...], scale of each row; the computation is in fp32.
-
-        Returns:
-            [..., H], in the memory of `out` if given; the tail is zero otherwise.
         """
         given = RowArguments(splits, row_probs, out, grad_input_out, (is_first_microbatch, is_first_microbatch))
         return fused_mlp((self.fc1, self.activation, self.fc2), rows, given, scale_bias=True)

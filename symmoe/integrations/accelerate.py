@@ -27,9 +27,8 @@ class Accelerator(_Accelerator):
     in symmoe's format (`symmoe.checkpoint`, whose errors they raise, in the folder "model_and_optimizer"), which any
     number of ranks loads; all else is as accelerate saves it.
 
-    Raises:
-        ArgumentError: `mixed_precision` is "fp16", whose gradient scaler would skip steps on some ranks only; or
-            DeepSpeed, FSDP or Megatron-LM, which would mix experts.
+    ArgumentError: `mixed_precision` is "fp16", whose gradient scaler would skip steps on some ranks only; or DeepSpeed,
+    FSDP or Megatron-LM, which would mix experts.
     """
 
     # accelerate has no annotations for them.

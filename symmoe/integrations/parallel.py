@@ -39,7 +39,8 @@ def parallelize(
 
     Experts, router (always fp32) and shared expert of a MoELayer become FSDP units. Experts are sharded over the
     replicas on dimension 0, or on the next one that divides evenly where a rank has too few of them. Collective over
-    the mesh; build the optimizer afterwards. Returns the model.
+    the mesh; build the optimizer afterwards. Returns the model. ArgumentError, the same on all ranks: the mesh does not
+    fit the heaps or the other mesh, or the experts cannot be sharded so.
 
     Args:
         model: parameters of replicas must hold the same values; FSDP does not broadcast.
@@ -51,10 +52,6 @@ def parallelize(
         reshard_after_forward: free the gathered parameters of all but the last unit between forward and backward.
         gradient_divide_factor: the divisor of the sum over all tokens' gradients; None: W, for losses that are a mean
             over each rank's tokens. 1.0 for losses that are already divided by the tokens of all ranks.
-
-    Raises:
-        ArgumentError: the mesh does not fit the heaps or the other mesh, or the experts cannot be sharded so. The same
-            on all ranks.
     """
     mp_policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
     replicas = _replica_names(mesh)

@@ -131,15 +131,13 @@ def add_lora(
     """Gives both layers of every GroupedMLP in `model` adapters, in place, and freezes their weights and biases. Local.
 
     Everything else keeps its `requires_grad`. Comes before the model is sharded and before its optimizer is made.
+    Returns all new parameters to train.
 
     Args:
         model: e.g. a GroupedMLP, a MoELayer, or a whole model.
         rank, alpha: r, and the scaling alpha / r. Any rank is computed as the next multiple of 8.
         rank_dropout: see LoRAGroupedLinear.
         dtype: the dtype of the adapters; None: the weights'. Optimizers want fp32 adapters on bf16 weights.
-
-    Returns:
-        the adapters: all new parameters to train.
 
     Raises:
         ArgumentError: a number is out of range, or the model has no GroupedMLP, or one whose gradients go elsewhere, or

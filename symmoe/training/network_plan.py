@@ -91,16 +91,13 @@ def plan_network(
     dtype: torch.dtype = torch.bfloat16,
 ) -> NetworkPlan:
     """Traffic and seconds of a layer with gated experts and order="node", on GPUs with the rates of an H200
-    (moe/overlap.py). Local; allocates nothing.
+    (moe/overlap.py). Local; allocates nothing. ArgumentError: a number is out of range, or does not divide another.
 
     Args:
         config: rail_capacity None is num_tokens.
         num_ranks, num_nodes, num_tokens: R, N, and T on every rank.
         nic_gbs: 1e9 bytes per second that one rank sends over the network.
         dtype: the dtype of the rows; with a `quantized_wire`, of those that come home.
-
-    Raises:
-        ArgumentError: a number is out of range, or does not divide another.
     """
     raise_for(size_problem(num_ranks=num_ranks, num_nodes=num_nodes, num_tokens=num_tokens))
     if not (math.isfinite(nic_gbs) and nic_gbs > 0):
