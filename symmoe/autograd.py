@@ -87,10 +87,8 @@ class GradientBuffer:
     """A caller's buffer for the gradient of one input, in the context of a graph node, until the graph is spent.
 
     Autograd does not save the buffer: its contents do not matter until backward, and hooks on saved tensors may return
-    a copy. It is released when autograd frees its saved tensors: no lease lives as long as a loss that is kept.
-
-    Attributes:
-        tensor: the buffer; None if the caller gave none, or if it has been released.
+    a copy. It is released when autograd frees its saved tensors: no lease lives as long as a loss that is kept. tensor:
+    the buffer; None if the caller gave none, or if it has been released.
     """
 
     def __init__(self, name: str, tensor: torch.Tensor | None) -> None:

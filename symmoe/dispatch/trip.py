@@ -45,11 +45,8 @@ class Arrival:
 
 
 class Rider(Protocol):
-    """The weights of replicas, which travel before rows.
-
-    Attributes:
-        contents: which ones, the index of CALL_FIELDS. weights_offset: where this rank wants them.
-    """
+    """The weights of replicas, which travel before rows. contents: which ones, the index of CALL_FIELDS.
+    weights_offset: where this rank wants them."""
 
     @property
     def contents(self) -> int: ...

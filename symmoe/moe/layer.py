@@ -148,11 +148,7 @@ class MoELayer(ExpertParallelModule):
         self._has_warned = False
 
     def set_experts(self, experts: GroupedMLP) -> None:
-        """Replaces this rank's experts by `experts`. Local.
-
-        Raises:
-            ArgumentError: they do not fit the configuration.
-        """
+        """Replaces this rank's experts by `experts`. Local. ArgumentError: they do not fit the configuration."""
         raise_for(self._fit_problem(experts))
         self.experts = vars(self)["_fitting_experts"] = experts
         watch_first_step(self)

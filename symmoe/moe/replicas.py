@@ -52,11 +52,8 @@ def replica_bytes(experts: CallExperts, num_places: int) -> int:
 
 class _Places:
     """A lease with a matrix for each place, of each kind of which a shape and a dtype are wanted; no lease for none.
-
-    Attributes:
-        tensors: by kind, [S, *shape], or None. starts: where each begins in the lease, in bytes. offset: of the lease.
-        contents: which kinds there are, the index of a call's field.
-    """
+    tensors: by kind, [S, *shape], or None. starts: where each begins in the lease, in bytes. offset: of the lease.
+    contents: which kinds there are, the index of a call's field."""
 
     def __init__(self, heap: SymmetricHeap, num_places: int, wanted: Sequence[_Wanted]) -> None:
         sizes = [0 if each is None else num_places * math.prod(each[0]) * each[1].itemsize for each in wanted]

@@ -54,10 +54,8 @@ class Header:
 
 
 class Lane:
-    """This rank's place on its rail. What a rank says when it gives up waits until somebody listens.
-
-    Args:
-        links: by node, of all others; the lane closes them.
+    """This rank's place on its rail. What a rank says when it gives up waits until somebody listens. links: by node, of
+    all others; the lane closes them.
 
     Attributes:
         number: how many headers this rank has sent for others to wait for.

@@ -86,14 +86,12 @@ class OneNode:
 
 class Faults:
     """The errors of one rank on one heap. Methods return errors and do not raise them: a frame with a name for an error
-    that passes through it is in a cycle with the traceback, which keeps the leases of all its frames.
+    that passes through it is in a cycle with the traceback, which keeps the leases of all its frames. forget: called
+    when an error of a call is noticed.
 
     Attributes:
         poison: why only `close` works any more; None: everything works. (An error object would keep frames alive.)
         unraised: the error that is kept for the barrier of the next plan, or None.
-
-    Args:
-        forget: called when an error of a call is noticed.
     """
 
     def __init__(

@@ -141,11 +141,7 @@ class _Op(ctypes.Structure):
 
 
 class Kernel:
-    """A compiled kernel, launched by C. Immutable but for the tensor maps that it remembers.
-
-    Attributes:
-        name: of the kernel.
-    """
+    """A compiled kernel, launched by C. Immutable but for the tensor maps that it remembers. name: of the kernel."""
 
     def __init__(
         self,
