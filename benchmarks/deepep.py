@@ -26,12 +26,11 @@ from torch.autograd.function import once_differentiable
 from symmoe.autograd import Context, Function
 from symmoe.tools.bench.cases import SKEWS, Case, add_shape_arguments, shapes_of
 from symmoe.tools.bench.command import command_line
-from symmoe.tools.bench.problem import DTYPE, Problem
-from symmoe.tools.bench.ranks import Ranks, join
+from symmoe.tools.bench.problem import DTYPE, MAX_ERROR, Problem, row_error
+from symmoe.tools.bench.ranks import Ranks, Run, join
 from symmoe.tools.bench.records import Record, case_record, machine, render, save, tflops
 from symmoe.tools.bench.steps import times_in_a_row_ms
 from symmoe.tools.bench.stock_torch import torch_experts
-from symmoe.tools.bench.timing import MAX_ERROR, Run, row_error
 
 NAME = "deepep"
 

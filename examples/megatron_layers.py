@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-
-from symmoe.tools.bench.timing import clock_for, intervals_ms
 
 WARM_UP = 5  # kernels are compiled, buffers grow
 # Between the results of two layers, as a share of the first one's norm: what rounding can do.
@@ -52,23 +51,22 @@ def time_layers(
         RuntimeError: two layers differ by more than rounding does.
     """
     _compare(layers, x, dy, reseed)
-    clock = clock_for(x.device)
     marks: dict[str, list[list[Any]]] = {name: [] for name in layers}
     for repetition in range(WARM_UP + repetitions):
         for name, layer in layers.items():
             _align(x.device)
-            start = clock()
+            start = _now(x.device)
             y = layer(leaf := x.detach().requires_grad_())[0]
-            middle = clock()
+            middle = _now(x.device)
             y.backward(dy)
-            end = clock()
+            end = _now(x.device)
             del y, leaf
             layer.zero_grad(set_to_none=True)
             if repetition >= WARM_UP:
                 marks[name].append([start, middle, end])
     times = {}
     for name, points in marks.items():
-        phases = torch.tensor([intervals_ms(each) for each in points], dtype=torch.float64, device=x.device)
+        phases = torch.tensor([_phases_ms(*each) for each in points], dtype=torch.float64, device=x.device)
         phases = torch.cat([phases, phases.sum(1, keepdim=True)], dim=1)
         dist.all_reduce(phases, op=dist.ReduceOp.MAX)  # of each repetition, the time on its slowest rank
         times[name] = {
@@ -93,6 +91,22 @@ def _compare(layers: dict[str, Any], x: torch.Tensor, dy: torch.Tensor, reseed: 
             dist.all_reduce(worst, op=dist.ReduceOp.MAX)  # one rank's error ends all of them
             if worst.item() > TOLERANCE[x.dtype]:
                 raise RuntimeError(f"{what} of {other} differs from that of {first} by {worst.item():.2e} of its norm")
+
+
+def _now(device: torch.device) -> Any:
+    """A point in time: of the current stream, on CPUs of the host."""
+    if device.type == "cpu":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _phases_ms(start: Any, middle: Any, end: Any) -> tuple[float, float]:
+    if isinstance(end, float):
+        return (middle - start) * 1e3, (end - middle) * 1e3
+    end.synchronize()
+    return start.elapsed_time(middle), middle.elapsed_time(end)
 
 
 def _align(device: torch.device) -> None:

@@ -7,15 +7,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from symmoe import torch_internals
 from symmoe.errors import ArgumentError, StaleRows
-from symmoe.torch_internals import (
-    call_after_backward,
-    graph_task_id,
-    is_transformed,
-    keeps_graph,
-    num_references,
-    version_of,
-)
+from symmoe.torch_internals import keeps_graph, version_of
 
 if TYPE_CHECKING:
 
@@ -53,12 +47,12 @@ class Context(Protocol):
 
 def is_in_backward() -> bool:
     """Whether autograd's engine runs the caller, e.g. the forward pass that a checkpoint repeats."""
-    return graph_task_id() >= 0
+    return torch_internals.graph_task_id() >= 0
 
 
 def transform_problem() -> ArgumentError | None:
     """The error inside a transform of torch.func and in forward-mode AD, or None."""
-    if not is_transformed():
+    if not torch_internals.is_transformed():
         return None
     return ArgumentError(
         "kernels have no rules for transforms of torch.func (grad, vjp, jvp, vmap) and for forward-mode AD; call this "
@@ -80,10 +74,7 @@ class Unmodified:
         self._versions = [(name, tensor, version_of(tensor)) for name, tensor in tensors.items()]
 
     def check(self) -> None:
-        """
-        Raises:
-            StaleRows: one of the tensors has been written to, or is memory of a lease that has been released.
-        """
+        """StaleRows: one of the tensors has been written to, or is memory of a lease that has been released."""
         for name, tensor, version in self._versions:
             if version_of(tensor) != version:
                 raise StaleRows(
@@ -96,10 +87,8 @@ class GradientBuffer:
     """A caller's buffer for the gradient of one input, in the context of a graph node, until the graph is spent.
 
     Autograd does not save the buffer: its contents do not matter until backward, and hooks on saved tensors may return
-    a copy. It is released when autograd frees its saved tensors: no lease lives as long as a loss that is kept.
-
-    Attributes:
-        tensor: the buffer; None if the caller gave none, or if it has been released.
+    a copy. It is released when autograd frees its saved tensors: no lease lives as long as a loss that is kept. tensor:
+    the buffer; None if the caller gave none, or if it has been released.
     """
 
     def __init__(self, name: str, tensor: torch.Tensor | None) -> None:
@@ -128,7 +117,7 @@ class GradientBuffer:
         storage, gradient = gradient.untyped_storage(), wrote_into(gradient).detach()
         held, start = [gradient], gradient.data_ptr()
         # Cleared, not only dropped: a thread of autograd may keep the callback a little longer than the pass.
-        call_after_backward(held.clear)
+        torch_internals.call_after_backward(held.clear)
         pending = [entry for entry in getattr(storage, "_gradients", ()) if _is_in_flight(entry[2])]
         pending.append((start, start + gradient.nbytes, weakref.ref(gradient)))
         storage._gradients = pending  # type: ignore[attr-defined]  # our attribute; lives as long as the memory
@@ -155,4 +144,4 @@ def in_flight_problem(name: str, buffer: torch.Tensor) -> ArgumentError | None:
 def _is_in_flight(reference: weakref.ref[torch.Tensor]) -> bool:
     gradient = reference()
     # Autograd holds one more than Python until the gradient has been used or added up.
-    return gradient is not None and num_references(gradient) > 1
+    return gradient is not None and torch_internals.num_references(gradient) > 1

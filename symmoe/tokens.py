@@ -1,8 +1,5 @@
-"""`dispatch_tokens` and `combine_tokens`: tokens to the ranks of their experts, and rows home, with autograd.
-
-The backward of each is the other's trip. They serve any experts that take rows sorted by expert; MoELayer uses the
-packed layout and fuses the trips with its GEMMs (symmoe/moe/ep_step.py).
-"""
+"""`dispatch_tokens` and `combine_tokens`: tokens to the ranks of their experts, and rows home, with autograd. The
+backward of each is the other's trip. They serve any experts that take rows sorted by expert (docs/own_experts.md)."""
 
 from __future__ import annotations
 
@@ -163,7 +160,8 @@ def combine_tokens(
 ) -> torch.Tensor:
     """Sums every token's rows on its own rank. Collective; does not synchronise the host. Differentiable.
 
-    The sum is unweighted: apply the probs in the experts.
+    The sum is unweighted: apply the probs in the experts. Errors are those of dispatch_tokens, and StalePlan: nothing
+    has been dispatched with the plan.
 
     Args:
         expert_out: [N, H] or [plan.row_capacity, H], rows as dispatch_tokens gave them out. With order "slot", and
@@ -174,19 +172,12 @@ def combine_tokens(
             the K rows are summed in k order; bitwise independent of the number of ranks, and of nodes. "node": those of
             each node in k order, then the sums of the nodes; on one node the same as "slot", and between nodes "rank"
             is the same as "node".
-        grad_out: buffer on the heap, of the shape of `expert_out`, where its gradient lands; rows past N keep what
-            they held. Given by all ranks or by none. None: the gradient is copied out of a transient lease into new
-            memory (counted).
+        grad_out: buffer on the heap, of the shape of `expert_out`, where its gradient lands; rows past N keep what they
+            held. Given by all ranks or by none. None: the gradient is copied out of a transient lease into new memory
+            (counted).
 
     Returns:
         [T, H].
-
-    Raises:
-        ArgumentError: on every rank if an argument is wrong on any (on GPUs the peers raise at their next call on the
-            heap, or in heap.synchronize).
-        ConfigMismatch: ranks disagree on H, dtype or order; raised as ArgumentError is.
-        StalePlan: nothing has been dispatched with the plan.
-        PeerTimeout: a rank did not come.
     """
     if not isinstance(plan, Plan):
         raise ArgumentError(f"plan ({type(plan).__name__}) must be what make_plan returns")

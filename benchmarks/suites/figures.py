@@ -12,14 +12,13 @@ import numpy.typing as npt
 import torch
 
 from suites.layer import Choice
-from suites.timing import DIRECTIONS, Variant, plan_of
+from suites.timing import DIRECTIONS, Variant, clock_for, plan_of
 from symmoe.dispatch.plan import Plan
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.tools.bench.problem import DTYPE, Problem
-from symmoe.tools.bench.ranks import Ranks
+from symmoe.tools.bench.ranks import Ranks, Run
 from symmoe.tools.bench.records import Record
 from symmoe.tools.bench.steps import host_figures
-from symmoe.tools.bench.timing import Run, clock_for
 
 Step = Callable[[], object]
 _TRACED = "traced step"

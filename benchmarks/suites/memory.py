@@ -19,10 +19,9 @@ from symmoe.moe.routed_experts import RoutedExperts
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.tools.bench.cases import config_of
 from symmoe.tools.bench.problem import DTYPE, Problem
-from symmoe.tools.bench.ranks import Ranks
+from symmoe.tools.bench.ranks import Ranks, Run, largest_error
 from symmoe.tools.bench.records import Record, case_record
-from symmoe.tools.bench.steps import make_experts
-from symmoe.tools.bench.timing import WARM_UP, Run, largest_error
+from symmoe.tools.bench.steps import WARM_UP, make_experts
 
 _LAYERS = {"layer": "auto", "layer, packed": "packed"}  # by name, the layout
 

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 
 from suites.rows import all_tokens, rows_of
-from symmoe.tools.bench.problem import Problem, Tokens
-from symmoe.tools.bench.timing import largest, relative_error, row_error
+from suites.timing import largest
+from symmoe.tools.bench.problem import Problem, Tokens, relative_error, row_error
 
 _SAMPLED_TOKENS = 4
 _SAMPLED_ROWS = 64

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,12 +16,48 @@ import torch.distributed as dist
 
 from symmoe.dispatch.plan import Plan, make_plan
 from symmoe.tools.bench.problem import Problem
-from symmoe.tools.bench.ranks import Ranks
+from symmoe.tools.bench.ranks import Ranks, Run, largest_error
 from symmoe.tools.bench.records import rounded
-from symmoe.tools.bench.timing import WARM_UP, Clock, Mark, Run, clock_for, intervals_ms, largest_error
+from symmoe.tools.bench.steps import WARM_UP
+from symmoe.torch_internals import gpu_sleep
 
 DIRECTIONS = ("forward", "backward")
 BLOCK = 10
+_HEAD_START_CYCLES = 2_000_000  # about a millisecond: a trip has a dozen launches of 10 us
+Mark = Any  # a point in time: a HostEvent or a torch.cuda.Event
+Clock = Callable[[], Mark]  # takes the point in time that is now
+
+
+class HostEvent:
+    """A point in time of the host, which does not wait for a GPU; used as a torch.cuda.Event is."""
+
+    def __init__(self) -> None:
+        self._at_s = time.perf_counter()
+
+    def synchronize(self) -> None:
+        """Nothing: it has been reached."""
+
+    def elapsed_time(self, end: HostEvent) -> float:
+        """Milliseconds from here to `end`."""
+        return (end._at_s - self._at_s) * 1e3
+
+
+def stream_event() -> torch.cuda.Event:
+    """A point in time of the current CUDA stream."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def clock_for(device: torch.device) -> Clock:
+    """The clock of what runs on a device."""
+    return stream_event if device.type == "cuda" else HostEvent
+
+
+def intervals_ms(marks: Sequence[Mark]) -> list[float]:
+    """Milliseconds between neighbouring marks; waits until the last has been reached."""
+    marks[-1].synchronize()
+    return [start.elapsed_time(end) for start, end in itertools.pairwise(marks)]
 
 
 @dataclass(frozen=True)
@@ -55,9 +94,15 @@ def align(ranks: Ranks) -> None:
         ranks.barrier()
 
 
+def head_start(ranks: Ranks) -> None:
+    """On GPUs the stream sleeps, so that what the host launches meanwhile is in its queue by then."""
+    if ranks.device.type == "cuda":
+        gpu_sleep(_HEAD_START_CYCLES)
+
+
 def align_ahead(ranks: Ranks) -> None:
     """A head start for the host, then :func:`align`: for calls so short that launches would hide their time."""
-    ranks.head_start()
+    head_start(ranks)
     align(ranks)
 
 
@@ -84,7 +129,7 @@ def measure(
     times: dict[str, list[list[float]]] = {variant.name: [] for variant in variants}
     for first in range(0, run.repetitions, block):
         ranks.barrier()
-        ranks.head_start()
+        head_start(ranks)
         taken: dict[str, list[Sequence[Mark]]] = {variant.name: [] for variant in variants}
         for repetition in range(first, min(first + block, run.repetitions)):
             for variant in random.Random(repetition).sample(variants, len(variants)):
@@ -98,6 +143,11 @@ def measure(
     ranks.barrier()
     own = {v.name: np.array(times[v.name])[:, : len(v.directions)] for v in variants}
     return {name: ranks.gather(taken).max(axis=0) for name, taken in own.items()}, errors
+
+
+def largest(errors: list[float]) -> float:
+    """The largest error; NaN if any is NaN, 0 without any."""
+    return float(np.max(errors, initial=0.0))
 
 
 def median_ms(times_ms: npt.NDArray[np.float64]) -> float:

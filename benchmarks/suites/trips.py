@@ -25,10 +25,9 @@ from symmoe.precision.recipes import Float8Block
 from symmoe.precision.wire import WireFormat
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.tools.bench.problem import DTYPE, Problem
-from symmoe.tools.bench.ranks import Ranks
+from symmoe.tools.bench.ranks import Ranks, Run
 from symmoe.tools.bench.records import Record, case_record, gbs
 from symmoe.tools.bench.stock_torch import STOCK, all_to_all, plan_exchange
-from symmoe.tools.bench.timing import Run
 
 FP8 = Float8Block()
 Times = dict[str, npt.NDArray[np.float64]]  # by variant, milliseconds [repetitions, directions]

@@ -15,10 +15,10 @@ from symmoe.grouped.mlp import GroupedMLP
 from symmoe.precision.recipes import Float8Block
 from symmoe.tokens import combine_tokens, dispatch_tokens
 from symmoe.tools.bench.cases import Case
-from symmoe.tools.bench.problem import Problem
+from symmoe.tools.bench.problem import MAX_ERROR, Problem
+from symmoe.tools.bench.ranks import Run
 from symmoe.tools.bench.records import Record
 from symmoe.tools.bench.steps import heap_bytes
-from symmoe.tools.bench.timing import MAX_ERROR, Run
 from symmoe.training.precision_choice import AUTO, choose_precision
 
 # An E4M3 number is off by 2.6 % of itself (root of the mean square), a product of two by 4, what two layers of them and

@@ -101,11 +101,9 @@ def prune(directory: Path, step: int, keep_last: int) -> None:
 
 
 def find(directory: Path, step: int | None) -> tuple[Path, Manifest, str]:
-    """The checkpoint of a step, or the newest: its directory, its manifest, and that one's sha256.
-
-    The newest is that of `latest`; if that is missing, torn or no plain file, or its checkpoint has been deleted, the
-    complete one of the highest step, with a warning. CheckpointError: there is none, or its manifest has been changed.
-    """
+    """The checkpoint of a step, or the newest: its directory, its manifest, and that one's sha256. The newest is that
+    of `latest`; if that is missing, torn or no plain file, or its checkpoint has been deleted, the complete one of the
+    highest step, with a warning. CheckpointError: there is none, or its manifest has been changed."""
     there = _complete(directory)
     if step is not None:
         for name in (name_of(step), name_of(step) + _REPLACED):

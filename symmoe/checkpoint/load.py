@@ -27,13 +27,8 @@ from symmoe.errors import CheckpointError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedCheckpoint:
-    """What a checkpoint holds in addition to its tensors.
-
-    Attributes:
-        step: optimizer steps done.
-        extra: what was saved as `extra`.
-        rank_extra: what this rank saved as `rank_extra`; None if another number of ranks loads than saved.
-    """
+    """What a checkpoint holds in addition to its tensors: optimizer steps done, what was saved as `extra`, and what
+    this rank saved as `rank_extra`, None if another number of ranks loads than saved."""
 
     step: int
     extra: Any
@@ -49,20 +44,17 @@ def load_checkpoint(
     step: int | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> LoadedCheckpoint:
-    """Fills a model and an optimizer from a checkpoint, bit for bit, with any number of ranks. Synchronises the host.
-
-    Before a tensor changes, every file's size and sha256 have been compared with the manifest (each file by one of the
-    ranks), and keys, shapes and dtypes with the model. Collective over `group`.
+    """Fills a model and an optimizer from a checkpoint, bit for bit, with any number of ranks. Collective over `group`;
+    synchronises the host. What is verified before a tensor changes: docs/checkpoints.md.
 
     Args:
-        directory: as in save_checkpoint; all ranks see the same.
+        directory, group: as in save_checkpoint.
         model: as in save_checkpoint; filled in place. Values are not cast. Weights of experts may be packed where the
             checkpoint was written with discrete ones, and the other way round.
-        optimizer: optimizer of the model's parameters; gets the state and hyperparameters of the checkpoint.
-            None: optimizer state in the checkpoint is ignored.
+        optimizer: optimizer of the model's parameters; gets the state and hyperparameters of the checkpoint. None:
+            optimizer state in the checkpoint is ignored.
         step: which checkpoint; None: the newest (that of `latest`; if that is missing or torn, the complete one of the
             highest step, with a warning in the log).
-        group: all ranks that load together; None: the default group, or only this process if there is none.
 
     Raises:
         ArgumentError: on every rank: `directory` is no path, or the model or the optimizer has something that has no
@@ -122,11 +114,8 @@ def load_checkpoint(
 
 def read_manifest(directory: str | os.PathLike[str], step: int | None = None) -> Manifest:
     """What the checkpoint of a step (None: the newest) in a job's directory holds, without reading tensors. Local.
-
-    Raises:
-        ArgumentError: `directory` is no path.
-        CheckpointError: there is none, or its manifest is not what was written. Other files are not looked at.
-    """
+    ArgumentError: `directory` is no path. CheckpointError: there is none, or its manifest is not what was written.
+    Other files are not looked at."""
     return folder.find(folder.path_of(directory), step)[1]
 
 

@@ -46,18 +46,9 @@ class StoredOptimizer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """What a checkpoint consists of. Which tensors a file holds, and which part of each, is in its own header.
-
-    Attributes:
-        format, version: of the checkpoint.
-        step: optimizer steps done.
-        ep_size: number of parts of its experts.
-        files: files by name within the checkpoint's directory.
-        optimizer: None: there is no optimizer.
-        extra: what the caller gave, the same on all ranks.
-        rank_extra: what the caller gave on each rank.
-        written_by: versions of packages.
-    """
+    """What a checkpoint consists of: `step` optimizer steps done, `ep_size` parts of its experts, its files by name
+    within its directory, an optimizer or None, what the caller gave for all ranks (`extra`) and on each, and versions
+    of packages. Which tensors a file holds, and which part of each, is in its own header."""
 
     format: str = FORMAT
     version: int = VERSION

@@ -40,12 +40,9 @@ class Peers:
             self._meet(CheckpointError(f"{kind.__name__} has ended the call"), b"", is_last=True)
 
     def together(self, work: Callable[[], _Result], *, is_last: bool = False) -> _Result:
-        """What `work` returns here; `is_last`: no other exchange follows.
-
-        Raises:
-            SymmoeError: the error of a rank, on every rank; any other exception there becomes a CheckpointError.
-            CheckpointError: a rank is gone, or did not come within the process group's timeout. The text names it.
-        """
+        """What `work` returns here; `is_last`: no other exchange follows. SymmoeError: that of a rank, on every rank;
+        any other exception there becomes a CheckpointError, and so does a rank that is gone, or has not come within the
+        process group's timeout. The text names it."""
         return self.gather(lambda: (work(), None), is_last=is_last)[0]
 
     def gather(self, work: Callable[[], tuple[_Result, Any]], *, is_last: bool = False) -> tuple[_Result, list[Any]]:
@@ -89,11 +86,9 @@ class Peers:
 
 
 def _to_the_end(work: Callable[[], _Result]) -> _Result:
-    """What `work` returns. An interrupt of this thread is raised when it has been done.
-
-    Python raises KeyboardInterrupt, and what handlers of signals raise, between any two instructions of the main
-    thread. An exchange that is interrupted cannot go on, so it runs in another thread.
-    """
+    """What `work` returns. An interrupt of this thread is raised when it has been done: Python raises
+    KeyboardInterrupt, and what handlers of signals raise, between any two instructions of the main thread. An exchange
+    that is interrupted cannot go on, so it runs in another thread."""
     done, claim = Future[_Result](), threading.Lock()
 
     def run(done: Future[_Result]) -> None:

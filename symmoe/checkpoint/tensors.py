@@ -1,8 +1,5 @@
-"""Which tensors a checkpoint holds, and which part of each this rank has.
-
-A tensor of a checkpoint is cut along dimension 0 or not at all. A rank has a run of its rows: for weights of experts,
-the rows of the rank's experts; for anything else, all rows. Ranks with the same rows have the same bits.
-"""
+"""Which tensors a checkpoint holds, and which part of each this rank has: a run of rows of dimension 0. For weights of
+experts these are of the rank's experts; for anything else, all rows. Ranks with the same rows have the same bits."""
 
 from __future__ import annotations
 

@@ -10,15 +10,9 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 def typed(kind: Any, value: Any, name: str, *, exactly: bool = True) -> Any:
     """A value of JSON as a dataclass, a list, a dict or a plain value, with the types of the annotations all the way
-    down: texts are Unicode, floats finite.
-
-    Args:
-        name: what the value is, for errors.
-        exactly: objects have all fields of their dataclass and no others; if not, those with defaults may be missing.
-
-    Raises:
-        ValueError: it is something else; the text names the field.
-    """
+    down: texts are Unicode, floats finite. name: what the value is, for errors. exactly: objects have all fields of
+    their dataclass and no others; if not, those with defaults may be missing. ValueError: it is something else; the
+    text names the field."""
     of = get_args(kind)
     if kind is Any:
         return value

@@ -1,9 +1,5 @@
-"""The way home between nodes: what each node has summed of a token comes back along the rail, and home adds it up.
-
-`order="node"`: a node sends the sum of its rows, in k order, rounded; home adds the nodes' sums in fp32, in the order
-of nodes, and rounds. Its own node's sum is rounded, too, so that the bits do not show where home is.
-`order="slot"`: a node sends the rows themselves, K of each token; home adds them in k order. K times the bytes.
-"""
+"""The way home between nodes: what each node has summed of a token comes back along the rail, and home adds it up. With
+`order="slot"` a node sends the K rows of a token themselves. "Order of sums" in docs/design.md."""
 
 from __future__ import annotations
 

@@ -1,12 +1,6 @@
-"""The combine trip without autograd: every token's rows come home from the ranks of its experts and are summed.
-
-`order="rank"`: the expert's rank sums the rows of a peer's token and writes the sum into the peer's memory; home sums
-the rows that it has itself, rounds as peers do, and sums one row per rank.
-`order="slot"`: home reads the K rows where they are and sums them in k order, which gives the same bits for any number
-of ranks.
-Between nodes home reads the rows of a token that are inside its node, and what other nodes have summed comes along the
-rails (combine/nodes.py).
-"""
+"""The combine trip without autograd: every token's rows come home from the ranks of its experts and are summed, in one
+of the orders of "Order of sums" in docs/design.md. Between nodes home reads the rows of a token that are inside its
+node, and what other nodes have summed comes along the rails (combine/nodes.py)."""
 
 from __future__ import annotations
 

@@ -1,15 +1,12 @@
-"""A plan between nodes: which tokens go to which node, along which rows of a rail, and the maps that they bring along.
+"""A plan between nodes: which tokens go to which node, along which rows of a rail, and the maps that they bring along
+("Between nodes" in docs/design.md).
 
-Every rank is on one rail, with the ranks of the same index on the other nodes. A token that has an expert on another
-node goes there once, to the rank on this rail; that rank dispatches it inside its node, with its own tokens. To experts
-it makes no difference: row numbers are those of the plan over all ranks, and a token's home sends its maps along. Rows
-are ordered expert, source rank, token, k, and packed rows source rank, token, where a source is a rank of any node.
+Row numbers are those of the plan over all ranks. Rows are ordered expert, source rank, token, k, and packed rows source
+rank, token, where a source is a rank of any node. So rows of all ranks before this node are next to each other, and
+those of all ranks after it, and two sources stand for all others: the first rank of the group and the last.
 
 The words: a *trip* is one way of a call's rows, out or home; *own* tokens are this rank's, *foreign* ones come along
 its rail, and go last, all at once; a *region* are the packed rows, next to each other, of one source on one rank.
-
-Rows that have an order have those of all ranks before this node next to each other, and those of all ranks after it. So
-two sources stand for all others: the first rank of the group and the last.
 
 T tokens and K slots per token of this rank, N nodes, R ranks in all, G ranks of a node.
 """
@@ -61,10 +58,7 @@ class RailRows:
     """Which tokens go to which node, as their home decides it before the plan is made: the first ones, as many as a
     message has room for, `rail_rows` (excess None: there are no more); and what ranks tell each other of that in
     addition to the counts of their node. Ids that are out of range count as none. Made locally; does not synchronise.
-
-    Attributes:
-        topk_idx: as it came; -1 for the slots that are dropped.
-    """
+    topk_idx: as it came; -1 for the slots that are dropped."""
 
     def __init__(
         self, topk_idx: torch.Tensor, heap: SymmetricHeap, num_experts: int, rail_rows: int, excess: Excess | None

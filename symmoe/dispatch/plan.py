@@ -110,13 +110,9 @@ class Plan(PlanIntegers):
         return control.PHASE_DISPATCH_READY if is_launched else control.PHASE_PLAN
 
     def settle(self) -> None:
-        """Finds out what the routing of a plan with room needs, and whether there is room for it.
-
-        Waits until the device has made the plan. Other plans are settled from the start.
-
-        Raises:
-            ExpertIdError, ConfigMismatch: see make_plan; on every rank.
-        """
+        """Finds out what the routing of a plan with room needs, and whether there is room for it. Waits until the
+        device has made the plan. Other plans are settled from the start. ExpertIdError, ConfigMismatch: see make_plan;
+        on every rank."""
         if self._read_report is None:
             return
         report, self._read_report = self._read_report(), None
@@ -196,11 +192,8 @@ class Plan(PlanIntegers):
         return buffer if self.num_rows is None else buffer[: self.num_rows]
 
     def received_index(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(packed_to_row, row_to_packed_row) of a plan whose tokens have been dispatched.
-
-        Raises:
-            StalePlan: nothing has been dispatched with this plan yet.
-        """
+        """(packed_to_row, row_to_packed_row) of a plan whose tokens have been dispatched. StalePlan: nothing has been
+        dispatched with this plan yet."""
         if self.packed_to_row is None or self.row_to_packed_row is None:
             raise StalePlan("this plan has dispatched nothing yet: dispatch_tokens comes before combine_tokens")
         return self.packed_to_row, self.row_to_packed_row

@@ -1,16 +1,13 @@
-"""The dispatch trip without autograd: rows of tokens travel to the ranks of their experts.
+"""The dispatch trip without autograd: rows of tokens travel to the ranks of their experts ("Trips" in docs/design.md).
 
-The receive buffer has one of two layouts; H is the number of features:
-* packed [P, H]: one row per (token, rank); readers gather from it through `plan.row_to_packed_row`.
-* expert-major [N, H]: the token lands in its primary row and the receiver copies it to the secondary rows; a rank's own
-  tokens are written to all their rows.
-
-Forward sends rows and slots (which rows a token has here, and their probs); backward sends only rows.
+The receive buffer is packed [P, H], one row per (token, rank), from which readers gather through
+`plan.row_to_packed_row`, or expert-major [N, H]. Forward sends rows and slots (which rows a token has here, and their
+probs); backward sends only rows.
 
 Without a division of the SMs, everything travels between two barriers. With one, rows travel on a branch stream while
-GEMMs run ("Overlap" in docs/design.md): a rank can begin with its own rows, go on with those of the rank before it, and
-so on (`plan.arrivals`). The bytes are the same. Between nodes this is what the ranks of a node do with their own
-tokens; foreign ones are the last parts, and a barrier says that they are there.
+GEMMs run ("Overlap"): a rank can begin with its own rows, go on with those of the rank before it, and so on
+(`plan.arrivals`). Between nodes this is what the ranks of a node do with their own tokens; foreign ones are the last
+parts, and a barrier says that they are there.
 """
 
 from __future__ import annotations
@@ -48,11 +45,8 @@ class Arrival:
 
 
 class Rider(Protocol):
-    """The weights of replicas, which travel before rows.
-
-    Attributes:
-        contents: which ones, the index of CALL_FIELDS. weights_offset: where this rank wants them.
-    """
+    """The weights of replicas, which travel before rows. contents: which ones, the index of CALL_FIELDS.
+    weights_offset: where this rank wants them."""
 
     @property
     def contents(self) -> int: ...

@@ -1,9 +1,7 @@
-"""Activations with a scale per row, as modules between two grouped linear layers.
+"""Activations with a scale per row, as modules between two grouped linear layers: out[i] = act(h[i]) * scale[i].
 
-    out[i] = act(h[i]) * scale[i]
-
-The scale is the router's prob. It is applied here, before the second GEMM, so that combining rows is a plain sum. The
-formulas are in symmoe.kernels.activation.
+The scale is the router's prob, applied before the second GEMM, so that combining rows is a plain sum. The formulas are
+in symmoe.kernels.activation.
 """
 
 from __future__ import annotations
@@ -34,11 +32,8 @@ def activation_problem(activation: object, kind: type = Activation) -> ArgumentE
 
 
 class ScaledActivation(nn.Module):
-    """out = act(h) * scale for the function that `activation` names. Has no parameters.
-
-    Raises:
-        ArgumentError: `activation` is no Activation.
-    """
+    """out = act(h) * scale for the function that `activation` names. Has no parameters. ArgumentError: it is no
+    Activation."""
 
     num_extra_inputs = 1  # Sequential passes the scale
 
@@ -48,18 +43,9 @@ class ScaledActivation(nn.Module):
         self.activation = activation
 
     def forward(self, h: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """Differentiable in both arguments. Not collective; does not synchronise the host.
-
-        Args:
-            h: [..., W] fp32, fp16 or bf16.
-            scale: [...], a factor for each row; the computation is in fp32.
-
-        Returns:
-            [..., I] in the dtype of h.
-
-        Raises:
-            ArgumentError, StaleLease: a shape, dtype, layout or device is wrong, or memory has been released.
-        """
+        """out [..., I] of h [..., W], fp32, fp16 or bf16, and a factor for each row [...], computed in fp32 and rounded
+        to the dtype of h. Differentiable in both. Not collective; does not synchronise the host. ArgumentError,
+        StaleLease: a shape, dtype, layout or device is wrong, or memory has been released."""
         raise_for(self._problem(h, scale))
         out: torch.Tensor = _ScaledActivation.apply(h, scale.float(), self.activation)
         return out
@@ -82,25 +68,16 @@ class ScaledActivation(nn.Module):
 
 
 class ScaledSwiGLU(ScaledActivation):
-    """silu(gate) * up * scale, with [gate, up] = h (Shazeer 2020).
-
-    Args:
-        interleave: gate and up features alternate in blocks of this many columns; None: two halves. On GPUs a power
-            of two up to 32.
-    """
+    """silu(gate) * up * scale, with [gate, up] = h (Shazeer 2020). interleave: gate and up features alternate in blocks
+    of this many columns; None: two halves. On GPUs a power of two up to 32."""
 
     def __init__(self, *, interleave: int | None = None) -> None:
         super().__init__(Activation(interleave=interleave))
 
 
 class ScaledClampedSwiGLU(ScaledActivation):
-    """(u + offset) * g * sigmoid(alpha * g) * scale, with g = min(gate, limit) and u = clamp(up, -limit, limit).
-
-    The defaults are those of gpt-oss (OpenAI 2025).
-
-    Args:
-        interleave: as in ScaledSwiGLU; gpt-oss checkpoints have 1.
-    """
+    """(u + offset) * g * sigmoid(alpha * g) * scale, with g = min(gate, limit) and u = clamp(up, -limit, limit). The
+    defaults are those of gpt-oss (OpenAI 2025), whose checkpoints have an interleave (see ScaledSwiGLU) of 1."""
 
     def __init__(
         self, *, alpha: float = 1.702, limit: float = 7.0, offset: float = 1.0, interleave: int | None = None
@@ -116,16 +93,9 @@ class ScaledSReLU(ScaledActivation):
 
 
 def interleave_gate_up(tensor: torch.Tensor, block: int, *, dim: int) -> torch.Tensor:
-    """Reorders a weight or bias of FC1 from two halves, gate and up features, to blocks that alternate.
-
-    Args:
-        tensor: [.., 2I, ..], gate features first.
-        block: features per block; I must be a multiple of it.
-        dim: the dimension of the 2I features (-2 of a weight [G, 2I, H], -1 of a bias [G, 2I]).
-
-    Raises:
-        ArgumentError: the dimension is no multiple of two blocks.
-    """
+    """Reorders a weight or bias of FC1 from two halves, gate and up features, to blocks of `block` features that
+    alternate. dim: that of the 2I features (-2 of a weight [G, 2I, H], -1 of a bias [G, 2I]). ArgumentError: it is no
+    multiple of two blocks."""
     return _reordered(tensor, block, dim, (2, -1))
 
 

@@ -98,14 +98,9 @@ class GroupedLinear(GroupedParameters):
 
     @torch.no_grad()
     def backward_dw(self) -> None:
-        """Computes the weight gradients that delay_wgrad has left out of the oldest backward pass.
-
-        Adds them to `.grad` or `main_grad`, as autograd would. Does nothing if there are none. Not collective, no host
-        synchronisation.
-
-        Raises:
-            StaleRows: the layer's input or the gradient of its output has been overwritten since.
-        """
+        """Computes the weight gradients that delay_wgrad has left out of the oldest backward pass, if there are any,
+        and adds them to `.grad` or `main_grad`, as autograd would. Not collective, no host synchronisation. StaleRows:
+        the layer's input or the gradient of its output has been overwritten since."""
         if not self._delayed:
             return
         self._delayed.popleft()()
@@ -223,27 +218,21 @@ def _split(layer: GroupedParameters, tensors: Sequence[torch.Tensor]) -> tuple[S
 
 @contextmanager
 def constant_weights(module: nn.Module) -> Iterator[None]:
-    """A block in which no weight of a GroupedLinear in `module` changes: each is quantised once, for all calls in it,
-    e.g. of the micro-batches before an optimizer's step (docs/tuning.md).
-
-    The block changes only layers with a `precision`, also those of GroupedMLP and MoELayer. The first forward pass in
-    the block quantises the weights; if it was without gradients, the first one with gradients quantises them again.
-    Results have the same bits as without the block. Backward passes may run after it: they use what forward has kept.
-
-    The operands of both directions are held, a byte each for a parameter (plus scales), until the block is left, also
-    by an exception. Calls that wait for their backward pass share them. Blocks may be nested; the outer one counts.
-
-    In CUDA graphs: the block is entered and left inside of one capture. Every replay then quantises the weights as they
-    are. Inside torch.compile, and under a TorchDispatchMode, calls quantise as without the block.
+    """A block in which no weight of a GroupedLinear in `module` (also those of GroupedMLP and MoELayer) changes: each
+    that has a `precision` is quantised once, for all calls in it, e.g. of the micro-batches before an optimizer's step.
+    What is held, and CUDA graphs: docs/tuning.md. If the first forward pass was without gradients, the first one with
+    gradients quantises again. Results have the same bits as without the block; backward passes may run after it. Blocks
+    may be nested; the outer one counts. Inside torch.compile, and under a TorchDispatchMode, calls quantise as without
+    the block.
 
     Not collective, but it must be the same on all ranks of an expert-parallel group, as the calls are. Does not
     synchronise the host.
 
     Raises:
         ArgumentError: in the block, by a forward pass, before anything is computed: a weight has been written to since
-            the first one, e.g. by an optimizer's step, or only one of the two is captured in a CUDA graph.
-            A write that autograd does not see (`weight.data.copy_`) is not found, nor is a parameter that replaces
-            another: then results are those of the old weight. On entering: `module` has no GroupedLinear.
+            the first one, e.g. by an optimizer's step, or only one of the two is captured in a CUDA graph. A write that
+            autograd does not see (`weight.data.copy_`) is not found, nor is a parameter that replaces another: then
+            results are those of the old weight. On entering: `module` has no GroupedLinear.
     """
     linears = [found for found in module.modules() if isinstance(found, GroupedLinear)]
     if not linears:

@@ -34,21 +34,17 @@ _ACTIVATION_FIELDS = tuple(field.name for field in fields(Activation))
 class GroupedMLP(nn.Module):
     """The experts of one rank: for group g, `scale * (W2[g] act(W1[g] x + b1[g]) + b2[g])`.
 
-    It always multiplies FC2's bias by the row's prob; Sequential does so only with `bias_scale`.
+    It always multiplies FC2's bias by the row's prob; Sequential does so only with `bias_scale`. ArgumentError: as in
+    GroupedLinear; or `activation` is not a ScaledActivation.
 
     Args:
         num_groups: G, experts on this rank.
         hidden, ffn: H, I. On GPUs both must be multiples of 8.
         activation: the function between the two layers; None is ScaledSwiGLU().
-        bias: whether both layers have a bias.
-        weights, accumulate_into_main_grad, delay_wgrad, precision: as in GroupedLinear, for both layers.
+        bias, weights, accumulate_into_main_grad, delay_wgrad, precision: as in GroupedLinear, for both layers.
 
     Attributes:
-        fc1: GroupedLinear H -> W (W = 2I for gated activations).
-        fc2: GroupedLinear I -> H.
-
-    Raises:
-        ArgumentError: as in GroupedLinear; or `activation` is not a ScaledActivation.
+        fc1, fc2: GroupedLinear H -> W (W = 2I for gated activations) and I -> H.
     """
 
     num_extra_inputs = 2  # Sequential passes the splits and the scale
@@ -100,21 +96,13 @@ class GroupedMLP(nn.Module):
         grad_input_out: torch.Tensor | None = None,
         is_first_microbatch: bool = False,
     ) -> torch.Tensor:
-        """Applies expert g to the g-th run of rows. Not collective; device splits do not synchronise the host.
+        """Applies expert g to the g-th run of rows. Not collective; device splits do not synchronise the host. Errors,
+        splits and buffers [..., H], whose tails stay as they are, are those of GroupedLinear. Returns [..., H], in the
+        memory of `out` if given; else its tail is zero.
 
         Args:
             rows: [..., H] sorted by group; rows past sum(splits) are a tail that is never read.
-            splits: as in GroupedLinear.
             row_probs: [...], scale of each row; the computation is in fp32.
-            out: [..., H] buffer for the result, e.g. of a heap lease. Its tail stays as it is.
-            grad_input_out: [..., H] buffer for the gradient of `rows`. Its tail stays as it is, too.
-            is_first_microbatch: the weight gradients overwrite `main_grad`.
-
-        Returns:
-            [..., H], in the memory of `out` if given; the tail is zero otherwise.
-
-        Raises:
-            ArgumentError, StaleLease: an argument is wrong; nothing has been computed.
         """
         given = RowArguments(splits, row_probs, out, grad_input_out, (is_first_microbatch, is_first_microbatch))
         return fused_mlp((self.fc1, self.activation, self.fc2), rows, given, scale_bias=True)

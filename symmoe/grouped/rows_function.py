@@ -19,16 +19,8 @@ from torch.autograd.function import once_differentiable
 
 from symmoe import kernels
 from symmoe.autograd import Context, Function, GradientBuffer, wrote_into
-from symmoe.checks.arguments import (
-    Buffer,
-    Problem,
-    RowsLike,
-    buffer_problem,
-    kernel_rows,
-    memory_problem,
-    overlap_problem,
-    scale_problem,
-)
+from symmoe.checks import arguments
+from symmoe.checks.arguments import Buffer, Problem, RowsLike, memory_problem
 from symmoe.errors import ArgumentError, raise_for
 from symmoe.grouped.parameters import GroupedParameters
 from symmoe.grouped.weights import Compute
@@ -60,9 +52,9 @@ class RowArguments:
         num_rows = None if rows.shape is None else math.prod(rows.shape)
         error = splits_problem(self.splits, num_groups=first.num_groups, device=rows.device, num_rows=num_rows)
         if error is None and len(layers) == 2:
-            error = scale_problem("row_probs", self.scale, rows)
+            error = arguments.scale_problem("row_probs", self.scale, rows)
         elif error is None and self.scale is not None and first.has_bias and not first.return_bias:
-            error = scale_problem("bias_scale", self.scale, rows)
+            error = arguments.scale_problem("bias_scale", self.scale, rows)
         elif error is None and self.scale is not None:
             found = list(self.scale.shape) if isinstance(self.scale, torch.Tensor) else type(self.scale).__name__
             error = ArgumentError(f"bias_scale ({found}) needs a bias that is added; {first} adds none")
@@ -70,7 +62,7 @@ class RowArguments:
         for name, buffer, width in features:
             if error is None and buffer is not None:
                 shape = None if rows.shape is None else (*rows.shape, width)
-                error = buffer_problem(name, buffer, shape=shape, dtype=rows.dtype, device=rows.device)
+                error = arguments.buffer_problem(name, buffer, shape=shape, dtype=rows.dtype, device=rows.device)
         return error
 
     def check(self, name: str, x: torch.Tensor, layers: Layers) -> None:
@@ -81,7 +73,8 @@ class RowArguments:
         raise_for(problem or self.problem(RowsLike.of(x), layers))
         named = (("out", self.out), ("grad_input_out", self.grad_input_out))
         read = itertools.chain((x, self.splits, self.scale), *(layer.parameters() for layer in layers))
-        raise_for(overlap_problem([Buffer(name, buffer) for name, buffer in named if buffer is not None], read))
+        buffers = [Buffer(name, buffer) for name, buffer in named if buffer is not None]
+        raise_for(arguments.overlap_problem(buffers, read))
 
 
 def _rows_problem(name: str, x: object, linear: GroupedParameters) -> Problem:
@@ -164,7 +157,7 @@ class _RowsFunction(Function):
         *tensors: torch.Tensor,
     ) -> torch.Tensor:
         (products, _), (out, grad_input_out) = settings, buffers
-        x, scale = kernel_rows(x), None if scale is None else scale.contiguous()
+        x, scale = arguments.kernel_rows(x), None if scale is None else scale.contiguous()
         width = products.layers[-1].out_features
         y = x.new_empty((*x.shape[:-1], width)) if out is None else out
         inputs = _inputs(len(products.layers), x, row_range, scale, *tensors)
@@ -183,7 +176,7 @@ class _RowsFunction(Function):
         layers, (x, _, scale, *_) = products.layers, saved[ctx.num_kept :]
         inputs = _inputs(len(layers), *saved[ctx.num_kept :])
         needs_x, _, needs_scale, *needs_biases = ctx.needs_input_grad[2:]
-        d_y = kernel_rows(d_y).view(-1, d_y.shape[-1])
+        d_y = arguments.kernel_rows(d_y).view(-1, d_y.shape[-1])
         gradients = products.backward(inputs, saved[: ctx.num_kept], d_y, (needs_x, needs_scale, *needs_biases))
         d_x = d_scale = None
         if needs_x:
@@ -191,7 +184,7 @@ class _RowsFunction(Function):
             d_x = torch.empty_like(x) if buffer.tensor is None else buffer.tensor
             if buffer.tensor is not None:  # the kernel reads d_y while it writes
                 like: dict[str, Any] = {"shape": tuple(x.shape), "dtype": x.dtype, "device": x.device}
-                raise_for(buffer_problem("grad_input_out", d_x, **like, inputs=(d_y,)))
+                raise_for(arguments.buffer_problem("grad_input_out", d_x, **like, inputs=(d_y,)))
             gradients.input_gradient(d_x.view(-1, x.shape[-1]), zero_tail=buffer.tensor is None)
             d_x = buffer.hand_on(d_x)
         if needs_scale and gradients.d_scale is not None:

@@ -1,8 +1,8 @@
-"""Sequential: modules in a row, with extra inputs and keyword arguments brought to the module that takes them.
+"""Sequential: modules in a row, with extra inputs and keyword arguments brought to the module that takes them. Three of
+them run as a GroupedMLP where nothing can tell the difference, with the same bits.
 
-It runs GroupedLinear, ScaledActivation, GroupedLinear through the fused kernels where nothing can tell the difference:
-the result is the same, bit for bit. Before the first module has run, all that the modules read and write is checked
-together: a module would find its arguments wrong only after earlier ones have written into their buffers.
+Before the first module has run, all that the modules read and write is checked together: a module would find its
+arguments wrong only after earlier ones have written into their buffers.
 """
 
 from __future__ import annotations
@@ -81,9 +81,8 @@ class Sequential(nn.Sequential):
             ArgumentError: the number of extra inputs is wrong; or a key of op_kwargs names no module, names one twice,
                 or names one that does not take the keyword. Nothing has been computed.
             ArgumentError, StaleLease: what a grouped layer or activation is given is wrong, or its buffers share memory
-                with what another of the modules uses. Nothing has been computed, unless a
-                module of another kind comes before it. A nested Sequential with hooks is of another kind: it checks its
-                op_kwargs when it runs, and its buffers are not compared with what modules outside of it use.
+                with what another of the modules uses. Nothing has been computed, unless a module of another kind comes
+                before it, such as a nested Sequential with hooks, which checks itself, alone, when it runs.
         """
         calls = list(_calls(self, iter(_complete(list(self), extra_inputs)), op_kwargs))
         stages = [Stage(part) for part in _split(calls, _are_fusible)]

@@ -1,9 +1,9 @@
 """Weights of a layer, packed in one tensor or scattered in G, as kernels take them; and where their gradients go:
 `.grad`, or a trainer's fp32 `main_grad`, now or later.
 
-G groups, O output features, C input features. Kernels read a packed tensor by TMA. Of matrices that may lie anywhere
-they have only the addresses (TensorTable). So every call looks at the list, in forward and in backward, and passes it
-on as a packed tensor if it lies like one. Nothing is cached, because trainers move parameters with `.data =`.
+G groups, O output features, C input features. Every call looks at a list of matrices, in forward and in backward, and
+passes it on as a packed tensor if it lies like one, else as a table of addresses; nothing is cached, because trainers
+move parameters with `.data =`.
 
 The protocol of `main_grad` is that of Megatron-style trainers: a parameter has an fp32 `main_grad` (or a method
 `get_main_grad`), into which the wgrad kernel accumulates, or with `overwrite_main_grad` writes. A parameter that has

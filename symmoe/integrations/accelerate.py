@@ -1,8 +1,5 @@
-"""accelerate's Accelerator for models whose experts are spread over ranks.
-
-`prepare` wraps a model in DDP, which must not touch experts; `clip_grad_norm_` would take the norm over this rank's
-parameters; `save_state` writes rank 0's weights and optimizer for all. So there is a subclass.
-"""
+"""accelerate's Accelerator for models whose experts are spread over ranks: its DDP would mix experts, its
+`clip_grad_norm_` take the norm over this rank's parameters, and its `save_state` write rank 0's for all."""
 
 from __future__ import annotations
 
@@ -26,13 +23,12 @@ STATE_FOLDER = "model_and_optimizer"
 class Accelerator(_Accelerator):
     """Same as accelerate.Accelerator; the model has MoELayers, or is one, or comes from `swap_moe`.
 
-    Of `save_state` and `load_state`, one model and one optimizer are in symmoe's format (`symmoe.checkpoint`, in the
-    folder "model_and_optimizer"), which any number of ranks loads; all else is as accelerate saves it. Both are
-    collective, all ranks see the same folder, and errors are those of `symmoe.checkpoint`.
+    `save_state` and `load_state` are collective; all ranks see the same folder. One model and one optimizer are there
+    in symmoe's format (`symmoe.checkpoint`, whose errors they raise, in the folder "model_and_optimizer"), which any
+    number of ranks loads; all else is as accelerate saves it.
 
-    Raises:
-        ArgumentError: `mixed_precision` is "fp16", whose gradient scaler would skip steps on some ranks only; or
-            DeepSpeed, FSDP or Megatron-LM, which would mix experts.
+    ArgumentError: `mixed_precision` is "fp16", whose gradient scaler would skip steps on some ranks only; or DeepSpeed,
+    FSDP or Megatron-LM, which would mix experts.
     """
 
     # accelerate has no annotations for them.
@@ -56,10 +52,8 @@ class Accelerator(_Accelerator):
     def clip_grad_norm_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
     ) -> torch.Tensor:
-        """Same as in accelerate, by the norm over all ranks. Collective.
-
-        ArgumentError: `parameters` are not those of a prepared model, or `norm_type` is not 2.
-        """
+        """Same as in accelerate, by the norm over all ranks. Collective. ArgumentError: `parameters` are not those of a
+        prepared model, or `norm_type` is not 2."""
         given = {id(each) for each in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)}
         for model in self._models:
             if {id(each) for each in model.parameters() if each.requires_grad} <= given:

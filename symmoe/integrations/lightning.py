@@ -1,8 +1,7 @@
-"""Lightning's DDP for models whose experts are spread over ranks: for Fabric, and for Lightning's Trainer.
+"""Lightning's DDP for models whose experts are spread over ranks: strategies for Fabric, and for Lightning's Trainer.
 
-A strategy wraps the model in DDP, which must not touch experts, saves what rank 0 has, and (Fabric's) clips by the
-norm over this rank's parameters; so these are strategies. A checkpoint is a folder: model and optimizer as
-`symmoe.checkpoint` writes them, which any number of ranks loads, and the rest in a file of Lightning's.
+A checkpoint is a folder: model and optimizer as `symmoe.checkpoint` writes them, which any number of ranks loads, and
+the rest in a file of Lightning's.
 """
 
 from __future__ import annotations
@@ -29,11 +28,9 @@ class FabricStrategy(_FabricDDP):
     """Same as lightning.fabric's DDPStrategy: `Fabric(strategy=FabricStrategy())`.
 
     `clip_gradients(max_norm=...)`, `save` and `load` are collective. The state that is saved has models, at most one
-    optimizer, and values that Lightning saves; all ranks see the same folder.
-
-    Raises:
-        ArgumentError: in `setup`: the model has no MoELayer and has not been swapped, or the precision is
-            "16-mixed", whose gradient scaler would skip steps on some ranks only.
+    optimizer, and values that Lightning saves; all ranks see the same folder. ArgumentError, in `setup`: the model has
+    no MoELayer and has not been swapped, or the precision is "16-mixed", whose gradient scaler would skip steps on some
+    ranks only.
     """
 
     def setup_module(self, module: nn.Module) -> Any:
@@ -81,14 +78,9 @@ class FabricStrategy(_FabricDDP):
 
 
 class TrainerStrategy(_TrainerDDP):
-    """Same as lightning.pytorch's DDPStrategy: `Trainer(strategy=TrainerStrategy())`.
-
-    `gradient_clip_val` is that of the norm over all ranks. Checkpoints have at most one optimizer; all ranks see the
-    same folder.
-
-    Raises:
-        ArgumentError: in `fit` and the like: as FabricStrategy.
-    """
+    """Same as lightning.pytorch's DDPStrategy: `Trainer(strategy=TrainerStrategy())`. `gradient_clip_val` is that of
+    the norm over all ranks. Checkpoints have at most one optimizer; all ranks see the same folder. ArgumentError, in
+    `fit` and the like: as FabricStrategy."""
 
     _folder: Path  # that of the checkpoint that is being loaded
 

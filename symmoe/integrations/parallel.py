@@ -1,17 +1,5 @@
 """A model with MoE layers on a device mesh: experts as DTensors, FSDP2 or DDP around them, gradients scaled right.
-
-W ranks train together. The mesh cuts them into EP groups of `ep` ranks; other dimensions are the D = W / ep replicas of
-every expert:
-
-    init_device_mesh(device, (D, ep), mesh_dim_names=("efsdp", "ep"))
-    init_device_mesh(device, (r, D / r, ep), mesh_dim_names=("replicate", "efsdp", "ep"))     hybrid sharding
-
-Expert weights become DTensors of the global shape [E, ...], `Shard(0)` on `ep`: rank r of an EP group holds the experts
-that its kernels use. FSDP shards them once more over the replicas, dense parameters over all W ranks.
-
-FSDP would average an expert's gradient over its D replicas; the divisor is set to W, for the reasons that
-symmoe.training.gradients gives.
-"""
+docs/fsdp.md has the mesh, what is sharded over it, and the divisor of the gradients."""
 
 from __future__ import annotations
 
@@ -51,7 +39,8 @@ def parallelize(
 
     Experts, router (always fp32) and shared expert of a MoELayer become FSDP units. Experts are sharded over the
     replicas on dimension 0, or on the next one that divides evenly where a rank has too few of them. Collective over
-    the mesh; build the optimizer afterwards. Returns the model.
+    the mesh; build the optimizer afterwards. Returns the model. ArgumentError, the same on all ranks: the mesh does not
+    fit the heaps or the other mesh, or the experts cannot be sharded so.
 
     Args:
         model: parameters of replicas must hold the same values; FSDP does not broadcast.
@@ -63,10 +52,6 @@ def parallelize(
         reshard_after_forward: free the gathered parameters of all but the last unit between forward and backward.
         gradient_divide_factor: the divisor of the sum over all tokens' gradients; None: W, for losses that are a mean
             over each rank's tokens. 1.0 for losses that are already divided by the tokens of all ranks.
-
-    Raises:
-        ArgumentError: the mesh does not fit the heaps or the other mesh, or the experts cannot be sharded so. The same
-            on all ranks.
     """
     mp_policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
     replicas = _replica_names(mesh)
@@ -103,12 +88,10 @@ def parallelize(
 
 
 def data_parallel(model: nn.Module, mesh: DeviceMesh, **ddp_options: Any) -> DistributedDataParallel:
-    """Plain DDP for the dense parameters. Experts stay spread over `ep`; their gradients are summed over replicas.
-
-    Experts become DTensors (for checkpoints), are broadcast over the replicas, and are left out of DDP's buckets; their
-    gradients are scaled when they are computed, and averaged over the replicas when they are complete. DDP's `no_sync`
-    works for both. Collective. Mesh and errors are those of :func:`parallelize`.
-    """
+    """Plain DDP for the dense parameters. Experts become DTensors (for checkpoints), stay spread over `ep`, are
+    broadcast over the replicas, and are left out of DDP's buckets; their gradients are scaled when they are computed,
+    and averaged over the replicas when they are complete. DDP's `no_sync` works for both. Collective. Mesh and errors
+    are those of :func:`parallelize`."""
     replicas = mesh[_replica_names(mesh)]
     shard_experts(model, mesh)
     replicas = replicas if replicas.ndim == 1 else replicas._flatten("symmoe_replicas")
@@ -120,11 +103,8 @@ def data_parallel(model: nn.Module, mesh: DeviceMesh, **ddp_options: Any) -> Dis
 
 def shard_experts(model: nn.Module, mesh: DeviceMesh) -> list[MoELayer]:
     """Makes the expert parameters of every MoELayer DTensors of global shape [E, ...] over the parameters' memory, in
-    place: `Shard(0)` on the mesh's dimension "ep", `Replicate()` on others. Returns the layers. Local.
-
-    Raises:
-        ArgumentError: there is no MoELayer, or one does not fit.
-    """
+    place: `Shard(0)` on the mesh's dimension "ep", `Replicate()` on others. Returns the layers. Local. ArgumentError:
+    there is no MoELayer, or one does not fit."""
     layers = [module for module in model.modules() if isinstance(module, MoELayer)]
     if not layers:
         raise ArgumentError(f"model ({type(model).__name__}) has no MoELayer to put on mesh {mesh.mesh_dim_names}")
@@ -140,10 +120,8 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh) -> list[MoELayer]:
 
 
 def parameter_groups(model: nn.Module) -> list[dict[str, list[nn.Parameter]]]:
-    """Dense and expert parameters as two groups of an optimizer.
-
-    Under :func:`data_parallel` only experts are DTensors, and foreach and fused optimizers refuse groups of both kinds.
-    """
+    """Dense and expert parameters as two groups of an optimizer: under :func:`data_parallel` only experts are DTensors,
+    and foreach and fused optimizers refuse groups of both kinds."""
     dense, experts = trainable(model)
     return [{"params": dense}, {"params": experts}]
 

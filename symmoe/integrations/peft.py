@@ -1,11 +1,5 @@
-"""peft's LoRA on transformers models with swapped experts, and its files.
-
-What peft trains of the experts of a plain model (`target_parameters`, "all-linear", names of projections) it trains of
-swapped ones, in either order: `get_peft_model` of this module after swap_moe, or swap_moe after peft's own. Adapters of
-experts are then those of grouped layers (symmoe.training.lora), which peft cannot save; the files are peft's.
-
-E experts in all, H hidden, I ffn.
-"""
+"""peft's LoRA on transformers models with swapped experts, and its files (docs/peft.md). Adapters of experts are those
+of grouped layers (symmoe.training.lora), which peft cannot save. E experts in all, H hidden, I ffn."""
 
 from __future__ import annotations
 
@@ -37,16 +31,10 @@ WEIGHTS = "adapter_model.safetensors"
 
 def get_peft_model(model: nn.Module, config: peft.LoraConfig, **options: Any) -> peft.PeftModel:
     """Same as peft.get_peft_model, of a swapped model: the same adapters as of the plain one, with the same values if
-    ranks seed torch alike; each has its part of the experts' adapters, and all of the others. Local.
-
-    Args:
-        config: if it targets gate_up_proj or down_proj of experts, it targets both. The options that peft itself has
-            not for parameters (dropout, DoRA, bias ..) it refuses.
-
-    Raises:
-        ArgumentError: the model has not been swapped, or the experts cannot have such adapters. The model is as peft
-            has left it.
-    """
+    ranks seed torch alike; each has its part of the experts' adapters, and all of the others. Local. config: if it
+    targets gate_up_proj or down_proj of experts, it targets both. The options that peft itself has not for parameters
+    (dropout, DoRA, bias ..) it refuses. ArgumentError: the model has not been swapped, or the experts cannot have such
+    adapters. The model is as peft has left it."""
     heap_of(model)
     swapped = {path: module for path, module in model.named_modules() if isinstance(module, ExpertParallelExperts)}
     for path, experts in swapped.items():
@@ -71,12 +59,8 @@ def get_peft_model(model: nn.Module, config: peft.LoraConfig, **options: Any) ->
 def save_adapters(model: peft.PeftModel, folder: str | os.PathLike[str]) -> None:
     """Saves the adapters, and nothing else, as peft does, for the plain model: adapter_model.safetensors and
     adapter_config.json in `folder`, which all ranks see; other files there stay. Collective over the heap's process
-    group; rank 0 has all adapters of experts in host memory for a moment.
-
-    Raises:
-        ArgumentError: the model has not been swapped.
-        CheckpointError: on every rank, if ranks have different bits of what they all have, or writing failed anywhere.
-    """
+    group; rank 0 has all adapters of experts in host memory for a moment. ArgumentError: the model is not swapped.
+    CheckpointError: on every rank, if ranks have different bits of what they all have, or writing failed anywhere."""
     heap, folder = heap_of(model), Path(folder).absolute()
     partial = folder.with_name(folder.name + ".partial")
 
@@ -118,12 +102,8 @@ def save_adapters(model: peft.PeftModel, folder: str | os.PathLike[str]) -> None
 def load_adapters(model: peft.PeftModel, folder: str | os.PathLike[str]) -> None:
     """Fills the adapters from files of peft's, whoever wrote them, each rank those of its experts. Collective over the
     heap's process group. The model is wrapped with the files' configuration, e.g. LoraConfig.from_pretrained(folder).
-
-    Raises:
-        ArgumentError: the model has not been swapped.
-        CheckpointError: on every rank, if the file cannot be read, or keys or shapes are not those of the model. The
-            model is as it was.
-    """
+    ArgumentError: the model has not been swapped. CheckpointError: on every rank, if the file cannot be read, or keys
+    or shapes are not those of the model. The model is as it was."""
     heap, file = heap_of(model), Path(folder, WEIGHTS)
 
     def read() -> tuple[dict[str, torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]:

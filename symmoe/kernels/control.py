@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -231,33 +231,23 @@ def config_of(call: int) -> int:
     return call >> CALL_FIELDS["phase"]
 
 
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)  # launches keep constants by layout
 class ControlLayout:
     """Byte offsets of the control block's parts for `num_ranks` ranks of a node."""
 
     num_ranks: int
     num_sources: int | None = None  # ranks of the group, with a row each in the count table; None: those of the node
-    counters: int = field(init=False, default=0)
-    mailbox: int = field(init=False, default=512)
-    signals: int = field(init=False)
-    fault_inbox: int = field(init=False)
-    count_table: int = field(init=False)
-    num_rows: int = field(init=False)  # of one half of the count table
-    row_words: int = field(init=False)  # int32 of one of its rows, a multiple of 16: rows stay aligned to 64 bytes
-    table_stride_bytes: int = field(init=False)  # of one half
-    num_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
-        found: dict[str, int] = {}
-        found["num_rows"] = num_rows = self.num_sources or self.num_ranks
-        found["signals"] = signals = self.mailbox + 2 * self.num_ranks * MAIL_WORDS * 8
-        found["fault_inbox"] = fault_inbox = signals + self.num_ranks * SIGNAL_WORDS * 8
-        found["count_table"] = count_table = fault_inbox + 2 * self.num_ranks * INBOX_BYTES
-        found["row_words"] = row_words = -(-(HEADER_WORDS + MAX_EXPERTS + num_rows) // 16) * 16
-        found["table_stride_bytes"] = num_rows * row_words * 4
-        found["num_bytes"] = -(-(count_table + 2 * num_rows * row_words * 4) // 4096) * 4096
-        for name, value in found.items():
-            object.__setattr__(self, name, value)
+        self.num_rows = self.num_sources or self.num_ranks  # of one half of the count table
+        # int32 of one of its rows, a multiple of 16: rows stay aligned to 64 bytes
+        self.row_words = -(-(HEADER_WORDS + MAX_EXPERTS + self.num_rows) // 16) * 16
+        self.table_stride_bytes = self.num_rows * self.row_words * 4  # of one half
+        self.counters, self.mailbox = 0, 512
+        self.signals = self.mailbox + 2 * self.num_ranks * MAIL_WORDS * 8
+        self.fault_inbox = self.signals + self.num_ranks * SIGNAL_WORDS * 8
+        self.count_table = self.fault_inbox + 2 * self.num_ranks * INBOX_BYTES
+        self.num_bytes = -(-(self.count_table + 2 * self.table_stride_bytes) // 4096) * 4096
 
 
 @dataclass(frozen=True)
@@ -401,9 +391,8 @@ class InNodeIntegers:
     # start, and how many there are.
     regions = _Integers(2, "N", 3, "G")
     source_to_packed_start = _Integers("R + 1")  # that of the plan, for the sources of this node (dispatch/nodes.py)
-    own_rows = _Integers(
-        2, "e"
-    )  # that can be computed when all tokens of this node have come, if its ranks are in order
+    # Those that can be computed when all tokens of this node have come, if its ranks are in order.
+    own_rows = _Integers(2, "e")
 
 
 @functools.lru_cache(maxsize=256)

@@ -1,16 +1,12 @@
-"""Keeping the experts equally busy: losses, the expert bias, and the figures that say how well it goes.
+"""Keeping the experts equally busy: losses, the expert bias, and the figures that say how well it goes
+(docs/training.md).
 
 None of these functions synchronises the host, and only balance_step with an `expert_group` is collective: every rank
 has the load of the whole EP group from the plan's exchange of counts, so balance costs no communication.
 
-A load-balance loss is E * sum_i f_i * P_i: f_i is the fraction of the slots that went to expert i, P_i the mean
-normalised score of expert i. It is 1 when both are uniform, and f has no gradient. The variants differ in the tokens
-that f and P are taken over (docs/training.md). A loss is [] fp32; without tokens it is 0, still connected to what it is
-differentiable in. Tokens of False in a mask, bool [T], do not count. T tokens on this rank, S tokens in a sequence, K
-experts per token, E experts in all.
-
-The expert bias follows the load of an optimizer step. A call of a layer is counted when its gradient is computed: each
-micro-batch once, whether its activations were kept or computed again, and evaluation counts for nothing.
+A load-balance loss is E * sum_i f_i * P_i, [] fp32: 1 when both are uniform; f has no gradient. Without tokens it is 0,
+still connected to what it is differentiable in. Tokens of False in a mask, bool [T], do not count. T tokens on this
+rank, S tokens in a sequence, K experts per token, E experts in all.
 """
 
 from __future__ import annotations
@@ -49,12 +45,11 @@ def rows_per_rank(expert_load: torch.Tensor, place_to_expert: torch.Tensor, plac
 def load_balance_loss(
     shares: torch.Tensor, expert_load: torch.Tensor, token_mask: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """E * sum_i f_i * P_i of the Switch Transformer (arXiv:2101.03961, eq. 4-6), with the fractions of another load.
-    Taking f over all ranks, not per rank, lets experts specialise within a rank's batch, and taking it over the
-    micro-batches of a step lets them specialise within a micro-batch (global-batch load balancing, arXiv:2501.11873).
-    It makes the loss linear in what is local: the mean over ranks of this value, and of its gradient, equals the loss
-    of the global batch, however many ranks it is cut over (equal T on every rank, as for a mean loss in data
-    parallelism). shares: [T, E] fp32, see :func:`normalised`; expert_load: [E] integer, slots per expert."""
+    """E * sum_i f_i * P_i of the Switch Transformer (arXiv:2101.03961, eq. 4-6), with the fractions of another load:
+    over all ranks, and over the micro-batches of a step, experts may specialise within a rank's micro-batch
+    (arXiv:2501.11873). The loss is linear in what is local: the mean over ranks of this value, and of its gradient,
+    equals the loss of the global batch, however many ranks it is cut over (equal T on every rank, as for a mean loss in
+    data parallelism). shares: [T, E] fp32, see :func:`normalised`; expert_load: [E] integer, slots per expert."""
     mean_share_E, load_E = _mean(shares, token_mask), expert_load.detach().float()
     fraction_E = load_E / load_E.sum().clamp_min(1)
     return shares.shape[1] * (fraction_E * mean_share_E).sum()
@@ -138,16 +133,12 @@ def coefficient_of_variation(expert_load: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def balance_step(model: nn.Module, *, expert_group: dist.ProcessGroup | None = None) -> None:
-    """Moves every expert bias towards balance, and starts the counts of the next step. Once per optimizer step.
+    """Moves every expert bias towards balance, and starts the counts of the next step. Once per optimizer step; model:
+    holds the layers, in the same order on every rank. In training mode a layer counts the load of a call (of its whole
+    EP group) when backward passes through the call; micro-batches add up.
 
-    Collective over `expert_group` (one all-reduce for all layers) if that is given. Does not synchronise the host, and
-    can be captured in a CUDA graph. In training mode a layer counts the load of a call (of its whole EP group) when
-    backward passes through the call; micro-batches add up.
-
-    Args:
-        model: holds the layers, in the same order on every rank.
-        expert_group: as in reduce_gradients: the ranks that hold this rank's experts in the other EP groups, and this
-            one. None: the world is one EP group.
+    Collective over `expert_group` (as in reduce_gradients; one all-reduce for all layers) if that is given. Does not
+    synchronise the host, and can be captured in a CUDA graph.
     """
     routers = [module for module in model.modules() if isinstance(module, Router)]
     counts = {router: router.step_load for router in routers if router.step_load is not None}

@@ -1,12 +1,10 @@
 """DDP and FSDP around a layer, put there by code that knows nothing of experts: accelerate, transformers' Trainer,
-Lightning Fabric, or a user's.
+Lightning Fabric, or a user's. Both would mix experts, which differ from rank to rank (docs/ddp.md).
 
-DDP gives all ranks the parameters of rank 0 and averages their gradients, FSDP takes the parameters of all ranks for
-copies of one. Both would mix experts, which differ from rank to rank. So a layer names its experts where DDP looks for
-parameters to ignore, and `prepare_for_ddp` makes a whole model do so. (DDP asks the module that it wraps, no other.)
-Every forward pass inside a DDP sees to it that the experts' gradients get the scale of DDP's own: with D replicas of
-every expert, the sum over all tokens divided by W = R * D, as reduce_gradients has it. What has gone wrong by then is
-an error of that forward pass, on every rank.
+A layer names its experts where DDP looks for parameters to ignore, and `prepare_for_ddp` makes a whole model do so.
+(DDP asks the module that it wraps, no other.) Every forward pass inside a DDP sees to it that the experts' gradients
+get the scale of DDP's own: with D replicas of every expert, the sum over all tokens divided by W = R * D, as
+reduce_gradients has it. What has gone wrong by then is an error of that forward pass, on every rank.
 """
 
 from __future__ import annotations
@@ -96,11 +94,10 @@ class ExpertParallelModule(nn.Module):
 
 
 def prepare_for_ddp(model: nn.Module, *, expert_group: dist.ProcessGroup | None = None) -> None:
-    """Keeps the experts of `model` out of any DistributedDataParallel that wraps the model afterwards. Local.
-
-    For users who leave the wrapping to accelerate, transformers' Trainer or Lightning Fabric: DDP would overwrite
-    experts with those of rank 0. Their gradients come out of backward as `reduce_gradients` would make them: do not
-    call that. Nothing to do for a MoELayer that is wrapped itself, and for models of `swap_moe`.
+    """Keeps the experts of `model` out of any DistributedDataParallel that wraps the model afterwards, for users who
+    leave the wrapping to accelerate, transformers' Trainer or Lightning Fabric. Local. Gradients come out of backward
+    as `reduce_gradients` would make them: do not call that. Nothing to do for a MoELayer that is wrapped itself, and
+    for models of `swap_moe`.
 
     Args:
         model: what is wrapped, not a part of it; may be compiled before or after. Adapters may still be added.

@@ -1,9 +1,8 @@
-"""Dispatch, experts and combine as one differentiable step: no copy between its parts.
+"""Dispatch, experts and combine as one differentiable step: no copy between its parts ("A step" in docs/design.md).
 
 The receive buffer of dispatch is the saved activation; FC2 writes into a lease that combine reads in place; in
 backward, FC1's input gradient does. The caller chooses the layout of the receive buffer, and whether rows travel while
-GEMMs run, where that pays (moe/overlap.py; "Overlap" in docs/design.md). The kernels work on the same rows either way,
-and the bits are the same.
+GEMMs run, where that pays (moe/overlap.py), with the same bits.
 """
 
 from __future__ import annotations

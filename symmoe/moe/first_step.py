@@ -1,9 +1,8 @@
 """Mistakes of training loops that nothing else would show: ranks that train apart, found by their first optimizer step.
 
-Experts of different ranks must not start with equal seeds. DDP and FSDP do the rest themselves; a plain loop has to
-start with equal dense parameters, and to call reduce_gradients and clip_grad_norm. So the first step of an optimizer
-that has parameters of a layer takes a checksum before, and the next plan on the heap one after it. Checksums travel in
-words of the plan's barrier that are free, and every rank warns of what they say. From then on there is nothing to do.
+The first step of an optimizer that has parameters of a layer takes a checksum before, and the next plan on the heap one
+after it. They travel in words of the plan's barrier that are free, and every rank warns of what they say: equal
+experts, or dense parameters that differ before or after. From then on there is nothing to do.
 """
 
 from __future__ import annotations

@@ -91,11 +91,9 @@ register_namedtuple(MoEMetrics, serialized_type_name="symmoe.MoEMetrics")
 
 
 class MoELayer(ExpertParallelModule):
-    """A Mixture-of-Experts feed-forward layer whose experts are spread over the ranks of a heap's EP group.
-
-    Rank r holds experts r * E / R to (r + 1) * E / R - 1. The router (None with
-    config.router "none") is replicated: its gradients are data-parallel, those of `experts` are not (see
-    reduce_gradients).
+    """A Mixture-of-Experts feed-forward layer whose experts are spread over the ranks of a heap's EP group: rank r
+    holds experts r * E / R to (r + 1) * E / R - 1. The router (None with config.router "none") is replicated: its
+    gradients are data-parallel, those of `experts` are not (see reduce_gradients).
 
     A router of your own is no part of the layer: with router="none" it gives each call topk_idx and probs. Experts of
     your own run by parts, between make_plan, dispatch_tokens and combine_tokens, differentiable through all of them:
@@ -110,9 +108,8 @@ class MoELayer(ExpertParallelModule):
             backward. It is replicated, so its gradients are data-parallel.
         dtype: the dtype of the expert weights. The layer computes in the dtype of its input, or in autocast's.
         device: the device of the parameters; None is the heap's.
-        expert_group: as in reduce_gradients, the ranks that hold this rank's experts in the other EP groups. For
-            aux_loss="global", over which each forward then sums the load, and for DDP (see prepare_for_ddp). None: the
-            world is one EP group.
+        expert_group: as in reduce_gradients. For aux_loss="global", over which each forward then sums the load, and for
+            DDP (see prepare_for_ddp).
 
     Raises:
         ArgumentError: the configuration does not fit the group or its GPUs, or `experts` does not fit it.
@@ -151,11 +148,7 @@ class MoELayer(ExpertParallelModule):
         self._has_warned = False
 
     def set_experts(self, experts: GroupedMLP) -> None:
-        """Replaces this rank's experts by `experts`. Local.
-
-        Raises:
-            ArgumentError: they do not fit the configuration.
-        """
+        """Replaces this rank's experts by `experts`. Local. ArgumentError: they do not fit the configuration."""
         raise_for(self._fit_problem(experts))
         self.experts = vars(self)["_fitting_experts"] = experts
         watch_first_step(self)
@@ -197,18 +190,17 @@ class MoELayer(ExpertParallelModule):
             token_mask: bool [...]; tokens of False (padding) go to no expert and count in no load and no loss. Their y
                 is 0, plus the shared expert, which sees all tokens as it does in Megatron-Core.
             topk_idx: int [T, K], experts to take instead of the router's choice (symmoe.training.replay); -1 is none.
-            probs: fp32, fp16 or bf16 [T, K], with topk_idx: weights of these experts, e.g. of your own router.
-                They are taken as they are, and get their gradient. The layer's router, if it has one, does not run:
-                its losses are 0, and the call does not count for balance_step.
+            probs: fp32, fp16 or bf16 [T, K], with topk_idx: weights of these experts, e.g. of your own router. They are
+                taken as they are, and get their gradient. The layer's router, if it has one, does not run: its losses
+                are 0, and the call does not count for balance_step.
 
         Returns:
             y like x (in autocast's dtype under autocast), and the metrics of the call.
 
         Raises:
             ArgumentError, ConfigMismatch, CapacityError, HeapExhausted, PeerTimeout: see make_plan; on every rank. On
-                CPUs also for router logits, or probs, of NaN or Inf; on GPUs such a token's own y is NaN.
-                Inside torch.compile a wrong x, token_mask, topk_idx or probs is the compiler's error, on that rank
-                only.
+                CPUs also for router logits, or probs, of NaN or Inf; on GPUs such a token's own y is NaN. Inside
+                torch.compile a wrong x, token_mask, topk_idx or probs is the compiler's error, on that rank only.
         """
         is_compiling = torch.compiler.is_compiling()
         if not is_compiling:

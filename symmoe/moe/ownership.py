@@ -16,12 +16,8 @@ def named_parameters(model: nn.Module, *, shared: bool = False) -> Iterator[tupl
     `shared`, once for each name that it has. Those of modules with `holds_experts = True` are experts', with all
     modules inside them: GroupedLinear has that, and any module of experts may. A parameter that such a module holds is
     an expert's under its other names as well."""
-    experts = {
-        id(parameter)
-        for module in model.modules()
-        if getattr(module, "holds_experts", False)
-        for parameter in module.parameters()
-    }
+    holders = [module for module in model.modules() if getattr(module, "holds_experts", False)]
+    experts = {id(parameter) for module in holders for parameter in module.parameters()}
     for name, parameter in model.named_parameters(remove_duplicate=not shared):
         yield name, parameter, id(parameter) in experts
 

@@ -52,11 +52,8 @@ def replica_bytes(experts: CallExperts, num_places: int) -> int:
 
 class _Places:
     """A lease with a matrix for each place, of each kind of which a shape and a dtype are wanted; no lease for none.
-
-    Attributes:
-        tensors: by kind, [S, *shape], or None. starts: where each begins in the lease, in bytes. offset: of the lease.
-        contents: which kinds there are, the index of a call's field.
-    """
+    tensors: by kind, [S, *shape], or None. starts: where each begins in the lease, in bytes. offset: of the lease.
+    contents: which kinds there are, the index of a call's field."""
 
     def __init__(self, heap: SymmetricHeap, num_places: int, wanted: Sequence[_Wanted]) -> None:
         sizes = [0 if each is None else num_places * math.prod(each[0]) * each[1].itemsize for each in wanted]
@@ -80,16 +77,9 @@ class _Places:
 
 class ReplicaTrip:
     """What a pass with replicas sends: weights, as the rider of a dispatch, and gradients of replicas. Without places
-    nothing. Collective; does not synchronise the host.
-
-    Args:
-        weights: of this rank's experts.
-        targets: in backward, of the gradients of the weights of both layers.
-
-    Attributes:
-        weights: the same, with those of this rank's replicas.
-        contents: which kinds travel, on which ranks must agree.
-    """
+    nothing. Collective; does not synchronise the host. targets: in backward, of the gradients of the weights of both
+    layers. Attributes: weights of this rank's experts, with those of its replicas; and contents, which kinds travel, on
+    which ranks must agree."""
 
     def __init__(self, plan: Plan, weights: ExpertWeights, targets: tuple[Target, Target] | None = None) -> None:
         self.weights, self._own, self._plan = weights, weights.matrices, plan

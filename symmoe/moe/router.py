@@ -90,16 +90,14 @@ class Router(nn.Module):
     def forward(
         self, x: torch.Tensor, *, token_mask: torch.Tensor | None = None, topk_idx: torch.Tensor | None = None
     ) -> RouterOutput:
-        """Routes the tokens of this rank. Not collective; no host synchronisation.
+        """Routes the tokens of this rank. Not collective; no host synchronisation. ArgumentError: an argument does not
+        fit.
 
         Args:
             x: [T, H] float of any precision. T may be 0.
             token_mask: bool [T]; tokens of False (padding) go to no expert.
-            topk_idx: int [T, K], the experts to take instead of the best ones, e.g. `chosen_idx` of another forward;
-                -1 is no expert. The router computes scores, and the probs of these experts.
-
-        Raises:
-            ArgumentError: `x` is not [T, H] or not floating point; token_mask or topk_idx does not fit it.
+            topk_idx: int [T, K], the experts to take instead of the best ones, e.g. `chosen_idx` of another forward; -1
+                is no expert. The router computes scores, and the probs of these experts.
         """
         config = self.config
         if x.dim() != 2 or x.shape[1] != config.hidden:

@@ -1,8 +1,8 @@
 """The expert-parallel step as operators of torch, for those who trace a call: torch.compile, selective checkpointing.
 
-A compiler cannot trace a plan, leases and signals. So the whole step is one operator, with a rule for shapes, and its
-backward is another. Layers call them inside torch.compile and under a TorchDispatchMode. Elsewhere it runs the same
-code without an operator around it. Results have the same bits.
+A compiler cannot trace a plan, leases and signals. So inside torch.compile and under a TorchDispatchMode layers call
+the whole step as one operator, with a rule for shapes, and its backward as another. They run the same code as others
+do, with the same bits.
 
 Operators take tensors and numbers only. Their tensors are the tokens [T, H], probs [T, K], the layers' *own*: biases of
 both, if they have any, and their weights; and the adapters. The numbers are a _Call. What backward needs of forward

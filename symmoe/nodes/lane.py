@@ -1,9 +1,7 @@
-"""What the ranks of a rail say to each other before anything travels: where they are, and what has gone wrong.
-
-Before every exchange each rank sends a header. A rank with an error sends it in place of the header that its peers wait
-for, and nobody goes on; a rank that gives up sends that, for whoever waits for it next, before it closes. Where an
-exchange on the devices does not end, hosts tell each other how far theirs have come.
-"""
+"""What the ranks of a rail say to each other before anything travels: where they are, and what has gone wrong. A header
+comes before every exchange. A rank with an error sends it in place of that, and nobody goes on; a rank that gives up
+sends that, for whoever waits for it next, before it closes. Where an exchange on the devices does not end, hosts tell
+each other how far theirs have come."""
 
 from __future__ import annotations
 
@@ -56,10 +54,8 @@ class Header:
 
 
 class Lane:
-    """This rank's place on its rail. What a rank says when it gives up waits until somebody listens.
-
-    Args:
-        links: by node, of all others; the lane closes them.
+    """This rank's place on its rail. What a rank says when it gives up waits until somebody listens. links: by node, of
+    all others; the lane closes them.
 
     Attributes:
         number: how many headers this rank has sent for others to wait for.
@@ -81,11 +77,8 @@ class Lane:
         self._problem = self._send(self._said)
 
     def hear(self, timeout_s: float) -> list[Header]:
-        """The headers of all nodes, this one's included. Collective over the rail.
-
-        Raises:
-            RailBroken: a node did not answer in time, or its connection has closed, or a node has said that it gave up.
-        """
+        """The headers of all nodes, this one's included. Collective over the rail. RailBroken: a node did not answer in
+        time, or its connection has closed, or a node has said that it gave up."""
         deadline = time.monotonic() + timeout_s
         headers = [self._said] * (len(self._links) + 1)
         try:

@@ -1,10 +1,9 @@
 """Payload between GPUs of several nodes: NCCL's send and recv on the current stream, for which the host does not wait.
 
-NCCL is called by ctypes, in the library that torch has loaded. Not torch's process group for it: that one ends the
-whole process when a peer is lost, which here is an error that a caller may handle, and its streams are its own, so that
-one cannot say what its work has to come after in a graph.
-The device counts in the host's memory what it has begun and ended, in replays of graphs as well: NCCL itself waits for
-ever, so that somebody has to see who does not come (symm_mem/several_nodes.py).
+NCCL is called by ctypes, in the library that torch has loaded: torch's process group ends the whole process when a peer
+is lost, and has streams of its own, so that one cannot say what its work has to come after in a graph. NCCL itself
+waits for ever: the device counts in the host's memory what it has begun and ended, for who watches
+(symm_mem/several_nodes.py).
 """
 
 from __future__ import annotations
@@ -58,11 +57,7 @@ class NcclError(Exception):
 
 
 class Nccl:
-    """The library.
-
-    Raises:
-        BackendUnavailable: there is none.
-    """
+    """The library. BackendUnavailable: there is none."""
 
     def __init__(self) -> None:
         try:
@@ -117,13 +112,8 @@ class Nccl:
 
 
 class NcclRail(Payload):
-    """A rail for tensors on the current GPU. Construction is collective over the rail and synchronises.
-
-    Args: as of GlooRail; library: NCCL.
-
-    Raises:
-        BackendUnavailable: see connect_together.
-    """
+    """A rail for tensors on the current GPU, by this library; the other arguments are those of GlooRail. Construction
+    is collective over the rail and synchronises. BackendUnavailable: see connect_together."""
 
     progress: torch.Tensor
     counts: torch.Tensor
@@ -234,16 +224,10 @@ def connect_together(
     timeout_s: float,
 ) -> None:
     """Returns when connect(id, is_given_up) has, in a thread of its own. Collective over the rail. NCCL itself has no
-    bound, and does not tell the others when one fails. A thread that is given up ends when NCCL lets it; it then has to
-    undo what it has done.
-
-    Args:
-        make_id: of one of the ranks, makes the id by which they find each other; None on the others.
-        store: of torch, for this rail and this attempt.
-
-    Raises:
-        BackendUnavailable: one of both functions has failed, here or on another rank, or it takes longer.
-    """
+    bound, and does not tell the others when one fails. A thread that is given up ends when NCCL lets it, and has to
+    undo what it has done. make_id: of one of the ranks, makes the id by which they find each other; None on the others.
+    store: of torch, for this rail and this attempt. BackendUnavailable: one of both functions has failed, here or on
+    another rank, or it takes longer."""
     problems: list[BaseException] = []
     is_given_up = threading.Event()
 

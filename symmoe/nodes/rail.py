@@ -84,23 +84,14 @@ class Payload:
 
     def begin(self, sends: Pairs, receives: Pairs, stream: Any = None) -> Started:
         """Begins to send messages, and to fill others with what comes. Messages to a node keep their order. Does not
-        wait. On GPUs that is work of the stream (None: the current one), and no error is raised.
-
-        Args:
-            sends, receives: contiguous tensors whose sizes fit each other. Empty ones, and those of this node, do not
-                travel. They must stay as they are until :meth:`wait` has returned.
-
-        Raises:
-            RailBroken: a connection has closed.
-        """
+        wait. On GPUs that is work of the stream (None: the current one), and no error is raised. sends, receives:
+        contiguous tensors whose sizes fit each other, which must stay as they are until :meth:`wait` has returned.
+        Empty ones, and those of this node, do not travel. RailBroken: a connection has closed."""
         raise NotImplementedError
 
     def wait(self, started: Started, timeout_s: float) -> None:
         """Returns when what was begun has ended; on GPUs at once: work of the stream on which it was begun comes later.
-
-        Raises:
-            RailBroken: that took longer, or a connection has closed.
-        """
+        RailBroken: that took longer, or a connection has closed."""
 
     def problem(self) -> str:
         """What the network has reported about exchanges on the device; "": nothing."""
@@ -115,16 +106,9 @@ class Payload:
 
 
 class GlooRail(Payload):
-    """A rail for tensors on CPUs. Construction is collective over the rail.
-
-    Args:
-        store: of torch, which the ranks of the rail have in common.
-        name: of the rail in that store.
-        timeout_s: bound of the construction.
-
-    Raises:
-        RuntimeError: ranks cannot connect; on those that are connected to, after timeout_s.
-    """
+    """A rail for tensors on CPUs, by this name in a store of torch that its ranks have in common. Construction is
+    collective over the rail, within timeout_s. RuntimeError: ranks cannot connect; on those that are connected to,
+    after timeout_s."""
 
     def __init__(self, store: Any, name: str, *, node: int, num_nodes: int, timeout_s: float) -> None:
         self._node = node

@@ -1,10 +1,7 @@
-"""How hosts of ranks on several nodes connect: each to every other, before gloo or NCCL try.
-
-Of two ranks gloo has one connect and the other wait. Where a connection is refused, the one that waits does so for
-five times the bound, and neither says with whom. So each rank listens where gloo is going to, and its rail peers
-connect to it. A rank sends on the connections that it has made, and receives on those that it has accepted: then it has
-never anything unread where it sends, and what it has said arrives although it closes right after it.
-"""
+"""How hosts of ranks on several nodes connect: each to every other, before gloo or NCCL try ("Start" in
+docs/design.md). Each rank listens where gloo is going to, and its rail peers connect to it. A rank sends on the
+connections that it has made, and receives on those that it has accepted: then it has never anything unread where it
+sends, and what it has said arrives although it closes right after it."""
 
 from __future__ import annotations
 
@@ -52,11 +49,8 @@ class Endpoint:
 
 class Listener:
     """Listens at `endpoint`, where gloo does: at the device that GLOO_SOCKET_IFNAME names, or at the address of the
-    host's name. A context manager; the peers have to have tried before it ends.
-
-    Raises:
-        BackendUnavailable: there is no such device.
-    """
+    host's name. A context manager; the peers have to have tried before it ends. BackendUnavailable: there is no such
+    device."""
 
     _socket: socket.socket | None = None
 
@@ -77,11 +71,8 @@ class Listener:
             self._socket.close()
 
     def accept(self, ranks: Collection[int], token: bytes, timeout_s: float) -> dict[int, socket.socket]:
-        """The connections of these ranks, by rank, who have connected and said :func:`hello`; of nobody else.
-
-        Raises:
-            OSError: that takes longer.
-        """
+        """The connections of these ranks, by rank, who have connected and said :func:`hello`; of nobody else. OSError:
+        that takes longer."""
         assert self._socket is not None
         deadline = time.monotonic() + timeout_s
         found: dict[int, socket.socket] = {}

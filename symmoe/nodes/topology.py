@@ -69,12 +69,8 @@ def _find_fabric(gpu: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """The nodes of a group, from one rank's point of view.
-
-    Attributes:
-        rank: this rank in the group.
-        nodes: the ranks of each node in ascending order. Nodes are ordered by their first rank, and equally large.
-    """
+    """The nodes of a group, from the point of view of `rank`: the ranks of each in ascending order. Nodes are ordered
+    by their first rank, and equally large."""
 
     rank: int
     nodes: tuple[tuple[int, ...], ...]
@@ -115,16 +111,10 @@ class Topology:
 
 
 def find_topology(domains: Sequence[Hashable], rank: int, ranks_per_node: int | None) -> Topology:
-    """The topology of a group, for `rank`.
-
-    Args:
-        domains: of each rank, what it has in common with those whose memory it can reach, and with no others.
-        ranks_per_node: ranks of a node, which may be a part of a domain; None: each domain is a node.
-
-    Raises:
-        ArgumentError: domains cannot be cut into nodes of ranks_per_node ranks.
-        BackendUnavailable: nodes would differ in size.
-    """
+    """The topology of a group, for `rank`. domains: of each rank, what it has in common with those whose memory it can
+    reach, and with no others. ranks_per_node: of a node, which may be a part of a domain; None: each domain is a node.
+    ArgumentError: domains cannot be cut into nodes of ranks_per_node ranks. BackendUnavailable: nodes would differ in
+    size."""
     members: dict[Hashable, list[int]] = {}
     for each, domain in enumerate(domains):
         members.setdefault(domain, []).append(each)

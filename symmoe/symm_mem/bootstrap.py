@@ -31,13 +31,8 @@ _NUM_LOOKS = 3  # in a single look the thread may be waiting for the lock
 
 class Bootstrap:
     """The EP group as plain bytes. All methods are collective over the group; properties are not. `group=None` without
-    an initialised process group is a group of one.
-
-    Args:
-        timeout_s: bound of each wait for a peer; None: the group's timeout. A wait that has failed may break the group.
-
-    Attributes:
-        ranks: the ranks in the EP group of those that take part.
+    an initialised process group is a group of one. timeout_s: bound of each wait for a peer; None: the group's timeout.
+    A wait that has failed may break the group. ranks: the ranks in the EP group of those that take part.
 
     Every method raises:
         PeerTimeout: a peer did not come in time; rank -1 in a group without CPU tensors (only NCCL).

@@ -30,16 +30,8 @@ def _nothing(*args: object, **options: object) -> int:
 
 
 class DryHeap(SymmetricHeap):
-    """Rank 0's heap of a group whose other ranks are not there. Calls on it are local; they move and compute nothing.
-
-    Args:
-        num_ranks: R.
-        num_rows, num_packed_rows: N and P of every plan with exact capacity.
-
-    Attributes:
-        num_rows, num_packed_rows: as given.
-        events: begins and ends of leases, in order.
-    """
+    """Rank 0's heap of a group of R ranks whose others are not there, whose plans with exact capacity have N rows and P
+    packed rows. Calls on it are local; they move and compute nothing. events: begins and ends of leases, in order."""
 
     def __init__(self, num_ranks: int, *, num_rows: int, num_packed_rows: int) -> None:
         self.num_rows, self.num_packed_rows, self.events = num_rows, num_packed_rows, list[Event]()

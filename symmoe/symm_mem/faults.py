@@ -1,23 +1,16 @@
-"""The errors of a heap: which error this rank raises, when it raises it, and what it tells its peers.
+"""The errors of a heap: which error this rank raises, when it raises it, and what it tells its peers. "Barrier, epochs,
+faults" and "Between nodes" in docs/design.md say why all ranks of all nodes raise each error once.
 
-Each rank finds the error of a call and raises it once: on GPUs when its host next looks. But a rank may have left the
-call before that, by another exception, and come to the next plan without the barriers between. Its peers may have
-raised the error already, and wait in that plan's barrier; if only this rank raised it now, they would wait in vain. So
-it keeps the error, enters the barrier, and publishes that. If all ranks do, all raise it; else it is over. Between
-nodes a rank tells its rail of each error once, and says whether it keeps it. It does so only if all of the rail do; so
-all ranks of a node publish that they have the error if nobody in the whole group has raised it, and only then.
+A rank may have left a failed call by another exception, and come to the next plan while its peers, which may have
+raised the error already, wait in that plan's barrier; if only this rank raised it now, they would wait in vain. So it
+keeps the error, enters the barrier, and publishes that. If all ranks do, all raise it; else it is over. Between nodes a
+rank tells its rail of each error once, and says whether it keeps it; only if all of the rail do, it publishes so in its
+node.
 
-*Between nodes* (several_nodes.py; on one node :class:`OneNode` answers) an error has to get through one barrier of a
-node and one meeting of each rail, in either order. A rank that fails a call says so to its rail, and enters the next
-barrier of its node with the error; the rail hears it when it next meets. A rank that learns of it in a barrier tells
-the rail, where all ranks of other nodes learn of it; one that learns of it at a meeting enters its node's next barrier
-with it. So on each rail either all ranks meet with the error or none does. A call ends with a meeting, and with a
-barrier right after it: by then the barriers of every rank have found the error, if not its host.
-
-On GPUs a rank learns of an error in a barrier when its host next looks, and may have met its rail for later exchanges
-meanwhile. What peers get there says that it cannot be used (Nodes.begin), so that their node's next barrier fails as
-well: no rank of any node computes with it, although no host knows yet. Whoever raises first tells the rail, where the
-others raise at the latest; then all of a rail have raised it, and what they exchange from then on has no word of it.
+On each rail either all ranks meet with an error or none does: a rank that learns of it in a barrier tells the rail, and
+one that learns of it at a meeting enters its node's next barrier with it. On GPUs a rank may have met its rail for
+later exchanges before its host looks. What peers get there says that it cannot be used (Nodes.begin). Once all of a
+rail have raised the error, what they exchange has no word of it.
 """
 
 from __future__ import annotations
@@ -93,14 +86,12 @@ class OneNode:
 
 class Faults:
     """The errors of one rank on one heap. Methods return errors and do not raise them: a frame with a name for an error
-    that passes through it is in a cycle with the traceback, which keeps the leases of all its frames.
+    that passes through it is in a cycle with the traceback, which keeps the leases of all its frames. forget: called
+    when an error of a call is noticed.
 
     Attributes:
         poison: why only `close` works any more; None: everything works. (An error object would keep frames alive.)
         unraised: the error that is kept for the barrier of the next plan, or None.
-
-    Args:
-        forget: called when an error of a call is noticed.
     """
 
     def __init__(

@@ -1,8 +1,5 @@
-"""The flight record: this rank's last collective calls, to find out why ranks hang.
-
-A record holds counts, indices, times and the text of the error, and never a value of a token. `symmoe doctor --read`
-explains the records of several ranks in a sentence.
-"""
+"""The flight record: this rank's last collective calls, to find out why ranks hang ("Flight records" in
+docs/reliability.md). It holds counts, indices, times and the text of the error, and never a value of a token."""
 
 from __future__ import annotations
 
@@ -30,14 +27,8 @@ _NAMES = {**CHOICES, "dtype": [str(dtype).removeprefix("torch.") for dtype in co
 def describe(
     flight: FlightRing, error: SymmoeError, status: Sequence[int], peers: Peers, facts: dict[str, Any]
 ) -> dict[str, Any]:
-    """The record as a dict for JSON. Reads the control block, on the current stream.
-
-    Args:
-        flight: the last calls.
-        error: the error that is about to be raised.
-        status: the words of the status record.
-        facts: facts of the heap, for the top of the record.
-    """
+    """The record of an error that is about to be raised as a dict for JSON, with the last calls, the words of the
+    status record, and facts of the heap. Reads the control block, on the current stream."""
     now_ns, wall_s, calls = time.monotonic_ns(), time.time(), flight.calls
     plan_epoch = next((call[1] for call in reversed(calls) if call[2] & 0xFF == control.PHASE_PLAN), None)
     names = ("peer", "expected", "seen", "epoch", "where")

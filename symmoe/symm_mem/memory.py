@@ -1,8 +1,8 @@
 """This rank's memory of a heap: a first-fit arena, the leases of its parts, and when a part may be leased again.
 
-Memory of a lease lies in the arena of one of this process's heaps, and nowhere else. So a look at addresses tells which
-of many tensors need a look at their leases. Ranges of closed heaps stay: tensors over them may be alive. Where other
-memory lies there by now, a look at its leases finds none.
+Memory of a lease lies in the arena of one of this process's heaps, so a look at addresses tells which of many tensors
+need a look at their leases. Ranges of closed heaps stay: tensors over them may be alive. Where other memory lies there
+by now, a look at its leases finds none.
 """
 
 from __future__ import annotations

@@ -118,13 +118,10 @@ def read_fault(peers: Peers, sender: int, *, epoch: int) -> Fault:
 
 
 def end_waits(peers: Peers, report: Report, *, turn: int, kept_bits: int) -> None:
-    """Ends every wait of the group, this rank's own included: see control.ABORT. Local, waits for nobody.
-
-    Args:
-        turn: as in :func:`send_fault`.
-        kept_bits: bits of sent epochs that are kept. control.EPOCH_MASK: epochs that have come count. 0: none count;
-            needed if this rank has sent an epoch whose end it has not seen: a late peer would take it for a success.
-    """
+    """Ends every wait of the group, this rank's own included: see control.ABORT. Local, waits for nobody. turn: as in
+    :func:`send_fault`. kept_bits: bits of sent epochs that are kept. control.EPOCH_MASK: epochs that have come count.
+    0: none count; needed if this rank has sent an epoch whose end it has not seen: a late peer would take it for a
+    success."""
     word = _word_of(peers.rank)
     # This comes first: barriers still on this rank's stream would send epochs over these words.
     write_word(peers.counters(peers.rank)[control.ABORTED], 1)

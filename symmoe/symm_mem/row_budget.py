@@ -1,9 +1,6 @@
 """How many rows recent calls of a group have needed, and how many the next call gets before its routing is known.
-
-With exact capacity the host would have to wait for the plan before it can make buffers. Instead a call gets room for
-what recent ones have needed, with a margin, and the host looks at the plan when everything is launched. Routing changes
-slowly, so it nearly always fits; a call that does not fit on every rank is planned again.
-"""
+Routing changes slowly, so it nearly always fits; a call that does not fit on every rank is planned again ("Capacity" in
+docs/design.md)."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """What a heap has if its group spans several nodes: meetings and exchanges with the ranks of this rank's rail, one of
-each other node. A heap of one node has none of it; its errors ask :class:`faults.OneNode`.
+each other node ("Between nodes" in docs/design.md). A heap of one node has none of it; its errors ask
+:class:`faults.OneNode`.
 
-Hosts meet before every exchange between nodes. On GPUs they know nothing yet of what the device is about to find: so
-with every exchange goes word of faults that it knows of. Waits are a little longer than those in a node: a peer that
-waits for a rank of its own node gives that one up first, and says so. In turn a rank that misses one of its own node,
-which is waiting for its rail, lets that one find out who is missing.
+Waits are a little longer than those in a node: a peer that waits for a rank of its own node gives that one up first,
+and says so. In turn a rank that misses one of its own node, which is waiting for its rail, lets that one find out who
+is missing.
 """
 
 from __future__ import annotations
@@ -53,15 +53,10 @@ _WORD = slice(control.ABORTED, control.RAIL_FAULT + 1)  # the counters that othe
 
 
 class Nodes(OneNode):
-    """The nodes of a heap that spans several, from one rank's point of view.
-
-    Attributes:
-        topology: which ranks are on which node.
-        maps: the same, as tensors on the device.
-        lane, payload: between the hosts of this rank's rail, and for tensors of the heap's device.
-        rail_rows: by node, those of :meth:`meet` of the rank with this rank's index, as it has said in the last one.
-        faults: of the heap.
-    """
+    """The nodes of a heap that spans several, from one rank's point of view: which ranks are on which node, also as
+    tensors on the device (maps); the lane between the hosts of this rank's rail, and the payload for tensors of the
+    heap's device. rail_rows: by node, those of :meth:`meet` of the rank with this rank's index, as it has said in the
+    last one."""
 
     faults: Faults
 
@@ -115,14 +110,9 @@ class Nodes(OneNode):
             raise_for(self.faults.after_meeting(self.enter(call, sizes, rail_rows), call))
 
     def exchange(self, sends: Pairs, receives: Pairs, phase: int, **options: int) -> None:
-        """Meets as :meth:`meet` does, then sends tensors to every other node, and receives what it sends. On GPUs that
-        is work of the current stream. What is received may be used as it is only after the next barrier, or where
-        the kernel `other_counts` has found no failure.
-
-        Args:
-            sends, receives: see Payload.begin.
-            phase, options: of :meth:`meet`.
-        """
+        """Meets as :meth:`meet` does, with its options, then sends tensors to every other node, and receives what it
+        sends (see Payload.begin). On GPUs that is work of the current stream. What is received may be used as it is
+        only after the next barrier, or where the kernel `other_counts` has found no failure."""
         with self.turn:
             self.meet(phase, **options)
             with self.moving(sends, receives):
@@ -131,12 +121,9 @@ class Nodes(OneNode):
     @contextmanager
     def moving(self, sends: Pairs, receives: Pairs) -> Iterator[Callable[[], None]]:
         """A context in which tensors travel as in :meth:`exchange`, after :meth:`meet`, while the host, and on GPUs the
-        current stream, do other things. Collective over the group; one at a time. By the end of the context all have
-        come, also after an exception, unless a peer is gone.
-
-        Yields:
-            a function that waits for them, on GPUs for later work of the current stream.
-        """
+        current stream, do other things. Collective over the group; one at a time. By its end all have come, also after
+        an exception, unless a peer is gone. Yields a function that waits for them, on GPUs for later work of the
+        current stream."""
         with self.turn:
             self.begin(sends, receives)
         try:
@@ -304,11 +291,8 @@ class Nodes(OneNode):
             threading.Thread(target=run, name="symmoe-rail", daemon=True).start()
 
     def _look(self) -> bool:
-        """Notes what is overdue, and lets peers of this node see whether this rank is on its rail. Whether to go on.
-
-        It reads two numbers in the host's memory and what has come on the lane, and calls nothing of CUDA as long as
-        all is well: a call from a thread that is not capturing would end a capture.
-        """
+        """Notes what is overdue, and lets peers of this node see whether this rank is on its rail. Whether to go on. As
+        long as all is well it calls nothing of CUDA: a call from a thread that is not capturing would end a capture."""
         assert self.payload.progress is not None
         (begun, ended), now, bound_s = self.payload.progress.tolist(), time.monotonic(), self.payload.bound_s
         if begun != self._exchange:
@@ -421,11 +405,8 @@ def start_rail(
 ) -> tuple[Lane, Payload]:
     """What hosts say to each other on this rank's rail, and what moves tensors of `device`. Collective over the group.
     Connections of hosts have half of the bound, and those of GPUs, so that ranks which have theirs still wait when
-    others give up.
-
-    Raises:
-        BackendUnavailable: on every rank, if two ranks cannot connect. The text names them, and what to look at.
-    """
+    others give up. BackendUnavailable: on every rank, if two ranks cannot connect. The text names them, and what to
+    look at."""
     token = bytes.fromhex(bootstrap.gather(os.urandom(16).hex())[0])
     lane = Lane(_connect_hosts(bootstrap, topology, token, min(_REACH_S, timeout_s / 2)))
     options = {"node": topology.node, "num_nodes": topology.num_nodes, "timeout_s": timeout_s / 2}

@@ -50,14 +50,9 @@ class HeapOptions:
 
 
 class HeapParts:
-    """What a heap is made of; :func:`start_heap` sets it. Attributes: as in SymmetricHeap, and
-
-    _access: the right to use it.
-    _arenas: what holds the memory, and frees it.
-    _others: what its errors ask of the other nodes.
-    _kept: this rank's control block, while the heap is suspended.
-    _tape_mode: one of tapes.MODES.
-    """
+    """What a heap is made of; :func:`start_heap` sets it. Attributes: as in SymmetricHeap, and the right to use it,
+    what holds the memory and frees it, what its errors ask of the other nodes, this rank's control block while the heap
+    is suspended, and one of tapes.MODES."""
 
     rank: int
     num_ranks: int
@@ -108,14 +103,9 @@ def start_heap(heap: HeapParts, group: dist.ProcessGroup | None, options: HeapOp
     backend_class = host_backend.HostBackend if name == "host" else nvshmem_backend.NvshmemBackend
     heap._arenas = arenas = backend_class(whole if is_single else NodeBootstrap(whole, node), options.num_bytes)
     device = arenas.device
-    heap.peers = heap.count_peers = peers = Peers(
-        rank=topology.local_rank,
-        num_ranks=len(node),
-        bases=torch.tensor(arenas.bases, dtype=torch.int64, device=device),
-        views=tuple(make() for make in arenas.arenas),
-        layout=ControlLayout(len(node), whole.num_ranks),
-        group_ranks=() if is_single else node,
-    )
+    bases, views = torch.tensor(arenas.bases, dtype=torch.int64, device=device), tuple(make() for make in arenas.arenas)
+    layout, group_ranks = ControlLayout(len(node), whole.num_ranks), () if is_single else node
+    heap.peers = heap.count_peers = peers = Peers(topology.local_rank, len(node), bases, views, layout, group_ranks)
     order, heap._access = StreamOrder(device) if device.type == "cuda" else None, Access()
     heap.streams = NoStreams() if order is None else order
     heap.memory = Memory(peers, arenas.arenas, heap._access, order)

@@ -1,8 +1,5 @@
-"""The order of a heap's calls: on CUDA streams and in graphs, and of the threads and processes that make them.
-
-Collective calls on one heap must run in the order in which the host makes them, on whatever streams; and memory that
-one stream has released may only be taken on another once the first is done with it. One stream pays nothing for this.
-"""
+"""The order of a heap's calls: on CUDA streams and in graphs, and of the threads and processes that make them
+("Streams" and "Who may use it" in docs/design.md)."""
 
 from __future__ import annotations
 

@@ -123,9 +123,7 @@ class Waits:
     """Launches the waits of this rank. Does not synchronise the host; on CPUs the host itself waits.
 
     Attributes:
-        timeout_s, start_timeout_s, device, peers, status, configurations: as in SymmetricHeap.
-        kernels: returns the kernels for the device.
-        flight: the record of launched waits.
+        flight: the record of launched waits. The others that are not named here are as in SymmetricHeap.
         compiles: whether first calls may compile, as during construction and on GPUs; else no wait is a first one.
         first_times: knows which waits `start_timeout_s` bounds.
         is_inside: whether this rank waits. It stays so if a signal handler raises in a wait of the host.

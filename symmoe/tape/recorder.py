@@ -19,40 +19,11 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 
+from symmoe import torch_internals
 from symmoe.errors import StaleTape, SymmoeError
-from symmoe.tape.tape import (
-    CALL,
-    IN_ORDER,
-    MUST_ABORT,
-    MUST_SIGNAL,
-    NEW,
-    NOTE,
-    OPERATOR,
-    STREAM,
-    Call,
-    CallInteger,
-    Entry,
-    Event,
-    Launch,
-    LeaseOffset,
-    Mark,
-    Memory,
-    ObjectSlot,
-    Playing,
-    ResultField,
-    Tape,
-    extent_bytes,
-    filler,
-)
-from symmoe.torch_internals import (
-    READS_BACK,
-    TorchDispatchMode,
-    current_stream,
-    empty_strided,
-    num_dispatch_modes,
-    schema_of,
-    storage_of,
-)
+from symmoe.tape import tape as tapes
+from symmoe.tape.tape import STREAM, Call, Entry, Event, Launch, Mark, Memory, ObjectSlot, Playing, Tape
+from symmoe.torch_internals import TorchDispatchMode, current_stream, num_dispatch_modes
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -229,10 +200,10 @@ class Recorder(TorchDispatchMode):
             numbers, results: where other arguments of the launch come from, and the names of those that are returned.
             nan_on_failure: the tensor whose address is the argument `spoiled`.
         """
-        result = function(*[self.numbers[each.name] if type(each) is CallInteger else each for each in template])
+        result = function(*[self.numbers[each.name] if type(each) is tapes.CallInteger else each for each in template])
         slot = self._new_slot()
-        self.entries.append(Call(function, (template, {}), slot, NOTE, self.is_owed))
-        self._next_numbers = {**numbers, **{name: ResultField(slot, n) for n, name in enumerate(results)}}
+        self.entries.append(Call(function, (template, {}), slot, tapes.NOTE, self.is_owed))
+        self._next_numbers = {**numbers, **{name: tapes.ResultField(slot, n) for n, name in enumerate(results)}}
         if nan_on_failure is not None:
             self._next_numbers["spoiled"] = self._memory(nan_on_failure)
         return result
@@ -263,12 +234,12 @@ class Recorder(TorchDispatchMode):
         slot = self._things[id(event)][0]
         self.entries.append(Event(slot, self._named_stream(stream.cuda_stream), is_wait=True))
 
-    def offset(self, offset: int) -> LeaseOffset | int:
+    def offset(self, offset: int) -> tapes.LeaseOffset | int:
         """Where an offset in the arena comes from: the newest lease that holds it."""
         for slot, thing in reversed(list(self._things.values())):
             start = getattr(thing, "offset", None)
             if start is not None and start <= offset < start + thing.num_bytes:  # type: ignore[attr-defined]  # a lease
-                return LeaseOffset(slot, offset - start)
+                return tapes.LeaseOffset(slot, offset - start)
         if offset > 0:
             self.give_up("an offset lies in no lease of this call")
         return offset
@@ -283,20 +254,20 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if _thread.recorder is not self or function.is_view:
             return function(*args, **kwargs)
-        if function is READS_BACK:
+        if function is torch_internals.READS_BACK:
             self.give_up(f"the host reads a tensor ({function})")
         template = self._template(args), self._template(kwargs)
         result = function(*args, **kwargs)
         if isinstance(result, torch.Tensor) and any(
-            isinstance(value, torch.Tensor) and storage_of(value) == storage_of(result)
+            isinstance(value, torch.Tensor) and torch_internals.storage_of(value) == torch_internals.storage_of(result)
             for value in (*args, *kwargs.values())
         ):
-            if schema_of(function).is_mutable:
+            if torch_internals.schema_of(function).is_mutable:
                 self._note_operator(function, template, None)
             return result
         if function in _EMPTY and result.device == self._device:
-            make = empty_strided[self._device.type]
-            self.entries.append(Call(make, (_look(result), {}), self._place(result), NEW))
+            make = torch_internals.empty_strided[self._device.type]
+            self.entries.append(Call(make, (_look(result), {}), self._place(result), tapes.NEW))
         elif isinstance(result, torch.Tensor):
             self._note_operator(function, template, self._place(result))
         else:
@@ -307,7 +278,7 @@ class Recorder(TorchDispatchMode):
         if self._on_gpu and torch.cuda.current_stream(self._device).cuda_stream != self._stream:
             self.give_up(f"{function} runs on another stream")
         autocast = self._device.type if self._has_autocast else None  # what it does to operators has been done here
-        self.entries.append(Call(function, template, slot, OPERATOR, self.is_owed, autocast))
+        self.entries.append(Call(function, template, slot, tapes.OPERATOR, self.is_owed, autocast))
 
     def _note_call(self, function: Callable[..., Any] | str, template: tuple[Any, Any], result: object) -> None:
         slot = None
@@ -321,7 +292,7 @@ class Recorder(TorchDispatchMode):
             self._things[id(result)] = slot, result
         leaves = self._has_autocast and not torch.is_autocast_enabled(self._device.type)
         autocast = self._device.type if leaves else None
-        kind = IN_ORDER if hasattr(function, "is_in_order") else CALL
+        kind = tapes.IN_ORDER if hasattr(function, "is_in_order") else tapes.CALL
         self.entries.append(Call(function, template, slot, kind, self.is_owed, autocast))
 
     def _new_slot(self) -> int:
@@ -333,12 +304,12 @@ class Recorder(TorchDispatchMode):
         if tensor.numel() == 0:
             self.give_up("a tensor is empty")
         slot, start = self._new_slot(), tensor.data_ptr()
-        self._spans.append((start, start + extent_bytes(*_look(tensor)), slot))
+        self._spans.append((start, start + tapes.extent_bytes(*_look(tensor)), slot))
         return slot
 
     def _memory(self, tensor: torch.Tensor) -> Memory:
         start, look = tensor.data_ptr(), _look(tensor)
-        end = start + extent_bytes(*look)
+        end = start + tapes.extent_bytes(*look)
         for first, last, slot in reversed(self._spans):
             if first <= start and end <= last:
                 return Memory(slot, start - first, *look)
@@ -361,7 +332,7 @@ class Recorder(TorchDispatchMode):
 
     def _named(self, name: str, value: Any) -> Any:
         if name in self.numbers:
-            return CallInteger(name)
+            return tapes.CallInteger(name)
         if name == "publish":
             return tuple(self.offset(offset) for offset in value)
         return self._template(value)
@@ -422,7 +393,7 @@ class Tapes:
     def run(
         self, key: tuple[Hashable, ...], function: Function, inputs: Sequence[torch.Tensor], numbers: Mapping[str, int]
     ) -> Sequence[Any]:
-        """function(), or what the tape of an earlier call does.
+        """function(), or what the tape of an earlier call does and returns.
 
         Args:
             key: a word for errors, and everything but tensors and `numbers` on which depends what is launched.
@@ -430,9 +401,6 @@ class Tapes:
                 makes, leases that it takes, or a result of a recorded function. It does not wait for the device.
             inputs: tensors; their looks, devices, alignment and whether they require gradients are a part of the key.
             numbers: see Recorder.
-
-        Returns:
-            what the function returns.
         """
         if num_dispatch_modes():  # a recorder, or somebody else who has to see every operator
             return function()
@@ -499,9 +467,9 @@ class Tapes:
     def _pay(self, entries: Sequence[Entry], playing: Playing, error: BaseException) -> None:
         """Launches what is owed to the peers: they wait for it, and memory that they write to must not be leased again
         before that."""
-        if playing.mark == MUST_ABORT:
+        if playing.mark == tapes.MUST_ABORT:
             self._give_up(error)
-        owes = playing.mark == MUST_SIGNAL
+        owes = playing.mark == tapes.MUST_SIGNAL
         try:
             for entry in entries:
                 owes &= type(entry) is not Mark
@@ -539,7 +507,7 @@ class Tapes:
                 kind.played = self._compiled(tape)
                 if kind.played is None:
                     problem, kind.num_failures = "nothing plays it here", _MOST_FAILURES - 1
-                kind.fill = None if kind.played is None else filler(kind.played.outputs)
+                kind.fill = None if kind.played is None else tapes.filler(kind.played.outputs)
         kind.problem = problem
         kind.num_failures += bool(problem)
         kind.tape = tape
@@ -553,9 +521,6 @@ class Tapes:
         if not difference or difference == SHARED:  # the latter is no matter of the tape
             return
         del self._kinds[whole_key]
-        self._fail(
-            StaleTape(
-                f"call {kind.num_calls} of '{whole_key[0][0]}' with these sizes does not do what its tape does: "
-                f"{difference}. Those since the last one that was compared may be wrong; SYMMOE_TAPES=off plays none"
-            )
-        )
+        text = f"call {kind.num_calls} of '{whole_key[0][0]}' with these sizes does not do what its tape does: "
+        text += f"{difference}. Those since the last one that was compared may be wrong; SYMMOE_TAPES=off plays none"
+        self._fail(StaleTape(text))

@@ -153,11 +153,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 class Entry:
-    """One thing that happens.
-
-    Attributes:
-        is_owed: see recorder.owed.
-    """
+    """One thing that happens. is_owed: see recorder.owed."""
 
     __slots__ = ()
     is_owed: bool = False

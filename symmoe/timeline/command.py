@@ -65,13 +65,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def trace_layer(config: MoEConfig, *, num_tokens: int, path: str, eager: bool = False) -> str:
-    """Records a step of a layer with random weights, tokens and routing, bf16. Collective. Returns the table on rank 0;
-    "" elsewhere. Raises ArgumentError if experts cannot be divided among the ranks.
-
-    Args:
-        config: with a balance loss; a step that is captured needs a static capacity.
-        eager: the step as the host launches it, as always on CPUs, instead of a replay of the captured step.
-    """
+    """Records a step of a layer with random weights, tokens and routing, bf16: a replay of the captured step, or, with
+    `eager` and on CPUs, as the host launches it. Collective. Returns the table on rank 0; "" elsewhere. Raises
+    ArgumentError if experts cannot be divided among the ranks. config: has a balance loss, and a static capacity if the
+    step is captured."""
     with join() as ranks:
         plan = plan_memory(config, num_ranks=ranks.num_ranks, num_tokens=num_tokens, dtype=DTYPE)
         replays = not eager and ranks.device.type == "cuda"

@@ -1,8 +1,7 @@
 """Which phase of a step an operator or a kernel belongs to: one table for hosts and GPUs.
 
-Operators are the functions of `symmoe.kernels`, kernels what they launch on a GPU, by the names that a profiler shows,
-here without their "_kernel". A kernel that several operators launch is in the least specific phase: the range of its
-launch is more specific.
+Operators are the functions of `symmoe.kernels`, kernels what they launch on a GPU, here without their "_kernel". A
+kernel that several operators launch is in the least specific phase: the range of its launch is more specific.
 """
 
 from __future__ import annotations

@@ -39,14 +39,9 @@ def _ranged(operator: str, kernel: Callable[..., Any], /, *args: Any, **kwargs: 
 
 @contextmanager
 def annotate(heap: SymmetricHeap) -> Iterator[None]:
-    """Ranges for profilers around what this process launches: `symmoe/<forward or backward>/<operator>`. Local.
-
-    For a profiler of your own: torch.profiler sees them as user annotations, Nsight Systems as NVTX ranges. Does not
-    synchronise. Costs nothing outside of the context. :func:`symmoe.timeline.record` turns them on.
-
-    Raises:
-        ArgumentError: they are on already.
-    """
+    """Ranges for profilers of your own around what this process launches: `symmoe/<forward or backward>/<operator>`, in
+    torch.profiler as user annotations, in Nsight Systems as NVTX ranges. Local; does not synchronise. Costs nothing
+    outside of the context. ArgumentError: they are on already, as in :func:`symmoe.timeline.record`."""
     if kernels.has_hook(heap.device, _ranged):
         raise ArgumentError("a timeline is being recorded, or ranges are on, already in this process")
     with kernels.hooked(heap.device, _ranged):
@@ -55,11 +50,8 @@ def annotate(heap: SymmetricHeap) -> Iterator[None]:
 
 def events_of(trace: Trace, *, on_gpu: bool) -> list[Event]:
     """What ran, by begin, on the clock of the trace (Kineto's Chrome format); of a recording, what was launched after
-    its start.
-
-    A kernel has the phase and the direction of the range that it was launched in. Without a range, as in a CUDA graph,
-    only its name says the phase. A host computes an operator while its range lasts.
-    """
+    its start. A kernel has the phase and the direction of the range that it was launched in; without one, as in a CUDA
+    graph, only its name says the phase. A host computes an operator while its range lasts."""
     ran: list[Trace] = []
     launches: dict[Any, tuple[Any, float]] = {}  # by correlation: the thread, and the time
     ranges: dict[Any, list[tuple[float, float, str, str]]] = defaultdict(list)  # by thread: span, direction, operator

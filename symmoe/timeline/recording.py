@@ -1,9 +1,8 @@
 """Recording: what every rank does in a context, as torch.profiler sees it, brought together on one clock.
 
-Also of a step as a CUDA graph, whose replays show what the GPU does when no host holds it up. A profiler sees the
-kernels of a replay, but not who launched them, and their streams are the graph executor's choice. So the graph has
-marks where the forward and the backward pass begin, and kernels get their direction from the marks before them, their
-lane from their phase.
+Also of a CUDA graph's replays, of which a profiler sees the kernels, but not who launched them, and on streams of the
+graph executor's choice. So the graph has marks where the forward and the backward pass begin, and kernels get their
+direction from the marks before them, their lane from their phase.
 """
 
 from __future__ import annotations
@@ -48,14 +47,8 @@ class Recording:
         self._started = False
 
     def start(self) -> None:
-        """Begins the recording: earlier events are dropped. Collective; synchronises the host.
-
-        The hosts of all ranks leave together, and on GPUs 30 ms before the streams do: whatever they launch meanwhile
-        begins on all ranks at the same time, and shows no time of a host.
-
-        Raises:
-            PeerTimeout, PeerAborted: a rank does not come.
-        """
+        """Begins the recording: earlier events are dropped. Collective; synchronises the host, and all ranks leave
+        together: see docs/timeline.md. PeerTimeout, PeerAborted: a rank does not come."""
         _meet(self._heap)
         with torch.profiler.record_function(START):
             pass
@@ -69,24 +62,20 @@ class Recording:
 def record(
     path: str | Path, heap: SymmetricHeap, finish: Callable[[Timeline], Timeline] = lambda timeline: timeline
 ) -> Iterator[Recording]:
-    """Records what the ranks of a heap do from `recording.start()` to the end of the context. Collective; synchronises
-    the host at both ends. No other torch.profiler may run.
-
-    Run a step or two before :meth:`Recording.start`: the first step under a profiler is not like others (CUPTI starts,
-    kernels are seen for the first time), and is milliseconds late on one rank or another.
+    """Records what the ranks of a heap do from `recording.start()`, which comes after a step or two, to the end of the
+    context. Collective; synchronises the host at both ends. No other torch.profiler may run. After an exception in the
+    context nothing is written.
 
     Rank 0 of the heap's group writes the trace to `path` (for ui.perfetto.dev and chrome://tracing), and next to it a
     table of exposed times (.txt). On GPUs the events are kernels, on CPUs the calls of operators.
-
-    An exception in the context goes through, and nothing is written.
 
     Args:
         path: ends with .json; of rank 0.
         finish: is applied to what was recorded before it is written; a pure function.
 
     Raises:
-        ArgumentError: the path does not end with .json or cannot be written, or the recording was not started: on
-            every rank. A timeline is being recorded already in this process.
+        ArgumentError: the path does not end with .json or cannot be written, or the recording was not started: on every
+            rank. A timeline is being recorded already in this process.
         PeerTimeout, PeerAborted: a rank does not come to either end.
     """
     path, on_gpu = Path(path), heap.device.type == "cuda"
@@ -130,14 +119,11 @@ def timeline_of(ranks: Sequence[Sequence[Event]], device: str, num_barriers: int
 
 
 def align(barriers: Sequence[Sequence[Span]]) -> tuple[list[float], list[float]]:
-    """(how far each rank's clock is ahead of rank 0's, the largest error of that), in the unit of the barriers.
+    """(how far each rank's clock is ahead of rank 0's, the largest error of that), in the unit of the barriers:
+    (entered, left) by rank, of the same barriers in the same order, at least one.
 
     Nobody leaves a barrier before everybody has entered it. So a rank's clock is ahead of rank 0's by no less than its
-    own entry minus rank 0's exit, and by no more than its own exit minus rank 0's entry. The middle of what all
-    barriers allow is taken; half of that range is the error.
-
-    Args:
-        barriers: per rank: (entered, left) of the same barriers in the same order, at least one.
+    own entry minus rank 0's exit, and by no more than its own exit minus rank 0's entry.
     """
     offsets, errors = [0.0], [0.0]
     for mine in barriers[1:]:
@@ -165,10 +151,8 @@ def _enter_barriers(heap: SymmetricHeap, number: int) -> None:
 
 
 def capture_step(forward: Callable[[], _Outputs], backward: Callable[[_Outputs], object]) -> torch.cuda.CUDAGraph:
-    """`backward(forward())` as a CUDA graph, which marks where each begins. Collective if they are; synchronises.
-
-    Both must have run on this device before. Gradients that accumulate do so in every replay.
-    """
+    """`backward(forward())`, which have run on this device before, as a CUDA graph that marks where each begins.
+    Collective if they are; synchronises. Gradients that accumulate do so in every replay."""
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -181,10 +165,8 @@ def capture_step(forward: Callable[[], _Outputs], backward: Callable[[_Outputs],
 
 def directed(timeline: Timeline) -> Timeline:
     """The events of replays of what :func:`capture_step` returns, with directions from the marks, which are removed,
-    and with lanes from their phases: for :func:`record`, as `finish`.
-
-    Events before the first mark keep their direction. FC2 and FC1 dgrad are told apart as a bf16 layer has them.
-    """
+    and with lanes from their phases: for :func:`record`, as `finish`. Events before the first mark keep their
+    direction. FC2 and FC1 dgrad are told apart as a bf16 layer has them."""
     return replace(timeline, ranks=tuple(tuple(_directed(events)) for events in timeline.ranks))
 
 

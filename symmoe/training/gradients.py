@@ -1,11 +1,10 @@
 """Gradients of a model whose dense parameters are data-parallel and whose experts are expert-parallel.
 
 Let W ranks each have a loss L_r, a mean over the rank's own tokens, and the training loss be L = (1/W) * sum_r L_r.
-
-* A dense parameter is used on every rank: backward leaves dL_r/dw there. Sum over all ranks, divide by W.
-* An expert is used on one rank of its EP group, with the tokens of all of them: combine's backward carries each rank's
-  dL_r there, so backward leaves their sum over the EP group. Where the world is cut into D EP groups, the expert has D
-  replicas that saw different tokens: sum over these (the `expert_group`). Then divide by W, not by that group's size.
+Backward leaves dL_r/dw of a dense parameter on each rank: sum over all, divide by W. Combine's backward carries each
+rank's dL_r to an expert's rank, so backward leaves their sum over the EP group there. Where the world is cut into D EP
+groups, the expert has D replicas that saw different tokens: sum over these (the `expert_group`), and divide by W, too,
+not by that group's size.
 
 Which kind a parameter is follows from the module that owns it (symmoe.moe.ownership). It is `.grad` that is reduced:
 with `accumulate_into_main_grad`, the trainer that owns `main_grad` reduces it.
@@ -92,22 +91,15 @@ def clip_grad_norm(
     group: dist.ProcessGroup | None = None,
     expert_group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """Scales the reduced gradients down to a norm of at most `max_norm`. Collective over `group`.
+    """Scales the gradients down to a norm of at most `max_norm`. Collective over `group`; no host synchronisation.
 
-    Call it after :func:`reduce_gradients`, or after a backward that reduces gradients, under DDP or FSDP, whose
+    It comes after :func:`reduce_gradients`, or after a backward that reduces gradients, under DDP or FSDP, whose
     DTensors say where each part lives. Every dense parameter counts once and every expert once, wherever it lives, so
     the norm does not depend on the number of ranks or on how parameters are sharded (up to rounding), and all ranks
-    scale by the same bits. No host synchronisation.
-
-    Args:
-        model, group, expert_group: as in :func:`reduce_gradients`, but for expert_group None: as many ranks have the
-            same experts as the heap of a layer says; of experts in other modules, one.
-
-    Returns:
-        [] fp32, the norm before clipping, on the device of the parameters.
-
-    Raises:
-        ArgumentError: the gradient of a DTensor is a partial sum, which has no norm yet.
+    scale by the same bits. Arguments are those of reduce_gradients, but for expert_group None: as many ranks have the
+    same experts as the heap of a layer says; of experts in other modules, one. Returns the norm before clipping, []
+    fp32, on the device of the parameters. ArgumentError: the gradient of a DTensor is a partial sum, which has no norm
+    yet.
     """
     group = group or default_group()
     num_ranks = group_size(group)
@@ -140,15 +132,10 @@ def clip_grad_norm(
 def broadcast_parameters(
     model: nn.Module, *, group: dist.ProcessGroup | None = None, expert_group: dist.ProcessGroup | None = None
 ) -> None:
-    """Gives all ranks the dense parameters and buffers of the first one. Collective over both groups.
-
-    Experts stay as they are, with all that their modules hold; with an `expert_group` they become those of its first
-    rank. For loops that call `reduce_gradients`, with its arguments: DDP does the same by itself, and FSDP's parts are
-    of one model.
-
-    Raises:
-        ArgumentError: a parameter or buffer is a DTensor, or has no memory. Nothing has been sent.
-    """
+    """Gives all ranks the dense parameters and buffers of the first one. Collective over both groups. Experts stay as
+    they are, with all that their modules hold; with an `expert_group` they become those of its first rank. For loops
+    that call `reduce_gradients`, with its arguments: DDP does the same by itself, and FSDP's parts are of one model.
+    ArgumentError: a parameter or buffer is a DTensor, or has no memory; nothing has been sent."""
     names = {id(parameter): is_expert for _, parameter, is_expert in named_parameters(model)}
     holders = [module for module in model.modules() if getattr(module, "holds_experts", False)]
     names |= {id(buffer): True for module in holders for buffer in module.buffers()}

@@ -1,10 +1,7 @@
-"""LoRA on grouped experts (arXiv:2106.09685): y_g = W[g] x + (alpha / r) * B[g] (A[g] x), with W frozen.
+"""LoRA on grouped experts (arXiv:2106.09685): y_g = W[g] x + (alpha / r) * B[g] (A[g] x), with W frozen
+(docs/training.md).
 
-Adapters are grouped low-rank GEMMs (grouped/low_rank.py) in addition to those of W: in GroupedMLP, in the
-expert-parallel step with all its schedules, in torch.compile. Only merging makes B A. In addition to what a step
-without adapters keeps for backward, it keeps r numbers per row and linear layer.
-
-G groups, C input features, O output features, r rank.
+G groups, C input features, O output features, r rank. Only merging makes B A.
 """
 
 from __future__ import annotations
@@ -134,15 +131,13 @@ def add_lora(
     """Gives both layers of every GroupedMLP in `model` adapters, in place, and freezes their weights and biases. Local.
 
     Everything else keeps its `requires_grad`. Comes before the model is sharded and before its optimizer is made.
+    Returns all new parameters to train.
 
     Args:
         model: e.g. a GroupedMLP, a MoELayer, or a whole model.
         rank, alpha: r, and the scaling alpha / r. Any rank is computed as the next multiple of 8.
         rank_dropout: see LoRAGroupedLinear.
         dtype: the dtype of the adapters; None: the weights'. Optimizers want fp32 adapters on bf16 weights.
-
-    Returns:
-        the adapters: all new parameters to train.
 
     Raises:
         ArgumentError: a number is out of range, or the model has no GroupedMLP, or one whose gradients go elsewhere, or

@@ -80,6 +80,7 @@ def plan_memory(
 
     The schedule is 1F1B: `num_in_flight` micro-batches go forward, then backward and forward alternate. It has the
     high-water mark of plain training (1 in flight), gradient accumulation (1) and pipeline stages (their depth).
+    ArgumentError: a number is out of range.
 
     Args:
         config: the configuration of every layer.
@@ -88,9 +89,6 @@ def plan_memory(
         routing: with exact capacity, the rows to count with. "uniform": K distinct experts for every token, all
             equally likely; the mean, real routing needs more. "worst": every token of every rank chooses this rank.
             A static capacity is what it is.
-
-    Raises:
-        ArgumentError: a number is out of range.
     """
     sizes = {"num_ranks": num_ranks, "num_tokens": num_tokens, "num_layers": num_layers}
     raise_for(size_problem(**sizes, num_in_flight=num_in_flight))

@@ -85,7 +85,7 @@ class LayerRecord:
 
 
 class MetricsLogger:
-    """Watches the MoE layers of a model, until :meth:`close`.
+    """Watches the MoE layers of a model, until :meth:`close`. ArgumentError: it has none.
 
     Watching costs a few small kernels per call, no host synchronisation, and can be captured in a CUDA graph, whose
     replays then count. Compiled calls count too; torch.compile compiles the model again when watching begins or ends.
@@ -97,9 +97,6 @@ class MetricsLogger:
             there are only the records.
         times_forward: take the time of every forward, and of its trips, with CUDA events, or perf_counter on CPUs. Not
             in CUDA graphs, nor of what is compiled.
-
-    Raises:
-        ArgumentError: the model has no such layer.
     """
 
     def __init__(self, model: nn.Module, sink: Sink | None = None, *, times_forward: bool = False) -> None:

@@ -1,16 +1,13 @@
-"""How long a layer takes on several nodes, from bytes and FLOPs: a model. Its steps were compared with those of two
-nodes of one GPU (docs/nodes.md), the rest with no network.
+"""How long a layer takes on several nodes, from bytes and FLOPs: a model. docs/nodes.md has what it takes for granted,
+what it leaves out, and with what its steps were compared.
 
-T tokens per rank, E experts, K slots per token; N nodes of G ranks, R ranks in all. Every GPU has a NIC. A token goes
-once to every node that has an expert for it, to the rank on its rail, and from there to the ranks of that node. Routing
-is uniform: a token's groups of experts are drawn first, then its K experts from those groups. What is left out: ids,
-probs and maps (1.2 % of the bytes of qwen3-30b, 0.3 % of DeepSeek-V3), latency, barriers, local copies and sums.
+T tokens per rank, E experts, K slots per token; N nodes of G ranks, R ranks in all.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -93,19 +90,14 @@ def plan_network(
     nic_gbs: float = 50.0,
     dtype: torch.dtype = torch.bfloat16,
 ) -> NetworkPlan:
-    """Traffic and seconds of a layer with gated experts and order="node". Local; allocates nothing.
-
-    NVLink and GEMMs have the rates of an H200 (moe/overlap.py). Inside a node dispatch sends a row for each
-    (token, rank), and combine reads one for each (token, slot).
+    """Traffic and seconds of a layer with gated experts and order="node", on GPUs with the rates of an H200
+    (moe/overlap.py). Local; allocates nothing. ArgumentError: a number is out of range, or does not divide another.
 
     Args:
         config: rail_capacity None is num_tokens.
         num_ranks, num_nodes, num_tokens: R, N, and T on every rank.
         nic_gbs: 1e9 bytes per second that one rank sends over the network.
         dtype: the dtype of the rows; with a `quantized_wire`, of those that come home.
-
-    Raises:
-        ArgumentError: a number is out of range, or does not divide another.
     """
     raise_for(size_problem(num_ranks=num_ranks, num_nodes=num_nodes, num_tokens=num_tokens))
     if not (math.isfinite(nic_gbs) and nic_gbs > 0):
@@ -158,13 +150,9 @@ def plan_network(
     combine = trip(config.hidden * dtype.itemsize, config.top_k * (1 - 1 / per_node))
 
     gemms_s = (sizes.fc1_flops + sizes.product_flops) / rates.flops
-    exact, fixed = (
-        Forward(network_s=network_s, link_s=dispatch.link.seconds + combine.link.seconds, gemms_s=gemms_s)
-        for network_s in (
-            dispatch.nodes.seconds + combine.nodes.seconds,
-            dispatch.fixed.seconds + combine.fixed.seconds,
-        )
-    )
+    link_s = dispatch.link.seconds + combine.link.seconds
+    exact = Forward(network_s=dispatch.nodes.seconds + combine.nodes.seconds, link_s=link_s, gemms_s=gemms_s)
+    fixed = replace(exact, network_s=dispatch.fixed.seconds + combine.fixed.seconds)
     return NetworkPlan(dispatch, combine, exact, fixed, *_step_s(sizes, rates))
 
 

@@ -1,9 +1,5 @@
-"""Whether a layer's steps take less time in FP8 than in bf16, from measurements (`choose_precision`, "float8-auto").
-
-GEMMs of E4M3 numbers take two thirds of the time of those of bf16. In return everything that they read is quantised
-first: rows, weights, activations and their gradients. That takes bytes instead of FLOPs, so FP8 gains the more, the
-wider the experts are and the more rows each of them gets.
-"""
+"""Whether a layer's steps take less time in FP8 than in bf16, from measurements (`choose_precision`, "float8-auto"):
+"FP8" in docs/tuning.md."""
 
 from __future__ import annotations
 
@@ -53,14 +49,10 @@ MEASURED = (
 def choose_precision(
     config: MoEConfig, *, num_ranks: int, num_tokens: int, device: torch.device | str, num_micro_batches: int = 1
 ) -> MoEConfig:
-    """`config` itself if its precision was faster on this GPU, else a copy that computes in the working dtype.
-
-    The copy has `precision=None` and `quantized_wire="none"`. Only Float8Block on an H200 is known to be faster
-    anywhere: with other recipes, on other GPUs and on CPUs the layer computes in full. There, FP8 is taken if a layer
-    was measured to be at least 1.05 times as fast in it, and this one is nowhere smaller: in `hidden`, `ffn` and rows
-    per expert. Local; does not synchronise the host. The choice follows from the arguments and the kind of GPU, so it
-    is the same on all ranks that bring the same; ranks that choose differently find out in their first call
-    (ConfigMismatch).
+    """`config` itself if its precision was faster on this GPU, else a copy that computes in the working dtype: with
+    `precision=None` and `quantized_wire="none"`. docs/tuning.md says where FP8 is taken. Local; does not synchronise
+    the host. The choice follows from the arguments and the kind of GPU, so it is the same on all ranks that bring the
+    same; ranks that choose differently find out in their first call (ConfigMismatch).
 
     Args:
         config: the configuration of a layer, with the precision to choose or not.

@@ -14,16 +14,16 @@ from cluster import run_on
 from suites.layer import CEILING, Choice, bench_layer, experts_only
 from suites.reference import Reference
 from suites.rows import Places, packed_rows_of, rows_of
-from suites.timing import Variant, measure
+from suites.timing import HostEvent, Variant, measure
 
 from symmoe import GroupedMLP, SymmetricHeap, cli
 from symmoe.errors import WrongResult
 from symmoe.tools.bench import records
 from symmoe.tools.bench.cases import HOT_EXPERT, Case, Shape, choose_experts
-from symmoe.tools.bench.problem import Problem, Routing
-from symmoe.tools.bench.ranks import Ranks
+from symmoe.tools.bench.problem import MAX_ERROR, Problem, Routing, relative_error, row_error
+from symmoe.tools.bench.ranks import Ranks, Run
+from symmoe.tools.bench.steps import WARM_UP
 from symmoe.tools.bench.stock_torch import STOCK
-from symmoe.tools.bench.timing import MAX_ERROR, WARM_UP, HostEvent, Run, relative_error, row_error
 from symmoe.tools.facts import output_of
 
 CPU = torch.device("cpu")

@@ -28,7 +28,7 @@ WRONG = [
     ("bench --preset qwen", "preset (qwen) must be of qwen3-30b"),
     ("bench --skew flat", "skew (flat) must be of uniform, zipf, hot"),
     ("bench --tokens 12,many", "tokens (many) must be comma-separated whole numbers"),
-    ("bench --tokens 0", "tokens (0) must be at least 1"),
+    ("bench --tokens 0", "tokens (0) must be comma-separated whole numbers of at least 1"),
     ("bench --hidden 16", "explicit sizes also need --ffn, --experts, --top-k"),
     ("bench CUSTOM --preset olmoe", "preset (olmoe) and sizes (hidden, ffn, experts, top_k) exclude each other"),
     ("bench CUSTOM --top-k 5", "top_k (5) must be at most num_experts (4)"),

@@ -63,13 +63,11 @@ class ActivationKernels(Protocol):
         """Gradient through the second GEMM and the activation of hidden (h, row_scale): gradients dh, a of forward
         again, dscale, and the first GEMM's dbias.
 
-        dout of O features; weight [G, O, I]; h, dh [N, W], which may be one; a [N, I]; row_scale, dscale fp32[N];
-        dbias [G, W] or None; workspace: fp32, of dact_workspace_numel(...) elements. dscale and dbias need whole
-        groups; dscale is 0 in the tail. dscale None: its partial sums stay in the workspace. When calls that differ
-        only in row_range have computed all rows, sum_dact_partials sums them (and grouped_bias_grad dh).
-
-        Returns:
-            How many partial sums of dscale the workspace has for a row.
+        dout of O features; weight [G, O, I]; h, dh [N, W], which may be one; a [N, I]; row_scale, dscale fp32[N]; dbias
+        [G, W] or None; workspace: fp32, of dact_workspace_numel(...) elements. dscale and dbias need whole groups;
+        dscale is 0 in the tail. dscale None: its partial sums stay in the workspace. When calls that differ only in
+        row_range have computed all rows, sum_dact_partials sums them (and grouped_bias_grad dh). Returns how many
+        partial sums of dscale the workspace has for a row.
         """
 
     def dact_workspace_numel(self, num_rows: int, num_groups: int, ffn: int, activation: Activation) -> int:

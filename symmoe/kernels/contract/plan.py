@@ -32,13 +32,7 @@ class PlanKernels(Protocol):
         """
 
     def send_counts(
-        self,
-        block_counts: Tensor,
-        topk_idx: Tensor,
-        header: tuple[int, ...],
-        peers: Peers,
-        *,
-        num_experts: int,
+        self, block_counts: Tensor, topk_idx: Tensor, header: tuple[int, ...], peers: Peers, *, num_experts: int
     ) -> None:
         """Puts this rank's row (header, slots per expert, tokens per rank) into every rank's count table.
 

@@ -13,11 +13,8 @@ HostBytes = Tensor | bytes | bytearray | memoryview
 class PointerKernels(Protocol):
     def copy_host_to_device(self, source: HostBytes, destination: Tensor) -> None:
         """The first bytes of destination = source; on GPUs without a copy engine, so that graphs can hold the bytes.
-
-        Args:
-            source: contiguous memory of the host, of any size up to that of destination. The caller may change it
-                when the call returns.
-        """
+        source: contiguous memory of the host, of any size up to that of destination. The caller may change it when the
+        call returns."""
 
     def read_addresses(
         self, tensors: list[Tensor], device: torch.device, *, alignment: int, contiguous: bool

@@ -25,10 +25,8 @@ class ReplicaKernels(Protocol):
         least and a place: as many as the first is above the mean, the second below it, or the expert has. Of equal ones
         the lowest number counts. Rows stay where their tokens are as far as both go there; other rows are given out in
         the order of source ranks and of the ranks with copies. So there are at most R * S moves, and a rank stays above
-        the limit only if no place is left that could help.
-
-        Args:
-            plan: gets expert_load, place_to_expert, place_rows, expert_to_place and copy_slots.
+        the limit only if no place is left that could help. plan: gets expert_load, place_to_expert, place_rows,
+        expert_to_place and copy_slots.
         """
 
     def choose_copies(self, topk_idx: Tensor, block_starts: Tensor, plan: PlanIntegers, block_counts: Tensor) -> None:

@@ -138,10 +138,7 @@ class RowKernels(Protocol):
     ) -> None:
         """out[t] = sum over s of row source_row[t, s] of rank source_rank[t, s]: fp32, in order of s.
 
-        If the call has failed, `out` is filled with NaN.
-
-        Args:
-            source_rank, source_row: int32 [T, S]; -1: nothing to add.
+        If the call has failed, `out` is filled with NaN. source_rank, source_row: int32 [T, S]; -1: nothing to add.
         """
 
     def sum_home(
@@ -157,11 +154,8 @@ class RowKernels(Protocol):
         """out[t] = sum over the ranks of the sum of token t's rows there: fp32, in order of the ranks.
 
         A peer's sum has returned. This rank's sum is made here with the same bits: fp32, in k order, rounded to the
-        dtype of `out`. If the call has failed, `out` gets NaN.
-
-        Args:
-            rows: the rows on this rank; those that have returned, [(R - 1) * T, H].
-            index: token_to_packed_row, packed_start, slot_to_rank, slot_to_row.
+        dtype of `out`. If the call has failed, `out` gets NaN. rows: the rows on this rank; those that have returned,
+        [(R - 1) * T, H]. index: token_to_packed_row, packed_start, slot_to_rank, slot_to_row.
         """
 
     def pull_values(

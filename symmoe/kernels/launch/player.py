@@ -25,29 +25,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from symmoe.errors import SymmoeError
 from symmoe.kernels.launch import driver
 from symmoe.kernels.launch.triton_internals import Compiled, build_module, described_parts
-from symmoe.tape.tape import (
-    CALL,
-    IN_ORDER,
-    MUST_ABORT,
-    MUST_SIGNAL,
-    NEW,
-    NOTE,
-    OPERATOR,
-    STREAM,
-    Call,
-    CallInteger,
-    Entry,
-    Event,
-    Launch,
-    LeaseOffset,
-    Mark,
-    Memory,
-    ObjectSlot,
-    Playing,
-    ResultField,
-    Tape,
-    extent_bytes,
-)
+from symmoe.tape import tape as tapes
+from symmoe.tape.tape import STREAM, Call, Entry, Event, Launch, Mark, Memory, ObjectSlot, Playing, Tape
 
 _MOST_PARAMETERS, _MOST_MAPS = 128, 8
 _SOURCE = f"""
@@ -162,11 +141,7 @@ class _Op(ctypes.Structure):
 
 
 class Kernel:
-    """A compiled kernel, launched by C. Immutable but for the tensor maps that it remembers.
-
-    Attributes:
-        name: of the kernel.
-    """
+    """A compiled kernel, launched by C. Immutable but for the tensor maps that it remembers. name: of the kernel."""
 
     def __init__(
         self,
@@ -403,10 +378,10 @@ def _with_memory_planned(tape: Tape, made: list[Call], parts: dict[int, tuple[in
     small: list[Call] = []
     large: dict[int, int] = {}  # bytes by slot, of memory that may end
     for n, entry in enumerate(tape.entries):
-        if not (isinstance(entry, Call) and entry.kind == NEW and entry.slot is not None):
+        if not (isinstance(entry, Call) and entry.kind == tapes.NEW and entry.slot is not None):
             entries.append(entry)
             continue
-        num_bytes, used = extent_bytes(*entry.template[0]), [user for _, user in users.get(entry.slot, ())]
+        num_bytes, used = tapes.extent_bytes(*entry.template[0]), [user for _, user in users.get(entry.slot, ())]
         launches_use = entry.slot not in returned and all(isinstance(user, Launch) for user in used)
         if launches_use and num_bytes < _SMALL_BYTES:
             small.append(entry)
@@ -427,10 +402,10 @@ def _with_memory_planned(tape: Tape, made: list[Call], parts: dict[int, tuple[in
 
 def _workspace(entries: Sequence[Call], parts: dict[int, tuple[int, int]]) -> Call:
     """Makes memory of several entries in one allocation, which lives until the call ends."""
-    sizes = [-(-extent_bytes(*entry.template[0]) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for entry in entries]
+    sizes = [-(-tapes.extent_bytes(*entry.template[0]) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for entry in entries]
     slots = [entry.slot for entry in entries if entry.slot is not None]
     parts.update(zip(slots, zip(repeat(slots[0]), accumulate(sizes, initial=0)), strict=False))
-    return Call(entries[0].function, (((sum(sizes),), (1,), torch.uint8), {}), slots[0], NEW)
+    return Call(entries[0].function, (((sum(sizes),), (1,), torch.uint8), {}), slots[0], tapes.NEW)
 
 
 def _slots(template: Any) -> Iterator[int]:
@@ -448,7 +423,7 @@ class _End(Entry):
     """Memory ends, of which all users have been launched on the current stream."""
 
     slots: tuple[int, ...]
-    kind = CALL
+    kind = tapes.CALL
 
     def play(self, playing: Playing) -> None:
         for slot in self.slots:
@@ -468,7 +443,7 @@ class _Group:
 
     def takes(self, entry: Entry) -> bool:
         """Whether the entry may have its place in this group, which takes it then."""
-        has_operator = any(each.kind == OPERATOR for each in self._after)
+        has_operator = any(each.kind == tapes.OPERATOR for each in self._after)
         if self._is_full:
             return False
         if isinstance(entry, (Launch, Event)):
@@ -483,9 +458,9 @@ class _Group:
             self._after.append(entry)
         elif not isinstance(entry, Call):
             raise AssertionError(f"an unknown entry: {entry}")
-        elif entry.kind == NOTE:
+        elif entry.kind == tapes.NOTE:
             self._notes.append(entry)
-        elif entry.kind == IN_ORDER:
+        elif entry.kind == tapes.IN_ORDER:
             self._after.append(entry)
             self._is_full = True
         elif entry.fills == (None, None):
@@ -494,14 +469,15 @@ class _Group:
             self._before.append(entry)
         else:
             self._after.append(entry)  # an operator, or the end of a lease
-            self._is_full = entry.kind != OPERATOR and entry.slot is not None
+            self._is_full = entry.kind != tapes.OPERATOR and entry.slot is not None
         return True
 
     def end(self, layout: _Layout) -> list[Entry]:
         """What is played: nothing can interrupt the function in C, so only the last mark counts after it. What would be
         owed is in sections with what is not: an error of Python between them cannot be told to the peers."""
         section = [Section(self._launches, layout)] if self._launches else []
-        marks = [self._mark and Mark(MUST_ABORT) if self._mark and self._mark.what == MUST_SIGNAL else self._mark]
+        is_owing = self._mark is not None and self._mark.what == tapes.MUST_SIGNAL
+        marks = [Mark(tapes.MUST_ABORT) if is_owing else self._mark]
         return [*self._before, *self._notes, *section, *filter(None, marks), *self._after]
 
 
@@ -513,7 +489,7 @@ class Section(Entry):
         self._layout = layout
         # With their indices, what no earlier section uses: slots of memory, and places of numbers.
         self._slots: list[tuple[int, int]] = []
-        self._numbers: list[tuple[int, CallInteger | LeaseOffset | ResultField]] = []
+        self._numbers: list[tuple[int, tapes.CallInteger | tapes.LeaseOffset | tapes.ResultField]] = []
         self._ops = (_Op * len(entries))()
         for op, entry in zip(self._ops, entries, strict=True):
             if isinstance(entry, Launch):
@@ -548,7 +524,7 @@ class Section(Entry):
                 values[place] = self._index(slot, self._slots), offset + arg.offset_bytes
             elif isinstance(arg, Memory):
                 values[place] = constant(arg.offset_bytes), 0
-            elif isinstance(arg, (CallInteger, LeaseOffset, ResultField)):
+            elif isinstance(arg, (tapes.CallInteger, tapes.LeaseOffset, tapes.ResultField)):
                 values[place] = self._index(arg, self._numbers), 0
             elif kind != "constexpr":
                 values[place] = constant(_bits(arg, kind) if kind in _FLOATS else arg), 0

@@ -118,11 +118,8 @@ def described_parts(compiled: Compiled, number: int, descriptor: Any) -> tuple[t
 
 
 def build_module(source: str, name: str) -> ModuleType:
-    """A module in C, built as Triton builds its launchers.
-
-    Raises:
-        BackendUnavailable: this Triton builds them in another way.
-    """
+    """A module in C, built as Triton builds its launchers. BackendUnavailable: this Triton builds them in another
+    way."""
     try:
         from triton.runtime.build import compile_module_from_src
     except ImportError:

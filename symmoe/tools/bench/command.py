@@ -17,10 +17,9 @@ from symmoe.errors import ArgumentError
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.tools.bench.cases import PRESETS, SKEWS, Case, add_shape_arguments, config_of, names_of, shapes_of
 from symmoe.tools.bench.problem import Problem, routing_of
-from symmoe.tools.bench.ranks import Ranks, join
+from symmoe.tools.bench.ranks import Ranks, Run, join
 from symmoe.tools.bench.records import Record, machine, render, save
 from symmoe.tools.bench.steps import bench_steps, heap_bytes
-from symmoe.tools.bench.timing import Run
 
 HELP = "times of the layer, and yardsticks"
 DESCRIPTION = """\
@@ -59,9 +58,11 @@ def run(args: argparse.Namespace, suites: Mapping[str, Suite] = SUITES) -> int:
     """Measures what the arguments name, on all ranks. Returns the exit status. Raises ArgumentError for what argparse
     does not find, WrongResult if a variant's results are wrong."""
     names = names_of("suite", ",".join(args.suites or SUITES), suites)
-    tokens, skews = [_number("tokens", text) for text in args.tokens.split(",")], names_of("skew", args.skew, SKEWS)
+    tokens, skews = args.tokens.split(","), names_of("skew", args.skew, SKEWS)
+    if wrong := [text for text in tokens if not text.strip().isdecimal() or int(text) < 1]:
+        raise ArgumentError(f"tokens ({wrong[0]}) must be comma-separated whole numbers of at least 1")
     shapes = shapes_of(args, next(iter(PRESETS)))
-    cases = [Case(shape, count, skew) for shape in shapes for count in tokens for skew in skews]
+    cases = [Case(shape, count, skew) for shape in shapes for count in map(int, tokens) for skew in skews]
     if args.repetitions < 1:
         raise ArgumentError(f"repetitions ({args.repetitions}) must be greater than 0")
     if args.heap_gib is not None and not 0 < args.heap_gib < 1 << 30:
@@ -106,13 +107,3 @@ def command_line(ranks: Ranks) -> str:
 def _say(ranks: Ranks, text: str) -> None:
     if ranks.rank == 0:
         print(text, flush=True)
-
-
-def _number(what: str, text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        raise ArgumentError(f"{what} ({text}) must be comma-separated whole numbers") from None
-    if value < 1:
-        raise ArgumentError(f"{what} ({value}) must be at least 1")
-    return value

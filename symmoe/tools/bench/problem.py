@@ -15,6 +15,7 @@ from symmoe.tools.bench.cases import Case, choose_experts
 from symmoe.tools.bench.ranks import Ranks
 
 DTYPE = torch.bfloat16
+MAX_ERROR = 3e-2  # of bf16 steps, relative; the layers measured so far have up to 1e-2
 _TOKENS, _WEIGHTS, _EXPERTS_OF_TOKENS = 1, 2, 3  # streams of random numbers
 
 
@@ -37,14 +38,9 @@ class Routing:
 
 
 class Problem:
-    """One case on one rank. Local; the same numbers in every run.
-
-    Attributes:
-        tokens: this rank's; x and probs require gradients.
-        topk_idx: int32 [T, K] on the device.
-        routing: the routing of all ranks.
-        w1, w2: bf16 [e, 2I, H] and [e, H, I], which require gradients.
-    """
+    """One case on one rank. Local; the same numbers in every run. Attributes: tokens of this rank, of which x and probs
+    require gradients; topk_idx int32 [T, K] on the device; the routing of all ranks; and w1 and w2, bf16 [e, 2I, H] and
+    [e, H, I], which require gradients."""
 
     def __init__(self, case: Case, ranks: Ranks) -> None:
         self.case, self.rank, self.num_ranks, self.device = case, ranks.rank, ranks.num_ranks, ranks.device
@@ -94,6 +90,21 @@ def routing_of(case: Case, num_ranks: int) -> Routing:
     seeds = (_seed(_EXPERTS_OF_TOKENS, rank) for rank in range(num_ranks))
     choices = [choose_experts(case, torch.Generator().manual_seed(seed)) for seed in seeds]
     return Routing(choices, case.shape.num_experts)
+
+
+def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    """|got - expected| / |expected| (Euclidean); 0 for two zeros, infinite if only `expected` is zero."""
+    return row_error(got.reshape(1, -1), expected.reshape(1, -1))
+
+
+def row_error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest relative error of any row of [., .]; 0 without rows."""
+    if not expected.numel():
+        return 0.0
+    got, expected = got.detach().float(), expected.detach().float()
+    difference = (got - expected).norm(dim=1)
+    size = expected.norm(dim=1)
+    return float(torch.where((difference == 0) & (size == 0), 0.0, difference / size).max())
 
 
 def _seed(stream: int, number: int) -> int:

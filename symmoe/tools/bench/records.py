@@ -31,26 +31,10 @@ _RATIOS = {  # by yardstick: above and below, more is better
     "copy_gbs": ("wire_gbs", "copy_gbs"),
     "stock_ms": ("stock_ms", "ms_median"),  # times: less is better
 }
-_COLUMNS = (  # of the table: heading, alignment, key, format
-    ("suite", "<9", "suite", "s"),
-    ("variant", "<38", "variant", "s"),
-    ("preset", "<14", "preset", "s"),
-    ("ep", ">3", "ep", "d"),
-    ("tokens", ">7", "tokens", "d"),
-    ("skew", "<8", "skew", "s"),
-    ("direction", "<9", "direction", "s"),
-    ("ms", ">10", "ms_median", ".4f"),
-    ("p10", ">10", "ms_p10", ".4f"),
-    ("p90", ">10", "ms_p90", ".4f"),
-    ("host us", ">8", "host_us", ".0f"),
-    ("in a row", ">8", "in_a_row_us", ".1f"),
-    ("TFLOP/s", ">9", "tflops", ".4g"),
-    ("ceiling", ">8", "ceiling_tflops", ".4g"),
-    ("stock", ">8", "stock_tflops", ".4g"),
-    ("wire GB/s", ">10", "wire_gbs", ".4g"),
-    ("copy GB/s", ">10", "copy_gbs", ".4g"),
-    ("copied B", ">9", "weight_copy_bytes", ".3g"),
-    *((f"{of} B", ">15", f"{of}_bytes", ".4g") for of in ("held_ordinary", "held_heap", "peak_ordinary", "peak_heap")),
+_COLUMNS = (  # of the table
+    *("suite", "variant", "preset", "ep", "tokens", "skew", "direction", "ms_median", "ms_p10", "ms_p90", "host_us"),
+    *("in_a_row_us", "tflops", "ceiling_tflops", "stock_tflops", "wire_gbs", "copy_gbs", "weight_copy_bytes"),
+    *("held_ordinary_bytes", "held_heap_bytes", "peak_ordinary_bytes", "peak_heap_bytes"),
 )
 
 
@@ -98,17 +82,21 @@ def ratio(record: Record) -> float | None:
 
 
 def render(records: Sequence[Record]) -> str:
-    """A line for each record, without columns that no record has, then what was skipped and why. "ratio" is to the
+    """A line for each record, by its keys that any record has, then what was skipped and why. "ratio" is to the
     yardstick of the same run."""
-    columns = [column for column in _COLUMNS if any(record.get(column[2]) is not None for record in records)]
-    lines = [" ".join(f"{head:{align}}" for head, align, _, _ in columns) + "   ratio"]
-    for record in records:
-        shown = [(align, "" if record.get(key) is None else f"{record[key]:{kind}}") for _, align, key, kind in columns]
-        shown.append((">7", "" if (compared := ratio(record)) is None else f"{compared:.3f}"))
-        lines.append(" ".join(f"{text:{align}}" for align, text in shown))
+    keys = [key for key in _COLUMNS if any(record.get(key) is not None for record in records)]
+    values = [[*(record.get(key) for key in keys), ratio(record)] for record in records]
+    rows = [[*keys, "ratio"], *(list(map(_shown, row)) for row in values)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(map(str.rjust, row, widths)) for row in rows]
     skipped = {(name, why) for record in records for name, why in record.get("skipped", {}).items()}
-    lines += [f"skipped {name}: {why}" for name, why in sorted(skipped)]
-    return "\n".join(line.rstrip() for line in lines)
+    return "\n".join([*lines, *(f"skipped {name}: {why}" for name, why in sorted(skipped))])
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def save(records: list[Record], path: str) -> None:

@@ -1,8 +1,7 @@
-"""The suite "steps": whole steps as a training loop runs them, each kind following itself.
+"""The suite "steps": whole steps as a training loop runs them, each kind following itself, `STEPS` times in a row.
 
-Where variants run in turn, the host of a fast one runs ahead while a slow one keeps the GPU busy, and launches do not
-show. Here one kind of step runs `STEPS` times in a row. A step is forward and backward, to the gradients of x and of
-all parameters, which are not added to earlier ones.
+(Where variants run in turn, the host of a fast one runs ahead while a slow one keeps the GPU busy, and launches do not
+show.) A step is forward and backward, to the gradients of x and of all parameters, which are not added to earlier ones.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from symmoe.moe.layer import MoELayer
 from symmoe.moe.routed_experts import RoutedExperts
 from symmoe.precision.recipes import Recipe
 from symmoe.tools.bench.cases import Case, Shape, config_of
-from symmoe.tools.bench.problem import DTYPE, Problem
-from symmoe.tools.bench.ranks import Ranks
+from symmoe.tools.bench.problem import DTYPE, MAX_ERROR, Problem, relative_error, row_error
+from symmoe.tools.bench.ranks import Ranks, Run, largest_error
 from symmoe.tools.bench.records import Record, case_record, rounded, tflops
 from symmoe.tools.bench.stock_torch import STOCK, stock_layer, torch_experts
-from symmoe.tools.bench.timing import MAX_ERROR, WARM_UP, Run, largest, largest_error, relative_error, row_error
 from symmoe.training.memory_plan import plan_memory
 
 STEPS = 20  # in a row
+WARM_UP = 3
 _SPARE_BYTES = 64 << 20  # of a heap: alignment and fragments
 _ROW_BUFFERS = 5  # combine has one, and two copies have four; the public parts' step has only four
 _HOST_STEPS = 10  # steps whose launches are timed
@@ -69,10 +68,7 @@ EXPERTS = {  # plan, dispatch, experts and combine
 
 def heap_bytes(case: Case, num_ranks: int, num_rows: int, choices: Mapping[str, Choice] = LAYERS | EXPERTS) -> int:
     """Bytes that steps of these choices lease at one time on the busiest rank: all captured ones, and one eager one.
-
-    Args:
-        num_rows: the most that any rank receives. Capacities are up to 1.2 times that, or the mean, if that is more.
-    """
+    num_rows: the most that any rank receives; capacities are up to 1.2 times that, or the mean, if that is more."""
     rows = int(1.2 * max(num_rows, case.num_slots)) + 1
 
     def step_bytes(choice: Choice) -> int:
@@ -174,7 +170,8 @@ def _difference(problem: Problem, results: Sequence[torch.Tensor], expected: Seq
     splits = problem.routing.splits[problem.rank]
     pairs = list(zip(results, expected, strict=True))
     some = [(ours[e], stock[e]) for ours, stock in pairs[3:] for e in (int(splits.argmax()), -1)]
-    return largest([*(row_error(*pair) for pair in pairs[:2]), *(relative_error(*pair) for pair in (pairs[2], *some))])
+    errors = [*(row_error(*pair) for pair in pairs[:2]), *(relative_error(*pair) for pair in (pairs[2], *some))]
+    return float(np.max(errors))  # NaN if any is
 
 
 def _captured(step: Step) -> Step:

@@ -29,12 +29,8 @@ is 1 if there is a problem. docs/doctor.md has all that it looks for.
 
 def add_arguments(doctor: argparse.ArgumentParser) -> None:
     """Adds what :func:`run` reads."""
-    doctor.add_argument(
-        "--read",
-        nargs="+",
-        metavar="FILE",
-        help="make a sentence of the flight records of one job's ranks (SYMMOE_FLIGHT_DIR) instead",
-    )
+    text = "make a sentence of the flight records of one job's ranks (SYMMOE_FLIGHT_DIR) instead"
+    doctor.add_argument("--read", nargs="+", metavar="FILE", help=text)
     doctor.add_argument("--nodes", action="store_true", help="look at several nodes and what is between them instead")
     doctor.add_argument("--ranks-per-node", type=int, help="with --nodes: cuts machines into virtual nodes")
     doctor.add_argument("--no-self-test", action="store_true", help="only look; with --nodes, send nothing over rails")

@@ -1,8 +1,6 @@
-"""`symmoe doctor --nodes`: who is where, by which network, and how fast rails are. Every rank takes part.
-
-The ranks talk by torchrun's store, so that what does not work is told by all, and all come to the same findings. Rails
-are made, and between GPUs measured, as a heap that spans nodes does it, all at the same time.
-"""
+"""`symmoe doctor --nodes`: who is where, by which network, and how fast rails are. Every rank takes part. They talk by
+torchrun's store, so that what does not work is told by all, and all come to the same findings. Rails are made, and
+between GPUs measured, as a heap that spans nodes does it, all at the same time."""
 
 from __future__ import annotations
 

@@ -1,9 +1,5 @@
 """The self-test: :func:`run_trial` starts ranks, ends them in time, and says what came of it; `python -m
-symmoe.tools.doctor.self_test` is one of them.
-
-A rank builds a heap, sends integers to experts that multiply them and back, compares every sum, and times dispatch,
-combine and a plain copy of as many bytes between peers.
-"""
+symmoe.tools.doctor.self_test` is one of them. docs/doctor.md says what a rank does."""
 
 from __future__ import annotations
 
@@ -16,7 +12,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,11 +23,10 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from symmoe.dispatch.plan import make_plan
 from symmoe.errors import PeerError, WrongResult
-from symmoe.kernels import control
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.tokens import combine_tokens, dispatch_tokens
 from symmoe.tools.bench.ranks import Ranks, join
-from symmoe.tools.bench.timing import WARM_UP, clock_for, intervals_ms
+from symmoe.tools.bench.steps import times_in_a_row_ms
 from symmoe.tools.doctor.findings import Said, about
 
 DEADLINE_S = 180  # most of it is Triton's first compilation of the kernels, if there are GPUs
@@ -41,7 +36,7 @@ _POLL_S = 0.05
 _MODEST_LINK, _MODEST_DISPATCH = 0.6, 0.4  # shares of the link's and of the copy's speed; H200s reach 0.8 and 0.7
 _WAITS = 3  # a wait on the heap takes at most the deadline's third: a rank may compile kernels while the others wait
 _EXPERTS_PER_RANK, _HIDDEN = 2, 64
-_REPETITIONS = 10
+_REPETITIONS = 3  # of twenty steps in a row
 _GRACE_S = 5.0
 _SPARE_BYTES = 32 << 20  # of the heap, in addition to what is below
 # What is timed: tokens of a rank, each sent to one other rank; their width and dtype.
@@ -227,19 +222,8 @@ def speeds(heap: SymmetricHeap, ranks: Ranks) -> dict[str, float]:
             "combine": lambda: combine_tokens(plan.rows_of(out), plan),
             "copy": lambda: [target.copy_(x[:share]) for target in targets],
         }
-        return {f"{name}_gbs": x.nbytes / _median_ms(step, heap, ranks) / 1e6 for name, step in steps.items()}
-
-
-def _median_ms(step: Callable[[], object], heap: SymmetricHeap, ranks: Ranks) -> float:
-    """What a step takes on the slowest rank. Collective."""
-    clock, times = clock_for(heap.device), list[float]()
-    for _ in range(WARM_UP + _REPETITIONS):
-        ranks.head_start()
-        heap.barrier(control.PHASE_START)
-        marks = [clock()]
-        step()
-        times += intervals_ms([*marks, clock()])
-    return float(np.median(ranks.gather(np.array(times[WARM_UP:])).max(axis=0)))
+        times_ms = times_in_a_row_ms(steps, ranks, _REPETITIONS)
+        return {f"{name}_gbs": x.nbytes / float(np.median(taken)) / 1e6 for name, taken in times_ms.items()}
 
 
 if __name__ == "__main__":
