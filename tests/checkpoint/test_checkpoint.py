@@ -189,10 +189,8 @@ def test_a_checkpoint_does_not_depend_on_the_precision(cluster, tmp_path: Path, 
     saved = {name: ranks.run(save_in_use, str(tmp_path / name), name) for name in other}
     assert tree(tmp_path / precision) == tree(tmp_path / "full")
     for written, read in other.items():
-        loaded = ranks.run(load_and_use, str(tmp_path / written), read)
-        for rank, (found, y, kept) in enumerate(loaded):
-            assert found == saved[written][rank][0]
-            assert y == saved[read][rank][1]
+        for rank, (found, y, kept) in enumerate(ranks.run(load_and_use, str(tmp_path / written), read)):
+            assert (found, y) == (saved[written][rank][0], saved[read][rank][1])
             assert y != saved[written][rank][1]  # so the layers do compute differently
             assert kept == str(PRECISIONS[read].precision)
 
@@ -336,8 +334,7 @@ def test_a_step_can_be_saved_again_and_old_ones_pruned(saved: Path):
     save_checkpoint(saved, 3, model=state(3), keep_last=2)
     # Step 5 is a later one: not ours to delete.
     assert names(saved) == ["latest", "step-00000002", "step-00000003", "step-00000005"]
-    assert newest(saved) == 3
-    assert newest(saved, 5) == 5
+    assert (newest(saved), newest(saved, 5)) == (3, 5)
     save_checkpoint(saved, 9, model=state(9), keep_last=1)
     assert names(saved) == ["latest", "step-00000009"]
 
@@ -393,8 +390,7 @@ def test_what_a_killed_save_left_is_cleaned_by_the_next(saved: Path):
     assert newest(saved) == 2
     # Killed between the two renames of a step that was saved again.
     (saved / "step-00000002").rename(saved / "step-00000002.replaced")
-    assert newest(saved) == 2
-    assert newest(saved, 2) == 2
+    assert (newest(saved), newest(saved, 2)) == (2, 2)
     save_checkpoint(saved, 3, model=state(3))
     assert names(saved) == ["latest", "notes.tmp", *(f"step-0000000{step}" for step in (1, 2, 3))]
     assert newest(saved, 2) == 2
@@ -580,8 +576,7 @@ def test_tensors_go_into_files_of_a_size(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(save, "MAX_FILE_BYTES", 100)
     tensors = {str(i): torch.full((4, i), float(i)) for i in range(1, 9)}  # of 16 to 128 bytes
     save_checkpoint(tmp_path, 1, model=tensors)
-    manifest = read_manifest(tmp_path)
-    assert 4 <= len(manifest.files) < 8
+    assert 4 <= len(read_manifest(tmp_path).files) < 8
     found = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     load_checkpoint(tmp_path, model=found)
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())

@@ -279,8 +279,7 @@ def test_a_full_disk_names_the_file(saved: Path, monkeypatch: pytest.MonkeyPatch
         patch.setattr(os, "fsync", full)
         with pytest.raises(CheckpointError, match=rf"/{name} cannot be written: No space left on device"):
             save_checkpoint(saved, 3, model=tensors_of(3))
-    assert names(saved) == before
-    assert newest(saved) == 2
+    assert (names(saved), newest(saved)) == (before, 2)
     save_checkpoint(saved, 4, model=tensors_of(4))
     assert newest(saved) == 4
 

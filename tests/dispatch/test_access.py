@@ -181,8 +181,7 @@ def test_leases_come_and_go_in_any_thread(heap: SymmetricHeap):
     in_threads(collect, *(lambda value=value: churn(value) for value in range(4)))
     assert wrong == []
     gc.collect()
-    assert heap.leased_bytes == 0
-    assert heap.statistics.num_leases == 4 * 150
+    assert (heap.leased_bytes, heap.statistics.num_leases) == (0, 4 * 150)
 
 
 def test_an_error_is_raised_by_the_thread_whose_call_it_is(heap: SymmetricHeap):
@@ -265,8 +264,7 @@ def test_a_forked_process_does_nothing_to_the_heap(rank: int, num_ranks: int, fi
     with SymmetricHeap(num_bytes=NUM_BYTES, backend="host", timeout_s=20.0) as heap:
         [layer] = layers_on(heap)
         holder = [heap]
-        generator = torch.Generator().manual_seed(rank)
-        x = torch.randn(9, CONFIG["hidden"], generator=generator, requires_grad=True)
+        x = torch.randn(9, CONFIG["hidden"], generator=torch.Generator().manual_seed(rank), requires_grad=True)
         want = train(layer, rank)
         y, _ = layer(x)
         y.square().sum().backward()
@@ -314,8 +312,7 @@ def test_calls_of_a_forked_process_say_whose_heap_it_is(heap: SymmetricHeap):
     for name, text in found:
         assert name == HeapClosed.__name__
         assert f"is that of process {parent}, of which this process (" in text
-    assert last == ("", "False")
-    assert heap.offset_of(lease.tensor) == lease.offset
+    assert (last, heap.offset_of(lease.tensor)) == (("", "False"), lease.offset)
     loss.backward()
     assert round_trip(heap)
 

@@ -155,8 +155,7 @@ def check_copies(plan, ids: torch.Tensor, experts_per_rank: int, findings: Findi
     findings.equal("experts of copies", torch.where(copies < 0, -1, expert), ids.int().numpy())
     for each in ids.unique()[ids.unique() >= 0]:  # the first slots of an expert go to the lowest rank
         findings.check(bool((rank[ids == each].diff() >= 0).all()), f"slots of expert {each} are out of order")
-    all_copies = [each.numpy() for each in oracle.gather(copies)]
-    layout = oracle.lay_out(all_copies, heap.num_ranks * num_local)
+    layout = oracle.lay_out([each.numpy() for each in oracle.gather(copies)], heap.num_ranks * num_local)
     every = np.concatenate([each.flatten() for each in oracle.gather(ids + 1)])
     layout.expert_load = np.bincount(every, minlength=heap.num_ranks * experts_per_rank + 1)[1:]
     check_maps(plan, layout, heap.rank, findings)

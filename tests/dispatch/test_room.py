@@ -60,8 +60,7 @@ def test_room_shrinks_when_routing_does():
 def test_no_more_than_the_user_allows():
     history = RowHistory()
     history.note(8, 1_000, 500)
-    assert history.room(8, 1_010).rows == 1_010
-    assert history.room(8, 999) == RowBudget(-1, -1, 1_000)
+    assert (history.room(8, 1_010).rows, history.room(8, 999)) == (1_010, RowBudget(-1, -1, 1_000))
     history.forget()
     assert history.room(8, None) is None
 
@@ -247,8 +246,7 @@ def test_a_call_with_room_needs_no_more_memory_than_one_without(rank: int, num_r
                         outcomes.append("exhausted")
             found.append(outcomes[0])
             findings.check(outcomes[0] == outcomes[1] != "wrong", f"without and with room: {outcomes}")
-    assert found == sorted(found)
-    assert {*found} == {"exhausted", "right"}
+    assert (found, {*found}) == (sorted(found), {"exhausted", "right"})
 
 
 @run_on(2)

@@ -224,8 +224,7 @@ def test_host_splits_in_a_capture(path, kind):
     make = single_inputs if path == "linear" else expert_inputs
     inputs = make(PLAIN)
     call, _ = model_of(path, PLAIN, inputs)
-    make_host = {"list": list, "cpu": torch.tensor, "array": np.array}[kind]
-    host = make_host(SIZES.splits)
+    host = {"list": list, "cpu": torch.tensor, "array": np.array}[kind](SIZES.splits)
     splits, found = inputs.splits, []
     with torch.no_grad():
         want = call(inputs.x, inputs.scale, splits, None, None)

@@ -159,8 +159,7 @@ def test_ranges_have_the_bits_of_the_whole(case):
     for splits, step in itertools.product(SPLITS, (1, 128)):
         p = Problem(splits, widths, dtype, activation)
         blanks, launch = functools.partial(kernel.blanks, p), functools.partial(kernel.launch, p)
-        parts = random_ranges(splits, 3, step=step)
-        whole, union = check_ranges(p, blanks, launch, parts, num_sms=7)
+        whole, union = check_ranges(p, blanks, launch, random_ranges(splits, 3, step=step), num_sms=7)
         for expected, out in zip(kernel.results(p, whole), kernel.results(p, union), strict=True):
             assert torch.equal(expected, out)
 

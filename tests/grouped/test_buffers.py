@@ -194,8 +194,7 @@ def test_the_two_buffers_overlap(op, shift):
 def test_neighbours_do_not_overlap(op):
     memory = buffer(3 * N, H)
     memory[N : 2 * N] = op.inputs.x
-    x = memory[N : 2 * N].requires_grad_()
-    y = op(x, out=memory.detach()[:N], grad_input_out=memory.detach()[2 * N :])
+    y = op(memory[N : 2 * N].requires_grad_(), out=memory.detach()[:N], grad_input_out=memory.detach()[2 * N :])
     cases.assert_near(y[: cases.TINY.num_used].detach(), op.oracle(op.inputs)["y"], torch.float32)
 
 

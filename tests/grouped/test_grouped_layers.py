@@ -61,8 +61,7 @@ def test_more_than_64_discrete_weights(main_grad):
 def test_experts_whose_layers_have_either_form(first, second):
     inputs = cases.make_inputs(PLAIN)
     fc1 = cases.make_linear(PLAIN, inputs.w1, inputs.b1, weights=first)
-    fc2 = cases.make_linear(PLAIN, inputs.w2, inputs.b2, weights=second)
-    model = Sequential(fc1, ScaledSwiGLU(), fc2)
+    model = Sequential(fc1, ScaledSwiGLU(), cases.make_linear(PLAIN, inputs.w2, inputs.b2, weights=second))
     y = model(inputs.x, inputs.splits, inputs.scale, inputs.splits, op_kwargs={2: {"bias_scale": inputs.scale}})
     cases.assert_same_bits(y, cases.run_experts("modules", PLAIN, inputs).tensors["y"])
 
@@ -139,8 +138,7 @@ def test_the_same_bits_every_time(dtype):
     inputs = cases.make_inputs(case, sizes=sizes)
     first = cases.run_experts("mlp", case, inputs)
     for _ in range(2):
-        again = cases.run_experts("mlp", case, inputs)
-        cases.assert_same_results(again, first, sizes)
+        cases.assert_same_results(cases.run_experts("mlp", case, inputs), first, sizes)
 
 
 # -- GroupedMLP -------------------------------------------------------------------------------------------------------

@@ -206,8 +206,7 @@ class Allocations(TorchDispatchMode):
 
 
 def tensors_in(values: Any) -> list[torch.Tensor]:
-    leaves = torch.utils._pytree.tree_leaves(values)
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
 def memory_of(tensor: torch.Tensor) -> int:

@@ -278,8 +278,7 @@ def assert_swizzled(packed, tables, formulas):
     for formula in formulas:
         addresses.append(start + len(expected))
         expected += swizzle_by_formula(*formula)
-    assert torch.cat(tables).tolist() == addresses
-    assert memory == expected
+    assert (torch.cat(tables).tolist(), memory) == (addresses, expected)
 
 
 @pytest.fixture
@@ -492,12 +491,10 @@ def test_a_launch_that_fails(launches, monkeypatch):
     launches.results = [0, 700]
     with pytest.raises(SymmoeError, match="cuLaunchKernel returned 700"):
         gpu_pointers.copy_host_to_device(source, destination)
-    assert launches.sizes == [4080]
-    assert contexts == []
+    assert (launches.sizes, contexts) == ([4080], [])
     launches.results = [201]  # no context yet
     gpu_pointers.copy_host_to_device(source, destination)
-    assert contexts == [9]
-    assert destination.numpy().tobytes() == source
+    assert (contexts, destination.numpy().tobytes()) == ([9], source)
 
 
 @pytest.mark.parametrize("arch", ["sm_70", "sm_80", "sm_90", "sm_100a"])

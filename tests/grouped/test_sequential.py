@@ -70,8 +70,7 @@ class TakesPositional(nn.Module):
 def test_is_a_container():
     first, second, third = nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)
     model = Sequential(first, second, third)
-    assert len(model) == 3
-    assert list(model) == [first, second, third]
+    assert (len(model), list(model)) == (3, [first, second, third])
     assert model[0] is first
     assert model[-1] is third
     with pytest.raises(IndexError):
@@ -155,8 +154,7 @@ def test_extra_inputs_go_from_left_to_right():
     fc1, fc2 = linears()
     other = [4, 0, 2, 3]
     y = Sequential(fc1, nn.Identity(), ScaledSwiGLU(), fc2)(INPUTS.x, SPLITS, INPUTS.scale, other)
-    h = fc1(INPUTS.x, SPLITS)
-    assert_same_bits(y[:9], fc2(ScaledSwiGLU()(h, INPUTS.scale), other)[:9])
+    assert_same_bits(y[:9], fc2(ScaledSwiGLU()(fc1(INPUTS.x, SPLITS), INPUTS.scale), other)[:9])
 
 
 # -- op_kwargs --------------------------------------------------------------------------------------------------------
@@ -280,8 +278,7 @@ def same_splits_forms():
 def test_splits_that_are_the_same(first, second, fuses, num_fused):
     model = experts()
     y = model(INPUTS.x, first, INPUTS.scale, second)
-    want = model[2](model[1](model[0](INPUTS.x, first), INPUTS.scale), second)
-    assert_same_bits(y, want)
+    assert_same_bits(y, model[2](model[1](model[0](INPUTS.x, first), INPUTS.scale), second))
     assert len(num_fused) == fuses
 
 
@@ -318,8 +315,7 @@ def test_what_keeps_modules_apart(modules, op_kwargs, num_fused):
     y = call(model, op_kwargs=op_kwargs)
     assert not num_fused
     h = model[0](INPUTS.x, SPLITS, **op_kwargs.get(0, {}))
-    want = model[2](model[1](h, INPUTS.scale), SPLITS, **op_kwargs.get(2, {}))
-    assert_same_bits(y[:9], want[:9])
+    assert_same_bits(y[:9], model[2](model[1](h, INPUTS.scale), SPLITS, **op_kwargs.get(2, {}))[:9])
 
 
 def test_backward_hooks_run(num_fused):
@@ -411,8 +407,7 @@ def test_splits_once(splits, hooked, num_fused):
 
 def test_splits_once_for_each_pattern_or_for_none():
     other = torch.tensor([0, 5, 1, 3])
-    mlp = GroupedMLP(TINY.num_groups, H, TINY.ffn)
-    model = Sequential(*experts(), mlp, *experts())
+    model = Sequential(*experts(), GroupedMLP(TINY.num_groups, H, TINY.ffn), *experts())
     full = (SPLITS, None, SPLITS, other, None, other, None, other)
     want = trained(model, *full)
     assert_same(trained(model, SPLITS, None, other, None, other, None), want)
@@ -440,8 +435,7 @@ def test_a_layer_that_brings_its_splits_is_in_no_pattern():
         def forward(self, x):
             return super().forward(x, SPLITS)
 
-    fixed = Fixed(TINY.num_groups, TINY.ffn, H)
-    model = Sequential(linears()[0], ScaledSwiGLU(), fixed, *experts())
+    model = Sequential(linears()[0], ScaledSwiGLU(), Fixed(TINY.num_groups, TINY.ffn, H), *experts())
     assert_same(trained(model, SPLITS, None, SPLITS, None), trained(model, SPLITS, None, SPLITS, None, SPLITS))
 
 

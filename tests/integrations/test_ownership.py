@@ -139,8 +139,7 @@ def test_a_module_of_ones_own_says_that_it_holds_experts():
             super().__init__()
             self.inner = nn.Linear(2, 2, bias=False)
 
-    model = nn.Sequential(nn.Linear(2, 2, bias=False), Experts())
-    assert experts_of(model) == {"1.inner.weight"}
+    assert experts_of(nn.Sequential(nn.Linear(2, 2, bias=False), Experts())) == {"1.inner.weight"}
 
 
 @pytest.mark.parametrize("way", ["copied", "assigned"])

@@ -201,8 +201,7 @@ def test_what_becomes_of_the_parameters(rank: int, num_ranks: int) -> None:
         assert len(dense) + 4 == len(list(model.parameters()))
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # FSDP warns of outputs whose hooks a write would lose
-            x = torch.randn(7, small.HIDDEN)
-            y, _ = first(x)
+            y, _ = first(torch.randn(7, small.HIDDEN))
             y += 1
             y.square().sum().backward()
         assert first.experts.fc1.weight.grad is not None
@@ -298,8 +297,7 @@ def test_biases_and_adapters(rank: int, num_ranks: int, more: str, wrap: str) ->
         expected = {name: parameter.grad / 2 for name, parameter in layer.named_parameters() if kind in name}
         assert len(expected) == 4
         layer.zero_grad()
-        model = {"fsdp": parallelize, "ddp": data_parallel}[wrap](nn.Sequential(layer), mesh)
-        found, _ = model(x)
+        found, _ = {"fsdp": parallelize, "ddp": data_parallel}[wrap](nn.Sequential(layer), mesh)(x)
         found.square().sum().backward()
         torch.testing.assert_close(found, y, rtol=0, atol=0)
         for name, gradient in expected.items():

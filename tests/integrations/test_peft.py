@@ -74,8 +74,7 @@ def moved(rank: int, num_ranks: int, family: str, config: str, order: str, sourc
     with symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
         model = wrapped(random_model(family), config_of(config), heap, order)
         load_adapters(model, source)
-        ids = eval_data()[rank]["input_ids"][None]
-        logits = model.eval()(ids).logits.detach()
+        logits = model.eval()(eval_data()[rank]["input_ids"][None]).logits.detach()
         save_adapters(model, out)
         return {"logits": logits, "trained": num_adapted(model)}
 
@@ -120,8 +119,7 @@ def adapted_curve(rank: int, num_ranks: int, config: str, order: str) -> Run:
 @pytest.mark.parametrize("config", CONFIGS)
 def test_adapters_train_as_on_the_plain_model(cluster, config: str, order: str):
     """The same first values for the same seed, and the same 20 steps."""
-    plain = wrapped_by_peft(small_model(), config_of(config))
-    expected = with_torch(plain, Job(max_norm=0.02))
+    expected = with_torch(wrapped_by_peft(small_model(), config_of(config)), Job(max_norm=0.02))
     for run in cluster(2).run(adapted_curve, config, order):
         assert run.losses == pytest.approx(expected.losses, rel=BOUND)
         assert run.norms == pytest.approx(expected.norms, rel=100 * BOUND)

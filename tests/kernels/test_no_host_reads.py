@@ -32,8 +32,7 @@ def test_a_step_reads_nothing(heap: SymmetricHeap, options: dict, given: bool):
     MetricsLogger(layer, times_forward=True)
     x, mask = torch.randn(2, 5, H, requires_grad=True), torch.ones(2, 5, dtype=torch.bool)
     with NoReads() as mode:
-        topk_idx = balanced_choice(10, TOP_K, EXPERTS) if given else None
-        y, metrics = layer(x, mask, topk_idx=topk_idx)
+        y, metrics = layer(x, mask, topk_idx=balanced_choice(10, TOP_K, EXPERTS) if given else None)
         (y.sum() + metrics.aux_loss).backward()
         balance_step(layer)
     assert mode.found == []

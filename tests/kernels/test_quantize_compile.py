@@ -93,8 +93,7 @@ def test_rows_and_their_sums(launches, name, dtype, arch):
     code = launch.compile(arch)
     ptx = check(code, FORMATS[name])
     numbers = quantize.SUM_COLUMNS * SLOT_ROWS // 32 * dtype.itemsize * 8  # bits of a thread
-    wide = sum(bits for bits in access_bits(ptx, r"ld\.global") if bits == 128)
-    assert wide == numbers
+    assert sum(bits for bits in access_bits(ptx, r"ld\.global") if bits == 128) == numbers
     assert code.shared <= 1024
     bias.sum_dbias(sums, meta(2, G, dtype=torch.int32), meta(G, C, dtype=dtype))
     total = launches.compile(arch=arch)

@@ -180,8 +180,7 @@ def test_barriers_of_all_warps_lie_between_roles_read_and_written(
     assert sorted(written) == list(range(read_at + 4, read_at + 4 + len(written)))
     assert len(written) % 4 == 0
     # Where there are several roles, a warp without one passes two barriers under a condition; else it branches to them.
-    conditional = re.findall(r"@!?P\d\s+BAR\.SYNC\S* 0x1 ;", sass)
-    assert len(conditional) == (0 if name == "planted_race_kernel" else 2)
+    assert len(re.findall(r"@!?P\d\s+BAR\.SYNC\S* 0x1 ;", sass)) == (0 if name == "planted_race_kernel" else 2)
     shared = [place for place, operation, _ in code if re.match(r"(LDS|STS|LDSM|STSM)\b", operation)]
     others = [place for place in shared if place not in lines.reads | lines.writes]
     assert bool(others) == (

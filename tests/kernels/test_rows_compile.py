@@ -146,14 +146,12 @@ def test_pushed_pieces_are_boxes_of_tma(launches, hidden, batch):
     hopper_rows.launch_push(x, meta(8192, 2), layer.peers_of(2, 0), offsets, column=0, rank=1, num_ctas=4)
     code = launches.compile_roles()
     # Four movers with two stages ahead, and one in the loop.
-    assert code.ptx.count(LOAD) == 4 * 3 * batch
-    assert code.ptx.count(STORE) == 4 * batch
+    assert (code.ptx.count(LOAD), code.ptx.count(STORE)) == (4 * 3 * batch, 4 * batch)
 
 
 @pytest.mark.parametrize(("hidden", "top_k"), [(2048, 8), (7168, 2), (384, 12)])
 def test_copied_pieces_are_boxes_of_tma(launches, hidden, top_k):
-    rows = meta(8192, hidden, dtype=BF16)
-    hopper_rows.launch_fan_out(rows, meta(8192, top_k), meta(3), source=1, num_ctas=4)
+    hopper_rows.launch_fan_out(meta(8192, hidden, dtype=BF16), meta(8192, top_k), meta(3), source=1, num_ctas=4)
     code = launches.compile_roles()
     # Before the loop over batches, once or for each of two stages, and in it: the loop over a batch's pieces is a loop.
     assert code.ptx.count(LOAD) in (4 * 2, 4 * 3)

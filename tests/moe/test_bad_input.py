@@ -225,8 +225,7 @@ def check_places(rank: int, num_ranks: int, findings: Findings, heap: SymmetricH
     """Parameters that have no memory, in the first call and later."""
 
     def new_layer(**options: Any) -> MoELayer:
-        config = layer_of(heap).config
-        return MoELayer(config, heap, shared_expert=torch.nn.Linear(H, H, **options), **options)
+        return MoELayer(layer_of(heap).config, heap, shared_expert=torch.nn.Linear(H, H, **options), **options)
 
     x = torch.randn(T, H)
     for culprits, (name, move), calls in itertools.product(sets_of_culprits(num_ranks), PLACES, (0, 1, 9)):
@@ -469,8 +468,7 @@ def check_unforeseen(rank: int, num_ranks: int, findings: Findings, schedule: st
         goes_on(heap, findings, culprit)
 
     with open_heap("cpu", num_bytes=NUM_BYTES, timeout_s=60.0) as heap:
-        config = layer_of(heap, schedule=schedule).config
-        layer = MoELayer(config, heap, shared_expert=torch.nn.Identity())
+        layer = MoELayer(layer_of(heap, schedule=schedule).config, heap, shared_expert=torch.nn.Identity())
         x = torch.randn(T, H, requires_grad=True)
         for culprit in range(num_ranks):
             for broken in (layer.router, layer.shared_expert, *KERNELS_OF_A_STEP):

@@ -153,8 +153,7 @@ def test_replicas_are_used_and_repeat(rank: int, num_ranks: int, findings: Findi
     found = []
     for _ in range(2):
         torch.manual_seed(1 + rank)
-        layer = MoELayer(config(num_ranks, **REPLICAS), heap, dtype=torch.bfloat16)
-        found.append(steps(layer, torch.bfloat16))
+        found.append(steps(MoELayer(config(num_ranks, **REPLICAS), heap, dtype=torch.bfloat16), torch.bfloat16))
     for first, second in zip(*found, strict=True):
         findings.check(all(torch.equal(first[name], second[name]) for name in first), "bits differ")
     torch.manual_seed(1 + rank)

@@ -19,8 +19,7 @@ def test_is_frozen_slotted_and_comparable():
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.top_k = 3  # type: ignore[misc]
     assert not hasattr(config, "__dict__")
-    assert config == make()
-    assert hash(config) == hash(make())
+    assert (config, hash(config)) == (make(), hash(make()))
     assert config != make(top_k=3)
 
 

@@ -145,8 +145,7 @@ def assert_same_bits(got: dict[str, np.ndarray], want: dict[str, np.ndarray], wh
 
 def check(cluster, batch: Batch, num_ranks: int, dtype: torch.dtype, device: str) -> None:
     def run(num_ranks: int, cuts: list[list[int]]) -> list[dict[str, np.ndarray]]:
-        ranks = cluster(num_ranks, device).run(run_layer, batch, cuts, dtype, device, "slot", 0.0)
-        return joined(ranks)
+        return joined(cluster(num_ranks, device).run(run_layer, batch, cuts, dtype, device, "slot", 0.0))
 
     (want,) = run(1, cuts_of(batch.num_tokens, 1))
     for name in (*PER_TOKEN, *PER_EXPERT):

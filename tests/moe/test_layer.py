@@ -87,8 +87,7 @@ def test_layer_is_the_oracle(rank: int, num_ranks: int, findings: Findings, devi
         # The router is somebody else's test; here it says where tokens go, and takes the gradient of the probs.
         again = x.detach().clone().requires_grad_()
         routed = layer.router(again)
-        ids = routed.topk_idx.cpu().long()
-        all_ids = oracle.gather(ids)
+        all_ids = oracle.gather(routed.topk_idx.cpu().long())
         layout = oracle.lay_out([t.numpy() for t in all_ids], config.num_experts, capacity=config.capacity)
         all_probs = oracle.gather(routed.probs)
         want = oracle.dense_moe(layout, all_ids, oracle.gather(x), all_probs, weights, oracle.gather(dy))

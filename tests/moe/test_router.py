@@ -51,8 +51,7 @@ def oracle(x: torch.Tensor, router: Router) -> dict[str, np.ndarray]:
 
 def make_router(seed: int = 0, **changes: object) -> Router:
     torch.manual_seed(seed)
-    fields = {"hidden": HIDDEN, "ffn": 8, "num_experts": EXPERTS, "top_k": 3} | changes
-    router = Router(MoEConfig(**fields))
+    router = Router(MoEConfig(**{"hidden": HIDDEN, "ffn": 8, "num_experts": EXPERTS, "top_k": 3} | changes))
     if router.expert_bias is not None:
         router.expert_bias.normal_(std=0.2)
     return router

@@ -276,8 +276,7 @@ def test_ranks_of_a_node_need_not_be_neighbours(cluster, tmp_path: Path):
 @run_on(4)
 def test_two_groups_of_two_nodes(rank: int, num_ranks: int, findings: Findings) -> None:
     """Two EP groups of two nodes each, and in each two heaps that are used in turn."""
-    groups = [dist.new_group(ranks) for ranks in ((0, 2), (1, 3))]
-    group = groups[rank % 2]
+    group = [dist.new_group(ranks) for ranks in ((0, 2), (1, 3))][rank % 2]
     with open_heap("cpu", group=group, ranks_per_node=1) as one, open_heap("cpu", group=group) as other:
         findings.equal("ranks", (one.bootstrap.global_ranks, one.topology.num_nodes), ([rank % 2, rank % 2 + 2], 2))
         findings.equal("nodes of the other", other.topology.num_nodes, 1)

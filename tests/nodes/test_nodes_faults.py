@@ -92,8 +92,7 @@ def fail_across(rank: int, num_ranks: int) -> tuple[str, str]:
 
 def test_who_fails_says_so_to_its_rail_first(cluster):
     first, *others = cluster(4).run(fail_across)
-    assert first[0] == "ArgumentError"
-    assert others == [first] * 3
+    assert (first[0], others) == ("ArgumentError", [first] * 3)
 
 
 def lost_at_the_start(rank: int, num_ranks: int) -> tuple[str, float]:

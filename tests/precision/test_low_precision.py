@@ -89,8 +89,7 @@ def test_experts_multiply_these_numbers(recipe, dtype):
     def rounded(values):
         return torch.from_numpy(values).to(dtype).float().numpy()
 
-    want = oracle.mlp(recipes.NUMBERS[recipe], *arguments, round_to=rounded)
-    for name, numbers in want.items():
+    for name, numbers in oracle.mlp(recipes.NUMBERS[recipe], *arguments, round_to=rounded).items():
         got = recipes.rows_of_groups(ran.tensors[name], name)
         assert relative_error(got, numbers) < (SAME_NUMBERS if dtype == torch.float32 else 6e-3), name
 
@@ -165,8 +164,7 @@ def test_buffers_of_the_caller(recipe):
         cases.assert_buffers_used(ran, buffers, recipes.TINY)
         plain = case.dtype, case.is_nd, case.bias, case.main_grad
         if plain not in want:
-            internal = replace(case, buffers=(), delayed=False)
-            want[plain] = cases.run_linear(internal, inputs, precision=recipe)
+            want[plain] = cases.run_linear(replace(case, buffers=(), delayed=False), inputs, precision=recipe)
             for name in ("y", "d_x"):
                 tail = want[plain].tensors[name].flatten(0, -2)[recipes.TINY.num_used :]
                 assert not tail.any(), "a tail allocated here is zero"
@@ -313,8 +311,7 @@ def test_parameters_and_state_dicts_are_those_of_any_layer(recipe):
     for name, tensor in plain.state_dict().items():
         cases.assert_same_bits(quantised.state_dict()[name], tensor, name)
     assert str(recipe) in repr(quantised)
-    copied = copy.deepcopy(quantised)
-    assert copied.precision == recipe
+    assert copy.deepcopy(quantised).precision == recipe
 
 
 def test_weights_must_not_change_before_backward():
@@ -376,8 +373,7 @@ def test_stochastic_gradients_are_right_in_the_mean():
         mean = 0.0
         for step in range(num_steps):
             x = inputs.x.clone().requires_grad_()
-            y = layer(x, inputs.splits)
-            (d_x,) = torch.autograd.grad(y, x, inputs.d_y * (1 + 1e-6 * step))
+            (d_x,) = torch.autograd.grad(layer(x, inputs.splits), x, inputs.d_y * (1 + 1e-6 * step))
             mean = mean + cases.used(d_x, recipes.SMALL) / num_steps
         groups = torch.repeat_interleave(torch.arange(4), torch.tensor(recipes.SMALL.splits))
         wanted = torch.einsum("no,noc->nc", cases.used(inputs.d_y, recipes.SMALL), weight[groups])

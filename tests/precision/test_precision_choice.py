@@ -72,8 +72,7 @@ def test_the_table_is_that_of_the_record():
         assert layer.rows_per_expert == 2 * 8192 * shape.top_k // shape.num_experts
         for column, variant in VARIANTS.items():
             assert f"{getattr(layer, column):.4g}" == f"{measured_ms(layer.name, variant):.4g}", (layer.name, column)
-    text = Path(precision_choice.__file__).read_text(encoding="utf-8")
-    assert f"benchmarks/results/{RECORD.name}" in text
+    assert f"benchmarks/results/{RECORD.name}" in Path(precision_choice.__file__).read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("preset", CHOICES)
@@ -179,8 +178,7 @@ def test_ranks_that_choose_differently_find_out(rank: int, num_ranks: int, findi
             patch.setattr(precision_choice, "_was_measured", lambda device, mine=measured[rank]: mine)
             chosen = choices.choose_precision(config, num_ranks=num_ranks, num_tokens=4096, device=heap.device)
             layer = MoELayer(chosen, heap)
-            taken = Float8Block() if measured[rank] else None
-            findings.equal("taken", layer.experts.precision, taken)
+            findings.equal("taken", layer.experts.precision, Float8Block() if measured[rank] else None)
             findings.equal("shown", "precision=Float8Block" in repr(layer), measured[rank])
             x = tokens_of(rank, 20, 64).bfloat16()
             try:

@@ -242,6 +242,5 @@ def test_ci_runs_in_a_folder_named_as_the_package(tmp_path: Path, monkeypatch: p
     assert Path(place).name == "symmoe"
     assert " " in Path(place).parent.name
     assert Path(place).is_relative_to(temporary.resolve())
-    assert files == ["./.ci/run", "./.git/HEAD", "./.gitignore", "./new.py"]
-    assert target == "test"
+    assert (files, target) == (["./.ci/run", "./.git/HEAD", "./.gitignore", "./new.py"], "test")
     assert list(temporary.iterdir()) == []

@@ -357,8 +357,7 @@ def new_job_problems(launcher: Launcher, run: Run) -> list[str]:
 
 
 def work(rank: int, num_ranks: int, device: str) -> Iterator[bool]:
-    backend = "nvshmem" if device == "cuda" else "host"
-    with SymmetricHeap(num_bytes=1 << 20, backend=backend) as heap:
+    with SymmetricHeap(num_bytes=1 << 20, backend="nvshmem" if device == "cuda" else "host") as heap:
         yield round_trip(heap)
 
 

@@ -198,8 +198,7 @@ class Model(Searchable):
                 epoch += self._protocol.counts_epochs
             elif kind == "store words":
                 half = epoch & 1 if self._protocol.mailbox_halves else 0
-                cell = self._at(_WORDS + half, peer, rank)
-                buffer = buffer | {(cell, self._words(epoch, number))}
+                buffer = buffer | {(self._at(_WORDS + half, peer, rank), self._words(epoch, number))}
             elif kind == "store":
                 what, owner, writer = peer
                 if failed and what == _PAYLOAD and self._protocol.fault_stops_payload:

@@ -36,8 +36,7 @@ _WEIGHTS_SEED = 5
 
 def check(rank: int, num_ranks: int, numbers: Numbers, seed: int, device: str) -> Results:
     """Yields per step; what has grown is a problem of the last one, and of some on the way."""
-    backend = "nvshmem" if device == "cuda" else "host"
-    with SymmetricHeap(num_bytes=8 << 20, backend=backend) as heap:
+    with SymmetricHeap(num_bytes=8 << 20, backend="nvshmem" if device == "cuda" else "host") as heap:
         most = num_ranks * MAX_TOKENS * step.TOP_K
         layers = (
             step.make_layer(heap, _WEIGHTS_SEED, capacity=most, max_tokens=MAX_TOKENS),

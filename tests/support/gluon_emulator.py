@@ -248,8 +248,7 @@ class Barriers:
 def allocate_shared_memory(dtype, shape, layout):
     if layout == "barriers":
         return Barriers(int(shape[0]))
-    stored = torch.uint8 if dtype.itemsize == 1 else dtype
-    data = torch.empty([int(size) for size in shape], dtype=stored)
+    data = torch.empty([int(size) for size in shape], dtype=torch.uint8 if dtype.itemsize == 1 else dtype)
     data.view(torch.uint8).fill_(NAN_BYTE)
     return Shared(data, dtype)
 
@@ -297,8 +296,7 @@ class TensorDescriptor:
             assert tensor.dtype == self.dtype
             assert 0 <= int(offset[inside].min()), "before the first element"
             assert int(offset[inside].max()) < tensor.numel(), "past the last element"
-        stored = torch.uint8 if size == 1 else self.dtype
-        return tensor.view(-1).view(stored), offset, inside
+        return tensor.view(-1).view(torch.uint8 if size == 1 else self.dtype), offset, inside
 
 
 # ------------------------------------------------------------------------------------------------------ copies
@@ -331,8 +329,7 @@ def tma_store(desc, first, shared):
         memory, offset, inside = desc.places(first)
         memory[offset[inside]] = shared.data.reshape(offset.shape)[inside]
 
-    pending = MACHINE.role.__dict__.setdefault("pending", [])
-    pending.append(read)
+    MACHINE.role.__dict__.setdefault("pending", []).append(read)
 
 
 def tma_add(desc, first, shared):
@@ -343,8 +340,7 @@ def tma_add(desc, first, shared):
         memory[offset[inside]] += shared.data.reshape(offset.shape)[inside]
 
     assert desc.dtype == torch.float32
-    pending = MACHINE.role.__dict__.setdefault("pending", [])
-    pending.append(read)
+    MACHINE.role.__dict__.setdefault("pending", []).append(read)
 
 
 def tma_store_wait(number):
@@ -357,8 +353,7 @@ def async_copy(shared, pointer, mask=None):
     """cp.async: what a role waits for by async_arrive, or async_wait. Zeros where it is masked."""
     values = load(pointer, mask)
     shared.data.view(torch.uint8).fill_(NAN_BYTE)
-    pending = MACHINE.role.__dict__.setdefault("copies", [])
-    pending.append((shared, values))
+    MACHINE.role.__dict__.setdefault("copies", []).append((shared, values))
 
 
 def async_arrive(barrier, increment_count):

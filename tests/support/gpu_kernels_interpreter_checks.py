@@ -127,8 +127,7 @@ SIGNALS = {
 def run_signals(module, epoch, seen, aborted=0, faulted=0, pending=control.STATUS_OK, timeout_ns=10**6):
     """Bytes that rank 1 leaves: it signals ranks 0 and 1, then waits for rank 2."""
     peers = make_arenas(3, 1, epoch, aborted, faulted)
-    signals = peers.region(1, peers.layout.signals, (3, control.SIGNAL_WORDS), torch.int64)
-    signals[2, 0] = epoch + seen
+    peers.region(1, peers.layout.signals, (3, control.SIGNAL_WORDS), torch.int64)[2, 0] = epoch + seen
     arrived, status = torch.full((1,), -7), torch.zeros(control.STATUS_WORDS, dtype=torch.int64)
     status[control.STATUS_KIND] = pending
     for rank in (0, 1):

@@ -174,8 +174,7 @@ class Buffers:
 
     @classmethod
     def of(cls, case: Case, inputs: Inputs, *, out_features: int) -> "Buffers":
-        lead = inputs.x.shape[:-1]
-        shapes = {"out": (*lead, out_features), "grad_input_out": tuple(inputs.x.shape)}
+        shapes = {"out": (*inputs.x.shape[:-1], out_features), "grad_input_out": tuple(inputs.x.shape)}
         return cls(**{name: inputs.d_y.new_full(shapes[name], SENTINEL) for name in case.buffers})
 
 
@@ -213,12 +212,15 @@ def run(
     y.backward(inputs.d_y.to(y.dtype))
     ran.d_x_ptr = seen[0]
     if case.delayed:
+        biases = [layer.bias.grad.clone() for layer in layers.values() if layer.bias is not None]
         for layer in layers.values():
             for parameter in layer.weight_parameters():
                 assert parameter.grad is None, "a delayed gradient is nowhere before backward_dw"
                 if case.main_grad:
                     assert (parameter.main_grad == MAIN_GRAD_START).all()
     finish()
+    if case.delayed:
+        assert all(map(torch.equal, biases, (each.bias.grad for each in layers.values() if each.bias is not None)))
     ran.tensors = {"y": y.detach().clone(), "d_x": leaf.grad}
     if scale.grad is not None:
         ran.tensors["d_scale"] = scale.grad
@@ -392,8 +394,7 @@ def check_autocast(way: str, case: Case, weights: str, sizes: Sizes = TINY, devi
     as_half = replace(inputs, x=inputs.x.bfloat16(), d_y=inputs.d_y.bfloat16())
     buffers = Buffers.of(case, as_half, out_features=inputs.d_y.shape[-1])
     ran = run_way(way, case, inputs, buffers, weights=weights, around=torch.autocast(device, dtype=torch.bfloat16))
-    assert ran.tensors["y"].dtype == torch.bfloat16
-    assert ran.y_ptr == buffers.out.data_ptr()
+    assert (ran.tensors["y"].dtype, ran.y_ptr) == (torch.bfloat16, buffers.out.data_ptr())
     assert (buffers.out.flatten(0, -2)[sizes.num_used :] == SENTINEL).all()
     for name, tensor in ran.tensors.items():
         assert name == "y" or tensor.dtype == torch.float32, name

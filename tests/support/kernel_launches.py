@@ -213,8 +213,7 @@ def launch_plan(shape, id_dtype=torch.int32, drop=False, num_places=0):
     counts = meta(num_blocks, num_experts + num_ranks + 2)
     integers, status = control.PlanIntegers(meta(numel), layout), torch.zeros(control.STATUS_WORDS, dtype=INT64)
     plan.count_slots(topk_idx, counts, num_experts=num_experts, num_ranks=num_ranks)
-    header = tuple(range(control.HEADER_WORDS))
-    plan.send_counts(counts, topk_idx, header, peers, num_experts=num_experts)
+    plan.send_counts(counts, topk_idx, tuple(range(control.HEADER_WORDS)), peers, num_experts=num_experts)
     options = {"capacity": 1000, "packed_capacity": -1, "drop": drop, "ranks": range(num_ranks)}
     plan.lay_out(peers, received, status, integers, **options)
     plan.assign_rows(topk_idx, counts, integers, drop=drop)

@@ -38,8 +38,7 @@ def make_experts(parameters: Tensors, mine: slice, **options: Any) -> GroupedMLP
     dtype, rank = parameters["fc2.lora_a"].dtype, parameters["fc2.lora_a"].shape[1]
     mlp = GroupedMLP(num_experts, hidden, ffn, dtype=dtype, bias="fc1.bias" in parameters, **options)
     add_lora(mlp, rank=rank, alpha=ALPHA)
-    state = {name: parameter[mine] for name, parameter in parameters.items()}
-    mlp.load_state_dict(state)
+    mlp.load_state_dict({name: parameter[mine] for name, parameter in parameters.items()})
     return mlp
 
 

@@ -137,8 +137,7 @@ def mlp(
     x, d_y = (tensor.detach().cpu().float().numpy()[:used] for tensor in (x, d_y))
     scale = scale.detach().cpu().double().numpy()[:used, None]
     first, second = (Linear(numbers, weight, splits) for weight in weights)
-    h = round_to(first.forward(x))
-    value, by_gate, by_up = swiglu(h)
+    value, by_gate, by_up = swiglu(round_to(first.forward(x)))
     a = round_to(value * scale)
     d_a = round_to(second.input_gradient(d_y)).astype(np.float64)
     d_h = round_to(np.concatenate([d_a * scale * by_gate, d_a * scale * by_up], axis=1))

@@ -154,8 +154,7 @@ def keep_within(loads: list[list[int]], capacity: int | None) -> list[list[int]]
 
 def bits_of(tensor: torch.Tensor) -> np.ndarray:
     """Bit patterns of a tensor, uint16 or uint32 by the size of its elements."""
-    kinds = {2: (torch.int16, np.uint16), 4: (torch.int32, np.uint32)}
-    as_int, as_unsigned = kinds[tensor.element_size()]
+    as_int, as_unsigned = {2: (torch.int16, np.uint16), 4: (torch.int32, np.uint32)}[tensor.element_size()]
     return tensor.detach().cpu().contiguous().view(as_int).numpy().view(as_unsigned)
 
 

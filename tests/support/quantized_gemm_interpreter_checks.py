@@ -118,8 +118,7 @@ def check_wide_tiles(name):
 
 
 def check_that_scales_matter(name, case):
-    p = Problem(*case, Numbers(name, exact=True))
-    got, _ = by_both(p, torch.float32)
+    got, _ = by_both(Problem(*case, Numbers(name, exact=True)), torch.float32)
     for what in ("row_scale", "weight_scale"):
         q = Problem(*case, Numbers(name, exact=True))
         setattr(q, what, getattr(q, what).roll(1, -1))

@@ -306,8 +306,7 @@ class _Call:
         """Sends what each rank counts; the starts of blocks."""
         case, ops, num_ranks, block_starts = self.case, self.ops, self.case.num_ranks, []
         for rank, ids in enumerate(topk_idx):
-            num_blocks = -(-len(ids) // control.TOKENS_PER_BLOCK)
-            counts = self.int32(num_blocks, num_experts + num_ranks + 2)
+            counts = self.int32(-(-len(ids) // control.TOKENS_PER_BLOCK), num_experts + num_ranks + 2)
             ops.count_slots(ids, counts, num_experts=num_experts, num_ranks=num_ranks)
             self.keep(f"rank {rank} counts of {num_experts}", counts)
             header = [0] * control.HEADER_WORDS

@@ -78,8 +78,7 @@ def set_weights(model: nn.Module, heap: symmoe.SymmetricHeap) -> None:
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs and targets of the global batch, [TOKENS, FEATURES] each; the targets can be learnt."""
-    generator = torch.Generator().manual_seed(1000 + step)
-    x = torch.randn(TOKENS, FEATURES, generator=generator)
+    x = torch.randn(TOKENS, FEATURES, generator=torch.Generator().manual_seed(1000 + step))
     return x, x.roll(1, dims=1) * 0.7 + x.abs() * 0.3
 
 

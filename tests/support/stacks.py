@@ -105,8 +105,7 @@ def check_ways(
             for way in WAYS:
                 findings.where = f"rank {rank} of {num_ranks}, {way}, order {order}, stash {stash}, {limits}"
                 sizes = {"hidden": BIG_H, "ffn": BIG_I, "num_experts": 2 * num_ranks, "top_k": 2}
-                config = MoEConfig(**sizes, order=order, stash=stash, **limits, **way)
-                layer, _ = make_layer(heap, config)
+                layer, _ = make_layer(heap, MoEConfig(**sizes, order=order, stash=stash, **limits, **way))
                 layer.experts.to(dtype)
                 poison(heap)  # what the last way has left here must not be seen
                 time.sleep(0.01 * generator.random())

@@ -122,14 +122,12 @@ def check_dispatch(heap: SymmetricHeap, case: routings.Case, findings: Findings)
         findings.check(is_poison(buffer.tensor[num_packed:]), "the tail of packed was written")
         findings.equal("row_probs, packed", oracle.bits_of(row_probs[:num_rows]), want_probs)
         _check_index(plan, layout, rank, findings)
-        index = plan.row_to_packed_row[:num_rows].cpu().numpy()
-        findings.equal("gathered rows", got[index], want_rows)
+        findings.equal("gathered rows", got[plan.row_to_packed_row[:num_rows].cpu().numpy()], want_rows)
         buffer.tensor.view(torch.uint8).fill_(0xFF)
         with dispatch(x.contiguous(), plan, buffer.tensor, layout="packed", gradients=0):
             pass
         used = [place for place, owner in enumerate(layout.packed[rank]) if owner is not None]
-        again = oracle.bits_of(buffer.tensor)
-        findings.equal("packed rows of the second trip", again[used], got[used])
+        findings.equal("packed rows of the second trip", oracle.bits_of(buffer.tensor)[used], got[used])
         unused = [place for place in range(plan.packed_row_capacity) if place not in used]
         findings.check(is_poison(buffer.tensor[unused]), "the second trip wrote packed rows that are nobody's")
 

@@ -195,8 +195,7 @@ def fail_again_and_again(rank: int, num_ranks: int, folder: str, times: int) -> 
 
 
 def test_errors_that_all_raise_leave_records_too(cluster, folder: Path, capsys):
-    results = cluster(2).run(fail_again_and_again, str(folder), 2)
-    for rank, texts in enumerate(results):
+    for rank, texts in enumerate(cluster(2).run(fail_again_and_again, str(folder), 2)):
         for number, text in enumerate(texts):
             assert (
                 f"topk_idx on rank 1, flat position 0: 99 is neither -1 nor in [0, 2) (flight record: {folder}" in text
@@ -204,8 +203,7 @@ def test_errors_that_all_raise_leave_records_too(cluster, folder: Path, capsys):
             assert text.endswith(f"-{number}.json)")
             assert f"rank{rank}-pid" in text
     latest = [str(path) for path in folder.iterdir()]
-    assert len(latest) == 4
-    assert main(["doctor", "--read", *latest]) == 0
+    assert (len(latest), main(["doctor", "--read", *latest])) == (4, 0)
     sentence = capsys.readouterr().out
     assert sentence.startswith("ranks 0 and 1 raised ExpertIdError at 'plan: counts' (epoch ")
     assert sentence.endswith(": topk_idx on rank 1, flat position 0: 99 is neither -1 nor in [0, 2).\n")

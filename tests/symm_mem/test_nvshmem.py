@@ -125,8 +125,7 @@ def test_nvshmem_starts_privately_on_loopback(fake: FakeNvshmem):
             nvshmem_backend.NvshmemBackend(Bootstrap(None), len(fake.memory))
     finally:
         after = os.umask(before)
-    assert after == 0o022
-    assert fake.umasks == {"init": 0o077, "malloc": 0o077}
+    assert (after, fake.umasks) == (0o022, {"init": 0o077, "malloc": 0o077})
     assert fake.environment["NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME"] == "lo"
     assert fake.environment["NVSHMEM_DISABLE_MNNVL"] == "1"
     assert fake.calls == []  # finalize is collective

@@ -260,8 +260,7 @@ def test_kernels_of_replays_get_their_pass_from_marks_and_their_lane_from_their_
         assert [(e.phase, e.direction, e.lane, e.begin_us) for e in events] == right
     assert lanes_of(made, 0) == ["compute", "compute 2", "communication", "communication 2"]
     for lane in lanes_of(made, 1):  # Perfetto and pictures show no two at a time
-        mine = [e for e in made.ranks[1] if e.lane == lane]
-        assert all(a.end_us <= b.begin_us for a, b in pairwise(mine))
+        assert all(a.end_us <= b.begin_us for a, b in pairwise([e for e in made.ranks[1] if e.lane == lane]))
     assert made.clock_error_us == (0.0, 1.0)
     assert problems_of(chrome_trace(made)) == []
 
