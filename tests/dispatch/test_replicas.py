@@ -1,8 +1,6 @@
-"""Replicas of experts: which rows move where, and that nobody sees it in what is computed.
-
-Workloads are those of a public benchmark of imbalance (Megatron-LM pull request 7488): balanced, hot experts side by
-side, a hot rank, hot experts spread out, ranks with few tokens, idle ranks, a hot spot that moves, and bursts.
-"""
+"""Replicas of experts: which rows move where, and that nobody sees it in what is computed. Workloads are those of a
+public benchmark of imbalance (Megatron-LM pull request 7488): balanced, hot experts side by side, a hot rank, hot
+experts spread out, ranks with few tokens, idle ranks, a hot spot that moves, and bursts."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""The same call has the same bits, whichever kernels compute it: in all layouts, with all schedules and stashes.
-
-Which kernels those are follows from the width, the dtype and the layout, and from whether modules are fused.
-"""
+"""The same call has the same bits, whichever kernels compute it: in all layouts, with all schedules and stashes. Which
+kernels those are follows from the width, the dtype and the layout, and from whether modules are fused."""
 
 import itertools
 

@@ -41,13 +41,7 @@ STEPS = (
 @pytest.mark.parametrize(("dtype", "lora_rank", "options"), STEPS, ids=str)
 @run_on(1, 2)
 def test_the_step_equals_dense_weights(
-    rank: int,
-    num_ranks: int,
-    findings: Findings,
-    heap: SymmetricHeap,
-    dtype: torch.dtype,
-    lora_rank: int,
-    options: dict,
+    rank, num_ranks, findings: Findings, heap: SymmetricHeap, dtype: torch.dtype, lora_rank: int, options: dict
 ) -> None:
     """Every way of running the step against the oracle, and all of them bit for bit against each other."""
     topk_idx = routing(num_ranks)

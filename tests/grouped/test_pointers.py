@@ -258,10 +258,8 @@ SWIZZLES = ("mxfp8_rowwise", "mxfp8_columnwise", "nvfp4")
 
 
 def compact_scales(swizzle, shape, is_padded):
-    """Weight, compact scales of numbers from 1 to 249, and (scales [row][block], rows, blocks) for the formula.
-
-    Padding of the scales is 255, and must not come through.
-    """
+    """Weight, compact scales of numbers from 1 to 249, and (scales [row][block], rows, blocks) for the formula. Padding
+    of the scales is 255, and must not come through."""
     M, K = shape
     block, is_columnwise = 16 if swizzle == "nvfp4" else 32, swizzle == "mxfp8_columnwise"
     rows, blocks = (K, up(M, block) // block) if is_columnwise else (M, up(K, block) // block)

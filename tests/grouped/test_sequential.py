@@ -370,10 +370,8 @@ def test_first_micro_batch_of_one_layer():
 
 
 def trained(model: Sequential, *extra_inputs, op_kwargs=None) -> list[torch.Tensor]:
-    """y, and the gradients of x, of the scale and of the parameters in order, of rows that belong to a group.
-
-    The scale stands for each None in `extra_inputs`, and for a `bias_scale` of None in `op_kwargs`.
-    """
+    """y, and the gradients of x, of the scale and of the parameters in order, of rows that belong to a group. The scale
+    stands for each None in `extra_inputs`, and for a `bias_scale` of None in `op_kwargs`."""
     model.zero_grad()
     x, scale = INPUTS.x.nan_to_num().requires_grad_(), INPUTS.scale.nan_to_num().requires_grad_()
 

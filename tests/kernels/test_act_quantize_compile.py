@@ -1,8 +1,6 @@
-"""Compiles the activations that quantise without a GPU, for Hopper and Blackwell, as their launchers would.
-
-What is checked is what the generated code must have: the arithmetic of the kernels that are fused (quantising divides
-exactly, converts with saturation and flushes nothing), wide accesses, registers that do not spill.
-"""
+"""Compiles the activations that quantise without a GPU, for Hopper and Blackwell, as their launchers would. What is
+checked is what the generated code must have: the arithmetic of the kernels that are fused (quantising divides exactly,
+converts with saturation and flushes nothing), wide accesses, registers that do not spill."""
 
 import re
 

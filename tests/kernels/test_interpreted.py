@@ -1,10 +1,8 @@
-"""Kernels run without a GPU, in Triton's interpreter or in an emulator of Gluon, each module in its own process.
-
-Their results are compared with twins, or with an oracle. Not covered here: inline assembly (wait, fence and clock of
-the barrier) and the hardware's casts to and from E4M3, which the interpreter lacks or has wrong: the modules replace
-them; ordering between GPUs; sums of bf16 rows (the interpreter truncates where hardware rounds to nearest). The
-*_compile.py files look at the generated code; tests/gpu runs it.
-"""
+"""Kernels run without a GPU, in Triton's interpreter or in an emulator of Gluon, each module in its own process. Their
+results are compared with twins, or with an oracle. Not covered here: inline assembly (wait, fence and clock of the
+barrier) and the hardware's casts to and from E4M3, which the interpreter lacks or has wrong: the modules replace them;
+ordering between GPUs; sums of bf16 rows (the interpreter truncates where hardware rounds to nearest). The *_compile.py
+files look at the generated code; tests/gpu runs it."""
 
 import pytest
 from interpreter import emulated, interpreted, interpreter

@@ -1,7 +1,5 @@
 """The litmus test's kernels without a GPU: what they count, in the interpreter, and the instructions that they become.
-
-The suite itself is in tests/reliability/litmus.py; test_reliability.py runs a slice of it on CPUs.
-"""
+The suite itself is in tests/reliability/litmus.py; test_reliability.py runs a slice of it on CPUs."""
 
 import re
 

@@ -1,9 +1,7 @@
 """Training features run none of the operators in READS, whose results the host has to see, forward, backward or update.
-
 CPU tensors stand in for those of a device: what is looked for is the operator. What is none on a CPU is not seen here:
 tolist(), numpy() and cpu(). Under a dispatch mode the step is one operator, whose kernels other tests look at
-(tests/gpu).
-"""
+(tests/gpu)."""
 
 import pytest
 import torch

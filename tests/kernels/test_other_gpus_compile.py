@@ -1,7 +1,5 @@
 """Compiles every general kernel for the GPUs that nothing was measured on, without one, in a usual and an odd case.
-
-What is checked is what a launch there needs: it compiles, it fits into shared memory, and registers spill little.
-"""
+What is checked is what a launch there needs: it compiles, it fits into shared memory, and registers spill little."""
 
 import itertools
 import sys

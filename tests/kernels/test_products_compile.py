@@ -1,8 +1,6 @@
 """Compiles the GEMMs, activations and gradients of biases for sm_90 without a GPU, with their launchers' arguments.
-
 What is checked is what the generated code must have to be fast: WGMMA, TMA or 16-byte cp.async, wide accesses, and
-registers that do not spill. The tensors are meta tensors, so the shapes can be real ones.
-"""
+registers that do not spill. The tensors are meta tensors, so the shapes can be real ones."""
 
 import math
 import re

@@ -1,9 +1,7 @@
-"""Compiles the quantising kernels without a GPU, with the arguments their launchers would pass.
-
-For Hopper, and those of the formats that Blackwell multiplies for Blackwell. What is checked is what the generated code
-must have: the GPU's conversion to E4M3, which saturates; exact divisions and no approximate ones, no subnormals
-flushed; wide accesses; registers that do not spill.
-"""
+"""Compiles the quantising kernels without a GPU, with the arguments their launchers would pass. For Hopper, and those
+of the formats that Blackwell multiplies for Blackwell. What is checked is what the generated code must have: the GPU's
+conversion to E4M3, which saturates; exact divisions and no approximate ones, no subnormals flushed; wide accesses;
+registers that do not spill."""
 
 import itertools
 import re

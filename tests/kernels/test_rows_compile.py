@@ -1,8 +1,6 @@
 """Compiles the barrier, plan and row kernels for sm_90 without a GPU, with the arguments their launchers would pass.
-
 What is checked is what the generated code must have: 16-byte accesses or TMA where rows move, the barrier's release,
-acquire and clock, no other atomics, no spills.
-"""
+acquire and clock, no other atomics, no spills."""
 
 import re
 

@@ -1,7 +1,5 @@
-"""Compiles the grouped GEMMs of MXFP8 and NVFP4 numbers without a GPU, for Blackwell and for Hopper.
-
-With the arguments of their launchers, on meta tensors, so that shapes can be real ones. See test_gemm_compile.py.
-"""
+"""Compiles the grouped GEMMs of MXFP8 and NVFP4 numbers without a GPU, for Blackwell and for Hopper. With the arguments
+of their launchers, on meta tensors, so that shapes can be real ones. See test_gemm_compile.py."""
 
 import re
 

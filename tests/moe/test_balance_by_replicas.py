@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -27,12 +26,7 @@ def config(num_ranks: int, **options: Any) -> MoEConfig:
 
 
 def steps(
-    layer: MoELayer,
-    dtype: torch.dtype,
-    *,
-    forward: Callable | None = None,
-    num_steps: int = 5,
-    kept: list | None = None,
+    layer: MoELayer, dtype: torch.dtype, *, forward=None, num_steps: int = 5, kept: list | None = None
 ) -> list[dict[str, torch.Tensor]]:
     """What steps with changing, skewed routings give."""
     heap, num_experts, found = layer.heap, layer.config.num_experts, []

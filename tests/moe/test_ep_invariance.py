@@ -84,14 +84,7 @@ def cuts_of(num_tokens: int, num_ranks: int) -> list[list[int]]:
 
 
 def run_layer(
-    rank: int,
-    num_ranks: int,
-    batch: Batch,
-    cuts: list[list[int]],
-    dtype: torch.dtype,
-    device: str,
-    order: str,
-    lag_s: float,
+    rank, num_ranks, batch: Batch, cuts: list[list[int]], dtype: torch.dtype, device: str, order: str, lag_s: float
 ) -> list[dict[str, np.ndarray]]:
     """Forward and backward of this rank's part, once per cut, in another way each time. Results as bit patterns."""
     results, ways = [], itertools.cycle(WAYS)

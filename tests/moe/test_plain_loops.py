@@ -1,5 +1,4 @@
 """Mistakes in training loops without a trainer, and loops that are right: what each says, by the second step at latest.
-
 The reference is one process with all experts, and all tokens."""
 
 import warnings

@@ -1,7 +1,5 @@
 """Groups that span nodes, here virtual ones: processes that share memory only inside a node, and gloo between nodes.
-
-Dispatch and combine run against the oracles of one node, byte for byte; a layer against itself on one node.
-"""
+Dispatch and combine run against the oracles of one node, byte for byte; a layer against itself on one node."""
 
 import ctypes
 import itertools

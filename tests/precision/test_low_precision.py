@@ -358,10 +358,8 @@ def test_seeds_come_from_the_gradients_of_the_group_alone():
 
 
 def test_stochastic_gradients_are_right_in_the_mean():
-    """The mean over gradients that hardly differ comes near the exact one; rounded to nearest, it stays where it is.
-
-    Of n independent errors, the mean has the root of 1 / n of one.
-    """
+    """The mean over gradients that hardly differ comes near the exact one; rounded to nearest, it stays where it is. Of
+    n independent errors, the mean has the root of 1 / n of one."""
     case = cases.Case(dtype=torch.float32, bias=False, buffers=())
     inputs = cases.make_inputs(case, sizes=recipes.SMALL, width=recipes.OUT, out_features=recipes.OUT)
     errors, num_steps = {}, 16

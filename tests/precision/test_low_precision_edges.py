@@ -65,12 +65,7 @@ def test_padding_duplicates_and_drops(
         plan = make_plan(ids, num_experts=EXPERTS, heap=heap, **limits)
         leaves = x.clone().requires_grad_(), probs.clone().requires_grad_()
         y = expert_parallel_mlp(
-            *leaves,
-            experts,
-            plan,
-            order="slot",
-            quantized_wire=wire,
-            **{"schedule": "always-overlapped", **options},
+            *leaves, experts, plan, order="slot", quantized_wire=wire, **{"schedule": "always-overlapped", **options}
         )
         weights = experts.fc1.weight, experts.fc2.weight
         found = [y.detach(), *torch.autograd.grad(y, (*leaves, *weights), dy)]

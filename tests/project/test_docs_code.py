@@ -1,9 +1,7 @@
-"""The program of every page runs as a reader would run it, on CPUs.
-
-A page's Python blocks, one after the other, are its `train.py`. It is started by the commands that the page prints for
-it, and without one by `python train.py`. A block after `<!-- not run: the reason -->` is left out. README's program has
-the launcher itself; those of other pages have what torchrun gives its ranks.
-"""
+"""The program of every page runs as a reader would run it, on CPUs. A page's Python blocks, one after the other, are
+its `train.py`. It is started by the commands that the page prints for it, and without one by `python train.py`. A block
+after `<!-- not run: the reason -->` is left out. README's program has the launcher itself; those of other pages have
+what torchrun gives its ranks."""
 
 import os
 import re

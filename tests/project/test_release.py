@@ -1,8 +1,6 @@
-"""Wheel and sdist: built from a copy of the checkout, and installed where nothing of the checkout can be seen.
-
-The wheel is built from the unpacked sdist, as `python -m build` does, so what the sdist lacks the wheel lacks too.
-It is installed without its dependencies: the fresh environment sees torch and the rest where these tests see them.
-"""
+"""Wheel and sdist: built from a copy of the checkout, and installed where nothing of the checkout can be seen. The
+wheel is built from the unpacked sdist, as `python -m build` does, so what the sdist lacks the wheel lacks too. It is
+installed without its dependencies: the fresh environment sees torch and the rest where these tests see them."""
 
 import json
 import os

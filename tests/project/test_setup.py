@@ -1,8 +1,6 @@
-"""What a new machine meets first: whether pip can install what `make` wants, and folders with any name.
-
-pip is asked for every Python that README names, in a dry run that reads metadata alone, and without the user's
-configuration: a mirror or a folder of wheels may have another torch than everybody else gets.
-"""
+"""What a new machine meets first: whether pip can install what `make` wants, and folders with any name. pip is asked
+for every Python that README names, in a dry run that reads metadata alone, and without the user's configuration: a
+mirror or a folder of wheels may have another torch than everybody else gets."""
 
 import functools
 import json

@@ -1,15 +1,13 @@
 """One or two ranks that are killed, stopped, or raise, in every phase of a step: what the others do, and what is left.
-
-A case is a job of its own. Its victims take part in some steps and then, at the phase of the case, end by SIGKILL,
-stop by SIGSTOP, or raise an exception that nobody catches. Every survivor has to raise a typed error that names a
-victim within `timeout_s` + 2 s of that moment (1 s where the victim has told its peers), and to end by itself with a
-code other than 0. A victim that another one keeps from getting to its phase is a survivor. Then no process may be left,
+A case is a job of its own. Its victims take part in some steps and then, at the phase of the case, end by SIGKILL, stop
+by SIGSTOP, or raise an exception that nobody catches. Every survivor has to raise a typed error that names a victim
+within `timeout_s` + 2 s of that moment (1 s where the victim has told its peers), and to end by itself with a code
+other than 0. A victim that another one keeps from getting to its phase is a survivor. Then no process may be left,
 /dev/shm and the memory of the GPUs have to be as before, and a new job has to work at once.
 
 Starting a job takes seconds on GPUs, so several cases may run side by side; then what is left is looked at, and the new
 job started, after all of them. Nobody else may take memory of the same GPUs meanwhile. Victims that raise take turns:
-ranks that end may keep a GPU from all others for a second, which is as long as the others' errors may take.
-"""
+ranks that end may keep a GPU from all others for a second, which is as long as the others' errors may take."""
 
 import fcntl
 import os
@@ -151,9 +149,7 @@ def take_part(
     rank: int, num_ranks: int, fault: Fault, device: str, turns: str | None = None
 ) -> Iterator[dict[str, Any]]:
     """Yields its pipe, in which a victim says when it strikes, and what was raised and when, and lets it through.
-
-    turns: a file that the first victim locks before the steps that matter, until its process ends.
-    """
+    turns: a file that the first victim locks before the steps that matter, until its process ends."""
     is_victim, turn, struck = rank in fault.victims, 0, False
 
     def strike(phase: str) -> None:
@@ -242,13 +238,7 @@ def run_case(number: int, run: Run, launcher: Launcher, turns: str) -> Iterator[
 
 
 def watch(
-    job: Job,
-    fault: Fault,
-    run: Run,
-    function: Callable[..., Iterator[Any]] = take_part,
-    more: tuple[Any, ...] = (),
-    *,
-    wait_s: float = 30.0,
+    job: Job, fault: Fault, run: Run, function: Callable = take_part, more=(), *, wait_s: float = 30.0
 ) -> tuple[list[str], dict[str, Any]]:
     """What is wrong with what the survivors do, and how long it took them.
 

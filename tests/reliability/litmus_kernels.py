@@ -1,8 +1,6 @@
-"""Triton kernels of the litmus test: writers and readers of words, with random delays.
-
-How a flag is sent and waited for is what kernels/triton/sync.py does: stores, a barrier of the program, an exchange
-with release at system scope; `wait_for_words`, a barrier of the program, loads. Every wait has a deadline.
-"""
+"""Triton kernels of the litmus test: writers and readers of words, with random delays. How a flag is sent and waited
+for is what kernels/triton/sync.py does: stores, a barrier of the program, an exchange with release at system scope;
+`wait_for_words`, a barrier of the program, loads. Every wait has a deadline."""
 
 import torch
 import triton

@@ -1,8 +1,6 @@
 """Each fence, wait, epoch step and fill is taken away in turn, in the model and in the CPU twins: something must fail.
-
 A case is one mutant. A mutant of the model fails if a scenario does. One of the twins fails if a part of the suites of
-this folder does that passes on the code as it is, which is tried first, with the same delays.
-"""
+this folder does that passes on the code as it is, which is tried first, with the same delays."""
 
 import re
 import time

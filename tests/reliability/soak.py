@@ -1,11 +1,9 @@
-"""Steps, forward and backward, with another number of tokens every time: nothing grows, and results stay right.
-
-A case is one step of two layers in turn, with static and with exact capacity. After the first steps, of which one has
-room for the most rows, these have to stay as they are: the heap's high-water mark, its leased bytes between steps, file
+"""Steps, forward and backward, with another number of tokens every time: nothing grows, and results stay right. A case
+is one step of two layers in turn, with static and with exact capacity. After the first steps, of which one has room for
+the most rows, these have to stay as they are: the heap's high-water mark, its leased bytes between steps, file
 descriptors, and on GPUs the bytes that torch has allocated. Host memory may grow by less than 1 MB in 1,000 steps.
 Every 50 steps y is compared with a plain loop in float64, and a fixed step with the hash it had at first. Every 14
-steps a call gets too little room.
-"""
+steps a call gets too little room."""
 
 import gc
 import random

@@ -1,7 +1,5 @@
-"""Steps of the protocol taken out of the CPU implementation, one at a time, by patching the twins on every rank.
-
-A mutant that does not apply, because a name has gone, raises :class:`DoesNotApply`: it must not count as found.
-"""
+"""Steps of the protocol taken out of the CPU implementation, one at a time, by patching the twins on every rank. A
+mutant that does not apply, because a name has gone, raises :class:`DoesNotApply`: it must not count as found."""
 
 import random
 import time

@@ -32,14 +32,7 @@ def routing(rank: int, num_experts: int) -> torch.Tensor:
 
 
 def run(
-    heap,
-    value: float,
-    layout: str | None,
-    schedule: str,
-    order: str,
-    dtype: torch.dtype,
-    recipe: Recipe | None = None,
-    wire: str = "none",
+    heap, value: float, layout: str | None, schedule: str, order: str, dtype, recipe=None, wire: str = "none"
 ) -> dict[str, torch.Tensor]:
     """Outputs and gradients with `value` in the bad tokens; layout None: dispatch, experts and combine one by one."""
     num_experts = 2 * max(heap.num_ranks, K)
@@ -77,15 +70,7 @@ def check_isolation(rank: int, num_ranks: int, findings: Findings, what: str, dt
             compare(findings, rank, what, clean, dirty, same=("y", "dx", "dprobs"))
 
 
-def compare(
-    findings: Findings,
-    rank: int,
-    what: str,
-    clean: dict[str, torch.Tensor],
-    dirty: dict[str, torch.Tensor],
-    *,
-    same: tuple[str, ...],
-) -> None:
+def compare(findings: Findings, rank: int, what: str, clean: dict, dirty: dict, *, same: tuple[str, ...]) -> None:
     """same: of which results other tokens have the same bits. The rest is finite."""
     bad = torch.zeros(T, dtype=torch.bool)
     bad[bad_tokens(rank)] = True

@@ -1,8 +1,6 @@
-"""Ranks for tests: processes that stay up, run functions one after the other and hand back what they return.
-
-A `Cluster` is started once per size and reused, because importing torch costs seconds. Functions must be importable
-(module level); arguments and results are pickled between the test process and its own children only.
-"""
+"""Ranks for tests: processes that stay up, run functions one after the other and hand back what they return. A
+`Cluster` is started once per size and reused, because importing torch costs seconds. Functions must be importable
+(module level); arguments and results are pickled between the test process and its own children only."""
 
 import functools
 import gc
@@ -41,11 +39,7 @@ def on_ranks(*, cpu: Sequence[int], cuda: Sequence[int]) -> pytest.MarkDecorator
 
 
 def run_on(
-    *num_ranks: Any,
-    on_gpus: Sequence[int] = (),
-    fixture: str = "cluster",
-    device: str | None = None,
-    timeout_s: float = HANG_S,
+    *num_ranks: Any, on_gpus=(), fixture: str = "cluster", device: str | None = None, timeout_s: float = HANG_S
 ) -> Callable[[Callable[..., object]], Callable[..., object]]:
     """Makes `test_x(rank, num_ranks, ...)` a test that runs on the ranks of a cluster, its other parameters being those
     of the test; it fails if a rank raises or has findings. On so many ranks; several numbers make a case each; none: on

@@ -1,7 +1,5 @@
 """Operands of the grouped GEMMs and of those fused with activations, oracles in float64, and what all kernels must do.
-
-`kernels` is a namespace of kernels: the twins, or Triton's, in the interpreter or on a GPU.
-"""
+`kernels` is a namespace of kernels: the twins, or Triton's, in the interpreter or on a GPU."""
 
 from contextlib import contextmanager
 from functools import partial
@@ -58,11 +56,8 @@ def tiles(config):
 
 
 class Problem:
-    """Rows of groups [N, H], gradients [N, W] and weights [G, W, H], with results around 1.
-
-    Tail rows are NaN, tail indices out of range, packed rows are shared. is_exact: of whole numbers, whose sums are
-    exact in whatever order.
-    """
+    """Rows of groups [N, H], gradients [N, W] and weights [G, W, H], with results around 1. Tail rows are NaN, tail
+    indices out of range, packed rows are shared. is_exact: of whole numbers, whose sums are exact in whatever order."""
 
     def __init__(self, splits, widths, dtype, *, seed=0, device="cpu", capacity=None, is_exact=False):
         self.generator = torch.Generator(device).manual_seed(seed)
@@ -297,10 +292,8 @@ def all_rows(p):
 
 
 def check_ranges(p, blanks, call, parts, **options):
-    """A range's rows are written, no others, and none are read that have not come; all ranges are the whole.
-
-    Of outputs that are matrices. Returns all of the whole, and of all ranges.
-    """
+    """A range's rows are written, no others, and none are read that have not come; all ranges are the whole. Of outputs
+    that are matrices. Returns all of the whole, and of all ranges."""
     whole, union = blanks(), blanks()
     call(p.row_range, whole, all_rows(p))
     for ranges in parts:
@@ -382,10 +375,8 @@ def backward(kernels, p, source, h, *, weight=None, with_dbias=True, **options):
 
 
 def check_act(kernels, p, act_options=None, dact_options=None, *, table=False, cases=((False, True), (True, False))):
-    """Both passes against float64; with a table in addition that it gives the bits of packed weights.
-
-    cases: (gather, with a bias).
-    """
+    """Both passes against float64; with a table in addition that it gives the bits of packed weights. cases: (gather,
+    with a bias)."""
     n, act_options, dact_options = p.num_rows, act_options or {}, dact_options or {}
     tables = [Scattered(weight) for weight in (p.weight1, p.weight2)] if table else []
     for gather, with_bias in cases:

@@ -1,13 +1,11 @@
 """As much of Gluon as the GEMMs for Hopper use, on CPU tensors: their sources run as they are, with threads for roles.
-
 `install()` puts stand-ins where `triton.experimental.gluon` is imported from; call it before any kernel is imported, in
 a process of its own. Then a launcher of kernels/hopper computes on CPU tensors.
 
 What is checked while kernels run: no load or store lies outside of a tensor; memory that a copy is on its way to is NaN
 until it lands, some time later, in random order; stores by TMA read when their role waits for them; waits for barriers
 have parities, and it is noticed when no role can go on. Layouts, registers and the fences between the threads of a role
-are not modelled; compiling checks the first two.
-"""
+are not modelled; compiling checks the first two."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Run by test_interpreted.py in a process with TRITON_INTERPRET=1: Triton kernels against the twins.
-
-The interpreter has no inline assembly, so the barrier's four helpers that contain it are replaced: a wait looks once
-(everything has arrived by then, or never will), the fence and the clock do nothing.
-"""
+"""Run by test_interpreted.py in a process with TRITON_INTERPRET=1: Triton kernels against the twins. The interpreter
+has no inline assembly, so the barrier's four helpers that contain it are replaced: a wait looks once (everything has
+arrived by then, or never will), the fence and the clock do nothing."""
 
 import itertools
 from types import SimpleNamespace

@@ -1,8 +1,6 @@
-"""Cases that the grouped-linear suites share, how to run them, and an oracle that shares no code with the package.
-
-G groups, N rows (with a tail that belongs to no group), H hidden, I ffn, W columns of FC1's output (2I if gated). The
-oracle is float64, loops over rows, and stock autograd. Slow on purpose: nobody should have to doubt it.
-"""
+"""Cases that the grouped-linear suites share, how to run them, and an oracle that shares no code with the package. G
+groups, N rows (with a tail that belongs to no group), H hidden, I ffn, W columns of FC1's output (2I if gated). The
+oracle is float64, loops over rows, and stock autograd. Slow on purpose: nobody should have to doubt it."""
 
 import functools
 import itertools
@@ -109,13 +107,7 @@ class Inputs:
 
 
 def make_inputs(
-    case: Case,
-    *,
-    sizes: Sizes = TINY,
-    width: int | None = None,
-    out_features: int | None = None,
-    device: str = "cpu",
-    seed: int = 0,
+    case: Case, *, sizes: Sizes = TINY, width=None, out_features=None, device: str = "cpu", seed: int = 0
 ) -> Inputs:
     """Inputs with results around 1. `width` is W (2I by default), `out_features` the columns of d_y (H by default)."""
     generator = torch.Generator().manual_seed(seed)
@@ -197,10 +189,8 @@ def run(
     around: AbstractContextManager[object] | None = None,
 ) -> Ran:
     """Forward by `call(x, scale)` in the context `around`, backward from d_y, `finish()` for delayed weight gradients;
-    everything collected.
-
-    x has a producer, as in a network: so the gradient that `call` returns is seen before autograd copies it.
-    """
+    everything collected. x has a producer, as in a network: so the gradient that `call` returns is seen before autograd
+    copies it."""
     leaf, scale = inputs.x.clone().requires_grad_(), inputs.scale.clone().requires_grad_()
     ran, x = Ran(), leaf.clone()
     seen: list[int] = []

@@ -225,12 +225,7 @@ MOST_TOKENS = 40
 
 
 def train(
-    rank: int,
-    num_ranks: int,
-    ranks_per_node: int | None,
-    options: dict[str, Any],
-    dtype: torch.dtype,
-    device: str = "cpu",
+    rank: int, num_ranks: int, ranks_per_node: int | None, options: dict, dtype: torch.dtype, device: str = "cpu"
 ) -> list[torch.Tensor]:
     """The tensors of two steps of a layer: outputs, metrics, and all gradients; and the bytes that are still leased."""
     generator, found = torch.Generator().manual_seed(1), []
@@ -315,13 +310,7 @@ def refuses() -> Iterator[None]:
 
 
 def lose(
-    rank: int,
-    num_ranks: int,
-    ranks_per_node: int,
-    victims: tuple[int, ...],
-    how: str,
-    where: tuple[Any, ...],
-    device: str = "cpu",
+    rank: int, num_ranks: int, ranks_per_node: int, victims: tuple, how: str, where: tuple, device: str = "cpu"
 ) -> tuple[Any, ...]:
     """What a survivor raises when ranks are lost, when, and how long closing takes.
 

@@ -1,9 +1,7 @@
-"""A dumb oracle for the plan, dispatch, combine and the layer. It shares no code with the package.
+"""A dumb oracle for the plan, dispatch, combine and the layer. It shares no code with the package. Loops over slots,
+numpy bit patterns, float64, and stock collectives. Slow on purpose: nobody should have to doubt it.
 
-Loops over slots, numpy bit patterns, float64, and stock collectives. Slow on purpose: nobody should have to doubt it.
-
-T tokens of a rank, H hidden, I ffn, E experts, K slots per token, R ranks. A slot is (source rank, token, k).
-"""
+T tokens of a rank, H hidden, I ffn, E experts, K slots per token, R ranks. A slot is (source rank, token, k)."""
 
 from __future__ import annotations
 

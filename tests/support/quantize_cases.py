@@ -65,10 +65,8 @@ def hard_rows(num_rows: int, width: int, dtype: torch.dtype, *, seed: int = 0) -
 def quantize_all(
     kernels, rows: torch.Tensor, row_range: torch.Tensor, name: str, *, hard: bool = False
 ) -> dict[str, torch.Tensor]:
-    """What kernels (a module of them) make of rows, with FILL where they write nothing.
-
-    hard: with what is optional, and columns of rows that are picked by an index from the reversed ones.
-    """
+    """What kernels (a module of them) make of rows, with FILL where they write nothing. hard: with what is optional,
+    and columns of rows that are picked by an index from the reversed ones."""
     block_format = FORMATS[name]
     (num_rows, width), num_groups = rows.shape, row_range.shape[1]
     result = {}

@@ -1,7 +1,5 @@
-"""Quantising kernels against the twins, byte for byte: in Triton's interpreter on CPU tensors, and on GPUs.
-
-kernels: a module of them, or what stands for it; device: where they run. Twins run on the CPU.
-"""
+"""Quantising kernels against the twins, byte for byte: in Triton's interpreter on CPU tensors, and on GPUs. kernels: a
+module of them, or what stands for it; device: where they run. Twins run on the CPU."""
 
 import torch
 from quantize_cases import (

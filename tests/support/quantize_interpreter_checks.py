@@ -1,9 +1,7 @@
-"""Run by test_interpreted.py in a process with TRITON_INTERPRET=1: kernels against twins, byte for byte.
-
-The interpreter's own casts to and from E4M3 round wrongly, so the two helpers that contain them are replaced by integer
+"""Run by test_interpreted.py in a process with TRITON_INTERPRET=1: kernels against twins, byte for byte. The
+interpreter's own casts to and from E4M3 round wrongly, so the two helpers that contain them are replaced by integer
 arithmetic, which is checked first. It also loses subnormal bf16 numbers on the way to fp32: there are none here, while
-fp32 has some.
-"""
+fp32 has some."""
 
 import quantize_cases as cases
 import torch

@@ -1,10 +1,8 @@
 """Runs the Triton GEMMs of quantised numbers in Triton's interpreter and compares them with the twins.
-
 test_interpreted.py runs it with TRITON_INTERPRET=1, which must be set before triton is imported.
 
 The interpreter of Triton 3.6 has no dot_scaled: here is one in float64, from the formats' definitions. Numbers are such
-that sums are exact: every bit has to be the same.
-"""
+that sums are exact: every bit has to be the same."""
 
 import numpy as np
 import torch

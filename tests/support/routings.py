@@ -1,7 +1,5 @@
-"""Random routings, the same on every machine: a list of numbered cases that any number of ranks can run.
-
-Run one again with `SYMMOE_CASE=17 pytest tests/dispatch/test_oracle.py` (several: `SYMMOE_CASE=17,63`).
-"""
+"""Random routings, the same on every machine: a list of numbered cases that any number of ranks can run. Run one again
+with `SYMMOE_CASE=17 pytest tests/dispatch/test_oracle.py` (several: `SYMMOE_CASE=17,63`)."""
 
 from __future__ import annotations
 

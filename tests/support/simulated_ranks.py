@@ -1,8 +1,6 @@
 """Runs the plan and token kernels of several ranks in one process: one arena per rank, barriers done by hand.
-
 `run_case` takes either kernel module (twin or gpu) and returns every byte that a call produces, so that two modules can
-be compared byte for byte. Buffers are prefilled: what a kernel must not write has to come back as it was.
-"""
+be compared byte for byte. Buffers are prefilled: what a kernel must not write has to come back as it was."""
 
 from dataclasses import dataclass
 from types import ModuleType

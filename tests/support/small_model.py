@@ -90,9 +90,7 @@ def share(rank: int, shares: tuple[int, ...]) -> slice:
 
 def rank_loss(model: nn.Module, step: int, rank: int, shares: tuple[int, ...]) -> torch.Tensor:
     """This rank's loss: the mean over ranks is the mean over the tokens of the global batch, also for unequal shares.
-
-    The auxiliary loss is a mean over the rank's own tokens and weighs as much as they are.
-    """
+    The auxiliary loss is a mean over the rank's own tokens and weighs as much as they are."""
     x, target = batch(step)
     own = share(rank, shares)
     y, aux_loss = model(x[own])
@@ -109,10 +107,8 @@ def curve_of(
     steps: int = 20,
     group: dist.ProcessGroup | None = None,
 ) -> list[tuple[float, Any]]:
-    """(loss of the global batch, what `after_backward` returns) of every step. Collective.
-
-    SGD, because Adam would hide a gradient of the wrong scale.
-    """
+    """(loss of the global batch, what `after_backward` returns) of every step. Collective. SGD, because Adam would hide
+    a gradient of the wrong scale."""
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE)
     curve = []
     for number in range(steps):

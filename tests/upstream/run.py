@@ -172,10 +172,8 @@ def run_form(
 
 
 def merged(ranks: list[Endings]) -> Endings:
-    """One ending per test: the worst of all ranks, with the first reason, and the calls of all of them.
-
-    Reasons of ranks that only waited for one that failed come last.
-    """
+    """One ending per test: the worst of all ranks, with the first reason, and the calls of all of them. Reasons of
+    ranks that only waited for one that failed come last."""
     found: Endings = {}
     for name in dict.fromkeys(name for endings in ranks for name in endings):
         of_test = [endings[name] for endings in ranks if name in endings]
