@@ -586,9 +586,7 @@ def test_memory_that_is_shared_or_strided(tmp_path: Path):
     base = torch.arange(12.0).view(3, 4)
     tensors = {"base": base, "transposed": base.t(), "part": base[:, 1:3], "tied": base}
     save_checkpoint(tmp_path, 1, model=tensors)
-    found = {
-        name: torch.zeros(4, 3).t().contiguous() if name != "transposed" else torch.zeros(3, 4).t() for name in tensors
-    }
+    found = {name: torch.zeros(3, 4).t() if name == "transposed" else torch.zeros(3, 4) for name in tensors}
     found["part"] = torch.zeros(3, 4)[:, 1:3]
     load_checkpoint(tmp_path, model=found)
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())

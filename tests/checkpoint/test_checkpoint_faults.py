@@ -132,9 +132,7 @@ def test_a_rank_that_dies_in_a_save_is_named(tmp_path: Path):
 
 
 @run_on(2)
-def test_a_rank_that_hangs_in_a_save_is_named_after_the_groups_timeout(
-    rank: int, num_ranks: int, tmp_path: Path
-) -> None:
+def test_a_rank_that_hangs_in_a_save_is_named_after_the_groups_timeout(rank, num_ranks, tmp_path: Path) -> None:
     """Rank 1 does not come back from writing until rank 0 has given up."""
     group = dist.new_group(timeout=timedelta(seconds=4))
 

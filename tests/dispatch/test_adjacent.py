@@ -156,9 +156,7 @@ def test_gradients_are_written_as_they_lie(monkeypatch, where, delayed):
         layer.weight2.main_grad = torch.full_like(layer.weight2, 0.5)
     seen = kinds(monkeypatch, "grouped_gemm_wgrad")
     want, got = (
-        cases.run(
-            lambda x, scale, each=each: each(x, inputs.splits), {"fc": each}, inputs, case, finish=each.backward_dw
-        )
+        cases.run(lambda x, _, each=each: each(x, inputs.splits), {"fc": each}, inputs, case, finish=each.backward_dw)
         for each in (packed, layer)
     )
     assert seen["grouped_gemm_wgrad"] == ["packed", "packed" if where in ("fresh", "side by side") else "table"]

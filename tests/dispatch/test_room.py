@@ -205,9 +205,7 @@ def test_recomputed_without_room(rank: int, num_ranks: int, findings: Findings) 
         for number, call in enumerate([*make_calls(rank, seed=5)][20:24]):
             x, ids, probs, dy = call
             x = x.clone().requires_grad_()
-            y = checkpoint(
-                lambda x, ids=ids, probs=probs: layer(x, topk_idx=ids, probs=probs)[0], x, use_reentrant=False
-            )
+            y = checkpoint(lambda x, ids=ids, p=probs: layer(x, topk_idx=ids, probs=p)[0], x, use_reentrant=False)
             history = heap.row_histories[E, K, 0]
             history.forget()
             history.note(len(x), 1, 1)

@@ -39,9 +39,7 @@ class Op:
 
     def oracle(self, inputs: cases.Inputs, case: cases.Case = PLAIN) -> dict[str, torch.Tensor]:
         """For the x, splits and d_y of `inputs`."""
-        mine = cases.Inputs(
-            **{**vars(inputs), "scale": self.scale} | {n: getattr(self.inputs, n) for n in ("w1", "b1")}
-        )
+        mine = cases.Inputs(**vars(inputs) | {"scale": self.scale} | {n: getattr(self.inputs, n) for n in ("w1", "b1")})
         mine.w2, mine.b2 = self.inputs.w2, self.inputs.b2
         return cases.linear_oracle(mine, case) if self.name == "linear" else cases.mlp_oracle(mine, case)
 

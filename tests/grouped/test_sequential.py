@@ -249,9 +249,7 @@ def test_module_that_stands_twice():
 # -- fusion -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "activation", [ScaledSwiGLU(), ScaledSReLU()], ids=lambda activation: type(activation).__name__
-)
+@pytest.mark.parametrize("activation", [ScaledSwiGLU(), ScaledSReLU()], ids=lambda each: type(each).__name__)
 @pytest.mark.parametrize("path", PATHS)
 def test_paths_do_what_they_are_called(path, activation, num_fused):
     inputs = make_inputs(PLAIN, width=activation.activation.hidden_width(TINY.ffn))

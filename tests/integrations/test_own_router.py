@@ -34,11 +34,9 @@ class Own(nn.Module):
         return self.moe(x, token_mask, topk_idx=topk_idx, probs=probs)
 
 
-def whole_weights() -> tuple[torch.Tensor, torch.Tensor]:
+def whole_weights() -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(6)
-    return torch.randn(EXPERTS, 2 * FFN, H, generator=generator) / 4, torch.randn(
-        EXPERTS, H, FFN, generator=generator
-    ) / 4
+    return [torch.randn(EXPERTS, *shape, generator=generator) / 4 for shape in ((2 * FFN, H), (H, FFN))]
 
 
 def tokens(rank: int) -> torch.Tensor:

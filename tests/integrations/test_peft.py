@@ -58,9 +58,7 @@ def fill(folder: Path) -> None:
     """Random values in place of zeros in a file of adapters."""
     path = folder / "adapter_model.safetensors"
     generator = torch.Generator().manual_seed(3)
-    values = {
-        key: torch.randn(tensor.shape, generator=generator) / 10 for key, tensor in sorted(load_file(path).items())
-    }
+    values = {key: torch.randn(each.shape, generator=generator) / 10 for key, each in sorted(load_file(path).items())}
     save_file(values, path, metadata={"format": "pt"})
 
 

@@ -289,9 +289,7 @@ def test_a_model_leaves_its_ddp(rank: int, num_ranks: int, heap: symmoe.Symmetri
 
 
 @run_on(2)
-def test_clipping_by_symmoe_is_right_and_by_torch_is_refused(
-    rank: int, num_ranks: int, heap: symmoe.SymmetricHeap
-) -> None:
+def test_clipping_by_symmoe_is_right_and_by_torch_is_refused(rank, num_ranks, heap: symmoe.SymmetricHeap) -> None:
     """Clipped by symmoe, ranks stay together; by torch, they drift apart, and that is noticed."""
     shares = small.equal_shares(num_ranks)
     plain, model = small.model_of(heap), small.model_of(heap)

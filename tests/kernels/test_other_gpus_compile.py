@@ -154,9 +154,7 @@ def test_no_kernel_is_left_out(launches):
     assert {launch.name for launch in launches} == KERNELS
 
 
-@pytest.mark.parametrize(
-    ("arch", "columns"), [(80, 128), (86, 128), (89, 128), (90, 256), (100, 256), (120, 128)], ids=str
-)
+@pytest.mark.parametrize(("arch", "columns"), [(80, 128), (86, 128), (89, 128), (90, 256), (100, 256), (120, 128)])
 def test_tiles_are_as_wide_as_registers_allow(launches, on, arch, columns):
     """Those for Hopper are those that were measured."""
     on(arch)

@@ -170,9 +170,7 @@ def test_fused_activations_use_wgmma_and_wide_accesses_and_do_not_spill(launches
 
 
 @pytest.mark.slow
-@every_combination(
-    kernel=FUSED, activation={name: ACTIVATIONS[name] for name in ("swiglu", "srelu")}, dtype=[FP16, FP32]
-)
+@every_combination(kernel=FUSED, activation={n: ACTIVATIONS[n] for n in ("swiglu", "srelu")}, dtype=[FP16, FP32])
 def test_fused_activations_of_other_dtypes_are_not_rounded_to_tf32(launches, kernel, activation, dtype):
     layer.launch_activations("qwen3-30b", activation, dtype)
     code = launches.compile(kernel)

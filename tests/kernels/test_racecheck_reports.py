@@ -79,9 +79,7 @@ from symmoe.kernels.hopper import act, gemm, rows, wgrad  # noqa: E402
 from symmoe.kernels.low_precision import hopper_fp8, hopper_fp8_wgrad  # noqa: E402
 
 E4M3 = torch.float8_e4m3fn
-bf16, f32, i32, i64 = (
-    partial(meta, dtype=dtype) for dtype in (torch.bfloat16, torch.float32, torch.int32, torch.int64)
-)
+bf16, f32, i32, i64 = (partial(meta, dtype=each) for each in (torch.bfloat16, torch.float32, torch.int32, torch.int64))
 G, H, I, N, T = 3, 256, 128, 999, 512
 RANGES, PEERS, OFFSETS = i32(2, G), peers_of(2, 0), i64(2, 3)
 BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -183,6 +181,4 @@ def test_barriers_of_all_warps_lie_between_roles_read_and_written(
     assert len(re.findall(r"@!?P\d\s+BAR\.SYNC\S* 0x1 ;", sass)) == (0 if name == "planted_race_kernel" else 2)
     shared = [place for place, operation, _ in code if re.match(r"(LDS|STS|LDSM|STSM)\b", operation)]
     others = [place for place in shared if place not in lines.reads | lines.writes]
-    assert bool(others) == (
-        name not in ("planted_dispatch_kernel", "hopper_push_kernel")
-    )  # all that push moves, TMA does
+    assert bool(others) == (name not in ("planted_dispatch_kernel", "hopper_push_kernel"))  # TMA moves all of push

@@ -48,9 +48,7 @@ ADDED_SPILLED = since(("3.6", 0), ("3.7", 16), ("3.8", 48), ("3.9", 72))
 
 def check(code, name, arch, most_spilled=0):
     """The products are those of the format, operands come by TMA, and registers do not spill."""
-    instructions = set(
-        re.findall(r"^\s*(?:@\S+\s+)?((?:tcgen05|wgmma|mma|cp\.async\.bulk)\.\S+)", code.ptx, re.MULTILINE)
-    )
+    instructions = set(re.findall(r"^\s*(?:@\S+\s+)?((?:tcgen05|wgmma|mma|cp\.async\.bulk)\.\S+)", code.ptx, re.M))
     products = [text for text in instructions if re.match(r"(tcgen05\.mma|wgmma\.mma_async|mma\.sync)\.", text)]
     assert products
     if arch == HOPPER:

@@ -126,9 +126,7 @@ def test_between_nodes(rank: int, num_ranks: int, findings: Findings, ranks_per_
             both(heap, torch.float32, findings, order="slot", schedule=schedule, kind=kind)
         both(heap, torch.bfloat16, findings, order="slot", capacity=TOKENS * K * num_ranks, lora_rank=8)
         plan = make_plan(torch.zeros((TOKENS, 1), dtype=torch.int32), num_experts=4, heap=heap, replica_places=1)
-        findings.equal(
-            "places", plan.place_to_expert.flatten().tolist(), [-1, 0 if ranks_per_node == 2 else -1, -1, -1]
-        )
+        findings.equal("places", plan.place_to_expert.view(-1).tolist(), [-1, 0 if ranks_per_node == 2 else -1, -1, -1])
 
 
 @every_combination(stash=["rows", "hidden", "none"], recomputes=[False, True])

@@ -97,9 +97,7 @@ def test_two_runs_of_the_example(tmp_path: Path):
     arguments = ["--preset=tiny", "--ranks=1", "--steps=1", "--ways", "mxfp8", "--jobs=2"]
     environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[1]), "OMP_NUM_THREADS": "1"}
     printed_by(SCRIPT, *arguments, f"--out={out}", f"--json={file}", env=environment)
-    final = {
-        way: result["final_bits_per_byte"]["mean"] for way, result in json.loads(file.read_text())["results"].items()
-    }
+    final = {way: each["final_bits_per_byte"]["mean"] for way, each in json.loads(file.read_text())["results"].items()}
     assert [*final] == ["bf16", "mxfp8"]
     assert all(7 < bits < 8 for bits in final.values())  # after one step
     assert final["bf16"] != final["mxfp8"]  # so it is not the same run twice

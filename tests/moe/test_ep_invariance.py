@@ -158,9 +158,7 @@ CALLS += [
 
 @pytest.mark.parametrize(("device", "batch", "dtype"), CALLS)
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
-def test_slot_order_does_not_depend_on_the_ranks(
-    cluster, num_ranks: int, device: str, batch: Batch, dtype: torch.dtype
-):
+def test_slot_order_does_not_depend_on_the_ranks(cluster, num_ranks, device: str, batch: Batch, dtype: torch.dtype):
     check(cluster, batch, num_ranks, dtype, device)
 
 

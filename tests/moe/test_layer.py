@@ -21,9 +21,7 @@ from symmoe import MoEConfig, MoELayer, SymmetricHeap
 # -- the expert-parallel MLP ------------------------------------------------------------------------------------------
 
 
-def check_step(
-    rank: int, num_ranks: int, findings: Findings, numbers: list[int], device: str, dtype: torch.dtype
-) -> None:
+def check_step(rank, num_ranks, findings: Findings, numbers: list[int], device: str, dtype: torch.dtype) -> None:
     with open_heap(device) as heap:
         for number in numbers:
             case = routings.case_on(number, device)

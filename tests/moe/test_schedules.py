@@ -105,9 +105,7 @@ def test_a_heap_that_is_a_block_too_small(rank: int, num_ranks: int, findings: F
 
 
 @run_on(1, 2)
-def test_exceptions_between_forward_and_backward(
-    rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap
-) -> None:
+def test_exceptions_between_forward_and_backward(rank, num_ranks, findings: Findings, heap: SymmetricHeap) -> None:
     """The user's code raises between forward and backward, and in the middle of a backward pass."""
     config = config_for(num_ranks, "cpu")
 

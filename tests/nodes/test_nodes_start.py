@@ -152,9 +152,7 @@ def test_messages_have_their_own_bounds(rank: int, num_ranks: int) -> None:
 def test_strangers_are_not_taken_for_ranks():
     with reach.Listener() as listener:
         for said in (reach.hello(b"other", 1), reach.hello(b"token", 2), b"", reach.hello(b"token", 1)):
-            with reach.connect({1: listener.endpoint}, PROMPT_S)[0][
-                1
-            ] as sends:  # what is said arrives, though it closes
+            with reach.connect({1: listener.endpoint}, PROMPT_S)[0][1] as sends:  # what is said arrives all the same
                 sends.sendall(said)
         come = listener.accept([1], b"token", PROMPT_S)
         assert [*come] == [1]

@@ -146,9 +146,7 @@ def test_micro_batches_that_share_weights_count(monkeypatch):
     assert shared is config
 
 
-@pytest.mark.parametrize(
-    "name", ["NVIDIA H100 80GB HBM3", "NVIDIA GH200 480GB", "NVIDIA B200", "NVIDIA A100-SXM4-80GB"]
-)
+@pytest.mark.parametrize("name", ["NVIDIA H100 80GB HBM3", "NVIDIA GH200 480GB", "NVIDIA B200", "NVIDIA L40S"])
 def test_other_gpus_compute_in_full(monkeypatch, name: str):
     config = config_of()
     for gpu, chosen in ((name, choices.in_full(config)), ("NVIDIA H200", config)):

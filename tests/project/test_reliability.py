@@ -58,9 +58,7 @@ def failures(suite: str, run: Run, launcher: Launcher) -> list[str]:
     return [text for failure in record["failures"] for text in failure["problems"]]
 
 
-@pytest.mark.parametrize(
-    "suite", [pytest.param(suite, marks=pytest.mark.slow if suite in LONG else ()) for suite in SLICES]
-)
+@pytest.mark.parametrize("suite", [pytest.param(each, marks=[pytest.mark.slow] * (each in LONG)) for each in SLICES])
 def test_suite(launcher: Launcher, suite: str):
     numbers, num_ranks = SLICES[suite]
     assert failures(suite, Run(tuple(numbers), num_ranks, patience=PATIENCE), launcher) == []

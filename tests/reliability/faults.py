@@ -145,9 +145,7 @@ class Step:
             self._at("between")  # rows are there, experts come next
 
 
-def take_part(
-    rank: int, num_ranks: int, fault: Fault, device: str, turns: str | None = None
-) -> Iterator[dict[str, Any]]:
+def take_part(rank: int, num_ranks: int, fault: Fault, device: str, turns=None) -> Iterator[dict[str, Any]]:
     """Yields its pipe, in which a victim says when it strikes, and what was raised and when, and lets it through.
     turns: a file that the first victim locks before the steps that matter, until its process ends."""
     is_victim, turn, struck = rank in fault.victims, 0, False

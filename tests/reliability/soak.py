@@ -42,9 +42,7 @@ def check(rank: int, num_ranks: int, numbers: Numbers, seed: int, device: str) -
         )
         weights = [w.double() for w in step.weights_of(step.EXPERTS_PER_RANK * num_ranks, _WEIGHTS_SEED)]
         fixed = step.tokens_of(heap, 99, MAX_TOKENS)
-        give_room(
-            heap, (layers[1].config.num_experts, step.TOP_K), MAX_TOKENS, most
-        )  # no later call needs more of the heap
+        give_room(heap, (layers[1].config.num_experts, step.TOP_K), MAX_TOKENS, most)  # no later call needs more
         step.forward_backward(layers[1], fixed)
         wanted = [step.hash_of_step(layer, fixed) for layer in layers]
         samples, python_blocks = [], []

@@ -150,9 +150,7 @@ def _tail_of_the_index_not_zeroed(stack: ExitStack) -> None:
     stack.enter_context(patch.object(trip, "torch", Torch()))
 
 
-def _unused_packed_rows_not_marked(
-    kernel: Callable, slots, region, peers, received, *, row_column, prob_column
-) -> None:
+def _unused_packed_rows_not_marked(kernel, slots, region, peers, received, *, row_column, prob_column) -> None:
     """The slots of packed rows that nobody uses keep what memory held: here, row 0 of somebody."""
     (rows, *_), (packed, _, start, limit) = slots, region
     kernel(slots, region, peers, received, row_column=row_column, prob_column=prob_column)

@@ -28,9 +28,7 @@ Arguments = dict[str, Any]
 class Bad:
     """One mistake: what the culprits pass, and the error that every rank must raise."""
 
-    change: Callable[
-        [SymmetricHeap, Arguments], Arguments
-    ]  # from the correct keyword arguments to those that are wrong
+    change: Callable[[SymmetricHeap, Arguments], Arguments]  # from correct keyword arguments to wrong ones
     parts: tuple[str, ...]  # what the text must contain; `{rank}` stands for the first culprit
     error: str = "ArgumentError"  # name of the class
     base: tuple[tuple[str, Any], ...] = ()  # keyword arguments that all ranks pass on top of the usual ones
@@ -172,9 +170,7 @@ def rows_mistakes(name: str, num_rows_text: str) -> Iterator[Bad]:
 def buffer_mistakes(name: str, like: str) -> Iterator[Bad]:
     """Mistakes in a buffer for results, `out` or `grad_out`, that belongs on the heap; test_buffers.py has more."""
 
-    def memory(
-        more_rows: int = 0, features: int = H, dtype: torch.dtype = torch.float32
-    ) -> Callable[..., torch.Tensor]:
+    def memory(more_rows: int = 0, features: int = H, dtype=torch.float32) -> Callable[..., torch.Tensor]:
         return lambda heap, good: heap.lease((len(good[name]) + more_rows, features), dtype).tensor
 
     def overlapping(heap: SymmetricHeap, good: Arguments) -> Arguments:
@@ -339,9 +335,7 @@ MISTAKES: dict[str, Callable[[int], Iterator[Bad]]] = {
 }
 
 
-def check_mistake(
-    heap: SymmetricHeap, findings: Findings, stage_name: str, bad: Bad, culprits: list[int], seed: int
-) -> None:
+def check_mistake(heap, findings: Findings, stage_name: str, bad: Bad, culprits: list[int], seed: int) -> None:
     """Makes a wrong call on the culprits, then a correct one; notes what is not as documented."""
     stage = Stage(stage_name, heap, bad.base)
     found = stage.call(**(bad.change(heap, stage.good) if heap.rank in culprits else {}))

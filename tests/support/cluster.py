@@ -77,9 +77,7 @@ _GIVEN: dict[str, Callable[[int, int, ExitStack], Any]] = {
 }
 
 
-def _answer(
-    function: Callable[..., Any], rank: int, num_ranks: int, args: Sequence[Any], kwargs: dict[str, Any]
-) -> Any:
+def _answer(function: Callable, rank: int, num_ranks: int, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """What a function returns. If it takes `findings` or `heap` after the number of ranks, it gets some, or a heap on
     CPUs; of the former the texts are the answer."""
     names = itertools.takewhile(_GIVEN.__contains__, list(inspect.signature(inspect.unwrap(function)).parameters)[2:])

@@ -59,9 +59,7 @@ BARRIERS = {
 }
 
 
-def make_arenas(
-    num_ranks: int, rank: int, epoch: int, aborted: int = 0, faulted: int = 0, rail_fault: int = 0
-) -> Peers:
+def make_arenas(num_ranks: int, rank: int, epoch: int, aborted=0, faulted=0, rail_fault=0) -> Peers:
     """Zeros, but for the counters of `rank`."""
     layout = ControlLayout(num_ranks)
     views = tuple(torch.zeros(layout.num_bytes, dtype=torch.uint8) for _ in range(num_ranks))

@@ -217,9 +217,7 @@ def row_buffers(num_rows: int, width: int, block_format: BlockFormat, device: to
     return data, filled((num_rows, block_format.num_blocks(width)), block_format.scale_dtype, device)
 
 
-def column_buffers(
-    num_rows: int, num_groups: int, width: int, block_format: BlockFormat, device: torch.device | str = "cpu"
-):
+def column_buffers(num_rows: int, num_groups: int, width: int, block_format: BlockFormat, device="cpu"):
     """The same for columns of rows in groups; fp32 scales are block-major."""
     tokens = TILE * max_tiles(num_rows, num_groups)
     data = filled((width, block_format.data_width(tokens)), block_format.data_dtype, device)

@@ -77,9 +77,7 @@ def table_of_scales(*shapes, device="meta"):
     addresses = torch.tensor([matrix.data_ptr() for matrix in matrices]).to(device)
     numbers = torch.arange(len(shapes), dtype=torch.int32, device=device)
     most = max(-(-rows // 128) for rows, _ in shapes), max(-(-blocks // 4) for _, blocks in shapes)
-    return ScaleTable(
-        addresses, addresses.clone(), numbers, torch.tensor(extents, device=device, dtype=torch.int32), most
-    )
+    return ScaleTable(addresses, addresses.clone(), numbers, torch.tensor(extents, device=device).int(), most)
 
 
 def step(num_rows, signs, width=32):

@@ -178,9 +178,7 @@ def peers_of_tables(counts: np.ndarray) -> list[Peers]:
     layout = ControlLayout(num_ranks)
     views = tuple(torch.zeros(layout.num_bytes, dtype=torch.uint8) for _ in range(num_ranks))
     bases = torch.tensor([view.data_ptr() for view in views])
-    ranks = [
-        Peers(rank=rank, num_ranks=num_ranks, bases=bases, views=views, layout=layout) for rank in range(num_ranks)
-    ]
+    ranks = [Peers(rank=r, num_ranks=num_ranks, bases=bases, views=views, layout=layout) for r in range(num_ranks)]
     for peers in ranks:
         table = peers.count_table(peers.rank, 0)
         table[:, control.HEADER_WORDS : control.HEADER_WORDS + num_experts] = torch.from_numpy(counts)

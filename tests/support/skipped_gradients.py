@@ -84,9 +84,7 @@ OPTIONS = [
 ]
 
 
-def check_mlp(
-    rank: int, num_ranks: int, findings: Findings, device: str, dtype: torch.dtype, options: list[dict]
-) -> None:
+def check_mlp(rank, num_ranks, findings: Findings, device: str, dtype: torch.dtype, options: list[dict]) -> None:
     with open_heap(device, num_bytes=64 << 20) as heap:
         for given in options:
             option = dict(given)

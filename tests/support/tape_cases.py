@@ -103,9 +103,7 @@ OPTIONS = {
 AROUND = ("", "checkpoint", "saved copies", "autocast")
 
 
-def check_bits(
-    rank: int, num_ranks: int, options: dict, around: str, device: str = "cpu"
-) -> tuple[int, int, list[str]]:
+def check_bits(rank, num_ranks, options: dict, around: str, device: str = "cpu") -> tuple[int, int, list[str]]:
     """Calls that were played; calls that did not fit; findings."""
     findings, options = Findings(), dict(options)
     dtype, hidden = options.get("dtype", torch.float32), options.get("hidden", H)

@@ -204,9 +204,7 @@ def dispatched(
     return x, probs, plan, layout
 
 
-def sum_of_ranks(
-    heap: SymmetricHeap, layout: oracle.Layout, out_bits: list[np.ndarray], dtype: torch.dtype
-) -> np.ndarray:
+def sum_of_ranks(heap, layout: oracle.Layout, out_bits: list[np.ndarray], dtype: torch.dtype) -> np.ndarray:
     """What order="rank" gives for this rank's tokens; between nodes the sums of nodes."""
     if len(heap.topology.nodes) == 1:
         reduced = [oracle.reduce_primary(layout, r, bits, dtype) for r, bits in enumerate(out_bits)]

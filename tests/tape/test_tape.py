@@ -127,9 +127,7 @@ BETWEEN = ("frozen", "delay_wgrad", "main_grad")
 
 @pytest.mark.parametrize("what", BETWEEN)
 @run_on(2)
-def test_options_that_change_between_forward_and_backward(
-    rank: int, num_ranks: int, findings: Findings, what: str
-) -> None:
+def test_options_that_change_between_forward_and_backward(rank, num_ranks, findings: Findings, what: str) -> None:
     """What decides where gradients go changes between forward and backward of some calls, before, while and after calls
     of their kind are recorded."""
     with open_heap("cpu", tapes="on", num_bytes=16 << 20) as heap:

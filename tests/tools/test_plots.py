@@ -70,9 +70,7 @@ def test_lines_are_the_records(tmp_path: Path, figures: dict[str, Figure]):
             assert len(of) == 5
 
 
-def own(
-    presets: str = "tiny", tokens: tuple[int, ...] = (8,), skews: str = "uniform", times: float = 0.25
-) -> list[dict]:
+def own(presets: str = "tiny", tokens: tuple = (8,), skews: str = "uniform", times: float = 0.25) -> list[dict]:
     """Records as of CPUs, where there are no graphs, and TFLOP/s are small."""
     known = {"suite": "layer", "ep": 2, "driver": None, "gpu": "A processor with a name that is long " * 4}
     return [

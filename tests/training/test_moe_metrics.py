@@ -94,9 +94,7 @@ def test_records_are_what_happened(
             findings.equal("high water", record.heap_high_water_bytes, heap.high_water_bytes)
             findings.check(0 < record.forward_s < 60, f"forward took {record.forward_s} s")
             trips = (record.dispatch_s, record.combine_s)
-            findings.check(
-                min(trips) > 0 and sum(trips) < record.forward_s, f"trips took {trips} of {record.forward_s} s"
-            )
+            findings.check(min(trips) > 0 and sum(trips) < record.forward_s, f"trips {trips} of {record.forward_s} s")
         (numbers, step) = logged[0]
         findings.equal("step", step, 17)
         findings.equal("all numbers", {type(value) for value in numbers.values()}, {float})
