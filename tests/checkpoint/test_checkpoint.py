@@ -286,8 +286,6 @@ def test_a_rank_reads_its_own_rows_only(cluster, tmp_path: Path, monkeypatch: py
 
 
 # --- one process ---
-
-
 def state(seed: int = 0) -> dict[str, Any]:
     return {
         "a": {"weight": draw(f"{seed}/a", torch.empty(5, 3)), "none": torch.empty(0, 3)},
@@ -593,8 +591,6 @@ def test_memory_that_is_shared_or_strided(tmp_path: Path):
 
 
 # --- optimizers ---
-
-
 def stepped(kind: str, seed: int, weights: str = "packed") -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(seed)
     model = nn.Sequential(GroupedLinear(4, 8, 8, weights=weights), nn.Linear(8, 8))

@@ -77,8 +77,6 @@ def wait_for(path: Path) -> None:
 
 
 # --- ranks that are lost ---
-
-
 def die_in_a_save(rank: int, num_ranks: int, directory: str) -> None:
     """Rank 1 ends as it is about to write; the others write down what they hear of it."""
 
@@ -152,8 +150,6 @@ def test_a_rank_that_hangs_in_a_save_is_named_after_the_groups_timeout(rank, num
 
 
 # --- interrupts ---
-
-
 def interrupted(rank: int, num_ranks: int, directory: str) -> tuple[str, float]:
     """Saves; rank 1 is interrupted while it waits for rank 0, and lives on. How it ended, and how long it took."""
     began = time.monotonic()
@@ -251,8 +247,6 @@ def test_an_interrupt_at_any_line_of_a_save(cluster, tmp_path: Path):
 
 
 # --- disks ---
-
-
 @run_on(2)
 def test_a_file_that_does_not_fit_is_named_on_every_rank(rank: int, num_ranks: int, tmp_path: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -312,7 +306,6 @@ def test_a_directory_that_cannot_be_made_is_every_ranks_error(cluster, tmp_path:
 
 
 # --- other jobs ---
-
 _HOLD = """
 import os, sys
 from pathlib import Path
@@ -352,8 +345,6 @@ def test_a_file_system_without_locks(saved: Path, monkeypatch: pytest.MonkeyPatc
 
 
 # --- odd files ---
-
-
 def make_odd(path: Path, kind: str) -> None:
     content = path.read_bytes()
     path.unlink()

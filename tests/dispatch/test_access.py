@@ -24,8 +24,6 @@ NUM_STEPS = 40
 
 
 # -- threads ----------------------------------------------------------------------------------------------------------
-
-
 Step = tuple[torch.Tensor, torch.Tensor]  # y and dx
 
 
@@ -227,8 +225,6 @@ def test_another_thread_does_not_close_a_heap_in_a_call_but_may_give_it_up():
 
 
 # -- forks ------------------------------------------------------------------------------------------------------------
-
-
 def in_a_fork(step: Callable[[], object]) -> object:
     """What `step` returns in a child process, which ends without cleaning up, as a DataLoader's worker does."""
     read, write = os.pipe()

@@ -139,8 +139,6 @@ def test_layers_of_an_mlp_are_looked_at_one_by_one(monkeypatch, moved):
 
 
 # -- gradients --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("delayed", [False, True])
 @pytest.mark.parametrize("where", ["fresh", "side by side", "anywhere", "descending"])
 def test_gradients_are_written_as_they_lie(monkeypatch, where, delayed):
@@ -180,8 +178,6 @@ def test_main_grad_of_a_frozen_weight_among_others_is_not_written(monkeypatch):
 
 
 # -- where weights come to lie ----------------------------------------------------------------------------------------
-
-
 def saved(layer: nn.Module) -> nn.Module:
     file = io.BytesIO()
     torch.save(layer, file)
@@ -260,8 +256,6 @@ def test_optimizers_keep_their_parameters():
 
 
 # -- packed_view ------------------------------------------------------------------------------------------------------
-
-
 def test_packed_view_is_the_same_memory_without_history():
     whole = torch.randn(3, 4, 8)
     matrices = [nn.Parameter(part) for part in whole]

@@ -24,8 +24,6 @@ H, I, E, K, CALLS = 16, 24, 8, 3, 24
 
 
 # -- how much room ----------------------------------------------------------------------------------------------------
-
-
 def test_the_first_call_measures():
     assert RowHistory().room(8, None) is None
 
@@ -76,8 +74,6 @@ def test_a_small_call_gets_little_room_after_a_large_one():
 
 
 # -- calls ------------------------------------------------------------------------------------------------------------
-
-
 patched = partial(mock.patch.object, routed_experts, "run_experts")
 
 

@@ -26,8 +26,6 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 # -- one GPU: fused, or three modules ---------------------------------------------------------------------------------
-
-
 @dtypes
 @pytest.mark.parametrize("ffn", WIDTHS)
 def test_fused_is_three_modules(ffn, dtype):
@@ -45,7 +43,6 @@ def test_fused_is_three_modules(ffn, dtype):
 
 
 # -- ranks: layouts, schedules, stashes -------------------------------------------------------------------------------
-
 NAMES = ("y", "dx", "dprobs", "parameters' gradients")
 # Tokens of a rank, and K: few, and uneven.
 ROUTINGS = (((13, 9, 1, 20), 1), ((1, 1, 1, 1), 3), ((21, 4, 0, 7), 3), ((150, 301, 77, 260), 4))

@@ -226,7 +226,6 @@ def test_public_functions_choose_these_kernels(monkeypatch):
 
 
 # -- weight gradients --------------------------------------------------------------------------------------------------
-
 WGRAD_WIDTHS = [(256, 512), (1032, 712), (712, 1032), (72, 264), (64, 8)]  # O, C
 WGRAD_SPLITS = [(300, 0, 1, 777, 128, 65, 0), (0,) * 7, (0, 64, 0, 1000, 0, 0, 9), (1, 65, 63, 64, 0, 193, 449)]
 WGRAD_CONFIG = tiles.TileConfig(block_m=128, block_n=256, block_k=64, num_stages=3, num_warps=8, flatten=True)

@@ -17,9 +17,8 @@ from symmoe.combine import trip
 from symmoe.errors import ArgumentError, CapacityError
 from symmoe.moe import ep_step
 
+
 # -- what a step takes ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("options", [{}, {"layout": "expert-major"}, {"stash": "none"}, {"capacity": 40000}], ids=str)
 @run_on(1, device="cuda")
 def test_the_peak_is_as_planned(rank: int, num_ranks: int, findings: Findings, options: dict[str, Any]) -> None:
@@ -39,8 +38,6 @@ def test_the_peak_is_as_planned(rank: int, num_ranks: int, findings: Findings, o
 
 
 # -- what a step launches ---------------------------------------------------------------------------------------------
-
-
 def traced(rank: int, num_ranks: int, spoil: str = "", way: dict[str, str] = WAYS[0]) -> StepTrace:
     with open_heap("cuda", num_bytes=256 << 20) as heap:
         exact = {"capacity": None, "overflow": "raise"} if spoil == "exact" else {}
@@ -94,8 +91,6 @@ def test_what_the_trace_must_find(cluster, spoil: str, finding: str):
 
 
 # -- CUDA graphs ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("stash", "way"), [("all", WAYS[0]), ("none", WAYS[0]), ("all", WAYS[3]), ("none", WAYS[2])])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_replays_equal_eager_steps(cluster, num_ranks: int, stash: str, way: dict[str, str]):
@@ -172,8 +167,6 @@ def test_overflow_in_graphs(rank: int, num_ranks: int, findings: Findings) -> No
 
 
 # -- several streams, several groups ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("num_ranks", "way"), [(1, WAYS[0]), (2, WAYS[0]), (2, WAYS[2])])
 @run_on(device="cuda", timeout_s=240.0)
 def test_micro_batches_on_two_streams(rank: int, num_ranks: int, findings: Findings, way: dict[str, str]) -> None:

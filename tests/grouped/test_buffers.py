@@ -95,8 +95,6 @@ def right_or_error(compute: Callable[[], None], check: Callable[[], None]) -> No
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------
-
-
 def mistakes() -> Iterator[tuple[str, Callable[[Op, torch.Tensor], object], list[str]]]:
     """(what, the buffer from the op and its x, parts of the text)."""
     yield "list", lambda op, x: [1.0], ["(list)", "tensor"]
@@ -279,8 +277,6 @@ def test_gradient_buffer_is_where_the_gradient_comes_from(single):
 
 
 # -- using a buffer again ---------------------------------------------------------------------------------------------
-
-
 def used_rows_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor[: cases.TINY.num_used]
 
@@ -471,8 +467,6 @@ def test_delayed_gradients_and_buffers_that_are_used_again():
 
 
 # -- buffers stay plain tensors ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("make", [lambda: buffer(), lambda: buffer(2 * N, H)[:N], lambda: buffer(N * H).view(N, H)])
 def test_buffers_never_require_gradients_and_can_be_written_after_backward(op, make):
     out, grad_input_out = make(), make()
@@ -493,8 +487,6 @@ def test_buffers_never_require_gradients_and_can_be_written_after_backward(op, m
 
 
 # -- leases -----------------------------------------------------------------------------------------------------------
-
-
 def leases(heap, count):
     return [heap.lease((N, H), torch.float32, name=f"lease {i}") for i in range(count)]
 
@@ -565,8 +557,6 @@ def test_output_lease_released_while_a_result_is_saved(op, heap, how):
 
 
 # -- graphs that are spent --------------------------------------------------------------------------------------------
-
-
 def test_losses_that_are_kept_keep_no_leases(op, heap):
     x, losses = op.inputs.x.nan_to_num().requires_grad_(), []
     want = torch.autograd.grad(used_rows_of(op(x)).square().sum(), x)[0]
@@ -635,8 +625,6 @@ def test_the_gradient_that_is_asked_for_is_the_buffer(op, heap):
 
 
 # -- with dispatch and combine ----------------------------------------------------------------------------------------
-
-
 class Step:
     """One rank: dispatch, experts, combine, with or without buffers on the heap."""
 

@@ -142,8 +142,6 @@ def test_the_same_bits_every_time(dtype):
 
 
 # -- GroupedMLP -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("weights", FORMS)
 def test_a_grouped_mlp_of_its_own_layers(weights):
     inputs = cases.make_inputs(PLAIN)

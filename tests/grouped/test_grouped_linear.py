@@ -35,8 +35,6 @@ def test_rows_need_not_be_contiguous():
 
 
 # -- splits -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("splits", "parts"),
     [
@@ -128,8 +126,6 @@ def test_wrong_constructor_arguments(name, value, wanted):
 
 
 # -- parameters -------------------------------------------------------------------------------------------------------
-
-
 def test_views_of_a_packed_weight():
     layer, inputs = layer_and_inputs()
     assert [name for name, _ in layer.named_parameters()] == ["weight", "bias"]
@@ -224,8 +220,6 @@ def test_copies_are_independent(weights):
 
 
 # -- bias -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("buffers", [(), ("out", "grad_input_out")], ids=str)
 def test_return_bias(bias, buffers):
@@ -304,8 +298,6 @@ def test_bias_gradient_is_deterministic_and_exact(dtype):
 
 
 # -- weight gradients -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("delayed", [False, True])
 def test_weight_gradients_are_views_of_one_buffer(delayed):
     case = cases.Case(delayed=delayed, buffers=())
@@ -448,8 +440,6 @@ def test_wrong_main_grad(main_grad, parts):
 
 
 # -- delay_wgrad ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("option", ["delay_wgrad", "accumulate_into_main_grad"])
 def test_gradients_that_would_get_lost_in_a_parametrization(option: str):
     layer = GroupedLinear(2, 8, 8, bias=False, **{option: True})
@@ -527,8 +517,6 @@ def test_delayed_gradients_of_rows_that_were_overwritten(what):
 
 
 # -- autocast, second backward ----------------------------------------------------------------------------------------
-
-
 def test_no_second_derivatives():
     """Asking for them is an error, not a wrong number."""
     layer, inputs = layer_and_inputs()
@@ -548,8 +536,6 @@ def test_weight_changed_before_backward():
 
 
 # -- discrete weights that were changed -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("change", "parts"),
     [

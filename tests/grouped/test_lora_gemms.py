@@ -15,7 +15,6 @@ from symmoe.moe.ep_step import STASHES, expert_parallel_mlp
 from symmoe.training.lora import merge_lora
 
 # -- expert-parallel --------------------------------------------------------------------------------------------------
-
 EXPERTS, TOP_K, HIDDEN, TOKENS = 8, 2, 520, 11
 WAYS = tuple(itertools.product(sorted(STASHES), ("packed", "expert-major"), ("serial", "always-overlapped")))
 
@@ -91,8 +90,6 @@ def test_the_step_equals_dense_weights(
 
 
 # -- experts ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("lora_rank", [1, 4, 16, 64])
 @pytest.mark.parametrize("weights", ["packed", "discrete"])
@@ -178,8 +175,6 @@ def test_some_of_the_parameters():
 
 
 # -- what it costs ----------------------------------------------------------------------------------------------------
-
-
 class Allocations(TorchDispatchMode):
     """Notes the elements of every tensor that an operator makes new memory for."""
 

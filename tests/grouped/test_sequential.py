@@ -65,8 +65,6 @@ class TakesPositional(nn.Module):
 
 
 # -- container --------------------------------------------------------------------------------------------------------
-
-
 def test_is_a_container():
     first, second, third = nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)
     model = Sequential(first, second, third)
@@ -123,8 +121,6 @@ def test_grouped_mlp_as_a_module():
 
 
 # -- extra inputs -----------------------------------------------------------------------------------------------------
-
-
 def wrong_numbers():
     """(model, extra inputs given, parts of the text)."""
     takers = ["1 for 0 (GroupedLinear)", "1 for 1 (ScaledSwiGLU)", "1 for 2 (GroupedLinear)"]
@@ -158,8 +154,6 @@ def test_extra_inputs_go_from_left_to_right():
 
 
 # -- op_kwargs --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("key", "notes"),
     [(lambda m: {0: 7}, [[7], [None]]), (lambda m: {-2: 7}, [[7], [None]]), (lambda m: {m[1]: 7, 0: 8}, [[8], [7]])],
@@ -247,8 +241,6 @@ def test_module_that_stands_twice():
 
 
 # -- fusion -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("activation", [ScaledSwiGLU(), ScaledSReLU()], ids=lambda each: type(each).__name__)
 @pytest.mark.parametrize("path", PATHS)
 def test_paths_do_what_they_are_called(path, activation, num_fused):
@@ -365,8 +357,6 @@ def test_first_micro_batch_of_one_layer():
 
 
 # -- splits once for a pattern ----------------------------------------------------------------------------------------
-
-
 def trained(model: Sequential, *extra_inputs, op_kwargs=None) -> list[torch.Tensor]:
     """y, and the gradients of x, of the scale and of the parameters in order, of rows that belong to a group. The scale
     stands for each None in `extra_inputs`, and for a `bias_scale` of None in `op_kwargs`."""
@@ -436,8 +426,6 @@ def test_a_layer_that_brings_its_splits_is_in_no_pattern():
 
 
 # -- Sequential inside Sequential -------------------------------------------------------------------------------------
-
-
 class Block(Sequential):
     """A subclass that changes nothing about the call."""
 
@@ -554,8 +542,6 @@ def test_buffers_of_nested_are_compared_with_those_outside():
 
 
 # -- arguments of all modules are looked at before the first one runs -------------------------------------------------
-
-
 def in_a_row(count: int = 3, *, between: nn.Module | None = None, **options) -> Sequential:
     """Linear layers H -> H, with another module after each, or none."""
     torch.manual_seed(0)

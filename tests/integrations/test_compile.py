@@ -352,8 +352,6 @@ def test_compiled_blocks_with_constant_weights_quantise_for_themselves(heap):
 
 
 # -- activation checkpointing around a block: what is recomputed, and what crosses the wire again --------------------
-
-
 # Barriers of one step (plan 1, dispatch 2, combine 2), and of its backward (dispatch 2, combine 2).
 FORWARD, BACKWARD = 5, 4
 

@@ -260,8 +260,6 @@ def test_two_ranks_train_as_one(cluster, tmp_path: Path, function: str, options:
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------
-
-
 def refused_by_accelerate(rank: int, num_ranks: int, folder: str) -> None:
     from symmoe.integrations.accelerate import Accelerator
 

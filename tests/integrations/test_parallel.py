@@ -366,7 +366,6 @@ def test_with_compile_and_checkpointing(rank: int, num_ranks: int) -> None:
 
 
 # -- constant_weights -------------------------------------------------------------------------------------------------
-
 QUANTIZED = dataclasses.replace(small.CONFIG, ffn=16, precision=Float8Block(), quantized_wire="both")
 
 
@@ -408,8 +407,6 @@ def test_constant_weights_are_quantised_once(rank: int, num_ranks: int, layout: 
 
 
 # -- torch.distributed.checkpoint: saved at one EP x FSDP layout, loaded at another ----------------------------------
-
-
 BIASED = dataclasses.replace(small.CONFIG, expert_bias=True)
 State = dict[str, torch.Tensor]
 

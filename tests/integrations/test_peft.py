@@ -152,8 +152,6 @@ def test_adapters_in_a_trainer_train_and_resume_as_on_the_plain_model(cluster, t
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------
-
-
 @run_on(2)
 def test_adapters_that_experts_cannot_have_are_refused(rank: int, num_ranks: int, tmp_path: Path) -> None:
     folder = str(tmp_path)

@@ -309,8 +309,6 @@ def test_clipping_by_symmoe_is_right_and_by_torch_is_refused(rank, num_ranks, he
 
 
 # -- what cannot be made right ----------------------------------------------------------------------------------------
-
-
 def layer_by_hand(model: nn.Module) -> nn.Module:
     fully_shard(model.blocks[0].moe)
     return model

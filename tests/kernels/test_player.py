@@ -24,9 +24,8 @@ from symmoe.kernels.triton.tiles import describe
 from symmoe.tape.recorder import Tapes, recorder
 from symmoe.tape.tape import NEW, NOTE, OPERATOR, Call, Entry, Event, Launch, Mark, Memory, ObjectSlot, Tape
 
+
 # -- sections -------------------------------------------------------------------------------------------------------
-
-
 class Section(list):
     is_owed = False
 
@@ -126,8 +125,6 @@ def test_without_a_compiler_nothing_is_played(lists, monkeypatch: pytest.MonkeyP
 
 
 # -- launches -------------------------------------------------------------------------------------------------------
-
-
 @triton.jit
 def example_kernel(desc, x, index, count: tl.int64, typed: tl.int64, fraction: tl.float32, WIDTH: tl.constexpr):
     pass

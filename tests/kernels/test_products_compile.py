@@ -140,7 +140,6 @@ def test_types_of_outputs_are_known_to_triton():
 
 
 # -- activations, by themselves and fused with GEMMs ------------------------------------------------------------------
-
 FUSED = ["grouped_gemm_act_kernel", "grouped_gemm_dact_kernel"]
 ELEMENTWISE = ["scaled_activation_kernel", "scaled_activation_grad_kernel"]
 HALVES_AND_BLOCKS = {"halves": ACTIVATIONS["swiglu"], "blocks": ACTIVATIONS["interleave"]}
@@ -217,8 +216,6 @@ def test_the_workspace_is_enough_for_every_choice_of_tiles():
 
 
 # -- the router -------------------------------------------------------------------------------------------------------
-
-
 @every_combination(kernel=["router_gemm_kernel", "router_dgrad_kernel", "router_wgrad_kernel"], shape=ROUTERS.keys())
 def test_products_of_the_router_are_of_bf16_and_tensor_cores_add_up_a_step_only(launches, kernel, shape):
     """What they cut off must not grow with the number of terms: a step begins at zero, and is added outside."""

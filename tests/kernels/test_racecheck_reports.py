@@ -12,7 +12,6 @@ import torch
 from racecheck_reports import KERNELS, count, dispatch_lines
 
 # -- logs -------------------------------------------------------------------------------------------------------------
-
 GEMM, PUSH = "hopper_gemm_kernel", "hopper_push_kernel"
 
 
@@ -64,7 +63,6 @@ def test_reports_of_the_dispatch_are_counted_by_themselves(name: str, tmp_path: 
 
 
 # -- what the kernels do ----------------------------------------------------------------------------------------------
-
 triton = pytest.importorskip("triton")
 
 import planted_races  # noqa: E402

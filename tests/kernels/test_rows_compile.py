@@ -136,8 +136,6 @@ def test_slot_kernels(launches, shape, with_probs):
 
 
 # -- by TMA, on Hopper ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("hidden", "batch"), [(2048, 4), (7168, 1), (384, 16)])
 def test_pushed_pieces_are_boxes_of_tma(launches, hidden, batch):
     x, offsets = meta(8192, hidden, dtype=BF16), meta(2, 3, dtype=INT64)

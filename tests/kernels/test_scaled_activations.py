@@ -226,8 +226,6 @@ def test_wrong_constructors(make, text):
 
 
 # -- interleaving -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("block", [1, 2, 3, 4, 12])
 @pytest.mark.parametrize(("shape", "dim"), [((3, 24, 5), -2), ((3, 24, 5), 1), ((3, 24), -1), ((24,), 0)], ids=str)
 def test_conversion(block, shape, dim):

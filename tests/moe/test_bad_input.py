@@ -296,8 +296,6 @@ def check_other_heaps(rank: int, num_ranks: int, findings: Findings) -> None:
 
 
 # -- a heap that is too small -----------------------------------------------------------------------------------------
-
-
 LEASING_CALLS = ("dispatch_tokens", "combine_tokens", "layer", "backward of dispatch", "backward of the layer")
 
 
@@ -349,7 +347,6 @@ def check_exhaustion(rank: int, num_ranks: int, findings: Findings) -> None:
 
 
 # -- gradients that a caller brings -----------------------------------------------------------------------------------
-
 PASSED_ON = ("(torch.sparse_coo)", "(Wrapper)", "has been freed", "lease 'old'")  # autograd itself refuses others
 
 
@@ -384,8 +381,6 @@ def check_gradients(rank: int, num_ranks: int, findings: Findings) -> None:
 
 
 # -- transforms of torch.func and forward-mode AD ---------------------------------------------------------------------
-
-
 def check_transforms(rank: int, num_ranks: int, findings: Findings) -> None:
     """On one rank or on all, of what is passed or of weights alone: the same error on every rank; the next is right."""
     with open_heap("cpu", num_bytes=NUM_BYTES, timeout_s=5.0) as heap:
@@ -439,8 +434,6 @@ def test_transforms_of_modules_without_a_heap(name: str, transform: str):
 
 
 # -- errors that nobody foresaw ---------------------------------------------------------------------------------------
-
-
 KERNELS_OF_A_STEP = "send_counts grouped_gemm_act grouped_gemm push_sums sum_home".split()
 KERNELS_OF_A_STEP += "grouped_gemm_dact grouped_gemm_dgrad grouped_gemm_wgrad".split()
 

@@ -142,7 +142,6 @@ def test_a_rank_that_is_lost(rank: int, num_ranks: int, num_steps: int, compiles
 
 
 # -- what counts as the first time ------------------------------------------------------------------------------------
-
 PLAN, READY = (
     control.pack_call(phase=phase, hidden=8, plan=77) for phase in (control.PHASE_PLAN, control.PHASE_DISPATCH_READY)
 )

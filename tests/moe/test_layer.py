@@ -18,9 +18,8 @@ from worker import Findings, open_heap
 
 from symmoe import MoEConfig, MoELayer, SymmetricHeap
 
+
 # -- the expert-parallel MLP ------------------------------------------------------------------------------------------
-
-
 def check_step(rank, num_ranks, findings: Findings, numbers: list[int], device: str, dtype: torch.dtype) -> None:
     with open_heap(device) as heap:
         for number in numbers:
@@ -58,8 +57,6 @@ def test_expert_parallel_mlp_is_the_oracle_on_gpus(cluster, num_ranks: int, dtyp
 
 
 # -- MoELayer ---------------------------------------------------------------------------------------------------------
-
-
 LAYER_OPTIONS = (
     {},
     {"order": "slot", "score": "sigmoid", "route_scale": 2.5, "aux_loss_coef": 0.1},
@@ -196,8 +193,6 @@ def test_a_layer(cluster, num_ranks: int, device: str, check: Callable[..., list
 
 
 # -- hooks ------------------------------------------------------------------------------------------------------------
-
-
 def hooks_on(module: torch.nn.Module) -> dict[str, Callable[[], RemovableHandle]]:
     """How a hook of each kind is put on a module."""
 

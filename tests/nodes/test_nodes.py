@@ -45,8 +45,6 @@ STEP = len(routings.STRATA) + 1  # a case of every stratum
 
 
 # -- topology ---------------------------------------------------------------------------------------------------------
-
-
 def test_hosts_are_nodes():
     topology = find_topology("aabb", 2, None)
     assert topology.nodes == ((0, 1), (2, 3))
@@ -160,8 +158,6 @@ def test_wrong_numbers_of_ranks_per_node(rank: int, num_ranks: int) -> None:
 
 
 # -- bits -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("check", "first"), [(check_dispatch, 0), (check_combine, 3)], ids=["dispatch", "combine"])
 @pytest.mark.parametrize(("num_ranks", "ranks_per_node"), LAYOUTS)
 def test_trips_are_the_oracle_bit_for_bit(cluster, num_ranks: int, ranks_per_node: int, check, first: int):
@@ -345,8 +341,6 @@ def test_checkpoints_do_not_know_of_nodes(cluster, tmp_path: Path):
 
 
 # -- capacity of the rails --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("num_ranks", "ranks_per_node"), LAYOUTS)
 def test_rails_drop_the_last_tokens(cluster, num_ranks: int, ranks_per_node: int):
     assert cluster(num_ranks).findings(drop_on_rails, ranks_per_node) == []

@@ -22,8 +22,6 @@ LAYOUTS = [pytest.param(4, 2, id="2 x 2"), pytest.param(3, 1, id="3 x 1", marks=
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("num_ranks", "ranks_per_node"), LAYOUTS)
 @pytest.mark.parametrize("culprit", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_wrong_calls(cluster, num_ranks: int, ranks_per_node: int, culprit: int):
@@ -115,8 +113,6 @@ def test_a_rank_that_ends_at_the_start():
 
 
 # -- lost ranks -------------------------------------------------------------------------------------------------------
-
-
 POINTS = {
     "plan: barrier": (nodes.Ready, "barrier", control.PHASE_PLAN),
     "plan: rail": (nodes.Ready, "meet", control.PHASE_NODES_PLAN),

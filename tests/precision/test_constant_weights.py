@@ -170,8 +170,6 @@ def test_backward_after_the_block_takes_what_forward_has_kept(monkeypatch):
 
 
 # -- stale weights ----------------------------------------------------------------------------------------------------
-
-
 def test_a_step_inside_is_found():
     """In the next forward pass, which says both versions; after the block all is well."""
     module, call, _ = made("mlp", Float8Block())
@@ -242,8 +240,6 @@ def test_writes_that_autograd_does_not_see_are_not_found():
 
 
 # -- the block --------------------------------------------------------------------------------------------------------
-
-
 def test_an_exception_leaves_the_block():
     module, call, _ = made("mlp", Float8Block())
     with pytest.raises(ArgumentError, match="rows"), symmoe.constant_weights(module):
@@ -355,8 +351,6 @@ def test_recomputing_in_another_graph_makes_its_own(monkeypatch):
 
 
 # -- expert parallelism -----------------------------------------------------------------------------------------------
-
-
 def run_layer(layer: symmoe.MoELayer, rank: int, block) -> tuple[list[torch.Tensor], dict[str, int]]:
     """What several micro-batches give, and how often a weight was quantised."""
     found = []

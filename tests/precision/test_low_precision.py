@@ -29,7 +29,6 @@ def splits_of(inputs):
 
 
 # -- against float64 --------------------------------------------------------------------------------------------------
-
 PLAIN = cases.Case(bias=False, buffers=())
 # Sums are fp32; an element that lies between two numbers of a format may be rounded to the other one.
 SAME_NUMBERS = 2e-3
@@ -109,8 +108,6 @@ def test_errors_are_those_of_the_format(recipe):
 
 
 # -- the caller's buffers, and everything else that a layer may be asked for -------------------------------------------
-
-
 @recipes.every_recipe
 @pytest.mark.parametrize("path", cases.PATHS[1:])
 def test_fused_experts_are_three_modules(recipe, path):
@@ -330,8 +327,6 @@ def test_weights_must_not_change_before_backward():
 
 
 # -- stochastic rounding ----------------------------------------------------------------------------------------------
-
-
 def test_seeds_come_from_the_gradients_of_the_group_alone():
     generator = torch.Generator().manual_seed(1)
     for dtype in cases.DTYPES:

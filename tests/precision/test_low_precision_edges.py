@@ -30,8 +30,6 @@ def wires(recipe: Recipe) -> tuple[str, ...]:
 
 
 # -- tokens of NaN and Inf --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("what", ["NaN", "Inf"])
 @pytest.mark.parametrize("recipe", [*RECIPES, NVFP4(stochastic_gradients=False)], ids=str)
 def test_bad_tokens_stay_alone(cluster, recipe, what):
@@ -41,7 +39,6 @@ def test_bad_tokens_stay_alone(cluster, recipe, what):
 
 
 # -- padding, duplicates, drops ---------------------------------------------------------------------------------------
-
 EXPERTS, H, I, K, T = 8, 64, 32, 3, 24
 
 
@@ -93,8 +90,6 @@ def test_padding_duplicates_and_drops(
 
 
 # -- what is kept, and for how long -----------------------------------------------------------------------------------
-
-
 def alive(dtype: torch.dtype, *shapes: tuple[int, ...]) -> int:
     """Tensors like these."""
     gc.collect()
@@ -143,8 +138,6 @@ def test_what_torch_computes_of_operands_is_not_read():
 
 
 # -- other ranks ------------------------------------------------------------------------------------------------------
-
-
 @run_on(2)
 def test_a_wire_without_a_recipe_raises_on_every_rank(rank: int, num_ranks: int, heap: SymmetricHeap) -> None:
     """Only rank 1 wants rows quantised, by experts that have no recipe for it."""
@@ -217,8 +210,6 @@ def test_an_old_gpu_of_one_rank_raises_on_every_rank(
 
 
 # -- what is counted --------------------------------------------------------------------------------------------------
-
-
 def count_bytes(rank: int, num_ranks: int, heap: SymmetricHeap, recipe: Recipe, wire: str) -> tuple[int, int]:
     config = MoEConfig(hidden=256, ffn=32, num_experts=2 * num_ranks, top_k=2, precision=recipe, quantized_wire=wire)
     torch.manual_seed(1)

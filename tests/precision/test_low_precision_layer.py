@@ -25,9 +25,8 @@ from symmoe.precision import MXFP8, NVFP4, Float8Block
 from symmoe.precision.wire import WireFormat
 from symmoe.symm_mem.memory import ALIGNMENT_BYTES
 
+
 # -- one step, in every way -------------------------------------------------------------------------------------------
-
-
 @every_recipe
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_all_ways_give_the_same_bits(cluster, num_ranks: int, recipe):
@@ -35,8 +34,6 @@ def test_all_ways_give_the_same_bits(cluster, num_ranks: int, recipe):
 
 
 # -- any number of ranks ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "wire"), [(NVFP4(), "none"), (Float8Block(), "both"), (MXFP8(), "forward")], ids=str
@@ -55,8 +52,6 @@ def test_any_number_of_ranks_gives_the_same_bits(cluster, recipe, wire):
 
 
 # -- the layer --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("recipe", "wire"), [(NVFP4(), "none"), (Float8Block(), "both"), (MXFP8(), "backward")], ids=str
 )
@@ -99,8 +94,6 @@ def test_rows_on_their_way_are_waited_for():
 
 
 # -- rows on the wire -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("recipe", checks.WIRE_RECIPES, ids=str)
 @pytest.mark.parametrize("hidden", [64, 160, 512])
 def test_a_row_on_the_wire(recipe, hidden):
@@ -191,8 +184,6 @@ def test_rows_are_put_on_the_wire_in_one_call(monkeypatch):
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------
-
-
 @every_recipe
 @pytest.mark.parametrize("stash", ["all", "rows", "hidden", "none"])
 def test_bytes_of_a_call(recipe, stash: str):
@@ -234,8 +225,6 @@ def test_the_heap_is_as_large_as_planned(rank: int, num_ranks: int, findings: Fi
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

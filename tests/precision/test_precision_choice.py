@@ -35,7 +35,6 @@ def pays(config: MoEConfig, **numbers: int) -> bool:
 
 
 # -- the table --------------------------------------------------------------------------------------------------------
-
 RECORD = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "precision-h200-ep2.json"
 # Of the table's columns.
 VARIANTS = {
@@ -89,8 +88,6 @@ def test_measured_layers_get_what_was_faster(preset: str):
 
 
 # -- what is chosen ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("preset", PRESETS)
 def test_more_of_anything_never_changes_it_back(preset: str):
     """Tokens, ranks, micro-batches, features, and what travels quantised."""
@@ -187,7 +184,6 @@ def test_ranks_that_choose_differently_find_out(rank: int, num_ranks: int, findi
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
-
 SIZES = {
     "mixtral-8x7b": "--hidden 4096 --ffn 14336 --experts 8 --top-k 2",
     "qwen3-30b": "--hidden 2048 --ffn 768 --experts 128 --top-k 8",

@@ -146,8 +146,6 @@ def test_growth_is_told_from_what_comes_and_goes():
 
 
 # -- running suites ---------------------------------------------------------------------------------------------------
-
-
 def test_a_suite_that_is_out_of_time_leaves_a_record(launcher: Launcher):
     run = Run(tuple(range(6)), 2)
     record = execute("model", command.suite_of("model"), run, launcher, command="pytest", limit_s=0.0)
@@ -155,8 +153,6 @@ def test_a_suite_that_is_out_of_time_leaves_a_record(launcher: Launcher):
 
 
 # -- the launcher -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_a_rank_that_hangs_is_a_failure_that_says_where(launcher: Launcher):
     with launcher.start(2, "cpu") as job:

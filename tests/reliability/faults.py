@@ -97,8 +97,6 @@ def fault_of(number: int, run: Run) -> Fault:
 
 
 # -- on the ranks -----------------------------------------------------------------------------------------------------
-
-
 class Step:
     """A step that says where it is: calls `at(phase)` before, between and in close, and kernels do so for the rest."""
 
@@ -207,8 +205,6 @@ def take_part(rank: int, num_ranks: int, fault: Fault, device: str, turns=None) 
 
 
 # -- in the launcher --------------------------------------------------------------------------------------------------
-
-
 def run_cases(run: Run, launcher: Launcher) -> Iterator[Outcome]:
     for first in range(0, len(run.numbers), run.num_jobs):
         numbers = run.numbers[first : first + run.num_jobs]

@@ -68,8 +68,6 @@ def _hook(stack: ExitStack, **stand_ins: Callable[..., Any]) -> None:
 
 
 # -- waits ------------------------------------------------------------------------------------------------------------
-
-
 def _no_wait_in(phase: int, stack: ExitStack) -> None:
     waits = [True]
 
@@ -97,8 +95,6 @@ def _with(original: Callable, *args: Any, options: dict[str, Any], **kwargs: Any
 
 
 # -- epochs, halves and the order of stores ---------------------------------------------------------------------------
-
-
 def _epoch_stays(kernel: Callable, peers: Peers, *args: Any, **kwargs: Any) -> Any:
     counters = peers.counters(peers.rank)
     epoch = int(counters[control.BARRIER_EPOCH])
@@ -140,8 +136,6 @@ def _payload_after(which: str, stack: ExitStack) -> None:
 
 
 # -- faults, fills and giving up --------------------------------------------------------------------------------------
-
-
 def _tail_of_the_index_not_zeroed(stack: ExitStack) -> None:
     class Torch:
         def __getattr__(self, name: str) -> Any:

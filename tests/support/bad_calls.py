@@ -44,8 +44,6 @@ def on_heap(name: str, make: Callable[[SymmetricHeap, Arguments], Any], *parts: 
 
 
 # -- tensors that kernels cannot read ---------------------------------------------------------------------------------
-
-
 class Wrapper(torch.Tensor):
     """A tensor whose memory another one has, as DTensor is."""
 
@@ -100,7 +98,6 @@ def quantized(x: torch.Tensor) -> torch.Tensor:
 
 
 # -- arguments of each call -------------------------------------------------------------------------------------------
-
 STATIC = (("capacity", 60), ("max_tokens", 9))
 
 
@@ -245,8 +242,6 @@ def layer_mistakes() -> Iterator[Bad]:
 
 
 # -- the calls, on every rank -----------------------------------------------------------------------------------------
-
-
 def routing(heap: SymmetricHeap, seed: int) -> torch.Tensor:
     """[T, K]: every rank has rows, from every rank."""
     generator = torch.Generator().manual_seed(seed + heap.rank)

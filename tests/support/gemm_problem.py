@@ -163,8 +163,6 @@ class Scattered:
 
 
 # -- grouped GEMMs ----------------------------------------------------------------------------------------------------
-
-
 def check_gemm(kernels, p, gather, table, biased, zero_tail, accumulate=False, **options):
     source, rows = p.source(gather)
     options |= {"zero_tail": zero_tail, "accumulate": accumulate, "bias": p.biases(biased)}
@@ -260,8 +258,6 @@ def check_gradients(kernels, p, **options):
 
 
 # -- parts of them ----------------------------------------------------------------------------------------------------
-
-
 def part_calls(kernels, p, **fixed):
     """{name: (makes outputs, call(row_range, outs, come, **options))}; rows that have not come are NaN."""
     table = Scattered(p.weight)
@@ -312,8 +308,6 @@ def check_ranges(p, blanks, call, parts, **options):
 
 
 # -- GEMMs that are fused with activations ----------------------------------------------------------------------------
-
-
 def gate_columns(ffn, activation, device="cpu"):
     """Where the gates and the ups of h stand."""
     block = activation.interleave or ffn
@@ -485,7 +479,6 @@ def check_a_forgotten_range(kernels, p, group, num_forgotten):
 
 
 # -- splits -----------------------------------------------------------------------------------------------------------
-
 # Splits, the number of rows, and where groups begin, with the end of the last.
 SPLITS_CASES = [
     ([3, 0, 4], 10, [0, 3, 3, 7]),

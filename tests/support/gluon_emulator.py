@@ -27,8 +27,6 @@ CHOICE = random.Random(0)
 
 
 # ------------------------------------------------------------------------------------------------------ a program
-
-
 class Machine:
     """What the roles of the running program share."""
 
@@ -124,8 +122,6 @@ def jit(function=None, **options):
 
 
 # ------------------------------------------------------------------------------------------------------ memory
-
-
 @dataclass
 class Pointer:
     """Pointers into a tensor: its elements in a row, and offsets."""
@@ -298,8 +294,6 @@ class TensorDescriptor:
 
 
 # ------------------------------------------------------------------------------------------------------ copies
-
-
 def copy_later(shared: Shared, values, landed) -> None:
     """Shared memory is NaN until values() are there, when landed() is called."""
     with MACHINE.changed:
@@ -403,8 +397,6 @@ def barrier_wait(barrier, parity, pred=True):
 
 
 # ------------------------------------------------------------------------------------------------------ arithmetic
-
-
 def warpgroup_mma(a, b, acc, *, use_acc=True, is_async=False):
     product = torch.mm(a.numbers(), b.numbers())
     return acc + product if use_acc else product

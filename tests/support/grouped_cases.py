@@ -20,9 +20,8 @@ from symmoe.kernels.activation import Activation
 SENTINEL = -77.0
 MAIN_GRAD_START = 0.5  # what a main_grad holds before the first accumulation
 
+
 # -- the matrix -------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Case:
     """One combination of what a caller can ask for."""
@@ -155,8 +154,6 @@ def fill(linear: nn.Module, weight: torch.Tensor, bias: torch.Tensor | None, cas
 
 
 # -- running one call -------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Buffers:
     """The buffers of the caller, prefilled with SENTINEL. None where the case has none."""
@@ -324,8 +321,6 @@ def _oracle_of_case(is_linear: bool, case: Case, sizes: Sizes, device: str) -> d
 
 
 # -- checks -----------------------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def refused(*parts: str) -> Iterator[None]:
     """What is inside raises an ArgumentError whose text has all parts."""
@@ -503,8 +498,6 @@ def assert_near_oracle(ran: Ran, oracle: dict[str, torch.Tensor], case: Case, si
 
 
 # -- oracle -----------------------------------------------------------------------------------------------------------
-
-
 def swiglu(h: torch.Tensor) -> torch.Tensor:
     """[I] of one row [2I], gate first."""
     gate, up = h[: len(h) // 2], h[len(h) // 2 :]

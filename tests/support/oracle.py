@@ -15,8 +15,6 @@ Slot = tuple[int, int, int]
 
 
 # -- what all ranks hold ----------------------------------------------------------------------------------------------
-
-
 def gather(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> list[torch.Tensor]:
     """Every rank's tensor, on the CPU; the first dimension may differ from rank to rank. Collective."""
     tensor = tensor.detach().cpu().contiguous()
@@ -39,8 +37,6 @@ def gather(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> list
 
 
 # -- layout -----------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Layout:
     """Where every slot of the group goes. Lists over ranks; -1 is "none"."""
@@ -148,8 +144,6 @@ def keep_within(loads: list[list[int]], capacity: int | None) -> list[list[int]]
 
 
 # -- payload ----------------------------------------------------------------------------------------------------------
-
-
 def bits_of(tensor: torch.Tensor) -> np.ndarray:
     """Bit patterns of a tensor, uint16 or uint32 by the size of its elements."""
     as_int, as_unsigned = {2: (torch.int16, np.uint16), 4: (torch.int32, np.uint32)}[tensor.element_size()]
@@ -173,8 +167,6 @@ def row_probs(layout: Layout, rank: int, probs: list[np.ndarray]) -> np.ndarray:
 
 
 # -- sums -------------------------------------------------------------------------------------------------------------
-
-
 def widen(bits: np.ndarray, dtype: torch.dtype) -> np.ndarray:
     """Bit patterns as fp32; exact."""
     if dtype == torch.bfloat16:
@@ -258,8 +250,6 @@ def sum_nodes(
 
 
 # -- experts in float64 -----------------------------------------------------------------------------------------------
-
-
 def swiglu_expert(x: torch.Tensor, prob: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
     """W2 (silu(gate) * up * prob) of one row, [gate, up] = W1 x."""
     gate, up = (w1 @ x).chunk(2)

@@ -66,7 +66,6 @@ def compare(findings: Findings, got: Backward, full: Backward, needs: tuple[bool
 
 
 # -- the expert-parallel MLP ------------------------------------------------------------------------------------------
-
 OPTIONS = [
     *({"stash": stash, "order": order, **way} for way in WAYS for stash, order in (("all", "rank"), ("none", "slot"))),
     *({"stash": stash} for stash in STASHES),
@@ -126,8 +125,6 @@ def check_mlp(rank, num_ranks, findings: Findings, device: str, dtype: torch.dty
 
 
 # -- dispatch_tokens --------------------------------------------------------------------------------------------------
-
-
 def check_dispatch(rank: int, num_ranks: int, findings: Findings, device: str) -> None:
     with open_heap(device, num_bytes=16 << 20) as heap:
         for order in ("rank", "slot"):
@@ -149,8 +146,6 @@ def check_dispatch(rank: int, num_ranks: int, findings: Findings, device: str) -
 
 
 # -- MoELayer ---------------------------------------------------------------------------------------------------------
-
-
 def check_layer(rank: int, num_ranks: int, findings: Findings, device: str) -> None:
     """LoRA on a first layer: tokens without gradient, a router that learns or not; as kernels and as an operator."""
     with open_heap(device, num_bytes=64 << 20) as heap:
@@ -185,8 +180,6 @@ def check_layer(rank: int, num_ranks: int, findings: Findings, device: str) -> N
 
 
 # -- ranks that do not ask for the same -------------------------------------------------------------------------------
-
-
 def check_mismatches(rank: int, num_ranks: int, findings: Findings, device: str) -> None:
     """The same error on every rank, and the next correct step is right."""
     with open_heap(device, num_bytes=64 << 20) as heap:

@@ -153,7 +153,6 @@ def with_torch(model: nn.Module, job: Job) -> Run:
 
 
 # -- transformers' Trainer --------------------------------------------------------------------------------------------
-
 EVERY = 5
 KEPT: dict[str, Any] = {
     "save_strategy": "steps",

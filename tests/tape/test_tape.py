@@ -34,7 +34,6 @@ def plays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # -- same bits --------------------------------------------------------------------------------------------------------
-
 SLOW = (
     "hidden kept",
     "nothing kept",
@@ -179,8 +178,6 @@ def alone() -> Iterator[tuple[SymmetricHeap, MoELayer, Callable[..., None]]]:
 
 
 # -- audits -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("tapes", ["on", "audit"])
 @run_on(2)
 def test_an_audit_finds_a_difference(rank: int, num_ranks: int, findings: Findings, tapes: str) -> None:
@@ -249,8 +246,6 @@ def test_another_value_of_the_variable_is_refused(monkeypatch):
 
 
 # -- errors in the middle of a played call ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("options", [{}, {"schedule": "always-overlapped"}], ids=["defaults", "overlapped"])
 @run_on(2)
 def test_an_error_in_a_played_call_is_every_ranks(rank: int, num_ranks: int, findings: Findings, options: dict) -> None:
@@ -291,8 +286,6 @@ def test_an_error_in_a_played_call_is_every_ranks(rank: int, num_ranks: int, fin
 
 
 # -- what is played, and what is not ----------------------------------------------------------------------------------
-
-
 def make_tapes() -> Tapes:
     return Tapes(taped.CPU, lambda error: None, raise_for, (), lambda: twin, lambda tape: tape)
 

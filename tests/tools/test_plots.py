@@ -36,8 +36,6 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> dict[str, Figure]:
 
 
 # -- benchmarks -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("name", "along", "figure", "num_groups"), [("layer", "preset", "tflops", 3), ("skew", "skew", "ms_median", 3)]
 )
@@ -109,8 +107,6 @@ def test_records_of_cpus_are_drawn_with_their_numbers_and_nothing_is_covered_or_
 
 
 # -- expert load ------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def plot_load(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(PLOT_LOAD.parent))

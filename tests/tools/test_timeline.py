@@ -27,8 +27,6 @@ KERNELS = Path(kernels.__file__).parent
 
 
 # -- exposed times ----------------------------------------------------------------------------------------------------
-
-
 def event(phase: str, begin: float, end: float, direction: str = "", lane: str = "host", name: str = "x") -> Event:
     return Event(lane, phase, direction, name, begin, end)
 
@@ -77,8 +75,6 @@ def test_exposed_times_are_those_counted_microsecond_by_microsecond(seed: int):
 
 
 # -- clocks -----------------------------------------------------------------------------------------------------------
-
-
 def met_barriers(offsets_us: list[float], seed: int, rounds: int = 16) -> list[list[tuple[float, float]]]:
     """What ranks see of barriers, each on a clock that is ahead by its offset; some come late, some leave late."""
     choose, now, seen = random.Random(seed), 0.0, [[] for _ in offsets_us]
@@ -120,8 +116,6 @@ def test_events_are_put_on_one_clock_and_the_aligning_barriers_left_out():
 
 
 # -- the table of phases ----------------------------------------------------------------------------------------------
-
-
 def launched_kernels() -> set[str]:
     """Functions of the package that a GPU runs by themselves: jitted, and not called only by others in device code."""
     names = set()
@@ -148,8 +142,6 @@ def test_every_kernel_and_every_operator_has_a_phase():
 
 
 # -- GPU events from a profiler's trace -------------------------------------------------------------------------------
-
-
 def kernel(name: str, begin: float, correlation: int, stream: int = 7, category: str = "kernel") -> dict:
     args = {"stream": stream, "correlation": correlation, "device": 0}
     return {"ph": "X", "cat": category, "name": name, "pid": 0, "tid": stream, "ts": begin, "dur": 4.0, "args": args}
@@ -224,7 +216,6 @@ def test_what_was_launched_before_the_start_is_left_out():
 
 
 # -- replays ----------------------------------------------------------------------------------------------------------
-
 SPIN = "at::cuda::(anonymous namespace)::spin_kernel(long)"
 REPLAY = (  # begin, end, phase by the kernel's name, name; then what they are: phase, direction, lane
     ((0, 1, "other", SPIN), None),
@@ -298,7 +289,6 @@ def test_ranges_are_what_a_profiler_sees_and_only_while_they_are_on(heap: Symmet
 
 
 # -- real steps -------------------------------------------------------------------------------------------------------
-
 # A layer's phases forward and backward, by hand from docs/design.md.
 START, ARRIVE = "route plan wait plan  wait push wait index", "wait send_sums wait sum_at_home"
 DGRADS = "FC2_dgrad wgrad FC1_dgrad"
@@ -394,8 +384,6 @@ def test_the_table_says_what_the_timeline_says():
 
 
 # -- what can go wrong ------------------------------------------------------------------------------------------------
-
-
 @run_on(2)
 def test_what_is_wrong_is_the_same_error_on_every_rank(rank: int, num_ranks: int, tmp_path: Path) -> None:
     """A path that is wrong on one rank, one that nobody can write, and no start; then it works."""
