@@ -91,14 +91,17 @@ def test_the_step_equals_dense_weights(
 
 # -- experts ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("lora_rank", [1, 4, 16, 64])
+@pytest.mark.parametrize("lora_rank", [1, 4, 8, 16, 64])
 @pytest.mark.parametrize("weights", ["packed", "discrete"])
 @pytest.mark.parametrize("bias", [False, True])
-def test_experts_in_buffers_of_the_caller(bias: bool, weights: str, lora_rank: int, dtype: torch.dtype):
-    parameters = cases.random_parameters(len(cases.SPLITS), 40, cases.FFN, lora_rank, dtype, bias=bias)
-    mlp = cases.make_experts(parameters, slice(None), weights=weights)
-    x, probs, dy = cases.rows_of_experts(dtype, 40)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_experts_in_buffers_of_the_caller(device: str, bias: bool, weights: str, lora_rank: int, dtype: torch.dtype):
+    hidden = 40 if device == "cpu" else 520  # wide enough for Hopper's own kernels, and no multiple of a tile
+    parameters = cases.random_parameters(len(cases.SPLITS), hidden, cases.FFN, lora_rank, dtype, bias=bias)
+    mlp = cases.make_experts(parameters, slice(None), weights=weights).to(device)
+    x, probs, dy = cases.rows_of_experts(dtype, hidden)
     want_y, want, _ = cases.oracle_of_rows(parameters, x, probs, dy)
+    x, probs, dy = x.to(device), probs.to(device), dy.to(device)
     out, grad_input_out = torch.full_like(x, -77.0), torch.full_like(x, -77.0)
     leaf, row_probs = x.clone().requires_grad_(), probs.clone().requires_grad_()
     rows = leaf * 1  # autograd hands the buffer to a producer

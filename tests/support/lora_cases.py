@@ -75,7 +75,7 @@ def dense_oracle(
 
 
 def is_near(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> bool:
-    return bool((got.double() - want).abs().max() <= TOLERANCE[dtype] * want.abs().max())
+    return bool((got.double().cpu() - want).abs().max() <= TOLERANCE[dtype] * want.abs().max())
 
 
 SPLITS, TAIL = (4, 0, 9, 1), 3
