@@ -24,10 +24,6 @@ H, I, E, K, CALLS = 16, 24, 8, 3, 24
 
 
 # -- how much room ----------------------------------------------------------------------------------------------------
-def test_the_first_call_measures():
-    assert RowHistory().room(8, None) is None
-
-
 @pytest.mark.parametrize("rows", [1, 7, 100, 65_536, 524_288])
 def test_there_is_a_margin_and_sizes_repeat(rows: int):
     found = set()
@@ -55,8 +51,9 @@ def test_room_shrinks_when_routing_does():
     assert rooms == sorted(rooms, reverse=True)
 
 
-def test_no_more_than_the_user_allows():
+def test_the_first_call_measures_and_later_ones_get_no_more_than_the_user_allows():
     history = RowHistory()
+    assert history.room(8, None) is None
     history.note(8, 1_000, 500)
     assert (history.room(8, 1_010).rows, history.room(8, 999)) == (1_010, RowBudget(-1, -1, 1_000))
     history.forget()

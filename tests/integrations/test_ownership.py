@@ -28,10 +28,6 @@ def assigned(model: nn.Module) -> nn.Module:
     return model
 
 
-def materialised(model: nn.Module) -> nn.Module:
-    return model.to("meta").to_empty(device="cpu")
-
-
 def converted(model: nn.Module) -> nn.Module:
     was = torch.__future__.get_overwrite_module_params_on_conversion()
     torch.__future__.set_overwrite_module_params_on_conversion(True)
@@ -56,7 +52,8 @@ def parametrized(model: nn.Module) -> nn.Module:
 
 
 # Parameters are other objects after each of these.
-WAYS = {"copied": copied, "assigned": assigned, "materialised": materialised, "converted": converted}
+WAYS = {"copied": copied, "assigned": assigned, "converted": converted}
+WAYS["materialised"] = lambda model: model.to("meta").to_empty(device="cpu")
 
 
 def train(model: Model, rank: int, shares: tuple[int, ...], group: dist.ProcessGroup | None) -> list[float]:
@@ -100,19 +97,13 @@ def test_experts_stay_experts(heap: symmoe.SymmetricHeap, way: str):
     assert [id(p) for p in dense] == [id(p) for name, p in model.named_parameters() if name not in FOUR]
 
 
-def test_parametrized_experts_are_experts(heap: symmoe.SymmetricHeap):
+def test_parametrized_experts_adapters_of_a_copy_and_wrapped_experts_are_experts(heap: symmoe.SymmetricHeap):
     originals = {name.replace("fc1.weight", "fc1.parametrizations.weight.original") for name in FOUR}
     assert experts_of(parametrized(Model(heap))) == originals
-
-
-def test_adapters_of_a_copy_are_experts(heap: symmoe.SymmetricHeap):
     model = Model(heap)
     symmoe.add_lora(model, rank=2, alpha=1.0)
     adapters = {name.replace("weight", kind) for name in FOUR for kind in ("lora_a", "lora_b")}
     assert experts_of(copy.deepcopy(model)) == FOUR | adapters
-
-
-def test_wrappers_change_names_alone(heap: symmoe.SymmetricHeap):
     assert experts_of(torch.compile(Model(heap))) == {f"_orig_mod.{name}" for name in FOUR}
     assert experts_of(nn.ModuleDict({"module": Model(heap)})) == {f"module.{name}" for name in FOUR}
 

@@ -62,11 +62,6 @@ def fill(folder: Path) -> None:
     save_file(values, path, metadata={"format": "pt"})
 
 
-def num_adapted(model: torch.nn.Module) -> int:
-    """Numbers that are trained, on this rank."""
-    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-
-
 def moved(rank: int, num_ranks: int, family: str, config: str, order: str, source: str, out: str) -> dict[str, Any]:
     """Adapters of a file, into a swapped model and back, with the outputs."""
     with symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
@@ -74,7 +69,7 @@ def moved(rank: int, num_ranks: int, family: str, config: str, order: str, sourc
         load_adapters(model, source)
         logits = model.eval()(eval_data()[rank]["input_ids"][None]).logits.detach()
         save_adapters(model, out)
-        return {"logits": logits, "trained": num_adapted(model)}
+        return {"logits": logits, "trained": sum(p.numel() for p in model.parameters() if p.requires_grad)}
 
 
 @pytest.mark.parametrize("order", ORDERS)

@@ -99,16 +99,7 @@ def arguments(**changes):
     """(args, kwargs) of a call of the example."""
     x = torch.zeros(8, 8)
     assert x.data_ptr() % 16 == 0
-    values = {
-        "desc": x,
-        "x": x,
-        "index": torch.zeros(8, dtype=torch.int32),
-        "number": 7,
-        "count": 7,
-        "typed": 7,
-        "fraction": 0.5,
-        "plain": 7,
-    }
+    values = {"desc": x, "x": x, "index": x.int(), "number": 7, "count": 7, "typed": 7, "fraction": 0.5, "plain": 7}
     kwargs = {"WIDTH": 64, "num_warps": 4}
     for name, value in changes.items():
         (values if name in values else kwargs)[name] = value

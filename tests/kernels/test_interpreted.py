@@ -7,23 +7,10 @@ files look at the generated code; tests/gpu runs it."""
 import pytest
 from interpreter import emulated, interpreted, interpreter
 
-SLOW = pytest.mark.slow
-IN_THE_INTERPRETER = [
-    pytest.param("act_quantize", marks=SLOW),
-    pytest.param("gemm", marks=SLOW),
-    pytest.param("gpu_kernels", marks=SLOW),
-    "nodes",
-    "pointers",
-    pytest.param("quantize", marks=SLOW),
-    pytest.param("quantized_gemm", marks=SLOW),
-    pytest.param("router_products", marks=SLOW),
-]
-IN_THE_EMULATOR = [
-    pytest.param("columns", marks=SLOW),
-    pytest.param("dact_quantize", marks=SLOW),
-    pytest.param("fp8", marks=SLOW),
-    "hopper",
-]
+SLOW = ("act_quantize", "gemm", "gpu_kernels", "quantize", "quantized_gemm", "router_products")
+IN_THE_INTERPRETER = [*(pytest.param(name, marks=pytest.mark.slow) for name in SLOW), "nodes", "pointers"]
+SLOW = ("columns", "dact_quantize", "fp8")
+IN_THE_EMULATOR = [*(pytest.param(name, marks=pytest.mark.slow) for name in SLOW), "hopper"]
 
 
 @interpreter

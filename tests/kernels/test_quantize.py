@@ -22,13 +22,8 @@ ROWS = sum(cases.SPLITS) + cases.TAIL
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value encountered")
 
 
-def fields(block_format):
-    return {
-        "element": block_format.element,
-        "kind": block_format.scale,
-        "block": block_format.block,
-        "block_lines": block_format.block_lines,
-    }
+def fields(of):
+    return {"element": of.element, "kind": of.scale, "block": of.block, "block_lines": of.block_lines}
 
 
 def expected_rows(rows: torch.Tensor, splits, name: str, *, hard: bool) -> dict[str, torch.Tensor]:
@@ -149,13 +144,10 @@ def test_the_reference_notices(monkeypatch, mutant):
     splits, hard = (30, 34), "word" in mutant
     rows = tied_rows(64) if "ties" in mutant else cases.hard_rows(64, WIDTH, torch.bfloat16)
     expected = expected_rows(rows, splits, name, hard=hard)
-    assert (
-        cases.differences(cases.quantize_all(twin, rows, cases.row_range_of(splits), name, hard=hard), expected) == []
-    )
+    row_range = cases.row_range_of(splits)
+    assert cases.differences(cases.quantize_all(twin, rows, row_range, name, hard=hard), expected) == []
     monkeypatch.setattr(quantize, function, mutate(getattr(quantize, function)))
-    assert (
-        cases.differences(cases.quantize_all(twin, rows, cases.row_range_of(splits), name, hard=hard), expected) != []
-    )
+    assert cases.differences(cases.quantize_all(twin, rows, row_range, name, hard=hard), expected) != []
 
 
 def all_bf16_and_more() -> torch.Tensor:

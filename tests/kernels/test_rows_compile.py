@@ -179,13 +179,10 @@ def test_pieces_cover_what_is_moved_and_fit_into_boxes():
             assert row_bytes <= cut.num_pieces * cut.piece_bytes < row_bytes + cut.piece_bytes
 
 
-def test_stages_fit_into_a_ring():
+def test_stages_fit_into_a_ring_and_rows_of_whole_units_are_taken():
     for width in (128, 384, 1024, 1792, 2048, 7168, 32768):
         sums = hopper_rows.cut_sums(2 * width)
         assert 4 <= sums.stages <= hopper_rows.MAX_SUM_STAGES
         assert sums.stages * sums.piece_bytes <= hopper_rows.SUM_RING_BYTES
-
-
-def test_rows_of_whole_units_are_taken():
     assert hopper_rows.takes_rows(meta(3, 2048, dtype=BF16))
     assert not hopper_rows.takes_rows(meta(3, 2056, dtype=BF16))

@@ -49,28 +49,19 @@ def test_hosts_are_nodes():
     topology = find_topology("aabb", 2, None)
     assert topology.nodes == ((0, 1), (2, 3))
     assert (topology.node, topology.local_rank, topology.ranks, topology.rail) == (1, 0, (2, 3), (0, 2))
-
-
-def test_ranks_of_hosts_may_alternate():
-    topology = find_topology("abab", 3, None)
+    topology = find_topology("abab", 3, None)  # ranks of hosts may alternate
     assert topology.nodes == ((0, 2), (1, 3))
     assert (topology.node, topology.local_rank, topology.rail) == (1, 1, (2, 3))
 
 
-def test_a_host_may_be_cut():
+def test_a_host_may_be_cut_and_hosts_are_not_joined():
     assert find_topology("aaaabbbb", 5, 2).nodes == ((0, 1), (2, 3), (4, 5), (6, 7))
     assert find_topology("abab", 0, 1).nodes == ((0,), (1,), (2,), (3,))
     assert find_topology("aaa", 0, None).num_nodes == find_topology("aaa", 0, 3).num_nodes == 1
-
-
-def test_hosts_are_not_joined():
     with pytest.raises(ArgumentError, match=r"ranks_per_node \(4\) must divide the 2 ranks .* node of rank 0"):
         find_topology("aabb", 0, 4)
     with pytest.raises(ArgumentError, match=r"ranks_per_node \(2\) must divide the 3 ranks .* node of rank 2"):
         find_topology("aabbb", 0, 2)
-
-
-def test_the_odd_node_is_named():
     with pytest.raises(BackendUnavailable, match=r"rank 4 is on a node with 1 ranks .* but rank 0 on one with 2"):
         find_topology("aabbc", 0, None)
 

@@ -49,11 +49,6 @@ class Release:
         return [requirement for requirement in self.metadata().requires_dist if requirement.name == name]
 
 
-def copy_sources(target: Path) -> Path:
-    """Several may build in one checkout at the same time, and setuptools writes beside pyproject.toml."""
-    return shutil.copytree(ROOT, target, ignore=NOT_SOURCES)
-
-
 def build(sources: Path, out: Path, *what: str) -> None:
     """Without isolation: the backend is the one that is installed, nothing is downloaded."""
     run(sys.executable, "-m", "build", "--no-isolation", *what, "--outdir", out, sources, cwd=sources)
@@ -91,7 +86,8 @@ def package_files(sources: Path) -> set[str]:
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return copy_sources(tmp_path_factory.mktemp("sources") / "symmoe")
+    """Several may build in one checkout at the same time, and setuptools writes beside pyproject.toml."""
+    return shutil.copytree(ROOT, tmp_path_factory.mktemp("sources") / "symmoe", ignore=NOT_SOURCES)
 
 
 @pytest.fixture(scope="module")

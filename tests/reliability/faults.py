@@ -32,7 +32,7 @@ from reliability.delays import before_steps
 from reliability.launch import Job, JobFailure, Launcher
 from reliability.step import HIDDEN, TOP_K, make_layer, tokens_of
 from reliability.suite import SEED_STRIDE, Outcome, Run, Suite, percentiles, side_by_side
-from symmoe import MoELayer, SymmetricHeap, combine_tokens, dispatch_tokens, errors, make_plan
+from symmoe import SymmetricHeap, combine_tokens, dispatch_tokens, errors, make_plan
 from symmoe.kernels import control
 
 TIMEOUT_S = 2.0
@@ -109,7 +109,7 @@ class Step:
         x = tokens_of(self._heap, self._fault.seed + turn, 20)
         self.in_backward = False
         self._at("before")
-        y = self._parts(x) if self.layer is None else self._with_layer(self.layer, x)
+        y = self._parts(x) if self.layer is None else self.layer(x)[0]
         self._heap.synchronize()
         self.in_backward = True
         y.square().sum().backward()
@@ -122,9 +122,6 @@ class Step:
         rows, _ = dispatch_tokens(x, plan)
         self._at("between")
         return combine_tokens(rows * 2, plan)
-
-    def _with_layer(self, layer: MoELayer, x: torch.Tensor) -> torch.Tensor:
-        return layer(x)[0]
 
     def before_kernel(self, name: str) -> None:
         """Hook: the phase that a kernel belongs to."""

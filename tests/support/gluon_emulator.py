@@ -430,14 +430,8 @@ def static_assert(condition):
     assert condition
 
 
-LAYOUTS = (
-    "BlockedLayout",
-    "DistributedLinearLayout",
-    "SliceLayout",
-    "SwizzledSharedLayout",
-    "NVMMASharedLayout",
-    "NVMMADistributedLayout",
-)
+LAYOUTS = "Blocked", "DistributedLinear", "Slice", "SwizzledShared", "NVMMAShared", "NVMMADistributed"
+LAYOUTS = tuple(f"{kind}Layout" for kind in LAYOUTS)
 
 
 def layout_of(*args, **kwargs):

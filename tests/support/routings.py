@@ -45,12 +45,7 @@ class Routing:
     @property
     def arguments(self) -> dict:
         """Keyword arguments of make_plan."""
-        return {
-            "num_experts": self.num_experts,
-            "capacity": self.capacity,
-            "overflow": self.overflow,
-            "max_tokens": self.max_tokens,
-        }
+        return {name: getattr(self, name) for name in ("num_experts", "capacity", "overflow", "max_tokens")}
 
 
 @dataclass(frozen=True)

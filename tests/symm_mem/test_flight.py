@@ -227,11 +227,7 @@ def test_records_do_not_fill_the_disk(tmp_path: Path, monkeypatch):
     with SymmetricHeap(num_bytes=1 << 20, backend="host") as heap:
         for turn in range(MAX_FILES + 2):
             with pytest.raises(ArgumentError) as caught:
-                _bad_capacity(heap)
+                make_plan(torch.full((1, 1), 5), num_experts=1, heap=heap, capacity=1)
             kept = f"-{turn}.json)" if turn < MAX_FILES else f"there are {MAX_FILES} of this process already)"
             assert str(caught.value).endswith(kept)
     assert len(list(tmp_path.iterdir())) == MAX_FILES
-
-
-def _bad_capacity(heap: SymmetricHeap) -> None:
-    make_plan(torch.full((1, 1), 5), num_experts=1, heap=heap, capacity=1)

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import operator
 import random
 import time
 from collections.abc import Callable, Iterable
@@ -40,12 +41,9 @@ def made_up(seed: int, num_ranks: int = 3, end_us: int = 400) -> Timeline:
         end = min(end_us, begin + choose.randrange(60))
         return event(phase, begin, end, direction, f"stream {choose.randrange(2)}")
 
-    ranks = (sorted((any_event() for _ in range(choose.randrange(1, 40))), key=_begin) for _ in range(num_ranks))
+    begin_of = operator.attrgetter("begin_us")
+    ranks = (sorted((any_event() for _ in range(choose.randrange(1, 40))), key=begin_of) for _ in range(num_ranks))
     return Timeline(ranks=tuple(map(tuple, ranks)), clock_error_us=(0.0,) * num_ranks, device="made up")
-
-
-def _begin(event: Event) -> float:
-    return event.begin_us
 
 
 def cells(events: Iterable[Event], end_us: int = 400) -> np.ndarray:

@@ -33,6 +33,7 @@ ROOT = HERE.parent.parent
 REFUSALS = ("ArgumentError", "StalePlan")  # what symmoe raises where it does not do what is asked
 
 ONLY_WITH_SYMMOE = "failed with symmoe only"
+ONLY_WAITED = ("imed out", "Connection closed", "PeerTimeout", "Wait timeout")  # words of reasons of such ranks
 
 Endings = dict[str, dict[str, Any]]  # by test: outcome, reason, num_calls, of recorder.Ending
 
@@ -179,7 +180,7 @@ def merged(ranks: list[Endings]) -> Endings:
         of_test = [endings[name] for endings in ranks if name in endings]
         worst = min(of_test, key=lambda ending: ("failed", "skipped", "passed").index(ending["outcome"]))
         same = [ending for ending in of_test if ending["outcome"] == worst["outcome"]]
-        first = min(same, key=lambda ending: _only_waited(ending["reason"]))
+        first = min(same, key=lambda ending: any(word in ending["reason"] for word in ONLY_WAITED))
         found[name] = {**first, "num_calls": sum(ending["num_calls"] for ending in of_test)}
     return found
 
@@ -220,10 +221,6 @@ def _kind(ending: dict[str, Any], plain: dict[str, Any]) -> str:
         return "failed without symmoe too"
     is_refusal = any(f"symmoe.errors.{error}" in ending["reason"] for error in REFUSALS)
     return "refused by symmoe" if is_refusal else ONLY_WITH_SYMMOE
-
-
-def _only_waited(reason: str) -> bool:
-    return any(word in reason for word in ("imed out", "Connection closed", "PeerTimeout", "Wait timeout"))
 
 
 def _commit(folder: Path) -> str:
