@@ -116,10 +116,7 @@ def test_shared_parameters_are_named_once_unless_asked_for(heap: symmoe.Symmetri
     once = [(name, is_expert) for name, _, is_expert in named_parameters(model)]
     assert once == [("0.weight", True), ("1.router.weight", False), ("1.experts.fc2.weight", True)]
     every = [name for name, _, is_expert in named_parameters(model, shared=True) if is_expert]
-    assert every == [
-        "0.weight",
-        *(f"{number}.experts.{linear}.weight" for number in (1, 2) for linear in ("fc1", "fc2")),
-    ]
+    assert every == ["0.weight", *(f"{i}.experts.{fc}.weight" for i in (1, 2) for fc in ("fc1", "fc2"))]
 
 
 def test_a_module_of_ones_own_says_that_it_holds_experts():
