@@ -28,15 +28,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import symmoe
-from symmoe.checkpoint import (
-    ExpertShard,
-    get_rng_state,
-    load_checkpoint,
-    read_manifest,
-    save,
-    save_checkpoint,
-    set_rng_state,
-)
+from symmoe import checkpoint as checkpoints
+from symmoe.checkpoint import ExpertShard, load_checkpoint, read_manifest, save, save_checkpoint
 from symmoe.checkpoint.manifest import parse, seal_of
 from symmoe.errors import ArgumentError, CheckpointError, SymmoeError
 from symmoe.grouped.linear import GroupedLinear
@@ -680,12 +673,12 @@ def test_no_state_is_allocated_that_the_files_cannot_hold(tmp_path: Path, key: s
 
 
 def test_random_numbers_go_on():
-    state = json.loads(json.dumps(get_rng_state()))
+    state = json.loads(json.dumps(checkpoints.get_rng_state()))
     expected = torch.rand(4), random.random(), random.gauss(0, 1)
-    set_rng_state(state)
+    checkpoints.set_rng_state(state)
     found = torch.rand(4), random.random(), random.gauss(0, 1)
     assert torch.equal(found[0], expected[0])
     assert found[1:] == expected[1:]
     for wrong in ({}, {"python": [3, [1], None], "torch": ""}, {**state, "torch": "!"}):
         with pytest.raises(CheckpointError, match="random number"):
-            set_rng_state(wrong)
+            checkpoints.set_rng_state(wrong)

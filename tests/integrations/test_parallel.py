@@ -60,14 +60,7 @@ def reference(
 
 
 def sharded(
-    rank: int,
-    num_ranks: int,
-    layout: tuple[int, int],
-    wrap: str = "fsdp",
-    shares: tuple[int, ...] | None = None,
-    steps: int = STEPS,
-    config: symmoe.MoEConfig = small.CONFIG,
-    ranks_per_node: int | None = None,
+    rank, num_ranks, layout, wrap="fsdp", shares=None, steps=STEPS, config=small.CONFIG, ranks_per_node=None
 ) -> tuple[Curve, dict[str, torch.Tensor]]:
     shares = shares or small.equal_shares(num_ranks)
     if len(layout) == 2:

@@ -11,26 +11,10 @@ import torch
 
 pytest.importorskip("triton")
 
-import quantize_launches
+import quantize_launches as quantizers
 from compiled_launches import BLACKWELL, HOPPER, access_bits, assert_compiled_once, atomics, meta
 from quantize_cases import FORMATS, weight_format
-from quantize_launches import (
-    BF16,
-    FP32,
-    NAMES,
-    C,
-    G,
-    N,
-    launch_columns,
-    launch_rows,
-    launch_sent,
-    launch_weight_pairs,
-    launch_weights,
-    operand,
-    row_bytes,
-    step,
-    table_of_scales,
-)
+from quantize_launches import BF16, FP32, NAMES, C, G, N, operand, row_bytes, step, table_of_scales
 
 from symmoe.kernels.bias_sums import SLOT_ROWS, bias_slots
 from symmoe.kernels.formats import TILE, max_tiles
@@ -61,12 +45,16 @@ def check(code, block_format):
 
 
 CASES = [
-    *((launch_rows, name, dtype, {"indexed": dtype == BF16}) for name in NAMES for dtype in (BF16, FP32)),
-    *((launch_columns, name, BF16, {"indexed": name != "mxfp8"}) for name in NAMES),
-    *((launch_weights, name, BF16, {"transposed": turned}) for name in NAMES for turned in (False, True)),
-    *itertools.product((launch_sent,), NAMES[:2], (BF16, FP32), ({"width": C}, {"width": 2880})),
+    *((quantizers.launch_rows, name, dtype, {"indexed": dtype == BF16}) for name in NAMES for dtype in (BF16, FP32)),
+    *((quantizers.launch_columns, name, BF16, {"indexed": name != "mxfp8"}) for name in NAMES),
+    *((quantizers.launch_weights, name, BF16, {"transposed": turned}) for name in NAMES for turned in (False, True)),
+    *itertools.product((quantizers.launch_sent,), NAMES[:2], (BF16, FP32), ({"width": C}, {"width": 2880})),
 ]
-ON_BLACKWELL = itertools.product((launch_rows, launch_columns, launch_weights, launch_weight_pairs), NAMES[1:], (BF16,))
+ON_BLACKWELL = itertools.product(
+    (quantizers.launch_rows, quantizers.launch_columns, quantizers.launch_weights, quantizers.launch_weight_pairs),
+    NAMES[1:],
+    (BF16,),
+)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +73,7 @@ def test_numbers_are_quantised_as_they_must(launches, launch, name, dtype, optio
 def test_rows_and_their_sums(launches, name, dtype, arch):
     """Every number is loaded once; sums stay in a warp, without atomics."""
     sums, scale = meta(bias_slots(N, G, SLOT_ROWS), C, dtype=torch.float32), meta(N, dtype=torch.float32)
-    launch_rows(name, dtype, indexed=True, sums=(sums, scale))
+    quantizers.launch_rows(name, dtype, indexed=True, sums=(sums, scale))
     launch = launches.pop_one()
     assert launch.kwargs["num_warps"] == 1
     code = launch.compile(arch)
@@ -105,7 +93,7 @@ def test_weight_pairs(launches, name, dtype):
     """One launch, which loads every number once; of scattered matrices, their address too."""
     block_format = weight_format(name)
     for is_table in (False, True):
-        launch_weight_pairs(name, dtype, is_table=is_table)
+        quantizers.launch_weight_pairs(name, dtype, is_table=is_table)
         loaded_bits = sum(access_bits(check(launches.compile(), block_format), r"ld\.global"))
         tile, threads = (128 * 128, 256) if block_format.block == block_format.block_lines else (32 * 256, 128)
         others = (32 if block_format.has_global_scale else 0) + (64 if is_table else 0)
@@ -116,9 +104,9 @@ def test_weight_pairs(launches, name, dtype):
 @pytest.mark.parametrize("name", NAMES)
 def test_one_group_of_a_narrow_width(launches, name, monkeypatch):
     """Lanes of groups are one, and tiles of columns end within a block."""
-    monkeypatch.setattr(quantize_launches, "G", 1)
-    monkeypatch.setattr(quantize_launches, "C", 160)
-    for launch in (launch_rows, launch_columns):
+    monkeypatch.setattr(quantizers, "G", 1)
+    monkeypatch.setattr(quantizers, "C", 160)
+    for launch in (quantizers.launch_rows, quantizers.launch_columns):
         launch(name, torch.float16)
         in_registers(launches.compile())
 

@@ -13,24 +13,13 @@ from programs import printed_by
 from quantize_cases import FILL, SPLITS, TAIL, as_bytes, bounds, filled, row_range_of
 from quantize_reference import swizzled_offset
 
-from symmoe import kernels, pack_weight_ptrs
+from symmoe import kernels, pack_weight_ptrs, precision
 from symmoe.errors import ArgumentError
 from symmoe.kernels import control
 from symmoe.kernels.formats import TILE, max_tiles
 from symmoe.kernels.operands import ScatteredWeight
 from symmoe.kernels.tensor_table import TensorTable
-from symmoe.precision import (
-    MXFP8,
-    NVFP4,
-    PRECISIONS,
-    Float8Block,
-    Recipe,
-    draw_signs,
-    hadamard,
-    inverse_hadamard,
-    swizzle_scales,
-    unswizzle_scales,
-)
+from symmoe.precision import MXFP8, NVFP4, PRECISIONS, Float8Block, Recipe, hadamard, swizzle_scales, unswizzle_scales
 from symmoe.precision.recipes import precision_word
 
 RECIPES = [Float8Block(), Float8Block(power_of_two=True), MXFP8(), NVFP4(), NVFP4(hadamard_signs=None)]
@@ -275,9 +264,9 @@ def test_outliers_are_spread():
     amax = [float(NVFP4(hadamard_signs=signs).quantize_columns(rows).amax) for signs in (None, 0x9A5C)]
     assert amax[0] == 4.0
     assert amax[1] == pytest.approx(1.0, abs=0.1)
-    assert len({draw_signs(torch.Generator().manual_seed(seed)) for seed in range(8)}) == 8
+    assert len({precision.draw_signs(torch.Generator().manual_seed(seed)) for seed in range(8)}) == 8
     x = rows.float()
-    assert torch.allclose(inverse_hadamard(hadamard(x, 77), 77), x, rtol=0, atol=1e-6)
+    assert torch.allclose(precision.inverse_hadamard(hadamard(x, 77), 77), x, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("recipe", [MXFP8(), NVFP4()], ids=str)

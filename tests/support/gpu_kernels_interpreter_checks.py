@@ -72,16 +72,7 @@ def make_arenas(num_ranks: int, rank: int, epoch: int, aborted=0, faulted=0, rai
 
 
 def run_barrier(
-    barrier,
-    epoch,
-    sent,
-    fault=False,
-    aborted=0,
-    faulted=0,
-    rail_fault=0,
-    pending=control.STATUS_OK,
-    rank=1,
-    timeout_ns=10**6,
+    barrier, epoch, sent, fault=False, aborted=0, faulted=0, rail_fault=0, pending=0, rank=1, timeout_ns=10**6
 ):
     """Bytes that rank `rank`'s barrier leaves: all arenas, what it received, the status record, what it sets to NaN."""
     num_ranks = len(sent)
@@ -120,7 +111,7 @@ SIGNALS = {
 }
 
 
-def run_signals(module, epoch, seen, aborted=0, faulted=0, pending=control.STATUS_OK, timeout_ns=10**6):
+def run_signals(module, epoch, seen, aborted=0, faulted=0, pending=0, timeout_ns=10**6):
     """Bytes that rank 1 leaves: it signals ranks 0 and 1, then waits for rank 2."""
     peers = make_arenas(3, 1, epoch, aborted, faulted)
     peers.region(1, peers.layout.signals, (3, control.SIGNAL_WORDS), torch.int64)[2, 0] = epoch + seen

@@ -5,7 +5,7 @@ oracle is float64, loops over rows, and stock autograd. Slow on purpose: nobody 
 import functools
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -177,13 +177,7 @@ class Ran:
 
 
 def run(
-    call: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-    layers: dict[str, nn.Module],
-    inputs: Inputs,
-    case: Case,
-    *,
-    finish: Callable[[], object] = tuple,
-    around: AbstractContextManager[object] | None = None,
+    call: Callable, layers: dict[str, nn.Module], inputs: Inputs, case: Case, *, finish: Callable = tuple, around=None
 ) -> Ran:
     """Forward by `call(x, scale)` in the context `around`, backward from d_y, `finish()` for delayed weight gradients;
     everything collected. x has a producer, as in a network: so the gradient that `call` returns is seen before autograd

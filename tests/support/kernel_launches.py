@@ -22,23 +22,17 @@ SHAPES = {  # G, H, I, N
     "narrow": (65, 136, 72, 999),
     "narrower": (65, 136, 36, 999),
 }
+
+
+def _forms(function, *forms):
+    return [(function, dict.fromkeys(form.split(), True)) for form in forms]
+
+
 GEMMS = [
-    ("gemm", {}),
-    ("gemm", {"gather": True}),
-    ("gemm", {"biased": True}),
-    ("gemm", {"gather": True, "biased": True}),
-    ("gemm", {"table": True}),
-    ("gemm", {"gather": True, "table": True, "biased": True}),
-    ("gemm", {"accumulate": True}),
-    ("gemm", {"gather": True, "biased": True, "accumulate": True}),
-    ("dgrad", {}),
-    ("dgrad", {"table": True}),
-    ("dgrad", {"gather": True}),
-    ("dgrad", {"accumulate": True}),
-    ("wgrad", {}),
-    ("wgrad", {"gather": True}),
-    ("wgrad", {"accumulate": True}),
-    ("wgrad", {"gather": True, "accumulate": True}),
+    *_forms("gemm", "", "gather", "biased", "gather biased", "table", "gather table biased", "accumulate"),
+    *_forms("gemm", "gather biased accumulate"),
+    *_forms("dgrad", "", "table", "gather", "accumulate"),
+    *_forms("wgrad", "", "gather", "accumulate", "gather accumulate"),
     ("wgrad", {"accumulate": True, "out_dtype": FP32}),
     ("wgrad", {"gather": True, "accumulate": True, "out_dtype": FP32, "table": True}),
     ("wgrad", {"out_dtype": FP32, "table": True}),

@@ -118,14 +118,7 @@ def swiglu(h: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def mlp(
-    numbers: Numbers,
-    x: torch.Tensor,
-    scale: torch.Tensor,
-    weights: tuple[torch.Tensor, torch.Tensor],
-    d_y: torch.Tensor,
-    splits: tuple[int, ...],
-    *,
-    round_to=lambda values: values.astype(F32),
+    numbers: Numbers, x, scale, weights, d_y, splits, *, round_to=lambda values: values.astype(F32)
 ) -> dict[str, np.ndarray]:
     """y and gradients of FC2(swiglu(FC1(x)) * scale), rows of groups alone. round_to: the working dtype, back in fp32.
     Intermediate results are rounded to it where docs/precision.md says so."""

@@ -99,13 +99,7 @@ def rank_loss(model: nn.Module, step: int, rank: int, shares: tuple[int, ...]) -
 
 
 def curve_of(
-    model: nn.Module,
-    rank: int,
-    shares: tuple[int, ...],
-    after_backward: Callable[[], Any] = lambda: None,
-    *,
-    steps: int = 20,
-    group: dist.ProcessGroup | None = None,
+    model: nn.Module, rank: int, shares, after_backward: Callable = lambda: None, *, steps=20, group=None
 ) -> list[tuple[float, Any]]:
     """(loss of the global batch, what `after_backward` returns) of every step. Collective. SGD, because Adam would hide
     a gradient of the wrong scale."""

@@ -2,7 +2,6 @@
 
 import random
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -86,13 +85,7 @@ STATIC: Kind = ("slot", "none", {"capacity": 2 * sum(RANK_TO_TOKENS), "max_token
 
 
 def check_ways(
-    rank: int,
-    num_ranks: int,
-    findings: Findings,
-    device: str,
-    dtype: torch.dtype,
-    kinds: Sequence[Kind] = (EXACT, STATIC),
-    ranks_per_node: int | None = None,
+    rank, num_ranks, findings: Findings, device: str, dtype, kinds=(EXACT, STATIC), ranks_per_node=None
 ) -> None:
     """The same bits in every way, when rows come, and sums go, in many parts; ranks lag."""
     generator = random.Random(rank)

@@ -26,14 +26,7 @@ def without_tapes(heap: SymmetricHeap) -> Iterator[None]:
 
 
 def make_layer(
-    heap: SymmetricHeap,
-    *,
-    bias: bool = False,
-    dtype: torch.dtype = torch.float32,
-    hidden: int = H,
-    ffn: int = I,
-    overwrites: tuple[bool | None, bool | None] = (None, None),
-    **options,
+    heap: SymmetricHeap, *, bias=False, dtype=torch.float32, hidden=H, ffn=I, overwrites=(None, None), **options
 ) -> MoELayer:
     """overwrites: for fc1 and fc2, whether gradients overwrite `main_grad`; None: they go to `.grad`."""
     torch.manual_seed(heap.rank)

@@ -19,13 +19,7 @@ ORDERS = ("rank", "slot")
 
 
 def check_cases(
-    rank: int,
-    num_ranks: int,
-    findings: Findings,
-    numbers: list[int],
-    device: str,
-    check: Callable[[SymmetricHeap, routings.Case, Findings], None],
-    ranks_per_node: int | None = None,
+    rank, num_ranks, findings: Findings, numbers: list[int], device: str, check: Callable, ranks_per_node=None
 ) -> None:
     """Of the cases with these numbers."""
     with open_heap(device, ranks_per_node=ranks_per_node) as heap:

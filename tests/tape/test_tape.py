@@ -34,14 +34,7 @@ def plays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # -- same bits --------------------------------------------------------------------------------------------------------
-SLOW = (
-    "hidden kept",
-    "nothing kept",
-    "main_grad",
-    "main_grad of one layer",
-    "biases",
-    "static",
-)  # others have most of it
+SLOW = ("hidden kept", "nothing kept", "main_grad", "main_grad of one layer", "biases", "static")  # others have most
 
 
 def cases() -> Iterator[object]:
