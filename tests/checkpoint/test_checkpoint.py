@@ -343,9 +343,7 @@ def test_wrong_arguments(tmp_path: Path, keep_last: Any):
 @pytest.mark.parametrize(
     "content", [None, b"", b"step-0000", b"../step-00000002 0\n", b"\xff" * 79, b"step-00000002 " + b"0" * 64 + b"\n"]
 )
-def test_latest_missing_or_torn_means_the_newest_complete_step(
-    saved: Path, caplog: pytest.LogCaptureFixture, content: bytes | None
-):
+def test_latest_missing_or_torn_means_the_newest_complete_step(saved: Path, caplog, content: bytes | None):
     assert newest(saved) == 2
     assert not caplog.records
     (saved / "latest").unlink()

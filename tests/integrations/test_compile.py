@@ -416,9 +416,7 @@ def test_checkpoints_recompute_only_what_they_do_not_save(
 
 
 @run_on(2)
-def test_compiled_checkpoints_recompute_only_what_they_do_not_save(
-    rank: int, num_ranks: int, heap: symmoe.SymmetricHeap
-) -> None:
+def test_compiled_checkpoints_recompute_only_what_they_do_not_save(rank, num_ranks, heap: symmoe.SymmetricHeap) -> None:
     """The same inside torch.compile: the partitioner follows the policy."""
     config = symmoe.MoEConfig(hidden=16, ffn=8, num_experts=4, top_k=2, capacity=256, max_tokens=64)
     x = torch.randn(20, 16, generator=torch.Generator().manual_seed(rank))

@@ -74,9 +74,7 @@ def looped(model: Own, num_ranks: int) -> tuple[list[torch.Tensor], dict[str, to
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"])
 @run_on(2)
-def test_results_and_gradients_are_those_of_a_loop(
-    rank: int, num_ranks: int, heap: symmoe.SymmetricHeap, compiled: bool
-) -> None:
+def test_results_and_gradients_are_those_of_a_loop(rank, num_ranks, heap: symmoe.SymmetricHeap, compiled: bool) -> None:
     model = own_model(heap)
     assert model.moe.router is None
     assert set(dict(model.named_parameters())) == {"keys", "moe.experts.fc1.weight", "moe.experts.fc2.weight"}

@@ -148,9 +148,7 @@ def instructions(sass: str) -> list[tuple[tuple[str, int], str, str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KERNELS)
-def test_barriers_of_all_warps_lie_between_roles_read_and_written(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_barriers_of_all_warps_lie_between_roles_read_and_written(name: str, tmp_path: Path, monkeypatch):
     sass = disassembled(name, tmp_path, monkeypatch)
     code, lines = instructions(sass), dispatch_lines(name)
     order, written = "", set()

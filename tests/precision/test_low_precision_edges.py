@@ -183,9 +183,7 @@ def test_gpus_that_are_too_old_are_refused_at_construction(monkeypatch, heap, re
 
 
 @run_on(2)
-def test_an_old_gpu_of_one_rank_raises_on_every_rank(
-    rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap
-) -> None:
+def test_an_old_gpu_of_one_rank_raises_on_every_rank(rank, num_ranks, findings: Findings, heap: SymmetricHeap) -> None:
     """Only rank 1 has one: each call raises on both ranks, and the next call without it works."""
     found = architectures.capability
     config = MoEConfig(hidden=64, ffn=32, num_experts=2 * num_ranks, top_k=1, precision=MXFP8())

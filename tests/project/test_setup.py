@@ -176,9 +176,7 @@ def test_make_runs_below_a_folder_with_a_space(checkout: Path, target: str):
     assert [words for _, _, words in again] == [words for words in arguments if words not in set_up]
 
 
-def test_test_all_runs_the_core_tests_on_other_pythons_that_are_found(
-    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_test_all_runs_the_core_tests_on_other_pythons_that_are_found(checkout: Path, tmp_path: Path, monkeypatch):
     (tmp_path / "bin").mkdir()
     shutil.copy(checkout.parent / "python", tmp_path / "bin" / "python3.99")
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")

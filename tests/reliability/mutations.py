@@ -75,9 +75,7 @@ CHECKS = {
 }
 
 
-def check(
-    rank: int, num_ranks: int, numbers: tuple[int, ...], seed: int, device: str, mutant: str | None, part: str
-) -> Iterator[Any]:
+def check(rank, num_ranks, numbers: tuple[int, ...], seed: int, device, mutant: str | None, part: str) -> Iterator[Any]:
     """A part of a suite on ranks with a mutant. Yields once when that is in place, then the part's results."""
     try:
         late = slow_waits(1) if rank == num_ranks - 1 else nullcontext()

@@ -3,7 +3,7 @@
 import torch
 from worker import Findings, open_heap
 
-from symmoe import GroupedMLP, SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
+from symmoe import GroupedMLP, combine_tokens, dispatch_tokens, make_plan
 from symmoe.moe.ep_step import expert_parallel_mlp
 from symmoe.precision.recipes import Recipe
 
@@ -92,9 +92,7 @@ def compare(findings: Findings, rank: int, what: str, clean: dict, dirty: dict, 
                 findings.check(not got.isfinite().all(), f"{name} of expert {first + expert} is finite")
 
 
-def check_recipe(
-    rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap, what: str, recipe: Recipe, wire: str
-) -> None:
+def check_recipe(rank, num_ranks, findings, heap, what: str, recipe: Recipe, wire: str) -> None:
     """Stochastic rounding draws its seeds from all gradients of an expert: there, dx has other bits."""
     same = ("y", "dprobs") if recipe.stochastic_gradients else ("y", "dx", "dprobs")
     for layout in ("packed", "expert-major"):

@@ -105,9 +105,7 @@ class Inputs:
         return torch.tensor(self.sizes.splits, device=self.x.device)
 
 
-def make_inputs(
-    case: Case, *, sizes: Sizes = TINY, width=None, out_features=None, device: str = "cpu", seed: int = 0
-) -> Inputs:
+def make_inputs(case: Case, *, sizes: Sizes = TINY, width=None, out_features=None, device="cpu", seed=0) -> Inputs:
     """Inputs with results around 1. `width` is W (2I by default), `out_features` the columns of d_y (H by default)."""
     generator = torch.Generator().manual_seed(seed)
     groups, hidden, ffn = sizes.num_groups, sizes.hidden, sizes.ffn
@@ -280,9 +278,7 @@ def make_way(
     return {"modules": modules, "sequential": sequential, "mlp": mlp}[way], {"fc1": fc1, "fc2": fc2}
 
 
-def run_way(
-    way: str, case: Case, inputs: Inputs, buffers: Buffers | None = None, *, splits=None, around=None, **options
-) -> Ran:
+def run_way(way: str, case: Case, inputs: Inputs, buffers=None, *, splits=None, around=None, **options) -> Ran:
     """One call of make_way's layers."""
     call, layers = make_way(way, case, inputs, **options)
     given, splits = vars(buffers or Buffers()), inputs.splits if splits is None else splits

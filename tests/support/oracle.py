@@ -231,9 +231,7 @@ def sum_ranks(layout: Layout, source: int, reduced_bits: list[np.ndarray], dtype
     return narrow(sums, dtype)
 
 
-def sum_nodes(
-    layout: Layout, source: int, out_bits: list[np.ndarray], nodes: list[list[int]], dtype: torch.dtype
-) -> np.ndarray:
+def sum_nodes(layout: Layout, source: int, out_bits: list[np.ndarray], nodes: list[list[int]], dtype) -> np.ndarray:
     """Bit patterns [T, H] of `order="node"`: in each node a token's rows in fp32 from zero, in k order, rounded; then
     these sums in fp32 from zero, in the order of nodes. nodes: the ranks of each."""
     sums = np.zeros((len(layout.slot_to_row[source]), out_bits[0].shape[1]), dtype=np.float32)

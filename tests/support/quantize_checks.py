@@ -73,9 +73,7 @@ def check_received(kernels, name: str, width: int, row_range: torch.Tensor, dtyp
     assert torch.equal(as_bytes(found[1][0])[: num_rows - 3], wire[index.long()][: num_rows - 3, :width])
 
 
-def check_columns(
-    kernels, name: str, rows: torch.Tensor, row_range: torch.Tensor, num_rows: int, device: str = "cpu"
-) -> None:
+def check_columns(kernels, name: str, rows: torch.Tensor, row_range: torch.Tensor, num_rows: int, device="cpu") -> None:
     """Rows of the wire quantised along tokens: as the twin, and as the kernels in two steps."""
     width, dtype = rows.shape[1], rows.dtype
     wire = cases.encode_rows(twin, rows, name)[: len(rows)]

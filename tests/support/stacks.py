@@ -84,9 +84,7 @@ EXACT: Kind = ("rank", "all", {})
 STATIC: Kind = ("slot", "none", {"capacity": 2 * sum(RANK_TO_TOKENS), "max_tokens": MOST_TOKENS})
 
 
-def check_ways(
-    rank, num_ranks, findings: Findings, device: str, dtype, kinds=(EXACT, STATIC), ranks_per_node=None
-) -> None:
+def check_ways(rank, num_ranks, findings: Findings, device, dtype, kinds=(EXACT, STATIC), ranks_per_node=None) -> None:
     """The same bits in every way, when rows come, and sums go, in many parts; ranks lag."""
     generator = random.Random(rank)
     num_tokens = RANK_TO_TOKENS[rank % len(RANK_TO_TOKENS)]

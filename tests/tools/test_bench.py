@@ -234,7 +234,7 @@ def test_the_command_of_the_package_measures_steps(tmp_path: Path):
 
 
 SPOILED = {  # of each suite kernels, and the argument, or the part of one, that they spoil
-    "layer": {name: "out" for name in ("grouped_gemm", "grouped_gemm_dgrad", "grouped_gemm_wgrad")}
+    "layer": dict.fromkeys(("grouped_gemm", "grouped_gemm_dgrad", "grouped_gemm_wgrad"), "out")
     | {"push_rows": "x", "grouped_gemm_act": "results.1"},
     "gemm": {"grouped_gemm": "out", "grouped_gemm_dact": "gradients.2"},
     "dispatch": {"push_rows": "x", "place_rows": "rows"},

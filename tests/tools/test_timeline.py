@@ -456,9 +456,7 @@ def traced(rank: int, num_ranks: int, path: str) -> str:
     return trace_layer(config, num_tokens=16, path=path)
 
 
-def test_the_command_traces_on_several_ranks_and_on_one(
-    cluster: Callable[..., Cluster], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_the_command_traces_on_several_ranks_and_on_one(cluster: Callable[..., Cluster], tmp_path: Path, capsys):
     tables = cluster(2).run(traced, str(tmp_path / "two.json"))
     assert tables[0] == (tmp_path / "two.txt").read_text(encoding="utf-8").rstrip()
     assert tables[1] == ""

@@ -42,9 +42,7 @@ GROUPS += [(2, "slot", 1), pytest.param(4, "slot", 2, marks=pytest.mark.slow)]  
 
 @pytest.mark.parametrize(("num_ranks", "order", "ranks_per_node"), GROUPS)
 @run_on()
-def test_records_are_what_happened(
-    rank: int, num_ranks: int, findings: Findings, order: str, ranks_per_node: int | None
-) -> None:
+def test_records_are_what_happened(rank, num_ranks, findings: Findings, order: str, ranks_per_node: int | None) -> None:
     logged: list[tuple[dict[str, float], int]] = []
     with SymmetricHeap(num_bytes=4 << 20, backend="host", ranks_per_node=ranks_per_node) as heap:
         model = Model(heap, order=order, capacity_factor=1.1)
