@@ -37,9 +37,7 @@ def swizzle_by_formula(scales, num_rows, num_blocks):
 @given(num_bytes=st.integers(0, 10000), offset=st.integers(0, 9), kind=st.sampled_from(["bytes", "array", "tensor"]))
 def test_any_byte_count(num_bytes, offset, kind):
     data = os.urandom(num_bytes)
-    source = {"bytes": data, "array": array.array("B", data), "tensor": torch.tensor(list(data), dtype=torch.uint8)}[
-        kind
-    ]
+    source = {"bytes": data, "array": array.array("B", data), "tensor": torch.tensor([*data], dtype=torch.uint8)}[kind]
     destination = torch.full((num_bytes + offset + 5,), UNTOUCHED, dtype=torch.uint8)
     copy_host_to_device(source, destination[offset:])
     expected = bytes([UNTOUCHED] * offset) + data + bytes([UNTOUCHED] * 5)

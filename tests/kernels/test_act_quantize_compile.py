@@ -21,9 +21,7 @@ from symmoe.kernels.triton import bias, gemm_act
 MAX_SPILLED = {"mxfp8": 64, "float8_block": since(("3.6", 8), ("3.9", 224))}
 MAX_SPILLED_BY_SUMS = since(("3.6", 252), ("3.7", 136), ("3.9", 336))
 cases = pytest.mark.parametrize(
-    ("name", "ffn", "block_format", "arch"),
-    [*((*case, 90) for case in CASES), *((*case, 100) for case in CASES[:2])],
-    ids=str,
+    ("name", "ffn", "block_format", "arch"), [*((*case, 90) for case in CASES), *((*case, 100) for case in CASES[:2])]
 )
 MODULES = act_quantized, gemm_act, bias
 

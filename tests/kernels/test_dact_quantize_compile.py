@@ -55,9 +55,7 @@ def test_every_number_is_computed_once(monkeypatch, case, with_dbias):
     assert ptx.count("cvt.rn.satfinite.e4m3x2.f32") == 5 * numbers // 2  # dh in both ways, a in one
     assert ("div.rn.f32" in ptx) == (block_format.scale == "fp32")  # powers of two need no division
     copies = re.findall(r"cp\.async\.cg\.shared\.global \[[^]]*\], \[[^]]*\], 0x10, %r\d+;", ptx)
-    assert (
-        len(copies) == 2 * 3 * numbers // 8
-    )  # of 16 bytes, with zeros past a group's end: the first tile, the next one
+    assert len(copies) == 2 * 3 * numbers // 8  # of 16 bytes, zeros past a group's end: the first tile, the next one
     assert set(access_bits(ptx, r"st\.global")) == {32, 64, 128}  # scales and sums, codes of rows, codes of columns
     if dtype == BF16:
         assert not re.search(r"\bF2F\b", code.sass)  # a quarter as fast as conversions in pairs

@@ -81,10 +81,7 @@ def launch_quantised_products():
 
 
 def launch_quantisers():
-    for name, launch in itertools.product(
-        quantize.NAMES,
-        (quantize.launch_rows, quantize.launch_columns, quantize.launch_weights, quantize.launch_weight_pairs),
-    ):
+    for name, launch in itertools.product(quantize.NAMES, quantize.LAUNCHES):
         launch(name, BF16)
     quantize.step(333, 0x9A5C, 2048)
     quantize.step(16, 1)
@@ -132,9 +129,7 @@ def on(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("group", "arch"),
-    [(group, arch) for group in GROUPS for arch in OTHERS if group not in QUANTISED or arch >= 89],
-    ids=str,
+    ("group", "arch"), [(group, arch) for group in GROUPS for arch in OTHERS if group not in QUANTISED or arch >= 89]
 )
 def test_it_compiles_and_fits(launches, on, group, arch):
     if (group, arch) in {("products", 100), ("quantised products", 89)} and VERSION < (3, 7):

@@ -213,10 +213,9 @@ def test_random_numbers_depend_on_the_place_in_the_group_alone():
     alone = cases.quantize_all(twin, rows[30:].contiguous(), cases.row_range_of((40,)), "nvfp4", hard=True)
     shifted = torch.zeros(2, dtype=torch.int64)  # the seed of group 0 in both
     out, amax = cases.row_buffers(70, 64, cases.FORMATS["nvfp4"]), torch.empty(2)
-    twin.group_amax(rows, cases.row_range_of((30, 40)), amax)
-    twin.quantize_rows(
-        rows, cases.row_range_of((30, 40)), out, cases.FORMATS["nvfp4"], amax=amax, seeds=shifted.fill_(-7)
-    )
+    row_range = cases.row_range_of((30, 40))
+    twin.group_amax(rows, row_range, amax)
+    twin.quantize_rows(rows, row_range, out, cases.FORMATS["nvfp4"], amax=amax, seeds=shifted.fill_(-7))
     assert torch.equal(out[0][30:], alone["data"])
 
 

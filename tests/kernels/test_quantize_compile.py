@@ -50,11 +50,7 @@ CASES = [
     *((quantizers.launch_weights, name, BF16, {"transposed": turned}) for name in NAMES for turned in (False, True)),
     *itertools.product((quantizers.launch_sent,), NAMES[:2], (BF16, FP32), ({"width": C}, {"width": 2880})),
 ]
-ON_BLACKWELL = itertools.product(
-    (quantizers.launch_rows, quantizers.launch_columns, quantizers.launch_weights, quantizers.launch_weight_pairs),
-    NAMES[1:],
-    (BF16,),
-)
+ON_BLACKWELL = itertools.product(quantizers.LAUNCHES, NAMES[1:], (BF16,))
 
 
 @pytest.mark.parametrize(

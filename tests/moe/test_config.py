@@ -14,13 +14,15 @@ def make(**changes: object) -> MoEConfig:
     return MoEConfig(**({"hidden": 16, "ffn": 32, "num_experts": 8, "top_k": 2} | changes))
 
 
-def test_is_frozen_slotted_and_comparable():
+def test_is_frozen_slotted_and_comparable_and_replace_checks_again():
     config = make()
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.top_k = 3  # type: ignore[misc]
     assert not hasattr(config, "__dict__")
     assert (config, hash(config)) == (make(), hash(make()))
     assert config != make(top_k=3)
+    with pytest.raises(ArgumentError, match=r"top_k \(4\) must be at most num_experts \(3\)"):
+        dataclasses.replace(make(top_k=4), num_experts=3)
 
 
 def test_kernels_number_the_words_that_a_configuration_takes():
@@ -65,8 +67,3 @@ def test_kernels_number_the_words_that_a_configuration_takes():
 def test_error_names_field_and_values(changes: dict[str, object], message: str):
     with pytest.raises(ArgumentError, match=message):
         make(**changes)
-
-
-def test_replace_checks_again():
-    with pytest.raises(ArgumentError, match=r"top_k \(4\) must be at most num_experts \(3\)"):
-        dataclasses.replace(make(top_k=4), num_experts=3)

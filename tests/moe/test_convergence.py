@@ -66,9 +66,6 @@ def test_differences_are_those_of_pairs():
     assert results["nvfp4"]["more_than_bf16"] is results["nvfp4"]["more_than_bf16_standard_error"] is None
     assert [convergence.is_within(results[way]) for way in ("bf16", "mxfp8", "nvfp4")] == [True, False, False]
     assert "+2.00 +- 1.00 % against bf16 (at most 1)" in convergence.line_of("mxfp8", results["mxfp8"])
-
-
-def test_nan_is_not_within():
     results = convergence.results_of({"bf16": {0: steps(2.0)}, "mxfp8": {0: steps(math.nan)}})
     assert not convergence.is_within(results["mxfp8"])
 

@@ -167,16 +167,14 @@ RATES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("file", "usual_gbs"), [("steps-h100-nodes2.json", 235), ("steps-h100-nodes2-capped.json", 42)]
-)
-def test_steps_take_what_was_measured(file: str, usual_gbs: int):
+@pytest.mark.parametrize(("file", "usual"), [("steps-h100-nodes2.json", 235), ("steps-h100-nodes2-capped.json", 42)])
+def test_steps_take_what_was_measured(file: str, usual: int):
     """Within 15 %: two layers, two numbers of tokens, as graphs, which wait for no host."""
     records = json.loads((ROOT / "benchmarks" / "results" / file).read_text(encoding="utf-8"))
     measured = {(it["preset"], it["tokens"]): it["ms_median"] for it in records if it["variant"] == "layer, graph"}
     assert len(measured) == 4
     for (preset, num_tokens), ms in measured.items():
-        gbs = RATES[file].get((preset, num_tokens), usual_gbs)
+        gbs = RATES[file].get((preset, num_tokens), usual)
         sizes = {"num_ranks": 2, "num_nodes": 2, "num_tokens": num_tokens, "nic_gbs": gbs}
         plan = plan_network(config_of(PRESETS[preset]), **sizes)
         assert (plan.step_forward_s + plan.step_backward_s) * 1e3 == pytest.approx(ms, rel=0.15), (preset, num_tokens)

@@ -302,18 +302,6 @@ def test_tails_of_swizzled_scales():
     assert not back[end:].any()
 
 
-def test_import():
-    """`import symmoe` imports none of it, and none of it needs Triton."""
-    code = (
-        "import sys, symmoe\n"
-        "assert 'symmoe.precision' not in sys.modules\n"
-        "import symmoe.precision, torch\n"
-        "symmoe.precision.NVFP4().quantize(torch.ones(2, 32))\n"
-        "assert not [name for name in ('triton', 'ml_dtypes', 'symmoe.moe') if name in sys.modules]\n"
-    )
-    printed_by("-c", code)
-
-
 @pytest.mark.parametrize("recipe", [Float8Block(), MXFP8(), NVFP4()], ids=str)
 def test_quantised_weights_are_multiplied_by_pointer(recipe):
     """Every expert's numbers and compact scales in memory of their own; the bits of packed ones."""

@@ -45,9 +45,7 @@ def dry_run(python: str, *what: str | Path, cwd: Path) -> subprocess.CompletedPr
     command = [sys.executable, "-m", "pip", "--python", python, "--isolated", "--disable-pip-version-check"]
     command += ["install", *how, "--use-feature", "fast-deps", *map(str, what)]
     environment = os.environ | {"XDG_CONFIG_DIRS": os.devnull}  # where a machine may say which torch it has
-    return subprocess.run(
-        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-    )
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
 
 
 @functools.cache

@@ -69,9 +69,7 @@ def lay_out(topk_idx: list[np.ndarray], num_experts: int, *, capacity: int | Non
             for k in range(top_k):
                 if ids[token, k] >= 0:
                     wanted[ids[token, k]].append((source, token, k))
-    kept = keep_within(
-        [[len(wanted[g]) for g in range(r * local, (r + 1) * local)] for r in range(num_ranks)], capacity
-    )
+    kept = keep_within([[len(w) for w in wanted[r * local : (r + 1) * local]] for r in range(num_ranks)], capacity)
 
     def table(value: int, *shape: int) -> np.ndarray:
         return np.full(shape, value, dtype=np.int64)

@@ -142,9 +142,7 @@ def main():
         print("tiles of", num_blocks, ": ok")
     no_rows = torch.empty(0, 96, dtype=torch.bfloat16)
     for name in cases.FORMATS:
-        left, right = (
-            cases.quantize_all(kernels, no_rows, cases.row_range_of((0, 0)), name) for kernels in (twin, gpu)
-        )
+        left, right = (cases.quantize_all(ops, no_rows, cases.row_range_of((0, 0)), name) for ops in (twin, gpu))
         assert cases.differences(left, right) == [], name
     # Bytes are compared, and signs of the transform are seen.
     assert not torch.equal(cases.as_bytes(torch.tensor([0.0])), cases.as_bytes(torch.tensor([-0.0])))

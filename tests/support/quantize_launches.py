@@ -65,9 +65,11 @@ def row_bytes(name, width):
 
 
 def launch_sent(name, dtype, *, width=C):
-    wire.encode_rows(
-        meta(N, width, dtype=dtype), meta(N, row_bytes(name, width), dtype=torch.uint8), cases.FORMATS[name]
-    )
+    sent = meta(N, row_bytes(name, width), dtype=torch.uint8)
+    wire.encode_rows(meta(N, width, dtype=dtype), sent, cases.FORMATS[name])
+
+
+LAUNCHES = launch_rows, launch_columns, launch_weights, launch_weight_pairs
 
 
 def table_of_scales(*shapes, device="meta"):

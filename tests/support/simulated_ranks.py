@@ -78,9 +78,7 @@ CASES = {
     "one rank has too little room for packed rows": Case(
         tokens=(40, 41, 42), num_experts=9, top_k=3, rooms=((-1, -1), (300, 20), (300, 123))
     ),
-    "overflow, record pending": Case(
-        tokens=(40, 41), num_experts=4, top_k=3, capacity=50, pending=control.STATUS_FAULT
-    ),
+    "overflow, recorded": Case(tokens=(40, 41), num_experts=4, top_k=3, capacity=50, pending=control.STATUS_FAULT),
     "drops": Case(tokens=(50, 60), num_experts=10, top_k=3, capacity=91, drop=True, ids="skewed"),
     "drops all but one": Case(tokens=(33, 20), num_experts=4, top_k=2, capacity=1, drop=True),
     "drops nothing": Case(tokens=(33, 20), num_experts=4, top_k=2, capacity=106, drop=True),
