@@ -171,10 +171,7 @@ def test_wrong_arguments(rank: int, num_ranks: int, findings: Findings, heap: Sy
         with pytest.raises(ArgumentError) as error:
             make_plan(ids, num_experts=2 * num_ranks, heap=heap, **options)
         findings.check(problem in str(error.value), f"{problem} is not in {error.value}")
-    for options, name in (
-        ({"replica_places": 1 + rank}, "replica places"),
-        ({"replica_slack": 0.1 * rank}, "slack"),
-    ):
+    for options, name in (({"replica_places": 1 + rank}, "replica places"), ({"replica_slack": 0.1 * rank}, "slack")):
         with pytest.raises(ConfigMismatch) as error:
             make_plan(ids, num_experts=2 * num_ranks, heap=heap, **{"replica_places": 1, **options})
         findings.check(f"{name}" in str(error.value), f"{name} is not in {error.value}")

@@ -59,10 +59,8 @@ def compare(
             if want is None:
                 findings.check(got is None, f"{name} of step {step} is a gradient")
             elif "." in name or (not same_bits and name != "load"):
-                error, limit = (
-                    (got.float() - want.float()).norm(),
-                    2 * torch.finfo(want.dtype).eps * want.float().norm(),
-                )
+                error = (got.float() - want.float()).norm()
+                limit = 2 * torch.finfo(want.dtype).eps * want.float().norm()
                 findings.check(bool(error <= limit), f"{name} of step {step}: {error}, at most {limit}")
             else:
                 findings.check(torch.equal(got, want), f"{name} of step {step} has other bits")

@@ -140,14 +140,11 @@ def test_bias_gradients_have_the_bits_of_a_kernel_that_only_sums(recipe, way, dt
 def test_layers_of_two_precisions_are_not_fused():
     case = cases.Case(dtype=torch.bfloat16, bias=False)
     inputs = cases.make_inputs(case, sizes=recipes.SMALL)
-    layers = (
-        cases.make_linear(case, inputs.w1, inputs.b1, precision=MXFP8()),
-        cases.make_linear(case, inputs.w2, inputs.b2),
-    )
-    activation = ScaledSwiGLU()
-    found = Sequential(layers[0], activation, layers[1])(inputs.x, inputs.splits, inputs.scale, inputs.splits)
-    a = activation(layers[0](inputs.x, inputs.splits), inputs.scale)
-    cases.assert_same_bits(cases.used(found, recipes.SMALL), cases.used(layers[1](a, inputs.splits), recipes.SMALL))
+    fc1 = cases.make_linear(case, inputs.w1, inputs.b1, precision=MXFP8())
+    fc2, activation = cases.make_linear(case, inputs.w2, inputs.b2), ScaledSwiGLU()
+    found = Sequential(fc1, activation, fc2)(inputs.x, inputs.splits, inputs.scale, inputs.splits)
+    a = activation(fc1(inputs.x, inputs.splits), inputs.scale)
+    cases.assert_same_bits(cases.used(found, recipes.SMALL), cases.used(fc2(a, inputs.splits), recipes.SMALL))
 
 
 @recipes.every_recipe
@@ -170,10 +167,8 @@ def test_buffers_of_the_caller(recipe):
         assert dtypes.pop("d_fc.weight") == (torch.float32 if case.main_grad else case.dtype)
         assert set(dtypes.values()) == {case.dtype}
         exact = cases.linear_oracle(inputs, replace(case, bias=False))["d_x"]
-        assert (
-            relative_error(cases.used(ran.tensors["d_x"], recipes.TINY), exact)
-            < 1.5 * recipes.ONE_PRODUCT[recipe.row_format.element]
-        )
+        error = relative_error(cases.used(ran.tensors["d_x"], recipes.TINY), exact)
+        assert error < 1.5 * recipes.ONE_PRODUCT[recipe.row_format.element]
 
 
 @recipes.every_recipe
@@ -286,10 +281,8 @@ def test_without_gradients(recipe):
     assert want.requires_grad
     for context in (torch.no_grad, torch.inference_mode):
         with context():
-            cases.assert_same_bits(
-                cases.used(mlp(inputs.x, inputs.splits, inputs.scale), recipes.SMALL),
-                cases.used(want.detach(), recipes.SMALL),
-            )
+            found = mlp(inputs.x, inputs.splits, inputs.scale)
+            cases.assert_same_bits(cases.used(found, recipes.SMALL), cases.used(want.detach(), recipes.SMALL))
     mlp.requires_grad_(False)
     x = inputs.x.clone().requires_grad_()
     mlp(x, inputs.splits, inputs.scale).backward(inputs.d_y)

@@ -66,10 +66,8 @@ def test_padding_duplicates_and_drops(
         )
         weights = experts.fc1.weight, experts.fc2.weight
         found = [y.detach(), *torch.autograd.grad(y, (*leaves, *weights), dy)]
-        return dict(zip(("y", "dx", "dprobs", "dw1", "dw2"), found, strict=True)) | {
-            "kept": plan.slot_to_row >= 0,
-            "dropped": plan.num_dropped.item(),
-        }
+        drops = {"kept": plan.slot_to_row >= 0, "dropped": plan.num_dropped.item()}
+        return dict(zip(("y", "dx", "dprobs", "dw1", "dw2"), found, strict=True)) | drops
 
     whole = run(ids)
     findings.check(not whole["y"][3].any() and not whole["dx"][3].any(), "a token of no expert gets something")
