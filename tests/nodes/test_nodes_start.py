@@ -106,7 +106,10 @@ def fail_to_start(rank: int, num_ranks: int, how: str, culprit: int) -> dict[str
 
 
 TROUBLES = {
-    "refuses": (2, r"rank 0: rank 0 on node 0 cannot connect to rank 2 on node 1 at 127.0.0.1:\d+ \(lo\): Connection"),
+    "refuses": (
+        2,
+        r"on rank 0: rank 0 on node 0 cannot connect to rank 2 on node 1 at 127.0.0.1:\d+ \(lo\): Connection",
+    ),
     "answers_not": (1, r"on rank 3: rank 3 on node 1 cannot connect to rank 1 on node 0 at 127.* no answer within 1 s"),
     "has_no_such_device": (3, r"on rank 3: GLOO_SOCKET_IFNAME=eth-none: this machine \(.*\) has no such .*: .*\blo\b"),
     "refuses_gloo": (0, r"on rank [02]: rank [02] on node [01] does not connect to its rail, ranks \(0, 2\): Gloo"),
