@@ -1,4 +1,4 @@
-"""benchmarks/trainer.py and torchtitan_trainer.py on CPU processes, and what fp8_gemm.py checks before it times anything."""
+"""benchmarks/trainer.py and torchtitan_trainer.py on CPU processes, and what fp8_gemm.py checks before it times."""
 
 import json
 from importlib.util import find_spec
