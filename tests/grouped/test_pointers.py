@@ -299,10 +299,8 @@ def launched(monkeypatch):
 @pytest.mark.usefixtures("reader")
 def test_scales_are_swizzled(swizzle, is_padded, launched):
     """Two layers, whose matrices have different shapes, in two launches."""
-    layers = [
-        [compact_scales(swizzle, shape, is_padded) for shape in shapes]
-        for shapes in (((160, 96), (70, 300), (160, 96)), ((33, 64), (160, 96)))
-    ]
+    shapes = ((160, 96), (70, 300), (160, 96)), ((33, 64), (160, 96))
+    layers = [[compact_scales(swizzle, shape, is_padded) for shape in of_layer] for of_layer in shapes]
     (fc1, scales1, formulas1), (fc2, scales2, formulas2) = (zip(*layer, strict=True) for layer in layers)
     packed = pack_weight_ptrs(fc1, fc2, fc1_scales=scales1, fc2_scales=scales2, swizzle=swizzle)
     assert packed.fc1.tolist() == [w.data_ptr() for w in fc1]

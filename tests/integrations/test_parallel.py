@@ -178,10 +178,8 @@ def test_what_becomes_of_the_parameters(rank: int, num_ranks: int) -> None:
         model = small.on_mesh(mesh, heap, "fsdp")
         first, second = model.blocks[0].moe, model.blocks[1].moe
         weight = first.experts.fc1.weight
-        assert (weight.shape, weight.to_local().shape) == (
-            (small.EXPERTS, 2 * small.FFN, small.HIDDEN),
-            (small.EXPERTS // 2, 2 * small.FFN, small.HIDDEN),
-        )
+        sizes = 2 * small.FFN, small.HIDDEN
+        assert (weight.shape, weight.to_local().shape) == ((small.EXPERTS, *sizes), (small.EXPERTS // 2, *sizes))
         assert weight.device_mesh.mesh_dim_names == ("efsdp", "ep")
         assert weight.placements[1] == Shard(0)
         assert not isinstance(weight.placements[0], Replicate)

@@ -139,10 +139,8 @@ PLAN = "plan --hidden 2048 --ffn 768 --experts 128 --top-k 8 --ranks 16 --tokens
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]):
-    assert (
-        cli.main([*PLAN.split(), "4", "--nic-gbs", "40", "--rail-capacity", "6000", "--groups=8", "--top-groups=4"])
-        == 0
-    )
+    options = ["4", "--nic-gbs", "40", "--rail-capacity", "6000", "--groups=8", "--top-groups=4"]
+    assert cli.main([*PLAN.split(), *options]) == 0
     out = capsys.readouterr().out
     config = replace(QWEN, num_groups=8, top_groups=4, capacity=80_000, rail_capacity=6000)
     plan = plan_network(config, num_ranks=16, num_nodes=4, num_tokens=8192, nic_gbs=40)

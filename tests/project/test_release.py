@@ -166,11 +166,8 @@ def test_ranges_hold_what_was_tested_and_end(release: Release):
         for version in versions_tested(label):
             assert version in requirement.specifier, f"{name} {version}"
     for python in PYTHONS:
-        chosen = [
-            requirement
-            for requirement in release.requirements("megatron-core")
-            if requirement.marker.evaluate({"python_version": python, "extra": "megatron"})
-        ]
+        where = {"python_version": python, "extra": "megatron"}
+        chosen = [each for each in release.requirements("megatron-core") if each.marker.evaluate(where)]
         assert len(chosen) == (python != "3.14"), python  # for which there is none
         for each in chosen:
             assert [v for v in versions_tested("Megatron-Core") if v in each.specifier], python

@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -289,10 +288,8 @@ class Stage:
         self._heap = heap
         ids = routing(heap, 5)
         generator = torch.Generator().manual_seed(heap.rank)
-        x, probs = (
-            make(generator=generator).to(heap.device)
-            for make in (partial(torch.randn, (T, H)), partial(torch.rand, (T, K)))
-        )
+        x = torch.randn((T, H), generator=generator).to(heap.device)
+        probs = torch.rand((T, K), generator=generator).to(heap.device)
         if name == "make_plan":
             self.function: Callable[..., Any] = make_plan
             self.good = {"topk_idx": ids, "num_experts": 2 * heap.num_ranks, "heap": heap, **dict(base)}

@@ -1,5 +1,7 @@
 """Steps whose tokens have NaN and Inf, compared with those where the same tokens are zeros."""
 
+from itertools import product
+
 import torch
 from worker import Findings, open_heap
 
@@ -9,12 +11,7 @@ from symmoe.precision.recipes import Recipe
 
 T, K, H, I = 40, 3, 32, 24
 BAD = {"NaN": float("nan"), "Inf": float("inf"), "-Inf": float("-inf")}
-WAYS = [
-    (layout, schedule, order)
-    for layout in ("packed", "expert-major")
-    for schedule in ("serial", "always-overlapped")
-    for order in ("rank", "slot")
-]
+WAYS = [*product(("packed", "expert-major"), ("serial", "always-overlapped"), ("rank", "slot"))]
 
 
 def bad_tokens(rank: int) -> list[int]:

@@ -254,10 +254,8 @@ class WgradProblem(Quantised):
 
     def expected(self) -> torch.Tensor:
         """The result in float64."""
-        left, right = (
-            dequantised(self.name, data, scale)
-            for data, scale in ((self.dout, self.dout_scale), (self.rows, self.rows_scale))
-        )
+        left = dequantised(self.name, self.dout, self.dout_scale)
+        right = dequantised(self.name, self.rows, self.rows_scale)
         result = torch.zeros(self.shape, dtype=torch.float64, device=self.device)
         for g, span in enumerate(self.spans):
             if span.start < span.stop:

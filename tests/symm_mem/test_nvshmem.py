@@ -145,9 +145,8 @@ def test_what_keeps_nvshmem_from_starting(fake: FakeNvshmem, monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 20, 80 << 30))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     assert nvshmem_backend.preflight(1 << 20) == ""
-    assert (
-        nvshmem_backend.preflight(4 << 20) == "num_bytes (4194304) is more than the GPU's free memory (1048576 bytes)"
-    )
+    text = "num_bytes (4194304) is more than the GPU's free memory (1048576 bytes)"
+    assert nvshmem_backend.preflight(4 << 20) == text
     fake.is_initialized = True
     assert nvshmem_backend.preflight(1 << 20).startswith("NVSHMEM is in use in this process: by an open heap")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

@@ -99,9 +99,8 @@ def test_records_of_cpus_are_drawn_with_their_numbers_and_nothing_is_covered_or_
         assert not axis.get_window_extent().overlaps(legend.get_window_extent())
         assert axis.get_title(loc="left").endswith("2 ranks")
         numbers = [text.get_text() for text in axis.texts]
-        assert numbers == {"tokens": [], "presets": [*["0.004"] * 2, *["0.008"] * 2, *["0.016"] * 2]}.get(
-            name, ["0.25"] * 6
-        )
+        presets = ["0.004"] * 2 + ["0.008"] * 2 + ["0.016"] * 2
+        assert numbers == {"tokens": [], "presets": presets}.get(name, ["0.25"] * 6)
     assert [text.get_text() for text in legend.get_texts()] == ["the GEMMs alone", "symmoe", "stock torch"]
     assert "per GPU" not in "".join(axis.get_xlabel() + axis.get_ylabel() for axis in figure.axes)
 

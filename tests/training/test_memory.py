@@ -115,9 +115,8 @@ def test_the_command_knows_recipes(name: str, wire: str, capsys: pytest.CaptureF
     config = replace(full, precision=PRECISIONS[name], quantized_wire=wire)
     plans = [plan_memory(each, num_ranks=2, num_tokens=8192) for each in (full, config)]
     for out, other, plan in ((*shown, plans[0]), (*shown[::-1], plans[1])):
-        assert {cli._size(plan.activation_bytes), cli._size(plan.lease_bytes_per_call)} <= set(
-            re.findall("[0-9.]+ MiB", out)
-        )
+        shown = set(re.findall("[0-9.]+ MiB", out))
+        assert {cli._size(plan.activation_bytes), cli._size(plan.lease_bytes_per_call)} <= shown
         assert cli._size(plan.activation_bytes) not in other
     assert (plans[0].lease_bytes_per_call != plans[1].lease_bytes_per_call) or wire == "none"
 
