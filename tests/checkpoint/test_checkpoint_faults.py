@@ -141,10 +141,8 @@ def test_a_rank_that_hangs_in_a_save_is_named_after_the_groups_timeout(rank, num
         save_checkpoint(tmp_path / "c", 1, model=tensors_of(1, rank, num_ranks), group=group)
     (tmp_path / "given-up").touch()
     # Rank 0 has closed its connections when rank 1 comes.
-    text, cause = (
-        ("rank 1 has not come within the process group's timeout: ", PeerTimeout),
-        ("rank 0 is gone: ", PeerLost),
-    )[rank]
+    texts = "rank 1 has not come within the process group's timeout: ", "rank 0 is gone: "
+    text, cause = texts[rank], (PeerTimeout, PeerLost)[rank]
     assert str(caught.value).startswith(text)
     assert type(caught.value.__cause__) is cause
 

@@ -277,8 +277,7 @@ def test_gradient_buffer_is_where_the_gradient_comes_from(single):
 
 
 # -- using a buffer again ---------------------------------------------------------------------------------------------
-def used_rows_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor[: cases.TINY.num_used]
+used_rows_of = functools.partial(cases.used, sizes=cases.TINY)
 
 
 def batches(count: int = 3) -> list[cases.Inputs]:

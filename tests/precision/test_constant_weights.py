@@ -30,16 +30,8 @@ def batches(width: int = 64, dtype: torch.dtype = torch.bfloat16) -> list[torch.
     return [torch.randn(16, width, generator=generator).to(dtype) for _ in range(MICRO_BATCHES)]
 
 
-def linear(x: torch.Tensor, layer: symmoe.GroupedLinear) -> torch.Tensor:
-    return layer(x, SPLITS)
-
-
 def experts(x: torch.Tensor, layer: symmoe.GroupedMLP) -> torch.Tensor:
     return layer(x, SPLITS, x.detach()[:, 0].float())
-
-
-def three(x: torch.Tensor, layer: symmoe.Sequential) -> torch.Tensor:
-    return layer(x, SPLITS, x.detach()[:, 0].float(), SPLITS)
 
 
 def recomputed(x: torch.Tensor, layer: symmoe.GroupedMLP) -> torch.Tensor:
@@ -56,10 +48,11 @@ def made(kind: str, recipe, **options) -> tuple[torch.nn.Module, Callable, int]:
     torch.manual_seed(1)
     options = {"precision": recipe, "dtype": torch.bfloat16, **options}
     if kind == "linear":
-        return symmoe.GroupedLinear(3, 64, 96, **options), linear, 1
+        return symmoe.GroupedLinear(3, 64, 96, **options), lambda x, layer: layer(x, SPLITS), 1
     if kind == "three":
         fc1, fc2 = symmoe.GroupedLinear(3, 64, 64, **options), symmoe.GroupedLinear(3, 32, 64, **options)
-        return symmoe.Sequential(fc1, symmoe.ScaledSwiGLU(), fc2), three, 2
+        three = symmoe.Sequential(fc1, symmoe.ScaledSwiGLU(), fc2)
+        return three, lambda x, layer: layer(x, SPLITS, x.detach()[:, 0].float(), SPLITS), 2
     if kind == "autocast":
         options["dtype"] = torch.float32
     call = {"mlp": experts, "recomputed": recomputed, "autocast": autocast}[kind]
