@@ -46,9 +46,8 @@ def test_rows_per_token_are_those_of_all_routings(case: tuple[int, int, int, int
     """A token of each rank with each routing; on 2 nodes of 1 and 2, and on 4 of 1."""
     num_experts, top_k, num_groups, top_groups = case
     chosen = routings(*case)
-    config = MoEConfig(
-        hidden=16, ffn=8, num_experts=num_experts, top_k=top_k, num_groups=num_groups, top_groups=top_groups
-    )
+    groups = {"num_groups": num_groups, "top_groups": top_groups}
+    config = MoEConfig(hidden=16, ffn=8, num_experts=num_experts, top_k=top_k, **groups)
     for num_ranks, num_nodes in ((2, 2), (4, 2), (4, 4)):
         if num_groups == 6 and num_ranks == 4:  # no such plan
             continue
