@@ -86,14 +86,14 @@ def run_barrier(
             if "abort" in str(state):  # rank 5 has; "abort": before this one came
                 word = max(word - 4 * (state == "abort"), 0) + control.ABORT + (5 << control.ABORT_RANK_SHIFT)
             call = CALL + 2**30 if state == "call" else CALL
-            words = 100 + peer, 2**40 + peer, -peer, 3, 2**41
+            words = 100 + peer, 2**40 + peer, -peer, 2**41
             mail[epoch & 1, peer, : control.MAIL_CALL + 1] = torch.tensor([word, *words, call])
     received = torch.full((num_ranks, control.NUM_PUBLISHED), -7, dtype=torch.int64)
     status = torch.zeros(control.STATUS_WORDS, dtype=torch.int64)
     status[control.STATUS_KIND] = pending
     nan_on_failure = torch.ones(3, 2 * 520, dtype=torch.bfloat16)  # one turn of the kernel's loop sets 512 words
     bounds = {"timeout_ns": timeout_ns, "nan_on_failure": nan_on_failure[1:2]}
-    barrier(peers, (2**41, 0, 5, 2**40, 7), received, status, call=CALL, fault=fault, **bounds)
+    barrier(peers, (2**41, 0, 5, 2**40), received, status, call=CALL, fault=fault, **bounds)
     results = {"received": received, "status": status, "nan_on_failure": nan_on_failure.view(torch.int16)}
     return {**results, **{f"arena {i}": view for i, view in enumerate(views)}}
 
