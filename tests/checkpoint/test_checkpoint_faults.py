@@ -77,8 +77,6 @@ def wait_for(path: Path) -> None:
 
 
 # --- ranks that are lost ---
-
-
 def die_in_a_save(rank: int, num_ranks: int, directory: str) -> None:
     """Rank 1 ends as it is about to write; the others write down what they hear of it."""
 
@@ -132,9 +130,7 @@ def test_a_rank_that_dies_in_a_save_is_named(tmp_path: Path):
 
 
 @run_on(2)
-def test_a_rank_that_hangs_in_a_save_is_named_after_the_groups_timeout(
-    rank: int, num_ranks: int, tmp_path: Path
-) -> None:
+def test_a_rank_that_hangs_in_a_save_is_named_after_the_groups_timeout(rank, num_ranks, tmp_path: Path) -> None:
     """Rank 1 does not come back from writing until rank 0 has given up."""
     group = dist.new_group(timeout=timedelta(seconds=4))
 
@@ -145,17 +141,13 @@ def test_a_rank_that_hangs_in_a_save_is_named_after_the_groups_timeout(
         save_checkpoint(tmp_path / "c", 1, model=tensors_of(1, rank, num_ranks), group=group)
     (tmp_path / "given-up").touch()
     # Rank 0 has closed its connections when rank 1 comes.
-    text, cause = (
-        ("rank 1 has not come within the process group's timeout: ", PeerTimeout),
-        ("rank 0 is gone: ", PeerLost),
-    )[rank]
+    texts = "rank 1 has not come within the process group's timeout: ", "rank 0 is gone: "
+    text, cause = texts[rank], (PeerTimeout, PeerLost)[rank]
     assert str(caught.value).startswith(text)
     assert type(caught.value.__cause__) is cause
 
 
 # --- interrupts ---
-
-
 def interrupted(rank: int, num_ranks: int, directory: str) -> tuple[str, float]:
     """Saves; rank 1 is interrupted while it waits for rank 0, and lives on. How it ended, and how long it took."""
     began = time.monotonic()
@@ -253,8 +245,6 @@ def test_an_interrupt_at_any_line_of_a_save(cluster, tmp_path: Path):
 
 
 # --- disks ---
-
-
 @run_on(2)
 def test_a_file_that_does_not_fit_is_named_on_every_rank(rank: int, num_ranks: int, tmp_path: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -279,8 +269,7 @@ def test_a_full_disk_names_the_file(saved: Path, monkeypatch: pytest.MonkeyPatch
         patch.setattr(os, "fsync", full)
         with pytest.raises(CheckpointError, match=rf"/{name} cannot be written: No space left on device"):
             save_checkpoint(saved, 3, model=tensors_of(3))
-    assert names(saved) == before
-    assert newest(saved) == 2
+    assert (names(saved), newest(saved)) == (before, 2)
     save_checkpoint(saved, 4, model=tensors_of(4))
     assert newest(saved) == 4
 
@@ -315,7 +304,6 @@ def test_a_directory_that_cannot_be_made_is_every_ranks_error(cluster, tmp_path:
 
 
 # --- other jobs ---
-
 _HOLD = """
 import os, sys
 from pathlib import Path
@@ -355,8 +343,6 @@ def test_a_file_system_without_locks(saved: Path, monkeypatch: pytest.MonkeyPatc
 
 
 # --- odd files ---
-
-
 def make_odd(path: Path, kind: str) -> None:
     content = path.read_bytes()
     path.unlink()

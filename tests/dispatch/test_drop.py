@@ -36,9 +36,7 @@ def kept_slots(ids: torch.Tensor, probs: torch.Tensor, capacity: int, policy: st
 def test_drop_equals_a_loop(policy: str, capacity: int):
     ids, probs = make_choice()
     leaf = probs.clone().requires_grad_()
-    got_ids, got_probs, num_dropped = drop_over_capacity(
-        ids, leaf, num_experts=EXPERTS, capacity=capacity, policy=policy
-    )
+    got_ids, got_probs, dropped = drop_over_capacity(ids, leaf, num_experts=EXPERTS, capacity=capacity, policy=policy)
     kept = kept_slots(ids, probs, capacity, policy)
     got_probs.sum().backward()
     for t in range(TOKENS):
@@ -47,9 +45,9 @@ def test_drop_equals_a_loop(policy: str, capacity: int):
             assert int(got_ids[t, k]) == (int(ids[t, k]) if stays else -1)
             assert float(got_probs[t, k].detach()) == (float(probs[t, k]) if stays else 0.0)
             assert float(leaf.grad[t, k]) == float(stays or int(ids[t, k]) < 0)
-    assert num_dropped.tolist() == [int((ids >= 0).sum()) - len(kept)]
-    assert num_dropped.dtype == got_ids.dtype == torch.int32
-    assert (num_dropped.item() > 0) == (capacity < 1000)
+    assert dropped.tolist() == [int((ids >= 0).sum()) - len(kept)]
+    assert dropped.dtype == got_ids.dtype == torch.int32
+    assert (dropped.item() > 0) == (capacity < 1000)
 
 
 def test_policies_differ_and_equal_probs_go_by_position():

@@ -1,7 +1,5 @@
 """NaN and Inf in a token reach its own output and gradients and the weight gradients of its experts, and nothing else.
-
-The same step is run with the tokens' rows replaced by zeros; whatever is not theirs has to have the same bits.
-"""
+The same step is run with the tokens' rows replaced by zeros; whatever is not theirs has to have the same bits."""
 
 import bad_tokens
 import pytest

@@ -81,12 +81,9 @@ def test_the_oracle_imports_nothing_of_the_package():
 
 
 @run_on(1, 2)
-def test_autograd_refuses_rows_that_combine_overwrote(
-    rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap
-) -> None:
+def test_autograd_refuses_rows_that_combine_overwrote(rank, num_ranks, findings: Findings, heap: SymmetricHeap) -> None:
     """Combine writes into no rows that autograd has saved."""
-    ids = torch.tensor([[0, 1], [1, 0], [0, 1]])
-    plan = make_plan(ids, num_experts=2 * num_ranks, heap=heap)
+    plan = make_plan(torch.tensor([[0, 1], [1, 0], [0, 1]]), num_experts=2 * num_ranks, heap=heap)
     dispatch_tokens(torch.ones(3, 8), plan)
     for order in ORDERS:
         factor = torch.ones((), requires_grad=True)

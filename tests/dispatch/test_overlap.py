@@ -122,8 +122,7 @@ def test_parts_between_nodes_need_only_rows_that_have_arrived(data):
     assert [end for end in others.values() if end] == [end for _, end in ends]
     check_parts(experts, rows, [*((source, {source}) for source in arrivals[: len(ranks)]), *ends])
     # With all ranks of the node as one part, and the packed rows of each.
-    ranges = torch.cat([rows, found.own_rows[None]])
-    check_parts(experts, ranges, [(num_ranks, set(ranks)), *ends])
+    check_parts(experts, torch.cat([rows, found.own_rows[None]]), [(num_ranks, set(ranks)), *ends])
     for source in arrivals:
         sources = sorted(others[source] if source not in ranks else {source})
         wanted = packed_start[sources[0]], packed_start[sources[-1] + 1]

@@ -1,8 +1,6 @@
-"""Replicas of experts: which rows move where, and that nobody sees it in what is computed.
-
-Workloads are those of a public benchmark of imbalance (Megatron-LM pull request 7488): balanced, hot experts side by
-side, a hot rank, hot experts spread out, ranks with few tokens, idle ranks, a hot spot that moves, and bursts.
-"""
+"""Replicas of experts: which rows move where, and that nobody sees it in what is computed. Workloads are those of a
+public benchmark of imbalance (Megatron-LM pull request 7488): balanced, hot experts side by side, a hot rank, hot
+experts spread out, ranks with few tokens, idle ranks, a hot spot that moves, and bursts."""
 
 from __future__ import annotations
 
@@ -155,8 +153,7 @@ def check_copies(plan, ids: torch.Tensor, experts_per_rank: int, findings: Findi
     findings.equal("experts of copies", torch.where(copies < 0, -1, expert), ids.int().numpy())
     for each in ids.unique()[ids.unique() >= 0]:  # the first slots of an expert go to the lowest rank
         findings.check(bool((rank[ids == each].diff() >= 0).all()), f"slots of expert {each} are out of order")
-    all_copies = [each.numpy() for each in oracle.gather(copies)]
-    layout = oracle.lay_out(all_copies, heap.num_ranks * num_local)
+    layout = oracle.lay_out([each.numpy() for each in oracle.gather(copies)], heap.num_ranks * num_local)
     every = np.concatenate([each.flatten() for each in oracle.gather(ids + 1)])
     layout.expert_load = np.bincount(every, minlength=heap.num_ranks * experts_per_rank + 1)[1:]
     check_maps(plan, layout, heap.rank, findings)
@@ -174,10 +171,7 @@ def test_wrong_arguments(rank: int, num_ranks: int, findings: Findings, heap: Sy
         with pytest.raises(ArgumentError) as error:
             make_plan(ids, num_experts=2 * num_ranks, heap=heap, **options)
         findings.check(problem in str(error.value), f"{problem} is not in {error.value}")
-    for options, name in (
-        ({"replica_places": 1 + rank}, "replica places"),
-        ({"replica_slack": 0.1 * rank}, "slack"),
-    ):
+    for options, name in (({"replica_places": 1 + rank}, "replica places"), ({"replica_slack": 0.1 * rank}, "slack")):
         with pytest.raises(ConfigMismatch) as error:
             make_plan(ids, num_experts=2 * num_ranks, heap=heap, **{"replica_places": 1, **options})
         findings.check(f"{name}" in str(error.value), f"{name} is not in {error.value}")

@@ -24,12 +24,6 @@ H, I, E, K, CALLS = 16, 24, 8, 3, 24
 
 
 # -- how much room ----------------------------------------------------------------------------------------------------
-
-
-def test_the_first_call_measures():
-    assert RowHistory().room(8, None) is None
-
-
 @pytest.mark.parametrize("rows", [1, 7, 100, 65_536, 524_288])
 def test_there_is_a_margin_and_sizes_repeat(rows: int):
     found = set()
@@ -57,11 +51,11 @@ def test_room_shrinks_when_routing_does():
     assert rooms == sorted(rooms, reverse=True)
 
 
-def test_no_more_than_the_user_allows():
+def test_the_first_call_measures_and_later_ones_get_no_more_than_the_user_allows():
     history = RowHistory()
+    assert history.room(8, None) is None
     history.note(8, 1_000, 500)
-    assert history.room(8, 1_010).rows == 1_010
-    assert history.room(8, 999) == RowBudget(-1, -1, 1_000)
+    assert (history.room(8, 1_010).rows, history.room(8, 999)) == (1_010, RowBudget(-1, -1, 1_000))
     history.forget()
     assert history.room(8, None) is None
 
@@ -77,8 +71,6 @@ def test_a_small_call_gets_little_room_after_a_large_one():
 
 
 # -- calls ------------------------------------------------------------------------------------------------------------
-
-
 patched = partial(mock.patch.object, routed_experts, "run_experts")
 
 
@@ -206,9 +198,7 @@ def test_recomputed_without_room(rank: int, num_ranks: int, findings: Findings) 
         for number, call in enumerate([*make_calls(rank, seed=5)][20:24]):
             x, ids, probs, dy = call
             x = x.clone().requires_grad_()
-            y = checkpoint(
-                lambda x, ids=ids, probs=probs: layer(x, topk_idx=ids, probs=probs)[0], x, use_reentrant=False
-            )
+            y = checkpoint(lambda x, ids=ids, p=probs: layer(x, topk_idx=ids, probs=p)[0], x, use_reentrant=False)
             history = heap.row_histories[E, K, 0]
             history.forget()
             history.note(len(x), 1, 1)
@@ -247,8 +237,7 @@ def test_a_call_with_room_needs_no_more_memory_than_one_without(rank: int, num_r
                         outcomes.append("exhausted")
             found.append(outcomes[0])
             findings.check(outcomes[0] == outcomes[1] != "wrong", f"without and with room: {outcomes}")
-    assert found == sorted(found)
-    assert {*found} == {"exhausted", "right"}
+    assert (found, {*found}) == (sorted(found), {"exhausted", "right"})
 
 
 @run_on(2)

@@ -9,9 +9,11 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
 import act_quantize_cases as cases
 from graphs import captured
 from host_reads import synchronising_is_an_error
-from quantize_cases import differences, row_range_of
+from quantize_cases import FORMATS, as_bytes, differences, row_buffers, row_range_of
+from row_ranges import random_ranges, rows_of
 
 from symmoe.kernels import gpu, twin
+from symmoe.kernels.activation import Activation
 
 CASES = [  # activation, FFN width: whole tiles and parts of them
     ("swiglu", 768),
@@ -92,3 +94,33 @@ def test_nothing_waits_for_the_device():
     step()
     with synchronising_is_an_error():
         step()
+
+
+@pytest.mark.timeout(200, method="thread")  # warps that wait for each other for ever cannot be interrupted
+@pytest.mark.parametrize(
+    "activation", [Activation(), Activation(limit=7.0), Activation(function="relu2", is_gated=False)], ids=str
+)
+def test_ranges_of_rows(activation):
+    """Rows of ranges are written and no others, of rows of h that are there: the others are NaN."""
+    splits, ffn = (0, 133, 1, 300, 0, 128, 777), 256
+    capacity = sum(splits) + 3
+    h = torch.randn(capacity, activation.hidden_width(ffn), device="cuda").to(torch.bfloat16)
+    factor = torch.rand(capacity, device="cuda")
+
+    def buffers():
+        return row_buffers(capacity, ffn, FORMATS["float8_block"], "cuda")
+
+    def call(row_range, out):
+        there = torch.where(rows_of(row_range, capacity)[:, None], h, torch.nan)
+        gpu.act_quantize(there, factor, row_range, out, activation, FORMATS["float8_block"])
+
+    whole, union = buffers(), buffers()
+    call(row_range_of(splits).cuda(), whole)
+    for ranges in random_ranges(splits, 4):
+        part, ranges = buffers(), ranges.cuda()
+        call(ranges, part)
+        call(ranges, union)
+        inside = rows_of(ranges, capacity)[:, None].cpu()
+        for got, want, blank in zip(part, whole, buffers(), strict=True):
+            assert torch.equal(as_bytes(got), torch.where(inside, as_bytes(want), as_bytes(blank)))
+    assert all(torch.equal(as_bytes(got), as_bytes(want)) for got, want in zip(union, whole, strict=True))

@@ -48,8 +48,7 @@ def test_every_suite_measures(num_ranks: int, tmp_path: Path):
     for way in ("pack_weight_ptrs", "torch.tensor", "a copy each"):
         assert found["overhead", f"{way}, nvfp4 scales", "forward"]["error"] == 0
     for record in records:
-        assert record["ep"] == num_ranks
-        assert record["gpu"] == torch.cuda.get_device_name()
+        assert (record["ep"], record["gpu"]) == (num_ranks, torch.cuda.get_device_name())
         assert record["driver"]
         assert record["error"] < (0.15 if "float8" in record["variant"] else 0.03)
 

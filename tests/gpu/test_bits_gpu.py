@@ -1,7 +1,5 @@
-"""The same call has the same bits, whichever kernels compute it: in all layouts, with all schedules and stashes.
-
-Which kernels those are follows from the width, the dtype and the layout, and from whether modules are fused.
-"""
+"""The same call has the same bits, whichever kernels compute it: in all layouts, with all schedules and stashes. Which
+kernels those are follows from the width, the dtype and the layout, and from whether modules are fused."""
 
 import itertools
 
@@ -28,8 +26,6 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 # -- one GPU: fused, or three modules ---------------------------------------------------------------------------------
-
-
 @dtypes
 @pytest.mark.parametrize("ffn", WIDTHS)
 def test_fused_is_three_modules(ffn, dtype):
@@ -47,7 +43,6 @@ def test_fused_is_three_modules(ffn, dtype):
 
 
 # -- ranks: layouts, schedules, stashes -------------------------------------------------------------------------------
-
 NAMES = ("y", "dx", "dprobs", "parameters' gradients")
 # Tokens of a rank, and K: few, and uneven.
 ROUTINGS = (((13, 9, 1, 20), 1), ((1, 1, 1, 1), 3), ((21, 4, 0, 7), 3), ((150, 301, 77, 260), 4))

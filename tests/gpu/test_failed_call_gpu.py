@@ -51,8 +51,7 @@ def leave_out_of_combine(rank: int, num_ranks: int, findings: Findings, device: 
     """The last rank comes to combine when the others have given it up."""
     missing = num_ranks - 1
     findings.where = f"{where}, order {order}, rank {rank} of {num_ranks}"
-    backend = "nvshmem" if device == "cuda" else "host"
-    heap = SymmetricHeap(num_bytes=8 << 20, backend=backend)
+    heap = SymmetricHeap(num_bytes=8 << 20, backend="nvshmem" if device == "cuda" else "host")
     good = Call(heap, where, order)
     good.make()
     heap.synchronize()
@@ -72,8 +71,7 @@ def leave_out_of_combine(rank: int, num_ranks: int, findings: Findings, device: 
     took_s = time.monotonic() - start
     if rank != missing:
         dist.barrier()
-    want = PeerAborted if rank == missing else PeerTimeout
-    findings.equal("error", type(raised), want)
+    findings.equal("error", type(raised), PeerAborted if rank == missing else PeerTimeout)
     findings.check(f"rank {missing} did not reach 'combine: ready' within timeout_s=1" in str(raised), str(raised))
     if rank == missing:
         findings.check(took_s < PROMPT_S, f"the late rank has waited {took_s:.2f} s")

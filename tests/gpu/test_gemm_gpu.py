@@ -139,8 +139,6 @@ def test_interleaved_features_give_the_bits_of_two_halves(interleave, dtype):
 
 
 # -- tiles ------------------------------------------------------------------------------------------------------------
-
-
 def test_stages_that_do_not_fit_and_narrow_tiles_change_no_bit():
     """As on GPUs with less shared memory: six stages of 48 KiB are more than any has."""
     rows, weight = (torch.randn(size, device="cuda").bfloat16() for size in ((512, 1024), (2, 1536, 1024)))
@@ -193,8 +191,6 @@ def test_many_groups():
 
 
 # -- ranges of rows ---------------------------------------------------------------------------------------------------
-
-
 def calls_of(p):
     """Those by the kernels that the functions choose, and dgrad by Triton's: (function that makes outputs, call)."""
     by_triton = problems.part_calls(kernels, p, config=gemm.gemm_config(p.hidden, p.dtype))["dgrad"]
@@ -243,8 +239,6 @@ def test_a_forgotten_range_is_seen():
 
 
 # -- what bits do not depend on ---------------------------------------------------------------------------------------
-
-
 def of_products(p, num_sms=None, *, table=False):
     """Every output of every product, gathered where there is a choice: ({name: rows}, {name: per group})."""
     options = {"num_sms": num_sms}
@@ -342,8 +336,6 @@ def test_a_rows_bits_do_not_depend_on_its_place(results, dtype):
 
 
 # -- sizes ------------------------------------------------------------------------------------------------------------
-
-
 def test_splits():
     problems.check_splits(kernels, "cuda")
 

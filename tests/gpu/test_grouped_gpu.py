@@ -29,8 +29,6 @@ def single_inputs(case: cases.Case, **options) -> cases.Inputs:
 
 
 # -- what CPUs compute, too -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("way", cases.WAYS)
 @pytest.mark.parametrize("case", cases.matrix(), ids=str)
 def test_matrix(case, way):
@@ -73,8 +71,6 @@ def test_autocast(weights, way):
 
 
 # -- what only GPUs do ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("splits", "meant"),
     [
@@ -119,8 +115,6 @@ def test_the_same_bits_every_time(dtype):
 
 
 # -- CUDA graphs ------------------------------------------------------------------------------------------------------
-
-
 def model_of(path: str, case: cases.Case, inputs: cases.Inputs, **options):
     """(call(x, scale, splits, out, grad_input_out), the layers)."""
     made, layers = cases.make_way(path, case, inputs, **options)
@@ -224,8 +218,7 @@ def test_host_splits_in_a_capture(path, kind):
     make = single_inputs if path == "linear" else expert_inputs
     inputs = make(PLAIN)
     call, _ = model_of(path, PLAIN, inputs)
-    make_host = {"list": list, "cpu": torch.tensor, "array": np.array}[kind]
-    host = make_host(SIZES.splits)
+    host = {"list": list, "cpu": torch.tensor, "array": np.array}[kind](SIZES.splits)
     splits, found = inputs.splits, []
     with torch.no_grad():
         want = call(inputs.x, inputs.scale, splits, None, None)
@@ -264,8 +257,6 @@ def test_another_default_device():
 
 
 # -- no waiting for the device ----------------------------------------------------------------------------------------
-
-
 def test_synchronising_is_found():
     with synchronising_is_an_error(), pytest.raises(RuntimeError, match="synchronizing"):
         torch.ones(1, device="cuda").item()
@@ -316,8 +307,6 @@ def test_runs_on_the_current_stream():
 
 
 # -- buffers that are written again -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("path", ["linear", "modules", "sequential"])
 def test_raw_writes_under_saved_tensors_are_errors(path):
     inputs = single_inputs(PLAIN) if path == "linear" else expert_inputs(PLAIN)

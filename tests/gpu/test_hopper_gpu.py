@@ -159,8 +159,7 @@ def test_ranges_have_the_bits_of_the_whole(case):
     for splits, step in itertools.product(SPLITS, (1, 128)):
         p = Problem(splits, widths, dtype, activation)
         blanks, launch = functools.partial(kernel.blanks, p), functools.partial(kernel.launch, p)
-        parts = random_ranges(splits, 3, step=step)
-        whole, union = check_ranges(p, blanks, launch, parts, num_sms=7)
+        whole, union = check_ranges(p, blanks, launch, random_ranges(splits, 3, step=step), num_sms=7)
         for expected, out in zip(kernel.results(p, whole), kernel.results(p, union), strict=True):
             assert torch.equal(expected, out)
 
@@ -227,7 +226,6 @@ def test_public_functions_choose_these_kernels(monkeypatch):
 
 
 # -- weight gradients --------------------------------------------------------------------------------------------------
-
 WGRAD_WIDTHS = [(256, 512), (1032, 712), (712, 1032), (72, 264), (64, 8)]  # O, C
 WGRAD_SPLITS = [(300, 0, 1, 777, 128, 65, 0), (0,) * 7, (0, 64, 0, 1000, 0, 0, 9), (1, 65, 63, 64, 0, 193, 449)]
 WGRAD_CONFIG = tiles.TileConfig(block_m=128, block_n=256, block_k=64, num_stages=3, num_warps=8, flatten=True)

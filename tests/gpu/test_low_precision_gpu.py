@@ -30,8 +30,6 @@ BF16 = torch.bfloat16
 
 
 # -- grouped layers ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("recipe", NUMBERS, ids=str)
 @pytest.mark.parametrize("sizes", [SIZES, ODD], ids=["whole", "odd"])
 def test_experts_multiply_these_numbers(recipe, sizes):
@@ -107,8 +105,6 @@ def test_no_kernel_reads_the_rows_for_bias_gradients_alone(recipe):
 
 
 # -- expert parallelism -----------------------------------------------------------------------------------------------
-
-
 @every_recipe
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_all_ways_give_the_same_bits(cluster, num_ranks: int, recipe):

@@ -1,8 +1,6 @@
-"""Virtual nodes of GPUs on one machine: NVSHMEM inside a node, NCCL and gloo between nodes.
-
-Between two GPUs of one machine NCCL goes over NVLink or PCIe; with an NCCL_HOSTID of its own for each process, as tests
-of several torchrun agents set it, over sockets.
-"""
+"""Virtual nodes of GPUs on one machine: NVSHMEM inside a node, NCCL and gloo between nodes. Between two GPUs of one
+machine NCCL goes over NVLink or PCIe; with an NCCL_HOSTID of its own for each process, as tests of several torchrun
+agents set it, over sockets."""
 
 from typing import Any
 
@@ -68,10 +66,8 @@ def test_wrong_calls(cluster, num_ranks: int, ranks_per_node: int):
 
 
 def replay(rank: int, num_ranks: int, findings: Findings, ranks_per_node: int, what: str) -> None:
-    """Captured calls with static capacity, replayed with other tokens and routings.
-
-    what: "rows": plan, dispatch and combine; "layer": forward and backward of one whose GEMMs run while rows travel.
-    """
+    """Captured calls with static capacity, replayed with other tokens and routings. what: "rows": plan, dispatch and
+    combine; "layer": forward and backward of one whose GEMMs run while rows travel."""
     generator = torch.Generator().manual_seed(rank)
     with open_heap("cuda", ranks_per_node=ranks_per_node) as heap:
         num_experts, num_tokens = 2 * num_ranks, 48

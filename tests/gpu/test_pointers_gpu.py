@@ -60,8 +60,7 @@ def test_a_graph_holds_the_bytes():
 
 
 def test_the_first_launch_may_be_in_a_capture():
-    gpu_pointers = pytest.importorskip("symmoe.kernels.triton.pointers")
-    gpu_pointers._copy_bytes.cache_clear()
+    pytest.importorskip("symmoe.kernels.triton.pointers")._copy_bytes.cache_clear()
     destination = torch.zeros(8, dtype=torch.uint8, device="cuda")
     graph, _ = in_a_graph(lambda: copy_host_to_device(bytes(range(8)), destination), num_warm_ups=0)
     graph.replay()

@@ -1,8 +1,6 @@
-"""The grouped GEMMs of quantised numbers on a GPU: near float64, exact where sums are, the rows they own only.
-
-E4M3 numbers with fp32 scales ("fp8") on Hopper, by its own kernels and by Triton's; MXFP8 and NVFP4 on Blackwell by
-products with block scales, on Hopper by 16-bit products of dequantised numbers.
-"""
+"""The grouped GEMMs of quantised numbers on a GPU: near float64, exact where sums are, the rows they own only. E4M3
+numbers with fp32 scales ("fp8") on Hopper, by its own kernels and by Triton's; MXFP8 and NVFP4 on Blackwell by products
+with block scales, on Hopper by 16-bit products of dequantised numbers."""
 
 import functools
 import itertools

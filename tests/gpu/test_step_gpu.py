@@ -17,9 +17,8 @@ from symmoe.combine import trip
 from symmoe.errors import ArgumentError, CapacityError
 from symmoe.moe import ep_step
 
+
 # -- what a step takes ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("options", [{}, {"layout": "expert-major"}, {"stash": "none"}, {"capacity": 40000}], ids=str)
 @run_on(1, device="cuda")
 def test_the_peak_is_as_planned(rank: int, num_ranks: int, findings: Findings, options: dict[str, Any]) -> None:
@@ -39,13 +38,10 @@ def test_the_peak_is_as_planned(rank: int, num_ranks: int, findings: Findings, o
 
 
 # -- what a step launches ---------------------------------------------------------------------------------------------
-
-
 def traced(rank: int, num_ranks: int, spoil: str = "", way: dict[str, str] = WAYS[0]) -> StepTrace:
     with open_heap("cuda", num_bytes=256 << 20) as heap:
         exact = {"capacity": None, "overflow": "raise"} if spoil == "exact" else {}
-        layer = layer_for(heap, config_for(num_ranks, **exact, **way))
-        step = training_step(layer, TOKENS)
+        step = training_step(layer_for(heap, config_for(num_ranks, **exact, **way)), TOKENS)
         collection, dispatch = trip.Collection, ep_step.dispatch
         if spoil in ("output", "input", "wait"):  # a tape would play what was recorded, whatever is patched
             heap.run = lambda key, function, inputs, **numbers: function()
@@ -95,8 +91,6 @@ def test_what_the_trace_must_find(cluster, spoil: str, finding: str):
 
 
 # -- CUDA graphs ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("stash", "way"), [("all", WAYS[0]), ("none", WAYS[0]), ("all", WAYS[3]), ("none", WAYS[2])])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_replays_equal_eager_steps(cluster, num_ranks: int, stash: str, way: dict[str, str]):
@@ -166,16 +160,13 @@ def test_overflow_in_graphs(rank: int, num_ranks: int, findings: Findings) -> No
                 else:
                     raised.append(False)
                 per_rank = metrics.expert_load.cpu().view(num_ranks, -1).sum(1)
-                overflows = int(per_rank.max()) > config.capacity
-                findings.equal("raised", raised[-1], overflows)
+                findings.equal("raised", raised[-1], int(per_rank.max()) > config.capacity)
         findings.check(num_ranks == 1 or raised[0], "nothing overflowed")
         del graph
         heap.release_graphs()
 
 
 # -- several streams, several groups ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("num_ranks", "way"), [(1, WAYS[0]), (2, WAYS[0]), (2, WAYS[2])])
 @run_on(device="cuda", timeout_s=240.0)
 def test_micro_batches_on_two_streams(rank: int, num_ranks: int, findings: Findings, way: dict[str, str]) -> None:
@@ -226,8 +217,7 @@ def test_disjoint_groups(rank: int, num_ranks: int, findings: Findings) -> None:
     """Disjoint EP groups work at once, at their own pace."""
     size = num_ranks // 2
     groups = [dist.new_group(list(range(start, start + size))) for start in range(0, num_ranks, size)]
-    group = groups[rank // size]
-    with SymmetricHeap(group, num_bytes=256 << 20) as heap:
+    with SymmetricHeap(groups[rank // size], num_bytes=256 << 20) as heap:
         layer, results = layer_for(heap, config_for(size)), []
         for turn in range(30 + 10 * (rank // size)):  # the groups take different numbers of steps
             torch.manual_seed(1000 * (turn % 10) + heap.rank)

@@ -15,12 +15,8 @@ from symmoe.kernels.triton import router_products
 LARGE = {"hidden": 512, "ffn": 256, "dtype": torch.bfloat16}  # kernels for Hopper take these
 
 
-def check_on_gpu(rank: int, num_ranks: int, options: dict, around: str) -> tuple[int, int, list[str]]:
-    return check_bits(rank, num_ranks, options, around, "cuda")
-
-
 def compare(cluster, num_ranks: int, options: dict, around: str, least: int = 16) -> None:
-    results = cluster(num_ranks, "cuda").run(check_on_gpu, options, around)
+    results = cluster(num_ranks, "cuda").run(check_bits, options, around, "cuda")
     assert [text for *_, texts in results for text in texts] == []
     for num_played, _, _ in results:
         assert num_played >= least

@@ -124,8 +124,7 @@ def test_kernels_of_replays_have_phases_and_directions(schedule: str, cluster: C
         assert {"compute", "communication"} <= lanes
         assert len(lanes) <= 5
         for lane in lanes:
-            mine = [e for e in events if e.lane == lane]
-            assert all(a.end_us <= b.begin_us for a, b in pairwise(mine))
+            assert all(a.end_us <= b.begin_us for a, b in pairwise([e for e in events if e.lane == lane]))
     assert max(made.clock_error_us) < 100
     for direction in ("forward", "backward"):
         assert apart_us(made, direction) < APART_US

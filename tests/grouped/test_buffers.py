@@ -39,9 +39,7 @@ class Op:
 
     def oracle(self, inputs: cases.Inputs, case: cases.Case = PLAIN) -> dict[str, torch.Tensor]:
         """For the x, splits and d_y of `inputs`."""
-        mine = cases.Inputs(
-            **{**vars(inputs), "scale": self.scale} | {n: getattr(self.inputs, n) for n in ("w1", "b1")}
-        )
+        mine = cases.Inputs(**vars(inputs) | {"scale": self.scale} | {n: getattr(self.inputs, n) for n in ("w1", "b1")})
         mine.w2, mine.b2 = self.inputs.w2, self.inputs.b2
         return cases.linear_oracle(mine, case) if self.name == "linear" else cases.mlp_oracle(mine, case)
 
@@ -97,8 +95,6 @@ def right_or_error(compute: Callable[[], None], check: Callable[[], None]) -> No
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------
-
-
 def mistakes() -> Iterator[tuple[str, Callable[[Op, torch.Tensor], object], list[str]]]:
     """(what, the buffer from the op and its x, parts of the text)."""
     yield "list", lambda op, x: [1.0], ["(list)", "tensor"]
@@ -194,8 +190,7 @@ def test_the_two_buffers_overlap(op, shift):
 def test_neighbours_do_not_overlap(op):
     memory = buffer(3 * N, H)
     memory[N : 2 * N] = op.inputs.x
-    x = memory[N : 2 * N].requires_grad_()
-    y = op(x, out=memory.detach()[:N], grad_input_out=memory.detach()[2 * N :])
+    y = op(memory[N : 2 * N].requires_grad_(), out=memory.detach()[:N], grad_input_out=memory.detach()[2 * N :])
     cases.assert_near(y[: cases.TINY.num_used].detach(), op.oracle(op.inputs)["y"], torch.float32)
 
 
@@ -282,10 +277,7 @@ def test_gradient_buffer_is_where_the_gradient_comes_from(single):
 
 
 # -- using a buffer again ---------------------------------------------------------------------------------------------
-
-
-def used_rows_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor[: cases.TINY.num_used]
+used_rows_of = functools.partial(cases.used, sizes=cases.TINY)
 
 
 def batches(count: int = 3) -> list[cases.Inputs]:
@@ -474,8 +466,6 @@ def test_delayed_gradients_and_buffers_that_are_used_again():
 
 
 # -- buffers stay plain tensors ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("make", [lambda: buffer(), lambda: buffer(2 * N, H)[:N], lambda: buffer(N * H).view(N, H)])
 def test_buffers_never_require_gradients_and_can_be_written_after_backward(op, make):
     out, grad_input_out = make(), make()
@@ -496,8 +486,6 @@ def test_buffers_never_require_gradients_and_can_be_written_after_backward(op, m
 
 
 # -- leases -----------------------------------------------------------------------------------------------------------
-
-
 def leases(heap, count):
     return [heap.lease((N, H), torch.float32, name=f"lease {i}") for i in range(count)]
 
@@ -568,8 +556,6 @@ def test_output_lease_released_while_a_result_is_saved(op, heap, how):
 
 
 # -- graphs that are spent --------------------------------------------------------------------------------------------
-
-
 def test_losses_that_are_kept_keep_no_leases(op, heap):
     x, losses = op.inputs.x.nan_to_num().requires_grad_(), []
     want = torch.autograd.grad(used_rows_of(op(x)).square().sum(), x)[0]
@@ -638,8 +624,6 @@ def test_the_gradient_that_is_asked_for_is_the_buffer(op, heap):
 
 
 # -- with dispatch and combine ----------------------------------------------------------------------------------------
-
-
 class Step:
     """One rank: dispatch, experts, combine, with or without buffers on the heap."""
 

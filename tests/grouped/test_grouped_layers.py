@@ -61,8 +61,7 @@ def test_more_than_64_discrete_weights(main_grad):
 def test_experts_whose_layers_have_either_form(first, second):
     inputs = cases.make_inputs(PLAIN)
     fc1 = cases.make_linear(PLAIN, inputs.w1, inputs.b1, weights=first)
-    fc2 = cases.make_linear(PLAIN, inputs.w2, inputs.b2, weights=second)
-    model = Sequential(fc1, ScaledSwiGLU(), fc2)
+    model = Sequential(fc1, ScaledSwiGLU(), cases.make_linear(PLAIN, inputs.w2, inputs.b2, weights=second))
     y = model(inputs.x, inputs.splits, inputs.scale, inputs.splits, op_kwargs={2: {"bias_scale": inputs.scale}})
     cases.assert_same_bits(y, cases.run_experts("modules", PLAIN, inputs).tensors["y"])
 
@@ -139,13 +138,10 @@ def test_the_same_bits_every_time(dtype):
     inputs = cases.make_inputs(case, sizes=sizes)
     first = cases.run_experts("mlp", case, inputs)
     for _ in range(2):
-        again = cases.run_experts("mlp", case, inputs)
-        cases.assert_same_results(again, first, sizes)
+        cases.assert_same_results(cases.run_experts("mlp", case, inputs), first, sizes)
 
 
 # -- GroupedMLP -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("weights", FORMS)
 def test_a_grouped_mlp_of_its_own_layers(weights):
     inputs = cases.make_inputs(PLAIN)
@@ -268,10 +264,7 @@ def test_float64_is_refused_as_the_default_dtype_and_after_a_cast():
     for part in (model, model.fc2):
         for under_autocast in (False, True):
             part.double()
-            cast, texts = (
-                torch.autocast("cpu", torch.bfloat16, enabled=under_autocast),
-                ("are torch.float64", "float32"),
-            )
-            with cast, cases.refused(*texts):
+            cast = torch.autocast("cpu", torch.bfloat16, enabled=under_autocast)
+            with cast, cases.refused("are torch.float64", "float32"):
                 model(x.to(model.fc1.weight.dtype), [1, 2], scale)
             cases.assert_same_bits(model.bfloat16()(x, [1, 2], scale), want)

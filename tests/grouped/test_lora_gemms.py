@@ -15,7 +15,6 @@ from symmoe.moe.ep_step import STASHES, expert_parallel_mlp
 from symmoe.training.lora import merge_lora
 
 # -- expert-parallel --------------------------------------------------------------------------------------------------
-
 EXPERTS, TOP_K, HIDDEN, TOKENS = 8, 2, 520, 11
 WAYS = tuple(itertools.product(sorted(STASHES), ("packed", "expert-major"), ("serial", "always-overlapped")))
 
@@ -41,13 +40,7 @@ STEPS = (
 @pytest.mark.parametrize(("dtype", "lora_rank", "options"), STEPS, ids=str)
 @run_on(1, 2)
 def test_the_step_equals_dense_weights(
-    rank: int,
-    num_ranks: int,
-    findings: Findings,
-    heap: SymmetricHeap,
-    dtype: torch.dtype,
-    lora_rank: int,
-    options: dict,
+    rank, num_ranks, findings: Findings, heap: SymmetricHeap, dtype: torch.dtype, lora_rank: int, options: dict
 ) -> None:
     """Every way of running the step against the oracle, and all of them bit for bit against each other."""
     topk_idx = routing(num_ranks)
@@ -97,17 +90,18 @@ def test_the_step_equals_dense_weights(
 
 
 # -- experts ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("lora_rank", [1, 4, 16, 64])
+@pytest.mark.parametrize("lora_rank", [1, 4, 8, 16, 64])
 @pytest.mark.parametrize("weights", ["packed", "discrete"])
 @pytest.mark.parametrize("bias", [False, True])
-def test_experts_in_buffers_of_the_caller(bias: bool, weights: str, lora_rank: int, dtype: torch.dtype):
-    parameters = cases.random_parameters(len(cases.SPLITS), 40, cases.FFN, lora_rank, dtype, bias=bias)
-    mlp = cases.make_experts(parameters, slice(None), weights=weights)
-    x, probs, dy = cases.rows_of_experts(dtype, 40)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_experts_in_buffers_of_the_caller(device: str, bias: bool, weights: str, lora_rank: int, dtype: torch.dtype):
+    hidden = 40 if device == "cpu" else 520  # wide enough for Hopper's own kernels, and no multiple of a tile
+    parameters = cases.random_parameters(len(cases.SPLITS), hidden, cases.FFN, lora_rank, dtype, bias=bias)
+    mlp = cases.make_experts(parameters, slice(None), weights=weights).to(device)
+    x, probs, dy = cases.rows_of_experts(dtype, hidden)
     want_y, want, _ = cases.oracle_of_rows(parameters, x, probs, dy)
+    x, probs, dy = x.to(device), probs.to(device), dy.to(device)
     out, grad_input_out = torch.full_like(x, -77.0), torch.full_like(x, -77.0)
     leaf, row_probs = x.clone().requires_grad_(), probs.clone().requires_grad_()
     rows = leaf * 1  # autograd hands the buffer to a producer
@@ -184,8 +178,6 @@ def test_some_of_the_parameters():
 
 
 # -- what it costs ----------------------------------------------------------------------------------------------------
-
-
 class Allocations(TorchDispatchMode):
     """Notes the elements of every tensor that an operator makes new memory for."""
 
@@ -206,8 +198,7 @@ class Allocations(TorchDispatchMode):
 
 
 def tensors_in(values: Any) -> list[torch.Tensor]:
-    leaves = torch.utils._pytree.tree_leaves(values)
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
 def memory_of(tensor: torch.Tensor) -> int:

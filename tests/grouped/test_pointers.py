@@ -37,9 +37,7 @@ def swizzle_by_formula(scales, num_rows, num_blocks):
 @given(num_bytes=st.integers(0, 10000), offset=st.integers(0, 9), kind=st.sampled_from(["bytes", "array", "tensor"]))
 def test_any_byte_count(num_bytes, offset, kind):
     data = os.urandom(num_bytes)
-    source = {"bytes": data, "array": array.array("B", data), "tensor": torch.tensor(list(data), dtype=torch.uint8)}[
-        kind
-    ]
+    source = {"bytes": data, "array": array.array("B", data), "tensor": torch.tensor([*data], dtype=torch.uint8)}[kind]
     destination = torch.full((num_bytes + offset + 5,), UNTOUCHED, dtype=torch.uint8)
     copy_host_to_device(source, destination[offset:])
     expected = bytes([UNTOUCHED] * offset) + data + bytes([UNTOUCHED] * 5)
@@ -141,9 +139,7 @@ def test_memory_of_a_closed_heap_is_not_given_out():
         tensors = released.tensor, kept.tensor
         released.release()
         copy_data_ptrs_to_device([good, tensors[1]], "cpu")
-    for tensor, text in zip(
-        tensors, ("'released' .*, which was released", "'kept' .*, whose heap was closed"), strict=True
-    ):
+    for tensor, text in zip(tensors, ("'released' .* was released", "'kept' .* heap was closed"), strict=True):
         with pytest.raises(StaleLease, match=rf"^tensors\[1\] is memory of lease {text}$"):
             copy_data_ptrs_to_device([good, tensor], "cpu")
 
@@ -258,10 +254,8 @@ SWIZZLES = ("mxfp8_rowwise", "mxfp8_columnwise", "nvfp4")
 
 
 def compact_scales(swizzle, shape, is_padded):
-    """Weight, compact scales of numbers from 1 to 249, and (scales [row][block], rows, blocks) for the formula.
-
-    Padding of the scales is 255, and must not come through.
-    """
+    """Weight, compact scales of numbers from 1 to 249, and (scales [row][block], rows, blocks) for the formula. Padding
+    of the scales is 255, and must not come through."""
     M, K = shape
     block, is_columnwise = 16 if swizzle == "nvfp4" else 32, swizzle == "mxfp8_columnwise"
     rows, blocks = (K, up(M, block) // block) if is_columnwise else (M, up(K, block) // block)
@@ -278,8 +272,7 @@ def assert_swizzled(packed, tables, formulas):
     for formula in formulas:
         addresses.append(start + len(expected))
         expected += swizzle_by_formula(*formula)
-    assert torch.cat(tables).tolist() == addresses
-    assert memory == expected
+    assert (torch.cat(tables).tolist(), memory) == (addresses, expected)
 
 
 @pytest.fixture
@@ -306,10 +299,8 @@ def launched(monkeypatch):
 @pytest.mark.usefixtures("reader")
 def test_scales_are_swizzled(swizzle, is_padded, launched):
     """Two layers, whose matrices have different shapes, in two launches."""
-    layers = [
-        [compact_scales(swizzle, shape, is_padded) for shape in shapes]
-        for shapes in (((160, 96), (70, 300), (160, 96)), ((33, 64), (160, 96)))
-    ]
+    shapes = ((160, 96), (70, 300), (160, 96)), ((33, 64), (160, 96))
+    layers = [[compact_scales(swizzle, shape, is_padded) for shape in of_layer] for of_layer in shapes]
     (fc1, scales1, formulas1), (fc2, scales2, formulas2) = (zip(*layer, strict=True) for layer in layers)
     packed = pack_weight_ptrs(fc1, fc2, fc1_scales=scales1, fc2_scales=scales2, swizzle=swizzle)
     assert packed.fc1.tolist() == [w.data_ptr() for w in fc1]
@@ -387,14 +378,8 @@ PACKED = r"\(two elements in a byte of data\)"
             {"fc1_scales": scales(2, 2, 63), "swizzle": "mxfp8_columnwise"},
             r"fc1_scales\[0\] has shape \[2, 63\]; mxfp8_columnwise .* need at least \[2, 64\]",
         ),
-        (
-            {**NVFP4, "fc1_scales": scales(2, 64, 7)},
-            rf"fc1_scales\[0\] has shape \[64, 7\]; nvfp4 .* fc1\[0\] \[64, 64\] {PACKED} need at least \[64, 8\]",
-        ),
-        (
-            {"fc1_scales": [*scales(1, 64, 2), *scales(1, 128)]},
-            r"fc1_scales\[1\] has shape \[128\]; it must have 2 dims for mxfp8_rowwise$",
-        ),
+        ({**NVFP4, "fc1_scales": scales(2, 64, 7)}, rf"fc1_scales\[0\] .*64, 7.* fc1\[0\] \[64, 64\] {PACKED}.*64, 8"),
+        ({"fc1_scales": [*scales(1, 64, 2), *scales(1, 128)]}, r"fc1_scales\[1\] .*128.* 2 dims for mxfp8_rowwise$"),
         (
             {**NVFP4, "fc1": weights_of(2, 64), "fc1_scales": scales(2, 64, 8)},
             rf"fc1\[0\] has shape \[64\]; it must have 2 dims for nvfp4 {PACKED}",
@@ -403,14 +388,8 @@ PACKED = r"\(two elements in a byte of data\)"
             {"fc1_scales": [*scales(1, 64, 2), *scales(1, 64, 2, dtype=torch.float16)]},
             r"fc1_scales\[1\] has dtype torch.float16 of 2 bytes; mxfp8_rowwise scales have 1 byte",
         ),
-        (
-            {"fc1_scales": [s.t() for s in scales(2, 2, 64)]},
-            r"fc1_scales\[0\] has strides \[1, 64\]; it must be contiguous",
-        ),
-        (
-            {"fc1": [torch.ones(64, 64), torch.ones(64, 64).t()]},
-            r"fc1\[1\] has strides \[1, 64\]; it must be contiguous",
-        ),
+        ({"fc1_scales": [s.t() for s in scales(2, 2, 64)]}, r"fc1_scales\[0\] has strides \[1, 64\]; .*contiguous"),
+        ({"fc1": [torch.ones(64, 64), torch.ones(64, 64).t()]}, r"fc1\[1\] has strides \[1, 64\]; .*contiguous"),
         ({"fc2": [torch.ones(64, 64), torch.ones(64 * 64 + 1)[1:].view(64, 64)]}, r"fc2\[1\] starts at address"),
     ],
 )
@@ -492,12 +471,10 @@ def test_a_launch_that_fails(launches, monkeypatch):
     launches.results = [0, 700]
     with pytest.raises(SymmoeError, match="cuLaunchKernel returned 700"):
         gpu_pointers.copy_host_to_device(source, destination)
-    assert launches.sizes == [4080]
-    assert contexts == []
+    assert (launches.sizes, contexts) == ([4080], [])
     launches.results = [201]  # no context yet
     gpu_pointers.copy_host_to_device(source, destination)
-    assert contexts == [9]
-    assert destination.numpy().tobytes() == source
+    assert (contexts, destination.numpy().tobytes()) == ([9], source)
 
 
 @pytest.mark.parametrize("arch", ["sm_70", "sm_80", "sm_90", "sm_100a"])

@@ -65,13 +65,10 @@ class TakesPositional(nn.Module):
 
 
 # -- container --------------------------------------------------------------------------------------------------------
-
-
 def test_is_a_container():
     first, second, third = nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)
     model = Sequential(first, second, third)
-    assert len(model) == 3
-    assert list(model) == [first, second, third]
+    assert (len(model), list(model)) == (3, [first, second, third])
     assert model[0] is first
     assert model[-1] is third
     with pytest.raises(IndexError):
@@ -124,8 +121,6 @@ def test_grouped_mlp_as_a_module():
 
 
 # -- extra inputs -----------------------------------------------------------------------------------------------------
-
-
 def wrong_numbers():
     """(model, extra inputs given, parts of the text)."""
     takers = ["1 for 0 (GroupedLinear)", "1 for 1 (ScaledSwiGLU)", "1 for 2 (GroupedLinear)"]
@@ -155,13 +150,10 @@ def test_extra_inputs_go_from_left_to_right():
     fc1, fc2 = linears()
     other = [4, 0, 2, 3]
     y = Sequential(fc1, nn.Identity(), ScaledSwiGLU(), fc2)(INPUTS.x, SPLITS, INPUTS.scale, other)
-    h = fc1(INPUTS.x, SPLITS)
-    assert_same_bits(y[:9], fc2(ScaledSwiGLU()(h, INPUTS.scale), other)[:9])
+    assert_same_bits(y[:9], fc2(ScaledSwiGLU()(fc1(INPUTS.x, SPLITS), INPUTS.scale), other)[:9])
 
 
 # -- op_kwargs --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("key", "notes"),
     [(lambda m: {0: 7}, [[7], [None]]), (lambda m: {-2: 7}, [[7], [None]]), (lambda m: {m[1]: 7, 0: 8}, [[8], [7]])],
@@ -249,11 +241,7 @@ def test_module_that_stands_twice():
 
 
 # -- fusion -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "activation", [ScaledSwiGLU(), ScaledSReLU()], ids=lambda activation: type(activation).__name__
-)
+@pytest.mark.parametrize("activation", [ScaledSwiGLU(), ScaledSReLU()], ids=lambda each: type(each).__name__)
 @pytest.mark.parametrize("path", PATHS)
 def test_paths_do_what_they_are_called(path, activation, num_fused):
     inputs = make_inputs(PLAIN, width=activation.activation.hidden_width(TINY.ffn))
@@ -280,8 +268,7 @@ def same_splits_forms():
 def test_splits_that_are_the_same(first, second, fuses, num_fused):
     model = experts()
     y = model(INPUTS.x, first, INPUTS.scale, second)
-    want = model[2](model[1](model[0](INPUTS.x, first), INPUTS.scale), second)
-    assert_same_bits(y, want)
+    assert_same_bits(y, model[2](model[1](model[0](INPUTS.x, first), INPUTS.scale), second))
     assert len(num_fused) == fuses
 
 
@@ -318,8 +305,7 @@ def test_what_keeps_modules_apart(modules, op_kwargs, num_fused):
     y = call(model, op_kwargs=op_kwargs)
     assert not num_fused
     h = model[0](INPUTS.x, SPLITS, **op_kwargs.get(0, {}))
-    want = model[2](model[1](h, INPUTS.scale), SPLITS, **op_kwargs.get(2, {}))
-    assert_same_bits(y[:9], want[:9])
+    assert_same_bits(y[:9], model[2](model[1](h, INPUTS.scale), SPLITS, **op_kwargs.get(2, {}))[:9])
 
 
 def test_backward_hooks_run(num_fused):
@@ -371,13 +357,9 @@ def test_first_micro_batch_of_one_layer():
 
 
 # -- splits once for a pattern ----------------------------------------------------------------------------------------
-
-
 def trained(model: Sequential, *extra_inputs, op_kwargs=None) -> list[torch.Tensor]:
-    """y, and the gradients of x, of the scale and of the parameters in order, of rows that belong to a group.
-
-    The scale stands for each None in `extra_inputs`, and for a `bias_scale` of None in `op_kwargs`.
-    """
+    """y, and the gradients of x, of the scale and of the parameters in order, of rows that belong to a group. The scale
+    stands for each None in `extra_inputs`, and for a `bias_scale` of None in `op_kwargs`."""
     model.zero_grad()
     x, scale = INPUTS.x.nan_to_num().requires_grad_(), INPUTS.scale.nan_to_num().requires_grad_()
 
@@ -411,8 +393,7 @@ def test_splits_once(splits, hooked, num_fused):
 
 def test_splits_once_for_each_pattern_or_for_none():
     other = torch.tensor([0, 5, 1, 3])
-    mlp = GroupedMLP(TINY.num_groups, H, TINY.ffn)
-    model = Sequential(*experts(), mlp, *experts())
+    model = Sequential(*experts(), GroupedMLP(TINY.num_groups, H, TINY.ffn), *experts())
     full = (SPLITS, None, SPLITS, other, None, other, None, other)
     want = trained(model, *full)
     assert_same(trained(model, SPLITS, None, other, None, other, None), want)
@@ -440,14 +421,11 @@ def test_a_layer_that_brings_its_splits_is_in_no_pattern():
         def forward(self, x):
             return super().forward(x, SPLITS)
 
-    fixed = Fixed(TINY.num_groups, TINY.ffn, H)
-    model = Sequential(linears()[0], ScaledSwiGLU(), fixed, *experts())
+    model = Sequential(linears()[0], ScaledSwiGLU(), Fixed(TINY.num_groups, TINY.ffn, H), *experts())
     assert_same(trained(model, SPLITS, None, SPLITS, None), trained(model, SPLITS, None, SPLITS, None, SPLITS))
 
 
 # -- Sequential inside Sequential -------------------------------------------------------------------------------------
-
-
 class Block(Sequential):
     """A subclass that changes nothing about the call."""
 
@@ -564,8 +542,6 @@ def test_buffers_of_nested_are_compared_with_those_outside():
 
 
 # -- arguments of all modules are looked at before the first one runs -------------------------------------------------
-
-
 def in_a_row(count: int = 3, *, between: nn.Module | None = None, **options) -> Sequential:
     """Linear layers H -> H, with another module after each, or none."""
     torch.manual_seed(0)

@@ -1,11 +1,228 @@
-"""Backward without gradients that nobody asked for: less is launched, what is left has the same bits."""
+"""Backward without gradients that nobody asks for: less is launched and sent, what is left has the same bits."""
+
+import contextlib
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 import torch
-from skipped_gradients import OPTIONS, check_dispatch, check_layer, check_mismatches, check_mlp
+from layers import WAYS, tokens_of
+from reliability.delays import before_steps
+from worker import Findings, Watching, open_heap
 
-from symmoe.precision import Float8Block
+import symmoe
+from symmoe import kernels
+from symmoe.kernels import control
+from symmoe.moe.ep_step import STASHES, expert_parallel_mlp
+from symmoe.precision import MXFP8, Float8Block
 
+T, K, H, I = 10, 2, 64, 32
+FULL = (True, True)
+NEEDS = (FULL, (True, False), (False, True), (False, False))  # of x, and of probs
+SUMS = {"rank": ("push_sums", "sum_home"), "slot": ("pull_rows",)}
+PRODUCTS = ("grouped_gemm", "grouped_gemm_dgrad", "grouped_gemm_quantized")
+
+
+@contextlib.contextmanager
+def counted_kernels(heap: symmoe.SymmetricHeap) -> Iterator[Counter[str]]:
+    """How often each kernel is launched in the context."""
+    names, counts = kernels.for_device(heap.device).__all__, Counter()
+    with before_steps(heap.device, lambda name: counts.update([name]), names):
+        yield counts
+
+
+@dataclasses.dataclass
+class Backward:
+    """One backward pass: gradients of x, probs and the parameters (None without), barriers, launches of kernels."""
+
+    dx: torch.Tensor | None
+    dprobs: torch.Tensor | None
+    parameters: list[torch.Tensor | None]
+    num_barriers: int
+    launches: Counter[str]
+
+
+def routing(heap: symmoe.SymmetricHeap, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed + heap.rank)
+    ids = [torch.randperm(2 * heap.num_ranks, generator=generator)[:K] for _ in range(T + heap.rank)]
+    return torch.stack(ids).to(heap.device)
+
+
+def compare(findings: Findings, got: Backward, full: Backward, needs: tuple[bool, bool], order: str) -> None:
+    """What is asked for has the same bits; what is not is neither computed nor sent."""
+    needs_x, needs_probs = needs
+    findings.check((got.dx is not None) == needs_x, f"dx is {got.dx}")
+    findings.check((got.dprobs is not None) == needs_probs, f"dprobs is {got.dprobs}")
+    findings.check(got.dx is None or torch.equal(got.dx, full.dx), "dx has other bits")
+    findings.check(got.dprobs is None or torch.equal(got.dprobs, full.dprobs), "dprobs has other bits")
+    for number, (one, other) in enumerate(zip(got.parameters, full.parameters, strict=True)):
+        findings.check(one is None or torch.equal(one, other), f"gradient {number} has other bits")
+    findings.equal("barriers", got.num_barriers, full.num_barriers - 2 * (needs == (False, False)))
+    sums, values = dict.fromkeys(SUMS[order], needs_x), dict.fromkeys(("pull_values", "gather_values"), needs_probs)
+    for name, is_needed in {**sums, **values}.items():
+        findings.equal(name, got.launches[name], full.launches[name] if is_needed else 0)
+        findings.check(full.launches[name] > 0, f"a full pass launches no {name}")
+    findings.equal("bias dots", got.launches["grouped_bias_dot"], full.launches["grouped_bias_dot"] * needs_probs)
+
+
+# -- the expert-parallel MLP ------------------------------------------------------------------------------------------
+OPTIONS = [
+    *({"stash": stash, "order": order, **way} for way in WAYS for stash, order in (("all", "rank"), ("none", "slot"))),
+    *({"stash": stash} for stash in STASHES),
+    {"precision": MXFP8(), "stash": "hidden", "order": "slot"},
+    *(
+        {"precision": Float8Block(), "quantized_wire": wire, "stash": stash}
+        for wire, stash in (("none", "all"), ("both", "all"), ("both", "none"), ("backward", "rows"))
+    ),
+    {"bias": True},
+    {"bias": True, "layout": "expert-major", "schedule": "serial", "precision": Float8Block()},
+    {"adapters": "both"},
+    {"adapters": "only", "stash": "none"},
+    {"adapters": "only", "schedule": "serial", "order": "slot", "bias": True},
+    {"frozen": True},
+]
+
+
+def check_mlp(rank, num_ranks, findings: Findings, device: str, dtype: torch.dtype, options: list[dict]) -> None:
+    with open_heap(device, num_bytes=64 << 20) as heap:
+        for given in options:
+            option = dict(given)
+            bias, precision = option.pop("bias", False), option.pop("precision", None)
+            adapters, is_frozen = option.pop("adapters", None), option.pop("frozen", False)
+            torch.manual_seed(7)
+            mlp = symmoe.GroupedMLP(2, H, I, bias=bias, precision=precision, dtype=dtype, device=heap.device)
+            if adapters is not None:
+                symmoe.add_lora(mlp, rank=8, alpha=8.0)
+                for parameter in mlp.parameters():
+                    with torch.no_grad():
+                        parameter.normal_(std=0.1)
+                    parameter.requires_grad_(parameter.requires_grad or adapters == "both")
+            if is_frozen:
+                mlp.requires_grad_(False)
+            x, dy = (tokens_of(rank, T + rank, H, salt=salt).to(heap.device, dtype) for salt in (1, 2))
+            probs = torch.rand(T + rank, K, generator=torch.Generator().manual_seed(rank)).to(heap.device)
+            passes = {}
+            for needs in NEEDS:
+                findings.where = f"rank {rank} of {num_ranks}, {given}, x and probs {needs}"
+                if is_frozen and not any(needs):
+                    continue
+                mlp.zero_grad(set_to_none=True)
+                leaf, weights = x.clone().requires_grad_(needs[0]), probs.clone().requires_grad_(needs[1])
+                plan = symmoe.make_plan(routing(heap), num_experts=2 * num_ranks, heap=heap)
+                y = expert_parallel_mlp(leaf, weights, mlp, plan, **option)
+                epoch = heap.epoch
+                with counted_kernels(heap) as launches:
+                    y.backward(dy)
+                    heap.synchronize()
+                found = [p.grad for p in mlp.parameters()]
+                passes[needs] = Backward(leaf.grad, weights.grad, found, heap.epoch - epoch, launches)
+                findings.check(any(p is not None for p in found) != is_frozen, "the parameters' gradients")
+                findings.equal("leased bytes", heap.leased_bytes, 0)
+                compare(findings, passes[needs], passes[FULL], needs, option.get("order", "rank"))
+                products, of_full = (sum(passes[n].launches[name] for name in PRODUCTS) for n in (needs, FULL))
+                dgrads = 1 + (adapters is not None)  # through the weight, and through the adapters
+                findings.equal("products", products, of_full - (0 if needs[0] else dgrads))
+
+
+# -- dispatch_tokens --------------------------------------------------------------------------------------------------
+def check_dispatch(rank: int, num_ranks: int, findings: Findings, device: str) -> None:
+    with open_heap(device, num_bytes=16 << 20) as heap:
+        for order in ("rank", "slot"):
+            full = None
+            for needs in NEEDS[:3]:
+                findings.where = f"rank {rank} of {num_ranks}, order {order}, x and probs {needs}"
+                x = tokens_of(rank, T + rank, H).to(heap.device).requires_grad_(needs[0])
+                probs = torch.full((T + rank, K), 0.5, device=heap.device, requires_grad=needs[1])
+                plan = symmoe.make_plan(routing(heap), num_experts=2 * num_ranks, heap=heap)
+                rows, row_probs = symmoe.dispatch_tokens(x, plan, probs=probs, order=order)
+                epoch = heap.epoch
+                with counted_kernels(heap) as launches:
+                    (rows * row_probs[:, None]).square().sum().backward()
+                    heap.synchronize()
+                got = Backward(x.grad, probs.grad, [], heap.epoch - epoch, launches)
+                full = got if full is None else full
+                compare(findings, got, full, needs, order)
+                findings.equal("leased bytes", heap.leased_bytes, 0)
+
+
+# -- MoELayer ---------------------------------------------------------------------------------------------------------
+def check_layer(rank: int, num_ranks: int, findings: Findings, device: str) -> None:
+    """LoRA on a first layer: tokens without gradient, a router that learns or not; as kernels and as an operator."""
+    with open_heap(device, num_bytes=64 << 20) as heap:
+        config = symmoe.MoEConfig(hidden=H, ffn=I, num_experts=2 * num_ranks, top_k=K)
+        torch.manual_seed(3)
+        layer = symmoe.MoELayer(config, heap)
+        symmoe.add_lora(layer, rank=8, alpha=8.0)
+        x = tokens_of(rank, T + rank, H).to(heap.device)
+        results = {}
+        for is_watched in (False, True):
+            for trains_x, trains_router in ((True, True), (False, True), (False, False)):
+                findings.where = f"rank {rank} of {num_ranks}, {is_watched}, x {trains_x}, router {trains_router}"
+                layer.zero_grad(set_to_none=True)
+                layer.router.weight.requires_grad_(trains_router)
+                leaf = x.clone().requires_grad_(trains_x)
+                with Watching() if is_watched else contextlib.nullcontext():
+                    y, _ = layer(leaf)
+                    epoch = heap.epoch
+                    y.square().sum().backward()
+                heap.synchronize()
+                barriers = results.setdefault("barriers", heap.epoch - epoch)
+                findings.equal("barriers", heap.epoch - epoch, barriers - 2 * (not trains_x and not trains_router))
+                found = [leaf.grad, layer.router.weight.grad, *(p.grad for p in layer.experts.parameters())]
+                wanted = results.setdefault("full", found)
+                findings.check((leaf.grad is not None) == trains_x, "the gradient of x")
+                findings.check((layer.router.weight.grad is not None) == trains_router, "the router's gradient")
+                findings.check(sum(p is not None for p in found[2:]) >= 4, "the adapters' gradients")
+                for number, (one, other) in enumerate(zip(found, wanted, strict=True)):
+                    findings.check(one is None or torch.equal(one, other), f"gradient {number} has other bits")
+                del y
+                findings.equal("leased bytes", heap.leased_bytes, 0)
+
+
+# -- ranks that do not ask for the same -------------------------------------------------------------------------------
+def check_mismatches(rank: int, num_ranks: int, findings: Findings, device: str) -> None:
+    """The same error on every rank, and the next correct step is right."""
+    with open_heap(device, num_bytes=64 << 20) as heap:
+        torch.manual_seed(7)
+        mlp = symmoe.GroupedMLP(2, H, I, device=heap.device)
+        x = tokens_of(rank, T + rank, H).to(heap.device)
+        probs = torch.rand(T + rank, K, device=heap.device)
+
+        def step(needs: tuple[bool, bool], parts: bool) -> None:
+            leaf, weights = x.clone().requires_grad_(needs[0]), probs.clone().requires_grad_(needs[1])
+            plan = symmoe.make_plan(routing(heap), num_experts=2 * num_ranks, heap=heap)
+            if parts:
+                rows, row_probs = symmoe.dispatch_tokens(leaf, plan, probs=weights)
+                y = symmoe.combine_tokens(mlp(rows, plan.splits, row_probs), plan)
+            else:
+                y = expert_parallel_mlp(leaf, weights, mlp, plan)
+            y.sum().backward()
+            heap.synchronize()
+
+        for parts in (False, True):
+            for culprit in range(num_ranks):
+                for usual, other in zip(NEEDS, (*NEEDS[1:], NEEDS[0]), strict=True):
+                    if parts and not (any(usual) and any(other)):  # that rank has no backward of the dispatch
+                        continue
+                    findings.where = f"rank {rank}, {other} on {culprit}, else {usual}, parts {parts}"
+                    zero, its = (other, usual) if culprit == 0 else (usual, other)
+                    shown = [control.GRADIENTS[control.gradients_index(x=n[0], probs=n[1])] for n in (zero, its)]
+                    where = "combine: ready" if parts else "dispatch: ready"
+                    text = f"gradients differs at '{where}': rank 0 has {shown[0]}, rank {culprit or 1} has {shown[1]}"
+                    try:
+                        step(other if rank == culprit else usual, parts)
+                    except Exception as error:  # noqa: BLE001 - the class is what is tested
+                        findings.equal("error", (type(error).__name__, str(error)), ("ConfigMismatch", text))
+                    else:
+                        findings.check(False, "nothing was raised")
+                    findings.equal("leased bytes after the error", heap.leased_bytes, 0)
+                    mlp.zero_grad(set_to_none=True)
+                    step(usual, parts)
+                    findings.check(bool(mlp.fc1.weight.grad.isfinite().all()), "the next step is wrong")
+
+
+# -- tests -------------------------------------------------------------------------------------------------------------
 FP32, BF16 = torch.float32, torch.bfloat16
 PLAIN = [options for options in OPTIONS if "precision" not in options]
 QUANTIZED = [options for options in OPTIONS if isinstance(options.get("precision"), Float8Block)]  # on any Hopper

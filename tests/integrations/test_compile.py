@@ -98,8 +98,7 @@ def test_layer_alone_gives_the_eager_bits(heap):
         return [y, metrics.expert_load, metrics.num_dropped, *gradients]
 
     expected = outputs(layer)
-    found = outputs(torch.compile(layer, fullgraph=True, backend="aot_eager"))
-    assert all(map(torch.equal, found, expected))
+    assert all(map(torch.equal, outputs(torch.compile(layer, fullgraph=True, backend="aot_eager")), expected))
 
 
 @pytest.mark.parametrize("more", [{}, {"balance": "replicas", "replica_places": 1, "replica_slack": 0.0}], ids=str)
@@ -156,8 +155,7 @@ def test_nothing_is_left_behind(heap):
 def test_backward_twice_through_a_retained_graph(heap):
     layer = symmoe.MoELayer(config(**STATIC), heap)
     x = tokens()
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    y, _ = compiled(x)
+    y, _ = torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
     loss = y.square().sum()
     with mock.patch.object(ep_step, "_Backward", wraps=ep_step._Backward) as passes:
         (first,) = torch.autograd.grad(loss, x, retain_graph=True)
@@ -254,8 +252,7 @@ def test_backward_reads_what_it_is_given_and_not_what_forward_saw(heap):
     state = forward()
     for tensor in arguments:
         tensor.fill_(torch.nan)
-    found = torch.ops.symmoe.moe_backward(dy, state, kept, call)
-    assert all(map(torch.equal, found, expected))
+    assert all(map(torch.equal, torch.ops.symmoe.moe_backward(dy, state, kept, call), expected))
 
 
 def test_operators_pass_torchs_own_checks(heap, monkeypatch):
@@ -275,8 +272,7 @@ def test_operators_pass_torchs_own_checks(heap, monkeypatch):
     kept = torch_operators._kept(state)
     monkeypatch.setattr(torch_operators, "_kept", lambda state: kept)  # the checks copy what they give to an operator
     tensors = [tensor.detach() for tensor in (x, probs, *weights)]
-    backward = (torch.randn(3, HIDDEN), state, tensors, call_of(layer))
-    check(torch.ops.symmoe.moe_backward.default, backward)
+    check(torch.ops.symmoe.moe_backward.default, (torch.randn(3, HIDDEN), state, tensors, call_of(layer)))
     grouped = RoutingRule(score="sigmoid", num_groups=2, top_groups=1, route_scale=1.5)
     numbers, plain = (router._packed(2, rule, heap) for rule in (grouped, RoutingRule()))
     matrix, bias = torch.randn(4, HIDDEN, requires_grad=True), torch.randn(4)
@@ -356,8 +352,6 @@ def test_compiled_blocks_with_constant_weights_quantise_for_themselves(heap):
 
 
 # -- activation checkpointing around a block: what is recomputed, and what crosses the wire again --------------------
-
-
 # Barriers of one step (plan 1, dispatch 2, combine 2), and of its backward (dispatch 2, combine 2).
 FORWARD, BACKWARD = 5, 4
 
@@ -422,9 +416,7 @@ def test_checkpoints_recompute_only_what_they_do_not_save(
 
 
 @run_on(2)
-def test_compiled_checkpoints_recompute_only_what_they_do_not_save(
-    rank: int, num_ranks: int, heap: symmoe.SymmetricHeap
-) -> None:
+def test_compiled_checkpoints_recompute_only_what_they_do_not_save(rank, num_ranks, heap: symmoe.SymmetricHeap) -> None:
     """The same inside torch.compile: the partitioner follows the policy."""
     config = symmoe.MoEConfig(hidden=16, ffn=8, num_experts=4, top_k=2, capacity=256, max_tokens=64)
     x = torch.randn(20, 16, generator=torch.Generator().manual_seed(rank))

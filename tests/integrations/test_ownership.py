@@ -28,10 +28,6 @@ def assigned(model: nn.Module) -> nn.Module:
     return model
 
 
-def materialised(model: nn.Module) -> nn.Module:
-    return model.to("meta").to_empty(device="cpu")
-
-
 def converted(model: nn.Module) -> nn.Module:
     was = torch.__future__.get_overwrite_module_params_on_conversion()
     torch.__future__.set_overwrite_module_params_on_conversion(True)
@@ -56,7 +52,8 @@ def parametrized(model: nn.Module) -> nn.Module:
 
 
 # Parameters are other objects after each of these.
-WAYS = {"copied": copied, "assigned": assigned, "materialised": materialised, "converted": converted}
+WAYS = {"copied": copied, "assigned": assigned, "converted": converted}
+WAYS["materialised"] = lambda model: model.to("meta").to_empty(device="cpu")
 
 
 def train(model: Model, rank: int, shares: tuple[int, ...], group: dist.ProcessGroup | None) -> list[float]:
@@ -100,19 +97,13 @@ def test_experts_stay_experts(heap: symmoe.SymmetricHeap, way: str):
     assert [id(p) for p in dense] == [id(p) for name, p in model.named_parameters() if name not in FOUR]
 
 
-def test_parametrized_experts_are_experts(heap: symmoe.SymmetricHeap):
+def test_parametrized_experts_adapters_of_a_copy_and_wrapped_experts_are_experts(heap: symmoe.SymmetricHeap):
     originals = {name.replace("fc1.weight", "fc1.parametrizations.weight.original") for name in FOUR}
     assert experts_of(parametrized(Model(heap))) == originals
-
-
-def test_adapters_of_a_copy_are_experts(heap: symmoe.SymmetricHeap):
     model = Model(heap)
     symmoe.add_lora(model, rank=2, alpha=1.0)
     adapters = {name.replace("weight", kind) for name in FOUR for kind in ("lora_a", "lora_b")}
     assert experts_of(copy.deepcopy(model)) == FOUR | adapters
-
-
-def test_wrappers_change_names_alone(heap: symmoe.SymmetricHeap):
     assert experts_of(torch.compile(Model(heap))) == {f"_orig_mod.{name}" for name in FOUR}
     assert experts_of(nn.ModuleDict({"module": Model(heap)})) == {f"module.{name}" for name in FOUR}
 
@@ -125,10 +116,7 @@ def test_shared_parameters_are_named_once_unless_asked_for(heap: symmoe.Symmetri
     once = [(name, is_expert) for name, _, is_expert in named_parameters(model)]
     assert once == [("0.weight", True), ("1.router.weight", False), ("1.experts.fc2.weight", True)]
     every = [name for name, _, is_expert in named_parameters(model, shared=True) if is_expert]
-    assert every == [
-        "0.weight",
-        *(f"{number}.experts.{linear}.weight" for number in (1, 2) for linear in ("fc1", "fc2")),
-    ]
+    assert every == ["0.weight", *(f"{i}.experts.{fc}.weight" for i in (1, 2) for fc in ("fc1", "fc2"))]
 
 
 def test_a_module_of_ones_own_says_that_it_holds_experts():
@@ -139,8 +127,7 @@ def test_a_module_of_ones_own_says_that_it_holds_experts():
             super().__init__()
             self.inner = nn.Linear(2, 2, bias=False)
 
-    model = nn.Sequential(nn.Linear(2, 2, bias=False), Experts())
-    assert experts_of(model) == {"1.inner.weight"}
+    assert experts_of(nn.Sequential(nn.Linear(2, 2, bias=False), Experts())) == {"1.inner.weight"}
 
 
 @pytest.mark.parametrize("way", ["copied", "assigned"])

@@ -60,14 +60,7 @@ def reference(
 
 
 def sharded(
-    rank: int,
-    num_ranks: int,
-    layout: tuple[int, int],
-    wrap: str = "fsdp",
-    shares: tuple[int, ...] | None = None,
-    steps: int = STEPS,
-    config: symmoe.MoEConfig = small.CONFIG,
-    ranks_per_node: int | None = None,
+    rank, num_ranks, layout, wrap="fsdp", shares=None, steps=STEPS, config=small.CONFIG, ranks_per_node=None
 ) -> tuple[Curve, dict[str, torch.Tensor]]:
     shares = shares or small.equal_shares(num_ranks)
     if len(layout) == 2:
@@ -185,10 +178,8 @@ def test_what_becomes_of_the_parameters(rank: int, num_ranks: int) -> None:
         model = small.on_mesh(mesh, heap, "fsdp")
         first, second = model.blocks[0].moe, model.blocks[1].moe
         weight = first.experts.fc1.weight
-        assert (weight.shape, weight.to_local().shape) == (
-            (small.EXPERTS, 2 * small.FFN, small.HIDDEN),
-            (small.EXPERTS // 2, 2 * small.FFN, small.HIDDEN),
-        )
+        sizes = 2 * small.FFN, small.HIDDEN
+        assert (weight.shape, weight.to_local().shape) == ((small.EXPERTS, *sizes), (small.EXPERTS // 2, *sizes))
         assert weight.device_mesh.mesh_dim_names == ("efsdp", "ep")
         assert weight.placements[1] == Shard(0)
         assert not isinstance(weight.placements[0], Replicate)
@@ -201,8 +192,7 @@ def test_what_becomes_of_the_parameters(rank: int, num_ranks: int) -> None:
         assert len(dense) + 4 == len(list(model.parameters()))
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # FSDP warns of outputs whose hooks a write would lose
-            x = torch.randn(7, small.HIDDEN)
-            y, _ = first(x)
+            y, _ = first(torch.randn(7, small.HIDDEN))
             y += 1
             y.square().sum().backward()
         assert first.experts.fc1.weight.grad is not None
@@ -298,8 +288,7 @@ def test_biases_and_adapters(rank: int, num_ranks: int, more: str, wrap: str) ->
         expected = {name: parameter.grad / 2 for name, parameter in layer.named_parameters() if kind in name}
         assert len(expected) == 4
         layer.zero_grad()
-        model = {"fsdp": parallelize, "ddp": data_parallel}[wrap](nn.Sequential(layer), mesh)
-        found, _ = model(x)
+        found, _ = {"fsdp": parallelize, "ddp": data_parallel}[wrap](nn.Sequential(layer), mesh)(x)
         found.square().sum().backward()
         torch.testing.assert_close(found, y, rtol=0, atol=0)
         for name, gradient in expected.items():
@@ -368,7 +357,6 @@ def test_with_compile_and_checkpointing(rank: int, num_ranks: int) -> None:
 
 
 # -- constant_weights -------------------------------------------------------------------------------------------------
-
 QUANTIZED = dataclasses.replace(small.CONFIG, ffn=16, precision=Float8Block(), quantized_wire="both")
 
 
@@ -410,8 +398,6 @@ def test_constant_weights_are_quantised_once(rank: int, num_ranks: int, layout: 
 
 
 # -- torch.distributed.checkpoint: saved at one EP x FSDP layout, loaded at another ----------------------------------
-
-
 BIASED = dataclasses.replace(small.CONFIG, expert_bias=True)
 State = dict[str, torch.Tensor]
 

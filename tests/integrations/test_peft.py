@@ -58,15 +58,8 @@ def fill(folder: Path) -> None:
     """Random values in place of zeros in a file of adapters."""
     path = folder / "adapter_model.safetensors"
     generator = torch.Generator().manual_seed(3)
-    values = {
-        key: torch.randn(tensor.shape, generator=generator) / 10 for key, tensor in sorted(load_file(path).items())
-    }
+    values = {key: torch.randn(each.shape, generator=generator) / 10 for key, each in sorted(load_file(path).items())}
     save_file(values, path, metadata={"format": "pt"})
-
-
-def num_adapted(model: torch.nn.Module) -> int:
-    """Numbers that are trained, on this rank."""
-    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
 def moved(rank: int, num_ranks: int, family: str, config: str, order: str, source: str, out: str) -> dict[str, Any]:
@@ -74,10 +67,9 @@ def moved(rank: int, num_ranks: int, family: str, config: str, order: str, sourc
     with symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
         model = wrapped(random_model(family), config_of(config), heap, order)
         load_adapters(model, source)
-        ids = eval_data()[rank]["input_ids"][None]
-        logits = model.eval()(ids).logits.detach()
+        logits = model.eval()(eval_data()[rank]["input_ids"][None]).logits.detach()
         save_adapters(model, out)
-        return {"logits": logits, "trained": num_adapted(model)}
+        return {"logits": logits, "trained": sum(p.numel() for p in model.parameters() if p.requires_grad)}
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -120,8 +112,7 @@ def adapted_curve(rank: int, num_ranks: int, config: str, order: str) -> Run:
 @pytest.mark.parametrize("config", CONFIGS)
 def test_adapters_train_as_on_the_plain_model(cluster, config: str, order: str):
     """The same first values for the same seed, and the same 20 steps."""
-    plain = wrapped_by_peft(small_model(), config_of(config))
-    expected = with_torch(plain, Job(max_norm=0.02))
+    expected = with_torch(wrapped_by_peft(small_model(), config_of(config)), Job(max_norm=0.02))
     for run in cluster(2).run(adapted_curve, config, order):
         assert run.losses == pytest.approx(expected.losses, rel=BOUND)
         assert run.norms == pytest.approx(expected.norms, rel=100 * BOUND)
@@ -156,8 +147,6 @@ def test_adapters_in_a_trainer_train_and_resume_as_on_the_plain_model(cluster, t
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------
-
-
 @run_on(2)
 def test_adapters_that_experts_cannot_have_are_refused(rank: int, num_ranks: int, tmp_path: Path) -> None:
     folder = str(tmp_path)

@@ -98,8 +98,7 @@ def test_prepared_models_train_as_with_reduce_gradients(
     with launched(rank, num_ranks), symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
         plain = build(heap)
         expected = losses_of(plain, rank, num_ranks, lambda: symmoe.reduce_gradients(plain))
-        wrapped = WRAPS[wrap](build(heap))
-        losses = losses_of(wrapped, rank, num_ranks)
+        losses = losses_of(WRAPS[wrap](build(heap)), rank, num_ranks)
     assert losses == pytest.approx(expected, rel=BOUND)
     assert build is with_adapters or losses[-1] < 0.7 * losses[0]
 
@@ -290,9 +289,7 @@ def test_a_model_leaves_its_ddp(rank: int, num_ranks: int, heap: symmoe.Symmetri
 
 
 @run_on(2)
-def test_clipping_by_symmoe_is_right_and_by_torch_is_refused(
-    rank: int, num_ranks: int, heap: symmoe.SymmetricHeap
-) -> None:
+def test_clipping_by_symmoe_is_right_and_by_torch_is_refused(rank, num_ranks, heap: symmoe.SymmetricHeap) -> None:
     """Clipped by symmoe, ranks stay together; by torch, they drift apart, and that is noticed."""
     shares = small.equal_shares(num_ranks)
     plain, model = small.model_of(heap), small.model_of(heap)
@@ -312,8 +309,6 @@ def test_clipping_by_symmoe_is_right_and_by_torch_is_refused(
 
 
 # -- what cannot be made right ----------------------------------------------------------------------------------------
-
-
 def layer_by_hand(model: nn.Module) -> nn.Module:
     fully_shard(model.blocks[0].moe)
     return model
@@ -398,5 +393,4 @@ def test_a_copied_layer_keeps_its_expert_group(rank: int, num_ranks: int) -> Non
     mesh = small.open_mesh(1, 2)
     with symmoe.SymmetricHeap(mesh.get_group("ep"), num_bytes=4 << 20) as heap:
         layer = symmoe.MoELayer(small.CONFIG, heap, expert_group=mesh["efsdp"].get_group())
-        copied = copy.deepcopy(layer)
-        assert copied.replicas.group is layer.replicas.group
+        assert copy.deepcopy(layer).replicas.group is layer.replicas.group

@@ -1,8 +1,6 @@
-"""Compiles the activations that quantise without a GPU, for Hopper and Blackwell, as their launchers would.
-
-What is checked is what the generated code must have: the arithmetic of the kernels that are fused (quantising divides
-exactly, converts with saturation and flushes nothing), wide accesses, registers that do not spill.
-"""
+"""Compiles the activations that quantise without a GPU, for Hopper and Blackwell, as their launchers would. What is
+checked is what the generated code must have: the arithmetic of the kernels that are fused (quantising divides exactly,
+converts with saturation and flushes nothing), wide accesses, registers that do not spill."""
 
 import re
 
@@ -23,9 +21,7 @@ from symmoe.kernels.triton import bias, gemm_act
 MAX_SPILLED = {"mxfp8": 64, "float8_block": since(("3.6", 8), ("3.9", 224))}
 MAX_SPILLED_BY_SUMS = since(("3.6", 252), ("3.7", 136), ("3.9", 336))
 cases = pytest.mark.parametrize(
-    ("name", "ffn", "block_format", "arch"),
-    [*((*case, 90) for case in CASES), *((*case, 100) for case in CASES[:2])],
-    ids=str,
+    ("name", "ffn", "block_format", "arch"), [*((*case, 90) for case in CASES), *((*case, 100) for case in CASES[:2])]
 )
 MODULES = act_quantized, gemm_act, bias
 

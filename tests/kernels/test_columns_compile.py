@@ -112,16 +112,13 @@ def test_powers_of_two_are_not_divided(compile_launch):
     assert "div.rn" not in ptx
 
 
-def test_what_is_taken_of_weights():
+def test_what_is_taken():
     block_format, weight = replace(FORMATS["float8_block"], block_lines=TILE), torch.zeros(2, 256, 384)
     assert hopper_weights.takes_weight_pairs(block_format, weight)
     assert not hopper_weights.takes_weight_pairs(FORMATS["float8_block"], weight)  # scales of lines
     assert not hopper_weights.takes_weight_pairs(replace(FORMATS["nvfp4"], block_lines=16), weight)
     for shape in ((2, 256, 320), (2, 192, 384)):
         assert not hopper_weights.takes_weight_pairs(block_format, torch.zeros(shape))
-
-
-def test_what_is_taken():
     block_format, rows = FORMATS["float8_block"], torch.zeros(3, 512, dtype=torch.bfloat16)
     assert hopper_columns.takes_columns(block_format, rows, 512)
     assert not hopper_columns.takes_columns(FORMATS["mxfp8"], rows, 512)

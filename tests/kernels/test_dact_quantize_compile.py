@@ -41,8 +41,7 @@ def test_every_number_is_computed_once(monkeypatch, case, with_dbias):
     launches = catch_launches(monkeypatch, hopper_dact_quantize)
     activation, ffn, dtype, block_format, most_spilled = CASES[case]
     inputs = dact_inputs(2 * ffn, ffn, "float8_block", dtype, dbias_dtype=dtype if with_dbias else None)
-    arguments = act_quantized.dact_arguments(*inputs)
-    launchers.launch_dact_quantize(arguments, activation, block_format, num_sms=132)
+    launchers.launch_dact_quantize(act_quantized.dact_arguments(*inputs), activation, block_format, num_sms=132)
     code = launches.compile()
     ptx = code.ptx
     programs = hopper_dact_quantize.PROGRAMS_PER_SM
@@ -56,9 +55,7 @@ def test_every_number_is_computed_once(monkeypatch, case, with_dbias):
     assert ptx.count("cvt.rn.satfinite.e4m3x2.f32") == 5 * numbers // 2  # dh in both ways, a in one
     assert ("div.rn.f32" in ptx) == (block_format.scale == "fp32")  # powers of two need no division
     copies = re.findall(r"cp\.async\.cg\.shared\.global \[[^]]*\], \[[^]]*\], 0x10, %r\d+;", ptx)
-    assert (
-        len(copies) == 2 * 3 * numbers // 8
-    )  # of 16 bytes, with zeros past a group's end: the first tile, the next one
+    assert len(copies) == 2 * 3 * numbers // 8  # of 16 bytes, zeros past a group's end: the first tile, the next one
     assert set(access_bits(ptx, r"st\.global")) == {32, 64, 128}  # scales and sums, codes of rows, codes of columns
     if dtype == BF16:
         assert not re.search(r"\bF2F\b", code.sass)  # a quarter as fast as conversions in pairs
@@ -86,7 +83,6 @@ def test_what_is_launched(monkeypatch):
     assert launched_for(LIMITED, 256, dbias_dtype=BF16) == on_hopper
     assert launched_for(Activation(interleave=32), 256, dbias_dtype=FP32) == general
     assert launched_for(Activation(interleave=32), 256) == general
-    mxfp8 = BlockFormat(element="e4m3", scale="e8m0", block=32)
-    assert launched_for(Activation(), 256, mxfp8) == general
+    assert launched_for(Activation(), 256, BlockFormat(element="e4m3", scale="e8m0", block=32)) == general
     monkeypatch.setattr(hopper_choice, "hopper_kernels", lambda *_: None)
     assert launched_for(Activation(), 256) == general

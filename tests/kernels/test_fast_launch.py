@@ -68,8 +68,7 @@ class Example:
         return self.launch(grid, *arguments(**changes))
 
     def launch(self, grid, args, kwargs):
-        constants = self.constants.setdefault(repr(kwargs), Constants(kwargs))
-        return self.kernel.launch(grid, constants, tuple(args))
+        return self.kernel.launch(grid, self.constants.setdefault(repr(kwargs), Constants(kwargs)), tuple(args))
 
     def described(self, desc, x=None, index=None):
         """What the driver launches of a call whose first argument becomes a descriptor."""
@@ -100,16 +99,7 @@ def arguments(**changes):
     """(args, kwargs) of a call of the example."""
     x = torch.zeros(8, 8)
     assert x.data_ptr() % 16 == 0
-    values = {
-        "desc": x,
-        "x": x,
-        "index": torch.zeros(8, dtype=torch.int32),
-        "number": 7,
-        "count": 7,
-        "typed": 7,
-        "fraction": 0.5,
-        "plain": 7,
-    }
+    values = {"desc": x, "x": x, "index": x.int(), "number": 7, "count": 7, "typed": 7, "fraction": 0.5, "plain": 7}
     kwargs = {"WIDTH": 64, "num_warps": 4}
     for name, value in changes.items():
         (values if name in values else kwargs)[name] = value
@@ -153,8 +143,7 @@ def test_a_known_call_goes_straight_to_the_compiled_kernel(example):
     assert example.call(plain=2**63) is not compiled
     first = example.launch((5,), other, kwargs)
     assert example.launch((5, 1, 2), other, kwargs) is first
-    assert len(jit.calls) == 3
-    assert num_compiled() == before + 3
+    assert (len(jit.calls), num_compiled()) == (3, before + 3)
     bits = [word - 2**64 if word >= 2**63 else word for word in words(other)]
     assert fake_cuda.launches == [Launched(first.function, (5, 1, 2), 128, 1000, STREAM, tuple(bits))]
 
@@ -253,8 +242,7 @@ def test_what_does_not_fit_takes_fewer_stages(example, monkeypatch, what, most, 
     for _ in range(2):
         with nullcontext() if fits else pytest.raises(triton.OutOfResources):
             example.call(num_stages=4)
-    calls = [options["num_stages"] for _, _, options in example.jit.calls]
-    assert calls == (tried if fits else tried * 2)
+    assert [options["num_stages"] for _, _, options in example.jit.calls] == (tried if fits else tried * 2)
 
 
 def test_a_callable_grid_takes_the_ordinary_way(example):
@@ -437,8 +425,7 @@ def test_tensor_maps_are_encoded_once_for_each_shape(example):
         assert launched.words == (tensor.data_ptr(), len(tensor), 8, 8, 1, *rest)
     assert len(example.cuda.encoded) - before == 2
     (launched,) = example.described(None, index=None)
-    assert launched.words == rest
-    assert len(example.jit.calls) == 2
+    assert (launched.words, len(example.jit.calls)) == (rest, 2)
 
 
 def test_remembered_tensor_maps_are_bounded(example, monkeypatch):
@@ -485,8 +472,7 @@ UNKNOWN = {
 def test_kernels_of_another_kind_are_launched_by_the_jit(example, what):
     example.jit.change = UNKNOWN[what]
     for number, tensor in enumerate((F32, F32, torch.ones(8, 8))):
-        assert example.described(tensor) == []
-        assert len(example.jit.calls) == number + 1
+        assert (example.described(tensor), len(example.jit.calls)) == ([], number + 1)
     assert example.jit.calls[2][0][0].base is tensor
 
 
@@ -507,8 +493,7 @@ def test_an_unknown_triton_launches_by_itself(example, monkeypatch):
     args, kwargs = arguments()
     for _ in range(3):
         assert example.launch((3, 2), args, kwargs) is compiled
-    constants = Constants(kwargs, {0: tiles.describe([4, 8])})
-    launches.launch(kernel, (3, 2), constants, *args)
+    launches.launch(kernel, (3, 2), Constants(kwargs, {0: tiles.describe([4, 8])}), *args)
     assert [call[0][1:] for call in jit.calls] == [tuple(args[1:])] * 4
     assert isinstance(jit.calls[3][0][0], TensorDescriptor)
     assert num_compiled() == before + 1
@@ -563,8 +548,7 @@ def test_launches_happen_on_the_device_of_the_first_tensor(example, fake_cuda, m
         fake_cuda.device = device
         example.described(F32)
         assert fake_cuda.device == device
-    assert devices == [1, 1]
-    assert len(example.jit.calls) == 1
+    assert (devices, len(example.jit.calls)) == ([1, 1], 1)
     fake_cuda.device = 0
     monkeypatch.setattr(knobs.runtime, "debug", True)
     example.described(F32)

@@ -51,9 +51,7 @@ def check_products(ptx):
 
 def check_column_scales(ptx):
     """They come by TMA with the operands; threads read 32 of a column and 4 of a row for both partial sums of a stage.
-
-    Those of a row while the first one is on its way, those of the next stage's columns after the second one.
-    """
+    Those of a row while the first one is on its way, those of the next stage's columns after the second one."""
     assert ptx.count("cp.async.bulk.tensor.2d.shared") == 4
     assert "cp.async.ca" not in ptx
     first = ptx[ptx.index("wgmma.mma_async") :]

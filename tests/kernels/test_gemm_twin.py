@@ -111,7 +111,6 @@ def test_bits_do_not_depend_on_where_the_rows_lie(dtype, width_bytes):
 
 
 # -- activations, by themselves and fused with GEMMs -------------------------------------------------------------------
-
 ACTIVATIONS = {
     "swiglu": Activation(),
     "limits": Activation(alpha=1.702, limit=0.75, offset=1.0),
@@ -160,7 +159,6 @@ def test_interleave_has_to_divide_the_width():
 
 
 # -- ranges of rows ----------------------------------------------------------------------------------------------------
-
 IN_PARTS = ("swiglu", "interleaved limits", "srelu")
 seeds = pytest.mark.parametrize("seed", range(6))
 
@@ -217,6 +215,3 @@ def test_ranges_of_the_fused_functions(activation, dtype, seed):
 def test_a_forgotten_part_of_dact_is_seen():
     p = problems.ActProblem((13, 0, 9), (24, 40), torch.float32, ACTIVATIONS["swiglu"])
     problems.check_a_forgotten_range(twin, p, 0, 3)
-
-
-# ------------------------------------------------------------------------------------------------- both packages

@@ -1,31 +1,16 @@
-"""Kernels run without a GPU, in Triton's interpreter or in an emulator of Gluon, each module in its own process.
-
-Their results are compared with twins, or with an oracle. Not covered here: inline assembly (wait, fence and clock of
-the barrier) and the hardware's casts to and from E4M3, which the interpreter lacks or has wrong: the modules replace
-them; ordering between GPUs; sums of bf16 rows (the interpreter truncates where hardware rounds to nearest). The
-*_compile.py files look at the generated code; tests/gpu runs it.
-"""
+"""Kernels run without a GPU, in Triton's interpreter or in an emulator of Gluon, each module in its own process. Their
+results are compared with twins, or with an oracle. Not covered here: inline assembly (wait, fence and clock of the
+barrier) and the hardware's casts to and from E4M3, which the interpreter lacks or has wrong: the modules replace them;
+ordering between GPUs; sums of bf16 rows (the interpreter truncates where hardware rounds to nearest). The *_compile.py
+files look at the generated code; tests/gpu runs it."""
 
 import pytest
 from interpreter import emulated, interpreted, interpreter
 
-SLOW = pytest.mark.slow
-IN_THE_INTERPRETER = [
-    pytest.param("act_quantize", marks=SLOW),
-    pytest.param("gemm", marks=SLOW),
-    pytest.param("gpu_kernels", marks=SLOW),
-    "nodes",
-    "pointers",
-    pytest.param("quantize", marks=SLOW),
-    pytest.param("quantized_gemm", marks=SLOW),
-    pytest.param("router_products", marks=SLOW),
-]
-IN_THE_EMULATOR = [
-    pytest.param("columns", marks=SLOW),
-    pytest.param("dact_quantize", marks=SLOW),
-    pytest.param("fp8", marks=SLOW),
-    "hopper",
-]
+SLOW = ("act_quantize", "gemm", "gpu_kernels", "quantize", "quantized_gemm", "router_products")
+IN_THE_INTERPRETER = [*(pytest.param(name, marks=pytest.mark.slow) for name in SLOW), "nodes", "pointers"]
+SLOW = ("columns", "dact_quantize", "fp8")
+IN_THE_EMULATOR = [*(pytest.param(name, marks=pytest.mark.slow) for name in SLOW), "hopper"]
 
 
 @interpreter

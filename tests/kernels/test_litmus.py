@@ -1,7 +1,5 @@
 """The litmus test's kernels without a GPU: what they count, in the interpreter, and the instructions that they become.
-
-The suite itself is in tests/reliability/litmus.py; test_reliability.py runs a slice of it on CPUs.
-"""
+The suite itself is in tests/reliability/litmus.py; test_reliability.py runs a slice of it on CPUs."""
 
 import re
 
@@ -40,8 +38,7 @@ def test_messages_are_sent_and_waited_for_as_the_library_does(order: str):
     (flag,) = [line for line in ptx.splitlines() if re.search(r"\batom\.", line)]
     assert "sys" in flag
     assert "exch" in flag
-    assert ("release" in flag) == (order != "relaxed")
-    assert ptx.count("ld.acquire.sys.global.s64") == 1
+    assert ("release" in flag, ptx.count("ld.acquire.sys.global.s64")) == (order != "relaxed", 1)
     assert ptx.count("%globaltimer") >= 4  # the waits' deadline, and the delays
     # Between the words of all threads and the flag of one, a barrier of the program, which the controls lack.
     block = ptx[ptx.rindex("$L__BB", 0, ptx.index("atom.")) : ptx.index("atom.")]

@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from fake_cuda import assert_only_the_first_compiles, fake_cuda, fake_jits  # noqa: F401
+from fake_cuda import assert_only_the_first_compiles, fake_jits
 from quantized_problem import E4M3, NAMES, Numbers, Problem, WgradProblem
 
 from symmoe.errors import ArgumentError
@@ -14,16 +14,9 @@ from symmoe.kernels.act_quantized import DactOperands, dact_quantize_workspace_n
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.bias_sums import empty_row_sums
 from symmoe.kernels.formats import TILE, BlockFormat, max_tiles
-from symmoe.kernels.low_precision import (
-    act_quantized,
-    fp8,
-    hopper_dact_quantize,
-    hopper_fp8,
-    hopper_fp8_wgrad,
-    products,
-    quantize,
-    scaled,
-)
+from symmoe.kernels.low_precision import act_quantized, fp8, hopper_fp8, products, quantize, scaled
+from symmoe.kernels.low_precision import hopper_dact_quantize as hopper_dact
+from symmoe.kernels.low_precision import hopper_fp8_wgrad as hopper_wgrad
 from symmoe.kernels.quantized_gemm import num_blocks
 from symmoe.kernels.triton import bias, gemm_act
 
@@ -35,12 +28,12 @@ class Hopper:
     """Stands for products.py, with the kernels for Hopper."""
 
     grouped_gemm_quantized = hopper_fp8.launch_fp8_gemm
-    grouped_gemm_wgrad_quantized = hopper_fp8_wgrad.launch_fp8_wgrad
+    grouped_gemm_wgrad_quantized = hopper_wgrad.launch_fp8_wgrad
 
 
-def test_launches_of_products_are_understood(fake_cuda, monkeypatch):  # noqa: F811
+def test_launches_of_products_are_understood(fake_cuda, monkeypatch):
     """Whatever the tensors' addresses and the number of rows and tokens."""
-    jits = fake_jits(monkeypatch, fake_cuda, scaled, fp8, hopper_fp8, hopper_fp8_wgrad)
+    jits = fake_jits(monkeypatch, fake_cuda, scaled, fp8, hopper_fp8, hopper_wgrad)
 
     def step(splits, O=520, C=160):
         for kernels, name in ((Hopper, "fp8"), *((products, name) for name in NAMES)):
@@ -56,9 +49,9 @@ def test_launches_of_products_are_understood(fake_cuda, monkeypatch):  # noqa: F
     assert_only_the_first_compiles(jits, step, ((40, 0, 24), (1, 0, 0), (0, 64, 0), (5, 50, 10), (300, 1, 700)))
 
 
-def test_launches_of_activations_are_understood(fake_cuda, monkeypatch):  # noqa: F811
+def test_launches_of_activations_are_understood(fake_cuda, monkeypatch):
     """Whatever the tensors' addresses and the number of rows and tokens."""
-    jits = fake_jits(monkeypatch, fake_cuda, act_quantized, hopper_dact_quantize, gemm_act, bias)
+    jits = fake_jits(monkeypatch, fake_cuda, act_quantized, hopper_dact, gemm_act, bias)
 
     def step(num_rows, G=4, I=256):
         empty, tokens = torch.empty, TILE * max_tiles(num_rows, G)
@@ -75,14 +68,14 @@ def test_launches_of_activations_are_understood(fake_cuda, monkeypatch):  # noqa
             inputs = da, h, factor, row_range, out, empty(dact_quantize_workspace_numel(num_rows, I, dbias))
             act_quantized.dact_quantize(*inputs, Activation(), FLOAT8_BLOCK)
             arguments = act_quantized.dact_arguments(*inputs)
-            hopper_dact_quantize.launch_dact_quantize(arguments, Activation(), FLOAT8_BLOCK, num_sms=8)
+            hopper_dact.launch_dact_quantize(arguments, Activation(), FLOAT8_BLOCK, num_sms=8)
 
     used = {"hopper_dact_quantize_kernel", "act_quantize_rows_kernel"}
     used |= {"dact_quantize_kernel", "sum_dbias_kernel"}
     assert_only_the_first_compiles({name: jits[name] for name in used}, step, (64, 1, 64, 65, 4096))
 
 
-def test_launches_that_quantise_rows_are_understood(fake_cuda, monkeypatch):  # noqa: F811
+def test_launches_that_quantise_rows_are_understood(fake_cuda, monkeypatch):
     """With sums for a bias gradient and without."""
     jits = fake_jits(monkeypatch, fake_cuda, quantize, bias)
 
@@ -100,8 +93,8 @@ def test_launches_that_quantise_rows_are_understood(fake_cuda, monkeypatch):  # 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_nothing_is_launched_without_rows(fake_cuda, monkeypatch, name):  # noqa: F811
-    jits = fake_jits(monkeypatch, fake_cuda, scaled, fp8, hopper_fp8, hopper_fp8_wgrad)
+def test_nothing_is_launched_without_rows(fake_cuda, monkeypatch, name):
+    jits = fake_jits(monkeypatch, fake_cuda, scaled, fp8, hopper_fp8, hopper_wgrad)
     p, q = (kind((0, 0), (64, 96), Numbers(name, exact=True), 0) for kind in (Problem, WgradProblem))
     p.run(products, p.blank(BF16))
     for accumulate in (True, False):

@@ -1,9 +1,7 @@
 """Training features run none of the operators in READS, whose results the host has to see, forward, backward or update.
-
 CPU tensors stand in for those of a device: what is looked for is the operator. What is none on a CPU is not seen here:
 tolist(), numpy() and cpu(). Under a dispatch mode the step is one operator, whose kernels other tests look at
-(tests/gpu).
-"""
+(tests/gpu)."""
 
 import pytest
 import torch
@@ -32,8 +30,7 @@ def test_a_step_reads_nothing(heap: SymmetricHeap, options: dict, given: bool):
     MetricsLogger(layer, times_forward=True)
     x, mask = torch.randn(2, 5, H, requires_grad=True), torch.ones(2, 5, dtype=torch.bool)
     with NoReads() as mode:
-        topk_idx = balanced_choice(10, TOP_K, EXPERTS) if given else None
-        y, metrics = layer(x, mask, topk_idx=topk_idx)
+        y, metrics = layer(x, mask, topk_idx=balanced_choice(10, TOP_K, EXPERTS) if given else None)
         (y.sum() + metrics.aux_loss).backward()
         balance_step(layer)
     assert mode.found == []

@@ -1,7 +1,5 @@
 """Compiles every general kernel for the GPUs that nothing was measured on, without one, in a usual and an odd case.
-
-What is checked is what a launch there needs: it compiles, it fits into shared memory, and registers spill little.
-"""
+What is checked is what a launch there needs: it compiles, it fits into shared memory, and registers spill little."""
 
 import itertools
 import sys
@@ -83,10 +81,7 @@ def launch_quantised_products():
 
 
 def launch_quantisers():
-    for name, launch in itertools.product(
-        quantize.NAMES,
-        (quantize.launch_rows, quantize.launch_columns, quantize.launch_weights, quantize.launch_weight_pairs),
-    ):
+    for name, launch in itertools.product(quantize.NAMES, quantize.LAUNCHES):
         launch(name, BF16)
     quantize.step(333, 0x9A5C, 2048)
     quantize.step(16, 1)
@@ -134,9 +129,7 @@ def on(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("group", "arch"),
-    [(group, arch) for group in GROUPS for arch in OTHERS if group not in QUANTISED or arch >= 89],
-    ids=str,
+    ("group", "arch"), [(group, arch) for group in GROUPS for arch in OTHERS if group not in QUANTISED or arch >= 89]
 )
 def test_it_compiles_and_fits(launches, on, group, arch):
     if (group, arch) in {("products", 100), ("quantised products", 89)} and VERSION < (3, 7):
@@ -156,9 +149,7 @@ def test_no_kernel_is_left_out(launches):
     assert {launch.name for launch in launches} == KERNELS
 
 
-@pytest.mark.parametrize(
-    ("arch", "columns"), [(80, 128), (86, 128), (89, 128), (90, 256), (100, 256), (120, 128)], ids=str
-)
+@pytest.mark.parametrize(("arch", "columns"), [(80, 128), (86, 128), (89, 128), (90, 256), (100, 256), (120, 128)])
 def test_tiles_are_as_wide_as_registers_allow(launches, on, arch, columns):
     """Those for Hopper are those that were measured."""
     on(arch)

@@ -24,9 +24,8 @@ from symmoe.kernels.triton.tiles import describe
 from symmoe.tape.recorder import Tapes, recorder
 from symmoe.tape.tape import NEW, NOTE, OPERATOR, Call, Entry, Event, Launch, Mark, Memory, ObjectSlot, Tape
 
+
 # -- sections -------------------------------------------------------------------------------------------------------
-
-
 class Section(list):
     is_owed = False
 
@@ -126,8 +125,6 @@ def test_without_a_compiler_nothing_is_played(lists, monkeypatch: pytest.MonkeyP
 
 
 # -- launches -------------------------------------------------------------------------------------------------------
-
-
 @triton.jit
 def example_kernel(desc, x, index, count: tl.int64, typed: tl.int64, fraction: tl.float32, WIDTH: tl.constexpr):
     pass
@@ -158,8 +155,7 @@ def test_played_launches_get_the_arguments_of_the_call(calls, fake_cuda: FakeCud
         fake_cuda.happened.clear()
         rows, scale = torch.zeros(24, 8), torch.zeros(8)
         (made,) = tapes.run(("some",), lambda r=rows, s=scale: calls(r, s, 3), [rows, scale], {})
-        assert tapes.problems == []
-        assert tapes.num_played == max(0, number - 2)
+        assert (tapes.problems, tapes.num_played) == ([], max(0, number - 2))
         if number == 0:
             continue  # the JIT launches
         first, second = fake_cuda.launches

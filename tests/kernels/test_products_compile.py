@@ -1,8 +1,6 @@
 """Compiles the GEMMs, activations and gradients of biases for sm_90 without a GPU, with their launchers' arguments.
-
 What is checked is what the generated code must have to be fast: WGMMA, TMA or 16-byte cp.async, wide accesses, and
-registers that do not spill. The tensors are meta tensors, so the shapes can be real ones.
-"""
+registers that do not spill. The tensors are meta tensors, so the shapes can be real ones."""
 
 import math
 import re
@@ -45,8 +43,7 @@ def test_bf16_is_fast_code(launches, product, shape):
     code = launches.compile()
     by_pointers = "gather" in options, "table" in options and function != "wgrad"
     assert WGMMA in code.ptx
-    assert (TMA in code.ptx) == (not all(by_pointers))
-    assert (COPY_16 in code.ptx) == any(by_pointers)
+    assert (TMA in code.ptx, COPY_16 in code.ptx) == (not all(by_pointers), any(by_pointers))
     assert NARROW_COPY not in code.ptx
     assert WIDE_STORE in code.ptx
     assert code.spilled <= (SPILLED if set(options) == {"gather", "biased", "accumulate"} else 0)
@@ -143,7 +140,6 @@ def test_types_of_outputs_are_known_to_triton():
 
 
 # -- activations, by themselves and fused with GEMMs ------------------------------------------------------------------
-
 FUSED = ["grouped_gemm_act_kernel", "grouped_gemm_dact_kernel"]
 ELEMENTWISE = ["scaled_activation_kernel", "scaled_activation_grad_kernel"]
 HALVES_AND_BLOCKS = {"halves": ACTIVATIONS["swiglu"], "blocks": ACTIVATIONS["interleave"]}
@@ -159,15 +155,13 @@ def test_fused_activations_use_wgmma_and_wide_accesses_and_do_not_spill(launches
     layer.launch_activations(shape, activation, layout=layout)
     code, is_dact = launches.compile(kernel), kernel == "grouped_gemm_dact_kernel"
     assert WGMMA in code.ptx
-    assert (TMA in code.ptx) == (layout != "table")
-    assert (COPY_16 in code.ptx) == (layout != "contiguous")
+    assert (TMA in code.ptx, COPY_16 in code.ptx) == (layout != "table", layout != "contiguous")
     assert WIDE_STORE in code.ptx
     assert WIDE_LOAD in code.ptx or not is_dact
     if is_dact and (layout == "biased" or activation.limit < math.inf):
         assert code.spilled <= MAX_SPILLED
     elif shape == "qwen3-30b" and layout in ("gather", "contiguous") and activation in HALVES_AND_BLOCKS.values():
-        assert launches.of(kernel).grid == (NUM_SMS,)
-        assert code.spilled == 0
+        assert (launches.of(kernel).grid, code.spilled) == ((NUM_SMS,), 0)
     elif is_dact:
         assert code.spilled <= (CONTIGUOUS_SPILLED if layout == "contiguous" else MAX_SPILLED_BY_ADDRESSES)
     else:
@@ -175,9 +169,7 @@ def test_fused_activations_use_wgmma_and_wide_accesses_and_do_not_spill(launches
 
 
 @pytest.mark.slow
-@every_combination(
-    kernel=FUSED, activation={name: ACTIVATIONS[name] for name in ("swiglu", "srelu")}, dtype=[FP16, FP32]
-)
+@every_combination(kernel=FUSED, activation={n: ACTIVATIONS[n] for n in ("swiglu", "srelu")}, dtype=[FP16, FP32])
 def test_fused_activations_of_other_dtypes_are_not_rounded_to_tf32(launches, kernel, activation, dtype):
     layer.launch_activations("qwen3-30b", activation, dtype)
     code = launches.compile(kernel)
@@ -224,8 +216,6 @@ def test_the_workspace_is_enough_for_every_choice_of_tiles():
 
 
 # -- the router -------------------------------------------------------------------------------------------------------
-
-
 @every_combination(kernel=["router_gemm_kernel", "router_dgrad_kernel", "router_wgrad_kernel"], shape=ROUTERS.keys())
 def test_products_of_the_router_are_of_bf16_and_tensor_cores_add_up_a_step_only(launches, kernel, shape):
     """What they cut off must not grow with the number of terms: a step begins at zero, and is added outside."""
@@ -236,8 +226,7 @@ def test_products_of_the_router_are_of_bf16_and_tensor_cores_add_up_a_step_only(
     assert "mma.sync" not in code.ptx
     assert code.stack == 0
     begins = re.findall(r"wgmma\.mma_async[^;]*\}, %rd\d+, %rd\d+, (\S+), 1, 1, [01], [01];", code.ptx)
-    assert len(begins) == code.ptx.count(WGMMA)
-    assert begins.count("0") == 1
+    assert (len(begins), begins.count("0")) == (code.ptx.count(WGMMA), 1)
     assert all(begin == "0" or begin.startswith("%p") for begin in begins)
     rows, columns = (int(size) for size in re.search(r"wgmma\.mma_async\S*\.m(\d+)n(\d+)k", code.ptx).groups())
     sums_of_a_thread = rows * columns // 128

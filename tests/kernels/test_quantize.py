@@ -22,13 +22,8 @@ ROWS = sum(cases.SPLITS) + cases.TAIL
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value encountered")
 
 
-def fields(block_format):
-    return {
-        "element": block_format.element,
-        "kind": block_format.scale,
-        "block": block_format.block,
-        "block_lines": block_format.block_lines,
-    }
+def fields(of):
+    return {"element": of.element, "kind": of.scale, "block": of.block, "block_lines": of.block_lines}
 
 
 def expected_rows(rows: torch.Tensor, splits, name: str, *, hard: bool) -> dict[str, torch.Tensor]:
@@ -118,11 +113,7 @@ def test_columns_whose_scales_lie_otherwise_are_refused():
 
 
 MUTANTS = {
-    "a product with the reciprocal": (
-        "float8_block",
-        "_scales",
-        lambda original: lambda amax, *rest: _by_product(amax),
-    ),
+    "a product with the reciprocal": ("float8_block", "_scales", lambda _: lambda amax, *rest: _by_product(amax)),
     "truncation": ("mxfp8", "to_e4m3", lambda _: lambda x: _truncated(x)),
     "ties away from zero": ("nvfp4", "to_e2m1", lambda original: lambda x, words: original(x * (1 + 1e-6), words)),
     "the high bits of a word": ("nvfp4", "to_e2m1", lambda original: lambda x, words: original(x, words << 1)),
@@ -153,13 +144,10 @@ def test_the_reference_notices(monkeypatch, mutant):
     splits, hard = (30, 34), "word" in mutant
     rows = tied_rows(64) if "ties" in mutant else cases.hard_rows(64, WIDTH, torch.bfloat16)
     expected = expected_rows(rows, splits, name, hard=hard)
-    assert (
-        cases.differences(cases.quantize_all(twin, rows, cases.row_range_of(splits), name, hard=hard), expected) == []
-    )
+    row_range = cases.row_range_of(splits)
+    assert cases.differences(cases.quantize_all(twin, rows, row_range, name, hard=hard), expected) == []
     monkeypatch.setattr(quantize, function, mutate(getattr(quantize, function)))
-    assert (
-        cases.differences(cases.quantize_all(twin, rows, cases.row_range_of(splits), name, hard=hard), expected) != []
-    )
+    assert cases.differences(cases.quantize_all(twin, rows, row_range, name, hard=hard), expected) != []
 
 
 def all_bf16_and_more() -> torch.Tensor:
@@ -225,10 +213,9 @@ def test_random_numbers_depend_on_the_place_in_the_group_alone():
     alone = cases.quantize_all(twin, rows[30:].contiguous(), cases.row_range_of((40,)), "nvfp4", hard=True)
     shifted = torch.zeros(2, dtype=torch.int64)  # the seed of group 0 in both
     out, amax = cases.row_buffers(70, 64, cases.FORMATS["nvfp4"]), torch.empty(2)
-    twin.group_amax(rows, cases.row_range_of((30, 40)), amax)
-    twin.quantize_rows(
-        rows, cases.row_range_of((30, 40)), out, cases.FORMATS["nvfp4"], amax=amax, seeds=shifted.fill_(-7)
-    )
+    row_range = cases.row_range_of((30, 40))
+    twin.group_amax(rows, row_range, amax)
+    twin.quantize_rows(rows, row_range, out, cases.FORMATS["nvfp4"], amax=amax, seeds=shifted.fill_(-7))
     assert torch.equal(out[0][30:], alone["data"])
 
 

@@ -1,9 +1,7 @@
-"""Compiles the quantising kernels without a GPU, with the arguments their launchers would pass.
-
-For Hopper, and those of the formats that Blackwell multiplies for Blackwell. What is checked is what the generated code
-must have: the GPU's conversion to E4M3, which saturates; exact divisions and no approximate ones, no subnormals
-flushed; wide accesses; registers that do not spill.
-"""
+"""Compiles the quantising kernels without a GPU, with the arguments their launchers would pass. For Hopper, and those
+of the formats that Blackwell multiplies for Blackwell. What is checked is what the generated code must have: the GPU's
+conversion to E4M3, which saturates; exact divisions and no approximate ones, no subnormals flushed; wide accesses;
+registers that do not spill."""
 
 import itertools
 import re
@@ -13,26 +11,10 @@ import torch
 
 pytest.importorskip("triton")
 
-import quantize_launches
+import quantize_launches as quantizers
 from compiled_launches import BLACKWELL, HOPPER, access_bits, assert_compiled_once, atomics, meta
 from quantize_cases import FORMATS, weight_format
-from quantize_launches import (
-    BF16,
-    FP32,
-    NAMES,
-    C,
-    G,
-    N,
-    launch_columns,
-    launch_rows,
-    launch_sent,
-    launch_weight_pairs,
-    launch_weights,
-    operand,
-    row_bytes,
-    step,
-    table_of_scales,
-)
+from quantize_launches import BF16, FP32, NAMES, C, G, N, operand, row_bytes, step, table_of_scales
 
 from symmoe.kernels.bias_sums import SLOT_ROWS, bias_slots
 from symmoe.kernels.formats import TILE, max_tiles
@@ -63,12 +45,12 @@ def check(code, block_format):
 
 
 CASES = [
-    *((launch_rows, name, dtype, {"indexed": dtype == BF16}) for name in NAMES for dtype in (BF16, FP32)),
-    *((launch_columns, name, BF16, {"indexed": name != "mxfp8"}) for name in NAMES),
-    *((launch_weights, name, BF16, {"transposed": turned}) for name in NAMES for turned in (False, True)),
-    *itertools.product((launch_sent,), NAMES[:2], (BF16, FP32), ({"width": C}, {"width": 2880})),
+    *((quantizers.launch_rows, name, dtype, {"indexed": dtype == BF16}) for name in NAMES for dtype in (BF16, FP32)),
+    *((quantizers.launch_columns, name, BF16, {"indexed": name != "mxfp8"}) for name in NAMES),
+    *((quantizers.launch_weights, name, BF16, {"transposed": turned}) for name in NAMES for turned in (False, True)),
+    *itertools.product((quantizers.launch_sent,), NAMES[:2], (BF16, FP32), ({"width": C}, {"width": 2880})),
 ]
-ON_BLACKWELL = itertools.product((launch_rows, launch_columns, launch_weights, launch_weight_pairs), NAMES[1:], (BF16,))
+ON_BLACKWELL = itertools.product(quantizers.LAUNCHES, NAMES[1:], (BF16,))
 
 
 @pytest.mark.parametrize(
@@ -87,14 +69,13 @@ def test_numbers_are_quantised_as_they_must(launches, launch, name, dtype, optio
 def test_rows_and_their_sums(launches, name, dtype, arch):
     """Every number is loaded once; sums stay in a warp, without atomics."""
     sums, scale = meta(bias_slots(N, G, SLOT_ROWS), C, dtype=torch.float32), meta(N, dtype=torch.float32)
-    launch_rows(name, dtype, indexed=True, sums=(sums, scale))
+    quantizers.launch_rows(name, dtype, indexed=True, sums=(sums, scale))
     launch = launches.pop_one()
     assert launch.kwargs["num_warps"] == 1
     code = launch.compile(arch)
     ptx = check(code, FORMATS[name])
     numbers = quantize.SUM_COLUMNS * SLOT_ROWS // 32 * dtype.itemsize * 8  # bits of a thread
-    wide = sum(bits for bits in access_bits(ptx, r"ld\.global") if bits == 128)
-    assert wide == numbers
+    assert sum(bits for bits in access_bits(ptx, r"ld\.global") if bits == 128) == numbers
     assert code.shared <= 1024
     bias.sum_dbias(sums, meta(2, G, dtype=torch.int32), meta(G, C, dtype=dtype))
     total = launches.compile(arch=arch)
@@ -108,7 +89,7 @@ def test_weight_pairs(launches, name, dtype):
     """One launch, which loads every number once; of scattered matrices, their address too."""
     block_format = weight_format(name)
     for is_table in (False, True):
-        launch_weight_pairs(name, dtype, is_table=is_table)
+        quantizers.launch_weight_pairs(name, dtype, is_table=is_table)
         loaded_bits = sum(access_bits(check(launches.compile(), block_format), r"ld\.global"))
         tile, threads = (128 * 128, 256) if block_format.block == block_format.block_lines else (32 * 256, 128)
         others = (32 if block_format.has_global_scale else 0) + (64 if is_table else 0)
@@ -119,9 +100,9 @@ def test_weight_pairs(launches, name, dtype):
 @pytest.mark.parametrize("name", NAMES)
 def test_one_group_of_a_narrow_width(launches, name, monkeypatch):
     """Lanes of groups are one, and tiles of columns end within a block."""
-    monkeypatch.setattr(quantize_launches, "G", 1)
-    monkeypatch.setattr(quantize_launches, "C", 160)
-    for launch in (launch_rows, launch_columns):
+    monkeypatch.setattr(quantizers, "G", 1)
+    monkeypatch.setattr(quantizers, "C", 160)
+    for launch in (quantizers.launch_rows, quantizers.launch_columns):
         launch(name, torch.float16)
         in_registers(launches.compile())
 
@@ -182,7 +163,5 @@ def test_steps_do_not_compile_again(monkeypatch):
     """The number of rows and the signs are not part of the compiled code."""
     steps = (16, 1), (1, 16), (333, 0x9A5C), (500, 0xFFFF)
     compiled = assert_compiled_once(monkeypatch, (quantize, scale_tiles, wire, bias), step, *steps)
-    assert [name for name, count in compiled.items() if not count] == [
-        "grouped_bias_grad_kernel",
-        "grouped_bias_dot_kernel",
-    ]
+    unused = [name for name, count in compiled.items() if not count]
+    assert unused == ["grouped_bias_grad_kernel", "grouped_bias_dot_kernel"]

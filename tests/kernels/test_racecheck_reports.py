@@ -12,7 +12,6 @@ import torch
 from racecheck_reports import KERNELS, count, dispatch_lines
 
 # -- logs -------------------------------------------------------------------------------------------------------------
-
 GEMM, PUSH = "hopper_gemm_kernel", "hopper_push_kernel"
 
 
@@ -64,7 +63,6 @@ def test_reports_of_the_dispatch_are_counted_by_themselves(name: str, tmp_path: 
 
 
 # -- what the kernels do ----------------------------------------------------------------------------------------------
-
 triton = pytest.importorskip("triton")
 
 import planted_races  # noqa: E402
@@ -79,9 +77,7 @@ from symmoe.kernels.hopper import act, gemm, rows, wgrad  # noqa: E402
 from symmoe.kernels.low_precision import hopper_fp8, hopper_fp8_wgrad  # noqa: E402
 
 E4M3 = torch.float8_e4m3fn
-bf16, f32, i32, i64 = (
-    partial(meta, dtype=dtype) for dtype in (torch.bfloat16, torch.float32, torch.int32, torch.int64)
-)
+bf16, f32, i32, i64 = (partial(meta, dtype=each) for each in (torch.bfloat16, torch.float32, torch.int32, torch.int64))
 G, H, I, N, T = 3, 256, 128, 999, 512
 RANGES, PEERS, OFFSETS = i32(2, G), peers_of(2, 0), i64(2, 3)
 BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -152,9 +148,7 @@ def instructions(sass: str) -> list[tuple[tuple[str, int], str, str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KERNELS)
-def test_barriers_of_all_warps_lie_between_roles_read_and_written(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_barriers_of_all_warps_lie_between_roles_read_and_written(name: str, tmp_path: Path, monkeypatch):
     sass = disassembled(name, tmp_path, monkeypatch)
     code, lines = instructions(sass), dispatch_lines(name)
     order, written = "", set()
@@ -180,10 +174,7 @@ def test_barriers_of_all_warps_lie_between_roles_read_and_written(
     assert sorted(written) == list(range(read_at + 4, read_at + 4 + len(written)))
     assert len(written) % 4 == 0
     # Where there are several roles, a warp without one passes two barriers under a condition; else it branches to them.
-    conditional = re.findall(r"@!?P\d\s+BAR\.SYNC\S* 0x1 ;", sass)
-    assert len(conditional) == (0 if name == "planted_race_kernel" else 2)
+    assert len(re.findall(r"@!?P\d\s+BAR\.SYNC\S* 0x1 ;", sass)) == (0 if name == "planted_race_kernel" else 2)
     shared = [place for place, operation, _ in code if re.match(r"(LDS|STS|LDSM|STSM)\b", operation)]
     others = [place for place in shared if place not in lines.reads | lines.writes]
-    assert bool(others) == (
-        name not in ("planted_dispatch_kernel", "hopper_push_kernel")
-    )  # all that push moves, TMA does
+    assert bool(others) == (name not in ("planted_dispatch_kernel", "hopper_push_kernel"))  # TMA moves all of push

@@ -1,8 +1,6 @@
 """Compiles the barrier, plan and row kernels for sm_90 without a GPU, with the arguments their launchers would pass.
-
 What is checked is what the generated code must have: 16-byte accesses or TMA where rows move, the barrier's release,
-acquire and clock, no other atomics, no spills.
-"""
+acquire and clock, no other atomics, no spills."""
 
 import re
 
@@ -138,22 +136,18 @@ def test_slot_kernels(launches, shape, with_probs):
 
 
 # -- by TMA, on Hopper ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("hidden", "batch"), [(2048, 4), (7168, 1), (384, 16)])
 def test_pushed_pieces_are_boxes_of_tma(launches, hidden, batch):
     x, offsets = meta(8192, hidden, dtype=BF16), meta(2, 3, dtype=INT64)
     hopper_rows.launch_push(x, meta(8192, 2), layer.peers_of(2, 0), offsets, column=0, rank=1, num_ctas=4)
     code = launches.compile_roles()
     # Four movers with two stages ahead, and one in the loop.
-    assert code.ptx.count(LOAD) == 4 * 3 * batch
-    assert code.ptx.count(STORE) == 4 * batch
+    assert (code.ptx.count(LOAD), code.ptx.count(STORE)) == (4 * 3 * batch, 4 * batch)
 
 
 @pytest.mark.parametrize(("hidden", "top_k"), [(2048, 8), (7168, 2), (384, 12)])
 def test_copied_pieces_are_boxes_of_tma(launches, hidden, top_k):
-    rows = meta(8192, hidden, dtype=BF16)
-    hopper_rows.launch_fan_out(rows, meta(8192, top_k), meta(3), source=1, num_ctas=4)
+    hopper_rows.launch_fan_out(meta(8192, hidden, dtype=BF16), meta(8192, top_k), meta(3), source=1, num_ctas=4)
     code = launches.compile_roles()
     # Before the loop over batches, once or for each of two stages, and in it: the loop over a batch's pieces is a loop.
     assert code.ptx.count(LOAD) in (4 * 2, 4 * 3)
@@ -185,13 +179,10 @@ def test_pieces_cover_what_is_moved_and_fit_into_boxes():
             assert row_bytes <= cut.num_pieces * cut.piece_bytes < row_bytes + cut.piece_bytes
 
 
-def test_stages_fit_into_a_ring():
+def test_stages_fit_into_a_ring_and_rows_of_whole_units_are_taken():
     for width in (128, 384, 1024, 1792, 2048, 7168, 32768):
         sums = hopper_rows.cut_sums(2 * width)
         assert 4 <= sums.stages <= hopper_rows.MAX_SUM_STAGES
         assert sums.stages * sums.piece_bytes <= hopper_rows.SUM_RING_BYTES
-
-
-def test_rows_of_whole_units_are_taken():
     assert hopper_rows.takes_rows(meta(3, 2048, dtype=BF16))
     assert not hopper_rows.takes_rows(meta(3, 2056, dtype=BF16))

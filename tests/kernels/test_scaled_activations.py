@@ -40,8 +40,7 @@ ACTIVATIONS = {
 def operands(activation: symmoe.ScaledActivation, lead: tuple[int, ...], dtype: torch.dtype, seed: int = 0):
     """h with values inside and outside of the limits, scale, and the gradient of the result."""
     generator = torch.Generator().manual_seed(seed)
-    width = activation.activation.hidden_width(I)
-    h = torch.randn(*lead, width, generator=generator) * 3
+    h = torch.randn(*lead, activation.activation.hidden_width(I), generator=generator) * 3
     scale, d_out = torch.randn(lead, generator=generator), torch.randn(*lead, I, generator=generator)
     return h.to(dtype), scale, d_out.to(dtype)
 
@@ -143,8 +142,7 @@ def test_scale_of_any_floating_dtype(scale_dtype):
     scale = scale.to(scale_dtype).requires_grad_()
     out = activation(h, scale)
     out.backward(d_out)
-    assert out.dtype == torch.bfloat16
-    assert scale.grad.dtype == scale_dtype
+    assert (out.dtype, scale.grad.dtype) == (torch.bfloat16, scale_dtype)
     cases.assert_near(scale.grad, oracle(cases.swiglu, h, scale, d_out)[2], torch.bfloat16)
 
 
@@ -164,8 +162,7 @@ def test_strided_arguments():
     h, scale, d_out = operands(activation, (8,), torch.float32)
     want = activation(h, scale)
     strided_h = torch.empty(8, 4 * I)[:, ::2].copy_(h).requires_grad_()
-    strided_scale = torch.empty(8, 3)[:, 1].copy_(scale)
-    out = activation(strided_h, strided_scale)
+    out = activation(strided_h, torch.empty(8, 3)[:, 1].copy_(scale))
     out.backward(d_out.t().contiguous().t())
     cases.assert_same_bits(out, want)
     cases.assert_near(strided_h.grad, oracle(cases.swiglu, h, scale, d_out)[1], torch.float32)
@@ -229,8 +226,6 @@ def test_wrong_constructors(make, text):
 
 
 # -- interleaving -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("block", [1, 2, 3, 4, 12])
 @pytest.mark.parametrize(("shape", "dim"), [((3, 24, 5), -2), ((3, 24, 5), 1), ((3, 24), -1), ((24,), 0)], ids=str)
 def test_conversion(block, shape, dim):

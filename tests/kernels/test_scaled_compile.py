@@ -1,7 +1,5 @@
-"""Compiles the grouped GEMMs of MXFP8 and NVFP4 numbers without a GPU, for Blackwell and for Hopper.
-
-With the arguments of their launchers, on meta tensors, so that shapes can be real ones. See test_gemm_compile.py.
-"""
+"""Compiles the grouped GEMMs of MXFP8 and NVFP4 numbers without a GPU, for Blackwell and for Hopper. With the arguments
+of their launchers, on meta tensors, so that shapes can be real ones. See test_gemm_compile.py."""
 
 import re
 
@@ -50,9 +48,7 @@ ADDED_SPILLED = since(("3.6", 0), ("3.7", 16), ("3.8", 48), ("3.9", 72))
 
 def check(code, name, arch, most_spilled=0):
     """The products are those of the format, operands come by TMA, and registers do not spill."""
-    instructions = set(
-        re.findall(r"^\s*(?:@\S+\s+)?((?:tcgen05|wgmma|mma|cp\.async\.bulk)\.\S+)", code.ptx, re.MULTILINE)
-    )
+    instructions = set(re.findall(r"^\s*(?:@\S+\s+)?((?:tcgen05|wgmma|mma|cp\.async\.bulk)\.\S+)", code.ptx, re.M))
     products = [text for text in instructions if re.match(r"(tcgen05\.mma|wgmma\.mma_async|mma\.sync)\.", text)]
     assert products
     if arch == HOPPER:
@@ -64,8 +60,7 @@ def check(code, name, arch, most_spilled=0):
         assert code.metadata.tmem_size <= MAX_TENSOR_COLUMNS
         # Scales go from shared to tensor memory, and not by way of registers, as they would from another layout.
         assert "tcgen05.cp.cta_group::1.warpx4.32x128b" in instructions
-        scales = [text for text in instructions if text.startswith("tcgen05.st") and "x128" not in text]
-        assert not scales
+        assert not [text for text in instructions if text.startswith("tcgen05.st") and "x128" not in text]
     assert any(text.startswith("cp.async.bulk.tensor") for text in instructions)
     assert code.spilled <= most_spilled
 
@@ -108,8 +103,7 @@ def test_scattered_matrices(compile_launch, arch, name):
 @pytest.mark.parametrize("arch", [BLACKWELL, HOPPER])
 def test_parts_of_products(compile_launch, arch, name):
     arguments, group_range = gemm_operands(name, "odd", FP16), meta(2, SHAPES["odd"][0])
-    code = compile_launch(arch, products.grouped_gemm_quantized, arguments, group_range=group_range)
-    check(code, name, arch)
+    check(compile_launch(arch, products.grouped_gemm_quantized, arguments, group_range=group_range), name, arch)
 
 
 @names

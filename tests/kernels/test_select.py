@@ -32,8 +32,7 @@ def test_hooks_stand_in_the_order_in_which_they_came():
     looked_up = kernels.looked_up(CPU)
     first, second = hook_of("first"), hook_of("second")
     with kernels.hooked(CPU, first), kernels.hooked(CPU, second):
-        assert splits_of(CPU).tolist() == [[0, 3], [3, 7]]
-        assert looked_up().__all__ == twin.__all__
+        assert (splits_of(CPU).tolist(), looked_up().__all__) == ([[0, 3], [3, 7]], twin.__all__)
         assert kernels.has_hook(CPU, first)
     assert seen == [("second", "splits_to_row_range"), ("first", "splits_to_row_range")]
     assert kernels.for_device(CPU) is looked_up() is twin
@@ -60,5 +59,4 @@ def test_a_mode_and_a_hook_see_the_same_product():
     with kernels.hooked(CPU, lambda name, kernel, *args: (seen.append(name), kernel(*args))[1]):
         with FlopCounterMode(display=False) as counter:
             kernels.for_device(CPU).router_gemm(torch.ones(5, 3), torch.ones(4, 3), torch.empty(5, 4))
-    assert seen == ["router_gemm"]
-    assert counter.get_total_flops() == 2 * 5 * 3 * 4
+    assert (seen, counter.get_total_flops()) == (["router_gemm"], 2 * 5 * 3 * 4)

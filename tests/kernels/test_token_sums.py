@@ -1,9 +1,7 @@
-"""Sums by rank of the token kernels' twins against loops over tokens, and what travels, bit for bit.
-
-The loops know nothing of who sums what: every rank's rows of a token are summed in fp32 in k order from the first one
-on and rounded, then these sums in fp32 from zero, in rank order, and rounded. The Triton kernels are compared with the
-twins elsewhere (test_interpreted.py, tests/gpu).
-"""
+"""Sums by rank of the token kernels' twins against loops over tokens, and what travels, bit for bit. The loops know
+nothing of who sums what: every rank's rows of a token are summed in fp32 in k order from the first one on and rounded,
+then these sums in fp32 from zero, in rank order, and rounded. The Triton kernels are compared with the twins elsewhere
+(test_interpreted.py, tests/gpu)."""
 
 import pytest
 import torch

@@ -8,47 +8,18 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+import bad_calls
 import pytest
 import torch
 import torch.distributed as dist
-from bad_calls import (
-    MISTAKES,
-    NUM_BYTES,
-    WORDS,
-    H,
-    K,
-    Stage,
-    T,
-    check_mistake,
-    expect,
-    goes_on,
-    layer_mismatches,
-    layer_of,
-    plan_mismatches,
-    plan_of,
-    routing,
-    unreadable,
-    with_id,
-)
+from bad_calls import NUM_BYTES, H, K, Stage, T, expect, goes_on, layer_of, plan_of, routing
 from culprits import TRANSFORMS, sets_of_culprits
 from heap_calls import outcome
 from limits import HANG_S
 from worker import Findings, difference, free_bytes, open_heap
 
-from symmoe import (
-    GroupedLinear,
-    Lease,
-    MoEConfig,
-    MoELayer,
-    Router,
-    ScaledSwiGLU,
-    Sequential,
-    SymmetricHeap,
-    combine_tokens,
-    dispatch_tokens,
-    kernels,
-    make_plan,
-)
+import symmoe
+from symmoe import MoEConfig, MoELayer, SymmetricHeap, combine_tokens, dispatch_tokens, kernels, make_plan
 from symmoe.errors import ArgumentError
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.moe.ep_step import expert_parallel_mlp
@@ -56,16 +27,16 @@ from symmoe.training.lora import add_lora
 
 
 def check_mistakes(rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap, stage_name: str) -> None:
-    mistakes = list(MISTAKES[stage_name](num_ranks))
+    mistakes = list(bad_calls.MISTAKES[stage_name](num_ranks))
     for turn, (culprits, bad) in enumerate(itertools.product(sets_of_culprits(num_ranks), mistakes)):
         findings.where = f"{stage_name}, {bad.parts} on ranks {culprits}, seen by rank {rank} of {num_ranks}"
-        check_mistake(heap, findings, stage_name, bad, culprits, turn)
+        bad_calls.check_mistake(heap, findings, stage_name, bad, culprits, turn)
 
 
 def check_mismatches(rank: int, num_ranks: int, findings: Findings) -> None:
     with open_heap("cpu", num_bytes=NUM_BYTES) as heap:
         for culprit in range(num_ranks):
-            for turn, (changes, field, usual, other, base) in enumerate(plan_mismatches(2 * num_ranks)):
+            for turn, (changes, field, usual, other, base) in enumerate(bad_calls.plan_mismatches(2 * num_ranks)):
                 findings.where = f"{field}: {other} on rank {culprit}, seen by rank {rank} of {num_ranks}"
                 stage = Stage("make_plan", heap, base)
                 if changes is None:
@@ -74,7 +45,7 @@ def check_mismatches(rank: int, num_ranks: int, findings: Findings) -> None:
                 wanted = difference(f"{field} differs", culprit, usual, other)
                 findings.equal("error", found, ("ConfigMismatch", wanted))
                 goes_on(heap, findings, turn)
-            for fields, field, value in layer_mismatches(num_ranks):
+            for fields, field, value in bad_calls.layer_mismatches(num_ranks):
                 findings.where = f"layer: {field}={value} on rank {culprit}, seen by rank {rank} of {num_ranks}"
                 layer = layer_of(heap, **(fields | {field: value} if rank == culprit else fields))
                 values = getattr(layer_of(heap, **fields).config, field), value
@@ -93,7 +64,7 @@ def check_mismatches(rank: int, num_ranks: int, findings: Findings) -> None:
 def check_order_of_errors(rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap) -> None:
     """Several things are wrong at once: every rank names the same one. And one fault follows the other at once."""
     num_experts, ids = 2 * num_ranks, routing(heap, 1)
-    bad_id = with_id(num_experts + rank)(ids)
+    bad_id = bad_calls.with_id(num_experts + rank)(ids)
     for turn in range(40):  # rank 0 fails in its arguments, all others have ids out of range
         found = Stage("make_plan", heap).call(**({"topk_idx": bad_id} if rank else {"overflow": f"turn {turn}"}))
         findings.equal(f"class in turn {turn}", found[0], "ArgumentError")
@@ -225,8 +196,7 @@ def check_places(rank: int, num_ranks: int, findings: Findings, heap: SymmetricH
     """Parameters that have no memory, in the first call and later."""
 
     def new_layer(**options: Any) -> MoELayer:
-        config = layer_of(heap).config
-        return MoELayer(config, heap, shared_expert=torch.nn.Linear(H, H, **options), **options)
+        return MoELayer(layer_of(heap).config, heap, shared_expert=torch.nn.Linear(H, H, **options), **options)
 
     x = torch.randn(T, H)
     for culprits, (name, move), calls in itertools.product(sets_of_culprits(num_ranks), PLACES, (0, 1, 9)):
@@ -297,8 +267,6 @@ def check_other_heaps(rank: int, num_ranks: int, findings: Findings) -> None:
 
 
 # -- a heap that is too small -----------------------------------------------------------------------------------------
-
-
 LEASING_CALLS = ("dispatch_tokens", "combine_tokens", "layer", "backward of dispatch", "backward of the layer")
 
 
@@ -318,7 +286,7 @@ def leasing_call(name: str, heap: SymmetricHeap, layer: MoELayer) -> Callable[[]
     return (rows * row_probs[:, None]).sum().backward
 
 
-def exhaust(heap: SymmetricHeap, left: int) -> list[Lease]:
+def exhaust(heap: SymmetricHeap, left: int) -> list[symmoe.Lease]:
     """Leases that leave one free range of `left` bytes."""
     last = heap.lease((left,), torch.uint8) if left else None
     taken = []
@@ -350,13 +318,12 @@ def check_exhaustion(rank: int, num_ranks: int, findings: Findings) -> None:
 
 
 # -- gradients that a caller brings -----------------------------------------------------------------------------------
-
 PASSED_ON = ("(torch.sparse_coo)", "(Wrapper)", "has been freed", "lease 'old'")  # autograd itself refuses others
 
 
 def check_gradients(rank: int, num_ranks: int, findings: Findings) -> None:
     """A gradient that kernels cannot read, on one rank or on all: the same error on every rank; the next is right."""
-    kinds = [bad for bad in unreadable("the gradient") if any(part in bad.parts[0] for part in PASSED_ON)]
+    kinds = [bad for bad in bad_calls.unreadable("the gradient") if any(part in bad.parts[0] for part in PASSED_ON)]
     assert len(kinds) == len(PASSED_ON)
     with open_heap("cpu", num_bytes=NUM_BYTES) as heap:
         layer, x = layer_of(heap), torch.randn(T, H, requires_grad=True)
@@ -385,8 +352,6 @@ def check_gradients(rank: int, num_ranks: int, findings: Findings) -> None:
 
 
 # -- transforms of torch.func and forward-mode AD ---------------------------------------------------------------------
-
-
 def check_transforms(rank: int, num_ranks: int, findings: Findings) -> None:
     """On one rank or on all, of what is passed or of weights alone: the same error on every rank; the next is right."""
     with open_heap("cpu", num_bytes=NUM_BYTES, timeout_s=5.0) as heap:
@@ -422,11 +387,11 @@ def check_transforms(rank: int, num_ranks: int, findings: Findings) -> None:
 
 CONFIG = MoEConfig(hidden=H, ffn=H, num_experts=2, top_k=K)
 TRANSFORMED: dict[str, tuple[Callable[[], Any], tuple[Any, ...]]] = {
-    "GroupedLinear": (lambda: GroupedLinear(2, H, H), ([2, 4],)),
+    "GroupedLinear": (lambda: symmoe.GroupedLinear(2, H, H), ([2, 4],)),
     "GroupedMLP": (lambda: GroupedMLP(2, H, H), ([2, 4], torch.ones(T))),
-    "ScaledSwiGLU": (ScaledSwiGLU, (torch.ones(T),)),
-    "Sequential": (lambda: Sequential(GroupedLinear(2, H, H), GroupedLinear(2, H, H)), ([2, 4], [2, 4])),
-    "Router": (lambda: Router(CONFIG), ()),
+    "ScaledSwiGLU": (symmoe.ScaledSwiGLU, (torch.ones(T),)),
+    "Sequential": (lambda: symmoe.Sequential(*(symmoe.GroupedLinear(2, H, H) for _ in range(2))), ([2, 4], [2, 4])),
+    "Router": (lambda: symmoe.Router(CONFIG), ()),
 }
 
 
@@ -440,8 +405,6 @@ def test_transforms_of_modules_without_a_heap(name: str, transform: str):
 
 
 # -- errors that nobody foresaw ---------------------------------------------------------------------------------------
-
-
 KERNELS_OF_A_STEP = "send_counts grouped_gemm_act grouped_gemm push_sums sum_home".split()
 KERNELS_OF_A_STEP += "grouped_gemm_dact grouped_gemm_dgrad grouped_gemm_wgrad".split()
 
@@ -469,8 +432,7 @@ def check_unforeseen(rank: int, num_ranks: int, findings: Findings, schedule: st
         goes_on(heap, findings, culprit)
 
     with open_heap("cpu", num_bytes=NUM_BYTES, timeout_s=60.0) as heap:
-        config = layer_of(heap, schedule=schedule).config
-        layer = MoELayer(config, heap, shared_expert=torch.nn.Identity())
+        layer = MoELayer(layer_of(heap, schedule=schedule).config, heap, shared_expert=torch.nn.Identity())
         x = torch.randn(T, H, requires_grad=True)
         for culprit in range(num_ranks):
             for broken in (layer.router, layer.shared_expert, *KERNELS_OF_A_STEP):
@@ -505,7 +467,7 @@ def check_signals(rank: int, num_ranks: int, findings: Findings, broken: str) ->
 
 # (numbers of ranks, what is checked, with which arguments)
 CHECKS: tuple[tuple[tuple[int, ...], Callable[..., list[str]], tuple[Any, ...]], ...] = (
-    *(((1, 3), check_mistakes, (stage,)) for stage in MISTAKES),
+    *(((1, 3), check_mistakes, (stage,)) for stage in bad_calls.MISTAKES),
     ((2, 4), check_mismatches, ()),
     ((2, 3), check_order_of_errors, ()),
     ((2, 3), check_plans, ()),
@@ -536,7 +498,7 @@ def test_every_rank_raises_it_and_the_next_call_works(cluster, num_ranks: int, c
     assert cluster(num_ranks).run(check, *arguments) == [[]] * num_ranks
 
 
-@pytest.mark.parametrize(("name", "word", "words"), WORDS)
+@pytest.mark.parametrize(("name", "word", "words"), bad_calls.WORDS)
 def test_the_configuration_takes_the_same_words(name: str, word: object, words: str):
     with pytest.raises(ArgumentError) as raised:
         MoEConfig(hidden=H, ffn=H, num_experts=2, top_k=K, **{name: word})

@@ -156,8 +156,6 @@ def test_figures_of_a_load(load: list[int], imbalance: float, variation: float):
 
 
 # -- in a layer -------------------------------------------------------------------------------------------------------
-
-
 def make_layer(heap: SymmetricHeap, **options) -> MoELayer:
     torch.manual_seed(1)
     config = MoEConfig(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K, aux_loss_coef=0.5, **options)

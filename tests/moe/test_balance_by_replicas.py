@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -27,12 +26,7 @@ def config(num_ranks: int, **options: Any) -> MoEConfig:
 
 
 def steps(
-    layer: MoELayer,
-    dtype: torch.dtype,
-    *,
-    forward: Callable | None = None,
-    num_steps: int = 5,
-    kept: list | None = None,
+    layer: MoELayer, dtype: torch.dtype, *, forward=None, num_steps: int = 5, kept: list | None = None
 ) -> list[dict[str, torch.Tensor]]:
     """What steps with changing, skewed routings give."""
     heap, num_experts, found = layer.heap, layer.config.num_experts, []
@@ -65,10 +59,8 @@ def compare(
             if want is None:
                 findings.check(got is None, f"{name} of step {step} is a gradient")
             elif "." in name or (not same_bits and name != "load"):
-                error, limit = (
-                    (got.float() - want.float()).norm(),
-                    2 * torch.finfo(want.dtype).eps * want.float().norm(),
-                )
+                error = (got.float() - want.float()).norm()
+                limit = 2 * torch.finfo(want.dtype).eps * want.float().norm()
                 findings.check(bool(error <= limit), f"{name} of step {step}: {error}, at most {limit}")
             else:
                 findings.check(torch.equal(got, want), f"{name} of step {step} has other bits")
@@ -132,9 +124,7 @@ def test_between_nodes(rank: int, num_ranks: int, findings: Findings, ranks_per_
             both(heap, torch.float32, findings, order="slot", schedule=schedule, kind=kind)
         both(heap, torch.bfloat16, findings, order="slot", capacity=TOKENS * K * num_ranks, lora_rank=8)
         plan = make_plan(torch.zeros((TOKENS, 1), dtype=torch.int32), num_experts=4, heap=heap, replica_places=1)
-        findings.equal(
-            "places", plan.place_to_expert.flatten().tolist(), [-1, 0 if ranks_per_node == 2 else -1, -1, -1]
-        )
+        findings.equal("places", plan.place_to_expert.view(-1).tolist(), [-1, 0 if ranks_per_node == 2 else -1, -1, -1])
 
 
 @every_combination(stash=["rows", "hidden", "none"], recomputes=[False, True])
@@ -153,8 +143,7 @@ def test_replicas_are_used_and_repeat(rank: int, num_ranks: int, findings: Findi
     found = []
     for _ in range(2):
         torch.manual_seed(1 + rank)
-        layer = MoELayer(config(num_ranks, **REPLICAS), heap, dtype=torch.bfloat16)
-        found.append(steps(layer, torch.bfloat16))
+        found.append(steps(MoELayer(config(num_ranks, **REPLICAS), heap, dtype=torch.bfloat16), torch.bfloat16))
     for first, second in zip(*found, strict=True):
         findings.check(all(torch.equal(first[name], second[name]) for name in first), "bits differ")
     torch.manual_seed(1 + rank)

@@ -173,8 +173,7 @@ def test_casts_leave_the_bias(heap: SymmetricHeap, cast: Callable):
     cast(model)
     router = model.blocks[0].moe.router
     assert router.weight.dtype == router.expert_bias.dtype == torch.float32
-    assert router.step_load.dtype == torch.int64
-    assert router.expert_bias[0].item() == 1 + 2.0**-20
+    assert (router.step_load.dtype, router.expert_bias[0].item()) == (torch.int64, 1 + 2.0**-20)
     assert model.blocks[0].moe.experts.fc1.weight.dtype in (torch.float16, torch.bfloat16)
     state = model.state_dict()
     assert state["blocks.0.moe.router.expert_bias"].dtype == torch.float32

@@ -14,14 +14,15 @@ def make(**changes: object) -> MoEConfig:
     return MoEConfig(**({"hidden": 16, "ffn": 32, "num_experts": 8, "top_k": 2} | changes))
 
 
-def test_is_frozen_slotted_and_comparable():
+def test_is_frozen_slotted_and_comparable_and_replace_checks_again():
     config = make()
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.top_k = 3  # type: ignore[misc]
     assert not hasattr(config, "__dict__")
-    assert config == make()
-    assert hash(config) == hash(make())
+    assert (config, hash(config)) == (make(), hash(make()))
     assert config != make(top_k=3)
+    with pytest.raises(ArgumentError, match=r"top_k \(4\) must be at most num_experts \(3\)"):
+        dataclasses.replace(make(top_k=4), num_experts=3)
 
 
 def test_kernels_number_the_words_that_a_configuration_takes():
@@ -38,10 +39,7 @@ def test_kernels_number_the_words_that_a_configuration_takes():
         ({"top_k": 9}, r"top_k \(9\) must be at most num_experts \(8\)"),
         ({"num_groups": 3}, r"num_experts \(8\) must be divisible by num_groups \(3\)"),
         ({"num_groups": 2, "top_groups": 3}, r"top_groups \(3\) must be at most num_groups \(2\)"),
-        (
-            {"num_groups": 4, "top_groups": 1, "top_k": 3},
-            r"top_k \(3\) must be at most the experts in top_groups groups \(2\)",
-        ),
+        ({"num_groups": 4, "top_groups": 1, "top_k": 3}, r"top_k \(3\) must be at most .* in top_groups groups \(2\)"),
         ({"hidden": 0}, r"hidden \(0\) must be at least 1"),
         ({"ffn": -4}, r"ffn \(-4\) must be at least 1"),
         ({"num_experts": 8.0}, r"num_experts \(8.0\) must be an int, not float"),
@@ -50,10 +48,7 @@ def test_kernels_number_the_words_that_a_configuration_takes():
         ({"max_tokens": "many"}, r"max_tokens \('many'\) must be an int, not str"),
         ({"overflow": "drop"}, r"overflow \('drop'\) needs a static capacity, but capacity is None"),
         ({"max_tokens": 64}, r"max_tokens \(64\) needs a static capacity, but capacity is None"),
-        (
-            {"activation": "gelu"},
-            r"activation \('gelu'\) must be an Activation: symmoe.Activation\(function='gelu', .*silu",
-        ),
+        ({"activation": "gelu"}, r"activation \('gelu'\) must be .*: symmoe.Activation\(function='gelu', .*silu"),
         ({"overflow": "wrap"}, r"overflow \('wrap'\) must be one of \('raise', 'drop'\)"),
         ({"order": "any"}, r"order \('any'\) must be one of \('rank', 'slot', 'node'\)"),
         ({"score": "relu"}, r"score \('relu'\) must be one of \('softmax', 'sigmoid'\)"),
@@ -72,8 +67,3 @@ def test_kernels_number_the_words_that_a_configuration_takes():
 def test_error_names_field_and_values(changes: dict[str, object], message: str):
     with pytest.raises(ArgumentError, match=message):
         make(**changes)
-
-
-def test_replace_checks_again():
-    with pytest.raises(ArgumentError, match=r"top_k \(4\) must be at most num_experts \(3\)"):
-        dataclasses.replace(make(top_k=4), num_experts=3)

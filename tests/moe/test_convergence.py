@@ -66,9 +66,6 @@ def test_differences_are_those_of_pairs():
     assert results["nvfp4"]["more_than_bf16"] is results["nvfp4"]["more_than_bf16_standard_error"] is None
     assert [convergence.is_within(results[way]) for way in ("bf16", "mxfp8", "nvfp4")] == [True, False, False]
     assert "+2.00 +- 1.00 % against bf16 (at most 1)" in convergence.line_of("mxfp8", results["mxfp8"])
-
-
-def test_nan_is_not_within():
     results = convergence.results_of({"bf16": {0: steps(2.0)}, "mxfp8": {0: steps(math.nan)}})
     assert not convergence.is_within(results["mxfp8"])
 
@@ -97,9 +94,7 @@ def test_two_runs_of_the_example(tmp_path: Path):
     arguments = ["--preset=tiny", "--ranks=1", "--steps=1", "--ways", "mxfp8", "--jobs=2"]
     environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[1]), "OMP_NUM_THREADS": "1"}
     printed_by(SCRIPT, *arguments, f"--out={out}", f"--json={file}", env=environment)
-    final = {
-        way: result["final_bits_per_byte"]["mean"] for way, result in json.loads(file.read_text())["results"].items()
-    }
+    final = {way: each["final_bits_per_byte"]["mean"] for way, each in json.loads(file.read_text())["results"].items()}
     assert [*final] == ["bf16", "mxfp8"]
     assert all(7 < bits < 8 for bits in final.values())  # after one step
     assert final["bf16"] != final["mxfp8"]  # so it is not the same run twice

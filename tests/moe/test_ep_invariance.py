@@ -84,14 +84,7 @@ def cuts_of(num_tokens: int, num_ranks: int) -> list[list[int]]:
 
 
 def run_layer(
-    rank: int,
-    num_ranks: int,
-    batch: Batch,
-    cuts: list[list[int]],
-    dtype: torch.dtype,
-    device: str,
-    order: str,
-    lag_s: float,
+    rank, num_ranks, batch: Batch, cuts: list[list[int]], dtype: torch.dtype, device: str, order: str, lag_s: float
 ) -> list[dict[str, np.ndarray]]:
     """Forward and backward of this rank's part, once per cut, in another way each time. Results as bit patterns."""
     results, ways = [], itertools.cycle(WAYS)
@@ -145,8 +138,7 @@ def assert_same_bits(got: dict[str, np.ndarray], want: dict[str, np.ndarray], wh
 
 def check(cluster, batch: Batch, num_ranks: int, dtype: torch.dtype, device: str) -> None:
     def run(num_ranks: int, cuts: list[list[int]]) -> list[dict[str, np.ndarray]]:
-        ranks = cluster(num_ranks, device).run(run_layer, batch, cuts, dtype, device, "slot", 0.0)
-        return joined(ranks)
+        return joined(cluster(num_ranks, device).run(run_layer, batch, cuts, dtype, device, "slot", 0.0))
 
     (want,) = run(1, cuts_of(batch.num_tokens, 1))
     for name in (*PER_TOKEN, *PER_EXPERT):
@@ -166,9 +158,7 @@ CALLS += [
 
 @pytest.mark.parametrize(("device", "batch", "dtype"), CALLS)
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
-def test_slot_order_does_not_depend_on_the_ranks(
-    cluster, num_ranks: int, device: str, batch: Batch, dtype: torch.dtype
-):
+def test_slot_order_does_not_depend_on_the_ranks(cluster, num_ranks, device: str, batch: Batch, dtype: torch.dtype):
     check(cluster, batch, num_ranks, dtype, device)
 
 

@@ -142,10 +142,8 @@ def test_a_rank_that_is_lost(rank: int, num_ranks: int, num_steps: int, compiles
 
 
 # -- what counts as the first time ------------------------------------------------------------------------------------
-
-PLAN, READY = (
-    control.pack_call(phase=phase, hidden=8, plan=77) for phase in (control.PHASE_PLAN, control.PHASE_DISPATCH_READY)
-)
+PLAN = control.pack_call(phase=control.PHASE_PLAN, hidden=8, plan=77)
+READY = control.pack_call(phase=control.PHASE_DISPATCH_READY, hidden=8, plan=77)
 OTHER_WIDTH = control.pack_call(phase=control.PHASE_DISPATCH_READY, hidden=16, plan=77)
 
 
@@ -162,8 +160,7 @@ def test_a_wait_is_known_by_what_came_before():
 
     assert [step(READY) for _ in range(3)] == [[True] * 4, [True, False, False, False], [False] * 4]
     assert step(OTHER_WIDTH) == [False, True, True, True]
-    assert step(OTHER_WIDTH) == [True, False, False, False]
-    assert step(READY) == [False] * 4
+    assert (step(OTHER_WIDTH), step(READY)) == ([True, False, False, False], [False] * 4)
 
 
 def test_plans_are_alike():

@@ -18,12 +18,9 @@ from worker import Findings, open_heap
 
 from symmoe import MoEConfig, MoELayer, SymmetricHeap
 
+
 # -- the expert-parallel MLP ------------------------------------------------------------------------------------------
-
-
-def check_step(
-    rank: int, num_ranks: int, findings: Findings, numbers: list[int], device: str, dtype: torch.dtype
-) -> None:
+def check_step(rank, num_ranks, findings: Findings, numbers: list[int], device: str, dtype: torch.dtype) -> None:
     with open_heap(device) as heap:
         for number in numbers:
             case = routings.case_on(number, device)
@@ -60,8 +57,6 @@ def test_expert_parallel_mlp_is_the_oracle_on_gpus(cluster, num_ranks: int, dtyp
 
 
 # -- MoELayer ---------------------------------------------------------------------------------------------------------
-
-
 LAYER_OPTIONS = (
     {},
     {"order": "slot", "score": "sigmoid", "route_scale": 2.5, "aux_loss_coef": 0.1},
@@ -87,8 +82,7 @@ def test_layer_is_the_oracle(rank: int, num_ranks: int, findings: Findings, devi
         # The router is somebody else's test; here it says where tokens go, and takes the gradient of the probs.
         again = x.detach().clone().requires_grad_()
         routed = layer.router(again)
-        ids = routed.topk_idx.cpu().long()
-        all_ids = oracle.gather(ids)
+        all_ids = oracle.gather(routed.topk_idx.cpu().long())
         layout = oracle.lay_out([t.numpy() for t in all_ids], config.num_experts, capacity=config.capacity)
         all_probs = oracle.gather(routed.probs)
         want = oracle.dense_moe(layout, all_ids, oracle.gather(x), all_probs, weights, oracle.gather(dy))
@@ -199,8 +193,6 @@ def test_a_layer(cluster, num_ranks: int, device: str, check: Callable[..., list
 
 
 # -- hooks ------------------------------------------------------------------------------------------------------------
-
-
 def hooks_on(module: torch.nn.Module) -> dict[str, Callable[[], RemovableHandle]]:
     """How a hook of each kind is put on a module."""
 

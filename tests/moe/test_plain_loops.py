@@ -1,5 +1,4 @@
 """Mistakes in training loops without a trainer, and loops that are right: what each says, by the second step at latest.
-
 The reference is one process with all experts, and all tokens."""
 
 import warnings
@@ -56,15 +55,7 @@ def texts_of(loop: Callable[[], object]) -> list[str]:
 Loop = Callable[[symmoe.SymmetricHeap], object]
 
 
-def trains(
-    model: nn.Module,
-    rank: int,
-    after_backward: Callable[[], object],
-    *,
-    make: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
-    zero_first: bool = False,
-    num_micro_batches: int = 1,
-) -> None:
+def trains(model, rank, after_backward, *, make=torch.optim.SGD, zero_first=False, num_micro_batches=1) -> None:
     """Two steps, and the next forward pass."""
     optimizer = make([p for p in model.parameters() if p.requires_grad], lr=0.1)
     for step in range(3):
@@ -89,12 +80,7 @@ def right(heap: symmoe.SymmetricHeap) -> Model:
 
 
 def loop(
-    prepare: Callable[[Model], object] = lambda model: None,
-    after_backward: Callable[[Model], object] = symmoe.reduce_gradients,
-    *,
-    in_ddp: bool = False,
-    make_model: Callable[[symmoe.SymmetricHeap], Model] = right,
-    **options: object,
+    prepare=lambda model: None, after_backward=symmoe.reduce_gradients, *, in_ddp=False, make_model=right, **options
 ) -> Loop:
     """A loop that is right, but for what is given here."""
 

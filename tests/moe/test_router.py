@@ -51,8 +51,7 @@ def oracle(x: torch.Tensor, router: Router) -> dict[str, np.ndarray]:
 
 def make_router(seed: int = 0, **changes: object) -> Router:
     torch.manual_seed(seed)
-    fields = {"hidden": HIDDEN, "ffn": 8, "num_experts": EXPERTS, "top_k": 3} | changes
-    router = Router(MoEConfig(**fields))
+    router = Router(MoEConfig(**{"hidden": HIDDEN, "ffn": 8, "num_experts": EXPERTS, "top_k": 3} | changes))
     if router.expert_bias is not None:
         router.expert_bias.normal_(std=0.2)
     return router
@@ -96,9 +95,8 @@ def test_gradients_equal_finite_differences(score: str, renormalize: bool):
     """d/dw and d/dx of a weighted sum of probs, scores and logits; differences are taken on the oracle."""
     router = make_router(score=score, renormalize=renormalize, num_experts=4, top_k=2, expert_bias=True)
     x = make_tokens(num_tokens=3).requires_grad_()
-    factors = {
-        name: np.random.default_rng(0).normal(size=(3, n)) for name, n in (("probs", 2), ("scores", 4), ("logits", 4))
-    }
+    widths = {"probs": 2, "scores": 4, "logits": 4}
+    factors = {name: np.random.default_rng(0).normal(size=(3, width)) for name, width in widths.items()}
     output = router(x)
     sum((getattr(output, name) * torch.tensor(f)).sum() for name, f in factors.items()).backward()
 

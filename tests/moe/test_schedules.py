@@ -22,8 +22,6 @@ STASHES = CHOICES["stash"]
 
 
 # -- what is kept for backward ----------------------------------------------------------------------------------------
-
-
 @run_on(1, 2, 3, on_gpus=(1, 2))
 def test_stashes_give_the_same_bits(rank: int, num_ranks: int, findings: Findings, device: str) -> None:
     for limits in ({}, {"capacity": 64, "max_tokens": 8}):
@@ -45,8 +43,6 @@ def test_stashes_give_the_same_bits(rank: int, num_ranks: int, findings: Finding
 
 
 # -- layouts and schedules of one step --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_all_ways_give_the_same_bits(cluster, num_ranks: int):
     assert cluster(num_ranks).findings(check_ways, "cpu", torch.float32) == []
@@ -60,8 +56,6 @@ def test_all_ways_give_the_same_bits_on_gpus(cluster, num_ranks: int, dtype: tor
 
 
 # -- schedules --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @run_on(2, on_gpus=(2, 8))
 def test_one_forward_one_backward(rank: int, num_ranks: int, findings: Findings, device: str) -> None:
@@ -105,9 +99,7 @@ def test_a_heap_that_is_a_block_too_small(rank: int, num_ranks: int, findings: F
 
 
 @run_on(1, 2)
-def test_exceptions_between_forward_and_backward(
-    rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap
-) -> None:
+def test_exceptions_between_forward_and_backward(rank, num_ranks, findings: Findings, heap: SymmetricHeap) -> None:
     """The user's code raises between forward and backward, and in the middle of a backward pass."""
     config = config_for(num_ranks, "cpu")
 
@@ -141,8 +133,6 @@ def test_exceptions_between_forward_and_backward(
 
 
 # -- a shared expert, other experts -----------------------------------------------------------------------------------
-
-
 class TakesTokensOnly(Router):
     def forward(self, x: torch.Tensor) -> RouterOutput:  # type: ignore[override]
         return super().forward(x)

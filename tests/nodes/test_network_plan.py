@@ -46,9 +46,8 @@ def test_rows_per_token_are_those_of_all_routings(case: tuple[int, int, int, int
     """A token of each rank with each routing; on 2 nodes of 1 and 2, and on 4 of 1."""
     num_experts, top_k, num_groups, top_groups = case
     chosen = routings(*case)
-    config = MoEConfig(
-        hidden=16, ffn=8, num_experts=num_experts, top_k=top_k, num_groups=num_groups, top_groups=top_groups
-    )
+    groups = {"num_groups": num_groups, "top_groups": top_groups}
+    config = MoEConfig(hidden=16, ffn=8, num_experts=num_experts, top_k=top_k, **groups)
     for num_ranks, num_nodes in ((2, 2), (4, 2), (4, 4)):
         if num_groups == 6 and num_ranks == 4:  # no such plan
             continue
@@ -139,10 +138,8 @@ PLAN = "plan --hidden 2048 --ffn 768 --experts 128 --top-k 8 --ranks 16 --tokens
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]):
-    assert (
-        cli.main([*PLAN.split(), "4", "--nic-gbs", "40", "--rail-capacity", "6000", "--groups=8", "--top-groups=4"])
-        == 0
-    )
+    options = ["4", "--nic-gbs", "40", "--rail-capacity", "6000", "--groups=8", "--top-groups=4"]
+    assert cli.main([*PLAN.split(), *options]) == 0
     out = capsys.readouterr().out
     config = replace(QWEN, num_groups=8, top_groups=4, capacity=80_000, rail_capacity=6000)
     plan = plan_network(config, num_ranks=16, num_nodes=4, num_tokens=8192, nic_gbs=40)
@@ -167,16 +164,14 @@ RATES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("file", "usual_gbs"), [("steps-h100-nodes2.json", 235), ("steps-h100-nodes2-capped.json", 42)]
-)
-def test_steps_take_what_was_measured(file: str, usual_gbs: int):
+@pytest.mark.parametrize(("file", "usual"), [("steps-h100-nodes2.json", 235), ("steps-h100-nodes2-capped.json", 42)])
+def test_steps_take_what_was_measured(file: str, usual: int):
     """Within 15 %: two layers, two numbers of tokens, as graphs, which wait for no host."""
     records = json.loads((ROOT / "benchmarks" / "results" / file).read_text(encoding="utf-8"))
     measured = {(it["preset"], it["tokens"]): it["ms_median"] for it in records if it["variant"] == "layer, graph"}
     assert len(measured) == 4
     for (preset, num_tokens), ms in measured.items():
-        gbs = RATES[file].get((preset, num_tokens), usual_gbs)
+        gbs = RATES[file].get((preset, num_tokens), usual)
         sizes = {"num_ranks": 2, "num_nodes": 2, "num_tokens": num_tokens, "nic_gbs": gbs}
         plan = plan_network(config_of(PRESETS[preset]), **sizes)
         assert (plan.step_forward_s + plan.step_backward_s) * 1e3 == pytest.approx(ms, rel=0.15), (preset, num_tokens)

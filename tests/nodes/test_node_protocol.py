@@ -1,7 +1,5 @@
 """Every interleaving of the model of nodes: all ranks raise one error, nobody waits for ever, who is lost is named.
-
-Each rule is broken in turn, and some scenario has to find that.
-"""
+Each rule is broken in turn, and some scenario has to find that."""
 
 import pytest
 from reliability import node_protocol as model

@@ -1,7 +1,5 @@
 """Groups that span nodes, here virtual ones: processes that share memory only inside a node, and gloo between nodes.
-
-Dispatch and combine run against the oracles of one node, byte for byte; a layer against itself on one node.
-"""
+Dispatch and combine run against the oracles of one node, byte for byte; a layer against itself on one node."""
 
 import ctypes
 import itertools
@@ -47,34 +45,23 @@ STEP = len(routings.STRATA) + 1  # a case of every stratum
 
 
 # -- topology ---------------------------------------------------------------------------------------------------------
-
-
 def test_hosts_are_nodes():
     topology = find_topology("aabb", 2, None)
     assert topology.nodes == ((0, 1), (2, 3))
     assert (topology.node, topology.local_rank, topology.ranks, topology.rail) == (1, 0, (2, 3), (0, 2))
-
-
-def test_ranks_of_hosts_may_alternate():
-    topology = find_topology("abab", 3, None)
+    topology = find_topology("abab", 3, None)  # ranks of hosts may alternate
     assert topology.nodes == ((0, 2), (1, 3))
     assert (topology.node, topology.local_rank, topology.rail) == (1, 1, (2, 3))
 
 
-def test_a_host_may_be_cut():
+def test_a_host_may_be_cut_and_hosts_are_not_joined():
     assert find_topology("aaaabbbb", 5, 2).nodes == ((0, 1), (2, 3), (4, 5), (6, 7))
     assert find_topology("abab", 0, 1).nodes == ((0,), (1,), (2,), (3,))
     assert find_topology("aaa", 0, None).num_nodes == find_topology("aaa", 0, 3).num_nodes == 1
-
-
-def test_hosts_are_not_joined():
     with pytest.raises(ArgumentError, match=r"ranks_per_node \(4\) must divide the 2 ranks .* node of rank 0"):
         find_topology("aabb", 0, 4)
     with pytest.raises(ArgumentError, match=r"ranks_per_node \(2\) must divide the 3 ranks .* node of rank 2"):
         find_topology("aabbb", 0, 2)
-
-
-def test_the_odd_node_is_named():
     with pytest.raises(BackendUnavailable, match=r"rank 4 is on a node with 1 ranks .* but rank 0 on one with 2"):
         find_topology("aabbc", 0, None)
 
@@ -162,8 +149,6 @@ def test_wrong_numbers_of_ranks_per_node(rank: int, num_ranks: int) -> None:
 
 
 # -- bits -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("check", "first"), [(check_dispatch, 0), (check_combine, 3)], ids=["dispatch", "combine"])
 @pytest.mark.parametrize(("num_ranks", "ranks_per_node"), LAYOUTS)
 def test_trips_are_the_oracle_bit_for_bit(cluster, num_ranks: int, ranks_per_node: int, check, first: int):
@@ -276,8 +261,7 @@ def test_ranks_of_a_node_need_not_be_neighbours(cluster, tmp_path: Path):
 @run_on(4)
 def test_two_groups_of_two_nodes(rank: int, num_ranks: int, findings: Findings) -> None:
     """Two EP groups of two nodes each, and in each two heaps that are used in turn."""
-    groups = [dist.new_group(ranks) for ranks in ((0, 2), (1, 3))]
-    group = groups[rank % 2]
+    group = [dist.new_group(ranks) for ranks in ((0, 2), (1, 3))][rank % 2]
     with open_heap("cpu", group=group, ranks_per_node=1) as one, open_heap("cpu", group=group) as other:
         findings.equal("ranks", (one.bootstrap.global_ranks, one.topology.num_nodes), ([rank % 2, rank % 2 + 2], 2))
         findings.equal("nodes of the other", other.topology.num_nodes, 1)
@@ -348,8 +332,6 @@ def test_checkpoints_do_not_know_of_nodes(cluster, tmp_path: Path):
 
 
 # -- capacity of the rails --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("num_ranks", "ranks_per_node"), LAYOUTS)
 def test_rails_drop_the_last_tokens(cluster, num_ranks: int, ranks_per_node: int):
     assert cluster(num_ranks).findings(drop_on_rails, ranks_per_node) == []

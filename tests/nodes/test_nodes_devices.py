@@ -1,8 +1,7 @@
 """What GPUs on several nodes do, on CPUs: hosts that learn late of what has gone wrong, and a rail that bounds nothing.
-
 A host looks for errors now and then, not after every barrier, so that it has met ranks of other nodes for exchanges
-whose payload nobody can use. The rail is gloo, with what NCCL does: it waits for ever, and says nothing of lost ranks.
-"""
+whose payload nobody can use. The rail is gloo, with what NCCL does: it waits for ever, and says nothing of lost
+ranks."""
 
 import contextlib
 import math

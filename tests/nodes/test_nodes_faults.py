@@ -1,8 +1,6 @@
-"""What goes wrong in groups that span nodes: every rank of every node raises the same error, in the same call.
-
-A wrong argument or a full heap on one rank is followed by calls that work. A rank, or a whole node, that is killed or
-stopped is named within the bound of the rails, and closing waits for nobody.
-"""
+"""What goes wrong in groups that span nodes: every rank of every node raises the same error, in the same call. A wrong
+argument or a full heap on one rank is followed by calls that work. A rank, or a whole node, that is killed or stopped
+is named within the bound of the rails, and closing waits for nobody."""
 
 import os
 import signal
@@ -24,8 +22,6 @@ LAYOUTS = [pytest.param(4, 2, id="2 x 2"), pytest.param(3, 1, id="3 x 1", marks=
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("num_ranks", "ranks_per_node"), LAYOUTS)
 @pytest.mark.parametrize("culprit", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_wrong_calls(cluster, num_ranks: int, ranks_per_node: int, culprit: int):
@@ -92,8 +88,7 @@ def fail_across(rank: int, num_ranks: int) -> tuple[str, str]:
 
 def test_who_fails_says_so_to_its_rail_first(cluster):
     first, *others = cluster(4).run(fail_across)
-    assert first[0] == "ArgumentError"
-    assert others == [first] * 3
+    assert (first[0], others) == ("ArgumentError", [first] * 3)
 
 
 def lost_at_the_start(rank: int, num_ranks: int) -> tuple[str, float]:
@@ -118,8 +113,6 @@ def test_a_rank_that_ends_at_the_start():
 
 
 # -- lost ranks -------------------------------------------------------------------------------------------------------
-
-
 POINTS = {
     "plan: barrier": (nodes.Ready, "barrier", control.PHASE_PLAN),
     "plan: rail": (nodes.Ready, "meet", control.PHASE_NODES_PLAN),

@@ -1,8 +1,6 @@
-"""Networks that misbehave: a TCP relay on each rail between two virtual nodes delays, stalls or cuts, in every phase.
-
-A rank that no longer hears of another cannot know whether that one has gone or the network between them: the two ends
-of a rail that breaks name each other. Ranks that hear of it from them name one of the two.
-"""
+"""Networks that misbehave: a TCP relay on each rail between two virtual nodes delays, stalls or cuts, in every phase. A
+rank that no longer hears of another cannot know whether that one has gone or the network between them: the two ends of
+a rail that breaks name each other. Ranks that hear of it from them name one of the two."""
 
 import time
 from typing import Any

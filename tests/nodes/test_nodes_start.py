@@ -45,8 +45,6 @@ def what_is_there() -> Counter[str]:
 
 
 # -- what goes wrong on one rank --------------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def answers_not() -> Iterator[None]:
     """The kernel drops who comes, as some firewalls do: there is no room in the queue of this listener."""
@@ -147,14 +145,10 @@ def test_messages_have_their_own_bounds(rank: int, num_ranks: int) -> None:
 
 
 # -- connections of hosts -------------------------------------------------------------------------------------------
-
-
 def test_strangers_are_not_taken_for_ranks():
     with reach.Listener() as listener:
         for said in (reach.hello(b"other", 1), reach.hello(b"token", 2), b"", reach.hello(b"token", 1)):
-            with reach.connect({1: listener.endpoint}, PROMPT_S)[0][
-                1
-            ] as sends:  # what is said arrives, though it closes
+            with reach.connect({1: listener.endpoint}, PROMPT_S)[0][1] as sends:  # what is said arrives all the same
                 sends.sendall(said)
         come = listener.accept([1], b"token", PROMPT_S)
         assert [*come] == [1]
@@ -192,8 +186,6 @@ def test_addresses_of_a_device():
 
 
 # -- NCCL, of which there is none -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("how", "text"),
     [

@@ -46,8 +46,7 @@ def test_two_nodes_train_as_one_does(tmp_path: Path, ranks_of_node: int):
     """EP groups inside a node, replicas of the experts across: every bit as in one node with as many ranks."""
     two = train(tmp_path / "two", nodes(2, ranks_of_node), f"--ep={ranks_of_node}")
     one = train(tmp_path / "one", nodes(1, 2 * ranks_of_node), f"--ep={ranks_of_node}")
-    assert [record["step"] for record in two] == list(range(1, STEPS + 1))
-    assert two == one
+    assert ([record["step"] for record in two], two) == (list(range(1, STEPS + 1)), one)
     # Weights and moments of all ranks, and the text that the model writes.
     found, expected = tree(tmp_path / "two" / "checkpoints"), tree(tmp_path / "one" / "checkpoints")
     assert found == expected
@@ -87,8 +86,7 @@ def one_node(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[
 @pytest.mark.parametrize("num_agents", [1, 2])
 def test_an_ep_group_that_spans_two_nodes(tmp_path: Path, one_node: tuple[Path, list[dict[str, Any]]], num_agents: int):
     """Virtual nodes of one agent, and two agents that find each other: every bit as in one node."""
-    ranks_of_agent = 4 // num_agents
-    on = nodes(num_agents, ranks_of_agent, elastic=num_agents > 1)
+    on = nodes(num_agents, 4 // num_agents, elastic=num_agents > 1)
     out, expected = one_node
     records = train(tmp_path, on, "--ranks-per-node=2", "--order=slot")
     assert records == expected
@@ -114,6 +112,5 @@ def test_two_nodes_of_gpus():
     one = losses_of(nodes(1, 2 * each, on_gpus=True), f"--ep={each}")
     numbers = [[[float(number) for number in _NUMBER.findall(line)] for line in lines] for lines in (two, one)]
     for (step, loss, norm), (other_step, other_loss, other_norm) in zip(*numbers, strict=True):
-        assert step == other_step
-        assert loss == pytest.approx(other_loss, rel=2e-3)
+        assert (step, loss) == (other_step, pytest.approx(other_loss, rel=2e-3))
         assert norm == pytest.approx(other_norm, rel=5e-2)

@@ -30,16 +30,8 @@ def batches(width: int = 64, dtype: torch.dtype = torch.bfloat16) -> list[torch.
     return [torch.randn(16, width, generator=generator).to(dtype) for _ in range(MICRO_BATCHES)]
 
 
-def linear(x: torch.Tensor, layer: symmoe.GroupedLinear) -> torch.Tensor:
-    return layer(x, SPLITS)
-
-
 def experts(x: torch.Tensor, layer: symmoe.GroupedMLP) -> torch.Tensor:
     return layer(x, SPLITS, x.detach()[:, 0].float())
-
-
-def three(x: torch.Tensor, layer: symmoe.Sequential) -> torch.Tensor:
-    return layer(x, SPLITS, x.detach()[:, 0].float(), SPLITS)
 
 
 def recomputed(x: torch.Tensor, layer: symmoe.GroupedMLP) -> torch.Tensor:
@@ -56,10 +48,11 @@ def made(kind: str, recipe, **options) -> tuple[torch.nn.Module, Callable, int]:
     torch.manual_seed(1)
     options = {"precision": recipe, "dtype": torch.bfloat16, **options}
     if kind == "linear":
-        return symmoe.GroupedLinear(3, 64, 96, **options), linear, 1
+        return symmoe.GroupedLinear(3, 64, 96, **options), lambda x, layer: layer(x, SPLITS), 1
     if kind == "three":
         fc1, fc2 = symmoe.GroupedLinear(3, 64, 64, **options), symmoe.GroupedLinear(3, 32, 64, **options)
-        return symmoe.Sequential(fc1, symmoe.ScaledSwiGLU(), fc2), three, 2
+        three = symmoe.Sequential(fc1, symmoe.ScaledSwiGLU(), fc2)
+        return three, lambda x, layer: layer(x, SPLITS, x.detach()[:, 0].float(), SPLITS), 2
     if kind == "autocast":
         options["dtype"] = torch.float32
     call = {"mlp": experts, "recomputed": recomputed, "autocast": autocast}[kind]
@@ -170,8 +163,6 @@ def test_backward_after_the_block_takes_what_forward_has_kept(monkeypatch):
 
 
 # -- stale weights ----------------------------------------------------------------------------------------------------
-
-
 def test_a_step_inside_is_found():
     """In the next forward pass, which says both versions; after the block all is well."""
     module, call, _ = made("mlp", Float8Block())
@@ -242,8 +233,6 @@ def test_writes_that_autograd_does_not_see_are_not_found():
 
 
 # -- the block --------------------------------------------------------------------------------------------------------
-
-
 def test_an_exception_leaves_the_block():
     module, call, _ = made("mlp", Float8Block())
     with pytest.raises(ArgumentError, match="rows"), symmoe.constant_weights(module):
@@ -355,8 +344,6 @@ def test_recomputing_in_another_graph_makes_its_own(monkeypatch):
 
 
 # -- expert parallelism -----------------------------------------------------------------------------------------------
-
-
 def run_layer(layer: symmoe.MoELayer, rank: int, block) -> tuple[list[torch.Tensor], dict[str, int]]:
     """What several micro-batches give, and how often a weight was quantised."""
     found = []

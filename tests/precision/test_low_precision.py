@@ -29,7 +29,6 @@ def splits_of(inputs):
 
 
 # -- against float64 --------------------------------------------------------------------------------------------------
-
 PLAIN = cases.Case(bias=False, buffers=())
 # Sums are fp32; an element that lies between two numbers of a format may be rounded to the other one.
 SAME_NUMBERS = 2e-3
@@ -89,8 +88,7 @@ def test_experts_multiply_these_numbers(recipe, dtype):
     def rounded(values):
         return torch.from_numpy(values).to(dtype).float().numpy()
 
-    want = oracle.mlp(recipes.NUMBERS[recipe], *arguments, round_to=rounded)
-    for name, numbers in want.items():
+    for name, numbers in oracle.mlp(recipes.NUMBERS[recipe], *arguments, round_to=rounded).items():
         got = recipes.rows_of_groups(ran.tensors[name], name)
         assert relative_error(got, numbers) < (SAME_NUMBERS if dtype == torch.float32 else 6e-3), name
 
@@ -110,8 +108,6 @@ def test_errors_are_those_of_the_format(recipe):
 
 
 # -- the caller's buffers, and everything else that a layer may be asked for -------------------------------------------
-
-
 @recipes.every_recipe
 @pytest.mark.parametrize("path", cases.PATHS[1:])
 def test_fused_experts_are_three_modules(recipe, path):
@@ -144,14 +140,11 @@ def test_bias_gradients_have_the_bits_of_a_kernel_that_only_sums(recipe, way, dt
 def test_layers_of_two_precisions_are_not_fused():
     case = cases.Case(dtype=torch.bfloat16, bias=False)
     inputs = cases.make_inputs(case, sizes=recipes.SMALL)
-    layers = (
-        cases.make_linear(case, inputs.w1, inputs.b1, precision=MXFP8()),
-        cases.make_linear(case, inputs.w2, inputs.b2),
-    )
-    activation = ScaledSwiGLU()
-    found = Sequential(layers[0], activation, layers[1])(inputs.x, inputs.splits, inputs.scale, inputs.splits)
-    a = activation(layers[0](inputs.x, inputs.splits), inputs.scale)
-    cases.assert_same_bits(cases.used(found, recipes.SMALL), cases.used(layers[1](a, inputs.splits), recipes.SMALL))
+    fc1 = cases.make_linear(case, inputs.w1, inputs.b1, precision=MXFP8())
+    fc2, activation = cases.make_linear(case, inputs.w2, inputs.b2), ScaledSwiGLU()
+    found = Sequential(fc1, activation, fc2)(inputs.x, inputs.splits, inputs.scale, inputs.splits)
+    a = activation(fc1(inputs.x, inputs.splits), inputs.scale)
+    cases.assert_same_bits(cases.used(found, recipes.SMALL), cases.used(fc2(a, inputs.splits), recipes.SMALL))
 
 
 @recipes.every_recipe
@@ -165,8 +158,7 @@ def test_buffers_of_the_caller(recipe):
         cases.assert_buffers_used(ran, buffers, recipes.TINY)
         plain = case.dtype, case.is_nd, case.bias, case.main_grad
         if plain not in want:
-            internal = replace(case, buffers=(), delayed=False)
-            want[plain] = cases.run_linear(internal, inputs, precision=recipe)
+            want[plain] = cases.run_linear(replace(case, buffers=(), delayed=False), inputs, precision=recipe)
             for name in ("y", "d_x"):
                 tail = want[plain].tensors[name].flatten(0, -2)[recipes.TINY.num_used :]
                 assert not tail.any(), "a tail allocated here is zero"
@@ -175,10 +167,8 @@ def test_buffers_of_the_caller(recipe):
         assert dtypes.pop("d_fc.weight") == (torch.float32 if case.main_grad else case.dtype)
         assert set(dtypes.values()) == {case.dtype}
         exact = cases.linear_oracle(inputs, replace(case, bias=False))["d_x"]
-        assert (
-            relative_error(cases.used(ran.tensors["d_x"], recipes.TINY), exact)
-            < 1.5 * recipes.ONE_PRODUCT[recipe.row_format.element]
-        )
+        error = relative_error(cases.used(ran.tensors["d_x"], recipes.TINY), exact)
+        assert error < 1.5 * recipes.ONE_PRODUCT[recipe.row_format.element]
 
 
 @recipes.every_recipe
@@ -291,10 +281,8 @@ def test_without_gradients(recipe):
     assert want.requires_grad
     for context in (torch.no_grad, torch.inference_mode):
         with context():
-            cases.assert_same_bits(
-                cases.used(mlp(inputs.x, inputs.splits, inputs.scale), recipes.SMALL),
-                cases.used(want.detach(), recipes.SMALL),
-            )
+            found = mlp(inputs.x, inputs.splits, inputs.scale)
+            cases.assert_same_bits(cases.used(found, recipes.SMALL), cases.used(want.detach(), recipes.SMALL))
     mlp.requires_grad_(False)
     x = inputs.x.clone().requires_grad_()
     mlp(x, inputs.splits, inputs.scale).backward(inputs.d_y)
@@ -313,8 +301,7 @@ def test_parameters_and_state_dicts_are_those_of_any_layer(recipe):
     for name, tensor in plain.state_dict().items():
         cases.assert_same_bits(quantised.state_dict()[name], tensor, name)
     assert str(recipe) in repr(quantised)
-    copied = copy.deepcopy(quantised)
-    assert copied.precision == recipe
+    assert copy.deepcopy(quantised).precision == recipe
 
 
 def test_weights_must_not_change_before_backward():
@@ -333,8 +320,6 @@ def test_weights_must_not_change_before_backward():
 
 
 # -- stochastic rounding ----------------------------------------------------------------------------------------------
-
-
 def test_seeds_come_from_the_gradients_of_the_group_alone():
     generator = torch.Generator().manual_seed(1)
     for dtype in cases.DTYPES:
@@ -361,10 +346,8 @@ def test_seeds_come_from_the_gradients_of_the_group_alone():
 
 
 def test_stochastic_gradients_are_right_in_the_mean():
-    """The mean over gradients that hardly differ comes near the exact one; rounded to nearest, it stays where it is.
-
-    Of n independent errors, the mean has the root of 1 / n of one.
-    """
+    """The mean over gradients that hardly differ comes near the exact one; rounded to nearest, it stays where it is. Of
+    n independent errors, the mean has the root of 1 / n of one."""
     case = cases.Case(dtype=torch.float32, bias=False, buffers=())
     inputs = cases.make_inputs(case, sizes=recipes.SMALL, width=recipes.OUT, out_features=recipes.OUT)
     errors, num_steps = {}, 16
@@ -376,8 +359,7 @@ def test_stochastic_gradients_are_right_in_the_mean():
         mean = 0.0
         for step in range(num_steps):
             x = inputs.x.clone().requires_grad_()
-            y = layer(x, inputs.splits)
-            (d_x,) = torch.autograd.grad(y, x, inputs.d_y * (1 + 1e-6 * step))
+            (d_x,) = torch.autograd.grad(layer(x, inputs.splits), x, inputs.d_y * (1 + 1e-6 * step))
             mean = mean + cases.used(d_x, recipes.SMALL) / num_steps
         groups = torch.repeat_interleave(torch.arange(4), torch.tensor(recipes.SMALL.splits))
         wanted = torch.einsum("no,noc->nc", cases.used(inputs.d_y, recipes.SMALL), weight[groups])

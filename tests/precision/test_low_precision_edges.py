@@ -30,8 +30,6 @@ def wires(recipe: Recipe) -> tuple[str, ...]:
 
 
 # -- tokens of NaN and Inf --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("what", ["NaN", "Inf"])
 @pytest.mark.parametrize("recipe", [*RECIPES, NVFP4(stochastic_gradients=False)], ids=str)
 def test_bad_tokens_stay_alone(cluster, recipe, what):
@@ -41,7 +39,6 @@ def test_bad_tokens_stay_alone(cluster, recipe, what):
 
 
 # -- padding, duplicates, drops ---------------------------------------------------------------------------------------
-
 EXPERTS, H, I, K, T = 8, 64, 32, 3, 24
 
 
@@ -65,19 +62,12 @@ def test_padding_duplicates_and_drops(
         plan = make_plan(ids, num_experts=EXPERTS, heap=heap, **limits)
         leaves = x.clone().requires_grad_(), probs.clone().requires_grad_()
         y = expert_parallel_mlp(
-            *leaves,
-            experts,
-            plan,
-            order="slot",
-            quantized_wire=wire,
-            **{"schedule": "always-overlapped", **options},
+            *leaves, experts, plan, order="slot", quantized_wire=wire, **{"schedule": "always-overlapped", **options}
         )
         weights = experts.fc1.weight, experts.fc2.weight
         found = [y.detach(), *torch.autograd.grad(y, (*leaves, *weights), dy)]
-        return dict(zip(("y", "dx", "dprobs", "dw1", "dw2"), found, strict=True)) | {
-            "kept": plan.slot_to_row >= 0,
-            "dropped": plan.num_dropped.item(),
-        }
+        drops = {"kept": plan.slot_to_row >= 0, "dropped": plan.num_dropped.item()}
+        return dict(zip(("y", "dx", "dprobs", "dw1", "dw2"), found, strict=True)) | drops
 
     whole = run(ids)
     findings.check(not whole["y"][3].any() and not whole["dx"][3].any(), "a token of no expert gets something")
@@ -98,8 +88,6 @@ def test_padding_duplicates_and_drops(
 
 
 # -- what is kept, and for how long -----------------------------------------------------------------------------------
-
-
 def alive(dtype: torch.dtype, *shapes: tuple[int, ...]) -> int:
     """Tensors like these."""
     gc.collect()
@@ -148,8 +136,6 @@ def test_what_torch_computes_of_operands_is_not_read():
 
 
 # -- other ranks ------------------------------------------------------------------------------------------------------
-
-
 @run_on(2)
 def test_a_wire_without_a_recipe_raises_on_every_rank(rank: int, num_ranks: int, heap: SymmetricHeap) -> None:
     """Only rank 1 wants rows quantised, by experts that have no recipe for it."""
@@ -195,9 +181,7 @@ def test_gpus_that_are_too_old_are_refused_at_construction(monkeypatch, heap, re
 
 
 @run_on(2)
-def test_an_old_gpu_of_one_rank_raises_on_every_rank(
-    rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap
-) -> None:
+def test_an_old_gpu_of_one_rank_raises_on_every_rank(rank, num_ranks, findings: Findings, heap: SymmetricHeap) -> None:
     """Only rank 1 has one: each call raises on both ranks, and the next call without it works."""
     found = architectures.capability
     config = MoEConfig(hidden=64, ffn=32, num_experts=2 * num_ranks, top_k=1, precision=MXFP8())
@@ -222,8 +206,6 @@ def test_an_old_gpu_of_one_rank_raises_on_every_rank(
 
 
 # -- what is counted --------------------------------------------------------------------------------------------------
-
-
 def count_bytes(rank: int, num_ranks: int, heap: SymmetricHeap, recipe: Recipe, wire: str) -> tuple[int, int]:
     config = MoEConfig(hidden=256, ffn=32, num_experts=2 * num_ranks, top_k=2, precision=recipe, quantized_wire=wire)
     torch.manual_seed(1)

@@ -2,6 +2,7 @@
 
 import gc
 from dataclasses import replace
+from functools import partial
 
 import low_precision_checks as checks
 import numpy as np
@@ -25,9 +26,14 @@ from symmoe.precision import MXFP8, NVFP4, Float8Block
 from symmoe.precision.wire import WireFormat
 from symmoe.symm_mem.memory import ALIGNMENT_BYTES
 
+slowly = partial(pytest.param, marks=pytest.mark.slow)
+
+
+def wired(*cases):
+    return pytest.mark.parametrize(("recipe", "wire"), cases, ids=str)
+
+
 # -- one step, in every way -------------------------------------------------------------------------------------------
-
-
 @every_recipe
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_all_ways_give_the_same_bits(cluster, num_ranks: int, recipe):
@@ -35,12 +41,8 @@ def test_all_ways_give_the_same_bits(cluster, num_ranks: int, recipe):
 
 
 # -- any number of ranks ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("recipe", "wire"), [(NVFP4(), "none"), (Float8Block(), "both"), (MXFP8(), "forward")], ids=str
-)
+@wired((NVFP4(), "none"), (Float8Block(), "both"), (MXFP8(), "forward"))
 def test_any_number_of_ranks_gives_the_same_bits(cluster, recipe, wire):
     """With order="slot", stochastic rounding included: it depends on the expert's rows and not on where they are."""
     want = None
@@ -55,27 +57,14 @@ def test_any_number_of_ranks_gives_the_same_bits(cluster, recipe, wire):
 
 
 # -- the layer --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("recipe", "wire"), [(NVFP4(), "none"), (Float8Block(), "both"), (MXFP8(), "backward")], ids=str
-)
+@wired((NVFP4(), "none"), (Float8Block(), "both"), (MXFP8(), "backward"))
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_layers(cluster, num_ranks: int, recipe, wire):
     assert cluster(num_ranks).findings(checks.check_layer, "cpu", recipe, wire) == []
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize(
-    ("recipe", "wire"),
-    [
-        (Float8Block(), "none"),
-        (Float8Block(), "both"),
-        (MXFP8(), "none"),
-        pytest.param(NVFP4(), "none", marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
+@wired((Float8Block(), "none"), (Float8Block(), "both"), (MXFP8(), "none"), slowly(NVFP4(), "none"))
 def test_second_bias(cluster, num_ranks: int, recipe, wire: str):
     assert cluster(num_ranks).findings(checks.check_second_bias, "cpu", recipe, wire) == []
 
@@ -99,15 +88,16 @@ def test_rows_on_their_way_are_waited_for():
 
 
 # -- rows on the wire -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("recipe", checks.WIRE_RECIPES, ids=str)
 @pytest.mark.parametrize("hidden", [64, 160, 512])
-def test_a_row_on_the_wire(recipe, hidden):
+def test_a_row_on_the_wire(monkeypatch, recipe, hidden):
     """Bytes are what the recipe makes of the row; they come out as they went in, in any order."""
     wire, x = WireFormat(recipe, hidden), torch.randn(20, hidden).bfloat16()
     x[3], x[4, 5] = 0, torch.nan
-    sent, quantized = wire.encode(x), recipe.quantize(x)
+    counts = checks.count_calls(monkeypatch, "quantize_rows", "encode_rows")
+    sent = wire.encode(x)
+    assert counts == {"quantize_rows": 0, "encode_rows": 1}
+    quantized = recipe.quantize(x)
     assert wire.row_bytes % 16 == 0
     assert 0 <= wire.row_bytes - recipe.row_bytes(hidden) < 16
     assert wire.row_bytes < 0.55 * 2 * hidden or hidden < 512
@@ -142,21 +132,19 @@ def test_a_row_on_the_wire(recipe, hidden):
 @every_recipe
 def test_gradients_of_biases_come_with_the_quantised_gradients(monkeypatch, recipe):
     """No kernel reads the rows for them, unless nothing else asks for quantised rows."""
-    counts = checks.count_calls(
-        monkeypatch, "dact_quantize", "scaled_activation_grad", "grouped_bias_grad", "sum_dbias"
-    )
+    seen = checks.count_calls(monkeypatch, "dact_quantize", "scaled_activation_grad", "grouped_bias_grad", "sum_dbias")
     mlp = GroupedMLP(2, 64, 128, bias=True, precision=recipe, dtype=torch.bfloat16)
     x = torch.randn(8, 64, dtype=torch.bfloat16)
     mlp(x, [3, 5], torch.ones(8)).sum().backward()
     assert mlp.fc1.bias.grad.any()
     apart = recipe.row_format.has_global_scale  # activation and quantiser
     wanted = {"dact_quantize": 1 - apart, "scaled_activation_grad": apart, "sum_dbias": 1 + apart}
-    assert counts == {**wanted, "grouped_bias_grad": 0}
+    assert seen == {**wanted, "grouped_bias_grad": 0}
     linear = GroupedLinear(2, 64, 128, bias=True, precision=recipe, dtype=torch.bfloat16)
     for is_trained in (True, False):
-        counts.update(dict.fromkeys(counts, 0))
+        seen.update(dict.fromkeys(seen, 0))
         linear(x.requires_grad_(is_trained), [3, 5]).sum().backward()
-        assert (counts["sum_dbias"], counts["grouped_bias_grad"]) == (is_trained, not is_trained)
+        assert (seen["sum_dbias"], seen["grouped_bias_grad"]) == (is_trained, not is_trained)
 
 
 @every_recipe
@@ -186,15 +174,7 @@ def test_a_weight_is_quantised_once(monkeypatch, recipe):
         assert (counts["quantize_weights"], counts["quantize_weight_pairs"]) == (num_weights, 0)
 
 
-def test_rows_are_put_on_the_wire_in_one_call(monkeypatch):
-    counts = checks.count_calls(monkeypatch, "quantize_rows", "encode_rows")
-    WireFormat(MXFP8(), 64).encode(torch.randn(5, 64))
-    assert counts == {"quantize_rows": 0, "encode_rows": 1}
-
-
 # -- memory -----------------------------------------------------------------------------------------------------------
-
-
 @every_recipe
 @pytest.mark.parametrize("stash", ["all", "rows", "hidden", "none"])
 def test_bytes_of_a_call(recipe, stash: str):
@@ -205,14 +185,7 @@ def test_bytes_of_a_call(recipe, stash: str):
         assert (plan.lease_bytes_per_call, plan.activation_bytes_per_call) == bytes_kept(config, 37), wire
 
 
-@pytest.mark.parametrize(
-    ("recipe", "wire"),
-    [
-        (Float8Block(), "both"),
-        pytest.param(MXFP8(), "backward", marks=pytest.mark.slow),
-        pytest.param(NVFP4(), "none", marks=pytest.mark.slow),
-    ],
-)
+@wired((Float8Block(), "both"), slowly(MXFP8(), "backward"), slowly(NVFP4(), "none"))
 @run_on(2)
 def test_the_heap_is_as_large_as_planned(rank: int, num_ranks: int, findings: Findings, recipe, wire: str) -> None:
     """1F1B runs on a heap of as many bytes as planned, with the bits of one after the other, and not on less."""
@@ -236,8 +209,6 @@ def test_the_heap_is_as_large_as_planned(rank: int, num_ranks: int, findings: Fi
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -258,8 +229,7 @@ def test_a_configuration_that_makes_no_sense(options, message):
 
 def test_a_configuration_is_a_value():
     config = checks.config_for(1, precision=Float8Block(power_of_two=True), quantized_wire="forward")
-    assert config == replace(config)
-    assert hash(config) == hash(replace(config))
+    assert (config, hash(config)) == (replace(config), hash(replace(config)))
     assert config != replace(config, precision=Float8Block())
     assert config.received_layout == "packed"
     assert replace(config, ffn=1024).received_layout == "packed"
@@ -278,14 +248,11 @@ def test_experts_must_have_the_precision_of_the_layer(heap: SymmetricHeap):
         expert_parallel_mlp(x, torch.ones(4, 2), layer.experts, plan, quantized_wire="both")
 
 
-def test_adapters_are_for_products_in_full():
+def test_adapters_are_for_products_in_full_and_recipes_want_multiples():
     mlp = GroupedMLP(2, 64, 32, precision=MXFP8())
     with pytest.raises(ArgumentError, match=r"fc1.precision \(MXFP8\(\)\) must be None"):
         add_lora(mlp, rank=4, alpha=1.0)
     assert all(parameter.requires_grad for parameter in mlp.parameters())
-
-
-def test_widths_of_linear_layers():
     for sizes, text in (((48, 64), r"in_features \(48\)"), ((64, 48), r"out_features \(48\)")):
         with pytest.raises(ArgumentError, match=text + r" must be a multiple of 32 for MXFP8"):
             GroupedLinear(2, *sizes, precision=MXFP8())

@@ -1,27 +1,130 @@
-"""Experts in E4M3 that begin with the rows that are there: parts of a layer's step."""
+"""Experts in E4M3 whose kernels begin with the rows that are there: parts of a layer's step, on CPUs and on GPUs."""
 
+import time
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
 from cluster import run_on
+from layers import make_layer, tokens_of
+from limits import HANG_S
 from low_precision_cases import RECIPES
-from low_precision_parts import H, I, Kernels, check_parts, layer_step
-from worker import open_heap
+from stacks import compare_bits
+from worker import Findings, open_heap, poison
 
-from symmoe import MoEConfig
+from symmoe import MoEConfig, kernels
 from symmoe.grouped import quantized_experts
 from symmoe.precision import MXFP8, NVFP4, Float8Block
 
+H, I = 144, 128
+RANK_TO_TOKENS = (400, 5, 900, 1)  # experts of several tiles
+# Where row_range is.
+PART_KERNELS = {"grouped_gemm_quantized": 2, "quantize_rows": 1, "unpack_rows": 1, "act_quantize": 2}
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize(
-    ("recipe", "dtype"),
-    [(Float8Block(), torch.bfloat16), (Float8Block(power_of_two=True), torch.bfloat16), (Float8Block(), torch.float32)],
-    ids=str,
+
+def is_part(row_range: torch.Tensor) -> bool:
+    """Whether it is the rows of one source rank, out of plan.source_to_rows, and not plan.row_range, which comes second
+    in the plan's storage."""
+    first_after_splits = -(-row_range.shape[1] // 4) * 4
+    return row_range.storage_offset() != first_after_splits
+
+
+class Kernels:
+    """Counts the calls of PART_KERNELS, with parts and with all rows, while it is open; the first one takes `lag_s`."""
+
+    def __init__(self, lag_s: float = 0.0) -> None:
+        self.calls: Counter[tuple[str, bool]] = Counter()
+        self._lag_s = lag_s
+
+    def __enter__(self) -> "Kernels":
+        self._hooked = kernels.hooked(torch.device("cpu"), self._count)
+        self._hooked.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hooked.__exit__(None, None, None)
+
+    def _count(self, name: str, kernel, /, *args, **options):
+        if name in PART_KERNELS:
+            self.calls[name, is_part(args[PART_KERNELS[name]])] += 1
+            time.sleep(self._lag_s)
+            self._lag_s = 0.0
+        return kernel(*args, **options)
+
+
+def layer_step(heap, config: MoEConfig, dtype: torch.dtype) -> list[torch.Tensor]:
+    """y and all gradients of the layer that every configuration of these sizes has."""
+    poison(heap)
+    layer, _ = make_layer(heap, config)
+    layer.experts.to(dtype)
+    num_tokens = RANK_TO_TOKENS[heap.rank]
+    x, dy = (tokens_of(heap.rank, num_tokens, config.hidden, salt=salt).to(heap.device, dtype) for salt in (1, 2))
+    y, _ = layer(x.requires_grad_())
+    y.backward(dy)
+    return [y.detach(), x.grad, *(parameter.grad for parameter in layer.parameters())]
+
+
+def expected_calls(config: MoEConfig, num_parts: int, dtype: torch.dtype) -> Counter:
+    """With ranges: of each product, of what makes its rows and of the activation, as often as there are parts."""
+    forward, backward = (
+        "unpack_rows" if config.quantized_wire in (direction, "both") else "quantize_rows"
+        for direction in ("forward", "backward")
+    )
+    num_forward = num_parts * (1 if config.stash in ("all", "hidden") else 2)  # FC1 again
+    counts = Counter({"grouped_gemm_quantized": num_forward + 2 * num_parts})  # FC1, FC2 and FC2's dgrad
+    counts[forward] += num_forward
+    counts[backward] += num_parts
+    if dtype != torch.float32:  # for which no kernel activates and quantises
+        counts["act_quantize"] += num_forward
+    return counts
+
+
+WIRES = (
+    ("none", "all", "packed", {}),
+    ("both", "none", "packed", {}),
+    ("forward", "hidden", "expert-major", {}),
+    ("both", "all", "expert-major", {"capacity": 2 * sum(RANK_TO_TOKENS), "max_tokens": max(RANK_TO_TOKENS)}),
 )
-def test_parts_have_the_bits_of_the_whole(cluster, num_ranks: int, recipe, dtype):
-    assert cluster(num_ranks).findings(check_parts, "cpu", recipe, dtype) == []
+
+
+def configs(num_ranks: int, recipe, hidden: int, ffn: int) -> list[MoEConfig]:
+    """One for each of WIRES."""
+    sizes = {"hidden": hidden, "ffn": ffn, "num_experts": 2 * num_ranks, "top_k": 2, "precision": recipe}
+    return [
+        MoEConfig(**sizes, quantized_wire=wire, stash=stash, layout=layout, schedule="always-overlapped", **limits)
+        for wire, stash, layout, limits in WIRES
+    ]
+
+
+def check_parts(rank: int, num_ranks: int, findings: Findings, device: str, recipe, dtype: torch.dtype) -> None:
+    """The bits of one thing after the other. On CPUs also: every product that reads arriving rows, or makes rows that
+    are sent, has as many parts as there are ranks."""
+    with open_heap(device, num_bytes=64 << 20) as heap:
+        for config in configs(num_ranks, recipe, *((H, I) if device == "cpu" else (512, 256))):
+            findings.where = f"rank {rank} of {num_ranks}, {config}, {dtype}"
+            want = layer_step(heap, replace(config, schedule="serial"), dtype)
+            with Kernels() as kernels:
+                got = layer_step(heap, config, dtype)
+            compare_bits(findings, got, want)
+            findings.check(not any(tensor.isnan().any() for tensor in want), "there is nothing to compare")
+            if device == "cpu":
+                with_ranges = Counter({name: n for (name, are), n in kernels.calls.items() if are})
+                findings.equal("calls with ranges", with_ranges, expected_calls(config, num_ranks, dtype))
+
+
+BF16, BLOCKS = torch.bfloat16, (Float8Block(), Float8Block(power_of_two=True))
+# A kernel whose warps wait for each other for ever cannot be interrupted: the process ends.
+ON_GPUS = [pytest.mark.gpu, pytest.mark.timeout(200, method="thread")]
+CALLS = [(num_ranks, "cpu", recipe, BF16) for num_ranks in (2, 3) for recipe in BLOCKS]
+CALLS += [(num_ranks, "cpu", Float8Block(), torch.float32) for num_ranks in (2, 3)]
+CALLS += [pytest.param(num_ranks, "cuda", recipe, BF16, marks=ON_GPUS) for num_ranks in (2, 4) for recipe in BLOCKS]
+
+
+@pytest.mark.parametrize(("num_ranks", "device", "recipe", "dtype"), CALLS, ids=str)
+def test_parts_have_the_bits_of_the_whole(cluster, num_ranks: int, device: str, recipe, dtype: torch.dtype):
+    timeout_s = HANG_S if device == "cpu" else 190.0
+    assert cluster(num_ranks, device).findings(check_parts, device, recipe, dtype, timeout_s=timeout_s) == []
 
 
 def all_at_once(weights, wire, x, parts, dbias):

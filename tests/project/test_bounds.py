@@ -1,4 +1,5 @@
-"""The bounds of support/budgets.py hold: lines of rooms, crowds, and how far the way of one step is."""
+"""`make lint` finds nothing, and the bounds of support/budgets.py hold: lines of rooms, crowds, and how far the way of
+one step is."""
 
 import ast
 import os
@@ -11,6 +12,7 @@ import budgets
 import pytest
 import torch
 from layers import make_layer
+from programs import printed_by
 from worker import open_heap
 
 import symmoe
@@ -88,3 +90,12 @@ def test_functions_with_many_parameters_are_found():
     many = ", ".join(f"p{i}" for i in range(9))
     source = f"def f({many}): ...\ndef g({many[4:]}): ...\n@triton.jit\ndef k({many}): ...\n"
     assert [node.name for node in budgets._with_many_parameters(list(ast.walk(ast.parse(source))))] == ["f"]
+
+
+LINT = ("ruff", "check", "symmoe", "tests", "examples", "benchmarks", "docs")
+
+
+@pytest.mark.parametrize("command", [LINT, pytest.param(("mypy",), marks=pytest.mark.slow)], ids=lambda words: words[0])
+def test_lint_finds_nothing(command: tuple[str, ...]):
+    pytest.importorskip(command[0], reason="looks for faults in sources: pip install '.[dev]'")
+    printed_by("-m", *command, cwd=budgets.ROOT)

@@ -19,11 +19,8 @@ def raised_on_the_last(rank: int, num_ranks: int) -> None:
     assert rank < num_ranks - 1
 
 
-def test_a_finding_of_one_rank_fails_the_test(cluster: Callable[..., Cluster]):
+def test_a_finding_and_an_error_of_one_rank_fail_the_test(cluster: Callable[..., Cluster]):
     with pytest.raises(AssertionError, match=r"^rank 1 of 2: one is wrong$"):
         found_on_rank_1(cluster=cluster, text="one is wrong")
-
-
-def test_an_error_of_one_rank_fails_the_test(cluster: Callable[..., Cluster]):
     with pytest.raises(RankFailure, match="rank < num_ranks - 1"):
         raised_on_the_last(cluster=cluster, num_ranks=2)

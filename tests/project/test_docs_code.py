@@ -1,9 +1,7 @@
-"""The program of every page runs as a reader would run it, on CPUs.
-
-A page's Python blocks, one after the other, are its `train.py`. It is started by the commands that the page prints for
-it, and without one by `python train.py`. A block after `<!-- not run: the reason -->` is left out. README's program has
-the launcher itself; those of other pages have what torchrun gives its ranks.
-"""
+"""The program of every page runs as a reader would run it, on CPUs. A page's Python blocks, one after the other, are
+its `train.py`. It is started by the commands that the page prints for it, and without one by `python train.py`. A block
+after `<!-- not run: the reason -->` is left out. README's program has the launcher itself; those of other pages have
+what torchrun gives its ranks."""
 
 import os
 import re
@@ -117,9 +115,7 @@ def run(command: list[str], folder: Path, *, by_launcher: bool = False) -> str:
         num_ranks = int(plain[1]) if plain[1] else None
         done = run_forked(folder / "train.py", num_ranks=num_ranks, folder=folder, environment=environment)
     else:
-        done = subprocess.run(
-            words, cwd=folder, env=environment, capture_output=True, text=True, timeout=HANG_S, check=False
-        )
+        done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=HANG_S)
     printed, errors = (
         "".join(path.read_text(errors="replace") for path in folder.glob(f"logs/**/{name}.log"))
         for name in ("stdout", "stderr")

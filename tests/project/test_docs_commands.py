@@ -56,9 +56,7 @@ def after_launcher(words: tuple[str, ...]) -> tuple[str, ...]:
 
 COMMANDS = [(page, words, after_launcher(words)) for page, words in commands()]
 OURS = sorted({rest for _, _, rest in COMMANDS if rest[:1] == ("symmoe",)})
-SCRIPTS = sorted(
-    {rest for _, _, rest in COMMANDS if rest and rest[0].endswith((".py", ".sh")) and rest[0] not in YOURS}
-)
+SCRIPTS = sorted({to for _, _, to in COMMANDS if to and to[0].endswith((".py", ".sh")) and to[0] not in YOURS})
 
 
 @pytest.fixture

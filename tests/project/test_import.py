@@ -64,14 +64,14 @@ def test_import_is_cheap_and_has_no_side_effects():
     assert out == "[] 1 True"
 
 
-def test_everything_public_is_there_without_triton_or_nvshmem():
+def test_everything_public_is_there_without_triton_or_nvshmem_and_so_is_low_precision():
     out = run(
         "import os, sys\n"
         "before = dict(os.environ)\n"
         "import torch, symmoe\n"
         "class Refuse:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name.split('.')[0] in ('triton', 'nvshmem', 'cuda'):\n"
+        "        if name.split('.')[0] in ('triton', 'nvshmem', 'cuda', 'ml_dtypes'):\n"
         "            raise ImportError(name + ' is not to be imported here')\n"
         "sys.meta_path.insert(0, Refuse())\n"
         "assert 'triton' not in sys.modules\n"
@@ -82,6 +82,8 @@ def test_everything_public_is_there_without_triton_or_nvshmem():
         "    rows, _ = symmoe.dispatch_tokens(torch.ones(1, 8), plan)\n"
         "    assert symmoe.combine_tokens(rows, plan).tolist() == [[2.0] * 8]\n"
         "    del rows\n"
+        "from symmoe.precision import NVFP4\n"
+        "NVFP4().quantize(torch.ones(2, 32))\n"
         "assert os.environ == before\n"
         "assert not torch.distributed.is_initialized()\n"
         "print('ok')\n"

@@ -51,8 +51,7 @@ def test_split_of_a_file_does_not_depend_on_the_others(folder: Path):
 def test_batch_is_a_function_of_seed_step_and_index(folder: Path):
     corpus = data.load_corpus(folder)
     whole = data.train_batch(corpus, seed=3, step=5, sequences=range(8), context=16)
-    assert whole.shape == (8, 17)
-    assert whole.dtype == torch.int64
+    assert (whole.shape, whole.dtype) == ((8, 17), torch.int64)
     for num_ranks in (2, 4):
         each = 8 // num_ranks
         parts = [

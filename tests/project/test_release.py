@@ -1,8 +1,6 @@
-"""Wheel and sdist: built from a copy of the checkout, and installed where nothing of the checkout can be seen.
-
-The wheel is built from the unpacked sdist, as `python -m build` does, so what the sdist lacks the wheel lacks too.
-It is installed without its dependencies: the fresh environment sees torch and the rest where these tests see them.
-"""
+"""Wheel and sdist: built from a copy of the checkout, and installed where nothing of the checkout can be seen. The
+wheel is built from the unpacked sdist, as `python -m build` does, so what the sdist lacks the wheel lacks too. It is
+installed without its dependencies: the fresh environment sees torch and the rest where these tests see them."""
 
 import json
 import os
@@ -51,11 +49,6 @@ class Release:
         return [requirement for requirement in self.metadata().requires_dist if requirement.name == name]
 
 
-def copy_sources(target: Path) -> Path:
-    """Several may build in one checkout at the same time, and setuptools writes beside pyproject.toml."""
-    return shutil.copytree(ROOT, target, ignore=NOT_SOURCES)
-
-
 def build(sources: Path, out: Path, *what: str) -> None:
     """Without isolation: the backend is the one that is installed, nothing is downloaded."""
     run(sys.executable, "-m", "build", "--no-isolation", *what, "--outdir", out, sources, cwd=sources)
@@ -93,7 +86,8 @@ def package_files(sources: Path) -> set[str]:
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return copy_sources(tmp_path_factory.mktemp("sources") / "symmoe")
+    """Several may build in one checkout at the same time, and setuptools writes beside pyproject.toml."""
+    return shutil.copytree(ROOT, tmp_path_factory.mktemp("sources") / "symmoe", ignore=NOT_SOURCES)
 
 
 @pytest.fixture(scope="module")
@@ -172,11 +166,8 @@ def test_ranges_hold_what_was_tested_and_end(release: Release):
         for version in versions_tested(label):
             assert version in requirement.specifier, f"{name} {version}"
     for python in PYTHONS:
-        chosen = [
-            requirement
-            for requirement in release.requirements("megatron-core")
-            if requirement.marker.evaluate({"python_version": python, "extra": "megatron"})
-        ]
+        where = {"python_version": python, "extra": "megatron"}
+        chosen = [each for each in release.requirements("megatron-core") if each.marker.evaluate(where)]
         assert len(chosen) == (python != "3.14"), python  # for which there is none
         for each in chosen:
             assert [v for v in versions_tested("Megatron-Core") if v in each.specifier], python

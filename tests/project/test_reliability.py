@@ -24,25 +24,14 @@ SLICES = {
     "model": ((4, 5, 13), 3),  # a step, signals, a rank that is late; the others below
 }
 LONG = ("lifecycle", "soak", "determinism", "gradients", "fuzz", "routings")
-ON_EIGHT = {
-    "routings": range(14),
-    "gradients": range(2),
-    "determinism": (15, 16),
-    "stalls": range(20),
-    "fuzz": range(24),
-    "litmus": (*range(4), 400),
-    "model": range(2 * len(scenarios(8))),
-}
+ON_EIGHT = {"routings": range(14), "gradients": range(2), "determinism": (15, 16), "stalls": range(20)}
+ON_EIGHT |= {"fuzz": range(24), "litmus": (*range(4), 400), "model": range(2 * len(scenarios(8)))}
 # One of each kind, at other phases and with other victims, and a rank that raises in every phase; on eight ranks mostly
 # of two at once.
 FAULTS = {2: (18, 21, 19, 23), 3: (13, 9, 56, 59, 44, 47, 68, 35), 8: (4, 9, 10, 11, 20)}
 PATIENCE = 10.0  # nothing here measures speed
-TWIN_MUTANTS = (
-    "no wait for rows to arrive",
-    "one half of the count table",
-    "payload after the signal",
-    "what came counts after a timeout",
-)
+TWIN_MUTANTS = ["no wait for rows to arrive", "one half of the count table", "payload after the signal"]
+TWIN_MUTANTS += ["what came counts after a timeout"]
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +47,7 @@ def failures(suite: str, run: Run, launcher: Launcher) -> list[str]:
     return [text for failure in record["failures"] for text in failure["problems"]]
 
 
-@pytest.mark.parametrize(
-    "suite", [pytest.param(suite, marks=pytest.mark.slow if suite in LONG else ()) for suite in SLICES]
-)
+@pytest.mark.parametrize("suite", [pytest.param(each, marks=[pytest.mark.slow] * (each in LONG)) for each in SLICES])
 def test_suite(launcher: Launcher, suite: str):
     numbers, num_ranks = SLICES[suite]
     assert failures(suite, Run(tuple(numbers), num_ranks, patience=PATIENCE), launcher) == []
@@ -148,8 +135,6 @@ def test_growth_is_told_from_what_comes_and_goes():
 
 
 # -- running suites ---------------------------------------------------------------------------------------------------
-
-
 def test_a_suite_that_is_out_of_time_leaves_a_record(launcher: Launcher):
     run = Run(tuple(range(6)), 2)
     record = execute("model", command.suite_of("model"), run, launcher, command="pytest", limit_s=0.0)
@@ -157,8 +142,6 @@ def test_a_suite_that_is_out_of_time_leaves_a_record(launcher: Launcher):
 
 
 # -- the launcher -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_a_rank_that_hangs_is_a_failure_that_says_where(launcher: Launcher):
     with launcher.start(2, "cpu") as job:

@@ -1,8 +1,6 @@
-"""What a new machine meets first: whether pip can install what `make` wants, and folders with any name.
-
-pip is asked for every Python that README names, in a dry run that reads metadata alone, and without the user's
-configuration: a mirror or a folder of wheels may have another torch than everybody else gets.
-"""
+"""What a new machine meets first: whether pip can install what `make` wants, and folders with any name. pip is asked
+for every Python that README names, in a dry run that reads metadata alone, and without the user's configuration: a
+mirror or a folder of wheels may have another torch than everybody else gets."""
 
 import functools
 import json
@@ -47,9 +45,7 @@ def dry_run(python: str, *what: str | Path, cwd: Path) -> subprocess.CompletedPr
     command = [sys.executable, "-m", "pip", "--python", python, "--isolated", "--disable-pip-version-check"]
     command += ["install", *how, "--use-feature", "fast-deps", *map(str, what)]
     environment = os.environ | {"XDG_CONFIG_DIRS": os.devnull}  # where a machine may say which torch it has
-    return subprocess.run(
-        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-    )
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
 
 
 @functools.cache
@@ -178,9 +174,7 @@ def test_make_runs_below_a_folder_with_a_space(checkout: Path, target: str):
     assert [words for _, _, words in again] == [words for words in arguments if words not in set_up]
 
 
-def test_test_all_runs_the_core_tests_on_other_pythons_that_are_found(
-    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_test_all_runs_the_core_tests_on_other_pythons_that_are_found(checkout: Path, tmp_path: Path, monkeypatch):
     (tmp_path / "bin").mkdir()
     shutil.copy(checkout.parent / "python", tmp_path / "bin" / "python3.99")
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
@@ -242,6 +236,5 @@ def test_ci_runs_in_a_folder_named_as_the_package(tmp_path: Path, monkeypatch: p
     assert Path(place).name == "symmoe"
     assert " " in Path(place).parent.name
     assert Path(place).is_relative_to(temporary.resolve())
-    assert files == ["./.ci/run", "./.git/HEAD", "./.gitignore", "./new.py"]
-    assert target == "test"
+    assert (files, target) == (["./.ci/run", "./.git/HEAD", "./.gitignore", "./new.py"], "test")
     assert list(temporary.iterdir()) == []

@@ -127,8 +127,7 @@ def test_streams_without_the_private_name(without, monkeypatch: pytest.MonkeyPat
 
 
 def test_what_is_gone_has_another_way_or_an_error(without):
-    made = without(torch._C._autograd, "_get_current_graph_task_keep_graph")
-    assert made.keeps_graph() is True
+    assert without(torch._C._autograd, "_get_current_graph_task_keep_graph").keeps_graph() is True
     assert without(torch.nn.modules.module, "_has_any_global_hook").has_hooks(torch.nn.Linear(1, 1)) is True
     assert not isinstance(ValueError(), without(torch.utils.checkpoint, "_StopRecomputationError").STOPS_RECOMPUTATION)
     gone = f"torch {torch.__version__} has no _C._current_graph_task_id"

@@ -1,7 +1,5 @@
-"""Annotations: what a user's type checker sees of an installed symmoe, and what `make lint` leaves unchecked here.
-
-That the package itself passes mypy --strict is for `make lint` to say.
-"""
+"""Annotations: what a user's type checker sees of an installed symmoe, and what `make lint` leaves unchecked here. That
+the package itself passes mypy --strict is for `make lint` to say."""
 
 import os
 import re

@@ -73,8 +73,6 @@ class Kill:
 
 
 # --- what is saved ---
-
-
 class Model(nn.Module):
     """Experts and something else."""
 
@@ -110,8 +108,6 @@ def loaded(directory: Path, *, step: int | None = None) -> tuple[int, str, dict[
 
 
 # --- the ranks ---
-
-
 def run_rank(rank: int, folder: Path, directory: Path, label: str, kill: Kill, report: int) -> None:
     """A rank's life: join, build, save, say how it went. Never returns."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -205,8 +201,6 @@ def _watch(pids: list[int], pipes: list[int], kill: Kill) -> list[list[str]]:
 
 
 # --- kills ---
-
-
 def label_of(name: int | str, step: int) -> str:
     """What a state is computed from."""
     return f"{name}/{step}"
@@ -288,8 +282,6 @@ def check_kill(number: int, kill: Kill, scratch: Path) -> dict[str, Any]:
 
 
 # --- flips ---
-
-
 def check_flip(number: int, seed: int, directory: Path, newest: str) -> dict[str, Any]:
     """Inverts one bit, loads, and puts the bit back."""
     draw = random.Random(f"flip {seed} {number}")
@@ -327,8 +319,6 @@ def check_flip(number: int, seed: int, directory: Path, newest: str) -> dict[str
 
 
 # --- the command ---
-
-
 def run(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     """All cases that were asked for."""
     one = options.case is not None or options.flip is not None

@@ -2,7 +2,7 @@
 
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -14,9 +14,7 @@ STEPS = ("barrier", "send_", "push_", "pull_", "add_from_", "sum_home", "lay_out
 
 
 @contextmanager
-def before_steps(
-    device: torch.device, act: Callable[[str], None], names: Iterable[str] | None = None
-) -> Iterator[None]:
+def before_steps(device: torch.device, act: Callable[[str], None], names=None) -> Iterator[None]:
     """Calls `act(name)` before this process calls one of `names` (None: a step) of the kernels for this type of device,
     in any thread."""
 

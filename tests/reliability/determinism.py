@@ -1,8 +1,6 @@
-"""The same bits: 100 repeats of 10 steps, 40 times with ranks that come late in turn, and in 3 more processes.
-
-A case is one repeat of one step, compared by hash with the first time that its ranks took that step; every repeat has
-the arena shifted by another number of bytes. The last cases start new processes, which must find the hashes of the old.
-"""
+"""The same bits: 100 repeats of 10 steps, 40 times with ranks that come late in turn, and in 3 more processes. A case
+is one repeat of one step, compared by hash with the first time that its ranks took that step; every repeat has the
+arena shifted by another number of bytes. The last cases start new processes, which must find the hashes of the old."""
 
 import time
 from collections.abc import Iterator

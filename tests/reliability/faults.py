@@ -1,15 +1,13 @@
 """One or two ranks that are killed, stopped, or raise, in every phase of a step: what the others do, and what is left.
-
-A case is a job of its own. Its victims take part in some steps and then, at the phase of the case, end by SIGKILL,
-stop by SIGSTOP, or raise an exception that nobody catches. Every survivor has to raise a typed error that names a
-victim within `timeout_s` + 2 s of that moment (1 s where the victim has told its peers), and to end by itself with a
-code other than 0. A victim that another one keeps from getting to its phase is a survivor. Then no process may be left,
+A case is a job of its own. Its victims take part in some steps and then, at the phase of the case, end by SIGKILL, stop
+by SIGSTOP, or raise an exception that nobody catches. Every survivor has to raise a typed error that names a victim
+within `timeout_s` + 2 s of that moment (1 s where the victim has told its peers), and to end by itself with a code
+other than 0. A victim that another one keeps from getting to its phase is a survivor. Then no process may be left,
 /dev/shm and the memory of the GPUs have to be as before, and a new job has to work at once.
 
 Starting a job takes seconds on GPUs, so several cases may run side by side; then what is left is looked at, and the new
 job started, after all of them. Nobody else may take memory of the same GPUs meanwhile. Victims that raise take turns:
-ranks that end may keep a GPU from all others for a second, which is as long as the others' errors may take.
-"""
+ranks that end may keep a GPU from all others for a second, which is as long as the others' errors may take."""
 
 import fcntl
 import os
@@ -34,7 +32,7 @@ from reliability.delays import before_steps
 from reliability.launch import Job, JobFailure, Launcher
 from reliability.step import HIDDEN, TOP_K, make_layer, tokens_of
 from reliability.suite import SEED_STRIDE, Outcome, Run, Suite, percentiles, side_by_side
-from symmoe import MoELayer, SymmetricHeap, combine_tokens, dispatch_tokens, errors, make_plan
+from symmoe import SymmetricHeap, combine_tokens, dispatch_tokens, errors, make_plan
 from symmoe.kernels import control
 
 TIMEOUT_S = 2.0
@@ -99,8 +97,6 @@ def fault_of(number: int, run: Run) -> Fault:
 
 
 # -- on the ranks -----------------------------------------------------------------------------------------------------
-
-
 class Step:
     """A step that says where it is: calls `at(phase)` before, between and in close, and kernels do so for the rest."""
 
@@ -113,7 +109,7 @@ class Step:
         x = tokens_of(self._heap, self._fault.seed + turn, 20)
         self.in_backward = False
         self._at("before")
-        y = self._parts(x) if self.layer is None else self._with_layer(self.layer, x)
+        y = self._parts(x) if self.layer is None else self.layer(x)[0]
         self._heap.synchronize()
         self.in_backward = True
         y.square().sum().backward()
@@ -126,9 +122,6 @@ class Step:
         rows, _ = dispatch_tokens(x, plan)
         self._at("between")
         return combine_tokens(rows * 2, plan)
-
-    def _with_layer(self, layer: MoELayer, x: torch.Tensor) -> torch.Tensor:
-        return layer(x)[0]
 
     def before_kernel(self, name: str) -> None:
         """Hook: the phase that a kernel belongs to."""
@@ -147,13 +140,9 @@ class Step:
             self._at("between")  # rows are there, experts come next
 
 
-def take_part(
-    rank: int, num_ranks: int, fault: Fault, device: str, turns: str | None = None
-) -> Iterator[dict[str, Any]]:
+def take_part(rank: int, num_ranks: int, fault: Fault, device: str, turns=None) -> Iterator[dict[str, Any]]:
     """Yields its pipe, in which a victim says when it strikes, and what was raised and when, and lets it through.
-
-    turns: a file that the first victim locks before the steps that matter, until its process ends.
-    """
+    turns: a file that the first victim locks before the steps that matter, until its process ends."""
     is_victim, turn, struck = rank in fault.victims, 0, False
 
     def strike(phase: str) -> None:
@@ -213,8 +202,6 @@ def take_part(
 
 
 # -- in the launcher --------------------------------------------------------------------------------------------------
-
-
 def run_cases(run: Run, launcher: Launcher) -> Iterator[Outcome]:
     for first in range(0, len(run.numbers), run.num_jobs):
         numbers = run.numbers[first : first + run.num_jobs]
@@ -242,13 +229,7 @@ def run_case(number: int, run: Run, launcher: Launcher, turns: str) -> Iterator[
 
 
 def watch(
-    job: Job,
-    fault: Fault,
-    run: Run,
-    function: Callable[..., Iterator[Any]] = take_part,
-    more: tuple[Any, ...] = (),
-    *,
-    wait_s: float = 30.0,
+    job: Job, fault: Fault, run: Run, function: Callable = take_part, more=(), *, wait_s: float = 30.0
 ) -> tuple[list[str], dict[str, Any]]:
     """What is wrong with what the survivors do, and how long it took them.
 
@@ -357,8 +338,7 @@ def new_job_problems(launcher: Launcher, run: Run) -> list[str]:
 
 
 def work(rank: int, num_ranks: int, device: str) -> Iterator[bool]:
-    backend = "nvshmem" if device == "cuda" else "host"
-    with SymmetricHeap(num_bytes=1 << 20, backend=backend) as heap:
+    with SymmetricHeap(num_bytes=1 << 20, backend="nvshmem" if device == "cuda" else "host") as heap:
         yield round_trip(heap)
 
 

@@ -1,8 +1,6 @@
-"""Wrong calls: one argument is not as it should be on some ranks, and every rank raises the documented class.
-
-A case is a mistake of support/bad_calls.py, whose table tests/moe/test_bad_input.py goes through, on random ranks: it
-wants the same class on every rank, a text that names the argument, nothing left on lease, and then an exact call.
-"""
+"""Wrong calls: one argument is not as it should be on some ranks, and every rank raises the documented class. A case is
+a mistake of support/bad_calls.py, whose table tests/moe/test_bad_input.py goes through, on random ranks: it wants the
+same class on every rank, a text that names the argument, nothing left on lease, and then an exact call."""
 
 import random
 import time

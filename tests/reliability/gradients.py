@@ -1,9 +1,7 @@
-"""Gradients of the expert-parallel step against the float64 oracle, and <dispatch(x), g> = <x, combine(g)>, exactly.
-
-A case is a routing of support/routings.py with finite numbers; its gradients are compared in both orders of sums, both
+"""Gradients of the expert-parallel step against the float64 oracle, and <dispatch(x), g> = <x, combine(g)>, exactly. A
+case is a routing of support/routings.py with finite numbers; its gradients are compared in both orders of sums, both
 layouts and both schedules, in fp32 (every third case bf16 or, on CPUs, fp16: GPUs compile kernels for each). In every
-other case one rank dawdles.
-"""
+other case one rank dawdles."""
 
 import time
 from contextlib import nullcontext

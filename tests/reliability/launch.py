@@ -1,8 +1,6 @@
-"""Ranks for suites that stop, kill and restart them. torchrun cannot be used: it kills the survivors.
-
-The process that uses this module never touches a GPU. Every rank leads a session of its own, everything has a deadline,
-a rank that misses it says in its log where it is, and what is killed are these ranks and nothing else.
-"""
+"""Ranks for suites that stop, kill and restart them. torchrun cannot be used: it kills the survivors. The process that
+uses this module never touches a GPU. Every rank leads a session of its own, everything has a deadline, a rank that
+misses it says in its log where it is, and what is killed are these ranks and nothing else."""
 
 from __future__ import annotations
 
@@ -196,9 +194,7 @@ class Job:
 
     def close(self, *, grace_s: float | None = None) -> None:
         """Ends the ranks: those that wait for a function by themselves, those that still run after a grace by SIGKILL.
-
-        grace_s: None: short, as some ranks may be stopped, or wait for ever.
-        """
+        grace_s: None: short, as some ranks may be stopped, or wait for ever."""
         for connection in self._connections:
             connection.close()
         deadline = time.monotonic() + (_END_S[self.device] if grace_s is None else grace_s)

@@ -1,10 +1,8 @@
-"""50 heaps made, used and closed in one process, and 20 jobs one after the other: each works, and nothing is left.
-
-With several jobs these begin while the heaps are made, and take memory of the same GPUs for a while. If every heap kept
-its arena, the most that is ever free would be less among the later cycles than among the earlier ones, by many arenas.
-It is a little less in any case: NVSHMEM 3.4.5 makes two CUDA streams in each of its inits and destroys neither
-(https://github.com/NVIDIA/nvshmem/issues/77), about 1 MiB a cycle on H200s.
-"""
+"""50 heaps made, used and closed in one process, and 20 jobs one after the other: each works, and nothing is left. With
+several jobs these begin while the heaps are made, and take memory of the same GPUs for a while. If every heap kept its
+arena, the most that is ever free would be less among the later cycles than among the earlier ones, by many arenas. It
+is a little less in any case: NVSHMEM 3.4.5 makes two CUDA streams in each of its inits and destroys neither
+(https://github.com/NVIDIA/nvshmem/issues/77), about 1 MiB a cycle on H200s."""
 
 import gc
 import time

@@ -183,8 +183,7 @@ def kind_of(number: int) -> str:
 
 def check(rank: int, num_ranks: int, numbers: Numbers, seed: int, device: str) -> Results:
     """Yields per case."""
-    backend = "nvshmem" if device == "cuda" else "host"
-    with SymmetricHeap(num_bytes=32 << 20, backend=backend) as heap:
+    with SymmetricHeap(num_bytes=32 << 20, backend="nvshmem" if device == "cuda" else "host") as heap:
         rounds = Rounds(heap)
         for number in numbers:
             start, kind, problems = time.perf_counter(), kind_of(number), []

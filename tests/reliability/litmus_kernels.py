@@ -1,8 +1,6 @@
-"""Triton kernels of the litmus test: writers and readers of words, with random delays.
-
-How a flag is sent and waited for is what kernels/triton/sync.py does: stores, a barrier of the program, an exchange
-with release at system scope; `wait_for_words`, a barrier of the program, loads. Every wait has a deadline.
-"""
+"""Triton kernels of the litmus test: writers and readers of words, with random delays. How a flag is sent and waited
+for is what kernels/triton/sync.py does: stores, a barrier of the program, an exchange with release at system scope;
+`wait_for_words`, a barrier of the program, loads. Every wait has a deadline."""
 
 import torch
 import triton
@@ -169,18 +167,11 @@ class GpuWords:
         *, value: int, seed: int, order: str, timeout_s: float
     ) -> None:  # fmt: skip
         """Sends messages to one rank and receives those of another, in one kernel. Words int32, flags int64."""
+        sizes = {"STREAMS": self.num_streams, "MESSAGES": self.num_messages, "WORDS": self.message_words}
         messages_kernel[(2 * self.num_streams,)](
-            sent.data_ptr(),
-            sent_flags.data_ptr(),
-            received.data_ptr(),
-            received_flags.data_ptr(),
-            self.counts,
-            value,
-            seed,
-            int(timeout_s * 1e9),
-            STREAMS=self.num_streams,
-            MESSAGES=self.num_messages,
-            WORDS=self.message_words,
+            *(each.data_ptr() for each in (sent, sent_flags, received, received_flags)),
+            *(self.counts, value, seed, int(timeout_s * 1e9)),
+            **sizes,
             CHUNK=self.message_words // 4,
             ORDER=ORDERS[order],
             num_warps=4,

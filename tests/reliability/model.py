@@ -1,11 +1,8 @@
-"""Every interleaving of the protocol's model: no deadlock, no stale read, nothing overwritten before it is read.
-
-A case is a scenario of protocol.py, on 3 ranks unless told otherwise: some epochs of plans, trips and signals, also
-with one or two ranks that may die at any moment, a rank that fails a call, is given up although it comes, or gives up
-because of an error of its own: then nobody goes on in what others have given up, and everybody names a rank that is the
-reason. More ranks have too many interleavings: then a case is one of them, at random. Runs in this process; needs no
-device.
-"""
+"""Every interleaving of the protocol's model: no deadlock, no stale read, nothing overwritten before it is read. A case
+is a scenario of protocol.py, on 3 ranks unless told otherwise: some epochs of plans, trips and signals, also with one
+or two ranks that may die at any moment, a rank that fails a call, is given up although it comes, or gives up because of
+an error of its own: then nobody goes on in what others have given up, and everybody names a rank that is the reason.
+More ranks have too many interleavings: then a case is one of them, at random. Runs in this process; needs no device."""
 
 import time
 from collections.abc import Iterator

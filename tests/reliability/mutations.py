@@ -1,8 +1,6 @@
 """Each fence, wait, epoch step and fill is taken away in turn, in the model and in the CPU twins: something must fail.
-
 A case is one mutant. A mutant of the model fails if a scenario does. One of the twins fails if a part of the suites of
-this folder does that passes on the code as it is, which is tried first, with the same delays.
-"""
+this folder does that passes on the code as it is, which is tried first, with the same delays."""
 
 import re
 import time
@@ -77,9 +75,7 @@ CHECKS = {
 }
 
 
-def check(
-    rank: int, num_ranks: int, numbers: tuple[int, ...], seed: int, device: str, mutant: str | None, part: str
-) -> Iterator[Any]:
+def check(rank, num_ranks, numbers: tuple[int, ...], seed: int, device, mutant: str | None, part: str) -> Iterator[Any]:
     """A part of a suite on ranks with a mutant. Yields once when that is in place, then the part's results."""
     try:
         late = slow_waits(1) if rank == num_ranks - 1 else nullcontext()

@@ -1,9 +1,7 @@
-"""The process that ranks are forked from: it has imported torch, so that a new rank takes milliseconds.
-
-A rank is an interpreter of its own from the fork on: it leads a session, runs what it is sent, and ends as any Python
-program does (an exception that nobody catches is exit code 1). It dies with the nursery, and the nursery with the
-launcher, whatever kills them.
-"""
+"""The process that ranks are forked from: it has imported torch, so that a new rank takes milliseconds. A rank is an
+interpreter of its own from the fork on: it leads a session, runs what it is sent, and ends as any Python program does
+(an exception that nobody catches is exit code 1). It dies with the nursery, and the nursery with the launcher, whatever
+kills them."""
 
 import ctypes
 import faulthandler

@@ -1,13 +1,11 @@
 """A model of the barrier, epoch and signal protocol, a search through all its interleavings, and walks through some.
-
 Written from docs/design.md ("Trips", "Barrier, epochs, faults", "Plan"), not from the code. Ranks run programs of small
 steps. A plain store waits in its rank's store buffer and becomes visible at any later time, in any order (as on GPUs;
 x86-64 would keep it); a flag is a release: it is stored once the buffer is empty. Loads take place where they stand.
 Every value carries the number of the trip, plan or epoch that it belongs to, so a read knows what it should see:
 something older is a stale read, something newer was overwritten before it was read.
 
-A rank's own slots and rows play no part: no other rank is needed to get them right.
-"""
+A rank's own slots and rows play no part: no other rank is needed to get them right."""
 
 import random
 from collections import deque
@@ -198,8 +196,7 @@ class Model(Searchable):
                 epoch += self._protocol.counts_epochs
             elif kind == "store words":
                 half = epoch & 1 if self._protocol.mailbox_halves else 0
-                cell = self._at(_WORDS + half, peer, rank)
-                buffer = buffer | {(cell, self._words(epoch, number))}
+                buffer = buffer | {(self._at(_WORDS + half, peer, rank), self._words(epoch, number))}
             elif kind == "store":
                 what, owner, writer = peer
                 if failed and what == _PAYLOAD and self._protocol.fault_stops_payload:
@@ -377,10 +374,8 @@ class Model(Searchable):
         return [follower for rank in range(self._num_ranks) for follower in self._next(state, rank)]
 
     def walk(self, seed: int) -> Verdict:
-        """One way from the start to an end, at random, for more ranks than a search can take.
-
-        Some ranks are much slower than others, and ranks that may die do so early in some walks and late in others.
-        """
+        """One way from the start to an end, at random, for more ranks than a search can take. Some ranks are much
+        slower than others, and ranks that may die do so early in some walks and late in others."""
         generator, state, num_states = random.Random(seed), self._start(), 1
         speeds = [10 ** generator.uniform(-2, 0) for _ in range(self._num_ranks)]
         frailty = 10 ** generator.uniform(-3, 0)

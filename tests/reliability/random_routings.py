@@ -1,8 +1,6 @@
-"""Random routings against the oracle: dispatch byte for byte, combine bit for bit in both orders.
-
-Cases are those of support/routings.py, 14 strata in turn; what is checked of each is what the oracle tests check. In
-every other case one rank dawdles between the steps of the protocol.
-"""
+"""Random routings against the oracle: dispatch byte for byte, combine bit for bit in both orders. Cases are those of
+support/routings.py, 14 strata in turn; what is checked of each is what the oracle tests check. In every other case one
+rank dawdles between the steps of the protocol."""
 
 import time
 from collections import Counter

@@ -1,11 +1,9 @@
-"""Steps, forward and backward, with another number of tokens every time: nothing grows, and results stay right.
-
-A case is one step of two layers in turn, with static and with exact capacity. After the first steps, of which one has
-room for the most rows, these have to stay as they are: the heap's high-water mark, its leased bytes between steps, file
+"""Steps, forward and backward, with another number of tokens every time: nothing grows, and results stay right. A case
+is one step of two layers in turn, with static and with exact capacity. After the first steps, of which one has room for
+the most rows, these have to stay as they are: the heap's high-water mark, its leased bytes between steps, file
 descriptors, and on GPUs the bytes that torch has allocated. Host memory may grow by less than 1 MB in 1,000 steps.
 Every 50 steps y is compared with a plain loop in float64, and a fixed step with the hash it had at first. Every 14
-steps a call gets too little room.
-"""
+steps a call gets too little room."""
 
 import gc
 import random
@@ -36,8 +34,7 @@ _WEIGHTS_SEED = 5
 
 def check(rank: int, num_ranks: int, numbers: Numbers, seed: int, device: str) -> Results:
     """Yields per step; what has grown is a problem of the last one, and of some on the way."""
-    backend = "nvshmem" if device == "cuda" else "host"
-    with SymmetricHeap(num_bytes=8 << 20, backend=backend) as heap:
+    with SymmetricHeap(num_bytes=8 << 20, backend="nvshmem" if device == "cuda" else "host") as heap:
         most = num_ranks * MAX_TOKENS * step.TOP_K
         layers = (
             step.make_layer(heap, _WEIGHTS_SEED, capacity=most, max_tokens=MAX_TOKENS),
@@ -45,9 +42,7 @@ def check(rank: int, num_ranks: int, numbers: Numbers, seed: int, device: str) -
         )
         weights = [w.double() for w in step.weights_of(step.EXPERTS_PER_RANK * num_ranks, _WEIGHTS_SEED)]
         fixed = step.tokens_of(heap, 99, MAX_TOKENS)
-        give_room(
-            heap, (layers[1].config.num_experts, step.TOP_K), MAX_TOKENS, most
-        )  # no later call needs more of the heap
+        give_room(heap, (layers[1].config.num_experts, step.TOP_K), MAX_TOKENS, most)  # no later call needs more
         step.forward_backward(layers[1], fixed)
         wanted = [step.hash_of_step(layer, fixed) for layer in layers]
         samples, python_blocks = [], []

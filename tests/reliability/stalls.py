@@ -1,9 +1,7 @@
-"""No false alarm: plan, dispatch and combine, called again and again by ranks that stall up to half the timeout.
-
-A case is one call. Before some calls a rank stalls, half of these times for exactly half of the timeout. The timeout is
-short, 1 s, so that 10,000 calls take two minutes; what the machine itself makes the ranks wait for has the other half.
-(With 0.5 s, ranks that shared two cores with a load of 15 to 50 ran into 4 timeouts in 10,000 calls.)
-"""
+"""No false alarm: plan, dispatch and combine, called again and again by ranks that stall up to half the timeout. A case
+is one call. Before some calls a rank stalls, half of these times for exactly half of the timeout. The timeout is short,
+1 s, so that 10,000 calls take two minutes; what the machine itself makes the ranks wait for has the other half. (With
+0.5 s, ranks that shared two cores with a load of 15 to 50 ran into 4 timeouts in 10,000 calls.)"""
 
 import random
 import time

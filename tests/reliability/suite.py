@@ -141,10 +141,8 @@ def merged(case: int, results: Iterable[tuple[float, list[str], dict[str, Any]]]
 def execute(
     name: str, suite: Suite, run: Run, launcher: Launcher, *, command: str, limit_s: float = math.inf
 ) -> dict[str, Any]:
-    """Runs the cases and makes the record: counts, times, the failures in full, and where it ran.
-
-    After `limit_s` or a KeyboardInterrupt it takes no more outcomes: the record says how many cases there were.
-    """
+    """Runs the cases and makes the record: counts, times, the failures in full, and where it ran. After `limit_s` or a
+    KeyboardInterrupt it takes no more outcomes: the record says how many cases there were."""
     start, outcomes, failed = time.monotonic(), [], []
     running = suite.run(run, launcher)
     try:

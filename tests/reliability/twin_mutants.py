@@ -1,7 +1,5 @@
-"""Steps of the protocol taken out of the CPU implementation, one at a time, by patching the twins on every rank.
-
-A mutant that does not apply, because a name has gone, raises :class:`DoesNotApply`: it must not count as found.
-"""
+"""Steps of the protocol taken out of the CPU implementation, one at a time, by patching the twins on every rank. A
+mutant that does not apply, because a name has gone, raises :class:`DoesNotApply`: it must not count as found."""
 
 import random
 import time
@@ -70,8 +68,6 @@ def _hook(stack: ExitStack, **stand_ins: Callable[..., Any]) -> None:
 
 
 # -- waits ------------------------------------------------------------------------------------------------------------
-
-
 def _no_wait_in(phase: int, stack: ExitStack) -> None:
     waits = [True]
 
@@ -99,8 +95,6 @@ def _with(original: Callable, *args: Any, options: dict[str, Any], **kwargs: Any
 
 
 # -- epochs, halves and the order of stores ---------------------------------------------------------------------------
-
-
 def _epoch_stays(kernel: Callable, peers: Peers, *args: Any, **kwargs: Any) -> Any:
     counters = peers.counters(peers.rank)
     epoch = int(counters[control.BARRIER_EPOCH])
@@ -142,8 +136,6 @@ def _payload_after(which: str, stack: ExitStack) -> None:
 
 
 # -- faults, fills and giving up --------------------------------------------------------------------------------------
-
-
 def _tail_of_the_index_not_zeroed(stack: ExitStack) -> None:
     class Torch:
         def __getattr__(self, name: str) -> Any:
@@ -152,9 +144,7 @@ def _tail_of_the_index_not_zeroed(stack: ExitStack) -> None:
     stack.enter_context(patch.object(trip, "torch", Torch()))
 
 
-def _unused_packed_rows_not_marked(
-    kernel: Callable, slots, region, peers, received, *, row_column, prob_column
-) -> None:
+def _unused_packed_rows_not_marked(kernel, slots, region, peers, received, *, row_column, prob_column) -> None:
     """The slots of packed rows that nobody uses keep what memory held: here, row 0 of somebody."""
     (rows, *_), (packed, _, start, limit) = slots, region
     kernel(slots, region, peers, received, row_column=row_column, prob_column=prob_column)

@@ -1,8 +1,6 @@
-"""Run by test_interpreted.py in a process with TRITON_INTERPRET=1: kernels against what they fuse.
-
-Two comparisons, byte for byte: with the Triton kernels that are fused, of any numbers; and with the twin, of numbers
-whose activation is exact in both. The interpreter's casts to E4M3 are replaced, see quantize_interpreter_checks.py.
-"""
+"""Run by test_interpreted.py in a process with TRITON_INTERPRET=1: kernels against what they fuse. Two comparisons,
+byte for byte: with the Triton kernels that are fused, of any numbers; and with the twin, of numbers whose activation is
+exact in both. The interpreter's casts to E4M3 are replaced, see quantize_interpreter_checks.py."""
 
 import act_quantize_cases as cases
 import quantize_interpreter_checks

@@ -1,8 +1,6 @@
-"""Kernels compiled without a GPU, and kept: the same source is compiled once by the same Triton and ptxas.
-
-Triton runs ptxas and throws away what it says, which is what most tests are after: `compile_for` keeps it, so that no
-test has to assemble a kernel a second time.
-"""
+"""Kernels compiled without a GPU, and kept: the same source is compiled once by the same Triton and ptxas. Triton runs
+ptxas and throws away what it says, which is what most tests are after: `compile_for` keeps it, so that no test has to
+assemble a kernel a second time."""
 
 import contextlib
 import gzip
@@ -30,10 +28,8 @@ _INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ )?([A-Z0-9_.]+)(
 
 
 def since(*changes: tuple[str, Any]) -> Any:
-    """What the compiler allows: of changes ("3.7", value), in order, the last one that this Triton has.
-
-    From 3.9 on ptxas 13.4 compiles for Hopper, which spills more of the same code than 12.9 does: to be measured.
-    """
+    """What the compiler allows: of changes ("3.7", value), in order, the last one that this Triton has. From 3.9 on
+    ptxas 13.4 compiles for Hopper, which spills more of the same code than 12.9 does: to be measured."""
     return [value for version, value in changes if tuple(map(int, version.split("."))) <= VERSION][-1]
 
 

@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,9 +27,7 @@ Arguments = dict[str, Any]
 class Bad:
     """One mistake: what the culprits pass, and the error that every rank must raise."""
 
-    change: Callable[
-        [SymmetricHeap, Arguments], Arguments
-    ]  # from the correct keyword arguments to those that are wrong
+    change: Callable[[SymmetricHeap, Arguments], Arguments]  # from correct keyword arguments to wrong ones
     parts: tuple[str, ...]  # what the text must contain; `{rank}` stands for the first culprit
     error: str = "ArgumentError"  # name of the class
     base: tuple[tuple[str, Any], ...] = ()  # keyword arguments that all ranks pass on top of the usual ones
@@ -46,8 +43,6 @@ def on_heap(name: str, make: Callable[[SymmetricHeap, Arguments], Any], *parts: 
 
 
 # -- tensors that kernels cannot read ---------------------------------------------------------------------------------
-
-
 class Wrapper(torch.Tensor):
     """A tensor whose memory another one has, as DTensor is."""
 
@@ -102,7 +97,6 @@ def quantized(x: torch.Tensor) -> torch.Tensor:
 
 
 # -- arguments of each call -------------------------------------------------------------------------------------------
-
 STATIC = (("capacity", 60), ("max_tokens", 9))
 
 
@@ -172,9 +166,7 @@ def rows_mistakes(name: str, num_rows_text: str) -> Iterator[Bad]:
 def buffer_mistakes(name: str, like: str) -> Iterator[Bad]:
     """Mistakes in a buffer for results, `out` or `grad_out`, that belongs on the heap; test_buffers.py has more."""
 
-    def memory(
-        more_rows: int = 0, features: int = H, dtype: torch.dtype = torch.float32
-    ) -> Callable[..., torch.Tensor]:
+    def memory(more_rows: int = 0, features: int = H, dtype=torch.float32) -> Callable[..., torch.Tensor]:
         return lambda heap, good: heap.lease((len(good[name]) + more_rows, features), dtype).tensor
 
     def overlapping(heap: SymmetricHeap, good: Arguments) -> Arguments:
@@ -249,8 +241,6 @@ def layer_mistakes() -> Iterator[Bad]:
 
 
 # -- the calls, on every rank -----------------------------------------------------------------------------------------
-
-
 def routing(heap: SymmetricHeap, seed: int) -> torch.Tensor:
     """[T, K]: every rank has rows, from every rank."""
     generator = torch.Generator().manual_seed(seed + heap.rank)
@@ -298,10 +288,8 @@ class Stage:
         self._heap = heap
         ids = routing(heap, 5)
         generator = torch.Generator().manual_seed(heap.rank)
-        x, probs = (
-            make(generator=generator).to(heap.device)
-            for make in (partial(torch.randn, (T, H)), partial(torch.rand, (T, K)))
-        )
+        x = torch.randn((T, H), generator=generator).to(heap.device)
+        probs = torch.rand((T, K), generator=generator).to(heap.device)
         if name == "make_plan":
             self.function: Callable[..., Any] = make_plan
             self.good = {"topk_idx": ids, "num_experts": 2 * heap.num_ranks, "heap": heap, **dict(base)}
@@ -339,9 +327,7 @@ MISTAKES: dict[str, Callable[[int], Iterator[Bad]]] = {
 }
 
 
-def check_mistake(
-    heap: SymmetricHeap, findings: Findings, stage_name: str, bad: Bad, culprits: list[int], seed: int
-) -> None:
+def check_mistake(heap, findings: Findings, stage_name: str, bad: Bad, culprits: list[int], seed: int) -> None:
     """Makes a wrong call on the culprits, then a correct one; notes what is not as documented."""
     stage = Stage(stage_name, heap, bad.base)
     found = stage.call(**(bad.change(heap, stage.good) if heap.rank in culprits else {}))

@@ -1,20 +1,17 @@
 """Steps whose tokens have NaN and Inf, compared with those where the same tokens are zeros."""
 
+from itertools import product
+
 import torch
 from worker import Findings, open_heap
 
-from symmoe import GroupedMLP, SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
+from symmoe import GroupedMLP, combine_tokens, dispatch_tokens, make_plan
 from symmoe.moe.ep_step import expert_parallel_mlp
 from symmoe.precision.recipes import Recipe
 
 T, K, H, I = 40, 3, 32, 24
 BAD = {"NaN": float("nan"), "Inf": float("inf"), "-Inf": float("-inf")}
-WAYS = [
-    (layout, schedule, order)
-    for layout in ("packed", "expert-major")
-    for schedule in ("serial", "always-overlapped")
-    for order in ("rank", "slot")
-]
+WAYS = [*product(("packed", "expert-major"), ("serial", "always-overlapped"), ("rank", "slot"))]
 
 
 def bad_tokens(rank: int) -> list[int]:
@@ -32,14 +29,7 @@ def routing(rank: int, num_experts: int) -> torch.Tensor:
 
 
 def run(
-    heap,
-    value: float,
-    layout: str | None,
-    schedule: str,
-    order: str,
-    dtype: torch.dtype,
-    recipe: Recipe | None = None,
-    wire: str = "none",
+    heap, value: float, layout: str | None, schedule: str, order: str, dtype, recipe=None, wire: str = "none"
 ) -> dict[str, torch.Tensor]:
     """Outputs and gradients with `value` in the bad tokens; layout None: dispatch, experts and combine one by one."""
     num_experts = 2 * max(heap.num_ranks, K)
@@ -77,15 +67,7 @@ def check_isolation(rank: int, num_ranks: int, findings: Findings, what: str, dt
             compare(findings, rank, what, clean, dirty, same=("y", "dx", "dprobs"))
 
 
-def compare(
-    findings: Findings,
-    rank: int,
-    what: str,
-    clean: dict[str, torch.Tensor],
-    dirty: dict[str, torch.Tensor],
-    *,
-    same: tuple[str, ...],
-) -> None:
+def compare(findings: Findings, rank: int, what: str, clean: dict, dirty: dict, *, same: tuple[str, ...]) -> None:
     """same: of which results other tokens have the same bits. The rest is finite."""
     bad = torch.zeros(T, dtype=torch.bool)
     bad[bad_tokens(rank)] = True
@@ -107,9 +89,7 @@ def compare(
                 findings.check(not got.isfinite().all(), f"{name} of expert {first + expert} is finite")
 
 
-def check_recipe(
-    rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap, what: str, recipe: Recipe, wire: str
-) -> None:
+def check_recipe(rank, num_ranks, findings, heap, what: str, recipe: Recipe, wire: str) -> None:
     """Stochastic rounding draws its seeds from all gradients of an expert: there, dx has other bits."""
     same = ("y", "dprobs") if recipe.stochastic_gradients else ("y", "dx", "dprobs")
     for layout in ("packed", "expert-major"):

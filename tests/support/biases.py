@@ -29,10 +29,8 @@ class Biases:
 
 
 def check_biases(run, p, dtypes=(torch.bfloat16, torch.float32)):
-    """run(p, out, row_range=..., **options) rounds products with biases once, in the rows that it owns.
-
-    p: a Problem of exact numbers.
-    """
+    """run(p, out, row_range=..., **options) rounds products with biases once, in the rows that it owns. p: a Problem of
+    exact numbers."""
     n, exact = p.num_rows, p.expected()
     for dtype, scaled in itertools.product(dtypes, (False, True)):
         b, where = Biases(p, dtype), (p.splits, p.widths, dtype, scaled)

@@ -1,8 +1,6 @@
-"""How large the house may be: lines of rooms, crowds, and the way of one step. `make lint` prints it.
-
-BUDGETS has, of each, the bound and what has been reached where that is more. A test sees to it that nothing grows
-beyond the larger of the two. Whoever makes something smaller lowers its second number.
-"""
+"""How large the house may be: lines of rooms, crowds, and the way of one step. `make lint` prints it. BUDGETS has, of
+each, the bound and what has been reached where that is more. A test sees to it that nothing grows beyond the larger of
+the two. Whoever makes something smaller lowers its second number."""
 
 from __future__ import annotations
 

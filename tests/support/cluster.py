@@ -1,8 +1,6 @@
-"""Ranks for tests: processes that stay up, run functions one after the other and hand back what they return.
-
-A `Cluster` is started once per size and reused, because importing torch costs seconds. Functions must be importable
-(module level); arguments and results are pickled between the test process and its own children only.
-"""
+"""Ranks for tests: processes that stay up, run functions one after the other and hand back what they return. A
+`Cluster` is started once per size and reused, because importing torch costs seconds. Functions must be importable
+(module level); arguments and results are pickled between the test process and its own children only."""
 
 import functools
 import gc
@@ -41,11 +39,7 @@ def on_ranks(*, cpu: Sequence[int], cuda: Sequence[int]) -> pytest.MarkDecorator
 
 
 def run_on(
-    *num_ranks: Any,
-    on_gpus: Sequence[int] = (),
-    fixture: str = "cluster",
-    device: str | None = None,
-    timeout_s: float = HANG_S,
+    *num_ranks: Any, on_gpus=(), fixture: str = "cluster", device: str | None = None, timeout_s: float = HANG_S
 ) -> Callable[[Callable[..., object]], Callable[..., object]]:
     """Makes `test_x(rank, num_ranks, ...)` a test that runs on the ranks of a cluster, its other parameters being those
     of the test; it fails if a rank raises or has findings. On so many ranks; several numbers make a case each; none: on
@@ -83,9 +77,7 @@ _GIVEN: dict[str, Callable[[int, int, ExitStack], Any]] = {
 }
 
 
-def _answer(
-    function: Callable[..., Any], rank: int, num_ranks: int, args: Sequence[Any], kwargs: dict[str, Any]
-) -> Any:
+def _answer(function: Callable, rank: int, num_ranks: int, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """What a function returns. If it takes `findings` or `heap` after the number of ranks, it gets some, or a heap on
     CPUs; of the former the texts are the answer."""
     names = itertools.takewhile(_GIVEN.__contains__, list(inspect.signature(inspect.unwrap(function)).parameters)[2:])

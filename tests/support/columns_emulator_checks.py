@@ -1,8 +1,6 @@
-"""Runs the sources of the quantisers of columns and weights for Hopper in gluon_emulator.py.
-
-For test_interpreted.py. The emulator has none of Triton's arithmetic: conversions and scales are numpy's, as
-the reference of the quantisers has them. What is checked is which numbers share a scale and where results go.
-"""
+"""Runs the sources of the quantisers of columns and weights for Hopper in gluon_emulator.py. For test_interpreted.py.
+The emulator has none of Triton's arithmetic: conversions and scales are numpy's, as the reference of the quantisers has
+them. What is checked is which numbers share a scale and where results go."""
 
 import types
 

@@ -1,7 +1,5 @@
-"""Launches that are caught and compiled without a GPU, with the specialisations that the JIT would choose.
-
-The tensors may be meta tensors, so the shapes can be real ones.
-"""
+"""Launches that are caught and compiled without a GPU, with the specialisations that the JIT would choose. The tensors
+may be meta tensors, so the shapes can be real ones."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -55,11 +53,8 @@ class CaughtLaunch:
         return self.kernel.__name__
 
     def source(self) -> tuple[Any, dict[str, Any]]:
-        """What the JIT would compile, and the options.
-
-        Tensors are of 16-byte alignment unless the kernel does not specialise on it; integers that it specialises on
-        must be multiples of 16.
-        """
+        """What the JIT would compile, and the options. Tensors are of 16-byte alignment unless the kernel does not
+        specialise on it; integers that it specialises on must be multiples of 16."""
         is_gluon = isinstance(self.kernel, GluonJITFunction)
         values = {**dict(zip(self.kernel.arg_names, self.args, strict=False)), **self.kwargs}
         signature, constants, attributes = {}, {}, {}
@@ -179,11 +174,8 @@ class _WarmedUp:
 def assert_compiled_once(
     monkeypatch: pytest.MonkeyPatch, modules: tuple[ModuleType, ...], step: Callable[..., object], *arguments: tuple
 ) -> dict[str, int]:
-    """The later calls step(*arguments[i]) compile nothing that the first one has not.
-
-    A rank that compiles lets its peers wait in a barrier. Returns how many variants the first call compiles of each
-    of the modules' kernels.
-    """
+    """The later calls step(*arguments[i]) compile nothing that the first one has not. A rank that compiles lets its
+    peers wait in a barrier. Returns how many variants the first call compiles of each of the modules' kernels."""
     monkeypatch.setattr(driver, "_active", _HopperDriver())
     kernels = list(kernels_of(*modules))
     for module, name, kernel in kernels:

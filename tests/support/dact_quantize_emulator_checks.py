@@ -1,8 +1,6 @@
-"""Runs the source of dact_quantize for Hopper in gluon_emulator.py. For test_interpreted.py.
-
-The arithmetic is Triton's, which the emulator has not. gate * up stands for the activation, and numpy's quantisers for
-those of the kernels: so what is checked is which numbers are computed with, and where results go.
-"""
+"""Runs the source of dact_quantize for Hopper in gluon_emulator.py. For test_interpreted.py. The arithmetic is
+Triton's, which the emulator has not. gate * up stands for the activation, and numpy's quantisers for those of the
+kernels: so what is checked is which numbers are computed with, and where results go."""
 
 import gluon_emulator
 import torch

@@ -190,9 +190,7 @@ def fake_jits(monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda, *modules: ModuleT
     return jits
 
 
-def assert_only_the_first_compiles(
-    jits: dict[str, FakeJIT], step: Callable[[Any], object], sizes: Iterable[Any]
-) -> None:
+def assert_only_the_first_compiles(jits: dict[str, FakeJIT], step: Callable, sizes: Iterable[Any]) -> None:
     """Every JIT sees the launches of the first step, and none of a later one."""
     first, *others = sizes
     step(first)

@@ -1,7 +1,5 @@
-"""Runs the sources of the E4M3 kernels for Hopper in gluon_emulator.py and compares every bit with an oracle.
-
-For test_interpreted.py. Whole numbers with power-of-two scales: the sums are exact.
-"""
+"""Runs the sources of the E4M3 kernels for Hopper in gluon_emulator.py and compares every bit with an oracle. For
+test_interpreted.py. Whole numbers with power-of-two scales: the sums are exact."""
 
 from functools import partial
 

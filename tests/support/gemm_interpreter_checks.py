@@ -1,8 +1,6 @@
-"""Runs GEMMs and activations in Triton's interpreter, against float64.
-
-Sizes are tiny; the tiles are smaller still, so that every case has several tiles, partial ones, and partial contraction
-blocks. tl.dot on bf16 is wrong in Triton 3.6's interpreter, so bf16 is left to the GPU tests.
-"""
+"""Runs GEMMs and activations in Triton's interpreter, against float64. Sizes are tiny; the tiles are smaller still, so
+that every case has several tiles, partial ones, and partial contraction blocks. tl.dot on bf16 is wrong in Triton 3.6's
+interpreter, so bf16 is left to the GPU tests."""
 
 import itertools
 import time

@@ -1,7 +1,5 @@
 """Operands of the grouped GEMMs and of those fused with activations, oracles in float64, and what all kernels must do.
-
-`kernels` is a namespace of kernels: the twins, or Triton's, in the interpreter or on a GPU.
-"""
+`kernels` is a namespace of kernels: the twins, or Triton's, in the interpreter or on a GPU."""
 
 from contextlib import contextmanager
 from functools import partial
@@ -58,11 +56,8 @@ def tiles(config):
 
 
 class Problem:
-    """Rows of groups [N, H], gradients [N, W] and weights [G, W, H], with results around 1.
-
-    Tail rows are NaN, tail indices out of range, packed rows are shared. is_exact: of whole numbers, whose sums are
-    exact in whatever order.
-    """
+    """Rows of groups [N, H], gradients [N, W] and weights [G, W, H], with results around 1. Tail rows are NaN, tail
+    indices out of range, packed rows are shared. is_exact: of whole numbers, whose sums are exact in whatever order."""
 
     def __init__(self, splits, widths, dtype, *, seed=0, device="cpu", capacity=None, is_exact=False):
         self.generator = torch.Generator(device).manual_seed(seed)
@@ -168,8 +163,6 @@ class Scattered:
 
 
 # -- grouped GEMMs ----------------------------------------------------------------------------------------------------
-
-
 def check_gemm(kernels, p, gather, table, biased, zero_tail, accumulate=False, **options):
     source, rows = p.source(gather)
     options |= {"zero_tail": zero_tail, "accumulate": accumulate, "bias": p.biases(biased)}
@@ -265,8 +258,6 @@ def check_gradients(kernels, p, **options):
 
 
 # -- parts of them ----------------------------------------------------------------------------------------------------
-
-
 def part_calls(kernels, p, **fixed):
     """{name: (makes outputs, call(row_range, outs, come, **options))}; rows that have not come are NaN."""
     table = Scattered(p.weight)
@@ -297,10 +288,8 @@ def all_rows(p):
 
 
 def check_ranges(p, blanks, call, parts, **options):
-    """A range's rows are written, no others, and none are read that have not come; all ranges are the whole.
-
-    Of outputs that are matrices. Returns all of the whole, and of all ranges.
-    """
+    """A range's rows are written, no others, and none are read that have not come; all ranges are the whole. Of outputs
+    that are matrices. Returns all of the whole, and of all ranges."""
     whole, union = blanks(), blanks()
     call(p.row_range, whole, all_rows(p))
     for ranges in parts:
@@ -319,8 +308,6 @@ def check_ranges(p, blanks, call, parts, **options):
 
 
 # -- GEMMs that are fused with activations ----------------------------------------------------------------------------
-
-
 def gate_columns(ffn, activation, device="cpu"):
     """Where the gates and the ups of h stand."""
     block = activation.interleave or ffn
@@ -382,10 +369,8 @@ def backward(kernels, p, source, h, *, weight=None, with_dbias=True, **options):
 
 
 def check_act(kernels, p, act_options=None, dact_options=None, *, table=False, cases=((False, True), (True, False))):
-    """Both passes against float64; with a table in addition that it gives the bits of packed weights.
-
-    cases: (gather, with a bias).
-    """
+    """Both passes against float64; with a table in addition that it gives the bits of packed weights. cases: (gather,
+    with a bias)."""
     n, act_options, dact_options = p.num_rows, act_options or {}, dact_options or {}
     tables = [Scattered(weight) for weight in (p.weight1, p.weight2)] if table else []
     for gather, with_bias in cases:
@@ -494,7 +479,6 @@ def check_a_forgotten_range(kernels, p, group, num_forgotten):
 
 
 # -- splits -----------------------------------------------------------------------------------------------------------
-
 # Splits, the number of rows, and where groups begin, with the end of the last.
 SPLITS_CASES = [
     ([3, 0, 4], 10, [0, 3, 3, 7]),

@@ -1,13 +1,11 @@
 """As much of Gluon as the GEMMs for Hopper use, on CPU tensors: their sources run as they are, with threads for roles.
-
 `install()` puts stand-ins where `triton.experimental.gluon` is imported from; call it before any kernel is imported, in
 a process of its own. Then a launcher of kernels/hopper computes on CPU tensors.
 
 What is checked while kernels run: no load or store lies outside of a tensor; memory that a copy is on its way to is NaN
 until it lands, some time later, in random order; stores by TMA read when their role waits for them; waits for barriers
 have parities, and it is noticed when no role can go on. Layouts, registers and the fences between the threads of a role
-are not modelled; compiling checks the first two.
-"""
+are not modelled; compiling checks the first two."""
 
 from __future__ import annotations
 
@@ -29,8 +27,6 @@ CHOICE = random.Random(0)
 
 
 # ------------------------------------------------------------------------------------------------------ a program
-
-
 class Machine:
     """What the roles of the running program share."""
 
@@ -126,8 +122,6 @@ def jit(function=None, **options):
 
 
 # ------------------------------------------------------------------------------------------------------ memory
-
-
 @dataclass
 class Pointer:
     """Pointers into a tensor: its elements in a row, and offsets."""
@@ -248,8 +242,7 @@ class Barriers:
 def allocate_shared_memory(dtype, shape, layout):
     if layout == "barriers":
         return Barriers(int(shape[0]))
-    stored = torch.uint8 if dtype.itemsize == 1 else dtype
-    data = torch.empty([int(size) for size in shape], dtype=stored)
+    data = torch.empty([int(size) for size in shape], dtype=torch.uint8 if dtype.itemsize == 1 else dtype)
     data.view(torch.uint8).fill_(NAN_BYTE)
     return Shared(data, dtype)
 
@@ -297,13 +290,10 @@ class TensorDescriptor:
             assert tensor.dtype == self.dtype
             assert 0 <= int(offset[inside].min()), "before the first element"
             assert int(offset[inside].max()) < tensor.numel(), "past the last element"
-        stored = torch.uint8 if size == 1 else self.dtype
-        return tensor.view(-1).view(stored), offset, inside
+        return tensor.view(-1).view(torch.uint8 if size == 1 else self.dtype), offset, inside
 
 
 # ------------------------------------------------------------------------------------------------------ copies
-
-
 def copy_later(shared: Shared, values, landed) -> None:
     """Shared memory is NaN until values() are there, when landed() is called."""
     with MACHINE.changed:
@@ -331,8 +321,7 @@ def tma_store(desc, first, shared):
         memory, offset, inside = desc.places(first)
         memory[offset[inside]] = shared.data.reshape(offset.shape)[inside]
 
-    pending = MACHINE.role.__dict__.setdefault("pending", [])
-    pending.append(read)
+    MACHINE.role.__dict__.setdefault("pending", []).append(read)
 
 
 def tma_add(desc, first, shared):
@@ -343,8 +332,7 @@ def tma_add(desc, first, shared):
         memory[offset[inside]] += shared.data.reshape(offset.shape)[inside]
 
     assert desc.dtype == torch.float32
-    pending = MACHINE.role.__dict__.setdefault("pending", [])
-    pending.append(read)
+    MACHINE.role.__dict__.setdefault("pending", []).append(read)
 
 
 def tma_store_wait(number):
@@ -357,8 +345,7 @@ def async_copy(shared, pointer, mask=None):
     """cp.async: what a role waits for by async_arrive, or async_wait. Zeros where it is masked."""
     values = load(pointer, mask)
     shared.data.view(torch.uint8).fill_(NAN_BYTE)
-    pending = MACHINE.role.__dict__.setdefault("copies", [])
-    pending.append((shared, values))
+    MACHINE.role.__dict__.setdefault("copies", []).append((shared, values))
 
 
 def async_arrive(barrier, increment_count):
@@ -410,8 +397,6 @@ def barrier_wait(barrier, parity, pred=True):
 
 
 # ------------------------------------------------------------------------------------------------------ arithmetic
-
-
 def warpgroup_mma(a, b, acc, *, use_acc=True, is_async=False):
     product = torch.mm(a.numbers(), b.numbers())
     return acc + product if use_acc else product
@@ -445,14 +430,8 @@ def static_assert(condition):
     assert condition
 
 
-LAYOUTS = (
-    "BlockedLayout",
-    "DistributedLinearLayout",
-    "SliceLayout",
-    "SwizzledSharedLayout",
-    "NVMMASharedLayout",
-    "NVMMADistributedLayout",
-)
+LAYOUTS = "Blocked", "DistributedLinear", "Slice", "SwizzledShared", "NVMMAShared", "NVMMADistributed"
+LAYOUTS = tuple(f"{kind}Layout" for kind in LAYOUTS)
 
 
 def layout_of(*args, **kwargs):

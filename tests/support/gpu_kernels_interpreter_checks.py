@@ -1,8 +1,6 @@
-"""Run by test_interpreted.py in a process with TRITON_INTERPRET=1: Triton kernels against the twins.
-
-The interpreter has no inline assembly, so the barrier's four helpers that contain it are replaced: a wait looks once
-(everything has arrived by then, or never will), the fence and the clock do nothing.
-"""
+"""Run by test_interpreted.py in a process with TRITON_INTERPRET=1: Triton kernels against the twins. The interpreter
+has no inline assembly, so the barrier's four helpers that contain it are replaced: a wait looks once (everything has
+arrived by then, or never will), the fence and the clock do nothing."""
 
 import itertools
 from types import SimpleNamespace
@@ -61,9 +59,7 @@ BARRIERS = {
 }
 
 
-def make_arenas(
-    num_ranks: int, rank: int, epoch: int, aborted: int = 0, faulted: int = 0, rail_fault: int = 0
-) -> Peers:
+def make_arenas(num_ranks: int, rank: int, epoch: int, aborted=0, faulted=0, rail_fault=0) -> Peers:
     """Zeros, but for the counters of `rank`."""
     layout = ControlLayout(num_ranks)
     views = tuple(torch.zeros(layout.num_bytes, dtype=torch.uint8) for _ in range(num_ranks))
@@ -76,16 +72,7 @@ def make_arenas(
 
 
 def run_barrier(
-    barrier,
-    epoch,
-    sent,
-    fault=False,
-    aborted=0,
-    faulted=0,
-    rail_fault=0,
-    pending=control.STATUS_OK,
-    rank=1,
-    timeout_ns=10**6,
+    barrier, epoch, sent, fault=False, aborted=0, faulted=0, rail_fault=0, pending=0, rank=1, timeout_ns=10**6
 ):
     """Bytes that rank `rank`'s barrier leaves: all arenas, what it received, the status record, what it sets to NaN."""
     num_ranks = len(sent)
@@ -99,14 +86,14 @@ def run_barrier(
             if "abort" in str(state):  # rank 5 has; "abort": before this one came
                 word = max(word - 4 * (state == "abort"), 0) + control.ABORT + (5 << control.ABORT_RANK_SHIFT)
             call = CALL + 2**30 if state == "call" else CALL
-            words = 100 + peer, 2**40 + peer, -peer, 3, 2**41
+            words = 100 + peer, 2**40 + peer, -peer, 2**41
             mail[epoch & 1, peer, : control.MAIL_CALL + 1] = torch.tensor([word, *words, call])
     received = torch.full((num_ranks, control.NUM_PUBLISHED), -7, dtype=torch.int64)
     status = torch.zeros(control.STATUS_WORDS, dtype=torch.int64)
     status[control.STATUS_KIND] = pending
     nan_on_failure = torch.ones(3, 2 * 520, dtype=torch.bfloat16)  # one turn of the kernel's loop sets 512 words
     bounds = {"timeout_ns": timeout_ns, "nan_on_failure": nan_on_failure[1:2]}
-    barrier(peers, (2**41, 0, 5, 2**40, 7), received, status, call=CALL, fault=fault, **bounds)
+    barrier(peers, (2**41, 0, 5, 2**40), received, status, call=CALL, fault=fault, **bounds)
     results = {"received": received, "status": status, "nan_on_failure": nan_on_failure.view(torch.int16)}
     return {**results, **{f"arena {i}": view for i, view in enumerate(views)}}
 
@@ -124,11 +111,10 @@ SIGNALS = {
 }
 
 
-def run_signals(module, epoch, seen, aborted=0, faulted=0, pending=control.STATUS_OK, timeout_ns=10**6):
+def run_signals(module, epoch, seen, aborted=0, faulted=0, pending=0, timeout_ns=10**6):
     """Bytes that rank 1 leaves: it signals ranks 0 and 1, then waits for rank 2."""
     peers = make_arenas(3, 1, epoch, aborted, faulted)
-    signals = peers.region(1, peers.layout.signals, (3, control.SIGNAL_WORDS), torch.int64)
-    signals[2, 0] = epoch + seen
+    peers.region(1, peers.layout.signals, (3, control.SIGNAL_WORDS), torch.int64)[2, 0] = epoch + seen
     arrived, status = torch.full((1,), -7), torch.zeros(control.STATUS_WORDS, dtype=torch.int64)
     status[control.STATUS_KIND] = pending
     for rank in (0, 1):

@@ -1,13 +1,11 @@
-"""Cases that the grouped-linear suites share, how to run them, and an oracle that shares no code with the package.
-
-G groups, N rows (with a tail that belongs to no group), H hidden, I ffn, W columns of FC1's output (2I if gated). The
-oracle is float64, loops over rows, and stock autograd. Slow on purpose: nobody should have to doubt it.
-"""
+"""Cases that the grouped-linear suites share, how to run them, and an oracle that shares no code with the package. G
+groups, N rows (with a tail that belongs to no group), H hidden, I ffn, W columns of FC1's output (2I if gated). The
+oracle is float64, loops over rows, and stock autograd. Slow on purpose: nobody should have to doubt it."""
 
 import functools
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,9 +20,8 @@ from symmoe.kernels.activation import Activation
 SENTINEL = -77.0
 MAIN_GRAD_START = 0.5  # what a main_grad holds before the first accumulation
 
+
 # -- the matrix -------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Case:
     """One combination of what a caller can ask for."""
@@ -108,15 +105,7 @@ class Inputs:
         return torch.tensor(self.sizes.splits, device=self.x.device)
 
 
-def make_inputs(
-    case: Case,
-    *,
-    sizes: Sizes = TINY,
-    width: int | None = None,
-    out_features: int | None = None,
-    device: str = "cpu",
-    seed: int = 0,
-) -> Inputs:
+def make_inputs(case: Case, *, sizes: Sizes = TINY, width=None, out_features=None, device="cpu", seed=0) -> Inputs:
     """Inputs with results around 1. `width` is W (2I by default), `out_features` the columns of d_y (H by default)."""
     generator = torch.Generator().manual_seed(seed)
     groups, hidden, ffn = sizes.num_groups, sizes.hidden, sizes.ffn
@@ -163,8 +152,6 @@ def fill(linear: nn.Module, weight: torch.Tensor, bias: torch.Tensor | None, cas
 
 
 # -- running one call -------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Buffers:
     """The buffers of the caller, prefilled with SENTINEL. None where the case has none."""
@@ -174,8 +161,7 @@ class Buffers:
 
     @classmethod
     def of(cls, case: Case, inputs: Inputs, *, out_features: int) -> "Buffers":
-        lead = inputs.x.shape[:-1]
-        shapes = {"out": (*lead, out_features), "grad_input_out": tuple(inputs.x.shape)}
+        shapes = {"out": (*inputs.x.shape[:-1], out_features), "grad_input_out": tuple(inputs.x.shape)}
         return cls(**{name: inputs.d_y.new_full(shapes[name], SENTINEL) for name in case.buffers})
 
 
@@ -189,19 +175,11 @@ class Ran:
 
 
 def run(
-    call: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-    layers: dict[str, nn.Module],
-    inputs: Inputs,
-    case: Case,
-    *,
-    finish: Callable[[], object] = tuple,
-    around: AbstractContextManager[object] | None = None,
+    call: Callable, layers: dict[str, nn.Module], inputs: Inputs, case: Case, *, finish: Callable = tuple, around=None
 ) -> Ran:
     """Forward by `call(x, scale)` in the context `around`, backward from d_y, `finish()` for delayed weight gradients;
-    everything collected.
-
-    x has a producer, as in a network: so the gradient that `call` returns is seen before autograd copies it.
-    """
+    everything collected. x has a producer, as in a network: so the gradient that `call` returns is seen before autograd
+    copies it."""
     leaf, scale = inputs.x.clone().requires_grad_(), inputs.scale.clone().requires_grad_()
     ran, x = Ran(), leaf.clone()
     seen: list[int] = []
@@ -213,12 +191,15 @@ def run(
     y.backward(inputs.d_y.to(y.dtype))
     ran.d_x_ptr = seen[0]
     if case.delayed:
+        biases = [layer.bias.grad.clone() for layer in layers.values() if layer.bias is not None]
         for layer in layers.values():
             for parameter in layer.weight_parameters():
                 assert parameter.grad is None, "a delayed gradient is nowhere before backward_dw"
                 if case.main_grad:
                     assert (parameter.main_grad == MAIN_GRAD_START).all()
     finish()
+    if case.delayed:
+        assert all(map(torch.equal, biases, (each.bias.grad for each in layers.values() if each.bias is not None)))
     ran.tensors = {"y": y.detach().clone(), "d_x": leaf.grad}
     if scale.grad is not None:
         ran.tensors["d_scale"] = scale.grad
@@ -297,9 +278,7 @@ def make_way(
     return {"modules": modules, "sequential": sequential, "mlp": mlp}[way], {"fc1": fc1, "fc2": fc2}
 
 
-def run_way(
-    way: str, case: Case, inputs: Inputs, buffers: Buffers | None = None, *, splits=None, around=None, **options
-) -> Ran:
+def run_way(way: str, case: Case, inputs: Inputs, buffers=None, *, splits=None, around=None, **options) -> Ran:
     """One call of make_way's layers."""
     call, layers = make_way(way, case, inputs, **options)
     given, splits = vars(buffers or Buffers()), inputs.splits if splits is None else splits
@@ -332,8 +311,6 @@ def _oracle_of_case(is_linear: bool, case: Case, sizes: Sizes, device: str) -> d
 
 
 # -- checks -----------------------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def refused(*parts: str) -> Iterator[None]:
     """What is inside raises an ArgumentError whose text has all parts."""
@@ -392,8 +369,7 @@ def check_autocast(way: str, case: Case, weights: str, sizes: Sizes = TINY, devi
     as_half = replace(inputs, x=inputs.x.bfloat16(), d_y=inputs.d_y.bfloat16())
     buffers = Buffers.of(case, as_half, out_features=inputs.d_y.shape[-1])
     ran = run_way(way, case, inputs, buffers, weights=weights, around=torch.autocast(device, dtype=torch.bfloat16))
-    assert ran.tensors["y"].dtype == torch.bfloat16
-    assert ran.y_ptr == buffers.out.data_ptr()
+    assert (ran.tensors["y"].dtype, ran.y_ptr) == (torch.bfloat16, buffers.out.data_ptr())
     assert (buffers.out.flatten(0, -2)[sizes.num_used :] == SENTINEL).all()
     for name, tensor in ran.tensors.items():
         assert name == "y" or tensor.dtype == torch.float32, name
@@ -512,8 +488,6 @@ def assert_near_oracle(ran: Ran, oracle: dict[str, torch.Tensor], case: Case, si
 
 
 # -- oracle -----------------------------------------------------------------------------------------------------------
-
-
 def swiglu(h: torch.Tensor) -> torch.Tensor:
     """[I] of one row [2I], gate first."""
     gate, up = h[: len(h) // 2], h[len(h) // 2 :]

@@ -1,7 +1,5 @@
-"""Runs the sources of the GEMMs for Hopper in gluon_emulator.py, against float64.
-
-Every kernel has several tiles to a program, some of them partial, and a ring that turns several times or not at all.
-"""
+"""Runs the sources of the GEMMs for Hopper in gluon_emulator.py, against float64. Every kernel has several tiles to a
+program, some of them partial, and a ring that turns several times or not at all."""
 
 from functools import partial
 from types import SimpleNamespace

@@ -27,10 +27,8 @@ interpreter = pytest.mark.skipif(bool(_missing()), reason=_missing())
 
 
 def interpreted(checks: str) -> str:
-    """What main() of a module of tests/support prints, which runs kernels in the interpreter, and has to end well.
-
-    In a process of its own: the interpreter has to be chosen before triton is imported.
-    """
+    """What main() of a module of tests/support prints, which runs kernels in the interpreter, and has to end well. In a
+    process of its own: the interpreter has to be chosen before triton is imported."""
     return _printed(checks, TRITON_INTERPRET="1")
 
 
@@ -45,11 +43,9 @@ def _printed(checks: str, **variables: str) -> str:
 
 def spare_the_interpreter() -> None:
     """Halves the time of a process that does nothing but interpret kernels, without a change in what they compute.
-
     Triton's interpreter puts its functions into triton.language whenever a function of a kernel is called, and takes
-    them out when the kernel ends: here they are put there once for each function, and stay. It computes whether sums
-    of integers overflow, and asserts it only when debugging, which it is not: here it does not compute it.
-    """
+    them out when the kernel ends: here they are put there once for each function, and stay. It computes whether sums of
+    integers overflow, and asserts it only when debugging, which it is not: here it does not compute it."""
     from triton.runtime import interpreter as interpreting
 
     patch, builder = interpreting._patch_lang, interpreting.interpreter_builder

@@ -22,9 +22,7 @@ def bytes_kept(config: MoEConfig, num_tokens: int) -> tuple[int, int]:
         while type(node).__name__ != f"{_ExpertParallelMLP.__name__}Backward":
             node = node.next_functions[0][0]
         plan: Plan = node.step.plan
-        kept = [getattr(plan, field.name) for field in fields(Plan)] + list(
-            node.saved_tensors[4:]
-        )  # the first are the router's
+        kept = [*(getattr(plan, field.name) for field in fields(Plan)), *node.saved_tensors[4:]]  # first the router's
         weights, found = {id(p) for p in layer.parameters()}, {}
         for tensor in kept:
             if isinstance(tensor, torch.Tensor) and id(tensor) not in weights:

@@ -22,23 +22,17 @@ SHAPES = {  # G, H, I, N
     "narrow": (65, 136, 72, 999),
     "narrower": (65, 136, 36, 999),
 }
+
+
+def _forms(function, *forms):
+    return [(function, dict.fromkeys(form.split(), True)) for form in forms]
+
+
 GEMMS = [
-    ("gemm", {}),
-    ("gemm", {"gather": True}),
-    ("gemm", {"biased": True}),
-    ("gemm", {"gather": True, "biased": True}),
-    ("gemm", {"table": True}),
-    ("gemm", {"gather": True, "table": True, "biased": True}),
-    ("gemm", {"accumulate": True}),
-    ("gemm", {"gather": True, "biased": True, "accumulate": True}),
-    ("dgrad", {}),
-    ("dgrad", {"table": True}),
-    ("dgrad", {"gather": True}),
-    ("dgrad", {"accumulate": True}),
-    ("wgrad", {}),
-    ("wgrad", {"gather": True}),
-    ("wgrad", {"accumulate": True}),
-    ("wgrad", {"gather": True, "accumulate": True}),
+    *_forms("gemm", "", "gather", "biased", "gather biased", "table", "gather table biased", "accumulate"),
+    *_forms("gemm", "gather biased accumulate"),
+    *_forms("dgrad", "", "table", "gather", "accumulate"),
+    *_forms("wgrad", "", "gather", "accumulate", "gather accumulate"),
     ("wgrad", {"accumulate": True, "out_dtype": FP32}),
     ("wgrad", {"gather": True, "accumulate": True, "out_dtype": FP32, "table": True}),
     ("wgrad", {"out_dtype": FP32, "table": True}),
@@ -213,8 +207,7 @@ def launch_plan(shape, id_dtype=torch.int32, drop=False, num_places=0):
     counts = meta(num_blocks, num_experts + num_ranks + 2)
     integers, status = control.PlanIntegers(meta(numel), layout), torch.zeros(control.STATUS_WORDS, dtype=INT64)
     plan.count_slots(topk_idx, counts, num_experts=num_experts, num_ranks=num_ranks)
-    header = tuple(range(control.HEADER_WORDS))
-    plan.send_counts(counts, topk_idx, header, peers, num_experts=num_experts)
+    plan.send_counts(counts, topk_idx, tuple(range(control.HEADER_WORDS)), peers, num_experts=num_experts)
     options = {"capacity": 1000, "packed_capacity": -1, "drop": drop, "ranks": range(num_ranks)}
     plan.lay_out(peers, received, status, integers, **options)
     plan.assign_rows(topk_idx, counts, integers, drop=drop)

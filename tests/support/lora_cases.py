@@ -38,8 +38,7 @@ def make_experts(parameters: Tensors, mine: slice, **options: Any) -> GroupedMLP
     dtype, rank = parameters["fc2.lora_a"].dtype, parameters["fc2.lora_a"].shape[1]
     mlp = GroupedMLP(num_experts, hidden, ffn, dtype=dtype, bias="fc1.bias" in parameters, **options)
     add_lora(mlp, rank=rank, alpha=ALPHA)
-    state = {name: parameter[mine] for name, parameter in parameters.items()}
-    mlp.load_state_dict(state)
+    mlp.load_state_dict({name: parameter[mine] for name, parameter in parameters.items()})
     return mlp
 
 
@@ -76,7 +75,7 @@ def dense_oracle(
 
 
 def is_near(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> bool:
-    return bool((got.double() - want).abs().max() <= TOLERANCE[dtype] * want.abs().max())
+    return bool((got.double().cpu() - want).abs().max() <= TOLERANCE[dtype] * want.abs().max())
 
 
 SPLITS, TAIL = (4, 0, 9, 1), 3

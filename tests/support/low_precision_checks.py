@@ -111,9 +111,7 @@ def check_ways(rank: int, num_ranks: int, findings: Findings, device: str, recip
 EXPERTS, TOKENS = 8, 44
 
 
-def run_cut(
-    rank: int, num_ranks: int, device: str, recipe, wire: str, cut: list[int], order: str
-) -> dict[str, np.ndarray]:
+def run_cut(rank, num_ranks, device: str, recipe, wire: str, cut: list[int], order: str) -> dict[str, np.ndarray]:
     """Bits of this rank's part of a batch that `cut` divides between the ranks."""
     generator = torch.Generator().manual_seed(4)
     ids = torch.rand((TOKENS, EXPERTS), generator=generator).topk(K).indices

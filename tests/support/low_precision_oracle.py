@@ -1,9 +1,7 @@
-"""A float64 oracle for layers that compute in a recipe's numbers. It shares no code with the package.
-
-Numbers are rounded by numpy and ml_dtypes, as docs/precision.md says; products are float64 and loop over groups. So
-what it gives differs from the package's results by the rounding of sums and results, and by a few elements that this
-rounding has put on the other side of a boundary between two numbers of a format.
-"""
+"""A float64 oracle for layers that compute in a recipe's numbers. It shares no code with the package. Numbers are
+rounded by numpy and ml_dtypes, as docs/precision.md says; products are float64 and loop over groups. So what it gives
+differs from the package's results by the rounding of sums and results, and by a few elements that this rounding has put
+on the other side of a boundary between two numbers of a format."""
 
 import itertools
 from dataclasses import dataclass
@@ -120,25 +118,15 @@ def swiglu(h: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def mlp(
-    numbers: Numbers,
-    x: torch.Tensor,
-    scale: torch.Tensor,
-    weights: tuple[torch.Tensor, torch.Tensor],
-    d_y: torch.Tensor,
-    splits: tuple[int, ...],
-    *,
-    round_to=lambda values: values.astype(F32),
+    numbers: Numbers, x, scale, weights, d_y, splits, *, round_to=lambda values: values.astype(F32)
 ) -> dict[str, np.ndarray]:
     """y and gradients of FC2(swiglu(FC1(x)) * scale), rows of groups alone. round_to: the working dtype, back in fp32.
-
-    Intermediate results are rounded to it where docs/precision.md says so.
-    """
+    Intermediate results are rounded to it where docs/precision.md says so."""
     used = sum(splits)
     x, d_y = (tensor.detach().cpu().float().numpy()[:used] for tensor in (x, d_y))
     scale = scale.detach().cpu().double().numpy()[:used, None]
     first, second = (Linear(numbers, weight, splits) for weight in weights)
-    h = round_to(first.forward(x))
-    value, by_gate, by_up = swiglu(h)
+    value, by_gate, by_up = swiglu(round_to(first.forward(x)))
     a = round_to(value * scale)
     d_a = round_to(second.input_gradient(d_y)).astype(np.float64)
     d_h = round_to(np.concatenate([d_a * scale * by_gate, d_a * scale * by_up], axis=1))

@@ -1,8 +1,6 @@
-"""Pairs of ranks that end as a script does, and close and destroy nothing: `python many_ends.py PAIRS WAY FOLDER`.
-
-They are forked from one process, which has imported everything, until one has failed. A busy process has their core,
-and gloo's threads get what it leaves: so what these have still to do, they do as late as they can.
-"""
+"""Pairs of ranks that end as a script does, and close and destroy nothing: `python many_ends.py PAIRS WAY FOLDER`. They
+are forked from one process, which has imported everything, until one has failed. A busy process has their core, and
+gloo's threads get what it leaves: so what these have still to do, they do as late as they can."""
 
 import os
 import signal

@@ -22,14 +22,10 @@ GPU_SUMS = math.sqrt(GPU_I / I)  # the rounding of fp32 sums grows with the root
 WITH_ROOM = tuple({"with room": way} for way in (WAYS[0], WAYS[-1]))  # with exact capacity
 
 
-def compare(
-    findings: Findings, name: str, got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype, *, num_terms: int = 0
-) -> None:
-    """Notes a tensor that is further from the oracle than the dtype explains.
-
-    num_terms: that a number is the sum of, each about 1/2. Such sums are of any size, and where they cancel, they are
-    no more exact for it; a single one cannot say of what size they mostly are.
-    """
+def compare(findings: Findings, name: str, got: torch.Tensor, want: torch.Tensor, dtype, *, num_terms: int = 0) -> None:
+    """Notes a tensor that is further from the oracle than the dtype explains. num_terms: that a number is the sum of,
+    each about 1/2. Such sums are of any size, and where they cancel, they are no more exact for it; a single one cannot
+    say of what size they mostly are."""
     scale = max(float(want.abs().max()) if want.numel() else 0.0, 0.5 * math.sqrt(num_terms), 0.1)
     tolerance = TOLERANCE[dtype] * (GPU_SUMS if got.is_cuda and dtype == torch.float32 else 1.0)
     findings.close(name, got, want, rtol=0.0, atol=tolerance * scale)
@@ -54,9 +50,7 @@ def in_parts(
         del rows, expert_out
 
 
-def check_mlp(
-    heap: SymmetricHeap, case: routings.Case, sizes: tuple[int, int], dtype: torch.dtype, findings: Findings
-) -> None:
+def check_mlp(heap: SymmetricHeap, case: routings.Case, sizes: tuple[int, int], dtype, findings: Findings) -> None:
     """Notes what differs in one case; sizes: hidden and ffn."""
     rank, (hidden, ffn), routing = heap.rank, sizes, case.routing(heap.num_ranks)
     ids = torch.from_numpy(routing.topk_idx[rank])

@@ -90,9 +90,7 @@ class Overlapping(Ready):
         return y
 
 
-def wrong_calls(
-    rank: int, num_ranks: int, ranks_per_node: int, culprit: int, device: str = "cpu"
-) -> list[tuple[str, tuple[str, str]]]:
+def wrong_calls(rank, num_ranks, ranks_per_node: int, culprit: int, device="cpu") -> list[tuple[str, tuple[str, str]]]:
     """What calls raise in which the culprit, or its node, brings something wrong; each is followed by a right one."""
     found: list[tuple[str, tuple[str, str]]] = []
     is_culprit, on_its_node = rank == culprit, rank // ranks_per_node == culprit // ranks_per_node
@@ -224,14 +222,7 @@ LAYER_NUM_EXPERTS, LAYER_HIDDEN, LAYER_FFN, LAYER_TOP_K = 12, 16, 24, 3
 MOST_TOKENS = 40
 
 
-def train(
-    rank: int,
-    num_ranks: int,
-    ranks_per_node: int | None,
-    options: dict[str, Any],
-    dtype: torch.dtype,
-    device: str = "cpu",
-) -> list[torch.Tensor]:
+def train(rank, num_ranks, ranks_per_node: int | None, options: dict, dtype, device="cpu") -> list[torch.Tensor]:
     """The tensors of two steps of a layer: outputs, metrics, and all gradients; and the bytes that are still leased."""
     generator, found = torch.Generator().manual_seed(1), []
     with open_heap(device, ranks_per_node=ranks_per_node) as heap:
@@ -314,15 +305,7 @@ def refuses() -> Iterator[None]:
         yield
 
 
-def lose(
-    rank: int,
-    num_ranks: int,
-    ranks_per_node: int,
-    victims: tuple[int, ...],
-    how: str,
-    where: tuple[Any, ...],
-    device: str = "cpu",
-) -> tuple[Any, ...]:
+def lose(rank, num_ranks, ranks_per_node: int, victims: tuple, how: str, where: tuple, device="cpu") -> tuple[Any, ...]:
     """What a survivor raises when ranks are lost, when, and how long closing takes.
 
     how: "kill", "stop", "stop half way"; "hang": with a host that answers; or "kill, deaf": survivors' GPUs take no

@@ -1,9 +1,7 @@
-"""A dumb oracle for the plan, dispatch, combine and the layer. It shares no code with the package.
+"""A dumb oracle for the plan, dispatch, combine and the layer. It shares no code with the package. Loops over slots,
+numpy bit patterns, float64, and stock collectives. Slow on purpose: nobody should have to doubt it.
 
-Loops over slots, numpy bit patterns, float64, and stock collectives. Slow on purpose: nobody should have to doubt it.
-
-T tokens of a rank, H hidden, I ffn, E experts, K slots per token, R ranks. A slot is (source rank, token, k).
-"""
+T tokens of a rank, H hidden, I ffn, E experts, K slots per token, R ranks. A slot is (source rank, token, k)."""
 
 from __future__ import annotations
 
@@ -17,8 +15,6 @@ Slot = tuple[int, int, int]
 
 
 # -- what all ranks hold ----------------------------------------------------------------------------------------------
-
-
 def gather(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> list[torch.Tensor]:
     """Every rank's tensor, on the CPU; the first dimension may differ from rank to rank. Collective."""
     tensor = tensor.detach().cpu().contiguous()
@@ -41,8 +37,6 @@ def gather(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> list
 
 
 # -- layout -----------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Layout:
     """Where every slot of the group goes. Lists over ranks; -1 is "none"."""
@@ -75,9 +69,7 @@ def lay_out(topk_idx: list[np.ndarray], num_experts: int, *, capacity: int | Non
             for k in range(top_k):
                 if ids[token, k] >= 0:
                     wanted[ids[token, k]].append((source, token, k))
-    kept = keep_within(
-        [[len(wanted[g]) for g in range(r * local, (r + 1) * local)] for r in range(num_ranks)], capacity
-    )
+    kept = keep_within([[len(w) for w in wanted[r * local : (r + 1) * local]] for r in range(num_ranks)], capacity)
 
     def table(value: int, *shape: int) -> np.ndarray:
         return np.full(shape, value, dtype=np.int64)
@@ -150,12 +142,9 @@ def keep_within(loads: list[list[int]], capacity: int | None) -> list[list[int]]
 
 
 # -- payload ----------------------------------------------------------------------------------------------------------
-
-
 def bits_of(tensor: torch.Tensor) -> np.ndarray:
     """Bit patterns of a tensor, uint16 or uint32 by the size of its elements."""
-    kinds = {2: (torch.int16, np.uint16), 4: (torch.int32, np.uint32)}
-    as_int, as_unsigned = kinds[tensor.element_size()]
+    as_int, as_unsigned = {2: (torch.int16, np.uint16), 4: (torch.int32, np.uint32)}[tensor.element_size()]
     return tensor.detach().cpu().contiguous().view(as_int).numpy().view(as_unsigned)
 
 
@@ -176,8 +165,6 @@ def row_probs(layout: Layout, rank: int, probs: list[np.ndarray]) -> np.ndarray:
 
 
 # -- sums -------------------------------------------------------------------------------------------------------------
-
-
 def widen(bits: np.ndarray, dtype: torch.dtype) -> np.ndarray:
     """Bit patterns as fp32; exact."""
     if dtype == torch.bfloat16:
@@ -242,9 +229,7 @@ def sum_ranks(layout: Layout, source: int, reduced_bits: list[np.ndarray], dtype
     return narrow(sums, dtype)
 
 
-def sum_nodes(
-    layout: Layout, source: int, out_bits: list[np.ndarray], nodes: list[list[int]], dtype: torch.dtype
-) -> np.ndarray:
+def sum_nodes(layout: Layout, source: int, out_bits: list[np.ndarray], nodes: list[list[int]], dtype) -> np.ndarray:
     """Bit patterns [T, H] of `order="node"`: in each node a token's rows in fp32 from zero, in k order, rounded; then
     these sums in fp32 from zero, in the order of nodes. nodes: the ranks of each."""
     sums = np.zeros((len(layout.slot_to_row[source]), out_bits[0].shape[1]), dtype=np.float32)
@@ -261,8 +246,6 @@ def sum_nodes(
 
 
 # -- experts in float64 -----------------------------------------------------------------------------------------------
-
-
 def swiglu_expert(x: torch.Tensor, prob: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
     """W2 (silu(gate) * up * prob) of one row, [gate, up] = W1 x."""
     gate, up = (w1 @ x).chunk(2)

@@ -1,7 +1,5 @@
-"""Run by test_interpreted.py with TRITON_INTERPRET=1: the swizzle kernel against its twin, byte for byte.
-
-The tables are those of pack_weight_ptrs: matrices of different shapes in one launch.
-"""
+"""Run by test_interpreted.py with TRITON_INTERPRET=1: the swizzle kernel against its twin, byte for byte. The tables
+are those of pack_weight_ptrs: matrices of different shapes in one launch."""
 
 import torch
 

@@ -65,10 +65,8 @@ def hard_rows(num_rows: int, width: int, dtype: torch.dtype, *, seed: int = 0) -
 def quantize_all(
     kernels, rows: torch.Tensor, row_range: torch.Tensor, name: str, *, hard: bool = False
 ) -> dict[str, torch.Tensor]:
-    """What kernels (a module of them) make of rows, with FILL where they write nothing.
-
-    hard: with what is optional, and columns of rows that are picked by an index from the reversed ones.
-    """
+    """What kernels (a module of them) make of rows, with FILL where they write nothing. hard: with what is optional,
+    and columns of rows that are picked by an index from the reversed ones."""
     block_format = FORMATS[name]
     (num_rows, width), num_groups = rows.shape, row_range.shape[1]
     result = {}
@@ -219,9 +217,7 @@ def row_buffers(num_rows: int, width: int, block_format: BlockFormat, device: to
     return data, filled((num_rows, block_format.num_blocks(width)), block_format.scale_dtype, device)
 
 
-def column_buffers(
-    num_rows: int, num_groups: int, width: int, block_format: BlockFormat, device: torch.device | str = "cpu"
-):
+def column_buffers(num_rows: int, num_groups: int, width: int, block_format: BlockFormat, device="cpu"):
     """The same for columns of rows in groups; fp32 scales are block-major."""
     tokens = TILE * max_tiles(num_rows, num_groups)
     data = filled((width, block_format.data_width(tokens)), block_format.data_dtype, device)

@@ -1,19 +1,9 @@
-"""Quantising kernels against the twins, byte for byte: in Triton's interpreter on CPU tensors, and on GPUs.
+"""Quantising kernels against the twins, byte for byte: in Triton's interpreter on CPU tensors, and on GPUs. kernels: a
+module of them, or what stands for it; device: where they run. Twins run on the CPU."""
 
-kernels: a module of them, or what stands for it; device: where they run. Twins run on the CPU.
-"""
-
+import quantize_cases as cases
 import torch
-from quantize_cases import (
-    FORMATS,
-    as_bytes,
-    differences,
-    encode_rows,
-    filled,
-    joined_rows,
-    requantize_columns,
-    row_buffers,
-)
+from quantize_cases import FORMATS, as_bytes, differences, filled, joined_rows, row_buffers
 from row_ranges import random_ranges, rows_of
 
 from symmoe.kernels import twin
@@ -61,9 +51,9 @@ def check_rows_of_an_index(kernels, name: str, rows: torch.Tensor, row_range: to
 
 def check_sent(kernels, name: str, rows: torch.Tensor, device: str = "cpu") -> None:
     """Rows put on the wire in one launch: data and scales side by side, then zeros."""
-    sent, wanted = encode_rows(kernels, rows.to(device), name), joined_rows(twin, rows, name)
+    sent, wanted = cases.encode_rows(kernels, rows.to(device), name), joined_rows(twin, rows, name)
     assert torch.equal(sent.cpu(), wanted), (name, rows.shape)
-    assert torch.equal(encode_rows(twin, rows, name), wanted), (name, rows.shape)
+    assert torch.equal(cases.encode_rows(twin, rows, name), wanted), (name, rows.shape)
 
 
 def check_received(kernels, name: str, width: int, row_range: torch.Tensor, dtype: torch.dtype, device: str = "cpu"):
@@ -83,19 +73,17 @@ def check_received(kernels, name: str, width: int, row_range: torch.Tensor, dtyp
     assert torch.equal(as_bytes(found[1][0])[: num_rows - 3], wire[index.long()][: num_rows - 3, :width])
 
 
-def check_columns(
-    kernels, name: str, rows: torch.Tensor, row_range: torch.Tensor, num_rows: int, device: str = "cpu"
-) -> None:
+def check_columns(kernels, name: str, rows: torch.Tensor, row_range: torch.Tensor, num_rows: int, device="cpu") -> None:
     """Rows of the wire quantised along tokens: as the twin, and as the kernels in two steps."""
     width, dtype = rows.shape[1], rows.dtype
-    wire = encode_rows(twin, rows, name)[: len(rows)]
+    wire = cases.encode_rows(twin, rows, name)[: len(rows)]
     index = torch.randint(len(rows), (num_rows,), dtype=torch.int32, generator=torch.Generator().manual_seed(2))
     for sent, row_index in ((wire, index), (wire[index.long()], None)):
-        expected = requantize_columns(twin, sent, row_range, width, name, dtype, row_index)
+        expected = cases.requantize_columns(twin, sent, row_range, width, name, dtype, row_index)
         row_index = None if row_index is None else row_index.to(device)
         args = sent.to(device), row_range.to(device), width, name, dtype, row_index
-        assert differences(requantize_columns(kernels, *args), expected) == [], (name, dtype)
-        assert differences(requantize_columns(kernels, *args, in_two_steps=True), expected) == [], (name, dtype)
+        assert differences(cases.requantize_columns(kernels, *args), expected) == [], (name, dtype)
+        assert differences(cases.requantize_columns(kernels, *args, in_two_steps=True), expected) == [], (name, dtype)
 
 
 def check_ranges(kernels, name: str, splits: tuple[int, ...], rows: torch.Tensor, device: str = "cpu") -> None:

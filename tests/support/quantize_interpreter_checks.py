@@ -1,9 +1,7 @@
-"""Run by test_interpreted.py in a process with TRITON_INTERPRET=1: kernels against twins, byte for byte.
-
-The interpreter's own casts to and from E4M3 round wrongly, so the two helpers that contain them are replaced by integer
+"""Run by test_interpreted.py in a process with TRITON_INTERPRET=1: kernels against twins, byte for byte. The
+interpreter's own casts to and from E4M3 round wrongly, so the two helpers that contain them are replaced by integer
 arithmetic, which is checked first. It also loses subnormal bf16 numbers on the way to fp32: there are none here, while
-fp32 has some.
-"""
+fp32 has some."""
 
 import quantize_cases as cases
 import torch
@@ -144,9 +142,7 @@ def main():
         print("tiles of", num_blocks, ": ok")
     no_rows = torch.empty(0, 96, dtype=torch.bfloat16)
     for name in cases.FORMATS:
-        left, right = (
-            cases.quantize_all(kernels, no_rows, cases.row_range_of((0, 0)), name) for kernels in (twin, gpu)
-        )
+        left, right = (cases.quantize_all(ops, no_rows, cases.row_range_of((0, 0)), name) for ops in (twin, gpu))
         assert cases.differences(left, right) == [], name
     # Bytes are compared, and signs of the transform are seen.
     assert not torch.equal(cases.as_bytes(torch.tensor([0.0])), cases.as_bytes(torch.tensor([-0.0])))

@@ -65,9 +65,11 @@ def row_bytes(name, width):
 
 
 def launch_sent(name, dtype, *, width=C):
-    wire.encode_rows(
-        meta(N, width, dtype=dtype), meta(N, row_bytes(name, width), dtype=torch.uint8), cases.FORMATS[name]
-    )
+    sent = meta(N, row_bytes(name, width), dtype=torch.uint8)
+    wire.encode_rows(meta(N, width, dtype=dtype), sent, cases.FORMATS[name])
+
+
+LAUNCHES = launch_rows, launch_columns, launch_weights, launch_weight_pairs
 
 
 def table_of_scales(*shapes, device="meta"):
@@ -77,9 +79,7 @@ def table_of_scales(*shapes, device="meta"):
     addresses = torch.tensor([matrix.data_ptr() for matrix in matrices]).to(device)
     numbers = torch.arange(len(shapes), dtype=torch.int32, device=device)
     most = max(-(-rows // 128) for rows, _ in shapes), max(-(-blocks // 4) for _, blocks in shapes)
-    return ScaleTable(
-        addresses, addresses.clone(), numbers, torch.tensor(extents, device=device, dtype=torch.int32), most
-    )
+    return ScaleTable(addresses, addresses.clone(), numbers, torch.tensor(extents, device=device).int(), most)
 
 
 def step(num_rows, signs, width=32):

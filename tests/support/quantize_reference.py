@@ -1,7 +1,5 @@
-"""What quantising is to give, written once more with numpy and ml_dtypes: block by block, element by element.
-
-Shares no code with the package; arithmetic is numpy's fp32, one rounding for every operation, and Python's integers.
-"""
+"""What quantising is to give, written once more with numpy and ml_dtypes: block by block, element by element. Shares no
+code with the package; arithmetic is numpy's fp32, one rounding for every operation, and Python's integers."""
 
 from fractions import Fraction
 

@@ -1,10 +1,8 @@
 """Runs the Triton GEMMs of quantised numbers in Triton's interpreter and compares them with the twins.
-
 test_interpreted.py runs it with TRITON_INTERPRET=1, which must be set before triton is imported.
 
 The interpreter of Triton 3.6 has no dot_scaled: here is one in float64, from the formats' definitions. Numbers are such
-that sums are exact: every bit has to be the same.
-"""
+that sums are exact: every bit has to be the same."""
 
 import numpy as np
 import torch
@@ -118,8 +116,7 @@ def check_wide_tiles(name):
 
 
 def check_that_scales_matter(name, case):
-    p = Problem(*case, Numbers(name, exact=True))
-    got, _ = by_both(p, torch.float32)
+    got, _ = by_both(Problem(*case, Numbers(name, exact=True)), torch.float32)
     for what in ("row_scale", "weight_scale"):
         q = Problem(*case, Numbers(name, exact=True))
         setattr(q, what, getattr(q, what).roll(1, -1))

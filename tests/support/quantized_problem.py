@@ -1,9 +1,7 @@
 """Operands for the grouped GEMMs of quantised numbers, whose numbers the package has not made, and oracles in float64.
-
 The exact kind has few small numbers and powers of two for scales: sums of them are exact in fp32 whatever their order,
 so that results can be compared bit by bit. What must not matter is NaN: rows and tokens past the last group, scales
-that pad lines, tiles of no group.
-"""
+that pad lines, tiles of no group."""
 
 import itertools
 from dataclasses import dataclass
@@ -256,10 +254,8 @@ class WgradProblem(Quantised):
 
     def expected(self) -> torch.Tensor:
         """The result in float64."""
-        left, right = (
-            dequantised(self.name, data, scale)
-            for data, scale in ((self.dout, self.dout_scale), (self.rows, self.rows_scale))
-        )
+        left = dequantised(self.name, self.dout, self.dout_scale)
+        right = dequantised(self.name, self.rows, self.rows_scale)
         result = torch.zeros(self.shape, dtype=torch.float64, device=self.device)
         for g, span in enumerate(self.spans):
             if span.start < span.stop:

@@ -1,8 +1,6 @@
-"""TCP relays between nodes, which can delay what they pass on, hold it back for ever, or cut the connection.
-
-Hosts tell each other where they listen, and gloo's ranks write that into a store. A rank of node 0 says its relay's
-address instead, and takes the relay for the rank of node 1 on its rail: all connections of that pair go through it.
-"""
+"""TCP relays between nodes, which can delay what they pass on, hold it back for ever, or cut the connection. Hosts tell
+each other where they listen, and gloo's ranks write that into a store. A rank of node 0 says its relay's address
+instead, and takes the relay for the rank of node 1 on its rail: all connections of that pair go through it."""
 
 import contextlib
 import os

@@ -1,10 +1,8 @@
-"""Runs the Triton GEMMs of the router in Triton's interpreter, against exact sums and the twins.
-
-test_interpreted.py runs it with TRITON_INTERPRET=1, which must be set before triton is imported.
+"""Runs the Triton GEMMs of the router in Triton's interpreter, against exact sums and the twins. test_interpreted.py
+runs it with TRITON_INTERPRET=1, which must be set before triton is imported.
 
 The interpreter of Triton 3.6 multiplies the bits of bf16 numbers instead of the numbers: here is a product in float64.
-It also cuts numbers off where hardware rounds them to bf16, which changes their parts, but not their sums.
-"""
+It also cuts numbers off where hardware rounds them to bf16, which changes their parts, but not their sums."""
 
 import numpy as np
 import torch

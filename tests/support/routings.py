@@ -1,7 +1,5 @@
-"""Random routings, the same on every machine: a list of numbered cases that any number of ranks can run.
-
-Run one again with `SYMMOE_CASE=17 pytest tests/dispatch/test_oracle.py` (several: `SYMMOE_CASE=17,63`).
-"""
+"""Random routings, the same on every machine: a list of numbered cases that any number of ranks can run. Run one again
+with `SYMMOE_CASE=17 pytest tests/dispatch/test_oracle.py` (several: `SYMMOE_CASE=17,63`)."""
 
 from __future__ import annotations
 
@@ -47,12 +45,7 @@ class Routing:
     @property
     def arguments(self) -> dict:
         """Keyword arguments of make_plan."""
-        return {
-            "num_experts": self.num_experts,
-            "capacity": self.capacity,
-            "overflow": self.overflow,
-            "max_tokens": self.max_tokens,
-        }
+        return {name: getattr(self, name) for name in ("num_experts", "capacity", "overflow", "max_tokens")}
 
 
 @dataclass(frozen=True)
@@ -128,8 +121,7 @@ class Case:
             chosen = rng.choice(pool, size, replace=again, p=weights)
             if self.stratum == "one_expert":
                 chosen = chosen[: rng.integers(1, self.top_k + 1)]
-            places = rng.permutation(self.top_k)[: len(chosen)]
-            ids[token, places] = chosen
+            ids[token, rng.permutation(self.top_k)[: len(chosen)]] = chosen
             if self.stratum == "masked":
                 ids[token, rng.random(self.top_k) < 0.4] = -1
                 if rng.random() < 0.25:
@@ -167,8 +159,7 @@ class Case:
             bits = (rank << 28 | token << 16 | column + 1).astype(np.uint32).view(np.int32)
         else:
             bits = ((rank * 97 + token) * 509 + column * 31 + 1).astype(np.uint16).view(np.int16)
-        rows = torch.from_numpy(bits).view(self.dtype)
-        return self._with_nonfinite(rows)
+        return self._with_nonfinite(torch.from_numpy(bits).view(self.dtype))
 
     def random_rows(self, rng: np.random.Generator, num_rows: int, hidden: int) -> torch.Tensor:
         """[num_rows, H] of very different sizes, so that sums show the order in which they were made."""

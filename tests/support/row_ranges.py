@@ -17,10 +17,8 @@ def spans_of(row_range):
 
 
 def random_ranges(splits, num_parts, *, step=1, seed=0):
-    """num_parts tensors int32[2, G] that have every row once; some ranges without rows end before they begin.
-
-    step: every part but a group's first begins that many rows, or a multiple, behind the group's start, or at its end.
-    """
+    """num_parts tensors int32[2, G] that have every row once; some ranges without rows end before they begin. step:
+    every part but a group's first begins that many rows, or a multiple, behind the group's start, or at its end."""
     generator = torch.Generator().manual_seed(seed)
     sizes = torch.tensor(splits)
     starts = whole_groups(splits)[0]

@@ -1,8 +1,6 @@
 """Runs the plan and token kernels of several ranks in one process: one arena per rank, barriers done by hand.
-
 `run_case` takes either kernel module (twin or gpu) and returns every byte that a call produces, so that two modules can
-be compared byte for byte. Buffers are prefilled: what a kernel must not write has to come back as it was.
-"""
+be compared byte for byte. Buffers are prefilled: what a kernel must not write has to come back as it was."""
 
 from dataclasses import dataclass
 from types import ModuleType
@@ -80,9 +78,7 @@ CASES = {
     "one rank has too little room for packed rows": Case(
         tokens=(40, 41, 42), num_experts=9, top_k=3, rooms=((-1, -1), (300, 20), (300, 123))
     ),
-    "overflow, record pending": Case(
-        tokens=(40, 41), num_experts=4, top_k=3, capacity=50, pending=control.STATUS_FAULT
-    ),
+    "overflow, recorded": Case(tokens=(40, 41), num_experts=4, top_k=3, capacity=50, pending=control.STATUS_FAULT),
     "drops": Case(tokens=(50, 60), num_experts=10, top_k=3, capacity=91, drop=True, ids="skewed"),
     "drops all but one": Case(tokens=(33, 20), num_experts=4, top_k=2, capacity=1, drop=True),
     "drops nothing": Case(tokens=(33, 20), num_experts=4, top_k=2, capacity=106, drop=True),
@@ -180,9 +176,7 @@ def peers_of_tables(counts: np.ndarray) -> list[Peers]:
     layout = ControlLayout(num_ranks)
     views = tuple(torch.zeros(layout.num_bytes, dtype=torch.uint8) for _ in range(num_ranks))
     bases = torch.tensor([view.data_ptr() for view in views])
-    ranks = [
-        Peers(rank=rank, num_ranks=num_ranks, bases=bases, views=views, layout=layout) for rank in range(num_ranks)
-    ]
+    ranks = [Peers(rank=r, num_ranks=num_ranks, bases=bases, views=views, layout=layout) for r in range(num_ranks)]
     for peers in ranks:
         table = peers.count_table(peers.rank, 0)
         table[:, control.HEADER_WORDS : control.HEADER_WORDS + num_experts] = torch.from_numpy(counts)
@@ -306,8 +300,7 @@ class _Call:
         """Sends what each rank counts; the starts of blocks."""
         case, ops, num_ranks, block_starts = self.case, self.ops, self.case.num_ranks, []
         for rank, ids in enumerate(topk_idx):
-            num_blocks = -(-len(ids) // control.TOKENS_PER_BLOCK)
-            counts = self.int32(num_blocks, num_experts + num_ranks + 2)
+            counts = self.int32(-(-len(ids) // control.TOKENS_PER_BLOCK), num_experts + num_ranks + 2)
             ops.count_slots(ids, counts, num_experts=num_experts, num_ranks=num_ranks)
             self.keep(f"rank {rank} counts of {num_experts}", counts)
             header = [0] * control.HEADER_WORDS

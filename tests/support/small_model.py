@@ -78,8 +78,7 @@ def set_weights(model: nn.Module, heap: symmoe.SymmetricHeap) -> None:
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs and targets of the global batch, [TOKENS, FEATURES] each; the targets can be learnt."""
-    generator = torch.Generator().manual_seed(1000 + step)
-    x = torch.randn(TOKENS, FEATURES, generator=generator)
+    x = torch.randn(TOKENS, FEATURES, generator=torch.Generator().manual_seed(1000 + step))
     return x, x.roll(1, dims=1) * 0.7 + x.abs() * 0.3
 
 
@@ -91,9 +90,7 @@ def share(rank: int, shares: tuple[int, ...]) -> slice:
 
 def rank_loss(model: nn.Module, step: int, rank: int, shares: tuple[int, ...]) -> torch.Tensor:
     """This rank's loss: the mean over ranks is the mean over the tokens of the global batch, also for unequal shares.
-
-    The auxiliary loss is a mean over the rank's own tokens and weighs as much as they are.
-    """
+    The auxiliary loss is a mean over the rank's own tokens and weighs as much as they are."""
     x, target = batch(step)
     own = share(rank, shares)
     y, aux_loss = model(x[own])
@@ -102,18 +99,10 @@ def rank_loss(model: nn.Module, step: int, rank: int, shares: tuple[int, ...]) -
 
 
 def curve_of(
-    model: nn.Module,
-    rank: int,
-    shares: tuple[int, ...],
-    after_backward: Callable[[], Any] = lambda: None,
-    *,
-    steps: int = 20,
-    group: dist.ProcessGroup | None = None,
+    model: nn.Module, rank: int, shares, after_backward: Callable = lambda: None, *, steps=20, group=None
 ) -> list[tuple[float, Any]]:
-    """(loss of the global batch, what `after_backward` returns) of every step. Collective.
-
-    SGD, because Adam would hide a gradient of the wrong scale.
-    """
+    """(loss of the global batch, what `after_backward` returns) of every step. Collective. SGD, because Adam would hide
+    a gradient of the wrong scale."""
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE)
     curve = []
     for number in range(steps):

@@ -2,7 +2,6 @@
 
 import random
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -85,15 +84,7 @@ EXACT: Kind = ("rank", "all", {})
 STATIC: Kind = ("slot", "none", {"capacity": 2 * sum(RANK_TO_TOKENS), "max_tokens": MOST_TOKENS})
 
 
-def check_ways(
-    rank: int,
-    num_ranks: int,
-    findings: Findings,
-    device: str,
-    dtype: torch.dtype,
-    kinds: Sequence[Kind] = (EXACT, STATIC),
-    ranks_per_node: int | None = None,
-) -> None:
+def check_ways(rank, num_ranks, findings: Findings, device, dtype, kinds=(EXACT, STATIC), ranks_per_node=None) -> None:
     """The same bits in every way, when rows come, and sums go, in many parts; ranks lag."""
     generator = random.Random(rank)
     num_tokens = RANK_TO_TOKENS[rank % len(RANK_TO_TOKENS)]
@@ -105,8 +96,7 @@ def check_ways(
             for way in WAYS:
                 findings.where = f"rank {rank} of {num_ranks}, {way}, order {order}, stash {stash}, {limits}"
                 sizes = {"hidden": BIG_H, "ffn": BIG_I, "num_experts": 2 * num_ranks, "top_k": 2}
-                config = MoEConfig(**sizes, order=order, stash=stash, **limits, **way)
-                layer, _ = make_layer(heap, config)
+                layer, _ = make_layer(heap, MoEConfig(**sizes, order=order, stash=stash, **limits, **way))
                 layer.experts.to(dtype)
                 poison(heap)  # what the last way has left here must not be seen
                 time.sleep(0.01 * generator.random())

@@ -26,14 +26,7 @@ def without_tapes(heap: SymmetricHeap) -> Iterator[None]:
 
 
 def make_layer(
-    heap: SymmetricHeap,
-    *,
-    bias: bool = False,
-    dtype: torch.dtype = torch.float32,
-    hidden: int = H,
-    ffn: int = I,
-    overwrites: tuple[bool | None, bool | None] = (None, None),
-    **options,
+    heap: SymmetricHeap, *, bias=False, dtype=torch.float32, hidden=H, ffn=I, overwrites=(None, None), **options
 ) -> MoELayer:
     """overwrites: for fc1 and fc2, whether gradients overwrite `main_grad`; None: they go to `.grad`."""
     torch.manual_seed(heap.rank)
@@ -103,9 +96,7 @@ OPTIONS = {
 AROUND = ("", "checkpoint", "saved copies", "autocast")
 
 
-def check_bits(
-    rank: int, num_ranks: int, options: dict, around: str, device: str = "cpu"
-) -> tuple[int, int, list[str]]:
+def check_bits(rank, num_ranks, options: dict, around: str, device: str = "cpu") -> tuple[int, int, list[str]]:
     """Calls that were played; calls that did not fit; findings."""
     findings, options = Findings(), dict(options)
     dtype, hidden = options.get("dtype", torch.float32), options.get("hidden", H)

@@ -1,9 +1,7 @@
 """torchtitan on CPUs, from the moment this is imported, which is before other modules of torchtitan take these by name.
-
 torchtitan knows accelerators only, so a device of type "cpu" and a module for it, which has no memory to report, are in
 the place of torch.cuda. And its Trainer calls `torch.distributed.set_timeout`, which torch 2.13 does not have: the
-older, private function is there under that name.
-"""
+older, private function is there under that name."""
 
 from types import SimpleNamespace
 

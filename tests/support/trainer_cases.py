@@ -29,9 +29,7 @@ class Sequences(Dataset):
     def __init__(self, number: int, *, seed: int, all_labels: bool = False) -> None:
         generator = torch.Generator().manual_seed(seed)
         self._ids = torch.randint(0, VOCABULARY, (number, LENGTH), generator=generator)
-        self._ids = (
-            self._ids[:, :1] + torch.arange(LENGTH) * (1 + self._ids[:, 1:2] % 3)
-        ) % VOCABULARY  # can be learnt
+        self._ids = (self._ids[:, :1] + torch.arange(LENGTH) * (1 + self._ids[:, 1:2] % 3)) % VOCABULARY  # learnable
         self._labels = self._ids.clone()
         for row, labels in enumerate(self._labels):
             labels[: 0 if all_labels else row % 5] = -100
@@ -155,7 +153,6 @@ def with_torch(model: nn.Module, job: Job) -> Run:
 
 
 # -- transformers' Trainer --------------------------------------------------------------------------------------------
-
 EVERY = 5
 KEPT: dict[str, Any] = {
     "save_strategy": "steps",

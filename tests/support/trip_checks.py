@@ -19,13 +19,7 @@ ORDERS = ("rank", "slot")
 
 
 def check_cases(
-    rank: int,
-    num_ranks: int,
-    findings: Findings,
-    numbers: list[int],
-    device: str,
-    check: Callable[[SymmetricHeap, routings.Case, Findings], None],
-    ranks_per_node: int | None = None,
+    rank, num_ranks, findings: Findings, numbers: list[int], device: str, check: Callable, ranks_per_node=None
 ) -> None:
     """Of the cases with these numbers."""
     with open_heap(device, ranks_per_node=ranks_per_node) as heap:
@@ -122,14 +116,12 @@ def check_dispatch(heap: SymmetricHeap, case: routings.Case, findings: Findings)
         findings.check(is_poison(buffer.tensor[num_packed:]), "the tail of packed was written")
         findings.equal("row_probs, packed", oracle.bits_of(row_probs[:num_rows]), want_probs)
         _check_index(plan, layout, rank, findings)
-        index = plan.row_to_packed_row[:num_rows].cpu().numpy()
-        findings.equal("gathered rows", got[index], want_rows)
+        findings.equal("gathered rows", got[plan.row_to_packed_row[:num_rows].cpu().numpy()], want_rows)
         buffer.tensor.view(torch.uint8).fill_(0xFF)
         with dispatch(x.contiguous(), plan, buffer.tensor, layout="packed", gradients=0):
             pass
         used = [place for place, owner in enumerate(layout.packed[rank]) if owner is not None]
-        again = oracle.bits_of(buffer.tensor)
-        findings.equal("packed rows of the second trip", again[used], got[used])
+        findings.equal("packed rows of the second trip", oracle.bits_of(buffer.tensor)[used], got[used])
         unused = [place for place in range(plan.packed_row_capacity) if place not in used]
         findings.check(is_poison(buffer.tensor[unused]), "the second trip wrote packed rows that are nobody's")
 
@@ -206,9 +198,7 @@ def dispatched(
     return x, probs, plan, layout
 
 
-def sum_of_ranks(
-    heap: SymmetricHeap, layout: oracle.Layout, out_bits: list[np.ndarray], dtype: torch.dtype
-) -> np.ndarray:
+def sum_of_ranks(heap, layout: oracle.Layout, out_bits: list[np.ndarray], dtype: torch.dtype) -> np.ndarray:
     """What order="rank" gives for this rank's tokens; between nodes the sums of nodes."""
     if len(heap.topology.nodes) == 1:
         reduced = [oracle.reduce_primary(layout, r, bits, dtype) for r, bits in enumerate(out_bits)]

@@ -1,7 +1,5 @@
 """A program of a user, read by mypy --strict: what the annotations say outside of the package (test_types.py).
-
-`assert_type` fails where an annotation is lost: what mypy knows nothing of is Any.
-"""
+`assert_type` fails where an annotation is lost: what mypy knows nothing of is Any."""
 
 import torch
 from typing_extensions import assert_type

@@ -91,14 +91,7 @@ def give_room(heap: SymmetricHeap, kind: tuple[int, int], num_tokens: int, num_r
 
 
 def mlp_with_room(
-    heap: SymmetricHeap,
-    topk_idx: torch.Tensor,
-    x: torch.Tensor,
-    probs: torch.Tensor,
-    experts: GroupedMLP,
-    *,
-    num_experts: int,
-    **options,
+    heap: SymmetricHeap, topk_idx, x, probs, experts: GroupedMLP, *, num_experts: int, **options
 ) -> torch.Tensor:
     """What a layer does with exact capacity once tokens are routed, with enough room, too little, or none to begin
     with; options: of MoEConfig."""

@@ -1,7 +1,13 @@
-"""Closing a heap of which a rank stays away, or raises inside of `heap.close()`: nobody waits longer than the bound."""
+"""Closing a heap of which a rank stays away, or raises inside of `heap.close()`: nobody waits longer than the bound.
+And how processes end that close and destroy nothing."""
 
+import ast
+import os
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -13,6 +19,7 @@ from worker import wait_for_arrivals
 from symmoe import SymmetricHeap
 from symmoe.errors import HeapClosed, PeerAborted, PeerTimeout
 
+ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 10 * PROMPT_S
 VICTIM, SLOW = 1, 2
 
@@ -75,3 +82,29 @@ def test_close_waits_no_longer_than_the_timeout(rank: int, num_ranks: int) -> No
     assert seconds < PROMPT_S
     assert text.startswith("rank 0 did not reach 'close' within ") if rank else text == ""
     assert rank != 1 or "within timeout_s=0.5" in text
+
+
+def ends(num_pairs: int, way: str, folder: Path) -> tuple[list[int], str]:
+    """Exit statuses of pairs of ranks, and what they have printed to stderr."""
+    command = [sys.executable, ROOT / "tests" / "support" / "many_ends.py", str(num_pairs), way, folder]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_S, check=True)
+    return ast.literal_eval(done.stdout), done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["a heap", "a layer"])
+def test_programs_that_forget_everything_end_well(tmp_path: Path, way: str):
+    codes, errors = ends(20, way, tmp_path)
+    assert codes == [0] * len(codes), errors
+    assert len(codes) >= 4  # 40, unless other processes are busy too
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="Python does not end other threads any more")
+def test_without_a_heap_some_do_not(tmp_path: Path):
+    """Else the test above would not see what they are for. What is at fault is in torch (symm_mem/bootstrap.py)."""
+    codes, errors = ends(100, "without a heap", tmp_path)
+    assert set(codes) <= {0, -6}
+    assert -6 in codes
+    assert "terminate called without an active exception" in errors

@@ -125,8 +125,7 @@ def test_nvshmem_starts_privately_on_loopback(fake: FakeNvshmem):
             nvshmem_backend.NvshmemBackend(Bootstrap(None), len(fake.memory))
     finally:
         after = os.umask(before)
-    assert after == 0o022
-    assert fake.umasks == {"init": 0o077, "malloc": 0o077}
+    assert (after, fake.umasks) == (0o022, {"init": 0o077, "malloc": 0o077})
     assert fake.environment["NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME"] == "lo"
     assert fake.environment["NVSHMEM_DISABLE_MNNVL"] == "1"
     assert fake.calls == []  # finalize is collective
@@ -135,9 +134,7 @@ def test_nvshmem_starts_privately_on_loopback(fake: FakeNvshmem):
 def test_nvshmem_between_machines(fake: FakeNvshmem):
     """It must neither stay on loopback nor leave out the links between machines."""
     fake.has_peer_access, fake.num_machines = False, 2
-    with pytest.raises(
-        BackendUnavailable, match=r"ranks \[0\]: peer access is needed, here between 2 machines of one NVL"
-    ):
+    with pytest.raises(BackendUnavailable, match=r"ranks \[0\]: peer access is needed, here between 2 machines of one"):
         nvshmem_backend.NvshmemBackend(Bootstrap(None), len(fake.memory))
     assert fake.environment["NVSHMEM_REMOTE_TRANSPORT"] == "none"
     assert not {"NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME", "NVSHMEM_DISABLE_MNNVL"} & fake.environment.keys()
@@ -148,9 +145,8 @@ def test_what_keeps_nvshmem_from_starting(fake: FakeNvshmem, monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 20, 80 << 30))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     assert nvshmem_backend.preflight(1 << 20) == ""
-    assert (
-        nvshmem_backend.preflight(4 << 20) == "num_bytes (4194304) is more than the GPU's free memory (1048576 bytes)"
-    )
+    text = "num_bytes (4194304) is more than the GPU's free memory (1048576 bytes)"
+    assert nvshmem_backend.preflight(4 << 20) == text
     fake.is_initialized = True
     assert nvshmem_backend.preflight(1 << 20).startswith("NVSHMEM is in use in this process: by an open heap")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

@@ -60,8 +60,7 @@ def check_disagreement(rank: int, num_ranks: int, findings: Findings, device: st
             expert_parallel_mlp(tokens(heap), torch.rand(T, K, device=heap.device), experts, new_plan(heap), **options)
 
         def plan_again() -> None:
-            plan = new_plan(heap)
-            dispatch_tokens(tokens(heap), plan)
+            dispatch_tokens(tokens(heap), new_plan(heap))
             new_plan(heap)
 
         probs, half = torch.rand(T, K, device=heap.device), torch.bfloat16
@@ -241,8 +240,7 @@ def gradients(heap: SymmetricHeap, calls: int, times: int) -> list[torch.Tensor]
         torch.manual_seed(call)
         mlp = GroupedMLP(2, H, H, device=heap.device)
         experts.append(mlp)
-        probs = torch.rand(T, K, device=heap.device)
-        rows, row_probs = dispatch_tokens(tokens(heap), plan, probs=probs)
+        rows, row_probs = dispatch_tokens(tokens(heap), plan, probs=torch.rand(T, K, device=heap.device))
         loss = loss + combine_tokens(mlp(rows, plan.splits, row_probs), plan).square().sum()
     for time_left in reversed(range(times)):
         loss.backward(retain_graph=time_left > 0)

@@ -1,7 +1,5 @@
-"""A rank that leaves a call by an error of its own before it has raised the one that all ranks have found there.
-
-On GPUs hosts look late; here they look away. tests/gpu/test_unraised_gpu.py has real late ones.
-"""
+"""A rank that leaves a call by an error of its own before it has raised the one that all ranks have found there. On
+GPUs hosts look late; here they look away. tests/gpu/test_unraised_gpu.py has real late ones."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext

@@ -34,15 +34,7 @@ def plays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # -- same bits --------------------------------------------------------------------------------------------------------
-
-SLOW = (
-    "hidden kept",
-    "nothing kept",
-    "main_grad",
-    "main_grad of one layer",
-    "biases",
-    "static",
-)  # others have most of it
+SLOW = ("hidden kept", "nothing kept", "main_grad", "main_grad of one layer", "biases", "static")  # others have most
 
 
 def cases() -> Iterator[object]:
@@ -127,9 +119,7 @@ BETWEEN = ("frozen", "delay_wgrad", "main_grad")
 
 @pytest.mark.parametrize("what", BETWEEN)
 @run_on(2)
-def test_options_that_change_between_forward_and_backward(
-    rank: int, num_ranks: int, findings: Findings, what: str
-) -> None:
+def test_options_that_change_between_forward_and_backward(rank, num_ranks, findings: Findings, what: str) -> None:
     """What decides where gradients go changes between forward and backward of some calls, before, while and after calls
     of their kind are recorded."""
     with open_heap("cpu", tapes="on", num_bytes=16 << 20) as heap:
@@ -181,8 +171,6 @@ def alone() -> Iterator[tuple[SymmetricHeap, MoELayer, Callable[..., None]]]:
 
 
 # -- audits -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("tapes", ["on", "audit"])
 @run_on(2)
 def test_an_audit_finds_a_difference(rank: int, num_ranks: int, findings: Findings, tapes: str) -> None:
@@ -241,8 +229,7 @@ def test_the_variable_decides_what_is_played_and_compared(mode, monkeypatch, req
     monkeypatch.setenv("SYMMOE_TAPES", mode)
     heap, _, steps = request.getfixturevalue("alone")
     steps()
-    assert heap.tapes.num_played == 0
-    assert (heap.tapes.num_audited > 0) == (mode == "audit")
+    assert (heap.tapes.num_played, heap.tapes.num_audited > 0) == (0, mode == "audit")
 
 
 def test_another_value_of_the_variable_is_refused(monkeypatch):
@@ -252,8 +239,6 @@ def test_another_value_of_the_variable_is_refused(monkeypatch):
 
 
 # -- errors in the middle of a played call ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("options", [{}, {"schedule": "always-overlapped"}], ids=["defaults", "overlapped"])
 @run_on(2)
 def test_an_error_in_a_played_call_is_every_ranks(rank: int, num_ranks: int, findings: Findings, options: dict) -> None:
@@ -294,8 +279,6 @@ def test_an_error_in_a_played_call_is_every_ranks(rank: int, num_ranks: int, fin
 
 
 # -- what is played, and what is not ----------------------------------------------------------------------------------
-
-
 def make_tapes() -> Tapes:
     return Tapes(taped.CPU, lambda error: None, raise_for, (), lambda: twin, lambda tape: tape)
 
@@ -316,8 +299,7 @@ def test_a_call_is_played_once_two_recordings_agree():
     x = torch.rand(3)
     (again,) = tapes.run(("some",), lambda: pytest.fail("it was called"), [x], {})
     assert torch.equal(again, x * 2 + 1)
-    assert len({y.data_ptr() for y in (*found, again)}) == 4
-    assert tapes.num_played == 1
+    assert (len({y.data_ptr() for y in (*found, again)}), tapes.num_played) == (4, 1)
     assert tapes.problems == []
 
 
@@ -365,8 +347,7 @@ def test_nothing_is_played_on_a_poisoned_heap(alone):
 def test_a_number_that_changes_keeps_a_call_off_the_tape():
     tapes, counter = make_tapes(), iter(range(100))
     found = run_often(tapes, lambda x: (x + next(counter),), lambda: [torch.zeros(2)], times=8)
-    assert [int(y[0]) for y in found] == list(range(8))
-    assert tapes.num_played == 0
+    assert ([int(y[0]) for y in found], tapes.num_played) == (list(range(8)), 0)
     assert tapes.problems == ["two calls differ in more than memory"]
 
 
@@ -385,8 +366,7 @@ def test_a_number_that_the_call_brings_may_change():
         return (x + 1,)
 
     run_often(tapes, function, lambda: [torch.zeros(2)], times=6, generation=7)
-    assert seen == [7, 8, 9, 10, 11, 12]
-    assert tapes.num_played == 3
+    assert (seen, tapes.num_played) == ([7, 8, 9, 10, 11, 12], 3)
 
 
 @pytest.mark.parametrize(
@@ -415,8 +395,7 @@ def test_inputs_that_share_memory_are_not_played():
         return [whole[:3], whole[1:]]
 
     run_often(tapes, lambda a, b: (a + b,), inputs)
-    assert tapes.num_played == 0
-    assert tapes.problems == ["inputs share memory"]
+    assert (tapes.num_played, tapes.problems) == (0, ["inputs share memory"])
 
 
 def test_views_and_writes_in_place_land_where_they_should():

@@ -86,8 +86,6 @@ def test_routing_of_a_hand_made_case():
 
 
 # -- timing -----------------------------------------------------------------------------------------------------------
-
-
 class At(float):
     """A mark that variants choose themselves."""
 
@@ -181,8 +179,6 @@ def test_relative_errors():
 
 
 # -- records and their comparison -------------------------------------------------------------------------------------
-
-
 def record(**known) -> dict:
     about = {"suite": "layer", "variant": "static", "preset": "olmoe", "ep": 2, "tokens": 8, "skew": "uniform"}
     return records.new_record(np.array([1.0, 2.0, 3.0]), **{**about, "direction": "forward", **known})
@@ -245,8 +241,6 @@ def test_commit_is_that_of_the_tree(tmp_path: Path):
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------
-
-
 def test_no_yardstick_keeps_gradients_of_weights():
     problem = Problem(Case(Shape("tiny", 32, 24, 4, 2), 8, "uniform"), Ranks(CPU))
     variant = experts_only(problem, Reference(problem))

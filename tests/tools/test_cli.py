@@ -59,9 +59,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("command", "text"), WRONG, ids=[command for command, _ in WRONG])
-def test_wrong_arguments_are_named(
-    command: str, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-):
+def test_wrong_arguments_are_named(command: str, text: str, monkeypatch, capsys):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     assert text in complaint(command.replace("CUSTOM", " ".join(CUSTOM)).split(), capsys)

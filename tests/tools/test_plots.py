@@ -36,8 +36,6 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> dict[str, Figure]:
 
 
 # -- benchmarks -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("name", "along", "figure", "num_groups"), [("layer", "preset", "tflops", 3), ("skew", "skew", "ms_median", 3)]
 )
@@ -70,9 +68,7 @@ def test_lines_are_the_records(tmp_path: Path, figures: dict[str, Figure]):
             assert len(of) == 5
 
 
-def own(
-    presets: str = "tiny", tokens: tuple[int, ...] = (8,), skews: str = "uniform", times: float = 0.25
-) -> list[dict]:
+def own(presets: str = "tiny", tokens: tuple = (8,), skews: str = "uniform", times: float = 0.25) -> list[dict]:
     """Records as of CPUs, where there are no graphs, and TFLOP/s are small."""
     known = {"suite": "layer", "ep": 2, "driver": None, "gpu": "A processor with a name that is long " * 4}
     return [
@@ -103,16 +99,13 @@ def test_records_of_cpus_are_drawn_with_their_numbers_and_nothing_is_covered_or_
         assert not axis.get_window_extent().overlaps(legend.get_window_extent())
         assert axis.get_title(loc="left").endswith("2 ranks")
         numbers = [text.get_text() for text in axis.texts]
-        assert numbers == {"tokens": [], "presets": [*["0.004"] * 2, *["0.008"] * 2, *["0.016"] * 2]}.get(
-            name, ["0.25"] * 6
-        )
+        presets = ["0.004"] * 2 + ["0.008"] * 2 + ["0.016"] * 2
+        assert numbers == {"tokens": [], "presets": presets}.get(name, ["0.25"] * 6)
     assert [text.get_text() for text in legend.get_texts()] == ["the GEMMs alone", "symmoe", "stock torch"]
     assert "per GPU" not in "".join(axis.get_xlabel() + axis.get_ylabel() for axis in figure.axes)
 
 
 # -- expert load ------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def plot_load(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(PLOT_LOAD.parent))

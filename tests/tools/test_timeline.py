@@ -2,6 +2,7 @@
 
 import ast
 import json
+import operator
 import random
 import time
 from collections.abc import Callable, Iterable
@@ -27,8 +28,6 @@ KERNELS = Path(kernels.__file__).parent
 
 
 # -- exposed times ----------------------------------------------------------------------------------------------------
-
-
 def event(phase: str, begin: float, end: float, direction: str = "", lane: str = "host", name: str = "x") -> Event:
     return Event(lane, phase, direction, name, begin, end)
 
@@ -42,12 +41,9 @@ def made_up(seed: int, num_ranks: int = 3, end_us: int = 400) -> Timeline:
         end = min(end_us, begin + choose.randrange(60))
         return event(phase, begin, end, direction, f"stream {choose.randrange(2)}")
 
-    ranks = (sorted((any_event() for _ in range(choose.randrange(1, 40))), key=_begin) for _ in range(num_ranks))
+    begin_of = operator.attrgetter("begin_us")
+    ranks = (sorted((any_event() for _ in range(choose.randrange(1, 40))), key=begin_of) for _ in range(num_ranks))
     return Timeline(ranks=tuple(map(tuple, ranks)), clock_error_us=(0.0,) * num_ranks, device="made up")
-
-
-def _begin(event: Event) -> float:
-    return event.begin_us
 
 
 def cells(events: Iterable[Event], end_us: int = 400) -> np.ndarray:
@@ -77,8 +73,6 @@ def test_exposed_times_are_those_counted_microsecond_by_microsecond(seed: int):
 
 
 # -- clocks -----------------------------------------------------------------------------------------------------------
-
-
 def met_barriers(offsets_us: list[float], seed: int, rounds: int = 16) -> list[list[tuple[float, float]]]:
     """What ranks see of barriers, each on a clock that is ahead by its offset; some come late, some leave late."""
     choose, now, seen = random.Random(seed), 0.0, [[] for _ in offsets_us]
@@ -120,8 +114,6 @@ def test_events_are_put_on_one_clock_and_the_aligning_barriers_left_out():
 
 
 # -- the table of phases ----------------------------------------------------------------------------------------------
-
-
 def launched_kernels() -> set[str]:
     """Functions of the package that a GPU runs by themselves: jitted, and not called only by others in device code."""
     names = set()
@@ -137,19 +129,14 @@ def test_every_kernel_and_every_operator_has_a_phase():
     assert len(launched_kernels()) >= 30
     assert set(twin.__all__) - set(BY_OPERATOR) == {"dact_workspace_numel"}  # computes a number
     assert {"FC1", "FC2", "FC1 dgrad", "FC2 dgrad", "wgrad", "GEMM"} == GEMMS < set(PHASES)
-    assert (
-        {"plan", "push", "replicas", "index", "fan-out", "send sums", "sum at home", "wait"}
-        == COMMUNICATION
-        < set(PHASES)
-    )
+    travel = {"plan", "push", "replicas", "index", "fan-out", "send sums", "sum at home", "wait"}
+    assert travel == COMMUNICATION < set(PHASES)
     for own in (1, 2):  # an operator has one phase, and so has a kernel
         names = [name for row in _TABLE.values() for name in f"{row[0]} {row[own]}".split()]
         assert len(names) == len(set(names))
 
 
 # -- GPU events from a profiler's trace -------------------------------------------------------------------------------
-
-
 def kernel(name: str, begin: float, correlation: int, stream: int = 7, category: str = "kernel") -> dict:
     args = {"stream": stream, "correlation": correlation, "device": 0}
     return {"ph": "X", "cat": category, "name": name, "pid": 0, "tid": stream, "ts": begin, "dur": 4.0, "args": args}
@@ -224,7 +211,6 @@ def test_what_was_launched_before_the_start_is_left_out():
 
 
 # -- replays ----------------------------------------------------------------------------------------------------------
-
 SPIN = "at::cuda::(anonymous namespace)::spin_kernel(long)"
 REPLAY = (  # begin, end, phase by the kernel's name, name; then what they are: phase, direction, lane
     ((0, 1, "other", SPIN), None),
@@ -260,8 +246,7 @@ def test_kernels_of_replays_get_their_pass_from_marks_and_their_lane_from_their_
         assert [(e.phase, e.direction, e.lane, e.begin_us) for e in events] == right
     assert lanes_of(made, 0) == ["compute", "compute 2", "communication", "communication 2"]
     for lane in lanes_of(made, 1):  # Perfetto and pictures show no two at a time
-        mine = [e for e in made.ranks[1] if e.lane == lane]
-        assert all(a.end_us <= b.begin_us for a, b in pairwise(mine))
+        assert all(a.end_us <= b.begin_us for a, b in pairwise([e for e in made.ranks[1] if e.lane == lane]))
     assert made.clock_error_us == (0.0, 1.0)
     assert problems_of(chrome_trace(made)) == []
 
@@ -299,7 +284,6 @@ def test_ranges_are_what_a_profiler_sees_and_only_while_they_are_on(heap: Symmet
 
 
 # -- real steps -------------------------------------------------------------------------------------------------------
-
 # A layer's phases forward and backward, by hand from docs/design.md.
 START, ARRIVE = "route plan wait plan  wait push wait index", "wait send_sums wait sum_at_home"
 DGRADS = "FC2_dgrad wgrad FC1_dgrad"
@@ -395,8 +379,6 @@ def test_the_table_says_what_the_timeline_says():
 
 
 # -- what can go wrong ------------------------------------------------------------------------------------------------
-
-
 @run_on(2)
 def test_what_is_wrong_is_the_same_error_on_every_rank(rank: int, num_ranks: int, tmp_path: Path) -> None:
     """A path that is wrong on one rank, one that nobody can write, and no start; then it works."""
@@ -471,9 +453,7 @@ def traced(rank: int, num_ranks: int, path: str) -> str:
     return trace_layer(config, num_tokens=16, path=path)
 
 
-def test_the_command_traces_on_several_ranks_and_on_one(
-    cluster: Callable[..., Cluster], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_the_command_traces_on_several_ranks_and_on_one(cluster: Callable[..., Cluster], tmp_path: Path, capsys):
     tables = cluster(2).run(traced, str(tmp_path / "two.json"))
     assert tables[0] == (tmp_path / "two.txt").read_text(encoding="utf-8").rstrip()
     assert tables[1] == ""

@@ -125,10 +125,7 @@ def test_rank_dropout():
 
 
 def test_what_add_lora_refuses():
-    for arguments, text in (
-        ({"rank": 0}, r"rank \(0\)"),
-        ({"rank_dropout": 1.0}, r"rank_dropout \(1.0\) must be in \[0, 1\)"),
-    ):
+    for arguments, text in (({"rank": 0}, r"rank \(0\)"), ({"rank_dropout": 1.0}, r"rank_dropout \(1.0\) must be in")):
         with pytest.raises(ArgumentError, match=text):
             add_lora(GroupedMLP(GROUPS, H, I), **({"rank": RANK, "alpha": ALPHA} | arguments))
     with pytest.raises(ArgumentError, match="has no GroupedMLP"):
@@ -144,7 +141,6 @@ def test_what_add_lora_refuses():
 
 
 # -- expert-parallel --------------------------------------------------------------------------------------------------
-
 EXPERTS, TOP_K = 4, 2
 
 

@@ -25,8 +25,7 @@ def test_bytes_of_a_call(stash: str, capacity: int | None, layout: str):
     config = MoEConfig(hidden=H, ffn=I, num_experts=E, top_k=K, stash=stash, capacity=capacity, layout=layout)
     plan = plan_memory(config, num_ranks=1, num_tokens=T, dtype=torch.float32)
     leased, ordinary = bytes_kept(config, T)
-    assert plan.lease_bytes_per_call == leased
-    assert plan.activation_bytes_per_call == ordinary
+    assert (plan.lease_bytes_per_call, plan.activation_bytes_per_call) == (leased, ordinary)
 
 
 @run_on(1, 2)
@@ -116,9 +115,8 @@ def test_the_command_knows_recipes(name: str, wire: str, capsys: pytest.CaptureF
     config = replace(full, precision=PRECISIONS[name], quantized_wire=wire)
     plans = [plan_memory(each, num_ranks=2, num_tokens=8192) for each in (full, config)]
     for out, other, plan in ((*shown, plans[0]), (*shown[::-1], plans[1])):
-        assert {cli._size(plan.activation_bytes), cli._size(plan.lease_bytes_per_call)} <= set(
-            re.findall("[0-9.]+ MiB", out)
-        )
+        shown = set(re.findall("[0-9.]+ MiB", out))
+        assert {cli._size(plan.activation_bytes), cli._size(plan.lease_bytes_per_call)} <= shown
         assert cli._size(plan.activation_bytes) not in other
     assert (plans[0].lease_bytes_per_call != plans[1].lease_bytes_per_call) or wire == "none"
 

@@ -1,7 +1,5 @@
 """A pytest plugin with which Megatron-LM's unit tests run on CPUs, as far as they can. It changes torch in its process.
-
-Where torch sees a GPU it changes nothing.
-"""
+Where torch sees a GPU it changes nothing."""
 
 import sys
 from collections.abc import Callable, Iterator

@@ -1,8 +1,5 @@
-"""A pytest plugin that writes down how every test ended, why, and how often symmoe ran in it.
-
-The plugins of the projects (swap_megatron.py, swap_transformers.py) count the calls: without that a green result could
-be empty.
-"""
+"""A pytest plugin that writes down how every test ended, why, and how often symmoe ran in it. The plugins of the
+projects (swap_megatron.py, swap_transformers.py) count the calls: without that a green result could be empty."""
 
 import json
 from collections.abc import Iterator

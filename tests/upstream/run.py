@@ -33,6 +33,7 @@ ROOT = HERE.parent.parent
 REFUSALS = ("ArgumentError", "StalePlan")  # what symmoe raises where it does not do what is asked
 
 ONLY_WITH_SYMMOE = "failed with symmoe only"
+ONLY_WAITED = ("imed out", "Connection closed", "PeerTimeout", "Wait timeout")  # words of reasons of such ranks
 
 Endings = dict[str, dict[str, Any]]  # by test: outcome, reason, num_calls, of recorder.Ending
 
@@ -172,16 +173,14 @@ def run_form(
 
 
 def merged(ranks: list[Endings]) -> Endings:
-    """One ending per test: the worst of all ranks, with the first reason, and the calls of all of them.
-
-    Reasons of ranks that only waited for one that failed come last.
-    """
+    """One ending per test: the worst of all ranks, with the first reason, and the calls of all of them. Reasons of
+    ranks that only waited for one that failed come last."""
     found: Endings = {}
     for name in dict.fromkeys(name for endings in ranks for name in endings):
         of_test = [endings[name] for endings in ranks if name in endings]
         worst = min(of_test, key=lambda ending: ("failed", "skipped", "passed").index(ending["outcome"]))
         same = [ending for ending in of_test if ending["outcome"] == worst["outcome"]]
-        first = min(same, key=lambda ending: _only_waited(ending["reason"]))
+        first = min(same, key=lambda ending: any(word in ending["reason"] for word in ONLY_WAITED))
         found[name] = {**first, "num_calls": sum(ending["num_calls"] for ending in of_test)}
     return found
 
@@ -224,10 +223,6 @@ def _kind(ending: dict[str, Any], plain: dict[str, Any]) -> str:
     return "refused by symmoe" if is_refusal else ONLY_WITH_SYMMOE
 
 
-def _only_waited(reason: str) -> bool:
-    return any(word in reason for word in ("imed out", "Connection closed", "PeerTimeout", "Wait timeout"))
-
-
 def _commit(folder: Path) -> str:
     return _output("git", "-C", str(folder), "rev-parse", "HEAD")
 
@@ -239,8 +234,7 @@ def _version(project: Project, checkout: Path) -> str:
 
 
 def _output(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
 
 
 if __name__ == "__main__":

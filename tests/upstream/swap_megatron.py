@@ -58,12 +58,7 @@ def _swapped_init(layer_class: type, form: str, heaps: _Heaps, recorder: Recorde
     init = layer_class.__init__
 
     def swapped_init(
-        self: Any,
-        config: Any,
-        submodules: Any = None,
-        layer_number: Any = None,
-        pg_collection: Any = None,
-        **others: Any,
+        self, config, submodules: Any = None, layer_number: Any = None, pg_collection: Any = None, **others: Any
     ) -> None:
         if isinstance(self, SymmMoELayer):  # whose own __init__ has come here
             init(self, config, submodules, layer_number, pg_collection, **others)

@@ -1,8 +1,6 @@
-"""A pytest plugin that runs the experts of transformers' own model tests with symmoe, on one rank.
-
-Where transformers would take `grouped_mm`, its default, symmoe's step runs on the module's own weights: plan, dispatch,
-fused experts, combine, and their backward. So tests that compare this implementation with eager compare symmoe with it.
-"""
+"""A pytest plugin that runs the experts of transformers' own model tests with symmoe, on one rank. Where transformers
+would take `grouped_mm`, its default, symmoe's step runs on the module's own weights: plan, dispatch, fused experts,
+combine, and their backward. So tests that compare this implementation with eager compare symmoe with it."""
 
 from typing import Any
 

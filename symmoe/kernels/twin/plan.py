@@ -90,7 +90,8 @@ def lay_out(peers, received, status, plan, *, capacity, packed_capacity, drop, r
     plan.source_to_row_start[-1] = starts[rank] + kept[rank]
     parts = torch.empty((num_ranks, 2, plan.splits.numel()), dtype=torch.int32, device=kept.device)
     split_rows(plan.source_to_row_start, parts, rank, ranks)
-    plan.source_to_rows.copy_(parts[:, :, :num_own])
+    known = sorted({0, *ranks, num_ranks - 1})  # of the node, and all before it and after it
+    plan.source_to_rows[known] = parts[known, :, :num_own]
     (begin, end), (first, last) = parts[rank, :, num_own:], ranges[:, num_own:]
     plan.replica_ranges.copy_(torch.stack([first, last, first, begin, begin, end, end, last]).view(4, 2, -1))
     if not plan.place_to_expert.numel():

@@ -1,13 +1,12 @@
-"""benchmarks/trainer.py and torchtitan_trainer.py on CPU processes."""
+"""benchmarks/trainer.py and torchtitan_trainer.py on CPU processes, and what fp8_gemm.py checks before it times."""
 
 import json
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 from example_runs import output_of
-
-pytest.importorskip("transformers", minversion="5.17")
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "trainer.py"
 SIZES = "--tiny --layers 2 --context 32 --sequences 2 --steps 2 --warm-up 1 --repetitions 2".split()
@@ -16,6 +15,7 @@ SIZES = "--tiny --layers 2 --context 32 --sequences 2 --steps 2 --warm-up 1 --re
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_all_ways_learn_the_same_and_are_timed(tmp_path: Path, num_ranks: int):
+    pytest.importorskip("transformers", minversion="5.17")
     path = tmp_path / "out.json"
     ways = "--ways", "symmoe,grouped_mm,eager"
     output_of(str(SCRIPT), *SIZES, *ways, "--json", str(path), num_ranks=num_ranks if num_ranks > 1 else None)
@@ -41,3 +41,17 @@ def test_torchtitan_learns_the_same_with_both_dispatchers(tmp_path: Path):
     assert [ours["way"], theirs["way"]] == ["symmoe", "standard"]
     assert ours["losses"] == pytest.approx(theirs["losses"], rel=2e-3)
     assert ours["losses"]["20"] < ours["losses"]["1"]
+
+
+def test_right_products_of_fp8_pass_and_wrong_ones_do_not():
+    pytest.importorskip("triton")
+    import fp8_gemm
+
+    sizes, names = fp8_gemm.TINY["tiny"], []
+    for op in fp8_gemm.ops_of(sizes, torch.device("cpu")):
+        names.append(op.name)
+        assert set(fp8_gemm.errors_of(op, sizes[0])) == set(op.ways)
+        op.ways["fp8"] = lambda: None
+        with pytest.raises(SystemExit, match=f"{op.name}, fp8 is wrong: relative error nan"):
+            fp8_gemm.errors_of(op, sizes[0])
+    assert names == ["fc1", "fc2", "dfc2", "dfc1", "wgrad1", "wgrad2"]
