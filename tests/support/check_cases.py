@@ -8,6 +8,7 @@ import torch.distributed as dist
 from hf_cases import random_model
 
 import symmoe
+from symmoe.checkpoint import load_checkpoint, save_checkpoint
 from symmoe.integrations.transformers import swap_moe
 from symmoe.moe.ownership import trainable
 from symmoe.tools.check import Context, Trained
@@ -130,7 +131,7 @@ def shared_adapter(context: Context) -> Trained:
 
 
 def drawn_by_rank(context: Context) -> Trained:
-    """A layer whose experts are drawn rank by rank, as a MoELayer's are; right if ranks get one rank's weights."""
+    """A layer whose experts are drawn rank by rank, as a MoELayer's are."""
     config = symmoe.MoEConfig(hidden=16, ffn=24, num_experts=4, top_k=2)
     torch.manual_seed(context.rank)
     model = torch.nn.Sequential(torch.nn.Embedding(128, 16), symmoe.MoELayer(config, context.heap))
@@ -140,6 +141,16 @@ def drawn_by_rank(context: Context) -> Trained:
         symmoe.reduce_gradients(model)
 
     return Trained(model=model, backward=backward)
+
+
+def drawn_by_rank_and_loaded(context: Context) -> Trained:
+    """Right: ranks load what one rank, which comes first, has saved."""
+    trained = drawn_by_rank(context)
+    if context.num_ranks == 1:
+        save_checkpoint(context.folder, 0, model=trained.model)
+    else:
+        load_checkpoint(context.folder, model=trained.model)
+    return trained
 
 
 def raises_on_rank_1(context: Context) -> Trained:

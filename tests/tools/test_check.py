@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import os
+import re
 from pathlib import Path
 
 import pytest
@@ -9,16 +11,16 @@ import torch
 
 pytest.importorskip("transformers", minversion="5.17")
 
-import check_cases
-import hf_cases
+from hf_cases import CONFIGS, FAMILIES
 
 from symmoe.cli import main
 from symmoe.errors import CheckpointError
 from symmoe.tools.bench.ranks import Ranks
-from symmoe.tools.check.command import judge, render, stages
-from symmoe.tools.check.compare import Compared, explain
+from symmoe.tools.check.command import judge, render
+from symmoe.tools.check.compare import Compared
 from symmoe.tools.check.runs import ACTIVATION, CLIPPED, GRADIENT, LOADED, STAGES, START, UPDATE, Job, run
 
+ROOT = Path(__file__).resolve().parents[2]
 EXPERTS = "model.layers.1.mlp.experts.mlp.fc2.weight"  # the last that backward does not change any more
 HEAD = "lm_head.weight"
 
@@ -30,7 +32,7 @@ def run_job(rank: int, num_ranks: int, job: Job) -> None:
 
 def checked(cluster, folder: Path, target: str, *, dtype: str = "fp32", **changes) -> list[Compared]:
     """All tensors of a model of check_cases on one rank and on two, or what `changes` say of the job."""
-    options = {"ranks": 2, "layers": None, "length": 16, "heap_mib": 16, "copy_weights": False} | changes
+    options = {"ranks": 2, "layers": None, "length": 16, "heap_mib": 16} | changes
     job = Job(target=target, dtype=dtype, folder=str(folder), **options)
     for num_ranks in (1, job.ranks):
         cluster(num_ranks).run(run_job, job)
@@ -62,18 +64,54 @@ def test_a_defect_is_named(cluster, tmp_path: Path, target: str, stage: str, nam
         assert not any(each.text for each in found if each.stage == before)
 
 
-RIGHT = [
-    ("right", "bf16", {}),
-    ("right", "bf16", {"ranks": 4, "length": 5}),
-    ("drawn_by_rank", "bf16", {"copy_weights": True}),
-]
-
-
-@pytest.mark.parametrize(("target", "dtype", "changes"), RIGHT)
+@pytest.mark.parametrize(
+    ("target", "dtype", "changes"),
+    [("right", "bf16", {}), ("right", "fp32", {"ranks": 4, "length": 5}), ("drawn_by_rank_and_loaded", "bf16", {})],
+)
 def test_what_is_right_passes(cluster, tmp_path: Path, target: str, dtype: str, changes: dict):
     found = checked(cluster, tmp_path, f"check_cases:{target}", dtype=dtype, **changes)
     print(render(found, ""))
     assert [each for each in found if each.text] == []
-    rows = {(row["dtype"], row["stage"]): row for row in stages(found)}
-    assert rows.keys() == {(each, stage) for each in ("fp32", dtype) for stage in STAGES}
-    assert all(row["compared"] > 3 for row in rows.values())
+    assert {(each.dtype, each.stage) for each in found} == {(its, stage) for its in ("fp32", dtype) for stage in STAGES}
+    assert all(each.error is not None for each in found if each.stage != ACTIVATION)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_passes(cluster, tmp_path: Path, family: str):
+    """From a folder that has only config.json."""
+    CONFIGS[family]().save_pretrained(tmp_path / "model")
+    found = checked(cluster, tmp_path, str(tmp_path / "model"), dtype="bf16")
+    print(render(found, ""))
+    assert [each for each in found if each.text] == []
+
+
+def test_the_command_on_what_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    """The program of docs/check.md, as its reader would run it."""
+    page = (ROOT / "docs" / "check.md").read_text(encoding="utf-8")
+    (tmp_path / "train.py").write_text(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1])
+    monkeypatch.chdir(tmp_path)
+    assert main(["check", "train.py:make", "--json", "check.json"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "the same: no tensor differs beyond rounding"
+    found = json.loads(Path("check.json").read_text())
+    assert (found["target"], found["num_ranks"], found["same"], found["failure"]) == ("train.py:make", 2, True, "")
+    assert {(each["dtype"], each["stage"]) for each in found["tensors"]} == {
+        (dtype, stage) for dtype in ("fp32", "bf16") for stage in STAGES
+    }
+    assert all(each["error"] <= each["tolerance"] for each in found["tensors"] if each["stage"] == GRADIENT)
+
+
+def test_what_a_rank_raises_is_shown(monkeypatch: pytest.MonkeyPatch, capsys):
+    """And what differs until then."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "tests" / "support"), str(ROOT)]))
+    assert main(["check", "check_cases:raises_on_rank_1", "--dtype=fp32"]) == 2
+    text = capsys.readouterr().out
+    assert re.search(r"failed, with 2 rank\(s\): ZeroDivisionError: rank 1: on purpose \(.*check_cases.py:\d+\)", text)
+
+
+@pytest.mark.parametrize("target", ["missing.py:make", "model", "train.py"])
+def test_a_bad_target_is_a_usage_error(target: str, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["check", target])
+    assert ended.value.code == 2
+    assert f"target ({target}) is no file" in capsys.readouterr().err

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
-from symmoe.tools.check.runs import ACTIVATION, LOADED, STAGES, START, Found
+from symmoe.tools.check.runs import ACTIVATION, LOADED, STAGES, START, UPDATE, Tensors
 
-# Errors are relative to a tensor's RMS. What passes, and how many times what a rounding of every weight does.
-_FLOORS = {"fp32": 3e-5, "fp16": 4e-3, "bf16": 3e-2}
-_NOISES = 8
+_FLOORS = {"fp32": 3e-5, "fp16": 4e-3, "bf16": 3e-2}  # errors that pass, relative to a tensor's RMS
+# What passes as well: such a share of the distance of the two dtypes on one rank.
+_SHARES = {"fp32": 2.0**-12, "fp16": 2.0, "bf16": 2.0}
 _SMALL = 1e-3  # of the largest RMS of a stage: what is far smaller may be nothing but rounding
-_FIT = 0.05  # an explanation fits up to this, or what is rounding if that is less
+_FIT = 0.05  # an explanation fits up to this, or to what is rounding if that is less
+
+Found = Mapping[str, Tensors]  # by stage
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compared:
-    """One tensor. error: None if it cannot be compared; factor: if n ranks have that times the right one; text: how it differs,
-    "" if it does not."""
+    """One tensor. error: None if there is none, as of what is not compared; factor: of a plain one, by which ranks' are
+    wrong; text: how it differs, "" if it does not; note: what may be only rounding."""
 
     dtype: str
     stage: str
@@ -30,80 +31,78 @@ class Compared:
     tolerance: float = 0.0
     factor: float | None = None
     text: str = ""
+    note: str = ""
 
 
-def compare(dtype: str, one: Found, noisy: Found, ranks: Sequence[Found]) -> Iterator[Compared]:
-    """All tensors in the order of the step. one: of one rank; noisy: the same with weights off by a rounding. Where a
-    router's choice differs, inputs being the same, it is by rounding: what follows is not compared."""
+def compare(dtype: str, one: Found, other: Found, ranks: Sequence[Found]) -> Iterator[Compared]:
+    """All tensors in the order of the step. one: of one rank; other: the same in the other dtype, which shows what is
+    only rounding. Where a router chooses otherwise, inputs being the same, what follows is not compared."""
     chooses_otherwise = False
     for stage in STAGES:
-        if not all(stage in found for found in (one, noisy, *ranks)):
+        if not all(stage in found for found in (one, *ranks)):
             return  # a run has failed
-        wants = one[stage]
-        scale = _SMALL * max((_rms(want) for want in wants.values() if want.is_floating_point()), default=0.0)
-        names = [*wants] if stage in (START, ACTIVATION) else [*reversed(wants)]  # backward goes from the last
+        wants, scale = one[stage], _SMALL * max(map(_rms, one[stage].values()), default=0.0)
+        names = [*wants][:: 1 if stage in (START, ACTIVATION) else -1]  # backward goes from the last to the first
         for name in dict.fromkeys([*names, *(name for found in ranks for name in found[stage])]):
             got = [found[stage][name] for found in ranks if name in found[stage]]
             parts = _parts(got, wants[name]) if got and name in wants else None
-            if stage == START and parts is None:
-                text = f"of shape {[*wants[name].shape]}" if name in wants else "not there"
-                text = f"it is {text} on one rank, and on {len(ranks)} {[[*part.shape] for part in got]}"
-                yield Compared(dtype=dtype, stage=stage, name=name, text=text)
-            elif parts is None or (chooses_otherwise and stage != START):
-                yield Compared(dtype=dtype, stage=stage, name=name)
+            error, tolerance, factor, text, note = None, _FLOORS[dtype], None, "", ""
+            if parts is None:
+                if stage == START:
+                    text = f"does not fit, or not all have it; shapes: {[[*each.shape] for each in got]}"
             elif not wants[name].is_floating_point():
-                chooses_otherwise |= parts[2] and any(not _same_choice(*pair) for pair in zip(*parts[:2], strict=True))
-            else:
-                error, tolerance = _error(*parts[:2], scale), _FLOORS[dtype]
-                if stage != START and name in noisy[stage]:
-                    noise = _error([noisy[stage][name]], [wants[name]], scale)
-                    tolerance = max(tolerance, _NOISES * noise if math.isfinite(noise) else 0.0)
-                factor, text = explain(stage, *parts, min(_FIT, tolerance)) if error > tolerance else (None, "")
-                known = {"tolerance": tolerance, "factor": factor, "text": text}
-                known_error = error if math.isfinite(error) else None
-                yield Compared(dtype=dtype, stage=stage, name=name, error=known_error, **known)
+                error, pairs = 0.0, zip(*parts[:2], strict=True)
+                is_choice = stage == ACTIVATION and parts[2] and wants[name].dim() > 1
+                if is_choice and any((ours.sort()[0] != theirs.sort()[0]).any() for ours, theirs in pairs):
+                    chooses_otherwise, error = True, None
+                    said = "chooses other experts, of the same inputs: what comes after it is not compared"
+                    text, note = (said, "") if dtype == "fp32" else ("", said)
+            elif not chooses_otherwise or stage == START:
+                error = _error(*parts[:2], scale)
+                if stage != START and stage in other:
+                    rounding = _error([other[stage][name]], [wants[name]], scale)
+                    tolerance = max(tolerance, _SHARES[dtype] * rounding if math.isfinite(rounding) else 0.0)
+                if stage in (UPDATE, LOADED):  # Adam makes the same of a tiny gradient as of a large one: signs differ
+                    tolerance = max(tolerance, 2 * math.sqrt(_FLOORS[dtype]))
+                if error > tolerance:
+                    factor, text = explain(stage, *parts, min(_FIT, tolerance))
+                error = error if math.isfinite(error) else None
+            known = {"error": error, "tolerance": tolerance, "factor": factor, "text": text, "note": note}
+            yield Compared(dtype=dtype, stage=stage, name=name, **known)
 
 
 def explain(
     stage: str, got: Sequence[torch.Tensor], want: Sequence[torch.Tensor], is_cut: bool, slack: float
 ) -> tuple[float | None, str]:
     """(factor, how it differs) of a tensor's values by rank, and what they should be; is_cut: each has its own part."""
-    num_ranks = len(got)
-    fits = partial(_factor, slack=slack)
 
     def is_one(factor: float | None) -> bool:
         return factor is not None and abs(factor - 1) <= slack
 
+    num_ranks, same = len(got), "times the one-rank value"
     if bad := [rank for rank, part in enumerate(got) if not part.isfinite().all()]:
         return None, f"{'was not loaded' if stage == LOADED else 'is not finite'} on rank {', '.join(map(str, bad))}"
-    factors = list(map(fits, got, want))
-    if all(known := [factor for factor in factors if factor is not None]) and len(known) == num_ranks:
-        first = known[0]
-        if all(is_one(factor / first) for factor in known):
-            meanings = {
-                num_ranks: "a factor of 1/num_ranks is missing",
-                1 / num_ranks: "a factor of num_ranks is missing",
-            }
-            why = next((f": {text}" for size, text in meanings.items() if is_one(first / size)), "")
-            return first, f"{first:.4g} times the one-rank value on all ranks{why}"
-    if len(known) == num_ranks:
-        each = ", ".join(f"{factor:.5g} on rank {rank}" for rank, factor in enumerate(known))
-        return None, f"times the one-rank value, ranks have factors of their own: {each}"
+    factors = [_factor(ours, theirs, slack) for ours, theirs in zip(got, want, strict=True)]
+    if None not in factors:
+        first = factors[0] or 0.0
+        if all(abs((factor or 0.0) - first) <= slack * abs(first) for factor in factors):
+            missing = {"1/num_ranks": first / num_ranks, "num_ranks": first * num_ranks}
+            why = "".join(f": a factor of {name} is missing" for name, factor in missing.items() if is_one(factor))
+            return first, f"{first:.4g} {same} on all ranks{why}"
+        each = ", ".join(f"{factor:.5g} on rank {rank}" for rank, factor in enumerate(factors))
+        return None, f"{same}, ranks have factors of their own: {each}"
     wrong = [rank for rank, factor in enumerate(factors) if not is_one(factor)]
     if is_cut and len({part.shape for part in want}) == 1:
-        mean = torch.stack([*want]).double().mean(0)
-        if None not in (of_mean := [fits(part, mean) for part in got]):
+        of_mean = [_factor(part, torch.stack([*want]).double().mean(0), slack) for part in got]
+        if None not in of_mean:
             times = "" if is_one(of_mean[0]) else f"{of_mean[0]:.4g} times "
             return None, f"{times}the mean over ranks, of different experts: DDP or an all-reduce takes them for copies"
         for rank in wrong:
-            for other in range(num_ranks):
-                if other != rank and is_one(fits(got[rank], want[other])):
+            for other, theirs in enumerate(want):
+                if other != rank and is_one(_factor(got[rank], theirs, slack)):
                     return None, f"rank {rank} has the part of rank {other}"
-    if not is_cut and (factor := fits(torch.stack([*got]).double().sum(0), want[0])) is not None:
-        return (
-            None,
-            f"ranks have parts of their own; the sum is {factor:.4g} times the one-rank value: nothing adds them",
-        )
+    if not is_cut and (factor := _factor(torch.stack([*got]).double().sum(0), want[0], slack)) is not None:
+        return None, f"ranks have parts of their own; the sum is {factor:.4g} {same}: nothing adds them"
     return None, f"on rank {', '.join(map(str, wrong))}"
 
 
@@ -124,10 +123,6 @@ def _parts(
     return None
 
 
-def _same_choice(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    return torch.equal(ours.sort(-1)[0], theirs.sort(-1)[0])
-
-
 def _error(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor], scale: float) -> float:
     """RMS of the difference on the worst rank, relative to that of the whole and a scale."""
     worst = max(_rms(ours.double() - theirs.double()) for ours, theirs in zip(got, want, strict=True))
@@ -136,7 +131,7 @@ def _error(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor], scale: flo
 
 
 def _rms(tensor: torch.Tensor) -> float:
-    return tensor.double().square().mean().sqrt().item() if tensor.numel() else 0.0
+    return tensor.double().square().mean().sqrt().item() if tensor.is_floating_point() and tensor.numel() else 0.0
 
 
 def _factor(got: torch.Tensor, want: torch.Tensor, slack: float) -> float | None:

@@ -1,5 +1,4 @@
-"""One rank: a step of the model, and what it makes of every tensor on the way, in a file. `python -m
-symmoe.tools.check.runs` is one."""
+"""One rank of a run: a step of the model, and what every tensor is on the way, in files."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ import re
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -37,8 +36,7 @@ _NUMBERED = re.compile(r"(.*(?:weight|bias|local_experts\.))(\d+)(.*)")  # one o
 _MOST_OF_EXPERT, _MOST = 1 << 12, 1 << 20  # numbers that are kept of an expert's parameter, and of another one
 _SEQUENCES, _VOCABULARY = 2, 128
 
-Tensors = dict[str, torch.Tensor]
-Found = dict[str, Tensors]  # by stage and name
+Tensors = Mapping[str, torch.Tensor]
 _Parameters = Mapping[str, tuple[nn.Parameter, bool]]  # by name; whether it is an expert's
 
 
@@ -52,55 +50,40 @@ class Job:
     layers: int | None
     length: int
     heap_mib: int
-    copy_weights: bool
     folder: str
 
-    def found(self, dtype: str, num_ranks: int, rank: int, *, is_noisy: bool = False) -> Found:
-        """What a rank has left, up to where it has come."""
-        files = {stage: self.file(dtype, num_ranks, rank, stage, is_noisy) for stage in STAGES}
-        return {stage: torch.load(file) for stage, file in files.items() if file.exists()}
+    @property
+    def dtypes(self) -> list[str]:
+        """fp32 and the model's own."""
+        return list(dict.fromkeys(["fp32", self.dtype]))
 
-    def file(self, dtype: str, num_ranks: int, rank: int, stage: str, is_noisy: bool) -> Path:
-        """Where the tensors of a stage are."""
-        return Path(self.folder, f"{dtype}-{num_ranks}-{rank}-{stage}-{is_noisy}.pt")
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status."""
-    return be_rank(argv, lambda ranks, wait_s, job: run(Job(**json.loads(job)), ranks, wait_s), text_of)
-
-
-def text_of(rank: int, error: Exception) -> str:
-    """An error with its rank and its place."""
-    frames = traceback.extract_tb(error.__traceback__)[-3:]
-    return f"rank {rank}: {error} ({', '.join(f'{Path(at.filename).name}:{at.lineno} {at.name}' for at in frames)})"
+    def file(self, dtype: str, num_ranks: int, rank: int, stage: str) -> Path:
+        """Where a rank's tensors are."""
+        return Path(self.folder, f"{dtype}-{num_ranks}-{rank}-{stage}.pt")
 
 
 def run(job: Job, ranks: Ranks, wait_s: float) -> dict[str, float]:
-    """Steps of a rank in each dtype, written to files; of one rank also with weights off by a rounding. Collective."""
-    for dtype in dict.fromkeys(["fp32", job.dtype]):
-        for is_noisy in (False, True)[: 1 + (ranks.num_ranks == 1)]:
-            with SymmetricHeap(num_bytes=job.heap_mib << 20, timeout_s=wait_s, start_timeout_s=wait_s) as heap:
-                file = partial(job.file, dtype, ranks.num_ranks, ranks.rank, is_noisy=is_noisy)
-                for stage, tensors in step(job, ranks, heap, dtype, is_noisy=is_noisy):
-                    torch.save(tensors, file(stage=stage))
+    """Steps of a rank in each dtype, written to files. Collective."""
+    for dtype in job.dtypes:
+        with SymmetricHeap(num_bytes=job.heap_mib << 20, timeout_s=wait_s, start_timeout_s=wait_s) as heap:
+            for stage, tensors in _step(job, ranks, heap, dtype):
+                torch.save(tensors, job.file(dtype, ranks.num_ranks, ranks.rank, stage))
     return {}
 
 
-def step(job: Job, ranks: Ranks, heap: SymmetricHeap, dtype: str, *, is_noisy: bool) -> Iterator[tuple[str, Tensors]]:
+def _step(job: Job, ranks: Ranks, heap: SymmetricHeap, dtype: str) -> Iterator[tuple[str, Tensors]]:
     """Stages, and what this rank makes of every tensor there. Collective."""
     torch.manual_seed(0)
-    context = Context(rank=ranks.rank, num_ranks=ranks.num_ranks, device=heap.device, dtype=DTYPES[dtype], heap=heap)
-    trained = make(job.target, context, job.layers)
+    start_folder, folder = (Path(job.folder, f"{dtype}-{name}") for name in ("start", ranks.num_ranks))
+    start_folder.mkdir(exist_ok=True)
+    folder.mkdir(exist_ok=True)
+    place = {"rank": ranks.rank, "num_ranks": ranks.num_ranks, "device": heap.device, "folder": str(start_folder)}
+    trained = make(job.target, Context(**place, dtype=DTYPES[dtype], heap=heap), job.layers)
     model, parameters = trained.model, _parameters(trained.model, ranks)
-    if job.copy_weights:
-        _copy_weights(Path(job.folder, f"{dtype}-whole.pt"), parameters, ranks)
-    if is_noisy:
-        _add_noise(model, torch.finfo(context.dtype).eps)
-    trains = {name: its for name, its in parameters.items() if its[0].requires_grad}
-    take_step = trained.step or torch.optim.AdamW([parameter for parameter, _ in trains.values()], lr=1e-3).step
     start = _values(parameters)
     yield START, start
+    trains = {name: its for name, its in parameters.items() if its[0].requires_grad}
+    take_step = trained.step or torch.optim.AdamW([parameter for parameter, _ in trains.values()], lr=1e-3).step
     vocabulary = min(_VOCABULARY, getattr(getattr(model, "config", None), "vocab_size", _VOCABULARY))
     shape = (job.ranks * _SEQUENCES, job.length)  # however many ranks share them
     tokens = torch.randint(0, vocabulary, shape, generator=torch.Generator().manual_seed(0))
@@ -112,16 +95,13 @@ def step(job: Job, ranks: Ranks, heap: SymmetricHeap, dtype: str, *, is_noisy: b
     yield CLIPPED, _values(trains, _gradient)
     take_step()
     yield UPDATE, {name: value.float() - start[name].float() for name, value in _values(trains).items()}
-    if not is_noisy:
-        from symmoe.checkpoint import load_checkpoint, save_checkpoint  # safetensors need not be installed
+    from symmoe import checkpoint  # whose safetensors need not be installed
 
-        folder = Path(job.folder, f"{dtype}-{ranks.num_ranks}")
-        folder.mkdir(exist_ok=True)
-        (trained.save or partial(save_checkpoint, step=1, model=model))(str(folder))
-        for parameter, _ in trains.values():
-            local_part(parameter.detach()).fill_(torch.nan)  # what is not loaded shows
-        ranks.barrier()
-        (trained.load or partial(load_checkpoint, model=model))(str(folder))
+    (trained.save or partial(checkpoint.save_checkpoint, step=1, model=model))(str(folder))
+    for parameter, _ in trains.values():
+        local_part(parameter.detach()).fill_(torch.nan)  # what is not loaded shows
+    ranks.barrier()
+    (trained.load or partial(checkpoint.load_checkpoint, model=model))(str(folder))
     yield LOADED, _values(trains)
 
 
@@ -132,19 +112,18 @@ def _backward(model: nn.Module, tokens: torch.Tensor) -> None:
 
 def _parameters(model: nn.Module, ranks: Ranks) -> _Parameters:
     """By names that they have on one rank, where each expert has its own."""
-    named = {name.replace("_orig_mod.", ""): (each, is_expert) for name, each, is_expert in named_parameters(model)}
+    named = {
+        name: (its, is_expert or not getattr(its, "allreduce", True))  # as Megatron marks them
+        for name, its, is_expert in named_parameters(model)
+    }
     matches = {name: match for name, its in named.items() if its[1] and (match := _NUMBERED.fullmatch(name))}
     counts = Counter((match[1], match[3]) for match in matches.values())
-    its_name = {
-        name: f"{match[1]}{int(match[2]) + ranks.rank * counts[match[1], match[3]]}{match[3]}"
-        for name, match in matches.items()
-    }
-    return {its_name.get(name, name): its for name, its in named.items()}
+    numbers = {name: int(match[2]) + ranks.rank * counts[match[1], match[3]] for name, match in matches.items()}
+    renamed = {name: f"{match[1]}{numbers[name]}{match[3]}" for name, match in matches.items()}
+    return {renamed.get(name, name): its for name, its in named.items()}
 
 
-def _values(
-    parameters: _Parameters, of: Callable[[nn.Parameter], torch.Tensor] = torch.Tensor.detach
-) -> dict[str, torch.Tensor]:
+def _values(parameters: _Parameters, of: Callable[[nn.Parameter], torch.Tensor] = torch.Tensor.detach) -> Tensors:
     """Copies; of large tensors every k-th number, the same of an expert on any rank."""
     values = {}
     for name, (parameter, is_expert) in parameters.items():
@@ -174,34 +153,11 @@ def _max_norm(trains: _Parameters) -> float:
     return next((norm / 2 for norm in norms if norm > 0), 1e-4)
 
 
-@torch.no_grad()
-def _add_noise(model: nn.Module, eps: float) -> None:
-    generator = torch.Generator().manual_seed(1)
-    for local in map(local_part, model.parameters()):
-        sign = torch.randint(0, 2, local.shape, generator=generator) * 2 - 1
-        local.mul_((1 + eps * sign).to(local.device, local.dtype))
-
-
-@torch.no_grad()
-def _copy_weights(file: Path, parameters: _Parameters, ranks: Ranks) -> None:
-    """Gives parameters the values that they have on one rank, an expert its own."""
-    if ranks.num_ranks == 1:
-        torch.save({name: parameter.detach() for name, (parameter, _) in parameters.items()}, file)
-        return
-    there = torch.load(file, mmap=True)
-    for name, (parameter, _) in parameters.items():
-        value = there[name]
-        for dim, size in enumerate(parameter.shape):
-            if value.shape[dim] == ranks.num_ranks * size:
-                value = value.narrow(dim, ranks.rank * size, size)
-        parameter.copy_(value)
-
-
 @contextmanager
-def _recorded(model: nn.Module) -> Iterator[Tensors]:
+def _recorded(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
     """What modules return in their first call, in the order in which they return. Not what is within experts, where
     rows lie as the ranks have them."""
-    outputs: Tensors = {}
+    outputs: dict[str, torch.Tensor] = {}
     experts = {id(parameter) for _, parameter, is_expert in named_parameters(model) if is_expert}
     hidden: list[str] = []
     hooks = []
@@ -217,12 +173,16 @@ def _recorded(model: nn.Module) -> Iterator[Tensors]:
             hidden.append(f"{path}.")
         if not f"{path}.".startswith(tuple(hidden)):
             hooks.append(module.register_forward_hook(partial(note, path)))
-    try:
-        yield outputs
-    finally:
-        for hook in hooks:
-            hook.remove()
+    yield outputs
+    for hook in hooks:
+        hook.remove()
+
+
+def text_of(rank: int, error: Exception) -> str:
+    """An error with its rank and its place."""
+    at = traceback.extract_tb(error.__traceback__)[-1]
+    return f"rank {rank}: {error} ({at.filename}:{at.lineno})"
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(be_rank(None, lambda ranks, wait_s, job: run(Job(**json.loads(job)), ranks, wait_s), text_of))
