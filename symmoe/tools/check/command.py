@@ -9,6 +9,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,42 +29,37 @@ and in --dtype. Compares activations, gradients, what clipping and a step make o
 
 The exit status is 0 if they agree, 1 if a tensor differs, 2 if a run has failed. docs/check.md says what a function is.
 """
-NUMBERS = {  # default, least
-    "ranks": (2, 2, "that are compared with one"),
-    "layers": (None, 1, "of a model of transformers: only so many, the first"),
-    "length": (16, 2, "tokens of a sequence; a rank has two"),
-    "heap_mib": (256, 1, "MiB of the symmetric heap"),
-    "timeout_s": (600, 1, "for the run of one rank, and for that of all"),
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds what :func:`run` reads."""
-    parser.add_argument(
-        "target", help="a name or folder of transformers', file.py:function, or package.module:function"
-    )
-    for name, (default, _, text) in NUMBERS.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default, help=f"{text} ({default})")
+    add = partial(parser.add_argument, type=_number)
+    parser.add_argument("target", help="a model of transformers, file.py:function, or package.module:function")
+    add("--ranks", default=2, help="that are compared with one (%(default)s)")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="bf16", help="in addition to fp32 (%(default)s)")
+    add("--layers", help="of a model of transformers, only so many (all)")
+    add("--length", default=16, help="tokens of a sequence; a rank has two (%(default)s)")
+    add("--heap-mib", default=256, help="MiB of the symmetric heap (%(default)s)")
+    add("--timeout-s", default=600, help="for the run of one rank, and for that of all (%(default)s)")
     parser.add_argument("--json", metavar="FILE", help="write what was found to FILE")
 
 
+def _number(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text} must be a whole number of at least 1")
+    return int(text)
+
+
 def run(args: argparse.Namespace) -> int:
-    """Runs, compares and prints. Returns the exit status. ArgumentError: the target or a number is wrong."""
-    for name, (_, least, _) in NUMBERS.items():
-        if (value := getattr(args, name)) is not None and value < least:
-            raise ArgumentError(f"{name.replace('_', '-')} ({value}) must be at least {least}")
+    """Runs, compares and prints. Returns the exit status. ArgumentError: the target cannot be, or the file."""
     if args.json and not os.access(os.path.dirname(args.json) or ".", os.W_OK):  # before minutes of running
         raise ArgumentError(f"json ({args.json}) cannot be written: no folder of yours")
     where, failure = args.target.rpartition(":")[0], ""
     if not (Path(where).is_file() if where.endswith(".py") else where or "/" in args.target):
-        raise ArgumentError(
-            f"target ({args.target}) is no file of yours with :function, and no name or folder of a model"
-        )
-    options = {field.name: getattr(args, field.name, "") for field in dataclasses.fields(Job)}
+        raise ArgumentError(f"target ({args.target}) is no file with :function, and no name or folder of a model")
     with tempfile.TemporaryDirectory(prefix="symmoe-check-") as folder:
-        job = Job(**options | {"folder": folder})
-        command = (sys.executable, "-m", "symmoe.tools.check.runs", f"--job={json.dumps(dataclasses.asdict(job))}")
+        job = Job(args.target, args.ranks, args.dtype, args.layers, args.length, args.heap_mib, folder)
+        command = (sys.executable, "-m", "symmoe.tools.check.runs", f"--job={json.dumps(dataclasses.astuple(job))}")
         for num_ranks in (1, args.ranks):
             trial = run_trial(num_ranks, {"CUDA_VISIBLE_DEVICES": ""}, deadline_s=args.timeout_s, command=command)
             if trial.error:
@@ -86,9 +82,10 @@ def judge(job: Job) -> list[Compared]:
         files = {stage: job.file(dtype, num_ranks, rank, stage) for stage in STAGES}
         return {stage: torch.load(file) for stage, file in files.items() if file.exists()}
 
-    one = [found(dtype, 1, 0) for dtype in job.dtypes]
-    several = [[found(dtype, job.ranks, rank) for rank in range(job.ranks)] for dtype in job.dtypes]
-    return [it for each in zip(job.dtypes, one, reversed(one), several, strict=True) for it in compare(*each)]
+    dtypes = ["fp32", job.dtype] if job.dtype != "fp32" else ["fp32"]
+    one = [found(dtype, 1, 0) for dtype in dtypes]
+    several = [[found(dtype, job.ranks, rank) for rank in range(job.ranks)] for dtype in dtypes]
+    return [it for each in zip(dtypes, one, reversed(one), several, strict=True) for it in compare(*each)]
 
 
 def render(tensors: Sequence[Compared], failure: str) -> str:

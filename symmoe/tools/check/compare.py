@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -43,67 +44,64 @@ def compare(dtype: str, one: Found, other: Found, ranks: Sequence[Found]) -> Ite
             return  # a run has failed
         wants, scale = one[stage], _SMALL * max(map(_rms, one[stage].values()), default=0.0)
         names = [*wants][:: 1 if stage in (START, ACTIVATION) else -1]  # backward goes from the last to the first
+        floor = _FLOORS[dtype]
+        if stage in (UPDATE, LOADED):  # Adam makes as much of a tiny gradient as of a large one: signs may differ
+            floor = 2 * math.sqrt(floor)
         for name in dict.fromkeys([*names, *(name for found in ranks for name in found[stage])]):
+            this = Compared(dtype=dtype, stage=stage, name=name, tolerance=floor)
             got = [found[stage][name] for found in ranks if name in found[stage]]
             parts = _parts(got, wants[name]) if got and name in wants else None
-            error, tolerance, factor, text, note = None, _FLOORS[dtype], None, "", ""
-            if parts is None:
-                if stage == START:
-                    text = f"does not fit, or not all have it; shapes: {[[*each.shape] for each in got]}"
-            elif not wants[name].is_floating_point():
-                error, pairs = 0.0, zip(*parts[:2], strict=True)
-                is_choice = stage == ACTIVATION and parts[2] and wants[name].dim() > 1
-                if is_choice and any((ours.sort()[0] != theirs.sort()[0]).any() for ours, theirs in pairs):
-                    chooses_otherwise, error = True, None
+            if parts is None and stage == START:
+                this = replace(
+                    this, text=f"does not fit, or not all have it; shapes: {[[*each.shape] for each in got]}"
+                )
+            elif parts is not None and not wants[name].is_floating_point():
+                differs = any(
+                    (ours.sort()[0] != theirs.sort()[0]).any() for ours, theirs in zip(*parts[:2], strict=True)
+                )
+                if differs and stage == ACTIVATION and parts[2] and wants[name].dim() > 1:
+                    chooses_otherwise = True
                     said = "chooses other experts, of the same inputs: what comes after it is not compared"
-                    text, note = (said, "") if dtype == "fp32" else ("", said)
-            elif not chooses_otherwise or stage == START:
-                error = _error(*parts[:2], scale)
+                    this = replace(this, **{"text" if dtype == "fp32" else "note": said})
+            elif parts is not None and (not chooses_otherwise or stage == START):
+                error, rounding = _error(*parts[:2], scale), 0.0
                 if stage != START and stage in other:
-                    rounding = _error([other[stage][name]], [wants[name]], scale)
-                    tolerance = max(tolerance, _SHARES[dtype] * rounding if math.isfinite(rounding) else 0.0)
-                if stage in (UPDATE, LOADED):  # Adam makes the same of a tiny gradient as of a large one: signs differ
-                    tolerance = max(tolerance, 2 * math.sqrt(_FLOORS[dtype]))
-                if error > tolerance:
-                    factor, text = explain(stage, *parts, min(_FIT, tolerance))
-                error = error if math.isfinite(error) else None
-            known = {"error": error, "tolerance": tolerance, "factor": factor, "text": text, "note": note}
-            yield Compared(dtype=dtype, stage=stage, name=name, **known)
+                    rounding = _SHARES[dtype] * _error([other[stage][name]], [wants[name]], scale)
+                tolerance = max(floor, rounding if rounding < math.inf else 0.0)
+                factor, text = explain(stage, *parts, min(_FIT, tolerance)) if error > tolerance else (None, "")
+                its_error = error if error < math.inf else None
+                this = replace(this, error=its_error, tolerance=tolerance, factor=factor, text=text)
+            yield this
 
 
 def explain(
     stage: str, got: Sequence[torch.Tensor], want: Sequence[torch.Tensor], is_cut: bool, slack: float
 ) -> tuple[float | None, str]:
     """(factor, how it differs) of a tensor's values by rank, and what they should be; is_cut: each has its own part."""
-
-    def is_one(factor: float | None) -> bool:
-        return factor is not None and abs(factor - 1) <= slack
-
-    num_ranks, same = len(got), "times the one-rank value"
+    num_ranks, value = len(got), "times the one-rank value"
     if bad := [rank for rank, part in enumerate(got) if not part.isfinite().all()]:
         return None, f"{'was not loaded' if stage == LOADED else 'is not finite'} on rank {', '.join(map(str, bad))}"
-    factors = [_factor(ours, theirs, slack) for ours, theirs in zip(got, want, strict=True)]
-    if None not in factors:
-        first = factors[0] or 0.0
-        if all(abs((factor or 0.0) - first) <= slack * abs(first) for factor in factors):
+    if factors := _factors(got, want, slack):
+        first = factors[0]
+        if all(abs(factor - first) <= slack * abs(first) for factor in factors):
             missing = {"1/num_ranks": first / num_ranks, "num_ranks": first * num_ranks}
-            why = "".join(f": a factor of {name} is missing" for name, factor in missing.items() if is_one(factor))
-            return first, f"{first:.4g} {same} on all ranks{why}"
+            why = "".join(
+                f": a factor of {name} is missing" for name, each in missing.items() if abs(each - 1) <= slack
+            )
+            return first, f"{first:.4g} {value} on all ranks{why}"
         each = ", ".join(f"{factor:.5g} on rank {rank}" for rank, factor in enumerate(factors))
-        return None, f"{same}, ranks have factors of their own: {each}"
-    wrong = [rank for rank, factor in enumerate(factors) if not is_one(factor)]
+        return None, f"{value}, ranks have factors of their own: {each}"
     if is_cut and len({part.shape for part in want}) == 1:
-        of_mean = [_factor(part, torch.stack([*want]).double().mean(0), slack) for part in got]
-        if None not in of_mean:
-            times = "" if is_one(of_mean[0]) else f"{of_mean[0]:.4g} times "
+        if factors := _factors(got, [torch.stack([*want]).double().mean(0)] * num_ranks, slack):
+            times = "" if abs(factors[0] - 1) <= slack else f"{factors[0]:.4g} times "
             return None, f"{times}the mean over ranks, of different experts: DDP or an all-reduce takes them for copies"
-        for rank in wrong:
-            for other, theirs in enumerate(want):
-                if other != rank and is_one(_factor(got[rank], theirs, slack)):
-                    return None, f"rank {rank} has the part of rank {other}"
-    if not is_cut and (factor := _factor(torch.stack([*got]).double().sum(0), want[0], slack)) is not None:
-        return None, f"ranks have parts of their own; the sum is {factor:.4g} {same}: nothing adds them"
-    return None, f"on rank {', '.join(map(str, wrong))}"
+        for rank, other in itertools.permutations(range(num_ranks), 2):
+            if _error([got[rank]], [want[other]], 0.0) <= slack:
+                return None, f"rank {rank} has the part of rank {other}"
+    if not is_cut and (factors := _factors([torch.stack([*got]).double().sum(0)], want[:1], slack)):
+        return None, f"ranks have parts of their own; the sum is {factors[0]:.4g} {value}: nothing adds them"
+    wrong = [f"{rank}" for rank in range(num_ranks) if _error(got[rank : rank + 1], want[rank : rank + 1], 0.0) > slack]
+    return None, f"on rank {', '.join(wrong)}"
 
 
 def _parts(
@@ -114,12 +112,11 @@ def _parts(
         return [torch.stack([*got]).double().mean()], [want], False
     if all(part.shape == want.shape for part in got):
         return got, [want] * len(got), False
-    for dim in range(want.dim()):
-        sizes = [part.shape[dim] for part in got if part.dim() == want.dim()]
-        if len(sizes) == len(got) and sum(sizes) == want.shape[dim]:
-            wants = want.split(sizes, dim)
-            if all(ours.shape == theirs.shape for ours, theirs in zip(got, wants, strict=True)):
-                return got, wants, True
+    for dim in range(want.dim() if all(part.dim() == want.dim() for part in got) else 0):
+        sizes = [part.shape[dim] for part in got]
+        wants = want.split(sizes, dim) if sum(sizes) == want.shape[dim] else ()
+        if [part.shape for part in got] == [part.shape for part in wants]:
+            return got, wants, True
     return None
 
 
@@ -134,10 +131,12 @@ def _rms(tensor: torch.Tensor) -> float:
     return tensor.double().square().mean().sqrt().item() if tensor.is_floating_point() and tensor.numel() else 0.0
 
 
-def _factor(got: torch.Tensor, want: torch.Tensor, slack: float) -> float | None:
-    """The factor by which `got` is `want`, if it is."""
-    ours, theirs = got.double(), want.double()
-    if got.shape != want.shape or not theirs.any():
-        return None if ours.any() else 1.0
-    factor: float = ((ours * theirs).sum() / theirs.square().sum()).item()
-    return factor if _rms(ours - factor * theirs) <= slack * _rms(ours) else None
+def _factors(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor], slack: float) -> list[float]:
+    """By rank the factors by which `got` is `want`; [] if it is not so on all."""
+    factors = list[float]()
+    for ours, theirs in zip(got, (part.double() for part in want), strict=True):
+        square = theirs.square().sum().item()
+        factors.append((ours * theirs).sum().item() / square if square else 1.0)
+        if _rms(ours - factors[-1] * theirs) > slack * _rms(ours):
+            return []
+    return factors

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 import traceback
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from symmoe.grouped.parameters import local_part
 from symmoe.moe.ddp_and_fsdp import ExpertParallelModule
@@ -32,15 +31,16 @@ START, ACTIVATION, GRADIENT, CLIPPED, UPDATE, LOADED = STAGES = (
     *("gradient after clip", "update by the step", "weights after load"),
 )
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_NUMBERED = re.compile(r"(.*(?:weight|bias|local_experts\.))(\d+)(.*)")  # one of the experts of a rank
-_MOST_OF_EXPERT, _MOST = 1 << 12, 1 << 20  # numbers that are kept of an expert's parameter, and of another one
 _SEQUENCES, _VOCABULARY = 2, 128
+_MOST, _MOST_OF_ROW = (
+    1 << 20,
+    1 << 12,
+)  # numbers that are kept of a parameter; of stacked matrices, as experts are, of each
 
 Tensors = Mapping[str, torch.Tensor]
-_Parameters = Mapping[str, tuple[nn.Parameter, bool]]  # by name; whether it is an expert's
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Job:
     """What all ranks do; fields are options of the command. folder: for files."""
 
@@ -52,11 +52,6 @@ class Job:
     heap_mib: int
     folder: str
 
-    @property
-    def dtypes(self) -> list[str]:
-        """fp32 and the model's own."""
-        return list(dict.fromkeys(["fp32", self.dtype]))
-
     def file(self, dtype: str, num_ranks: int, rank: int, stage: str) -> Path:
         """Where a rank's tensors are."""
         return Path(self.folder, f"{dtype}-{num_ranks}-{rank}-{stage}.pt")
@@ -64,7 +59,7 @@ class Job:
 
 def run(job: Job, ranks: Ranks, wait_s: float) -> dict[str, float]:
     """Steps of a rank in each dtype, written to files. Collective."""
-    for dtype in job.dtypes:
+    for dtype in dict.fromkeys(["fp32", job.dtype]):
         with SymmetricHeap(num_bytes=job.heap_mib << 20, timeout_s=wait_s, start_timeout_s=wait_s) as heap:
             for stage, tensors in _step(job, ranks, heap, dtype):
                 torch.save(tensors, job.file(dtype, ranks.num_ranks, ranks.rank, stage))
@@ -73,17 +68,19 @@ def run(job: Job, ranks: Ranks, wait_s: float) -> dict[str, float]:
 
 def _step(job: Job, ranks: Ranks, heap: SymmetricHeap, dtype: str) -> Iterator[tuple[str, Tensors]]:
     """Stages, and what this rank makes of every tensor there. Collective."""
+    from symmoe import checkpoint  # whose safetensors need not be installed
+
+    first, folder = (Path(job.folder, f"{dtype}-{name}") for name in ("start", ranks.num_ranks))
+    for each in (first, folder):
+        each.mkdir(exist_ok=True)
     torch.manual_seed(0)
-    start_folder, folder = (Path(job.folder, f"{dtype}-{name}") for name in ("start", ranks.num_ranks))
-    start_folder.mkdir(exist_ok=True)
-    folder.mkdir(exist_ok=True)
-    place = {"rank": ranks.rank, "num_ranks": ranks.num_ranks, "device": heap.device, "folder": str(start_folder)}
-    trained = make(job.target, Context(**place, dtype=DTYPES[dtype], heap=heap), job.layers)
-    model, parameters = trained.model, _parameters(trained.model, ranks)
+    place = {"rank": ranks.rank, "num_ranks": ranks.num_ranks, "device": heap.device, "heap": heap}
+    trained = make(job.target, Context(**place, dtype=DTYPES[dtype], folder=str(first)), job.layers)
+    model, parameters = trained.model, dict(trained.model.named_parameters())
+    trains = {name: its for name, its in parameters.items() if its.requires_grad}
     start = _values(parameters)
     yield START, start
-    trains = {name: its for name, its in parameters.items() if its[0].requires_grad}
-    take_step = trained.step or torch.optim.AdamW([parameter for parameter, _ in trains.values()], lr=1e-3).step
+    take_step = trained.step or torch.optim.AdamW(trains.values(), lr=1e-3).step
     vocabulary = min(_VOCABULARY, getattr(getattr(model, "config", None), "vocab_size", _VOCABULARY))
     shape = (job.ranks * _SEQUENCES, job.length)  # however many ranks share them
     tokens = torch.randint(0, vocabulary, shape, generator=torch.Generator().manual_seed(0))
@@ -91,14 +88,14 @@ def _step(job: Job, ranks: Ranks, heap: SymmetricHeap, dtype: str) -> Iterator[t
         (trained.backward or partial(_backward, model))(tokens.chunk(ranks.num_ranks)[ranks.rank].to(heap.device))
     yield ACTIVATION, outputs
     yield GRADIENT, _values(trains, _gradient)
-    (trained.clip or partial(clip_grad_norm, model))(_max_norm(trains))
+    # Less than the norm of all gradients: half of that of the first that all ranks have.
+    norms = (_whole(_gradient(its)).float().norm().item() for its in trains.values() if id(its) not in _experts(model))
+    (trained.clip or partial(clip_grad_norm, model))(next((norm / 2 for norm in norms if norm > 0), 1e-4))
     yield CLIPPED, _values(trains, _gradient)
     take_step()
     yield UPDATE, {name: value.float() - start[name].float() for name, value in _values(trains).items()}
-    from symmoe import checkpoint  # whose safetensors need not be installed
-
     (trained.save or partial(checkpoint.save_checkpoint, step=1, model=model))(str(folder))
-    for parameter, _ in trains.values():
+    for parameter in trains.values():
         local_part(parameter.detach()).fill_(torch.nan)  # what is not loaded shows
     ranks.barrier()
     (trained.load or partial(checkpoint.load_checkpoint, model=model))(str(folder))
@@ -110,25 +107,21 @@ def _backward(model: nn.Module, tokens: torch.Tensor) -> None:
     reduce_gradients(model)
 
 
-def _parameters(model: nn.Module, ranks: Ranks) -> _Parameters:
-    """By names that they have on one rank, where each expert has its own."""
-    named = {
-        name: (its, is_expert or not getattr(its, "allreduce", True))  # as Megatron marks them
-        for name, its, is_expert in named_parameters(model)
+def _experts(model: nn.Module) -> set[int]:
+    """The ids of experts' parameters: those in modules that hold experts, and those with Megatron's mark."""
+    return {
+        id(its) for _, its, is_expert in named_parameters(model) if is_expert or not getattr(its, "allreduce", True)
     }
-    matches = {name: match for name, its in named.items() if its[1] and (match := _NUMBERED.fullmatch(name))}
-    counts = Counter((match[1], match[3]) for match in matches.values())
-    numbers = {name: int(match[2]) + ranks.rank * counts[match[1], match[3]] for name, match in matches.items()}
-    renamed = {name: f"{match[1]}{numbers[name]}{match[3]}" for name, match in matches.items()}
-    return {renamed.get(name, name): its for name, its in named.items()}
 
 
-def _values(parameters: _Parameters, of: Callable[[nn.Parameter], torch.Tensor] = torch.Tensor.detach) -> Tensors:
+def _values(
+    parameters: Mapping[str, nn.Parameter], of: Callable[[nn.Parameter], torch.Tensor] = torch.Tensor.detach
+) -> Tensors:
     """Copies; of large tensors every k-th number, the same of an expert on any rank."""
     values = {}
-    for name, (parameter, is_expert) in parameters.items():
+    for name, parameter in parameters.items():
         value = _whole(of(parameter)).detach().cpu()
-        rows, most = (len(value), _MOST_OF_EXPERT) if is_expert else (1, _MOST)
+        rows, most = (len(value), _MOST_OF_ROW) if value.dim() > 2 else (1, _MOST)
         if (size := value.numel() // max(1, rows)) > most:
             value = value.reshape(rows, -1)[:, :: size // most | 1]  # odd, so that it sees many columns
         values[name] = value.clone()
@@ -147,20 +140,12 @@ def _gradient(parameter: nn.Parameter) -> torch.Tensor:
     return torch.zeros_like(parameter) if gradient is None else gradient
 
 
-def _max_norm(trains: _Parameters) -> float:
-    """Less than the norm of all gradients: half of that of the first that all ranks have."""
-    norms = (_whole(_gradient(its)).float().norm().item() for its, is_expert in trains.values() if not is_expert)
-    return next((norm / 2 for norm in norms if norm > 0), 1e-4)
-
-
 @contextmanager
 def _recorded(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
     """What modules return in their first call, in the order in which they return. Not what is within experts, where
     rows lie as the ranks have them."""
     outputs: dict[str, torch.Tensor] = {}
-    experts = {id(parameter) for _, parameter, is_expert in named_parameters(model) if is_expert}
-    hidden: list[str] = []
-    hooks = []
+    experts, hidden, hooks = _experts(model), list[str](), list[RemovableHandle]()
 
     def note(path: str, module: nn.Module, args: object, output: object) -> None:
         for key, each in pytree.tree_flatten_with_path(output)[0]:
@@ -168,7 +153,7 @@ def _recorded(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
                 outputs.setdefault(f"{path or 'the model'}{pytree.keystr(key)}", each.detach().cpu().clone())
 
     for path, module in model.named_modules():
-        ids = {id(parameter) for parameter in module.parameters()}
+        ids = set(map(id, module.parameters()))
         if ids and ids <= experts and path and not isinstance(module, ExpertParallelModule):
             hidden.append(f"{path}.")
         if not f"{path}.".startswith(tuple(hidden)):
@@ -185,4 +170,4 @@ def text_of(rank: int, error: Exception) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(be_rank(None, lambda ranks, wait_s, job: run(Job(**json.loads(job)), ranks, wait_s), text_of))
+    sys.exit(be_rank(None, lambda ranks, wait_s, job: run(Job(*json.loads(job)), ranks, wait_s), text_of))
