@@ -5,10 +5,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from hf_cases import random_model
+from small_model import open_mesh
 
 import symmoe
 from symmoe.checkpoint import load_checkpoint, save_checkpoint
+from symmoe.integrations.parallel import parallelize
 from symmoe.integrations.transformers import swap_moe
 from symmoe.moe.ownership import trainable
 from symmoe.tools.check import Context, Trained
@@ -151,6 +154,23 @@ def drawn_by_rank_and_loaded(context: Context) -> Trained:
     else:
         load_checkpoint(context.folder, model=trained.model)
     return trained
+
+
+def sharded(context: Context) -> Trained:
+    """Right: under FSDP2, with experts and everything else in DTensors."""
+    trained = drawn_by_rank_and_loaded(context)
+    model = parallelize(trained.model, open_mesh(1, context.num_ranks))
+
+    def backward(tokens: torch.Tensor) -> None:
+        model(tokens)[0].square().mean().backward()
+
+    return Trained(
+        model=model,
+        backward=backward,
+        step=torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False).step,
+        save=lambda folder: dcp.save(model.state_dict(), checkpoint_id=folder),
+        load=lambda folder: dcp.load(model.state_dict(), checkpoint_id=folder),
+    )
 
 
 def raises_on_rank_1(context: Context) -> Trained:

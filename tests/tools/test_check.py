@@ -32,7 +32,7 @@ def run_job(rank: int, num_ranks: int, job: Job) -> None:
 
 def checked(cluster, folder: Path, target: str, *, dtype: str = "fp32", **changes) -> list[Compared]:
     """All tensors of a model of check_cases on one rank and on two, or what `changes` say of the job."""
-    options = {"ranks": 2, "layers": None, "length": 16, "heap_mib": 16} | changes
+    options = {"ranks": 2, "layers": None, "length": 32, "heap_mib": 16} | changes
     job = Job(target=target, dtype=dtype, folder=str(folder), **options)
     for num_ranks in (1, job.ranks):
         cluster(num_ranks).run(run_job, job)
@@ -66,7 +66,12 @@ def test_a_defect_is_named(cluster, tmp_path: Path, target: str, stage: str, nam
 
 @pytest.mark.parametrize(
     ("target", "dtype", "changes"),
-    [("right", "bf16", {}), ("right", "fp32", {"ranks": 4, "length": 5}), ("drawn_by_rank_and_loaded", "bf16", {})],
+    [
+        ("right", "bf16", {}),
+        ("right", "fp32", {"ranks": 4, "length": 5}),
+        ("drawn_by_rank_and_loaded", "bf16", {}),
+        ("sharded", "bf16", {}),
+    ],
 )
 def test_what_is_right_passes(cluster, tmp_path: Path, target: str, dtype: str, changes: dict):
     found = checked(cluster, tmp_path, f"check_cases:{target}", dtype=dtype, **changes)

@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ranks", default=2, help="that are compared with one (%(default)s)")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="bf16", help="in addition to fp32 (%(default)s)")
     add("--layers", help="of a model of transformers, only so many (all)")
-    add("--length", default=16, help="tokens of a sequence; a rank has two (%(default)s)")
+    add("--length", default=32, help="tokens of a rank, one sequence (%(default)s)")
     add("--heap-mib", default=256, help="MiB of the symmetric heap (%(default)s)")
     add("--timeout-s", default=600, help="for the run of one rank, and for that of all (%(default)s)")
     parser.add_argument("--json", metavar="FILE", help="write what was found to FILE")

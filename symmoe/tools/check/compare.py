@@ -11,7 +11,10 @@ import torch
 
 from symmoe.tools.check.runs import ACTIVATION, LOADED, STAGES, START, UPDATE, Tensors
 
-_FLOORS = {"fp32": 3e-5, "fp16": 4e-3, "bf16": 3e-2}  # errors that pass, relative to a tensor's RMS
+# Errors that pass, relative to a tensor's RMS; after a step others, since Adam makes as much of a tiny gradient, whose
+# sign is rounding, as of a large one.
+_FLOORS = {"fp32": 3e-5, "fp16": 4e-3, "bf16": 3e-2}
+_FLOORS_OF_STEP = {"fp32": 1e-2, "fp16": 1.0, "bf16": 1.0}
 # What passes as well: such a share of the distance of the two dtypes on one rank.
 _SHARES = {"fp32": 2.0**-12, "fp16": 2.0, "bf16": 2.0}
 _SMALL = 1e-3  # of the largest RMS of a stage: what is far smaller may be nothing but rounding
@@ -44,9 +47,7 @@ def compare(dtype: str, one: Found, other: Found, ranks: Sequence[Found]) -> Ite
             return  # a run has failed
         wants, scale = one[stage], _SMALL * max(map(_rms, one[stage].values()), default=0.0)
         names = [*wants][:: 1 if stage in (START, ACTIVATION) else -1]  # backward goes from the last to the first
-        floor = _FLOORS[dtype]
-        if stage in (UPDATE, LOADED):  # Adam makes as much of a tiny gradient as of a large one: signs may differ
-            floor = 2 * math.sqrt(floor)
+        floor = (_FLOORS_OF_STEP if stage in (UPDATE, LOADED) else _FLOORS)[dtype]
         for name in dict.fromkeys([*names, *(name for found in ranks for name in found[stage])]):
             this = Compared(dtype=dtype, stage=stage, name=name, tolerance=floor)
             got = [found[stage][name] for found in ranks if name in found[stage]]
@@ -63,6 +64,8 @@ def compare(dtype: str, one: Found, other: Found, ranks: Sequence[Found]) -> Ite
                     chooses_otherwise = True
                     said = "chooses other experts, of the same inputs: what comes after it is not compared"
                     this = replace(this, **{"text" if dtype == "fp32" else "note": said})
+                else:
+                    this = replace(this, error=0.0)
             elif parts is not None and (not chooses_otherwise or stage == START):
                 error, rounding = _error(*parts[:2], scale), 0.0
                 if stage != START and stage in other:
@@ -116,14 +119,16 @@ def _parts(
         sizes = [part.shape[dim] for part in got]
         wants = want.split(sizes, dim) if sum(sizes) == want.shape[dim] else ()
         if [part.shape for part in got] == [part.shape for part in wants]:
-            return got, wants, True
+            in_turn = [want[rank :: len(got)] for rank in range(len(got))]  # rows of [S, B, H]; or experts
+            shapes_fit = dim == 0 and len(set(sizes)) == 1
+            return got, in_turn if shapes_fit and _error(got, in_turn, 0.0) < _error(got, wants, 0.0) else wants, True
     return None
 
 
 def _error(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor], scale: float) -> float:
     """RMS of the difference on the worst rank, relative to that of the whole and a scale."""
     worst = max(_rms(ours.double() - theirs.double()) for ours, theirs in zip(got, want, strict=True))
-    size = math.sqrt(sum(_rms(part) ** 2 for part in want) / len(want)) + scale
+    size = math.sqrt(sum(_rms(part) ** 2 for part in want) / len(want)) + scale + 1e-30
     return math.inf if math.isnan(worst) else worst / size if worst else 0.0
 
 

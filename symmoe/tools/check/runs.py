@@ -31,7 +31,7 @@ START, ACTIVATION, GRADIENT, CLIPPED, UPDATE, LOADED = STAGES = (
     *("gradient after clip", "update by the step", "weights after load"),
 )
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_SEQUENCES, _VOCABULARY = 2, 128
+_VOCABULARY = 128
 _MOST, _MOST_OF_ROW = (
     1 << 20,
     1 << 12,
@@ -82,7 +82,7 @@ def _step(job: Job, ranks: Ranks, heap: SymmetricHeap, dtype: str) -> Iterator[t
     yield START, start
     take_step = trained.step or torch.optim.AdamW(trains.values(), lr=1e-3).step
     vocabulary = min(_VOCABULARY, getattr(getattr(model, "config", None), "vocab_size", _VOCABULARY))
-    shape = (job.ranks * _SEQUENCES, job.length)  # however many ranks share them
+    shape = (job.ranks, job.length)  # one sequence for each rank, however many share them
     tokens = torch.randint(0, vocabulary, shape, generator=torch.Generator().manual_seed(0))
     with _recorded(model) as outputs:
         (trained.backward or partial(_backward, model))(tokens.chunk(ranks.num_ranks)[ranks.rank].to(heap.device))
