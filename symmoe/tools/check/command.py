@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import os
 import sys
@@ -55,24 +56,25 @@ def run(args: argparse.Namespace) -> int:
     if args.json and not os.access(os.path.dirname(args.json) or ".", os.W_OK):  # before minutes of running
         raise ArgumentError(f"json ({args.json}) cannot be written: no folder of yours")
     where, failure = args.target.rpartition(":")[0], ""
-    if not (Path(where).is_file() if where.endswith(".py") else where or "/" in args.target):
+    is_name = bool(where) or "/" in args.target or Path(args.target).is_dir()
+    if not (Path(where).is_file() if where.endswith(".py") else is_name):
         raise ArgumentError(f"target ({args.target}) is no file with :function, and no name or folder of a model")
     with tempfile.TemporaryDirectory(prefix="symmoe-check-") as folder:
         job = Job(args.target, args.ranks, args.dtype, args.layers, args.length, args.heap_mib, folder)
-        command = (sys.executable, "-m", "symmoe.tools.check.runs", f"--job={json.dumps(dataclasses.astuple(job))}")
+        command = (sys.executable, "-m", "symmoe.tools.check.runs", f"--job={json.dumps(job)}")
         for num_ranks in (1, args.ranks):
             trial = run_trial(num_ranks, {"CUDA_VISIBLE_DEVICES": ""}, deadline_s=args.timeout_s, command=command)
             if trial.error:
                 failure = f"failed, with {num_ranks} rank(s): {trial.error}: {trial.text}"
                 break
         tensors = judge(job)
-    same = not failure and not any(each.text for each in tensors)
+    differs = any(each.text for each in tensors)
     if args.json:
-        found = {"target": args.target, "num_ranks": args.ranks, "same": same, "failure": failure}
-        found |= {"tensors": list(map(dataclasses.asdict, tensors))}
+        found = {"target": args.target, "num_ranks": args.ranks, "same": not (differs or failure), "failure": failure}
+        found["tensors"] = list(map(dataclasses.asdict, tensors))
         Path(args.json).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     print(render(tensors, failure), flush=True)
-    return 1 if any(each.text for each in tensors) else 2 * bool(failure)
+    return 1 if differs else 2 * bool(failure)
 
 
 def judge(job: Job) -> list[Compared]:
@@ -82,26 +84,23 @@ def judge(job: Job) -> list[Compared]:
         files = {stage: job.file(dtype, num_ranks, rank, stage) for stage in STAGES}
         return {stage: torch.load(file) for stage, file in files.items() if file.exists()}
 
-    dtypes = ["fp32", job.dtype] if job.dtype != "fp32" else ["fp32"]
+    dtypes = [*dict.fromkeys(["fp32", job.dtype])]
     one = [found(dtype, 1, 0) for dtype in dtypes]
     several = [[found(dtype, job.ranks, rank) for rank in range(job.ranks)] for dtype in dtypes]
     return [it for each in zip(dtypes, one, reversed(one), several, strict=True) for it in compare(*each)]
 
 
 def render(tensors: Sequence[Compared], failure: str) -> str:
-    """One screen: by stage, numbers of tensors and the one that is nearest to its tolerance, and the first difference."""
+    """One screen: by stage, numbers of tensors and the one nearest to what is allowed, and the first that differs."""
     lines = [f"{'':6}{'stage':20}{'compared':>9}{'not':>6}{'differ':>8}{'error':>10}{'allowed':>10}  of"]
-    for dtype, stage in dict.fromkeys((each.dtype, stage) for each in tensors for stage in STAGES):
-        its = [each for each in tensors if (each.dtype, each.stage) == (dtype, stage)]
-        known = [(each.error / each.tolerance, each) for each in its if each.error is not None]
+    for (dtype, stage), group in itertools.groupby(tensors, lambda each: (each.dtype, each.stage)):
+        its = list(group)
+        known = [each for each in its if each.error is not None]
         counts = f"{len(known):9}{len(its) - len(known):6}{sum(bool(each.text) for each in its):8}"
-        lines.append(f"{dtype:6}{stage:20}{counts}")
-        if known:
-            _, worst = max(known, key=lambda pair: pair[0])
-            lines[-1] += f"{worst.error:10.1e}{worst.tolerance:10.1e}  {worst.name}"
+        worst = max(known, key=lambda each: (each.error or 0.0) / each.tolerance, default=its[0])
+        lines.append(f"{dtype:6}{stage:20}{counts}{worst.error or 0.0:10.1e}{worst.tolerance:10.1e}  {worst.name}")
     lines += [f"note: {each.dtype}, {each.stage} of {each.name}: {each.note}" for each in tensors if each.note][:1]
-    if first := next((each for each in tensors if each.text), None):
-        lines.append(f"different, first in {first.dtype}: {first.stage} of {first.name}: {first.text}")
-    elif not failure:
-        lines.append("the same: no tensor differs beyond rounding")
-    return "\n".join([*lines, failure]).rstrip()
+    different = [each for each in tensors if each.text][:1]
+    lines += [f"different, first in {each.dtype}: {each.stage} of {each.name}: {each.text}" for each in different]
+    lines += [failure] if failure else ["the same: no tensor differs beyond rounding"] * (not different)
+    return "\n".join(lines)

@@ -5,17 +5,16 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from symmoe.tools.check.runs import ACTIVATION, LOADED, STAGES, START, UPDATE, Tensors
 
 # Errors that pass, relative to a tensor's RMS; after a step others, since Adam makes as much of a tiny gradient, whose
-# sign is rounding, as of a large one.
+# sign is rounding, as of a large one. And the share of the distance of the two dtypes on one rank that passes as well.
 _FLOORS = {"fp32": 3e-5, "fp16": 4e-3, "bf16": 3e-2}
 _FLOORS_OF_STEP = {"fp32": 1e-2, "fp16": 1.0, "bf16": 1.0}
-# What passes as well: such a share of the distance of the two dtypes on one rank.
 _SHARES = {"fp32": 2.0**-12, "fp16": 2.0, "bf16": 2.0}
 _SMALL = 1e-3  # of the largest RMS of a stage: what is far smaller may be nothing but rounding
 _FIT = 0.05  # an explanation fits up to this, or to what is rounding if that is less
@@ -23,7 +22,7 @@ _FIT = 0.05  # an explanation fits up to this, or to what is rounding if that is
 Found = Mapping[str, Tensors]  # by stage
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(slots=True)
 class Compared:
     """One tensor. error: None if there is none, as of what is not compared; factor: of a plain one, by which ranks' are
     wrong; text: how it differs, "" if it does not; note: what may be only rounding."""
@@ -31,8 +30,8 @@ class Compared:
     dtype: str
     stage: str
     name: str
+    tolerance: float
     error: float | None = None
-    tolerance: float = 0.0
     factor: float | None = None
     text: str = ""
     note: str = ""
@@ -42,38 +41,34 @@ def compare(dtype: str, one: Found, other: Found, ranks: Sequence[Found]) -> Ite
     """All tensors in the order of the step. one: of one rank; other: the same in the other dtype, which shows what is
     only rounding. Where a router chooses otherwise, inputs being the same, what follows is not compared."""
     chooses_otherwise = False
-    for stage in STAGES:
-        if not all(stage in found for found in (one, *ranks)):
-            return  # a run has failed
+    for stage in itertools.takewhile(lambda stage: all(stage in found for found in (one, *ranks)), STAGES):
         wants, scale = one[stage], _SMALL * max(map(_rms, one[stage].values()), default=0.0)
         names = [*wants][:: 1 if stage in (START, ACTIVATION) else -1]  # backward goes from the last to the first
-        floor = (_FLOORS_OF_STEP if stage in (UPDATE, LOADED) else _FLOORS)[dtype]
         for name in dict.fromkeys([*names, *(name for found in ranks for name in found[stage])]):
-            this = Compared(dtype=dtype, stage=stage, name=name, tolerance=floor)
+            this = Compared(dtype, stage, name, (_FLOORS_OF_STEP if stage in (UPDATE, LOADED) else _FLOORS)[dtype])
             got = [found[stage][name] for found in ranks if name in found[stage]]
             parts = _parts(got, wants[name]) if got and name in wants else None
-            if parts is None and stage == START:
-                this = replace(
-                    this, text=f"does not fit, or not all have it; shapes: {[[*each.shape] for each in got]}"
-                )
-            elif parts is not None and not wants[name].is_floating_point():
+            if parts is None:
+                shapes = [[*each.shape] for each in got]
+                this.text = f"does not fit, or not all have it; shapes: {shapes}" if stage == START else ""
+            elif not wants[name].is_floating_point():
                 differs = any(
-                    (ours.sort()[0] != theirs.sort()[0]).any() for ours, theirs in zip(*parts[:2], strict=True)
+                    not torch.equal(*(each.sort()[0] for each in pair)) for pair in zip(*parts[:2], strict=True)
                 )
                 if differs and stage == ACTIVATION and parts[2] and wants[name].dim() > 1:
                     chooses_otherwise = True
                     said = "chooses other experts, of the same inputs: what comes after it is not compared"
-                    this = replace(this, **{"text" if dtype == "fp32" else "note": said})
+                    this.text, this.note = (said, "") if dtype == "fp32" else ("", said)
                 else:
-                    this = replace(this, error=0.0)
-            elif parts is not None and (not chooses_otherwise or stage == START):
-                error, rounding = _error(*parts[:2], scale), 0.0
+                    this.error = 0.0
+            elif not chooses_otherwise or stage == START:
+                error = _error(*parts[:2], scale)
                 if stage != START and stage in other:
                     rounding = _SHARES[dtype] * _error([other[stage][name]], [wants[name]], scale)
-                tolerance = max(floor, rounding if rounding < math.inf else 0.0)
-                factor, text = explain(stage, *parts, min(_FIT, tolerance)) if error > tolerance else (None, "")
-                its_error = error if error < math.inf else None
-                this = replace(this, error=its_error, tolerance=tolerance, factor=factor, text=text)
+                    this.tolerance = max(this.tolerance, rounding if rounding < math.inf else 0.0)
+                if error > this.tolerance:
+                    this.factor, this.text = explain(stage, *parts, min(_FIT, this.tolerance))
+                this.error = error if error < math.inf else None
             yield this
 
 
@@ -81,30 +76,27 @@ def explain(
     stage: str, got: Sequence[torch.Tensor], want: Sequence[torch.Tensor], is_cut: bool, slack: float
 ) -> tuple[float | None, str]:
     """(factor, how it differs) of a tensor's values by rank, and what they should be; is_cut: each has its own part."""
-    num_ranks, value = len(got), "times the one-rank value"
-    if bad := [rank for rank, part in enumerate(got) if not part.isfinite().all()]:
-        return None, f"{'was not loaded' if stage == LOADED else 'is not finite'} on rank {', '.join(map(str, bad))}"
+    ranks, value = range(len(got)), "times the one-rank value"
+    if bad := [f"{rank}" for rank in ranks if not got[rank].isfinite().all()]:
+        return None, f"{'was not loaded' if stage == LOADED else 'is not finite'} on rank {', '.join(bad)}"
     if factors := _factors(got, want, slack):
         first = factors[0]
-        if all(abs(factor - first) <= slack * abs(first) for factor in factors):
-            missing = {"1/num_ranks": first / num_ranks, "num_ranks": first * num_ranks}
-            why = "".join(
-                f": a factor of {name} is missing" for name, each in missing.items() if abs(each - 1) <= slack
-            )
-            return first, f"{first:.4g} {value} on all ranks{why}"
-        each = ", ".join(f"{factor:.5g} on rank {rank}" for rank, factor in enumerate(factors))
-        return None, f"{value}, ranks have factors of their own: {each}"
+        if max(factors) - min(factors) > slack * abs(first):
+            each = ", ".join(f"{factor:.5g} on rank {rank}" for rank, factor in enumerate(factors))
+            return None, f"{value}, ranks have factors of their own: {each}"
+        missing = {"1/num_ranks": first / len(got), "num_ranks": first * len(got)}
+        why = "".join(f": a factor of {name} is missing" for name, each in missing.items() if abs(each - 1) <= slack)
+        return first, f"{first:.4g} {value} on all ranks{why}"
     if is_cut and len({part.shape for part in want}) == 1:
-        if factors := _factors(got, [torch.stack([*want]).double().mean(0)] * num_ranks, slack):
+        if factors := _factors(got, [torch.stack([*want]).double().mean(0)] * len(got), slack):
             times = "" if abs(factors[0] - 1) <= slack else f"{factors[0]:.4g} times "
             return None, f"{times}the mean over ranks, of different experts: DDP or an all-reduce takes them for copies"
-        for rank, other in itertools.permutations(range(num_ranks), 2):
+        for rank, other in itertools.permutations(ranks, 2):
             if _error([got[rank]], [want[other]], 0.0) <= slack:
                 return None, f"rank {rank} has the part of rank {other}"
     if not is_cut and (factors := _factors([torch.stack([*got]).double().sum(0)], want[:1], slack)):
         return None, f"ranks have parts of their own; the sum is {factors[0]:.4g} {value}: nothing adds them"
-    wrong = [f"{rank}" for rank in range(num_ranks) if _error(got[rank : rank + 1], want[rank : rank + 1], 0.0) > slack]
-    return None, f"on rank {', '.join(wrong)}"
+    return None, f"on rank {', '.join(f'{rank}' for rank in ranks if _error([got[rank]], [want[rank]], 0.0) > slack)}"
 
 
 def _parts(
@@ -120,8 +112,8 @@ def _parts(
         wants = want.split(sizes, dim) if sum(sizes) == want.shape[dim] else ()
         if [part.shape for part in got] == [part.shape for part in wants]:
             in_turn = [want[rank :: len(got)] for rank in range(len(got))]  # rows of [S, B, H]; or experts
-            shapes_fit = dim == 0 and len(set(sizes)) == 1
-            return got, in_turn if shapes_fit and _error(got, in_turn, 0.0) < _error(got, wants, 0.0) else wants, True
+            takes_turns = len(set(sizes)) == 1 and dim == 0 and _error(got, in_turn, 0.0) < _error(got, wants, 0.0)
+            return got, in_turn if takes_turns else wants, True
     return None
 
 

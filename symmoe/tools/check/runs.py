@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -40,8 +39,7 @@ _MOST, _MOST_OF_ROW = (
 Tensors = Mapping[str, torch.Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
+class Job(NamedTuple):
     """What all ranks do; fields are options of the command. folder: for files."""
 
     target: str
@@ -71,14 +69,14 @@ def _step(job: Job, ranks: Ranks, heap: SymmetricHeap, dtype: str) -> Iterator[t
     from symmoe import checkpoint  # whose safetensors need not be installed
 
     first, folder = (Path(job.folder, f"{dtype}-{name}") for name in ("start", ranks.num_ranks))
-    for each in (first, folder):
-        each.mkdir(exist_ok=True)
+    first.mkdir(exist_ok=True)
+    folder.mkdir(exist_ok=True)
     torch.manual_seed(0)
     place = {"rank": ranks.rank, "num_ranks": ranks.num_ranks, "device": heap.device, "heap": heap}
     trained = make(job.target, Context(**place, dtype=DTYPES[dtype], folder=str(first)), job.layers)
-    model, parameters = trained.model, dict(trained.model.named_parameters())
-    trains = {name: its for name, its in parameters.items() if its.requires_grad}
-    start = _values(parameters)
+    model = trained.model
+    trains = {name: its for name, its in model.named_parameters() if its.requires_grad}
+    start = _values(model.named_parameters())
     yield START, start
     take_step = trained.step or torch.optim.AdamW(trains.values(), lr=1e-3).step
     vocabulary = min(_VOCABULARY, getattr(getattr(model, "config", None), "vocab_size", _VOCABULARY))
@@ -87,19 +85,20 @@ def _step(job: Job, ranks: Ranks, heap: SymmetricHeap, dtype: str) -> Iterator[t
     with _recorded(model) as outputs:
         (trained.backward or partial(_backward, model))(tokens.chunk(ranks.num_ranks)[ranks.rank].to(heap.device))
     yield ACTIVATION, outputs
-    yield GRADIENT, _values(trains, _gradient)
+    gradients, experts = _gradients(trains), _experts(model)
+    yield GRADIENT, gradients
     # Less than the norm of all gradients: half of that of the first that all ranks have.
-    norms = (_whole(_gradient(its)).float().norm().item() for its in trains.values() if id(its) not in _experts(model))
+    norms = (gradients[name].float().norm().item() for name, its in trains.items() if id(its) not in experts)
     (trained.clip or partial(clip_grad_norm, model))(next((norm / 2 for norm in norms if norm > 0), 1e-4))
-    yield CLIPPED, _values(trains, _gradient)
+    yield CLIPPED, _gradients(trains)
     take_step()
-    yield UPDATE, {name: value.float() - start[name].float() for name, value in _values(trains).items()}
+    yield UPDATE, {name: value.float() - start[name].float() for name, value in _values(trains.items()).items()}
     (trained.save or partial(checkpoint.save_checkpoint, step=1, model=model))(str(folder))
     for parameter in trains.values():
         local_part(parameter.detach()).fill_(torch.nan)  # what is not loaded shows
     ranks.barrier()
     (trained.load or partial(checkpoint.load_checkpoint, model=model))(str(folder))
-    yield LOADED, _values(trains)
+    yield LOADED, _values(trains.items())
 
 
 def _backward(model: nn.Module, tokens: torch.Tensor) -> None:
@@ -114,13 +113,11 @@ def _experts(model: nn.Module) -> set[int]:
     }
 
 
-def _values(
-    parameters: Mapping[str, nn.Parameter], of: Callable[[nn.Parameter], torch.Tensor] = torch.Tensor.detach
-) -> Tensors:
-    """Copies; of large tensors every k-th number, the same of an expert on any rank."""
+def _values(tensors: Iterable[tuple[str, Any]]) -> Tensors:
+    """Copies, whole ones of DTensors; of large tensors every k-th number, the same of an expert on any rank."""
     values = {}
-    for name, parameter in parameters.items():
-        value = _whole(of(parameter)).detach().cpu()
+    for name, tensor in tensors:
+        value = (tensor.full_tensor() if hasattr(tensor, "device_mesh") else tensor).detach().cpu()
         rows, most = (len(value), _MOST_OF_ROW) if value.dim() > 2 else (1, _MOST)
         if (size := value.numel() // max(1, rows)) > most:
             value = value.reshape(rows, -1)[:, :: size // most | 1]  # odd, so that it sees many columns
@@ -128,16 +125,11 @@ def _values(
     return values
 
 
-def _whole(tensor: Any) -> torch.Tensor:
-    """All of a DTensor; collective."""
-    whole: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "device_mesh") else tensor
-    return whole
-
-
-def _gradient(parameter: nn.Parameter) -> torch.Tensor:
-    main = getattr(parameter, "main_grad", None)  # Megatron's
-    gradient: torch.Tensor | None = parameter.grad if main is None else main
-    return torch.zeros_like(parameter) if gradient is None else gradient
+def _gradients(parameters: Mapping[str, nn.Parameter]) -> Tensors:
+    """Megatron's `main_grad`, or `grad`, or zeros."""
+    both = ((name, its, getattr(its, "main_grad", None)) for name, its in parameters.items())
+    found = ((name, its, its.grad if main is None else main) for name, its, main in both)
+    return _values((name, torch.zeros_like(its) if gradient is None else gradient) for name, its, gradient in found)
 
 
 @contextmanager
