@@ -17,12 +17,11 @@ from symmoe.cli import main
 from symmoe.errors import CheckpointError
 from symmoe.tools.bench.ranks import Ranks
 from symmoe.tools.check.command import judge, render
-from symmoe.tools.check.compare import Compared
+from symmoe.tools.check.compare import Compared, compare
 from symmoe.tools.check.runs import ACTIVATION, CLIPPED, GRADIENT, LOADED, STAGES, START, UPDATE, Job, run
 
 ROOT = Path(__file__).resolve().parents[2]
 EXPERTS = "model.layers.1.mlp.experts.mlp.fc2.weight"  # the last that backward does not change any more
-HEAD = "lm_head.weight"
 
 
 def run_job(rank: int, num_ranks: int, job: Job) -> None:
@@ -40,15 +39,14 @@ def checked(cluster, folder: Path, target: str, *, dtype: str = "fp32", **change
 
 
 DEFECTS = [
-    ("other_seed", START, "model.embed_tokens.weight", "on rank 1"),
     ("averaged", GRADIENT, EXPERTS, "the mean over ranks, of different experts"),
     ("not_divided", GRADIENT, EXPERTS, "2 times the one-rank value on all ranks: a factor of 1/num_ranks is missing"),
     ("divided_twice", GRADIENT, EXPERTS, "0.5 times the one-rank value on all ranks: a factor of num_ranks"),
-    ("shared_adapter", GRADIENT, "experts.lora_b", "the sum is 1 times the one-rank value: nothing adds them"),
-    ("clipped_alone", CLIPPED, HEAD, "ranks have factors of their own"),
+    ("shared_adapter", GRADIENT, "1.b", "the sum is 1 times the one-rank value: nothing adds them"),
+    ("clipped_alone", CLIPPED, "lm_head.weight", "ranks have factors of their own"),
     ("step_without_experts", UPDATE, EXPERTS, "times the one-rank value, ranks have factors of their own: "),
     ("saved_alone", LOADED, EXPERTS, "rank 1 has the part of rank 0"),
-    ("loads_no_experts", LOADED, EXPERTS, "was not loaded on rank 0, 1"),
+    ("saves_no_experts", LOADED, EXPERTS, "was not loaded on rank 0, 1"),
     ("drawn_by_rank", START, "0.weight", "on rank 1"),
 ]
 
@@ -60,25 +58,18 @@ def test_a_defect_is_named(cluster, tmp_path: Path, target: str, stage: str, nam
     assert (first.dtype, first.stage, first.name) == ("fp32", stage, name)
     assert text in first.text
     assert f"{stage} of {name}: {first.text}" in render(found, "").splitlines()[-1]
-    for before in STAGES[: STAGES.index(stage)]:
-        assert not any(each.text for each in found if each.stage == before)
 
 
-@pytest.mark.parametrize(
-    ("target", "dtype", "changes"),
-    [
-        ("right", "bf16", {}),
-        ("right", "fp32", {"ranks": 4, "length": 5}),
-        ("drawn_by_rank_and_loaded", "bf16", {}),
-        ("sharded", "bf16", {}),
-    ],
-)
+RIGHT = [("right", "bf16", {}), ("right", "fp32", {"ranks": 4, "length": 5})]
+RIGHT += [("drawn_and_loaded", "bf16", {}), ("sharded", "bf16", {})]
+
+
+@pytest.mark.parametrize(("target", "dtype", "changes"), RIGHT)
 def test_what_is_right_passes(cluster, tmp_path: Path, target: str, dtype: str, changes: dict):
     found = checked(cluster, tmp_path, f"check_cases:{target}", dtype=dtype, **changes)
-    print(render(found, ""))
     assert [each for each in found if each.text] == []
     assert {(each.dtype, each.stage) for each in found} == {(its, stage) for its in ("fp32", dtype) for stage in STAGES}
-    assert all(each.error is not None for each in found if each.stage != ACTIVATION)
+    assert all(each.error is not None for each in found)
 
 
 @pytest.mark.slow
@@ -87,8 +78,19 @@ def test_every_family_passes(cluster, tmp_path: Path, family: str):
     """From a folder that has only config.json."""
     CONFIGS[family]().save_pretrained(tmp_path / "model")
     found = checked(cluster, tmp_path, str(tmp_path / "model"), dtype="bf16")
-    print(render(found, ""))
     assert [each for each in found if each.text] == []
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_router_that_chooses_otherwise(dtype: str):
+    """In bf16 it may be rounding. What follows is not compared; in another order choices are the same."""
+    choices, y = torch.tensor([[0, 1], [2, 3]]), torch.ones(2, 4)
+    one = {START: {"w": y}, ACTIVATION: {"router": choices, "y": y}}
+    for other, is_same in ((torch.tensor([[1, 0]]), True), (torch.tensor([[0, 2]]), False)):
+        ranks = [{START: {"w": y}, ACTIVATION: {"router": row, "y": y[:1] * 2}} for row in (other, choices[1:])]
+        weight, router, after = compare(dtype, one, {}, ranks)
+        assert (weight.text, router.error, after.error is None) == ("", 0.0 if is_same else None, not is_same)
+        assert [bool(router.text), bool(router.note)] == [not is_same and dtype == each for each in ("fp32", "bf16")]
 
 
 def test_the_command_on_what_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
@@ -100,9 +102,7 @@ def test_the_command_on_what_is_right(tmp_path: Path, monkeypatch: pytest.Monkey
     assert capsys.readouterr().out.splitlines()[-1] == "the same: no tensor differs beyond rounding"
     found = json.loads(Path("check.json").read_text())
     assert (found["target"], found["num_ranks"], found["same"], found["failure"]) == ("train.py:make", 2, True, "")
-    assert {(each["dtype"], each["stage"]) for each in found["tensors"]} == {
-        (dtype, stage) for dtype in ("fp32", "bf16") for stage in STAGES
-    }
+    assert {each["stage"] for each in found["tensors"] if each["dtype"] == "bf16"} == set(STAGES)
     assert all(each["error"] <= each["tolerance"] for each in found["tensors"] if each["stage"] == GRADIENT)
 
 
