@@ -49,7 +49,6 @@ def clipped_alone(context: Context) -> Trained:
 
 
 def step_without_experts(context: Context) -> Trained:
-    """Of other ranks than the first."""
     trained = right(context)
     dense, experts = trainable(trained.model)
     return dataclasses.replace(trained, step=torch.optim.SGD(dense + experts * (context.rank == 0), lr=0.1).step)

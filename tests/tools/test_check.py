@@ -75,21 +75,22 @@ def test_what_is_right_passes(cluster, tmp_path: Path, target: str, dtype: str, 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_passes(cluster, tmp_path: Path, family: str):
-    """From a folder that has only config.json."""
-    CONFIGS[family]().save_pretrained(tmp_path / "model")
+    CONFIGS[family]().save_pretrained(tmp_path / "model")  # and no weights
     found = checked(cluster, tmp_path, str(tmp_path / "model"), dtype="bf16")
     assert [each for each in found if each.text] == []
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_router_that_chooses_otherwise(dtype: str):
-    """In bf16 it may be rounding. What follows is not compared; in another order choices are the same."""
-    choices, y = torch.tensor([[0, 1], [2, 3]]), torch.ones(2, 4)
+    """In bf16 it may be rounding. What follows is not compared; in another order choices are the same. Ranks have every
+    other row, as they have of [S, B, H]."""
+    choices, y = torch.tensor([[0, 1], [2, 3], [4, 5], [6, 7]]), torch.randn(4, 3)
     one = {START: {"w": y}, ACTIVATION: {"router": choices, "y": y}}
-    for other, is_same in ((torch.tensor([[1, 0]]), True), (torch.tensor([[0, 2]]), False)):
-        ranks = [{START: {"w": y}, ACTIVATION: {"router": row, "y": y[:1] * 2}} for row in (other, choices[1:])]
+    for chosen, is_same in (([[1, 0], [5, 4]], True), ([[0, 1], [4, 6]], False)):
+        routers = torch.tensor(chosen), choices[1::2]
+        ranks = [{START: {"w": y}, ACTIVATION: {"router": routers[rank], "y": y[rank::2]}} for rank in (0, 1)]
         weight, router, after = compare(dtype, one, {}, ranks)
-        assert (weight.text, router.error, after.error is None) == ("", 0.0 if is_same else None, not is_same)
+        assert [weight.text, router.error, after.error] == ["", *[0.0 if is_same else None] * 2]
         assert [bool(router.text), bool(router.note)] == [not is_same and dtype == each for each in ("fp32", "bf16")]
 
 
@@ -107,7 +108,6 @@ def test_the_command_on_what_is_right(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_what_a_rank_raises_is_shown(monkeypatch: pytest.MonkeyPatch, capsys):
-    """And what differs until then."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "tests" / "support"), str(ROOT)]))
     assert main(["check", "check_cases:raises_on_rank_1", "--dtype=fp32"]) == 2
     text = capsys.readouterr().out

@@ -16,7 +16,7 @@ from torch import nn
 from symmoe.symm_mem.heap import SymmetricHeap
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Context:
     """What the function gets: this rank of the default process group, and a heap over it. torch is seeded alike on all
     ranks. dtype: what parameters shall have, or autocast compute in. folder: empty for one rank, whose run is first;

@@ -72,8 +72,8 @@ def _step(job: Job, ranks: Ranks, heap: SymmetricHeap, dtype: str) -> Iterator[t
     first.mkdir(exist_ok=True)
     folder.mkdir(exist_ok=True)
     torch.manual_seed(0)
-    place = {"rank": ranks.rank, "num_ranks": ranks.num_ranks, "device": heap.device, "heap": heap}
-    trained = make(job.target, Context(**place, dtype=DTYPES[dtype], folder=str(first)), job.layers)
+    place = (ranks.rank, ranks.num_ranks, heap.device)
+    trained = make(job.target, Context(*place, dtype=DTYPES[dtype], heap=heap, folder=str(first)), job.layers)
     model = trained.model
     trains = {name: its for name, its in model.named_parameters() if its.requires_grad}
     start = _values(model.named_parameters())
