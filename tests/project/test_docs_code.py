@@ -53,6 +53,7 @@ PAGES = {
     "docs/timeline.md": Page(r"forward \w+ \(\d", 3, ("step.json", "step.txt", "load.jsonl"), ("matplotlib",)),
     "docs/checkpoints.md": Page(r"goes on at step 40, after 4096 tokens", 2, ("runs/a/latest",), ("safetensors",)),
     "docs/ddp.md": Page(r"[01] 8", 2, ("runs/ddp/latest",), ("safetensors",)),
+    "docs/check.md": Page(needs=HUGGING_FACE),
     "docs/fsdp.md": Page(r"\d+ FLOPs", 2, ("runs/fsdp/.metadata",)),
     "docs/accelerate.md": Page("", 1, ("runs/half/model_and_optimizer/latest",), HUGGING_FACE[1:], is_slow=True),
     "docs/lightning.md": Page(

@@ -92,12 +92,13 @@ def run_trial(
 
 def _first_error(folder: Path, failures: Mapping[int, ProcessFailure], num_ranks: int) -> tuple[str, str]:
     """The first cause: a rank's own error, else a process's sudden end, else the error of a rank that waited."""
-    causes: list[tuple[int, tuple[str, str]]] = []
+    causes: list[tuple[tuple[int, int], tuple[str, str]]] = []  # how near to the cause, and when
     for rank in failures or range(num_ranks):
         path = folder / f"found-{rank}"
         found = json.loads(path.read_text()) if path.exists() else {}
         if "error" in found:
-            causes.append((2 if found["error"].startswith("Peer") else 0, (found["error"], found["text"])))
+            distance = 2 if found["error"].startswith("Peer") else 0
+            causes.append(((distance, path.stat().st_mtime_ns), (found["error"], found["text"])))
             continue
         logs = "".join(log.read_text(errors="replace") for log in sorted(folder.glob(f"**/{rank}/std*.log")))
         last = next((line.strip() for line in reversed(logs.split("\n")) if line.strip()), "it has printed nothing")
@@ -106,7 +107,7 @@ def _first_error(folder: Path, failures: Mapping[int, ProcessFailure], num_ranks
         if code and code < 0:
             how = f"was ended by {failures[rank].signal_name()}"
         # torch ends the others by SIGTERM, once one has failed.
-        causes.append((3 if code in (None, -signal.SIGTERM) else 1, (f"rank {rank} {how}", last)))
+        causes.append(((3 if code in (None, -signal.SIGTERM) else 1, 0), (f"rank {rank} {how}", last)))
     return min(causes, key=lambda cause: cause[0])[1]
 
 
@@ -145,23 +146,35 @@ def check_trial(trial: Trial, *, on_gpus: bool, link_gbs: float | None = None) -
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status. Writes what it has found, or the error, to `--out` as JSON."""
-    parser = argparse.ArgumentParser(prog="symmoe.tools.doctor.self_test", description=__doc__)
+    """Entry point; returns the exit status."""
+    return be_rank(argv, lambda ranks, wait_s, _: run(ranks, wait_s))
+
+
+def be_rank(
+    argv: Sequence[str] | None,
+    work: Callable[[Ranks, float, str], dict[str, float]],
+    text_of: Callable[[int, Exception], str] = lambda _, error: str(error),
+) -> int:
+    """Joins the others, works, and writes what was found, or the error and its text by rank, to `--out` as JSON. work:
+    gets the ranks, how long a wait on a heap may take, and `--job`. Returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__)
     for name, kind in (("store", str), ("out", str), ("rank", int), ("num-ranks", int), ("deadline-s", int)):
         parser.add_argument(f"--{name}", type=kind, required=True)
+    parser.add_argument("--job", default="")
     args = parser.parse_args(argv)
     signal.alarm(args.deadline_s)  # ends this process even if the process that has started it is gone
     found: dict[str, Any]
     lingers = False
-    try:
-        with join(f"file://{args.store}", args.rank, args.num_ranks) as ranks:
-            found = dict(run(ranks, args.deadline_s / _WAITS))
-    except Exception as error:  # noqa: BLE001 - whatever it is, doctor has to tell it
-        found = {"error": type(error).__name__, "text": str(error)}
-        lingers = isinstance(error, PeerError)
-    with open(f"{args.out}.part", "w", encoding="utf-8") as file:
-        json.dump(found, file)
-    os.replace(f"{args.out}.part", args.out)  # the whole file or nothing
+    with contextlib.ExitStack() as stack:
+        try:
+            ranks = stack.enter_context(join(f"file://{args.store}", args.rank, args.num_ranks))
+            found = work(ranks, args.deadline_s / _WAITS, args.job)
+        except Exception as error:  # noqa: BLE001 - whatever it is, who has started the ranks has to tell it
+            found = {"error": type(error).__name__, "text": text_of(args.rank, error)}
+            lingers = isinstance(error, PeerError)
+        with open(f"{args.out}.part", "w", encoding="utf-8") as file:
+            json.dump(found, file)
+        os.replace(f"{args.out}.part", args.out)  # the whole file or nothing, and before others lose this rank
     if lingers:  # the rank that it is about shall end first: torch ends the others once one has failed
         time.sleep(_GRACE_S)
     return int("error" in found)

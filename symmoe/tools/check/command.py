@@ -1,0 +1,106 @@
+"""The subcommand `symmoe check`: starts the runs, compares them, says on one screen what differs first."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from symmoe.errors import ArgumentError
+from symmoe.tools.check.compare import Compared, compare
+from symmoe.tools.check.runs import DTYPES, STAGES, Job, Tensors
+from symmoe.tools.doctor.self_test import run_trial
+
+HELP = "whether a model trains on n ranks as on one, and which tensor differs first"
+DESCRIPTION = """\
+One step of a model on one rank and on several, which are processes on CPUs, with the same weights and tokens, in fp32
+and in --dtype. Compares activations, gradients, what clipping and a step make of them, and weights after save and load:
+
+  symmoe check Qwen/Qwen3-30B-A3B --layers 2
+  symmoe check train.py:make --ranks 4 --json check.json
+
+The exit status is 0 if they agree, 1 if a tensor differs, 2 if a run has failed. docs/check.md says what a function is.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what :func:`run` reads."""
+    add = partial(parser.add_argument, type=_number)
+    parser.add_argument("target", help="a model of transformers, file.py:function, or package.module:function")
+    add("--ranks", default=2, help="that are compared with one (%(default)s)")
+    parser.add_argument("--dtype", choices=sorted(DTYPES), default="bf16", help="in addition to fp32 (%(default)s)")
+    add("--layers", help="of a model of transformers, only so many (all)")
+    add("--length", default=32, help="tokens of a rank, one sequence (%(default)s)")
+    add("--heap-mib", default=256, help="MiB of the symmetric heap (%(default)s)")
+    add("--timeout-s", default=600, help="for the run of one rank, and for that of all (%(default)s)")
+    parser.add_argument("--json", metavar="FILE", help="write what was found to FILE")
+
+
+def _number(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text} must be a whole number of at least 1")
+    return int(text)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs, compares and prints. Returns the exit status. ArgumentError: the target cannot be, or the file."""
+    if args.json and not os.access(os.path.dirname(args.json) or ".", os.W_OK):  # before minutes of running
+        raise ArgumentError(f"json ({args.json}) cannot be written: no folder of yours")
+    where, failure = args.target.rpartition(":")[0], ""
+    is_name = bool(where) or "/" in args.target or Path(args.target).is_dir()
+    if not (Path(where).is_file() if where.endswith(".py") else is_name):
+        raise ArgumentError(f"target ({args.target}) is no file with :function, and no name or folder of a model")
+    with tempfile.TemporaryDirectory(prefix="symmoe-check-") as folder:
+        job = Job(args.target, args.ranks, args.dtype, args.layers, args.length, args.heap_mib, folder)
+        command = (sys.executable, "-m", "symmoe.tools.check.runs", f"--job={json.dumps(job)}")
+        for num_ranks in (1, args.ranks):
+            trial = run_trial(num_ranks, {"CUDA_VISIBLE_DEVICES": ""}, deadline_s=args.timeout_s, command=command)
+            if trial.error:
+                failure = f"failed, with {num_ranks} rank(s): {trial.error}: {trial.text}"
+                break
+        tensors = judge(job)
+    differs = any(each.text for each in tensors)
+    if args.json:
+        found = {"target": args.target, "num_ranks": args.ranks, "same": not (differs or failure), "failure": failure}
+        found["tensors"] = list(map(dataclasses.asdict, tensors))
+        Path(args.json).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    print(render(tensors, failure), flush=True)
+    return 1 if differs else 2 * bool(failure)
+
+
+def judge(job: Job) -> list[Compared]:
+    """Compares what the runs of a job have left."""
+
+    def found(dtype: str, num_ranks: int, rank: int) -> dict[str, Tensors]:
+        files = {stage: job.file(dtype, num_ranks, rank, stage) for stage in STAGES}
+        return {stage: torch.load(file) for stage, file in files.items() if file.exists()}
+
+    dtypes = [*dict.fromkeys(["fp32", job.dtype])]
+    one = [found(dtype, 1, 0) for dtype in dtypes]
+    several = [[found(dtype, job.ranks, rank) for rank in range(job.ranks)] for dtype in dtypes]
+    return [it for each in zip(dtypes, one, reversed(one), several, strict=True) for it in compare(*each)]
+
+
+def render(tensors: Sequence[Compared], failure: str) -> str:
+    """One screen: by stage, numbers of tensors and the one nearest to what is allowed, and the first that differs."""
+    lines = [f"{'':6}{'stage':20}{'compared':>9}{'not':>6}{'differ':>8}{'error':>10}{'allowed':>10}  of"]
+    for (dtype, stage), group in itertools.groupby(tensors, lambda each: (each.dtype, each.stage)):
+        its = list(group)
+        known = [each for each in its if each.error is not None]
+        counts = f"{len(known):9}{len(its) - len(known):6}{sum(bool(each.text) for each in its):8}"
+        worst = max(known, key=lambda each: (each.error or 0.0) / each.tolerance, default=its[0])
+        lines.append(f"{dtype:6}{stage:20}{counts}{worst.error or 0.0:10.1e}{worst.tolerance:10.1e}  {worst.name}")
+    lines += [f"note: {each.dtype}, {each.stage} of {each.name}: {each.note}" for each in tensors if each.note][:1]
+    different = [each for each in tensors if each.text][:1]
+    lines += [f"different, first in {each.dtype}: {each.stage} of {each.name}: {each.text}" for each in different]
+    lines += [failure] if failure else ["the same: no tensor differs beyond rounding"] * (not different)
+    return "\n".join(lines)

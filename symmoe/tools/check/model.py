@@ -1,0 +1,85 @@
+"""What `symmoe check` runs: a model of transformers, or what a function of the user's makes."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from symmoe.symm_mem.heap import SymmetricHeap
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What the function gets: this rank of the default process group, and a heap over it. torch is seeded alike on all
+    ranks. dtype: what parameters shall have, or autocast compute in. folder: empty for one rank, whose run is first;
+    several find there what that has left."""
+
+    rank: int
+    num_ranks: int
+    device: torch.device
+    dtype: torch.dtype
+    heap: SymmetricHeap
+    folder: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trained:
+    """What the function returns: a model, and how it is trained where that is not the default. All is called once.
+
+    Attributes:
+        model: in no wrapper; experts are in modules with `holds_experts`, or marked as Megatron does.
+        backward: of tokens, int64 [B, S], those of this rank: forward, a loss that is their mean, backward; then `grad`
+            or `main_grad` have the gradient of the mean over ranks. None: model(input_ids, labels) and
+            symmoe.reduce_gradients.
+        clip: scales gradients to a norm over all ranks of at most its argument. None: symmoe.clip_grad_norm.
+        step: the optimizer's. None: AdamW's with a rate of 1e-3.
+        save, load: all that is trained, to and from a folder that all ranks see. None: symmoe.checkpoint's.
+    """
+
+    model: nn.Module
+    backward: Callable[[torch.Tensor], object] | None = None
+    clip: Callable[[float], object] | None = None
+    step: Callable[[], object] | None = None
+    save: Callable[[str], object] | None = None
+    load: Callable[[str], object] | None = None
+
+
+def make(target: str, context: Context, num_layers: int | None) -> Trained:
+    """The model of this rank."""
+    where, _, name = target.rpartition(":")
+    if not where:
+        return _of_transformers(target, context, num_layers)
+    if where.endswith(".py"):
+        sys.path.insert(0, str(Path(where).resolve().parent))
+        where = Path(where).stem
+    made = getattr(importlib.import_module(where), name)(context)
+    return made if isinstance(made, Trained) else Trained(model=made)
+
+
+def _of_transformers(target: str, context: Context, num_layers: int | None) -> Trained:
+    """With random weights where a folder has only config.json; in evaluation mode, which has no dropout, and without
+    the balance loss, which each rank has of its own tokens."""
+    from transformers import AutoConfig, AutoModelForCausalLM  # of packages that need not be installed
+
+    from symmoe.integrations.transformers import StepConfig, load_checkpoint, save_checkpoint, swap_moe
+
+    config: Any = AutoConfig.from_pretrained(target)
+    config.use_cache = config.output_router_logits = False
+    if num_layers is not None:
+        config.num_hidden_layers = num_layers
+        config.layer_types = (getattr(config, "layer_types", None) or [])[:num_layers] or None
+    if Path(target).is_dir() and not any(Path(target).glob("*.safetensors")):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=context.dtype)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(target, config=config, dtype=context.dtype)
+    # Sums in the order of slots are the same on any number of ranks: in bf16 too, routers then choose the same.
+    swap_moe(model.eval(), context.heap, step=StepConfig(order="slot"))
+    return Trained(model=model, save=partial(save_checkpoint, model), load=partial(load_checkpoint, model))

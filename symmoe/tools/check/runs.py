@@ -1,0 +1,165 @@
+"""One rank of a run: a step of the model, and what every tensor is on the way, in files."""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from symmoe.grouped.parameters import local_part
+from symmoe.moe.ddp_and_fsdp import ExpertParallelModule
+from symmoe.moe.ownership import named_parameters
+from symmoe.symm_mem.heap import SymmetricHeap
+from symmoe.tools.bench.ranks import Ranks
+from symmoe.tools.check.model import Context, make
+from symmoe.tools.doctor.self_test import be_rank
+from symmoe.torch_internals import pytree
+from symmoe.training.gradients import clip_grad_norm, reduce_gradients
+
+START, ACTIVATION, GRADIENT, CLIPPED, UPDATE, LOADED = STAGES = (
+    *("weights at start", "activation", "gradient"),
+    *("gradient after clip", "update by the step", "weights after load"),
+)
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_VOCABULARY = 128
+_MOST, _MOST_OF_ROW = (
+    1 << 20,
+    1 << 12,
+)  # numbers that are kept of a parameter; of stacked matrices, as experts are, of each
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+class Job(NamedTuple):
+    """What all ranks do; fields are options of the command. folder: for files."""
+
+    target: str
+    ranks: int
+    dtype: str
+    layers: int | None
+    length: int
+    heap_mib: int
+    folder: str
+
+    def file(self, dtype: str, num_ranks: int, rank: int, stage: str) -> Path:
+        """Where a rank's tensors are."""
+        return Path(self.folder, f"{dtype}-{num_ranks}-{rank}-{stage}.pt")
+
+
+def run(job: Job, ranks: Ranks, wait_s: float) -> dict[str, float]:
+    """Steps of a rank in each dtype, written to files. Collective."""
+    for dtype in dict.fromkeys(["fp32", job.dtype]):
+        with SymmetricHeap(num_bytes=job.heap_mib << 20, timeout_s=wait_s, start_timeout_s=wait_s) as heap:
+            for stage, tensors in _step(job, ranks, heap, dtype):
+                torch.save(tensors, job.file(dtype, ranks.num_ranks, ranks.rank, stage))
+    return {}
+
+
+def _step(job: Job, ranks: Ranks, heap: SymmetricHeap, dtype: str) -> Iterator[tuple[str, Tensors]]:
+    """Stages, and what this rank makes of every tensor there. Collective."""
+    from symmoe import checkpoint  # whose safetensors need not be installed
+
+    first, folder = (Path(job.folder, f"{dtype}-{name}") for name in ("start", ranks.num_ranks))
+    first.mkdir(exist_ok=True)
+    folder.mkdir(exist_ok=True)
+    torch.manual_seed(0)
+    place = (ranks.rank, ranks.num_ranks, heap.device)
+    trained = make(job.target, Context(*place, dtype=DTYPES[dtype], heap=heap, folder=str(first)), job.layers)
+    model = trained.model
+    trains = {name: its for name, its in model.named_parameters() if its.requires_grad}
+    start = _values(model.named_parameters())
+    yield START, start
+    take_step = trained.step or torch.optim.AdamW(trains.values(), lr=1e-3).step
+    vocabulary = min(_VOCABULARY, getattr(getattr(model, "config", None), "vocab_size", _VOCABULARY))
+    shape = (job.ranks, job.length)  # one sequence for each rank, however many share them
+    tokens = torch.randint(0, vocabulary, shape, generator=torch.Generator().manual_seed(0))
+    with _recorded(model) as outputs:
+        (trained.backward or partial(_backward, model))(tokens.chunk(ranks.num_ranks)[ranks.rank].to(heap.device))
+    yield ACTIVATION, outputs
+    gradients, experts = _gradients(trains), _experts(model)
+    yield GRADIENT, gradients
+    # Less than the norm of all gradients: half of that of the first that all ranks have.
+    norms = (gradients[name].float().norm().item() for name, its in trains.items() if id(its) not in experts)
+    (trained.clip or partial(clip_grad_norm, model))(next((norm / 2 for norm in norms if norm > 0), 1e-4))
+    yield CLIPPED, _gradients(trains)
+    take_step()
+    yield UPDATE, {name: value.float() - start[name].float() for name, value in _values(trains.items()).items()}
+    (trained.save or partial(checkpoint.save_checkpoint, step=1, model=model))(str(folder))
+    for parameter in trains.values():
+        local_part(parameter.detach()).fill_(torch.nan)  # what is not loaded shows
+    ranks.barrier()
+    (trained.load or partial(checkpoint.load_checkpoint, model=model))(str(folder))
+    yield LOADED, _values(trains.items())
+
+
+def _backward(model: nn.Module, tokens: torch.Tensor) -> None:
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    reduce_gradients(model)
+
+
+def _experts(model: nn.Module) -> set[int]:
+    """The ids of experts' parameters: those in modules that hold experts, and those with Megatron's mark."""
+    return {
+        id(its) for _, its, is_expert in named_parameters(model) if is_expert or not getattr(its, "allreduce", True)
+    }
+
+
+def _values(tensors: Iterable[tuple[str, Any]]) -> Tensors:
+    """Copies, whole ones of DTensors; of large tensors every k-th number, the same of an expert on any rank."""
+    values = {}
+    for name, tensor in tensors:
+        value = (tensor.full_tensor() if hasattr(tensor, "device_mesh") else tensor).detach().cpu()
+        rows, most = (len(value), _MOST_OF_ROW) if value.dim() > 2 else (1, _MOST)
+        if (size := value.numel() // max(1, rows)) > most:
+            value = value.reshape(rows, -1)[:, :: size // most | 1]  # odd, so that it sees many columns
+        values[name] = value.clone()
+    return values
+
+
+def _gradients(parameters: Mapping[str, nn.Parameter]) -> Tensors:
+    """Megatron's `main_grad`, or `grad`, or zeros."""
+    both = ((name, its, getattr(its, "main_grad", None)) for name, its in parameters.items())
+    found = ((name, its, its.grad if main is None else main) for name, its, main in both)
+    return _values((name, torch.zeros_like(its) if gradient is None else gradient) for name, its, gradient in found)
+
+
+@contextmanager
+def _recorded(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
+    """What modules return in their first call, in the order in which they return. Not what is within experts, where
+    rows lie as the ranks have them."""
+    outputs: dict[str, torch.Tensor] = {}
+    experts, hidden, hooks = _experts(model), list[str](), list[RemovableHandle]()
+
+    def note(path: str, module: nn.Module, args: object, output: object) -> None:
+        for key, each in pytree.tree_flatten_with_path(output)[0]:
+            if isinstance(each, torch.Tensor):
+                outputs.setdefault(f"{path or 'the model'}{pytree.keystr(key)}", each.detach().cpu().clone())
+
+    for path, module in model.named_modules():
+        ids = set(map(id, module.parameters()))
+        if ids and ids <= experts and path and not isinstance(module, ExpertParallelModule):
+            hidden.append(f"{path}.")
+        if not f"{path}.".startswith(tuple(hidden)):
+            hooks.append(module.register_forward_hook(partial(note, path)))
+    yield outputs
+    for hook in hooks:
+        hook.remove()
+
+
+def text_of(rank: int, error: Exception) -> str:
+    """An error with its rank and its place."""
+    at = traceback.extract_tb(error.__traceback__)[-1]
+    return f"rank {rank}: {error} ({at.filename}:{at.lineno})"
+
+
+if __name__ == "__main__":
+    sys.exit(be_rank(None, lambda ranks, wait_s, job: run(Job(*json.loads(job)), ranks, wait_s), text_of))
