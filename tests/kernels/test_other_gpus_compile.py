@@ -64,6 +64,9 @@ def launch_trips():
         layer.launch_plan(shape)
         layer.launch_rows(shape, dtype)
         layer.launch_slots(shape, with_probs=True)
+        layer.launch_replicas(dtype, table=dtype == FP32)
+    layer.launch_plan("qwen3-30b", drop=True, num_places=4)
+    layer.launch_between_nodes("qwen3-30b", 2)
     layer.launch_barrier(4)
     layer.launch_signals()
 
@@ -108,6 +111,7 @@ MAX_SPILLED = {
     "grouped_gemm_act_kernel": 256,
     "grouped_gemm_dact_kernel": 64,
     "lay_out_kernel": since(("3.6", 16), ("3.7", 8)),  # of 64 ranks; on 8.x
+    "rail_rows_kernel": 16,
     "router_gemm_kernel": 64,
     "router_dgrad_kernel": 64,
     "router_wgrad_kernel": 1088,
