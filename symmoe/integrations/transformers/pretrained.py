@@ -17,7 +17,6 @@ from symmoe.integrations.transformers.checkpoint import load_checkpoint
 from symmoe.integrations.transformers.experts import StepConfig
 from symmoe.integrations.transformers.swap import swap_moe
 from symmoe.symm_mem.heap import SymmetricHeap
-from symmoe.torch_internals import non_persistent_buffers
 
 
 def from_pretrained(
@@ -84,10 +83,8 @@ def _materialise(model: PreTrainedModel, device: torch.device) -> None:
                 made[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
                 vars(made[id(parameter)]).update(vars(parameter))
             setattr(module, name, made[id(parameter)])
-        computed = non_persistent_buffers(module)
-        if computed:  # rotary embeddings: not in checkpoints, made by their constructor from the config
-            with torch.device("cpu"):
-                fresh = dict(type(module)(module.config).named_buffers(recurse=False))
         for name, buffer in module.named_buffers(recurse=False):
-            value = fresh[name].to(device) if name in computed else empty(f"{path}.{name}", buffer)
-            setattr(module, name, value)
+            setattr(module, name, empty(f"{path}.{name}", buffer))
+    for tensor in model.state_dict(keep_vars=True).values():
+        tensor._is_hf_initialized = True
+    model.initialize_weights()  # of the rest: buffers that are in no checkpoint, e.g. of rotary embeddings
