@@ -17,6 +17,7 @@ from symmoe.integrations.transformers.checkpoint import load_checkpoint
 from symmoe.integrations.transformers.experts import StepConfig
 from symmoe.integrations.transformers.swap import swap_moe
 from symmoe.symm_mem.heap import SymmetricHeap
+from symmoe.torch_internals import non_persistent_buffers
 
 
 def from_pretrained(
@@ -85,6 +86,9 @@ def _materialise(model: PreTrainedModel, device: torch.device) -> None:
             setattr(module, name, made[id(parameter)])
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, empty(f"{path}.{name}", buffer))
+    # transformers computes what is in no checkpoint, e.g. buffers of rotary embeddings.
+    for module in model.modules():
+        vars(module)["_is_hf_initialized"] = not non_persistent_buffers(module)
     for tensor in model.state_dict(keep_vars=True).values():
-        tensor._is_hf_initialized = True
-    model.initialize_weights()  # of the rest: buffers that are in no checkpoint, e.g. of rotary embeddings
+        vars(tensor)["_is_hf_initialized"] = True
+    model.initialize_weights()
