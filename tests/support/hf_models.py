@@ -1,4 +1,4 @@
-"""A tiny random model for every module of transformers whose experts go through its experts interface."""
+"""Tiny random models of every module of transformers whose experts go through its experts interface."""
 
 import importlib
 import inspect
@@ -26,8 +26,18 @@ _SIZES = {
     **dict.fromkeys(("index_n_heads", "index_kpool", "linear_num_key_heads", "linear_num_value_heads"), 2),
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCABULARY),
     "unpadded_vocab_size": VOCABULARY - 1,
+    "swiglu_limit": 0.5,  # low enough to clamp
     "max_position_embeddings": 64,
     "pad_token_id": None,
+}
+_OF_IMAGES = {
+    **dict.fromkeys(("hidden_size", "out_hidden_size", "embed_dim", "text_hidden_size"), 32),
+    **dict.fromkeys(("depth", "num_hidden_layers"), 1),
+    **dict.fromkeys(("num_heads", "num_attention_heads", "num_key_value_heads", "patch_size"), 4),
+    **dict.fromkeys(("image_size", "num_position_embeddings"), 16),
+    "intermediate_size": 24,
+    "deepstack_visual_indexes": [0],
+    "head_dim": 8,
 }
 _ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}
 _MROPE = {"rope_parameters": {**_ROPE, "mrope_section": [1, 1, 2]}}
@@ -47,32 +57,36 @@ _CHANGES = {
     | {"n_layers_per_attn_res_block": 1, "loop_gate_rank": 4},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mimo_v2_flash": {"num_key_value_heads": 2},
+    "qwen3_next": {"layer_types": ["linear_attention", "full_attention"]},
     "zaya": {"num_experts_per_tok": 1},
 }
 
 
 @cache
-def model_classes() -> dict[str, type]:
-    """The class of a language model, or else of the text model, of every such module, by the module's name."""
-    classes = {}
-    for path in sorted(Path(transformers.__file__).parent.glob("models/*/modeling_*.py")):
-        if "@use_experts_implementation" not in path.read_text():
-            continue
-        module = importlib.import_module(f"transformers.models.{path.parent.name}.{path.stem}")
-        here = [each for each in vars(module).values() if inspect.isclass(each) and each.__module__ == module.__name__]
-        models = [each for each in here if issubclass(each, transformers.PreTrainedModel)]
-        ends = ("ForCausalLM", "TextModel", "ForTokenClassification")
-        found = [each for end in ends for each in models if each.__name__.endswith(end)]
-        classes[path.parent.name] = found[0]
-    return classes
+def module_names() -> list[str]:
+    paths = sorted(Path(transformers.__file__).parent.glob("models/*/modeling_*.py"))
+    return [path.parent.name for path in paths if "@use_experts_implementation" in path.read_text()]
 
 
-def tiny_model(name: str) -> transformers.PreTrainedModel:
-    """In evaluation mode, with random parameters and persistent buffers."""
-    own = model_classes()[name]
-    fields = {field for each in own.config_class.__mro__ for field in vars(each).get("__annotations__", {})}
-    sizes = {field: value for field, value in _SIZES.items() if field in fields}
-    model = own._from_config(own.config_class(**(sizes | _CHANGES.get(name, {}))), attn_implementation="eager")
+def model_class(name: str, *ends: str) -> type:
+    """The first model class of a module whose name has one of these ends, the first of them if it can be."""
+    module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+    here = [each for each in vars(module).values() if inspect.isclass(each) and each.__module__ == module.__name__]
+    models = [each for each in here if issubclass(each, transformers.PreTrainedModel)]
+    return next(each for end in ends for each in models if each.__name__.endswith(end))
+
+
+def tiny_model(name: str, *, with_images: bool = False) -> transformers.PreTrainedModel:
+    """A language model or else a text model, or one that has it and one for images, in evaluation mode, with random
+    parameters and persistent buffers; the same on every rank."""
+    if with_images:
+        own = model_class(name, "ForConditionalGeneration")
+        parts = {part: config for part, config in own.config_class.sub_configs.items() if part != "audio_config"}
+        changes = {part: _sizes_of(name, config, is_text="text" in part) for part, config in parts.items()}
+    else:
+        own = model_class(name, "ForCausalLM", "TextModel", "ForTokenClassification")
+        changes = _sizes_of(name, own.config_class)
+    model = own._from_config(own.config_class(**changes), attn_implementation="eager")
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for tensor in model.state_dict(keep_vars=True).values():
@@ -81,3 +95,10 @@ def tiny_model(name: str) -> transformers.PreTrainedModel:
             tensor.copy_(values * 0.2 if tensor.is_floating_point() else values.argsort())
     assert sum(parameter.numel() for parameter in model.parameters()) < 2e6, name
     return model.eval()
+
+
+def _sizes_of(name: str, config: type, *, is_text: bool = True) -> dict:
+    fields = {field for each in config.__mro__ for field in vars(each).get("__annotations__", {})}
+    known = _SIZES if is_text else _OF_IMAGES
+    sizes = {field: value for field, value in known.items() if field in fields}
+    return sizes | (_CHANGES.get(name, {}) if is_text else {})

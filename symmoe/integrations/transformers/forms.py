@@ -111,10 +111,10 @@ def _activation_of(experts: StockExperts) -> Activation:
                 found.append(Activation(function=function, is_gated=is_gated, interleave=interleave, **options))
         return next(each for each in found if _is_same(each, act))
     except (StopIteration, ArithmeticError, ArgumentError, RuntimeError, TypeError, ValueError):
-        inner = getattr(experts, "act_fn", None)
+        inner = type(getattr(experts, "act_fn", None)).__name__
         raise ArgumentError(
-            f"{type(experts).__name__} computes {getattr(act, '__qualname__', '')} with {inner} between its GEMMs; symmoe "
-            f"has {', '.join(FUNCTIONS)}, gated or not, with the limit, alpha and offset of Activation, and none is the same"
+            f"{type(experts).__name__} computes {getattr(act, '__qualname__', '')} with {inner} between its GEMMs; "
+            f"symmoe has {', '.join(FUNCTIONS)}, as in Activation, and none gives the same numbers"
         ) from None
 
 

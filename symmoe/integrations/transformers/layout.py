@@ -46,8 +46,8 @@ class Layout:
 
 
 def read_layout(folder: Path) -> Layout:
-    """The layout of the checkpoint in a folder: the files of its index, or model.safetensors. CheckpointError: a file is
-    missing, cut off or no safetensors file, or the index says something else."""
+    """The layout of the checkpoint in a folder: the files of its index, or model.safetensors. CheckpointError: a file
+    is missing, cut off or no safetensors file, or the index says something else."""
     index, expected = None, None
     if (folder / INDEX).exists():
         index = (folder / INDEX).read_bytes()

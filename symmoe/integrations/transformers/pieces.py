@@ -11,7 +11,7 @@ import copy
 import itertools
 import re
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +21,7 @@ from torch import nn
 
 from symmoe.errors import CheckpointError
 from symmoe.integrations.transformers.experts import ExpertParallelExperts
-from symmoe.integrations.transformers.layout import Layout, read_layout
+from symmoe.integrations.transformers.layout import Layout, StoredTensor, read_layout
 
 _MAX_NAMED = 3  # problems that a text spells out
 _FFN, _HIDDEN = 4, 6  # of small parameters: no two dimensions are equal, and no half is every other column
@@ -56,7 +56,17 @@ def find_pieces(model: nn.Module, folder: Path) -> tuple[Layout, list[Piece]]:
     """The layout of the checkpoint in a folder, and the pieces of a swapped model in it. CheckpointError: see
     read_layout and pieces_of, or keys, shapes or dtypes are not those of the model."""
     layout = read_layout(folder)
-    pieces = pieces_of(model, layout.tensors)
+    either_way = [
+        pattern
+        for pattern, each in _converters(model).items()
+        if any(getattr(op, "check_dims", False) for op in each.operations)
+    ]
+    pieces = [
+        _as_in_file(piece, layout.tensors.get(piece.key))
+        if any(re.search(each, piece.key) for each in either_way)
+        else piece
+        for piece in pieces_of(model, layout.tensors)
+    ]
     problems = {}  # by key: pieces of one key have one problem
     wanted = {piece.key: piece for piece in pieces}
     for key, piece in wanted.items():
@@ -119,14 +129,19 @@ def pieces_of(model: nn.Module, stored: Collection[str] | None) -> list[Piece]:
     return pieces
 
 
+def _as_in_file(piece: Piece, stored: StoredTensor | None) -> Piece:
+    """The piece with its last two dimensions exchanged, if the file has them so."""
+    turned = (*piece.shape[:-2], *piece.shape[:-3:-1])
+    if stored is None or stored.shape == piece.shape or stored.shape != turned:
+        return piece
+    return replace(piece, shape=turned, tensor=None if piece.tensor is None else piece.tensor.mT)
+
+
 @torch.no_grad()
 def restore(model: nn.Module, pieces: Iterable[Piece]) -> None:
     """Puts pieces that are no memory of the model into it, as transformers converts them."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-
-    tensors = model.state_dict(keep_vars=True)
+    tensors, converters = model.state_dict(keep_vars=True), _converters(model)
     values = {piece.key: piece.tensor for piece in pieces if piece.is_converted}
-    converters = {pattern: each for each in get_model_conversion_mapping(model) for pattern in each.source_patterns}
     collected: dict[str, Any] = {}
     for key, (name, pattern, _) in _addresses(model, tensors, values).items():
         converter = collected.setdefault(name, copy.deepcopy(converters[pattern]))
@@ -168,8 +183,8 @@ def _as_stored(
     stored: Collection[str],
     known: tuple[dict[int, list[str]], dict[str, _Source]],
 ) -> dict[str, torch.Tensor]:
-    """What a checkpoint with the keys `stored` has, by these keys: tensors of `plain` (in memory) where it has those, and
-    of `saved` where not. Keys that it should have are there, too. known: names of a tensor, and sources."""
+    """What a checkpoint with the keys `stored` has, by these keys: tensors of `plain` (in memory) where it has those,
+    and of `saved` where not. Keys that it should have are there, too. known: names of a tensor, and sources."""
     aliases, sources = known
     key_of = {address: key for key, address in _addresses(model, plain, stored).items()}
     renamed = {id(tensor) for tensor in saved.values()}
@@ -206,11 +221,10 @@ def _addresses(
 ) -> dict[str, tuple[str, str | None, tuple[str, ...]]]:
     """Where transformers loads keys: the (first) name in memory, the pattern of a conversion, and the numbers in the
     key, which tell keys of one conversion apart."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+    from transformers.core_model_loading import dot_natural_key, rename_source_key
 
-    transforms = get_model_conversion_mapping(model)
-    renamings, converters = ([e for e in transforms if isinstance(e, kind)] for kind in (WeightRenaming, WeightConverter))
+    transforms = _transforms(model)  # new ones: they remember keys
+    renamings, converters = ([e for e in transforms if hasattr(e, "operations") == has] for has in (False, True))
     addresses = {}
     for key in sorted(keys, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, plain)
@@ -218,6 +232,18 @@ def _addresses(
             name, pattern = key, None
         addresses[key] = name, pattern, tuple(re.findall(r"\d+", key)) if pattern is not None else ()
     return addresses
+
+
+def _transforms(model: nn.Module) -> list[Any]:
+    """How transformers renames keys (WeightRenaming) and converts tensors (WeightConverter) when it loads a model."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    return get_model_conversion_mapping(model)  # type: ignore[arg-type]
+
+
+def _converters(model: nn.Module) -> dict[str, Any]:
+    """The WeightConverters of a model by their patterns of keys."""
+    return {key: each for each in _transforms(model) if hasattr(each, "operations") for key in each.source_patterns}
 
 
 def _expert_pieces(key: str, tensor: torch.Tensor, source: _Source) -> Iterator[Piece]:
@@ -229,7 +255,9 @@ def _expert_pieces(key: str, tensor: torch.Tensor, source: _Source) -> Iterator[
     one = places[0] if is_stacked else places
     first = int(one.flatten()[0]) // size  # expert
     one = one - first * size
-    view = next((view for view in _views(small.dim() - 1) if torch.equal(_view(own, *view).flatten(), one.flatten())), None)
+    view = next(
+        (view for view in _views(small.dim() - 1) if torch.equal(_view(own, *view).flatten(), one.flatten())), None
+    )
     experts = range(module.num_experts) if is_stacked else [first]
     sizes = {_HIDDEN: module.mlp.hidden, _FFN: module.mlp.ffn, 2 * _FFN: 2 * module.mlp.ffn}
     all_places = torch.stack([one + expert * size for expert in experts])
