@@ -175,7 +175,7 @@ class ExpertParallelExperts(ExpertParallelModule):
 def empty_experts(
     form: ExpertsForm, experts: StockExperts, num_local: int, heap: SymmetricHeap, *, step: StepConfig
 ) -> ExpertParallelExperts:
-    """A module for `num_local` experts shaped like those of a transformers module, its parameters on the meta device."""
+    """A module for `num_local` experts shaped like those of transformers' module; parameters are on the meta device."""
     down = form.turned(experts.down_proj)
     mlp = GroupedMLP(
         num_local,

@@ -1,8 +1,8 @@
 """The form in which an experts module of transformers has its weights, and what it computes between its GEMMs.
 
 Every module that transformers >= 5 dispatches through its experts interface (`use_experts_implementation`) says it
-itself: `has_gate`, `has_bias` and `is_transposed` are attributes; the activation is found by calling it. The weights are
-gate_up_proj [E, 2I, H], or up_proj [E, I, H] without a gate, and down_proj [E, H, I]; or, transposed, [E, H, 2I],
+itself: `has_gate`, `has_bias` and `is_transposed` are attributes; the activation is found by calling it. The weights
+are gate_up_proj [E, 2I, H], or up_proj [E, I, H] without a gate, and down_proj [E, H, I]; or, transposed, [E, H, 2I],
 [E, H, I] and [E, I, H]; the biases have two dimensions.
 """
 
@@ -54,8 +54,8 @@ class ExpertsForm:
         found = {name for name, _ in experts.named_parameters()}
         if found != form.parameters.keys() or getattr(experts, "has_post_expert_norm", False):
             raise ArgumentError(
-                f"{type(experts).__name__} has parameters {', '.join(sorted(found))}; experts on several ranks can have "
-                f"{', '.join(form.parameters)}, and no norm behind them"
+                f"{type(experts).__name__} has parameters {', '.join(sorted(found))}; experts on several ranks can "
+                f"have {', '.join(form.parameters)}, and no norm behind them"
             )
         return form
 
@@ -87,6 +87,7 @@ def experts_modules(model: nn.Module) -> Iterator[tuple[str, StockExperts]]:
             yield path, cast(StockExperts, stock)  # torch gives all attributes of a module one type
 
 
+@torch.no_grad()
 def _activation_of(experts: StockExperts) -> Activation:
     """The activation that gives the numbers of a module's own, measured on them."""
     act, is_gated = (experts._apply_gate, True) if experts.has_gate else (experts.act_fn, False)
