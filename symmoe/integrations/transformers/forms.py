@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,18 +25,7 @@ _SMALL, _HUGE = 0.125, 2.0**40  # arguments of a gate; limits that are smaller o
 _DIGITS = 5  # of alpha, limit and offset: a gate may compute in fp32
 
 
-class StockExperts(Protocol):
-    """An experts module of transformers; its parameters have the names of ExpertsForm.parameters."""
-
-    has_gate: bool
-    has_bias: bool
-    is_transposed: bool
-    training: bool
-    down_proj: nn.Parameter
-    act_fn: Callable[[torch.Tensor], torch.Tensor]  # not all have one
-    _apply_gate: Callable[[torch.Tensor], torch.Tensor]
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
+StockExperts = Any  # an experts module of transformers: torch gives all attributes of a module one type
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +73,7 @@ def experts_modules(model: nn.Module) -> Iterator[tuple[str, StockExperts]]:
         stock, _ = unwrapped(module)
         if hasattr(stock, "is_transposed") and hasattr(stock, "down_proj") and not f"{path}.".startswith(f"{outer}."):
             outer = path
-            yield path, cast(StockExperts, stock)  # torch gives all attributes of a module one type
+            yield path, stock
 
 
 @torch.no_grad()

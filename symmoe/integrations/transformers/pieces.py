@@ -8,7 +8,7 @@ values are their own places.
 from __future__ import annotations
 
 import copy
-import itertools
+import math
 import re
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -44,12 +44,12 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """Whose a parameter of experts is, by its name in transformers, and a small one in its place."""
+    """Whose a parameter of experts is, and a small one in its place."""
 
     module: ExpertParallelExperts
     linear: str
     kind: str
-    small: torch.Tensor  # int64 [E, ..] in the layout of transformers
+    small: torch.Tensor  # int64 [E, ..] in the layout of GroupedMLP; values are places
 
 
 def find_pieces(model: nn.Module, folder: Path) -> tuple[Layout, list[Piece]]:
@@ -167,12 +167,12 @@ def _unswapped(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, _So
             raise CheckpointError(f"{name} has no place in a checkpoint of transformers; merge or remove it")
         for stock, (linear, kind) in names.items():
             if stock not in plain:
-                width = module.form.activation.hidden_width(_FFN) if linear == "fc1" else _HIDDEN
-                columns = (_HIDDEN if linear == "fc1" else _FFN,) if kind == "weight" else ()
-                small = torch.empty(module.num_experts, width, *columns, device="meta")
-                places = torch.arange(small.numel(), device="cpu") + ((len(sources) + 1) << _SHIFT)
-                plain[stock] = places.view(module.form.turned(small).shape)
-                sources[stock] = _Source(module, linear, kind, plain[stock])
+                width = module.form.activation.hidden_width(_FFN)
+                shape = (module.num_experts, *((width, _HIDDEN) if linear == "fc1" else (_HIDDEN, _FFN)))
+                shape = shape if kind == "weight" else shape[:2]
+                places = torch.arange(math.prod(shape), device="cpu") + (len(sources) + 1 << _SHIFT)
+                sources[stock] = _Source(module, linear, kind, places.view(shape))
+                plain[stock] = module.form.turned(places.view(shape))
     return plain, sources
 
 
@@ -248,44 +248,30 @@ def _converters(model: nn.Module) -> dict[str, Any]:
 
 def _expert_pieces(key: str, tensor: torch.Tensor, source: _Source) -> Iterator[Piece]:
     """Pieces of a key that has something of experts; of all ranks, because every rank checks all keys."""
-    module, small = source.module, source.small
-    size = small[0].numel()
-    places, own = tensor - small.flatten()[0], small[0] - small.flatten()[0]
+    mlp, small, rank = source.module.mlp, source.small, source.module.heap.rank
+    places, size = tensor - small.flatten()[0], small[0].numel()
     is_stacked = tensor.dim() == small.dim()
     one = places[0] if is_stacked else places
-    first = int(one.flatten()[0]) // size  # expert
-    one = one - first * size
-    view = next(
-        (view for view in _views(small.dim() - 1) if torch.equal(_view(own, *view).flatten(), one.flatten())), None
-    )
-    experts = range(module.num_experts) if is_stacked else [first]
-    sizes = {_HIDDEN: module.mlp.hidden, _FFN: module.mlp.ffn, 2 * _FFN: 2 * module.mlp.ffn}
-    all_places = torch.stack([one + expert * size for expert in experts])
-    if view is None or not torch.equal(places, all_places.view(places.shape)) or not sizes.keys() >= set(one.shape):
+    first = int(one.flatten()[0]) // size
+    experts = range(len(small)) if is_stacked else [first]
+    wanted = torch.stack([one - first * size + expert * size for expert in experts]).view(places.shape)
+    parts = [part.reshape(-1) for part in _parts(small[first] - small[first].flatten()[0])]
+    number = next((i for i, part in enumerate(parts) if torch.equal(part, one.reshape(-1) - first * size)), None)
+    sizes = {_HIDDEN: mlp.hidden, _FFN: mlp.ffn, 2 * _FFN: 2 * mlp.ffn}
+    if number is None or not torch.equal(wanted, places) or not sizes.keys() >= set(one.shape):
         raise CheckpointError(f"{key}: which part of experts transformers puts there is not understood")
-    linear, num_local = getattr(module.mlp, source.linear), module.mlp.num_groups
-    whole = module.form.turned(getattr(linear, source.kind).detach())
-    shape = (*((module.num_experts,) if is_stacked else ()), *(sizes[dim] for dim in one.shape))
+    shape = (*places.shape[:is_stacked], *(sizes[dim] for dim in one.shape))
+    own = getattr(getattr(mlp, source.linear), source.kind).detach()
     for expert in experts:
-        rank, i = divmod(expert, num_local)
-        part = _view(whole[i], *view) if rank == module.heap.rank else None
-        yield Piece(key, shape, whole.dtype, expert if is_stacked else None, part, rank)
+        writer, i = divmod(expert, len(own))
+        part = _parts(own[i])[number] if writer == rank else None
+        yield Piece(key, shape, own.dtype, expert if is_stacked else None, part, writer)
 
 
-def _views(num_dims: int) -> Iterator[tuple[bool, int, tuple[int, int] | None, int | None]]:
-    """Arguments of _view for every part of an expert's parameter that transformers may have as a tensor of its own."""
-    for is_turned in (False, True)[:num_dims]:
-        yield is_turned, 0, None, None
-        yield from itertools.product([is_turned], range(num_dims), [(2, -1), (-1, 2)], [0, 1, None])
-
-
-def _view(
-    tensor: torch.Tensor, is_turned: bool, dim: int, blocks: tuple[int, int] | None, taken: int | None
-) -> torch.Tensor:
-    """A tensor, or its transpose; of it, if `blocks` is given, one half or every other index of a dimension, or all of
-    the dimension with its halves made alternate (2, -1) or the reverse (-1, 2). In the memory of `tensor`."""
-    turned = tensor.transpose(0, -1) if is_turned else tensor
-    if blocks is None:
-        return turned
-    split = turned.unflatten(dim, blocks)
-    return split.transpose(dim, dim + 1) if taken is None else split.select(dim + blocks.index(2), taken)
+def _parts(rows: torch.Tensor) -> list[torch.Tensor]:
+    """What transformers may have as a tensor of its own, of an expert's weight [W, ..] or bias [W]: it, gate and up, or
+    both with their rows alternating or in halves; and their transposes. All in the memory of `rows`."""
+    parts = [rows]
+    if len(rows) % 2 == 0:
+        parts += [*rows.chunk(2), *(rows.unflatten(0, blocks).transpose(0, 1) for blocks in ((2, -1), (-1, 2)))]
+    return [turned for part in parts for turned in (part, part.movedim(-1, 0))]

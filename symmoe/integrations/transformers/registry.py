@@ -52,8 +52,8 @@ class SymmoeEP(EPImplementation):
                 f"this is rank {ep_mesh.get_local_rank()} of {ep_mesh.size()} in the expert-parallel mesh, and rank "
                 f"{heap.rank} of {heap.num_ranks} in the heap; they must be the same"
             )
-        # Casts: torch gives all attributes of a module one type.
-        self._experts, num_local = cast(StockExperts, experts), cast(int, self.num_local_experts)
+        self._experts: StockExperts = experts
+        num_local = cast(int, self.num_local_experts)
         self._form = ExpertsForm.of(self._experts)
         self._step_module = empty_experts(self._form, self._experts, num_local, heap, step=self.step)
 
