@@ -115,7 +115,7 @@ TWO_RANKS = [
 
 def on_two_ranks(rank: int, num_ranks: int, folder: str) -> None:
     with open_heap("cpu") as heap:
-        for name in TWO_RANKS:
+        for name in sorted(set(TWO_RANKS) & set(module_names())):
             check(heap, name, Path(folder) / name)
 
 
@@ -123,9 +123,7 @@ def test_on_two_ranks(cluster, tmp_path: Path):
     cluster(2).run(on_two_ranks, str(tmp_path))
 
 
-@pytest.mark.parametrize(
-    "model_type", ["ernie4_5_vl_moe", "gemma4", "glm4v_moe", "minimax_m3_vl", "qwen3_5_moe", "qwen3_vl_moe"]
-)
+@pytest.mark.parametrize("model_type", ["ernie4_5_vl_moe", "gemma4", "glm4v_moe", "qwen3_5_moe", "qwen3_vl_moe"])
 def test_files_of_models_with_images(model_type: str, heap: symmoe.SymmetricHeap, tmp_path: Path):
     """Their keys have other prefixes, and experts for images (ERNIE) or other shapes (Qwen3-VL) on disk."""
     reference = tiny_model(model_type, with_images=True)

@@ -85,7 +85,7 @@ def _activation_of(experts: StockExperts) -> Activation:
         row = [gate, up] if is_gated else [gate]  # of two columns, the halves and the blocks of one are the same
         return float(act(torch.tensor([row], dtype=torch.float64, device="cpu")))
 
-    found: list[Any] = []
+    found: list[Activation] = []
     try:
         slope = at(_SMALL, _SMALL) - at(_SMALL, 0.0) if is_gated else at(_SMALL, 0.0) * _SMALL
         value = slope / _SMALL  # f(_SMALL)

@@ -142,8 +142,9 @@ def restore(model: nn.Module, pieces: Iterable[Piece]) -> None:
     """Puts pieces that are no memory of the model into it, as transformers converts them."""
     tensors, converters = model.state_dict(keep_vars=True), _converters(model)
     values = {piece.key: piece.tensor for piece in pieces if piece.is_converted}
-    collected: dict[str, Any] = {}
+    collected = dict[str, Any]()
     for key, (name, pattern, _) in _addresses(model, tensors, values).items():
+        assert pattern is not None  # see _as_stored
         converter = collected.setdefault(name, copy.deepcopy(converters[pattern]))
         converter.add_tensor(name, key, pattern, values[key])
     for name, converter in collected.items():
@@ -168,8 +169,8 @@ def _unswapped(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, _So
         for stock, (linear, kind) in names.items():
             if stock not in plain:
                 width = module.form.activation.hidden_width(_FFN)
-                shape = (module.num_experts, *((width, _HIDDEN) if linear == "fc1" else (_HIDDEN, _FFN)))
-                shape = shape if kind == "weight" else shape[:2]
+                sizes = (width, _HIDDEN) if linear == "fc1" else (_HIDDEN, _FFN)
+                shape = (module.num_experts, *sizes)[: 3 if kind == "weight" else 2]
                 places = torch.arange(math.prod(shape), device="cpu") + (len(sources) + 1 << _SHIFT)
                 sources[stock] = _Source(module, linear, kind, places.view(shape))
                 plain[stock] = module.form.turned(places.view(shape))
@@ -225,9 +226,9 @@ def _addresses(
 
     transforms = _transforms(model)  # new ones: they remember keys
     renamings, converters = ([e for e in transforms if hasattr(e, "operations") == has] for has in (False, True))
-    addresses = {}
+    addresses, prefix = {}, str(model.base_model_prefix)
     for key in sorted(keys, key=dot_natural_key):
-        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, plain)
+        name, pattern = rename_source_key(key, renamings, converters, prefix, plain)
         if name not in plain and key in plain:
             name, pattern = key, None
         addresses[key] = name, pattern, tuple(re.findall(r"\d+", key)) if pattern is not None else ()
