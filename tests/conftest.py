@@ -57,13 +57,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _repetitive(items: list[pytest.Item]) -> Iterator[pytest.Item]:
     """Cases that `make test` leaves to `make test-all`: those of more than four ranks, those of three and four where
     there is one of fewer, those of one where there is one of two, and in trainers and of kernels that are compiled, all
-    but a usual and an odd one, the first and the last of a test."""
+    but a usual and an odd one, the first and the last of a test (of a kernel, of a model type)."""
     groups: dict[tuple[Any, ...], list[pytest.Item]] = {}
     of_few_ranks = {(item.path, item.originalname) for item in items if _parameters(item).get("num_ranks", 3) <= 2}
     of_two_ranks = {_without_ranks(item) for item in items if _parameters(item).get("num_ranks") == 2}
     for item in items:
         given = _parameters(item)
-        kernel = next((str(given[name]) for name in ("kernel", "function") if name in given), "")
+        kernel = next((str(given[name]) for name in ("kernel", "function", "model_type") if name in given), "")
         if item.path.parent.name == "integrations" or item.path.stem.endswith("_compile"):
             groups.setdefault((item.path, item.originalname, kernel), []).append(item)
         elif given.get("num_ranks", 0) > 4:

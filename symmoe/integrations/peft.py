@@ -18,7 +18,6 @@ from torch import nn
 
 from symmoe.checkpoint.peers import Peers
 from symmoe.errors import CheckpointError
-from symmoe.grouped.activations import ScaledClampedSwiGLU
 from symmoe.integrations.transformers.adapters import PeftNames, unwrapped
 from symmoe.integrations.transformers.checkpoint import compare
 from symmoe.integrations.transformers.experts import ExpertParallelExperts
@@ -137,12 +136,14 @@ class _StandIn(nn.Module):
 
     def __init__(self, experts: ExpertParallelExperts) -> None:
         super().__init__()
-        self.is_transposed = isinstance(experts.mlp.activation, ScaledClampedSwiGLU)
-        for name, linear in (("gate_up_proj", experts.mlp.fc1), ("down_proj", experts.mlp.fc2)):
-            shape = linear.weight.mT.shape if self.is_transposed else linear.weight.shape
-            # For peft's initialisation they have a device, unlike those of the meta device.
-            value = torch.zeros((), dtype=linear.weight.dtype, device=linear.weight.device)
-            setattr(self, name, nn.Parameter(value.expand(experts.num_experts, *shape[1:])))
+        self.is_transposed = experts.form.is_transposed
+        for name, (linear, kind) in experts.form.parameters.items():
+            if kind == "weight":
+                weight = getattr(experts.mlp, linear).weight
+                # For peft's initialisation they have a device, unlike those of the meta device.
+                value = torch.zeros((), dtype=weight.dtype, device=weight.device)
+                shape = experts.form.turned(weight).shape[1:]
+                setattr(self, name, nn.Parameter(value.expand(experts.num_experts, *shape)))
 
 
 def _adapted(model: nn.Module) -> Iterator[tuple[str, LoRAGroupedLinear, PeftNames]]:

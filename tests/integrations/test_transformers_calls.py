@@ -24,7 +24,7 @@ import symmoe
 from symmoe.errors import ArgumentError, ConfigMismatch, PeerTimeout, SymmoeError
 from symmoe.integrations.given_topk import give_topk
 from symmoe.integrations.transformers import StepConfig, swap_moe
-from symmoe.integrations.transformers.families import experts_modules
+from symmoe.integrations.transformers.forms import experts_modules
 
 H = 32  # of the tiny models
 STATIC = {"capacity": 256, "max_tokens": 64}

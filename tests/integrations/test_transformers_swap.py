@@ -8,6 +8,7 @@ A tensor agrees if its largest difference is at most BOUND times its largest wan
 have up to a few hundred terms. A gradient that is all zeros must be so exactly.
 """
 
+import contextlib
 import copy
 import math
 from types import SimpleNamespace
@@ -27,7 +28,7 @@ from worker import open_heap
 import symmoe
 from symmoe.errors import ArgumentError
 from symmoe.integrations.transformers import ExpertParallelExperts, StepConfig, swap_moe
-from symmoe.integrations.transformers.families import ACTIVATIONS
+from symmoe.integrations.transformers.forms import ExpertsForm
 
 
 def errors_of(model: torch.nn.Module, gradients: dict, group: dist.ProcessGroup | None = None) -> dict:
@@ -119,13 +120,23 @@ def test_another_activation_and_another_step(cluster):
     cluster(2).run(compare, "qwen3_moe", step=static)
 
 
-def test_activations_are_those_of_transformers():
-    gate, up, scale = torch.randn(3, 50, 4), torch.randn(3, 50, 4), torch.ones(3, 50)
-    for name, activation in ACTIVATIONS.items():
-        if name in transformers.activations.ACT2FN:  # names come and go between versions
-            got = symmoe.ScaledActivation(activation)(torch.cat([gate, up], dim=-1), scale)
-            torch.testing.assert_close(got, transformers.activations.ACT2FN[name](gate) * up, msg=name)
-    assert len(ACTIVATIONS.keys() & transformers.activations.ACT2FN.keys()) > 6
+@pytest.mark.parametrize("is_gated", [True, False])
+def test_activations_are_those_of_transformers(is_gated: bool):
+    h, known = torch.randn(50, 8), set()
+    for name in transformers.activations.ACT2FN:
+        first = f"{'gate_' if is_gated else ''}up_proj"
+        experts = SimpleNamespace(has_gate=is_gated, has_bias=False, is_transposed=False)
+        experts.act_fn = act = transformers.activations.ACT2FN[name]
+        experts._apply_gate = lambda h, act=act: act(h.chunk(2, -1)[0]) * h.chunk(2, -1)[1]
+        experts.named_parameters = lambda first=first: [(first, None), ("down_proj", None)]
+        with contextlib.suppress(ArgumentError):
+            activation = ExpertsForm.of(experts).activation
+            want = experts._apply_gate(h) if is_gated else experts.act_fn(h)
+            torch.testing.assert_close(symmoe.ScaledActivation(activation)(h, torch.ones(50)), want, msg=name)
+            known.add(name)
+    others = {"relu", "tanh", "sigmoid", "mish", "leaky_relu", "relu6", "linear", "gelu_10", "laplace"}
+    assert known.isdisjoint(others)
+    assert known >= {"silu", "swish", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu2"}
 
 
 _NODES = [(family, 2, 1) for family in FAMILIES] + [("qwen3_moe", 4, 2), ("deepseek_v3", 4, 2)]
@@ -198,11 +209,11 @@ def test_models_that_cannot_be_swapped_are_refused(heap: symmoe.SymmetricHeap):
         swap_moe(model, heap)
     with pytest.raises(ArgumentError, match="save_checkpoint"):
         model.save_pretrained("nowhere")
-    with pytest.raises(ArgumentError, match="hidden_act \\('relu'\\) of the model's config must be one of 'silu'"):
+    with pytest.raises(ArgumentError, match=r"OlmoeExperts computes .*_apply_gate with ReLU .* symmoe has silu, gelu"):
         swap_moe(random_model("olmoe", hidden_act="relu"), heap)
-    model.config.model_type = "unheard_of"
-    with pytest.raises(ArgumentError, match="model_type \\('unheard_of'\\) must be one of 'deepseek_v3'"):
-        swap_moe(model, heap)
+    other = transformers.LlamaForCausalLM(transformers.LlamaConfig(hidden_size=32, num_hidden_layers=1, vocab_size=61))
+    with pytest.raises(ArgumentError, match=r"LlamaForCausalLM has no experts .* through its experts interface"):
+        swap_moe(other, heap)
     with pytest.raises(ArgumentError, match="stash \\('some'\\)"):
         StepConfig(stash="some")
 

@@ -19,9 +19,9 @@ def pytest_configure(config: pytest.Config) -> None:
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     from symmoe import SymmetricHeap
+    from symmoe.errors import ArgumentError
     from symmoe.integrations.transformers.experts import StepConfig, empty_experts
-    from symmoe.integrations.transformers.families import FAMILIES
-    from symmoe.integrations.transformers.swap import local_weights
+    from symmoe.integrations.transformers.forms import ExpertsForm
 
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -29,11 +29,12 @@ def pytest_configure(config: pytest.Config) -> None:
     theirs = ALL_EXPERTS_FUNCTIONS["grouped_mm"]
 
     def experts_forward(experts: Any, hidden: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        family = FAMILIES.get(experts.config.model_type)
-        if family is None:  # a test of another model
+        try:
+            form = ExpertsForm.of(experts)
+        except ArgumentError:  # a test of a model that symmoe refuses
             return theirs(experts, hidden, idx, weights)
-        step = empty_experts(family, experts, experts.num_experts, heap, step=StepConfig())
-        parameters = {f"mlp.{name}": weight.contiguous() for name, weight in local_weights(family, experts).items()}
+        step = empty_experts(form, experts, len(experts.down_proj), heap, step=StepConfig())
+        parameters = {f"mlp.{name}": weight.contiguous() for name, weight in form.local_weights(experts).items()}
         y = torch.func.functional_call(step, parameters, (hidden, idx, weights))
         recorder.num_calls += 1
         return y

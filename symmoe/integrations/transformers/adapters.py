@@ -18,11 +18,10 @@ import torch
 from torch import nn
 
 from symmoe.errors import ArgumentError
-from symmoe.grouped.activations import ScaledClampedSwiGLU
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.training.lora import LoRAGroupedLinear
 
-_LINEAR_OF = {"gate_up_proj": "fc1", "down_proj": "fc2"}
+_LINEAR_OF = {"gate_up_proj": "fc1", "up_proj": "fc1", "down_proj": "fc2"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +56,12 @@ def unwrapped(module: nn.Module) -> tuple[nn.Module, list[nn.Module]]:
 
 
 @torch.no_grad()
-def adapt(mlp: GroupedMLP, wrappers: list[nn.Module], *, ep_rank: int) -> dict[str, PeftNames]:
+def adapt(mlp: GroupedMLP, wrappers: list[nn.Module], *, ep_rank: int, is_transposed: bool) -> dict[str, PeftNames]:
     """Gives the experts of a rank the adapters of `wrappers`, which are of all experts. Their weights are frozen.
+    is_transposed: whether transformers has the weights so.
     Returns for "fc1" and "fc2" how peft names them. ArgumentError: not exactly one adapter, not merged, for
     gate_up_proj and down_proj each; or options that grouped layers do not have."""
     names = dict[str, PeftNames]()
-    transposed = isinstance(mlp.activation, ScaledClampedSwiGLU)  # only gpt-oss: weights [E, C, O]
     here = slice(ep_rank * mlp.num_groups, (ep_rank + 1) * mlp.num_groups)
     for depth, wrapper in enumerate(wrappers):
         peft: Any = wrapper  # torch gives all attributes of a module one type
@@ -73,7 +72,7 @@ def adapt(mlp: GroupedMLP, wrappers: list[nn.Module], *, ep_rank: int) -> dict[s
             )
         (adapter,) = peft.lora_A
         linear = _LINEAR_OF[peft.parameter_name]
-        keys = PeftNames("base_layer." * depth, getattr(peft, "_did_swap_in_out_features", False) == transposed)
+        keys = PeftNames("base_layer." * depth, getattr(peft, "_did_swap_in_out_features", False) == is_transposed)
         weights = peft.lora_A[adapter].weight, peft.lora_B[adapter].weight
         a, b = keys.from_peft(*weights, peft.num_experts)
         rank = peft.r[adapter]

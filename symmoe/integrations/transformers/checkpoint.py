@@ -21,7 +21,8 @@ from symmoe.checkpoint.files import sync
 from symmoe.checkpoint.peers import Peers
 from symmoe.checkpoint.tensors import check_replicas, digest
 from symmoe.errors import CheckpointError, SymmoeError
-from symmoe.integrations.transformers.layout import INDEX, WEIGHTS, Layout, Piece, find_pieces, new_layout, pieces_of
+from symmoe.integrations.transformers.layout import INDEX, WEIGHTS, Layout, new_layout
+from symmoe.integrations.transformers.pieces import Piece, find_pieces, pieces_of, restore
 from symmoe.integrations.transformers.swap import heap_of
 
 if TYPE_CHECKING:
@@ -36,8 +37,8 @@ _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 def load_checkpoint(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     """Fills a swapped model from a checkpoint of transformers. Of the experts, reads only those of this rank.
 
-    Experts may be one by one, as on the hub, or fused; names of blocks may be those on disk or in memory; values are
-    cast to the model's dtypes. Reads one expert at a time. Collective over the heap's process group.
+    Keys may be any that transformers loads: experts one by one, as mostly on the hub, or fused; values are cast to the
+    model's dtypes. Reads one expert at a time. Collective over the heap's process group.
 
     Args:
         model: swapped, on any device but meta; every rank the same.
@@ -51,7 +52,8 @@ def load_checkpoint(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     folder = Path(folder)
     with Peers(heap_of(model).bootstrap) as peers:
         layout, pieces = peers.together(lambda: find_pieces(model, folder))
-        peers.together(lambda: _read(folder, layout, pieces), is_last=True)
+        peers.together(lambda: _read(folder, layout, pieces))
+        peers.together(lambda: restore(model, pieces), is_last=True)
 
 
 @torch.no_grad()
@@ -122,9 +124,10 @@ def _read(folder: Path, layout: Layout, pieces: Iterable[Piece]) -> None:
         with safe_open(folder / name, framework="pt") as file:
             for piece, tensor in here:
                 if piece.index is None:
-                    tensor.copy_(file.get_tensor(piece.key))
+                    value = file.get_tensor(piece.key)
                 else:
-                    tensor.copy_(file.get_slice(piece.key)[piece.index : piece.index + 1][0])
+                    value = file.get_slice(piece.key)[piece.index : piece.index + 1]
+                tensor.copy_(value.view(tensor.shape))
 
 
 def _by_file(layout: Layout, pieces: Iterable[Piece]) -> dict[str, list[tuple[Piece, torch.Tensor]]]:

@@ -11,10 +11,11 @@ from torch import nn
 
 from symmoe.checks.arguments import Order, Overflow, Problem, Stash, tensor_problem, words_problem, working_dtype
 from symmoe.errors import ArgumentError, ConfigMismatch, PeerTimeout, raise_for
+from symmoe.grouped.activations import ScaledActivation
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.integrations.given_topk import give_topk
 from symmoe.integrations.transformers.adapters import PeftNames, adapt
-from symmoe.integrations.transformers.families import Family, StockExperts
+from symmoe.integrations.transformers.forms import ExpertsForm, StockExperts
 from symmoe.kernels import control
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.ddp_and_fsdp import ExpertParallelModule, Replicas
@@ -74,14 +75,15 @@ class ExpertParallelExperts(ExpertParallelModule):
         mlp: this rank's e experts.
         heap: the EP group's symmetric heap; all blocks of a model share one.
         step: how a call runs.
+        form: how transformers has the weights.
 
     Attributes:
         peft_names: how peft's files name the adapters of `mlp.fc1` and `mlp.fc2`, if they come from peft.
     """
 
-    def __init__(self, mlp: GroupedMLP, heap: SymmetricHeap, *, step: StepConfig) -> None:
+    def __init__(self, mlp: GroupedMLP, heap: SymmetricHeap, *, step: StepConfig, form: ExpertsForm) -> None:
         super().__init__()
-        self.heap, self.replicas = heap, Replicas(None)
+        self.heap, self.replicas, self.form = heap, Replicas(None), form
         self.num_experts = mlp.num_groups * heap.num_ranks  # E, experts of all ranks
         # Every call brings its own K, and none of what this is for asks the configuration for it.
         self.config = MoEConfig(
@@ -110,7 +112,8 @@ class ExpertParallelExperts(ExpertParallelModule):
 
     def adopt_adapters(self, wrappers: list[nn.Module]) -> None:
         """Gives the experts the adapters of peft's wrappers. ArgumentError as adapters.adapt. Local."""
-        self.peft_names = adapt(self.mlp, wrappers, ep_rank=self.heap.rank)
+        transposed = self.form.is_transposed
+        self.peft_names = adapt(self.mlp, wrappers, ep_rank=self.heap.rank, is_transposed=transposed)
         self.set_experts(self.mlp)
 
     def forward(
@@ -170,19 +173,16 @@ class ExpertParallelExperts(ExpertParallelModule):
 
 
 def empty_experts(
-    family: Family, experts: StockExperts, num_local: int, heap: SymmetricHeap, *, step: StepConfig
+    form: ExpertsForm, experts: StockExperts, num_local: int, heap: SymmetricHeap, *, step: StepConfig
 ) -> ExpertParallelExperts:
-    """A module for `num_local` experts shaped like those of a transformers module, its parameters on the meta device.
-    ArgumentError: an activation that symmoe does not have."""
-    dim = 2 if family.clamped else 1  # of the 2I features
-    hidden, width = experts.gate_up_proj.shape[3 - dim], experts.gate_up_proj.shape[dim]
+    """A module for `num_local` experts shaped like those of transformers' module; parameters are on the meta device."""
+    down = form.turned(experts.down_proj)
     mlp = GroupedMLP(
         num_local,
-        hidden,
-        width // 2,
-        activation=family.activation(experts),
-        bias=family.clamped,
-        dtype=experts.gate_up_proj.dtype,
+        *down.shape[1:],
+        activation=ScaledActivation(form.activation),
+        bias=form.has_bias,
+        dtype=down.dtype,
         device="meta",
     )
-    return ExpertParallelExperts(mlp, heap, step=step)
+    return ExpertParallelExperts(mlp, heap, step=step, form=form)

@@ -1,4 +1,4 @@
-"""Which bytes of which safetensors file hold which tensor of a swapped model: reading it, and laying out new files.
+"""Which bytes of which safetensors file hold which tensor: reading it, and laying out new files.
 
 The format: 8 bytes, the length of the header, little endian; the header, JSON padded with spaces to a multiple of 8;
 the tensors. https://huggingface.co/docs/safetensors. Headers are kept as bytes, so that files can be written again
@@ -8,18 +8,13 @@ without a change, whichever program wrote them.
 from __future__ import annotations
 
 import json
-import re
-from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from symmoe.errors import CheckpointError
-from symmoe.integrations.transformers.experts import ExpertParallelExperts
-from symmoe.integrations.transformers.families import BLOCK, Family, family_of
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -28,8 +23,6 @@ INDEX = "model.safetensors.index.json"
 _PAIRS = "BOOL:bool U8:uint8 I8:int8 I16:int16 F16:float16 BF16:bfloat16 I32:int32 F32:float32 F64:float64 I64:int64"
 _DTYPES = {name: getattr(torch, dtype) for name, dtype in (pair.split(":") for pair in _PAIRS.split())}
 _MAX_HEADER_BYTES = 100 << 20  # safetensors' own limit
-_MAX_NAMED = 3  # problems that a text spells out
-_KNOWN = {f"mlp.{linear}.{kind}" for linear in ("fc1", "fc2") for kind in ("weight", "bias")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,35 +45,9 @@ class Layout:
     index: bytes | None  # the bytes of model.safetensors.index.json, or None
 
 
-def find_pieces(model: nn.Module, folder: Path) -> tuple[Layout, list[Piece]]:
-    """The layout of the checkpoint in a folder (the files of its index, or model.safetensors), and the pieces of a
-    swapped model in it. CheckpointError: a file is missing, cut off or no safetensors file, the index says something
-    else, or keys, shapes or dtypes are not those of the model."""
-    layout = _read_layout(folder)
-    pieces = pieces_of(model, layout.tensors)
-    problems = {}  # by key: pieces of one key have one problem
-    wanted = {piece.key: piece for piece in pieces}
-    for key, piece in wanted.items():
-        stored = layout.tensors.get(key)
-        if stored is None:
-            problems[key] = f"{key} is missing (the model has shape {list(piece.shape)})"
-        elif stored.shape != piece.shape:
-            problems[key] = f"{key} has shape {list(stored.shape)}; the model has {list(piece.shape)}"
-        elif stored.dtype is None or stored.dtype.is_floating_point != piece.dtype.is_floating_point:
-            problems[key] = f"{key} has a dtype that cannot become {piece.dtype}; is the checkpoint quantised?"
-    # Patterns of keys that it may have in addition to its own, as in transformers.
-    ignored = {*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), r"rotary_emb\.inv_freq"}
-    for key in layout.tensors:
-        if key not in wanted and not any(re.search(pattern, key) for pattern in ignored):
-            problems[key] = f"{key} of shape {list(layout.tensors[key].shape)} is not in the model"
-    if problems:
-        named = "; ".join(list(problems.values())[:_MAX_NAMED])
-        more = f"; and {len(problems) - _MAX_NAMED} more" if len(problems) > _MAX_NAMED else ""
-        raise CheckpointError(f"the checkpoint does not fit the model: {named}{more}")
-    return layout, pieces
-
-
-def _read_layout(folder: Path) -> Layout:
+def read_layout(folder: Path) -> Layout:
+    """The layout of the checkpoint in a folder: the files of its index, or model.safetensors. CheckpointError: a file
+    is missing, cut off or no safetensors file, or the index says something else."""
     index, expected = None, None
     if (folder / INDEX).exists():
         index = (folder / INDEX).read_bytes()
@@ -129,55 +96,6 @@ def new_layout(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], *, ma
     return Layout(files, stored, index)
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A tensor on disk, or one expert's part of it."""
-
-    key: str  # in the checkpoint
-    shape: tuple[int, ...]  # shape of the whole tensor on disk
-    dtype: torch.dtype  # dtype in the model
-    index: int | None  # the piece's index in the first dimension; None: the piece is the whole tensor
-    tensor: torch.Tensor | None  # the model's memory in the layout on disk; None: this rank does not hold the expert
-    writer: int  # the rank that saves it
-    is_everywhere: bool = False  # whether every rank has it
-
-
-def pieces_of(model: nn.Module, stored: Collection[str] | None) -> list[Piece]:
-    """Every piece of a swapped model, of all ranks, in the order of the model's state dict.
-
-    Args:
-        stored: keys of the checkpoint, which decide between experts one by one and fused, between the names of blocks
-            on disk and in memory, and which of several tied tensors are there; None: as transformers saves it.
-
-    Raises:
-        CheckpointError: an expert has a tensor that transformers does not know, such as an adapter's.
-    """
-    family = family_of(model.config)
-    blocks = {path: m for path, m in model.named_modules() if isinstance(m, ExpertParallelExperts)}
-    names, renamed = dict[str, str](), dict[str, str]()  # of experts modules, and prefixes, in checkpoints
-    for path in blocks:
-        parent, _, experts = path.rpartition(f".{BLOCK}.")
-        block = f"{parent}.{family.block_on_disk}."
-        names[path] = f"{block}{experts}" if stored is None or any(key.startswith(block) for key in stored) else path
-        renamed[path.rpartition(".")[0] + "."] = names[path].rpartition(".")[0] + "."
-    tensors, keys, aliases = model.state_dict(keep_vars=True), dict[str, str](), defaultdict[int, list[str]](list)
-    for name, tensor in tensors.items():
-        keys[name] = next((new + name.removeprefix(old) for old, new in renamed.items() if name.startswith(old)), name)
-        aliases[id(tensor)].append(keys[name])
-    pieces: list[Piece] = []
-    for name, tensor in tensors.items():
-        if (path := next((path for path in blocks if name.startswith(f"{path}.")), None)) is not None:
-            if name.removeprefix(f"{path}.") not in _KNOWN:
-                raise CheckpointError(f"{name} has no place in a checkpoint of transformers; merge or remove it")
-            if path in names:  # its first tensor
-                pieces += _expert_pieces(family, blocks[path], names.pop(path), stored)
-            continue
-        its = aliases[id(tensor)]
-        if keys[name] in ([key for key in its if key in (stored or ())] or its[:1]):
-            pieces.append(Piece(keys[name], tuple(tensor.shape), tensor.dtype, None, tensor.detach(), 0, True))
-    return pieces
-
-
 def _read_header(path: Path) -> bytes:
     with path.open("rb") as file:
         length = int.from_bytes(prefix := file.read(8), "little")
@@ -218,26 +136,3 @@ def _new_header(shard: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> byt
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
-
-
-def _expert_pieces(
-    family: Family, module: ExpertParallelExperts, name: str, stored: Collection[str] | None
-) -> Iterator[Piece]:
-    """Pieces of all experts of a block; of all ranks, because every rank checks all keys."""
-    fc1, fc2, num_local = module.mlp.fc1, module.mlp.fc2, module.mlp.num_groups
-    fused = stored is not None and f"{name}.gate_up_proj" in stored
-    matrices = None if fused else family.matrices_on_disk
-    for expert in range(module.num_experts):
-        rank, i = divmod(expert, num_local)
-        w1, w2 = fc1.weight.detach()[i], fc2.weight.detach()[i]  # on other ranks only their shapes count
-        if matrices is not None:
-            parts = dict(zip((f"{expert}.{matrix}.weight" for matrix in matrices), (*w1.chunk(2), w2), strict=True))
-        elif not family.clamped:
-            parts = {"gate_up_proj": w1, "down_proj": w2}
-        else:
-            b1, b2 = (bias.detach()[i] for bias in (fc1.bias, fc2.bias) if bias is not None)
-            parts = {"gate_up_proj": w1.T, "gate_up_proj_bias": b1, "down_proj": w2.T, "down_proj_bias": b2}
-        for key, part in parts.items():
-            index, whole = (None, ()) if matrices is not None else (expert, (module.num_experts,))
-            own = part if rank == module.heap.rank else None
-            yield Piece(f"{name}.{key}", (*whole, *part.shape), part.dtype, index, own, rank)

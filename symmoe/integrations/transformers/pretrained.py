@@ -84,10 +84,11 @@ def _materialise(model: PreTrainedModel, device: torch.device) -> None:
                 made[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
                 vars(made[id(parameter)]).update(vars(parameter))
             setattr(module, name, made[id(parameter)])
-        computed = non_persistent_buffers(module)
-        if computed:  # rotary embeddings: not in checkpoints, made by their constructor from the config
-            with torch.device("cpu"):
-                fresh = dict(type(module)(module.config).named_buffers(recurse=False))
         for name, buffer in module.named_buffers(recurse=False):
-            value = fresh[name].to(device) if name in computed else empty(f"{path}.{name}", buffer)
-            setattr(module, name, value)
+            setattr(module, name, empty(f"{path}.{name}", buffer))
+    # transformers computes what is in no checkpoint, e.g. buffers of rotary embeddings.
+    for module in model.modules():
+        vars(module)["_is_hf_initialized"] = not non_persistent_buffers(module)
+    for tensor in model.state_dict(keep_vars=True).values():
+        vars(tensor)["_is_hf_initialized"] = True
+    model.initialize_weights()

@@ -12,8 +12,7 @@ from transformers.distributed.expert_parallel import EPImplementation, EPImpleme
 
 from symmoe.errors import ArgumentError
 from symmoe.integrations.transformers.experts import StepConfig, empty_experts
-from symmoe.integrations.transformers.families import StockExperts, family_of
-from symmoe.integrations.transformers.swap import local_weights
+from symmoe.integrations.transformers.forms import ExpertsForm, StockExperts
 from symmoe.symm_mem.heap import SymmetricHeap
 
 NAME = "symmoe"
@@ -36,8 +35,8 @@ def register(heap: SymmetricHeap, *, step: StepConfig | None = None) -> None:
 class SymmoeEP(EPImplementation):
     """The step of ExpertParallelExperts, with the local weights of a transformers experts module.
 
-    gpt-oss' transposed weights are copied into symmoe's layout in every call; swap_moe does that once. ArgumentError:
-    the mesh is not the heap's group, tp_size is not 1, or the model type is not known.
+    Transposed weights (gpt-oss) are copied into symmoe's layout in every call; swap_moe does that once. ArgumentError:
+    the mesh is not the heap's group, tp_size is not 1, or see ExpertsForm.of.
     """
 
     heap: SymmetricHeap
@@ -53,16 +52,16 @@ class SymmoeEP(EPImplementation):
                 f"this is rank {ep_mesh.get_local_rank()} of {ep_mesh.size()} in the expert-parallel mesh, and rank "
                 f"{heap.rank} of {heap.num_ranks} in the heap; they must be the same"
             )
-        # Casts: torch gives all attributes of a module one type.
-        self._experts, num_local = cast(StockExperts, experts), cast(int, self.num_local_experts)
-        self._family = family_of(self._experts.config)
-        self._step_module = empty_experts(self._family, self._experts, num_local, heap, step=self.step)
+        self._experts: StockExperts = experts
+        num_local = cast(int, self.num_local_experts)
+        self._form = ExpertsForm.of(self._experts)
+        self._step_module = empty_experts(self._form, self._experts, num_local, heap, step=self.step)
 
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """Same as ExpertParallelExperts.forward; transformers has made the experts' parameters local tensors."""
-        weights = local_weights(self._family, self._experts)
+        weights = self._form.local_weights(self._experts)
         weights = {f"mlp.{name}": weight.contiguous() for name, weight in weights.items()}
         y: torch.Tensor = functional_call(self._step_module, weights, (hidden_states, top_k_index, top_k_weights))
         return y

@@ -11,7 +11,7 @@ from torch import nn
 from symmoe.errors import ArgumentError
 from symmoe.integrations.transformers.adapters import unwrapped
 from symmoe.integrations.transformers.experts import ExpertParallelExperts, Place, StepConfig, empty_experts
-from symmoe.integrations.transformers.families import Family, StockExperts, experts_modules, family_of
+from symmoe.integrations.transformers.forms import ExpertsForm, StockExperts, experts_modules
 from symmoe.moe.ddp_and_fsdp import prepare_for_ddp
 from symmoe.symm_mem.heap import SymmetricHeap
 
@@ -31,25 +31,28 @@ def swap_moe(model: Model, heap: SymmetricHeap, *, step: StepConfig | None = Non
     brings its own tokens. Not collective itself; copies this rank's weights and releases the others.
 
     Args:
-        model: of a known family (families.py), on any device; move it to the heap's before the first call. On the
-            meta device the experts stay there too. A PeftModel may be around it: adapters of experts become those of
-            grouped layers (symmoe.training.lora), and are saved and loaded by symmoe.integrations.peft.
+        model: has experts that transformers dispatches through its experts interface; on any device: move it to the
+            heap's before the first call. On the meta device the experts stay there too. A PeftModel may be around it:
+            adapters of experts become those of grouped layers (symmoe.training.lora), and are saved and loaded by
+            symmoe.integrations.peft.
         heap: the EP group's symmetric heap.
         step: how every call runs; None is exact capacity and everything else MoEConfig's defaults.
 
     Raises:
-        ArgumentError: an unknown model type or activation, a number of experts that the ranks do not divide, no
-            experts to replace (as in a model that is swapped already), or adapters of peft that grouped layers cannot
-            have. The model is as it was.
+        ArgumentError: experts compute something that symmoe does not have (forms.py), a number of experts that the
+            ranks do not divide, no such experts (as in a model that is swapped already), or adapters of peft that
+            grouped layers cannot have. The model is as it was.
     """
-    family, step = family_of(model.config), step or StepConfig()
     found = dict(experts_modules(model))
     if not found:
-        raise ArgumentError(f"{type(model).__name__} has no experts to replace; is it swapped already?")
+        raise ArgumentError(
+            f"{type(model).__name__} has no experts to replace: none that transformers dispatches through its experts "
+            "interface; is it swapped already?"
+        )
     is_wrapped = hasattr(model, "peft_type")
     if not is_wrapped and "peft_config" in vars(model):
         raise ArgumentError(f"model ({type(model).__name__}) has adapters of peft, and is no PeftModel: pass that one")
-    swapped = {path: _share_of(family, experts, heap, step) for path, experts in found.items()}
+    swapped = {path: _share_of(experts, heap, step or StepConfig()) for path, experts in found.items()}
     for path, share in swapped.items():
         if wrappers := unwrapped(model.get_submodule(path))[1]:
             share.adopt_adapters(wrappers)
@@ -83,25 +86,17 @@ def heap_of(model: nn.Module) -> SymmetricHeap:
     raise ArgumentError(f"{type(model).__name__} has no expert-parallel experts: swap_moe comes first")
 
 
-def local_weights(family: Family, experts: StockExperts) -> dict[str, torch.Tensor]:
-    """All weights of a transformers experts module, by the names and in the layout of GroupedMLP."""
-    w1, w2 = experts.gate_up_proj, experts.down_proj
-    if not family.clamped:
-        return {"fc1.weight": w1, "fc2.weight": w2}
-    biases = {"fc1.bias": experts.gate_up_proj_bias, "fc2.bias": experts.down_proj_bias}
-    return {"fc1.weight": w1.transpose(1, 2), "fc2.weight": w2.transpose(1, 2), **biases}
-
-
-def _share_of(family: Family, experts: StockExperts, heap: SymmetricHeap, step: StepConfig) -> ExpertParallelExperts:
+def _share_of(experts: StockExperts, heap: SymmetricHeap, step: StepConfig) -> ExpertParallelExperts:
     """This rank's experts, on the device of `experts`."""
-    if experts.num_experts % heap.num_ranks:
+    form, num_experts = ExpertsForm.of(experts), len(experts.down_proj)
+    if num_experts % heap.num_ranks:
         raise ArgumentError(
-            f"the number of experts ({experts.num_experts}) must be divisible by the number of ranks ({heap.num_ranks})"
+            f"the number of experts ({num_experts}) must be divisible by the number of ranks ({heap.num_ranks})"
         )
-    num_local = experts.num_experts // heap.num_ranks
-    share = empty_experts(family, experts, num_local, heap, step=step)
+    num_local = num_experts // heap.num_ranks
+    share = empty_experts(form, experts, num_local, heap, step=step)
     start = heap.rank * num_local
-    for name, whole in local_weights(family, experts).items():
+    for name, whole in form.local_weights(experts).items():
         linear, _, kind = name.partition(".")
         weight = whole[start : start + num_local].clone(memory_format=torch.contiguous_format)
         setattr(getattr(share.mlp, linear), kind, nn.Parameter(weight, requires_grad=whole.requires_grad))

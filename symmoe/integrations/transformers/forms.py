@@ -1,0 +1,121 @@
+"""The form in which an experts module of transformers has its weights, and what it computes between its GEMMs.
+
+Every module that transformers >= 5 dispatches through its experts interface (`use_experts_implementation`) says it
+itself: `has_gate`, `has_bias` and `is_transposed` are attributes; the activation is found by calling it. The weights
+are gate_up_proj [E, 2I, H], or up_proj [E, I, H] without a gate, and down_proj [E, H, I]; or, transposed, [E, H, 2I],
+[E, H, I] and [E, I, H]; the biases have two dimensions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from symmoe.errors import ArgumentError
+from symmoe.grouped.activations import ScaledActivation
+from symmoe.integrations.transformers.adapters import unwrapped
+from symmoe.kernels.activation import FUNCTIONS, SILU, Activation
+
+_SMALL, _HUGE = 0.125, 2.0**40  # arguments of a gate; limits that are smaller or larger are not recognised
+_DIGITS = 5  # of alpha, limit and offset: a gate may compute in fp32
+
+
+StockExperts = Any  # an experts module of transformers: torch gives all attributes of a module one type
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsForm:
+    """How an experts module has its weights, and its activation."""
+
+    has_bias: bool
+    is_transposed: bool
+    activation: Activation
+
+    @classmethod
+    def of(cls, experts: StockExperts) -> ExpertsForm:
+        """ArgumentError: it computes something that GroupedMLP does not have."""
+        form = cls(experts.has_bias, experts.is_transposed, _activation_of(experts))
+        found = {name for name, _ in experts.named_parameters()}
+        if found != form.parameters.keys() or getattr(experts, "has_post_expert_norm", False):
+            raise ArgumentError(
+                f"{type(experts).__name__} has parameters {', '.join(sorted(found))}; experts on several ranks can "
+                f"have {', '.join(form.parameters)}, and no norm behind them"
+            )
+        return form
+
+    @property
+    def parameters(self) -> dict[str, tuple[str, str]]:
+        """The layer ("fc1", "fc2") and the kind ("weight", "bias") of GroupedMLP by transformers' names."""
+        stems = {"gate_up_proj" if self.activation.is_gated else "up_proj": "fc1", "down_proj": "fc2"}
+        kinds = {"": "weight", "_bias": "bias"} if self.has_bias else {"": "weight"}
+        return {stem + end: (linear, kind) for stem, linear in stems.items() for end, kind in kinds.items()}
+
+    def turned(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A view of weights or biases [E, ..] in the layout of transformers, if they are in ours, or the reverse."""
+        return tensor.transpose(1, 2) if self.is_transposed and tensor.dim() == 3 else tensor
+
+    def local_weights(self, experts: StockExperts) -> dict[str, torch.Tensor]:
+        """All weights of a module, by the names and in the layout of GroupedMLP."""
+        names = {name: ".".join(own) for name, own in self.parameters.items()}
+        return {own: self.turned(getattr(experts, name)) for name, own in names.items()}
+
+
+def experts_modules(model: nn.Module) -> Iterator[tuple[str, StockExperts]]:
+    """(path, module) of every experts module of transformers' own in a model; the path is that of what peft has put
+    around it, if it has."""
+    outer = None
+    for path, module in model.named_modules():
+        stock, _ = unwrapped(module)
+        if hasattr(stock, "is_transposed") and hasattr(stock, "down_proj") and not f"{path}.".startswith(f"{outer}."):
+            outer = path
+            yield path, stock
+
+
+@torch.no_grad()
+def _activation_of(experts: StockExperts) -> Activation:
+    """The activation that gives the numbers of a module's own, measured on them."""
+    act, is_gated = (experts._apply_gate, True) if experts.has_gate else (experts.act_fn, False)
+
+    def at(gate: float, up: float) -> float:
+        row = [gate, up] if is_gated else [gate]  # of two columns, the halves and the blocks of one are the same
+        return float(act(torch.tensor([row], dtype=torch.float64, device="cpu")))
+
+    found: list[Activation] = []
+    try:
+        slope = at(_SMALL, _SMALL) - at(_SMALL, 0.0) if is_gated else at(_SMALL, 0.0) * _SMALL
+        value = slope / _SMALL  # f(_SMALL)
+        silu = {"alpha": _rounded(math.log(value / (_SMALL - value)) / _SMALL)} if 0 < value < _SMALL else {}
+        gate: dict[str, Any] = {}
+        if is_gated:
+            gate["offset"] = _rounded(at(_SMALL, 0.0) / value)
+            most = at(_SMALL, _HUGE) / value - gate["offset"]
+            gate["limit"] = _rounded(most) if 0 < most < _HUGE / 2 else math.inf
+        for function in FUNCTIONS:
+            options = gate | (silu if function == SILU else {})
+            for interleave in (None, 1) if is_gated else (None,):
+                found.append(Activation(function=function, is_gated=is_gated, interleave=interleave, **options))
+        return next(each for each in found if _is_same(each, act))
+    except (StopIteration, ArithmeticError, ArgumentError, RuntimeError, TypeError, ValueError):
+        inner = type(getattr(experts, "act_fn", None)).__name__
+        raise ArgumentError(
+            f"{type(experts).__name__} computes {getattr(act, '__qualname__', '')} with {inner} between its GEMMs; "
+            f"symmoe has {', '.join(FUNCTIONS)}, as in Activation, and none gives the same numbers"
+        ) from None
+
+
+def _is_same(activation: Activation, act: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+    own, generator = ScaledActivation(activation), torch.Generator().manual_seed(0)
+    for size in (1.0, 8.0, 64.0, 2 * min(activation.limit, 64.0)):
+        h = torch.randn(64, 32, generator=generator) * size
+        if not torch.allclose(own(h, torch.ones(64)), act(h).float(), rtol=1e-4, atol=1e-6 * size**2):
+            return False
+    return True
+
+
+def _rounded(number: float) -> float:
+    return float(f"{number:.{_DIGITS}g}")

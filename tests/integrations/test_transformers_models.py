@@ -1,0 +1,145 @@
+"""All models of the installed transformers whose experts go through its experts interface. Swapped, they compute, save
+and load as they do unmodified; or they are refused, and the text says what symmoe does not have.
+
+They are found in transformers, so one that a new version brings is tested, too: it is to pass, or to be refused below.
+"""
+
+import copy
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers", minversion="5.17")
+
+import torch
+import transformers
+from hf_cases import VOCABULARY, error
+from hf_models import module_names, tiny_model
+from safetensors.torch import load_file, save_file
+from worker import open_heap
+
+import symmoe
+from symmoe.errors import ArgumentError
+from symmoe.integrations.transformers import from_pretrained, save_checkpoint, swap_moe
+
+BOUND = 1e-4  # measured: up to 3e-5, where gradients cancel
+TRANSPOSED = ("aria", "gpt_oss", "openai_privacy_filter")
+REFUSED = {
+    "inkling2": "Inkling2SoftcappedSwiGLU",
+    "inkling2_loop": "Inkling2LoopSoftcappedSwiGLU",
+    "muse_spark": "post_expert_norm",
+}
+
+
+def tokens(rank: int) -> torch.Tensor:
+    return torch.randint(0, VOCABULARY, (2, 7 + rank), generator=torch.Generator().manual_seed(rank))
+
+
+def output(model: torch.nn.Module, rank: int) -> torch.Tensor:
+    return model(tokens(rank), use_cache=False)[0]
+
+
+def stock_name(name: str, known: dict) -> str:
+    """The name in the unmodified model of a parameter of the swapped one."""
+    for own, stock in {"fc1": "gate_up_proj", "fc2": "down_proj"}.items():
+        name = name.replace(f"experts.mlp.{own}.weight", f"experts.{stock}")
+        name = name.replace(f"experts.mlp.{own}.bias", f"experts.{stock}_bias")
+    return name if name in known else name.replace("experts.gate_up_proj", "experts.up_proj")
+
+
+def check(heap: symmoe.SymmetricHeap, name: str, folder: Path) -> None:
+    """Outputs, all gradients, files, and generated tokens."""
+    reference, rank, num_ranks = tiny_model(name), heap.rank, heap.num_ranks
+    model = swap_moe(copy.deepcopy(reference), heap)
+    for each in range(num_ranks):
+        (output(reference, each).square().mean() / num_ranks).backward()
+    y = output(model, rank)
+    y.square().mean().backward()
+    symmoe.reduce_gradients(model)
+    wanted = output(reference, rank)
+    assert error(y.detach(), wanted.detach()) < BOUND
+    parameters = dict(reference.named_parameters())
+    whole = {key: torch.zeros_like(p) if p.grad is None else p.grad for key, p in parameters.items()}
+    of_experts = 0
+    for key, parameter in model.named_parameters():
+        got = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        want = whole[stock_name(key, whole)]
+        if stock_name(key, whole) != key:
+            of_experts += 1
+            want = want.chunk(num_ranks)[rank]
+            want = want.mT if name in TRANSPOSED and want.dim() == 3 else want
+        assert error(got, want) < BOUND, key
+    assert of_experts >= 2
+    save_checkpoint(model, folder / "ours")
+    if rank == 0:
+        reference.save_pretrained(folder / "theirs")
+        files = [(folder / whose / "model.safetensors").read_bytes() for whose in ("ours", "theirs")]
+        assert files[0] == files[1]
+    loaded = from_pretrained(folder / "ours", heap, config=reference.config, model_class=type(model))
+    assert torch.equal(output(loaded, rank), y)
+    if num_ranks > 1 and model.can_generate():
+        options = {"do_sample": False, "max_new_tokens": 2 + rank, "pad_token_id": 0, "eos_token_id": None}
+        generated = loaded.generate(tokens(rank), synced_gpus=True, **options)
+        assert torch.equal(generated, reference.generate(tokens(rank), **options))
+
+
+@pytest.mark.parametrize("model_type", module_names())
+def test_is_as_the_unmodified_model_or_refused(model_type: str, heap: symmoe.SymmetricHeap, tmp_path: Path):
+    if model_type in REFUSED:
+        with pytest.raises(ArgumentError, match=REFUSED[model_type]):
+            swap_moe(tiny_model(model_type), heap)
+    else:
+        check(heap, model_type, tmp_path)
+
+
+def test_numbers_on_the_page():
+    known, refused = len(module_names()), len(set(REFUSED) & set(module_names()))
+    assert known - refused > 30
+    if transformers.__version__ == "5.24.0":
+        page = (Path(__file__).parents[2] / "docs" / "transformers.md").read_text()
+        assert f"{known - refused} of the {known} modules of transformers 5.24" in page
+
+
+# Other names of blocks, no gate, transposed weights, experts beside an MLP, a clamp, linear attention, biases.
+TWO_RANKS = [
+    "granitemoe",
+    "lfm2_moe",
+    "nemotron_h",
+    "aria",
+    "gemma4",
+    "deepseek_v4",
+    "qwen3_next",
+    "openai_privacy_filter",
+]
+
+
+def on_two_ranks(rank: int, num_ranks: int, folder: str) -> None:
+    with open_heap("cpu") as heap:
+        for name in sorted(set(TWO_RANKS) & set(module_names())):
+            check(heap, name, Path(folder) / name)
+
+
+def test_on_two_ranks(cluster, tmp_path: Path):
+    cluster(2).run(on_two_ranks, str(tmp_path))
+
+
+@pytest.mark.parametrize("model_type", ["ernie4_5_vl_moe", "gemma4", "glm4v_moe", "qwen3_5_moe", "qwen3_vl_moe"])
+def test_files_of_models_with_images(model_type: str, heap: symmoe.SymmetricHeap, tmp_path: Path):
+    """Their keys have other prefixes, and experts for images (ERNIE) or other shapes (Qwen3-VL) on disk."""
+    reference = tiny_model(model_type, with_images=True)
+    model = swap_moe(copy.deepcopy(reference), heap)
+    reference.save_pretrained(tmp_path / "theirs")
+    save_checkpoint(model, tmp_path / "ours")
+    files = [tmp_path / whose / "model.safetensors" for whose in ("ours", "theirs")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    if model_type == "qwen3_vl_moe":  # as on the hub
+        turned = {key: t.mT.contiguous() if ".experts." in key else t for key, t in load_file(files[0]).items()}
+        save_file(turned, files[0], metadata={"format": "pt"})
+        theirs = type(reference).from_pretrained(tmp_path / "ours").state_dict()
+        assert all(torch.equal(theirs[key], tensor) for key, tensor in reference.state_dict().items())
+    want = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    loaded = from_pretrained(tmp_path / "ours", heap, model_class=type(model))
+    assert all(torch.equal(loaded.state_dict()[key], tensor) for key, tensor in want.items())
+    before = files[0].read_bytes()
+    save_checkpoint(loaded, tmp_path / "again", like=tmp_path / "ours")
+    assert (tmp_path / "again" / "model.safetensors").read_bytes() == before
