@@ -36,7 +36,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import forward_backward_pipelining_with_interleaving
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, get_default_pg_collection
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.spec_utils import ModuleSpec
 from small_model import check_metrics, other_routing, weigh
 
@@ -449,6 +449,42 @@ def test_tensor_and_sequence_parallel(ranks):
     ranks(4).run(cases.compare_layers, ep=4, tp=2)
 
 
+@pytest.mark.parametrize(
+    ("num_ranks", "ep"), [(2, 2), pytest.param(4, 2, marks=_SLOW), pytest.param(4, 4, marks=_SLOW)]
+)
+@run_on(fixture="ranks")
+def test_context_parallel(rank: int, num_ranks: int, ep: int) -> None:
+    """Two ranks share each sequence: their parts of the outputs and of the input's gradient, and after Megatron's DDP
+    all parameters' gradients, are those of Megatron's own layer that sees all sequences on one rank.
+
+    A layer and not a GPTModel: only Transformer Engine's attention knows context parallelism. On four ranks there are
+    two sequences, and with EP 2 two replicas of every expert.
+    """
+    fields = {**FIELDS["aux loss, z loss"], **SHARED}
+    generator = torch.Generator().manual_seed(1)
+    x, dy = torch.randn(2, num_ranks // 2, cases.SEQUENCE, cases.BATCH, 32, generator=generator)
+    cases.use_groups()
+    config = cases.config_of(**fields)
+    layer = cases.layer_of(config, cases.reference_spec(config))
+    want = [cases.differentiated(layer, *pair) for pair in zip(x, dy, strict=True)]
+    gradients = {name: gradient / num_ranks for name, gradient in cases.gradients_of(layer).items()}
+    cases.use_groups(ep=ep, cp=2)
+    config, sequence = cases.config_of(**fields), parallel_state.get_data_parallel_rank()
+    first = parallel_state.get_context_parallel_rank()
+    parts = torch.arange(cases.SEQUENCE).view(4, -1)[[first, 3 - first]].flatten()  # as Megatron's batches have it
+    with cases.opened_heap() as heap:
+        for form, form_spec in cases.forms_of(cases.reference_spec(config), heap).items():
+            ddp = _ddp(cases.layer_of(config, form_spec), overlap=False)
+            found = cases.differentiated(ddp, x[sequence, parts], dy[sequence, parts])
+            ddp.finish_grad_sync()
+            for got, whole in zip(found, want[sequence], strict=True):
+                torch.testing.assert_close(got, whole[parts], rtol=1e-4, atol=1e-4)
+            got = {name: parameter.main_grad for name, parameter in cases.named_parameters(ddp)}
+            assert sum("experts." in name for name in got) == 2 * cases.NUM_EXPERTS // ep + 2  # and two shared
+            changes = cases.differences(got, {name: gradients[name] for name in got})
+            assert max(changes.values(), default=0.0) < cases.ROUNDING, (form, changes)
+
+
 @pytest.mark.parametrize("options", [{"order": "rank"}, {"capacity": 150}, {"capacity": 150, "order": "rank"}])
 def test_options_of_dispatch_equal_alltoall(ranks, options: dict[str, Any]):
     results = ranks(2).run(cases.compare, ep=2, fields={}, options=options, exact=False)
@@ -495,7 +531,6 @@ def test_main_grad_of_fp8_experts(ranks):
 def test_pipeline_of_two_stages(rank: int, num_ranks: int, ep: int, num_chunks: int | None, name: str) -> None:
     """By Megatron's 1F1B, and its interleaved schedule (chunks of the model), with four micro-batches."""
     fields = FIELDS[name]
-    MoEAuxLossAutoScaler.main_loss_backward_scale = None  # of another shape in schedules than in a loop of one's own
     cases.use_groups(ep=ep, pp=2, num_chunks=num_chunks)
     config = cases.config_of(
         num_layers=2 * 2 * (num_chunks or 1),  # two of every chunk
@@ -648,7 +683,6 @@ def test_each_micro_batch_takes_the_experts_it_is_given(
     """Four micro-batches in Megatron's schedules, all layers recomputed: what was recorded gives the same bits again;
     other experts give what Megatron's layers give, not recomputed, with a routing that is written here."""
     pp = num_ranks // ep
-    MoEAuxLossAutoScaler.main_loss_backward_scale = None
     cases.use_groups(ep=ep, pp=pp, num_chunks=num_chunks)
     pipeline = {"pipeline_model_parallel_size": pp, "virtual_pipeline_model_parallel_size": num_chunks}
     fields = {"num_layers": 2 * pp * (num_chunks or 1), **FIELDS[score], **pipeline}
@@ -710,8 +744,7 @@ def test_torch_compile_leaves_the_trips_alone(rank: int, num_ranks: int, form: s
     cases.use_groups(ep=2)
     config = cases.config_of()
     with cases.opened_heap() as heap:
-        layer = cases.filled(cases.forms_of(cases.reference_spec(config), heap)[form].submodules.mlp(config=config))
-        layer.set_layer_number(1)
+        layer = cases.layer_of(config, cases.forms_of(cases.reference_spec(config), heap)[form])
         generator = torch.Generator().manual_seed(rank)
         x = torch.randn(cases.SEQUENCE, cases.BATCH, config.hidden_size, generator=generator, requires_grad=True)
 
