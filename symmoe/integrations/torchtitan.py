@@ -13,6 +13,7 @@ torch.compile does not look into the two trips: it cannot trace plans, leases an
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torchtitan.config.override import derive, override
-from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher, LocalDispatchMetadata, LocalTokenDispatcher
+from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher, LocalTokenDispatcher
 
 from symmoe.dispatch.plan import Plan, PlanOptions, plan_call
 from symmoe.errors import ArgumentError
@@ -33,14 +34,6 @@ _ROW_ITEM_BYTES = 4  # fp32, the widest dtype of rows
 _SPARE_BYTES = 4 << 20  # what the heap itself needs, and gaps between leases
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SymmoeDispatchMetadata:
-    """What combine needs from dispatch: the plan, and the score of every row, fp32 [R], differentiable."""
-
-    plan: Plan
-    row_scores: torch.Tensor
-
-
 class SymmoeTokenDispatcher(BaseEPTokenDispatcher):
     """Dispatch and combine through a symmetric heap that all layers of a model share.
 
@@ -50,6 +43,9 @@ class SymmoeTokenDispatcher(BaseEPTokenDispatcher):
         hidden_dim: D.
         num_max_tokens_per_rank: the largest T of any rank; the heap holds the worst routing of that many tokens.
         order: of the sums in combine, "rank" or "slot" (the latter has the same bits for any number of ranks).
+        load_factor: the most rows that a rank receives, over num_max_tokens_per_rank * top_k; None: the worst routing.
+        num_kept_layers: of torchtitan_experts.routed_experts, layers whose rows stay on the heap until backward; 1 if
+            layers are recomputed; 0: none, tokens are sent again.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -57,6 +53,8 @@ class SymmoeTokenDispatcher(BaseEPTokenDispatcher):
         hidden_dim: int
         num_max_tokens_per_rank: int
         order: str = "rank"
+        load_factor: float | None = None
+        num_kept_layers: int | None = None
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -83,64 +81,52 @@ class SymmoeTokenDispatcher(BaseEPTokenDispatcher):
         self.listeners = Listeners(self.heap, num_experts=self.num_experts, order=self.config.order, give=give)
 
     def heap_bytes(self, num_ranks: int) -> int:
-        """Bytes of symmetric memory that one layer's trips need at most; layers take turns."""
-        packed = num_ranks * self.config.num_max_tokens_per_rank
+        """Bytes of symmetric memory that layers, which take turns, need at most beside the rows that they keep."""
+        config, num_kept = self.config, self.config.num_kept_layers
+        packed = num_ranks * config.num_max_tokens_per_rank
         rows = packed * min(self.top_k, self.num_experts // num_ranks)
-        row_bytes = self.config.hidden_dim * _ROW_ITEM_BYTES
-        return int((packed + rows) * row_bytes + packed * self.top_k * 8 + _SPARE_BYTES)
+        if config.load_factor is not None:
+            rows = min(rows, int(config.load_factor * config.num_max_tokens_per_rank * self.top_k))
+        buffers = packed + rows * (1 if num_kept is None else 1 + max(1, num_kept))  # of a trip, or a step
+        return int(buffers * config.hidden_dim * _ROW_ITEM_BYTES + packed * self.top_k * 8 + _SPARE_BYTES)
 
-    def dispatch(
-        self,
-        x_TD: torch.Tensor,
-        topk_scores_TK: torch.Tensor,
-        topk_expert_ids_TK: torch.Tensor,
-        num_local_tokens_per_expert_E: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, SymmoeDispatchMetadata | LocalDispatchMetadata]:
-        """Rows of this rank's experts [R, D] in expert order, how many each expert has (int64), and the metadata.
+    def dispatch(self, x_TD: torch.Tensor, *routed: torch.Tensor) -> Any:
+        """Rows of this rank's experts [R, D] in expert order, how many each expert has (int64), and metadata for
+        combine. routed: scores and ids of the experts [T, K], and tokens of every expert.
 
         Raises:
             ArgumentError, ExpertIdError, ConfigMismatch, HeapExhausted, PeerTimeout: see make_plan; on every rank.
         """
-        dispatched: tuple[torch.Tensor, torch.Tensor, SymmoeDispatchMetadata | LocalDispatchMetadata]
-        arguments = (x_TD, topk_scores_TK, topk_expert_ids_TK)
         if self.heap is None:
-            dispatched = LocalTokenDispatcher.dispatch(self, *arguments, num_local_tokens_per_expert_E)
-        else:
-            dispatched = self._dispatch(self.heap, *arguments)
-        return dispatched
+            return LocalTokenDispatcher.dispatch(self, x_TD, *routed)
+        return self._dispatch(self.heap, x_TD, *routed[:2])
 
-    def combine(
-        self,
-        routed_output_RD: torch.Tensor,
-        metadata: SymmoeDispatchMetadata | LocalDispatchMetadata,
-        x_TD: torch.Tensor,
-    ) -> torch.Tensor:
+    def combine(self, routed_output_RD: torch.Tensor, metadata: Any, x_TD: torch.Tensor) -> Any:
         """The sum of every token's rows, each times its score: [T, D]."""
-        y_TD: torch.Tensor
-        if isinstance(metadata, LocalDispatchMetadata):
-            y_TD = LocalTokenDispatcher.combine(self, routed_output_RD, metadata, x_TD)
-        else:
-            y_TD = self._combine(routed_output_RD, metadata)
-        return y_TD
+        if self.heap is None:
+            return LocalTokenDispatcher.combine(self, routed_output_RD, metadata, x_TD)
+        return self._combine(routed_output_RD, *metadata)
 
     @torch.compiler.disable
     def _dispatch(
         self, heap: SymmetricHeap, x_TD: torch.Tensor, topk_scores_TK: torch.Tensor, topk_expert_ids_TK: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, SymmoeDispatchMetadata]:
+    ) -> tuple[torch.Tensor, torch.Tensor, tuple[Plan, torch.Tensor]]:
         options = PlanOptions(self.num_experts, hidden=x_TD.shape[1], dtype=x_TD.dtype)
         plan = plan_call(topk_expert_ids_TK, heap, options)
         rows_RD, row_scores_R = dispatch_tokens(x_TD, plan, probs=topk_scores_TK.float(), order=self.config.order)
-        metadata = SymmoeDispatchMetadata(plan=plan, row_scores=row_scores_R)
-        if self.listeners is not None and self.listeners.callbacks:
-            ids, sizes = (topk_expert_ids_TK,) * 2, (x_TD.shape[1] * x_TD.element_size(),) * 2
-            counts = plan.expert_load, plan.num_dropped
-            self.listeners.tell(RoutingReport(*ids, *counts, *sizes, is_training=torch.is_grad_enabled()))
-        return rows_RD, plan.splits.to(torch.int64), metadata
+        self.tell(topk_expert_ids_TK, (plan.expert_load, plan.num_dropped), x_TD)
+        return rows_RD, plan.splits.to(torch.int64), (plan, row_scores_R)
 
     @torch.compiler.disable
-    def _combine(self, routed_output_RD: torch.Tensor, metadata: SymmoeDispatchMetadata) -> torch.Tensor:
-        scored_RD = (routed_output_RD.float() * metadata.row_scores[:, None]).to(routed_output_RD.dtype)
-        return combine_tokens(scored_RD, metadata.plan, order=self.config.order)
+    def _combine(self, routed_output_RD: torch.Tensor, plan: Plan, row_scores_R: torch.Tensor) -> torch.Tensor:
+        scored_RD = (routed_output_RD * row_scores_R[:, None]).to(routed_output_RD.dtype)  # the product is fp32
+        return combine_tokens(scored_RD, plan, order=self.config.order)
+
+    def tell(self, ids: torch.Tensor, load: Sequence[torch.Tensor], x_TD: torch.Tensor) -> None:
+        """Reports a call to those that listen. load: the plan's expert_load and num_dropped."""
+        if self.listeners is not None and self.listeners.callbacks:
+            size, trains = x_TD.shape[1] * x_TD.element_size(), torch.is_grad_enabled()
+            self.listeners.tell(RoutingReport(ids, ids, load[0], load[1], size, size, is_training=trains))
 
     def close(self) -> None:
         """Closes the heap, for every layer that shares it. Collective."""

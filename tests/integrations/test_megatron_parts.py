@@ -126,6 +126,15 @@ def test_spec_without_moe_is_refused(heap: SymmetricHeap):
 
 # -- refused fields ---------------------------------------------------------------------------------------------------
 
+
+def fp8_problem(config: TransformerConfig) -> ArgumentError | None:
+    """Of a configuration that asks for FP8 too, by a recipe that is supported if the field is not the recipe."""
+    config.fp8 = "hybrid"
+    config.fp8_recipe = "blockwise" if config.fp8_recipe == "delayed" else config.fp8_recipe
+    config.moe_ffn_hidden_size = 2 * config.moe_ffn_hidden_size
+    return experts_problem(config)
+
+
 REFUSED = [
     ("moe_token_dispatcher_type", "flex", layer_problem),
     ("expert_tensor_parallel_size", 2, layer_problem),
@@ -140,17 +149,22 @@ REFUSED = [
     ("cuda_graph_impl", "local", layer_problem),
     ("add_bias_linear", True, experts_problem),
     ("moe_apply_probs_on_input", True, experts_problem),
-    ("fp8", "hybrid", experts_problem),
     ("fp4", "e2m1", experts_problem),
     ("activation_func_fp8_input_store", True, experts_problem),
     ("moe_mlp_glu_interleave_size", 32, experts_problem),
     ("init_model_with_meta_device", True, experts_problem),
+    ("fp8_recipe", "mxfp8", fp8_problem),
+    ("fp8_param", True, fp8_problem),
+    ("fp8_wgrad", False, fp8_problem),
+    ("first_last_layers_bf16", True, fp8_problem),
+    ("hidden_size", 40, fp8_problem),
 ]
 
 
 def test_the_tests_configuration_is_accepted(config: TransformerConfig):
     assert layer_problem(config) is None
     assert experts_problem(config) is None
+    assert fp8_problem(config) is None
 
 
 @pytest.mark.parametrize(("field", "value", "problem"), REFUSED)

@@ -1,14 +1,19 @@
 """torchtitan's MoE with symmoe's dispatcher on two ranks, against its LocalTokenDispatcher with every expert."""
 
+from functools import partial
 from importlib.util import find_spec
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from cluster import run_on
 from small_model import other_routing, weigh
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
+
+from symmoe import kernels
 
 pytestmark = pytest.mark.skipif(
     find_spec("torchtitan") is None, reason="needs torchtitan, which only `make test-all` installs"
@@ -17,12 +22,17 @@ pytestmark = pytest.mark.skipif(
 DIM, FFN, EXPERTS = 16, 24, 8
 
 
-def routed_experts(dispatcher):
-    """torchtitan's RoutedExperts with every expert, weights by a fixed seed."""
+def config_of(dispatcher):
+    """That of torchtitan's RoutedExperts."""
     from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
 
     inner = GroupedExperts.Config(dim=DIM, hidden_dim=FFN, num_experts=EXPERTS)
-    module = RoutedExperts(RoutedExperts.Config(inner_experts=inner, token_dispatcher=dispatcher))
+    return RoutedExperts.Config(inner_experts=inner, token_dispatcher=dispatcher)
+
+
+def routed_experts(dispatcher):
+    """torchtitan's RoutedExperts with every expert, weights by a fixed seed."""
+    module = config_of(dispatcher).build()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -32,8 +42,9 @@ def routed_experts(dispatcher):
 
 def spread(module, rank: int) -> DeviceMesh:
     """Leaves a RoutedExperts the experts of one of two ranks, and gives its dispatcher their mesh, which it returns."""
-    for name, parameter in list(module.inner_experts.named_parameters()):
-        setattr(module.inner_experts, name, torch.nn.Parameter(parameter.detach().chunk(2)[rank].clone()))
+    for parent in module.inner_experts.modules():
+        for name, parameter in list(parent.named_parameters(recurse=False)):
+            setattr(parent, name, torch.nn.Parameter(parameter.detach().chunk(2)[rank].clone()))
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
     module.token_dispatcher.wire_meshes(ep_mesh=mesh)
     return mesh
@@ -73,6 +84,8 @@ def compare(rank: int, num_ranks: int, nums: tuple[int, int], top_k: int, dtype:
 
     expected = run(local, *inputs(rank, nums[rank], top_k, dtype))
     found = run(ours, *inputs(rank, nums[rank], top_k, dtype))
+    # Rows are copied from the heap, and gradients; between nodes and with this order also to it.
+    assert ours.token_dispatcher.heap.statistics.num_staging_copies == 4
     ours.token_dispatcher.close()
     other.close()
     for name, parameter in local.inner_experts.named_parameters():
@@ -212,3 +225,70 @@ def test_without_expert_parallelism_it_is_the_local_dispatcher(rank: int, num_ra
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
     with pytest.raises(ArgumentError, match=r"num_experts \(7\) .* 2 ranks"):
         own.build().wire_meshes(ep_mesh=mesh)
+
+
+# -- the step ---------------------------------------------------------------------------------------------------------
+
+
+def formula(weights: list[torch.Tensor], x: torch.Tensor, scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """What torchtitan's routed experts compute, token by token."""
+    y = torch.zeros_like(x)
+    for k in range(ids.shape[-1]):
+        w1, w2, w3 = (weight[ids[..., k]] for weight in weights)
+        h = F.silu(torch.einsum("bld,blfd->blf", x, w1)) * torch.einsum("bld,blfd->blf", x, w3)
+        y = y + scores[..., k, None] * torch.einsum("blf,bldf->bld", h, w2)
+    return y
+
+
+@pytest.mark.parametrize(("nums", "num_kept_layers"), [((33, 7), 0), ((25, 0), 2), ((33, 7), 2)])
+@run_on(2, fixture="ranks")
+def test_the_step_is_the_formula_without_copies(
+    rank: int, num_ranks: int, nums: tuple[int, int], num_kept_layers: int
+) -> None:
+    """Outputs, all gradients, and weights in torchtitan's names. GEMMs read rows where they arrive, weights where the
+    parameters are, and write where results are summed. The heap's size is enough for the most uneven routing."""
+    from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
+
+    from symmoe.integrations import torchtitan, torchtitan_experts
+
+    local = LocalTokenDispatcher.Config(num_experts=EXPERTS, top_k=3)
+    sizes = {"num_max_tokens_per_rank": max(nums), "num_kept_layers": num_kept_layers}
+    config = torchtitan_experts.routed_experts(config_of(local), **sizes)
+    state = {name: weight.requires_grad_() for name, weight in routed_experts(local).inner_experts.state_dict().items()}
+    config.inner_experts.param_init = {name: partial(torch.Tensor.copy_, other=state[name].detach()) for name in state}
+    layers = torch.nn.ModuleList([config.build(), config.build()])
+    layers[0].init_states()
+    layers[1].inner_experts.load_state_dict(state)
+    for layer in layers:
+        assert all(torch.equal(weight, state[name]) for name, weight in layer.inner_experts.state_dict().items())
+        with patch.object(torchtitan, "_SPARE_BYTES", 8000):
+            spread(layer, rank)
+    heap, found = layers[0].token_dispatcher.heap, []
+
+    def look(name: str, kernel, /, *args, **options):
+        if name.startswith("grouped_gemm") and name != "grouped_gemm_wgrad":  # what is read on the heap, or written
+            found.append((heap.owns(args[0][0] if name.endswith("act") else args[3]), args[1].data_ptr()))
+        return kernel(*args, **options)
+
+    x, scores, chosen = inputs(rank, nums[rank], 3, torch.float32)
+    for ids in (chosen, chosen % 3):  # the latter all on rank 0
+        x.grad = scores.grad = None
+        with kernels.hooked(heap.device, look):
+            y = layers[1](layers[0](x, scores, ids, None), scores, ids, None)
+            y.square().sum().backward()
+        got = y, x.grad, scores.grad
+        x.grad = scores.grad = None
+        want = formula(list(state.values()), formula(list(state.values()), x, scores, ids), scores, ids)
+        want.square().sum().backward()
+        torch.testing.assert_close(got, (want, x.grad, scores.grad), rtol=1e-4, atol=1e-4)
+    fc1, fc2 = (sum(layer.inner_experts.get_submodule(name).weight.grad for layer in layers) for name in ("fc1", "fc2"))
+    w1, w3 = fc1.chunk(2, dim=1)
+    for name, gradient in {"w1_EFD": w1, "w2_EDF": fc2, "w3_EFD": w3}.items():
+        dist.all_reduce(state[name].grad)
+        expected = state[name].grad.chunk(2)[rank]
+        assert (gradient - expected).abs().max() < 1e-5 * expected.abs().max(), name
+    weights = [parameter.data_ptr() for parameter in layers.parameters()]
+    assert len(found) == 2 * 2 * 4  # FC1, FC2 and their gradients
+    assert all(is_on_heap and weight in weights for is_on_heap, weight in found)
+    assert heap.statistics.num_staging_copies == 0
+    layers[0].token_dispatcher.close()

@@ -86,6 +86,15 @@ def test_two_ep_groups_train_as_one_rank(run):
     assert found.num_dispatches == 2 * (20 + 2 * 2)
 
 
+@pytest.mark.parametrize(("num_ranks", "bf16"), [(2, False), (4, False), (2, True)])
+def test_the_step_trains_as_one_rank(run, num_ranks: int, bf16: bool):
+    """With symmoe's experts, of the weights in a checkpoint of torchtitan's."""
+    expected, _ = run(1, bf16=bf16)
+    found, _ = run(num_ranks, symmoe=True, kept=2, bf16=bf16)
+    assert_close(found, expected, *((2e-3, 2e-2) if bf16 else ()))
+    assert found.num_dispatches == 2 * (20 + 2 * 2)
+
+
 def test_it_trains_as_torchtitans_all_to_all(run):
     expected, _ = run(2)
     found, _ = run(2, symmoe=True)
@@ -93,17 +102,19 @@ def test_it_trains_as_torchtitans_all_to_all(run):
     assert expected.num_dispatches == 0
 
 
+@pytest.mark.parametrize("kept", [None, 1])
 @pytest.mark.parametrize("what", ["full", "selective"])
-def test_activation_checkpointing_gives_the_same_bits(run, what: str):
-    plain, _ = run(2, symmoe=True)
-    found, _ = run(2, symmoe=True, recompute=what)
+def test_activation_checkpointing_gives_the_same_bits(run, what: str, kept: int | None):
+    plain, _ = run(2, symmoe=True, kept=kept and 2)
+    found, _ = run(2, symmoe=True, kept=kept, recompute=what)
     assert (found.losses, found.norms) == (plain.losses, plain.norms)
     assert found.num_dispatches == plain.num_dispatches + 2 * 20  # again in every backward pass
 
 
-def test_a_run_that_resumes_has_the_same_bits(run):
-    whole, folder = run(2, symmoe=True)
-    rest, _ = run(2, symmoe=True, folder=folder, saved_by=2)
+@pytest.mark.parametrize("kept", [None, 2])
+def test_a_run_that_resumes_has_the_same_bits(run, kept: int | None):
+    whole, folder = run(2, symmoe=True, kept=kept)
+    rest, _ = run(2, symmoe=True, kept=kept, folder=folder, saved_by=2)
     assert (rest.losses, rest.norms) == (whole.losses[10:], whole.norms[10:])
     assert rest.validations == whole.validations[1:]
 

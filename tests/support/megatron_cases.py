@@ -19,6 +19,7 @@ from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from symmoe.integrations import megatron as integration
@@ -26,15 +27,18 @@ from symmoe.integrations import megatron as integration
 SEQUENCE, BATCH, VOCABULARY, NUM_EXPERTS = 12, 2, 64, 8
 HEAP_BYTES = 8 << 20
 ROUNDING = 2e-5  # of a tensor's largest value: what sums in another order change at most
+FP8 = {"fp8": "e4m3", "fp8_recipe": "blockwise", "moe_ffn_hidden_size": 48}
+_UNCHECKED = ("fp8", "fp8_recipe", "delay_wgrad_compute")  # Megatron asks for extensions and schedules that CPUs lack
 
 
 _GROUPS: list[dist.ProcessGroup] = []  # of Megatron, on this rank
 
 
-def use_groups(*, ep: int = 1, tp: int = 1, pp: int = 1, num_chunks: int | None = None) -> None:
-    """Megatron's process groups for these sizes of EP, TP and PP, and chunks of a stage. Collective over all ranks."""
+def use_groups(*, ep: int = 1, tp: int = 1, pp: int = 1, cp: int = 1, num_chunks: int | None = None) -> None:
+    """Megatron's process groups for these sizes, and for so many chunks of a stage. Collective over all ranks."""
     megatron_shim.install()
     torch.compiler.set_stance("force_eager")  # Megatron compiles a dozen small functions, for seconds each
+    MoEAuxLossAutoScaler.main_loss_backward_scale = None  # of another shape in schedules than in a loop of one's own
     parallel_state.destroy_model_parallel()
     known = dist.distributed_c10d._world.pg_map
     for group in _GROUPS:  # of which that ends one, and each would keep three threads for as long as the process lives
@@ -46,6 +50,7 @@ def use_groups(*, ep: int = 1, tp: int = 1, pp: int = 1, num_chunks: int | None 
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
         virtual_pipeline_model_parallel_size=num_chunks,
+        context_parallel_size=cp,
         expert_model_parallel_size=ep,
         expert_tensor_parallel_size=1,
     )
@@ -55,6 +60,7 @@ def use_groups(*, ep: int = 1, tp: int = 1, pp: int = 1, num_chunks: int | None 
 
 def config_of(**fields: Any) -> Any:
     """A tiny TransformerConfig, with `fields` changed."""
+    unchecked = {name: fields.pop(name) for name in _UNCHECKED if name in fields}
     if "activation_func" in fields:
         fields["activation_func"] = activation_function(fields["activation_func"])
     tp = parallel_state.get_tensor_model_parallel_world_size()
@@ -78,10 +84,13 @@ def config_of(**fields: Any) -> Any:
         "use_cpu_initialization": True,
         "tensor_model_parallel_size": tp,
         "sequence_parallel": tp > 1,
+        "context_parallel_size": parallel_state.get_context_parallel_world_size(),
         "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
         "expert_tensor_parallel_size": 1,
     }
-    return TransformerConfig(**{**defaults, **fields})
+    config = TransformerConfig(**{**defaults, **fields})
+    vars(config).update(unchecked)
+    return config
 
 
 def activation_function(name: str) -> Any:
@@ -278,6 +287,21 @@ def compare(
     return {"num_zeros": num_zeros(found["megatron"]), "received": received, "staging_copies": staging_copies}
 
 
+def layer_of(config: Any, spec: Any) -> Any:
+    """The MoE layer of a transformer layer."""
+    layer = spec.submodules.mlp(config=config)
+    layer.set_layer_number(1)
+    return filled(layer)
+
+
+def differentiated(layer: Any, x: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The layer's output and the gradient of its input, for this gradient of the output."""
+    x = x.clone().requires_grad_()
+    y, _ = layer(x)
+    y.backward(dy)
+    return y.detach(), x.grad
+
+
 def compare_layers(rank: int, num_ranks: int, *, ep: int, tp: int) -> None:
     """One MoE layer in three forms, with tensor and sequence parallelism of what is around it. They are equal.
 
@@ -288,14 +312,11 @@ def compare_layers(rank: int, num_ranks: int, *, ep: int, tp: int) -> None:
     found = {}
     with opened_heap() as heap:
         for form, form_spec in forms_of(reference_spec(config), heap).items():
-            layer = form_spec.submodules.mlp(config=config)
-            layer.set_layer_number(1)
-            filled(layer)
+            layer = layer_of(config, form_spec)
             generator = torch.Generator().manual_seed(dist.get_rank())
-            x = torch.randn(SEQUENCE // tp, BATCH, config.hidden_size, generator=generator, requires_grad=True)
-            y, _ = layer(x)
-            y.square().sum().backward()
-            found[form] = {**gradients_of(layer), "y": y.detach(), "x": x.grad}
+            x, dy = torch.randn(2, SEQUENCE // tp, BATCH, config.hidden_size, generator=generator)
+            y, dx = differentiated(layer, x, dy)
+            found[form] = {**gradients_of(layer), "y": y, "x": dx}
     assert (parallel_state.get_tensor_model_parallel_world_size(), config.sequence_parallel) == (tp, tp > 1)
     check_equal(found)
 

@@ -154,6 +154,7 @@ class Job:
     folder: str  # where it saves after half of the steps, and at the end
     seed_folder: str = ""  # the checkpoint that it begins with; "": it makes one, and does not train
     symmoe: bool = False  # dispatch and combine by symmoe, in place of torchtitan's all-to-all
+    kept: int | None = None  # with symmoe, and the experts: all of it is a step, which keeps the rows of so many layers
     accumulate: int = 1  # micro-batches of a step
     bf16: bool = False  # FSDP2's mixed precision
     recompute: str = ""  # activation checkpointing, "full" or "selective"; "": none
@@ -224,7 +225,7 @@ def config_of(job: Job, num_ranks: int) -> Trainer.Config:
     config.training.disable_cuda_graphs = True
     config.training.mixed_precision_param = "bfloat16" if job.bf16 else "float32"
     config.parallelism.expert_parallel_degree = min(2, num_ranks)
-    if not job.bf16:
+    if not job.bf16 and job.kept is None:
         for layer in config.model_spec.model.layers:
             experts = layer.moe.routed_experts
             experts.inner_experts = derive(experts.inner_experts, Fp32Experts.Config)
@@ -245,8 +246,9 @@ def config_of(job: Job, num_ranks: int) -> Trainer.Config:
         enable=bool(job.seed_folder), freq=STEPS, steps=2, dataloader=Loader.Config(first=10_000)
     )
     if job.symmoe:
-        sizes = {"hidden_dim": DIM, "num_max_tokens_per_rank": batch_size * SEQ_LEN}
-        config.override.imports = [("symmoe.integrations.torchtitan.token_dispatcher", sizes)]  # the one line
+        sizes = {"hidden_dim": DIM, "num_max_tokens_per_rank": batch_size * SEQ_LEN, "num_kept_layers": job.kept}
+        name = "torchtitan.token_dispatcher" if job.kept is None else "torchtitan_experts.routed_experts"
+        config.override.imports = [(f"symmoe.integrations.{name}", sizes)]  # the one line
     return config
 
 
@@ -269,10 +271,12 @@ def _end_group() -> None:
 def train(rank: int, num_ranks: int, port: int, job: Job) -> Run:
     """What `torchtitan.train` does."""
     from symmoe.integrations.torchtitan import SymmoeTokenDispatcher
+    from symmoe.moe.routed_experts import RoutedExperts
 
-    dispatch = SymmoeTokenDispatcher.dispatch
-    with launched(rank, num_ranks, port), patch.object(SymmoeTokenDispatcher, "dispatch", autospec=True) as counted:
-        counted.side_effect = dispatch
+    owner, name = (SymmoeTokenDispatcher, "dispatch") if job.kept is None else (RoutedExperts, "run")
+    function = getattr(owner, name)
+    with launched(rank, num_ranks, port), patch.object(owner, name, autospec=True) as counted:
+        counted.side_effect = function
         trainer = config_of(job, num_ranks).build()
         if job.seed_folder:
             trainer.train()

@@ -13,6 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from symmoe.dispatch.plan import MAX_TOP_K
 from symmoe.errors import ArgumentError
+from symmoe.precision.recipes import Float8Block, Recipe, precision_problem
 from symmoe.symm_mem.heap import SymmetricHeap
 
 MEGATRON_VERSION = megatron.core.__version__
@@ -36,11 +37,17 @@ _LAYER_LIMITS: tuple[_Limit, ...] = (
 _EXPERT_LIMITS: tuple[_Limit, ...] = (
     ("add_bias_linear", (False,), "the experts have no biases"),
     ("moe_apply_probs_on_input", (False,), "the probs multiply the activation"),
-    ("fp8", (None, False), "the experts compute in fp32, fp16 or bf16"),
-    ("fp4", (None, False), "the experts compute in fp32, fp16 or bf16"),
+    ("fp4", (None, False), "the experts compute in fp32, fp16, bf16 or fp8"),
     ("activation_func_fp8_input_store", (False,), "the experts keep FC1's output in the working dtype"),
     ("moe_mlp_glu_interleave_size", (None,), "gate and up features are two halves of FC1"),
     ("init_model_with_meta_device", (False,), "the experts are made on the device they train on"),
+)
+
+_FP8_LIMITS: tuple[_Limit, ...] = (
+    ("fp8_recipe", ("blockwise",), "the experts scale blocks of 128"),
+    ("fp8_param", (False,), "parameters of the experts are of params_dtype"),
+    ("fp8_wgrad", (True,), "weight gradients are products of FP8 numbers too"),
+    ("first_last_layers_bf16", (False,), "the experts of all layers compute in FP8"),
 )
 
 
@@ -74,7 +81,15 @@ def experts_problem(config: TransformerConfig) -> ArgumentError | None:
     offloaded = {"expert_fc1", "moe_act"} & set(getattr(config, "offload_modules", None) or ())
     if getattr(config, "fine_grained_activation_offloading", False) and offloaded:
         return ArgumentError(f"offload_modules ({sorted(offloaded)}) must not name parts of the experts")
-    return _first_problem(config, _EXPERT_LIMITS)
+    limits = (*_EXPERT_LIMITS, *(_FP8_LIMITS if config.fp8 else ()))
+    widths = {"hidden_size": config.hidden_size, "moe_ffn_hidden_size": config.moe_ffn_hidden_size}
+    return _first_problem(config, limits) or precision_problem(precision_of(config), **widths)
+
+
+def precision_of(config: TransformerConfig) -> Recipe | None:
+    """Which numbers the experts multiply with `fp8`: those of Transformer Engine's blockwise recipe, whose scales are
+    powers of two unless its environment says otherwise. With "hybrid" gradients are E4M3, too."""
+    return Float8Block(power_of_two=True) if config.fp8 else None
 
 
 def groups_problem(pg_collection: ProcessGroupCollection, heap: SymmetricHeap) -> ArgumentError | None:

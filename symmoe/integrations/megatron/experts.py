@@ -29,7 +29,7 @@ from symmoe.grouped.activations import ScaledActivation
 from symmoe.grouped.linear import GroupedLinear
 from symmoe.grouped.mlp import fused_mlp
 from symmoe.grouped.rows_function import RowArguments
-from symmoe.integrations.megatron.compat import experts_problem, process_groups, slots_per_token
+from symmoe.integrations.megatron.compat import experts_problem, precision_of, process_groups, slots_per_token
 from symmoe.kernels.activation import Activation
 from symmoe.moe.config import MoEConfig
 
@@ -52,9 +52,9 @@ class SymmExperts(MegatronModule):
     Megatron's own experts. FC1's output is kept for backward, the activation is computed again: the experts always
     recompute "moe_act".
 
-    `config` is Megatron's; gradient_accumulation_fusion and delay_wgrad_compute are honoured. `pg_collection=None`:
-    Megatron's default groups. `name`, which newer versions pass, is ignored. ArgumentError: the experts do not support
-    the configuration; the text names the field.
+    `config` is Megatron's; gradient_accumulation_fusion, delay_wgrad_compute and blockwise fp8 are honoured.
+    `pg_collection=None`: Megatron's default groups. `name`, which newer versions pass, is ignored. ArgumentError: the
+    experts do not support the configuration; the text names the field.
     """
 
     def __init__(
@@ -94,6 +94,7 @@ class SymmExperts(MegatronModule):
                 weights="packed",
                 accumulate_into_main_grad=config.gradient_accumulation_fusion,
                 delay_wgrad=config.delay_wgrad_compute,
+                precision=precision_of(config),
                 init_method=init_method if config.perform_initialization else lambda weight: None,  # a checkpoint will
                 dtype=config.params_dtype,
                 device="cpu" if on_cpu else torch.device(torch.cuda.current_device()),
@@ -108,7 +109,7 @@ class SymmExperts(MegatronModule):
 
     # What RoutedExperts asks of a GroupedMLP.
 
-    precision = None
+    precision = property(attrgetter("linear_fc1.precision"))
     fc1, fc2 = property(attrgetter("linear_fc1")), property(attrgetter("linear_fc2"))
     num_groups = property(attrgetter("num_local_experts"))  # e
     hidden, ffn = property(attrgetter("linear_fc1.in_features")), property(attrgetter("linear_fc2.in_features"))
@@ -235,6 +236,7 @@ def routed_config(config: TransformerConfig, **how: Any) -> MoEConfig:
         num_experts=config.num_moe_experts,
         top_k=slots_per_token(config),
         activation=activation_of(config).activation,
+        precision=precision_of(config),
         router="none",
         **how,
     )

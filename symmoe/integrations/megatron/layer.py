@@ -90,14 +90,8 @@ class SymmTokenDispatcher(MoETokenDispatcher):
         With static capacity, [capacity, H] and [capacity] with an undefined tail.
         """
         heap, options, hidden, dtype = self._heap, self._options, hidden_states.shape[1], hidden_states.dtype
-        of_plan = PlanOptions(
-            self.config.num_moe_experts,
-            capacity=options.capacity,
-            overflow=options.overflow,
-            hidden=hidden,
-            dtype=dtype,
-        )
-        self.plan = plan_call(begun(self.topk_idx), heap, of_plan)
+        sizes = self.config.num_moe_experts, options.capacity, options.overflow
+        self.plan = plan_call(begun(self.topk_idx), heap, PlanOptions(*sizes, hidden=hidden, dtype=dtype))
         # Autograd saves the rows: the lease ends when autograd, or recomputation, drops them.
         lease = heap.lease((self.plan.row_capacity, hidden), dtype, name="dispatched rows", phase=SEND)
         return dispatch_tokens(hidden_states, self.plan, probs=probs, out=lease.tensor, order=options.order)

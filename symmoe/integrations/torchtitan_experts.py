@@ -1,0 +1,142 @@
+"""torchtitan's routed experts as one step over symmetric memory, without copies to or from the heap (torchtitan 0.3).
+
+    step = {"num_max_tokens_per_rank": 8192, "num_kept_layers": 1}
+    config.override.imports = [("symmoe.integrations.torchtitan_experts.routed_experts", step)]
+
+E experts, D hidden size, F of an expert. Scores multiply an expert's activation, torchtitan's multiply its output: the
+same sum, rounded elsewhere. Experts compute in the dtype of the tokens. torch.compile does not look into the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torchtitan.config.override import derive, override
+from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
+from torchtitan.protocols.module import Module
+from torchtitan.protocols.sharding import ShardingConfig
+
+from symmoe.checks.arguments import Stash
+from symmoe.errors import ArgumentError
+from symmoe.grouped.activations import ScaledSwiGLU
+from symmoe.grouped.linear import GroupedLinear
+from symmoe.grouped.parameters import local_part
+from symmoe.integrations.torchtitan import SymmoeTokenDispatcher
+from symmoe.moe.config import MoEConfig
+from symmoe.moe.routed_experts import RoutedExperts as Step
+from symmoe.moe.torch_operators import run_routed
+
+_MATRICES = {"fc1": ("w1_EFD", "w3_EFD"), "fc2": ("w2_EDF",)}  # of torchtitan's that a layer's weight holds
+
+
+class _Linear(GroupedLinear, Module):
+    """A GroupedLinear whose weight, of all experts, torchtitan shards and fills as those of its own modules. matrices:
+    those of the configuration's that it holds."""
+
+    def __init__(self, config: GroupedExperts.Config, matrices: Sequence[str], in_features: int, width: int) -> None:
+        super().__init__(config.num_experts, in_features, width, bias=False)
+        if (inits := config.param_init) is not None:
+            self._param_init = {"weight": partial(_fill, [inits[matrix] for matrix in matrices])}
+        if (sharding := config.sharding_config) is not None:
+            self._sharding_config = ShardingConfig(state_shardings={"weight": sharding.state_shardings[matrices[0]]})
+
+
+class SymmoeExperts(Module):
+    """torchtitan's GroupedExperts with gates and ups in one parameter, as kernels read them: `fc1.weight` [E, 2F, D];
+    `fc2.weight` is [E, D, F]. State dicts have torchtitan's w1_EFD, w2_EDF and w3_EFD."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GroupedExperts.Config):
+        pass
+
+    # What a step asks of a GroupedMLP. No child: torchtitan wants modules of its own there.
+    activation, precision = ScaledSwiGLU(), None
+    num_groups = property(attrgetter("fc1.num_groups"))
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.num_experts, self.hidden, self.ffn = config.num_experts, config.dim, config.hidden_dim
+        self.fc1 = _Linear(config, _MATRICES["fc1"], self.hidden, 2 * self.ffn)
+        self.fc2 = _Linear(config, _MATRICES["fc2"], self.ffn, self.hidden)
+        self.register_state_dict_post_hook(_as_torchtitan)
+        self.register_load_state_dict_pre_hook(_from_torchtitan)
+
+
+@torch.no_grad()
+def _fill(inits: list[Any], weight: torch.Tensor) -> None:
+    parts = weight.chunk(len(inits), dim=1)  # copies of a DTensor that is sharded there
+    for init, part in zip(inits, parts, strict=True):
+        init(part)
+    weight.copy_(torch.cat(parts, dim=1))
+
+
+def _as_torchtitan(module: SymmoeExperts, state: dict[str, Any], prefix: str, *_: object) -> None:
+    for linear, matrices in _MATRICES.items():
+        parts = state.pop(f"{prefix}{linear}.weight").chunk(len(matrices), dim=1)
+        state.update((prefix + name, part.contiguous()) for name, part in zip(matrices, parts, strict=True))
+
+
+def _from_torchtitan(module: SymmoeExperts, state: dict[str, Any], prefix: str, *_: object) -> None:
+    for linear, matrices in _MATRICES.items():
+        if all(prefix + name in state for name in matrices):
+            state[f"{prefix}{linear}.weight"] = torch.cat([state.pop(prefix + name) for name in matrices], dim=1)
+
+
+class SymmoeRoutedExperts(RoutedExperts):
+    """torchtitan's RoutedExperts; tokens travel in one step with the experts. Collective over the EP group, forward and
+    backward: rows arrive where FC1 reads them, and FC2 writes its results where they are summed."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(RoutedExperts.Config):
+        pass
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        experts, sent = config.inner_experts, config.token_dispatcher
+        sizes = {"hidden": experts.dim, "ffn": experts.hidden_dim, "num_experts": sent.num_experts, "top_k": sent.top_k}
+        stash: Stash = "all" if sent.num_kept_layers else "hidden"
+        self._config = MoEConfig(**sizes, order=sent.order, stash=stash, router="none")
+        self._step: Step | None = None
+
+    @torch.compiler.disable
+    def forward(
+        self,
+        x_BLD: torch.Tensor,
+        topk_scores_BLK: torch.Tensor,
+        topk_expert_ids_BLK: torch.Tensor,
+        num_local_tokens_per_expert_E: torch.Tensor,  # torchtitan shards arguments by name
+    ) -> torch.Tensor:
+        """The sum of every token's experts times their scores, [B, L, D]. Raises what make_plan does."""
+        experts, heap = self.inner_experts, self.token_dispatcher.heap
+        if heap is None:
+            raise ArgumentError("expert_parallel_degree (1) must be at least 2 for routed_experts; leave it out")
+        if self._step is None:
+            for linear in (experts.fc1, experts.fc2):
+                linear.num_groups = len(local_part(linear.weight))  # of this rank
+                linear._is_fsdp_managed_module = False  # torchtitan has sharded experts before FSDP saw them
+            self._step = Step.of(self._config, heap, experts)
+        tokens, probs, topk_idx = (each.flatten(0, 1) for each in (x_BLD, topk_scores_BLK.float(), topk_expert_ids_BLK))
+        y, load = run_routed(self._step, tokens, probs, topk_idx, experts, x_BLD.shape)
+        self.token_dispatcher.tell(topk_idx, load, tokens)
+        return y
+
+
+@override(target=RoutedExperts.Config, description="routed experts as one step over symmetric memory")
+def routed_experts(config: RoutedExperts.Config, **fields: Any) -> SymmoeRoutedExperts.Config:
+    """The configuration in place of any RoutedExperts': an override of torchtitan's, for `override.imports`. fields:
+    those of `SymmoeTokenDispatcher.Config`, num_max_tokens_per_rank at least. ArgumentError: other experts than
+    GroupedExperts, for which there is symmoe.integrations.torchtitan.token_dispatcher."""
+    if (found := type(config.inner_experts)) is not GroupedExperts.Config:
+        raise ArgumentError(f"inner_experts ({found.__qualname__}) must be GroupedExperts.Config")
+    experts = derive(config.inner_experts, SymmoeExperts.Config)
+    options = {"num_kept_layers": 0, "hidden_dim": experts.dim, **fields}
+    dispatcher = derive(config.token_dispatcher, SymmoeTokenDispatcher.Config, **options)
+    new: SymmoeRoutedExperts.Config = derive(
+        config, SymmoeRoutedExperts.Config, inner_experts=experts, token_dispatcher=dispatcher
+    )
+    return new
