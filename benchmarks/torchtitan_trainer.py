@@ -1,12 +1,16 @@
-"""Tokens per second of torchtitan's Trainer: with symmoe's dispatcher, and with torchtitan's own all-to-all.
+"""Tokens per second of torchtitan's Trainer: with symmoe in it, and with torchtitan's own all-to-all.
 
     torchrun --nproc-per-node=2 benchmarks/torchtitan_trainer.py --json FILE
     torchrun --nproc-per-node=2 benchmarks/torchtitan_trainer.py --way standard --json FILE
 
+    step          symmoe.integrations.torchtitan_experts: routed experts as one step, which keeps the rows of all layers
+    dispatcher    symmoe.integrations.torchtitan, and torchtitan's experts
+    standard      torchtitan's own
+
 One way in a process: torchtitan's Trainer ends with its process group. The model is torchtitan's Qwen3-MoE with the
 sizes of Qwen3-30B-A3B and fewer layers, under FSDP2 and expert parallelism over all ranks, in bf16, AdamW, on the
-source code of Python's standard library; --json adds a line to FILE. Both ways start from the same numbers and see
-the same tokens, so losses can be compared.
+source code of Python's standard library; --json adds a line to FILE. All ways have the same seed and see the same
+tokens, so losses can be compared; `step` draws the experts' numbers in another order than the others.
 """
 
 from __future__ import annotations
@@ -52,7 +56,7 @@ SIZES = {"dim": 2048, "n_heads": 32, "n_kv_heads": 4, "head_dim": 128, "moe_hidd
 EXPERTS = {"num_experts": 128, "top_k": 8}
 TINY = {"dim": 64, "n_heads": 4, "n_kv_heads": 2, "head_dim": 16, "moe_hidden_dim": 48}
 TINY_EXPERTS = {"num_experts": 8, "top_k": 2}
-WAYS = ("symmoe", "standard")
+WAYS = ("step", "dispatcher", "standard")
 NUM_RANKS = int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -125,7 +129,7 @@ class Clock(MetricsProcessor):
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--way", choices=WAYS, default="symmoe")
+    parser.add_argument("--way", choices=WAYS, default="step")
     parser.add_argument("--layers", type=int, default=4, help="of the model (%(default)s)")
     parser.add_argument("--context", type=int, default=2048, help="tokens of a sequence (%(default)s)")
     parser.add_argument("--sequences", type=int, default=4, help="per rank and step (%(default)s)")
@@ -174,9 +178,13 @@ def config_of(arguments: argparse.Namespace, folder: str) -> Trainer.Config:
     if torchtitan_older_torch.IS_OLDER or not torch.cuda.is_available():
         config.parallelism.spmd_backend = "partial_dtensor"
         config.loss = CrossEntropyLoss.Config(global_vocab_size=VOCABULARY)  # not in chunks, which need newer FSDP2s
-    if arguments.way == "symmoe":
-        heap = {"hidden_dim": dim, "num_max_tokens_per_rank": arguments.sequences * arguments.context}
-        config.override.imports = [("symmoe.integrations.torchtitan.token_dispatcher", heap)]
+    most = {"num_max_tokens_per_rank": arguments.sequences * arguments.context}
+    if arguments.way == "step":
+        kept = {"num_kept_layers": arguments.layers, "load_factor": 2.0}
+        config.override.imports = [("symmoe.integrations.torchtitan_experts.routed_experts", most | kept)]
+    elif arguments.way == "dispatcher":
+        sizes = {"hidden_dim": dim}
+        config.override.imports = [("symmoe.integrations.torchtitan.token_dispatcher", most | sizes)]
     return config
 
 
