@@ -347,19 +347,30 @@ def megatron() -> Iterable[list[object]]:
         yield [name.replace("+", ", "), one["experts"], *times, f"{one['speedup']:.2f}x"]
 
 
-def megatron_training() -> Iterable[list[object]]:
-    for one in load("megatron-h200-ep2")[1:]:
-        shape, ms = one["shape"], one["step_ms"]["median"]
+TRAINERS = ("torchtitan-h200-ep2", "megatron-training-h200-ep2", "trainer-h200-ep2")
+Training = tuple[str, float, dict[str, float]]  # whose trainer and which way, tokens per second, losses by step
+
+
+def trainings() -> Iterable[tuple[Training, Training]]:
+    """Each, and the trainer's own to compare it with."""
+    titan, megatron, trainer = map(load, TRAINERS)
+    each: list[Training] = [(f"torchtitan: {one['way']}", one["tokens_per_s"], one["losses"]) for one in titan]
+    yield from ((one, each[-1]) for one in each)
+    each = []
+    for one in megatron:
+        shape, name = one["shape"], one["trained"].replace("+", ", ")
         tokens = shape["sequence"] * shape["micro_batch"] * shape["micro_batches"] * one["ranks"]
-        factor = f", capacity {one['load_factor']} times the mean" if one["load_factor"] else ""
-        losses = f"{one['first_loss']:.3f}, {one['last_loss']:.3f}"
-        yield [one["trained"].replace("+", ", ") + factor, f"{ms:.0f}", f"{tokens / ms * 1e3:,.0f}", losses]
+        name += f", capacity {one['load_factor']:g} times the mean" if one["load_factor"] else ""
+        each.append((f"Megatron-Core: {name}", tokens / one["step_ms"]["median"] * 1e3, one["losses"]))
+    yield from ((one, each[-1]) for one in each)
+    results = trainer["results"]
+    each = [(f"transformers: {one['way']}", one["tokens_per_s"][0], one["losses"][0]) for one in results]
+    yield from ((one, each[-1]) for one in each)
 
 
-def trainer() -> Iterable[list[object]]:
-    for one in load("trainer-h200-ep1")["results"]:
-        losses = f"{min(one['losses']):.4f} to {max(one['losses']):.4f}"
-        yield [one["way"], ", ".join(f"{rate:,}" for rate in one["tokens_per_s"]), losses]
+def trainers() -> Iterable[list[object]]:
+    for (name, rate, losses), (_, own, _) in trainings():
+        yield [name, f"{rate:,.0f}", f"{rate / own:.2f}x", *(f"{losses[step]:.3f}" for step in ("20", "100", "200"))]
 
 
 # -- reliability ------------------------------------------------------------------------------------------------------
@@ -535,22 +546,21 @@ def sections() -> Iterable[tuple[str, list[str]]]:
             fill(
                 f"megatron-h200-ep2.json, {one['device']}, {one['ranks']} ranks, torch {one['torch']}, Megatron-Core "
                 f"{one['megatron']}, no Transformer Engine, balanced routing: examples/megatron_gpt.py --preset "
-                f"{one['preset']} --force-balance, with --steps 0 --compare and with --layer-steps 0 --dispatcher. "
-                "Date and commit are not recorded."
+                f"{one['preset']} --force-balance, with --steps 0 --compare. Date and commit are not recorded."
             ),
             table(["dispatcher, experts", "class", *(f"{d} ms" for d in (*BOTH, "both")), ""], megatron(), 2),
-            table(
-                ["training 4 layers", "step ms", "tokens/s on 2 GPUs", "loss after 1, 15 steps"], megatron_training()
-            ),
         ],
     )
     yield (
-        "## transformers' Trainer",
+        "## Trainers",
         [
             source(
-                "trainer-h200-ep1", note="A Qwen3-MoE with four layers of Qwen3-30B-A3B, 20 steps, three runs of each."
+                *TRAINERS,
+                note="A model with four layers of Qwen3-30B-A3B, 200 steps of 16,384 tokens, of bytes of Python's "
+                "library. The losses of transformers' Trainer are means of 20 steps. torch 2.11 lacks what torchtitan "
+                "0.3.0 asks for: benchmarks/torchtitan_older_torch.py.",
             ),
-            table(["", "tokens/s", "losses"], trainer()),
+            table(["trainer: way", "tokens/s on 2 GPUs", "", *(f"loss, step {n}" for n in (20, 100, 200))], trainers()),
         ],
     )
     yield (

@@ -205,7 +205,7 @@ def main() -> None:
         if arguments.json is not None:
             env = machine(torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"))
             env |= {"torchtitan": torchtitan.__version__, "command": " ".join(["torchrun", *sys.argv])}
-            result = {"way": arguments.way, "ranks": NUM_RANKS, "tokens_per_s": rate, "losses": shown, "env": env}
+            result = {"way": arguments.way, "ranks": NUM_RANKS, "tokens_per_s": rate, "losses": shown} | env
             with arguments.json.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(result | {"layers": arguments.layers, "steps": arguments.steps}) + "\n")
 

@@ -66,6 +66,18 @@ def test_held_memory_is_the_records():
     assert text.format(**of) in " ".join(README.split())
 
 
+def test_trainers_are_the_records():
+    trained = list(measurements.trainings())
+    best = [
+        max((one for one in trained if one[1] == own), key=lambda one: one[0][1]) for own in (t[1] for t in trained)
+    ]
+    wanted = {f"| {ours[1]:,.0f} and {own[1]:,.0f} |" for ours, own in best}
+    assert len(wanted) == 3
+    assert [text for text in wanted if text not in README] == []
+    for (_, _, losses), (_, _, own) in trained:
+        assert abs(losses["200"] - own["200"]) < 0.05 * own["200"]
+
+
 def faults(kind: str) -> dict:
     return record("reliability-cpu-faults")["kinds"][kind]["detect_ms"]
 
