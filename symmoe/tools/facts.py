@@ -32,8 +32,7 @@ def version_of(distribution: str) -> str | None:
 
 def machine(device: torch.device) -> dict[str, str | None]:
     """The keys of a record that say where it was measured. Starts nvidia-smi and git if they are there."""
-    on_gpu = device.type == "cuda"
-    query = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    on_gpu, query = device.type == "cuda", ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     nvshmem = [(name, version_of(name)) for name in ("nvidia-nvshmem-cu13", "nvshmem4py-cu13")]
     return {
         "gpu": torch.cuda.get_device_name(device) if on_gpu else _cpu_model(),
@@ -57,8 +56,6 @@ def commit(folder: Path) -> str:
 
 
 def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
+    said = Path("/proc/cpuinfo")
+    lines = said.read_text(encoding="utf-8").splitlines() if said.exists() else []
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from symmoe.symm_mem.bootstrap import Bootstrap
 
 _Scalar = TypeVar("_Scalar", bound=np.generic)
-
 _GROUP_TIMEOUT = timedelta(minutes=10)  # of the process group: a rank may compile for minutes
 
 

@@ -33,8 +33,8 @@ PRESETS = {
         Shape("olmoe", 2048, 1024, 64, 8),
     )
 }
-_SIZES = {"hidden": "H, width of the tokens", "ffn": "I, width of one expert", "experts": "E, experts in all"}
-_SIZES |= {"top_k": "K, experts per token"}
+_SIZES = {"hidden": "H, width of the tokens; with the other three instead of a preset", "ffn": "I, width of one expert"}
+_SIZES |= {"experts": "E, experts in all", "top_k": "K, experts per token"}
 
 
 def add_shape_arguments(parser: argparse.ArgumentParser, *, default: str = "", what: str = "one") -> None:
@@ -42,8 +42,7 @@ def add_shape_arguments(parser: argparse.ArgumentParser, *, default: str = "", w
     known = ", ".join(PRESETS) + (f" ({default})" if default else "")
     parser.add_argument("--preset", default="", help=f"{what}: {known}")
     for name, text in _SIZES.items():
-        more = "; with the other three instead of a preset" if name == "hidden" else ""
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, help=text + more)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, help=text)
 
 
 def add_config_arguments(parser: argparse.ArgumentParser, **defaults: str) -> None:

@@ -14,7 +14,6 @@ from symmoe.tools.ranks import Ranks
 
 STEPS = 20  # in a row
 WARM_UP = 3
-
 Step = Callable[[], object]
 
 

@@ -21,7 +21,6 @@ from symmoe.kernels import twin
 from symmoe.precision import PRECISIONS, swizzle_scales
 
 SIZES = ["--hidden", "16", "--ffn", "16", "--experts", "4", "--top-k", "2", "--tokens", "24", "--repetitions", "3"]
-SUITES = ["steps", "layer", "variants", "precision", "plan", "dispatch", "combine", "gemm", "grouped", "overhead"]
 KEYS = (
     "suite preset ep tokens skew direction ms_median ms_p10 ms_p90 tflops ceiling_tflops stock_tflops wire_bytes "
     "wire_gbs copy_gbs gpu driver torch triton nvshmem commit command date"
@@ -38,13 +37,8 @@ VARIANTS = {
     "variants": EAGER
     | {"order=slot", "stash=rows", "stash=hidden", "stash=none", "public parts"}
     | {"packed", "expert-major", "serial packed", "serial expert-major"},
-    "precision": {
-        "static",
-        "float8-block",
-        "float8-block, wire",
-        "float8-block, wire, constant weights",
-        "float8-auto",
-    },
+    "precision": {"static", "float8-auto"}
+    | {f"float8-block{how}" for how in ("", ", wire", ", wire, constant weights")},
     "plan": CAPACITIES,
     "dispatch": {f"{layout}{numbers}" for layout in ("packed", "expert-major") for numbers in ("", ", float8-block")},
     "combine": {"order=rank", "order=slot"},
@@ -71,7 +65,7 @@ def run(num_ranks: int, folder: Path, *arguments: str) -> tuple[list[dict], str]
 @pytest.fixture(scope="module", params=[pytest.param(num_ranks, marks=pytest.mark.slow) for num_ranks in (1, 2)])
 def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, list[dict], str]:
     """Number of ranks, records, output, on routing with a hot expert."""
-    return request.param, *run(request.param, tmp_path_factory.mktemp("bench"), *SUITES, "--skew", "hot")
+    return request.param, *run(request.param, tmp_path_factory.mktemp("bench"), *VARIANTS, "--skew", "hot")
 
 
 @pytest.mark.slow
