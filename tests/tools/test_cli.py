@@ -1,5 +1,4 @@
-"""Wrong arguments of `symmoe` and of benchmarks/bench.py: one line that says what is wrong, and exit status 2; never a
-traceback."""
+"""Wrong arguments of symmoe and bench.py: one line that says what is wrong, and exit status 2; never a traceback."""
 
 import os
 import re
