@@ -13,13 +13,13 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+from suites.cases import shapes_of
+from suites.records import Record, measured_on, new_record, render, save
 
 from symmoe import MoEConfig, MoELayer, SymmetricHeap
-from symmoe.tools.bench.cases import Shape, add_shape_arguments, shapes_of
-from symmoe.tools.bench.command import command_line
-from symmoe.tools.bench.ranks import Ranks, join
-from symmoe.tools.bench.records import Record, machine, new_record, render, save
-from symmoe.tools.bench.steps import times_in_a_row_ms
+from symmoe.tools.ranks import Ranks, join
+from symmoe.tools.shapes import Shape, add_shape_arguments
+from symmoe.tools.timing import times_in_a_row_ms
 
 BALANCES = ("none", "replicas")
 
@@ -94,7 +94,7 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE", help="write the records to FILE")
     options = parser.parse_args()
     with join() as ranks:
-        about = {**machine(ranks.device), "command": command_line(ranks)}
+        about = measured_on(ranks)
         with SymmetricHeap(num_bytes=int(options.heap_gib * 2**30)) as heap:
             records = [one | about for shape in shapes_of(options) for one in bench(shape, heap, ranks, options)]
     if ranks.rank == 0:

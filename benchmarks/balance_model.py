@@ -26,7 +26,7 @@ import torch
 
 from symmoe.kernels import control, twin
 from symmoe.moe.balance import rows_per_rank
-from symmoe.tools.bench.cases import PRESETS, Shape
+from symmoe.tools.shapes import PRESETS, Shape
 
 RECORD = Path(__file__).parent / "results" / "balance-h200-ep2.json"
 SHAPES = {"qwen3-30b": PRESETS["qwen3-30b"], "deepseek-v3": replace(PRESETS["deepseek-like"], num_experts=256)}

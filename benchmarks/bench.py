@@ -1,32 +1,54 @@
-"""All suites: that of `symmoe bench`, the layer and its choices, its parts, and grouped modules by themselves.
+"""Times of the layer, of its choices and parts, and of grouped modules by themselves, with yardsticks in the same run,
+on the ranks that torchrun has started or on only one.
 
+    torchrun --nproc-per-node=2 benchmarks/bench.py --preset qwen3-30b --tokens 128,8192 --json out.json
     torchrun --nproc-per-node=2 benchmarks/bench.py variants dispatch combine --preset qwen3-30b --json out.json
     python benchmarks/bench.py gemm grouped overhead
 
 docs/benchmarking.md has the suites, the protocol, and what the records mean; benchmarks/compare.py shows records again.
 """
 
+from __future__ import annotations
+
 import argparse
 import functools
-import sys
+import gc
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
 
-from suites.figures import of_choice, of_step
+import torch
+from suites.cases import SKEWS, Case, names_of, shapes_of
+from suites.figures import of_choice
 from suites.gemm import bench_gemm
 from suites.grouped import bench_grouped
 from suites.layer import LAYER, bench_layer
 from suites.memory import bench_memory
 from suites.overhead import bench_overhead
+from suites.problem import Problem, routing_of
 from suites.rail import bench_rail
+from suites.records import Record, measured_on, render, save
+from suites.steps import bench_steps, heap_bytes
+from suites.timing import Run
 from suites.trips import bench_combine, bench_dispatch, bench_plan
 from suites.variants import bench_precision, bench_variants, precision_heap_bytes, variants_heap_bytes
 
 from symmoe.errors import ArgumentError
-from symmoe.tools.bench import command
-from symmoe.tools.bench.command import Suite
-from symmoe.tools.bench.steps import bench_steps, heap_bytes
+from symmoe.symm_mem.heap import SymmetricHeap
+from symmoe.tools.ranks import Ranks, join
+from symmoe.tools.shapes import PRESETS, add_shape_arguments, config_of
+
+
+@dataclass(frozen=True)
+class Suite:
+    """What is measured of a case, and bytes of the heap that it needs, by case, ranks, and the rows of the busiest."""
+
+    bench: Callable[[Problem, Run], list[Record]]
+    heap_bytes: Callable[[Case, int, int], int] = heap_bytes
+
 
 SUITES = {
-    "steps": Suite(functools.partial(bench_steps, figures_of=of_step)),
+    "steps": Suite(bench_steps),
     "layer": Suite(functools.partial(bench_layer, more=of_choice), functools.partial(heap_bytes, choices=LAYER)),
     "memory": Suite(bench_memory),
     "variants": Suite(bench_variants, variants_heap_bytes),
@@ -41,14 +63,72 @@ SUITES = {
 }
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    command.add_arguments(parser, SUITES)
+    add_arguments(parser)
     try:
-        return command.run(parser.parse_args(arguments), SUITES)
+        run(parser.parse_args(arguments))
     except ArgumentError as error:
         parser.error(str(error))
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what :func:`run` reads."""
+    parser.add_argument("suites", nargs="*", metavar="SUITE", help=f"{', '.join(SUITES)} (steps)")
+    add_shape_arguments(parser, default=next(iter(PRESETS)), what="comma-separated names, or all")
+    parser.add_argument("--tokens", default="8192", help="comma-separated numbers of tokens per rank (8192)")
+    parser.add_argument("--skew", default="uniform", help=f"comma-separated routings: {', '.join(SKEWS)} (uniform)")
+    parser.add_argument("--repetitions", type=int, default=30, help="of each variant (%(default)s; show none of fewer)")
+    parser.add_argument("--heap-gib", type=float, help="GiB of the symmetric heap (what the cases need)")
+    parser.add_argument("--ranks-per-node", type=int, help="cuts machines into virtual nodes, see docs/nodes.md")
+    parser.add_argument("--json", metavar="FILE", help="write the records to FILE")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Measures what the arguments name, on all ranks. Raises ArgumentError for what argparse does not find, WrongResult
+    if a variant's results are wrong."""
+    names = names_of("suite", ",".join(args.suites or ["steps"]), SUITES)
+    tokens, skews = args.tokens.split(","), names_of("skew", args.skew, SKEWS)
+    if wrong := [text for text in tokens if not text.strip().isdecimal() or int(text) < 1]:
+        raise ArgumentError(f"tokens ({wrong[0]}) must be comma-separated whole numbers of at least 1")
+    shapes = shapes_of(args, next(iter(PRESETS)))
+    cases = [Case(shape, count, skew) for shape in shapes for count in map(int, tokens) for skew in skews]
+    if args.repetitions < 1:
+        raise ArgumentError(f"repetitions ({args.repetitions}) must be greater than 0")
+    if args.heap_gib is not None and not 0 < args.heap_gib < 1 << 30:
+        raise ArgumentError(f"heap-gib ({args.heap_gib}) must be greater than 0, and less than 2**30")
+    if args.json and not os.access(os.path.dirname(args.json) or ".", os.W_OK):  # before an hour of measuring
+        raise ArgumentError(f"json ({args.json}) cannot be written: no folder of yours")
+    with join() as ranks:
+        for shape in shapes:
+            config_of(shape).experts_per_rank(ranks.num_ranks)
+        facts, records = measured_on(ranks), list[Record]()
+        shown = ("gpu", "driver", "torch", "triton", "nvshmem", "commit")
+        _say(ranks, ", ".join(f"{key} {facts[key]}" for key in shown if facts[key]))
+        num_bytes = int((args.heap_gib or 0) * 2**30) or max(
+            SUITES[name].heap_bytes(case, ranks.num_ranks, max(routing_of(case, ranks.num_ranks).num_rows))
+            for case in cases
+            for name in names
+        )
+        with SymmetricHeap(num_bytes=num_bytes, ranks_per_node=args.ranks_per_node) as heap:
+            for case in cases:
+                problem = Problem(case, ranks)
+                for name in names:
+                    found = SUITES[name].bench(problem, Run(ranks, heap, args.repetitions))
+                    records += [record | facts for record in found]
+                    _say(ranks, f"\n{name}: {case}\n{render(found)}")
+                    if ranks.rank == 0 and args.json:  # after every suite: a run may be cut off
+                        save(records, args.json)
+                del problem
+                gc.collect()
+                if ranks.device.type == "cuda":
+                    torch.cuda.empty_cache()
+
+
+def _say(ranks: Ranks, text: str) -> None:
+    if ranks.rank == 0:
+        print(text, flush=True)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

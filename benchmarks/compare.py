@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from symmoe.tools.bench.records import Record, ratio, render
+from suites.records import Record, ratio, render
 
 MAX_DROP = 0.1
 IDENTITY = ("suite", "variant", "preset", "ep", "tokens", "skew", "direction")  # what makes two records the same

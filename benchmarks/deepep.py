@@ -1,4 +1,4 @@
-"""DeepEP, measured as `symmoe bench` measures: steps in a row, and dispatch and combine by themselves.
+"""DeepEP, measured as benchmarks/bench.py measures: steps in a row, and dispatch and combine by themselves.
 
     torchrun --nproc-per-node=2 benchmarks/deepep.py --preset qwen3-30b,mixtral-8x7b --json deepep.json
     python benchmarks/compare.py ours.json deepep.json
@@ -15,22 +15,22 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
-from suites.figures import of_step
+from suites.cases import SKEWS, Case, shapes_of
 from suites.layer import Step
 from suites.memory import step_record
+from suites.problem import DTYPE, MAX_ERROR, Problem, row_error
+from suites.records import Record, case_record, measured_on, render, save, tflops
 from suites.reference import Reference
 from suites.rows import LocalRows, Places
-from suites.timing import DIRECTIONS, Variant, align_ahead, in_steps, measure
+from suites.stock_torch import torch_experts
+from suites.timing import DIRECTIONS, Run, Variant, align_ahead, in_steps, measure
+from suites.traced import of_step
 from torch.autograd.function import once_differentiable
 
 from symmoe.autograd import Context, Function
-from symmoe.tools.bench.cases import SKEWS, Case, add_shape_arguments, shapes_of
-from symmoe.tools.bench.command import command_line
-from symmoe.tools.bench.problem import DTYPE, MAX_ERROR, Problem, row_error
-from symmoe.tools.bench.ranks import Ranks, Run, join
-from symmoe.tools.bench.records import Record, case_record, machine, render, save, tflops
-from symmoe.tools.bench.steps import times_in_a_row_ms
-from symmoe.tools.bench.stock_torch import torch_experts
+from symmoe.tools.ranks import Ranks, join
+from symmoe.tools.shapes import add_shape_arguments
+from symmoe.tools.timing import times_in_a_row_ms
 
 NAME = "deepep"
 
@@ -215,7 +215,7 @@ def main() -> None:
     cases = [Case(shape, options.tokens, options.skew) for shape in shapes_of(options)]
     records: list[Record] = []
     with join() as ranks:
-        facts = machine(ranks.device) | {"command": command_line(ranks)}
+        facts = measured_on(ranks)
         buffer = open_buffer(cases, ranks)
         for case in cases:
             problem = Problem(case, ranks)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from symmoe.tools.bench.records import machine
+from symmoe.tools.facts import machine
 
 WARM_UP = 5  # calls
 

@@ -70,7 +70,7 @@ sanitize() { # tool, log, command...
 exec > >(tee "$folder/summary.txt")
 "$python" -c "
 import torch
-from symmoe.tools.bench.records import machine
+from symmoe.tools.facts import machine
 print(', '.join(f'{key} {value}' for key, value in machine(torch.device('cuda')).items()))"
 echo "without a tool (compiles what the tools run):"
 workers=()

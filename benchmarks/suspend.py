@@ -13,11 +13,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from suites.records import Record, measured_on, new_record, render, save
 
 from symmoe import SymmetricHeap
-from symmoe.tools.bench.command import command_line
-from symmoe.tools.bench.ranks import Ranks, join
-from symmoe.tools.bench.records import Record, machine, new_record, render, save
+from symmoe.tools.ranks import Ranks, join
 
 
 def held_mib(device: torch.device) -> float:
@@ -55,7 +54,7 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE", help="write the records to FILE")
     options = parser.parse_args()
     with join() as ranks:
-        about = {**machine(ranks.device), "command": command_line(ranks)}
+        about = measured_on(ranks)
         sizes = map(float, options.gib.split(","))
         records = [each | about for gib in sizes for each in bench(gib, ranks, options.repetitions)]
     if ranks.rank == 0:

@@ -50,7 +50,7 @@ from torchtitan.models.qwen3 import _build_qwen3_moe_layers
 from torchtitan.models.qwen3.config_registry import qwen3_moe_debug
 from torchtitan.trainer import Trainer
 
-from symmoe.tools.bench.records import machine
+from symmoe.tools.facts import machine
 
 SIZES = {"dim": 2048, "n_heads": 32, "n_kv_heads": 4, "head_dim": 128, "moe_hidden_dim": 768}
 EXPERTS = {"num_experts": 128, "top_k": 8}

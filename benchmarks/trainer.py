@@ -38,7 +38,7 @@ from transformers import TrainerCallback, TrainingArguments
 
 import symmoe
 from symmoe.integrations.transformers import Trainer, swap_moe
-from symmoe.tools.bench.records import machine
+from symmoe.tools.facts import machine
 
 SIZES = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
 HEADS = {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}

@@ -399,7 +399,7 @@ def heap_size(arguments: argparse.Namespace, preset: Preset, trained: Variant, t
 def about(arguments: argparse.Namespace, preset: Preset, config: Any, device: torch.device) -> dict[str, Any]:
     """What the figures are figures of."""
     from symmoe.integrations.megatron import MEGATRON_VERSION
-    from symmoe.tools.bench.records import machine
+    from symmoe.tools.facts import machine
 
     return machine(device) | {
         "command": " ".join(["torchrun", *sys.argv]),

@@ -1,8 +1,8 @@
 """The command `symmoe`.
 
 `symmoe plan` says how much memory a configuration needs, before anything is allocated, and what bounds it on several
-nodes; `symmoe bench` measures; `symmoe doctor` says whether a machine can run symmoe, and who waited for whom;
-`symmoe check` compares a model on n ranks with one; `symmoe trace` records a step as a timeline.
+nodes; `symmoe doctor` says whether a machine can run symmoe, and who waited for whom; `symmoe check` compares a model
+on n ranks with one; `symmoe trace` records a step as a timeline.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from symmoe import __version__
 from symmoe.errors import ArgumentError
 from symmoe.precision.recipes import PRECISIONS
 from symmoe.timeline import command as trace
-from symmoe.tools.bench import command as bench
-from symmoe.tools.bench.cases import add_config_arguments, add_shape_arguments, config_of, shape_of
 from symmoe.tools.check import command as check
 from symmoe.tools.doctor import command as doctor
+from symmoe.tools.shapes import add_config_arguments, add_shape_arguments, config_of, shape_of
 from symmoe.training.memory_plan import MemoryPlan, plan_memory
 from symmoe.training.network_plan import NetworkPlan, plan_network
 from symmoe.training.precision_choice import AUTO, FLOAT8, LEAST_SPEED_UP, MeasuredLayer, best_measured, in_full
@@ -80,7 +79,7 @@ def _run(argv: Sequence[str] | None) -> int:
     plan = commands.add_parser("plan", help=_PLAN_HELP, description=_PLAN, formatter_class=raw)
     _add_plan_arguments(plan)
     plan.set_defaults(run=_plan)
-    for name, command in (("bench", bench), ("doctor", doctor), ("check", check), ("trace", trace)):
+    for name, command in (("doctor", doctor), ("check", check), ("trace", trace)):
         its = commands.add_parser(name, help=command.HELP, description=command.DESCRIPTION, formatter_class=raw)
         command.add_arguments(its)
         its.set_defaults(run=command.run)

@@ -56,7 +56,7 @@ class HeapPoisoned(SymmoeError):
 
 
 class WrongResult(SymmoeError):
-    """A result differs from its reference: `symmoe bench` times nothing that is wrong."""
+    """A result differs from its reference: what is wrong is not timed."""
 
 
 class StaleLease(SymmoeError):

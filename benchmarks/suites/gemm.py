@@ -12,14 +12,13 @@ from dataclasses import dataclass
 
 import torch
 
+from suites.problem import DTYPE, MAX_ERROR, Problem, relative_error
+from suites.records import Record, case_record, tflops
 from suites.rows import LocalRows
-from suites.timing import Variant, align_ahead, in_steps, largest, measure
+from suites.stock_torch import STOCK, grouped_mm, swiglu
+from suites.timing import Run, Variant, align_ahead, in_steps, largest, measure
 from symmoe import kernels
 from symmoe.kernels.activation import Activation
-from symmoe.tools.bench.problem import DTYPE, MAX_ERROR, Problem, relative_error
-from symmoe.tools.bench.ranks import Run
-from symmoe.tools.bench.records import Record, case_record, tflops
-from symmoe.tools.bench.stock_torch import STOCK, grouped_mm, swiglu
 
 _SAMPLED_EXPERTS = 3
 _ACTIVATION = Activation()

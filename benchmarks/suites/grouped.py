@@ -19,22 +19,21 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from suites.figures import of_step
 from suites.gemm import groups_error, spans_of
 from suites.layer import Step
+from suites.problem import DTYPE, MAX_ERROR, Problem
+from suites.records import Record, case_record, tflops
 from suites.reference import expert_outputs
 from suites.rows import LocalRows
-from suites.timing import HostEvent, Variant, in_steps, measure, median_ms
+from suites.stock_torch import grouped_mm, torch_experts
+from suites.timing import HostEvent, Run, Variant, in_steps, measure, median_ms
+from suites.traced import of_step
 from suites.variants import E4M3_ERROR
 from symmoe.grouped.linear import GroupedLinear
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.grouped.rows_function import Splits
 from symmoe.precision.recipes import NVFP4, PRECISIONS, Recipe, precision_problem
-from symmoe.tools.bench.cases import Shape
-from symmoe.tools.bench.problem import DTYPE, MAX_ERROR, Problem
-from symmoe.tools.bench.ranks import Run
-from symmoe.tools.bench.records import Record, case_record, tflops
-from symmoe.tools.bench.stock_torch import grouped_mm, torch_experts
+from symmoe.tools.shapes import Shape
 
 # Two layers of E2M1 numbers and their gradients, rounded stochastically, are off by 0.3.
 _E2M1_ERROR = 0.5

@@ -14,22 +14,21 @@ from typing import Any
 
 import torch
 
+from suites import steps
+from suites.problem import MAX_ERROR, Problem, row_error
+from suites.records import Record, case_record, tflops
 from suites.reference import Reference
 from suites.rows import all_tokens, rows_of
-from suites.timing import DIRECTIONS, Clock, Mark, Variant, in_steps, largest, measure, median_ms, plan_of
+from suites.steps import make_experts, stock_forward
+from suites.stock_torch import STOCK
+from suites.timing import DIRECTIONS, Clock, Mark, Run, Variant, in_steps, largest, measure, median_ms, plan_of
 from symmoe.grouped.experts import ExpertRows, ExpertsBackward, ExpertWeights, Hidden
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.kernels.activation import Activation
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.ep_step import expert_parallel_mlp
 from symmoe.precision.recipes import Recipe
-from symmoe.tools.bench import steps
-from symmoe.tools.bench.cases import Shape, config_of
-from symmoe.tools.bench.problem import MAX_ERROR, Problem, row_error
-from symmoe.tools.bench.ranks import Run
-from symmoe.tools.bench.records import Record, case_record, tflops
-from symmoe.tools.bench.steps import make_experts, stock_forward
-from symmoe.tools.bench.stock_torch import STOCK
+from symmoe.tools.shapes import Shape, config_of
 
 Forward = Callable[[], torch.Tensor]
 CEILING = "gemms alone"

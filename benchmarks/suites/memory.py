@@ -13,15 +13,17 @@ import torch
 
 from suites.figures import MemoryMeter
 from suites.layer import Step, stock_step
+from suites.problem import DTYPE, Problem
+from suites.records import Record, case_record
 from suites.reference import Reference
+from suites.steps import make_experts
+from suites.timing import Run, largest_error
 from symmoe.moe.layer import MoELayer
 from symmoe.moe.routed_experts import RoutedExperts
 from symmoe.symm_mem.heap import SymmetricHeap
-from symmoe.tools.bench.cases import config_of
-from symmoe.tools.bench.problem import DTYPE, Problem
-from symmoe.tools.bench.ranks import Ranks, Run, largest_error
-from symmoe.tools.bench.records import Record, case_record
-from symmoe.tools.bench.steps import WARM_UP, make_experts
+from symmoe.tools.ranks import Ranks
+from symmoe.tools.shapes import config_of
+from symmoe.tools.timing import WARM_UP
 
 _LAYERS = {"layer": "auto", "layer, packed": "packed"}  # by name, the layout
 

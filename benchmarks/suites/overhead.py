@@ -21,12 +21,11 @@ import torch
 from torch import nn
 
 from suites.pointer_loading import LOADED, NUM_EXPERTS, pointer_variants, yardsticks
-from suites.timing import Clock, HostEvent, Mark, Variant, largest, measure, median_ms
+from suites.problem import DTYPE, MAX_ERROR, Problem, relative_error
+from suites.records import Record, new_record, rounded
+from suites.stock_torch import grouped_mm, swiglu
+from suites.timing import Clock, HostEvent, Mark, Run, Variant, largest, measure, median_ms
 from symmoe.grouped.mlp import GroupedMLP
-from symmoe.tools.bench.problem import DTYPE, MAX_ERROR, Problem, relative_error
-from symmoe.tools.bench.ranks import Run
-from symmoe.tools.bench.records import Record, new_record, rounded
-from symmoe.tools.bench.stock_torch import grouped_mm, swiglu
 
 GROUPS, HIDDEN, FFN, ROWS_PER_GROUP = 64, 128, 128, 16
 NUM_ROWS = GROUPS * ROWS_PER_GROUP

@@ -13,13 +13,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from suites.timing import Variant, align_ahead, in_steps, measure
+from suites.problem import DTYPE, Problem
+from suites.records import Record, new_record
+from suites.timing import Run, Variant, align_ahead, in_steps, measure
 from symmoe.errors import ArgumentError
 from symmoe.kernels import control
 from symmoe.symm_mem.heap import SymmetricHeap, nodes_of
-from symmoe.tools.bench.problem import DTYPE, Problem
-from symmoe.tools.bench.ranks import Run
-from symmoe.tools.bench.records import Record, new_record
 
 SIZES = {"64 KiB": 1 << 16, "1 MiB": 1 << 20, "16 MiB": 1 << 24, "64 MiB": 1 << 26}
 PHASE = control.PHASE_NODES_OUT

@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import torch
 
+from suites.problem import Problem, Tokens, relative_error, row_error
 from suites.rows import all_tokens, rows_of
 from suites.timing import largest
-from symmoe.tools.bench.problem import Problem, Tokens, relative_error, row_error
 
 _SAMPLED_TOKENS = 4
 _SAMPLED_ROWS = 64

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from symmoe.tools.bench.problem import Problem, Routing, Tokens
+from suites.problem import Problem, Routing, Tokens
 
 
 def order_of(routing: Routing) -> torch.Tensor:

@@ -7,18 +7,20 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from suites.problem import Problem
+from suites.records import rounded
 from symmoe.dispatch.plan import Plan, make_plan
-from symmoe.tools.bench.problem import Problem
-from symmoe.tools.bench.ranks import Ranks, Run, largest_error
-from symmoe.tools.bench.records import rounded
-from symmoe.tools.bench.steps import WARM_UP
+from symmoe.errors import WrongResult
+from symmoe.symm_mem.heap import SymmetricHeap
+from symmoe.tools.ranks import Ranks
+from symmoe.tools.timing import WARM_UP
 from symmoe.torch_internals import gpu_sleep
 
 DIRECTIONS = ("forward", "backward")
@@ -26,6 +28,14 @@ BLOCK = 10
 _HEAD_START_CYCLES = 2_000_000  # about a millisecond: a trip has a dozen launches of 10 us
 Mark = Any  # a point in time: a HostEvent or a torch.cuda.Event
 Clock = Callable[[], Mark]  # takes the point in time that is now
+
+
+class Run(NamedTuple):
+    """One run of the benchmark: the ranks, their heap, and how often everything is timed."""
+
+    ranks: Ranks
+    heap: SymmetricHeap
+    repetitions: int
 
 
 class HostEvent:
@@ -143,6 +153,15 @@ def measure(
     ranks.barrier()
     own = {v.name: np.array(times[v.name])[:, : len(v.directions)] for v in variants}
     return {name: ranks.gather(taken).max(axis=0) for name, taken in own.items()}, errors
+
+
+def largest_error(name: str, error: float, max_error: float, ranks: Ranks) -> float:
+    """The largest relative error of any rank. Collective. Raises WrongResult on every rank if it is more than
+    `max_error`."""
+    error = ranks.largest(error)
+    if not error <= max_error:  # NaN is wrong too
+        raise WrongResult(f"{name} is wrong: relative error {error:.3g}, allowed {max_error:.3g}")
+    return error
 
 
 def largest(errors: list[float]) -> float:

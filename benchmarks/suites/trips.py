@@ -14,8 +14,11 @@ import numpy.typing as npt
 import torch
 
 from suites.figures import combine_bytes, dispatch_bytes, wire_bytes
+from suites.problem import DTYPE, Problem
+from suites.records import Record, case_record, gbs
 from suites.rows import LocalRows, Places
-from suites.timing import DIRECTIONS, Variant, align_ahead, in_steps, measure, median_ms, plan_of
+from suites.stock_torch import STOCK, all_to_all, plan_exchange
+from suites.timing import DIRECTIONS, Run, Variant, align_ahead, in_steps, measure, median_ms, plan_of
 from symmoe.combine.trip import Collection, combine
 from symmoe.dispatch.plan import Plan
 from symmoe.dispatch.trip import dispatch
@@ -24,10 +27,7 @@ from symmoe.kernels.operands import given
 from symmoe.precision.recipes import Float8Block
 from symmoe.precision.wire import WireFormat
 from symmoe.symm_mem.heap import SymmetricHeap
-from symmoe.tools.bench.problem import DTYPE, Problem
-from symmoe.tools.bench.ranks import Ranks, Run
-from symmoe.tools.bench.records import Record, case_record, gbs
-from symmoe.tools.bench.stock_torch import STOCK, all_to_all, plan_exchange
+from symmoe.tools.ranks import Ranks
 
 FP8 = Float8Block()
 Times = dict[str, npt.NDArray[np.float64]]  # by variant, milliseconds [repetitions, directions]

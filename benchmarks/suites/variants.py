@@ -6,19 +6,18 @@ from dataclasses import replace
 
 import torch
 
+from suites.cases import Case
 from suites.figures import of_choice
 from suites.layer import LAYER, SERIAL, Choice, Forward, bench_layer
-from suites.timing import plan_of
+from suites.problem import MAX_ERROR, Problem
+from suites.records import Record
+from suites.steps import heap_bytes
+from suites.timing import Run, plan_of
 from symmoe.dispatch.plan import Plan
 from symmoe.grouped.linear import constant_weights
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.precision.recipes import Float8Block
 from symmoe.tokens import combine_tokens, dispatch_tokens
-from symmoe.tools.bench.cases import Case
-from symmoe.tools.bench.problem import MAX_ERROR, Problem
-from symmoe.tools.bench.ranks import Run
-from symmoe.tools.bench.records import Record
-from symmoe.tools.bench.steps import heap_bytes
 from symmoe.training.precision_choice import AUTO, choose_precision
 
 # An E4M3 number is off by 2.6 % of itself (root of the mean square), a product of two by 4, what two layers of them and

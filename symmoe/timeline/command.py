@@ -13,9 +13,8 @@ from symmoe.precision.recipes import PRECISIONS
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.timeline.events import table
 from symmoe.timeline.recording import capture_step, directed, record
-from symmoe.tools.bench.cases import PRESETS, add_config_arguments, add_shape_arguments, config_of, shape_of
-from symmoe.tools.bench.problem import DTYPE
-from symmoe.tools.bench.ranks import join
+from symmoe.tools.ranks import join
+from symmoe.tools.shapes import PRESETS, add_config_arguments, add_shape_arguments, config_of, shape_of
 from symmoe.training.memory_plan import plan_memory
 
 _CAPACITY_FACTOR = 1.25  # static capacity, in T * K rows: a graph needs one
@@ -70,14 +69,14 @@ def trace_layer(config: MoEConfig, *, num_tokens: int, path: str, eager: bool = 
     ArgumentError if experts cannot be divided among the ranks. config: has a balance loss, and a static capacity if the
     step is captured."""
     with join() as ranks:
-        plan = plan_memory(config, num_ranks=ranks.num_ranks, num_tokens=num_tokens, dtype=DTYPE)
+        plan = plan_memory(config, num_ranks=ranks.num_ranks, num_tokens=num_tokens, dtype=torch.bfloat16)
         replays = not eager and ranks.device.type == "cuda"
         heap_bytes = plan.heap_bytes * (_REPLAYED_HEAP if replays else 1)
         with SymmetricHeap(num_bytes=heap_bytes) as heap:
             torch.manual_seed(0)  # the router is the same on all ranks
-            layer = MoELayer(config, heap, dtype=DTYPE)
+            layer = MoELayer(config, heap, dtype=torch.bfloat16)
             torch.manual_seed(1 + heap.rank)
-            x = torch.randn(num_tokens, config.hidden, dtype=DTYPE, device=heap.device, requires_grad=True)
+            x = torch.randn(num_tokens, config.hidden, dtype=torch.bfloat16, device=heap.device, requires_grad=True)
             dy = torch.randn_like(x)
 
             def forward() -> tuple[torch.Tensor, torch.Tensor]:

@@ -18,7 +18,7 @@ SUITES = ["steps", "layer", "variants", "precision", "plan", "dispatch", "combin
 
 
 def measure(suites: list[str], num_ranks: int, path: Path) -> list[dict]:
-    """The records of `symmoe bench`, in processes of its own."""
+    """The records of benchmarks/bench.py, in processes of its own."""
     torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
     command = [sys.executable, "-m", *torchrun, bench.__file__, *suites, *SIZES, "--json", str(path)]
     here = os.pathsep.join([str(Path(bench.__file__).parent.parent), os.environ.get("PYTHONPATH", "")])

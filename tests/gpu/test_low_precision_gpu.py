@@ -16,7 +16,7 @@ from layers import WAYS
 from low_precision_cases import CASES, NUMBERS, TINY, check_bias_gradients, every_recipe, rows_of_groups
 from low_precision_checks import NAMES, check_layer, check_second_bias, check_ways, run_cut
 from low_precision_oracle import relative_error
-from suites.figures import trace_step
+from suites.traced import trace_step
 
 from symmoe import GroupedLinear, GroupedMLP, ScaledClampedSwiGLU, ScaledSReLU
 from symmoe.precision import MXFP8, NVFP4, Float8Block

@@ -8,8 +8,9 @@ import torch.distributed as dist
 from cluster import run_on
 from gpu_steps import HIDDEN, TOKENS, TOP_K, check_replays, config_for, layer_for, training_step
 from layers import WAYS
-from suites.figures import MemoryMeter, StepTrace, trace_step
+from suites.figures import MemoryMeter
 from suites.layer import Step
+from suites.traced import StepTrace, trace_step
 from worker import Findings, open_heap
 
 from symmoe import MoEConfig, MoELayer, SymmetricHeap, plan_memory

@@ -16,7 +16,7 @@ from symmoe.kernels.routing_rule import RoutingRule
 from symmoe.moe.overlap import H200, Sizes
 from symmoe.moe.router import Route, route_tokens
 from symmoe.precision import Float8Block
-from symmoe.tools.bench.cases import PRESETS, config_of
+from symmoe.tools.shapes import PRESETS, config_of
 from symmoe.training.network_plan import Forward, NetworkPlan, plan_network
 
 ROOT = Path(__file__).resolve().parents[2]

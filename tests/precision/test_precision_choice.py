@@ -17,7 +17,7 @@ from symmoe.cli import main
 from symmoe.errors import ArgumentError, ConfigMismatch
 from symmoe.kernels.control import QUANTIZED_WIRES
 from symmoe.precision import MXFP8, NVFP4, Float8Block
-from symmoe.tools.bench.cases import PRESETS
+from symmoe.tools.shapes import PRESETS
 from symmoe.training import precision_choice
 from symmoe.training import precision_choice as choices
 

@@ -47,7 +47,7 @@ import symmoe
 from symmoe.checkpoint import load_checkpoint, save_checkpoint
 from symmoe.errors import CheckpointError
 from symmoe.grouped.mlp import GroupedMLP
-from symmoe.tools.bench.records import machine
+from symmoe.tools.facts import machine
 
 NUM_RANKS, EXPERTS, HIDDEN, FFN = 2, 8, 64, 128
 OLD, NEW = 10, 20

@@ -1,5 +1,6 @@
-"""The parts of `symmoe bench`: routings, timing, records, regression check, command line."""
+"""The parts of benchmarks/bench.py: routings, timing, records, regression check, command line."""
 
+import argparse
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,20 +12,21 @@ import numpy as np
 import pytest
 import torch
 from cluster import run_on
+from suites import records
+from suites.cases import HOT_EXPERT, Case, choose_experts, shapes_of
 from suites.layer import CEILING, Choice, bench_layer, experts_only
+from suites.problem import MAX_ERROR, Problem, Routing, relative_error, row_error
 from suites.reference import Reference
 from suites.rows import Places, packed_rows_of, rows_of
-from suites.timing import HostEvent, Variant, measure
+from suites.stock_torch import STOCK
+from suites.timing import HostEvent, Run, Variant, measure
 
-from symmoe import GroupedMLP, SymmetricHeap, cli
+from symmoe import GroupedMLP, SymmetricHeap
 from symmoe.errors import WrongResult
-from symmoe.tools.bench import records
-from symmoe.tools.bench.cases import HOT_EXPERT, Case, Shape, choose_experts
-from symmoe.tools.bench.problem import MAX_ERROR, Problem, Routing, relative_error, row_error
-from symmoe.tools.bench.ranks import Ranks, Run
-from symmoe.tools.bench.steps import WARM_UP
-from symmoe.tools.bench.stock_torch import STOCK
-from symmoe.tools.facts import output_of
+from symmoe.tools.facts import commit, output_of
+from symmoe.tools.ranks import Ranks
+from symmoe.tools.shapes import PRESETS, Shape
+from symmoe.tools.timing import WARM_UP
 
 CPU = torch.device("cpu")
 NUM_EXPERTS, TOP_K, NUM_TOKENS = 16, 4, 20_000
@@ -83,6 +85,12 @@ def test_routing_of_a_hand_made_case():
     assert (tokens.tolist(), slots.tolist()) == ([0, 0, 2, 3], [1, 0, 4, 6])
     packed, row_to_packed = packed_rows_of(routing, 0)
     assert (packed.tolist(), row_to_packed.tolist()) == ([0, 2, 3], [0, 0, 1, 2])
+
+
+def test_several_presets_are_named_at_once():
+    sizes = dict.fromkeys(("hidden", "ffn", "experts", "top_k"))
+    for preset, names in {"olmoe,qwen3-30b,olmoe": ["olmoe", "qwen3-30b"], "all": [*PRESETS], "": ["olmoe"]}.items():
+        assert [each.name for each in shapes_of(argparse.Namespace(preset=preset, **sizes), "olmoe")] == names
 
 
 # -- timing -----------------------------------------------------------------------------------------------------------
@@ -233,10 +241,10 @@ def test_records_are_shown_and_checked(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_commit_is_that_of_the_tree(tmp_path: Path):
-    assert records.commit(tmp_path) == "unknown"
-    head = output_of("git", "-C", str(Path(cli.__file__).parent), "rev-parse", "HEAD")
-    if head:
-        assert records.commit(Path(cli.__file__).parent).removesuffix("-dirty") == head
+    assert commit(tmp_path) == "unknown"
+    suites = Path(records.__file__).parent
+    if head := output_of("git", "-C", str(suites), "rev-parse", "HEAD"):
+        assert commit(suites).removesuffix("-dirty") == head
     assert output_of("no-such-command") == ""
 
 

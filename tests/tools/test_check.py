@@ -15,10 +15,10 @@ from hf_cases import CONFIGS, FAMILIES
 
 from symmoe.cli import main
 from symmoe.errors import CheckpointError
-from symmoe.tools.bench.ranks import Ranks
 from symmoe.tools.check.command import judge, render
 from symmoe.tools.check.compare import Compared, compare
 from symmoe.tools.check.runs import ACTIVATION, CLIPPED, GRADIENT, LOADED, STAGES, START, UPDATE, Job, run
+from symmoe.tools.ranks import Ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 EXPERTS = "model.layers.1.mlp.experts.mlp.fc2.weight"  # the last that backward does not change any more

@@ -1,42 +1,45 @@
-"""Wrong arguments of the command `symmoe`: one line that says what is wrong, and exit status 2; never a traceback."""
+"""Wrong arguments of symmoe and bench.py: one line that says what is wrong, and exit status 2; never a traceback."""
 
 import os
+import re
 import subprocess
 import sys
 
+import bench
 import budgets
 import pytest
 from limits import HANG_S
 
 from symmoe.cli import main
-from symmoe.tools.bench.cases import PRESETS
+from symmoe.tools.shapes import PRESETS
 
 
 def complaint(arguments: list[str], capsys: pytest.CaptureFixture) -> str:
     """The line that it ends with."""
+    program, arguments = (bench.main, arguments[1:]) if arguments[0] == "bench.py" else (main, arguments)
     with pytest.raises(SystemExit) as ended:
-        main(arguments)
+        program(arguments)
     assert ended.value.code == 2
     line = capsys.readouterr().err.splitlines()[-1]
-    assert line.startswith("symmoe: error: ")
+    assert re.match("symmoe: error: " if program is main else r"\S+: error: ", line)
     return line
 
 
 CUSTOM = ["--hidden=16", "--ffn=8", "--experts=4", "--top-k=2"]
 WRONG = [
-    ("bench layer", "suite (layer) must be of steps, or all"),
-    ("bench --preset qwen", "preset (qwen) must be of qwen3-30b"),
-    ("bench --skew flat", "skew (flat) must be of uniform, zipf, hot"),
-    ("bench --tokens 12,many", "tokens (many) must be comma-separated whole numbers"),
-    ("bench --tokens 0", "tokens (0) must be comma-separated whole numbers of at least 1"),
-    ("bench --hidden 16", "explicit sizes also need --ffn, --experts, --top-k"),
-    ("bench CUSTOM --preset olmoe", "preset (olmoe) and sizes (hidden, ffn, experts, top_k) exclude each other"),
-    ("bench CUSTOM --top-k 5", "top_k (5) must be at most num_experts (4)"),
-    ("bench CUSTOM --ffn 0", "ffn (0) must be at least 1"),
-    ("bench --repetitions 0", "repetitions (0) must be greater than 0"),
-    ("bench --heap-gib -1", "heap-gib (-1.0) must be greater than 0"),
-    ("bench --heap-gib inf", "heap-gib (inf) must be"),
-    ("bench CUSTOM --json nowhere/x.json", "cannot be written"),  # before anything is measured
+    ("bench.py layers", "suite (layers) must be of steps, layer, "),
+    ("bench.py --preset qwen", "preset (qwen) must be of qwen3-30b"),
+    ("bench.py --skew flat", "skew (flat) must be of uniform, zipf, hot"),
+    ("bench.py --tokens 12,many", "tokens (many) must be comma-separated whole numbers"),
+    ("bench.py --tokens 0", "tokens (0) must be comma-separated whole numbers of at least 1"),
+    ("bench.py --hidden 16", "explicit sizes also need --ffn, --experts, --top-k"),
+    ("bench.py CUSTOM --preset olmoe", "preset (olmoe) and sizes (hidden, ffn, experts, top_k) exclude each other"),
+    ("bench.py CUSTOM --top-k 5", "top_k (5) must be at most num_experts (4)"),
+    ("bench.py CUSTOM --ffn 0", "ffn (0) must be at least 1"),
+    ("bench.py --repetitions 0", "repetitions (0) must be greater than 0"),
+    ("bench.py --heap-gib -1", "heap-gib (-1.0) must be greater than 0"),
+    ("bench.py --heap-gib inf", "heap-gib (inf) must be"),
+    ("bench.py CUSTOM --json nowhere/x.json", "cannot be written"),  # before anything is measured
     ("doctor --nodes", "RANK, WORLD_SIZE, LOCAL_RANK not set"),
     ("doctor --nodes --read x.json", "--nodes and --read exclude each other"),
     ("doctor --nodes --ranks-per-node 0", "ranks-per-node (0) must be at least 1"),
@@ -45,10 +48,10 @@ WRONG = [
     ("trace CUSTOM --quantized-wire both", "quantized_wire ('both'): precision (None) must be a recipe"),
     ("trace CUSTOM --top-k 5", "top_k (5)"),
     ("trace --tokens 0", "tokens (0) must be at least 1"),
-    ("trace --preset all", "preset (all) must be one"),
+    ("trace --preset all", "preset (all) must be one of qwen3-30b, "),
     ("plan --ranks 2 --tokens 8", "name a --preset, or sizes"),
     ("plan --preset olmoe --hidden 8 --ranks 2 --tokens 8", "preset (olmoe) and sizes (hidden) exclude each other"),
-    ("plan --preset olmoe,qwen3-30b --ranks 2 --tokens 8", "preset (olmoe,qwen3-30b) must be one"),
+    ("plan --preset olmoe,qwen3-30b --ranks 2 --tokens 8", "preset (olmoe,qwen3-30b) must be one of qwen3-30b, "),
     ("plan CUSTOM --ranks 2 --tokens 8 --capacity-factor 1e300", "would need a heap of more than"),
     ("plan CUSTOM --ranks 2 --tokens 8 --hidden 99999999999999999999", "would need a heap of more than"),
     ("plan CUSTOM --ranks 2 --tokens 99999999999999999999", "would need a heap of more than"),
@@ -82,7 +85,7 @@ def test_a_plan_of_a_preset_is_that_of_its_sizes(capsys: pytest.CaptureFixture):
 
 def test_help_says_what_a_command_takes_and_shows_it(capsys: pytest.CaptureFixture):
     shown = {}
-    for command in ("plan", "trace", "bench", "doctor"):
+    for command in ("plan", "trace", "doctor"):
         with pytest.raises(SystemExit) as ended:
             main([command, "--help"])
         assert ended.value.code == 0
@@ -90,10 +93,7 @@ def test_help_says_what_a_command_takes_and_shows_it(capsys: pytest.CaptureFixtu
     assert "before anything is allocated" in shown["plan"]
     assert "symmoe plan --preset qwen3-30b --layout packed" in shown["plan"]
     for command in ("plan", "trace"):  # which take one layer
-        assert "--preset PRESET" in shown[command]
-        assert "comma-separated" not in shown[command]
-        assert "or all" not in shown[command]
-    assert "comma-separated names, or all" in shown["bench"]
+        assert "--preset PRESET       one: qwen3-30b, " in shown[command]
 
 
 @pytest.mark.parametrize(

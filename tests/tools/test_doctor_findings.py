@@ -23,7 +23,6 @@ from programs import printed_by
 import symmoe
 from symmoe.cli import main
 from symmoe.errors import PeerError, WrongResult
-from symmoe.tools.bench.ranks import Ranks
 from symmoe.tools.doctor import command as doctor
 from symmoe.tools.doctor import self_test
 from symmoe.tools.doctor.findings import Finding, render, worst_level
@@ -44,6 +43,7 @@ from symmoe.tools.doctor.gpus import (
 from symmoe.tools.doctor.machine import System, check_environment, check_limits, check_system, read_system
 from symmoe.tools.doctor.self_test import Trial, check_trial, run_trial
 from symmoe.tools.doctor.versions import Versions, check_versions, read_versions
+from symmoe.tools.ranks import Ranks
 
 GIB = 1 << 30
 

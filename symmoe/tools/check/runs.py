@@ -19,9 +19,9 @@ from symmoe.grouped.parameters import local_part
 from symmoe.moe.ddp_and_fsdp import ExpertParallelModule
 from symmoe.moe.ownership import named_parameters
 from symmoe.symm_mem.heap import SymmetricHeap
-from symmoe.tools.bench.ranks import Ranks
 from symmoe.tools.check.model import Context, make
 from symmoe.tools.doctor.self_test import be_rank
+from symmoe.tools.ranks import Ranks
 from symmoe.torch_internals import pytree
 from symmoe.training.gradients import clip_grad_norm, reduce_gradients
 

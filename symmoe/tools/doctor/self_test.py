@@ -25,9 +25,9 @@ from symmoe.dispatch.plan import make_plan
 from symmoe.errors import PeerError, WrongResult
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.tokens import combine_tokens, dispatch_tokens
-from symmoe.tools.bench.ranks import Ranks, join
-from symmoe.tools.bench.steps import times_in_a_row_ms
 from symmoe.tools.doctor.findings import Said, about
+from symmoe.tools.ranks import Ranks, join
+from symmoe.tools.timing import times_in_a_row_ms
 
 DEADLINE_S = 180  # most of it is Triton's first compilation of the kernels, if there are GPUs
 MAX_GPUS = 8

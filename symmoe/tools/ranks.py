@@ -5,19 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from symmoe.errors import WrongResult
 from symmoe.symm_mem.bootstrap import Bootstrap
-from symmoe.symm_mem.heap import SymmetricHeap
 
 _Scalar = TypeVar("_Scalar", bound=np.generic)
-
 _GROUP_TIMEOUT = timedelta(minutes=10)  # of the process group: a rank may compile for minutes
 
 
@@ -43,23 +40,6 @@ class Ranks:
     def largest(self, value: float) -> float:
         """The largest of all ranks' values; NaN if any is NaN."""
         return float(np.max(self.gather(np.array([value], dtype=np.float64))))
-
-
-class Run(NamedTuple):
-    """One run of the benchmark: the ranks, their heap, and how often everything is timed."""
-
-    ranks: Ranks
-    heap: SymmetricHeap
-    repetitions: int
-
-
-def largest_error(name: str, error: float, max_error: float, ranks: Ranks) -> float:
-    """The largest relative error of any rank. Collective. Raises WrongResult on every rank if it is more than
-    `max_error`."""
-    error = ranks.largest(error)
-    if not error <= max_error:  # NaN is wrong too
-        raise WrongResult(f"{name} is wrong: relative error {error:.3g}, allowed {max_error:.3g}")
-    return error
 
 
 @contextmanager

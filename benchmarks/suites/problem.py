@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from symmoe.tools.bench.cases import Case, choose_experts
-from symmoe.tools.bench.ranks import Ranks
+from suites.cases import Case, choose_experts
+from symmoe.tools.ranks import Ranks
 
 DTYPE = torch.bfloat16
 MAX_ERROR = 3e-2  # of bf16 steps, relative; the layers measured so far have up to 1e-2

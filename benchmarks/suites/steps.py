@@ -1,4 +1,4 @@
-"""The suite "steps": whole steps as a training loop runs them, each kind following itself, `STEPS` times in a row.
+"""The suite "steps": whole steps as a training loop runs them, each kind following itself.
 
 (Where variants run in turn, the host of a fast one runs ahead while a slow one keeps the GPU busy, and launches do not
 show.) A step is forward and backward, to the gradients of x and of all parameters, which are not added to earlier ones.
@@ -7,37 +7,31 @@ show.) A step is forward and backward, to the gradients of x and of all paramete
 from __future__ import annotations
 
 import math
-import random
-import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import nn
 
+from suites.cases import Case
+from suites.problem import DTYPE, MAX_ERROR, Problem, relative_error, row_error
+from suites.records import Record, case_record, tflops
+from suites.stock_torch import STOCK, stock_layer, torch_experts
+from suites.timing import Run, largest_error
+from suites.traced import of_step
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.layer import MoELayer
 from symmoe.moe.routed_experts import RoutedExperts
 from symmoe.precision.recipes import Recipe
-from symmoe.tools.bench.cases import Case, Shape, config_of
-from symmoe.tools.bench.problem import DTYPE, MAX_ERROR, Problem, relative_error, row_error
-from symmoe.tools.bench.ranks import Ranks, Run, largest_error
-from symmoe.tools.bench.records import Record, case_record, rounded, tflops
-from symmoe.tools.bench.stock_torch import STOCK, stock_layer, torch_experts
+from symmoe.tools.shapes import Shape, config_of
+from symmoe.tools.timing import Step, times_in_a_row_ms
 from symmoe.training.memory_plan import plan_memory
 
-STEPS = 20  # in a row
-WARM_UP = 3
 _SPARE_BYTES = 64 << 20  # of a heap: alignment and fragments
 _ROW_BUFFERS = 5  # combine has one, and two copies have four; the public parts' step has only four
-_HOST_STEPS = 10  # steps whose launches are timed
-
-Step = Callable[[], object]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,20 +91,7 @@ def stock_forward(problem: Problem) -> Callable[[], torch.Tensor]:
     return lambda: stock_layer(x, probs, problem.topk_idx, run_experts, num_experts, problem.num_ranks)
 
 
-def host_figures(step: Step, problem: Problem, ranks: Ranks) -> Record:
-    """`host_us`: the median time until a step's call returns, with an idle GPU before it. Collective."""
-    host_us = []
-    for _ in range(_HOST_STEPS):
-        ranks.barrier()
-        start = time.perf_counter()
-        step()
-        host_us.append((time.perf_counter() - start) * 1e6)
-    return {"host_us": rounded(statistics.median(host_us))}
-
-
-def bench_steps(
-    problem: Problem, run: Run, figures_of: Callable[[Step, Problem, Ranks], Record] = host_figures
-) -> list[Record]:
+def bench_steps(problem: Problem, run: Run) -> list[Record]:
     """Steps of the layer and of its experts, eager and replayed, and of the stock layer. Collective."""
     steps, errors, choices = dict[str, Step](), {STOCK: 0.0}, LAYERS | EXPERTS
     stock_y = stock_forward(problem)
@@ -132,7 +113,7 @@ def bench_steps(
         figures: Record = {"tflops": tflops(flops, times[name]), "error": errors[name]}
         if name != STOCK:
             figures |= {"stock_tflops": tflops(flops, times[STOCK]), "yardstick": "stock_tflops"}
-        figures |= figures_of(step, problem, run.ranks)
+        figures |= of_step(step, problem, run.ranks)
         records.append(case_record(problem, "steps", name, "step", times[name], **figures))
     steps.clear()  # ends the graphs before their memory is freed
     run.heap.release_graphs()
@@ -187,22 +168,3 @@ def _captured(step: Step) -> Step:
         return step, results  # as long as the graph, what it reads and writes lives too
 
     return replay
-
-
-def times_in_a_row_ms(steps: Mapping[str, Step], ranks: Ranks, repetitions: int) -> dict[str, npt.NDArray[np.float64]]:
-    """Milliseconds [repetitions] of a step, by name. Collective."""
-    for step in steps.values():
-        for _ in range(WARM_UP):
-            step()
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for repetition in range(repetitions):
-        for name in random.Random(repetition).sample(sorted(steps), len(steps)):
-            ranks.barrier()
-            start = time.perf_counter()
-            for _ in range(STEPS):
-                steps[name]()
-            if ranks.device.type == "cuda":
-                torch.cuda.synchronize(ranks.device)
-            times[name].append((time.perf_counter() - start) * 1e3 / STEPS)
-    ranks.barrier()
-    return {name: ranks.gather(np.array(taken)).max(axis=0) for name, taken in times.items()}

@@ -1,0 +1,75 @@
+"""What is measured: layer shapes, numbers of tokens, and how skewed the routing is."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+
+from symmoe.errors import ArgumentError
+from symmoe.tools.shapes import PRESETS, Shape, shape_of
+
+HOT_EXPERT = 0
+_ZIPF_SEED = 20261121
+
+
+def shapes_of(args: argparse.Namespace, default: str = "") -> list[Shape]:
+    """The layers that the arguments name: of --preset several, between commas, or all. Raises ArgumentError for what is
+    unknown or incomplete."""
+    presets = names_of("preset", args.preset, PRESETS) if args.preset else ("",)
+    return [shape_of(argparse.Namespace(**vars(args) | {"preset": preset}), default) for preset in presets]
+
+
+def names_of(what: str, text: str, known: Collection[str]) -> tuple[str, ...]:
+    """The known names in a comma-separated list; "all" is all of them. Raises ArgumentError for others."""
+    names = tuple(known) if text == "all" else tuple(text.split(","))
+    for name in names:
+        if name not in known:
+            raise ArgumentError(f"{what} ({name}) must be of {', '.join(known)}, or all")
+    return tuple(dict.fromkeys(names))
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A shape, T tokens on every rank, and a routing."""
+
+    shape: Shape
+    num_tokens: int
+    skew: str
+
+    @property
+    def num_slots(self) -> int:
+        """T * K, which is also the mean number of rows of a rank."""
+        return self.num_tokens * self.shape.top_k
+
+    @property
+    def forward_flops(self) -> int:
+        """6 T H I K, FLOPs of the mean rank; a backward pass has twice as many."""
+        return 6 * self.num_slots * self.shape.hidden * self.shape.ffn
+
+    def __str__(self) -> str:
+        return f"{self.shape.name}, {self.num_tokens} tokens, {self.skew}"
+
+
+SKEWS = ("uniform", "zipf", "hot")
+
+
+def choose_experts(case: Case, generator: torch.Generator) -> torch.Tensor:
+    """int64 [T, K] on the CPU: each token's K distinct experts, by the skew as docs/benchmarking.md has it.
+
+    Keys log(popularity) + Gumbel noise, sorted, are draws without replacement (Efraimidis and Spirakis, 2006).
+    """
+    num_experts = case.shape.num_experts
+    log_popularity = torch.zeros(num_experts)
+    if case.skew == "zipf":
+        # The order of popularity is a fixed permutation, so that not all popular experts live on rank 0.
+        place = torch.randperm(num_experts, generator=torch.Generator().manual_seed(_ZIPF_SEED))
+        log_popularity = -torch.log1p(place.float())
+    elif case.skew == "hot":
+        log_popularity[HOT_EXPERT] = math.inf
+    uniform = torch.rand(case.num_tokens, num_experts, generator=generator).clamp_(1e-30, 1 - 2**-24)
+    keys = log_popularity - torch.log(-torch.log(uniform))
+    return keys.topk(case.shape.top_k, dim=1).indices

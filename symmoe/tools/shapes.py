@@ -1,0 +1,72 @@
+"""Layer shapes of known models, and the arguments that name one."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from typing import Any
+
+from symmoe.checks.arguments import CHOICES
+from symmoe.errors import ArgumentError
+from symmoe.moe.config import MoEConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One MoE layer: H, I, E, K."""
+
+    name: str
+    hidden: int
+    ffn: int
+    num_experts: int
+    top_k: int
+
+
+PRESETS = {
+    shape.name: shape
+    for shape in (
+        Shape("qwen3-30b", 2048, 768, 128, 8),
+        Shape("qwen3-235b", 4096, 1536, 128, 8),
+        Shape("mixtral-8x7b", 4096, 14336, 8, 2),
+        Shape("deepseek-like", 7168, 2048, 64, 8),  # DeepSeek-V3 with a quarter of its experts, so that it fits
+        Shape("gpt-oss-120b", 2880, 2880, 128, 4),
+        Shape("olmoe", 2048, 1024, 64, 8),
+    )
+}
+_SIZES = {"hidden": "H, width of the tokens; with the other three instead of a preset", "ffn": "I, width of one expert"}
+_SIZES |= {"experts": "E, experts in all", "top_k": "K, experts per token"}
+
+
+def add_shape_arguments(parser: argparse.ArgumentParser, *, default: str = "", what: str = "one") -> None:
+    """Adds what :func:`shape_of` reads."""
+    known = ", ".join(PRESETS) + (f" ({default})" if default else "")
+    parser.add_argument("--preset", default="", help=f"{what}: {known}")
+    for name, text in _SIZES.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, help=text)
+
+
+def add_config_arguments(parser: argparse.ArgumentParser, **defaults: str) -> None:
+    """Adds fields of MoEConfig that are one of several words."""
+    for name, default in defaults.items():
+        option, text = f"--{name.replace('_', '-')}", "see MoEConfig (default %(default)s)"
+        parser.add_argument(option, choices=CHOICES[name], default=default, help=text)
+
+
+def shape_of(args: argparse.Namespace, default: str = "") -> Shape:
+    """The layer that the arguments name. Raises ArgumentError for what is unknown or incomplete."""
+    sizes = {name: getattr(args, name) for name in _SIZES}
+    given = [name for name, value in sizes.items() if value is not None]
+    if args.preset and given:
+        raise ArgumentError(f"preset ({args.preset}) and sizes ({', '.join(given)}) exclude each other")
+    if preset := args.preset or (default if not given else ""):
+        if preset not in PRESETS:
+            raise ArgumentError(f"preset ({preset}) must be one of {', '.join(PRESETS)}")
+        return PRESETS[preset]
+    if missing := [f"--{name.replace('_', '-')}" for name in sizes if name not in given]:
+        raise ArgumentError(f"explicit sizes also need {', '.join(missing)}" if given else "name a --preset, or sizes")
+    return Shape("x".join(map(str, sizes.values())), *sizes.values())
+
+
+def config_of(shape: Shape, **options: Any) -> MoEConfig:
+    """The configuration of a layer of that shape."""
+    return MoEConfig(hidden=shape.hidden, ffn=shape.ffn, num_experts=shape.num_experts, top_k=shape.top_k, **options)
