@@ -35,6 +35,7 @@ import torch
 from lm import report
 from lm.data import Corpus, byte_frequency_bits, heldout_batch, load_corpus, train_batch
 from lm.model import LanguageModel, ModelOutput, generate, heap_bytes, init_parameters
+from lm.optimizers import make_optimizer
 from lm.presets import PRESETS, Preset
 from lm.ranks import Ranks, make_deterministic, open_ranks
 from torch.nn import functional as F
@@ -59,6 +60,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--wire", action="store_true", help="rows travel to experts as the numbers of --precision, too")
     parser.add_argument("--bf16", action="store_true", help="bf16 products with fp32 parameters, on CPUs too")
     parser.add_argument("--replicas", type=int, metavar="PLACES", help="hot experts get replicas, so many on a rank")
+    parser.add_argument("--muon", action="store_true", help="the matrices of experts by Muon, the rest by AdamW")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/train_lm"))
     parser.add_argument("--save-every", type=int, help="steps between checkpoints (default: the preset's)")
@@ -148,7 +150,7 @@ def train(arguments: argparse.Namespace, preset: Preset, ranks: Ranks, heap: sym
     corpus = load_corpus()
     model = LanguageModel(preset, heap, device=ranks.device)
     init_parameters(model, seed=arguments.seed, ep_rank=heap.rank)
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.01, fused=True)
+    optimizer = make_optimizer(model, preset)
     folder, state = arguments.out / "checkpoints", {"model": model, "optimizer": optimizer, "group": ranks.group}
     settings = {"preset": repr(preset), "seed": arguments.seed, "corpus": corpus.digest}
     start = 0
@@ -216,8 +218,7 @@ def main() -> None:
     if arguments.precision:
         wire = "both" if arguments.wire else "none"
         preset = preset.with_moe(precision=PRECISIONS[arguments.precision], quantized_wire=wire)
-    if arguments.bf16:
-        preset = dataclasses.replace(preset, autocast=True)
+    preset = dataclasses.replace(preset, autocast=preset.autocast or arguments.bf16, muon=arguments.muon)
     arguments.out.mkdir(parents=True, exist_ok=True)
     if preset.device == "cuda":
         make_deterministic()

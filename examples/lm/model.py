@@ -77,7 +77,11 @@ class Block(nn.Module):
         self.attention_norm = nn.LayerNorm(hidden, bias=False, device=device)
         self.attention = Attention(hidden, preset.heads, device=device)
         self.moe_norm = nn.LayerNorm(hidden, bias=False, device=device)
-        self.moe = symmoe.MoELayer(preset.moe, heap, device=device)
+        experts = None
+        if preset.muon:
+            sizes = preset.moe.experts_per_rank(heap.num_ranks), hidden, preset.moe.ffn
+            experts = symmoe.GroupedMLP(*sizes, weights="discrete", precision=preset.moe.precision, device=device)
+        self.moe = symmoe.MoELayer(preset.moe, heap, experts=experts, device=device)
 
     def forward(self, x: torch.Tensor, rotation: torch.Tensor) -> tuple[torch.Tensor, symmoe.MoEMetrics]:
         x = x + self.attention(self.attention_norm(x), rotation)
@@ -124,8 +128,9 @@ def init_parameters(model: LanguageModel, *, seed: int, ep_rank: int) -> None:
     Matrices start at deviation fan_in^-0.5; those that write to the residual stream are smaller, for its
     variance to stay put over the depth; the head starts at zero (a uniform guess, 8 bits per byte).
     """
-    num_writes = 2 * len(model.blocks)
-    for name, parameter in model.named_parameters():
+    num_writes, num_local = 2 * len(model.blocks), model.blocks[0].moe.experts.num_groups
+    for full_name, parameter in model.named_parameters():
+        name = full_name.rstrip("0123456789")  # of matrices of experts that are parameters of their own
         std = 1 / math.sqrt(parameter.shape[-1])
         if name.endswith(("attention.output.weight", "experts.fc2.weight")):
             std /= math.sqrt(num_writes)
@@ -134,8 +139,9 @@ def init_parameters(model: LanguageModel, *, seed: int, ep_rank: int) -> None:
         elif parameter.dim() == 1:
             parameter.fill_(1.0)
         elif ".experts." in name:
-            for i, expert in enumerate(parameter):
-                _normal_(expert, std, f"{seed}/{name}/{ep_rank * len(parameter) + i}")
+            first = ep_rank * num_local + int(full_name.removeprefix(name) or 0)
+            for i, expert in enumerate(parameter if parameter.dim() > 2 else [parameter]):
+                _normal_(expert, std, f"{seed}/{name}/{first + i}")
         else:
             _normal_(parameter, std, f"{seed}/{name}")
 

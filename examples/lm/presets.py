@@ -31,6 +31,7 @@ class Preset:
     sample_bytes: int = 200
     device: str = "cpu"
     autocast: bool = False  # bf16 products with fp32 parameters
+    muon: bool = False  # the matrices of experts are parameters of their own, which Muon trains
 
     def with_moe(self, **changes: Any) -> Preset:
         """This preset with other fields of its MoEConfig."""

@@ -66,6 +66,18 @@ def test_resumed_run_ends_in_the_same_bits(finished: Path, tmp_path: Path):
     assert (out / "sample.txt").read_bytes() == (finished / "sample.txt").read_bytes()
 
 
+def test_muon_trains_experts_and_resumes(finished: Path, tmp_path: Path):
+    """From the same numbers as AdamW; on one rank as on two, from a checkpoint of both optimizers' states."""
+    records = train(tmp_path, "--muon", num_ranks=2)
+    adamw = [json.loads(line)["loss"] for line in (finished / "metrics.jsonl").read_text().splitlines()]
+    assert records[0]["loss"] == pytest.approx(adamw[0], rel=1e-6)
+    assert abs(records[-1]["loss"] - adamw[-1]) > 1e-3
+    assert records[-1]["loss"] < records[0]["loss"] - 0.5
+    shutil.rmtree(tmp_path / "checkpoints" / "step-00000020")
+    again = train(tmp_path, "--muon", "--resume", num_ranks=1)
+    assert [each["loss"] for each in again] == pytest.approx([each["loss"] for each in records], rel=1e-4)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 4])
 def test_losses_do_not_depend_on_the_number_of_ranks(finished: Path, tmp_path: Path, num_ranks: int):
