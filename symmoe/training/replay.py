@@ -108,7 +108,8 @@ def balanced_routing(model: nn.Module) -> Iterator[None]:
     sizes = {name: (its.num_experts, its.heap.device) for name, (_, its) in layers.items()}
 
     def choice(name: str, num_tokens: int, top_k: int | None) -> torch.Tensor:
-        return balanced_choice(num_tokens, top_k or 1, sizes[name][0], device=sizes[name][1])
+        num_experts, device = sizes[name]
+        return balanced_choice(num_tokens, top_k or num_experts, num_experts, device=device)  # None: of all groups
 
     with _choose(model, layers, choice):
         yield

@@ -265,6 +265,14 @@ def test_groups_without_scores_are_those_of_what_is_given():
     assert not torch.equal(block["gate"](x)[2], ids)
 
 
+def test_no_tokens_are_given_experts(heap):
+    block = swap_moe(random_model("qwen3_moe"), heap).model.layers[-1].mlp
+    for given in (symmoe.balanced_routing(block), symmoe.replay_routing(block, {"experts": torch.zeros(0, 3)})):
+        with given, symmoe.record_routing(block) as routing:
+            block(tokens(num=0))
+        assert routing["experts"].shape == (0, 3)
+
+
 @run_on(2)
 def test_routing_that_does_not_fit_raises_on_every_rank(rank: int, num_ranks: int, heap) -> None:
     model, batch, name = swap_moe(random_model("olmoe"), heap), batch_of(0), "model.layers.1.mlp.experts"

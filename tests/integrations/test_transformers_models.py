@@ -92,6 +92,18 @@ def test_is_as_the_unmodified_model_or_refused(model_type: str, heap: symmoe.Sym
         check(heap, model_type, tmp_path)
 
 
+@pytest.mark.parametrize("model_type", ["deepseek_v4", "deepseek_v32", "gpt_oss"])
+def test_dtypes_in_fp16_are_those_of_transformers(model_type: str, heap: symmoe.SymmetricHeap, tmp_path: Path):
+    """Whose names of what stays in fp32 are those of modules, or patterns."""
+    reference, options = tiny_model(model_type), {"dtype": torch.float16}
+    reference.save_pretrained(tmp_path)
+    theirs = type(reference).from_pretrained(tmp_path, **options).state_dict()
+    ours = from_pretrained(tmp_path, heap, model_class=type(reference), **options).state_dict()
+    found = {stock_name(name, theirs): tensor.dtype for name, tensor in ours.items()}
+    assert found == {name: tensor.dtype for name, tensor in theirs.items()}
+    assert set(found.values()) >= {torch.float16, torch.float32}
+
+
 def test_numbers_on_the_page():
     known, refused = len(module_names()), len(set(REFUSED) & set(module_names()))
     assert known - refused > 30

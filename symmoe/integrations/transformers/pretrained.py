@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers.core_model_loading import build_glob_alternation
 
 from symmoe.checkpoint.peers import Peers
 from symmoe.errors import CheckpointError
@@ -56,9 +57,10 @@ def from_pretrained(
         config = peers.together(read_config, is_last=True)
     with torch.device("meta"):
         build = getattr(model_class, "from_config", None) or model_class._from_config
-        model: PreTrainedModel = build(config, dtype=dtype or config.dtype or torch.get_default_dtype())
+        dtype = dtype or config.dtype or torch.get_default_dtype()
+        model: PreTrainedModel = build(config, dtype=dtype)
     swap_moe(model, heap, step=step)
-    _materialise(model, heap.device)
+    _materialise(model, heap.device, dtype)
     load_checkpoint(model, folder)
     if model.can_generate() and (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
@@ -66,15 +68,15 @@ def from_pretrained(
     return model
 
 
-def _materialise(model: PreTrainedModel, device: torch.device) -> None:
+def _materialise(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
     """Memory for everything on the meta device; ties and marks of parameters stay."""
-    # Names of modules and tensors that transformers loads in fp32 whatever the dtype asked for.
-    kept_in_fp32 = set(model._keep_in_fp32_modules_strict or ())
-    kept_in_fp32 |= set(model._keep_in_fp32_modules or ()) if model.dtype == torch.float16 else set()
+    # What transformers loads in fp32 whatever the dtype asked for: patterns, searched for in names.
+    patterns = list(model._get_dtype_plan(dtype))
+    kept_in_fp32 = build_glob_alternation(patterns)[0] if patterns else None
     made: dict[int, nn.Parameter] = {}
 
     def empty(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        is_kept = tensor.is_floating_point() and not kept_in_fp32.isdisjoint(name.split("."))
+        is_kept = tensor.is_floating_point() and kept_in_fp32 is not None and kept_in_fp32.search(name)
         return torch.empty_like(tensor, device=device, dtype=torch.float32 if is_kept else None)
 
     for path, module in model.named_modules():
