@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from hf_cases import FAMILIES, VOCABULARY, batch_of, random_model
+from hf_models import tiny_model
 from small_model import assert_same, check_metrics, counted_barriers, other_routing, step, weigh
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
@@ -263,6 +264,19 @@ def test_groups_without_scores_are_those_of_what_is_given():
     wanted = (x @ block["gate"].weight.T).softmax(1).gather(1, ids) * config.routed_scaling_factor
     torch.testing.assert_close(weights, wanted)
     assert not torch.equal(block["gate"](x)[2], ids)
+
+
+def test_balanced_experts_have_weights_whatever_the_groups(heap):
+    groups, seen = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 1}, []
+    reference = tiny_model("deepseek_v2")
+    config = type(reference.config)(**{**reference.config.to_dict(), **groups})
+    model = swap_moe(type(reference)(config), heap)
+    for layer in symmoe.moe.listeners.layers_with_listeners(model).values():
+        layer[0].register_forward_pre_hook(lambda _experts, args: seen.append(args[2]))
+    with symmoe.balanced_routing(model), torch.no_grad():
+        model(batch_of(0))
+    assert seen
+    assert all((weights > 0).all() for weights in seen)
 
 
 def test_no_tokens_are_given_experts(heap):
