@@ -73,21 +73,16 @@ def _materialise(model: PreTrainedModel, device: torch.device, dtype: torch.dtyp
     # What transformers loads in fp32 whatever the dtype asked for: patterns, searched for in names.
     patterns = list(model._get_dtype_plan(dtype))
     kept_in_fp32 = build_glob_alternation(patterns)[0] if patterns else None
-    made: dict[int, nn.Parameter] = {}
-
-    def empty(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        is_kept = tensor.is_floating_point() and kept_in_fp32 is not None and kept_in_fp32.search(name)
-        return torch.empty_like(tensor, device=device, dtype=torch.float32 if is_kept else None)
-
+    made: dict[torch.Tensor, torch.Tensor] = {}
     for path, module in model.named_modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            if id(parameter) not in made:
-                value = empty(f"{path}.{name}", parameter)
-                made[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
-                vars(made[id(parameter)]).update(vars(parameter))
-            setattr(module, name, made[id(parameter)])
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, empty(f"{path}.{name}", buffer))
+        for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+            if tensor not in made:
+                is_kept = tensor.is_floating_point() and kept_in_fp32 and kept_in_fp32.search(f"{path}.{name}")
+                value = torch.empty_like(tensor, device=device, dtype=torch.float32 if is_kept else None)
+                is_parameter = isinstance(tensor, nn.Parameter)
+                made[tensor] = nn.Parameter(value, requires_grad=tensor.requires_grad) if is_parameter else value
+                vars(made[tensor]).update(vars(tensor))
+            setattr(module, name, made[tensor])
     # transformers computes what is in no checkpoint, e.g. buffers of rotary embeddings.
     for module in model.modules():
         vars(module)["_is_hf_initialized"] = not non_persistent_buffers(module)
