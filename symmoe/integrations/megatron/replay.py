@@ -28,8 +28,9 @@ def recorder_of(router: nn.Module) -> RouterReplay | None:
 def recorded_by(recorder: RouterReplay | None) -> torch.Tensor | None:
     """What a router has chosen in the forward that runs, before a capacity factor's drops; None: nobody has kept it."""
     if recorder is None or recorder.router_replay_action != RouterReplayAction.RECORD:
-        return None  # or of an earlier forward
-    return recorder.recorded_topk_idx
+        return None  # what is there may be of an earlier forward
+    recorded: torch.Tensor | None = recorder.recorded_topk_idx
+    return recorded
 
 
 def give_routing(model: nn.Module, name: str, choose: Choose) -> Callable[[], None]:

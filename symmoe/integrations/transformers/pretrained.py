@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
-from transformers.core_model_loading import build_glob_alternation
 
 from symmoe.checkpoint.peers import Peers
 from symmoe.errors import CheckpointError
@@ -70,14 +70,15 @@ def from_pretrained(
 
 def _materialise(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
     """Memory for everything on the meta device; ties and marks of parameters stay."""
-    # What transformers loads in fp32 whatever the dtype asked for: patterns, searched for in names.
-    patterns = list(model._get_dtype_plan(dtype))
-    kept_in_fp32 = build_glob_alternation(patterns)[0] if patterns else None
+    # What transformers loads in fp32 whatever the dtype asked for: patterns, which it searches for in names.
+    kept_in_fp32 = set(model._keep_in_fp32_modules_strict or ())
+    kept_in_fp32 |= set(model._keep_in_fp32_modules or ()) if dtype == torch.float16 else set()
+    kept = [re.compile(pattern.replace("*", ".*")) for pattern in kept_in_fp32]
     made: dict[torch.Tensor, torch.Tensor] = {}
     for path, module in model.named_modules():
         for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
             if tensor not in made:
-                is_kept = tensor.is_floating_point() and kept_in_fp32 and kept_in_fp32.search(f"{path}.{name}")
+                is_kept = tensor.is_floating_point() and any(each.search(f"{path}.{name}") for each in kept)
                 value = torch.empty_like(tensor, device=device, dtype=torch.float32 if is_kept else None)
                 is_parameter = isinstance(tensor, nn.Parameter)
                 made[tensor] = nn.Parameter(value, requires_grad=tensor.requires_grad) if is_parameter else value
