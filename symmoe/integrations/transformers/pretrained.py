@@ -57,10 +57,9 @@ def from_pretrained(
         config = peers.together(read_config, is_last=True)
     with torch.device("meta"):
         build = getattr(model_class, "from_config", None) or model_class._from_config
-        dtype = dtype or config.dtype or torch.get_default_dtype()
-        model: PreTrainedModel = build(config, dtype=dtype)
+        model: PreTrainedModel = build(config, dtype=dtype or config.dtype or torch.get_default_dtype())
     swap_moe(model, heap, step=step)
-    _materialise(model, heap.device, dtype)
+    _materialise(model, heap.device)
     load_checkpoint(model, folder)
     if model.can_generate() and (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
@@ -68,11 +67,11 @@ def from_pretrained(
     return model
 
 
-def _materialise(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
+def _materialise(model: PreTrainedModel, device: torch.device) -> None:
     """Memory for everything on the meta device; ties and marks of parameters stay."""
     # What transformers loads in fp32 whatever the dtype asked for: patterns, which it searches for in names.
     kept_in_fp32 = set(model._keep_in_fp32_modules_strict or ())
-    kept_in_fp32 |= set(model._keep_in_fp32_modules or ()) if dtype == torch.float16 else set()
+    kept_in_fp32 |= set(model._keep_in_fp32_modules or ()) if model.dtype == torch.float16 else set()
     kept = [re.compile(pattern.replace("*", ".*")) for pattern in kept_in_fp32]
     made: dict[torch.Tensor, torch.Tensor] = {}
     for path, module in model.named_modules():
