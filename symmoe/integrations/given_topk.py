@@ -66,7 +66,7 @@ class _GivenTopK(TorchFunctionMode):
     def _given(self, found: Any, scores: torch.Tensor, k: int, *_: Any, **__: Any) -> Any:
         rows, width = scores.shape[:-1], scores.shape[-1]
         if width == self._num_experts and (k, *rows[1:]) != (2, 1):  # which is the score of the only group
-            ids = self._choose(rows.numel(), k).long().view(*rows, -1)
+            ids = self._choose(rows.numel(), k).long().view(*rows, k)
             self.is_none = ids < 0
             ids = torch.where(self.is_none, found.indices, ids)
         elif len(rows) == 1 and 1 < width < self._num_experts and self._num_experts % width == 0:

@@ -72,19 +72,19 @@ def replay_routing(
         routing: what :func:`record_routing` has recorded for the same tokens, or :func:`routing_from_array` has made:
             any integers, on the host or the device; -1 is no expert (to trainers' routers, in all K slots of a token).
             Of several micro-batches a sequence, in the order in which `model` is called. In backward a call is known
-            by what it returned: not if all of `model` is in a reentrant checkpoint.
+            by what it returned: not if all of `model` is in a reentrant checkpoint; nor can it be one compiled graph.
 
     Raises:
         ArgumentError: `routing` is not for the layers, tokens, K, experts or calls of `model`; a router cannot be given
             a choice; or a layer has not taken it: a model that torch.compile has compiled before takes no notice.
     """
-    layers, is_one = layers_with_listeners(model), isinstance(routing, Mapping)
+    layers = layers_with_listeners(model)
     each: Sequence[Mapping[str, torch.Tensor]] = [routing] if isinstance(routing, Mapping) else routing
     for one in each:
         _fail_for(_problem(layers, one), layers)
 
     def choice(name: str, num_tokens: int, top_k: int | None) -> torch.Tensor:
-        number = 0 if is_one else calls.number
+        number = 0 if calls is None else calls.number
         if number is None or not 0 <= number < len(each):
             text = f"routing is of {len(each)} micro-batches; layer {name!r} runs in call {number} (None: not known)"
             _fail_for(ArgumentError(text), layers)
@@ -95,9 +95,10 @@ def replay_routing(
         return ids.to(layers[name][1].heap.device, torch.int32, non_blocking=True)
 
     with ExitStack() as hooks, _choose(model, layers, choice):
-        calls = _Calls(model, hooks)
+        # Nothing is counted for one: torch.compile cannot trace whether backward runs, and would break its graph.
+        calls = None if isinstance(routing, Mapping) else _Calls(model, hooks)
         yield
-        if not is_one and calls.num != len(each):
+        if calls is not None and calls.num != len(each):
             raise ArgumentError(f"routing is of {len(each)} micro-batches; the model has been called {calls.num} times")
 
 
@@ -108,7 +109,8 @@ def balanced_routing(model: nn.Module) -> Iterator[None]:
     sizes = {name: (its.num_experts, its.heap.device) for name, (_, its) in layers.items()}
 
     def choice(name: str, num_tokens: int, top_k: int | None) -> torch.Tensor:
-        return balanced_choice(num_tokens, top_k or 1, sizes[name][0], device=sizes[name][1])
+        num_experts, device = sizes[name]
+        return balanced_choice(num_tokens, top_k or num_experts, num_experts, device=device)  # None: of all groups
 
     with _choose(model, layers, choice):
         yield

@@ -658,6 +658,13 @@ def test_metrics_and_recorded_routing_are_those_of_megatron(rank: int, num_ranks
         with symmoe.replay_routing(model, routing), torch.no_grad():
             model(**cases.batch_of())
         assert all(map(torch.equal, maps[:2], maps[2:]))  # with the same drops
+        for layer in model.decoder.layers:  # Megatron's own recording is off, with what it has kept
+            layer.mlp.router.router_replay.clear_router_replay_action()
+        others = cases.batch_of() | {"input_ids": cases.batch_of()["input_ids"].flip(1)}
+        with symmoe.record_routing(model) as routing, torch.no_grad():
+            model(**others)
+        for ids, routing_map in zip(routing.values(), maps[4:], strict=True):
+            assert torch.equal((ids[:, :, None] == experts).any(1), routing_map)
 
 
 def _route_by_hand(router: Any, given: list[torch.Tensor]) -> None:

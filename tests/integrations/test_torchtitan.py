@@ -142,37 +142,37 @@ def test_torch_compile_leaves_the_trips_alone(rank: int, num_ranks: int) -> None
         assert "it was wrapped with `torch.compiler.disable`" in str(each.reason)
 
 
-@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize(("score", "is_step"), [("softmax", False), ("sigmoid", False), ("sigmoid", True)])
 @run_on(2, fixture="ranks")
-def test_routing_is_given_to_torchtitans_router(rank: int, num_ranks: int, score: str) -> None:
+def test_routing_is_given_to_torchtitans_router(rank: int, num_ranks: int, score: str, is_step: bool) -> None:
     """An MoE takes what was recorded, bit for bit; other experts (none for every fifth token), each micro-batch its
     own when activations are computed again, give what one with every expert and a router written here gives."""
     from torchtitan.models.common.linear import Linear
-    from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts, TokenChoiceTopKRouter
+    from torchtitan.models.common.moe import MoE, TokenChoiceTopKRouter
     from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
 
     from symmoe import MetricsLogger, record_routing, replay_routing
-    from symmoe.integrations.torchtitan import SymmoeTokenDispatcher
+    from symmoe.integrations import torchtitan, torchtitan_experts
 
     numbers, is_sigmoid = {"num_experts": EXPERTS, "top_k": 2}, score == "sigmoid"
     groups = {"num_expert_groups": 4, "num_limited_groups": 2} if is_sigmoid else {}
     options = {"score_func": score, "route_norm": is_sigmoid, "route_scale": 1.5, **groups}
     gate = Linear.Config(in_features=DIM, out_features=EXPERTS)
-    router = TokenChoiceTopKRouter.Config(**numbers, **options, gate=gate)
-
-    def moe(dispatcher) -> MoE:
-        inner = GroupedExperts.Config(dim=DIM, hidden_dim=FFN, num_experts=EXPERTS)
-        experts = RoutedExperts.Config(inner_experts=inner, token_dispatcher=dispatcher)
-        module = MoE(MoE.Config(num_experts=EXPERTS, routed_experts=experts, router=router)).train()
-        generator = torch.Generator().manual_seed(1)
-        with torch.no_grad():
-            for tensor in (*module.parameters(), module.expert_bias_E):
-                tensor.copy_(torch.randn(tensor.shape, generator=generator) / 4)
-        return module
-
-    ours = moe(SymmoeTokenDispatcher.Config(**numbers, hidden_dim=DIM, num_max_tokens_per_rank=64))
+    router, sizes = TokenChoiceTopKRouter.Config(**numbers, **options, gate=gate), {"num_max_tokens_per_rank": 64}
+    local = config_of(LocalTokenDispatcher.Config(**numbers))
+    own = config_of(torchtitan.SymmoeTokenDispatcher.Config(**numbers, **sizes, hidden_dim=DIM))
+    own = torchtitan_experts.routed_experts(local, **sizes) if is_step else own
+    configs = [MoE.Config(num_experts=EXPERTS, routed_experts=each, router=router) for each in (local, own)]
+    stock, ours = (MoE(config).train() for config in configs)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for tensor in (*stock.parameters(), stock.expert_bias_E):
+            tensor.copy_(torch.randn(tensor.shape, generator=generator) / 4)
+    ours.load_state_dict(stock.state_dict())
     spread(ours.routed_experts, rank)
-    stock = moe(LocalTokenDispatcher.Config(**numbers))
+    if is_step:  # in fp32, which torchtitan's experts do not compute in
+        weights = list(stock.routed_experts.parameters())
+        stock.routed_experts.forward = lambda x, scores, ids, _num_tokens: formula(weights, x, scores, ids)
     batches = [inputs(seed, 40 - 7 * rank, 2, torch.float32)[0] for seed in (rank, 5)]
 
     def results(module, *batches: torch.Tensor) -> list[torch.Tensor]:

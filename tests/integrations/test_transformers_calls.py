@@ -14,15 +14,14 @@ import torch
 import torch.distributed as dist
 import transformers
 from hf_cases import FAMILIES, VOCABULARY, batch_of, random_model
+from hf_models import tiny_model
 from small_model import assert_same, check_metrics, counted_barriers, other_routing, step, weigh
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
-from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 from worker import open_heap
 
 import symmoe
 from symmoe.errors import ArgumentError, ConfigMismatch, PeerTimeout, SymmoeError
-from symmoe.integrations.given_topk import give_topk
 from symmoe.integrations.transformers import StepConfig, swap_moe
 from symmoe.integrations.transformers.forms import experts_modules
 
@@ -54,6 +53,12 @@ def test_compiled_block_gives_the_eager_results(heap, family: str, options: dict
     assert all(tensor.abs().max() > 0 for tensor in expected.values())
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
     assert_same(step(compiled, tokens()), expected)
+    with symmoe.record_routing(block) as routing, torch.no_grad():
+        block(tokens())
+    with symmoe.replay_routing(block, other_routing(routing, 3)):
+        given = step(block, tokens())
+        assert_same(step(compiled, tokens()), given)
+    assert not torch.allclose(given["y"], expected["y"], atol=1e-3)
 
 
 @pytest.mark.slow
@@ -248,21 +253,32 @@ def test_routing_is_given_to_transformers_routers(rank: int, num_ranks: int, hea
     assert all(not vars(module).get("forward") for module in model.modules())
 
 
-def test_groups_without_scores_are_those_of_what_is_given():
+def test_groups_without_scores_are_those_of_what_is_given(heap):
     """DeepSeek-V2 scores only the experts of its best groups; those that are given need not be among them."""
-    groups = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
-    config = transformers.DeepseekV2Config(hidden_size=H, n_routed_experts=8, num_experts_per_tok=3, **groups)
-    block, x = nn.ModuleDict({"gate": DeepseekV2TopkRouter(config), "experts": nn.Identity()}), tokens().detach()[0]
-    nn.init.normal_(block["gate"].weight)
-    block["experts"].num_experts = 8
-    ids = torch.rand(18, 8).argsort(1)[:, :3]
-    end = give_topk(block, "experts", lambda num_tokens, top_k: ids, router="gate", position=0)
-    _, weights, got = block["gate"](x)
-    end()
-    assert torch.equal(got, ids)
-    wanted = (x @ block["gate"].weight.T).softmax(1).gather(1, ids) * config.routed_scaling_factor
-    torch.testing.assert_close(weights, wanted)
-    assert not torch.equal(block["gate"](x)[2], ids)
+    config, x = tiny_model("deepseek_v2").config, tokens().detach()
+    groups, seen = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 1}, []
+    model = transformers.DeepseekV2ForCausalLM(type(config)(**{**config.to_dict(), **groups}))
+    block = swap_moe(model, heap).model.layers[-1].mlp
+    block.experts.register_forward_pre_hook(lambda _experts, args: seen.append(args[1:]))
+    given = torch.rand(18, 8).argsort(1)[:, :2]
+    with symmoe.replay_routing(block, {"experts": given}):
+        block(x)
+    with symmoe.balanced_routing(block):
+        block(x)
+    block(x)
+    assert torch.equal(seen[0][0], given)
+    assert all(len(ids.unique()) == 8 for ids, _ in seen[:2])
+    for ids, weights in seen:
+        wanted = (x[0] @ block.gate.weight.T).softmax(1).gather(1, ids) * block.gate.routed_scaling_factor
+        torch.testing.assert_close(weights, wanted)
+
+
+def test_no_tokens_are_given_experts(heap):
+    block = swap_moe(random_model("qwen3_moe"), heap).model.layers[-1].mlp
+    for given in (symmoe.balanced_routing(block), symmoe.replay_routing(block, {"experts": torch.zeros(0, 3)})):
+        with given, symmoe.record_routing(block) as routing:
+            block(tokens(num=0))
+        assert routing["experts"].shape == (0, 3)
 
 
 @run_on(2)

@@ -92,6 +92,24 @@ def test_is_as_the_unmodified_model_or_refused(model_type: str, heap: symmoe.Sym
         check(heap, model_type, tmp_path)
 
 
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "deepseek_v4", "deepseek_v32", "gpt_oss"])
+def test_dtypes_are_those_of_transformers(model_type: str, heap: symmoe.SymmetricHeap, tmp_path: Path):
+    """What stays in fp32 is named by modules, tensors or patterns, and with fp16 more than with bf16."""
+    reference, dtype = tiny_model(model_type), torch.bfloat16 if model_type == "deepseek_v3" else torch.float16
+    reference.save_pretrained(tmp_path)
+    theirs = type(reference).from_pretrained(tmp_path, dtype=dtype).state_dict()
+    model = from_pretrained(tmp_path, heap, dtype=dtype, model_class=type(reference))
+    found = {stock_name(name, theirs): tensor.dtype for name, tensor in model.state_dict().items()}
+    assert found == {name: tensor.dtype for name, tensor in theirs.items()}
+    kept = {name for name, found in found.items() if found == torch.float32}
+    assert kept
+    save_checkpoint(model, tmp_path / "ours", like=tmp_path)
+    was, now = (load_file(folder / "model.safetensors") for folder in (tmp_path, tmp_path / "ours"))
+    rounded = {key for key, tensor in was.items() if torch.equal(now[key], tensor.to(dtype).to(tensor.dtype))}
+    exact = {key for key, tensor in was.items() if torch.equal(now[key], tensor)}
+    assert rounded | exact == was.keys() > exact >= kept & was.keys()
+
+
 def test_numbers_on_the_page():
     known, refused = len(module_names()), len(set(REFUSED) & set(module_names()))
     assert known - refused > 30

@@ -28,7 +28,7 @@ from worker import open_heap
 import symmoe
 from symmoe.errors import ArgumentError
 from symmoe.integrations.transformers import ExpertParallelExperts, StepConfig, swap_moe
-from symmoe.integrations.transformers.forms import ExpertsForm
+from symmoe.integrations.transformers.forms import ExpertsForm, experts_modules
 
 
 def errors_of(model: torch.nn.Module, gradients: dict, group: dist.ProcessGroup | None = None) -> dict:
@@ -137,6 +137,17 @@ def test_activations_are_those_of_transformers(is_gated: bool):
     others = {"relu", "tanh", "sigmoid", "mish", "leaky_relu", "relu6", "linear", "gelu_10", "laplace"}
     assert known.isdisjoint(others)
     assert known >= {"silu", "swish", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu2"}
+
+
+def test_defaults_of_the_caller_do_not_change_the_form():
+    (_, experts), *_ = experts_modules(random_model("gpt_oss"))
+    form, before = ExpertsForm.of(experts), torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            assert ExpertsForm.of(experts) == form
+    finally:
+        torch.set_default_dtype(before)
 
 
 _NODES = [(family, 2, 1) for family in FAMILIES] + [("qwen3_moe", 4, 2), ("deepseek_v3", 4, 2)]

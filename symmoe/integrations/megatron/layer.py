@@ -24,7 +24,7 @@ from symmoe.dispatch.trip import PHASE as SEND
 from symmoe.errors import ArgumentError, StalePlan, raise_for
 from symmoe.integrations.megatron.compat import groups_problem, layer_problem, process_groups, slots_per_token
 from symmoe.integrations.megatron.experts import SymmExperts, routed_config
-from symmoe.integrations.megatron.replay import give_routing, recorder_of
+from symmoe.integrations.megatron.replay import give_routing, recorded_by, recorder_of
 from symmoe.moe.listeners import Listeners, RoutingReport
 from symmoe.moe.routed_experts import RoutedExperts
 from symmoe.symm_mem.heap import SymmetricHeap
@@ -207,7 +207,7 @@ class SymmMoELayer(MoELayer):
 
     def _tell(self, rows: torch.Tensor, load: Sequence[torch.Tensor]) -> None:
         ids, size = begun(self.token_dispatcher.topk_idx), rows.shape[1] * rows.element_size()
-        recorded = getattr(self._recorder, "recorded_topk_idx", None)  # before a capacity factor's drops
+        recorded = recorded_by(self._recorder)
         chosen = ids if recorded is None else recorded
         self.listeners.tell(RoutingReport(ids, chosen, load[0], load[1], size, size, is_training=self.training))
 

@@ -25,6 +25,14 @@ def recorder_of(router: nn.Module) -> RouterReplay | None:
     return router.router_replay
 
 
+def recorded_by(recorder: RouterReplay | None) -> torch.Tensor | None:
+    """What a router has chosen in the forward that runs, before a capacity factor's drops; None: nobody has kept it."""
+    if recorder is None or recorder.router_replay_action != RouterReplayAction.RECORD:
+        return None  # what is there may be of an earlier forward
+    recorded: torch.Tensor | None = recorder.recorded_topk_idx
+    return recorded
+
+
 def give_routing(model: nn.Module, name: str, choose: Choose) -> Callable[[], None]:
     """See Give, for SymmMoELayers. Tokens without an expert are spread over all in the router's statistics, and leave
     its map. ArgumentError: the router makes no choice by scores that could be replaced."""
@@ -44,6 +52,7 @@ def give_routing(model: nn.Module, name: str, choose: Choose) -> Callable[[], No
         replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
 
     def drop(_router: nn.Module, _args: Any, output: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        replay.set_router_replay_action(RouterReplayAction.RECORD)  # as which the layer reports what was given
         is_none = replay.recorded_topk_idx[:, :1] < 0
         return output[0].masked_fill(is_none, 0.0), output[1] & ~is_none
 

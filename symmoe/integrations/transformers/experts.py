@@ -152,9 +152,8 @@ class ExpertParallelExperts(ExpertParallelModule):
         tokens, probs = hidden_states.to(dtype), top_k_weights.float()
         y, load = run_routed(self._routed_experts, tokens, probs, top_k_index, self.mlp)
         if self.listeners.callbacks:
-            ids, config = top_k_index, self.config
-            size, sent = config.hidden * dtype.itemsize, config.sent_row_bytes("forward", dtype.itemsize)
-            self.listeners.tell(RoutingReport(ids, ids, load[0], load[1], size, sent, is_training=self.training))
+            ids, size = top_k_index, self.config.hidden * dtype.itemsize
+            self.listeners.tell(RoutingReport(ids, ids, load[0], load[1], size, size, is_training=self.training))
         return y.to(hidden_states.dtype)
 
     def extra_repr(self) -> str:

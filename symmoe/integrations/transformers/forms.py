@@ -23,6 +23,7 @@ from symmoe.kernels.activation import FUNCTIONS, SILU, Activation
 
 _SMALL, _HUGE = 0.125, 2.0**40  # arguments of a gate; limits that are smaller or larger are not recognised
 _DIGITS = 5  # of alpha, limit and offset: a gate may compute in fp32
+_PLAIN: Any = {"dtype": torch.float32, "device": "cpu"}  # whatever the caller's defaults are
 
 
 StockExperts = Any  # an experts module of transformers: torch gives all attributes of a module one type
@@ -109,10 +110,10 @@ def _activation_of(experts: StockExperts) -> Activation:
 
 
 def _is_same(activation: Activation, act: Callable[[torch.Tensor], torch.Tensor]) -> bool:
-    own, generator = ScaledActivation(activation), torch.Generator().manual_seed(0)
+    own, generator = ScaledActivation(activation), torch.Generator("cpu").manual_seed(0)
     for size in (1.0, 8.0, 64.0, 2 * min(activation.limit, 64.0)):
-        h = torch.randn(64, 32, generator=generator) * size
-        if not torch.allclose(own(h, torch.ones(64)), act(h).float(), rtol=1e-4, atol=1e-6 * size**2):
+        h = torch.randn(64, 32, generator=generator, **_PLAIN) * size
+        if not torch.allclose(own(h, torch.ones(64, **_PLAIN)), act(h).float(), rtol=1e-4, atol=1e-6 * size**2):
             return False
     return True
 

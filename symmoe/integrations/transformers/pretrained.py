@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -68,24 +69,20 @@ def from_pretrained(
 
 def _materialise(model: PreTrainedModel, device: torch.device) -> None:
     """Memory for everything on the meta device; ties and marks of parameters stay."""
-    # Names of modules and tensors that transformers loads in fp32 whatever the dtype asked for.
+    # What transformers loads in fp32 whatever the dtype asked for: patterns, which it searches for in names.
     kept_in_fp32 = set(model._keep_in_fp32_modules_strict or ())
     kept_in_fp32 |= set(model._keep_in_fp32_modules or ()) if model.dtype == torch.float16 else set()
-    made: dict[int, nn.Parameter] = {}
-
-    def empty(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        is_kept = tensor.is_floating_point() and not kept_in_fp32.isdisjoint(name.split("."))
-        return torch.empty_like(tensor, device=device, dtype=torch.float32 if is_kept else None)
-
+    kept = [re.compile(pattern.replace("*", ".*")) for pattern in kept_in_fp32]
+    made: dict[torch.Tensor, torch.Tensor] = {}
     for path, module in model.named_modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            if id(parameter) not in made:
-                value = empty(f"{path}.{name}", parameter)
-                made[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
-                vars(made[id(parameter)]).update(vars(parameter))
-            setattr(module, name, made[id(parameter)])
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, empty(f"{path}.{name}", buffer))
+        for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+            if tensor not in made:
+                is_kept = tensor.is_floating_point() and any(each.search(f"{path}.{name}") for each in kept)
+                value = torch.empty_like(tensor, device=device, dtype=torch.float32 if is_kept else None)
+                is_parameter = isinstance(tensor, nn.Parameter)
+                made[tensor] = nn.Parameter(value, requires_grad=tensor.requires_grad) if is_parameter else value
+                vars(made[tensor]).update(vars(tensor))
+            setattr(module, name, made[tensor])
     # transformers computes what is in no checkpoint, e.g. buffers of rotary embeddings.
     for module in model.modules():
         vars(module)["_is_hf_initialized"] = not non_persistent_buffers(module)
