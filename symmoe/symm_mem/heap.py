@@ -392,7 +392,6 @@ class SymmetricHeap(HeapParts):
         with self._access:
             suspension.refuse(self)
             self.synchronize()
-            self.fail_for(suspension.problem(self), control.PHASE_SUSPEND)
             self.barrier(control.PHASE_SUSPEND)
             self.synchronize()
             suspension.give_back(self)
@@ -408,7 +407,7 @@ class SymmetricHeap(HeapParts):
             PeerTimeout, PeerLost: a rank did not come, or has ended.
         """
         if self._access.is_suspended:
-            with self._access.turn:
+            with self._access.even_suspended():
                 suspension.bring_back(self)
         self.check()
 
@@ -427,7 +426,7 @@ class SymmetricHeap(HeapParts):
         if self._closed or not self._access.is_given:
             return
         if self._access.is_suspended:  # there is no arena to meet in
-            with self._access.turn:
+            with self._access.even_suspended():
                 _end(self, together=False)
             return
         # On a heap on which nothing works any more, no call is worth waiting for.
