@@ -37,8 +37,8 @@ def record_routing(model: nn.Module) -> Iterator[Routing]:
     The ids are the router's choice before the capacity factor's drops, which a replay makes again, with its own probs.
 
     Yields:
-        name of each layer, in the model's order, to int32 [T, K] on the device: of MoELayers, and of the layers of symmoe's integrations in
-        transformers, Megatron and torchtitan models.
+        name of each layer, in the model's order, to int32 [T, K] on the device: of MoELayers, and of the layers of
+        symmoe's integrations in transformers, Megatron and torchtitan models.
 
     Raises:
         ArgumentError: the model has no such layer; a layer is called a second time (which of the two to keep?), or not

@@ -135,3 +135,7 @@ def raises_on_rank_1(context: Context) -> Trained:
     if context.rank == 1:
         raise ZeroDivisionError("on purpose")
     return right(context)
+
+
+def returns_nothing(context: Context) -> None:
+    right(context)
