@@ -405,6 +405,7 @@ class SymmetricHeap(HeapParts):
             BackendUnavailable: on every rank, if one has too little memory; the heap stays suspended.
             HeapPoisoned: on every rank, if one has called :meth:`abort` meanwhile.
             PeerTimeout, PeerLost: a rank did not come, or has ended.
+            ConcurrentUse: another thread is resuming the heap, or closing it.
         """
         if self._access.is_suspended:
             with self._access.even_suspended():
