@@ -48,18 +48,9 @@ class Compared(Protocol):
         """Looks at those of all ranks."""
 
 
-class _Bound:
+def _bound(name: str) -> property:
     """A bound of a heap's waits."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, heap: SymmetricHeap, owner: type) -> float:
-        seconds: float = getattr(heap.waits, self._name)
-        return seconds
-
-    def __set__(self, heap: SymmetricHeap, seconds: float) -> None:
-        setattr(heap.waits, self._name, seconds)
+    return property(lambda heap: getattr(heap.waits, name), lambda heap, seconds: setattr(heap.waits, name, seconds))
 
 
 class SymmetricHeap(HeapParts):
@@ -112,7 +103,7 @@ class SymmetricHeap(HeapParts):
         PeerTimeout, PeerLost: a rank did not come, or has ended.
     """
 
-    timeout_s, start_timeout_s = _Bound(), _Bound()
+    timeout_s, start_timeout_s = _bound("timeout_s"), _bound("start_timeout_s")
 
     def __init__(
         self,
