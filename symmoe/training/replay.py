@@ -145,7 +145,7 @@ def routing_from_array(
         rows: of this rank's tokens as its layers see them, padding too (any shape). bool: whether it is one of the N,
             which come in order; or int: which of them it is, -1 is none. None: the N are the tokens.
     """
-    found, given, problem = layers_with_listeners(model), _signed(torch.as_tensor(array)), None
+    found, given, problem = layers_with_listeners(model), _signed(array), None
     if given.dim() != 3:
         _fail_for(ArgumentError(f"array has shape {list(given.shape)}; it must be [tokens, layers, K]"), found)
     num_rows, num_layers = given.shape[:2]
@@ -196,9 +196,10 @@ class _Calls:
         self._of_backward = number
 
 
-def _signed(ids: torch.Tensor) -> torch.Tensor:
+def _signed(ids: _Array) -> torch.Tensor:
     """The same numbers in a dtype that has -1, and that torch compares."""
-    return ids.to(_SIGNED.get(ids.dtype, ids.dtype))
+    found = torch.as_tensor(ids)
+    return found.to(_SIGNED.get(found.dtype, found.dtype))
 
 
 def _fail_for(problem: ArgumentError | None, layers: _Layers) -> None:

@@ -167,7 +167,7 @@ def test_arrays_of_an_engine_are_routing(heap: SymmetricHeap, dtype: str):
     ):
         given = routing_from_array(model, engines, layers=(1, 4), rows=rows)
         if rows is None:  # in the engine's own dtype, too
-            given = {name: torch.from_numpy(engines[:, place]) for name, place in zip(routing, (1, 4), strict=True)}
+            given = {name: engines[:, place] for name, place in zip(routing, (1, 4), strict=True)}
         with replay_routing(model, given), torch.no_grad():
             got = model(its_tokens)
         assert torch.equal(got[is_real], wanted)
