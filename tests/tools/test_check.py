@@ -47,6 +47,7 @@ DEFECTS = [
     ("step_without_experts", UPDATE, EXPERTS, "times the one-rank value, ranks have factors of their own: "),
     ("saved_alone", LOADED, EXPERTS, "rank 1 has the part of rank 0"),
     ("saves_no_experts", LOADED, EXPERTS, "was not loaded on rank 0, 1"),
+    ("saves_parameters", LOADED, "1.router.expert_bias", "was not loaded on rank 0, 1"),
     ("drawn_by_rank", START, "0.weight", "on rank 1"),
 ]
 
@@ -61,7 +62,7 @@ def test_a_defect_is_named(cluster, tmp_path: Path, target: str, stage: str, nam
 
 
 RIGHT = [("right", "bf16", {}), ("right", "fp32", {"ranks": 4, "length": 5})]
-RIGHT += [("drawn_and_loaded", "bf16", {}), ("sharded", "bf16", {})]
+RIGHT += [("drawn_and_loaded", "bf16", {}), ("with_bias", "fp32", {}), ("sharded", "bf16", {})]
 
 
 @pytest.mark.parametrize(("target", "dtype", "changes"), RIGHT)

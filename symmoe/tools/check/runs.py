@@ -74,7 +74,7 @@ def _step(job: Job, ranks: Ranks, heap: SymmetricHeap, dtype: str) -> Iterator[t
     trained = make(job.target, Context(*place, dtype=DTYPES[dtype], heap=heap, folder=str(first)), job.layers)
     model = trained.model
     trains = {name: its for name, its in model.named_parameters() if its.requires_grad}
-    start = _values(model.named_parameters())
+    state, start = model.state_dict().keys(), _values(model.named_parameters())
     yield START, start
     take_step = trained.step or torch.optim.AdamW(trains.values(), lr=1e-3).step
     vocabulary = min(_VOCABULARY, getattr(getattr(model, "config", None), "vocab_size", _VOCABULARY))
@@ -92,11 +92,12 @@ def _step(job: Job, ranks: Ranks, heap: SymmetricHeap, dtype: str) -> Iterator[t
     take_step()
     yield UPDATE, {name: value.float() - start[name].float() for name, value in _values(trains.items()).items()}
     (trained.save or partial(checkpoint.save_checkpoint, step=1, model=model))(str(folder))
-    for parameter in trains.values():
-        local_part(parameter.detach()).fill_(torch.nan)  # what is not loaded shows
+    kept = trains | {name: its for name, its in model.named_buffers() if name in state and its.is_floating_point()}
+    for tensor in kept.values():
+        local_part(tensor.detach()).fill_(torch.nan)  # what is not loaded shows
     ranks.barrier()
     (trained.load or partial(checkpoint.load_checkpoint, model=model))(str(folder))
-    yield LOADED, _values(trains.items())
+    yield LOADED, _values(kept.items())
 
 
 def _backward(model: nn.Module, tokens: torch.Tensor) -> None:
