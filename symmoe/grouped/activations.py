@@ -43,9 +43,18 @@ class ScaledActivation(nn.Module):
         self.activation = activation
 
     def forward(self, h: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """out [..., I] of h [..., W], fp32, fp16 or bf16, and a factor for each row [...], computed in fp32 and rounded
-        to the dtype of h. Differentiable in both. Not collective; does not synchronise the host. ArgumentError,
-        StaleLease: a shape, dtype, layout or device is wrong, or memory has been released."""
+        """Differentiable in both arguments. Not collective; does not synchronise the host.
+
+        Args:
+            h: [..., W] fp32, fp16 or bf16.
+            scale: [...], a factor for each row; the computation is in fp32.
+
+        Returns:
+            [..., I] in the dtype of h.
+
+        Raises:
+            ArgumentError, StaleLease: a shape, dtype, layout or device is wrong, or memory has been released.
+        """
         raise_for(self._problem(h, scale))
         out: torch.Tensor = _ScaledActivation.apply(h, scale.float(), self.activation)
         return out
@@ -93,9 +102,16 @@ class ScaledSReLU(ScaledActivation):
 
 
 def interleave_gate_up(tensor: torch.Tensor, block: int, *, dim: int) -> torch.Tensor:
-    """Reorders a weight or bias of FC1 from two halves, gate and up features, to blocks of `block` features that
-    alternate. dim: that of the 2I features (-2 of a weight [G, 2I, H], -1 of a bias [G, 2I]). ArgumentError: it is no
-    multiple of two blocks."""
+    """Reorders a weight or bias of FC1 from two halves, gate and up features, to blocks that alternate.
+
+    Args:
+        tensor: [.., 2I, ..], gate features first.
+        block: features per block; I must be a multiple of it.
+        dim: the dimension of the 2I features (-2 of a weight [G, 2I, H], -1 of a bias [G, 2I]).
+
+    Raises:
+        ArgumentError: the dimension is no multiple of two blocks.
+    """
     return _reordered(tensor, block, dim, (2, -1))
 
 

@@ -96,13 +96,21 @@ class GroupedMLP(nn.Module):
         grad_input_out: torch.Tensor | None = None,
         is_first_microbatch: bool = False,
     ) -> torch.Tensor:
-        """Applies expert g to the g-th run of rows. Not collective; device splits do not synchronise the host. Errors,
-        splits and buffers [..., H], whose tails stay as they are, are those of GroupedLinear. Returns [..., H], in the
-        memory of `out` if given; else its tail is zero.
+        """Applies expert g to the g-th run of rows. Not collective; device splits do not synchronise the host.
 
         Args:
             rows: [..., H] sorted by group; rows past sum(splits) are a tail that is never read.
+            splits: as in GroupedLinear.
             row_probs: [...], scale of each row; the computation is in fp32.
+            out, grad_input_out: [..., H] buffers for the result and for the gradient of `rows`, e.g. of heap leases.
+                Their tails stay as they are.
+            is_first_microbatch: the weight gradients overwrite `main_grad`.
+
+        Returns:
+            [..., H], in the memory of `out` if given; the tail is zero otherwise.
+
+        Raises:
+            ArgumentError, StaleLease: an argument is wrong; nothing has been computed.
         """
         given = RowArguments(splits, row_probs, out, grad_input_out, (is_first_microbatch, is_first_microbatch))
         return fused_mlp((self.fc1, self.activation, self.fc2), rows, given, scale_bias=True)

@@ -41,11 +41,18 @@ _Kind = tuple[str, torch.Size | None, torch.Size, torch.dtype]  # list, shape of
 
 
 def copy_host_to_device(source: HostBytes, destination: torch.Tensor) -> None:
-    """Copies the bytes of `source`, at most as many as `destination` has, to its start. Not collective, no host
-    synchronisation. Meant for small data: a launch carries 4080 bytes, and more takes several launches. source: bytes,
-    another contiguous buffer (bytearray, array, NumPy array) or a contiguous CPU tensor; may be changed or freed as
-    soon as the call returns. destination: contiguous, of any dtype. ArgumentError, StaleLease: an argument is wrong;
-    nothing has been copied."""
+    """Copies the bytes of `source` to the start of `destination`. Not collective, no host synchronisation.
+
+    Meant for small data: a launch carries 4080 bytes, and more takes several launches.
+
+    Args:
+        source: bytes, another contiguous buffer (bytearray, array, NumPy array) or a contiguous CPU tensor, at most as
+            large as destination. May be changed or freed as soon as the call returns.
+        destination: contiguous tensor of any dtype.
+
+    Raises:
+        ArgumentError, StaleLease: an argument is wrong; nothing has been copied.
+    """
     if not isinstance(destination, torch.Tensor):
         raise ArgumentError(f"destination ({type(destination).__name__}) must be a tensor")
     raise_for(_copy_problem("destination", destination, ("cuda", "cpu"), "a CUDA device or the CPU"))
@@ -68,9 +75,15 @@ def copy_host_to_device(source: HostBytes, destination: torch.Tensor) -> None:
 def copy_data_ptrs_to_device(
     tensors: Sequence[torch.Tensor], device: torch.device | str | int, *, alignment: int = 1, contiguous: bool = False
 ) -> torch.Tensor:
-    """The addresses of N tensors on a device, which are not empty, as a new tensor int64 [N] there. Not collective, no
-    host synchronisation. The caller keeps the tensors alive and where they are while the result is used. alignment: a
-    power of two that every address must be a multiple of. contiguous: whether the tensors must be.
+    """The addresses of N tensors, as a new tensor int64 [N] on `device`. Not collective, no host synchronisation.
+
+    The caller keeps the tensors alive and where they are while the result is used.
+
+    Args:
+        tensors: on `device`, not empty.
+        device: the device of the tensors and of the result.
+        alignment: a power of two that every address must be a multiple of.
+        contiguous: whether the tensors must be contiguous.
 
     Raises:
         ArgumentError: a tensor is elsewhere, empty, misaligned or not contiguous.

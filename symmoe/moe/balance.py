@@ -4,9 +4,10 @@
 None of these functions synchronises the host, and only balance_step with an `expert_group` is collective: every rank
 has the load of the whole EP group from the plan's exchange of counts, so balance costs no communication.
 
-A load-balance loss is E * sum_i f_i * P_i, [] fp32: 1 when both are uniform; f has no gradient. Without tokens it is 0,
-still connected to what it is differentiable in. Tokens of False in a mask, bool [T], do not count. T tokens on this
-rank, S tokens in a sequence, K experts per token, E experts in all.
+A load-balance loss is E * sum_i f_i * P_i, [] fp32, of the fraction f_i of the slots that went to expert i, which has
+no gradient, and the mean P_i of its normalised scores: 1 when both are uniform. Without tokens it is 0, still connected
+to what it is differentiable in. Tokens of False in a mask, bool [T], do not count. T tokens on this rank, S tokens in a
+sequence, K experts per token, E experts in all.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ class MoELayer(ExpertParallelModule):
         dtype: the dtype of the expert weights. The layer computes in the dtype of its input, or in autocast's.
         device: the device of the parameters; None is the heap's.
         expert_group: as in reduce_gradients. For aux_loss="global", over which each forward then sums the load, and for
-            DDP (see prepare_for_ddp).
+            DDP (see prepare_for_ddp). None: the world is one EP group.
 
     Raises:
         ArgumentError: the configuration does not fit the group or its GPUs, or `experts` does not fit it.

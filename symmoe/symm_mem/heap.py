@@ -48,18 +48,9 @@ class Compared(Protocol):
         """Looks at those of all ranks."""
 
 
-class _Bound:
+def _bound(name: str) -> property:
     """A bound of a heap's waits."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, heap: SymmetricHeap, owner: type) -> float:
-        seconds: float = getattr(heap.waits, self._name)
-        return seconds
-
-    def __set__(self, heap: SymmetricHeap, seconds: float) -> None:
-        setattr(heap.waits, self._name, seconds)
+    return property(lambda heap: getattr(heap.waits, name), lambda heap, seconds: setattr(heap.waits, name, seconds))
 
 
 class SymmetricHeap(HeapParts):
@@ -112,7 +103,7 @@ class SymmetricHeap(HeapParts):
         PeerTimeout, PeerLost: a rank did not come, or has ended.
     """
 
-    timeout_s, start_timeout_s = _Bound(), _Bound()
+    timeout_s, start_timeout_s = _bound("timeout_s"), _bound("start_timeout_s")
 
     def __init__(
         self,
@@ -392,7 +383,6 @@ class SymmetricHeap(HeapParts):
         with self._access:
             suspension.refuse(self)
             self.synchronize()
-            self.fail_for(suspension.problem(self), control.PHASE_SUSPEND)
             self.barrier(control.PHASE_SUSPEND)
             self.synchronize()
             suspension.give_back(self)
@@ -406,9 +396,10 @@ class SymmetricHeap(HeapParts):
             BackendUnavailable: on every rank, if one has too little memory; the heap stays suspended.
             HeapPoisoned: on every rank, if one has called :meth:`abort` meanwhile.
             PeerTimeout, PeerLost: a rank did not come, or has ended.
+            ConcurrentUse: another thread is resuming the heap, or closing it.
         """
         if self._access.is_suspended:
-            with self._access.turn:
+            with self._access.even_suspended():
                 suspension.bring_back(self)
         self.check()
 
@@ -427,7 +418,7 @@ class SymmetricHeap(HeapParts):
         if self._closed or not self._access.is_given:
             return
         if self._access.is_suspended:  # there is no arena to meet in
-            with self._access.turn:
+            with self._access.even_suspended():
                 _end(self, together=False)
             return
         # On a heap on which nothing works any more, no call is worth waiting for.

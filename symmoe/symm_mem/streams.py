@@ -264,12 +264,11 @@ class Access:
     Attributes:
         is_given: whether this process has made the heap. A fork of it maps the same arenas, and must not touch them.
         is_open: whether it also has memory, and is not suspended.
-        turn: held by the thread whose turn it is.
     """
 
     def __init__(self) -> None:
         self.is_given = self.is_open = True
-        self._pid, self.turn = os.getpid(), threading.RLock()
+        self._pid, self._turn = os.getpid(), threading.RLock()
         self._thread: int | None = None  # the thread of the last turn
         # To ask for the process id in every call would cost a system call.
         os.register_at_fork(after_in_child=functools.partial(_take_away, weakref.ref(self)))
@@ -292,16 +291,30 @@ class Access:
     def __enter__(self) -> None:
         if not self.is_open:
             self.check()
-        if not self.turn.acquire(blocking=False):
-            other = {thread.ident: thread.name for thread in threading.enumerate()}.get(self._thread, self._thread)
-            raise ConcurrentUse(
-                f"thread '{threading.current_thread().name}' calls a heap on which thread '{other}' "
-                "is in a call: threads take turns on a heap, in the same order on all ranks, or have a heap each"
-            )
+        if not self._turn.acquire(blocking=False):
+            raise self._is_taken()
         self._thread = threading.get_ident()
 
     def __exit__(self, *exc: object) -> None:
-        self.turn.release()
+        self._turn.release()
+
+    @contextmanager
+    def even_suspended(self) -> Iterator[None]:
+        """The same on a heap that has no memory."""
+        if not self._turn.acquire(blocking=False):
+            raise self._is_taken()
+        self._thread = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._turn.release()
+
+    def _is_taken(self) -> ConcurrentUse:
+        other = {thread.ident: thread.name for thread in threading.enumerate()}.get(self._thread, self._thread)
+        return ConcurrentUse(
+            f"thread '{threading.current_thread().name}' calls a heap on which thread '{other}' "
+            "is in a call: threads take turns on a heap, in the same order on all ranks, or have a heap each"
+        )
 
 
 class OneCall:

@@ -23,7 +23,7 @@ def refuse(heap: HeapParts) -> None:
         raise ArgumentError("suspend: a CUDA graph is being captured; suspend before or after it")
 
 
-def problem(heap: HeapParts) -> SymmoeError | None:
+def _problem(heap: HeapParts) -> SymmoeError | None:
     """What keeps this rank from giving its memory back, or None."""
     if leases := heap.memory.live_leases():
         named = ", ".join(f"'{name}' of {size} bytes" for name, size in leases[:_MOST_NAMED])
@@ -37,15 +37,18 @@ def problem(heap: HeapParts) -> SymmoeError | None:
 
 
 def give_back(heap: HeapParts) -> None:
-    """Frees the arenas, after the last call of all ranks. Collective."""
-    group = heap.bootstrap.within(heap.waits.timeout_s, PHASE_SUSPEND)
+    """Frees the arenas, after the last call of all ranks; if a rank cannot, all go on. Collective."""
+    group, is_agreed = heap.bootstrap.within(heap.waits.timeout_s, PHASE_SUSPEND), False
+    heap._access.is_open = False  # no thread makes a lease any more
     try:
-        group.barrier()  # what peers had launched is done, too
+        group.agree(_problem(heap))  # then what peers had launched is done, too
+        is_agreed = True
         heap._kept = _control_block(heap).to("cpu", copy=True)
-        heap._access.is_open = False
         group.attempt(heap._arenas.suspend)
     except BaseException as error:
-        heap.faults.poison = f"suspend failed: {error}"
+        heap._access.is_open = not is_agreed
+        if is_agreed or not isinstance(error, (ArgumentError, BackendUnavailable)):
+            heap.faults.poison = f"suspend failed: {error}"
         raise
 
 

@@ -96,10 +96,17 @@ def clip_grad_norm(
     It comes after :func:`reduce_gradients`, or after a backward that reduces gradients, under DDP or FSDP, whose
     DTensors say where each part lives. Every dense parameter counts once and every expert once, wherever it lives, so
     the norm does not depend on the number of ranks or on how parameters are sharded (up to rounding), and all ranks
-    scale by the same bits. Arguments are those of reduce_gradients, but for expert_group None: as many ranks have the
-    same experts as the heap of a layer says; of experts in other modules, one. Returns the norm before clipping, []
-    fp32, on the device of the parameters. ArgumentError: the gradient of a DTensor is a partial sum, which has no norm
-    yet.
+    scale by the same bits.
+
+    Args:
+        model, group, expert_group: as in :func:`reduce_gradients`, but for expert_group None: as many ranks have the
+            same experts as the heap of a layer says; of experts in other modules, one.
+
+    Returns:
+        [] fp32, the norm before clipping, on the device of the parameters.
+
+    Raises:
+        ArgumentError: the gradient of a DTensor is a partial sum, which has no norm yet.
     """
     group = group or default_group()
     num_ranks = group_size(group)

@@ -26,6 +26,7 @@ from symmoe.torch_internals import pytree
 
 Routing = dict[str, torch.Tensor]
 _Array = np.ndarray[Any, Any] | torch.Tensor
+_SIGNED = {torch.uint8: torch.int16, torch.uint16: torch.int32, torch.uint32: torch.int64, torch.uint64: torch.int64}
 _Layers = dict[str, tuple[nn.Module, Listeners]]
 
 
@@ -36,8 +37,8 @@ def record_routing(model: nn.Module) -> Iterator[Routing]:
     The ids are the router's choice before the capacity factor's drops, which a replay makes again, with its own probs.
 
     Yields:
-        name of each layer to int32 [T, K] on the device: of MoELayers, and of the layers of symmoe's integrations in
-        transformers, Megatron and torchtitan models.
+        name of each layer, in the model's order, to int32 [T, K] on the device: of MoELayers, and of the layers of
+        symmoe's integrations in transformers, Megatron and torchtitan models.
 
     Raises:
         ArgumentError: the model has no such layer; a layer is called a second time (which of the two to keep?), or not
@@ -56,6 +57,8 @@ def record_routing(model: nn.Module) -> Iterator[Routing]:
             added.callback(listeners.add(partial(keep, name)))
         yield routing
         _check_all_called(layers.keys() - routing.keys())
+        for name in layers:  # in the order of the model, not of the calls
+            routing[name] = routing.pop(name)
 
 
 @contextmanager
@@ -79,7 +82,8 @@ def replay_routing(
             a choice; or a layer has not taken it: a model that torch.compile has compiled before takes no notice.
     """
     layers = layers_with_listeners(model)
-    each: Sequence[Mapping[str, torch.Tensor]] = [routing] if isinstance(routing, Mapping) else routing
+    given: Sequence[Mapping[str, torch.Tensor]] = [routing] if isinstance(routing, Mapping) else routing
+    each = [{name: _signed(ids) for name, ids in one.items()} for one in given]
     for one in each:
         _fail_for(_problem(layers, one), layers)
 
@@ -92,7 +96,9 @@ def replay_routing(
         if ids.shape != (num_tokens, top_k or ids.shape[-1]):
             text = f"routing[{name!r}] has shape {list(ids.shape)}; the call has [tokens, K] {[num_tokens, top_k]}"
             _fail_for(ArgumentError(text), layers)
-        return ids.to(layers[name][1].heap.device, torch.int32, non_blocking=True)
+        its = layers[name][1]
+        is_wide = its.give is None and ids.dtype == torch.int64  # the plan finds ids that int32 cannot hold
+        return ids.to(its.heap.device, torch.int64 if is_wide else torch.int32, non_blocking=True)
 
     with ExitStack() as hooks, _choose(model, layers, choice):
         # Nothing is counted for one: torch.compile cannot trace whether backward runs, and would break its graph.
@@ -139,8 +145,9 @@ def routing_from_array(
         rows: of this rank's tokens as its layers see them, padding too (any shape). bool: whether it is one of the N,
             which come in order; or int: which of them it is, -1 is none. None: the N are the tokens.
     """
-    found, given, problem = layers_with_listeners(model), torch.as_tensor(array), None
-    given = given.to({torch.uint8: torch.int16, torch.uint16: torch.int32}.get(given.dtype, given.dtype))
+    found, given, problem = layers_with_listeners(model), _signed(array), None
+    if given.dim() != 3:
+        _fail_for(ArgumentError(f"array has shape {list(given.shape)}; it must be [tokens, layers, K]"), found)
     num_rows, num_layers = given.shape[:2]
     places = list(range(num_layers) if layers is None else layers)
     if len(places) != len(found) or not all(0 <= place < num_layers for place in places):
@@ -189,6 +196,12 @@ class _Calls:
         self._of_backward = number
 
 
+def _signed(ids: _Array) -> torch.Tensor:
+    """The same numbers in a dtype that has -1, and that torch compares."""
+    found = torch.as_tensor(ids)
+    return found.to(_SIGNED.get(found.dtype, found.dtype))
+
+
 def _fail_for(problem: ArgumentError | None, layers: _Layers) -> None:
     next(iter(layers.values()))[1].heap.fail_for(problem, control.PHASE_PLAN)
 
@@ -199,6 +212,8 @@ def _problem(layers: _Layers, routing: Mapping[str, torch.Tensor]) -> ArgumentEr
         return ArgumentError(f"routing is for the layers {sorted(routing)}; the model has {sorted(layers)}")
     for name, ids in routing.items():
         its, is_none = layers[name][1], ids < 0
+        if ids.dim() != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
+            return ArgumentError(f"routing[{name!r}] ({ids.dtype} {list(ids.shape)}) must be of integers, [tokens, K]")
         if its.give is None and ids.device.type != "cpu":
             continue  # the plan looks, and nobody waits for the device
         is_wrong = (ids < -1) | (ids >= its.num_experts)

@@ -275,7 +275,7 @@ def test_groups_without_scores_are_those_of_what_is_given(heap):
 
 def test_no_tokens_are_given_experts(heap):
     block = swap_moe(random_model("qwen3_moe"), heap).model.layers[-1].mlp
-    for given in (symmoe.balanced_routing(block), symmoe.replay_routing(block, {"experts": torch.zeros(0, 3)})):
+    for given in (symmoe.balanced_routing(block), symmoe.replay_routing(block, {"experts": torch.zeros(0, 3).int()})):
         with given, symmoe.record_routing(block) as routing:
             block(tokens(num=0))
         assert routing["experts"].shape == (0, 3)

@@ -100,9 +100,9 @@ def shared_adapter(context: Context) -> Trained:
     return trained_by_squares(torch.nn.Sequential(torch.nn.Embedding(128, 16), Adapter()))
 
 
-def drawn_by_rank(context: Context, *, loads: bool = False) -> Trained:
+def drawn_by_rank(context: Context, *, loads: bool = False, **options: bool) -> Trained:
     """A layer whose experts are drawn rank by rank; right if ranks load what one rank has saved."""
-    config = symmoe.MoEConfig(hidden=16, ffn=24, num_experts=4, top_k=2)
+    config = symmoe.MoEConfig(hidden=16, ffn=24, num_experts=4, top_k=2, **options)
     torch.manual_seed(context.rank)
     model = torch.nn.Sequential(torch.nn.Embedding(128, 16), symmoe.MoELayer(config, context.heap))
     if loads and context.num_ranks == 1:
@@ -114,6 +114,18 @@ def drawn_by_rank(context: Context, *, loads: bool = False) -> Trained:
 
 
 drawn_and_loaded = partial(drawn_by_rank, loads=True)
+with_bias = partial(drawn_and_loaded, expert_bias=True)
+
+
+def saves_parameters(context: Context) -> Trained:
+    """And forgets the router's bias."""
+    trained = drawn_and_loaded(context, expert_bias=True)
+
+    def load(folder: str) -> None:
+        load_checkpoint(folder, model=trained.model)
+        trained.model[1].router.expert_bias.fill_(torch.nan)  # as it was before
+
+    return dataclasses.replace(trained, load=load)
 
 
 def sharded(context: Context) -> Trained:
@@ -135,3 +147,7 @@ def raises_on_rank_1(context: Context) -> Trained:
     if context.rank == 1:
         raise ZeroDivisionError("on purpose")
     return right(context)
+
+
+def returns_nothing(context: Context) -> None:
+    right(context)

@@ -47,6 +47,7 @@ DEFECTS = [
     ("step_without_experts", UPDATE, EXPERTS, "times the one-rank value, ranks have factors of their own: "),
     ("saved_alone", LOADED, EXPERTS, "rank 1 has the part of rank 0"),
     ("saves_no_experts", LOADED, EXPERTS, "was not loaded on rank 0, 1"),
+    ("saves_parameters", LOADED, "1.router.expert_bias", "was not loaded on rank 0, 1"),
     ("drawn_by_rank", START, "0.weight", "on rank 1"),
 ]
 
@@ -61,7 +62,7 @@ def test_a_defect_is_named(cluster, tmp_path: Path, target: str, stage: str, nam
 
 
 RIGHT = [("right", "bf16", {}), ("right", "fp32", {"ranks": 4, "length": 5})]
-RIGHT += [("drawn_and_loaded", "bf16", {}), ("sharded", "bf16", {})]
+RIGHT += [("drawn_and_loaded", "bf16", {}), ("with_bias", "fp32", {}), ("sharded", "bf16", {})]
 
 
 @pytest.mark.parametrize(("target", "dtype", "changes"), RIGHT)
@@ -114,9 +115,38 @@ def test_what_a_rank_raises_is_shown(monkeypatch: pytest.MonkeyPatch, capsys):
     assert re.search(r"failed, with 2 rank\(s\): ZeroDivisionError: rank 1: on purpose \(.*check_cases.py:\d+\)", text)
 
 
-@pytest.mark.parametrize("target", ["missing.py:make", "model", "train.py"])
-def test_a_bad_target_is_a_usage_error(target: str, capsys):
+def test_masked_scores():
+    """Infinities that are equal hide no other difference, of theirs or of other tensors, and are none."""
+    mask, y = torch.tensor([[-torch.inf, 1.0], [2.0, 3.0]]), torch.ones(2, 2)
+    for scores, other, texts in (
+        (mask, y, ["", ""]),
+        (mask, 2 * y, ["", "2 times the one-rank value on all ranks"]),
+        (2 * mask, y, ["2 times the one-rank value on all ranks", ""]),
+        (y, y, ["is not finite on one rank alone", ""]),
+        (mask * torch.nan, y, ["is not finite on rank 0 and on one rank alone", ""]),
+    ):
+        one, ranks = ({START: {}, ACTIVATION: {"mask": m, "y": v}} for m, v in ((mask, y), (scores, other)))
+        assert [each.text[:45] for each in compare("fp32", one, {}, [ranks])] == [text[:45] for text in texts]
+
+
+@pytest.mark.parametrize(
+    ("target", "text"),
+    [
+        *((target, "is no file with :function") for target in ("missing.py:make", "model", "train.py", "a/train.py")),
+        *((target, "is no file with :function") for target in ("/missing/model", "./model")),
+        ("check_cases:rihgt", "check_cases.py has no function 'rihgt'"),
+        ("chekc_cases:right", "there is no module chekc_cases"),
+        ("check_cases:returns_nothing", "returns NoneType; it must return a Trained, or a torch Module"),
+    ],
+)
+def test_a_bad_target_is_a_usage_error(target: str, text: str, monkeypatch: pytest.MonkeyPatch, capsys):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "tests" / "support"), str(ROOT)]))
     with pytest.raises(SystemExit) as ended:
         main(["check", target])
     assert ended.value.code == 2
-    assert f"target ({target}) is no file" in capsys.readouterr().err
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith(f"symmoe: error: target ({target})")
+    assert text in last
+    with pytest.raises(SystemExit):
+        main(["check", target, "--ranks=1"])
+    assert "ranks (1) must be at least 2" in capsys.readouterr().err

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from symmoe import MoEConfig, MoELayer, Router, SymmetricHeap
 from symmoe.errors import ArgumentError, ExpertIdError
+from symmoe.training import replay
 from symmoe.training.replay import (
     balanced_choice,
     balanced_routing,
@@ -81,12 +82,16 @@ def test_a_given_choice_equals_a_loop(score: str, renormalize: bool):
 
 
 @pytest.mark.parametrize("router", ["linear", "none"])
-def test_an_id_that_int32_cannot_hold_is_an_error(heap: SymmetricHeap, router: str):
+def test_an_id_that_int32_cannot_hold_is_an_error(heap: SymmetricHeap, router: str, monkeypatch: pytest.MonkeyPatch):
     layer = MoELayer(MoEConfig(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K, router=router), heap)
     ids = torch.arange(TOP_K).repeat(TOKENS, 1)
     ids[3, 1] = 2**32 + 1  # its lower half is an expert
     with pytest.raises(ExpertIdError, match="flat position 10"):
         layer(tokens(), topk_idx=ids, probs=None if router == "linear" else torch.rand(TOKENS, TOP_K))
+    if router == "linear":
+        monkeypatch.setattr(replay, "_problem", lambda layers, routing: None)  # as if they were on a GPU
+        with pytest.raises(ExpertIdError, match="flat position 10"), replay_routing(layer, {"": ids}):
+            layer(tokens())
 
 
 @pytest.mark.parametrize("options", [{}, {"capacity_factor": 0.8}, {"order": "slot", "expert_bias": True}], ids=str)
@@ -137,13 +142,17 @@ def test_recomputation_takes_the_routing_of_its_micro_batch(
             sum(again(policy, x).sum() for x in batches).backward()
 
 
-@pytest.mark.parametrize("dtype", ["int16", "int32", "uint8", "uint16"])
+@pytest.mark.parametrize("dtype", ["int16", "int32", "uint8", "uint16", "uint32", "uint64"])
 def test_arrays_of_an_engine_are_routing(heap: SymmetricHeap, dtype: str):
     """With dense layers, packed sequences, padding, in an order of this rank's own; and back."""
     model, x = Model(heap, 0), tokens()
     with torch.no_grad(), record_routing(model) as routing:
         y = model(x)
     array = routing_to_array(routing)
+    with torch.no_grad(), record_routing(model) as in_turn:
+        for layer in reversed(model.layers):
+            layer(x)
+    assert list(in_turn) == list(routing)
     assert array.dtype == torch.int16
     assert all(torch.equal(array[:, place], ids.short()) for place, ids in enumerate(routing.values()))
     engines = np.zeros((TOKENS, 5, TOP_K), dtype)  # layers 0, 2 and 3 are dense
@@ -157,6 +166,8 @@ def test_arrays_of_an_engine_are_routing(heap: SymmetricHeap, dtype: str):
         (mine, x[mine], mine >= 0, y[mine[mine >= 0]]),
     ):
         given = routing_from_array(model, engines, layers=(1, 4), rows=rows)
+        if rows is None:  # in the engine's own dtype, too
+            given = {name: engines[:, place] for name, place in zip(routing, (1, 4), strict=True)}
         with replay_routing(model, given), torch.no_grad():
             got = model(its_tokens)
         assert torch.equal(got[is_real], wanted)
@@ -174,6 +185,8 @@ def test_arrays_that_do_not_fit_raise_on_every_rank(rank: int, num_ranks: int, h
         r"routing\['layers.0'\] has for token 0 \[-3, -3, -3\]; the layer has 6": {"array": array - 3},
         r"routing\['layers.0'\] has shape \[9, 3\].* \[11, 3\]": {"array": array[2:]},
         r"routing\['layers.0'\] has shape \[11, 2\].* \[11, 3\]": {"array": array[..., :2]},
+        r"array has shape \[11, 6\]; it must be \[tokens, layers, K\]": {"array": array.flatten(1)},
+        r"routing\['layers.0'\] \(torch.float32 \[11, 3\]\) must be of integers": {"array": array.float()},
     }
     for culprit in range(num_ranks):
         for text, arguments in wrong.items():

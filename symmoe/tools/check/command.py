@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import json
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ import torch
 
 from symmoe.errors import ArgumentError
 from symmoe.tools.check.compare import Compared, compare
+from symmoe.tools.check.model import BadTarget
 from symmoe.tools.check.runs import DTYPES, STAGES, Job, Tensors
 from symmoe.tools.doctor.self_test import run_trial
 
@@ -55,15 +57,19 @@ def run(args: argparse.Namespace) -> int:
     """Runs, compares and prints. Returns the exit status. ArgumentError: the target cannot be, or the file."""
     if args.json and not os.access(os.path.dirname(args.json) or ".", os.W_OK):  # before minutes of running
         raise ArgumentError(f"json ({args.json}) cannot be written: no folder of yours")
+    if args.ranks < 2:
+        raise ArgumentError(f"ranks ({args.ranks}) must be at least 2: they are compared with one")
     where, failure = args.target.rpartition(":")[0], ""
-    is_name = bool(where) or "/" in args.target or Path(args.target).is_dir()
-    if not (Path(where).is_file() if where.endswith(".py") else is_name):
+    is_name = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*(?<!\.py)", args.target) is not None or Path(args.target).is_dir()
+    if not (Path(where).is_file() if where.endswith(".py") else where or is_name):
         raise ArgumentError(f"target ({args.target}) is no file with :function, and no name or folder of a model")
     with tempfile.TemporaryDirectory(prefix="symmoe-check-") as folder:
         job = Job(args.target, args.ranks, args.dtype, args.layers, args.length, args.heap_mib, folder)
         command = (sys.executable, "-m", "symmoe.tools.check.runs", f"--job={json.dumps(job)}")
         for num_ranks in (1, args.ranks):
             trial = run_trial(num_ranks, {"CUDA_VISIBLE_DEVICES": ""}, deadline_s=args.timeout_s, command=command)
+            if trial.error == BadTarget.__name__:
+                raise ArgumentError(trial.text)
             if trial.error:
                 failure = f"failed, with {num_ranks} rank(s): {trial.error}: {trial.text}"
                 break
@@ -92,7 +98,9 @@ def judge(job: Job) -> list[Compared]:
 
 def render(tensors: Sequence[Compared], failure: str) -> str:
     """One screen: by stage, numbers of tensors and the one nearest to what is allowed, and the first that differs."""
-    lines = [f"{'':6}{'stage':20}{'compared':>9}{'not':>6}{'differ':>8}{'error':>10}{'allowed':>10}  of"]
+    lines = (
+        [f"{'':6}{'stage':20}{'compared':>9}{'not':>6}{'differ':>8}{'error':>10}{'allowed':>10}  of"] if tensors else []
+    )
     for (dtype, stage), group in itertools.groupby(tensors, lambda each: (each.dtype, each.stage)):
         its = list(group)
         known = [each for each in its if each.error is not None]

@@ -24,15 +24,14 @@ Found = Mapping[str, Tensors]  # by stage
 
 @dataclass(slots=True)
 class Compared:
-    """One tensor. error: None if there is none, as of what is not compared; factor: of a plain one, by which ranks' are
-    wrong; text: how it differs, "" if it does not; note: what may be only rounding."""
+    """One tensor. error: None if there is none, as of what is not compared; text: how it differs, "" if it does not;
+    note: what may be only rounding."""
 
     dtype: str
     stage: str
     name: str
     tolerance: float
     error: float | None = None
-    factor: float | None = None
     text: str = ""
     note: str = ""
 
@@ -67,36 +66,36 @@ def compare(dtype: str, one: Found, other: Found, ranks: Sequence[Found]) -> Ite
                     rounding = _SHARES[dtype] * _error([other[stage][name]], [wants[name]], scale)
                     this.tolerance = max(this.tolerance, rounding if rounding < math.inf else 0.0)
                 if error > this.tolerance:
-                    this.factor, this.text = explain(stage, *parts, min(_FIT, this.tolerance))
+                    this.text = explain(stage, *parts, min(_FIT, this.tolerance))
                 this.error = error if error < math.inf else None
             yield this
 
 
-def explain(
-    stage: str, got: Sequence[torch.Tensor], want: Sequence[torch.Tensor], is_cut: bool, slack: float
-) -> tuple[float | None, str]:
-    """(factor, how it differs) of a tensor's values by rank, and what they should be; is_cut: each has its own part."""
-    ranks, value = range(len(got)), "times the one-rank value"
-    if bad := [f"{rank}" for rank in ranks if not got[rank].isfinite().all()]:
-        return None, f"{'was not loaded' if stage == LOADED else 'is not finite'} on rank {', '.join(bad)}"
+def explain(stage: str, got: Sequence[torch.Tensor], want: Sequence[torch.Tensor], is_cut: bool, slack: float) -> str:
+    """How a tensor's values by rank differ from what they should be. is_cut: each has its own part."""
+    ranks, value, (got, want) = range(len(got)), "times the one-rank value", _without_infinities(got, want)
+    bad = ", ".join(f"{rank}" for rank in ranks if not got[rank].isfinite().all())
+    where = [f" on rank {bad}"] * bool(bad) + [" on one rank alone"] * (not all(it.isfinite().all() for it in want))
+    if where:
+        return f"{'was not loaded' if stage == LOADED else 'is not finite'}{' and'.join(where)}"
     if factors := _factors(got, want, slack):
         first = factors[0]
         if max(factors) - min(factors) > slack * abs(first):
             each = ", ".join(f"{factor:.5g} on rank {rank}" for rank, factor in enumerate(factors))
-            return None, f"{value}, ranks have factors of their own: {each}"
+            return f"{value}, ranks have factors of their own: {each}"
         missing = {"1/num_ranks": first / len(got), "num_ranks": first * len(got)}
         why = "".join(f": a factor of {name} is missing" for name, each in missing.items() if abs(each - 1) <= slack)
-        return first, f"{first:.4g} {value} on all ranks{why}"
+        return f"{first:.4g} {value} on all ranks{why}"
     if is_cut and len({part.shape for part in want}) == 1:
         if factors := _factors(got, [torch.stack([*want]).double().mean(0)] * len(got), slack):
             times = "" if abs(factors[0] - 1) <= slack else f"{factors[0]:.4g} times "
-            return None, f"{times}the mean over ranks, of different experts: DDP or an all-reduce takes them for copies"
+            return f"{times}the mean over ranks, of different experts: DDP or an all-reduce takes them for copies"
         for rank, other in itertools.permutations(ranks, 2):
             if _error([got[rank]], [want[other]], 0.0) <= slack:
-                return None, f"rank {rank} has the part of rank {other}"
+                return f"rank {rank} has the part of rank {other}"
     if not is_cut and (factors := _factors([torch.stack([*got]).double().sum(0)], want[:1], slack)):
-        return None, f"ranks have parts of their own; the sum is {factors[0]:.4g} {value}: nothing adds them"
-    return None, f"on rank {', '.join(f'{rank}' for rank in ranks if _error([got[rank]], [want[rank]], 0.0) > slack)}"
+        return f"ranks have parts of their own; the sum is {factors[0]:.4g} {value}: nothing adds them"
+    return f"on rank {', '.join(f'{rank}' for rank in ranks if _error([got[rank]], [want[rank]], 0.0) > slack)}"
 
 
 def _parts(
@@ -119,13 +118,24 @@ def _parts(
 
 def _error(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor], scale: float) -> float:
     """RMS of the difference on the worst rank, relative to that of the whole and a scale."""
-    worst = max(_rms(ours.double() - theirs.double()) for ours, theirs in zip(got, want, strict=True))
+    pairs = zip(*_without_infinities(got, want), strict=True)
+    differences = [ours.double() - theirs.double() for ours, theirs in pairs]
+    if not all(each.isfinite().all() for each in differences):
+        return math.inf
     size = math.sqrt(sum(_rms(part) ** 2 for part in want) / len(want)) + scale + 1e-30
-    return math.inf if math.isnan(worst) else worst / size if worst else 0.0
+    return max(map(_rms, differences)) / size
+
+
+def _without_infinities(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Both with 0 where both are infinite, as masked scores are."""
+    same = [ours.isinf() & (ours == theirs) for ours, theirs in zip(got, want, strict=True)]
+    return [[part.masked_fill(mask, 0.0) for part, mask in zip(parts, same, strict=True)] for parts in (got, want)]
 
 
 def _rms(tensor: torch.Tensor) -> float:
-    return tensor.double().square().mean().sqrt().item() if tensor.is_floating_point() and tensor.numel() else 0.0
+    """Of the finite numbers."""
+    finite = tensor.double().nan_to_num(0.0, 0.0, 0.0)
+    return finite.square().mean().sqrt().item() if tensor.is_floating_point() and tensor.numel() else 0.0
 
 
 def _factors(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor], slack: float) -> list[float]:

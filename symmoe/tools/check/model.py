@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from symmoe.errors import ArgumentError
 from symmoe.symm_mem.heap import SymmetricHeap
+
+
+class BadTarget(ArgumentError):
+    """There is no such function, or it makes no model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +65,14 @@ def make(target: str, context: Context, num_layers: int | None) -> Trained:
     if where.endswith(".py"):
         sys.path.insert(0, str(Path(where).resolve().parent))
         where = Path(where).stem
-    made = getattr(importlib.import_module(where), name)(context)
+    if importlib.util.find_spec(where.partition(".")[0]) is None:
+        raise BadTarget(f"target ({target}): there is no module {where}")
+    module = importlib.import_module(where)
+    if not callable(function := getattr(module, name, None)):
+        raise BadTarget(f"target ({target}): {module.__file__} has no function '{name}'")
+    made = function(context)
+    if not isinstance(made, Trained | nn.Module):
+        raise BadTarget(f"target ({target}) returns {type(made).__name__}; it must return a Trained, or a torch Module")
     return made if isinstance(made, Trained) else Trained(model=made)
 
 

@@ -19,7 +19,7 @@ from symmoe.grouped.parameters import local_part
 from symmoe.moe.ddp_and_fsdp import ExpertParallelModule
 from symmoe.moe.ownership import named_parameters
 from symmoe.symm_mem.heap import SymmetricHeap
-from symmoe.tools.check.model import Context, make
+from symmoe.tools.check.model import BadTarget, Context, make
 from symmoe.tools.doctor.self_test import be_rank
 from symmoe.tools.ranks import Ranks
 from symmoe.torch_internals import pytree
@@ -31,10 +31,7 @@ START, ACTIVATION, GRADIENT, CLIPPED, UPDATE, LOADED = STAGES = (
 )
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _VOCABULARY = 128
-_MOST, _MOST_OF_ROW = (
-    1 << 20,
-    1 << 12,
-)  # numbers that are kept of a parameter; of stacked matrices, as experts are, of each
+_MOST, _MOST_OF_ROW = 1 << 20, 1 << 12  # numbers kept of a parameter; of stacked matrices, as experts are, of each
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -60,7 +57,8 @@ def run(job: Job, ranks: Ranks, wait_s: float) -> dict[str, float]:
     for dtype in dict.fromkeys(["fp32", job.dtype]):
         with SymmetricHeap(num_bytes=job.heap_mib << 20, timeout_s=wait_s, start_timeout_s=wait_s) as heap:
             for stage, tensors in _step(job, ranks, heap, dtype):
-                torch.save(tensors, job.file(dtype, ranks.num_ranks, ranks.rank, stage))
+                torch.save(tensors, part := Path(job.folder, f"{ranks.rank}.part"))
+                part.rename(job.file(dtype, ranks.num_ranks, ranks.rank, stage))  # whole: this process may be killed
     return {}
 
 
@@ -76,7 +74,7 @@ def _step(job: Job, ranks: Ranks, heap: SymmetricHeap, dtype: str) -> Iterator[t
     trained = make(job.target, Context(*place, dtype=DTYPES[dtype], heap=heap, folder=str(first)), job.layers)
     model = trained.model
     trains = {name: its for name, its in model.named_parameters() if its.requires_grad}
-    start = _values(model.named_parameters())
+    state, start = model.state_dict().keys(), _values(model.named_parameters())
     yield START, start
     take_step = trained.step or torch.optim.AdamW(trains.values(), lr=1e-3).step
     vocabulary = min(_VOCABULARY, getattr(getattr(model, "config", None), "vocab_size", _VOCABULARY))
@@ -94,11 +92,12 @@ def _step(job: Job, ranks: Ranks, heap: SymmetricHeap, dtype: str) -> Iterator[t
     take_step()
     yield UPDATE, {name: value.float() - start[name].float() for name, value in _values(trains.items()).items()}
     (trained.save or partial(checkpoint.save_checkpoint, step=1, model=model))(str(folder))
-    for parameter in trains.values():
-        local_part(parameter.detach()).fill_(torch.nan)  # what is not loaded shows
+    kept = trains | {name: its for name, its in model.named_buffers() if name in state and its.is_floating_point()}
+    for tensor in kept.values():
+        local_part(tensor.detach()).fill_(torch.nan)  # what is not loaded shows
     ranks.barrier()
     (trained.load or partial(checkpoint.load_checkpoint, model=model))(str(folder))
-    yield LOADED, _values(trains.items())
+    yield LOADED, _values(kept.items())
 
 
 def _backward(model: nn.Module, tokens: torch.Tensor) -> None:
@@ -108,9 +107,8 @@ def _backward(model: nn.Module, tokens: torch.Tensor) -> None:
 
 def _experts(model: nn.Module) -> set[int]:
     """The ids of experts' parameters: those in modules that hold experts, and those with Megatron's mark."""
-    return {
-        id(its) for _, its, is_expert in named_parameters(model) if is_expert or not getattr(its, "allreduce", True)
-    }
+    named = named_parameters(model)
+    return {id(its) for _, its, is_expert in named if is_expert or not getattr(its, "allreduce", True)}
 
 
 def _values(tensors: Iterable[tuple[str, Any]]) -> Tensors:
@@ -158,7 +156,7 @@ def _recorded(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
 def text_of(rank: int, error: Exception) -> str:
     """An error with its rank and its place."""
     at = traceback.extract_tb(error.__traceback__)[-1]
-    return f"rank {rank}: {error} ({at.filename}:{at.lineno})"
+    return f"{error}" if isinstance(error, BadTarget) else f"rank {rank}: {error} ({at.filename}:{at.lineno})"
 
 
 if __name__ == "__main__":
