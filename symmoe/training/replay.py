@@ -198,7 +198,7 @@ class _Calls:
 
 def _signed(ids: _Array) -> torch.Tensor:
     """The same numbers in a dtype that has -1, and that torch compares."""
-    found = torch.as_tensor(ids)
+    found = ids if isinstance(ids, torch.Tensor) else torch.as_tensor(ids, device="cpu")
     return found.to(_SIGNED.get(found.dtype, found.dtype))
 
 
