@@ -2,7 +2,7 @@
 
 `symmoe plan` says how much memory a configuration needs, before anything is allocated, and what bounds it on several
 nodes; `symmoe doctor` says whether a machine can run symmoe, and who waited for whom; `symmoe check` compares a model
-on n ranks with one; `symmoe trace` records a step as a timeline.
+on n ranks with one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import torch
 from symmoe import __version__
 from symmoe.errors import ArgumentError
 from symmoe.precision.recipes import PRECISIONS
-from symmoe.timeline import command as trace
 from symmoe.tools.check import command as check
 from symmoe.tools.doctor import command as doctor
 from symmoe.tools.shapes import add_config_arguments, add_shape_arguments, config_of, shape_of
@@ -79,7 +78,7 @@ def _run(argv: Sequence[str] | None) -> int:
     plan = commands.add_parser("plan", help=_PLAN_HELP, description=_PLAN, formatter_class=raw)
     _add_plan_arguments(plan)
     plan.set_defaults(run=_plan)
-    for name, command in (("doctor", doctor), ("check", check), ("trace", trace)):
+    for name, command in (("doctor", doctor), ("check", check)):
         its = commands.add_parser(name, help=command.HELP, description=command.DESCRIPTION, formatter_class=raw)
         command.add_arguments(its)
         its.set_defaults(run=command.run)

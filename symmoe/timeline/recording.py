@@ -1,20 +1,12 @@
-"""Recording: what every rank does in a context, as torch.profiler sees it, brought together on one clock.
-
-Also of a CUDA graph's replays, of which a profiler sees the kernels, but not who launched them, and on streams of the
-graph executor's choice. So the graph has marks where the forward and the backward pass begin, and kernels get their
-direction from the marks before them, their lane from their phase.
-"""
+"""Recording: what every rank does in a context, as torch.profiler sees it, brought together on one clock."""
 
 from __future__ import annotations
 
 import json
 import tempfile
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 
@@ -22,11 +14,8 @@ from symmoe.errors import ArgumentError
 from symmoe.kernels import control
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.timeline.events import Event, Span, Timeline, chrome_trace, table
-from symmoe.timeline.phases import COMMUNICATION
 from symmoe.timeline.ranges import START, annotate, events_of
-from symmoe.torch_internals import SLEEP_KERNEL, gpu_sleep
-
-_Outputs = TypeVar("_Outputs")
+from symmoe.torch_internals import gpu_sleep
 
 _ALIGNING_BARRIERS = 16
 _BARRIERS = ("barrier", "barrier_kernel")
@@ -34,8 +23,6 @@ _NOT_STARTED = "the recording was not started: call recording.start() in the con
 # About thirty milliseconds, in which the host launches the aligning barriers and, slowed down by the profiler, a step
 # of a layer. With two, the barriers took all of it: ranks began forward 0.3 ms apart, backward up to 3.
 _HEAD_START_CYCLES = 60_000_000
-_AFTER_MARKS = ("backward", "forward")  # after an even number of marks, after an odd one
-_GEMMS = {"forward": "FC2", "backward": "FC1 dgrad"}  # one kernel, of experts whose activations are in FC1's
 
 
 class Recording:
@@ -145,42 +132,3 @@ def _enter_barriers(heap: SymmetricHeap, number: int) -> None:
     with heap.one_call:
         for _ in range(number):
             heap.barrier(control.PHASE_START)
-
-
-# -- replays ----------------------------------------------------------------------------------------------------------
-
-
-def capture_step(forward: Callable[[], _Outputs], backward: Callable[[_Outputs], object]) -> torch.cuda.CUDAGraph:
-    """`backward(forward())`, which have run on this device before, as a CUDA graph that marks where each begins.
-    Collective if they are; synchronises. Gradients that accumulate do so in every replay."""
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        gpu_sleep(1)
-        outputs = forward()
-        gpu_sleep(1)
-        backward(outputs)
-    return graph
-
-
-def directed(timeline: Timeline) -> Timeline:
-    """The events of replays of what :func:`capture_step` returns, with directions from the marks, which are removed,
-    and with lanes from their phases: for :func:`record`, as `finish`. Events before the first mark keep their
-    direction. FC2 and FC1 dgrad are told apart as a bf16 layer has them."""
-    return replace(timeline, ranks=tuple(tuple(_directed(events)) for events in timeline.ranks))
-
-
-def _directed(events: Sequence[Event]) -> Iterator[Event]:
-    """Communication and the rest are in separate lanes; two of a kind that run at the same time get two lanes."""
-    marks = [event.begin_us for event in events if SLEEP_KERNEL in event.name]  # a step does not launch it
-    ends: dict[str, list[float]] = {"compute": [], "communication": []}
-    for event in events:
-        if SLEEP_KERNEL not in event.name:
-            passed = bisect_right(marks, event.begin_us)
-            direction = _AFTER_MARKS[passed % 2] if passed else event.direction
-            phase = _GEMMS.get(direction, event.phase) if event.phase == "GEMM" else event.phase
-            kind = "communication" if phase in COMMUNICATION else "compute"
-            free = (number for number, end in enumerate(ends[kind]) if end <= event.begin_us)
-            number = next(free, len(ends[kind]))
-            ends[kind][number : number + 1] = [event.end_us]
-            yield event._replace(lane=f"{kind} {number + 1}" if number else kind, direction=direction, phase=phase)

@@ -9,11 +9,11 @@ import pytest
 import torch
 from cluster import Cluster
 from gpu_steps import TOKENS, config_for, layer_for, training_step
+from trace_layer import capture_step, directed
 from worker import open_heap
 
 from symmoe import timeline
 from symmoe.timeline.events import Timeline
-from symmoe.timeline.recording import capture_step, directed, record
 
 FORWARD = ("plan", "push", "FC1", "FC2", "send sums", "sum at home")
 LATE_US = 1000  # the start of a profiler makes hosts several times as late
@@ -96,7 +96,7 @@ def replayed(rank: int, num_ranks: int, path: str, schedule: str) -> tuple[Timel
         end = torch.cuda.Event(enable_timing=True)
         end.record()
         heap.synchronize()
-        with record(path, heap, directed) as recording:
+        with timeline.record(path, heap, directed) as recording:
             graph.replay()
             recording.start()
             for _ in range(NUM_REPLAYS):

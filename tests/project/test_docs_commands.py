@@ -8,6 +8,7 @@ from pathlib import Path
 
 import bench
 import pytest
+import trace_layer
 
 from symmoe.cli import main
 
@@ -88,9 +89,9 @@ def test_commands_of_symmoe_parse(parse, words: tuple[str, ...], capsys: pytest.
 
 @pytest.mark.parametrize("words", SCRIPTS, ids=" ".join)
 def test_scripts_exist_and_have_these_options(words: tuple[str, ...]):
-    if words[0] == "benchmarks/bench.py":
-        bench.add_arguments(parser := argparse.ArgumentParser())
-        assert set(parser.parse_args(words[1:]).suites) <= set(bench.SUITES)
+    if program := {"benchmarks/bench.py": bench, "benchmarks/trace_layer.py": trace_layer}.get(words[0]):
+        program.add_arguments(parser := argparse.ArgumentParser())
+        assert set(vars(parser.parse_args(words[1:])).get("suites", ())) <= set(bench.SUITES)
         return
     text = (ROOT / words[0]).read_text(encoding="utf-8")
     for word in words[1:]:

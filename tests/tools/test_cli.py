@@ -1,4 +1,4 @@
-"""Wrong arguments of symmoe and bench.py: one line that says what is wrong, and exit status 2; never a traceback."""
+"""Wrong arguments of symmoe and benchmarks: one line that says what is wrong, and exit status 2; never a traceback."""
 
 import os
 import re
@@ -8,6 +8,7 @@ import sys
 import bench
 import budgets
 import pytest
+import trace_layer
 from limits import HANG_S
 
 from symmoe.cli import main
@@ -16,9 +17,9 @@ from symmoe.tools.shapes import PRESETS
 
 def complaint(arguments: list[str], capsys: pytest.CaptureFixture) -> str:
     """The line that it ends with."""
-    program, arguments = (bench.main, arguments[1:]) if arguments[0] == "bench.py" else (main, arguments)
+    program = {"bench.py": bench.main, "trace_layer.py": trace_layer.main}.get(arguments[0], main)
     with pytest.raises(SystemExit) as ended:
-        program(arguments)
+        program(arguments if program is main else arguments[1:])
     assert ended.value.code == 2
     line = capsys.readouterr().err.splitlines()[-1]
     assert re.match("symmoe: error: " if program is main else r"\S+: error: ", line)
@@ -45,10 +46,10 @@ WRONG = [
     ("doctor --nodes --ranks-per-node 0", "ranks-per-node (0) must be at least 1"),
     ("doctor --read .", "cannot read .: Is a directory"),
     ("doctor --read missing.json", "cannot read missing.json: No such file"),
-    ("trace CUSTOM --quantized-wire both", "quantized_wire ('both'): precision (None) must be a recipe"),
-    ("trace CUSTOM --top-k 5", "top_k (5)"),
-    ("trace --tokens 0", "tokens (0) must be at least 1"),
-    ("trace --preset all", "preset (all) must be one of qwen3-30b, "),
+    ("trace_layer.py CUSTOM --quantized-wire both", "quantized_wire ('both'): precision (None) must be a recipe"),
+    ("trace_layer.py CUSTOM --top-k 5", "top_k (5)"),
+    ("trace_layer.py --tokens 0", "tokens (0) must be at least 1"),
+    ("trace_layer.py --preset all", "preset (all) must be one of qwen3-30b, "),
     ("plan --ranks 2 --tokens 8", "name a --preset, or sizes"),
     ("plan --preset olmoe --hidden 8 --ranks 2 --tokens 8", "preset (olmoe) and sizes (hidden) exclude each other"),
     ("plan --preset olmoe,qwen3-30b --ranks 2 --tokens 8", "preset (olmoe,qwen3-30b) must be one of qwen3-30b, "),
@@ -84,16 +85,13 @@ def test_a_plan_of_a_preset_is_that_of_its_sizes(capsys: pytest.CaptureFixture):
 
 
 def test_help_says_what_a_command_takes_and_shows_it(capsys: pytest.CaptureFixture):
-    shown = {}
-    for command in ("plan", "trace", "doctor"):
-        with pytest.raises(SystemExit) as ended:
-            main([command, "--help"])
-        assert ended.value.code == 0
-        shown[command] = capsys.readouterr().out
-    assert "before anything is allocated" in shown["plan"]
-    assert "symmoe plan --preset qwen3-30b --layout packed" in shown["plan"]
-    for command in ("plan", "trace"):  # which take one layer
-        assert "--preset PRESET       one: qwen3-30b, " in shown[command]
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "--help"])
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    assert "before anything is allocated" in shown
+    assert "symmoe plan --preset qwen3-30b --layout packed" in shown
+    assert "--preset PRESET       one: qwen3-30b, " in shown
 
 
 @pytest.mark.parametrize(

@@ -12,17 +12,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import trace_layer
 from cluster import Cluster, run_on
 from worker import Findings, open_heap
 
-from symmoe import MoEConfig, MoELayer, SymmetricHeap, cli, kernels, timeline
+from symmoe import MoEConfig, MoELayer, SymmetricHeap, kernels, timeline
 from symmoe.errors import ArgumentError, PeerAborted
 from symmoe.kernels import twin
-from symmoe.timeline.command import trace_layer
 from symmoe.timeline.events import DIRECTIONS, Event, Timeline, chrome_trace, lanes_of, table
 from symmoe.timeline.phases import _TABLE, BY_KERNEL, BY_OPERATOR, COMMUNICATION, GEMMS, PHASES
 from symmoe.timeline.ranges import events_of
-from symmoe.timeline.recording import align, directed, record, timeline_of
+from symmoe.timeline.recording import align, record, timeline_of
 
 KERNELS = Path(kernels.__file__).parent
 
@@ -241,7 +241,7 @@ def replayed(turns: int) -> tuple[list[Event], list[tuple[str, str, str, float]]
 @pytest.mark.parametrize("turns", [1, 3])
 def test_kernels_of_replays_get_their_pass_from_marks_and_their_lane_from_their_phase(turns: int):
     seen, right = replayed(turns)
-    made = directed(Timeline(ranks=(tuple(seen),) * 2, clock_error_us=(0.0, 1.0), device="made up"))
+    made = trace_layer.directed(Timeline(ranks=(tuple(seen),) * 2, clock_error_us=(0.0, 1.0), device="made up"))
     for events in made.ranks:
         assert [(e.phase, e.direction, e.lane, e.begin_us) for e in events] == right
     assert lanes_of(made, 0) == ["compute", "compute 2", "communication", "communication 2"]
@@ -254,7 +254,7 @@ def test_kernels_of_replays_get_their_pass_from_marks_and_their_lane_from_their_
 def test_what_is_written_of_replays_is_what_is_returned(tmp_path: Path):
     with SymmetricHeap(num_bytes=4 << 20, backend="host") as heap:
         layer = MoELayer(MoEConfig(hidden=16, ffn=8, num_experts=4, top_k=2, schedule="always-overlapped"), heap)
-        with record(tmp_path / "replays.json", heap, directed) as recording:
+        with record(tmp_path / "replays.json", heap, trace_layer.directed) as recording:
             recording.start()
             layer(torch.randn(8, 16))[0]
         lanes = {e.lane for e in recording.timeline.ranks[0]}
@@ -450,26 +450,26 @@ def test_a_rank_that_fails_does_not_hold_up_the_others(cluster: Callable[..., Cl
 
 def traced(rank: int, num_ranks: int, path: str) -> str:
     config = MoEConfig(hidden=32, ffn=16, num_experts=4, top_k=2, capacity=40, overflow="drop", aux_loss_coef=0.01)
-    return trace_layer(config, num_tokens=16, path=path)
+    return trace_layer.trace_layer(config, num_tokens=16, path=path)
 
 
-def test_the_command_traces_on_several_ranks_and_on_one(cluster: Callable[..., Cluster], tmp_path: Path, capsys):
+def test_the_program_traces_on_several_ranks_and_on_one(cluster: Callable[..., Cluster], tmp_path: Path, capsys):
     tables = cluster(2).run(traced, str(tmp_path / "two.json"))
     assert tables[0] == (tmp_path / "two.txt").read_text(encoding="utf-8").rstrip()
     assert tables[1] == ""
     sizes = ["--hidden", "32", "--ffn", "16", "--experts", "4", "--top-k", "2", "--tokens", "16"]
     for options in ([], ["--eager"]):  # the same on CPUs
-        assert cli.main(["trace", *sizes, *options, "--out", str(tmp_path / "one.json")]) == 0
+        trace_layer.main([*sizes, *options, "--out", str(tmp_path / "one.json")])
         assert "1 ranks" in capsys.readouterr().out
     assert {path.name for path in tmp_path.iterdir()} == {f"{n}.{e}" for n in ("one", "two") for e in ("json", "txt")}
     steps = json.loads((tmp_path / "two.json").read_text(encoding="utf-8"))["traceEvents"]
     assert sum(item["name"] == "FC2" for item in steps) == 2  # ranks
 
 
-def test_the_command_traces_low_precision(tmp_path: Path):
+def test_the_program_traces_low_precision(tmp_path: Path):
     sizes = ["--hidden", "32", "--ffn", "16", "--experts", "4", "--top-k", "2", "--tokens", "16"]
     numbers = ["--precision", "float8-block", "--quantized-wire", "both"]
-    assert cli.main(["trace", *sizes, *numbers, "--out", str(tmp_path / "step.json")]) == 0
+    trace_layer.main([*sizes, *numbers, "--out", str(tmp_path / "step.json")])
     operators = {
         item["args"]["operator or kernel"]
         for item in json.loads((tmp_path / "step.json").read_text(encoding="utf-8"))["traceEvents"]

@@ -1,8 +1,23 @@
-"""The subcommand `symmoe trace`: a timeline of a step of a layer of known sizes, router to gradients."""
+"""A timeline of a training step of one MoELayer, router to gradients, on the ranks that torchrun has started or on only
+one.
+
+    torchrun --nproc-per-node=2 benchmarks/trace_layer.py --preset qwen3-30b --out step.json
+
+On GPUs the step is a CUDA graph: under a profiler the host is slower than the GPU, and an eager step would show it. Of
+a graph's replays a profiler sees the kernels, but not who launched them, and on streams of the graph executor's choice.
+So the graph has marks where the forward and the backward pass begin, and kernels get their direction from the marks
+before them, their lane from their phase.
+
+Writes step.json (open it in ui.perfetto.dev) and step.txt. docs/timeline.md says how to read them.
+"""
 
 from __future__ import annotations
 
 import argparse
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import TypeVar
 
 import torch
 
@@ -11,26 +26,31 @@ from symmoe.moe.config import MoEConfig
 from symmoe.moe.layer import MoELayer
 from symmoe.precision.recipes import PRECISIONS
 from symmoe.symm_mem.heap import SymmetricHeap
-from symmoe.timeline.events import table
-from symmoe.timeline.recording import capture_step, directed, record
+from symmoe.timeline.events import Event, Timeline, table
+from symmoe.timeline.phases import COMMUNICATION
+from symmoe.timeline.recording import record
 from symmoe.tools.ranks import join
 from symmoe.tools.shapes import PRESETS, add_config_arguments, add_shape_arguments, config_of, shape_of
+from symmoe.torch_internals import SLEEP_KERNEL, gpu_sleep
 from symmoe.training.memory_plan import plan_memory
+
+_Outputs = TypeVar("_Outputs")
 
 _CAPACITY_FACTOR = 1.25  # static capacity, in T * K rows: a graph needs one
 _WARM_UP_STEPS = 3
 _PROFILED_STEPS = 3  # under the profiler, before what is recorded: its start makes hosts late
 _REPLAYED_HEAP = 3  # times an eager step's: a graph's leases do not take over what was freed on other streams
-HELP = "timeline of a training step: trace for Perfetto, table of exposed times"
-DESCRIPTION = """\
-Records training steps of one MoELayer, router to gradients, on the ranks that torchrun has started or on only one:
+_AFTER_MARKS = ("backward", "forward")  # after an even number of marks, after an odd one
+_GEMMS = {"forward": "FC2", "backward": "FC1 dgrad"}  # one kernel, of experts whose activations are in FC1's
 
-  torchrun --nproc-per-node=2 -m symmoe trace --preset qwen3-30b --out step.json
 
-On GPUs the step is a CUDA graph: under a profiler the host is slower than the GPU, and an eager step would show it.
-
-Writes step.json (open it in ui.perfetto.dev) and step.txt. docs/timeline.md says how to read them.
-"""
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    try:
+        run(parser.parse_args(arguments))
+    except ArgumentError as error:
+        parser.error(str(error))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,8 +64,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", default="step.json", metavar="FILE.json", help="the trace (%(default)s)")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Records, writes and prints. Returns the exit status."""
+def run(args: argparse.Namespace) -> None:
+    """Records, writes and prints."""
     shape = shape_of(args, next(iter(PRESETS)))
     if args.tokens < 1:
         raise ArgumentError(f"tokens ({args.tokens}) must be at least 1")
@@ -60,7 +80,6 @@ def run(args: argparse.Namespace) -> int:
     )
     if report := trace_layer(config, num_tokens=args.tokens, path=args.out, eager=args.eager):
         print(report, flush=True)
-    return 0
 
 
 def trace_layer(config: MoEConfig, *, num_tokens: int, path: str, eager: bool = False) -> str:
@@ -105,3 +124,43 @@ def trace_layer(config: MoEConfig, *, num_tokens: int, path: str, eager: bool = 
                 heap.release_graphs()
             assert recording.timeline is not None
             return table(recording.timeline) if heap.rank == 0 else ""
+
+
+def capture_step(forward: Callable[[], _Outputs], backward: Callable[[_Outputs], object]) -> torch.cuda.CUDAGraph:
+    """`backward(forward())`, which have run on this device before, as a CUDA graph that marks where each begins.
+    Collective if they are; synchronises. Gradients that accumulate do so in every replay."""
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        gpu_sleep(1)
+        outputs = forward()
+        gpu_sleep(1)
+        backward(outputs)
+    return graph
+
+
+def directed(timeline: Timeline) -> Timeline:
+    """The events of replays of what :func:`capture_step` returns, with directions from the marks, which are removed,
+    and with lanes from their phases: for :func:`symmoe.timeline.record`, as `finish`. Events before the first mark keep
+    their direction. FC2 and FC1 dgrad are told apart as a bf16 layer has them."""
+    return replace(timeline, ranks=tuple(tuple(_directed(events)) for events in timeline.ranks))
+
+
+def _directed(events: Sequence[Event]) -> Iterator[Event]:
+    """Communication and the rest are in separate lanes; two of a kind that run at the same time get two lanes."""
+    marks = [event.begin_us for event in events if SLEEP_KERNEL in event.name]  # a step does not launch it
+    ends: dict[str, list[float]] = {"compute": [], "communication": []}
+    for event in events:
+        if SLEEP_KERNEL not in event.name:
+            passed = bisect_right(marks, event.begin_us)
+            direction = _AFTER_MARKS[passed % 2] if passed else event.direction
+            phase = _GEMMS.get(direction, event.phase) if event.phase == "GEMM" else event.phase
+            kind = "communication" if phase in COMMUNICATION else "compute"
+            free = (number for number, end in enumerate(ends[kind]) if end <= event.begin_us)
+            number = next(free, len(ends[kind]))
+            ends[kind][number : number + 1] = [event.end_us]
+            yield event._replace(lane=f"{kind} {number + 1}" if number else kind, direction=direction, phase=phase)
+
+
+if __name__ == "__main__":
+    main()
