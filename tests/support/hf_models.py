@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 import transformers
+from hf_cases import VOCABULARY
 
-VOCABULARY = 61
 # By the names that fields of configurations have in many models; the values fit together.
 _SIZES = {
     **dict.fromkeys(("hidden_size", "moe_hidden_size"), 32),
@@ -95,12 +95,6 @@ def tiny_model(name: str, *, with_images: bool = False) -> transformers.PreTrain
             tensor.copy_(values * 0.2 if tensor.is_floating_point() else values.argsort())
     assert sum(parameter.numel() for parameter in model.parameters()) < 2e6, name
     return model.eval()
-
-
-def tiny_config(name: str, **changes: object) -> transformers.PreTrainedConfig:
-    """Of a language model."""
-    config_class = model_class(name, "ForCausalLM").config_class
-    return config_class(**_sizes_of(name, config_class) | changes)
 
 
 def _sizes_of(name: str, config: type, *, is_text: bool = True) -> dict:
