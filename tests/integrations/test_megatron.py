@@ -408,12 +408,8 @@ def test_equals_alltoall_on_two_ranks(ranks, name: str):
     for result in ranks(2).run(cases.compare, ep=2, fields=FIELDS[name]):
         assert result["num_zeros"] <= 4
         assert result["staging_copies"] == 0
-
-
-def test_padded_capacity_is_sent_padded(ranks):
-    """Both ranks send each expert ceil(24 tokens * 3 / 8 experts * 1.0) rows, chosen or not."""
-    results = ranks(2).run(cases.compare, ep=2, fields=FIELDS["capacity, padded"])
-    assert all(rows == [2 * 9] * 4 for result in results for rows in result["received"])
+        if name == "capacity, padded":  # both ranks send each expert ceil(24 tokens * 3 / 8 experts * 1.0) rows
+            assert all(rows == [2 * 9] * 4 for rows in result["received"])
 
 
 @pytest.mark.parametrize("name", ["plain", "sigmoid, expert bias, groups", "overlapped shared expert"])
@@ -505,11 +501,11 @@ def test_rank_and_expert_without_tokens(ranks, recompute: str):
     assert all(max(rows) == 0 for rows in results[1]["received"])
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("overlap", "fields"), [(False, {}), (True, {}), pytest.param(True, cases.FP8, id="FP8")])
 @pytest.mark.parametrize(("num_ranks", "ep"), [(2, 1), pytest.param(4, 2, marks=_SLOW), (2, 2)])
-def test_main_grad_equals_megatrons_gradients(ranks, num_ranks: int, ep: int, overlap: bool):
+def test_main_grad_equals_megatrons_gradients(ranks, num_ranks: int, ep: int, overlap: bool, fields: dict):
     """Under Megatron's DDP, with two micro-batches: fused, delayed, both. Four ranks: experts have two replicas."""
-    ranks(num_ranks).run(main_grads, ep=ep, overlap=overlap)
+    ranks(num_ranks).run(main_grads, ep=ep, overlap=overlap, **fields)
 
 
 def test_main_grad_of_a_rank_without_tokens(ranks):
@@ -517,11 +513,6 @@ def test_main_grad_of_a_rank_without_tokens(ranks):
     first, second = ranks(2).run(main_grads, ep=2, overlap=True, bias=ALL_ON_RANK_0)
     assert all(max(rows) > 0 for rows in first)
     assert all(max(rows) == 0 for rows in second)
-
-
-def test_main_grad_of_fp8_experts(ranks):
-    """At once or later, into `.grad` or fused: the same bits."""
-    ranks(2).run(main_grads, ep=2, overlap=True, **cases.FP8)
 
 
 @pytest.mark.parametrize("num_chunks", [2, pytest.param(None, marks=_SLOW)])
@@ -732,17 +723,6 @@ def test_each_micro_batch_takes_the_experts_it_is_given(
     assert max(cases.differences(found, want).values()) > 0.1
 
 
-@run_on(1, fixture="ranks")
-def test_a_router_without_scores_is_given_no_choice(rank: int, num_ranks: int) -> None:
-    cases.use_groups()
-    config = cases.config_of(**FIELDS["sinkhorn"])
-    with cases.opened_heap() as heap:
-        model = cases.model_of(config, megatron.use_symmoe(cases.reference_spec(config), heap))
-        text = r"moe_router_load_balancing_type \('sinkhorn'\) and moe_router_fusion \(False\) must not be"
-        with pytest.raises(ArgumentError, match=text), symmoe.balanced_routing(model):
-            pass
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["experts", "dispatcher"])
 @run_on(2, fixture="ranks")
@@ -872,6 +852,11 @@ def test_state_of_other_forms(rank: int, num_ranks: int) -> None:
         ("expert tensor parallelism", ArgumentError, "expert_tensor_parallel_size (2) must be 1"),
         ("another group's heap", ArgumentError, "open the heap over that group"),
         ("capacity with others' experts", ArgumentError, "capacity (64) needs SymmExperts"),
+        (
+            "a choice without scores",
+            ArgumentError,
+            "moe_router_load_balancing_type ('sinkhorn') and moe_router_fusion (F",
+        ),
         ("too small a capacity", CapacityError, "more than capacity (8)"),
         ("too small a heap", HeapExhausted, "lease 'received rows'"),
     ],
@@ -894,9 +879,12 @@ def test_what_cannot_be_is_refused_on_every_rank(rank: int, num_ranks: int, what
         if what == "another group's heap":
             cases.use_groups(ep=1)
         # With tensor parallelism the field would be refused first: it and the groups are of different commands.
-        config = cases.config_of(num_layers=1, sequence_parallel=False)
+        fields = FIELDS["sinkhorn"] if what == "a choice without scores" else {}
+        config = cases.config_of(num_layers=1, sequence_parallel=False, **fields)
         spec = use(cases.reference_spec(config), heap, options=megatron.DispatchOptions(**options))
-        cases.model_of(config, spec)(**cases.batch_of())
+        model = cases.model_of(config, spec)
+        with symmoe.balanced_routing(model) if fields else nullcontext():
+            model(**cases.batch_of())
 
 
 @pytest.mark.slow

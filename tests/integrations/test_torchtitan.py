@@ -98,22 +98,16 @@ def compare(rank: int, num_ranks: int, nums: tuple[int, int], top_k: int, dtype:
     }
 
 
-@pytest.mark.parametrize("nums", [(40, 40), (33, 7), (25, 0)], ids=str)
+@pytest.mark.parametrize(("nums", "top_k"), [((40, 40), 2), ((33, 7), 2), ((25, 0), 2), ((40, 21), 5)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_two_ranks_give_what_one_with_every_expert_gives(ranks, nums: tuple[int, int], dtype: torch.dtype):
-    for deviations in ranks(2).run(compare, nums, 2, dtype):
+def test_two_ranks_give_what_one_with_every_expert_gives(ranks, nums: tuple[int, int], top_k: int, dtype: torch.dtype):
+    rounding = 0.0 if top_k == 2 else {torch.float32: 1e-6, torch.bfloat16: 0.02}[dtype]
+    for deviations in ranks(2).run(compare, nums, top_k, dtype):
         # A sum of two has one order, and torchtitan multiplies in bf16: the same products of the same rows.
         for name in ("y", "x", "scores"):
-            assert deviations.get(name, 0.0) == 0.0, name
+            assert deviations.get(name, 0.0) <= rounding, name
         for name in ("w1_EFD", "w2_EDF", "w3_EFD"):  # sums over tokens, in bf16, in two parts or in one
             assert deviations[name] < 0.02, name
-
-
-def test_sums_of_more_experts_differ_by_rounding(ranks):
-    for deviations in ranks(2).run(compare, (40, 21), 5, torch.float32):
-        assert deviations["y"] < 1e-6
-        assert deviations["x"] < 1e-6
-        assert deviations["scores"] < 1e-6
 
 
 @run_on(2, fixture="ranks")

@@ -37,16 +37,8 @@ def tokens(rank: int = 0, num: int = 18) -> torch.Tensor:
 # -- torch.compile ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_swapped_block_is_one_graph(heap, family: str):
-    block = swap_moe(random_model(family), heap).model.layers[-1].mlp
-    explanation = torch._dynamo.explain(block)(tokens())
-    assert (explanation.graph_count, explanation.graph_break_count) == (1, 0)
-    assert "symmoe.moe_forward" in explanation.graphs[0].code
-
-
 @pytest.mark.parametrize("options", [{}, STATIC | {"stash": "none"}], ids=["exact", "static"])
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_compiled_block_gives_the_eager_results(heap, family: str, options: dict):
     block = swap_moe(random_model(family), heap, step=StepConfig(**options)).model.layers[-1].mlp
     expected = step(block, tokens())
@@ -59,25 +51,6 @@ def test_compiled_block_gives_the_eager_results(heap, family: str, options: dict
         given = step(block, tokens())
         assert_same(step(compiled, tokens()), given)
     assert not torch.allclose(given["y"], expected["y"], atol=1e-3)
-
-
-@pytest.mark.slow
-@run_on(2)
-def test_whole_model_on_two_ranks(rank: int, num_ranks: int, heap: symmoe.SymmetricHeap) -> None:
-    """Loss and gradients of a compiled model are those of the unmodified one."""
-    reference = random_model("deepseek_v3", num_hidden_layers=2)  # the first is dense
-    batch = batch_of(rank)
-    want = reference(batch, labels=batch)
-    want.loss.backward()
-    model = swap_moe(copy.deepcopy(reference), heap)
-    model.zero_grad()
-    got = torch.compile(model, fullgraph=True, backend="aot_eager")(batch, labels=batch)
-    got.loss.backward()
-    own = dict(model.named_parameters())
-    for name, parameter in reference.named_parameters():
-        if name in own:  # all but the experts', which have seen other ranks' tokens
-            torch.testing.assert_close(own[name].grad, parameter.grad, rtol=1e-4, atol=1e-5)
-    assert got.loss.item() == pytest.approx(want.loss.item(), rel=1e-5)
 
 
 def test_compiled_block_with_adapters(heap):
@@ -290,7 +263,6 @@ def test_routing_that_does_not_fit_raises_on_every_rank(rank: int, num_ranks: in
     wrong = {
         r"is for the layers \['model.layers.1.*the model has \['model.layers.0": {name: routing[name]},
         r"has shape \[5, 3\]; the call has \[tokens, K\] \[18, 3\]": routing | {name: routing[name][:5]},
-        r"has shape \[18, 2\]; the call has \[tokens, K\] \[18, 3\]": routing | {name: routing[name][:, :2]},
         r"has for token 0 \[.*1\d.*\]; the layer has 8": routing | {name: routing[name] + 8},
         r"has for token 0 \[\d, -1": routing | {name: part},
         r"is of 0 micro-batches; layer 'model.layers.0.*runs in call 0": [],

@@ -1,14 +1,11 @@
 """The NVSHMEM backend, as far as it can be tested without NVSHMEM."""
 
-import contextlib
 import ctypes
 import importlib.util
 import os
-import stat
 import sys
 import types
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -25,21 +22,6 @@ from symmoe.symm_mem import nvshmem_backend
 from symmoe.symm_mem.bootstrap import Bootstrap
 
 NUM_BYTES = 1 << 20
-
-
-def test_files_of_nvshmem_are_for_this_user_only(tmp_path: Path):
-    """Its shared memory asks for mode 0777, see nvshmem_backend.py; and the umask is as before afterwards."""
-    before = os.umask(0o022)
-    try:
-        with nvshmem_backend._files_of_this_user():
-            os.close(os.open(tmp_path / "segment", os.O_CREAT | os.O_RDWR, 0o777))
-        with contextlib.suppress(ZeroDivisionError), nvshmem_backend._files_of_this_user():
-            raise ZeroDivisionError
-        os.close(os.open(tmp_path / "afterwards", os.O_CREAT | os.O_RDWR, 0o777))
-    finally:
-        os.umask(before)
-    modes = [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("segment", "afterwards")]
-    assert modes == [0o700, 0o755]
 
 
 class FakeNvshmem:
@@ -83,8 +65,9 @@ class FakeNvshmem:
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> FakeNvshmem:
-    """A fake, which starts as the real one does, where the NVSHMEM packages are imported, the CPU for the GPU."""
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNvshmem]:
+    """A fake, which starts as the real one does, where the NVSHMEM packages are imported, the CPU for the GPU.
+    The umask is as before afterwards."""
     fake = FakeNvshmem()
     core = types.SimpleNamespace(
         InitStatus=types.SimpleNamespace(STATUS_IS_INITIALIZED=2),
@@ -113,31 +96,25 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeNvshmem:
     for name in (*names, "NVSHMEM_SYMMETRIC_SIZE"):
         monkeypatch.setenv(name, "")  # put back afterwards
         monkeypatch.delenv(name)
-    return fake
-
-
-def test_nvshmem_starts_privately_on_loopback(fake: FakeNvshmem):
-    """Up to its first allocation; there the fake one fails, like one without peer access."""
-    fake.has_peer_access = False
     before = os.umask(0o022)
-    try:
-        with pytest.raises(BackendUnavailable, match="no direct address for ranks"):
-            nvshmem_backend.NvshmemBackend(Bootstrap(None), len(fake.memory))
-    finally:
-        after = os.umask(before)
-    assert (after, fake.umasks) == (0o022, {"init": 0o077, "malloc": 0o077})
-    assert fake.environment["NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME"] == "lo"
-    assert fake.environment["NVSHMEM_DISABLE_MNNVL"] == "1"
-    assert fake.calls == []  # finalize is collective
+    yield fake
+    assert os.umask(before) == 0o022
 
 
-def test_nvshmem_between_machines(fake: FakeNvshmem):
-    """It must neither stay on loopback nor leave out the links between machines."""
-    fake.has_peer_access, fake.num_machines = False, 2
-    with pytest.raises(BackendUnavailable, match=r"ranks \[0\]: peer access is needed, here between 2 machines of one"):
+@pytest.mark.parametrize("num_machines", [1, 2])
+def test_nvshmem_starts_privately(fake: FakeNvshmem, num_machines: int):
+    """Up to its first allocation; there the fake one fails, like one without peer access. Its shared memory asks for
+    mode 0777. On one machine it stays on loopback; it must not leave out the links between machines."""
+    fake.has_peer_access, fake.num_machines = False, num_machines
+    more = ", here between 2 machines of one" if num_machines == 2 else "$"
+    with pytest.raises(BackendUnavailable, match=rf"no direct address for ranks \[0\]: peer access is needed{more}"):
         nvshmem_backend.NvshmemBackend(Bootstrap(None), len(fake.memory))
+    assert fake.umasks == {"init": 0o077, "malloc": 0o077}
     assert fake.environment["NVSHMEM_REMOTE_TRANSPORT"] == "none"
-    assert not {"NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME", "NVSHMEM_DISABLE_MNNVL"} & fake.environment.keys()
+    on_one_machine = {"NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "lo", "NVSHMEM_DISABLE_MNNVL": "1"}
+    found = on_one_machine.items() & fake.environment.items()
+    assert found == (on_one_machine.items() if num_machines == 1 else set())
+    assert fake.calls == []  # finalize is collective
 
 
 def test_what_keeps_nvshmem_from_starting(fake: FakeNvshmem, monkeypatch: pytest.MonkeyPatch):
