@@ -14,16 +14,16 @@ ROOT = Path(__file__).resolve().parents[2]
 
 BUDGETS: dict[str, tuple[int, int]] = {
     # lines of .py files, of docs those of .md files
-    "symmoe": (36_000, 38_814),
-    "tests": (42_000, 51_975),
+    "symmoe": (36_000, 38_856),
+    "tests": (42_000, 52_061),
     "docs": (4_000, 0),
     "kernels + tape": (15_000, 0),
-    "symm_mem + nodes": (3_900, 4_716),
-    "checks + precision": (1_200, 1_243),
-    "dispatch + combine": (1_500, 1_521),
-    "grouped + moe + training": (6_900, 8_048),
-    "checkpoint + integrations": (3_500, 4_085),
-    "tools + timeline": (2_700, 3_142),
+    "symm_mem + nodes": (3_900, 4_857),
+    "checks + precision": (1_200, 1_237),
+    "dispatch + combine": (1_500, 0),
+    "grouped + moe + training": (6_900, 8_155),
+    "checkpoint + integrations": (3_500, 4_490),
+    "tools + timeline": (2_700, 0),
     # the fullest of all
     "files in one folder": (22, 0),
     "methods of SymmetricHeap": (30, 0),
