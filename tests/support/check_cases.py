@@ -15,7 +15,12 @@ from symmoe.checkpoint import load_checkpoint, save_checkpoint
 from symmoe.integrations.parallel import parallelize
 from symmoe.integrations.transformers import swap_moe
 from symmoe.moe.ownership import trainable
+from symmoe.moe.router import RouterOutput
 from symmoe.tools.check import Context, Trained
+from symmoe.torch_internals import pytree
+
+if RouterOutput not in pytree.SUPPORTED_NODES:  # as after parallelize, which ranks of other numbers may have called
+    pytree.register_dataclass(RouterOutput)
 
 
 def right(context: Context) -> Trained:

@@ -70,7 +70,7 @@ def test_what_is_right_passes(cluster, tmp_path: Path, target: str, dtype: str, 
     found = checked(cluster, tmp_path, f"check_cases:{target}", dtype=dtype, **changes)
     assert [each for each in found if each.text] == []
     assert {(each.dtype, each.stage) for each in found} == {(its, stage) for its in ("fp32", dtype) for stage in STAGES}
-    assert all(each.error is not None for each in found)
+    assert [each.name for each in found if each.error is None] == []
 
 
 @pytest.mark.slow
