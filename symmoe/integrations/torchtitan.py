@@ -81,7 +81,7 @@ class SymmoeTokenDispatcher(BaseEPTokenDispatcher):
         self.listeners = Listeners(self.heap, num_experts=self.num_experts, order=self.config.order, give=give)
 
     def heap_bytes(self, num_ranks: int) -> int:
-        """Bytes of symmetric memory that layers, which take turns, need at most beside the rows that they keep."""
+        """Bytes of symmetric memory that layers, which take turns, need at most, without the rows that they keep."""
         config, num_kept = self.config, self.config.num_kept_layers
         packed = num_ranks * config.num_max_tokens_per_rank
         rows = packed * min(self.top_k, self.num_experts // num_ranks)
