@@ -32,8 +32,7 @@ from typing import Any
 
 import torch
 from pictures import BLACK, BLUE, GREY, ORANGE, PURPLE, SKY, picture
-
-from symmoe.tools.facts import machine
+from suites.machine import machine
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "train_lm.py"
 SMOOTHED_STEPS = 20

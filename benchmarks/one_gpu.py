@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
-
-from symmoe.tools.facts import machine
+from suites.machine import machine
 
 WARM_UP = 5  # calls
 

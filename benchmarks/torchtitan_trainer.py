@@ -38,6 +38,7 @@ import torch
 import torch.distributed as dist
 import torchtitan
 from lm.data import VOCABULARY, load_corpus, train_batch
+from suites.machine import machine
 from torch.utils.data import IterableDataset
 from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.components.loss import CrossEntropyLoss
@@ -49,8 +50,6 @@ from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.qwen3 import _build_qwen3_moe_layers
 from torchtitan.models.qwen3.config_registry import qwen3_moe_debug
 from torchtitan.trainer import Trainer
-
-from symmoe.tools.facts import machine
 
 SIZES = {"dim": 2048, "n_heads": 32, "n_kv_heads": 4, "head_dim": 128, "moe_hidden_dim": 768}
 EXPERTS = {"num_experts": 128, "top_k": 8}

@@ -34,11 +34,11 @@ import torch
 import torch.distributed as dist
 import transformers
 from lm.data import VOCABULARY, load_corpus, train_batch
+from suites.machine import machine
 from transformers import TrainerCallback, TrainingArguments
 
 import symmoe
 from symmoe.integrations.transformers import Trainer, swap_moe
-from symmoe.tools.facts import machine
 
 SIZES = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
 HEADS = {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}

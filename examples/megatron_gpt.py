@@ -399,9 +399,11 @@ def heap_size(arguments: argparse.Namespace, preset: Preset, trained: Variant, t
 def about(arguments: argparse.Namespace, preset: Preset, config: Any, device: torch.device) -> dict[str, Any]:
     """What the figures are figures of."""
     from symmoe.integrations.megatron import MEGATRON_VERSION
-    from symmoe.tools.facts import machine
 
-    return machine(device) | {
+    return {
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "torch": torch.__version__,
+        "date": time.strftime("%Y-%m-%d"),
         "command": " ".join(["torchrun", *sys.argv]),
         "preset": arguments.preset,
         "shape": dataclasses.asdict(preset),

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from suites.machine import machine
 from suites.problem import DTYPE, Problem
-from symmoe.tools.facts import machine
 from symmoe.tools.ranks import Ranks
 
 Record = dict[str, Any]

@@ -41,13 +41,13 @@ import torch
 import torch.distributed as dist
 from checkpoint_cases import bits as content
 from checkpoint_cases import fill
+from suites.machine import machine
 from torch import nn
 
 import symmoe
 from symmoe.checkpoint import load_checkpoint, save_checkpoint
 from symmoe.errors import CheckpointError
 from symmoe.grouped.mlp import GroupedMLP
-from symmoe.tools.facts import machine
 
 NUM_RANKS, EXPERTS, HIDDEN, FFN = 2, 8, 64, 128
 OLD, NEW = 10, 20

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from suites.machine import machine
 
 from reliability.launch import JobFailure, Launcher
-from symmoe.tools.facts import machine
 
 SEED_STRIDE = 1_000_000  # case I of seed S is number S * SEED_STRIDE + I of an endless list
 MAX_FAILURES = 20  # of one run: what fails so often is broken, and every failure may cost a deadline

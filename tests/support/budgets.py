@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 BUDGETS: dict[str, tuple[int, int]] = {
     # lines of .py files, of docs those of .md files
-    "symmoe": (36_000, 38_856),
+    "symmoe": (36_000, 38_818),
     "tests": (42_000, 52_066),
     "docs": (4_000, 0),
     "kernels + tape": (15_000, 0),

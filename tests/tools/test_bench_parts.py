@@ -15,6 +15,7 @@ from cluster import run_on
 from suites import records
 from suites.cases import HOT_EXPERT, Case, choose_experts, shapes_of
 from suites.layer import CEILING, Choice, bench_layer, experts_only
+from suites.machine import commit, output_of
 from suites.problem import MAX_ERROR, Problem, Routing, relative_error, row_error
 from suites.reference import Reference
 from suites.rows import Places, packed_rows_of, rows_of
@@ -23,7 +24,6 @@ from suites.timing import HostEvent, Run, Variant, measure
 
 from symmoe import GroupedMLP, SymmetricHeap
 from symmoe.errors import WrongResult
-from symmoe.tools.facts import commit, output_of
 from symmoe.tools.ranks import Ranks
 from symmoe.tools.shapes import PRESETS, Shape
 from symmoe.tools.timing import WARM_UP
