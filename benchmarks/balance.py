@@ -14,7 +14,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 from suites.cases import shapes_of
-from suites.records import Record, measured_on, new_record, render, save
+from suites.records import Record, measured_on, new_record, show
 
 from symmoe import MoEConfig, MoELayer, SymmetricHeap
 from symmoe.tools.ranks import Ranks, join
@@ -98,9 +98,7 @@ def main() -> None:
         with SymmetricHeap(num_bytes=int(options.heap_gib * 2**30)) as heap:
             records = [one | about for shape in shapes_of(options) for one in bench(shape, heap, ranks, options)]
     if ranks.rank == 0:
-        print(render(records))
-        if options.json:
-            save(records, options.json)
+        show(records, options.json)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from suites.records import Record, measured_on, new_record, render, save
+from suites.records import Record, measured_on, new_record, show
 
 from symmoe import SymmetricHeap
 from symmoe.tools.ranks import Ranks, join
@@ -58,9 +58,7 @@ def main() -> None:
         sizes = map(float, options.gib.split(","))
         records = [each | about for gib in sizes for each in bench(gib, ranks, options.repetitions)]
     if ranks.rank == 0:
-        print(render(records))
-        if options.json:
-            save(records, options.json)
+        show(records, options.json)
 
 
 if __name__ == "__main__":

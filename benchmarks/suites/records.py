@@ -103,6 +103,13 @@ def save(records: list[Record], path: str) -> None:
     Path(path).write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
 
 
+def show(records: list[Record], path: str | None) -> None:
+    """Prints records, and writes them to a file if there is a path."""
+    print(render(records))
+    if path:
+        save(records, path)
+
+
 def measured_on(ranks: Ranks) -> Record:
     """The keys of a record that say where it was measured, and by which command. Starts nvidia-smi and git."""
     launcher = f"torchrun --nproc-per-node={ranks.num_ranks}" if ranks.num_ranks > 1 else "python"
