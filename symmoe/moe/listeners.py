@@ -48,31 +48,38 @@ class Listeners:
     def __init__(self, heap: SymmetricHeap, *, num_experts: int, order: str, give: Give | None = None) -> None:
         self.heap, self.num_experts, self.order, self.give = heap, num_experts, order, give
         self.callbacks: tuple[Callable[[RoutingReport], object], ...] = ()
+        self.totals: tuple[torch.Tensor, ...] = ()
 
-    def add(self, callback: Callable[[RoutingReport], object]) -> Callable[[], None]:
+    def add(self, callback: Callable[[RoutingReport], object], *totals: torch.Tensor) -> Callable[[], None]:
         """Calls `callback(report)` in every forward from now on, recomputed ones too, until the function that this
-        returns is called. Local. Makes torch.compile compile a compiled model again."""
+        returns is called. totals: what it adds to, and a captured step takes back where it is repeated. Local. Makes
+        torch.compile compile a compiled model again, and a captured step be captured again."""
         # A new tuple, whose length torch.compile asks for; it does not see that a dict is no longer empty.
-        self.callbacks = (*self.callbacks, callback)
-        return partial(self._remove, callback)
+        self.callbacks, self.totals = (*self.callbacks, callback), (*self.totals, *totals)
+        return partial(self._remove, callback, totals)
 
     def tell(self, report: RoutingReport) -> None:
         """Gives the report to every listener, in the order in which they came."""
         for callback in self.callbacks:
             callback(report)
 
-    def _remove(self, callback: Callable[[RoutingReport], object]) -> None:
+    def _remove(self, callback: Callable[[RoutingReport], object], totals: tuple[torch.Tensor, ...]) -> None:
         self.callbacks = tuple(other for other in self.callbacks if other is not callback)
+        self.totals = tuple(other for other in self.totals if all(other is not each for each in totals))
 
 
-def layers_with_listeners(model: nn.Module) -> dict[str, tuple[nn.Module, Listeners]]:
-    """The layers of a model that one can listen to, and their listeners, by the layers' names in it. ArgumentError if
-    there is none."""
+def find_listeners(model: nn.Module) -> dict[str, tuple[nn.Module, Listeners]]:
+    """The layers of a model that one can listen to, and their listeners, by the layers' names in it."""
     layers: dict[str, tuple[nn.Module, Listeners]] = {}
     for name, module in model.named_modules():
         for place in (module, getattr(module, "token_dispatcher", None)):
             if isinstance(listeners := getattr(place, "listeners", None), Listeners):
                 layers[name] = module, listeners
-    if not layers:
+    return layers
+
+
+def layers_with_listeners(model: nn.Module) -> dict[str, tuple[nn.Module, Listeners]]:
+    """The result of :func:`find_listeners`; ArgumentError if there are none."""
+    if not (layers := find_listeners(model)):
         raise ArgumentError(f"model ({type(model).__name__}) has no MoELayer, and no layer of symmoe's integrations")
     return layers

@@ -46,10 +46,10 @@ def capture_step(
     `torch.cuda.stream(torch.cuda.Stream())`. A graph waits in NCCL without a bound, e.g. for a rank that is lost.
 
     Captured apart are: other shapes, dtypes and strides of tensors among the arguments; other constants (a factor, a
-    flag; on GPUs also a CPU tensor without dimensions); of the model another mode (train or eval), other hooks,
-    parameters that require gradients, and other public attributes of modules (the p of a Dropout); autocast, grad mode,
-    deterministic algorithms, and precision of matrix products. If only memory is elsewhere (`parameter.data = ..`), the
-    next call captures the step once more.
+    flag; on GPUs also a CPU tensor without dimensions); of the model another mode (train or eval), other hooks and
+    loggers, parameters that require gradients, and other public attributes of modules (the p of a Dropout); autocast,
+    grad mode, deterministic algorithms, and precision of matrix products. If only memory is elsewhere
+    (`parameter.data = ..`), the next call captures the step once more.
 
     Args:
         step: takes and returns tensors, constants, and tuples, lists, dicts and dataclasses of them. It must not

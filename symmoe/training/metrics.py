@@ -88,7 +88,8 @@ class MetricsLogger:
     """Watches the MoE layers of a model, until :meth:`close`. ArgumentError: it has none.
 
     Watching costs a few small kernels per call, no host synchronisation, and can be captured in a CUDA graph, whose
-    replays then count. Compiled calls count too; torch.compile compiles the model again when watching begins or ends.
+    replays then count. Compiled calls count too. When watching begins or ends, torch.compile compiles the model again,
+    and :func:`symmoe.capture_step` captures its step again.
 
     Args:
         model: its MoELayers are watched, and the layers of symmoe's integrations in transformers, Megatron and
@@ -111,7 +112,7 @@ class MetricsLogger:
         for (name, (layer, listeners)), totals in zip(layers.items(), self._totals.split(self._sizes), strict=True):
             timer = _Timer(listeners.heap) if times_forward else None
             self._layers.append(_Watched(name, listeners, totals, timer))
-            self._watching.callback(listeners.add(self._layers[-1].count))
+            self._watching.callback(listeners.add(self._layers[-1].count, totals))
             if timer is not None:
                 self._watching.callback(layer.register_forward_pre_hook(timer.before).remove)
                 self._watching.callback(layer.register_forward_hook(timer.after).remove)

@@ -25,6 +25,7 @@ from symmoe.checks.arguments import memory_problem
 from symmoe.errors import ArgumentError, raise_for
 from symmoe.grouped.parameters import local_part
 from symmoe.moe.ddp_and_fsdp import ExpertParallelModule
+from symmoe.moe.listeners import find_listeners
 from symmoe.torch_internals import pytree, version_of
 
 _CONSTANTS = frozenset((bool, int, float, complex, str, bytes, range, types.NoneType))
@@ -156,8 +157,8 @@ def modes(device_type: str) -> Hashable:
 
 
 class Modules:
-    """The modules of a model, looked at before every call. num_looks: how often parameters, buffers, modules, hooks, or
-    what the step itself sets, were found to be others."""
+    """The modules of a model, looked at before every call. num_looks: how often parameters, buffers, modules, hooks,
+    listeners, or what the step itself sets, were found to be others."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model, self.num_looks, self._num_replaced = model, 0, 0
@@ -194,6 +195,7 @@ class Modules:
     def states(self) -> list[torch.Tensor]:
         """Tensors that a step may change, other than gradients. (It cannot if several elements share memory.)"""
         tensors = [t.detach() for t in self._tensors()[len(self.sharded) :] if not isinstance(t, nn.Parameter)]
+        tensors += [total for listeners in self._listeners for total in listeners.totals]
         return [t for t in tensors if all(step or size < 2 for step, size in zip(t.stride(), t.shape, strict=True))]
 
     def _tensors(self) -> list[torch.Tensor]:
@@ -227,10 +229,10 @@ class Modules:
             self._look()
 
     def _are_others(self) -> bool:
-        """Whether parameters, buffers, modules or their hooks are others than at the last look."""
+        """Whether parameters, buffers, modules, their hooks or listeners are others than at the last look."""
         entries = chain.from_iterable(map(dict.values, self._full))
         is_known = all(map(operator.is_, entries, self._entries)) and sum(map(len, self._full)) == len(self._entries)
-        return not is_known or any(self._empty)
+        return not is_known or any(self._empty) or [each.callbacks for each in self._listeners] != self._callbacks
 
     def _look(self) -> None:
         self.num_looks += 1
@@ -238,6 +240,8 @@ class Modules:
         self._hooks = [hooks for _, *hooks in map(_TRAINED, self.parameters)]
         self.layers = [module for module in modules if isinstance(module, ExpertParallelModule)]
         self.ddps = [module for module in modules if isinstance(module, DistributedDataParallel)]
+        self._listeners = [listeners for _, listeners in find_listeners(self._model).values()]
+        self._callbacks = [listeners.callbacks for listeners in self._listeners]
         tables = [vars(module)[name] for module in modules for name in _TABLES if name in vars(module)]
         tables += [table for table in chain.from_iterable(self._hooks) if table is not None]
         self._full, self._empty = [table for table in tables if table], [table for table in tables if not table]

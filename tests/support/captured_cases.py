@@ -168,6 +168,7 @@ def check_exact(
         torch.use_deterministic_algorithms(False)
         model, plain = Model(heap, balance=balance), Model(heap, balance=balance)
         plain.load_state_dict(model.state_dict())
+        loggers = symmoe.MetricsLogger(model), symmoe.MetricsLogger(plain)
         captured, eager = symmoe.capture_step(make_step(model), model, room=1.0, num_eager=2), make_step(plain)
         if device == "cpu":
             states = captured.modules.states()
@@ -182,6 +183,10 @@ def check_exact(
             pairs = zip(results(model, found), results(plain, wanted), strict=True)
             same = [torch.equal(a, b) for a, b in pairs]
             findings.check(all(same), f"rank {rank}, step {number}: {same}")
+            ours, theirs = (
+                [dataclasses.replace(its, heap_high_water_bytes=0) for its in logger.step(number)] for logger in loggers
+            )
+            findings.check(ours == theirs, f"rank {rank}, step {number}: logged {ours}, not {theirs}")
         captured.close()
         model.zero_grad()
         plain.zero_grad()

@@ -1,5 +1,6 @@
 """Captured steps: exact whatever the routing does. On CPUs a function that runs again takes the place of a graph."""
 
+import contextlib
 import dataclasses
 import gc
 import weakref
@@ -197,6 +198,17 @@ def test_inputs_of_other_shapes_are_captured_apart(model):
     assert captured.num_captures == 2
     captured([torch.ones(5, cases.H)], scale=2.0)
     assert captured.num_captures == 3
+
+
+def test_a_step_that_is_watched_is_captured_apart(model):
+    captured = cases.captured_on_host(model, num_eager=1)
+    batch, num_captures = [torch.ones(5, cases.H)], []
+    for watches in (False, True, False):
+        with contextlib.closing(symmoe.MetricsLogger(model)) if watches else nullcontext():
+            for _ in range(3):
+                captured(batch, scale=1.0)
+        num_captures.append(captured.num_captures)
+    assert num_captures == [1, 2, 3]
 
 
 @pytest.mark.parametrize(
