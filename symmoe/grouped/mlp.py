@@ -17,8 +17,7 @@ from symmoe.checks.arguments import size_problem, working_dtype, wrapped_problem
 from symmoe.errors import ArgumentError, raise_for
 from symmoe.grouped.activations import ScaledActivation, ScaledSwiGLU, activation_problem
 from symmoe.grouped.experts import AdaptedWeights, ExpertForm, ExpertRows, ExpertWeights, Hidden, Layers, of_tensors
-from symmoe.grouped.linear import GroupedLinear
-from symmoe.grouped.low_rank import LowRank
+from symmoe.grouped.linear import GroupedLinear, LowRank
 from symmoe.grouped.parameters import local_tensors
 from symmoe.grouped.quantized_experts import FULL, QuantizedWeights, Wire
 from symmoe.grouped.rows_function import Gradients, Needs, ProductGradients, RowArguments, RowInputs, Splits, run_rows

@@ -190,11 +190,11 @@ class _RowsFunction(Function):
         if needs_scale and gradients.d_scale is not None:
             d_scale = gradients.d_scale.view(scale.shape)
         d_weights: list[MaybeTensor] = []
-        end = sum(len(layer.weight_names) for layer in layers)
-        for layer, compute, overwrite in [*zip(layers, gradients.weight_gradients(), overwrites, strict=True)][::-1]:
-            end, weights = end - len(layer.weight_names), inputs.tensors[end - len(layer.weight_names) : end]
+        tensors = iter(inputs.tensors)
+        for layer, compute, overwrite in zip(layers, gradients.weight_gradients(), overwrites, strict=True):
+            weights = tuple(itertools.islice(tensors, len(layer.weight_names)))
             target = layer.gradient_target(weights, overwrite_main_grad=overwrite)
-            d_weights[:0] = target.for_autograd(weights, target.add(weights, compute))
+            d_weights += target.for_autograd(weights, target.add(weights, compute))
         d_adapters = gradients.adapter_gradients()
         buffer.end_backward()
         return None, None, d_x, None, d_scale, *gradients.d_biases, *d_weights, *d_adapters

@@ -223,8 +223,8 @@ class MoELayer(ExpertParallelModule):
                     tokens, own, given("topk_idx", own.topk_idx), self.experts, out_shape=x.shape
                 )
                 assert found is not None  # with a route
-                logits, its_probs, scores, idx = found
-                routed: Choice = RouterOutput(idx, its_probs, idx, None, scores, logits)
+                chosen = found.topk_idx, found.probs, found.topk_idx, None
+                routed: Choice = RouterOutput(*chosen, found.scores, found.logits)
             else:
                 routed = self._route(x, token_mask, topk_idx, probs)  # not `tokens`: autocast would round what it sees
                 if x.device.type == "cpu" and not traced:  # on GPUs the host would have to wait
@@ -302,12 +302,11 @@ class MoELayer(ExpertParallelModule):
 
     def _warn_of_hooks(self) -> None:
         """Warns once of hooks on the experts' modules: kernels replace the calls of these modules, so no hook runs."""
-        if self._has_warned:
-            return
         experts = cast(nn.Module, self._modules["experts"])
-        self._has_warned = any(has_hooks(m, everywhere=False) for m in (experts, *experts._modules.values()) if m)
-        if not self._has_warned:
+        modules = () if self._has_warned else (experts, *experts._modules.values())
+        if not any(has_hooks(module, everywhere=False) for module in modules if module):
             return
+        self._has_warned = True
         names = {f"experts.{name}": module for name, module in experts.named_children()}
         hooks = [f"{kind} on {name}" for name, m in {"experts": experts, **names}.items() for kind in hooks_of(m)]
         warnings.warn(
@@ -326,7 +325,7 @@ class MoELayer(ExpertParallelModule):
         """Where the tokens of x go; token_mask is bool [T]."""
         if self.router is None or probs is not None:
             topk_idx, probs = given("topk_idx", topk_idx), given("probs", probs).float()
-            return choice_of(self.config, topk_idx, probs.masked_fill(topk_idx < 0, 0.0), token_mask)
+            return Choice(*choice_of(self.config, topk_idx, probs.masked_fill(topk_idx < 0, 0.0), token_mask))
         routed = self.router(x.reshape(-1, self.config.hidden), token_mask=token_mask, topk_idx=topk_idx)
         if not isinstance(routed, Choice):
             raise ArgumentError(f"router returns {type(routed).__name__}; it must return a RouterOutput, or a Choice")

@@ -23,7 +23,7 @@ from symmoe.grouped.mlp import GroupedMLP, kind_of, without_memory
 from symmoe.kernels import control
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.ddp_and_fsdp import device_problem
-from symmoe.moe.ep_step import more_of, most_bytes, run_experts
+from symmoe.moe.ep_step import WORDS, more_of, most_bytes, run_experts
 from symmoe.moe.router import Route, Routed
 from symmoe.symm_mem.heap import FailPeersOnError, SymmetricHeap
 from symmoe.symm_mem.row_budget import RowBudget, RowHistory
@@ -105,8 +105,7 @@ class RoutedExperts:
     @functools.cached_property
     def words(self) -> dict[str, str]:
         """The options of expert_parallel_mlp."""
-        words = {name: getattr(self.config, name) for name in ("order", "stash", "schedule", "quantized_wire")}
-        return words | {"layout": self.config.received_layout}
+        return {name: getattr(self.config, name) for name in WORDS}
 
     @functools.cached_property
     def _config_number(self) -> int:
@@ -124,7 +123,7 @@ class RoutedExperts:
         room = self._history.room(num_tokens, config.max_room, heap.room_factor)
         if room is None or room.rows < 0 or heap.captured_reports is not None:
             return room
-        received = room.packed_rows if self.words["layout"] == "packed" else room.rows
+        received = room.packed_rows if config.received_layout == "packed" else room.rows
         sizes, row_bytes = (received, room.rows, room.packed_rows), config.hidden * item_bytes
         needed = most_bytes(sizes, num_tokens, heap, row_bytes, more_of(experts, config.num_places))
         # Where there is no memory for that, what the routing needs may fit.
