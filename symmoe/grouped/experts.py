@@ -116,7 +116,6 @@ class Replicas:
 # the operands of the product.
 SecondInput = torch.Tensor | tuple[Any, Any]
 Parts = Iterable[Part] | None  # of the rows, as they arrive; None: all rows are there
-Chosen = Sequence[Part] | None  # of rows that are there; None: all
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,12 +140,12 @@ class ExpertWeights:
         """Other experts of the same kind, of these :attr:`matrices`."""
         return replace(self, w1=matrices[W1], b1=matrices[B1], w2=matrices[W2], b2=matrices[B2])
 
-    def calls(self, x: ExpertRows, parts: Parts = None) -> Iterator[tuple[Part, Any]]:
+    def calls(self, x: ExpertRows, parts: Parts | Part = None) -> Iterator[tuple[Part, Any]]:
         """The parts of the rows, and the weights of each."""
         if parts is None:
             parts = [Part(x.row_range)]
             parts += [] if self.replicas is None else [Part(self.replicas.row_range, is_of_replicas=True)]
-        for part in parts:
+        for part in (parts,) if isinstance(parts, Part) else parts:
             yield part, self.replicas.weights if part.is_of_replicas and self.replicas is not None else self
 
     def forward(self, x: ExpertRows, out: torch.Tensor, *, num_rows: int, zero_tail: bool = False) -> Hidden:
@@ -166,14 +165,14 @@ class ExpertWeights:
         return Hidden(h), a
 
     def second_layer(
-        self, a: SecondInput, x: ExpertRows, out: torch.Tensor, *, zero_tail: bool = False, parts: Chosen = None
+        self, a: SecondInput, x: ExpertRows, out: torch.Tensor, part: Part | None = None, *, zero_tail: bool = False
     ) -> None:
-        """out [N, H] = W2 a + b2 * bias_scale, or only parts of the rows."""
+        """out [N, H] = W2 a + b2 * bias_scale, or only a part of the rows."""
         assert isinstance(a, torch.Tensor)  # it is what first_layer has made
         ops = kernels.for_device(out.device)
-        for part, its in self.calls(x, parts):
-            operands, bias = (a, its.w2, part.rows, out), (its.b2, x.bias_scale)
-            ops.grouped_gemm(*operands, bias=bias, zero_tail=zero_tail, num_sms=part.num_sms)
+        for its_part, its in self.calls(x, part):
+            operands, bias = (a, its.w2, its_part.rows, out), (its.b2, x.bias_scale)
+            ops.grouped_gemm(*operands, bias=bias, zero_tail=zero_tail, num_sms=its_part.num_sms)
 
     def backward(self, x: ExpertRows, hidden: Hidden, d_out: torch.Tensor, **options: Any) -> ExpertsBackward:
         """The backward pass; its first step has run. The arguments are those of ExpertsBackward."""
@@ -270,11 +269,11 @@ class ExpertsBackward:
         """[., H] in the working dtype, as d_out."""
         return self._d_out
 
-    def input_gradient(self, d_rows: torch.Tensor, *, zero_tail: bool = False, parts: Chosen = None) -> None:
-        """d_rows [N, H]: the gradient of row i (not summed over rows that share a packed row), or of parts of them."""
-        for part, its in self._weights.calls(self._x, parts):
-            operands = self._dh, its.w1, part.rows, d_rows
-            self._ops.grouped_gemm_dgrad(*operands, zero_tail=zero_tail, num_sms=part.num_sms)
+    def input_gradient(self, d_rows: torch.Tensor, part: Part | None = None, *, zero_tail: bool = False) -> None:
+        """d_rows [N, H]: the gradient of row i (not summed over rows that share a packed row), or of a part."""
+        for its_part, its in self._weights.calls(self._x, part):
+            operands = self._dh, its.w1, its_part.rows, d_rows
+            self._ops.grouped_gemm_dgrad(*operands, zero_tail=zero_tail, num_sms=its_part.num_sms)
 
     def w1_gradient(self, out: Matrices, accumulate: bool, *, num_sms: int | None = None) -> None:
         """Writes dW1 [G, W, H]; a weights.Compute."""
@@ -349,13 +348,13 @@ class AdaptedWeights(ExpertWeights):
         return Hidden(h, t1, t2), (a, t2)
 
     def second_layer(
-        self, a: SecondInput, x: ExpertRows, out: torch.Tensor, *, zero_tail: bool = False, parts: Chosen = None
+        self, a: SecondInput, x: ExpertRows, out: torch.Tensor, part: Part | None = None, *, zero_tail: bool = False
     ) -> None:
         """Same as ExpertWeights.second_layer; the sum is made in `out`."""
         a, t2 = a
-        ExpertWeights.second_layer(self, a, x, out, zero_tail=zero_tail, parts=parts)
-        for part, its in self.calls(x, parts):
-            its.low2.add_up(t2, part, out)
+        ExpertWeights.second_layer(self, a, x, out, part, zero_tail=zero_tail)
+        for its_part, its in self.calls(x, part):
+            its.low2.add_up(t2, its_part, out)
 
     def backward(self, x: ExpertRows, hidden: Hidden, d_out: torch.Tensor, **options: Any) -> AdaptedBackward:
         return AdaptedBackward(x, self, hidden, d_out, **options)
@@ -388,11 +387,11 @@ class AdaptedBackward(ExpertsBackward):
         ops.sum_dact_partials(d_scale, part.rows, self.d_scale, 1)  # the same, with zeros in the tail
         return False
 
-    def input_gradient(self, d_rows: torch.Tensor, *, zero_tail: bool = False, parts: Chosen = None) -> None:
+    def input_gradient(self, d_rows: torch.Tensor, part: Part | None = None, *, zero_tail: bool = False) -> None:
         """Same as in ExpertsBackward; the sum is made in `d_rows`."""
-        super().input_gradient(d_rows, zero_tail=zero_tail, parts=parts)
-        for part, its in self._weights.calls(self._x, parts):
-            its.low1.add_up_gradient(self._dt1, part, d_rows)
+        super().input_gradient(d_rows, part, zero_tail=zero_tail)
+        for its_part, its in self._weights.calls(self._x, part):
+            its.low1.add_up_gradient(self._dt1, its_part, d_rows)
 
     def adapter_gradients(self) -> tuple[torch.Tensor | None, ...]:
         """dA1, dB1, dA2, dB2; None for adapters that require none. Those of replicas are written, too."""

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from symmoe import kernels
-from symmoe.grouped.experts import Chosen, ExpertRows, ExpertsBackward, ExpertWeights, Hidden, Parts, SecondInput
+from symmoe.grouped.experts import ExpertRows, ExpertsBackward, ExpertWeights, Hidden, Parts, SecondInput
 from symmoe.kernels import act_quantized
 from symmoe.kernels.act_quantized import DactOperands
 from symmoe.kernels.bias_sums import empty_row_sums
@@ -84,14 +84,13 @@ class QuantizedWeights(ExpertWeights):
         return Hidden(h, None, None, *(transposed1 or unused), *(transposed2 or unused)), (a.operand(), w2)
 
     def second_layer(
-        self, a: SecondInput, x: ExpertRows, out: torch.Tensor, *, zero_tail: bool = False, parts: Chosen = None
+        self, a: SecondInput, x: ExpertRows, out: torch.Tensor, part: Part | None = None, *, zero_tail: bool = False
     ) -> None:
         rows, w2 = a
         x, out, ops = x.without_tail(len(rows.data)), out[: len(rows.data)], kernels.for_device(out.device)
-        group_range, bias = None if parts is None else x.row_range, (self.b2, x.bias_scale)
-        options: dict[str, Any] = {"group_range": group_range, "bias": bias, "zero_tail": zero_tail}
-        for part, _ in self.calls(x, parts):
-            ops.grouped_gemm_quantized(rows, w2, part.rows, out, **options, num_sms=part.num_sms)
+        group_range, part = None if part is None else x.row_range, part or Part(x.row_range)
+        options: dict[str, Any] = {"group_range": group_range, "zero_tail": zero_tail, "num_sms": part.num_sms}
+        ops.grouped_gemm_quantized(rows, w2, part.rows, out, bias=(self.b2, x.bias_scale), **options)
 
     def backward(self, x: ExpertRows, hidden: Hidden, d_out: torch.Tensor, **options: Any) -> QuantizedBackward:
         return QuantizedBackward(x.without_tail(hidden.h.shape[0]), self, hidden, d_out, **options)
@@ -158,9 +157,9 @@ class QuantizedBackward(ExpertsBackward):
         """The received gradients; where row i is at i, only as many rows as h has."""
         return self._d_out if self._x.row_index is not None else self._d_out[: self._x.scale.shape[0]]
 
-    def input_gradient(self, d_rows: torch.Tensor, *, zero_tail: bool = False, parts: Chosen = None) -> None:
+    def input_gradient(self, d_rows: torch.Tensor, part: Part | None = None, *, zero_tail: bool = False) -> None:
         """See ExpertsBackward. All rows are made with the first part."""
-        if parts is not None and self._transposed1 is None:
+        if part is not None and self._transposed1 is None:
             return
         assert self._transposed1 is not None  # forward has kept it for this
         dh, d_rows = self._dh_rows(), d_rows[: self._x.scale.shape[0]]

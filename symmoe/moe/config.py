@@ -157,7 +157,7 @@ class MoEConfig:
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise ArgumentError(f"{name} ({getattr(self, name)!r}) must be True or False")
-        for name in _FACTORS:
+        for name in (*_FACTORS, "replica_slack"):
             _check_factor(name, getattr(self, name))
         raise_for(precision_problem(self.precision, hidden=self.hidden, ffn=self.ffn))
         if self.quantized_wire != "none" and (problem := wire_problem(self.precision)) is not None:
@@ -166,7 +166,6 @@ class MoEConfig:
             self._check_defaults(("replica_places", "replica_slack"), "balance 'replicas', but balance is 'none'")
         elif self.precision is not None:
             raise ArgumentError(f"balance ('replicas') must be 'none' with a precision ({self.precision})")
-        _check_factor("replica_slack", self.replica_slack)
         if self.replica_slack > 1:
             raise ArgumentError(f"replica_slack ({self.replica_slack}) must be at most 1")
         if self.router == "none":

@@ -30,7 +30,6 @@ from symmoe.grouped.quantized_experts import Wire
 from symmoe.grouped.weights import Target
 from symmoe.kernels import control
 from symmoe.kernels.architectures import e4m3_problem
-from symmoe.kernels.gemm_parts import Part
 from symmoe.kernels.operands import given
 from symmoe.moe.overlap import SERIAL, Overlap, Sizes, overlap_of, received_layout
 from symmoe.moe.replicas import ReplicaTrip, replica_bytes, replicas_problem
@@ -314,20 +313,15 @@ class _Forward:
     def second_half(self, a: Any, row_probs: torch.Tensor, received: Lease) -> torch.Tensor:
         """FC2 and combine: y [T, H]."""
         step, plan = self.step, self.step.plan
-        index = plan.received_index()[1]
-        rows, replicas = self.operands or (
-            step.rows(received.tensor, index, row_probs),
-            ReplicaTrip(plan, self.weights()),
-        )
-        experts = replicas.weights
+        if self.operands is None:
+            rows = step.rows(received.tensor, plan.received_index()[1], row_probs)
+            self.operands = rows, ReplicaTrip(plan, self.weights())
+        rows, replicas = self.operands
         if self.frees:
             received.release()
         shape = plan.row_capacity, self.x.shape[1]
         with plan.heap.lease(shape, self.x.dtype, name="expert output", phase=COMBINE) as out:
-
-            def compute(part: Part | None) -> None:
-                experts.second_layer(a, rows, out.tensor, parts=None if part is None else (part,))
-
+            compute = partial(replicas.weights.second_layer, a, rows, out.tensor)
             y = combine(out.tensor, plan, compute, order=step.order, division=step.overlap.combine)
         replicas.finish()
         return y
@@ -512,8 +506,7 @@ class _Backward:
                 hidden, _ = experts.first_layer(rows, num_rows=step.num_rows, parts=parts)
         sent = _on_wire(dy, step.wire.gradients)
         d_out = step.receive(sent, name="output gradients")
-        is_first = arrived is None
-        with send(sent, buffer=d_out.tensor, is_last=not gradients, rider=rider if is_first else None) as arrival:
+        with send(sent, buffer=d_out.tensor, is_last=not gradients, rider=None if arrived else rider) as arrival:
             # Holds both leases, beyond this call if weight gradients are delayed.
             experts_backward = experts.backward(
                 rows, hidden, d_out.tensor, parts=arrival.parts, needs_scale=needs_probs, spends_h=self.spends_h
@@ -530,11 +523,7 @@ class _Backward:
             lease = plan.heap.lease((plan.row_capacity, dy.shape[1]), dy.dtype, name="input gradients", phase=COMBINE)
         with lease as input_gradients:
             d_rows = None if input_gradients is None else input_gradients.tensor
-
-            def compute(part: Part | None) -> None:
-                if d_rows is not None:
-                    experts_backward.input_gradient(d_rows, parts=None if part is None else (part,))
-
+            compute = (lambda part: None) if d_rows is None else partial(experts_backward.input_gradient, d_rows)
             trip: AbstractContextManager[Collection | None] = nullcontext()
             if gradients:
                 d_scale = experts_backward.d_scale if needs_probs else None

@@ -22,9 +22,8 @@ from symmoe.moe.config import MoEConfig
 from symmoe.moe.ddp_and_fsdp import ExpertParallelModule, Replicas, device_problem
 from symmoe.moe.first_step import watch_first_step
 from symmoe.moe.listeners import Listeners, RoutingReport
-from symmoe.moe.routed_experts import RoutedExperts, experts_of
+from symmoe.moe.routed_experts import RoutedExperts, experts_of, is_traced, run_routed
 from symmoe.moe.router import Choice, Router, RouterOutput, arguments_problem, check_finite, choice_of, router_problem
-from symmoe.moe.torch_operators import is_traced, run_routed
 from symmoe.symm_mem.heap import FailPeersOnError, SymmetricHeap
 from symmoe.torch_internals import has_hooks, hooks_of, register_namedtuple
 

@@ -392,8 +392,8 @@ class _RouteFunction(Function):
 
 
 # For torch.compile, operators, which take numbers in place of a rule and a heap. They stand next to those of the step,
-# which cannot be in a CUDA graph: there, tapes play what these launch.
-_TAGS = (torch.Tag.cudagraph_unsafe,)
+# whose backward needs what does not lie in a CUDA graph's memory: so tapes play what these launch.
+OUTSIDE_GRAPHS = (torch.Tag.cudagraph_unsafe,)
 
 
 def _packed(top_k: int, rule: RoutingRule, heap: SymmetricHeap | None) -> list[float]:
@@ -410,7 +410,7 @@ def _unpacked(numbers: Sequence[float]) -> tuple[int, RoutingRule, SymmetricHeap
     return top_k, rule, heap_numbered(None if number < 0 else number)
 
 
-@torch.library.custom_op("symmoe::route", mutates_args=(), tags=_TAGS)
+@torch.library.custom_op("symmoe::route", mutates_args=(), tags=OUTSIDE_GRAPHS)
 def _route(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -428,7 +428,7 @@ def _(*arguments: Any) -> tuple[torch.Tensor, ...]:
     return tuple(_empty(x, weight, int(numbers[0])))
 
 
-@torch.library.custom_op("symmoe::route_gradients", mutates_args=(), tags=_TAGS)
+@torch.library.custom_op("symmoe::route_gradients", mutates_args=(), tags=OUTSIDE_GRAPHS)
 def _route_gradients(
     d_logits: torch.Tensor | None,
     d_probs: torch.Tensor | None,
