@@ -34,7 +34,7 @@ Layers = tuple[GroupedLinear, ScaledActivation, GroupedLinear]
 @dataclass(frozen=True, slots=True)
 class ExpertForm:
     """What launches of experts depend on in addition to tensors: fields of GroupedMLP, and whether the weights of fc1
-    and those of fc2 are packed."""
+    and those of fc2 are packed, and whether they have biases."""
 
     num_groups: int
     hidden: int
@@ -42,6 +42,7 @@ class ExpertForm:
     activation: Activation
     precision: Recipe | None
     are_packed: tuple[bool, bool]
+    have_biases: tuple[bool, bool]
 
     def split(self, tensors: Sequence[T]) -> tuple[tuple[T, ...], tuple[T, ...], tuple[T, ...]]:
         """What is of the weights of fc1, of those of fc2, and of the adapters after them."""
@@ -65,7 +66,8 @@ def of_tensors(layers: Layers, biases: Sequence[torch.Tensor | None], tensors: S
     fc1, activation, fc2 = layers
     b1, b2 = biases or (None, None)
     sizes = fc1.num_groups, fc1.in_features, fc2.in_features
-    form = ExpertForm(*sizes, activation.activation, fc1.precision, (fc1.is_packed, fc2.is_packed))
+    packed, biased = (fc1.is_packed, fc2.is_packed), (b1 is not None, b2 is not None)
+    form = ExpertForm(*sizes, activation.activation, fc1.precision, packed, biased)
     return CallExperts(form, (b1, b2), tuple(tensors), (fc1, fc2))
 
 
@@ -93,10 +95,7 @@ class Hidden(NamedTuple):
     @property
     def transposed(self) -> tuple[Operand | None, Operand | None]:
         """W1 and W2 for dgrad; None for one that backward does not use."""
-        w1, w2 = (
-            None if data is None else Operand(data, given("scale", scale), global_scale)
-            for data, scale, global_scale in (self[3:6], self[6:9])
-        )
+        w1, w2 = (None if fields[0] is None else Operand._make(fields) for fields in (self[3:6], self[6:9]))
         return w1, w2
 
 
@@ -148,13 +147,6 @@ class ExpertWeights:
         for part in (parts,) if isinstance(parts, Part) else parts:
             yield part, self.replicas.weights if part.is_of_replicas and self.replicas is not None else self
 
-    def forward(self, x: ExpertRows, out: torch.Tensor, *, num_rows: int, zero_tail: bool = False) -> Hidden:
-        """out[i] = W2 (act(W1 row i + b1) * scale) + b2 * bias_scale, with intermediate tensors of num_rows rows; out
-        [N, H] is written up to the end of the last group, and with zeros past it if `zero_tail`."""
-        hidden, a = self.first_layer(x, num_rows=num_rows)
-        self.second_layer(a, x, out, zero_tail=zero_tail)
-        return hidden
-
     def first_layer(self, x: ExpertRows, *, num_rows: int, parts: Parts = None) -> tuple[Hidden, SecondInput]:
         """h [num_rows, W] = W1 row + b1 and a [num_rows, I] = act(h) * scale; one kernel for each part, or for all."""
         ops, h = kernels.for_device(x.rows.device), x.rows.new_empty((num_rows, self.w1.shape[1]))
@@ -167,7 +159,8 @@ class ExpertWeights:
     def second_layer(
         self, a: SecondInput, x: ExpertRows, out: torch.Tensor, part: Part | None = None, *, zero_tail: bool = False
     ) -> None:
-        """out [N, H] = W2 a + b2 * bias_scale, or only a part of the rows."""
+        """out [N, H] = W2 a + b2 * bias_scale, or only a part of the rows; up to the end of the last group, and with
+        zeros past it if `zero_tail`."""
         assert isinstance(a, torch.Tensor)  # it is what first_layer has made
         ops = kernels.for_device(out.device)
         for its_part, its in self.calls(x, part):
@@ -197,7 +190,7 @@ class ExpertRows:
 
 
 class ExpertsBackward:
-    """Backward of :meth:`ExpertWeights.forward`, in three steps that the caller puts in order. Construction runs the
+    """Backward of both layers of ExpertWeights, in three steps that the caller puts in order. Construction runs the
     first: FC2 dgrad, the activation's gradient, and the sums over rows and features. Then :meth:`input_gradient`,
     :meth:`w1_gradient` and :meth:`w2_gradient` may come in any order, or not at all. Row i of d_out [., H] is at
     `row_index[i]`, or at i without an index; it is complete after the last of `parts`. d_scale fp32 [num_rows] is the
@@ -218,15 +211,14 @@ class ExpertsBackward:
         h, self._spends_h = hidden.h, spends_h
         self._ops = ops = kernels.for_device(h.device)
         self.d_scale = torch.empty(h.shape[0], dtype=torch.float32, device=h.device)
-        self.gradients = gradients = [  # by kind, but for those of W1 and W2
+        self.gradients: list[Any] = [  # by kind; those of W1 and W2, where there are replicas, once they are computed
             torch.empty_like(own)
             if kind not in (W1, W2) and isinstance(own, torch.Tensor) and own.requires_grad
             else None
             for kind, own in enumerate(weights.matrices)
         ]
-        self._x, self._weights, self._d_out = x, replace(weights, gradients=gradients), d_out
-        self.d_biases: Biases = gradients[B1], gradients[B2]
-        self.db1, self.db2 = self.d_biases
+        self._x, self._weights, self._d_out = x, replace(weights, gradients=self.gradients), d_out
+        self.d_biases = self.db1, self.db2 = self.gradients[B1], self.gradients[B2]
         has_db2 = self._fc2_dgrad(hidden, parts)
         # From here on: until now, rows may have been arriving.
         self._unmodified_rows, self._unmodified_d_out = Unmodified(rows=x.rows), Unmodified(d_out=d_out)
@@ -290,8 +282,10 @@ class ExpertsBackward:
     ) -> None:
         """Writes the product to out, and that of rows of replicas to theirs, if it is wanted. kind: W1 or W2."""
         replicas, product = self._weights.replicas, partial(self._ops.grouped_gemm_wgrad, left, right, num_sms=num_sms)
-        if replicas is not None and (theirs := replicas.weights.gradients[kind]) is not None:
-            product(replicas.row_range, theirs)
+        if replicas is not None:
+            self.gradients[kind] = out
+            if (theirs := replicas.weights.gradients[kind]) is not None:
+                product(replicas.row_range, theirs)
         product(self._x.row_range, out, accumulate=accumulate)
 
     def forget_w2(self) -> None:

@@ -42,9 +42,6 @@ class Wire:
     gradients: WireFormat | None = None
 
 
-FULL = Wire()
-
-
 def takes_parts(recipe: Recipe | None) -> bool:
     """Whether experts compute some rows while others are on their way. For that, row i of an operand must be made of
     row i only: not so with scales in tiles."""

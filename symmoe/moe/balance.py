@@ -12,18 +12,14 @@ sequence, K experts per token, E experts in all.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from symmoe.autograd import Context, Function
 from symmoe.errors import ArgumentError
 from symmoe.moe.router import Router
-
-if TYPE_CHECKING:
-    from torch.utils.hooks import RemovableHandle
 
 
 def normalised(scores: torch.Tensor) -> torch.Tensor:

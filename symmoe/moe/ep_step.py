@@ -23,7 +23,7 @@ from symmoe.checks.arguments import CHOICES, kernel_rows, memory_problem, words_
 from symmoe.combine.trip import Collection, collecting, combine
 from symmoe.dispatch.plan import MAX_TOP_K, Plan
 from symmoe.dispatch.trip import dispatch
-from symmoe.grouped.experts import W1, W2, CallExperts, ExpertForm, ExpertRows, ExpertWeights, Hidden, evaluated
+from symmoe.grouped.experts import CallExperts, ExpertForm, ExpertRows, ExpertWeights, Hidden, evaluated
 from symmoe.grouped.linear import GroupedLinear
 from symmoe.grouped.mlp import GroupedMLP, expert_weights
 from symmoe.grouped.quantized_experts import Wire
@@ -40,7 +40,6 @@ from symmoe.symm_mem.memory import ALIGNMENT_BYTES, Lease
 from symmoe.torch_internals import keeps_graph, reshaped_result
 
 DISPATCH, COMBINE = control.PHASE_DISPATCH_READY, control.PHASE_COMBINE_READY  # the first barriers of trips
-_RECEIVED = "received rows"
 MakeWeights = Callable[[], ExpertWeights]  # expert_weights of a pass
 NUM_HIDDEN = len(Hidden._fields)
 _NUM_ROUTE_KEPT = 4  # tensors that backward of a choice of experts needs: x, weight, topk_idx, scores
@@ -100,26 +99,23 @@ def run_experts(
     with FailPeersOnError(heap, plan.next_phase):
         heap.fail_for(transform_problem() or problem, phase)
         experts = evaluated(experts, x.dtype)
-        form, linears = experts.form, experts.linears
+        form, linears, travels = experts.form, experts.linears, words["quantized_wire"]
         problem = linears[0].held_problem() or linears[1].held_problem()
         if plan.num_places:
             problem = problem or replicas_problem(experts)
-        if form.precision is not None:
-            problem = problem or e4m3_problem(form.precision, x.device)
-        if words["quantized_wire"] != "none":
+        problem = problem or e4m3_problem(form.precision, x.device)
+        if travels != "none":
             problem = problem or wire_problem(form.precision)
         heap.fail_for(problem, phase)
         quantized = None if form.precision is None else WireFormat(form.precision, form.hidden)
-        ways = ("forward", "both"), ("backward", "both")
-        wire = Wire(*(quantized if words["quantized_wire"] in way else None for way in ways))
+        wire = Wire(*(quantized if travels in (way, "both") else None for way in ("forward", "backward")))
         # Steps are put on tapes, as far as sizes let them, if no table of addresses and no quantised weight is among
         # their operands.
         is_full = form.precision is None and all(form.are_packed) and not form.split(experts.tensors)[2]
         layout = received_layout(words["layout"], form.ffn, form.precision)
         options = words["order"], STASHES[words["stash"]], layout, words["schedule"], wire, torch.is_grad_enabled()
-        have_biases = experts.biases[0] is not None, experts.biases[1] is not None
         more, is_taped = more_of(experts, plan.num_places), is_full and heap.device.type != "meta"
-        step = _EPStep(form, plan, *options, out_shape, more, is_taped, have_biases)
+        step = _EPStep(form, plan, *options, out_shape, more, is_taped)
         tensors = *experts.biases, *experts.tensors
         if isinstance(probs, torch.Tensor):
             return _ExpertParallelMLP.apply(step, linears, None, x, probs, None, None, *tensors), None
@@ -152,7 +148,6 @@ class _EPStep:
     out_shape: torch.Size | None
     more: tuple[bool, int]  # see more_of
     is_taped: bool
-    have_biases: tuple[bool, bool]
     overlap: Overlap = SERIAL
     num_rows: int = 0  # of h
     kind: int | None = None
@@ -164,7 +159,7 @@ class _EPStep:
         if self.is_taped and plan.num_rows is None and plan.heap.first_step is None:
             sizes = plan.num_tokens, plan.row_capacity, plan.packed_row_capacity, plan.num_experts, plan.num_places
             rails = None if plan.nodes is None else plan.nodes.rails.key
-            key = overlap, self.order, self.stash, self.layout, self.form, self.have_biases, *sizes, plan.top_k, rails
+            key = overlap, self.order, self.stash, self.layout, self.form, *sizes, plan.top_k, rails
             kind = plan.heap.tapes.number(key)
         return replace(self, overlap=overlap, num_rows=num_rows, kind=kind)
 
@@ -219,7 +214,7 @@ class _EPStep:
     def rows(self, received: torch.Tensor, row_to_packed_row: torch.Tensor, row_probs: torch.Tensor) -> ExpertRows:
         """The rows as the kernels take them."""
         row_index = row_to_packed_row if self.layout == "packed" else None
-        bias_scale = row_probs if self.have_biases[1] else None
+        bias_scale = row_probs if self.form.have_biases[1] else None
         return ExpertRows(received, self.plan.row_range, row_probs, bias_scale, row_index)
 
 
@@ -301,7 +296,7 @@ class _Forward:
         step, plan = self.step, self.step.plan
         sent, probs = _on_wire(self.x, step.wire.rows), given("probs", self.probs)
         replicas = ReplicaTrip(plan, self.weights())
-        received = step.receive(sent, name=_RECEIVED)
+        received = step.receive(sent, name="received rows")
         send = partial(dispatch, layout=step.layout, division=step.overlap.dispatch, is_last=False)
         with send(sent, plan, received.tensor, probs, rider=replicas.rider) as arrival:
             row_probs = given("row_probs", arrival.row_probs)
@@ -497,7 +492,7 @@ class _Backward:
         experts, rider = replicas.weights, replicas.rider
         if received is None:
             sent = _on_wire(given("x", self.x), step.wire.rows)
-            received = step.receive(sent, name=_RECEIVED).tensor
+            received = step.receive(sent, name="received rows").tensor
             arrived = send(sent, buffer=received, is_last=False, rider=rider)  # who goes where is in the plan
         rows = step.rows(received, plan.received_index()[1], self.row_probs)
         with nullcontext() if arrived is None else arrived as arrival:
@@ -512,7 +507,7 @@ class _Backward:
                 rows, hidden, d_out.tensor, parts=arrival.parts, needs_scale=needs_probs, spends_h=self.spends_h
             )
         weights1, weights2, adapters = step.form.split(self.tensors)
-        dw2 = fc2.add(weights2, replicas.noting(W2, experts_backward.w2_gradient))
+        dw2 = fc2.add(weights2, experts_backward.w2_gradient)
         if fc2.option != "delayed" and not adapters:
             experts_backward.forget_w2()
             d_out.release()
@@ -532,7 +527,7 @@ class _Backward:
             num_sms = division.num_sms if gradients and division is not None else None
             w1_gradient = partial(experts_backward.w1_gradient, num_sms=num_sms)
             with trip as collection:
-                dw1 = fc1.add(weights1, replicas.noting(W1, w1_gradient))
+                dw1 = fc1.add(weights1, w1_gradient)
                 d_adapters = experts_backward.adapter_gradients()
         replicas.finish(experts_backward.gradients)
         dx, d_probs = (None, None) if collection is None else (collection.out, collection.values)

@@ -365,13 +365,12 @@ class _SideCall:
     :meth:`join`; on CPUs at once. Autograd runs its backward on that stream too, and orders it with its neighbours'."""
 
     def __init__(self, module: nn.Module, x: torch.Tensor, heap: SymmetricHeap) -> None:
-        self._module, self._x, self._heap = module, x, heap
+        self._module, self._x, self._stream = module, x, heap.streams.side_stream
         self._y: torch.Tensor | None = None
 
     def start(self) -> None:
         """Enqueues the call, from where the current stream is now."""
-        stream = self._heap.streams.side_stream
-        if stream is not None:
+        if (stream := self._stream) is not None:
             stream.wait_stream(torch.cuda.current_stream(self._x.device))
             self._x.record_stream(stream)  # or its memory might go to somebody else while `stream` still reads it
         with nullcontext() if stream is None else torch.cuda.stream(stream):
@@ -379,7 +378,7 @@ class _SideCall:
 
     def join(self) -> torch.Tensor:
         """The result, for use on the current stream. A call that has not been started runs there, now."""
-        y, stream = self._y, self._heap.streams.side_stream
+        y, stream = self._y, self._stream
         if y is not None and stream is not None:
             current = torch.cuda.current_stream(y.device)
             current.wait_stream(stream)

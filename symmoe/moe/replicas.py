@@ -20,7 +20,7 @@ from symmoe.dispatch.trip import PHASE as DISPATCH
 from symmoe.dispatch.trip import READY_WEIGHTS
 from symmoe.errors import ArgumentError
 from symmoe.grouped.experts import FC1, FC2, W1, W2, CallExperts, ExpertWeights, Replicas
-from symmoe.grouped.weights import Compute, Target
+from symmoe.grouped.weights import Target
 from symmoe.kernels import control
 from symmoe.kernels.contract.operands import Matrices
 from symmoe.kernels.contract.replicas import Pair
@@ -82,7 +82,6 @@ class ReplicaTrip:
 
     def __init__(self, plan: Plan, weights: ExpertWeights, targets: tuple[Target, Target] | None = None) -> None:
         self.weights, self._own, self._plan = weights, weights.matrices, plan
-        self._sums = dict[int, Matrices | None]()  # gradients that those of replicas are added to
         wanted = [None if own is None else (own.shape[1:], own.dtype) for own in self._own]
         self._places = _Places(plan.heap, plan.num_places, wanted)
         self.weights_offset = self._places.offset
@@ -92,8 +91,6 @@ class ReplicaTrip:
         if plan.num_places:
             places = replace(weights.of_matrices(self._places.tensors), gradients=self._gradients.tensors)
             self.weights = replace(weights, replicas=Replicas(places, plan.replica_ranges[0]))
-
-    # -- as the rider of a dispatch -------------------------------------------------------------------------------
 
     @property
     def rider(self) -> ReplicaTrip | None:
@@ -106,26 +103,14 @@ class ReplicaTrip:
         for pair, starts in self._pairs(self._own, self._places):
             push.push_replicas(pair, *trip, column=READY_WEIGHTS, starts=starts)
 
-    # -- gradients come home --------------------------------------------------------------------------------------
-
-    def noting(self, kind: int, compute: Compute) -> Compute:
-        """The same as `compute`, of a kind of weight, after which the gradient is to be added to."""
-
-        def noted(out: Matrices, accumulate: bool) -> None:
-            compute(out, accumulate)
-            self._sums[kind] = out
-
-        return noted
-
-    def finish(self, gradients: Sequence[torch.Tensor | None] = ()) -> None:
-        """Adds those of replicas to all gradients of this rank's experts, these, by kind, and those that have been
-        noted, and ends the leases. All is launched."""
+    def finish(self, gradients: Sequence[Matrices | None] = ()) -> None:
+        """Adds those of replicas to these gradients, by kind, of this rank's experts, and ends the leases. All is
+        launched."""
         heap, plan = self._plan.heap, self._plan.generation
         if self._gradients.contents:
             ready = heap.barrier(_HOME, publish=(self._gradients.offset,), plan=plan)
             places, add = (self._plan.place_to_expert, self._plan.expert_to_place), kernels.for_device(heap.device)
-            sums = [self._sums.get(kind, own) for kind, own in enumerate(gradients)]
-            for pair, starts in self._pairs(sums, self._gradients):
+            for pair, starts in self._pairs(gradients, self._gradients):
                 add.add_from_replicas(pair, places, heap.peers, ready, column=0, starts=starts)
             heap.barrier(_HOME, plan=plan)  # until peers have read
         self._places.release()
@@ -147,5 +132,6 @@ def _wanted_gradients(own: Sequence[Matrices | None], targets: tuple[Target, Tar
     for kind, target in zip((W1, W2), targets, strict=True):
         weight = own[kind]
         assert weight is not None
-        wanted[kind] = (weight.shape[1:], target.dtype_for(weight)) if target.computes else None
+        like = target.tensors[0] if target.tensors else weight
+        wanted[kind] = (weight.shape[1:], like.dtype) if target.computes else None
     return wanted

@@ -35,6 +35,10 @@ from symmoe.symm_mem.heap import FailPeersOnError, SymmetricHeap
 from symmoe.symm_mem.row_budget import RowBudget, RowHistory
 from symmoe.torch_internals import keeps_graph, num_dispatch_modes
 
+BY_NUMBER: weakref.WeakValueDictionary[int, RoutedExperts] = weakref.WeakValueDictionary()  # keeps nothing alive
+# An edge does not keep y's memory. Before torch 2.13 backward cannot begin at that of a Python function.
+_TAKES_EDGES = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
+
 
 @dataclass(frozen=True, eq=False)
 class RoutedExperts:
@@ -144,9 +148,6 @@ class RoutedExperts:
         return PlanOptions(*sizes, dtype, *travel, self._config_number, c.num_places, c.replica_slack)
 
 
-BY_NUMBER: weakref.WeakValueDictionary[int, RoutedExperts] = weakref.WeakValueDictionary()  # keeps nothing alive
-
-
 def experts_of(config: MoEConfig, num_ranks: int, **options: Any) -> GroupedMLP:
     """Experts of one of so many ranks, as the configuration has them, with these other options of GroupedMLP."""
     sizes = config.experts_per_rank(num_ranks), config.hidden, config.ffn
@@ -168,7 +169,7 @@ def experts_of(config: MoEConfig, num_ranks: int, **options: Any) -> GroupedMLP:
 class _Call(NamedTuple):
     """The numbers of an operator."""
 
-    step: int  # of a RoutedExperts, found in a table that holds nothing alive
+    step: int  # of a RoutedExperts, see BY_NUMBER
     num_own: int  # tensors of the layers
     trains: int  # whether there will be a backward pass,
     trains_own: int  # and whether it makes gradients of the layers' own
@@ -262,10 +263,6 @@ class _State:
 
 def _kept(state: torch.Tensor) -> _State | None:
     return getattr(state.untyped_storage(), "_symmoe_state", None)
-
-
-# An edge does not keep y's memory. Before torch 2.13 backward cannot begin at that of a Python function.
-_TAKES_EDGES = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
 
 
 @torch.library.custom_op("symmoe::moe_forward", mutates_args=(), tags=OUTSIDE_GRAPHS)

@@ -187,8 +187,7 @@ class CapturedStep(Generic[R]):
     """
 
     def __init__(self, step: Callable[..., R], model: nn.Module, room: float, num_eager: int) -> None:
-        self.step, self.model = step, model
-        self.room, self._num_eager = room, num_eager
+        self.step, self.room, self._num_eager = step, room, num_eager
         self.modules = Modules(model)
         self.heaps = list(dict.fromkeys(layer.heap for layer in self.modules.layers))
         self._signature = inspect.signature(step)

@@ -20,6 +20,8 @@ from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.torch_internals import graph_task_id
 
 Sink = Callable[[dict[str, float], int], object]
+_NUM_TOTALS = 8  # what a layer adds up in addition to the loads of its experts and ranks
+_SPANS = ("forward", "dispatch", "combine")
 
 
 def tensorboard_sink(writer: Any) -> Sink:
@@ -31,9 +33,6 @@ def tensorboard_sink(writer: Any) -> Sink:
             writer.add_scalar(name, number, step)
 
     return sink
-
-
-_NUM_TOTALS = 8  # what a layer adds up in addition to the loads of its experts and ranks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -197,9 +196,6 @@ class _Watched:
             heap_high_water_bytes=heap.high_water_bytes,
             **others,
         )
-
-
-_SPANS = ("forward", "dispatch", "combine")
 
 
 class _Timer:
