@@ -14,7 +14,7 @@ from torch import nn
 
 from symmoe.errors import ArgumentError, CheckpointError
 from symmoe.grouped.linear import GroupedLinear
-from symmoe.moe.ownership import named_parameters
+from symmoe.grouped.parameters import named_parameters
 from symmoe.symm_mem.heap import SymmetricHeap
 
 _DISCRETE = re.compile(r"weight(\d+)")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -16,14 +17,13 @@ import torch
 from symmoe import kernels
 from symmoe.autograd import Unmodified
 from symmoe.grouped.activations import ScaledActivation
-from symmoe.grouped.linear import GroupedLinear
-from symmoe.grouped.low_rank import LowRank, write_gradients
+from symmoe.grouped.linear import GroupedLinear, LowRank, write_gradients
 from symmoe.grouped.parameters import local_tensors
 from symmoe.grouped.weights import Compute
 from symmoe.kernels.activation import Activation
+from symmoe.kernels.contract.operands import Matrices, Rows
 from symmoe.kernels.gemm_parts import Part
 from symmoe.kernels.operands import Operand, given
-from symmoe.kernels.tensor_table import TensorTable
 from symmoe.precision.recipes import Recipe
 
 T = TypeVar("T")
@@ -34,7 +34,7 @@ Layers = tuple[GroupedLinear, ScaledActivation, GroupedLinear]
 @dataclass(frozen=True, slots=True)
 class ExpertForm:
     """What launches of experts depend on in addition to tensors: fields of GroupedMLP, and whether the weights of fc1
-    and those of fc2 are packed."""
+    and those of fc2 are packed, and whether they have biases."""
 
     num_groups: int
     hidden: int
@@ -42,6 +42,7 @@ class ExpertForm:
     activation: Activation
     precision: Recipe | None
     are_packed: tuple[bool, bool]
+    have_biases: tuple[bool, bool]
 
     def split(self, tensors: Sequence[T]) -> tuple[tuple[T, ...], tuple[T, ...], tuple[T, ...]]:
         """What is of the weights of fc1, of those of fc2, and of the adapters after them."""
@@ -65,7 +66,8 @@ def of_tensors(layers: Layers, biases: Sequence[torch.Tensor | None], tensors: S
     fc1, activation, fc2 = layers
     b1, b2 = biases or (None, None)
     sizes = fc1.num_groups, fc1.in_features, fc2.in_features
-    form = ExpertForm(*sizes, activation.activation, fc1.precision, (fc1.is_packed, fc2.is_packed))
+    packed, biased = (fc1.is_packed, fc2.is_packed), (b1 is not None, b2 is not None)
+    form = ExpertForm(*sizes, activation.activation, fc1.precision, packed, biased)
     return CallExperts(form, (b1, b2), tuple(tensors), (fc1, fc2))
 
 
@@ -90,20 +92,10 @@ class Hidden(NamedTuple):
     w2_scale: torch.Tensor | None = None
     w2_global_scale: torch.Tensor | None = None
 
-    def of_rows(self, num_rows: int) -> Hidden:
-        """The same, with as many rows as there are: buffers may have been made before their number was known."""
-        if self.h.shape[0] == num_rows:
-            return self
-        t1, t2 = (None if t is None else t[:num_rows] for t in (self.t1, self.t2))
-        return self._replace(h=self.h[:num_rows], t1=t1, t2=t2)
-
     @property
     def transposed(self) -> tuple[Operand | None, Operand | None]:
         """W1 and W2 for dgrad; None for one that backward does not use."""
-        w1, w2 = (
-            None if data is None else Operand(data, given("scale", scale), global_scale)
-            for data, scale, global_scale in (self[3:6], self[6:9])
-        )
+        w1, w2 = (None if fields[0] is None else Operand._make(fields) for fields in (self[3:6], self[6:9]))
         return w1, w2
 
 
@@ -117,11 +109,11 @@ class Replicas:
 
     weights: ExpertWeights
     row_range: torch.Tensor  # int32 [2, S]
-    gradients: Sequence[torch.Tensor | None] = ()  # by kind, what gets them; None: not wanted
 
 
-# What the first layer passes to the second: the activation, or with a recipe the operands of the product.
-SecondInput = torch.Tensor | tuple[Operand, Operand]
+# What the first layer passes to the second: the activation, with adapters also what A2 has made of it, or with a recipe
+# the operands of the product.
+SecondInput = torch.Tensor | tuple[Any, Any]
 Parts = Iterable[Part] | None  # of the rows, as they arrive; None: all rows are there
 
 
@@ -129,15 +121,17 @@ Parts = Iterable[Part] | None  # of the rows, as they arrive; None: all rows are
 class ExpertWeights:
     """The weights of the experts as the kernels take them, and the order in which the kernels run."""
 
-    w1: torch.Tensor | TensorTable  # [G, W, H]
+    w1: Matrices  # [G, W, H]
     b1: torch.Tensor | None  # [G, W]
-    w2: torch.Tensor | TensorTable  # [G, H, I]
+    w2: Matrices  # [G, H, I]
     b2: torch.Tensor | None  # [G, H]
     activation: Activation
     replicas: Replicas | None = field(default=None, kw_only=True)
+    # In backward, by kind, what gets them; None: not wanted, or for others to choose, as those of W1 and W2.
+    gradients: Sequence[torch.Tensor | None] = field(default=(), kw_only=True)
 
     @property
-    def matrices(self) -> tuple[torch.Tensor | TensorTable | None, ...]:
+    def matrices(self) -> tuple[Matrices | None, ...]:
         """All that an expert has, by kind."""
         return self.w1, self.b1, None, None, self.w2, self.b2, None, None
 
@@ -145,20 +139,13 @@ class ExpertWeights:
         """Other experts of the same kind, of these :attr:`matrices`."""
         return replace(self, w1=matrices[W1], b1=matrices[B1], w2=matrices[W2], b2=matrices[B2])
 
-    def calls(self, x: ExpertRows, parts: Parts = None) -> Iterator[tuple[Part, Any]]:
+    def calls(self, x: ExpertRows, parts: Parts | Part = None) -> Iterator[tuple[Part, Any]]:
         """The parts of the rows, and the weights of each."""
         if parts is None:
             parts = [Part(x.row_range)]
             parts += [] if self.replicas is None else [Part(self.replicas.row_range, is_of_replicas=True)]
-        for part in parts:
+        for part in (parts,) if isinstance(parts, Part) else parts:
             yield part, self.replicas.weights if part.is_of_replicas and self.replicas is not None else self
-
-    def forward(self, x: ExpertRows, out: torch.Tensor, *, num_rows: int, zero_tail: bool = False) -> Hidden:
-        """out[i] = W2 (act(W1 row i + b1) * scale) + b2 * bias_scale, with intermediate tensors of num_rows rows; out
-        [N, H] is written up to the end of the last group, and with zeros past it if `zero_tail`."""
-        hidden, a = self.first_layer(x, num_rows=num_rows)
-        self.second_layer(a, hidden, x, out, zero_tail=zero_tail)
-        return hidden
 
     def first_layer(self, x: ExpertRows, *, num_rows: int, parts: Parts = None) -> tuple[Hidden, SecondInput]:
         """h [num_rows, W] = W1 row + b1 and a [num_rows, I] = act(h) * scale; one kernel for each part, or for all."""
@@ -170,19 +157,13 @@ class ExpertWeights:
         return Hidden(h), a
 
     def second_layer(
-        self,
-        a: SecondInput,
-        hidden: Hidden,
-        x: ExpertRows,
-        out: torch.Tensor,
-        *,
-        zero_tail: bool = False,
-        part: Part | None = None,
+        self, a: SecondInput, x: ExpertRows, out: torch.Tensor, part: Part | None = None, *, zero_tail: bool = False
     ) -> None:
-        """out [N, H] = W2 a + b2 * bias_scale, or only a part of the rows."""
+        """out [N, H] = W2 a + b2 * bias_scale, or only a part of the rows; up to the end of the last group, and with
+        zeros past it if `zero_tail`."""
         assert isinstance(a, torch.Tensor)  # it is what first_layer has made
         ops = kernels.for_device(out.device)
-        for its_part, its in self.calls(x, None if part is None else (part,)):
+        for its_part, its in self.calls(x, part):
             operands, bias = (a, its.w2, its_part.rows, out), (its.b2, x.bias_scale)
             ops.grouped_gemm(*operands, bias=bias, zero_tail=zero_tail, num_sms=its_part.num_sms)
 
@@ -209,7 +190,7 @@ class ExpertRows:
 
 
 class ExpertsBackward:
-    """Backward of :meth:`ExpertWeights.forward`, in three steps that the caller puts in order. Construction runs the
+    """Backward of both layers of ExpertWeights, in three steps that the caller puts in order. Construction runs the
     first: FC2 dgrad, the activation's gradient, and the sums over rows and features. Then :meth:`input_gradient`,
     :meth:`w1_gradient` and :meth:`w2_gradient` may come in any order, or not at all. Row i of d_out [., H] is at
     `row_index[i]`, or at i without an index; it is complete after the last of `parts`. d_scale fp32 [num_rows] is the
@@ -229,31 +210,26 @@ class ExpertsBackward:
     ) -> None:
         h, self._spends_h = hidden.h, spends_h
         self._ops = ops = kernels.for_device(h.device)
-        self._x, self._weights, self._d_out = x, weights, d_out
         self.d_scale = torch.empty(h.shape[0], dtype=torch.float32, device=h.device)
-        self.db1, self.db2 = (
-            torch.empty_like(bias) if bias is not None and bias.requires_grad else None
-            for bias in (weights.b1, weights.b2)
-        )
-        self.d_biases: Biases = self.db1, self.db2
+        self.gradients: list[Any] = [  # by kind; those of W1 and W2, where there are replicas, once they are computed
+            torch.empty_like(own)
+            if kind not in (W1, W2) and isinstance(own, torch.Tensor) and own.requires_grad
+            else None
+            for kind, own in enumerate(weights.matrices)
+        ]
+        self._x, self._weights, self._d_out = x, replace(weights, gradients=self.gradients), d_out
+        self.d_biases = self.db1, self.db2 = self.gradients[B1], self.gradients[B2]
         has_db2 = self._fc2_dgrad(hidden, parts)
         # From here on: until now, rows may have been arriving.
         self._unmodified_rows, self._unmodified_d_out = Unmodified(rows=x.rows), Unmodified(d_out=d_out)
         if weights.b2 is not None:
             d_out = self._output_gradients()
-            for part, its in weights.calls(x):
-                db2 = None if has_db2 else self._bias_gradients(its)[1]
+            for part, its in self._weights.calls(x):
+                db2 = None if has_db2 else its.gradients[B2]
                 if db2 is not None:
                     ops.grouped_bias_grad((d_out, x.row_index), part.rows, db2, scale=x.bias_scale)
                 if x.bias_scale is not None and needs_scale:
                     ops.grouped_bias_dot((d_out, x.row_index), its.b2, part.rows, self.d_scale, accumulate=True)
-
-    def _bias_gradients(self, weights: ExpertWeights) -> Biases:
-        """Of the experts or of their replicas, whose weights these are."""
-        if weights is self._weights or self._weights.replicas is None:
-            return self.d_biases
-        gradients = self._weights.replicas.gradients
-        return gradients[B1], gradients[B2]
 
     def _fc2_dgrad(self, hidden: Hidden, parts: Parts) -> bool:
         """dh, a, d_scale and db1: FC2 dgrad and the activation's gradient, in one kernel per part. Whether it has also
@@ -270,7 +246,7 @@ class ExpertsBackward:
         end = x.row_range if weights.replicas is None else weights.replicas.row_range
         num_partials, d_scale = 0, self.d_scale if is_whole else None
         for part, its in weights.calls(x, parts):
-            gradients = self._dh, self._a, d_scale, self._bias_gradients(its)[0]
+            gradients = self._dh, self._a, d_scale, its.gradients[B1]
             operands = (self._d_out, x.row_index), its.w2, part.rows, (h, x.scale)
             arguments = *operands, gradients, workspace, weights.activation
             num_partials = ops.grouped_gemm_dact(*arguments, num_sms=part.num_sms)
@@ -285,30 +261,32 @@ class ExpertsBackward:
         """[., H] in the working dtype, as d_out."""
         return self._d_out
 
-    def input_gradient(self, d_rows: torch.Tensor, *, zero_tail: bool = False, part: Part | None = None) -> None:
+    def input_gradient(self, d_rows: torch.Tensor, part: Part | None = None, *, zero_tail: bool = False) -> None:
         """d_rows [N, H]: the gradient of row i (not summed over rows that share a packed row), or of a part."""
-        for its_part, its in self._weights.calls(self._x, None if part is None else (part,)):
+        for its_part, its in self._weights.calls(self._x, part):
             operands = self._dh, its.w1, its_part.rows, d_rows
             self._ops.grouped_gemm_dgrad(*operands, zero_tail=zero_tail, num_sms=its_part.num_sms)
 
-    def w1_gradient(self, out: torch.Tensor | TensorTable, accumulate: bool, *, num_sms: int | None = None) -> None:
+    def w1_gradient(self, out: Matrices, accumulate: bool, *, num_sms: int | None = None) -> None:
         """Writes dW1 [G, W, H]; a weights.Compute."""
         self._unmodified_rows.check()
-        operands = self._dh, (self._x.rows, self._x.row_index), self._x.row_range
-        self._ops.grouped_gemm_wgrad(*operands, out, accumulate=accumulate, num_sms=num_sms)
+        self._weight_gradient(W1, self._dh, (self._x.rows, self._x.row_index), out, accumulate, num_sms)
 
-    def w2_gradient(self, out: torch.Tensor | TensorTable, accumulate: bool) -> None:
+    def w2_gradient(self, out: Matrices, accumulate: bool) -> None:
         """Writes dW2 [G, H, I]; a weights.Compute."""
         self._unmodified_d_out.check()
-        operands = (self._d_out, self._x.row_index), self._a, self._x.row_range
-        self._ops.grouped_gemm_wgrad(*operands, out, accumulate=accumulate)
+        self._weight_gradient(W2, (self._d_out, self._x.row_index), self._a, out, accumulate)
 
-    def replica_gradient(self, kind: int, *, num_sms: int | None = None) -> None:
-        """Writes dW1 or dW2 of replicas, if it is wanted. kind: W1 or W2."""
-        x, replicas = self._x, self._weights.replicas
-        if replicas is not None and (out := replicas.gradients[kind]) is not None:
-            left, right = (self._dh, (x.rows, x.row_index)) if kind == W1 else ((self._d_out, x.row_index), self._a)
-            self._ops.grouped_gemm_wgrad(left, right, replicas.row_range, out, num_sms=num_sms)
+    def _weight_gradient(
+        self, kind: int, left: Rows, right: Rows, out: Matrices, accumulate: bool, num_sms: int | None = None
+    ) -> None:
+        """Writes the product to out, and that of rows of replicas to theirs, if it is wanted. kind: W1 or W2."""
+        replicas, product = self._weights.replicas, partial(self._ops.grouped_gemm_wgrad, left, right, num_sms=num_sms)
+        if replicas is not None:
+            self.gradients[kind] = out
+            if (theirs := replicas.weights.gradients[kind]) is not None:
+                product(replicas.row_range, theirs)
+        product(self._x.row_range, out, accumulate=accumulate)
 
     def forget_w2(self) -> None:
         """Lets go of what only dW2 reads, which is made or not wanted."""
@@ -341,14 +319,14 @@ class AdaptedWeights(ExpertWeights):
     low2: LowRank
 
     @property
-    def matrices(self) -> tuple[torch.Tensor | TensorTable | None, ...]:
+    def matrices(self) -> tuple[Matrices | None, ...]:
         return self.w1, self.b1, self.low1.a, self.low1.b, self.w2, self.b2, self.low2.a, self.low2.b
 
     def of_matrices(self, matrices: Sequence[Any]) -> AdaptedWeights:
         (w1, b1, *low1), (w2, b2, *low2) = matrices[FC1], matrices[FC2]
         return replace(self, w1=w1, b1=b1, low1=LowRank(*low1), w2=w2, b2=b2, low2=LowRank(*low2))
 
-    def first_layer(self, x: ExpertRows, *, num_rows: int, parts: Parts = None) -> tuple[Hidden, torch.Tensor]:
+    def first_layer(self, x: ExpertRows, *, num_rows: int, parts: Parts = None) -> tuple[Hidden, SecondInput]:
         """Same as ExpertWeights.first_layer, but the activation runs after all parts."""
         ops = kernels.for_device(x.rows.device)
         h = x.rows.new_empty((num_rows, self.w1.shape[1]))
@@ -361,14 +339,16 @@ class AdaptedWeights(ExpertWeights):
         ops.scaled_activation(h, x.scale[:num_rows], a, self.activation)
         for part, its in self.calls(x):
             its.low2.down(a, part, t2)
-        return Hidden(h, t1, t2), a
+        return Hidden(h, t1, t2), (a, t2)
 
-    def second_layer(self, a: SecondInput, hidden: Hidden, x: ExpertRows, out: torch.Tensor, **options: Any) -> None:
+    def second_layer(
+        self, a: SecondInput, x: ExpertRows, out: torch.Tensor, part: Part | None = None, *, zero_tail: bool = False
+    ) -> None:
         """Same as ExpertWeights.second_layer; the sum is made in `out`."""
-        ExpertWeights.second_layer(self, a, hidden, x, out, **options)
-        part = options.get("part")
-        for its_part, its in self.calls(x, None if part is None else (part,)):
-            its.low2.add_up(given("t2", hidden.t2), its_part, out)
+        a, t2 = a
+        ExpertWeights.second_layer(self, a, x, out, part, zero_tail=zero_tail)
+        for its_part, its in self.calls(x, part):
+            its.low2.add_up(t2, its_part, out)
 
     def backward(self, x: ExpertRows, hidden: Hidden, d_out: torch.Tensor, **options: Any) -> AdaptedBackward:
         return AdaptedBackward(x, self, hidden, d_out, **options)
@@ -395,29 +375,22 @@ class AdaptedBackward(ExpertsBackward):
         d_scale = torch.empty_like(self.d_scale)
         ops.scaled_activation_grad(da, h, scale, self._dh, d_scale, weights.activation)
         for part, its in weights.calls(x):
-            if (db1 := self._bias_gradients(its)[0]) is not None:
+            if (db1 := its.gradients[B1]) is not None:
                 ops.grouped_bias_grad(self._dh, part.rows, db1)
             its.low1.down_gradient(self._dh, part, self._dt1)
         ops.sum_dact_partials(d_scale, part.rows, self.d_scale, 1)  # the same, with zeros in the tail
         return False
 
-    def input_gradient(self, d_rows: torch.Tensor, *, zero_tail: bool = False, part: Part | None = None) -> None:
+    def input_gradient(self, d_rows: torch.Tensor, part: Part | None = None, *, zero_tail: bool = False) -> None:
         """Same as in ExpertsBackward; the sum is made in `d_rows`."""
-        super().input_gradient(d_rows, zero_tail=zero_tail, part=part)
-        for its_part, its in self._weights.calls(self._x, None if part is None else (part,)):
+        super().input_gradient(d_rows, part, zero_tail=zero_tail)
+        for its_part, its in self._weights.calls(self._x, part):
             its.low1.add_up_gradient(self._dt1, its_part, d_rows)
 
     def adapter_gradients(self) -> tuple[torch.Tensor | None, ...]:
         """dA1, dB1, dA2, dB2; None for adapters that require none. Those of replicas are written, too."""
-        low1, low2 = self._weights.low1, self._weights.low2
-        gradients = *low1.new_gradients(), *low2.new_gradients()
-        self._write_gradients(self._x.row_range, gradients)
-        if (replicas := self._weights.replicas) is not None:
-            of_first, of_second = replicas.gradients[FC1], replicas.gradients[FC2]
-            self._write_gradients(replicas.row_range, (*of_first[2:], *of_second[2:]))
-        return gradients
-
-    def _write_gradients(self, row_range: torch.Tensor, gradients: Sequence[torch.Tensor | None]) -> None:
         rows, d_out = (self._x.rows, self._x.row_index), (self._d_out, self._x.row_index)
-        write_gradients((rows, self._t1, self._dh, self._dt1), row_range, gradients[:2])
-        write_gradients((self._a, self._t2, d_out, self._dt2), row_range, gradients[2:])
+        for part, its in self._weights.calls(self._x):
+            write_gradients((rows, self._t1, self._dh, self._dt1), part.rows, its.gradients[FC1][2:])
+            write_gradients((self._a, self._t2, d_out, self._dt2), part.rows, its.gradients[FC2][2:])
+        return *self._weights.gradients[FC1][2:], *self._weights.gradients[FC2][2:]

@@ -17,11 +17,11 @@ from symmoe import kernels
 from symmoe.autograd import Unmodified
 from symmoe.checks.arguments import working_dtype
 from symmoe.errors import ArgumentError
-from symmoe.grouped.low_rank import LowRank, write_gradients
 from symmoe.grouped.parameters import GroupedParameters, local_tensors
 from symmoe.grouped.rows_function import Gradients, Needs, RowArguments, RowInputs, Splits, run_rows
 from symmoe.grouped.weights import Compute, kernel_matrices
 from symmoe.kernels import flops  # noqa: F401 - a counter of FLOPs knows only the formulas that are there when it is made
+from symmoe.kernels.contract.operands import Rows
 from symmoe.kernels.gemm_parts import Part
 from symmoe.kernels.operands import Operand, given
 from symmoe.kernels.tensor_table import TensorTable
@@ -206,9 +206,10 @@ class LinearGradients:
         """dA and dB; none without adapters."""
         if self._low is None:
             return ()
-        gradients, t = self._low.new_gradients(), given("t", self._kept[0])
+        adapters, t = (self._low.a, self._low.b), given("t", self._kept[0])
+        gradients = [torch.empty_like(adapter) if adapter.requires_grad else None for adapter in adapters]
         write_gradients((self._rows.x, t, self._d_out, self._d_t), self._rows.row_range, gradients)
-        return gradients
+        return tuple(gradients)
 
 
 def _split(layer: GroupedParameters, tensors: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], LowRank | None]:
@@ -244,3 +245,54 @@ def constant_weights(module: nn.Module) -> Iterator[None]:
             linear.held_weight = held.enter_context(closing(weight))
             held.callback(setattr, linear, "held_weight", None)
         yield
+
+
+# -- adapters ----------------------------------------------------------------------------------------------------------
+#
+# y += B[g] (A[g] x), as grouped GEMMs of rank r. Neither B A nor a gradient of its size is ever made: forward is
+# t = x A^T and y += t B^T, backward dt = dy B, dx += dt A, dA = dt^T x and dB = dy^T t. A sum is made where the frozen
+# weight's GEMM has put its result, e.g. in the heap; it is computed in fp32, and rounded again.
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """The adapters of one layer, and its GEMMs in both directions; row_range is int32 [2, G] (kernels/contract)."""
+
+    a: torch.Tensor  # [G, r, C]; r is a multiple of RANK_MULTIPLE on GPUs
+    b: torch.Tensor  # [G, O, r], times the adapters' scaling
+
+    def new_rows(self, num_rows: int) -> torch.Tensor:
+        """[num_rows, r], uninitialised: for t or dt."""
+        return self.a.new_empty((num_rows, self.a.shape[1]))
+
+    def down(self, rows: Rows, part: Part, t: torch.Tensor) -> None:
+        """t [N, r] = rows A^T."""
+        kernels.for_device(t.device).grouped_gemm(rows, self.a, part.rows, t, num_sms=part.num_sms)
+
+    def add_up(self, t: torch.Tensor, part: Part, y: torch.Tensor) -> None:
+        """y [N, O] += t B^T."""
+        kernels.for_device(t.device).grouped_gemm(t, self.b, part.rows, y, accumulate=True, num_sms=part.num_sms)
+
+    def down_gradient(self, dy: Rows, part: Part, dt: torch.Tensor) -> None:
+        """dt [N, r] = dy B."""
+        kernels.for_device(dt.device).grouped_gemm_dgrad(dy, self.b, part.rows, dt, num_sms=part.num_sms)
+
+    def add_up_gradient(self, dt: torch.Tensor, part: Part, dx: torch.Tensor) -> None:
+        """dx [N, C] += dt A."""
+        ops = kernels.for_device(dt.device)
+        ops.grouped_gemm_dgrad(dt, self.a, part.rows, dx, accumulate=True, num_sms=part.num_sms)
+
+
+def write_gradients(
+    operands: tuple[Rows, torch.Tensor, Rows, torch.Tensor],
+    row_range: torch.Tensor,
+    gradients: Sequence[torch.Tensor | None],
+) -> None:
+    """dA = dt^T rows and dB = dy^T t of operands (rows, t, dy, dt), each if there is a tensor for it; a group without
+    rows has zeros."""
+    (rows, t, dy, dt), (d_a, d_b) = operands, gradients
+    ops = kernels.for_device(t.device)
+    if d_a is not None:
+        ops.grouped_gemm_wgrad(dt, rows, row_range, d_a)
+    if d_b is not None:
+        ops.grouped_gemm_wgrad(dy, t, row_range, d_b)

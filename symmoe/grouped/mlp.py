@@ -17,10 +17,9 @@ from symmoe.checks.arguments import size_problem, working_dtype, wrapped_problem
 from symmoe.errors import ArgumentError, raise_for
 from symmoe.grouped.activations import ScaledActivation, ScaledSwiGLU, activation_problem
 from symmoe.grouped.experts import AdaptedWeights, ExpertForm, ExpertRows, ExpertWeights, Hidden, Layers, of_tensors
-from symmoe.grouped.linear import GroupedLinear
-from symmoe.grouped.low_rank import LowRank
+from symmoe.grouped.linear import GroupedLinear, LowRank
 from symmoe.grouped.parameters import local_tensors
-from symmoe.grouped.quantized_experts import FULL, QuantizedWeights, Wire
+from symmoe.grouped.quantized_experts import QuantizedWeights, Wire
 from symmoe.grouped.rows_function import Gradients, Needs, ProductGradients, RowArguments, RowInputs, Splits, run_rows
 from symmoe.grouped.weights import kernel_matrices
 from symmoe.kernels.activation import Activation
@@ -155,17 +154,14 @@ def kind_of(experts: GroupedMLP) -> tuple[object, ...]:
     return (*sizes, *activation, fc1.has_bias, fc1.is_packed, fc1.precision_name, type(fc1), type(fc2))
 
 
-Held = tuple[HeldWeight | None, HeldWeight | None]
-
-
 def expert_weights(
     form: ExpertForm,
     biases: Gradients,
     tensors: Sequence[torch.Tensor],
     *,
     trains: tuple[bool, bool],
-    wire: Wire = FULL,
-    held: Held = (None, None),
+    wire: Wire,
+    held: tuple[HeldWeight | None, HeldWeight | None],
 ) -> ExpertWeights:
     """The experts' weights as the kernels take them. `tensors` are the weights and the adapters in one sequence;
     trains: whether backward will ask for the gradient of the rows, and whether there will be one; wire: how rows and
@@ -193,7 +189,9 @@ class MLPProducts:
 
     def forward(self, rows: RowInputs, out: torch.Tensor, *, zero_tail: bool) -> Hidden:
         x, weights = self._operands(rows)
-        return weights.forward(x, out, num_rows=x.scale.numel(), zero_tail=zero_tail)
+        hidden, a = weights.first_layer(x, num_rows=x.scale.numel())
+        weights.second_layer(a, x, out, zero_tail=zero_tail)
+        return hidden
 
     def backward(self, rows: RowInputs, kept: Gradients, d_out: torch.Tensor, needs: Needs) -> ProductGradients:
         x, weights = self._operands(rows)
@@ -202,5 +200,6 @@ class MLPProducts:
 
     def _operands(self, rows: RowInputs) -> tuple[ExpertRows, ExpertWeights]:
         scale, held = given("row_probs", rows.scale), (self.layers[0].held_weight, self.layers[1].held_weight)
-        weights = expert_weights(self.form, rows.biases, rows.tensors, trains=self.trains, held=held)
+        options: dict[str, Any] = {"trains": self.trains, "wire": Wire(), "held": held}
+        weights = expert_weights(self.form, rows.biases, rows.tensors, **options)
         return ExpertRows(rows.x, rows.row_range, scale, scale if self.scale_bias else None), weights

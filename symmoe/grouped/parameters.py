@@ -1,4 +1,8 @@
-"""The parameters of a grouped linear layer: weights, packed or discrete, and biases, and where their gradients go.
+"""The parameters of a grouped linear layer: weights, packed or discrete, and biases, and where their gradients go. And
+which parameters of a model belong to all ranks, and which to an expert, which lives on one rank of each EP group.
+
+The module that owns a parameter decides that. Parameters are replaced (copies of layers, loading by assignment, the
+meta device, FSDP, parametrizations), and the attributes of a Parameter are lost with it.
 
 G groups (experts of this rank), C input features, O output features.
 """
@@ -8,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
@@ -16,7 +20,6 @@ from torch import nn
 
 from symmoe.checks.arguments import parameter_dtype_problem, size_problem
 from symmoe.errors import ArgumentError, raise_for
-from symmoe.grouped.low_rank import RANK_MULTIPLE
 from symmoe.grouped.weights import (
     DelayedGradients,
     MainGrads,
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 _GPU_MULTIPLE = 8  # TMA needs rows of a multiple of 16 bytes, also when fp32 weights are used in 16 bits
+RANK_MULTIPLE = 8  # of adapters: kernels want matrices with rows of a multiple of 16 bytes
 _INDEXED = re.compile(r"(weight|bias)(\d+)")
 
 
@@ -236,3 +240,25 @@ def local_tensors(
         zeros = (tensors[0].new_zeros((linear.num_groups, *shape)) for shape in shapes)
         tensors += [adapter.to(dtype) for adapter in pair or zeros]
     return biases, tensors
+
+
+def tensors_of_experts(model: nn.Module) -> set[int]:
+    """Ids of the parameters and buffers of modules with `holds_experts = True`, and of all modules inside them."""
+    holders = [module for module in model.modules() if getattr(module, "holds_experts", False)]
+    return {id(tensor) for module in holders for tensor in (*module.parameters(), *module.buffers())}
+
+
+def named_parameters(model: nn.Module, *, shared: bool = False) -> Iterator[tuple[str, nn.Parameter, bool]]:
+    """(name, parameter, whether it is an expert's) of every parameter, in the order of `model.named_parameters()`; if
+    `shared`, once for each name that it has. GroupedLinear has `holds_experts`, and any module of experts may. A
+    parameter that such a module holds is an expert's under its other names as well."""
+    experts = tensors_of_experts(model)
+    for name, parameter in model.named_parameters(remove_duplicate=not shared):
+        yield name, parameter, id(parameter) in experts
+
+
+def trainable(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """(dense, experts): parameters that take a gradient, each once, in the order of `model.parameters()`."""
+    named = [each for each in named_parameters(model) if each[1].requires_grad]
+    dense, experts = ([parameter for _, parameter, is_expert in named if is_expert == kind] for kind in (False, True))
+    return dense, experts

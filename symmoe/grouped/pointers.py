@@ -53,8 +53,6 @@ def copy_host_to_device(source: HostBytes, destination: torch.Tensor) -> None:
     Raises:
         ArgumentError, StaleLease: an argument is wrong; nothing has been copied.
     """
-    if not isinstance(destination, torch.Tensor):
-        raise ArgumentError(f"destination ({type(destination).__name__}) must be a tensor")
     raise_for(_copy_problem("destination", destination, ("cuda", "cpu"), "a CUDA device or the CPU"))
     if destination.requires_grad:
         raise ArgumentError(f"destination {list(destination.shape)} requires a gradient; it must not")
@@ -277,7 +275,7 @@ def _address_problem(lists: Lists, device: torch.device, alignment: int) -> Argu
 
 def _copy_problem(name: str, tensor: torch.Tensor, device_types: tuple[str, ...], devices: str) -> Problem:
     """What keeps bytes from being copied from or to the tensor, or None."""
-    if tensor.layout is not torch.strided:
+    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
         return memory_problem(name, tensor)
     if tensor.device.type not in device_types:
         return ArgumentError(f"{name} is on {tensor.device}; it must be on {devices}")

@@ -26,10 +26,10 @@ from symmoe.grouped.experts import ExpertRows, ExpertsBackward, ExpertWeights, H
 from symmoe.kernels import act_quantized
 from symmoe.kernels.act_quantized import DactOperands
 from symmoe.kernels.bias_sums import empty_row_sums
+from symmoe.kernels.contract.operands import Matrices
 from symmoe.kernels.gemm_parts import Part
 from symmoe.kernels.operands import Operand
-from symmoe.kernels.tensor_table import TensorTable
-from symmoe.precision.operands import HeldWeight, gradient_columns, gradient_rows, gradient_seeds, weight_operands
+from symmoe.precision.operands import HeldWeight, gradient_columns, gradient_rows, weight_operands
 from symmoe.precision.recipes import Recipe
 from symmoe.precision.wire import WireFormat
 
@@ -40,9 +40,6 @@ class Wire:
 
     rows: WireFormat | None = None
     gradients: WireFormat | None = None
-
-
-FULL = Wire()
 
 
 def takes_parts(recipe: Recipe | None) -> bool:
@@ -84,22 +81,13 @@ class QuantizedWeights(ExpertWeights):
         return Hidden(h, None, None, *(transposed1 or unused), *(transposed2 or unused)), (a.operand(), w2)
 
     def second_layer(
-        self,
-        a: SecondInput,
-        hidden: Hidden,
-        x: ExpertRows,
-        out: torch.Tensor,
-        *,
-        zero_tail: bool = False,
-        part: Part | None = None,
+        self, a: SecondInput, x: ExpertRows, out: torch.Tensor, part: Part | None = None, *, zero_tail: bool = False
     ) -> None:
-        num_rows, group_range = hidden.h.shape[0], None if part is None else x.row_range
-        x, part = x.without_tail(num_rows), part or Part(x.row_range)
-        assert not isinstance(a, torch.Tensor)  # it is what first_layer has made
-        operands, bias = (*a, part.rows, out[:num_rows]), (self.b2, x.bias_scale)
-        kernels.for_device(out.device).grouped_gemm_quantized(
-            *operands, group_range=group_range, bias=bias, zero_tail=zero_tail, num_sms=part.num_sms
-        )
+        rows, w2 = a
+        x, out, ops = x.without_tail(len(rows.data)), out[: len(rows.data)], kernels.for_device(out.device)
+        group_range, part = None if part is None else x.row_range, part or Part(x.row_range)
+        options: dict[str, Any] = {"group_range": group_range, "zero_tail": zero_tail, "num_sms": part.num_sms}
+        ops.grouped_gemm_quantized(rows, w2, part.rows, out, bias=(self.b2, x.bias_scale), **options)
 
     def backward(self, x: ExpertRows, hidden: Hidden, d_out: torch.Tensor, **options: Any) -> QuantizedBackward:
         return QuantizedBackward(x.without_tail(hidden.h.shape[0]), self, hidden, d_out, **options)
@@ -166,7 +154,7 @@ class QuantizedBackward(ExpertsBackward):
         """The received gradients; where row i is at i, only as many rows as h has."""
         return self._d_out if self._x.row_index is not None else self._d_out[: self._x.scale.shape[0]]
 
-    def input_gradient(self, d_rows: torch.Tensor, *, zero_tail: bool = False, part: Part | None = None) -> None:
+    def input_gradient(self, d_rows: torch.Tensor, part: Part | None = None, *, zero_tail: bool = False) -> None:
         """See ExpertsBackward. All rows are made with the first part."""
         if part is not None and self._transposed1 is None:
             return
@@ -175,7 +163,7 @@ class QuantizedBackward(ExpertsBackward):
         self._ops.grouped_gemm_quantized(dh, self._transposed1, self._x.row_range, d_rows, zero_tail=zero_tail)
         self._transposed1 = None  # weight gradients do not use it, and may run much later
 
-    def w1_gradient(self, out: torch.Tensor | TensorTable, accumulate: bool, *, num_sms: int | None = None) -> None:
+    def w1_gradient(self, out: Matrices, accumulate: bool, *, num_sms: int | None = None) -> None:
         self._unmodified_rows.check()
         x, wire, recipe = self._x, self._weights.wire.rows, self._weights.recipe
         if wire is None:
@@ -185,7 +173,7 @@ class QuantizedBackward(ExpertsBackward):
         left = self._dh_columns()
         self._ops.grouped_gemm_wgrad_quantized(left, right, x.row_range, out, accumulate=accumulate, num_sms=num_sms)
 
-    def w2_gradient(self, out: torch.Tensor | TensorTable, accumulate: bool) -> None:
+    def w2_gradient(self, out: Matrices, accumulate: bool) -> None:
         self._unmodified_d_out.check()
         x, wire, received = self._x, self._weights.wire.gradients, self._received_gradients()
         if wire is None:
@@ -211,13 +199,12 @@ def _arriving(
     if parts is not None and takes_parts(recipe):
         return _part_by_part(weights, wire, x, parts, dbias)
     deque(() if parts is None else parts, maxlen=0)  # waits
-    if wire is None:
-        index, scale = x.row_index, None if dbias is None else x.bias_scale
-        seeds = gradient_seeds(recipe, x.rows, x.row_range, index) if is_gradient else None
-        options = {"row_index": index, "seeds": seeds, "dbias": dbias, "bias_scale": scale}
-        rows = recipe.quantize(x.rows, x.row_range, out=None, **options).operand()
-    else:
+    if wire is not None:
         rows = wire.quantized(x.rows, x.row_range, x.row_index).operand()
+    elif is_gradient:
+        rows = gradient_rows(recipe, x.rows, x.row_range, row_index=x.row_index, dbias=dbias, bias_scale=x.bias_scale)
+    else:
+        rows = recipe.quantize(x.rows, x.row_range, row_index=x.row_index).operand()
     return ((rows, Part(x.row_range)),)
 
 

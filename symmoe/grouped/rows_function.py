@@ -118,8 +118,7 @@ def run_rows(
     """The result [..., O] of a call whose arguments are checked; differentiable in x, the scale and all tensors."""
     row_range = splits_to_row_range(given.splits, device=x.device, num_rows=math.prod(x.shape[:-1]))
     scale = None if given.scale is None else given.scale.float()
-    settings, buffers = (products, given.overwrite_main_grad), (given.out, given.grad_input_out)
-    y: torch.Tensor = _RowsFunction.apply(settings, buffers, x, row_range, scale, *biases, *tensors)
+    y: torch.Tensor = _RowsFunction.apply(products, given, x, row_range, scale, *biases, *tensors)
     return y
 
 
@@ -149,22 +148,21 @@ class _RowsFunction(Function):
     @staticmethod
     def forward(
         ctx: Context,
-        settings: tuple[Products, Sequence[bool]],
-        buffers: tuple[MaybeTensor, MaybeTensor],
+        products: Products,
+        given: RowArguments,
         x: torch.Tensor,
         row_range: torch.Tensor,
         scale: MaybeTensor,
         *tensors: torch.Tensor,
     ) -> torch.Tensor:
-        (products, _), (out, grad_input_out) = settings, buffers
         x, scale = arguments.kernel_rows(x), None if scale is None else scale.contiguous()
-        width = products.layers[-1].out_features
+        width, out = products.layers[-1].out_features, given.out
         y = x.new_empty((*x.shape[:-1], width)) if out is None else out
         inputs = _inputs(len(products.layers), x, row_range, scale, *tensors)
         kept = products.forward(inputs, y.view(-1, width), zero_tail=out is None)
         ctx.save_for_backward(*kept, x, row_range, scale, *tensors)
-        ctx.settings, ctx.num_kept = settings, len(kept)
-        ctx.grad_input_out = GradientBuffer("grad_input_out", grad_input_out)
+        ctx.products, ctx.overwrites, ctx.num_kept = products, given.overwrite_main_grad, len(kept)
+        ctx.grad_input_out = GradientBuffer("grad_input_out", given.grad_input_out)
         # Not `mark_dirty(out)`: for a slice of a lease, autograd would make that a copy into the lease's gradient.
         return y if out is None else wrote_into(y).detach()
 
@@ -172,7 +170,7 @@ class _RowsFunction(Function):
     @once_differentiable
     def backward(ctx: Context, d_y: torch.Tensor) -> Gradients:
         raise_for(memory_problem("d_y", d_y))
-        (products, overwrites), buffer, saved = ctx.settings, ctx.grad_input_out, ctx.saved_tensors
+        products, buffer, saved = ctx.products, ctx.grad_input_out, ctx.saved_tensors
         layers, (x, _, scale, *_) = products.layers, saved[ctx.num_kept :]
         inputs = _inputs(len(layers), *saved[ctx.num_kept :])
         needs_x, _, needs_scale, *needs_biases = ctx.needs_input_grad[2:]
@@ -190,11 +188,11 @@ class _RowsFunction(Function):
         if needs_scale and gradients.d_scale is not None:
             d_scale = gradients.d_scale.view(scale.shape)
         d_weights: list[MaybeTensor] = []
-        end = sum(len(layer.weight_names) for layer in layers)
-        for layer, compute, overwrite in [*zip(layers, gradients.weight_gradients(), overwrites, strict=True)][::-1]:
-            end, weights = end - len(layer.weight_names), inputs.tensors[end - len(layer.weight_names) : end]
+        tensors = iter(inputs.tensors)
+        for layer, compute, overwrite in zip(layers, gradients.weight_gradients(), ctx.overwrites, strict=True):
+            weights = tuple(itertools.islice(tensors, len(layer.weight_names)))
             target = layer.gradient_target(weights, overwrite_main_grad=overwrite)
-            d_weights[:0] = target.for_autograd(weights, target.add(weights, compute))
+            d_weights += target.for_autograd(weights, target.add(weights, compute))
         d_adapters = gradients.adapter_gradients()
         buffer.end_backward()
         return None, None, d_x, None, d_scale, *gradients.d_biases, *d_weights, *d_adapters

@@ -139,10 +139,6 @@ class Target:
     option: str = "none"  # tells targets apart that launch something else
     computes: bool = False  # whether `add` computes anything
 
-    def dtype_for(self, weight: torch.Tensor | TensorTable) -> torch.dtype:
-        """That of a weight's gradient."""
-        return self.tensors[0].dtype if self.tensors else weight.dtype
-
     def add(self, weights: Sequence[torch.Tensor], compute: Compute) -> Gradients:
         """Computes them, or sees to it. Those that autograd has to be given."""
         return [None] * len(weights)

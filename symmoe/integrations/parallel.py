@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from symmoe.errors import ArgumentError, raise_for
+from symmoe.grouped.parameters import trainable
 from symmoe.moe.ddp_and_fsdp import gradients_elsewhere, join_ddp, prepare_for_ddp
 from symmoe.moe.layer import MoELayer
-from symmoe.moe.ownership import trainable
 from symmoe.moe.router import RouterOutput
 from symmoe.torch_internals import pytree
 

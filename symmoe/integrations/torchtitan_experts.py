@@ -29,7 +29,7 @@ from symmoe.grouped.parameters import local_part
 from symmoe.integrations.torchtitan import SymmoeTokenDispatcher
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.routed_experts import RoutedExperts as Step
-from symmoe.moe.torch_operators import run_routed
+from symmoe.moe.routed_experts import run_routed
 
 _MATRICES = {"fc1": ("w1_EFD", "w3_EFD"), "fc2": ("w2_EDF",)}  # of torchtitan's that a layer's weight holds
 

@@ -12,26 +12,20 @@ sequence, K experts per token, E experts in all.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from symmoe.autograd import Context, Function
 from symmoe.errors import ArgumentError
 from symmoe.moe.router import Router
 
-if TYPE_CHECKING:
-    from torch.utils.hooks import RemovableHandle
-
-_TINY = torch.finfo(torch.float32).tiny
-
 
 def normalised(scores: torch.Tensor) -> torch.Tensor:
     """Scores [T, E] as fp32 shares that sum to 1 over the experts; shares are 0 where all scores are 0."""
     scores = scores.float()
-    return scores / scores.sum(-1, keepdim=True).clamp_min(_TINY)
+    return scores / scores.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
 
 
 def rows_per_rank(expert_load: torch.Tensor, place_to_expert: torch.Tensor, place_rows: torch.Tensor) -> torch.Tensor:

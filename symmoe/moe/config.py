@@ -19,7 +19,6 @@ _SIZES = ("hidden", "ffn", "num_experts", "top_k", "num_groups", "top_groups", "
 _BOUNDS = ("capacity", "max_room", "max_tokens", "rail_capacity")  # sizes, or None
 _FLAGS = ("renormalize", "expert_bias")
 _FACTORS = ("route_scale", "bias_update_rate", "aux_loss_coef", "z_loss_coef")
-_OF_REPLICAS = ("replica_places", "replica_slack")
 _OF_A_CAPACITY = ("overflow", "max_tokens", "rail_capacity")  # mean nothing without a static one
 _OF_THE_ROUTER = (*_FLAGS, *_FACTORS, "score", "num_groups", "top_groups", "aux_loss")  # nor these without a router
 
@@ -158,16 +157,15 @@ class MoEConfig:
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise ArgumentError(f"{name} ({getattr(self, name)!r}) must be True or False")
-        for name in _FACTORS:
+        for name in (*_FACTORS, "replica_slack"):
             _check_factor(name, getattr(self, name))
         raise_for(precision_problem(self.precision, hidden=self.hidden, ffn=self.ffn))
         if self.quantized_wire != "none" and (problem := wire_problem(self.precision)) is not None:
             raise ArgumentError(f"quantized_wire ({self.quantized_wire!r}): {problem}")
         if self.balance == "none":
-            self._check_defaults(_OF_REPLICAS, "balance 'replicas', but balance is 'none'")
+            self._check_defaults(("replica_places", "replica_slack"), "balance 'replicas', but balance is 'none'")
         elif self.precision is not None:
             raise ArgumentError(f"balance ('replicas') must be 'none' with a precision ({self.precision})")
-        _check_factor("replica_slack", self.replica_slack)
         if self.replica_slack > 1:
             raise ArgumentError(f"replica_slack ({self.replica_slack}) must be at most 1")
         if self.router == "none":

@@ -23,7 +23,6 @@ from symmoe.errors import ArgumentError
 from symmoe.grouped.linear import GroupedLinear
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.grouped.parameters import local_part
-from symmoe.moe.ownership import named_parameters
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.torch_internals import DDP_IGNORED, active_ddp, ddp_parameters
 
@@ -135,7 +134,7 @@ def ddp_problem(layer: ExpertParallelModule | None = None) -> ArgumentError | No
         return None
     # An operator does not know its layer.
     for each in [*joined.layers] if layer is None else [layer]:
-        if each.is_spread and not all(map(joined.knows, _quick_parameters(each.experts))):
+        if each.is_spread and not all(map(joined.knows, _parameters(each.experts))):
             if (problem := gradients_elsewhere(each.experts)) is not None:
                 return problem
             _average_gradients(ddp, each, joined)
@@ -182,7 +181,7 @@ def fsdp_problem(experts: GroupedMLP, num_ranks: int) -> ArgumentError | None:
 def device_problem(name: str, module: nn.Module | None, device: torch.device) -> ArgumentError | None:
     """The error of a parameter that is on another device than the heap, or has no memory, or None. Not of what is
     brought in time: parts of DTensors, modules with accelerate's hooks."""
-    if module is None or all(parameter.device == device for parameter in _quick_parameters(module)):
+    if module is None or all(parameter.device == device for parameter in _parameters(module)):
         return None
     brought = [each for each in module.modules() if hasattr(each, "_hf_hook")]
     ignored = {id(parameter) for each in brought for parameter in each.parameters()}
@@ -196,12 +195,12 @@ def device_problem(name: str, module: nn.Module | None, device: torch.device) ->
     return None
 
 
-def _quick_parameters(module: nn.Module) -> list[nn.Parameter]:
+def _parameters(module: nn.Module) -> list[nn.Parameter]:
     """All parameters. Asked for in every call: `parameters()` takes far longer."""
     found = [parameter for parameter in module._parameters.values() if parameter is not None]
     for child in module._modules.values():
         if child is not None:
-            found += _quick_parameters(child)
+            found += _parameters(child)
     return found
 
 
@@ -235,22 +234,18 @@ class _ExpertNames:
 def _expert_names(model: nn.Module) -> Iterator[str]:
     """Names of all experts in layers that are spread over ranks, as they are and as torch.compile changes them."""
     layers = [module for module in model.modules() if isinstance(module, ExpertParallelModule) and module.is_spread]
-    experts = {id(parameter) for layer in layers for parameter in _parameters(layer)}
+    experts = {id(parameter) for layer in layers for parameter in _parameters(layer.experts)}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if id(parameter) in experts:
             yield name
             yield f"{_COMPILED}{name}"
 
 
-def _parameters(layer: ExpertParallelModule) -> list[nn.Parameter]:
-    return [parameter for _, parameter, is_expert in named_parameters(layer.experts) if is_expert]
-
-
 def _group_problem(ddp: DistributedDataParallel, layer: ExpertParallelModule) -> ArgumentError | None:
     if not layer.is_spread:
         return None  # if every rank has all experts, they are like any parameter for DDP
     reduced = {id(parameter) for parameter in ddp_parameters(ddp)}
-    if any(id(parameter) in reduced for parameter in _parameters(layer)):
+    if any(id(parameter) in reduced for parameter in _parameters(layer.experts)):
         return ArgumentError(
             "DistributedDataParallel has overwritten experts, which differ from rank to rank, with those of rank 0: "
             "build the model anew, and call symmoe.integrations.parallel.data_parallel(model, mesh) in its place, or "
@@ -313,7 +308,7 @@ def _average_gradients(ddp: DistributedDataParallel, layer: ExpertParallelModule
             dist.all_reduce(gradient, group=group)
             gradient.div_(num_replicas)
 
-    for parameter in _parameters(layer):
+    for parameter in _parameters(layer.experts):
         if joined.knows(parameter):
             continue
         if joined.note(parameter) and num_replicas > 1:

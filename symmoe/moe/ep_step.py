@@ -23,25 +23,24 @@ from symmoe.checks.arguments import CHOICES, kernel_rows, memory_problem, words_
 from symmoe.combine.trip import Collection, collecting, combine
 from symmoe.dispatch.plan import MAX_TOP_K, Plan
 from symmoe.dispatch.trip import dispatch
-from symmoe.grouped.experts import W1, W2, CallExperts, ExpertForm, ExpertRows, ExpertWeights, Hidden, evaluated
+from symmoe.grouped.experts import CallExperts, ExpertForm, ExpertRows, ExpertWeights, Hidden, evaluated
 from symmoe.grouped.linear import GroupedLinear
-from symmoe.grouped.mlp import GroupedMLP, Held, expert_weights
-from symmoe.grouped.quantized_experts import FULL, Wire
+from symmoe.grouped.mlp import GroupedMLP, expert_weights
+from symmoe.grouped.quantized_experts import Wire
 from symmoe.grouped.weights import Target
 from symmoe.kernels import control
 from symmoe.kernels.architectures import e4m3_problem
-from symmoe.kernels.gemm_parts import Part
 from symmoe.kernels.operands import given
 from symmoe.moe.overlap import SERIAL, Overlap, Sizes, overlap_of, received_layout
 from symmoe.moe.replicas import ReplicaTrip, replica_bytes, replicas_problem
-from symmoe.moe.router import Route, Routed, RouteGradients
+from symmoe.moe.router import Route, Routed, RouteGradients, computed, given_of
 from symmoe.precision.wire import WireFormat, wire_problem
 from symmoe.symm_mem.heap import FailPeersOnError, SymmetricHeap
 from symmoe.symm_mem.memory import ALIGNMENT_BYTES, Lease
 from symmoe.torch_internals import keeps_graph, reshaped_result
 
 DISPATCH, COMBINE = control.PHASE_DISPATCH_READY, control.PHASE_COMBINE_READY  # the first barriers of trips
-_RECEIVED = "received rows"
+MakeWeights = Callable[[], ExpertWeights]  # expert_weights of a pass
 NUM_HIDDEN = len(Hidden._fields)
 _NUM_ROUTE_KEPT = 4  # tensors that backward of a choice of experts needs: x, weight, topk_idx, scores
 
@@ -54,7 +53,8 @@ class Stash(NamedTuple):
 
 
 STASHES = {word: Stash(word in ("all", "rows"), word in ("all", "hidden")) for word in CHOICES["stash"]}
-_WORDS = {"order": "rank", "stash": "all", "layout": "auto", "schedule": "overlapped", "quantized_wire": "none"}
+# Options of run_experts, as in MoEConfig, and their defaults.
+WORDS = {"order": "rank", "stash": "all", "layout": "auto", "schedule": "overlapped", "quantized_wire": "none"}
 
 
 def expert_parallel_mlp(
@@ -91,35 +91,31 @@ def run_experts(
             is not one of E4M3 numbers; or the GPU is too old for the precision; or a weight has changed inside
             constant_weights; on every rank in the same way.
     """
-    if unknown := words.keys() - _WORDS:
-        raise TypeError(f"expert_parallel_mlp takes {', '.join(_WORDS)}, not {', '.join(unknown)}")
-    words, problem, heap, phase = _WORDS | words, words_problem(**words), plan.heap, plan.next_phase()
+    if unknown := words.keys() - WORDS:
+        raise TypeError(f"expert_parallel_mlp takes {', '.join(WORDS)}, not {', '.join(unknown)}")
+    words, problem, heap, phase = WORDS | words, words_problem(**words), plan.heap, plan.next_phase()
     if plan.to_fill is None:
         heap.check()
     with FailPeersOnError(heap, plan.next_phase):
         heap.fail_for(transform_problem() or problem, phase)
         experts = evaluated(experts, x.dtype)
-        form, linears = experts.form, experts.linears
+        form, linears, travels = experts.form, experts.linears, words["quantized_wire"]
         problem = linears[0].held_problem() or linears[1].held_problem()
         if plan.num_places:
             problem = problem or replicas_problem(experts)
-        if form.precision is not None:
-            problem = problem or e4m3_problem(form.precision, x.device)
-        if words["quantized_wire"] != "none":
+        problem = problem or e4m3_problem(form.precision, x.device)
+        if travels != "none":
             problem = problem or wire_problem(form.precision)
         heap.fail_for(problem, phase)
-        wire = FULL
-        if words["quantized_wire"] != "none" and form.precision is not None:
-            travels, quantized = words["quantized_wire"], WireFormat(form.precision, form.hidden)
-            wire = Wire(*(quantized if travels in (way, "both") else None for way in ("forward", "backward")))
+        quantized = None if form.precision is None else WireFormat(form.precision, form.hidden)
+        wire = Wire(*(quantized if travels in (way, "both") else None for way in ("forward", "backward")))
         # Steps are put on tapes, as far as sizes let them, if no table of addresses and no quantised weight is among
         # their operands.
         is_full = form.precision is None and all(form.are_packed) and not form.split(experts.tensors)[2]
         layout = received_layout(words["layout"], form.ffn, form.precision)
         options = words["order"], STASHES[words["stash"]], layout, words["schedule"], wire, torch.is_grad_enabled()
-        have_biases = experts.biases[0] is not None, experts.biases[1] is not None
         more, is_taped = more_of(experts, plan.num_places), is_full and heap.device.type != "meta"
-        step = _EPStep(form, plan, *options, out_shape, more, is_taped, have_biases)
+        step = _EPStep(form, plan, *options, out_shape, more, is_taped)
         tensors = *experts.biases, *experts.tensors
         if isinstance(probs, torch.Tensor):
             return _ExpertParallelMLP.apply(step, linears, None, x, probs, None, None, *tensors), None
@@ -152,7 +148,6 @@ class _EPStep:
     out_shape: torch.Size | None
     more: tuple[bool, int]  # see more_of
     is_taped: bool
-    have_biases: tuple[bool, bool]
     overlap: Overlap = SERIAL
     num_rows: int = 0  # of h
     kind: int | None = None
@@ -164,7 +159,7 @@ class _EPStep:
         if self.is_taped and plan.num_rows is None and plan.heap.first_step is None:
             sizes = plan.num_tokens, plan.row_capacity, plan.packed_row_capacity, plan.num_experts, plan.num_places
             rails = None if plan.nodes is None else plan.nodes.rails.key
-            key = overlap, self.order, self.stash, self.layout, self.form, self.have_biases, *sizes, plan.top_k, rails
+            key = overlap, self.order, self.stash, self.layout, self.form, *sizes, plan.top_k, rails
             kind = plan.heap.tapes.number(key)
         return replace(self, overlap=overlap, num_rows=num_rows, kind=kind)
 
@@ -216,22 +211,11 @@ class _EPStep:
         """Rows of a receive buffer."""
         return self.plan.packed_row_capacity if self.layout == "packed" else self.plan.row_capacity
 
-    def weights(self, inputs: _Inputs) -> ExpertWeights:
-        """The weights of the experts as the kernels take them."""
-        options: dict[str, Any] = {"trains": inputs.trains, "wire": self.wire, "held": inputs.held}
-        return expert_weights(self.form, inputs.biases, inputs.tensors, **options)
-
-    def rows(
-        self, received: torch.Tensor, row_to_packed_row: torch.Tensor, row_probs: torch.Tensor, inputs: _Inputs
-    ) -> ExpertRows:
+    def rows(self, received: torch.Tensor, row_to_packed_row: torch.Tensor, row_probs: torch.Tensor) -> ExpertRows:
         """The rows as the kernels take them."""
         row_index = row_to_packed_row if self.layout == "packed" else None
-        bias_scale = None if inputs.biases[1] is None else row_probs
+        bias_scale = row_probs if self.form.have_biases[1] else None
         return ExpertRows(received, self.plan.row_range, row_probs, bias_scale, row_index)
-
-
-def _given(*tensors: torch.Tensor | None) -> list[torch.Tensor]:
-    return [tensor for tensor in tensors if tensor is not None]
 
 
 def most_bytes(
@@ -269,8 +253,8 @@ def _on_wire(rows: torch.Tensor, wire: WireFormat | None) -> torch.Tensor:
     return rows if wire is None else wire.encode(rows)
 
 
-def _first_rows(tensor: torch.Tensor, num_rows: int) -> torch.Tensor:
-    return tensor if tensor.shape[0] == num_rows else tensor[:num_rows]
+def _first_rows(tensor: torch.Tensor | None, num_rows: int) -> torch.Tensor | None:
+    return tensor if tensor is None or tensor.shape[0] == num_rows else tensor[:num_rows]
 
 
 def _whole(tensor: torch.Tensor, num_rows: int) -> torch.Tensor:
@@ -282,17 +266,6 @@ def _whole(tensor: torch.Tensor, num_rows: int) -> torch.Tensor:
     return tensor.as_strided((num_rows, *tensor.shape[1:]), tensor.stride())
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Inputs:
-    """What the experts of a pass are, as in expert_weights. A block of symmoe.constant_weights may end before
-    backward."""
-
-    biases: tuple[torch.Tensor | None, torch.Tensor | None]
-    tensors: Sequence[torch.Tensor]
-    trains: tuple[bool, bool]
-    held: Held
-
-
 @dataclass(slots=True, eq=False)
 class _Forward:
     """The two halves of a forward pass."""
@@ -300,7 +273,7 @@ class _Forward:
     step: _EPStep
     x: torch.Tensor
     probs: torch.Tensor | None
-    inputs: _Inputs
+    weights: MakeWeights
     frees: bool  # whether nobody reads the received rows after FC1
     operands: tuple[ExpertRows, ReplicaTrip] | None = None  # of the first half for the second
 
@@ -322,33 +295,28 @@ class _Forward:
         planned = self.planned()
         step, plan = self.step, self.step.plan
         sent, probs = _on_wire(self.x, step.wire.rows), given("probs", self.probs)
-        replicas = ReplicaTrip(plan, step.weights(self.inputs))
-        received = step.receive(sent, name=_RECEIVED)
+        replicas = ReplicaTrip(plan, self.weights())
+        received = step.receive(sent, name="received rows")
         send = partial(dispatch, layout=step.layout, division=step.overlap.dispatch, is_last=False)
         with send(sent, plan, received.tensor, probs, rider=replicas.rider) as arrival:
             row_probs = given("row_probs", arrival.row_probs)
-            rows = step.rows(received.tensor, arrival.row_to_packed_row, row_probs, self.inputs)
+            rows = step.rows(received.tensor, arrival.row_to_packed_row, row_probs)
             hidden, a = replicas.weights.first_layer(rows, num_rows=step.num_rows, parts=arrival.parts)
         self.operands = rows, replicas
         return *planned, *plan.received_index(), received, row_probs, a, *hidden
 
-    def second_half(self, a: Any, hidden: Hidden, row_probs: torch.Tensor, received: Lease) -> torch.Tensor:
+    def second_half(self, a: Any, row_probs: torch.Tensor, received: Lease) -> torch.Tensor:
         """FC2 and combine: y [T, H]."""
         step, plan = self.step, self.step.plan
-        index = plan.received_index()[1]
-        rows, replicas = self.operands or (
-            step.rows(received.tensor, index, row_probs, self.inputs),
-            ReplicaTrip(plan, step.weights(self.inputs)),
-        )
-        experts = replicas.weights
+        if self.operands is None:
+            rows = step.rows(received.tensor, plan.received_index()[1], row_probs)
+            self.operands = rows, ReplicaTrip(plan, self.weights())
+        rows, replicas = self.operands
         if self.frees:
             received.release()
         shape = plan.row_capacity, self.x.shape[1]
         with plan.heap.lease(shape, self.x.dtype, name="expert output", phase=COMBINE) as out:
-
-            def compute(part: Part | None) -> None:
-                experts.second_layer(a, hidden, rows, out.tensor, part=part)
-
+            compute = partial(replicas.weights.second_layer, a, rows, out.tensor)
             y = combine(out.tensor, plan, compute, order=step.order, division=step.overlap.combine)
         replicas.finish()
         return y
@@ -356,8 +324,8 @@ class _Forward:
     def both_halves(self) -> tuple[Any, ...]:
         """What the first half gives, and y."""
         found = self.first_half()
-        received, row_probs, a, *fields = found[-3 - NUM_HIDDEN :]
-        return *found, self.second_half(a, Hidden(*fields), row_probs, received)
+        received, row_probs, a = found[7:10]
+        return *found, self.second_half(a, row_probs, received)
 
 
 class _ExpertParallelMLP(Function):
@@ -385,21 +353,22 @@ class _ExpertParallelMLP(Function):
         # As results the choice has this function, which has the plan: so the plan must not keep it.
         routed, plan.routed = plan.routed, ()
         probs = routed[1] if routed else None if probs is None else probs.contiguous()
-        forward = _Forward(step, x, probs, _Inputs((b1, b2), tensors, trains, held), frees)
+        weights = partial(expert_weights, step.form, (b1, b2), tensors, trains=trains, wire=step.wire, held=held)
+        forward = _Forward(step, x, probs, weights, frees)
         # A checkpoint's forward inside backward ends where the last tensor is saved: then, not after combine.
         is_recomputed = is_in_backward()
         key: tuple[Hashable, ...] = "first half" if is_recomputed else "forward", trains, frees
         function = forward.first_half if is_recomputed else forward.both_halves
         if is_recomputed and plan.num_places:
             forward.step = step = replace(step, kind=None)  # a tape would not have the leases for the second half
-        inputs = _given(x, probs, plan.storage, b1, b2, *tensors)
+        inputs = given_of(x, probs, plan.storage, b1, b2, *tensors)
         with plan.heap.one_call:
             if plan.to_fill is not None:
                 plan.generation = plan.heap.epoch + 1
                 key = *key, plan.to_fill.key
                 if route is not None:  # its other tensors are x and what stands for the storage of the plan
                     plan.to_fill = plan.to_fill._replace(route=plan.to_fill.route._replace(x=x))
-                    inputs += _given(weight, route.bias)
+                    inputs += given_of(weight, route.bias)
             found = step.run(key, function, inputs)
             if plan.to_fill is not None:
                 plan.note_filled(*found[:2])
@@ -420,11 +389,13 @@ class _ExpertParallelMLP(Function):
                     if used < received.shape[0]:
                         received.shrink(used * received.shape[1] * received.dtype.itemsize)
                 num_rows = step.num_rows if plan.num_rows is None else max(1, plan.num_rows)
-                h = hidden.of_rows(num_rows) if stash.keeps_h else (None,) * NUM_HIDDEN
+                h: tuple[torch.Tensor | None, ...] = (None,) * NUM_HIDDEN
+                if stash.keeps_h:
+                    h = *(_first_rows(its_rows, num_rows) for its_rows in hidden[:3]), *hidden[3:]
                 kept = *kept, x if rows is None else None, rows, *h, _first_rows(row_probs, max_rows), b1, b2, *tensors
             ctx.save_for_backward(*kept)
             ctx.step, ctx.linears, ctx.rule = step, linears, None if route is None else route.rule
-        y: torch.Tensor = forward.second_half(a, hidden, row_probs, received) if is_recomputed else found[-1]
+        y: torch.Tensor = forward.second_half(a, row_probs, received) if is_recomputed else found[-1]
         # Not a view: autograd allows less with views, and a view would lose FSDP's hooks when somebody writes into it.
         # Made here, so that no function stands between the caller's gradient and the check of it.
         y = y if step.out_shape is None else reshaped_result(y, step.out_shape)
@@ -441,7 +412,7 @@ class _ExpertParallelMLP(Function):
         heap = ctx.step.plan.heap
         if dy is None:  # nobody differentiates y, but something that comes with it
             route = RouteGradients(d_routed, ctx.saved_tensors[:_NUM_ROUTE_KEPT], ctx.rule, ctx.needs_input_grad[5:7])
-            return *[None] * 5, *route.run(heap), *[None] * len(ctx.needs_input_grad[7:])
+            return *[None] * 5, *computed(route, heap), *[None] * len(ctx.needs_input_grad[7:])
         with FailPeersOnError(heap, DISPATCH):
             heap.fail_for(memory_problem("the gradient of y", dy), DISPATCH)
             return _backward(ctx, kernel_rows(dy.reshape(-1, dy.shape[-1])), d_routed)
@@ -472,26 +443,23 @@ def _backward(
         fc.gradient_target(tuple(compress(weights, needs)), overwrite_main_grad=False)
         for fc, weights, needs in zip(linears, both, needed, strict=True)
     )
-    held = linears[0].held_weight, linears[1].held_weight
-    inputs = _Inputs((b1, b2), tensors, (needs_x, True), held)
+    # Now, too: a block of symmoe.constant_weights may have ended since forward.
+    options: dict[str, Any] = {"wire": step.wire, "held": (linears[0].held_weight, linears[1].held_weight)}
+    weights = partial(expert_weights, step.form, (b1, b2), tensors, trains=(needs_x, True), **options)
     spends_h, needs = not (step.stash.keeps_h and keeps_graph()), (needs_x, needs_probs)
-    backward = _Backward(step, dy, x, received, hidden, row_probs, inputs, (fc1, fc2), needs, spends_h, route)
-    read = _given(dy, x, received, hidden.h, row_probs, b1, b2, plan.storage, *plan.received_index(), *tensors)
-    options: tuple[Any, ...] = needs_x, needs_probs, spends_h, x is None, fc1.option, fc2.option
+    backward = _Backward(step, dy, x, received, hidden, row_probs, tensors, weights, (fc1, fc2), needs, spends_h, route)
+    read = given_of(dy, x, received, hidden.h, row_probs, b1, b2, plan.storage, *plan.received_index(), *tensors)
+    key: tuple[Any, ...] = needs_x, needs_probs, spends_h, x is None, fc1.option, fc2.option
     if route is not None:
-        options, read = (*options, route.key), [*read, *[tensor for tensor in route.inputs if tensor is not x]]
-    if "delayed" in options:
+        key, read = (*key, route.key), [*read, *[tensor for tensor in route.inputs if tensor is not x]]
+    if "delayed" in key:
         found: Sequence[Any] = backward()
     else:
-        found = step.run(("backward", options), backward, (*read, *fc1.tensors, *fc2.tensors))
+        found = step.run(("backward", key), backward, (*read, *fc1.tensors, *fc2.tensors))
     if spends_h and step.stash.keeps_h:
         wrote_into(hidden.h)  # who else has kept it gets an error
     dw1, dw2, d_adapters = step.form.split(found[6:])
-    if fc1.option != "new":
-        dw1 = tuple(fc1.for_autograd(both[0], dw1))
-    if fc2.option != "new":
-        dw2 = tuple(fc2.for_autograd(both[1], dw2))
-    return None, None, None, *found[:6], *dw1, *dw2, *d_adapters
+    return None, None, None, *found[:6], *fc1.for_autograd(both[0], dw1), *fc2.for_autograd(both[1], dw2), *d_adapters
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -504,7 +472,8 @@ class _Backward:
     received: torch.Tensor | None
     hidden: Hidden  # what forward has kept; h may be None
     row_probs: torch.Tensor
-    inputs: _Inputs
+    tensors: Sequence[torch.Tensor]  # of the experts, weights and adapters
+    weights: MakeWeights
     targets: tuple[Target, Target]  # of the weight gradients
     needs: tuple[bool, bool]  # whether x and probs need gradients
     spends_h: bool  # whether this pass is the last that reads h
@@ -519,28 +488,26 @@ class _Backward:
         division = step.overlap.gradient_dispatch
         send = partial(dispatch, plan=plan, layout=step.layout, gradients=gradients, division=division)
         received, arrived = self.received, None
-        replicas = ReplicaTrip(plan, step.weights(self.inputs), self.targets)
+        replicas = ReplicaTrip(plan, self.weights(), self.targets)
         experts, rider = replicas.weights, replicas.rider
         if received is None:
             sent = _on_wire(given("x", self.x), step.wire.rows)
-            received = step.receive(sent, name=_RECEIVED).tensor
+            received = step.receive(sent, name="received rows").tensor
             arrived = send(sent, buffer=received, is_last=False, rider=rider)  # who goes where is in the plan
-        rows = step.rows(received, plan.received_index()[1], self.row_probs, self.inputs)
+        rows = step.rows(received, plan.received_index()[1], self.row_probs)
         with nullcontext() if arrived is None else arrived as arrival:
             if hidden.h is None:
                 parts = None if arrival is None else arrival.parts
                 hidden, _ = experts.first_layer(rows, num_rows=step.num_rows, parts=parts)
         sent = _on_wire(dy, step.wire.gradients)
         d_out = step.receive(sent, name="output gradients")
-        is_first = arrived is None
-        with send(sent, buffer=d_out.tensor, is_last=not gradients, rider=rider if is_first else None) as arrival:
+        with send(sent, buffer=d_out.tensor, is_last=not gradients, rider=None if arrived else rider) as arrival:
             # Holds both leases, beyond this call if weight gradients are delayed.
             experts_backward = experts.backward(
                 rows, hidden, d_out.tensor, parts=arrival.parts, needs_scale=needs_probs, spends_h=self.spends_h
             )
-        weights1, weights2, adapters = step.form.split(self.inputs.tensors)
-        experts_backward.replica_gradient(W2)
-        dw2 = fc2.add(weights2, replicas.noting(W2, experts_backward.w2_gradient))
+        weights1, weights2, adapters = step.form.split(self.tensors)
+        dw2 = fc2.add(weights2, experts_backward.w2_gradient)
         if fc2.option != "delayed" and not adapters:
             experts_backward.forget_w2()
             d_out.release()
@@ -551,11 +518,7 @@ class _Backward:
             lease = plan.heap.lease((plan.row_capacity, dy.shape[1]), dy.dtype, name="input gradients", phase=COMBINE)
         with lease as input_gradients:
             d_rows = None if input_gradients is None else input_gradients.tensor
-
-            def compute(part: Part | None) -> None:
-                if d_rows is not None:
-                    experts_backward.input_gradient(d_rows, part=part)
-
+            compute = (lambda part: None) if d_rows is None else partial(experts_backward.input_gradient, d_rows)
             trip: AbstractContextManager[Collection | None] = nullcontext()
             if gradients:
                 d_scale = experts_backward.d_scale if needs_probs else None
@@ -564,10 +527,9 @@ class _Backward:
             num_sms = division.num_sms if gradients and division is not None else None
             w1_gradient = partial(experts_backward.w1_gradient, num_sms=num_sms)
             with trip as collection:
-                experts_backward.replica_gradient(W1, num_sms=num_sms)
-                dw1 = fc1.add(weights1, replicas.noting(W1, w1_gradient))
+                dw1 = fc1.add(weights1, w1_gradient)
                 d_adapters = experts_backward.adapter_gradients()
-        replicas.finish(experts_backward.d_biases, d_adapters)
+        replicas.finish(experts_backward.gradients)
         dx, d_probs = (None, None) if collection is None else (collection.out, collection.values)
         d_route: tuple[torch.Tensor | None, ...] = (None, None)
         if (route := self.route) is not None:

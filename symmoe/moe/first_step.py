@@ -17,8 +17,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from symmoe.errors import ArgumentError
-from symmoe.grouped.parameters import local_part
-from symmoe.moe.ownership import named_parameters
+from symmoe.grouped.parameters import local_part, named_parameters
 
 if TYPE_CHECKING:
     from symmoe.moe.ddp_and_fsdp import ExpertParallelModule

@@ -22,9 +22,8 @@ from symmoe.moe.config import MoEConfig
 from symmoe.moe.ddp_and_fsdp import ExpertParallelModule, Replicas, device_problem
 from symmoe.moe.first_step import watch_first_step
 from symmoe.moe.listeners import Listeners, RoutingReport
-from symmoe.moe.routed_experts import RoutedExperts, experts_of
+from symmoe.moe.routed_experts import RoutedExperts, experts_of, is_traced, run_routed
 from symmoe.moe.router import Choice, Router, RouterOutput, arguments_problem, check_finite, choice_of, router_problem
-from symmoe.moe.torch_operators import is_traced, run_routed
 from symmoe.symm_mem.heap import FailPeersOnError, SymmetricHeap
 from symmoe.torch_internals import has_hooks, hooks_of, register_namedtuple
 
@@ -223,8 +222,8 @@ class MoELayer(ExpertParallelModule):
                     tokens, own, given("topk_idx", own.topk_idx), self.experts, out_shape=x.shape
                 )
                 assert found is not None  # with a route
-                logits, its_probs, scores, idx = found
-                routed: Choice = RouterOutput(idx, its_probs, idx, None, scores, logits)
+                chosen = found.topk_idx, found.probs, found.topk_idx, None
+                routed: Choice = RouterOutput(*chosen, found.scores, found.logits)
             else:
                 routed = self._route(x, token_mask, topk_idx, probs)  # not `tokens`: autocast would round what it sees
                 if x.device.type == "cpu" and not traced:  # on GPUs the host would have to wait
@@ -302,12 +301,11 @@ class MoELayer(ExpertParallelModule):
 
     def _warn_of_hooks(self) -> None:
         """Warns once of hooks on the experts' modules: kernels replace the calls of these modules, so no hook runs."""
-        if self._has_warned:
-            return
         experts = cast(nn.Module, self._modules["experts"])
-        self._has_warned = any(has_hooks(m, everywhere=False) for m in (experts, *experts._modules.values()) if m)
-        if not self._has_warned:
+        modules = () if self._has_warned else (experts, *experts._modules.values())
+        if not any(has_hooks(module, everywhere=False) for module in modules if module):
             return
+        self._has_warned = True
         names = {f"experts.{name}": module for name, module in experts.named_children()}
         hooks = [f"{kind} on {name}" for name, m in {"experts": experts, **names}.items() for kind in hooks_of(m)]
         warnings.warn(
@@ -326,7 +324,7 @@ class MoELayer(ExpertParallelModule):
         """Where the tokens of x go; token_mask is bool [T]."""
         if self.router is None or probs is not None:
             topk_idx, probs = given("topk_idx", topk_idx), given("probs", probs).float()
-            return choice_of(self.config, topk_idx, probs.masked_fill(topk_idx < 0, 0.0), token_mask)
+            return Choice(*choice_of(self.config, topk_idx, probs.masked_fill(topk_idx < 0, 0.0), token_mask))
         routed = self.router(x.reshape(-1, self.config.hidden), token_mask=token_mask, topk_idx=topk_idx)
         if not isinstance(routed, Choice):
             raise ArgumentError(f"router returns {type(routed).__name__}; it must return a RouterOutput, or a Choice")
@@ -367,13 +365,12 @@ class _SideCall:
     :meth:`join`; on CPUs at once. Autograd runs its backward on that stream too, and orders it with its neighbours'."""
 
     def __init__(self, module: nn.Module, x: torch.Tensor, heap: SymmetricHeap) -> None:
-        self._module, self._x, self._heap = module, x, heap
+        self._module, self._x, self._stream = module, x, heap.streams.side_stream
         self._y: torch.Tensor | None = None
 
     def start(self) -> None:
         """Enqueues the call, from where the current stream is now."""
-        stream = self._heap.streams.side_stream
-        if stream is not None:
+        if (stream := self._stream) is not None:
             stream.wait_stream(torch.cuda.current_stream(self._x.device))
             self._x.record_stream(stream)  # or its memory might go to somebody else while `stream` still reads it
         with nullcontext() if stream is None else torch.cuda.stream(stream):
@@ -381,7 +378,7 @@ class _SideCall:
 
     def join(self) -> torch.Tensor:
         """The result, for use on the current stream. A call that has not been started runs there, now."""
-        y, stream = self._y, self._heap.streams.side_stream
+        y, stream = self._y, self._stream
         if y is not None and stream is not None:
             current = torch.cuda.current_stream(y.device)
             current.wait_stream(stream)

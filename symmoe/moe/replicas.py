@@ -19,8 +19,8 @@ from symmoe.dispatch.plan import Plan
 from symmoe.dispatch.trip import PHASE as DISPATCH
 from symmoe.dispatch.trip import READY_WEIGHTS
 from symmoe.errors import ArgumentError
-from symmoe.grouped.experts import B1, B2, FC1, FC2, W1, W2, CallExperts, ExpertWeights, Replicas
-from symmoe.grouped.weights import Compute, Target
+from symmoe.grouped.experts import FC1, FC2, W1, W2, CallExperts, ExpertWeights, Replicas
+from symmoe.grouped.weights import Target
 from symmoe.kernels import control
 from symmoe.kernels.contract.operands import Matrices
 from symmoe.kernels.contract.replicas import Pair
@@ -29,7 +29,6 @@ from symmoe.symm_mem.memory import ALIGNMENT_BYTES, aligned
 
 _HOME = control.PHASE_REPLICAS_HOME
 _NUM_KINDS = len(control.REPLICA_MATRICES)
-_BIASES, _ADAPTERS = (B1, B2), (2, 3, 6, 7)
 _Wanted = tuple[Sequence[int], torch.dtype] | None  # shape and dtype of a matrix for a place, or none
 
 
@@ -78,32 +77,25 @@ class _Places:
 class ReplicaTrip:
     """What a pass with replicas sends: weights, as the rider of a dispatch, and gradients of replicas. Without places
     nothing. Collective; does not synchronise the host. targets: in backward, of the gradients of the weights of both
-    layers. Attributes: weights of this rank's experts, with those of its replicas; and contents, which kinds travel, on
-    which ranks must agree."""
+    layers. Attributes: weights of this rank's experts, with those of its replicas; contents, which kinds travel, on
+    which ranks must agree; and weights_offset, where this rank wants the weights."""
 
     def __init__(self, plan: Plan, weights: ExpertWeights, targets: tuple[Target, Target] | None = None) -> None:
         self.weights, self._own, self._plan = weights, weights.matrices, plan
-        self._sums = dict[int, Matrices | None]()  # gradients that those of replicas are added to
         wanted = [None if own is None else (own.shape[1:], own.dtype) for own in self._own]
         self._places = _Places(plan.heap, plan.num_places, wanted)
+        self.weights_offset = self._places.offset
         gradients = [] if targets is None else _wanted_gradients(self._own, targets)
         self._gradients = _Places(plan.heap, plan.num_places, gradients)
         self.contents = self._places.contents if targets is None else self._gradients.contents
         if plan.num_places:
-            places = weights.of_matrices(self._places.tensors)
-            self.weights = replace(weights, replicas=Replicas(places, plan.replica_ranges[0], self._gradients.tensors))
-
-    # -- as the rider of a dispatch -------------------------------------------------------------------------------
+            places = replace(weights.of_matrices(self._places.tensors), gradients=self._gradients.tensors)
+            self.weights = replace(weights, replicas=Replicas(places, plan.replica_ranges[0]))
 
     @property
     def rider(self) -> ReplicaTrip | None:
         """What a dispatch takes along."""
         return self if self._plan.num_places else None
-
-    @property
-    def weights_offset(self) -> int:
-        """Where this rank wants the weights."""
-        return self._places.offset
 
     def send(self, ready: torch.Tensor) -> None:
         """Sends what replicas of this rank's experts need."""
@@ -111,28 +103,14 @@ class ReplicaTrip:
         for pair, starts in self._pairs(self._own, self._places):
             push.push_replicas(pair, *trip, column=READY_WEIGHTS, starts=starts)
 
-    # -- gradients come home --------------------------------------------------------------------------------------
-
-    def noting(self, kind: int, compute: Compute) -> Compute:
-        """The same as `compute`, of a kind of weight, after which the gradient is to be added to."""
-
-        def noted(out: Matrices, accumulate: bool) -> None:
-            compute(out, accumulate)
-            self._sums[kind] = out
-
-        return noted
-
-    def finish(self, biases: Sequence[torch.Tensor | None] = (), adapters: Sequence[torch.Tensor | None] = ()) -> None:
-        """Adds those of replicas to all gradients of this rank's experts, these and those that have been noted, and
-        ends the leases. All is launched."""
-        self._sums.update(zip(_BIASES, biases, strict=False))
-        self._sums.update(zip(_ADAPTERS, adapters, strict=False))
+    def finish(self, gradients: Sequence[Matrices | None] = ()) -> None:
+        """Adds those of replicas to these gradients, by kind, of this rank's experts, and ends the leases. All is
+        launched."""
         heap, plan = self._plan.heap, self._plan.generation
         if self._gradients.contents:
             ready = heap.barrier(_HOME, publish=(self._gradients.offset,), plan=plan)
             places, add = (self._plan.place_to_expert, self._plan.expert_to_place), kernels.for_device(heap.device)
-            sums = [self._sums.get(kind) for kind in range(_NUM_KINDS)]
-            for pair, starts in self._pairs(sums, self._gradients):
+            for pair, starts in self._pairs(gradients, self._gradients):
                 add.add_from_replicas(pair, places, heap.peers, ready, column=0, starts=starts)
             heap.barrier(_HOME, plan=plan)  # until peers have read
         self._places.release()
@@ -154,5 +132,6 @@ def _wanted_gradients(own: Sequence[Matrices | None], targets: tuple[Target, Tar
     for kind, target in zip((W1, W2), targets, strict=True):
         weight = own[kind]
         assert weight is not None
-        wanted[kind] = (weight.shape[1:], target.dtype_for(weight)) if target.computes else None
+        like = target.tensors[0] if target.tensors else weight
+        wanted[kind] = (weight.shape[1:], like.dtype) if target.computes else None
     return wanted

@@ -1,7 +1,7 @@
 """From routed tokens to the weighted sums of their experts' outputs: plan, dispatch, experts, combine.
 
 MoELayer and the experts of symmoe.integrations.transformers use it. If a compiler or a dispatch mode traces the call,
-the step is one operator of torch (moe/torch_operators.py); otherwise it is not. The bits are the same.
+the step is one operator of torch; otherwise it is not. The bits are the same.
 """
 
 from __future__ import annotations
@@ -12,21 +12,32 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import Any
+from itertools import compress
+from typing import Any, NamedTuple, cast
 
 import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.utils.flop_counter import register_flop_formula
 
+from symmoe.autograd import Context, Unmodified
 from symmoe.dispatch.plan import PlanOptions, begin_plan, plan_call
+from symmoe.errors import ArgumentError, StalePlan, raise_for
 from symmoe.grouped.activations import ScaledActivation
-from symmoe.grouped.experts import CallExperts, evaluated
+from symmoe.grouped.experts import CallExperts, evaluated, of_tensors
 from symmoe.grouped.mlp import GroupedMLP, kind_of, without_memory
+from symmoe.grouped.parameters import local_tensors
 from symmoe.kernels import control
 from symmoe.moe.config import MoEConfig
-from symmoe.moe.ddp_and_fsdp import device_problem
-from symmoe.moe.ep_step import more_of, most_bytes, run_experts
-from symmoe.moe.router import Route, Routed
+from symmoe.moe.ddp_and_fsdp import ddp_problem, device_problem, fsdp_problem, gradients_elsewhere
+from symmoe.moe.ep_step import STASHES, WORDS, more_of, most_bytes, run_experts
+from symmoe.moe.router import OUTSIDE_GRAPHS, Route, Routed
 from symmoe.symm_mem.heap import FailPeersOnError, SymmetricHeap
 from symmoe.symm_mem.row_budget import RowBudget, RowHistory
+from symmoe.torch_internals import keeps_graph, num_dispatch_modes
+
+BY_NUMBER: weakref.WeakValueDictionary[int, RoutedExperts] = weakref.WeakValueDictionary()  # keeps nothing alive
+# An edge does not keep y's memory. Before torch 2.13 backward cannot begin at that of a Python function.
+_TAKES_EDGES = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +79,7 @@ class RoutedExperts:
     ) -> tuple[torch.Tensor, Sequence[torch.Tensor], Routed | None]:
         """y [T, H] or out_shape; the plan's expert_load and num_dropped, with replicas place_to_expert and place_rows
         too, as in MoEMetrics; with a route for probs, the choice of experts, which is a part of the step then. Who may
-        be traced calls torch_operators.run_routed.
+        be traced calls run_routed.
 
         Collective over the EP group, forward and backward. Synchronises the host only with exact capacity: until the
         device has made the plan, once everything is launched; in the first calls, and in the rare one that needs more
@@ -105,8 +116,7 @@ class RoutedExperts:
     @functools.cached_property
     def words(self) -> dict[str, str]:
         """The options of expert_parallel_mlp."""
-        words = {name: getattr(self.config, name) for name in ("order", "stash", "schedule", "quantized_wire")}
-        return words | {"layout": self.config.received_layout}
+        return {name: getattr(self.config, name) for name in WORDS}
 
     @functools.cached_property
     def _config_number(self) -> int:
@@ -124,7 +134,7 @@ class RoutedExperts:
         room = self._history.room(num_tokens, config.max_room, heap.room_factor)
         if room is None or room.rows < 0 or heap.captured_reports is not None:
             return room
-        received = room.packed_rows if self.words["layout"] == "packed" else room.rows
+        received = room.packed_rows if config.received_layout == "packed" else room.rows
         sizes, row_bytes = (received, room.rows, room.packed_rows), config.hidden * item_bytes
         needed = most_bytes(sizes, num_tokens, heap, row_bytes, more_of(experts, config.num_places))
         # Where there is no memory for that, what the routing needs may fit.
@@ -138,10 +148,234 @@ class RoutedExperts:
         return PlanOptions(*sizes, dtype, *travel, self._config_number, c.num_places, c.replica_slack)
 
 
-BY_NUMBER: weakref.WeakValueDictionary[int, RoutedExperts] = weakref.WeakValueDictionary()
-
-
 def experts_of(config: MoEConfig, num_ranks: int, **options: Any) -> GroupedMLP:
     """Experts of one of so many ranks, as the configuration has them, with these other options of GroupedMLP."""
     sizes = config.experts_per_rank(num_ranks), config.hidden, config.ffn
     return GroupedMLP(*sizes, activation=ScaledActivation(config.activation), precision=config.precision, **options)
+
+
+# -- the step as operators of torch ------------------------------------------------------------------------------------
+#
+# A compiler cannot trace a plan, leases and signals. So inside torch.compile and under a TorchDispatchMode (selective
+# checkpointing) layers call the whole step as one operator, with a rule for shapes, and its backward as another. They
+# run the same code as others do, with the same bits.
+#
+# Operators take tensors and numbers only. Their tensors are the tokens [T, H], probs [T, K], the layers' *own*: biases
+# of both, if they have any, and their weights; and the adapters. The numbers are a _Call. What backward needs of
+# forward (plan, leases, h) hangs on the memory of a small tensor that forward returns, `state`, and is gone when
+# autograd, the compiled graph or the checkpoint drops that.
+
+
+class _Call(NamedTuple):
+    """The numbers of an operator."""
+
+    step: int  # of a RoutedExperts, see BY_NUMBER
+    num_own: int  # tensors of the layers
+    trains: int  # whether there will be a backward pass,
+    trains_own: int  # and whether it makes gradients of the layers' own
+    gradients: int  # of x and probs, one of control.GRADIENTS
+
+    @property
+    def eager(self) -> RoutedExperts:
+        """What runs the step."""
+        return BY_NUMBER[self.step]
+
+    def are_trained(self, tensors: Sequence[torch.Tensor]) -> list[bool]:
+        """Which of the operator's tensors get a gradient."""
+        inputs, adapters = [bool(self.gradients & 1), bool(self.gradients & 2)], len(tensors) - 2 - self.num_own
+        return inputs + [bool(self.trains_own)] * self.num_own + [True] * adapters
+
+    def experts(self, tensors: Sequence[torch.Tensor]) -> CallExperts:
+        """The experts with these of the operator's tensors."""
+        experts = self.eager.meta_experts
+        end = 4 if experts.fc1.has_bias else 2
+        return of_tensors((experts.fc1, experts.activation, experts.fc2), tensors[2:end], tensors[end:])
+
+
+def is_traced(experts: GroupedMLP) -> bool:
+    """Whether a compiler or a dispatch mode traces the call, which both see operators only. A dispatch mode need not
+    trace every call: not those of experts whose weight gradients an operator cannot return."""
+    return torch.compiler.is_compiling() or (num_dispatch_modes() > 0 and gradients_elsewhere(experts) is None)
+
+
+def run_routed(
+    step: RoutedExperts,
+    tokens: torch.Tensor,
+    probs: torch.Tensor,
+    topk_idx: torch.Tensor,
+    experts: GroupedMLP,
+    out_shape: torch.Size | None = None,
+    *,
+    before_trips: Callable[[], object] | None = None,
+) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+    """RoutedExperts.run, if nobody traces the call; else the step as one operator, without before_trips. ArgumentError
+    as run has it; or, traced, weight gradients are to be delayed, or to go to main_grad: the operator returns them. Or
+    the layer has been given experts of another kind since it was made."""
+    if not is_traced(experts):
+        return step.run(tokens, probs, topk_idx, experts, out_shape=out_shape, before_trips=before_trips)[:2]
+    reason = "inside torch.compile an operator returns them"
+    raise_for(gradients_elsewhere(experts, reason) or fsdp_problem(experts, step.heap.num_ranks))
+    if (kind := kind_of(experts)) != step.kind:
+        raise ArgumentError(f"experts are {kind}; the layer was made with {step.kind}")
+    biases, tensors = local_tensors((experts.fc1, experts.fc2), tokens.dtype)
+    tensors = [*(bias for bias in biases if bias is not None), *tensors]
+    own = tensors[: sum(fc.has_bias + len(fc.weight_names) for fc in (experts.fc1, experts.fc2))]
+    if any(tensor.device != step.heap.device for tensor in tensors):
+        raise ArgumentError(f"experts have parameters that are not on {step.heap.device}, where the heap is")
+    trains = torch.is_grad_enabled()
+    trains_own = trains and any(tensor.requires_grad for tensor in own)
+    gradients = control.gradients_index(x=trains and tokens.requires_grad, probs=trains and probs.requires_grad)
+    call = _Call(step.number, len(own), int(trains), int(trains_own), gradients)
+    y, load, _ = _moe_forward([tokens, probs, *tensors], topk_idx, list(call))
+    return y if out_shape is None else y.view(out_shape), load
+
+
+class _Arguments:
+    """The operator's tensors. Autograd must not keep them: a compiled graph may reuse their memory after forward.
+    Backward gets them again, as arguments of the backward operator."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.tensors = tensors
+
+    def put_away(self, tensor: torch.Tensor) -> int | tuple[torch.Tensor, Unmodified]:
+        for number, other in enumerate(self.tensors):
+            if tensor.data_ptr() == other.data_ptr() and tensor.dtype == other.dtype:
+                if (tensor.shape, tensor.stride()) == (other.shape, other.stride()):
+                    return number
+        return tensor, Unmodified(tensor=tensor)
+
+    def take_out(self, kept: int | tuple[torch.Tensor, Unmodified]) -> torch.Tensor:
+        if isinstance(kept, int):
+            return self.tensors[kept]
+        kept[1].check()
+        return kept[0]
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """One call between forward and backward. Neither edges nor leaves refer to it: nothing is left in a cycle."""
+
+    arguments: _Arguments
+    inputs: list[torch.Tensor]
+    output: GradientEdge | torch.Tensor
+    expert_load: torch.Tensor
+
+
+def _kept(state: torch.Tensor) -> _State | None:
+    return getattr(state.untyped_storage(), "_symmoe_state", None)
+
+
+@torch.library.custom_op("symmoe::moe_forward", mutates_args=(), tags=OUTSIDE_GRAPHS)
+def _moe_forward(
+    tensors: Sequence[torch.Tensor], topk_idx: torch.Tensor, numbers: Sequence[int]
+) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
+    call = _Call(*numbers)
+    eager = call.eager
+    eager.heap.check(control.PHASE_PLAN)
+    fc1, fc2 = eager.meta_experts.fc1, eager.meta_experts.fc2
+    problem = ddp_problem() or fc1.width_problem(tensors[0]) or fc2.width_problem(tensors[0])
+    eager.heap.fail_for(problem, control.PHASE_PLAN)
+    state = torch.zeros(1, dtype=torch.int64, device="cpu")
+    arguments, trained = _Arguments(tensors), call.are_trained(tensors)
+    # Leaves of an autograd graph that only this call has.
+    leaves = [tensor.detach().requires_grad_(is_trained) for tensor, is_trained in zip(tensors, trained, strict=True)]
+    with torch.set_grad_enabled(bool(call.trains)), saved_tensors_hooks(arguments.put_away, arguments.take_out):
+        y, load, _ = eager.run(leaves[0], leaves[1], topk_idx, call.experts(leaves))
+    arguments.tensors = ()
+    if call.trains:
+        end = get_gradient_edge(y) if _TAKES_EDGES else y
+        kept = _State(arguments, [*compress(leaves, trained)], end, load[0])
+        state.untyped_storage()._symmoe_state = kept  # type: ignore[attr-defined]  # symmoe's own attribute
+    # Clones: the plan is kept for backward, and writes into the results must not change it.
+    return y.detach(), [each.clone() for each in load], state
+
+
+@_moe_forward.register_fake
+def _(tensors: Sequence[torch.Tensor], _idx: object, numbers: Sequence[int]) -> tuple[Any, ...]:
+    x, eager = tensors[0], _Call(*numbers).eager
+    places = (eager.heap.num_ranks, eager.config.num_places)
+    shapes = [(eager.config.num_experts,), (1,)] + [places] * 2 * (places[1] > 0)
+    load = [torch.empty(shape, dtype=torch.int32, device=x.device) for shape in shapes]
+    return x.new_empty(x.shape), load, torch.empty(1, dtype=torch.int64, device="cpu")
+
+
+@torch.library.custom_op("symmoe::moe_backward", mutates_args=(), tags=OUTSIDE_GRAPHS)
+def _moe_backward(
+    dy: torch.Tensor, state: torch.Tensor, tensors: Sequence[torch.Tensor], numbers: Sequence[int]
+) -> list[torch.Tensor]:
+    kept = _kept(state)
+    if kept is None:
+        raise StalePlan("`state` is a copy of what moe_forward returned; backward needs the tensor itself")
+    kept.arguments.tensors, keeps = tensors, keeps_graph()  # of the caller's backward pass
+    try:
+        outputs = cast(list[torch.Tensor], [kept.output])  # torch's annotation has no list of either
+        return list(torch.autograd.grad(outputs, kept.inputs, [dy.contiguous()], retain_graph=keeps))
+    finally:
+        kept.arguments.tensors = ()
+
+
+@_moe_backward.register_fake
+def _(_dy: object, _state: object, tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> list[torch.Tensor]:
+    return [tensor.new_empty(tensor.shape) for tensor in compress(tensors, _Call(*numbers).are_trained(tensors))]
+
+
+def _keep(ctx: Context, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    tensors, _topk_idx, ctx.numbers = inputs
+    ctx.save_for_backward(output[2], *tensors)
+
+
+def _backward(ctx: Context, dy: torch.Tensor, *_: object) -> tuple[Any, ...]:
+    state, *tensors = ctx.saved_tensors
+    found = iter(_moe_backward(dy, state, tensors, ctx.numbers))
+    trained = _Call(*ctx.numbers).are_trained(tensors)
+    return [next(found) if is_trained else None for is_trained in trained], None, None
+
+
+_moe_forward.register_autograd(_backward, setup_context=_keep)
+
+
+# For torch.utils.flop_counter, FLOPs of the products on one rank, as its GEMMs do them. Raw: numbers of rows are not in
+# the shapes. H hidden, I ffn, r rank of a layer's adapters, T tokens, K experts per token.
+
+
+@register_flop_formula(torch.ops.symmoe.moe_forward, get_raw=True)
+def _(*arguments: Any, out_val: tuple[Any, ...]) -> int:
+    tensors, _topk_idx, numbers = arguments
+    call = _Call(*numbers)
+    # A1 [G, r, H], B1, A2 [G, r, I], B2
+    adapters: int = sum(adapter[0].numel() for adapter in tensors[2 + call.num_own :])
+    flops = 2 * (sum(_features(call.eager.meta_experts)) + adapters)  # of a row
+    return _num_rows(call.eager, tensors[1], out_val[1][0]) * flops
+
+
+@register_flop_formula(torch.ops.symmoe.moe_backward, get_raw=True)
+def _(*arguments: Any, out_val: object) -> int:
+    _dy, state, tensors, numbers = arguments
+    call, kept = _Call(*numbers), _kept(state)
+    (fc1, fc2), adapters = _features(call.eager.meta_experts), tensors[2 + call.num_own :]
+    a1, b1, a2, b2 = (adapter[0].numel() for adapter in adapters) if adapters else (0, 0, 0, 0)
+    products = fc2 + b2 + a2 + b1  # the gradient of the activation,
+    if call.gradients & 1:
+        products += fc1 + a1  # of the row itself,
+    if call.trains_own:
+        products += fc1 + fc2  # of the weights and of the adapters;
+    products += a1 + b1 + a2 + b2
+    if not STASHES[call.eager.config.stash].keeps_h:
+        products += fc1 + a1 + b1 + a2  # and FC1 again
+    return _num_rows(call.eager, tensors[1], None if kept is None else kept.expert_load) * 2 * products
+
+
+def _num_rows(eager: RoutedExperts, probs: torch.Tensor, load: torch.Tensor | None) -> int:
+    """The rows that the experts of a rank multiply in a call: its expert_load [E], cut to a static capacity. Slots that
+    a mask or a capacity factor has taken away are not in it. Waits for the device. A call that is traced without data
+    has no load. For it, T * K: the slots of the rank's own tokens, probs [T, K]."""
+    if load is None or hasattr(load, "fake_mode"):
+        return probs.numel()
+    heap, capacity = eager.heap, eager.config.capacity
+    rows = int(load.view(heap.num_ranks, -1)[heap.rank].sum())
+    return rows if capacity is None else min(rows, capacity)
+
+
+def _features(experts: GroupedMLP) -> tuple[int, int]:
+    """W * H and I * H: numbers of a weight of each layer."""
+    return experts.fc1.out_features * experts.hidden, experts.hidden * experts.ffn

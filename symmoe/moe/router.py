@@ -111,8 +111,7 @@ class Router(nn.Module):
         with torch.autocast(x.device.type, enabled=False):
             given_idx = None if topk_idx is None else _int32(topk_idx).contiguous()
             routed = route_tokens(self._route(x, given_idx), self._heap)
-            choice = choice_of(config, routed.topk_idx, routed.probs, token_mask)
-        chosen = choice.topk_idx, choice.probs, choice.chosen_idx, choice.num_over_capacity
+            chosen = choice_of(config, routed.topk_idx, routed.probs, token_mask)
         return RouterOutput(*chosen, routed.scores, routed.logits)
 
     if TYPE_CHECKING:
@@ -165,8 +164,9 @@ def router_problem(router: nn.Module | None) -> ArgumentError | None:
 
 def choice_of(
     config: MoEConfig, topk_idx: torch.Tensor, probs: torch.Tensor, token_mask: torch.Tensor | None
-) -> Choice:
-    """The choice of experts int [T, K] with these weights fp32 [T, K], without padding and what is over capacity."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The fields of a Choice of experts int [T, K] with these weights fp32 [T, K], without padding and what is over
+    capacity."""
     if token_mask is not None:
         padding_T1 = ~token_mask.unsqueeze(1)
         topk_idx, probs = topk_idx.masked_fill(padding_T1, -1), probs.masked_fill(padding_T1, 0.0)
@@ -178,7 +178,7 @@ def choice_of(
         topk_idx, probs, num_over_capacity = drop_over_capacity(
             topk_idx, probs, num_experts=config.num_experts, capacity=capacity, policy=config.drop_policy
         )
-    return Choice(topk_idx=topk_idx, probs=probs, chosen_idx=chosen_idx, num_over_capacity=num_over_capacity)
+    return topk_idx, probs, chosen_idx, num_over_capacity
 
 
 def _int32(topk_idx: torch.Tensor) -> torch.Tensor:
@@ -246,6 +246,11 @@ class Routed(NamedTuple):
     topk_idx: torch.Tensor  # int32 [T, K]
 
 
+def given_of(*tensors: torch.Tensor | None) -> list[torch.Tensor]:
+    """Those that are not None."""
+    return [tensor for tensor in tensors if tensor is not None]
+
+
 class Route(NamedTuple):
     """A choice that is to be made. Tensors are contiguous."""
 
@@ -276,8 +281,7 @@ class Route(NamedTuple):
 
     @property
     def inputs(self) -> list[torch.Tensor]:
-        tensors = self.x, self.weight, self.bias, self.given_idx, self.topk_idx
-        return [tensor for tensor in tensors if tensor is not None]
+        return given_of(self.x, self.weight, self.bias, self.given_idx, self.topk_idx)
 
     def choose(self, heap: SymmetricHeap, counts: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
         """As a part of a plan, see dispatch/plan.py. On CPUs logits must be finite, on all ranks."""
@@ -285,10 +289,6 @@ class Route(NamedTuple):
         if heap.device.type == "cpu":  # on GPUs the host would have to wait
             check_finite(heap, "the router's logits", logits)
         return logits, probs, scores
-
-    def run(self, heap: SymmetricHeap | None) -> Routed:
-        """What `compute` returns; from a tape of the heap, if such calls repeat."""
-        return self.compute() if heap is None else Routed(*heap.run(self.key, self.compute, self.inputs))
 
 
 class RouteGradients(NamedTuple):
@@ -307,7 +307,7 @@ class RouteGradients(NamedTuple):
 
     @property
     def inputs(self) -> list[torch.Tensor]:
-        return [tensor for tensor in (*self.given, *self.kept) if tensor is not None]
+        return given_of(*self.given, *self.kept)
 
     def compute(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """The gradients; None, too, where nothing given depends on the logits."""
@@ -330,9 +330,10 @@ class RouteGradients(NamedTuple):
                 d_weight = d_logits.t().mm(x.float()) if needs[1] else None
         return dx, d_weight
 
-    def run(self, heap: SymmetricHeap | None) -> Sequence[torch.Tensor | None]:
-        """The same; from a tape of the heap, if such calls repeat."""
-        return self.compute() if heap is None else heap.run(self.key, self.compute, self.inputs)
+
+def computed(call: Route | RouteGradients, heap: SymmetricHeap | None) -> Sequence[Any]:
+    """What its `compute` returns; from a tape of the heap, if such calls repeat."""
+    return call.compute() if heap is None else heap.run(call.key, call.compute, call.inputs)
 
 
 def route_tokens(route: Route, heap: SymmetricHeap | None = None) -> Routed:
@@ -366,10 +367,11 @@ def _empty(x: torch.Tensor, weight: torch.Tensor, top_k: int, topk_idx: torch.Te
     return Routed(logits, probs, scores, topk_idx)
 
 
-def _save(ctx: Context, x: torch.Tensor, weight: torch.Tensor, routed: Routed) -> None:
+def _save(ctx: Context, x: torch.Tensor, weight: torch.Tensor, routed: Sequence[torch.Tensor]) -> None:
+    _, _, scores, topk_idx = routed
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(routed.topk_idx)
-    ctx.save_for_backward(x, weight, routed.topk_idx, routed.scores)
+    ctx.mark_non_differentiable(topk_idx)
+    ctx.save_for_backward(x, weight, topk_idx, scores)
 
 
 class _RouteFunction(Function):
@@ -377,21 +379,21 @@ class _RouteFunction(Function):
 
     @staticmethod
     def forward(ctx: Context, heap: SymmetricHeap | None, route: Route, *_: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        routed = route.run(heap)
+        routed = tuple(computed(route, heap))
         _save(ctx, route.x, route.weight, routed)
         ctx.rule, ctx.heap = route.rule, heap
-        return tuple(routed)
+        return routed
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Context, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         found = RouteGradients(gradients[:3], ctx.saved_tensors, ctx.rule, ctx.needs_input_grad[2:])
-        return None, None, *found.run(ctx.heap)
+        return None, None, *computed(found, ctx.heap)
 
 
 # For torch.compile, operators, which take numbers in place of a rule and a heap. They stand next to those of the step,
-# which cannot be in a CUDA graph: there, tapes play what these launch.
-_TAGS = (torch.Tag.cudagraph_unsafe,)
+# whose backward needs what does not lie in a CUDA graph's memory: so tapes play what these launch.
+OUTSIDE_GRAPHS = (torch.Tag.cudagraph_unsafe,)
 
 
 def _packed(top_k: int, rule: RoutingRule, heap: SymmetricHeap | None) -> list[float]:
@@ -408,7 +410,7 @@ def _unpacked(numbers: Sequence[float]) -> tuple[int, RoutingRule, SymmetricHeap
     return top_k, rule, heap_numbered(None if number < 0 else number)
 
 
-@torch.library.custom_op("symmoe::route", mutates_args=(), tags=_TAGS)
+@torch.library.custom_op("symmoe::route", mutates_args=(), tags=OUTSIDE_GRAPHS)
 def _route(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -417,7 +419,7 @@ def _route(
     numbers: Sequence[float],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     top_k, rule, heap = _unpacked(numbers)
-    return tuple(Route(x, weight, bias, given_idx, top_k, rule).run(heap))  # type: ignore[return-value]  # of four
+    return tuple(computed(Route(x, weight, bias, given_idx, top_k, rule), heap))
 
 
 @_route.register_fake
@@ -426,7 +428,7 @@ def _(*arguments: Any) -> tuple[torch.Tensor, ...]:
     return tuple(_empty(x, weight, int(numbers[0])))
 
 
-@torch.library.custom_op("symmoe::route_gradients", mutates_args=(), tags=_TAGS)
+@torch.library.custom_op("symmoe::route_gradients", mutates_args=(), tags=OUTSIDE_GRAPHS)
 def _route_gradients(
     d_logits: torch.Tensor | None,
     d_probs: torch.Tensor | None,
@@ -435,8 +437,8 @@ def _route_gradients(
     numbers: Sequence[float],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     _, rule, heap = _unpacked(numbers)
-    found = RouteGradients((d_logits, d_probs, d_scores), tuple(kept), rule, (True, True)).run(heap)
-    return tuple(found)  # type: ignore[return-value]  # both
+    gradients = RouteGradients((d_logits, d_probs, d_scores), tuple(kept), rule, (True, True))
+    return tuple(computed(gradients, heap))
 
 
 @_route_gradients.register_fake
@@ -447,7 +449,7 @@ def _(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _keep(ctx: Context, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     x, weight, _, _, ctx.numbers = inputs
-    _save(ctx, x, weight, Routed(*output))
+    _save(ctx, x, weight, output)
 
 
 def _backward(ctx: Context, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:

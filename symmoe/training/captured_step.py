@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, Generic, TypeVar, cast
 
 import torch
@@ -14,9 +14,9 @@ from torch import nn
 from symmoe.errors import ArgumentError, HeapSuspended, SymmoeError, raise_for
 from symmoe.kernels import control
 from symmoe.moe.ddp_and_fsdp import gradients_elsewhere
+from symmoe.moe.layer import MoELayer
 from symmoe.symm_mem.heap import FailPeersOnError, SymmetricHeap, fixed_rows
-from symmoe.torch_internals import redirected_streams, stop_ddp_timing
-from symmoe.training.captured_wrappers import deciding_groups, noted_streams, wrapper_problem
+from symmoe.torch_internals import ddp_parameters, may_redirect_streams, redirected_streams, stop_ddp_timing
 from symmoe.training.step_kind import Modules, Tree, modes
 
 R = TypeVar("R")
@@ -80,7 +80,16 @@ def _problem(modules: Modules) -> ArgumentError | None:
     for layer in modules.layers:
         if (problem := gradients_elsewhere(layer.experts, "a step that is repeated would count twice")) is not None:
             return problem
-    return wrapper_problem(modules)
+    if any((ddp := layer.replicas.its_ddp()) is not None and ddp not in modules.ddps for layer in modules.layers):
+        return ArgumentError("model must be the DistributedDataParallel that the step calls, not what it wraps")
+    if any(ddp.find_unused_parameters and not ddp.static_graph for ddp in modules.ddps):
+        return ArgumentError("find_unused_parameters (True) of DistributedDataParallel must be False: hosts would wait")
+    if modules.ddp_on_default_stream:
+        return ArgumentError(
+            "DistributedDataParallel was built on CUDA's default stream, which no capture may use: build it in `with "
+            f"torch.cuda.stream(torch.cuda.Stream()):`, or take torch 2.13 or newer (this is {torch.__version__})"
+        )
+    return None
 
 
 class CudaGraph:
@@ -114,7 +123,7 @@ class _Replay:
         self._states, self._parameters = owner.modules.states(), owner.modules.parameters
         self._saved = [torch.empty_like(state) for state in self._states]
         self.outcome = torch.ones(2, dtype=torch.int32, device=owner.device)  # has room, has met with no other error
-        groups = deciding_groups(owner.modules)
+        groups = _deciding_groups(owner.modules)
         self._result: Tree | None = None
 
         def function() -> None:
@@ -178,8 +187,7 @@ class CapturedStep(Generic[R]):
     """
 
     def __init__(self, step: Callable[..., R], model: nn.Module, room: float, num_eager: int) -> None:
-        self.step, self.model = step, model
-        self.room, self._num_eager = room, num_eager
+        self.step, self.room, self._num_eager = step, room, num_eager
         self.modules = Modules(model)
         self.heaps = list(dict.fromkeys(layer.heap for layer in self.modules.layers))
         self._signature = inspect.signature(step)
@@ -284,8 +292,44 @@ class CapturedStep(Generic[R]):
         return Tree(dict(result.with_tensors([tensor.detach() for tensor in result.tensors])))
 
     def _run_eagerly(self, given: Tree) -> R:
-        with noted_streams(self.modules):
+        with _noted_streams(self.modules):
             result = self.run(given)
         kind = self._kind(given)  # now that it is known what the step itself sets
         self._num_calls[kind] = self._num_calls.get(kind, 0) + 1
         return cast(R, result.with_tensors(result.tensors)["result"])
+
+
+@contextmanager
+def _noted_streams(modules: Modules) -> Iterator[None]:
+    """In this context backward notes whether a DDP adds gradients up on the default stream: it keeps nodes of autograd,
+    and these the stream on which they were made. Not where torch can redirect them."""
+
+    def note(_: object) -> None:
+        modules.ddp_on_default_stream |= torch.cuda.current_stream() == torch.cuda.default_stream()
+
+    modules.ddp_on_default_stream = False
+    ddps = modules.ddps if torch.cuda.is_available() and not may_redirect_streams else ()
+    with ExitStack() as stack:
+        for parameter in (each for ddp in ddps for each in ddp_parameters(ddp) if each.requires_grad):
+            stack.callback(torch.autograd.graph.get_gradient_edge(parameter).node.register_prehook(note).remove)
+        yield
+
+
+def _deciding_groups(modules: Modules) -> list[dist.ProcessGroup]:
+    """Groups over which a step reduces gradients or loads, so that their ranks must repeat it together; the same order
+    on all ranks. Without those in an EP group, whose ranks see the same plans, and those in another one of these."""
+    groups = [ddp.process_group for ddp in modules.ddps]
+    for layer in modules.layers:
+        is_global = isinstance(layer, MoELayer) and layer.config.aux_loss == "global" and layer.config.aux_loss_coef
+        if is_global and layer.replicas.group is not None:
+            groups.append(layer.replicas.group)
+    for mesh in dict.fromkeys(parameter.device_mesh for parameter in modules.sharded):
+        groups += mesh.get_all_groups()
+    known = [set(layer.heap.bootstrap.global_ranks) for layer in modules.layers]
+    found = []
+    for group in sorted(groups, key=dist.get_world_size, reverse=True):
+        ranks = set(dist.get_process_group_ranks(group))
+        if not any(ranks <= others for others in known):
+            found.append(group)
+            known.append(ranks)
+    return found

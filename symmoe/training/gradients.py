@@ -6,7 +6,7 @@ rank's dL_r to an expert's rank, so backward leaves their sum over the EP group 
 groups, the expert has D replicas that saw different tokens: sum over these (the `expert_group`), and divide by W, too,
 not by that group's size.
 
-Which kind a parameter is follows from the module that owns it (symmoe.moe.ownership). It is `.grad` that is reduced:
+Which kind a parameter is follows from the module that owns it (grouped/parameters.py). It is `.grad` that is reduced:
 with `accumulate_into_main_grad`, the trainer that owns `main_grad` reduces it.
 """
 
@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import nn
 
 from symmoe.errors import ArgumentError
+from symmoe.grouped.parameters import named_parameters, tensors_of_experts, trainable
 from symmoe.moe.ddp_and_fsdp import ExpertParallelModule
-from symmoe.moe.ownership import named_parameters, trainable
 from symmoe.torch_internals import version_of
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def reduce_gradients(
         ArgumentError: a parameter is a DTensor, a layer is inside a DistributedDataParallel, or these gradients have
             been reduced already.
     """
-    group = group or default_group()
+    group = group or dist.group.WORLD
     layers = [module for module in model.modules() if isinstance(module, ExpertParallelModule)]
     if any(layer.replicas.its_ddp() is not None for layer in layers):
         raise ArgumentError(
@@ -108,7 +108,7 @@ def clip_grad_norm(
     Raises:
         ArgumentError: the gradient of a DTensor is a partial sum, which has no norm yet.
     """
-    group = group or default_group()
+    group = group or dist.group.WORLD
     num_ranks = group_size(group)
     if expert_group is not None:
         num_replicas = group_size(expert_group)
@@ -143,17 +143,15 @@ def broadcast_parameters(
     they are, with all that their modules hold; with an `expert_group` they become those of its first rank. For loops
     that call `reduce_gradients`, with its arguments: DDP does the same by itself, and FSDP's parts are of one model.
     ArgumentError: a parameter or buffer is a DTensor, or has no memory; nothing has been sent."""
-    names = {id(parameter): is_expert for _, parameter, is_expert in named_parameters(model)}
-    holders = [module for module in model.modules() if getattr(module, "holds_experts", False)]
-    names |= {id(buffer): True for module in holders for buffer in module.buffers()}
+    experts = tensors_of_experts(model)
     tensors = dict([*model.named_parameters(), *model.named_buffers()])
     for name, tensor in tensors.items():
         if hasattr(tensor, "device_mesh") or tensor.is_meta:
             kind = "on meta" if tensor.is_meta else "a DTensor"
             raise ArgumentError(f"{name} is {kind}: only tensors that are whole, with memory, can be made equal")
-    group = group or default_group()
+    group = group or dist.group.WORLD
     for tensor in tensors.values():
-        its_group = expert_group if names.get(id(tensor), False) else group
+        its_group = expert_group if id(tensor) in experts else group
         if group_size(its_group) == 1 or not tensor.numel():
             continue
         sent = tensor.contiguous().view(-1).view(torch.uint8)  # of any dtype
@@ -198,11 +196,6 @@ def _sum_gradients(parameters: Iterable[nn.Parameter], *, group: dist.ProcessGro
 
 def _versions(parameters: list[nn.Parameter]) -> list[int | None]:
     return [None if parameter.grad is None else version_of(parameter.grad) for parameter in parameters]
-
-
-def default_group() -> dist.ProcessGroup | None:
-    """All ranks; None if there is no process group."""
-    return dist.group.WORLD if dist.is_initialized() else None
 
 
 def group_size(group: dist.ProcessGroup | None) -> int:

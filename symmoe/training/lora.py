@@ -17,9 +17,8 @@ from torch import nn
 from symmoe.checks.arguments import parameter_dtype_problem, size_problem
 from symmoe.errors import ArgumentError, raise_for
 from symmoe.grouped.linear import GroupedLinear
-from symmoe.grouped.low_rank import RANK_MULTIPLE
 from symmoe.grouped.mlp import GroupedMLP
-from symmoe.grouped.parameters import local_part
+from symmoe.grouped.parameters import RANK_MULTIPLE, local_part
 
 
 class LoRAGroupedLinear(GroupedLinear):

@@ -20,6 +20,8 @@ from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.torch_internals import graph_task_id
 
 Sink = Callable[[dict[str, float], int], object]
+_NUM_TOTALS = 8  # what a layer adds up in addition to the loads of its experts and ranks
+_SPANS = ("forward", "dispatch", "combine")
 
 
 def tensorboard_sink(writer: Any) -> Sink:
@@ -31,9 +33,6 @@ def tensorboard_sink(writer: Any) -> Sink:
             writer.add_scalar(name, number, step)
 
     return sink
-
-
-_NUM_TOTALS = 8  # what a layer adds up in addition to the loads of its experts and ranks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -200,45 +199,38 @@ class _Watched:
         )
 
 
-_SPANS = ("forward", "dispatch", "combine")
-
-
 class _Timer:
     """Sums up the time of a layer's forwards and of their trips; read when the device is done."""
 
     def __init__(self, heap: SymmetricHeap) -> None:
         self._heap, self._on_gpu = heap, heap.device.type == "cuda"
         self._spans: dict[str, list[tuple[Any, Any]]] = {name: [] for name in _SPANS}
-        self._begin: Any = None
+        self._forward = ExitStack()
 
     def before(self, layer: nn.Module, _args: tuple[Any, ...]) -> None:
         """Hook before the layer's forward."""
         if _counts(layer.training):
-            self._begin = self._now()
+            self._forward = ExitStack()  # a new one: the last forward may have raised
+            self._forward.enter_context(self.trip("forward"))
+            self._forward.callback(setattr, self._heap, "trip_timer", None)
             self._heap.trip_timer = self.trip
 
-    def after(self, layer: nn.Module, _args: tuple[Any, ...], _output: object) -> None:
+    def after(self, _layer: nn.Module, _args: tuple[Any, ...], _output: object) -> None:
         """Hook after the layer's forward."""
-        if _counts(layer.training):
-            self._add("forward", self._begin)
-            self._begin = None
-            self._heap.trip_timer = None
+        self._forward.close()
 
     @contextmanager
     def trip(self, name: str) -> Iterator[None]:
-        """Times a trip on the current stream."""
+        """Times a trip, or a forward, on the current stream."""
         begin = self._now()
         yield
-        self._add(name, begin)
+        if begin is not None:
+            self._spans[name].append((begin, self._now()))
 
     def take(self, name: str) -> float:
         """Seconds since the last call. On GPUs the events must have happened."""
         spans, self._spans[name] = self._spans[name], []
         return float(sum(begin.elapsed_time(end) / 1e3 if self._on_gpu else end - begin for begin, end in spans))
-
-    def _add(self, name: str, begin: Any) -> None:
-        if begin is not None:
-            self._spans[name].append((begin, self._now()))
 
     def _now(self) -> Any:
         if not self._on_gpu:

@@ -116,7 +116,6 @@ def plan_network(
         chance_of_part(config.num_experts, parts, config.top_k, config.num_groups, config.top_groups)
         for parts in (num_ranks, num_nodes)
     )
-    fixed_rows = (num_nodes - 1) * (config.rail_capacity or num_tokens) / num_tokens
 
     def traffic(rows: float, row_bytes: int, rate: float) -> Traffic:
         num_bytes = rows * num_tokens * row_bytes
@@ -127,7 +126,7 @@ def plan_network(
             slots=traffic(config.top_k * (1 - 1 / num_nodes), row_bytes, nic),
             ranks=traffic((num_ranks - per_node) * of_rank, row_bytes, nic),
             nodes=traffic((num_nodes - 1) * of_node, row_bytes, nic),
-            fixed=traffic(fixed_rows, row_bytes, nic),
+            fixed=traffic((num_nodes - 1) * (config.rail_capacity or num_tokens) / num_tokens, row_bytes, nic),
             link=traffic(link_rows, row_bytes, rates.link_bytes),
         )
 

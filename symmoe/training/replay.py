@@ -112,11 +112,11 @@ def replay_routing(
 def balanced_routing(model: nn.Module) -> Iterator[None]:
     """In this context, every layer of `model` gives all its experts the same number of slots. For benchmarks. Local."""
     layers = layers_with_listeners(model)
-    sizes = {name: (its.num_experts, its.heap.device) for name, (_, its) in layers.items()}
 
     def choice(name: str, num_tokens: int, top_k: int | None) -> torch.Tensor:
-        num_experts, device = sizes[name]
-        return balanced_choice(num_tokens, top_k or num_experts, num_experts, device=device)  # None: of all groups
+        its = layers[name][1]
+        top_k = top_k or its.num_experts  # None: of all groups
+        return balanced_choice(num_tokens, top_k, its.num_experts, device=its.heap.device)
 
     with _choose(model, layers, choice):
         yield

@@ -10,7 +10,7 @@ import torch
 
 from symmoe import GroupedMLP, ScaledSwiGLU, Sequential
 from symmoe.errors import ArgumentError
-from symmoe.moe.ownership import named_parameters
+from symmoe.grouped.parameters import named_parameters
 
 PLAIN = cases.Case(buffers=())
 FORMS = ("packed", "discrete")

@@ -20,10 +20,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from worker import Watching
 
 import symmoe
-import symmoe.moe.torch_operators
 from symmoe.errors import ArgumentError, CapacityError, StalePlan
 from symmoe.kernels.routing_rule import RoutingRule
-from symmoe.moe import ep_step, routed_experts, router, torch_operators
+from symmoe.moe import ep_step, routed_experts, router
 from symmoe.precision import Float8Block
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")  # inductor's own
@@ -179,13 +178,13 @@ def test_errors_keep_their_types(heap, monkeypatch):
     module = block(heap, capacity=8, max_tokens=64)
     with pytest.raises(CapacityError, match="8"):
         torch.compile(module, fullgraph=True, backend="aot_eager")(tokens())
-    monkeypatch.setattr(torch_operators, "is_traced", lambda experts: True)
+    monkeypatch.setattr(routed_experts, "is_traced", lambda experts: True)
     for option in ("delay_wgrad", "accumulate_into_main_grad"):
         experts = symmoe.GroupedMLP(EXPERTS, HIDDEN, FFN, **{option: True})
         layer = symmoe.MoELayer(config(**STATIC), heap, experts=experts)
         arguments = torch.ones(2, HIDDEN), torch.ones(2, 2), torch.zeros(2, 2, dtype=torch.int32)
         with pytest.raises(ArgumentError, match=option):
-            torch_operators.run_routed(layer._routed_experts, *arguments, experts)
+            routed_experts.run_routed(layer._routed_experts, *arguments, experts)
 
 
 def test_experts_of_another_kind_are_refused(heap):
@@ -220,7 +219,7 @@ def test_delayed_weight_gradients_go_past_a_dispatch_mode(heap):
 
 def call_of(layer: symmoe.MoELayer) -> list[int]:
     """The numbers of an operator's call in which everything is trained."""
-    return list(torch_operators._Call(layer._routed_experts.number, 2, trains=1, trains_own=1, gradients=3))
+    return list(routed_experts._Call(layer._routed_experts.number, 2, trains=1, trains_own=1, gradients=3))
 
 
 def test_copied_state_is_refused(heap):
@@ -269,8 +268,8 @@ def test_operators_pass_torchs_own_checks(heap, monkeypatch):
     arguments = ([x, probs, *weights], topk_idx, call_of(layer))
     check(torch.ops.symmoe.moe_forward.default, arguments)
     state = torch.ops.symmoe.moe_forward(*arguments)[-1]
-    kept = torch_operators._kept(state)
-    monkeypatch.setattr(torch_operators, "_kept", lambda state: kept)  # the checks copy what they give to an operator
+    kept = routed_experts._kept(state)
+    monkeypatch.setattr(routed_experts, "_kept", lambda state: kept)  # the checks copy what they give to an operator
     tensors = [tensor.detach() for tensor in (x, probs, *weights)]
     check(torch.ops.symmoe.moe_backward.default, (torch.randn(3, HIDDEN), state, tensors, call_of(layer)))
     grouped = RoutingRule(score="sigmoid", num_groups=2, top_groups=1, route_scale=1.5)

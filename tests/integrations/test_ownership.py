@@ -13,8 +13,8 @@ from torch.nn.utils import parametrize
 
 import symmoe
 from symmoe.checkpoint import load_checkpoint, save_checkpoint
+from symmoe.grouped.parameters import named_parameters
 from symmoe.integrations.parallel import parameter_groups
-from symmoe.moe.ownership import named_parameters
 
 MAX_NORM = 0.5
 

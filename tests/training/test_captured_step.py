@@ -26,7 +26,7 @@ import symmoe
 from symmoe import MoEConfig, MoELayer, SymmetricHeap
 from symmoe.errors import ArgumentError, ExpertIdError, HeapPoisoned
 from symmoe.integrations.parallel import data_parallel, parallelize
-from symmoe.training import captured_wrappers
+from symmoe.training import captured_step
 from symmoe.training.captured_step import CapturedStep
 from symmoe.training.step_kind import Tree
 
@@ -100,7 +100,7 @@ def test_ddp_that_cannot_be_captured(rank: int, num_ranks: int, heap: SymmetricH
     ddp.find_unused_parameters = False
     captured = cases.captured_on_host(ddp, num_eager=1)
     cuda = dict.fromkeys(("is_available", "current_stream", "default_stream"), lambda: True)
-    with mock.patch.multiple(torch.cuda, **cuda), mock.patch.object(captured_wrappers, "may_redirect_streams", False):
+    with mock.patch.multiple(torch.cuda, **cuda), mock.patch.object(captured_step, "may_redirect_streams", False):
         captured(batch, scale=1.0)
     with pytest.raises(ArgumentError, match=r"built on CUDA's default stream.*torch\.cuda\.stream\(torch.*2\.13"):
         captured(batch, scale=1.0)

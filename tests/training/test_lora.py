@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from symmoe import GroupedMLP, MoEConfig, MoELayer, ScaledClampedSwiGLU, SymmetricHeap
 from symmoe.errors import ArgumentError
-from symmoe.moe.ownership import named_parameters
+from symmoe.grouped.parameters import named_parameters
 from symmoe.symm_mem.row_budget import RowBudget, RowHistory
 from symmoe.training.lora import LoRAGroupedLinear, add_lora, merge_lora, unmerge_lora
 

@@ -21,8 +21,7 @@ from symmoe.moe.config import MoEConfig
 from symmoe.moe.ddp_and_fsdp import ExpertParallelModule, Replicas
 from symmoe.moe.first_step import watch_first_step
 from symmoe.moe.listeners import Listeners, RoutingReport
-from symmoe.moe.routed_experts import RoutedExperts
-from symmoe.moe.torch_operators import run_routed
+from symmoe.moe.routed_experts import RoutedExperts, run_routed
 from symmoe.symm_mem.heap import SymmetricHeap
 
 _GIVE = partial(give_topk, router="", position=1)  # to what calls the experts

@@ -20,10 +20,10 @@ from symmoe import checkpoint as training_checkpoint
 from symmoe.checkpoint import ExpertShard
 from symmoe.checkpoint.peers import Peers
 from symmoe.errors import ArgumentError
+from symmoe.grouped.parameters import named_parameters
 from symmoe.integrations.transformers.checkpoint import load_checkpoint, save_checkpoint
 from symmoe.integrations.transformers.swap import heap_of
 from symmoe.moe.ddp_and_fsdp import prepare_for_ddp
-from symmoe.moe.ownership import named_parameters
 from symmoe.training.gradients import clip_grad_norm
 
 OPTIMIZER_FOLDER = "optimizer"

@@ -15,9 +15,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from symmoe.grouped.parameters import local_part
+from symmoe.grouped.parameters import local_part, named_parameters
 from symmoe.moe.ddp_and_fsdp import ExpertParallelModule
-from symmoe.moe.ownership import named_parameters
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.tools.check.model import BadTarget, Context, make
 from symmoe.tools.doctor.self_test import be_rank
