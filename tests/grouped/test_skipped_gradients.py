@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from cluster import run_on
+from heap_calls import outcome
 from layers import WAYS, tokens_of
 from reliability.delays import before_steps
 from worker import Findings, Watching, open_heap
@@ -84,7 +86,25 @@ OPTIONS = [
 ]
 
 
-def check_mlp(rank, num_ranks, findings: Findings, device: str, dtype: torch.dtype, options: list[dict]) -> None:
+FP32, BF16 = torch.float32, torch.bfloat16
+PLAIN = [options for options in OPTIONS if "precision" not in options]
+QUANTIZED = [options for options in OPTIONS if isinstance(options.get("precision"), Float8Block)]  # on any Hopper
+ON_GPUS = [
+    pytest.param(num_ranks, "cuda", dtype, options, id=f"{num_ranks} GPUs, {name}, {dtype}", marks=pytest.mark.gpu)
+    for num_ranks in (1, 2)
+    for name, dtype, options in (("plain", FP32, PLAIN), ("plain", BF16, PLAIN), ("quantized", BF16, QUANTIZED))
+]
+ON_CPUS = [
+    pytest.param(num_ranks, "cpu", FP32, OPTIONS, id=f"{num_ranks}", marks=[pytest.mark.slow] * (num_ranks == 2))
+    for num_ranks in (1, 2, 3)
+]
+
+
+@pytest.mark.parametrize(("num_ranks", "device", "dtype", "options"), [*ON_CPUS, *ON_GPUS])
+@run_on()
+def test_the_mlp_computes_what_is_asked_for(
+    rank: int, num_ranks: int, findings: Findings, device: str, dtype: torch.dtype, options: list[dict]
+):
     with open_heap(device, num_bytes=64 << 20) as heap:
         for given in options:
             option = dict(given)
@@ -126,7 +146,8 @@ def check_mlp(rank, num_ranks, findings: Findings, device: str, dtype: torch.dty
 
 
 # -- dispatch_tokens --------------------------------------------------------------------------------------------------
-def check_dispatch(rank: int, num_ranks: int, findings: Findings, device: str) -> None:
+@run_on(1, 3, on_gpus=(2,))
+def test_dispatch(rank: int, num_ranks: int, findings: Findings, device: str) -> None:
     with open_heap(device, num_bytes=16 << 20) as heap:
         for order in ("rank", "slot"):
             full = None
@@ -147,7 +168,8 @@ def check_dispatch(rank: int, num_ranks: int, findings: Findings, device: str) -
 
 
 # -- MoELayer ---------------------------------------------------------------------------------------------------------
-def check_layer(rank: int, num_ranks: int, findings: Findings, device: str) -> None:
+@run_on(1, 2, on_gpus=(2,))
+def test_layers(rank: int, num_ranks: int, findings: Findings, device: str) -> None:
     """LoRA on a first layer: tokens without gradient, a router that learns or not; as kernels and as an operator."""
     with open_heap(device, num_bytes=64 << 20) as heap:
         config = symmoe.MoEConfig(hidden=H, ffn=I, num_experts=2 * num_ranks, top_k=K)
@@ -181,7 +203,8 @@ def check_layer(rank: int, num_ranks: int, findings: Findings, device: str) -> N
 
 
 # -- ranks that do not ask for the same -------------------------------------------------------------------------------
-def check_mismatches(rank: int, num_ranks: int, findings: Findings, device: str) -> None:
+@run_on(2, 3, on_gpus=(2,))
+def test_mismatches(rank: int, num_ranks: int, findings: Findings, device: str) -> None:
     """The same error on every rank, and the next correct step is right."""
     with open_heap(device, num_bytes=64 << 20) as heap:
         torch.manual_seed(7)
@@ -210,45 +233,9 @@ def check_mismatches(rank: int, num_ranks: int, findings: Findings, device: str)
                     shown = [control.GRADIENTS[control.gradients_index(x=n[0], probs=n[1])] for n in (zero, its)]
                     where = "combine: ready" if parts else "dispatch: ready"
                     text = f"gradients differs at '{where}': rank 0 has {shown[0]}, rank {culprit or 1} has {shown[1]}"
-                    try:
-                        step(other if rank == culprit else usual, parts)
-                    except Exception as error:  # noqa: BLE001 - the class is what is tested
-                        findings.equal("error", (type(error).__name__, str(error)), ("ConfigMismatch", text))
-                    else:
-                        findings.check(False, "nothing was raised")
+                    found = outcome(step, other if rank == culprit else usual, parts)
+                    findings.equal("error", found, ("ConfigMismatch", text))
                     findings.equal("leased bytes after the error", heap.leased_bytes, 0)
                     mlp.zero_grad(set_to_none=True)
                     step(usual, parts)
                     findings.check(bool(mlp.fc1.weight.grad.isfinite().all()), "the next step is wrong")
-
-
-# -- tests -------------------------------------------------------------------------------------------------------------
-FP32, BF16 = torch.float32, torch.bfloat16
-PLAIN = [options for options in OPTIONS if "precision" not in options]
-QUANTIZED = [options for options in OPTIONS if isinstance(options.get("precision"), Float8Block)]  # on any Hopper
-ON_GPUS = [
-    pytest.param(num_ranks, "cuda", dtype, options, id=f"{num_ranks} GPUs, {name}, {dtype}", marks=pytest.mark.gpu)
-    for num_ranks in (1, 2)
-    for name, dtype, options in (("plain", FP32, PLAIN), ("plain", BF16, PLAIN), ("quantized", BF16, QUANTIZED))
-]
-ON_CPUS = [
-    pytest.param(num_ranks, "cpu", FP32, OPTIONS, id=f"{num_ranks}", marks=[pytest.mark.slow] * (num_ranks == 2))
-    for num_ranks in (1, 2, 3)
-]
-
-
-@pytest.mark.parametrize(("num_ranks", "device", "dtype", "options"), [*ON_CPUS, *ON_GPUS])
-def test_the_mlp_computes_what_is_asked_for(cluster, num_ranks: int, device: str, dtype: torch.dtype, options):
-    assert cluster(num_ranks, device).findings(check_mlp, device, dtype, options) == []
-
-
-CHECKS = [(check_dispatch, 1), (check_dispatch, 3), (check_layer, 1), (check_layer, 2)]
-CHECKS = [(*case, "cpu") for case in [*CHECKS, (check_mismatches, 2), (check_mismatches, 3)]]
-CHECKS += [
-    pytest.param(each, 2, "cuda", marks=pytest.mark.gpu) for each in (check_dispatch, check_layer, check_mismatches)
-]
-
-
-@pytest.mark.parametrize(("check", "num_ranks", "device"), CHECKS)
-def test_dispatch_layers_and_ranks_that_disagree(cluster, check, num_ranks: int, device: str):
-    assert cluster(num_ranks, device).findings(check, device) == []

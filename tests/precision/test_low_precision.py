@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from functools import partial
 
 import grouped_cases as cases
 import low_precision_cases as recipes
@@ -10,8 +11,8 @@ import pytest
 import torch
 from low_precision_oracle import relative_error
 from row_ranges import whole_groups
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from worker import Watching
 
 from symmoe import GroupedLinear, GroupedMLP, ScaledClampedSwiGLU, ScaledSReLU, ScaledSwiGLU, Sequential
 from symmoe.errors import StaleRows
@@ -24,8 +25,7 @@ def linear_inputs(case: cases.Case, **options):
     return cases.make_inputs(case, sizes=recipes.SIZES, width=recipes.OUT, out_features=recipes.OUT, **options)
 
 
-def splits_of(inputs):
-    return inputs.sizes.splits
+on_gpus = partial(pytest.param, marks=recipes.ON_GPUS)
 
 
 # -- against float64 --------------------------------------------------------------------------------------------------
@@ -50,7 +50,9 @@ def test_a_linear_layer_multiplies_these_numbers(recipe):
         layer = oracle.Linear(recipes.NUMBERS[other], inputs.w1, recipes.SIZES.splits)
         want = {"y": layer.forward(x), "d_x": layer.input_gradient(d_y)}
         want["d_fc.weight"] = layer.weight_gradient(d_y, x)
-        errors = {name: relative_error(recipes.rows_of_groups(ran.tensors[name], name), want[name]) for name in want}
+        errors = {
+            name: relative_error(cases.of_groups(name, ran.tensors[name], recipes.SIZES), want[name]) for name in want
+        }
         if other == recipe:
             assert all(error < 1e-6 for error in errors.values()), errors
         elif "NVFP4" in str(recipe) and "NVFP4" in str(other):  # they differ in weight gradients alone
@@ -77,20 +79,23 @@ def test_a_bias_is_rounded_once_with_the_product(recipe):
         assert least <= (y != right).double().mean() <= most
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+MOST = [("cpu", torch.float32, recipes.SIZES, SAME_NUMBERS), ("cpu", torch.bfloat16, recipes.SIZES, 6e-3)]
+MOST += [on_gpus("cuda", torch.bfloat16, sizes, 1e-2) for sizes in (recipes.LARGE, recipes.LARGE_ODD)]
+
+
+@pytest.mark.parametrize(("device", "dtype", "sizes", "most"), MOST, ids=str)
 @pytest.mark.parametrize("recipe", recipes.NUMBERS, ids=str)
-def test_experts_multiply_these_numbers(recipe, dtype):
+def test_experts_multiply_these_numbers(recipe, device, dtype, sizes, most):
     case = cases.Case(dtype=dtype, bias=False, buffers=())
-    inputs = cases.make_inputs(case, sizes=recipes.SIZES)
+    inputs = cases.make_inputs(case, sizes=sizes, device=device)
     ran = cases.run_experts("mlp", case, inputs, precision=recipe)
-    arguments = (inputs.x, inputs.scale, (inputs.w1, inputs.w2), inputs.d_y, recipes.SIZES.splits)
+    arguments = (inputs.x, inputs.scale, (inputs.w1, inputs.w2), inputs.d_y, sizes.splits)
 
     def rounded(values):
         return torch.from_numpy(values).to(dtype).float().numpy()
 
     for name, numbers in oracle.mlp(recipes.NUMBERS[recipe], *arguments, round_to=rounded).items():
-        got = recipes.rows_of_groups(ran.tensors[name], name)
-        assert relative_error(got, numbers) < (SAME_NUMBERS if dtype == torch.float32 else 6e-3), name
+        assert relative_error(cases.of_groups(name, ran.tensors[name], sizes), numbers) < most, name
 
 
 @recipes.every_recipe
@@ -101,27 +106,40 @@ def test_errors_are_those_of_the_format(recipe):
     ran = cases.run_experts("mlp", case, inputs, precision=recipe)
     most = recipes.TWO_LAYERS[recipe.row_format.element]
     for name, exact in cases.mlp_oracle(inputs, case).items():
-        error = relative_error(recipes.rows_of_groups(ran.tensors[name], name, recipes.SMALL), exact)
+        error = relative_error(cases.of_groups(name, ran.tensors[name], recipes.SMALL), exact)
         assert error < most, name
         # FC2's bias is added to what has been multiplied: its gradient has not seen a quantised number.
         assert error > (0.02 if name != "d_fc2.bias" else 0.0), name
 
 
 # -- the caller's buffers, and everything else that a layer may be asked for -------------------------------------------
+SMALL_BLOCKS = replace(recipes.SMALL, ffn=128)  # quantised in one kernel with the activation, by blocks of 128 too
+FUSED = {
+    "cpu": [
+        (None, torch.bfloat16, False, SMALL_BLOCKS),
+        (None, torch.bfloat16, True, SMALL_BLOCKS),
+        (None, torch.bfloat16, False, recipes.SMALL),
+        (ScaledClampedSwiGLU(interleave=2), torch.float16, True, recipes.SMALL),
+        (ScaledSReLU(), torch.float32, True, recipes.SMALL),
+    ],
+    "cuda": [
+        (None, torch.bfloat16, False, recipes.LARGE),
+        (None, torch.bfloat16, True, recipes.LARGE),
+        (None, torch.bfloat16, True, recipes.LARGE_ODD),
+        (ScaledClampedSwiGLU(interleave=8), torch.bfloat16, False, recipes.LARGE),
+        (ScaledSReLU(), torch.bfloat16, True, recipes.LARGE_ODD),
+    ],
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", on_gpus("cuda")])
 @recipes.every_recipe
 @pytest.mark.parametrize("path", cases.PATHS[1:])
-def test_fused_experts_are_three_modules(recipe, path):
-    for activation, dtype, bias, ffn in (
-        (None, torch.bfloat16, False, 128),  # quantised in one kernel with the activation, by blocks of 128 too
-        (None, torch.bfloat16, True, 128),
-        (None, torch.bfloat16, False, 96),
-        (ScaledClampedSwiGLU(interleave=2), torch.float16, True, 96),
-        (ScaledSReLU(), torch.float32, True, 96),
-    ):
-        sizes = replace(recipes.SMALL, ffn=ffn)
+def test_fused_experts_are_three_modules(recipe, path, device):
+    for activation, dtype, bias, sizes in FUSED[device]:
         case = cases.Case(dtype=dtype, bias=bias, is_nd=bias)
-        width = ffn if isinstance(activation, ScaledSReLU) else None
-        inputs = cases.make_inputs(case, sizes=sizes, width=width)
+        width = sizes.ffn if isinstance(activation, ScaledSReLU) else None
+        inputs = cases.make_inputs(case, sizes=sizes, width=width, device=device)
         options = {"activation": activation, "precision": recipe}
         separate = cases.run_experts("modules", replace(case, buffers=()), inputs, **options)
         buffers = cases.Buffers.of(case, inputs, out_features=sizes.hidden)
@@ -131,10 +149,12 @@ def test_fused_experts_are_three_modules(recipe, path):
 
 
 @recipes.every_recipe
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("device", "dtype"), [("cpu", torch.float32), ("cpu", torch.bfloat16), on_gpus("cuda", torch.bfloat16)], ids=str
+)
 @pytest.mark.parametrize("way", ["packed", "scattered", "delayed"])
-def test_bias_gradients_have_the_bits_of_a_kernel_that_only_sums(recipe, way, dtype):
-    recipes.check_bias_gradients(recipe, way, dtype)
+def test_bias_gradients_have_the_bits_of_a_kernel_that_only_sums(recipe, way, device, dtype):
+    recipes.check_bias_gradients(recipe, way, dtype, device)
 
 
 def test_layers_of_two_precisions_are_not_fused():
@@ -193,19 +213,16 @@ def test_discrete_weights_give_the_same_bits(recipe, main_grad, scattered):
         assert relative_error(again.tensors["d_fc.weight"], start) < 1e-5
 
 
-class CopiesSeen(TorchDispatchMode):
+class CopiesSeen(Watching):
     """Notes operators of torch that copy tensors as large as a weight, or add such tensors."""
 
-    def __init__(self, least_numel: int) -> None:
-        super().__init__()
-        self._least_numel, self.seen = least_numel, []
+    least_numel: int
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name, leaves = func.overloadpacket.__name__, [*tree_leaves((args, kwargs))]
+    def look(self, func, given, result) -> None:
+        name = func.overloadpacket.__name__
         if any(word in name for word in ("copy", "clone", "stack", "cat", "add", "contiguous")):
-            if any(isinstance(leaf, torch.Tensor) and leaf.numel() >= self._least_numel for leaf in leaves):
+            if any(isinstance(leaf, torch.Tensor) and leaf.numel() >= self.least_numel for leaf in tree_leaves(given)):
                 self.seen.append(name)
-        return func(*args, **(kwargs or {}))
 
 
 @recipes.every_recipe
@@ -220,9 +237,10 @@ def test_scattered_weights_are_not_copied(recipe, kind, monkeypatch):
         parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
     x, scale = torch.randn(8, hidden, requires_grad=True), torch.ones(8)
     # The kernels' twins are not looked at: they are written with torch's operators.
-    calls = CopiesSeen(hidden * ffn)
+    calls = CopiesSeen()
+    calls.least_numel = hidden * ffn
     for name in twin.__all__:
-        monkeypatch.setattr(twin, name, unseen(getattr(twin, name)))
+        monkeypatch.setattr(twin, name, partial(unseen, getattr(twin, name)))
     with calls:
         y = layer(x, [5, 3]) if kind == "linear" else layer(x, [5, 3], scale)
         y.sum().backward()
@@ -233,14 +251,10 @@ def test_scattered_weights_are_not_copied(recipe, kind, monkeypatch):
     assert calls.seen
 
 
-def unseen(function):
+def unseen(function, *args, **kwargs):
     """The function, out of sight of dispatch modes."""
-
-    def call(*args, **kwargs):
-        with torch._C._DisableTorchDispatch():
-            return function(*args, **kwargs)
-
-    return call
+    with torch._C._DisableTorchDispatch():
+        return function(*args, **kwargs)
 
 
 @recipes.every_recipe
@@ -256,7 +270,7 @@ def test_groups_of_any_size(recipe, splits):
         return
     for name, exact in cases.mlp_oracle(inputs, case).items():
         if name != "d_scale" or sizes.num_used > 4:  # of few numbers, which may be small by chance
-            assert relative_error(recipes.rows_of_groups(ran.tensors[name], name, sizes), exact) < 1.25 * most, name
+            assert relative_error(cases.of_groups(name, ran.tensors[name], sizes), exact) < 1.25 * most, name
     for name in ("d_fc1.weight", "d_fc2.weight"):
         assert [bool(part.any()) for part in ran.tensors[name]] == [count > 0 for count in splits]
 

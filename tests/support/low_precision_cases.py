@@ -1,24 +1,39 @@
 """Recipes, the numbers that they make, sizes and cases that tests of layers in low precision share."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import low_precision_oracle as oracle
 import pytest
 import torch
-from grouped_cases import BUFFERS, DTYPES, Case, Sizes, assert_same_bits, make_inputs, make_linear, used, used_values
+from grouped_cases import BUFFERS, DTYPES, Case, Sizes, assert_same_bits, make_inputs, make_linear
 from row_ranges import whole_groups
 
-from symmoe import GroupedMLP, ScaledSwiGLU
-from symmoe.kernels import for_device
+from symmoe import GroupedMLP, MoEConfig, ScaledSwiGLU
+from symmoe.kernels import for_device, twin
 from symmoe.precision import MXFP8, NVFP4, Float8Block
 
 RECIPES = [Float8Block(), Float8Block(power_of_two=True), MXFP8(), NVFP4()]
 
 every_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=str)
 
+# Marks. A kernel whose warps wait for each other for ever cannot be interrupted: the process ends.
+ON_GPUS = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(300, method="thread"),
+    pytest.mark.skipif(
+        torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0),
+        reason="needs a GPU that converts to E4M3: Hopper and newer",
+    ),
+]
+
 # Without rows, one row, unaligned, more than a tile; widths that end within a block of 128.
 SIZES = Sizes(splits=(130, 0, 1, 25), lead=(16, 10), hidden=160, ffn=96)
+
+# The same on GPUs: of whole tiles, and such that end within a block.
+LARGE = Sizes(splits=(300, 0, 1, 129, 70), lead=(51, 10), hidden=512, ffn=256)
+LARGE_ODD = replace(LARGE, hidden=544, ffn=288)
 
 SMALL = Sizes(splits=(9, 0, 1, 14), lead=(7, 4), hidden=160, ffn=96)
 
@@ -40,12 +55,6 @@ NUMBERS = {
 ONE_PRODUCT = {"e4m3": 0.045, "e2m1": 0.25}
 
 TWO_LAYERS = {"e4m3": 0.08, "e2m1": 0.4}  # each of which adds its own
-
-
-def rows_of_groups(tensor: torch.Tensor, name: str, sizes: Sizes = SIZES) -> torch.Tensor:
-    if name in ("y", "d_x"):
-        return used(tensor, sizes)
-    return used_values(tensor, sizes) if name == "d_scale" else tensor
 
 
 def check_bias_gradients(recipe, way: str, dtype: torch.dtype, device: str = "cpu") -> None:
@@ -91,3 +100,22 @@ CASES = [  # every pair of two options
         zip(DTYPES, BUFFERS, strict=True), (False, True), (False, True), (False, True)
     )
 ]
+
+
+def config_for(num_ranks: int, **options) -> MoEConfig:
+    return MoEConfig(
+        hidden=64, ffn=32, num_experts=2 * num_ranks, top_k=2, **{"schedule": "always-overlapped", **options}
+    )
+
+
+def count_calls(monkeypatch, *names: str) -> dict[str, int]:
+    """How often the kernels of these names are called from now on."""
+    counts = dict.fromkeys(names, 0)
+
+    def counted(name: str, call, *args, **options):
+        counts[name] += 1
+        return call(*args, **options)
+
+    for name in names:
+        monkeypatch.setattr(twin, name, partial(counted, name, getattr(twin, name)))
+    return counts

@@ -73,9 +73,9 @@ def is_poison(tensor: torch.Tensor) -> bool:
     return tensor.numel() == 0 or bool((tensor.contiguous().view(torch.uint8) == POISON).all())
 
 
-def experts_of(w1: torch.Tensor, w2: torch.Tensor) -> GroupedMLP:
+def experts_of(w1: torch.Tensor, w2: torch.Tensor, **options) -> GroupedMLP:
     """A GroupedMLP with these weights, [G, 2I, H] and [G, H, I]."""
-    experts = GroupedMLP(w1.shape[0], w1.shape[2], w2.shape[2], dtype=w1.dtype, device=w1.device)
+    experts = GroupedMLP(w1.shape[0], w1.shape[2], w2.shape[2], dtype=w1.dtype, device=w1.device, **options)
     with torch.no_grad():
         experts.fc1.weight.copy_(w1)
         experts.fc2.weight.copy_(w2)
@@ -104,15 +104,21 @@ def mlp_with_room(
 
 
 class Watching(TorchDispatchMode):
-    """Lets operators be, and notes them in `seen`. Under any mode a layer's step is an operator."""
+    """Lets operators be, and notes them in `seen`, or what a subclass sees of them. Under any mode a layer's step is an
+    operator."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: set[object] = set()
+        self.seen: list[object] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen.add(func)
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        self.look(func, (args, kwargs), result)
+        return result
+
+    def look(self, func, given, result) -> None:
+        """At an operator, what it was given, args and kwargs, and what it returns."""
+        self.seen.append(func)
 
 
 class Findings:
