@@ -378,11 +378,9 @@ class Faults:
         """Gives the error its flight record."""
         if self._is_captured:
             return
-        backend = "host" if self._waits.device.type == "cpu" else "nvshmem"
-        facts = {"backend": backend, "timeout_s": self._waits.timeout_s}
         try:
             with self._streams.at_once():
-                error.flight = flight_record.describe(self._flight, error, status, self._peers, facts)
+                error.flight = flight_record.describe(self._waits, error, status)
         except RuntimeError as problem:
             logger.warning("rank %d cannot make a flight record: %s", self._rank, problem)
 

@@ -7,16 +7,15 @@ import json
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from symmoe.errors import SymmoeError
 from symmoe.kernels import control
 from symmoe.kernels.control import Peers
-from symmoe.symm_mem.reports import CHOICES
-from symmoe.symm_mem.waits import FlightRing
+from symmoe.symm_mem.reports import CHOICES, mailbox, signals
+from symmoe.symm_mem.waits import Waits
 
 FORMAT = "symmoe flight record 1"
 MAX_FILES = 100  # of one rank and process in one folder
@@ -24,12 +23,10 @@ _STATUS_KINDS = ("ok", "timeout", "fault", "plan", "mismatch", "abort", "rail")
 _NAMES = {**CHOICES, "dtype": [str(dtype).removeprefix("torch.") for dtype in control.DTYPES]}
 
 
-def describe(
-    flight: FlightRing, error: SymmoeError, status: Sequence[int], peers: Peers, facts: dict[str, Any]
-) -> dict[str, Any]:
-    """The record of an error that is about to be raised as a dict for JSON, with the last calls, the words of the
-    status record, and facts of the heap. Reads the control block, on the current stream."""
-    now_ns, wall_s, calls = time.monotonic_ns(), time.time(), flight.calls
+def describe(waits: Waits, error: SymmoeError, status: Sequence[int]) -> dict[str, Any]:
+    """The record of an error that is about to be raised as a dict for JSON, with the last calls and the words of the
+    status record. Reads the control block, on the current stream."""
+    now_ns, wall_s, calls, peers = time.monotonic_ns(), time.time(), waits.flight.calls, waits.peers
     plan_epoch = next((call[1] for call in reversed(calls) if call[2] & 0xFF == control.PHASE_PLAN), None)
     names = ("peer", "expected", "seen", "epoch", "where")
     facts_of_error = ("rank", "phase", "expected", "seen", "reported_by")
@@ -39,7 +36,8 @@ def describe(
         "rank": peers.in_group(peers.rank),
         "num_ranks": peers.layout.num_rows,
         "pid": os.getpid(),
-        **facts,
+        "backend": "host" if waits.device.type == "cpu" else "nvshmem",
+        "timeout_s": waits.timeout_s,
         "written_unix_s": wall_s,
         "error": {"type": type(error).__name__, "text": str(error), **known},
         "status": {
@@ -82,24 +80,15 @@ def _create(folder: Path, stem: str) -> tuple[Path, int]:
 
 
 def _describe_control_block(peers: Peers, plan_epoch: int | None) -> dict[str, Any]:
-    layout, num_ranks = peers.layout, peers.num_ranks
-    block = peers.views[peers.rank][: layout.num_bytes].cpu()
-
-    def words(offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return block[offset : offset + dtype.itemsize * torch.Size(shape).numel()].view(dtype).view(shape)
-
-    counters = words(layout.counters, (control.NUM_COUNTERS,), torch.int64).tolist()
-    mailbox = words(layout.mailbox, (2, num_ranks, control.MAIL_WORDS), torch.int64)[:, :, 0].tolist()
-    signals = words(layout.signals, (num_ranks, control.SIGNAL_WORDS), torch.int64)[:, 0].tolist()
+    here = replace(peers, rank=0, views=(peers.views[peers.rank][: peers.layout.num_bytes].cpu(),))
     described = {
-        "barrier_epoch": counters[control.BARRIER_EPOCH],
+        "barrier_epoch": here.epoch,
         # The last epoch that each rank has sent here, even if a rank that gave up has written over it.
-        "epoch_of_rank": [max(word & control.EPOCH_MASK for word in sent) >> 1 for sent in zip(*mailbox, strict=True)],
-        "signal_of_rank": [word & control.EPOCH_MASK for word in signals],
+        "epoch_of_rank": ((mailbox(here, 0)[..., 0] & control.EPOCH_MASK) >> 1).amax(0).tolist(),
+        "signal_of_rank": (signals(here, 0)[:, 0] & control.EPOCH_MASK).tolist(),
     }
     if plan_epoch is not None:
-        table = words(layout.count_table, (2, layout.num_rows, layout.row_words), torch.int32)[plan_epoch & 1]
-        described["num_tokens_of_rank"] = table[:, control.HEAD_NUM_TOKENS].tolist()
+        described["num_tokens_of_rank"] = here.count_table(0, plan_epoch)[:, control.HEAD_NUM_TOKENS].tolist()
     return described
 
 
