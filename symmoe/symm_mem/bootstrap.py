@@ -32,7 +32,7 @@ _NUM_LOOKS = 3  # in a single look the thread may be waiting for the lock
 class Bootstrap:
     """The EP group as plain bytes. All methods are collective over the group; properties are not. `group=None` without
     an initialised process group is a group of one. timeout_s: bound of each wait for a peer; None: the group's timeout.
-    A wait that has failed may break the group. ranks: the ranks in the EP group of those that take part.
+    A wait that has failed may break the group.
 
     Every method raises:
         PeerTimeout: a peer did not come in time; rank -1 in a group without CPU tensors (only NCCL).
@@ -49,7 +49,6 @@ class Bootstrap:
         self._phase, self._bound = control.PHASE_START, "start_timeout_s"
         self.rank = 0 if self._is_single else dist.get_rank(group)
         self.num_ranks = 1 if self._is_single else dist.get_world_size(group)
-        self.ranks = tuple(range(self.num_ranks))
         # A group with any CPU backend takes CPU tensors, an NCCL-only group such on the current GPU of this thread:
         # another thread may call the methods, with another current GPU.
         takes_cpu = self._is_single or "cpu" in dist.get_backend_config(group) or dist.get_backend(group) == "gloo"
@@ -187,26 +186,6 @@ class Bootstrap:
             seen=self._num_exchanges - 1,
             bound=("the process group's timeout", waited_s) if timeout_s is None else (self._bound, timeout_s),
         )
-
-
-class NodeBootstrap(Bootstrap):
-    """The ranks of one node of a group, for what has to be built in every node. Its methods are collective over the
-    whole group, and an error is raised on all its ranks."""
-
-    def __init__(self, whole: Bootstrap, ranks: tuple[int, ...]) -> None:
-        self._whole, self.ranks = whole, ranks
-        self.rank, self.num_ranks = ranks.index(whole.rank), len(ranks)
-
-    @property
-    def global_ranks(self) -> list[int]:
-        return [self._whole.global_ranks[rank] for rank in self.ranks]
-
-    def all_gather_bytes(self, payload: bytes, *, num_bytes: int) -> list[bytes]:
-        gathered = self._whole.all_gather_bytes(payload, num_bytes=num_bytes)
-        return [gathered[rank] for rank in self.ranks]
-
-    def agree(self, problem: SymmoeError | None) -> None:
-        self._whole.agree(problem)
 
 
 def _group_problem(group: object) -> ArgumentError | None:

@@ -80,9 +80,6 @@ class OneNode:
         """Leaves at the end of the context, or a moment after its begin."""
         return nullcontext()
 
-    def close(self) -> None:
-        """Ends the connections. Local."""
-
 
 class Faults:
     """The errors of one rank on one heap. Methods return errors and do not raise them: a frame with a name for an error

@@ -7,7 +7,9 @@ import json
 import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,22 +63,15 @@ def write(record: dict[str, Any], folder: str) -> str:
         return ""
     try:
         os.makedirs(folder, mode=0o700, exist_ok=True)
-        path, file = _create(Path(folder), f"symmoe-flight-rank{record['rank']}-pid{record['pid']}")
-        with os.fdopen(file, "w") as stream:
-            json.dump(record, stream, indent=1)
-    except OSError as problem:
-        return f" (no flight record in {folder}: {problem.strerror})"
-    return f" (flight record: {path})"
-
-
-def _create(folder: Path, stem: str) -> tuple[Path, int]:
-    for number in range(MAX_FILES):
-        path = folder / f"{stem}-{number}.json"
-        try:
-            return path, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-        except FileExistsError:
-            continue
-    raise OSError(0, f"there are {MAX_FILES} of this process already")
+        for number in range(MAX_FILES):
+            path = Path(folder) / f"symmoe-flight-rank{record['rank']}-pid{record['pid']}-{number}.json"
+            with suppress(FileExistsError), open(path, "x", opener=partial(os.open, mode=0o600)) as stream:
+                json.dump(record, stream, indent=1)
+                return f" (flight record: {path})"
+        problem: str | None = f"there are {MAX_FILES} of this process already"
+    except OSError as error:
+        problem = error.strerror
+    return f" (no flight record in {folder}: {problem})"
 
 
 def _describe_control_block(peers: Peers, plan_epoch: int | None) -> dict[str, Any]:

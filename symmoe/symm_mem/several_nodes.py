@@ -109,21 +109,13 @@ class Nodes(OneNode):
         with self.turn:
             raise_for(self.faults.after_meeting(self.enter(call, sizes, rail_rows), call))
 
-    def exchange(self, sends: Pairs, receives: Pairs, phase: int, **options: int) -> None:
-        """Meets as :meth:`meet` does, with its options, then sends tensors to every other node, and receives what it
-        sends (see Payload.begin). On GPUs that is work of the current stream. What is received may be used as it is
-        only after the next barrier, or where the kernel `other_counts` has found no failure."""
-        with self.turn:
-            self.meet(phase, **options)
-            with self.moving(sends, receives):
-                pass
-
     @contextmanager
     def moving(self, sends: Pairs, receives: Pairs) -> Iterator[Callable[[], None]]:
-        """A context in which tensors travel as in :meth:`exchange`, after :meth:`meet`, while the host, and on GPUs the
-        current stream, do other things. Collective over the group; one at a time. By its end all have come, also after
-        an exception, unless a peer is gone. Yields a function that waits for them, on GPUs for later work of the
-        current stream."""
+        """A context after :meth:`meet` in which tensors go to every other node, and what it sends comes (see
+        Payload.begin), while the host, and on GPUs the current stream, do other things. Collective over the group; one
+        at a time. By its end all have come, also after an exception, unless a peer is gone. Yields a function that
+        waits for them, on GPUs for later work of the current stream. What has come may be used as it is only after the
+        next barrier, or where the kernel `other_counts` has found no failure."""
         with self.turn:
             self.begin(sends, receives)
         try:
@@ -263,12 +255,6 @@ class Nodes(OneNode):
             timer.cancel()
             self.leave()
 
-    def close(self) -> None:
-        self._ends.set()
-        self.payload.close()
-        self.lane.close()
-        self._started.clear()  # which would keep connections open
-
     # -- on the rail ----------------------------------------------------------------------------------------------
 
     def start(self, faults: Faults) -> None:
@@ -289,6 +275,13 @@ class Nodes(OneNode):
 
         if self.payload.progress is not None:
             threading.Thread(target=run, name="symmoe-rail", daemon=True).start()
+
+    def close(self) -> None:
+        """Ends the connections. Local."""
+        self._ends.set()
+        self.payload.close()
+        self.lane.close()
+        self._started.clear()  # which would keep connections open
 
     def _look(self) -> bool:
         """Notes what is overdue, and lets peers of this node see whether this rank is on its rail. Whether to go on. As

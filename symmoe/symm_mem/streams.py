@@ -291,9 +291,7 @@ class Access:
     def __enter__(self) -> None:
         if not self.is_open:
             self.check()
-        if not self._turn.acquire(blocking=False):
-            raise self._is_taken()
-        self._thread = threading.get_ident()
+        self._take_turn()
 
     def __exit__(self, *exc: object) -> None:
         self._turn.release()
@@ -301,20 +299,20 @@ class Access:
     @contextmanager
     def even_suspended(self) -> Iterator[None]:
         """The same on a heap that has no memory."""
-        if not self._turn.acquire(blocking=False):
-            raise self._is_taken()
-        self._thread = threading.get_ident()
+        self._take_turn()
         try:
             yield
         finally:
             self._turn.release()
 
-    def _is_taken(self) -> ConcurrentUse:
-        other = {thread.ident: thread.name for thread in threading.enumerate()}.get(self._thread, self._thread)
-        return ConcurrentUse(
-            f"thread '{threading.current_thread().name}' calls a heap on which thread '{other}' "
-            "is in a call: threads take turns on a heap, in the same order on all ranks, or have a heap each"
-        )
+    def _take_turn(self) -> None:
+        if not self._turn.acquire(blocking=False):
+            other = {thread.ident: thread.name for thread in threading.enumerate()}.get(self._thread, self._thread)
+            raise ConcurrentUse(
+                f"thread '{threading.current_thread().name}' calls a heap on which thread '{other}' "
+                "is in a call: threads take turns on a heap, in the same order on all ranks, or have a heap each"
+            )
+        self._thread = threading.get_ident()
 
 
 class OneCall:
