@@ -21,7 +21,7 @@ from symmoe.kernels import control
 from symmoe.symm_mem import suspension
 from symmoe.symm_mem.faults import UNRAISED
 from symmoe.symm_mem.memory import Lease, lease_problem
-from symmoe.symm_mem.start import START_TIMEOUT_S, HeapOptions, HeapParts
+from symmoe.symm_mem.start import START_TIMEOUT_S, HeapParts
 from symmoe.symm_mem.streams import capture_id
 from symmoe.tape.recorder import Tapes, recorded, recorded_on_cpus
 from symmoe.torch_internals import STOPS_RECOMPUTATION, current_device
@@ -115,7 +115,7 @@ class SymmetricHeap(HeapParts):
         start_timeout_s: float = START_TIMEOUT_S,
         ranks_per_node: int | None = None,
     ) -> None:
-        super().__init__(group, HeapOptions(num_bytes, backend, timeout_s, start_timeout_s, ranks_per_node))
+        super().__init__(group, num_bytes, backend, timeout_s, start_timeout_s, ranks_per_node)
         self._begin()
         for _ in range(2):  # compiles the barrier, and shows that ranks reach each other in both halves of the mailbox
             self.waits.barrier(control.pack_call(phase=control.PHASE_START))

@@ -85,9 +85,8 @@ def experts_of(w1: torch.Tensor, w2: torch.Tensor) -> GroupedMLP:
 def give_room(heap: SymmetricHeap, kind: tuple[int, int], num_tokens: int, num_rows: int) -> None:
     """The next call with exact capacity and so many tokens gets room for little more than num_rows rows; it measures
     if that is 0. kind: the numbers of experts and of those of a token. The same on all ranks but for num_tokens."""
-    history = heap.row_histories[(*kind, 0)]
-    history.forget()
-    history.note(num_tokens, num_rows, num_rows)
+    heap.row_histories.pop((*kind, 0), None)
+    heap.row_histories[(*kind, 0)].note(num_tokens, num_rows, num_rows)
 
 
 def mlp_with_room(
