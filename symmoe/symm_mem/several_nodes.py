@@ -443,23 +443,22 @@ def _connect_hosts(bootstrap: Bootstrap, topology: Topology, token: bytes, timeo
 def _make_payload(
     bootstrap: Bootstrap, topology: Topology, device: torch.device, name: str, options: dict[str, Any]
 ) -> Payload:
-    if device.type == "cpu":
-        return bootstrap.attempt(lambda: _make_gloo_rail(topology, bootstrap.store, name, options))
-    library = bootstrap.attempt(Nccl)  # together: a rank without it would keep the others waiting
-    made: list[NcclRail] = []
+    # Together: a rank without NCCL would keep the others waiting.
+    library = None if device.type == "cpu" else bootstrap.attempt(Nccl)
+    at, made = (bootstrap.store, name), list[Payload]()
+
+    def make() -> None:
+        try:
+            made.append(GlooRail(*at, **options) if library is None else NcclRail(library, *at, **options))
+        except RuntimeError as error:
+            reason = str(error).split("\n", 1)[0]
+            text = f"rank {topology.rank} on node {topology.node} does not connect to its rail, ranks {topology.rail}"
+            raise BackendUnavailable(f"{text}: {reason}; {_HINT}") from error
+
     try:
-        bootstrap.attempt(lambda: made.append(NcclRail(library, bootstrap.store, name, **options)))
+        bootstrap.attempt(make)
     except SymmoeError:
         for each in made:
-            each.end()
+            each.close()
         raise
     return made[0]
-
-
-def _make_gloo_rail(topology: Topology, store: Any, name: str, options: dict[str, Any]) -> GlooRail:
-    try:
-        return GlooRail(store, name, **options)
-    except RuntimeError as error:
-        reason = str(error).split("\n", 1)[0]
-        text = f"rank {topology.rank} on node {topology.node} does not connect to its rail, ranks {topology.rail}"
-        raise BackendUnavailable(f"{text}: {reason}; {_HINT}") from error

@@ -172,20 +172,17 @@ class Waits:
         return arrived
 
     def _note(self, call: int, generation: int, fault: bool, peer: int = BARRIER) -> tuple[int, int]:
-        """Notes a wait that is about to be launched, for the signal of `peer` or in a barrier; its bound, and the call
-        with the plan's generation."""
+        """Notes a wait that is about to be launched, for the signal of `peer` or in a barrier; its bound in
+        nanoseconds, and the call with the plan's generation."""
         call |= generation * _GENERATION & _PLAN
         self.flight.launched(call, peer)
         first = self.compiles and self.first_times.is_first(call, peer, epoch=self.flight.epoch, fault=fault)
-        return self._timeout_ns(first), call
+        # Never the longer one in a graph, where every replay would have it.
+        _, bound_s = self.bound(first and not capture_id(self.device))
+        return int(min(bound_s, _ENDLESS_S) * 1e9), call
 
     def bound(self, first: bool) -> tuple[str, float]:
         """Name and value of the bound of a wait, `first` as in FirstTimes."""
         if first and self.start_timeout_s > self.timeout_s:
             return "start_timeout_s", self.start_timeout_s
         return "timeout_s", self.timeout_s
-
-    def _timeout_ns(self, first: bool) -> int:
-        """The bound for the kernel; never the longer one in a graph, where every replay would have it."""
-        bound_s = self.bound(not capture_id(self.device))[1] if first else self.timeout_s
-        return int(min(bound_s, _ENDLESS_S) * 1e9)
