@@ -6,10 +6,11 @@ import atexit
 import copy
 import functools
 import json
-import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -224,13 +225,9 @@ def _wait_for_gloo_at_exit() -> None:
 
 def _is_gloo_asleep() -> bool:
     """Whether none of gloo's threads runs or could run."""
-    for thread in os.listdir("/proc/self/task"):
-        try:
-            with open(f"/proc/self/task/{thread}/stat", encoding="utf-8") as file:
-                _, _, rest = file.read().partition("(")
-        except OSError:
-            continue  # the thread has ended
-        name, _, state = rest.rpartition(") ")
-        if name == _GLOO_THREAD and not state.startswith("S"):
-            return False
+    for thread in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # the thread has ended
+            name, _, state = (thread / "stat").read_text(encoding="utf-8").partition("(")[2].rpartition(") ")
+            if name == _GLOO_THREAD and not state.startswith("S"):
+                return False
     return True

@@ -16,7 +16,7 @@ from typing import Any
 from symmoe.errors import SymmoeError
 from symmoe.kernels import control
 from symmoe.kernels.control import Peers
-from symmoe.symm_mem.reports import CHOICES, mailbox, signals
+from symmoe.symm_mem.reports import CHOICES
 from symmoe.symm_mem.waits import Waits
 
 FORMAT = "symmoe flight record 1"
@@ -75,12 +75,12 @@ def write(record: dict[str, Any], folder: str) -> str:
 
 
 def _describe_control_block(peers: Peers, plan_epoch: int | None) -> dict[str, Any]:
-    here = replace(peers, rank=0, views=(peers.views[peers.rank][: peers.layout.num_bytes].cpu(),))
+    here = replace(peers, rank=0, views=(peers.control_block.cpu(),))
     described = {
         "barrier_epoch": here.epoch,
         # The last epoch that each rank has sent here, even if a rank that gave up has written over it.
-        "epoch_of_rank": ((mailbox(here, 0)[..., 0] & control.EPOCH_MASK) >> 1).amax(0).tolist(),
-        "signal_of_rank": (signals(here, 0)[:, 0] & control.EPOCH_MASK).tolist(),
+        "epoch_of_rank": ((here.mailbox(0)[..., 0] & control.EPOCH_MASK) >> 1).amax(0).tolist(),
+        "signal_of_rank": (here.signals(0)[:, 0] & control.EPOCH_MASK).tolist(),
     }
     if plan_epoch is not None:
         described["num_tokens_of_rank"] = here.count_table(0, plan_epoch)[:, control.HEAD_NUM_TOKENS].tolist()

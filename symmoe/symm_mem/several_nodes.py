@@ -34,7 +34,7 @@ from symmoe.nodes.reach import DEVICE_VARIABLE, Endpoint, Link, Listener, connec
 from symmoe.nodes.topology import Topology, make_rank_maps
 from symmoe.symm_mem.bootstrap import Bootstrap
 from symmoe.symm_mem.faults import Faults, OneNode
-from symmoe.symm_mem.reports import Fault, Report, mailbox, mismatch_error, write_word
+from symmoe.symm_mem.reports import Fault, Report, mismatch_error, write_word
 from symmoe.symm_mem.streams import Access, Branch, Streams, capture_id
 from symmoe.symm_mem.waits import ALL_BUT_PLAN, Waits
 from symmoe.tape.recorder import recorded_in_order
@@ -226,7 +226,7 @@ class Nodes(OneNode):
     def has_said_why(self, peer: int) -> bool:
         """See OneNode. Waits for that while the peer waits for its rail, a little longer than it can."""
         its_counters = self._peers.counters(peer)
-        own_mailbox, deadline = mailbox(self._peers, self._peers.rank), time.monotonic() + self._bound_s
+        own_mailbox, deadline = self._peers.mailbox(self._peers.rank), time.monotonic() + self._bound_s
         self.lane.say_once(WAITS)
         while True:
             with self._streams.at_once():

@@ -98,7 +98,7 @@ class HeapParts:
         self.faults = Faults(self.waits, self.streams, self.one_call, self.row_histories.clear, self.nodes or OneNode())
         if self.nodes is not None:
             self.nodes.start(self.faults)
-        peers.views[peers.rank][: peers.layout.num_bytes].zero_()
+        peers.control_block.zero_()
         self.streams.synchronize()
         whole.barrier()  # no rank may signal into a control block that is not zeroed yet
 

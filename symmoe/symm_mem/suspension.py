@@ -44,7 +44,7 @@ def give_back(heap: HeapParts) -> torch.Tensor:
     try:
         group.agree(_problem(heap))  # then what peers had launched is done, too
         is_agreed = True
-        kept = _control_block(heap).to("cpu", copy=True)
+        kept = heap.peers.control_block.to("cpu", copy=True)
         group.attempt(heap._arenas.suspend)
         return kept
     except BaseException as error:
@@ -59,11 +59,7 @@ def bring_back(heap: HeapParts, kept: torch.Tensor) -> None:
     group, poison = heap.bootstrap.within(heap.waits.timeout_s, PHASE_SUSPEND), heap.faults.poison
     group.agree(None if poison is None else HeapPoisoned(f"an earlier call failed: {poison}"))
     heap._arenas.resume(group)
-    _control_block(heap).copy_(kept)
+    heap.peers.control_block.copy_(kept)
     heap.streams.synchronize()
     group.barrier()  # nobody may signal into a block that is not written yet
     heap._access.is_open = True
-
-
-def _control_block(heap: HeapParts) -> torch.Tensor:
-    return heap.peers.views[heap.peers.rank][: heap.peers.layout.num_bytes]
