@@ -60,7 +60,8 @@ class Listener:
         self.endpoint = Endpoint(device)
         if address:
             with contextlib.suppress(OSError):  # then it listens nowhere, which peers find
-                self._socket = socket.create_server((address, 0), family=_family(address), backlog=socket.SOMAXCONN)
+                family = socket.AF_INET6 if ":" in address else socket.AF_INET
+                self._socket = socket.create_server((address, 0), family=family, backlog=socket.SOMAXCONN)
                 self.endpoint = Endpoint(device or _device_with(address), address, self._socket.getsockname()[1])
 
     def __enter__(self) -> Listener:
@@ -169,7 +170,3 @@ def _address_of_host() -> str:
 
 def _device_with(address: str) -> str:
     return next((name for _, name in socket.if_nameindex() if _address_of(name) == address), "")
-
-
-def _family(address: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET

@@ -15,7 +15,6 @@ from typing import Any
 
 from symmoe.errors import SymmoeError
 from symmoe.kernels import control
-from symmoe.kernels.control import Peers
 from symmoe.symm_mem.reports import CHOICES
 from symmoe.symm_mem.waits import Waits
 
@@ -29,7 +28,9 @@ def describe(waits: Waits, error: SymmoeError, status: Sequence[int]) -> dict[st
     """The record of an error that is about to be raised as a dict for JSON, with the last calls and the words of the
     status record. Reads the control block, on the current stream."""
     now_ns, wall_s, calls, peers = time.monotonic_ns(), time.time(), waits.flight.calls, waits.peers
+    here = replace(peers, rank=0, views=(peers.control_block.cpu(),))
     plan_epoch = next((call[1] for call in reversed(calls) if call[2] & 0xFF == control.PHASE_PLAN), None)
+    tokens = [] if plan_epoch is None else here.count_table(0, plan_epoch)[:, control.HEAD_NUM_TOKENS].tolist()
     names = ("peer", "expected", "seen", "epoch", "where")
     facts_of_error = ("rank", "phase", "expected", "seen", "reported_by")
     known = {name: getattr(error, name) for name in facts_of_error if hasattr(error, name)}
@@ -47,7 +48,11 @@ def describe(waits: Waits, error: SymmoeError, status: Sequence[int]) -> dict[st
             "phase": control.PHASES[status[control.STATUS_PHASE]],
             **dict(zip(names, status[control.STATUS_PEER : control.STATUS_WHERE + 1], strict=True)),
         },
-        **_describe_control_block(peers, plan_epoch),
+        "barrier_epoch": here.epoch,
+        # The last epoch that each rank has sent here, even if a rank that gave up has written over it.
+        "epoch_of_rank": ((here.mailbox(0)[..., 0] & control.EPOCH_MASK) >> 1).amax(0).tolist(),
+        "signal_of_rank": (here.signals(0)[:, 0] & control.EPOCH_MASK).tolist(),
+        **({"num_tokens_of_rank": tokens} if tokens else {}),
         "calls": [_describe_call(call, wall_s - now_ns / 1e9) for call in calls],
     }
 
@@ -72,19 +77,6 @@ def write(record: dict[str, Any], folder: str) -> str:
     except OSError as error:
         problem = error.strerror
     return f" (no flight record in {folder}: {problem})"
-
-
-def _describe_control_block(peers: Peers, plan_epoch: int | None) -> dict[str, Any]:
-    here = replace(peers, rank=0, views=(peers.control_block.cpu(),))
-    described = {
-        "barrier_epoch": here.epoch,
-        # The last epoch that each rank has sent here, even if a rank that gave up has written over it.
-        "epoch_of_rank": ((here.mailbox(0)[..., 0] & control.EPOCH_MASK) >> 1).amax(0).tolist(),
-        "signal_of_rank": (here.signals(0)[:, 0] & control.EPOCH_MASK).tolist(),
-    }
-    if plan_epoch is not None:
-        described["num_tokens_of_rank"] = here.count_table(0, plan_epoch)[:, control.HEAD_NUM_TOKENS].tolist()
-    return described
 
 
 def _describe_call(entry: list[Any], wall_offset_s: float) -> dict[str, Any]:

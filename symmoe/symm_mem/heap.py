@@ -381,7 +381,10 @@ class SymmetricHeap(HeapParts):
         if self._access.is_suspended and self.faults.poison is None:
             return
         with self._access:
-            suspension.refuse(self)
+            if self.nodes is not None:
+                raise ArgumentError("suspend: a heap that spans nodes cannot, their connections hold its memory")
+            if self.streams.capture:
+                raise ArgumentError("suspend: a CUDA graph is being captured; suspend before or after it")
             self.synchronize()
             self.barrier(control.PHASE_SUSPEND)
             self.synchronize()

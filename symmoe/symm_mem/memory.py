@@ -237,17 +237,12 @@ class Memory:
                 arena.give_back(offset + kept, size - kept)
                 self._live[offset], span.place = (num_bytes, span.name), (arena, (offset, kept))
 
-    def release_graphs(self) -> None:
-        """Takes back the memory of captured graphs."""
-        for capture in list(self._graph_arenas):
-            self.release_graph(capture)
-
-    def release_graph(self, capture: int) -> None:
-        """Takes back the memory of one captured graph, if it had any."""
+    def release_graphs(self, *captures: int) -> None:
+        """Takes back the memory of these captured graphs, of which some may have none; by default of all."""
         with self.lock:
-            arena = self._graph_arenas.pop(capture, None)
-            for span in () if arena is None else arena.clear():
-                self.give_back(self.arena, span)
+            for capture in captures or [*self._graph_arenas]:
+                for span in self._graph_arenas.pop(capture, Arena(0, 0)).clear():
+                    self.give_back(self.arena, span)
 
     def _return(self, arena: Arena, span: tuple[int, int], *, was_dropped: bool = False) -> None:
         self._live.pop(span[0], None)

@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Hashable
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -59,10 +58,9 @@ class HeapParts:
         start_s = min(start_timeout_s, MAX_S) if is_usable else START_TIMEOUT_S
         self.bootstrap, whole = Bootstrap(group), Bootstrap(group, start_s)
         self.rank, self.num_ranks, is_on_host = whole.rank, whole.num_ranks, self.backend == "host"
-        options: dict[str, Any] = {"num_bytes": num_bytes, "backend": self.backend, "timeout_s": timeout_s}
-        options["ranks_per_node"] = ranks_per_node
-        self._tape_mode = whole.attempt(partial(_check, whole, start_timeout_s=start_timeout_s, **options))
-        _agree_on(whole, options)
+        timeouts = {"timeout_s": timeout_s, "start_timeout_s": start_timeout_s}
+        self._tape_mode = whole.attempt(partial(_check, whole, num_bytes, self.backend, ranks_per_node, timeouts))
+        _agree_on(whole, num_bytes=num_bytes, backend=self.backend, timeout_s=timeout_s, ranks_per_node=ranks_per_node)
         gpu = None if is_on_host else str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
         domains = whole.gather(whole.attempt(partial(find_place, gpu)).domain)  # by rank, whose memory it can reach
         self.topology = topology = find_topology(domains, whole.rank, ranks_per_node)
@@ -114,7 +112,9 @@ def _warn_of_missing_group(group: dist.ProcessGroup | None) -> None:
         )
 
 
-def _check(bootstrap: Bootstrap, num_bytes: int, backend: str, ranks_per_node: int | None, **timeouts: float) -> str:
+def _check(
+    bootstrap: Bootstrap, num_bytes: int, backend: str, ranks_per_node: int | None, timeouts: dict[str, float]
+) -> str:
     """Raises for what is wrong on this rank; the mode of tapes."""
     least = ControlLayout(bootstrap.num_ranks).num_bytes + ALIGNMENT_BYTES
     if backend not in ("host", "nvshmem"):
@@ -122,8 +122,8 @@ def _check(bootstrap: Bootstrap, num_bytes: int, backend: str, ranks_per_node: i
     if not isinstance(num_bytes, int) or not least <= num_bytes < 1 << 63:
         bounds = f"at least {least} for {bootstrap.num_ranks} ranks, and less than 2**63"
         raise ArgumentError(f"num_bytes ({num_bytes!r}) must be an int of {bounds}")
-    for name in ("timeout_s", "start_timeout_s"):
-        raise_for(_timeout_problem(name, timeouts[name]))
+    for name, timeout_s in timeouts.items():
+        raise_for(_timeout_problem(name, timeout_s))
     tape_mode = os.environ.get("SYMMOE_TAPES") or MODES[0]
     if tape_mode not in MODES:
         raise ArgumentError(f"SYMMOE_TAPES ({tape_mode!r}) must be one of {', '.join(map(repr, MODES))}")
@@ -143,7 +143,7 @@ def _timeout_problem(name: str, value: object) -> ArgumentError | None:
     return ArgumentError(f"{name} ({value!r}) must be a number greater than 0, of at most {MAX_S:.0e} s or math.inf")
 
 
-def _agree_on(bootstrap: Bootstrap, options: dict[str, Any]) -> None:
+def _agree_on(bootstrap: Bootstrap, **options: object) -> None:
     """Raises on every rank if ranks disagree. Collective."""
     mine = {"protocol version": _PROTOCOL_VERSION, **options}
     gathered = bootstrap.gather(mine)

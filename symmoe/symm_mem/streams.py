@@ -115,7 +115,7 @@ class StreamOrder:
 
     @property
     def capture(self) -> int:
-        """The number of the graph that the current stream is capturing, for Memory.release_graph; 0: none."""
+        """The number of the graph that the current stream is capturing, for Memory.release_graphs; 0: none."""
         return 0 if self.eager_thread == threading.get_ident() else capture_id(self._device)
 
     def begin_call(self) -> None:

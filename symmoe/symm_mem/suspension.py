@@ -15,14 +15,6 @@ from symmoe.symm_mem.start import HeapParts
 _MOST_NAMED = 5  # leases; an error that travels has few bytes
 
 
-def refuse(heap: HeapParts) -> None:
-    """Raises if no rank can suspend the heap now."""
-    if heap.nodes is not None:
-        raise ArgumentError("suspend: a heap that spans nodes cannot, their connections hold its memory")
-    if heap.streams.capture:
-        raise ArgumentError("suspend: a CUDA graph is being captured; suspend before or after it")
-
-
 def _problem(heap: HeapParts) -> SymmoeError | None:
     """What keeps this rank from giving its memory back, or None."""
     if leases := heap.memory.live_leases():

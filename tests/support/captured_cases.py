@@ -89,7 +89,7 @@ class HostGraph:
     def end(self) -> None:
         self._gradients.clear()
         for heap in self._heaps:
-            heap.memory.release_graph(CAPTURE)
+            heap.memory.release_graphs(CAPTURE)
 
 
 def captured_on_host(model: nn.Module, **options: int) -> symmoe.CapturedStep:
