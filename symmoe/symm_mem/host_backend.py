@@ -93,8 +93,9 @@ def _map_arenas(
     num_bytes: int, files: dict[int, int], tickets: Mapping[int, _Ticket], namespace: int
 ) -> list[mmap.mmap]:
     """The arenas of the ranks that have tickets, in their order. The peers' files are added to `files`."""
-    for rank in tickets.keys() - files.keys():
-        files[rank] = _open_peer(rank, tickets[rank], namespace)
+    for rank, ticket in tickets.items():
+        if rank not in files:  # which has this rank's own
+            files[rank] = _open_peer(rank, ticket, namespace)
     try:
         return [mmap.mmap(files[rank], num_bytes, mmap.MAP_SHARED) for rank in tickets]
     except OSError as error:

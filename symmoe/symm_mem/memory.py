@@ -111,8 +111,6 @@ def add_range(start: int, num_bytes: int) -> None:
 
 def positions_inside(addresses: bytes) -> list[int]:
     """Which of the addresses, native int64, lie in a range."""
-    if not _bounds.size:
-        return []
     places = _bounds.searchsorted(np.frombuffer(addresses, np.int64), "right")
     inside: list[int] = np.flatnonzero(places & 1).tolist()
     return inside
