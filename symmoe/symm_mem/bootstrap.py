@@ -146,11 +146,9 @@ class Bootstrap:
                 failures[-1].__cause__ = error
                 return None
 
-        sent: dict[int, dist.Work | None] = {}
-        received: dict[int, dist.Work | None] = {}
-        for peer in peers:
-            sent[peer] = attempt(peer, dist.isend, mine, group_dst=peer, group=self._group, tag=_TAG)
-            received[peer] = attempt(peer, dist.irecv, theirs[peer], group_src=peer, group=self._group, tag=_TAG)
+        its = {"group": self._group, "tag": _TAG}
+        sent = {peer: attempt(peer, dist.isend, mine, group_dst=peer, **its) for peer in peers}
+        received = {peer: attempt(peer, dist.irecv, theirs[peer], group_src=peer, **its) for peer in peers}
         for peer in peers:
             if not failures:
                 attempt(peer, self._wait, received[peer], start)
