@@ -107,7 +107,9 @@ class RailRows:
         sends, receives = ([(node, each[node : node + 1]) for node in others] for each in of_numbers)
         sends += [(node, ours) for node in others]
         receives += zip(others, theirs, strict=True)
-        nodes.exchange(sends, receives, control.PHASE_NODES_PLAN, rail_rows=self._rail_rows, config=config)
+        nodes.meet(control.PHASE_NODES_PLAN, rail_rows=self._rail_rows, config=config)
+        with nodes.moving(sends, receives):
+            pass  # there is nothing else to do
         received = torch.empty((heap.num_ranks, control.NUM_PUBLISHED), dtype=torch.int64, device=heap.device)
         ops.other_counts(theirs.flatten(0, 1), nodes.maps.other_ranks, peers, received)
         return received

@@ -279,6 +279,19 @@ class Peers:
         """The counters of a rank, int64 [NUM_COUNTERS]."""
         return self.region(rank, self.layout.counters, (NUM_COUNTERS,), torch.int64)
 
+    def mailbox(self, rank: int) -> torch.Tensor:
+        """The mailbox of a rank, int64 [2, R, MAIL_WORDS]."""
+        return self.region(rank, self.layout.mailbox, (2, self.num_ranks, MAIL_WORDS), torch.int64)
+
+    def signals(self, rank: int) -> torch.Tensor:
+        """The signals of a rank, int64 [R, SIGNAL_WORDS]."""
+        return self.region(rank, self.layout.signals, (self.num_ranks, SIGNAL_WORDS), torch.int64)
+
+    @property
+    def control_block(self) -> torch.Tensor:
+        """That of this rank, as bytes."""
+        return self.views[self.rank][: self.layout.num_bytes]
+
     @property
     def epoch(self) -> int:
         """That of this rank's last barrier. Waits for the device."""

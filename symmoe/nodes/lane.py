@@ -12,7 +12,7 @@ import struct
 import threading
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 from symmoe.errors import FAULT_BYTES
 from symmoe.nodes.rail import RailBroken
@@ -43,14 +43,12 @@ class Header:
 
     def pack(self) -> bytes:
         """_HEADER_BYTES bytes."""
-        words = _WORDS.pack(self.kind, self.number, self.call, self.sizes, self.rail_rows, self.origin)
-        return (words + self.message).ljust(_HEADER_BYTES, b"\0")
+        return (_WORDS.pack(*astuple(self)[:-1]) + self.message).ljust(_HEADER_BYTES, b"\0")
 
     @classmethod
     def unpack(cls, packed: bytes) -> Header:
         """The header that was packed."""
-        kind, number, call, sizes, rail_rows, origin = _WORDS.unpack_from(packed)
-        return cls(kind, number, call, sizes, rail_rows, origin, packed[_WORDS.size :])
+        return cls(*[*_WORDS.unpack_from(packed), packed[_WORDS.size :]])
 
 
 class Lane:

@@ -228,7 +228,6 @@ def connect_together(
     undo what it has done. make_id: of one of the ranks, makes the id by which they find each other; None on the others.
     store: of torch, for this rail and this attempt. BackendUnavailable: one of both functions has failed, here or on
     another rank, or it takes longer."""
-    problems: list[BaseException] = []
     is_given_up = threading.Event()
 
     def run() -> None:
@@ -241,23 +240,18 @@ def connect_together(
                     return
             connect(bytes.fromhex(store.get(_ID).decode()), is_given_up)
         except BaseException as error:  # noqa: BLE001 - of another thread
-            problems.append(error)
+            if not is_given_up.is_set():
+                store.set(_FAILED, f"NCCL does not connect node {node} with the others: {error}{_HINT}")
 
     thread = threading.Thread(target=run, name="symmoe-nccl", daemon=True)
     deadline = time.monotonic() + timeout_s
     thread.start()
     try:
-        while True:
+        while thread.is_alive():
             thread.join(_CONNECT_POLL_S)
-            if problems:
-                text = f"NCCL does not connect node {node} with the others: {problems[0]}{_HINT}"
-                store.set(_FAILED, text)
-                raise BackendUnavailable(text) from problems[0]
-            if not thread.is_alive():
-                return
             if store.check([_FAILED]):
                 raise BackendUnavailable(store.get(_FAILED).decode())
-            if time.monotonic() > deadline:
+            if thread.is_alive() and time.monotonic() > deadline:
                 raise BackendUnavailable(f"NCCL has not connected the nodes within {timeout_s:g} s{_HINT}")
     finally:
         is_given_up.set()

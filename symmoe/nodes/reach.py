@@ -9,11 +9,11 @@ import contextlib
 import errno
 import fcntl
 import os
-import selectors
 import socket
 import struct
 import time
 from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
@@ -60,7 +60,8 @@ class Listener:
         self.endpoint = Endpoint(device)
         if address:
             with contextlib.suppress(OSError):  # then it listens nowhere, which peers find
-                self._socket = socket.create_server((address, 0), family=_family(address), backlog=socket.SOMAXCONN)
+                family = socket.AF_INET6 if ":" in address else socket.AF_INET
+                self._socket = socket.create_server((address, 0), family=family, backlog=socket.SOMAXCONN)
                 self.endpoint = Endpoint(device or _device_with(address), address, self._socket.getsockname()[1])
 
     def __enter__(self) -> Listener:
@@ -110,38 +111,22 @@ def hello(token: bytes, rank: int) -> bytes:
 
 def connect(others: Mapping[int, Endpoint], timeout_s: float) -> tuple[dict[int, socket.socket], dict[int, str]]:
     """Connections with the others, by rank, and why there is none with some. Local; takes at most timeout_s."""
-    made: dict[int, socket.socket] = {}
-    problems: dict[int, str] = {}
-    with selectors.DefaultSelector() as waiting:
-        for rank, endpoint in others.items():
-            if not endpoint.port:
-                problems[rank] = "it listens nowhere"
-                continue
-            each = socket.socket(_family(endpoint.host), socket.SOCK_STREAM)
-            each.setblocking(False)
-            code = each.connect_ex((endpoint.host, endpoint.port))
-            if code in (0, errno.EINPROGRESS):
-                waiting.register(each, selectors.EVENT_WRITE, rank)
-            else:
-                problems[rank] = os.strerror(code)
-                each.close()
-        deadline, left_s = time.monotonic() + timeout_s, timeout_s
-        while waiting.get_map() and left_s > 0:
-            left_s = deadline - time.monotonic()  # after the deadline once more: what came while nobody looked
-            for key, _ in waiting.select(max(0.0, left_s)):
-                each = key.fileobj  # type: ignore[assignment]
-                waiting.unregister(each)
-                if code := each.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-                    problems[key.data] = os.strerror(code)
-                    each.close()
-                    continue
-                each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                each.settimeout(_SEND_S)
-                made[key.data] = each
-        for key in [*waiting.get_map().values()]:
-            problems[key.data] = f"no answer within {timeout_s:g} s"
-            key.fileobj.close()  # type: ignore[union-attr]
-    return made, problems
+
+    def attempt(endpoint: Endpoint) -> socket.socket | str:
+        if not endpoint.port:
+            return "it listens nowhere"
+        try:
+            made = socket.create_connection((endpoint.host, endpoint.port), timeout_s)
+        except OSError as error:  # one of Python's own, that time is up, has no text of the system's
+            return error.strerror or f"no answer within {timeout_s:g} s"
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        made.settimeout(_SEND_S)
+        return made
+
+    with ThreadPoolExecutor(max(1, len(others))) as threads:
+        found = dict(zip(others, threads.map(attempt, others.values()), strict=True))
+    made = {rank: each for rank, each in found.items() if isinstance(each, socket.socket)}
+    return made, {rank: each for rank, each in found.items() if isinstance(each, str)}
 
 
 def _address_of(device: str) -> str:
@@ -185,7 +170,3 @@ def _address_of_host() -> str:
 
 def _device_with(address: str) -> str:
     return next((name for _, name in socket.if_nameindex() if _address_of(name) == address), "")
-
-
-def _family(address: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET

@@ -6,10 +6,11 @@ import atexit
 import copy
 import functools
 import json
-import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -32,7 +33,7 @@ _NUM_LOOKS = 3  # in a single look the thread may be waiting for the lock
 class Bootstrap:
     """The EP group as plain bytes. All methods are collective over the group; properties are not. `group=None` without
     an initialised process group is a group of one. timeout_s: bound of each wait for a peer; None: the group's timeout.
-    A wait that has failed may break the group. ranks: the ranks in the EP group of those that take part.
+    A wait that has failed may break the group.
 
     Every method raises:
         PeerTimeout: a peer did not come in time; rank -1 in a group without CPU tensors (only NCCL).
@@ -49,7 +50,6 @@ class Bootstrap:
         self._phase, self._bound = control.PHASE_START, "start_timeout_s"
         self.rank = 0 if self._is_single else dist.get_rank(group)
         self.num_ranks = 1 if self._is_single else dist.get_world_size(group)
-        self.ranks = tuple(range(self.num_ranks))
         # A group with any CPU backend takes CPU tensors, an NCCL-only group such on the current GPU of this thread:
         # another thread may call the methods, with another current GPU.
         takes_cpu = self._is_single or "cpu" in dist.get_backend_config(group) or dist.get_backend(group) == "gloo"
@@ -146,11 +146,9 @@ class Bootstrap:
                 failures[-1].__cause__ = error
                 return None
 
-        sent: dict[int, dist.Work | None] = {}
-        received: dict[int, dist.Work | None] = {}
-        for peer in peers:
-            sent[peer] = attempt(peer, dist.isend, mine, group_dst=peer, group=self._group, tag=_TAG)
-            received[peer] = attempt(peer, dist.irecv, theirs[peer], group_src=peer, group=self._group, tag=_TAG)
+        its = {"group": self._group, "tag": _TAG}
+        sent = {peer: attempt(peer, dist.isend, mine, group_dst=peer, **its) for peer in peers}
+        received = {peer: attempt(peer, dist.irecv, theirs[peer], group_src=peer, **its) for peer in peers}
         for peer in peers:
             if not failures:
                 attempt(peer, self._wait, received[peer], start)
@@ -189,26 +187,6 @@ class Bootstrap:
         )
 
 
-class NodeBootstrap(Bootstrap):
-    """The ranks of one node of a group, for what has to be built in every node. Its methods are collective over the
-    whole group, and an error is raised on all its ranks."""
-
-    def __init__(self, whole: Bootstrap, ranks: tuple[int, ...]) -> None:
-        self._whole, self.ranks = whole, ranks
-        self.rank, self.num_ranks = ranks.index(whole.rank), len(ranks)
-
-    @property
-    def global_ranks(self) -> list[int]:
-        return [self._whole.global_ranks[rank] for rank in self.ranks]
-
-    def all_gather_bytes(self, payload: bytes, *, num_bytes: int) -> list[bytes]:
-        gathered = self._whole.all_gather_bytes(payload, num_bytes=num_bytes)
-        return [gathered[rank] for rank in self.ranks]
-
-    def agree(self, problem: SymmoeError | None) -> None:
-        self._whole.agree(problem)
-
-
 def _group_problem(group: object) -> ArgumentError | None:
     """What keeps this rank from talking to a group, or None. Peers cannot be told."""
     not_in_it = "is one that this rank is not in: it has no heap there"
@@ -245,13 +223,9 @@ def _wait_for_gloo_at_exit() -> None:
 
 def _is_gloo_asleep() -> bool:
     """Whether none of gloo's threads runs or could run."""
-    for thread in os.listdir("/proc/self/task"):
-        try:
-            with open(f"/proc/self/task/{thread}/stat", encoding="utf-8") as file:
-                _, _, rest = file.read().partition("(")
-        except OSError:
-            continue  # the thread has ended
-        name, _, state = rest.rpartition(") ")
-        if name == _GLOO_THREAD and not state.startswith("S"):
-            return False
+    for thread in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # the thread has ended
+            name, _, state = (thread / "stat").read_text(encoding="utf-8").partition("(")[2].rpartition(") ")
+            if name == _GLOO_THREAD and not state.startswith("S"):
+                return False
     return True

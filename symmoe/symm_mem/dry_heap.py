@@ -44,7 +44,7 @@ class DryHeap(SymmetricHeap):
         self.rank, self.num_ranks, self.num_bytes = 0, num_ranks, ENDLESS_BYTES
         self.backend, self.backend_reason, self._tape_mode = "none", "a dry step", "off"
         self.peers = self.count_peers = peers
-        self.topology, self.bootstrap, self.nodes, self._arenas, self._others = none, none, None, none, none
+        self.topology, self.bootstrap, self.nodes, self._arenas = none, none, None, none
         self.memory, self.faults, self.configurations = memory, faults, configurations
         self.streams, self.one_call, self._access = _DryStreams(num_rows, num_packed_rows), nullcontext(), Access()
         self.waits, self.row_histories = Waits(peers, configurations, 1.0, 1.0), defaultdict(RowHistory)

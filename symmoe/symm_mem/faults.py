@@ -80,9 +80,6 @@ class OneNode:
         """Leaves at the end of the context, or a moment after its begin."""
         return nullcontext()
 
-    def close(self) -> None:
-        """Ends the connections. Local."""
-
 
 class Faults:
     """The errors of one rank on one heap. Methods return errors and do not raise them: a frame with a name for an error
@@ -378,11 +375,9 @@ class Faults:
         """Gives the error its flight record."""
         if self._is_captured:
             return
-        backend = "host" if self._waits.device.type == "cpu" else "nvshmem"
-        facts = {"backend": backend, "timeout_s": self._waits.timeout_s}
         try:
             with self._streams.at_once():
-                error.flight = flight_record.describe(self._flight, error, status, self._peers, facts)
+                error.flight = flight_record.describe(self._waits, error, status)
         except RuntimeError as problem:
             logger.warning("rank %d cannot make a flight record: %s", self._rank, problem)
 

@@ -7,16 +7,16 @@ import json
 import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from symmoe.errors import SymmoeError
 from symmoe.kernels import control
-from symmoe.kernels.control import Peers
 from symmoe.symm_mem.reports import CHOICES
-from symmoe.symm_mem.waits import FlightRing
+from symmoe.symm_mem.waits import Waits
 
 FORMAT = "symmoe flight record 1"
 MAX_FILES = 100  # of one rank and process in one folder
@@ -24,13 +24,13 @@ _STATUS_KINDS = ("ok", "timeout", "fault", "plan", "mismatch", "abort", "rail")
 _NAMES = {**CHOICES, "dtype": [str(dtype).removeprefix("torch.") for dtype in control.DTYPES]}
 
 
-def describe(
-    flight: FlightRing, error: SymmoeError, status: Sequence[int], peers: Peers, facts: dict[str, Any]
-) -> dict[str, Any]:
-    """The record of an error that is about to be raised as a dict for JSON, with the last calls, the words of the
-    status record, and facts of the heap. Reads the control block, on the current stream."""
-    now_ns, wall_s, calls = time.monotonic_ns(), time.time(), flight.calls
+def describe(waits: Waits, error: SymmoeError, status: Sequence[int]) -> dict[str, Any]:
+    """The record of an error that is about to be raised as a dict for JSON, with the last calls and the words of the
+    status record. Reads the control block, on the current stream."""
+    now_ns, wall_s, calls, peers = time.monotonic_ns(), time.time(), waits.flight.calls, waits.peers
+    here = replace(peers, rank=0, views=(peers.control_block.cpu(),))
     plan_epoch = next((call[1] for call in reversed(calls) if call[2] & 0xFF == control.PHASE_PLAN), None)
+    tokens = [] if plan_epoch is None else here.count_table(0, plan_epoch)[:, control.HEAD_NUM_TOKENS].tolist()
     names = ("peer", "expected", "seen", "epoch", "where")
     facts_of_error = ("rank", "phase", "expected", "seen", "reported_by")
     known = {name: getattr(error, name) for name in facts_of_error if hasattr(error, name)}
@@ -39,7 +39,8 @@ def describe(
         "rank": peers.in_group(peers.rank),
         "num_ranks": peers.layout.num_rows,
         "pid": os.getpid(),
-        **facts,
+        "backend": "host" if waits.device.type == "cpu" else "nvshmem",
+        "timeout_s": waits.timeout_s,
         "written_unix_s": wall_s,
         "error": {"type": type(error).__name__, "text": str(error), **known},
         "status": {
@@ -47,7 +48,11 @@ def describe(
             "phase": control.PHASES[status[control.STATUS_PHASE]],
             **dict(zip(names, status[control.STATUS_PEER : control.STATUS_WHERE + 1], strict=True)),
         },
-        **_describe_control_block(peers, plan_epoch),
+        "barrier_epoch": here.epoch,
+        # The last epoch that each rank has sent here, even if a rank that gave up has written over it.
+        "epoch_of_rank": ((here.mailbox(0)[..., 0] & control.EPOCH_MASK) >> 1).amax(0).tolist(),
+        "signal_of_rank": (here.signals(0)[:, 0] & control.EPOCH_MASK).tolist(),
+        **({"num_tokens_of_rank": tokens} if tokens else {}),
         "calls": [_describe_call(call, wall_s - now_ns / 1e9) for call in calls],
     }
 
@@ -63,44 +68,15 @@ def write(record: dict[str, Any], folder: str) -> str:
         return ""
     try:
         os.makedirs(folder, mode=0o700, exist_ok=True)
-        path, file = _create(Path(folder), f"symmoe-flight-rank{record['rank']}-pid{record['pid']}")
-        with os.fdopen(file, "w") as stream:
-            json.dump(record, stream, indent=1)
-    except OSError as problem:
-        return f" (no flight record in {folder}: {problem.strerror})"
-    return f" (flight record: {path})"
-
-
-def _create(folder: Path, stem: str) -> tuple[Path, int]:
-    for number in range(MAX_FILES):
-        path = folder / f"{stem}-{number}.json"
-        try:
-            return path, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-        except FileExistsError:
-            continue
-    raise OSError(0, f"there are {MAX_FILES} of this process already")
-
-
-def _describe_control_block(peers: Peers, plan_epoch: int | None) -> dict[str, Any]:
-    layout, num_ranks = peers.layout, peers.num_ranks
-    block = peers.views[peers.rank][: layout.num_bytes].cpu()
-
-    def words(offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return block[offset : offset + dtype.itemsize * torch.Size(shape).numel()].view(dtype).view(shape)
-
-    counters = words(layout.counters, (control.NUM_COUNTERS,), torch.int64).tolist()
-    mailbox = words(layout.mailbox, (2, num_ranks, control.MAIL_WORDS), torch.int64)[:, :, 0].tolist()
-    signals = words(layout.signals, (num_ranks, control.SIGNAL_WORDS), torch.int64)[:, 0].tolist()
-    described = {
-        "barrier_epoch": counters[control.BARRIER_EPOCH],
-        # The last epoch that each rank has sent here, even if a rank that gave up has written over it.
-        "epoch_of_rank": [max(word & control.EPOCH_MASK for word in sent) >> 1 for sent in zip(*mailbox, strict=True)],
-        "signal_of_rank": [word & control.EPOCH_MASK for word in signals],
-    }
-    if plan_epoch is not None:
-        table = words(layout.count_table, (2, layout.num_rows, layout.row_words), torch.int32)[plan_epoch & 1]
-        described["num_tokens_of_rank"] = table[:, control.HEAD_NUM_TOKENS].tolist()
-    return described
+        for number in range(MAX_FILES):
+            path = Path(folder) / f"symmoe-flight-rank{record['rank']}-pid{record['pid']}-{number}.json"
+            with suppress(FileExistsError), open(path, "x", opener=partial(os.open, mode=0o600)) as stream:
+                json.dump(record, stream, indent=1)
+                return f" (flight record: {path})"
+        problem: str | None = f"there are {MAX_FILES} of this process already"
+    except OSError as error:
+        problem = error.strerror
+    return f" (no flight record in {folder}: {problem})"
 
 
 def _describe_call(entry: list[Any], wall_offset_s: float) -> dict[str, Any]:

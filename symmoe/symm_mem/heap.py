@@ -21,7 +21,7 @@ from symmoe.kernels import control
 from symmoe.symm_mem import suspension
 from symmoe.symm_mem.faults import UNRAISED
 from symmoe.symm_mem.memory import Lease, lease_problem
-from symmoe.symm_mem.start import START_TIMEOUT_S, HeapOptions, HeapParts, start_heap
+from symmoe.symm_mem.start import START_TIMEOUT_S, HeapParts
 from symmoe.symm_mem.streams import capture_id
 from symmoe.tape.recorder import Tapes, recorded, recorded_on_cpus
 from symmoe.torch_internals import STOPS_RECOMPUTATION, current_device
@@ -115,7 +115,7 @@ class SymmetricHeap(HeapParts):
         start_timeout_s: float = START_TIMEOUT_S,
         ranks_per_node: int | None = None,
     ) -> None:
-        start_heap(self, group, HeapOptions(num_bytes, backend, timeout_s, start_timeout_s, ranks_per_node))
+        super().__init__(group, num_bytes, backend, timeout_s, start_timeout_s, ranks_per_node)
         self._begin()
         for _ in range(2):  # compiles the barrier, and shows that ranks reach each other in both halves of the mailbox
             self.waits.barrier(control.pack_call(phase=control.PHASE_START))
@@ -381,11 +381,14 @@ class SymmetricHeap(HeapParts):
         if self._access.is_suspended and self.faults.poison is None:
             return
         with self._access:
-            suspension.refuse(self)
+            if self.nodes is not None:
+                raise ArgumentError("suspend: a heap that spans nodes cannot, their connections hold its memory")
+            if self.streams.capture:
+                raise ArgumentError("suspend: a CUDA graph is being captured; suspend before or after it")
             self.synchronize()
             self.barrier(control.PHASE_SUSPEND)
             self.synchronize()
-            suspension.give_back(self)
+            self._kept = suspension.give_back(self)
 
     def resume(self) -> None:
         """Brings the memory back at the same addresses, full of zeros: graphs, tapes and what plans know of earlier
@@ -400,7 +403,7 @@ class SymmetricHeap(HeapParts):
         """
         if self._access.is_suspended:
             with self._access.even_suspended():
-                suspension.bring_back(self)
+                suspension.bring_back(self, self._kept)
         self.check()
 
     def close(self) -> None:
@@ -515,7 +518,8 @@ def _end(heap: SymmetricHeap, *, together: bool) -> None:
     """Frees the arena; no tokens are left. `together` with all ranks, or locally once the peers are told."""
     heap._closed = heap.memory.is_closed = heap._access.is_open = True
     heap.tapes.forget()
-    heap._others.close()
+    if heap.nodes is not None:
+        heap.nodes.close()
     (heap._arenas.close if together else heap._arenas.abandon)()
 
 

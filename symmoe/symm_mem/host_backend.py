@@ -10,13 +10,14 @@ import mmap
 import os
 import platform
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from symmoe.errors import BackendUnavailable
+from symmoe.nodes.topology import Topology
 from symmoe.symm_mem.bootstrap import Bootstrap
 
 _Ticket = Sequence[int]  # pid, file descriptor, inode, pid namespace, user
@@ -43,16 +44,17 @@ class HostBackend:
 
     suspend_problem = ""
 
-    def __init__(self, bootstrap: Bootstrap, num_bytes: int) -> None:
-        self.device, self._rank = torch.device("cpu"), bootstrap.rank
-        files: list[int] = []
+    def __init__(self, bootstrap: Bootstrap, topology: Topology, num_bytes: int) -> None:
+        self.device, self._rank = torch.device("cpu"), topology.local_rank
+        files: dict[int, int] = {}
         try:
-            namespace, ticket = bootstrap.attempt(partial(_make_arena, num_bytes, files))
+            namespace, ticket = bootstrap.attempt(partial(_make_arena, num_bytes, files, topology.rank))
             tickets = bootstrap.gather(ticket)
             # No rank closes its descriptor before every peer has opened it, and all fail together.
-            self._maps = bootstrap.attempt(partial(_map_arenas, num_bytes, files, tickets, bootstrap.rank, namespace))
+            its = {rank: tickets[rank] for rank in topology.ranks}
+            self._maps = bootstrap.attempt(partial(_map_arenas, num_bytes, files, its, namespace))
         finally:
-            for file in files:
+            for file in files.values():
                 os.close(file)
         self.arenas = [partial(torch.frombuffer, mapped, dtype=torch.uint8) for mapped in self._maps]
         self.bases = [make().data_ptr() for make in self.arenas]
@@ -75,28 +77,27 @@ class HostBackend:
     abandon = close
 
 
-def _make_arena(num_bytes: int, files: list[int]) -> tuple[int, _Ticket]:
+def _make_arena(num_bytes: int, files: dict[int, int], rank: int) -> tuple[int, _Ticket]:
     """This process's pid namespace, and the ticket by which peers find its arena, whose file it adds to `files`."""
     try:
         namespace = os.stat("/proc/self/ns/pid").st_ino
-        files.append(os.memfd_create("symmoe", os.MFD_CLOEXEC))
-        os.fchmod(files[0], 0o600)  # readable and writable only by this user
-        os.ftruncate(files[0], num_bytes)
+        files[rank] = file = os.memfd_create("symmoe", os.MFD_CLOEXEC)
+        os.fchmod(file, 0o600)  # readable and writable only by this user
+        os.ftruncate(file, num_bytes)
     except OSError as error:
         raise BackendUnavailable(f"cannot make an arena of {num_bytes} bytes: {error}") from error
-    return namespace, (os.getpid(), files[0], os.fstat(files[0]).st_ino, namespace, os.geteuid())
+    return namespace, (os.getpid(), file, os.fstat(file).st_ino, namespace, os.geteuid())
 
 
 def _map_arenas(
-    num_bytes: int, files: list[int], tickets: Sequence[_Ticket], own: int, namespace: int
+    num_bytes: int, files: dict[int, int], tickets: Mapping[int, _Ticket], namespace: int
 ) -> list[mmap.mmap]:
-    """Every rank's arena in rank order. The peers' files are added to `files`."""
-    for rank, peer in enumerate(tickets):
-        if rank != own:
-            files.append(_open_peer(rank, peer, namespace))
-    in_order = [*files[1 : own + 1], files[0], *files[own + 1 :]]
+    """The arenas of the ranks that have tickets, in their order. The peers' files are added to `files`."""
+    for rank, ticket in tickets.items():
+        if rank not in files:  # which has this rank's own
+            files[rank] = _open_peer(rank, ticket, namespace)
     try:
-        return [mmap.mmap(file, num_bytes, mmap.MAP_SHARED) for file in in_order]
+        return [mmap.mmap(files[rank], num_bytes, mmap.MAP_SHARED) for rank in tickets]
     except OSError as error:
         raise BackendUnavailable(f"cannot map {len(tickets)} arenas of {num_bytes} bytes: {error}") from error
 

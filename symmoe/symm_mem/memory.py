@@ -111,8 +111,6 @@ def add_range(start: int, num_bytes: int) -> None:
 
 def positions_inside(addresses: bytes) -> list[int]:
     """Which of the addresses, native int64, lie in a range."""
-    if not _bounds.size:
-        return []
     places = _bounds.searchsorted(np.frombuffer(addresses, np.int64), "right")
     inside: list[int] = np.flatnonzero(places & 1).tolist()
     return inside
@@ -237,17 +235,12 @@ class Memory:
                 arena.give_back(offset + kept, size - kept)
                 self._live[offset], span.place = (num_bytes, span.name), (arena, (offset, kept))
 
-    def release_graphs(self) -> None:
-        """Takes back the memory of captured graphs."""
-        for capture in list(self._graph_arenas):
-            self.release_graph(capture)
-
-    def release_graph(self, capture: int) -> None:
-        """Takes back the memory of one captured graph, if it had any."""
+    def release_graphs(self, *captures: int) -> None:
+        """Takes back the memory of these captured graphs, of which some may have none; by default of all."""
         with self.lock:
-            arena = self._graph_arenas.pop(capture, None)
-            for span in () if arena is None else arena.clear():
-                self.give_back(self.arena, span)
+            for capture in captures or [*self._graph_arenas]:
+                for span in self._graph_arenas.pop(capture, Arena(0, 0)).clear():
+                    self.give_back(self.arena, span)
 
     def _return(self, arena: Arena, span: tuple[int, int], *, was_dropped: bool = False) -> None:
         self._live.pop(span[0], None)

@@ -18,11 +18,10 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from symmoe.errors import BackendUnavailable, SymmoeError
-from symmoe.nodes.topology import find_place
+from symmoe.nodes.topology import Topology, find_place
 from symmoe.symm_mem.addresses import OwnAddresses
-from symmoe.symm_mem.bootstrap import Bootstrap, NodeBootstrap
+from symmoe.symm_mem.bootstrap import Bootstrap
 
-_UNIQUE_ID_BYTES = 128
 _DL_CUDA, _DL_UINT = 2, 1
 _capsule_type = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
 _new_capsule = _capsule_type(("PyCapsule_New", ctypes.pythonapi))
@@ -66,11 +65,11 @@ class NvshmemBackend:
     """Arenas in GPU memory, see HostBackend. The constructor is collective and synchronises the device. On one node
     they lie at addresses of our own, if possible; on several at those of NVSHMEM, by which NICs know the memory."""
 
-    def __init__(self, bootstrap: Bootstrap, num_bytes: int) -> None:
-        self.device, self._rank = torch.device("cuda", torch.cuda.current_device()), bootstrap.rank
+    def __init__(self, bootstrap: Bootstrap, topology: Topology, num_bytes: int) -> None:
+        self.device, self._topology = torch.device("cuda", torch.cuda.current_device()), topology
         self._num_bytes, self._num_machines = num_bytes, self._check_peers(bootstrap)
         self.bases, self._own, self.suspend_problem = self._start(bootstrap), list[OwnAddresses](), ""
-        if not isinstance(bootstrap, NodeBootstrap):
+        if topology.num_nodes == 1:
             try:
                 for base in self.bases:
                     self._own.append(OwnAddresses(base, num_bytes, self.device.index))
@@ -87,6 +86,7 @@ class NvshmemBackend:
         from cuda.core import Device
 
         self._bindings, self._core, num_bytes = bindings, core, self._num_bytes
+        rank, ranks = self._topology.local_rank, self._topology.ranks
         torch.zeros(1, device=self.device)  # creates the primary context
         device = Device(self.device.index)
         device.set_current()
@@ -95,14 +95,12 @@ class NvshmemBackend:
             os.environ.setdefault(name, value)
         # Used only where NVSHMEM cannot map memory on demand and takes its whole heap at once.
         os.environ["NVSHMEM_SYMMETRIC_SIZE"] = str(num_bytes + (64 << 20))
-        unique_id = core.get_unique_id(empty=bootstrap.rank != 0)
+        unique_id = core.get_unique_id(empty=rank != 0)
         id_bytes = unique_id._data.view(np.uint8)
-        sent = id_bytes.tobytes() if bootstrap.rank == 0 else b""
-        received = bootstrap.all_gather_bytes(sent, num_bytes=_UNIQUE_ID_BYTES)[0]
-        id_bytes[:] = np.frombuffer(received, dtype=np.uint8)
-        rank, num_ranks = bootstrap.rank, bootstrap.num_ranks
+        of_first = bootstrap.gather(id_bytes.tobytes().hex())[ranks[0]]
+        id_bytes[:] = np.frombuffer(bytes.fromhex(of_first), dtype=np.uint8)
         with _files_of_this_user():
-            core.init(device=device, uid=unique_id, rank=rank, nranks=num_ranks, initializer_method="uid")
+            core.init(device=device, uid=unique_id, rank=rank, nranks=len(ranks), initializer_method="uid")
         problem = None
         if core.init_status() < core.InitStatus.STATUS_IS_INITIALIZED:
             # The binding reports success for a half-done start; an allocation would then end the process.
@@ -110,8 +108,8 @@ class NvshmemBackend:
         bootstrap.agree(problem)
         with _files_of_this_user():  # sockets that pass its handles are files, too
             self._address = bindings.malloc(num_bytes)
-        bases = [bindings.ptr(self._address, each) for each in range(num_ranks)]
-        missing = [rank for rank, base in zip(bootstrap.ranks, bases, strict=True) if base == 0]
+        bases = [bindings.ptr(self._address, each) for each in range(len(ranks))]
+        missing = [rank for rank, base in zip(ranks, bases, strict=True) if base == 0]
         if missing:
             text = f"NVSHMEM gives no direct address for ranks {missing}: peer access is needed"
             if (number := self._num_machines) > 1:
@@ -122,7 +120,7 @@ class NvshmemBackend:
 
     def suspend(self) -> None:
         """Zeroes and frees the arena, and ends NVSHMEM in this process: only that gives memory back. Collective."""
-        self.arenas[self._rank]().zero_()
+        self.arenas[self._topology.local_rank]().zero_()
         torch.cuda.synchronize(self.device)
         for each in self._own:
             each.unmap()
@@ -132,11 +130,12 @@ class NvshmemBackend:
 
     def resume(self, bootstrap: Bootstrap) -> None:
         """Starts NVSHMEM again, and maps its memory where the arenas were; zeroes this rank's. Collective."""
-        missing = preflight(self._own[self._rank].size)
+        rank = self._topology.local_rank
+        missing = preflight(self._own[rank].size)
         bootstrap.agree(BackendUnavailable(missing) if missing else None)
         bases = self._start(bootstrap)
         bootstrap.attempt(partial(list, map(OwnAddresses.map, self._own, bases)))  # list: it maps them
-        self.arenas[self._rank]().zero_()
+        self.arenas[rank]().zero_()
 
     def close(self) -> None:
         """As suspend, for good: tensors over the arena dangle afterwards. Collective."""
@@ -160,7 +159,8 @@ class NvshmemBackend:
         uuid = str(torch.cuda.get_device_properties(self.device).uuid)
         machine = bootstrap.attempt(partial(find_place, None)).machine
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")[:128]
-        uuids, indices, machines, views = zip(*bootstrap.gather([uuid, index, machine, visible]), strict=True)
+        said = bootstrap.gather([uuid, index, machine, visible])
+        uuids, indices, machines, views = zip(*(said[rank] for rank in self._topology.ranks), strict=True)
         problem = ""
         if len(set(uuids)) < len(uuids):
             problem = "two ranks of the group use the same GPU: set torch.cuda.set_device(local_rank)"

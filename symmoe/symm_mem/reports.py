@@ -89,11 +89,6 @@ class Fault:
         return errors.decode(self.message, rank=-1 if self.origin == UNKNOWN else self.origin)
 
 
-def mailbox(peers: Peers, rank: int) -> torch.Tensor:
-    """Rank `rank`'s mailbox, int64 [2, R, MAIL_WORDS]."""
-    return peers.region(rank, peers.layout.mailbox, (2, peers.num_ranks, control.MAIL_WORDS), torch.int64)
-
-
 def write_word(place: torch.Tensor, value: int) -> None:
     """Writes a number, without a kernel."""
     place.copy_(torch.tensor(value, dtype=place.dtype, device="cpu"))
@@ -127,8 +122,7 @@ def end_waits(peers: Peers, report: Report, *, turn: int, kept_bits: int) -> Non
     write_word(peers.counters(peers.rank)[control.ABORTED], 1)
     _send(peers, _WORD.pack(word) + report.pack(), turn)
     for rank in range(peers.num_ranks):  # after the report: a peer that sees these words finds it
-        signals = peers.region(rank, peers.layout.signals, (peers.num_ranks, control.SIGNAL_WORDS), torch.int64)
-        for slots in (*mailbox(peers, rank), signals):
+        for slots in (*peers.mailbox(rank), peers.signals(rank)):
             for slot, (sent, *_) in zip(slots, slots.tolist(), strict=True):
                 # Not atomic: an epoch that a peer sends at the same time may get lost; that peer counts as not arrived.
                 write_word(slot[0], (sent & kept_bits) | word)

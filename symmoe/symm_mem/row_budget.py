@@ -30,10 +30,6 @@ class RowHistory:
     room; whether it was enough on all of them, every rank reads in the plan."""
 
     def __init__(self) -> None:
-        self.forget()
-
-    def forget(self) -> None:
-        """The next call measures on all ranks. For after an error: ranks may notice it in different calls."""
         self._last_rows = 0
         self._windows: dict[int, _Windows] = {}  # by the bits of the number of tokens: a small call holds little
 

@@ -34,7 +34,7 @@ from symmoe.nodes.reach import DEVICE_VARIABLE, Endpoint, Link, Listener, connec
 from symmoe.nodes.topology import Topology, make_rank_maps
 from symmoe.symm_mem.bootstrap import Bootstrap
 from symmoe.symm_mem.faults import Faults, OneNode
-from symmoe.symm_mem.reports import Fault, Report, mailbox, mismatch_error, write_word
+from symmoe.symm_mem.reports import Fault, Report, mismatch_error, write_word
 from symmoe.symm_mem.streams import Access, Branch, Streams, capture_id
 from symmoe.symm_mem.waits import ALL_BUT_PLAN, Waits
 from symmoe.tape.recorder import recorded_in_order
@@ -109,21 +109,13 @@ class Nodes(OneNode):
         with self.turn:
             raise_for(self.faults.after_meeting(self.enter(call, sizes, rail_rows), call))
 
-    def exchange(self, sends: Pairs, receives: Pairs, phase: int, **options: int) -> None:
-        """Meets as :meth:`meet` does, with its options, then sends tensors to every other node, and receives what it
-        sends (see Payload.begin). On GPUs that is work of the current stream. What is received may be used as it is
-        only after the next barrier, or where the kernel `other_counts` has found no failure."""
-        with self.turn:
-            self.meet(phase, **options)
-            with self.moving(sends, receives):
-                pass
-
     @contextmanager
     def moving(self, sends: Pairs, receives: Pairs) -> Iterator[Callable[[], None]]:
-        """A context in which tensors travel as in :meth:`exchange`, after :meth:`meet`, while the host, and on GPUs the
-        current stream, do other things. Collective over the group; one at a time. By its end all have come, also after
-        an exception, unless a peer is gone. Yields a function that waits for them, on GPUs for later work of the
-        current stream."""
+        """A context after :meth:`meet` in which tensors go to every other node, and what it sends comes (see
+        Payload.begin), while the host, and on GPUs the current stream, do other things. Collective over the group; one
+        at a time. By its end all have come, also after an exception, unless a peer is gone. Yields a function that
+        waits for them, on GPUs for later work of the current stream. What has come may be used as it is only after the
+        next barrier, or where the kernel `other_counts` has found no failure."""
         with self.turn:
             self.begin(sends, receives)
         try:
@@ -234,7 +226,7 @@ class Nodes(OneNode):
     def has_said_why(self, peer: int) -> bool:
         """See OneNode. Waits for that while the peer waits for its rail, a little longer than it can."""
         its_counters = self._peers.counters(peer)
-        own_mailbox, deadline = mailbox(self._peers, self._peers.rank), time.monotonic() + self._bound_s
+        own_mailbox, deadline = self._peers.mailbox(self._peers.rank), time.monotonic() + self._bound_s
         self.lane.say_once(WAITS)
         while True:
             with self._streams.at_once():
@@ -263,12 +255,6 @@ class Nodes(OneNode):
             timer.cancel()
             self.leave()
 
-    def close(self) -> None:
-        self._ends.set()
-        self.payload.close()
-        self.lane.close()
-        self._started.clear()  # which would keep connections open
-
     # -- on the rail ----------------------------------------------------------------------------------------------
 
     def start(self, faults: Faults) -> None:
@@ -289,6 +275,13 @@ class Nodes(OneNode):
 
         if self.payload.progress is not None:
             threading.Thread(target=run, name="symmoe-rail", daemon=True).start()
+
+    def close(self) -> None:
+        """Ends the connections. Local."""
+        self._ends.set()
+        self.payload.close()
+        self.lane.close()
+        self._started.clear()  # which would keep connections open
 
     def _look(self) -> bool:
         """Notes what is overdue, and lets peers of this node see whether this rank is on its rail. Whether to go on. As
@@ -450,23 +443,22 @@ def _connect_hosts(bootstrap: Bootstrap, topology: Topology, token: bytes, timeo
 def _make_payload(
     bootstrap: Bootstrap, topology: Topology, device: torch.device, name: str, options: dict[str, Any]
 ) -> Payload:
-    if device.type == "cpu":
-        return bootstrap.attempt(lambda: _make_gloo_rail(topology, bootstrap.store, name, options))
-    library = bootstrap.attempt(Nccl)  # together: a rank without it would keep the others waiting
-    made: list[NcclRail] = []
+    # Together: a rank without NCCL would keep the others waiting.
+    library = None if device.type == "cpu" else bootstrap.attempt(Nccl)
+    at, made = (bootstrap.store, name), list[Payload]()
+
+    def make() -> None:
+        try:
+            made.append(GlooRail(*at, **options) if library is None else NcclRail(library, *at, **options))
+        except RuntimeError as error:
+            reason = str(error).split("\n", 1)[0]
+            text = f"rank {topology.rank} on node {topology.node} does not connect to its rail, ranks {topology.rail}"
+            raise BackendUnavailable(f"{text}: {reason}; {_HINT}") from error
+
     try:
-        bootstrap.attempt(lambda: made.append(NcclRail(library, bootstrap.store, name, **options)))
+        bootstrap.attempt(make)
     except SymmoeError:
         for each in made:
-            each.end()
+            each.close()
         raise
     return made[0]
-
-
-def _make_gloo_rail(topology: Topology, store: Any, name: str, options: dict[str, Any]) -> GlooRail:
-    try:
-        return GlooRail(store, name, **options)
-    except RuntimeError as error:
-        reason = str(error).split("\n", 1)[0]
-        text = f"rank {topology.rank} on node {topology.node} does not connect to its rail, ranks {topology.rail}"
-        raise BackendUnavailable(f"{text}: {reason}; {_HINT}") from error

@@ -9,18 +9,16 @@ import warnings
 from collections import defaultdict
 from collections.abc import Hashable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from symmoe.errors import ArgumentError, BackendUnavailable, ConfigMismatch, PeerError, raise_for
 from symmoe.kernels.control import ControlLayout, Peers
-from symmoe.nodes.topology import Topology, find_place, find_topology
+from symmoe.nodes.topology import find_place, find_topology
 from symmoe.symm_mem import host_backend, nvshmem_backend
-from symmoe.symm_mem.bootstrap import MAX_S, Bootstrap, NodeBootstrap
+from symmoe.symm_mem.bootstrap import MAX_S, Bootstrap
 from symmoe.symm_mem.faults import Faults, OneNode
 from symmoe.symm_mem.memory import ALIGNMENT_BYTES, Memory
 from symmoe.symm_mem.reports import Configurations
@@ -29,109 +27,78 @@ from symmoe.symm_mem.streams import Access, NoStreams, OneCall, StreamOrder, Str
 from symmoe.symm_mem.waits import Waits
 from symmoe.tape.recorder import MODES
 
-if TYPE_CHECKING:
-    from symmoe.symm_mem.several_nodes import Nodes
-
 logger = logging.getLogger("symmoe")
 
 _PROTOCOL_VERSION = 6
 START_TIMEOUT_S = 300.0
 
 
-@dataclass(frozen=True, slots=True)
-class HeapOptions:
-    """The arguments of SymmetricHeap but for the group; start_heap replaces the backend "auto"."""
-
-    num_bytes: int
-    backend: str
-    timeout_s: float
-    start_timeout_s: float
-    ranks_per_node: int | None
-
-
 class HeapParts:
-    """What a heap is made of; :func:`start_heap` sets it. Attributes: as in SymmetricHeap, and the right to use it,
-    what holds the memory and frees it, what its errors ask of the other nodes, this rank's control block while the heap
-    is suspended, and one of tapes.MODES."""
+    """What a heap is made of. Construction is collective over the group, and zeroes the control blocks of all ranks.
+    Attributes: as in SymmetricHeap, and the right to use it, what holds the memory and frees it, and one of
+    tapes.MODES."""
 
-    rank: int
-    num_ranks: int
-    num_bytes: int
-    backend: str
-    backend_reason: str
-    topology: Topology
-    bootstrap: Bootstrap
-    peers: Peers
-    count_peers: Peers
-    memory: Memory
-    streams: Streams
-    one_call: AbstractContextManager[None]
-    configurations: Configurations
-    waits: Waits
-    faults: Faults
-    nodes: Nodes | None
-    row_histories: defaultdict[Hashable, RowHistory]
-    _access: Access
-    _arenas: host_backend.HostBackend | nvshmem_backend.NvshmemBackend
-    _others: OneNode
-    _kept: torch.Tensor
-    _tape_mode: str
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        num_bytes: int,
+        backend: str,
+        timeout_s: float,
+        start_timeout_s: float,
+        ranks_per_node: int | None,
+    ) -> None:
+        _warn_of_missing_group(group)
+        self.num_bytes, self.backend, self.backend_reason = num_bytes, backend, "asked for"
+        if backend == "auto":
+            has_gpu = torch.cuda.is_available()
+            seen = torch.cuda.get_device_name() if has_gpu else "no CUDA device"
+            self.backend, self.backend_reason = "nvshmem" if has_gpu else "host", f"auto: torch sees {seen}"
+        # Every rank has a bound, also where the argument is wrong: messages without one would not meet those of peers.
+        is_usable = _timeout_problem("start_timeout_s", start_timeout_s) is None
+        start_s = min(start_timeout_s, MAX_S) if is_usable else START_TIMEOUT_S
+        self.bootstrap, whole = Bootstrap(group), Bootstrap(group, start_s)
+        self.rank, self.num_ranks, is_on_host = whole.rank, whole.num_ranks, self.backend == "host"
+        timeouts = {"timeout_s": timeout_s, "start_timeout_s": start_timeout_s}
+        self._tape_mode = whole.attempt(partial(_check, whole, num_bytes, self.backend, ranks_per_node, timeouts))
+        _agree_on(whole, num_bytes=num_bytes, backend=self.backend, timeout_s=timeout_s, ranks_per_node=ranks_per_node)
+        gpu = None if is_on_host else str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+        domains = whole.gather(whole.attempt(partial(find_place, gpu)).domain)  # by rank, whose memory it can reach
+        self.topology = topology = find_topology(domains, whole.rank, ranks_per_node)
+        node, is_single = topology.ranks, topology.num_nodes == 1
+        logger.info("rank %d: backend %s (%s)", whole.rank, self.backend, self.backend_reason)
+        backend_class = host_backend.HostBackend if is_on_host else nvshmem_backend.NvshmemBackend
+        self._arenas = arenas = backend_class(whole, topology, num_bytes)
+        device, views = arenas.device, tuple(make() for make in arenas.arenas)
+        bases = torch.tensor(arenas.bases, dtype=torch.int64, device=device)
+        layout, group_ranks = ControlLayout(len(node), whole.num_ranks), () if is_single else node
+        self.peers = peers = Peers(topology.local_rank, len(node), bases, views, layout, group_ranks)
+        self._access = access = Access()
+        order = None if is_on_host else StreamOrder(device)
+        self.streams: Streams = order or NoStreams()
+        self.memory = Memory(peers, arenas.arenas, access, order)
+        self.one_call: AbstractContextManager[None] = OneCall(access, self.memory.lock, order) if order else access
+        self.configurations, self.row_histories = Configurations(whole), defaultdict[Hashable, RowHistory](RowHistory)
+        self.waits = Waits(peers, self.configurations, timeout_s, start_timeout_s)
+        self.nodes, self.count_peers = None, peers
+        if not is_single:
+            from symmoe.symm_mem import several_nodes
 
-
-def start_heap(heap: HeapParts, group: dist.ProcessGroup | None, options: HeapOptions) -> None:
-    """Sets the parts of a heap, whose control block is zeroed on all ranks. Collective over the group."""
-    _warn_of_missing_group(group)
-    name, reason = options.backend, "asked for"
-    if name == "auto":
-        has_gpu = torch.cuda.is_available()
-        seen = torch.cuda.get_device_name() if has_gpu else "no CUDA device"
-        name, reason = "nvshmem" if has_gpu else "host", f"auto: torch sees {seen}"
-    options = replace(options, backend=name)
-    # Every rank has a bound, also where the argument is wrong: messages without one would not meet those of the peers.
-    is_usable = _timeout_problem("start_timeout_s", options.start_timeout_s) is None
-    start_s = min(options.start_timeout_s, MAX_S) if is_usable else START_TIMEOUT_S
-    heap.bootstrap, whole = Bootstrap(group), Bootstrap(group, start_s)
-    heap._tape_mode = whole.attempt(partial(_check_options, options, whole))
-    _agree_on(options, whole)
-    gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid) if name == "nvshmem" else None
-    domains = whole.gather(whole.attempt(partial(find_place, gpu)).domain)  # by rank, whose memory it can reach
-    heap.topology = topology = find_topology(domains, whole.rank, options.ranks_per_node)
-    node, is_single = topology.ranks, topology.num_nodes == 1
-    logger.info("rank %d: backend %s (%s)", whole.rank, name, reason)
-    heap.rank, heap.num_ranks, heap.num_bytes = whole.rank, whole.num_ranks, options.num_bytes
-    heap.backend, heap.backend_reason = name, reason
-    backend_class = host_backend.HostBackend if name == "host" else nvshmem_backend.NvshmemBackend
-    heap._arenas = arenas = backend_class(whole if is_single else NodeBootstrap(whole, node), options.num_bytes)
-    device = arenas.device
-    bases, views = torch.tensor(arenas.bases, dtype=torch.int64, device=device), tuple(make() for make in arenas.arenas)
-    layout, group_ranks = ControlLayout(len(node), whole.num_ranks), () if is_single else node
-    heap.peers = heap.count_peers = peers = Peers(topology.local_rank, len(node), bases, views, layout, group_ranks)
-    order, heap._access = StreamOrder(device) if device.type == "cuda" else None, Access()
-    heap.streams = NoStreams() if order is None else order
-    heap.memory = Memory(peers, arenas.arenas, heap._access, order)
-    heap.one_call = heap._access if order is None else OneCall(heap._access, heap.memory.lock, order)
-    heap.configurations, heap.row_histories = Configurations(whole), defaultdict(RowHistory)
-    heap.waits = Waits(peers, heap.configurations, options.timeout_s, options.start_timeout_s)
-    heap._others, heap.nodes = OneNode(), None
-    if not is_single:
-        from symmoe.symm_mem import several_nodes
-
-        try:
-            rail = several_nodes.start_rail(whole, topology, device, start_s)
-        except BackendUnavailable:  # on every rank: the memory is given back together
-            arenas.close()
-            raise
-        except PeerError:
-            arenas.abandon()
-            raise
-        heap._others = heap.nodes = several_nodes.Nodes(topology, heap.waits, heap.streams, heap._access, *rail)
-        heap.count_peers = several_nodes.make_count_peers(peers, topology)
-    heap.faults = Faults(heap.waits, heap.streams, heap.one_call, heap.row_histories.clear, heap._others)
-    if heap.nodes is not None:
-        heap.nodes.start(heap.faults)
-    peers.views[peers.rank][: peers.layout.num_bytes].zero_()
-    heap.streams.synchronize()
-    whole.barrier()  # no rank may signal into a control block that is not zeroed yet
+            try:
+                rail = several_nodes.start_rail(whole, topology, device, start_s)
+            except BackendUnavailable:  # on every rank: the memory is given back together
+                arenas.close()
+                raise
+            except PeerError:
+                arenas.abandon()
+                raise
+            self.nodes = several_nodes.Nodes(topology, self.waits, self.streams, access, *rail)
+            self.count_peers = several_nodes.make_count_peers(peers, topology)
+        self.faults = Faults(self.waits, self.streams, self.one_call, self.row_histories.clear, self.nodes or OneNode())
+        if self.nodes is not None:
+            self.nodes.start(self.faults)
+        peers.control_block.zero_()
+        self.streams.synchronize()
+        whole.barrier()  # no rank may signal into a control block that is not zeroed yet
 
 
 def _warn_of_missing_group(group: dist.ProcessGroup | None) -> None:
@@ -145,27 +112,27 @@ def _warn_of_missing_group(group: dist.ProcessGroup | None) -> None:
         )
 
 
-def _check_options(options: HeapOptions, bootstrap: Bootstrap) -> str:
+def _check(
+    bootstrap: Bootstrap, num_bytes: int, backend: str, ranks_per_node: int | None, timeouts: dict[str, float]
+) -> str:
     """Raises for what is wrong on this rank; the mode of tapes."""
-    num_bytes, ranks_per_node = options.num_bytes, options.ranks_per_node
     least = ControlLayout(bootstrap.num_ranks).num_bytes + ALIGNMENT_BYTES
-    if options.backend not in ("host", "nvshmem"):
-        raise ArgumentError(f"backend ({options.backend!r}) must be 'auto', 'host' or 'nvshmem'")
+    if backend not in ("host", "nvshmem"):
+        raise ArgumentError(f"backend ({backend!r}) must be 'auto', 'host' or 'nvshmem'")
     if not isinstance(num_bytes, int) or not least <= num_bytes < 1 << 63:
         bounds = f"at least {least} for {bootstrap.num_ranks} ranks, and less than 2**63"
         raise ArgumentError(f"num_bytes ({num_bytes!r}) must be an int of {bounds}")
-    raise_for(_timeout_problem("timeout_s", options.timeout_s))
-    raise_for(_timeout_problem("start_timeout_s", options.start_timeout_s))
+    for name, timeout_s in timeouts.items():
+        raise_for(_timeout_problem(name, timeout_s))
     tape_mode = os.environ.get("SYMMOE_TAPES") or MODES[0]
     if tape_mode not in MODES:
         raise ArgumentError(f"SYMMOE_TAPES ({tape_mode!r}) must be one of {', '.join(map(repr, MODES))}")
     is_int = isinstance(ranks_per_node, int) and not isinstance(ranks_per_node, bool)
     if ranks_per_node is not None and not (is_int and 0 < ranks_per_node < 1 << 31):
         raise ArgumentError(f"ranks_per_node ({ranks_per_node!r}) must be an int of at least 1, or None")
-    is_on_host = options.backend == "host"
-    if missing := host_backend.preflight() if is_on_host else nvshmem_backend.preflight(num_bytes):
+    if missing := host_backend.preflight() if backend == "host" else nvshmem_backend.preflight(num_bytes):
         raise BackendUnavailable(missing)
-    if is_on_host and bootstrap.rank == 0:
+    if backend == "host" and bootstrap.rank == 0:
         host_backend.warn_if_too_large(num_bytes, bootstrap.num_ranks)
     return tape_mode
 
@@ -176,10 +143,9 @@ def _timeout_problem(name: str, value: object) -> ArgumentError | None:
     return ArgumentError(f"{name} ({value!r}) must be a number greater than 0, of at most {MAX_S:.0e} s or math.inf")
 
 
-def _agree_on(options: HeapOptions, bootstrap: Bootstrap) -> None:
+def _agree_on(bootstrap: Bootstrap, **options: object) -> None:
     """Raises on every rank if ranks disagree. Collective."""
-    names = ("num_bytes", "backend", "timeout_s", "ranks_per_node")
-    mine = {"protocol version": _PROTOCOL_VERSION, **{name: getattr(options, name) for name in names}}
+    mine = {"protocol version": _PROTOCOL_VERSION, **options}
     gathered = bootstrap.gather(mine)
     for field in mine:
         values = [each[field] for each in gathered]

@@ -28,7 +28,6 @@ class _Order:
 
     last: int | None = None  # the stream of the last call
     last_mark: _Mark | None = None  # the end of the last call; kept from the moment that there are two streams
-    has_several: bool = False
     streams: set[int] = field(default_factory=set)  # streams that calls have come on
     released: list[tuple[int, int, _Mark]] = field(default_factory=list)  # (start, end, when the last user was done)
 
@@ -116,7 +115,7 @@ class StreamOrder:
 
     @property
     def capture(self) -> int:
-        """The number of the graph that the current stream is capturing, for Memory.release_graph; 0: none."""
+        """The number of the graph that the current stream is capturing, for Memory.release_graphs; 0: none."""
         return 0 if self.eager_thread == threading.get_ident() else capture_id(self._device)
 
     def begin_call(self) -> None:
@@ -130,7 +129,7 @@ class StreamOrder:
     def end_call(self) -> None:
         """A collective call ends here: the next one comes after the work of the current stream so far."""
         order = self._order()
-        if order.has_several:
+        if order.last_mark is not None:
             order.last_mark = _mark(torch.cuda.current_stream(self._device))
 
     def read_back(self, tensor: torch.Tensor) -> Callable[[], list[Any]]:
@@ -173,13 +172,13 @@ class StreamOrder:
     def released(self, span: tuple[int, int]) -> None:
         """The current stream is done with (offset, size)."""
         order = self._notice_stream()
-        if order.has_several:
+        if order.last_mark is not None:
             order.released.append((span[0], sum(span), _mark(torch.cuda.current_stream(self._device))))
 
     def dropped(self, span: tuple[int, int]) -> None:
         """(offset, size) is free; its last user may be any stream that a call has come on."""
         order = self._order()
-        if order.has_several:
+        if order.last_mark is not None:
             for stream in order.streams:
                 mark = _mark(torch.cuda.ExternalStream(stream, device=self._device))
                 order.released.append((span[0], sum(span), mark))
@@ -187,7 +186,7 @@ class StreamOrder:
     def taken(self, span: tuple[int, int]) -> None:
         """The current stream is about to use (offset, size): waits for other streams that used it."""
         order, start, end = self._notice_stream(), span[0], sum(span)
-        if not order.has_several:
+        if order.last_mark is None:
             return
         left = []
         for other_start, other_end, mark in order.released:
@@ -210,8 +209,7 @@ class StreamOrder:
     def _notice_stream(self) -> _Order:
         """Notes the current stream. Marks are kept once it differs from that of the last call."""
         order = self._order()
-        if not order.has_several and order.last is not None and current_stream(self._device.index) != order.last:
-            order.has_several = True
+        if order.last_mark is None and order.last is not None and current_stream(self._device.index) != order.last:
             # No marks have been kept yet: everything so far counts as the last call.
             order.last_mark = _mark(torch.cuda.ExternalStream(order.last, device=self._device))
             order.released = [(0, 1 << 62, order.last_mark)]
@@ -291,9 +289,7 @@ class Access:
     def __enter__(self) -> None:
         if not self.is_open:
             self.check()
-        if not self._turn.acquire(blocking=False):
-            raise self._is_taken()
-        self._thread = threading.get_ident()
+        self._take_turn()
 
     def __exit__(self, *exc: object) -> None:
         self._turn.release()
@@ -301,20 +297,20 @@ class Access:
     @contextmanager
     def even_suspended(self) -> Iterator[None]:
         """The same on a heap that has no memory."""
-        if not self._turn.acquire(blocking=False):
-            raise self._is_taken()
-        self._thread = threading.get_ident()
+        self._take_turn()
         try:
             yield
         finally:
             self._turn.release()
 
-    def _is_taken(self) -> ConcurrentUse:
-        other = {thread.ident: thread.name for thread in threading.enumerate()}.get(self._thread, self._thread)
-        return ConcurrentUse(
-            f"thread '{threading.current_thread().name}' calls a heap on which thread '{other}' "
-            "is in a call: threads take turns on a heap, in the same order on all ranks, or have a heap each"
-        )
+    def _take_turn(self) -> None:
+        if not self._turn.acquire(blocking=False):
+            other = {thread.ident: thread.name for thread in threading.enumerate()}.get(self._thread, self._thread)
+            raise ConcurrentUse(
+                f"thread '{threading.current_thread().name}' calls a heap on which thread '{other}' "
+                "is in a call: threads take turns on a heap, in the same order on all ranks, or have a heap each"
+            )
+        self._thread = threading.get_ident()
 
 
 class OneCall:

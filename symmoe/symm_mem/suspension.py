@@ -15,14 +15,6 @@ from symmoe.symm_mem.start import HeapParts
 _MOST_NAMED = 5  # leases; an error that travels has few bytes
 
 
-def refuse(heap: HeapParts) -> None:
-    """Raises if no rank can suspend the heap now."""
-    if heap.nodes is not None:
-        raise ArgumentError("suspend: a heap that spans nodes cannot, their connections hold its memory")
-    if heap.streams.capture:
-        raise ArgumentError("suspend: a CUDA graph is being captured; suspend before or after it")
-
-
 def _problem(heap: HeapParts) -> SymmoeError | None:
     """What keeps this rank from giving its memory back, or None."""
     if leases := heap.memory.live_leases():
@@ -36,15 +28,17 @@ def _problem(heap: HeapParts) -> SymmoeError | None:
     return BackendUnavailable(f"suspend: {missing}") if missing else None
 
 
-def give_back(heap: HeapParts) -> None:
-    """Frees the arenas, after the last call of all ranks; if a rank cannot, all go on. Collective."""
+def give_back(heap: HeapParts) -> torch.Tensor:
+    """Frees the arenas, after the last call of all ranks; if a rank cannot, all go on. Collective. Returns what
+    :func:`bring_back` needs."""
     group, is_agreed = heap.bootstrap.within(heap.waits.timeout_s, PHASE_SUSPEND), False
     heap._access.is_open = False  # no thread makes a lease any more
     try:
         group.agree(_problem(heap))  # then what peers had launched is done, too
         is_agreed = True
-        heap._kept = _control_block(heap).to("cpu", copy=True)
+        kept = heap.peers.control_block.to("cpu", copy=True)
         group.attempt(heap._arenas.suspend)
+        return kept
     except BaseException as error:
         heap._access.is_open = not is_agreed
         if is_agreed or not isinstance(error, (ArgumentError, BackendUnavailable)):
@@ -52,16 +46,12 @@ def give_back(heap: HeapParts) -> None:
         raise
 
 
-def bring_back(heap: HeapParts) -> None:
+def bring_back(heap: HeapParts, kept: torch.Tensor) -> None:
     """Makes the arenas what they were, without the rows. Collective."""
     group, poison = heap.bootstrap.within(heap.waits.timeout_s, PHASE_SUSPEND), heap.faults.poison
     group.agree(None if poison is None else HeapPoisoned(f"an earlier call failed: {poison}"))
     heap._arenas.resume(group)
-    _control_block(heap).copy_(heap._kept)
+    heap.peers.control_block.copy_(kept)
     heap.streams.synchronize()
     group.barrier()  # nobody may signal into a block that is not written yet
     heap._access.is_open = True
-
-
-def _control_block(heap: HeapParts) -> torch.Tensor:
-    return heap.peers.views[heap.peers.rank][: heap.peers.layout.num_bytes]

@@ -43,37 +43,26 @@ class FirstTimes:
         self._stretches: set[tuple[Kind, Kind]] = set()  # (a wait, the next wait)
         self._waits: set[tuple[int, int, int]] = set()  # (epoch, phase, peer or BARRIER)
 
-    def is_first_barrier(self, call: int, *, epoch: int, fault: bool) -> bool:
-        """Notes a barrier that is about to be entered, and says whether it is a first wait. fault: whether this rank's
-        arguments are wrong; then `call` (control.pack_call) has only the phase."""
-        last, phase, kind, first = self._last, call & 0xFF, (call & ALL_BUT_PLAN, BARRIER), False
+    def is_first(self, call: int, peer: int = BARRIER, *, epoch: int, fault: bool = False) -> bool:
+        """Notes a barrier that is about to be entered, or a wait for a peer's signal after that of this epoch, and says
+        whether it is a first wait. fault: whether this rank's arguments are wrong; then `call` (control.pack_call) has
+        only the phase."""
+        last, phase = self._last, call & 0xFF
+        before, self._num_ready = self._num_ready, len(sys.modules) + self._num_compiled()
+        first = before != self._num_ready
         if fault:
-            first = not any(before == last and after[0] & 0xFF == phase for before, after in self._stretches)
-        # Ranks close and suspend after any call.
-        is_no_kind = fault or phase in (control.PHASE_CLOSE, control.PHASE_SUSPEND)
-        return self._is_first(None if is_no_kind else kind, (epoch, phase, BARRIER), first)
-
-    def is_first_signal(self, phase: int, peer: int, *, epoch: int) -> bool:
-        """Same as is_first_barrier, for a wait for a peer's signal after the barrier of this epoch."""
-        return self._is_first((self._last[0], peer), (epoch, phase, peer))
+            first |= not any(earlier == last and kind[0] & 0xFF == phase for earlier, kind in self._stretches)
+        elif phase not in (control.PHASE_CLOSE, control.PHASE_SUSPEND):  # they come after any call
+            self._last = call & ALL_BUT_PLAN if peer == BARRIER else last[0], peer
+            first |= (last, self._last) not in self._stretches
+            self._stretches.add((last, self._last))
+        if first:
+            self._waits.add((epoch, phase, peer))
+        return first
 
     def was_first(self, epoch: int, phase: int, peer: int) -> bool:
         """Whether the wait in which this peer was missing was a first one."""
         return not self._waits.isdisjoint({(epoch, phase, BARRIER), (epoch, phase, peer)})
-
-    def _is_first(self, kind: Kind | None, wait: tuple[int, int, int], first: bool = False) -> bool:
-        """Whether something was compiled or imported since the last wait, or no wait of this kind (None: of any) has
-        followed one of the last kind; or `first`. Then notes the wait."""
-        before, self._num_ready = self._num_ready, len(sys.modules) + self._num_compiled()
-        if kind is not None:
-            stretch, self._last = (self._last, kind), kind
-            if stretch not in self._stretches:
-                self._stretches.add(stretch)
-                first = True
-        if first or before != self._num_ready:
-            self._waits.add(wait)
-            return True
-        return False
 
 
 class FlightRing:
@@ -148,13 +137,13 @@ class Waits:
         words = tuple(publish) + (0,) * (control.NUM_PUBLISHED - len(publish))
         recording = recorder()
         if recording is None:
-            timeout_ns, _ = self._note_barrier(call, 0, fault)
+            timeout_ns, _ = self._note(call, 0, fault)
         else:
             plan = control.pack_call(plan=recording.numbers.get("plan", 0))
             if plan != call & _PLAN:
                 plan = 0
             timeout_ns, _ = recording.launches_with(
-                self._note_barrier,
+                self._note,
                 (call - plan, CallInteger("plan") if plan else 0, fault),
                 {f"word_{n}": recording.offset(word) for n, word in enumerate(words)},
                 ("timeout_ns", "call"),
@@ -170,11 +159,11 @@ class Waits:
     def signal(self, rank: int, phase: int, nan_on_failure: torch.Tensor | None) -> torch.Tensor:
         """Waits for the signal of `rank`; see SymmetricHeap.wait_for_signal."""
         arrived = torch.empty(1, dtype=torch.int64, device=self.device)
-        recording, note = recorder(), self._note_signal
+        recording, note = recorder(), (phase, 0, False, rank)
         if recording is None:
-            (timeout_ns,) = note(phase, rank)
+            timeout_ns, _ = self._note(*note)
         else:
-            (timeout_ns,) = recording.launches_with(note, (phase, rank), {}, ("timeout_ns",), nan_on_failure)
+            timeout_ns, _ = recording.launches_with(self._note, note, {}, ("timeout_ns",), nan_on_failure)
         self.is_inside = True
         self.kernels().wait_for_signal(
             self.peers, rank, arrived, self.status, phase=phase, timeout_ns=timeout_ns, nan_on_failure=nan_on_failure
@@ -182,26 +171,18 @@ class Waits:
         self.is_inside = False
         return arrived
 
-    def _note_barrier(self, call: int, generation: int, fault: bool) -> tuple[int, int]:
-        """Notes a barrier that is about to be launched; its bound, and the call with the plan's generation."""
+    def _note(self, call: int, generation: int, fault: bool, peer: int = BARRIER) -> tuple[int, int]:
+        """Notes a wait that is about to be launched, for the signal of `peer` or in a barrier; its bound in
+        nanoseconds, and the call with the plan's generation."""
         call |= generation * _GENERATION & _PLAN
-        self.flight.launched(call)
-        first = self.compiles and self.first_times.is_first_barrier(call, epoch=self.flight.epoch, fault=fault)
-        return self._timeout_ns(first), call
-
-    def _note_signal(self, phase: int, rank: int) -> tuple[int]:
-        """Notes a wait for a signal that is about to be launched; its bound."""
-        self.flight.launched(phase, rank)
-        first = self.compiles and self.first_times.is_first_signal(phase, rank, epoch=self.flight.epoch)
-        return (self._timeout_ns(first),)
+        self.flight.launched(call, peer)
+        first = self.compiles and self.first_times.is_first(call, peer, epoch=self.flight.epoch, fault=fault)
+        # Never the longer one in a graph, where every replay would have it.
+        _, bound_s = self.bound(first and not capture_id(self.device))
+        return int(min(bound_s, _ENDLESS_S) * 1e9), call
 
     def bound(self, first: bool) -> tuple[str, float]:
         """Name and value of the bound of a wait, `first` as in FirstTimes."""
         if first and self.start_timeout_s > self.timeout_s:
             return "start_timeout_s", self.start_timeout_s
         return "timeout_s", self.timeout_s
-
-    def _timeout_ns(self, first: bool) -> int:
-        """The bound for the kernel; never the longer one in a graph, where every replay would have it."""
-        bound_s = self.bound(not capture_id(self.device))[1] if first else self.timeout_s
-        return int(min(bound_s, _ENDLESS_S) * 1e9)

@@ -100,7 +100,7 @@ class CudaGraph:
         with ExitStack() as arenas:
             with torch.cuda.graph(self._graph):
                 for heap in heaps:
-                    arenas.callback(heap.memory.release_graph, heap.streams.capture)
+                    arenas.callback(heap.memory.release_graphs, heap.streams.capture)
                 function()
             self._arenas = arenas.pop_all()
 

@@ -148,7 +148,7 @@ OTHER_WIDTH = control.pack_call(phase=control.PHASE_DISPATCH_READY, hidden=16, p
 
 
 def barrier(times: FirstTimes, call: int, *, epoch: int = 0, fault: bool = False) -> bool:
-    return times.is_first_barrier(call, epoch=epoch, fault=fault)
+    return times.is_first(call, epoch=epoch, fault=fault)
 
 
 def test_a_wait_is_known_by_what_came_before():
@@ -156,7 +156,7 @@ def test_a_wait_is_known_by_what_came_before():
 
     def step(call: int) -> list[bool]:
         barriers = [barrier(times, PLAN), barrier(times, call)]
-        return [*barriers, *(times.is_first_signal(control.PHASE_DISPATCH_DONE, peer, epoch=0) for peer in (1, 2))]
+        return [*barriers, *(times.is_first(control.PHASE_DISPATCH_DONE, peer, epoch=0) for peer in (1, 2))]
 
     assert [step(READY) for _ in range(3)] == [[True] * 4, [True, False, False, False], [False] * 4]
     assert step(OTHER_WIDTH) == [False, True, True, True]
@@ -174,7 +174,7 @@ def test_a_first_wait_is_remembered():
     times = FirstTimes(int)
     phase = control.PHASE_DISPATCH_DONE
     assert [barrier(times, READY, epoch=epoch) for epoch in (4, 5, 6)] == [True, True, False]
-    assert [times.is_first_signal(phase, peer, epoch=6) for peer in (1, 2)] == [True, True]
+    assert [times.is_first(phase, peer, epoch=6) for peer in (1, 2)] == [True, True]
     firsts = [times.was_first(epoch, control.PHASE_DISPATCH_READY, 2) for epoch in (3, 4, 5, 6)]
     assert firsts == [False, True, True, False]
     assert [times.was_first(6, phase, peer) for peer in (0, 1, 2)] == [False, True, True]

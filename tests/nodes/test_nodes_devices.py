@@ -22,7 +22,7 @@ from symmoe import SymmetricHeap
 from symmoe.kernels import control
 from symmoe.nodes.rail import BEGUN, ENDED, GlooRail, Pairs, Payload, RailBroken, Started
 from symmoe.symm_mem import several_nodes
-from symmoe.symm_mem.reports import Report, end_waits, mailbox, read_report
+from symmoe.symm_mem.reports import Report, end_waits, read_report
 from symmoe.symm_mem.streams import NoStreams
 
 
@@ -212,13 +212,13 @@ def test_who_gives_up_launches_no_kernel(num_ranks: int):
     bases = torch.zeros(num_ranks, dtype=torch.int64)
     peers = control.Peers(rank=num_ranks - 1, num_ranks=num_ranks, bases=bases, views=views, layout=layout)
     for rank in range(num_ranks):
-        mailbox(peers, rank).fill_(5 + rank)
+        peers.mailbox(rank).fill_(5 + rank)
     with OpNames() as ops:
         end_waits(peers, Report("enough", missing=2), turn=1, kept_bits=control.EPOCH_MASK)
     assert ops.names <= {"slice", "select", "view", "copy_", "unbind", "lift_fresh", "detach"}, ops.names
     word = control.ABORT + (peers.rank << control.ABORT_RANK_SHIFT)
     for rank in range(num_ranks):
-        words = mailbox(peers, rank)
+        words = peers.mailbox(rank)
         assert (words[:, :, 0] == word + 5 + rank).all()
         assert (words[:, :, 1:] == 5 + rank).all()
     assert read_report(peers, peers.rank).reason == "enough"

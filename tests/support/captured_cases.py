@@ -89,7 +89,7 @@ class HostGraph:
     def end(self) -> None:
         self._gradients.clear()
         for heap in self._heaps:
-            heap.memory.release_graph(CAPTURE)
+            heap.memory.release_graphs(CAPTURE)
 
 
 def capture(model: nn.Module, step: Callable[..., Any] | None = None, **options: float) -> symmoe.CapturedStep:

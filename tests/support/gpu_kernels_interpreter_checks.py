@@ -62,7 +62,7 @@ BARRIERS = {
 def make_arenas(num_ranks: int, rank: int, epoch: int, aborted=0, faulted=0, rail_fault=0) -> Peers:
     """Zeros, but for the counters of `rank`."""
     peers = peers_of_arenas(empty_arenas(num_ranks))[rank]
-    counters = peers.region(rank, peers.layout.counters, (control.NUM_COUNTERS,), torch.int64)
+    counters = peers.counters(rank)
     counters[control.BARRIER_EPOCH], counters[control.ABORTED], counters[control.FAULTED] = epoch, aborted, faulted
     counters[control.RAIL_FAULT] = rail_fault
     return peers
@@ -74,8 +74,7 @@ def run_barrier(
     """Bytes that rank `rank`'s barrier leaves: all arenas, what it received, the status record, what it sets to NaN."""
     num_ranks = len(sent)
     peers = make_arenas(num_ranks, rank, epoch - 1, aborted, faulted, rail_fault)
-    layout, views = peers.layout, peers.views
-    mail = peers.region(rank, layout.mailbox, (2, num_ranks, control.MAIL_WORDS), torch.int64)
+    views, mail = peers.views, peers.mailbox(rank)
     for peer, state in enumerate(sent):
         if state is not None:
             behind = state if isinstance(state, int) else 0
@@ -111,7 +110,7 @@ SIGNALS = {
 def run_signals(module, epoch, seen, aborted=0, faulted=0, pending=0, timeout_ns=10**6):
     """Bytes that rank 1 leaves: it signals ranks 0 and 1, then waits for rank 2."""
     peers = make_arenas(3, 1, epoch, aborted, faulted)
-    peers.region(1, peers.layout.signals, (3, control.SIGNAL_WORDS), torch.int64)[2, 0] = epoch + seen
+    peers.signals(1)[2, 0] = epoch + seen
     arrived, status = torch.full((1,), -7), torch.zeros(control.STATUS_WORDS, dtype=torch.int64)
     status[control.STATUS_KIND] = pending
     for rank in (0, 1):
@@ -154,8 +153,7 @@ def plans_of_nodes(module, drop: bool) -> dict[str, torch.Tensor]:
         views = tuple(nodes[rank // per_node][peer % per_node] for peer in range(num_ranks))
         bases = torch.tensor([view.data_ptr() for view in views], dtype=torch.int64)
         ranks.append(Peers(rank=rank, num_ranks=num_ranks, bases=bases, views=views, layout=layout))
-        counters = ranks[rank].region(rank, layout.counters, (control.NUM_COUNTERS,), torch.int64)
-        counters[control.BARRIER_EPOCH] = epoch - 1
+        ranks[rank].counters(rank)[control.BARRIER_EPOCH] = epoch - 1
     found = {}
     for peers in ranks:
         generator = torch.Generator().manual_seed(peers.rank)

@@ -95,7 +95,7 @@ def tables(module, maps: control.RankMaps, epoch: int) -> list[torch.Tensor]:
     views = tuple(torch.randint(0, 9, (layout.num_bytes,), generator=generator, dtype=torch.uint8) for _ in own)
     bases = torch.tensor([view.data_ptr() for view in views], dtype=torch.int64)
     peers = control.Peers(0, len(own), bases, views, layout, tuple(own.tolist()))
-    counters = peers.region(0, layout.counters, (control.NUM_COUNTERS,), torch.int64).zero_()
+    counters = peers.counters(0).zero_()
     counters[control.BARRIER_EPOCH], counters[control.RAIL_FAULT] = epoch, epoch % 2
     rows = torch.full((len(own), layout.row_words), -7, dtype=torch.int32)
     theirs = torch.randint(0, 99, (num_ranks - len(own), layout.row_words), generator=generator, dtype=torch.int32)

@@ -13,7 +13,6 @@ from limits import HANG_S
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from symmoe.grouped.mlp import GroupedMLP
-from symmoe.kernels import control
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.routed_experts import RoutedExperts
 from symmoe.symm_mem.heap import SymmetricHeap
@@ -42,9 +41,8 @@ def open_heap(device: str, *, num_bytes: int = 8 << 20, tapes: str | None = None
 
 def wait_for_arrivals(heap: SymmetricHeap, ranks: Iterable[int]) -> None:
     """Returns when these ranks of a heap on CPUs wait in the barrier that comes next."""
-    epoch, layout = heap.epoch + 1, heap.peers.layout
-    shape = (2, heap.num_ranks, control.MAIL_WORDS)
-    sent = heap.peers.region(heap.rank, layout.mailbox, shape, torch.int64)[epoch & 1, :, 0]
+    epoch = heap.epoch + 1
+    sent = heap.peers.mailbox(heap.rank)[epoch & 1, :, 0]
     while not all(sent[rank] >= 2 * epoch for rank in ranks):
         time.sleep(0.01)
 
@@ -85,9 +83,8 @@ def experts_of(w1: torch.Tensor, w2: torch.Tensor, **options) -> GroupedMLP:
 def give_room(heap: SymmetricHeap, kind: tuple[int, int], num_tokens: int, num_rows: int) -> None:
     """The next call with exact capacity and so many tokens gets room for little more than num_rows rows; it measures
     if that is 0. kind: the numbers of experts and of those of a token. The same on all ranks but for num_tokens."""
-    history = heap.row_histories[(*kind, 0)]
-    history.forget()
-    history.note(num_tokens, num_rows, num_rows)
+    heap.row_histories.pop((*kind, 0), None)
+    heap.row_histories[(*kind, 0)].note(num_tokens, num_rows, num_rows)
 
 
 def mlp_with_room(

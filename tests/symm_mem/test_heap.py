@@ -243,8 +243,7 @@ def test_owns(heap: SymmetricHeap):
         # One of the two arenas lies above the other.
         assert not heap.owns(foreign.tensor)
         assert not other.owns(lease.tensor)
-    control_block = heap.peers.views[0][: heap.peers.layout.num_bytes]
-    assert not heap.owns(control_block)
+    assert not heap.owns(heap.peers.control_block)
     assert heap.offset_of(lease.tensor[3:]) == lease.offset + 3 * 64
     with pytest.raises(StaleLease):  # half of it is past the end of the lease
         heap.offset_of(heap.peers.views[0][lease.offset + 512 : lease.offset + 1536])

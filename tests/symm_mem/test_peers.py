@@ -174,8 +174,7 @@ def test_a_fault_stops_what_is_on_its_way(rank: int, num_ranks: int, findings: F
 
 def _aborts_in_its_first_step(heap: SymmetricHeap, peer: int) -> None:
     """Instead of the signal to the next rank, once the rank before has sent its own: no other can have done so."""
-    shape = heap.num_ranks, control.SIGNAL_WORDS
-    signals = heap.peers.region(heap.rank, heap.peers.layout.signals, shape, torch.int64)[:, 0]
+    signals = heap.peers.signals(heap.rank)[:, 0]
     while int(signals[heap.rank - 1]) != heap.epoch:
         time.sleep(0.01)
     heap.abort("on purpose")
