@@ -101,10 +101,11 @@ def save_checkpoint(
 
     with Peers(heap.bootstrap) as peers:
         layout, pieces = peers.together(plan)
-        compare(peers, {each.key: each.tensor for each in pieces if each.is_everywhere and each.tensor is not None})
+        compare(peers, {each.key: each.tensor for each in pieces if not each.is_expert and each.tensor is not None})
         try:
             peers.together(lambda: None if heap.rank else _lay_out(partial, layout, pieces, model, like))
-            peers.together(lambda: _write(partial, layout, [piece for piece in pieces if piece.writer == heap.rank]))
+            own = [piece for piece in pieces if piece.is_expert or heap.rank == 0]
+            peers.together(lambda: _write(partial, layout, own))
         except SymmoeError:
             if heap.rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)
