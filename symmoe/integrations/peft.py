@@ -21,7 +21,7 @@ from symmoe.errors import CheckpointError
 from symmoe.integrations.transformers.adapters import PeftNames, unwrapped
 from symmoe.integrations.transformers.checkpoint import compare
 from symmoe.integrations.transformers.experts import ExpertParallelExperts
-from symmoe.integrations.transformers.swap import heap_of, refuse_methods_of_peft
+from symmoe.integrations.transformers.swap import UNSEEN_BY_PEFT, heap_of, refuse_methods_of_peft
 from symmoe.moe.ddp_and_fsdp import prepare_for_ddp
 from symmoe.training.lora import LoRAGroupedLinear
 
@@ -48,7 +48,8 @@ def get_peft_model(model: nn.Module, config: peft.LoraConfig, **options: Any) ->
         experts.requires_grad_(False)  # as peft has done with everything that it has seen
         if found[path]:
             experts.adopt_adapters(found[path])
-        experts.place.is_known_to_peft = True
+    if (hook := vars(model).pop(UNSEEN_BY_PEFT, None)) is not None:
+        hook.remove()
     refuse_methods_of_peft(wrapped)
     prepare_for_ddp(wrapped)
     return wrapped

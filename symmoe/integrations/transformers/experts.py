@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import asdict, dataclass
 from functools import partial
 
@@ -46,26 +45,6 @@ class StepConfig:
         raise_for(words_problem(overflow=self.overflow, order=self.order, stash=self.stash))
 
 
-class Place:
-    """The model whose experts have been swapped, and whether peft has wrapped it knowing that."""
-
-    def __init__(self, model: nn.Module | None, *, is_known_to_peft: bool = False) -> None:
-        self._model = (lambda: None) if model is None else weakref.ref(model)
-        self.is_known_to_peft = is_known_to_peft
-
-    def peft_problem(self) -> ArgumentError | None:
-        """What peft has done to the model without seeing the experts, or None."""
-        if self.is_known_to_peft or (model := self._model()) is None or "peft_config" not in vars(model):
-            return None
-        return ArgumentError(
-            "peft has wrapped a model whose experts are swapped: it does not see them, and would train fewer adapters "
-            "than of the plain model. Wrap it with symmoe.integrations.peft.get_peft_model, or before swap_moe"
-        )
-
-    def __deepcopy__(self, memo: dict[int, nn.Module]) -> Place:
-        return Place(memo.get(id(model := self._model()), model), is_known_to_peft=self.is_known_to_peft)
-
-
 class ExpertParallelExperts(ExpertParallelModule):
     """Experts of one MoE block, spread over the ranks of a heap; called like transformers' own.
 
@@ -95,7 +74,6 @@ class ExpertParallelExperts(ExpertParallelModule):
             **asdict(step),
         )
         self.listeners = Listeners(heap, num_experts=self.num_experts, order=step.order, give=_GIVE)
-        self.place = Place(None)
         self.peft_names: dict[str, PeftNames] = {}
         self.set_experts(mlp)
 
@@ -138,8 +116,7 @@ class ExpertParallelExperts(ExpertParallelModule):
             return self._run(hidden_states, top_k_index, top_k_weights)
         try:
             self.heap.check(control.PHASE_PLAN)
-            wrapped = self.wrapper_problem() or self.place.peft_problem()
-            problem = wrapped or self._problem(hidden_states, top_k_index, top_k_weights)
+            problem = self.wrapper_problem() or self._problem(hidden_states, top_k_index, top_k_weights)
             self.heap.fail_for(problem, control.PHASE_PLAN)
             return self._run(hidden_states, top_k_index, top_k_weights)
         except (ConfigMismatch, PeerTimeout) as error:

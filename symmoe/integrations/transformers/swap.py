@@ -10,12 +10,14 @@ from torch import nn
 
 from symmoe.errors import ArgumentError
 from symmoe.integrations.transformers.adapters import unwrapped
-from symmoe.integrations.transformers.experts import ExpertParallelExperts, Place, StepConfig, empty_experts
+from symmoe.integrations.transformers.experts import ExpertParallelExperts, StepConfig, empty_experts
 from symmoe.integrations.transformers.forms import ExpertsForm, StockExperts, experts_modules
+from symmoe.kernels import control
 from symmoe.moe.ddp_and_fsdp import prepare_for_ddp
 from symmoe.symm_mem.heap import SymmetricHeap
 
 Model = TypeVar("Model", bound=nn.Module)
+UNSEEN_BY_PEFT = "_symmoe_unseen_by_peft"  # of a swapped model: the handle of the hook that looks out for peft
 _REFUSED_OF_PEFT = (
     "save_pretrained load_adapter add_adapter delete_adapter set_adapter disable_adapter disable_adapter_layers "
     "merge_adapter unmerge_adapter merge_and_unload unload add_weighted_adapter"
@@ -56,15 +58,14 @@ def swap_moe(model: Model, heap: SymmetricHeap, *, step: StepConfig | None = Non
     for path, share in swapped.items():
         if wrappers := unwrapped(model.get_submodule(path))[1]:
             share.adopt_adapters(wrappers)
-    place = Place(model, is_known_to_peft=is_wrapped)
     for path, share in swapped.items():
-        share.place = place
         model.set_submodule(path, share)
     if is_wrapped:
         refuse_methods_of_peft(model)
     else:
         why = "save_pretrained would write only this rank's experts; symmoe.integrations.transformers.save_checkpoint("
         vars(model)["save_pretrained"] = partial(_refuse, f"{why}model, folder) writes those of all ranks")
+        vars(model)[UNSEEN_BY_PEFT] = model.register_forward_pre_hook(_refuse_peft)
     prepare_for_ddp(model)
     return model
 
@@ -101,6 +102,16 @@ def _share_of(experts: StockExperts, heap: SymmetricHeap, step: StepConfig) -> E
         weight = whole[start : start + num_local].clone(memory_format=torch.contiguous_format)
         setattr(getattr(share.mlp, linear), kind, nn.Parameter(weight, requires_grad=whole.requires_grad))
     return share.train(experts.training)
+
+
+def _refuse_peft(model: nn.Module, _args: object) -> None:
+    """Raises on all ranks if peft has wrapped the model without seeing its experts."""
+    if not torch.compiler.is_compiling() and "peft_config" in vars(model):
+        text = (
+            "peft has wrapped a model whose experts are swapped: it does not see them, and would train fewer adapters "
+        )
+        text += "than of the plain model. Wrap it with symmoe.integrations.peft.get_peft_model, or before swap_moe"
+        heap_of(model).fail_for(ArgumentError(text), control.PHASE_PLAN)
 
 
 def _refuse(why: str, *args: object, **kwargs: object) -> NoReturn:
