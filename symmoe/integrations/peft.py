@@ -18,10 +18,10 @@ from torch import nn
 
 from symmoe.checkpoint.peers import Peers
 from symmoe.errors import CheckpointError
-from symmoe.integrations.transformers.adapters import PeftNames, unwrapped
+from symmoe.integrations.transformers.adapters import PeftNames, adapt, unwrapped
 from symmoe.integrations.transformers.checkpoint import compare
 from symmoe.integrations.transformers.experts import ExpertParallelExperts
-from symmoe.integrations.transformers.swap import UNSEEN_BY_PEFT, heap_of, refuse_methods_of_peft
+from symmoe.integrations.transformers.swap import heap_of, refuse_methods_of_peft
 from symmoe.moe.ddp_and_fsdp import prepare_for_ddp
 from symmoe.training.lora import LoRAGroupedLinear
 
@@ -47,9 +47,7 @@ def get_peft_model(model: nn.Module, config: peft.LoraConfig, **options: Any) ->
     for path, experts in swapped.items():
         experts.requires_grad_(False)  # as peft has done with everything that it has seen
         if found[path]:
-            experts.adopt_adapters(found[path])
-    if (hook := vars(model).pop(UNSEEN_BY_PEFT, None)) is not None:
-        hook.remove()
+            adapt(experts, found[path])
     refuse_methods_of_peft(wrapped)
     prepare_for_ddp(wrapped)
     return wrapped
@@ -64,12 +62,8 @@ def save_adapters(model: peft.PeftModel, folder: str | os.PathLike[str]) -> None
     heap, folder = heap_of(model), Path(folder).absolute()
     partial = folder.with_name(folder.name + ".partial")
 
-    def make() -> None:
-        if heap.rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)  # of a save that was killed
-            partial.mkdir(parents=True)
-
     def write_share() -> None:
+        partial.mkdir(parents=True, exist_ok=True)  # it may be there, of a save that was killed
         adapters = {f"{path}.{its.prefix}": (layer.lora_a, layer.lora_b) for path, layer, its in _adapted(model)}
         share = {f"{name}{i}": both[i].detach().cpu() for name, both in adapters.items() for i in (0, 1)}
         save_file(share, partial / f"{heap.rank}.safetensors")
@@ -94,8 +88,8 @@ def save_adapters(model: peft.PeftModel, folder: str | os.PathLike[str]) -> None
 
     with Peers(heap.bootstrap) as peers:
         compare(peers, _others(model))
-        for step in (make, write_share, publish):
-            peers.together(step, is_last=step is publish)
+        peers.together(write_share)
+        peers.together(publish, is_last=True)
 
 
 @torch.no_grad()

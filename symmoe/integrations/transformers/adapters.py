@@ -12,14 +12,16 @@ round, A and B have changed their places.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from symmoe.errors import ArgumentError
-from symmoe.grouped.mlp import GroupedMLP
 from symmoe.training.lora import LoRAGroupedLinear
+
+if TYPE_CHECKING:
+    from symmoe.integrations.transformers.experts import ExpertParallelExperts
 
 _LINEAR_OF = {"gate_up_proj": "fc1", "up_proj": "fc1", "down_proj": "fc2"}
 
@@ -56,13 +58,12 @@ def unwrapped(module: nn.Module) -> tuple[nn.Module, list[nn.Module]]:
 
 
 @torch.no_grad()
-def adapt(mlp: GroupedMLP, wrappers: list[nn.Module], *, ep_rank: int, is_transposed: bool) -> dict[str, PeftNames]:
+def adapt(experts: ExpertParallelExperts, wrappers: list[nn.Module]) -> None:
     """Gives the experts of a rank the adapters of `wrappers`, which are of all experts. Their weights are frozen.
-    is_transposed: whether transformers has the weights so.
-    Returns for "fc1" and "fc2" how peft names them. ArgumentError: not exactly one adapter, not merged, for
-    gate_up_proj and down_proj each; or options that grouped layers do not have."""
-    names = dict[str, PeftNames]()
-    here = slice(ep_rank * mlp.num_groups, (ep_rank + 1) * mlp.num_groups)
+    Local. ArgumentError: not exactly one adapter, not merged, for gate_up_proj and down_proj each; or options that
+    grouped layers do not have."""
+    names, mlp, is_transposed = dict[str, PeftNames](), experts.mlp, experts.form.is_transposed
+    here = slice(experts.heap.rank * mlp.num_groups, (experts.heap.rank + 1) * mlp.num_groups)
     for depth, wrapper in enumerate(wrappers):
         peft: Any = wrapper  # torch gives all attributes of a module one type
         if peft.parameter_name not in _LINEAR_OF or len(peft.lora_A) != 1 or peft.merged_adapters:
@@ -87,4 +88,5 @@ def adapt(mlp: GroupedMLP, wrappers: list[nn.Module], *, ep_rank: int, is_transp
             f"peft has adapters for {[wrapper.parameter_name for wrapper in wrappers]} of experts; "
             "they can be adapted only with both gate_up_proj and down_proj"
         )
-    return names
+    experts.peft_names = names
+    experts.set_experts(mlp)

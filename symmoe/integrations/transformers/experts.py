@@ -6,14 +6,13 @@ from dataclasses import asdict, dataclass
 from functools import partial
 
 import torch
-from torch import nn
 
 from symmoe.checks.arguments import Order, Overflow, Problem, Stash, tensor_problem, words_problem, working_dtype
 from symmoe.errors import ArgumentError, ConfigMismatch, PeerTimeout, raise_for
 from symmoe.grouped.activations import ScaledActivation
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.integrations.given_topk import give_topk
-from symmoe.integrations.transformers.adapters import PeftNames, adapt
+from symmoe.integrations.transformers.adapters import PeftNames
 from symmoe.integrations.transformers.forms import ExpertsForm, StockExperts
 from symmoe.kernels import control
 from symmoe.moe.config import MoEConfig
@@ -87,12 +86,6 @@ class ExpertParallelExperts(ExpertParallelModule):
         self.mlp = experts
         watch_first_step(self)
         self._routed_experts = RoutedExperts.of(self.config, self.heap, experts)
-
-    def adopt_adapters(self, wrappers: list[nn.Module]) -> None:
-        """Gives the experts the adapters of peft's wrappers. ArgumentError as adapters.adapt. Local."""
-        transposed = self.form.is_transposed
-        self.peft_names = adapt(self.mlp, wrappers, ep_rank=self.heap.rank, is_transposed=transposed)
-        self.set_experts(self.mlp)
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor

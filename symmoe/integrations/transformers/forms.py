@@ -88,8 +88,8 @@ def _activation_of(experts: StockExperts) -> Activation:
 
     found: list[Activation] = []
     try:
-        slope = at(_SMALL, _SMALL) - at(_SMALL, 0.0) if is_gated else at(_SMALL, 0.0) * _SMALL
-        value = slope / _SMALL  # f(_SMALL)
+        # f(_SMALL)
+        value = (at(_SMALL, _SMALL) - at(_SMALL, 0.0)) / _SMALL if is_gated else at(_SMALL, 0.0)
         silu = {"alpha": _rounded(math.log(value / (_SMALL - value)) / _SMALL)} if 0 < value < _SMALL else {}
         gate: dict[str, Any] = {}
         if is_gated:

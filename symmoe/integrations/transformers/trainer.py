@@ -92,14 +92,12 @@ class Trainer(transformers.Trainer):
 
     def _trained(self) -> dict[str, Any]:
         """The parameters that are trained, by name, and their optimizer, as `symmoe.checkpoint` takes them."""
-        heap = heap_of(self.model)
-
-        def shard(experts: torch.Tensor) -> ExpertShard:
-            num_local = len(experts)
-            return ExpertShard(tensor=experts, start=heap.rank * num_local, num_experts=heap.num_ranks * num_local)
-
-        named = [each for each in named_parameters(self.model) if each[1].requires_grad]
-        model = {name: shard(parameter) if is_expert else parameter for name, parameter, is_expert in named}
+        heap, model = heap_of(self.model), dict[str, Any]()
+        for name, parameter, is_expert in named_parameters(self.model):
+            if parameter.requires_grad:
+                first, num_experts = heap.rank * len(parameter), heap.num_ranks * len(parameter)
+                shard = ExpertShard(tensor=parameter, start=first, num_experts=num_experts)
+                model[name] = shard if is_expert else parameter
         return {"model": model, "optimizer": self.optimizer.optimizer}
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
