@@ -132,9 +132,9 @@ class _StandIn(nn.Module):
     def __init__(self, experts: ExpertParallelExperts) -> None:
         super().__init__()
         self.is_transposed = experts.form.is_transposed
-        for name, (linear, kind) in experts.form.parameters.items():
-            if kind == "weight":
-                weight = getattr(experts.mlp, linear).weight
+        for name, own in experts.form.parameters.items():
+            if own.endswith("weight"):
+                weight = experts.mlp.get_parameter(own)
                 # For peft's initialisation they have a device, unlike those of the meta device.
                 value = torch.zeros((), dtype=weight.dtype, device=weight.device)
                 shape = experts.form.turned(weight).shape[1:]

@@ -157,9 +157,9 @@ def _unswapped(model: nn.Module) -> tuple[dict[str, torch.Tensor], list[_Source]
     plain, sources = dict[str, torch.Tensor](), list[_Source]()
     blocks = {path: m for path, m in model.named_modules() if isinstance(m, ExpertParallelExperts)}
     stock_names = {
-        f"{path}.mlp.{linear}.{kind}": (path, f"{path}.{stock}")
+        f"{path}.mlp.{own}": (path, f"{path}.{stock}")
         for path, module in blocks.items()
-        for stock, (linear, kind) in module.form.parameters.items()
+        for stock, own in module.form.parameters.items()
     }
     for name, tensor in model.state_dict(keep_vars=True).items():
         if name in stock_names:
