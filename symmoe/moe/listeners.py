@@ -47,6 +47,7 @@ class Listeners:
 
     def __init__(self, heap: SymmetricHeap, *, num_experts: int, order: str, give: Give | None = None) -> None:
         self.heap, self.num_experts, self.order, self.give = heap, num_experts, order, give
+        self.is_fixed = False  # whether experts follow from the tokens' ids (hash layers): nothing to record or to give
         self.callbacks: tuple[Callable[[RoutingReport], object], ...] = ()
 
     def add(self, callback: Callable[[RoutingReport], object]) -> Callable[[], None]:
@@ -65,13 +66,13 @@ class Listeners:
         self.callbacks = tuple(other for other in self.callbacks if other is not callback)
 
 
-def layers_with_listeners(model: nn.Module) -> dict[str, tuple[nn.Module, Listeners]]:
-    """The layers of a model that one can listen to, and their listeners, by the layers' names in it. ArgumentError if
-    there is none."""
+def layers_with_listeners(model: nn.Module, *, fixed: bool = True) -> dict[str, tuple[nn.Module, Listeners]]:
+    """The layers of a model that one can listen to, and their listeners, by the layers' names in it; `fixed`: with
+    those of which no router chooses the experts. ArgumentError if there is none."""
     layers: dict[str, tuple[nn.Module, Listeners]] = {}
     for name, module in model.named_modules():
         for place in (module, getattr(module, "token_dispatcher", None)):
-            if isinstance(listeners := getattr(place, "listeners", None), Listeners):
+            if isinstance(listeners := getattr(place, "listeners", None), Listeners) and fixed >= listeners.is_fixed:
                 layers[name] = module, listeners
     if not layers:
         raise ArgumentError(f"model ({type(model).__name__}) has no MoELayer, and no layer of symmoe's integrations")

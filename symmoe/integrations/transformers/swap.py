@@ -60,6 +60,7 @@ def swap_moe(model: Model, heap: SymmetricHeap, *, step: StepConfig | None = Non
             adapt(share, wrappers)
     for path, share in swapped.items():
         model.set_submodule(path, share)
+        share.listeners.is_fixed = getattr(model.get_submodule(path.rpartition(".")[0]), "is_hash", False)
     if is_wrapped:
         refuse_methods_of_peft(model)
     else:
