@@ -130,22 +130,6 @@ def test_transformers_reads_what_ranks_have_trained(cluster, saved, tmp_path: Pa
     assert changed == {name for name in before if re.match(r"model-.*\.safetensors$", name)}  # and it did train
 
 
-def tied(rank: int, num_ranks: int, heap: symmoe.SymmetricHeap, source: str, target: str) -> bool:
-    model = from_pretrained(source, heap, model_class=transformers.Qwen3MoeForCausalLM)
-    save_checkpoint(model, target, like=source)
-    save_checkpoint(model, target + "-new")
-    return model.lm_head.weight is model.model.embed_tokens.weight
-
-
-def test_tied_embeddings(cluster, tmp_path: Path):
-    model = random_model("qwen3_moe", tie_word_embeddings=True)
-    model.tie_weights()
-    model.save_pretrained(tmp_path / "a")
-    assert "lm_head.weight" not in load_file(tmp_path / "a" / "model.safetensors")
-    assert cluster(2).run(tied, str(tmp_path / "a"), str(tmp_path / "b")) == [True, True]
-    assert digests(tmp_path / "a") == digests(tmp_path / "b") == digests(tmp_path / "b-new")
-
-
 def test_keys_that_transformers_ignores_are_kept(cluster, tmp_path: Path):
     random_model("deepseek_v3").save_pretrained(tmp_path / "a")
     file = tmp_path / "a" / "model.safetensors"
