@@ -100,7 +100,7 @@ def load_adapters(model: peft.PeftModel, folder: str | os.PathLike[str]) -> None
     or shapes are not those of the model. The model is as it was."""
     heap, file = heap_of(model), Path(folder, WEIGHTS)
 
-    def read() -> tuple[dict[str, torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]:
+    def read() -> dict[str, torch.Tensor]:
         there = load_file(file)
         shapes = {key: tensor.shape for key, tensor in _others(model).items()}
         for path, layer, names in _adapted(model):
@@ -111,19 +111,14 @@ def load_adapters(model: peft.PeftModel, folder: str | os.PathLike[str]) -> None
             wanted, found = shapes.get(key), there[key].shape if key in there else None
             if wanted != found:
                 raise CheckpointError(f"{key} has shape {found} in {file} and {wanted} in the model (None: is missing)")
-        values: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for path, layer, names in _adapted(model):
-            first, second = (there.pop(f"{path}.{names.prefix}lora_{which}.weight") for which in "AB")
-            here = slice(heap.rank * layer.num_groups, (heap.rank + 1) * layer.num_groups)
-            a, b = names.from_peft(first, second, heap.num_ranks * layer.num_groups)
-            values += [(layer.lora_a, a[here]), (layer.lora_b, b[here])]
-        return there, values
+        return there
 
     with Peers(heap.bootstrap) as peers:
-        others, values = peers.together(read, is_last=True)
-    for parameter, value in values:
-        parameter.copy_(value)
-    set_peft_model_state_dict(model, others, adapter_name=model.active_adapter)
+        there = peers.together(read, is_last=True)
+    for path, layer, names in _adapted(model):
+        a, b = (there.pop(f"{path}.{names.prefix}lora_{which}.weight") for which in "AB")
+        names.fill(layer, a, b, heap)
+    set_peft_model_state_dict(model, there, adapter_name=model.active_adapter)
 
 
 class _StandIn(nn.Module):
