@@ -110,12 +110,11 @@ def _share_of(experts: StockExperts, heap: SymmetricHeap, step: StepConfig) -> E
 
 def _refuse_peft(model: nn.Module, _args: object) -> None:
     """Raises on all ranks if peft has wrapped the model without seeing its experts."""
-    if not torch.compiler.is_compiling() and "peft_config" in vars(model):
-        text = (
-            "peft has wrapped a model whose experts are swapped: it does not see them, and would train fewer adapters "
-        )
-        text += "than of the plain model. Wrap it with symmoe.integrations.peft.get_peft_model, or before swap_moe"
-        heap_of(model).fail_for(ArgumentError(text), control.PHASE_PLAN)
+    if torch.compiler.is_compiling() or "peft_config" not in vars(model):
+        return
+    text = "peft has wrapped a model whose experts are swapped: it does not see them, and would train fewer adapters "
+    text += "than of the plain model. Wrap it with symmoe.integrations.peft.get_peft_model, or before swap_moe"
+    heap_of(model).fail_for(ArgumentError(text), control.PHASE_PLAN)
 
 
 def _refuse(why: str, *args: object, **kwargs: object) -> NoReturn:

@@ -94,10 +94,11 @@ class Trainer(transformers.Trainer):
         """The parameters that are trained, by name, and their optimizer, as `symmoe.checkpoint` takes them."""
         heap, model = heap_of(self.model), dict[str, Any]()
         for name, parameter, is_expert in named_parameters(self.model):
-            if parameter.requires_grad:
-                first, num_experts = heap.rank * len(parameter), heap.num_ranks * len(parameter)
-                shard = ExpertShard(tensor=parameter, start=first, num_experts=num_experts)
-                model[name] = shard if is_expert else parameter
+            if parameter.requires_grad and is_expert:
+                num = len(parameter)
+                model[name] = ExpertShard(tensor=parameter, start=heap.rank * num, num_experts=heap.num_ranks * num)
+            elif parameter.requires_grad:
+                model[name] = parameter
         return {"model": model, "optimizer": self.optimizer.optimizer}
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
