@@ -91,19 +91,12 @@ class TrainerStrategy(_TrainerDDP):
         self.precision_plugin.clip_grad_by_norm = lambda optimizer, clip_val: clip_grad_norm(self.model, clip_val)
         super().setup(trainer)
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Nothing: save_checkpoint takes it from the model."""
-        return {}
-
-    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Nothing: save_checkpoint takes it from the optimizer."""
-        return {}
-
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Same as in Lightning, with all experts; `filepath` becomes a folder."""
         optimizer = _only(self.optimizers) if "optimizer_states" in checkpoint else None
         save_checkpoint(filepath, 0, model=self.lightning_module, optimizer=optimizer)
-        super().save_checkpoint(checkpoint, Path(filepath, REST), storage_options)
+        emptied: dict[str, Any] = {name: [] for name in ("state_dict", "optimizer_states") if name in checkpoint}
+        super().save_checkpoint(checkpoint | emptied, Path(filepath, REST), storage_options)
 
     restore_checkpoint_after_setup = True  # the optimizer is there then
 
