@@ -95,8 +95,8 @@ class TrainerStrategy(_TrainerDDP):
         """Same as in Lightning, with all experts; `filepath` becomes a folder."""
         optimizer = _only(self.optimizers) if "optimizer_states" in checkpoint else None
         save_checkpoint(filepath, 0, model=self.lightning_module, optimizer=optimizer)
-        emptied: dict[str, Any] = {name: [] for name in ("state_dict", "optimizer_states") if name in checkpoint}
-        super().save_checkpoint(checkpoint | emptied, Path(filepath, REST), storage_options)
+        rest = checkpoint | {"state_dict": {}} | ({} if optimizer is None else {"optimizer_states": [{}]})
+        super().save_checkpoint(rest, Path(filepath, REST), storage_options)
 
     restore_checkpoint_after_setup = True  # the optimizer is there then
 
@@ -122,15 +122,10 @@ def _prepare(model: nn.Module, precision: Any) -> None:
 
 def _sorted_out(state: dict[str, Any]) -> tuple[dict[str, nn.Module], torch.optim.Optimizer | None, dict[str, Any]]:
     """The models without their DDP, the optimizer, and the rest of what Fabric saves."""
-    models: dict[str, nn.Module] = {}
-    optimizers, rest = [], {}
-    for name, value in state.items():
-        if isinstance(value, nn.Module):
-            models[name] = value.module if isinstance(value, DistributedDataParallel) else value
-        elif isinstance(value, torch.optim.Optimizer):
-            optimizers.append(value)
-        else:
-            rest[name] = value
+    named = {name: value for name, value in state.items() if isinstance(value, nn.Module)}
+    models = {name: each.module if isinstance(each, DistributedDataParallel) else each for name, each in named.items()}
+    optimizers = [value for value in state.values() if isinstance(value, torch.optim.Optimizer)]
+    rest = {name: value for name, value in state.items() if not isinstance(value, nn.Module | torch.optim.Optimizer)}
     return models, _only(optimizers), rest
 
 
