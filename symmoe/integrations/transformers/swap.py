@@ -114,7 +114,8 @@ def _refuse_peft(model: nn.Module, _args: object) -> None:
         return
     text = "peft has wrapped a model whose experts are swapped: it does not see them, and would train fewer adapters "
     text += "than of the plain model. Wrap it with symmoe.integrations.peft.get_peft_model, or before swap_moe"
-    heap_of(model).fail_for(ArgumentError(text), control.PHASE_PLAN)
+    experts = next(module for module in model.modules() if isinstance(module, ExpertParallelExperts))
+    experts.heap.fail_for(experts.wrapper_problem() or ArgumentError(text), control.PHASE_PLAN)
 
 
 def _refuse(why: str, *args: object, **kwargs: object) -> NoReturn:
