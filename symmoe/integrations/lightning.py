@@ -91,19 +91,12 @@ class TrainerStrategy(_TrainerDDP):
         self.precision_plugin.clip_grad_by_norm = lambda optimizer, clip_val: clip_grad_norm(self.model, clip_val)
         super().setup(trainer)
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Nothing: save_checkpoint takes it from the model."""
-        return {}
-
-    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Nothing: save_checkpoint takes it from the optimizer."""
-        return {}
-
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Same as in Lightning, with all experts; `filepath` becomes a folder."""
         optimizer = _only(self.optimizers) if "optimizer_states" in checkpoint else None
         save_checkpoint(filepath, 0, model=self.lightning_module, optimizer=optimizer)
-        super().save_checkpoint(checkpoint, Path(filepath, REST), storage_options)
+        rest = checkpoint | {"state_dict": {}} | ({} if optimizer is None else {"optimizer_states": [{}]})
+        super().save_checkpoint(rest, Path(filepath, REST), storage_options)
 
     restore_checkpoint_after_setup = True  # the optimizer is there then
 
@@ -129,15 +122,10 @@ def _prepare(model: nn.Module, precision: Any) -> None:
 
 def _sorted_out(state: dict[str, Any]) -> tuple[dict[str, nn.Module], torch.optim.Optimizer | None, dict[str, Any]]:
     """The models without their DDP, the optimizer, and the rest of what Fabric saves."""
-    models: dict[str, nn.Module] = {}
-    optimizers, rest = [], {}
-    for name, value in state.items():
-        if isinstance(value, nn.Module):
-            models[name] = value.module if isinstance(value, DistributedDataParallel) else value
-        elif isinstance(value, torch.optim.Optimizer):
-            optimizers.append(value)
-        else:
-            rest[name] = value
+    named = {name: value for name, value in state.items() if isinstance(value, nn.Module)}
+    models = {name: each.module if isinstance(each, DistributedDataParallel) else each for name, each in named.items()}
+    optimizers = [value for value in state.values() if isinstance(value, torch.optim.Optimizer)]
+    rest = {name: value for name, value in state.items() if not isinstance(value, nn.Module | torch.optim.Optimizer)}
     return models, _only(optimizers), rest
 
 

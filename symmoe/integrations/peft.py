@@ -18,7 +18,7 @@ from torch import nn
 
 from symmoe.checkpoint.peers import Peers
 from symmoe.errors import CheckpointError
-from symmoe.integrations.transformers.adapters import PeftNames, unwrapped
+from symmoe.integrations.transformers.adapters import PeftNames, adapt, unwrapped
 from symmoe.integrations.transformers.checkpoint import compare
 from symmoe.integrations.transformers.experts import ExpertParallelExperts
 from symmoe.integrations.transformers.swap import heap_of, refuse_methods_of_peft
@@ -47,8 +47,7 @@ def get_peft_model(model: nn.Module, config: peft.LoraConfig, **options: Any) ->
     for path, experts in swapped.items():
         experts.requires_grad_(False)  # as peft has done with everything that it has seen
         if found[path]:
-            experts.adopt_adapters(found[path])
-        experts.place.is_known_to_peft = True
+            adapt(experts, found[path])
     refuse_methods_of_peft(wrapped)
     prepare_for_ddp(wrapped)
     return wrapped
@@ -63,12 +62,8 @@ def save_adapters(model: peft.PeftModel, folder: str | os.PathLike[str]) -> None
     heap, folder = heap_of(model), Path(folder).absolute()
     partial = folder.with_name(folder.name + ".partial")
 
-    def make() -> None:
-        if heap.rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)  # of a save that was killed
-            partial.mkdir(parents=True)
-
     def write_share() -> None:
+        partial.mkdir(parents=True, exist_ok=True)  # it may be there, of a save that was killed
         adapters = {f"{path}.{its.prefix}": (layer.lora_a, layer.lora_b) for path, layer, its in _adapted(model)}
         share = {f"{name}{i}": both[i].detach().cpu() for name, both in adapters.items() for i in (0, 1)}
         save_file(share, partial / f"{heap.rank}.safetensors")
@@ -93,8 +88,8 @@ def save_adapters(model: peft.PeftModel, folder: str | os.PathLike[str]) -> None
 
     with Peers(heap.bootstrap) as peers:
         compare(peers, _others(model))
-        for step in (make, write_share, publish):
-            peers.together(step, is_last=step is publish)
+        peers.together(write_share)
+        peers.together(publish, is_last=True)
 
 
 @torch.no_grad()
@@ -105,7 +100,7 @@ def load_adapters(model: peft.PeftModel, folder: str | os.PathLike[str]) -> None
     or shapes are not those of the model. The model is as it was."""
     heap, file = heap_of(model), Path(folder, WEIGHTS)
 
-    def read() -> tuple[dict[str, torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]:
+    def read() -> dict[str, torch.Tensor]:
         there = load_file(file)
         shapes = {key: tensor.shape for key, tensor in _others(model).items()}
         for path, layer, names in _adapted(model):
@@ -116,19 +111,14 @@ def load_adapters(model: peft.PeftModel, folder: str | os.PathLike[str]) -> None
             wanted, found = shapes.get(key), there[key].shape if key in there else None
             if wanted != found:
                 raise CheckpointError(f"{key} has shape {found} in {file} and {wanted} in the model (None: is missing)")
-        values: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for path, layer, names in _adapted(model):
-            first, second = (there.pop(f"{path}.{names.prefix}lora_{which}.weight") for which in "AB")
-            here = slice(heap.rank * layer.num_groups, (heap.rank + 1) * layer.num_groups)
-            a, b = names.from_peft(first, second, heap.num_ranks * layer.num_groups)
-            values += [(layer.lora_a, a[here]), (layer.lora_b, b[here])]
-        return there, values
+        return there
 
     with Peers(heap.bootstrap) as peers:
-        others, values = peers.together(read, is_last=True)
-    for parameter, value in values:
-        parameter.copy_(value)
-    set_peft_model_state_dict(model, others, adapter_name=model.active_adapter)
+        there = peers.together(read, is_last=True)
+    for path, layer, names in _adapted(model):
+        a, b = (there.pop(f"{path}.{names.prefix}lora_{which}.weight") for which in "AB")
+        names.fill(layer, a, b, heap)
+    set_peft_model_state_dict(model, there, adapter_name=model.active_adapter)
 
 
 class _StandIn(nn.Module):
@@ -137,9 +127,9 @@ class _StandIn(nn.Module):
     def __init__(self, experts: ExpertParallelExperts) -> None:
         super().__init__()
         self.is_transposed = experts.form.is_transposed
-        for name, (linear, kind) in experts.form.parameters.items():
-            if kind == "weight":
-                weight = getattr(experts.mlp, linear).weight
+        for name, own in experts.form.parameters.items():
+            if own.endswith("weight"):
+                weight = experts.mlp.get_parameter(own)
                 # For peft's initialisation they have a device, unlike those of the meta device.
                 value = torch.zeros((), dtype=weight.dtype, device=weight.device)
                 shape = experts.form.turned(weight).shape[1:]

@@ -47,6 +47,7 @@ class Listeners:
 
     def __init__(self, heap: SymmetricHeap, *, num_experts: int, order: str, give: Give | None = None) -> None:
         self.heap, self.num_experts, self.order, self.give = heap, num_experts, order, give
+        self.is_fixed = False  # whether experts follow from the tokens' ids (hash layers): nothing to record or to give
         self.callbacks: tuple[Callable[[RoutingReport], object], ...] = ()
         self.totals: tuple[torch.Tensor, ...] = ()
 

@@ -38,14 +38,15 @@ def record_routing(model: nn.Module) -> Iterator[Routing]:
 
     Yields:
         name of each layer, in the model's order, to int32 [T, K] on the device: of MoELayers, and of the layers of
-        symmoe's integrations in transformers, Megatron and torchtitan models.
+        symmoe's integrations in transformers, Megatron and torchtitan models. Not of hash layers (DeepSeek-V4), whose
+        experts follow from the tokens' ids: they are left out here and in what follows.
 
     Raises:
         ArgumentError: the model has no such layer; a layer is called a second time (which of the two to keep?), or not
             at all.
     """
     routing: Routing = {}
-    layers = layers_with_listeners(model)
+    layers = _routed_layers(model)
 
     def keep(name: str, report: RoutingReport) -> None:
         if name in routing:
@@ -81,7 +82,7 @@ def replay_routing(
         ArgumentError: `routing` is not for the layers, tokens, K, experts or calls of `model`; a router cannot be given
             a choice; or a layer has not taken it: a model that torch.compile has compiled before takes no notice.
     """
-    layers = layers_with_listeners(model)
+    layers = _routed_layers(model)
     given: Sequence[Mapping[str, torch.Tensor]] = [routing] if isinstance(routing, Mapping) else routing
     each = [{name: _signed(ids) for name, ids in one.items()} for one in given]
     for one in each:
@@ -111,7 +112,7 @@ def replay_routing(
 @contextmanager
 def balanced_routing(model: nn.Module) -> Iterator[None]:
     """In this context, every layer of `model` gives all its experts the same number of slots. For benchmarks. Local."""
-    layers = layers_with_listeners(model)
+    layers = _routed_layers(model)
 
     def choice(name: str, num_tokens: int, top_k: int | None) -> torch.Tensor:
         its = layers[name][1]
@@ -145,7 +146,7 @@ def routing_from_array(
         rows: of this rank's tokens as its layers see them, padding too (any shape). bool: whether it is one of the N,
             which come in order; or int: which of them it is, -1 is none. None: the N are the tokens.
     """
-    found, given, problem = layers_with_listeners(model), _signed(array), None
+    found, given, problem = _routed_layers(model), _signed(array), None
     if given.dim() != 3:
         _fail_for(ArgumentError(f"array has shape {list(given.shape)}; it must be [tokens, layers, K]"), found)
     num_rows, num_layers = given.shape[:2]
@@ -194,6 +195,11 @@ class _Calls:
 
     def _begin_backward(self, number: int, _gradient: torch.Tensor) -> None:
         self._of_backward = number
+
+
+def _routed_layers(model: nn.Module) -> _Layers:
+    """The layers of a model whose experts a router chooses. ArgumentError: it has no layer with experts."""
+    return {name: its for name, its in layers_with_listeners(model).items() if not its[1].is_fixed}
 
 
 def _signed(ids: _Array) -> torch.Tensor:

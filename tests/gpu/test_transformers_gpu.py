@@ -19,13 +19,9 @@ from symmoe.integrations.transformers import ExpertParallelExperts, swap_moe
 
 ROOT = Path(__file__).resolve().parents[2]
 
-from hf_cases import FAMILIES, random_model  # noqa: E402
+from hf_cases import FAMILIES, error, random_model  # noqa: E402
 
 BOUND = 0.03  # of bf16, relative to the largest entry
-
-
-def error(got: torch.Tensor, want: torch.Tensor) -> float:
-    return (got.float() - want.float()).abs().max().item() / want.float().abs().max().item()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -49,8 +45,8 @@ def test_block_equals_the_unmodified_one(rank: int, num_ranks: int, family: str)
         want = reference.experts.down_proj.grad
         want = want.transpose(1, 2) if family == "gpt_oss" else want
         dist.barrier()
-        assert error(y.detach(), wanted[rank].detach()) < BOUND
-        assert error(got, want.chunk(num_ranks)[rank]) < BOUND
+        assert error(y.detach().float(), wanted[rank].detach().float()) < BOUND
+        assert error(got.float(), want.float().chunk(num_ranks)[rank]) < BOUND
 
 
 def test_example_learns_on_gpus(tmp_path: Path):

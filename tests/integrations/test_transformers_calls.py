@@ -246,6 +246,18 @@ def test_groups_without_scores_are_those_of_what_is_given(heap):
         torch.testing.assert_close(weights, wanted)
 
 
+def test_hash_layers_are_left_out(heap):
+    """DeepSeek-V4's first layers choose by the tokens' ids."""
+    model, outputs = swap_moe(tiny_model("deepseek_v4"), heap), []
+    for given in ({}, {"model.layers.1.mlp.experts": torch.rand(18, 8).argsort(1)[:, :2].int()}):
+        with symmoe.replay_routing(model, given) if given else contextlib.nullcontext(), torch.no_grad():
+            with symmoe.record_routing(model) as routing:
+                outputs.append(model(batch_of(0), use_cache=False)[0])
+        assert routing.keys() == {"model.layers.1.mlp.experts"}
+    assert all(torch.equal(ids, given[name]) for name, ids in routing.items())
+    assert not torch.allclose(*outputs, atol=1e-3)
+
+
 def test_no_tokens_are_given_experts(heap):
     block = swap_moe(random_model("qwen3_moe"), heap).model.layers[-1].mlp
     for given in (symmoe.balanced_routing(block), symmoe.replay_routing(block, {"experts": torch.zeros(0, 3).int()})):

@@ -101,7 +101,8 @@ def test_load_and_save_leave_every_byte(cluster, saved, tmp_path: Path, family: 
 @pytest.mark.parametrize("form", ["fused", "bf16", "one file"])
 @pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])
 def test_other_forms_on_disk(cluster, tmp_path: Path, family: str, form: str):
-    model = random_model(family, dtype=torch.bfloat16 if form == "bf16" else torch.float32)
+    dtype = torch.bfloat16 if form == "bf16" else torch.float32
+    model = random_model(family, seed=7, dtype=dtype)  # which has no ties of scores in bf16
     size = 10**9 if form == "one file" else SHARD
     model.save_pretrained(tmp_path / "a", max_shard_size=size, save_original_format=form != "fused")
     cluster(2).run(round_trip, str(tmp_path / "a"), str(tmp_path / "b"), 0.05 if form == "bf16" else 1e-5)
@@ -127,22 +128,6 @@ def test_transformers_reads_what_ranks_have_trained(cluster, saved, tmp_path: Pa
     assert before.keys() == after.keys()
     changed = {name for name in before if before[name] != after[name]}
     assert changed == {name for name in before if re.match(r"model-.*\.safetensors$", name)}  # and it did train
-
-
-def tied(rank: int, num_ranks: int, heap: symmoe.SymmetricHeap, source: str, target: str) -> bool:
-    model = from_pretrained(source, heap, model_class=transformers.Qwen3MoeForCausalLM)
-    save_checkpoint(model, target, like=source)
-    save_checkpoint(model, target + "-new")
-    return model.lm_head.weight is model.model.embed_tokens.weight
-
-
-def test_tied_embeddings(cluster, tmp_path: Path):
-    model = random_model("qwen3_moe", tie_word_embeddings=True)
-    model.tie_weights()
-    model.save_pretrained(tmp_path / "a")
-    assert "lm_head.weight" not in load_file(tmp_path / "a" / "model.safetensors")
-    assert cluster(2).run(tied, str(tmp_path / "a"), str(tmp_path / "b")) == [True, True]
-    assert digests(tmp_path / "a") == digests(tmp_path / "b") == digests(tmp_path / "b-new")
 
 
 def test_keys_that_transformers_ignores_are_kept(cluster, tmp_path: Path):

@@ -13,8 +13,8 @@ pytest.importorskip("transformers", minversion="5.17")
 
 import torch
 import transformers
-from hf_cases import VOCABULARY, error
-from hf_models import module_names, tiny_model
+from hf_cases import error, share_of
+from hf_models import VOCABULARY, module_names, tiny_model
 from safetensors.torch import load_file, save_file
 from worker import open_heap
 
@@ -23,7 +23,6 @@ from symmoe.errors import ArgumentError
 from symmoe.integrations.transformers import from_pretrained, save_checkpoint, swap_moe
 
 BOUND = 1e-4  # measured: up to 3e-5, where gradients cancel
-TRANSPOSED = ("aria", "gpt_oss", "openai_privacy_filter")
 REFUSED = {
     "inkling2": "Inkling2SoftcappedSwiGLU",
     "inkling2_loop": "Inkling2LoopSoftcappedSwiGLU",
@@ -39,12 +38,8 @@ def output(model: torch.nn.Module, rank: int) -> torch.Tensor:
     return model(tokens(rank), use_cache=False)[0]
 
 
-def stock_name(name: str, known: dict) -> str:
-    """The name in the unmodified model of a parameter of the swapped one."""
-    for own, stock in {"fc1": "gate_up_proj", "fc2": "down_proj"}.items():
-        name = name.replace(f"experts.mlp.{own}.weight", f"experts.{stock}")
-        name = name.replace(f"experts.mlp.{own}.bias", f"experts.{stock}_bias")
-    return name if name in known else name.replace("experts.gate_up_proj", "experts.up_proj")
+def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {key: torch.zeros_like(p) if p.grad is None else p.grad for key, p in model.named_parameters()}
 
 
 def check(heap: symmoe.SymmetricHeap, name: str, folder: Path) -> None:
@@ -58,25 +53,20 @@ def check(heap: symmoe.SymmetricHeap, name: str, folder: Path) -> None:
     symmoe.reduce_gradients(model)
     wanted = output(reference, rank)
     assert error(y.detach(), wanted.detach()) < BOUND
-    parameters = dict(reference.named_parameters())
-    whole = {key: torch.zeros_like(p) if p.grad is None else p.grad for key, p in parameters.items()}
-    of_experts = 0
-    for key, parameter in model.named_parameters():
-        got = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        want = whole[stock_name(key, whole)]
-        if stock_name(key, whole) != key:
-            of_experts += 1
-            want = want.chunk(num_ranks)[rank]
-            want = want.mT if name in TRANSPOSED and want.dim() == 3 else want
-        assert error(got, want) < BOUND, key
-    assert of_experts >= 2
+    found, whole = map(gradients, (model, reference))
+    wanted = share_of(whole, rank, num_ranks, name)
+    assert found.keys() == wanted.keys()
+    assert max(error(found[key], wanted[key]) for key in found) < BOUND
+    assert len(found.keys() - whole.keys()) >= 2
     save_checkpoint(model, folder / "ours")
-    if rank == 0:
-        reference.save_pretrained(folder / "theirs")
-        files = [(folder / whose / "model.safetensors").read_bytes() for whose in ("ours", "theirs")]
-        assert files[0] == files[1]
     loaded = from_pretrained(folder / "ours", heap, config=reference.config, model_class=type(model))
     assert torch.equal(output(loaded, rank), y)
+    assert gradients(loaded).keys() == found.keys()  # those that are tied are one
+    save_checkpoint(loaded, folder / "again", like=folder / "ours")
+    if rank == 0:
+        reference.save_pretrained(folder / "theirs")
+        files = {(folder / whose / "model.safetensors").read_bytes() for whose in ("ours", "theirs", "again")}
+        assert len(files) == 1
     if num_ranks > 1 and model.can_generate():
         options = {"do_sample": False, "max_new_tokens": 2 + rank, "pad_token_id": 0, "eos_token_id": None}
         generated = loaded.generate(tokens(rank), synced_gpus=True, **options)
@@ -99,9 +89,9 @@ def test_dtypes_are_those_of_transformers(model_type: str, heap: symmoe.Symmetri
     reference.save_pretrained(tmp_path)
     theirs = type(reference).from_pretrained(tmp_path, dtype=dtype).state_dict()
     model = from_pretrained(tmp_path, heap, dtype=dtype, model_class=type(reference))
-    found = {stock_name(name, theirs): tensor.dtype for name, tensor in model.state_dict().items()}
-    assert found == {name: tensor.dtype for name, tensor in theirs.items()}
-    kept = {name for name, found in found.items() if found == torch.float32}
+    wanted = share_of(theirs, 0, 1, model_type)
+    assert {name: each.dtype for name, each in model.state_dict().items()} == {n: t.dtype for n, t in wanted.items()}
+    kept = {name for name, tensor in theirs.items() if tensor.dtype == torch.float32}
     assert kept
     save_checkpoint(model, tmp_path / "ours", like=tmp_path)
     was, now = (load_file(folder / "model.safetensors") for folder in (tmp_path, tmp_path / "ours"))
@@ -158,6 +148,7 @@ def test_files_of_models_with_images(model_type: str, heap: symmoe.SymmetricHeap
     want = {key: tensor.clone() for key, tensor in model.state_dict().items()}
     loaded = from_pretrained(tmp_path / "ours", heap, model_class=type(model))
     assert all(torch.equal(loaded.state_dict()[key], tensor) for key, tensor in want.items())
+    assert gradients(loaded).keys() == gradients(model).keys()
     before = files[0].read_bytes()
     save_checkpoint(loaded, tmp_path / "again", like=tmp_path / "ours")
     assert (tmp_path / "again" / "model.safetensors").read_bytes() == before

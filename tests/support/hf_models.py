@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 import transformers
-from hf_cases import VOCABULARY
 
+VOCABULARY = 61
 # By the names that fields of configurations have in many models; the values fit together.
 _SIZES = {
     **dict.fromkeys(("hidden_size", "moe_hidden_size"), 32),
@@ -76,23 +76,31 @@ def model_class(name: str, *ends: str) -> type:
     return next(each for end in ends for each in models if each.__name__.endswith(end))
 
 
-def tiny_model(name: str, *, with_images: bool = False) -> transformers.PreTrainedModel:
+@torch.no_grad()
+def tiny_model(
+    name: str,
+    *,
+    with_images: bool = False,
+    seed: int = 0,
+    scale: float = 0.2,
+    dtype: torch.dtype = torch.float32,
+    **changes: object,
+) -> transformers.PreTrainedModel:
     """A language model or else a text model, or one that has it and one for images, in evaluation mode, with random
-    parameters and persistent buffers; the same on every rank."""
+    parameters and persistent buffers; the same on every rank. changes: of the configuration."""
     if with_images:
         own = model_class(name, "ForConditionalGeneration")
         parts = {part: config for part, config in own.config_class.sub_configs.items() if part != "audio_config"}
         changes = {part: _sizes_of(name, config, is_text="text" in part) for part, config in parts.items()}
     else:
         own = model_class(name, "ForCausalLM", "TextModel", "ForTokenClassification")
-        changes = _sizes_of(name, own.config_class)
-    model = own._from_config(own.config_class(**changes), attn_implementation="eager")
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for tensor in model.state_dict(keep_vars=True).values():
-            values = torch.randn(tensor.shape, generator=generator)
-            # Integers are ids of the experts of a token.
-            tensor.copy_(values * 0.2 if tensor.is_floating_point() else values.argsort())
+        changes = _sizes_of(name, own.config_class) | changes
+    model = own._from_config(own.config_class(**changes), attn_implementation="eager", dtype=dtype)
+    generator = torch.Generator().manual_seed(seed)
+    for tensor in model.state_dict(keep_vars=True).values():
+        values = torch.randn(tensor.shape, generator=generator)
+        # Integers are ids of the experts of a token.
+        tensor.copy_(values * scale if tensor.is_floating_point() else values.argsort())
     assert sum(parameter.numel() for parameter in model.parameters()) < 2e6, name
     return model.eval()
 

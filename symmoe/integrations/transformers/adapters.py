@@ -12,14 +12,17 @@ round, A and B have changed their places.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from symmoe.errors import ArgumentError
-from symmoe.grouped.mlp import GroupedMLP
+from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.training.lora import LoRAGroupedLinear
+
+if TYPE_CHECKING:
+    from symmoe.integrations.transformers.experts import ExpertParallelExperts
 
 _LINEAR_OF = {"gate_up_proj": "fc1", "up_proj": "fc1", "down_proj": "fc2"}
 
@@ -39,11 +42,13 @@ class PeftNames:
             f"{self.prefix}lora_B.weight": second.permute(1, 2, 0).reshape(second.shape[1], -1).contiguous(),
         }
 
-    def from_peft(self, a: torch.Tensor, b: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The inverse of to_peft."""
-        first = a.reshape(num_experts, -1, a.shape[1])
-        second = b.reshape(b.shape[0], -1, num_experts).permute(2, 0, 1)
-        return (second.transpose(1, 2), first.transpose(1, 2)) if self.exchanged else (first, second)
+    def fill(self, layer: LoRAGroupedLinear, a: torch.Tensor, b: torch.Tensor, heap: SymmetricHeap) -> None:
+        """Puts this rank's part of A [E r, C] and B [O, r E] of a file into its layer."""
+        first = a.reshape(heap.num_ranks * layer.num_groups, -1, a.shape[1])
+        second = b.reshape(b.shape[0], -1, len(first)).permute(2, 0, 1)
+        whole = (second.transpose(1, 2), first.transpose(1, 2)) if self.exchanged else (first, second)
+        for own, values in zip((layer.lora_a, layer.lora_b), whole, strict=True):
+            own.copy_(values.chunk(heap.num_ranks)[heap.rank])
 
 
 def unwrapped(module: nn.Module) -> tuple[nn.Module, list[nn.Module]]:
@@ -56,13 +61,11 @@ def unwrapped(module: nn.Module) -> tuple[nn.Module, list[nn.Module]]:
 
 
 @torch.no_grad()
-def adapt(mlp: GroupedMLP, wrappers: list[nn.Module], *, ep_rank: int, is_transposed: bool) -> dict[str, PeftNames]:
+def adapt(experts: ExpertParallelExperts, wrappers: list[nn.Module]) -> None:
     """Gives the experts of a rank the adapters of `wrappers`, which are of all experts. Their weights are frozen.
-    is_transposed: whether transformers has the weights so.
-    Returns for "fc1" and "fc2" how peft names them. ArgumentError: not exactly one adapter, not merged, for
-    gate_up_proj and down_proj each; or options that grouped layers do not have."""
-    names = dict[str, PeftNames]()
-    here = slice(ep_rank * mlp.num_groups, (ep_rank + 1) * mlp.num_groups)
+    Local. ArgumentError: not exactly one adapter, not merged, for gate_up_proj and down_proj each; or options that
+    grouped layers do not have."""
+    names, mlp, is_transposed = dict[str, PeftNames](), experts.mlp, experts.form.is_transposed
     for depth, wrapper in enumerate(wrappers):
         peft: Any = wrapper  # torch gives all attributes of a module one type
         if peft.parameter_name not in _LINEAR_OF or len(peft.lora_A) != 1 or peft.merged_adapters:
@@ -73,13 +76,10 @@ def adapt(mlp: GroupedMLP, wrappers: list[nn.Module], *, ep_rank: int, is_transp
         (adapter,) = peft.lora_A
         linear = _LINEAR_OF[peft.parameter_name]
         keys = PeftNames("base_layer." * depth, getattr(peft, "_did_swap_in_out_features", False) == is_transposed)
-        weights = peft.lora_A[adapter].weight, peft.lora_B[adapter].weight
-        a, b = keys.from_peft(*weights, peft.num_experts)
-        rank = peft.r[adapter]
-        options = {"rank": rank, "alpha": peft.scaling[adapter] * rank, "dtype": weights[0].dtype}
+        a, b, rank = peft.lora_A[adapter].weight, peft.lora_B[adapter].weight, peft.r[adapter]
+        options = {"rank": rank, "alpha": peft.scaling[adapter] * rank, "dtype": a.dtype}
         adapted = LoRAGroupedLinear.from_linear(getattr(mlp, linear), rank_dropout=0.0, **options)
-        adapted.lora_a.copy_(a[here])
-        adapted.lora_b.copy_(b[here])
+        keys.fill(adapted, a, b, experts.heap)
         setattr(mlp, linear, adapted)
         names[linear] = keys
     if names.keys() != {"fc1", "fc2"}:
@@ -87,4 +87,5 @@ def adapt(mlp: GroupedMLP, wrappers: list[nn.Module], *, ep_rank: int, is_transp
             f"peft has adapters for {[wrapper.parameter_name for wrapper in wrappers]} of experts; "
             "they can be adapted only with both gate_up_proj and down_proj"
         )
-    return names
+    experts.peft_names = names
+    experts.set_experts(mlp)

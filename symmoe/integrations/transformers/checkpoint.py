@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 MAX_SHARD_BYTES = 5_000_000_000  # of a new file
-_COPY_BYTES = 16 << 20
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 
 
@@ -101,10 +100,11 @@ def save_checkpoint(
 
     with Peers(heap.bootstrap) as peers:
         layout, pieces = peers.together(plan)
-        compare(peers, {each.key: each.tensor for each in pieces if each.is_everywhere and each.tensor is not None})
+        compare(peers, {each.key: each.tensor for each in pieces if not each.is_expert and each.tensor is not None})
         try:
             peers.together(lambda: None if heap.rank else _lay_out(partial, layout, pieces, model, like))
-            peers.together(lambda: _write(partial, layout, [piece for piece in pieces if piece.writer == heap.rank]))
+            own = [piece for piece in pieces if piece.is_expert or heap.rank == 0]
+            peers.together(lambda: _write(partial, layout, own))
         except SymmoeError:
             if heap.rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -165,8 +165,7 @@ def _lay_out(partial: Path, layout: Layout, pieces: Iterable[Piece], model: PreT
         with (like / stored.file).open("rb") as source, (partial / stored.file).open("r+b") as target:
             source.seek(stored.start)
             target.seek(stored.start)
-            for start in range(0, stored.num_bytes, _COPY_BYTES):
-                target.write(source.read(min(_COPY_BYTES, stored.num_bytes - start)))
+            target.write(source.read(stored.num_bytes))
 
 
 def _write(partial: Path, layout: Layout, pieces: Iterable[Piece]) -> None:
@@ -183,9 +182,7 @@ def _write(partial: Path, layout: Layout, pieces: Iterable[Piece]) -> None:
 
 def _publish(partial: Path, folder: Path) -> None:
     """Gives the files of `partial` their names in `folder`, in the place of the checkpoint that is there."""
-    if not folder.exists() or not any(folder.iterdir()):
-        if folder.exists():
-            folder.rmdir()
+    if not folder.exists():
         partial.rename(folder)
         sync(folder.parent)
         return

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import asdict, dataclass
 from functools import partial
 
 import torch
-from torch import nn
 
 from symmoe.checks.arguments import Order, Overflow, Problem, Stash, tensor_problem, words_problem, working_dtype
 from symmoe.errors import ArgumentError, ConfigMismatch, PeerTimeout, raise_for
 from symmoe.grouped.activations import ScaledActivation
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.integrations.given_topk import give_topk
-from symmoe.integrations.transformers.adapters import PeftNames, adapt
+from symmoe.integrations.transformers.adapters import PeftNames
 from symmoe.integrations.transformers.forms import ExpertsForm, StockExperts
 from symmoe.kernels import control
 from symmoe.moe.config import MoEConfig
@@ -43,26 +41,6 @@ class StepConfig:
 
     def __post_init__(self) -> None:
         raise_for(words_problem(overflow=self.overflow, order=self.order, stash=self.stash))
-
-
-class Place:
-    """The model whose experts have been swapped, and whether peft has wrapped it knowing that."""
-
-    def __init__(self, model: nn.Module | None, *, is_known_to_peft: bool = False) -> None:
-        self._model = (lambda: None) if model is None else weakref.ref(model)
-        self.is_known_to_peft = is_known_to_peft
-
-    def peft_problem(self) -> ArgumentError | None:
-        """What peft has done to the model without seeing the experts, or None."""
-        if self.is_known_to_peft or (model := self._model()) is None or "peft_config" not in vars(model):
-            return None
-        return ArgumentError(
-            "peft has wrapped a model whose experts are swapped: it does not see them, and would train fewer adapters "
-            "than of the plain model. Wrap it with symmoe.integrations.peft.get_peft_model, or before swap_moe"
-        )
-
-    def __deepcopy__(self, memo: dict[int, nn.Module]) -> Place:
-        return Place(memo.get(id(model := self._model()), model), is_known_to_peft=self.is_known_to_peft)
 
 
 class ExpertParallelExperts(ExpertParallelModule):
@@ -94,7 +72,6 @@ class ExpertParallelExperts(ExpertParallelModule):
             **asdict(step),
         )
         self.listeners = Listeners(heap, num_experts=self.num_experts, order=step.order, give=_GIVE)
-        self.place = Place(None)
         self.peft_names: dict[str, PeftNames] = {}
         self.set_experts(mlp)
 
@@ -108,12 +85,6 @@ class ExpertParallelExperts(ExpertParallelModule):
         self.mlp = experts
         watch_first_step(self)
         self._routed_experts = RoutedExperts.of(self.config, self.heap, experts)
-
-    def adopt_adapters(self, wrappers: list[nn.Module]) -> None:
-        """Gives the experts the adapters of peft's wrappers. ArgumentError as adapters.adapt. Local."""
-        transposed = self.form.is_transposed
-        self.peft_names = adapt(self.mlp, wrappers, ep_rank=self.heap.rank, is_transposed=transposed)
-        self.set_experts(self.mlp)
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -137,8 +108,7 @@ class ExpertParallelExperts(ExpertParallelModule):
             return self._run(hidden_states, top_k_index, top_k_weights)
         try:
             self.heap.check(control.PHASE_PLAN)
-            wrapped = self.wrapper_problem() or self.place.peft_problem()
-            problem = wrapped or self._problem(hidden_states, top_k_index, top_k_weights)
+            problem = self.wrapper_problem() or self._problem(hidden_states, top_k_index, top_k_weights)
             self.heap.fail_for(problem, control.PHASE_PLAN)
             return self._run(hidden_states, top_k_index, top_k_weights)
         except (ConfigMismatch, PeerTimeout) as error:

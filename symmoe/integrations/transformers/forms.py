@@ -50,11 +50,11 @@ class ExpertsForm:
         return form
 
     @property
-    def parameters(self) -> dict[str, tuple[str, str]]:
-        """The layer ("fc1", "fc2") and the kind ("weight", "bias") of GroupedMLP by transformers' names."""
+    def parameters(self) -> dict[str, str]:
+        """The names in GroupedMLP ("fc1.weight", ..) by transformers' names."""
         stems = {"gate_up_proj" if self.activation.is_gated else "up_proj": "fc1", "down_proj": "fc2"}
         kinds = {"": "weight", "_bias": "bias"} if self.has_bias else {"": "weight"}
-        return {stem + end: (linear, kind) for stem, linear in stems.items() for end, kind in kinds.items()}
+        return {stem + end: f"{linear}.{kind}" for stem, linear in stems.items() for end, kind in kinds.items()}
 
     def turned(self, tensor: torch.Tensor) -> torch.Tensor:
         """A view of weights or biases [E, ..] in the layout of transformers, if they are in ours, or the reverse."""
@@ -62,8 +62,7 @@ class ExpertsForm:
 
     def local_weights(self, experts: StockExperts) -> dict[str, torch.Tensor]:
         """All weights of a module, by the names and in the layout of GroupedMLP."""
-        names = {name: ".".join(own) for name, own in self.parameters.items()}
-        return {own: self.turned(getattr(experts, name)) for name, own in names.items()}
+        return {own: self.turned(getattr(experts, name)) for name, own in self.parameters.items()}
 
 
 def experts_modules(model: nn.Module) -> Iterator[tuple[str, StockExperts]]:
@@ -88,8 +87,8 @@ def _activation_of(experts: StockExperts) -> Activation:
 
     found: list[Activation] = []
     try:
-        slope = at(_SMALL, _SMALL) - at(_SMALL, 0.0) if is_gated else at(_SMALL, 0.0) * _SMALL
-        value = slope / _SMALL  # f(_SMALL)
+        # f(_SMALL)
+        value = (at(_SMALL, _SMALL) - at(_SMALL, 0.0)) / _SMALL if is_gated else at(_SMALL, 0.0)
         silu = {"alpha": _rounded(math.log(value / (_SMALL - value)) / _SMALL)} if 0 < value < _SMALL else {}
         gate: dict[str, Any] = {}
         if is_gated:

@@ -10,10 +10,9 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,7 +24,6 @@ from symmoe.integrations.transformers.layout import Layout, StoredTensor, read_l
 
 _MAX_NAMED = 3  # problems that a text spells out
 _FFN, _HIDDEN = 4, 6  # of small parameters: no two dimensions are equal, and no half is every other column
-_SHIFT = 40  # bits of a place, below the number of the parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,36 +35,24 @@ class Piece:
     dtype: torch.dtype  # dtype in the model
     index: int | None  # the piece's index in the first dimension; None: the piece is the whole tensor
     tensor: torch.Tensor | None  # elements in the order on disk; None: this rank does not hold the expert
-    writer: int  # the rank that saves it
-    is_everywhere: bool = False  # whether every rank has it
-    is_converted: bool = False  # whether `tensor` is not the model's memory; `restore` puts it there
+    is_expert: bool  # otherwise all ranks have it
+    conversion: tuple[str, str, Any] | None = None  # of what is not the model's memory: see `restore`
 
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """Whose a parameter of experts is, and a small one in its place."""
+    """A parameter of experts, and a small one in its place."""
 
     module: ExpertParallelExperts
-    linear: str
-    kind: str
-    small: torch.Tensor  # int64 [E, ..] in the layout of GroupedMLP; values are places
+    own: torch.Tensor  # of this rank, [e, ..] in the layout of GroupedMLP
+    places: torch.Tensor  # int64 [E, ..] in that layout; values are places
 
 
 def find_pieces(model: nn.Module, folder: Path) -> tuple[Layout, list[Piece]]:
     """The layout of the checkpoint in a folder, and the pieces of a swapped model in it. CheckpointError: see
     read_layout and pieces_of, or keys, shapes or dtypes are not those of the model."""
     layout = read_layout(folder)
-    either_way = [
-        pattern
-        for pattern, each in _converters(model).items()
-        if any(getattr(op, "check_dims", False) for op in each.operations)
-    ]
-    pieces = [
-        _as_in_file(piece, layout.tensors.get(piece.key))
-        if any(re.search(each, piece.key) for each in either_way)
-        else piece
-        for piece in pieces_of(model, layout.tensors)
-    ]
+    pieces = pieces_of(model, layout.tensors)
     problems = {}  # by key: pieces of one key have one problem
     wanted = {piece.key: piece for piece in pieces}
     for key, piece in wanted.items():
@@ -89,142 +75,116 @@ def find_pieces(model: nn.Module, folder: Path) -> tuple[Layout, list[Piece]]:
     return layout, pieces
 
 
-def pieces_of(model: nn.Module, stored: Collection[str] | None) -> list[Piece]:
+def pieces_of(model: nn.Module, stored: Mapping[str, StoredTensor] | None) -> list[Piece]:
     """Every piece of a swapped model, of all ranks.
 
     Args:
-        stored: keys of the checkpoint, whichever transformers loads into the model: those that it saves or those in
-            memory (experts one by one or fused), and any of several tied tensors. None: those that it saves, in order.
+        stored: tensors of a checkpoint by key, which may be any that transformers loads into the model: those that it
+            saves or those in memory (experts one by one or fused), and any of several tied tensors; pieces have these
+            keys, and keys that are missing there. None: the keys that transformers saves, in order.
 
     Raises:
         CheckpointError: an expert has a tensor that transformers does not know, such as an adapter's, or transformers
             converts a tensor in a way that is not understood here.
     """
+    from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import revert_weight_conversion
 
     plain, sources = _unswapped(model)
-    aliases: dict[int, list[str]] = {}
+    transforms = get_model_conversion_mapping(model)  # type: ignore[arg-type]  # new ones: they remember keys
+    converters = {key: each for each in transforms if hasattr(each, "operations") for key in each.source_patterns}
+    there = _addresses(model, transforms, plain, stored or ())
+    stand_in: Any = copy.copy(model)
+    vars(stand_in)["get_parameter"] = plain.__getitem__
+    if stored is not None:  # what transformers would have used to load it, and so uses to save what it has loaded
+        vars(stand_in)["_weight_conversions"] = [each for each in transforms if each.was_used()]
+    names: dict[int, list[str]] = {}  # of tied tensors several
     for name, tensor in plain.items():
-        aliases.setdefault(id(tensor), []).append(name)
-    if stored is None:
-        plain = {name: plain[name] for name, *_ in aliases.values()}
-    stand_in = SimpleNamespace(
-        config=model.config,
-        base_model_prefix=model.base_model_prefix,
-        named_modules=model.named_modules,
-        get_parameter=plain.__getitem__,
-        _weight_conversions=getattr(model, "_weight_conversions", None),  # of a model that transformers has loaded
-    )
-    saved: dict[str, torch.Tensor] = revert_weight_conversion(stand_in, plain)  # type: ignore[arg-type]
-    if stored is not None:
-        saved = _as_stored(model, plain, saved, stored, (aliases, sources))
+        names.setdefault(id(tensor), []).append(name)
+    in_file = {name for name, *_ in there.values()}
+    chosen = [[name for name in tied if name in in_file] or tied[:1] for tied in names.values()]
+    saved: dict[str, torch.Tensor] = revert_weight_conversion(stand_in, {n: plain[n] for tied in chosen for n in tied})
+    here = {} if stored is None else _addresses(model, transforms, plain, saved)
+    key_of = {address: key for key, address in there.items()}
     pieces: list[Piece] = []
     for key, tensor in saved.items():
-        if (source := _source_of(tensor, sources)) is not None:
-            pieces += _expert_pieces(key, tensor, sources[source])
+        name, pattern, _ = address = here.get(key, (key, None, ()))
+        key = key_of.get(address, key)
+        if tensor.is_complex():
+            found = list(_expert_pieces(key, tensor, sources[int(tensor.flatten()[0].imag)]))
         else:
-            is_converted = id(tensor) not in aliases
-            value = tensor.detach()
-            pieces.append(Piece(key, tuple(value.shape), value.dtype, None, value, 0, True, is_converted))
+            value, conversion = tensor.detach(), None
+            if stored is not None and id(tensor) not in names:
+                if pattern is None:
+                    raise CheckpointError(f"{key}: how transformers loads what it saves there is not understood")
+                conversion = name, pattern, converters[pattern]
+            found = [Piece(key, tuple(value.shape), value.dtype, None, value, False, conversion)]
+        operations = converters[pattern].operations if pattern is not None else ()
+        if stored and key in stored and any(getattr(each, "check_dims", False) for each in operations):
+            found = [_as_in_file(piece, stored[key]) for piece in found]
+        pieces += found
     return pieces
 
 
-def _as_in_file(piece: Piece, stored: StoredTensor | None) -> Piece:
+def _as_in_file(piece: Piece, stored: StoredTensor) -> Piece:
     """The piece with its last two dimensions exchanged, if the file has them so."""
     turned = (*piece.shape[:-2], *piece.shape[:-3:-1])
-    if stored is None or stored.shape == piece.shape or stored.shape != turned:
+    if stored.shape == piece.shape or stored.shape != turned:
         return piece
     return replace(piece, shape=turned, tensor=None if piece.tensor is None else piece.tensor.mT)
 
 
 @torch.no_grad()
 def restore(model: nn.Module, pieces: Iterable[Piece]) -> None:
-    """Puts pieces that are no memory of the model into it, as transformers converts them."""
-    tensors, converters = model.state_dict(keep_vars=True), _converters(model)
-    values = {piece.key: piece.tensor for piece in pieces if piece.is_converted}
-    collected = dict[str, Any]()
-    for key, (name, pattern, _) in _addresses(model, tensors, values).items():
-        assert pattern is not None  # see _as_stored
-        converter = collected.setdefault(name, copy.deepcopy(converters[pattern]))
-        converter.add_tensor(name, key, pattern, values[key])
+    """Puts pieces that are no memory of the model into it, as transformers converts them: by the name in memory, the
+    pattern of the key and the WeightConverter."""
+    from transformers.core_model_loading import dot_natural_key
+
+    tensors, collected = model.state_dict(keep_vars=True), dict[str, Any]()
+    for piece in sorted(pieces, key=lambda piece: dot_natural_key(piece.key)):
+        if piece.conversion is not None:
+            name, pattern, converter = piece.conversion
+            its = collected.setdefault(name, copy.deepcopy(converter))
+            its.add_tensor(name, piece.key, pattern, piece.tensor)
     for name, converter in collected.items():
         for target, value in converter.convert(name, model=model, config=model.config).items():
             tensors[target].copy_(value[0] if isinstance(value, list) else value)
 
 
-def _unswapped(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, _Source]]:
+def _unswapped(model: nn.Module) -> tuple[dict[str, torch.Tensor], list[_Source]]:
     """The state dict that the unmodified model would have, with small parameters in the place of those of experts; and
-    whose these are."""
+    whose these are. Small ones are complex, as no model's are: values are places, and numbers of sources times i."""
+    plain, sources = dict[str, torch.Tensor](), list[_Source]()
     blocks = {path: m for path, m in model.named_modules() if isinstance(m, ExpertParallelExperts)}
-    plain, sources = dict[str, torch.Tensor](), dict[str, _Source]()
+    stock_names = {
+        f"{path}.mlp.{own}": (path, f"{path}.{stock}")
+        for path, module in blocks.items()
+        for stock, own in module.form.parameters.items()
+    }
     for name, tensor in model.state_dict(keep_vars=True).items():
-        path = next((path for path in blocks if name.startswith(f"{path}.")), None)
-        if path is None:
-            plain[name] = tensor
-            continue
-        module = blocks[path]
-        names = {f"{path}.{stock}": own for stock, own in module.form.parameters.items()}
-        if name not in [f"{path}.mlp.{linear}.{kind}" for linear, kind in names.values()]:
+        if name in stock_names:
+            path, stock = stock_names[name]
+            form = blocks[path].form
+            sizes = (form.activation.hidden_width(_FFN), _HIDDEN) if ".fc1." in name else (_HIDDEN, _FFN)
+            shape = (blocks[path].num_experts, *sizes)[: tensor.dim()]
+            places = torch.arange(math.prod(shape), device="cpu").view(shape)
+            plain[stock] = form.turned(places.to(torch.complex128) + len(sources) * 1j)
+            sources.append(_Source(blocks[path], tensor.detach(), places))
+        elif any(name.startswith(f"{path}.") for path in blocks):
             raise CheckpointError(f"{name} has no place in a checkpoint of transformers; merge or remove it")
-        for stock, (linear, kind) in names.items():
-            if stock not in plain:
-                width = module.form.activation.hidden_width(_FFN)
-                sizes = (width, _HIDDEN) if linear == "fc1" else (_HIDDEN, _FFN)
-                shape = (module.num_experts, *sizes)[: 3 if kind == "weight" else 2]
-                places = torch.arange(math.prod(shape), device="cpu") + (len(sources) + 1 << _SHIFT)
-                sources[stock] = _Source(module, linear, kind, places.view(shape))
-                plain[stock] = module.form.turned(places.view(shape))
+        else:
+            plain[name] = tensor
     return plain, sources
 
 
-def _as_stored(
-    model: nn.Module,
-    plain: dict[str, torch.Tensor],
-    saved: dict[str, torch.Tensor],
-    stored: Collection[str],
-    known: tuple[dict[int, list[str]], dict[str, _Source]],
-) -> dict[str, torch.Tensor]:
-    """What a checkpoint with the keys `stored` has, by these keys: tensors of `plain` (in memory) where it has those,
-    and of `saved` where not. Keys that it should have are there, too. known: names of a tensor, and sources."""
-    aliases, sources = known
-    key_of = {address: key for key, address in _addresses(model, plain, stored).items()}
-    renamed = {id(tensor) for tensor in saved.values()}
-    converted = {name for name, tensor in plain.items() if id(tensor) not in renamed}
-    in_memory = {name for name in plain if (name, None, ()) in key_of}
-    if (converted - sources.keys()) & in_memory:
-        in_memory |= converted - sources.keys()  # all of them or none
-    result = {key_of.get((name, None, ()), name): plain[name] for name in converted & in_memory}
-    for key, address in _addresses(model, plain, saved).items():
-        tensor = saved[key]
-        names = aliases.get(id(tensor), [])  # none of converted tensors
-        if names:
-            is_there = address in key_of or (address[0] == names[0] and in_memory.isdisjoint(names))
-        elif (source := _source_of(tensor, sources)) is not None:
-            is_there = source not in in_memory
-        else:
-            is_there = in_memory.isdisjoint(converted - sources.keys())
-            if is_there and address[1] is None:
-                raise CheckpointError(f"{key}: how transformers loads what it saves there is not understood")
-        if is_there:
-            result[key_of.get(address, key)] = tensor
-    return result
-
-
-def _source_of(tensor: torch.Tensor, sources: dict[str, _Source]) -> str | None:
-    """The parameter of experts, by its name in transformers, of which `tensor` is a small part, or None."""
-    is_small = tensor.dtype == torch.int64 and tensor.numel() > 0
-    number = int(tensor.flatten()[0]) >> _SHIFT if is_small else 0
-    return list(sources)[number - 1] if 0 < number <= len(sources) else None
-
-
 def _addresses(
-    model: nn.Module, plain: dict[str, torch.Tensor], keys: Collection[str]
+    model: nn.Module, transforms: list[Any], plain: dict[str, torch.Tensor], keys: Iterable[str]
 ) -> dict[str, tuple[str, str | None, tuple[str, ...]]]:
     """Where transformers loads keys: the (first) name in memory, the pattern of a conversion, and the numbers in the
-    key, which tell keys of one conversion apart."""
+    key, which tell keys of one conversion apart. transforms: how it renames (WeightRenaming) and converts
+    (WeightConverter) them."""
     from transformers.core_model_loading import dot_natural_key, rename_source_key
 
-    transforms = _transforms(model)  # new ones: they remember keys
     renamings, converters = ([e for e in transforms if hasattr(e, "operations") == has] for has in (False, True))
     addresses, prefix = {}, str(model.base_model_prefix)
     for key in sorted(keys, key=dot_natural_key):
@@ -235,38 +195,21 @@ def _addresses(
     return addresses
 
 
-def _transforms(model: nn.Module) -> list[Any]:
-    """How transformers renames keys (WeightRenaming) and converts tensors (WeightConverter) when it loads a model."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-
-    return get_model_conversion_mapping(model)  # type: ignore[arg-type]
-
-
-def _converters(model: nn.Module) -> dict[str, Any]:
-    """The WeightConverters of a model by their patterns of keys."""
-    return {key: each for each in _transforms(model) if hasattr(each, "operations") for key in each.source_patterns}
-
-
-def _expert_pieces(key: str, tensor: torch.Tensor, source: _Source) -> Iterator[Piece]:
+def _expert_pieces(key: str, values: torch.Tensor, source: _Source) -> Iterator[Piece]:
     """Pieces of a key that has something of experts; of all ranks, because every rank checks all keys."""
-    mlp, small, rank = source.module.mlp, source.small, source.module.heap.rank
-    places, size = tensor - small.flatten()[0], small[0].numel()
-    is_stacked = tensor.dim() == small.dim()
-    one = places[0] if is_stacked else places
-    first = int(one.flatten()[0]) // size
-    experts = range(len(small)) if is_stacked else [first]
-    wanted = torch.stack([one - first * size + expert * size for expert in experts]).view(places.shape)
-    parts = [part.reshape(-1) for part in _parts(small[first] - small[first].flatten()[0])]
-    number = next((i for i, part in enumerate(parts) if torch.equal(part, one.reshape(-1) - first * size)), None)
+    mlp, places, rank = source.module.mlp, source.places, source.module.heap.rank
     sizes = {_HIDDEN: mlp.hidden, _FFN: mlp.ffn, 2 * _FFN: 2 * mlp.ffn}
-    if number is None or not torch.equal(wanted, places) or not sizes.keys() >= set(one.shape):
-        raise CheckpointError(f"{key}: which part of experts transformers puts there is not understood")
-    shape = (*places.shape[:is_stacked], *(sizes[dim] for dim in one.shape))
-    own = getattr(getattr(mlp, source.linear), source.kind).detach()
-    for expert in experts:
-        writer, i = divmod(expert, len(own))
-        part = _parts(own[i])[number] if writer == rank else None
-        yield Piece(key, shape, own.dtype, expert if is_stacked else None, part, writer)
+    is_stacked = values.dim() == places.dim()
+    for index, row in enumerate(values.real.long().view(-1 if is_stacked else 1, *values.shape[is_stacked:])):
+        expert = int(row.flatten()[0]) // places[0].numel()
+        parts = (part.reshape(-1) for part in _parts(places[expert]))
+        number = next((i for i, part in enumerate(parts) if torch.equal(part, row.reshape(-1))), None)
+        if number is None or not sizes.keys() >= set(row.shape):
+            raise CheckpointError(f"{key}: which part of experts transformers puts there is not understood")
+        shape = (*values.shape[:is_stacked], *(sizes[dim] for dim in row.shape))
+        i = expert - rank * len(source.own)
+        part = _parts(source.own[i])[number] if 0 <= i < len(source.own) else None
+        yield Piece(key, shape, source.own.dtype, index if is_stacked else None, part, is_expert=True)
 
 
 def _parts(rows: torch.Tensor) -> list[torch.Tensor]:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from symmoe.checkpoint.peers import Peers
@@ -59,33 +58,19 @@ def from_pretrained(
         build = getattr(model_class, "from_config", None) or model_class._from_config
         model: PreTrainedModel = build(config, dtype=dtype or config.dtype or torch.get_default_dtype())
     swap_moe(model, heap, step=step)
-    _materialise(model, heap.device)
+    model.to_empty(device=heap.device)
+    # What transformers loads in fp32 whatever the dtype asked for: patterns, which it searches for in names.
+    in_fp32 = [re.compile(pattern.replace("*", ".*")) for pattern in model._get_dtype_plan(model.dtype)]
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        vars(tensor)["_is_hf_initialized"] = True
+        if tensor.is_floating_point() and any(each.search(name) for each in in_fp32):
+            tensor.data = tensor.data.float()
+    for module in model.modules():
+        vars(module)["_is_hf_initialized"] = not non_persistent_buffers(module)
+    model.initialize_weights()  # what is in no checkpoint, e.g. buffers of rotary embeddings
+    model.tie_weights()
     load_checkpoint(model, folder)
     if model.can_generate() and (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     model.eval()
     return model
-
-
-def _materialise(model: PreTrainedModel, device: torch.device) -> None:
-    """Memory for everything on the meta device; ties and marks of parameters stay."""
-    # What transformers loads in fp32 whatever the dtype asked for: patterns, which it searches for in names.
-    kept_in_fp32 = set(model._keep_in_fp32_modules_strict or ())
-    kept_in_fp32 |= set(model._keep_in_fp32_modules or ()) if model.dtype == torch.float16 else set()
-    kept = [re.compile(pattern.replace("*", ".*")) for pattern in kept_in_fp32]
-    made: dict[torch.Tensor, torch.Tensor] = {}
-    for path, module in model.named_modules():
-        for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
-            if tensor not in made:
-                is_kept = tensor.is_floating_point() and any(each.search(f"{path}.{name}") for each in kept)
-                value = torch.empty_like(tensor, device=device, dtype=torch.float32 if is_kept else None)
-                is_parameter = isinstance(tensor, nn.Parameter)
-                made[tensor] = nn.Parameter(value, requires_grad=tensor.requires_grad) if is_parameter else value
-                vars(made[tensor]).update(vars(tensor))
-            setattr(module, name, made[tensor])
-    # transformers computes what is in no checkpoint, e.g. buffers of rotary embeddings.
-    for module in model.modules():
-        vars(module)["_is_hf_initialized"] = not non_persistent_buffers(module)
-    for tensor in model.state_dict(keep_vars=True).values():
-        vars(tensor)["_is_hf_initialized"] = True
-    model.initialize_weights()

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import NoReturn, TypeVar, cast
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
 
 from symmoe.errors import ArgumentError
-from symmoe.integrations.transformers.adapters import unwrapped
-from symmoe.integrations.transformers.experts import ExpertParallelExperts, Place, StepConfig, empty_experts
+from symmoe.integrations.transformers.adapters import adapt, unwrapped
+from symmoe.integrations.transformers.experts import ExpertParallelExperts, StepConfig, empty_experts
 from symmoe.integrations.transformers.forms import ExpertsForm, StockExperts, experts_modules
+from symmoe.kernels import control
 from symmoe.moe.ddp_and_fsdp import prepare_for_ddp
 from symmoe.symm_mem.heap import SymmetricHeap
 
 Model = TypeVar("Model", bound=nn.Module)
+_UNSEEN_BY_PEFT = "_symmoe_unseen_by_peft"  # of a swapped model: the handle of the hook that looks out for peft
 _REFUSED_OF_PEFT = (
     "save_pretrained load_adapter add_adapter delete_adapter set_adapter disable_adapter disable_adapter_layers "
     "merge_adapter unmerge_adapter merge_and_unload unload add_weighted_adapter"
@@ -55,27 +57,30 @@ def swap_moe(model: Model, heap: SymmetricHeap, *, step: StepConfig | None = Non
     swapped = {path: _share_of(experts, heap, step or StepConfig()) for path, experts in found.items()}
     for path, share in swapped.items():
         if wrappers := unwrapped(model.get_submodule(path))[1]:
-            share.adopt_adapters(wrappers)
-    place = Place(model, is_known_to_peft=is_wrapped)
+            adapt(share, wrappers)
     for path, share in swapped.items():
-        share.place = place
         model.set_submodule(path, share)
+        share.listeners.is_fixed = getattr(model.get_submodule(path.rpartition(".")[0]), "is_hash", False)
     if is_wrapped:
         refuse_methods_of_peft(model)
     else:
         why = "save_pretrained would write only this rank's experts; symmoe.integrations.transformers.save_checkpoint("
         vars(model)["save_pretrained"] = partial(_refuse, f"{why}model, folder) writes those of all ranks")
+        vars(model)[_UNSEEN_BY_PEFT] = model.register_forward_pre_hook(_refuse_peft)
     prepare_for_ddp(model)
     return model
 
 
-def refuse_methods_of_peft(model: nn.Module) -> None:
-    """Makes methods of a PeftModel raise that would do something to its adapters but not to those of experts."""
+def refuse_methods_of_peft(model: Any) -> None:
+    """Makes methods of a PeftModel, which knows of its experts, raise that would do something to its adapters but not
+    to those of experts."""
     why = "of peft knows nothing of adapters of experts that are on several ranks; save them with "
     why += "symmoe.integrations.peft.save_adapters, and do this with the plain model"
-    for owner in (model, cast(nn.Module, model.base_model)):
+    for owner in (model, model.base_model):
         own = [name for name in _REFUSED_OF_PEFT if hasattr(owner, name)]
         vars(owner).update((name, partial(_refuse, f"{name} {why}")) for name in own)
+    if (hook := vars(model.get_base_model()).pop(_UNSEEN_BY_PEFT, None)) is not None:
+        hook.remove()
 
 
 def heap_of(model: nn.Module) -> SymmetricHeap:
@@ -101,6 +106,16 @@ def _share_of(experts: StockExperts, heap: SymmetricHeap, step: StepConfig) -> E
         weight = whole[start : start + num_local].clone(memory_format=torch.contiguous_format)
         setattr(getattr(share.mlp, linear), kind, nn.Parameter(weight, requires_grad=whole.requires_grad))
     return share.train(experts.training)
+
+
+def _refuse_peft(model: nn.Module, _args: object) -> None:
+    """Raises on all ranks if peft has wrapped the model without seeing its experts."""
+    if torch.compiler.is_compiling() or "peft_config" not in vars(model):
+        return
+    text = "peft has wrapped a model whose experts are swapped: it does not see them, and would train fewer adapters "
+    text += "than of the plain model. Wrap it with symmoe.integrations.peft.get_peft_model, or before swap_moe"
+    experts = next(module for module in model.modules() if isinstance(module, ExpertParallelExperts))
+    experts.heap.fail_for(experts.wrapper_problem() or ArgumentError(text), control.PHASE_PLAN)
 
 
 def _refuse(why: str, *args: object, **kwargs: object) -> NoReturn:

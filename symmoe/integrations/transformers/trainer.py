@@ -92,14 +92,13 @@ class Trainer(transformers.Trainer):
 
     def _trained(self) -> dict[str, Any]:
         """The parameters that are trained, by name, and their optimizer, as `symmoe.checkpoint` takes them."""
-        heap = heap_of(self.model)
-
-        def shard(experts: torch.Tensor) -> ExpertShard:
-            num_local = len(experts)
-            return ExpertShard(tensor=experts, start=heap.rank * num_local, num_experts=heap.num_ranks * num_local)
-
-        named = [each for each in named_parameters(self.model) if each[1].requires_grad]
-        model = {name: shard(parameter) if is_expert else parameter for name, parameter, is_expert in named}
+        heap, model = heap_of(self.model), dict[str, Any]()
+        for name, parameter, is_expert in named_parameters(self.model):
+            if parameter.requires_grad and is_expert:
+                num = len(parameter)
+                model[name] = ExpertShard(tensor=parameter, start=heap.rank * num, num_experts=heap.num_ranks * num)
+            elif parameter.requires_grad:
+                model[name] = parameter
         return {"model": model, "optimizer": self.optimizer.optimizer}
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
