@@ -26,7 +26,7 @@ from symmoe.errors import ArgumentError
 from symmoe.grouped.activations import ScaledSwiGLU
 from symmoe.grouped.linear import GroupedLinear
 from symmoe.grouped.parameters import local_part
-from symmoe.integrations.torchtitan import SymmoeTokenDispatcher
+from symmoe.integrations.torchtitan import token_dispatcher
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.routed_experts import RoutedExperts as Step
 from symmoe.moe.torch_operators import run_routed
@@ -134,8 +134,9 @@ def routed_experts(config: RoutedExperts.Config, **fields: Any) -> SymmoeRoutedE
     if (found := type(config.inner_experts)) is not GroupedExperts.Config:
         raise ArgumentError(f"inner_experts ({found.__qualname__}) must be GroupedExperts.Config")
     experts = derive(config.inner_experts, SymmoeExperts.Config)
-    options = {"num_kept_layers": 0, "hidden_dim": experts.dim, **fields}
-    dispatcher = derive(config.token_dispatcher, SymmoeTokenDispatcher.Config, **options)
+    dispatcher = token_dispatcher(
+        config.token_dispatcher, **{"num_kept_layers": 0, "hidden_dim": experts.dim, **fields}
+    )
     new: SymmoeRoutedExperts.Config = derive(
         config, SymmoeRoutedExperts.Config, inner_experts=experts, token_dispatcher=dispatcher
     )

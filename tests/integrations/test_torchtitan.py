@@ -65,8 +65,12 @@ def run(module, x: torch.Tensor, scores: torch.Tensor, ids: torch.Tensor) -> dic
     return found | {name: parameter.grad for name, parameter in module.inner_experts.named_parameters()}
 
 
-def compare(rank: int, num_ranks: int, nums: tuple[int, int], top_k: int, dtype: torch.dtype) -> dict[str, float]:
-    """Largest deviation of each result, relative to the largest value."""
+@pytest.mark.parametrize(("nums", "top_k"), [((40, 40), 2), ((33, 7), 2), ((25, 0), 2), ((40, 21), 5)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@run_on(2, fixture="ranks")
+def test_two_ranks_give_what_one_with_every_expert_gives(
+    rank: int, num_ranks: int, nums: tuple[int, int], top_k: int, dtype: torch.dtype
+) -> None:
     from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
 
     from symmoe.integrations.torchtitan import SymmoeTokenDispatcher
@@ -88,26 +92,17 @@ def compare(rank: int, num_ranks: int, nums: tuple[int, int], top_k: int, dtype:
     assert ours.token_dispatcher.heap.statistics.num_staging_copies == 4
     ours.token_dispatcher.close()
     other.close()
+    # A sum of two has one order, and torchtitan multiplies in bf16: the same products of the same rows.
+    bounds = dict.fromkeys(
+        ("y", "x", "scores"), 0.0 if top_k == 2 else {torch.float32: 1e-6, torch.bfloat16: 0.02}[dtype]
+    )
     for name, parameter in local.inner_experts.named_parameters():
         dist.all_reduce(parameter.grad)  # an expert has seen the tokens of both ranks
-        expected[name] = parameter.grad.chunk(2)[rank]
-    return {
-        name: ((found[name].float() - tensor.float()).abs().max() / tensor.float().abs().max()).item()
-        for name, tensor in expected.items()
-        if tensor.numel()
-    }
-
-
-@pytest.mark.parametrize(("nums", "top_k"), [((40, 40), 2), ((33, 7), 2), ((25, 0), 2), ((40, 21), 5)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_two_ranks_give_what_one_with_every_expert_gives(ranks, nums: tuple[int, int], top_k: int, dtype: torch.dtype):
-    rounding = 0.0 if top_k == 2 else {torch.float32: 1e-6, torch.bfloat16: 0.02}[dtype]
-    for deviations in ranks(2).run(compare, nums, top_k, dtype):
-        # A sum of two has one order, and torchtitan multiplies in bf16: the same products of the same rows.
-        for name in ("y", "x", "scores"):
-            assert deviations.get(name, 0.0) <= rounding, name
-        for name in ("w1_EFD", "w2_EDF", "w3_EFD"):  # sums over tokens, in bf16, in two parts or in one
-            assert deviations[name] < 0.02, name
+        expected[name], bounds[name] = parameter.grad.chunk(2)[rank], 0.02  # sums in bf16, in two parts or in one
+    for name, tensor in expected.items():
+        if tensor.numel():
+            want = tensor.float()
+            assert (found[name].float() - want).abs().max() / want.abs().max() <= bounds[name], name
 
 
 @run_on(2, fixture="ranks")
