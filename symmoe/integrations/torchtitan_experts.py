@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -54,15 +53,13 @@ class SymmoeExperts(Module):
     class Config(GroupedExperts.Config):
         pass
 
-    # What a step asks of a GroupedMLP. No child: torchtitan wants modules of its own there.
-    activation, precision = ScaledSwiGLU(), None
-    num_groups = property(attrgetter("fc1.num_groups"))
+    activation = ScaledSwiGLU()  # no child: torchtitan wants modules of its own there
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        self.num_experts, self.hidden, self.ffn = config.num_experts, config.dim, config.hidden_dim
-        self.fc1 = _Linear(config, _MATRICES["fc1"], self.hidden, 2 * self.ffn)
-        self.fc2 = _Linear(config, _MATRICES["fc2"], self.ffn, self.hidden)
+        self.num_experts = config.num_experts
+        self.fc1 = _Linear(config, _MATRICES["fc1"], config.dim, 2 * config.hidden_dim)
+        self.fc2 = _Linear(config, _MATRICES["fc2"], config.hidden_dim, config.dim)
         self.register_state_dict_post_hook(_as_torchtitan)
         self.register_load_state_dict_pre_hook(_from_torchtitan)
 
