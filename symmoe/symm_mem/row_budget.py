@@ -55,10 +55,9 @@ class RowHistory:
         else:
             room, *others = map(with_margin, (rows, packed_rows, rail_rows))
             room = room if most_rows is None else min(room, most_rows)
-        rail_room = min(num_tokens, others[1])
-        if not rows or (most_rows is not None and rows > most_rows):
-            return RowBudget(-1, -1, self._last_rows, rail_room)
-        return RowBudget(room, min(room, others[0]), self._last_rows, rail_room)
+        does_not_fit = not rows or (most_rows is not None and rows > most_rows)
+        sizes = (-1, -1) if does_not_fit else (room, min(room, others[0]))
+        return RowBudget(*sizes, self._last_rows, min(num_tokens, others[1]))
 
 
 class _Windows:
