@@ -558,7 +558,7 @@ def sections() -> Iterable[tuple[str, list[str]]]:
                 *TRAINERS,
                 note="A model with four layers of Qwen3-30B-A3B, 200 steps of 16,384 tokens, of bytes of Python's "
                 "library. The losses of transformers' Trainer are means of 20 steps. torch 2.11 lacks what torchtitan "
-                "0.3.0 asks for: benchmarks/torchtitan_older_torch.py.",
+                "0.3.0 asks for: benchmarks/torchtitan_stand_ins.py.",
             ),
             table(["trainer: way", "tokens/s on 2 GPUs", "", *(f"loss, step {n}" for n in (20, 100, 200))], trainers()),
         ],

@@ -30,7 +30,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
-import torchtitan_older_torch  # before torchtitan
+import torchtitan_stand_ins as stand_ins  # before torchtitan
 
 # isort: split
 
@@ -52,26 +52,24 @@ from torchtitan.models.qwen3.config_registry import qwen3_moe_debug
 from torchtitan.trainer import Trainer
 
 SIZES = {"dim": 2048, "n_heads": 32, "n_kv_heads": 4, "head_dim": 128, "moe_hidden_dim": 768}
-EXPERTS = {"num_experts": 128, "top_k": 8}
-TINY = {"dim": 64, "n_heads": 4, "n_kv_heads": 2, "head_dim": 16, "moe_hidden_dim": 48}
-TINY_EXPERTS = {"num_experts": 8, "top_k": 2}
+SIZES |= {"num_experts": 128, "top_k": 8}
+TINY = {"dim": 64, "n_heads": 4, "n_kv_heads": 2, "head_dim": 16, "moe_hidden_dim": 48, "num_experts": 8, "top_k": 3}
 WAYS = ("step", "dispatcher", "standard")
 NUM_RANKS = int(os.environ.get("WORLD_SIZE", "1"))
 
 
 class Text(IterableDataset):
-    """Sequences of the corpus; the same global batches on any number of ranks."""
+    """Sequences of the corpus from a step on; the same global batches on any number of ranks."""
 
-    def __init__(self, rank: int, batch_size: int, seq_len: int) -> None:
-        self.corpus, self.seq_len = load_corpus(), seq_len
+    def __init__(self, rank: int, batch_size: int, seq_len: int, first_step: int) -> None:
+        self.corpus, self.seq_len, self.first_step = load_corpus(), seq_len, first_step
         self.mine = range(rank * batch_size, (rank + 1) * batch_size)
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
-        positions, step = torch.arange(self.seq_len), 0
-        while True:
+        positions = torch.arange(self.seq_len)
+        for step in itertools.count(self.first_step):
             for row in train_batch(self.corpus, seed=0, step=step, sequences=self.mine, context=self.seq_len):
                 yield {"input": row[:-1], "positions": positions}, row[1:]
-            step += 1
 
 
 class Loader(ParallelAwareDataloader):
@@ -79,10 +77,11 @@ class Loader(ParallelAwareDataloader):
 
     @dataclass(kw_only=True, slots=True)
     class Config(ParallelAwareDataloader.Config):
-        infinite: bool = True
+        first_step: int = 0
+        infinite: bool = True  # which Validator sets
 
     def __init__(self, config: Config, *, dp_rank: int, dp_world_size: int, seq_len: int, local_batch_size: int, **_):
-        text = Text(dp_rank, local_batch_size, seq_len)
+        text = Text(dp_rank, local_batch_size, seq_len, config.first_step)
         super().__init__(text, dp_rank, dp_world_size, batch_size=local_batch_size)
 
 
@@ -138,16 +137,16 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def config_of(arguments: argparse.Namespace, folder: str) -> Trainer.Config:
-    """torchtitan's debug configuration of Qwen3-MoE, with the sizes of the arguments."""
-    sizes = TINY | TINY_EXPERTS if arguments.tiny else SIZES | EXPERTS
-    rope = CosSinRoPE.Config(dim=sizes["head_dim"], max_seq_len=arguments.context, theta=1e6)
+def small_qwen3(sizes: dict[str, int], *, num_layers: int, sequences: int, context: int, steps: int) -> Trainer.Config:
+    """torchtitan's debug configuration of Qwen3-MoE on bytes of the corpus, with these sizes of the model, on all
+    ranks."""
+    rope, dim = CosSinRoPE.Config(dim=sizes["head_dim"], max_seq_len=context, theta=1e6), sizes["dim"]
     layers = _build_qwen3_moe_layers(
-        n_layers=arguments.layers, attn_backend="flex", moe_comm_backend="standard", rope=rope, **sizes
+        n_layers=num_layers, attn_backend="flex", moe_comm_backend="standard", rope=rope, **sizes
     )
-    for layer in layers:
+    for layer in layers:  # FlexAttention has no backward pass on CPUs
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
-    config, dim = qwen3_moe_debug(), sizes["dim"]
+    config = qwen3_moe_debug()
     model = config.model_spec.model
     model = replace(
         model,
@@ -158,32 +157,34 @@ def config_of(arguments: argparse.Namespace, folder: str) -> Trainer.Config:
         tok_embeddings=replace(model.tok_embeddings, num_embeddings=VOCABULARY, embedding_dim=dim),
         lm_head=replace(model.lm_head, in_features=dim, out_features=VOCABULARY),
     )
-    config.model_spec = replace(config.model_spec, model=model)
-    config.dump_folder = folder
-    config.metrics = Clock.Config(log_freq=1, disable_color_printing=True)
+    config.model_spec = replace(config.model_spec, model=model, parallelize_fn=stand_ins.parallelize)
     config.tokenizer, config.dataloader = Bytes.Config(), Loader.Config()
-    config.optimizer = default_adamw(lr=3e-4)
-    config.training = replace(
-        config.training,
-        local_batch_size=arguments.sequences,
-        seq_len=arguments.context,
-        steps=arguments.steps,
-        disable_cuda_graphs=True,
-    )
-    config.parallelism.expert_parallel_degree = NUM_RANKS
+    config.training = replace(config.training, local_batch_size=sequences, seq_len=context, steps=steps)
     config.activation_checkpoint = None
     config.checkpoint.enable = False
     config.debug.seed = 1
-    if torchtitan_older_torch.IS_OLDER or not torch.cuda.is_available():
+    if stand_ins.IS_OLDER or not torch.cuda.is_available():
         config.parallelism.spmd_backend = "partial_dtensor"
         config.loss = CrossEntropyLoss.Config(global_vocab_size=VOCABULARY)  # not in chunks, which need newer FSDP2s
+    return config
+
+
+def config_of(arguments: argparse.Namespace, folder: str) -> Trainer.Config:
+    """What a Trainer is to do."""
+    sizes, numbers = TINY if arguments.tiny else SIZES, {"sequences": arguments.sequences, "context": arguments.context}
+    config = small_qwen3(sizes, num_layers=arguments.layers, steps=arguments.steps, **numbers)
+    config.dump_folder = folder
+    config.metrics = Clock.Config(log_freq=1, disable_color_printing=True)
+    config.optimizer = default_adamw(lr=3e-4)
+    config.training.disable_cuda_graphs = True
+    config.parallelism.expert_parallel_degree = NUM_RANKS
     most = {"num_max_tokens_per_rank": arguments.sequences * arguments.context}
     if arguments.way == "step":
         kept = {"num_kept_layers": arguments.layers, "load_factor": 2.0}
         config.override.imports = [("symmoe.integrations.torchtitan_experts.routed_experts", most | kept)]
     elif arguments.way == "dispatcher":
-        sizes = {"hidden_dim": dim}
-        config.override.imports = [("symmoe.integrations.torchtitan.token_dispatcher", most | sizes)]
+        most["hidden_dim"] = sizes["dim"]
+        config.override.imports = [("symmoe.integrations.torchtitan.token_dispatcher", most)]
     return config
 
 

@@ -140,7 +140,7 @@ def fused_mlp(layers: Layers, x: torch.Tensor, arguments: RowArguments, *, scale
 
 def without_memory(experts: GroupedMLP) -> GroupedMLP:
     """Experts of the same shape and activation, on the meta device."""
-    sizes, fc1 = (experts.num_groups, experts.hidden, experts.ffn), experts.fc1
+    fc1, sizes = experts.fc1, (experts.fc1.num_groups, experts.fc1.in_features, experts.fc2.in_features)
     options: dict[str, Any] = {"activation": experts.activation, "precision": fc1.precision, "bias": fc1.has_bias}
     return GroupedMLP(*sizes, weights="packed" if fc1.is_packed else "discrete", device="meta", **options)
 
@@ -148,7 +148,7 @@ def without_memory(experts: GroupedMLP) -> GroupedMLP:
 def kind_of(experts: GroupedMLP) -> tuple[object, ...]:
     """Everything but the values of parameters in which two GroupedMLPs can differ."""
     fc1, fc2 = experts.fc1, experts.fc2
-    sizes = experts.num_groups, experts.hidden, experts.ffn
+    sizes = fc1.num_groups, fc1.in_features, fc2.in_features
     # The fields, not the object: torch.compile would tell layers apart that do not share the object.
     activation = [getattr(experts.activation.activation, name) for name in _ACTIVATION_FIELDS]
     return (*sizes, *activation, fc1.has_bias, fc1.is_packed, fc1.precision_name, type(fc1), type(fc2))

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from symmoe.errors import ArgumentError
 from symmoe.grouped.activations import ScaledSwiGLU
 from symmoe.grouped.linear import GroupedLinear
 from symmoe.grouped.parameters import local_part
-from symmoe.integrations.torchtitan import SymmoeTokenDispatcher
+from symmoe.integrations.torchtitan import token_dispatcher
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.routed_experts import RoutedExperts as Step
 from symmoe.moe.routed_experts import run_routed
@@ -54,15 +53,13 @@ class SymmoeExperts(Module):
     class Config(GroupedExperts.Config):
         pass
 
-    # What a step asks of a GroupedMLP. No child: torchtitan wants modules of its own there.
-    activation, precision = ScaledSwiGLU(), None
-    num_groups = property(attrgetter("fc1.num_groups"))
+    activation = ScaledSwiGLU()  # no child: torchtitan wants modules of its own there
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        self.num_experts, self.hidden, self.ffn = config.num_experts, config.dim, config.hidden_dim
-        self.fc1 = _Linear(config, _MATRICES["fc1"], self.hidden, 2 * self.ffn)
-        self.fc2 = _Linear(config, _MATRICES["fc2"], self.ffn, self.hidden)
+        self.num_experts = config.num_experts
+        self.fc1 = _Linear(config, _MATRICES["fc1"], config.dim, 2 * config.hidden_dim)
+        self.fc2 = _Linear(config, _MATRICES["fc2"], config.hidden_dim, config.dim)
         self.register_state_dict_post_hook(_as_torchtitan)
         self.register_load_state_dict_pre_hook(_from_torchtitan)
 
@@ -134,8 +131,9 @@ def routed_experts(config: RoutedExperts.Config, **fields: Any) -> SymmoeRoutedE
     if (found := type(config.inner_experts)) is not GroupedExperts.Config:
         raise ArgumentError(f"inner_experts ({found.__qualname__}) must be GroupedExperts.Config")
     experts = derive(config.inner_experts, SymmoeExperts.Config)
-    options = {"num_kept_layers": 0, "hidden_dim": experts.dim, **fields}
-    dispatcher = derive(config.token_dispatcher, SymmoeTokenDispatcher.Config, **options)
+    dispatcher = token_dispatcher(
+        config.token_dispatcher, **{"num_kept_layers": 0, "hidden_dim": experts.dim, **fields}
+    )
     new: SymmoeRoutedExperts.Config = derive(
         config, SymmoeRoutedExperts.Config, inner_experts=experts, token_dispatcher=dispatcher
     )

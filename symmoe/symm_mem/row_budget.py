@@ -49,12 +49,11 @@ class RowHistory:
         if rows and factor is not None and (most_rows is None or math.ceil(factor * rows) <= most_rows):
             room, *others = (math.ceil(factor * each) for each in (rows, packed_rows, rail_rows))
         else:
-            room, *others = map(_with_margin, (rows, packed_rows, rail_rows))
+            room, *others = map(with_margin, (rows, packed_rows, rail_rows))
             room = room if most_rows is None else min(room, most_rows)
-        rail_room = min(num_tokens, others[1])
-        if not rows or (most_rows is not None and rows > most_rows):
-            return RowBudget(-1, -1, self._last_rows, rail_room)
-        return RowBudget(room, min(room, others[0]), self._last_rows, rail_room)
+        does_not_fit = not rows or (most_rows is not None and rows > most_rows)
+        sizes = (-1, -1) if does_not_fit else (room, min(room, others[0]))
+        return RowBudget(*sizes, self._last_rows, min(num_tokens, others[1]))
 
 
 class _Windows:
@@ -72,7 +71,8 @@ class _Windows:
         return [*map(max, self._before, self._now)]
 
 
-def _with_margin(number: int) -> int:
+def with_margin(number: int) -> int:
+    """What a call gets of rows, if the largest recent one needed this number."""
     number += -(-number // _MARGIN) + _DEVIATIONS * math.isqrt(number)
     step = 1 << max(0, number.bit_length() - _BITS)
     return -(-number // step) * step

@@ -19,7 +19,7 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from checkpoint_cases import FILE, Bits, bits, draw, fill, names, raw
+from checkpoint_cases import FILE, Bits, bits, draw, fill, flat, names, newest, raw, state
 from cluster import run_on
 from safetensors import safe_open
 from torch import nn
@@ -279,34 +279,6 @@ def test_a_rank_reads_its_own_rows_only(cluster, tmp_path: Path, monkeypatch: py
 
 
 # --- one process ---
-def state(seed: int = 0) -> dict[str, Any]:
-    return {
-        "a": {"weight": draw(f"{seed}/a", torch.empty(5, 3)), "none": torch.empty(0, 3)},
-        "experts": ExpertShard(tensor=draw(f"{seed}/e", torch.empty(4, 2)), start=0, num_experts=4),
-        "scalar": torch.tensor(seed, dtype=torch.int64),
-    }
-
-
-def flat(tensors: dict[str, Any]) -> list[bytes]:
-    return [raw(tensor) for tensor in (tensors["a"]["weight"], tensors["experts"].tensor, tensors["scalar"])]
-
-
-@pytest.fixture
-def saved(tmp_path: Path) -> Path:
-    """A directory with steps 1 and 2."""
-    for step in (1, 2):
-        save_checkpoint(tmp_path, step, model=state(step))
-    return tmp_path
-
-
-def newest(directory: Path, step: int | None = None) -> int:
-    """The step that is loaded, of which every bit is right."""
-    tensors = state(99)
-    result = load_checkpoint(directory, model=tensors, step=step)
-    assert flat(tensors) == flat(state(result.step))
-    return result.step
-
-
 def test_files_are_the_owners_alone(saved: Path):
     old = os.umask(0)
     try:

@@ -21,52 +21,24 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint_cases import FILE, names
+from checkpoint_cases import FILE, load_state, names, newest, state
 from cluster import Cluster, RankFailure, run_on
 
 import symmoe
-from symmoe.checkpoint import ExpertShard, files, load_checkpoint, read_manifest, save_checkpoint
+from symmoe.checkpoint import files, load_checkpoint, read_manifest, save_checkpoint
 from symmoe.errors import ArgumentError, CheckpointError, PeerLost, PeerTimeout, SymmoeError
 from symmoe.symm_mem.bootstrap import Bootstrap
 
 SOURCES = os.path.dirname(symmoe.checkpoint.__file__)
 
 
-def tensors_of(seed: int, rank: int = 0, num_ranks: int = 1) -> dict[str, Any]:
-    """Something dense, and one expert per rank."""
-    expert = ExpertShard(tensor=torch.full((1, 3), 100.0 * seed + rank), start=rank, num_experts=num_ranks)
-    return {"dense": torch.full((5,), float(seed)), "experts": expert}
-
-
 def save_both(rank: int, num_ranks: int, directory: str, seed: int, **kwargs: Any) -> str:
     """Saves step `seed`; how that ended."""
     try:
-        save_checkpoint(directory, seed, model=tensors_of(seed, rank, num_ranks), **kwargs)
+        save_checkpoint(directory, seed, model=state(seed, rank, num_ranks), **kwargs)
     except (SymmoeError, KeyboardInterrupt, SystemExit) as error:
         return f"{type(error).__name__}: {error}"
     return "saved"
-
-
-def load_both(rank: int, num_ranks: int, directory: str) -> int:
-    """The step that is loaded, of which everything is right."""
-    found = tensors_of(99, rank, num_ranks)
-    step = load_checkpoint(directory, model=found).step
-    expected = tensors_of(step, rank, num_ranks)
-    assert torch.equal(found["dense"], expected["dense"])
-    assert torch.equal(found["experts"].tensor, expected["experts"].tensor)
-    return step
-
-
-def newest(directory: Path) -> int:
-    return load_both(0, 1, str(directory))
-
-
-@pytest.fixture
-def saved(tmp_path: Path) -> Path:
-    """A directory with steps 1 and 2."""
-    for step in (1, 2):
-        save_checkpoint(tmp_path, step, model=tensors_of(step))
-    return tmp_path
 
 
 def wait_for(path: Path) -> None:
@@ -138,7 +110,7 @@ def test_a_rank_that_hangs_in_a_save_is_named_after_the_groups_timeout(rank, num
         wait_for(tmp_path / "given-up")
 
     with patch.object(files, "write", hang if rank == 1 else files.write), pytest.raises(CheckpointError) as caught:
-        save_checkpoint(tmp_path / "c", 1, model=tensors_of(1, rank, num_ranks), group=group)
+        save_checkpoint(tmp_path / "c", 1, model=state(1, rank, num_ranks), group=group)
     (tmp_path / "given-up").touch()
     # Rank 0 has closed its connections when rank 1 comes.
     texts = "rank 1 has not come within the process group's timeout: ", "rank 0 is gone: "
@@ -180,9 +152,9 @@ def test_an_interrupt_of_one_rank_that_waits_reaches_its_peers(cluster, tmp_path
     left = names(tmp_path / "c")
     # The other one may have gone on, and heard of it when the new one was complete.
     assert left in (["latest", "step-00000001"], ["latest", "step-00000001", "step-00000002"])
-    assert ranks.run(load_both, str(tmp_path / "c")) == [len(left) - 1] * 2
+    assert ranks.run(load_state, str(tmp_path / "c")) == [len(left) - 1] * 2
     assert ranks.run(save_both, str(tmp_path / "c"), 3) == ["saved"] * 2
-    assert ranks.run(load_both, str(tmp_path / "c")) == [3, 3]
+    assert ranks.run(load_state, str(tmp_path / "c")) == [3, 3]
 
 
 class Interrupt(BaseException):
@@ -215,7 +187,7 @@ def interrupted_everywhere(rank: int, num_ranks: int, directory: str, stride: in
 
         sys.settrace(trace if rank == 1 else None)
         try:
-            save_checkpoint(directory, seed, model=tensors_of(seed, rank, num_ranks), keep_last=2)
+            save_checkpoint(directory, seed, model=state(seed, rank, num_ranks), keep_last=2)
             text = "saved"
         except (CheckpointError, Interrupt) as error:
             text = f"{type(error).__name__}: {error}"
@@ -241,7 +213,7 @@ def test_an_interrupt_at_any_line_of_a_save(cluster, tmp_path: Path):
         assert told in ("CheckpointError: on rank 1: Interrupt has ended the call", "saved"), seed
         assert told == "saved" or not newest_saved, seed
         newest_saved = seed if told == "saved" else newest_saved
-    assert ranks.run(load_both, str(tmp_path)) == [second[-1][0]] * 2
+    assert ranks.run(load_state, str(tmp_path)) == [second[-1][0]] * 2
 
 
 # --- disks ---
@@ -268,14 +240,14 @@ def test_a_full_disk_names_the_file(saved: Path, monkeypatch: pytest.MonkeyPatch
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
         with pytest.raises(CheckpointError, match=rf"/{name} cannot be written: No space left on device"):
-            save_checkpoint(saved, 3, model=tensors_of(3))
+            save_checkpoint(saved, 3, model=state(3))
     assert (names(saved), newest(saved)) == (before, 2)
-    save_checkpoint(saved, 4, model=tensors_of(4))
+    save_checkpoint(saved, 4, model=state(4))
     assert newest(saved) == 4
 
 
 def nowhere(rank: int, num_ranks: int, directory: str, wrong: Any, loads: bool) -> str:
-    place, model = directory if rank == 0 else wrong, tensors_of(2, rank, num_ranks)
+    place, model = directory if rank == 0 else wrong, state(2, rank, num_ranks)
     try:
         load_checkpoint(place, model=model) if loads else save_checkpoint(place, 2, model=model)
     except ArgumentError as error:
@@ -321,12 +293,12 @@ def test_two_jobs_in_one_directory(saved: Path):
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         pid = other.stdout.readline().strip()
         with pytest.raises(CheckpointError, match=f"another job is saving to {saved}: process {pid} on .* has .lock"):
-            save_checkpoint(saved, 3, model=tensors_of(3))
+            save_checkpoint(saved, 3, model=state(3))
         assert names(saved) == before
         assert newest(saved) == 2  # loading needs no lock
         other.kill()  # without a chance to clean up
         other.wait()
-    save_checkpoint(saved, 3, model=tensors_of(3))
+    save_checkpoint(saved, 3, model=state(3))
     assert (saved / ".lock").read_bytes() == b""  # nobody is saving
     assert names(saved) == [*before[1:], "step-00000003"]
 
@@ -337,7 +309,7 @@ def test_a_file_system_without_locks(saved: Path, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(fcntl, "flock", none)
     with caplog.at_level(logging.WARNING):
-        save_checkpoint(saved, 3, model=tensors_of(3))
+        save_checkpoint(saved, 3, model=state(3))
     assert "another job that saves there goes unnoticed" in caplog.text
     assert newest(saved) == 3
 
@@ -400,14 +372,14 @@ def test_latest_that_is_no_plain_file_is_passed_over(saved: Path, caplog: pytest
 def test_a_lock_that_is_no_plain_file(saved: Path, kind: str):
     make_odd(saved / ".lock", kind)
     with in_time(), pytest.raises(CheckpointError, match=r"\.lock (is no plain file|cannot be written)"):
-        save_checkpoint(saved, 3, model=tensors_of(3))
+        save_checkpoint(saved, 3, model=state(3))
     assert newest(saved) == 2
 
 
 def test_a_manifest_of_another_step_is_refused(saved: Path, caplog: pytest.LogCaptureFixture):
     (saved / "step-00000001").rename(saved / "step-00000007")  # everything in it is as it was written
     with pytest.raises(CheckpointError, match=r"step-00000007/manifest.json: step is 1, not that of step-00000007"):
-        load_checkpoint(saved, model=tensors_of(0), step=7)
+        load_checkpoint(saved, model=state(0), step=7)
     with pytest.raises(CheckpointError, match="step is 1"):
         read_manifest(saved, 7)
     (saved / "latest").unlink()

@@ -128,7 +128,7 @@ def test_torchtitan_goes_on_from_its_checkpoint_on_one_rank(run):
 
 
 def parsed(rank: int, num_ranks: int, words: list[str]) -> tuple[Any, ...]:
-    import titan_on_cpus  # noqa: F401
+    import torchtitan_stand_ins  # noqa: F401 - before torchtitan
     from torchtitan.config import ConfigManager
 
     config = ConfigManager().parse_args(words)

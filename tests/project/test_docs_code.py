@@ -81,7 +81,7 @@ PAGES = {
         needs=("torchtitan==0.3.0", "torchdata", "spmd_types", "tyro", "datasets"),
         here=(
             ("from torchtitan.models", "import os\nfrom torchtitan_cases import small\nfrom torchtitan.models"),
-            ("= qwen3_moe_debug()", "= small(qwen3_moe_debug())"),
+            ("= qwen3_moe_debug()", "= small()"),
             ('{"hidden_dim": 256', '{"hidden_dim": 64'),
             ("4 * 4096", "4 * 16"),
             ("trainer.close()\n", "print('loss:', *trainer.metrics_processor.run.losses, flush=True)\nos._exit(0)\n"),
@@ -108,7 +108,7 @@ def run(command: list[str], folder: Path, *, by_launcher: bool = False) -> str:
     """What it prints, at its good end."""
     (launcher,) = (name for name in LAUNCHERS if " ".join(command).startswith(name))
     words = [sys.executable, *LAUNCHERS[launcher], *command[len(launcher.split()) :]]
-    paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "support")))
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "benchmarks", ROOT / "tests" / "support")))
     environment = os.environ | {"PYTHONPATH": f"{paths}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     plain = re.fullmatch(r"(?:torchrun --nproc-per-node=(\d)|python) train\.py", " ".join(command))

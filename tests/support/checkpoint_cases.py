@@ -3,9 +3,12 @@
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
+
+from symmoe.checkpoint import ExpertShard, load_checkpoint
 
 FILE = "rank-00000-0000.safetensors"
 Bits = dict[str, bytes]
@@ -62,6 +65,33 @@ def bits(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Bi
 
 def raw(tensor: torch.Tensor) -> bytes:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def state(seed: int = 0, rank: int = 0, num_ranks: int = 1) -> dict[str, Any]:
+    """Tensors without a model, and four experts of each rank."""
+    experts = draw(f"{seed}/e/{rank}", torch.empty(4, 2))
+    return {
+        "a": {"weight": draw(f"{seed}/a", torch.empty(5, 3)), "none": torch.empty(0, 3)},
+        "experts": ExpertShard(tensor=experts, start=4 * rank, num_experts=4 * num_ranks),
+        "scalar": torch.tensor(seed, dtype=torch.int64),
+    }
+
+
+def flat(tensors: dict[str, Any]) -> list[bytes]:
+    return [raw(tensor) for tensor in (tensors["a"]["weight"], tensors["experts"].tensor, tensors["scalar"])]
+
+
+def load_state(rank: int, num_ranks: int, directory: str | Path, step: int | None = None) -> int:
+    """The step that is loaded, of which every bit is right."""
+    tensors = state(99, rank, num_ranks)
+    result = load_checkpoint(directory, model=tensors, step=step)
+    assert flat(tensors) == flat(state(result.step, rank, num_ranks))
+    return result.step
+
+
+def newest(directory: Path, step: int | None = None) -> int:
+    """The same in this process."""
+    return load_state(0, 1, directory, step)
 
 
 def names(directory: Path) -> list[str]:

@@ -4,14 +4,12 @@ Trainer is torchtitan's own, with its start of the process group, parallelize fu
 checkpoints, activation checkpointing and validation. What is not, as it needs CUDA, or a torch, data or files that
 are not here:
 
-* What titan_on_cpus.py puts into torchtitan's and torch's modules.
-* Attention is torchtitan's ScaledDotProductAttention: FlexAttention has no backward pass on CPUs.
-* After torchtitan's parallelize function, FSDP2 is told to use plain sums: gloo does not scale in a sum.
-* `spmd_backend` is "partial_dtensor": with "spmd_types" FSDP2 of torch 2.13 refuses parameters that are no DTensors.
+* Model, data, loss, attention and `spmd_backend` are those of benchmarks/torchtitan_trainer.py, with what
+  torchtitan_stand_ins.py there puts into torchtitan's and torch's modules. The dataloader is torchtitan's, with
+  torchdata's state. With "spmd_types" FSDP2 of torch 2.13 refuses parameters that are no DTensors.
 * But for bf16, experts multiply in fp32. torchtitan's round to bf16 in any case, which would hide errors below 4e-3.
-* Data are made here, so a tokenizer has nothing to do. The dataloader is torchtitan's, with torchdata's state.
-* The debug model has two layers, and everything is smaller. All runs begin with one seed checkpoint of torchtitan's,
-  because DTensors on CPUs draw other random numbers on every number of ranks.
+* All runs begin with one seed checkpoint of torchtitan's, because DTensors on CPUs draw other random numbers on every
+  number of ranks.
 
 Only processes of their own import this: one that has imported torchtitan may abort at its regular exit.
 """
@@ -22,30 +20,24 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest.mock import patch
 
-import titan_on_cpus  # noqa: F401 - before torchtitan's other modules
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from launchers import environment_of
-from torch.distributed.fsdp import FSDPModule
-from torch.utils.data import IterableDataset
+from torchtitan_trainer import TINY, Clock, Loader, small_qwen3  # before torchtitan's modules
+
+# isort: split
+
 from torchtitan.components.checkpoint import CheckpointManager
-from torchtitan.components.dataloader import ParallelAwareDataloader
-from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import default_adamw
-from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.components.validate import Validator
 from torchtitan.config.override import derive
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
-from torchtitan.models.common import CosSinRoPE
-from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.common.moe import GroupedExperts
-from torchtitan.models.qwen3 import _build_qwen3_moe_layers, parallelize_qwen3
-from torchtitan.models.qwen3.config_registry import qwen3_moe_debug
 from torchtitan.trainer import Trainer
 
 STEPS, HALF = 20, 10
-GLOBAL_BATCH, SEQ_LEN, DIM, VOCABULARY, NUM_LAYERS = 8, 16, 64, 128, 2
+GLOBAL_BATCH, SEQ_LEN = 8, 16
 MAX_NORM = 2.5  # of some steps, there is more
 RECOMPUTE = {"full": FullAC, "selective": SelectiveAC}
 
@@ -71,53 +63,6 @@ class Fp32Experts(GroupedExperts):
         )
 
 
-class Progressions(IterableDataset):
-    """Arithmetic progressions, which a model can learn to continue; the same global batches for any number of ranks."""
-
-    def __init__(self, rank: int, num_ranks: int, batch_size: int, seq_len: int, first: int) -> None:
-        self.rank, self.num_ranks, self.batch_size, self.seq_len = rank, num_ranks, batch_size, seq_len
-        self.first = first
-
-    def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
-        number = self.first + self.rank * self.batch_size
-        positions = torch.arange(self.seq_len + 1)
-        while True:
-            for own in range(number, number + self.batch_size):
-                start, step = torch.randint(1, 40, (2,), generator=torch.Generator().manual_seed(own)).tolist()
-                tokens = (start + step % 4 * positions) % 64
-                yield {"input": tokens[:-1], "positions": positions[:-1]}, tokens[1:]
-            number += self.num_ranks * self.batch_size
-
-
-class Loader(ParallelAwareDataloader):
-    @dataclass(kw_only=True, slots=True)
-    class Config(ParallelAwareDataloader.Config):
-        first: int = 0
-        infinite: bool = True  # Validator says so
-
-    def __init__(self, config: Config, *, dp_rank: int, dp_world_size: int, seq_len: int, local_batch_size: int, **_):
-        data = Progressions(dp_rank, dp_world_size, local_batch_size, seq_len, config.first)
-        super().__init__(data, dp_rank, dp_world_size, batch_size=local_batch_size)
-
-
-class NoTokenizer(BaseTokenizer):
-    @dataclass(kw_only=True, slots=True)
-    class Config(BaseTokenizer.Config):
-        pass
-
-    def __init__(self, config: Config, *, tokenizer_path: str) -> None:
-        super().__init__()
-
-    def encode(self, *args: Any, **kwargs: Any) -> list[int]:
-        raise NotImplementedError
-
-    def decode(self, *args: Any, **kwargs: Any) -> str:
-        raise NotImplementedError
-
-    def get_vocab_size(self) -> int:
-        raise NotImplementedError
-
-
 @dataclass
 class Run:
     """What a Trainer has reported: loss and norm of every step, losses of validations, and calls of our dispatch."""
@@ -128,18 +73,17 @@ class Run:
     num_dispatches: int = 0
 
 
-class Recorder(MetricsProcessor):
+class Recorder(Clock):
     @dataclass(kw_only=True, slots=True)
-    class Config(MetricsProcessor.Config):
+    class Config(Clock.Config):
         pass
 
     def __init__(self, config: Config, **kwargs: Any) -> None:
         super().__init__(config, **kwargs)
-        self.run = Run()
+        self.run = Run(self.losses)
 
     def log(self, step: int, global_avg_loss: float, global_max_loss: float, grad_norm: float, **kwargs: Any) -> None:
         super().log(step, global_avg_loss, global_max_loss, grad_norm, **kwargs)
-        self.run.losses.append(global_avg_loss)
         self.run.norms.append(grad_norm)
 
     def log_validation(self, loss: float, *args: Any, **kwargs: Any) -> None:
@@ -161,63 +105,17 @@ class Job:
     saved_by: int = 0  # go on from what so many ranks have saved in `folder` after half of the steps; 0: begin
 
 
-def parallelize(model: torch.nn.Module, **kwargs: Any) -> torch.nn.Module:
-    """torchtitan's own, and then sums in place of scaled sums, which gloo does not have."""
-    model = parallelize_qwen3(model, **kwargs)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)
-    return model
-
-
-def small(config: Trainer.Config) -> Trainer.Config:
-    """The configuration of torchtitan's Qwen3-MoE debug model with what is above, for CPUs."""
-    layers = _build_qwen3_moe_layers(
-        n_layers=NUM_LAYERS,
-        dim=DIM,
-        n_heads=4,
-        n_kv_heads=2,
-        head_dim=16,
-        moe_hidden_dim=48,
-        num_experts=8,
-        top_k=3,
-        attn_backend="flex",
-        moe_comm_backend="standard",
-        rope=CosSinRoPE.Config(dim=16, max_seq_len=64, theta=1e6),
-    )
-    for layer in layers:
-        layer.attention.inner_attention = ScaledDotProductAttention.Config()
-    model = config.model_spec.model
-    model = replace(
-        model,
-        layers=layers,
-        dim=DIM,
-        vocab_size=VOCABULARY,
-        norm=replace(model.norm, normalized_shape=DIM),
-        tok_embeddings=replace(model.tok_embeddings, num_embeddings=VOCABULARY, embedding_dim=DIM),
-        lm_head=replace(model.lm_head, in_features=DIM, out_features=VOCABULARY),
-    )
-    config.model_spec = replace(config.model_spec, model=model, parallelize_fn=parallelize)
+def small() -> Trainer.Config:
+    """The configuration of a small Qwen3-MoE, which records what it does."""
+    config = small_qwen3(TINY, num_layers=2, sequences=4, context=SEQ_LEN, steps=STEPS)
     config.metrics = Recorder.Config(log_freq=1, disable_color_printing=True)
-    config.tokenizer = NoTokenizer.Config()
-    config.dataloader = Loader.Config()
     config.optimizer = default_adamw(lr=1e-3, eps=1e-6)
-    config.training = replace(
-        config.training,
-        local_batch_size=4,
-        seq_len=SEQ_LEN,
-        steps=STEPS,
-        max_norm=MAX_NORM,
-        mixed_precision_param="float32",
-    )
-    config.parallelism.spmd_backend = "partial_dtensor"
-    config.activation_checkpoint = None
-    config.debug.seed = 1
+    config.training = replace(config.training, max_norm=MAX_NORM, mixed_precision_param="float32")
     return config
 
 
 def config_of(job: Job, num_ranks: int) -> Trainer.Config:
-    config = small(qwen3_moe_debug())
+    config = small()
     batch_size = GLOBAL_BATCH // num_ranks // job.accumulate
     config.dump_folder = job.folder
     config.training.local_batch_size = batch_size
@@ -241,12 +139,16 @@ def config_of(job: Job, num_ranks: int) -> Trainer.Config:
         config.checkpoint.load_step, config.checkpoint.load_only = HALF, True
     if job.saved_by not in (0, num_ranks):  # torchtitan's dataloader resumes on as many ranks only
         config.checkpoint.exclude_from_loading = ["dataloader"]
-        config.dataloader.first = HALF * GLOBAL_BATCH
+        config.dataloader.first_step = HALF
     config.validator = Validator.Config(
-        enable=bool(job.seed_folder), freq=STEPS, steps=2, dataloader=Loader.Config(first=10_000)
+        enable=bool(job.seed_folder), freq=STEPS, steps=2, dataloader=Loader.Config(first_step=10_000)
     )
     if job.symmoe:
-        sizes = {"hidden_dim": DIM, "num_max_tokens_per_rank": batch_size * SEQ_LEN, "num_kept_layers": job.kept}
+        sizes = {
+            "hidden_dim": TINY["dim"],
+            "num_max_tokens_per_rank": batch_size * SEQ_LEN,
+            "num_kept_layers": job.kept,
+        }
         name = "torchtitan.token_dispatcher" if job.kept is None else "torchtitan_experts.routed_experts"
         config.override.imports = [(f"symmoe.integrations.{name}", sizes)]  # the one line
     return config

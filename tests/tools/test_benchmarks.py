@@ -8,7 +8,7 @@ import pytest
 import torch
 from example_runs import output_of
 
-SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "trainer.py"
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 SIZES = "--tiny --layers 2 --context 32 --sequences 2 --steps 2 --warm-up 1 --repetitions 2".split()
 
 
@@ -18,7 +18,9 @@ def test_all_ways_learn_the_same_and_are_timed(tmp_path: Path, num_ranks: int):
     pytest.importorskip("transformers", minversion="5.17")
     path = tmp_path / "out.json"
     ways = "--ways", "symmoe,grouped_mm,eager"
-    output_of(str(SCRIPT), *SIZES, *ways, "--json", str(path), num_ranks=num_ranks if num_ranks > 1 else None)
+    output_of(
+        str(FOLDER / "trainer.py"), *SIZES, *ways, "--json", str(path), num_ranks=num_ranks if num_ranks > 1 else None
+    )
     results = json.loads(path.read_text())["results"]
     assert [result["way"] for result in results] == ["symmoe", "grouped_mm", "eager"]
     losses = [loss for result in results for loss in result["loss"]]
@@ -33,7 +35,7 @@ def test_all_ways_learn_the_same_and_are_timed(tmp_path: Path, num_ranks: int):
 @pytest.mark.slow
 @pytest.mark.skipif(not find_spec("torchtitan"), reason="needs torchtitan, which only `make test-all` installs")
 def test_torchtitan_learns_the_same_in_all_ways(tmp_path: Path):
-    path, script = tmp_path / "out.json", Path(__file__).resolve().parents[1] / "support" / "torchtitan_benchmark.py"
+    path, script = tmp_path / "out.json", FOLDER / "torchtitan_trainer.py"
     sizes = "--tiny --layers 2 --context 32 --steps 20".split()
     for way in ("step", "dispatcher", "standard"):
         output_of(str(script), *sizes, "--way", way, "--json", str(path), num_ranks=2)

@@ -107,12 +107,8 @@ class SymmExperts(MegatronModule):
         )
         return linear
 
-    # What RoutedExperts asks of a GroupedMLP.
-
-    precision = property(attrgetter("linear_fc1.precision"))
+    # What RoutedExperts asks of a GroupedMLP, with the activation.
     fc1, fc2 = property(attrgetter("linear_fc1")), property(attrgetter("linear_fc2"))
-    num_groups = property(attrgetter("num_local_experts"))  # e
-    hidden, ffn = property(attrgetter("linear_fc1.in_features")), property(attrgetter("linear_fc2.in_features"))
 
     @torch.compiler.disable
     def forward(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import operator
@@ -19,7 +18,7 @@ from symmoe.integrations.megatron.compat import process_groups, slots_per_token
 from symmoe.integrations.megatron.experts import SymmExperts, routed_config
 from symmoe.integrations.megatron.layer import DispatchOptions, SymmMoELayer
 from symmoe.symm_mem.heap import SymmetricHeap
-from symmoe.symm_mem.row_budget import RowHistory
+from symmoe.symm_mem.row_budget import with_margin
 from symmoe.training.memory_plan import plan_memory
 
 Spec = TypeVar("Spec")
@@ -38,15 +37,10 @@ def heap_bytes(config: TransformerConfig, *, num_tokens: int, num_layers: int, l
     """
     num_ranks: int = config.expert_model_parallel_size
     top_k = slots_per_token(config)
-    tokens = num_tokens * num_ranks
-    rows: int = tokens * min(top_k, config.num_moe_experts // num_ranks)
+    rows: int = num_tokens * num_ranks * min(top_k, config.num_moe_experts // num_ranks)
     if load_factor is not None:
         rows = min(rows, int(load_factor * num_tokens * top_k))
-    history = RowHistory()
-    history.note(num_tokens, rows, min(rows, tokens))
-    room = history.room(num_tokens, None)
-    assert room is not None  # there is a call to go by
-    settings = routed_config(config, capacity=room.rows, layout="expert-major")  # the larger layout
+    settings = routed_config(config, capacity=with_margin(rows), layout="expert-major")  # the larger layout
     return plan_memory(
         settings, num_ranks=num_ranks, num_tokens=num_tokens, num_layers=num_layers, dtype=config.params_dtype
     ).heap_bytes
@@ -131,17 +125,14 @@ def _with_layers(spec: Any, replace: Callable[[Any], Any]) -> Any:
     if isinstance(module, type) and issubclass(module, MoELayer):
         return replace(spec)
     if isinstance(spec, list):
-        parts = [_with_layers(part, replace) for part in spec]
-        return spec if all(map(operator.is_, parts, spec)) else parts
+        layers = [_with_layers(layer, replace) for layer in spec]
+        return spec if all(map(operator.is_, layers, spec)) else layers
     if isinstance(spec, functools.partial):
-        submodules = _with_layers(old := spec.keywords.get("submodules"), replace)
-        return spec if submodules is old else functools.partial(spec, submodules=submodules)
-    if not dataclasses.is_dataclass(spec) or isinstance(spec, type):
+        parts = spec.keywords
+    elif dataclasses.is_dataclass(spec) and not isinstance(spec, type):
+        parts = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
+    else:
         return spec
-    new = None
-    for field in dataclasses.fields(spec):
-        part = _with_layers(old := getattr(spec, field.name), replace)
-        if part is not old:
-            new = new or copy.copy(spec)
-            setattr(new, field.name, part)
-    return spec if new is None else new
+    new = {name: replaced for name, part in parts.items() if (replaced := _with_layers(part, replace)) is not part}
+    copy_with: Any = functools.partial if isinstance(spec, functools.partial) else dataclasses.replace
+    return copy_with(spec, **new) if new else spec
