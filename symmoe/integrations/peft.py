@@ -104,8 +104,7 @@ def load_adapters(model: peft.PeftModel, folder: str | os.PathLike[str]) -> None
         there = load_file(file)
         shapes = {key: tensor.shape for key, tensor in _others(model).items()}
         for path, layer, names in _adapted(model):
-            each = [(heap.num_ranks * len(part), *part.shape[1:]) for part in (layer.lora_a, layer.lora_b)]
-            a, b = (torch.empty(shape, device="meta") for shape in each)
+            a, b = (part.to("meta").repeat(heap.num_ranks, 1, 1) for part in (layer.lora_a, layer.lora_b))
             shapes |= {f"{path}.{key}": part.shape for key, part in names.to_peft(a, b).items()}
         for key in sorted(shapes.keys() | there.keys()):
             wanted, found = shapes.get(key), there[key].shape if key in there else None
