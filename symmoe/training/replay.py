@@ -38,8 +38,7 @@ def record_routing(model: nn.Module) -> Iterator[Routing]:
 
     Yields:
         name of each layer, in the model's order, to int32 [T, K] on the device: of MoELayers, and of the layers of
-        symmoe's integrations in transformers, Megatron and torchtitan models. Not of hash layers (DeepSeek-V4), whose
-        experts follow from the tokens' ids: they are left out here and in what follows.
+        symmoe's integrations in transformers, Megatron and torchtitan models; of no hash layers (DeepSeek-V4).
 
     Raises:
         ArgumentError: the model has no such layer; a layer is called a second time (which of the two to keep?), or not
@@ -113,11 +112,10 @@ def replay_routing(
 def balanced_routing(model: nn.Module) -> Iterator[None]:
     """In this context, every layer of `model` gives all its experts the same number of slots. For benchmarks. Local."""
     layers = layers_with_listeners(model, fixed=False)
-    sizes = {name: (its.num_experts, its.heap.device) for name, (_, its) in layers.items()}
 
     def choice(name: str, num_tokens: int, top_k: int | None) -> torch.Tensor:
-        num_experts, device = sizes[name]
-        return balanced_choice(num_tokens, top_k or num_experts, num_experts, device=device)  # None: of all groups
+        its = layers[name][1]  # top_k None: the experts of all groups
+        return balanced_choice(num_tokens, top_k or its.num_experts, its.num_experts, device=its.heap.device)
 
     with _choose(model, layers, choice):
         yield
