@@ -18,10 +18,10 @@ from torch import nn
 
 from symmoe.checkpoint.peers import Peers
 from symmoe.errors import CheckpointError
-from symmoe.integrations.transformers.adapters import PeftNames, adapt, unwrapped
+from symmoe.integrations.transformers.adapters import PeftNames, unwrapped
 from symmoe.integrations.transformers.checkpoint import compare
 from symmoe.integrations.transformers.experts import ExpertParallelExperts
-from symmoe.integrations.transformers.swap import heap_of, refuse_methods_of_peft
+from symmoe.integrations.transformers.swap import adapt, heap_of, refuse_methods_of_peft
 from symmoe.moe.ddp_and_fsdp import prepare_for_ddp
 from symmoe.training.lora import LoRAGroupedLinear
 
@@ -104,8 +104,7 @@ def load_adapters(model: peft.PeftModel, folder: str | os.PathLike[str]) -> None
         there = load_file(file)
         shapes = {key: tensor.shape for key, tensor in _others(model).items()}
         for path, layer, names in _adapted(model):
-            each = [(heap.num_ranks * len(part), *part.shape[1:]) for part in (layer.lora_a, layer.lora_b)]
-            a, b = (torch.empty(shape, device="meta") for shape in each)
+            a, b = (part.to("meta").repeat(heap.num_ranks, 1, 1) for part in (layer.lora_a, layer.lora_b))
             shapes |= {f"{path}.{key}": part.shape for key, part in names.to_peft(a, b).items()}
         for key in sorted(shapes.keys() | there.keys()):
             wanted, found = shapes.get(key), there[key].shape if key in there else None

@@ -38,8 +38,7 @@ def record_routing(model: nn.Module) -> Iterator[Routing]:
 
     Yields:
         name of each layer, in the model's order, to int32 [T, K] on the device: of MoELayers, and of the layers of
-        symmoe's integrations in transformers, Megatron and torchtitan models. Not of hash layers (DeepSeek-V4), whose
-        experts follow from the tokens' ids: they are left out here and in what follows.
+        symmoe's integrations in transformers, Megatron and torchtitan models; of no hash layers (DeepSeek-V4).
 
     Raises:
         ArgumentError: the model has no such layer, or a layer is called a second time, or not at all.

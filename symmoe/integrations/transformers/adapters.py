@@ -12,19 +12,12 @@ round, A and B have changed their places.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from symmoe.errors import ArgumentError
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.training.lora import LoRAGroupedLinear
-
-if TYPE_CHECKING:
-    from symmoe.integrations.transformers.experts import ExpertParallelExperts
-
-_LINEAR_OF = {"gate_up_proj": "fc1", "up_proj": "fc1", "down_proj": "fc2"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,34 +51,3 @@ def unwrapped(module: nn.Module) -> tuple[nn.Module, list[nn.Module]]:
         wrappers.append(module)
         module = inner
     return module, wrappers
-
-
-@torch.no_grad()
-def adapt(experts: ExpertParallelExperts, wrappers: list[nn.Module]) -> None:
-    """Gives the experts of a rank the adapters of `wrappers`, which are of all experts. Their weights are frozen.
-    Local. ArgumentError: not exactly one adapter, not merged, for gate_up_proj and down_proj each; or options that
-    grouped layers do not have."""
-    names, mlp, is_transposed = dict[str, PeftNames](), experts.mlp, experts.form.is_transposed
-    for depth, wrapper in enumerate(wrappers):
-        peft: Any = wrapper  # torch gives all attributes of a module one type
-        if peft.parameter_name not in _LINEAR_OF or len(peft.lora_A) != 1 or peft.merged_adapters:
-            raise ArgumentError(
-                f"peft has adapters {list(peft.lora_A)} for {peft.parameter_name}, merged {peft.merged_adapters}; "
-                "experts can have one, not merged, for gate_up_proj and down_proj"
-            )
-        (adapter,) = peft.lora_A
-        linear = _LINEAR_OF[peft.parameter_name]
-        keys = PeftNames("base_layer." * depth, getattr(peft, "_did_swap_in_out_features", False) == is_transposed)
-        a, b, rank = peft.lora_A[adapter].weight, peft.lora_B[adapter].weight, peft.r[adapter]
-        options = {"rank": rank, "alpha": peft.scaling[adapter] * rank, "dtype": a.dtype}
-        adapted = LoRAGroupedLinear.from_linear(getattr(mlp, linear), rank_dropout=0.0, **options)
-        keys.fill(adapted, a, b, experts.heap)
-        setattr(mlp, linear, adapted)
-        names[linear] = keys
-    if names.keys() != {"fc1", "fc2"}:
-        raise ArgumentError(
-            f"peft has adapters for {[wrapper.parameter_name for wrapper in wrappers]} of experts; "
-            "they can be adapted only with both gate_up_proj and down_proj"
-        )
-    experts.peft_names = names
-    experts.set_experts(mlp)

@@ -87,10 +87,31 @@ def pieces_of(model: nn.Module, stored: Mapping[str, StoredTensor] | None) -> li
         CheckpointError: an expert has a tensor that transformers does not know, such as an adapter's, or transformers
             converts a tensor in a way that is not understood here.
     """
+    plain, sources = _unswapped(model)
+    known, pieces = {id(tensor) for tensor in plain.values()}, list[Piece]()
+    for key, tensor, conversion in _saved(model, plain, stored):
+        if tensor.is_complex():
+            found = list(_expert_pieces(key, tensor, sources[int(tensor.flatten()[0].imag)]))
+        else:
+            value, is_converted = tensor.detach(), id(tensor) not in known
+            if stored is not None and is_converted and conversion is None:
+                raise CheckpointError(f"{key}: how transformers loads what it saves there is not understood")
+            shape, loads = tuple(value.shape), conversion if is_converted else None
+            found = [Piece(key, shape, value.dtype, None, value, is_expert=False, conversion=loads)]
+        operations = () if conversion is None else conversion[2].operations
+        if stored and key in stored and any(getattr(each, "check_dims", False) for each in operations):
+            found = [_as_in_file(piece, stored[key]) for piece in found]
+        pieces += found
+    return pieces
+
+
+def _saved(
+    model: nn.Module, plain: dict[str, torch.Tensor], stored: Mapping[str, StoredTensor] | None
+) -> Iterator[tuple[str, torch.Tensor, tuple[str, str, Any] | None]]:
+    """What transformers makes of `plain`: keys, tensors, and by which conversion it loads a key of `stored`, if any."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import revert_weight_conversion
 
-    plain, sources = _unswapped(model)
     transforms = get_model_conversion_mapping(model)  # type: ignore[arg-type]  # new ones: they remember keys
     converters = {key: each for each in transforms if hasattr(each, "operations") for key in each.source_patterns}
     there = _addresses(model, transforms, plain, stored or ())
@@ -104,26 +125,14 @@ def pieces_of(model: nn.Module, stored: Mapping[str, StoredTensor] | None) -> li
     in_file = {name for name, *_ in there.values()}
     chosen = [[name for name in tied if name in in_file] or tied[:1] for tied in names.values()]
     saved: dict[str, torch.Tensor] = revert_weight_conversion(stand_in, {n: plain[n] for tied in chosen for n in tied})
-    here = {} if stored is None else _addresses(model, transforms, plain, saved)
+    if stored is None:
+        yield from ((key, tensor, None) for key, tensor in saved.items())
+        return
     key_of = {address: key for key, address in there.items()}
-    pieces: list[Piece] = []
-    for key, tensor in saved.items():
-        name, pattern, _ = address = here.get(key, (key, None, ()))
-        key = key_of.get(address, key)
-        if tensor.is_complex():
-            found = list(_expert_pieces(key, tensor, sources[int(tensor.flatten()[0].imag)]))
-        else:
-            value, conversion = tensor.detach(), None
-            if stored is not None and id(tensor) not in names:
-                if pattern is None:
-                    raise CheckpointError(f"{key}: how transformers loads what it saves there is not understood")
-                conversion = name, pattern, converters[pattern]
-            found = [Piece(key, tuple(value.shape), value.dtype, None, value, False, conversion)]
-        operations = converters[pattern].operations if pattern is not None else ()
-        if stored and key in stored and any(getattr(each, "check_dims", False) for each in operations):
-            found = [_as_in_file(piece, stored[key]) for piece in found]
-        pieces += found
-    return pieces
+    for key, address in _addresses(model, transforms, plain, saved).items():
+        name, pattern, _ = address
+        conversion = None if pattern is None else (name, pattern, converters[pattern])
+        yield key_of.get(address, key), saved[key], conversion
 
 
 def _as_in_file(piece: Piece, stored: StoredTensor) -> Piece:
