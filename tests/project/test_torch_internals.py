@@ -24,9 +24,7 @@ ALLOWED = {
     **dict.fromkeys(["_modules", "_parameters"], "what nn.Module gives to its subclasses"),
     **dict.fromkeys(["_asdict", "_make", "_replace"], "of named tuples"),
     "_data": "of NVSHMEM's bindings, with which it comes",
-    **dict.fromkeys(
-        ["_apply_gate", "_from_config", "_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"], "of transformers"
-    ),
+    **dict.fromkeys(["_apply_gate", "_from_config", "_get_dtype_plan"], "of transformers"),
     **dict.fromkeys(["_symmoe_state", "_lease_span", "_symmoe_told"], "symmoe's own"),
     **dict.fromkeys(["_gradients", "_symmoe_versions"], "symmoe's own"),
 }
