@@ -455,8 +455,20 @@ def test_equals_alltoall_on_several_nodes(ranks, layout: str):
 
 
 @pytest.mark.slow
-def test_tensor_and_sequence_parallel(ranks):
-    ranks(4).run(cases.compare_layers, ep=4, tp=2)
+@run_on(4, fixture="ranks")
+def test_tensor_and_sequence_parallel(rank: int, num_ranks: int) -> None:
+    """A layer and not a GPTModel: Megatron's LayerNorm for CPUs knows no sequence parallelism."""
+    cases.use_groups(ep=4, tp=2)
+    config = cases.config_of(**SHARED)
+    generator, found = torch.Generator().manual_seed(rank), {}
+    x, dy = torch.randn(2, cases.SEQUENCE // 2, cases.BATCH, config.hidden_size, generator=generator)
+    with cases.opened_heap() as heap:
+        for form, form_spec in cases.forms_of(cases.reference_spec(config), heap).items():
+            layer = cases.layer_of(config, form_spec)
+            y, dx = cases.differentiated(layer, x, dy)
+            found[form] = {**cases.gradients_of(layer), "y": y, "x": dx}
+    assert (parallel_state.get_tensor_model_parallel_world_size(), config.sequence_parallel) == (2, True)
+    cases.check_equal(found)
 
 
 @pytest.mark.parametrize(

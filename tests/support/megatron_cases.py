@@ -28,6 +28,7 @@ SEQUENCE, BATCH, VOCABULARY, NUM_EXPERTS = 12, 2, 64, 8
 HEAP_BYTES = 8 << 20
 ROUNDING = 2e-5  # of a tensor's largest value: what sums in another order change at most
 FP8 = {"fp8": "e4m3", "fp8_recipe": "blockwise", "moe_ffn_hidden_size": 48}
+_ACTIVATIONS = {"gelu": F.gelu, "quick_gelu": quick_gelu, "squared_relu": squared_relu}
 _UNCHECKED = ("fp8", "fp8_recipe", "delay_wgrad_compute")  # Megatron asks for extensions and schedules that CPUs lack
 
 
@@ -62,7 +63,7 @@ def config_of(**fields: Any) -> Any:
     """A tiny TransformerConfig, with `fields` changed."""
     unchecked = {name: fields.pop(name) for name in _UNCHECKED if name in fields}
     if "activation_func" in fields:
-        fields["activation_func"] = activation_function(fields["activation_func"])
+        fields["activation_func"] = _ACTIVATIONS[fields["activation_func"]]
     tp = parallel_state.get_tensor_model_parallel_world_size()
     defaults = {
         "num_layers": 2,
@@ -91,11 +92,6 @@ def config_of(**fields: Any) -> Any:
     config = TransformerConfig(**{**defaults, **fields})
     vars(config).update(unchecked)
     return config
-
-
-def activation_function(name: str) -> Any:
-    """Megatron's function of this name."""
-    return {"gelu": F.gelu, "quick_gelu": quick_gelu, "squared_relu": squared_relu}[name]
 
 
 def model_of(config: Any, spec: Any) -> Any:
@@ -300,25 +296,6 @@ def differentiated(layer: Any, x: torch.Tensor, dy: torch.Tensor) -> tuple[torch
     y, _ = layer(x)
     y.backward(dy)
     return y.detach(), x.grad
-
-
-def compare_layers(rank: int, num_ranks: int, *, ep: int, tp: int) -> None:
-    """One MoE layer in three forms, with tensor and sequence parallelism of what is around it. They are equal.
-
-    A layer and not a GPTModel: Megatron's LayerNorm for CPUs knows no sequence parallelism.
-    """
-    use_groups(ep=ep, tp=tp)
-    config = config_of(moe_shared_expert_intermediate_size=40)
-    found = {}
-    with opened_heap() as heap:
-        for form, form_spec in forms_of(reference_spec(config), heap).items():
-            layer = layer_of(config, form_spec)
-            generator = torch.Generator().manual_seed(dist.get_rank())
-            x, dy = torch.randn(2, SEQUENCE // tp, BATCH, config.hidden_size, generator=generator)
-            y, dx = differentiated(layer, x, dy)
-            found[form] = {**gradients_of(layer), "y": y, "x": dx}
-    assert (parallel_state.get_tensor_model_parallel_world_size(), config.sequence_parallel) == (tp, tp > 1)
-    check_equal(found)
 
 
 def note_rows(layer: Any, received: list[list[int]]) -> None:
