@@ -158,9 +158,7 @@ def routing_from_array(
         its = torch.where(ids, ids.cumsum(0) - 1, -1) if is_whole else ids.long().clamp(min=-1)
         num_found = int(its.max()) + 1 if len(its) else 0
         if ids.is_floating_point() or (not is_whole and len(its) > 2 and its.min() >= 0 and num_found <= 2):
-            _fail_for(
-                ArgumentError(f"rows ({ids.dtype}, up to {num_found - 1}) must be a mask of bool, or numbers"), found
-            )
+            _fail_for(ArgumentError(f"rows ({ids.dtype}) must be a mask of torch.bool, or numbers of tokens"), found)
         if num_found > num_rows or (is_whole and num_found < num_rows):
             _fail_for(ArgumentError(f"rows has {num_found} tokens; array has {num_rows}"), found)
         given = torch.cat([given, given.new_full((1, *given.shape[1:]), -1)])[its]  # its last row is for -1
