@@ -41,8 +41,7 @@ def record_routing(model: nn.Module) -> Iterator[Routing]:
         symmoe's integrations in transformers, Megatron and torchtitan models.
 
     Raises:
-        ArgumentError: the model has no such layer; a layer is called a second time (which of the two to keep?), or not
-            at all.
+        ArgumentError: the model has no such layer, or a layer is called a second time, or not at all.
     """
     routing: Routing = {}
     layers = layers_with_listeners(model)
@@ -83,6 +82,8 @@ def replay_routing(
     """
     layers = layers_with_listeners(model)
     given: Sequence[Mapping[str, torch.Tensor]] = [routing] if isinstance(routing, Mapping) else routing
+    if not all(isinstance(one, Mapping) for one in given):
+        _fail_for(ArgumentError(f"routing ({type(routing).__name__}) must be of dicts, see routing_from_array"), layers)
     each = [{name: _signed(ids) for name, ids in one.items()} for one in given]
     for one in each:
         _fail_for(_problem(layers, one), layers)
@@ -112,11 +113,10 @@ def replay_routing(
 def balanced_routing(model: nn.Module) -> Iterator[None]:
     """In this context, every layer of `model` gives all its experts the same number of slots. For benchmarks. Local."""
     layers = layers_with_listeners(model)
-    sizes = {name: (its.num_experts, its.heap.device) for name, (_, its) in layers.items()}
 
     def choice(name: str, num_tokens: int, top_k: int | None) -> torch.Tensor:
-        num_experts, device = sizes[name]
-        return balanced_choice(num_tokens, top_k or num_experts, num_experts, device=device)  # None: of all groups
+        its = layers[name][1]  # a top_k of None: of all groups
+        return balanced_choice(num_tokens, top_k or its.num_experts, its.num_experts, device=its.heap.device)
 
     with _choose(model, layers, choice):
         yield
@@ -135,7 +135,7 @@ def balanced_choice(
 
 
 def routing_from_array(
-    model: nn.Module, array: _Array, *, layers: Iterable[int] | None = None, rows: torch.Tensor | None = None
+    model: nn.Module, array: _Array, *, layers: Iterable[int] | None = None, rows: _Array | None = None
 ) -> Routing:
     """What :func:`replay_routing` takes, on the host, of an array of an inference engine; errors as there.
 
@@ -145,22 +145,23 @@ def routing_from_array(
         rows: of this rank's tokens as its layers see them, padding too (any shape). bool: whether it is one of the N,
             which come in order; or int: which of them it is, -1 is none. None: the N are the tokens.
     """
-    found, given, problem = layers_with_listeners(model), _signed(array), None
+    found, given = layers_with_listeners(model), _signed(array)
     if given.dim() != 3:
         _fail_for(ArgumentError(f"array has shape {list(given.shape)}; it must be [tokens, layers, K]"), found)
     num_rows, num_layers = given.shape[:2]
     places = list(range(num_layers) if layers is None else layers)
     if len(places) != len(found) or not all(0 <= place < num_layers for place in places):
-        problem = ArgumentError(f"layers are {places} of the {num_layers} of array; the model has {len(found)}")
+        _fail_for(ArgumentError(f"layers are {places} of the {num_layers} of array; the model has {len(found)}"), found)
     if rows is not None:
-        is_whole, rows = rows.dtype == torch.bool, rows.flatten().cpu()
-        rows = torch.where(rows, rows.cumsum(0) - 1, -1) if is_whole else rows.long().clamp(min=-1)
-        num_found = int(rows.max()) + 1 if len(rows) else 0
+        ids = _signed(rows).flatten().cpu()
+        is_whole = ids.dtype == torch.bool
+        its = torch.where(ids, ids.cumsum(0) - 1, -1) if is_whole else ids.long().clamp(min=-1)
+        num_found = int(its.max()) + 1 if len(its) else 0
+        if ids.is_floating_point() or (not is_whole and len(its) > 2 and its.min() >= 0 and num_found <= 2):
+            _fail_for(ArgumentError(f"rows ({ids.dtype}) must be a mask of torch.bool, or numbers of tokens"), found)
         if num_found > num_rows or (is_whole and num_found < num_rows):
-            problem = ArgumentError(f"rows has {num_found} tokens; array has {num_rows}")
-    _fail_for(problem, found)
-    if rows is not None:
-        given = torch.cat([given, given.new_full((1, *given.shape[1:]), -1)])[rows]  # its last row is for -1
+            _fail_for(ArgumentError(f"rows has {num_found} tokens; array has {num_rows}"), found)
+        given = torch.cat([given, given.new_full((1, *given.shape[1:]), -1)])[its]  # its last row is for -1
     return {name: given[:, place].contiguous() for name, place in zip(found, places, strict=True)}
 
 
@@ -238,8 +239,7 @@ def _choose(
 
     def give(name: str, module: MoELayer, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if kwargs.get("probs") is not None:
-            problem = ArgumentError(f"layer {name!r} is called with probs, which are of another choice")
-            module.heap.fail_for(problem, control.PHASE_PLAN)
+            _fail_for(ArgumentError(f"layer {name!r} is called with probs, which are of another choice"), layers)
         num_tokens = math.prod((args[0] if args else kwargs["x"]).shape[:-1])
         return args, {**kwargs, "topk_idx": choose(name, num_tokens, module.config.top_k)}
 

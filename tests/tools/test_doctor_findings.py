@@ -467,7 +467,7 @@ def test_a_rank_that_was_told_ends_last(
     monkeypatch.setattr(self_test.signal, "alarm", lambda _: None)
     monkeypatch.setattr(self_test.time, "sleep", slept.append)
     out = tmp_path / "found"
-    assert self_test.main([f"--out={out}", "--store=x", "--rank=0", "--num-ranks=2", "--deadline-s=9"]) == 1
+    assert self_test.be_rank([f"--out={out}", "--store=x", "--rank=0", "--num-ranks=2", "--deadline-s=9"], Mock()) == 1
     assert json.loads(out.read_text()) == {"error": type(error).__name__, "text": str(error)}
     assert bool(slept) == lingers
 

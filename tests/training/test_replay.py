@@ -163,7 +163,7 @@ def test_arrays_of_an_engine_are_routing(heap: SymmetricHeap, dtype: str):
     for rows, its_tokens, is_real, wanted in (
         (None, x, torch.ones(TOKENS, dtype=torch.bool), y),
         (is_token, padded, is_token, y),
-        (mine, x[mine], mine >= 0, y[mine[mine >= 0]]),
+        (mine.numpy(), x[mine], mine >= 0, y[mine[mine >= 0]]),
     ):
         given = routing_from_array(model, engines, layers=(1, 4), rows=rows)
         if rows is None:  # in the engine's own dtype, too
@@ -182,6 +182,8 @@ def test_arrays_that_do_not_fit_raise_on_every_rank(rank: int, num_ranks: int, h
         r"layers are \[0, 2\] of the 2 of array; the model has 2": {"layers": [0, 2]},
         "rows has 12 tokens; array has 11": {"rows": torch.ones(12, dtype=torch.bool)},
         "rows has 13 tokens; array has 11": {"rows": torch.arange(13)},
+        r"rows \(torch.int64\) must be a mask of torch.bool, or numbers": {"rows": np.arange(TOKENS) // 9},
+        r"rows \(torch.float32\) must be a mask": {"rows": torch.arange(11.0)},
         r"routing\['layers.0'\] has for token 0 \[-3, -3, -3\]; the layer has 6": {"array": array - 3},
         r"routing\['layers.0'\] has shape \[9, 3\].* \[11, 3\]": {"array": array[2:]},
         r"routing\['layers.0'\] has shape \[11, 2\].* \[11, 3\]": {"array": array[..., :2]},
@@ -212,6 +214,8 @@ def test_recording_and_replaying_refuse(heap: SymmetricHeap):
             compiled(tokens())
     with pytest.raises(ArgumentError, match="has no MoELayer"), record_routing(nn.Linear(2, 2)):
         pass
+    with pytest.raises(ArgumentError, match=r"routing \(Tensor\) must be of dicts"):
+        replay_routing(model, routing_to_array(routing)).__enter__()
 
 
 @pytest.mark.parametrize(("num_tokens", "top_k", "num_experts"), [(64, 8, 128), (37, 2, 6), (5, 4, 4), (100, 3, 7)])

@@ -98,9 +98,8 @@ def judge(job: Job) -> list[Compared]:
 
 def render(tensors: Sequence[Compared], failure: str) -> str:
     """One screen: by stage, numbers of tensors and the one nearest to what is allowed, and the first that differs."""
-    lines = (
-        [f"{'':6}{'stage':20}{'compared':>9}{'not':>6}{'differ':>8}{'error':>10}{'allowed':>10}  of"] if tensors else []
-    )
+    head = f"{'':6}{'stage':20}{'compared':>9}{'not':>6}{'differ':>8}{'error':>10}{'allowed':>10}  of"
+    lines = [head] if tensors else []
     for (dtype, stage), group in itertools.groupby(tensors, lambda each: (each.dtype, each.stage)):
         its = list(group)
         known = [each for each in its if each.error is not None]

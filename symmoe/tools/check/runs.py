@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from symmoe.errors import ArgumentError
 from symmoe.grouped.parameters import local_part
 from symmoe.moe.ddp_and_fsdp import ExpertParallelModule
 from symmoe.moe.ownership import named_parameters
@@ -84,6 +85,8 @@ def _step(job: Job, ranks: Ranks, heap: SymmetricHeap, dtype: str) -> Iterator[t
         (trained.backward or partial(_backward, model))(tokens.chunk(ranks.num_ranks)[ranks.rank].to(heap.device))
     yield ACTIVATION, outputs
     gradients, experts = _gradients(trains), _experts(model)
+    if ranks.num_ranks == 1 and not any(its.any() for its in gradients.values()):
+        raise ArgumentError("backward has left no parameter a gradient, or zeros alone: there is nothing to compare")
     yield GRADIENT, gradients
     # Less than the norm of all gradients: half of that of the first that all ranks have.
     norms = (gradients[name].float().norm().item() for name, its in trains.items() if id(its) not in experts)
@@ -155,7 +158,8 @@ def _recorded(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
 
 def text_of(rank: int, error: Exception) -> str:
     """An error with its rank and its place."""
-    at = traceback.extract_tb(error.__traceback__)[-1]
+    frames = traceback.extract_tb(error.__traceback__)[::-1]
+    at = next((it for it in frames if "site-packages" not in it.filename), frames[0])  # the caller's, not torch's
     return f"{error}" if isinstance(error, BadTarget) else f"rank {rank}: {error} ({at.filename}:{at.lineno})"
 
 

@@ -59,7 +59,7 @@ def run_trial(
 ) -> Trial:
     """Runs the self-test on this machine; all its processes have ended when this returns. They are killed after
     deadline_s; None: DEADLINE_S, up to ten times longer on a busy machine. `command` is that of one rank, and gets the
-    arguments of :func:`main`."""
+    arguments of :func:`be_rank`."""
     load_per_core = os.getloadavg()[0] / len(os.sched_getaffinity(0))
     deadline_s = DEADLINE_S * min(10.0, max(1.0, load_per_core)) if deadline_s is None else deadline_s
     variables = {**environment, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "SYMMOE_FLIGHT_DIR": ""}
@@ -143,11 +143,6 @@ def check_trial(trial: Trial, *, on_gpus: bool, link_gbs: float | None = None) -
 
 
 # -- one rank ---------------------------------------------------------------------------------------------------------
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status."""
-    return be_rank(argv, lambda ranks, wait_s, _: run(ranks, wait_s))
 
 
 def be_rank(
@@ -240,4 +235,4 @@ def speeds(heap: SymmetricHeap, ranks: Ranks) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(be_rank(None, lambda ranks, wait_s, _: run(ranks, wait_s)))
