@@ -85,10 +85,8 @@ class Nodes(OneNode):
     @property
     def constants(self) -> list[torch.Tensor]:
         """Tensors of this that a tape meets."""
-        payload = self.payload
-        its = [] if payload.progress is None or payload.counts is None else [payload.progress, payload.counts]
-        maps = [each for each in vars(self.maps).values() if isinstance(each, torch.Tensor)]
-        return [*maps, self._heard, self._fault, *its]
+        its = *vars(self.maps).values(), self._heard, self._fault, self.payload.progress, self.payload.counts
+        return [each for each in its if isinstance(each, torch.Tensor)]
 
     # -- calls: errors are raised ---------------------------------------------------------------------------------
 
