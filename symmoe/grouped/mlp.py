@@ -160,8 +160,8 @@ def expert_weights(
     tensors: Sequence[torch.Tensor],
     *,
     trains: tuple[bool, bool],
-    wire: Wire,
-    held: tuple[HeldWeight | None, HeldWeight | None],
+    wire: Wire | None = None,
+    held: tuple[HeldWeight | None, HeldWeight | None] = (None, None),
 ) -> ExpertWeights:
     """The experts' weights as the kernels take them. `tensors` are the weights and the adapters in one sequence;
     trains: whether backward will ask for the gradient of the rows, and whether there will be one; wire: how rows and
@@ -172,7 +172,7 @@ def expert_weights(
     if form.precision is not None:
         if adapters:
             raise ArgumentError(f"adapters need precision None; the experts compute in {form.precision}")
-        return QuantizedWeights(*weights, form.precision, trains, wire, held)
+        return QuantizedWeights(*weights, form.precision, trains, wire or Wire(), held)
     if not adapters:
         return ExpertWeights(*weights)
     return AdaptedWeights(*weights, LowRank(*adapters[:2]), LowRank(*adapters[2:]))
@@ -200,6 +200,5 @@ class MLPProducts:
 
     def _operands(self, rows: RowInputs) -> tuple[ExpertRows, ExpertWeights]:
         scale, held = given("row_probs", rows.scale), (self.layers[0].held_weight, self.layers[1].held_weight)
-        options: dict[str, Any] = {"trains": self.trains, "wire": Wire(), "held": held}
-        weights = expert_weights(self.form, rows.biases, rows.tensors, **options)
+        weights = expert_weights(self.form, rows.biases, rows.tensors, trains=self.trains, held=held)
         return ExpertRows(rows.x, rows.row_range, scale, scale if self.scale_bias else None), weights

@@ -447,7 +447,7 @@ def _backward(
     options: dict[str, Any] = {"wire": step.wire, "held": (linears[0].held_weight, linears[1].held_weight)}
     weights = partial(expert_weights, step.form, (b1, b2), tensors, trains=(needs_x, True), **options)
     spends_h, needs = not (step.stash.keeps_h and keeps_graph()), (needs_x, needs_probs)
-    backward = _Backward(step, dy, x, received, hidden, row_probs, tensors, weights, (fc1, fc2), needs, spends_h, route)
+    backward = _Backward(step, dy, x, received, hidden, row_probs, weights, (fc1, fc2), needs, spends_h, route, tensors)
     read = given_of(dy, x, received, hidden.h, row_probs, b1, b2, plan.storage, *plan.received_index(), *tensors)
     key: tuple[Any, ...] = needs_x, needs_probs, spends_h, x is None, fc1.option, fc2.option
     if route is not None:
@@ -472,12 +472,12 @@ class _Backward:
     received: torch.Tensor | None
     hidden: Hidden  # what forward has kept; h may be None
     row_probs: torch.Tensor
-    tensors: Sequence[torch.Tensor]  # of the experts, weights and adapters
     weights: MakeWeights
     targets: tuple[Target, Target]  # of the weight gradients
     needs: tuple[bool, bool]  # whether x and probs need gradients
     spends_h: bool  # whether this pass is the last that reads h
     route: RouteGradients | None  # which takes the gradient of probs, too
+    tensors: Sequence[torch.Tensor]  # of the experts, weights and adapters
 
     def __call__(self) -> tuple[torch.Tensor | None, ...]:
         """dx; d_probs, or with a route its gradients of x and weight; gradients of the biases, of the weights (those
