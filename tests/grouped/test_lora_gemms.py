@@ -7,8 +7,7 @@ import lora_cases as cases
 import pytest
 import torch
 from cluster import run_on
-from torch.utils._python_dispatch import TorchDispatchMode
-from worker import Findings
+from worker import Findings, Watching
 
 from symmoe import GroupedMLP, SymmetricHeap, make_plan
 from symmoe.moe.ep_step import STASHES, expert_parallel_mlp
@@ -178,23 +177,17 @@ def test_some_of_the_parameters():
 
 
 # -- what it costs ----------------------------------------------------------------------------------------------------
-class Allocations(TorchDispatchMode):
+class Allocations(Watching):
     """Notes the elements of every tensor that an operator makes new memory for."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[tuple[int, str]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        given = {memory_of(tensor) for tensor in tensors_in((args, kwargs or {}))}
+    def look(self, func, given, result) -> None:
+        known = {memory_of(tensor) for tensor in tensors_in(given)}
         for tensor in tensors_in(result):
-            if memory_of(tensor) not in given:
-                self.found.append((tensor.untyped_storage().nbytes() // tensor.itemsize, str(func)))
-        return result
+            if memory_of(tensor) not in known:
+                self.seen.append((tensor.untyped_storage().nbytes() // tensor.itemsize, str(func)))
 
     def of_at_least(self, numel: int) -> list[tuple[int, str]]:
-        return [entry for entry in self.found if entry[0] >= numel]
+        return [entry for entry in self.seen if entry[0] >= numel]
 
 
 def tensors_in(values: Any) -> list[torch.Tensor]:
@@ -230,7 +223,7 @@ def test_nothing_of_the_size_of_a_weight_is_made(way: Any):
 
     experts = cases.make_experts(parameters, slice(None))
     allocations = run(experts)
-    assert len(allocations.found) > 20
+    assert len(allocations.seen) > 20
     assert allocations.of_at_least(smallest) == []
     experts.fc2.weight.requires_grad_(True)  # the control: its gradient is dense
     assert run(experts).of_at_least(smallest)

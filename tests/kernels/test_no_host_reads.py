@@ -33,7 +33,7 @@ def test_a_step_reads_nothing(heap: SymmetricHeap, options: dict, given: bool):
         y, metrics = layer(x, mask, topk_idx=balanced_choice(10, TOP_K, EXPERTS) if given else None)
         (y.sum() + metrics.aux_loss).backward()
         balance_step(layer)
-    assert mode.found == []
+    assert mode.seen == []
     assert mode.num_operations > 50
 
 
@@ -42,4 +42,4 @@ def test_reads_are_found():
     with NoReads() as mode:
         x[x > 1].sum().item()
         x[x > 2] = 0
-    assert mode.found == ["index", "_local_scalar_dense", "index_put_"]
+    assert mode.seen == ["index", "_local_scalar_dense", "index_put_"]

@@ -10,8 +10,8 @@ import pytest
 import torch
 from low_precision_oracle import relative_error
 from row_ranges import whole_groups
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from worker import Watching
 
 from symmoe import GroupedLinear, GroupedMLP, ScaledClampedSwiGLU, ScaledSReLU, ScaledSwiGLU, Sequential
 from symmoe.errors import StaleRows
@@ -22,10 +22,6 @@ from symmoe.precision.operands import gradient_seeds
 
 def linear_inputs(case: cases.Case, **options):
     return cases.make_inputs(case, sizes=recipes.SIZES, width=recipes.OUT, out_features=recipes.OUT, **options)
-
-
-def splits_of(inputs):
-    return inputs.sizes.splits
 
 
 # -- against float64 --------------------------------------------------------------------------------------------------
@@ -193,19 +189,16 @@ def test_discrete_weights_give_the_same_bits(recipe, main_grad, scattered):
         assert relative_error(again.tensors["d_fc.weight"], start) < 1e-5
 
 
-class CopiesSeen(TorchDispatchMode):
+class CopiesSeen(Watching):
     """Notes operators of torch that copy tensors as large as a weight, or add such tensors."""
 
-    def __init__(self, least_numel: int) -> None:
-        super().__init__()
-        self._least_numel, self.seen = least_numel, []
+    least_numel: int
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name, leaves = func.overloadpacket.__name__, [*tree_leaves((args, kwargs))]
+    def look(self, func, given, result) -> None:
+        name = func.overloadpacket.__name__
         if any(word in name for word in ("copy", "clone", "stack", "cat", "add", "contiguous")):
-            if any(isinstance(leaf, torch.Tensor) and leaf.numel() >= self._least_numel for leaf in leaves):
+            if any(isinstance(leaf, torch.Tensor) and leaf.numel() >= self.least_numel for leaf in tree_leaves(given)):
                 self.seen.append(name)
-        return func(*args, **(kwargs or {}))
 
 
 @recipes.every_recipe
@@ -220,7 +213,8 @@ def test_scattered_weights_are_not_copied(recipe, kind, monkeypatch):
         parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
     x, scale = torch.randn(8, hidden, requires_grad=True), torch.ones(8)
     # The kernels' twins are not looked at: they are written with torch's operators.
-    calls = CopiesSeen(hidden * ffn)
+    calls = CopiesSeen()
+    calls.least_numel = hidden * ffn
     for name in twin.__all__:
         monkeypatch.setattr(twin, name, unseen(getattr(twin, name)))
     with calls:

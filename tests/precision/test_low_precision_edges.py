@@ -131,7 +131,7 @@ def test_what_torch_computes_of_operands_is_not_read():
     with NoReads() as mode:
         seeds = gradient_seeds(NVFP4(), rows, row_range, index)
         global_scale = numbers.global_scale
-    assert mode.found == []
+    assert mode.seen == []
     assert seeds.shape == global_scale.shape == (3,)
 
 

@@ -104,15 +104,21 @@ def mlp_with_room(
 
 
 class Watching(TorchDispatchMode):
-    """Lets operators be, and notes them in `seen`. Under any mode a layer's step is an operator."""
+    """Lets operators be, and notes them in `seen`, or what a subclass sees of them. Under any mode a layer's step is an
+    operator."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: set[object] = set()
+        self.seen: list[object] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen.add(func)
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        self.look(func, (args, kwargs), result)
+        return result
+
+    def look(self, func, given, result) -> None:
+        """At an operator, what it was given, args and kwargs, and what it returns."""
+        self.seen.append(func)
 
 
 class Findings:

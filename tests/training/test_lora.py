@@ -1,14 +1,13 @@
 """Adapters on grouped experts against experts computed one by one in float64, on one rank and expert-parallel."""
 
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from worker import Watching
 
 from symmoe import GroupedMLP, MoEConfig, MoELayer, ScaledClampedSwiGLU, SymmetricHeap
 from symmoe.errors import ArgumentError
@@ -215,18 +214,12 @@ def test_what_a_call_draws_it_draws_once(heap: SymmetricHeap, around: str):
             torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-5)
 
 
-class Backward(TorchDispatchMode):
+class Backward(Watching):
     """Notes the shapes of what the step's backward operator returns."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.shapes: list[tuple[int, ...]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+    def look(self, func, given, result) -> None:
         if func is torch.ops.symmoe.moe_backward.default:
-            self.shapes = [tuple(gradient.shape) for gradient in result]
-        return result
+            self.seen += [tuple(gradient.shape) for gradient in result]
 
 
 def test_the_operator_returns_no_gradients_of_frozen_weights(heap: SymmetricHeap):
@@ -238,8 +231,8 @@ def test_the_operator_returns_no_gradients_of_frozen_weights(heap: SymmetricHeap
         layer.experts.fc1.weight.requires_grad_(thaws)
         with Backward() as mode:
             layer(torch.randn(7, H))[0].sum().backward()
-        assert len(mode.shapes) == 1 + 2 * thaws + 4  # probs, weights, A and B of both layers
-        assert (frozen & set(mode.shapes) != set()) == thaws
+        assert len(mode.seen) == 1 + 2 * thaws + 4  # probs, weights, A and B of both layers
+        assert (frozen & set(mode.seen) != set()) == thaws
 
 
 def test_inside_torch_compile():
