@@ -50,8 +50,7 @@ ROUTINGS = (((13, 9, 1, 20), 1), ((1, 1, 1, 1), 3), ((21, 4, 0, 7), 3), ((150, 3
 
 @dtypes
 @pytest.mark.parametrize("ffn", WIDTHS)
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-@run_on(device="cuda", timeout_s=400.0)
+@run_on(1, 2, 4, device="cuda", timeout_s=400.0)
 def test_ways_have_the_same_bits(rank: int, num_ranks: int, findings: Findings, ffn: int, dtype: torch.dtype) -> None:
     num_experts = 8
     with open_heap("cuda", num_bytes=64 << 20) as heap:

@@ -13,8 +13,7 @@ import symmoe
 from symmoe.errors import ArgumentError
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@run_on(device="cuda")
+@run_on(1, 2, device="cuda")
 def test_arguments(rank: int, num_ranks: int, findings: Findings) -> None:
     """Of a dataclass with new tensors in every call and a number on the CPU that changes: the bits of eager steps."""
     alive = []

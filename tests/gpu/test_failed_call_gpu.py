@@ -111,8 +111,7 @@ def test_results_of_a_failed_combine_are_nan(where: str, order: str):
         assert ranks.findings(leave_out_of_combine, "cuda", where, order) == []
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@run_on(device="cuda")
+@run_on(1, 2, device="cuda")
 def test_transforms_of_a_layer(rank: int, num_ranks: int, findings: Findings) -> None:
     with open_heap("cuda") as heap:
         layer, _ = make_layer(heap, config_for(num_ranks, "cuda"))

@@ -103,8 +103,7 @@ def test_a_thousand_replays(cluster, way: dict[str, str]):
     assert cluster(2, "cuda").findings(check_replays, 1000, "all", False, way, timeout_s=240.0) == []
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@run_on(device="cuda")
+@run_on(1, 2, device="cuda")
 def test_what_a_graph_cannot_hold(rank: int, num_ranks: int, findings: Findings) -> None:
     """What a graph cannot hold raises while it is captured, with the reason; the next step is right."""
     with open_heap("cuda", num_bytes=256 << 20) as heap:
@@ -124,8 +123,7 @@ def test_what_a_graph_cannot_hold(rank: int, num_ranks: int, findings: Findings)
         findings.check(torch.equal(exact(x)[0], before), "the next call differs")
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@run_on(device="cuda")
+@run_on(1, 2, device="cuda")
 def test_overflow_in_graphs(rank: int, num_ranks: int, findings: Findings) -> None:
     """An overflow during a replay is raised at the next check; what was computed stays inside its buffers."""
     with open_heap("cuda", num_bytes=256 << 20) as heap:
@@ -212,8 +210,7 @@ def test_micro_batches_on_two_streams(rank: int, num_ranks: int, findings: Findi
         findings.equal("leased bytes", heap.leased_bytes, 0)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4, 8])
-@run_on(device="cuda")
+@run_on(2, 4, 8, device="cuda")
 def test_disjoint_groups(rank: int, num_ranks: int, findings: Findings) -> None:
     """Disjoint EP groups work at once, at their own pace."""
     size = num_ranks // 2

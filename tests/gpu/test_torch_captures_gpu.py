@@ -48,8 +48,7 @@ def compare(
         findings.check(all(same), f"rank {heap.rank}, step {number}: {same}")
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@run_on(device="cuda")
+@run_on(1, 2, device="cuda")
 def test_graphed_callables(rank: int, num_ranks: int, findings: Findings) -> None:
     with open_heap("cuda", num_bytes=64 << 20) as heap:
         plain = Block(heap, **STATIC)
@@ -61,9 +60,8 @@ def test_graphed_callables(rank: int, num_ranks: int, findings: Findings) -> Non
         findings.check(heap.memory.graph_bytes == 0, f"graphs hold {heap.memory.graph_bytes} bytes")
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("options", [{}, STATIC], ids=["exact", "static"])
-@run_on(device="cuda")
+@run_on(1, 2, device="cuda")
 def test_reduce_overhead(rank: int, num_ranks: int, findings: Findings, options: dict) -> None:
     replays = []
     replay = torch.cuda.CUDAGraph.replay

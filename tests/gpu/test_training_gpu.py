@@ -17,8 +17,7 @@ FEATURES = (
 
 
 @pytest.mark.parametrize("options", FEATURES, ids=str)
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@run_on(device="cuda")
+@run_on(1, 2, device="cuda")
 def test_features_in_a_graph(rank: int, num_ranks: int, findings: Findings, options: dict) -> None:
     with open_heap("cuda", num_bytes=256 << 20) as heap:
         torch.use_deterministic_algorithms(False)

@@ -28,9 +28,8 @@ def error(got: torch.Tensor, want: torch.Tensor) -> float:
     return (got.float() - want.float()).abs().max().item() / want.float().abs().max().item()
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("family", FAMILIES)
-@run_on(device="cuda")
+@run_on(1, 2, device="cuda")
 def test_block_equals_the_unmodified_one(rank: int, num_ranks: int, family: str) -> None:
     """One block's output and this rank's gradient of its down projection, in bf16."""
     device = torch.device("cuda", rank)

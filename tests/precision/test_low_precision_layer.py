@@ -8,10 +8,10 @@ import low_precision_checks as checks
 import numpy as np
 import pytest
 import torch
-from cluster import run_on
+from cluster import on_ranks, run_on
 from kept_memory import bytes_kept
 from layers import tokens_of
-from low_precision_cases import every_recipe
+from low_precision_cases import ON_GPUS, every_recipe
 from row_ranges import whole_groups
 from stacks import Stack, compare_bits, pipeline, run_schedule
 from worker import Findings, open_heap
@@ -35,38 +35,38 @@ def wired(*cases):
 
 # -- one step, in every way -------------------------------------------------------------------------------------------
 @every_recipe
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_all_ways_give_the_same_bits(cluster, num_ranks: int, recipe):
-    assert cluster(num_ranks).findings(checks.check_ways, "cpu", recipe, torch.bfloat16) == []
+@on_ranks(cpu=(1, 2), cuda=(1, 2, 4), marks=ON_GPUS)
+def test_all_ways_give_the_same_bits(cluster, num_ranks: int, device: str, recipe):
+    assert cluster(num_ranks, device).findings(checks.check_ways, device, recipe, torch.bfloat16) == []
 
 
 # -- any number of ranks ----------------------------------------------------------------------------------------------
-@pytest.mark.slow
+@pytest.mark.parametrize("device", [slowly("cpu"), pytest.param("cuda", marks=ON_GPUS)])
 @wired((NVFP4(), "none"), (Float8Block(), "both"), (MXFP8(), "forward"))
-def test_any_number_of_ranks_gives_the_same_bits(cluster, recipe, wire):
+def test_any_number_of_ranks_gives_the_same_bits(cluster, recipe, wire, device: str):
     """With order="slot", stochastic rounding included: it depends on the expert's rows and not on where they are."""
     want = None
-    for num_ranks, cut in ((1, [44]), (2, [40, 4]), (4, [11, 0, 30, 3])):
-        results = cluster(num_ranks).run(checks.run_cut, "cpu", recipe, wire, cut, "slot")
+    for num_ranks, cut in ((1, [44]), (2, [40, 4]), (4, [11, 0, 30, 3]))[: 3 if device == "cpu" else 2]:
+        results = cluster(num_ranks, device).run(checks.run_cut, device, recipe, wire, cut, "slot")
         found = {name: np.concatenate([part[name] for part in results]) for name in checks.NAMES}
         want = found if want is None else want
         for name in checks.NAMES:
             assert np.array_equal(found[name], want[name]), (num_ranks, name)
-    other = cluster(1).run(checks.run_cut, "cpu", replace(recipe), "none" if wire != "none" else wire, [44], "slot")[0]
+    (other,) = cluster(1, device).run(checks.run_cut, device, replace(recipe), "none", [44], "slot")
     assert np.array_equal(other["y"], want["y"])
 
 
 # -- the layer --------------------------------------------------------------------------------------------------------
 @wired((NVFP4(), "none"), (Float8Block(), "both"), (MXFP8(), "backward"))
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_layers(cluster, num_ranks: int, recipe, wire):
-    assert cluster(num_ranks).findings(checks.check_layer, "cpu", recipe, wire) == []
+@on_ranks(cpu=(1, 2), cuda=(1, 2), marks=ON_GPUS)
+def test_layers(cluster, num_ranks: int, device: str, recipe, wire):
+    assert cluster(num_ranks, device).findings(checks.check_layer, device, recipe, wire) == []
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@on_ranks(cpu=(1, 2), cuda=(1, 2), marks=ON_GPUS)
 @wired((Float8Block(), "none"), (Float8Block(), "both"), (MXFP8(), "none"), slowly(NVFP4(), "none"))
-def test_second_bias(cluster, num_ranks: int, recipe, wire: str):
-    assert cluster(num_ranks).findings(checks.check_second_bias, "cpu", recipe, wire) == []
+def test_second_bias(cluster, num_ranks: int, device: str, recipe, wire: str):
+    assert cluster(num_ranks, device).findings(checks.check_second_bias, device, recipe, wire) == []
 
 
 def test_rows_on_their_way_are_waited_for():

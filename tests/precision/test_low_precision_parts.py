@@ -9,7 +9,7 @@ import torch
 from cluster import run_on
 from layers import make_layer, tokens_of
 from limits import HANG_S
-from low_precision_cases import RECIPES
+from low_precision_cases import ON_GPUS, RECIPES
 from stacks import compare_bits
 from worker import Findings, open_heap, poison
 
@@ -114,8 +114,6 @@ def check_parts(rank: int, num_ranks: int, findings: Findings, device: str, reci
 
 
 BF16, BLOCKS = torch.bfloat16, (Float8Block(), Float8Block(power_of_two=True))
-# A kernel whose warps wait for each other for ever cannot be interrupted: the process ends.
-ON_GPUS = [pytest.mark.gpu, pytest.mark.timeout(200, method="thread")]
 CALLS = [(num_ranks, "cpu", recipe, BF16) for num_ranks in (2, 3) for recipe in BLOCKS]
 CALLS += [(num_ranks, "cpu", Float8Block(), torch.float32) for num_ranks in (2, 3)]
 CALLS += [pytest.param(num_ranks, "cuda", recipe, BF16, marks=ON_GPUS) for num_ranks in (2, 4) for recipe in BLOCKS]

@@ -32,9 +32,9 @@ class RankFailure(AssertionError):
     """A rank raised; the text holds every rank's traceback."""
 
 
-def on_ranks(*, cpu: Sequence[int], cuda: Sequence[int]) -> pytest.MarkDecorator:
-    """Cases (num_ranks, device) of a test; those on GPUs have the mark."""
-    on_gpus = [pytest.param(num_ranks, "cuda", marks=pytest.mark.gpu) for num_ranks in cuda]
+def on_ranks(*, cpu: Sequence[int], cuda: Sequence[int], marks: Any = pytest.mark.gpu) -> pytest.MarkDecorator:
+    """Cases (num_ranks, device) of a test; those on GPUs have the marks."""
+    on_gpus = [pytest.param(num_ranks, "cuda", marks=marks) for num_ranks in cuda]
     return pytest.mark.parametrize(("num_ranks", "device"), [*((num_ranks, "cpu") for num_ranks in cpu), *on_gpus])
 
 

@@ -17,8 +17,22 @@ RECIPES = [Float8Block(), Float8Block(power_of_two=True), MXFP8(), NVFP4()]
 
 every_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=str)
 
+# Marks. A kernel whose warps wait for each other for ever cannot be interrupted: the process ends.
+ON_GPUS = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(300, method="thread"),
+    pytest.mark.skipif(
+        torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0),
+        reason="needs a GPU that converts to E4M3: Hopper and newer",
+    ),
+]
+
 # Without rows, one row, unaligned, more than a tile; widths that end within a block of 128.
 SIZES = Sizes(splits=(130, 0, 1, 25), lead=(16, 10), hidden=160, ffn=96)
+
+# The same on GPUs: of whole tiles, and such that end within a block.
+LARGE = Sizes(splits=(300, 0, 1, 129, 70), lead=(51, 10), hidden=512, ffn=256)
+LARGE_ODD = replace(LARGE, hidden=544, ffn=288)
 
 SMALL = Sizes(splits=(9, 0, 1, 14), lead=(7, 4), hidden=160, ffn=96)
 
