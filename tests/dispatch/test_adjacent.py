@@ -4,13 +4,14 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from functools import partial
 
 import grouped_cases as cases
 import pytest
 import torch
 from torch import nn
 
-from symmoe import GroupedLinear, GroupedMLP
+from symmoe import GroupedLinear
 from symmoe.errors import ArgumentError
 from symmoe.grouped.weights import lay_side_by_side, packed_view
 from symmoe.kernels import twin
@@ -22,21 +23,15 @@ G = cases.TINY.num_groups
 def kinds(monkeypatch: pytest.MonkeyPatch, *names: str) -> dict[str, list[str]]:
     """How the kernels of these names will be given matrices: "packed" or "table", by name."""
     seen: dict[str, list[str]] = {name: [] for name in names}
-    position = {"grouped_gemm_wgrad": 3}
 
-    def spy(name: str) -> Callable[..., object]:
-        kernel = getattr(twin, name)
-
-        def recording(*args: object, **kwargs: object) -> object:
-            matrices = args[position.get(name, 1)]
-            seen[name].append("table" if isinstance(matrices, TensorTable) else "packed")
-            assert isinstance(matrices, TensorTable) or matrices.is_contiguous()
-            return kernel(*args, **kwargs)
-
-        return recording
+    def recording(name: str, kernel: Callable[..., object], *args: object, **kwargs: object) -> object:
+        matrices = args[3 if name == "grouped_gemm_wgrad" else 1]
+        seen[name].append("table" if isinstance(matrices, TensorTable) else "packed")
+        assert isinstance(matrices, TensorTable) or matrices.is_contiguous()
+        return kernel(*args, **kwargs)
 
     for name in names:
-        monkeypatch.setattr(twin, name, spy(name))
+        monkeypatch.setattr(twin, name, partial(recording, name, getattr(twin, name)))
     return seen
 
 
@@ -88,8 +83,7 @@ def test_linear_is_given_what_the_weights_are(monkeypatch, kind, move, main_grad
     """And the bits are those of a packed weight either way."""
     case = cases.Case(main_grad=main_grad, buffers=())
     inputs = cases.linear_inputs(case)
-    packed = cases.make_linear(case, inputs.w1, inputs.b1)
-    want = cases.run(lambda x, scale: packed(x, inputs.splits), {"fc": packed}, inputs, case)
+    want = cases.run_linear(case, inputs)
     layer = cases.make_linear(case, inputs.w1, inputs.b1, weights="discrete")
     move(layer)
     seen = kinds(monkeypatch, "grouped_gemm", "grouped_gemm_dgrad")
@@ -118,14 +112,11 @@ def test_weights_that_move_between_forward_and_backward(monkeypatch):
 def test_layers_of_an_mlp_are_looked_at_one_by_one(monkeypatch, moved):
     case = cases.Case(buffers=())
     inputs = cases.make_inputs(case)
-    model = GroupedMLP(G, cases.TINY.hidden, cases.TINY.ffn)
-    model.fc1 = cases.make_linear(case, inputs.w1, inputs.b1, weights="discrete")
-    model.fc2 = cases.make_linear(case, inputs.w2, inputs.b2, weights="discrete")
-    layers = {"fc1": model.fc1, "fc2": model.fc2}
+    call, layers = cases.make_way("mlp", case, inputs, weights="discrete")
     for name in moved:
         scatter(layers[name])
     seen = kinds(monkeypatch, "grouped_gemm_act", "grouped_gemm", "grouped_gemm_dact", "grouped_gemm_dgrad")
-    ran = cases.run(lambda x, scale: model(x, inputs.splits, scale), layers, inputs, case)
+    ran = cases.run(lambda x, scale: call(x, scale, inputs.splits), layers, inputs, case)
     of = {name: ["table" if name in moved else "packed"] for name in layers}
     assert [*seen.values()] == [of["fc1"], of["fc2"], of["fc2"], of["fc1"]]
     cases.assert_near_oracle(ran, cases.mlp_oracle(inputs, case), case, cases.TINY)

@@ -1,4 +1,4 @@
-"""Grouped linear layers and the fused MLP on one GPU: the matrix again, CUDA graphs, and no waiting for the device."""
+"""Grouped linear layers and the fused MLP on one GPU: CUDA graphs, and no waiting for the device."""
 
 import functools
 import itertools
@@ -15,44 +15,16 @@ from symmoe import GroupedLinear, GroupedMLP, ScaledSwiGLU, Sequential, Symmetri
 from symmoe.errors import ArgumentError, StaleLease
 from symmoe.precision import MXFP8, NVFP4, Float8Block
 
-# One shape throughout, since kernels are compiled by shape; neither tiles nor contraction steps fit. 4 rows of tail.
-SIZES = cases.Sizes(splits=(70, 0, 3, 55), lead=(12, 11), hidden=72, ffn=40)
+SIZES = cases.ODD
 PLAIN = cases.Case(buffers=())
-
-
-def expert_inputs(case: cases.Case, **options) -> cases.Inputs:
-    return cases.make_inputs(case, device="cuda", **{"sizes": SIZES, **options})
-
-
-def single_inputs(case: cases.Case, **options) -> cases.Inputs:
-    return cases.linear_inputs(case, device="cuda", **{"sizes": SIZES, **options})
+inputs_of = functools.partial(cases.inputs_of, sizes=SIZES, device="cuda")
 
 
 # -- what CPUs compute, too -------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("way", cases.WAYS)
-@pytest.mark.parametrize("case", cases.matrix(), ids=str)
-def test_matrix(case, way):
-    cases.check_case(way, case, SIZES, "cuda")
-
-
-@pytest.mark.parametrize("main_grad", [False, True])
-@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
-@pytest.mark.parametrize("path", cases.PATHS)
-def test_discrete_weights_give_the_same_bits(path, dtype, main_grad):
-    cases.check_discrete_weights(path, cases.Case(dtype=dtype, main_grad=main_grad), SIZES, "cuda")
-
-
 @pytest.mark.parametrize("path", cases.PATHS)
 def test_more_discrete_weights_than_one_launch_carries(path):
     sizes = cases.Sizes(splits=(1, 0, 3) * 50, lead=(20, 11), hidden=16, ffn=8)
     cases.check_discrete_weights(path, cases.Case(dtype=torch.bfloat16), sizes, "cuda")
-
-
-@pytest.mark.parametrize("path", cases.PATHS)
-@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
-@pytest.mark.parametrize("name", cases.ACTIVATIONS)
-def test_activations(name, dtype, path):
-    cases.check_activation(path, name, dtype, SIZES, "cuda")
 
 
 @pytest.mark.parametrize("kind", ["int32", "int64", "list", "cpu"])
@@ -62,12 +34,6 @@ def test_splits(kind, splits, path):
     device = "cpu" if kind == "cpu" else "cuda"
     given = list(splits) if kind == "list" else torch.tensor(splits, device=device)
     cases.check_splits(path, given.int() if kind == "int32" else given, replace(SIZES, splits=splits), "cuda")
-
-
-@pytest.mark.parametrize("weights", ["packed", "discrete"])
-@pytest.mark.parametrize("way", cases.WAYS)
-def test_autocast(weights, way):
-    cases.check_autocast(way, cases.Case(), weights, SIZES, "cuda")
 
 
 # -- what only GPUs do ------------------------------------------------------------------------------------------------
@@ -85,7 +51,7 @@ def test_autocast(weights, way):
 def test_device_splits_cannot_lead_out_of_the_rows(splits, meant, dtype):
     """Nobody reads them on the host, so the kernels keep within the rows."""
     sizes = replace(SIZES, splits=(132, 0, 0, 0))
-    inputs = expert_inputs(PLAIN, sizes=sizes)  # no NaN: every row may be used
+    inputs = inputs_of("mlp", PLAIN, sizes=sizes)  # no NaN: every row may be used
     got = cases.run_experts("mlp", PLAIN, inputs, splits=torch.tensor(splits, dtype=dtype, device="cuda"))
     want = cases.run_experts("mlp", PLAIN, inputs, splits=torch.tensor(meant, dtype=dtype, device="cuda"))
     for name, tensor in want.tensors.items():
@@ -107,7 +73,7 @@ def test_widths_that_kernels_cannot_take(sizes):
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 def test_the_same_bits_every_time(dtype):
     case = cases.Case(dtype=dtype, buffers=())
-    inputs = expert_inputs(case)
+    inputs = inputs_of("mlp", case)
     for path in cases.PATHS:
         first = cases.run_experts(path, case, inputs)
         for _ in range(3):
@@ -157,7 +123,7 @@ def test_graph_replays_with_other_data_and_other_splits(path, numbers, weights, 
     case = cases.Case(dtype=dtype, main_grad=main_grad, delayed=delayed, bias=bias)
     shape = SIZES if recipe is None else WHOLE_BLOCKS
     widths = {"width": 96, "out_features": 96} if path == "linear" else {}
-    make = functools.partial(expert_inputs, case, **widths)
+    make = functools.partial(inputs_of, "mlp", case, **widths)
     inputs = make(sizes=shape)
     how = "packed" if weights == "packed" else "discrete"
     call, layers = model_of(path, case, inputs, weights=how, precision=recipe)
@@ -215,8 +181,7 @@ def test_graph_replays_with_other_data_and_other_splits(path, numbers, weights, 
 @pytest.mark.parametrize("kind", ["list", "cpu", "array"])
 def test_host_splits_in_a_capture(path, kind):
     """They would be frozen into the graph. The error leaves the capture alive."""
-    make = single_inputs if path == "linear" else expert_inputs
-    inputs = make(PLAIN)
+    inputs = inputs_of(path, PLAIN)
     call, _ = model_of(path, PLAIN, inputs)
     host = {"list": list, "cpu": torch.tensor, "array": np.array}[kind](SIZES.splits)
     splits, found = inputs.splits, []
@@ -236,7 +201,7 @@ def test_host_splits_in_a_capture(path, kind):
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.uint8, torch.uint16, torch.uint32, torch.uint64])
 def test_splits_of_any_integers_in_a_graph(dtype):
     """They are converted on the device, in the graph: a replay reads those of then."""
-    inputs = single_inputs(PLAIN)
+    inputs = inputs_of("linear", PLAIN)
     call, _ = model_of("linear", PLAIN, inputs)
     splits, other = inputs.splits.to(dtype), torch.tensor([3, 70, 0, 55], device="cuda")
     with torch.no_grad():
@@ -248,7 +213,7 @@ def test_splits_of_any_integers_in_a_graph(dtype):
 
 
 def test_another_default_device():
-    inputs = single_inputs(PLAIN)
+    inputs = inputs_of("linear", PLAIN)
     call, _ = model_of("linear", PLAIN, inputs)
     want = call(inputs.x, inputs.scale, inputs.splits, None, None)
     for device in ("meta", "cuda", "cpu"):
@@ -268,8 +233,7 @@ def test_synchronising_is_found():
 @pytest.mark.parametrize("path", ["linear", "modules", "sequential"])
 def test_no_host_synchronisation(path, delayed, weights, kind):
     case = cases.Case(dtype=torch.bfloat16, delayed=delayed)
-    make = single_inputs if path == "linear" else expert_inputs
-    inputs = make(case)
+    inputs = inputs_of(path, case)
     call, layers = model_of(path, case, inputs, weights=weights)
     x, scale = inputs.x.clone().requires_grad_(), inputs.scale.clone().requires_grad_()
     buffers = cases.Buffers.of(case, inputs, out_features=inputs.d_y.shape[-1])
@@ -285,7 +249,7 @@ def test_no_host_synchronisation(path, delayed, weights, kind):
 def test_runs_on_the_current_stream():
     """x, splits and d_y are made by slow work of the same side stream."""
     case = cases.Case(dtype=torch.bfloat16, buffers=())
-    inputs = single_inputs(case)
+    inputs = inputs_of("linear", case)
     layer: GroupedLinear = cases.make_linear(case, inputs.w1, inputs.b1, weights="discrete")
     want = cases.run(lambda x, scale: layer(x, inputs.splits), {"fc": layer}, inputs, case)
     layer.zero_grad()
@@ -309,7 +273,7 @@ def test_runs_on_the_current_stream():
 # -- buffers that are written again -----------------------------------------------------------------------------------
 @pytest.mark.parametrize("path", ["linear", "modules", "sequential"])
 def test_raw_writes_under_saved_tensors_are_errors(path):
-    inputs = single_inputs(PLAIN) if path == "linear" else expert_inputs(PLAIN)
+    inputs = inputs_of(path, PLAIN)
     call, _ = model_of(path, PLAIN, inputs)
     x, splits = inputs.x.nan_to_num().requires_grad_(), inputs.splits
     out, grad_input_out = inputs.d_y.nan_to_num(), inputs.x.nan_to_num()
@@ -326,7 +290,7 @@ def test_raw_writes_under_saved_tensors_are_errors(path):
 @pytest.mark.parametrize("path", ["linear", "modules", "sequential"])
 def test_leaf_accumulates_over_micro_batches(path):
     case = cases.Case(buffers=("out", "grad_input_out"))
-    inputs = single_inputs(case) if path == "linear" else expert_inputs(case)
+    inputs = inputs_of(path, case)
     call, _ = model_of(path, PLAIN, inputs)
     x, splits = inputs.x.nan_to_num().requires_grad_(), inputs.splits
     buffers = cases.Buffers.of(case, inputs, out_features=inputs.d_y.shape[-1])
@@ -341,7 +305,7 @@ def test_leaf_accumulates_over_micro_batches(path):
 def test_losses_that_are_kept_keep_no_leases(path):
     """Backward runs in a thread of autograd's: nothing of a spent graph may outlive it."""
     case = cases.Case(buffers=("out", "grad_input_out"))
-    inputs = single_inputs(case) if path == "linear" else expert_inputs(case)
+    inputs = inputs_of(path, case)
     call, _ = model_of(path, PLAIN, inputs)
     x, splits, losses = inputs.x.nan_to_num().requires_grad_(), inputs.splits, []
     with SymmetricHeap(num_bytes=4 << 20) as heap:

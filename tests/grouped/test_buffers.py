@@ -56,25 +56,14 @@ def single(request) -> Op:
 
 
 @pytest.fixture
-def heap() -> Iterator[symmoe.SymmetricHeap]:
-    heap = symmoe.SymmetricHeap(num_bytes=1 << 20, backend="host")
-    yield heap
-    gc.collect()
-    heap.close()
-
-
-@pytest.fixture
 def raw_writes(monkeypatch) -> None:
     """Twins that write past autograd's version counters, as kernels on GPUs do."""
 
-    def raw(kernel):
-        def write(rows, weight, row_range, out, **options):
-            kernel(rows, weight, row_range, out.data, **options)
-
-        return write
+    def write(kernel, rows, weight, row_range, out, **options):
+        kernel(rows, weight, row_range, out.data, **options)
 
     for name in ("grouped_gemm", "grouped_gemm_dgrad"):
-        monkeypatch.setattr(twin, name, raw(getattr(twin, name)))
+        monkeypatch.setattr(twin, name, functools.partial(write, getattr(twin, name)))
 
 
 def buffer(*shape: int) -> torch.Tensor:

@@ -24,30 +24,23 @@ def filled(case, inputs, **options) -> GroupedMLP:
     return model
 
 
-def model_and_call(way, case, inputs):
-    """A layer, and its call with inputs, to which buffers may be given."""
-    if way == "linear":
-        layer = cases.make_linear(case, inputs.w1, inputs.b1)
-        return layer, partial(layer, inputs.x, inputs.splits)
-    model = filled(case, inputs)
-    return model, partial(model, inputs.x, inputs.splits, inputs.scale)
-
-
 def cut(matrix: list[cases.Case]) -> list[Any]:
     """With those of fp16 slow, which are as those of bf16."""
     return [pytest.param(case, marks=[pytest.mark.slow] * (case.dtype == torch.float16)) for case in matrix]
 
 
+@cases.everywhere
 @pytest.mark.parametrize("way", cases.WAYS)
 @pytest.mark.parametrize("case", cut(cases.matrix()), ids=str)
-def test_matrix(case, way):
-    cases.check_case(way, case)
+def test_matrix(case, way, sizes, device):
+    cases.check_case(way, case, sizes, device)
 
 
-@pytest.mark.parametrize("way", [way for way in cases.WAYS if way != "modules"])
+@cases.everywhere
+@pytest.mark.parametrize("way", cases.WAYS)
 @pytest.mark.parametrize("case", [c for c in cases.matrix() if len(c.buffers) == 2 and not c.is_nd], ids=str)
-def test_discrete_weights_give_the_same_bits(case, way):
-    cases.check_discrete_weights(way, case)
+def test_discrete_weights_give_the_same_bits(case, way, sizes, device):
+    cases.check_discrete_weights(way, case, sizes, device)
 
 
 @pytest.mark.parametrize("main_grad", [False, True])
@@ -66,11 +59,12 @@ def test_experts_whose_layers_have_either_form(first, second):
     cases.assert_same_bits(y, cases.run_experts("modules", PLAIN, inputs).tensors["y"])
 
 
+@cases.everywhere
 @pytest.mark.parametrize("path", cases.PATHS)
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize("name", cases.ACTIVATIONS)
-def test_activations(name, dtype, path):
-    cases.check_activation(path, name, dtype)
+def test_activations(name, dtype, path, sizes, device):
+    cases.check_activation(path, name, dtype, sizes, device)
 
 
 INTEGERS = ("int32", "int64", "int8", "int16", "uint8", "uint16", "uint32", "uint64")
@@ -103,14 +97,14 @@ def test_no_rows(shape, bias, way):
     inputs = cases.inputs_of(way, case)
     columns = inputs.d_y.shape[-1]
     inputs.x, inputs.scale = torch.empty(*shape, 16, requires_grad=True), torch.empty(shape, requires_grad=True)
-    model, call = model_and_call(way, case, inputs)
-    call.args[1].zero_()
-    y = call(out=torch.empty(*shape, columns), grad_input_out=torch.empty(*shape, 16))
+    call, layers = cases.make_way(way, case, inputs)
+    given = inputs.x, inputs.scale, torch.zeros_like(inputs.splits)
+    y = call(*given, out=torch.empty(*shape, columns), grad_input_out=torch.empty(*shape, 16))
     assert y.shape == (*shape, columns)
     y.sum().backward()
     assert inputs.x.grad.shape == (*shape, 16)
     assert way == "linear" or inputs.scale.grad.shape == shape
-    assert not any(parameter.grad.any() for parameter in model.parameters())
+    assert not any(parameter.grad.any() for layer in layers.values() for parameter in layer.parameters())
 
 
 @pytest.mark.parametrize("mode", ["eval", "no_grad", "inference"])
@@ -121,15 +115,29 @@ def test_forward_without_gradients(mode, buffers, is_nd, way):
     case = cases.Case(is_nd=is_nd, buffers=buffers)
     inputs = cases.inputs_of(way, case)
     want = cases.run_way("linear" if way == "linear" else "modules", case, inputs).tensors["y"]
-    cases.check_without_gradients(mode, case, inputs, *model_and_call(way, case, inputs), want)
+    call, layers = cases.make_way(way, case, inputs)
+    given = cases.Buffers.of(case, inputs, out_features=want.shape[-1])
+    for layer in layers.values() if mode == "eval" else ():
+        layer.eval().requires_grad_(False)
+    with {"eval": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}[mode]():
+        for _ in range(2):  # a buffer may be used again
+            y = call(inputs.x, inputs.scale, inputs.splits, **vars(given))
+    assert not y.requires_grad
+    cases.assert_same_bits(cases.used(y, cases.TINY), cases.used(want, cases.TINY))
+    if given.out is not None:
+        assert y.data_ptr() == given.out.data_ptr()
+        assert (given.out.flatten(0, -2)[cases.TINY.num_used :] == cases.SENTINEL).all()
+    if given.grad_input_out is not None:
+        assert (given.grad_input_out == cases.SENTINEL).all()
 
 
+@cases.everywhere
 @pytest.mark.parametrize("main_grad", [False, True])
 @pytest.mark.parametrize("delayed", [False, True])
 @pytest.mark.parametrize("weights", FORMS)
-@pytest.mark.parametrize("way", ONE_LAYER_OR_MLP)
-def test_autocast(main_grad, delayed, weights, way):
-    cases.check_autocast(way, cases.Case(main_grad=main_grad, delayed=delayed), weights)
+@pytest.mark.parametrize("way", cases.WAYS)
+def test_autocast(main_grad, delayed, weights, way, sizes, device):
+    cases.check_autocast(way, cases.Case(main_grad=main_grad, delayed=delayed), weights, sizes, device)
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)

@@ -301,8 +301,7 @@ def test_bias_gradient_is_deterministic_and_exact(dtype):
 @pytest.mark.parametrize("delayed", [False, True])
 def test_weight_gradients_are_views_of_one_buffer(delayed):
     case = cases.Case(delayed=delayed, buffers=())
-    inputs = cases.linear_inputs(case)
-    layer = cases.make_linear(case, inputs.w1, inputs.b1, weights="discrete")
+    layer, inputs = layer_and_inputs(case, weights="discrete")
     layer(inputs.x, inputs.splits).backward(inputs.d_y)
     layer.backward_dw()
     gradients = [parameter.grad for parameter in layer.weight_parameters()]
@@ -546,9 +545,7 @@ def test_weight_changed_before_backward():
     ids=["strides", "dtype", "shape"],
 )
 def test_discrete_weights_that_do_not_fit_each_other(change, parts):
-    case = cases.Case()
-    inputs = cases.linear_inputs(case)
-    layer = cases.make_linear(case, inputs.w1, inputs.b1, weights="discrete")
+    layer, inputs = layer_and_inputs(weights="discrete")
     layer.weight1.data = change(layer.weight1.data)
     with cases.refused(*parts):
         layer(inputs.x, inputs.splits)

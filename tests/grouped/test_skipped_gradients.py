@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from cluster import run_on
 from layers import WAYS, tokens_of
 from reliability.delays import before_steps
 from worker import Findings, Watching, open_heap
@@ -126,7 +127,8 @@ def check_mlp(rank, num_ranks, findings: Findings, device: str, dtype: torch.dty
 
 
 # -- dispatch_tokens --------------------------------------------------------------------------------------------------
-def check_dispatch(rank: int, num_ranks: int, findings: Findings, device: str) -> None:
+@run_on(1, 3, on_gpus=(2,))
+def test_dispatch(rank: int, num_ranks: int, findings: Findings, device: str) -> None:
     with open_heap(device, num_bytes=16 << 20) as heap:
         for order in ("rank", "slot"):
             full = None
@@ -147,7 +149,8 @@ def check_dispatch(rank: int, num_ranks: int, findings: Findings, device: str) -
 
 
 # -- MoELayer ---------------------------------------------------------------------------------------------------------
-def check_layer(rank: int, num_ranks: int, findings: Findings, device: str) -> None:
+@run_on(1, 2, on_gpus=(2,))
+def test_layers(rank: int, num_ranks: int, findings: Findings, device: str) -> None:
     """LoRA on a first layer: tokens without gradient, a router that learns or not; as kernels and as an operator."""
     with open_heap(device, num_bytes=64 << 20) as heap:
         config = symmoe.MoEConfig(hidden=H, ffn=I, num_experts=2 * num_ranks, top_k=K)
@@ -181,7 +184,8 @@ def check_layer(rank: int, num_ranks: int, findings: Findings, device: str) -> N
 
 
 # -- ranks that do not ask for the same -------------------------------------------------------------------------------
-def check_mismatches(rank: int, num_ranks: int, findings: Findings, device: str) -> None:
+@run_on(2, 3, on_gpus=(2,))
+def test_mismatches(rank: int, num_ranks: int, findings: Findings, device: str) -> None:
     """The same error on every rank, and the next correct step is right."""
     with open_heap(device, num_bytes=64 << 20) as heap:
         torch.manual_seed(7)
@@ -240,15 +244,3 @@ ON_CPUS = [
 @pytest.mark.parametrize(("num_ranks", "device", "dtype", "options"), [*ON_CPUS, *ON_GPUS])
 def test_the_mlp_computes_what_is_asked_for(cluster, num_ranks: int, device: str, dtype: torch.dtype, options):
     assert cluster(num_ranks, device).findings(check_mlp, device, dtype, options) == []
-
-
-CHECKS = [(check_dispatch, 1), (check_dispatch, 3), (check_layer, 1), (check_layer, 2)]
-CHECKS = [(*case, "cpu") for case in [*CHECKS, (check_mismatches, 2), (check_mismatches, 3)]]
-CHECKS += [
-    pytest.param(each, 2, "cuda", marks=pytest.mark.gpu) for each in (check_dispatch, check_layer, check_mismatches)
-]
-
-
-@pytest.mark.parametrize(("check", "num_ranks", "device"), CHECKS)
-def test_dispatch_layers_and_ranks_that_disagree(cluster, check, num_ranks: int, device: str):
-    assert cluster(num_ranks, device).findings(check, device) == []

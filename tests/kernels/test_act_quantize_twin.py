@@ -1,7 +1,5 @@
 """Twins of the activations that quantise: bits against numpy where the activation is exact, near float64 elsewhere."""
 
-from functools import partial
-
 import numpy as np
 import pytest
 import torch
@@ -9,7 +7,7 @@ import torch
 pytest.importorskip("ml_dtypes")
 
 from act_quantize_cases import ACTIVATIONS, NAMES, Problem, backward, exact_problem, forward, reference_operand
-from grouped_cases import clamped_swiglu, gating, interleaved_order, srelu, swiglu, tanh_gelu
+from grouped_cases import gating, gpt_oss, interleaved_order, srelu, swiglu, tanh_gelu
 from quantize_cases import FILL, FORMATS, as_bytes, differences, named
 
 from symmoe.kernels import twin
@@ -20,8 +18,8 @@ FFN = 288  # more than two blocks of 128, no multiple of them
 
 FORMULAS = {
     "swiglu": swiglu,
-    "clamped": partial(clamped_swiglu, alpha=1.702, limit=7.0, offset=1.0),
-    "interleaved": partial(clamped_swiglu, alpha=1.702, limit=7.0, offset=1.0),
+    "clamped": gpt_oss,
+    "interleaved": gpt_oss,
     "interleaved 32": swiglu,
     "srelu": srelu,
     "geglu": gating(torch.nn.functional.gelu),

@@ -10,17 +10,16 @@ pytest.importorskip("triton")
 from act_quantize_launches import dact_inputs, flushing
 from ahead_of_time import since
 from compiled_launches import HOPPER, MAX_SHARED, REGISTERS, access_bits, atomics, catch_launches
+from quantize_cases import FORMATS
 
 from symmoe.kernels import hopper_choice
 from symmoe.kernels.activation import GELU, Activation
-from symmoe.kernels.formats import BlockFormat
 from symmoe.kernels.hopper import launchers
 from symmoe.kernels.low_precision import act_quantized, hopper_dact_quantize
 from symmoe.kernels.triton import bias, gemm_act, tiles
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-FLOAT8_BLOCK = BlockFormat(element="e4m3", scale="fp32", block=128)
-POWERS = BlockFormat(element="e4m3", scale="power_of_two", block=128)
+FLOAT8_BLOCK, POWERS = FORMATS["float8_block"], FORMATS["float8_block_powers"]
 LIMITED = Activation(alpha=1.702, limit=7.0, offset=1.0)
 PLAIN, TANH = since(("3.6", ((0, 4), (16, 16))), ("3.9", ((64, 64), (76, 76))))
 LIMITS, GEGLU = since(("3.6", (16, 92)), ("3.7", (16, 84)), ("3.9", (64, 128)))
@@ -83,6 +82,6 @@ def test_what_is_launched(monkeypatch):
     assert launched_for(LIMITED, 256, dbias_dtype=BF16) == on_hopper
     assert launched_for(Activation(interleave=32), 256, dbias_dtype=FP32) == general
     assert launched_for(Activation(interleave=32), 256) == general
-    assert launched_for(Activation(), 256, BlockFormat(element="e4m3", scale="e8m0", block=32)) == general
+    assert launched_for(Activation(), 256, FORMATS["mxfp8"]) == general
     monkeypatch.setattr(hopper_choice, "hopper_kernels", lambda *_: None)
     assert launched_for(Activation(), 256) == general

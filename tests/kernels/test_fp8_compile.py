@@ -1,6 +1,7 @@
 """Compiles the grouped GEMMs of E4M3 numbers without a GPU. See test_gemm_compile.py and test_hopper_compile.py."""
 
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -31,14 +32,7 @@ STAGE_PRODUCTS = 16  # 4 to a half, 2 halves, 2 warpgroups
 SHAPES = {"deepseek-like FC1": (32, 4096, 7168, 65536), "odd": (3, 712, 1040, 999)}  # G, O, C, N of a product
 
 
-def gemm_arguments(shape, dtype=BF16):
-    return gemm_operands("fp8", shape, dtype)
-
-
-def wgrad_arguments(shape, dtype=BF16):
-    return wgrad_operands("fp8", shape, dtype)
-
-
+gemm_arguments, wgrad_arguments = partial(gemm_operands, "fp8"), partial(wgrad_operands, "fp8")
 MODULES = fp8, hopper_fp8, hopper_fp8_wgrad
 
 

@@ -6,6 +6,7 @@ import torch
 pytest.importorskip("triton")
 
 from fake_cuda import assert_only_the_first_compiles, fake_jits
+from quantize_cases import FORMATS
 from quantized_problem import E4M3, NAMES, Numbers, Problem, WgradProblem
 
 from symmoe.errors import ArgumentError
@@ -13,7 +14,7 @@ from symmoe.kernels import architectures
 from symmoe.kernels.act_quantized import DactOperands, dact_quantize_workspace_numel
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.bias_sums import empty_row_sums
-from symmoe.kernels.formats import TILE, BlockFormat, max_tiles
+from symmoe.kernels.formats import TILE, max_tiles
 from symmoe.kernels.low_precision import act_quantized, fp8, hopper_fp8, products, quantize, scaled
 from symmoe.kernels.low_precision import hopper_dact_quantize as hopper_dact
 from symmoe.kernels.low_precision import hopper_fp8_wgrad as hopper_wgrad
@@ -21,7 +22,7 @@ from symmoe.kernels.quantized_gemm import num_blocks
 from symmoe.kernels.triton import bias, gemm_act
 
 BF16 = torch.bfloat16
-FLOAT8_BLOCK = BlockFormat(element="e4m3", scale="fp32", block=128)
+FLOAT8_BLOCK = FORMATS["float8_block"]
 
 
 class Hopper:

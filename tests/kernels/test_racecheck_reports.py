@@ -76,7 +76,6 @@ from symmoe.kernels.activation import Activation  # noqa: E402
 from symmoe.kernels.hopper import act, gemm, rows, wgrad  # noqa: E402
 from symmoe.kernels.low_precision import hopper_fp8, hopper_fp8_wgrad  # noqa: E402
 
-E4M3 = torch.float8_e4m3fn
 bf16, f32, i32, i64 = (partial(meta, dtype=each) for each in (torch.bfloat16, torch.float32, torch.int32, torch.int64))
 G, H, I, N, T = 3, 256, 128, 999, 512
 RANGES, PEERS, OFFSETS = i32(2, G), peers_of(2, 0), i64(2, 3)

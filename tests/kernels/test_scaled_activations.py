@@ -14,25 +14,12 @@ from symmoe.kernels.activation import Activation
 I = 12
 
 
-def gpt_oss(h):
-    return cases.clamped_swiglu(h, alpha=1.702, limit=7.0, offset=1.0)
-
-
-def tight(h):
-    return cases.clamped_swiglu(h, alpha=0.5, limit=0.75, offset=-0.5)
-
-
+CLAMPS = {"alpha": 0.5, "limit": 0.75, "offset": -0.5}
 ACTIVATIONS = {
-    "swiglu": (symmoe.ScaledSwiGLU(), cases.swiglu),
-    "gpt-oss": (symmoe.ScaledClampedSwiGLU(), gpt_oss),
-    "clamped": (symmoe.ScaledClampedSwiGLU(alpha=0.5, limit=0.75, offset=-0.5), tight),
-    "srelu": (symmoe.ScaledSReLU(), cases.srelu),
+    **{name: (activation, act) for name, (activation, act, block) in cases.ACTIVATIONS.items() if block is None},
+    "clamped": (symmoe.ScaledClampedSwiGLU(**CLAMPS), partial(cases.clamped_swiglu, **CLAMPS)),
     "silu": (cases.scaled("silu", is_gated=False), torch.nn.functional.silu),
     "quick gelu": (cases.scaled("silu", is_gated=False, alpha=1.702), lambda h: h * torch.sigmoid(1.702 * h)),
-    "gelu": (cases.scaled("gelu", is_gated=False), torch.nn.functional.gelu),
-    "tanh gelu": (cases.scaled("gelu_tanh", is_gated=False), cases.tanh_gelu),
-    "geglu": (cases.scaled("gelu"), cases.gating(torch.nn.functional.gelu)),
-    "tanh geglu": (cases.scaled("gelu_tanh"), cases.gating(cases.tanh_gelu)),
     "gated srelu": (cases.scaled("relu2"), cases.gating(cases.srelu)),
 }
 

@@ -128,13 +128,9 @@ def test_between_nodes(rank: int, num_ranks: int, findings: Findings, ranks_per_
 
 
 @every_combination(stash=["rows", "hidden", "none"], recomputes=[False, True])
-def test_what_forward_keeps_does_not_matter(cluster, stash: str, recomputes: bool):
-    assert cluster(2).findings(check_stash, stash, recomputes) == []
-
-
-def check_stash(rank: int, num_ranks: int, findings: Findings, stash: str, recomputes: bool) -> None:
-    with open_heap("cpu") as heap:
-        both(heap, torch.float32, findings, order="slot", stash=stash, recomputes=recomputes)
+@run_on(2)
+def test_what_forward_keeps_does_not_matter(rank, num_ranks, findings: Findings, heap, stash: str, recomputes: bool):
+    both(heap, torch.float32, findings, order="slot", stash=stash, recomputes=recomputes)
 
 
 @run_on(2)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from cluster import on_ranks
 from layers import WAYS
+from oracle import bits_of
 from worker import experts_of, mlp_with_room, open_heap
 
 from symmoe import make_plan
@@ -112,13 +113,8 @@ def run_layer(
             y.backward(mine["dy"])
             found = {"y": y, "dx": mine["x"].grad, "dprobs": mine["probs"].grad}
             found |= {"dw1": experts_here.fc1.weight.grad, "dw2": experts_here.fc2.weight.grad}
-            results.append({name: bits(tensor) for name, tensor in found.items()})
+            results.append({name: bits_of(tensor) for name, tensor in found.items()})
     return results
-
-
-def bits(tensor: torch.Tensor) -> np.ndarray:
-    as_int = torch.int16 if tensor.element_size() == 2 else torch.int32
-    return tensor.detach().cpu().contiguous().view(as_int).numpy()
 
 
 def joined(ranks: list[list[dict[str, np.ndarray]]]) -> list[dict[str, np.ndarray]]:
@@ -136,18 +132,6 @@ def assert_same_bits(got: dict[str, np.ndarray], want: dict[str, np.ndarray], wh
         assert differ == 0, f"{what}: {differ} of {want[name].size} elements of {name} differ"
 
 
-def check(cluster, batch: Batch, num_ranks: int, dtype: torch.dtype, device: str) -> None:
-    def run(num_ranks: int, cuts: list[list[int]]) -> list[dict[str, np.ndarray]]:
-        return joined(cluster(num_ranks, device).run(run_layer, batch, cuts, dtype, device, "slot", 0.0))
-
-    (want,) = run(1, cuts_of(batch.num_tokens, 1))
-    for name in (*PER_TOKEN, *PER_EXPERT):
-        assert np.count_nonzero(want[name]) > 0.5 * want[name].size  # there is something to compare
-    cuts = cuts_of(batch.num_tokens, num_ranks)
-    for cut, got in zip(cuts, run(num_ranks, cuts), strict=True):
-        assert_same_bits(got, want, f"{num_ranks} ranks with {cut} tokens")
-
-
 CALLS = [pytest.param("cpu", batch, torch.float32, id=batch.name) for batch in BATCHES]
 CALLS += [
     pytest.param("cuda", batch, dtype, id=f"{batch.name}, {dtype}, GPUs", marks=pytest.mark.gpu)
@@ -159,7 +143,15 @@ CALLS += [
 @pytest.mark.parametrize(("device", "batch", "dtype"), CALLS)
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
 def test_slot_order_does_not_depend_on_the_ranks(cluster, num_ranks, device: str, batch: Batch, dtype: torch.dtype):
-    check(cluster, batch, num_ranks, dtype, device)
+    def run(num_ranks: int, cuts: list[list[int]]) -> list[dict[str, np.ndarray]]:
+        return joined(cluster(num_ranks, device).run(run_layer, batch, cuts, dtype, device, "slot", 0.0))
+
+    (want,) = run(1, cuts_of(batch.num_tokens, 1))
+    for name in (*PER_TOKEN, *PER_EXPERT):
+        assert np.count_nonzero(want[name]) > 0.5 * want[name].size  # there is something to compare
+    cuts = cuts_of(batch.num_tokens, num_ranks)
+    for cut, got in zip(cuts, run(num_ranks, cuts), strict=True):
+        assert_same_bits(got, want, f"{num_ranks} ranks with {cut} tokens")
 
 
 @pytest.mark.parametrize("order", ["rank", "slot"])

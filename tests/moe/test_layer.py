@@ -9,7 +9,7 @@ import oracle
 import pytest
 import routings
 import torch
-from cluster import on_ranks, run_on
+from cluster import run_on
 from heap_calls import outcome
 from layers import H, I, config_for, make_layer, shapes, tokens_of
 from mlp_oracle import check_mlp, compare
@@ -18,42 +18,28 @@ from worker import Findings, open_heap
 
 from symmoe import MoEConfig, MoELayer, SymmetricHeap
 
-
 # -- the expert-parallel MLP ------------------------------------------------------------------------------------------
-def check_step(rank, num_ranks, findings: Findings, numbers: list[int], device: str, dtype: torch.dtype) -> None:
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+STEPS = [(2, "cpu", FP32, 1)]  # ranks, device, dtype and cases of a stratum
+SLOW = [(1, 1), (1, 3), (2, 3), (3, 3), (4, 2)]
+SLOW = [*((num_ranks, "cpu", FP32, count) for num_ranks, count in SLOW), (2, "cpu", BF16, 1), (2, "cpu", FP16, 1)]
+STEPS += [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW]
+STEPS += [pytest.param(n, "cuda", dtype, 1, marks=pytest.mark.gpu) for n in (1, 2) for dtype in (BF16, FP32)]
+
+
+@pytest.mark.parametrize(("num_ranks", "device", "dtype", "per_stratum"), STEPS, ids=str)
+@run_on()
+def test_expert_parallel_mlp_is_the_oracle(
+    rank: int, num_ranks: int, findings: Findings, device: str, dtype: torch.dtype, per_stratum: int
+) -> None:
+    """Finite cases of every stratum; the float64 loops are slow."""
+    chosen = [n for n in routings.chosen() if routings.CASES[n].stratum != "nonfinite"]
     with open_heap(device) as heap:
-        for number in numbers:
+        for number in chosen[: per_stratum * len(routings.STRATA)]:
             case = routings.case_on(number, device)
             findings.where = f"rank {rank} of {num_ranks}, {case}, {dtype}"
             check_mlp(heap, case, shapes(device), dtype, findings)
         findings.equal("staging copies", heap.statistics.num_staging_copies, 0)
-
-
-def few_cases(per_stratum: int) -> list[int]:
-    """Finite cases of every stratum; the float64 loops are slow."""
-    chosen = [n for n in routings.chosen() if routings.CASES[n].stratum != "nonfinite"]
-    return chosen[: per_stratum * len(routings.STRATA)]
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "per_stratum"),
-    [(2, 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 1), (1, 3), (2, 3), (3, 3), (4, 2)))],
-)
-def test_expert_parallel_mlp_is_the_oracle(cluster, num_ranks: int, per_stratum: int):
-    assert cluster(num_ranks).findings(check_step, few_cases(per_stratum), "cpu", torch.float32) == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_expert_parallel_mlp_in_half_precision(cluster, dtype: torch.dtype):
-    assert cluster(2).findings(check_step, few_cases(1), "cpu", dtype) == []
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_expert_parallel_mlp_is_the_oracle_on_gpus(cluster, num_ranks: int, dtype: torch.dtype):
-    assert cluster(num_ranks, "cuda").findings(check_step, few_cases(1), "cuda", dtype, timeout_s=280) == []
 
 
 # -- MoELayer ---------------------------------------------------------------------------------------------------------
@@ -109,7 +95,8 @@ def test_layer_is_the_oracle(rank: int, num_ranks: int, findings: Findings, devi
         findings.equal("leased bytes", heap.leased_bytes, 0)
 
 
-def check_dtypes(rank: int, num_ranks: int, findings: Findings, device: str) -> None:
+@run_on(1, 2, 4, on_gpus=(1, 2))
+def test_dtypes(rank: int, num_ranks: int, findings: Findings, device: str) -> None:
     """fp32 weights, tokens of another dtype or autocast: computed in that dtype, gradients in the weights' own."""
     config = config_for(num_ranks, device)
     with open_heap(device) as heap:
@@ -132,7 +119,8 @@ def check_dtypes(rank: int, num_ranks: int, findings: Findings, device: str) -> 
                 compare(findings, key, tensor, want[key], torch.bfloat16)
 
 
-def check_leases(rank: int, num_ranks: int, findings: Findings, device: str) -> None:
+@run_on(1, 2, 4, on_gpus=(1, 2))
+def test_leases(rank: int, num_ranks: int, findings: Findings, device: str) -> None:
     """Forward without backward, no-grad, a second backward."""
     config = config_for(num_ranks, device)
     with open_heap(device) as heap:
@@ -184,12 +172,6 @@ def check_leases(rank: int, num_ranks: int, findings: Findings, device: str) -> 
         findings.equal("slots", int(metrics.expert_load.sum()), 4 * (num_ranks - 1))
         del y, metrics
         findings.equal("leased bytes", heap.leased_bytes, 0)
-
-
-@pytest.mark.parametrize("check", [check_dtypes, check_leases])
-@on_ranks(cpu=(1, 2, 4), cuda=(1, 2))
-def test_a_layer(cluster, num_ranks: int, device: str, check: Callable[..., list[str]]):
-    assert cluster(num_ranks, device).findings(check, device) == []
 
 
 # -- hooks ------------------------------------------------------------------------------------------------------------

@@ -129,10 +129,13 @@ def test_scores_that_underflow_give_zero_probs():
 
 def test_no_tokens():
     router = make_router(num_groups=4, top_groups=2, expert_bias=True)
-    output = router(torch.empty(0, HIDDEN))
+    x = torch.empty(0, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
+    output = router(x)
     assert output.topk_idx.shape == output.probs.shape == (0, 3)
+    assert output.logits.shape == (0, EXPERTS)
     assert output.topk_idx.dtype == torch.int32
-    (output.probs.sum() + output.scores.sum()).backward()
+    (output.probs.sum() + output.scores.sum() + output.logits.sum()).backward()
+    assert x.grad.shape == (0, HIDDEN)
     assert torch.equal(router.weight.grad, torch.zeros(EXPERTS, HIDDEN))
 
 

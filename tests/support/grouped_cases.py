@@ -84,6 +84,12 @@ class Sizes:
 
 
 TINY = Sizes()
+# One shape on GPUs, since kernels are compiled by shape; neither tiles nor contraction steps fit. 4 rows of tail.
+ODD = Sizes(splits=(70, 0, 3, 55), lead=(12, 11), hidden=72, ffn=40)
+everywhere = pytest.mark.parametrize(
+    ("sizes", "device"),
+    [pytest.param(TINY, "cpu", id="cpu"), pytest.param(ODD, "cuda", id="gpu", marks=pytest.mark.gpu)],
+)
 
 
 @dataclass
@@ -395,25 +401,6 @@ def check_activation(path: str, name: str, dtype: torch.dtype, sizes: Sizes = TI
     # A rounded h may fall on the other side of a limit, where the derivative jumps.
     if name != "tight" or dtype is torch.float32:
         assert_near_oracle(ran, mlp_oracle(inputs, case, act=act), case, sizes)
-
-
-def check_without_gradients(
-    mode: str, case: Case, inputs: Inputs, model: nn.Module, call: Callable[..., torch.Tensor], want: torch.Tensor
-) -> None:
-    """call(out=..., grad_input_out=...) of the model, twice, as a buffer may be used again: the rows of `want`."""
-    given = Buffers.of(case, inputs, out_features=want.shape[-1])
-    if mode == "eval":
-        model.eval().requires_grad_(False)
-    with {"eval": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}[mode]():
-        for _ in range(2):
-            y = call(out=given.out, grad_input_out=given.grad_input_out)
-    assert not y.requires_grad
-    assert_same_bits(used(y, inputs.sizes), used(want, inputs.sizes))
-    if given.out is not None:
-        assert y.data_ptr() == given.out.data_ptr()
-        assert (given.out.flatten(0, -2)[inputs.sizes.num_used :] == SENTINEL).all()
-    if given.grad_input_out is not None:
-        assert (given.grad_input_out == SENTINEL).all()
 
 
 def assert_same_bits(got: torch.Tensor, want: torch.Tensor, name: str = "") -> None:

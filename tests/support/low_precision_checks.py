@@ -2,6 +2,7 @@
 
 import gc
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -202,15 +203,10 @@ def count_calls(monkeypatch, *names: str) -> dict[str, int]:
     """How often the kernels of these names are called from now on."""
     counts = dict.fromkeys(names, 0)
 
-    def counting(name: str):
-        call = getattr(twin, name)
-
-        def counted(*args, **options):
-            counts[name] += 1
-            return call(*args, **options)
-
-        return counted
+    def counted(name: str, call, *args, **options):
+        counts[name] += 1
+        return call(*args, **options)
 
     for name in names:
-        monkeypatch.setattr(twin, name, counting(name))
+        monkeypatch.setattr(twin, name, partial(counted, name, getattr(twin, name)))
     return counts

@@ -5,7 +5,7 @@ import dataclasses
 import gc
 import weakref
 from collections import OrderedDict, defaultdict, namedtuple
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -32,26 +32,21 @@ from symmoe.training.step_kind import Tree
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "ranks_per_node", "device"),
+    ("num_ranks", "ranks_per_node", "device", "balance"),
     [
-        pytest.param(1, None, "cpu", id="1", marks=pytest.mark.slow),
-        pytest.param(2, None, "cpu", id="2"),
-        pytest.param(2, 1, "cpu", id="2 x 1", marks=pytest.mark.slow),
-        pytest.param(4, 2, "cpu", id="2 x 2", marks=pytest.mark.slow),
-        *(pytest.param(n, None, "cuda", id=f"{n} GPUs", marks=pytest.mark.gpu) for n in (1, 2)),
+        pytest.param(1, None, "cpu", "none", id="1", marks=pytest.mark.slow),
+        pytest.param(2, None, "cpu", "none", id="2"),
+        pytest.param(2, 1, "cpu", "none", id="2 x 1", marks=pytest.mark.slow),
+        pytest.param(4, 2, "cpu", "none", id="2 x 2", marks=pytest.mark.slow),
+        pytest.param(2, None, "cpu", "replicas", id="replicas"),
+        *(pytest.param(n, None, "cuda", "none", id=f"{n} GPUs", marks=pytest.mark.gpu) for n in (1, 2)),
+        pytest.param(2, None, "cuda", "replicas", id="replicas on GPUs", marks=pytest.mark.gpu),
     ],
 )
-def test_every_step_is_exact(cluster, num_ranks, ranks_per_node, device):
-    found = cluster(num_ranks, device).run(cases.check_exact, device, 14, ranks_per_node)
+def test_every_step_is_exact(cluster, num_ranks, ranks_per_node, device, balance):
+    found = cluster(num_ranks, device).run(cases.check_exact, device, 14, ranks_per_node, balance)
     cases.check_counts(found, num_steps=14, least_replays=6)
     assert len({tuple(counts) for *counts, _ in found}) == 1  # all ranks repeat the same steps
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_steps_with_replicas_are_exact(cluster, device):
-    cases.check_counts(
-        cluster(2, device).run(cases.check_exact, device, 14, None, "replicas"), num_steps=14, least_replays=6
-    )
 
 
 # What is around a model, and how many steps are replayed: DDP has 11 passes before it can be captured.
@@ -176,9 +171,8 @@ def test_steps_with_replicas_have_the_bits_of_eager_ones(cluster):
 
 
 @pytest.fixture
-def model() -> Iterator[cases.Model]:
-    with SymmetricHeap(num_bytes=16 << 20, backend="host") as heap:
-        yield cases.Model(heap)
+def model(heap: SymmetricHeap) -> cases.Model:
+    return cases.Model(heap)
 
 
 def test_on_cpus_every_call_is_eager(model):

@@ -1,11 +1,10 @@
 """Metrics of a model's layers against counts by hand and against what the plan says."""
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 import torch
 from cluster import run_on
+from stacks import Stack
 from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from worker import Findings
@@ -17,18 +16,9 @@ from symmoe.training.metrics import MetricsLogger
 EXPERTS, TOP_K, H, I = 8, 3, 16, 8
 
 
-class Model(nn.Module):
-    def __init__(self, heap: SymmetricHeap, **options) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        config = MoEConfig(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K, aux_loss_coef=0.1, **options)
-        self.layers = nn.ModuleList(MoELayer(config, heap) for _ in range(2))
-
-    def forward(self, x: torch.Tensor, forward: Callable = lambda layer, x: layer(x)) -> torch.Tensor:
-        for layer in self.layers:
-            y, metrics = forward(layer, x)
-            x = x + y + metrics.aux_loss
-        return x
+def make_model(heap: SymmetricHeap, **options) -> Stack:
+    config = MoEConfig(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K, aux_loss_coef=0.1, **options)
+    return Stack(heap, config)
 
 
 def batch(rank: int, number: int) -> torch.Tensor:
@@ -45,7 +35,7 @@ GROUPS += [(2, "slot", 1), pytest.param(4, "slot", 2, marks=pytest.mark.slow)]  
 def test_records_are_what_happened(rank, num_ranks, findings: Findings, order: str, ranks_per_node: int | None) -> None:
     logged: list[tuple[dict[str, float], int]] = []
     with SymmetricHeap(num_bytes=4 << 20, backend="host", ranks_per_node=ranks_per_node) as heap:
-        model = Model(heap, order=order, capacity_factor=1.1)
+        model = make_model(heap, order=order, capacity_factor=1.1)
         seen: list[tuple[str, torch.Tensor, torch.Tensor]] = []
         for name, layer in model.named_modules():
             if isinstance(layer, MoELayer):
@@ -113,19 +103,19 @@ def test_records_are_what_happened(rank, num_ranks, findings: Findings, order: s
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_recomputed_forwards_are_not_counted(heap: SymmetricHeap, use_reentrant: bool):
-    model = Model(heap)
+    model = make_model(heap)
     logger = MetricsLogger(model)
     model(batch(0, 0)).sum().backward()
     want, calls = logger.step(0), []
     model.layers[0].register_forward_hook(lambda *_: calls.append(1))
     with set_checkpoint_early_stop(False):  # or the second forward would end before the hooks
-        y = model(batch(0, 0), lambda layer, x: checkpoint(layer, x, use_reentrant=use_reentrant))
+        y = model(batch(0, 0), lambda layer, x: checkpoint(layer, x, use_reentrant=use_reentrant)[0])
     y.sum().backward()
     assert (len(calls), logger.step(1)) == (2, want)
 
 
 def test_static_drops_and_the_metrics_of_one_call(heap: SymmetricHeap):
-    model = Model(heap, capacity=15, overflow="drop")
+    model = make_model(heap, capacity=15, overflow="drop")
     logger = MetricsLogger(model)
     _, metrics = model.layers[0](batch(0, 0))
     model.layers[1](batch(0, 0))
@@ -141,7 +131,7 @@ def test_static_drops_and_the_metrics_of_one_call(heap: SymmetricHeap):
 
 
 def test_a_model_compiled_before_is_watched_from_then_on(heap: SymmetricHeap):
-    model = Model(heap)
+    model = make_model(heap)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     compiled(batch(0, 0))
     logger = MetricsLogger(model)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from cluster import run_on
+from stacks import Stack
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -25,28 +26,12 @@ from symmoe.training.replay import (
 EXPERTS, TOP_K, H, I, TOKENS = 6, 3, 16, 8, 11
 
 
-class Model(nn.Module):
-    def __init__(self, heap: SymmetricHeap, seed: int, **options) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        config = MoEConfig(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K, **options)
-        self.layers = nn.ModuleList(MoELayer(config, heap) for _ in range(2))
-        self.checkpoint = lambda layer, x: layer(x)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = x + self.checkpoint(layer, x)[0]
-        return x
+def make_model(heap: SymmetricHeap, **options) -> Stack:
+    return Stack(heap, MoEConfig(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K, **options))
 
 
 def tokens(requires_grad: bool = False) -> torch.Tensor:
     return torch.randn(TOKENS, H, generator=torch.Generator().manual_seed(0)).requires_grad_(requires_grad)
-
-
-def gradients(model: nn.Module) -> list[torch.Tensor]:
-    found = [parameter.grad for parameter in model.parameters()]
-    model.zero_grad(set_to_none=True)
-    return found
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
@@ -96,18 +81,18 @@ def test_an_id_that_int32_cannot_hold_is_an_error(heap: SymmetricHeap, router: s
 
 @pytest.mark.parametrize("options", [{}, {"capacity_factor": 0.8}, {"order": "slot", "expert_bias": True}], ids=str)
 def test_a_replayed_forward_is_the_recorded_one(heap: SymmetricHeap, options: dict):
-    model = Model(heap, 0, **options)
+    model = make_model(heap, **options)
     with record_routing(model) as routing:
         want = model(tokens())
     want.sum().backward()
-    wanted = gradients(model)
+    wanted = model.gradients()
     assert set(routing) == {"layers.0", "layers.1"}
     assert all(ids.dtype == torch.int32 and ids.shape == (TOKENS, TOP_K) for ids in routing.values())
     with replay_routing(model, routing):
         got = model(tokens())
     got.sum().backward()
     assert torch.equal(got, want)
-    torch.testing.assert_close(gradients(model), wanted, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(model.gradients(), wanted, rtol=1e-5, atol=1e-6)
     assert torch.equal(model(tokens()), want)  # the hooks are gone
 
 
@@ -117,7 +102,9 @@ def test_recomputation_takes_the_routing_of_its_micro_batch(
     heap: SymmetricHeap, use_reentrant: bool, order: tuple[int, ...] | None
 ):
     """Of a rollout, by another policy. Two micro-batches in flight, whose backward comes in this order, or is one."""
-    rollout, policy, batches = Model(heap, 0), Model(heap, 1), (tokens(True), tokens(True).flip(1))
+    rollout, policy, batches = make_model(heap), make_model(heap), (tokens(True), tokens(True).flip(1))
+    for parameter in policy.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
     routings, seen, wanted, again = [], [], [], partial(checkpoint, use_reentrant=use_reentrant)
     for x in batches:
         with torch.no_grad(), record_routing(rollout) as routing:
@@ -129,10 +116,9 @@ def test_recomputation_takes_the_routing_of_its_micro_batch(
             with replay_routing(policy, routing):
                 call(x).square().sum().backward()
             assert torch.equal(seen[-1], routing["layers.1"])
-        wanted.append(gradients(policy))
-    policy.checkpoint = again
+        wanted.append(policy.gradients())
     with replay_routing(policy, routings):
-        losses = [policy(x).square().sum() for x in batches]
+        losses = [policy(x, lambda layer, x: again(layer, x)[0]).square().sum() for x in batches]
         for loss in (sum(losses),) if order is None else map(losses.__getitem__, order):
             loss.backward()
     for want in wanted:
@@ -145,7 +131,7 @@ def test_recomputation_takes_the_routing_of_its_micro_batch(
 @pytest.mark.parametrize("dtype", ["int16", "int32", "uint8", "uint16", "uint32", "uint64"])
 def test_arrays_of_an_engine_are_routing(heap: SymmetricHeap, dtype: str):
     """With dense layers, packed sequences, padding, in an order of this rank's own; and back."""
-    model, x = Model(heap, 0), tokens()
+    model, x = make_model(heap), tokens()
     with torch.no_grad(), record_routing(model) as routing:
         y = model(x)
     array = routing_to_array(routing)
@@ -176,7 +162,7 @@ def test_arrays_of_an_engine_are_routing(heap: SymmetricHeap, dtype: str):
 
 @run_on(2)
 def test_arrays_that_do_not_fit_raise_on_every_rank(rank: int, num_ranks: int, heap: SymmetricHeap) -> None:
-    model, array = Model(heap, 0), torch.zeros(TOKENS, 2, TOP_K, dtype=torch.int16)
+    model, array = make_model(heap), torch.zeros(TOKENS, 2, TOP_K, dtype=torch.int16)
     wrong = {
         r"layers are \[1\] of the 2 of array; the model has 2": {"layers": [1]},
         r"layers are \[0, 2\] of the 2 of array; the model has 2": {"layers": [0, 2]},
@@ -197,7 +183,7 @@ def test_arrays_that_do_not_fit_raise_on_every_rank(rank: int, num_ranks: int, h
 
 
 def test_recording_and_replaying_refuse(heap: SymmetricHeap):
-    model = Model(heap, 0)
+    model = make_model(heap)
     with record_routing(model) as routing:
         model(tokens())
         with pytest.raises(ArgumentError, match=r"layer 'layers.0' is called twice"):
@@ -232,7 +218,7 @@ def test_balanced_choice_is_spread_over_ranks():
 
 
 def test_balanced_routing_of_a_model(heap: SymmetricHeap):
-    model, loads = Model(heap, 0), []
+    model, loads = make_model(heap), []
     for layer in model.layers:
         layer.register_forward_hook(lambda *a: loads.append(a[2][1].expert_load))
     x = tokens().repeat(6, 1)
