@@ -9,8 +9,8 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
 import act_quantize_cases as cases
 from graphs import captured
 from host_reads import synchronising_is_an_error
-from quantize_cases import FORMATS, as_bytes, differences, row_buffers, row_range_of
-from row_ranges import random_ranges, rows_of
+from quantize_cases import differences, row_range_of
+from row_ranges import random_ranges
 
 from symmoe.kernels import gpu, twin
 from symmoe.kernels.activation import Activation
@@ -28,17 +28,11 @@ CASES = [  # activation, FFN width: whole tiles and parts of them
 MIXED = [("swiglu", 288), ("clamped", 2880)]  # a block of 128 would have both halves of h
 
 
-@pytest.mark.parametrize("with_dbias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", cases.NAMES)
 @pytest.mark.parametrize(("activation", "ffn"), CASES, ids=str)
-def test_the_bits_of_what_is_fused(activation, ffn, name, dtype, with_dbias):
-    p = cases.Problem(cases.ACTIVATIONS[activation], ffn, dtype, device="cuda")
-    assert differences(cases.forward(gpu, p, name), cases.forward_apart(gpu, p, name)) == []
-    found, sums = cases.backward(gpu, p, name, with_dbias=with_dbias)
-    expected, wanted = cases.backward_apart(gpu, p, name, with_dbias=with_dbias)
-    assert differences(found, expected) == []
-    cases.assert_same_sums(sums, wanted)
+def test_the_bits_of_what_is_fused(activation, ffn, name, dtype):
+    cases.check_fusion(gpu, cases.Problem(cases.ACTIVATIONS[activation], ffn, dtype, device="cuda"), name)
 
 
 @pytest.mark.parametrize(("activation", "ffn"), MIXED, ids=str)
@@ -61,10 +55,7 @@ def test_the_bits_of_the_twin_where_the_activation_is_exact(name):
 
 
 def test_differences_are_noticed():
-    p = cases.Problem(cases.ACTIVATIONS["swiglu"], 256, device="cuda")
-    expected = cases.forward_apart(gpu, p, "float8_block")
-    p.row_scale[40] *= 2
-    assert differences(cases.forward(gpu, p, "float8_block"), expected) == ["scale"]  # twice the numbers
+    cases.check_that_differences_are_noticed(gpu, cases.Problem(cases.ACTIVATIONS["swiglu"], 256, device="cuda"))
 
 
 def test_graph_replay_with_other_rows_and_splits():
@@ -101,26 +92,6 @@ def test_nothing_waits_for_the_device():
     "activation", [Activation(), Activation(limit=7.0), Activation(function="relu2", is_gated=False)], ids=str
 )
 def test_ranges_of_rows(activation):
-    """Rows of ranges are written and no others, of rows of h that are there: the others are NaN."""
-    splits, ffn = (0, 133, 1, 300, 0, 128, 777), 256
-    capacity = sum(splits) + 3
-    h = torch.randn(capacity, activation.hidden_width(ffn), device="cuda").to(torch.bfloat16)
-    factor = torch.rand(capacity, device="cuda")
-
-    def buffers():
-        return row_buffers(capacity, ffn, FORMATS["float8_block"], "cuda")
-
-    def call(row_range, out):
-        there = torch.where(rows_of(row_range, capacity)[:, None], h, torch.nan)
-        gpu.act_quantize(there, factor, row_range, out, activation, FORMATS["float8_block"])
-
-    whole, union = buffers(), buffers()
-    call(row_range_of(splits).cuda(), whole)
-    for ranges in random_ranges(splits, 4):
-        part, ranges = buffers(), ranges.cuda()
-        call(ranges, part)
-        call(ranges, union)
-        inside = rows_of(ranges, capacity)[:, None].cpu()
-        for got, want, blank in zip(part, whole, buffers(), strict=True):
-            assert torch.equal(as_bytes(got), torch.where(inside, as_bytes(want), as_bytes(blank)))
-    assert all(torch.equal(as_bytes(got), as_bytes(want)) for got, want in zip(union, whole, strict=True))
+    splits = (0, 133, 1, 300, 0, 128, 777)
+    p = cases.Problem(activation, 256, splits=splits, device="cuda")
+    cases.check_ranges(gpu, p, "float8_block", random_ranges(splits, 4))

@@ -10,7 +10,7 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0)
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
 import gemm_problem
-from gemm_problem import SENTINEL, ActProblem, check_ranges
+from gemm_problem import SENTINEL, ActProblem, check_ranges, launched_by
 from row_ranges import random_ranges
 
 from symmoe.kernels import hopper_choice
@@ -202,15 +202,8 @@ def test_more_than_two_to_the_31_elements():
 
 def test_public_functions_choose_these_kernels(monkeypatch):
     """And the others for what these do not take; repeated calls, which skip the JIT, say the same."""
-    p, called = Problem(SPLITS[0], EXACT, BF16, SWIGLU), []
-    for name in ("grouped_gemm", "grouped_gemm_act", "grouped_gemm_dact"):
-        kernel, takes = launchers.LAUNCHERS[name]
-
-        def recorded(*args, _kernel=kernel, _name=name, **options):
-            called.append(_name)
-            return _kernel(*args, **options)
-
-        monkeypatch.setitem(launchers.LAUNCHERS, name, (recorded, takes))
+    p = Problem(SPLITS[0], EXACT, BF16, SWIGLU)
+    called = launched_by(monkeypatch, launchers, "grouped_gemm", "grouped_gemm_act", "grouped_gemm_dact")
     results = []
     for _ in range(3):
         out = p.blank(p.ffn)

@@ -6,8 +6,9 @@ import torch
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
+from simulated_ranks import peers_of_arenas
+
 from symmoe.kernels import hopper_choice
-from symmoe.kernels.control import ControlLayout, Peers
 from symmoe.kernels.triton import tokens
 
 if hopper_choice.hopper_kernels(torch.device("cuda", 0), torch.bfloat16, 256) is None:
@@ -37,9 +38,8 @@ class Problem:
         self.generator = torch.Generator("cuda").manual_seed(sum(case) + rank)
         self.dtype, self.rank, self.capacity = dtype, rank, capacity
         row_bytes = self.H * dtype.itemsize
-        views = tuple(self.rows(capacity + 8).view(torch.uint8).flatten() for _ in range(self.R))
-        bases = torch.tensor([view.data_ptr() for view in views], device="cuda")
-        self.peers = Peers(rank=rank, num_ranks=self.R, bases=bases, views=views, layout=ControlLayout(self.R))
+        views = [self.rows(capacity + 8).view(torch.uint8).flatten() for _ in range(self.R)]
+        self.peers = peers_of_arenas(views)[rank]
         self.received = torch.zeros(self.R, 3, dtype=torch.int64, device="cuda")
         self.received[:, 1] = OFFSET + 512 * torch.arange(self.R, device="cuda")
         assert self.received.max() + capacity * row_bytes <= views[0].numel()

@@ -12,9 +12,10 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
     pytest.skip("needs a Hopper or Blackwell GPU", allow_module_level=True)
 
 from biases import check_biases
+from gemm_problem import launched_by
 from graphs import captured
 from quantize_cases import Scattered
-from quantized_problem import NAN, SENTINEL, Numbers, Problem, WgradProblem, relative_error
+from quantized_problem import SENTINEL, Numbers, Problem, WgradProblem, check_nan_stays_in_its_row, relative_error
 from row_ranges import random_ranges, rows_of, whole_groups
 
 from symmoe.kernels import hopper_choice
@@ -181,15 +182,7 @@ def kernels_of_device():
 def test_nan_stays_in_its_row(name):
     """Tiles begin at a group's first row and read on into the next group."""
     p = problem(name, SPLITS[0], WIDTHS[name][1], exact=False)
-    clean, row = product(p), p.spans[3].start
-    if name == "fp8":
-        p.rows.view(torch.uint8)[row, 3] = 0x7F
-    else:
-        p.row_scale[row, 3] = NAN[name]
-    dirty = product(p)
-    assert dirty[row].isnan().all()
-    dirty[row] = clean[row]
-    assert torch.equal(dirty, clean)
+    check_nan_stays_in_its_row(p, p.spans[3].start, product)
 
 
 @names
@@ -292,15 +285,7 @@ def test_more_than_two_to_the_31_elements():
 
 @on_hopper
 def test_public_functions_choose_the_kernels_for_hopper(monkeypatch):
-    called = []
-    for name in ("grouped_gemm_fp8", "grouped_gemm_wgrad_fp8"):
-        kernel, takes = HOPPER.LAUNCHERS[name]
-
-        def recorded(*args, _kernel=kernel, _name=name, **options):
-            called.append(_name)
-            return _kernel(*args, **options)
-
-        monkeypatch.setitem(HOPPER.LAUNCHERS, name, (recorded, takes))
+    called = launched_by(monkeypatch, HOPPER, "grouped_gemm_fp8", "grouped_gemm_wgrad_fp8")
     p, q = (problem("fp8", SPLITS[0], (512, 256), exact=True, kind=kind) for kind in (Problem, WgradProblem))
     assert torch.equal(product(p, kernels=kernels_of_device()), p.expected().to(BF16))
     out = torch.zeros(q.shape, device=DEVICE)

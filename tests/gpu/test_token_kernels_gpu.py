@@ -5,11 +5,10 @@ import time
 import pytest
 import torch
 from router_choices import RULES, SIZES, choices, differing, fits, hard_logits
-from simulated_ranks import CASES, Case, differences, run_case
+from simulated_ranks import CASES, Case, differences, empty_arenas, peers_of_arenas, run_case
 
 from symmoe import kernels
 from symmoe.kernels import control, twin
-from symmoe.kernels.control import ControlLayout, Peers
 from symmoe.kernels.routing_rule import RoutingRule
 
 DEVICE = "cuda"
@@ -56,13 +55,8 @@ class Ranks:
 
     def __init__(self, gpu, num_ranks):
         self.gpu, self.num_ranks = gpu, num_ranks
-        layout = ControlLayout(num_ranks)
-        self.views = tuple(torch.zeros(layout.num_bytes, dtype=torch.uint8, device=DEVICE) for _ in range(num_ranks))
-        bases = torch.tensor([view.data_ptr() for view in self.views], device=DEVICE)
-        self.peers = [
-            Peers(rank=rank, num_ranks=num_ranks, bases=bases, views=self.views, layout=layout)
-            for rank in range(num_ranks)
-        ]
+        self.views = empty_arenas(num_ranks, DEVICE)
+        self.peers = peers_of_arenas(self.views)
         self.streams = [torch.cuda.Stream() for _ in range(num_ranks)]
         self.status = [torch.zeros(control.STATUS_WORDS, dtype=torch.int64, pin_memory=True) for _ in range(num_ranks)]
         shape = (num_ranks, control.NUM_PUBLISHED)

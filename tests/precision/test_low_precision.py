@@ -50,7 +50,9 @@ def test_a_linear_layer_multiplies_these_numbers(recipe):
         layer = oracle.Linear(recipes.NUMBERS[other], inputs.w1, recipes.SIZES.splits)
         want = {"y": layer.forward(x), "d_x": layer.input_gradient(d_y)}
         want["d_fc.weight"] = layer.weight_gradient(d_y, x)
-        errors = {name: relative_error(recipes.rows_of_groups(ran.tensors[name], name), want[name]) for name in want}
+        errors = {
+            name: relative_error(cases.of_groups(name, ran.tensors[name], recipes.SIZES), want[name]) for name in want
+        }
         if other == recipe:
             assert all(error < 1e-6 for error in errors.values()), errors
         elif "NVFP4" in str(recipe) and "NVFP4" in str(other):  # they differ in weight gradients alone
@@ -93,7 +95,7 @@ def test_experts_multiply_these_numbers(recipe, device, dtype, sizes, most):
         return torch.from_numpy(values).to(dtype).float().numpy()
 
     for name, numbers in oracle.mlp(recipes.NUMBERS[recipe], *arguments, round_to=rounded).items():
-        assert relative_error(recipes.rows_of_groups(ran.tensors[name], name, sizes), numbers) < most, name
+        assert relative_error(cases.of_groups(name, ran.tensors[name], sizes), numbers) < most, name
 
 
 @recipes.every_recipe
@@ -104,7 +106,7 @@ def test_errors_are_those_of_the_format(recipe):
     ran = cases.run_experts("mlp", case, inputs, precision=recipe)
     most = recipes.TWO_LAYERS[recipe.row_format.element]
     for name, exact in cases.mlp_oracle(inputs, case).items():
-        error = relative_error(recipes.rows_of_groups(ran.tensors[name], name, recipes.SMALL), exact)
+        error = relative_error(cases.of_groups(name, ran.tensors[name], recipes.SMALL), exact)
         assert error < most, name
         # FC2's bias is added to what has been multiplied: its gradient has not seen a quantised number.
         assert error > (0.02 if name != "d_fc2.bias" else 0.0), name
@@ -268,7 +270,7 @@ def test_groups_of_any_size(recipe, splits):
         return
     for name, exact in cases.mlp_oracle(inputs, case).items():
         if name != "d_scale" or sizes.num_used > 4:  # of few numbers, which may be small by chance
-            assert relative_error(recipes.rows_of_groups(ran.tensors[name], name, sizes), exact) < 1.25 * most, name
+            assert relative_error(cases.of_groups(name, ran.tensors[name], sizes), exact) < 1.25 * most, name
     for name in ("d_fc1.weight", "d_fc2.weight"):
         assert [bool(part.any()) for part in ran.tensors[name]] == [count > 0 for count in splits]
 

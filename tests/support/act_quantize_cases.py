@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 import torch
-from quantize_cases import FORMATS, as_bytes, column_buffers, named, row_buffers, row_range_of
+from quantize_cases import FORMATS, as_bytes, column_buffers, differences, named, row_buffers, row_range_of
+from row_ranges import rows_of
 
 from symmoe.kernels.act_quantized import DactOperands, dact_quantize_workspace_numel
 from symmoe.kernels.activation import Activation
@@ -156,3 +157,38 @@ def backward_apart(kernels, p, name, *, with_dbias=True):
 def assert_same_sums(found, expected):
     """Bit for bit, on any device."""
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True, check_device=False)
+
+
+def check_fusion(kernels, p, name):
+    """The bits of what is fused, of a backward pass with the gradient of a bias and without."""
+    assert differences(forward(kernels, p, name), forward_apart(kernels, p, name)) == []
+    for with_dbias in (True, False):
+        found, sums = backward(kernels, p, name, with_dbias=with_dbias)
+        expected, wanted = backward_apart(kernels, p, name, with_dbias=with_dbias)
+        assert differences(found, expected) == []
+        assert_same_sums(sums, wanted)
+
+
+def check_ranges(kernels, p, name, parts):
+    """Rows of ranges are written and no others, of rows of h that are there: the others are NaN."""
+
+    def call(row_range, out):
+        there = torch.where(rows_of(row_range, len(p.h))[:, None], p.h, torch.nan)
+        kernels.act_quantize(there, p.row_scale, row_range, out, p.activation, FORMATS[name])
+
+    whole, union = p.operand(p.ffn, name), p.operand(p.ffn, name)
+    call(p.row_range, whole)
+    for ranges in parts:
+        part, ranges = p.operand(p.ffn, name), ranges.to(p.device)
+        call(ranges, part)
+        call(ranges, union)
+        inside = rows_of(ranges, len(p.h))[:, None].cpu()
+        for got, want, blank in zip(part, whole, p.operand(p.ffn, name), strict=True):
+            assert torch.equal(as_bytes(got), torch.where(inside, as_bytes(want), as_bytes(blank)))
+    assert all(torch.equal(as_bytes(got), as_bytes(want)) for got, want in zip(union, whole, strict=True))
+
+
+def check_that_differences_are_noticed(kernels, p):
+    expected = forward_apart(kernels, p, "float8_block")
+    p.row_scale[40] *= 2
+    assert differences(forward(kernels, p, "float8_block"), expected) == ["scale"]  # twice the numbers

@@ -39,6 +39,20 @@ def _in_tiles(function, *args, config=None, **options):
         return function(*args, **options)
 
 
+def launched_by(monkeypatch, launchers, *names) -> list[str]:
+    """Grows by the name of each of these launchers for Hopper that is called from now on."""
+    called = []
+
+    def recorded(name, launch, *args, **options):
+        called.append(name)
+        return launch(*args, **options)
+
+    for name in names:
+        launch, takes = launchers.LAUNCHERS[name]
+        monkeypatch.setitem(launchers.LAUNCHERS, name, (partial(recorded, name, launch), takes))
+    return called
+
+
 @contextmanager
 def tiles(config):
     """GEMMs are Triton's, and have these tiles."""

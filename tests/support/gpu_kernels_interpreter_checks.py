@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import torch
 from router_choices import RULES, SIZES, choices, differing, fits, hard_logits
-from simulated_ranks import CASES, differences, run_case
+from simulated_ranks import CASES, differences, empty_arenas, peers_of_arenas, run_case
 from without_waits import look_once, no_clock, no_fence
 
 from symmoe.kernels import control, twin
@@ -61,11 +61,8 @@ BARRIERS = {
 
 def make_arenas(num_ranks: int, rank: int, epoch: int, aborted=0, faulted=0, rail_fault=0) -> Peers:
     """Zeros, but for the counters of `rank`."""
-    layout = ControlLayout(num_ranks)
-    views = tuple(torch.zeros(layout.num_bytes, dtype=torch.uint8) for _ in range(num_ranks))
-    bases = torch.tensor([view.data_ptr() for view in views], dtype=torch.int64)
-    peers = Peers(rank=rank, num_ranks=num_ranks, bases=bases, views=views, layout=layout)
-    counters = peers.region(rank, layout.counters, (control.NUM_COUNTERS,), torch.int64)
+    peers = peers_of_arenas(empty_arenas(num_ranks))[rank]
+    counters = peers.region(rank, peers.layout.counters, (control.NUM_COUNTERS,), torch.int64)
     counters[control.BARRIER_EPOCH], counters[control.ABORTED], counters[control.FAULTED] = epoch, aborted, faulted
     counters[control.RAIL_FAULT] = rail_fault
     return peers

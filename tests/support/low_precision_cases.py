@@ -6,7 +6,7 @@ from itertools import product
 import low_precision_oracle as oracle
 import pytest
 import torch
-from grouped_cases import BUFFERS, DTYPES, Case, Sizes, assert_same_bits, make_inputs, make_linear, used, used_values
+from grouped_cases import BUFFERS, DTYPES, Case, Sizes, assert_same_bits, make_inputs, make_linear
 from row_ranges import whole_groups
 
 from symmoe import GroupedMLP, ScaledSwiGLU
@@ -54,12 +54,6 @@ NUMBERS = {
 ONE_PRODUCT = {"e4m3": 0.045, "e2m1": 0.25}
 
 TWO_LAYERS = {"e4m3": 0.08, "e2m1": 0.4}  # each of which adds its own
-
-
-def rows_of_groups(tensor: torch.Tensor, name: str, sizes: Sizes = SIZES) -> torch.Tensor:
-    if name in ("y", "d_x"):
-        return used(tensor, sizes)
-    return used_values(tensor, sizes) if name == "d_scale" else tensor
 
 
 def check_bias_gradients(recipe, way: str, dtype: torch.dtype, device: str = "cpu") -> None:

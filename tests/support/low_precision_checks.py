@@ -13,7 +13,7 @@ from low_precision_cases import ONE_PRODUCT, RECIPES, TWO_LAYERS
 from low_precision_oracle import relative_error
 from stacks import Stack, compare_bits, step
 from torch.utils.checkpoint import checkpoint
-from worker import Findings, Watching, open_heap, poison
+from worker import Findings, Watching, experts_of, open_heap, poison
 
 from symmoe import GroupedMLP, MoEConfig, MoELayer, make_plan
 from symmoe.grouped import quantized_experts
@@ -34,17 +34,6 @@ STASHED = list(zip(WAYS[1:], ("rows", "hidden", "none"), strict=True))
 STASHED_SLOT = [WAYS[0], {**WAYS[3], "stash": "rows"}]
 
 
-def experts_of(weights: list[torch.Tensor], recipe, **options) -> GroupedMLP:
-    """This rank's experts with these weights."""
-    w1, w2 = weights
-    sizes = (w1.shape[0], w1.shape[2], w2.shape[2])
-    experts = GroupedMLP(*sizes, precision=recipe, dtype=w1.dtype, device=w1.device, **options)
-    with torch.no_grad():
-        experts.fc1.weight.copy_(w1)
-        experts.fc2.weight.copy_(w2)
-    return experts
-
-
 def check_ways(rank: int, num_ranks: int, findings: Findings, device: str, recipe, dtype: torch.dtype) -> None:
     """The same bits in all of them, near the oracle; what travels quantised changes weight gradients alone."""
     element = recipe.row_format.element
@@ -61,7 +50,7 @@ def check_ways(rank: int, num_ranks: int, findings: Findings, device: str, recip
     wanted = exact.y[rank], exact.dx[rank], exact.dprobs[rank], *(w[mine] for w in exact.dweights)
     with open_heap(device, num_bytes=32 << 20) as heap:
         x, probs, dy, ids = (tensor.to(heap.device) for tensor in (x, probs, dy, ids))
-        experts = experts_of(local_part(weights, heap), recipe)
+        experts = experts_of(*local_part(weights, heap), precision=recipe)
         leaves = x.requires_grad_(), probs.requires_grad_(), experts.fc1.weight, experts.fc2.weight
 
         def run(**way) -> list[torch.Tensor]:
@@ -120,7 +109,8 @@ def run_cut(rank, num_ranks, device: str, recipe, wire: str, cut: list[int], ord
     x, dy = torch.randn((2, TOKENS, 64), generator=generator).bfloat16()
     tokens = slice(sum(cut[:rank]), sum(cut[: rank + 1]))
     with open_heap(device, num_bytes=8 << 20) as heap:
-        experts = experts_of(local_part(global_weights(EXPERTS, 64, 32, torch.bfloat16), heap), recipe)
+        weights = local_part(global_weights(EXPERTS, 64, 32, torch.bfloat16), heap)
+        experts = experts_of(*weights, precision=recipe)
         ids, probs, x, dy = (tensor[tokens].to(heap.device) for tensor in (ids, probs, x, dy))
         x.requires_grad_()
         plan = make_plan(ids, num_experts=EXPERTS, heap=heap)

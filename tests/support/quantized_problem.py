@@ -4,6 +4,7 @@ so that results can be compared bit by bit. What must not matter is NaN: rows an
 that pad lines, tiles of no group."""
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -263,6 +264,19 @@ class WgradProblem(Quantised):
                 for scale in self.global_scales:
                     result[g] *= scale[g].double()
         return result
+
+
+def check_nan_stays_in_its_row(p: Problem, row: int, product: Callable[[Problem], torch.Tensor]) -> None:
+    """product(p) with a NaN in a row of p, and without."""
+    clean = product(p)
+    if p.name == "fp8":
+        p.rows.view(torch.uint8)[row, 3] = 0x7F
+    else:
+        p.row_scale[row, 3] = NAN[p.name]
+    dirty = product(p)
+    assert dirty[row].isnan().all()
+    dirty[row] = clean[row]
+    assert torch.equal(dirty, clean)
 
 
 def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:

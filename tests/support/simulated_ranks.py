@@ -2,6 +2,7 @@
 `run_case` takes either kernel module (twin or gpu) and returns every byte that a call produces, so that two modules can
 be compared byte for byte. Buffers are prefilled: what a kernel must not write has to come back as it was."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -170,13 +171,23 @@ def choose_experts(case: Case, rank: int) -> torch.Tensor:
     return ids.to(case.id_dtype)
 
 
+def peers_of_arenas(arenas: Sequence[torch.Tensor]) -> list[Peers]:
+    """Peers of each rank; arenas: of all ranks, in one process."""
+    num_ranks, bases = len(arenas), torch.tensor([arena.data_ptr() for arena in arenas], device=arenas[0].device)
+    given = {"num_ranks": num_ranks, "bases": bases, "views": tuple(arenas), "layout": ControlLayout(num_ranks)}
+    return [Peers(rank=rank, **given) for rank in range(num_ranks)]
+
+
+def empty_arenas(num_ranks: int, device: str = "cpu") -> list[torch.Tensor]:
+    """Zeros for what ranks tell each other."""
+    num_bytes = ControlLayout(num_ranks).num_bytes
+    return [torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(num_ranks)]
+
+
 def peers_of_tables(counts: np.ndarray) -> list[Peers]:
     """Peers of each rank, whose count tables have these slots [R, E]."""
     num_ranks, num_experts = counts.shape
-    layout = ControlLayout(num_ranks)
-    views = tuple(torch.zeros(layout.num_bytes, dtype=torch.uint8) for _ in range(num_ranks))
-    bases = torch.tensor([view.data_ptr() for view in views])
-    ranks = [Peers(rank=r, num_ranks=num_ranks, bases=bases, views=views, layout=layout) for r in range(num_ranks)]
+    ranks = peers_of_arenas(empty_arenas(num_ranks))
     for peers in ranks:
         table = peers.count_table(peers.rank, 0)
         table[:, control.HEADER_WORDS : control.HEADER_WORDS + num_experts] = torch.from_numpy(counts)
@@ -210,11 +221,7 @@ class _Call:
             arena = torch.full((offset,), 0xFD, dtype=torch.uint8, device=device)
             arena[: layout.num_bytes] = 0
             views.append(arena)
-        bases = torch.tensor([arena.data_ptr() for arena in views], dtype=torch.int64, device=device)
-        self.peers = [
-            Peers(rank=rank, num_ranks=case.num_ranks, bases=bases, views=tuple(views), layout=layout)
-            for rank in range(case.num_ranks)
-        ]
+        self.peers = peers_of_arenas(views)
         self.set_epoch(case.epoch)
 
     def set_epoch(self, epoch: int) -> None:

@@ -73,9 +73,9 @@ def is_poison(tensor: torch.Tensor) -> bool:
     return tensor.numel() == 0 or bool((tensor.contiguous().view(torch.uint8) == POISON).all())
 
 
-def experts_of(w1: torch.Tensor, w2: torch.Tensor) -> GroupedMLP:
+def experts_of(w1: torch.Tensor, w2: torch.Tensor, **options) -> GroupedMLP:
     """A GroupedMLP with these weights, [G, 2I, H] and [G, H, I]."""
-    experts = GroupedMLP(w1.shape[0], w1.shape[2], w2.shape[2], dtype=w1.dtype, device=w1.device)
+    experts = GroupedMLP(w1.shape[0], w1.shape[2], w2.shape[2], dtype=w1.dtype, device=w1.device, **options)
     with torch.no_grad():
         experts.fc1.weight.copy_(w1)
         experts.fc2.weight.copy_(w2)
