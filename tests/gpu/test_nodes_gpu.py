@@ -8,7 +8,7 @@ import pytest
 import routings
 import torch
 from captured_cases import check_counts, check_exact
-from cluster import Cluster
+from cluster import Cluster, run_on
 from graphs import captured
 from node_calls import EAGERLY, EXACT, ON_RAILS, STATIC, Ready, check_survivors, drop_on_rails, lose, train, wrong_calls
 from trip_checks import check_cases, check_combine, check_dispatch
@@ -65,7 +65,10 @@ def test_wrong_calls(cluster, num_ranks: int, ranks_per_node: int):
         assert [error[0] for _, error in found] == [name for name, _ in found]
 
 
-def replay(rank: int, num_ranks: int, findings: Findings, ranks_per_node: int, what: str) -> None:
+@layouts
+@pytest.mark.parametrize("what", ["rows", "layer"])
+@run_on(device="cuda")
+def test_captured_calls_are_replayed(rank: int, num_ranks: int, findings: Findings, ranks_per_node: int, what: str):
     """Captured calls with static capacity, replayed with other tokens and routings. what: "rows": plan, dispatch and
     combine; "layer": forward and backward of one whose GEMMs run while rows travel."""
     generator = torch.Generator().manual_seed(rank)
@@ -105,12 +108,6 @@ def replay(rank: int, num_ranks: int, findings: Findings, ranks_per_node: int, w
             heap.synchronize()
             findings.check(torch.equal(y, expected), "a replay differs from a call")
         del graph
-
-
-@layouts
-@pytest.mark.parametrize("what", ["rows", "layer"])
-def test_captured_calls_are_replayed(cluster, num_ranks: int, ranks_per_node: int, what: str):
-    assert cluster(num_ranks, "cuda").findings(replay, ranks_per_node, what) == []
 
 
 @layouts

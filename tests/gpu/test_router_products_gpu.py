@@ -1,10 +1,15 @@
 """The router's GEMMs on a GPU: as near to float64 as fp32 products are, exact where sums are, a token at a time."""
 
+from functools import partial
+
 import pytest
 import torch
 
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
+
+from router_products_interpreter_checks import products
+from router_products_interpreter_checks import results as results_of
 
 from symmoe import MoEConfig, kernels
 from symmoe.kernels.routing_rule import RoutingRule
@@ -37,16 +42,7 @@ def operands(shape, *, exact):
     return x, numbers(num_experts, width, exact=exact, seed=1), numbers(num_tokens, num_experts, exact=exact, seed=2)
 
 
-def results(x, weight, d_logits):
-    """logits, dx, d_weight, over memory that holds NaN."""
-    logits, dx, d_weight = d_logits * torch.nan, x * torch.nan, weight * torch.nan
-    OURS.router_gemm(x, weight, logits)
-    OURS.router_gemm_grads(d_logits, x, weight, dx, d_weight)
-    return logits, dx, d_weight
-
-
-def products(x, weight, d_logits):
-    return x @ weight.t(), d_logits @ weight, d_logits.t() @ x
+results = partial(results_of, OURS)
 
 
 @shapes
@@ -126,12 +122,12 @@ def test_router_is_that_of_fp32_tokens(score, seed):
     x = x[(best[:, :-1] - best[:, 1:]).amin(1) > 1e-5]
     assert len(x) > 480
     found, wanted = [], []
-    for results_of, tokens in ((found, x), (wanted, x.float())):
+    for into, tokens in ((found, x), (wanted, x.float())):
         tokens = tokens.detach().requires_grad_()
         router.zero_grad()
         routed = router(tokens)
         (routed.probs.square().sum() + routed.logits.logsumexp(-1).sum()).backward()
-        results_of += [routed.topk_idx, routed.probs, tokens.grad, router.weight.grad]
+        into += [routed.topk_idx, routed.probs, tokens.grad, router.weight.grad]
     assert torch.equal(found[0], wanted[0])
     torch.testing.assert_close(found[1], wanted[1], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(found[2], wanted[2].bfloat16(), rtol=2e-2, atol=1e-4)

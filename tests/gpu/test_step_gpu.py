@@ -1,5 +1,6 @@
 """A whole training step of MoELayer on GPUs: what it launches, as a CUDA graph, on several streams, in two groups."""
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 import torch.distributed as dist
 from cluster import run_on
 from gpu_steps import HIDDEN, TOKENS, TOP_K, check_replays, config_for, layer_for, training_step
+from heap_calls import expect, outcome
 from layers import WAYS
 from suites.figures import MemoryMeter
 from suites.layer import Step
@@ -15,7 +17,7 @@ from worker import Findings, open_heap
 
 from symmoe import MoEConfig, MoELayer, SymmetricHeap, plan_memory
 from symmoe.combine import trip
-from symmoe.errors import ArgumentError, CapacityError
+from symmoe.errors import CapacityError
 from symmoe.moe import ep_step
 
 
@@ -111,13 +113,10 @@ def test_what_a_graph_cannot_hold(rank: int, num_ranks: int, findings: Findings)
         x = torch.randn(TOKENS, HIDDEN, device=heap.device, dtype=torch.bfloat16)
         before = exact(x)[0]
         heap.synchronize()
-        graph, error = torch.cuda.CUDAGraph(), ""
-        try:
-            with torch.cuda.graph(graph):
-                exact(x)
-        except ArgumentError as caught:
-            error = str(caught)
-        findings.check("capacity (None)" in error and "CUDA graph" in error, f"the error is {error!r}")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            error = outcome(exact, x)
+        expect(findings, error, "ArgumentError", "capacity (None)", "CUDA graph")
         del graph
         heap.release_graphs()
         findings.check(torch.equal(exact(x)[0], before), "the next call differs")
@@ -141,25 +140,18 @@ def test_overflow_in_graphs(rank: int, num_ranks: int, findings: Findings) -> No
             x.copy_(few)
             graph = torch.cuda.CUDAGraph()
             for _ in range(2):
-                try:
+                with contextlib.suppress(CapacityError):
                     layer(x)
                     heap.synchronize()
-                except CapacityError:
-                    pass
             with torch.cuda.graph(graph):
                 _, metrics = layer(x)
             raised = []
             for tokens in (many, few, many, few):
                 x.copy_(tokens)
                 graph.replay()
-                try:
-                    heap.synchronize()
-                except CapacityError:
-                    raised.append(True)
-                else:
-                    raised.append(False)
+                raised.append(outcome(heap.synchronize)[0])
                 per_rank = metrics.expert_load.cpu().view(num_ranks, -1).sum(1)
-                findings.equal("raised", raised[-1], int(per_rank.max()) > config.capacity)
+                findings.equal("raised", raised[-1], "CapacityError" if int(per_rank.max()) > config.capacity else "")
         findings.check(num_ranks == 1 or raised[0], "nothing overflowed")
         del graph
         heap.release_graphs()

@@ -1,37 +1,16 @@
-"""Calls that are played from a tape on GPUs: the bits of calls that are not."""
+"""Calls that are played from a tape on GPUs: by what, and how far. Their bits: tests/tape."""
 
 import gc
 
 import pytest
 import torch
 from cluster import run_on
-from tape_cases import AROUND, OPTIONS, check_bits, make_calls, make_layer, step
+from tape_cases import LARGE, check_bits, make_calls, make_layer, step
 from worker import open_heap
 
 from symmoe.kernels.launch import player
 from symmoe.kernels.launch.launch import FastLaunch
 from symmoe.kernels.triton import router_products
-
-LARGE = {"hidden": 512, "ffn": 256, "dtype": torch.bfloat16}  # kernels for Hopper take these
-
-
-def compare(cluster, num_ranks: int, options: dict, around: str, least: int = 16) -> None:
-    results = cluster(num_ranks, "cuda").run(check_bits, options, around, "cuda")
-    assert [text for *_, texts in results for text in texts] == []
-    for num_played, _, _ in results:
-        assert num_played >= least
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("options", [*OPTIONS.values(), LARGE], ids=[*OPTIONS, "large"])
-def test_played_calls_have_the_bits_of_others(cluster, options, num_ranks):
-    compare(cluster, num_ranks, {**LARGE, **options} if options.get("bias") else options, "")
-
-
-@pytest.mark.parametrize("around", AROUND[1:])
-def test_recomputed_and_copied(cluster, around):
-    # A copy has the size of the routing, so hardly any backward has the sizes of another.
-    compare(cluster, 2, LARGE, around, least=8 if around == "saved copies" else 16)
 
 
 @run_on(2, device="cuda")

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from cluster import run_on
+from heap_calls import outcome
 from layers import WAYS, tokens_of
 from reliability.delays import before_steps
 from worker import Findings, Watching, open_heap
@@ -85,7 +86,25 @@ OPTIONS = [
 ]
 
 
-def check_mlp(rank, num_ranks, findings: Findings, device: str, dtype: torch.dtype, options: list[dict]) -> None:
+FP32, BF16 = torch.float32, torch.bfloat16
+PLAIN = [options for options in OPTIONS if "precision" not in options]
+QUANTIZED = [options for options in OPTIONS if isinstance(options.get("precision"), Float8Block)]  # on any Hopper
+ON_GPUS = [
+    pytest.param(num_ranks, "cuda", dtype, options, id=f"{num_ranks} GPUs, {name}, {dtype}", marks=pytest.mark.gpu)
+    for num_ranks in (1, 2)
+    for name, dtype, options in (("plain", FP32, PLAIN), ("plain", BF16, PLAIN), ("quantized", BF16, QUANTIZED))
+]
+ON_CPUS = [
+    pytest.param(num_ranks, "cpu", FP32, OPTIONS, id=f"{num_ranks}", marks=[pytest.mark.slow] * (num_ranks == 2))
+    for num_ranks in (1, 2, 3)
+]
+
+
+@pytest.mark.parametrize(("num_ranks", "device", "dtype", "options"), [*ON_CPUS, *ON_GPUS])
+@run_on()
+def test_the_mlp_computes_what_is_asked_for(
+    rank: int, num_ranks: int, findings: Findings, device: str, dtype: torch.dtype, options: list[dict]
+):
     with open_heap(device, num_bytes=64 << 20) as heap:
         for given in options:
             option = dict(given)
@@ -214,33 +233,9 @@ def test_mismatches(rank: int, num_ranks: int, findings: Findings, device: str) 
                     shown = [control.GRADIENTS[control.gradients_index(x=n[0], probs=n[1])] for n in (zero, its)]
                     where = "combine: ready" if parts else "dispatch: ready"
                     text = f"gradients differs at '{where}': rank 0 has {shown[0]}, rank {culprit or 1} has {shown[1]}"
-                    try:
-                        step(other if rank == culprit else usual, parts)
-                    except Exception as error:  # noqa: BLE001 - the class is what is tested
-                        findings.equal("error", (type(error).__name__, str(error)), ("ConfigMismatch", text))
-                    else:
-                        findings.check(False, "nothing was raised")
+                    found = outcome(step, other if rank == culprit else usual, parts)
+                    findings.equal("error", found, ("ConfigMismatch", text))
                     findings.equal("leased bytes after the error", heap.leased_bytes, 0)
                     mlp.zero_grad(set_to_none=True)
                     step(usual, parts)
                     findings.check(bool(mlp.fc1.weight.grad.isfinite().all()), "the next step is wrong")
-
-
-# -- tests -------------------------------------------------------------------------------------------------------------
-FP32, BF16 = torch.float32, torch.bfloat16
-PLAIN = [options for options in OPTIONS if "precision" not in options]
-QUANTIZED = [options for options in OPTIONS if isinstance(options.get("precision"), Float8Block)]  # on any Hopper
-ON_GPUS = [
-    pytest.param(num_ranks, "cuda", dtype, options, id=f"{num_ranks} GPUs, {name}, {dtype}", marks=pytest.mark.gpu)
-    for num_ranks in (1, 2)
-    for name, dtype, options in (("plain", FP32, PLAIN), ("plain", BF16, PLAIN), ("quantized", BF16, QUANTIZED))
-]
-ON_CPUS = [
-    pytest.param(num_ranks, "cpu", FP32, OPTIONS, id=f"{num_ranks}", marks=[pytest.mark.slow] * (num_ranks == 2))
-    for num_ranks in (1, 2, 3)
-]
-
-
-@pytest.mark.parametrize(("num_ranks", "device", "dtype", "options"), [*ON_CPUS, *ON_GPUS])
-def test_the_mlp_computes_what_is_asked_for(cluster, num_ranks: int, device: str, dtype: torch.dtype, options):
-    assert cluster(num_ranks, device).findings(check_mlp, device, dtype, options) == []

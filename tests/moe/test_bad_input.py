@@ -12,9 +12,10 @@ import bad_calls
 import pytest
 import torch
 import torch.distributed as dist
-from bad_calls import NUM_BYTES, H, K, Stage, T, expect, goes_on, layer_of, plan_of, routing
+from bad_calls import NUM_BYTES, H, K, Stage, T, goes_on, layer_of, plan_of, routing
+from cluster import run_on
 from culprits import TRANSFORMS, sets_of_culprits
-from heap_calls import outcome
+from heap_calls import expect, outcome
 from limits import HANG_S
 from worker import Findings, difference, free_bytes, open_heap
 
@@ -26,14 +27,17 @@ from symmoe.moe.ep_step import expert_parallel_mlp
 from symmoe.training.lora import add_lora
 
 
-def check_mistakes(rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap, stage_name: str) -> None:
+@pytest.mark.parametrize("stage_name", bad_calls.MISTAKES)
+@run_on(1, 3)
+def test_mistakes(rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap, stage_name: str):
     mistakes = list(bad_calls.MISTAKES[stage_name](num_ranks))
     for turn, (culprits, bad) in enumerate(itertools.product(sets_of_culprits(num_ranks), mistakes)):
         findings.where = f"{stage_name}, {bad.parts} on ranks {culprits}, seen by rank {rank} of {num_ranks}"
         bad_calls.check_mistake(heap, findings, stage_name, bad, culprits, turn)
 
 
-def check_mismatches(rank: int, num_ranks: int, findings: Findings) -> None:
+@run_on(2, 4)
+def test_mismatches(rank: int, num_ranks: int, findings: Findings):
     with open_heap("cpu", num_bytes=NUM_BYTES) as heap:
         for culprit in range(num_ranks):
             for turn, (changes, field, usual, other, base) in enumerate(bad_calls.plan_mismatches(2 * num_ranks)):
@@ -61,7 +65,8 @@ def check_mismatches(rank: int, num_ranks: int, findings: Findings) -> None:
         findings.equal("error", found, ("ArgumentError", text))
 
 
-def check_order_of_errors(rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap) -> None:
+@run_on(2, 3)
+def test_order_of_errors(rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap):
     """Several things are wrong at once: every rank names the same one. And one fault follows the other at once."""
     num_experts, ids = 2 * num_ranks, routing(heap, 1)
     bad_id = bad_calls.with_id(num_experts + rank)(ids)
@@ -92,7 +97,8 @@ def mismatches_of_misuse(heap: SymmetricHeap, findings: Findings) -> None:
     goes_on(heap, findings)
 
 
-def check_misuse(rank: int, num_ranks: int, findings: Findings) -> None:
+@run_on(1, 2, 4)
+def test_misuse(rank: int, num_ranks: int, findings: Findings):
     """Calls in a wrong order, more rows than the capacity, orders of sums that differ, and a heap that is closed."""
     with open_heap("cpu", num_bytes=NUM_BYTES) as heap:
         plan = plan_of(heap)
@@ -121,7 +127,8 @@ def check_misuse(rank: int, num_ranks: int, findings: Findings) -> None:
         findings.equal(f"error of {wrong} on a closed heap", stage.call(**wrong)[0], "HeapClosed")
 
 
-def check_plans(rank: int, num_ranks: int, findings: Findings) -> None:
+@run_on(2, 3)
+def test_plans(rank: int, num_ranks: int, findings: Findings):
     """A rank that brings another plan than its peers, older or of another call, which has the same shapes."""
     with open_heap("cpu", num_bytes=NUM_BYTES) as heap:
         x = torch.randn(T, H)
@@ -147,7 +154,8 @@ def check_plans(rank: int, num_ranks: int, findings: Findings) -> None:
             findings.equal("leased bytes", heap.leased_bytes, 0)
 
 
-def check_plans_of_different_heaps(rank: int, num_ranks: int, findings: Findings) -> None:
+@run_on(2)
+def test_plans_of_different_heaps(rank: int, num_ranks: int, findings: Findings):
     """Rank 0 brings a plan of heap B, rank 1 one of heap A. No rank can tell it from a peer that does not come, so that
     is what both raise, there and then on the other heap."""
     timeout_s = 1.0
@@ -192,7 +200,8 @@ def _to_meta(module: torch.nn.Module, name: str) -> None:
     module._parameters[name] = torch.nn.Parameter(torch.empty_like(module._parameters[name], device="meta"))
 
 
-def check_places(rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap) -> None:
+@run_on(1, 3)
+def test_places(rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap):
     """Parameters that have no memory, in the first call and later."""
 
     def new_layer(**options: Any) -> MoELayer:
@@ -223,7 +232,8 @@ def check_places(rank: int, num_ranks: int, findings: Findings, heap: SymmetricH
     findings.equal("y", outcome(layer, x), ("", ""))
 
 
-def check_scores(rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap) -> None:
+@run_on(1, 3)
+def test_scores(rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap):
     """NaN and Inf in the router's logits, by a token or by the router's weight."""
     for layer in (layer_of(heap), layer_of(heap, capacity=T * K * num_ranks)):
         x = torch.randn(T, H)
@@ -242,7 +252,8 @@ def check_scores(rank: int, num_ranks: int, findings: Findings, heap: SymmetricH
         findings.check(bool(layer(bad, mask)[0].isfinite().all()), "padding may hold anything")
 
 
-def check_other_heaps(rank: int, num_ranks: int, findings: Findings) -> None:
+@run_on(1, 2)
+def test_other_heaps(rank: int, num_ranks: int, findings: Findings):
     """Memory of another heap: refused as a buffer that peers reach into, copied like any other memory as input."""
     with open_heap("cpu", num_bytes=NUM_BYTES) as closed:
         old = closed.lease((T * K * num_ranks, H), torch.float32).tensor
@@ -297,7 +308,8 @@ def exhaust(heap: SymmetricHeap, left: int) -> list[symmoe.Lease]:
     return taken
 
 
-def check_exhaustion(rank: int, num_ranks: int, findings: Findings) -> None:
+@run_on(1, 3)
+def test_exhaustion(rank: int, num_ranks: int, findings: Findings):
     """One rank, or all, have no memory left: HeapExhausted everywhere, whichever lease of the call fails."""
     parts = ("lease '", " needs ", "high-water mark", f"(now {NUM_BYTES})")
     with open_heap("cpu", num_bytes=NUM_BYTES) as heap:
@@ -321,7 +333,8 @@ def check_exhaustion(rank: int, num_ranks: int, findings: Findings) -> None:
 PASSED_ON = ("(torch.sparse_coo)", "(Wrapper)", "has been freed", "lease 'old'")  # autograd itself refuses others
 
 
-def check_gradients(rank: int, num_ranks: int, findings: Findings) -> None:
+@run_on(1, 2)
+def test_gradients(rank: int, num_ranks: int, findings: Findings):
     """A gradient that kernels cannot read, on one rank or on all: the same error on every rank; the next is right."""
     kinds = [bad for bad in bad_calls.unreadable("the gradient") if any(part in bad.parts[0] for part in PASSED_ON)]
     assert len(kinds) == len(PASSED_ON)
@@ -352,7 +365,8 @@ def check_gradients(rank: int, num_ranks: int, findings: Findings) -> None:
 
 
 # -- transforms of torch.func and forward-mode AD ---------------------------------------------------------------------
-def check_transforms(rank: int, num_ranks: int, findings: Findings) -> None:
+@run_on(1, 2)
+def test_transforms(rank: int, num_ranks: int, findings: Findings):
     """On one rank or on all, of what is passed or of weights alone: the same error on every rank; the next is right."""
     with open_heap("cpu", num_bytes=NUM_BYTES, timeout_s=5.0) as heap:
         layer, ids, plan, x = layer_of(heap), routing(heap, 5), plan_of(heap), torch.ones(T, H)
@@ -409,7 +423,9 @@ KERNELS_OF_A_STEP = "send_counts grouped_gemm_act grouped_gemm push_sums sum_hom
 KERNELS_OF_A_STEP += "grouped_gemm_dact grouped_gemm_dgrad grouped_gemm_wgrad".split()
 
 
-def check_unforeseen(rank: int, num_ranks: int, findings: Findings, schedule: str) -> None:
+@pytest.mark.parametrize("schedule", ["serial", "overlapped"])
+@run_on(2, 3)
+def test_unforeseen(rank: int, num_ranks: int, findings: Findings, schedule: str):
     """One rank has an error of its own in the middle of a call: the others raise it too, at once. The heap lives."""
 
     def spoiled(call: Callable[[], object], broken: Any, culprit: int) -> None:
@@ -447,7 +463,9 @@ def check_unforeseen(rank: int, num_ranks: int, findings: Findings, schedule: st
             findings.check(bool(layer(x)[0].isfinite().all()), "the layer works no more")
 
 
-def check_signals(rank: int, num_ranks: int, findings: Findings, broken: str) -> None:
+@pytest.mark.parametrize("broken", ["push_slots", "push_rows"])
+@run_on(2)
+def test_signals(rank: int, num_ranks: int, findings: Findings, broken: str):
     """Signals that cannot be sent: nothing but giving up ends the peers' waits for them."""
     with open_heap("cpu", num_bytes=NUM_BYTES, timeout_s=60.0) as heap:
         layer, started, text = layer_of(heap), time.monotonic(), "no space left"
@@ -463,39 +481,6 @@ def check_signals(rank: int, num_ranks: int, findings: Findings, broken: str) ->
         wanted = ("OSError", text) if rank == 0 else ("PeerAborted", f"rank 0 gave up: OSError: {text}")
         findings.equal("error", found, wanted)
         findings.equal("next error", outcome(layer, torch.randn(T, H))[0], "HeapPoisoned")
-
-
-# (numbers of ranks, what is checked, with which arguments)
-CHECKS: tuple[tuple[tuple[int, ...], Callable[..., list[str]], tuple[Any, ...]], ...] = (
-    *(((1, 3), check_mistakes, (stage,)) for stage in bad_calls.MISTAKES),
-    ((2, 4), check_mismatches, ()),
-    ((2, 3), check_order_of_errors, ()),
-    ((2, 3), check_plans, ()),
-    ((2,), check_plans_of_different_heaps, ()),
-    ((1, 3), check_places, ()),
-    ((1, 3), check_scores, ()),
-    ((1, 2), check_other_heaps, ()),
-    ((1, 2, 4), check_misuse, ()),
-    ((1, 3), check_exhaustion, ()),
-    ((1, 2), check_gradients, ()),
-    ((1, 2), check_transforms, ()),
-    *(((2, 3), check_unforeseen, (schedule,)) for schedule in ("serial", "overlapped")),
-    *(((2,), check_signals, (broken,)) for broken in ("push_slots", "push_rows")),
-)
-
-
-def cases() -> list[Any]:
-    found = []
-    for sizes, check, arguments in CHECKS:
-        for num_ranks in sizes:
-            name = "-".join(map(str, (check.__name__.removeprefix("check_"), *arguments, num_ranks)))
-            found.append(pytest.param(num_ranks, check, arguments, id=name))
-    return found
-
-
-@pytest.mark.parametrize(("num_ranks", "check", "arguments"), cases())
-def test_every_rank_raises_it_and_the_next_call_works(cluster, num_ranks: int, check: Any, arguments: tuple[Any, ...]):
-    assert cluster(num_ranks).run(check, *arguments) == [[]] * num_ranks
 
 
 @pytest.mark.parametrize(("name", "word", "words"), bad_calls.WORDS)

@@ -43,16 +43,17 @@ def test_stashes_give_the_same_bits(rank: int, num_ranks: int, findings: Finding
 
 
 # -- layouts and schedules of one step --------------------------------------------------------------------------------
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_all_ways_give_the_same_bits(cluster, num_ranks: int):
-    assert cluster(num_ranks).findings(check_ways, "cpu", torch.float32) == []
+CALLS = [(num_ranks, "cpu", torch.float32) for num_ranks in (1, 2, 3, 4)]
+CALLS += [
+    pytest.param(num_ranks, "cuda", dtype, marks=pytest.mark.gpu)
+    for num_ranks in (1, 2, 4)
+    for dtype in (torch.float32, torch.bfloat16)
+]
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_all_ways_give_the_same_bits_on_gpus(cluster, num_ranks: int, dtype: torch.dtype):
-    assert cluster(num_ranks, "cuda").findings(check_ways, "cuda", dtype, timeout_s=280) == []
+@pytest.mark.parametrize(("num_ranks", "device", "dtype"), CALLS, ids=str)
+def test_all_ways_give_the_same_bits(cluster, num_ranks: int, device: str, dtype: torch.dtype):
+    assert cluster(num_ranks, device).findings(check_ways, device, dtype, timeout_s=280) == []
 
 
 # -- schedules --------------------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ import pytest
 import torch
 from cluster import run_on
 from layers import make_layer, tokens_of
-from limits import HANG_S
 from low_precision_cases import ON_GPUS, RECIPES
 from stacks import compare_bits
 from worker import Findings, open_heap, poison
@@ -97,7 +96,17 @@ def configs(num_ranks: int, recipe, hidden: int, ffn: int) -> list[MoEConfig]:
     ]
 
 
-def check_parts(rank: int, num_ranks: int, findings: Findings, device: str, recipe, dtype: torch.dtype) -> None:
+BF16, BLOCKS = torch.bfloat16, (Float8Block(), Float8Block(power_of_two=True))
+CALLS = [(num_ranks, "cpu", recipe, BF16) for num_ranks in (2, 3) for recipe in BLOCKS]
+CALLS += [(num_ranks, "cpu", Float8Block(), torch.float32) for num_ranks in (2, 3)]
+CALLS += [pytest.param(num_ranks, "cuda", recipe, BF16, marks=ON_GPUS) for num_ranks in (2, 4) for recipe in BLOCKS]
+
+
+@pytest.mark.parametrize(("num_ranks", "device", "recipe", "dtype"), CALLS, ids=str)
+@run_on(timeout_s=190.0)
+def test_parts_have_the_bits_of_the_whole(
+    rank: int, num_ranks: int, findings: Findings, device: str, recipe, dtype: torch.dtype
+):
     """The bits of one thing after the other. On CPUs also: every product that reads arriving rows, or makes rows that
     are sent, has as many parts as there are ranks."""
     with open_heap(device, num_bytes=64 << 20) as heap:
@@ -111,18 +120,6 @@ def check_parts(rank: int, num_ranks: int, findings: Findings, device: str, reci
             if device == "cpu":
                 with_ranges = Counter({name: n for (name, are), n in kernels.calls.items() if are})
                 findings.equal("calls with ranges", with_ranges, expected_calls(config, num_ranks, dtype))
-
-
-BF16, BLOCKS = torch.bfloat16, (Float8Block(), Float8Block(power_of_two=True))
-CALLS = [(num_ranks, "cpu", recipe, BF16) for num_ranks in (2, 3) for recipe in BLOCKS]
-CALLS += [(num_ranks, "cpu", Float8Block(), torch.float32) for num_ranks in (2, 3)]
-CALLS += [pytest.param(num_ranks, "cuda", recipe, BF16, marks=ON_GPUS) for num_ranks in (2, 4) for recipe in BLOCKS]
-
-
-@pytest.mark.parametrize(("num_ranks", "device", "recipe", "dtype"), CALLS, ids=str)
-def test_parts_have_the_bits_of_the_whole(cluster, num_ranks: int, device: str, recipe, dtype: torch.dtype):
-    timeout_s = HANG_S if device == "cpu" else 190.0
-    assert cluster(num_ranks, device).findings(check_parts, device, recipe, dtype, timeout_s=timeout_s) == []
 
 
 def all_at_once(weights, wire, x, parts, dbias):

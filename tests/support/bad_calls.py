@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from heap_calls import outcome
+from heap_calls import expect, outcome
 from worker import Findings
 
 from symmoe import MoEConfig, MoELayer, Plan, SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
@@ -270,14 +270,6 @@ def goes_on(heap: SymmetricHeap, findings: Findings, seed: int = 3) -> None:
     want = sum((x * probs[:, k : k + 1] for k in range(K)), torch.zeros_like(x))
     found = combine_tokens(rows * row_probs[:, None], plan, order="slot")
     findings.check(torch.equal(found, want), "the next correct call is wrong")
-
-
-def expect(findings: Findings, found: tuple[str, str], error: str, *parts: str) -> None:
-    """Notes an error of another class, and each part that its text has not."""
-    name, text = found
-    findings.equal("error", (name, "" if name == error else text), (error, ""))
-    for part in parts:
-        findings.check(part in text, f"{part!r} is not in {text!r}")
 
 
 class Stage:

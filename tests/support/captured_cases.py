@@ -92,10 +92,11 @@ class HostGraph:
             heap.memory.release_graph(CAPTURE)
 
 
-def captured_on_host(model: nn.Module, **options: int) -> symmoe.CapturedStep:
-    """The step of make_step, with a stand-in for CUDA graphs."""
-    captured = symmoe.capture_step(make_step(model), model, **options)
-    captured.make_graph = lambda function, heaps: HostGraph(model, captured.modules.states(), function, heaps)
+def capture(model: nn.Module, step: Callable[..., Any] | None = None, **options: float) -> symmoe.CapturedStep:
+    """The step, or that of make_step; on CPUs with a stand-in for CUDA graphs."""
+    captured = symmoe.capture_step(step or make_step(model), model, **options)
+    if next(model.parameters()).device.type == "cpu":
+        captured.make_graph = lambda function, heaps: HostGraph(model, captured.modules.states(), function, heaps)
     return captured
 
 
@@ -169,10 +170,7 @@ def check_exact(
         model, plain = Model(heap, balance=balance), Model(heap, balance=balance)
         plain.load_state_dict(model.state_dict())
         loggers = symmoe.MetricsLogger(model), symmoe.MetricsLogger(plain)
-        captured, eager = symmoe.capture_step(make_step(model), model, room=1.0, num_eager=2), make_step(plain)
-        if device == "cpu":
-            states = captured.modules.states()
-            captured.make_graph = lambda function, heaps: HostGraph(model, states, function, heaps)
+        captured, eager = capture(model, room=1.0, num_eager=2), make_step(plain)
         for number, batch in enumerate(batches(rank, count)):
             batch = [x.to(heap.device) for x in batch]
             torch.manual_seed(number)
@@ -237,9 +235,7 @@ def check_wrapped(
     with open_heap(device, num_bytes=64 << 20, group=mesh.get_group("ep")) as heap:
         torch.use_deterministic_algorithms(False)
         model, plain = put_around(wrap, heap, mesh), put_around(wrap, heap, mesh)
-        captured, eager = symmoe.capture_step(make_step(model), model, room=1.0, num_eager=2), make_step(plain)
-        if device == "cpu":
-            captured.make_graph = lambda function, heaps: HostGraph(model, captured.modules.states(), function, heaps)
+        captured, eager = capture(model, room=1.0, num_eager=2), make_step(plain)
         optimizers = [torch.optim.SGD(each.parameters(), lr=0.05, foreach=False) for each in (model, plain)]
         slots = torch.arange(80, device=heap.device).view(40, 2)
         for number in range(22):
@@ -335,9 +331,7 @@ def check_changes(rank: int, num_ranks: int, findings: Findings, device: str) ->
         plain.load_state_dict(model.state_dict())
         for either in (model, plain):
             either.layers[0].experts.requires_grad_(False)
-        captured, eager = symmoe.capture_step(make_step(model), model, num_eager=1), make_step(plain)
-        if device == "cpu":
-            captured.make_graph = lambda function, heaps: HostGraph(model, captured.modules.states(), function, heaps)
+        captured, eager = capture(model, num_eager=1), make_step(plain)
         x, num_captures = torch.randn(T, H, generator=torch.Generator().manual_seed(rank)).to(heap.device), 0
         for name in (*CHANGES, *AROUND):
             findings.where = f"{name}, rank {rank}"

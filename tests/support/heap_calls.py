@@ -1,6 +1,7 @@
 """What tests of heaps have in common: a call whose result is known exactly, and what a call raises."""
 
 import torch
+from worker import Findings
 
 from symmoe import SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
 
@@ -23,3 +24,11 @@ def outcome(fn, *args, **kwargs) -> tuple[str, str]:
     except Exception as error:  # noqa: BLE001 - the caller compares the class
         return type(error).__name__, str(error)
     return "", ""
+
+
+def expect(findings: Findings, found: tuple[str, str], error: str, *parts: str) -> None:
+    """Notes an error of another class, and each part that its text has not."""
+    name, text = found
+    findings.equal("error", (name, "" if name == error else text), (error, ""))
+    for part in parts:
+        findings.check(part in text, f"{part!r} is not in {text!r}")

@@ -1,6 +1,7 @@
 """Recipes, the numbers that they make, sizes and cases that tests of layers in low precision share."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import low_precision_oracle as oracle
@@ -9,8 +10,8 @@ import torch
 from grouped_cases import BUFFERS, DTYPES, Case, Sizes, assert_same_bits, make_inputs, make_linear
 from row_ranges import whole_groups
 
-from symmoe import GroupedMLP, ScaledSwiGLU
-from symmoe.kernels import for_device
+from symmoe import GroupedMLP, MoEConfig, ScaledSwiGLU
+from symmoe.kernels import for_device, twin
 from symmoe.precision import MXFP8, NVFP4, Float8Block
 
 RECIPES = [Float8Block(), Float8Block(power_of_two=True), MXFP8(), NVFP4()]
@@ -99,3 +100,22 @@ CASES = [  # every pair of two options
         zip(DTYPES, BUFFERS, strict=True), (False, True), (False, True), (False, True)
     )
 ]
+
+
+def config_for(num_ranks: int, **options) -> MoEConfig:
+    return MoEConfig(
+        hidden=64, ffn=32, num_experts=2 * num_ranks, top_k=2, **{"schedule": "always-overlapped", **options}
+    )
+
+
+def count_calls(monkeypatch, *names: str) -> dict[str, int]:
+    """How often the kernels of these names are called from now on."""
+    counts = dict.fromkeys(names, 0)
+
+    def counted(name: str, call, *args, **options):
+        counts[name] += 1
+        return call(*args, **options)
+
+    for name in names:
+        monkeypatch.setattr(twin, name, partial(counted, name, getattr(twin, name)))
+    return counts

@@ -42,24 +42,24 @@ def check_parts():
 
 
 def results(module, x, weight, d_logits):
-    """Of all three, over memory that holds NaN."""
+    """logits, dx, d_weight, over memory that holds NaN."""
     logits, dx, d_weight = d_logits * torch.nan, x * torch.nan, weight * torch.nan
     module.router_gemm(x, weight, logits)
     module.router_gemm_grads(d_logits, x, weight, dx, d_weight)
-    return {"logits": logits, "dx": dx, "d_weight": d_weight}
+    return logits, dx, d_weight
+
+
+def products(x, weight, d_logits):
+    return x @ weight.t(), d_logits @ weight, d_logits.t() @ x
 
 
 def check_products(num_tokens, num_experts, width, *, exact):
     x = numbers(num_tokens, width, exact=exact).bfloat16()
-    weight, d_logits = numbers(num_experts, width, exact=exact), numbers(num_tokens, num_experts, exact=exact)
-    exact_sums = {
-        "logits": (x.double() @ weight.double().t(), x.double().abs() @ weight.double().abs().t()),
-        "dx": (d_logits.double() @ weight.double(), d_logits.double().abs() @ weight.double().abs()),
-        "d_weight": (d_logits.double().t() @ x.double(), d_logits.double().abs().t() @ x.double().abs()),
-    }
+    given = x, numbers(num_experts, width, exact=exact), numbers(num_tokens, num_experts, exact=exact)
+    sums, magnitudes = products(*(each.double() for each in given)), products(*(each.double().abs() for each in given))
     for module in (gpu, twin):
-        for name, result in results(module, x, weight, d_logits).items():
-            wanted, magnitude = exact_sums[name]
+        found = results(module, *given)
+        for name, result, wanted, magnitude in zip(("logits", "dx", "d_weight"), found, sums, magnitudes, strict=True):
             if exact and name != "dx":
                 assert torch.equal(result.double(), wanted), (module.__name__, name)
             # dx is cut off to bf16 by the interpreter.

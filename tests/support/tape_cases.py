@@ -13,6 +13,7 @@ from symmoe.grouped.mlp import GroupedMLP
 
 H, I, E, K, T = 16, 24, 8, 3, 200
 CPU = torch.device("cpu")
+LARGE = {"hidden": 512, "ffn": 256, "dtype": torch.bfloat16}  # kernels for Hopper take these
 
 
 @contextmanager

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from cluster import Cluster, on_ranks, run_on
+from heap_calls import outcome
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import register_pytree_node
@@ -93,7 +94,7 @@ def test_ddp_that_cannot_be_captured(rank: int, num_ranks: int, heap: SymmetricH
     with pytest.raises(ArgumentError, match=r"find_unused_parameters \(True\)"):
         symmoe.capture_step(step, ddp)
     ddp.find_unused_parameters = False
-    captured = cases.captured_on_host(ddp, num_eager=1)
+    captured = cases.capture(ddp, num_eager=1)
     cuda = dict.fromkeys(("is_available", "current_stream", "default_stream"), lambda: True)
     with mock.patch.multiple(torch.cuda, **cuda), mock.patch.object(captured_wrappers, "may_redirect_streams", False):
         captured(batch, scale=1.0)
@@ -123,9 +124,9 @@ def train(
             y.square().sum().backward()
             return y
 
-        captured: CapturedStep = symmoe.capture_step(step, model, room=room or 1.0, num_eager=2)
-        if room is not None:
-            captured.make_graph = lambda function, heaps: cases.HostGraph(model, [], function, heaps)
+        captured = (
+            symmoe.capture_step(step, model) if room is None else cases.capture(model, step, room=room, num_eager=2)
+        )
         for number in range(10):
             slots = torch.arange(2 * num_tokens).view(-1, 2)
             ids = (slots + number) % num_experts
@@ -184,7 +185,7 @@ def test_on_cpus_every_call_is_eager(model):
 
 
 def test_inputs_of_other_shapes_are_captured_apart(model):
-    captured = cases.captured_on_host(model, num_eager=1)
+    captured = cases.capture(model, num_eager=1)
     for num_tokens in (5, 5, 9, 9, 5, 9):
         captured([torch.ones(num_tokens, cases.H)], scale=1.0)
     assert captured.num_captures == 2
@@ -195,7 +196,7 @@ def test_inputs_of_other_shapes_are_captured_apart(model):
 
 
 def test_a_step_that_is_watched_is_captured_apart(model):
-    captured = cases.captured_on_host(model, num_eager=1)
+    captured = cases.capture(model, num_eager=1)
     batch, num_captures = [torch.ones(5, cases.H)], []
     for watches in (False, True, False):
         with contextlib.closing(symmoe.MetricsLogger(model)) if watches else nullcontext():
@@ -216,8 +217,7 @@ def test_numbers_out_of_range(options, text):
 
 def test_a_layer_that_was_not_called_before(model):
     switch = []
-    captured: CapturedStep = symmoe.capture_step(lambda x: model(x)[0].sum() if switch else x.sum(), model, num_eager=1)
-    captured.make_graph = lambda function, heaps: cases.HostGraph(model, captured.modules.states(), function, heaps)
+    captured = cases.capture(model, lambda x: model(x)[0].sum() if switch else x.sum(), num_eager=1)
     captured(torch.ones(3, cases.H))
     switch.append(True)
     with pytest.raises(ArgumentError, match="calls a layer that earlier calls did not"):
@@ -226,7 +226,7 @@ def test_a_layer_that_was_not_called_before(model):
 
 
 def test_nothing_is_replayed_on_a_heap_on_which_nothing_works(model):
-    captured = cases.captured_on_host(model, num_eager=1)
+    captured = cases.capture(model, num_eager=1)
     for _ in range(2):
         captured([torch.ones(3, cases.H)], scale=1.0)
     model.layers[0].heap.abort("enough")
@@ -301,9 +301,7 @@ BATCHES: dict[str, tuple[Callable[..., Any], Callable[[Any], tuple[torch.Tensor,
 def captured_linear(step: Callable[..., Any], **options) -> tuple[CapturedStep, nn.Linear]:
     """A captured step of `step(linear, *arguments)`, with a stand-in for its graph."""
     linear = nn.Linear(2, 2)
-    captured: CapturedStep = symmoe.capture_step(lambda batch: step(linear, batch), linear, num_eager=1, **options)
-    captured.make_graph = lambda function, heaps: cases.HostGraph(linear, [], function, heaps)
-    return captured, linear
+    return cases.capture(linear, lambda batch: step(linear, batch), num_eager=1, **options), linear
 
 
 @pytest.mark.parametrize("kind", BATCHES)
@@ -443,7 +441,7 @@ def test_modes_that_take_turns_are_captured_once():
 
 def test_memory_that_moves_after_an_error(model):
     """Then no heap knows how many rows calls need: the step is not captured before eager calls have said so."""
-    captured = cases.captured_on_host(model, num_eager=1)
+    captured = cases.capture(model, num_eager=1)
     for batch in ([torch.ones(3, cases.H)], [torch.ones(3, cases.H)], [torch.ones(3, cases.H), {1}]):
         with pytest.raises(ArgumentError, match="set") if len(batch) == 2 else nullcontext():
             captured(batch, scale=1.0)
@@ -454,7 +452,7 @@ def test_memory_that_moves_after_an_error(model):
 
 
 def test_options_set_later_that_could_not_be_taken_back_are_refused(model):
-    captured = cases.captured_on_host(model, num_eager=1)
+    captured = cases.capture(model, num_eager=1)
     for _ in range(2):
         captured([torch.ones(3, cases.H)], scale=1.0)
     model.layers[0].experts.fc1.delay_wgrad = True
@@ -470,16 +468,13 @@ def test_what_one_rank_refuses_all_do(rank: int, num_ranks: int, culprits: tuple
     found = []
     with open_heap("cpu", num_bytes=16 << 20, timeout_s=20.0) as heap:
         model = cases.Model(heap)
-        captured = cases.captured_on_host(model, num_eager=2)
+        captured = cases.capture(model, num_eager=2)
         for number in range(6):
             batch: Any = [torch.ones(5, cases.H)]
             if number in (1, 4) and rank in culprits:
                 batch = [torch.ones(5, cases.H), {1}]
-            try:
-                captured(batch, scale=1.0)
-                found.append("")
-            except ArgumentError as error:
-                found.append(str(error).split(": ")[-2])
+            error, text = outcome(captured, batch, scale=1.0)
+            found.append((error, *text.split(": ")[-2:-1]))
         captured.close()
-    text = "batch[1] (set) cannot be captured"
-    assert found == ["", text, "", "", text, ""]
+    refused = "ArgumentError", "batch[1] (set) cannot be captured"
+    assert found == [("",), refused, ("",), ("",), refused, ("",)]
