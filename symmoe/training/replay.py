@@ -49,7 +49,7 @@ def record_routing(model: nn.Module) -> Iterator[Routing]:
     def keep(name: str, report: RoutingReport) -> None:
         if name in routing:
             raise ArgumentError(f"layer {name!r} is called twice; record one forward, and no backward")
-        routing[name] = report.chosen_idx.int()
+        routing[name] = report.chosen_idx.to(torch.int32, copy=True)  # the caller may write into ids
 
     with ExitStack() as added:
         for name, (_, listeners) in layers.items():

@@ -94,6 +94,11 @@ def test_a_replayed_forward_is_the_recorded_one(heap: SymmetricHeap, options: di
     assert torch.equal(got, want)
     torch.testing.assert_close(model.gradients(), wanted, rtol=1e-5, atol=1e-6)
     assert torch.equal(model(tokens()), want)  # the hooks are gone
+    ids = routing["layers.0"].clone()
+    with record_routing(model.layers[0]) as again:
+        model.layers[0](tokens(), topk_idx=ids)
+    ids.zero_()  # a buffer of the caller's
+    assert torch.equal(again[""], routing["layers.0"])
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0), None], ids=str)
