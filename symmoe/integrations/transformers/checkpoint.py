@@ -182,7 +182,7 @@ def _write(partial: Path, layout: Layout, pieces: Iterable[Piece]) -> None:
 
 def _publish(partial: Path, folder: Path) -> None:
     """Gives the files of `partial` their names in `folder`, in the place of the checkpoint that is there."""
-    if not folder.exists():
+    if not folder.exists() or not any(folder.iterdir()):  # a rename replaces an empty one
         partial.rename(folder)
         sync(folder.parent)
         return
