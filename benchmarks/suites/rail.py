@@ -39,7 +39,10 @@ class Exchange:
 
     def move(self) -> None:
         """The exchange."""
-        nodes_of(self._heap).exchange([*enumerate(self._sends)], [*enumerate(self._received)], PHASE)
+        nodes = nodes_of(self._heap)
+        nodes.meet(PHASE)
+        with nodes.moving([*enumerate(self._sends)], [*enumerate(self._received)]):
+            pass
 
     def verify(self) -> float:
         """0 if what has come is what was sent, else 1."""

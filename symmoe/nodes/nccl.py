@@ -247,11 +247,13 @@ def connect_together(
     deadline = time.monotonic() + timeout_s
     thread.start()
     try:
-        while thread.is_alive():
+        has_ended = False
+        while not has_ended:
             thread.join(_CONNECT_POLL_S)
+            has_ended = not thread.is_alive()  # before the look into the store, where it says what has failed
             if store.check([_FAILED]):
                 raise BackendUnavailable(store.get(_FAILED).decode())
-            if thread.is_alive() and time.monotonic() > deadline:
+            if not has_ended and time.monotonic() > deadline:
                 raise BackendUnavailable(f"NCCL has not connected the nodes within {timeout_s:g} s{_HINT}")
     finally:
         is_given_up.set()

@@ -388,7 +388,7 @@ class SymmetricHeap(HeapParts):
             self.synchronize()
             self.barrier(control.PHASE_SUSPEND)
             self.synchronize()
-            self._kept = suspension.give_back(self)
+            suspension.give_back(self)
 
     def resume(self) -> None:
         """Brings the memory back at the same addresses, full of zeros: graphs, tapes and what plans know of earlier
@@ -403,7 +403,7 @@ class SymmetricHeap(HeapParts):
         """
         if self._access.is_suspended:
             with self._access.even_suspended():
-                suspension.bring_back(self, self._kept)
+                suspension.bring_back(self)
         self.check()
 
     def close(self) -> None:

@@ -449,6 +449,8 @@ def _make_payload(
         try:
             made.append(GlooRail(*at, **options) if library is None else NcclRail(library, *at, **options))
         except RuntimeError as error:
+            if library is not None:
+                raise  # an error of CUDA's
             reason = str(error).split("\n", 1)[0]
             text = f"rank {topology.rank} on node {topology.node} does not connect to its rail, ranks {topology.rail}"
             raise BackendUnavailable(f"{text}: {reason}; {_HINT}") from error

@@ -38,6 +38,8 @@ class HeapParts:
     Attributes: as in SymmetricHeap, and the right to use it, what holds the memory and frees it, and one of
     tapes.MODES."""
 
+    _kept: torch.Tensor  # the control block, while there are no arenas
+
     def __init__(
         self,
         group: dist.ProcessGroup | None,

@@ -6,8 +6,6 @@ two: Access sees to it. Where ranks have no arenas to meet in, they meet over th
 
 from __future__ import annotations
 
-import torch
-
 from symmoe.errors import ArgumentError, BackendUnavailable, HeapPoisoned, SymmoeError
 from symmoe.kernels.control import PHASE_SUSPEND
 from symmoe.symm_mem.start import HeapParts
@@ -28,17 +26,15 @@ def _problem(heap: HeapParts) -> SymmoeError | None:
     return BackendUnavailable(f"suspend: {missing}") if missing else None
 
 
-def give_back(heap: HeapParts) -> torch.Tensor:
-    """Frees the arenas, after the last call of all ranks; if a rank cannot, all go on. Collective. Returns what
-    :func:`bring_back` needs."""
+def give_back(heap: HeapParts) -> None:
+    """Frees the arenas, after the last call of all ranks; if a rank cannot, all go on. Collective."""
     group, is_agreed = heap.bootstrap.within(heap.waits.timeout_s, PHASE_SUSPEND), False
     heap._access.is_open = False  # no thread makes a lease any more
     try:
         group.agree(_problem(heap))  # then what peers had launched is done, too
         is_agreed = True
-        kept = heap.peers.control_block.to("cpu", copy=True)
+        heap._kept = heap.peers.control_block.to("cpu", copy=True)
         group.attempt(heap._arenas.suspend)
-        return kept
     except BaseException as error:
         heap._access.is_open = not is_agreed
         if is_agreed or not isinstance(error, (ArgumentError, BackendUnavailable)):
@@ -46,12 +42,12 @@ def give_back(heap: HeapParts) -> torch.Tensor:
         raise
 
 
-def bring_back(heap: HeapParts, kept: torch.Tensor) -> None:
+def bring_back(heap: HeapParts) -> None:
     """Makes the arenas what they were, without the rows. Collective."""
     group, poison = heap.bootstrap.within(heap.waits.timeout_s, PHASE_SUSPEND), heap.faults.poison
     group.agree(None if poison is None else HeapPoisoned(f"an earlier call failed: {poison}"))
     heap._arenas.resume(group)
-    heap.peers.control_block.copy_(kept)
+    heap.peers.control_block.copy_(heap._kept)
     heap.streams.synchronize()
     group.barrier()  # nobody may signal into a block that is not written yet
     heap._access.is_open = True

@@ -209,8 +209,8 @@ class _Timer:
 
     def before(self, layer: nn.Module, _args: tuple[Any, ...]) -> None:
         """Hook before the layer's forward."""
+        self._forward, self._heap.trip_timer = ExitStack(), None  # new: the last forward may have raised
         if _counts(layer.training):
-            self._forward = ExitStack()  # a new one: the last forward may have raised
             self._forward.enter_context(self.trip("forward"))
             self._forward.callback(setattr, self._heap, "trip_timer", None)
             self._heap.trip_timer = self.trip

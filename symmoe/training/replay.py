@@ -81,7 +81,7 @@ def replay_routing(
             a choice; or a layer has not taken it: a model that torch.compile has compiled before takes no notice.
     """
     layers = _routed_layers(model)
-    given: Sequence[Mapping[str, torch.Tensor]] = [routing] if isinstance(routing, Mapping) else routing
+    given: Sequence[Mapping[str, torch.Tensor]] = [routing] if isinstance(routing, Mapping) else list(routing)
     if not all(isinstance(one, Mapping) for one in given):
         _fail_for(ArgumentError(f"routing ({type(routing).__name__}) must be of dicts, see routing_from_array"), layers)
     each = [{name: _signed(ids) for name, ids in one.items()} for one in given]
@@ -209,7 +209,10 @@ def _signed(ids: _Array) -> torch.Tensor:
 
 
 def _fail_for(problem: ArgumentError | None, layers: _Layers) -> None:
-    next(iter(layers.values()))[1].heap.fail_for(problem, control.PHASE_PLAN)
+    if problem is not None:
+        for _, listeners in layers.values():
+            listeners.heap.fail_for(problem, control.PHASE_PLAN)
+        raise problem  # there is no layer
 
 
 def _problem(layers: _Layers, routing: Mapping[str, torch.Tensor]) -> ArgumentError | None:
@@ -244,7 +247,8 @@ def _choose(
 
     def give(name: str, module: MoELayer, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if kwargs.get("probs") is not None:
-            _fail_for(ArgumentError(f"layer {name!r} is called with probs, which are of another choice"), layers)
+            text = f"layer {name!r} is called with probs, which are of another choice"
+            module.heap.fail_for(ArgumentError(text), control.PHASE_PLAN)
         num_tokens = math.prod((args[0] if args else kwargs["x"]).shape[:-1])
         return args, {**kwargs, "topk_idx": choose(name, num_tokens, module.config.top_k)}
 

@@ -220,6 +220,7 @@ class Modules:
         if self._num_replaced == 2:
             known = set(map(id, self._entries))
             names = [key for d in (*self._full, *self._empty) for key, value in d.items() if id(value) not in known]
+            names = names or ["listeners"]
             raise ArgumentError(f"the step replaces {names} of modules in every call, which a replay would not")
         own = [pair for pair, value in zip(watched, before, strict=True) if not _is_same(value, pair[0].get(pair[1]))]
         if own:

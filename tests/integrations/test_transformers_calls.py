@@ -256,6 +256,11 @@ def test_hash_layers_are_left_out(heap):
         assert routing.keys() == {"model.layers.1.mlp.experts"}
     assert all(torch.equal(ids, given[name]) for name, ids in routing.items())
     assert not torch.allclose(*outputs, atol=1e-3)
+    stage = model.model.layers[0]  # of a pipeline, with no layer of which a router chooses
+    with symmoe.record_routing(stage) as routing, symmoe.replay_routing(stage, {}):
+        assert routing == {}
+    with pytest.raises(ArgumentError, match="the model has 0"):
+        symmoe.routing_from_array(stage, torch.zeros(18, 1, 2, dtype=torch.int32))
 
 
 def test_no_tokens_are_given_experts(heap):

@@ -170,6 +170,7 @@ def test_errors_of_one_rank(rank: int, num_ranks: int) -> None:
         patch.undo()
         heap.resume()
         assert round_trip(heap)
+    with SymmetricHeap(num_bytes=8 << 20, backend="host") as heap, pytest.MonkeyPatch.context() as patch:
         patch.setattr(heap._arenas, "suspend", lambda: 1 / (1 - rank))
         assert outcome(heap.suspend) == ("BackendUnavailable", "on rank 1: ZeroDivisionError: division by zero")
         assert [outcome(call)[0] for call in (heap.suspend, heap.resume)] == ["HeapSuspended", "HeapPoisoned"]

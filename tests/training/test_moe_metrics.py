@@ -93,8 +93,14 @@ def test_records_are_what_happened(rank, num_ranks, findings: Findings, order: s
         for name, record in records.items():
             loads = [numbers[f"moe/{name}/tokens_per_expert/{expert}"] for expert in range(EXPERTS)]
             findings.equal("of an expert", loads, list(record.tokens_per_expert))
-        findings.equal("the next step", [r.num_calls for r in logger.step(18)], [0, 0])
-        heap.trip_timer = logger._layers[0].timer.trip  # as after a forward that has raised
+        with pytest.raises(ArgumentError):
+            model.train()(batch(rank, 0)[..., 1:])
+        with torch.no_grad():
+            model.eval()(batch(rank, 0))
+        next_step = [(its.num_calls, its.forward_s, its.dispatch_s) for its in logger.step(18)]
+        findings.equal("the next step", next_step, [(0, 0.0, 0.0)] * 2)
+        with pytest.raises(ArgumentError):
+            model.train()(batch(rank, 0)[..., 1:])
         logger.close()
         findings.check(heap.trip_timer is None, "the heap still has the timer")
         model.train()(batch(rank, 0))

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 MAX_SHARD_BYTES = 5_000_000_000  # of a new file
+_COPY_BYTES = 16 << 20
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 
 
@@ -165,7 +166,8 @@ def _lay_out(partial: Path, layout: Layout, pieces: Iterable[Piece], model: PreT
         with (like / stored.file).open("rb") as source, (partial / stored.file).open("r+b") as target:
             source.seek(stored.start)
             target.seek(stored.start)
-            target.write(source.read(stored.num_bytes))
+            for start in range(0, stored.num_bytes, _COPY_BYTES):
+                target.write(source.read(min(_COPY_BYTES, stored.num_bytes - start)))
 
 
 def _write(partial: Path, layout: Layout, pieces: Iterable[Piece]) -> None:
