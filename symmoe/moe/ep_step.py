@@ -103,7 +103,8 @@ def run_experts(
         problem = linears[0].held_problem() or linears[1].held_problem()
         if plan.num_places:
             problem = problem or replicas_problem(experts)
-        problem = problem or e4m3_problem(form.precision, x.device)
+        if form.precision is not None:
+            problem = problem or e4m3_problem(form.precision, x.device)
         if travels != "none":
             problem = problem or wire_problem(form.precision)
         heap.fail_for(problem, phase)

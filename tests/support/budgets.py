@@ -14,14 +14,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 BUDGETS: dict[str, tuple[int, int]] = {
     # lines of .py files, of docs those of .md files
-    "symmoe": (36_000, 38_354),
+    "symmoe": (36_000, 38_355),
     "tests": (42_000, 51_438),
     "docs": (4_000, 0),
     "kernels + tape": (15_000, 0),
     "symm_mem + nodes": (3_900, 4_688),
     "checks + precision": (1_200, 1_237),
     "dispatch + combine": (1_500, 0),
-    "grouped + moe + training": (6_900, 7_972),
+    "grouped + moe + training": (6_900, 7_973),
     "checkpoint + integrations": (3_500, 4_366),
     "tools + timeline": (2_700, 0),
     # the fullest of all
