@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from suites.cases import SKEWS, Case, names_of, shapes_of
+from suites.cases import SKEWS, Case, names_of, run_program, shapes_of
 from suites.figures import of_choice
 from suites.gemm import bench_gemm
 from suites.grouped import bench_grouped
@@ -64,12 +64,7 @@ SUITES = {
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser)
-    try:
-        run(parser.parse_args(arguments))
-    except ArgumentError as error:
-        parser.error(str(error))
+    run_program(__doc__, add_arguments, run, arguments)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -20,6 +20,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 import torch
+from suites.cases import run_program
 
 from symmoe.errors import ArgumentError
 from symmoe.moe.config import MoEConfig
@@ -45,12 +46,7 @@ _GEMMS = {"forward": "FC2", "backward": "FC1 dgrad"}  # one kernel, of experts w
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser)
-    try:
-        run(parser.parse_args(arguments))
-    except ArgumentError as error:
-        parser.error(str(error))
+    run_program(__doc__, add_arguments, run, arguments)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

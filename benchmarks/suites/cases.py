@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
@@ -73,3 +73,18 @@ def choose_experts(case: Case, generator: torch.Generator) -> torch.Tensor:
     uniform = torch.rand(case.num_tokens, num_experts, generator=generator).clamp_(1e-30, 1 - 2**-24)
     keys = log_popularity - torch.log(-torch.log(uniform))
     return keys.topk(case.shape.top_k, dim=1).indices
+
+
+def run_program(
+    description: str | None,
+    add_arguments: Callable[[argparse.ArgumentParser], None],
+    run: Callable[[argparse.Namespace], None],
+    arguments: list[str] | None,
+) -> None:
+    """Parses the arguments (None: those of the process) and runs; what an ArgumentError says is a usage error."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    try:
+        run(parser.parse_args(arguments))
+    except ArgumentError as error:
+        parser.error(str(error))

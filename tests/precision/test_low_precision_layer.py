@@ -50,7 +50,7 @@ def wired(*cases):
 @on_ranks(cpu=(1, 2), cuda=(1, 2, 4), marks=ON_GPUS)
 @run_on()
 def test_all_ways_give_the_same_bits(rank: int, num_ranks: int, findings: Findings, device: str, recipe):
-    """The same bits in all of them, near the oracle; what travels quantised changes weight gradients alone."""
+    """The same bits in all of them, near the oracle; what travels quantised changes only weight gradients."""
     element, dtype = recipe.row_format.element, torch.bfloat16
     num_experts, num_tokens = 2 * num_ranks, RANK_TO_TOKENS[rank]
     generator = torch.Generator().manual_seed(rank)

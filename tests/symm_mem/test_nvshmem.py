@@ -22,7 +22,7 @@ from symmoe.symm_mem import nvshmem_backend
 from symmoe.symm_mem.bootstrap import Bootstrap
 
 NUM_BYTES = 1 << 20
-ALONE = Topology(0, ((0,),))
+ONE_RANK = Topology(0, ((0,),))
 
 
 class FakeNvshmem:
@@ -109,7 +109,7 @@ def test_nvshmem_starts_privately(fake: FakeNvshmem, num_machines: int):
     fake.has_peer_access, fake.num_machines = False, num_machines
     more = ", here between 2 machines of one" if num_machines == 2 else "$"
     with pytest.raises(BackendUnavailable, match=rf"no direct address for ranks \[0\]: peer access is needed{more}"):
-        nvshmem_backend.NvshmemBackend(Bootstrap(None), ALONE, len(fake.memory))
+        nvshmem_backend.NvshmemBackend(Bootstrap(None), ONE_RANK, len(fake.memory))
     assert fake.umasks == {"init": 0o077, "malloc": 0o077}
     assert fake.environment["NVSHMEM_REMOTE_TRANSPORT"] == "none"
     on_one_machine = {"NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "lo", "NVSHMEM_DISABLE_MNNVL": "1"}
@@ -158,7 +158,7 @@ def test_gpus_of_two_ranks(rank: int, num_ranks: int) -> None:
 def test_the_arena_of_nvshmem_is_zeroed_before_it_is_freed(fake: FakeNvshmem, monkeypatch, how: str):
     waits = []
     monkeypatch.setattr(nvshmem_backend.torch.cuda, "synchronize", lambda device: waits.append(list(fake.calls)))
-    backend = nvshmem_backend.NvshmemBackend(Bootstrap(None), ALONE, 5000)
+    backend = nvshmem_backend.NvshmemBackend(Bootstrap(None), ONE_RANK, 5000)
     arena = backend.arenas[0]()
     assert (arena.device, arena.shape) == (torch.device("cpu"), (5000,))
     arena.fill_(7)
@@ -205,7 +205,7 @@ def test_nvshmem_at_own_addresses(fake: FakeNvshmem, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(driver, "library", lambda: cuda)
     monkeypatch.setattr(nvshmem_backend.torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(nvshmem_backend, "preflight", lambda num_bytes: "" if num_bytes == size else "another size")
-    backend = nvshmem_backend.NvshmemBackend(Bootstrap(None), ALONE, len(fake.memory))
+    backend = nvshmem_backend.NvshmemBackend(Bootstrap(None), ONE_RANK, len(fake.memory))
     mapped = []
     for at, piece, length in ((own, start, 2000), (own + 2000, start + 2000, size - 2000)):
         mapped += [("cuMemRetainAllocationHandle", piece + 1, piece), ("cuMemMap", at, length, 0, piece + 1, 0)]
@@ -230,7 +230,7 @@ def test_nvshmem_at_own_addresses(fake: FakeNvshmem, monkeypatch: pytest.MonkeyP
     backend.close()
     assert fake.calls[-3:] == ["free", "finalize", ("cuMemAddressFree", own, size)]
     cuda.fails, cuda.cuGetErrorName = "cuMemMap", lambda *_: 0
-    backend = nvshmem_backend.NvshmemBackend(Bootstrap(None), ALONE, len(fake.memory))
+    backend = nvshmem_backend.NvshmemBackend(Bootstrap(None), ONE_RANK, len(fake.memory))
     assert backend.bases == [fake.address]
     assert backend.suspend_problem.startswith("NVSHMEM's memory cannot be mapped again: cuMemMap returned 1")
 

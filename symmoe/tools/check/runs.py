@@ -85,7 +85,7 @@ def _step(job: Job, ranks: Ranks, heap: SymmetricHeap, dtype: str) -> Iterator[t
     yield ACTIVATION, outputs
     gradients, experts = _gradients(trains), _experts(model)
     if ranks.num_ranks == 1 and not any(its.any() for its in gradients.values()):
-        raise ArgumentError("backward has left no parameter a gradient, or zeros alone: there is nothing to compare")
+        raise ArgumentError("backward has left no parameter a gradient, or only zeros: there is nothing to compare")
     yield GRADIENT, gradients
     # Less than the norm of all gradients: half of that of the first that all ranks have.
     norms = (gradients[name].float().norm().item() for name, its in trains.items() if id(its) not in experts)
