@@ -57,6 +57,7 @@ train: setup
 lint: $(DEVELOPS)
 	$(PY) tests/support/budgets.py
 	$(PY) -m ruff check symmoe tests examples benchmarks docs
+	$(PY) -m ruff format --check symmoe tests examples benchmarks docs README.md
 	$(PY) -m mypy
 
 # A file is of one worker, which starts its processes once; files come in the order of tests/conftest.py.

@@ -24,16 +24,31 @@ from symmoe.tools.timing import times_in_a_row_ms
 BALANCES = ("none", "replicas")
 
 
-def bench(shape: Shape, heap: SymmetricHeap, ranks: Ranks, options: argparse.Namespace) -> list[Record]:
+def bench(
+    shape: Shape, heap: SymmetricHeap, ranks: Ranks, options: argparse.Namespace
+) -> list[Record]:
     """Records of one layer: its steps with each load, with and without replicas. Collective."""
     generator = torch.Generator().manual_seed(ranks.rank)
-    num_tokens, hidden, num_experts, top_k = options.tokens, shape.hidden, shape.num_experts, shape.top_k
-    config = {"hidden": hidden, "ffn": shape.ffn, "num_experts": num_experts, "top_k": top_k, "router": "none"}
+    num_tokens, hidden, num_experts, top_k = (
+        options.tokens,
+        shape.hidden,
+        shape.num_experts,
+        shape.top_k,
+    )
+    config = {
+        "hidden": hidden,
+        "ffn": shape.ffn,
+        "num_experts": num_experts,
+        "top_k": top_k,
+        "router": "none",
+    }
     layers = {}
     for balance in BALANCES:
         torch.manual_seed(ranks.rank)
         more = {"replica_places": options.places} if balance == "replicas" else {}
-        layers[balance] = MoELayer(MoEConfig(**config, balance=balance, **more), heap, dtype=torch.bfloat16)
+        layers[balance] = MoELayer(
+            MoEConfig(**config, balance=balance, **more), heap, dtype=torch.bfloat16
+        )
     x, dy = torch.randn(2, num_tokens, hidden, generator=generator).bfloat16().to(heap.device)
     probs = torch.rand(num_tokens, top_k, generator=generator).to(heap.device).requires_grad_()
     x.requires_grad_()
@@ -42,19 +57,36 @@ def bench(shape: Shape, heap: SymmetricHeap, ranks: Ranks, options: argparse.Nam
         heat = torch.ones(num_tokens, num_experts)
         heat[:, :num_hot] = 0
         first = torch.arange(num_hot).expand(num_tokens, num_hot)
-        others = [torch.multinomial(heat, top_k - num_hot, generator=generator)] if num_hot < top_k else []
+        others = (
+            [torch.multinomial(heat, top_k - num_hot, generator=generator)]
+            if num_hot < top_k
+            else []
+        )
         ids = torch.cat([first, *others], 1).int().to(heap.device)
-        rows = torch.from_numpy(ranks.gather(torch.bincount(ids.flatten().cpu(), minlength=num_experts).numpy()).sum(0))
+        rows = torch.from_numpy(
+            ranks.gather(torch.bincount(ids.flatten().cpu(), minlength=num_experts).numpy()).sum(0)
+        )
         of_ranks = rows.view(ranks.num_ranks, -1).sum(1)
         load = float(of_ranks[0] / of_ranks.double().mean())
         steps = {balance: step_of(layer, x, ids, probs, dy) for balance, layer in layers.items()}
         times = times_in_a_row_ms(steps, ranks, options.repetitions)
         for balance, taken in times.items():
-            found = {"preset": shape.name, "ep": ranks.num_ranks, "tokens": num_tokens, "direction": "step"}
-            peaks = ranks.gather(np.array(peak_bytes(steps[balance], heap)))[0]  # of the busiest rank
+            found = {
+                "preset": shape.name,
+                "ep": ranks.num_ranks,
+                "tokens": num_tokens,
+                "direction": "step",
+            }
+            peaks = ranks.gather(np.array(peak_bytes(steps[balance], heap)))[
+                0
+            ]  # of the busiest rank
             more = {"load": round(load, 3), "places": options.places}
             more |= {"peak_ordinary_bytes": int(peaks[0]), "peak_heap_bytes": int(peaks[1])}
-            records.append(new_record(taken, suite="balance", variant=balance, skew=f"{load:.2f}", **found, **more))
+            records.append(
+                new_record(
+                    taken, suite="balance", variant=balance, skew=f"{load:.2f}", **found, **more
+                )
+            )
     return records
 
 
@@ -85,10 +117,14 @@ def peak_bytes(step: Callable[[], None], heap: SymmetricHeap) -> tuple[int, int]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add_shape_arguments(parser)
     parser.add_argument("--tokens", type=int, default=8192, help="of a rank (%(default)s)")
-    parser.add_argument("--places", type=int, default=4, help="of a rank, for replicas (%(default)s)")
+    parser.add_argument(
+        "--places", type=int, default=4, help="of a rank, for replicas (%(default)s)"
+    )
     parser.add_argument("--repetitions", type=int, default=5, help="of every variant (%(default)s)")
     parser.add_argument("--heap-gib", type=float, default=16.0, help="(%(default)s)")
     parser.add_argument("--json", metavar="FILE", help="write the records to FILE")
@@ -96,7 +132,11 @@ def main() -> None:
     with join() as ranks:
         about = measured_on(ranks)
         with SymmetricHeap(num_bytes=int(options.heap_gib * 2**30)) as heap:
-            records = [one | about for shape in shapes_of(options) for one in bench(shape, heap, ranks, options)]
+            records = [
+                one | about
+                for shape in shapes_of(options)
+                for one in bench(shape, heap, ranks, options)
+            ]
     if ranks.rank == 0:
         show(records, options.json)
 

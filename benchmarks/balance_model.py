@@ -29,15 +29,25 @@ from symmoe.moe.balance import rows_per_rank
 from symmoe.tools.shapes import PRESETS, Shape
 
 RECORD = Path(__file__).parent / "results" / "balance-h200-ep2.json"
-SHAPES = {"qwen3-30b": PRESETS["qwen3-30b"], "deepseek-v3": replace(PRESETS["deepseek-like"], num_experts=256)}
-RECORDED = {"qwen3-30b": "qwen3-30b", "deepseek-v3": "deepseek-like"}  # a quarter of the experts, of the same size
+SHAPES = {
+    "qwen3-30b": PRESETS["qwen3-30b"],
+    "deepseek-v3": replace(PRESETS["deepseek-like"], num_experts=256),
+}
+RECORDED = {
+    "qwen3-30b": "qwen3-30b",
+    "deepseek-v3": "deepseek-like",
+}  # a quarter of the experts, of the same size
 TOKENS, SLACK, ITEM_BYTES, NUM_ORDERS = 8192, 50, 2, 5
 
 
 def popularity(shape: Shape, exponent: float) -> np.ndarray:
     """Share of the tokens that choose each expert [E], the most popular one first: of 64 Ki tokens."""
     generator = torch.Generator().manual_seed(1)
-    noise = -torch.log(-torch.log(torch.rand(1 << 16, shape.num_experts, generator=generator).clamp(1e-30, 1 - 2**-24)))
+    noise = -torch.log(
+        -torch.log(
+            torch.rand(1 << 16, shape.num_experts, generator=generator).clamp(1e-30, 1 - 2**-24)
+        )
+    )
     keys = noise - exponent * torch.arange(1, shape.num_experts + 1).log()
     chosen = keys.topk(shape.top_k, dim=1).indices.flatten()
     return torch.bincount(chosen, minlength=shape.num_experts).numpy() / len(noise)
@@ -60,7 +70,11 @@ def place(counts: np.ndarray, num_places: int) -> tuple[float, float, int]:
     used = plan.place_to_expert[plan.place_to_expert >= 0].numpy()
     sent = np.bincount(used // (num_experts // num_ranks), minlength=num_ranks)
     taken = (plan.place_to_expert >= 0).sum(1).numpy()
-    return before.max() / before.mean(), after.max() / before.mean(), int(np.maximum(sent, taken).max())
+    return (
+        before.max() / before.mean(),
+        after.max() / before.mean(),
+        int(np.maximum(sent, taken).max()),
+    )
 
 
 def replica_gb(shape: Shape) -> float:
@@ -70,7 +84,11 @@ def replica_gb(shape: Shape) -> float:
 
 def fit(name: str) -> dict[str, float]:
     """base, slope, cost (ms) and rate (GB/s) of a shape."""
-    rows = [row for row in json.loads(RECORD.read_text(encoding="utf-8")) if row["preset"] == RECORDED[name]]
+    rows = [
+        row
+        for row in json.loads(RECORD.read_text(encoding="utf-8"))
+        if row["preset"] == RECORDED[name]
+    ]
     loads, plain, balanced = (
         np.array([row[field] for row in rows if row["variant"] == variant])
         for field, variant in (("load", "none"), ("ms_median", "none"), ("ms_median", "replicas"))
@@ -82,7 +100,9 @@ def fit(name: str) -> dict[str, float]:
     return {"base": base, "slope": slope, "cost": max(cost, 0.0), "rate": 1e3 / ms_per_gb}
 
 
-def predict(name: str, num_ranks: int, exponent: float, rates: dict[str, float]) -> list[dict[str, object]]:
+def predict(
+    name: str, num_ranks: int, exponent: float, rates: dict[str, float]
+) -> list[dict[str, object]]:
     """Of both layouts and 2 and 4 places."""
     shape, rng, found = SHAPES[name], np.random.default_rng(1), []
     shares = popularity(shape, exponent)
@@ -90,29 +110,59 @@ def predict(name: str, num_ranks: int, exponent: float, rates: dict[str, float])
     orders = [rng.permutation(shape.num_experts) for _ in range(NUM_ORDERS)]
     for where, its in (("random", orders), ("sorted", [np.arange(shape.num_experts)])):
         for num_places in (2, 4):
-            before, after, replicas = np.array([place(counts[:, order], num_places) for order in its]).mean(0)
+            before, after, replicas = np.array(
+                [place(counts[:, order], num_places) for order in its]
+            ).mean(0)
             uniform = rates["base"] + rates["slope"]
             moving = rates["cost"] + 1e3 * replicas * replica_gb(shape) / rates["rate"]
-            times = rates["base"] + rates["slope"] * before, rates["base"] + rates["slope"] * after + moving
-            what = {"model": True, "shape": name, "ep": num_ranks, "zipf": exponent, "experts": where}
-            results = {"load": before, "balanced_load": after, "busiest_rank_replicas": replicas, "uniform_ms": uniform}
+            times = (
+                rates["base"] + rates["slope"] * before,
+                rates["base"] + rates["slope"] * after + moving,
+            )
+            what = {
+                "model": True,
+                "shape": name,
+                "ep": num_ranks,
+                "zipf": exponent,
+                "experts": where,
+            }
+            results = {
+                "load": before,
+                "balanced_load": after,
+                "busiest_rank_replicas": replicas,
+                "uniform_ms": uniform,
+            }
             results |= {"ms": times[0], "balanced_ms": times[1]}
-            found.append(what | {"places": num_places} | {key: round(float(x), 3) for key, x in results.items()})
+            found.append(
+                what
+                | {"places": num_places}
+                | {key: round(float(x), 3) for key, x in results.items()}
+            )
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path, help="write what is predicted to this file")
     options, found = parser.parse_args(), []
     for name in SHAPES:
         rates = fit(name)
         print(f"{name}: {', '.join(f'{key} {value:.3g}' for key, value in rates.items())}")
-        found += [one for r in (8, 64) for s in (0.5, 0.8, 1.0, 1.2) for one in predict(name, r, s, rates)]
+        found += [
+            one for r in (8, 64) for s in (0.5, 0.8, 1.0, 1.2) for one in predict(name, r, s, rates)
+        ]
     for one in found:
-        print("  ".join(f"{key} {value}" for key, value in one.items() if key not in ("model", "uniform_ms")))
+        print(
+            "  ".join(
+                f"{key} {value}" for key, value in one.items() if key not in ("model", "uniform_ms")
+            )
+        )
     if options.json:
-        options.json.write_text("[\n" + ",\n".join(map(json.dumps, found)) + "\n]\n", encoding="utf-8")
+        options.json.write_text(
+            "[\n" + ",\n".join(map(json.dumps, found)) + "\n]\n", encoding="utf-8"
+        )
 
 
 if __name__ == "__main__":

@@ -31,7 +31,12 @@ from suites.records import Record, measured_on, render, save
 from suites.steps import bench_steps, heap_bytes
 from suites.timing import Run
 from suites.trips import bench_combine, bench_dispatch, bench_plan
-from suites.variants import bench_precision, bench_variants, precision_heap_bytes, variants_heap_bytes
+from suites.variants import (
+    bench_precision,
+    bench_variants,
+    precision_heap_bytes,
+    variants_heap_bytes,
+)
 
 from symmoe.errors import ArgumentError
 from symmoe.symm_mem.heap import SymmetricHeap
@@ -49,7 +54,9 @@ class Suite:
 
 SUITES = {
     "steps": Suite(bench_steps),
-    "layer": Suite(functools.partial(bench_layer, more=of_choice), functools.partial(heap_bytes, choices=LAYER)),
+    "layer": Suite(
+        functools.partial(bench_layer, more=of_choice), functools.partial(heap_bytes, choices=LAYER)
+    ),
     "memory": Suite(bench_memory),
     "variants": Suite(bench_variants, variants_heap_bytes),
     "precision": Suite(bench_precision, precision_heap_bytes),
@@ -71,11 +78,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds what :func:`run` reads."""
     parser.add_argument("suites", nargs="*", metavar="SUITE", help=f"{', '.join(SUITES)} (steps)")
     add_shape_arguments(parser, default=next(iter(PRESETS)), what="comma-separated names, or all")
-    parser.add_argument("--tokens", default="8192", help="comma-separated numbers of tokens per rank (8192)")
-    parser.add_argument("--skew", default="uniform", help=f"comma-separated routings: {', '.join(SKEWS)} (uniform)")
-    parser.add_argument("--repetitions", type=int, default=30, help="of each variant (%(default)s; show none of fewer)")
-    parser.add_argument("--heap-gib", type=float, help="GiB of the symmetric heap (what the cases need)")
-    parser.add_argument("--ranks-per-node", type=int, help="cuts machines into virtual nodes, see docs/nodes.md")
+    parser.add_argument(
+        "--tokens", default="8192", help="comma-separated numbers of tokens per rank (8192)"
+    )
+    parser.add_argument(
+        "--skew", default="uniform", help=f"comma-separated routings: {', '.join(SKEWS)} (uniform)"
+    )
+    parser.add_argument(
+        "--repetitions",
+        type=int,
+        default=30,
+        help="of each variant (%(default)s; show none of fewer)",
+    )
+    parser.add_argument(
+        "--heap-gib", type=float, help="GiB of the symmetric heap (what the cases need)"
+    )
+    parser.add_argument(
+        "--ranks-per-node", type=int, help="cuts machines into virtual nodes, see docs/nodes.md"
+    )
     parser.add_argument("--json", metavar="FILE", help="write the records to FILE")
 
 
@@ -85,14 +105,22 @@ def run(args: argparse.Namespace) -> None:
     names = names_of("suite", ",".join(args.suites or ["steps"]), SUITES)
     tokens, skews = args.tokens.split(","), names_of("skew", args.skew, SKEWS)
     if wrong := [text for text in tokens if not text.strip().isdecimal() or int(text) < 1]:
-        raise ArgumentError(f"tokens ({wrong[0]}) must be comma-separated whole numbers of at least 1")
+        raise ArgumentError(
+            f"tokens ({wrong[0]}) must be comma-separated whole numbers of at least 1"
+        )
     shapes = shapes_of(args, next(iter(PRESETS)))
-    cases = [Case(shape, count, skew) for shape in shapes for count in map(int, tokens) for skew in skews]
+    cases = [
+        Case(shape, count, skew) for shape in shapes for count in map(int, tokens) for skew in skews
+    ]
     if args.repetitions < 1:
         raise ArgumentError(f"repetitions ({args.repetitions}) must be greater than 0")
     if args.heap_gib is not None and not 0 < args.heap_gib < 1 << 30:
-        raise ArgumentError(f"heap-gib ({args.heap_gib}) must be greater than 0, and less than 2**30")
-    if args.json and not os.access(os.path.dirname(args.json) or ".", os.W_OK):  # before an hour of measuring
+        raise ArgumentError(
+            f"heap-gib ({args.heap_gib}) must be greater than 0, and less than 2**30"
+        )
+    if args.json and not os.access(
+        os.path.dirname(args.json) or ".", os.W_OK
+    ):  # before an hour of measuring
         raise ArgumentError(f"json ({args.json}) cannot be written: no folder of yours")
     with join() as ranks:
         for shape in shapes:
@@ -101,7 +129,9 @@ def run(args: argparse.Namespace) -> None:
         shown = ("gpu", "driver", "torch", "triton", "nvshmem", "commit")
         _say(ranks, ", ".join(f"{key} {facts[key]}" for key in shown if facts[key]))
         num_bytes = int((args.heap_gib or 0) * 2**30) or max(
-            SUITES[name].heap_bytes(case, ranks.num_ranks, max(routing_of(case, ranks.num_ranks).num_rows))
+            SUITES[name].heap_bytes(
+                case, ranks.num_ranks, max(routing_of(case, ranks.num_ranks).num_rows)
+            )
             for case in cases
             for name in names
         )

@@ -19,7 +19,15 @@ from pathlib import Path
 from suites.records import Record, ratio, render
 
 MAX_DROP = 0.1
-IDENTITY = ("suite", "variant", "preset", "ep", "tokens", "skew", "direction")  # what makes two records the same
+IDENTITY = (
+    "suite",
+    "variant",
+    "preset",
+    "ep",
+    "tokens",
+    "skew",
+    "direction",
+)  # what makes two records the same
 
 
 def load(path: str) -> list[Record]:
@@ -28,7 +36,9 @@ def load(path: str) -> list[Record]:
         records = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         sys.exit(f"cannot read records from {path}: {error}")
-    if not isinstance(records, list) or not all(isinstance(r, dict) and "suite" in r for r in records):
+    if not isinstance(records, list) or not all(
+        isinstance(r, dict) and "suite" in r for r in records
+    ):
         sys.exit(f"{path} does not hold a list of records")
     return records
 
@@ -41,12 +51,20 @@ def compare(records: Sequence[Record], baseline: Sequence[Record]) -> tuple[bool
     now, before = _ratios(records), _ratios(baseline)
     both = [where for where in before if where in now]
     dropped = [where for where in both if now[where] < (1 - MAX_DROP) * before[where]]
-    lines = [f"check: {len(both)} ratios compared, {len(dropped)} dropped by more than {MAX_DROP:.0%}"]
+    lines = [
+        f"check: {len(both)} ratios compared, {len(dropped)} dropped by more than {MAX_DROP:.0%}"
+    ]
     for where in dropped:
         change = now[where] / before[where] - 1
-        lines.append(f"  dropped  {_named(where)}: {before[where]:.3f} -> {now[where]:.3f} ({change:+.1%})")
-    lines += [f"  missing  {_named(where)}: only in the baseline" for where in before if where not in now]
-    lines += [f"  extra    {_named(where)}: not in the baseline" for where in now if where not in before]
+        lines.append(
+            f"  dropped  {_named(where)}: {before[where]:.3f} -> {now[where]:.3f} ({change:+.1%})"
+        )
+    lines += [
+        f"  missing  {_named(where)}: only in the baseline" for where in before if where not in now
+    ]
+    lines += [
+        f"  extra    {_named(where)}: not in the baseline" for where in now if where not in before
+    ]
     if not both:
         lines.append("  nothing could be compared, which counts as a failure")
     return bool(both) and not dropped, "\n".join(lines)
@@ -62,7 +80,9 @@ def _named(where: tuple[object, ...]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("files", nargs="+", metavar="FILE", help="records that --json has written")
     parser.add_argument("--check", metavar="BASELINE.json", help="records to compare with")
     options = parser.parse_args(arguments)

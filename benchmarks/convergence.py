@@ -37,7 +37,9 @@ from suites.machine import machine
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "train_lm.py"
 SMOOTHED_STEPS = 20
 BASELINE = "bf16"
-LOG_LINES = 60  # of a failed run that are shown: torchrun's own report comes last, and is half of them
+LOG_LINES = (
+    60  # of a failed run that are shown: torchrun's own report comes last, and is half of them
+)
 
 Steps = list[dict[str, Any]]  # the metrics of one run
 Curves = dict[str, dict[int, Steps]]  # by way and seed
@@ -92,23 +94,35 @@ class Run:
         self.out.mkdir(parents=True, exist_ok=True)
         note.unlink(missing_ok=True)
         print(f"{self}: {shlex.join(self.command)}", flush=True)
-        threads = {"OMP_NUM_THREADS": "1"} | os.environ  # else every run would want all cores for itself
+        threads = {
+            "OMP_NUM_THREADS": "1"
+        } | os.environ  # else every run would want all cores for itself
         # --standalone finds a free port, so that runs side by side do not meet.
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         with log.open("wb") as file:
             done = subprocess.run(
-                [*launcher, *self.command, "--out", str(self.out)], stdout=file, stderr=subprocess.STDOUT, env=threads
+                [*launcher, *self.command, "--out", str(self.out)],
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=threads,
             )
         if done.returncode:
             lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
             return "\n".join([f"exit code {done.returncode}", *lines[-LOG_LINES:]])
-        shutil.rmtree(self.out / "checkpoints", ignore_errors=True)  # a model and its moments, of every run
-        note.write_text(json.dumps({"command": self.command, "env": env}, indent=1) + "\n", encoding="utf-8")
+        shutil.rmtree(
+            self.out / "checkpoints", ignore_errors=True
+        )  # a model and its moments, of every run
+        note.write_text(
+            json.dumps({"command": self.command, "env": env}, indent=1) + "\n", encoding="utf-8"
+        )
         return ""
 
     def steps(self) -> Steps:
         """Of a run that has ended well."""
-        return [json.loads(line) for line in (self.out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+        return [
+            json.loads(line)
+            for line in (self.out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        ]
 
 
 def runs_of(options: argparse.Namespace) -> list[Run]:
@@ -118,7 +132,15 @@ def runs_of(options: argparse.Namespace) -> list[Run]:
     for seed in options.seeds:
         for name in (BASELINE, *(way for way in options.ways if way != BASELINE)):
             out = options.out / f"{name}-{seed}".replace(", ", "-").replace(" ", "-")
-            chosen = ("--preset", options.preset, "--bf16", "--seed", str(seed), *WAYS[name].options, *steps)
+            chosen = (
+                "--preset",
+                options.preset,
+                "--bf16",
+                "--seed",
+                str(seed),
+                *WAYS[name].options,
+                *steps,
+            )
             command = (f"--nproc-per-node={options.ranks}", str(EXAMPLE), *chosen)
             runs.append(Run(name, seed, out, command))
     return runs
@@ -126,7 +148,11 @@ def runs_of(options: argparse.Namespace) -> list[Run]:
 
 def heldout(steps: Steps) -> dict[int, float]:
     """Bits per byte by step, wherever they were evaluated."""
-    return {step["step"]: step["heldout_bits_per_byte"] for step in steps if "heldout_bits_per_byte" in step}
+    return {
+        step["step"]: step["heldout_bits_per_byte"]
+        for step in steps
+        if "heldout_bits_per_byte" in step
+    }
 
 
 def final_bits(by_seed: dict[int, Steps]) -> dict[int, float]:
@@ -185,7 +211,9 @@ def line_of(way: str, result: dict[str, Any]) -> str:
         return f"{line}; no seed that bf16 has as well"
     error = result["more_than_bf16_standard_error"]
     spread = "" if error is None else f" +- {100 * error:.2f}"
-    return f"{line}; {100 * more:+.2f}{spread} % against bf16 (at most {100 * result['allowed']:.0f})"
+    return (
+        f"{line}; {100 * more:+.2f}{spread} % against bf16 (at most {100 * result['allowed']:.0f})"
+    )
 
 
 def draw(curves: Curves, path: str) -> None:
@@ -193,27 +221,52 @@ def draw(curves: Curves, path: str) -> None:
 
     Shades are standard errors, and the spread of bf16's own seeds about their mean.
     """
-    baseline = {seed: torch.tensor([*heldout(steps).values()]) for seed, steps in curves.get(BASELINE, {}).items()}
+    baseline = {
+        seed: torch.tensor([*heldout(steps).values()])
+        for seed, steps in curves.get(BASELINE, {}).items()
+    }
     with picture(path, height_inches=3.2) as figure:
         left, right = figure.subplots(1, 2)
         for way, by_seed in curves.items():
-            loss = torch.tensor([[step["train_bits_per_byte"] for step in steps] for steps in by_seed.values()]).mean(0)
+            loss = torch.tensor(
+                [[step["train_bits_per_byte"] for step in steps] for steps in by_seed.values()]
+            ).mean(0)
             smooth = loss.unfold(0, min(SMOOTHED_STEPS, len(loss)), 1).mean(1)
-            left.plot(range(len(loss) - len(smooth) + 1, len(loss) + 1), smooth, label=way, **WAYS[way].line)
+            left.plot(
+                range(len(loss) - len(smooth) + 1, len(loss) + 1),
+                smooth,
+                label=way,
+                **WAYS[way].line,
+            )
             at = [*heldout(next(iter(by_seed.values())))]
-            bits = {seed: torch.tensor([*heldout(steps).values()]) for seed, steps in by_seed.items()}
+            bits = {
+                seed: torch.tensor([*heldout(steps).values()]) for seed, steps in by_seed.items()
+            }
             if way == BASELINE:
                 all_bits = torch.stack([*bits.values()])
                 spread = 100 * (all_bits / all_bits.mean(0) - 1)
-                right.fill_between(at, spread.amin(0), spread.amax(0), color=GREY, alpha=0.3, label="bf16, other seeds")
-            elif paired := [100 * (bits[seed] / baseline[seed] - 1) for seed in bits if seed in baseline]:
+                right.fill_between(
+                    at,
+                    spread.amin(0),
+                    spread.amax(0),
+                    color=GREY,
+                    alpha=0.3,
+                    label="bf16, other seeds",
+                )
+            elif paired := [
+                100 * (bits[seed] / baseline[seed] - 1) for seed in bits if seed in baseline
+            ]:
                 more = torch.stack(paired)
                 mean, line = more.mean(0), WAYS[way].line
                 right.plot(at, mean, marker="o", markersize=3, **line)
                 if len(paired) > 1:
                     error = more.std(0) / math.sqrt(len(paired))
-                    right.fill_between(at, mean - error, mean + error, color=line["color"], alpha=0.15, linewidth=0)
-        left.set(xlabel="step", ylabel=f"bits per byte, mean of {SMOOTHED_STEPS} steps", title="Training")
+                    right.fill_between(
+                        at, mean - error, mean + error, color=line["color"], alpha=0.15, linewidth=0
+                    )
+        left.set(
+            xlabel="step", ylabel=f"bits per byte, mean of {SMOOTHED_STEPS} steps", title="Training"
+        )
         right.axhline(0, color=BLACK, linewidth=0.8)
         right.set(xlabel="step", ylabel="% more bits than bf16", title="Held-out text")
         figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=3)
@@ -222,14 +275,28 @@ def draw(curves: Curves, path: str) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--preset", default="cpu")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, help="default: the preset's")
-    parser.add_argument("--seeds", type=lambda text: [*map(int, text.split(","))], default=[0], help="as in 0,1 (0)")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="besides bf16 (all)")
-    parser.add_argument("--jobs", type=int, default=1, help="runs side by side on the same devices (%(default)s)")
-    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="where runs are kept, and looked for")
+    parser.add_argument(
+        "--seeds", type=lambda text: [*map(int, text.split(","))], default=[0], help="as in 0,1 (0)"
+    )
+    parser.add_argument(
+        "--ways", nargs="+", choices=WAYS, default=list(WAYS), help="besides bf16 (all)"
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="runs side by side on the same devices (%(default)s)"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        metavar="FOLDER",
+        help="where runs are kept, and looked for",
+    )
     parser.add_argument("--json", type=Path, help="where to write the figures")
     parser.add_argument("--plot", help="where to draw the curves (PNG)")
     return parser.parse_args()
@@ -238,9 +305,15 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> int:
     options = parse_arguments()
     on_gpu = options.preset.startswith("gpu") and torch.cuda.is_available()
-    env = machine(torch.device("cuda" if on_gpu else "cpu")) | {"command": shlex.join(["python", *sys.argv])}
+    env = machine(torch.device("cuda" if on_gpu else "cpu")) | {
+        "command": shlex.join(["python", *sys.argv])
+    }
     runs = runs_of(options)
-    kept = [{"way": run.way, "seed": run.seed, "env": where} for run in runs if (where := run.env()) is not None]
+    kept = [
+        {"way": run.way, "seed": run.seed, "env": where}
+        for run in runs
+        if (where := run.env()) is not None
+    ]
     to_do = [run for run in runs if run.env() is None]
     with ThreadPoolExecutor(options.jobs) as jobs:
         logs = dict(zip(to_do, jobs.map(lambda run: run.train(env), to_do), strict=True))

@@ -48,8 +48,13 @@ def open_buffer(cases: list[Case], ranks: Ranks) -> Any:
     from deep_ep import Buffer
 
     row_bytes = max(case.shape.hidden for case in cases) * DTYPE.itemsize
-    configs = Buffer.get_dispatch_config(ranks.num_ranks), Buffer.get_combine_config(ranks.num_ranks)
-    num_bytes = max(config.get_nvl_buffer_size_hint(row_bytes, ranks.num_ranks) for config in configs)
+    configs = (
+        Buffer.get_dispatch_config(ranks.num_ranks),
+        Buffer.get_combine_config(ranks.num_ranks),
+    )
+    num_bytes = max(
+        config.get_nvl_buffer_size_hint(row_bytes, ranks.num_ranks) for config in configs
+    )
     return Buffer(dist.group.WORLD, num_bytes, 0)
 
 
@@ -82,7 +87,9 @@ def step_records(problem: Problem, step: Step, ranks: Ranks, repetitions: int) -
     figures = of_step(step.results, problem, ranks)
     flops = tflops(3 * problem.case.forward_flops, times)
     return [
-        case_record(problem, "steps", NAME, "step", times, tflops=flops, error=held["error"], **figures),
+        case_record(
+            problem, "steps", NAME, "step", times, tflops=flops, error=held["error"], **figures
+        ),
         held,
     ]
 
@@ -106,19 +113,31 @@ def trips(problem: Problem, buffer: Any) -> list[TripVariant]:
 
     def dispatch_error() -> float:
         # Both have their rows ordered by source rank and token.
-        return max(row_error(got, LocalRows.of(problem).packed) for got in (dispatch(), dispatch_again()))
+        return max(
+            row_error(got, LocalRows.of(problem).packed) for got in (dispatch(), dispatch_again())
+        )
 
     def combine_error() -> float:
         copies = Places.of(problem.routing).goes_to[problem.rank].sum(1).to(problem.device)
         return row_error(combine(), tokens.float() * copies[:, None])
 
-    goes_to, rank, row_bytes = Places.of(problem.routing).goes_to, problem.rank, x.shape[1] * x.element_size()
+    goes_to, rank, row_bytes = (
+        Places.of(problem.routing).goes_to,
+        problem.rank,
+        x.shape[1] * x.element_size(),
+    )
     own = goes_to[rank, :, rank].sum()
-    leave, come = (int(rows.sum() - own) * row_bytes for rows in (goes_to[rank], goes_to[:, :, rank]))
+    leave, come = (
+        int(rows.sum() - own) * row_bytes for rows in (goes_to[rank], goes_to[:, :, rank])
+    )
     both_ways = in_steps(dispatch, dispatch_again)
     return [
         TripVariant("dispatch", Variant(NAME, DIRECTIONS, both_ways, dispatch_error), leave),
-        TripVariant("combine", Variant(NAME, ("forward",), in_steps(combine), combine_error, MAX_ERROR), come),
+        TripVariant(
+            "combine",
+            Variant(NAME, ("forward",), in_steps(combine), combine_error, MAX_ERROR),
+            come,
+        ),
     ]
 
 
@@ -130,7 +149,9 @@ class _Trip:
 
     def dispatch(self, x: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows [P, H] and probs [P, K] that arrive here. Synchronises the host."""
-        per_rank, _, per_expert, in_rank, _ = self._buffer.get_dispatch_layout(self._topk_idx, self._num_experts)
+        per_rank, _, per_expert, in_rank, _ = self._buffer.get_dispatch_layout(
+            self._topk_idx, self._num_experts
+        )
         rows, self._arrived_idx, row_probs, self._counts, self._handle, _ = self._buffer.dispatch(
             x,
             topk_idx=self._topk_idx,
@@ -145,7 +166,9 @@ class _Trip:
         """Sends only rows, by the handle."""
         return self._buffer.dispatch(x, handle=self._handle)[0]
 
-    def combine(self, rows: torch.Tensor, probs: torch.Tensor | None = None) -> tuple[torch.Tensor, Any]:
+    def combine(
+        self, rows: torch.Tensor, probs: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, Any]:
         """Sums of rows [T, H], and of probs [T, K]."""
         y, y_probs, *_ = self._buffer.combine(rows, self._handle, topk_weights=probs)
         return y, y_probs
@@ -153,7 +176,9 @@ class _Trip:
     def local_order(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """For rows sorted by expert: their packed rows and slots, int64 [N], and the ends of the experts, int32 [e]."""
         chosen = self._arrived_idx.reshape(-1)  # ids of this rank's experts, -1 for those of others
-        slots = chosen.masked_fill(chosen < 0, len(self._counts)).argsort(stable=True)[: sum(self._counts)]
+        slots = chosen.masked_fill(chosen < 0, len(self._counts)).argsort(stable=True)[
+            : sum(self._counts)
+        ]
         ends = torch.tensor(self._counts, device=slots.device).cumsum(0).int()
         return slots // self._arrived_idx.shape[1], slots, ends
 
@@ -188,7 +213,9 @@ class _Combine(Function):
         return ctx.trip.dispatch_again(dy.contiguous()), None
 
 
-def trip_records(problem: Problem, trip: TripVariant, ranks: Ranks, repetitions: int) -> list[Record]:
+def trip_records(
+    problem: Problem, trip: TripVariant, ranks: Ranks, repetitions: int
+) -> list[Record]:
     """One record for each direction. Collective.
 
     Raises:
@@ -200,16 +227,24 @@ def trip_records(problem: Problem, trip: TripVariant, ranks: Ranks, repetitions:
     records = []
     for column, direction in enumerate(variant.directions):
         taken, error = times[variant.name][:, column], errors[variant.name]
-        records.append(case_record(problem, suite, variant.name, direction, taken, error=error, wire_bytes=wire_bytes))
+        records.append(
+            case_record(
+                problem, suite, variant.name, direction, taken, error=error, wire_bytes=wire_bytes
+            )
+        )
     return records
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add_shape_arguments(parser)
     parser.add_argument("--tokens", type=int, default=8192, help="of a rank (%(default)s)")
     parser.add_argument("--skew", choices=SKEWS, default="uniform", help="routing (%(default)s)")
-    parser.add_argument("--repetitions", type=int, default=30, help="of every variant (%(default)s)")
+    parser.add_argument(
+        "--repetitions", type=int, default=30, help="of every variant (%(default)s)"
+    )
     parser.add_argument("--json", metavar="FILE", help="write the records to FILE")
     options = parser.parse_args()
     cases = [Case(shape, options.tokens, options.skew) for shape in shapes_of(options)]
@@ -224,7 +259,9 @@ def main() -> None:
             for trip in trips(problem, buffer):
                 if ranks.rank == 0 and options.json:
                     save(records, options.json)  # the next one may crash
-                records += [r | facts for r in trip_records(problem, trip, ranks, options.repetitions)]
+                records += [
+                    r | facts for r in trip_records(problem, trip, ranks, options.repetitions)
+                ]
         if ranks.rank == 0 and options.json:
             save(records, options.json)
         if ranks.rank == 0:

@@ -122,7 +122,13 @@ def product(name: str, sizes: Sizes, numbers: Numbers, on_host: torch.Tensor) ->
     if numbers.device.type == "cuda":
         by_rows, by_columns = row_scale[:, 0].contiguous(), numbers.scale(G, O)
         op.ways["torch rows"] = lambda: torch._scaled_grouped_mm(
-            rows, weight.mT, by_rows, by_columns, offs=row_range[1], out_dtype=BF16, use_fast_accum=True
+            rows,
+            weight.mT,
+            by_rows,
+            by_columns,
+            offs=row_range[1],
+            out_dtype=BF16,
+            use_fast_accum=True,
         )
         x, y = numbers.normal(N, C), torch.empty_like(out)
         is_dgrad = name.startswith("d")
@@ -153,7 +159,8 @@ def gradient(name: str, sizes: Sizes, numbers: Numbers, on_host: torch.Tensor) -
     def expected(g: int) -> torch.Tensor:
         blocks = slice(spans[g].start // BLOCK, -(-spans[g].stop // BLOCK))
         left, right = (
-            dequantised(data[:, spans[g]], scale[:, blocks]) for data, scale in ((dout, dout_scale), (rows, rows_scale))
+            dequantised(data[:, spans[g]], scale[:, blocks])
+            for data, scale in ((dout, dout_scale), (rows, rows_scale))
         )
         return left @ right.T
 
@@ -165,11 +172,15 @@ def gradient(name: str, sizes: Sizes, numbers: Numbers, on_host: torch.Tensor) -
     op = Op(name, 2 * N * O * C, expected, blank)
     op.ways["fp8"] = lambda: ops.grouped_gemm_wgrad_quantized(*operands, out)
     op.checked["fp8"] = lambda g: out[g]
-    op.ways["add fp32"] = lambda: ops.grouped_gemm_wgrad_quantized(*operands, main_grad, accumulate=True)
+    op.ways["add fp32"] = lambda: ops.grouped_gemm_wgrad_quantized(
+        *operands, main_grad, accumulate=True
+    )
     op.checked["add fp32"] = lambda g: main_grad[g]
     main_grads = scattered(main_grad)
     (table,) = kernel_matrices({"main_grad": main_grads})
-    op.ways["add to scattered"] = lambda: ops.grouped_gemm_wgrad_quantized(*operands, table, accumulate=True)
+    op.ways["add to scattered"] = lambda: ops.grouped_gemm_wgrad_quantized(
+        *operands, table, accumulate=True
+    )
     op.checked["add to scattered"] = lambda g: main_grads[g]
     if numbers.device.type == "cuda":
         x, dy, dw = numbers.normal(N, C), numbers.normal(N, O), torch.empty_like(out)
@@ -181,7 +192,12 @@ def ops_of(sizes: Sizes, device: torch.device) -> Iterator[Op]:
     """A layer's products and weight gradients, one after the other: each takes gigabytes. sizes: G, H, I, N."""
     G, H, I, N = sizes
     on_host, numbers = uneven_groups(G, N), Numbers(device)
-    for name, widths in {"fc1": (2 * I, H), "fc2": (H, I), "dfc2": (I, H), "dfc1": (H, 2 * I)}.items():
+    for name, widths in {
+        "fc1": (2 * I, H),
+        "fc2": (H, I),
+        "dfc2": (I, H),
+        "dfc1": (H, 2 * I),
+    }.items():
         yield product(name, (G, *widths, N), numbers, on_host)
     for name, widths in {"wgrad1": (2 * I, H), "wgrad2": (H, I)}.items():
         yield gradient(name, (G, *widths, N), numbers, on_host)
@@ -212,12 +228,26 @@ def main() -> None:
     for shape in options.shapes:
         for op in ops_of(shapes[shape], device):
             errors = errors_of(op, shapes[shape][0])
-            times = medians_in_turn_ms(op.ways, options.repetitions) if device.type == "cuda" else {}
+            times = (
+                medians_in_turn_ms(op.ways, options.repetitions) if device.type == "cuda" else {}
+            )
             for way in op.ways:
                 ms, error = times.get(way), errors.get(way)
                 tflops = op.flops / ms / 1e9 if ms else None
-                results.append({"shape": shape, "op": op.name, "way": way, "error": error, "ms": ms, "tflops": tflops})
-                speed, wrong = f"{tflops:.0f} TFLOP/s" if tflops else "", f"{error:.1e}" if error is not None else ""
+                results.append(
+                    {
+                        "shape": shape,
+                        "op": op.name,
+                        "way": way,
+                        "error": error,
+                        "ms": ms,
+                        "tflops": tflops,
+                    }
+                )
+                speed, wrong = (
+                    f"{tflops:.0f} TFLOP/s" if tflops else "",
+                    f"{error:.1e}" if error is not None else "",
+                )
                 print(f"{shape:14} {op.name:7} {way:16} {speed:13} {wrong}".rstrip(), flush=True)
             write(options.json, results, device)  # in case that a later kernel hangs
 

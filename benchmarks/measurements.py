@@ -43,7 +43,9 @@ def load(name: str) -> Any:
 
 def pick(name: str, **fields: object) -> Record:
     """The one of a record's rows that has these values."""
-    found = [row for row in load(name) if all(row.get(key) == value for key, value in fields.items())]
+    found = [
+        row for row in load(name) if all(row.get(key) == value for key, value in fields.items())
+    ]
     if len(found) != 1:
         raise LookupError(f"{name}.json has {len(found)} rows of {fields}; there must be one")
     return found[0]
@@ -52,7 +54,9 @@ def pick(name: str, **fields: object) -> Record:
 def ways(places: Iterable[tuple[str, str]], **fields: object) -> str:
     """Forward / backward in ms, of the first (record, variant)."""
     ((name, variant),) = places
-    return " / ".join(f"{pick(name, variant=variant, direction=d, **fields)['ms_median']:.2f}" for d in BOTH)
+    return " / ".join(
+        f"{pick(name, variant=variant, direction=d, **fields)['ms_median']:.2f}" for d in BOTH
+    )
 
 
 def machine(row: Record) -> str:
@@ -92,7 +96,15 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]], num_names: int 
 
 # -- layers -----------------------------------------------------------------------------------------------------------
 
-KINDS = ("layer", "layer, losses", "layer, static", "layer, graph", "experts", "experts, static", "experts, graph")
+KINDS = (
+    "layer",
+    "layer, losses",
+    "layer, static",
+    "layer, graph",
+    "experts",
+    "experts, static",
+    "experts, graph",
+)
 
 
 STEPS = ("steps-h200-ep2", "deepep-h200-ep2", "steps-h100-ep1")
@@ -111,24 +123,37 @@ def steps() -> Iterable[list[object]]:
         if row["suite"] == "steps"
     }
     for kind in (*KINDS, "deepep", "stock torch"):
-        cells = ([rows.get((kind, preset, tokens, name), "") for name in names] for preset, tokens, names in COLUMNS)
+        cells = (
+            [rows.get((kind, preset, tokens, name), "") for name in names]
+            for preset, tokens, names in COLUMNS
+        )
         yield [kind, *("".join(cell) for cell in cells)]
 
 
 def host(name: str) -> str:
     keys = ("launches", "waits", "copies", "allocations")
-    rows = ((kind, pick(name, suite="steps", variant=kind, preset="qwen3-30b", tokens=8192)) for kind in KINDS[:4])
+    rows = (
+        (kind, pick(name, suite="steps", variant=kind, preset="qwen3-30b", tokens=8192))
+        for kind in KINDS[:4]
+    )
     head = ["qwen3-30b, a step", "host us after a pause", *keys]
-    return table(head, ([kind, f"{row['host_us']:.0f}", *(row[key] for key in keys)] for kind, row in rows))
+    return table(
+        head, ([kind, f"{row['host_us']:.0f}", *(row[key] for key in keys)] for kind, row in rows)
+    )
 
 
 def memory() -> Iterable[list[object]]:
     for variant in ("layer", "layer, packed", "deepep", "stock torch"):
         rows = [pick("memory-h100-ep2", variant=variant, preset=preset) for preset in PRESETS]
         parts = [
-            [row[f"{when}_{of}_bytes"] for of in ("ordinary", "heap")] for row in rows for when in ("held", "peak")
+            [row[f"{when}_{of}_bytes"] for of in ("ordinary", "heap")]
+            for row in rows
+            for when in ("held", "peak")
         ]
-        yield [variant, *(" + ".join(f"{part / 2**20:.0f}" for part in both if part) for both in parts)]
+        yield [
+            variant,
+            *(" + ".join(f"{part / 2**20:.0f}" for part in both if part) for both in parts),
+        ]
 
 
 PLACES = [
@@ -141,8 +166,13 @@ PLACES = [
 def layers() -> Iterable[list[object]]:
     for preset, num_ranks, name in PLACES:
         for way in ("static", "graph", "exact"):
-            both = [pick(name, suite="layer", variant=way, preset=preset, direction=d) for d in BOTH]
-            stock = [pick(name, suite="layer", variant="stock torch", preset=preset, direction=d) for d in BOTH]
+            both = [
+                pick(name, suite="layer", variant=way, preset=preset, direction=d) for d in BOTH
+            ]
+            stock = [
+                pick(name, suite="layer", variant="stock torch", preset=preset, direction=d)
+                for d in BOTH
+            ]
             cells = [
                 f"{one['ms_median']:.2f} | {one['tflops']:.0f} | {one['tflops'] / one['ceiling_tflops']:.2f}"
                 for one in both
@@ -180,7 +210,9 @@ def variants() -> Iterable[list[object]]:
         cells = []
         for preset in PRESETS:
             one = pick(name, variant=variant, preset=preset, direction="forward")
-            mib = " + ".join(f"{one[key] / 2**20:.0f}" for key in ("peak_ordinary_bytes", "peak_heap_bytes"))
+            mib = " + ".join(
+                f"{one[key] / 2**20:.0f}" for key in ("peak_ordinary_bytes", "peak_heap_bytes")
+            )
             cells += [ways([(name, variant)], preset=preset), mib]
         yield [variant, *cells]
 
@@ -224,7 +256,10 @@ PRODUCTS = {
     "wgrad2": "W2 gradient",
     "wgrad1": "W1 gradient",
 }
-FUSIONS = {"forward-fusion": "FC1 + SwiGLU * scale", "backward-fusion": "FC2 dgrad + dSwiGLU + dscale, a again"}
+FUSIONS = {
+    "forward-fusion": "FC1 + SwiGLU * scale",
+    "backward-fusion": "FC2 dgrad + dSwiGLU + dscale, a again",
+}
 HOW = {
     "symmoe": "one kernel",
     "unfused": "our kernels, one after the other",
@@ -233,11 +268,16 @@ HOW = {
 
 
 def products() -> Iterable[list[object]]:
-    of = {(x["shape"], x["op"], x["way"]): f"{x['tflops']:.0f}" for x in load("gemm-h200")["results"]}
+    of = {
+        (x["shape"], x["op"], x["way"]): f"{x['tflops']:.0f}" for x in load("gemm-h200")["results"]
+    }
     for op, name in PRODUCTS.items():
         yield [
             name,
-            *(f"{of[preset, f'{op}-plain', 'symmoe']} ({of[preset, f'{op}-plain', 'torch']})" for preset in PRESETS),
+            *(
+                f"{of[preset, f'{op}-plain', 'symmoe']} ({of[preset, f'{op}-plain', 'torch']})"
+                for preset in PRESETS
+            ),
         ]
     for op, name in FUSIONS.items():
         for way, how in HOW.items():
@@ -250,7 +290,11 @@ def fp8_products() -> Iterable[list[object]]:
         cells = []
         for op in PRODUCTS:
             runs = [
-                {x["way"]: x["tflops"] for x in run["results"] if (x["shape"], x["op"]) == (preset, op)}
+                {
+                    x["way"]: x["tflops"]
+                    for x in run["results"]
+                    if (x["shape"], x["op"]) == (preset, op)
+                }
                 for run in load("fp8-gemm-h200")
             ]
             last = [run for run in runs if {"hopper", "bf16"} <= run.keys()][-1]
@@ -274,8 +318,12 @@ def fp8_layers() -> Iterable[list[object]]:
     for label, variant in FP8.items():
         cells = []
         for preset in PRESETS:
-            taken = pick(name, suite="precision", variant=variant, preset=preset, direction="forward").get("precision")
-            chosen = f" ({'bf16' if taken == 'bf16' else 'FP8'})" if variant == "float8-auto" else ""
+            taken = pick(
+                name, suite="precision", variant=variant, preset=preset, direction="forward"
+            ).get("precision")
+            chosen = (
+                f" ({'bf16' if taken == 'bf16' else 'FP8'})" if variant == "float8-auto" else ""
+            )
             cells.append(ways([(name, variant)], suite="precision", preset=preset) + chosen)
         yield [label, *cells]
 
@@ -283,7 +331,9 @@ def fp8_layers() -> Iterable[list[object]]:
 def fp8_trips() -> Iterable[list[object]]:
     def us(preset: str, variant: str, directions: Sequence[str] = BOTH) -> str:
         rows = (
-            pick("precision-h200-ep2", suite="dispatch", variant=variant, preset=preset, direction=d)
+            pick(
+                "precision-h200-ep2", suite="dispatch", variant=variant, preset=preset, direction=d
+            )
             for d in directions
         )
         return " / ".join(f"{row['ms_median'] * 1e3:.0f}" for row in rows)
@@ -291,7 +341,8 @@ def fp8_trips() -> Iterable[list[object]]:
     for preset in PRESETS:
         for layout in ("packed", "expert-major"):
             figures = [
-                [us(preset, f"{layout}{end}"), us(preset, f"copy{end}", BOTH[:1])] for end in ("", ", float8-block")
+                [us(preset, f"{layout}{end}"), us(preset, f"copy{end}", BOTH[:1])]
+                for end in ("", ", float8-block")
             ]
             yield [f"{preset}, {layout}", *figures[0], *figures[1]]
 
@@ -318,7 +369,12 @@ def grouped() -> Iterable[list[object]]:
 
 
 def overhead() -> Iterable[list[object]]:
-    for variant in ("GroupedMLP packed", "GroupedMLP discrete", "nn.Linear loop", "torch._grouped_mm"):
+    for variant in (
+        "GroupedMLP packed",
+        "GroupedMLP discrete",
+        "nn.Linear loop",
+        "torch._grouped_mm",
+    ):
         rows = [pick("overhead-h200", variant=variant, direction=d)["ms_median"] for d in BOTH]
         yield [variant, *(f"{ms * 1e3:.0f}" for ms in rows)]
 
@@ -330,12 +386,21 @@ def balance() -> Iterable[list[object]]:
         for without, replicas in zip(rows[::2], rows[1::2], strict=True):
             ms, peaks = zip(
                 *(
-                    (f"{row['ms_median']:.2f}", f"{(row['peak_ordinary_bytes'] + row['peak_heap_bytes']) / 2**20:,.0f}")
+                    (
+                        f"{row['ms_median']:.2f}",
+                        f"{(row['peak_ordinary_bytes'] + row['peak_heap_bytes']) / 2**20:,.0f}",
+                    )
                     for row in (without, replicas)
                 ),
                 strict=True,
             )
-            yield [preset, without["skew"], *ms, f"{replicas['ms_median'] / rows[0]['ms_median']:.2f}", *peaks]
+            yield [
+                preset,
+                without["skew"],
+                *ms,
+                f"{replicas['ms_median'] / rows[0]['ms_median']:.2f}",
+                *peaks,
+            ]
 
 
 # -- trainers ---------------------------------------------------------------------------------------------------------
@@ -348,29 +413,42 @@ def megatron() -> Iterable[list[object]]:
 
 
 TRAINERS = ("torchtitan-h200-ep2", "megatron-training-h200-ep2", "trainer-h200-ep2")
-Training = tuple[str, float, dict[str, float]]  # whose trainer and which way, tokens per second, losses by step
+Training = tuple[
+    str, float, dict[str, float]
+]  # whose trainer and which way, tokens per second, losses by step
 
 
 def trainings() -> Iterable[tuple[Training, Training]]:
     """Each, and the trainer's own to compare it with."""
     titan, megatron, trainer = map(load, TRAINERS)
-    each: list[Training] = [(f"torchtitan: {one['way']}", one["tokens_per_s"], one["losses"]) for one in titan]
+    each: list[Training] = [
+        (f"torchtitan: {one['way']}", one["tokens_per_s"], one["losses"]) for one in titan
+    ]
     yield from ((one, each[-1]) for one in each)
     each = []
     for one in megatron:
         shape, name = one["shape"], one["trained"].replace("+", ", ")
         tokens = shape["sequence"] * shape["micro_batch"] * shape["micro_batches"] * one["ranks"]
         name += f", capacity {one['load_factor']:g} times the mean" if one["load_factor"] else ""
-        each.append((f"Megatron-Core: {name}", tokens / one["step_ms"]["median"] * 1e3, one["losses"]))
+        each.append(
+            (f"Megatron-Core: {name}", tokens / one["step_ms"]["median"] * 1e3, one["losses"])
+        )
     yield from ((one, each[-1]) for one in each)
     results = trainer["results"]
-    each = [(f"transformers: {one['way']}", one["tokens_per_s"][0], one["losses"][0]) for one in results]
+    each = [
+        (f"transformers: {one['way']}", one["tokens_per_s"][0], one["losses"][0]) for one in results
+    ]
     yield from ((one, each[-1]) for one in each)
 
 
 def trainers() -> Iterable[list[object]]:
     for (name, rate, losses), (_, own, _) in trainings():
-        yield [name, f"{rate:,.0f}", f"{rate / own:.2f}x", *(f"{losses[step]:.3f}" for step in ("20", "100", "200"))]
+        yield [
+            name,
+            f"{rate:,.0f}",
+            f"{rate / own:.2f}x",
+            *(f"{losses[step]:.3f}" for step in ("20", "100", "200")),
+        ]
 
 
 # -- reliability ------------------------------------------------------------------------------------------------------
@@ -414,21 +492,42 @@ def found_of(one: Record) -> str:
 def suites(of: dict[str, Record]) -> Iterable[list[object]]:
     for name in SUITES:
         if one := of.get(name):
-            yield [name, f"{one['cases_run']:,}", one["cases_failed"], f"{one['wall_s']:.0f}", when(one), found_of(one)]
+            yield [
+                name,
+                f"{one['cases_run']:,}",
+                one["cases_failed"],
+                f"{one['wall_s']:.0f}",
+                when(one),
+                found_of(one),
+            ]
 
 
 def both_suites() -> Iterable[list[object]]:
     """Of 4 and of 2 ranks."""
     four, two = (suites(load(f"reliability-h200-ep{count}")["suites"]) for count in (4, 2))
     for one, other in zip(four, two, strict=True):
-        yield [one[0], *(str(a) if a == b else f"{a} / {b}" for a, b in zip(one[1:], other[1:], strict=True))]
+        yield [
+            one[0],
+            *(str(a) if a == b else f"{a} / {b}" for a, b in zip(one[1:], other[1:], strict=True)),
+        ]
 
 
 def sanitizer(text: str) -> Iterable[list[object]]:
     for tool in ("memcheck", "initcheck", "synccheck"):
-        yield [tool, *re.search(rf"^{tool}: .*?(\d+) errors; tests: (\d+) passed", text, re.MULTILINE).groups()]
-    hazards, passed = re.search(r"^racecheck: .*?(\d+) hazards .*?tests: (\d+) passed", text, re.MULTILINE).groups()
-    yield [f"racecheck ({re.search(r'^racecheck: (.*others)', text, re.MULTILINE)[1]})", hazards, passed]
+        yield [
+            tool,
+            *re.search(
+                rf"^{tool}: .*?(\d+) errors; tests: (\d+) passed", text, re.MULTILINE
+            ).groups(),
+        ]
+    hazards, passed = re.search(
+        r"^racecheck: .*?(\d+) hazards .*?tests: (\d+) passed", text, re.MULTILINE
+    ).groups()
+    yield [
+        f"racecheck ({re.search(r'^racecheck: (.*others)', text, re.MULTILINE)[1]})",
+        hazards,
+        passed,
+    ]
 
 
 # -- the page ---------------------------------------------------------------------------------------------------------
@@ -438,7 +537,10 @@ def sections() -> Iterable[tuple[str, list[str]]]:
     passes = "forward / backward"
     cpu = [f"reliability-cpu-{name}" for name in SUITES]
     head = ["suite", "cases", "failed", "s", "run", "found"]
-    columns = (f"{preset}, {tokens}{', one H100' * (names == STEPS[2:])}" for preset, tokens, names in COLUMNS)
+    columns = (
+        f"{preset}, {tokens}{', one H100' * (names == STEPS[2:])}"
+        for preset, tokens, names in COLUMNS
+    )
     yield (
         "## Whole steps",
         [
@@ -451,16 +553,37 @@ def sections() -> Iterable[tuple[str, list[str]]]:
         "## Memory of a step",
         [
             source("memory-h100-ep2", note="Memory + leases."),
-            table(["MiB", *(f"{preset}, {what}" for preset in PRESETS for what in ("held", "peak"))], memory()),
+            table(
+                ["MiB", *(f"{preset}, {what}" for preset in PRESETS for what in ("held", "peak"))],
+                memory(),
+            ),
         ],
     )
     three = ["ms", "TFLOP/s", "of ceiling"]
     yield (
         "## Layer",
         [
-            source("layer-h200-ep2", "layer-h200-ep4", note="EP 1: steps-h100-ep1.json, as above, one H100."),
-            table(["layer", "EP", "way", *(f"{d} {what}" for d in BOTH for what in three), "x stock"], layers(), 3),
-            table(["layer", "EP", "GEMMs alone forward ms / TFLOP/s", "backward", f"stock {passes} ms"], ceilings(), 2),
+            source(
+                "layer-h200-ep2",
+                "layer-h200-ep4",
+                note="EP 1: steps-h100-ep1.json, as above, one H100.",
+            ),
+            table(
+                ["layer", "EP", "way", *(f"{d} {what}" for d in BOTH for what in three), "x stock"],
+                layers(),
+                3,
+            ),
+            table(
+                [
+                    "layer",
+                    "EP",
+                    "GEMMs alone forward ms / TFLOP/s",
+                    "backward",
+                    f"stock {passes} ms",
+                ],
+                ceilings(),
+                2,
+            ),
         ],
     )
     yield (
@@ -470,7 +593,18 @@ def sections() -> Iterable[tuple[str, list[str]]]:
                 "balance-h200-ep2",
                 note="Steps without a router, 4 places. Load: rows of rank 0 by the mean; peaks: its.",
             ),
-            table(["", "load", "ms", "with replicas", "by the uniform step", "peak MiB", "with replicas"], balance()),
+            table(
+                [
+                    "",
+                    "load",
+                    "ms",
+                    "with replicas",
+                    "by the uniform step",
+                    "peak MiB",
+                    "with replicas",
+                ],
+                balance(),
+            ),
         ],
     )
     yield (
@@ -480,7 +614,9 @@ def sections() -> Iterable[tuple[str, list[str]]]:
                 "router-h200",
                 note=f"us {passes}; errors of logits against float64, of the sum of the terms' magnitudes.",
             ),
-            table(["layer", "ours", "fp32", "tf32", "bf16", "error: ours, fp32, tf32, bf16"], router()),
+            table(
+                ["layer", "ours", "fp32", "tf32", "bf16", "error: ours, fp32, tf32, bf16"], router()
+            ),
         ],
     )
     yield (
@@ -507,16 +643,29 @@ def sections() -> Iterable[tuple[str, list[str]]]:
     yield (
         "## Stash choices, layouts, order",
         [
-            source("variants-h200-ep2", note="Peak of what one step takes: ordinary memory + heap."),
-            table(["", *(f"{preset} {what}" for preset in PRESETS for what in ("ms", "MiB"))], variants()),
+            source(
+                "variants-h200-ep2", note="Peak of what one step takes: ordinary memory + heap."
+            ),
+            table(
+                ["", *(f"{preset} {what}" for preset in PRESETS for what in ("ms", "MiB"))],
+                variants(),
+            ),
         ],
     )
     trip = [f"dispatch {layout}, {d}" for layout in ("packed", "expert-major") for d in BOTH]
     yield (
         "## Dispatch and combine",
         [
-            source("trips-h200-ep2", "trips-h200-ep4", note="GB/s over NVLink; copy: as many bytes by plain copies."),
-            table(["layer", "EP", *trip, "copy", "combine, rank", "slot", "copy, rank", "slot"], trips(), 2),
+            source(
+                "trips-h200-ep2",
+                "trips-h200-ep4",
+                note="GB/s over NVLink; copy: as many bytes by plain copies.",
+            ),
+            table(
+                ["layer", "EP", *trip, "copy", "combine, rank", "slot", "copy, rank", "slot"],
+                trips(),
+                2,
+            ),
         ],
     )
     yield (
@@ -529,7 +678,9 @@ def sections() -> Iterable[tuple[str, list[str]]]:
                 note=f"Layers in ms, dispatch in us, {passes}; copy: as many bytes by plain copies.",
             ),
             table(["2 GPUs", *PRESETS], fp8_layers()),
-            table(["dispatch", "bf16 rows", "copy", "E4M3 rows, quantised in it", "copy"], fp8_trips()),
+            table(
+                ["dispatch", "bf16 rows", "copy", "E4M3 rows, quantised in it", "copy"], fp8_trips()
+            ),
         ],
     )
     yield (
@@ -548,7 +699,11 @@ def sections() -> Iterable[tuple[str, list[str]]]:
                 f"{one['megatron']}, no Transformer Engine, balanced routing: examples/megatron_gpt.py --preset "
                 f"{one['preset']} --force-balance, with --steps 0 --compare. Date and commit are not recorded."
             ),
-            table(["dispatcher, experts", "class", *(f"{d} ms" for d in (*BOTH, "both")), ""], megatron(), 2),
+            table(
+                ["dispatcher, experts", "class", *(f"{d} ms" for d in (*BOTH, "both")), ""],
+                megatron(),
+                2,
+            ),
         ],
     )
     yield (
@@ -560,13 +715,23 @@ def sections() -> Iterable[tuple[str, list[str]]]:
                 "library. The losses of transformers' Trainer are means of 20 steps. torch 2.11 lacks what torchtitan "
                 "0.3.0 asks for: benchmarks/torchtitan_stand_ins.py.",
             ),
-            table(["trainer: way", "tokens/s on 2 GPUs", "", *(f"loss, step {n}" for n in (20, 100, 200))], trainers()),
+            table(
+                [
+                    "trainer: way",
+                    "tokens/s on 2 GPUs",
+                    "",
+                    *(f"loss, step {n}" for n in (20, 100, 200)),
+                ],
+                trainers(),
+            ),
         ],
     )
     yield (
         "## Reliability suites on CPUs",
         [
-            fill(f"reliability-cpu-SUITE.json, {machine(load(cpu[0]))}: {CALL} SUITE. 2 or 3 ranks."),
+            fill(
+                f"reliability-cpu-SUITE.json, {machine(load(cpu[0]))}: {CALL} SUITE. 2 or 3 ranks."
+            ),
             table(head, suites({name.rpartition("-")[2]: load(name) for name in cpu}), 5),
         ],
     )
@@ -598,7 +763,9 @@ def sections() -> Iterable[tuple[str, list[str]]]:
 
 
 def page() -> str:
-    return TOP + "".join(f"\n{heading}\n\n" + "\n\n".join(parts) + "\n" for heading, parts in sections())
+    return TOP + "".join(
+        f"\n{heading}\n\n" + "\n\n".join(parts) + "\n" for heading, parts in sections()
+    )
 
 
 if __name__ == "__main__":

@@ -17,7 +17,9 @@ WARM_UP = 5  # calls
 
 def parser_of(doc: str, shapes: Iterable[str]) -> argparse.ArgumentParser:
     """The arguments that all scripts have."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shapes", nargs="+", choices=[*shapes], default=[*shapes], help="(all)")
     parser.add_argument("--repetitions", type=int, default=30, help="of every way (%(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write results to FILE")
@@ -38,11 +40,17 @@ def medians_in_turn_ms(ways: dict[str, Callable[[], object]], repetitions: int) 
             end.record()
             times[name].append((start, end))
     torch.cuda.synchronize()
-    return {name: statistics.median(start.elapsed_time(end) for start, end in pairs) for name, pairs in times.items()}
+    return {
+        name: statistics.median(start.elapsed_time(end) for start, end in pairs)
+        for name, pairs in times.items()
+    }
 
 
 def write(path: Path | None, results: object, device: torch.device) -> None:
     """The results with where and how they were measured, as JSON, if there is a path."""
     if path is not None:
-        record = {"env": machine(device) | {"command": " ".join(["python", *sys.argv])}, "results": results}
+        record = {
+            "env": machine(device) | {"command": " ".join(["python", *sys.argv])},
+            "results": results,
+        }
         path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

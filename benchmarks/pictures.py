@@ -9,7 +9,14 @@ import matplotlib as mpl
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-BLACK, ORANGE, SKY, BLUE, PURPLE, GREY = "#000000", "#e69f00", "#56b4e9", "#0072b2", "#cc79a7", "#999999"
+BLACK, ORANGE, SKY, BLUE, PURPLE, GREY = (
+    "#000000",
+    "#e69f00",
+    "#56b4e9",
+    "#0072b2",
+    "#cc79a7",
+    "#999999",
+)
 STYLE = {
     "font.size": 9,
     "axes.titlesize": 10,

@@ -54,7 +54,13 @@ def planted_dispatch_kernel(out):
     for i in gl.static_range(2):
         mbarrier.init(turn_of.index(i), count=1)
     gl.warp_specialize(
-        [(take_turns, (out, turn_of, 0)), (store_number, (out, 2)), (take_turns, (out, turn_of, 1))], [4, 1], [64, 64]
+        [
+            (take_turns, (out, turn_of, 0)),
+            (store_number, (out, 2)),
+            (take_turns, (out, turn_of, 1)),
+        ],
+        [4, 1],
+        [64, 64],
     )
 
 

@@ -23,18 +23,37 @@ from pictures import BLACK, BLUE, ORANGE, PURPLE, SKY, picture
 
 RESULTS = Path(__file__).resolve().parent / "results"
 SHOWN = {  # variant: label, look of a line, look of a bar
-    "gemms alone": ("the GEMMs alone", {"color": BLACK, "linestyle": ":"}, {"facecolor": "none", "edgecolor": BLACK}),
+    "gemms alone": (
+        "the GEMMs alone",
+        {"color": BLACK, "linestyle": ":"},
+        {"facecolor": "none", "edgecolor": BLACK},
+    ),
     "static": ("symmoe", {"color": BLUE, "marker": "o"}, {"color": BLUE}),
-    "graph": ("symmoe, CUDA graph", {"color": SKY, "marker": "s", "linestyle": "--"}, {"color": SKY}),
+    "graph": (
+        "symmoe, CUDA graph",
+        {"color": SKY, "marker": "s", "linestyle": "--"},
+        {"color": SKY},
+    ),
     "stock torch": ("stock torch", {"color": ORANGE, "marker": "^"}, {"color": ORANGE}),
 }
-GROUPS = ("qwen3-30b", "deepseek-like", "mixtral-8x7b", "uniform", "zipf", "hot")  # of bars, from left to right
+GROUPS = (
+    "qwen3-30b",
+    "deepseek-like",
+    "mixtral-8x7b",
+    "uniform",
+    "zipf",
+    "hot",
+)  # of bars, from left to right
 TITLE_WIDTH = 100  # characters
 Records = list[dict[str, Any]]
 
 
 def records(*names: str) -> Records:
-    return [record for name in names for record in json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))]
+    return [
+        record
+        for name in names
+        for record in json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    ]
 
 
 def draw(path: str, title: str, found: Records, along: str) -> None:
@@ -44,8 +63,14 @@ def draw(path: str, title: str, found: Records, along: str) -> None:
     rows: dict[str, Records] = {}
     for record in found:
         preset = "" if along == "preset" else f"{record['preset']}, "
-        rows.setdefault(f"{preset}{record['ep']} {unit}{'s' * (record['ep'] > 1)}", []).append(record)
-    labels = {"preset": ("", f"TFLOP/s per {unit}"), "tokens": (f"tokens per {unit}", "ms"), "skew": ("routing", "ms")}
+        rows.setdefault(f"{preset}{record['ep']} {unit}{'s' * (record['ep'] > 1)}", []).append(
+            record
+        )
+    labels = {
+        "preset": ("", f"TFLOP/s per {unit}"),
+        "tokens": (f"tokens per {unit}", "ms"),
+        "skew": ("routing", "ms"),
+    }
     with picture(path, height_inches=0.9 + 2.6 * len(rows)) as figure:
         axes = figure.subplots(len(rows), 2, squeeze=False, sharey="row")
         for pair, (name, of_row) in zip(axes, rows.items(), strict=True):
@@ -65,20 +90,30 @@ def draw(path: str, title: str, found: Records, along: str) -> None:
 
 def shown_in(mine: Records) -> dict[str, tuple[str, dict[str, Any], dict[str, Any]]]:
     """Of SHOWN what has been measured: there are no graphs on CPUs."""
-    return {variant: looks for variant, looks in SHOWN.items() if any(r["variant"] == variant for r in mine)}
+    return {
+        variant: looks
+        for variant, looks in SHOWN.items()
+        if any(r["variant"] == variant for r in mine)
+    }
 
 
 def draw_bars(axis: Axes, mine: Records, along: str, figure: str) -> None:
     """A group of bars for each value of `along`."""
     values = list(dict.fromkeys(record[along] for record in mine))
-    groups = [group for group in GROUPS if group in values] + [value for value in values if value not in GROUPS]
+    groups = [group for group in GROUPS if group in values] + [
+        value for value in values if value not in GROUPS
+    ]
     shown, width = shown_in(mine), 0.86 / len(shown_in(mine))
     text = number_text(record[figure] for record in mine)
     for place, (variant, (label, _, look)) in enumerate(shown.items()):
         of = {record[along]: record[figure] for record in mine if record["variant"] == variant}
         middle = (place - (len(shown) - 1) / 2) * width
         bars = axis.bar(
-            [i + middle for i in range(len(groups))], [of[g] for g in groups], 0.92 * width, label=label, **look
+            [i + middle for i in range(len(groups))],
+            [of[g] for g in groups],
+            0.92 * width,
+            label=label,
+            **look,
         )
         axis.bar_label(bars, fmt=text, padding=1, fontsize=7)
     axis.set_xticks(range(len(groups)), groups)
@@ -93,8 +128,12 @@ def number_text(values: Iterable[float]) -> Callable[[float], str]:
 def draw_lines(axis: Axes, mine: Records) -> None:
     """Time over tokens, with bands."""
     for variant, (label, look, _) in shown_in(mine).items():
-        points = sorted((record for record in mine if record["variant"] == variant), key=lambda r: r["tokens"])
-        tokens, ms, low, high = ([p[key] for p in points] for key in ("tokens", "ms_median", "ms_p10", "ms_p90"))
+        points = sorted(
+            (record for record in mine if record["variant"] == variant), key=lambda r: r["tokens"]
+        )
+        tokens, ms, low, high = (
+            [p[key] for p in points] for key in ("tokens", "ms_median", "ms_p10", "ms_p90")
+        )
         axis.plot(tokens, ms, label=label, markersize=4, linewidth=1.4, **look)
         axis.fill_between(tokens, low, high, color=look["color"], alpha=0.15, linewidth=0)
     axis.set(xscale="log", yscale="log")
@@ -118,7 +157,9 @@ def draw_speed(path: str) -> None:
         for one in found
         if one["suite"] == "steps" and one["tokens"] == 8192
     }
-    title = "Training steps of a MoE layer, bf16, 2 NVIDIA H200s, 8192 tokens per GPU; more is better"
+    title = (
+        "Training steps of a MoE layer, bf16, 2 NVIDIA H200s, 8192 tokens per GPU; more is better"
+    )
     draw_presets(path, title, "TFLOP/s per GPU", looks, of)
 
 
@@ -152,7 +193,9 @@ def draw_presets(
         axis = figure.subplots()
         for place, (variant, (label, look)) in enumerate(looks.items()):
             where = [i + (place - (len(looks) - 1) / 2) * width for i in range(len(groups))]
-            bars = axis.bar(where, [of[group, variant] for group in groups], 0.92 * width, label=label, **look)
+            bars = axis.bar(
+                where, [of[group, variant] for group in groups], 0.92 * width, label=label, **look
+            )
             axis.bar_label(bars, fmt="{:.0f}".format, padding=1, fontsize=7)
         axis.set_xticks(range(len(groups)), groups)
         axis.set_ylabel(unit)
@@ -173,14 +216,21 @@ def draw_tokens(path: str) -> None:
 
 def draw_skew(path: str) -> None:
     uneven = records("layer-skew-h200-ep2")
-    even = [record for record in records("layer-h200-ep2") if record["preset"] == uneven[0]["preset"]]
+    even = [
+        record for record in records("layer-h200-ep2") if record["preset"] == uneven[0]["preset"]
+    ]
     title = "Time of a MoE layer on NVIDIA H200s by routing, 8192 tokens per GPU; less is better"
     draw(path, title, even + uneven, "skew")
 
 
 def draw_own(path: str, files: list[str]) -> None:
     """Records of the suite "layer", along what they differ in. Ends the program without any."""
-    found = [r for file in files for r in json.loads(Path(file).read_text(encoding="utf-8")) if r["suite"] == "layer"]
+    found = [
+        r
+        for file in files
+        for r in json.loads(Path(file).read_text(encoding="utf-8"))
+        if r["suite"] == "layer"
+    ]
     if not found:
         sys.exit('these files have no records of the suite "layer"')
     along = next((key for key in ("tokens", "skew") if len({r[key] for r in found}) > 1), "preset")

@@ -54,10 +54,17 @@ class _OfKernels(torch.autograd.Function):
         return gradients
 
 
-WAYS: dict[str, Logits] = {"ours": _OfKernels.apply, "fp32": of_fp32_copy, "tf32": of_fp32_copy, "bf16": of_bf16}
+WAYS: dict[str, Logits] = {
+    "ours": _OfKernels.apply,
+    "fp32": of_fp32_copy,
+    "tf32": of_fp32_copy,
+    "bf16": of_bf16,
+}
 
 
-def captured(way: str, xs: list[torch.Tensor], weight: torch.Tensor, d_logits: torch.Tensor | None) -> Callable:
+def captured(
+    way: str, xs: list[torch.Tensor], weight: torch.Tensor, d_logits: torch.Tensor | None
+) -> Callable:
     """Replays the products of all inputs: forward, or with d_logits both."""
     torch.backends.cuda.matmul.allow_tf32 = way == "tf32"
 
@@ -93,7 +100,10 @@ def compare(shape: str, repetitions: int) -> dict[str, dict[str, float]]:
     generator = torch.Generator("cuda").manual_seed(0)
     numbers = {"device": "cuda", "generator": generator}
     num_inputs = -(-INPUTS_BYTES // (2 * TOKENS * hidden))
-    xs = [torch.randn(TOKENS, hidden, **numbers).bfloat16().requires_grad_() for _ in range(num_inputs)]
+    xs = [
+        torch.randn(TOKENS, hidden, **numbers).bfloat16().requires_grad_()
+        for _ in range(num_inputs)
+    ]
     weight = (torch.randn(num_experts, hidden, **numbers) / hidden**0.5).requires_grad_()
     d_logits = torch.randn(TOKENS, num_experts, **numbers)
     results: dict[str, dict[str, float]] = {}
@@ -118,7 +128,9 @@ def main() -> None:
     for shape in options.shapes:
         results[shape] = compare(shape, options.repetitions)
         for way, result in results[shape].items():
-            times = f"forward {result['forward_us']:7.1f} us, backward {result['backward_us']:7.1f} us"
+            times = (
+                f"forward {result['forward_us']:7.1f} us, backward {result['backward_us']:7.1f} us"
+            )
             print(f"{shape:14} {way:5} {times}, error {result['error']:.1e}")
     write(options.json, results, torch.device("cuda"))
 

@@ -24,7 +24,9 @@ def held_mib(device: torch.device) -> float:
     if device.type == "cuda":
         free_bytes, total_bytes = torch.cuda.mem_get_info()
         return (total_bytes - free_bytes) / 2**20
-    return int(re.findall(r"RssShmem:\s*(\d+) kB", Path("/proc/self/status").read_text())[0]) / 2**10
+    return (
+        int(re.findall(r"RssShmem:\s*(\d+) kB", Path("/proc/self/status").read_text())[0]) / 2**10
+    )
 
 
 def bench(gib: float, ranks: Ranks, repetitions: int) -> list[Record]:
@@ -42,13 +44,22 @@ def bench(gib: float, ranks: Ranks, repetitions: int) -> list[Record]:
                 times_ms.append(ranks.largest((time.perf_counter() - start) * 1e3))
                 if name == "suspend":
                     given_back.append(-ranks.largest(held_mib(ranks.device) - held))
-    more = {"suite": "suspend", "ep": ranks.num_ranks, "heap_gib": gib, "given_back_mib": min(given_back)}
+    more = {
+        "suite": "suspend",
+        "ep": ranks.num_ranks,
+        "heap_gib": gib,
+        "given_back_mib": min(given_back),
+    }
     more["variant"] = f"{gib:g} GiB, {more['given_back_mib']:.0f} MiB back"
-    return [new_record(np.array(times_ms), direction=name, **more) for name, times_ms in times.items()]
+    return [
+        new_record(np.array(times_ms), direction=name, **more) for name, times_ms in times.items()
+    ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--gib", default="1,8", help="sizes of heaps (%(default)s)")
     parser.add_argument("--repetitions", type=int, default=5, help="(%(default)s)")
     parser.add_argument("--json", metavar="FILE", help="write the records to FILE")

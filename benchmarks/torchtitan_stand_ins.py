@@ -48,7 +48,9 @@ def parallelize(model: torch.nn.Module, **how: Any) -> torch.nn.Module:
     from torchtitan.models.qwen3 import parallelize as qwen3
 
     apply_fsdp = qwen3.apply_fsdp_to_decoder
-    with patch.object(qwen3, "apply_fsdp_to_decoder", partial(_apply_fsdp, apply_fsdp) if IS_OLDER else apply_fsdp):
+    with patch.object(
+        qwen3, "apply_fsdp_to_decoder", partial(_apply_fsdp, apply_fsdp) if IS_OLDER else apply_fsdp
+    ):
         model = qwen3.parallelize_qwen3(model, **how)
     for module in model.modules():
         if isinstance(module, FSDPModule) and not torch.cuda.is_available():
@@ -56,9 +58,13 @@ def parallelize(model: torch.nn.Module, **how: Any) -> torch.nn.Module:
     return model
 
 
-def _apply_fsdp(torchtitans: Any, model: Any, dp_mesh: Any, *, edp_mesh: Any = None, **how: Any) -> None:
+def _apply_fsdp(
+    torchtitans: Any, model: Any, dp_mesh: Any, *, edp_mesh: Any = None, **how: Any
+) -> None:
     if edp_mesh is not None:
-        policy = MixedPrecisionPolicy(how["param_dtype"], how["reduce_dtype"], cast_forward_inputs=False)
+        policy = MixedPrecisionPolicy(
+            how["param_dtype"], how["reduce_dtype"], cast_forward_inputs=False
+        )
         for block in model.layers.values():
             experts = block.moe.routed_experts.inner_experts
             fully_shard(experts, mesh=edp_mesh, mp_policy=policy, reshard_after_forward=False)

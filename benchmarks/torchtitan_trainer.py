@@ -53,7 +53,15 @@ from torchtitan.trainer import Trainer
 
 SIZES = {"dim": 2048, "n_heads": 32, "n_kv_heads": 4, "head_dim": 128, "moe_hidden_dim": 768}
 SIZES |= {"num_experts": 128, "top_k": 8}
-TINY = {"dim": 64, "n_heads": 4, "n_kv_heads": 2, "head_dim": 16, "moe_hidden_dim": 48, "num_experts": 8, "top_k": 3}
+TINY = {
+    "dim": 64,
+    "n_heads": 4,
+    "n_kv_heads": 2,
+    "head_dim": 16,
+    "moe_hidden_dim": 48,
+    "num_experts": 8,
+    "top_k": 3,
+}
 WAYS = ("step", "dispatcher", "standard")
 NUM_RANKS = int(os.environ.get("WORLD_SIZE", "1"))
 
@@ -68,7 +76,9 @@ class Text(IterableDataset):
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
         positions = torch.arange(self.seq_len)
         for step in itertools.count(self.first_step):
-            for row in train_batch(self.corpus, seed=0, step=step, sequences=self.mine, context=self.seq_len):
+            for row in train_batch(
+                self.corpus, seed=0, step=step, sequences=self.mine, context=self.seq_len
+            ):
                 yield {"input": row[:-1], "positions": positions}, row[1:]
 
 
@@ -80,7 +90,16 @@ class Loader(ParallelAwareDataloader):
         first_step: int = 0
         infinite: bool = True  # which Validator sets
 
-    def __init__(self, config: Config, *, dp_rank: int, dp_world_size: int, seq_len: int, local_batch_size: int, **_):
+    def __init__(
+        self,
+        config: Config,
+        *,
+        dp_rank: int,
+        dp_world_size: int,
+        seq_len: int,
+        local_batch_size: int,
+        **_,
+    ):
         text = Text(dp_rank, local_batch_size, seq_len, config.first_step)
         super().__init__(text, dp_rank, dp_world_size, batch_size=local_batch_size)
 
@@ -126,21 +145,32 @@ class Clock(MetricsProcessor):
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--way", choices=WAYS, default="step")
     parser.add_argument("--layers", type=int, default=4, help="of the model (%(default)s)")
-    parser.add_argument("--context", type=int, default=2048, help="tokens of a sequence (%(default)s)")
+    parser.add_argument(
+        "--context", type=int, default=2048, help="tokens of a sequence (%(default)s)"
+    )
     parser.add_argument("--sequences", type=int, default=4, help="per rank and step (%(default)s)")
     parser.add_argument("--steps", type=int, default=200, help="(%(default)s)")
     parser.add_argument("--tiny", action="store_true", help="small sizes, for a CPU")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="add a line with the results to FILE")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="add a line with the results to FILE"
+    )
     return parser.parse_args()
 
 
-def small_qwen3(sizes: dict[str, int], *, num_layers: int, sequences: int, context: int, steps: int) -> Trainer.Config:
+def small_qwen3(
+    sizes: dict[str, int], *, num_layers: int, sequences: int, context: int, steps: int
+) -> Trainer.Config:
     """torchtitan's debug configuration of Qwen3-MoE on bytes of the corpus, with these sizes of the model, on all
     ranks."""
-    rope, dim = CosSinRoPE.Config(dim=sizes["head_dim"], max_seq_len=context, theta=1e6), sizes["dim"]
+    rope, dim = (
+        CosSinRoPE.Config(dim=sizes["head_dim"], max_seq_len=context, theta=1e6),
+        sizes["dim"],
+    )
     layers = _build_qwen3_moe_layers(
         n_layers=num_layers, attn_backend="flex", moe_comm_backend="standard", rope=rope, **sizes
     )
@@ -157,21 +187,30 @@ def small_qwen3(sizes: dict[str, int], *, num_layers: int, sequences: int, conte
         tok_embeddings=replace(model.tok_embeddings, num_embeddings=VOCABULARY, embedding_dim=dim),
         lm_head=replace(model.lm_head, in_features=dim, out_features=VOCABULARY),
     )
-    config.model_spec = replace(config.model_spec, model=model, parallelize_fn=stand_ins.parallelize)
+    config.model_spec = replace(
+        config.model_spec, model=model, parallelize_fn=stand_ins.parallelize
+    )
     config.tokenizer, config.dataloader = Bytes.Config(), Loader.Config()
-    config.training = replace(config.training, local_batch_size=sequences, seq_len=context, steps=steps)
+    config.training = replace(
+        config.training, local_batch_size=sequences, seq_len=context, steps=steps
+    )
     config.activation_checkpoint = None
     config.checkpoint.enable = False
     config.debug.seed = 1
     if stand_ins.IS_OLDER or not torch.cuda.is_available():
         config.parallelism.spmd_backend = "partial_dtensor"
-        config.loss = CrossEntropyLoss.Config(global_vocab_size=VOCABULARY)  # not in chunks, which need newer FSDP2s
+        config.loss = CrossEntropyLoss.Config(
+            global_vocab_size=VOCABULARY
+        )  # not in chunks, which need newer FSDP2s
     return config
 
 
 def config_of(arguments: argparse.Namespace, folder: str) -> Trainer.Config:
     """What a Trainer is to do."""
-    sizes, numbers = TINY if arguments.tiny else SIZES, {"sequences": arguments.sequences, "context": arguments.context}
+    sizes, numbers = (
+        TINY if arguments.tiny else SIZES,
+        {"sequences": arguments.sequences, "context": arguments.context},
+    )
     config = small_qwen3(sizes, num_layers=arguments.layers, steps=arguments.steps, **numbers)
     config.dump_folder = folder
     config.metrics = Clock.Config(log_freq=1, disable_color_printing=True)
@@ -181,7 +220,9 @@ def config_of(arguments: argparse.Namespace, folder: str) -> Trainer.Config:
     most = {"num_max_tokens_per_rank": arguments.sequences * arguments.context}
     if arguments.way == "step":
         kept = {"num_kept_layers": arguments.layers, "load_factor": 2.0}
-        config.override.imports = [("symmoe.integrations.torchtitan_experts.routed_experts", most | kept)]
+        config.override.imports = [
+            ("symmoe.integrations.torchtitan_experts.routed_experts", most | kept)
+        ]
     elif arguments.way == "dispatcher":
         most["hidden_dim"] = sizes["dim"]
         config.override.imports = [("symmoe.integrations.torchtitan.token_dispatcher", most)]
@@ -200,14 +241,30 @@ def main() -> None:
     seconds = [after - before for before, after in itertools.pairwise(half)]
     rate = round(num_tokens / statistics.median(seconds))
     if is_main:
-        shown = {step: round(clock.losses[step - 1], 4) for step in (1, *range(20, arguments.steps + 1, 20))}
+        shown = {
+            step: round(clock.losses[step - 1], 4)
+            for step in (1, *range(20, arguments.steps + 1, 20))
+        }
         print(f"{arguments.way:10s}{rate:12,d} tokens/s, losses {shown}", flush=True)
         if arguments.json is not None:
-            env = machine(torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"))
-            env |= {"torchtitan": torchtitan.__version__, "command": " ".join(["torchrun", *sys.argv])}
-            result = {"way": arguments.way, "ranks": NUM_RANKS, "tokens_per_s": rate, "losses": shown} | env
+            env = machine(
+                torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+            )
+            env |= {
+                "torchtitan": torchtitan.__version__,
+                "command": " ".join(["torchrun", *sys.argv]),
+            }
+            result = {
+                "way": arguments.way,
+                "ranks": NUM_RANKS,
+                "tokens_per_s": rate,
+                "losses": shown,
+            } | env
             with arguments.json.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(result | {"layers": arguments.layers, "steps": arguments.steps}) + "\n")
+                file.write(
+                    json.dumps(result | {"layers": arguments.layers, "steps": arguments.steps})
+                    + "\n"
+                )
 
 
 if __name__ == "__main__":

@@ -31,7 +31,13 @@ from symmoe.timeline.events import Event, Timeline, table
 from symmoe.timeline.phases import COMMUNICATION
 from symmoe.timeline.recording import record
 from symmoe.tools.ranks import join
-from symmoe.tools.shapes import PRESETS, add_config_arguments, add_shape_arguments, config_of, shape_of
+from symmoe.tools.shapes import (
+    PRESETS,
+    add_config_arguments,
+    add_shape_arguments,
+    config_of,
+    shape_of,
+)
 from symmoe.torch_internals import SLEEP_KERNEL, gpu_sleep
 from symmoe.training.memory_plan import plan_memory
 
@@ -40,9 +46,14 @@ _Outputs = TypeVar("_Outputs")
 _CAPACITY_FACTOR = 1.25  # static capacity, in T * K rows: a graph needs one
 _WARM_UP_STEPS = 3
 _PROFILED_STEPS = 3  # under the profiler, before what is recorded: its start makes hosts late
-_REPLAYED_HEAP = 3  # times an eager step's: a graph's leases do not take over what was freed on other streams
+_REPLAYED_HEAP = (
+    3  # times an eager step's: a graph's leases do not take over what was freed on other streams
+)
 _AFTER_MARKS = ("backward", "forward")  # after an even number of marks, after an odd one
-_GEMMS = {"forward": "FC2", "backward": "FC1 dgrad"}  # one kernel, of experts whose activations are in FC1's
+_GEMMS = {
+    "forward": "FC2",
+    "backward": "FC1 dgrad",
+}  # one kernel, of experts whose activations are in FC1's
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -52,12 +63,22 @@ def main(arguments: list[str] | None = None) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds what :func:`run` reads."""
     add_shape_arguments(parser, default=next(iter(PRESETS)))
-    parser.add_argument("--tokens", type=int, default=8192, help="T, tokens of a rank (%(default)s)")
-    parser.add_argument("--schedule", choices=("overlapped", "serial"), default="overlapped", help="see MoEConfig")
-    parser.add_argument("--precision", choices=PRECISIONS, help="what experts multiply (default: bf16)")
+    parser.add_argument(
+        "--tokens", type=int, default=8192, help="T, tokens of a rank (%(default)s)"
+    )
+    parser.add_argument(
+        "--schedule", choices=("overlapped", "serial"), default="overlapped", help="see MoEConfig"
+    )
+    parser.add_argument(
+        "--precision", choices=PRECISIONS, help="what experts multiply (default: bf16)"
+    )
     add_config_arguments(parser, quantized_wire="none")
-    parser.add_argument("--eager", action="store_true", help="the step as the host launches it; always so on CPUs")
-    parser.add_argument("--out", default="step.json", metavar="FILE.json", help="the trace (%(default)s)")
+    parser.add_argument(
+        "--eager", action="store_true", help="the step as the host launches it; always so on CPUs"
+    )
+    parser.add_argument(
+        "--out", default="step.json", metavar="FILE.json", help="the trace (%(default)s)"
+    )
 
 
 def run(args: argparse.Namespace) -> None:
@@ -84,14 +105,22 @@ def trace_layer(config: MoEConfig, *, num_tokens: int, path: str, eager: bool = 
     ArgumentError if experts cannot be divided among the ranks. config: has a balance loss, and a static capacity if the
     step is captured."""
     with join() as ranks:
-        plan = plan_memory(config, num_ranks=ranks.num_ranks, num_tokens=num_tokens, dtype=torch.bfloat16)
+        plan = plan_memory(
+            config, num_ranks=ranks.num_ranks, num_tokens=num_tokens, dtype=torch.bfloat16
+        )
         replays = not eager and ranks.device.type == "cuda"
         heap_bytes = plan.heap_bytes * (_REPLAYED_HEAP if replays else 1)
         with SymmetricHeap(num_bytes=heap_bytes) as heap:
             torch.manual_seed(0)  # the router is the same on all ranks
             layer = MoELayer(config, heap, dtype=torch.bfloat16)
             torch.manual_seed(1 + heap.rank)
-            x = torch.randn(num_tokens, config.hidden, dtype=torch.bfloat16, device=heap.device, requires_grad=True)
+            x = torch.randn(
+                num_tokens,
+                config.hidden,
+                dtype=torch.bfloat16,
+                device=heap.device,
+                requires_grad=True,
+            )
             dy = torch.randn_like(x)
 
             def forward() -> tuple[torch.Tensor, torch.Tensor]:
@@ -100,7 +129,9 @@ def trace_layer(config: MoEConfig, *, num_tokens: int, path: str, eager: bool = 
 
             def backward(outputs: tuple[torch.Tensor, torch.Tensor]) -> None:
                 # Gradients do not accumulate, which would take additional time.
-                torch.autograd.grad(outputs, (x, *layer.parameters()), (dy, torch.ones_like(outputs[1])))
+                torch.autograd.grad(
+                    outputs, (x, *layer.parameters()), (dy, torch.ones_like(outputs[1]))
+                )
 
             def step() -> None:
                 backward(forward())
@@ -122,7 +153,9 @@ def trace_layer(config: MoEConfig, *, num_tokens: int, path: str, eager: bool = 
             return table(recording.timeline) if heap.rank == 0 else ""
 
 
-def capture_step(forward: Callable[[], _Outputs], backward: Callable[[_Outputs], object]) -> torch.cuda.CUDAGraph:
+def capture_step(
+    forward: Callable[[], _Outputs], backward: Callable[[_Outputs], object]
+) -> torch.cuda.CUDAGraph:
     """`backward(forward())`, which have run on this device before, as a CUDA graph that marks where each begins.
     Collective if they are; synchronises. Gradients that accumulate do so in every replay."""
     torch.cuda.synchronize()
@@ -144,7 +177,9 @@ def directed(timeline: Timeline) -> Timeline:
 
 def _directed(events: Sequence[Event]) -> Iterator[Event]:
     """Communication and the rest are in separate lanes; two of a kind that run at the same time get two lanes."""
-    marks = [event.begin_us for event in events if SLEEP_KERNEL in event.name]  # a step does not launch it
+    marks = [
+        event.begin_us for event in events if SLEEP_KERNEL in event.name
+    ]  # a step does not launch it
     ends: dict[str, list[float]] = {"compute": [], "communication": []}
     for event in events:
         if SLEEP_KERNEL not in event.name:
@@ -155,7 +190,9 @@ def _directed(events: Sequence[Event]) -> Iterator[Event]:
             free = (number for number, end in enumerate(ends[kind]) if end <= event.begin_us)
             number = next(free, len(ends[kind]))
             ends[kind][number : number + 1] = [event.end_us]
-            yield event._replace(lane=f"{kind} {number + 1}" if number else kind, direction=direction, phase=phase)
+            yield event._replace(
+                lane=f"{kind} {number + 1}" if number else kind, direction=direction, phase=phase
+            )
 
 
 if __name__ == "__main__":

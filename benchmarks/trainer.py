@@ -40,7 +40,12 @@ from transformers import TrainerCallback, TrainingArguments
 import symmoe
 from symmoe.integrations.transformers import Trainer, swap_moe
 
-SIZES = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
+SIZES = {
+    "hidden_size": 2048,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+}
 HEADS = {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}
 TINY = {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2}
 TINY_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
@@ -49,10 +54,16 @@ LOSSES_NEAR = 0.02  # relative
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ways", default="symmoe,grouped_mm", help=f"of {', '.join(WAYS)} (%(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--ways", default="symmoe,grouped_mm", help=f"of {', '.join(WAYS)} (%(default)s)"
+    )
     parser.add_argument("--layers", type=int, default=4, help="of the model (%(default)s)")
-    parser.add_argument("--context", type=int, default=2048, help="tokens of a sequence (%(default)s)")
+    parser.add_argument(
+        "--context", type=int, default=2048, help="tokens of a sequence (%(default)s)"
+    )
     parser.add_argument("--sequences", type=int, default=4, help="per rank and step (%(default)s)")
     parser.add_argument("--steps", type=int, default=20, help="that are counted (%(default)s)")
     parser.add_argument("--warm-up", type=int, default=5, help="steps before them (%(default)s)")
@@ -75,11 +86,15 @@ class Clock(TrainerCallback):
         self.seconds = 0.0
         self.losses: dict[int, float] = {}
 
-    def on_log(self, args: object, state: Any, control: object, logs: dict[str, float], **_: object) -> None:
+    def on_log(
+        self, args: object, state: Any, control: object, logs: dict[str, float], **_: object
+    ) -> None:
         if "loss" in logs:
             self.losses[state.global_step] = round(logs["loss"], 4)
 
-    def on_step_end(self, args: object, state: transformers.TrainerState, control: object, **_: object) -> None:
+    def on_step_end(
+        self, args: object, state: transformers.TrainerState, control: object, **_: object
+    ) -> None:
         if state.global_step == self._warm_up:
             self._start = now()
         elif state.global_step == state.max_steps:
@@ -105,11 +120,15 @@ def config_of(arguments: argparse.Namespace, way: str) -> transformers.Qwen3MoeC
 
 
 def data(num_sequences: int, context: int) -> list[dict[str, torch.Tensor]]:
-    text = train_batch(load_corpus(), seed=0, step=0, sequences=range(num_sequences), context=context - 1)
+    text = train_batch(
+        load_corpus(), seed=0, step=0, sequences=range(num_sequences), context=context - 1
+    )
     return [{"input_ids": row, "labels": row} for row in text]
 
 
-def train(arguments: argparse.Namespace, way: str, device: torch.device, folder: str) -> dict[str, Any]:
+def train(
+    arguments: argparse.Namespace, way: str, device: torch.device, folder: str
+) -> dict[str, Any]:
     """Tokens per second of all ranks, the mean loss of the run, and its losses by step."""
     num_ranks = dist.get_world_size()
     torch.manual_seed(0)
@@ -147,7 +166,9 @@ def train(arguments: argparse.Namespace, way: str, device: torch.device, folder:
         heap.close()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    rate = round(num_ranks * arguments.sequences * arguments.context * arguments.steps / clock.seconds)
+    rate = round(
+        num_ranks * arguments.sequences * arguments.context * arguments.steps / clock.seconds
+    )
     return {"tokens_per_s": rate, "loss": loss, "losses": clock.losses}
 
 
@@ -161,7 +182,11 @@ def heap_bytes(arguments: argparse.Namespace, num_ranks: int) -> int:
     )
     num_tokens = arguments.sequences * arguments.context
     plan = symmoe.plan_memory(
-        shape, num_ranks=num_ranks, num_tokens=num_tokens, num_layers=arguments.layers, routing="worst"
+        shape,
+        num_ranks=num_ranks,
+        num_tokens=num_tokens,
+        num_layers=arguments.layers,
+        routing="worst",
     )
     return plan.heap_bytes
 
@@ -189,16 +214,25 @@ def main() -> None:
     results = []
     for way, runs in found.items():
         figures = {name: [run[name] for run in runs] for name in ("tokens_per_s", "loss", "losses")}
-        shape = {name: getattr(arguments, name) for name in ("layers", "context", "sequences", "steps")}
+        shape = {
+            name: getattr(arguments, name) for name in ("layers", "context", "sequences", "steps")
+        }
         results.append({"way": way, "ranks": num_ranks} | figures | shape)
         rate, loss = statistics.median(figures["tokens_per_s"]), min(figures["loss"])
-        print(f"{way:12s}{rate:12,.0f} tokens/s{loss:10.4f} loss {figures['losses'][0]}", flush=True)
+        print(
+            f"{way:12s}{rate:12,.0f} tokens/s{loss:10.4f} loss {figures['losses'][0]}", flush=True
+        )
     every = [run["loss"] for runs in found.values() for run in runs]
     if max(every) - min(every) > LOSSES_NEAR * min(every):
         sys.exit(f"the ways have different losses: {every}")
     if arguments.json is not None:
-        env = machine(device) | {"transformers": transformers.__version__, "command": " ".join(["python", *sys.argv])}
-        arguments.json.write_text(json.dumps({"env": env, "results": results}, indent=1) + "\n", encoding="utf-8")
+        env = machine(device) | {
+            "transformers": transformers.__version__,
+            "command": " ".join(["python", *sys.argv]),
+        }
+        arguments.json.write_text(
+            json.dumps({"env": env, "results": results}, indent=1) + "\n", encoding="utf-8"
+        )
 
 
 if __name__ == "__main__":

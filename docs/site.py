@@ -34,7 +34,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
     def link(match: re.Match[str]) -> str:
         name, target = match.groups()
-        if (REPOSITORY / target).is_dir() or (target.endswith(".md") and (REPOSITORY / target).is_file()):
+        if (REPOSITORY / target).is_dir() or (
+            target.endswith(".md") and (REPOSITORY / target).is_file()
+        ):
             return name
         return f"[{name}]({target})" if files.get_file_from_path(target) else match[0]
 

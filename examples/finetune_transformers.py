@@ -30,9 +30,15 @@ HELDOUT_SEQUENCES = 16
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--checkpoint", type=Path, help="what to fine-tune (default: a small random Qwen3-MoE)")
-    parser.add_argument("--out", type=Path, default=Path("runs/finetune_transformers"), help="a new folder")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--checkpoint", type=Path, help="what to fine-tune (default: a small random Qwen3-MoE)"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/finetune_transformers"), help="a new folder"
+    )
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--sequences", type=int, default=8, help="per rank and step")
     parser.add_argument("--context", type=int, default=128, help="tokens per sequence")
@@ -84,7 +90,9 @@ def heap_bytes(config: transformers.PretrainedConfig, *, num_ranks: int, num_tok
 
 
 @torch.no_grad()
-def heldout_loss(model: torch.nn.Module, corpus: Corpus, sequences: range, *, context: int) -> torch.Tensor:
+def heldout_loss(
+    model: torch.nn.Module, corpus: Corpus, sequences: range, *, context: int
+) -> torch.Tensor:
     """Mean cross entropy over some of the held-out sequences."""
     batch = heldout_batch(corpus, sequences=sequences, total=HELDOUT_SEQUENCES, context=context)
     batch = batch[:, :context].to(model.device)
@@ -94,7 +102,9 @@ def heldout_loss(model: torch.nn.Module, corpus: Corpus, sequences: range, *, co
     return loss.detach()
 
 
-def finetune(model: torch.nn.Module, ranks: Ranks, corpus: Corpus, arguments: argparse.Namespace) -> None:
+def finetune(
+    model: torch.nn.Module, ranks: Ranks, corpus: Corpus, arguments: argparse.Namespace
+) -> None:
     """Trains the model in place. Collective."""
     device, sequences = ranks.device, ranks.size * arguments.sequences
     optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.learning_rate, weight_decay=0.0)
@@ -102,7 +112,9 @@ def finetune(model: torch.nn.Module, ranks: Ranks, corpus: Corpus, arguments: ar
     shown_step, shown_at = 0, time.perf_counter()
     for step in range(1, arguments.steps + 1):
         mine = ranks.share(sequences)
-        batch = train_batch(corpus, seed=0, step=step, sequences=mine, context=arguments.context - 1).to(device)
+        batch = train_batch(
+            corpus, seed=0, step=step, sequences=mine, context=arguments.context - 1
+        ).to(device)
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             loss = model(batch, labels=batch).loss
         loss.backward()
@@ -131,16 +143,22 @@ def main() -> None:
             if ranks.is_main:
                 write_random_checkpoint(Path(where[0]))
             if ranks.group is not None:
-                dist.broadcast_object_list(where)  # rank 0's folder, and the news that it is complete
+                dist.broadcast_object_list(
+                    where
+                )  # rank 0's folder, and the news that it is complete
             source = Path(where[0])
         config = transformers.AutoConfig.from_pretrained(source)
-        num_bytes = heap_bytes(config, num_ranks=ranks.size, num_tokens=arguments.sequences * context)
+        num_bytes = heap_bytes(
+            config, num_ranks=ranks.size, num_tokens=arguments.sequences * context
+        )
 
         with symmoe.SymmetricHeap(num_bytes=num_bytes) as heap:
             model = from_pretrained(source, heap, dtype=torch.float32)
             here = sum(parameter.numel() for parameter in model.parameters())
             if ranks.is_main:
-                print(f"{ranks.size} ranks on {heap.backend}, {here:,} parameters on each, heap {num_bytes >> 20} MiB")
+                print(
+                    f"{ranks.size} ranks on {heap.backend}, {here:,} parameters on each, heap {num_bytes >> 20} MiB"
+                )
             finetune(model, ranks, corpus, arguments)
             mine = ranks.share(HELDOUT_SEQUENCES)
             heldout = ranks.mean(heldout_loss(model, corpus, mine, context=context)).item()
@@ -148,7 +166,9 @@ def main() -> None:
         if ranks.is_main:
             whole = transformers.AutoModelForCausalLM.from_pretrained(arguments.out)
             plain = heldout_loss(whole, corpus, range(HELDOUT_SEQUENCES), context=context).item()
-            print(f"held-out loss {heldout:.4f}; of {arguments.out} in plain transformers {plain:.4f}")
+            print(
+                f"held-out loss {heldout:.4f}; of {arguments.out} in plain transformers {plain:.4f}"
+            )
         ranks.barrier()  # the source goes when rank 0 leaves
 
 

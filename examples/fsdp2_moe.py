@@ -32,15 +32,28 @@ from symmoe.integrations.parallel import parallelize, parameter_groups
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     default = "gpu" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--preset", choices=sorted(PRESETS), default=default, help="default: gpu where torch sees one")
+    parser.add_argument(
+        "--preset",
+        choices=sorted(PRESETS),
+        default=default,
+        help="default: gpu where torch sees one",
+    )
     parser.add_argument("--ep", type=int, help="ranks of an EP group (default: all)")
     parser.add_argument("--steps", type=int, default=60, help="optimizer steps in all")
-    parser.add_argument("--save-every", type=int, default=30, help="steps between checkpoints; 0: none")
+    parser.add_argument(
+        "--save-every", type=int, default=30, help="steps between checkpoints; 0: none"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("runs/fsdp2_moe"), help="where checkpoints go")
-    parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in --out")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/fsdp2_moe"), help="where checkpoints go"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="continue from the newest checkpoint in --out"
+    )
     return parser.parse_args()
 
 
@@ -55,7 +68,9 @@ def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> No
     of_model, of_optimizer = get_state_dict(model, optimizer)
     state = {"model": of_model, "optimizer": of_optimizer}
     dcp.load(state, checkpoint_id=folder)
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    set_state_dict(
+        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
 
 
 def main() -> None:
@@ -65,16 +80,30 @@ def main() -> None:
         make_deterministic()
     with open_ranks(preset.device) as ranks:
         ep = arguments.ep or ranks.size
-        mesh = init_device_mesh(preset.device, (ranks.size // ep, ep), mesh_dim_names=("efsdp", "ep"))
+        mesh = init_device_mesh(
+            preset.device, (ranks.size // ep, ep), mesh_dim_names=("efsdp", "ep")
+        )
         backend = "nvshmem" if preset.device == "cuda" else "host"
         num_bytes = heap_bytes(preset, num_ranks=ep)
-        with symmoe.SymmetricHeap(mesh.get_group("ep"), num_bytes=num_bytes, backend=backend) as heap:
+        with symmoe.SymmetricHeap(
+            mesh.get_group("ep"), num_bytes=num_bytes, backend=backend
+        ) as heap:
             # FSDP casts the parameters, in place of autocast.
-            policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if preset.autocast else MixedPrecisionPolicy()
-            model = LanguageModel(dataclasses.replace(preset, autocast=False), heap, device=ranks.device)
-            init_parameters(model, seed=arguments.seed, ep_rank=heap.rank)  # the same in every replica
+            policy = (
+                MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+                if preset.autocast
+                else MixedPrecisionPolicy()
+            )
+            model = LanguageModel(
+                dataclasses.replace(preset, autocast=False), heap, device=ranks.device
+            )
+            init_parameters(
+                model, seed=arguments.seed, ep_rank=heap.rank
+            )  # the same in every replica
             parallelize(model, mesh, mp_policy=policy)
-            optimizer = torch.optim.AdamW(parameter_groups(model), lr=preset.learning_rate, betas=(0.9, 0.95))
+            optimizer = torch.optim.AdamW(
+                parameter_groups(model), lr=preset.learning_rate, betas=(0.9, 0.95)
+            )
 
             start, checkpoints = 0, sorted(arguments.out.glob("step-??????"))
             if arguments.resume:
@@ -99,7 +128,10 @@ def main() -> None:
                 optimizer.zero_grad()
                 mean_loss = ranks.mean(loss.detach()).item()
                 if ranks.is_main:
-                    print(f"step {step + 1}: loss {mean_loss:.6f}, gradient norm {grad_norm.item():.6f}", flush=True)
+                    print(
+                        f"step {step + 1}: loss {mean_loss:.6f}, gradient norm {grad_norm.item():.6f}",
+                        flush=True,
+                    )
                 is_last = step + 1 == arguments.steps
                 if arguments.save_every and (is_last or (step + 1) % arguments.save_every == 0):
                     save(arguments.out / f"step-{step + 1:06d}", model, optimizer)

@@ -52,7 +52,9 @@ def install() -> None:
 
 
 def _stand_in_for_cuda() -> None:
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron asks for it with tensor parallelism
+    os.environ.setdefault(
+        "CUDA_DEVICE_MAX_CONNECTIONS", "1"
+    )  # Megatron asks for it with tensor parallelism
     cpu = torch.device("cpu")
     torch.cuda.current_device = lambda: cpu
     torch.cuda.Stream = _NoStream  # a class, as annotations need one
@@ -68,8 +70,12 @@ def _stand_in_for_cuda() -> None:
     from megatron.core.transformer.moe import token_dispatcher
 
     # Their own versions look for a default generator of the GPU.
-    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
-    random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(
+        state
+    )
+    random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: (
+        torch.get_rng_state()
+    )
     token_dispatcher.maybe_move_tensor_to_cpu = _tensor_to_cpu
 
 

@@ -101,24 +101,44 @@ def variants(text: str) -> list[Variant]:
 
 
 def parse_arguments() -> tuple[argparse.Namespace, Preset]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--preset", choices=sorted(PRESETS), default="tiny")
     parser.add_argument("--dispatcher", choices=DISPATCHERS, default="symmoe")
     parser.add_argument("--experts", choices=EXPERTS, help="default: as the dispatcher")
-    parser.add_argument("--compare", type=variants, metavar="V,V", help="MoE layers to time: DISPATCHER[+EXPERTS]")
-    parser.add_argument("--layer-steps", type=int, default=30, help="timed steps of each MoE layer; 0: none")
-    parser.add_argument("--json", metavar="FILE", help="add the last line to this file")
-    parser.add_argument("--dtype", choices=sorted(DTYPES), help="default: bf16 on GPUs, fp32 on CPUs")
     parser.add_argument(
-        "--load-factor", type=float, help="rows a rank can take, over their mean: no host waits in symmoe"
+        "--compare", type=variants, metavar="V,V", help="MoE layers to time: DISPATCHER[+EXPERTS]"
     )
-    parser.add_argument("--order", choices=("rank", "slot"), default="rank", help="order of combine's sums")
-    parser.add_argument("--expert-parallel", type=int, help="ranks that share the experts (default: all)")
-    parser.add_argument("--force-balance", action="store_true", help="random routing, as benchmarks use it")
-    parser.add_argument("--heap-mib", type=int, help="size of the symmetric heap (default: enough for any routing)")
+    parser.add_argument(
+        "--layer-steps", type=int, default=30, help="timed steps of each MoE layer; 0: none"
+    )
+    parser.add_argument("--json", metavar="FILE", help="add the last line to this file")
+    parser.add_argument(
+        "--dtype", choices=sorted(DTYPES), help="default: bf16 on GPUs, fp32 on CPUs"
+    )
+    parser.add_argument(
+        "--load-factor",
+        type=float,
+        help="rows a rank can take, over their mean: no host waits in symmoe",
+    )
+    parser.add_argument(
+        "--order", choices=("rank", "slot"), default="rank", help="order of combine's sums"
+    )
+    parser.add_argument(
+        "--expert-parallel", type=int, help="ranks that share the experts (default: all)"
+    )
+    parser.add_argument(
+        "--force-balance", action="store_true", help="random routing, as benchmarks use it"
+    )
+    parser.add_argument(
+        "--heap-mib", type=int, help="size of the symmetric heap (default: enough for any routing)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     for field in dataclasses.fields(Preset):
-        parser.add_argument(f"--{field.name.replace('_', '-')}", type=float if field.type == "float" else int)
+        parser.add_argument(
+            f"--{field.name.replace('_', '-')}", type=float if field.type == "float" else int
+        )
     arguments = parser.parse_args()
     given = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(Preset)}
     changes = {name: value for name, value in given.items() if value is not None}
@@ -137,7 +157,8 @@ def open_groups(arguments: argparse.Namespace) -> Iterator[torch.device]:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     parallel_state.initialize_model_parallel(
-        expert_model_parallel_size=arguments.expert_parallel or dist.get_world_size(), expert_tensor_parallel_size=1
+        expert_model_parallel_size=arguments.expert_parallel or dist.get_world_size(),
+        expert_tensor_parallel_size=1,
     )
     torch.manual_seed(arguments.seed)
     model_parallel_cuda_manual_seed(arguments.seed + 1)
@@ -190,11 +211,18 @@ def has_grouped_experts(dtype: torch.dtype) -> bool:
     return _has_transformer_engine() or (dtype == torch.bfloat16 and hasattr(experts, "GroupedMLP"))
 
 
-def make_spec(arguments: argparse.Namespace, preset: Preset, config: Any, variant: Variant, heap: Any) -> Any:
+def make_spec(
+    arguments: argparse.Namespace, preset: Preset, config: Any, variant: Variant, heap: Any
+) -> Any:
     """Megatron's layer spec, with symmoe's dispatcher and experts where they are asked for."""
     from megatron.core.models.gpt import gpt_layer_specs
 
-    from symmoe.integrations.megatron import DispatchOptions, use_symmoe, use_symmoe_dispatcher, use_symmoe_experts
+    from symmoe.integrations.megatron import (
+        DispatchOptions,
+        use_symmoe,
+        use_symmoe_dispatcher,
+        use_symmoe_experts,
+    )
 
     experts = {"num_experts": config.num_moe_experts, "moe_grouped_gemm": config.moe_grouped_gemm}
     if _has_transformer_engine():
@@ -202,14 +230,18 @@ def make_spec(arguments: argparse.Namespace, preset: Preset, config: Any, varian
     else:
         if config.moe_grouped_gemm:
             megatron_without_te.provide_grouped_gemm()
-        spec = gpt_layer_specs.get_gpt_layer_local_spec(**experts, normalization=config.normalization)
+        spec = gpt_layer_specs.get_gpt_layer_local_spec(
+            **experts, normalization=config.normalization
+        )
         megatron_without_te.use_fused_attention(spec)
     own_experts = variant.experts == "symmoe"
     if variant.dispatcher == "symmoe":
         use = use_symmoe if own_experts else use_symmoe_dispatcher
         capacity = None
         if arguments.load_factor is not None:
-            capacity = int(arguments.load_factor * preset.micro_batch * preset.sequence * preset.top_k)
+            capacity = int(
+                arguments.load_factor * preset.micro_batch * preset.sequence * preset.top_k
+            )
         return use(spec, heap, options=DispatchOptions(order=arguments.order, capacity=capacity))
     return use_symmoe_experts(spec) if own_experts else spec
 
@@ -230,7 +262,9 @@ def in_ddp(config: Any, model: Any) -> Any:
 
     if config.bf16:
         model = Float16Module(config, model)
-    ddp = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
+    ddp = DistributedDataParallel(
+        config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model
+    )
     ddp.broadcast_params()
     return ddp
 
@@ -244,7 +278,9 @@ def start_alike(model: Any, config: Any, seed: int) -> None:
     first = parallel_state.get_expert_model_parallel_rank() * num_local
     for name, parameter in model.named_parameters():
         # SequentialMLP: local_experts.{i}.linear_fc1.weight; TEGroupedMLP: linear_fc1.weight{i}; ours: without {i}.
-        expert = re.search(r"\.mlp\.experts\.(?:local_experts\.(\d+)\.)?(linear_fc\d)\.weight(\d*)", name)
+        expert = re.search(
+            r"\.mlp\.experts\.(?:local_experts\.(\d+)\.)?(linear_fc\d)\.weight(\d*)", name
+        )
         grouped = re.search(r"\.mlp\.experts\.weight([12])$", name)
         named = {name: parameter}
         if expert and (expert[1] or expert[3]):
@@ -252,15 +288,25 @@ def start_alike(model: Any, config: Any, seed: int) -> None:
             named = {f"{name[: expert.start()]} expert {number} {expert[2]}": parameter}
         elif expert:
             prefix = name[: expert.start()]
-            named = {f"{prefix} expert {first + i} {expert[2]}": matrix for i, matrix in enumerate(parameter)}
-        elif grouped:  # GroupedMLP: weight1 [H, e * 2F] holds [e, H, 2F], weight2 [e * F, H] holds [e, F, H]
+            named = {
+                f"{prefix} expert {first + i} {expert[2]}": matrix
+                for i, matrix in enumerate(parameter)
+            }
+        elif (
+            grouped
+        ):  # GroupedMLP: weight1 [H, e * 2F] holds [e, H, 2F], weight2 [e * F, H] holds [e, F, H]
             rows = config.hidden_size if grouped[1] == "1" else config.moe_ffn_hidden_size
             matrices = parameter.view(num_local, rows, -1).transpose(1, 2)
             prefix = name[: grouped.start()]
-            named = {f"{prefix} expert {first + i} linear_fc{grouped[1]}": matrix for i, matrix in enumerate(matrices)}
+            named = {
+                f"{prefix} expert {first + i} linear_fc{grouped[1]}": matrix
+                for i, matrix in enumerate(matrices)
+            }
         for label, matrix in named.items():
             if matrix.dim() > 1:
-                generator = torch.Generator(matrix.device).manual_seed(zlib.crc32(f"{seed} {label}".encode()))
+                generator = torch.Generator(matrix.device).manual_seed(
+                    zlib.crc32(f"{seed} {label}".encode())
+                )
                 numbers = torch.empty(matrix.shape, dtype=matrix.dtype, device=matrix.device)
                 matrix.copy_(numbers.normal_(std=config.init_method_std, generator=generator))
 
@@ -308,26 +354,37 @@ def train(
     positions = torch.arange(preset.sequence, device=device).expand(shape)
     mask = torch.ones(shape[1], shape[1], dtype=torch.bool, device=device).triu(1)[None, None]
     per_rank = preset.micro_batch * preset.micro_batches
-    mine, num_tokens = range(rank * per_rank, (rank + 1) * per_rank), per_rank * preset.sequence * num_ranks
+    mine, num_tokens = (
+        range(rank * per_rank, (rank + 1) * per_rank),
+        per_rank * preset.sequence * num_ranks,
+    )
     seconds, losses = [], []
     for step in range(preset.steps):
-        text = train_batch(corpus, seed=arguments.seed, step=step, sequences=mine, context=preset.sequence).to(device)
+        text = train_batch(
+            corpus, seed=arguments.seed, step=step, sequences=mine, context=preset.sequence
+        ).to(device)
         loss_sum = torch.zeros((), device=device)
         _synchronize()
         start = time.perf_counter()
         model.zero_grad_buffer()
         for micro_batch in text.split(preset.micro_batch):
             inputs, labels = micro_batch[:, :-1].contiguous(), micro_batch[:, 1:].contiguous()
-            loss = model(inputs, positions, mask, labels=labels).float().mean() / preset.micro_batches
+            loss = (
+                model(inputs, positions, mask, labels=labels).float().mean() / preset.micro_batches
+            )
             loss.backward()
             loss_sum += loss.detach()
         finalize_model_grads([model])
         optimizer_step()
         _synchronize()
-        loss_and_seconds = torch.tensor([0.0, time.perf_counter() - start], dtype=torch.float64, device=device)
+        loss_and_seconds = torch.tensor(
+            [0.0, time.perf_counter() - start], dtype=torch.float64, device=device
+        )
         loss_and_seconds[0] = loss_sum / num_ranks
         dist.all_reduce(loss_and_seconds[:1])
-        dist.all_reduce(loss_and_seconds[1:], op=dist.ReduceOp.MAX)  # a step takes as long as on its slowest rank
+        dist.all_reduce(
+            loss_and_seconds[1:], op=dist.ReduceOp.MAX
+        )  # a step takes as long as on its slowest rank
         for values, value in zip((losses, seconds), loss_and_seconds.tolist(), strict=True):
             values.append(value)
         if rank == 0:
@@ -346,7 +403,11 @@ def train(
 
 
 def compare_layers(
-    arguments: argparse.Namespace, preset: Preset, device: torch.device, chosen: list[Variant], heap: Any
+    arguments: argparse.Namespace,
+    preset: Preset,
+    device: torch.device,
+    chosen: list[Variant],
+    heap: Any,
 ) -> dict[str, Any]:
     """Times one MoE layer of each variant, all with the same numbers; rank 0 prints a line each. Returns figures."""
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -357,8 +418,13 @@ def compare_layers(
         config = make_config(arguments, shape, variant)
         spec = make_spec(arguments, preset, config, variant, heap)
         layers[str(variant)] = make_model(config, spec, shape, arguments.seed).decoder.layers[0].mlp
-    generator = torch.Generator(device).manual_seed(arguments.seed + dist.get_rank())  # every rank has its own tokens
-    size, options = (preset.sequence, preset.micro_batch, preset.hidden), {"generator": generator, "device": device}
+    generator = torch.Generator(device).manual_seed(
+        arguments.seed + dist.get_rank()
+    )  # every rank has its own tokens
+    size, options = (
+        (preset.sequence, preset.micro_batch, preset.hidden),
+        {"generator": generator, "device": device},
+    )
     x, dy = (torch.randn(size, **options).to(config.params_dtype) for _ in range(2))
     times = time_layers(
         layers,
@@ -371,9 +437,15 @@ def compare_layers(
     figures = {}
     for name, found in times.items():
         speedup = round(first / found["total_ms"]["median"], 3)
-        figures[name] = {"experts": type(layers[name].experts).__name__, **found, "speedup": speedup}
+        figures[name] = {
+            "experts": type(layers[name].experts).__name__,
+            **found,
+            "speedup": speedup,
+        }
         if dist.get_rank() == 0:
-            parts = ", ".join(f"{phase} {found[f'{phase}_ms']['median']:.3f}" for phase in ("forward", "backward"))
+            parts = ", ".join(
+                f"{phase} {found[f'{phase}_ms']['median']:.3f}" for phase in ("forward", "backward")
+            )
             print(
                 f"layer {name} ({figures[name]['experts']}): {found['total_ms']['median']:.3f} ms ({parts}), "
                 f"{speedup:.2f} x as fast as the first",
@@ -382,21 +454,29 @@ def compare_layers(
     return {"timed_layer_steps": arguments.layer_steps, "layers": figures}
 
 
-def heap_size(arguments: argparse.Namespace, preset: Preset, trained: Variant, timed: list[Variant]) -> int:
+def heap_size(
+    arguments: argparse.Namespace, preset: Preset, trained: Variant, timed: list[Variant]
+) -> int:
     """Bytes of the heap for training and then for the layers; 0 if symmoe's dispatcher is in neither."""
     from symmoe.integrations.megatron import heap_bytes
 
     numbers_of_layers = [preset.layers] * (preset.steps > 0 and trained.dispatcher == "symmoe")
-    numbers_of_layers += [1 for variant in timed if variant.dispatcher == "symmoe"]  # each has buffers of its own
+    numbers_of_layers += [
+        1 for variant in timed if variant.dispatcher == "symmoe"
+    ]  # each has buffers of its own
     num_tokens = preset.micro_batch * preset.sequence
     config = make_config(arguments, preset, trained)
     return sum(
-        heap_bytes(config, num_tokens=num_tokens, num_layers=number, load_factor=arguments.load_factor)
+        heap_bytes(
+            config, num_tokens=num_tokens, num_layers=number, load_factor=arguments.load_factor
+        )
         for number in numbers_of_layers
     )
 
 
-def about(arguments: argparse.Namespace, preset: Preset, config: Any, device: torch.device) -> dict[str, Any]:
+def about(
+    arguments: argparse.Namespace, preset: Preset, config: Any, device: torch.device
+) -> dict[str, Any]:
     """What the figures are figures of."""
     from symmoe.integrations.megatron import MEGATRON_VERSION
 
@@ -446,7 +526,9 @@ def main() -> None:
         config = make_config(arguments, preset, trained)
         figures = about(arguments, preset, config, device)
         if preset.steps:
-            model = make_model(config, make_spec(arguments, preset, config, trained, heap), preset, arguments.seed)
+            model = make_model(
+                config, make_spec(arguments, preset, config, trained, heap), preset, arguments.seed
+            )
             figures["trained"] = str(trained)
             figures["experts"] = type(model.decoder.layers[0].mlp.experts).__name__
             model = in_ddp(config, model)
@@ -457,7 +539,10 @@ def main() -> None:
             figures.update(compare_layers(arguments, preset, device, timed, heap))
         if dist.get_rank() == 0:
             if heap is not None:
-                print(f"heap: {heap.high_water_bytes >> 20} of {heap.num_bytes >> 20} MiB used", flush=True)
+                print(
+                    f"heap: {heap.high_water_bytes >> 20} of {heap.num_bytes >> 20} MiB used",
+                    flush=True,
+                )
             line = json.dumps(figures)
             print(line, flush=True)
             if arguments.json:

@@ -33,7 +33,12 @@ class Summary:
 
 
 def time_layers(
-    layers: dict[str, Any], x: torch.Tensor, dy: torch.Tensor, *, repetitions: int, reseed: Callable[[], None]
+    layers: dict[str, Any],
+    x: torch.Tensor,
+    dy: torch.Tensor,
+    *,
+    repetitions: int,
+    reseed: Callable[[], None],
 ) -> dict[str, dict[str, Any]]:
     """Milliseconds of each MoE layer, {name: {"forward_ms", "backward_ms", "total_ms"}}. Collective.
 
@@ -66,17 +71,25 @@ def time_layers(
                 marks[name].append([start, middle, end])
     times = {}
     for name, points in marks.items():
-        phases = torch.tensor([_phases_ms(*each) for each in points], dtype=torch.float64, device=x.device)
+        phases = torch.tensor(
+            [_phases_ms(*each) for each in points], dtype=torch.float64, device=x.device
+        )
         phases = torch.cat([phases, phases.sum(1, keepdim=True)], dim=1)
-        dist.all_reduce(phases, op=dist.ReduceOp.MAX)  # of each repetition, the time on its slowest rank
+        dist.all_reduce(
+            phases, op=dist.ReduceOp.MAX
+        )  # of each repetition, the time on its slowest rank
         times[name] = {
             f"{phase}_ms": dataclasses.asdict(Summary.of(values))
-            for phase, values in zip(("forward", "backward", "total"), phases.T.tolist(), strict=True)
+            for phase, values in zip(
+                ("forward", "backward", "total"), phases.T.tolist(), strict=True
+            )
         }
     return times
 
 
-def _compare(layers: dict[str, Any], x: torch.Tensor, dy: torch.Tensor, reseed: Callable[[], None]) -> None:
+def _compare(
+    layers: dict[str, Any], x: torch.Tensor, dy: torch.Tensor, reseed: Callable[[], None]
+) -> None:
     found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     for name, layer in layers.items():
         reseed()
@@ -87,10 +100,16 @@ def _compare(layers: dict[str, Any], x: torch.Tensor, dy: torch.Tensor, reseed: 
         layer.zero_grad(set_to_none=True)
     for (first, want), (other, got) in itertools.pairwise(found.items()):
         for what, a, b in (("output", want[0], got[0]), ("input gradient", want[1], got[1])):
-            worst = ((b.float() - a.float()).norm() / a.float().norm()).reshape(1).nan_to_num(nan=torch.inf)
+            worst = (
+                ((b.float() - a.float()).norm() / a.float().norm())
+                .reshape(1)
+                .nan_to_num(nan=torch.inf)
+            )
             dist.all_reduce(worst, op=dist.ReduceOp.MAX)  # one rank's error ends all of them
             if worst.item() > TOLERANCE[x.dtype]:
-                raise RuntimeError(f"{what} of {other} differs from that of {first} by {worst.item():.2e} of its norm")
+                raise RuntimeError(
+                    f"{what} of {other} differs from that of {first} by {worst.item():.2e} of its norm"
+                )
 
 
 def _now(device: torch.device) -> Any:

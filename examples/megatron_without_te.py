@@ -30,7 +30,9 @@ def provide_grouped_gemm() -> None:
         grouped_gemm_util.grouped_gemm = types.SimpleNamespace(ops=grouped_gemm_util.ops)
 
 
-def gmm(a: torch.Tensor, b: torch.Tensor, batch_sizes: torch.Tensor, trans_b: bool = False) -> torch.Tensor:
+def gmm(
+    a: torch.Tensor, b: torch.Tensor, batch_sizes: torch.Tensor, trans_b: bool = False
+) -> torch.Tensor:
     """grouped_gemm.ops.gmm: a [N, C] in groups of batch_sizes rows, each times its b [G, C, O] ([G, O, C]: trans_b).
 
     Differentiable in a and b. bf16 on GPUs. `batch_sizes`: integers [G], on the CPU or the device of a.
@@ -45,15 +47,24 @@ class FusedAttention(nn.Module):
     Arguments of Megatron's core attention; no dropout, no packed sequences, no other mask than the causal one.
     """
 
-    def __init__(self, config: Any, layer_number: int, *_: Any, softmax_scale: float | None = None, **__: Any) -> None:
+    def __init__(
+        self, config: Any, layer_number: int, *_: Any, softmax_scale: float | None = None, **__: Any
+    ) -> None:
         super().__init__()
         self.softmax_scale = softmax_scale
 
-    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+    ) -> torch.Tensor:
         """query [S, B, heads, D], key and value [S, B, groups, D]; returns [S, B, heads * D]."""
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         context = F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=self.softmax_scale, enable_gqa=key.shape[1] != query.shape[1]
+            query,
+            key,
+            value,
+            is_causal=True,
+            scale=self.softmax_scale,
+            enable_gqa=key.shape[1] != query.shape[1],
         )
         return context.permute(2, 0, 1, 3).flatten(2)
 

@@ -20,21 +20,28 @@ MAX_COLUMNS = 400  # of a heat map: more than its pixels show
 BLUE, VERMILION = "#0072b2", "#d55e00"
 
 
-def read_log(path: Path) -> tuple[list[int], list[str], list[np.ndarray], np.ndarray | None, np.ndarray]:
+def read_log(
+    path: Path,
+) -> tuple[list[int], list[str], list[np.ndarray], np.ndarray | None, np.ndarray]:
     """Steps [S], the layers' names, tokens per expert of each layer [S, E], dropped slots [S] if the log has them, and
     of_ranks of each step [S, L, 2], or nothing of any.
 
     A last line that is cut off is left out.
     """
     text = path.read_text(encoding="utf-8")
-    found = {line["step"]: line for line in map(json.loads, text[: text.rfind("\n") + 1].splitlines())}
+    found = {
+        line["step"]: line for line in map(json.loads, text[: text.rfind("\n") + 1].splitlines())
+    }
     if not found:
         raise ValueError(f"{path} holds no whole line")
     lines = [found[step] for step in sorted(found)]
     ranks = [of_ranks(line) for line in lines]
     ranks = np.array(ranks if all(ranks) else [])
     if "expert_load" in lines[0]:
-        layers = [np.array(of_layer) for of_layer in zip(*(line["expert_load"] for line in lines), strict=True)]
+        layers = [
+            np.array(of_layer)
+            for of_layer in zip(*(line["expert_load"] for line in lines), strict=True)
+        ]
         return sorted(found), [f"layer {i}" for i in range(len(layers))], layers, None, ranks
     records = list(zip(*(line["layers"] for line in lines), strict=True))  # by layer
     loads = [np.array([record["tokens_per_expert"] for record in of_layer]) for of_layer in records]
@@ -45,10 +52,17 @@ def read_log(path: Path) -> tuple[list[int], list[str], list[np.ndarray], np.nda
 def of_ranks(line: dict) -> list[list[float]]:
     """The largest rank over the mean, before and after balance, for each layer with replicas of a step."""
     if "layers" in line:
-        found = [(record["tokens_per_expert"], record.get("balanced_per_rank")) for record in line["layers"]]
+        found = [
+            (record["tokens_per_expert"], record.get("balanced_per_rank"))
+            for record in line["layers"]
+        ]
     else:
         found = list(zip(line["expert_load"], line.get("balanced_per_rank", []), strict=False))
-    pairs = [(np.reshape(load, (len(after), -1)).sum(1), np.array(after)) for load, after in found if after]
+    pairs = [
+        (np.reshape(load, (len(after), -1)).sum(1), np.array(after))
+        for load, after in found
+        if after
+    ]
     return [[float(rows.max() / max(rows.mean(), 1e-30)) for rows in pair] for pair in pairs]
 
 
@@ -64,7 +78,11 @@ def draw(log: Path, picture: Path) -> None:
     shown = sorted(np.argsort(-uneven.mean(1), kind="stable")[:MAX_LAYERS])
     ratios = [1.9] * len(shown) + [1.5] * (3 if ranks.size else 2)
     figure, axes = plt.subplots(
-        len(ratios), figsize=(8, 0.6 + sum(ratios)), sharex=True, height_ratios=ratios, layout="constrained"
+        len(ratios),
+        figsize=(8, 0.6 + sum(ratios)),
+        sharex=True,
+        height_ratios=ratios,
+        layout="constrained",
     )
     # A balanced model shall not look uneven, nor one hot expert hide the others.
     brightest = float(np.clip(max(np.quantile(over_mean[i], 0.99) for i in shown), 2, 4))
@@ -77,7 +95,9 @@ def draw(log: Path, picture: Path) -> None:
         mesh = axis.pcolormesh(edges, experts, means.T, cmap="cividis", vmin=0, vmax=brightest)
         axis.set(ylabel="expert", ylim=(means.shape[1] - 0.5, -0.5))
         axis.set_title(names[i], loc="left", fontsize=9)
-    figure.colorbar(mesh, ax=list(axes[: len(shown)]), label="tokens of an expert over the mean", extend="max")
+    figure.colorbar(
+        mesh, ax=list(axes[: len(shown)]), label="tokens of an expert over the mean", extend="max"
+    )
     of_experts = axes[len(shown)]
     of_experts.plot(steps, uneven.max(0), color=VERMILION, label="most uneven layer")
     of_experts.plot(steps, uneven.mean(0), color=BLUE, label="mean of layers")
@@ -87,7 +107,12 @@ def draw(log: Path, picture: Path) -> None:
         axes[-2].plot(steps, before, color=VERMILION, label="before balance, most uneven layer")
         axes[-2].plot(steps, after, color=BLUE, label="after")
         axes[-2].set(ylabel="largest rank\nover the mean", ylim=(0.9, None))
-    axes[-1].plot(steps, sum((load == 0).sum(1) for load in loads), color=BLUE, label="experts without a token")
+    axes[-1].plot(
+        steps,
+        sum((load == 0).sum(1) for load in loads),
+        color=BLUE,
+        label="experts without a token",
+    )
     if dropped is not None:
         percent = 100 * dropped / np.maximum(sum(load.sum(1) for load in loads), 1)
         axes[-1].plot(steps, percent, color=VERMILION, label="dropped slots, %")

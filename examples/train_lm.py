@@ -50,22 +50,50 @@ KEPT_CHECKPOINTS = 2
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--preset", choices=sorted(PRESETS), default="cpu")
-    parser.add_argument("--ep", type=int, help="ranks of an EP group, each with its balance loss (default: all)")
-    parser.add_argument("--ranks-per-node", type=int, help="cut the machine into virtual nodes, on CPUs (default: not)")
+    parser.add_argument(
+        "--ep", type=int, help="ranks of an EP group, each with its balance loss (default: all)"
+    )
+    parser.add_argument(
+        "--ranks-per-node",
+        type=int,
+        help="cut the machine into virtual nodes, on CPUs (default: not)",
+    )
     parser.add_argument("--steps", type=int, help="optimizer steps (default: the preset's)")
-    parser.add_argument("--order", choices=("rank", "slot"), help="order of combine's sums (default: the preset's)")
-    parser.add_argument("--precision", choices=PRECISIONS, help="what experts multiply (default: the working dtype)")
-    parser.add_argument("--wire", action="store_true", help="rows travel to experts as the numbers of --precision, too")
-    parser.add_argument("--bf16", action="store_true", help="bf16 products with fp32 parameters, on CPUs too")
-    parser.add_argument("--replicas", type=int, metavar="PLACES", help="hot experts get replicas, so many on a rank")
-    parser.add_argument("--muon", action="store_true", help="the matrices of experts by Muon, the rest by AdamW")
+    parser.add_argument(
+        "--order", choices=("rank", "slot"), help="order of combine's sums (default: the preset's)"
+    )
+    parser.add_argument(
+        "--precision", choices=PRECISIONS, help="what experts multiply (default: the working dtype)"
+    )
+    parser.add_argument(
+        "--wire",
+        action="store_true",
+        help="rows travel to experts as the numbers of --precision, too",
+    )
+    parser.add_argument(
+        "--bf16", action="store_true", help="bf16 products with fp32 parameters, on CPUs too"
+    )
+    parser.add_argument(
+        "--replicas", type=int, metavar="PLACES", help="hot experts get replicas, so many on a rank"
+    )
+    parser.add_argument(
+        "--muon", action="store_true", help="the matrices of experts by Muon, the rest by AdamW"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/train_lm"))
-    parser.add_argument("--save-every", type=int, help="steps between checkpoints (default: the preset's)")
-    parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in --out")
-    parser.add_argument("--prompt", help="no training: continue this text with the newest checkpoint in --out")
+    parser.add_argument(
+        "--save-every", type=int, help="steps between checkpoints (default: the preset's)"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="continue from the newest checkpoint in --out"
+    )
+    parser.add_argument(
+        "--prompt", help="no training: continue this text with the newest checkpoint in --out"
+    )
     arguments = parser.parse_args()
     if arguments.wire and not arguments.precision:
         parser.error("--wire needs a --precision")
@@ -105,9 +133,13 @@ def train_step(
     grad_norm = clip_grad_norm(model, 1.0, **groups)
     optimizer.step()
     optimizer.zero_grad()
-    mean_loss, mean_aux_loss = ranks.mean(torch.stack([loss.detach(), output.aux_loss.detach()])).tolist()
+    mean_loss, mean_aux_loss = ranks.mean(
+        torch.stack([loss.detach(), output.aux_loss.detach()])
+    ).tolist()
     # The loads already are those of the EP group: the plan exchanges them.
-    expert_load = ranks.sum_of_replicas(torch.stack([m.expert_load for m in output.moe_metrics])).tolist()
+    expert_load = ranks.sum_of_replicas(
+        torch.stack([m.expert_load for m in output.moe_metrics])
+    ).tolist()
     record = {
         "loss": mean_loss,
         "train_bits_per_byte": mean_loss / math.log(2),
@@ -142,16 +174,23 @@ def check_settings(folder: Path, settings: dict[str, str | int]) -> None:
     saved = read_manifest(folder).extra
     for name, value in settings.items():
         if saved.get(name) != value:
-            raise ValueError(f"{name} is {value!r}, but the checkpoint was made with {saved.get(name)!r}")
+            raise ValueError(
+                f"{name} is {value!r}, but the checkpoint was made with {saved.get(name)!r}"
+            )
 
 
-def train(arguments: argparse.Namespace, preset: Preset, ranks: Ranks, heap: symmoe.SymmetricHeap) -> None:
+def train(
+    arguments: argparse.Namespace, preset: Preset, ranks: Ranks, heap: symmoe.SymmetricHeap
+) -> None:
     """The whole run: model, data, optimizer, loop, sample. Collective."""
     corpus = load_corpus()
     model = LanguageModel(preset, heap, device=ranks.device)
     init_parameters(model, seed=arguments.seed, ep_rank=heap.rank)
     optimizer = make_optimizer(model, preset)
-    folder, state = arguments.out / "checkpoints", {"model": model, "optimizer": optimizer, "group": ranks.group}
+    folder, state = (
+        arguments.out / "checkpoints",
+        {"model": model, "optimizer": optimizer, "group": ranks.group},
+    )
     settings = {"preset": repr(preset), "seed": arguments.seed, "corpus": corpus.digest}
     start = 0
     if arguments.resume:
@@ -159,14 +198,18 @@ def train(arguments: argparse.Namespace, preset: Preset, ranks: Ranks, heap: sym
         start = load_checkpoint(folder, **state).step
     path = arguments.out / "metrics.jsonl"
     reporter = report.Reporter(path, steps=arguments.steps, start=start, enabled=ranks.is_main)
-    byte_frequency = byte_frequency_bits(corpus, total=preset.eval_sequences, context=preset.context)
+    byte_frequency = byte_frequency_bits(
+        corpus, total=preset.eval_sequences, context=preset.context
+    )
     seconds: deque[float] = deque(maxlen=20)  # of the last steps; their median is the speed
     for step in range(start, arguments.steps):
         began = time.perf_counter()
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(preset, step=step, steps=arguments.steps)
         sequences = ranks.share(preset.sequences)
-        batch = train_batch(corpus, seed=arguments.seed, step=step, sequences=sequences, context=preset.context)
+        batch = train_batch(
+            corpus, seed=arguments.seed, step=step, sequences=sequences, context=preset.context
+        )
         record = {"step": step + 1} | train_step(model, optimizer, batch.to(ranks.device), ranks)
         seconds.append(time.perf_counter() - began)
 
@@ -186,7 +229,9 @@ def train(arguments: argparse.Namespace, preset: Preset, ranks: Ranks, heap: sym
         model.lend_experts(preset.sample_bytes)
 
 
-def write_sample(model: LanguageModel, prompt: bytes, arguments: argparse.Namespace, preset: Preset) -> bytes:
+def write_sample(
+    model: LanguageModel, prompt: bytes, arguments: argparse.Namespace, preset: Preset
+) -> bytes:
     """What the model makes of the prompt, which it prints. On rank 0; the others lend their experts."""
     sizes = {"num_bytes": preset.sample_bytes, "context": preset.context}
     sample = generate(model, prompt, **sizes, seed=arguments.seed)
@@ -194,7 +239,9 @@ def write_sample(model: LanguageModel, prompt: bytes, arguments: argparse.Namesp
     return sample
 
 
-def sample_checkpoint(arguments: argparse.Namespace, preset: Preset, ranks: Ranks, heap: symmoe.SymmetricHeap) -> None:
+def sample_checkpoint(
+    arguments: argparse.Namespace, preset: Preset, ranks: Ranks, heap: symmoe.SymmetricHeap
+) -> None:
     """Prints how the newest checkpoint continues --prompt. Collective."""
     folder = arguments.out / "checkpoints"
     check_settings(folder, {"preset": repr(preset)})
@@ -218,14 +265,20 @@ def main() -> None:
     if arguments.precision:
         wire = "both" if arguments.wire else "none"
         preset = preset.with_moe(precision=PRECISIONS[arguments.precision], quantized_wire=wire)
-    preset = dataclasses.replace(preset, autocast=preset.autocast or arguments.bf16, muon=arguments.muon)
+    preset = dataclasses.replace(
+        preset, autocast=preset.autocast or arguments.bf16, muon=arguments.muon
+    )
     arguments.out.mkdir(parents=True, exist_ok=True)
     if preset.device == "cuda":
         make_deterministic()
     with open_ranks(preset.device, arguments.ep) as ranks:
         num_bytes = heap_bytes(preset, num_ranks=arguments.ep or ranks.size)
         backend = "nvshmem" if preset.device == "cuda" else "host"
-        options = {"num_bytes": num_bytes, "backend": backend, "ranks_per_node": arguments.ranks_per_node}
+        options = {
+            "num_bytes": num_bytes,
+            "backend": backend,
+            "ranks_per_node": arguments.ranks_per_node,
+        }
         with symmoe.SymmetricHeap(ranks.ep_group, **options) as heap:
             (sample_checkpoint if arguments.prompt else train)(arguments, preset, ranks, heap)
     if ranks.is_main and not arguments.prompt:

@@ -24,7 +24,14 @@ from symmoe.tools.doctor import command as doctor
 from symmoe.tools.shapes import add_config_arguments, add_shape_arguments, config_of, shape_of
 from symmoe.training.memory_plan import MemoryPlan, plan_memory
 from symmoe.training.network_plan import NetworkPlan, plan_network
-from symmoe.training.precision_choice import AUTO, FLOAT8, LEAST_SPEED_UP, MeasuredLayer, best_measured, in_full
+from symmoe.training.precision_choice import (
+    AUTO,
+    FLOAT8,
+    LEAST_SPEED_UP,
+    MeasuredLayer,
+    best_measured,
+    in_full,
+)
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _PLAN_HELP = "bytes of heap and activations, or bytes and time on several nodes, per rank"
@@ -67,7 +74,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             sys.stdout.flush()
     except BrokenPipeError:  # who reads the output has seen enough, as `head` has
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python still writes at its end
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # for what Python still writes at its end
         return 1
 
 
@@ -79,7 +88,9 @@ def _run(argv: Sequence[str] | None) -> int:
     _add_plan_arguments(plan)
     plan.set_defaults(run=_plan)
     for name, command in (("doctor", doctor), ("check", check)):
-        its = commands.add_parser(name, help=command.HELP, description=command.DESCRIPTION, formatter_class=raw)
+        its = commands.add_parser(
+            name, help=command.HELP, description=command.DESCRIPTION, formatter_class=raw
+        )
         command.add_arguments(its)
         its.set_defaults(run=command.run)
     args = parser.parse_args(argv)
@@ -96,13 +107,26 @@ def _run(argv: Sequence[str] | None) -> int:
 
 def _add_plan_arguments(plan: argparse.ArgumentParser) -> None:
     add_shape_arguments(plan)
-    plan.add_argument("--ranks", type=int, required=True, help="R, ranks of the expert-parallel group")
+    plan.add_argument(
+        "--ranks", type=int, required=True, help="R, ranks of the expert-parallel group"
+    )
     plan.add_argument("--tokens", type=int, required=True, help="T, tokens of a rank in one call")
-    plan.add_argument("--layers", type=int, default=1, help="MoE layers that share the heap (default 1)")
-    plan.add_argument("--micro-batches", type=int, default=1, help="micro-batches in flight, 1F1B (default 1)")
-    plan.add_argument("--capacity-factor", type=float, default=1.2, help="static capacity, in T * K rows (default 1.2)")
+    plan.add_argument(
+        "--layers", type=int, default=1, help="MoE layers that share the heap (default 1)"
+    )
+    plan.add_argument(
+        "--micro-batches", type=int, default=1, help="micro-batches in flight, 1F1B (default 1)"
+    )
+    plan.add_argument(
+        "--capacity-factor",
+        type=float,
+        default=1.2,
+        help="static capacity, in T * K rows (default 1.2)",
+    )
     add_config_arguments(plan, stash="all", layout="auto", quantized_wire="none", balance="none")
-    plan.add_argument("--dtype", choices=sorted(DTYPES), default="bf16", help="of the rows (default bf16)")
+    plan.add_argument(
+        "--dtype", choices=sorted(DTYPES), default="bf16", help="of the rows (default bf16)"
+    )
     plan.add_argument(
         "--precision",
         choices=(*PRECISIONS, AUTO),
@@ -110,17 +134,31 @@ def _add_plan_arguments(plan: argparse.ArgumentParser) -> None:
         "nowhere larger was faster in it on H200s",
     )
     plan.add_argument(
-        "--groups", type=int, default=1, help="groups of experts; see num_groups of MoEConfig (default 1)"
+        "--groups",
+        type=int,
+        default=1,
+        help="groups of experts; see num_groups of MoEConfig (default 1)",
     )
-    plan.add_argument("--top-groups", type=int, default=1, help="groups that a token may choose from (default 1)")
-    plan.add_argument("--nodes", type=int, help="instead of memory: bytes and time of a forward pass on N nodes")
-    plan.add_argument("--nic-gbs", type=float, default=50.0, help="GB/s that a rank sends to other nodes (default 50)")
+    plan.add_argument(
+        "--top-groups", type=int, default=1, help="groups that a token may choose from (default 1)"
+    )
+    plan.add_argument(
+        "--nodes", type=int, help="instead of memory: bytes and time of a forward pass on N nodes"
+    )
+    plan.add_argument(
+        "--nic-gbs",
+        type=float,
+        default=50.0,
+        help="GB/s that a rank sends to other nodes (default 50)",
+    )
     plan.add_argument("--rail-capacity", type=int, help="see MoEConfig (default: --tokens)")
 
 
 def _plan(args: argparse.Namespace) -> int:
     if not (math.isfinite(args.capacity_factor) and args.capacity_factor > 0):
-        raise ArgumentError(f"capacity-factor ({args.capacity_factor}) must be finite and greater than 0")
+        raise ArgumentError(
+            f"capacity-factor ({args.capacity_factor}) must be finite and greater than 0"
+        )
     exact = config_of(
         shape_of(args),
         stash=args.stash,
@@ -154,7 +192,9 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _forward(plan: NetworkPlan) -> str:
-    lines = [f"{'a model, not a measurement; per rank':40}{'rows per token':>16}{'MB':>10}{'us':>10}"]
+    lines = [
+        f"{'a model, not a measurement; per rank':40}{'rows per token':>16}{'MB':>10}{'us':>10}"
+    ]
     for name, trip in (("dispatch", plan.dispatch), ("combine", plan.combine)):
         for label, field in TRAFFIC_SHOWN:
             it = getattr(trip, field)
@@ -167,7 +207,9 @@ def _forward(plan: NetworkPlan) -> str:
             f"bound by {it.bound}"
         )
     forward_us, backward_us = plan.step_forward_s * 1e6, plan.step_backward_s * 1e6
-    lines.append(f"a step, default schedule: forward {forward_us:.0f} us, backward {backward_us:.0f} us")
+    lines.append(
+        f"a step, default schedule: forward {forward_us:.0f} us, backward {backward_us:.0f} us"
+    )
     return "\n".join(lines)
 
 
@@ -175,7 +217,9 @@ def _table(plans: dict[str, MemoryPlan]) -> str:
     lines = [" " * 38 + "".join(f"{name:>20}" for name in plans)]
     for label, field in ROWS_SHOWN:
         values = [getattr(plan, field) for plan in plans.values()]
-        shown = [_size(value) if field.endswith(("bytes", "_call")) else f"{value}" for value in values]
+        shown = [
+            _size(value) if field.endswith(("bytes", "_call")) else f"{value}" for value in values
+        ]
         lines.append(f"{label:38}" + "".join(f"{text:>20}" for text in shown))
     return "\n".join(lines)
 

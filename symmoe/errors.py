@@ -121,7 +121,9 @@ class PeerTimeout(PeerError):
         source = "" if reported_by is None else f" (reported by rank {reported_by})"
         where = "" if node is None else f" on node {node}"
         self.bound, self.bound_s = bound
-        how = "and has closed its connection" if is_lost else f"within {self.bound}={self.bound_s:g}"
+        how = (
+            "and has closed its connection" if is_lost else f"within {self.bound}={self.bound_s:g}"
+        )
         super().__init__(
             f"rank {rank}{where} did not reach '{phase}' {how}: expected epoch {expected}, seen {seen}{source}"
         )
@@ -182,7 +184,11 @@ def encode(error: SymmoeError) -> bytes:
     """An error as exactly :data:`FAULT_BYTES` bytes; a long text is cut."""
     kind = TRAVELLING.index(type(error)) if type(error) in TRAVELLING else 0
     text = str(error).encode()[: FAULT_BYTES - 4]
-    return (kind + 1).to_bytes(2, "little") + len(text).to_bytes(2, "little") + text.ljust(FAULT_BYTES - 4, b"\0")
+    return (
+        (kind + 1).to_bytes(2, "little")
+        + len(text).to_bytes(2, "little")
+        + text.ljust(FAULT_BYTES - 4, b"\0")
+    )
 
 
 def decode(payload: bytes, *, rank: int) -> SymmoeError:

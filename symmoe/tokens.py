@@ -25,13 +25,23 @@ from symmoe.symm_mem.heap import FailPeersOnError
 
 @overload
 def dispatch_tokens(
-    x: torch.Tensor, plan: Plan, *, probs: torch.Tensor, out: torch.Tensor | None = None, order: str = "rank"
+    x: torch.Tensor,
+    plan: Plan,
+    *,
+    probs: torch.Tensor,
+    out: torch.Tensor | None = None,
+    order: str = "rank",
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 @overload
 def dispatch_tokens(
-    x: torch.Tensor, plan: Plan, *, probs: None = None, out: torch.Tensor | None = None, order: str = "rank"
+    x: torch.Tensor,
+    plan: Plan,
+    *,
+    probs: None = None,
+    out: torch.Tensor | None = None,
+    order: str = "rank",
 ) -> tuple[torch.Tensor, None]: ...
 
 
@@ -76,7 +86,9 @@ def dispatch_tokens(
     heap.check()
     with FailPeersOnError(heap, SEND):
         heap.fail_for(
-            _rows_problem("x", x, plan, plan.num_tokens) or _dispatch_problem(x, plan, probs, out, order), SEND
+            _rows_problem("x", x, plan, plan.num_tokens)
+            or _dispatch_problem(x, plan, probs, out, order),
+            SEND,
         )
         rows, row_probs = _Dispatch.apply(x, probs, plan, out, order)
     return rows, row_probs
@@ -87,7 +99,12 @@ class _Dispatch(Function):
 
     @staticmethod
     def forward(
-        ctx: Context, x: torch.Tensor, probs: torch.Tensor | None, plan: Plan, out: torch.Tensor | None, order: str
+        ctx: Context,
+        x: torch.Tensor,
+        probs: torch.Tensor | None,
+        plan: Plan,
+        out: torch.Tensor | None,
+        order: str,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         ctx.plan, ctx.order = plan, order
         x, probs = x.contiguous(), None if probs is None else probs.contiguous()
@@ -116,7 +133,9 @@ class _Dispatch(Function):
             if needs_x:
                 rows_to_read = _readable_rows(d_rows, plan, order=ctx.order, name="input gradients")
             with rows_to_read as rows:
-                with Collection(rows, plan, row_values=d_row_probs, order=ctx.order, gradients=gradients) as collection:
+                with Collection(
+                    rows, plan, row_values=d_row_probs, order=ctx.order, gradients=gradients
+                ) as collection:
                     collection.collect()
         return collection.out, collection.values, None, None, None
 
@@ -137,9 +156,13 @@ def _receive(
     plan.heap.statistics.num_staging_copies += 1
     shape = (plan.packed_row_capacity, x.shape[1])
     with plan.heap.lease(shape, x.dtype, name="packed rows", phase=SEND) as packed:
-        with dispatch(x, plan, packed.tensor, probs, layout="packed", gradients=gradients) as arrival:
+        with dispatch(
+            x, plan, packed.tensor, probs, layout="packed", gradients=gradients
+        ) as arrival:
             pass
-        return packed.tensor.index_select(0, plan.rows_of(arrival.row_to_packed_row)), arrival.row_probs
+        return packed.tensor.index_select(
+            0, plan.rows_of(arrival.row_to_packed_row)
+        ), arrival.row_probs
 
 
 def _dispatch_problem(
@@ -148,15 +171,23 @@ def _dispatch_problem(
     error: SymmoeError | None = words_problem(order=order)
     if error is None and probs is not None:
         shape = plan.num_tokens, plan.top_k
-        error = tensor_problem("probs", probs, shape=shape, dtypes=(torch.float32,), device=x.device)
+        error = tensor_problem(
+            "probs", probs, shape=shape, dtypes=(torch.float32,), device=x.device
+        )
     if error is not None or out is None:
         return error
     shape = (plan.row_capacity, x.shape[1])
-    return buffer_problem("out", out, shape=shape, dtype=x.dtype, device=x.device, inputs=(x,), heap=plan.heap)
+    return buffer_problem(
+        "out", out, shape=shape, dtype=x.dtype, device=x.device, inputs=(x,), heap=plan.heap
+    )
 
 
 def combine_tokens(
-    expert_out: torch.Tensor, plan: Plan, *, order: str = "rank", grad_out: torch.Tensor | None = None
+    expert_out: torch.Tensor,
+    plan: Plan,
+    *,
+    order: str = "rank",
+    grad_out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Sums every token's rows on its own rank. Collective; does not synchronise the host. Differentiable.
 
@@ -194,9 +225,17 @@ class _Combine(Function):
 
     @staticmethod
     def forward(
-        ctx: Context, expert_out: torch.Tensor, plan: Plan, order: str, grad_out: torch.Tensor | None
+        ctx: Context,
+        expert_out: torch.Tensor,
+        plan: Plan,
+        order: str,
+        grad_out: torch.Tensor | None,
     ) -> torch.Tensor:
-        ctx.plan, ctx.grad_out, ctx.num_rows = plan, GradientBuffer("grad_out", grad_out), expert_out.shape[0]
+        ctx.plan, ctx.grad_out, ctx.num_rows = (
+            plan,
+            GradientBuffer("grad_out", grad_out),
+            expert_out.shape[0],
+        )
         with _readable_rows(expert_out, plan, order=order, name="expert output") as rows:
             return combine(rows, plan, order=order)
 
@@ -205,17 +244,23 @@ class _Combine(Function):
     def backward(ctx: Context, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         plan, buffer = ctx.plan, ctx.grad_out.tensor
         with FailPeersOnError(plan.heap, SEND):
-            plan.heap.fail_for(memory_problem("the gradient of y", dy) or ctx.grad_out.problem(), SEND)
+            plan.heap.fail_for(
+                memory_problem("the gradient of y", dy) or ctx.grad_out.problem(), SEND
+            )
             d_rows, _ = _receive(dy.contiguous(), plan, buffer, gradients=0)
             d_rows = ctx.grad_out.hand_on(d_rows)
             ctx.grad_out.end_backward()
         if d_rows.shape[0] < ctx.num_rows:  # expert_out came with a tail, which has no gradient
-            d_rows = torch.cat([d_rows, d_rows.new_zeros(ctx.num_rows - d_rows.shape[0], d_rows.shape[1])])
+            d_rows = torch.cat(
+                [d_rows, d_rows.new_zeros(ctx.num_rows - d_rows.shape[0], d_rows.shape[1])]
+            )
         return d_rows, None, None, None
 
 
 @contextmanager
-def _readable_rows(rows: torch.Tensor, plan: Plan, *, order: str, name: str) -> Iterator[torch.Tensor]:
+def _readable_rows(
+    rows: torch.Tensor, plan: Plan, *, order: str, name: str
+) -> Iterator[torch.Tensor]:
     """`rows` [., H] itself where the trip can read it, else a copy in a lease (counted: it is the slow path)."""
     heap = plan.heap
     is_aligned = rows.is_contiguous() and rows.data_ptr() % control.ACCESS_BYTES == 0
@@ -223,7 +268,9 @@ def _readable_rows(rows: torch.Tensor, plan: Plan, *, order: str, name: str) -> 
         yield rows
         return
     heap.statistics.num_staging_copies += 1
-    with heap.lease((plan.row_capacity, rows.shape[1]), rows.dtype, name=name, phase=COLLECT) as lease:
+    with heap.lease(
+        (plan.row_capacity, rows.shape[1]), rows.dtype, name=name, phase=COLLECT
+    ) as lease:
         lease.tensor[: rows.shape[0]].copy_(rows)
         yield lease.tensor
 
@@ -242,19 +289,32 @@ def _combine_problem(
     error = _rows_problem("expert_out", expert_out, plan, least, plan.row_capacity)
     if error is not None or grad_out is None:
         return error
-    shape, dtype, device, inputs = tuple(expert_out.shape), expert_out.dtype, expert_out.device, (expert_out,)
-    return buffer_problem("grad_out", grad_out, shape=shape, dtype=dtype, device=device, inputs=inputs, heap=plan.heap)
+    shape, dtype, device, inputs = (
+        tuple(expert_out.shape),
+        expert_out.dtype,
+        expert_out.device,
+        (expert_out,),
+    )
+    return buffer_problem(
+        "grad_out", grad_out, shape=shape, dtype=dtype, device=device, inputs=inputs, heap=plan.heap
+    )
 
 
-def _rows_problem(name: str, rows: torch.Tensor, plan: Plan, *num_rows: int) -> ArgumentError | StaleLease | None:
+def _rows_problem(
+    name: str, rows: torch.Tensor, plan: Plan, *num_rows: int
+) -> ArgumentError | StaleLease | None:
     """What is wrong with a [N, H] tensor that is to travel by `plan`, or None. num_rows: what N may be."""
-    error = tensor_problem(name, rows, shape=("N", "H"), dtypes=control.DTYPES, device=plan.heap.device)
+    error = tensor_problem(
+        name, rows, shape=("N", "H"), dtypes=control.DTYPES, device=plan.heap.device
+    )
     if error is not None:
         return error
     if rows.shape[0] not in num_rows:
         return ArgumentError(f"{name} has {rows.shape[0]} rows; this plan needs {num_rows[0]}")
     if not 1 <= rows.shape[1] <= control.MAX_HIDDEN:
-        return ArgumentError(f"{name} has rows of {rows.shape[1]} features; it must be 1 to {control.MAX_HIDDEN}")
+        return ArgumentError(
+            f"{name} has rows of {rows.shape[1]} features; it must be 1 to {control.MAX_HIDDEN}"
+        )
     if rows.device.type == "cuda" and rows.shape[1] * rows.element_size() % control.ACCESS_BYTES:
         return ArgumentError(
             f"{name} has rows of {rows.shape[1]} x {rows.element_size()} bytes; on GPUs a row must be a multiple of "

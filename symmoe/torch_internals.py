@@ -26,7 +26,9 @@ _GONE = object()
 
 
 def _missing(name: str, *args: object) -> NoReturn:
-    raise BackendUnavailable(f"torch {torch.__version__} has no {name}, which symmoe needs: install one that is tested")
+    raise BackendUnavailable(
+        f"torch {torch.__version__} has no {name}, which symmoe needs: install one that is tested"
+    )
 
 
 def _named(path: str, otherwise: Callable[..., Any] | None = None) -> Any:
@@ -37,7 +39,9 @@ def _named(path: str, otherwise: Callable[..., Any] | None = None) -> Any:
     return found if found is not _GONE else otherwise or functools.partial(_missing, path)
 
 
-def _empty_strided(kind: str, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def _empty_strided(
+    kind: str, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
     return torch.empty_strided(shape, stride, dtype=dtype, device=kind)
 
 
@@ -58,19 +62,27 @@ current_stream: Callable[[int], int] = _named(
 )
 # By type of device, torch.empty_strided(shape, stride, dtype) in half the time; on the current device.
 empty_strided: dict[str, Callable[..., torch.Tensor]] = {
-    kind: _named(f"_C._dynamo.guards._empty_strided_{kind}", functools.partial(_empty_strided, kind))
+    kind: _named(
+        f"_C._dynamo.guards._empty_strided_{kind}", functools.partial(_empty_strided, kind)
+    )
     for kind in ("cpu", "cuda")
 }
 gpu_sleep: Callable[[int], None] = _named("cuda._sleep")
 SLEEP_KERNEL = "spin_kernel"  # what gpu_sleep launches
 
-graph_task_id: Callable[[], int] = _named("_C._current_graph_task_id")  # of the backward pass that calls; or -1
+graph_task_id: Callable[[], int] = _named(
+    "_C._current_graph_task_id"
+)  # of the backward pass that calls; or -1
 # Whether that pass leaves its graph for another one. Who keeps memory for one that never comes is right as well.
-keeps_graph: Callable[[], bool] = _named("_C._autograd._get_current_graph_task_keep_graph", lambda: True)
+keeps_graph: Callable[[], bool] = _named(
+    "_C._autograd._get_current_graph_task_keep_graph", lambda: True
+)
 call_after_backward: Callable[[Callable[[], object]], None] = _named(
     "autograd.Variable._execution_engine.queue_callback"
 )
-num_references: Callable[[torch.Tensor], int] = _named("Tensor._use_count")  # all of Python's count as one
+num_references: Callable[[torch.Tensor], int] = _named(
+    "Tensor._use_count"
+)  # all of Python's count as one
 version_of: Callable[[torch.Tensor], int] = _attribute("_version")
 address_in_python: Callable[[torch.Tensor], int] = _attribute("_cdata")
 STOPS_RECOMPUTATION: Any = getattr(torch.utils.checkpoint, "_StopRecomputationError", ())
@@ -80,27 +92,41 @@ without_dispatch_modes: Callable[[], AbstractContextManager[object]] = _named(
     "utils._python_dispatch._disable_current_modes"
 )
 has_storage: Callable[[torch.Tensor], bool] = _named("_C._has_storage")  # tensors of vmap have none
-transform_level: Callable[[], int | None] = _named("_C._functorch.maybe_current_level")  # of torch.func; None outside
+transform_level: Callable[[], int | None] = _named(
+    "_C._functorch.maybe_current_level"
+)  # of torch.func; None outside
 schema_of: Callable[[Any], Any] = _attribute("_schema")
 READS_BACK = torch.ops.aten._local_scalar_dense.default
-reshaped_result: Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor] = torch.ops.aten._unsafe_view  # no view
+reshaped_result: Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor] = (
+    torch.ops.aten._unsafe_view
+)  # no view
 
 # Where it is gone, a torch.export with such a tuple cannot be saved.
-register_namedtuple: Callable[..., object] = _named("utils._pytree._register_namedtuple", lambda kind, **names: None)
+register_namedtuple: Callable[..., object] = _named(
+    "utils._pytree._register_namedtuple", lambda kind, **names: None
+)
 
 store_of: Callable[[Any], Any] = _named("distributed.distributed_c10d._get_process_group_store")
 DDP_IGNORED = "_ddp_params_and_buffers_to_ignore"  # if DDP does not read it, MoELayer finds that it has taken experts
 _active_ddp_of = _attribute("_active_ddp_module")
-ddp_parameters: Callable[[DistributedDataParallel], list[torch.nn.Parameter]] = _attribute("_module_parameters")
+ddp_parameters: Callable[[DistributedDataParallel], list[torch.nn.Parameter]] = _attribute(
+    "_module_parameters"
+)
 _ddp_record: Callable[[Any], Callable[[], dict[str, Any]]] = _attribute("_get_ddp_logging_data")
-_ddp_rate: Callable[[Any], Callable[[int], None]] = _attribute("_set_ddp_runtime_logging_sample_rate")
+_ddp_rate: Callable[[Any], Callable[[int], None]] = _attribute(
+    "_set_ddp_runtime_logging_sample_rate"
+)
 
 _redirect: Callable[[bool], None] = _named("_C._set_override_stale_capture_stream", lambda _: None)
 _redirects: Callable[[], bool] = _named("_C._override_stale_capture_stream", lambda: False)
 may_redirect_streams = hasattr(torch.autograd.graph, "set_override_stale_capture_stream")
 
-_has_global_hooks: Callable[[], bool] = _named("nn.modules.module._has_any_global_hook", lambda: True)
-non_persistent_buffers: Callable[[torch.nn.Module], set[str]] = _attribute("_non_persistent_buffers_set")
+_has_global_hooks: Callable[[], bool] = _named(
+    "nn.modules.module._has_any_global_hook", lambda: True
+)
+non_persistent_buffers: Callable[[torch.nn.Module], set[str]] = _attribute(
+    "_non_persistent_buffers_set"
+)
 _HOOKS = ("forward_hook", "forward_pre_hook", "backward_hook", "backward_pre_hook")
 
 
@@ -115,7 +141,9 @@ def outside_transforms() -> Iterator[None]:
     if transform_level() is None:
         yield
         return
-    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack  # only errors need it
+    from torch._functorch.pyfunctorch import (
+        temporarily_clear_interpreter_stack,
+    )  # only errors need it
 
     with temporarily_clear_interpreter_stack():
         yield

@@ -38,7 +38,13 @@ def pytest_collection_finish() -> None:
 
 # Files whose cases of three and four ranks are cheap, or what they are there for; and those of one rank.
 _OF_MANY_RANKS = ("test_ep_invariance", "test_protocol", "test_several_nodes")
-_OF_ONE_RANK = ("test_heap_start", "test_layer", "test_peers", "test_schedules", "test_transformers_checkpoint")
+_OF_ONE_RANK = (
+    "test_heap_start",
+    "test_layer",
+    "test_peers",
+    "test_schedules",
+    "test_transformers_checkpoint",
+)
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at the marks
@@ -51,7 +57,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.path.parent.name == "gpu":
             item.add_marker(pytest.mark.gpu)
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU, and torch sees none on this machine"))
+            item.add_marker(
+                pytest.mark.skip(reason="needs a CUDA GPU, and torch sees none on this machine")
+            )
 
 
 def _repetitive(items: list[pytest.Item]) -> Iterator[pytest.Item]:
@@ -59,11 +67,19 @@ def _repetitive(items: list[pytest.Item]) -> Iterator[pytest.Item]:
     there is one of fewer, those of one where there is one of two, and in trainers and of kernels that are compiled, all
     but a usual and an odd one, the first and the last of a test (of a kernel, of a model type)."""
     groups: dict[tuple[Any, ...], list[pytest.Item]] = {}
-    of_few_ranks = {(item.path, item.originalname) for item in items if _parameters(item).get("num_ranks", 3) <= 2}
-    of_two_ranks = {_without_ranks(item) for item in items if _parameters(item).get("num_ranks") == 2}
+    of_few_ranks = {
+        (item.path, item.originalname)
+        for item in items
+        if _parameters(item).get("num_ranks", 3) <= 2
+    }
+    of_two_ranks = {
+        _without_ranks(item) for item in items if _parameters(item).get("num_ranks") == 2
+    }
     for item in items:
         given = _parameters(item)
-        kernel = next((str(given[name]) for name in ("kernel", "function", "model_type") if name in given), "")
+        kernel = next(
+            (str(given[name]) for name in ("kernel", "function", "model_type") if name in given), ""
+        )
         if item.path.parent.name == "integrations" or item.path.stem.endswith("_compile"):
             groups.setdefault((item.path, item.originalname, kernel), []).append(item)
         elif given.get("num_ranks", 0) > 4:
@@ -81,7 +97,9 @@ def _repetitive(items: list[pytest.Item]) -> Iterator[pytest.Item]:
 def _without_ranks(item: pytest.Item) -> tuple[Any, ...]:
     """Equal for cases that differ in the number of ranks alone, and both run or both are left out."""
     marks = [item.get_closest_marker(name) is None for name in ("gpu", "slow")]
-    others = sorted((name, repr(value)) for name, value in _parameters(item).items() if name != "num_ranks")
+    others = sorted(
+        (name, repr(value)) for name, value in _parameters(item).items() if name != "num_ranks"
+    )
     return item.path, item.originalname, *marks, *others
 
 
@@ -94,7 +112,9 @@ def _clusters() -> Iterator[Callable[..., Cluster]]:
 
     def get(num_ranks: int, device: str = "cpu") -> Cluster:
         if device == "cuda" and torch.cuda.device_count() < num_ranks:
-            pytest.skip(f"needs {num_ranks} CUDA GPUs, this machine has {torch.cuda.device_count()}")
+            pytest.skip(
+                f"needs {num_ranks} CUDA GPUs, this machine has {torch.cuda.device_count()}"
+            )
         key = (num_ranks, device)
         if key not in started or not started[key].alive:
             if key in started:

@@ -20,7 +20,10 @@ def shapes_of(args: argparse.Namespace, default: str = "") -> list[Shape]:
     """The layers that the arguments name: of --preset several, between commas, or all. Raises ArgumentError for what is
     unknown or incomplete."""
     presets = names_of("preset", args.preset, PRESETS) if args.preset else ("",)
-    return [shape_of(argparse.Namespace(**vars(args) | {"preset": preset}), default) for preset in presets]
+    return [
+        shape_of(argparse.Namespace(**vars(args) | {"preset": preset}), default)
+        for preset in presets
+    ]
 
 
 def names_of(what: str, text: str, known: Collection[str]) -> tuple[str, ...]:
@@ -70,7 +73,9 @@ def choose_experts(case: Case, generator: torch.Generator) -> torch.Tensor:
         log_popularity = -torch.log1p(place.float())
     elif case.skew == "hot":
         log_popularity[HOT_EXPERT] = math.inf
-    uniform = torch.rand(case.num_tokens, num_experts, generator=generator).clamp_(1e-30, 1 - 2**-24)
+    uniform = torch.rand(case.num_tokens, num_experts, generator=generator).clamp_(
+        1e-30, 1 - 2**-24
+    )
     keys = log_popularity - torch.log(-torch.log(uniform))
     return keys.topk(case.shape.top_k, dim=1).indices
 
@@ -82,7 +87,9 @@ def run_program(
     arguments: list[str] | None,
 ) -> None:
     """Parses the arguments (None: those of the process) and runs; what an ArgumentError says is a usage error."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add_arguments(parser)
     try:
         run(parser.parse_args(arguments))

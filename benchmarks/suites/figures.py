@@ -15,7 +15,9 @@ from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.tools.ranks import Ranks
 
 
-def of_choice(problem: Problem, run: Run, choice: Choice, variant: Variant) -> tuple[Record, Record]:
+def of_choice(
+    problem: Problem, run: Run, choice: Choice, variant: Variant
+) -> tuple[Record, Record]:
     """Bytes that travel forward and backward, and the peak of memory if the host launches the step. Collective."""
     memory: dict[str, int | None] = {}
     if not variant.reuses_marks:
@@ -27,7 +29,9 @@ def of_choice(problem: Problem, run: Run, choice: Choice, variant: Variant) -> t
         # Rows that leave a rank in dispatch and arrive in combine.
         sent = dispatch_bytes(plan, config.sent_row_bytes(direction, DTYPE.itemsize))
         received = combine_bytes(plan, config.order, problem.case.shape.hidden * DTYPE.itemsize)
-        found.append({"wire_bytes": sum(wire_bytes(each, run.ranks) for each in (sent, received)), **memory})
+        found.append(
+            {"wire_bytes": sum(wire_bytes(each, run.ranks) for each in (sent, received)), **memory}
+        )
     return found[0], found[1]
 
 
@@ -67,7 +71,9 @@ class MemoryMeter:
     def held(self) -> dict[str, int | None]:
         """Now."""
         return {
-            "held_ordinary_bytes": torch.cuda.memory_allocated() - self._allocated if self._on_gpu else None,
+            "held_ordinary_bytes": torch.cuda.memory_allocated() - self._allocated
+            if self._on_gpu
+            else None,
             "held_heap_bytes": 0 if self._heap is None else self._heap.leased_bytes - self._leased,
         }
 
@@ -76,6 +82,10 @@ class MemoryMeter:
         if self._on_gpu:
             torch.cuda.synchronize()
         return {
-            "peak_ordinary_bytes": torch.cuda.max_memory_allocated() - self._allocated if self._on_gpu else None,
-            "peak_heap_bytes": 0 if self._heap is None else self._heap.high_water_bytes - self._leased,
+            "peak_ordinary_bytes": torch.cuda.max_memory_allocated() - self._allocated
+            if self._on_gpu
+            else None,
+            "peak_heap_bytes": 0
+            if self._heap is None
+            else self._heap.high_water_bytes - self._leased,
         }

@@ -53,21 +53,40 @@ def bench_gemm(problem: Problem, run: Run) -> list[Record]:
     spans = spans_of(LocalRows.of(problem))
     for name, product in products(problem).items():
         ours, stock = name, f"{name} {STOCK}"
-        times, errors = measure(run, [_ours(ours, product, spans), _stock(stock, product, spans)], align=align_ahead)
-        flops = 2 * product.products * problem.case.num_slots * problem.case.shape.hidden * problem.case.shape.ffn
+        times, errors = measure(
+            run, [_ours(ours, product, spans), _stock(stock, product, spans)], align=align_ahead
+        )
+        flops = (
+            2
+            * product.products
+            * problem.case.num_slots
+            * problem.case.shape.hidden
+            * problem.case.shape.ffn
+        )
         stock_tflops = tflops(flops, times[stock][:, 0])
         for variant, taken in times.items():
             figures: Record = {"tflops": tflops(flops, taken[:, 0]), "error": errors[variant]}
             if variant == ours:
                 figures |= {"stock_tflops": stock_tflops, "yardstick": "stock_tflops"}
-            records.append(case_record(problem, "gemm", variant, product.direction, taken[:, 0], **figures))
+            records.append(
+                case_record(problem, "gemm", variant, product.direction, taken[:, 0], **figures)
+            )
     return records
 
 
 def products(problem: Problem) -> dict[str, Product]:
     """The products of a step on this rank's rows."""
-    ops, local, shape = kernels.for_device(problem.device), LocalRows.of(problem), problem.case.shape
-    w1, w2, row_range, scale = problem.w1.detach(), problem.w2.detach(), local.row_range, local.row_probs
+    ops, local, shape = (
+        kernels.for_device(problem.device),
+        LocalRows.of(problem),
+        problem.case.shape,
+    )
+    w1, w2, row_range, scale = (
+        problem.w1.detach(),
+        problem.w2.detach(),
+        local.row_range,
+        local.row_probs,
+    )
     index, ends = local.row_to_packed_row, row_range[1]
     num_rows, num_groups, width = problem.num_rows, problem.experts_per_rank, 2 * shape.ffn
     generator = torch.Generator(problem.device).manual_seed(problem.rank)
@@ -83,7 +102,9 @@ def products(problem: Problem) -> dict[str, Product]:
     h, dh, a, da = (blank(num_rows, columns) for columns in (width, width, shape.ffn, shape.ffn))
     out, dscale = blank(num_rows, shape.hidden), blank(num_rows, dtype=torch.float32)
     dw1, dw2 = torch.empty_like(w1), torch.empty_like(w2)
-    workspace = blank(ops.dact_workspace_numel(num_rows, num_groups, shape.ffn, _ACTIVATION), dtype=torch.float32)
+    workspace = blank(
+        ops.dact_workspace_numel(num_rows, num_groups, shape.ffn, _ACTIVATION), dtype=torch.float32
+    )
     spans = spans_of(local)
 
     def of(tensor: torch.Tensor, g: int) -> torch.Tensor:
@@ -111,15 +132,21 @@ def products(problem: Problem) -> dict[str, Product]:
     def dgrad2(g: int) -> list[torch.Tensor]:
         return [of(d_rows_in, g) @ w2[g].float()]
 
-    def wgrad(left: torch.Tensor, right: torch.Tensor) -> tuple[PerGroup, Callable[[], list[torch.Tensor]]]:
-        return lambda g: [of(left, g).t() @ of(right, g)], lambda: [grouped_wgrad(left, right, ends)]
+    def wgrad(
+        left: torch.Tensor, right: torch.Tensor
+    ) -> tuple[PerGroup, Callable[[], list[torch.Tensor]]]:
+        return lambda g: [of(left, g).t() @ of(right, g)], lambda: [
+            grouped_wgrad(left, right, ends)
+        ]
 
     wgrad2, wgrad1 = wgrad(d_rows_in, a_in), wgrad(h_in, rows)
     return {
         "fc1": Product(
             "forward",
             2,
-            lambda: ops.grouped_gemm_act((local.packed, index), w1, row_range, scale, (h, a), _ACTIVATION),
+            lambda: ops.grouped_gemm_act(
+                (local.packed, index), w1, row_range, scale, (h, a), _ACTIVATION
+            ),
             [h, a],
             fc1_reference,
             fc1_stock,
@@ -144,7 +171,15 @@ def products(problem: Problem) -> dict[str, Product]:
             "backward",
             1,
             lambda: ops.grouped_gemm_dact(
-                *((local.d_packed, index), w2, row_range, (h_in, scale), (dh, a, dscale, None), workspace, _ACTIVATION)
+                *(
+                    (local.d_packed, index),
+                    w2,
+                    row_range,
+                    (h_in, scale),
+                    (dh, a, dscale, None),
+                    workspace,
+                    _ACTIVATION,
+                )
             ),
             [dh, a, dscale],
             dfc2_reference,
@@ -167,16 +202,32 @@ def products(problem: Problem) -> dict[str, Product]:
             lambda: [grouped_mm(h_in, w1, ends)],
         ),
         "wgrad2": Product(
-            "backward", 1, lambda: ops.grouped_gemm_wgrad((local.d_packed, index), a_in, row_range, dw2), [dw2], *wgrad2
+            "backward",
+            1,
+            lambda: ops.grouped_gemm_wgrad((local.d_packed, index), a_in, row_range, dw2),
+            [dw2],
+            *wgrad2,
         ),
         "wgrad2-plain": Product(
-            "backward", 1, lambda: ops.grouped_gemm_wgrad(d_rows_in, a_in, row_range, dw2), [dw2], *wgrad2
+            "backward",
+            1,
+            lambda: ops.grouped_gemm_wgrad(d_rows_in, a_in, row_range, dw2),
+            [dw2],
+            *wgrad2,
         ),
         "wgrad1": Product(
-            "backward", 2, lambda: ops.grouped_gemm_wgrad(h_in, (local.packed, index), row_range, dw1), [dw1], *wgrad1
+            "backward",
+            2,
+            lambda: ops.grouped_gemm_wgrad(h_in, (local.packed, index), row_range, dw1),
+            [dw1],
+            *wgrad1,
         ),
         "wgrad1-plain": Product(
-            "backward", 2, lambda: ops.grouped_gemm_wgrad(h_in, rows, row_range, dw1), [dw1], *wgrad1
+            "backward",
+            2,
+            lambda: ops.grouped_gemm_wgrad(h_in, rows, row_range, dw1),
+            [dw1],
+            *wgrad1,
         ),
     }
 
@@ -231,7 +282,9 @@ def grouped_wgrad(d_out: torch.Tensor, rows: torch.Tensor, ends: torch.Tensor) -
     if rows.device.type == "cuda":
         return torch._grouped_mm(d_out.t(), rows, offs=ends)
     cuts = ends.tolist()[:-1]
-    return torch.stack([d.t() @ r for d, r in zip(d_out.tensor_split(cuts), rows.tensor_split(cuts), strict=True)])
+    return torch.stack(
+        [d.t() @ r for d, r in zip(d_out.tensor_split(cuts), rows.tensor_split(cuts), strict=True)]
+    )
 
 
 def swiglu_grad(da: torch.Tensor, h: torch.Tensor, scale: torch.Tensor) -> list[torch.Tensor]:

@@ -38,7 +38,9 @@ from symmoe.tools.shapes import Shape
 # Two layers of E2M1 numbers and their gradients, rounded stochastically, are off by 0.3.
 _E2M1_ERROR = 0.5
 _E4M3_MAX = 448.0
-_DISPATCHED_COPIES = tuple(getattr(torch.ops.aten, name) for name in ("copy_", "clone", "cat", "stack"))
+_DISPATCHED_COPIES = tuple(
+    getattr(torch.ops.aten, name) for name in ("copy_", "clone", "cat", "stack")
+)
 _NOTE_WIDTH = 120  # characters of a note about what is skipped
 _WORKING = str(DTYPE).removeprefix("torch.").replace("bfloat", "bf")
 
@@ -76,7 +78,10 @@ class Choice:
 
 CHOICES = {f"{_WORKING}, host splits": Choice(host_splits=True)}
 for _name, _recipe in {_WORKING: None, **PRECISIONS}.items():
-    CHOICES |= {_name: Choice(recipe=_recipe), f"{_name}, scattered": Choice(recipe=_recipe, scattered=True)}
+    CHOICES |= {
+        _name: Choice(recipe=_recipe),
+        f"{_name}, scattered": Choice(recipe=_recipe, scattered=True),
+    }
 
 
 @dataclass(frozen=True)
@@ -116,7 +121,9 @@ class Layer:
         """Group g's result and the gradients of its inputs and weights, in fp32, remembered."""
 
         def of_group(g: int) -> list[torch.Tensor]:
-            parts = [tensor[self.spans[g]] for tensor in self.inputs] + [weight[g] for weight in self.weights]
+            parts = [tensor[self.spans[g]] for tensor in self.inputs] + [
+                weight[g] for weight in self.weights
+            ]
             leaves = [part.detach().float().requires_grad_() for part in parts]
             y = self.expected(*leaves)
             return [y.detach(), *torch.autograd.grad(y, leaves, self.d_out[self.spans[g]].float())]
@@ -148,20 +155,28 @@ class Layer:
         kind = "discrete" if choice.scattered else "packed"
         module = self.make(weights=kind, precision=choice.recipe, dtype=DTYPE, device="meta")
         linears = [part for part in module.modules() if isinstance(part, GroupedLinear)]
-        matrices = self.scattered if choice.scattered else [[weight.detach()] for weight in self.weights]
+        matrices = (
+            self.scattered if choice.scattered else [[weight.detach()] for weight in self.weights]
+        )
         for linear, of_layer in zip(linears, matrices, strict=True):
             for g, matrix in enumerate(of_layer):
-                setattr(linear, f"weight{g}" if choice.scattered else "weight", nn.Parameter(matrix))
+                setattr(
+                    linear, f"weight{g}" if choice.scattered else "weight", nn.Parameter(matrix)
+                )
         rows, *scale = self.inputs
         splits: Splits = self.splits.tolist() if choice.host_splits else self.splits.to(rows.device)
         weights = [linear.weight_parameters() for linear in linears]
-        variant = self.variant(name, lambda: module(rows, splits, *scale), weights, choice.max_error)
+        variant = self.variant(
+            name, lambda: module(rows, splits, *scale), weights, choice.max_error
+        )
         return variant, [weight for of_layer in weights for weight in of_layer]
 
 
 def bench_grouped(problem: Problem, run: Run) -> list[Record]:
     """Both modules in all precisions, with torch's grouped products and Transformer Engine to compare with."""
-    return [record for layer_of in (_linear, _mlp) for record in _bench(layer_of(problem), problem, run)]
+    return [
+        record for layer_of in (_linear, _mlp) for record in _bench(layer_of(problem), problem, run)
+    ]
 
 
 def _bench(layer: Layer, problem: Problem, run: Run) -> list[Record]:
@@ -170,11 +185,18 @@ def _bench(layer: Layer, problem: Problem, run: Run) -> list[Record]:
     times, errors = measure(run, [*(variant for variant, _ in ours.values()), *others.values()])
     stock = times.get(_stock_name(layer))
     records = []
-    for name, (variant, about) in (ours | {name: (variant, {}) for name, variant in others.items()}).items():
+    for name, (variant, about) in (
+        ours | {name: (variant, {}) for name, variant in others.items()}
+    ).items():
         launched = of_step(functools.partial(variant.call, HostEvent), problem, run.ranks)
         for column, direction in enumerate(variant.directions):
             taken, flops = times[name][:, column], (1 + column) * layer.flops
-            figures: Record = {"tflops": tflops(flops, taken), "error": errors[name], **about, **launched}
+            figures: Record = {
+                "tflops": tflops(flops, taken),
+                "error": errors[name],
+                **about,
+                **launched,
+            }
             if name in ours and stock is not None:
                 against = stock[:, column]
                 figures |= {"stock_tflops": tflops(flops, against), "stock_ms": median_ms(against)}
@@ -202,9 +224,13 @@ def _ours(layer: Layer, shape: Shape) -> tuple[dict[str, tuple[Variant, Record]]
 def _others(layer: Layer) -> tuple[dict[str, Variant], dict[str, str]]:
     """Yardsticks by name, and why this machine cannot run others."""
     stock = _stock_name(layer)
-    makers = {stock: lambda: layer.variant(stock, layer.stock, [[weight] for weight in layer.weights])}
+    makers = {
+        stock: lambda: layer.variant(stock, layer.stock, [[weight] for weight in layer.weights])
+    }
     if len(layer.weights) == 1:
-        makers |= {name: functools.partial(make, name, layer) for name, make in _LINEAR_YARDSTICKS.items()}
+        makers |= {
+            name: functools.partial(make, name, layer) for name, make in _LINEAR_YARDSTICKS.items()
+        }
     made = {name: _usable(make) for name, make in makers.items()}
     usable = {name: variant for name, variant in made.items() if isinstance(variant, Variant)}
     return usable, {name: why for name, why in made.items() if isinstance(why, str)}
@@ -228,7 +254,9 @@ def _linear(problem: Problem) -> Layer:
     shape, local, w1 = problem.case.shape, LocalRows.of(problem), problem.w1
     rows = _in_order(problem, local.packed).requires_grad_()
     generator = torch.Generator(problem.device).manual_seed(problem.rank)
-    d_out = torch.randn(problem.num_rows, w1.shape[1], generator=generator, dtype=DTYPE, device=problem.device)
+    d_out = torch.randn(
+        problem.num_rows, w1.shape[1], generator=generator, dtype=DTYPE, device=problem.device
+    )
     return Layer(
         name="GroupedLinear",
         make=functools.partial(GroupedLinear, len(w1), shape.hidden, w1.shape[1], bias=False),
@@ -245,7 +273,10 @@ def _linear(problem: Problem) -> Layer:
 
 def _mlp(problem: Problem) -> Layer:
     shape, local, w1, w2 = problem.case.shape, LocalRows.of(problem), problem.w1, problem.w2
-    rows, scale = _in_order(problem, local.packed).requires_grad_(), local.row_probs.clone().requires_grad_()
+    rows, scale = (
+        _in_order(problem, local.packed).requires_grad_(),
+        local.row_probs.clone().requires_grad_(),
+    )
     return Layer(
         name="GroupedMLP",
         make=functools.partial(GroupedMLP, len(w1), shape.hidden, shape.ffn),
@@ -273,7 +304,9 @@ def _scaled_grouped_mm(name: str, layer: Layer) -> Variant:
     ends = layer.splits.cumsum(0).int().to(rows.device)
 
     def forward() -> torch.Tensor:
-        return torch._scaled_grouped_mm(x, w.mT, x_scale, w_scale, offs=ends, out_dtype=DTYPE, use_fast_accum=True)
+        return torch._scaled_grouped_mm(
+            x, w.mT, x_scale, w_scale, offs=ends, out_dtype=DTYPE, use_fast_accum=True
+        )
 
     def verify() -> float:
         return groups_error(lambda g: layer.reference(g)[:1], [forward()], layer.spans)
@@ -293,7 +326,9 @@ def _transformer_engine(name: str, layer: Layer) -> Variant:
     module_of = importlib.import_module("transformer_engine.pytorch").GroupedLinear
     (rows,), (weight,), splits = layer.inputs, layer.weights, layer.splits.tolist()
     num_groups, out_features, in_features = weight.shape
-    module = module_of(num_groups, in_features, out_features, bias=False, params_dtype=DTYPE, device=weight.device)
+    module = module_of(
+        num_groups, in_features, out_features, bias=False, params_dtype=DTYPE, device=weight.device
+    )
     matrices = [getattr(module, f"weight{g}") for g in range(num_groups)]
     with torch.no_grad():
         for parameter, matrix in zip(matrices, weight, strict=True):
@@ -327,9 +362,17 @@ class _CopiesOf(TorchDispatchMode):
         self.num_bytes = 0
 
     def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func.overloadpacket in _DISPATCHED_COPIES:
-            sources = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
-            self.num_bytes += sum(s.nbytes for s in sources if s.untyped_storage().data_ptr() in self._storages)
+            sources = (
+                leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
+            )
+            self.num_bytes += sum(
+                s.nbytes for s in sources if s.untyped_storage().data_ptr() in self._storages
+            )
         return func(*args, **(kwargs or {}))

@@ -21,7 +21,18 @@ from suites.reference import Reference
 from suites.rows import all_tokens, rows_of
 from suites.steps import make_experts, stock_forward
 from suites.stock_torch import STOCK
-from suites.timing import DIRECTIONS, Clock, Mark, Run, Variant, in_steps, largest, measure, median_ms, plan_of
+from suites.timing import (
+    DIRECTIONS,
+    Clock,
+    Mark,
+    Run,
+    Variant,
+    in_steps,
+    largest,
+    measure,
+    median_ms,
+    plan_of,
+)
 from symmoe.grouped.experts import ExpertRows, ExpertsBackward, ExpertWeights, Hidden
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.kernels.activation import Activation
@@ -39,8 +50,12 @@ class Choice(steps.Choice):
     """One way to run the layer."""
 
     precision: Recipe | None = None  # of the experts
-    apart: bool = False  # measured after the others, by itself: it keeps as much memory as the weights take
-    block: Callable[[GroupedMLP], AbstractContextManager[object]] = nullcontext  # in which it is measured
+    apart: bool = (
+        False  # measured after the others, by itself: it keeps as much memory as the weights take
+    )
+    block: Callable[[GroupedMLP], AbstractContextManager[object]] = (
+        nullcontext  # in which it is measured
+    )
     max_error: float = MAX_ERROR  # of its results, relative
 
     def config(self, shape: Shape, capacity: int | None = None) -> MoEConfig:
@@ -50,7 +65,9 @@ class Choice(steps.Choice):
         """The step forward."""
         x, probs, _, _ = problem.inputs
         capacity = problem.static_capacity if self.static else None
-        return lambda: expert_parallel_mlp(x, probs, experts, plan_of(run, problem, capacity), **self.options)
+        return lambda: expert_parallel_mlp(
+            x, probs, experts, plan_of(run, problem, capacity), **self.options
+        )
 
 
 SERIAL = {"schedule": "serial"}
@@ -74,15 +91,26 @@ def bench_layer(
 ) -> list[Record]:
     """Eager and replayed steps of these choices, only the GEMMs, and the stock layer. Collective."""
     reference, on_gpu, records = Reference(problem), problem.device.type == "cuda", list[Record]()
-    possible = {name: choice for name, choice in choices.items() if on_gpu or not choice.captured}  # no graphs on CPUs
+    possible = {
+        name: choice for name, choice in choices.items() if on_gpu or not choice.captured
+    }  # no graphs on CPUs
     together = [name for name, choice in possible.items() if not choice.apart]
     times, errors, figures_of = dict[str, Any](), dict[str, float](), dict[str, Sequence[Record]]()
     for names in (together, *([name] for name, choice in possible.items() if choice.apart)):
-        yardsticks = [experts_only(problem, reference), stock_step(problem, reference).eager()] if not times else []
+        yardsticks = (
+            [experts_only(problem, reference), stock_step(problem, reference).eager()]
+            if not times
+            else []
+        )
         with ExitStack() as blocks:
-            ours = {name: _variant(name, possible[name], problem, run, reference, blocks) for name in names}
+            ours = {
+                name: _variant(name, possible[name], problem, run, reference, blocks)
+                for name in names
+            }
             measured = measure(run, [*ours.values(), *yardsticks])
-            figures_of |= {name: more(problem, run, possible[name], variant) for name, variant in ours.items()}
+            figures_of |= {
+                name: more(problem, run, possible[name], variant) for name, variant in ours.items()
+            }
             times, errors = times | measured[0], errors | measured[1]
         ours.clear()  # ends the graphs before their memory is freed
         run.heap.release_graphs()
@@ -100,11 +128,15 @@ def bench_layer(
                     "yardstick": "ceiling_tflops",
                     **figures_of[name][column],
                 }
-            records.append(case_record(problem, suite, name, direction, taken[:, column], **figures))
+            records.append(
+                case_record(problem, suite, name, direction, taken[:, column], **figures)
+            )
     return records
 
 
-def _variant(name: str, choice: Choice, problem: Problem, run: Run, reference: Reference, blocks: ExitStack) -> Variant:
+def _variant(
+    name: str, choice: Choice, problem: Problem, run: Run, reference: Reference, blocks: ExitStack
+) -> Variant:
     experts = make_experts(problem, choice.precision)
     blocks.enter_context(choice.block(experts))
     forward = choice.forward(problem, run, experts)
@@ -137,7 +169,9 @@ class Step:
         """The step as the host launches it."""
         kept = list[torch.Tensor]()
         call = in_steps(lambda: kept.append(self.forward()), lambda: self.backward(kept.pop()))
-        return Variant(self.name, DIRECTIONS, call, lambda: self.error(*self.results()), self.max_error)
+        return Variant(
+            self.name, DIRECTIONS, call, lambda: self.error(*self.results()), self.max_error
+        )
 
     def captured(self) -> Variant:
         """Captured once and replayed. Runs the step before it captures it."""
@@ -189,8 +223,13 @@ def experts_only(problem: Problem, reference: Reference) -> Variant:
         weights.second_layer(a, rows, out)
         kept[:] = [hidden]
 
-    def backward(new: Callable[[torch.Tensor], torch.Tensor] = torch.empty_like) -> tuple[torch.Tensor, torch.Tensor]:
-        dw1, dw2 = new(problem.w1), new(problem.w2)  # as large as the experts: not kept between calls
+    def backward(
+        new: Callable[[torch.Tensor], torch.Tensor] = torch.empty_like,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        dw1, dw2 = (
+            new(problem.w1),
+            new(problem.w2),
+        )  # as large as the experts: not kept between calls
         step = ExpertsBackward(rows, weights, kept.pop(), d_out)
         step.input_gradient(d_rows)
         step.w2_gradient(dw2, False)
@@ -201,19 +240,31 @@ def experts_only(problem: Problem, reference: Reference) -> Variant:
         out.fill_(torch.nan)
         d_rows.fill_(torch.nan)
         forward()
-        return experts_error(reference, out, d_rows, *backward(partial(torch.full_like, fill_value=torch.nan)))
+        return experts_error(
+            reference, out, d_rows, *backward(partial(torch.full_like, fill_value=torch.nan))
+        )
 
     return Variant(CEILING, DIRECTIONS, in_steps(forward, backward), verify, MAX_ERROR)
 
 
 def experts_error(
-    reference: Reference, out: torch.Tensor, d_rows: torch.Tensor, dw1: torch.Tensor, dw2: torch.Tensor
+    reference: Reference,
+    out: torch.Tensor,
+    d_rows: torch.Tensor,
+    dw1: torch.Tensor,
+    dw2: torch.Tensor,
 ) -> float:
     """The largest relative error of the experts' results: of rows before they are summed, and of any dw."""
-    pairs = [pair for e in reference.experts for pair in ((out[e.rows], e.out), (d_rows[e.rows], e.d_rows))]
+    pairs = [
+        pair
+        for e in reference.experts
+        for pair in ((out[e.rows], e.out), (d_rows[e.rows], e.d_rows))
+    ]
     return largest([*(row_error(*pair) for pair in pairs), reference.weight_error(dw1, dw2)])
 
 
 def stock_step(problem: Problem, reference: Reference) -> Step:
     """The layer of stock torch parts, without a router."""
-    return Step(STOCK, stock_forward(problem), problem.inputs, problem.tokens.dy, reference.step_error)
+    return Step(
+        STOCK, stock_forward(problem), problem.inputs, problem.tokens.dy, reference.step_error
+    )

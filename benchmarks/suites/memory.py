@@ -32,7 +32,10 @@ def bench_memory(problem: Problem, run: Run) -> list[Record]:
     """One record for each kind of step, with exact capacity. Collective."""
     reference = Reference(problem)
     steps = [_layer_step(name, layout, problem, run, reference) for name, layout in _LAYERS.items()]
-    return [step_record(problem, step, run.ranks, run.heap) for step in (*steps, stock_step(problem, reference))]
+    return [
+        step_record(problem, step, run.ranks, run.heap)
+        for step in (*steps, stock_step(problem, reference))
+    ]
 
 
 def _layer_step(name: str, layout: str, problem: Problem, run: Run, reference: Reference) -> Step:
@@ -50,7 +53,9 @@ def _layer_step(name: str, layout: str, problem: Problem, run: Run, reference: R
     return Step(name, lambda: layer(x)[0], (x, *layer.parameters()), dy, error)
 
 
-def step_record(problem: Problem, step: Step, ranks: Ranks, heap: SymmetricHeap | None = None) -> Record:
+def step_record(
+    problem: Problem, step: Step, ranks: Ranks, heap: SymmetricHeap | None = None
+) -> Record:
     """The record of a step: `held_*_bytes` and `peak_*_bytes`, of the rank that has most. Collective.
 
     Raises:
@@ -66,5 +71,9 @@ def step_record(problem: Problem, step: Step, ranks: Ranks, heap: SymmetricHeap 
     gradients = step.backward(y)
     figures |= meter.peak()
     del y, gradients
-    most: Record = {key: None if value is None else int(ranks.largest(value)) for key, value in figures.items()}
-    return case_record(problem, "memory", step.name, "step", np.empty(0), error=error, repetitions=1, **most)
+    most: Record = {
+        key: None if value is None else int(ranks.largest(value)) for key, value in figures.items()
+    }
+    return case_record(
+        problem, "memory", step.name, "step", np.empty(0), error=error, repetitions=1, **most
+    )

@@ -30,7 +30,10 @@ from symmoe.grouped.mlp import GroupedMLP
 GROUPS, HIDDEN, FFN, ROWS_PER_GROUP = 64, 128, 128, 16
 NUM_ROWS = GROUPS * ROWS_PER_GROUP
 BLOCK = 5  # calls between two waits for the GPU
-IN_A_ROW, BLOCK_MS = 200, 50.0  # most calls of a block of one kind, and about how long a block takes
+IN_A_ROW, BLOCK_MS = (
+    200,
+    50.0,
+)  # most calls of a block of one kind, and about how long a block takes
 LINEAR_LOOP, TORCH_MODULE = "nn.Linear loop", "torch._grouped_mm"
 
 
@@ -39,9 +42,13 @@ class LinearLoop(nn.Module):
 
     def __init__(self, w1: torch.Tensor, w2: torch.Tensor) -> None:
         super().__init__()
-        self.fc1, self.fc2 = (nn.ModuleList(_linear(matrix) for matrix in weight) for weight in (w1, w2))
+        self.fc1, self.fc2 = (
+            nn.ModuleList(_linear(matrix) for matrix in weight) for weight in (w1, w2)
+        )
 
-    def forward(self, rows: torch.Tensor, splits: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, rows: torch.Tensor, splits: torch.Tensor, scale: torch.Tensor
+    ) -> torch.Tensor:
         sizes = [ROWS_PER_GROUP] * GROUPS
         parts = zip(self.fc1, self.fc2, rows.split(sizes), scale.split(sizes), strict=True)
         return torch.cat([fc2(swiglu(fc1(x), s)) for fc1, fc2, x, s in parts])
@@ -54,7 +61,9 @@ class TorchGroupedMM(nn.Module):
         super().__init__()
         self.w1, self.w2 = nn.Parameter(w1.clone()), nn.Parameter(w2.clone())
 
-    def forward(self, rows: torch.Tensor, splits: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, rows: torch.Tensor, splits: torch.Tensor, scale: torch.Tensor
+    ) -> torch.Tensor:
         ends = splits.cumsum(0, dtype=torch.int32)
         h = grouped_mm(rows, self.w1.transpose(1, 2), ends)
         return grouped_mm(swiglu(h, scale), self.w2.transpose(1, 2), ends)
@@ -102,7 +111,9 @@ def _in_a_row_us(variant: Variant, run: Run, num_calls: int) -> float:
     return rounded(statistics.median(times_us))
 
 
-def _time(run: Run, variants: Sequence[Variant], others: Sequence[str], num_groups: int) -> list[Record]:
+def _time(
+    run: Run, variants: Sequence[Variant], others: Sequence[str], num_groups: int
+) -> list[Record]:
     """others: variants that are not ours; the first is what ours are compared with."""
     times, errors = measure(run, variants, clock=HostEvent, block=BLOCK)
     records = []
@@ -111,7 +122,10 @@ def _time(run: Run, variants: Sequence[Variant], others: Sequence[str], num_grou
             taken = times[variant.name][:, column]
             figures: Record = {"error": errors[variant.name]}
             if variant.name not in others:
-                figures |= {"stock_ms": median_ms(times[others[0]][:, column]), "yardstick": "stock_ms"}
+                figures |= {
+                    "stock_ms": median_ms(times[others[0]][:, column]),
+                    "yardstick": "stock_ms",
+                }
             records.append(
                 new_record(
                     taken,
@@ -146,11 +160,16 @@ def _inputs(device: torch.device) -> _Inputs:
 
 
 def _modules(inputs: _Inputs) -> dict[str, nn.Module]:
-    grouped = {name: GroupedMLP(GROUPS, HIDDEN, FFN, weights=name, device="meta") for name in ("packed", "discrete")}
+    grouped = {
+        name: GroupedMLP(GROUPS, HIDDEN, FFN, weights=name, device="meta")
+        for name in ("packed", "discrete")
+    }
     for mlp in grouped.values():
         mlp.to_empty(device=inputs.rows.device).to(DTYPE)
         for layer, weight in ((mlp.fc1, inputs.w1), (mlp.fc2, inputs.w2)):
-            for parameter, value in zip(layer.weight_parameters(), _as_parameters(layer, weight), strict=True):
+            for parameter, value in zip(
+                layer.weight_parameters(), _as_parameters(layer, weight), strict=True
+            ):
                 parameter.data.copy_(value)
     return {
         **{f"GroupedMLP {name}": mlp for name, mlp in grouped.items()},
@@ -164,7 +183,9 @@ def _as_parameters(layer: nn.Module, weight: torch.Tensor) -> Sequence[torch.Ten
 
 
 def _linear(weight: torch.Tensor) -> nn.Linear:
-    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype, device="meta")
+    layer = nn.Linear(
+        weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype, device="meta"
+    )
     layer.weight = nn.Parameter(weight.clone())
     return layer
 

@@ -31,7 +31,9 @@ LOADED = ("one layer", "both layers", *_SCALES)
 _TORCH, _COPIES = "torch.tensor", "a copy each"
 
 Matrices = list[torch.Tensor]
-Loaded = tuple[torch.Tensor, Matrices]  # addresses of the weights and then of swizzled scales, and what these point at
+Loaded = tuple[
+    torch.Tensor, Matrices
+]  # addresses of the weights and then of swizzled scales, and what these point at
 
 
 def yardsticks(loaded: str) -> tuple[str, str]:
@@ -53,13 +55,18 @@ def pointer_variants(
 
     def matrices(num_rows: int, num_columns: int) -> Matrices:
         size = (num_rows, num_columns)
-        draw = (torch.randint(256, size, dtype=torch.uint8, generator=generator, device=device) for _ in everyone)
+        draw = (
+            torch.randint(256, size, dtype=torch.uint8, generator=generator, device=device)
+            for _ in everyone
+        )
         return list(draw)
 
     everyone, shapes = range(num_experts), shapes[:1] if loaded == "one layer" else shapes
     weights = [matrices(rows, columns // in_byte) for rows, columns in shapes]
     scales = [matrices(rows, -(-columns // block)) for rows, columns in shapes if layout]
-    all_weights, all_scales = (list(itertools.chain.from_iterable(each)) for each in (weights, scales))
+    all_weights, all_scales = (
+        list(itertools.chain.from_iterable(each)) for each in (weights, scales)
+    )
     expected = [_swizzled(scale) for scale in all_scales]
 
     def variant(name: str, load: Callable[[], Any], looked_at: Callable[[Any], Loaded]) -> Variant:
@@ -67,13 +74,17 @@ def pointer_variants(
             pointers, swizzled = looked_at(load())
             wanted = torch.tensor([tensor.data_ptr() for tensor in (*all_weights, *swizzled)])
             pairs = zip(swizzled, expected, strict=True)
-            return float((pointers.cpu() != wanted).sum()) + sum(not torch.equal(*pair) for pair in pairs)
+            return float((pointers.cpu() != wanted).sum()) + sum(
+                not torch.equal(*pair) for pair in pairs
+            )
 
         return Variant(name, ("forward",), in_steps(load), num_wrong)
 
     def by_torch() -> Loaded:
         swizzled = [_swizzled(scale) for scale in all_scales]
-        return torch.tensor([tensor.data_ptr() for tensor in (*all_weights, *swizzled)], device=device), swizzled
+        return torch.tensor(
+            [tensor.data_ptr() for tensor in (*all_weights, *swizzled)], device=device
+        ), swizzled
 
     def by_copies() -> Loaded:
         swizzled = [_swizzled(scale) for scale in all_scales]
@@ -87,7 +98,9 @@ def pointer_variants(
     if loaded != "one layer":
         sizes = [tiles.numel() for tiles in expected]
         packed = variant(
-            f"pack_weight_ptrs, {loaded}", lambda: _pack(weights, scales, layout), lambda got: _looked_at(got, sizes)
+            f"pack_weight_ptrs, {loaded}",
+            lambda: _pack(weights, scales, layout),
+            lambda got: _looked_at(got, sizes),
         )
         return [packed, *theirs]
     on_host = torch.tensor([tensor.data_ptr() for tensor in all_weights]).numpy().tobytes()
@@ -107,7 +120,9 @@ def pointer_variants(
     ]
 
 
-def _pack(weights: list[Matrices], scales: list[Matrices], layout: Swizzle | None) -> PackedPointers:
+def _pack(
+    weights: list[Matrices], scales: list[Matrices], layout: Swizzle | None
+) -> PackedPointers:
     fc1_scales, fc2_scales = scales or (None, None)
     return pack_weight_ptrs(*weights, fc1_scales=fc1_scales, fc2_scales=fc2_scales, swizzle=layout)
 
@@ -119,7 +134,9 @@ def _looked_at(packed: PackedPointers, sizes: list[int]) -> Loaded:
         return torch.cat(pointers), []
     of_scales, memory = torch.cat([packed.fc1_scales, packed.fc2_scales]), packed.swizzled.view(-1)
     starts = (of_scales - memory.data_ptr()).tolist()
-    return torch.cat([*pointers, of_scales]), [memory[s : s + n] for s, n in zip(starts, sizes, strict=True)]
+    return torch.cat([*pointers, of_scales]), [
+        memory[s : s + n] for s, n in zip(starts, sizes, strict=True)
+    ]
 
 
 def _swizzled(scale: torch.Tensor) -> torch.Tensor:

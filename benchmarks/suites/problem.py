@@ -33,7 +33,9 @@ class Routing:
 
     def __init__(self, topk_idx: list[torch.Tensor], num_experts: int) -> None:
         self.topk_idx = torch.stack(topk_idx)
-        self.splits = torch.bincount(self.topk_idx.reshape(-1), minlength=num_experts).view(len(topk_idx), -1)
+        self.splits = torch.bincount(self.topk_idx.reshape(-1), minlength=num_experts).view(
+            len(topk_idx), -1
+        )
         self.num_rows = self.splits.sum(1).tolist()
 
 
@@ -43,7 +45,12 @@ class Problem:
     [e, H, I], which require gradients."""
 
     def __init__(self, case: Case, ranks: Ranks) -> None:
-        self.case, self.rank, self.num_ranks, self.device = case, ranks.rank, ranks.num_ranks, ranks.device
+        self.case, self.rank, self.num_ranks, self.device = (
+            case,
+            ranks.rank,
+            ranks.num_ranks,
+            ranks.device,
+        )
         self.experts_per_rank = case.shape.num_experts // self.num_ranks
         self.first_expert = self.rank * self.experts_per_rank  # its global id
         self.routing = routing_of(case, self.num_ranks)
@@ -72,8 +79,13 @@ class Problem:
         """What a rank brings."""
         generator = torch.Generator(self.device).manual_seed(_seed(_TOKENS, rank))
         shape = (self.case.num_tokens, self.case.shape.hidden)
-        x, dy = (torch.randn(shape, dtype=DTYPE, generator=generator, device=self.device) for _ in range(2))
-        probs = 0.1 + torch.rand((self.case.num_tokens, self.case.shape.top_k), generator=generator, device=self.device)
+        x, dy = (
+            torch.randn(shape, dtype=DTYPE, generator=generator, device=self.device)
+            for _ in range(2)
+        )
+        probs = 0.1 + torch.rand(
+            (self.case.num_tokens, self.case.shape.top_k), generator=generator, device=self.device
+        )
         return Tokens(x, dy, probs / probs.sum(1, keepdim=True))
 
     def weights_of(self, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -81,7 +93,10 @@ class Problem:
         generator = torch.Generator(self.device).manual_seed(_seed(_WEIGHTS, expert))
         hidden, ffn = self.case.shape.hidden, self.case.shape.ffn
         sizes = ((2 * ffn, hidden), (hidden, ffn))
-        w1, w2 = (torch.randn(size, generator=generator, dtype=DTYPE, device=self.device) for size in sizes)
+        w1, w2 = (
+            torch.randn(size, generator=generator, dtype=DTYPE, device=self.device)
+            for size in sizes
+        )
         return w1.mul_(hidden**-0.5), w2.mul_(ffn**-0.5)
 
 

@@ -51,7 +51,11 @@ class Exchange:
         self.begin()
         self.move()
         self._heap.synchronize()
-        rail = [(node, rank) for node, rank in enumerate(self._heap.topology.rail) if rank != self._heap.rank]
+        rail = [
+            (node, rank)
+            for node, rank in enumerate(self._heap.topology.rail)
+            if rank != self._heap.rank
+        ]
         return float(any(bool((self._received[node] != rank % 251).any()) for node, rank in rail))
 
 
@@ -65,16 +69,22 @@ def bench_rail(problem: Problem, run: Run) -> list[Record]:
     if heap.nodes is None:
         raise ArgumentError("rail: all ranks are on one node; --ranks-per-node cuts it")
     known = {"suite": "rail", "ep": heap.num_ranks, "nodes": heap.topology.num_nodes}
-    sizes: dict[str, tuple[str | None, int]] = {name: (None, num_bytes) for name, num_bytes in SIZES.items()}
+    sizes: dict[str, tuple[str | None, int]] = {
+        name: (None, num_bytes) for name, num_bytes in SIZES.items()
+    }
     num_bytes = case.num_tokens * case.shape.hidden * DTYPE.itemsize
     sizes[f"{case.shape.name}, {case.num_tokens} tokens"] = case.shape.name, num_bytes
     for name, (preset, num_bytes) in sizes.items():
         messages = Exchange(heap, num_bytes)
         call = in_steps(messages.begin, messages.move)
-        times, errors = measure(run, [Variant(name, ("barrier", "exchange"), call, messages.verify)], align=align_ahead)
+        times, errors = measure(
+            run, [Variant(name, ("barrier", "exchange"), call, messages.verify)], align=align_ahead
+        )
         ms, wire_bytes = times[name][:, 1], num_bytes * (heap.topology.num_nodes - 1)
         figures = {"wire_bytes": wire_bytes, "error": errors[name]}
-        found.append(new_record(ms, variant=name, preset=preset, direction="forward", **figures, **known))
+        found.append(
+            new_record(ms, variant=name, preset=preset, direction="forward", **figures, **known)
+        )
         del messages, call
     return [*found, new_record(_meetings_ms(run), variant="meeting", direction="forward", **known)]
 

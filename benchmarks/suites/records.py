@@ -20,9 +20,40 @@ Record = dict[str, Any]
 
 # Keys of every record; None where a figure does not exist. docs/benchmarking.md says what each means.
 KEYS = (
-    *("suite", "variant", "preset", "ep", "tokens", "skew", "direction", "ms_median", "ms_p10", "ms_p90"),
-    *("tflops", "ceiling_tflops", "stock_tflops", "wire_bytes", "wire_gbs", "copy_gbs", "stock_ms", "yardstick"),
-    *("error", "repetitions", "gpu", "driver", "torch", "triton", "nvshmem", "commit", "command", "date"),
+    *(
+        "suite",
+        "variant",
+        "preset",
+        "ep",
+        "tokens",
+        "skew",
+        "direction",
+        "ms_median",
+        "ms_p10",
+        "ms_p90",
+    ),
+    *(
+        "tflops",
+        "ceiling_tflops",
+        "stock_tflops",
+        "wire_bytes",
+        "wire_gbs",
+        "copy_gbs",
+        "stock_ms",
+        "yardstick",
+    ),
+    *(
+        "error",
+        "repetitions",
+        "gpu",
+        "driver",
+        "torch",
+        "triton",
+        "nvshmem",
+        "commit",
+        "command",
+        "date",
+    ),
 )
 _RATIOS = {  # by yardstick: above and below, more is better
     "ceiling_tflops": ("tflops", "ceiling_tflops"),
@@ -31,8 +62,28 @@ _RATIOS = {  # by yardstick: above and below, more is better
     "stock_ms": ("stock_ms", "ms_median"),  # times: less is better
 }
 _COLUMNS = (  # of the table
-    *("suite", "variant", "preset", "ep", "tokens", "skew", "direction", "ms_median", "ms_p10", "ms_p90", "host_us"),
-    *("in_a_row_us", "tflops", "ceiling_tflops", "stock_tflops", "wire_gbs", "copy_gbs", "weight_copy_bytes"),
+    *(
+        "suite",
+        "variant",
+        "preset",
+        "ep",
+        "tokens",
+        "skew",
+        "direction",
+        "ms_median",
+        "ms_p10",
+        "ms_p90",
+        "host_us",
+    ),
+    *(
+        "in_a_row_us",
+        "tflops",
+        "ceiling_tflops",
+        "stock_tflops",
+        "wire_gbs",
+        "copy_gbs",
+        "weight_copy_bytes",
+    ),
     *("held_ordinary_bytes", "held_heap_bytes", "peak_ordinary_bytes", "peak_heap_bytes"),
 )
 
@@ -40,21 +91,37 @@ _COLUMNS = (  # of the table
 def new_record(times_ms: npt.NDArray[np.float64], **known: Any) -> Record:
     """A record of the milliseconds of all repetitions. Keys that are not known are None; more may be given, and of
     `wire_bytes` come `wire_gbs`."""
-    marks = np.percentile(times_ms, [10, 50, 90]) if len(times_ms) else ()  # where no time is a figure
-    figures: Record = dict(zip(("ms_p10", "ms_median", "ms_p90"), map(rounded, marks), strict=False))
+    marks = (
+        np.percentile(times_ms, [10, 50, 90]) if len(times_ms) else ()
+    )  # where no time is a figure
+    figures: Record = dict(
+        zip(("ms_p10", "ms_median", "ms_p90"), map(rounded, marks), strict=False)
+    )
     figures["wire_gbs"] = gbs(known.get("wire_bytes"), times_ms)
     return {**dict.fromkeys(KEYS), **figures, "repetitions": len(times_ms), **known}
 
 
 def case_record(
-    problem: Problem, suite: str, variant: str, direction: str, times_ms: npt.NDArray[np.float64], **more: Any
+    problem: Problem,
+    suite: str,
+    variant: str,
+    direction: str,
+    times_ms: npt.NDArray[np.float64],
+    **more: Any,
 ) -> Record:
     """A record of one case."""
     case = problem.case
-    about = {"preset": case.shape.name, "ep": problem.num_ranks, "tokens": case.num_tokens, "skew": case.skew}
+    about = {
+        "preset": case.shape.name,
+        "ep": problem.num_ranks,
+        "tokens": case.num_tokens,
+        "skew": case.skew,
+    }
     about |= {name: getattr(case.shape, name) for name in ("hidden", "ffn", "num_experts", "top_k")}
     dtype = str(DTYPE).removeprefix("torch.")
-    return new_record(times_ms, suite=suite, variant=variant, direction=direction, dtype=dtype, **about, **more)
+    return new_record(
+        times_ms, suite=suite, variant=variant, direction=direction, dtype=dtype, **about, **more
+    )
 
 
 def rounded(value: float) -> float:

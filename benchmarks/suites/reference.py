@@ -31,36 +31,56 @@ class Reference:
 
     def __init__(self, problem: Problem) -> None:
         count = min(_SAMPLED_TOKENS, problem.case.num_tokens)
-        self.token_index = torch.linspace(0, problem.case.num_tokens - 1, count).long().to(problem.device)
+        self.token_index = (
+            torch.linspace(0, problem.case.num_tokens - 1, count).long().to(problem.device)
+        )
         self.y, self.dx, self.dprobs = _tokens(problem, self.token_index)
         splits, everything = problem.routing.splits[problem.rank], all_tokens(problem)
         self.experts = [
-            _expert(problem, everything, local) for local in sorted({int(splits.argmax()), len(splits) - 1})
+            _expert(problem, everything, local)
+            for local in sorted({int(splits.argmax()), len(splits) - 1})
         ]
 
     def step_error(
-        self, y: torch.Tensor, dx: torch.Tensor, dprobs: torch.Tensor, dw1: torch.Tensor, dw2: torch.Tensor
+        self,
+        y: torch.Tensor,
+        dx: torch.Tensor,
+        dprobs: torch.Tensor,
+        dw1: torch.Tensor,
+        dw2: torch.Tensor,
     ) -> float:
         """The largest relative error of a step's results: of any row of y and dx, of dprobs, and of any dw."""
         index = self.token_index
         errors = [row_error(y[index], self.y), row_error(dx[index], self.dx)]
-        return largest([*errors, relative_error(dprobs[index], self.dprobs), self.weight_error(dw1, dw2)])
+        return largest(
+            [*errors, relative_error(dprobs[index], self.dprobs), self.weight_error(dw1, dw2)]
+        )
 
     def weight_error(self, dw1: torch.Tensor, dw2: torch.Tensor) -> float:
         """The largest relative error of any dw."""
-        pairs = [pair for e in self.experts for pair in ((dw1[e.local], e.dw1), (dw2[e.local], e.dw2))]
+        pairs = [
+            pair for e in self.experts for pair in ((dw1[e.local], e.dw1), (dw2[e.local], e.dw2))
+        ]
         return largest([relative_error(*pair) for pair in pairs])
 
 
-def expert_outputs(x: torch.Tensor, probs: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
+def expert_outputs(
+    x: torch.Tensor, probs: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor
+) -> torch.Tensor:
     """One expert's rows in the dtype of the inputs; differentiable."""
     gate, up = (x @ w1.t()).chunk(2, dim=1)
     return (torch.nn.functional.silu(gate) * up * probs[:, None]) @ w2.t()
 
 
-def _tokens(problem: Problem, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _tokens(
+    problem: Problem, index: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """y, dx, dprobs of some of this rank's tokens, one expert after the other."""
-    x, dy, probs = problem.tokens.x.detach()[index].float(), problem.tokens.dy[index].float(), problem.tokens.probs
+    x, dy, probs = (
+        problem.tokens.x.detach()[index].float(),
+        problem.tokens.dy[index].float(),
+        problem.tokens.probs,
+    )
     probs, chosen = probs.detach()[index], problem.topk_idx[index]
     y, dx, dprobs = torch.zeros_like(x), torch.zeros_like(x), torch.zeros_like(probs)
     for expert in chosen.unique().tolist():
@@ -90,4 +110,6 @@ def _expert(problem: Problem, everything: Tokens, local: int) -> ExpertReference
         dw1, dw2 = dw1 + dw[0], dw2 + dw[1]
         if chunk == start:
             first = (out.detach()[:_SAMPLED_ROWS], dx[:_SAMPLED_ROWS])
-    return ExpertReference(local, slice(start, min(start + _SAMPLED_ROWS, end)), *first, dw1.detach(), dw2.detach())
+    return ExpertReference(
+        local, slice(start, min(start + _SAMPLED_ROWS, end)), *first, dw1.detach(), dw2.detach()
+    )

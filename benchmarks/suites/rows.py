@@ -25,7 +25,9 @@ def rows_of(routing: Routing, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def all_tokens(problem: Problem) -> Tokens:
     """Every rank's tokens, [R * T, .]."""
-    return Tokens(*map(torch.cat, zip(*map(problem.tokens_of, range(problem.num_ranks)), strict=True)))
+    return Tokens(
+        *map(torch.cat, zip(*map(problem.tokens_of, range(problem.num_ranks)), strict=True))
+    )
 
 
 class Places(NamedTuple):
@@ -68,7 +70,9 @@ class LocalRows(NamedTuple):
     @classmethod
     def of(cls, problem: Problem) -> LocalRows:
         routing, rank, tokens = problem.routing, problem.rank, all_tokens(problem)
-        token_of_packed, row_to_packed = (each.to(problem.device) for each in packed_rows_of(routing, rank))
+        token_of_packed, row_to_packed = (
+            each.to(problem.device) for each in packed_rows_of(routing, rank)
+        )
         ends = routing.splits[rank].cumsum(0)
         return cls(
             packed=tokens.x[token_of_packed],

@@ -60,14 +60,18 @@ EXPERTS = {  # plan, dispatch, experts and combine
 }
 
 
-def heap_bytes(case: Case, num_ranks: int, num_rows: int, choices: Mapping[str, Choice] = LAYERS | EXPERTS) -> int:
+def heap_bytes(
+    case: Case, num_ranks: int, num_rows: int, choices: Mapping[str, Choice] = LAYERS | EXPERTS
+) -> int:
     """Bytes that steps of these choices lease at one time on the busiest rank: all captured ones, and one eager one.
     num_rows: the most that any rank receives; capacities are up to 1.2 times that, or the mean, if that is more."""
     rows = int(1.2 * max(num_rows, case.num_slots)) + 1
 
     def step_bytes(choice: Choice) -> int:
         config = choice.config(case.shape, rows)
-        return plan_memory(config, num_ranks=num_ranks, num_tokens=case.num_tokens, dtype=DTYPE).heap_bytes
+        return plan_memory(
+            config, num_ranks=num_ranks, num_tokens=case.num_tokens, dtype=DTYPE
+        ).heap_bytes
 
     # A graph's leases on one stream do not take over what was freed on another.
     captured = 2 * sum(step_bytes(choice) for choice in choices.values() if choice.captured)
@@ -80,7 +84,9 @@ def make_experts(problem: Problem, precision: Recipe | None = None) -> GroupedML
     """This rank's experts, over the problem's weights."""
     sizes = problem.experts_per_rank, problem.case.shape.hidden, problem.case.shape.ffn
     experts = GroupedMLP(*sizes, precision=precision, dtype=DTYPE, device="meta")
-    experts.fc1.weight, experts.fc2.weight = (nn.Parameter(w.detach()) for w in (problem.w1, problem.w2))
+    experts.fc1.weight, experts.fc2.weight = (
+        nn.Parameter(w.detach()) for w in (problem.w1, problem.w2)
+    )
     return experts
 
 
@@ -88,7 +94,9 @@ def stock_forward(problem: Problem) -> Callable[[], torch.Tensor]:
     """The layer of stock torch parts, without a router."""
     x, probs, w1, w2 = problem.inputs
     run_experts, num_experts = torch_experts(w1, w2), problem.case.shape.num_experts
-    return lambda: stock_layer(x, probs, problem.topk_idx, run_experts, num_experts, problem.num_ranks)
+    return lambda: stock_layer(
+        x, probs, problem.topk_idx, run_experts, num_experts, problem.num_ranks
+    )
 
 
 def bench_steps(problem: Problem, run: Run) -> list[Record]:
@@ -104,9 +112,13 @@ def bench_steps(problem: Problem, run: Run) -> list[Record]:
     for name, choice in choices.items():
         if problem.device.type == "cuda" or not choice.captured:  # there are no graphs on CPUs
             steps[name], checked = _make(choice, problem, run, routes=name in LAYERS)
-            errors[name] = largest_error(name, _difference(problem, checked(), expected), MAX_ERROR, run.ranks)
+            errors[name] = largest_error(
+                name, _difference(problem, checked(), expected), MAX_ERROR, run.ranks
+            )
     del expected
-    steps = {name: _captured(step) if choices[name].captured else step for name, step in steps.items()} | {STOCK: stock}
+    steps = {
+        name: _captured(step) if choices[name].captured else step for name, step in steps.items()
+    } | {STOCK: stock}
     times = times_in_a_row_ms(steps, run.ranks, run.repetitions)
     flops, records = 3 * problem.case.forward_flops, []
     for name, step in steps.items():
@@ -125,7 +137,9 @@ def _make(
 ) -> tuple[Step, Callable[[], tuple[torch.Tensor, ...]]]:
     """The step, and one of the same experts whose results can be compared with those of stock torch."""
     capacity, num_slots = problem.static_capacity if choice.static else None, problem.case.num_slots
-    if capacity is not None and routes:  # the layer's own router decides, whatever the case's skew is
+    if (
+        capacity is not None and routes
+    ):  # the layer's own router decides, whatever the case's skew is
         capacity = max(capacity, num_slots + 8 * math.isqrt(num_slots))
     config = choice.config(problem.case.shape, capacity)
     layer = MoELayer(config, run.heap, experts=make_experts(problem), dtype=DTYPE)
@@ -140,18 +154,25 @@ def _make(
     def whole() -> tuple[torch.Tensor, ...]:
         y, metrics = layer(x)
         more = [metrics.aux_loss] if config.aux_loss_coef else []
-        return torch.autograd.grad((y, *more), (x, *layer.parameters()), (dy, *map(torch.ones_like, more)))
+        return torch.autograd.grad(
+            (y, *more), (x, *layer.parameters()), (dy, *map(torch.ones_like, more))
+        )
 
     return whole if routes else routed, routed
 
 
-def _difference(problem: Problem, results: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
+def _difference(
+    problem: Problem, results: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]
+) -> float:
     """The largest relative error of a step's results, to those of stock torch, which shares nothing with it: of any row
     of y and dx, of dprobs, and of the gradients of the busiest and of the last expert's weights."""
     splits = problem.routing.splits[problem.rank]
     pairs = list(zip(results, expected, strict=True))
     some = [(ours[e], stock[e]) for ours, stock in pairs[3:] for e in (int(splits.argmax()), -1)]
-    errors = [*(row_error(*pair) for pair in pairs[:2]), *(relative_error(*pair) for pair in (pairs[2], *some))]
+    errors = [
+        *(row_error(*pair) for pair in pairs[:2]),
+        *(relative_error(*pair) for pair in (pairs[2], *some)),
+    ]
     return float(np.max(errors))  # NaN if any is
 
 

@@ -15,7 +15,9 @@ from torch.autograd.function import once_differentiable
 from symmoe.autograd import Function
 
 STOCK = "stock torch"  # name of variants that are made of these parts
-Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # rows, probs, ends to outputs
+Experts = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor
+]  # rows, probs, ends to outputs
 
 
 def grouped_mm(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -104,19 +106,30 @@ def plan_exchange(topk_idx: torch.Tensor, num_experts: int, num_ranks: int) -> E
     arriving = all_to_all(counts, [local] * num_ranks, [local] * num_ranks).view(num_ranks, local)
     both = torch.stack([counts.view(num_ranks, local).sum(1), arriving.sum(1)]).tolist()
     expert = torch.arange(local, device=slots.device).repeat(num_ranks)
-    local_order = expert.repeat_interleave(arriving.reshape(-1), output_size=sum(both[1])).argsort(stable=True)
+    local_order = expert.repeat_interleave(arriving.reshape(-1), output_size=sum(both[1])).argsort(
+        stable=True
+    )
     ends = arriving.sum(0).cumsum(0).int()
-    return Exchange(order, _inverse(order), both[0], both[1], local_order, _inverse(local_order), ends)
+    return Exchange(
+        order, _inverse(order), both[0], both[1], local_order, _inverse(local_order), ends
+    )
 
 
 def stock_layer(
-    x: torch.Tensor, probs: torch.Tensor, topk_idx: torch.Tensor, experts: Experts, num_experts: int, num_ranks: int
+    x: torch.Tensor,
+    probs: torch.Tensor,
+    topk_idx: torch.Tensor,
+    experts: Experts,
+    num_experts: int,
+    num_ranks: int,
 ) -> torch.Tensor:
     """y [T, H] of x [T, H], probs and topk_idx [T, K]. Collective, forward and backward. Differentiable."""
     top_k = topk_idx.shape[1]
     e = plan_exchange(topk_idx, num_experts, num_ranks)
     rows = _AllToAll.apply(_Permute.apply(x, e.order, e.inverse, top_k), e.received, e.sent)
-    row_probs = _AllToAll.apply(_Permute.apply(probs.reshape(-1), e.order, e.inverse), e.received, e.sent)
+    row_probs = _AllToAll.apply(
+        _Permute.apply(probs.reshape(-1), e.order, e.inverse), e.received, e.sent
+    )
     rows = _Permute.apply(rows, e.local_order, e.local_inverse)
     out = experts(rows, _Permute.apply(row_probs, e.local_order, e.local_inverse), e.ends)
     back = _AllToAll.apply(_Permute.apply(out, e.local_inverse, e.local_order), e.sent, e.received)

@@ -76,10 +76,16 @@ class Variant:
 
     name: str
     directions: tuple[str, ...]  # what lies between neighbouring marks of a call
-    call: Callable[[Clock], Sequence[Mark]]  # does it once and returns its marks; one more is only waited for
-    verify: Callable[[], float]  # does it once and returns the largest relative error; 0 where it must be exact
+    call: Callable[
+        [Clock], Sequence[Mark]
+    ]  # does it once and returns its marks; one more is only waited for
+    verify: Callable[
+        [], float
+    ]  # does it once and returns the largest relative error; 0 where it must be exact
     max_error: float = 0.0
-    reuses_marks: bool = False  # marks are those of the call before: a captured graph records the same events
+    reuses_marks: bool = (
+        False  # marks are those of the call before: a captured graph records the same events
+    )
 
 
 def in_steps(*steps: Callable[[], object]) -> Callable[[Clock], list[Mark]]:

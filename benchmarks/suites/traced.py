@@ -20,7 +20,13 @@ _TRACED = "traced step"
 # CUDA runtime and driver calls that return only when the GPU has got somewhere.
 _WAITING_CALLS = {
     *("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy"),
-    *("cuCtxSynchronize", "cuStreamSynchronize", "cuEventSynchronize", "cuMemcpyDtoH_v2", "cuMemcpyHtoD_v2"),
+    *(
+        "cuCtxSynchronize",
+        "cuStreamSynchronize",
+        "cuEventSynchronize",
+        "cuMemcpyDtoH_v2",
+        "cuMemcpyHtoD_v2",
+    ),
 }
 _COPYING_OPERATORS = {"aten::copy_", "aten::clone", "aten::contiguous"}
 
@@ -41,7 +47,12 @@ def of_step(step: Step, problem: Problem, ranks: Ranks) -> Record:
     step()
     allocations = torch.cuda.memory_stats()["allocation.all.allocated"] - before
     trace = trace_step(step, row_numel=problem.case.num_slots * problem.case.shape.hidden)
-    counts = (trace.kernels.total(), trace.waits.total(), trace.copies_on_device.total(), allocations)
+    counts = (
+        trace.kernels.total(),
+        trace.waits.total(),
+        trace.copies_on_device.total(),
+        allocations,
+    )
     return figures | dict(zip(counted, counts, strict=True))
 
 
@@ -58,7 +69,10 @@ class StepTrace:
     @property
     def copies_on_device(self) -> Counter[str]:
         """Copies from device to device, by whatever."""
-        return Counter({k: n for k, n in self.copies.items() if "DtoD" in k or "PtoP" in k}) + self.row_copies
+        return (
+            Counter({k: n for k, n in self.copies.items() if "DtoD" in k or "PtoP" in k})
+            + self.row_copies
+        )
 
     @property
     def findings(self) -> list[str]:
@@ -84,7 +98,9 @@ def trace_step(step: Step, *, row_numel: int) -> StepTrace:
     for event in events:
         if event.device_type.name == "CUDA":
             if event.name != _TRACED:
-                (trace.copies if event.name.startswith(("Memcpy", "Memset")) else trace.kernels)[event.name] += 1
+                (trace.copies if event.name.startswith(("Memcpy", "Memset")) else trace.kernels)[
+                    event.name
+                ] += 1
         elif whole.start <= event.time_range.start <= whole.end:
             shape = event.input_shapes[0] if event.input_shapes else None
             if event.name in _WAITING_CALLS:

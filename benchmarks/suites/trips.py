@@ -18,7 +18,16 @@ from suites.problem import DTYPE, Problem
 from suites.records import Record, case_record, gbs
 from suites.rows import LocalRows, Places
 from suites.stock_torch import STOCK, all_to_all, plan_exchange
-from suites.timing import DIRECTIONS, Run, Variant, align_ahead, in_steps, measure, median_ms, plan_of
+from suites.timing import (
+    DIRECTIONS,
+    Run,
+    Variant,
+    align_ahead,
+    in_steps,
+    measure,
+    median_ms,
+    plan_of,
+)
 from symmoe.combine.trip import Collection, combine
 from symmoe.dispatch.plan import Plan
 from symmoe.dispatch.trip import dispatch
@@ -37,10 +46,13 @@ _INTEGERS = 4  # rows to be summed hold integers up to this, whose sums are exac
 def bench_plan(problem: Problem, run: Run) -> list[Record]:
     """make_plan with exact capacity, which the host waits for, and with static capacity."""
     capacities = {"exact": None, "static": problem.static_capacity}
-    variants = [_plan_variant(name, problem, run, capacity) for name, capacity in capacities.items()]
+    variants = [
+        _plan_variant(name, problem, run, capacity) for name, capacity in capacities.items()
+    ]
     times, errors = measure(run, variants, align=align_ahead)
     return [
-        case_record(problem, "plan", name, "forward", taken[:, 0], error=errors[name]) for name, taken in times.items()
+        case_record(problem, "plan", name, "forward", taken[:, 0], error=errors[name])
+        for name, taken in times.items()
     ]
 
 
@@ -49,10 +61,16 @@ def bench_dispatch(problem: Problem, run: Run) -> list[Record]:
     hidden, plan = problem.case.shape.hidden, plan_of(run, problem)
     sent = {"copy": dispatch_bytes(plan, hidden * DTYPE.itemsize)}
     with ExitStack() as stack:
-        packed = stack.enter_context(run.heap.lease((plan.packed_row_capacity, hidden), DTYPE, name="packed")).tensor
-        rows = stack.enter_context(run.heap.lease((plan.row_capacity, hidden), DTYPE, name="rows")).tensor
+        packed = stack.enter_context(
+            run.heap.lease((plan.packed_row_capacity, hidden), DTYPE, name="packed")
+        ).tensor
+        rows = stack.enter_context(
+            run.heap.lease((plan.row_capacity, hidden), DTYPE, name="rows")
+        ).tensor
         buffers = {"packed": packed, "expert-major": rows}
-        variants = [_dispatch_variant(layout, problem, plan, buffer) for layout, buffer in buffers.items()]
+        variants = [
+            _dispatch_variant(layout, problem, plan, buffer) for layout, buffer in buffers.items()
+        ]
         copies = {variant.name: "copy" for variant in variants}
         if hidden % FP8.feature_multiple == 0:
             wire = WireFormat(FP8, hidden)
@@ -62,7 +80,9 @@ def bench_dispatch(problem: Problem, run: Run) -> list[Record]:
                 for layout, buffer in buffers.items()
             ]
             copies |= {variant.name: "copy, float8-block" for variant in variants[2:]}
-        times, errors = measure(run, [*variants, *_yardsticks(problem, run, sent, stack)], align=align_ahead)
+        times, errors = measure(
+            run, [*variants, *_yardsticks(problem, run, sent, stack)], align=align_ahead
+        )
     moved = {name: sent[copy] for name, copy in copies.items()} | sent
     return _records("dispatch", problem, run, times, errors, moved, copies)
 
@@ -70,16 +90,25 @@ def bench_dispatch(problem: Problem, run: Run) -> list[Record]:
 def bench_combine(problem: Problem, run: Run) -> list[Record]:
     """Both orders; forward only rows, backward with a value per row."""
     hidden, plan = problem.case.shape.hidden, plan_of(run, problem)
-    received = {order: combine_bytes(plan, order, hidden * DTYPE.itemsize) for order in ("rank", "slot")}
+    received = {
+        order: combine_bytes(plan, order, hidden * DTYPE.itemsize) for order in ("rank", "slot")
+    }
     with ExitStack() as stack:
-        rows = stack.enter_context(run.heap.lease((plan.row_capacity, hidden), DTYPE, name="rows")).tensor
+        rows = stack.enter_context(
+            run.heap.lease((plan.row_capacity, hidden), DTYPE, name="rows")
+        ).tensor
         with run.heap.lease((plan.packed_row_capacity, hidden), DTYPE, name="packed") as packed:
             with dispatch(problem.tokens.x.detach(), plan, packed.tensor, layout="packed"):
                 pass  # combine follows a dispatch
         variants = [_combine_variant(problem, run, plan, rows, order) for order in received]
         # What comes to this rank from r is what a copy that pushes writes on r: the matrix is transposed.
-        sent = {f"copy {order}": run.ranks.gather(each)[:, run.ranks.rank].copy() for order, each in received.items()}
-        times, errors = measure(run, [*variants, *_yardsticks(problem, run, sent, stack)], align=align_ahead)
+        sent = {
+            f"copy {order}": run.ranks.gather(each)[:, run.ranks.rank].copy()
+            for order, each in received.items()
+        }
+        times, errors = measure(
+            run, [*variants, *_yardsticks(problem, run, sent, stack)], align=align_ahead
+        )
     moved = {f"order={order}": each for order, each in received.items()} | sent
     copies = {f"order={order}": f"copy {order}" for order in received}
     return _records("combine", problem, run, times, errors, moved, copies)
@@ -108,11 +137,15 @@ def _records(
                     "stock_ms": median_ms(times[STOCK]),
                     "yardstick": "copy_gbs",
                 }
-            records.append(case_record(problem, suite, name, DIRECTIONS[column], taken[:, column], **figures))
+            records.append(
+                case_record(problem, suite, name, DIRECTIONS[column], taken[:, column], **figures)
+            )
     return records
 
 
-def _yardsticks(problem: Problem, run: Run, sent: dict[str, npt.NDArray[np.int64]], stack: ExitStack) -> list[Variant]:
+def _yardsticks(
+    problem: Problem, run: Run, sent: dict[str, npt.NDArray[np.int64]], stack: ExitStack
+) -> list[Variant]:
     """The stock all-to-all, and copies of as many bytes, which end with `stack`; none on one rank, where nothing moves.
 
     sent: by name, bytes to each rank.
@@ -178,7 +211,9 @@ def _encoded(rows: torch.Tensor, wire: WireFormat | None) -> torch.Tensor:
     return rows if wire is None else wire.encode(rows)
 
 
-def _combine_variant(problem: Problem, run: Run, plan: Plan, rows: torch.Tensor, order: str) -> Variant:
+def _combine_variant(
+    problem: Problem, run: Run, plan: Plan, rows: torch.Tensor, order: str
+) -> Variant:
     values = _values_of(problem, problem.rank)
     values = torch.cat([values, values.new_zeros(plan.row_capacity - len(values))])
 
@@ -195,7 +230,10 @@ def _combine_variant(problem: Problem, run: Run, plan: Plan, rows: torch.Tensor,
     def verify() -> float:
         expected, expected_values = _combined(problem)
         wrong = 0.0
-        calls: list[Callable[[], tuple[torch.Tensor, torch.Tensor]]] = [lambda: (forward(), expected_values), backward]
+        calls: list[Callable[[], tuple[torch.Tensor, torch.Tensor]]] = [
+            lambda: (forward(), expected_values),
+            backward,
+        ]
         rows[: problem.num_rows] = _rows_of(problem, problem.rank)
         for call in calls:
             y, got_values = call()
@@ -227,7 +265,9 @@ def _rows_of(problem: Problem, rank: int) -> torch.Tensor:
     generator = torch.Generator(problem.device).manual_seed(rank)
     shape = (problem.routing.num_rows[rank], problem.case.shape.hidden)
     limits = (-_INTEGERS, _INTEGERS + 1)
-    return torch.randint(*limits, shape, generator=generator, device=problem.device, dtype=torch.int8).to(DTYPE)
+    return torch.randint(
+        *limits, shape, generator=generator, device=problem.device, dtype=torch.int8
+    ).to(DTYPE)
 
 
 def _values_of(problem: Problem, rank: int) -> torch.Tensor:
@@ -275,7 +315,9 @@ class PeerCopy:
         SymmoeError: on every rank, if the ranks' leases do not lie at the same place.
     """
 
-    def __init__(self, name: str, sent: npt.NDArray[np.int64], heap: SymmetricHeap, ranks: Ranks) -> None:
+    def __init__(
+        self, name: str, sent: npt.NDArray[np.int64], heap: SymmetricHeap, ranks: Ranks
+    ) -> None:
         matrix = ranks.gather(sent)
         np.fill_diagonal(matrix, 0)
         self._ranks, self._sent = ranks, matrix[ranks.rank]
@@ -283,11 +325,17 @@ class PeerCopy:
         self._first = np.cumsum(matrix, axis=0) - matrix
         self._received = matrix[:, ranks.rank]
         gc.collect()  # leases of dead objects, or the ranks' arenas may differ
-        self._source = heap.lease((max(1, int(np.max(matrix.sum(1)))),), torch.uint8, name="copy source")
-        self._target = heap.lease((max(1, int(np.max(matrix.sum(0)))),), torch.uint8, name="copy target")
+        self._source = heap.lease(
+            (max(1, int(np.max(matrix.sum(1)))),), torch.uint8, name="copy source"
+        )
+        self._target = heap.lease(
+            (max(1, int(np.max(matrix.sum(0)))),), torch.uint8, name="copy target"
+        )
         places = ranks.gather(np.array([self._target.offset]))
         if (places != places[0]).any():
-            raise SymmoeError(f"the targets of '{name}' lie at different offsets: {places.reshape(-1).tolist()}")
+            raise SymmoeError(
+                f"the targets of '{name}' lie at different offsets: {places.reshape(-1).tolist()}"
+            )
         self._pairs = self._copies()
         self.variant = Variant(name, ("forward",), in_steps(self._run), self._verify)
 
@@ -297,7 +345,12 @@ class PeerCopy:
         for step in range(1, self._ranks.num_ranks):
             peer = (rank + step) % self._ranks.num_ranks
             first, size = int(self._first[rank, peer]), int(self._sent[peer])
-            pairs.append((self._target.peer(peer)[first : first + size], self._source.tensor[offset : offset + size]))
+            pairs.append(
+                (
+                    self._target.peer(peer)[first : first + size],
+                    self._source.tensor[offset : offset + size],
+                )
+            )
             offset += size
         return pairs
 
@@ -313,7 +366,9 @@ class PeerCopy:
         self._run()
         self._ranks.barrier()
         expected = torch.arange(1, self._ranks.num_ranks + 1, dtype=torch.uint8)
-        expected = expected.repeat_interleave(torch.from_numpy(self._received)).to(self._target.tensor.device)
+        expected = expected.repeat_interleave(torch.from_numpy(self._received)).to(
+            self._target.tensor.device
+        )
         wrong = (self._target.tensor[: len(expected)] != expected).sum()
         return float(wrong)
 

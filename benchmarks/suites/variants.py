@@ -36,7 +36,9 @@ class PublicParts(Choice):
 
         def forward() -> torch.Tensor:
             plan = plan_of(run, problem, problem.static_capacity)
-            received, out, d_out, d_rows = (buffer(plan, name) for name in ("rows", "out", "d_out", "d_rows"))
+            received, out, d_out, d_rows = (
+                buffer(plan, name) for name in ("rows", "out", "d_out", "d_rows")
+            )
             rows, row_probs = dispatch_tokens(x, plan, probs=probs, out=received)
             y = experts(rows, plan.splits, row_probs, out=out, grad_input_out=d_rows)
             return combine_tokens(y, plan, grad_out=d_out)
@@ -88,7 +90,9 @@ def bench_variants(problem: Problem, run: Run) -> list[Record]:
 
 def bench_precision(problem: Problem, run: Run) -> list[Record]:
     """FP8 steps and bf16 steps."""
-    return bench_layer(problem, run, PRECISION | {AUTO: picked(PRECISION[AUTO], problem)}, "precision", of_choice)
+    return bench_layer(
+        problem, run, PRECISION | {AUTO: picked(PRECISION[AUTO], problem)}, "precision", of_choice
+    )
 
 
 def picked(choice: Choice, problem: Problem) -> Choice:

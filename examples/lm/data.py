@@ -39,11 +39,15 @@ def load_corpus(folder: Path | None = None) -> Corpus:
             (heldout if bucket == 0 else train).extend(path.read_bytes())
     digest = hashlib.sha256(train + b"\0" + heldout).hexdigest()
     return Corpus(
-        train=np.frombuffer(train, dtype=np.uint8), heldout=np.frombuffer(heldout, dtype=np.uint8), digest=digest
+        train=np.frombuffer(train, dtype=np.uint8),
+        heldout=np.frombuffer(heldout, dtype=np.uint8),
+        digest=digest,
     )
 
 
-def train_batch(corpus: Corpus, *, seed: int, step: int, sequences: range, context: int) -> torch.Tensor:
+def train_batch(
+    corpus: Corpus, *, seed: int, step: int, sequences: range, context: int
+) -> torch.Tensor:
     """The training sequences with these global indices at this step, [len(sequences), context + 1] int64.
 
     A function of (seed, step, index): any number of ranks can cut the same global batch, and resuming
@@ -69,4 +73,6 @@ def byte_frequency_bits(corpus: Corpus, *, total: int, context: int) -> float:
 
 
 def _windows(data: np.ndarray, starts: list[int], length: int) -> torch.Tensor:
-    return torch.from_numpy(np.stack([data[start : start + length] for start in starts]).astype(np.int64))
+    return torch.from_numpy(
+        np.stack([data[start : start + length] for start in starts]).astype(np.int64)
+    )

@@ -38,7 +38,9 @@ class LanguageModel(nn.Module):
         hidden = preset.moe.hidden
         self.autocast = preset.autocast
         self.embedding = nn.Embedding(VOCABULARY, hidden, device=device)
-        self.blocks = nn.ModuleList(Block(preset, heap, device=device) for _ in range(preset.layers))
+        self.blocks = nn.ModuleList(
+            Block(preset, heap, device=device) for _ in range(preset.layers)
+        )
         self.norm = nn.LayerNorm(hidden, bias=False, device=device)
         self.head = nn.Linear(hidden, VOCABULARY, bias=False, device=device)
 
@@ -46,7 +48,9 @@ class LanguageModel(nn.Module):
         """Next-byte logits for tokens [B, S] int64."""
         with torch.autocast(tokens.device.type, dtype=torch.bfloat16, enabled=self.autocast):
             x = self.embedding(tokens)
-            rotation = rope_rotation(tokens.shape[1], self.blocks[0].attention.head_dim, tokens.device)
+            rotation = rope_rotation(
+                tokens.shape[1], self.blocks[0].attention.head_dim, tokens.device
+            )
             metrics = []
             for block in self.blocks:
                 x, block_metrics = block(x, rotation)
@@ -80,10 +84,14 @@ class Block(nn.Module):
         experts = None
         if preset.muon:
             sizes = preset.moe.experts_per_rank(heap.num_ranks), hidden, preset.moe.ffn
-            experts = symmoe.GroupedMLP(*sizes, weights="discrete", precision=preset.moe.precision, device=device)
+            experts = symmoe.GroupedMLP(
+                *sizes, weights="discrete", precision=preset.moe.precision, device=device
+            )
         self.moe = symmoe.MoELayer(preset.moe, heap, experts=experts, device=device)
 
-    def forward(self, x: torch.Tensor, rotation: torch.Tensor) -> tuple[torch.Tensor, symmoe.MoEMetrics]:
+    def forward(
+        self, x: torch.Tensor, rotation: torch.Tensor
+    ) -> tuple[torch.Tensor, symmoe.MoEMetrics]:
         x = x + self.attention(self.attention_norm(x), rotation)
         y, metrics = self.moe(self.moe_norm(x))
         return x + y, metrics
@@ -101,15 +109,21 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
         hidden, head = x.shape[-1], (self.heads, self.head_dim)
         qk, v = self.qkv(x).split((2 * hidden, hidden), dim=-1)
-        qk = F.layer_norm(qk.unflatten(-1, (2, *head)), head)  # [B, S, 2, A, D], of autocast fp32, of FSDP bf16
+        qk = F.layer_norm(
+            qk.unflatten(-1, (2, *head)), head
+        )  # [B, S, 2, A, D], of autocast fp32, of FSDP bf16
         q, k = rotate(qk.float(), rotation).to(v.dtype).permute(2, 0, 3, 1, 4)  # [B, A, S, D]
-        y = F.scaled_dot_product_attention(q, k, v.unflatten(-1, head).transpose(1, 2), is_causal=True)
+        y = F.scaled_dot_product_attention(
+            q, k, v.unflatten(-1, head).transpose(1, 2), is_causal=True
+        )
         return self.output(y.transpose(1, 2).flatten(2))
 
 
 def rope_rotation(length: int, head_dim: int, device: torch.device) -> torch.Tensor:
     """Rotary positions: what pairs of a head's features are multiplied by, [S, 1, 1, D / 2] complex64."""
-    frequencies = _ROPE_BASE ** (-torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim)
+    frequencies = _ROPE_BASE ** (
+        -torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
+    )
     angles = torch.outer(torch.arange(length, device=device, dtype=torch.float32), frequencies)
     return torch.polar(torch.ones_like(angles), angles)[:, None, None]
 
@@ -130,7 +144,9 @@ def init_parameters(model: LanguageModel, *, seed: int, ep_rank: int) -> None:
     """
     num_writes, num_local = 2 * len(model.blocks), model.blocks[0].moe.experts.num_groups
     for full_name, parameter in model.named_parameters():
-        name = full_name.rstrip("0123456789")  # of matrices of experts that are parameters of their own
+        name = full_name.rstrip(
+            "0123456789"
+        )  # of matrices of experts that are parameters of their own
         std = 1 / math.sqrt(parameter.shape[-1])
         if name.endswith(("attention.output.weight", "experts.fc2.weight")):
             std /= math.sqrt(num_writes)
@@ -169,7 +185,9 @@ def heap_bytes(preset: Preset, *, num_ranks: int) -> int:
 
 
 @torch.no_grad()
-def generate(model: LanguageModel, prompt: bytes, *, num_bytes: int, context: int, seed: int) -> bytes:
+def generate(
+    model: LanguageModel, prompt: bytes, *, num_bytes: int, context: int, seed: int
+) -> bytes:
     """Continues `prompt` by sampling at temperature 0.8; the other ranks call `model.lend_experts` num_bytes times.
 
     The text is padded to few lengths, which repeat: what is behind a byte it does not see.

@@ -21,7 +21,9 @@ def make_optimizer(model: LanguageModel, preset: Preset) -> torch.optim.Optimize
     experts = [parameter for name, parameter in named if ".experts." in name]
     # Updates of the size of AdamW's: one rate for both.
     muon = torch.optim.Muon(experts, weight_decay=_WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw")
-    return Together(muon, adamw([parameter for name, parameter in named if ".experts." not in name]))
+    return Together(
+        muon, adamw([parameter for name, parameter in named if ".experts." not in name])
+    )
 
 
 class Together(torch.optim.Optimizer):

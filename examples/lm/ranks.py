@@ -77,7 +77,9 @@ def open_ranks(device_type: str, ep: int | None = None) -> Iterator[Ranks]:
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     ep = ep or size
     if ep < 1 or size % ep:
-        raise ValueError(f"the number of ranks ({size}) must be divisible by the ranks of an EP group ({ep})")
+        raise ValueError(
+            f"the number of ranks ({size}) must be divisible by the ranks of an EP group ({ep})"
+        )
     if device_type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
@@ -95,7 +97,14 @@ def open_ranks(device_type: str, ep: int | None = None) -> Iterator[Ranks]:
             ep_group, _ = dist.new_subgroups(ep)
             replicas = [list(range(first, size, ep)) for first in range(ep)]
             expert_group, _ = dist.new_subgroups_by_enumeration(replicas)
-        yield Ranks(rank=rank, size=size, device=device, group=world, ep_group=ep_group, expert_group=expert_group)
+        yield Ranks(
+            rank=rank,
+            size=size,
+            device=device,
+            group=world,
+            ep_group=ep_group,
+            expert_group=expert_group,
+        )
     finally:
         dist.destroy_process_group()
 

@@ -21,7 +21,9 @@ class Reporter:
         self._enabled = enabled
         self._in_place = enabled and sys.stderr.isatty()
         self._heldout = "-"  # until the first evaluation
-        self._bar = tqdm(total=steps, initial=start, disable=not self._in_place, unit="step", dynamic_ncols=True)
+        self._bar = tqdm(
+            total=steps, initial=start, disable=not self._in_place, unit="step", dynamic_ncols=True
+        )
         if enabled:
             _truncate(path, last_step=start)
             self._file = path.open("a")
@@ -52,13 +54,21 @@ class Reporter:
 
 def _truncate(path: Path, *, last_step: int) -> None:
     """Keeps the records up to `last_step`: those after it will be made again. A torn last line goes too."""
-    kept = [r for r in read_records(path) if r["step"] <= last_step] if last_step and path.exists() else []
+    kept = (
+        [r for r in read_records(path) if r["step"] <= last_step]
+        if last_step and path.exists()
+        else []
+    )
     path.write_text("".join(json.dumps(record) + "\n" for record in kept))
 
 
 def read_records(path: Path) -> list[Record]:
     """The whole lines of `metrics.jsonl`."""
-    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    return [
+        json.loads(line)
+        for line in path.read_text().splitlines(keepends=True)
+        if line.endswith("\n")
+    ]
 
 
 def plot(folder: Path) -> None:
@@ -82,11 +92,21 @@ def _plot_loss(records: list[Record], path: Path) -> None:
     steps = [r["step"] for r in records]
     evaluated = [r for r in records if "heldout_bits_per_byte" in r]
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    axes.plot(steps, [r["train_bits_per_byte"] for r in records], lw=0.8, color="0.6", label="training batch")
+    axes.plot(
+        steps,
+        [r["train_bits_per_byte"] for r in records],
+        lw=0.8,
+        color="0.6",
+        label="training batch",
+    )
     heldout = [r["heldout_bits_per_byte"] for r in evaluated]
     axes.plot([r["step"] for r in evaluated], heldout, "o-", label="held-out")
-    axes.axhline(records[-1]["byte_frequency_bits_per_byte"], ls="--", color="C3", label="byte frequencies")
-    axes.set(xlabel="step", ylabel="bits per byte", ylim=(0, None), title="Byte-level MoE language model")
+    axes.axhline(
+        records[-1]["byte_frequency_bits_per_byte"], ls="--", color="C3", label="byte frequencies"
+    )
+    axes.set(
+        xlabel="step", ylabel="bits per byte", ylim=(0, None), title="Byte-level MoE language model"
+    )
     axes.legend()
     figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -68,7 +68,11 @@ def locked(path: Path) -> Iterator[None]:
                 f"another job is saving to {path.parent}: {holder} has {path.name}. Every job needs its own directory"
             ) from None
         except OSError as error:
-            _LOG.warning("%s cannot be locked (%s): another job that saves there goes unnoticed", path, error.strerror)
+            _LOG.warning(
+                "%s cannot be locked (%s): another job that saves there goes unnoticed",
+                path,
+                error.strerror,
+            )
         with contextlib.suppress(OSError):  # a full disk is not full for this one
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
@@ -80,7 +84,9 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def _open(path: Path, flags: int) -> io.FileIO:
-    file = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)  # a pipe without a writer would be waited for
+    file = os.open(
+        path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600
+    )  # a pipe without a writer would be waited for
     if stat.S_ISREG(os.fstat(file).st_mode):
         return open(file, "r+b", buffering=0)
     os.close(file)

@@ -109,7 +109,9 @@ def find(directory: Path, step: int | None) -> tuple[Path, Manifest, str]:
         for name in (name_of(step), name_of(step) + _REPLACED):
             if name in there:
                 return directory / name, *open_(directory / name)
-        raise CheckpointError(f"{directory} has no checkpoint of step {step}; it has steps {sorted(there.values())}")
+        raise CheckpointError(
+            f"{directory} has no checkpoint of step {step}; it has steps {sorted(there.values())}"
+        )
     latest = directory / _LATEST
     try:
         name, _, sha = read(latest).decode(errors="replace").strip().partition(" ")
@@ -148,7 +150,9 @@ def verify(checkpoint: Path, manifest: Manifest, rank: int, num_ranks: int) -> N
     """Checks that a checkpoint has these files and no others, and the content of this rank's share of them.
     CheckpointError: a file is not what was written; the text names it."""
     _check_sizes(checkpoint, manifest)
-    for name in sorted(manifest.files, key=lambda name: (manifest.files[name].bytes, name))[rank::num_ranks]:
+    for name in sorted(manifest.files, key=lambda name: (manifest.files[name].bytes, name))[
+        rank::num_ranks
+    ]:
         if (digest := sha256(checkpoint / name)) != manifest.files[name].sha256:
             raise CheckpointError(
                 f"{checkpoint / name} has been changed: its sha256 is {digest}, "
@@ -157,12 +161,16 @@ def verify(checkpoint: Path, manifest: Manifest, rank: int, num_ranks: int) -> N
 
 
 def _check_sizes(place: Path, manifest: Manifest) -> None:
-    found = {path.name: path.lstat() for path in place.glob("*.safetensors")}  # all of these would be read
+    found = {
+        path.name: path.lstat() for path in place.glob("*.safetensors")
+    }  # all of these would be read
     for name in sorted({*found, *manifest.files}):
         here = found[name].st_size if name in found and stat.S_ISREG(found[name].st_mode) else None
         there = manifest.files[name].bytes if name in manifest.files else None
         if here != there:
-            raise CheckpointError(f"{place / name} has {here} bytes (None: is no plain file); {MANIFEST} says {there}")
+            raise CheckpointError(
+                f"{place / name} has {here} bytes (None: is no plain file); {MANIFEST} says {there}"
+            )
 
 
 def _complete(directory: Path) -> dict[str, int]:

@@ -13,13 +13,24 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from symmoe.checkpoint import folder
 from symmoe.checkpoint.manifest import MANIFEST, Manifest
-from symmoe.checkpoint.optimizer_state import PREFIX, State, check_record, empty_state, groups_of, install
+from symmoe.checkpoint.optimizer_state import (
+    PREFIX,
+    State,
+    check_record,
+    empty_state,
+    groups_of,
+    install,
+)
 from symmoe.checkpoint.peers import Peers
 from symmoe.checkpoint.tensors import Place, places_of, rows_problem
 from symmoe.errors import CheckpointError
@@ -90,7 +101,9 @@ def load_checkpoint(
                 state, of_optimizer = empty_state(optimizer, groups, record, stored)
                 places += of_optimizer
             rows = _Rows(path, stored, places)
-            return (reader, rows, state), sorted(key for key in unknown if not key.startswith(PREFIX))
+            return (reader, rows, state), sorted(
+                key for key in unknown if not key.startswith(PREFIX)
+            )
 
         def read() -> None:
             for key in sorted(set.intersection(*map(set, left_over))):
@@ -123,7 +136,9 @@ class _Rows(DefaultLoadPlanner):
     """Where this rank's rows are in the files, and the tensors that they fill. CheckpointError: the files have no such
     tensor, or one of another shape or dtype."""
 
-    def __init__(self, path: Path, stored: Mapping[str, TensorStorageMetadata], places: Iterable[Place]) -> None:
+    def __init__(
+        self, path: Path, stored: Mapping[str, TensorStorageMetadata], places: Iterable[Place]
+    ) -> None:
         super().__init__()
         self._rows: dict[tuple[str, int | None], torch.Tensor] = {}
         chunks: dict[str, list[ChunkStorageMetadata]] = {}
@@ -140,7 +155,11 @@ class _Rows(DefaultLoadPlanner):
             self._rows[place.key, len(own)] = place.rows
             own.append(ChunkStorageMetadata(torch.Size(place.offsets), place.rows.shape))
         self.plan = LoadPlan(
-            [item for key, own in chunks.items() for item in create_read_items_for_chunk_list(key, stored[key], own)]
+            [
+                item
+                for key, own in chunks.items()
+                for item in create_read_items_for_chunk_list(key, stored[key], own)
+            ]
         )
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:

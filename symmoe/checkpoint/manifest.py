@@ -80,13 +80,21 @@ def parse(data: bytes, where: Path) -> Manifest:
     text names the field."""
     try:
         content = json.loads(data)
-        head = [content.get(name) for name in ("format", "version")] if isinstance(content, dict) else None
+        head = (
+            [content.get(name) for name in ("format", "version")]
+            if isinstance(content, dict)
+            else None
+        )
         if head != [FORMAT, VERSION]:
-            raise ValueError(f"format and version are {head}; this symmoe reads {[FORMAT, VERSION]}")
+            raise ValueError(
+                f"format and version are {head}; this symmoe reads {[FORMAT, VERSION]}"
+            )
         manifest: Manifest = typed(Manifest, content, "manifest")
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{where}: {error}") from error
     for name in manifest.files:
         if _FILE.fullmatch(name) is None:
-            raise CheckpointError(f"{where}: {name!r} in files is not like rank-00000-0000.safetensors")
+            raise CheckpointError(
+                f"{where}: {name!r} in files is not like rank-00000-0000.safetensors"
+            )
     return manifest

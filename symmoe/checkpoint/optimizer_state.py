@@ -20,17 +20,23 @@ Groups = list[list[Place]]
 
 def groups_of(optimizer: torch.optim.Optimizer, model: Iterable[Place]) -> Groups:
     """The places of the optimizer's parameters, by group. ArgumentError: the model does not have one of them."""
-    places = {id(place.tensor): place for place in reversed(list(model))}  # the first place of a tied parameter
+    places = {
+        id(place.tensor): place for place in reversed(list(model))
+    }  # the first place of a tied parameter
     for number, group in enumerate(optimizer.param_groups):
         for index, parameter in enumerate(group["params"]):
             if id(parameter) not in places:
                 raise ArgumentError(
                     f"optimizer has a parameter that is not in model: group {number}, {index}, {list(parameter.shape)}"
                 )
-    return [[places[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+    return [
+        [places[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups
+    ]
 
 
-def stored_of(optimizer: torch.optim.Optimizer, groups: Groups) -> tuple[list[Place], StoredOptimizer]:
+def stored_of(
+    optimizer: torch.optim.Optimizer, groups: Groups
+) -> tuple[list[Place], StoredOptimizer]:
     """Every tensor in the optimizer's state; and what is stored in addition, if that is fit for JSON, in which discrete
     weights of one layer have one name."""
     tensors: list[Place] = []
@@ -52,7 +58,9 @@ def stored_of(optimizer: torch.optim.Optimizer, groups: Groups) -> tuple[list[Pl
     return tensors, StoredOptimizer(type(optimizer).__name__, stored, values)
 
 
-def check_record(stored: StoredOptimizer | None, optimizer: torch.optim.Optimizer, groups: Groups) -> StoredOptimizer:
+def check_record(
+    stored: StoredOptimizer | None, optimizer: torch.optim.Optimizer, groups: Groups
+) -> StoredOptimizer:
     """The stored optimizer. CheckpointError: it has another class than this one, or other parameters in its groups."""
     if stored is None:
         raise CheckpointError("the checkpoint has no optimizer state")
@@ -89,10 +97,15 @@ def empty_state(
             for kind, stored in kinds.get(place.key, {}).items():
                 shape, dtype = place.local_shape(tuple(stored.size)), stored.properties.dtype
                 value = old.get(kind)
-                if not isinstance(value, torch.Tensor) or (tuple(value.shape), value.dtype) != (shape, dtype):
+                if not isinstance(value, torch.Tensor) or (tuple(value.shape), value.dtype) != (
+                    shape,
+                    dtype,
+                ):
                     # As in torch: the count of steps stays on the host unless a kernel reads it.
                     on_host = kind == "step" and not (group.get("capturable") or group.get("fused"))
-                    value = torch.empty(shape, dtype=dtype, device="cpu" if on_host else place.tensor.device)
+                    value = torch.empty(
+                        shape, dtype=dtype, device="cpu" if on_host else place.tensor.device
+                    )
                 new[kind] = value
                 filled.append(place.like(f"{PREFIX}{place.key}.{kind}", value))
             if new:

@@ -11,7 +11,15 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from symmoe.errors import FAULT_BYTES, CheckpointError, PeerError, PeerLost, SymmoeError, decode, encode
+from symmoe.errors import (
+    FAULT_BYTES,
+    CheckpointError,
+    PeerError,
+    PeerLost,
+    SymmoeError,
+    decode,
+    encode,
+)
 from symmoe.symm_mem.bootstrap import Bootstrap
 
 _Result = TypeVar("_Result")
@@ -36,7 +44,9 @@ class Peers:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None or self._is_over:
             return
-        with contextlib.suppress(CheckpointError):  # this rank's error comes back, or a peer is lost
+        with contextlib.suppress(
+            CheckpointError
+        ):  # this rank's error comes back, or a peer is lost
             self._meet(CheckpointError(f"{kind.__name__} has ended the call"), b"", is_last=True)
 
     def together(self, work: Callable[[], _Result], *, is_last: bool = False) -> _Result:
@@ -45,7 +55,9 @@ class Peers:
         process group's timeout. The text names it."""
         return self.gather(lambda: (work(), None), is_last=is_last)[0]
 
-    def gather(self, work: Callable[[], tuple[_Result, Any]], *, is_last: bool = False) -> tuple[_Result, list[Any]]:
+    def gather(
+        self, work: Callable[[], tuple[_Result, Any]], *, is_last: bool = False
+    ) -> tuple[_Result, list[Any]]:
         """What `work` returns here, and what it tells on each rank, in JSON. Raises as :meth:`together` does."""
         problem: SymmoeError | None = None
         message = b""
@@ -76,7 +88,11 @@ class Peers:
                 return [theirs[FAULT_BYTES:] for theirs in told]
             except PeerError as error:
                 self._is_over = True
-                how = "is gone" if isinstance(error, PeerLost) else "has not come within the process group's timeout"
+                how = (
+                    "is gone"
+                    if isinstance(error, PeerLost)
+                    else "has not come within the process group's timeout"
+                )
                 raise CheckpointError(f"rank {error.rank} {how}: {error.__cause__}") from error
             except BaseException:
                 self._is_over = True
@@ -102,7 +118,9 @@ def _to_the_end(work: Callable[[], _Result]) -> _Result:
     interrupt: BaseException | None = None
     while not done.done():
         try:
-            threading.Thread(target=run, args=(done,), name="symmoe-checkpoint", daemon=True).start()
+            threading.Thread(
+                target=run, args=(done,), name="symmoe-checkpoint", daemon=True
+            ).start()
             wait([done])
         except BaseException as error:  # noqa: BLE001 - raised below
             interrupt = error

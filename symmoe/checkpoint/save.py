@@ -70,14 +70,21 @@ def save_checkpoint(
             if type(step) is not int or not 0 <= step <= MAX_STEP:
                 raise ArgumentError(f"step ({step!r}) must be an integer from 0 to {MAX_STEP}")
             if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
-                raise ArgumentError(f"keep_last ({keep_last!r}) must be None or an integer of at least 1")
+                raise ArgumentError(
+                    f"keep_last ({keep_last!r}) must be None or an integer of at least 1"
+                )
             place, record = folder.path_of(directory), None
             places = places_of(model, rank=peers.rank, num_ranks=peers.num_ranks)
             if optimizer is not None:
                 of_optimizer, record = stored_of(optimizer, groups_of(optimizer, places))
                 places += of_optimizer
             settings = None if record is None else dataclasses.asdict(record)
-            common = {"step": step, "keep_last": keep_last, "extra": extra, "a setting of optimizer": settings}
+            common = {
+                "step": step,
+                "keep_last": keep_last,
+                "extra": extra,
+                "a setting of optimizer": settings,
+            }
             parts = _parts(places)
             return (place, parts, record), {
                 "common": {name: _json(name, value) for name, value in common.items()},
@@ -87,7 +94,11 @@ def save_checkpoint(
 
         def compare() -> tuple[_Holders, dict[str, str]]:
             holders = _holders(tables)
-            shared = [key for (key, _, _), ranks in holders.items() if len(ranks) > 1 and peers.rank in ranks]
+            shared = [
+                key
+                for (key, _, _), ranks in holders.items()
+                if len(ranks) > 1 and peers.rank in ranks
+            ]
             return holders, {key: digest(_to_host(parts[key])) for key in shared}
 
         def prepare() -> tuple[None, str]:
@@ -105,11 +116,15 @@ def save_checkpoint(
             manifest = Manifest(
                 step=step,
                 ep_size=max(Counter(key for key, _, _ in holders).values(), default=1),
-                files={name: StoredFile(**file) for theirs in written for name, file in theirs.items()},
+                files={
+                    name: StoredFile(**file) for theirs in written for name, file in theirs.items()
+                },
                 optimizer=record,
                 extra=extra,
                 rank_extra=[json.loads(table["rank_extra"]) for table in tables],
-                written_by={module.__name__: module.__version__ for module in (symmoe, torch, safetensors)},
+                written_by={
+                    module.__name__: module.__version__ for module in (symmoe, torch, safetensors)
+                },
             )
             folder.publish(place / names[0], step, manifest.to_bytes())
             if keep_last is not None:
@@ -124,7 +139,9 @@ def save_checkpoint(
 
 
 _Parts = dict[str, list[Place]]  # what this rank has by key: places whose rows follow each other
-_Holders = dict[tuple[str, int, int], list[int]]  # by key, first row and number of rows, the ranks that have them
+_Holders = dict[
+    tuple[str, int, int], list[int]
+]  # by key, first row and number of rows, the ranks that have them
 
 
 def _json(name: str, value: Any) -> str:
@@ -141,15 +158,21 @@ def _parts(places: Iterable[Place]) -> _Parts:
         if not _fits_file(dtype):
             raise ArgumentError(f"{place.key} is {dtype}, which safetensors does not hold")
         if (dtype, place.shape) != (first.tensor.dtype, first.shape):
-            raise ArgumentError(f"{place.key} is {first.tensor.dtype} {first.shape} and {dtype} {place.shape}")
+            raise ArgumentError(
+                f"{place.key} is {first.tensor.dtype} {first.shape} and {dtype} {place.shape}"
+            )
         if place is first:
             continue
         last = parts[place.key][-1]
         if first.start is None:  # e.g. the steps of discrete experts
             if not torch.equal(place.tensor, first.tensor):
-                raise ArgumentError(f"{place.key} has different values here: {first.tensor}, {place.tensor}")
+                raise ArgumentError(
+                    f"{place.key} has different values here: {first.tensor}, {place.tensor}"
+                )
         elif place.start != (last.start or 0) + len(last.rows):
-            raise ArgumentError(f"{place.key} has rows from {last.start} and from {place.start}; they must follow")
+            raise ArgumentError(
+                f"{place.key} has rows from {last.start} and from {place.start}; they must follow"
+            )
         else:
             parts[place.key].append(place)
     return parts
@@ -168,12 +191,20 @@ def _told(part: list[Place]) -> list[Any]:
     """What others must know of it: dtype, shape of the whole, first row, number of rows, bytes."""
     first = part[0]
     length = sum(len(place.rows) for place in part) if first.shape else 1
-    return [str(first.tensor.dtype), first.shape, first.start or 0, length, sum(place.tensor.nbytes for place in part)]
+    return [
+        str(first.tensor.dtype),
+        first.shape,
+        first.start or 0,
+        length,
+        sum(place.tensor.nbytes for place in part),
+    ]
 
 
 def _to_host(part: list[Place]) -> torch.Tensor:
     """A copy that shares memory with nothing."""
-    rows = [place.rows.to("cpu", copy=True, memory_format=torch.contiguous_format) for place in part]
+    rows = [
+        place.rows.to("cpu", copy=True, memory_format=torch.contiguous_format) for place in part
+    ]
     return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
@@ -182,13 +213,17 @@ def _holders(tables: list[dict[str, Any]]) -> _Holders:
     for name, text in tables[0]["common"].items():
         for rank, table in enumerate(tables):
             if table["common"][name] != text:
-                raise CheckpointError(f"{name} differs between rank 0 and rank {rank}; it must be the same everywhere")
+                raise CheckpointError(
+                    f"{name} differs between rank 0 and rank {rank}; it must be the same everywhere"
+                )
     tensors: dict[str, list[Any]] = {}
     holders: _Holders = {}
     for rank, table in enumerate(tables):
         for key, (dtype, shape, start, length, _) in table["parts"].items():
             if tensors.setdefault(key, [dtype, shape]) != [dtype, shape]:
-                raise CheckpointError(f"{key} is {[dtype, shape]} on rank {rank} and {tensors[key]} on another")
+                raise CheckpointError(
+                    f"{key} is {[dtype, shape]} on rank {rank} and {tensors[key]} on another"
+                )
             if length or 0 in shape[:1]:  # no rows are there only where the whole tensor has none
                 holders.setdefault((key, start, length), []).append(rank)
     runs: dict[str, list[tuple[int, int]]] = {key: [] for key in tensors}
@@ -196,7 +231,9 @@ def _holders(tables: list[dict[str, Any]]) -> _Holders:
         runs[key].append((start, length))
     for key, (_, shape) in tensors.items():
         if (problem := rows_problem(runs[key], shape[0] if shape else 1)) is not None:
-            raise CheckpointError(f"{key} is not whole over the ranks that save together: {problem}")
+            raise CheckpointError(
+                f"{key} is not whole over the ranks that save together: {problem}"
+            )
     return dict(sorted(holders.items()))
 
 
@@ -204,7 +241,9 @@ def _shares(holders: _Holders, tables: list[dict[str, Any]]) -> list[list[str]]:
     """What each rank writes: a part is written by that of its ranks that has the least to write so far."""
     shares: list[list[str]] = [[] for _ in tables]
     loads = [0] * len(tables)
-    for (key, _, _), ranks in sorted(holders.items(), key=lambda item: len(item[1])):  # parts that one rank has first
+    for (key, _, _), ranks in sorted(
+        holders.items(), key=lambda item: len(item[1])
+    ):  # parts that one rank has first
         writer = min(ranks, key=loads.__getitem__)
         shares[writer].append(key)
         loads[writer] += tables[writer]["parts"][key][-1]
@@ -226,7 +265,9 @@ def _write(unfinished: Path, parts: _Parts, rank: int) -> dict[str, dict[str, An
     for number, keys in enumerate(shards):
         name = f"rank-{rank:05d}-{number:04d}.safetensors"
         offsets = {key: {"saved_offsets": parts[key][0].offsets} for key in keys}
-        header = {"DCP_SHARDING_INFO": json.dumps(offsets)}  # one entry: safetensors gives several no order
+        header = {
+            "DCP_SHARDING_INFO": json.dumps(offsets)
+        }  # one entry: safetensors gives several no order
         data = safetensors.torch.save({key: _to_host(parts[key]) for key in keys}, header)
         files.write(unfinished / name, data)
         written[name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}

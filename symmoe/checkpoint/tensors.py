@@ -37,7 +37,9 @@ class Place:
     tensor: torch.Tensor  # the live tensor, whose memory is read or filled
     start: int | None = None  # its first row in the whole tensor; None: it is the whole tensor
     num_rows: int = 0  # rows of the whole tensor, if it is cut
-    is_row: bool = False  # it is one row of the whole tensor and has no dimension for that (a discrete weight)
+    is_row: bool = (
+        False  # it is one row of the whole tensor and has no dimension for that (a discrete weight)
+    )
 
     @property
     def rows(self) -> torch.Tensor:
@@ -57,7 +59,11 @@ class Place:
 
     def like(self, key: str, state: torch.Tensor) -> Place:
         """The place of an optimizer's state for this parameter."""
-        is_cut = self.start is not None and state.dim() > 0 and (self.is_row or len(state) == len(self.tensor))
+        is_cut = (
+            self.start is not None
+            and state.dim() > 0
+            and (self.is_row or len(state) == len(self.tensor))
+        )
         return replace(self, key=key, tensor=state) if is_cut else Place(key=key, tensor=state)
 
     def local_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -101,7 +107,9 @@ def digest(tensor: torch.Tensor) -> str:
     return hashlib.sha256(host.reshape(-1).view(torch.uint8).numpy().data).hexdigest()
 
 
-def check_replicas(parts: Iterable[tuple[str, Sequence[int]]], digests: Sequence[Mapping[str, str]]) -> None:
+def check_replicas(
+    parts: Iterable[tuple[str, Sequence[int]]], digests: Sequence[Mapping[str, str]]
+) -> None:
     """Compares the ranks that have the same part: `parts` are the key and the ranks of each, `digests` by rank those of
     its parts by key; both the same on every rank. CheckpointError: the bits of a part differ; it names two ranks."""
     for key, (first, *others) in parts:
@@ -119,7 +127,9 @@ def _walk(prefix: str, node: Any, rank: int, num_ranks: int) -> Iterator[Place]:
     elif isinstance(node, Mapping):
         for name, child in node.items():
             if not isinstance(name, str) or not name:
-                raise ArgumentError(f"{prefix} has the key {name!r}; keys must be strings that are not empty")
+                raise ArgumentError(
+                    f"{prefix} has the key {name!r}; keys must be strings that are not empty"
+                )
             yield from _walk(f"{prefix}.{name}", child, rank, num_ranks)
     elif isinstance(node, ExpertShard):
         end = node.start + len(node.tensor) if node.tensor.dim() else -1
@@ -132,7 +142,9 @@ def _walk(prefix: str, node: Any, rank: int, num_ranks: int) -> Iterator[Place]:
     elif isinstance(node, torch.Tensor):
         yield Place(key=prefix, tensor=node)
     else:
-        raise ArgumentError(f"{prefix} is of type {type(node).__name__}; it must be a tensor, module or dict of them")
+        raise ArgumentError(
+            f"{prefix} is of type {type(node).__name__}; it must be a tensor, module or dict of them"
+        )
 
 
 def _of_module(prefix: str, module: nn.Module, rank: int, num_ranks: int) -> Iterator[Place]:
@@ -145,7 +157,9 @@ def _of_module(prefix: str, module: nn.Module, rank: int, num_ranks: int) -> Ite
             yield from _walk(key, tensor, rank, num_ranks)
             continue
         path, _, leaf = name.rpartition(".")
-        around = [path.rsplit(".", count)[0] for count in range(path.count(".") + 1)]  # from the inside out
+        around = [
+            path.rsplit(".", count)[0] for count in range(path.count(".") + 1)
+        ]  # from the inside out
         heap = next((heaps[outer] for outer in [*around, ""] if outer in heaps), None)
         ep_rank, ep_size = (rank, num_ranks) if heap is None else (heap.rank, heap.num_ranks)
         owner, discrete = module.get_submodule(path), _DISCRETE.fullmatch(leaf)
@@ -154,4 +168,6 @@ def _of_module(prefix: str, module: nn.Module, rank: int, num_ranks: int) -> Ite
             packed, num_rows = key.removesuffix(leaf) + "weight", ep_size * owner.num_groups
             yield Place(key=packed, tensor=tensor, start=start, num_rows=num_rows, is_row=True)
         else:
-            yield Place(key=key, tensor=tensor, start=ep_rank * len(tensor), num_rows=ep_size * len(tensor))
+            yield Place(
+                key=key, tensor=tensor, start=ep_rank * len(tensor), num_rows=ep_size * len(tensor)
+            )

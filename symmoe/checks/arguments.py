@@ -37,15 +37,31 @@ Balance = Literal["none", "replicas"]
 
 # Words by the name of the argument that takes them. A name means the same everywhere.
 _NAMES = "overflow order score stash layout router schedule quantized_wire aux_loss drop_policy balance".split()
-_KINDS = Overflow, Order, Score, Stash, Layout, RouterKind, Schedule, QuantizedWire, AuxLoss, DropPolicy, Balance
+_KINDS = (
+    Overflow,
+    Order,
+    Score,
+    Stash,
+    Layout,
+    RouterKind,
+    Schedule,
+    QuantizedWire,
+    AuxLoss,
+    DropPolicy,
+    Balance,
+)
 CHOICES: dict[str, tuple[str, ...]] = dict(zip(_NAMES, map(get_args, _KINDS), strict=True))
 
-_PLAIN = torch.Tensor.__torch_dispatch__  # the attribute of tensor classes that keep their own memory
+_PLAIN = (
+    torch.Tensor.__torch_dispatch__
+)  # the attribute of tensor classes that keep their own memory
 
 
 def is_choice(name: str, word: object) -> bool:
     """Whether `word` is one of the words that argument `name` takes."""
-    return isinstance(word, str) and word in CHOICES[name]  # an array would compare with each element
+    return (
+        isinstance(word, str) and word in CHOICES[name]
+    )  # an array would compare with each element
 
 
 def words_problem(**words: object) -> ArgumentError | None:
@@ -82,7 +98,9 @@ def stale_problem(name: str, tensor: object) -> StaleLease | None:
     lease = ended_lease(tensor) if isinstance(tensor, torch.Tensor) else None
     if lease is None:
         return None
-    return StaleLease(f"{name} is memory of lease '{lease.name}' (generation {lease.generation}), {lease.end}")
+    return StaleLease(
+        f"{name} is memory of lease '{lease.name}' (generation {lease.generation}), {lease.end}"
+    )
 
 
 def memory_problem(name: str, tensor: object) -> Problem:
@@ -98,8 +116,12 @@ def memory_problem(name: str, tensor: object) -> Problem:
         kind = "a nested tensor"
     elif tensor.layout is not torch.strided:
         kind = str(tensor.layout)
-    elif type(tensor).__torch_dispatch__ is not _PLAIN and not (hasattr(tensor, "fake_mode") and num_dispatch_modes()):
-        kind = type(tensor).__name__  # FakeTensorMode's are taken under a mode: operators there need no memory
+    elif type(tensor).__torch_dispatch__ is not _PLAIN and not (
+        hasattr(tensor, "fake_mode") and num_dispatch_modes()
+    ):
+        kind = type(
+            tensor
+        ).__name__  # FakeTensorMode's are taken under a mode: operators there need no memory
     elif not has_storage(tensor):  # of a backward pass with is_grads_batched
         kind = "a tensor of vmap"
     elif tensor.numel() and not tensor.untyped_storage().nbytes():
@@ -122,7 +144,9 @@ def tensor_problem(
     shape: a word stands for any size, and "..." in front for any dimensions.
     """
     if shape is not None and not isinstance(tensor, torch.Tensor):
-        return ArgumentError(f"{name} ({type(tensor).__name__}) must be a tensor of shape {_shown(shape)}")
+        return ArgumentError(
+            f"{name} ({type(tensor).__name__}) must be a tensor of shape {_shown(shape)}"
+        )
     if (error := memory_problem(name, tensor)) is not None:
         return error
     assert isinstance(tensor, torch.Tensor)
@@ -131,7 +155,9 @@ def tensor_problem(
     if device is not None and tensor.device != device:
         return ArgumentError(f"{name} is on {tensor.device}; it must be on {device}")
     if dtypes is not None and tensor.dtype not in dtypes:
-        return ArgumentError(f"{name} has dtype {tensor.dtype}; it must be {' or '.join(map(str, dtypes))}")
+        return ArgumentError(
+            f"{name} has dtype {tensor.dtype}; it must be {' or '.join(map(str, dtypes))}"
+        )
     return None
 
 
@@ -168,7 +194,9 @@ def buffer_problem(
         heap: the heap on which the buffer must lie, because peers reach into it; None: anywhere.
     """
     dtypes = None if dtype is None else (dtype,)
-    if (error := tensor_problem(name, buffer, shape=shape, dtypes=dtypes, device=device)) is not None:
+    if (
+        error := tensor_problem(name, buffer, shape=shape, dtypes=dtypes, device=device)
+    ) is not None:
         return error
     assert isinstance(buffer, torch.Tensor)
     if not buffer.is_contiguous():
@@ -177,7 +205,9 @@ def buffer_problem(
         return ArgumentError(f"{name} requires a gradient; a buffer for results must not")
     start = buffer.data_ptr()
     if start % control.ACCESS_BYTES:
-        return ArgumentError(f"{name} starts at address {start}; it must be aligned to {control.ACCESS_BYTES}")
+        return ArgumentError(
+            f"{name} starts at address {start}; it must be aligned to {control.ACCESS_BYTES}"
+        )
     if heap is not None and not heap.owns(buffer):
         return ArgumentError(f"{name} is not on this symmetric heap; make it with heap.lease")
     return overlap_problem([Buffer(name, buffer)], inputs)
@@ -209,8 +239,15 @@ def overlap_problem(buffers: Sequence[Buffer], inputs: Iterable[object]) -> Argu
         and _meet(span := _span(tensor), (lowest, highest))
     ]
     for i, (span, buffer) in enumerate(spans):
-        earlier = [each for each in spans[:i] if buffer.first <= each[1].last and each[1].first <= buffer.last]
-        for other_span, tensor in (*near, *[(other_span, other.tensor) for other_span, other in earlier]):
+        earlier = [
+            each
+            for each in spans[:i]
+            if buffer.first <= each[1].last and each[1].first <= buffer.last
+        ]
+        for other_span, tensor in (
+            *near,
+            *[(other_span, other.tensor) for other_span, other in earlier],
+        ):
             if _meet(span, other_span) and tensor.device == buffer.tensor.device:
                 return ArgumentError(
                     f"{buffer.name} {list(buffer.tensor.shape)} overlaps a tensor of shape {list(tensor.shape)} that "
@@ -224,7 +261,9 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
     start = tensor.data_ptr()
     if tensor.is_contiguous():  # or empty
         return start, start + tensor.numel() * tensor.element_size()
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    last = sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
     return start, start + (last + 1) * tensor.element_size()
 
 
@@ -239,7 +278,9 @@ def _meet(span: tuple[int, int], other: tuple[int, int]) -> bool:
 def working_dtype(x: torch.Tensor) -> torch.dtype:
     """The dtype to compute with x in: autocast's where it is enabled, else that of x."""
     device_type = x.device.type
-    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else x.dtype
+    return (
+        torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else x.dtype
+    )
 
 
 class RowsLike(NamedTuple):
@@ -274,8 +315,13 @@ def scale_problem(name: str, scale: object, rows: RowsLike) -> Problem:
     shape = scale.shape if rows.shape is None else rows.shape
     device = scale.device if rows.device is None else rows.device
     if scale.shape != shape or scale.device != device or not scale.dtype.is_floating_point:
-        given, wanted = (f"{list(each)} on {where}" for each, where in ((scale.shape, scale.device), (shape, device)))
-        return ArgumentError(f"{name} is {scale.dtype} {given}; it must be floating point {wanted}: one for each row")
+        given, wanted = (
+            f"{list(each)} on {where}"
+            for each, where in ((scale.shape, scale.device), (shape, device))
+        )
+        return ArgumentError(
+            f"{name} is {scale.dtype} {given}; it must be floating point {wanted}: one for each row"
+        )
     return stale_problem(name, scale)
 
 

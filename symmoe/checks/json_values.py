@@ -20,16 +20,30 @@ def typed(kind: Any, value: Any, name: str, *, exactly: bool = True) -> Any:
         return None if value is None else typed(of[0], value, name, exactly=exactly)
     if hasattr(kind, "__dataclass_fields__") and isinstance(value, dict):
         hints, fields = get_type_hints(kind), dataclasses.fields(kind)
-        wrong = {field.name for field in fields if exactly or field.default is dataclasses.MISSING} - value.keys()
+        wrong = {
+            field.name for field in fields if exactly or field.default is dataclasses.MISSING
+        } - value.keys()
         if wrong := wrong | (value.keys() - hints.keys() if exactly else set()):
             raise ValueError(f"fields {sorted(wrong)} of {name} are missing or not known")
         known = {field: hint for field, hint in hints.items() if field in value}
-        return kind(**{f: typed(hint, value[f], f"{name}.{f}", exactly=exactly) for f, hint in known.items()})
+        return kind(
+            **{
+                f: typed(hint, value[f], f"{name}.{f}", exactly=exactly)
+                for f, hint in known.items()
+            }
+        )
     if get_origin(kind) is dict and isinstance(value, dict):
-        return {key: typed(of[1], item, f"{name}[{key!r}]", exactly=exactly) for key, item in value.items()}
+        return {
+            key: typed(of[1], item, f"{name}[{key!r}]", exactly=exactly)
+            for key, item in value.items()
+        }
     if get_origin(kind) is list and isinstance(value, list):
         return [typed(of[0], item, name, exactly=exactly) for item in value]
     is_text = not isinstance(value, str) or not any("\ud800" <= char < "\ue000" for char in value)
-    if type(value) is not kind or not is_text or (isinstance(value, float) and not math.isfinite(value)):
+    if (
+        type(value) is not kind
+        or not is_text
+        or (isinstance(value, float) and not math.isfinite(value))
+    ):
         raise ValueError(f"{name} is {str(value)[:80]!r}; it must be {kind}")
     return value

@@ -38,7 +38,13 @@ class FromNodes:
     inside this node."""
 
     def __init__(
-        self, plan: Plan, nodes: NodesPlan[Plan], like: torch.Tensor | None, *, has_values: bool, order: str
+        self,
+        plan: Plan,
+        nodes: NodesPlan[Plan],
+        like: torch.Tensor | None,
+        *,
+        has_values: bool,
+        order: str,
     ) -> None:
         self._plan, self.rails = plan, nodes.rails
         num_rows = plan.top_k if order == "slot" else 1
@@ -46,8 +52,12 @@ class FromNodes:
         found = nodes.rails.found
         self._home = _room_for(plan, len(found.home_row_to_token), like, has_values, num_rows)
         home = self._home.rows, self._home.values
-        self.own = Collected(nodes.own, *(None if each is None else each[: plan.num_tokens] for each in home))
-        self.foreign = _room_for(nodes.foreign, nodes.foreign.num_tokens, like, has_values, num_rows)
+        self.own = Collected(
+            nodes.own, *(None if each is None else each[: plan.num_tokens] for each in home)
+        )
+        self.foreign = _room_for(
+            nodes.foreign, nodes.foreign.num_tokens, like, has_values, num_rows
+        )
         (zero, self._num_values), self._slot_to_row = found.ends.split(1), found.slot_to_home_row
         row = self._slot_to_row if order == "slot" else found.token_to_home_row
         self._maps = row, zero, found.zeros[: row.numel()].view(row.shape), row
@@ -63,7 +73,9 @@ class FromNodes:
         with nodes_of(self._plan.heap).moving(sends, receives) as wait:
             yield wait
 
-    def add(self, out: torch.Tensor | None, values: torch.Tensor | None, ready: torch.Tensor) -> None:
+    def add(
+        self, out: torch.Tensor | None, values: torch.Tensor | None, ready: torch.Tensor
+    ) -> None:
         """Makes sums [T, H] and values fp32 [T, K] of this rank's tokens of what has come and what is its own. ready:
         what the trip's first barrier returned; if the call has failed, `out` gets NaN."""
         ops = kernels.for_device(self._plan.heap.device)
@@ -72,11 +84,17 @@ class FromNodes:
             rows = self._home.rows.flatten(0, 1)
             ops.sum_home((rows, rows), self._maps, (ready, ready), out, rank=0)
         if values is not None and self._home.values is not None:
-            ops.gather_values(self._home.values.flatten(), self._slot_to_row, self._num_values, values)
+            ops.gather_values(
+                self._home.values.flatten(), self._slot_to_row, self._num_values, values
+            )
 
 
-def _room_for(plan: Plan, num_tokens: int, like: torch.Tensor | None, has_values: bool, num_rows: int) -> Collected:
+def _room_for(
+    plan: Plan, num_tokens: int, like: torch.Tensor | None, has_values: bool, num_rows: int
+) -> Collected:
     """Room for what is collected; num_rows: of a token."""
     rows = None if like is None else like.new_empty((num_tokens, num_rows, like.shape[1]))
     shape, device = (num_tokens, plan.top_k), plan.heap.device
-    return Collected(plan, rows, torch.empty(shape, dtype=torch.float32, device=device) if has_values else None)
+    return Collected(
+        plan, rows, torch.empty(shape, dtype=torch.float32, device=device) if has_values else None
+    )

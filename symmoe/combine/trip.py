@@ -26,7 +26,9 @@ READY_ROWS, READY_LAST_ROW, READY_VALUES = range(3)
 PHASE = control.PHASE_COMBINE_READY  # the trip's first barrier
 
 
-ComputePart = Callable[[Part | None], None]  # computes a part of the rows that combine reads; None: all
+ComputePart = Callable[
+    [Part | None], None
+]  # computes a part of the rows that combine reads; None: all
 
 
 def combine(
@@ -53,7 +55,10 @@ def combine(
         return given("rows", collection.out)
     branch, of_sources = plan.heap.streams.branch(), plan.source_to_rows
     # A tile with rows of two ranks belongs to the one that arrives later: so after its part all its rows are there.
-    (last, *sources), (before, own, after) = plan.arrivals[::-1], plan.parts_of_replicas(division.num_sms)
+    (last, *sources), (before, own, after) = (
+        plan.arrivals[::-1],
+        plan.parts_of_replicas(division.num_sms),
+    )
     with collection:
         for part in (*before, *after, Part(of_sources[last])):
             compute(part)
@@ -74,7 +79,9 @@ def combine(
 
 
 @contextmanager
-def collecting(collection: Collection, compute: ComputePart, division: Division | None = None) -> Iterator[Collection]:
+def collecting(
+    collection: Collection, compute: ComputePart, division: Division | None = None
+) -> Iterator[Collection]:
     """Context of a collection, complete after it, of rows that `compute` fills, see :func:`combine`. The caller may
     compute other things in it, at the same time if there is a division of the SMs. Collective; does not synchronise the
     host."""
@@ -161,30 +168,46 @@ class Collection:
         # Here, not in `collect`: that may run on another stream.
         self.out: torch.Tensor | None = None
         if rows is not None:
-            self._agreed["hidden"], self._agreed["dtype"] = rows.shape[1], control.DTYPES.index(rows.dtype)
+            self._agreed["hidden"], self._agreed["dtype"] = (
+                rows.shape[1],
+                control.DTYPES.index(rows.dtype),
+            )
             self.out = rows.new_empty((plan.num_tokens, rows.shape[1]))
-        self.values = None if row_values is None else row_values.new_empty((plan.num_tokens, plan.top_k))
+        self.values = (
+            None if row_values is None else row_values.new_empty((plan.num_tokens, plan.top_k))
+        )
         self._from_nodes: FromNodes | None = None
         if plan.nodes is not None:
-            self._from_nodes = FromNodes(plan, plan.nodes, rows, has_values=row_values is not None, order=order)
+            self._from_nodes = FromNodes(
+                plan, plan.nodes, rows, has_values=row_values is not None, order=order
+            )
 
     def __enter__(self) -> Collection:
         plan, heap = self.plan, self.plan.heap
         with self._exit:
             values_offset = 0
             if self._row_values is not None:
-                packed_values = self._lease((plan.packed_row_capacity, plan.top_k), torch.float32, "values to collect")
-                self._ops.gather_values(self._row_values, self._packed_to_row, plan.num_packed, packed_values.tensor)
+                packed_values = self._lease(
+                    (plan.packed_row_capacity, plan.top_k), torch.float32, "values to collect"
+                )
+                self._ops.gather_values(
+                    self._row_values, self._packed_to_row, plan.num_packed, packed_values.tensor
+                )
                 values_offset = packed_values.offset
             rows_offset = last_row_offset = 0
             if self._rows is not None and self._pulls:
                 rows_offset = heap.offset_of(self._rows, phase=PHASE)
             elif self._rows is not None:
-                width, region_rows = self._rows.shape[1], max(1, plan.num_tokens) if heap.num_ranks > 1 else 1
+                width, region_rows = (
+                    self._rows.shape[1],
+                    max(1, plan.num_tokens) if heap.num_ranks > 1 else 1,
+                )
                 shape = (max(1, heap.num_ranks - 1) * region_rows, width)
                 returned = self._lease(shape, self._rows.dtype, "returned sums")
                 self._returned, rows_offset = returned.tensor, returned.offset
-                last_row_offset = rows_offset + (region_rows - 1) * width * self._rows.element_size()
+                last_row_offset = (
+                    rows_offset + (region_rows - 1) * width * self._rows.element_size()
+                )
             self._publish = (rows_offset, last_row_offset, values_offset)
             self._exit.enter_context(heap.one_call)
             self._exit = self._exit.pop_all()
@@ -244,9 +267,14 @@ class Collection:
         """With order "rank": sums the rows of a peer's tokens and sends them there; None: of all peers."""
         if self._rows is None or self._pulls:
             return
-        index, trip = (self._packed_to_row, self.plan.source_to_packed_start), (self.plan.heap.peers, self._ready)
+        index, trip = (
+            (self._packed_to_row, self.plan.source_to_packed_start),
+            (self.plan.heap.peers, self._ready),
+        )
         with self.plan.heap.timed("combine"):
-            self._ops.push_sums(self._rows, *index, *trip, column=READY_ROWS, source=source, num_ctas=num_ctas)
+            self._ops.push_sums(
+                self._rows, *index, *trip, column=READY_ROWS, source=source, num_ctas=num_ctas
+            )
 
     def finish(self, *, num_ctas: int | None = None) -> None:
         """Waits until every rank has sent and read everything, and makes the sums at home."""
@@ -259,7 +287,9 @@ class Collection:
                 self._from_nodes.add(self.out, self.values, self._ready)
                 self._from_nodes.rails.meet(control.PHASE_NODES_HOME, self._agreed)
                 nan_on_failure = self.values if self.out is None else self.out
-            arrived = heap.barrier(control.PHASE_COMBINE_DONE, nan_on_failure=nan_on_failure, **self._agreed)
+            arrived = heap.barrier(
+                control.PHASE_COMBINE_DONE, nan_on_failure=nan_on_failure, **self._agreed
+            )
             if self._rows is None or self.out is None or self._pulls:
                 return
             index = plan.token_to_packed_row, plan.packed_start, plan.slot_to_rank, plan.slot_to_row

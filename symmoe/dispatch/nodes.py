@@ -61,24 +61,48 @@ class RailRows:
     topk_idx: as it came; -1 for the slots that are dropped."""
 
     def __init__(
-        self, topk_idx: torch.Tensor, heap: SymmetricHeap, num_experts: int, rail_rows: int, excess: Excess | None
+        self,
+        topk_idx: torch.Tensor,
+        heap: SymmetricHeap,
+        num_experts: int,
+        rail_rows: int,
+        excess: Excess | None,
     ) -> None:
-        (num_tokens, _), num_nodes, maps = topk_idx.shape, heap.topology.num_nodes, nodes_of(heap).maps
-        self._integers = topk_idx.new_empty(num_tokens * num_nodes + num_nodes + 2, dtype=torch.int32)
+        (num_tokens, _), num_nodes, maps = (
+            topk_idx.shape,
+            heap.topology.num_nodes,
+            nodes_of(heap).maps,
+        )
+        self._integers = topk_idx.new_empty(
+            num_tokens * num_nodes + num_nodes + 2, dtype=torch.int32
+        )
         numbers, rows = self.of(self._integers, num_nodes)
         room = -1 if excess is None or excess.room is None else excess.room
         sizes = {"num_experts": num_experts, "most": rail_rows, "room": room}
         kernels.for_device(heap.device).rail_rows(topk_idx, maps, numbers, rows, **sizes)
-        self._heap, self.topk_idx, self._rail_rows, self._numbers = heap, topk_idx, rail_rows, numbers
-        self._drops, self._number = excess is not None and excess.drops, None if excess is None else numbers[-1:]
+        self._heap, self.topk_idx, self._rail_rows, self._numbers = (
+            heap,
+            topk_idx,
+            rail_rows,
+            numbers,
+        )
+        self._drops, self._number = (
+            excess is not None and excess.drops,
+            None if excess is None else numbers[-1:],
+        )
         is_room = excess is not None and excess.room is not None
-        self._word = control.HEAD_PACKED_CAPACITY if is_room else control.HEAD_RAIL_DROPPED  # in the header
+        self._word = (
+            control.HEAD_PACKED_CAPACITY if is_room else control.HEAD_RAIL_DROPPED
+        )  # in the header
         if self._drops:
             rank = topk_idx.div(num_experts // heap.num_ranks, rounding_mode="floor")
             is_expert = (rank >= 0) & (rank < heap.num_ranks)
             node = maps.to_node[torch.where(is_expert, rank, -1)]
             lost = is_expert & (node != maps.here) & (rows.gather(1, node) < 0)
-            self.topk_idx, self._number = topk_idx.masked_fill(lost, -1), lost.sum(dtype=torch.int32).view(1)
+            self.topk_idx, self._number = (
+                topk_idx.masked_fill(lost, -1),
+                lost.sum(dtype=torch.int32).view(1),
+            )
 
     @staticmethod
     def of(integers: torch.Tensor, num_nodes: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -96,21 +120,33 @@ class RailRows:
         """Completes this rank's count table, which has the rows of its node's ranks, with those of all other ranks.
         Collective over the group, after the plan's barrier. config: as in PlanOptions. What that barrier returns, of
         all ranks."""
-        heap, nodes, topology, peers = self._heap, nodes_of(self._heap), self._heap.topology, self._heap.peers
+        heap, nodes, topology, peers = (
+            self._heap,
+            nodes_of(self._heap),
+            self._heap.topology,
+            self._heap.peers,
+        )
         ops, shape = kernels.for_device(heap.device), (len(topology.ranks), peers.layout.row_words)
         # Zeros in place of what does not come.
-        ours, come = self._numbers.new_empty(shape), self._numbers.new_empty((topology.num_nodes, *shape))
+        ours, come = (
+            self._numbers.new_empty(shape),
+            self._numbers.new_empty((topology.num_nodes, *shape)),
+        )
         ops.own_counts(nodes.maps.own_ranks, peers, ours, come)
         theirs, self._num_received = come[:-1], come[-1].flatten()[: topology.num_nodes]
         others = [node for node in range(topology.num_nodes) if node != topology.node]
         of_numbers = self._numbers, self._num_received
-        sends, receives = ([(node, each[node : node + 1]) for node in others] for each in of_numbers)
+        sends, receives = (
+            [(node, each[node : node + 1]) for node in others] for each in of_numbers
+        )
         sends += [(node, ours) for node in others]
         receives += zip(others, theirs, strict=True)
         nodes.meet(control.PHASE_NODES_PLAN, rail_rows=self._rail_rows, config=config)
         with nodes.moving(sends, receives):
             pass  # there is nothing else to do
-        received = torch.empty((heap.num_ranks, control.NUM_PUBLISHED), dtype=torch.int64, device=heap.device)
+        received = torch.empty(
+            (heap.num_ranks, control.NUM_PUBLISHED), dtype=torch.int64, device=heap.device
+        )
         ops.other_counts(theirs.flatten(0, 1), nodes.maps.other_ranks, peers, received)
         return received
 
@@ -119,9 +155,13 @@ class RailRows:
         tokens that would come from each node."""
         report[control.SUM_MOST_SENT :][:1].copy_(self._numbers[-2:-1])
         if self._drops:
-            rows = self._numbers.new_empty((self._heap.num_ranks, self._heap.peers.layout.row_words))
+            rows = self._numbers.new_empty(
+                (self._heap.num_ranks, self._heap.peers.layout.row_words)
+            )
             ranks = nodes_of(self._heap).maps.by_node.flatten()
-            kernels.for_device(self._heap.device).own_counts(ranks, self._heap.peers, rows, rows[:0])
+            kernels.for_device(self._heap.device).own_counts(
+                ranks, self._heap.peers, rows, rows[:0]
+            )
             dropped = rows[:, control.HEAD_RAIL_DROPPED].sum(dtype=torch.int32)
             report[control.SUM_NUM_DROPPED :][:1].add_(dropped)
         return self._integers, self._num_received
@@ -138,8 +178,12 @@ class RailPlan:
     num_sent: tuple[int, ...]  # by node, rows that go there; 0 of this node
     num_received: tuple[int, ...]  # and come from there
     sizes: int  # what ranks of a rail must agree on, so that their messages fit
-    number: int  # of the plan, the same for the ranks of the rail; nodes count plans each by themselves
-    brings_maps: bool = True  # whether the maps are still to travel, with the first rows of the plan
+    number: (
+        int  # of the plan, the same for the ranks of the rail; nodes count plans each by themselves
+    )
+    brings_maps: bool = (
+        True  # whether the maps are still to travel, with the first rows of the plan
+    )
 
     @contextmanager
     def bring_in(
@@ -150,10 +194,19 @@ class RailPlan:
         [F, .], F foreign tokens."""
         heap, num_foreign, (there, back) = self.heap, sum(self.num_received), self.ways
         foreign = [tensor.new_empty((num_foreign, *tensor.shape[1:])) for tensor in tensors]
-        sends, receives = of_ways([self.sent_rows(tensor) for tensor in tensors], there), of_ways(foreign, back)
+        sends, receives = (
+            of_ways([self.sent_rows(tensor) for tensor in tensors], there),
+            of_ways(foreign, back),
+        )
         if self.brings_maps:
-            num_tokens, num_home = len(self.found.token_to_home_row), len(self.found.home_row_to_token)
-            lines, (sent, come_from) = [getattr(self.found, name) for name in _LINES], self.found.regions
+            num_tokens, num_home = (
+                len(self.found.token_to_home_row),
+                len(self.found.home_row_to_token),
+            )
+            lines, (sent, come_from) = (
+                [getattr(self.found, name) for name in _LINES],
+                self.found.regions,
+            )
             sends += of_ways([each[num_tokens:num_home] for each in lines], there)
             receives += of_ways([each[num_home:] for each in lines], back)
             sends += [(node, sent[node]) for node, _ in there]
@@ -191,18 +244,31 @@ class RailPlan:
     @functools.cached_property
     def ways(self) -> tuple[Ways, Ways]:
         """Which of the sent rows go to each other node, and which of the foreign tokens come from there."""
-        here, most, ends = self.heap.topology.node, max(self.num_sent), itertools.accumulate(self.num_received)
+        here, most, ends = (
+            self.heap.topology.node,
+            max(self.num_sent),
+            itertools.accumulate(self.num_received),
+        )
         starts = [most * (node - (node > here)) for node in range(len(self.num_sent))]
-        sent = [(node, slice(starts[node], starts[node] + rows)) for node, rows in enumerate(self.num_sent)]
+        sent = [
+            (node, slice(starts[node], starts[node] + rows))
+            for node, rows in enumerate(self.num_sent)
+        ]
         of_ends = enumerate(zip(ends, self.num_received, strict=True))
         received = [(node, slice(end - rows, end)) for node, (end, rows) in of_ends]
-        return [each for each in sent if each[0] != here], [each for each in received if each[0] != here]
+        return [each for each in sent if each[0] != here], [
+            each for each in received if each[0] != here
+        ]
 
 
 # Consecutive tokens of a plan that are from one rank: which of those that are sent together; their lines of slot_to_row
 # and slot_to_rank; and their lines of token_to_packed_row, int32 [., R], tokens of each block of them that go to each
 # rank, int32 [R], their first packed row on each rank, and rows of the region there.
-Region = tuple[slice, tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]
+Region = tuple[
+    slice,
+    tuple[torch.Tensor, torch.Tensor],
+    tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+]
 
 
 class NodesPlan(Generic[P]):
@@ -215,7 +281,10 @@ class NodesPlan(Generic[P]):
     def own(self) -> P:
         """The plan inside this node of the own tokens. Its maps have a line for each of these, and name ranks of the
         node. Everything inside a node works with it as with the plan of a group that is on one node."""
-        own, regions = self._made(slice(len(self.rails.found.token_to_home_row))), self.rails.found.regions[0]
+        own, regions = (
+            self._made(slice(len(self.rails.found.token_to_home_row))),
+            self.rails.found.regions[0],
+        )
         vars(own)["regions"] = (_region(own, slice(None), regions[self._topology.node]),)
         return own
 
@@ -224,7 +293,11 @@ class NodesPlan(Generic[P]):
         """The same of the foreign tokens."""
         foreign = self._made(slice(len(self.rails.found.home_row_to_token), None))
         regions, (_, received) = self.rails.found.regions[1], self.rails.ways
-        its = (_region(foreign, tokens, regions[node]) for node, tokens in received if tokens.stop > tokens.start)
+        its = (
+            _region(foreign, tokens, regions[node])
+            for node, tokens in received
+            if tokens.stop > tokens.start
+        )
         vars(foreign)["regions"] = tuple(its)
         return foreign
 
@@ -241,17 +314,29 @@ class NodesPlan(Generic[P]):
 
 
 def plan_in_node(
-    heap: SymmetricHeap, plan: P, integers: torch.Tensor, sent: Sequence[int], received: Sequence[int], sizes: int
+    heap: SymmetricHeap,
+    plan: P,
+    integers: torch.Tensor,
+    sent: Sequence[int],
+    received: Sequence[int],
+    sizes: int,
 ) -> NodesPlan[P]:
     """The plans of the tokens inside the node, with these numbers of rows to and from each other node. For those that
     are foreign, the ranks of the rail send each other the maps, with the first rows. Collective over the group; does
     not synchronise the host. integers: of RailRows; sizes: as in RailPlan."""
     nodes, topology, num_local = nodes_of(heap), heap.topology, plan.layout["row_range"][2][1]
-    num_tokens, top_k = plan.layout["slot_to_row"][2]  # not of a view, which a call that is played does not need
+    num_tokens, top_k = plan.layout["slot_to_row"][
+        2
+    ]  # not of a view, which a call that is played does not need
     sent, received = (
-        [0 if node == topology.node else rows for node, rows in enumerate(each)] for each in (sent, received)
+        [0 if node == topology.node else rows for node, rows in enumerate(each)]
+        for each in (sent, received)
     )
-    of_nodes = (topology.num_nodes, len(topology.ranks)), max(sent) * (topology.num_nodes - 1), sum(received)
+    of_nodes = (
+        (topology.num_nodes, len(topology.ranks)),
+        max(sent) * (topology.num_nodes - 1),
+        sum(received),
+    )
     numel, layout = in_node_layout(num_tokens, top_k, num_local, *of_nodes)
 
     def launch() -> list[torch.Tensor]:
@@ -259,12 +344,16 @@ def plan_in_node(
         its = in_storage(PlanIntegers, plan.storage, plan.layout)
         numbers, rows = RailRows.of(integers, topology.num_nodes)
         kernels.for_device(heap.device).plan_in_node(its, rows, numbers, nodes.maps, found)
-        heap.barrier(control.PHASE_NODES_PLAN)  # an error that one rail has learnt of reaches the others' ranks here
+        heap.barrier(
+            control.PHASE_NODES_PLAN
+        )  # an error that one rail has learnt of reaches the others' ranks here
         return [found.storage]
 
     key = "plan in node", num_tokens, top_k, num_local, *of_nodes
     found = InNodeIntegers(heap.run(key, launch, (plan.storage, integers))[0], layout)
-    return NodesPlan(plan, RailPlan(heap, found, tuple(sent), tuple(received), sizes, nodes.lane.number))
+    return NodesPlan(
+        plan, RailPlan(heap, found, tuple(sent), tuple(received), sizes, nodes.lane.number)
+    )
 
 
 def of_ways(tensors: Sequence[torch.Tensor], ways: Ways) -> list[tuple[int, torch.Tensor]]:
@@ -275,7 +364,11 @@ def of_ways(tensors: Sequence[torch.Tensor], ways: Ways) -> list[tuple[int, torc
 def arrivals_in_node(heap: SymmetricHeap) -> list[int]:
     """See Plan.arrivals: the ranks of this node, then those that stand for ranks before it and after it."""
     ranks, first = heap.topology.ranks, heap.topology.local_rank
-    return [*ranks[first::-1], *ranks[:first:-1], *(end for end in (0, heap.num_ranks - 1) if end not in ranks)]
+    return [
+        *ranks[first::-1],
+        *ranks[:first:-1],
+        *(end for end in (0, heap.num_ranks - 1) if end not in ranks),
+    ]
 
 
 def _region(plan: PlanIntegers, tokens: slice, numbers: torch.Tensor) -> Region:

@@ -28,8 +28,14 @@ from symmoe.tape.recorder import recorded
 MAX_TOP_K = 32
 _Room = RowBudget | None
 FindRoom = Callable[[], _Room]
-_Rails = tuple[int, Excess | None] | None  # the last arguments of RailRows, if the group spans nodes
-_OVERFLOW = {"raise": control.OVERFLOW_RAISE, "drop": control.OVERFLOW_DROP, "repeat": control.OVERFLOW_REPEAT}
+_Rails = (
+    tuple[int, Excess | None] | None
+)  # the last arguments of RailRows, if the group spans nodes
+_OVERFLOW = {
+    "raise": control.OVERFLOW_RAISE,
+    "drop": control.OVERFLOW_DROP,
+    "repeat": control.OVERFLOW_REPEAT,
+}
 
 
 @dataclass(eq=False)
@@ -94,7 +100,9 @@ class Plan(PlanIntegers):
             self.settle()
         return filled[2:]
 
-    def note_filled(self, storage: torch.Tensor, read_report: Callable[[], list[int]] | None) -> None:
+    def note_filled(
+        self, storage: torch.Tensor, read_report: Callable[[], list[int]] | None
+    ) -> None:
         """Notes what ToFill.launch has returned. In the same turn, which began when the plan got its generation."""
         heap, reports = self.heap, self.to_fill.reports if self.to_fill else None
         self.storage, self.to_fill, self._read_report = storage, None, read_report
@@ -118,8 +126,14 @@ class Plan(PlanIntegers):
         report, self._read_report = self._read_report(), None
         self.has_room = report[control.SUM_ERROR] != control.PLAN_OVERFLOW
         if self.has_room and report[control.SUM_ERROR] != control.PLAN_OK:
-            if report[control.SUM_ERROR] == control.PLAN_FAULT and self.heap.nodes is not None and self.nodes is None:
-                self.heap.barrier(control.PHASE_NODES_PLAN)  # one of another node, which comes to the record here
+            if (
+                report[control.SUM_ERROR] == control.PLAN_FAULT
+                and self.heap.nodes is not None
+                and self.nodes is None
+            ):
+                self.heap.barrier(
+                    control.PHASE_NODES_PLAN
+                )  # one of another node, which comes to the record here
             self.heap.synchronize()  # a fault of a peer is on record, and with room whatever the plan has found
             raise self.heap.faults.of_plan(report)
         self.num_rows, self.most_sent = report[control.SUM_NUM_ROWS], report[control.SUM_MOST_SENT]
@@ -128,7 +142,9 @@ class Plan(PlanIntegers):
         if self.row_capacity < 0:
             self.row_capacity, self.packed_row_capacity = self.max_rows, self.max_packed_rows
             self.expected_rows = self.expected_rows or self.max_rows
-        self.heap.waits.flight.note(self.generation, num_rows=self.num_rows, num_packed=report[control.SUM_NUM_PACKED])
+        self.heap.waits.flight.note(
+            self.generation, num_rows=self.num_rows, num_packed=report[control.SUM_NUM_PACKED]
+        )
 
     def shrink(self) -> None:
         """After forward with room: later buffers have the rows that the routing needs. Local, as buffers are."""
@@ -178,14 +194,18 @@ class Plan(PlanIntegers):
         last, has = self.heap.num_ranks - 1, bool(self.num_places)
         are_there = has and self.heap.rank > 0, has, has and self.heap.rank < last
         return [
-            (Part(self.replica_ranges[1 + i], num_sms if i == 1 else None, is_of_replicas=True),) if is_there else ()
+            (Part(self.replica_ranges[1 + i], num_sms if i == 1 else None, is_of_replicas=True),)
+            if is_there
+            else ()
             for i, is_there in enumerate(are_there)
         ]
 
     @functools.cached_property
     def arrivals(self) -> list[int]:
         """The source ranks in the order in which their rows arrive, if every rank sends to the next one first."""
-        return [(self.heap.rank - step) % self.heap.num_ranks for step in range(self.heap.num_ranks)]
+        return [
+            (self.heap.rank - step) % self.heap.num_ranks for step in range(self.heap.num_ranks)
+        ]
 
     def rows_of(self, buffer: torch.Tensor) -> torch.Tensor:
         """The part of a row buffer that callers see: N rows (exact capacity) or all of them (static)."""
@@ -195,7 +215,9 @@ class Plan(PlanIntegers):
         """(packed_to_row, row_to_packed_row) of a plan whose tokens have been dispatched. StalePlan: nothing has been
         dispatched with this plan yet."""
         if self.packed_to_row is None or self.row_to_packed_row is None:
-            raise StalePlan("this plan has dispatched nothing yet: dispatch_tokens comes before combine_tokens")
+            raise StalePlan(
+                "this plan has dispatched nothing yet: dispatch_tokens comes before combine_tokens"
+            )
         return self.packed_to_row, self.row_to_packed_row
 
 
@@ -213,7 +235,14 @@ class ToFill(NamedTuple):
     @property
     def key(self) -> tuple[Hashable, ...]:
         """On what it depends what is launched, besides tensors."""
-        return "plan", self.header, self.config, self.is_read, self.rails, self.route and self.route.key
+        return (
+            "plan",
+            self.header,
+            self.config,
+            self.is_read,
+            self.rails,
+            self.route and self.route.key,
+        )
 
     def launch(self, heap: SymmetricHeap) -> tuple[Any, ...]:
         """A new storage of the plan, filled; what waits for the report, or None if it is not read; logits, probs and
@@ -221,14 +250,21 @@ class ToFill(NamedTuple):
         topk_idx, header, config, is_read, _, its_rails, route = self
         num_experts, num_ranks, rails = header[control.HEAD_NUM_EXPERTS], heap.num_ranks, None
         num_places, blocks = header[control.HEAD_NUM_PLACES], num_blocks(len(topk_idx))
-        counts = torch.empty((blocks, num_experts + num_ranks + 2), dtype=torch.int32, device=heap.device)
-        routed, has_counts = (() if route is None else route.choose(heap, counts)), route is not None
+        counts = torch.empty(
+            (blocks, num_experts + num_ranks + 2), dtype=torch.int32, device=heap.device
+        )
+        routed, has_counts = (
+            (() if route is None else route.choose(heap, counts)),
+            route is not None,
+        )
         if its_rails is not None:
             rails = RailRows(topk_idx, heap, num_experts, *its_rails)
             has_counts, topk_idx = has_counts and rails.topk_idx is topk_idx, rails.topk_idx
         ops, sizes = kernels.for_device(heap.device), (num_experts, num_ranks, num_places)
         numel, layout = plan_layout(*topk_idx.shape, *sizes)
-        integers = in_storage(PlanIntegers, torch.empty(numel, dtype=torch.int32, device=heap.device), layout)
+        integers = in_storage(
+            PlanIntegers, torch.empty(numel, dtype=torch.int32, device=heap.device), layout
+        )
         drop = header[control.HEAD_OVERFLOW] == control.OVERFLOW_DROP
         if not has_counts:
             ops.count_slots(topk_idx, counts, num_experts=num_experts, num_ranks=num_ranks)
@@ -237,18 +273,34 @@ class ToFill(NamedTuple):
         if num_places:  # the rest is the plan of a call whose experts are the copies
             num_experts += num_ranks * num_places
             near = num_ranks if rails is None else len(heap.topology.ranks)
-            ops.place_replicas(heap.count_peers, integers, slack=header[control.HEAD_SLACK], num_near=near)
+            ops.place_replicas(
+                heap.count_peers, integers, slack=header[control.HEAD_SLACK], num_near=near
+            )
             starts, counts = counts, counts.new_empty((blocks, num_experts + num_ranks + 2))
             ops.choose_copies(topk_idx, starts, integers, counts)
             ops.send_counts(counts, topk_idx, header, heap.count_peers, num_experts=num_experts)
             received = _plan_barrier(heap, config, rails)
             topk_idx = integers.slot_to_copy
-        limits = {"capacity": header[control.HEAD_CAPACITY], "packed_capacity": header[control.HEAD_PACKED_CAPACITY]}
-        ranks = range(num_ranks) if rails is None or not heap.topology.is_in_order else heap.topology.ranks
-        ops.lay_out(heap.count_peers, received, heap.status, integers, **limits, drop=drop, ranks=ranks)
+        limits = {
+            "capacity": header[control.HEAD_CAPACITY],
+            "packed_capacity": header[control.HEAD_PACKED_CAPACITY],
+        }
+        ranks = (
+            range(num_ranks)
+            if rails is None or not heap.topology.is_in_order
+            else heap.topology.ranks
+        )
+        ops.lay_out(
+            heap.count_peers, received, heap.status, integers, **limits, drop=drop, ranks=ranks
+        )
         ops.assign_rows(topk_idx, counts, integers, drop=drop)
         found = () if rails is None else rails.complete(integers.report)
-        return integers.storage, _start_reading(heap, integers.report) if is_read else None, *routed, *found
+        return (
+            integers.storage,
+            _start_reading(heap, integers.report) if is_read else None,
+            *routed,
+            *found,
+        )
 
 
 class PlanOptions(NamedTuple):
@@ -325,18 +377,33 @@ def make_plan(
         CapacityError: see `overflow`.
         PeerTimeout: a rank did not come.
     """
-    sizes = num_experts, capacity, overflow, max_tokens, hidden, dtype, precision, quantized_wire, rail_capacity
+    sizes = (
+        num_experts,
+        capacity,
+        overflow,
+        max_tokens,
+        hidden,
+        dtype,
+        precision,
+        quantized_wire,
+        rail_capacity,
+    )
     options = PlanOptions(*sizes, replica_places=replica_places, replica_slack=replica_slack)
     plan = plan_call(topk_idx, heap, options)
     if heap.nodes is not None:
-        with heap.one_call:  # an error of any rank before this gets to all of them now, and not where a trip meets
+        with (
+            heap.one_call
+        ):  # an error of any rank before this gets to all of them now, and not where a trip meets
             heap.nodes.meet(control.PHASE_NODES_PLAN)
             heap.barrier(control.PHASE_NODES_PLAN)
     return plan
 
 
 def plan_call(
-    topk_idx: torch.Tensor, heap: SymmetricHeap, options: PlanOptions, find_room: FindRoom = lambda: None
+    topk_idx: torch.Tensor,
+    heap: SymmetricHeap,
+    options: PlanOptions,
+    find_room: FindRoom = lambda: None,
 ) -> Plan:
     """Same as make_plan, for calls that go on with a trip: between nodes an error at its end is raised there on other
     ranks. With exact capacity the host does not wait if there is room: see Plan.settle. find_room: with exact capacity,
@@ -349,21 +416,34 @@ def plan_call(
 
 
 def begin_plan(
-    topk_idx: torch.Tensor, heap: SymmetricHeap, options: PlanOptions, find_room: FindRoom, route: Any = None
+    topk_idx: torch.Tensor,
+    heap: SymmetricHeap,
+    options: PlanOptions,
+    find_room: FindRoom,
+    route: Any = None,
 ) -> Plan:
     """Same as plan_call, except that on one node nothing is launched: see Plan.fill. route: what makes the values of
     topk_idx [T, K] before, then: see Plan.routed."""
     if not isinstance(heap, SymmetricHeap):
         raise ArgumentError(f"heap ({type(heap).__name__}) must be a SymmetricHeap")
-    num_experts, capacity, overflow, max_tokens, hidden, dtype, precision, quantized_wire, *_ = options
+    num_experts, capacity, overflow, max_tokens, hidden, dtype, precision, quantized_wire, *_ = (
+        options
+    )
     heap.check(control.PHASE_PLAN, waits=capacity is None)
     with FailPeersOnError(heap, control.PHASE_PLAN):
         heap.fail_for(_find_problem(topk_idx, heap, options), control.PHASE_PLAN)
         num_tokens, top_k = topk_idx.shape
         limit = token_limit = packed_limit = -1
         room = find_room() if capacity is None else None
-        if capacity is None and (room is None or room.rows < 0) and heap.captured_reports is not None:
-            heap.fail(ArgumentError("a step that is captured calls a layer that earlier calls did not"), None)
+        if (
+            capacity is None
+            and (room is None or room.rows < 0)
+            and heap.captured_reports is not None
+        ):
+            heap.fail(
+                ArgumentError("a step that is captured calls a layer that earlier calls did not"),
+                None,
+            )
         if capacity is not None:
             limit, token_limit = capacity, num_tokens if max_tokens is None else max_tokens
         elif room is not None:
@@ -381,23 +461,38 @@ def begin_plan(
             control.HEAD_PRECISION: -1 if precision is None else precision_word(precision),
             control.HEAD_QUANTIZED_WIRE: control.QUANTIZED_WIRES.index(quantized_wire),
             control.HEAD_NUM_PLACES: options.replica_places,
-            control.HEAD_SLACK: round(1000 * options.replica_slack) if options.replica_places else 0,
+            control.HEAD_SLACK: round(1000 * options.replica_slack)
+            if options.replica_places
+            else 0,
         }
         its = topk_idx.detach().contiguous(), heap, words, options
-        plan = _new_plan(*its, None, route) if heap.nodes is None else _plan_between_nodes(*its, room, route)
+        plan = (
+            _new_plan(*its, None, route)
+            if heap.nodes is None
+            else _plan_between_nodes(*its, room, route)
+        )
         if room is not None:
             plan.expected_rows = room.expected_rows
         return plan
 
 
 def _plan_between_nodes(
-    topk_idx: torch.Tensor, heap: SymmetricHeap, words: dict[int, int], options: PlanOptions, room: _Room, route: Any
+    topk_idx: torch.Tensor,
+    heap: SymmetricHeap,
+    words: dict[int, int],
+    options: PlanOptions,
+    room: _Room,
+    route: Any,
 ) -> Plan:
     """The plan on a heap that spans nodes. words: of the header. With exact capacity and no room the host waits for the
     plan, and reads how long messages are."""
     num_tokens, top_k = topk_idx.shape
     if is_exact := options.capacity is None:
-        most_tokens, rail_capacity, rail_rows = num_tokens, 0, num_tokens if room is None else room.rail_rows
+        most_tokens, rail_capacity, rail_rows = (
+            num_tokens,
+            0,
+            num_tokens if room is None else room.rail_rows,
+        )
     else:
         most_tokens = words[control.HEAD_MAX_TOKENS]
         rail_capacity = rail_rows = options.rail_capacity or max(1, most_tokens)
@@ -411,13 +506,20 @@ def _plan_between_nodes(
     sent, received = [rail_rows] * num_nodes, nodes_of(heap).rail_rows
     if is_exact and room is None:
         sent, received = heap.streams.read_back(torch.stack([integers[:num_nodes], num_received]))()
-    plan.nodes = plan_in_node(heap, plan, integers, sent, received, rail_capacity * MAX_TOP_K + top_k)
+    plan.nodes = plan_in_node(
+        heap, plan, integers, sent, received, rail_capacity * MAX_TOP_K + top_k
+    )
     plan.routed = routed  # not before: the plans inside the node would have it, and it, as a result of a step, them
     return plan
 
 
 def _new_plan(
-    topk_idx: torch.Tensor, heap: SymmetricHeap, words: dict[int, int], options: PlanOptions, rails: _Rails, route: Any
+    topk_idx: torch.Tensor,
+    heap: SymmetricHeap,
+    words: dict[int, int],
+    options: PlanOptions,
+    rails: _Rails,
+    route: Any,
 ) -> Plan:
     """A plan that is to be filled; `words` of the header are the other arguments of make_plan."""
     num_tokens, top_k = topk_idx.shape
@@ -425,13 +527,26 @@ def _new_plan(
     is_read = options.capacity is None and reports is None
     header = tuple([words.get(word, 0) for word in range(control.HEADER_WORDS)])
     limit, packed_limit = words[control.HEAD_CAPACITY], words[control.HEAD_PACKED_CAPACITY]
-    most_tokens, num_experts, num_places = words[control.HEAD_MAX_TOKENS], options.num_experts, options.replica_places
+    most_tokens, num_experts, num_places = (
+        words[control.HEAD_MAX_TOKENS],
+        options.num_experts,
+        options.replica_places,
+    )
     _, layout = plan_layout(num_tokens, top_k, num_experts, heap.num_ranks, num_places)
-    its = topk_idx, layout, heap, num_tokens, top_k, num_experts  # topk_idx stands for the storage that is to come
+    its = (
+        topk_idx,
+        layout,
+        heap,
+        num_tokens,
+        top_k,
+        num_experts,
+    )  # topk_idx stands for the storage that is to come
     return Plan(
         *its,
         row_capacity=limit,
-        packed_row_capacity=packed_limit if most_tokens < 0 else max(1, min(limit, heap.num_ranks * most_tokens)),
+        packed_row_capacity=packed_limit
+        if most_tokens < 0
+        else max(1, min(limit, heap.num_ranks * most_tokens)),
         expected_rows=0 if limit < 0 else max(1, min(limit, most_tokens * top_k)),
         num_places=num_places,
         to_fill=ToFill(topk_idx, header, options.config, is_read, reports, rails, route),
@@ -460,13 +575,30 @@ def _start_reading(heap: SymmetricHeap, report: torch.Tensor) -> Callable[[], li
 
 def _find_problem(topk_idx: torch.Tensor, heap: SymmetricHeap, options: PlanOptions) -> Problem:
     """What is wrong with this rank's arguments, found without looking at device memory."""
-    num_experts, capacity, overflow, max_tokens, _, dtype, precision, quantized_wire, rail_capacity, *_ = options
+    (
+        num_experts,
+        capacity,
+        overflow,
+        max_tokens,
+        _,
+        dtype,
+        precision,
+        quantized_wire,
+        rail_capacity,
+        *_,
+    ) = options
     places, slack = options.replica_places, options.replica_slack
     dtypes = (torch.int32, torch.int64)
-    if (error := tensor_problem("topk_idx", topk_idx, shape=("T", "K"), dtypes=dtypes, device=heap.device)) is not None:
+    if (
+        error := tensor_problem(
+            "topk_idx", topk_idx, shape=("T", "K"), dtypes=dtypes, device=heap.device
+        )
+    ) is not None:
         return error
     if not 1 <= topk_idx.shape[1] <= MAX_TOP_K:
-        return ArgumentError(f"topk_idx has K = {topk_idx.shape[1]} slots per token; K must be in [1, {MAX_TOP_K}]")
+        return ArgumentError(
+            f"topk_idx has K = {topk_idx.shape[1]} slots per token; K must be in [1, {MAX_TOP_K}]"
+        )
     if topk_idx.numel() >= 2**31:  # a slot is known by its number
         return ArgumentError(f"topk_idx {list(topk_idx.shape)} must have less than 2**31 slots")
     sizes = ("num_experts", "capacity", "max_tokens", "hidden", "rail_capacity", "replica_places")
@@ -483,7 +615,9 @@ def _find_problem(topk_idx: torch.Tensor, heap: SymmetricHeap, options: PlanOpti
     if not 1 <= num_experts <= control.MAX_EXPERTS:
         return ArgumentError(f"num_experts ({num_experts}) must be in [1, {control.MAX_EXPERTS}]")
     if num_experts % heap.num_ranks:
-        return ArgumentError(f"num_experts ({num_experts}) must be divisible by the number of ranks ({heap.num_ranks})")
+        return ArgumentError(
+            f"num_experts ({num_experts}) must be divisible by the number of ranks ({heap.num_ranks})"
+        )
     if places < 0:
         return ArgumentError(f"replica_places ({places}) must be at least 0")
     if (num_copies := num_experts + places * heap.num_ranks) > control.MAX_EXPERTS:
@@ -492,7 +626,9 @@ def _find_problem(topk_idx: torch.Tensor, heap: SymmetricHeap, options: PlanOpti
             f"must be at most {control.MAX_EXPERTS}"
         )
     if places and heap.nodes is not None and not heap.topology.is_in_order:
-        return ArgumentError(f"replica_places ({places}) must be 0 where ranks of a node do not follow each other")
+        return ArgumentError(
+            f"replica_places ({places}) must be 0 where ranks of a node do not follow each other"
+        )
     if not isinstance(slack, (int, float)) or not 0 <= slack <= 1:
         return ArgumentError(f"replica_slack ({slack!r}) must be a number in [0, 1]")
     error = words_problem(overflow=overflow, quantized_wire=quantized_wire)
@@ -501,14 +637,20 @@ def _find_problem(topk_idx: torch.Tensor, heap: SymmetricHeap, options: PlanOpti
     its = ("max_tokens", max_tokens), ("overflow", overflow), ("rail_capacity", rail_capacity)
     for name, value in its if capacity is None else ():
         if value not in (None, "raise"):
-            return ArgumentError(f"{name} ({value!r}) needs a static capacity, and capacity is None")
+            return ArgumentError(
+                f"{name} ({value!r}) needs a static capacity, and capacity is None"
+            )
     if capacity is None and heap.captured_reports is None and heap.streams.capture:
         return ArgumentError(
             "capacity (None) makes the host read the plan, which a CUDA graph cannot; give it rows, or capture whole "
             "steps with symmoe.capture_step"
         )
     if max_tokens is not None and max_tokens < topk_idx.shape[0]:
-        return ArgumentError(f"max_tokens ({max_tokens}) must be at least T, this rank's tokens ({topk_idx.shape[0]})")
+        return ArgumentError(
+            f"max_tokens ({max_tokens}) must be at least T, this rank's tokens ({topk_idx.shape[0]})"
+        )
     if precision is not None and not isinstance(precision, Recipe):
-        return ArgumentError(f"precision ({precision!r}) must be a recipe of symmoe.precision, or None")
+        return ArgumentError(
+            f"precision ({precision!r}) must be a recipe of symmoe.precision, or None"
+        )
     return None

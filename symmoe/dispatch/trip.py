@@ -96,13 +96,17 @@ def dispatch(
     index = None if gradients is None else _Index(*plan.received_index())
     with ExitStack() as stack:
         if index is None:
-            index = stack.enter_context(_new_index(plan, has_probs=probs is not None, layout=layout))
+            index = stack.enter_context(
+                _new_index(plan, has_probs=probs is not None, layout=layout)
+            )
         stack.enter_context(plan.heap.one_call)
         if division is None:
             stack.enter_context(plan.heap.timed("dispatch"))
         tensors, come = [x] if probs is None else [x, probs], None
         if plan.nodes is not None:
-            come = stack.enter_context(plan.nodes.rails.bring_in(tensors, control.PHASE_NODES_OUT, agreed))
+            come = stack.enter_context(
+                plan.nodes.rails.bring_in(tensors, control.PHASE_NODES_OUT, agreed)
+            )
         travelling = _travelling(plan, tensors, come, agreed if is_last else None)
         trip = _Trip(plan, buffer, layout, index, travelling, agreed, division, rider)
         if division is not None:
@@ -114,7 +118,10 @@ def dispatch(
 
 
 def _travelling(
-    plan: Plan, tensors: _Tensors, come: Callable[[], _Tensors] | None, agreed: control.CallFields | None
+    plan: Plan,
+    tensors: _Tensors,
+    come: Callable[[], _Tensors] | None,
+    agreed: control.CallFields | None,
 ) -> Iterator[tuple[Plan, _Tensors]]:
     """What is sent to the ranks of a node, tensors [T, .] with the plan of their tokens: this rank's own, and between
     nodes, once they `come`, the foreign ones. If it is the last trip of its call, which has `agreed` on that, it ends
@@ -140,15 +147,26 @@ class _Index:
     def push(self, tokens: Plan, probs: torch.Tensor | None, ready: torch.Tensor) -> None:
         """Writes slots and probs of tokens to all ranks. probs: fp32 [T, K], or None on all ranks."""
         for region, slots, places in () if self.slots is None else tokens.regions:
-            its = (*slots, None if probs is None else probs[region]), places, tokens.heap.peers, ready
-            kernels.for_device(ready.device).push_slots(*its, row_column=READY_SLOTS, prob_column=READY_PROBS)
+            its = (
+                (*slots, None if probs is None else probs[region]),
+                places,
+                tokens.heap.peers,
+                ready,
+            )
+            kernels.for_device(ready.device).push_slots(
+                *its, row_column=READY_SLOTS, prob_column=READY_PROBS
+            )
 
-    def read(self, begin: torch.Tensor, end: torch.Tensor, ready: torch.Tensor, arrived: torch.Tensor) -> None:
+    def read(
+        self, begin: torch.Tensor, end: torch.Tensor, ready: torch.Tensor, arrived: torch.Tensor
+    ) -> None:
         """Reads the slots of packed rows that have arrived: see the kernel `index_rows`."""
         if self.slots is not None:
             wire = self.slots, None if self.row_probs is None else self.probs
             made = self.packed_to_row, self.row_to_packed_row, self.row_probs
-            kernels.for_device(self.slots.device).index_rows(wire, (begin, end), (ready, arrived), made)
+            kernels.for_device(self.slots.device).index_rows(
+                wire, (begin, end), (ready, arrived), made
+            )
 
 
 @contextmanager
@@ -159,13 +177,19 @@ def _new_index(plan: Plan, *, has_probs: bool, layout: str) -> Iterator[_Index]:
     # Zeros in the tail: a kernel that gathers by it, from packed rows, stays inside the buffer.
     make = torch.zeros if layout == "packed" else torch.empty
     row_to_packed_row = make(plan.row_capacity, dtype=torch.int32, device=heap.device)
-    row_probs = torch.empty(plan.row_capacity, dtype=torch.float32, device=heap.device) if has_probs else None
+    row_probs = (
+        torch.empty(plan.row_capacity, dtype=torch.float32, device=heap.device)
+        if has_probs
+        else None
+    )
     with (
         heap.lease(shape, torch.int32, name="received slots", phase=PHASE) as slots,
         heap.lease(shape, torch.float32, name="received probs", phase=PHASE) as probs,
     ):
         offsets = slots.offset, probs.offset
-        yield _Index(packed_to_row, row_to_packed_row, row_probs, slots.tensor, probs.tensor, offsets)
+        yield _Index(
+            packed_to_row, row_to_packed_row, row_probs, slots.tensor, probs.tensor, offsets
+        )
     plan.packed_to_row, plan.row_to_packed_row = packed_to_row, row_to_packed_row
 
 
@@ -191,12 +215,16 @@ class _Trip:
         self._num_ctas = None if division is None else division.num_ctas
         self._rank, self._num_ranks = self._heap.peers.rank, self._heap.peers.num_ranks
         self._signalled: torch.cuda.Event | None = None  # after which all ranks have sent
-        self._come: dict[int, torch.cuda.Event | None] = {}  # key: the source whose rows are complete after the event
+        self._come: dict[
+            int, torch.cuda.Event | None
+        ] = {}  # key: the source whose rows are complete after the event
         with nullcontext() if division is None else self._heap.timed("dispatch"):
             offsets = self._heap.offset_of(self._buffer, phase=PHASE), *self._index.offsets
             if rider is not None:
                 offsets = *(*offsets, 0, 0)[:READY_WEIGHTS], rider.weights_offset
-            self._ready = self._heap.barrier(PHASE, publish=offsets, nan_on_failure=self._buffer, **self._agreed)
+            self._ready = self._heap.barrier(
+                PHASE, publish=offsets, nan_on_failure=self._buffer, **self._agreed
+            )
 
     def _tokens(self) -> Iterator[tuple[Plan, torch.Tensor]]:
         """The plan and the rows [T, H] of what travels next; its slots have been sent."""
@@ -214,7 +242,9 @@ class _Trip:
             else:
                 self._push(rows, tokens, but=self._rank)
                 self._place_own(rows, tokens)
-        arrived = self._heap.barrier(control.PHASE_DISPATCH_DONE, nan_on_failure=self._buffer, **self._agreed)
+        arrived = self._heap.barrier(
+            control.PHASE_DISPATCH_DONE, nan_on_failure=self._buffer, **self._agreed
+        )
         self._receive(None, arrived, None)
 
     @contextmanager
@@ -227,7 +257,9 @@ class _Trip:
         try:
             with heap.timed("dispatch"):
                 self._own, self._x = next(self._tokens())
-                if self._rider is not None:  # with all SMs, and before all signals, which say that it has come
+                if (
+                    self._rider is not None
+                ):  # with all SMs, and before all signals, which say that it has come
                     self._rider.send(self._ready)
                 self._branch = heap.streams.branch()
                 self._start = self._branch.point()
@@ -243,7 +275,9 @@ class _Trip:
         except BaseException:
             try:
                 self._are_read = False
-                with suppress(SymmoeError):  # a wait on a CPU may raise what will be raised again at the next call
+                with suppress(
+                    SymmoeError
+                ):  # a wait on a CPU may raise what will be raised again at the next call
                     self._exchange()
             except Exception as error:  # noqa: BLE001 - the exception that led here is raised
                 heap.abort(error)
@@ -256,7 +290,10 @@ class _Trip:
     def _parts(self) -> Iterator[Part]:
         """Rows of each source rank, after which the current stream comes."""
         plan, num_sms = self._own, None if self._division is None else self._division.num_sms
-        (own, *others), (before, of_own, after) = plan.arrivals, self._plan.parts_of_replicas(num_sms)
+        (own, *others), (before, of_own, after) = (
+            plan.arrivals,
+            self._plan.parts_of_replicas(num_sms),
+        )
         with self._heap.timed("dispatch"):
             if self._layout == "packed":
                 self._push(self._x, plan, to=self._rank)
@@ -287,11 +324,15 @@ class _Trip:
             for step in range(len(self._come) + 1, num_ranks):
                 to, peer = (self._rank + step) % num_ranks, (self._rank - step) % num_ranks
                 with owed():
-                    if step > self._num_sent:  # once: after the signal the peer may use its buffer for other rows
+                    if (
+                        step > self._num_sent
+                    ):  # once: after the signal the peer may use its buffer for other rows
                         self._push(self._x, self._own, to=to, num_ctas=self._num_ctas)
                         heap.send_signal(to)
                         self._num_sent = step
-                    arrived = heap.wait_for_signal(peer, control.PHASE_DISPATCH_DONE, nan_on_failure=self._buffer)
+                    arrived = heap.wait_for_signal(
+                        peer, control.PHASE_DISPATCH_DONE, nan_on_failure=self._buffer
+                    )
                 source, self._signalled = self._own.arrivals[step], self._branch.point()
                 if self._are_read:
                     self._receive(source, arrived, self._num_ctas)
@@ -306,19 +347,30 @@ class _Trip:
                     continue
                 for step in range(1, self._num_ranks + 1):
                     self._push(rows, tokens, to=(self._rank + step) % self._num_ranks)
-            arrived = self._heap.barrier(control.PHASE_DISPATCH_DONE, nan_on_failure=self._buffer, **self._agreed)
+            arrived = self._heap.barrier(
+                control.PHASE_DISPATCH_DONE, nan_on_failure=self._buffer, **self._agreed
+            )
             for source in self._own.arrivals[self._num_ranks :]:
                 self._receive(source, arrived, None)
                 self._come[source] = self._branch.point()
 
     def _push(
-        self, x: torch.Tensor, tokens: Plan, to: int | None = None, but: int | None = None, num_ctas: int | None = None
+        self,
+        x: torch.Tensor,
+        tokens: Plan,
+        to: int | None = None,
+        but: int | None = None,
+        num_ctas: int | None = None,
     ) -> None:
         """Writes the rows of tokens to one rank of the node, or to all but one."""
         ranks = None if to is None else range(to, to + 1)
-        to_row = tokens.token_to_packed_row if self._layout == "packed" else tokens.token_to_primary_row
+        to_row = (
+            tokens.token_to_packed_row if self._layout == "packed" else tokens.token_to_primary_row
+        )
         trip = self._heap.peers, self._ready
-        self._ops.push_rows(x, to_row, *trip, column=READY_ROWS, ranks=ranks, but=but, num_ctas=num_ctas)
+        self._ops.push_rows(
+            x, to_row, *trip, column=READY_ROWS, ranks=ranks, but=but, num_ctas=num_ctas
+        )
 
     def _place_own(self, rows: torch.Tensor, tokens: Plan) -> None:
         """Writes tokens to all rows that they have on this rank, in an expert-major buffer."""
@@ -331,6 +383,10 @@ class _Trip:
         start = self._plan.in_node.source_to_packed_start
         first, end = (0, len(start) - 1) if source is None else (source, source + 1)
         self._index.read(start[first : first + 1], start[end : end + 1], self._ready, arrived)
-        if self._layout == "expert-major" and self._num_ranks > 1:  # the only rank of a node has placed all rows
+        if (
+            self._layout == "expert-major" and self._num_ranks > 1
+        ):  # the only rank of a node has placed all rows
             index = self._index.packed_to_row, start
-            self._ops.fan_out(self._buffer, *index, rank=self._heap.rank, source=source, num_ctas=num_ctas)
+            self._ops.fan_out(
+                self._buffer, *index, rank=self._heap.rank, source=source, num_ctas=num_ctas
+            )

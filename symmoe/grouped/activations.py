@@ -24,7 +24,11 @@ def activation_problem(activation: object, kind: type = Activation) -> ArgumentE
     """Why this is no Activation, or no ScaledActivation, and what there is, or None."""
     if isinstance(activation, kind):
         return None
-    wanted = "an Activation" if kind is Activation else "a ScaledActivation, or None; it takes an Activation"
+    wanted = (
+        "an Activation"
+        if kind is Activation
+        else "a ScaledActivation, or None; it takes an Activation"
+    )
     return ArgumentError(
         f"activation ({activation!r}) must be {wanted}: symmoe.Activation(function='gelu', is_gated=False) is one of "
         f"functions {', '.join(FUNCTIONS)}. Experts with another function run by parts: see symmoe.MoELayer"
@@ -70,9 +74,13 @@ class ScaledActivation(nn.Module):
             return error
         assert isinstance(h, torch.Tensor)
         if h.dim() < 1 or h.dtype not in control.DTYPES:
-            return ArgumentError(f"h is {h.dtype} {list(h.shape)}; it must be [..., W] of {control.DTYPES}")
+            return ArgumentError(
+                f"h is {h.dtype} {list(h.shape)}; it must be [..., W] of {control.DTYPES}"
+            )
         if h.shape[-1] % (unit := self.activation.hidden_width(self.activation.interleave or 1)):
-            return ArgumentError(f"h has {h.shape[-1]} columns; {self.activation} needs a multiple of {unit}")
+            return ArgumentError(
+                f"h has {h.shape[-1]} columns; {self.activation} needs a multiple of {unit}"
+            )
         return scale_problem("scale", scale, RowsLike(h.shape[:-1], h.dtype, h.device))
 
 
@@ -89,7 +97,12 @@ class ScaledClampedSwiGLU(ScaledActivation):
     defaults are those of gpt-oss (OpenAI 2025), whose checkpoints have an interleave (see ScaledSwiGLU) of 1."""
 
     def __init__(
-        self, *, alpha: float = 1.702, limit: float = 7.0, offset: float = 1.0, interleave: int | None = None
+        self,
+        *,
+        alpha: float = 1.702,
+        limit: float = 7.0,
+        offset: float = 1.0,
+        interleave: int | None = None,
     ) -> None:
         super().__init__(Activation(alpha=alpha, limit=limit, offset=offset, interleave=interleave))
 
@@ -122,18 +135,28 @@ def deinterleave_gate_up(tensor: torch.Tensor, block: int, *, dim: int) -> torch
 
 def _reordered(tensor: torch.Tensor, block: int, dim: int, blocks: tuple[int, int]) -> torch.Tensor:
     if block < 1 or tensor.shape[dim] % (2 * block):
-        raise ArgumentError(f"dimension {dim} ({tensor.shape[dim]}) must be a multiple of 2 * block ({2 * block})")
+        raise ArgumentError(
+            f"dimension {dim} ({tensor.shape[dim]}) must be a multiple of 2 * block ({2 * block})"
+        )
     shape, dim = tensor.shape, dim % tensor.dim()
-    return tensor.reshape(*shape[:dim], *blocks, block, *shape[dim + 1 :]).transpose(dim, dim + 1).reshape(shape)
+    return (
+        tensor.reshape(*shape[:dim], *blocks, block, *shape[dim + 1 :])
+        .transpose(dim, dim + 1)
+        .reshape(shape)
+    )
 
 
 class _ScaledActivation(Function):
     @staticmethod
-    def forward(ctx: Context, h: torch.Tensor, scale: torch.Tensor, activation: Activation) -> torch.Tensor:
+    def forward(
+        ctx: Context, h: torch.Tensor, scale: torch.Tensor, activation: Activation
+    ) -> torch.Tensor:
         h, scale = h.contiguous(), scale.contiguous()
         ffn = h.shape[-1] // activation.hidden_width(1)
         out, ops = h.new_empty((*h.shape[:-1], ffn)), kernels.for_device(h.device)
-        ops.scaled_activation(h.view(-1, h.shape[-1]), scale.view(-1), out.view(-1, ffn), activation)
+        ops.scaled_activation(
+            h.view(-1, h.shape[-1]), scale.view(-1), out.view(-1, ffn), activation
+        )
         ctx.save_for_backward(h, scale)
         ctx.activation = activation
         return out
@@ -146,5 +169,7 @@ class _ScaledActivation(Function):
         d_h, d_scale = torch.empty_like(h), torch.empty_like(scale)
         d_rows, rows, d_h_rows = (t.view(-1, t.shape[-1]) for t in (d_out.contiguous(), h, d_h))
         ops = kernels.for_device(h.device)
-        ops.scaled_activation_grad(d_rows, rows, scale.view(-1), d_h_rows, d_scale.view(-1), ctx.activation)
+        ops.scaled_activation_grad(
+            d_rows, rows, scale.view(-1), d_h_rows, d_scale.view(-1), ctx.activation
+        )
         return d_h, d_scale, None

@@ -47,7 +47,11 @@ class ExpertForm:
     def split(self, tensors: Sequence[T]) -> tuple[tuple[T, ...], tuple[T, ...], tuple[T, ...]]:
         """What is of the weights of fc1, of those of fc2, and of the adapters after them."""
         first, second = (1 if is_packed else self.num_groups for is_packed in self.are_packed)
-        return tuple(tensors[:first]), tuple(tensors[first : first + second]), tuple(tensors[first + second :])
+        return (
+            tuple(tensors[:first]),
+            tuple(tensors[first : first + second]),
+            tuple(tensors[first + second :]),
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,7 +65,9 @@ class CallExperts:
     linears: tuple[GroupedLinear, GroupedLinear]  # whose options backward reads when it runs
 
 
-def of_tensors(layers: Layers, biases: Sequence[torch.Tensor | None], tensors: Sequence[torch.Tensor]) -> CallExperts:
+def of_tensors(
+    layers: Layers, biases: Sequence[torch.Tensor | None], tensors: Sequence[torch.Tensor]
+) -> CallExperts:
     """Experts of these layers with other biases (or none), and weights and adapters: like those of local_tensors."""
     fc1, activation, fc2 = layers
     b1, b2 = biases or (None, None)
@@ -95,7 +101,10 @@ class Hidden(NamedTuple):
     @property
     def transposed(self) -> tuple[Operand | None, Operand | None]:
         """W1 and W2 for dgrad; None for one that backward does not use."""
-        w1, w2 = (None if fields[0] is None else Operand._make(fields) for fields in (self[3:6], self[6:9]))
+        w1, w2 = (
+            None if fields[0] is None else Operand._make(fields)
+            for fields in (self[3:6], self[6:9])
+        )
         return w1, w2
 
 
@@ -143,11 +152,22 @@ class ExpertWeights:
         """The parts of the rows, and the weights of each."""
         if parts is None:
             parts = [Part(x.row_range)]
-            parts += [] if self.replicas is None else [Part(self.replicas.row_range, is_of_replicas=True)]
+            parts += (
+                []
+                if self.replicas is None
+                else [Part(self.replicas.row_range, is_of_replicas=True)]
+            )
         for part in (parts,) if isinstance(parts, Part) else parts:
-            yield part, self.replicas.weights if part.is_of_replicas and self.replicas is not None else self
+            yield (
+                part,
+                self.replicas.weights
+                if part.is_of_replicas and self.replicas is not None
+                else self,
+            )
 
-    def first_layer(self, x: ExpertRows, *, num_rows: int, parts: Parts = None) -> tuple[Hidden, SecondInput]:
+    def first_layer(
+        self, x: ExpertRows, *, num_rows: int, parts: Parts = None
+    ) -> tuple[Hidden, SecondInput]:
         """h [num_rows, W] = W1 row + b1 and a [num_rows, I] = act(h) * scale; one kernel for each part, or for all."""
         ops, h = kernels.for_device(x.rows.device), x.rows.new_empty((num_rows, self.w1.shape[1]))
         a = x.rows.new_empty((num_rows, self.w2.shape[2]))
@@ -157,7 +177,13 @@ class ExpertWeights:
         return Hidden(h), a
 
     def second_layer(
-        self, a: SecondInput, x: ExpertRows, out: torch.Tensor, part: Part | None = None, *, zero_tail: bool = False
+        self,
+        a: SecondInput,
+        x: ExpertRows,
+        out: torch.Tensor,
+        part: Part | None = None,
+        *,
+        zero_tail: bool = False,
     ) -> None:
         """out [N, H] = W2 a + b2 * bias_scale, or only a part of the rows; up to the end of the last group, and with
         zeros past it if `zero_tail`."""
@@ -167,7 +193,9 @@ class ExpertWeights:
             operands, bias = (a, its.w2, its_part.rows, out), (its.b2, x.bias_scale)
             ops.grouped_gemm(*operands, bias=bias, zero_tail=zero_tail, num_sms=its_part.num_sms)
 
-    def backward(self, x: ExpertRows, hidden: Hidden, d_out: torch.Tensor, **options: Any) -> ExpertsBackward:
+    def backward(
+        self, x: ExpertRows, hidden: Hidden, d_out: torch.Tensor, **options: Any
+    ) -> ExpertsBackward:
         """The backward pass; its first step has run. The arguments are those of ExpertsBackward."""
         return ExpertsBackward(x, self, hidden, d_out, **options)
 
@@ -185,7 +213,11 @@ class ExpertRows:
     def without_tail(self, num_rows: int) -> ExpertRows:
         """The first `num_rows` rows: all rows that belong to a group, and perhaps some of the tail."""
         bias_scale = None if self.bias_scale is None else self.bias_scale[:num_rows]
-        found = {"rows": self.rows[:num_rows]} if self.row_index is None else {"row_index": self.row_index[:num_rows]}
+        found = (
+            {"rows": self.rows[:num_rows]}
+            if self.row_index is None
+            else {"row_index": self.row_index[:num_rows]}
+        )
         return replace(self, scale=self.scale[:num_rows], bias_scale=bias_scale, **found)
 
 
@@ -211,7 +243,9 @@ class ExpertsBackward:
         h, self._spends_h = hidden.h, spends_h
         self._ops = ops = kernels.for_device(h.device)
         self.d_scale = torch.empty(h.shape[0], dtype=torch.float32, device=h.device)
-        self.gradients: list[Any] = [  # by kind; those of W1 and W2, where there are replicas, once they are computed
+        self.gradients: list[
+            Any
+        ] = [  # by kind; those of W1 and W2, where there are replicas, once they are computed
             torch.empty_like(own)
             if kind not in (W1, W2) and isinstance(own, torch.Tensor) and own.requires_grad
             else None
@@ -221,7 +255,10 @@ class ExpertsBackward:
         self.d_biases = self.db1, self.db2 = self.gradients[B1], self.gradients[B2]
         has_db2 = self._fc2_dgrad(hidden, parts)
         # From here on: until now, rows may have been arriving.
-        self._unmodified_rows, self._unmodified_d_out = Unmodified(rows=x.rows), Unmodified(d_out=d_out)
+        self._unmodified_rows, self._unmodified_d_out = (
+            Unmodified(rows=x.rows),
+            Unmodified(d_out=d_out),
+        )
         if weights.b2 is not None:
             d_out = self._output_gradients()
             for part, its in self._weights.calls(x):
@@ -229,17 +266,25 @@ class ExpertsBackward:
                 if db2 is not None:
                     ops.grouped_bias_grad((d_out, x.row_index), part.rows, db2, scale=x.bias_scale)
                 if x.bias_scale is not None and needs_scale:
-                    ops.grouped_bias_dot((d_out, x.row_index), its.b2, part.rows, self.d_scale, accumulate=True)
+                    ops.grouped_bias_dot(
+                        (d_out, x.row_index), its.b2, part.rows, self.d_scale, accumulate=True
+                    )
 
     def _fc2_dgrad(self, hidden: Hidden, parts: Parts) -> bool:
         """dh, a, d_scale and db1: FC2 dgrad and the activation's gradient, in one kernel per part. Whether it has also
         made db2."""
         ops, x, weights, h = self._ops, self._x, self._weights, hidden.h
-        num_rows, num_groups, ffn = h.shape[0], max(its.w2.shape[0] for _, its in weights.calls(x)), weights.w2.shape[2]
+        num_rows, num_groups, ffn = (
+            h.shape[0],
+            max(its.w2.shape[0] for _, its in weights.calls(x)),
+            weights.w2.shape[2],
+        )
         self._dh, self._a = self._rows_for_dh(h), h.new_empty((num_rows, ffn))
         numel = ops.dact_workspace_numel(num_rows, num_groups, ffn, weights.activation)
         workspace = torch.empty(numel, dtype=torch.float32, device=h.device)
-        if parts is not None and self.db1 is not None:  # db1 is summed over whole groups: wait for all rows
+        if (
+            parts is not None and self.db1 is not None
+        ):  # db1 is summed over whole groups: wait for all rows
             deque(parts, maxlen=0)
             parts = None
         is_whole = parts is None and weights.replicas is None
@@ -261,7 +306,9 @@ class ExpertsBackward:
         """[., H] in the working dtype, as d_out."""
         return self._d_out
 
-    def input_gradient(self, d_rows: torch.Tensor, part: Part | None = None, *, zero_tail: bool = False) -> None:
+    def input_gradient(
+        self, d_rows: torch.Tensor, part: Part | None = None, *, zero_tail: bool = False
+    ) -> None:
         """d_rows [N, H]: the gradient of row i (not summed over rows that share a packed row), or of a part."""
         for its_part, its in self._weights.calls(self._x, part):
             operands = self._dh, its.w1, its_part.rows, d_rows
@@ -270,7 +317,9 @@ class ExpertsBackward:
     def w1_gradient(self, out: Matrices, accumulate: bool, *, num_sms: int | None = None) -> None:
         """Writes dW1 [G, W, H]; a weights.Compute."""
         self._unmodified_rows.check()
-        self._weight_gradient(W1, self._dh, (self._x.rows, self._x.row_index), out, accumulate, num_sms)
+        self._weight_gradient(
+            W1, self._dh, (self._x.rows, self._x.row_index), out, accumulate, num_sms
+        )
 
     def w2_gradient(self, out: Matrices, accumulate: bool) -> None:
         """Writes dW2 [G, H, I]; a weights.Compute."""
@@ -278,10 +327,19 @@ class ExpertsBackward:
         self._weight_gradient(W2, (self._d_out, self._x.row_index), self._a, out, accumulate)
 
     def _weight_gradient(
-        self, kind: int, left: Rows, right: Rows, out: Matrices, accumulate: bool, num_sms: int | None = None
+        self,
+        kind: int,
+        left: Rows,
+        right: Rows,
+        out: Matrices,
+        accumulate: bool,
+        num_sms: int | None = None,
     ) -> None:
         """Writes the product to out, and that of rows of replicas to theirs, if it is wanted. kind: W1 or W2."""
-        replicas, product = self._weights.replicas, partial(self._ops.grouped_gemm_wgrad, left, right, num_sms=num_sms)
+        replicas, product = (
+            self._weights.replicas,
+            partial(self._ops.grouped_gemm_wgrad, left, right, num_sms=num_sms),
+        )
         if replicas is not None:
             self.gradients[kind] = out
             if (theirs := replicas.weights.gradients[kind]) is not None:
@@ -320,18 +378,33 @@ class AdaptedWeights(ExpertWeights):
 
     @property
     def matrices(self) -> tuple[Matrices | None, ...]:
-        return self.w1, self.b1, self.low1.a, self.low1.b, self.w2, self.b2, self.low2.a, self.low2.b
+        return (
+            self.w1,
+            self.b1,
+            self.low1.a,
+            self.low1.b,
+            self.w2,
+            self.b2,
+            self.low2.a,
+            self.low2.b,
+        )
 
     def of_matrices(self, matrices: Sequence[Any]) -> AdaptedWeights:
         (w1, b1, *low1), (w2, b2, *low2) = matrices[FC1], matrices[FC2]
         return replace(self, w1=w1, b1=b1, low1=LowRank(*low1), w2=w2, b2=b2, low2=LowRank(*low2))
 
-    def first_layer(self, x: ExpertRows, *, num_rows: int, parts: Parts = None) -> tuple[Hidden, SecondInput]:
+    def first_layer(
+        self, x: ExpertRows, *, num_rows: int, parts: Parts = None
+    ) -> tuple[Hidden, SecondInput]:
         """Same as ExpertWeights.first_layer, but the activation runs after all parts."""
         ops = kernels.for_device(x.rows.device)
         h = x.rows.new_empty((num_rows, self.w1.shape[1]))
         a = x.rows.new_empty((num_rows, self.w2.shape[2]))
-        rows, t1, t2 = (x.rows, x.row_index), self.low1.new_rows(num_rows), self.low2.new_rows(num_rows)
+        rows, t1, t2 = (
+            (x.rows, x.row_index),
+            self.low1.new_rows(num_rows),
+            self.low2.new_rows(num_rows),
+        )
         for part, its in self.calls(x, parts):
             ops.grouped_gemm(rows, its.w1, part.rows, h, bias=its.b1, num_sms=part.num_sms)
             its.low1.down(rows, part, t1)
@@ -342,7 +415,13 @@ class AdaptedWeights(ExpertWeights):
         return Hidden(h, t1, t2), (a, t2)
 
     def second_layer(
-        self, a: SecondInput, x: ExpertRows, out: torch.Tensor, part: Part | None = None, *, zero_tail: bool = False
+        self,
+        a: SecondInput,
+        x: ExpertRows,
+        out: torch.Tensor,
+        part: Part | None = None,
+        *,
+        zero_tail: bool = False,
     ) -> None:
         """Same as ExpertWeights.second_layer; the sum is made in `out`."""
         a, t2 = a
@@ -350,7 +429,9 @@ class AdaptedWeights(ExpertWeights):
         for its_part, its in self.calls(x, part):
             its.low2.add_up(t2, its_part, out)
 
-    def backward(self, x: ExpertRows, hidden: Hidden, d_out: torch.Tensor, **options: Any) -> AdaptedBackward:
+    def backward(
+        self, x: ExpertRows, hidden: Hidden, d_out: torch.Tensor, **options: Any
+    ) -> AdaptedBackward:
         return AdaptedBackward(x, self, hidden, d_out, **options)
 
 
@@ -378,10 +459,14 @@ class AdaptedBackward(ExpertsBackward):
             if (db1 := its.gradients[B1]) is not None:
                 ops.grouped_bias_grad(self._dh, part.rows, db1)
             its.low1.down_gradient(self._dh, part, self._dt1)
-        ops.sum_dact_partials(d_scale, part.rows, self.d_scale, 1)  # the same, with zeros in the tail
+        ops.sum_dact_partials(
+            d_scale, part.rows, self.d_scale, 1
+        )  # the same, with zeros in the tail
         return False
 
-    def input_gradient(self, d_rows: torch.Tensor, part: Part | None = None, *, zero_tail: bool = False) -> None:
+    def input_gradient(
+        self, d_rows: torch.Tensor, part: Part | None = None, *, zero_tail: bool = False
+    ) -> None:
         """Same as in ExpertsBackward; the sum is made in `d_rows`."""
         super().input_gradient(d_rows, part, zero_tail=zero_tail)
         for its_part, its in self._weights.calls(self._x, part):
@@ -391,6 +476,10 @@ class AdaptedBackward(ExpertsBackward):
         """dA1, dB1, dA2, dB2; None for adapters that require none. Those of replicas are written, too."""
         rows, d_out = (self._x.rows, self._x.row_index), (self._d_out, self._x.row_index)
         for part, its in self._weights.calls(self._x):
-            write_gradients((rows, self._t1, self._dh, self._dt1), part.rows, its.gradients[FC1][2:])
-            write_gradients((self._a, self._t2, d_out, self._dt2), part.rows, its.gradients[FC2][2:])
+            write_gradients(
+                (rows, self._t1, self._dh, self._dt1), part.rows, its.gradients[FC1][2:]
+            )
+            write_gradients(
+                (self._a, self._t2, d_out, self._dt2), part.rows, its.gradients[FC2][2:]
+            )
         return *self._weights.gradients[FC1][2:], *self._weights.gradients[FC2][2:]

@@ -137,15 +137,21 @@ class LinearProducts:
         else:
             recipe, held = layer.precision, layer.held_weight
             left = recipe.quantize(rows.x, rows.row_range).operand()
-            right, transposed = weight_operands(recipe, weight, transposed=self.trains_rows, held=held)
-            ops.grouped_gemm_quantized(left, right, rows.row_range, out, bias=bias, zero_tail=zero_tail)
+            right, transposed = weight_operands(
+                recipe, weight, transposed=self.trains_rows, held=held
+            )
+            ops.grouped_gemm_quantized(
+                left, right, rows.row_range, out, bias=bias, zero_tail=zero_tail
+            )
         t = None
         if low is not None:
             low.down(rows.x, Part(rows.row_range), t := low.new_rows(len(rows.x)))
             low.add_up(t, Part(rows.row_range), out)
         return t, *(transposed or (None, None, None))
 
-    def backward(self, rows: RowInputs, kept: Gradients, d_out: torch.Tensor, needs: Needs) -> LinearGradients:
+    def backward(
+        self, rows: RowInputs, kept: Gradients, d_out: torch.Tensor, needs: Needs
+    ) -> LinearGradients:
         return LinearGradients(self.layers[0], rows, kept, d_out, needs)
 
 
@@ -153,7 +159,12 @@ class LinearGradients:
     """Backward of LinearProducts. With a recipe the bias has its gradient after input_gradient, if rows get one."""
 
     def __init__(
-        self, layer: GroupedParameters, rows: RowInputs, kept: Gradients, d_out: torch.Tensor, needs: Needs
+        self,
+        layer: GroupedParameters,
+        rows: RowInputs,
+        kept: Gradients,
+        d_out: torch.Tensor,
+        needs: Needs,
     ) -> None:
         (needs_x, needs_scale, needs_bias, *_), (bias,) = needs, rows.biases
         self._recipe, self._rows, self._d_out, self._kept = layer.precision, rows, d_out, kept
@@ -163,7 +174,9 @@ class LinearGradients:
         self.d_biases: Gradients = (self._d_bias,)  # [G, O], or None
         self.d_scale: torch.Tensor | None = None
         if self._low is not None:
-            self._low.down_gradient(d_out, Part(rows.row_range), d_t := self._low.new_rows(len(d_out)))
+            self._low.down_gradient(
+                d_out, Part(rows.row_range), d_t := self._low.new_rows(len(d_out))
+            )
             self._d_t = d_t
         if self._d_bias is not None and (self._recipe is None or not needs_x):
             ops.grouped_bias_grad(d_out, rows.row_range, self._d_bias, scale=rows.scale)
@@ -182,7 +195,9 @@ class LinearGradients:
             lines = gradient_rows(self._recipe, d_out, row_range, **sums)
             _, data, scale, global_scale = self._kept
             transposed = Operand(given("data", data), given("scale", scale), global_scale)
-            self._ops.grouped_gemm_quantized(lines, transposed, row_range, d_rows, zero_tail=zero_tail)
+            self._ops.grouped_gemm_quantized(
+                lines, transposed, row_range, d_rows, zero_tail=zero_tail
+            )
         if self._low is not None:
             self._low.add_up_gradient(self._d_t, Part(row_range), d_rows)
 
@@ -197,7 +212,10 @@ class LinearGradients:
             if recipe is None:
                 ops.grouped_gemm_wgrad(d_out, x, row_range, out, accumulate=accumulate)
                 return
-            left, right = gradient_columns(recipe, d_out, row_range), recipe.quantize_columns(x, row_range).operand()
+            left, right = (
+                gradient_columns(recipe, d_out, row_range),
+                recipe.quantize_columns(x, row_range).operand(),
+            )
             ops.grouped_gemm_wgrad_quantized(left, right, row_range, out, accumulate=accumulate)
 
         return (compute,)
@@ -207,12 +225,16 @@ class LinearGradients:
         if self._low is None:
             return ()
         adapters, t = (self._low.a, self._low.b), given("t", self._kept[0])
-        gradients = [torch.empty_like(adapter) if adapter.requires_grad else None for adapter in adapters]
+        gradients = [
+            torch.empty_like(adapter) if adapter.requires_grad else None for adapter in adapters
+        ]
         write_gradients((self._rows.x, t, self._d_out, self._d_t), self._rows.row_range, gradients)
         return tuple(gradients)
 
 
-def _split(layer: GroupedParameters, tensors: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], LowRank | None]:
+def _split(
+    layer: GroupedParameters, tensors: Sequence[torch.Tensor]
+) -> tuple[Sequence[torch.Tensor], LowRank | None]:
     weights, adapters = tensors[: len(layer.weight_names)], tensors[len(layer.weight_names) :]
     return weights, LowRank(*adapters) if adapters else None
 
@@ -237,8 +259,12 @@ def constant_weights(module: nn.Module) -> Iterator[None]:
     """
     linears = [found for found in module.modules() if isinstance(found, GroupedLinear)]
     if not linears:
-        raise ArgumentError(f"module ({type(module).__name__}) has no GroupedLinear whose weights could be constant")
-    entered = [linear for linear in linears if linear.precision is not None and linear.held_weight is None]
+        raise ArgumentError(
+            f"module ({type(module).__name__}) has no GroupedLinear whose weights could be constant"
+        )
+    entered = [
+        linear for linear in linears if linear.precision is not None and linear.held_weight is None
+    ]
     with ExitStack() as held:
         for linear in entered:
             weight = HeldWeight([linear.weight] if linear.is_packed else linear.weight_parameters())
@@ -271,11 +297,15 @@ class LowRank:
 
     def add_up(self, t: torch.Tensor, part: Part, y: torch.Tensor) -> None:
         """y [N, O] += t B^T."""
-        kernels.for_device(t.device).grouped_gemm(t, self.b, part.rows, y, accumulate=True, num_sms=part.num_sms)
+        kernels.for_device(t.device).grouped_gemm(
+            t, self.b, part.rows, y, accumulate=True, num_sms=part.num_sms
+        )
 
     def down_gradient(self, dy: Rows, part: Part, dt: torch.Tensor) -> None:
         """dt [N, r] = dy B."""
-        kernels.for_device(dt.device).grouped_gemm_dgrad(dy, self.b, part.rows, dt, num_sms=part.num_sms)
+        kernels.for_device(dt.device).grouped_gemm_dgrad(
+            dy, self.b, part.rows, dt, num_sms=part.num_sms
+        )
 
     def add_up_gradient(self, dt: torch.Tensor, part: Part, dx: torch.Tensor) -> None:
         """dx [N, C] += dt A."""

@@ -16,11 +16,27 @@ from torch import nn
 from symmoe.checks.arguments import size_problem, working_dtype, wrapped_problem
 from symmoe.errors import ArgumentError, raise_for
 from symmoe.grouped.activations import ScaledActivation, ScaledSwiGLU, activation_problem
-from symmoe.grouped.experts import AdaptedWeights, ExpertForm, ExpertRows, ExpertWeights, Hidden, Layers, of_tensors
+from symmoe.grouped.experts import (
+    AdaptedWeights,
+    ExpertForm,
+    ExpertRows,
+    ExpertWeights,
+    Hidden,
+    Layers,
+    of_tensors,
+)
 from symmoe.grouped.linear import GroupedLinear, LowRank
 from symmoe.grouped.parameters import local_tensors
 from symmoe.grouped.quantized_experts import QuantizedWeights, Wire
-from symmoe.grouped.rows_function import Gradients, Needs, ProductGradients, RowArguments, RowInputs, Splits, run_rows
+from symmoe.grouped.rows_function import (
+    Gradients,
+    Needs,
+    ProductGradients,
+    RowArguments,
+    RowInputs,
+    Splits,
+    run_rows,
+)
 from symmoe.grouped.weights import kernel_matrices
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.operands import given
@@ -70,9 +86,14 @@ class GroupedMLP(nn.Module):
         self.num_groups, self.hidden, self.ffn = num_groups, hidden, ffn
         self.activation = ScaledSwiGLU() if activation is None else activation
         options: dict[str, Any] = {"bias": bias, "weights": weights, "precision": precision}
-        options |= {"accumulate_into_main_grad": accumulate_into_main_grad, "delay_wgrad": delay_wgrad}
+        options |= {
+            "accumulate_into_main_grad": accumulate_into_main_grad,
+            "delay_wgrad": delay_wgrad,
+        }
         options |= {"dtype": dtype, "device": device}
-        self.fc1 = GroupedLinear(num_groups, hidden, self.activation.activation.hidden_width(ffn), **options)
+        self.fc1 = GroupedLinear(
+            num_groups, hidden, self.activation.activation.hidden_width(ffn), **options
+        )
         self.fc2 = GroupedLinear(num_groups, ffn, hidden, **options)
 
     @property
@@ -111,7 +132,9 @@ class GroupedMLP(nn.Module):
         Raises:
             ArgumentError, StaleLease: an argument is wrong; nothing has been computed.
         """
-        given = RowArguments(splits, row_probs, out, grad_input_out, (is_first_microbatch, is_first_microbatch))
+        given = RowArguments(
+            splits, row_probs, out, grad_input_out, (is_first_microbatch, is_first_microbatch)
+        )
         return fused_mlp((self.fc1, self.activation, self.fc2), rows, given, scale_bias=True)
 
     if TYPE_CHECKING:
@@ -123,26 +146,43 @@ class GroupedMLP(nn.Module):
         self.fc1.backward_dw()
 
 
-def fused_mlp(layers: Layers, x: torch.Tensor, arguments: RowArguments, *, scale_bias: bool) -> torch.Tensor:
+def fused_mlp(
+    layers: Layers, x: torch.Tensor, arguments: RowArguments, *, scale_bias: bool
+) -> torch.Tensor:
     """fc2(activation(fc1(x), scale)) through the fused kernels: the same bits, without the rows in between; arguments
     as in GroupedMLP.forward. scale_bias: whether the scale multiplies fc2's bias too."""
     fc1, _, fc2 = layers
-    raise_for(wrapped_problem("fc1", fc1, "held_problem") or wrapped_problem("fc2", fc2, "held_problem"))
+    raise_for(
+        wrapped_problem("fc1", fc1, "held_problem") or wrapped_problem("fc2", fc2, "held_problem")
+    )
     arguments.check("rows", x, (fc1, fc2))
     x, is_autocast = x.to(working_dtype(x)), torch.is_autocast_enabled(x.device.type)
     called = of_tensors(layers, *local_tensors((fc1, fc2), x.dtype, cast_biases=is_autocast))
     inputs = (x, arguments.scale, *called.biases, *called.tensors)
-    trains = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs)
+    trains = torch.is_grad_enabled() and any(
+        tensor is not None and tensor.requires_grad for tensor in inputs
+    )
     has_scaled_bias = scale_bias and called.biases[1] is not None
-    products = MLPProducts(called.form, (fc1, fc2), has_scaled_bias, (trains and x.requires_grad, trains))
+    products = MLPProducts(
+        called.form, (fc1, fc2), has_scaled_bias, (trains and x.requires_grad, trains)
+    )
     return run_rows(products, arguments, x, called.biases, called.tensors)
 
 
 def without_memory(experts: GroupedMLP) -> GroupedMLP:
     """Experts of the same shape and activation, on the meta device."""
-    fc1, sizes = experts.fc1, (experts.fc1.num_groups, experts.fc1.in_features, experts.fc2.in_features)
-    options: dict[str, Any] = {"activation": experts.activation, "precision": fc1.precision, "bias": fc1.has_bias}
-    return GroupedMLP(*sizes, weights="packed" if fc1.is_packed else "discrete", device="meta", **options)
+    fc1, sizes = (
+        experts.fc1,
+        (experts.fc1.num_groups, experts.fc1.in_features, experts.fc2.in_features),
+    )
+    options: dict[str, Any] = {
+        "activation": experts.activation,
+        "precision": fc1.precision,
+        "bias": fc1.has_bias,
+    }
+    return GroupedMLP(
+        *sizes, weights="packed" if fc1.is_packed else "discrete", device="meta", **options
+    )
 
 
 def kind_of(experts: GroupedMLP) -> tuple[object, ...]:
@@ -151,7 +191,15 @@ def kind_of(experts: GroupedMLP) -> tuple[object, ...]:
     sizes = fc1.num_groups, fc1.in_features, fc2.in_features
     # The fields, not the object: torch.compile would tell layers apart that do not share the object.
     activation = [getattr(experts.activation.activation, name) for name in _ACTIVATION_FIELDS]
-    return (*sizes, *activation, fc1.has_bias, fc1.is_packed, fc1.precision_name, type(fc1), type(fc2))
+    return (
+        *sizes,
+        *activation,
+        fc1.has_bias,
+        fc1.is_packed,
+        fc1.precision_name,
+        type(fc1),
+        type(fc2),
+    )
 
 
 def expert_weights(
@@ -171,7 +219,9 @@ def expert_weights(
     weights = (w1, biases[0], w2, biases[1], form.activation)
     if form.precision is not None:
         if adapters:
-            raise ArgumentError(f"adapters need precision None; the experts compute in {form.precision}")
+            raise ArgumentError(
+                f"adapters need precision None; the experts compute in {form.precision}"
+            )
         return QuantizedWeights(*weights, form.precision, trains, wire or Wire(), held)
     if not adapters:
         return ExpertWeights(*weights)
@@ -193,12 +243,21 @@ class MLPProducts:
         weights.second_layer(a, x, out, zero_tail=zero_tail)
         return hidden
 
-    def backward(self, rows: RowInputs, kept: Gradients, d_out: torch.Tensor, needs: Needs) -> ProductGradients:
+    def backward(
+        self, rows: RowInputs, kept: Gradients, d_out: torch.Tensor, needs: Needs
+    ) -> ProductGradients:
         x, weights = self._operands(rows)
         h, *others = kept
         return weights.backward(x, Hidden(given("h", h), *others), d_out, needs_scale=needs[1])
 
     def _operands(self, rows: RowInputs) -> tuple[ExpertRows, ExpertWeights]:
-        scale, held = given("row_probs", rows.scale), (self.layers[0].held_weight, self.layers[1].held_weight)
-        weights = expert_weights(self.form, rows.biases, rows.tensors, trains=self.trains, held=held)
-        return ExpertRows(rows.x, rows.row_range, scale, scale if self.scale_bias else None), weights
+        scale, held = (
+            given("row_probs", rows.scale),
+            (self.layers[0].held_weight, self.layers[1].held_weight),
+        )
+        weights = expert_weights(
+            self.form, rows.biases, rows.tensors, trains=self.trains, held=held
+        )
+        return ExpertRows(
+            rows.x, rows.row_range, scale, scale if self.scale_bias else None
+        ), weights

@@ -37,7 +37,9 @@ from symmoe.precision.recipes import Recipe, precision_problem
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-_GPU_MULTIPLE = 8  # TMA needs rows of a multiple of 16 bytes, also when fp32 weights are used in 16 bits
+_GPU_MULTIPLE = (
+    8  # TMA needs rows of a multiple of 16 bytes, also when fp32 weights are used in 16 bits
+)
 RANK_MULTIPLE = 8  # of adapters: kernels want matrices with rows of a multiple of 16 bytes
 _INDEXED = re.compile(r"(weight|bias)(\d+)")
 
@@ -65,7 +67,9 @@ class GroupedParameters(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        raise_for(size_problem(num_groups=num_groups, in_features=in_features, out_features=out_features))
+        raise_for(
+            size_problem(num_groups=num_groups, in_features=in_features, out_features=out_features)
+        )
         dtype = torch.get_default_dtype() if dtype is None else dtype
         raise_for(parameter_dtype_problem(dtype))
         if weights not in ("packed", "discrete"):
@@ -73,10 +77,14 @@ class GroupedParameters(nn.Module):
         raise_for(precision_problem(precision, in_features=in_features, out_features=out_features))
         self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
         self.return_bias, self.precision = return_bias, precision
-        self.precision_name = str(precision)  # equal where precisions are, for torch.compile to compare
+        self.precision_name = str(
+            precision
+        )  # equal where precisions are, for torch.compile to compare
         self.accumulate_into_main_grad, self.delay_wgrad = accumulate_into_main_grad, delay_wgrad
         self.is_packed = weights == "packed"
-        self.weight_names = ("weight",) if self.is_packed else tuple(f"weight{g}" for g in range(num_groups))
+        self.weight_names = (
+            ("weight",) if self.is_packed else tuple(f"weight{g}" for g in range(num_groups))
+        )
         self.held_weight: HeldWeight | None = None  # symmoe.constant_weights sets it
         self._init_method = init_method
         self._delayed: deque[Callable[[], None]] = deque()
@@ -91,12 +99,18 @@ class GroupedParameters(nn.Module):
         self.bias = nn.Parameter(whole.new_empty((num_groups, out_features))) if bias else None
         self._weight_marks: dict[str, object] = {}
         if delay_wgrad:
-            self.mark_weights(skip_backward_post_hook=True)  # Megatron's DDP: the gradient comes later
+            self.mark_weights(
+                skip_backward_post_hook=True
+            )  # Megatron's DDP: the gradient comes later
         self.reset_parameters()
 
     def __getattr__(self, name: str) -> torch.Tensor | nn.Module:
         match = _INDEXED.fullmatch(name)
-        if match and match[1] in self.__dict__.get("_parameters", {}) and int(match[2]) < self.num_groups:
+        if (
+            match
+            and match[1] in self.__dict__.get("_parameters", {})
+            and int(match[2]) < self.num_groups
+        ):
             packed = self._parameters[match[1]]
             if packed is not None:
                 return packed[int(match[2])]
@@ -107,7 +121,10 @@ class GroupedParameters(nn.Module):
         if self.is_packed:
             return (local_part(self.weight),)
         try:
-            return cast("tuple[nn.Parameter, ...]", tuple(map(self._parameters.__getitem__, self.weight_names)))
+            return cast(
+                "tuple[nn.Parameter, ...]",
+                tuple(map(self._parameters.__getitem__, self.weight_names)),
+            )
         except KeyError:  # parametrized
             return tuple(getattr(self, name) for name in self.weight_names)
 
@@ -118,12 +135,18 @@ class GroupedParameters(nn.Module):
 
     def width_problem(self, x: torch.Tensor) -> ArgumentError | None:
         """What keeps the layer from running on the device of x, or None: the dtype of its weights, or a width."""
-        weight = next(iter(self._parameters.values()), None)  # three times as fast as `parameters()`
+        weight = next(
+            iter(self._parameters.values()), None
+        )  # three times as fast as `parameters()`
         if weight is not None and weight.dtype not in control.DTYPES:
-            return ArgumentError(f"the weights are {weight.dtype}; they must be one of {control.DTYPES}")
+            return ArgumentError(
+                f"the weights are {weight.dtype}; they must be one of {control.DTYPES}"
+            )
         for name, width in (("in_features", self.in_features), ("out_features", self.out_features)):
             if x.is_cuda and width % _GPU_MULTIPLE:
-                return ArgumentError(f"{name} ({width}) must be a multiple of {_GPU_MULTIPLE} on GPUs")
+                return ArgumentError(
+                    f"{name} ({width}) must be a multiple of {_GPU_MULTIPLE} on GPUs"
+                )
         return None if self.precision is None else e4m3_problem(self.precision, x.device)
 
     def held_problem(self) -> ArgumentError | None:
@@ -142,7 +165,9 @@ class GroupedParameters(nn.Module):
     @property
     def has_bias(self) -> bool:
         """Whether there is a bias. Evaluates none."""
-        return not any("bias" in found and found["bias"] is None for found in (self._parameters, self.__dict__))
+        return not any(
+            "bias" in found and found["bias"] is None for found in (self._parameters, self.__dict__)
+        )
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -157,7 +182,9 @@ class GroupedParameters(nn.Module):
         if bias is not None:
             bias.zero_()
 
-    def gradient_target(self, weights: tuple[torch.Tensor, ...], *, overwrite_main_grad: bool) -> Target:
+    def gradient_target(
+        self, weights: tuple[torch.Tensor, ...], *, overwrite_main_grad: bool
+    ) -> Target:
         """Where the gradients of `weights`, as the computation takes them, go: as the options are now. ArgumentError:
         an option wants parameters of this module, and the weights are made of others."""
         if not any(weight.requires_grad for weight in weights):
@@ -167,13 +194,19 @@ class GroupedParameters(nn.Module):
         parameters = tuple(map(self._parameters.get, self.weight_names))
         if any(parameter is None or hasattr(parameter, "device_mesh") for parameter in parameters):
             option = "delay_wgrad" if self.delay_wgrad else "accumulate_into_main_grad"
-            raise ArgumentError(f"{option} (True) must be False: weights of a {type(self).__name__} are made of others")
+            raise ArgumentError(
+                f"{option} (True) must be False: weights of a {type(self).__name__} are made of others"
+            )
         found = cast("tuple[nn.Parameter, ...]", parameters)
         if not self.delay_wgrad:
             return MainGrads(found, overwrite=overwrite_main_grad)
-        return DelayedGradients(found, self._delayed, overwrite_main_grad if self.accumulate_into_main_grad else None)
+        return DelayedGradients(
+            found, self._delayed, overwrite_main_grad if self.accumulate_into_main_grad else None
+        )
 
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> GroupedParameters:
+    def _apply(
+        self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+    ) -> GroupedParameters:
         before = None if self.is_packed else addresses(self.weight_parameters())
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # untyped in torch
         self._restate_marks()
@@ -182,7 +215,9 @@ class GroupedParameters(nn.Module):
         weights = self.weight_parameters()
         after = addresses(weights)
         # A parameter that has moved has new memory. One that has not may lie in a trainer's buffer, and stays there.
-        if after is not None and (before is None or all(old != new for old, new in zip(before, after, strict=True))):
+        if after is not None and (
+            before is None or all(old != new for old, new in zip(before, after, strict=True))
+        ):
             lay_side_by_side(weights)
         return self
 
@@ -245,10 +280,14 @@ def local_tensors(
 def tensors_of_experts(model: nn.Module) -> set[int]:
     """Ids of the parameters and buffers of modules with `holds_experts = True`, and of all modules inside them."""
     holders = [module for module in model.modules() if getattr(module, "holds_experts", False)]
-    return {id(tensor) for module in holders for tensor in (*module.parameters(), *module.buffers())}
+    return {
+        id(tensor) for module in holders for tensor in (*module.parameters(), *module.buffers())
+    }
 
 
-def named_parameters(model: nn.Module, *, shared: bool = False) -> Iterator[tuple[str, nn.Parameter, bool]]:
+def named_parameters(
+    model: nn.Module, *, shared: bool = False
+) -> Iterator[tuple[str, nn.Parameter, bool]]:
     """(name, parameter, whether it is an expert's) of every parameter, in the order of `model.named_parameters()`; if
     `shared`, once for each name that it has. GroupedLinear has `holds_experts`, and any module of experts may. A
     parameter that such a module holds is an expert's under its other names as well."""
@@ -260,5 +299,8 @@ def named_parameters(model: nn.Module, *, shared: bool = False) -> Iterator[tupl
 def trainable(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """(dense, experts): parameters that take a gradient, each once, in the order of `model.parameters()`."""
     named = [each for each in named_parameters(model) if each[1].requires_grad]
-    dense, experts = ([parameter for _, parameter, is_expert in named if is_expert == kind] for kind in (False, True))
+    dense, experts = (
+        [parameter for _, parameter, is_expert in named if is_expert == kind]
+        for kind in (False, True)
+    )
     return dense, experts

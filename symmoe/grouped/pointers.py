@@ -37,7 +37,9 @@ _LAYER = {"fc1_scales": "fc1", "fc2_scales": "fc2"}
 _SHAPE, _DTYPE = operator.attrgetter("shape"), operator.attrgetter("dtype")
 Lists = Mapping[str, Sequence[torch.Tensor]]  # by their names in texts
 _Extent = tuple[int, int, int, int]  # of ScaleTable
-_Kind = tuple[str, torch.Size | None, torch.Size, torch.dtype]  # list, shape of the weight, shape and dtype of scales
+_Kind = tuple[
+    str, torch.Size | None, torch.Size, torch.dtype
+]  # list, shape of the weight, shape and dtype of scales
 
 
 def copy_host_to_device(source: HostBytes, destination: torch.Tensor) -> None:
@@ -53,9 +55,13 @@ def copy_host_to_device(source: HostBytes, destination: torch.Tensor) -> None:
     Raises:
         ArgumentError, StaleLease: an argument is wrong; nothing has been copied.
     """
-    raise_for(_copy_problem("destination", destination, ("cuda", "cpu"), "a CUDA device or the CPU"))
+    raise_for(
+        _copy_problem("destination", destination, ("cuda", "cpu"), "a CUDA device or the CPU")
+    )
     if destination.requires_grad:
-        raise ArgumentError(f"destination {list(destination.shape)} requires a gradient; it must not")
+        raise ArgumentError(
+            f"destination {list(destination.shape)} requires a gradient; it must not"
+        )
     raise_for(_source_problem(source))
     data = host_bytes(source)
     num_bytes = destination.numel() * destination.element_size()
@@ -65,13 +71,19 @@ def copy_host_to_device(source: HostBytes, destination: torch.Tensor) -> None:
         return
     for name, tensor in (("source", source), ("destination", destination)):
         if isinstance(tensor, torch.Tensor) and tensor.data_ptr() == 0:
-            raise ArgumentError(f"{name} has a null data pointer (0); {len(data)} bytes are to be copied")
+            raise ArgumentError(
+                f"{name} has a null data pointer (0); {len(data)} bytes are to be copied"
+            )
     kernels.for_device(destination.device).copy_host_to_device(data, destination)
     wrote_into(destination)
 
 
 def copy_data_ptrs_to_device(
-    tensors: Sequence[torch.Tensor], device: torch.device | str | int, *, alignment: int = 1, contiguous: bool = False
+    tensors: Sequence[torch.Tensor],
+    device: torch.device | str | int,
+    *,
+    alignment: int = 1,
+    contiguous: bool = False,
 ) -> torch.Tensor:
     """The addresses of N tensors, as a new tensor int64 [N] on `device`. Not collective, no host synchronisation.
 
@@ -95,7 +107,9 @@ def copy_data_ptrs_to_device(
     return _loaded(payload, device)
 
 
-def load_addresses(lists: Lists, device: torch.device, *, alignment: int = 1, contiguous: bool = False) -> torch.Tensor:
+def load_addresses(
+    lists: Lists, device: torch.device, *, alignment: int = 1, contiguous: bool = False
+) -> torch.Tensor:
     """copy_data_ptrs_to_device of all named lists, one after the other; does not look at leases."""
     return _loaded(_addresses(lists, device, alignment=alignment, contiguous=contiguous), device)
 
@@ -140,19 +154,29 @@ def pack_weight_ptrs(
         ArgumentError, StaleLease: an argument is wrong; nothing has been computed.
     """
     weights = {"fc1": fc1, "fc2": fc2}
-    given = {name: s for name, s in (("fc1_scales", fc1_scales), ("fc2_scales", fc2_scales)) if s is not None}
+    given = {
+        name: s
+        for name, s in (("fc1_scales", fc1_scales), ("fc2_scales", fc2_scales))
+        if s is not None
+    }
     if swizzle is not None and swizzle not in [*_FORMATS]:
         raise ArgumentError(f"swizzle ({swizzle!r}) must be None or one of {', '.join(_FORMATS)}")
     for name, matrices in given.items():
         if (num_weights := len(weights[_LAYER[name]])) not in (0, len(matrices)):
-            raise ArgumentError(f"{name} has {len(matrices)} tensors; {_LAYER[name]} has {num_weights}")
+            raise ArgumentError(
+                f"{name} has {len(matrices)} tensors; {_LAYER[name]} has {num_weights}"
+            )
     if swizzle is not None and not any(map(len, given.values())):
-        raise ArgumentError(f"swizzle is {swizzle!r}; fc1_scales or fc2_scales must have tensors, both have 0")
+        raise ArgumentError(
+            f"swizzle is {swizzle!r}; fc1_scales or fc2_scales must have tensors, both have 0"
+        )
     lists = weights | given
     if not any(map(len, lists.values())):
         raise ArgumentError("fc1, fc2, fc1_scales or fc2_scales must have tensors; all have 0")
     first = next(tensors[0] for tensors in lists.values() if len(tensors))
-    device = first.device if isinstance(first, torch.Tensor) else torch.device("cpu")  # which is refused below
+    device = (
+        first.device if isinstance(first, torch.Tensor) else torch.device("cpu")
+    )  # which is refused below
     payload = _addresses(weights, device, alignment=16, contiguous=True)
     sources = _addresses(given, device, contiguous=swizzle is not None)
     raise_for(_stale_problem(lists, payload + sources))
@@ -174,7 +198,13 @@ def _load_and_swizzle(
     ends = num_bytes.cumsum()
     swizzled = torch.empty(int(ends[-1]), dtype=torch.uint8, device=device)
     starts = (ends - num_bytes + swizzled.data_ptr()).tobytes()
-    sections = weights, starts, sources, np.array(extents, np.int32).tobytes(), np.array(shapes, np.int32).tobytes()
+    sections = (
+        weights,
+        starts,
+        sources,
+        np.array(extents, np.int32).tobytes(),
+        np.array(shapes, np.int32).tobytes(),
+    )
     words = _loaded(b"".join(sections), device, torch.int32)
     _, *parts = words.split([len(section) // 4 for section in sections])
     table = ScaleTable(
@@ -188,7 +218,9 @@ def _load_and_swizzle(
     return words[: (len(weights) + len(sources)) // 4].view(torch.int64), swizzled
 
 
-def _shapes_and_extents(weights: Lists, scales: Lists, swizzle: Swizzle) -> tuple[list[int], list[_Extent]]:
+def _shapes_and_extents(
+    weights: Lists, scales: Lists, swizzle: Swizzle
+) -> tuple[list[int], list[_Extent]]:
     """Which of the extents every scale matrix has, and the extents."""
     numbers: dict[_Kind, int] = {}
     shapes: list[int] = []
@@ -196,34 +228,53 @@ def _shapes_and_extents(weights: Lists, scales: Lists, swizzle: Swizzle) -> tupl
     for name, matrices in scales.items():
         layer = weights[_LAYER[name]]
         weight_shapes = map(_SHAPE, layer) if len(layer) else itertools.repeat(None)
-        found = list(zip(itertools.repeat(name), weight_shapes, map(_SHAPE, matrices), map(_DTYPE, matrices)))
+        found = list(
+            zip(itertools.repeat(name), weight_shapes, map(_SHAPE, matrices), map(_DTYPE, matrices))
+        )
         shapes += [numbers.setdefault(key, len(numbers)) for key in found]
         extents += [_extent(found.index(key), *key, swizzle) for key in [*numbers][len(extents) :]]
     return shapes, extents
 
 
 def _extent(
-    i: int, name: str, weight: torch.Size | None, scale: torch.Size, dtype: torch.dtype, swizzle: Swizzle
+    i: int,
+    name: str,
+    weight: torch.Size | None,
+    scale: torch.Size,
+    dtype: torch.dtype,
+    swizzle: Swizzle,
 ) -> _Extent:
     """Of scales[i], without padding if the shape of its weight is known."""
     block_format, is_columnwise = _FORMATS[swizzle], swizzle == "mxfp8_columnwise"
     packing = " (two elements in a byte of data)" if block_format.elements_per_byte == 2 else ""
     for what, shape in ((_LAYER[name], weight), (name, scale)):
         if shape is not None and len(shape) != 2:
-            raise ArgumentError(f"{what}[{i}] has shape {list(shape)}; it must have 2 dims for {swizzle}{packing}")
+            raise ArgumentError(
+                f"{what}[{i}] has shape {list(shape)}; it must have 2 dims for {swizzle}{packing}"
+            )
     if dtype.itemsize != 1:
-        raise ArgumentError(f"{name}[{i}] has dtype {dtype} of {dtype.itemsize} bytes; {swizzle} scales have 1 byte")
+        raise ArgumentError(
+            f"{name}[{i}] has dtype {dtype} of {dtype.itemsize} bytes; {swizzle} scales have 1 byte"
+        )
     num_rows, num_columns = scale
     if weight is not None:
         height, width = weight[0], weight[1] * block_format.elements_per_byte
-        wanted = (block_format.num_blocks(height), width) if is_columnwise else (height, block_format.num_blocks(width))
+        wanted = (
+            (block_format.num_blocks(height), width)
+            if is_columnwise
+            else (height, block_format.num_blocks(width))
+        )
         if scale[0] < wanted[0] or scale[1] < wanted[1]:
             raise ArgumentError(
                 f"{name}[{i}] has shape {list(scale)}; {swizzle} scales of {_LAYER[name]}[{i}] {list(weight)}{packing} "
                 f"need at least {list(wanted)}"
             )
         num_rows, num_columns = wanted
-    return (num_columns, num_rows, 1, scale[1]) if is_columnwise else (num_rows, num_columns, scale[1], 1)
+    return (
+        (num_columns, num_rows, 1, scale[1])
+        if is_columnwise
+        else (num_rows, num_columns, scale[1], 1)
+    )
 
 
 def _loaded(numbers: bytes, device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -234,7 +285,9 @@ def _loaded(numbers: bytes, device: torch.device, dtype: torch.dtype = torch.int
     return result
 
 
-def _addresses(lists: Lists, device: torch.device, *, alignment: int = 1, contiguous: bool = False) -> bytes:
+def _addresses(
+    lists: Lists, device: torch.device, *, alignment: int = 1, contiguous: bool = False
+) -> bytes:
     """The addresses of tensors on `device`, of all named lists one after the other, as native int64."""
     tensors: list[torch.Tensor] = []
     for each in lists.values():
@@ -247,7 +300,11 @@ def _addresses(lists: Lists, device: torch.device, *, alignment: int = 1, contig
 
 
 def _named(lists: Lists) -> list[tuple[str, torch.Tensor]]:
-    return [(f"{name}[{i}]", tensor) for name, tensors in lists.items() for i, tensor in enumerate(tensors)]
+    return [
+        (f"{name}[{i}]", tensor)
+        for name, tensors in lists.items()
+        for i, tensor in enumerate(tensors)
+    ]
 
 
 def _stale_problem(lists: Lists, addresses: bytes) -> StaleLease | None:
@@ -262,18 +319,30 @@ def _address_problem(lists: Lists, device: torch.device, alignment: int) -> Argu
     named = _named(lists)
     for label, tensor in named:
         if not isinstance(tensor, torch.Tensor):
-            return ArgumentError(f"{label} is a {type(tensor).__name__}; it must be a tensor on {device}")
+            return ArgumentError(
+                f"{label} is a {type(tensor).__name__}; it must be a tensor on {device}"
+            )
         if tensor.device != device or tensor.layout != torch.strided:
-            return ArgumentError(f"{label} is {tensor.layout} on {tensor.device}; it must be strided on {device}")
+            return ArgumentError(
+                f"{label} is {tensor.layout} on {tensor.device}; it must be strided on {device}"
+            )
         if tensor.data_ptr() == 0:
-            return ArgumentError(f"{label} has a null data pointer (0); its shape is {list(tensor.shape)}")
+            return ArgumentError(
+                f"{label} has a null data pointer (0); its shape is {list(tensor.shape)}"
+            )
         if tensor.data_ptr() % alignment:
-            return ArgumentError(f"{label} starts at address {tensor.data_ptr()}; it must be aligned to {alignment}")
-    label, tensor = next(each for each in named if not each[1].is_contiguous())  # nothing else is left
+            return ArgumentError(
+                f"{label} starts at address {tensor.data_ptr()}; it must be aligned to {alignment}"
+            )
+    label, tensor = next(
+        each for each in named if not each[1].is_contiguous()
+    )  # nothing else is left
     return ArgumentError(f"{label} has strides {list(tensor.stride())}; it must be contiguous")
 
 
-def _copy_problem(name: str, tensor: torch.Tensor, device_types: tuple[str, ...], devices: str) -> Problem:
+def _copy_problem(
+    name: str, tensor: torch.Tensor, device_types: tuple[str, ...], devices: str
+) -> Problem:
     """What keeps bytes from being copied from or to the tensor, or None."""
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
         return memory_problem(name, tensor)
@@ -290,5 +359,11 @@ def _source_problem(source: HostBytes) -> Problem:
     try:
         is_contiguous = memoryview(source).c_contiguous
     except TypeError:
-        return ArgumentError(f"source ({type(source).__name__}) must be bytes, a buffer or a CPU tensor")
-    return None if is_contiguous else ArgumentError("source is a buffer with strides; it must be contiguous")
+        return ArgumentError(
+            f"source ({type(source).__name__}) must be bytes, a buffer or a CPU tensor"
+        )
+    return (
+        None
+        if is_contiguous
+        else ArgumentError("source is a buffer with strides; it must be contiguous")
+    )

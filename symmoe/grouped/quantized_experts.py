@@ -22,7 +22,14 @@ from typing import Any
 import torch
 
 from symmoe import kernels
-from symmoe.grouped.experts import ExpertRows, ExpertsBackward, ExpertWeights, Hidden, Parts, SecondInput
+from symmoe.grouped.experts import (
+    ExpertRows,
+    ExpertsBackward,
+    ExpertWeights,
+    Hidden,
+    Parts,
+    SecondInput,
+)
 from symmoe.kernels import act_quantized
 from symmoe.kernels.act_quantized import DactOperands
 from symmoe.kernels.bias_sums import empty_row_sums
@@ -53,11 +60,18 @@ class QuantizedWeights(ExpertWeights):
     """Weights of experts in the working dtype, and how they are multiplied."""
 
     recipe: Recipe
-    needs_transposed: tuple[bool, bool]  # whether backward will need W1 for dgrad, and whether it will need W2
+    needs_transposed: tuple[
+        bool, bool
+    ]  # whether backward will need W1 for dgrad, and whether it will need W2
     wire: Wire
-    held: tuple[HeldWeight | None, HeldWeight | None] = (None, None)  # W1 and W2 as operands that several calls share
+    held: tuple[HeldWeight | None, HeldWeight | None] = (
+        None,
+        None,
+    )  # W1 and W2 as operands that several calls share
 
-    def first_layer(self, x: ExpertRows, *, num_rows: int, parts: Parts = None) -> tuple[Hidden, SecondInput]:
+    def first_layer(
+        self, x: ExpertRows, *, num_rows: int, parts: Parts = None
+    ) -> tuple[Hidden, SecondInput]:
         """Same as ExpertWeights.first_layer, but returns operands of the second layer, not `a`."""
         recipe, ops, ffn = self.recipe, kernels.for_device(self.w1.device), self.w2.shape[2]
         h = torch.empty((num_rows, self.w1.shape[1]), dtype=self.w1.dtype, device=self.w1.device)
@@ -65,31 +79,60 @@ class QuantizedWeights(ExpertWeights):
         arriving = _arriving(self, self.wire.rows, x, parts)
         (w1, transposed1), (w2, transposed2) = (
             weight_operands(recipe, weight, transposed=is_needed, held=held)
-            for weight, is_needed, held in zip((self.w1, self.w2), self.needs_transposed, self.held, strict=True)
+            for weight, is_needed, held in zip(
+                (self.w1, self.w2), self.needs_transposed, self.held, strict=True
+            )
         )
-        is_fused = h.dtype in act_quantized.H and act_quantized.takes_act_quantize(recipe.row_format)
+        is_fused = h.dtype in act_quantized.H and act_quantized.takes_act_quantize(
+            recipe.row_format
+        )
         a = recipe.empty("rows", num_rows, ffn, x.row_range) if is_fused else None
         for rows, part in arriving:
-            ops.grouped_gemm_quantized(rows, w1, part.rows, h, bias=(self.b1, None), num_sms=part.num_sms)
+            ops.grouped_gemm_quantized(
+                rows, w1, part.rows, h, bias=(self.b1, None), num_sms=part.num_sms
+            )
             if a is not None:
-                ops.act_quantize(h, x.scale, part.rows, a.buffers, self.activation, recipe.row_format)
+                ops.act_quantize(
+                    h, x.scale, part.rows, a.buffers, self.activation, recipe.row_format
+                )
         if a is None:
             full = h.new_empty((num_rows, ffn))
             ops.scaled_activation(h, x.scale, full, self.activation)
             a = recipe.quantize(full, x.row_range)
         unused = (None,) * len(Operand._fields)  # by backward
-        return Hidden(h, None, None, *(transposed1 or unused), *(transposed2 or unused)), (a.operand(), w2)
+        return Hidden(h, None, None, *(transposed1 or unused), *(transposed2 or unused)), (
+            a.operand(),
+            w2,
+        )
 
     def second_layer(
-        self, a: SecondInput, x: ExpertRows, out: torch.Tensor, part: Part | None = None, *, zero_tail: bool = False
+        self,
+        a: SecondInput,
+        x: ExpertRows,
+        out: torch.Tensor,
+        part: Part | None = None,
+        *,
+        zero_tail: bool = False,
     ) -> None:
         rows, w2 = a
-        x, out, ops = x.without_tail(len(rows.data)), out[: len(rows.data)], kernels.for_device(out.device)
+        x, out, ops = (
+            x.without_tail(len(rows.data)),
+            out[: len(rows.data)],
+            kernels.for_device(out.device),
+        )
         group_range, part = None if part is None else x.row_range, part or Part(x.row_range)
-        options: dict[str, Any] = {"group_range": group_range, "zero_tail": zero_tail, "num_sms": part.num_sms}
-        ops.grouped_gemm_quantized(rows, w2, part.rows, out, bias=(self.b2, x.bias_scale), **options)
+        options: dict[str, Any] = {
+            "group_range": group_range,
+            "zero_tail": zero_tail,
+            "num_sms": part.num_sms,
+        }
+        ops.grouped_gemm_quantized(
+            rows, w2, part.rows, out, bias=(self.b2, x.bias_scale), **options
+        )
 
-    def backward(self, x: ExpertRows, hidden: Hidden, d_out: torch.Tensor, **options: Any) -> QuantizedBackward:
+    def backward(
+        self, x: ExpertRows, hidden: Hidden, d_out: torch.Tensor, **options: Any
+    ) -> QuantizedBackward:
         return QuantizedBackward(x.without_tail(hidden.h.shape[0]), self, hidden, d_out, **options)
 
 
@@ -109,10 +152,17 @@ class QuantizedBackward(ExpertsBackward):
         self._transposed1, transposed2 = hidden.transposed
         assert transposed2 is not None  # forward has kept it for this
         da = h.new_empty((h.shape[0], weights.w2.shape[2]))
-        received, dbias = replace(x, rows=self._received_gradients()), self.db2 if wire is None else None
+        received, dbias = (
+            replace(x, rows=self._received_gradients()),
+            self.db2 if wire is None else None,
+        )
         for d_out, part in _arriving(weights, wire, received, parts, is_gradient=True, dbias=dbias):
-            self._ops.grouped_gemm_quantized(d_out, transposed2, part.rows, da, num_sms=part.num_sms)
-        takes = act_quantized.takes_dact_quantize(da.shape[1], weights.activation, weights.recipe.row_format)
+            self._ops.grouped_gemm_quantized(
+                d_out, transposed2, part.rows, da, num_sms=part.num_sms
+            )
+        takes = act_quantized.takes_dact_quantize(
+            da.shape[1], weights.activation, weights.recipe.row_format
+        )
         if takes and h.dtype in act_quantized.H:
             self._differentiate_and_quantize(da, h)
         else:
@@ -129,17 +179,30 @@ class QuantizedBackward(ExpertsBackward):
         columns = recipe.empty("columns", num_rows, h.shape[1], x.row_range)
         a_columns = recipe.empty("columns", num_rows, ffn, x.row_range)
         out = DactOperands(self.d_scale, rows.buffers, columns.buffers, a_columns.buffers, self.db1)
-        self._ops.dact_quantize(da, h, x.scale, x.row_range, out, workspace, activation, recipe.row_format)
+        self._ops.dact_quantize(
+            da, h, x.scale, x.row_range, out, workspace, activation, recipe.row_format
+        )
         for_dgrad, for_wgrad, a_operand = rows.operand(), columns.operand(), a_columns.operand()
-        self._dh_rows, self._dh_columns, self._a_columns = lambda: for_dgrad, lambda: for_wgrad, lambda: a_operand
+        self._dh_rows, self._dh_columns, self._a_columns = (
+            lambda: for_dgrad,
+            lambda: for_wgrad,
+            lambda: a_operand,
+        )
 
     def _differentiate(self, da: torch.Tensor, h: torch.Tensor) -> None:
         """Same as _differentiate_and_quantize, by separate kernels."""
-        ops, x, activation, recipe = self._ops, self._x, self._weights.activation, self._weights.recipe
+        ops, x, activation, recipe = (
+            self._ops,
+            self._x,
+            self._weights.activation,
+            self._weights.recipe,
+        )
         dh, a, sums = self._rows_for_dh(h), torch.empty_like(da), torch.empty_like(self.d_scale)
         ops.scaled_activation(h, x.scale, a, activation)
         ops.scaled_activation_grad(da, h, x.scale, dh, sums, activation)
-        ops.sum_dact_partials(sums, x.row_range, self.d_scale, 1)  # the same, with zeros in the tail
+        ops.sum_dact_partials(
+            sums, x.row_range, self.d_scale, 1
+        )  # the same, with zeros in the tail
         rows = None if self.db1 is None else gradient_rows(recipe, dh, x.row_range, dbias=self.db1)
         self._dh_rows = lambda: rows or gradient_rows(recipe, dh, x.row_range)
         self._dh_columns = lambda: gradient_columns(recipe, dh, x.row_range)
@@ -152,15 +215,21 @@ class QuantizedBackward(ExpertsBackward):
 
     def _received_gradients(self) -> torch.Tensor:
         """The received gradients; where row i is at i, only as many rows as h has."""
-        return self._d_out if self._x.row_index is not None else self._d_out[: self._x.scale.shape[0]]
+        return (
+            self._d_out if self._x.row_index is not None else self._d_out[: self._x.scale.shape[0]]
+        )
 
-    def input_gradient(self, d_rows: torch.Tensor, part: Part | None = None, *, zero_tail: bool = False) -> None:
+    def input_gradient(
+        self, d_rows: torch.Tensor, part: Part | None = None, *, zero_tail: bool = False
+    ) -> None:
         """See ExpertsBackward. All rows are made with the first part."""
         if part is not None and self._transposed1 is None:
             return
         assert self._transposed1 is not None  # forward has kept it for this
         dh, d_rows = self._dh_rows(), d_rows[: self._x.scale.shape[0]]
-        self._ops.grouped_gemm_quantized(dh, self._transposed1, self._x.row_range, d_rows, zero_tail=zero_tail)
+        self._ops.grouped_gemm_quantized(
+            dh, self._transposed1, self._x.row_range, d_rows, zero_tail=zero_tail
+        )
         self._transposed1 = None  # weight gradients do not use it, and may run much later
 
     def w1_gradient(self, out: Matrices, accumulate: bool, *, num_sms: int | None = None) -> None:
@@ -171,7 +240,9 @@ class QuantizedBackward(ExpertsBackward):
         else:
             right = wire.columns(x.rows, x.row_range, self._dtype, x.row_index).operand()
         left = self._dh_columns()
-        self._ops.grouped_gemm_wgrad_quantized(left, right, x.row_range, out, accumulate=accumulate, num_sms=num_sms)
+        self._ops.grouped_gemm_wgrad_quantized(
+            left, right, x.row_range, out, accumulate=accumulate, num_sms=num_sms
+        )
 
     def w2_gradient(self, out: Matrices, accumulate: bool) -> None:
         self._unmodified_d_out.check()
@@ -180,7 +251,9 @@ class QuantizedBackward(ExpertsBackward):
             left = gradient_columns(self._weights.recipe, received, x.row_range, x.row_index)
         else:
             left = wire.columns(received, x.row_range, self._dtype, x.row_index).operand()
-        self._ops.grouped_gemm_wgrad_quantized(left, self._a_columns(), x.row_range, out, accumulate=accumulate)
+        self._ops.grouped_gemm_wgrad_quantized(
+            left, self._a_columns(), x.row_range, out, accumulate=accumulate
+        )
 
 
 def _arriving(
@@ -202,21 +275,29 @@ def _arriving(
     if wire is not None:
         rows = wire.quantized(x.rows, x.row_range, x.row_index).operand()
     elif is_gradient:
-        rows = gradient_rows(recipe, x.rows, x.row_range, row_index=x.row_index, dbias=dbias, bias_scale=x.bias_scale)
+        rows = gradient_rows(
+            recipe, x.rows, x.row_range, row_index=x.row_index, dbias=dbias, bias_scale=x.bias_scale
+        )
     else:
         rows = recipe.quantize(x.rows, x.row_range, row_index=x.row_index).operand()
     return ((rows, Part(x.row_range)),)
 
 
 def _part_by_part(
-    weights: QuantizedWeights, wire: WireFormat | None, x: ExpertRows, parts: Iterable[Part], dbias: torch.Tensor | None
+    weights: QuantizedWeights,
+    wire: WireFormat | None,
+    x: ExpertRows,
+    parts: Iterable[Part],
+    dbias: torch.Tensor | None,
 ) -> Iterator[tuple[Operand, Part]]:
     recipe, ops, num_rows = weights.recipe, kernels.for_device(x.rows.device), x.scale.shape[0]
     rows = recipe.empty("rows", num_rows, weights.w1.shape[2], x.row_range)
     sums = None if dbias is None else (empty_row_sums(num_rows, dbias), x.bias_scale)
     for part in parts:
         if wire is None:
-            ops.quantize_rows(x.rows, part.rows, rows.buffers, recipe.row_format, row_index=x.row_index, sums=sums)
+            ops.quantize_rows(
+                x.rows, part.rows, rows.buffers, recipe.row_format, row_index=x.row_index, sums=sums
+            )
         else:
             wire.unpack(x.rows, part.rows, rows, x.row_index)
         yield rows.operand(), part

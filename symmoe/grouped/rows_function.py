@@ -29,7 +29,15 @@ from symmoe.kernels import control
 Splits = torch.Tensor | npt.NDArray[np.integer[Any]] | Sequence[int]
 
 _KERNEL_DTYPES = (torch.int32, torch.int64)
-_DTYPES = (*_KERNEL_DTYPES, torch.int8, torch.int16, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
+_DTYPES = (
+    *_KERNEL_DTYPES,
+    torch.int8,
+    torch.int16,
+    torch.uint8,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+)
 MaybeTensor = torch.Tensor | None
 Gradients = tuple[MaybeTensor, ...]
 Layers = Sequence[GroupedParameters]  # of one linear layer, or of FC1 and FC2
@@ -50,19 +58,32 @@ class RowArguments:
         """What is wrong with them for rows that go through these layers, or None. Reads no device memory."""
         first, last = layers[0], layers[-1]
         num_rows = None if rows.shape is None else math.prod(rows.shape)
-        error = splits_problem(self.splits, num_groups=first.num_groups, device=rows.device, num_rows=num_rows)
+        error = splits_problem(
+            self.splits, num_groups=first.num_groups, device=rows.device, num_rows=num_rows
+        )
         if error is None and len(layers) == 2:
             error = arguments.scale_problem("row_probs", self.scale, rows)
         elif error is None and self.scale is not None and first.has_bias and not first.return_bias:
             error = arguments.scale_problem("bias_scale", self.scale, rows)
         elif error is None and self.scale is not None:
-            found = list(self.scale.shape) if isinstance(self.scale, torch.Tensor) else type(self.scale).__name__
-            error = ArgumentError(f"bias_scale ({found}) needs a bias that is added; {first} adds none")
-        features = (("out", self.out, last.out_features), ("grad_input_out", self.grad_input_out, first.in_features))
+            found = (
+                list(self.scale.shape)
+                if isinstance(self.scale, torch.Tensor)
+                else type(self.scale).__name__
+            )
+            error = ArgumentError(
+                f"bias_scale ({found}) needs a bias that is added; {first} adds none"
+            )
+        features = (
+            ("out", self.out, last.out_features),
+            ("grad_input_out", self.grad_input_out, first.in_features),
+        )
         for name, buffer, width in features:
             if error is None and buffer is not None:
                 shape = None if rows.shape is None else (*rows.shape, width)
-                error = arguments.buffer_problem(name, buffer, shape=shape, dtype=rows.dtype, device=rows.device)
+                error = arguments.buffer_problem(
+                    name, buffer, shape=shape, dtype=rows.dtype, device=rows.device
+                )
         return error
 
     def check(self, name: str, x: torch.Tensor, layers: Layers) -> None:
@@ -72,7 +93,9 @@ class RowArguments:
             problem = problem or layer.width_problem(x) or layer.held_problem()
         raise_for(problem or self.problem(RowsLike.of(x), layers))
         named = (("out", self.out), ("grad_input_out", self.grad_input_out))
-        read = itertools.chain((x, self.splits, self.scale), *(layer.parameters() for layer in layers))
+        read = itertools.chain(
+            (x, self.splits, self.scale), *(layer.parameters() for layer in layers)
+        )
         buffers = [Buffer(name, buffer) for name, buffer in named if buffer is not None]
         raise_for(arguments.overlap_problem(buffers, read))
 
@@ -83,16 +106,26 @@ def _rows_problem(name: str, x: object, linear: GroupedParameters) -> Problem:
         return error
     assert isinstance(x, torch.Tensor)
     if x.dim() < 2 or x.shape[-1] != linear.in_features:
-        return ArgumentError(f"{name} has shape {list(x.shape)}; it must be [..., {linear.in_features}]")
+        return ArgumentError(
+            f"{name} has shape {list(x.shape)}; it must be [..., {linear.in_features}]"
+        )
     weight = next(linear.parameters())
     if x.device != weight.device:
         return ArgumentError(f"{name} is on {x.device}; the weights are on {weight.device}")
     if x.device.type not in ("cpu", "cuda"):
-        return ArgumentError(f"{name} and the weights are on {x.device}; they must be on a CUDA device or the CPU")
+        return ArgumentError(
+            f"{name} and the weights are on {x.device}; they must be on a CUDA device or the CPU"
+        )
     autocast = torch.is_autocast_enabled(x.device.type)
     dtype = torch.get_autocast_dtype(x.device.type) if autocast else weight.dtype
-    if dtype not in control.DTYPES or (not autocast and x.dtype != dtype) or not x.dtype.is_floating_point:
-        return ArgumentError(f"{name} is {x.dtype}; the weights are {dtype}, and both must be one of {control.DTYPES}")
+    if (
+        dtype not in control.DTYPES
+        or (not autocast and x.dtype != dtype)
+        or not x.dtype.is_floating_point
+    ):
+        return ArgumentError(
+            f"{name} is {x.dtype}; the weights are {dtype}, and both must be one of {control.DTYPES}"
+        )
     return None
 
 
@@ -107,13 +140,19 @@ class RowInputs(NamedTuple):
     tensors: tuple[torch.Tensor, ...]
 
 
-def _inputs(num_layers: int, x: torch.Tensor, row_range: torch.Tensor, scale: MaybeTensor, *tensors: Any) -> RowInputs:
+def _inputs(
+    num_layers: int, x: torch.Tensor, row_range: torch.Tensor, scale: MaybeTensor, *tensors: Any
+) -> RowInputs:
     rows, scale = x.view(-1, x.shape[-1]), None if scale is None else scale.view(-1)
     return RowInputs(rows, row_range, scale, tensors[:num_layers], tensors[num_layers:])
 
 
 def run_rows(
-    products: Products, given: RowArguments, x: torch.Tensor, biases: Gradients, tensors: Sequence[torch.Tensor]
+    products: Products,
+    given: RowArguments,
+    x: torch.Tensor,
+    biases: Gradients,
+    tensors: Sequence[torch.Tensor],
 ) -> torch.Tensor:
     """The result [..., O] of a call whose arguments are checked; differentiable in x, the scale and all tensors."""
     row_range = splits_to_row_range(given.splits, device=x.device, num_rows=math.prod(x.shape[:-1]))
@@ -141,7 +180,9 @@ class Products(Protocol):
     @property
     def layers(self) -> Layers: ...
     def forward(self, rows: RowInputs, out: torch.Tensor, *, zero_tail: bool) -> Gradients: ...
-    def backward(self, rows: RowInputs, kept: Gradients, d_out: torch.Tensor, needs: Needs) -> ProductGradients: ...
+    def backward(
+        self, rows: RowInputs, kept: Gradients, d_out: torch.Tensor, needs: Needs
+    ) -> ProductGradients: ...
 
 
 class _RowsFunction(Function):
@@ -175,13 +216,19 @@ class _RowsFunction(Function):
         inputs = _inputs(len(layers), *saved[ctx.num_kept :])
         needs_x, _, needs_scale, *needs_biases = ctx.needs_input_grad[2:]
         d_y = arguments.kernel_rows(d_y).view(-1, d_y.shape[-1])
-        gradients = products.backward(inputs, saved[: ctx.num_kept], d_y, (needs_x, needs_scale, *needs_biases))
+        gradients = products.backward(
+            inputs, saved[: ctx.num_kept], d_y, (needs_x, needs_scale, *needs_biases)
+        )
         d_x = d_scale = None
         if needs_x:
             raise_for(buffer.problem())
             d_x = torch.empty_like(x) if buffer.tensor is None else buffer.tensor
             if buffer.tensor is not None:  # the kernel reads d_y while it writes
-                like: dict[str, Any] = {"shape": tuple(x.shape), "dtype": x.dtype, "device": x.device}
+                like: dict[str, Any] = {
+                    "shape": tuple(x.shape),
+                    "dtype": x.dtype,
+                    "device": x.device,
+                }
                 raise_for(arguments.buffer_problem("grad_input_out", d_x, **like, inputs=(d_y,)))
             gradients.input_gradient(d_x.view(-1, x.shape[-1]), zero_tail=buffer.tensor is None)
             d_x = buffer.hand_on(d_x)
@@ -189,7 +236,9 @@ class _RowsFunction(Function):
             d_scale = gradients.d_scale.view(scale.shape)
         d_weights: list[MaybeTensor] = []
         tensors = iter(inputs.tensors)
-        for layer, compute, overwrite in zip(layers, gradients.weight_gradients(), ctx.overwrites, strict=True):
+        for layer, compute, overwrite in zip(
+            layers, gradients.weight_gradients(), ctx.overwrites, strict=True
+        ):
             weights = tuple(itertools.islice(tensors, len(layer.weight_names)))
             target = layer.gradient_target(weights, overwrite_main_grad=overwrite)
             d_weights += target.for_autograd(weights, target.add(weights, compute))
@@ -201,17 +250,25 @@ class _RowsFunction(Function):
 # -- splits ------------------------------------------------------------------------------------------------------------
 
 
-def splits_problem(splits: Splits, *, num_groups: int, device: torch.device | None, num_rows: int | None) -> Problem:
+def splits_problem(
+    splits: Splits, *, num_groups: int, device: torch.device | None, num_rows: int | None
+) -> Problem:
     """What is wrong with `splits` for `num_rows` rows on `device` (None: unknown), or None. Never waits for the device:
     the values of splits on a GPU are not checked, and kernels clamp them instead."""
     if not isinstance(splits, (torch.Tensor, np.ndarray, Sequence)):
-        return ArgumentError(f"splits ({splits!r}) must be a tensor, an array or a list of {num_groups} counts")
+        return ArgumentError(
+            f"splits ({splits!r}) must be a tensor, an array or a list of {num_groups} counts"
+        )
     shape = (len(splits),) if isinstance(splits, Sequence) else tuple(splits.shape)
     if shape != (num_groups,):
-        return ArgumentError(f"splits has shape {list(shape)}; it must be [{num_groups}] (num_groups)")
+        return ArgumentError(
+            f"splits has shape {list(shape)}; it must be [{num_groups}] (num_groups)"
+        )
     dtype = torch.int64 if isinstance(splits, Sequence) else splits.dtype
     if not (dtype in _DTYPES if isinstance(dtype, torch.dtype) else dtype.kind in "iu"):
-        return ArgumentError(f"splits has dtype {dtype}; it must be torch.int32, torch.int64 or another integer dtype")
+        return ArgumentError(
+            f"splits has dtype {dtype}; it must be torch.int32, torch.int64 or another integer dtype"
+        )
     if isinstance(splits, torch.Tensor):
         if device is not None and splits.device not in (device, torch.device("cpu")):
             return ArgumentError(f"splits is on {splits.device}; rows is on {device}")
@@ -255,7 +312,12 @@ def same_splits(left: Splits, right: Splits) -> bool:
     if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
         return left.layout is right.layout is torch.strided and all(
             getter(left) == getter(right)
-            for getter in (torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride, torch.Tensor.type)
+            for getter in (
+                torch.Tensor.data_ptr,
+                torch.Tensor.size,
+                torch.Tensor.stride,
+                torch.Tensor.type,
+            )
         )
     if isinstance(left, Sequence) and isinstance(right, Sequence):
         return _are_counts(left) and _are_counts(right) and list(left) == list(right)
@@ -264,4 +326,6 @@ def same_splits(left: Splits, right: Splits) -> bool:
 
 def _are_counts(counts: Sequence[object]) -> TypeGuard[Sequence[int | np.integer[Any]]]:
     # isinstance takes a bool for an int, but a mask is no count.
-    return all(isinstance(n, (int, np.integer)) and not isinstance(n, bool) and n >= 0 for n in counts)
+    return all(
+        isinstance(n, (int, np.integer)) and not isinstance(n, bool) and n >= 0 for n in counts
+    )

@@ -31,7 +31,11 @@ _Item = TypeVar("_Item")
 
 _FORWARDS = (GroupedLinear.forward, ScaledActivation.forward, GroupedMLP.forward)
 _UNKNOWN = RowsLike(None, None, None)
-_PATTERN = (GroupedLinear, ScaledActivation, GroupedLinear)  # both layers of it need the same splits
+_PATTERN = (
+    GroupedLinear,
+    ScaledActivation,
+    GroupedLinear,
+)  # both layers of it need the same splits
 
 # What the fused kernels can honour; any other argument brings the three modules back.
 _FUSED_FC1_KEYWORDS = {"grad_input_out", "is_first_microbatch"}
@@ -61,7 +65,9 @@ class Sequential(nn.Sequential):
         """Extra inputs of all modules. A subclass with a forward of its own says here how many that takes."""
         return sum(map(_num_extra_inputs, self))
 
-    def forward(self, x: torch.Tensor, *extra_inputs: Any, op_kwargs: OpKwargs | None = None) -> Any:
+    def forward(
+        self, x: torch.Tensor, *extra_inputs: Any, op_kwargs: OpKwargs | None = None
+    ) -> Any:
         """Runs the modules in order.
 
         Args:
@@ -107,15 +113,27 @@ def _complete(modules: list[nn.Module], extra_inputs: tuple[Any, ...]) -> list[A
     given, needed, completed = len(extra_inputs), sum(counts), list(extra_inputs)
     if given == needed:
         return completed
-    patterns, place = [], 0  # where among all inputs those of each pattern begin: splits, scale, splits
+    patterns, place = (
+        [],
+        0,
+    )  # where among all inputs those of each pattern begin: splits, scale, splits
     for part in _split(list(_flatten(modules)), _is_pattern):
         patterns += [place] * (len(part) == 3)
         place += sum(map(_num_extra_inputs, part))
     if given != needed - len(patterns):
         names = ", ".join(kind.__name__ for kind in _PATTERN)
-        fewest = f", or {needed - len(patterns)} with the splits once for each of {names}" if patterns else ""
-        takers = ", ".join(f"{n} for {_label(str(i), modules[i])}" for i, n in enumerate(counts) if n) or "none"
-        raise ArgumentError(f"extra_inputs has {given} elements; {needed} are needed{fewest}: {takers}")
+        fewest = (
+            f", or {needed - len(patterns)} with the splits once for each of {names}"
+            if patterns
+            else ""
+        )
+        takers = (
+            ", ".join(f"{n} for {_label(str(i), modules[i])}" for i, n in enumerate(counts) if n)
+            or "none"
+        )
+        raise ArgumentError(
+            f"extra_inputs has {given} elements; {needed} are needed{fewest}: {takers}"
+        )
     for place in patterns:
         completed.insert(place + 2, completed[place])
     return completed
@@ -152,34 +170,50 @@ def _calls(
 ) -> Iterator[Call]:
     """The modules with their arguments. Those of a nested Sequential take its place where nothing sees its call."""
     modules = list(sequential)
-    for i, (module, keywords) in enumerate(zip(modules, _route(modules, op_kwargs, prefix), strict=True)):
+    for i, (module, keywords) in enumerate(
+        zip(modules, _route(modules, op_kwargs, prefix), strict=True)
+    ):
         name = f"{prefix}{i}"
         if type(module).forward is Sequential.forward and not has_hooks(module):
-            yield from _calls(cast(Sequential, module), inputs, keywords.get("op_kwargs"), f"{name}.")
+            yield from _calls(
+                cast(Sequential, module), inputs, keywords.get("op_kwargs"), f"{name}."
+            )
         else:
-            yield Call(name, module, tuple(itertools.islice(inputs, _num_extra_inputs(module))), keywords)
+            yield Call(
+                name, module, tuple(itertools.islice(inputs, _num_extra_inputs(module))), keywords
+            )
 
 
-def _route(modules: list[nn.Module], op_kwargs: OpKwargs | None, prefix: str) -> list[dict[str, Any]]:
+def _route(
+    modules: list[nn.Module], op_kwargs: OpKwargs | None, prefix: str
+) -> list[dict[str, Any]]:
     """The keyword arguments of each module. `prefix` goes before the modules' indices in texts."""
     routed: list[dict[str, Any]] = [{} for _ in modules]
     if op_kwargs is None:
         return routed
     if not isinstance(op_kwargs, Mapping):
-        raise ArgumentError(f"op_kwargs ({type(op_kwargs).__name__}) must be a dict from modules or indices")
+        raise ArgumentError(
+            f"op_kwargs ({type(op_kwargs).__name__}) must be a dict from modules or indices"
+        )
     labels = [_label(f"{prefix}{i}", module) for i, module in enumerate(modules)]
     keys: dict[int, object] = {}
     for key, keywords in op_kwargs.items():
         index = _index(modules, key, labels)
         if (other := keys.setdefault(index, key)) is not key:
-            raise ArgumentError(f"op_kwargs addresses {labels[index]} twice, by {_show(other)} and by {_show(key)}")
+            raise ArgumentError(
+                f"op_kwargs addresses {labels[index]} twice, by {_show(other)} and by {_show(key)}"
+            )
         if not isinstance(keywords, Mapping):
-            raise ArgumentError(f"op_kwargs[{_show(key)}] ({keywords!r}) must be a dict of keyword arguments")
+            raise ArgumentError(
+                f"op_kwargs[{_show(key)}] ({keywords!r}) must be a dict of keyword arguments"
+            )
         valid = _keywords(modules[index])
         for name in keywords:
             if valid is not None and name not in valid:
                 choice = ", ".join(sorted(valid)) if valid else "no keyword arguments"
-                raise ArgumentError(f"op_kwargs gives {name!r} to {labels[index]}; it takes {choice}")
+                raise ArgumentError(
+                    f"op_kwargs gives {name!r} to {labels[index]}; it takes {choice}"
+                )
         routed[index] = dict(keywords)
     return routed
 
@@ -187,14 +221,20 @@ def _route(modules: list[nn.Module], op_kwargs: OpKwargs | None, prefix: str) ->
 def _index(modules: list[nn.Module], key: object, labels: list[str]) -> int:
     if isinstance(key, int) and not isinstance(key, bool):
         if not -len(modules) <= key < len(modules):
-            raise ArgumentError(f"op_kwargs has index {key}; valid are {-len(modules)} to {len(modules) - 1}")
+            raise ArgumentError(
+                f"op_kwargs has index {key}; valid are {-len(modules)} to {len(modules) - 1}"
+            )
         return key % len(modules)
     places = [i for i, module in enumerate(modules) if module is key]
     if not places:
         valid = ", ".join(labels)
-        raise ArgumentError(f"op_kwargs has key {_show(key)}, which is not in this Sequential; valid are {valid}")
+        raise ArgumentError(
+            f"op_kwargs has key {_show(key)}, which is not in this Sequential; valid are {valid}"
+        )
     if len(places) > 1:
-        raise ArgumentError(f"op_kwargs has key {_show(key)}, which is at {places} here; address it by index")
+        raise ArgumentError(
+            f"op_kwargs has key {_show(key)}, which is at {places} here; address it by index"
+        )
     return places[0]
 
 
@@ -214,9 +254,15 @@ def _are_fusible(calls: list[Call]) -> bool:
         return False
     fc1, activation, fc2 = (call.module for call in calls)
     # Subclasses may compute something else, hooks would not be called: only the plain modules are known well enough.
-    if not (type(fc1) is GroupedLinear and isinstance(activation, ScaledActivation) and type(fc2) is GroupedLinear):
+    if not (
+        type(fc1) is GroupedLinear
+        and isinstance(activation, ScaledActivation)
+        and type(fc2) is GroupedLinear
+    ):
         return False
-    if type(activation).forward is not ScaledActivation.forward or any(has_hooks(call.module) for call in calls):
+    if type(activation).forward is not ScaledActivation.forward or any(
+        has_hooks(call.module) for call in calls
+    ):
         return False
     (splits1,), (scale,), (splits2,) = (call.inputs for call in calls)
     first, _, last = (call.keywords for call in calls)
@@ -270,8 +316,14 @@ class Stage:
         if len(self.calls) == 3:
             scale = self.calls[1].inputs[0]
         else:
-            scale = first.inputs[1] if isinstance(first.module, GroupedMLP) else first.keywords.get("bias_scale")
-        overwrites = tuple(call.keywords.get("is_first_microbatch", False) for call in (first, last))
+            scale = (
+                first.inputs[1]
+                if isinstance(first.module, GroupedMLP)
+                else first.keywords.get("bias_scale")
+            )
+        overwrites = tuple(
+            call.keywords.get("is_first_microbatch", False) for call in (first, last)
+        )
         buffers = last.keywords.get("out"), first.keywords.get("grad_input_out")
         return RowArguments(first.inputs[0], scale, *buffers, overwrites)
 
@@ -280,7 +332,11 @@ class Stage:
         module = self.calls[0].module
         if isinstance(module, ScaledActivation):
             return scale_problem("scale", self.calls[0].inputs[0], rows)
-        layers = (module.fc1, module.fc2) if isinstance(module, GroupedMLP) else [c.module for c in self.calls[::2]]
+        layers = (
+            (module.fc1, module.fc2)
+            if isinstance(module, GroupedMLP)
+            else [c.module for c in self.calls[::2]]
+        )
         return self.arguments().problem(rows, cast("list[GroupedLinear]", layers))
 
     def run(self, x: torch.Tensor) -> Any:
@@ -289,7 +345,9 @@ class Stage:
         if not others:
             return call.module(x, *call.inputs, **call.keywords)
         layers = cast(Layers, tuple(call.module for call in self.calls))  # see _are_fusible
-        return fused_mlp(layers, x, self.arguments(), scale_bias=others[1].keywords.get("bias_scale") is not None)
+        return fused_mlp(
+            layers, x, self.arguments(), scale_bias=others[1].keywords.get("bias_scale") is not None
+        )
 
     def buffer(self, name: str) -> Buffer | None:
         """`out` or `grad_input_out`, if it was given to a module of a known kind."""
@@ -304,7 +362,11 @@ class Stage:
     def tensors(self) -> Iterator[torch.Tensor]:
         """What the stage reads in addition to the rows."""
         for call in self.calls:
-            arguments = (value for name, value in call.keywords.items() if name not in ("out", "grad_input_out"))
+            arguments = (
+                value
+                for name, value in call.keywords.items()
+                if name not in ("out", "grad_input_out")
+            )
             values = itertools.chain(arguments, call.inputs, call.module.parameters())
             yield from (value for value in values if isinstance(value, torch.Tensor))
 
@@ -320,12 +382,18 @@ def _stages_problem(stages: list[Stage], x: object) -> Problem:
     stages after it, up to the first that is known to allocate its result, or to the caller. A graph may read it at any
     later time. In the same way a gradient matters to the stages before it. A result and a gradient never share
     memory."""
-    rows = RowsLike.of(x) if isinstance(x, torch.Tensor) and x.device.type in ("cpu", "cuda") else _UNKNOWN
+    rows = (
+        RowsLike.of(x)
+        if isinstance(x, torch.Tensor) and x.device.type in ("cpu", "cuda")
+        else _UNKNOWN
+    )
     for stage in stages:
         if not stage.is_known:
             rows = _UNKNOWN
             continue
-        if any(has_hooks(call.module) for call in stage.calls):  # a hook may cast what goes in or comes out
+        if any(
+            has_hooks(call.module) for call in stage.calls
+        ):  # a hook may cast what goes in or comes out
             rows = rows._replace(dtype=None)
         if (error := stage.problem(rows)) is not None:
             return error
@@ -345,8 +413,16 @@ def _stages_problem(stages: list[Stage], x: object) -> Problem:
     for i, buffer in gradients.items():  # time goes on as the number of the stage falls
         reader = next((reader for reader in reversed(known) if reader < i), None)
         # Delayed weight gradients still read tensors after the backward pass.
-        modules = () if reader is None else (part for call in stages[reader].calls for part in call.module.modules())
+        modules = (
+            ()
+            if reader is None
+            else (part for call in stages[reader].calls for part in call.module.modules())
+        )
         delays = any(getattr(module, "delay_wgrad", False) for module in modules)
-        gradients[i] = replace(buffer, first=-i, last=math.inf if reader is None or delays else -reader)
+        gradients[i] = replace(
+            buffer, first=-i, last=math.inf if reader is None or delays else -reader
+        )
     error = overlap_problem([*results.values()], read)
-    return error or overlap_problem([*gradients.values()], [*read, *(buffer.tensor for buffer in results.values())])
+    return error or overlap_problem(
+        [*gradients.values()], [*read, *(buffer.tensor for buffer in results.values())]
+    )

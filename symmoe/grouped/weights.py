@@ -30,7 +30,9 @@ from symmoe.kernels.tensor_table import TensorTable
 from symmoe.torch_internals import version_of
 
 
-def kernel_matrices(lists: Mapping[str, Sequence[torch.Tensor]]) -> list[torch.Tensor | TensorTable]:
+def kernel_matrices(
+    lists: Mapping[str, Sequence[torch.Tensor]],
+) -> list[torch.Tensor | TensorTable]:
     """Each named list, one tensor [G, O, C] or G of [O, C], as kernels take it: one packed tensor, or a table of
     tensors that do not lie like one. The addresses of all tables are loaded in one launch. Does not synchronise the
     host. ArgumentError: discrete weights differ in shape or dtype; a packed tensor is not aligned to 16 bytes; tensors
@@ -44,11 +46,15 @@ def kernel_matrices(lists: Mapping[str, Sequence[torch.Tensor]]) -> list[torch.T
             packed = packed_view(matrices)
         found[name] = packed
         if packed is not None and (address := packed.data_ptr()) % control.ACCESS_BYTES:
-            raise ArgumentError(f"{name} starts at address {address}; it must be aligned to {control.ACCESS_BYTES}")
+            raise ArgumentError(
+                f"{name} starts at address {address}; it must be aligned to {control.ACCESS_BYTES}"
+            )
     scattered = {name: lists[name] for name, packed in found.items() if packed is None}
     if scattered:
         device = next(iter(scattered.values()))[0].device
-        addresses = load_addresses(scattered, device, alignment=control.ACCESS_BYTES, contiguous=True)
+        addresses = load_addresses(
+            scattered, device, alignment=control.ACCESS_BYTES, contiguous=True
+        )
         parts = addresses.split([len(matrices) for matrices in scattered.values()])
         for (name, matrices), part in zip(scattered.items(), parts, strict=True):
             found[name] = TensorTable(part, packed_shape(matrices), matrices[0].dtype)
@@ -58,7 +64,9 @@ def kernel_matrices(lists: Mapping[str, Sequence[torch.Tensor]]) -> list[torch.T
 def packed_shape(weights: Sequence[torch.Tensor]) -> tuple[int, int, int]:
     """(G, O, C) of one packed weight or of G single ones."""
     first = weights[0]
-    num_groups, out_features, in_features = first.shape if first.dim() == 3 else (len(weights), *first.shape)
+    num_groups, out_features, in_features = (
+        first.shape if first.dim() == 3 else (len(weights), *first.shape)
+    )
     return num_groups, out_features, in_features
 
 
@@ -85,7 +93,9 @@ def check_uniform(weights: Sequence[torch.Tensor]) -> None:
         found = list(map(operator.attrgetter(name), weights))
         if found.count(found[0]) != len(found):
             g = next(g for g, value in enumerate(found) if value != found[0])
-            raise ArgumentError(f"weight{g} has {name} {found[g]}; weight0 has {found[0]}, and all must have one")
+            raise ArgumentError(
+                f"weight{g} has {name} {found[g]}; weight0 has {found[0]}, and all must have one"
+            )
 
 
 def lay_side_by_side(parameters: Sequence[torch.Tensor]) -> None:
@@ -96,7 +106,9 @@ def lay_side_by_side(parameters: Sequence[torch.Tensor]) -> None:
     if looks != {(nn.Parameter, first.shape, first.dtype, first.device, torch.strided)}:
         return
     if packed_view(parameters) is None:
-        for parameter, part in zip(parameters, torch.stack([p.data for p in parameters]), strict=True):
+        for parameter, part in zip(
+            parameters, torch.stack([p.data for p in parameters]), strict=True
+        ):
             parameter.data = part
 
 
@@ -109,7 +121,9 @@ def addresses(matrices: Sequence[torch.Tensor]) -> list[int] | None:
 def _are_adjacent(matrices: Sequence[torch.Tensor]) -> bool:
     first = matrices[0]
     payload = _read(matrices, alignment=control.ACCESS_BYTES, contiguous=True)
-    return payload is not None and payload == _side_by_side(first.data_ptr(), first.nbytes, len(matrices))
+    return payload is not None and payload == _side_by_side(
+        first.data_ptr(), first.nbytes, len(matrices)
+    )
 
 
 @functools.lru_cache(maxsize=1024)  # a layer asks with the same numbers in every call
@@ -121,7 +135,9 @@ def _side_by_side(start: int, num_bytes: int, count: int) -> bytes:
 def _read(matrices: Sequence[torch.Tensor], *, alignment: int, contiguous: bool) -> bytes | None:
     device = matrices[0].device
     read = kernels.for_device(device).read_addresses
-    addresses: bytes | None = read(list(matrices), device, alignment=alignment, contiguous=contiguous)
+    addresses: bytes | None = read(
+        list(matrices), device, alignment=alignment, contiguous=contiguous
+    )
     return addresses
 
 
@@ -154,7 +170,9 @@ class NewGradients(Target):
     option, computes = "new", True
 
     def add(self, weights: Sequence[torch.Tensor], compute: Compute) -> Gradients:
-        buffer = torch.empty(packed_shape(weights), dtype=weights[0].dtype, device=weights[0].device)
+        buffer = torch.empty(
+            packed_shape(weights), dtype=weights[0].dtype, device=weights[0].device
+        )
         compute(buffer, False)
         return [buffer] if weights[0].dim() == 3 else list(buffer.unbind(0))
 
@@ -169,7 +187,8 @@ class MainGrads(Target):
         self._parameters = parameters
         # The kernel computes a gradient for every group; that of a frozen parameter is thrown away.
         self.tensors = [
-            _main_grad(p) if p.requires_grad else torch.empty_like(p, dtype=torch.float32) for p in parameters
+            _main_grad(p) if p.requires_grad else torch.empty_like(p, dtype=torch.float32)
+            for p in parameters
         ]
         overwrites = overwrite or getattr(parameters[0], "overwrite_main_grad", False)
         self.option = "overwrite" if overwrites else "add"
@@ -181,7 +200,9 @@ class MainGrads(Target):
 
     def for_autograd(self, weights: Sequence[torch.Tensor], found: Gradients) -> Gradients:
         """`weights` are the parameters, or what autocast has made of them; then a gradient goes through the cast."""
-        asked = [p.requires_grad and hasattr(p, "grad_added_to_main_grad") for p in self._parameters]
+        asked = [
+            p.requires_grad and hasattr(p, "grad_added_to_main_grad") for p in self._parameters
+        ]
         if not any(asked):
             return found
         for parameter in itertools.compress(self._parameters, asked):
@@ -197,7 +218,10 @@ class DelayedGradients(Target):
     option = "delayed"
 
     def __init__(
-        self, parameters: Sequence[torch.Tensor], calls: deque[Callable[[], None]], overwrite: bool | None
+        self,
+        parameters: Sequence[torch.Tensor],
+        calls: deque[Callable[[], None]],
+        overwrite: bool | None,
     ) -> None:
         self._parameters, self._calls, self._overwrite = parameters, calls, overwrite
 
@@ -209,7 +233,11 @@ class DelayedGradients(Target):
         """Leaves what autograd would have left: a sum in `.grad`, or zeros. Megatron's DDP looks there before it
         reduces."""
         to_grad, parameters = self._overwrite is None, self._parameters
-        target = NewGradients() if self._overwrite is None else MainGrads(parameters, overwrite=self._overwrite)
+        target = (
+            NewGradients()
+            if self._overwrite is None
+            else MainGrads(parameters, overwrite=self._overwrite)
+        )
         found = target.for_autograd(parameters, target.add(parameters, compute))
         for parameter, gradient in zip(parameters, found, strict=True):
             if gradient is None or not parameter.requires_grad:
@@ -222,7 +250,9 @@ class DelayedGradients(Target):
 
 def _main_grad(parameter: torch.Tensor) -> torch.Tensor:
     getter = getattr(parameter, "get_main_grad", None)  # FSDP makes the tensor when it is asked for
-    main_grad: torch.Tensor | None = getattr(parameter, "main_grad", None) if getter is None else getter()
+    main_grad: torch.Tensor | None = (
+        getattr(parameter, "main_grad", None) if getter is None else getter()
+    )
     if main_grad is None:
         raise ArgumentError(
             f"main_grad is missing on a weight of shape {list(parameter.shape)}, but accumulate_into_main_grad is True"

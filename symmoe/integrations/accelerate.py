@@ -38,10 +38,14 @@ class Accelerator(_Accelerator):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.mixed_precision == "fp16":
-            raise ArgumentError("mixed_precision ('fp16') must be 'no' or 'bf16' with experts on several ranks")
+            raise ArgumentError(
+                "mixed_precision ('fp16') must be 'no' or 'bf16' with experts on several ranks"
+            )
         kind = self.distributed_type.value
         if kind != "NO" and not kind.startswith("MULTI_"):
-            raise ArgumentError(f"distributed_type ({kind}) must be that of DDP with experts on several ranks")
+            raise ArgumentError(
+                f"distributed_type ({kind}) must be that of DDP with experts on several ranks"
+            )
 
     def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Same as in accelerate, with a DDP that does not touch the experts."""
@@ -50,17 +54,27 @@ class Accelerator(_Accelerator):
         return super().prepare_model(model, *args, **kwargs)
 
     def clip_grad_norm_(
-        self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
+        self,
+        parameters: torch.Tensor | Iterable[torch.Tensor],
+        max_norm: float,
+        norm_type: float = 2,
     ) -> torch.Tensor:
         """Same as in accelerate, by the norm over all ranks. Collective. ArgumentError: `parameters` are not those of a
         prepared model, or `norm_type` is not 2."""
-        given = {id(each) for each in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)}
+        given = {
+            id(each)
+            for each in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)
+        }
         for model in self._models:
             if {id(each) for each in model.parameters() if each.requires_grad} <= given:
                 if norm_type != 2:
-                    raise ArgumentError(f"norm_type ({norm_type}) must be 2 with experts on several ranks")
+                    raise ArgumentError(
+                        f"norm_type ({norm_type}) must be 2 with experts on several ranks"
+                    )
                 return clip_grad_norm(model, max_norm)
-        raise ArgumentError("parameters must be all of a prepared model's: its norm is taken over all ranks")
+        raise ArgumentError(
+            "parameters must be all of a prepared model's: its norm is taken over all ranks"
+        )
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
         """Same as in accelerate. ArgumentError: the model has experts on several ranks, of which it would have ours."""

@@ -14,7 +14,9 @@ from symmoe.errors import ArgumentError
 from symmoe.moe.listeners import Choose
 
 
-def give_topk(model: nn.Module, name: str, choose: Choose, *, router: str, position: int) -> Callable[[], None]:
+def give_topk(
+    model: nn.Module, name: str, choose: Choose, *, router: str, position: int
+) -> Callable[[], None]:
     """See Give. Tokens without an expert keep the router's own choice, until the experts are called.
 
     Args:
@@ -23,9 +25,13 @@ def give_topk(model: nn.Module, name: str, choose: Choose, *, router: str, posit
     """
     block = name.rpartition(".")[0]
     if not name:
-        raise ArgumentError(f"model ({type(model).__name__}) is without its router; pass what is around both")
+        raise ArgumentError(
+            f"model ({type(model).__name__}) is without its router; pass what is around both"
+        )
     experts, chooser = model.get_submodule(name), model.get_submodule(block).get_submodule(router)
-    counted: Any = getattr(experts, "inner_experts", experts)  # torch gives all attributes of a module one type
+    counted: Any = getattr(
+        experts, "inner_experts", experts
+    )  # torch gives all attributes of a module one type
     given = _GivenTopK(counted.num_experts, choose)
     before, forward = vars(chooser).get("forward"), chooser.forward
 
@@ -36,7 +42,9 @@ def give_topk(model: nn.Module, name: str, choose: Choose, *, router: str, posit
 
     def drop(_experts: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         if given.is_none is None:
-            raise ArgumentError(f"{type(chooser).__name__} does not choose by torch.topk: it cannot be given a choice")
+            raise ArgumentError(
+                f"{type(chooser).__name__} does not choose by torch.topk: it cannot be given a choice"
+            )
         ids = args[position].masked_fill(given.is_none.view(args[position].shape), -1)
         return *args[:position], ids, *args[position + 1 :]
 
@@ -61,11 +69,18 @@ class _GivenTopK(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
-        return found if func not in (torch.topk, torch.Tensor.topk) else self._given(found, *args, **(kwargs or {}))
+        return (
+            found
+            if func not in (torch.topk, torch.Tensor.topk)
+            else self._given(found, *args, **(kwargs or {}))
+        )
 
     def _given(self, found: Any, scores: torch.Tensor, k: int, *_: Any, **__: Any) -> Any:
         rows, width = scores.shape[:-1], scores.shape[-1]
-        if width == self._num_experts and (k, *rows[1:]) != (2, 1):  # which is the score of the only group
+        if width == self._num_experts and (k, *rows[1:]) != (
+            2,
+            1,
+        ):  # which is the score of the only group
             ids = self._choose(rows.numel(), k).long().view(*rows, k)
             self.is_none = ids < 0
             ids = torch.where(self.is_none, found.indices, ids)

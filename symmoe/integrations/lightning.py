@@ -51,16 +51,24 @@ class FabricStrategy(_FabricDDP):
             raise ArgumentError(f"norm_type ({norm_type}) must be 2 with experts on several ranks")
         norm = clip_grad_norm(module, max_norm)
         if error_if_nonfinite and not norm.isfinite():
-            raise RuntimeError(f"the norm of the gradients is {norm.item()}, and error_if_nonfinite is True")
+            raise RuntimeError(
+                f"the norm of the gradients is {norm.item()}, and error_if_nonfinite is True"
+            )
         return norm
 
     def save_checkpoint(
-        self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Mapping[str, Any] | None = None
+        self,
+        path: Any,
+        state: dict[str, Any],
+        storage_options: Any = None,
+        filter: Mapping[str, Any] | None = None,
     ) -> None:
         """Same as in Lightning, with all experts; `path` is a folder."""
         models, optimizer, rest = _sorted_out(state)
         if filter and (names := filter.keys() - rest.keys()):
-            raise ArgumentError(f"filter has {sorted(names)}; a model or an optimizer is saved whole")
+            raise ArgumentError(
+                f"filter has {sorted(names)}; a model or an optimizer is saved whole"
+            )
         save_checkpoint(path, 0, model=models, optimizer=optimizer)
         super().save_checkpoint(Path(path, REST), rest, storage_options, filter)
 
@@ -88,14 +96,22 @@ class TrainerStrategy(_TrainerDDP):
         """Same as in Lightning, with experts that stay as they are."""
         _prepare(self.model, self.precision_plugin)
         # The precision clips, whichever it is, and is handed the optimizer's parameters.
-        self.precision_plugin.clip_grad_by_norm = lambda optimizer, clip_val: clip_grad_norm(self.model, clip_val)
+        self.precision_plugin.clip_grad_by_norm = lambda optimizer, clip_val: clip_grad_norm(
+            self.model, clip_val
+        )
         super().setup(trainer)
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
         """Same as in Lightning, with all experts; `filepath` becomes a folder."""
         optimizer = _only(self.optimizers) if "optimizer_states" in checkpoint else None
         save_checkpoint(filepath, 0, model=self.lightning_module, optimizer=optimizer)
-        rest = checkpoint | {"state_dict": {}} | ({} if optimizer is None else {"optimizer_states": [{}]})
+        rest = (
+            checkpoint
+            | {"state_dict": {}}
+            | ({} if optimizer is None else {"optimizer_states": [{}]})
+        )
         super().save_checkpoint(rest, Path(filepath, REST), storage_options)
 
     restore_checkpoint_after_setup = True  # the optimizer is there then
@@ -116,16 +132,27 @@ class TrainerStrategy(_TrainerDDP):
 
 def _prepare(model: nn.Module, precision: Any) -> None:
     if precision.precision == "16-mixed":
-        raise ArgumentError("precision ('16-mixed') must be '32-true' or 'bf16-mixed' with experts on several ranks")
+        raise ArgumentError(
+            "precision ('16-mixed') must be '32-true' or 'bf16-mixed' with experts on several ranks"
+        )
     prepare_for_ddp(model)
 
 
-def _sorted_out(state: dict[str, Any]) -> tuple[dict[str, nn.Module], torch.optim.Optimizer | None, dict[str, Any]]:
+def _sorted_out(
+    state: dict[str, Any],
+) -> tuple[dict[str, nn.Module], torch.optim.Optimizer | None, dict[str, Any]]:
     """The models without their DDP, the optimizer, and the rest of what Fabric saves."""
     named = {name: value for name, value in state.items() if isinstance(value, nn.Module)}
-    models = {name: each.module if isinstance(each, DistributedDataParallel) else each for name, each in named.items()}
+    models = {
+        name: each.module if isinstance(each, DistributedDataParallel) else each
+        for name, each in named.items()
+    }
     optimizers = [value for value in state.values() if isinstance(value, torch.optim.Optimizer)]
-    rest = {name: value for name, value in state.items() if not isinstance(value, nn.Module | torch.optim.Optimizer)}
+    rest = {
+        name: value
+        for name, value in state.items()
+        if not isinstance(value, nn.Module | torch.optim.Optimizer)
+    }
     return models, _only(optimizers), rest
 
 

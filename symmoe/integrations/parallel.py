@@ -57,17 +57,29 @@ def parallelize(
     replicas = _replica_names(mesh)
     dense_mesh = mesh._flatten("symmoe_dense") if dense_mesh is None else dense_mesh
     if dense_mesh.size() != mesh.size():
-        raise ArgumentError(f"dense_mesh has {dense_mesh.size()} ranks; it must have the {mesh.size()} of mesh")
-    if torch.float16 in (mp_policy.param_dtype, mp_policy.reduce_dtype) and mp_policy.reduce_dtype != torch.float32:
-        raise ArgumentError(f"mp_policy.reduce_dtype ({mp_policy.reduce_dtype}) must be torch.float32 with float16")
+        raise ArgumentError(
+            f"dense_mesh has {dense_mesh.size()} ranks; it must have the {mesh.size()} of mesh"
+        )
+    if (
+        torch.float16 in (mp_policy.param_dtype, mp_policy.reduce_dtype)
+        and mp_policy.reduce_dtype != torch.float32
+    ):
+        raise ArgumentError(
+            f"mp_policy.reduce_dtype ({mp_policy.reduce_dtype}) must be torch.float32 with float16"
+        )
     divisor = mesh.size() if gradient_divide_factor is None else gradient_divide_factor
     units = list(_outermost_units(model) if units is None else units)
-    if RouterOutput not in pytree.SUPPORTED_NODES:  # FSDP looks for tensors of outputs: then their backward begins
+    if (
+        RouterOutput not in pytree.SUPPORTED_NODES
+    ):  # FSDP looks for tensors of outputs: then their backward begins
         pytree.register_dataclass(RouterOutput)
     # The router computes in fp32 and takes tokens of any dtype; the layer's second output is an fp32 loss.
     of_router = MixedPrecisionPolicy(reduce_dtype=mp_policy.reduce_dtype, cast_forward_inputs=False)
     of_experts = dataclasses.replace(mp_policy, output_dtype=None)
-    expert_mesh, shard = mesh[replicas], partial(fully_shard, reshard_after_forward=reshard_after_forward)
+    expert_mesh, shard = (
+        mesh[replicas],
+        partial(fully_shard, reshard_after_forward=reshard_after_forward),
+    )
     placement = partial(_expert_placement, num_shards=expert_mesh.size(expert_mesh.ndim - 1))
     for layer in shard_experts(model, mesh[EP]):
         if layer.router is not None:
@@ -80,14 +92,18 @@ def parallelize(
         if not isinstance(unit, FSDPModule):
             shard(unit, mesh=dense_mesh, mp_policy=mp_policy)
     if not isinstance(model, FSDPModule):
-        fully_shard(model, mesh=dense_mesh, mp_policy=mp_policy)  # stays gathered: backward begins with it
+        fully_shard(
+            model, mesh=dense_mesh, mp_policy=mp_policy
+        )  # stays gathered: backward begins with it
     for module in model.modules():
         if isinstance(module, FSDPModule) and not isinstance(module, MoELayer):
             _divide_gradients(module, dense_mesh, divisor)
     return model
 
 
-def data_parallel(model: nn.Module, mesh: DeviceMesh, **ddp_options: Any) -> DistributedDataParallel:
+def data_parallel(
+    model: nn.Module, mesh: DeviceMesh, **ddp_options: Any
+) -> DistributedDataParallel:
     """Plain DDP for the dense parameters. Experts become DTensors (for checkpoints), stay spread over `ep`, are
     broadcast over the replicas, and are left out of DDP's buckets; their gradients are scaled when they are computed,
     and averaged over the replicas when they are complete. DDP's `no_sync` works for both. Collective. Mesh and errors
@@ -96,7 +112,9 @@ def data_parallel(model: nn.Module, mesh: DeviceMesh, **ddp_options: Any) -> Dis
     shard_experts(model, mesh)
     replicas = replicas if replicas.ndim == 1 else replicas._flatten("symmoe_replicas")
     prepare_for_ddp(model, expert_group=replicas.get_group())
-    ddp = DistributedDataParallel(model, process_group=mesh._flatten("symmoe_dense").get_group(), **ddp_options)
+    ddp = DistributedDataParallel(
+        model, process_group=mesh._flatten("symmoe_dense").get_group(), **ddp_options
+    )
     raise_for(join_ddp(ddp))
     return ddp
 
@@ -107,7 +125,9 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh) -> list[MoELayer]:
     there is no MoELayer, or one does not fit."""
     layers = [module for module in model.modules() if isinstance(module, MoELayer)]
     if not layers:
-        raise ArgumentError(f"model ({type(model).__name__}) has no MoELayer to put on mesh {mesh.mesh_dim_names}")
+        raise ArgumentError(
+            f"model ({type(model).__name__}) has no MoELayer to put on mesh {mesh.mesh_dim_names}"
+        )
     for layer in layers:
         _check_layer(layer, mesh[EP] if mesh.ndim > 1 else mesh)
     placements = [Shard(0) if name == EP else Replicate() for name in mesh.mesh_dim_names or ()]
@@ -130,7 +150,9 @@ def _replica_names(mesh: DeviceMesh) -> tuple[str, ...]:
     names = tuple(mesh.mesh_dim_names or ())
     others = tuple(name for name in names if name != EP)
     if EP not in names or len(others) not in (1, 2):
-        raise ArgumentError(f"mesh has dimensions {names}; it must have '{EP}' and one or two others, e.g. 'efsdp'")
+        raise ArgumentError(
+            f"mesh has dimensions {names}; it must have '{EP}' and one or two others, e.g. 'efsdp'"
+        )
     return others
 
 
@@ -142,10 +164,14 @@ def _check_layer(layer: MoELayer, ep_mesh: DeviceMesh) -> None:
             f"{ep_mesh.size()} and this is {ep_mesh.get_local_rank()}: build the heap over mesh.get_group('{EP}')"
         )
     if not linear.is_packed:
-        raise ArgumentError("experts.fc1.weights ('discrete') must be 'packed': a DTensor holds all experts of a rank")
+        raise ArgumentError(
+            "experts.fc1.weights ('discrete') must be 'packed': a DTensor holds all experts of a rank"
+        )
     raise_for(gradients_elsewhere(layer.experts))
     if any(isinstance(parameter, DTensor) for parameter in layer.experts.parameters()):
-        raise ArgumentError("the experts of a layer are DTensors already; a model is put on a mesh once")
+        raise ArgumentError(
+            "the experts of a layer are DTensors already; a model is put on a mesh once"
+        )
 
 
 def _expert_placement(parameter: nn.Parameter, *, num_shards: int) -> Shard:
@@ -154,7 +180,9 @@ def _expert_placement(parameter: nn.Parameter, *, num_shards: int) -> Shard:
     for dim, size in enumerate(shape):
         if size % num_shards == 0:
             return Shard(dim)
-    raise ArgumentError(f"no dimension of an expert weight {list(shape)} is divisible by the {num_shards} replicas")
+    raise ArgumentError(
+        f"no dimension of an expert weight {list(shape)} is divisible by the {num_shards} replicas"
+    )
 
 
 def _divide_gradients(module: FSDPModule, mesh: DeviceMesh, divisor: float) -> None:

@@ -35,7 +35,11 @@ def get_peft_model(model: nn.Module, config: peft.LoraConfig, **options: Any) ->
     (dropout, DoRA, bias ..) it refuses. ArgumentError: the model has not been swapped, or the experts cannot have such
     adapters. The model is as peft has left it."""
     heap_of(model)
-    swapped = {path: module for path, module in model.named_modules() if isinstance(module, ExpertParallelExperts)}
+    swapped = {
+        path: module
+        for path, module in model.named_modules()
+        if isinstance(module, ExpertParallelExperts)
+    }
     for path, experts in swapped.items():
         model.set_submodule(path, _StandIn(experts))
     try:
@@ -64,8 +68,13 @@ def save_adapters(model: peft.PeftModel, folder: str | os.PathLike[str]) -> None
 
     def write_share() -> None:
         partial.mkdir(parents=True, exist_ok=True)  # it may be there, of a save that was killed
-        adapters = {f"{path}.{its.prefix}": (layer.lora_a, layer.lora_b) for path, layer, its in _adapted(model)}
-        share = {f"{name}{i}": both[i].detach().cpu() for name, both in adapters.items() for i in (0, 1)}
+        adapters = {
+            f"{path}.{its.prefix}": (layer.lora_a, layer.lora_b)
+            for path, layer, its in _adapted(model)
+        }
+        share = {
+            f"{name}{i}": both[i].detach().cpu() for name, both in adapters.items() for i in (0, 1)
+        }
         save_file(share, partial / f"{heap.rank}.safetensors")
 
     def publish() -> None:
@@ -74,13 +83,17 @@ def save_adapters(model: peft.PeftModel, folder: str | os.PathLike[str]) -> None
         state = {key: tensor.cpu().contiguous() for key, tensor in _others(model).items()}
         shares = [load_file(partial / f"{rank}.safetensors") for rank in range(heap.num_ranks)]
         for path, _, names in _adapted(model):
-            a, b = (torch.cat([share[f"{path}.{names.prefix}{i}"] for share in shares]) for i in (0, 1))
+            a, b = (
+                torch.cat([share[f"{path}.{names.prefix}{i}"] for share in shares]) for i in (0, 1)
+            )
             state |= {f"{path}.{key}": tensor for key, tensor in names.to_peft(a, b).items()}
         folder.mkdir(parents=True, exist_ok=True)
         save_file(state, partial / WEIGHTS, metadata={"format": "pt"})
         config = copy.copy(model.peft_config[model.active_adapter])
         config.inference_mode = True  # as peft does
-        config.base_model_name_or_path = config.base_model_name_or_path or getattr(model, "name_or_path", None)
+        config.base_model_name_or_path = config.base_model_name_or_path or getattr(
+            model, "name_or_path", None
+        )
         config.save_pretrained(str(partial))
         for name in ("adapter_config.json", WEIGHTS):
             (partial / name).replace(folder / name)
@@ -104,12 +117,17 @@ def load_adapters(model: peft.PeftModel, folder: str | os.PathLike[str]) -> None
         there = load_file(file)
         shapes = {key: tensor.shape for key, tensor in _others(model).items()}
         for path, layer, names in _adapted(model):
-            a, b = (part.to("meta").repeat(heap.num_ranks, 1, 1) for part in (layer.lora_a, layer.lora_b))
+            a, b = (
+                part.to("meta").repeat(heap.num_ranks, 1, 1)
+                for part in (layer.lora_a, layer.lora_b)
+            )
             shapes |= {f"{path}.{key}": part.shape for key, part in names.to_peft(a, b).items()}
         for key in sorted(shapes.keys() | there.keys()):
             wanted, found = shapes.get(key), there[key].shape if key in there else None
             if wanted != found:
-                raise CheckpointError(f"{key} has shape {found} in {file} and {wanted} in the model (None: is missing)")
+                raise CheckpointError(
+                    f"{key} has shape {found} in {file} and {wanted} in the model (None: is missing)"
+                )
         return there
 
     with Peers(heap.bootstrap) as peers:
@@ -145,6 +163,12 @@ def _adapted(model: nn.Module) -> Iterator[tuple[str, LoRAGroupedLinear, PeftNam
 
 def _others(model: peft.PeftModel) -> dict[str, torch.Tensor]:
     """What peft saves itself: everything but what swapped experts hold, which is by other names there."""
-    state: dict[str, torch.Tensor] = get_peft_model_state_dict(model, adapter_name=model.active_adapter)
-    paths = tuple(f"{path}." for path, module in model.named_modules() if isinstance(module, ExpertParallelExperts))
+    state: dict[str, torch.Tensor] = get_peft_model_state_dict(
+        model, adapter_name=model.active_adapter
+    )
+    paths = tuple(
+        f"{path}."
+        for path, module in model.named_modules()
+        if isinstance(module, ExpertParallelExperts)
+    )
     return {key: tensor for key, tensor in state.items() if not key.startswith(paths)}

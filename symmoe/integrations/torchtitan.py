@@ -72,13 +72,17 @@ class SymmoeTokenDispatcher(BaseEPTokenDispatcher):
             return  # no expert parallelism: dispatch is local
         num_ranks = self.ep_mesh.size()
         if self.num_experts % num_ranks:
-            raise ArgumentError(f"num_experts ({self.num_experts}) must be divisible by the {num_ranks} ranks of 'ep'")
+            raise ArgumentError(
+                f"num_experts ({self.num_experts}) must be divisible by the {num_ranks} ranks of 'ep'"
+            )
         group, num_bytes = self.ep_mesh.get_group(), self.heap_bytes(num_ranks)
         self.heap = _HEAPS.get((group, num_bytes))
         if self.heap is None:
             self.heap = _HEAPS[group, num_bytes] = SymmetricHeap(group, num_bytes=num_bytes)
         give = partial(give_topk, router="router", position=2)
-        self.listeners = Listeners(self.heap, num_experts=self.num_experts, order=self.config.order, give=give)
+        self.listeners = Listeners(
+            self.heap, num_experts=self.num_experts, order=self.config.order, give=give
+        )
 
     def heap_bytes(self, num_ranks: int) -> int:
         """Bytes of symmetric memory that layers, which take turns, need at most, without the rows that they keep."""
@@ -87,8 +91,12 @@ class SymmoeTokenDispatcher(BaseEPTokenDispatcher):
         rows = packed * min(self.top_k, self.num_experts // num_ranks)
         if config.load_factor is not None:
             rows = min(rows, int(config.load_factor * config.num_max_tokens_per_rank * self.top_k))
-        buffers = packed + rows * (1 if num_kept is None else 1 + max(1, num_kept))  # of a trip, or a step
-        return int(buffers * config.hidden_dim * _ROW_ITEM_BYTES + packed * self.top_k * 8 + _SPARE_BYTES)
+        buffers = packed + rows * (
+            1 if num_kept is None else 1 + max(1, num_kept)
+        )  # of a trip, or a step
+        return int(
+            buffers * config.hidden_dim * _ROW_ITEM_BYTES + packed * self.top_k * 8 + _SPARE_BYTES
+        )
 
     def dispatch(self, x_TD: torch.Tensor, *routed: torch.Tensor) -> Any:
         """Rows of this rank's experts [R, D] in expert order, how many each expert has (int64), and metadata for
@@ -109,24 +117,36 @@ class SymmoeTokenDispatcher(BaseEPTokenDispatcher):
 
     @torch.compiler.disable
     def _dispatch(
-        self, heap: SymmetricHeap, x_TD: torch.Tensor, topk_scores_TK: torch.Tensor, topk_expert_ids_TK: torch.Tensor
+        self,
+        heap: SymmetricHeap,
+        x_TD: torch.Tensor,
+        topk_scores_TK: torch.Tensor,
+        topk_expert_ids_TK: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, tuple[Plan, torch.Tensor]]:
         options = PlanOptions(self.num_experts, hidden=x_TD.shape[1], dtype=x_TD.dtype)
         plan = plan_call(topk_expert_ids_TK, heap, options)
-        rows_RD, row_scores_R = dispatch_tokens(x_TD, plan, probs=topk_scores_TK.float(), order=self.config.order)
+        rows_RD, row_scores_R = dispatch_tokens(
+            x_TD, plan, probs=topk_scores_TK.float(), order=self.config.order
+        )
         self.tell(topk_expert_ids_TK, (plan.expert_load, plan.num_dropped), x_TD)
         return rows_RD, plan.splits.to(torch.int64), (plan, row_scores_R)
 
     @torch.compiler.disable
-    def _combine(self, routed_output_RD: torch.Tensor, plan: Plan, row_scores_R: torch.Tensor) -> torch.Tensor:
-        scored_RD = (routed_output_RD * row_scores_R[:, None]).to(routed_output_RD.dtype)  # the product is fp32
+    def _combine(
+        self, routed_output_RD: torch.Tensor, plan: Plan, row_scores_R: torch.Tensor
+    ) -> torch.Tensor:
+        scored_RD = (routed_output_RD * row_scores_R[:, None]).to(
+            routed_output_RD.dtype
+        )  # the product is fp32
         return combine_tokens(scored_RD, plan, order=self.config.order)
 
     def tell(self, ids: torch.Tensor, load: Sequence[torch.Tensor], x_TD: torch.Tensor) -> None:
         """Reports a call to those that listen. load: the plan's expert_load and num_dropped."""
         if self.listeners is not None and self.listeners.callbacks:
             size, trains = x_TD.shape[1] * x_TD.element_size(), torch.is_grad_enabled()
-            self.listeners.tell(RoutingReport(ids, ids, load[0], load[1], size, size, is_training=trains))
+            self.listeners.tell(
+                RoutingReport(ids, ids, load[0], load[1], size, size, is_training=trains)
+            )
 
     def close(self) -> None:
         """Closes the heap, for every layer that shares it. Collective."""
@@ -136,16 +156,24 @@ class SymmoeTokenDispatcher(BaseEPTokenDispatcher):
 
 
 # Heaps that dispatchers use now, by group and size: with NVSHMEM a process can have only one.
-_HEAPS: weakref.WeakValueDictionary[tuple[dist.ProcessGroup, int], SymmetricHeap] = weakref.WeakValueDictionary()
+_HEAPS: weakref.WeakValueDictionary[tuple[dist.ProcessGroup, int], SymmetricHeap] = (
+    weakref.WeakValueDictionary()
+)
 
 
-@override(target=LocalTokenDispatcher.Config, description="dispatch and combine over symmetric memory")
-def token_dispatcher(config: LocalTokenDispatcher.Config, **fields: Any) -> SymmoeTokenDispatcher.Config:
+@override(
+    target=LocalTokenDispatcher.Config, description="dispatch and combine over symmetric memory"
+)
+def token_dispatcher(
+    config: LocalTokenDispatcher.Config, **fields: Any
+) -> SymmoeTokenDispatcher.Config:
     """The configuration in place of any other dispatcher's: an override of torchtitan's, for `override.imports`.
 
     Args:
         config: what it replaces; num_experts and top_k are taken from there.
         fields: the others of `SymmoeTokenDispatcher.Config`, hidden_dim and num_max_tokens_per_rank at least.
     """
-    replacement: SymmoeTokenDispatcher.Config = derive(config, SymmoeTokenDispatcher.Config, **fields)
+    replacement: SymmoeTokenDispatcher.Config = derive(
+        config, SymmoeTokenDispatcher.Config, **fields
+    )
     return replacement

@@ -30,19 +30,26 @@ from symmoe.moe.config import MoEConfig
 from symmoe.moe.routed_experts import RoutedExperts as Step
 from symmoe.moe.routed_experts import run_routed
 
-_MATRICES = {"fc1": ("w1_EFD", "w3_EFD"), "fc2": ("w2_EDF",)}  # of torchtitan's that a layer's weight holds
+_MATRICES = {
+    "fc1": ("w1_EFD", "w3_EFD"),
+    "fc2": ("w2_EDF",),
+}  # of torchtitan's that a layer's weight holds
 
 
 class _Linear(GroupedLinear, Module):
     """A GroupedLinear whose weight, of all experts, torchtitan shards and fills as those of its own modules. matrices:
     those of the configuration's that it holds."""
 
-    def __init__(self, config: GroupedExperts.Config, matrices: Sequence[str], in_features: int, width: int) -> None:
+    def __init__(
+        self, config: GroupedExperts.Config, matrices: Sequence[str], in_features: int, width: int
+    ) -> None:
         super().__init__(config.num_experts, in_features, width, bias=False)
         if (inits := config.param_init) is not None:
             self._param_init = {"weight": partial(_fill, [inits[matrix] for matrix in matrices])}
         if (sharding := config.sharding_config) is not None:
-            self._sharding_config = ShardingConfig(state_shardings={"weight": sharding.state_shardings[matrices[0]]})
+            self._sharding_config = ShardingConfig(
+                state_shardings={"weight": sharding.state_shardings[matrices[0]]}
+            )
 
 
 class SymmoeExperts(Module):
@@ -75,13 +82,17 @@ def _fill(inits: list[Any], weight: torch.Tensor) -> None:
 def _as_torchtitan(module: SymmoeExperts, state: dict[str, Any], prefix: str, *_: object) -> None:
     for linear, matrices in _MATRICES.items():
         parts = state.pop(f"{prefix}{linear}.weight").chunk(len(matrices), dim=1)
-        state.update((prefix + name, part.contiguous()) for name, part in zip(matrices, parts, strict=True))
+        state.update(
+            (prefix + name, part.contiguous()) for name, part in zip(matrices, parts, strict=True)
+        )
 
 
 def _from_torchtitan(module: SymmoeExperts, state: dict[str, Any], prefix: str, *_: object) -> None:
     for linear, matrices in _MATRICES.items():
         if all(prefix + name in state for name in matrices):
-            state[f"{prefix}{linear}.weight"] = torch.cat([state.pop(prefix + name) for name in matrices], dim=1)
+            state[f"{prefix}{linear}.weight"] = torch.cat(
+                [state.pop(prefix + name) for name in matrices], dim=1
+            )
 
 
 class SymmoeRoutedExperts(RoutedExperts):
@@ -95,7 +106,12 @@ class SymmoeRoutedExperts(RoutedExperts):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         experts, sent = config.inner_experts, config.token_dispatcher
-        sizes = {"hidden": experts.dim, "ffn": experts.hidden_dim, "num_experts": sent.num_experts, "top_k": sent.top_k}
+        sizes = {
+            "hidden": experts.dim,
+            "ffn": experts.hidden_dim,
+            "num_experts": sent.num_experts,
+            "top_k": sent.top_k,
+        }
         stash: Stash = "all" if sent.num_kept_layers else "hidden"
         self._config = MoEConfig(**sizes, order=sent.order, stash=stash, router="none")
         self._step: Step | None = None
@@ -111,19 +127,27 @@ class SymmoeRoutedExperts(RoutedExperts):
         """The sum of every token's experts times their scores, [B, L, D]. Raises what make_plan does."""
         experts, heap = self.inner_experts, self.token_dispatcher.heap
         if heap is None:
-            raise ArgumentError("expert_parallel_degree (1) must be at least 2 for routed_experts; leave it out")
+            raise ArgumentError(
+                "expert_parallel_degree (1) must be at least 2 for routed_experts; leave it out"
+            )
         if self._step is None:
             for linear in (experts.fc1, experts.fc2):
                 linear.num_groups = len(local_part(linear.weight))  # of this rank
-                linear._is_fsdp_managed_module = False  # torchtitan has sharded experts before FSDP saw them
+                linear._is_fsdp_managed_module = (
+                    False  # torchtitan has sharded experts before FSDP saw them
+                )
             self._step = Step.of(self._config, heap, experts)
-        tokens, probs, topk_idx = (each.flatten(0, 1) for each in (x_BLD, topk_scores_BLK.float(), topk_expert_ids_BLK))
+        tokens, probs, topk_idx = (
+            each.flatten(0, 1) for each in (x_BLD, topk_scores_BLK.float(), topk_expert_ids_BLK)
+        )
         y, load = run_routed(self._step, tokens, probs, topk_idx, experts, x_BLD.shape)
         self.token_dispatcher.tell(topk_idx, load, tokens)
         return y
 
 
-@override(target=RoutedExperts.Config, description="routed experts as one step over symmetric memory")
+@override(
+    target=RoutedExperts.Config, description="routed experts as one step over symmetric memory"
+)
 def routed_experts(config: RoutedExperts.Config, **fields: Any) -> SymmoeRoutedExperts.Config:
     """The configuration in place of any RoutedExperts': an override of torchtitan's, for `override.imports`. fields:
     those of `SymmoeTokenDispatcher.Config`, num_max_tokens_per_rank at least. ArgumentError: other experts than

@@ -5,6 +5,23 @@ May use errors, tape and autograd only. Begin with `contract`, which says what e
 """
 
 from symmoe.kernels.contract import Kernels
-from symmoe.kernels.select import compiled_counter, for_device, has_hook, hooked, looked_up, tape_compiler, watcher
+from symmoe.kernels.select import (
+    compiled_counter,
+    for_device,
+    has_hook,
+    hooked,
+    looked_up,
+    tape_compiler,
+    watcher,
+)
 
-__all__ = ["Kernels", "compiled_counter", "for_device", "has_hook", "hooked", "looked_up", "tape_compiler", "watcher"]
+__all__ = [
+    "Kernels",
+    "compiled_counter",
+    "for_device",
+    "has_hook",
+    "hooked",
+    "looked_up",
+    "tape_compiler",
+    "watcher",
+]

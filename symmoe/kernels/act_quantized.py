@@ -12,7 +12,9 @@ from symmoe.kernels.formats import BlockFormat
 from symmoe.kernels.operands import Buffers
 
 FEATURES = 128  # features of the activation's result in a tile
-ALTERNATING_FEATURES = 64  # the same for its gradient, if gate and up features alternate: a whole block of dh
+ALTERNATING_FEATURES = (
+    64  # the same for its gradient, if gate and up features alternate: a whole block of dh
+)
 H = (torch.bfloat16, torch.float16)  # dtypes of the activation's input
 
 
@@ -29,7 +31,11 @@ class DactOperands(NamedTuple):
 
 def takes_act_quantize(block_format: BlockFormat) -> bool:
     """Whether act_quantize makes this format: E4M3 in blocks that divide tiles, without a scale of the group."""
-    return block_format.element == "e4m3" and block_format.block in (32, 128) and not block_format.has_global_scale
+    return (
+        block_format.element == "e4m3"
+        and block_format.block in (32, 128)
+        and not block_format.has_global_scale
+    )
 
 
 def takes_dact_quantize(ffn: int, activation: Activation, block_format: BlockFormat) -> bool:
@@ -43,7 +49,9 @@ def dact_features(activation: Activation) -> int:
     return FEATURES if activation.interleave is None else ALTERNATING_FEATURES
 
 
-def dact_quantize_workspace_numel(num_rows: int, ffn: int, dbias: torch.Tensor | None = None) -> int:
+def dact_quantize_workspace_numel(
+    num_rows: int, ffn: int, dbias: torch.Tensor | None = None
+) -> int:
     """Elements of dact_quantize's fp32 workspace: a sum for every row and block of features, then for every row tile
     and column of dbias."""
     numel = num_rows * num_scale_sums(ffn)

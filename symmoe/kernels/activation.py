@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from symmoe.errors import ArgumentError
 
 SILU, GELU, GELU_TANH, RELU2 = FUNCTIONS = ("silu", "gelu", "gelu_tanh", "relu2")
-GELU_LINEAR = 2 * math.sqrt(2 / math.pi)  # of GELU by tanh, in sigmoid(x * (GELU_LINEAR + GELU_CUBIC * x^2))
+GELU_LINEAR = 2 * math.sqrt(
+    2 / math.pi
+)  # of GELU by tanh, in sigmoid(x * (GELU_LINEAR + GELU_CUBIC * x^2))
 GELU_CUBIC = 0.044715 * GELU_LINEAR
 SUM_COLUMNS = 64
 
@@ -46,15 +48,23 @@ class Activation:
 
     def __post_init__(self) -> None:
         if self.function not in FUNCTIONS:
-            raise ArgumentError(f"function ({self.function!r}) must be one of {', '.join(map(repr, FUNCTIONS))}")
+            raise ArgumentError(
+                f"function ({self.function!r}) must be one of {', '.join(map(repr, FUNCTIONS))}"
+            )
         if not self.limit > 0:
             raise ArgumentError(f"limit ({self.limit}) must be greater than 0")
         if self.interleave is not None and (self.interleave < 1 or not self.is_gated):
-            raise ArgumentError(f"interleave ({self.interleave}) must be at least 1, and the activation gated")
+            raise ArgumentError(
+                f"interleave ({self.interleave}) must be at least 1, and the activation gated"
+            )
         if self.alpha != 1 and self.function != SILU:
-            raise ArgumentError(f"alpha ({self.alpha}) needs function {SILU!r}, not {self.function!r}")
+            raise ArgumentError(
+                f"alpha ({self.alpha}) needs function {SILU!r}, not {self.function!r}"
+            )
         if not self.is_gated and (self.limit, self.offset) != (math.inf, 0.0):
-            raise ArgumentError(f"limit ({self.limit}) and offset ({self.offset}) need a gated activation")
+            raise ArgumentError(
+                f"limit ({self.limit}) and offset ({self.offset}) need a gated activation"
+            )
 
     def hidden_width(self, ffn: int) -> int:
         """W, columns of h for `ffn` columns of the result."""

@@ -16,7 +16,9 @@ class Architecture:
 
     gpus: str  # the generation, and some of them
     shared_kib: int  # shared memory that a program can have
-    is_measured: bool = False  # whether the kernels have run there; for the others they are compiled only
+    is_measured: bool = (
+        False  # whether the kernels have run there; for the others they are compiled only
+    )
 
 
 Capability = tuple[int, int]
@@ -28,9 +30,17 @@ ARCHITECTURES: dict[Capability, Architecture] = {
     (10, 0): Architecture("Blackwell: B200, GB200", 227),
     (12, 0): Architecture("Blackwell: RTX PRO 6000, RTX 5090", 99),
 }
-TRITON_VERSIONS = ((3, 6), (3, 7), (3, 8), (3, 9))  # whose insides and Gluon are known; they change in every one
+TRITON_VERSIONS = (
+    (3, 6),
+    (3, 7),
+    (3, 8),
+    (3, 9),
+)  # whose insides and Gluon are known; they change in every one
 LEAST: Capability = (8, 0)  # multiplies bf16
-LEAST_E4M3: Capability = (8, 9)  # converts to E4M3, which is in every recipe: its numbers, or its scales
+LEAST_E4M3: Capability = (
+    8,
+    9,
+)  # converts to E4M3, which is in every recipe: its numbers, or its scales
 
 
 def status(capability: Capability) -> str:

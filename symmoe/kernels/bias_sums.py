@@ -25,4 +25,6 @@ def bias_slots(num_rows: int, num_groups: int, tile_rows: int = TILE) -> int:
 def empty_row_sums(num_rows: int, dbias: torch.Tensor) -> torch.Tensor:
     """Memory for the sums that quantize_rows leaves for dbias [G, C]: fp32 [slots, C]."""
     num_groups, width = dbias.shape
-    return dbias.new_empty((bias_slots(num_rows, num_groups, SLOT_ROWS), width), dtype=torch.float32)
+    return dbias.new_empty(
+        (bias_slots(num_rows, num_groups, SLOT_ROWS), width), dtype=torch.float32
+    )

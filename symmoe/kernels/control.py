@@ -134,8 +134,12 @@ OVERFLOW_RAISE, OVERFLOW_DROP, OVERFLOW_REPEAT = 0, 1, 2
 
 # a status record: int64[STATUS_WORDS] that the host can read without synchronising
 STATUS_WORDS = 8
-STATUS_KIND, STATUS_PHASE, STATUS_PEER, STATUS_EXPECTED, STATUS_SEEN, STATUS_EPOCH, STATUS_WHERE = range(7)
-STATUS_OK, STATUS_TIMEOUT, STATUS_FAULT, STATUS_PLAN, STATUS_MISMATCH, STATUS_ABORT, STATUS_RAIL = range(7)
+STATUS_KIND, STATUS_PHASE, STATUS_PEER, STATUS_EXPECTED, STATUS_SEEN, STATUS_EPOCH, STATUS_WHERE = (
+    range(7)
+)
+STATUS_OK, STATUS_TIMEOUT, STATUS_FAULT, STATUS_PLAN, STATUS_MISMATCH, STATUS_ABORT, STATUS_RAIL = (
+    range(7)
+)
 # A record of kind STATUS_PLAN: PEER = SUM_ERROR_RANK, EXPECTED = SUM_LIMIT, SEEN = SUM_VALUE, EPOCH = SUM_ERROR,
 # WHERE = SUM_WHERE. Of kind STATUS_MISMATCH: PEER is the first rank whose call differs from rank 0's, EXPECTED rank 0's
 # call, SEEN that rank's. Of kind STATUS_ABORT: PEER is the rank that gave up, SEEN what it wrote.
@@ -176,7 +180,14 @@ PHASES = (
     "replicas: gradients",
     "suspend or resume",
 )
-PHASE_START, PHASE_PLAN, PHASE_DISPATCH_READY, PHASE_DISPATCH_DONE, PHASE_COMBINE_READY, PHASE_COMBINE_DONE = range(6)
+(
+    PHASE_START,
+    PHASE_PLAN,
+    PHASE_DISPATCH_READY,
+    PHASE_DISPATCH_DONE,
+    PHASE_COMBINE_READY,
+    PHASE_COMBINE_DONE,
+) = range(6)
 PHASE_CLOSE, PHASE_NODES_PLAN, PHASE_NODES_OUT, PHASE_NODES_HOME = range(6, 10)
 PHASE_REPLICAS_HOME, PHASE_SUSPEND = 10, 11
 
@@ -199,7 +210,9 @@ CONFIG_BITS = 48
 MAX_HIDDEN = (1 << CALL_FIELDS["hidden"]) - 1
 
 
-CallFields = dict[str, Any]  # values of CALL_FIELDS, except the phase; those that are not given are 0
+CallFields = dict[
+    str, Any
+]  # values of CALL_FIELDS, except the phase; those that are not given are 0
 
 
 def gradients_index(*, x: bool, probs: bool) -> int:
@@ -236,7 +249,9 @@ class ControlLayout:
     """Byte offsets of the control block's parts for `num_ranks` ranks of a node."""
 
     num_ranks: int
-    num_sources: int | None = None  # ranks of the group, with a row each in the count table; None: those of the node
+    num_sources: int | None = (
+        None  # ranks of the group, with a row each in the count table; None: those of the node
+    )
 
     def __post_init__(self) -> None:
         self.num_rows = self.num_sources or self.num_ranks  # of one half of the count table
@@ -256,10 +271,14 @@ class Peers:
 
     rank: int  # this rank in the node
     num_ranks: int  # R
-    bases: torch.Tensor  # int64[R] on the heap's device, the address of each rank's arena in this process
+    bases: (
+        torch.Tensor
+    )  # int64[R] on the heap's device, the address of each rank's arena in this process
     views: tuple[torch.Tensor, ...]  # each rank's arena as a uint8 tensor in this process
     layout: ControlLayout  # where the parts of the control block lie
-    group_ranks: tuple[int, ...] = ()  # the ranks of the node in the EP group; (): the group is on one node
+    group_ranks: tuple[
+        int, ...
+    ] = ()  # the ranks of the node in the EP group; (): the group is on one node
 
     def in_group(self, rank: int) -> int:
         """A rank of the node as a rank of the EP group; a negative one stays as it is."""
@@ -270,7 +289,9 @@ class Peers:
         """The views for numpy, on CPUs. Slicing one costs a tenth of slicing with torch."""
         return tuple(view.numpy() for view in self.views)
 
-    def region(self, rank: int, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def region(
+        self, rank: int, offset: int, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor:
         """`shape` elements of `dtype` at byte `offset` of rank `rank`'s arena, as a view."""
         num_bytes = dtype.itemsize * math.prod(shape)
         return self.views[rank][offset : offset + num_bytes].view(dtype).view(shape)
@@ -310,15 +331,23 @@ class RankMaps:
 
     here: int  # the node of this rank
     first: int  # its first rank, if the ranks of a node follow each other
-    to_node: torch.Tensor  # int64 [R + 1], the node of a rank; the last one is of -1, for which it is any
-    to_local: torch.Tensor  # int32 [N * (R + 1)], by node, the index of a rank in it; -1 of other ranks, and of -1
+    to_node: (
+        torch.Tensor
+    )  # int64 [R + 1], the node of a rank; the last one is of -1, for which it is any
+    to_local: (
+        torch.Tensor
+    )  # int32 [N * (R + 1)], by node, the index of a rank in it; -1 of other ranks, and of -1
     by_node: torch.Tensor  # int64 [N, G], the ranks of each node
     own_ranks: torch.Tensor  # int64 [G], those of this one
     other_ranks: torch.Tensor  # int64 [R - G], the ranks of the other nodes, in their order
-    first_with: torch.Tensor  # int64 [R + 1], the first rank whose rows come with those of a rank; R for the end of all
+    first_with: (
+        torch.Tensor
+    )  # int64 [R + 1], the first rank whose rows come with those of a rank; R for the end of all
 
 
-PlanLayout = Mapping[str, tuple[int, int, tuple[int, ...]]]  # (first element, number of elements, shape) of each tensor
+PlanLayout = Mapping[
+    str, tuple[int, int, tuple[int, ...]]
+]  # (first element, number of elements, shape) of each tensor
 
 
 def num_blocks(num_tokens: int) -> int:
@@ -365,19 +394,27 @@ class PlanIntegers:
     block_tokens = _Integers("B", "R")  # tokens of each block that have a kept slot on each rank
     # This rank's region of packed rows on each rank: first row, number of rows.
     packed_start, packed_limit = _Integers("R"), _Integers("R")
-    source_to_packed_start = _Integers("R + 1")  # where each source's packed rows start here; the last: their number
+    source_to_packed_start = _Integers(
+        "R + 1"
+    )  # where each source's packed rows start here; the last: their number
     # Where the rows of each source rank and local expert start here; the last row is where the experts' rows end.
     source_to_row_start = _Integers("R + 1", "e")
-    source_to_rows = _Integers("R", 2, "E / R")  # the part of each source: first rows, rows past the last, see lay_out
+    source_to_rows = _Integers(
+        "R", 2, "E / R"
+    )  # the part of each source: first rows, rows past the last, see lay_out
     expert_load = _Integers("E")  # slots of each expert in the whole group, before dropping
     report = _Integers(SUMMARY_WORDS)  # sizes and errors for the host, as in SUM_*
     # Where the rows of each place begin and end: all; those of tokens of ranks before this one, of its own, after it.
     replica_ranges = _Integers(4, 2, "S")
-    slot_to_copy = _Integers("T if S", "K")  # topk_idx with copies, rank * e + n, in place of experts
+    slot_to_copy = _Integers(
+        "T if S", "K"
+    )  # topk_idx with copies, rank * e + n, in place of experts
     # The expert of which a place of a rank has a replica, and its rows there.
     place_to_expert, place_rows = _Integers("R", "S"), _Integers("R", "S")
     expert_to_place = _Integers("E if S", "R")  # the place of an expert's replica on a rank
-    copy_slots = _Integers("E if S", "R")  # how many of this rank's slots of an expert go to its copy on a rank
+    copy_slots = _Integers(
+        "E if S", "R"
+    )  # how many of this rank's slots of an expert go to its copy on a rank
 
 
 @dataclass(eq=False)
@@ -393,17 +430,23 @@ class InNodeIntegers:
     storage: torch.Tensor
     layout: PlanLayout  # where they are in it, see in_node_layout
 
-    token_to_home_row = _Integers("T", "N")  # the home row of what a node has for a token; see RailPlan
+    token_to_home_row = _Integers(
+        "T", "N"
+    )  # the home row of what a node has for a token; see RailPlan
     home_row_to_token = _Integers("H")  # any for those that are not used
     slot_to_row, slot_to_rank = _Integers("H + F", "K"), _Integers("H + F", "K")
     token_to_packed_row, token_to_primary_row = _Integers("H + F", "G"), _Integers("H + F", "G")
-    slot_to_home_row = _Integers("T", "K")  # where a slot's value is among K for each home row; -1 for no expert
+    slot_to_home_row = _Integers(
+        "T", "K"
+    )  # where a slot's value is among K for each home row; -1 for no expert
     zeros = _Integers("T * max(N, K)")  # the rank of each of those rows
     ends = _Integers(2)  # 0 and T. So home is a group of one rank
     # For each node, then of what each other node's rank sends: tokens that go to each rank, where their packed rows
     # start, and how many there are.
     regions = _Integers(2, "N", 3, "G")
-    source_to_packed_start = _Integers("R + 1")  # that of the plan, for the sources of this node (dispatch/nodes.py)
+    source_to_packed_start = _Integers(
+        "R + 1"
+    )  # that of the plan, for the sources of this node (dispatch/nodes.py)
     # Those that can be computed when all tokens of this node have come, if its ranks are in order.
     own_rows = _Integers(2, "e")
 
@@ -414,20 +457,46 @@ def plan_layout(
 ) -> tuple[int, PlanLayout]:
     """Elements of the storage of PlanIntegers, and where each of them is."""
     num_own = num_experts // num_ranks
-    sizes = {"T": num_tokens, "K": top_k, "E": num_experts, "R": num_ranks, "S": num_places, "R + 1": num_ranks + 1}
-    sizes |= {"E / R": num_own, "e": num_own + num_places, "R * e": num_ranks * (num_own + num_places)}
+    sizes = {
+        "T": num_tokens,
+        "K": top_k,
+        "E": num_experts,
+        "R": num_ranks,
+        "S": num_places,
+        "R + 1": num_ranks + 1,
+    }
+    sizes |= {
+        "E / R": num_own,
+        "e": num_own + num_places,
+        "R * e": num_ranks * (num_own + num_places),
+    }
     sizes |= {"T if S": num_tokens * min(1, num_places), "E if S": num_experts * min(1, num_places)}
     return _laid_out(PlanIntegers, sizes | {"B": num_blocks(num_tokens)})
 
 
 @functools.lru_cache(maxsize=256)
 def in_node_layout(
-    num_tokens: int, top_k: int, num_local: int, nodes: tuple[int, int], num_sent: int, num_foreign: int
+    num_tokens: int,
+    top_k: int,
+    num_local: int,
+    nodes: tuple[int, int],
+    num_sent: int,
+    num_foreign: int,
 ) -> tuple[int, PlanLayout]:
     """The same of InNodeIntegers. nodes: N, G; num_local: e; num_sent: A; num_foreign: F."""
     (num_nodes, per_node), num_home = nodes, num_tokens + num_sent
-    sizes = {"T": num_tokens, "K": top_k, "N": num_nodes, "G": per_node, "R + 1": num_nodes * per_node + 1}
-    sizes |= {"H": num_home, "H + F": num_home + num_foreign, "T * max(N, K)": num_tokens * max(num_nodes, top_k)}
+    sizes = {
+        "T": num_tokens,
+        "K": top_k,
+        "N": num_nodes,
+        "G": per_node,
+        "R + 1": num_nodes * per_node + 1,
+    }
+    sizes |= {
+        "H": num_home,
+        "H + F": num_home + num_foreign,
+        "T * max(N, K)": num_tokens * max(num_nodes, top_k),
+    }
     return _laid_out(InNodeIntegers, sizes | {"e": num_local})
 
 

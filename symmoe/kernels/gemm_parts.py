@@ -26,7 +26,9 @@ class Part:
 
     rows: torch.Tensor  # the row_range of the launch
     num_sms: int | None = None  # most SMs that it uses; None: all
-    is_of_replicas: bool = False  # whether the groups are a rank's places for replicas; else its experts
+    is_of_replicas: bool = (
+        False  # whether the groups are a rank's places for replicas; else its experts
+    )
 
 
 def range_of(bounds: torch.Tensor) -> torch.Tensor:

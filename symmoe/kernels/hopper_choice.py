@@ -15,7 +15,9 @@ MIN_COLUMNS = 256  # of the output of a kernel for Hopper: a whole tile
 Launcher = Callable[..., Any]
 
 
-def launcher(name: str, device: torch.device, dtype: torch.dtype, columns: int, *operands: object) -> Launcher | None:
+def launcher(
+    name: str, device: torch.device, dtype: torch.dtype, columns: int, *operands: object
+) -> Launcher | None:
     """What launches a kernel for Hopper, if there is one of this name for such a call; None: Triton's has to. device,
     dtype, columns: of the output. operands: what the kernel's own condition looks at, see hopper/launchers.py."""
     launchers = hopper_kernels(device, dtype, columns)

@@ -43,10 +43,14 @@ def check_operand(
     if tensor.shape != shape:
         raise ArgumentError(f"{name} must be {list(shape)}, got {list(tensor.shape)}")
     if tensor.dtype not in dtypes:
-        raise ArgumentError(f"{name} must be of {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
+        raise ArgumentError(
+            f"{name} must be of {' or '.join(map(str, dtypes))}, got {tensor.dtype}"
+        )
     if device is not None and tensor.device != device:
         raise ArgumentError(f"{name} must be on {device}, got {tensor.device}")
-    if not any_strides and isinstance(tensor, torch.Tensor) and not tensor.is_contiguous():  # matrices of a table are
+    if (
+        not any_strides and isinstance(tensor, torch.Tensor) and not tensor.is_contiguous()
+    ):  # matrices of a table are
         raise ArgumentError(f"{name} must be contiguous, got strides {list(tensor.stride())}")
 
 
@@ -57,7 +61,9 @@ def check_column_scale(name: str, scale: torch.Tensor) -> None:
     wanted = (1, num_features) if scale.dtype == torch.float32 else (num_blocks, 1)
     strides = zip(scale.shape, scale.stride(), wanted, strict=True)
     if scale.numel() and any(size > 1 and stride != want for size, stride, want in strides):
-        raise ArgumentError(f"{name} {list(scale.shape)} must have strides {list(wanted)}, got {list(scale.stride())}")
+        raise ArgumentError(
+            f"{name} {list(scale.shape)} must have strides {list(wanted)}, got {list(scale.stride())}"
+        )
 
 
 def given(name: str, tensor: torch.Tensor | None) -> torch.Tensor:

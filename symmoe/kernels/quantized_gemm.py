@@ -15,7 +15,14 @@ import torch
 from symmoe.errors import ArgumentError
 from symmoe.kernels.contract.operands import Bias, Matrices, MaybeTensor, as_pair
 from symmoe.kernels.formats import TILE, BlockFormat, max_tiles
-from symmoe.kernels.operands import FLOATS, Operand, ScatteredWeight, check_column_scale, check_multiple, check_operand
+from symmoe.kernels.operands import (
+    FLOATS,
+    Operand,
+    ScatteredWeight,
+    check_column_scale,
+    check_multiple,
+    check_operand,
+)
 from symmoe.kernels.tensor_table import TensorTable
 
 BLOCK = 128
@@ -53,7 +60,9 @@ def check_gemm(
     (num_rows, line_bytes), (num_groups, out_width, _) = rows.data.shape, weight.data.shape
     in_width, dtypes = line_bytes * block_format.elements_per_byte, (rows.data.dtype,)
     check_operand("rows", rows.data, (num_rows, line_bytes), dtypes)
-    check_operand(_packed("weight", block_format), weight.data, (num_groups, out_width, line_bytes), dtypes)
+    check_operand(
+        _packed("weight", block_format), weight.data, (num_groups, out_width, line_bytes), dtypes
+    )
     check_operand("out", out, (num_rows, out_width), FLOATS)
     features, bias_scale = as_pair(bias)
     if features is not None:
@@ -63,18 +72,24 @@ def check_gemm(
     row_name, name = _packed("row_scale", block_format), _packed("weight_scale", block_format)
     if block_format is FLOAT8_BLOCK:
         check_operand(row_name, rows.scale, (num_rows, num_blocks(in_width)), SCALE)
-        check_operand(name, weight.scale, (num_groups, num_blocks(out_width), num_blocks(in_width)), SCALE)
+        check_operand(
+            name, weight.scale, (num_groups, num_blocks(out_width), num_blocks(in_width)), SCALE
+        )
     else:
         across, down = tiles_across(block_format, in_width), tiles_down(out_width)
         # The most that rows of any bounds need: the host does not know them.
         _check_tiles(row_name, rows.scale, max_tiles(num_rows, num_groups), across)
         if isinstance(weight.scale, TensorTable):
-            check_operand(name, weight.scale, (num_groups, down, across * TILE_BYTES), (torch.uint8,))
+            check_operand(
+                name, weight.scale, (num_groups, down, across * TILE_BYTES), (torch.uint8,)
+            )
         else:
             _check_tiles(name, weight.scale, num_groups * down, across)
     _check_global_scale("row_global_scale", rows.global_scale, block_format, num_groups)
     _check_global_scale("weight_global_scale", weight.global_scale, block_format, num_groups)
-    check_multiple("contracted features", in_width, ALIGNMENT if block_format is FLOAT8_BLOCK else 32)
+    check_multiple(
+        "contracted features", in_width, ALIGNMENT if block_format is FLOAT8_BLOCK else 32
+    )
     check_multiple("features of out", out_width, ALIGNMENT // out.element_size())
     for name, ranges in (("row_range", row_range), ("group_range", group_range)):
         if ranges is not None:
@@ -87,13 +102,19 @@ def check_wgrad(dout: Operand, rows: Operand, out: Matrices) -> BlockFormat:
     block_format, (out_rows, token_bytes) = _format_of("dout", dout), dout.data.shape
     num_tokens, columns = token_bytes * block_format.elements_per_byte, rows.data.shape[0]
     for name, (data, scale, global_scale) in (("dout", dout), ("rows", rows)):
-        check_operand(_packed(name, block_format), data, (data.shape[0], token_bytes), (dout.data.dtype,))
+        check_operand(
+            _packed(name, block_format), data, (data.shape[0], token_bytes), (dout.data.dtype,)
+        )
         scale_name = _packed(f"{name}_scale", block_format)
         if block_format is FLOAT8_BLOCK:
-            check_operand(scale_name, scale, (data.shape[0], num_blocks(num_tokens)), SCALE, any_strides=True)
+            check_operand(
+                scale_name, scale, (data.shape[0], num_blocks(num_tokens)), SCALE, any_strides=True
+            )
             check_column_scale(scale_name, scale)
         else:
-            _check_tiles(scale_name, scale, tiles_down(data.shape[0]), tiles_across(block_format, num_tokens))
+            _check_tiles(
+                scale_name, scale, tiles_down(data.shape[0]), tiles_across(block_format, num_tokens)
+            )
         _check_global_scale(f"{name}_global_scale", global_scale, block_format, out.shape[0])
     if block_format is FLOAT8_BLOCK:
         check_multiple("features of dout", out_rows, ALIGNMENT // dout.scale.element_size())
@@ -105,7 +126,10 @@ def check_wgrad(dout: Operand, rows: Operand, out: Matrices) -> BlockFormat:
 
 def _format_of(name: str, operand: Operand) -> BlockFormat:
     """Compact scales are a matrix, tiles of them have three dimensions."""
-    formats, dtype = {torch.float8_e4m3fn: FLOAT8_BLOCK} if operand.scale.ndim == 2 else FORMATS, operand.data.dtype
+    formats, dtype = (
+        {torch.float8_e4m3fn: FLOAT8_BLOCK} if operand.scale.ndim == 2 else FORMATS,
+        operand.data.dtype,
+    )
     if dtype not in formats:
         raise ArgumentError(f"{name} must be of {' or '.join(map(str, formats))}, got {dtype}")
     return formats[dtype]
@@ -113,19 +137,29 @@ def _format_of(name: str, operand: Operand) -> BlockFormat:
 
 def _packed(name: str, block_format: BlockFormat) -> str:
     """The name of an operand for texts, with what NVFP4's shapes follow from."""
-    return name if block_format.elements_per_byte == 1 else f"{name} (of data with two elements in a byte)"
+    return (
+        name
+        if block_format.elements_per_byte == 1
+        else f"{name} (of data with two elements in a byte)"
+    )
 
 
 def _check_tiles(name: str, scale: torch.Tensor, num_tiles: int, across: int) -> None:
     if scale.ndim != 3 or scale.shape[0] < num_tiles or scale.shape[1:] != (across, TILE_BYTES):
-        raise ArgumentError(f"{name} must be [{num_tiles} or more, {across}, {TILE_BYTES}], got {list(scale.shape)}")
+        raise ArgumentError(
+            f"{name} must be [{num_tiles} or more, {across}, {TILE_BYTES}], got {list(scale.shape)}"
+        )
     check_operand(name, scale, scale.shape, (torch.uint8,))
 
 
-def _check_global_scale(name: str, scale: MaybeTensor, block_format: BlockFormat, num_groups: int) -> None:
+def _check_global_scale(
+    name: str, scale: MaybeTensor, block_format: BlockFormat, num_groups: int
+) -> None:
     if (scale is not None) != block_format.has_global_scale:
         given = "None" if scale is None else list(scale.shape)
         wanted = f"[{num_groups}]" if block_format.has_global_scale else "None"
-        raise ArgumentError(f"{name} must be {wanted} where numbers are {block_format.element}, got {given}")
+        raise ArgumentError(
+            f"{name} must be {wanted} where numbers are {block_format.element}, got {given}"
+        )
     if scale is not None:
         check_operand(name, scale, (num_groups,), SCALE)

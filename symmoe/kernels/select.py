@@ -94,7 +94,9 @@ def _look_up(device_type: str) -> Kernels:
     return _current[device_type]
 
 
-def _without_memory(name: str, kernel: Callable[..., Any], /, *args: object, **options: object) -> int | None:
+def _without_memory(
+    name: str, kernel: Callable[..., Any], /, *args: object, **options: object
+) -> int | None:
     """Takes the place of kernels of tensors that have shapes and no memory. One with a result returns a number."""
     return None if name == "read_addresses" else 0
 

@@ -33,6 +33,8 @@ class ScaleTable:
     most_tiles: tuple[int, int]  # the most (rows of tiles, tiles of a row) that a matrix has
 
 
-def packed_and_table(matrices: torch.Tensor | TensorTable) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def packed_and_table(
+    matrices: torch.Tensor | TensorTable,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """The packed tensor and the addresses in the table, of which one is None: arguments of a kernel."""
     return (matrices, None) if isinstance(matrices, torch.Tensor) else (None, matrices.pointers)

@@ -28,11 +28,16 @@ def normalised(scores: torch.Tensor) -> torch.Tensor:
     return scores / scores.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
 
 
-def rows_per_rank(expert_load: torch.Tensor, place_to_expert: torch.Tensor, place_rows: torch.Tensor) -> torch.Tensor:
+def rows_per_rank(
+    expert_load: torch.Tensor, place_to_expert: torch.Tensor, place_rows: torch.Tensor
+) -> torch.Tensor:
     """int64 [2, R], rows of each rank before and after balance: of its E / R experts of expert_load [E], and as
     place_rows [R, S] of the experts place_to_expert [R, S] have moved to its places."""
     by_rank = expert_load.view(len(place_rows), -1)
-    owners, ranks = place_to_expert // by_rank.shape[1], torch.arange(len(by_rank), device=by_rank.device)
+    owners, ranks = (
+        place_to_expert // by_rank.shape[1],
+        torch.arange(len(by_rank), device=by_rank.device),
+    )
     before, given = by_rank.sum(1), (place_rows * (owners == ranks[:, None, None])).sum((1, 2))
     return torch.stack([before, before - given + place_rows.sum(1)])
 
@@ -51,7 +56,10 @@ def load_balance_loss(
 
 
 def sequence_balance_loss(
-    shares: torch.Tensor, topk_idx: torch.Tensor, sequence_length: int, token_mask: torch.Tensor | None = None
+    shares: torch.Tensor,
+    topk_idx: torch.Tensor,
+    sequence_length: int,
+    token_mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The complementary sequence-wise loss of DeepSeek-V3 (arXiv:2412.19437, eq. 17-20), mean over the sequences of S
     neighbours. topk_idx: int [T, K], the choice before anything is dropped; -1 is no expert. f and P of a sequence are
@@ -78,7 +86,9 @@ def routing_map(topk_idx: torch.Tensor, num_experts: int) -> torch.Tensor:
     """bool [T, E]: whether a token goes to an expert. topk_idx is int [T, K]; -1 and ids out of range are no expert."""
     # They get a separate column: writes of different values to one place have no order.
     places = topk_idx.masked_fill((topk_idx < 0) | (topk_idx >= num_experts), num_experts).long()
-    chosen = torch.zeros((topk_idx.shape[0], num_experts + 1), dtype=torch.bool, device=topk_idx.device)
+    chosen = torch.zeros(
+        (topk_idx.shape[0], num_experts + 1), dtype=torch.bool, device=topk_idx.device
+    )
     return chosen.scatter_(1, places, True)[:, :num_experts]
 
 
@@ -142,7 +152,9 @@ def balance_step(model: nn.Module, *, expert_group: dist.ProcessGroup | None = N
     if expert_group is not None:
         loads = torch.cat(list(counts.values()))
         dist.all_reduce(loads, group=expert_group)
-        for step_load, load in zip(counts.values(), loads.split([len(c) for c in counts.values()]), strict=True):
+        for step_load, load in zip(
+            counts.values(), loads.split([len(c) for c in counts.values()]), strict=True
+        ):
             step_load.copy_(load)
     for router, step_load in counts.items():
         if router.expert_bias is not None:
@@ -151,21 +163,30 @@ def balance_step(model: nn.Module, *, expert_group: dist.ProcessGroup | None = N
 
 
 def balance_after(
-    optimizer: torch.optim.Optimizer, model: nn.Module, *, expert_group: dist.ProcessGroup | None = None
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    *,
+    expert_group: dist.ProcessGroup | None = None,
 ) -> RemovableHandle:
     """Makes every `optimizer.step()` end with :func:`balance_step`. Not if a gradient scaler skips the step. `remove()`
     of what it returns ends this."""
-    return optimizer.register_step_post_hook(lambda *_: balance_step(model, expert_group=expert_group))
+    return optimizer.register_step_post_hook(
+        lambda *_: balance_step(model, expert_group=expert_group)
+    )
 
 
-def count_in_backward(y: torch.Tensor, expert_load: torch.Tensor, step_load: torch.Tensor) -> torch.Tensor:
+def count_in_backward(
+    y: torch.Tensor, expert_load: torch.Tensor, step_load: torch.Tensor
+) -> torch.Tensor:
     """y, the result of a call, whose load [E] is added to `step_load` when backward comes to y. By then autograd has
     been through the balance loss of the call, which is newer than y. So what a checkpoint computes again for that loss
     still sees the count of forward."""
     if torch.compiler.is_compiling():
         counted: torch.Tensor = _CountInBackward.apply(y, expert_load, step_load)
         return counted
-    loads = [expert_load.long()]  # a copy: the caller's is in the metrics, where users may write to it
+    loads = [
+        expert_load.long()
+    ]  # a copy: the caller's is in the metrics, where users may write to it
 
     def add(_: torch.Tensor) -> None:
         while loads:  # once, also if the graph is retained
@@ -180,7 +201,9 @@ class _CountInBackward(Function):
     """Does what the hook does, for torch.compile."""
 
     @staticmethod
-    def forward(ctx: Context, y: torch.Tensor, load: torch.Tensor, step_load: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Context, y: torch.Tensor, load: torch.Tensor, step_load: torch.Tensor
+    ) -> torch.Tensor:
         ctx.load, ctx.step_load = load, step_load
         return y.view_as(y)
 

@@ -20,7 +20,14 @@ _BOUNDS = ("capacity", "max_room", "max_tokens", "rail_capacity")  # sizes, or N
 _FLAGS = ("renormalize", "expert_bias")
 _FACTORS = ("route_scale", "bias_update_rate", "aux_loss_coef", "z_loss_coef")
 _OF_A_CAPACITY = ("overflow", "max_tokens", "rail_capacity")  # mean nothing without a static one
-_OF_THE_ROUTER = (*_FLAGS, *_FACTORS, "score", "num_groups", "top_groups", "aux_loss")  # nor these without a router
+_OF_THE_ROUTER = (
+    *_FLAGS,
+    *_FACTORS,
+    "score",
+    "num_groups",
+    "top_groups",
+    "aux_loss",
+)  # nor these without a router
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,9 +158,13 @@ class MoEConfig:
 
     def __post_init__(self) -> None:
         bounds = [name for name in _BOUNDS if getattr(self, name) is not None]
-        raise_for(arguments.size_problem(**{name: getattr(self, name) for name in (*_SIZES, *bounds)}))
+        raise_for(
+            arguments.size_problem(**{name: getattr(self, name) for name in (*_SIZES, *bounds)})
+        )
         raise_for(activation_problem(self.activation))
-        raise_for(arguments.words_problem(**{name: getattr(self, name) for name in arguments.CHOICES}))
+        raise_for(
+            arguments.words_problem(**{name: getattr(self, name) for name in arguments.CHOICES})
+        )
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise ArgumentError(f"{name} ({getattr(self, name)!r}) must be True or False")
@@ -163,15 +174,21 @@ class MoEConfig:
         if self.quantized_wire != "none" and (problem := wire_problem(self.precision)) is not None:
             raise ArgumentError(f"quantized_wire ({self.quantized_wire!r}): {problem}")
         if self.balance == "none":
-            self._check_defaults(("replica_places", "replica_slack"), "balance 'replicas', but balance is 'none'")
+            self._check_defaults(
+                ("replica_places", "replica_slack"), "balance 'replicas', but balance is 'none'"
+            )
         elif self.precision is not None:
-            raise ArgumentError(f"balance ('replicas') must be 'none' with a precision ({self.precision})")
+            raise ArgumentError(
+                f"balance ('replicas') must be 'none' with a precision ({self.precision})"
+            )
         if self.replica_slack > 1:
             raise ArgumentError(f"replica_slack ({self.replica_slack}) must be at most 1")
         if self.router == "none":
             self._check_defaults(_OF_THE_ROUTER, "a router, but router is 'none'")
         if self.num_experts % self.num_groups:
-            raise ArgumentError(f"num_experts ({self.num_experts}) must be divisible by num_groups ({self.num_groups})")
+            raise ArgumentError(
+                f"num_experts ({self.num_experts}) must be divisible by num_groups ({self.num_groups})"
+            )
         reachable = self.top_groups * (self.num_experts // self.num_groups)
         for name, limit_name, limit in (
             ("top_k", "num_experts", self.num_experts),
@@ -183,7 +200,9 @@ class MoEConfig:
         if self.capacity is None:
             self._check_defaults(_OF_A_CAPACITY, "a static capacity, but capacity is None")
         elif self.max_room is not None:
-            raise ArgumentError(f"max_room ({self.max_room}) needs exact capacity, but capacity is {self.capacity}")
+            raise ArgumentError(
+                f"max_room ({self.max_room}) needs exact capacity, but capacity is {self.capacity}"
+            )
         if (factor := self.capacity_factor) is None:
             self._check_defaults(("drop_policy",), "a capacity_factor, and it is None")
             return
@@ -193,7 +212,9 @@ class MoEConfig:
         # The plan counts the load of all ranks, after the drops: it does not show how overloaded an expert is.
         given = f"with capacity_factor ({factor})"
         if self.expert_bias:
-            raise ArgumentError(f"expert_bias (True) must be False {given}: it would follow the load after the drops")
+            raise ArgumentError(
+                f"expert_bias (True) must be False {given}: it would follow the load after the drops"
+            )
         if self.aux_loss == "global":
             raise ArgumentError(f"aux_loss ('global') must be 'micro_batch' or 'sequence' {given}")
 

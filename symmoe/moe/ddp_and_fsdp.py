@@ -35,9 +35,13 @@ class Replicas:
     """The other ranks that hold the experts of one layer, as `group` with this one (None: there is one EP group), and
     a reference to the DDP in which it was last met, if there is one. Copies of the layer are in none."""
 
-    def __init__(self, group: dist.ProcessGroup | None, gradient_group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None, gradient_group: dist.ProcessGroup | None = None
+    ) -> None:
         self.group = group  # as the layer was given it
-        self.gradient_group = group if gradient_group is None else gradient_group  # for gradients under DDP
+        self.gradient_group = (
+            group if gradient_group is None else gradient_group
+        )  # for gradients under DDP
         self.its_ddp: Callable[[], DistributedDataParallel | None] = lambda: None
         self.are_reduced = False  # whether reduce_gradients has been called for the layer
 
@@ -50,7 +54,9 @@ class _Joined:
     whether their gradients have hooks. Keeps nothing alive."""
 
     def __init__(self) -> None:
-        self.layers: weakref.WeakKeyDictionary[ExpertParallelModule, None] = weakref.WeakKeyDictionary()  # in order
+        self.layers: weakref.WeakKeyDictionary[ExpertParallelModule, None] = (
+            weakref.WeakKeyDictionary()
+        )  # in order
         self.experts: dict[int, tuple[weakref.ref[nn.Parameter], bool]] = {}
         self.num_calls = 0  # of layers that are spread over ranks, in the DDP's forward
 
@@ -109,7 +115,9 @@ def prepare_for_ddp(model: nn.Module, *, expert_group: dist.ProcessGroup | None 
     """
     layers = [module for module in model.modules() if isinstance(module, ExpertParallelModule)]
     if not layers:
-        raise ArgumentError(f"model ({type(model).__name__}) has no MoELayer, whose experts DDP must not touch")
+        raise ArgumentError(
+            f"model ({type(model).__name__}) has no MoELayer, whose experts DDP must not touch"
+        )
     if expert_group is not None:
         for layer in layers:
             layer.replicas = Replicas(layer.replicas.group, expert_group)
@@ -139,14 +147,20 @@ def ddp_problem(layer: ExpertParallelModule | None = None) -> ArgumentError | No
                 return problem
             _average_gradients(ddp, each, joined)
     joined.num_calls += 1
-    return None if joined.num_calls & (joined.num_calls - 1) else _drift_problem(ddp)  # at 1, 2, 4, 8 ..
+    return (
+        None if joined.num_calls & (joined.num_calls - 1) else _drift_problem(ddp)
+    )  # at 1, 2, 4, 8 ..
 
 
-def join_ddp(ddp: DistributedDataParallel, layers: Iterable[ExpertParallelModule] = ()) -> ArgumentError | None:
+def join_ddp(
+    ddp: DistributedDataParallel, layers: Iterable[ExpertParallelModule] = ()
+) -> ArgumentError | None:
     """Makes the layers in a DDP, and others, part of it, or says why that cannot be."""
     inside = [module for module in ddp.module.modules() if isinstance(module, ExpertParallelModule)]
     joined: _Joined = vars(ddp).setdefault(_JOINED, _Joined())
-    new_layers = [layer for layer in dict.fromkeys([*inside, *layers]) if layer not in joined.layers]
+    new_layers = [
+        layer for layer in dict.fromkeys([*inside, *layers]) if layer not in joined.layers
+    ]
     for layer in new_layers:
         if (problem := _group_problem(ddp, layer)) is not None:
             return problem
@@ -164,11 +178,17 @@ def fsdp_problem(experts: GroupedMLP, num_ranks: int) -> ArgumentError | None:
     modules = experts._modules  # in every call: attributes of modules take a microsecond each
     for name in ("fc1", "fc2"):
         linear = cast(GroupedLinear, modules[name])
-        if (problem := wrapped_problem(f"experts.{name}", linear, "_is_fsdp_managed_module")) is not None:
+        if (
+            problem := wrapped_problem(f"experts.{name}", linear, "_is_fsdp_managed_module")
+        ) is not None:
             return problem
         if not linear._is_fsdp_managed_module or num_ranks == 1:
             continue
-        shape = linear.weight.shape if linear.is_packed and hasattr(linear.weight, "device_mesh") else (0,)
+        shape = (
+            linear.weight.shape
+            if linear.is_packed and hasattr(linear.weight, "device_mesh")
+            else (0,)
+        )
         if shape[0] != num_ranks * linear.num_groups:
             return ArgumentError(
                 "FSDP has taken experts, which differ from rank to rank, for parts of the same: build the model anew, "
@@ -178,7 +198,9 @@ def fsdp_problem(experts: GroupedMLP, num_ranks: int) -> ArgumentError | None:
     return None
 
 
-def device_problem(name: str, module: nn.Module | None, device: torch.device) -> ArgumentError | None:
+def device_problem(
+    name: str, module: nn.Module | None, device: torch.device
+) -> ArgumentError | None:
     """The error of a parameter that is on another device than the heap, or has no memory, or None. Not of what is
     brought in time: parts of DTensors, modules with accelerate's hooks."""
     if module is None or all(parameter.device == device for parameter in _parameters(module)):
@@ -233,7 +255,11 @@ class _ExpertNames:
 
 def _expert_names(model: nn.Module) -> Iterator[str]:
     """Names of all experts in layers that are spread over ranks, as they are and as torch.compile changes them."""
-    layers = [module for module in model.modules() if isinstance(module, ExpertParallelModule) and module.is_spread]
+    layers = [
+        module
+        for module in model.modules()
+        if isinstance(module, ExpertParallelModule) and module.is_spread
+    ]
     experts = {id(parameter) for layer in layers for parameter in _parameters(layer.experts)}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if id(parameter) in experts:
@@ -241,7 +267,9 @@ def _expert_names(model: nn.Module) -> Iterator[str]:
             yield f"{_COMPILED}{name}"
 
 
-def _group_problem(ddp: DistributedDataParallel, layer: ExpertParallelModule) -> ArgumentError | None:
+def _group_problem(
+    ddp: DistributedDataParallel, layer: ExpertParallelModule
+) -> ArgumentError | None:
     if not layer.is_spread:
         return None  # if every rank has all experts, they are like any parameter for DDP
     reduced = {id(parameter) for parameter in ddp_parameters(ddp)}
@@ -251,7 +279,10 @@ def _group_problem(ddp: DistributedDataParallel, layer: ExpertParallelModule) ->
             "build the model anew, and call symmoe.integrations.parallel.data_parallel(model, mesh) in its place, or "
             "symmoe.prepare_for_ddp(model) before something else wraps it"
         )
-    world, ep_group = dist.get_process_group_ranks(ddp.process_group), layer.heap.bootstrap.global_ranks
+    world, ep_group = (
+        dist.get_process_group_ranks(ddp.process_group),
+        layer.heap.bootstrap.global_ranks,
+    )
     replicas = layer.replicas.gradient_group
     num_replicas = 1 if replicas is None else dist.get_world_size(replicas)
     if not set(ep_group) <= set(world) or len(world) != num_replicas * len(ep_group):
@@ -284,7 +315,9 @@ def _drift_problem(ddp: DistributedDataParallel) -> ArgumentError | None:
     )
 
 
-def _average_gradients(ddp: DistributedDataParallel, layer: ExpertParallelModule, joined: _Joined) -> None:
+def _average_gradients(
+    ddp: DistributedDataParallel, layer: ExpertParallelModule, joined: _Joined
+) -> None:
     """Makes what backward leaves in the experts' `.grad` the gradient of the mean loss. Collective over replicas.
     joined: knows parameters that have it already, e.g. of experts that layers share; updated here."""
     num_ranks, group = layer.heap.num_ranks, layer.replicas.gradient_group
@@ -295,14 +328,24 @@ def _average_gradients(ddp: DistributedDataParallel, layer: ExpertParallelModule
     def current() -> DistributedDataParallel | None:
         """The DDP, unless it or the layer is gone, or another has wrapped the layer since."""
         wrapper, owner = its_ddp(), its_layer()
-        return wrapper if wrapper is not None and owner is not None and owner.replicas.its_ddp() is wrapper else None
+        return (
+            wrapper
+            if wrapper is not None and owner is not None and owner.replicas.its_ddp() is wrapper
+            else None
+        )
 
-    def scale(gradient: torch.Tensor | None) -> torch.Tensor | None:  # None: torch 2.11, of a compiled graph
+    def scale(
+        gradient: torch.Tensor | None,
+    ) -> torch.Tensor | None:  # None: torch 2.11, of a compiled graph
         return gradient if gradient is None or current() is None else gradient / num_ranks
 
     def average(parameter: torch.Tensor) -> None:
         wrapper = current()
-        if wrapper is not None and wrapper.require_backward_grad_sync and parameter.grad is not None:
+        if (
+            wrapper is not None
+            and wrapper.require_backward_grad_sync
+            and parameter.grad is not None
+        ):
             gradient = local_part(parameter.grad)
             # A mean, like DDP's own: what has been averaged before stays what it is.
             dist.all_reduce(gradient, group=group)

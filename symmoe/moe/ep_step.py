@@ -23,7 +23,14 @@ from symmoe.checks.arguments import CHOICES, kernel_rows, memory_problem, words_
 from symmoe.combine.trip import Collection, collecting, combine
 from symmoe.dispatch.plan import MAX_TOP_K, Plan
 from symmoe.dispatch.trip import dispatch
-from symmoe.grouped.experts import CallExperts, ExpertForm, ExpertRows, ExpertWeights, Hidden, evaluated
+from symmoe.grouped.experts import (
+    CallExperts,
+    ExpertForm,
+    ExpertRows,
+    ExpertWeights,
+    Hidden,
+    evaluated,
+)
 from symmoe.grouped.linear import GroupedLinear
 from symmoe.grouped.mlp import GroupedMLP, expert_weights
 from symmoe.grouped.quantized_experts import Wire
@@ -39,10 +46,15 @@ from symmoe.symm_mem.heap import FailPeersOnError, SymmetricHeap
 from symmoe.symm_mem.memory import ALIGNMENT_BYTES, Lease
 from symmoe.torch_internals import keeps_graph, reshaped_result
 
-DISPATCH, COMBINE = control.PHASE_DISPATCH_READY, control.PHASE_COMBINE_READY  # the first barriers of trips
+DISPATCH, COMBINE = (
+    control.PHASE_DISPATCH_READY,
+    control.PHASE_COMBINE_READY,
+)  # the first barriers of trips
 MakeWeights = Callable[[], ExpertWeights]  # expert_weights of a pass
 NUM_HIDDEN = len(Hidden._fields)
-_NUM_ROUTE_KEPT = 4  # tensors that backward of a choice of experts needs: x, weight, topk_idx, scores
+_NUM_ROUTE_KEPT = (
+    4  # tensors that backward of a choice of experts needs: x, weight, topk_idx, scores
+)
 
 
 class Stash(NamedTuple):
@@ -52,13 +64,25 @@ class Stash(NamedTuple):
     keeps_h: bool  # FC1's output with what adapters add; or backward computes it again
 
 
-STASHES = {word: Stash(word in ("all", "rows"), word in ("all", "hidden")) for word in CHOICES["stash"]}
+STASHES = {
+    word: Stash(word in ("all", "rows"), word in ("all", "hidden")) for word in CHOICES["stash"]
+}
 # Options of run_experts, as in MoEConfig, and their defaults.
-WORDS = {"order": "rank", "stash": "all", "layout": "auto", "schedule": "overlapped", "quantized_wire": "none"}
+WORDS = {
+    "order": "rank",
+    "stash": "all",
+    "layout": "auto",
+    "schedule": "overlapped",
+    "quantized_wire": "none",
+}
 
 
 def expert_parallel_mlp(
-    x: torch.Tensor, probs: torch.Tensor, experts: GroupedMLP | CallExperts, plan: Plan, **options: Any
+    x: torch.Tensor,
+    probs: torch.Tensor,
+    experts: GroupedMLP | CallExperts,
+    plan: Plan,
+    **options: Any,
 ) -> torch.Tensor:
     """The y of run_experts."""
     return run_experts(x, probs, experts, plan, **options)[0]
@@ -93,7 +117,12 @@ def run_experts(
     """
     if unknown := words.keys() - WORDS:
         raise TypeError(f"expert_parallel_mlp takes {', '.join(WORDS)}, not {', '.join(unknown)}")
-    words, problem, heap, phase = WORDS | words, words_problem(**words), plan.heap, plan.next_phase()
+    words, problem, heap, phase = (
+        WORDS | words,
+        words_problem(**words),
+        plan.heap,
+        plan.next_phase(),
+    )
     if plan.to_fill is None:
         heap.check()
     with FailPeersOnError(heap, plan.next_phase):
@@ -109,19 +138,34 @@ def run_experts(
             problem = problem or wire_problem(form.precision)
         heap.fail_for(problem, phase)
         quantized = None if form.precision is None else WireFormat(form.precision, form.hidden)
-        wire = Wire(*(quantized if travels in (way, "both") else None for way in ("forward", "backward")))
+        wire = Wire(
+            *(quantized if travels in (way, "both") else None for way in ("forward", "backward"))
+        )
         # Steps are put on tapes, as far as sizes let them, if no table of addresses and no quantised weight is among
         # their operands.
-        is_full = form.precision is None and all(form.are_packed) and not form.split(experts.tensors)[2]
+        is_full = (
+            form.precision is None and all(form.are_packed) and not form.split(experts.tensors)[2]
+        )
         layout = received_layout(words["layout"], form.ffn, form.precision)
-        options = words["order"], STASHES[words["stash"]], layout, words["schedule"], wire, torch.is_grad_enabled()
+        options = (
+            words["order"],
+            STASHES[words["stash"]],
+            layout,
+            words["schedule"],
+            wire,
+            torch.is_grad_enabled(),
+        )
         more, is_taped = more_of(experts, plan.num_places), is_full and heap.device.type != "meta"
         step = _EPStep(form, plan, *options, out_shape, more, is_taped)
         tensors = *experts.biases, *experts.tensors
         if isinstance(probs, torch.Tensor):
-            return _ExpertParallelMLP.apply(step, linears, None, x, probs, None, None, *tensors), None
+            return _ExpertParallelMLP.apply(
+                step, linears, None, x, probs, None, None, *tensors
+            ), None
         # The router gets its own x: autograd adds the gradients up as it does those of two functions.
-        y, *of_route = _ExpertParallelMLP.apply(step, linears, probs, x, None, probs.x, probs.weight, *tensors)
+        y, *of_route = _ExpertParallelMLP.apply(
+            step, linears, probs, x, None, probs.x, probs.weight, *tensors
+        )
         return y, Routed._make([*of_route, probs.topk_idx])
 
 
@@ -158,7 +202,13 @@ class _EPStep:
         plan, overlap, kind = self.plan, self._overlap(x), None
         num_rows = plan.row_capacity if plan.num_rows is None else max(1, plan.num_rows)
         if self.is_taped and plan.num_rows is None and plan.heap.first_step is None:
-            sizes = plan.num_tokens, plan.row_capacity, plan.packed_row_capacity, plan.num_experts, plan.num_places
+            sizes = (
+                plan.num_tokens,
+                plan.row_capacity,
+                plan.packed_row_capacity,
+                plan.num_experts,
+                plan.num_places,
+            )
             rails = None if plan.nodes is None else plan.nodes.rails.key
             key = overlap, self.order, self.stash, self.layout, self.form, *sizes, plan.top_k, rails
             kind = plan.heap.tapes.number(key)
@@ -168,7 +218,11 @@ class _EPStep:
         """Which trips are overlapped. It depends only on what all ranks agree on."""
         plan, heap, nodes, form = self.plan, self.plan.heap, self.plan.nodes, self.form
         # Where ranks of a node do not follow each other, the rows of its tokens are no part.
-        if heap.num_ranks == 1 or self.schedule == "serial" or (nodes is not None and not heap.topology.is_in_order):
+        if (
+            heap.num_ranks == 1
+            or self.schedule == "serial"
+            or (nodes is not None and not heap.topology.is_in_order)
+        ):
             return SERIAL
         sizes = Sizes(
             num_rows=rounded_up(plan.expected_rows),
@@ -184,12 +238,17 @@ class _EPStep:
             sums_travel=not plan.reads_rows_in_place(self.order),
             is_expert_major=self.layout == "expert-major",
             sent_row_bytes=None if self.wire.rows is None else self.wire.rows.row_bytes,
-            sent_gradient_row_bytes=None if self.wire.gradients is None else self.wire.gradients.row_bytes,
+            sent_gradient_row_bytes=None
+            if self.wire.gradients is None
+            else self.wire.gradients.row_bytes,
         )
         return overlap_of(self.schedule, sizes, x.device, form.precision)
 
     def run(
-        self, key: tuple[Hashable, ...], function: Callable[[], Sequence[Any]], inputs: Sequence[torch.Tensor]
+        self,
+        key: tuple[Hashable, ...],
+        function: Callable[[], Sequence[Any]],
+        inputs: Sequence[torch.Tensor],
     ) -> Sequence[Any]:
         """The result of function(), maybe from the tape of an earlier step of this kind: see SymmetricHeap.run."""
         if self.kind is None:
@@ -198,21 +257,28 @@ class _EPStep:
         if plan.nodes is None:
             return plan.heap.run((*key, self.kind), function, inputs, plan=plan.generation)
         rails, inputs = plan.nodes.rails, [*inputs, plan.nodes.rails.found.storage]
-        key, numbers = (*key, self.kind, rails.brings_maps), {"plan": plan.generation, "rail_plan": rails.number}
+        key, numbers = (
+            (*key, self.kind, rails.brings_maps),
+            {"plan": plan.generation, "rail_plan": rails.number},
+        )
         found = plan.heap.run(key, function, inputs, **numbers)
         rails.brings_maps = False  # they have travelled
         return found
 
     def receive(self, rows: torch.Tensor, *, name: str) -> Lease:
         """A lease in which rows with the width and dtype of these arrive from all ranks."""
-        return self.plan.heap.lease((self.num_received, rows.shape[1]), rows.dtype, name=name, phase=DISPATCH)
+        return self.plan.heap.lease(
+            (self.num_received, rows.shape[1]), rows.dtype, name=name, phase=DISPATCH
+        )
 
     @property
     def num_received(self) -> int:
         """Rows of a receive buffer."""
         return self.plan.packed_row_capacity if self.layout == "packed" else self.plan.row_capacity
 
-    def rows(self, received: torch.Tensor, row_to_packed_row: torch.Tensor, row_probs: torch.Tensor) -> ExpertRows:
+    def rows(
+        self, received: torch.Tensor, row_to_packed_row: torch.Tensor, row_probs: torch.Tensor
+    ) -> ExpertRows:
         """The rows as the kernels take them."""
         row_index = row_to_packed_row if self.layout == "packed" else None
         bias_scale = row_probs if self.form.have_biases[1] else None
@@ -220,7 +286,11 @@ class _EPStep:
 
 
 def most_bytes(
-    sizes: tuple[int, int, int], num_tokens: int, heap: SymmetricHeap, row_bytes: int, more: tuple[bool, int]
+    sizes: tuple[int, int, int],
+    num_tokens: int,
+    heap: SymmetricHeap,
+    row_bytes: int,
+    more: tuple[bool, int],
 ) -> int:
     """What a call leases at most, forward or backward: a receive buffer, rows of outputs or gradients, sums of the
     peers, and slots. sizes: rows of a receive buffer, rows, and packed rows; more: that of more_of."""
@@ -240,10 +310,16 @@ def more_of(experts: CallExperts, num_places: int) -> tuple[bool, int]:
 
 def _that_fits(step: _EPStep, row_bytes: int) -> _EPStep:
     """The step, with buffers of backward that fit into the heap, if those with room do not."""
-    plan, heap, sizes = step.plan, step.plan.heap, (step.plan.row_capacity, step.plan.packed_row_capacity)
+    plan, heap, sizes = (
+        step.plan,
+        step.plan.heap,
+        (step.plan.row_capacity, step.plan.packed_row_capacity),
+    )
     if plan.num_rows is None or sizes == plan.needed_rows:
         return step  # there is no room beyond what is needed
-    if not heap.memory.lacks(most_bytes((step.num_received, *sizes), plan.num_tokens, heap, row_bytes, step.more)):
+    if not heap.memory.lacks(
+        most_bytes((step.num_received, *sizes), plan.num_tokens, heap, row_bytes, step.more)
+    ):
         return step
     plan.shrink()
     return replace(step, kind=None, num_rows=max(1, plan.num_rows))
@@ -262,7 +338,10 @@ def _whole(tensor: torch.Tensor, num_rows: int) -> torch.Tensor:
     """The tensor of which _first_rows has made this one; this one if it has other memory now, e.g. a copy's."""
     row_bytes = tensor.stride(0) * tensor.element_size()
     first_byte = tensor.storage_offset() * tensor.element_size()
-    if tensor.shape[0] >= num_rows or first_byte + num_rows * row_bytes > tensor.untyped_storage().nbytes():
+    if (
+        tensor.shape[0] >= num_rows
+        or first_byte + num_rows * row_bytes > tensor.untyped_storage().nbytes()
+    ):
         return tensor
     return tensor.as_strided((num_rows, *tensor.shape[1:]), tensor.stride())
 
@@ -302,7 +381,9 @@ class _Forward:
         with send(sent, plan, received.tensor, probs, rider=replicas.rider) as arrival:
             row_probs = given("row_probs", arrival.row_probs)
             rows = step.rows(received.tensor, arrival.row_to_packed_row, row_probs)
-            hidden, a = replicas.weights.first_layer(rows, num_rows=step.num_rows, parts=arrival.parts)
+            hidden, a = replicas.weights.first_layer(
+                rows, num_rows=step.num_rows, parts=arrival.parts
+            )
         self.operands = rows, replicas
         return *planned, *plan.received_index(), received, row_probs, a, *hidden
 
@@ -350,24 +431,33 @@ class _ExpertParallelMLP(Function):
         step = step if plan.row_capacity < 0 else step.sized(x)
         keeps = step.trains and any(ctx.needs_input_grad)
         keeps_h, frees = keeps and stash.keeps_h, not (keeps and stash.keeps_rows)
-        trains, held = (keeps_h and ctx.needs_input_grad[3], keeps_h), (linears[0].held_weight, linears[1].held_weight)
+        trains, held = (
+            (keeps_h and ctx.needs_input_grad[3], keeps_h),
+            (linears[0].held_weight, linears[1].held_weight),
+        )
         # As results the choice has this function, which has the plan: so the plan must not keep it.
         routed, plan.routed = plan.routed, ()
         probs = routed[1] if routed else None if probs is None else probs.contiguous()
-        weights = partial(expert_weights, step.form, (b1, b2), tensors, trains=trains, wire=step.wire, held=held)
+        weights = partial(
+            expert_weights, step.form, (b1, b2), tensors, trains=trains, wire=step.wire, held=held
+        )
         forward = _Forward(step, x, probs, weights, frees)
         # A checkpoint's forward inside backward ends where the last tensor is saved: then, not after combine.
         is_recomputed = is_in_backward()
         key: tuple[Hashable, ...] = "first half" if is_recomputed else "forward", trains, frees
         function = forward.first_half if is_recomputed else forward.both_halves
         if is_recomputed and plan.num_places:
-            forward.step = step = replace(step, kind=None)  # a tape would not have the leases for the second half
+            forward.step = step = replace(
+                step, kind=None
+            )  # a tape would not have the leases for the second half
         inputs = given_of(x, probs, plan.storage, b1, b2, *tensors)
         with plan.heap.one_call:
             if plan.to_fill is not None:
                 plan.generation = plan.heap.epoch + 1
                 key = *key, plan.to_fill.key
-                if route is not None:  # its other tensors are x and what stands for the storage of the plan
+                if (
+                    route is not None
+                ):  # its other tensors are x and what stands for the storage of the plan
                     plan.to_fill = plan.to_fill._replace(route=plan.to_fill.route._replace(x=x))
                     inputs += given_of(weight, route.bias)
             found = step.run(key, function, inputs)
@@ -393,10 +483,21 @@ class _ExpertParallelMLP(Function):
                 h: tuple[torch.Tensor | None, ...] = (None,) * NUM_HIDDEN
                 if stash.keeps_h:
                     h = *(_first_rows(its_rows, num_rows) for its_rows in hidden[:3]), *hidden[3:]
-                kept = *kept, x if rows is None else None, rows, *h, _first_rows(row_probs, max_rows), b1, b2, *tensors
+                kept = (
+                    *kept,
+                    x if rows is None else None,
+                    rows,
+                    *h,
+                    _first_rows(row_probs, max_rows),
+                    b1,
+                    b2,
+                    *tensors,
+                )
             ctx.save_for_backward(*kept)
             ctx.step, ctx.linears, ctx.rule = step, linears, None if route is None else route.rule
-        y: torch.Tensor = forward.second_half(a, row_probs, received) if is_recomputed else found[-1]
+        y: torch.Tensor = (
+            forward.second_half(a, row_probs, received) if is_recomputed else found[-1]
+        )
         # Not a view: autograd allows less with views, and a view would lose FSDP's hooks when somebody writes into it.
         # Made here, so that no function stands between the caller's gradient and the check of it.
         y = y if step.out_shape is None else reshaped_result(y, step.out_shape)
@@ -412,7 +513,9 @@ class _ExpertParallelMLP(Function):
     ) -> tuple[torch.Tensor | None, ...]:
         heap = ctx.step.plan.heap
         if dy is None:  # nobody differentiates y, but something that comes with it
-            route = RouteGradients(d_routed, ctx.saved_tensors[:_NUM_ROUTE_KEPT], ctx.rule, ctx.needs_input_grad[5:7])
+            route = RouteGradients(
+                d_routed, ctx.saved_tensors[:_NUM_ROUTE_KEPT], ctx.rule, ctx.needs_input_grad[5:7]
+            )
             return *[None] * 5, *computed(route, heap), *[None] * len(ctx.needs_input_grad[7:])
         with FailPeersOnError(heap, DISPATCH):
             heap.fail_for(memory_problem("the gradient of y", dy), DISPATCH)
@@ -425,7 +528,11 @@ def _backward(
     linears, saved, route = ctx.linears, ctx.saved_tensors, None
     needs_x, needs_probs, *needs_route = ctx.needs_input_grad[3:7]
     if ctx.rule is not None:
-        route_kept, saved, needs_probs = saved[:_NUM_ROUTE_KEPT], saved[_NUM_ROUTE_KEPT:], any(needs_route)
+        route_kept, saved, needs_probs = (
+            saved[:_NUM_ROUTE_KEPT],
+            saved[_NUM_ROUTE_KEPT:],
+            any(needs_route),
+        )
         route = RouteGradients(d_routed, route_kept, ctx.rule, needs_route) if needs_probs else None
     x, received, *rest = saved
     # Saved twice, as a repeated call does: hooks may give two tensors of one memory, of which a tape takes one.
@@ -445,14 +552,37 @@ def _backward(
         for fc, weights, needs in zip(linears, both, needed, strict=True)
     )
     # Now, too: a block of symmoe.constant_weights may have ended since forward.
-    options: dict[str, Any] = {"wire": step.wire, "held": (linears[0].held_weight, linears[1].held_weight)}
-    weights = partial(expert_weights, step.form, (b1, b2), tensors, trains=(needs_x, True), **options)
+    options: dict[str, Any] = {
+        "wire": step.wire,
+        "held": (linears[0].held_weight, linears[1].held_weight),
+    }
+    weights = partial(
+        expert_weights, step.form, (b1, b2), tensors, trains=(needs_x, True), **options
+    )
     spends_h, needs = not (step.stash.keeps_h and keeps_graph()), (needs_x, needs_probs)
-    backward = _Backward(step, dy, x, received, hidden, row_probs, weights, (fc1, fc2), needs, spends_h, route, tensors)
-    read = given_of(dy, x, received, hidden.h, row_probs, b1, b2, plan.storage, *plan.received_index(), *tensors)
+    backward = _Backward(
+        step,
+        dy,
+        x,
+        received,
+        hidden,
+        row_probs,
+        weights,
+        (fc1, fc2),
+        needs,
+        spends_h,
+        route,
+        tensors,
+    )
+    read = given_of(
+        dy, x, received, hidden.h, row_probs, b1, b2, plan.storage, *plan.received_index(), *tensors
+    )
     key: tuple[Any, ...] = needs_x, needs_probs, spends_h, x is None, fc1.option, fc2.option
     if route is not None:
-        key, read = (*key, route.key), [*read, *[tensor for tensor in route.inputs if tensor is not x]]
+        key, read = (
+            (*key, route.key),
+            [*read, *[tensor for tensor in route.inputs if tensor is not x]],
+        )
     if "delayed" in key:
         found: Sequence[Any] = backward()
     else:
@@ -460,7 +590,15 @@ def _backward(
     if spends_h and step.stash.keeps_h:
         wrote_into(hidden.h)  # who else has kept it gets an error
     dw1, dw2, d_adapters = step.form.split(found[6:])
-    return None, None, None, *found[:6], *fc1.for_autograd(both[0], dw1), *fc2.for_autograd(both[1], dw2), *d_adapters
+    return (
+        None,
+        None,
+        None,
+        *found[:6],
+        *fc1.for_autograd(both[0], dw1),
+        *fc2.for_autograd(both[1], dw2),
+        *d_adapters,
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -487,14 +625,18 @@ class _Backward:
         (needs_x, needs_probs), (fc1, fc2) = self.needs, self.targets
         gradients = control.gradients_index(x=needs_x, probs=needs_probs)
         division = step.overlap.gradient_dispatch
-        send = partial(dispatch, plan=plan, layout=step.layout, gradients=gradients, division=division)
+        send = partial(
+            dispatch, plan=plan, layout=step.layout, gradients=gradients, division=division
+        )
         received, arrived = self.received, None
         replicas = ReplicaTrip(plan, self.weights(), self.targets)
         experts, rider = replicas.weights, replicas.rider
         if received is None:
             sent = _on_wire(given("x", self.x), step.wire.rows)
             received = step.receive(sent, name="received rows").tensor
-            arrived = send(sent, buffer=received, is_last=False, rider=rider)  # who goes where is in the plan
+            arrived = send(
+                sent, buffer=received, is_last=False, rider=rider
+            )  # who goes where is in the plan
         rows = step.rows(received, plan.received_index()[1], self.row_probs)
         with nullcontext() if arrived is None else arrived as arrival:
             if hidden.h is None:
@@ -502,10 +644,17 @@ class _Backward:
                 hidden, _ = experts.first_layer(rows, num_rows=step.num_rows, parts=parts)
         sent = _on_wire(dy, step.wire.gradients)
         d_out = step.receive(sent, name="output gradients")
-        with send(sent, buffer=d_out.tensor, is_last=not gradients, rider=None if arrived else rider) as arrival:
+        with send(
+            sent, buffer=d_out.tensor, is_last=not gradients, rider=None if arrived else rider
+        ) as arrival:
             # Holds both leases, beyond this call if weight gradients are delayed.
             experts_backward = experts.backward(
-                rows, hidden, d_out.tensor, parts=arrival.parts, needs_scale=needs_probs, spends_h=self.spends_h
+                rows,
+                hidden,
+                d_out.tensor,
+                parts=arrival.parts,
+                needs_scale=needs_probs,
+                spends_h=self.spends_h,
             )
         weights1, weights2, adapters = step.form.split(self.tensors)
         dw2 = fc2.add(weights2, experts_backward.w2_gradient)
@@ -516,14 +665,22 @@ class _Backward:
         division = step.overlap.gradient_combine if fc1.computes else None
         lease: AbstractContextManager[Lease | None] = nullcontext()
         if needs_x:
-            lease = plan.heap.lease((plan.row_capacity, dy.shape[1]), dy.dtype, name="input gradients", phase=COMBINE)
+            lease = plan.heap.lease(
+                (plan.row_capacity, dy.shape[1]), dy.dtype, name="input gradients", phase=COMBINE
+            )
         with lease as input_gradients:
             d_rows = None if input_gradients is None else input_gradients.tensor
-            compute = (lambda part: None) if d_rows is None else partial(experts_backward.input_gradient, d_rows)
+            compute = (
+                (lambda part: None)
+                if d_rows is None
+                else partial(experts_backward.input_gradient, d_rows)
+            )
             trip: AbstractContextManager[Collection | None] = nullcontext()
             if gradients:
                 d_scale = experts_backward.d_scale if needs_probs else None
-                sums = Collection(d_rows, plan, order=step.order, row_values=d_scale, gradients=gradients)
+                sums = Collection(
+                    d_rows, plan, order=step.order, row_values=d_scale, gradients=gradients
+                )
                 trip = collecting(sums, compute, division)
             num_sms = division.num_sms if gradients and division is not None else None
             w1_gradient = partial(experts_backward.w1_gradient, num_sms=num_sms)

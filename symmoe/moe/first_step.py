@@ -22,7 +22,9 @@ from symmoe.grouped.parameters import local_part, named_parameters
 if TYPE_CHECKING:
     from symmoe.moe.ddp_and_fsdp import ExpertParallelModule
 
-_MOST_STEPS = 16  # of optimizers that have no parameter of a layer; then nobody looks for one any more
+_MOST_STEPS = (
+    16  # of optimizers that have no parameter of a layer; then nobody looks for one any more
+)
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WORD_BYTES = 7  # of positive words
 
@@ -67,11 +69,16 @@ class FirstStep:
 
     @torch.no_grad()
     def __init__(
-        self, optimizer: torch.optim.Optimizer, layers: Sequence[ExpertParallelModule], given: dict[int, torch.Tensor]
+        self,
+        optimizer: torch.optim.Optimizer,
+        layers: Sequence[ExpertParallelModule],
+        given: dict[int, torch.Tensor],
     ) -> None:
         parameters = [each for layer in layers for each in named_parameters(layer)]
         experts = [parameter for _, parameter, is_expert in parameters if is_expert]
-        dense: list[torch.Tensor] = [parameter for _, parameter, is_expert in parameters if not is_expert]
+        dense: list[torch.Tensor] = [
+            parameter for _, parameter, is_expert in parameters if not is_expert
+        ]
         if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
             if any(id(parameter) in given for parameter in experts):
                 raise ArgumentError(
@@ -82,20 +89,31 @@ class FirstStep:
         in_ddp = any(layer.replicas.its_ddp() is not None for layer in layers)
         if in_ddp or any(hasattr(parameter, "device_mesh") for parameter in given.values()):
             dense = []
-        elif not any(parameter.requires_grad for parameter in dense):  # then what is outside of the layers tells more
+        elif not any(
+            parameter.requires_grad for parameter in dense
+        ):  # then what is outside of the layers tells more
             known = {id(parameter) for parameter in experts}
             dense += [parameter for number, parameter in given.items() if number not in known]
-        self._layers, self._dense = [weakref.ref(layer) for layer in layers], [weakref.ref(p) for p in dense]
+        self._layers, self._dense = (
+            [weakref.ref(layer) for layer in layers],
+            [weakref.ref(p) for p in dense],
+        )
         parts = [part for parameter in experts if (part := local_part(parameter)).numel()]
         # Copies of one expert (upcycling) say nothing.
         says_nothing = not parts or _are_copies(layers[0])
         self._experts = layers[0].heap.rank + 1 if says_nothing else _checksum(parts)
-        self._before = _checksum(dense) << 1  # even: a plan's barrier has a word 1 for something else
+        self._before = (
+            _checksum(dense) << 1
+        )  # even: a plan's barrier has a word 1 for something else
 
     def words(self) -> tuple[int, ...]:
         """Of this rank."""
         dense = [parameter for its in self._dense if (parameter := its()) is not None]
-        return (self._before, _checksum(dense), self._experts) if len(dense) == len(self._dense) else ()
+        return (
+            (self._before, _checksum(dense), self._experts)
+            if len(dense) == len(self._dense)
+            else ()
+        )
 
     def compare(self, received: Sequence[Sequence[int]]) -> None:
         """Warns of what the ranks of a node have published; ranks that have had no step have published zeros."""
@@ -104,7 +122,9 @@ class FirstStep:
         if before > 1:
             warnings.warn(_AT_START, stacklevel=2)
         elif after > 1:
-            are_reduced = any(layer.replicas.are_reduced for its in self._layers if (layer := its()) is not None)
+            are_reduced = any(
+                layer.replicas.are_reduced for its in self._layers if (layer := its()) is not None
+            )
             warnings.warn(_CHANGED if are_reduced else _NOT_REDUCED, stacklevel=2)
         if experts == 1 and len(rows) > 1:
             warnings.warn(_EQUAL_EXPERTS, stacklevel=2)
@@ -116,8 +136,16 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         return
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return
-    given = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
-    layers = [layer for layer in _layers if any(id(parameter) in given for parameter in layer.parameters())]
+    given = {
+        id(parameter): parameter
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    layers = [
+        layer
+        for layer in _layers
+        if any(id(parameter) in given for parameter in layer.parameters())
+    ]
     _num_steps += 1
     if not layers and _num_steps >= _MOST_STEPS:
         _layers.clear()
@@ -129,13 +157,18 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 def _sums(tensors: Iterable[torch.Tensor], *, by_row: bool = False) -> list[list[int]]:
     """Sums of the bits of tensors, or of the rows of their first dimension, whatever the order. Synchronises."""
-    found = [tensor.detach().view(_INTEGERS[tensor.element_size()]).flatten(int(by_row)) for tensor in tensors]
+    found = [
+        tensor.detach().view(_INTEGERS[tensor.element_size()]).flatten(int(by_row))
+        for tensor in tensors
+    ]
     return [sums.view(-1).tolist() for sums in [bits.sum(-1, dtype=torch.int64) for bits in found]]
 
 
 def _checksum(tensors: Iterable[torch.Tensor]) -> int:
     """Whatever the order of the tensors: layers stand in a WeakSet, whose order differs from rank to rank."""
-    return 1 + int.from_bytes(hashlib.sha256(repr(sorted(_sums(tensors))).encode()).digest()[:_WORD_BYTES], "little")
+    return 1 + int.from_bytes(
+        hashlib.sha256(repr(sorted(_sums(tensors))).encode()).digest()[:_WORD_BYTES], "little"
+    )
 
 
 def _are_copies(layer: ExpertParallelModule) -> bool:

@@ -23,7 +23,15 @@ from symmoe.moe.ddp_and_fsdp import ExpertParallelModule, Replicas, device_probl
 from symmoe.moe.first_step import watch_first_step
 from symmoe.moe.listeners import Listeners, RoutingReport
 from symmoe.moe.routed_experts import RoutedExperts, experts_of, is_traced, run_routed
-from symmoe.moe.router import Choice, Router, RouterOutput, arguments_problem, check_finite, choice_of, router_problem
+from symmoe.moe.router import (
+    Choice,
+    Router,
+    RouterOutput,
+    arguments_problem,
+    check_finite,
+    choice_of,
+    router_problem,
+)
 from symmoe.symm_mem.heap import FailPeersOnError, SymmetricHeap
 from symmoe.torch_internals import has_hooks, hooks_of, register_namedtuple
 
@@ -137,7 +145,9 @@ class MoELayer(ExpertParallelModule):
         device = heap.device if device is None else device
         self.config, self.heap = config, heap
         self.listeners = Listeners(heap, num_experts=config.num_experts, order=config.order)
-        self.router = Router(config, device=device, heap=heap) if config.router == "linear" else None
+        self.router = (
+            Router(config, device=device, heap=heap) if config.router == "linear" else None
+        )
         vars(self)["_fitting_router"] = self.router
         if experts is None:
             experts = experts_of(config, heap.num_ranks, dtype=dtype, device=device)
@@ -169,7 +179,9 @@ class MoELayer(ExpertParallelModule):
             ("activation", experts.activation.activation, config.activation),
         ):
             if found != value:
-                return ArgumentError(f"experts.{name} ({found}) must be {value} with this config and heap")
+                return ArgumentError(
+                    f"experts.{name} ({found}) must be {value} with this config and heap"
+                )
         return None
 
     def forward(
@@ -216,7 +228,9 @@ class MoELayer(ExpertParallelModule):
             traced, own = is_traced(self.experts), None  # own: what the step routes by itself
             if self.router is not None and not traced and dtype == x.dtype:
                 if token_mask is None and topk_idx is None and probs is None and shared is None:
-                    own = self.router.route_of(x.reshape(-1, self.config.hidden))  # not `tokens`: see run_experts
+                    own = self.router.route_of(
+                        x.reshape(-1, self.config.hidden)
+                    )  # not `tokens`: see run_experts
             if own is not None:
                 y, load, found = self._routed_experts.run(
                     tokens, own, given("topk_idx", own.topk_idx), self.experts, out_shape=x.shape
@@ -225,7 +239,9 @@ class MoELayer(ExpertParallelModule):
                 chosen = found.topk_idx, found.probs, found.topk_idx, None
                 routed: Choice = RouterOutput(*chosen, found.scores, found.logits)
             else:
-                routed = self._route(x, token_mask, topk_idx, probs)  # not `tokens`: autocast would round what it sees
+                routed = self._route(
+                    x, token_mask, topk_idx, probs
+                )  # not `tokens`: autocast would round what it sees
                 if x.device.type == "cpu" and not traced:  # on GPUs the host would have to wait
                     what, numbers = "probs", routed.probs
                     if isinstance(routed, RouterOutput):
@@ -234,13 +250,19 @@ class MoELayer(ExpertParallelModule):
                 start = None if shared is None else shared.start
                 arguments = tokens, routed.probs, routed.topk_idx, self.experts, x.shape
                 y, load = run_routed(self._routed_experts, *arguments, before_trips=start)
-        step_load = None if self.router is None or not isinstance(routed, RouterOutput) else self.router.step_load
+        step_load = (
+            None
+            if self.router is None or not isinstance(routed, RouterOutput)
+            else self.router.step_load
+        )
         if step_load is not None and self.training and torch.is_grad_enabled():
             y = balance.count_in_backward(y, load[0], step_load)  # for the optimizer step
         if shared is not None:
             y = y + shared.join()
         aux_loss = self._aux_loss(x, token_mask, routed, load[0])
-        metrics = MoEMetrics(aux_loss, load[0], load[1], routed.topk_idx, routed.num_over_capacity, *load[2:])
+        metrics = MoEMetrics(
+            aux_loss, load[0], load[1], routed.topk_idx, routed.num_over_capacity, *load[2:]
+        )
         if self.listeners.callbacks:
             report = RoutingReport(
                 **metrics._asdict(),
@@ -261,7 +283,9 @@ class MoELayer(ExpertParallelModule):
         num_bytes = 0
         for fc in (self.experts.fc1, self.experts.fc2):
             main_item = 4 if fc.accumulate_into_main_grad else item_bytes
-            kinds = {name.rstrip("0123456789"): parameter for name, parameter in fc.named_parameters()}
+            kinds = {
+                name.rstrip("0123456789"): parameter for name, parameter in fc.named_parameters()
+            }
             for kind, parameter in kinds.items():
                 is_of_one = kind == "weight" and not fc.is_packed
                 numel = parameter.numel() if is_of_one else parameter.numel() // parameter.shape[0]
@@ -273,15 +297,27 @@ class MoELayer(ExpertParallelModule):
         """What is wrong with the wrappers of the layer or with the arguments of forward, or None. Looks at no device
         memory."""
         modules, config, device = self._modules, self.config, self.heap.device
-        experts, router, width = modules["experts"], modules.get("router"), f"hidden ({config.hidden})"
-        if experts is not self._fitting_experts or router is not self._fitting_router:  # they have been assigned
-            if (problem := self._fit_problem(cast(GroupedMLP, experts)) or router_problem(router)) is not None:
+        experts, router, width = (
+            modules["experts"],
+            modules.get("router"),
+            f"hidden ({config.hidden})",
+        )
+        if (
+            experts is not self._fitting_experts or router is not self._fitting_router
+        ):  # they have been assigned
+            if (
+                problem := self._fit_problem(cast(GroupedMLP, experts)) or router_problem(router)
+            ) is not None:
                 return problem
             vars(self).update(_fitting_experts=experts, _fitting_router=router)
         return (
             self.wrapper_problem()
             or tensor_problem("x", x, shape=("...", width), dtypes=control.DTYPES, device=device)
-            or (None if x.shape[-1] == config.hidden else ArgumentError(f"x ({list(x.shape)}) must be [..., {width}]"))
+            or (
+                None
+                if x.shape[-1] == config.hidden
+                else ArgumentError(f"x ({list(x.shape)}) must be [..., {width}]")
+            )
             or self.experts.fc1.width_problem(x)
             or self.experts.fc2.width_problem(x)
             or arguments_problem(config, x, **arguments)
@@ -295,8 +331,14 @@ class MoELayer(ExpertParallelModule):
         if not torch.is_grad_enabled():
             return None
         for name, tensor in tensors.items():
-            if tensor is not None and tensor.is_inference() and any(p.requires_grad for p in self.parameters()):
-                return ArgumentError(f"{name} was made in inference_mode, and backward cannot use it: give its clone()")
+            if (
+                tensor is not None
+                and tensor.is_inference()
+                and any(p.requires_grad for p in self.parameters())
+            ):
+                return ArgumentError(
+                    f"{name} was made in inference_mode, and backward cannot use it: give its clone()"
+                )
         return None
 
     def _warn_of_hooks(self) -> None:
@@ -307,7 +349,11 @@ class MoELayer(ExpertParallelModule):
             return
         self._has_warned = True
         names = {f"experts.{name}": module for name, module in experts.named_children()}
-        hooks = [f"{kind} on {name}" for name, m in {"experts": experts, **names}.items() for kind in hooks_of(m)]
+        hooks = [
+            f"{kind} on {name}"
+            for name, m in {"experts": experts, **names}.items()
+            for kind in hooks_of(m)
+        ]
         warnings.warn(
             f"MoELayer never runs the {', '.join(hooks)}: its kernels take the place of these modules' calls. Register "
             "hooks on the layer, its router or shared expert, or on parameters",
@@ -324,25 +370,45 @@ class MoELayer(ExpertParallelModule):
         """Where the tokens of x go; token_mask is bool [T]."""
         if self.router is None or probs is not None:
             topk_idx, probs = given("topk_idx", topk_idx), given("probs", probs).float()
-            return Choice(*choice_of(self.config, topk_idx, probs.masked_fill(topk_idx < 0, 0.0), token_mask))
-        routed = self.router(x.reshape(-1, self.config.hidden), token_mask=token_mask, topk_idx=topk_idx)
+            return Choice(
+                *choice_of(self.config, topk_idx, probs.masked_fill(topk_idx < 0, 0.0), token_mask)
+            )
+        routed = self.router(
+            x.reshape(-1, self.config.hidden), token_mask=token_mask, topk_idx=topk_idx
+        )
         if not isinstance(routed, Choice):
-            raise ArgumentError(f"router returns {type(routed).__name__}; it must return a RouterOutput, or a Choice")
+            raise ArgumentError(
+                f"router returns {type(routed).__name__}; it must return a RouterOutput, or a Choice"
+            )
         return routed
 
     def _aux_loss(
-        self, x: torch.Tensor, token_mask: torch.Tensor | None, routed: Choice, expert_load: torch.Tensor
+        self,
+        x: torch.Tensor,
+        token_mask: torch.Tensor | None,
+        routed: Choice,
+        expert_load: torch.Tensor,
     ) -> torch.Tensor:
         """The scalar aux_loss; 0 if both coefficients are 0, or if the router has not run."""
         losses, config = [], self.config
         if config.aux_loss_coef and isinstance(routed, RouterOutput):
-            losses.append(config.aux_loss_coef * self._balance_loss(x, token_mask, routed, expert_load))
+            losses.append(
+                config.aux_loss_coef * self._balance_loss(x, token_mask, routed, expert_load)
+            )
         if config.z_loss_coef and isinstance(routed, RouterOutput):
             losses.append(config.z_loss_coef * balance.z_loss(routed.logits, token_mask))
-        return sum(losses[1:], start=losses[0]) if losses else torch.zeros((), device=expert_load.device)
+        return (
+            sum(losses[1:], start=losses[0])
+            if losses
+            else torch.zeros((), device=expert_load.device)
+        )
 
     def _balance_loss(
-        self, x: torch.Tensor, token_mask: torch.Tensor | None, routed: RouterOutput, expert_load: torch.Tensor
+        self,
+        x: torch.Tensor,
+        token_mask: torch.Tensor | None,
+        routed: RouterOutput,
+        expert_load: torch.Tensor,
     ) -> torch.Tensor:
         config = self.config
         shares = routed.scores if config.score == "softmax" else balance.normalised(routed.scores)
@@ -372,7 +438,9 @@ class _SideCall:
         """Enqueues the call, from where the current stream is now."""
         if (stream := self._stream) is not None:
             stream.wait_stream(torch.cuda.current_stream(self._x.device))
-            self._x.record_stream(stream)  # or its memory might go to somebody else while `stream` still reads it
+            self._x.record_stream(
+                stream
+            )  # or its memory might go to somebody else while `stream` still reads it
         with nullcontext() if stream is None else torch.cuda.stream(stream):
             self._y = self._module(self._x)
 

@@ -27,7 +27,9 @@ class RoutingReport:
     otherwise."""
 
     topk_idx: torch.Tensor  # int32 or int64
-    chosen_idx: torch.Tensor  # the same before a capacity factor has dropped any, where that is known
+    chosen_idx: (
+        torch.Tensor
+    )  # the same before a capacity factor has dropped any, where that is known
     expert_load: torch.Tensor
     num_dropped: torch.Tensor
     row_bytes: int  # of a token
@@ -37,7 +39,9 @@ class RoutingReport:
     aux_loss: torch.Tensor | None = None  # None where losses are the trainer's own
     place_to_expert: torch.Tensor | None = None
     place_rows: torch.Tensor | None = None
-    replica_bytes: int = 0  # of one replica: its weights in forward and again in backward, and their gradients
+    replica_bytes: int = (
+        0  # of one replica: its weights in forward and again in backward, and their gradients
+    )
 
 
 class Listeners:
@@ -45,13 +49,17 @@ class Listeners:
     itself or its `token_dispatcher`. `give`: see Give; None for a MoELayer, whose calls take a choice. The layer makes
     a :class:`RoutingReport` only if there are `callbacks`: without them it costs nothing."""
 
-    def __init__(self, heap: SymmetricHeap, *, num_experts: int, order: str, give: Give | None = None) -> None:
+    def __init__(
+        self, heap: SymmetricHeap, *, num_experts: int, order: str, give: Give | None = None
+    ) -> None:
         self.heap, self.num_experts, self.order, self.give = heap, num_experts, order, give
         self.is_fixed = False  # whether experts follow from the tokens' ids (hash layers): nothing to record or to give
         self.callbacks: tuple[Callable[[RoutingReport], object], ...] = ()
         self.totals: tuple[torch.Tensor, ...] = ()
 
-    def add(self, callback: Callable[[RoutingReport], object], *totals: torch.Tensor) -> Callable[[], None]:
+    def add(
+        self, callback: Callable[[RoutingReport], object], *totals: torch.Tensor
+    ) -> Callable[[], None]:
         """Calls `callback(report)` in every forward from now on, recomputed ones too, until the function that this
         returns is called. totals: what it adds to, and a captured step takes back where it is repeated. Local. Makes
         torch.compile compile a compiled model again, and a captured step be captured again."""
@@ -64,9 +72,13 @@ class Listeners:
         for callback in self.callbacks:
             callback(report)
 
-    def _remove(self, callback: Callable[[RoutingReport], object], totals: tuple[torch.Tensor, ...]) -> None:
+    def _remove(
+        self, callback: Callable[[RoutingReport], object], totals: tuple[torch.Tensor, ...]
+    ) -> None:
         self.callbacks = tuple(other for other in self.callbacks if other is not callback)
-        self.totals = tuple(other for other in self.totals if all(other is not each for each in totals))
+        self.totals = tuple(
+            other for other in self.totals if all(other is not each for each in totals)
+        )
 
 
 def find_listeners(model: nn.Module) -> dict[str, tuple[nn.Module, Listeners]]:
@@ -82,5 +94,7 @@ def find_listeners(model: nn.Module) -> dict[str, tuple[nn.Module, Listeners]]:
 def layers_with_listeners(model: nn.Module) -> dict[str, tuple[nn.Module, Listeners]]:
     """The result of :func:`find_listeners`; ArgumentError if there are none."""
     if not (layers := find_listeners(model)):
-        raise ArgumentError(f"model ({type(model).__name__}) has no MoELayer, and no layer of symmoe's integrations")
+        raise ArgumentError(
+            f"model ({type(model).__name__}) has no MoELayer, and no layer of symmoe's integrations"
+        )
     return layers

@@ -30,7 +30,9 @@ class Rates:
     program_push_bytes: float = 28e9  # that one program (it fills an SM) pushes while a GEMM runs
     program_copy_bytes: float = 38e9  # that such a program writes to secondary rows
     program_sum_bytes: float = 41e9  # that such a program sums
-    program_rail_bytes: float = 14e9  # that one of NCCL's sends, at least, over NVLink: 2 of them 42e9, 16 230e9
+    program_rail_bytes: float = (
+        14e9  # that one of NCCL's sends, at least, over NVLink: 2 of them 42e9, 16 230e9
+    )
     memory_bytes: float = 3e12  # memory traffic of all SMs
     flops: float = 650e12  # of the grouped GEMMs on all SMs, forward and dgrad
     wgrad_flops: float = 650e12
@@ -39,7 +41,9 @@ class Rates:
     # branch; with a recipe one more that makes operands of it.
     launch_s: float = 15e-6
     part_s: float = 25e-6
-    least_gain: float = 0.02  # share of a time that must be gained: less is within what these formulas leave out
+    least_gain: float = (
+        0.02  # share of a time that must be gained: less is within what these formulas leave out
+    )
     gathered_share: float = 0.1  # of the time of a step's GEMMs, that gathering their rows adds
 
 
@@ -66,7 +70,9 @@ def gpu_of(device: torch.device) -> Rates:
     name = torch.cuda.get_device_properties(device).name
     known = [rates for word, rates in GPUS.items() if word in name]
     if not known:
-        logger.warning("%s has not been measured: what overlaps is chosen as on an H200 (docs/tuning.md)", name)
+        logger.warning(
+            "%s has not been measured: what overlaps is chosen as on an H200 (docs/tuning.md)", name
+        )
     return known[0] if known else H200
 
 
@@ -81,14 +87,22 @@ def received_layout(layout: str, ffn: int, precision: Recipe | None) -> str:
     return "expert-major" if precision is None and gathering_s > copies_s else "packed"
 
 
-def chance_of_part(num_experts: int, num_parts: int, top_k: int, num_groups: int = 1, top_groups: int = 1) -> float:
+def chance_of_part(
+    num_experts: int, num_parts: int, top_k: int, num_groups: int = 1, top_groups: int = 1
+) -> float:
     """Chance that a token has an expert in a given one of `num_parts` equal parts of the experts (ranks, nodes). All
     sets of `top_groups` groups are equally likely, and so are all sets of K experts of those groups. One of `num_parts`
     and `num_groups` divides the other."""
     part, group = num_experts // num_parts, num_experts // num_groups
-    touched, shared, chosen = max(1, part // group), min(part, group), top_groups * group  # groups; experts of each
+    touched, shared, chosen = (
+        max(1, part // group),
+        min(part, group),
+        top_groups * group,
+    )  # groups; experts of each
     ways_elsewhere = sum(
-        math.comb(touched, n) * math.comb(num_groups - touched, top_groups - n) * math.comb(chosen - n * shared, top_k)
+        math.comb(touched, n)
+        * math.comb(num_groups - touched, top_groups - n)
+        * math.comb(chosen - n * shared, top_k)
         for n in range(min(touched, top_groups) + 1)
     )
     return 1 - ways_elsewhere / max(1, math.comb(num_groups, top_groups) * math.comb(chosen, top_k))
@@ -128,9 +142,13 @@ class Sizes:
     num_nodes: int = 1
     rail_bytes_per_s: float = math.inf  # that a rank sends to other nodes, see Payload
     is_gated: bool = True
-    sums_travel: bool = True  # the rows of a peer's token are summed before one row goes home (`order="rank"`)
+    sums_travel: bool = (
+        True  # the rows of a peer's token are summed before one row goes home (`order="rank"`)
+    )
     is_expert_major: bool = False  # a token that has come is copied to all its rows
-    sent_row_bytes: int | None = None  # bytes of a row on its way to an expert; None: hidden * item_bytes
+    sent_row_bytes: int | None = (
+        None  # bytes of a row on its way to an expert; None: hidden * item_bytes
+    )
     sent_gradient_row_bytes: int | None = None
 
     def push(self, row_bytes: int | None) -> Move:
@@ -221,7 +239,9 @@ class _Gpu:
         """The same for dW1."""
         return self.gemm_s(sizes.fc1_flops * self.rates.flops / self.rates.wgrad_flops, n)
 
-    def best(self, exclusive_s: float, overlapped_s: Callable[[int], float], others: int = 0) -> Division | None:
+    def best(
+        self, exclusive_s: float, overlapped_s: Callable[[int], float], others: int = 0
+    ) -> Division | None:
         """The division that takes the least time, where others have SMs, too; None if one thing after the other takes
         hardly longer."""
         n = min(range(1, self.num_sms // 2 + 1 - others // 2), key=overlapped_s)
@@ -253,7 +273,11 @@ def _on_one_node(sizes: Sizes, gpu: _Gpu) -> Overlap:
 
         return gpu.best(push.exclusive_s(rates) + gpu.gemm_s(flops), overlapped_s)
 
-    flops, part, sent_s = sizes.product_flops, sizes.product_flops / num_ranks, sent.exclusive_s(rates)
+    flops, part, sent_s = (
+        sizes.product_flops,
+        sizes.product_flops / num_ranks,
+        sent.exclusive_s(rates),
+    )
 
     def combined_s(n: int) -> float:
         others_s = max(gpu.gemm_s(flops - part, n), sent.overlapped_s(n, rates))
@@ -285,16 +309,22 @@ def _between_nodes(sizes: Sizes, gpu: _Gpu) -> Overlap:
         push, rail_s = sizes.push(row_bytes), sizes.sent_share(row_bytes) * home_s
 
         def overlapped_s(n: int) -> float:
-            own_s = max(rail_s, own * push.overlapped_s(n, rates), gpu.gemm_s(own * flops, n + rail_sms))
+            own_s = max(
+                rail_s, own * push.overlapped_s(n, rates), gpu.gemm_s(own * flops, n + rail_sms)
+            )
             others_s = (1 - own) * push.exclusive_s(rates) + gpu.gemm_s((1 - own) * flops)
             return own_s + others_s + num_parts * rates.part_s
 
-        return gpu.best(rail_s + push.exclusive_s(rates) + gpu.gemm_s(flops), overlapped_s, rail_sms)
+        return gpu.best(
+            rail_s + push.exclusive_s(rates) + gpu.gemm_s(flops), overlapped_s, rail_sms
+        )
 
     def combine(flops: float, wgrad_s: Callable[[int], float]) -> Division | None:
         def overlapped_s(n: int) -> float:
             meanwhile_s = gpu.gemm_s(own * flops, n + rail_sms) + wgrad_s(n + rail_sms)
-            return gpu.gemm_s((1 - own) * flops) + max(home_s, meanwhile_s) + num_ends * rates.launch_s
+            return (
+                gpu.gemm_s((1 - own) * flops) + max(home_s, meanwhile_s) + num_ends * rates.launch_s
+            )
 
         return gpu.best(home_s + gpu.gemm_s(flops) + wgrad_s(0), overlapped_s, rail_sms)
 
@@ -310,17 +340,27 @@ def overlap_everything(sizes: Sizes, num_sms: int) -> Overlap:
     """Every trip that can runs during a GEMM, whether it pays or not: for tests."""
     division = Division(4, num_sms - 4)
     combine = division if sizes.sums_travel or sizes.num_nodes > 1 else None
-    return Overlap(dispatch=division, gradient_dispatch=division, combine=combine, gradient_combine=combine)
+    return Overlap(
+        dispatch=division, gradient_dispatch=division, combine=combine, gradient_combine=combine
+    )
 
 
 @functools.lru_cache(maxsize=256)
-def overlap_of(schedule: str, sizes: Sizes, device: torch.device, precision: Recipe | None) -> Overlap:
+def overlap_of(
+    schedule: str, sizes: Sizes, device: torch.device, precision: Recipe | None
+) -> Overlap:
     """How a call of these sizes is overlapped on a device, with one of MoEConfig's schedules but "serial"."""
     # On CPUs nothing is divided; with the SMs of an H200 calls are cut alike everywhere.
-    num_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else H200_SMS
+    num_sms = (
+        torch.cuda.get_device_properties(device).multi_processor_count
+        if device.type == "cuda"
+        else H200_SMS
+    )
     if schedule == "always-overlapped":
         chosen = overlap_everything(sizes, num_sms)
     else:
         chosen = overlap(sizes, num_sms, rates_of(gpu_of(device), precision))
     # Where GEMMs take no parts, they begin when all rows are there.
-    return chosen if takes_parts(precision) else replace(chosen, dispatch=None, gradient_dispatch=None)
+    return (
+        chosen if takes_parts(precision) else replace(chosen, dispatch=None, gradient_dispatch=None)
+    )

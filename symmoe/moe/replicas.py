@@ -29,7 +29,9 @@ from symmoe.symm_mem.memory import ALIGNMENT_BYTES, aligned
 
 _HOME = control.PHASE_REPLICAS_HOME
 _NUM_KINDS = len(control.REPLICA_MATRICES)
-_Wanted = tuple[Sequence[int], torch.dtype] | None  # shape and dtype of a matrix for a place, or none
+_Wanted = (
+    tuple[Sequence[int], torch.dtype] | None
+)  # shape and dtype of a matrix for a place, or none
 
 
 def replicas_problem(experts: CallExperts) -> ArgumentError | None:
@@ -45,7 +47,10 @@ def replicas_problem(experts: CallExperts) -> ArgumentError | None:
 def replica_bytes(experts: CallExperts, num_places: int) -> int:
     """What a pass leases for replicas of these experts: all that they have, and gradients, at most fp32."""
     tensors = [tensor for tensor in (*experts.biases, *experts.tensors) if tensor is not None]
-    num_bytes = sum(tensor.numel() * (tensor.element_size() + 4) for tensor in tensors) // experts.form.num_groups
+    num_bytes = (
+        sum(tensor.numel() * (tensor.element_size() + 4) for tensor in tensors)
+        // experts.form.num_groups
+    )
     return num_places * num_bytes + min(1, num_places) * 2 * _NUM_KINDS * ALIGNMENT_BYTES
 
 
@@ -55,12 +60,17 @@ class _Places:
     contents: which kinds there are, the index of a call's field."""
 
     def __init__(self, heap: SymmetricHeap, num_places: int, wanted: Sequence[_Wanted]) -> None:
-        sizes = [0 if each is None else num_places * math.prod(each[0]) * each[1].itemsize for each in wanted]
+        sizes = [
+            0 if each is None else num_places * math.prod(each[0]) * each[1].itemsize
+            for each in wanted
+        ]
         *self.starts, num_bytes = itertools.accumulate(map(aligned, sizes), initial=0)
         self.tensors: list[torch.Tensor | None] = [None] * len(sizes)
         self.contents, self.offset, self._lease = 0, 0, None
         if num_bytes:
-            self._lease = lease = heap.lease((num_bytes,), torch.uint8, name="replicas", phase=DISPATCH)
+            self._lease = lease = heap.lease(
+                (num_bytes,), torch.uint8, name="replicas", phase=DISPATCH
+            )
             self.offset = lease.offset
             for kind, each in enumerate(wanted):
                 if each is not None:
@@ -80,7 +90,9 @@ class ReplicaTrip:
     layers. Attributes: weights of this rank's experts, with those of its replicas; contents, which kinds travel, on
     which ranks must agree; and weights_offset, where this rank wants the weights."""
 
-    def __init__(self, plan: Plan, weights: ExpertWeights, targets: tuple[Target, Target] | None = None) -> None:
+    def __init__(
+        self, plan: Plan, weights: ExpertWeights, targets: tuple[Target, Target] | None = None
+    ) -> None:
         self.weights, self._own, self._plan = weights, weights.matrices, plan
         wanted = [None if own is None else (own.shape[1:], own.dtype) for own in self._own]
         self._places = _Places(plan.heap, plan.num_places, wanted)
@@ -89,7 +101,9 @@ class ReplicaTrip:
         self._gradients = _Places(plan.heap, plan.num_places, gradients)
         self.contents = self._places.contents if targets is None else self._gradients.contents
         if plan.num_places:
-            places = replace(weights.of_matrices(self._places.tensors), gradients=self._gradients.tensors)
+            places = replace(
+                weights.of_matrices(self._places.tensors), gradients=self._gradients.tensors
+            )
             self.weights = replace(weights, replicas=Replicas(places, plan.replica_ranges[0]))
 
     @property
@@ -99,7 +113,10 @@ class ReplicaTrip:
 
     def send(self, ready: torch.Tensor) -> None:
         """Sends what replicas of this rank's experts need."""
-        trip, push = (self._plan.place_to_expert, self._plan.heap.peers, ready), kernels.for_device(ready.device)
+        trip, push = (
+            (self._plan.place_to_expert, self._plan.heap.peers, ready),
+            kernels.for_device(ready.device),
+        )
         for pair, starts in self._pairs(self._own, self._places):
             push.push_replicas(pair, *trip, column=READY_WEIGHTS, starts=starts)
 
@@ -109,7 +126,10 @@ class ReplicaTrip:
         heap, plan = self._plan.heap, self._plan.generation
         if self._gradients.contents:
             ready = heap.barrier(_HOME, publish=(self._gradients.offset,), plan=plan)
-            places, add = (self._plan.place_to_expert, self._plan.expert_to_place), kernels.for_device(heap.device)
+            places, add = (
+                (self._plan.place_to_expert, self._plan.expert_to_place),
+                kernels.for_device(heap.device),
+            )
             for pair, starts in self._pairs(gradients, self._gradients):
                 add.add_from_replicas(pair, places, heap.peers, ready, column=0, starts=starts)
             heap.barrier(_HOME, plan=plan)  # until peers have read
@@ -117,17 +137,29 @@ class ReplicaTrip:
         self._gradients.release()
 
     @staticmethod
-    def _pairs(matrices: Sequence[Matrices | None], places: _Places) -> Iterator[tuple[Pair, tuple[int, int]]]:
+    def _pairs(
+        matrices: Sequence[Matrices | None], places: _Places
+    ) -> Iterator[tuple[Pair, tuple[int, int]]]:
         """Of each kind that there is, that of both layers, and where those of places begin."""
-        for first, second in zip(range(FC1.start, FC1.stop), range(FC2.start, FC2.stop), strict=True):
+        for first, second in zip(
+            range(FC1.start, FC1.stop), range(FC2.start, FC2.stop), strict=True
+        ):
             if matrices[first] is not None or matrices[second] is not None:
-                yield (matrices[first], matrices[second]), (places.starts[first], places.starts[second])
+                yield (
+                    (matrices[first], matrices[second]),
+                    (places.starts[first], places.starts[second]),
+                )
 
 
-def _wanted_gradients(own: Sequence[Matrices | None], targets: tuple[Target, Target]) -> list[_Wanted]:
+def _wanted_gradients(
+    own: Sequence[Matrices | None], targets: tuple[Target, Target]
+) -> list[_Wanted]:
     """By kind, what is wanted of replicas: what backward makes for this rank's experts."""
     wanted: list[_Wanted] = [
-        (each.shape[1:], each.dtype) if isinstance(each, torch.Tensor) and each.requires_grad else None for each in own
+        (each.shape[1:], each.dtype)
+        if isinstance(each, torch.Tensor) and each.requires_grad
+        else None
+        for each in own
     ]
     for kind, target in zip((W1, W2), targets, strict=True):
         weight = own[kind]

@@ -35,7 +35,9 @@ from symmoe.symm_mem.heap import FailPeersOnError, SymmetricHeap
 from symmoe.symm_mem.row_budget import RowBudget, RowHistory
 from symmoe.torch_internals import keeps_graph, num_dispatch_modes
 
-BY_NUMBER: weakref.WeakValueDictionary[int, RoutedExperts] = weakref.WeakValueDictionary()  # keeps nothing alive
+BY_NUMBER: weakref.WeakValueDictionary[int, RoutedExperts] = (
+    weakref.WeakValueDictionary()
+)  # keeps nothing alive
 # An edge does not keep y's memory. Before torch 2.13 backward cannot begin at that of a Python function.
 _TAKES_EDGES = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
 
@@ -97,7 +99,11 @@ class RoutedExperts:
         with FailPeersOnError(heap, control.PHASE_PLAN):
             experts = evaluated(experts, x.dtype)  # once, also for a call that is planned again
         find_room = partial(self._find_room, topk_idx.shape[0], x.dtype.itemsize, experts)
-        route = probs._replace(x=probs.x.detach(), weight=probs.weight.detach()) if isinstance(probs, Route) else None
+        route = (
+            probs._replace(x=probs.x.detach(), weight=probs.weight.detach())
+            if isinstance(probs, Route)
+            else None
+        )
         plan = begin_plan(topk_idx, heap, options, find_room, route)
         if before_trips is not None:
             with FailPeersOnError(heap, control.PHASE_PLAN):
@@ -129,7 +135,9 @@ class RoutedExperts:
         config = self.config
         return self.heap.row_histories[config.num_experts, config.top_k, config.num_places]
 
-    def _find_room(self, num_tokens: int, item_bytes: int, experts: CallExperts) -> RowBudget | None:
+    def _find_room(
+        self, num_tokens: int, item_bytes: int, experts: CallExperts
+    ) -> RowBudget | None:
         config, heap = self.config, self.heap
         room = self._history.room(num_tokens, config.max_room, heap.room_factor)
         if room is None or room.rows < 0 or heap.captured_reports is not None:
@@ -145,13 +153,20 @@ class RoutedExperts:
         c = self.config
         sizes = c.num_experts, c.capacity, c.overflow, c.max_tokens, c.hidden
         travel = c.precision, c.quantized_wire, c.rail_capacity
-        return PlanOptions(*sizes, dtype, *travel, self._config_number, c.num_places, c.replica_slack)
+        return PlanOptions(
+            *sizes, dtype, *travel, self._config_number, c.num_places, c.replica_slack
+        )
 
 
 def experts_of(config: MoEConfig, num_ranks: int, **options: Any) -> GroupedMLP:
     """Experts of one of so many ranks, as the configuration has them, with these other options of GroupedMLP."""
     sizes = config.experts_per_rank(num_ranks), config.hidden, config.ffn
-    return GroupedMLP(*sizes, activation=ScaledActivation(config.activation), precision=config.precision, **options)
+    return GroupedMLP(
+        *sizes,
+        activation=ScaledActivation(config.activation),
+        precision=config.precision,
+        **options,
+    )
 
 
 # -- the step as operators of torch ------------------------------------------------------------------------------------
@@ -182,20 +197,27 @@ class _Call(NamedTuple):
 
     def are_trained(self, tensors: Sequence[torch.Tensor]) -> list[bool]:
         """Which of the operator's tensors get a gradient."""
-        inputs, adapters = [bool(self.gradients & 1), bool(self.gradients & 2)], len(tensors) - 2 - self.num_own
+        inputs, adapters = (
+            [bool(self.gradients & 1), bool(self.gradients & 2)],
+            len(tensors) - 2 - self.num_own,
+        )
         return inputs + [bool(self.trains_own)] * self.num_own + [True] * adapters
 
     def experts(self, tensors: Sequence[torch.Tensor]) -> CallExperts:
         """The experts with these of the operator's tensors."""
         experts = self.eager.meta_experts
         end = 4 if experts.fc1.has_bias else 2
-        return of_tensors((experts.fc1, experts.activation, experts.fc2), tensors[2:end], tensors[end:])
+        return of_tensors(
+            (experts.fc1, experts.activation, experts.fc2), tensors[2:end], tensors[end:]
+        )
 
 
 def is_traced(experts: GroupedMLP) -> bool:
     """Whether a compiler or a dispatch mode traces the call, which both see operators only. A dispatch mode need not
     trace every call: not those of experts whose weight gradients an operator cannot return."""
-    return torch.compiler.is_compiling() or (num_dispatch_modes() > 0 and gradients_elsewhere(experts) is None)
+    return torch.compiler.is_compiling() or (
+        num_dispatch_modes() > 0 and gradients_elsewhere(experts) is None
+    )
 
 
 def run_routed(
@@ -212,7 +234,9 @@ def run_routed(
     as run has it; or, traced, weight gradients are to be delayed, or to go to main_grad: the operator returns them. Or
     the layer has been given experts of another kind since it was made."""
     if not is_traced(experts):
-        return step.run(tokens, probs, topk_idx, experts, out_shape=out_shape, before_trips=before_trips)[:2]
+        return step.run(
+            tokens, probs, topk_idx, experts, out_shape=out_shape, before_trips=before_trips
+        )[:2]
     reason = "inside torch.compile an operator returns them"
     raise_for(gradients_elsewhere(experts, reason) or fsdp_problem(experts, step.heap.num_ranks))
     if (kind := kind_of(experts)) != step.kind:
@@ -221,10 +245,14 @@ def run_routed(
     tensors = [*(bias for bias in biases if bias is not None), *tensors]
     own = tensors[: sum(fc.has_bias + len(fc.weight_names) for fc in (experts.fc1, experts.fc2))]
     if any(tensor.device != step.heap.device for tensor in tensors):
-        raise ArgumentError(f"experts have parameters that are not on {step.heap.device}, where the heap is")
+        raise ArgumentError(
+            f"experts have parameters that are not on {step.heap.device}, where the heap is"
+        )
     trains = torch.is_grad_enabled()
     trains_own = trains and any(tensor.requires_grad for tensor in own)
-    gradients = control.gradients_index(x=trains and tokens.requires_grad, probs=trains and probs.requires_grad)
+    gradients = control.gradients_index(
+        x=trains and tokens.requires_grad, probs=trains and probs.requires_grad
+    )
     call = _Call(step.number, len(own), int(trains), int(trains_own), gradients)
     y, load, _ = _moe_forward([tokens, probs, *tensors], topk_idx, list(call))
     return y if out_shape is None else y.view(out_shape), load
@@ -278,8 +306,14 @@ def _moe_forward(
     state = torch.zeros(1, dtype=torch.int64, device="cpu")
     arguments, trained = _Arguments(tensors), call.are_trained(tensors)
     # Leaves of an autograd graph that only this call has.
-    leaves = [tensor.detach().requires_grad_(is_trained) for tensor, is_trained in zip(tensors, trained, strict=True)]
-    with torch.set_grad_enabled(bool(call.trains)), saved_tensors_hooks(arguments.put_away, arguments.take_out):
+    leaves = [
+        tensor.detach().requires_grad_(is_trained)
+        for tensor, is_trained in zip(tensors, trained, strict=True)
+    ]
+    with (
+        torch.set_grad_enabled(bool(call.trains)),
+        saved_tensors_hooks(arguments.put_away, arguments.take_out),
+    ):
         y, load, _ = eager.run(leaves[0], leaves[1], topk_idx, call.experts(leaves))
     arguments.tensors = ()
     if call.trains:
@@ -305,18 +339,29 @@ def _moe_backward(
 ) -> list[torch.Tensor]:
     kept = _kept(state)
     if kept is None:
-        raise StalePlan("`state` is a copy of what moe_forward returned; backward needs the tensor itself")
+        raise StalePlan(
+            "`state` is a copy of what moe_forward returned; backward needs the tensor itself"
+        )
     kept.arguments.tensors, keeps = tensors, keeps_graph()  # of the caller's backward pass
     try:
-        outputs = cast(list[torch.Tensor], [kept.output])  # torch's annotation has no list of either
-        return list(torch.autograd.grad(outputs, kept.inputs, [dy.contiguous()], retain_graph=keeps))
+        outputs = cast(
+            list[torch.Tensor], [kept.output]
+        )  # torch's annotation has no list of either
+        return list(
+            torch.autograd.grad(outputs, kept.inputs, [dy.contiguous()], retain_graph=keeps)
+        )
     finally:
         kept.arguments.tensors = ()
 
 
 @_moe_backward.register_fake
-def _(_dy: object, _state: object, tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> list[torch.Tensor]:
-    return [tensor.new_empty(tensor.shape) for tensor in compress(tensors, _Call(*numbers).are_trained(tensors))]
+def _(
+    _dy: object, _state: object, tensors: Sequence[torch.Tensor], numbers: Sequence[int]
+) -> list[torch.Tensor]:
+    return [
+        tensor.new_empty(tensor.shape)
+        for tensor in compress(tensors, _Call(*numbers).are_trained(tensors))
+    ]
 
 
 def _keep(ctx: Context, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
@@ -362,7 +407,9 @@ def _(*arguments: Any, out_val: object) -> int:
     products += a1 + b1 + a2 + b2
     if not STASHES[call.eager.config.stash].keeps_h:
         products += fc1 + a1 + b1 + a2  # and FC1 again
-    return _num_rows(call.eager, tensors[1], None if kept is None else kept.expert_load) * 2 * products
+    return (
+        _num_rows(call.eager, tensors[1], None if kept is None else kept.expert_load) * 2 * products
+    )
 
 
 def _num_rows(eager: RoutedExperts, probs: torch.Tensor, load: torch.Tensor | None) -> int:

@@ -36,7 +36,9 @@ class Choice:
     topk_idx: torch.Tensor  # int32 [T, K]
     probs: torch.Tensor  # fp32 [T, K], weight of each choice, differentiable (once)
     chosen_idx: torch.Tensor  # int32 [T, K], topk_idx before the capacity factor's drops
-    num_over_capacity: torch.Tensor | None  # int32 [1], slots that the capacity factor has dropped; None without one
+    num_over_capacity: (
+        torch.Tensor | None
+    )  # int32 [1], slots that the capacity factor has dropped; None without one
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +69,24 @@ class Router(nn.Module):
     """
 
     def __init__(
-        self, config: MoEConfig, *, device: torch.device | str | None = None, heap: SymmetricHeap | None = None
+        self,
+        config: MoEConfig,
+        *,
+        device: torch.device | str | None = None,
+        heap: SymmetricHeap | None = None,
     ) -> None:
         super().__init__()
         self.config, self._rule, self._heap = config, config.routing_rule, heap
-        self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden, dtype=torch.float32, device=device))
+        self.weight = nn.Parameter(
+            torch.empty(config.num_experts, config.hidden, dtype=torch.float32, device=device)
+        )
         bias = torch.zeros(config.num_experts, dtype=torch.float32, device=device)
         self.expert_bias: torch.Tensor | None
         self.register_buffer("expert_bias", bias if config.expert_bias else None)
         counts = config.expert_bias or (config.aux_loss_coef and config.aux_loss == "global")
-        self.step_load = torch.zeros(config.num_experts, dtype=torch.int64, device=device) if counts else None
+        self.step_load = (
+            torch.zeros(config.num_experts, dtype=torch.int64, device=device) if counts else None
+        )
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -88,7 +98,11 @@ class Router(nn.Module):
             self.step_load.zero_()
 
     def forward(
-        self, x: torch.Tensor, *, token_mask: torch.Tensor | None = None, topk_idx: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        *,
+        token_mask: torch.Tensor | None = None,
+        topk_idx: torch.Tensor | None = None,
     ) -> RouterOutput:
         """Routes the tokens of this rank. Not collective; no host synchronisation. ArgumentError: an argument does not
         fit.
@@ -103,9 +117,16 @@ class Router(nn.Module):
         if x.dim() != 2 or x.shape[1] != config.hidden:
             raise ArgumentError(f"x {tuple(x.shape)} must be [tokens, hidden ({config.hidden})]")
         if not x.is_floating_point():
-            raise ArgumentError(f"x ({x.dtype}) must be floating point, like weight ({self.weight.dtype})")
-        raise_for(memory_problem("x", x) or arguments_problem(config, x, token_mask=token_mask, topk_idx=topk_idx))
-        if token_mask is not None:  # padding may hold anything, NaN too, and a gradient of 0 would not stop that
+            raise ArgumentError(
+                f"x ({x.dtype}) must be floating point, like weight ({self.weight.dtype})"
+            )
+        raise_for(
+            memory_problem("x", x)
+            or arguments_problem(config, x, token_mask=token_mask, topk_idx=topk_idx)
+        )
+        if (
+            token_mask is not None
+        ):  # padding may hold anything, NaN too, and a gradient of 0 would not stop that
             x = x.masked_fill(~token_mask.unsqueeze(1), 0.0)
         # Autocast would run the product in half precision, where close scores tie or swap.
         with torch.autocast(x.device.type, enabled=False):
@@ -123,10 +144,15 @@ class Router(nn.Module):
         config = self.config
         if type(self) is not Router or config.capacity_factor is not None or has_hooks(self):
             return None
-        return self._route(x, topk_idx=torch.empty((x.shape[0], config.top_k), dtype=torch.int32, device=x.device))
+        return self._route(
+            x, topk_idx=torch.empty((x.shape[0], config.top_k), dtype=torch.int32, device=x.device)
+        )
 
     def _route(
-        self, x: torch.Tensor, given_idx: torch.Tensor | None = None, topk_idx: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        given_idx: torch.Tensor | None = None,
+        topk_idx: torch.Tensor | None = None,
     ) -> Route:
         numbers, weight = (self.config.top_k, self._rule), self.weight.contiguous()
         return Route(x.contiguous(), weight, self.expert_bias, given_idx, *numbers, topk_idx)
@@ -154,7 +180,9 @@ def router_problem(router: nn.Module | None) -> ArgumentError | None:
         return None
     if any(isinstance(module, Router) for module in router.modules()):
         taken = inspect.signature(router.forward).parameters.values()
-        if {"token_mask", "topk_idx"} <= {p.name for p in taken} or any(p.kind is p.VAR_KEYWORD for p in taken):
+        if {"token_mask", "topk_idx"} <= {p.name for p in taken} or any(
+            p.kind is p.VAR_KEYWORD for p in taken
+        ):
             return wrapped_problem("router", router, "step_load")
     return ArgumentError(
         f"router ({type(router).__name__}) must be a Router, called as router(x, token_mask=..., topk_idx=...); one of "
@@ -176,7 +204,11 @@ def choice_of(
         # So many times what balance would give an expert (GShard, arXiv:2006.16668).
         capacity = math.ceil(topk_idx.numel() / config.num_experts * config.capacity_factor)
         topk_idx, probs, num_over_capacity = drop_over_capacity(
-            topk_idx, probs, num_experts=config.num_experts, capacity=capacity, policy=config.drop_policy
+            topk_idx,
+            probs,
+            num_experts=config.num_experts,
+            capacity=capacity,
+            policy=config.drop_policy,
         )
     return topk_idx, probs, chosen_idx, num_over_capacity
 
@@ -184,7 +216,9 @@ def choice_of(
 def _int32(topk_idx: torch.Tensor) -> torch.Tensor:
     """The ids as int32. One that is too large stays too large, so that the plan reports it."""
     limits = torch.iinfo(torch.int32)
-    return topk_idx if topk_idx.dtype == torch.int32 else topk_idx.clamp(limits.min, limits.max).int()
+    return (
+        topk_idx if topk_idx.dtype == torch.int32 else topk_idx.clamp(limits.min, limits.max).int()
+    )
 
 
 def arguments_problem(
@@ -199,16 +233,24 @@ def arguments_problem(
     error: SymmoeError | None = None
     choice = math.prod(x.shape[:-1]), config.top_k
     if token_mask is not None:
-        error = tensor_problem("token_mask", token_mask, shape=x.shape[:-1], dtypes=(torch.bool,), device=x.device)
+        error = tensor_problem(
+            "token_mask", token_mask, shape=x.shape[:-1], dtypes=(torch.bool,), device=x.device
+        )
     if topk_idx is not None:
         dtypes = torch.int32, torch.int64
-        error = error or tensor_problem("topk_idx", topk_idx, shape=choice, dtypes=dtypes, device=x.device)
+        error = error or tensor_problem(
+            "topk_idx", topk_idx, shape=choice, dtypes=dtypes, device=x.device
+        )
     if error is not None or (probs is None and config.router != "none"):
         return error
     if probs is None:
-        return ArgumentError("probs (None) must be given, and topk_idx with it: the configuration has router='none'")
+        return ArgumentError(
+            "probs (None) must be given, and topk_idx with it: the configuration has router='none'"
+        )
     if topk_idx is None:
-        return ArgumentError("topk_idx (None) must be given with probs: which experts have these weights?")
+        return ArgumentError(
+            "topk_idx (None) must be given with probs: which experts have these weights?"
+        )
     return tensor_problem("probs", probs, shape=choice, dtypes=control.DTYPES, device=x.device)
 
 
@@ -231,7 +273,11 @@ def drop_over_capacity(
     place_N = torch.arange(sorted_N.numel(), device=sorted_N.device) - first_E[sorted_N]
     over_N = (place_N >= capacity) & (sorted_N < num_experts)
     over = torch.empty_like(over_N).scatter_(0, order_N, over_N).view(topk_idx.shape)
-    return topk_idx.masked_fill(over, -1), probs.masked_fill(over, 0.0), over.sum(dtype=torch.int32).view(1)
+    return (
+        topk_idx.masked_fill(over, -1),
+        probs.masked_fill(over, 0.0),
+        over.sum(dtype=torch.int32).view(1),
+    )
 
 
 # -- the choice itself -------------------------------------------------------------------------------------------------
@@ -260,12 +306,21 @@ class Route(NamedTuple):
     given_idx: torch.Tensor | None  # int32 [T, K], experts to take instead of the best ones
     top_k: int
     rule: RoutingRule
-    topk_idx: torch.Tensor | None = None  # int32 [T, K], which gets the choice; None: it goes to a new tensor
+    topk_idx: torch.Tensor | None = (
+        None  # int32 [T, K], which gets the choice; None: it goes to a new tensor
+    )
 
     @property
     def key(self) -> tuple[Hashable, ...]:
         """On what it depends what is launched, besides tensors."""
-        return "route", self.top_k, self.rule, self.bias is None, self.given_idx is None, self.topk_idx is None
+        return (
+            "route",
+            self.top_k,
+            self.rule,
+            self.bias is None,
+            self.given_idx is None,
+            self.topk_idx is None,
+        )
 
     def compute(self, block_counts: torch.Tensor | None = None) -> Routed:
         """What route_tokens returns, without a gradient. block_counts: see choose_experts."""
@@ -276,7 +331,9 @@ class Route(NamedTuple):
             ops.router_gemm(x, weight, logits)
         else:
             torch.mm(x.float(), weight.t(), out=logits)  # which autocast does not change
-        ops.choose_experts(logits, bias, given_idx, topk_idx, probs, scores, rule=rule, block_counts=block_counts)
+        ops.choose_experts(
+            logits, bias, given_idx, topk_idx, probs, scores, rule=rule, block_counts=block_counts
+        )
         return Routed(logits, probs, scores, topk_idx)
 
     @property
@@ -303,7 +360,12 @@ class RouteGradients(NamedTuple):
     @property
     def key(self) -> tuple[Hashable, ...]:
         """On what it depends what is launched, besides tensors."""
-        return "gradients of the route", self.rule, *self.needs, *[one is None for one in self.given]
+        return (
+            "gradients of the route",
+            self.rule,
+            *self.needs,
+            *[one is None for one in self.given],
+        )
 
     @property
     def inputs(self) -> list[torch.Tensor]:
@@ -315,7 +377,9 @@ class RouteGradients(NamedTuple):
         ops, direct = kernels.for_device(x.device), d_logits
         with torch.autocast(x.device.type, enabled=False):  # backward may be called inside autocast
             if d_probs is not None or d_scores is not None:
-                d_probs, d_scores = (None if each is None else each.contiguous() for each in (d_probs, d_scores))
+                d_probs, d_scores = (
+                    None if each is None else each.contiguous() for each in (d_probs, d_scores)
+                )
                 d_logits = torch.empty_like(scores)
                 ops.choose_experts_grad(d_probs, d_scores, topk_idx, scores, d_logits, rule=rule)
                 d_logits = d_logits if direct is None else d_logits + direct
@@ -360,14 +424,18 @@ def _has_kernels(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return weight.dtype == torch.float32 and (x.dtype == torch.bfloat16 or x.device.type == "cpu")
 
 
-def _empty(x: torch.Tensor, weight: torch.Tensor, top_k: int, topk_idx: torch.Tensor | None = None) -> Routed:
+def _empty(
+    x: torch.Tensor, weight: torch.Tensor, top_k: int, topk_idx: torch.Tensor | None = None
+) -> Routed:
     widths = len(weight), top_k, len(weight)
     logits, probs, scores = (x.new_empty((len(x), width), dtype=torch.float32) for width in widths)
     topk_idx = x.new_empty((len(x), top_k), dtype=torch.int32) if topk_idx is None else topk_idx
     return Routed(logits, probs, scores, topk_idx)
 
 
-def _save(ctx: Context, x: torch.Tensor, weight: torch.Tensor, routed: Sequence[torch.Tensor]) -> None:
+def _save(
+    ctx: Context, x: torch.Tensor, weight: torch.Tensor, routed: Sequence[torch.Tensor]
+) -> None:
     _, _, scores, topk_idx = routed
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(topk_idx)
@@ -378,7 +446,9 @@ class _RouteFunction(Function):
     """Of a route, and its x and weight once more, for autograd."""
 
     @staticmethod
-    def forward(ctx: Context, heap: SymmetricHeap | None, route: Route, *_: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Context, heap: SymmetricHeap | None, route: Route, *_: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         routed = tuple(computed(route, heap))
         _save(ctx, route.x, route.weight, routed)
         ctx.rule, ctx.heap = route.rule, heap
@@ -399,14 +469,27 @@ OUTSIDE_GRAPHS = (torch.Tag.cudagraph_unsafe,)
 def _packed(top_k: int, rule: RoutingRule, heap: SymmetricHeap | None) -> list[float]:
     """The numbers of an operator, equal for equal arguments."""
     score, number = CHOICES["score"].index(rule.score), -1 if heap is None else heap.number
-    numbers = top_k, score, rule.renormalize, rule.num_groups, rule.top_groups, rule.route_scale, number
+    numbers = (
+        top_k,
+        score,
+        rule.renormalize,
+        rule.num_groups,
+        rule.top_groups,
+        rule.route_scale,
+        number,
+    )
     return [float(each) for each in numbers]
 
 
 def _unpacked(numbers: Sequence[float]) -> tuple[int, RoutingRule, SymmetricHeap | None]:
     top_k, score, renormalize, num_groups, top_groups, _, number = map(int, numbers)
     groups = {"num_groups": num_groups, "top_groups": top_groups}
-    rule = RoutingRule(score=CHOICES["score"][score], renormalize=bool(renormalize), route_scale=numbers[5], **groups)
+    rule = RoutingRule(
+        score=CHOICES["score"][score],
+        renormalize=bool(renormalize),
+        route_scale=numbers[5],
+        **groups,
+    )
     return top_k, rule, heap_numbered(None if number < 0 else number)
 
 

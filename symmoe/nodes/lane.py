@@ -24,9 +24,14 @@ DETAIL_BYTES = 64
 _HEADER_BYTES = _WORDS.size + FAULT_BYTES + DETAIL_BYTES
 _PEEKED_BYTES = 16 * _HEADER_BYTES  # more than hosts can be ahead
 _MAX_S = 1e6  # of a wait, which is counted in ms
-_LONGER_S = {WAITS: 0.25, COUNTED: 0.5}  # that a rank waits which hears this: its sender is to say who is missing
+_LONGER_S = {
+    WAITS: 0.25,
+    COUNTED: 0.5,
+}  # that a rank waits which hears this: its sender is to say who is missing
 ANSWER_S = 0.4  # that a host which lives takes at most to say what its device has counted
-_LAST_WORDS_S = 2.0  # a rail peer that has broken off gets that long to say why, if it lives; it takes no time
+_LAST_WORDS_S = (
+    2.0  # a rail peer that has broken off gets that long to say why, if it lives; it takes no time
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +42,9 @@ class Header:
     number: int = 0  # how many headers it has sent; COUNTED: begins and ends of exchanges that its device has counted
     call: int = 0  # what the ranks must agree on, as in control.pack_call
     sizes: int = 0  # the same, of what says how long the messages are that follow
-    rail_rows: int = 0  # that fit in a message of the rank, where that says it; ranks need not have the same
+    rail_rows: int = (
+        0  # that fit in a message of the rank, where that says it; ranks need not have the same
+    )
     origin: int = -1  # the rank of the group that has the error, or that gave up; -1: no one rank
     message: bytes = b""  # of an error or of a report
 
@@ -62,7 +69,10 @@ class Lane:
 
     def __init__(self, links: Mapping[int, Link]) -> None:
         self._links, self._is_open, self._said_once = links, True, set[int]()
-        self._sends, self._takes = threading.Lock(), threading.RLock()  # a signal handler may give up
+        self._sends, self._takes = (
+            threading.Lock(),
+            threading.RLock(),
+        )  # a signal handler may give up
         self._incomplete = dict.fromkeys(links, b"")  # what has come of the next header
         self.number, self.counted = 0, dict.fromkeys(links, -1)
         for link in links.values():
@@ -89,7 +99,9 @@ class Lane:
                 if said.kind == GAVE_UP:  # the others may be waiting for it
                     raise RailBroken(node, is_late=False, problem="it gave up", said=said)
         except RailBroken as broken:
-            broken.said = broken.said or self.look()[1]  # before this rank came, or while another one is late
+            broken.said = (
+                broken.said or self.look()[1]
+            )  # before this rank came, or while another one is late
             raise
         return headers
 
@@ -113,7 +125,9 @@ class Lane:
             if events != select.POLLIN:
                 lost.add(node)
             with contextlib.suppress(OSError), self._takes:
-                come = self._incomplete[node] + self._links[node].receives.recv(_PEEKED_BYTES, socket.MSG_PEEK)
+                come = self._incomplete[node] + self._links[node].receives.recv(
+                    _PEEKED_BYTES, socket.MSG_PEEK
+                )
             for first in range(0, len(come) - _HEADER_BYTES + 1, _HEADER_BYTES):
                 said = self._unpack(node, come[first : first + _HEADER_BYTES])
                 gave_up = said if gave_up is None and said.kind == GAVE_UP else gave_up
@@ -124,7 +138,9 @@ class Lane:
         nobody. From any thread."""
         is_open, self._is_open = self._is_open, False
         if is_open:
-            self._send(Header(GAVE_UP, self.number + 1, origin=origin, message=message), but=self.look()[0])
+            self._send(
+                Header(GAVE_UP, self.number + 1, origin=origin, message=message), but=self.look()[0]
+            )
 
     def last_words(self, node: int) -> Header | None:
         """What a node whose connection has closed has said when it gave up, after all that it has said before, if it
@@ -149,7 +165,9 @@ class Lane:
                 try:
                     self._links[node].sends.sendall(packed)
                 except OSError as error:  # the others may stand
-                    problem = problem or RailBroken(node, is_late=isinstance(error, TimeoutError), problem=error)
+                    problem = problem or RailBroken(
+                        node, is_late=isinstance(error, TimeoutError), problem=error
+                    )
         return problem
 
     def _hear(self, node: int, deadline: float) -> Header:
@@ -166,7 +184,9 @@ class Lane:
                 if not piece:
                     raise ConnectionResetError("the connection has closed")
         except (OSError, ValueError) as error:  # ValueError: this rank has closed
-            raise RailBroken(node, is_late=isinstance(error, TimeoutError), problem=error) from error
+            raise RailBroken(
+                node, is_late=isinstance(error, TimeoutError), problem=error
+            ) from error
         packed, self._incomplete[node] = self._incomplete[node], b""
         return self._unpack(node, packed)
 

@@ -68,7 +68,9 @@ class Nccl:
             self._library.ncclGetErrorString.argtypes = [_INT]
             self._library.ncclGetErrorString.restype = ctypes.c_char_p
         except (OSError, AttributeError) as error:
-            raise BackendUnavailable(f"GPUs on several nodes need NCCL, which torch brings along: {error}") from error
+            raise BackendUnavailable(
+                f"GPUs on several nodes need NCCL, which torch brings along: {error}"
+            ) from error
 
     def unique_id(self) -> bytes:
         """A new id by which the ranks of a communicator find each other."""
@@ -82,7 +84,9 @@ class Nccl:
         self._call("ncclCommInitRank", ctypes.byref(communicator), num_ranks, made, rank)
         return communicator.value or 0
 
-    def exchange(self, communicator: int, sends: _Messages, receives: _Messages, stream: int) -> None:
+    def exchange(
+        self, communicator: int, sends: _Messages, receives: _Messages, stream: int
+    ) -> None:
         """Sends and receives (address, bytes, rank) on a CUDA stream, at once. Messages to a rank keep their order."""
         self._call("ncclGroupStart")
         try:
@@ -118,7 +122,9 @@ class NcclRail(Payload):
     progress: torch.Tensor
     counts: torch.Tensor
 
-    def __init__(self, library: Nccl, store: Any, name: str, *, node: int, num_nodes: int, timeout_s: float) -> None:
+    def __init__(
+        self, library: Nccl, store: Any, name: str, *, node: int, num_nodes: int, timeout_s: float
+    ) -> None:
         self._library, self._node, self._num_nodes = library, node, num_nodes
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._communicator, self._turn = 0, threading.Lock()  # of those who use it
@@ -139,7 +145,9 @@ class NcclRail(Payload):
 
     def begin(self, sends: Pairs, receives: Pairs, stream: Any = None) -> Started:
         with self._turn:
-            if self._communicator:  # who has ended it has seen to it that nobody uses what does not come
+            if (
+                self._communicator
+            ):  # who has ended it has seen to it that nobody uses what does not come
                 captures = torch.cuda.is_current_stream_capturing()
                 self.num_launched += not captures
                 self.is_captured |= captures
@@ -188,9 +196,13 @@ class NcclRail(Payload):
             self._communicator = communicator
         # The first messages between two ranks connect them, for which they wait for each other.
         with torch.cuda.stream(torch.cuda.Stream(self._device)), torch.inference_mode(False):
-            sent = torch.full((self._num_nodes,), self._node, dtype=torch.int64, device=self._device)
+            sent = torch.full(
+                (self._num_nodes,), self._node, dtype=torch.int64, device=self._device
+            )
             received = torch.full_like(sent, self._node)
-            self._exchange([*enumerate([sent[:1]] * self._num_nodes)], [*enumerate(received.split(1))])
+            self._exchange(
+                [*enumerate([sent[:1]] * self._num_nodes)], [*enumerate(received.split(1))]
+            )
             if received.tolist() != list(range(self._num_nodes)):
                 raise NcclError(f"the ranks of the rail have sent {received.tolist()}")
             self.bytes_per_s = self._measure()
@@ -212,7 +224,11 @@ class NcclRail(Payload):
         self._library.exchange(self._communicator, *messages, stream.cuda_stream)
 
     def _addresses(self, pairs: Pairs) -> _Messages:
-        return [(each.data_ptr(), each.nbytes, node) for node, each in pairs if node != self._node and each.numel()]
+        return [
+            (each.data_ptr(), each.nbytes, node)
+            for node, each in pairs
+            if node != self._node and each.numel()
+        ]
 
 
 def connect_together(
@@ -241,7 +257,9 @@ def connect_together(
             connect(bytes.fromhex(store.get(_ID).decode()), is_given_up)
         except BaseException as error:  # noqa: BLE001 - of another thread
             if not is_given_up.is_set():
-                store.set(_FAILED, f"NCCL does not connect node {node} with the others: {error}{_HINT}")
+                store.set(
+                    _FAILED, f"NCCL does not connect node {node} with the others: {error}{_HINT}"
+                )
 
     thread = threading.Thread(target=run, name="symmoe-nccl", daemon=True)
     deadline = time.monotonic() + timeout_s
@@ -250,10 +268,14 @@ def connect_together(
         has_ended = False
         while not has_ended:
             thread.join(_CONNECT_POLL_S)
-            has_ended = not thread.is_alive()  # before the look into the store, where it says what has failed
+            has_ended = (
+                not thread.is_alive()
+            )  # before the look into the store, where it says what has failed
             if store.check([_FAILED]):
                 raise BackendUnavailable(store.get(_FAILED).decode())
             if not has_ended and time.monotonic() > deadline:
-                raise BackendUnavailable(f"NCCL has not connected the nodes within {timeout_s:g} s{_HINT}")
+                raise BackendUnavailable(
+                    f"NCCL has not connected the nodes within {timeout_s:g} s{_HINT}"
+                )
     finally:
         is_given_up.set()

@@ -48,7 +48,9 @@ class Payload:
     progress: torch.Tensor | None = None
     counts: torch.Tensor | None = None
     bytes_per_s, num_launched, is_captured = math.inf, 0, False
-    _bounds: tuple[tuple[int, float], ...] = ((0, math.inf),)  # the exchange from which on each holds
+    _bounds: tuple[tuple[int, float], ...] = (
+        (0, math.inf),
+    )  # the exchange from which on each holds
     _num_others = 0  # exchanges that the device has counted, and the host has not
 
     def bound(self, timeout_s: float) -> None:
@@ -110,7 +112,9 @@ class GlooRail(Payload):
     collective over the rail, within timeout_s. RuntimeError: ranks cannot connect; on those that are connected to,
     after timeout_s."""
 
-    def __init__(self, store: Any, name: str, *, node: int, num_nodes: int, timeout_s: float) -> None:
+    def __init__(
+        self, store: Any, name: str, *, node: int, num_nodes: int, timeout_s: float
+    ) -> None:
         self._node = node
         own_store = dist.PrefixStore(name, store)  # type: ignore[attr-defined]
         bound = timedelta(seconds=min(timeout_s, _MAX_S) / _CONNECTS_LONGER)
@@ -133,9 +137,13 @@ class GlooRail(Payload):
         for node, work in started:
             left_s = min(_MAX_S, max(1e-3, deadline - time.monotonic()))
             try:
-                work.wait(timedelta(milliseconds=math.ceil(left_s * 1e3)))  # as gloo counts; not before the deadline
+                work.wait(
+                    timedelta(milliseconds=math.ceil(left_s * 1e3))
+                )  # as gloo counts; not before the deadline
             except RuntimeError as error:
-                raise RailBroken(node, is_late=time.monotonic() >= deadline, problem=error) from error
+                raise RailBroken(
+                    node, is_late=time.monotonic() >= deadline, problem=error
+                ) from error
 
     def close(self) -> None:
         if self._group is not None:

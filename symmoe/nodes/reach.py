@@ -24,7 +24,9 @@ from symmoe.errors import BackendUnavailable
 DEVICE_VARIABLE = "GLOO_SOCKET_IFNAME"
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR: the IPv4 address of a device, in 4 bytes after the first 20 of a struct ifreq
 _IFREQ = struct.Struct("16s16x8x")
-_IPV6_ADDRESSES = Path("/proc/net/if_inet6")  # a line for each: 32 hexadecimal digits first, the device last
+_IPV6_ADDRESSES = Path(
+    "/proc/net/if_inet6"
+)  # a line for each: 32 hexadecimal digits first, the device last
 _LOOPBACK = "127.0.0.1"
 _RANK_BYTES = 4
 _SEND_S = 5.0  # that a peer may leave what it is sent in its connection: hosts are never more than a header ahead
@@ -61,8 +63,12 @@ class Listener:
         if address:
             with contextlib.suppress(OSError):  # then it listens nowhere, which peers find
                 family = socket.AF_INET6 if ":" in address else socket.AF_INET
-                self._socket = socket.create_server((address, 0), family=family, backlog=socket.SOMAXCONN)
-                self.endpoint = Endpoint(device or _device_with(address), address, self._socket.getsockname()[1])
+                self._socket = socket.create_server(
+                    (address, 0), family=family, backlog=socket.SOMAXCONN
+                )
+                self.endpoint = Endpoint(
+                    device or _device_with(address), address, self._socket.getsockname()[1]
+                )
 
     def __enter__(self) -> Listener:
         return self
@@ -71,7 +77,9 @@ class Listener:
         if self._socket is not None:
             self._socket.close()
 
-    def accept(self, ranks: Collection[int], token: bytes, timeout_s: float) -> dict[int, socket.socket]:
+    def accept(
+        self, ranks: Collection[int], token: bytes, timeout_s: float
+    ) -> dict[int, socket.socket]:
         """The connections of these ranks, by rank, who have connected and said :func:`hello`; of nobody else. OSError:
         that takes longer."""
         assert self._socket is not None
@@ -109,7 +117,9 @@ def hello(token: bytes, rank: int) -> bytes:
     return token + rank.to_bytes(_RANK_BYTES, "little")
 
 
-def connect(others: Mapping[int, Endpoint], timeout_s: float) -> tuple[dict[int, socket.socket], dict[int, str]]:
+def connect(
+    others: Mapping[int, Endpoint], timeout_s: float
+) -> tuple[dict[int, socket.socket], dict[int, str]]:
     """Connections with the others, by rank, and why there is none with some. Local; takes at most timeout_s."""
 
     def attempt(endpoint: Endpoint) -> socket.socket | str:
@@ -117,7 +127,9 @@ def connect(others: Mapping[int, Endpoint], timeout_s: float) -> tuple[dict[int,
             return "it listens nowhere"
         try:
             made = socket.create_connection((endpoint.host, endpoint.port), timeout_s)
-        except OSError as error:  # one of Python's own, that time is up, has no text of the system's
+        except (
+            OSError
+        ) as error:  # one of Python's own, that time is up, has no text of the system's
             return error.strerror or f"no answer within {timeout_s:g} s"
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         made.settimeout(_SEND_S)
@@ -145,7 +157,9 @@ def _address_of(device: str) -> str:
 
 def _ipv6_address_of(device: str) -> str:
     with contextlib.suppress(OSError):  # this kernel has no IPv6
-        for address, *_, name in map(str.split, _IPV6_ADDRESSES.read_text(encoding="utf-8").splitlines()):
+        for address, *_, name in map(
+            str.split, _IPV6_ADDRESSES.read_text(encoding="utf-8").splitlines()
+        ):
             found = socket.inet_ntop(socket.AF_INET6, bytes.fromhex(address))
             if name == device:
                 return f"{found}%{device}" if ip_address(found).is_link_local else found

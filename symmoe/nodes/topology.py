@@ -56,7 +56,10 @@ def _find_fabric(gpu: str) -> str:
         try:
             name = b"GPU-" + gpu.removeprefix("GPU-").encode()
             found = nvml.nvmlDeviceGetHandleByUUID(name, ctypes.byref(device))
-            if found != _SUCCESS or nvml.nvmlDeviceGetGpuFabricInfo(device, ctypes.byref(info)) != _SUCCESS:
+            if (
+                found != _SUCCESS
+                or nvml.nvmlDeviceGetGpuFabricInfo(device, ctypes.byref(info)) != _SUCCESS
+            ):
                 return ""
         finally:
             nvml.nvmlShutdown()
@@ -147,8 +150,14 @@ def make_rank_maps(topology: Topology, device: torch.device) -> RankMaps:
     """The maps of a topology. Synchronises."""
     nodes, here, own = topology.nodes, topology.node, topology.ranks
     num_ranks, others = len(nodes) * len(own), [ranks for ranks in nodes if ranks != own]
-    to_local = [ranks.index(rank) if rank in ranks else -1 for ranks in nodes for rank in range(num_ranks + 1)]
-    first_with = [own[0] if rank < own[0] else min(rank, own[-1] + 1) for rank in range(1, num_ranks)]
+    to_local = [
+        ranks.index(rank) if rank in ranks else -1
+        for ranks in nodes
+        for rank in range(num_ranks + 1)
+    ]
+    first_with = [
+        own[0] if rank < own[0] else min(rank, own[-1] + 1) for rank in range(1, num_ranks)
+    ]
     with torch.inference_mode(False):
         return RankMaps(
             here=here,

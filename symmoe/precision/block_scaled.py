@@ -55,14 +55,20 @@ def unswizzle_scales(
     return scale
 
 
-def _tiles_of(scale: torch.Tensor, row_start: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int, int]]:
+def _tiles_of(
+    scale: torch.Tensor, row_start: torch.Tensor
+) -> tuple[torch.Tensor, tuple[int, int, int]]:
     """The row_range of groups of scales, and the shape of their tiles."""
     if scale.dim() != 2 or scale.element_size() != 1 or not scale.is_contiguous():
         raise ArgumentError(
             f"scale is {scale.dtype} {list(scale.shape)}; it must be a contiguous matrix of one-byte scales"
         )
     row_range = checked_row_range(row_start, scale)
-    return row_range, (max_tiles(len(scale), row_range.shape[1]), -(-scale.shape[1] // TILE_BLOCKS), TILE_BYTES)
+    return row_range, (
+        max_tiles(len(scale), row_range.shape[1]),
+        -(-scale.shape[1] // TILE_BLOCKS),
+        TILE_BYTES,
+    )
 
 
 def checked_row_range(row_start: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -107,7 +113,9 @@ def draw_signs(generator: torch.Generator | None = None) -> int:
 def check_signs(signs: int) -> None:
     """ArgumentError if signs is not 16 bits."""
     if not 0 <= signs < 1 << HADAMARD_SIZE:
-        raise ArgumentError(f"signs ({signs}) must have {HADAMARD_SIZE} bits: 0 to {(1 << HADAMARD_SIZE) - 1}")
+        raise ArgumentError(
+            f"signs ({signs}) must have {HADAMARD_SIZE} bits: 0 to {(1 << HADAMARD_SIZE) - 1}"
+        )
 
 
 def _check(x: torch.Tensor, signs: int) -> None:

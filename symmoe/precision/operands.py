@@ -37,18 +37,25 @@ def gradient_seeds(
         return torch.zeros(row_range.shape[1], dtype=torch.int64, device=rows.device)
     words = rows.view(torch.int64).sum(1)  # wraps around
     words = words if row_index is None else words.index_select(0, row_index)
-    up_to = torch.nn.functional.pad(words.cumsum(0), (1, 0))  # includes rows of the tail, but these cancel
+    up_to = torch.nn.functional.pad(
+        words.cumsum(0), (1, 0)
+    )  # includes rows of the tail, but these cancel
     return up_to[row_range].diff(dim=0)[0]
 
 
-def gradient_rows(recipe: Recipe, d_rows: torch.Tensor, row_range: torch.Tensor, **options: Any) -> Operand:
+def gradient_rows(
+    recipe: Recipe, d_rows: torch.Tensor, row_range: torch.Tensor, **options: Any
+) -> Operand:
     """The gradient rows of dgrad. options: row_index, dbias and bias_scale of Recipe.quantize."""
     seeds = gradient_seeds(recipe, d_rows, row_range, options.get("row_index"))
     return recipe.quantize(d_rows, row_range, seeds=seeds, **options).operand()
 
 
 def gradient_columns(
-    recipe: Recipe, d_rows: torch.Tensor, row_range: torch.Tensor, row_index: torch.Tensor | None = None
+    recipe: Recipe,
+    d_rows: torch.Tensor,
+    row_range: torch.Tensor,
+    row_index: torch.Tensor | None = None,
 ) -> Operand:
     """The gradient columns of wgrad."""
     seeds = gradient_seeds(recipe, d_rows, row_range, row_index)
@@ -61,7 +68,11 @@ Directions = tuple[Operand, Operand | None]
 
 
 def weight_operands(
-    recipe: Recipe, weight: torch.Tensor | TensorTable, *, transposed: bool, held: HeldWeight | None = None
+    recipe: Recipe,
+    weight: torch.Tensor | TensorTable,
+    *,
+    transposed: bool,
+    held: HeldWeight | None = None,
 ) -> Directions:
     """Operands of forward, and of dgrad if `transposed`, from a weight [G, O, C] in the working dtype, packed or a
     table.
@@ -123,7 +134,9 @@ class HeldWeight:
         if self._versions is None:
             return None
         # Versions do not say which of the discrete weights it was: those made in one storage share a counter.
-        for parameter, found, first in zip(self._parameters, self._versions_now(), self._versions, strict=True):
+        for parameter, found, first in zip(
+            self._parameters, self._versions_now(), self._versions, strict=True
+        ):
             if found != first:
                 return ArgumentError(
                     f"a weight {list(parameter.shape)} is at version {found}, and was at version {first} when it was "
@@ -135,7 +148,9 @@ class HeldWeight:
         """Whether calls on the current stream may have the operands."""
         return self._is_open and capture_id(self._device) == self._capture
 
-    def operands(self, recipe: Recipe, weight: torch.Tensor | TensorTable, *, transposed: bool) -> Directions:
+    def operands(
+        self, recipe: Recipe, weight: torch.Tensor | TensorTable, *, transposed: bool
+    ) -> Directions:
         """Same as weight_operands, where is_open_here."""
         if self._versions is None:
             self._versions = self._versions_now()
@@ -154,7 +169,10 @@ class HeldWeight:
         return made.directions[0], made.directions[1] if transposed else None
 
     def _versions_now(self) -> list[int]:
-        return [0 if parameter.is_inference() else version_of(parameter) for parameter in self._parameters]
+        return [
+            0 if parameter.is_inference() else version_of(parameter)
+            for parameter in self._parameters
+        ]
 
 
 def _where(capture: int) -> str:

@@ -89,10 +89,14 @@ class Quantized:
         """
         if self.layout == "rows":
             return swizzle_scales(self.scale, self._row_range)
-        num_matrices, num_lines = (1, self.data.shape[0]) if self.layout == "columns" else self.data.shape[:2]
+        num_matrices, num_lines = (
+            (1, self.data.shape[0]) if self.layout == "columns" else self.data.shape[:2]
+        )
         lines = self.scale
         if self.block_format.block_lines > 1:
-            lines = lines.view(torch.uint8).repeat_interleave(self.block_format.block_lines, dim=-2)[:, :num_lines]
+            lines = lines.view(torch.uint8).repeat_interleave(
+                self.block_format.block_lines, dim=-2
+            )[:, :num_lines]
         line_range = equal_groups(num_matrices, num_lines, lines.device)
         return swizzle_scales(lines.reshape(-1, lines.shape[-1]), line_range)
 
@@ -141,6 +145,10 @@ class Quantized:
     def _values(self, global_scale: torch.Tensor | None) -> torch.Tensor:
         """data * scale, fp32; scales are spread over their blocks."""
         values = twin.numbers_of(self.data, self.block_format)
-        scale = self.scale.float().repeat_interleave(self.block_format.block, dim=-1)[..., : values.shape[-1]]
-        scale = scale.repeat_interleave(self.block_format.block_lines, dim=-2)[..., : values.shape[-2], :]
+        scale = self.scale.float().repeat_interleave(self.block_format.block, dim=-1)[
+            ..., : values.shape[-1]
+        ]
+        scale = scale.repeat_interleave(self.block_format.block_lines, dim=-2)[
+            ..., : values.shape[-2], :
+        ]
         return values * (scale if global_scale is None else scale * global_scale)

@@ -69,7 +69,10 @@ class Recipe(ABC):
         The 4 bytes of a group's global scale, where there is one, are not counted.
         """
         row_format = self.row_format
-        return row_format.data_width(features) + row_format.num_blocks(features) * row_format.scale_dtype.itemsize
+        return (
+            row_format.data_width(features)
+            + row_format.num_blocks(features) * row_format.scale_dtype.itemsize
+        )
 
     def empty(
         self,
@@ -146,11 +149,20 @@ class Recipe(ABC):
         row_format, signs = self.row_format, self.column_signs
         result = self.empty("columns", num_rows, rows.shape[1], row_range, out)
         amax = _amax(row_format, rows, row_range, row_index, signs)
-        ops, options = kernels.for_device(rows.device), {"row_index": row_index, "amax": amax, "seeds": seeds}
+        ops, options = (
+            kernels.for_device(rows.device),
+            {"row_index": row_index, "amax": amax, "seeds": seeds},
+        )
         ops.quantize_columns(rows, row_range, result.buffers, row_format, signs=signs, **options)
-        return result if amax is None and signs is None else dataclasses.replace(result, amax=amax, signs=signs)
+        return (
+            result
+            if amax is None and signs is None
+            else dataclasses.replace(result, amax=amax, signs=signs)
+        )
 
-    def quantize_weight(self, weight: torch.Tensor | TensorTable, *, out: Buffers | None = None) -> Quantized:
+    def quantize_weight(
+        self, weight: torch.Tensor | TensorTable, *, out: Buffers | None = None
+    ) -> Quantized:
         """Weights for the forward product.
 
         Args:
@@ -163,16 +175,22 @@ class Recipe(ABC):
         """
         return _quantize_weights(self, weight, {"weight": out})[0]
 
-    def quantize_weight_transposed(self, weight: torch.Tensor, *, out: Buffers | None = None) -> Quantized:
+    def quantize_weight_transposed(
+        self, weight: torch.Tensor, *, out: Buffers | None = None
+    ) -> Quantized:
         """Weights for dgrad: data [G, C, O]. Arguments as in quantize_weight.
 
         Where weights have square blocks, the numbers are those of quantize_weight: both products see the same weight.
         """
         return _quantize_weights(self, weight, {"weight_transposed": out})[0]
 
-    def quantize_weight_pair(self, weight: torch.Tensor | TensorTable) -> tuple[Quantized, Quantized]:
+    def quantize_weight_pair(
+        self, weight: torch.Tensor | TensorTable
+    ) -> tuple[Quantized, Quantized]:
         """Results of quantize_weight and quantize_weight_transposed, of one read. Arguments as in quantize_weight."""
-        forward, transposed = _quantize_weights(self, weight, {"weight": None, "weight_transposed": None})
+        forward, transposed = _quantize_weights(
+            self, weight, {"weight": None, "weight_transposed": None}
+        )
         return forward, transposed
 
 
@@ -187,7 +205,9 @@ class Float8Block(Recipe):
 
     @property
     def row_format(self) -> BlockFormat:
-        return BlockFormat(element="e4m3", scale="power_of_two" if self.power_of_two else "fp32", block=128)
+        return BlockFormat(
+            element="e4m3", scale="power_of_two" if self.power_of_two else "fp32", block=128
+        )
 
     @property
     def weight_format(self) -> BlockFormat:
@@ -222,7 +242,9 @@ class NVFP4(Recipe):
 
     feature_multiple: ClassVar[int] = 32
 
-    hadamard_signs: int | None = 0x9A5C  # any irregular pattern will do; both operands need the same
+    hadamard_signs: int | None = (
+        0x9A5C  # any irregular pattern will do; both operands need the same
+    )
     stochastic_gradients: bool = True
 
     def __post_init__(self) -> None:
@@ -251,7 +273,10 @@ def precision_word(recipe: Recipe | None) -> int:
     if it is not one of PRECISIONS. -1 for None."""
     if recipe is None:
         return -1
-    name = next((name for name, known in PRECISIONS.items() if type(known) is type(recipe)), control.PRECISIONS[-1])
+    name = next(
+        (name for name, known in PRECISIONS.items() if type(known) is type(recipe)),
+        control.PRECISIONS[-1],
+    )
     index = control.PRECISIONS.index(name)
     if recipe == PRECISIONS.get(name):
         return index
@@ -266,10 +291,14 @@ def precision_problem(precision: object, **widths: int) -> ArgumentError | None:
     if precision is None:
         return None
     if not isinstance(precision, Recipe):
-        return ArgumentError(f"precision ({precision!r}) must be a recipe of symmoe.precision, or None")
+        return ArgumentError(
+            f"precision ({precision!r}) must be a recipe of symmoe.precision, or None"
+        )
     for name, width in widths.items():
         if width % precision.feature_multiple:
-            return ArgumentError(f"{name} ({width}) must be a multiple of {precision.feature_multiple} for {precision}")
+            return ArgumentError(
+                f"{name} ({width}) must be a multiple of {precision.feature_multiple} for {precision}"
+            )
     return None
 
 
@@ -287,12 +316,18 @@ def _quantize_weights(
     results = []
     for layout, out in layout_to_out.items():
         shape = (num_groups, rows, columns) if layout == "weight" else (num_groups, columns, rows)
-        results.append(_empty(weight_format, layout, shape, weight.device, out, num_rows=shape[1], amax=amax))
+        results.append(
+            _empty(weight_format, layout, shape, weight.device, out, num_rows=shape[1], amax=amax)
+        )
     one, other = results[0], results[-1]
     if math.prod(weight.shape) and one is not other:
         ops.quantize_weight_pairs(weight, one.buffers, other.buffers, weight_format, amax=amax)
     elif math.prod(weight.shape):
-        lines = weight.mT if isinstance(weight, torch.Tensor) and one.layout == "weight_transposed" else weight
+        lines = (
+            weight.mT
+            if isinstance(weight, torch.Tensor) and one.layout == "weight_transposed"
+            else weight
+        )
         ops.quantize_weights(lines, one.buffers, weight_format, amax=amax)
     return results
 
@@ -310,24 +345,33 @@ def _row_range(
     if row_index is not None:
         check_operand("row_index", row_index, (row_index.numel(),), (torch.int32,), rows.device)
     num_rows = (rows if row_index is None else row_index).shape[0]
-    row_range = checked_row_range(equal_groups(1, num_rows, rows.device) if row_start is None else row_start, rows)
+    row_range = checked_row_range(
+        equal_groups(1, num_rows, rows.device) if row_start is None else row_start, rows
+    )
     if seeds is not None:
         if not recipe.stochastic_gradients:
             raise ArgumentError(f"seeds are given; {recipe} rounds to nearest")
-        check_operand("seeds", seeds, (row_range.shape[1],), (torch.int64,), rows.device, any_strides=True)
+        check_operand(
+            "seeds", seeds, (row_range.shape[1],), (torch.int64,), rows.device, any_strides=True
+        )
     return row_range, num_rows
 
 
-def check_floats(recipe: Recipe, name: str, tensor: torch.Tensor | TensorTable, shape: tuple[str | int, ...]) -> None:
+def check_floats(
+    recipe: Recipe, name: str, tensor: torch.Tensor | TensorTable, shape: tuple[str | int, ...]
+) -> None:
     """ArgumentError unless a recipe takes these numbers: contiguous, of this shape, sizes behind letters but the first
     multiples of feature_multiple, on a device that has the recipe's numbers."""
     is_contiguous = isinstance(tensor, TensorTable) or tensor.is_contiguous()
     fits = len(tensor.shape) == len(shape) and all(
-        isinstance(word, str) or word == size for word, size in zip(shape, tensor.shape, strict=True)
+        isinstance(word, str) or word == size
+        for word, size in zip(shape, tensor.shape, strict=True)
     )
     if not fits or tensor.dtype not in FLOATS or not is_contiguous:
         wanted = f"[{', '.join(map(str, shape))}] of one of {FLOATS}"
-        raise ArgumentError(f"{name} is {tensor.dtype} {list(tensor.shape)}; it must be contiguous {wanted}")
+        raise ArgumentError(
+            f"{name} is {tensor.dtype} {list(tensor.shape)}; it must be contiguous {wanted}"
+        )
     for word, width in zip(shape[1:], tensor.shape[1:], strict=True):
         if isinstance(word, str) and (width == 0 or width % recipe.feature_multiple):
             text = f"must be a multiple of {recipe.feature_multiple} for {recipe}"
@@ -346,7 +390,9 @@ def _amax(
     if not block_format.has_global_scale:
         return None
     amax = torch.empty(row_range.shape[1], dtype=torch.float32, device=rows.device)
-    kernels.for_device(rows.device).group_amax(rows, row_range, amax, row_index=row_index, signs=signs)
+    kernels.for_device(rows.device).group_amax(
+        rows, row_range, amax, row_index=row_index, signs=signs
+    )
     return amax
 
 
@@ -362,16 +408,24 @@ def _empty(
     *groups, lines, length = shape
     data_shape = *groups, lines, block_format.data_width(length)
     scale_shape = *groups, -(-lines // block_format.block_lines), block_format.num_blocks(length)
-    data_dtype, scale_dtype, of_columns = block_format.data_dtype, block_format.scale_dtype, layout == "columns"
+    data_dtype, scale_dtype, of_columns = (
+        block_format.data_dtype,
+        block_format.scale_dtype,
+        layout == "columns",
+    )
     if out is None:
         data = torch.empty(data_shape, dtype=data_dtype, device=device)
         is_turned = of_columns and scale_dtype == torch.float32  # block-major
-        scale = torch.empty(scale_shape[::-1] if is_turned else scale_shape, dtype=scale_dtype, device=device)
+        scale = torch.empty(
+            scale_shape[::-1] if is_turned else scale_shape, dtype=scale_dtype, device=device
+        )
         scale = scale.t() if is_turned else scale
     else:
         data, scale = out
         check_operand("data of out", data, data_shape, (data_dtype,), device)
-        check_operand("scale of out", scale, scale_shape, (scale_dtype,), device, any_strides=of_columns)
+        check_operand(
+            "scale of out", scale, scale_shape, (scale_dtype,), device, any_strides=of_columns
+        )
         if of_columns:
             check_column_scale("scale of out", scale)
         for buffer in out:

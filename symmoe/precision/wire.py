@@ -60,31 +60,52 @@ class WireFormat:
         return rows
 
     def unpack(
-        self, received: torch.Tensor, row_range: torch.Tensor, rows: Quantized, row_index: torch.Tensor | None = None
+        self,
+        received: torch.Tensor,
+        row_range: torch.Tensor,
+        rows: Quantized,
+        row_index: torch.Tensor | None = None,
     ) -> None:
         """Fills the result of Recipe.empty as `quantized` does, the rows of row_range."""
-        wire, parts = received.view(torch.uint8), (rows.data.view(torch.uint8), rows.scale.view(torch.uint8))
+        wire, parts = (
+            received.view(torch.uint8),
+            (rows.data.view(torch.uint8), rows.scale.view(torch.uint8)),
+        )
         kernels.for_device(received.device).unpack_rows(wire, row_range, parts, row_index=row_index)
 
     def columns(
-        self, received: torch.Tensor, row_range: torch.Tensor, dtype: torch.dtype, row_index: torch.Tensor | None = None
+        self,
+        received: torch.Tensor,
+        row_range: torch.Tensor,
+        dtype: torch.dtype,
+        row_index: torch.Tensor | None = None,
     ) -> Quantized:
         """The result of Recipe.quantize_columns for the rows of `decode`, in one launch."""
         num_rows = (received if row_index is None else row_index).shape[0]
         columns = self.recipe.empty("columns", num_rows, self.hidden, row_range)
-        ops, wire, row_format = kernels.for_device(received.device), received.view(torch.uint8), self.recipe.row_format
-        ops.requantize_columns(wire, row_range, columns.buffers, row_format, dtype, row_index=row_index)
+        ops, wire, row_format = (
+            kernels.for_device(received.device),
+            received.view(torch.uint8),
+            self.recipe.row_format,
+        )
+        ops.requantize_columns(
+            wire, row_range, columns.buffers, row_format, dtype, row_index=row_index
+        )
         return columns
 
     def decode(self, received: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The rows [P, H] that have been sent, up to rounding. Bytes that were never received give any numbers."""
         out = torch.empty((received.shape[0], self.hidden), dtype=dtype, device=received.device)
-        kernels.for_device(received.device).decode_rows(received.view(torch.uint8), out, self.recipe.row_format)
+        kernels.for_device(received.device).decode_rows(
+            received.view(torch.uint8), out, self.recipe.row_format
+        )
         return out
 
 
 def wire_problem(recipe: Recipe | None) -> ArgumentError | None:
     """What keeps rows of a recipe from travelling quantised, or None."""
     if recipe is None or recipe.row_format.element != "e4m3":
-        return ArgumentError(f"precision ({recipe}) must be a recipe of E4M3 numbers where rows travel quantised")
+        return ArgumentError(
+            f"precision ({recipe}) must be a recipe of E4M3 numbers where rows travel quantised"
+        )
     return None

@@ -36,7 +36,9 @@ class OwnAddresses:
         """Maps what is at `source` now, in pieces that begin and end where the first did."""
         pieces, start = _pieces(source, self._num_bytes), self._start
         if (source - pieces[0][0], sum(size for _, size in pieces)) != (self._before, self.size):
-            raise BackendUnavailable(f"NVSHMEM has laid out its memory otherwise than before: {pieces}")
+            raise BackendUnavailable(
+                f"NVSHMEM has laid out its memory otherwise than before: {pieces}"
+            )
         for piece, size in pieces:
             _call("cuMemRetainAllocationHandle", handle := ctypes.c_uint64(), piece)
             try:
@@ -62,7 +64,12 @@ def _pieces(address: int, num_bytes: int) -> list[tuple[int, int]]:
     """(start, size) of each piece of memory, as it was mapped, in which `num_bytes` at `address` lie."""
     end, pieces = address + num_bytes, list[tuple[int, int]]()
     while address < end:
-        _call("cuMemGetAddressRange_v2", start := ctypes.c_uint64(), size := ctypes.c_uint64(), address)
+        _call(
+            "cuMemGetAddressRange_v2",
+            start := ctypes.c_uint64(),
+            size := ctypes.c_uint64(),
+            address,
+        )
         pieces.append((start.value, size.value))
         address = start.value + size.value
     return pieces
@@ -72,5 +79,7 @@ def _call(name: str, *arguments: Any) -> None:
     """Calls the driver with integers of 64 bits, and with pointers to what else is given."""
     from symmoe.kernels.launch import driver  # needs Triton, which CPUs need not have
 
-    words = [ctypes.c_uint64(word) if isinstance(word, int) else ctypes.byref(word) for word in arguments]
+    words = [
+        ctypes.c_uint64(word) if isinstance(word, int) else ctypes.byref(word) for word in arguments
+    ]
     driver.check(getattr(driver.library(), name)(*words), name)

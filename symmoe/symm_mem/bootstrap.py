@@ -17,7 +17,14 @@ import torch
 import torch.distributed as dist
 
 from symmoe import errors
-from symmoe.errors import ArgumentError, BackendUnavailable, PeerError, PeerLost, PeerTimeout, SymmoeError
+from symmoe.errors import (
+    ArgumentError,
+    BackendUnavailable,
+    PeerError,
+    PeerLost,
+    PeerTimeout,
+    SymmoeError,
+)
 from symmoe.kernels import control
 from symmoe.torch_internals import store_of
 
@@ -52,8 +59,14 @@ class Bootstrap:
         self.num_ranks = 1 if self._is_single else dist.get_world_size(group)
         # A group with any CPU backend takes CPU tensors, an NCCL-only group such on the current GPU of this thread:
         # another thread may call the methods, with another current GPU.
-        takes_cpu = self._is_single or "cpu" in dist.get_backend_config(group) or dist.get_backend(group) == "gloo"
-        self._device = torch.device("cpu") if takes_cpu else torch.device("cuda", torch.cuda.current_device())
+        takes_cpu = (
+            self._is_single
+            or "cpu" in dist.get_backend_config(group)
+            or dist.get_backend(group) == "gloo"
+        )
+        self._device = (
+            torch.device("cpu") if takes_cpu else torch.device("cuda", torch.cuda.current_device())
+        )
 
     def within(self, timeout_s: float, phase: int) -> Bootstrap:
         """The same for work of another phase, whose waits are bounded by the heap's timeout_s. Not collective."""
@@ -81,7 +94,11 @@ class Bootstrap:
             return [padded]
         self._num_exchanges += 1
         mine = torch.frombuffer(bytearray(padded), dtype=torch.uint8)
-        theirs = self._exchange(mine) if self._device.type == "cpu" else self._gather(mine.to(self._device))
+        theirs = (
+            self._exchange(mine)
+            if self._device.type == "cpu"
+            else self._gather(mine.to(self._device))
+        )
         return [bytes(t.cpu().numpy().tobytes()) for t in theirs]
 
     def agree(self, problem: SymmoeError | None) -> None:
@@ -134,7 +151,9 @@ class Bootstrap:
 
     def _exchange(self, mine: torch.Tensor) -> list[torch.Tensor]:
         """Same as _gather, but message by message, so that a missing message has a known sender."""
-        theirs = [mine if rank == self.rank else torch.empty_like(mine) for rank in range(self.num_ranks)]
+        theirs = [
+            mine if rank == self.rank else torch.empty_like(mine) for rank in range(self.num_ranks)
+        ]
         peers = [rank for rank in range(self.num_ranks) if rank != self.rank]
         start, failures = time.monotonic(), list[PeerError]()
 
@@ -148,7 +167,9 @@ class Bootstrap:
 
         its = {"group": self._group, "tag": _TAG}
         sent = {peer: attempt(peer, dist.isend, mine, group_dst=peer, **its) for peer in peers}
-        received = {peer: attempt(peer, dist.irecv, theirs[peer], group_src=peer, **its) for peer in peers}
+        received = {
+            peer: attempt(peer, dist.irecv, theirs[peer], group_src=peer, **its) for peer in peers
+        }
         for peer in peers:
             if not failures:
                 attempt(peer, self._wait, received[peer], start)
@@ -183,7 +204,9 @@ class Bootstrap:
             phase=control.PHASES[self._phase],
             expected=self._num_exchanges,
             seen=self._num_exchanges - 1,
-            bound=("the process group's timeout", waited_s) if timeout_s is None else (self._bound, timeout_s),
+            bound=("the process group's timeout", waited_s)
+            if timeout_s is None
+            else (self._bound, timeout_s),
         )
 
 
@@ -225,7 +248,9 @@ def _is_gloo_asleep() -> bool:
     """Whether none of gloo's threads runs or could run."""
     for thread in Path("/proc/self/task").iterdir():
         with suppress(OSError):  # the thread has ended
-            name, _, state = (thread / "stat").read_text(encoding="utf-8").partition("(")[2].rpartition(") ")
+            name, _, state = (
+                (thread / "stat").read_text(encoding="utf-8").partition("(")[2].rpartition(") ")
+            )
             if name == _GLOO_THREAD and not state.startswith("S"):
                 return False
     return True

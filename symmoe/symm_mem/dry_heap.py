@@ -21,7 +21,9 @@ from symmoe.symm_mem.waits import Waits
 
 _META = torch.device("meta")
 ENDLESS_BYTES = 1 << 62
-Event = tuple[int | None, Any]  # (bytes of a lease where it begins or None where it ends, the lease)
+Event = tuple[
+    int | None, Any
+]  # (bytes of a lease where it begins or None where it ends, the lease)
 
 
 def _nothing(*args: object, **options: object) -> int:
@@ -36,18 +38,29 @@ class DryHeap(SymmetricHeap):
     def __init__(self, num_ranks: int, *, num_rows: int, num_packed_rows: int) -> None:
         self.num_rows, self.num_packed_rows, self.events = num_rows, num_packed_rows, list[Event]()
         bases = torch.empty(num_ranks, dtype=torch.int64, device=_META)
-        peers = Peers(rank=0, num_ranks=num_ranks, bases=bases, views=(), layout=ControlLayout(num_ranks))
+        peers = Peers(
+            rank=0, num_ranks=num_ranks, bases=bases, views=(), layout=ControlLayout(num_ranks)
+        )
         configurations: Any = SimpleNamespace(number=lambda fields: 0)
         memory: Any = _DryMemory(peers, self.events)
-        faults: Any = SimpleNamespace(poison=None, unraised=None, fail=lambda error, phase: error, tell=_nothing)
+        faults: Any = SimpleNamespace(
+            poison=None, unraised=None, fail=lambda error, phase: error, tell=_nothing
+        )
         none: Any = None
         self.rank, self.num_ranks, self.num_bytes = 0, num_ranks, ENDLESS_BYTES
         self.backend, self.backend_reason, self._tape_mode = "none", "a dry step", "off"
         self.peers = self.count_peers = peers
         self.topology, self.bootstrap, self.nodes, self._arenas = none, none, None, none
         self.memory, self.faults, self.configurations = memory, faults, configurations
-        self.streams, self.one_call, self._access = _DryStreams(num_rows, num_packed_rows), nullcontext(), Access()
-        self.waits, self.row_histories = Waits(peers, configurations, 1.0, 1.0), defaultdict(RowHistory)
+        self.streams, self.one_call, self._access = (
+            _DryStreams(num_rows, num_packed_rows),
+            nullcontext(),
+            Access(),
+        )
+        self.waits, self.row_histories = (
+            Waits(peers, configurations, 1.0, 1.0),
+            defaultdict(RowHistory),
+        )
         self._begin()
 
 

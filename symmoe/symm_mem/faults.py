@@ -105,7 +105,10 @@ class Faults:
         self._others, self._forget, self._folder = others, forget, flight_record.find_folder()
         self._peers, self._flight, self._words = waits.peers, waits.flight, waits.status.numpy()
         self._rank = waits.peers.in_group(waits.peers.rank)  # in the EP group
-        self._counters, self._num_messages = waits.peers.counters(waits.peers.rank), 0  # sent to the peers
+        self._counters, self._num_messages = (
+            waits.peers.counters(waits.peers.rank),
+            0,
+        )  # sent to the peers
 
     # -- found ----------------------------------------------------------------------------------------------------
 
@@ -118,7 +121,10 @@ class Faults:
         words, error = self._end_call()
         if error is not None:
             return error
-        failed_phase, since = words[control.STATUS_PHASE], self._flight.phases_since(self._flight.epoch)
+        failed_phase, since = (
+            words[control.STATUS_PHASE],
+            self._flight.phases_since(self._flight.epoch),
+        )
         is_leaving = not was_left(failed_phase, since) and was_left(failed_phase, [*since, phase])
         error, is_unraised = self._agree(words, is_unraised=is_leaving)
         if not is_leaving or self.poison is not None:
@@ -137,11 +143,15 @@ class Faults:
         if any(published[0] != UNRAISED[0] for published in received):
             self._is_over(error)
             return None
-        answer = self._others.tell(Fault(-1, encode(error)))  # where this plan may have failed for another reason
+        answer = self._others.tell(
+            Fault(-1, encode(error))
+        )  # where this plan may have failed for another reason
         return self.gone(answer) if isinstance(answer, Report) else error
 
     def _is_over(self, error: SymmoeError) -> None:
-        text = "rank %d has left a call by an exception of its own, in which its peers have raised: %s"
+        text = (
+            "rank %d has left a call by an exception of its own, in which its peers have raised: %s"
+        )
         logger.warning(text, self._rank, error)
 
     def take(self, own: SymmoeError | None = None, *, told: Fault | None = None) -> SymmoeError:
@@ -156,22 +166,35 @@ class Faults:
         """Has the next barrier count again. What was on record, and the error if there is nothing to agree on."""
         words = [int(word) for word in self._words]
         self.unraised = None  # every rank raises what is on record instead
-        if words[control.STATUS_KIND] in (control.STATUS_TIMEOUT, control.STATUS_ABORT, control.STATUS_RAIL):
+        if words[control.STATUS_KIND] in (
+            control.STATUS_TIMEOUT,
+            control.STATUS_ABORT,
+            control.STATUS_RAIL,
+        ):
             error = self._peer_failure(words)
             self.poison = str(error)
             self._write_down(error)
             return words, error
         if self._is_captured:
-            return words, SymmoeError("an earlier call has failed; end the capture and call heap.check() for the error")
+            return words, SymmoeError(
+                "an earlier call has failed; end the capture and call heap.check() for the error"
+            )
         self._streams.synchronize()  # launched barriers of the failed call must still find the flag
         self._counters[control.FAULTED : control.RAIL_FAULT + 1].zero_()
-        self._flight.epoch = int(self._counters[control.BARRIER_EPOCH])  # some launched barriers have not counted
+        self._flight.epoch = int(
+            self._counters[control.BARRIER_EPOCH]
+        )  # some launched barriers have not counted
         self._streams.synchronize()  # the next call may come on another stream
         self._words[control.STATUS_KIND] = control.STATUS_OK
         return words, None
 
     def _agree(
-        self, words: list[int], own: SymmoeError | None = None, *, told: Fault | None = None, is_unraised: bool = False
+        self,
+        words: list[int],
+        own: SymmoeError | None = None,
+        *,
+        told: Fault | None = None,
+        is_unraised: bool = False,
     ) -> tuple[SymmoeError, bool]:
         """The error that was on record (`words`), which the rail has been told, and whether nobody on it raises it now.
 
@@ -184,7 +207,9 @@ class Faults:
         if kind == control.STATUS_PLAN:
             fault = Fault(-1, encode(plan_error(words)))
         elif kind == control.STATUS_FAULT:
-            fault = reports.read_fault(self._peers, words[control.STATUS_PEER], epoch=words[control.STATUS_EPOCH])
+            fault = reports.read_fault(
+                self._peers, words[control.STATUS_PEER], epoch=words[control.STATUS_EPOCH]
+            )
         else:
             first, peer = self._peers.in_group(0), self._peers.in_group(words[control.STATUS_PEER])
             calls = first, words[control.STATUS_EXPECTED], peer, words[control.STATUS_SEEN]
@@ -196,7 +221,10 @@ class Faults:
         if isinstance(answer, Report):
             return self.gone(answer), False
         is_unraised = answer.is_unraised
-        if told is None or UNKNOWN in (told.origin, fault.origin):  # else the record says which it is
+        if told is None or UNKNOWN in (
+            told.origin,
+            fault.origin,
+        ):  # else the record says which it is
             fault = answer
         if own is not None and fault.origin == self._rank:
             error = own
@@ -206,7 +234,9 @@ class Faults:
         self._describe(error, words)
         self._write_down(error)
         if was_left(words[control.STATUS_PHASE], self._flight.phases_since(self._flight.epoch)):
-            error = self.fail(error, control.PHASE_PLAN)  # on the device it was no barrier: the peers are still in it
+            error = self.fail(
+                error, control.PHASE_PLAN
+            )  # on the device it was no barrier: the peers are still in it
         return error, is_unraised
 
     def after_meeting(self, answer: Fault | Report | None, call: int) -> SymmoeError | None:
@@ -217,7 +247,9 @@ class Faults:
             return answer.error
         with self._one_call:
             self._streams.synchronize()
-            if self._words[control.STATUS_KIND] == control.STATUS_OK:  # else this node's barriers have failed already
+            if (
+                self._words[control.STATUS_KIND] == control.STATUS_OK
+            ):  # else this node's barriers have failed already
                 self._enter_with(answer, control.pack_call(phase=call & 0xFF))
             return self.take(told=answer)
 
@@ -226,7 +258,9 @@ class Faults:
         if self.poison is not None:
             self._others.leave()
             return
-        if self._words[control.STATUS_KIND] == control.STATUS_OK:  # what is found from now on follows from this
+        if (
+            self._words[control.STATUS_KIND] == control.STATUS_OK
+        ):  # what is found from now on follows from this
             self._words[control.STATUS_KIND] = control.STATUS_RAIL
         self._give_up(replace(report, reason=report.reason or str(self._gone(report))))
 
@@ -250,7 +284,10 @@ class Faults:
     def _gone(self, report: Report) -> PeerError:
         """The error of a report, of its sender or of this rank itself; it names the missing rank if the report does."""
         sender = report.sender if report.sender >= 0 else None
-        if sender is not None and report.missing in (-1, self._rank):  # the missing rank learns who gave it up
+        if sender is not None and report.missing in (
+            -1,
+            self._rank,
+        ):  # the missing rank learns who gave it up
             return PeerAborted(rank=sender, reason=report.reason)
         return PeerTimeout(
             rank=report.missing,
@@ -306,7 +343,9 @@ class Faults:
             return error
         with self._one_call:
             fault = Fault(self._rank, encode(error))
-            self._others.say(fault)  # now: peers may wait for ranks whose rail peers wait for this one
+            self._others.say(
+                fault
+            )  # now: peers may wait for ranks whose rail peers wait for this one
             self._enter_with(fault, control.pack_call(phase=phase))
             return self.take(error)
 
@@ -317,7 +356,9 @@ class Faults:
         text = str(error) if isinstance(error, SymmoeError) else f"{type(error).__name__}: {error}"
         kind = next((kind for kind in TRAVELLING if kind is type(error)), SymmoeError)
         try:
-            self.fail(kind(text), phase)  # the peers raise the returned error, which may be of an earlier call
+            self.fail(
+                kind(text), phase
+            )  # the peers raise the returned error, which may be of an earlier call
         except SymmoeError:
             pass  # another thread is in a call
         except Exception as problem:  # noqa: BLE001 - a GPU that is out of order
@@ -347,7 +388,9 @@ class Faults:
                 with self._streams.at_once():
                     end_waits(self._peers, report, turn=self._num_messages & 1, kept_bits=kept_bits)
             except RuntimeError as problem:
-                logger.warning("rank %d cannot tell its peers that it gives up: %s", self._rank, problem)
+                logger.warning(
+                    "rank %d cannot tell its peers that it gives up: %s", self._rank, problem
+                )
 
     def meet_to_close(self) -> tuple[SymmoeError | None, bool]:
         """What :meth:`SymmetricHeap.close` raises, and whether all ranks have come to close."""
@@ -355,23 +398,33 @@ class Faults:
         try:
             self._streams.synchronize()
             if self.poison is None and self._words[control.STATUS_KIND] != control.STATUS_OK:
-                error = self.take()  # no rank has raised it yet; unless it is a timeout, the peers are there
+                error = (
+                    self.take()
+                )  # no rank has raised it yet; unless it is a timeout, the peers are there
             if self.poison is None:
                 self._waits.barrier(call)
                 self._streams.synchronize()
                 together = self._words[control.STATUS_KIND] == control.STATUS_OK
-                error = self.after_meeting(self._others.enter(call), call) if together else self.take()
+                error = (
+                    self.after_meeting(self._others.enter(call), call) if together else self.take()
+                )
                 together = error is None
-        except BaseException as problem:  # from a signal handler or the GPU: the peers wait, and must be told
+        except (
+            BaseException
+        ) as problem:  # from a signal handler or the GPU: the peers wait, and must be told
             self.abort(f"{type(problem).__name__}: {problem}")
             raise
         if not together and self.poison is None:
-            self._give_up(Report("it has closed its heap"))  # the peers were in another call, and go on
+            self._give_up(
+                Report("it has closed its heap")
+            )  # the peers were in another call, and go on
         return error, together
 
     # -- written down ---------------------------------------------------------------------------------------------
 
-    def _describe(self, error: SymmoeError, status: Sequence[int] = (0,) * control.STATUS_WORDS) -> None:
+    def _describe(
+        self, error: SymmoeError, status: Sequence[int] = (0,) * control.STATUS_WORDS
+    ) -> None:
         """Gives the error its flight record."""
         if self._is_captured:
             return

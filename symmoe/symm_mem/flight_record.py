@@ -29,8 +29,14 @@ def describe(waits: Waits, error: SymmoeError, status: Sequence[int]) -> dict[st
     status record. Reads the control block, on the current stream."""
     now_ns, wall_s, calls, peers = time.monotonic_ns(), time.time(), waits.flight.calls, waits.peers
     here = replace(peers, rank=0, views=(peers.control_block.cpu(),))
-    plan_epoch = next((call[1] for call in reversed(calls) if call[2] & 0xFF == control.PHASE_PLAN), None)
-    tokens = [] if plan_epoch is None else here.count_table(0, plan_epoch)[:, control.HEAD_NUM_TOKENS].tolist()
+    plan_epoch = next(
+        (call[1] for call in reversed(calls) if call[2] & 0xFF == control.PHASE_PLAN), None
+    )
+    tokens = (
+        []
+        if plan_epoch is None
+        else here.count_table(0, plan_epoch)[:, control.HEAD_NUM_TOKENS].tolist()
+    )
     names = ("peer", "expected", "seen", "epoch", "where")
     facts_of_error = ("rank", "phase", "expected", "seen", "reported_by")
     known = {name: getattr(error, name) for name in facts_of_error if hasattr(error, name)}
@@ -69,8 +75,14 @@ def write(record: dict[str, Any], folder: str) -> str:
     try:
         os.makedirs(folder, mode=0o700, exist_ok=True)
         for number in range(MAX_FILES):
-            path = Path(folder) / f"symmoe-flight-rank{record['rank']}-pid{record['pid']}-{number}.json"
-            with suppress(FileExistsError), open(path, "x", opener=partial(os.open, mode=0o600)) as stream:
+            path = (
+                Path(folder)
+                / f"symmoe-flight-rank{record['rank']}-pid{record['pid']}-{number}.json"
+            )
+            with (
+                suppress(FileExistsError),
+                open(path, "x", opener=partial(os.open, mode=0o600)) as stream,
+            ):
                 json.dump(record, stream, indent=1)
                 return f" (flight record: {path})"
         problem: str | None = f"there are {MAX_FILES} of this process already"
@@ -94,6 +106,15 @@ def _describe_call(entry: list[Any], wall_offset_s: float) -> dict[str, Any]:
     elif call & 0xFF in (control.PHASE_PLAN, control.PHASE_NODES_PLAN):
         pass  # fields hold the number of a configuration
     elif fields["hidden"] or fields["probs"]:  # a trip
-        for name in ("hidden", "dtype", "order", "gradients", "probs", "layout", "schedule", "plan"):
+        for name in (
+            "hidden",
+            "dtype",
+            "order",
+            "gradients",
+            "probs",
+            "layout",
+            "schedule",
+            "plan",
+        ):
             described[name] = _NAMES[name][fields[name]] if name in _NAMES else fields[name]
     return {**described, **(counts or {})}

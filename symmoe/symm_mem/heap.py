@@ -16,7 +16,15 @@ import torch
 import torch.distributed as dist
 
 from symmoe import errors, kernels
-from symmoe.errors import ArgumentError, ConcurrentUse, HeapClosed, HeapExhausted, HeapPoisoned, StaleLease, SymmoeError
+from symmoe.errors import (
+    ArgumentError,
+    ConcurrentUse,
+    HeapClosed,
+    HeapExhausted,
+    HeapPoisoned,
+    StaleLease,
+    SymmoeError,
+)
 from symmoe.kernels import control
 from symmoe.symm_mem import suspension
 from symmoe.symm_mem.faults import UNRAISED
@@ -50,7 +58,10 @@ class Compared(Protocol):
 
 def _bound(name: str) -> property:
     """A bound of a heap's waits."""
-    return property(lambda heap: getattr(heap.waits, name), lambda heap, seconds: setattr(heap.waits, name, seconds))
+    return property(
+        lambda heap: getattr(heap.waits, name),
+        lambda heap, seconds: setattr(heap.waits, name, seconds),
+    )
 
 
 class SymmetricHeap(HeapParts):
@@ -117,7 +128,9 @@ class SymmetricHeap(HeapParts):
     ) -> None:
         super().__init__(group, num_bytes, backend, timeout_s, start_timeout_s, ranks_per_node)
         self._begin()
-        for _ in range(2):  # compiles the barrier, and shows that ranks reach each other in both halves of the mailbox
+        for _ in range(
+            2
+        ):  # compiles the barrier, and shows that ranks reach each other in both halves of the mailbox
             self.waits.barrier(control.pack_call(phase=control.PHASE_START))
         self.synchronize()
         if self.nodes is not None:
@@ -128,7 +141,11 @@ class SymmetricHeap(HeapParts):
         """Sets what follows from the parts. Local."""
         self.number = next(_NUMBERS)
         _HEAPS[self.number] = self
-        self.device, self.statistics, self.status = self.waits.device, self.memory.statistics, self.waits.status
+        self.device, self.statistics, self.status = (
+            self.waits.device,
+            self.memory.statistics,
+            self.waits.status,
+        )
         self.captured_reports: list[torch.Tensor] | None = None
         self.room_factor: float | None = None
         self.first_step: Compared | None = None
@@ -140,12 +157,19 @@ class SymmetricHeap(HeapParts):
             constants += self.nodes.constants
         fail = partial(self.fail, phase=control.PHASE_PLAN)  # in the next barrier, whichever it is
         seam = self.waits.kernels, kernels.tape_compiler(self.device)
-        self.tapes = Tapes(self.device, self.abort, fail, constants, *seam, audits=self._tape_mode == "audit")
+        self.tapes = Tapes(
+            self.device, self.abort, fail, constants, *seam, audits=self._tape_mode == "audit"
+        )
 
     # -- memory ---------------------------------------------------------------------------------------------------
 
     def lease(
-        self, shape: tuple[int, ...], dtype: torch.dtype, *, name: str = "lease", phase: int | None = None
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        *,
+        name: str = "lease",
+        phase: int | None = None,
     ) -> Lease:
         """Memory for a contiguous tensor. Local; does not synchronise; contents are undefined.
 
@@ -179,7 +203,9 @@ class SymmetricHeap(HeapParts):
         """
         offset, is_leased = self.memory.offset_of(tensor)
         if not is_leased:
-            problem = f"the {list(tensor.shape)} tensor at arena offset {offset} belongs to no live lease"
+            problem = (
+                f"the {list(tensor.shape)} tensor at arena offset {offset} belongs to no live lease"
+            )
             self.fail(StaleLease(problem), phase)
         return offset
 
@@ -217,10 +243,15 @@ class SymmetricHeap(HeapParts):
             or self.faults.unraised is not None
             or self._status_words[control.STATUS_KIND] != control.STATUS_OK
             or self._is_watched()
-            or (self.device.type == "cuda" and (capture_id(self.device) or current_device() != self.device.index))
+            or (
+                self.device.type == "cuda"
+                and (capture_id(self.device) or current_device() != self.device.index)
+            )
         ):
             return function()
-        self.streams.eager_thread = get_ident()  # even if another one has its turn, which then asks again
+        self.streams.eager_thread = (
+            get_ident()
+        )  # even if another one has its turn, which then asks again
         has_turn = False
         try:
             with self.one_call, nullcontext() if self.nodes is None else self.nodes.playing():
@@ -267,7 +298,12 @@ class SymmetricHeap(HeapParts):
 
     @recorded_on_cpus
     def barrier(
-        self, phase: int, *, publish: tuple[int, ...] = (), nan_on_failure: torch.Tensor | None = None, **agreed: int
+        self,
+        phase: int,
+        *,
+        publish: tuple[int, ...] = (),
+        nan_on_failure: torch.Tensor | None = None,
+        **agreed: int,
     ) -> torch.Tensor:
         """Waits (on the device) for every rank, bounded by `timeout_s`, or by `start_timeout_s` where ranks may have to
         compile first. Collective; does not synchronise the host.
@@ -300,7 +336,9 @@ class SymmetricHeap(HeapParts):
         self.waits.kernels().send_signal(self.peers, rank)
 
     @recorded_on_cpus
-    def wait_for_signal(self, rank: int, phase: int, *, nan_on_failure: torch.Tensor | None = None) -> torch.Tensor:
+    def wait_for_signal(
+        self, rank: int, phase: int, *, nan_on_failure: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Waits (on the device) for `rank`'s signal since the last barrier, bounded as a barrier is, with the same
         `nan_on_failure`. Returns int64[1]: 0, or -1 if the call has failed."""
         arrived = self.waits.signal(rank, phase, nan_on_failure)
@@ -359,7 +397,9 @@ class SymmetricHeap(HeapParts):
             reason: for the peers' error text; a few hundred bytes of it travel. An error counts as its class and text.
         """
         text = reason if isinstance(reason, str) else f"{type(reason).__name__}: {reason}"
-        if self._access.is_suspended:  # there is no arena to tell the peers in: they find out in resume
+        if (
+            self._access.is_suspended
+        ):  # there is no arena to tell the peers in: they find out in resume
             self.faults.poison = self.faults.poison or f"this rank gave up: {text}"
         elif not self._closed and self._access.is_given:
             self.faults.abort(text)
@@ -382,9 +422,13 @@ class SymmetricHeap(HeapParts):
             return
         with self._access:
             if self.nodes is not None:
-                raise ArgumentError("suspend: a heap that spans nodes cannot, their connections hold its memory")
+                raise ArgumentError(
+                    "suspend: a heap that spans nodes cannot, their connections hold its memory"
+                )
             if self.streams.capture:
-                raise ArgumentError("suspend: a CUDA graph is being captured; suspend before or after it")
+                raise ArgumentError(
+                    "suspend: a CUDA graph is being captured; suspend before or after it"
+                )
             self.synchronize()
             self.barrier(control.PHASE_SUSPEND)
             self.synchronize()
@@ -437,10 +481,14 @@ class SymmetricHeap(HeapParts):
     def __enter__(self) -> SymmetricHeap:
         return self
 
-    def __exit__(self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: object) -> None:
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: object
+    ) -> None:
         if exc_type is None:
             self.close()
-        elif not self._closed and self._access.is_given:  # the peers may be anywhere: no collective on the way out
+        elif (
+            not self._closed and self._access.is_given
+        ):  # the peers may be anywhere: no collective on the way out
             self.abort(f"{exc_type.__name__}: {exc}")
             _end(self, together=False)
 
@@ -450,7 +498,9 @@ class SymmetricHeap(HeapParts):
         state = "suspended" if self._access.is_suspended else "open"
         state = state if self.faults.poison is None else f"poisoned: {self.faults.poison}"
         nodes = "" if self.nodes is None else f" on {self.topology.num_nodes} nodes"
-        if self.nodes is not None and self.nodes.payload.bytes_per_s != math.inf:  # measured on GPUs
+        if (
+            self.nodes is not None and self.nodes.payload.bytes_per_s != math.inf
+        ):  # measured on GPUs
             nodes += f" ({self.nodes.payload.bytes_per_s / 1e9:.3g} GB/s between them)"
         return (
             f"SymmetricHeap(rank {self.rank} of {self.num_ranks}{nodes}, {self.backend} backend on "
@@ -486,7 +536,9 @@ class FailPeersOnError:
     def __enter__(self) -> None:
         pass
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
         if isinstance(error, Exception) and not _is_known(error):
             error._symmoe_told = True  # type: ignore[attr-defined]  # contexts may be nested
             self._heap.faults.tell(error, self._phase() if callable(self._phase) else self._phase)
@@ -494,12 +546,18 @@ class FailPeersOnError:
 
 def _is_known(error: Exception) -> bool:
     """Whether all ranks raise the error already: a barrier has found it, or recomputation ends early."""
-    is_found = error.flight is not None if isinstance(error, SymmoeError) else isinstance(error, STOPS_RECOMPUTATION)
+    is_found = (
+        error.flight is not None
+        if isinstance(error, SymmoeError)
+        else isinstance(error, STOPS_RECOMPUTATION)
+    )
     return is_found or getattr(error, "_symmoe_told", False)
 
 
 @recorded
-def _lease(heap: SymmetricHeap, shape: tuple[int, ...], dtype: torch.dtype, name: str, phase: int | None) -> Lease:
+def _lease(
+    heap: SymmetricHeap, shape: tuple[int, ...], dtype: torch.dtype, name: str, phase: int | None
+) -> Lease:
     num_bytes, memory = dtype.itemsize * math.prod(shape), heap.memory
     span = memory.take(num_bytes, name)
     if span is None:

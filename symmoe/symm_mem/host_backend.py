@@ -48,7 +48,9 @@ class HostBackend:
         self.device, self._rank = torch.device("cpu"), topology.local_rank
         files: dict[int, int] = {}
         try:
-            namespace, ticket = bootstrap.attempt(partial(_make_arena, num_bytes, files, topology.rank))
+            namespace, ticket = bootstrap.attempt(
+                partial(_make_arena, num_bytes, files, topology.rank)
+            )
             tickets = bootstrap.gather(ticket)
             # No rank closes its descriptor before every peer has opened it, and all fail together.
             its = {rank: tickets[rank] for rank in topology.ranks}
@@ -56,7 +58,9 @@ class HostBackend:
         finally:
             for file in files.values():
                 os.close(file)
-        self.arenas = [partial(torch.frombuffer, mapped, dtype=torch.uint8) for mapped in self._maps]
+        self.arenas = [
+            partial(torch.frombuffer, mapped, dtype=torch.uint8) for mapped in self._maps
+        ]
         self.bases = [make().data_ptr() for make in self.arenas]
 
     def suspend(self) -> None:
@@ -99,7 +103,9 @@ def _map_arenas(
     try:
         return [mmap.mmap(files[rank], num_bytes, mmap.MAP_SHARED) for rank in tickets]
     except OSError as error:
-        raise BackendUnavailable(f"cannot map {len(tickets)} arenas of {num_bytes} bytes: {error}") from error
+        raise BackendUnavailable(
+            f"cannot map {len(tickets)} arenas of {num_bytes} bytes: {error}"
+        ) from error
 
 
 def _open_peer(rank: int, ticket: _Ticket, namespace: int) -> int:
@@ -112,10 +118,14 @@ def _open_peer(rank: int, ticket: _Ticket, namespace: int) -> int:
     try:
         opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
-        raise BackendUnavailable(f"cannot open the arena of rank {rank} (process {pid}): {error}") from error
+        raise BackendUnavailable(
+            f"cannot open the arena of rank {rank} (process {pid}): {error}"
+        ) from error
     if os.fstat(opened).st_ino != inode:
         os.close(opened)
-        raise BackendUnavailable(f"process {pid} on this machine is not rank {rank}: are all ranks on one machine?")
+        raise BackendUnavailable(
+            f"process {pid} on this machine is not rank {rank}: are all ranks on one machine?"
+        )
     return opened
 
 
@@ -140,7 +150,9 @@ def available_bytes(root: Path = Path("/")) -> int | None:
     for line in _text(root / "proc/self/cgroup").splitlines():
         group = top / line.removeprefix("0::").strip().lstrip("/")
         for folder in (group, *group.parents) if line.startswith("0::") else ():
-            limit, used = (_text(folder / name).strip() for name in ("memory.max", "memory.current"))
+            limit, used = (
+                _text(folder / name).strip() for name in ("memory.max", "memory.current")
+            )
             if limit.isdigit() and used.isdigit():  # "max" is no limit
                 found.append(max(0, int(limit) - int(used)))
             if folder == top:

@@ -29,7 +29,9 @@ ALIGNMENT_BYTES = 512  # fits TMA (128), and leases share no cache lines
 _SEARCH_WORTH = 10  # searches for garbage in vain take a tenth of the time at most
 
 _lock = threading.Lock()
-_bounds: npt.NDArray[np.int64] = np.empty(0, np.int64)  # begin, end, begin, end, ... of ranges that do not touch
+_bounds: npt.NDArray[np.int64] = np.empty(
+    0, np.int64
+)  # begin, end, begin, end, ... of ranges that do not touch
 
 
 class Arena:
@@ -60,7 +62,10 @@ class Arena:
         """Same as :meth:`take`, but if no range fits, this arena first grows by a range of `source`."""
         span = self.take(num_bytes)
         if span is None and (more := source.take(num_bytes)) is not None:
-            self.capacity_bytes, self.used_bytes = self.capacity_bytes + more[1], self.used_bytes + more[1]
+            self.capacity_bytes, self.used_bytes = (
+                self.capacity_bytes + more[1],
+                self.used_bytes + more[1],
+            )
             self.give_back(*more)
             span = self.take(num_bytes)
         return span
@@ -116,7 +121,9 @@ def positions_inside(addresses: bytes) -> list[int]:
     return inside
 
 
-_Place = tuple[Arena, tuple[int, int]]  # the arena that gets a span back, and its (offset, size) there
+_Place = tuple[
+    Arena, tuple[int, int]
+]  # the arena that gets a span back, and its (offset, size) there
 
 
 @dataclass
@@ -174,7 +181,11 @@ class Memory:
     """
 
     def __init__(
-        self, peers: Peers, arenas: Sequence[Callable[[], torch.Tensor]], access: Access, order: StreamOrder | None
+        self,
+        peers: Peers,
+        arenas: Sequence[Callable[[], torch.Tensor]],
+        access: Access,
+        order: StreamOrder | None,
     ) -> None:
         own = peers.views[peers.rank]
         self.peers, self.arenas = peers, arenas
@@ -185,7 +196,9 @@ class Memory:
         self._access, self._order = access, order
         self._device, self.base, self.is_closed = own.device, own.data_ptr(), False
         add_range(self.base, own.numel())
-        self._graph_arenas: dict[int, Arena] = {}  # memory of captured graphs, which no call outside may get
+        self._graph_arenas: dict[
+            int, Arena
+        ] = {}  # memory of captured graphs, which no call outside may get
         # Offset to size and name (None: in a graph) of every lease; the leases themselves are not held.
         self._live: dict[int, tuple[int, str | None]] = {}
         # After a search for garbage in vain: offsets of the live leases, and when to search again.
@@ -198,7 +211,9 @@ class Memory:
             if self.dropped:
                 self._take_back_dropped()
             arena, order = self.arena, self._order
-            if order is not None and (capture := order.capture):  # calls of a captured graph share spans
+            if order is not None and (
+                capture := order.capture
+            ):  # calls of a captured graph share spans
                 arena = self._graph_arenas.setdefault(capture, Arena(0, 0))
                 found = arena.take_or_grow(num_bytes, self.arena)
             else:
@@ -245,7 +260,9 @@ class Memory:
     def _return(self, arena: Arena, span: tuple[int, int], *, was_dropped: bool = False) -> None:
         self._live.pop(span[0], None)
         order, is_of_graph = self._order, arena is not self.arena
-        if order is not None and (is_of_graph or not order.capture):  # a capture begins after earlier work
+        if order is not None and (
+            is_of_graph or not order.capture
+        ):  # a capture begins after earlier work
             (order.dropped if was_dropped else order.released)(span)
         if is_of_graph and arena not in self._graph_arenas.values():
             arena = self.arena  # the graph has been released meanwhile
@@ -262,7 +279,9 @@ class Memory:
         if tensor.numel() == 0:  # torch gives an empty tensor no address
             return True
         offset = tensor.data_ptr() - self.base
-        return self._start <= offset and offset + tensor.numel() * tensor.element_size() <= self._end
+        return (
+            self._start <= offset and offset + tensor.numel() * tensor.element_size() <= self._end
+        )
 
     def offset_of(self, tensor: torch.Tensor) -> tuple[int, bool]:
         """Byte offset of a tensor in the arena, and whether it lies in one live lease."""
@@ -272,7 +291,9 @@ class Memory:
         end = offset + tensor.numel() * tensor.element_size()
         with self.lock:
             self._take_back_dropped()
-            return offset, any(start <= offset and end <= start + size for start, (size, _) in self._live.items())
+            return offset, any(
+                start <= offset and end <= start + size for start, (size, _) in self._live.items()
+            )
 
     def _collect_garbage(self) -> bool:
         """Collects leases that only cycles of dead objects hold; whether there may be room now. That takes a tenth of a
@@ -315,7 +336,9 @@ def lease_problem(shape: object, dtype: object) -> ArgumentError | None:
         return ArgumentError(f"dtype ({dtype!r}) must be a torch.dtype")
     if not isinstance(shape, (tuple, list)):
         return ArgumentError(f"shape ({shape!r}) must be a tuple of ints")
-    if not all(hasattr(size, "__index__") and not isinstance(size, bool) and size >= 0 for size in shape):
+    if not all(
+        hasattr(size, "__index__") and not isinstance(size, bool) and size >= 0 for size in shape
+    ):
         return ArgumentError(f"shape ({shape!r}) must be of ints of at least 0")
     return None
 
@@ -343,7 +366,9 @@ class Lease:
     into it only after a barrier that this rank's stream reaches.
     """
 
-    def __init__(self, memory: Memory, span: Span, shape: tuple[int, ...], dtype: torch.dtype, num_bytes: int) -> None:
+    def __init__(
+        self, memory: Memory, span: Span, shape: tuple[int, ...], dtype: torch.dtype, num_bytes: int
+    ) -> None:
         self.name, self.offset, self.generation = span.name, span.offset, span.generation
         self.shape, self.dtype, self.num_bytes = shape, dtype, num_bytes
         self._bytes, self._span = slice(self.offset, self.offset + num_bytes), span
@@ -355,7 +380,9 @@ class Lease:
     def tensor(self) -> torch.Tensor:
         """This rank's memory as a contiguous tensor of `shape` and `dtype`."""
         if self._memory is None:
-            raise StaleLease(f"lease '{self.name}' (generation {self.generation}) has been released")
+            raise StaleLease(
+                f"lease '{self.name}' (generation {self.generation}) has been released"
+            )
         if self._tensor is None:  # leases whose memory only peers and kernels look at need none
             arena = self._memory.arenas[self._memory.peers.rank]()
             # Autograd takes a detached tensor for no view; it would track a write to a view as a write to the arena.
@@ -371,7 +398,9 @@ class Lease:
         """The same byte range of rank `rank`'s arena as a tensor: that rank's lease of the same name if all ranks lease
         and release in the same order. Raises ArgumentError if the group has no such rank, only on this rank."""
         if self._memory is None:
-            raise StaleLease(f"lease '{self.name}' (generation {self.generation}) has been released")
+            raise StaleLease(
+                f"lease '{self.name}' (generation {self.generation}) has been released"
+            )
         num_ranks = self._memory.peers.num_ranks
         if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < num_ranks:
             raise ArgumentError(f"rank ({rank!r}) must be an int in [0, {num_ranks})")
@@ -381,7 +410,9 @@ class Lease:
     def release(self) -> None:
         """Gives the memory back. A second call raises StaleLease. Local."""
         if self._memory is None:
-            raise StaleLease(f"lease '{self.name}' (generation {self.generation}) was released twice")
+            raise StaleLease(
+                f"lease '{self.name}' (generation {self.generation}) was released twice"
+            )
         if self._tensor is not None:
             wrote_into(self._tensor)  # tensors that autograd has saved of it are no longer valid
         self._memory, self._tensor = None, None

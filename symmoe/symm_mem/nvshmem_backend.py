@@ -23,7 +23,9 @@ from symmoe.symm_mem.addresses import OwnAddresses
 from symmoe.symm_mem.bootstrap import Bootstrap
 
 _DL_CUDA, _DL_UINT = 2, 1
-_capsule_type = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+_capsule_type = ctypes.PYFUNCTYPE(
+    ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p
+)
 _new_capsule = _capsule_type(("PyCapsule_New", ctypes.pythonapi))
 
 # Plain NVLink or PCIe peers: no network transport, no proxy thread, no multicast.
@@ -68,7 +70,11 @@ class NvshmemBackend:
     def __init__(self, bootstrap: Bootstrap, topology: Topology, num_bytes: int) -> None:
         self.device, self._topology = torch.device("cuda", torch.cuda.current_device()), topology
         self._num_bytes, self._num_machines = num_bytes, self._check_peers(bootstrap)
-        self.bases, self._own, self.suspend_problem = self._start(bootstrap), list[OwnAddresses](), ""
+        self.bases, self._own, self.suspend_problem = (
+            self._start(bootstrap),
+            list[OwnAddresses](),
+            "",
+        )
         if topology.num_nodes == 1:
             try:
                 for base in self.bases:
@@ -100,7 +106,9 @@ class NvshmemBackend:
         of_first = bootstrap.gather(id_bytes.tobytes().hex())[ranks[0]]
         id_bytes[:] = np.frombuffer(bytes.fromhex(of_first), dtype=np.uint8)
         with _files_of_this_user():
-            core.init(device=device, uid=unique_id, rank=rank, nranks=len(ranks), initializer_method="uid")
+            core.init(
+                device=device, uid=unique_id, rank=rank, nranks=len(ranks), initializer_method="uid"
+            )
         problem = None
         if core.init_status() < core.InitStatus.STATUS_IS_INITIALIZED:
             # The binding reports success for a half-done start; an allocation would then end the process.
@@ -134,7 +142,9 @@ class NvshmemBackend:
         missing = preflight(self._own[rank].size)
         bootstrap.agree(BackendUnavailable(missing) if missing else None)
         bases = self._start(bootstrap)
-        bootstrap.attempt(partial(list, map(OwnAddresses.map, self._own, bases)))  # list: it maps them
+        bootstrap.attempt(
+            partial(list, map(OwnAddresses.map, self._own, bases))
+        )  # list: it maps them
         self.arenas[rank]().zero_()
 
     def close(self) -> None:
@@ -160,12 +170,20 @@ class NvshmemBackend:
         machine = bootstrap.attempt(partial(find_place, None)).machine
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")[:128]
         said = bootstrap.gather([uuid, index, machine, visible])
-        uuids, indices, machines, views = zip(*(said[rank] for rank in self._topology.ranks), strict=True)
+        uuids, indices, machines, views = zip(
+            *(said[rank] for rank in self._topology.ranks), strict=True
+        )
         problem = ""
         if len(set(uuids)) < len(uuids):
-            problem = "two ranks of the group use the same GPU: set torch.cuda.set_device(local_rank)"
-        elif len(set(views)) == 1:  # all number the GPUs equally: a peer's index means something here
-            others = {i for i, of in zip(indices, machines, strict=True) if of == machine and i != index}
+            problem = (
+                "two ranks of the group use the same GPU: set torch.cuda.set_device(local_rank)"
+            )
+        elif (
+            len(set(views)) == 1
+        ):  # all number the GPUs equally: a peer's index means something here
+            others = {
+                i for i, of in zip(indices, machines, strict=True) if of == machine and i != index
+            }
             blocked = [i for i in sorted(others) if not torch.cuda.can_device_access_peer(index, i)]
             if blocked:
                 problem = f"GPU {index} cannot address GPUs {blocked}"
@@ -209,7 +227,9 @@ class AddressRange:
 
     def __init__(self, address: int, num_bytes: int, device: torch.device) -> None:
         self._shape = (ctypes.c_int64 * 1)(num_bytes)
-        self._managed = _DLManagedTensor(address, _DL_CUDA, device.index, 1, _DL_UINT, 8, 1, self._shape)
+        self._managed = _DLManagedTensor(
+            address, _DL_CUDA, device.index, 1, _DL_UINT, 8, 1, self._shape
+        )
         # A tensor reads the deleter field when it dies, maybe after this object: these 100 bytes are never freed.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._managed))
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._shape))

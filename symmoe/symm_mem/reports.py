@@ -35,7 +35,10 @@ CHOICES: dict[str, Sequence[object]] = {
     "layout": control.LAYOUTS,
     "schedule": control.SCHEDULES,
     "replicas": [
-        ", ".join(name for kind, name in enumerate(control.REPLICA_MATRICES) if contents >> kind & 1) or "nothing"
+        ", ".join(
+            name for kind, name in enumerate(control.REPLICA_MATRICES) if contents >> kind & 1
+        )
+        or "nothing"
         for contents in range(1 << len(control.REPLICA_MATRICES))
     ],
 }
@@ -46,12 +49,16 @@ class Report:
     """Why a rank gives up, in words and in integers that travel."""
 
     reason: str
-    missing: int = -1  # the peer that did not come (rank in the EP group); -1: none, the rank itself failed
+    missing: int = (
+        -1
+    )  # the peer that did not come (rank in the EP group); -1: none, the rank itself failed
     phase: int = 0  # of the wait, and its epochs, as in a status record
     expected: int = 0
     seen: int = 0
     first: int = 0  # 1: start_timeout_s bounded the wait, see FirstTimes
-    sender: int = -1  # the rank that gave up first (in the EP group), if another one passes on what it has said
+    sender: int = (
+        -1
+    )  # the rank that gave up first (in the EP group), if another one passes on what it has said
     lost: int = 0  # 1: the connection to the missing peer has closed
 
     def pack(self) -> bytes:
@@ -65,7 +72,9 @@ class Report:
         return cls(errors.decode_text(message), *_DETAILS.unpack_from(message, errors.FAULT_BYTES))
 
 
-UNKNOWN = 1 << 31  # the origin of an error of which a rank knows only that there is one, on another node
+UNKNOWN = (
+    1 << 31
+)  # the origin of an error of which a rank knows only that there is one, on another node
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +140,9 @@ def end_waits(peers: Peers, report: Report, *, turn: int, kept_bits: int) -> Non
 def read_report(peers: Peers, sender: int) -> Report:
     """Why rank `sender` has given up. Waits for the current stream."""
     message = _read(peers, sender, _word_of(sender))
-    return Report("it has not said why") if message is None else Report.unpack(message[_WORD.size :])
+    return (
+        Report("it has not said why") if message is None else Report.unpack(message[_WORD.size :])
+    )
 
 
 def _word_of(rank: int) -> int:
@@ -172,7 +183,12 @@ class Configurations:
         """The number of a configuration, the same for equal ones on all ranks; not 0. Numbers that are equal, as 1 and
         1.0, are written in the same way."""
         text = json.dumps({name: _shown(value) for name, value in fields.items()})
-        number = int.from_bytes(hashlib.sha256(text.encode()).digest()[: control.CONFIG_BITS // 8], "little") or 1
+        number = (
+            int.from_bytes(
+                hashlib.sha256(text.encode()).digest()[: control.CONFIG_BITS // 8], "little"
+            )
+            or 1
+        )
         if number not in self._texts:
             self._texts[number] = text
             with suppress(RuntimeError, ValueError):  # no store any more
@@ -184,12 +200,18 @@ class Configurations:
         """The error of two ranks, `first` and `peer`, whose layers have these numbers; 0: of make_plan."""
         if not (number and other):
             one, two = ("that of a layer" if each else "make_plan" for each in (number, other))
-            return ConfigMismatch(f"ranks are in different calls: rank {first} in {one}, rank {peer} in {two}")
+            return ConfigMismatch(
+                f"ranks are in different calls: rank {first} in {one}, rank {peer} in {two}"
+            )
         here, there = self._fields(number), self._fields(other)
         name = next((name for name in here if name in there and here[name] != there[name]), None)
         if name is None:
-            return ConfigMismatch(f"the configurations of a layer differ on rank {first} and rank {peer}")
-        return ConfigMismatch(f"{name} differs: rank {first} has {here[name]}, rank {peer} has {there[name]}")
+            return ConfigMismatch(
+                f"the configurations of a layer differ on rank {first} and rank {peer}"
+            )
+        return ConfigMismatch(
+            f"{name} differs: rank {first} has {here[name]}, rank {peer} has {there[name]}"
+        )
 
     def _fields(self, number: int) -> dict[str, str]:
         """The fields of a configuration that some rank has; none if they cannot be found."""
@@ -213,8 +235,19 @@ def _shown(value: object) -> str:
 
 def plan_record(report: list[int]) -> list[int]:
     """The status record of a plan with this report (control.SUM_*), as its kernel would have written it."""
-    sums = control.SUM_ERROR_RANK, control.SUM_LIMIT, control.SUM_VALUE, control.SUM_ERROR, control.SUM_WHERE
-    return [control.STATUS_PLAN, control.PHASE_PLAN, *(report[word] for word in sums), 0]  # in the order of STATUS_*
+    sums = (
+        control.SUM_ERROR_RANK,
+        control.SUM_LIMIT,
+        control.SUM_VALUE,
+        control.SUM_ERROR,
+        control.SUM_WHERE,
+    )
+    return [
+        control.STATUS_PLAN,
+        control.PHASE_PLAN,
+        *(report[word] for word in sums),
+        0,
+    ]  # in the order of STATUS_*
 
 
 def plan_error(words: list[int]) -> SymmoeError:
@@ -234,23 +267,33 @@ def plan_error(words: list[int]) -> SymmoeError:
     if code == control.PLAN_OVERFLOW:
         return CapacityError(f"rank {rank} is routed {value} rows, more than capacity ({limit})")
     if code == control.PLAN_RAIL_OVERFLOW:
-        return CapacityError(f"rank {rank} sends {value} tokens to one other node, more than rail_capacity ({limit})")
+        return CapacityError(
+            f"rank {rank} sends {value} tokens to one other node, more than rail_capacity ({limit})"
+        )
     raise AssertionError(f"unknown plan error {code}")
 
 
-def mismatch_error(configurations: Configurations, first: int, call: int, peer: int, other_call: int) -> ConfigMismatch:
+def mismatch_error(
+    configurations: Configurations, first: int, call: int, peer: int, other_call: int
+) -> ConfigMismatch:
     """The error of two ranks (in the EP group), `first` and `peer`, that are in different calls (control.pack_call)."""
     zero, other = control.unpack_call(call), control.unpack_call(other_call)
     here = control.PHASES[zero["phase"]]
     if zero["phase"] != other["phase"]:
         there = control.PHASES[other["phase"]]
-        return ConfigMismatch(f"ranks are in different calls: rank {first} at '{here}', rank {peer} at '{there}'")
+        return ConfigMismatch(
+            f"ranks are in different calls: rank {first} at '{here}', rank {peer} at '{there}'"
+        )
     if zero["phase"] in (control.PHASE_PLAN, control.PHASE_NODES_PLAN):
-        return configurations.mismatch(first, control.config_of(call), peer, control.config_of(other_call))
+        return configurations.mismatch(
+            first, control.config_of(call), peer, control.config_of(other_call)
+        )
     field = next(name for name in control.CALL_FIELDS if zero[name] != other[name])
     names = {**CHOICES, "probs": ("without", "with")}.get(field)
     shown = [names[call[field]] if names else call[field] for call in (zero, other)]
-    return ConfigMismatch(f"{field} differs at '{here}': rank {first} has {shown[0]}, rank {peer} has {shown[1]}")
+    return ConfigMismatch(
+        f"{field} differs at '{here}': rank {first} has {shown[0]}, rank {peer} has {shown[1]}"
+    )
 
 
 def _header_value(word: int, value: int) -> str:
@@ -261,6 +304,9 @@ def _header_value(word: int, value: int) -> str:
     if word == control.HEAD_QUANTIZED_WIRE:
         return repr(control.QUANTIZED_WIRES[value])
     if word == control.HEAD_PRECISION and value >= 0:
-        name, options = control.PRECISIONS[value & (1 << control.PRECISION_BITS) - 1], value >> control.PRECISION_BITS
+        name, options = (
+            control.PRECISIONS[value & (1 << control.PRECISION_BITS) - 1],
+            value >> control.PRECISION_BITS,
+        )
         return f"{name} with options {options:#x}" if options else name
     return "none" if value < 0 else str(value)

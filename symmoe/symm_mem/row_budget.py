@@ -31,22 +31,32 @@ class RowHistory:
 
     def __init__(self) -> None:
         self._last_rows = 0
-        self._windows: dict[int, _Windows] = {}  # by the bits of the number of tokens: a small call holds little
+        self._windows: dict[
+            int, _Windows
+        ] = {}  # by the bits of the number of tokens: a small call holds little
 
     def note(self, num_tokens: int, rows: int, packed_rows: int, rail_rows: int = 0) -> None:
         """Notes a call: the largest numbers of rows and of packed rows that any rank needed, and of tokens that this
         rank sent to another node."""
         self._last_rows = rows
-        self._windows.setdefault(num_tokens.bit_length(), _Windows()).note(rows, packed_rows, rail_rows)
+        self._windows.setdefault(num_tokens.bit_length(), _Windows()).note(
+            rows, packed_rows, rail_rows
+        )
 
-    def room(self, num_tokens: int, most_rows: int | None, factor: float | None = None) -> RowBudget | None:
+    def room(
+        self, num_tokens: int, most_rows: int | None, factor: float | None = None
+    ) -> RowBudget | None:
         """What the next call gets, at most `most_rows` rows; None if nothing is known, on all ranks. factor: it gets so
         many times what the largest recent one needed, if that is no more than `most_rows`."""
         if not self._last_rows:
             return None
         windows = self._windows.get(num_tokens.bit_length())
         rows, packed_rows, rail_rows = (0, 0, num_tokens) if windows is None else windows.most()
-        if rows and factor is not None and (most_rows is None or math.ceil(factor * rows) <= most_rows):
+        if (
+            rows
+            and factor is not None
+            and (most_rows is None or math.ceil(factor * rows) <= most_rows)
+        ):
             room, *others = (math.ceil(factor * each) for each in (rows, packed_rows, rail_rows))
         else:
             room, *others = map(with_margin, (rows, packed_rows, rail_rows))
@@ -59,7 +69,10 @@ class RowHistory:
 class _Windows:
     def __init__(self) -> None:
         self._num_calls = 0
-        self._before, self._now = [0] * 3, [0] * 3  # the largest of the last whole window, of this one
+        self._before, self._now = (
+            [0] * 3,
+            [0] * 3,
+        )  # the largest of the last whole window, of this one
 
     def note(self, *numbers: int) -> None:
         if self._num_calls == _WINDOW:

@@ -24,7 +24,14 @@ from typing import Any
 import torch
 
 from symmoe import kernels
-from symmoe.errors import FAULT_BYTES, BackendUnavailable, ConfigMismatch, SymmoeError, encode, raise_for
+from symmoe.errors import (
+    FAULT_BYTES,
+    BackendUnavailable,
+    ConfigMismatch,
+    SymmoeError,
+    encode,
+    raise_for,
+)
 from symmoe.kernels import control
 from symmoe.kernels.control import Peers
 from symmoe.nodes.lane import ANSWER_S, COUNTED, FAILED, GOES_ON, UNRAISED, WAITS, Header, Lane
@@ -42,7 +49,9 @@ from symmoe.tape.recorder import recorded_in_order
 logger = logging.getLogger("symmoe")
 
 _REACH_S = 10.0  # for connections: three tries, as Linux does them
-_HINT = f"{DEVICE_VARIABLE} on each node names its network device; firewalls must let all ports pass"
+_HINT = (
+    f"{DEVICE_VARIABLE} on each node names its network device; firewalls must let all ports pass"
+)
 _PATIENCE = 1.25  # times the bound of a wait in a node
 _OF_PAYLOAD = 0.9  # of that: who has its rows hears at the next meeting from those that have not whom they miss
 _POLL_S = 1e-3
@@ -61,7 +70,13 @@ class Nodes(OneNode):
     faults: Faults
 
     def __init__(
-        self, topology: Topology, waits: Waits, streams: Streams, access: Access, lane: Lane, payload: Payload
+        self,
+        topology: Topology,
+        waits: Waits,
+        streams: Streams,
+        access: Access,
+        lane: Lane,
+        payload: Payload,
     ) -> None:
         self.topology, self.maps = topology, make_rank_maps(topology, waits.device)
         self.lane, self.payload, self.turn = lane, payload, access
@@ -70,13 +85,18 @@ class Nodes(OneNode):
         self.rail_rows: list[int] = []
         self._known_calls: set[int] = set()  # others may take start_timeout_s
         self._is_first, self._has_said = True, False
-        self._ends, self._waits_since = threading.Event(), math.inf  # when the host has begun to wait for other nodes
+        self._ends, self._waits_since = (
+            threading.Event(),
+            math.inf,
+        )  # when the host has begun to wait for other nodes
         self._exchange, self._begun_s, self._is_marked = 0, 0.0, False  # as _look has seen it
         self._branch, self._is_moving = Branch(streams.rail_stream), False
         self._started: Started = []  # tensors that travel, also where nobody waits for them any more
         with torch.inference_mode(False):
             word, self._fault = self._counters[_WORD], self._counters[control.RAIL_FAULT :][:1]
-            self._heard = torch.zeros((topology.num_nodes, len(word)), dtype=torch.int64, device=waits.device)
+            self._heard = torch.zeros(
+                (topology.num_nodes, len(word)), dtype=torch.int64, device=waits.device
+            )
             self._word_to_others = [(node, word) for node in range(topology.num_nodes)]
             self._words_of_others = [*enumerate(self._heard)]
         # So that it is not launched for the first time while ranks exchange, see reports.py.
@@ -85,13 +105,21 @@ class Nodes(OneNode):
     @property
     def constants(self) -> list[torch.Tensor]:
         """Tensors of this that a tape meets."""
-        its = *vars(self.maps).values(), self._heard, self._fault, self.payload.progress, self.payload.counts
+        its = (
+            *vars(self.maps).values(),
+            self._heard,
+            self._fault,
+            self.payload.progress,
+            self.payload.counts,
+        )
         return [each for each in its if isinstance(each, torch.Tensor)]
 
     # -- calls: errors are raised ---------------------------------------------------------------------------------
 
     @recorded_in_order
-    def meet(self, phase: int, *, sizes: int = 0, rail_rows: int = 0, rail_plan: int = 0, **agreed: Any) -> None:
+    def meet(
+        self, phase: int, *, sizes: int = 0, rail_rows: int = 0, rail_plan: int = 0, **agreed: Any
+    ) -> None:
         """The host waits for those of the ranks with this rank's index on the other nodes, bounded a little longer than
         a barrier is. Collective over the group. If the last barrier of a call comes right after a meeting, an error of
         any rank before that gets to all ranks of all nodes. Does not wait for the device.
@@ -198,7 +226,10 @@ class Nodes(OneNode):
 
     def enter(self, call: int, sizes: int = 0, rail_rows: int = 0) -> Fault | Report | None:
         kind = call & ALL_BUT_PLAN
-        self._phase, self._is_first = call & 0xFF, self._waits.compiles and kind not in self._known_calls
+        self._phase, self._is_first = (
+            call & 0xFF,
+            self._waits.compiles and kind not in self._known_calls,
+        )
         self.lane.say(Header(GOES_ON, call=call, sizes=sizes, rail_rows=rail_rows))
         headers = self._hear()
         if isinstance(headers, Report):
@@ -211,7 +242,13 @@ class Nodes(OneNode):
         return fault
 
     def say(self, fault: Fault) -> None:
-        self.lane.say(Header(UNRAISED if fault.is_unraised else FAILED, origin=fault.origin, message=fault.message))
+        self.lane.say(
+            Header(
+                UNRAISED if fault.is_unraised else FAILED,
+                origin=fault.origin,
+                message=fault.message,
+            )
+        )
         self._has_said = True
 
     def tell(self, fault: Fault) -> Fault | Report:
@@ -224,7 +261,10 @@ class Nodes(OneNode):
     def has_said_why(self, peer: int) -> bool:
         """See OneNode. Waits for that while the peer waits for its rail, a little longer than it can."""
         its_counters = self._peers.counters(peer)
-        own_mailbox, deadline = self._peers.mailbox(self._peers.rank), time.monotonic() + self._bound_s
+        own_mailbox, deadline = (
+            self._peers.mailbox(self._peers.rank),
+            time.monotonic() + self._bound_s,
+        )
         self.lane.say_once(WAITS)
         while True:
             with self._streams.at_once():
@@ -258,7 +298,9 @@ class Nodes(OneNode):
     def start(self, faults: Faults) -> None:
         """Takes the heap's faults, and begins to look, in a thread that ends with this object, for exchanges that do
         not end, where nothing else bounds them."""
-        self.faults = weakref.proxy(faults)  # which has this: a cycle would keep the memory of a heap that is dropped
+        self.faults = weakref.proxy(
+            faults
+        )  # which has this: a cycle would keep the memory of a heap that is dropped
         ended, reference = self._ends, weakref.ref(self)
 
         def run() -> None:
@@ -269,7 +311,11 @@ class Nodes(OneNode):
                         return
                     del nodes
             except Exception as problem:  # noqa: BLE001 - a GPU that is out of order, say
-                logger.warning("exchanges between nodes are no longer watched: %s: %s", type(problem).__name__, problem)
+                logger.warning(
+                    "exchanges between nodes are no longer watched: %s: %s",
+                    type(problem).__name__,
+                    problem,
+                )
 
         if self.payload.progress is not None:
             threading.Thread(target=run, name="symmoe-rail", daemon=True).start()
@@ -285,7 +331,11 @@ class Nodes(OneNode):
         """Notes what is overdue, and lets peers of this node see whether this rank is on its rail. Whether to go on. As
         long as all is well it calls nothing of CUDA: a call from a thread that is not capturing would end a capture."""
         assert self.payload.progress is not None
-        (begun, ended), now, bound_s = self.payload.progress.tolist(), time.monotonic(), self.payload.bound_s
+        (begun, ended), now, bound_s = (
+            self.payload.progress.tolist(),
+            time.monotonic(),
+            self.payload.bound_s,
+        )
         if begun != self._exchange:
             self._exchange, self._begun_s = begun, now
         is_moving = begun > ended
@@ -356,7 +406,9 @@ class Nodes(OneNode):
         if gave_up is not None:
             return replace(Report.unpack(gave_up.message), sender=gave_up.origin)
         rank, number = self.topology.rail[node], self.lane.number
-        return Report("", rank, self._phase, number, number - 1, int(self._is_first), lost=int(lost))
+        return Report(
+            "", rank, self._phase, number, number - 1, int(self._is_first), lost=int(lost)
+        )
 
     def _difference(self, headers: list[Header]) -> Fault | None:
         """A fault if the peers are in different calls."""
@@ -366,7 +418,9 @@ class Nodes(OneNode):
                 calls = rail[0], headers[0].call, rail[node], header.call
                 return Fault(-1, encode(mismatch_error(self._waits.configurations, *calls)))
             if header.sizes != headers[0].sizes:
-                text = f"rail_capacity or top_k differs between rank {rail[0]} and rank {rail[node]}"
+                text = (
+                    f"rail_capacity or top_k differs between rank {rail[0]} and rank {rail[node]}"
+                )
                 return Fault(-1, encode(ConfigMismatch(text)))
         return None
 
@@ -377,7 +431,11 @@ def _first_fault(headers: list[Header]) -> Fault | None:
     if not failed:
         return None
     first = min(failed, key=lambda header: header.origin)
-    return Fault(first.origin, first.message[:FAULT_BYTES], all(header.kind == UNRAISED for header in headers))
+    return Fault(
+        first.origin,
+        first.message[:FAULT_BYTES],
+        all(header.kind == UNRAISED for header in headers),
+    )
 
 
 # -- how they begin ---------------------------------------------------------------------------------------------------
@@ -386,8 +444,16 @@ def _first_fault(headers: list[Header]) -> Fault | None:
 def make_count_peers(peers: Peers, topology: Topology) -> Peers:
     """Of the count table, which has a row for each rank of the group: in place of a rank of another node, the rank with
     its index here."""
-    local = [ranks.index(rank) for rank in range(peers.layout.num_rows) for ranks in topology.nodes if rank in ranks]
-    bases, views = peers.bases[torch.tensor(local, device=peers.bases.device)], [peers.views[rank] for rank in local]
+    local = [
+        ranks.index(rank)
+        for rank in range(peers.layout.num_rows)
+        for ranks in topology.nodes
+        if rank in ranks
+    ]
+    bases, views = (
+        peers.bases[torch.tensor(local, device=peers.bases.device)],
+        [peers.views[rank] for rank in local],
+    )
     return Peers(topology.rank, peers.layout.num_rows, bases, tuple(views), peers.layout)
 
 
@@ -404,14 +470,18 @@ def start_rail(
     try:
         name = f"symmoe/{token.hex()}/{topology.local_rank}"
         payload = _make_payload(bootstrap, topology, device, name, options)
-        payload.bytes_per_s = min(bootstrap.gather(payload.bytes_per_s))  # ranks must cut their calls alike
+        payload.bytes_per_s = min(
+            bootstrap.gather(payload.bytes_per_s)
+        )  # ranks must cut their calls alike
         return lane, payload
     except SymmoeError:
         lane.close()
         raise
 
 
-def _connect_hosts(bootstrap: Bootstrap, topology: Topology, token: bytes, timeout_s: float) -> dict[int, Link]:
+def _connect_hosts(
+    bootstrap: Bootstrap, topology: Topology, token: bytes, timeout_s: float
+) -> dict[int, Link]:
     """By node. Raises on all ranks if two ranks of a rail cannot connect. Collective."""
     others = [rank for rank in topology.rail if rank != topology.rank]
     with bootstrap.attempt(Listener) as listener, ExitStack() as unused:
@@ -439,7 +509,11 @@ def _connect_hosts(bootstrap: Bootstrap, topology: Topology, token: bytes, timeo
 
 
 def _make_payload(
-    bootstrap: Bootstrap, topology: Topology, device: torch.device, name: str, options: dict[str, Any]
+    bootstrap: Bootstrap,
+    topology: Topology,
+    device: torch.device,
+    name: str,
+    options: dict[str, Any],
 ) -> Payload:
     # Together: a rank without NCCL would keep the others waiting.
     library = None if device.type == "cpu" else bootstrap.attempt(Nccl)
@@ -447,7 +521,9 @@ def _make_payload(
 
     def make() -> None:
         try:
-            made.append(GlooRail(*at, **options) if library is None else NcclRail(library, *at, **options))
+            made.append(
+                GlooRail(*at, **options) if library is None else NcclRail(library, *at, **options)
+            )
         except RuntimeError as error:
             if library is not None:
                 raise  # an error of CUDA's

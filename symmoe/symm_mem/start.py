@@ -54,17 +54,34 @@ class HeapParts:
         if backend == "auto":
             has_gpu = torch.cuda.is_available()
             seen = torch.cuda.get_device_name() if has_gpu else "no CUDA device"
-            self.backend, self.backend_reason = "nvshmem" if has_gpu else "host", f"auto: torch sees {seen}"
+            self.backend, self.backend_reason = (
+                "nvshmem" if has_gpu else "host",
+                f"auto: torch sees {seen}",
+            )
         # Every rank has a bound, also where the argument is wrong: messages without one would not meet those of peers.
         is_usable = _timeout_problem("start_timeout_s", start_timeout_s) is None
         start_s = min(start_timeout_s, MAX_S) if is_usable else START_TIMEOUT_S
         self.bootstrap, whole = Bootstrap(group), Bootstrap(group, start_s)
         self.rank, self.num_ranks, is_on_host = whole.rank, whole.num_ranks, self.backend == "host"
         timeouts = {"timeout_s": timeout_s, "start_timeout_s": start_timeout_s}
-        self._tape_mode = whole.attempt(partial(_check, whole, num_bytes, self.backend, ranks_per_node, timeouts))
-        _agree_on(whole, num_bytes=num_bytes, backend=self.backend, timeout_s=timeout_s, ranks_per_node=ranks_per_node)
-        gpu = None if is_on_host else str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
-        domains = whole.gather(whole.attempt(partial(find_place, gpu)).domain)  # by rank, whose memory it can reach
+        self._tape_mode = whole.attempt(
+            partial(_check, whole, num_bytes, self.backend, ranks_per_node, timeouts)
+        )
+        _agree_on(
+            whole,
+            num_bytes=num_bytes,
+            backend=self.backend,
+            timeout_s=timeout_s,
+            ranks_per_node=ranks_per_node,
+        )
+        gpu = (
+            None
+            if is_on_host
+            else str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+        )
+        domains = whole.gather(
+            whole.attempt(partial(find_place, gpu)).domain
+        )  # by rank, whose memory it can reach
         self.topology = topology = find_topology(domains, whole.rank, ranks_per_node)
         node, is_single = topology.ranks, topology.num_nodes == 1
         logger.info("rank %d: backend %s (%s)", whole.rank, self.backend, self.backend_reason)
@@ -73,13 +90,20 @@ class HeapParts:
         device, views = arenas.device, tuple(make() for make in arenas.arenas)
         bases = torch.tensor(arenas.bases, dtype=torch.int64, device=device)
         layout, group_ranks = ControlLayout(len(node), whole.num_ranks), () if is_single else node
-        self.peers = peers = Peers(topology.local_rank, len(node), bases, views, layout, group_ranks)
+        self.peers = peers = Peers(
+            topology.local_rank, len(node), bases, views, layout, group_ranks
+        )
         self._access = access = Access()
         order = None if is_on_host else StreamOrder(device)
         self.streams: Streams = order or NoStreams()
         self.memory = Memory(peers, arenas.arenas, access, order)
-        self.one_call: AbstractContextManager[None] = OneCall(access, self.memory.lock, order) if order else access
-        self.configurations, self.row_histories = Configurations(whole), defaultdict[Hashable, RowHistory](RowHistory)
+        self.one_call: AbstractContextManager[None] = (
+            OneCall(access, self.memory.lock, order) if order else access
+        )
+        self.configurations, self.row_histories = (
+            Configurations(whole),
+            defaultdict[Hashable, RowHistory](RowHistory),
+        )
         self.waits = Waits(peers, self.configurations, timeout_s, start_timeout_s)
         self.nodes, self.count_peers = None, peers
         if not is_single:
@@ -95,7 +119,13 @@ class HeapParts:
                 raise
             self.nodes = several_nodes.Nodes(topology, self.waits, self.streams, access, *rail)
             self.count_peers = several_nodes.make_count_peers(peers, topology)
-        self.faults = Faults(self.waits, self.streams, self.one_call, self.row_histories.clear, self.nodes or OneNode())
+        self.faults = Faults(
+            self.waits,
+            self.streams,
+            self.one_call,
+            self.row_histories.clear,
+            self.nodes or OneNode(),
+        )
         if self.nodes is not None:
             self.nodes.start(self.faults)
         peers.control_block.zero_()
@@ -115,7 +145,11 @@ def _warn_of_missing_group(group: dist.ProcessGroup | None) -> None:
 
 
 def _check(
-    bootstrap: Bootstrap, num_bytes: int, backend: str, ranks_per_node: int | None, timeouts: dict[str, float]
+    bootstrap: Bootstrap,
+    num_bytes: int,
+    backend: str,
+    ranks_per_node: int | None,
+    timeouts: dict[str, float],
 ) -> str:
     """Raises for what is wrong on this rank; the mode of tapes."""
     least = ControlLayout(bootstrap.num_ranks).num_bytes + ALIGNMENT_BYTES
@@ -128,11 +162,19 @@ def _check(
         raise_for(_timeout_problem(name, timeout_s))
     tape_mode = os.environ.get("SYMMOE_TAPES") or MODES[0]
     if tape_mode not in MODES:
-        raise ArgumentError(f"SYMMOE_TAPES ({tape_mode!r}) must be one of {', '.join(map(repr, MODES))}")
+        raise ArgumentError(
+            f"SYMMOE_TAPES ({tape_mode!r}) must be one of {', '.join(map(repr, MODES))}"
+        )
     is_int = isinstance(ranks_per_node, int) and not isinstance(ranks_per_node, bool)
     if ranks_per_node is not None and not (is_int and 0 < ranks_per_node < 1 << 31):
-        raise ArgumentError(f"ranks_per_node ({ranks_per_node!r}) must be an int of at least 1, or None")
-    if missing := host_backend.preflight() if backend == "host" else nvshmem_backend.preflight(num_bytes):
+        raise ArgumentError(
+            f"ranks_per_node ({ranks_per_node!r}) must be an int of at least 1, or None"
+        )
+    if (
+        missing := host_backend.preflight()
+        if backend == "host"
+        else nvshmem_backend.preflight(num_bytes)
+    ):
         raise BackendUnavailable(missing)
     if backend == "host" and bootstrap.rank == 0:
         host_backend.warn_if_too_large(num_bytes, bootstrap.num_ranks)
@@ -140,9 +182,15 @@ def _check(
 
 
 def _timeout_problem(name: str, value: object) -> ArgumentError | None:
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and (0 < value <= MAX_S or value == math.inf):
+    if (
+        isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        and (0 < value <= MAX_S or value == math.inf)
+    ):
         return None
-    return ArgumentError(f"{name} ({value!r}) must be a number greater than 0, of at most {MAX_S:.0e} s or math.inf")
+    return ArgumentError(
+        f"{name} ({value!r}) must be a number greater than 0, of at most {MAX_S:.0e} s or math.inf"
+    )
 
 
 def _agree_on(bootstrap: Bootstrap, **options: object) -> None:

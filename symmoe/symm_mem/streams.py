@@ -27,9 +27,13 @@ class _Order:
     """What is known of calls and of the reuse of memory, outside of graphs or within the capture of one."""
 
     last: int | None = None  # the stream of the last call
-    last_mark: _Mark | None = None  # the end of the last call; kept from the moment that there are two streams
+    last_mark: _Mark | None = (
+        None  # the end of the last call; kept from the moment that there are two streams
+    )
     streams: set[int] = field(default_factory=set)  # streams that calls have come on
-    released: list[tuple[int, int, _Mark]] = field(default_factory=list)  # (start, end, when the last user was done)
+    released: list[tuple[int, int, _Mark]] = field(
+        default_factory=list
+    )  # (start, end, when the last user was done)
 
 
 class Branch:
@@ -40,7 +44,11 @@ class Branch:
 
     def point(self) -> torch.cuda.Event | None:
         """A point after all work of the current stream so far; inside of :meth:`after`, of the branch."""
-        return None if self._stream is None else _record(torch.cuda.current_stream(self._stream.device))
+        return (
+            None
+            if self._stream is None
+            else _record(torch.cuda.current_stream(self._stream.device))
+        )
 
     @contextmanager
     def after(self, point: torch.cuda.Event | None) -> Iterator[None]:
@@ -85,8 +93,12 @@ class StreamOrder:
     """Orders a CUDA heap's calls and the reuse of its memory over streams. Calls in a capture are ordered apart: it
     begins after all before it, and who replays it orders that and other calls."""
 
-    raises_at_once = False  # whether the host knows at the end of a barrier how it went; else when it next looks
-    eager_thread = 0  # the one that has its turn on a stream that is known not to be capturing; 0: none
+    raises_at_once = (
+        False  # whether the host knows at the end of a barrier how it went; else when it next looks
+    )
+    eager_thread = (
+        0  # the one that has its turn on a stream that is known not to be capturing; 0: none
+    )
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -146,7 +158,10 @@ class StreamOrder:
             event = torch.cuda.Event()
         stream = torch.cuda.current_stream(self._device)
         copied = driver.library().cuMemcpyDtoHAsync_v2
-        driver.check(copied(copy.data_ptr(), tensor.data_ptr(), tensor.nbytes, stream.cuda_stream), "cuMemcpyDtoHAsync")
+        driver.check(
+            copied(copy.data_ptr(), tensor.data_ptr(), tensor.nbytes, stream.cuda_stream),
+            "cuMemcpyDtoHAsync",
+        )
         event.record(stream)
 
         def wait() -> list[Any]:
@@ -173,7 +188,9 @@ class StreamOrder:
         """The current stream is done with (offset, size)."""
         order = self._notice_stream()
         if order.last_mark is not None:
-            order.released.append((span[0], sum(span), _mark(torch.cuda.current_stream(self._device))))
+            order.released.append(
+                (span[0], sum(span), _mark(torch.cuda.current_stream(self._device)))
+            )
 
     def dropped(self, span: tuple[int, int]) -> None:
         """(offset, size) is free; its last user may be any stream that a call has come on."""
@@ -193,7 +210,11 @@ class StreamOrder:
             if start < other_end and other_start < end:
                 self._wait_for(mark)
                 # Only the part outside still needs a wait: whole spans would pile up where sizes vary.
-                left += [part for part in ((other_start, start, mark), (end, other_end, mark)) if part[0] < part[1]]
+                left += [
+                    part
+                    for part in ((other_start, start, mark), (end, other_end, mark))
+                    if part[0] < part[1]
+                ]
             else:
                 left.append((other_start, other_end, mark))
         order.released = left
@@ -209,7 +230,11 @@ class StreamOrder:
     def _notice_stream(self) -> _Order:
         """Notes the current stream. Marks are kept once it differs from that of the last call."""
         order = self._order()
-        if order.last_mark is None and order.last is not None and current_stream(self._device.index) != order.last:
+        if (
+            order.last_mark is None
+            and order.last is not None
+            and current_stream(self._device.index) != order.last
+        ):
             # No marks have been kept yet: everything so far counts as the last call.
             order.last_mark = _mark(torch.cuda.ExternalStream(order.last, device=self._device))
             order.released = [(0, 1 << 62, order.last_mark)]
@@ -279,7 +304,9 @@ class Access:
                 "it has no rank of its own"
             )
         if not self.is_open:
-            raise HeapSuspended("the symmetric heap is suspended: call heap.resume() on all ranks before anything else")
+            raise HeapSuspended(
+                "the symmetric heap is suspended: call heap.resume() on all ranks before anything else"
+            )
 
     @property
     def is_suspended(self) -> bool:
@@ -305,7 +332,9 @@ class Access:
 
     def _take_turn(self) -> None:
         if not self._turn.acquire(blocking=False):
-            other = {thread.ident: thread.name for thread in threading.enumerate()}.get(self._thread, self._thread)
+            other = {thread.ident: thread.name for thread in threading.enumerate()}.get(
+                self._thread, self._thread
+            )
             raise ConcurrentUse(
                 f"thread '{threading.current_thread().name}' calls a heap on which thread '{other}' "
                 "is in a call: threads take turns on a heap, in the same order on all ranks, or have a heap each"

@@ -25,7 +25,9 @@ _GENERATION = control.pack_call(plan=1)  # the unit of a plan's generation in a 
 _ENDLESS_S = 4e9  # stands for math.inf: clocks count nanoseconds in 64 bits
 BARRIER = -1  # stands for all peers
 NUM_CALLS = 64
-Kind = tuple[int, int]  # the call of the last barrier, and the peer whose signal is waited for after it
+Kind = tuple[
+    int, int
+]  # the call of the last barrier, and the peer whose signal is waited for after it
 
 
 class FirstTimes:
@@ -51,7 +53,9 @@ class FirstTimes:
         before, self._num_ready = self._num_ready, len(sys.modules) + self._num_compiled()
         first = before != self._num_ready
         if fault:
-            first |= not any(earlier == last and kind[0] & 0xFF == phase for earlier, kind in self._stretches)
+            first |= not any(
+                earlier == last and kind[0] & 0xFF == phase for earlier, kind in self._stretches
+            )
         elif phase not in (control.PHASE_CLOSE, control.PHASE_SUSPEND):  # they come after any call
             self._last = call & ALL_BUT_PLAN if peer == BARRIER else last[0], peer
             first |= (last, self._last) not in self._stretches
@@ -118,22 +122,33 @@ class Waits:
         is_inside: whether this rank waits. It stays so if a signal handler raises in a wait of the host.
     """
 
-    def __init__(self, peers: Peers, configurations: Configurations, timeout_s: float, start_timeout_s: float) -> None:
+    def __init__(
+        self, peers: Peers, configurations: Configurations, timeout_s: float, start_timeout_s: float
+    ) -> None:
         self.timeout_s, self.start_timeout_s = timeout_s, start_timeout_s
         self.peers, self.configurations, self.device = peers, configurations, peers.bases.device
         self.kernels = kernels.looked_up(self.device)
         is_pinned = self.device.type == "cuda"
-        self.status = torch.zeros(control.STATUS_WORDS, dtype=torch.int64, device="cpu", pin_memory=is_pinned)
+        self.status = torch.zeros(
+            control.STATUS_WORDS, dtype=torch.int64, device="cpu", pin_memory=is_pinned
+        )
         self.flight, self.compiles, self.is_inside = FlightRing(), True, False
         self.first_times = FirstTimes(kernels.compiled_counter(self.device))
 
     def barrier(
-        self, call: int, publish: Sequence[int] = (), *, fault: bool = False, nan_on_failure: torch.Tensor | None = None
+        self,
+        call: int,
+        publish: Sequence[int] = (),
+        *,
+        fault: bool = False,
+        nan_on_failure: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Waits for every rank, as SymmetricHeap.barrier does. Collective. call: control.pack_call of what the ranks
         must agree on. fault: whether this rank fails the call."""
         peers, status = self.peers, self.status
-        received = torch.empty((peers.num_ranks, control.NUM_PUBLISHED), dtype=torch.int64, device=self.device)
+        received = torch.empty(
+            (peers.num_ranks, control.NUM_PUBLISHED), dtype=torch.int64, device=self.device
+        )
         words = tuple(publish) + (0,) * (control.NUM_PUBLISHED - len(publish))
         recording = recorder()
         if recording is None:
@@ -151,7 +166,14 @@ class Waits:
             )
         self.is_inside = True
         self.kernels().barrier(
-            peers, words, received, status, call=call, fault=fault, timeout_ns=timeout_ns, nan_on_failure=nan_on_failure
+            peers,
+            words,
+            received,
+            status,
+            call=call,
+            fault=fault,
+            timeout_ns=timeout_ns,
+            nan_on_failure=nan_on_failure,
         )
         self.is_inside = False
         return received
@@ -163,20 +185,32 @@ class Waits:
         if recording is None:
             timeout_ns, _ = self._note(*note)
         else:
-            timeout_ns, _ = recording.launches_with(self._note, note, {}, ("timeout_ns",), nan_on_failure)
+            timeout_ns, _ = recording.launches_with(
+                self._note, note, {}, ("timeout_ns",), nan_on_failure
+            )
         self.is_inside = True
         self.kernels().wait_for_signal(
-            self.peers, rank, arrived, self.status, phase=phase, timeout_ns=timeout_ns, nan_on_failure=nan_on_failure
+            self.peers,
+            rank,
+            arrived,
+            self.status,
+            phase=phase,
+            timeout_ns=timeout_ns,
+            nan_on_failure=nan_on_failure,
         )
         self.is_inside = False
         return arrived
 
-    def _note(self, call: int, generation: int, fault: bool, peer: int = BARRIER) -> tuple[int, int]:
+    def _note(
+        self, call: int, generation: int, fault: bool, peer: int = BARRIER
+    ) -> tuple[int, int]:
         """Notes a wait that is about to be launched, for the signal of `peer` or in a barrier; its bound in
         nanoseconds, and the call with the plan's generation."""
         call |= generation * _GENERATION & _PLAN
         self.flight.launched(call, peer)
-        first = self.compiles and self.first_times.is_first(call, peer, epoch=self.flight.epoch, fault=fault)
+        first = self.compiles and self.first_times.is_first(
+            call, peer, epoch=self.flight.epoch, fault=fault
+        )
         # Never the longer one in a graph, where every replay would have it.
         _, bound_s = self.bound(first and not capture_id(self.device))
         return int(min(bound_s, _ENDLESS_S) * 1e9), call

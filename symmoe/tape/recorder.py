@@ -22,7 +22,18 @@ import torch
 from symmoe import torch_internals
 from symmoe.errors import StaleTape, SymmoeError
 from symmoe.tape import tape as tapes
-from symmoe.tape.tape import STREAM, Call, Entry, Event, Launch, Mark, Memory, ObjectSlot, Playing, Tape
+from symmoe.tape.tape import (
+    STREAM,
+    Call,
+    Entry,
+    Event,
+    Launch,
+    Mark,
+    Memory,
+    ObjectSlot,
+    Playing,
+    Tape,
+)
 from symmoe.torch_internals import TorchDispatchMode, current_stream, num_dispatch_modes
 
 P = ParamSpec("P")
@@ -37,7 +48,9 @@ _EMPTY = {
 }
 SHARED = "inputs share memory"
 MODES = ("on", "audit", "off")
-_MOST_NUMBER = 1 << 40  # a larger integer may be an address, which would be another one in the next call
+_MOST_NUMBER = (
+    1 << 40
+)  # a larger integer may be an address, which would be another one in the next call
 _MOST_KINDS = 256  # the kinds of calls that are remembered
 _MOST_KIND_NUMBERS = 4096
 _MOST_FAILURES = 3  # recordings of one kind that may be of no use
@@ -64,7 +77,9 @@ def recorded(function: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         current = _thread.recorder
-        return function(*args, **kwargs) if current is None else current.call(function, args, kwargs)
+        return (
+            function(*args, **kwargs) if current is None else current.call(function, args, kwargs)
+        )
 
     return call
 
@@ -117,7 +132,10 @@ class Recorder(TorchDispatchMode):
     """
 
     def __init__(
-        self, inputs: Sequence[torch.Tensor], numbers: Mapping[str, int], constants: Sequence[torch.Tensor]
+        self,
+        inputs: Sequence[torch.Tensor],
+        numbers: Mapping[str, int],
+        constants: Sequence[torch.Tensor],
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
         self.entries: list[Entry] = []
@@ -125,8 +143,12 @@ class Recorder(TorchDispatchMode):
         self.is_owed = False
         self.numbers = numbers
         self._num_slots = 0
-        self._spans: list[tuple[int, int, int]] = []  # (first address, one past the last, slot), the newest last
-        self._things: dict[int, tuple[int, object]] = {}  # id of an object to its slot; holds the object
+        self._spans: list[
+            tuple[int, int, int]
+        ] = []  # (first address, one past the last, slot), the newest last
+        self._things: dict[
+            int, tuple[int, object]
+        ] = {}  # id of an object to its slot; holds the object
         self._constants = {tensor.data_ptr() for tensor in constants}
         for tensor in inputs:
             self._place(tensor)
@@ -167,12 +189,19 @@ class Recorder(TorchDispatchMode):
         return None if self.problem else Tape(self._num_slots, tuple(self.entries), templates)
 
     def call(
-        self, function: Callable[..., R], args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str | None = None
+        self,
+        function: Callable[..., R],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        name: str | None = None,
     ) -> R:
         """Calls a function, and notes the call. name: of a kernel, which the tape looks up in every call."""
         if self._on_gpu and hasattr(function, "is_seen_through"):
             return function(*args, **kwargs)
-        template = self._template(args), {key: self._named(key, value) for key, value in kwargs.items()}
+        template = (
+            self._template(args),
+            {key: self._named(key, value) for key, value in kwargs.items()},
+        )
         _thread.recorder = None
         try:
             result = function(*args, **kwargs)
@@ -200,16 +229,30 @@ class Recorder(TorchDispatchMode):
             numbers, results: where other arguments of the launch come from, and the names of those that are returned.
             nan_on_failure: the tensor whose address is the argument `spoiled`.
         """
-        result = function(*[self.numbers[each.name] if type(each) is tapes.CallInteger else each for each in template])
+        result = function(
+            *[
+                self.numbers[each.name] if type(each) is tapes.CallInteger else each
+                for each in template
+            ]
+        )
         slot = self._new_slot()
         self.entries.append(Call(function, (template, {}), slot, tapes.NOTE, self.is_owed))
-        self._next_numbers = {**numbers, **{name: tapes.ResultField(slot, n) for n, name in enumerate(results)}}
+        self._next_numbers = {
+            **numbers,
+            **{name: tapes.ResultField(slot, n) for n, name in enumerate(results)},
+        }
         if nan_on_failure is not None:
             self._next_numbers["spoiled"] = self._memory(nan_on_failure)
         return result
 
     def launch(
-        self, kernel: Any, names: Sequence[str], grid: tuple[int, ...], stream: int, args: tuple[Any, ...], maps: Any
+        self,
+        kernel: Any,
+        names: Sequence[str],
+        grid: tuple[int, ...],
+        stream: int,
+        args: tuple[Any, ...],
+        maps: Any,
     ) -> None:
         """Notes the launch of a compiled kernel that is about to happen; see Launch. names: of the parameters."""
         numbers, self._next_numbers = self._next_numbers, {}
@@ -217,7 +260,10 @@ class Recorder(TorchDispatchMode):
             is_large = type(value) is int and value > _MOST_NUMBER and value not in self._constants
             if is_large and name not in numbers:
                 self.give_up(f"{name} is an integer above {_MOST_NUMBER}, which may be an address")
-        given = [numbers[name] if name in numbers else self._template(arg) for name, arg in zip(names, args)]  # noqa: B905 - constants follow
+        given = [
+            numbers[name] if name in numbers else self._template(arg)
+            for name, arg in zip(names, args)  # noqa: B905 - constants follow
+        ]
         self.entries.append(Launch(kernel, grid, tuple(given), self._named_stream(stream), maps))
 
     def note_event(self, event: torch.cuda.Event, stream: torch.cuda.Stream) -> None:
@@ -249,7 +295,11 @@ class Recorder(TorchDispatchMode):
         return None if stream == self._stream else stream
 
     def __torch_dispatch__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        function: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if _thread.recorder is not self or function.is_view:
@@ -259,7 +309,8 @@ class Recorder(TorchDispatchMode):
         template = self._template(args), self._template(kwargs)
         result = function(*args, **kwargs)
         if isinstance(result, torch.Tensor) and any(
-            isinstance(value, torch.Tensor) and torch_internals.storage_of(value) == torch_internals.storage_of(result)
+            isinstance(value, torch.Tensor)
+            and torch_internals.storage_of(value) == torch_internals.storage_of(result)
             for value in (*args, *kwargs.values())
         ):
             if torch_internals.schema_of(function).is_mutable:
@@ -277,15 +328,21 @@ class Recorder(TorchDispatchMode):
     def _note_operator(self, function: Any, template: tuple[Any, Any], slot: int | None) -> None:
         if self._on_gpu and torch.cuda.current_stream(self._device).cuda_stream != self._stream:
             self.give_up(f"{function} runs on another stream")
-        autocast = self._device.type if self._has_autocast else None  # what it does to operators has been done here
+        autocast = (
+            self._device.type if self._has_autocast else None
+        )  # what it does to operators has been done here
         self.entries.append(Call(function, template, slot, tapes.OPERATOR, self.is_owed, autocast))
 
-    def _note_call(self, function: Callable[..., Any] | str, template: tuple[Any, Any], result: object) -> None:
+    def _note_call(
+        self, function: Callable[..., Any] | str, template: tuple[Any, Any], result: object
+    ) -> None:
         slot = None
         if isinstance(result, torch.Tensor):
             slot = self._place(result)
         elif isinstance(result, (bytes, tuple, list)):
-            self.give_up(f"{function} returns {type(result).__name__}")  # addresses, read by the host
+            self.give_up(
+                f"{function} returns {type(result).__name__}"
+            )  # addresses, read by the host
         elif not isinstance(result, (int, type(None))):
             tensor = getattr(result, "tensor", None)  # a lease
             slot = self._place(tensor) if isinstance(tensor, torch.Tensor) else self._new_slot()
@@ -391,7 +448,11 @@ class Tapes:
         self.num_played = self.num_audited = self._num_calls = 0
 
     def run(
-        self, key: tuple[Hashable, ...], function: Function, inputs: Sequence[torch.Tensor], numbers: Mapping[str, int]
+        self,
+        key: tuple[Hashable, ...],
+        function: Function,
+        inputs: Sequence[torch.Tensor],
+        numbers: Mapping[str, int],
     ) -> Sequence[Any]:
         """function(), or what the tape of an earlier call does and returns.
 
@@ -444,7 +505,9 @@ class Tapes:
     @property
     def problems(self) -> list[str]:
         """Why kinds of calls are not played."""
-        return [kind.problem for kind in self._kinds.values() if kind.problem and kind.played is None]
+        return [
+            kind.problem for kind in self._kinds.values() if kind.problem and kind.played is None
+        ]
 
     def _kind(
         self, key: tuple[Hashable, ...], inputs: Sequence[torch.Tensor]
@@ -454,7 +517,10 @@ class Tapes:
             self._get_ready()
         type_ = self._device.type
         autocast = torch.get_autocast_dtype(type_) if torch.is_autocast_enabled(type_) else None
-        looks = [(t.shape, t.stride(), t.dtype, t.device, t.requires_grad, t.data_ptr() & 15) for t in inputs]
+        looks = [
+            (t.shape, t.stride(), t.dtype, t.device, t.requires_grad, t.data_ptr() & 15)
+            for t in inputs
+        ]
         whole_key = key, (autocast, *looks)
         kind = self._kinds.get(whole_key)
         if kind is None:
@@ -474,7 +540,9 @@ class Tapes:
             for entry in entries:
                 owes &= type(entry) is not Mark
                 if owes and entry.is_owed:
-                    with suppress(SymmoeError):  # a wait on a CPU may raise what will be raised again at the next call
+                    with suppress(
+                        SymmoeError
+                    ):  # a wait on a CPU may raise what will be raised again at the next call
                         entry.play(playing)
         except Exception as problem:  # noqa: BLE001 - the error that led here is raised
             self._give_up(problem)
@@ -512,7 +580,9 @@ class Tapes:
         kind.num_failures += bool(problem)
         kind.tape = tape
 
-    def _audit(self, whole_key: tuple[Any, ...], kind: _Kind, tape: Tape | None, problem: str) -> None:
+    def _audit(
+        self, whole_key: tuple[Any, ...], kind: _Kind, tape: Tape | None, problem: str
+    ) -> None:
         """Compares a recording. If it differs, throws the tape away and raises."""
         assert kind.tape is not None
         difference = problem if tape is None else kind.tape.difference(tape)

@@ -15,7 +15,9 @@ import torch
 from symmoe.errors import SymmoeError
 
 # Marks of a trip during which peers wait for this rank's signals, not at a barrier:
-MUST_ABORT = "must abort"  # from here on, an interruption cannot be told to the peers: the heap is given up
+MUST_ABORT = (
+    "must abort"  # from here on, an interruption cannot be told to the peers: the heap is given up
+)
 MUST_SIGNAL = "must signal"  # from here on, what is owed can be launched although the rest is not
 CLEAN = "clean"  # nothing is owed any more
 STREAM = 0  # index of the current stream among a call's values
@@ -26,7 +28,9 @@ class Playing:
     """One call that is being played."""
 
     things: list[Any]  # by slot, a tensor, a lease or another object
-    values: array[int]  # for its launches: a copy of Tape.values, with the current stream; sections fill in the rest
+    values: array[
+        int
+    ]  # for its launches: a copy of Tape.values, with the current stream; sections fill in the rest
     numbers: Mapping[str, int]  # integers of this call, by name
     kernels: Callable[[], object]  # returns the kernels which calls name
     mark: str = CLEAN
@@ -36,7 +40,9 @@ def extent_bytes(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.d
     """From the first byte of a tensor to the one past its last."""
     if 0 in shape:
         return 0
-    num_elements: int = 1 + sum(map(operator.mul, shape, stride)) - sum(stride)  # (size - 1) * step of each
+    num_elements: int = (
+        1 + sum(map(operator.mul, shape, stride)) - sum(stride)
+    )  # (size - 1) * step of each
     return num_elements * dtype.itemsize
 
 
@@ -125,7 +131,11 @@ def filler(template: Any) -> Callable[[Playing], Any] | None:
         return None
     values = [*(template.values() if kind is dict else template)]
     parts = [(n, part) for n, part in enumerate(map(filler, values)) if part is not None]
-    make = (lambda each: dict(zip(template, each, strict=True))) if kind is dict else getattr(kind, "_make", kind)
+    make = (
+        (lambda each: dict(zip(template, each, strict=True)))
+        if kind is dict
+        else getattr(kind, "_make", kind)
+    )
 
     def fill(playing: Playing) -> Any:
         filled = values[:]
@@ -175,7 +185,9 @@ class Launch(Entry):
     grid: tuple[int, ...]
     args: tuple[Any, ...]  # an argument, or its place, for each parameter that is no constant
     stream: int | None = None  # None for the current stream
-    maps: Any = None  # what the kernel has made of the arguments whose tensors are described by tensor maps
+    maps: Any = (
+        None  # what the kernel has made of the arguments whose tensors are described by tensor maps
+    )
 
     def same(self, other: Any) -> bool:
         ours, theirs = ((each.kernel, each.grid, each.stream) for each in (self, other))
@@ -226,7 +238,11 @@ class Call(Entry):
         self.fills = tuple(map(filler, self.template))
 
     def play(self, playing: Playing) -> None:
-        (args, kwargs), (fill_args, fill_kwargs), function = self.template, self.fills, self.function
+        (args, kwargs), (fill_args, fill_kwargs), function = (
+            self.template,
+            self.fills,
+            self.function,
+        )
         if fill_args is not None:
             args = fill_args(playing)
         if fill_kwargs is not None:
@@ -243,7 +259,8 @@ class Call(Entry):
 
     def same(self, other: Any) -> bool:
         ours, theirs = (
-            (str(each), each.slot, each.is_owed, each.leaves_autocast, each.template) for each in (self, other)
+            (str(each), each.slot, each.is_owed, each.leaves_autocast, each.template)
+            for each in (self, other)
         )
         return _same(ours, theirs)
 
@@ -277,6 +294,8 @@ class Tape:
         the numbers that a call brings."""
         for n, (a, b) in enumerate(zip_longest(self.entries, other.entries)):
             if type(a) is not type(b) or not a.same(b):
-                return f"step {n} was {a}, and is {b}" + (" with other arguments" if str(a) == str(b) else "")
+                return f"step {n} was {a}, and is {b}" + (
+                    " with other arguments" if str(a) == str(b) else ""
+                )
         is_same = self.num_slots == other.num_slots and _same(self.outputs, other.outputs)
         return "" if is_same else "what is returned lies elsewhere"

@@ -32,7 +32,9 @@ class PhaseTimes(NamedTuple):
     direction: str
     num_events: int  # on all ranks
     busy_us: tuple[float, ...]  # per rank: time during which it runs, on any lane
-    exposed_us: tuple[float, ...]  # per rank: the part of it during which no GEMM of an expert runs on this rank
+    exposed_us: tuple[
+        float, ...
+    ]  # per rank: the part of it during which no GEMM of an expert runs on this rank
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +42,9 @@ class Timeline:
     """What all ranks did, on one clock: microseconds since the last rank was ready."""
 
     ranks: tuple[tuple[Event, ...], ...]  # events of each, in the order of their begins
-    clock_error_us: tuple[float, ...]  # per rank: the largest error of its times compared with those of rank 0
+    clock_error_us: tuple[
+        float, ...
+    ]  # per rank: the largest error of its times compared with those of rank 0
     device: str  # "cpu", or the name of the GPU
 
     @property
@@ -53,11 +57,18 @@ class Timeline:
         found, gemms = [], [_spans_of(events, GEMMS) for events in self.ranks]
         for direction in DIRECTIONS:
             for phase in PHASES:
-                mine = [[e for e in events if (e.direction, e.phase) == (direction, phase)] for events in self.ranks]
+                mine = [
+                    [e for e in events if (e.direction, e.phase) == (direction, phase)]
+                    for events in self.ranks
+                ]
                 if number := sum(map(len, mine)):
                     spans = [_spans_of(events, {phase}) for events in mine]
-                    exposed = tuple(length(_without(*pair)) for pair in zip(spans, gemms, strict=True))
-                    found.append(PhaseTimes(phase, direction, number, tuple(map(length, spans)), exposed))
+                    exposed = tuple(
+                        length(_without(*pair)) for pair in zip(spans, gemms, strict=True)
+                    )
+                    found.append(
+                        PhaseTimes(phase, direction, number, tuple(map(length, spans)), exposed)
+                    )
         return found
 
     def exposed_communication(self, rank: int) -> list[Span]:
@@ -78,15 +89,21 @@ def table(timeline: Timeline) -> str:
         f"{timeline.device}, {num_ranks} ranks, {timeline.end_us:.1f} us; rank clocks agree within {error_us:.1f} us",
         "exposed: of the time that a phase runs on a rank, the part in which no GEMM of its experts runs",
         "",
-        f"{'':9} {'phase':16} {'launches':>8} {'busy us':>10}" + "".join(f" {f'exposed {r}':>11}" for r in ranks),
+        f"{'':9} {'phase':16} {'launches':>8} {'busy us':>10}"
+        + "".join(f" {f'exposed {r}':>11}" for r in ranks),
     ]
     for times in timeline.phases():
         start = f"{times.direction:9} {times.phase:16} {times.num_events:8} {fmean(times.busy_us):10.1f}"
         lines.append(start + "".join(f" {exposed:11.1f}" for exposed in times.exposed_us))
     exposed = [length(timeline.exposed_communication(rank)) for rank in ranks]
-    for text, values in (("communication, exposed", exposed), ("nothing runs", map(timeline.idle_us, ranks))):
+    for text, values in (
+        ("communication, exposed", exposed),
+        ("nothing runs", map(timeline.idle_us, ranks)),
+    ):
         lines.append(f"{text:45} " + "".join(f" {value:11.1f}" for value in values))
-    lines.append("launches: of all ranks; busy: their mean; exposed does not add up where phases run at the same time")
+    lines.append(
+        "launches: of all ranks; busy: their mean; exposed does not add up where phases run at the same time"
+    )
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -95,12 +112,18 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
     items: list[dict[str, Any]] = []
     for rank, events in enumerate(timeline.ranks):
         lanes = [*lanes_of(timeline, rank), EXPOSED_LANE]
-        named = [("process", 0, f"rank {rank}", rank), *(("thread", n, lane, n) for n, lane in enumerate(lanes))]
+        named = [
+            ("process", 0, f"rank {rank}", rank),
+            *(("thread", n, lane, n) for n, lane in enumerate(lanes)),
+        ]
         for what, thread, text, order in named:
             where = {"ph": "M", "pid": rank, "tid": thread}
             items.append(where | {"name": f"{what}_name", "args": {"name": text}})
             items.append(where | {"name": f"{what}_sort_index", "args": {"sort_index": order}})
-        exposed = [Event(EXPOSED_LANE, "exposed", "exposed", "", *s) for s in timeline.exposed_communication(rank)]
+        exposed = [
+            Event(EXPOSED_LANE, "exposed", "exposed", "", *s)
+            for s in timeline.exposed_communication(rank)
+        ]
         for e in (*events, *exposed):
             times = {"ts": round(e.begin_us, 3), "dur": round(e.end_us - e.begin_us, 3)}
             about = {"operator or kernel": e.name, "direction": e.direction} if e.name else {}
@@ -113,7 +136,9 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
 def lanes_of(timeline: Timeline, rank: int) -> list[str]:
     """A rank's lanes: compute first, streams by number."""
     parts = (lane.partition(" ") for lane in {event.lane for event in timeline.ranks[rank]})
-    return ["".join(p) for p in sorted(parts, key=lambda p: (p[0] != "compute", p[0], int(p[2] or 1)))]
+    return [
+        "".join(p) for p in sorted(parts, key=lambda p: (p[0] != "compute", p[0], int(p[2] or 1)))
+    ]
 
 
 def length(spans: Sequence[Span]) -> float:
@@ -124,7 +149,9 @@ def length(spans: Sequence[Span]) -> float:
 def _spans_of(events: Sequence[Event], phases: Iterable[str]) -> list[Span]:
     """When any event of these phases runs: spans that neither overlap nor touch, nor are empty, in order."""
     merged: list[Span] = []
-    for begin, end in sorted((event.begin_us, event.end_us) for event in events if event.phase in phases):
+    for begin, end in sorted(
+        (event.begin_us, event.end_us) for event in events if event.phase in phases
+    ):
         if begin == end:
             continue
         if merged and begin <= merged[-1][1]:

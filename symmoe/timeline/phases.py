@@ -39,6 +39,14 @@ PHASES = (*_TABLE, OTHER)
 # Products of the experts: what runs at the same time is not exposed.
 GEMMS = frozenset({"FC1", "FC2", "FC2 dgrad", "FC1 dgrad", "wgrad", "GEMM"})
 # What a layer does because its experts are on several ranks.
-COMMUNICATION = frozenset({"plan", "wait", "push", "replicas", "index", "fan-out", "send sums", "sum at home"})
-BY_OPERATOR = {name: phase for phase, (both, only, _) in _TABLE.items() for name in f"{both} {only}".split()}
-BY_KERNEL = {f"{name}_kernel": phase for phase, (both, _, only) in _TABLE.items() for name in f"{both} {only}".split()}
+COMMUNICATION = frozenset(
+    {"plan", "wait", "push", "replicas", "index", "fan-out", "send sums", "sum at home"}
+)
+BY_OPERATOR = {
+    name: phase for phase, (both, only, _) in _TABLE.items() for name in f"{both} {only}".split()
+}
+BY_KERNEL = {
+    f"{name}_kernel": phase
+    for phase, (both, _, only) in _TABLE.items()
+    for name in f"{both} {only}".split()
+}

@@ -43,7 +43,9 @@ def annotate(heap: SymmetricHeap) -> Iterator[None]:
     torch.profiler as user annotations, in Nsight Systems as NVTX ranges. Local; does not synchronise. Costs nothing
     outside of the context. ArgumentError: they are on already, as in :func:`symmoe.timeline.record`."""
     if kernels.has_hook(heap.device, _ranged):
-        raise ArgumentError("a timeline is being recorded, or ranges are on, already in this process")
+        raise ArgumentError(
+            "a timeline is being recorded, or ranges are on, already in this process"
+        )
     with kernels.hooked(heap.device, _ranged):
         yield
 
@@ -54,7 +56,9 @@ def events_of(trace: Trace, *, on_gpu: bool) -> list[Event]:
     graph, only its name says the phase. A host computes an operator while its range lasts."""
     ran: list[Trace] = []
     launches: dict[Any, tuple[Any, float]] = {}  # by correlation: the thread, and the time
-    ranges: dict[Any, list[tuple[float, float, str, str]]] = defaultdict(list)  # by thread: span, direction, operator
+    ranges: dict[Any, list[tuple[float, float, str, str]]] = defaultdict(
+        list
+    )  # by thread: span, direction, operator
     started = -math.inf
     for item in trace["traceEvents"]:
         if item.get("ph") != "X":
@@ -74,7 +78,10 @@ def events_of(trace: Trace, *, on_gpu: bool) -> list[Event]:
     for of_thread in ranges.values():
         of_thread.sort()
         spans = [] if on_gpu else [span for span in of_thread if span[0] >= started]
-        events += [Event("host", BY_OPERATOR[name], direction, name, *span) for *span, direction, name in spans]
+        events += [
+            Event("host", BY_OPERATOR[name], direction, name, *span)
+            for *span, direction, name in spans
+        ]
     for item in ran if on_gpu else ():
         begin, name = float(item["ts"]), item["name"]
         thread, launched = launches.get(item["args"].get("correlation"), (None, begin))
@@ -85,5 +92,9 @@ def events_of(trace: Trace, *, on_gpu: bool) -> list[Event]:
             direction, operator = candidates[place][2:] if is_in_range else ("", "")
             phase = BY_OPERATOR.get(operator) or BY_KERNEL.get(name, OTHER)
             lane = f"stream {item['args'].get('stream', item['tid'])}"
-            events.append(Event(lane, phase, direction, name[:_NAME_LENGTH], begin, begin + float(item["dur"])))
+            events.append(
+                Event(
+                    lane, phase, direction, name[:_NAME_LENGTH], begin, begin + float(item["dur"])
+                )
+            )
     return sorted(events, key=lambda event: (event.begin_us, event.end_us))

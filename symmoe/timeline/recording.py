@@ -19,7 +19,9 @@ from symmoe.torch_internals import gpu_sleep
 
 _ALIGNING_BARRIERS = 16
 _BARRIERS = ("barrier", "barrier_kernel")
-_NOT_STARTED = "the recording was not started: call recording.start() in the context, after a step or two"
+_NOT_STARTED = (
+    "the recording was not started: call recording.start() in the context, after a step or two"
+)
 # About thirty milliseconds, in which the host launches the aligning barriers and, slowed down by the profiler, a step
 # of a layer. With two, the barriers took all of it: ranks began forward 0.3 ms apart, backward up to 3.
 _HEAD_START_CYCLES = 60_000_000
@@ -39,7 +41,9 @@ class Recording:
         _meet(self._heap)
         with torch.profiler.record_function(START):
             pass
-        if self._heap.device.type == "cuda":  # otherwise the first kernels would wait for their launches, not for peers
+        if (
+            self._heap.device.type == "cuda"
+        ):  # otherwise the first kernels would wait for their launches, not for peers
             gpu_sleep(_HEAD_START_CYCLES)
         self._started = True
         _enter_barriers(self._heap, _ALIGNING_BARRIERS)
@@ -47,7 +51,9 @@ class Recording:
 
 @contextmanager
 def record(
-    path: str | Path, heap: SymmetricHeap, finish: Callable[[Timeline], Timeline] = lambda timeline: timeline
+    path: str | Path,
+    heap: SymmetricHeap,
+    finish: Callable[[Timeline], Timeline] = lambda timeline: timeline,
 ) -> Iterator[Recording]:
     """Records what the ranks of a heap do from `recording.start()`, which comes after a step or two, to the end of the
     context. Collective; synchronises the host at both ends. No other torch.profiler may run. After an exception in the
@@ -66,7 +72,9 @@ def record(
         PeerTimeout, PeerAborted: a rank does not come to either end.
     """
     path, on_gpu = Path(path), heap.device.type == "cuda"
-    heap.agree(None if path.suffix == ".json" else ArgumentError(f"path ({path}) must end with .json"))
+    heap.agree(
+        None if path.suffix == ".json" else ArgumentError(f"path ({path}) must end with .json")
+    )
     heap.synchronize()
     kinds = torch.profiler.ProfilerActivity
     activities = [kinds.CPU, kinds.CUDA] if on_gpu else [kinds.CPU]
@@ -79,8 +87,13 @@ def record(
     with tempfile.TemporaryDirectory(prefix="symmoe-timeline-") as folder:
         file = Path(folder, "trace.json")
         profiler.export_chrome_trace(str(file))
-        payload = json.dumps(events_of(json.loads(file.read_text(encoding="utf-8")), on_gpu=on_gpu)).encode()
-    ranks = [[Event(*values) for values in json.loads(data)] for data in heap.bootstrap.gather_bytes(payload)]
+        payload = json.dumps(
+            events_of(json.loads(file.read_text(encoding="utf-8")), on_gpu=on_gpu)
+        ).encode()
+    ranks = [
+        [Event(*values) for values in json.loads(data)]
+        for data in heap.bootstrap.gather_bytes(payload)
+    ]
     device = torch.cuda.get_device_name(heap.device) if on_gpu else "cpu"
     recording.timeline, problem = finish(timeline_of(ranks, device, _ALIGNING_BARRIERS)), None
     if heap.rank == 0:
@@ -95,13 +108,18 @@ def record(
 def timeline_of(ranks: Sequence[Sequence[Event]], device: str, num_barriers: int) -> Timeline:
     """The timeline, on the clock of rank 0, of events by begin, each rank's on its own clock, that start with so many
     barriers."""
-    barriers = [[(e.begin_us, e.end_us) for e in events if e.name in _BARRIERS][:num_barriers] for events in ranks]
+    barriers = [
+        [(e.begin_us, e.end_us) for e in events if e.name in _BARRIERS][:num_barriers]
+        for events in ranks
+    ]
     offsets, errors = align(barriers)
     start = min(mine[-1][1] - offset for mine, offset in zip(barriers, offsets, strict=True))
     moved = []
     for events, mine, offset in zip(ranks, barriers, offsets, strict=True):
         after, by_us = [e for e in events if e.begin_us >= mine[-1][1]], offset + start
-        moved.append(tuple(e._replace(begin_us=e.begin_us - by_us, end_us=e.end_us - by_us) for e in after))
+        moved.append(
+            tuple(e._replace(begin_us=e.begin_us - by_us, end_us=e.end_us - by_us) for e in after)
+        )
     return Timeline(ranks=tuple(moved), clock_error_us=tuple(errors), device=device)
 
 
@@ -118,7 +136,9 @@ def align(barriers: Sequence[Sequence[Span]]) -> tuple[list[float], list[float]]
         least = max(entered - left_0 for (entered, _), (_, left_0) in pairs)
         most = min(left - entered_0 for (_, left), (entered_0, _) in pairs)
         offsets.append((least + most) / 2)
-        errors.append(abs(most - least) / 2)  # least > most: the clocks have drifted, or are coarse, by as much
+        errors.append(
+            abs(most - least) / 2
+        )  # least > most: the clocks have drifted, or are coarse, by as much
     return offsets, errors
 
 

@@ -9,7 +9,9 @@ from importlib import metadata
 def output_of(*command: str, timeout_s: float = 30.0) -> str:
     """What a command prints; "" if it is not there, fails or takes too long."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=True, timeout=timeout_s)
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", check=True, timeout=timeout_s
+        )
     except (OSError, subprocess.SubprocessError):
         return ""
     return done.stdout.strip()

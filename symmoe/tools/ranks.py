@@ -23,7 +23,11 @@ class Ranks:
 
     def __init__(self, device: torch.device) -> None:
         self._messages = Bootstrap(None)
-        self.rank, self.num_ranks, self.device = self._messages.rank, self._messages.num_ranks, device
+        self.rank, self.num_ranks, self.device = (
+            self._messages.rank,
+            self._messages.num_ranks,
+            device,
+        )
 
     def barrier(self) -> None:
         """Waits until every rank's host is here and its device is idle."""
@@ -35,7 +39,9 @@ class Ranks:
         """Every rank's array of the same shape and dtype, stacked in rank order."""
         payload = values.tobytes()
         gathered = self._messages.all_gather_bytes(payload, num_bytes=len(payload))
-        return np.stack([np.frombuffer(data, dtype=values.dtype).reshape(values.shape) for data in gathered])
+        return np.stack(
+            [np.frombuffer(data, dtype=values.dtype).reshape(values.shape) for data in gathered]
+        )
 
     def largest(self, value: float) -> float:
         """The largest of all ranks' values; NaN if any is NaN."""
@@ -53,7 +59,11 @@ def join(init_method: str | None = None, rank: int = -1, num_ranks: int = -1) ->
         torch.cuda.set_device(local_rank)
         device = torch.device("cuda", local_rank)
     if makes_group:
-        options: dict[str, Any] = {"init_method": init_method, "rank": rank, "world_size": num_ranks}
+        options: dict[str, Any] = {
+            "init_method": init_method,
+            "rank": rank,
+            "world_size": num_ranks,
+        }
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=_GROUP_TIMEOUT, **options)
     try:

@@ -28,16 +28,23 @@ PRESETS = {
         Shape("qwen3-30b", 2048, 768, 128, 8),
         Shape("qwen3-235b", 4096, 1536, 128, 8),
         Shape("mixtral-8x7b", 4096, 14336, 8, 2),
-        Shape("deepseek-like", 7168, 2048, 64, 8),  # DeepSeek-V3 with a quarter of its experts, so that it fits
+        Shape(
+            "deepseek-like", 7168, 2048, 64, 8
+        ),  # DeepSeek-V3 with a quarter of its experts, so that it fits
         Shape("gpt-oss-120b", 2880, 2880, 128, 4),
         Shape("olmoe", 2048, 1024, 64, 8),
     )
 }
-_SIZES = {"hidden": "H, width of the tokens; with the other three instead of a preset", "ffn": "I, width of one expert"}
+_SIZES = {
+    "hidden": "H, width of the tokens; with the other three instead of a preset",
+    "ffn": "I, width of one expert",
+}
 _SIZES |= {"experts": "E, experts in all", "top_k": "K, experts per token"}
 
 
-def add_shape_arguments(parser: argparse.ArgumentParser, *, default: str = "", what: str = "one") -> None:
+def add_shape_arguments(
+    parser: argparse.ArgumentParser, *, default: str = "", what: str = "one"
+) -> None:
     """Adds what :func:`shape_of` reads."""
     known = ", ".join(PRESETS) + (f" ({default})" if default else "")
     parser.add_argument("--preset", default="", help=f"{what}: {known}")
@@ -57,16 +64,28 @@ def shape_of(args: argparse.Namespace, default: str = "") -> Shape:
     sizes = {name: getattr(args, name) for name in _SIZES}
     given = [name for name, value in sizes.items() if value is not None]
     if args.preset and given:
-        raise ArgumentError(f"preset ({args.preset}) and sizes ({', '.join(given)}) exclude each other")
+        raise ArgumentError(
+            f"preset ({args.preset}) and sizes ({', '.join(given)}) exclude each other"
+        )
     if preset := args.preset or (default if not given else ""):
         if preset not in PRESETS:
             raise ArgumentError(f"preset ({preset}) must be one of {', '.join(PRESETS)}")
         return PRESETS[preset]
     if missing := [f"--{name.replace('_', '-')}" for name in sizes if name not in given]:
-        raise ArgumentError(f"explicit sizes also need {', '.join(missing)}" if given else "name a --preset, or sizes")
+        raise ArgumentError(
+            f"explicit sizes also need {', '.join(missing)}"
+            if given
+            else "name a --preset, or sizes"
+        )
     return Shape("x".join(map(str, sizes.values())), *sizes.values())
 
 
 def config_of(shape: Shape, **options: Any) -> MoEConfig:
     """The configuration of a layer of that shape."""
-    return MoEConfig(hidden=shape.hidden, ffn=shape.ffn, num_experts=shape.num_experts, top_k=shape.top_k, **options)
+    return MoEConfig(
+        hidden=shape.hidden,
+        ffn=shape.ffn,
+        num_experts=shape.num_experts,
+        top_k=shape.top_k,
+        **options,
+    )

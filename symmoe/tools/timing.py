@@ -17,7 +17,9 @@ WARM_UP = 3
 Step = Callable[[], object]
 
 
-def times_in_a_row_ms(steps: Mapping[str, Step], ranks: Ranks, repetitions: int) -> dict[str, npt.NDArray[np.float64]]:
+def times_in_a_row_ms(
+    steps: Mapping[str, Step], ranks: Ranks, repetitions: int
+) -> dict[str, npt.NDArray[np.float64]]:
     """Milliseconds [repetitions] of a step, by name: of STEPS in a row, on the slowest rank. Collective."""
     for step in steps.values():
         for _ in range(WARM_UP):

@@ -16,7 +16,12 @@ from symmoe.kernels import control
 from symmoe.moe.ddp_and_fsdp import gradients_elsewhere
 from symmoe.moe.layer import MoELayer
 from symmoe.symm_mem.heap import FailPeersOnError, SymmetricHeap, fixed_rows
-from symmoe.torch_internals import ddp_parameters, may_redirect_streams, redirected_streams, stop_ddp_timing
+from symmoe.torch_internals import (
+    ddp_parameters,
+    may_redirect_streams,
+    redirected_streams,
+    stop_ddp_timing,
+)
 from symmoe.training.step_kind import Modules, Tree, modes
 
 R = TypeVar("R")
@@ -76,14 +81,27 @@ def capture_step(
 def _problem(modules: Modules) -> ArgumentError | None:
     """Why steps of a model with these modules cannot be captured, or None."""
     if len({layer.heap for layer in modules.layers}) > 1:
-        return ArgumentError("model has layers on several heaps, whose groups could not agree to repeat a step")
+        return ArgumentError(
+            "model has layers on several heaps, whose groups could not agree to repeat a step"
+        )
     for layer in modules.layers:
-        if (problem := gradients_elsewhere(layer.experts, "a step that is repeated would count twice")) is not None:
+        if (
+            problem := gradients_elsewhere(
+                layer.experts, "a step that is repeated would count twice"
+            )
+        ) is not None:
             return problem
-    if any((ddp := layer.replicas.its_ddp()) is not None and ddp not in modules.ddps for layer in modules.layers):
-        return ArgumentError("model must be the DistributedDataParallel that the step calls, not what it wraps")
+    if any(
+        (ddp := layer.replicas.its_ddp()) is not None and ddp not in modules.ddps
+        for layer in modules.layers
+    ):
+        return ArgumentError(
+            "model must be the DistributedDataParallel that the step calls, not what it wraps"
+        )
     if any(ddp.find_unused_parameters and not ddp.static_graph for ddp in modules.ddps):
-        return ArgumentError("find_unused_parameters (True) of DistributedDataParallel must be False: hosts would wait")
+        return ArgumentError(
+            "find_unused_parameters (True) of DistributedDataParallel must be False: hosts would wait"
+        )
     if modules.ddp_on_default_stream:
         return ArgumentError(
             "DistributedDataParallel was built on CUDA's default stream, which no capture may use: build it in `with "
@@ -122,7 +140,9 @@ class _Replay:
         static = Tree(given.with_tensors(self._inputs))
         self._states, self._parameters = owner.modules.states(), owner.modules.parameters
         self._saved = [torch.empty_like(state) for state in self._states]
-        self.outcome = torch.ones(2, dtype=torch.int32, device=owner.device)  # has room, has met with no other error
+        self.outcome = torch.ones(
+            2, dtype=torch.int32, device=owner.device
+        )  # has room, has met with no other error
         groups = _deciding_groups(owner.modules)
         self._result: Tree | None = None
 
@@ -138,7 +158,10 @@ class _Replay:
             torch.clear_autocast_cache()
             errors = [report[control.SUM_ERROR : control.SUM_ERROR + 1] for report in reports]
             if errors:
-                fits, is_right = torch.cat(errors) != control.PLAN_OVERFLOW, torch.cat(errors) == control.PLAN_OK
+                fits, is_right = (
+                    torch.cat(errors) != control.PLAN_OVERFLOW,
+                    torch.cat(errors) == control.PLAN_OK,
+                )
                 self.outcome.copy_(torch.stack([fits.all(), (is_right | ~fits).all()]))
             agree()
 
@@ -164,7 +187,9 @@ class _Replay:
             parameter.grad = gradient
         assert self._result is not None
         # Copies: the next replay writes where the graph's tensors are.
-        return self._result.with_tensors([tensor.clone() for tensor in self._result.tensors])["result"]
+        return self._result.with_tensors([tensor.clone() for tensor in self._result.tensors])[
+            "result"
+        ]
 
     def restore(self) -> None:
         """Gives buffers the values that they had before the last replay."""
@@ -186,7 +211,9 @@ class CapturedStep(Generic[R]):
             captures.
     """
 
-    def __init__(self, step: Callable[..., R], model: nn.Module, room: float, num_eager: int) -> None:
+    def __init__(
+        self, step: Callable[..., R], model: nn.Module, room: float, num_eager: int
+    ) -> None:
         self.step, self.room, self._num_eager = step, room, num_eager
         self.modules = Modules(model)
         self.heaps = list(dict.fromkeys(layer.heap for layer in self.modules.layers))
@@ -257,7 +284,9 @@ class CapturedStep(Generic[R]):
     @property
     def device(self) -> torch.device:
         """Where the model is."""
-        return next((t.device for t in (*self.modules.located, *self.modules.sharded)), torch.device("cpu"))
+        return next(
+            (t.device for t in (*self.modules.located, *self.modules.sharded)), torch.device("cpu")
+        )
 
     def close(self) -> None:
         """Ends all graphs and gives their memory back. The next call captures again."""
@@ -310,8 +339,12 @@ def _noted_streams(modules: Modules) -> Iterator[None]:
     modules.ddp_on_default_stream = False
     ddps = modules.ddps if torch.cuda.is_available() and not may_redirect_streams else ()
     with ExitStack() as stack:
-        for parameter in (each for ddp in ddps for each in ddp_parameters(ddp) if each.requires_grad):
-            stack.callback(torch.autograd.graph.get_gradient_edge(parameter).node.register_prehook(note).remove)
+        for parameter in (
+            each for ddp in ddps for each in ddp_parameters(ddp) if each.requires_grad
+        ):
+            stack.callback(
+                torch.autograd.graph.get_gradient_edge(parameter).node.register_prehook(note).remove
+            )
         yield
 
 
@@ -320,7 +353,11 @@ def _deciding_groups(modules: Modules) -> list[dist.ProcessGroup]:
     on all ranks. Without those in an EP group, whose ranks see the same plans, and those in another one of these."""
     groups = [ddp.process_group for ddp in modules.ddps]
     for layer in modules.layers:
-        is_global = isinstance(layer, MoELayer) and layer.config.aux_loss == "global" and layer.config.aux_loss_coef
+        is_global = (
+            isinstance(layer, MoELayer)
+            and layer.config.aux_loss == "global"
+            and layer.config.aux_loss_coef
+        )
         if is_global and layer.replicas.group is not None:
             groups.append(layer.replicas.group)
     for mesh in dict.fromkeys(parameter.device_mesh for parameter in modules.sharded):

@@ -32,7 +32,10 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def reduce_gradients(
-    model: nn.Module, *, group: dist.ProcessGroup | None = None, expert_group: dist.ProcessGroup | None = None
+    model: nn.Module,
+    *,
+    group: dist.ProcessGroup | None = None,
+    expert_group: dist.ProcessGroup | None = None,
 ) -> None:
     """Turns what backward left in `.grad` into the gradient of the mean loss. Collective over both groups.
 
@@ -61,7 +64,9 @@ def reduce_gradients(
     num_ranks = group_size(group)
     noted = next((parameter.grad for parameter in dense + experts), None)
     # Nothing has been written into them since. (Replays of a graph do not show.)
-    are_reduced = noted is not None and getattr(noted, "_symmoe_versions", None) == _versions(dense + experts)
+    are_reduced = noted is not None and getattr(noted, "_symmoe_versions", None) == _versions(
+        dense + experts
+    )
     if num_ranks > 1 and are_reduced and not any(layer.heap.memory.graph_bytes for layer in layers):
         raise ArgumentError(
             "reduce_gradients has been called for these gradients already, and there was no backward since: again it "
@@ -114,14 +119,28 @@ def clip_grad_norm(
         num_replicas = group_size(expert_group)
     else:
         layers = (module for module in model.modules() if isinstance(module, ExpertParallelModule))
-        num_replicas = max(1, num_ranks // next((layer.heap.num_ranks for layer in layers), num_ranks))
+        num_replicas = max(
+            1, num_ranks // next((layer.heap.num_ranks for layer in layers), num_ranks)
+        )
     copies = _local_gradients(model, num_ranks=num_ranks, num_replicas=num_replicas)
-    device = next(model.parameters()).device  # the norm of no gradients at all would come out on the CPU
-    everywhere, here = torch.zeros(2, device=device)  # squares of what all ranks have, and of what they have to add up
+    device = next(
+        model.parameters()
+    ).device  # the norm of no gradients at all would come out on the CPU
+    everywhere, here = torch.zeros(
+        2, device=device
+    )  # squares of what all ranks have, and of what they have to add up
     for num_copies, gradients in sorted(copies.items()):
         # In fp32 at least, from the beginning: the norm of a half-precision gradient need not fit into its dtype.
-        dtype = functools.reduce(torch.promote_types, (gradient.dtype for gradient in gradients), torch.float32)
-        square = torch.stack(torch._foreach_norm(gradients, 2.0, dtype=dtype)).square().sum().float().to(device)
+        dtype = functools.reduce(
+            torch.promote_types, (gradient.dtype for gradient in gradients), torch.float32
+        )
+        square = (
+            torch.stack(torch._foreach_norm(gradients, 2.0, dtype=dtype))
+            .square()
+            .sum()
+            .float()
+            .to(device)
+        )
         if num_copies == num_ranks:
             everywhere += square
         else:
@@ -137,7 +156,10 @@ def clip_grad_norm(
 
 @torch.no_grad()
 def broadcast_parameters(
-    model: nn.Module, *, group: dist.ProcessGroup | None = None, expert_group: dist.ProcessGroup | None = None
+    model: nn.Module,
+    *,
+    group: dist.ProcessGroup | None = None,
+    expert_group: dist.ProcessGroup | None = None,
 ) -> None:
     """Gives all ranks the dense parameters and buffers of the first one. Collective over both groups. Experts stay as
     they are, with all that their modules hold; with an `expert_group` they become those of its first rank. For loops
@@ -148,7 +170,9 @@ def broadcast_parameters(
     for name, tensor in tensors.items():
         if hasattr(tensor, "device_mesh") or tensor.is_meta:
             kind = "on meta" if tensor.is_meta else "a DTensor"
-            raise ArgumentError(f"{name} is {kind}: only tensors that are whole, with memory, can be made equal")
+            raise ArgumentError(
+                f"{name} is {kind}: only tensors that are whole, with memory, can be made equal"
+            )
     group = group or dist.group.WORLD
     for tensor in tensors.values():
         its_group = expert_group if id(tensor) in experts else group
@@ -156,10 +180,14 @@ def broadcast_parameters(
             continue
         sent = tensor.contiguous().view(-1).view(torch.uint8)  # of any dtype
         dist.broadcast(sent, group=its_group, group_src=0)
-        tensor.copy_(sent.view(tensor.dtype).view(tensor.shape))  # its own memory, mostly; what was made of it is stale
+        tensor.copy_(
+            sent.view(tensor.dtype).view(tensor.shape)
+        )  # its own memory, mostly; what was made of it is stale
 
 
-def _local_gradients(model: nn.Module, *, num_ranks: int, num_replicas: int) -> dict[int, list[torch.Tensor]]:
+def _local_gradients(
+    model: nn.Module, *, num_ranks: int, num_replicas: int
+) -> dict[int, list[torch.Tensor]]:
     """This rank's part of every gradient, by the number of ranks that have the same part."""
     parts: dict[int, list[torch.Tensor]] = {}
     for name, parameter, is_expert in named_parameters(model):
@@ -170,9 +198,13 @@ def _local_gradients(model: nn.Module, *, num_ranks: int, num_replicas: int) -> 
         if hasattr(gradient, "device_mesh"):
             whole = cast("DTensor", gradient)  # whose module is not imported here
             if any(placement.is_partial() for placement in whole.placements):
-                raise ArgumentError(f"{name}.grad is a partial sum {whole.placements}: it has no norm yet")
+                raise ArgumentError(
+                    f"{name}.grad is a partial sum {whole.placements}: it has no norm yet"
+                )
             sizes = zip(whole.device_mesh.shape, whole.placements, strict=True)
-            num_copies = num_ranks // math.prod(size for size, placement in sizes if not placement.is_replicate())
+            num_copies = num_ranks // math.prod(
+                size for size, placement in sizes if not placement.is_replicate()
+            )
             gradient = whole.to_local()
         parts.setdefault(num_copies, []).append(gradient)
     return parts
@@ -190,12 +222,16 @@ def _sum_gradients(parameters: Iterable[nn.Parameter], *, group: dist.ProcessGro
     for gradients in by_dtype.values():
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
         dist.all_reduce(flat, group=group)
-        for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        for gradient, summed in zip(
+            gradients, flat.split([g.numel() for g in gradients]), strict=True
+        ):
             gradient.copy_(summed.view_as(gradient))
 
 
 def _versions(parameters: list[nn.Parameter]) -> list[int | None]:
-    return [None if parameter.grad is None else version_of(parameter.grad) for parameter in parameters]
+    return [
+        None if parameter.grad is None else version_of(parameter.grad) for parameter in parameters
+    ]
 
 
 def group_size(group: dist.ProcessGroup | None) -> int:

@@ -27,14 +27,22 @@ class LoRAGroupedLinear(GroupedLinear):
     as the paper has it.)"""
 
     lora_a: nn.Parameter  # [G, r, C], uniform like nn.Linear
-    lora_b: nn.Parameter  # [G, O, r], zeros: at first the layer is the one that it was made of, bit for bit
+    lora_b: (
+        nn.Parameter
+    )  # [G, O, r], zeros: at first the layer is the one that it was made of, bit for bit
     scaling: float  # alpha / r
     rank_dropout: float
     is_merged: bool  # whether the weight holds the adapters' part
 
     @classmethod
     def from_linear(
-        cls, linear: GroupedLinear, *, rank: int, alpha: float, rank_dropout: float, dtype: torch.dtype | None
+        cls,
+        linear: GroupedLinear,
+        *,
+        rank: int,
+        alpha: float,
+        rank_dropout: float,
+        dtype: torch.dtype | None,
     ) -> LoRAGroupedLinear:
         """`linear` with adapters, sharing its parameters, which are frozen."""
         adapted = cls.__new__(cls)
@@ -95,19 +103,25 @@ class LoRAGroupedLinear(GroupedLinear):
         for adapter in (self.lora_a, self.lora_b):
             adapter.requires_grad_(may)
             if not may:
-                adapter.grad = None  # an optimizer's step would change what the weights hold already
+                adapter.grad = (
+                    None  # an optimizer's step would change what the weights hold already
+                )
 
     @torch.no_grad()
     def _add_to_weights(self, sign: float) -> None:
         a, b = local_part(self.lora_a), local_part(self.lora_b)
         with torch.autocast(a.device.type, enabled=False):  # in the adapters' own dtype
             delta = torch.bmm(b, a) * self.scaling
-        for weight, part in zip(self.weight_parameters(), (delta,) if self.is_packed else delta, strict=True):
+        for weight, part in zip(
+            self.weight_parameters(), (delta,) if self.is_packed else delta, strict=True
+        ):
             weight.add_(part.to(weight.dtype), alpha=sign)
         self.is_merged = sign > 0
         self._let_adapters_train(not self.is_merged)
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.is_merged:  # what a layer without adapters can load, and what cannot be added twice
             del destination[f"{prefix}lora_a"], destination[f"{prefix}lora_b"]
@@ -125,7 +139,12 @@ class LoRAGroupedLinear(GroupedLinear):
 
 
 def add_lora(
-    model: nn.Module, *, rank: int, alpha: float, rank_dropout: float = 0.0, dtype: torch.dtype | None = None
+    model: nn.Module,
+    *,
+    rank: int,
+    alpha: float,
+    rank_dropout: float = 0.0,
+    dtype: torch.dtype | None = None,
 ) -> list[nn.Parameter]:
     """Gives both layers of every GroupedMLP in `model` adapters, in place, and freezes their weights and biases. Local.
 
@@ -142,7 +161,9 @@ def add_lora(
         ArgumentError: a number is out of range, or the model has no GroupedMLP, or one whose gradients go elsewhere, or
             one that has adapters already. Nothing has been changed.
     """
-    raise_for(size_problem(rank=rank) or (None if dtype is None else parameter_dtype_problem(dtype)))
+    raise_for(
+        size_problem(rank=rank) or (None if dtype is None else parameter_dtype_problem(dtype))
+    )
     if not 0.0 <= rank_dropout < 1.0:
         raise ArgumentError(f"rank_dropout ({rank_dropout}) must be in [0, 1)")
     mlps = [module for module in model.modules() if isinstance(module, GroupedMLP)]
@@ -151,7 +172,13 @@ def add_lora(
     for mlp in mlps:
         for name in ("fc1", "fc2"):
             _check_linear(name, getattr(mlp, name))
-    adapt = partial(LoRAGroupedLinear.from_linear, rank=rank, alpha=alpha, rank_dropout=rank_dropout, dtype=dtype)
+    adapt = partial(
+        LoRAGroupedLinear.from_linear,
+        rank=rank,
+        alpha=alpha,
+        rank_dropout=rank_dropout,
+        dtype=dtype,
+    )
     for mlp in mlps:
         mlp.fc1, mlp.fc2 = adapt(mlp.fc1), adapt(mlp.fc2)
     for module in model.modules():
@@ -182,8 +209,12 @@ def _check_linear(name: str, linear: GroupedLinear) -> None:
         raise ArgumentError(f"{name} ({type(linear).__name__}) must be a GroupedLinear")
     for option in ("accumulate_into_main_grad", "delay_wgrad"):
         if getattr(linear, option):
-            raise ArgumentError(f"{name}.{option} (True) must be False: gradients are those of the adapters")
+            raise ArgumentError(
+                f"{name}.{option} (True) must be False: gradients are those of the adapters"
+            )
     if linear.precision is not None:
-        raise ArgumentError(f"{name}.precision ({linear.precision}) must be None: adapters add to products in full")
+        raise ArgumentError(
+            f"{name}.precision ({linear.precision}) must be None: adapters add to products in full"
+        )
     if any(hasattr(parameter, "device_mesh") for parameter in linear.parameters()):
         raise ArgumentError(f"{name} holds DTensors; give it adapters before it is sharded")

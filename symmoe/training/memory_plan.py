@@ -96,12 +96,21 @@ def plan_memory(
     if routing not in ("uniform", "worst"):
         raise ArgumentError(f"routing ({routing!r}) must be 'uniform' or 'worst'")
     experts, top_k = config.num_experts, config.top_k
-    rows, packed_rows = num_ranks * num_tokens * min(top_k, experts // num_ranks), num_ranks * num_tokens  # "worst"
+    rows, packed_rows = (
+        num_ranks * num_tokens * min(top_k, experts // num_ranks),
+        num_ranks * num_tokens,
+    )  # "worst"
     if routing == "uniform":
         rows = num_tokens * top_k
         packed_rows = math.ceil(packed_rows * chance_of_part(experts, num_ranks, top_k))
-    lines = max(config.capacity or rows, num_ranks * num_tokens * config.top_k, config.num_experts * config.ffn)
-    if lines * max(config.hidden, config.ffn) * _MOST_BYTES > ENDLESS_BYTES:  # torch makes no tensors of this size
+    lines = max(
+        config.capacity or rows,
+        num_ranks * num_tokens * config.top_k,
+        config.num_experts * config.ffn,
+    )
+    if (
+        lines * max(config.hidden, config.ffn) * _MOST_BYTES > ENDLESS_BYTES
+    ):  # torch makes no tensors of this size
         raise ArgumentError(_TOO_LARGE)
     heap = DryHeap(num_ranks, num_rows=rows, num_packed_rows=packed_rows)
     plan, passes, activation_bytes, peak_bytes = _dry_call(config, heap, num_tokens, dtype)
@@ -111,7 +120,10 @@ def plan_memory(
     return MemoryPlan(
         num_rows=num_rows,
         num_packed_rows=num_packed_rows,
-        heap_bytes=max(_heap_bytes(passes, schedule, num_ranks, in_graph=in_graph) for in_graph in (False, True)),
+        heap_bytes=max(
+            _heap_bytes(passes, schedule, num_ranks, in_graph=in_graph)
+            for in_graph in (False, True)
+        ),
         lease_bytes_per_call=forward[-1],
         forward_bytes_per_call=max(forward) - forward[-1],
         backward_bytes_per_call=max(backward),
@@ -129,7 +141,9 @@ class _Memory(TorchFunctionMode):
         super().__init__()
         self._heap, self.spent = heap, 0
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         given = [storage_of(each) for each in args if isinstance(each, torch.Tensor)]
         if function is torch.empty_like and self.spent in given:
             return args[0]
@@ -149,7 +163,9 @@ def _dry_call(
     backward; bytes kept from forward to backward; and bytes of memory and leases at the worst moment."""
 
     def empty(num_rows: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(num_rows, config.hidden, dtype=dtype, device=heap.device, requires_grad=True)
+        return torch.empty(
+            num_rows, config.hidden, dtype=dtype, device=heap.device, requires_grad=True
+        )
 
     with torch.inference_mode(False):  # this turns gradients on
         experts = experts_of(config, heap.num_ranks, dtype=dtype, device=heap.device)
@@ -157,16 +173,26 @@ def _dry_call(
         history = RowHistory()
         history.note(num_tokens, heap.num_rows, heap.num_packed_rows)
         room = history.room(num_tokens, config.max_room)
-        x, dy, weight = empty(num_tokens, dtype), empty(num_tokens, dtype), empty(config.num_experts, torch.float32)
+        x, dy, weight = (
+            empty(num_tokens, dtype),
+            empty(num_tokens, dtype),
+            empty(config.num_experts, torch.float32),
+        )
         with _Memory(heap) as memory:
             routed = route_tokens(Route(x, weight, None, None, config.top_k, config.routing_rule))
-            plan = plan_call(routed.topk_idx, heap, routed_experts.plan_options(dtype), lambda: room)
-            y = expert_parallel_mlp(x, routed.probs, experts, plan, out_shape=None, **routed_experts.words)
+            plan = plan_call(
+                routed.topk_idx, heap, routed_experts.plan_options(dtype), lambda: room
+            )
+            y = expert_parallel_mlp(
+                x, routed.probs, experts, plan, out_shape=None, **routed_experts.words
+            )
             node, num_forward = cast(Any, y.grad_fn), len(heap.events)
             kept = {
                 storage_of(t): t.untyped_storage().nbytes()
                 for t in (*vars(plan).values(), *node.saved_tensors)
-                if isinstance(t, torch.Tensor) and not isinstance(t, nn.Parameter) and not heap.owns(t)
+                if isinstance(t, torch.Tensor)
+                and not isinstance(t, nn.Parameter)
+                and not heap.owns(t)
             }
             h, scores, _kept_y = node.saved_tensors[2], routed.scores, y.detach()
             memory.spent = 0 if h is None else storage_of(h)
@@ -178,7 +204,10 @@ def _dry_call(
             gradients += tuple(map(torch.empty_like, (scores, x, weight)))
             events = list(heap.events)
     parts = {"forward": events[:num_forward], "backward": events[num_forward:]}
-    passes = {name: [event for event in part if isinstance(event[1], tuple)] for name, part in parts.items()}
+    passes = {
+        name: [event for event in part if isinstance(event[1], tuple)]
+        for name, part in parts.items()
+    }
     return plan, passes, sum(kept.values()), max(_bytes_after(events))
 
 
@@ -192,17 +221,26 @@ def _bytes_after(events: list[Event]) -> list[int]:
     return held
 
 
-def _one_forward_one_backward(num_layers: int, num_in_flight: int) -> Iterator[tuple[str, int, int]]:
+def _one_forward_one_backward(
+    num_layers: int, num_in_flight: int
+) -> Iterator[tuple[str, int, int]]:
     """("forward" or "backward", micro-batch, layer) of twice as many micro-batches as are in flight at a time."""
     for turn in range(3 * num_in_flight - 1):
         if turn < 2 * num_in_flight:
             yield from (("forward", turn, layer) for layer in range(num_layers))
         if turn + 1 >= num_in_flight:
-            yield from (("backward", turn + 1 - num_in_flight, layer) for layer in reversed(range(num_layers)))
+            yield from (
+                ("backward", turn + 1 - num_in_flight, layer)
+                for layer in reversed(range(num_layers))
+            )
 
 
 def _heap_bytes(
-    passes: dict[str, list[Event]], schedule: list[tuple[str, int, int]], num_ranks: int, *, in_graph: bool
+    passes: dict[str, list[Event]],
+    schedule: list[tuple[str, int, int]],
+    num_ranks: int,
+    *,
+    in_graph: bool,
 ) -> int:
     """End of the highest lease when the schedule runs on an empty heap."""
     control_bytes = ControlLayout(num_ranks).num_bytes

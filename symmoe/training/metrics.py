@@ -99,7 +99,9 @@ class MetricsLogger:
             in CUDA graphs, nor of what is compiled.
     """
 
-    def __init__(self, model: nn.Module, sink: Sink | None = None, *, times_forward: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, sink: Sink | None = None, *, times_forward: bool = False
+    ) -> None:
         layers = layers_with_listeners(model)
         self._sink = sink
         watched = [listeners for _, listeners in layers.values()]
@@ -108,14 +110,18 @@ class MetricsLogger:
         self._totals = torch.zeros(sum(self._sizes), dtype=torch.float64, device=device)
         self._watching = ExitStack()
         self._layers: list[_Watched] = []
-        for (name, (layer, listeners)), totals in zip(layers.items(), self._totals.split(self._sizes), strict=True):
+        for (name, (layer, listeners)), totals in zip(
+            layers.items(), self._totals.split(self._sizes), strict=True
+        ):
             timer = _Timer(listeners.heap) if times_forward else None
             self._layers.append(_Watched(name, listeners, totals, timer))
             self._watching.callback(listeners.add(self._layers[-1].count, totals))
             if timer is not None:
                 self._watching.callback(layer.register_forward_pre_hook(timer.before).remove)
                 self._watching.callback(layer.register_forward_hook(timer.after).remove)
-                self._watching.callback(setattr, listeners.heap, "trip_timer", None)  # if a forward has raised
+                self._watching.callback(
+                    setattr, listeners.heap, "trip_timer", None
+                )  # if a forward has raised
 
     def step(self, step: int) -> list[LayerRecord]:
         """A record for each layer, of what was counted since the last call. Waits for the device once. Local.
@@ -128,7 +134,10 @@ class MetricsLogger:
         """
         totals = self._totals.to("cpu", copy=True)
         self._totals.zero_()
-        records = [layer.record(its) for layer, its in zip(self._layers, totals.split(self._sizes), strict=True)]
+        records = [
+            layer.record(its)
+            for layer, its in zip(self._layers, totals.split(self._sizes), strict=True)
+        ]
         if self._sink is not None:
             self._sink(_numbers(records), step)
         return records
@@ -141,7 +150,9 @@ class MetricsLogger:
 class _Watched:
     """One layer: adds up its reports, and makes its records."""
 
-    def __init__(self, name: str, listeners: Listeners, totals: torch.Tensor, timer: _Timer | None) -> None:
+    def __init__(
+        self, name: str, listeners: Listeners, totals: torch.Tensor, timer: _Timer | None
+    ) -> None:
         self.listeners, self.timer = listeners, timer
         self._name, self._totals, self._knows_losses, self._balances = name, totals, True, False
 
@@ -159,10 +170,22 @@ class _Watched:
         read = is_remote.sum() if self.listeners.order == "slot" else sent
         self._totals[:num_experts].add_(report.expert_load)
         balanced, others = self._totals[num_experts:].tensor_split([heap.num_ranks])
-        num_calls, aux_loss, num_dropped, num_over_capacity, *of_replicas, dispatch_bytes, combine_bytes = others
+        (
+            num_calls,
+            aux_loss,
+            num_dropped,
+            num_over_capacity,
+            *of_replicas,
+            dispatch_bytes,
+            combine_bytes,
+        ) = others
         if report.place_to_expert is not None and report.place_rows is not None:
             self._balances, num_replicas, replica_bytes = True, *of_replicas
-            balanced.add_(balance.rows_per_rank(report.expert_load, report.place_to_expert, report.place_rows)[1])
+            balanced.add_(
+                balance.rows_per_rank(
+                    report.expert_load, report.place_to_expert, report.place_rows
+                )[1]
+            )
             num_replicas.add_((report.place_to_expert >= 0).sum())
             own = report.place_to_expert // (num_experts // heap.num_ranks) == heap.rank
             replica_bytes.add_(own.sum(), alpha=report.replica_bytes)
@@ -181,9 +204,18 @@ class _Watched:
         heap, num_experts = self.listeners.heap, self.listeners.num_experts
         load, balanced, rest = values.tensor_split([num_experts, num_experts + heap.num_ranks])
         load, (num_calls, aux_loss, *counts) = load.long(), rest.tolist()
-        names = "num_dropped", "num_over_capacity", "num_replicas", "replica_bytes", "dispatch_bytes", "combine_bytes"
+        names = (
+            "num_dropped",
+            "num_over_capacity",
+            "num_replicas",
+            "replica_bytes",
+            "dispatch_bytes",
+            "combine_bytes",
+        )
         others: dict[str, Any] = dict(zip(names, map(int, counts), strict=True))
-        others |= {f"{name}_s": None if self.timer is None else self.timer.take(name) for name in _SPANS}
+        others |= {
+            f"{name}_s": None if self.timer is None else self.timer.take(name) for name in _SPANS
+        }
         return LayerRecord(
             name=self._name,
             num_calls=int(num_calls),
@@ -209,7 +241,10 @@ class _Timer:
 
     def before(self, layer: nn.Module, _args: tuple[Any, ...]) -> None:
         """Hook before the layer's forward."""
-        self._forward, self._heap.trip_timer = ExitStack(), None  # new: the last forward may have raised
+        self._forward, self._heap.trip_timer = (
+            ExitStack(),
+            None,
+        )  # new: the last forward may have raised
         if _counts(layer.training):
             self._forward.enter_context(self.trip("forward"))
             self._forward.callback(setattr, self._heap, "trip_timer", None)
@@ -230,7 +265,12 @@ class _Timer:
     def take(self, name: str) -> float:
         """Seconds since the last call. On GPUs the events must have happened."""
         spans, self._spans[name] = self._spans[name], []
-        return float(sum(begin.elapsed_time(end) / 1e3 if self._on_gpu else end - begin for begin, end in spans))
+        return float(
+            sum(
+                begin.elapsed_time(end) / 1e3 if self._on_gpu else end - begin
+                for begin, end in spans
+            )
+        )
 
     def _now(self) -> Any:
         if not self._on_gpu:
@@ -253,11 +293,18 @@ def _numbers(records: list[LayerRecord]) -> dict[str, float]:
         values = [getattr(record, field) for record in records]
         for record, value in zip(records, values, strict=True):
             if isinstance(value, tuple):
-                numbers |= {f"moe/{record.name}/{field}/{i}": float(number) for i, number in enumerate(value)}
+                numbers |= {
+                    f"moe/{record.name}/{field}/{i}": float(number)
+                    for i, number in enumerate(value)
+                }
             if isinstance(value, tuple) and field.endswith("_per_rank"):
-                numbers[f"moe/{record.name}/{field}_max_over_mean"] = max(value) * len(value) / max(1, sum(value))
+                numbers[f"moe/{record.name}/{field}_max_over_mean"] = (
+                    max(value) * len(value) / max(1, sum(value))
+                )
         if all(isinstance(value, (int, float)) for value in values):
-            numbers |= {f"moe/{record.name}/{field}": float(getattr(record, field)) for record in records}
+            numbers |= {
+                f"moe/{record.name}/{field}": float(getattr(record, field)) for record in records
+            }
             numbers[f"moe/{field}/mean"] = float(sum(values) / len(values))
             numbers[f"moe/{field}/max"] = float(max(values))
     return numbers

@@ -113,7 +113,9 @@ def plan_network(
             )
     rates, per_node, nic = rates_of(H200, config.precision), num_ranks // num_nodes, nic_gbs * 1e9
     of_rank, of_node = (
-        chance_of_part(config.num_experts, parts, config.top_k, config.num_groups, config.top_groups)
+        chance_of_part(
+            config.num_experts, parts, config.top_k, config.num_groups, config.top_groups
+        )
         for parts in (num_ranks, num_nodes)
     )
 
@@ -126,7 +128,9 @@ def plan_network(
             slots=traffic(config.top_k * (1 - 1 / num_nodes), row_bytes, nic),
             ranks=traffic((num_ranks - per_node) * of_rank, row_bytes, nic),
             nodes=traffic((num_nodes - 1) * of_node, row_bytes, nic),
-            fixed=traffic((num_nodes - 1) * (config.rail_capacity or num_tokens) / num_tokens, row_bytes, nic),
+            fixed=traffic(
+                (num_nodes - 1) * (config.rail_capacity or num_tokens) / num_tokens, row_bytes, nic
+            ),
             link=traffic(link_rows, row_bytes, rates.link_bytes),
         )
 
@@ -145,12 +149,16 @@ def plan_network(
         sent_row_bytes=config.sent_row_bytes("forward", dtype.itemsize),
         sent_gradient_row_bytes=config.sent_row_bytes("backward", dtype.itemsize),
     )
-    dispatch = trip(config.sent_row_bytes("forward", dtype.itemsize), num_nodes * (per_node - 1) * of_rank)
+    dispatch = trip(
+        config.sent_row_bytes("forward", dtype.itemsize), num_nodes * (per_node - 1) * of_rank
+    )
     combine = trip(config.hidden * dtype.itemsize, config.top_k * (1 - 1 / per_node))
 
     gemms_s = (sizes.fc1_flops + sizes.product_flops) / rates.flops
     link_s = dispatch.link.seconds + combine.link.seconds
-    exact = Forward(network_s=dispatch.nodes.seconds + combine.nodes.seconds, link_s=link_s, gemms_s=gemms_s)
+    exact = Forward(
+        network_s=dispatch.nodes.seconds + combine.nodes.seconds, link_s=link_s, gemms_s=gemms_s
+    )
     fixed = replace(exact, network_s=dispatch.fixed.seconds + combine.fixed.seconds)
     return NetworkPlan(dispatch, combine, exact, fixed, *_step_s(sizes, rates))
 
@@ -175,11 +183,16 @@ def _step_s(sizes: Sizes, rates: Rates) -> tuple[float, float]:
 
     def dispatch_s(flops: float, division: Division | None, row_bytes: int | None) -> float:
         on_rails_s = sizes.sent_share(row_bytes) * rail_s
-        taken_s, link_s = 2 * sizes.rail_bytes / rates.memory_bytes, sizes.push(row_bytes).push_bytes / rates.link_bytes
+        taken_s, link_s = (
+            2 * sizes.rail_bytes / rates.memory_bytes,
+            sizes.push(row_bytes).push_bytes / rates.link_bytes,
+        )
         if division is None:
             return on_rails_s + own_s + others_s + taken_s + link_s + gemm_s(flops)
         first_s = own_s + max(_RAIL_DURING_GEMM * on_rails_s - own_s, gemm_s(own * flops, division))
-        return first_s + taken_s + others_s + link_s + gemm_s((1 - own) * flops) + 2 * rates.launch_s
+        return (
+            first_s + taken_s + others_s + link_s + gemm_s((1 - own) * flops) + 2 * rates.launch_s
+        )
 
     def combine_s(flops: float, division: Division | None, wgrad_flops: float) -> float:
         home_s = (sizes.num_nodes + 1) * tokens_bytes / rates.memory_bytes
@@ -187,15 +200,26 @@ def _step_s(sizes: Sizes, rates: Rates) -> tuple[float, float]:
         read_s = sizes.row_bytes * (1 + 1 / sizes.top_k) / rates.memory_bytes
         if division is None:
             return gemm_s(flops) + dw1_s + read_s + rail_s + home_s
-        meanwhile_s = gemm_s(own * flops, division) + dw1_s * H200_SMS / division.num_sms + own * read_s
+        meanwhile_s = (
+            gemm_s(own * flops, division) + dw1_s * H200_SMS / division.num_sms + own * read_s
+        )
         first_s = gemm_s((1 - own) * flops) + (1 - own) * read_s
         return first_s + max(_RAIL_DURING_GEMM * rail_s, meanwhile_s) + home_s + 2 * rates.launch_s
 
     product, fc1 = sizes.product_flops, sizes.fc1_flops
-    weight_bytes = sizes.num_experts / sizes.num_ranks * (product + fc1) / 2 / sizes.num_rows * sizes.item_bytes
+    weight_bytes = (
+        sizes.num_experts
+        / sizes.num_ranks
+        * (product + fc1)
+        / 2
+        / sizes.num_rows
+        * sizes.item_bytes
+    )
     once_s = _WEIGHTS_SEEN * weight_bytes / rates.memory_bytes
     rest_s = _FIXED_S + sizes.num_rows / sizes.top_k * _TOKEN_S
-    forward_s = dispatch_s(fc1, chosen.dispatch, sizes.sent_row_bytes) + combine_s(product, chosen.combine, 0.0)
+    forward_s = dispatch_s(fc1, chosen.dispatch, sizes.sent_row_bytes) + combine_s(
+        product, chosen.combine, 0.0
+    )
     backward_s = dispatch_s(product, chosen.gradient_dispatch, sizes.sent_gradient_row_bytes)
     backward_s += product / rates.wgrad_flops + combine_s(fc1, chosen.gradient_combine, fc1)
     return forward_s + once_s + rest_s / 2, backward_s + 2 * once_s + rest_s / 2

@@ -47,7 +47,12 @@ MEASURED = (
 
 
 def choose_precision(
-    config: MoEConfig, *, num_ranks: int, num_tokens: int, device: torch.device | str, num_micro_batches: int = 1
+    config: MoEConfig,
+    *,
+    num_ranks: int,
+    num_tokens: int,
+    device: torch.device | str,
+    num_micro_batches: int = 1,
 ) -> MoEConfig:
     """`config` itself if its precision was faster on this GPU, else a copy that computes in the working dtype: with
     `precision=None` and `quantized_wire="none"`. docs/tuning.md says where FP8 is taken. Local; does not synchronise
@@ -65,10 +70,16 @@ def choose_precision(
         ArgumentError: the configuration has no precision, or a number is out of range.
     """
     if config.precision is None:
-        raise ArgumentError("precision (None) must be a recipe for choose_precision to take or to leave")
+        raise ArgumentError(
+            "precision (None) must be a recipe for choose_precision to take or to leave"
+        )
     speed_up = 0.0
     if _was_measured(torch.device(device)) and isinstance(config.precision, Float8Block):
-        sizes = {"num_ranks": num_ranks, "num_tokens": num_tokens, "num_micro_batches": num_micro_batches}
+        sizes = {
+            "num_ranks": num_ranks,
+            "num_tokens": num_tokens,
+            "num_micro_batches": num_micro_batches,
+        }
         _, speed_up = best_measured(config, **sizes)
     return config if speed_up >= LEAST_SPEED_UP else in_full(config)
 
@@ -84,12 +95,18 @@ def best_measured(
     """The layer with the largest speed-up in FP8 among the measured layers that are nowhere larger than this one, and
     the speed-up; (None, 0) if there is none. Arguments as in :func:`choose_precision`; ArgumentError: one is out of
     range."""
-    raise_for(size_problem(num_ranks=num_ranks, num_tokens=num_tokens, num_micro_batches=num_micro_batches))
+    raise_for(
+        size_problem(
+            num_ranks=num_ranks, num_tokens=num_tokens, num_micro_batches=num_micro_batches
+        )
+    )
     config.experts_per_rank(num_ranks)
     num_rows = num_ranks * num_tokens * config.top_k
     smaller = [each for each in MEASURED if each.hidden <= config.hidden and each.ffn <= config.ffn]
     smaller = [each for each in smaller if each.rows_per_expert * config.num_experts <= num_rows]
-    speed_ups = [(layer, layer.speed_up(config.quantized_wire, num_micro_batches)) for layer in smaller]
+    speed_ups = [
+        (layer, layer.speed_up(config.quantized_wire, num_micro_batches)) for layer in smaller
+    ]
     return max(speed_ups, key=lambda pair: pair[1], default=(None, 0.0))
 
 

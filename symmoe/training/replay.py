@@ -26,7 +26,12 @@ from symmoe.torch_internals import pytree
 
 Routing = dict[str, torch.Tensor]
 _Array = np.ndarray[Any, Any] | torch.Tensor
-_SIGNED = {torch.uint8: torch.int16, torch.uint16: torch.int32, torch.uint32: torch.int64, torch.uint64: torch.int64}
+_SIGNED = {
+    torch.uint8: torch.int16,
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+    torch.uint64: torch.int64,
+}
 _Layers = dict[str, tuple[nn.Module, Listeners]]
 
 
@@ -48,8 +53,12 @@ def record_routing(model: nn.Module) -> Iterator[Routing]:
 
     def keep(name: str, report: RoutingReport) -> None:
         if name in routing:
-            raise ArgumentError(f"layer {name!r} is called twice; record one forward, and no backward")
-        routing[name] = report.chosen_idx.to(torch.int32, copy=True)  # the caller may write into ids
+            raise ArgumentError(
+                f"layer {name!r} is called twice; record one forward, and no backward"
+            )
+        routing[name] = report.chosen_idx.to(
+            torch.int32, copy=True
+        )  # the caller may write into ids
 
     with ExitStack() as added:
         for name, (_, listeners) in layers.items():
@@ -81,9 +90,16 @@ def replay_routing(
             a choice; or a layer has not taken it: a model that torch.compile has compiled before takes no notice.
     """
     layers = _routed_layers(model)
-    given: Sequence[Mapping[str, torch.Tensor]] = [routing] if isinstance(routing, Mapping) else list(routing)
+    given: Sequence[Mapping[str, torch.Tensor]] = (
+        [routing] if isinstance(routing, Mapping) else list(routing)
+    )
     if not all(isinstance(one, Mapping) for one in given):
-        _fail_for(ArgumentError(f"routing ({type(routing).__name__}) must be of dicts, see routing_from_array"), layers)
+        _fail_for(
+            ArgumentError(
+                f"routing ({type(routing).__name__}) must be of dicts, see routing_from_array"
+            ),
+            layers,
+        )
     each = [{name: _signed(ids) for name, ids in one.items()} for one in given]
     for one in each:
         _fail_for(_problem(layers, one), layers)
@@ -98,7 +114,9 @@ def replay_routing(
             text = f"routing[{name!r}] has shape {list(ids.shape)}; the call has [tokens, K] {[num_tokens, top_k]}"
             _fail_for(ArgumentError(text), layers)
         its = layers[name][1]
-        is_wide = its.give is None and ids.dtype == torch.int64  # the plan finds ids that int32 cannot hold
+        is_wide = (
+            its.give is None and ids.dtype == torch.int64
+        )  # the plan finds ids that int32 cannot hold
         return ids.to(its.heap.device, torch.int64 if is_wide else torch.int32, non_blocking=True)
 
     with ExitStack() as hooks, _choose(model, layers, choice):
@@ -106,7 +124,9 @@ def replay_routing(
         calls = None if isinstance(routing, Mapping) else _Calls(model, hooks)
         yield
         if calls is not None and calls.num != len(each):
-            raise ArgumentError(f"routing is of {len(each)} micro-batches; the model has been called {calls.num} times")
+            raise ArgumentError(
+                f"routing is of {len(each)} micro-batches; the model has been called {calls.num} times"
+            )
 
 
 @contextmanager
@@ -116,7 +136,9 @@ def balanced_routing(model: nn.Module) -> Iterator[None]:
 
     def choice(name: str, num_tokens: int, top_k: int | None) -> torch.Tensor:
         its = layers[name][1]  # a top_k of None: of all groups
-        return balanced_choice(num_tokens, top_k or its.num_experts, its.num_experts, device=its.heap.device)
+        return balanced_choice(
+            num_tokens, top_k or its.num_experts, its.num_experts, device=its.heap.device
+        )
 
     with _choose(model, layers, choice):
         yield
@@ -131,11 +153,17 @@ def balanced_choice(
     step = max(1, round(num_experts / ((1 + math.sqrt(5)) / 2)))
     while math.gcd(step, num_experts) > 1:
         step += 1
-    return (torch.arange(num_tokens * top_k, device=device).view(num_tokens, top_k) * step % num_experts).int()
+    return (
+        torch.arange(num_tokens * top_k, device=device).view(num_tokens, top_k) * step % num_experts
+    ).int()
 
 
 def routing_from_array(
-    model: nn.Module, array: _Array, *, layers: Iterable[int] | None = None, rows: _Array | None = None
+    model: nn.Module,
+    array: _Array,
+    *,
+    layers: Iterable[int] | None = None,
+    rows: _Array | None = None,
 ) -> Routing:
     """What :func:`replay_routing` takes, on the host, of an array of an inference engine; errors as there.
 
@@ -147,21 +175,38 @@ def routing_from_array(
     """
     found, given = _routed_layers(model), _signed(array)
     if given.dim() != 3:
-        _fail_for(ArgumentError(f"array has shape {list(given.shape)}; it must be [tokens, layers, K]"), found)
+        _fail_for(
+            ArgumentError(f"array has shape {list(given.shape)}; it must be [tokens, layers, K]"),
+            found,
+        )
     num_rows, num_layers = given.shape[:2]
     places = list(range(num_layers) if layers is None else layers)
     if len(places) != len(found) or not all(0 <= place < num_layers for place in places):
-        _fail_for(ArgumentError(f"layers are {places} of the {num_layers} of array; the model has {len(found)}"), found)
+        _fail_for(
+            ArgumentError(
+                f"layers are {places} of the {num_layers} of array; the model has {len(found)}"
+            ),
+            found,
+        )
     if rows is not None:
         ids = _signed(rows).flatten().cpu()
         is_whole = ids.dtype == torch.bool
         its = torch.where(ids, ids.cumsum(0) - 1, -1) if is_whole else ids.long().clamp(min=-1)
         num_found = int(its.max()) + 1 if len(its) else 0
-        if ids.is_floating_point() or (not is_whole and len(its) > 2 and its.min() >= 0 and num_found <= 2):
-            _fail_for(ArgumentError(f"rows ({ids.dtype}) must be a mask of torch.bool, or numbers of tokens"), found)
+        if ids.is_floating_point() or (
+            not is_whole and len(its) > 2 and its.min() >= 0 and num_found <= 2
+        ):
+            _fail_for(
+                ArgumentError(
+                    f"rows ({ids.dtype}) must be a mask of torch.bool, or numbers of tokens"
+                ),
+                found,
+            )
         if num_found > num_rows or (is_whole and num_found < num_rows):
             _fail_for(ArgumentError(f"rows has {num_found} tokens; array has {num_rows}"), found)
-        given = torch.cat([given, given.new_full((1, *given.shape[1:]), -1)])[its]  # its last row is for -1
+        given = torch.cat([given, given.new_full((1, *given.shape[1:]), -1)])[
+            its
+        ]  # its last row is for -1
     return {name: given[:, place].contiguous() for name, place in zip(found, places, strict=True)}
 
 
@@ -176,7 +221,9 @@ class _Calls:
     def __init__(self, model: nn.Module, hooks: ExitStack) -> None:
         self.num = 0
         self._of_backward: int | None = None
-        hooks.callback(model.register_forward_pre_hook(self._begin, prepend=True).remove)  # it may be a layer
+        hooks.callback(
+            model.register_forward_pre_hook(self._begin, prepend=True).remove
+        )  # it may be a layer
         hooks.callback(model.register_forward_hook(self._end).remove)
 
     @property
@@ -191,7 +238,9 @@ class _Calls:
     def _end(self, _model: nn.Module, _args: object, output: object) -> None:
         for tensor in () if is_in_backward() else pytree.tree_leaves(output):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                tensor.register_hook(partial(self._begin_backward, self.num - 1))  # which runs before the model's own
+                tensor.register_hook(
+                    partial(self._begin_backward, self.num - 1)
+                )  # which runs before the model's own
 
     def _begin_backward(self, number: int, _gradient: torch.Tensor) -> None:
         self._of_backward = number
@@ -218,11 +267,15 @@ def _fail_for(problem: ArgumentError | None, layers: _Layers) -> None:
 def _problem(layers: _Layers, routing: Mapping[str, torch.Tensor]) -> ArgumentError | None:
     """Why this cannot be the routing of these layers, whatever their tokens are, or None."""
     if routing.keys() != layers.keys():
-        return ArgumentError(f"routing is for the layers {sorted(routing)}; the model has {sorted(layers)}")
+        return ArgumentError(
+            f"routing is for the layers {sorted(routing)}; the model has {sorted(layers)}"
+        )
     for name, ids in routing.items():
         its, is_none = layers[name][1], ids < 0
         if ids.dim() != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
-            return ArgumentError(f"routing[{name!r}] ({ids.dtype} {list(ids.shape)}) must be of integers, [tokens, K]")
+            return ArgumentError(
+                f"routing[{name!r}] ({ids.dtype} {list(ids.shape)}) must be of integers, [tokens, K]"
+            )
         if its.give is None and ids.device.type != "cpu":
             continue  # the plan looks, and nobody waits for the device
         is_wrong = (ids < -1) | (ids >= its.num_experts)
@@ -231,7 +284,9 @@ def _problem(layers: _Layers, routing: Mapping[str, torch.Tensor]) -> ArgumentEr
         if is_wrong.any():
             token = int(is_wrong.any(-1).nonzero()[0])
             text = f"routing[{name!r}] has for token {token} {ids[token].tolist()}; the layer has {its.num_experts}"
-            return ArgumentError(f"{text} experts, and -1 for none (to a trainer's router: in all slots of a token)")
+            return ArgumentError(
+                f"{text} experts, and -1 for none (to a trainer's router: in all slots of a token)"
+            )
     return None
 
 
@@ -245,7 +300,9 @@ def _choose(
         left.discard(name)
         return choice(name, num_tokens, top_k)
 
-    def give(name: str, module: MoELayer, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def give(
+        name: str, module: MoELayer, args: Any, kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
         if kwargs.get("probs") is not None:
             text = f"layer {name!r} is called with probs, which are of another choice"
             module.heap.fail_for(ArgumentError(text), control.PHASE_PLAN)
@@ -255,9 +312,13 @@ def _choose(
     with ExitStack() as given:
         for name, (layer, listeners) in layers.items():
             if isinstance(layer, MoELayer) and layer.router is None:
-                raise ArgumentError(f"layer {name!r} has no router (router='none') that could weigh what it is given")
+                raise ArgumentError(
+                    f"layer {name!r} has no router (router='none') that could weigh what it is given"
+                )
             if listeners.give is None:
-                given.callback(layer.register_forward_pre_hook(partial(give, name), with_kwargs=True).remove)
+                given.callback(
+                    layer.register_forward_pre_hook(partial(give, name), with_kwargs=True).remove
+                )
             else:
                 given.callback(listeners.give(model, name, partial(choose, name)))
         yield
@@ -266,4 +327,6 @@ def _choose(
 
 def _check_all_called(left: set[str]) -> None:
     if left:
-        raise ArgumentError(f"the layers {sorted(left)} have not been called, or in a model compiled before")
+        raise ArgumentError(
+            f"the layers {sorted(left)} have not been called, or in a model compiled before"
+        )

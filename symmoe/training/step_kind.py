@@ -47,12 +47,18 @@ def _parts(value: Any) -> tuple[dict[str, Any], Callable[[list[Any]], Any]] | No
     if kind in (list, tuple, torch.Size) or (isinstance(value, tuple) and hasattr(kind, "_make")):
         return {f"[{i}]": part for i, part in enumerate(value)}, getattr(kind, "_make", kind)
     if kind is slice:
-        return {f".{name}": getattr(value, name) for name in ("start", "stop", "step")}, lambda new: slice(*new)
+        return {
+            f".{name}": getattr(value, name) for name in ("start", "stop", "step")
+        }, lambda new: slice(*new)
     is_dataclass = dataclasses.is_dataclass(kind)
     if is_dataclass or isinstance(value, dict | UserDict | types.SimpleNamespace):
         items = value if isinstance(value, dict) else {}
         fields = [field.name for field in dataclasses.fields(kind)] if is_dataclass else []
-        names = [name for name in dict.fromkeys([*fields, *getattr(value, "__dict__", ())]) if hasattr(value, name)]
+        names = [
+            name
+            for name in dict.fromkeys([*fields, *getattr(value, "__dict__", ())])
+            if hasattr(value, name)
+        ]
         if not all(map(_is_constant, items)):
             return None
 
@@ -90,7 +96,9 @@ class Tree:
 
     def with_tensors(self, tensors: Sequence[torch.Tensor]) -> OrderedDict[str, Any]:
         """The values by name, with other tensors in place of `tensors`."""
-        return OrderedDict((name, self._with(value, tensors)) for name, value in self._values.items())
+        return OrderedDict(
+            (name, self._with(value, tensors)) for name, value in self._values.items()
+        )
 
     def _with(self, value: Any, tensors: Sequence[torch.Tensor]) -> Any:
         if isinstance(value, torch.Tensor):
@@ -105,7 +113,9 @@ class Tree:
         if isinstance(value, torch.Tensor):
             tokens.append(self._add_tensor(path, value))
         elif type(value) in _CONSTANTS:
-            tokens.append((type(value), value if isinstance(value, str) else repr(value)))  # 0.0 is not -0.0
+            tokens.append(
+                (type(value), value if isinstance(value, str) else repr(value))
+            )  # 0.0 is not -0.0
         elif (found := _parts(value)) is not None:
             parts, _ = found
             tokens.append((type(value), *parts))
@@ -125,7 +135,9 @@ class Tree:
             return number
         if self._device is not None:
             if tensor.requires_grad:
-                raise ArgumentError(f"{path} {list(tensor.shape)} requires a gradient; a captured step gives it none")
+                raise ArgumentError(
+                    f"{path} {list(tensor.shape)} requires a gradient; a captured step gives it none"
+                )
             raise_for(memory_problem(path, tensor))
             if tensor.device != self._device:
                 if tensor.device.type == "cpu" and tensor.dim() == 0:  # kernels get it as a number
@@ -176,32 +188,64 @@ class Modules:
         """The number of what decides the step, but for where tensors lie."""
         if self._are_others() or sum(map(len, self._vars)) != self._num_attributes:
             self._look()
-        trained, values = list(map(_TRAINED, self.parameters)), [d.get(name) for d, name in self._public]
+        trained, values = (
+            list(map(_TRAINED, self.parameters)),
+            [d.get(name) for d, name in self._public],
+        )
         tensors = self._tensors()
-        places = [list(map(of, tensors)) for of in (torch.Tensor.data_ptr, torch.Tensor.stride, torch.Tensor.numel)]
-        if trained == self._trained and places == self.places and all(map(operator.is_, values, self._values)):
+        places = [
+            list(map(of, tensors))
+            for of in (torch.Tensor.data_ptr, torch.Tensor.stride, torch.Tensor.numel)
+        ]
+        if (
+            trained == self._trained
+            and places == self.places
+            and all(map(operator.is_, values, self._values))
+        ):
             return self._settings
         if torch.Tensor in map(type, values) or [hooks for _, *hooks in trained] != self._hooks:
             self._look()
             return self.settings()
         self._trained, self._values, self.places = trained, values, places
-        tokens = [(type(value), repr(value) if type(value) in _CONSTANTS else id(value)) for value in values]
+        tokens = [
+            (type(value), repr(value) if type(value) in _CONSTANTS else id(value))
+            for value in values
+        ]
         self._objects |= {id(value): value for value in values if type(value) not in _CONSTANTS}
-        layouts = [(tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in tensors]
-        settings = self.num_looks, *[needs_gradient for needs_gradient, *_ in trained], *tokens, *layouts
+        layouts = [
+            (tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in tensors
+        ]
+        settings = (
+            self.num_looks,
+            *[needs_gradient for needs_gradient, *_ in trained],
+            *tokens,
+            *layouts,
+        )
         self._settings = self._numbers.setdefault(settings, len(self._numbers))
         return self._settings
 
     def states(self) -> list[torch.Tensor]:
         """Tensors that a step may change, other than gradients. (It cannot if several elements share memory.)"""
-        tensors = [t.detach() for t in self._tensors()[len(self.sharded) :] if not isinstance(t, nn.Parameter)]
+        tensors = [
+            t.detach()
+            for t in self._tensors()[len(self.sharded) :]
+            if not isinstance(t, nn.Parameter)
+        ]
         tensors += [total for listeners in self._listeners for total in listeners.totals]
-        return [t for t in tensors if all(step or size < 2 for step, size in zip(t.stride(), t.shape, strict=True))]
+        return [
+            t
+            for t in tensors
+            if all(step or size < 2 for step, size in zip(t.stride(), t.shape, strict=True))
+        ]
 
     def _tensors(self) -> list[torch.Tensor]:
         with torch.no_grad():
             shards = list(map(local_part, self.sharded))
-        return [*shards, *self.located, *[t for d, name in self._attributes if type(t := d.get(name)) is torch.Tensor]]
+        return [
+            *shards,
+            *self.located,
+            *[t for d, name in self._attributes if type(t := d.get(name)) is torch.Tensor],
+        ]
 
     @contextmanager
     def running(self, arguments: dict[str, torch.Tensor]) -> Iterator[None]:
@@ -215,25 +259,47 @@ class Modules:
         yield
         for (name, tensor), version in zip(tensors, versions, strict=True):
             if version_of(tensor) != version:
-                raise ArgumentError(f"the step writes into {name} {list(tensor.shape)}, twice if it has to be repeated")
+                raise ArgumentError(
+                    f"the step writes into {name} {list(tensor.shape)}, twice if it has to be repeated"
+                )
         self._num_replaced = self._num_replaced + 1 if self._are_others() else 0
         if self._num_replaced == 2:
             known = set(map(id, self._entries))
-            names = [key for d in (*self._full, *self._empty) for key, value in d.items() if id(value) not in known]
+            names = [
+                key
+                for d in (*self._full, *self._empty)
+                for key, value in d.items()
+                if id(value) not in known
+            ]
             names = names or ["listeners"]
-            raise ArgumentError(f"the step replaces {names} of modules in every call, which a replay would not")
-        own = [pair for pair, value in zip(watched, before, strict=True) if not _is_same(value, pair[0].get(pair[1]))]
+            raise ArgumentError(
+                f"the step replaces {names} of modules in every call, which a replay would not"
+            )
+        own = [
+            pair
+            for pair, value in zip(watched, before, strict=True)
+            if not _is_same(value, pair[0].get(pair[1]))
+        ]
         if own:
             names = sorted({name for _, name in own})
-            warnings.warn(f"the step sets {names} of modules, which replays of a capture will not", stacklevel=6)
+            warnings.warn(
+                f"the step sets {names} of modules, which replays of a capture will not",
+                stacklevel=6,
+            )
             self._own |= {(id(d), name): d for d, name in own}
             self._look()
 
     def _are_others(self) -> bool:
         """Whether parameters, buffers, modules, their hooks or listeners are others than at the last look."""
         entries = chain.from_iterable(map(dict.values, self._full))
-        is_known = all(map(operator.is_, entries, self._entries)) and sum(map(len, self._full)) == len(self._entries)
-        return not is_known or any(self._empty) or [each.callbacks for each in self._listeners] != self._callbacks
+        is_known = all(map(operator.is_, entries, self._entries)) and sum(
+            map(len, self._full)
+        ) == len(self._entries)
+        return (
+            not is_known
+            or any(self._empty)
+            or [each.callbacks for each in self._listeners] != self._callbacks
+        )
 
     def _look(self) -> None:
         self.num_looks += 1
@@ -243,20 +309,41 @@ class Modules:
         self.ddps = [module for module in modules if isinstance(module, DistributedDataParallel)]
         self._listeners = [listeners for _, listeners in find_listeners(self._model).values()]
         self._callbacks = [listeners.callbacks for listeners in self._listeners]
-        tables = [vars(module)[name] for module in modules for name in _TABLES if name in vars(module)]
+        tables = [
+            vars(module)[name] for module in modules for name in _TABLES if name in vars(module)
+        ]
         tables += [table for table in chain.from_iterable(self._hooks) if table is not None]
-        self._full, self._empty = [table for table in tables if table], [table for table in tables if not table]
+        self._full, self._empty = (
+            [table for table in tables if table],
+            [table for table in tables if not table],
+        )
         self._entries = list(chain.from_iterable(map(dict.values, self._full)))
         self._vars = list(map(vars, modules))
         self._num_attributes = sum(map(len, self._vars))
-        found = [(d, n) for d in self._vars for n in d if (id(d), n) not in self._own and n not in _SET_BY_DDP]
-        self._attributes = [
-            (d, name) for d, name in found if type(t := d[name]) is torch.Tensor and t.layout is torch.strided
+        found = [
+            (d, n)
+            for d in self._vars
+            for n in d
+            if (id(d), n) not in self._own and n not in _SET_BY_DDP
         ]
-        self._public = [(d, name) for d, name in found if name[0] != "_" and type(d[name]) is not torch.Tensor]
-        tensors = (*self.parameters, *self._model.buffers())  # of these, those that have memory of their own
-        self.located = [t for t in tensors if type(t).__torch_dispatch__ is torch.Tensor.__torch_dispatch__]
-        self.sharded: list[Any] = [parameter for parameter in self.parameters if hasattr(parameter, "device_mesh")]
+        self._attributes = [
+            (d, name)
+            for d, name in found
+            if type(t := d[name]) is torch.Tensor and t.layout is torch.strided
+        ]
+        self._public = [
+            (d, name) for d, name in found if name[0] != "_" and type(d[name]) is not torch.Tensor
+        ]
+        tensors = (
+            *self.parameters,
+            *self._model.buffers(),
+        )  # of these, those that have memory of their own
+        self.located = [
+            t for t in tensors if type(t).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+        ]
+        self.sharded: list[Any] = [
+            parameter for parameter in self.parameters if hasattr(parameter, "device_mesh")
+        ]
         self.places, self._trained, self._values = [], [], []  # unknown
 
 

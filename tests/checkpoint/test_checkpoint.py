@@ -37,7 +37,9 @@ from symmoe.grouped.mlp import GroupedMLP
 from symmoe.precision import MXFP8, Float8Block
 
 EXPERTS, HIDDEN, FFN = 8, 16, 8
-CONFIG = symmoe.MoEConfig(hidden=HIDDEN, ffn=FFN, num_experts=EXPERTS, top_k=2, expert_bias=True, order="slot")
+CONFIG = symmoe.MoEConfig(
+    hidden=HIDDEN, ffn=FFN, num_experts=EXPERTS, top_k=2, expert_bias=True, order="slot"
+)
 WIDE = dataclasses.replace(CONFIG, hidden=64, ffn=32)  # enough for every precision
 PRECISIONS = {
     "full": WIDE,
@@ -49,13 +51,17 @@ PRECISIONS = {
 class Model(nn.Module):
     """A dense part in half precision, an MoE layer with a shared expert, and a parameter that is a scalar."""
 
-    def __init__(self, heap: symmoe.SymmetricHeap, weights: str = "packed", config: symmoe.MoEConfig = CONFIG) -> None:
+    def __init__(
+        self, heap: symmoe.SymmetricHeap, weights: str = "packed", config: symmoe.MoEConfig = CONFIG
+    ) -> None:
         super().__init__()
         hidden = config.hidden
         self.dense = nn.Linear(hidden, hidden, dtype=torch.bfloat16)
         sizes = (EXPERTS // heap.num_ranks, hidden, config.ffn)
         experts = GroupedMLP(*sizes, bias=True, weights=weights, precision=config.precision)
-        self.moe = symmoe.MoELayer(config, heap, experts=experts, shared_expert=nn.Linear(hidden, hidden))
+        self.moe = symmoe.MoELayer(
+            config, heap, experts=experts, shared_expert=nn.Linear(hidden, hidden)
+        )
         self.scale = nn.Parameter(torch.ones(()))
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
 
@@ -64,12 +70,18 @@ class Model(nn.Module):
 def opened(num_ranks: int) -> Iterator[tuple[dist.ProcessGroup, symmoe.SymmetricHeap]]:
     """The group of all ranks, or of this process alone, and a heap over it."""
     alone = num_ranks == 1
-    group = dist.new_group([dist.get_rank()], use_local_synchronization=True) if alone else dist.group.WORLD
+    group = (
+        dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        if alone
+        else dist.group.WORLD
+    )
     with symmoe.SymmetricHeap(group, num_bytes=1 << 20, backend="host") as heap:
         yield group, heap
 
 
-def build(heap: symmoe.SymmetricHeap, weights: str, seed: int, config: symmoe.MoEConfig = CONFIG) -> tuple[Any, Any]:
+def build(
+    heap: symmoe.SymmetricHeap, weights: str, seed: int, config: symmoe.MoEConfig = CONFIG
+) -> tuple[Any, Any]:
     """Model and optimizer in state `seed`."""
     model = Model(heap, weights, config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
@@ -86,7 +98,9 @@ def save_on(rank: int, num_ranks: int, directory: str, weights: str, seed: int) 
         return bits(model, optimizer)
 
 
-def load_on(rank: int, num_ranks: int, directory: str, weights: str, *, fresh: bool = False) -> tuple[Bits, Bits, Any]:
+def load_on(
+    rank: int, num_ranks: int, directory: str, weights: str, *, fresh: bool = False
+) -> tuple[Bits, Bits, Any]:
     """What is loaded into a model of other values, what this rank should have then by the formula, and the rest."""
     with opened(num_ranks) as (group, heap):
         model, optimizer = build(heap, weights, 999)
@@ -111,20 +125,32 @@ ROUTES = [pytest.param(*route, marks=pytest.mark.slow if 4 in route else ()) for
 
 
 @pytest.mark.parametrize(("source", "target", "written", "read"), ROUTES)
-def test_every_bit_survives_the_change_of_ranks(cluster, tmp_path: Path, source, target, written, read):
+def test_every_bit_survives_the_change_of_ranks(
+    cluster, tmp_path: Path, source, target, written, read
+):
     saved = cluster(source).run(save_on, str(tmp_path), written, 3)
     assert len({mine["moe.router.weight"] for mine in saved}) == 1
     loaded = cluster(target).run(load_on, str(tmp_path), read, fresh=target == 2)
     for rank, (found, expected, rest) in enumerate(loaded):
         assert found == expected
         assert len(found) > 40
-        assert rest == {"step": 3, "extra": {"seed": 3}, "rank_extra": rank if source == target else None}
+        assert rest == {
+            "step": 3,
+            "extra": {"seed": 3},
+            "rank_extra": rank if source == target else None,
+        }
     manifest, tensors = read_manifest(tmp_path), stored_in(tmp_path / "step-00000003")
-    assert (manifest.rank_extra, manifest.num_ranks, manifest.ep_size) == (list(range(source)), source, source)
+    assert (manifest.rank_extra, manifest.num_ranks, manifest.ep_size) == (
+        list(range(source)),
+        source,
+        source,
+    )
     fc1 = tensors["model.moe.experts.fc1.weight"]
     assert (fc1.size, len(fc1.chunks)) == ((EXPERTS, 2 * FFN, HIDDEN), source)
     # What all ranks have is written once.
-    needed = sum(tensor.size.numel() * tensor.properties.dtype.itemsize for tensor in tensors.values())
+    needed = sum(
+        tensor.size.numel() * tensor.properties.dtype.itemsize for tensor in tensors.values()
+    )
     assert needed < sum(file.bytes for file in manifest.files.values()) < needed + 16384 * source
     assert len(tensors["model.dense.weight"].chunks) == 1
 
@@ -142,7 +168,10 @@ def test_torch_loads_it_at_any_layout(rank: int, num_ranks: int, tmp_path: Path)
     own = ExpertShard(tensor=experts[2 * rank : 2 * rank + 2], start=2 * rank, num_experts=4)
     all_or_none = ExpertShard(tensor=experts[: 4 - 4 * rank], start=0, num_experts=4)
     path = save_checkpoint(directory, 1, model={"a.experts": own, "b": all_or_none})
-    found = torch.zeros(4, 6), distribute_tensor(torch.zeros(4, 6), init_device_mesh("cpu", (num_ranks,)), [Shard(1)])
+    found = (
+        torch.zeros(4, 6),
+        distribute_tensor(torch.zeros(4, 6), init_device_mesh("cpu", (num_ranks,)), [Shard(1)]),
+    )
     state = {"model": {"b": found[0], "a.experts": found[1]}}
     dcp.load(state, storage_reader=HuggingFaceStorageReader(str(path)))
     for tensor in (found[0], found[1].full_tensor()):
@@ -166,7 +195,9 @@ def save_in_use(rank: int, num_ranks: int, directory: str, precision: str) -> tu
             return bits(model, optimizer), raw(y)
 
 
-def load_and_use(rank: int, num_ranks: int, directory: str, precision: str) -> tuple[Bits, bytes, str]:
+def load_and_use(
+    rank: int, num_ranks: int, directory: str, precision: str
+) -> tuple[Bits, bytes, str]:
     """Loads into a layer of other values that has been used, and uses it again."""
     with opened(num_ranks) as (group, heap):
         model, optimizer = build(heap, "packed", 999, PRECISIONS[precision])
@@ -182,7 +213,9 @@ def test_a_checkpoint_does_not_depend_on_the_precision(cluster, tmp_path: Path, 
     saved = {name: ranks.run(save_in_use, str(tmp_path / name), name) for name in other}
     assert tree(tmp_path / precision) == tree(tmp_path / "full")
     for written, read in other.items():
-        for rank, (found, y, kept) in enumerate(ranks.run(load_and_use, str(tmp_path / written), read)):
+        for rank, (found, y, kept) in enumerate(
+            ranks.run(load_and_use, str(tmp_path / written), read)
+        ):
             assert (found, y) == (saved[written][rank][0], saved[read][rank][1])
             assert y != saved[written][rank][1]  # so the layers do compute differently
             assert kept == str(PRECISIONS[read].precision)
@@ -221,14 +254,19 @@ def part_of_four(start: int, length: int) -> ExpertShard:
     return ExpertShard(tensor=torch.ones(length, 3), start=start, num_experts=4)
 
 
-DISAGREEMENTS: dict[str, tuple[dict[str, Any], str]] = {  # what rank 1 has, and what is said on all ranks
+DISAGREEMENTS: dict[
+    str, tuple[dict[str, Any], str]
+] = {  # what rank 1 has, and what is said on all ranks
     "a bit": (
         {"x": torch.tensor([0.0, 1.0, 2.0000002, 3.0])},
         "CheckpointError: on rank 0: model.x differs between rank 0 and rank 1",
     ),
     "extra": ({"extra": 1}, "CheckpointError: on rank 0: extra differs between rank 0 and rank 1"),
     "step": ({"step": 2}, "CheckpointError: on rank 0: step differs"),
-    "not JSON": ({"rank_extra": {1, 2}}, "ArgumentError: on rank 1: rank_extra is not fit for JSON"),
+    "not JSON": (
+        {"rank_extra": {1, 2}},
+        "ArgumentError: on rank 1: rank_extra is not fit for JSON",
+    ),
     "a dtype": (
         {"x": torch.arange(4.0).double()},
         "CheckpointError: on rank 0: model.x is ['torch.float64', [4]] on rank 1",
@@ -254,7 +292,11 @@ def test_one_ranks_problem_is_every_ranks_error(cluster, tmp_path: Path, case: s
 
 
 def tree(directory: Path) -> Bits:
-    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in directory.rglob("*")
+        if path.is_file()
+    }
 
 
 def save_experts(rank: int, num_ranks: int, directory: str) -> None:
@@ -268,7 +310,9 @@ def test_a_rank_reads_its_own_rows_only(cluster, tmp_path: Path, monkeypatch: py
     real = HuggingFaceStorageReader.read_data
 
     def recorded(reader: HuggingFaceStorageReader, plan: Any, planner: Any) -> Any:
-        rows.extend((i.storage_index.offset[0], i.storage_offsets[0], i.lengths[0]) for i in plan.items)
+        rows.extend(
+            (i.storage_index.offset[0], i.storage_offsets[0], i.lengths[0]) for i in plan.items
+        )
         return real(reader, plan, planner)
 
     monkeypatch.setattr(HuggingFaceStorageReader, "read_data", recorded)
@@ -313,9 +357,19 @@ def test_wrong_arguments(tmp_path: Path, keep_last: Any):
 
 
 @pytest.mark.parametrize(
-    "content", [None, b"", b"step-0000", b"../step-00000002 0\n", b"\xff" * 79, b"step-00000002 " + b"0" * 64 + b"\n"]
+    "content",
+    [
+        None,
+        b"",
+        b"step-0000",
+        b"../step-00000002 0\n",
+        b"\xff" * 79,
+        b"step-00000002 " + b"0" * 64 + b"\n",
+    ],
 )
-def test_latest_missing_or_torn_means_the_newest_complete_step(saved: Path, caplog, content: bytes | None):
+def test_latest_missing_or_torn_means_the_newest_complete_step(
+    saved: Path, caplog, content: bytes | None
+):
     assert newest(saved) == 2
     assert not caplog.records
     (saved / "latest").unlink()
@@ -361,7 +415,9 @@ def test_what_a_killed_save_left_is_cleaned_by_the_next(saved: Path):
     assert not list(saved.glob("*.replaced"))
 
 
-def test_everything_is_on_disk_before_it_gets_its_name(saved: Path, monkeypatch: pytest.MonkeyPatch):
+def test_everything_is_on_disk_before_it_gets_its_name(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+):
     """The order of fsyncs and renames, as the system sees them, and that a file is whole by then. A power cut keeps no
     order but this one."""
     events: list[tuple[str, str]] = []
@@ -378,20 +434,27 @@ def test_everything_is_on_disk_before_it_gets_its_name(saved: Path, monkeypatch:
 
     for call in ("fsync", "rename"):
         monkeypatch.setattr(os, call, recorded(call, getattr(os, call)))
-    monkeypatch.setattr(Path, "rename", lambda path, target: os.rename(path, target))  # Python 3.10's is another
+    monkeypatch.setattr(
+        Path, "rename", lambda path, target: os.rename(path, target)
+    )  # Python 3.10's is another
     path = save_checkpoint(saved, 3, model=state(3))
     unfinished = next(name for call, name in events if call == "rename")
     assert re.fullmatch(r"\.step-00000003\.\w{8}\.tmp", unfinished)
     assert events == [
         ("fsync", saved.name),
-        *(("fsync", name) for name in (FILE, "manifest.json", "manifest.json.sha256", unfinished, ".latest.tmp")),
+        *(
+            ("fsync", name)
+            for name in (FILE, "manifest.json", "manifest.json.sha256", unfinished, ".latest.tmp")
+        ),
         ("rename", unfinished),
         ("fsync", saved.name),
         ("rename", ".latest.tmp"),
         ("fsync", saved.name),
     ]
     for file in (*path.iterdir(), saved / "latest"):
-        assert sizes[".latest.tmp" if file.name == "latest" else file.name] == file.stat().st_size, file
+        assert (
+            sizes[".latest.tmp" if file.name == "latest" else file.name] == file.stat().st_size
+        ), file
 
 
 def test_every_flipped_bit_is_caught(saved: Path):
@@ -420,7 +483,10 @@ def test_every_flipped_bit_is_caught(saved: Path):
 
 OTHERS: dict[str, Any] = {  # what the model has, but not the checkpoint, and the error
     "missing": ({"new": torch.ones(1)}, "has no model.new"),
-    "unexpected": ({"a": {"none": torch.empty(0, 3)}}, "has model.a.weight, which the model has not"),
+    "unexpected": (
+        {"a": {"none": torch.empty(0, 3)}},
+        "has model.a.weight, which the model has not",
+    ),
     "shape": (
         {"a": {"weight": torch.empty(5, 4), "none": torch.empty(0, 3)}},
         r"model.a.weight is torch.float32 \[5, 3\] in .* and torch.float32 \[5, 4\] in the model",
@@ -453,11 +519,16 @@ def tamper(path: Path, edit: Callable[[dict[str, Any]], None]) -> None:
     (path / "manifest.json.sha256").write_bytes(seal_of(data))
 
 
-def tamper_file(path: Path, edit: Callable[[dict[str, torch.Tensor], dict[str, Any]], object]) -> None:
+def tamper_file(
+    path: Path, edit: Callable[[dict[str, torch.Tensor], dict[str, Any]], object]
+) -> None:
     """Changes a file's tensors, or where its header says that they are, as somebody would who can hash it again."""
     with safe_open(path / FILE, framework="pt") as file:
         tensors = {key: file.get_tensor(key) for key in file.keys()}
-        parts = {key: part["saved_offsets"] for key, part in json.loads(file.metadata()["DCP_SHARDING_INFO"]).items()}
+        parts = {
+            key: part["saved_offsets"]
+            for key, part in json.loads(file.metadata()["DCP_SHARDING_INFO"]).items()
+        }
     edit(tensors, parts)
     info = json.dumps({key: {"saved_offsets": offsets} for key, offsets in parts.items()})
     data = safetensors.torch.save(tensors, {"DCP_SHARDING_INFO": info})
@@ -486,7 +557,9 @@ MANIFESTS = {
     "a file that is not there": lambda m: rename_file(m, "rank-00009-0000.safetensors"),
     "a file less": lambda m: m["files"].clear(),
     "rank_extra": lambda m: m.update(rank_extra={}),
-    "optimizer": lambda m: m.update(optimizer={"name": "SGD", "groups": [{"params": [1]}], "values": {}}),
+    "optimizer": lambda m: m.update(
+        optimizer={"name": "SGD", "groups": [{"params": [1]}], "values": {}}
+    ),
     "nothing": lambda m: m.clear(),
 }
 HEADERS = {
@@ -496,19 +569,30 @@ HEADERS = {
     "a negative offset": lambda tensors, parts: parts.update({"model.experts": [-1, 0]}),
     "a word": lambda tensors, parts: parts.update({"model.experts": ["0", 0]}),
     "cut along columns": lambda tensors, parts: parts.update({"model.experts": [0, 1]}),
-    "rows are missing": lambda tensors, parts: tensors.update({"model.experts": tensors["model.experts"][1:].clone()}),
+    "rows are missing": lambda tensors, parts: tensors.update(
+        {"model.experts": tensors["model.experts"][1:].clone()}
+    ),
     "another shape": lambda tensors, parts: tensors.update({"model.scalar": torch.ones(1)}),
-    "another key": lambda tensors, parts: [d.update({"model.x": d.pop("model.scalar")}) for d in (tensors, parts)],
+    "another key": lambda tensors, parts: [
+        d.update({"model.x": d.pop("model.scalar")}) for d in (tensors, parts)
+    ],
 }
 
 
 @pytest.mark.parametrize(
     ("edit", "change"),
-    [*((tamper, case) for case in MANIFESTS.items()), *((tamper_file, case) for case in HEADERS.items())],
+    [
+        *((tamper, case) for case in MANIFESTS.items()),
+        *((tamper_file, case) for case in HEADERS.items()),
+    ],
     ids=lambda what: what[0] if isinstance(what, tuple) else what.__name__,
 )
-def test_what_is_made_in_bad_faith_is_refused(saved: Path, edit: Callable[..., None], change: tuple[str, Any]):
-    shutil.copy(saved / "step-00000002" / FILE, saved / FILE)  # "a name with a path" is that of a good file
+def test_what_is_made_in_bad_faith_is_refused(
+    saved: Path, edit: Callable[..., None], change: tuple[str, Any]
+):
+    shutil.copy(
+        saved / "step-00000002" / FILE, saved / FILE
+    )  # "a name with a path" is that of a good file
     edit(saved / "step-00000002", change[1])
     tensors = state(99)
     with pytest.raises(CheckpointError, match=r"step-00000002|model\."):
@@ -547,18 +631,25 @@ def test_memory_that_is_shared_or_strided(tmp_path: Path):
     base = torch.arange(12.0).view(3, 4)
     tensors = {"base": base, "transposed": base.t(), "part": base[:, 1:3], "tied": base}
     save_checkpoint(tmp_path, 1, model=tensors)
-    found = {name: torch.zeros(3, 4).t() if name == "transposed" else torch.zeros(3, 4) for name in tensors}
+    found = {
+        name: torch.zeros(3, 4).t() if name == "transposed" else torch.zeros(3, 4)
+        for name in tensors
+    }
     found["part"] = torch.zeros(3, 4)[:, 1:3]
     load_checkpoint(tmp_path, model=found)
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
 
 
 # --- optimizers ---
-def stepped(kind: str, seed: int, weights: str = "packed") -> tuple[nn.Module, torch.optim.Optimizer]:
+def stepped(
+    kind: str, seed: int, weights: str = "packed"
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(seed)
     model = nn.Sequential(GroupedLinear(4, 8, 8, weights=weights), nn.Linear(8, 8))
     make = {
-        "AdamW": lambda p: torch.optim.AdamW([{"params": p[:2], "lr": 0.1}, {"params": p[2:]}], amsgrad=True),
+        "AdamW": lambda p: torch.optim.AdamW(
+            [{"params": p[:2], "lr": 0.1}, {"params": p[2:]}], amsgrad=True
+        ),
         "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
         "plain SGD": lambda p: torch.optim.SGD(p, lr=0.1),
         "Adafactor": lambda p: torch.optim.Adafactor(p),
@@ -619,9 +710,15 @@ def test_another_optimizer_is_refused(tmp_path: Path):
         load_checkpoint(tmp_path, model=model, optimizer=torch.optim.AdamW(model.parameters()))
     first, *rest = model.parameters()
     with pytest.raises(CheckpointError, match=r"group 0 .* other parameters"):
-        load_checkpoint(tmp_path, model=model, optimizer=torch.optim.AdamW([{"params": [first]}, {"params": rest}]))
+        load_checkpoint(
+            tmp_path,
+            model=model,
+            optimizer=torch.optim.AdamW([{"params": [first]}, {"params": rest}]),
+        )
     with pytest.raises(ArgumentError, match="not in model"):
-        save_checkpoint(tmp_path, 2, model=model, optimizer=torch.optim.AdamW([nn.Parameter(torch.ones(2))]))
+        save_checkpoint(
+            tmp_path, 2, model=model, optimizer=torch.optim.AdamW([nn.Parameter(torch.ones(2))])
+        )
     save_checkpoint(tmp_path, 2, model=model)
     with pytest.raises(CheckpointError, match="has no optimizer state"):
         load_checkpoint(tmp_path, model=model, optimizer=optimizer)
@@ -629,9 +726,14 @@ def test_another_optimizer_is_refused(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("key", "offsets", "problem"),
-    [("bias.exp_avg", [1 << 50], "is not whole: rows 0 to"), ("weight.exp_avg", [0, 1 << 50], "is not cut into rows")],
+    [
+        ("bias.exp_avg", [1 << 50], "is not whole: rows 0 to"),
+        ("weight.exp_avg", [0, 1 << 50], "is not cut into rows"),
+    ],
 )
-def test_no_state_is_allocated_that_the_files_cannot_hold(tmp_path: Path, key: str, offsets: list[int], problem: str):
+def test_no_state_is_allocated_that_the_files_cannot_hold(
+    tmp_path: Path, key: str, offsets: list[int], problem: str
+):
     model, optimizer = stepped("AdamW", 1)
     save_checkpoint(tmp_path, 1, model=model, optimizer=optimizer)
     before = bits(model, optimizer)

@@ -96,20 +96,27 @@ def test_a_rank_that_dies_in_a_save_is_named(tmp_path: Path):
         with pytest.raises(RankFailure, match="rank 1: died with exit code -9"):
             ranks.run(die_in_a_save, str(tmp_path))
     for rank in (0, 2):
-        assert (tmp_path / f"heard-{rank}").read_text().startswith("CheckpointError: rank 1 is gone: ")
+        assert (
+            (tmp_path / f"heard-{rank}").read_text().startswith("CheckpointError: rank 1 is gone: ")
+        )
     assert names(tmp_path / "c") == ["latest", "step-00000001"]
     assert read_manifest(tmp_path / "c").step == 1
 
 
 @run_on(2)
-def test_a_rank_that_hangs_in_a_save_is_named_after_the_groups_timeout(rank, num_ranks, tmp_path: Path) -> None:
+def test_a_rank_that_hangs_in_a_save_is_named_after_the_groups_timeout(
+    rank, num_ranks, tmp_path: Path
+) -> None:
     """Rank 1 does not come back from writing until rank 0 has given up."""
     group = dist.new_group(timeout=timedelta(seconds=4))
 
     def hang(path: Path, data: bytes) -> None:
         wait_for(tmp_path / "given-up")
 
-    with patch.object(files, "write", hang if rank == 1 else files.write), pytest.raises(CheckpointError) as caught:
+    with (
+        patch.object(files, "write", hang if rank == 1 else files.write),
+        pytest.raises(CheckpointError) as caught,
+    ):
         save_checkpoint(tmp_path / "c", 1, model=state(1, rank, num_ranks), group=group)
     (tmp_path / "given-up").touch()
     # Rank 0 has closed its connections when rank 1 comes.
@@ -161,7 +168,9 @@ class Interrupt(BaseException):
     """Of nobody else's."""
 
 
-def interrupted_everywhere(rank: int, num_ranks: int, directory: str, stride: int) -> list[tuple[int, str]]:
+def interrupted_everywhere(
+    rank: int, num_ranks: int, directory: str, stride: int
+) -> list[tuple[int, str]]:
     """Saves again and again; on rank 1 a signal's handler raises at line 0, `stride`, 2 * `stride`, ... of the save."""
     reports = []
     line, has_ended = 0, False
@@ -172,7 +181,11 @@ def interrupted_everywhere(rank: int, num_ranks: int, directory: str, stride: in
             nonlocal lines
             code = frame.f_code
             # Before the block of Peers begins, nobody could be told; while it is left, a second one would be needed.
-            if not code.co_filename.startswith(SOURCES) or code.co_name in ("__init__", "__enter__", "__exit__"):
+            if not code.co_filename.startswith(SOURCES) or code.co_name in (
+                "__init__",
+                "__enter__",
+                "__exit__",
+            ):
                 return None
             if code.co_name == "save_checkpoint" and not lines:
                 return trace if "peers" in frame.f_locals else first
@@ -218,7 +231,9 @@ def test_an_interrupt_at_any_line_of_a_save(cluster, tmp_path: Path):
 
 # --- disks ---
 @run_on(2)
-def test_a_file_that_does_not_fit_is_named_on_every_rank(rank: int, num_ranks: int, tmp_path: Path) -> None:
+def test_a_file_that_does_not_fit_is_named_on_every_rank(
+    rank: int, num_ranks: int, tmp_path: Path
+) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100 if rank == 1 else limits[0], limits[1]))
     text = save_both(rank, num_ranks, str(tmp_path), 2)
@@ -234,12 +249,16 @@ def test_a_full_disk_names_the_file(saved: Path, monkeypatch: pytest.MonkeyPatch
 
     def full(file: int) -> None:
         if os.readlink(f"/proc/self/fd/{file}").endswith(name):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as the system says it, without a name
+            raise OSError(
+                errno.ENOSPC, os.strerror(errno.ENOSPC)
+            )  # as the system says it, without a name
         fsync(file)
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
-        with pytest.raises(CheckpointError, match=rf"/{name} cannot be written: No space left on device"):
+        with pytest.raises(
+            CheckpointError, match=rf"/{name} cannot be written: No space left on device"
+        ):
             save_checkpoint(saved, 3, model=state(3))
     assert (names(saved), newest(saved)) == (before, 2)
     save_checkpoint(saved, 4, model=state(4))
@@ -290,9 +309,14 @@ def test_two_jobs_in_one_directory(saved: Path):
     (saved / ".step-00000003.0123abcd.tmp").mkdir()  # the other's
     before = names(saved)
     command = [sys.executable, "-c", _HOLD, str(saved)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
         pid = other.stdout.readline().strip()
-        with pytest.raises(CheckpointError, match=f"another job is saving to {saved}: process {pid} on .* has .lock"):
+        with pytest.raises(
+            CheckpointError,
+            match=f"another job is saving to {saved}: process {pid} on .* has .lock",
+        ):
             save_checkpoint(saved, 3, model=state(3))
         assert names(saved) == before
         assert newest(saved) == 2  # loading needs no lock
@@ -303,7 +327,9 @@ def test_two_jobs_in_one_directory(saved: Path):
     assert names(saved) == [*before[1:], "step-00000003"]
 
 
-def test_a_file_system_without_locks(saved: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+def test_a_file_system_without_locks(
+    saved: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
     def none(file: int, how: int) -> None:
         raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
 
@@ -355,30 +381,44 @@ def test_what_is_no_plain_file_is_not_read(saved: Path, name: str, kind: str):
     make_odd(saved / "step-00000002" / name, kind)
     with (
         in_time(),
-        pytest.raises(CheckpointError, match=rf"step-00000002/{name} (is no plain file|cannot be read|has None bytes)"),
+        pytest.raises(
+            CheckpointError,
+            match=rf"step-00000002/{name} (is no plain file|cannot be read|has None bytes)",
+        ),
     ):
         newest(saved)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_latest_that_is_no_plain_file_is_passed_over(saved: Path, caplog: pytest.LogCaptureFixture, kind: str):
+def test_latest_that_is_no_plain_file_is_passed_over(
+    saved: Path, caplog: pytest.LogCaptureFixture, kind: str
+):
     make_odd(saved / "latest", kind)
     with in_time(), caplog.at_level(logging.WARNING):
         assert newest(saved) == 2
-    assert re.search(r"latest (is no plain file|cannot be read: .*); taking step-00000002", caplog.text)
+    assert re.search(
+        r"latest (is no plain file|cannot be read: .*); taking step-00000002", caplog.text
+    )
 
 
 @pytest.mark.parametrize("kind", ["pipe", "directory", "link"])
 def test_a_lock_that_is_no_plain_file(saved: Path, kind: str):
     make_odd(saved / ".lock", kind)
-    with in_time(), pytest.raises(CheckpointError, match=r"\.lock (is no plain file|cannot be written)"):
+    with (
+        in_time(),
+        pytest.raises(CheckpointError, match=r"\.lock (is no plain file|cannot be written)"),
+    ):
         save_checkpoint(saved, 3, model=state(3))
     assert newest(saved) == 2
 
 
 def test_a_manifest_of_another_step_is_refused(saved: Path, caplog: pytest.LogCaptureFixture):
-    (saved / "step-00000001").rename(saved / "step-00000007")  # everything in it is as it was written
-    with pytest.raises(CheckpointError, match=r"step-00000007/manifest.json: step is 1, not that of step-00000007"):
+    (saved / "step-00000001").rename(
+        saved / "step-00000007"
+    )  # everything in it is as it was written
+    with pytest.raises(
+        CheckpointError, match=r"step-00000007/manifest.json: step is 1, not that of step-00000007"
+    ):
         load_checkpoint(saved, model=state(0), step=7)
     with pytest.raises(CheckpointError, match="step is 1"):
         read_manifest(saved, 7)

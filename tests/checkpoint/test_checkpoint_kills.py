@@ -29,9 +29,19 @@ def run(file: Path, kills: int, flips: int, change: str = "") -> dict[str, Any]:
     """The suite's record, whose failures are those of its exit code, with a change of symmoe.checkpoint."""
     code = f"import shutil, sys\nfrom symmoe.checkpoint import folder\n{change}\n"
     code += "from tests.reliability.checkpoint_kills import main\nsys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-c", code, f"--kills={kills}", f"--flips={flips}", "--json", str(file)]
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        f"--kills={kills}",
+        f"--flips={flips}",
+        "--json",
+        str(file),
+    ]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANG_S)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANG_S
+    )
     assert file.exists(), done.stdout + done.stderr
     record = json.loads(file.read_text())
     assert done.returncode == bool(record["failures"])

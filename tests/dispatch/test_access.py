@@ -142,7 +142,14 @@ def test_two_threads_on_each_of_two_ranks(rank: int, num_ranks: int, findings: F
             findings.check(is_same(result, want[step]), f"step {step} is wrong")
     names = {step for steps in got for step in steps if isinstance(step, str)}
     findings.check(bool(names), "nothing was raised")
-    known = {"ConcurrentUse", "ConfigMismatch", "PeerTimeout", "PeerAborted", "HeapPoisoned", "SymmoeError"}
+    known = {
+        "ConcurrentUse",
+        "ConfigMismatch",
+        "PeerTimeout",
+        "PeerAborted",
+        "HeapPoisoned",
+        "SymmoeError",
+    }
     findings.check(names <= known, f"{names} were raised")
     heap.abort("the test is over")
     heap.close()
@@ -246,7 +253,9 @@ def in_a_fork(step: Callable[[], object]) -> object:
 WAYS: dict[str, Callable[[list[SymmetricHeap]], object]] = {
     "close": lambda holder: holder[0].close(),
     "with": lambda holder: holder[0].__enter__().__exit__(None, None, None),
-    "exception": lambda holder: holder[0].__enter__().__exit__(ZeroDivisionError, ZeroDivisionError(), None),
+    "exception": lambda holder: (
+        holder[0].__enter__().__exit__(ZeroDivisionError, ZeroDivisionError(), None)
+    ),
     "abort": lambda holder: holder[0].abort("of a child"),
     "drop": lambda holder: [holder.clear(), gc.collect()] and None,
     "exit": lambda holder: None,
@@ -255,12 +264,16 @@ WAYS: dict[str, Callable[[list[SymmetricHeap]], object]] = {
 
 
 @run_on(1, pytest.param(2, marks=pytest.mark.slow))
-def test_a_forked_process_does_nothing_to_the_heap(rank: int, num_ranks: int, findings: Findings) -> None:
+def test_a_forked_process_does_nothing_to_the_heap(
+    rank: int, num_ranks: int, findings: Findings
+) -> None:
     """One rank forks between forward and backward; the child leaves the heap in every way. Nobody notices."""
     with SymmetricHeap(num_bytes=NUM_BYTES, backend="host", timeout_s=20.0) as heap:
         [layer] = layers_on(heap)
         holder = [heap]
-        x = torch.randn(9, CONFIG["hidden"], generator=torch.Generator().manual_seed(rank), requires_grad=True)
+        x = torch.randn(
+            9, CONFIG["hidden"], generator=torch.Generator().manual_seed(rank), requires_grad=True
+        )
         want = train(layer, rank)
         y, _ = layer(x)
         y.square().sum().backward()
@@ -290,13 +303,20 @@ def test_calls_of_a_forked_process_say_whose_heap_it_is(heap: SymmetricHeap):
     parent = os.getpid()
 
     def use() -> list[tuple[str, str]]:
-        uses = (heap.check, lambda: heap.lease((4,), torch.float32), lambda: heap.barrier(0), lambda: round_trip(heap))
+        uses = (
+            heap.check,
+            lambda: heap.lease((4,), torch.float32),
+            lambda: heap.barrier(0),
+            lambda: round_trip(heap),
+        )
         found = [outcome(use) for use in (*uses, lambda: layer(x), loss.backward)]
         lease.release()  # giving back does no harm
         return [*found, ("", repr(heap.owns(x)))]
 
     *found, last = in_a_fork(use)
-    if found[-1][0] == "RuntimeError":  # torch has started threads for an earlier test, and refuses any backward pass
+    if (
+        found[-1][0] == "RuntimeError"
+    ):  # torch has started threads for an earlier test, and refuses any backward pass
         assert "fork-based multiprocessing" in found.pop()[1]
     for name, text in found:
         assert name == HeapClosed.__name__
@@ -331,7 +351,9 @@ def test_workers_of_a_data_loader(heap: SymmetricHeap):
 
     [layer] = layers_on(heap)
     want = train(layer, 3)
-    loader = torch.utils.data.DataLoader(Tokens(), batch_size=2, num_workers=2, multiprocessing_context="fork")
+    loader = torch.utils.data.DataLoader(
+        Tokens(), batch_size=2, num_workers=2, multiprocessing_context="fork"
+    )
     for batch in loader:
         layer(batch)[0].sum().backward()
     assert all(map(is_same, train(layer, 3), want))

@@ -24,7 +24,9 @@ def kinds(monkeypatch: pytest.MonkeyPatch, *names: str) -> dict[str, list[str]]:
     """How the kernels of these names will be given matrices: "packed" or "table", by name."""
     seen: dict[str, list[str]] = {name: [] for name in names}
 
-    def recording(name: str, kernel: Callable[..., object], *args: object, **kwargs: object) -> object:
+    def recording(
+        name: str, kernel: Callable[..., object], *args: object, **kwargs: object
+    ) -> object:
         matrices = args[3 if name == "grouped_gemm_wgrad" else 1]
         seen[name].append("table" if isinstance(matrices, TensorTable) else "packed")
         assert isinstance(matrices, TensorTable) or matrices.is_contiguous()
@@ -52,7 +54,9 @@ def descend(layer: GroupedLinear) -> None:
 def leave_gaps(layer: GroupedLinear) -> None:
     """At equal distances, but not one after the other."""
     weights = layer.weight_parameters()
-    whole = torch.stack([part for weight in weights for part in (weight.data, torch.full_like(weight, 7.0))])
+    whole = torch.stack(
+        [part for weight in weights for part in (weight.data, torch.full_like(weight, 7.0))]
+    )
     for weight, part in zip(weights, whole[::2], strict=True):
         weight.data = part
 
@@ -65,7 +69,9 @@ def move_one(layer: GroupedLinear) -> None:
 def join_others(layer: GroupedLinear) -> None:
     """Into the middle of a larger storage, as trainers' buffers are."""
     weights = layer.weight_parameters()
-    whole = torch.cat([torch.zeros(64), *(weight.data.flatten() for weight in weights), torch.zeros(64)])
+    whole = torch.cat(
+        [torch.zeros(64), *(weight.data.flatten() for weight in weights), torch.zeros(64)]
+    )
     size = weights[0].numel()
     for g, weight in enumerate(weights):
         weight.data = whole[64 + g * size : 64 + (g + 1) * size].view(weight.shape)
@@ -73,12 +79,18 @@ def join_others(layer: GroupedLinear) -> None:
 
 MOVES = {
     "table": (scatter, descend, leave_gaps, move_one),
-    "packed": (lambda layer: None, join_others, lambda layer: layer.to(torch.float64).to(torch.float32)),
+    "packed": (
+        lambda layer: None,
+        join_others,
+        lambda layer: layer.to(torch.float64).to(torch.float32),
+    ),
 }
 
 
 @pytest.mark.parametrize("main_grad", [False, True])
-@pytest.mark.parametrize(("kind", "move"), [(kind, move) for kind, moves in MOVES.items() for move in moves])
+@pytest.mark.parametrize(
+    ("kind", "move"), [(kind, move) for kind, moves in MOVES.items() for move in moves]
+)
 def test_linear_is_given_what_the_weights_are(monkeypatch, kind, move, main_grad):
     """And the bits are those of a packed weight either way."""
     case = cases.Case(main_grad=main_grad, buffers=())
@@ -115,7 +127,9 @@ def test_layers_of_an_mlp_are_looked_at_one_by_one(monkeypatch, moved):
     call, layers = cases.make_way("mlp", case, inputs, weights="discrete")
     for name in moved:
         scatter(layers[name])
-    seen = kinds(monkeypatch, "grouped_gemm_act", "grouped_gemm", "grouped_gemm_dact", "grouped_gemm_dgrad")
+    seen = kinds(
+        monkeypatch, "grouped_gemm_act", "grouped_gemm", "grouped_gemm_dact", "grouped_gemm_dgrad"
+    )
     ran = cases.run(lambda x, scale: call(x, scale, inputs.splits), layers, inputs, case)
     of = {name: ["table" if name in moved else "packed"] for name in layers}
     assert [*seen.values()] == [of["fc1"], of["fc2"], of["fc2"], of["fc1"]]
@@ -128,20 +142,34 @@ def test_layers_of_an_mlp_are_looked_at_one_by_one(monkeypatch, moved):
 def test_gradients_are_written_as_they_lie(monkeypatch, where, delayed):
     case = cases.Case(main_grad=where != "fresh", delayed=delayed, buffers=())
     inputs = cases.linear_inputs(case)
-    packed, layer = (cases.make_linear(case, inputs.w1, inputs.b1, weights=form) for form in ("packed", "discrete"))
+    packed, layer = (
+        cases.make_linear(case, inputs.w1, inputs.b1, weights=form)
+        for form in ("packed", "discrete")
+    )
     whole = torch.full((G, *layer.weight0.shape), 0.5)
     if where in ("side by side", "descending"):
         order = layer.weight_parameters()
-        for weight, part in zip(order if where == "side by side" else reversed(order), whole, strict=True):
+        for weight, part in zip(
+            order if where == "side by side" else reversed(order), whole, strict=True
+        ):
             weight.main_grad = part
     elif where == "anywhere":
         layer.weight2.main_grad = torch.full_like(layer.weight2, 0.5)
     seen = kinds(monkeypatch, "grouped_gemm_wgrad")
     want, got = (
-        cases.run(lambda x, _, each=each: each(x, inputs.splits), {"fc": each}, inputs, case, finish=each.backward_dw)
+        cases.run(
+            lambda x, _, each=each: each(x, inputs.splits),
+            {"fc": each},
+            inputs,
+            case,
+            finish=each.backward_dw,
+        )
         for each in (packed, layer)
     )
-    assert seen["grouped_gemm_wgrad"] == ["packed", "packed" if where in ("fresh", "side by side") else "table"]
+    assert seen["grouped_gemm_wgrad"] == [
+        "packed",
+        "packed" if where in ("fresh", "side by side") else "table",
+    ]
     cases.assert_same_results(got, want, cases.TINY)
 
 
@@ -177,7 +205,9 @@ def loaded(layer: nn.Module) -> nn.Module:
 
 def assigned(layer: nn.Module) -> nn.Module:
     other = GroupedLinear(G, 8, 16, weights="discrete", device="meta")
-    other.load_state_dict({name: tensor.clone() for name, tensor in layer.state_dict().items()}, assign=True)
+    other.load_state_dict(
+        {name: tensor.clone() for name, tensor in layer.state_dict().items()}, assign=True
+    )
     return other
 
 
@@ -202,7 +232,19 @@ def from_meta(layer: nn.Module) -> nn.Module:
         (copy.deepcopy, None),
         (assigned, False),
     ],
-    ids=["new", "to", "dtype", "parent", "share_memory", "loaded", "saved", "meta", "pickle", "deepcopy", "assigned"],
+    ids=[
+        "new",
+        "to",
+        "dtype",
+        "parent",
+        "share_memory",
+        "loaded",
+        "saved",
+        "meta",
+        "pickle",
+        "deepcopy",
+        "assigned",
+    ],
 )
 def test_ways_that_weights_take(way, stays):
     torch.manual_seed(0)
@@ -244,7 +286,11 @@ def test_packed_view_is_the_same_memory_without_history():
     whole = torch.randn(3, 4, 8)
     matrices = [nn.Parameter(part) for part in whole]
     view = packed_view(matrices)
-    assert (view.data_ptr(), tuple(view.shape), view.stride()) == (whole.data_ptr(), (3, 4, 8), (32, 8, 1))
+    assert (view.data_ptr(), tuple(view.shape), view.stride()) == (
+        whole.data_ptr(),
+        (3, 4, 8),
+        (32, 8, 1),
+    )
     assert torch.equal(view, whole)
     assert not view.requires_grad
     assert view.grad_fn is None
@@ -257,7 +303,10 @@ def test_neighbours_in_different_storages_are_not_packed():
     """Nothing would keep the second alive as long as a view over the first one's storage."""
     memory = bytearray(2 * 4 * 8 * 4 + 64)
     offset = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % 16
-    parts = [torch.frombuffer(memory, dtype=torch.float32, count=32, offset=offset + 128 * i) for i in range(2)]
+    parts = [
+        torch.frombuffer(memory, dtype=torch.float32, count=32, offset=offset + 128 * i)
+        for i in range(2)
+    ]
     matrices = [part.view(4, 8) for part in parts]
     assert matrices[1].data_ptr() == matrices[0].data_ptr() + matrices[0].nbytes
     assert packed_view(matrices) is None

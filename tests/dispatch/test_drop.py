@@ -20,7 +20,9 @@ def make_choice(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     return ids.int(), scores.masked_fill(ids < 0, 0.0)
 
 
-def kept_slots(ids: torch.Tensor, probs: torch.Tensor, capacity: int, policy: str) -> set[tuple[int, int]]:
+def kept_slots(
+    ids: torch.Tensor, probs: torch.Tensor, capacity: int, policy: str
+) -> set[tuple[int, int]]:
     """(token, k) of the slots that stay."""
     kept = set()
     for expert in range(EXPERTS):
@@ -36,7 +38,9 @@ def kept_slots(ids: torch.Tensor, probs: torch.Tensor, capacity: int, policy: st
 def test_drop_equals_a_loop(policy: str, capacity: int):
     ids, probs = make_choice()
     leaf = probs.clone().requires_grad_()
-    got_ids, got_probs, dropped = drop_over_capacity(ids, leaf, num_experts=EXPERTS, capacity=capacity, policy=policy)
+    got_ids, got_probs, dropped = drop_over_capacity(
+        ids, leaf, num_experts=EXPERTS, capacity=capacity, policy=policy
+    )
     kept = kept_slots(ids, probs, capacity, policy)
     got_probs.sum().backward()
     for t in range(TOKENS):
@@ -53,7 +57,9 @@ def test_drop_equals_a_loop(policy: str, capacity: int):
 def test_policies_differ_and_equal_probs_go_by_position():
     ids, probs = make_choice()
     options = {"num_experts": EXPERTS, "capacity": 5}
-    by_probs, by_position = (drop_over_capacity(ids, probs, **options, policy=p)[0] for p in ("probs", "position"))
+    by_probs, by_position = (
+        drop_over_capacity(ids, probs, **options, policy=p)[0] for p in ("probs", "position")
+    )
     assert not torch.equal(by_probs, by_position)
     same = torch.full_like(probs, 0.5)
     assert torch.equal(drop_over_capacity(ids, same, **options, policy="probs")[0], by_position)
@@ -61,7 +67,11 @@ def test_policies_differ_and_equal_probs_go_by_position():
 
 def test_no_tokens():
     ids, probs, dropped = drop_over_capacity(
-        torch.empty(0, 2, dtype=torch.int32), torch.empty(0, 2), num_experts=4, capacity=0, policy="probs"
+        torch.empty(0, 2, dtype=torch.int32),
+        torch.empty(0, 2),
+        num_experts=4,
+        capacity=0,
+        policy="probs",
     )
     assert ids.shape == probs.shape == (0, 2)
     assert dropped.tolist() == [0]
@@ -82,13 +92,19 @@ def test_router_drops_like_megatron(policy: str, factor: float):
     before = plain(x)
     assert torch.equal(routed.chosen_idx, before.topk_idx)
     dense = torch.zeros(TOKENS, EXPERTS).scatter(1, before.topk_idx.long(), before.probs)
-    if policy == "position":  # Megatron's topk over a bool map has no order among equals: give it one
+    if (
+        policy == "position"
+    ):  # Megatron's topk over a bool map has no order among equals: give it one
         order = (dense > 0).float() * torch.linspace(2, 1, TOKENS).unsqueeze(1)
         _, want = moe_utils.apply_router_token_dropping(order, dense > 0, TOP_K, factor, "probs")
         want_probs = dense * want
     else:
-        want_probs, want = moe_utils.apply_router_token_dropping(dense, dense > 0, TOP_K, factor, "probs")
-    got = torch.zeros(TOKENS, EXPERTS + 1).scatter(1, routed.topk_idx.long() % (EXPERTS + 1), routed.probs)
+        want_probs, want = moe_utils.apply_router_token_dropping(
+            dense, dense > 0, TOP_K, factor, "probs"
+        )
+    got = torch.zeros(TOKENS, EXPERTS + 1).scatter(
+        1, routed.topk_idx.long() % (EXPERTS + 1), routed.probs
+    )
     torch.testing.assert_close(got[:, :EXPERTS], want_probs, rtol=0, atol=0)
     assert routed.num_over_capacity.item() == TOKENS * TOP_K - int(want.sum())
     assert routed.num_over_capacity.item() > 0

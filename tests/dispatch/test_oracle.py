@@ -14,12 +14,16 @@ from symmoe import SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
 
 
 @routings.RANKS_AND_CASES
-def test_dispatch_is_the_oracle_byte_for_byte(cluster, num_ranks: int, device: str, numbers: list[int]):
+def test_dispatch_is_the_oracle_byte_for_byte(
+    cluster, num_ranks: int, device: str, numbers: list[int]
+):
     assert cluster(num_ranks, device).findings(check_cases, numbers, device, check_dispatch) == []
 
 
 @routings.RANKS_AND_CASES
-def test_sums_and_gradients_are_the_oracle_bit_for_bit(cluster, num_ranks: int, device: str, numbers: list[int]):
+def test_sums_and_gradients_are_the_oracle_bit_for_bit(
+    cluster, num_ranks: int, device: str, numbers: list[int]
+):
     assert cluster(num_ranks, device).findings(check_cases, numbers, device, check_combine) == []
 
 
@@ -28,7 +32,9 @@ def test_the_cases_hold_what_they_promise():
     assert len(routings.CASES) >= 200
     assert {case.top_k for case in routings.CASES} == set(range(1, 9))
     assert {case.hidden for case in routings.CASES} == set(routings.HIDDEN_SIZES)
-    found = dict.fromkeys(("all-masked token", "dropped", "raises", "idle expert", "unused packed row", "2 blocks"), 0)
+    found = dict.fromkeys(
+        ("all-masked token", "dropped", "raises", "idle expert", "unused packed row", "2 blocks"), 0
+    )
     for stratum in routings.STRATA:
         cases = [case for case in routings.CASES if case.stratum == stratum]
         assert len({case.dtype for case in cases}) == 3
@@ -69,7 +75,9 @@ def test_removing_rows_one_by_one_is_the_water_level():
             assert kept == loads
             continue
         assert sum(kept) == capacity
-        level = max(n for n in range(capacity + 1) if sum(min(load, n) for load in loads) <= capacity)
+        level = max(
+            n for n in range(capacity + 1) if sum(min(load, n) for load in loads) <= capacity
+        )
         left = capacity - sum(min(load, level) for load in loads)
         above = [g for g, load in enumerate(loads) if load > level]
         assert kept == [min(load, level) + (g in above[:left]) for g, load in enumerate(loads)]
@@ -81,7 +89,9 @@ def test_the_oracle_imports_nothing_of_the_package():
 
 
 @run_on(1, 2)
-def test_autograd_refuses_rows_that_combine_overwrote(rank, num_ranks, findings: Findings, heap: SymmetricHeap) -> None:
+def test_autograd_refuses_rows_that_combine_overwrote(
+    rank, num_ranks, findings: Findings, heap: SymmetricHeap
+) -> None:
     """Combine writes into no rows that autograd has saved."""
     plan = make_plan(torch.tensor([[0, 1], [1, 0], [0, 1]]), num_experts=2 * num_ranks, heap=heap)
     dispatch_tokens(torch.ones(3, 8), plan)
@@ -92,9 +102,13 @@ def test_autograd_refuses_rows_that_combine_overwrote(rank, num_ranks, findings:
             product = factor * lease.tensor  # backward wants the lease's contents
             combine_tokens(lease.tensor, plan, order=order)
             product.sum().backward()
-            findings.equal(f"gradient after order={order}", float(factor.grad), float(lease.tensor.numel()))
+            findings.equal(
+                f"gradient after order={order}", float(factor.grad), float(lease.tensor.numel())
+            )
     # Another lease is another tensor: writing to it leaves this one's version alone.
     with heap.lease((4,), torch.float32) as one, heap.lease((4,), torch.float32) as other:
         version = one.tensor._version
         other.tensor.zero_()
-        findings.equal("version of a lease after a write to its neighbour", one.tensor._version, version)
+        findings.equal(
+            "version of a lease after a write to its neighbour", one.tensor._version, version
+        )

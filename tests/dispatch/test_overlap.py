@@ -39,7 +39,9 @@ def starts_of(experts: list[list[int]]) -> torch.Tensor:
     return starts
 
 
-def check_parts(experts: list[list[int]], ranges: torch.Tensor, arrivals: list[tuple[int, set[int]]]) -> None:
+def check_parts(
+    experts: list[list[int]], ranges: torch.Tensor, arrivals: list[tuple[int, set[int]]]
+) -> None:
     """Against the definition, row by row, for one expert after the other. arrivals: parts, and who arrives for them."""
     starts = starts_of(experts)
     for e, counts in enumerate(experts):
@@ -65,7 +67,9 @@ def check_parts(experts: list[list[int]], ranges: torch.Tensor, arrivals: list[t
         for part, sources in reversed(arrivals):
             begin, stop = ranges[part, :, e].tolist()
             computed |= set(range(begin, stop))
-            assert all(first + i in computed for i, owner in enumerate(row_to_source) if owner in sources)
+            assert all(
+                first + i in computed for i, owner in enumerate(row_to_source) if owner in sources
+            )
 
 
 def draw_rows(data: st.DataObject, num_ranks: int) -> list[list[int]]:
@@ -92,12 +96,20 @@ def zeros(places):
 
 def found_in_node(topology, maps, source_to_rows, source_to_packed_start) -> InNodeIntegers:
     """What plan_in_node says of a plan without tokens."""
-    num_nodes, num_ranks, num_local = topology.num_nodes, len(source_to_rows), source_to_rows.shape[2]
+    num_nodes, num_ranks, num_local = (
+        topology.num_nodes,
+        len(source_to_rows),
+        source_to_rows.shape[2],
+    )
     plan = PlanIntegers(*zeros(plan_layout(0, 1, num_ranks * num_local, num_ranks)))
     plan.source_to_rows.copy_(source_to_rows)
     plan.source_to_packed_start.copy_(source_to_packed_start)
-    found = InNodeIntegers(*zeros(in_node_layout(0, 1, num_local, (num_nodes, len(topology.ranks)), 0, 0)))
-    rail_rows, numbers = (torch.zeros(shape, dtype=torch.int32) for shape in ((0, num_nodes), num_nodes + 2))
+    found = InNodeIntegers(
+        *zeros(in_node_layout(0, 1, num_local, (num_nodes, len(topology.ranks)), 0, 0))
+    )
+    rail_rows, numbers = (
+        torch.zeros(shape, dtype=torch.int32) for shape in ((0, num_nodes), num_nodes + 2)
+    )
     twin.plan_in_node(plan, rail_rows, numbers, maps, found)
     return found
 
@@ -105,10 +117,14 @@ def found_in_node(topology, maps, source_to_rows, source_to_packed_start) -> InN
 @given(st.data())
 def test_parts_between_nodes_need_only_rows_that_have_arrived(data):
     """The ranks of the node first, as on one node; then those before it and those after it, all at once."""
-    num_nodes, num_ranks = data.draw(st.sampled_from([(2, 2), (2, 4), (3, 3), (3, 6), (4, 8), (2, 8)]))
+    num_nodes, num_ranks = data.draw(
+        st.sampled_from([(2, 2), (2, 4), (3, 3), (3, 6), (4, 8), (2, 8)])
+    )
     rank = data.draw(st.integers(0, num_ranks - 1))
     experts = draw_rows(data, num_ranks)
-    topology = find_topology([source * num_nodes // num_ranks for source in range(num_ranks)], rank, None)
+    topology = find_topology(
+        [source * num_nodes // num_ranks for source in range(num_ranks)], rank, None
+    )
     packed_start = torch.cat([torch.zeros(1), torch.tensor(experts).sum(0).cumsum(0)]).int()
     maps = make_rank_maps(topology, torch.device("cpu"))
     heap = SimpleNamespace(topology=topology, num_ranks=num_ranks, nodes=SimpleNamespace(maps=maps))
@@ -116,7 +132,9 @@ def test_parts_between_nodes_need_only_rows_that_have_arrived(data):
     split_rows(starts_of(experts), rows, rank, topology.ranks)
     found = found_in_node(topology, maps, rows, packed_start)
     ranks, arrivals = topology.ranks, nodes.arrivals_in_node(heap)
-    assert arrivals[: len(ranks)] == [ranks[(ranks.index(rank) - step) % len(ranks)] for step in range(len(ranks))]
+    assert arrivals[: len(ranks)] == [
+        ranks[(ranks.index(rank) - step) % len(ranks)] for step in range(len(ranks))
+    ]
     others = {0: set(range(ranks[0])), num_ranks - 1: set(range(ranks[-1] + 1, num_ranks))}
     ends = [(source, others[source]) for source in arrivals[len(ranks) :]]
     assert [end for end in others.values() if end] == [end for _, end in ends]
@@ -145,21 +163,39 @@ LAYERS = [(2048, 768, 128, 8), (4096, 14336, 8, 2), (7168, 2048, 64, 8), (4096, 
 
 def sizes_of(layer: tuple[int, ...], num_ranks: int, **changes: object) -> overlap.Sizes:
     hidden, ffn, num_experts, top_k = layer
-    given = {"num_rows": 8192 * top_k, "hidden": hidden, "ffn": ffn, "top_k": top_k, "num_experts": num_experts}
+    given = {
+        "num_rows": 8192 * top_k,
+        "hidden": hidden,
+        "ffn": ffn,
+        "top_k": top_k,
+        "num_experts": num_experts,
+    }
     return overlap.Sizes(**{**given, "num_ranks": num_ranks, "item_bytes": 2, **changes})
 
 
 def test_layout_by_width():
-    assert overlap.received_layout("auto", 768, None) == overlap.received_layout("auto", 14336, None) == "expert-major"
-    assert overlap.received_layout("auto", 256, None) == overlap.received_layout("auto", 768, Float8Block()) == "packed"
+    assert (
+        overlap.received_layout("auto", 768, None)
+        == overlap.received_layout("auto", 14336, None)
+        == "expert-major"
+    )
+    assert (
+        overlap.received_layout("auto", 256, None)
+        == overlap.received_layout("auto", 768, Float8Block())
+        == "packed"
+    )
 
 
-Times = dict[str, tuple[float, list[float]]]  # of each trip and what it may run beside: apart, and with 1, 2, ... SMs
+Times = dict[
+    str, tuple[float, list[float]]
+]  # of each trip and what it may run beside: apart, and with 1, 2, ... SMs
 
 
 def chance(num_experts: int, num_parts: int, top_k: int) -> float:
     """That a token has an expert in a given part."""
-    missed = (Fraction(num_experts - num_experts // num_parts - i, num_experts - i) for i in range(top_k))
+    missed = (
+        Fraction(num_experts - num_experts // num_parts - i, num_experts - i) for i in range(top_k)
+    )
     return 1 - float(math.prod(missed))
 
 
@@ -170,7 +206,9 @@ def gemm_s(flops: float, n: int, per_s: float) -> float:
 def brute_force(sizes: overlap.Sizes, rates: overlap.Rates) -> Times:
     """By plain arithmetic from the documented formulas: nothing of `sizes` is used but what it was made of."""
     counts, ranks, row_bytes = range(1, 67), sizes.num_ranks, sizes.hidden * sizes.item_bytes
-    num_pushed = (ranks - 1) * sizes.num_rows / sizes.top_k * chance(sizes.num_experts, ranks, sizes.top_k)
+    num_pushed = (
+        (ranks - 1) * sizes.num_rows / sizes.top_k * chance(sizes.num_experts, ranks, sizes.top_k)
+    )
     num_foreign = sizes.num_rows * (ranks - 1) / ranks
     fc2_flops = 2 * sizes.num_rows * sizes.hidden * sizes.ffn
     fc1_flops = 2 * fc2_flops  # gate and up
@@ -184,8 +222,13 @@ def brute_force(sizes: overlap.Sizes, rates: overlap.Rates) -> Times:
         ("gradient_dispatch", fc2_flops, sizes.sent_gradient_row_bytes),
     ):
         pushed = num_pushed * (sent_bytes or row_bytes)
-        copied = (num_foreign - num_pushed) * (sent_bytes or row_bytes) if sizes.is_expert_major else 0.0
-        copies, whole = {n: copied / rates.program_copy_bytes / n for n in counts}, gemm_s(flops, 0, rates.flops)
+        copied = (
+            (num_foreign - num_pushed) * (sent_bytes or row_bytes) if sizes.is_expert_major else 0.0
+        )
+        copies, whole = (
+            {n: copied / rates.program_copy_bytes / n for n in counts},
+            gemm_s(flops, 0, rates.flops),
+        )
         others = whole / ranks + (ranks - 1) * rates.part_s
         gemms = {n: gemm_s(flops, n, rates.flops) * (1 - 1 / ranks) for n in counts}
         times = [max(gemms[n], link(pushed, n) + copies[n]) + others for n in counts]
@@ -193,10 +236,14 @@ def brute_force(sizes: overlap.Sizes, rates: overlap.Rates) -> Times:
     pushed, summed = num_pushed * row_bytes, num_foreign * row_bytes
     at_home = sizes.num_rows / ranks * row_bytes + pushed
     sending = {n: max(link(pushed, n), summed / rates.program_sum_bytes / n) for n in counts}
-    serial = max(pushed / rates.link_bytes, summed / rates.memory_bytes) + at_home / rates.memory_bytes
+    serial = (
+        max(pushed / rates.link_bytes, summed / rates.memory_bytes) + at_home / rates.memory_bytes
+    )
     # R parts: sums of the first R - 1 travel under the last R - 1; nothing runs with the first, nor with sums at home.
     part, later = fc2_flops / ranks, (ranks - 1) * fc2_flops / ranks
-    others = gemm_s(part, 0, rates.flops) + at_home / rates.memory_bytes + (ranks - 1) * rates.launch_s
+    others = (
+        gemm_s(part, 0, rates.flops) + at_home / rates.memory_bytes + (ranks - 1) * rates.launch_s
+    )
     times = [max(gemm_s(later, n, rates.flops), sending[n]) + others for n in counts]
     found["combine"] = serial + gemm_s(fc2_flops, 0, rates.flops), times
     weights = {n: gemm_s(fc1_flops, n, rates.wgrad_flops) for n in (0, *counts)}
@@ -214,7 +261,11 @@ def rail_sms(sizes: overlap.Sizes, rates: overlap.Rates) -> tuple[float, int]:
 def brute_force_between_nodes(sizes: overlap.Sizes, rates: overlap.Rates) -> Times:
     """The same where rails have a rate of their own."""
     ranks, nodes, (rail_rate, m) = sizes.num_ranks, sizes.num_nodes, rail_sms(sizes, rates)
-    token_bytes, own, counts = sizes.num_rows / sizes.top_k * 2 * sizes.hidden, 1 / nodes, range(1, 67 - m // 2)
+    token_bytes, own, counts = (
+        sizes.num_rows / sizes.top_k * 2 * sizes.hidden,
+        1 / nodes,
+        range(1, 67 - m // 2),
+    )
     pushed = token_bytes * (ranks - nodes) * chance(sizes.num_experts, ranks, sizes.top_k)
     rail_s = token_bytes * (nodes - 1) * chance(sizes.num_experts, nodes, sizes.top_k) / rail_rate
     ends, product = 1 if nodes == 2 else 2, 2 * sizes.num_rows * sizes.hidden * sizes.ffn
@@ -231,9 +282,13 @@ def brute_force_between_nodes(sizes: overlap.Sizes, rates: overlap.Rates) -> Tim
     def combine(flops: int, wgrad_flops: int) -> tuple[float, list[float]]:
         times, first_s = [], gemm_s((1 - own) * flops, 0, rates.flops) + ends * rates.launch_s
         for n in counts:
-            own_s = gemm_s(own * flops, n + m, rates.flops) + gemm_s(wgrad_flops, n + m, rates.wgrad_flops)
+            own_s = gemm_s(own * flops, n + m, rates.flops) + gemm_s(
+                wgrad_flops, n + m, rates.wgrad_flops
+            )
             times.append(first_s + max(rail_s, own_s))
-        return rail_s + gemm_s(flops, 0, rates.flops) + gemm_s(wgrad_flops, 0, rates.wgrad_flops), times
+        return rail_s + gemm_s(flops, 0, rates.flops) + gemm_s(
+            wgrad_flops, 0, rates.wgrad_flops
+        ), times
 
     return {
         "dispatch": dispatch(2 * product),
@@ -259,16 +314,22 @@ def check_choice(sizes: overlap.Sizes, rates: overlap.Rates, times_of: Times) ->
     [{}, {"is_expert_major": True}, {"sent_row_bytes": 1040, "sent_gradient_row_bytes": 7392}],
     ids=["rows", "copied", "wire"],
 )
-@pytest.mark.parametrize("rates", [overlap.H200, H200_FLOAT8, RATES], ids=["H200", "H200 FP8", "other"])
+@pytest.mark.parametrize(
+    "rates", [overlap.H200, H200_FLOAT8, RATES], ids=["H200", "H200 FP8", "other"]
+)
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
 @pytest.mark.parametrize("layer", [*LAYERS, (128, 64, 8, 2)], ids=str)
-def test_what_pays_is_overlapped(layer: tuple[int, ...], num_ranks: int, rates: overlap.Rates, sent: dict[str, int]):
+def test_what_pays_is_overlapped(
+    layer: tuple[int, ...], num_ranks: int, rates: overlap.Rates, sent: dict[str, int]
+):
     for num_rows in (512, 65536):
         sizes = sizes_of(layer, num_ranks, num_rows=num_rows, **sent)
         check_choice(sizes, rates, brute_force(sizes, rates))
 
 
-@pytest.mark.parametrize("rates", [overlap.H200, H200_FLOAT8, RATES], ids=["H200", "H200 FP8", "other"])
+@pytest.mark.parametrize(
+    "rates", [overlap.H200, H200_FLOAT8, RATES], ids=["H200", "H200 FP8", "other"]
+)
 @pytest.mark.parametrize("group", [(4, 2), (3, 3), (8, 4), (2, 2)], ids=str)  # ranks, nodes
 @pytest.mark.parametrize("layer", [LAYERS[0], LAYERS[2], (128, 64, 24, 2)], ids=str)
 def test_what_pays_between_nodes_is_overlapped(layer, group: tuple[int, int], rates: overlap.Rates):
@@ -276,7 +337,11 @@ def test_what_pays_between_nodes_is_overlapped(layer, group: tuple[int, int], ra
     if layer[2] % num_ranks:
         layer = (*layer[:2], 96, layer[3])
     for step, rail_rate in itertools.product(range(70), (math.inf, 42e9)):
-        its = {"num_rows": int(100 * 1.1**step), "num_nodes": num_nodes, "rail_bytes_per_s": rail_rate}
+        its = {
+            "num_rows": int(100 * 1.1**step),
+            "num_nodes": num_nodes,
+            "rail_bytes_per_s": rail_rate,
+        }
         sizes = sizes_of(layer, num_ranks, **its, sums_travel=False)
         check_choice(sizes, rates, brute_force_between_nodes(sizes, rates))
     everything = overlap.overlap_everything(sizes, 132)
@@ -302,7 +367,9 @@ def test_rows_that_peers_read_go_home_when_all_are_complete():
 
 
 FEWER = {"capacity": 64, "max_tokens": 40}
-PLAN = torch.tensor([[0, 1]], dtype=torch.int32).expand(16, 2)  # 16 tokens with two slots each, all of them for rank 0
+PLAN = torch.tensor([[0, 1]], dtype=torch.int32).expand(
+    16, 2
+)  # 16 tokens with two slots each, all of them for rank 0
 # (precision, what travels quantised, limits of the plan) to (rows, rates, bytes of a row and of its gradient). The rows
 # are those that are expected, not the capacity, which is larger.
 FORMULAS_GET = [
@@ -345,7 +412,9 @@ def test_what_formulas_get(rank: int, num_ranks: int) -> None:
     ],
 )
 def test_rates_of_another_gpu_are_not_taken_in_silence(name, wanted, is_known, monkeypatch, caplog):
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(name=name))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(name=name)
+    )
     overlap.gpu_of.cache_clear()
     for _ in range(2):
         assert overlap.gpu_of(torch.device("cuda", 0)) == wanted
@@ -355,8 +424,14 @@ def test_rates_of_another_gpu_are_not_taken_in_silence(name, wanted, is_known, m
 
 
 def test_numbers_that_are_multiplied_do_not_change_a_gpus_memory():
-    assert overlap.rates_of(overlap.H100, None) == overlap.rates_of(overlap.H100, MXFP8()) == overlap.H100
-    assert overlap.rates_of(overlap.H100, Float8Block()) == replace(H200_FLOAT8, memory_bytes=overlap.H100.memory_bytes)
+    assert (
+        overlap.rates_of(overlap.H100, None)
+        == overlap.rates_of(overlap.H100, MXFP8())
+        == overlap.H100
+    )
+    assert overlap.rates_of(overlap.H100, Float8Block()) == replace(
+        H200_FLOAT8, memory_bytes=overlap.H100.memory_bytes
+    )
     assert overlap.H100.memory_bytes < overlap.H200.memory_bytes
 
 

@@ -47,7 +47,9 @@ def workload(number: int, num_ranks: int, num_experts: int, step: int) -> np.nda
     return np.stack([rng.multinomial(n, heat / heat.sum()) for n in tokens])
 
 
-def placed(counts: np.ndarray, num_places: int, slack: int, num_near: int = 0) -> list[PlanIntegers]:
+def placed(
+    counts: np.ndarray, num_places: int, slack: int, num_near: int = 0
+) -> list[PlanIntegers]:
     """What place_replicas leaves on each rank for these counts [R, E]."""
     (num_ranks, num_experts), plans = counts.shape, []
     for peers in peers_of_tables(counts):
@@ -60,11 +62,16 @@ def placed(counts: np.ndarray, num_places: int, slack: int, num_near: int = 0) -
 def check_placement(counts: np.ndarray, num_places: int, slack: int) -> bool:
     """Checks all that contract/replicas.py says of it. Whether all ranks keep within the limit."""
     num_ranks, num_experts = counts.shape
-    plans, home = placed(counts, num_places, slack), np.arange(num_experts) // (num_experts // num_ranks)
+    plans, home = (
+        placed(counts, num_places, slack),
+        np.arange(num_experts) // (num_experts // num_ranks),
+    )
     for name in ("place_to_expert", "place_rows", "expert_to_place", "expert_load"):
         assert all(torch.equal(getattr(plan, name), getattr(plans[0], name)) for plan in plans)
     experts, rows = plans[0].place_to_expert.numpy(), plans[0].place_rows.numpy()
-    slots = np.stack([plan.copy_slots.numpy() for plan in plans], 1)  # [E, source, rank of the copy]
+    slots = np.stack(
+        [plan.copy_slots.numpy() for plan in plans], 1
+    )  # [E, source, rank of the copy]
     assert (slots >= 0).all()
     assert (slots.sum(2) == counts.T).all()
     assert (plans[0].expert_load.numpy() == counts.sum(0)).all()
@@ -82,11 +89,16 @@ def check_placement(counts: np.ndarray, num_places: int, slack: int) -> bool:
     for rank in range(num_ranks):  # rows stay where their tokens are
         assert (slots[:, rank, rank] >= np.minimum(counts[rank], wanted[:, rank])).all()
     before, after = counts.sum(0).reshape(num_ranks, -1).sum(1), wanted.sum(0)
-    limit, mean = math.ceil(counts.sum() * (1000 + slack) / (1000 * num_ranks)), math.ceil(counts.sum() / num_ranks)
+    limit, mean = (
+        math.ceil(counts.sum() * (1000 + slack) / (1000 * num_ranks)),
+        math.ceil(counts.sum() / num_ranks),
+    )
     assert (after <= np.maximum(before, mean)).all()  # nobody gets too many
     assert (after >= np.minimum(before, mean)).all()  # nor gives too many
     is_full = (experts >= 0).all(1)
-    assert after.max() <= limit or is_full[after < mean].all()  # as long as a place is left, it is used
+    assert (
+        after.max() <= limit or is_full[after < mean].all()
+    )  # as long as a place is left, it is used
     if before.max() <= limit:
         assert (experts < 0).all()
     return after.max() <= limit
@@ -111,7 +123,11 @@ def test_random_loads():
     for _ in range(200):
         num_ranks, num_places = int(rng.integers(1, 9)), int(rng.integers(1, 5))
         shape = num_ranks, num_ranks * int(rng.integers(1, 9))
-        counts = rng.integers(0, 40, shape) * (rng.random(shape) < rng.random()) * (1 + 30 * (rng.random(shape) < 0.1))
+        counts = (
+            rng.integers(0, 40, shape)
+            * (rng.random(shape) < rng.random())
+            * (1 + 30 * (rng.random(shape) < 0.1))
+        )
         check_placement(counts, num_places, int(rng.integers(0, 300)))
 
 
@@ -119,22 +135,35 @@ def test_random_loads():
 def test_nobody_sees_replicas(rank: int, num_ranks: int, findings: Findings, device: str) -> None:
     """Plans with replicas are those of calls whose experts are the copies, and sums are as without replicas."""
     with open_heap(device) as heap:
-        for case in (case for case in routings.CASES if case.capacity == "exact" and case.number % 3 == 0):
+        for case in (
+            case for case in routings.CASES if case.capacity == "exact" and case.number % 3 == 0
+        ):
             findings.where = f"rank {rank} of {num_ranks}, {case}"
             routing, num_places = case.routing(num_ranks), 1 + case.number % 2
             ids = torch.from_numpy(routing.topk_idx[rank])
-            x = on_device(case.random_rows(case.generator(7 + rank), len(ids), case.shape(device)), heap)
+            x = on_device(
+                case.random_rows(case.generator(7 + rank), len(ids), case.shape(device)), heap
+            )
             probs, results = on_device(case.probs(rank, len(ids)), heap), []
             for places in (num_places, 0):
-                plan = make_plan(on_device(ids, heap), **routing.arguments, heap=heap, replica_places=places)
-                experts = torch.arange(rank * case.experts_per_rank, (rank + 1) * case.experts_per_rank)
+                plan = make_plan(
+                    on_device(ids, heap), **routing.arguments, heap=heap, replica_places=places
+                )
+                experts = torch.arange(
+                    rank * case.experts_per_rank, (rank + 1) * case.experts_per_rank
+                )
                 if places:
                     check_copies(plan, ids, case.experts_per_rank, findings)
                     experts = torch.cat([experts, plan.place_to_expert[rank].cpu()])
                 tokens, weights = x.clone().requires_grad_(), probs.clone().requires_grad_()
                 rows, row_probs = dispatch_tokens(tokens, plan, probs=weights, order="slot")
-                factors = on_device((1.5 + experts).repeat_interleave(plan.splits.long().cpu()), heap) * row_probs
-                y = combine_tokens((rows.float() * factors[:, None]).to(rows.dtype), plan, order="slot")
+                factors = (
+                    on_device((1.5 + experts).repeat_interleave(plan.splits.long().cpu()), heap)
+                    * row_probs
+                )
+                y = combine_tokens(
+                    (rows.float() * factors[:, None]).to(rows.dtype), plan, order="slot"
+                )
                 y.backward(x)
                 results.append((y, tokens.grad, weights.grad))
             for name, with_replicas, without in zip(("y", "dx", "dprobs"), *results, strict=True):
@@ -147,21 +176,33 @@ def check_copies(plan, ids: torch.Tensor, experts_per_rank: int, findings: Findi
     heap, num_local, copies = plan.heap, experts_per_rank + plan.num_places, plan.slot_to_copy.cpu()
     rank, local = copies // num_local, copies % num_local
     places = torch.cat(
-        [torch.zeros(heap.num_ranks, experts_per_rank, dtype=torch.int32), plan.place_to_expert.cpu()], 1
+        [
+            torch.zeros(heap.num_ranks, experts_per_rank, dtype=torch.int32),
+            plan.place_to_expert.cpu(),
+        ],
+        1,
     )
     own = rank * experts_per_rank + local
     expert = torch.where(local < experts_per_rank, own, places[rank.clamp(min=0), local])
     findings.equal("experts of copies", torch.where(copies < 0, -1, expert), ids.int().numpy())
-    for each in ids.unique()[ids.unique() >= 0]:  # the first slots of an expert go to the lowest rank
-        findings.check(bool((rank[ids == each].diff() >= 0).all()), f"slots of expert {each} are out of order")
-    layout = oracle.lay_out([each.numpy() for each in oracle.gather(copies)], heap.num_ranks * num_local)
+    for each in ids.unique()[
+        ids.unique() >= 0
+    ]:  # the first slots of an expert go to the lowest rank
+        findings.check(
+            bool((rank[ids == each].diff() >= 0).all()), f"slots of expert {each} are out of order"
+        )
+    layout = oracle.lay_out(
+        [each.numpy() for each in oracle.gather(copies)], heap.num_ranks * num_local
+    )
     every = np.concatenate([each.flatten() for each in oracle.gather(ids + 1)])
     layout.expert_load = np.bincount(every, minlength=heap.num_ranks * experts_per_rank + 1)[1:]
     check_maps(plan, layout, heap.rank, findings)
 
 
 @run_on(2)
-def test_wrong_arguments(rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap) -> None:
+def test_wrong_arguments(
+    rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap
+) -> None:
     ids = on_device(torch.zeros((4, 1), dtype=torch.int32), heap)
     plan_with = partial(make_plan, ids, num_experts=2 * num_ranks, heap=heap)
     for options, problem in (
@@ -171,6 +212,11 @@ def test_wrong_arguments(rank: int, num_ranks: int, findings: Findings, heap: Sy
         ({"replica_places": 511}, "must be at most 1024"),
     ):
         expect(findings, outcome(plan_with, **options), "ArgumentError", problem)
-    for options, name in (({"replica_places": 1 + rank}, "replica places"), ({"replica_slack": 0.1 * rank}, "slack")):
-        expect(findings, outcome(plan_with, **{"replica_places": 1, **options}), "ConfigMismatch", name)
+    for options, name in (
+        ({"replica_places": 1 + rank}, "replica places"),
+        ({"replica_slack": 0.1 * rank}, "slack"),
+    ):
+        expect(
+            findings, outcome(plan_with, **{"replica_places": 1, **options}), "ConfigMismatch", name
+        )
     findings.equal("rows after all that", plan_with(replica_places=1).num_rows, 4)

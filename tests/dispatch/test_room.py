@@ -82,7 +82,9 @@ def make_layers(heap, **options) -> list[MoELayer]:
     layers = []
     for max_room in (None, 1):
         torch.manual_seed(heap.rank)
-        config = MoEConfig(hidden=H, ffn=I, num_experts=E, top_k=K, max_room=max_room, router="none", **options)
+        config = MoEConfig(
+            hidden=H, ffn=I, num_experts=E, top_k=K, max_room=max_room, router="none", **options
+        )
         layers.append(MoELayer(config, heap))
     return layers
 
@@ -92,11 +94,20 @@ def make_calls(rank: int, seed: int):
     generator = torch.Generator().manual_seed(seed)
     for number in range(CALLS):
         tokens = torch.randint(0, 5 + 2 * number, (8,), generator=generator)[rank]
-        skew = torch.randint(1, E + 1, (), generator=generator)  # tokens choose among so many experts
-        own = torch.Generator().manual_seed(int(torch.randint(1 << 30, (), generator=generator)) + rank)
+        skew = torch.randint(
+            1, E + 1, (), generator=generator
+        )  # tokens choose among so many experts
+        own = torch.Generator().manual_seed(
+            int(torch.randint(1 << 30, (), generator=generator)) + rank
+        )
         ids = torch.rand(int(tokens), E, generator=own).argsort(1)[:, :K] % skew
         x = torch.randn(int(tokens), H, generator=own)
-        yield x, ids, torch.rand(int(tokens), K, generator=own), torch.randn(int(tokens), H, generator=own)
+        yield (
+            x,
+            ids,
+            torch.rand(int(tokens), K, generator=own),
+            torch.randn(int(tokens), H, generator=own),
+        )
 
 
 def few_fit_on_rails(rank: int):
@@ -105,7 +116,9 @@ def few_fit_on_rails(rank: int):
 
     def found(*args: Any) -> RowBudget | None:
         its = room(*args)
-        return its if its is None or next(calls) % 5 else replace(its, rail_rows=min(1, its.rail_rows))
+        return (
+            its if its is None or next(calls) % 5 else replace(its, rail_rows=min(1, its.rail_rows))
+        )
 
     return mock.patch.object(RowHistory, "room", found)
 
@@ -121,14 +134,20 @@ def run(layer: MoELayer, call, *, recomputes: bool) -> list[torch.Tensor]:
     return [y.detach(), *torch.autograd.grad(y, (x, probs, *layer.parameters()), dy)]
 
 
-def check_same_bits(rank: int, num_ranks: int, options: dict, recomputes: bool, ranks_per_node: int | None):
+def check_same_bits(
+    rank: int, num_ranks: int, options: dict, recomputes: bool, ranks_per_node: int | None
+):
     findings = Findings()
     opened = open_heap("cpu", num_bytes=16 << 20, ranks_per_node=ranks_per_node)
     with opened as heap, patched(wraps=routed_experts.run_experts) as spy, few_fit_on_rails(rank):
         layer, waits = make_layers(heap, **options)
         for number, call in enumerate(make_calls(rank, seed=num_ranks)):
             findings.where = f"rank {rank} of {num_ranks}, call {number}"
-            pairs = zip(run(layer, call, recomputes=recomputes), run(waits, call, recomputes=recomputes), strict=True)
+            pairs = zip(
+                run(layer, call, recomputes=recomputes),
+                run(waits, call, recomputes=recomputes),
+                strict=True,
+            )
             findings.check(all(torch.equal(got, want) for got, want in pairs), "other bits")
         findings.check(heap.leased_bytes == 0, "leases are left")
         return count_repeats(spy), findings.texts
@@ -143,7 +162,9 @@ SLOW = [({}, TWO_NODES), (NONE_KEPT, TWO_NODES), (OVERLAPPED, ONE_NODE)]
 
 @pytest.mark.parametrize("recomputes", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    ("options", "layout"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)], ids=str
+    ("options", "layout"),
+    [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
+    ids=str,
 )
 def test_same_bits_whether_or_not_a_call_fits(cluster, options, layout, recomputes):
     results = cluster(layout[0]).run(check_same_bits, options, recomputes, layout[1])
@@ -153,7 +174,9 @@ def test_same_bits_whether_or_not_a_call_fits(cluster, options, layout, recomput
 
 
 @run_on(2)
-def test_calls_in_flight(rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap) -> None:
+def test_calls_in_flight(
+    rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap
+) -> None:
     """Backward of each call comes after two more forward calls, one of which may not fit."""
     layer, waits = make_layers(heap)
     flying = []
@@ -179,36 +202,53 @@ def test_after_errors(rank: int, num_ranks: int, findings: Findings, heap: Symme
             bad = ids.clone()
             if rank == number % num_ranks:
                 bad = bad.float() if number % 2 else bad[:, :1]
-            findings.equal("error", outcome(layer, x, topk_idx=bad, probs=probs)[0], "ArgumentError")
+            findings.equal(
+                "error", outcome(layer, x, topk_idx=bad, probs=probs)[0], "ArgumentError"
+            )
         if number % 7 == 6:
-            fails = patched(side_effect=RuntimeError("an error of the user's, between plan and dispatch"))
+            fails = patched(
+                side_effect=RuntimeError("an error of the user's, between plan and dispatch")
+            )
             with pytest.raises(Exception, match="user"), fails if rank == 0 else nullcontext():
                 layer(x, topk_idx=ids, probs=probs)
-        pairs = zip(run(layer, call, recomputes=False), run(waits, call, recomputes=False), strict=True)
+        pairs = zip(
+            run(layer, call, recomputes=False), run(waits, call, recomputes=False), strict=True
+        )
         findings.check(all(torch.equal(got, want) for got, want in pairs), "other bits")
 
 
 @run_on(2)
 def test_recomputed_without_room(rank: int, num_ranks: int, findings: Findings) -> None:
     """Between forward and backward of a checkpoint, only much smaller calls are remembered."""
-    with open_heap("cpu", num_bytes=16 << 20) as heap, patched(wraps=routed_experts.run_experts) as spy:
+    with (
+        open_heap("cpu", num_bytes=16 << 20) as heap,
+        patched(wraps=routed_experts.run_experts) as spy,
+    ):
         layer, waits = make_layers(heap)
         for number, call in enumerate([*make_calls(rank, seed=5)][20:24]):
             x, ids, probs, dy = call
             x = x.clone().requires_grad_()
-            y = checkpoint(lambda x, ids=ids, p=probs: layer(x, topk_idx=ids, probs=p)[0], x, use_reentrant=False)
+            y = checkpoint(
+                lambda x, ids=ids, p=probs: layer(x, topk_idx=ids, probs=p)[0],
+                x,
+                use_reentrant=False,
+            )
             heap.row_histories.clear()
             heap.row_histories[E, K, 0].note(len(x), 1, 1)
             got = torch.autograd.grad(y, (x, *layer.parameters()), dy)
             _, *wanted = run(waits, call, recomputes=False)
             want = [wanted[0], *wanted[2:]]  # no gradient of probs here
-            findings.check(all(map(torch.equal, got, want)), f"rank {rank}, call {number}: other bits")
+            findings.check(
+                all(map(torch.equal, got, want)), f"rank {rank}, call {number}: other bits"
+            )
         findings.check(heap.leased_bytes == 0, "leases are left")
         assert count_repeats(spy) >= 4
 
 
 @run_on(2)
-def test_a_call_with_room_needs_no_more_memory_than_one_without(rank: int, num_ranks: int, findings: Findings) -> None:
+def test_a_call_with_room_needs_no_more_memory_than_one_without(
+    rank: int, num_ranks: int, findings: Findings
+) -> None:
     """The last rank has less and less memory: a call fits with room where it does without, backward too."""
     found = []
     own = torch.Generator().manual_seed(rank)
@@ -226,19 +266,27 @@ def test_a_call_with_room_needs_no_more_memory_than_one_without(rank: int, num_r
             for each in (waits, layer):
                 gc.collect()  # what an error holds
                 findings.check(heap.leased_bytes == 0, "leases are left")
-                with heap.lease((free_bytes(heap) - num_bytes,), torch.uint8) if is_last else nullcontext():
+                with (
+                    heap.lease((free_bytes(heap) - num_bytes,), torch.uint8)
+                    if is_last
+                    else nullcontext()
+                ):
                     try:
                         same = map(torch.equal, run(each, call, recomputes=False), wanted)
                         outcomes.append("right" if all(same) else "wrong")
                     except HeapExhausted:
                         outcomes.append("exhausted")
             found.append(outcomes[0])
-            findings.check(outcomes[0] == outcomes[1] != "wrong", f"without and with room: {outcomes}")
+            findings.check(
+                outcomes[0] == outcomes[1] != "wrong", f"without and with room: {outcomes}"
+            )
     assert (found, {*found}) == (sorted(found), {"exhausted", "right"})
 
 
 @run_on(2)
-def test_a_small_call_holds_little_after_a_large_one(rank: int, num_ranks: int, heap: SymmetricHeap) -> None:
+def test_a_small_call_holds_little_after_a_large_one(
+    rank: int, num_ranks: int, heap: SymmetricHeap
+) -> None:
     """Bytes that a small call holds for backward at first, and after a large one of another layer of these sizes."""
     (large, small), held = (make_layers(heap)[0] for _ in range(2)), []
 

@@ -12,7 +12,13 @@ from symmoe import MoEConfig, MoELayer, SymmetricHeap
 EXPERTS, TOP_K, H, I = 4, 2, 16, 8
 OPTIONS = (
     {},
-    {"aux_loss_coef": 0.1, "z_loss_coef": 0.01, "score": "sigmoid", "route_scale": 2.5, "expert_bias": True},
+    {
+        "aux_loss_coef": 0.1,
+        "z_loss_coef": 0.01,
+        "score": "sigmoid",
+        "route_scale": 2.5,
+        "expert_bias": True,
+    },
     {"aux_loss_coef": 0.1, "aux_loss": "global", "order": "slot", "layout": "expert-major"},
     {"capacity": 200, "max_tokens": 20, "stash": "none"},
     {"capacity_factor": 10.0, "renormalize": False},
@@ -26,7 +32,9 @@ def make_layer(heap: SymmetricHeap, **options) -> MoELayer:
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @run_on(1, 2)
-def test_masked_tokens_are_not_there(rank: int, num_ranks: int, findings: Findings, options: dict) -> None:
+def test_masked_tokens_are_not_there(
+    rank: int, num_ranks: int, findings: Findings, options: dict
+) -> None:
     generator = torch.Generator().manual_seed(rank)
     x, dy = torch.randn(2, 2, 7, H, generator=generator)
     mask = torch.rand(2, 7, generator=generator) < 0.6
@@ -59,7 +67,9 @@ def test_masked_tokens_are_not_there(rank: int, num_ranks: int, findings: Findin
 
 def test_the_shared_expert_sees_all_tokens(heap: SymmetricHeap):
     shared = nn.Linear(H, H)
-    layer = MoELayer(MoEConfig(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K), heap, shared_expert=shared)
+    layer = MoELayer(
+        MoEConfig(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K), heap, shared_expert=shared
+    )
     x, mask = torch.randn(5, H), torch.tensor([True, False, True, False, False])
     y, _ = layer(x, mask)
     torch.testing.assert_close(y[~mask], shared(x[~mask]))
@@ -68,12 +78,20 @@ def test_the_shared_expert_sees_all_tokens(heap: SymmetricHeap):
 
 @pytest.mark.parametrize("options", [{}, {"capacity_factor": 1.0, "aux_loss_coef": 0.1}], ids=str)
 @run_on(1, 2)
-def test_wrong_masks_and_choices(rank: int, num_ranks: int, findings: Findings, options: dict) -> None:
+def test_wrong_masks_and_choices(
+    rank: int, num_ranks: int, findings: Findings, options: dict
+) -> None:
     """A wrong argument of one rank is an error of all, and the next call works."""
     wrong = {
-        "token_mask has shape [3]; it must be [2, 3]": {"token_mask": torch.ones(3, dtype=torch.bool)},
-        "token_mask has dtype torch.float32; it must be torch.bool": {"token_mask": torch.ones(2, 3)},
-        "topk_idx has dtype torch.float32; it must be torch.int32": {"topk_idx": torch.zeros(6, TOP_K)},
+        "token_mask has shape [3]; it must be [2, 3]": {
+            "token_mask": torch.ones(3, dtype=torch.bool)
+        },
+        "token_mask has dtype torch.float32; it must be torch.bool": {
+            "token_mask": torch.ones(2, 3)
+        },
+        "topk_idx has dtype torch.float32; it must be torch.int32": {
+            "topk_idx": torch.zeros(6, TOP_K)
+        },
         f"{EXPERTS}": {"topk_idx": torch.full((6, TOP_K), EXPERTS, dtype=torch.int32)},
         "-2": {"topk_idx": torch.full((6, TOP_K), -2, dtype=torch.int32)},
     }
@@ -81,6 +99,9 @@ def test_wrong_masks_and_choices(rank: int, num_ranks: int, findings: Findings, 
         layer = make_layer(heap, **options)
         for text, arguments in wrong.items():
             name, found = outcome(layer, torch.ones(2, 3, H), **(arguments if rank == 0 else {}))
-            findings.check(name in ("ArgumentError", "ExpertIdError") and text in found, f"{name}: {found}, not {text}")
+            findings.check(
+                name in ("ArgumentError", "ExpertIdError") and text in found,
+                f"{name}: {found}, not {text}",
+            )
         y, _ = layer(torch.ones(2, 3, H))
         findings.check(bool(y.isfinite().all()), "the next call is wrong")

@@ -32,14 +32,24 @@ MIXED = [("swiglu", 288), ("clamped", 2880)]  # a block of 128 would have both h
 @pytest.mark.parametrize("name", cases.NAMES)
 @pytest.mark.parametrize(("activation", "ffn"), CASES, ids=str)
 def test_the_bits_of_what_is_fused(activation, ffn, name, dtype):
-    cases.check_fusion(gpu, cases.Problem(cases.ACTIVATIONS[activation], ffn, dtype, device="cuda"), name)
+    cases.check_fusion(
+        gpu, cases.Problem(cases.ACTIVATIONS[activation], ffn, dtype, device="cuda"), name
+    )
 
 
 @pytest.mark.parametrize(("activation", "ffn"), MIXED, ids=str)
 def test_blocks_of_32_divide_halves_that_blocks_of_128_do_not(activation, ffn):
     p = cases.Problem(cases.ACTIVATIONS[activation], ffn, device="cuda")
-    assert differences(cases.forward(gpu, p, "float8_block"), cases.forward_apart(gpu, p, "float8_block")) == []
-    assert differences(cases.backward(gpu, p, "mxfp8")[0], cases.backward_apart(gpu, p, "mxfp8")[0]) == []
+    assert (
+        differences(
+            cases.forward(gpu, p, "float8_block"), cases.forward_apart(gpu, p, "float8_block")
+        )
+        == []
+    )
+    assert (
+        differences(cases.backward(gpu, p, "mxfp8")[0], cases.backward_apart(gpu, p, "mxfp8")[0])
+        == []
+    )
 
 
 @pytest.mark.parametrize("name", cases.NAMES)
@@ -55,18 +65,27 @@ def test_the_bits_of_the_twin_where_the_activation_is_exact(name):
 
 
 def test_differences_are_noticed():
-    cases.check_that_differences_are_noticed(gpu, cases.Problem(cases.ACTIVATIONS["swiglu"], 256, device="cuda"))
+    cases.check_that_differences_are_noticed(
+        gpu, cases.Problem(cases.ACTIVATIONS["swiglu"], 256, device="cuda")
+    )
 
 
 def test_graph_replay_with_other_rows_and_splits():
     p = cases.Problem(cases.ACTIVATIONS["swiglu"], 256, device="cuda")
-    both = captured(lambda: (cases.forward(gpu, p, "float8_block"), cases.backward(gpu, p, "float8_block")))
+    both = captured(
+        lambda: (cases.forward(gpu, p, "float8_block"), cases.backward(gpu, p, "float8_block"))
+    )
     graph, (found, (found_grad, sums)) = both
     other = (100, 3, 0, 0, 217, 7)
     assert sum(other) == sum(cases.SPLITS)
     for seed, splits in ((3, cases.SPLITS), (4, other)):
         q = cases.Problem(cases.ACTIVATIONS["swiglu"], 256, splits=splits, device="cuda", seed=seed)
-        for here, there in ((p.h, q.h), (p.da, q.da), (p.row_scale, q.row_scale), (p.row_range, row_range_of(splits))):
+        for here, there in (
+            (p.h, q.h),
+            (p.da, q.da),
+            (p.row_scale, q.row_scale),
+            (p.row_range, row_range_of(splits)),
+        ):
             here.copy_(there)
         graph.replay()
         assert differences(found, cases.forward_apart(gpu, q, "float8_block")) == []
@@ -87,9 +106,13 @@ def test_nothing_waits_for_the_device():
         step()
 
 
-@pytest.mark.timeout(200, method="thread")  # warps that wait for each other for ever cannot be interrupted
+@pytest.mark.timeout(
+    200, method="thread"
+)  # warps that wait for each other for ever cannot be interrupted
 @pytest.mark.parametrize(
-    "activation", [Activation(), Activation(limit=7.0), Activation(function="relu2", is_gated=False)], ids=str
+    "activation",
+    [Activation(), Activation(limit=7.0), Activation(function="relu2", is_gated=False)],
+    ids=str,
 )
 def test_ranges_of_rows(activation):
     splits = (0, 133, 1, 300, 0, 128, 777)

@@ -13,17 +13,53 @@ import torch
 from suites.grouped import CHOICES
 from suites.variants import PRECISION
 
-SIZES = ["--hidden", "256", "--ffn", "128", "--experts", "8", "--top-k", "2", "--tokens", "256,16", "--skew", "zipf"]
-SUITES = ["steps", "layer", "variants", "precision", "plan", "dispatch", "combine", "gemm", "overhead"]
+SIZES = [
+    "--hidden",
+    "256",
+    "--ffn",
+    "128",
+    "--experts",
+    "8",
+    "--top-k",
+    "2",
+    "--tokens",
+    "256,16",
+    "--skew",
+    "zipf",
+]
+SUITES = [
+    "steps",
+    "layer",
+    "variants",
+    "precision",
+    "plan",
+    "dispatch",
+    "combine",
+    "gemm",
+    "overhead",
+]
 
 
 def measure(suites: list[str], num_ranks: int, path: Path) -> list[dict]:
     """The records of benchmarks/bench.py, in processes of its own."""
     torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    command = [sys.executable, "-m", *torchrun, bench.__file__, *suites, *SIZES, "--json", str(path)]
-    here = os.pathsep.join([str(Path(bench.__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
+    command = [
+        sys.executable,
+        "-m",
+        *torchrun,
+        bench.__file__,
+        *suites,
+        *SIZES,
+        "--json",
+        str(path),
+    ]
+    here = os.pathsep.join(
+        [str(Path(bench.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
+    )
     environment = os.environ | {"PYTHONPATH": here}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=280, check=False
+    )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return json.loads(path.read_text())
 
@@ -33,14 +69,31 @@ def test_every_suite_measures(num_ranks: int, tmp_path: Path):
     if torch.cuda.device_count() < num_ranks:
         pytest.skip(f"needs {num_ranks} CUDA GPUs, this machine has {torch.cuda.device_count()}")
     records = measure(SUITES, num_ranks, tmp_path / "out.json")
-    found = {(record["suite"], record["variant"], record["direction"]): record for record in records}
+    found = {
+        (record["suite"], record["variant"], record["direction"]): record for record in records
+    }
     for direction in ("forward", "backward"):
-        for variant in ("static", "exact", "serial", "graph", "serial graph", "gemms alone", "stock torch"):
+        for variant in (
+            "static",
+            "exact",
+            "serial",
+            "graph",
+            "serial graph",
+            "gemms alone",
+            "stock torch",
+        ):
             assert found["layer", variant, direction]["ms_median"] > 0
         assert {variant for suite, variant, _ in found if suite == "precision"} >= set(PRECISION)
         assert found["variants", "static", direction]["peak_ordinary_bytes"] > 0
         assert (found["dispatch", "packed", direction]["copy_gbs"] is not None) == (num_ranks > 1)
-    for variant in ("layer", "layer, static", "layer, graph", "experts", "experts, static", "experts, graph"):
+    for variant in (
+        "layer",
+        "layer, static",
+        "layer, graph",
+        "experts",
+        "experts, static",
+        "experts, graph",
+    ):
         step = found["steps", variant, "step"]
         assert step["launches"] > 0
         assert step["copies"] == 0

@@ -29,7 +29,12 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @dtypes
 @pytest.mark.parametrize("ffn", WIDTHS)
 def test_fused_is_three_modules(ffn, dtype):
-    cases = ((None, False), (None, True), (ScaledClampedSwiGLU(interleave=8), False), (ScaledSReLU(), True))
+    cases = (
+        (None, False),
+        (None, True),
+        (ScaledClampedSwiGLU(interleave=8), False),
+        (ScaledSReLU(), True),
+    )
     for seed, (hidden, (activation, bias)) in enumerate(itertools.product(HIDDEN, cases)):
         sizes = Sizes(splits=SPLITS, lead=(16, 15), hidden=hidden, ffn=ffn)
         case = Case(dtype=dtype, bias=bias, buffers=())
@@ -51,19 +56,27 @@ ROUTINGS = (((13, 9, 1, 20), 1), ((1, 1, 1, 1), 3), ((21, 4, 0, 7), 3), ((150, 3
 @dtypes
 @pytest.mark.parametrize("ffn", WIDTHS)
 @run_on(1, 2, 4, device="cuda", timeout_s=400.0)
-def test_ways_have_the_same_bits(rank: int, num_ranks: int, findings: Findings, ffn: int, dtype: torch.dtype) -> None:
+def test_ways_have_the_same_bits(
+    rank: int, num_ranks: int, findings: Findings, ffn: int, dtype: torch.dtype
+) -> None:
     num_experts = 8
     with open_heap("cuda", num_bytes=64 << 20) as heap:
         torch.manual_seed(rank)
         # With biases where the contraction is one step.
         options = {"dtype": dtype, "device": heap.device}
         for hidden, (tokens, top_k) in itertools.product(HIDDEN, ROUTINGS):
-            experts = GroupedMLP(num_experts // num_ranks, hidden, ffn, bias=hidden == HIDDEN[0], **options)
+            experts = GroupedMLP(
+                num_experts // num_ranks, hidden, ffn, bias=hidden == HIDDEN[0], **options
+            )
             num_tokens = tokens[rank]
             x = torch.randn(num_tokens, hidden, device=heap.device).to(dtype).requires_grad_()
             dy = torch.randn(num_tokens, hidden, device=heap.device).to(dtype)
             probs = torch.rand(num_tokens, top_k, device=heap.device).requires_grad_()
-            ids = torch.rand(num_tokens, num_experts, device=heap.device).argsort(1)[:, :top_k].contiguous()
+            ids = (
+                torch.rand(num_tokens, num_experts, device=heap.device)
+                .argsort(1)[:, :top_k]
+                .contiguous()
+            )
             ids[::5] = -1  # tokens of a mask
             leaves = (x, probs, *experts.parameters())
             for order, stashes in (("rank", STASHES), ("slot", ("all",))):
@@ -72,10 +85,19 @@ def test_ways_have_the_same_bits(rank: int, num_ranks: int, findings: Findings, 
                     call = f"hidden {hidden}, {tokens} tokens, K {top_k}, {order}, {way}, {stash}"
                     findings.where = f"rank {rank} of {num_ranks}, {call}"
                     plan = make_plan(ids, num_experts=num_experts, heap=heap)
-                    y = expert_parallel_mlp(x, probs, experts, plan, order=order, stash=stash, **way)
+                    y = expert_parallel_mlp(
+                        x, probs, experts, plan, order=order, stash=stash, **way
+                    )
                     dx, dprobs, *rest = torch.autograd.grad(y, leaves, dy)
-                    found = (y.detach(), dx, dprobs, torch.cat([gradient.flatten() for gradient in rest]))
+                    found = (
+                        y.detach(),
+                        dx,
+                        dprobs,
+                        torch.cat([gradient.flatten() for gradient in rest]),
+                    )
                     first = found if first is None else first
                     for name, got, want in zip(NAMES, found, first, strict=True):
                         num_other = int((got != want).sum())
-                        findings.check(not num_other, f"{num_other} of {got.numel()} numbers of {name} differ")
+                        findings.check(
+                            not num_other, f"{num_other} of {got.numel()} numbers of {name} differ"
+                        )

@@ -34,9 +34,16 @@ def test_arguments(rank: int, num_ranks: int, findings: Findings) -> None:
         captured, eager = symmoe.capture_step(step_of(model), model, num_eager=2), step_of(plain)
         kept = []
         for number, scale in enumerate([0.5] * 5 + [2.0] * 4 + [0.5]):
-            x = torch.randn(T, H, generator=torch.Generator().manual_seed(number % 4 + 10 * rank)).to(heap.device)
+            x = torch.randn(
+                T, H, generator=torch.Generator().manual_seed(number % 4 + 10 * rank)
+            ).to(heap.device)
             batch = Batch(x, x + 1, torch.tensor(scale))
-            alive += [weakref.ref(batch), weakref.ref(x), weakref.ref(batch.y), weakref.ref(batch.scale)]
+            alive += [
+                weakref.ref(batch),
+                weakref.ref(x),
+                weakref.ref(batch.y),
+                weakref.ref(batch.scale),
+            ]
             plain.zero_grad()
             torch.manual_seed(number)
             found = captured(batch)
@@ -50,7 +57,10 @@ def test_arguments(rank: int, num_ranks: int, findings: Findings) -> None:
         for number, found, wanted in kept:  # also after later replays
             same = torch.equal(found.x, wanted.x), torch.equal(found.y, wanted.y)
             findings.check(all(same), f"rank {rank}, results of step {number}: {same}")
-        findings.check(2 <= captured.num_captures <= 2 + captured.num_repeated, f"{captured.num_captures} captures")
+        findings.check(
+            2 <= captured.num_captures <= 2 + captured.num_repeated,
+            f"{captured.num_captures} captures",
+        )
         with pytest.raises(ArgumentError, match=r"batch\.y \[3\] is on cpu, the model on cuda:"):
             captured(Batch(x, torch.ones(3)))
         del batch, x
@@ -76,7 +86,10 @@ def test_autocast_around_steps(rank: int, num_ranks: int, findings: Findings) ->
             for number in range(4):
                 found = captured(x)
                 with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
-                    findings.check(torch.equal(found, linear(x).float().detach()), f"rank {rank}, step {number}")
+                    findings.check(
+                        torch.equal(found, linear(x).float().detach()),
+                        f"rank {rank}, step {number}",
+                    )
                 with torch.no_grad():
                     linear.weight.mul_(1.5)
         captured.close()

@@ -66,6 +66,8 @@ def test_a_rank_that_compiles_while_the_other_waits(tmp_path: Path):
     warm = tmp_path / "warm"
     run_ranks(tmp_path, "both are cold", [warm, warm])
     for cold_rank in range(2):
-        caches = [tmp_path / f"cold-{cold_rank}" if rank == cold_rank else warm for rank in range(2)]
+        caches = [
+            tmp_path / f"cold-{cold_rank}" if rank == cold_rank else warm for rank in range(2)
+        ]
         longest = run_ranks(tmp_path, f"rank {cold_rank} is cold", caches)
         assert longest[cold_rank] > TIMEOUT_S  # else this shows nothing

@@ -24,10 +24,14 @@ class Problem:
 
     def __init__(self) -> None:
         torch.manual_seed(3)
-        self.experts = GroupedMLP(4, 512, 256, precision=Float8Block(), dtype=torch.bfloat16, device="cuda")
+        self.experts = GroupedMLP(
+            4, 512, 256, precision=Float8Block(), dtype=torch.bfloat16, device="cuda"
+        )
         self.splits = torch.tensor(SPLITS, dtype=torch.int32, device="cuda")
         self.scale = torch.rand(512, device="cuda")
-        self.rows = [torch.randn(512, 512, device="cuda").bfloat16().requires_grad_() for _ in range(3)]
+        self.rows = [
+            torch.randn(512, 512, device="cuda").bfloat16().requires_grad_() for _ in range(3)
+        ]
 
     def call(self, rows: torch.Tensor) -> list[torch.Tensor]:
         """y, the gradient of the rows and those of both weights."""
@@ -77,7 +81,9 @@ def test_readers_on_other_streams_wait():
                 torch.cuda._sleep(50_000_000)
                 found += problem.call(problem.rows[2])
         with torch.cuda.stream(late):
-            spoiled = [torch.full((1 << 20,), 0xFF, dtype=torch.uint8, device="cuda") for _ in range(16)]
+            spoiled = [
+                torch.full((1 << 20,), 0xFF, dtype=torch.uint8, device="cuda") for _ in range(16)
+            ]
         assert_same(found, want)
         del spoiled
 

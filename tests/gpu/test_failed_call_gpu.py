@@ -46,7 +46,9 @@ class Call:
         return {"dx": self._x.grad, "dprobs": self._probs.grad}
 
 
-def leave_out_of_combine(rank: int, num_ranks: int, findings: Findings, where: str, order: str) -> None:
+def leave_out_of_combine(
+    rank: int, num_ranks: int, findings: Findings, where: str, order: str
+) -> None:
     """The last rank comes to combine when the others have given it up."""
     missing = num_ranks - 1
     findings.where = f"{where}, order {order}, rank {rank} of {num_ranks}"
@@ -68,7 +70,9 @@ def leave_out_of_combine(rank: int, num_ranks: int, findings: Findings, where: s
     start = time.monotonic()
     call.make()
     for name, result in call.results.items():
-        findings.check(bool(result.isnan().all()), f"{name} of a failed call: {result.flatten()[:4].tolist()}")
+        findings.check(
+            bool(result.isnan().all()), f"{name} of a failed call: {result.flatten()[:4].tolist()}"
+        )
     error = outcome(heap.synchronize)
     took_s = time.monotonic() - start
     if rank != missing:
@@ -83,7 +87,9 @@ def leave_out_of_combine(rank: int, num_ranks: int, findings: Findings, where: s
     ones = torch.ones(64, 64, device=heap.device)
     findings.check(bool((ones @ ones == 64).all()), "the device computes something else")
     heap.close()
-    findings.check(bool((ones @ ones == 64).all()), "the device computes something else after close()")
+    findings.check(
+        bool((ones @ ones == 64).all()), "the device computes something else after close()"
+    )
 
 
 @pytest.mark.parametrize("order", ["rank", "slot"])

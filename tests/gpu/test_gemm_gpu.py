@@ -20,7 +20,12 @@ from symmoe.kernels.triton.tiles import TileConfig
 # H, I: tiles fit exactly; neither tiles nor contraction steps fit; smaller than a tile. Products are of gates and ups.
 WIDTHS = [(1024, 768), (1032, 712), (64, 48)]
 # As many groups everywhere, because every number of groups is compiled anew.
-SPLITS = [(300, 0, 1, 777, 128, 129, 0), (0,) * 7, (0, 64, 0, 1000, 0, 0, 9), (0, 0, 0, 0, 0, 0, 1500)]
+SPLITS = [
+    (300, 0, 1, 777, 128, 129, 0),
+    (0,) * 7,
+    (0, 64, 0, 1000, 0, 0, 9),
+    (0, 0, 0, 0, 0, 0, 1500),
+]
 SWIGLU = Activation()
 ACTIVATIONS = {
     "swiglu": SWIGLU,
@@ -32,7 +37,9 @@ ACTIVATIONS = {
 }
 
 kernels = problems.triton_kernels()
-forward, backward = (functools.partial(each, kernels) for each in (problems.forward, problems.backward))
+forward, backward = (
+    functools.partial(each, kernels) for each in (problems.forward, problems.backward)
+)
 dtypes = pytest.mark.parametrize("dtype", problems.DTYPES, ids=str)
 activations = pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=ACTIVATIONS)
 halves_and_blocks = pytest.mark.parametrize(
@@ -99,7 +106,9 @@ def test_fused_activations_against_float64(widths, activation, dtype):
 @activations
 def test_elementwise_kernels(activation, dtype):
     for (_, ffn), num_rows in itertools.product(WIDTHS, (0, 1, 8, 1001)):
-        problems.check_activation(kernels, Problem((num_rows,), (64, ffn), dtype, activation), dscale_dtype=dtype)
+        problems.check_activation(
+            kernels, Problem((num_rows,), (64, ffn), dtype, activation), dscale_dtype=dtype
+        )
 
 
 @activations
@@ -141,7 +150,9 @@ def test_interleaved_features_give_the_bits_of_two_halves(interleave, dtype):
 # -- tiles ------------------------------------------------------------------------------------------------------------
 def test_stages_that_do_not_fit_and_narrow_tiles_change_no_bit():
     """As on GPUs with less shared memory: six stages of 48 KiB are more than any has."""
-    rows, weight = (torch.randn(size, device="cuda").bfloat16() for size in ((512, 1024), (2, 1536, 1024)))
+    rows, weight = (
+        torch.randn(size, device="cuda").bfloat16() for size in ((512, 1024), (2, 1536, 1024))
+    )
     row_range = torch.tensor([[0, 200], [200, 512]], dtype=torch.int32, device="cuda")
     wide, narrow = (gemm.gemm_config(1536, torch.bfloat16, columns) for columns in (256, 128))
     results = []
@@ -171,7 +182,10 @@ FUSED_VARIANTS = {
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_other_tile_configs(variant):
     """What a sweep may choose must be right before it is fast."""
-    check_all(Problem(SPLITS[0], WIDTHS[1], torch.bfloat16), config=TileConfig(**{**BASE, **VARIANTS[variant]}))
+    check_all(
+        Problem(SPLITS[0], WIDTHS[1], torch.bfloat16),
+        config=TileConfig(**{**BASE, **VARIANTS[variant]}),
+    )
 
 
 @halves_and_blocks
@@ -181,7 +195,11 @@ def test_other_tile_configs_of_fused_activations(variant, activation):
     act_config = replace(gemm_act.ACT_CONFIG, flatten=config.flatten, parts=config.parts)
     p = Problem(SPLITS[0], WIDTHS[1], torch.bfloat16, activation)
     problems.check_act(
-        kernels, p, {"config": act_config}, {"config": config}, cases=itertools.product(problems.BOTH, problems.BOTH)
+        kernels,
+        p,
+        {"config": act_config},
+        {"config": config},
+        cases=itertools.product(problems.BOTH, problems.BOTH),
     )
 
 
@@ -217,7 +235,11 @@ def test_ranges_of_a_single_group(dtype):
             ranges = torch.tensor([[begin], [end]], dtype=torch.int32, device="cuda")
             come, (out,) = rows_of(ranges, p.capacity), (outs := blanks())
             call(ranges, outs, come)
-            assert torch.equal(out, torch.where(come[:, None], whole, problems.SENTINEL)), (name, begin, end)
+            assert torch.equal(out, torch.where(come[:, None], whole, problems.SENTINEL)), (
+                name,
+                begin,
+                end,
+            )
 
 
 @dtypes
@@ -228,7 +250,10 @@ def test_ranges_of_rows_of_fused_activations(step, activation, dtype):
     for splits, widths in ((SPLITS[0], WIDTHS[1]), (SPLITS[2], WIDTHS[0])):
         p = Problem(splits, widths, dtype, activation)
         act_options = {"config": gemm_act.act_config(p.ffn, dtype, activation)}
-        configs = {"act_options": act_options, "dact_options": {"config": gemm_act.dact_config(p.ffn, dtype)}}
+        configs = {
+            "act_options": act_options,
+            "dact_options": {"config": gemm_act.dact_config(p.ffn, dtype)},
+        }
         parts = random_ranges(splits, 3, step=step)
         problems.check_act_ranges(kernels, p, parts)
         problems.check_act_ranges(kernels, p, parts, gather=True, bias=p.bias, num_sms=7, **configs)
@@ -261,7 +286,9 @@ def of_products(p, num_sms=None, *, table=False):
 def of_fused(p, num_sms=None, *, table=False):
     """The same of the functions that are fused with an activation, of gathered and of contiguous rows."""
     scattered = [problems.Scattered(weight) for weight in (p.weight1, p.weight2)] if table else []
-    weights = [{"weight": each.table, "num_sms": num_sms} for each in scattered] or [{"num_sms": num_sms}] * 2
+    weights = [{"weight": each.table, "num_sms": num_sms} for each in scattered] or [
+        {"num_sms": num_sms}
+    ] * 2
     rows, dbias = {}, {}
     for way, source in (("gathered", (p.packed, p.row_index)), ("contiguous", p.rows)):
         h, rows[f"a {way}"] = forward(p, source, bias=p.bias, **weights[0])
@@ -270,7 +297,10 @@ def of_fused(p, num_sms=None, *, table=False):
     return rows, dbias
 
 
-RESULTS = {"products": (of_products, SWIGLU), **{name: (of_fused, each) for name, each in ACTIVATIONS.items()}}
+RESULTS = {
+    "products": (of_products, SWIGLU),
+    **{name: (of_fused, each) for name, each in ACTIVATIONS.items()},
+}
 results = pytest.mark.parametrize("results", RESULTS.values(), ids=RESULTS)
 
 
@@ -383,7 +413,10 @@ def test_offsets_beyond_32_bits():
         dw = torch.empty_like(weight)
         gemm.grouped_gemm_wgrad((out, dout_index), rows, row_range, dw)
         assert (dw[1].double() - expected).abs().max() / expected.abs().max() < 1e-2
-    dbias, dscale = torch.empty(2, width, device="cuda"), torch.empty(num_rows + tail, device="cuda")
+    dbias, dscale = (
+        torch.empty(2, width, device="cuda"),
+        torch.empty(num_rows + tail, device="cuda"),
+    )
     bias.grouped_bias_grad(out, row_range, dbias)
     problems.assert_near(dbias[1], group.sum(dim=0))
     bias_of_groups = torch.ones(2, width, dtype=torch.bfloat16, device="cuda")

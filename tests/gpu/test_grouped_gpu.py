@@ -28,12 +28,16 @@ def test_more_discrete_weights_than_one_launch_carries(path):
 
 
 @pytest.mark.parametrize("kind", ["int32", "int64", "list", "cpu"])
-@pytest.mark.parametrize("splits", [(70, 0, 3, 55), (0, 0, 0, 0), (132, 0, 0, 0), (0, 0, 0, 132)], ids=str)
+@pytest.mark.parametrize(
+    "splits", [(70, 0, 3, 55), (0, 0, 0, 0), (132, 0, 0, 0), (0, 0, 0, 132)], ids=str
+)
 @pytest.mark.parametrize("path", cases.PATHS)
 def test_splits(kind, splits, path):
     device = "cpu" if kind == "cpu" else "cuda"
     given = list(splits) if kind == "list" else torch.tensor(splits, device=device)
-    cases.check_splits(path, given.int() if kind == "int32" else given, replace(SIZES, splits=splits), "cuda")
+    cases.check_splits(
+        path, given.int() if kind == "int32" else given, replace(SIZES, splits=splits), "cuda"
+    )
 
 
 # -- what only GPUs do ------------------------------------------------------------------------------------------------
@@ -52,8 +56,12 @@ def test_device_splits_cannot_lead_out_of_the_rows(splits, meant, dtype):
     """Nobody reads them on the host, so the kernels keep within the rows."""
     sizes = replace(SIZES, splits=(132, 0, 0, 0))
     inputs = inputs_of("mlp", PLAIN, sizes=sizes)  # no NaN: every row may be used
-    got = cases.run_experts("mlp", PLAIN, inputs, splits=torch.tensor(splits, dtype=dtype, device="cuda"))
-    want = cases.run_experts("mlp", PLAIN, inputs, splits=torch.tensor(meant, dtype=dtype, device="cuda"))
+    got = cases.run_experts(
+        "mlp", PLAIN, inputs, splits=torch.tensor(splits, dtype=dtype, device="cuda")
+    )
+    want = cases.run_experts(
+        "mlp", PLAIN, inputs, splits=torch.tensor(meant, dtype=dtype, device="cuda")
+    )
     for name, tensor in want.tensors.items():
         cases.assert_same_bits(got.tensors[name], tensor, name)
 
@@ -67,7 +75,9 @@ def test_widths_that_kernels_cannot_take(sizes):
     with pytest.raises(ArgumentError, match=r"\(12\) must be a multiple of 8 on GPUs"):
         model(rows, splits, torch.ones(8, device="cuda"))
     with pytest.raises(ArgumentError, match=r"\(12\) must be a multiple of 8 on GPUs"):
-        Sequential(model.fc1, ScaledSwiGLU(), model.fc2)(rows, splits, torch.ones(8, device="cuda"), splits)
+        Sequential(model.fc1, ScaledSwiGLU(), model.fc2)(
+            rows, splits, torch.ones(8, device="cuda"), splits
+        )
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
@@ -86,17 +96,28 @@ def model_of(path: str, case: cases.Case, inputs: cases.Inputs, **options):
     made, layers = cases.make_way(path, case, inputs, **options)
 
     def call(x, scale, splits, out, grad_input_out):
-        return made(x, scale, splits, out=out, grad_input_out=grad_input_out, is_first_microbatch=True)
+        return made(
+            x, scale, splits, out=out, grad_input_out=grad_input_out, is_first_microbatch=True
+        )
 
     return call, tuple(layers.values())
 
 
-REPLAYED = [((70, 0, 3, 55), 1), ((0, 0, 0, 0), 2), ((1, 130, 0, 1), 3), ((0, 0, 0, 131), 4), ((33, 33, 33, 33), 5)]
+REPLAYED = [
+    ((70, 0, 3, 55), 1),
+    ((0, 0, 0, 0), 2),
+    ((1, 130, 0, 1), 3),
+    ((0, 0, 0, 131), 4),
+    ((33, 33, 33, 33), 5),
+]
 
 NUMBERS = {
     "bf16": (torch.bfloat16, None),
     "fp16": (torch.float16, None),
-    **{type(recipe).__name__: (torch.bfloat16, recipe) for recipe in (Float8Block(), MXFP8(), NVFP4())},
+    **{
+        type(recipe).__name__: (torch.bfloat16, recipe)
+        for recipe in (Float8Block(), MXFP8(), NVFP4())
+    },
 }
 WEIGHTS = ("packed", "side by side", "scattered")
 # Every pair of two options of a capture.
@@ -114,11 +135,15 @@ WHOLE_BLOCKS = cases.Sizes(
 def test_pairs_of_options_are_captured():
     for first, second in itertools.combinations(range(6), 2):
         found = {(case[first], case[second]) for case in CAPTURED}
-        assert len(found) == len({case[first] for case in CAPTURED}) * len({case[second] for case in CAPTURED})
+        assert len(found) == len({case[first] for case in CAPTURED}) * len(
+            {case[second] for case in CAPTURED}
+        )
 
 
 @pytest.mark.parametrize(("path", "numbers", "weights", "main_grad", "delayed", "bias"), CAPTURED)
-def test_graph_replays_with_other_data_and_other_splits(path, numbers, weights, main_grad, delayed, bias):
+def test_graph_replays_with_other_data_and_other_splits(
+    path, numbers, weights, main_grad, delayed, bias
+):
     dtype, recipe = NUMBERS[numbers]
     case = cases.Case(dtype=dtype, main_grad=main_grad, delayed=delayed, bias=bias)
     shape = SIZES if recipe is None else WHOLE_BLOCKS
@@ -156,7 +181,12 @@ def test_graph_replays_with_other_data_and_other_splits(path, numbers, weights, 
         sizes = replace(shape, splits=counts)
         fresh = make(sizes=sizes, seed=seed)
         with torch.no_grad():
-            for static, value in ((x, fresh.x), (scale, fresh.scale), (d_y, fresh.d_y), (splits, fresh.splits)):
+            for static, value in (
+                (x, fresh.x),
+                (scale, fresh.scale),
+                (d_y, fresh.d_y),
+                (splits, fresh.splits),
+            ):
                 static.copy_(value)
         out.fill_(cases.SENTINEL)
         grad_input_out.fill_(cases.SENTINEL)
@@ -166,7 +196,10 @@ def test_graph_replays_with_other_data_and_other_splits(path, numbers, weights, 
             assert (buffer[sizes.num_used :] == cases.SENTINEL).all(), "the tail was written"
         replayed = [out[: sizes.num_used].clone(), grad_input_out[: sizes.num_used].clone()]
         replayed += [None if grad is None else grad.clone() for grad in grads]
-        out_again, grad_again = torch.full_like(out, cases.SENTINEL), torch.full_like(grad_input_out, cases.SENTINEL)
+        out_again, grad_again = (
+            torch.full_like(out, cases.SENTINEL),
+            torch.full_like(grad_input_out, cases.SENTINEL),
+        )
         eager = step(out_again, grad_again)
         eager = [out_again[: sizes.num_used], grad_again[: sizes.num_used], *eager]
         assert len(replayed) == len(eager)
@@ -198,7 +231,9 @@ def test_host_splits_in_a_capture(path, kind):
     cases.assert_same_bits(found[0], want)
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.uint8, torch.uint16, torch.uint32, torch.uint64])
+@pytest.mark.parametrize(
+    "dtype", [torch.int8, torch.int16, torch.uint8, torch.uint16, torch.uint32, torch.uint64]
+)
 def test_splits_of_any_integers_in_a_graph(dtype):
     """They are converted on the device, in the graph: a replay reads those of then."""
     inputs = inputs_of("linear", PLAIN)
@@ -218,7 +253,9 @@ def test_another_default_device():
     want = call(inputs.x, inputs.scale, inputs.splits, None, None)
     for device in ("meta", "cuda", "cpu"):
         with torch.device(device):
-            cases.assert_same_bits(call(inputs.x, inputs.scale, list(SIZES.splits), None, None), want)
+            cases.assert_same_bits(
+                call(inputs.x, inputs.scale, list(SIZES.splits), None, None), want
+            )
 
 
 # -- no waiting for the device ----------------------------------------------------------------------------------------
@@ -310,7 +347,9 @@ def test_losses_that_are_kept_keep_no_leases(path):
     x, splits, losses = inputs.x.nan_to_num().requires_grad_(), inputs.splits, []
     with SymmetricHeap(num_bytes=4 << 20) as heap:
         for _ in range(200):
-            out, grad_input_out = (heap.lease(tuple(like.shape), like.dtype) for like in (inputs.d_y, x))
+            out, grad_input_out = (
+                heap.lease(tuple(like.shape), like.dtype) for like in (inputs.d_y, x)
+            )
             y = call(x, inputs.scale, splits, out.tensor, grad_input_out.tensor)
             losses.append(cases.used(y, SIZES).square().sum())
             del out, grad_input_out, y

@@ -28,7 +28,9 @@ pytestmark = pytest.mark.timeout(40, method="thread")
 
 kernels = gemm_problem.triton_kernels()
 Problem = functools.partial(ActProblem, device="cuda")
-forward, backward = (functools.partial(each, kernels) for each in (gemm_problem.forward, gemm_problem.backward))
+forward, backward = (
+    functools.partial(each, kernels) for each in (gemm_problem.forward, gemm_problem.backward)
+)
 EXACT, ODD = (1024, 768), (1032, 712)  # H, I: all tiles and steps are full; none of the last ones
 SPLITS = [(300, 0, 1, 777, 128, 129, 0), (0,) * 7, (0, 64, 0, 1000, 0, 0, 9)]
 SWIGLU = Activation()
@@ -52,8 +54,13 @@ class Product:
         return p.blanks(p.ffn if self.k_first else p.width)()
 
     def launch(self, p, row_range, outs, come, **options):
-        rows, weight = torch.where(come[:, None], p.rows, torch.nan), p.weight2 if self.k_first else p.weight1
-        launchers.launch_gemm(rows, weight, row_range, *outs, weight_k_first=self.k_first, **options)
+        rows, weight = (
+            torch.where(come[:, None], p.rows, torch.nan),
+            p.weight2 if self.k_first else p.weight1,
+        )
+        launchers.launch_gemm(
+            rows, weight, row_range, *outs, weight_k_first=self.k_first, **options
+        )
 
     def results(self, p, outs):
         return outs
@@ -67,7 +74,9 @@ class Product:
     def run(self, p, **options):
         """The results by the kernel for Hopper."""
         outs = self.blanks(p)
-        self.launch(p, p.row_range, outs, torch.ones(p.capacity, dtype=torch.bool, device="cuda"), **options)
+        self.launch(
+            p, p.row_range, outs, torch.ones(p.capacity, dtype=torch.bool, device="cuda"), **options
+        )
         return self.results(p, outs)
 
 
@@ -83,7 +92,10 @@ class Act(Product):
         return p.blanks(p.width, p.ffn)()
 
     def launch(self, p, row_range, outs, come, **options):
-        rows, options = torch.where(come[:, None], p.rows, torch.nan), {"variant": self.variant, **options}
+        rows, options = (
+            torch.where(come[:, None], p.rows, torch.nan),
+            {"variant": self.variant, **options},
+        )
         act.launch_act(rows, p.weight1, row_range, p.scale, outs, p.activation, **options)
 
     def usual(self, p):
@@ -105,7 +117,10 @@ class Dact(Act):
         rows, hidden = self.source(p), torch.where(come[:, None], p.h, torch.nan)
         if self.variant is not act.GATHERED:
             rows = torch.where(come[:, None], rows, torch.nan)
-        operands, options = (rows, p.weight2, row_range, (hidden, p.scale)), {"variant": self.variant, **options}
+        operands, options = (
+            (rows, p.weight2, row_range, (hidden, p.scale)),
+            {"variant": self.variant, **options},
+        )
         act.launch_dact(*operands, outs, p.activation, **options)
 
     def results(self, p, outs):
@@ -119,7 +134,11 @@ class Dact(Act):
         return backward(p, self.source(p), p.h, with_dbias=False, config=config)[:3]
 
 
-FUSED = {"separate act": Act(act.SEPARATE), "alternate act": Act(act.ALTERNATE), "two warps dact": Dact(act.TWO_WARPS)}
+FUSED = {
+    "separate act": Act(act.SEPARATE),
+    "alternate act": Act(act.ALTERNATE),
+    "two warps dact": Dact(act.TWO_WARPS),
+}
 FUSED |= {"alternate dact": Dact(act.ALTERNATE), "gathered dact": Dact(act.GATHERED)}
 CASES = {
     f"{name}, {numbers}, {widths}": (kernel, *NUMBERS[numbers], widths)
@@ -159,7 +178,9 @@ def test_ranges_have_the_bits_of_the_whole(case):
     for splits, step in itertools.product(SPLITS, (1, 128)):
         p = Problem(splits, widths, dtype, activation)
         blanks, launch = functools.partial(kernel.blanks, p), functools.partial(kernel.launch, p)
-        whole, union = check_ranges(p, blanks, launch, random_ranges(splits, 3, step=step), num_sms=7)
+        whole, union = check_ranges(
+            p, blanks, launch, random_ranges(splits, 3, step=step), num_sms=7
+        )
         for expected, out in zip(kernel.results(p, whole), kernel.results(p, union), strict=True):
             assert torch.equal(expected, out)
 
@@ -174,7 +195,9 @@ def test_the_tail_becomes_zero_if_asked_for():
 
 def test_many_groups():
     for num_groups in (1, 33, 256):
-        p = Problem(tuple(i % 5 * (i % 7) for i in range(1, num_groups + 1)), (64, 256), BF16, SWIGLU)
+        p = Problem(
+            tuple(i % 5 * (i % 7) for i in range(1, num_groups + 1)), (64, 256), BF16, SWIGLU
+        )
         assert_same_rows(p, Product(True).run(p), Product(True).usual(p))
 
 
@@ -203,7 +226,9 @@ def test_more_than_two_to_the_31_elements():
 def test_public_functions_choose_these_kernels(monkeypatch):
     """And the others for what these do not take; repeated calls, which skip the JIT, say the same."""
     p = Problem(SPLITS[0], EXACT, BF16, SWIGLU)
-    called = launched_by(monkeypatch, launchers, "grouped_gemm", "grouped_gemm_act", "grouped_gemm_dact")
+    called = launched_by(
+        monkeypatch, launchers, "grouped_gemm", "grouped_gemm_act", "grouped_gemm_dact"
+    )
     results = []
     for _ in range(3):
         out = p.blank(p.ffn)
@@ -220,8 +245,15 @@ def test_public_functions_choose_these_kernels(monkeypatch):
 
 # -- weight gradients --------------------------------------------------------------------------------------------------
 WGRAD_WIDTHS = [(256, 512), (1032, 712), (712, 1032), (72, 264), (64, 8)]  # O, C
-WGRAD_SPLITS = [(300, 0, 1, 777, 128, 65, 0), (0,) * 7, (0, 64, 0, 1000, 0, 0, 9), (1, 65, 63, 64, 0, 193, 449)]
-WGRAD_CONFIG = tiles.TileConfig(block_m=128, block_n=256, block_k=64, num_stages=3, num_warps=8, flatten=True)
+WGRAD_SPLITS = [
+    (300, 0, 1, 777, 128, 65, 0),
+    (0,) * 7,
+    (0, 64, 0, 1000, 0, 0, 9),
+    (1, 65, 63, 64, 0, 193, 449),
+]
+WGRAD_CONFIG = tiles.TileConfig(
+    block_m=128, block_n=256, block_k=64, num_stages=3, num_warps=8, flatten=True
+)
 
 
 def wgrad_problem(splits, widths, dtype=BF16):

@@ -17,7 +17,9 @@ if hopper_choice.hopper_kernels(torch.device("cuda", 0), torch.bfloat16, 256) is
 # A kernel whose warps wait for each other for ever cannot be interrupted: the process ends.
 pytestmark = pytest.mark.timeout(60, method="thread")
 
-OFFSET = 3 * 512  # of the buffers in the arenas; each rank's is 512 bytes further than the one before
+OFFSET = (
+    3 * 512
+)  # of the buffers in the arenas; each rank's is 512 bytes further than the one before
 CASES = [  # T, H, K, R
     (777, 2048, 8, 2),
     (1000, 7168, 8, 4),
@@ -51,13 +53,19 @@ class Problem:
         return rows
 
     def draw(self, *shape, low, high):
-        return torch.randint(low, high, shape, device="cuda", generator=self.generator, dtype=torch.int32)
+        return torch.randint(
+            low, high, shape, device="cuda", generator=self.generator, dtype=torch.int32
+        )
 
     def slots(self, number):
         """[number, K] different rows of a buffer, or -1 where the token has no expert here."""
-        order = torch.randperm(max(self.capacity, number * self.K), device="cuda", generator=self.generator).int()
+        order = torch.randperm(
+            max(self.capacity, number * self.K), device="cuda", generator=self.generator
+        ).int()
         rows = order[: number * self.K].view(number, self.K)
-        return torch.where((rows < self.capacity) & (self.draw(number, self.K, low=0, high=3) > 0), rows, -1)
+        return torch.where(
+            (rows < self.capacity) & (self.draw(number, self.K, low=0, high=3) > 0), rows, -1
+        )
 
 
 def same(one, other):
@@ -68,10 +76,16 @@ def same(one, other):
 @cases
 def test_push(case, dtype):
     p = Problem(case, dtype)
-    token_to_row = torch.where(p.draw(p.T, p.R, low=0, high=4) > 0, p.draw(p.T, p.R, low=0, high=1), -1)
+    token_to_row = torch.where(
+        p.draw(p.T, p.R, low=0, high=4) > 0, p.draw(p.T, p.R, low=0, high=1), -1
+    )
     for rank in range(p.R):
-        places = torch.randperm(max(p.T, p.capacity), device="cuda", generator=p.generator).int()[: p.T]
-        token_to_row[:, rank] = torch.where((token_to_row[:, rank] >= 0) & (places < p.capacity), places, -1)
+        places = torch.randperm(max(p.T, p.capacity), device="cuda", generator=p.generator).int()[
+            : p.T
+        ]
+        token_to_row[:, rank] = torch.where(
+            (token_to_row[:, rank] >= 0) & (places < p.capacity), places, -1
+        )
         before, results = p.peers.views[rank].clone(), []
         for num_ctas in (None, 1, 5):
             p.peers.views[rank].copy_(before)
@@ -83,7 +97,9 @@ def test_push(case, dtype):
         assert torch.equal(results[0], results[2])
         failed = p.received.clone()
         failed[rank, 1] = -1
-        tokens.push_rows(p.x, token_to_row, p.peers, failed, column=1, ranks=range(rank, rank + 1), num_ctas=3)
+        tokens.push_rows(
+            p.x, token_to_row, p.peers, failed, column=1, ranks=range(rank, rank + 1), num_ctas=3
+        )
         assert torch.equal(p.peers.views[rank], results[0])
 
 
@@ -92,13 +108,17 @@ def test_push(case, dtype):
 def test_fan_out(case, dtype):
     p, number = Problem(case, dtype), 200
     packed_to_row, rows = p.slots(number), p.rows(p.capacity)
-    starts = torch.linspace(0, number - 20, p.R + 1, device="cuda").int()  # what is left of them is not looked at
+    starts = torch.linspace(
+        0, number - 20, p.R + 1, device="cuda"
+    ).int()  # what is left of them is not looked at
     packed_to_row[number - 20 :] = 2**30
     for source in range(p.R):
         results = []
         for num_ctas in (None, 1, 6):
             results.append(rows.clone())
-            tokens.fan_out(results[-1], packed_to_row, starts, rank=0, source=source, num_ctas=num_ctas)
+            tokens.fan_out(
+                results[-1], packed_to_row, starts, rank=0, source=source, num_ctas=num_ctas
+            )
         here = packed_to_row[starts[source] : starts[source + 1]]
         copied = source > 0 and bool(((here >= 0).sum(1) > 1).any())
         assert same(results[0], rows) != copied
@@ -112,12 +132,16 @@ def test_push_sums(case, dtype):
     for rank in {0, case[3] - 1}:
         p, number = Problem(case, dtype, rank), 200
         packed_to_row, rows = p.slots(number), p.rows(p.capacity)
-        starts = torch.linspace(0, number - 20, p.R + 1, device="cuda").int()  # what is left of them is not looked at
+        starts = torch.linspace(
+            0, number - 20, p.R + 1, device="cuda"
+        ).int()  # what is left of them is not looked at
         packed_to_row[number - 20 :] = 2**30
         received = torch.zeros(p.R, 3, dtype=torch.int64, device="cuda")
         most = int((starts[1:] - starts[:-1]).max())
         received[:, 0] = p.received[:, 1]
-        received[:, 1] = received[:, 0] + (most - 1) * p.H * dtype.itemsize  # regions of so many rows
+        received[:, 1] = (
+            received[:, 0] + (most - 1) * p.H * dtype.itemsize
+        )  # regions of so many rows
         for home in range(p.R):
             before, results = p.peers.views[home].clone(), []
             for source, num_ctas in ((None, None), (home, None), (home, 1), (home, 6)):
@@ -130,7 +154,9 @@ def test_push_sums(case, dtype):
             for result in results[1:]:
                 assert torch.equal(results[0], result)
             failed = torch.full_like(received, -1)
-            tokens.push_sums(rows, packed_to_row, starts, p.peers, failed, column=0, source=home, num_ctas=3)
+            tokens.push_sums(
+                rows, packed_to_row, starts, p.peers, failed, column=0, source=home, num_ctas=3
+            )
             assert torch.equal(p.peers.views[home], results[0])
 
 
@@ -146,7 +172,10 @@ def test_sum_home(case, dtype):
         start = p.draw(p.R, low=0, high=1000)
         packed = torch.where(goes, goes.int().cumsum(0).int() - 1 + start, -1).int()
         rows, returned = p.rows(p.capacity), p.rows(max(1, p.R - 1) * p.T)
-        ready, arrived = torch.zeros(p.R, 3, dtype=torch.int64, device="cuda"), torch.zeros(1, dtype=torch.int64)
+        ready, arrived = (
+            torch.zeros(p.R, 3, dtype=torch.int64, device="cuda"),
+            torch.zeros(1, dtype=torch.int64),
+        )
         arrived, results = arrived.cuda(), []
         for num_ctas in (None, 1, 6):
             results.append(torch.full((p.T, p.H), 7.0, dtype=dtype, device="cuda"))
@@ -171,5 +200,7 @@ def test_triton_is_not_compared_with_itself(monkeypatch):
         launched.clear()
         p = Problem((64, hidden, 2, 2), torch.bfloat16)
         token_to_row = torch.zeros(64, 2, dtype=torch.int32, device="cuda").fill_(-1)
-        tokens.push_rows(p.x, token_to_row, p.peers, p.received, column=1, ranks=range(1, 2), num_ctas=2)
+        tokens.push_rows(
+            p.x, token_to_row, p.peers, p.received, column=1, ranks=range(1, 2), num_ctas=2
+        )
         assert len(launched) == expected

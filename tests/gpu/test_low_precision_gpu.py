@@ -42,7 +42,10 @@ def test_buffers_of_the_caller(recipe):
 def test_no_kernel_reads_the_rows_for_bias_gradients_alone(recipe):
     options = {"bias": True, "precision": recipe, "dtype": BF16, "device": "cuda"}
     linear, mlp = GroupedLinear(2, 64, 128, **options), GroupedMLP(2, 64, 128, **options)
-    x, scale = torch.randn(300, 64, device="cuda", dtype=BF16, requires_grad=True), torch.ones(300, device="cuda")
+    x, scale = (
+        torch.randn(300, 64, device="cuda", dtype=BF16, requires_grad=True),
+        torch.ones(300, device="cuda"),
+    )
     splits = torch.tensor([100, 200], device="cuda")
 
     def step():
@@ -55,9 +58,14 @@ def test_no_kernel_reads_the_rows_for_bias_gradients_alone(recipe):
 
 
 # -- expert parallelism -----------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("recipe", "wire"), [(Float8Block(), "both"), (MXFP8(), "none"), (NVFP4(), "none")], ids=str)
+@pytest.mark.parametrize(
+    ("recipe", "wire"), [(Float8Block(), "both"), (MXFP8(), "none"), (NVFP4(), "none")], ids=str
+)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_replays_equal_eager_steps(cluster, num_ranks: int, recipe, wire):
     """Of a CUDA graph, with other tokens and other gradients each time: stochastic rounding goes along."""
     way = {**WAYS[2], "precision": recipe, "quantized_wire": wire}
-    assert cluster(num_ranks, "cuda").findings(check_replays, 21, "all", False, way, timeout_s=240) == []
+    assert (
+        cluster(num_ranks, "cuda").findings(check_replays, 21, "all", False, way, timeout_s=240)
+        == []
+    )

@@ -12,7 +12,15 @@ from cluster import run_on
 pytest.importorskip("megatron.core")
 pytest.importorskip("transformer_engine", reason="Transformer Engine is not installed")
 
-from megatron_cases import batch_of, config_of, filled, forms_of, gradients_of, opened_heap, use_groups
+from megatron_cases import (
+    batch_of,
+    config_of,
+    filled,
+    forms_of,
+    gradients_of,
+    opened_heap,
+    use_groups,
+)
 
 BOUND = 0.05  # of bf16, root mean square, relative
 
@@ -26,9 +34,15 @@ def test_layers_between_transformer_engines_modules(rank: int, num_ranks: int) -
     use_groups()
     wide = {"hidden_size": 64, "moe_ffn_hidden_size": 64}
     config = config_of(
-        **wide, bf16=True, params_dtype=torch.bfloat16, moe_grouped_gemm=True, use_cpu_initialization=False
+        **wide,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        moe_grouped_gemm=True,
+        use_cpu_initialization=False,
     )
-    spec = get_gpt_layer_with_transformer_engine_spec(num_experts=config.num_moe_experts, moe_grouped_gemm=True)
+    spec = get_gpt_layer_with_transformer_engine_spec(
+        num_experts=config.num_moe_experts, moe_grouped_gemm=True
+    )
     batch = {name: tensor.cuda() for name, tensor in batch_of().items()}
     found: dict[str, dict[str, torch.Tensor]] = {}
     with opened_heap() as heap:
@@ -39,10 +53,15 @@ def test_layers_between_transformer_engines_modules(rank: int, num_ranks: int) -
             found[form] = {"losses": losses.detach().clone(), **gradients_of(model)}
     want = {name: tensor.float() for name, tensor in found.pop("megatron").items()}
     errors = {
-        form: {name: float((got[name].float() - want[name]).norm() / want[name].norm()) for name in want}
+        form: {
+            name: float((got[name].float() - want[name]).norm() / want[name].norm())
+            for name in want
+        }
         for form, got in found.items()
     }
     assert errors.keys() == {"experts", "dispatcher"}
     for form, by_name in errors.items():
-        assert sum(".mlp.experts." in name for name in by_name) == 2 * 2 * 8  # layers, linears, experts
+        assert (
+            sum(".mlp.experts." in name for name in by_name) == 2 * 2 * 8
+        )  # layers, linears, experts
         assert max(by_name.values()) < BOUND, form

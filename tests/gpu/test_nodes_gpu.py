@@ -10,7 +10,18 @@ import torch
 from captured_cases import check_counts, check_exact
 from cluster import Cluster, run_on
 from graphs import captured
-from node_calls import EAGERLY, EXACT, ON_RAILS, STATIC, Ready, check_survivors, drop_on_rails, lose, train, wrong_calls
+from node_calls import (
+    EAGERLY,
+    EXACT,
+    ON_RAILS,
+    STATIC,
+    Ready,
+    check_survivors,
+    drop_on_rails,
+    lose,
+    train,
+    wrong_calls,
+)
 from trip_checks import check_cases, check_combine, check_dispatch
 from worker import Findings, open_heap
 
@@ -18,27 +29,41 @@ from symmoe import MoEConfig, MoELayer, combine_tokens, dispatch_tokens, make_pl
 
 pytestmark = pytest.mark.timeout(300, method="thread")
 
-LAYOUTS = [pytest.param(n, size, id=f"{n // size} x {size}") for n, size in ((2, 1), (4, 2), (8, 4), (8, 2))]
+LAYOUTS = [
+    pytest.param(n, size, id=f"{n // size} x {size}")
+    for n, size in ((2, 1), (4, 2), (8, 4), (8, 2))
+]
 layouts = pytest.mark.parametrize(("num_ranks", "ranks_per_node"), LAYOUTS)
 STEP = 3 * (len(routings.STRATA) + 1)
 
 
-@pytest.mark.parametrize(("check", "first"), [(check_dispatch, 0), (check_combine, 3)], ids=["dispatch", "combine"])
+@pytest.mark.parametrize(
+    ("check", "first"), [(check_dispatch, 0), (check_combine, 3)], ids=["dispatch", "combine"]
+)
 @layouts
-def test_trips_are_the_oracle_bit_for_bit(cluster, num_ranks: int, ranks_per_node: int, check, first: int):
+def test_trips_are_the_oracle_bit_for_bit(
+    cluster, num_ranks: int, ranks_per_node: int, check, first: int
+):
     numbers = list(range(first, len(routings.CASES), STEP))
-    assert cluster(num_ranks, "cuda").findings(check_cases, numbers, "cuda", check, ranks_per_node) == []
+    assert (
+        cluster(num_ranks, "cuda").findings(check_cases, numbers, "cuda", check, ranks_per_node)
+        == []
+    )
 
 
 @layouts
 @pytest.mark.parametrize("options", [EXACT, STATIC, ON_RAILS], ids=["exact", "static", "rail"])
-def test_order_slot_has_the_bits_of_one_node(cluster, num_ranks: int, ranks_per_node: int, options: dict[str, Any]):
+def test_order_slot_has_the_bits_of_one_node(
+    cluster, num_ranks: int, ranks_per_node: int, options: dict[str, Any]
+):
     ranks, options = cluster(num_ranks, "cuda"), {**options, **EAGERLY, "order": "slot"}
     want = ranks.run(train, None, options, torch.bfloat16, "cuda")
     assert any(tensor.abs().sum() > 0 for tensor in want[0])
     got = ranks.run(train, ranks_per_node, options, torch.bfloat16, "cuda")
     for rank, (mine, its) in enumerate(zip(want, got, strict=True)):
-        different = [n for n, (a, b) in enumerate(zip(mine, its, strict=True)) if not torch.equal(a, b)]
+        different = [
+            n for n, (a, b) in enumerate(zip(mine, its, strict=True)) if not torch.equal(a, b)
+        ]
         assert different == [], f"rank {rank}"
 
 
@@ -68,7 +93,9 @@ def test_wrong_calls(cluster, num_ranks: int, ranks_per_node: int):
 @layouts
 @pytest.mark.parametrize("what", ["rows", "layer"])
 @run_on(device="cuda")
-def test_captured_calls_are_replayed(rank: int, num_ranks: int, findings: Findings, ranks_per_node: int, what: str):
+def test_captured_calls_are_replayed(
+    rank: int, num_ranks: int, findings: Findings, ranks_per_node: int, what: str
+):
     """Captured calls with static capacity, replayed with other tokens and routings. what: "rows": plan, dispatch and
     combine; "layer": forward and backward of one whose GEMMs run while rows travel."""
     generator = torch.Generator().manual_seed(rank)
@@ -78,7 +105,9 @@ def test_captured_calls_are_replayed(rank: int, num_ranks: int, findings: Findin
         x = torch.zeros((num_tokens, 64), dtype=torch.bfloat16, device=heap.device)
         sizes = {"hidden": 64, "ffn": 32, "num_experts": num_experts, "top_k": 2}
         capacity = 2 * num_tokens * num_ranks
-        layer = MoELayer(MoEConfig(**sizes, capacity=capacity, router="none", **EAGERLY), heap, dtype=x.dtype)
+        layer = MoELayer(
+            MoEConfig(**sizes, capacity=capacity, router="none", **EAGERLY), heap, dtype=x.dtype
+        )
         probs = torch.full(ids.shape, 0.5, device=heap.device)
 
         def step() -> torch.Tensor:
@@ -92,7 +121,9 @@ def test_captured_calls_are_replayed(rank: int, num_ranks: int, findings: Findin
             return combine_tokens(rows, plan, order="slot")
 
         def fill() -> None:
-            chosen = [torch.randperm(num_experts, generator=generator)[:2] for _ in range(num_tokens)]
+            chosen = [
+                torch.randperm(num_experts, generator=generator)[:2] for _ in range(num_tokens)
+            ]
             ids.copy_(torch.stack(chosen))
             x.copy_(torch.randn(x.shape, generator=generator))
 

@@ -18,7 +18,9 @@ UNTOUCHED = 0x5A
 
 
 @pytest.mark.parametrize("offset", [0, 1, 2, 4, 7, 8])
-@pytest.mark.parametrize("num_bytes", [0, 1, 3, 7, 8, 9, 63, 2048, 4079, 4080, 4081, 8160, 8163, 10000])
+@pytest.mark.parametrize(
+    "num_bytes", [0, 1, 3, 7, 8, 9, 63, 2048, 4079, 4080, 4081, 8160, 8163, 10000]
+)
 def test_every_byte_arrives_and_no_other(num_bytes, offset):
     """The host's bytes are overwritten at once, before the GPU can have run."""
     destination = torch.full((num_bytes + offset + 9,), UNTOUCHED, dtype=torch.uint8, device="cuda")
@@ -37,7 +39,9 @@ def test_addresses_of_any_number_of_tensors(num_tensors):
     for _ in range(2):
         assert copy_data_ptrs_to_device(tensors, "cuda").tolist() == [t.data_ptr() for t in tensors]
     tensors[-1] = torch.ones(8)
-    with pytest.raises(ArgumentError, match=rf"tensors\[{num_tensors - 1}\] is torch.strided on cpu; .* on cuda:0"):
+    with pytest.raises(
+        ArgumentError, match=rf"tensors\[{num_tensors - 1}\] is torch.strided on cpu; .* on cuda:0"
+    ):
         copy_data_ptrs_to_device(tensors, "cuda")
 
 
@@ -107,7 +111,10 @@ def test_the_device_of_the_destination_is_used():
     tensors = [torch.ones(8, device="cuda:1") for _ in range(70)]
     assert torch.cuda.current_device() == 0
     assert copy_data_ptrs_to_device(tensors, "cuda:1").tolist() == [t.data_ptr() for t in tensors]
-    with pytest.raises(ArgumentError, match=r"tensors\[0\] is torch.strided on cuda:1; it must be strided on cuda:0"):
+    with pytest.raises(
+        ArgumentError,
+        match=r"tensors\[0\] is torch.strided on cuda:1; it must be strided on cuda:0",
+    ):
         copy_data_ptrs_to_device(tensors, "cuda:0")
     assert torch.cuda.current_device() == 0
 
@@ -136,7 +143,11 @@ def test_scales_are_swizzled_as_by_the_twin(swizzle, captured):
         else:
             torch.full((1 << 22,), UNTOUCHED, dtype=torch.uint8, device=device)
             packed = pack_weight_ptrs(**lists, swizzle=swizzle)
-        starts = [s - packed.swizzled.data_ptr() for s in (packed.fc1_scales, packed.fc2_scales) if s is not None]
+        starts = [
+            s - packed.swizzled.data_ptr()
+            for s in (packed.fc1_scales, packed.fc2_scales)
+            if s is not None
+        ]
         assert packed.fc2.tolist() == [t.data_ptr() for t in lists.get("fc2", ())]
         return packed.swizzled.cpu(), torch.cat(starts).cpu()
 

@@ -11,7 +11,14 @@ if not torch.cuda.is_available():
 import quantize_cases as cases
 from graphs import captured
 from host_reads import synchronising_is_an_error
-from quantize_checks import check_columns, check_ranges, check_received, check_rows_of_an_index, check_sent, check_tiles
+from quantize_checks import (
+    check_columns,
+    check_ranges,
+    check_received,
+    check_rows_of_an_index,
+    check_sent,
+    check_tiles,
+)
 
 from symmoe.kernels import gpu, twin
 from symmoe.precision import MXFP8, NVFP4, Float8Block
@@ -27,7 +34,9 @@ OTHER_SPLITS = (100, 3, 0, 0, 200, 7)
 def test_rows_and_columns(name, dtype, width, hard):
     rows, row_range = cases.hard_rows(ROWS, width, dtype), cases.row_range_of()
     found = cases.quantize_all(gpu, rows.cuda(), row_range.cuda(), name, hard=hard)
-    assert cases.differences(found, cases.quantize_all(twin, rows, row_range, name, hard=hard)) == []
+    assert (
+        cases.differences(found, cases.quantize_all(twin, rows, row_range, name, hard=hard)) == []
+    )
 
 
 @pytest.mark.parametrize("width", [160, 2880])
@@ -43,12 +52,17 @@ def test_weights(name, shape):
     weight = cases.hard_rows(shape[0] * shape[1], shape[2], torch.bfloat16).view(shape)
     wanted = cases.quantize_weights(twin, weight, name)
     assert cases.differences(cases.quantize_weights(gpu, weight.cuda(), name), wanted) == []
-    assert cases.differences(cases.quantize_weights(gpu, weight.cuda(), name, in_pairs=True), wanted) == []
+    assert (
+        cases.differences(cases.quantize_weights(gpu, weight.cuda(), name, in_pairs=True), wanted)
+        == []
+    )
 
 
 @pytest.mark.parametrize("width", [64, 272, 544, 2880, 7168])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("name", [name for name in cases.FORMATS if cases.FORMATS[name].element == "e4m3"])
+@pytest.mark.parametrize(
+    "name", [name for name in cases.FORMATS if cases.FORMATS[name].element == "e4m3"]
+)
 def test_the_wire(name, dtype, width):
     check_sent(gpu, name, cases.hard_rows(ROWS, width, dtype), "cuda")
     check_received(gpu, name, width, cases.row_range_of(), dtype, "cuda")
@@ -60,7 +74,9 @@ def test_the_wire(name, dtype, width):
 def test_rows_of_an_index_and_of_ranges(name, dtype):
     check_rows_of_an_index(gpu, name, cases.hard_rows(90, 288, dtype), cases.row_range_of(), "cuda")
     if cases.FORMATS[name].element == "e4m3":
-        check_ranges(gpu, name, (0, 133, 1, 300, 0, 128, 777), cases.hard_rows(90, 1040, dtype), "cuda")
+        check_ranges(
+            gpu, name, (0, 133, 1, 300, 0, 128, 777), cases.hard_rows(90, 1040, dtype), "cuda"
+        )
 
 
 @pytest.mark.parametrize("num_sms", [1, None])
@@ -86,7 +102,8 @@ def test_columns_do_not_depend_on_how_programs_walk(num_sms):
     columns = pytest.importorskip("symmoe.kernels.low_precision.hopper_columns")
     rows, block_format = cases.hard_rows(ROWS, 2880, torch.bfloat16), cases.FORMATS["float8_block"]
     expected, found = (
-        cases.column_buffers(ROWS, len(cases.SPLITS), 2880, block_format, device) for device in ("cpu", "cuda")
+        cases.column_buffers(ROWS, len(cases.SPLITS), 2880, block_format, device)
+        for device in ("cpu", "cuda")
     )
     twin.quantize_columns(rows, cases.row_range_of(), expected, block_format)
     on_gpu = rows.cuda(), cases.row_range_of().cuda()
@@ -116,10 +133,16 @@ def test_swizzled_scales(num_blocks):
 @pytest.mark.parametrize("recipe", [Float8Block(), MXFP8(), NVFP4()], ids=str)
 def test_graph_replay_with_other_rows_and_splits(recipe):
     generator = torch.Generator().manual_seed(0)
-    replayed = [(torch.randn(ROWS, 256, generator=generator).bfloat16(), each) for each in (cases.SPLITS, OTHER_SPLITS)]
+    replayed = [
+        (torch.randn(ROWS, 256, generator=generator).bfloat16(), each)
+        for each in (cases.SPLITS, OTHER_SPLITS)
+    ]
     rows, row_range = replayed[0][0].cuda(), cases.row_range_of().cuda()
     seeds = torch.arange(len(cases.SPLITS), device="cuda") if recipe.stochastic_gradients else None
-    dbias, factor = torch.empty(len(cases.SPLITS), 256, device="cuda"), torch.rand(ROWS, device="cuda")
+    dbias, factor = (
+        torch.empty(len(cases.SPLITS), 256, device="cuda"),
+        torch.rand(ROWS, device="cuda"),
+    )
 
     def step():
         by_rows = recipe.quantize(rows, row_range, seeds=seeds, dbias=dbias, bias_scale=factor)
@@ -143,7 +166,10 @@ def test_graph_replay_with_other_rows_and_splits(recipe):
 
 def test_nothing_waits_for_the_device():
     rows, row_range = torch.randn(ROWS, 256, device="cuda").bfloat16(), cases.row_range_of().cuda()
-    weight, dbias = torch.randn(4, 128, 256, device="cuda"), torch.empty(len(cases.SPLITS), 256, device="cuda")
+    weight, dbias = (
+        torch.randn(4, 128, 256, device="cuda"),
+        torch.empty(len(cases.SPLITS), 256, device="cuda"),
+    )
 
     def step():
         for recipe in (Float8Block(), MXFP8(), NVFP4()):

@@ -15,7 +15,14 @@ from biases import check_biases
 from gemm_problem import launched_by
 from graphs import captured
 from quantize_cases import Scattered
-from quantized_problem import SENTINEL, Numbers, Problem, WgradProblem, check_nan_stays_in_its_row, relative_error
+from quantized_problem import (
+    SENTINEL,
+    Numbers,
+    Problem,
+    WgradProblem,
+    check_nan_stays_in_its_row,
+    relative_error,
+)
 from row_ranges import random_ranges, rows_of, whole_groups
 
 from symmoe.kernels import hopper_choice
@@ -34,7 +41,11 @@ pytestmark = pytest.mark.timeout(240, method="thread")
 SPLITS = [(300, 0, 1, 777, 128, 129, 0), (0,) * 7, (0, 64, 0, 1000, 0, 0, 9)]
 # O, C: whole tiles, blocks and steps; parts of them.
 SCALED_WIDTHS = [(512, 1024), (1040, 736), (712, 1056), (264, 96), (384, 128)]
-WIDTHS = {"fp8": [(512, 1024), (1040, 720), (712, 1040), (264, 48)], "mxfp8": SCALED_WIDTHS, "nvfp4": SCALED_WIDTHS}
+WIDTHS = {
+    "fp8": [(512, 1024), (1040, 720), (712, 1040), (264, 48)],
+    "mxfp8": SCALED_WIDTHS,
+    "nvfp4": SCALED_WIDTHS,
+}
 if HOPPER is None:
     del WIDTHS["fp8"]
 VARIANTS = {"fp8": [{}, {"group_m": 2}], "mxfp8": [{}], "nvfp4": [{}]}
@@ -44,15 +55,21 @@ BF16_ERROR = 2**-8  # half a unit in the last place of the largest value is 2^-9
 FP32_ERROR = 2e-3  # tensor cores keep fewer bits than fp32 of what they add: of E4M3 products 14 or so of the largest
 
 names = pytest.mark.parametrize("name", WIDTHS)
-all_widths = pytest.mark.parametrize(("name", "widths"), [(n, w) for n, each in WIDTHS.items() for w in each], ids=str)
-on_hopper = pytest.mark.skipif(HOPPER is None, reason="needs Hopper, and a Triton that has the kernels")
+all_widths = pytest.mark.parametrize(
+    ("name", "widths"), [(n, w) for n, each in WIDTHS.items() for w in each], ids=str
+)
+on_hopper = pytest.mark.skipif(
+    HOPPER is None, reason="needs Hopper, and a Triton that has the kernels"
+)
 
 
 class general:
     """Triton's kernels."""
 
     grouped_gemm_quantized = functools.partial(products.grouped_gemm_quantized, block_m=128)
-    grouped_gemm_wgrad_quantized = functools.partial(products.grouped_gemm_wgrad_quantized, block_m=128)
+    grouped_gemm_wgrad_quantized = functools.partial(
+        products.grouped_gemm_wgrad_quantized, block_m=128
+    )
 
 
 class best:
@@ -61,12 +78,16 @@ class best:
     @staticmethod
     def grouped_gemm_quantized(rows, *args, **options):
         is_compact = HOPPER is not None and rows.scale.ndim == 2
-        (HOPPER.launch_fp8_gemm if is_compact else products.grouped_gemm_quantized)(rows, *args, **options)
+        (HOPPER.launch_fp8_gemm if is_compact else products.grouped_gemm_quantized)(
+            rows, *args, **options
+        )
 
     @staticmethod
     def grouped_gemm_wgrad_quantized(dout, *args, **options):
         is_compact = HOPPER is not None and dout.scale.ndim == 2
-        (HOPPER.launch_fp8_wgrad if is_compact else products.grouped_gemm_wgrad_quantized)(dout, *args, **options)
+        (HOPPER.launch_fp8_wgrad if is_compact else products.grouped_gemm_wgrad_quantized)(
+            dout, *args, **options
+        )
 
 
 def problem(name, splits, widths, *, exact, kind=Problem, seed=0):
@@ -97,7 +118,11 @@ def test_products_of_small_numbers_are_exact(widths, name):
         expected = p.expected().to(dtype)
         assert torch.equal(product(p, dtype, kernels=general), expected)
         for options, num_sms in itertools.product(VARIANTS[name], (None, 7, 1)):
-            assert torch.equal(product(p, dtype, num_sms=num_sms, **options), expected), (splits, options, num_sms)
+            assert torch.equal(product(p, dtype, num_sms=num_sms, **options), expected), (
+                splits,
+                options,
+                num_sms,
+            )
 
 
 BIASED = [*itertools.product(("mxfp8", "nvfp4"), (best,), ((False, BF16), (True, FP32)))]
@@ -111,7 +136,14 @@ def test_biases_are_added_before_the_one_rounding(name, kernels, way):
     scattered, dtype = way
 
     def run(p, out, row_range=None, **options):
-        p.run(kernels, out, row_range, scattered=scattered, num_sms=None if scattered else 7, **options)
+        p.run(
+            kernels,
+            out,
+            row_range,
+            scattered=scattered,
+            num_sms=None if scattered else 7,
+            **options,
+        )
 
     for splits in SPLITS:
         check_biases(run, problem(name, splits, WIDTHS[name][2], exact=True), (dtype,))
@@ -139,7 +171,9 @@ def test_the_oracle_notices_a_scale_of_another_block(what, name):
     assert relative_error(product(p)[: p.num_rows], expected[: p.num_rows]) > 0.05
 
 
-@pytest.mark.parametrize(("name", "widths"), [(n, w) for n, each in WIDTHS.items() for w in each[:3]], ids=str)
+@pytest.mark.parametrize(
+    ("name", "widths"), [(n, w) for n, each in WIDTHS.items() for w in each[:3]], ids=str
+)
 def test_parts_have_the_bits_of_the_whole(widths, name):
     """Ranges of rows (of E4M3 numbers, what has not come is NaN), and zeros in the tail."""
     for splits, step in itertools.product(SPLITS, (1, 128)):
@@ -150,7 +184,9 @@ def test_parts_have_the_bits_of_the_whole(widths, name):
             come = rows_of(ranges, p.capacity)[:, None]
             if name == "fp8":
                 p.row_scale = torch.where(come, scale, torch.nan)
-            assert torch.equal(product(p, row_range=ranges, num_sms=7), torch.where(come, whole, SENTINEL))
+            assert torch.equal(
+                product(p, row_range=ranges, num_sms=7), torch.where(come, whole, SENTINEL)
+            )
             p.run(best, union, ranges)
         assert torch.equal(union, whole)
         whole[p.num_rows :], p.row_scale = 0, scale
@@ -161,7 +197,10 @@ def test_parts_have_the_bits_of_the_whole(widths, name):
 def test_scattered_matrices_give_the_bits_of_packed_ones(widths, name):
     """Weights and scales, and gradients, at addresses below and above those of the other operands."""
     for splits in SPLITS:
-        p, q = (problem(name, splits, widths, exact=False, kind=kind) for kind in (Problem, WgradProblem))
+        p, q = (
+            problem(name, splits, widths, exact=False, kind=kind)
+            for kind in (Problem, WgradProblem)
+        )
         for kernels in (best, general):
             found = product(p, kernels=kernels, scattered=True)
             assert torch.equal(found, product(p, kernels=kernels)), (splits, kernels)
@@ -197,7 +236,9 @@ def test_many_groups(name):
 
 @all_widths
 def test_weight_gradients_of_small_numbers_are_exact(widths, name):
-    for splits, dtype in itertools.product(SPLITS, (BF16, FP16, FP32) if name == "fp8" else (BF16, FP32)):
+    for splits, dtype in itertools.product(
+        SPLITS, (BF16, FP16, FP32) if name == "fp8" else (BF16, FP32)
+    ):
         p = problem(name, splits, widths, exact=True, kind=WgradProblem)
         expected = p.expected()
         variants = [*VARIANTS[name], LESS] if name == "fp8" and dtype != FP32 else VARIANTS[name]
@@ -219,7 +260,10 @@ def test_weight_gradients_are_near_float64(widths, name):
         assert relative_error(gradient(p), expected) <= FP32_ERROR
         assert relative_error(gradient(p, BF16), expected) <= BF16_ERROR
         for accumulate, start in ((False, torch.nan), (True, 1.0)):
-            same = [gradient(p, accumulate=accumulate, start=start, **options) for options in VARIANTS[name]]
+            same = [
+                gradient(p, accumulate=accumulate, start=start, **options)
+                for options in VARIANTS[name]
+            ]
             assert all(torch.equal(each, same[0]) for each in same)
         if sum(splits):
             p.rows_scale = p.rows_scale.t().roll(1, 1).t()
@@ -274,7 +318,9 @@ def test_more_than_two_to_the_31_elements():
     scale = torch.ones(sum(splits), 2, device=DEVICE)
     out = torch.full((sum(splits), 1536), SENTINEL, dtype=BF16, device=DEVICE)
     groups = whole_groups(splits, device=DEVICE)
-    best.grouped_gemm_quantized(Operand(rows, scale), Operand(p.weight, p.weight_scale), groups, out)
+    best.grouped_gemm_quantized(
+        Operand(rows, scale), Operand(p.weight, p.weight_scale), groups, out
+    )
     small = Problem((1, 1), (1536, 256), numbers)
     small.rows[:2], small.weight, small.weight_scale = p.rows[:1], p.weight, p.weight_scale
     small.row_scale[:2] = 1.0
@@ -286,7 +332,10 @@ def test_more_than_two_to_the_31_elements():
 @on_hopper
 def test_public_functions_choose_the_kernels_for_hopper(monkeypatch):
     called = launched_by(monkeypatch, HOPPER, "grouped_gemm_fp8", "grouped_gemm_wgrad_fp8")
-    p, q = (problem("fp8", SPLITS[0], (512, 256), exact=True, kind=kind) for kind in (Problem, WgradProblem))
+    p, q = (
+        problem("fp8", SPLITS[0], (512, 256), exact=True, kind=kind)
+        for kind in (Problem, WgradProblem)
+    )
     assert torch.equal(product(p, kernels=kernels_of_device()), p.expected().to(BF16))
     out = torch.zeros(q.shape, device=DEVICE)
     q.run(kernels_of_device(), out, accumulate=True)
@@ -294,12 +343,17 @@ def test_public_functions_choose_the_kernels_for_hopper(monkeypatch):
     assert called == ["grouped_gemm_fp8", "grouped_gemm_wgrad_fp8"]
 
 
-@pytest.mark.parametrize("recipe", [MXFP8(), NVFP4(), *[Float8Block()] * (HOPPER is not None)], ids=str)
+@pytest.mark.parametrize(
+    "recipe", [MXFP8(), NVFP4(), *[Float8Block()] * (HOPPER is not None)], ids=str
+)
 def test_what_recipes_make(recipe):
     """The bytes of the quantisers of GPUs and their tiles of scales, against the twin with the same operands."""
     generator = torch.Generator(DEVICE).manual_seed(0)
     row_range = whole_groups((500, 0, 401), device=DEVICE)
-    rows, dout = (torch.randn(901, width, generator=generator, dtype=BF16, device=DEVICE) for width in (1056, 704))
+    rows, dout = (
+        torch.randn(901, width, generator=generator, dtype=BF16, device=DEVICE)
+        for width in (1056, 704)
+    )
     weight = torch.randn(3, dout.shape[1], 1056, generator=generator, dtype=BF16, device=DEVICE)
     twin = for_device(torch.device("cpu"))
 
@@ -307,7 +361,9 @@ def test_what_recipes_make(recipe):
         operands = left.operand(), right.operand()
         getattr(products, name)(*operands, row_range, out)
         expected = torch.empty_like(out, device="cpu")
-        on_cpu = (Operand(*(None if part is None else part.cpu() for part in each)) for each in operands)
+        on_cpu = (
+            Operand(*(None if part is None else part.cpu() for part in each)) for each in operands
+        )
         getattr(twin, name)(*on_cpu, row_range.cpu(), expected)
         assert relative_error(out.cpu(), expected.double()) <= FP32_ERROR
 
@@ -327,7 +383,9 @@ def test_a_call_in_a_graph_reads_bounds_on_the_device(name):
     graph, _ = captured(lambda: best.grouped_gemm_quantized(*operands, out))
     q = problem(name, (1, 500, 300, 0, 20, 0, 514), WIDTHS[name][2], exact=True, seed=1)
     assert q.capacity == p.capacity
-    for mine, other in zip(itertools.chain(*operands[:2]), itertools.chain(*q.operands[:2]), strict=True):
+    for mine, other in zip(
+        itertools.chain(*operands[:2]), itertools.chain(*q.operands[:2]), strict=True
+    ):
         if mine is not None:
             mine.copy_(other)
     p.row_range.copy_(q.row_range)

@@ -39,7 +39,11 @@ def numbers(*shape, exact=False, seed=0):
 def operands(shape, *, exact):
     num_tokens, num_experts, width = shape
     x = numbers(num_tokens, width, exact=exact).bfloat16()
-    return x, numbers(num_experts, width, exact=exact, seed=1), numbers(num_tokens, num_experts, exact=exact, seed=2)
+    return (
+        x,
+        numbers(num_experts, width, exact=exact, seed=1),
+        numbers(num_tokens, num_experts, exact=exact, seed=2),
+    )
 
 
 results = partial(results_of, OURS)
@@ -61,14 +65,21 @@ def test_sums_are_as_near_to_float64_as_those_of_fp32(shape):
     logits, dx, d_weight = results(*given)
     wanted = products(*(tensor.double() for tensor in given))
     magnitudes = products(*(tensor.double().abs() for tensor in given))
-    for found, want, magnitude in ((logits, wanted[0], magnitudes[0]), (d_weight, wanted[2], magnitudes[2])):
+    for found, want, magnitude in (
+        (logits, wanted[0], magnitudes[0]),
+        (d_weight, wanted[2], magnitudes[2]),
+    ):
         assert ((found.double() - want).abs() / magnitude).max() < 2.0**-21
-    assert ((dx.double() - wanted[1]).abs() <= 2.0**-8 * wanted[1].abs() + 2.0**-15 * magnitudes[1]).all()
+    assert (
+        (dx.double() - wanted[1]).abs() <= 2.0**-8 * wanted[1].abs() + 2.0**-15 * magnitudes[1]
+    ).all()
 
 
 def test_the_limit_notices_tf32():
     x, weight, _ = (tensor.double() for tensor in operands(SHAPES[0], exact=False))
-    rounded = weight.float().view(torch.int32).bitwise_and_(~0x1FFF).view(torch.float32).double()  # to 10 bits
+    rounded = (
+        weight.float().view(torch.int32).bitwise_and_(~0x1FFF).view(torch.float32).double()
+    )  # to 10 bits
     error = (x @ rounded.t() - x @ weight.t()).abs() / (x.abs() @ weight.abs().t())
     assert error.max() > 2.0**-17
 
@@ -116,7 +127,9 @@ def test_parts_are_the_matrix():
 def test_router_is_that_of_fp32_tokens(score, seed):
     """Where scores are further apart than either is off."""
     torch.manual_seed(seed)
-    router = Router(MoEConfig(hidden=256, ffn=64, num_experts=16, top_k=4, score=score), device=DEVICE)
+    router = Router(
+        MoEConfig(hidden=256, ffn=64, num_experts=16, top_k=4, score=score), device=DEVICE
+    )
     x = numbers(500, 256, seed=seed).bfloat16()
     best = router(x.float()).scores.topk(5).values
     x = x[(best[:, :-1] - best[:, 1:]).amin(1) > 1e-5]

@@ -22,15 +22,25 @@ from symmoe.moe import ep_step
 
 
 # -- what a step takes ------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("options", [{}, {"layout": "expert-major"}, {"stash": "none"}, {"capacity": 40000}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"layout": "expert-major"}, {"stash": "none"}, {"capacity": 40000}], ids=str
+)
 @run_on(1, device="cuda")
-def test_the_peak_is_as_planned(rank: int, num_ranks: int, findings: Findings, options: dict[str, Any]) -> None:
+def test_the_peak_is_as_planned(
+    rank: int, num_ranks: int, findings: Findings, options: dict[str, Any]
+) -> None:
     config = MoEConfig(hidden=2048, ffn=768, num_experts=32, top_k=8, **options)
     with open_heap("cuda", num_bytes=1 << 30) as heap:
         torch.use_deterministic_algorithms(False)  # which would fill every torch.empty
         layer = MoELayer(config, heap, dtype=torch.bfloat16)
         x, dy = torch.randn(2, 4096, 2048, dtype=torch.bfloat16, device="cuda")
-        step = Step("layer", lambda: layer(x)[0], (x.requires_grad_(), *layer.parameters()), dy, lambda *_: 0.0)
+        step = Step(
+            "layer",
+            lambda: layer(x)[0],
+            (x.requires_grad_(), *layer.parameters()),
+            dy,
+            lambda *_: 0.0,
+        )
         for _ in range(4):
             step.results()
         meter = MemoryMeter(heap.device, heap)
@@ -46,10 +56,16 @@ def traced(rank: int, num_ranks: int, spoil: str = "", way: dict[str, str] = WAY
         exact = {"capacity": None, "overflow": "raise"} if spoil == "exact" else {}
         step = training_step(layer_for(heap, config_for(num_ranks, **exact, **way)), TOKENS)
         collection, dispatch = trip.Collection, ep_step.dispatch
-        if spoil in ("output", "input", "wait"):  # a tape would play what was recorded, whatever is patched
+        if spoil in (
+            "output",
+            "input",
+            "wait",
+        ):  # a tape would play what was recorded, whatever is patched
             heap.run = lambda key, function, inputs, **numbers: function()
         if spoil == "output":
-            trip.Collection = lambda rows, plan, **options: collection(rows.clone(), plan, **options)
+            trip.Collection = lambda rows, plan, **options: collection(
+                rows.clone(), plan, **options
+            )
         elif spoil == "input":
             ep_step.dispatch = lambda x, *rest, **options: dispatch(x.clone(), *rest, **options)
         elif spoil == "wait":
@@ -71,9 +87,17 @@ def test_a_step_copies_nothing_and_never_waits(cluster, num_ranks: int, way: dic
         assert trace.findings == []
         launched = " ".join(trace.kernels)
         own = "push_rows" if way["layout"] == "packed" else "place_rows"
-        for kernel in ("barrier", own, "sum_home", "grouped_gemm", *["push_sums"] * (num_ranks > 1)):
+        for kernel in (
+            "barrier",
+            own,
+            "sum_home",
+            "grouped_gemm",
+            *["push_sums"] * (num_ranks > 1),
+        ):
             assert kernel in launched
-        assert ("wait_for_signal" in launched) == (num_ranks > 1 and way["schedule"] == "always-overlapped")
+        assert ("wait_for_signal" in launched) == (
+            num_ranks > 1 and way["schedule"] == "always-overlapped"
+        )
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -81,7 +105,9 @@ def test_a_step_with_exact_capacity_waits_once(cluster, num_ranks: int):
     """For the plan's small read."""
     for trace in cluster(num_ranks, "cuda").run(traced, "exact"):
         assert trace.waits == {"cudaEventSynchronize": 1}
-        assert [name for name in trace.copies if name.startswith("Memcpy")] == ["Memcpy DtoH (Device -> Pinned)"]
+        assert [name for name in trace.copies if name.startswith("Memcpy")] == [
+            "Memcpy DtoH (Device -> Pinned)"
+        ]
         assert not trace.row_copies
 
 
@@ -94,7 +120,9 @@ def test_what_the_trace_must_find(cluster, spoil: str, finding: str):
 
 
 # -- CUDA graphs ------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("stash", "way"), [("all", WAYS[0]), ("none", WAYS[0]), ("all", WAYS[3]), ("none", WAYS[2])])
+@pytest.mark.parametrize(
+    ("stash", "way"), [("all", WAYS[0]), ("none", WAYS[0]), ("all", WAYS[3]), ("none", WAYS[2])]
+)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_replays_equal_eager_steps(cluster, num_ranks: int, stash: str, way: dict[str, str]):
     assert cluster(num_ranks, "cuda").findings(check_replays, 101, stash, True, way) == []
@@ -102,7 +130,9 @@ def test_replays_equal_eager_steps(cluster, num_ranks: int, stash: str, way: dic
 
 @pytest.mark.parametrize("way", [WAYS[0], WAYS[2]], ids=str)
 def test_a_thousand_replays(cluster, way: dict[str, str]):
-    assert cluster(2, "cuda").findings(check_replays, 1000, "all", False, way, timeout_s=240.0) == []
+    assert (
+        cluster(2, "cuda").findings(check_replays, 1000, "all", False, way, timeout_s=240.0) == []
+    )
 
 
 @run_on(1, 2, device="cuda")
@@ -128,7 +158,11 @@ def test_overflow_in_graphs(rank: int, num_ranks: int, findings: Findings) -> No
     with open_heap("cuda", num_bytes=256 << 20) as heap:
         torch.use_deterministic_algorithms(False)
         config = config_for(
-            num_ranks, capacity=TOKENS * TOP_K + 64, overflow="raise", aux_loss_coef=0.0, z_loss_coef=0.0
+            num_ranks,
+            capacity=TOKENS * TOP_K + 64,
+            overflow="raise",
+            aux_loss_coef=0.0,
+            z_loss_coef=0.0,
         )
         layer = layer_for(heap, config)
         x = torch.zeros(TOKENS, HIDDEN, device=heap.device, dtype=torch.bfloat16)
@@ -151,7 +185,11 @@ def test_overflow_in_graphs(rank: int, num_ranks: int, findings: Findings) -> No
                 graph.replay()
                 raised.append(outcome(heap.synchronize)[0])
                 per_rank = metrics.expert_load.cpu().view(num_ranks, -1).sum(1)
-                findings.equal("raised", raised[-1], "CapacityError" if int(per_rank.max()) > config.capacity else "")
+                findings.equal(
+                    "raised",
+                    raised[-1],
+                    "CapacityError" if int(per_rank.max()) > config.capacity else "",
+                )
         findings.check(num_ranks == 1 or raised[0], "nothing overflowed")
         del graph
         heap.release_graphs()
@@ -160,14 +198,19 @@ def test_overflow_in_graphs(rank: int, num_ranks: int, findings: Findings) -> No
 # -- several streams, several groups ----------------------------------------------------------------------------------
 @pytest.mark.parametrize(("num_ranks", "way"), [(1, WAYS[0]), (2, WAYS[0]), (2, WAYS[2])])
 @run_on(device="cuda", timeout_s=240.0)
-def test_micro_batches_on_two_streams(rank: int, num_ranks: int, findings: Findings, way: dict[str, str]) -> None:
+def test_micro_batches_on_two_streams(
+    rank: int, num_ranks: int, findings: Findings, way: dict[str, str]
+) -> None:
     """Four micro-batches in flight, in turn on two streams, against one after the other on one."""
     with open_heap("cuda", num_bytes=512 << 20) as heap:
         torch.use_deterministic_algorithms(False)
         layer = layer_for(heap, config_for(num_ranks, **way))
         streams = [torch.cuda.Stream() for _ in range(2)]
         generator = torch.Generator(heap.device).manual_seed(rank)
-        batches = [torch.randn(TOKENS, HIDDEN, generator=generator, device=heap.device).bfloat16() for _ in range(4)]
+        batches = [
+            torch.randn(TOKENS, HIDDEN, generator=generator, device=heap.device).bfloat16()
+            for _ in range(4)
+        ]
 
         def forward(turn: int) -> tuple[torch.Tensor, torch.Tensor]:
             x = batches[turn].clone().requires_grad_()
@@ -192,8 +235,14 @@ def test_micro_batches_on_two_streams(rank: int, num_ranks: int, findings: Findi
             if step % 20 == 0 or step == 499:
                 torch.cuda.synchronize()
                 for turn, (x, y) in enumerate(flying):
-                    findings.check(torch.equal(y, want[turn][0]), f"step {step}: y of micro-batch {turn} differs")
-                    findings.check(torch.equal(x.grad, want[turn][1]), f"step {step}: dx of micro-batch {turn} differs")
+                    findings.check(
+                        torch.equal(y, want[turn][0]),
+                        f"step {step}: y of micro-batch {turn} differs",
+                    )
+                    findings.check(
+                        torch.equal(x.grad, want[turn][1]),
+                        f"step {step}: dx of micro-batch {turn} differs",
+                    )
             if findings.texts:
                 break
             del flying, x, y
@@ -206,7 +255,9 @@ def test_micro_batches_on_two_streams(rank: int, num_ranks: int, findings: Findi
 def test_disjoint_groups(rank: int, num_ranks: int, findings: Findings) -> None:
     """Disjoint EP groups work at once, at their own pace."""
     size = num_ranks // 2
-    groups = [dist.new_group(list(range(start, start + size))) for start in range(0, num_ranks, size)]
+    groups = [
+        dist.new_group(list(range(start, start + size))) for start in range(0, num_ranks, size)
+    ]
     with SymmetricHeap(groups[rank // size], num_bytes=256 << 20) as heap:
         layer, results = layer_for(heap, config_for(size)), []
         for turn in range(30 + 10 * (rank // size)):  # the groups take different numbers of steps
@@ -222,6 +273,9 @@ def test_disjoint_groups(rank: int, num_ranks: int, findings: Findings) -> None:
     everywhere = [torch.zeros_like(total) for _ in range(num_ranks)]
     dist.all_gather(everywhere, total)
     for other in range(rank % size, num_ranks, size):
-        findings.check(torch.equal(everywhere[other], total), f"rank {other} of another group has other results")
+        findings.check(
+            torch.equal(everywhere[other], total),
+            f"rank {other} of another group has other results",
+        )
     for made in groups:
         dist.destroy_process_group(made)

@@ -14,10 +14,14 @@ from symmoe.kernels.triton import router_products
 
 
 @run_on(2, device="cuda")
-def test_without_a_compiler_triton_launches_and_nothing_is_played(rank: int, num_ranks: int) -> None:
+def test_without_a_compiler_triton_launches_and_nothing_is_played(
+    rank: int, num_ranks: int
+) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(player, "_player", lambda: None)
-        num_played, _, texts = check_bits(rank, num_ranks, {**LARGE, "schedule": "always-overlapped"}, "", "cuda")
+        num_played, _, texts = check_bits(
+            rank, num_ranks, {**LARGE, "schedule": "always-overlapped"}, "", "cuda"
+        )
     for kernel in [each for each in gc.get_objects() if type(each) is FastLaunch]:
         kernel._calls.clear()  # who remembers a variant knows that nothing else launches it
     assert num_played == 0
@@ -25,7 +29,9 @@ def test_without_a_compiler_triton_launches_and_nothing_is_played(rank: int, num
 
 
 @run_on(2, device="cuda")
-def test_a_section_ends_where_the_plan_is_read_or_a_lease_ends_for_another(rank: int, num_ranks: int) -> None:
+def test_a_section_ends_where_the_plan_is_read_or_a_lease_ends_for_another(
+    rank: int, num_ranks: int
+) -> None:
     """Of each tape, in how many sections C plays it."""
     counts, in_sections = [], player.in_sections
 
@@ -38,7 +44,9 @@ def test_a_section_ends_where_the_plan_is_read_or_a_lease_ends_for_another(rank:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(player, "in_sections", counted)
         # As with many tokens: torch adds up the parts of the router's gradient, after the last launch.
-        patch.setattr(router_products, "_splits", lambda num_tokens, num_tiles: (-(-num_tokens // 64), 64))
+        patch.setattr(
+            router_products, "_splits", lambda num_tokens, num_tiles: (-(-num_tokens // 64), 64)
+        )
         check_bits(rank, num_ranks, {**LARGE, "schedule": "always-overlapped"}, "", "cuda")
     assert set(counts) <= {1, 2, 3}
     assert len(counts) > 1
@@ -53,4 +61,6 @@ def test_training_after_inference_mode(rank: int, num_ranks: int) -> None:
         with torch.inference_mode():
             for _ in range(4):
                 layer(next(calls)[0])
-        assert all(gradient.isfinite().all() for x, dy in calls for gradient in step(layer, x, dy, ""))
+        assert all(
+            gradient.isfinite().all() for x, dy in calls for gradient in step(layer, x, dy, "")
+        )

@@ -35,26 +35,40 @@ def recorded(rank: int, num_ranks: int, path: str, schedule: str) -> Timeline:
 
 
 @pytest.mark.parametrize("schedule", ["serial", "always-overlapped"])
-def test_kernels_of_a_step_have_phases_and_directions(schedule: str, cluster: Callable[..., Cluster], tmp_path: Path):
+def test_kernels_of_a_step_have_phases_and_directions(
+    schedule: str, cluster: Callable[..., Cluster], tmp_path: Path
+):
     made, other = cluster(2, "cuda").run(recorded, str(tmp_path / "step.json"), schedule)
     assert made == other
     for events in made.ranks:
         assert {e.direction for e in events if e.phase != "other"} == {"forward", "backward"}
         assert "GEMM" not in {e.phase for e in events}  # FC2 and FC1 dgrad are told apart
         for direction, phases in (("forward", FORWARD), ("backward", BACKWARD)):
-            begins = [min(e.begin_us for e in events if (e.phase, e.direction) == (p, direction)) for p in phases]
+            begins = [
+                min(e.begin_us for e in events if (e.phase, e.direction) == (p, direction))
+                for p in phases
+            ]
             if schedule == "serial":
-                order = [0, 1, 2, 3, 4, 5] if direction == "forward" else [0, 1, 3, 2]  # dW2 before FC1's dgrad
-                assert [begins[place] for place in order] == sorted(begins[place] for place in order)
+                order = (
+                    [0, 1, 2, 3, 4, 5] if direction == "forward" else [0, 1, 3, 2]
+                )  # dW2 before FC1's dgrad
+                assert [begins[place] for place in order] == sorted(
+                    begins[place] for place in order
+                )
         assert len({e.lane for e in events}) >= (1 if schedule == "serial" else 2)
     assert max(made.clock_error_us) < 100
-    assert apart_us(made, "forward") < LATE_US  # backward, a host may be late by as much as the profiler makes it
+    assert (
+        apart_us(made, "forward") < LATE_US
+    )  # backward, a host may be late by as much as the profiler makes it
     if schedule == "serial":  # one stream: nothing hides anything
         for times in made.phases():
             if times.phase in ("push", "send sums", "sum at home"):
                 assert times.exposed_us == pytest.approx(times.busy_us)
     # One step was recorded, not those before its start: the router runs once.
-    assert [sum(e.name == "choose_experts_kernel" for e in events) for events in made.ranks] == [1, 1]
+    assert [sum(e.name == "choose_experts_kernel" for e in events) for events in made.ranks] == [
+        1,
+        1,
+    ]
     trace = json.loads((tmp_path / "step.json").read_text(encoding="utf-8"))
     assert sum(item["name"] == "FC1" for item in trace["traceEvents"]) >= 2
 
@@ -73,7 +87,13 @@ def replayed(rank: int, num_ranks: int, path: str, schedule: str) -> tuple[Timel
     with open_heap("cuda", num_bytes=256 << 20) as heap:
         torch.use_deterministic_algorithms(False)
         layer = layer_for(heap, config_for(num_ranks, schedule=schedule))
-        x = torch.randn(TOKENS, layer.config.hidden, device=heap.device, dtype=torch.bfloat16, requires_grad=True)
+        x = torch.randn(
+            TOKENS,
+            layer.config.hidden,
+            device=heap.device,
+            dtype=torch.bfloat16,
+            requires_grad=True,
+        )
         inputs, dy = (x, *layer.parameters()), torch.randn_like(x)
 
         def forward() -> tuple[torch.Tensor, torch.Tensor]:
@@ -107,7 +127,9 @@ def replayed(rank: int, num_ranks: int, path: str, schedule: str) -> tuple[Timel
 
 
 @pytest.mark.parametrize("schedule", ["serial", "always-overlapped"])
-def test_kernels_of_replays_have_phases_and_directions(schedule: str, cluster: Callable[..., Cluster], tmp_path: Path):
+def test_kernels_of_replays_have_phases_and_directions(
+    schedule: str, cluster: Callable[..., Cluster], tmp_path: Path
+):
     (made, ms), (other, _) = cluster(2, "cuda").run(replayed, str(tmp_path / "step.json"), schedule)
     assert made == other
     for events in made.ranks:
@@ -115,16 +137,22 @@ def test_kernels_of_replays_have_phases_and_directions(schedule: str, cluster: C
         assert passes == ["forward", "backward"] * NUM_REPLAYS
         assert {e.direction for e in events if e.phase != "other"} == {"forward", "backward"}
         found = {(e.phase, e.direction) for e in events}
-        assert {(phase, "forward") for phase in FORWARD} | {(phase, "backward") for phase in BACKWARD} <= found
+        assert {(phase, "forward") for phase in FORWARD} | {
+            (phase, "backward") for phase in BACKWARD
+        } <= found
         assert not {phase for phase, _ in found} & {"GEMM"}
-        assert {("FC2", "backward"), ("FC1 dgrad", "forward"), ("wgrad", "forward")}.isdisjoint(found)
+        assert {("FC2", "backward"), ("FC1 dgrad", "forward"), ("wgrad", "forward")}.isdisjoint(
+            found
+        )
         assert [e.name for e in events].count("choose_experts_kernel") == NUM_REPLAYS
         assert not any("spin" in e.name for e in events)
         lanes = {e.lane for e in events}
         assert {"compute", "communication"} <= lanes
         assert len(lanes) <= 5
         for lane in lanes:
-            assert all(a.end_us <= b.begin_us for a, b in pairwise([e for e in events if e.lane == lane]))
+            assert all(
+                a.end_us <= b.begin_us for a, b in pairwise([e for e in events if e.lane == lane])
+            )
     assert max(made.clock_error_us) < 100
     for direction in ("forward", "backward"):
         assert apart_us(made, direction) < APART_US

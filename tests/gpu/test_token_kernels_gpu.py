@@ -14,25 +14,56 @@ from symmoe.kernels.routing_rule import RoutingRule
 DEVICE = "cuda"
 REALISTIC = {
     "qwen3-30b, two ranks": Case(
-        tokens=(5000, 1000), num_experts=128, top_k=8, hidden=2048, dtype=torch.bfloat16, ids="skewed"
+        tokens=(5000, 1000),
+        num_experts=128,
+        top_k=8,
+        hidden=2048,
+        dtype=torch.bfloat16,
+        ids="skewed",
     ),
     "four ranks": Case(
-        tokens=(1024, 1023, 0, 1500), num_experts=128, top_k=8, hidden=2048, dtype=torch.bfloat16, ids="sparse"
+        tokens=(1024, 1023, 0, 1500),
+        num_experts=128,
+        top_k=8,
+        hidden=2048,
+        dtype=torch.bfloat16,
+        ids="sparse",
     ),
     "fp16, dropping": Case(
-        tokens=(1000, 2000), num_experts=64, top_k=6, hidden=1000, capacity=7000, drop=True, ids="skewed"
+        tokens=(1000, 2000),
+        num_experts=64,
+        top_k=6,
+        hidden=1000,
+        capacity=7000,
+        drop=True,
+        ids="skewed",
     ),
     "fp32, few programs": Case(
-        tokens=(1000, 999, 1001), num_experts=96, top_k=4, hidden=1536, dtype=torch.float32, num_ctas=16
+        tokens=(1000, 999, 1001),
+        num_experts=96,
+        top_k=4,
+        hidden=1536,
+        dtype=torch.float32,
+        num_ctas=16,
     ),
     "bf16, few programs": Case(
         tokens=(1000, 900), num_experts=8, top_k=2, hidden=7168, dtype=torch.bfloat16, num_ctas=8
     ),
     "eight ranks, many experts": Case(
-        tokens=(200,) * 8, num_experts=1024, top_k=32, hidden=64, dtype=torch.bfloat16, id_dtype=torch.int32
+        tokens=(200,) * 8,
+        num_experts=1024,
+        top_k=32,
+        hidden=64,
+        dtype=torch.bfloat16,
+        id_dtype=torch.int32,
     ),
     "bf16, duplicates": Case(
-        tokens=(500, 600), num_experts=6, top_k=5, hidden=136, dtype=torch.bfloat16, ids="duplicates"
+        tokens=(500, 600),
+        num_experts=6,
+        top_k=5,
+        hidden=136,
+        dtype=torch.bfloat16,
+        ids="duplicates",
     ),
 }
 
@@ -58,9 +89,14 @@ class Ranks:
         self.views = empty_arenas(num_ranks, DEVICE)
         self.peers = peers_of_arenas(self.views)
         self.streams = [torch.cuda.Stream() for _ in range(num_ranks)]
-        self.status = [torch.zeros(control.STATUS_WORDS, dtype=torch.int64, pin_memory=True) for _ in range(num_ranks)]
+        self.status = [
+            torch.zeros(control.STATUS_WORDS, dtype=torch.int64, pin_memory=True)
+            for _ in range(num_ranks)
+        ]
         shape = (num_ranks, control.NUM_PUBLISHED)
-        self.received = [torch.full(shape, -7, dtype=torch.int64, device=DEVICE) for _ in range(num_ranks)]
+        self.received = [
+            torch.full(shape, -7, dtype=torch.int64, device=DEVICE) for _ in range(num_ranks)
+        ]
         # Loading a kernel may wait for the GPU, so none is loaded while another one spins: an aborted rank does not.
         for rank in range(num_ranks):
             self.counters(rank)[control.ABORTED] = 1
@@ -73,7 +109,15 @@ class Ranks:
     def counters(self, rank):
         return self.peers[rank].counters(rank)
 
-    def enter(self, rank, words=(0, 0, 0, 0), *, fault=False, timeout_s=10.0, call=control.PHASE_DISPATCH_DONE):
+    def enter(
+        self,
+        rank,
+        words=(0, 0, 0, 0),
+        *,
+        fault=False,
+        timeout_s=10.0,
+        call=control.PHASE_DISPATCH_DONE,
+    ):
         self.gpu.barrier(
             self.peers[rank],
             words,
@@ -110,9 +154,20 @@ def test_barrier_fault(gpu):
     ranks.enter_all([(1, 2, 3)] * 3, faults=(1, 2))
     for rank in range(3):
         assert (ranks.received[rank] == -1).all()
-        assert ranks.status[rank].tolist() == [control.STATUS_FAULT, control.PHASE_DISPATCH_DONE, 1, 2, 2, 2, 0, 0]
+        assert ranks.status[rank].tolist() == [
+            control.STATUS_FAULT,
+            control.PHASE_DISPATCH_DONE,
+            1,
+            2,
+            2,
+            2,
+            0,
+            0,
+        ]
         assert ranks.counters(rank).tolist()[:3] == [2, 0, 1]
-    ranks.enter(0, (4, 5, 6))  # returns at once and counts no epoch until the host has raised the error
+    ranks.enter(
+        0, (4, 5, 6)
+    )  # returns at once and counts no epoch until the host has raised the error
     torch.cuda.synchronize()
     assert (ranks.received[0] == -1).all()
     assert ranks.counters(0).tolist()[:3] == [2, 0, 1]
@@ -122,12 +177,16 @@ def test_barrier_fault(gpu):
     ranks.enter_all([(4, 5, 6)] * 3)  # a fault is not the end
     assert ranks.received[0].tolist() == [[4, 5, 6]] * 3
     assert ranks.counters(0).tolist()[:3] == [3, 0, 0]
-    assert ranks.status[0][control.STATUS_EPOCH] == 2  # the first record stays until the host takes it
+    assert (
+        ranks.status[0][control.STATUS_EPOCH] == 2
+    )  # the first record stays until the host takes it
 
 
 def test_barrier_of_ranks_in_different_calls(gpu):
     ranks = Ranks(gpu, 3)
-    ranks.enter_all([(1, 2, 3)] * 3, calls=[control.pack_call(phase=2, hidden=h) for h in (64, 64, 128)])
+    ranks.enter_all(
+        [(1, 2, 3)] * 3, calls=[control.pack_call(phase=2, hidden=h) for h in (64, 64, 128)]
+    )
     here, there = control.pack_call(phase=2, hidden=64), control.pack_call(phase=2, hidden=128)
     for rank in range(3):
         assert (ranks.received[rank] == -1).all()
@@ -179,7 +238,9 @@ def test_barrier_in_a_graph(gpu, num_ranks):
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
-@pytest.mark.parametrize(("num_tokens", "num_experts", "top_k"), [*SIZES, (3001, 128, 8), (3001, 240, 8)])
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "top_k"), [*SIZES, (3001, 128, 8), (3001, 240, 8)]
+)
 def test_choice_of_experts(gpu, num_tokens: int, num_experts: int, top_k: int, rule: RoutingRule):
     if not fits(rule, num_experts, top_k):
         pytest.skip("no configuration has them together")

@@ -14,7 +14,10 @@ from worker import Findings, open_heap
 
 from symmoe import MoEConfig, MoELayer, SymmetricHeap
 
-STATIC = {"capacity": 2 * 3 * T, "max_tokens": T}  # for all slots of two ranks, which have batches of other lengths
+STATIC = {
+    "capacity": 2 * 3 * T,
+    "max_tokens": T,
+}  # for all slots of two ranks, which have batches of other lengths
 
 
 class Block(nn.Module):
@@ -24,7 +27,10 @@ class Block(nn.Module):
         super().__init__()
         torch.manual_seed(heap.rank)
         config = MoEConfig(hidden=H, ffn=24, num_experts=8, top_k=3, **options)
-        self.before, self.after = nn.Linear(H, H, device=heap.device), nn.Linear(H, H, device=heap.device)
+        self.before, self.after = (
+            nn.Linear(H, H, device=heap.device),
+            nn.Linear(H, H, device=heap.device),
+        )
         self.layer = MoELayer(config, heap)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -36,14 +42,24 @@ def results(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     x = x.detach().clone().requires_grad_()
     y = model(x)
     y.square().sum().backward()
-    return [y.detach().clone(), x.grad, *(parameter.grad.clone() for parameter in model.parameters())]
+    return [
+        y.detach().clone(),
+        x.grad,
+        *(parameter.grad.clone() for parameter in model.parameters()),
+    ]
 
 
 def compare(
-    heap: SymmetricHeap, plain: nn.Module, captured: nn.Module, findings: Findings, are_same: Callable[..., bool]
+    heap: SymmetricHeap,
+    plain: nn.Module,
+    captured: nn.Module,
+    findings: Findings,
+    are_same: Callable[..., bool],
 ) -> None:
     for number, (x, _) in enumerate(batches(heap.rank, 8)):
-        pairs = zip(results(captured, x.to(heap.device)), results(plain, x.to(heap.device)), strict=True)
+        pairs = zip(
+            results(captured, x.to(heap.device)), results(plain, x.to(heap.device)), strict=True
+        )
         same = [are_same(a, b) for a, b in pairs]
         findings.check(all(same), f"rank {heap.rank}, step {number}: {same}")
 
@@ -52,7 +68,9 @@ def compare(
 def test_graphed_callables(rank: int, num_ranks: int, findings: Findings) -> None:
     with open_heap("cuda", num_bytes=64 << 20) as heap:
         plain = Block(heap, **STATIC)
-        sample = torch.randn_like(next(batches(heap.rank, 1))[0], device=heap.device, requires_grad=True)
+        sample = torch.randn_like(
+            next(batches(heap.rank, 1))[0], device=heap.device, requires_grad=True
+        )
         graphed = torch.cuda.make_graphed_callables(copy.deepcopy(plain), (sample,))
         compare(heap, plain, graphed, findings, torch.equal)
         del graphed

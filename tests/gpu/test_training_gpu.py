@@ -48,7 +48,9 @@ def test_features_in_a_graph(rank: int, num_ranks: int, findings: Findings, opti
         def step(layer: MoELayer) -> tuple[torch.Tensor, torch.Tensor]:
             for _ in range(2):  # micro-batches
                 y, metrics = layer(x, mask)
-                torch.autograd.backward((y, metrics.aux_loss), (dy, torch.ones_like(metrics.aux_loss)))
+                torch.autograd.backward(
+                    (y, metrics.aux_loss), (dy, torch.ones_like(metrics.aux_loss))
+                )
             if has_bias:
                 balance_step(layer)
             return y.detach(), metrics.aux_loss.detach()
@@ -60,7 +62,11 @@ def test_features_in_a_graph(rank: int, num_ranks: int, findings: Findings, opti
                 layer.router.step_load.zero_()
             for parameter in layer.parameters():
                 if parameter.requires_grad:
-                    parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.zero_()
+                    parameter.grad = (
+                        torch.zeros_like(parameter)
+                        if parameter.grad is None
+                        else parameter.grad.zero_()
+                    )
             logger.step(0)
         generator = torch.Generator(heap.device).manual_seed(rank)
         for turn in range(NUM_REPLAYS):
@@ -73,11 +79,19 @@ def test_features_in_a_graph(rank: int, num_ranks: int, findings: Findings, opti
                 findings.check(torch.equal(one, other), f"{name} differs")
             findings.check(not got[0][~mask].any(), "a masked token has an output")
             if has_bias:
-                findings.check(turn > 0 or bool(layers[0].router.expert_bias.any()), "the bias has not moved")
-                findings.check(torch.equal(*(layer.router.expert_bias for layer in layers)), "the bias differs")
-            for (name, one), other in zip(layers[0].named_parameters(), layers[1].parameters(), strict=True):
+                findings.check(
+                    turn > 0 or bool(layers[0].router.expert_bias.any()), "the bias has not moved"
+                )
+                findings.check(
+                    torch.equal(*(layer.router.expert_bias for layer in layers)), "the bias differs"
+                )
+            for (name, one), other in zip(
+                layers[0].named_parameters(), layers[1].parameters(), strict=True
+            ):
                 if one.requires_grad:
-                    findings.check(torch.equal(one.grad, other.grad), f"the gradient of {name} differs")
+                    findings.check(
+                        torch.equal(one.grad, other.grad), f"the gradient of {name} differs"
+                    )
         records = [logger.step(1) for logger in loggers]
         findings.check(records[0] == records[1], f"{records[0]} is not {records[1]}")
         findings.equal("calls", records[0][0].num_calls, 2 * NUM_REPLAYS)

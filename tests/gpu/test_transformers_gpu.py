@@ -31,14 +31,19 @@ def test_block_equals_the_unmodified_one(rank: int, num_ranks: int, family: str)
     device = torch.device("cuda", rank)
     model = random_model(family, dtype=torch.bfloat16).to(device)
     reference = copy.deepcopy(model.model.layers[-1].mlp)
-    inputs = [torch.randn(1, 40 + 8 * r, 32, generator=torch.Generator().manual_seed(r)) for r in range(num_ranks)]
+    inputs = [
+        torch.randn(1, 40 + 8 * r, 32, generator=torch.Generator().manual_seed(r))
+        for r in range(num_ranks)
+    ]
     inputs = [x.to(device, torch.bfloat16) for x in inputs]
     with open_heap("cuda") as heap:
         block = swap_moe(model, heap).model.layers[-1].mlp
         first = block(inputs[rank])
         y = first[0] if isinstance(first, tuple) else first
         y.float().square().sum().backward()
-        got = next(m for m in block.modules() if isinstance(m, ExpertParallelExperts)).mlp.fc2.weight.grad
+        got = next(
+            m for m in block.modules() if isinstance(m, ExpertParallelExperts)
+        ).mlp.fc2.weight.grad
         wanted = [reference(x) for x in inputs]
         wanted = [out[0] if isinstance(out, tuple) else out for out in wanted]
         sum(out.float().square().sum() for out in wanted).backward()
@@ -50,12 +55,19 @@ def test_block_equals_the_unmodified_one(rank: int, num_ranks: int, family: str)
 
 
 def test_example_learns_on_gpus(tmp_path: Path):
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={min(2, torch.cuda.device_count())}"]
+    launcher = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={min(2, torch.cuda.device_count())}",
+    ]
     command = [sys.executable, *launcher, str(ROOT / "examples" / "finetune_transformers.py")]
     command += ["--out", str(tmp_path / "out"), "--steps", "20"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     losses = [float(loss) for loss in re.findall(r"step +\d+  loss (\d+\.\d+)", done.stdout)]
     assert losses[-1] < losses[0] - 1
-    ours, theirs = re.search(r"held-out loss (\S+); of .* in plain transformers (\S+)", done.stdout).groups()
+    ours, theirs = re.search(
+        r"held-out loss (\S+); of .* in plain transformers (\S+)", done.stdout
+    ).groups()
     assert float(theirs) == pytest.approx(float(ours), abs=0.02)

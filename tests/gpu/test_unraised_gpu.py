@@ -16,8 +16,12 @@ def fail_together(heap: SymmetricHeap, capacity: int | None) -> tuple[str, str]:
     ids = (torch.arange(T)[:, None] + torch.tensor([0, heap.num_ranks])) % (2 * heap.num_ranks)
 
     def call() -> None:
-        plan = make_plan(ids.to(heap.device), num_experts=2 * heap.num_ranks, heap=heap, capacity=capacity)
-        rows, _ = dispatch_tokens(torch.ones(T, 2 * H if heap.rank == 0 else H, device=heap.device), plan)
+        plan = make_plan(
+            ids.to(heap.device), num_experts=2 * heap.num_ranks, heap=heap, capacity=capacity
+        )
+        rows, _ = dispatch_tokens(
+            torch.ones(T, 2 * H if heap.rank == 0 else H, device=heap.device), plan
+        )
         weight = torch.ones(H, FFN, device=heap.device)
         combine_tokens(rows @ weight @ weight.t(), plan)
         heap.synchronize()
@@ -27,7 +31,9 @@ def fail_together(heap: SymmetricHeap, capacity: int | None) -> tuple[str, str]:
 
 @pytest.mark.parametrize("capacity", [None, 4 * T * K])
 @run_on(2, device="cuda")
-def test_the_next_correct_call_works(rank: int, num_ranks: int, findings: Findings, capacity: int | None) -> None:
+def test_the_next_correct_call_works(
+    rank: int, num_ranks: int, findings: Findings, capacity: int | None
+) -> None:
     """It has exact capacity, for which the host waits anyway, so that it knows of the error before it begins."""
     with open_heap("cuda") as heap:
         findings.check(round_trip(heap), "the first call is wrong")
@@ -35,9 +41,13 @@ def test_the_next_correct_call_works(rank: int, num_ranks: int, findings: Findin
             findings.where = f"turn {turn}, rank {rank} of {num_ranks}"
             name, text = fail_together(heap, capacity)
             findings.equal("error", name, "RuntimeError" if rank == 0 else "ConfigMismatch")
-            findings.check(rank == 0 or "hidden differs at 'dispatch: ready': rank 0 has 128" in text, text)
+            findings.check(
+                rank == 0 or "hidden differs at 'dispatch: ready': rank 0 has 128" in text, text
+            )
             for again in range(2):
-                name, text = outcome(lambda turn=turn: findings.check(round_trip(heap, turn), "rows are wrong"))
+                name, text = outcome(
+                    lambda turn=turn: findings.check(round_trip(heap, turn), "rows are wrong")
+                )
                 findings.equal(f"error of correct call {again}", (name, text), ("", ""))
 
 

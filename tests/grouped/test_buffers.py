@@ -39,9 +39,17 @@ class Op:
 
     def oracle(self, inputs: cases.Inputs, case: cases.Case = PLAIN) -> dict[str, torch.Tensor]:
         """For the x, splits and d_y of `inputs`."""
-        mine = cases.Inputs(**vars(inputs) | {"scale": self.scale} | {n: getattr(self.inputs, n) for n in ("w1", "b1")})
+        mine = cases.Inputs(
+            **vars(inputs)
+            | {"scale": self.scale}
+            | {n: getattr(self.inputs, n) for n in ("w1", "b1")}
+        )
         mine.w2, mine.b2 = self.inputs.w2, self.inputs.b2
-        return cases.linear_oracle(mine, case) if self.name == "linear" else cases.mlp_oracle(mine, case)
+        return (
+            cases.linear_oracle(mine, case)
+            if self.name == "linear"
+            else cases.mlp_oracle(mine, case)
+        )
 
 
 @pytest.fixture(params=cases.WAYS)
@@ -87,21 +95,45 @@ def right_or_error(compute: Callable[[], None], check: Callable[[], None]) -> No
 def mistakes() -> Iterator[tuple[str, Callable[[Op, torch.Tensor], object], list[str]]]:
     """(what, the buffer from the op and its x, parts of the text)."""
     yield "list", lambda op, x: [1.0], ["(list)", "tensor"]
-    yield "sparse", lambda op, x: buffer().to_sparse(), ["(torch.sparse_coo) must be a strided tensor"]
-    yield "a row more", lambda op, x: buffer(N + 1, H), [f"shape [{N + 1}, {H}]", f"must be [{N}, {H}]"]
+    yield (
+        "sparse",
+        lambda op, x: buffer().to_sparse(),
+        ["(torch.sparse_coo) must be a strided tensor"],
+    )
+    yield (
+        "a row more",
+        lambda op, x: buffer(N + 1, H),
+        [f"shape [{N + 1}, {H}]", f"must be [{N}, {H}]"],
+    )
     yield "without the tail", lambda op, x: buffer(9, H), [f"shape [9, {H}]", f"must be [{N}, {H}]"]
-    yield "a column more", lambda op, x: buffer(N, H + 1), [f"shape [{N}, {H + 1}]", f"must be [{N}, {H}]"]
+    yield (
+        "a column more",
+        lambda op, x: buffer(N, H + 1),
+        [f"shape [{N}, {H + 1}]", f"must be [{N}, {H}]"],
+    )
     yield "flat", lambda op, x: buffer(N * H), [f"shape [{N * H}]", f"must be [{N}, {H}]"]
     yield "N-D for 2D", lambda op, x: buffer(3, 4, H), [f"shape [3, 4, {H}]", f"must be [{N}, {H}]"]
-    yield "dtype", lambda op, x: buffer().bfloat16(), ["dtype torch.bfloat16", "must be torch.float32"]
-    yield "double", lambda op, x: buffer().double(), ["dtype torch.float64", "must be torch.float32"]
+    yield (
+        "dtype",
+        lambda op, x: buffer().bfloat16(),
+        ["dtype torch.bfloat16", "must be torch.float32"],
+    )
+    yield (
+        "double",
+        lambda op, x: buffer().double(),
+        ["dtype torch.float64", "must be torch.float32"],
+    )
     yield "device", lambda op, x: buffer().to("meta"), ["is on meta", "must be on cpu"]
     yield "strided", lambda op, x: buffer(N, 2 * H)[:, ::2], [f"strides [{2 * H}, 2]", "contiguous"]
     yield "transposed", lambda op, x: buffer(H, N).t(), [f"strides [1, {N}]", "contiguous"]
     yield "expanded", lambda op, x: buffer(1, H).expand(N, H), [f"strides [0, {1}]", "contiguous"]
     yield "gradient", lambda op, x: buffer().requires_grad_(), ["requires a gradient"]
     yield "history", lambda op, x: buffer().requires_grad_() * 1, ["requires a gradient"]
-    yield "address", lambda op, x: buffer(N * H + 1)[1:].view(N, H), ["starts at address", "aligned to 16"]
+    yield (
+        "address",
+        lambda op, x: buffer(N * H + 1)[1:].view(N, H),
+        ["starts at address", "aligned to 16"],
+    )
     yield "input", lambda op, x: x.detach(), ["overlaps"]
     yield "end of the input", lambda op, x: around(x, N - 1), ["overlaps"]
     yield "start of the input", lambda op, x: around(x, 1 - N), ["overlaps"]
@@ -137,7 +169,9 @@ def inside(layer: torch.nn.Module, name: str) -> torch.Tensor:
     """[N, H] whose memory a parameter of the layer shares."""
     old = getattr(layer, name)
     memory = torch.zeros(max(N * H, old.numel()))
-    setattr(layer, name, torch.nn.Parameter(memory[: old.numel()].view(old.shape).copy_(old.detach())))
+    setattr(
+        layer, name, torch.nn.Parameter(memory[: old.numel()].view(old.shape).copy_(old.detach()))
+    )
     return memory[: N * H].view(N, H)
 
 
@@ -149,7 +183,9 @@ def x_with_room(op: Op) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", BOTH)
-@pytest.mark.parametrize(("what", "make", "parts"), [pytest.param(*mistake, id=mistake[0]) for mistake in mistakes()])
+@pytest.mark.parametrize(
+    ("what", "make", "parts"), [pytest.param(*mistake, id=mistake[0]) for mistake in mistakes()]
+)
 def test_refused_in_forward(op, name, what, make, parts):
     x = x_with_room(op)
     wrong, other = make(op, x), buffer()
@@ -179,7 +215,11 @@ def test_the_two_buffers_overlap(op, shift):
 def test_neighbours_do_not_overlap(op):
     memory = buffer(3 * N, H)
     memory[N : 2 * N] = op.inputs.x
-    y = op(memory[N : 2 * N].requires_grad_(), out=memory.detach()[:N], grad_input_out=memory.detach()[2 * N :])
+    y = op(
+        memory[N : 2 * N].requires_grad_(),
+        out=memory.detach()[:N],
+        grad_input_out=memory.detach()[2 * N :],
+    )
     cases.assert_near(y[: cases.TINY.num_used].detach(), op.oracle(op.inputs)["y"], torch.float32)
 
 
@@ -189,7 +229,9 @@ def test_released_lease_is_refused(op, heap, name):
     tensor, view = lease.tensor, lease.tensor[:N]
     lease.release()
     for stale in (tensor, view):
-        with pytest.raises(StaleLease, match=rf"{name} is memory of lease 'mine' \(generation {lease.generation}\)"):
+        with pytest.raises(
+            StaleLease, match=rf"{name} is memory of lease 'mine' \(generation {lease.generation}\)"
+        ):
             op(op.inputs.x, **{name: stale})
     with heap.lease((N, H), torch.float32) as fresh:
         op(op.inputs.x, **{name: fresh.tensor})
@@ -200,7 +242,9 @@ def test_an_empty_tensor_overlaps_nothing():
     memory = torch.zeros(8, 4)
     assert overlap_problem([Buffer("out", memory)], [memory[4:4]]) is None
     assert overlap_problem([Buffer("out", memory[:4])], [memory[4:]]) is None
-    assert "overlaps a tensor of shape [5, 4]" in str(overlap_problem([Buffer("out", memory[:4])], [memory[3:]]))
+    assert "overlaps a tensor of shape [5, 4]" in str(
+        overlap_problem([Buffer("out", memory[:4])], [memory[3:]])
+    )
 
 
 def released(heap: symmoe.SymmetricHeap, like: torch.Tensor) -> torch.Tensor:
@@ -211,12 +255,17 @@ def released(heap: symmoe.SymmetricHeap, like: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def calls_with_released_memory() -> Iterator[tuple[str, Callable[[Callable[[torch.Tensor], torch.Tensor]], object]]]:
+def calls_with_released_memory() -> Iterator[
+    tuple[str, Callable[[Callable[[torch.Tensor], torch.Tensor]], object]]
+]:
     """(argument, a call of a public function that is given a released tensor for it)."""
     inputs = cases.make_inputs(PLAIN)
     x, scale, splits = inputs.x, inputs.scale, inputs.splits
     linear = cases.make_linear(PLAIN, inputs.w1, inputs.b1)
-    mlp, activation = symmoe.GroupedMLP(cases.TINY.num_groups, H, cases.TINY.ffn), symmoe.ScaledSwiGLU()
+    mlp, activation = (
+        symmoe.GroupedMLP(cases.TINY.num_groups, H, cases.TINY.ffn),
+        symmoe.ScaledSwiGLU(),
+    )
     yield "x", lambda gone: linear(gone(x), splits)
     yield "splits", lambda gone: linear(x, gone(splits))
     yield "bias_scale", lambda gone: linear(x, splits, bias_scale=gone(scale))
@@ -225,7 +274,9 @@ def calls_with_released_memory() -> Iterator[tuple[str, Callable[[Callable[[torc
     yield "row_probs", lambda gone: mlp(x, splits, gone(scale))
     yield "h", lambda gone: activation(gone(x), scale)
     yield "scale", lambda gone: activation(x, gone(scale))
-    modules = symmoe.Sequential(linear, nn.Identity(), activation, cases.make_linear(PLAIN, inputs.w2, inputs.b2))
+    modules = symmoe.Sequential(
+        linear, nn.Identity(), activation, cases.make_linear(PLAIN, inputs.w2, inputs.b2)
+    )
     yield "x", lambda gone: modules(gone(x), splits, scale, splits)
     yield "splits", lambda gone: modules(x, splits, scale, gone(splits))
     yield "scale", lambda gone: modules(x, splits, gone(scale), splits)
@@ -262,7 +313,9 @@ def test_gradient_buffer_is_where_the_gradient_comes_from(single):
         y.backward(grad_input_out)
     y = single(x, grad_input_out=grad_input_out)
     y.backward(single.inputs.d_y)
-    cases.assert_near(x.grad[: cases.TINY.num_used], single.oracle(single.inputs)["d_x"], torch.float32)
+    cases.assert_near(
+        x.grad[: cases.TINY.num_used], single.oracle(single.inputs)["d_x"], torch.float32
+    )
 
 
 # -- using a buffer again ---------------------------------------------------------------------------------------------
@@ -287,7 +340,9 @@ def one_leaf(op: Op, out: Memory, gradient: Memory) -> list[torch.Tensor]:
     return [x.grad]
 
 
-def gradients_of_their_own(op: Op, out: Memory, gradient: Memory, is_leaf: bool = True) -> list[torch.Tensor]:
+def gradients_of_their_own(
+    op: Op, out: Memory, gradient: Memory, is_leaf: bool = True
+) -> list[torch.Tensor]:
     """A `.grad`, of a leaf or retained, of an earlier micro-batch is not overwritten by a later one."""
     xs = []
     for batch in batches():
@@ -306,7 +361,9 @@ def backward_twice(op: Op, out: Memory, gradient: Memory) -> list[torch.Tensor]:
     return [x.grad]
 
 
-def a_second_consumer(op: Op, out: Memory, gradient: Memory, is_leaf: bool = True) -> list[torch.Tensor]:
+def a_second_consumer(
+    op: Op, out: Memory, gradient: Memory, is_leaf: bool = True
+) -> list[torch.Tensor]:
     source = op.inputs.x.nan_to_num().requires_grad_()
     x = source if is_leaf else source * 1
     ys = [op(x, out=out, grad_input_out=gradient), x * 3]
@@ -322,7 +379,9 @@ def out_after_backward(op: Op, out: Memory, gradient: Memory) -> list[torch.Tens
     return [x.grad for x in xs]
 
 
-def two_consumers(op: Op, out: Memory, gradient: Memory, is_leaf: bool = True) -> list[torch.Tensor]:
+def two_consumers(
+    op: Op, out: Memory, gradient: Memory, is_leaf: bool = True
+) -> list[torch.Tensor]:
     """The second gradient must not overwrite the first before autograd has added them."""
     source = op.inputs.x.nan_to_num().requires_grad_()
     x = source if is_leaf else source * 1
@@ -359,7 +418,13 @@ def not_of_leaves(program: Callable[..., list[torch.Tensor]]) -> Callable[..., l
     return functools.wraps(program)(functools.partial(program, is_leaf=False))
 
 
-ALWAYS_RIGHT = (one_leaf, gradients_of_their_own, backward_twice, a_second_consumer, out_after_backward)
+ALWAYS_RIGHT = (
+    one_leaf,
+    gradients_of_their_own,
+    backward_twice,
+    a_second_consumer,
+    out_after_backward,
+)
 ALWAYS_RIGHT += (not_of_leaves(gradients_of_their_own), not_of_leaves(a_second_consumer))
 RIGHT_OR_ERROR = (two_consumers, not_of_leaves(two_consumers), two_micro_batches, layers_in_a_row)
 
@@ -424,7 +489,13 @@ def result_of_an_input(op: Op, x: torch.Tensor, later: torch.Tensor) -> torch.Te
 @pytest.mark.usefixtures("raw_writes")
 @pytest.mark.parametrize(
     "result",
-    [square_of_out, layer_after_out, square_through_a_view, product_with_a_gradient_buffer, result_of_an_input],
+    [
+        square_of_out,
+        layer_after_out,
+        square_through_a_view,
+        product_with_a_gradient_buffer,
+        result_of_an_input,
+    ],
 )
 def test_what_a_graph_needs_is_written_over(op, result):
     x, later = op.inputs.x.nan_to_num().requires_grad_(), batches(1)[0].x.nan_to_num()
@@ -455,7 +526,9 @@ def test_delayed_gradients_and_buffers_that_are_used_again():
 
 
 # -- buffers stay plain tensors ---------------------------------------------------------------------------------------
-@pytest.mark.parametrize("make", [lambda: buffer(), lambda: buffer(2 * N, H)[:N], lambda: buffer(N * H).view(N, H)])
+@pytest.mark.parametrize(
+    "make", [lambda: buffer(), lambda: buffer(2 * N, H)[:N], lambda: buffer(N * H).view(N, H)]
+)
 def test_buffers_never_require_gradients_and_can_be_written_after_backward(op, make):
     out, grad_input_out = make(), make()
     x = op.inputs.x.clone().requires_grad_()
@@ -463,7 +536,11 @@ def test_buffers_never_require_gradients_and_can_be_written_after_backward(op, m
         y = op(x, out=out, grad_input_out=grad_input_out)
         assert y.requires_grad
         y.backward(op.inputs.d_y)
-        for plain in (out, grad_input_out, *(b._base for b in (out, grad_input_out) if b._base is not None)):
+        for plain in (
+            out,
+            grad_input_out,
+            *(b._base for b in (out, grad_input_out) if b._base is not None),
+        ):
             assert not plain.requires_grad
             assert plain.grad_fn is None
             assert plain.grad is None
@@ -550,7 +627,9 @@ def test_losses_that_are_kept_keep_no_leases(op, heap):
     want = torch.autograd.grad(used_rows_of(op(x)).square().sum(), x)[0]
     for _ in range(5):
         out, grad_input_out = leases(heap, 2)
-        loss = used_rows_of(op(x, out=out.tensor, grad_input_out=grad_input_out.tensor)).square().sum()
+        loss = (
+            used_rows_of(op(x, out=out.tensor, grad_input_out=grad_input_out.tensor)).square().sum()
+        )
         del out, grad_input_out
         loss.backward()
         losses.append(loss)
@@ -583,7 +662,10 @@ def test_a_retained_graph_keeps_its_buffers_until_the_last_backward(op, heap):
 def test_a_backward_that_fails_can_be_tried_again(heap):
     """The graph is not spent: its buffer is still the one that was given."""
     op = Op("linear", cases.Case(main_grad=True, buffers=()))
-    x, grad_input_out = op.inputs.x.nan_to_num().requires_grad_(), heap.lease((N, H), torch.float32).tensor
+    x, grad_input_out = (
+        op.inputs.x.nan_to_num().requires_grad_(),
+        heap.lease((N, H), torch.float32).tensor,
+    )
     y, main_grad = op(x, grad_input_out=grad_input_out), op.fc1.weight.main_grad
     op.fc1.weight.main_grad = None
     with pytest.raises(ArgumentError, match="main_grad is missing"):
@@ -606,7 +688,10 @@ def test_a_graph_without_its_rows_gradient_lets_go_too(op, heap):
 
 def test_the_gradient_that_is_asked_for_is_the_buffer(op, heap):
     """torch.autograd.grad gives it out without a copy, and whoever has it may use the buffer again."""
-    x, grad_input_out = op.inputs.x.nan_to_num().requires_grad_(), heap.lease((N, H), torch.float32).tensor
+    x, grad_input_out = (
+        op.inputs.x.nan_to_num().requires_grad_(),
+        heap.lease((N, H), torch.float32).tensor,
+    )
     for _ in range(2):
         (found,) = torch.autograd.grad(used_rows_of(op(x, grad_input_out=grad_input_out)).sum(), x)
         assert found.data_ptr() == grad_input_out.data_ptr()
@@ -630,7 +715,11 @@ class Step:
         plan = symmoe.make_plan(self.ids, num_experts=4, heap=self.heap)
 
         def lease() -> torch.Tensor | None:
-            return self.heap.lease((plan.row_capacity, H), torch.float32).tensor[: plan.num_rows] if on_heap else None
+            return (
+                self.heap.lease((plan.row_capacity, H), torch.float32).tensor[: plan.num_rows]
+                if on_heap
+                else None
+            )
 
         rows, row_probs = symmoe.dispatch_tokens(self.x, plan, probs=self.probs, out=lease())
         out = self.model(rows, plan.splits, row_probs, out=lease(), grad_input_out=lease())
@@ -642,7 +731,12 @@ class Step:
         self.x.grad = self.probs.grad = None
         y = self.forward(on_heap=on_heap)
         y.backward(self.d_y)
-        return [y.detach(), self.x.grad, self.probs.grad, *(p.grad.clone() for p in self.model.parameters())]
+        return [
+            y.detach(),
+            self.x.grad,
+            self.probs.grad,
+            *(p.grad.clone() for p in self.model.parameters()),
+        ]
 
 
 def test_no_copies_between_the_parts(heap):
@@ -653,13 +747,17 @@ def test_no_copies_between_the_parts(heap):
     for _ in range(2):
         for found, expected in zip(step.run(on_heap=True), want, strict=True):
             cases.assert_same_bits(found, expected)
-    assert heap.statistics.num_staging_copies == copies, "every buffer was read and written in place"
+    assert heap.statistics.num_staging_copies == copies, (
+        "every buffer was read and written in place"
+    )
 
 
 @pytest.mark.parametrize("what", ["parts", "layer"])
 def test_losses_of_steps_that_are_kept_keep_no_leases(heap, what):
     step, losses = Step(heap), []
-    layer = symmoe.MoELayer(symmoe.MoEConfig(hidden=H, ffn=cases.TINY.ffn, num_experts=4, top_k=2), heap)
+    layer = symmoe.MoELayer(
+        symmoe.MoEConfig(hidden=H, ffn=cases.TINY.ffn, num_experts=4, top_k=2), heap
+    )
     for _ in range(5):
         y = step.forward() if what == "parts" else layer(step.x)[0]
         losses.append(y.square().sum())

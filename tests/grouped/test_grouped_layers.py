@@ -18,7 +18,9 @@ ONE_LAYER_OR_MLP = ("linear", "mlp")
 
 
 def filled(case, inputs, **options) -> GroupedMLP:
-    model = GroupedMLP(cases.TINY.num_groups, cases.TINY.hidden, cases.TINY.ffn, **case.options, **options)
+    model = GroupedMLP(
+        cases.TINY.num_groups, cases.TINY.hidden, cases.TINY.ffn, **case.options, **options
+    )
     cases.fill(model.fc1, inputs.w1, inputs.b1, case)
     cases.fill(model.fc2, inputs.w2, inputs.b2, case)
     return model
@@ -26,7 +28,10 @@ def filled(case, inputs, **options) -> GroupedMLP:
 
 def cut(matrix: list[cases.Case]) -> list[Any]:
     """With those of fp16 slow, which are as those of bf16."""
-    return [pytest.param(case, marks=[pytest.mark.slow] * (case.dtype == torch.float16)) for case in matrix]
+    return [
+        pytest.param(case, marks=[pytest.mark.slow] * (case.dtype == torch.float16))
+        for case in matrix
+    ]
 
 
 @cases.everywhere
@@ -38,7 +43,9 @@ def test_matrix(case, way, sizes, device):
 
 @cases.everywhere
 @pytest.mark.parametrize("way", cases.WAYS)
-@pytest.mark.parametrize("case", [c for c in cases.matrix() if len(c.buffers) == 2 and not c.is_nd], ids=str)
+@pytest.mark.parametrize(
+    "case", [c for c in cases.matrix() if len(c.buffers) == 2 and not c.is_nd], ids=str
+)
 def test_discrete_weights_give_the_same_bits(case, way, sizes, device):
     cases.check_discrete_weights(way, case, sizes, device)
 
@@ -54,8 +61,16 @@ def test_more_than_64_discrete_weights(main_grad):
 def test_experts_whose_layers_have_either_form(first, second):
     inputs = cases.make_inputs(PLAIN)
     fc1 = cases.make_linear(PLAIN, inputs.w1, inputs.b1, weights=first)
-    model = Sequential(fc1, ScaledSwiGLU(), cases.make_linear(PLAIN, inputs.w2, inputs.b2, weights=second))
-    y = model(inputs.x, inputs.splits, inputs.scale, inputs.splits, op_kwargs={2: {"bias_scale": inputs.scale}})
+    model = Sequential(
+        fc1, ScaledSwiGLU(), cases.make_linear(PLAIN, inputs.w2, inputs.b2, weights=second)
+    )
+    y = model(
+        inputs.x,
+        inputs.splits,
+        inputs.scale,
+        inputs.splits,
+        op_kwargs={2: {"bias_scale": inputs.scale}},
+    )
     cases.assert_same_bits(y, cases.run_experts("modules", PLAIN, inputs).tensors["y"])
 
 
@@ -82,7 +97,9 @@ SPLITS = {
 
 
 @pytest.mark.parametrize("kind", SPLITS)
-@pytest.mark.parametrize("splits", [(3, 0, 2, 4), (0, 0, 0, 0), (12, 0, 0, 0), (0, 0, 0, 12), (1, 1, 1, 1)], ids=str)
+@pytest.mark.parametrize(
+    "splits", [(3, 0, 2, 4), (0, 0, 0, 0), (12, 0, 0, 0), (0, 0, 0, 12), (1, 1, 1, 1)], ids=str
+)
 def test_splits(kind, splits):
     cases.check_splits("linear", SPLITS[kind](splits), cases.Sizes(splits=splits))
     if kind in ("int32", "list"):
@@ -96,7 +113,10 @@ def test_no_rows(shape, bias, way):
     case = cases.Case(bias=bias, buffers=())
     inputs = cases.inputs_of(way, case)
     columns = inputs.d_y.shape[-1]
-    inputs.x, inputs.scale = torch.empty(*shape, 16, requires_grad=True), torch.empty(shape, requires_grad=True)
+    inputs.x, inputs.scale = (
+        torch.empty(*shape, 16, requires_grad=True),
+        torch.empty(shape, requires_grad=True),
+    )
     call, layers = cases.make_way(way, case, inputs)
     given = inputs.x, inputs.scale, torch.zeros_like(inputs.splits)
     y = call(*given, out=torch.empty(*shape, columns), grad_input_out=torch.empty(*shape, 16))
@@ -104,7 +124,9 @@ def test_no_rows(shape, bias, way):
     y.sum().backward()
     assert inputs.x.grad.shape == (*shape, 16)
     assert way == "linear" or inputs.scale.grad.shape == shape
-    assert not any(parameter.grad.any() for layer in layers.values() for parameter in layer.parameters())
+    assert not any(
+        parameter.grad.any() for layer in layers.values() for parameter in layer.parameters()
+    )
 
 
 @pytest.mark.parametrize("mode", ["eval", "no_grad", "inference"])
@@ -119,7 +141,9 @@ def test_forward_without_gradients(mode, buffers, is_nd, way):
     given = cases.Buffers.of(case, inputs, out_features=want.shape[-1])
     for layer in layers.values() if mode == "eval" else ():
         layer.eval().requires_grad_(False)
-    with {"eval": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}[mode]():
+    with {"eval": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}[
+        mode
+    ]():
         for _ in range(2):  # a buffer may be used again
             y = call(inputs.x, inputs.scale, inputs.splits, **vars(given))
     assert not y.requires_grad
@@ -137,12 +161,17 @@ def test_forward_without_gradients(mode, buffers, is_nd, way):
 @pytest.mark.parametrize("weights", FORMS)
 @pytest.mark.parametrize("way", cases.WAYS)
 def test_autocast(main_grad, delayed, weights, way, sizes, device):
-    cases.check_autocast(way, cases.Case(main_grad=main_grad, delayed=delayed), weights, sizes, device)
+    cases.check_autocast(
+        way, cases.Case(main_grad=main_grad, delayed=delayed), weights, sizes, device
+    )
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 def test_the_same_bits_every_time(dtype):
-    case, sizes = cases.Case(dtype=dtype, buffers=()), cases.Sizes(splits=(500, 0, 20, 480), lead=(10, 101))
+    case, sizes = (
+        cases.Case(dtype=dtype, buffers=()),
+        cases.Sizes(splits=(500, 0, 20, 480), lead=(10, 101)),
+    )
     inputs = cases.make_inputs(case, sizes=sizes)
     first = cases.run_experts("mlp", case, inputs)
     for _ in range(2):
@@ -155,7 +184,9 @@ def test_a_grouped_mlp_of_its_own_layers(weights):
     inputs = cases.make_inputs(PLAIN)
     model = filled(PLAIN, inputs, weights=weights)
     y = model(inputs.x, inputs.splits, inputs.scale)
-    cases.assert_near(cases.used(y, cases.TINY), cases.mlp_oracle(inputs, PLAIN)["y"], torch.float32)
+    cases.assert_near(
+        cases.used(y, cases.TINY), cases.mlp_oracle(inputs, PLAIN)["y"], torch.float32
+    )
     assert all(is_expert for _, _, is_expert in named_parameters(model))
     other = GroupedMLP(cases.TINY.num_groups, cases.TINY.hidden, cases.TINY.ffn, bias=True)
     other.load_state_dict(model.state_dict())
@@ -175,7 +206,9 @@ def test_delayed_gradients_come_from_one_call(main_grad):
         oracle = cases.mlp_oracle(inputs, case)
         for name in ("fc1", "fc2"):
             weight = getattr(model, name).weight
-            found, start = (weight.main_grad, cases.MAIN_GRAD_START) if main_grad else (weight.grad, 0.0)
+            found, start = (
+                (weight.main_grad, cases.MAIN_GRAD_START) if main_grad else (weight.grad, 0.0)
+            )
             assert not found.requires_grad
             cases.assert_near(found, oracle[f"d_{name}.weight"] * count + start, torch.float32)
     model.backward_dw()
@@ -201,17 +234,26 @@ def test_some_inputs_take_no_gradient(way, frozen):
     inputs = cases.inputs_of(way, PLAIN)
     buffers = cases.Buffers(grad_input_out=torch.full_like(inputs.x, cases.SENTINEL))
     call, layers = cases.make_way(way, PLAIN, inputs)
-    x, scale = inputs.x.clone().requires_grad_(frozen != "x"), inputs.scale.clone().requires_grad_(frozen != "scale")
-    parameters = {f"d_{name}.{n}": p for name, layer in layers.items() for n, p in layer.named_parameters()}
+    x, scale = (
+        inputs.x.clone().requires_grad_(frozen != "x"),
+        inputs.scale.clone().requires_grad_(frozen != "scale"),
+    )
+    parameters = {
+        f"d_{name}.{n}": p for name, layer in layers.items() for n, p in layer.named_parameters()
+    }
     for name, parameter in parameters.items():
         parameter.requires_grad_(frozen not in name)
     call(x, scale, inputs.splits, **vars(buffers)).backward(inputs.d_y)
-    found = {"d_x": x.grad, "d_scale": scale.grad} | {name: p.grad for name, p in parameters.items()}
+    found = {"d_x": x.grad, "d_scale": scale.grad} | {
+        name: p.grad for name, p in parameters.items()
+    }
     for name, want in cases.oracle_of(way, PLAIN, inputs).items():
         if frozen in name:
             assert found[name] is None, name
         elif name != "y":
-            cases.assert_near(cases.of_groups(name, found[name], cases.TINY), want, torch.float32, name)
+            cases.assert_near(
+                cases.of_groups(name, found[name], cases.TINY), want, torch.float32, name
+            )
     assert (buffers.grad_input_out == cases.SENTINEL).all() == (frozen == "x")
 
 
@@ -220,7 +262,10 @@ def test_some_inputs_take_no_gradient(way, frozen):
     [
         ({"rows": lambda x: x[:, :8]}, ["rows has shape [12, 8]", "[..., 16]"]),
         ({"rows": lambda x: x.to_sparse()}, ["rows (torch.sparse_coo) must be a strided tensor"]),
-        ({"row_probs": lambda p: p.to_sparse()}, ["row_probs (torch.sparse_coo) must be a strided tensor"]),
+        (
+            {"row_probs": lambda p: p.to_sparse()},
+            ["row_probs (torch.sparse_coo) must be a strided tensor"],
+        ),
         ({"splits": lambda s: s[:3]}, ["splits has shape [3]", "[4]"]),
         ({"row_probs": lambda p: p[:9]}, ["row_probs", "[9]", "[12]"]),
         ({"row_probs": lambda p: p[:, None]}, ["row_probs", "[12, 1]", "[12]"]),
@@ -233,7 +278,11 @@ def test_some_inputs_take_no_gradient(way, frozen):
 def test_wrong_arguments(change, parts):
     inputs = cases.make_inputs(PLAIN)
     model = filled(PLAIN, inputs)
-    good = {"rows": inputs.x.nan_to_num(), "splits": inputs.splits, "row_probs": inputs.scale.nan_to_num()}
+    good = {
+        "rows": inputs.x.nan_to_num(),
+        "splits": inputs.splits,
+        "row_probs": inputs.scale.nan_to_num(),
+    }
     want = model(**good)
     with cases.refused(*parts):
         model(**{name: change.get(name, lambda same: same)(value) for name, value in good.items()})
@@ -251,7 +300,10 @@ def test_wrong_arguments(change, parts):
             {"activation": "gelu"},
             r"activation \('gelu'\) must be a ScaledActivation, or None; it takes an Activation: .*gelu.*run by parts",
         ),
-        ({"activation": ScaledSwiGLU}, r"activation \(<class .*\) must be a ScaledActivation, or None"),
+        (
+            {"activation": ScaledSwiGLU},
+            r"activation \(<class .*\) must be a ScaledActivation, or None",
+        ),
     ],
 )
 def test_wrong_constructor_arguments(changes, text):
@@ -262,7 +314,9 @@ def test_wrong_constructor_arguments(changes, text):
 def test_float64_is_refused_as_the_default_dtype_and_after_a_cast():
     torch.set_default_dtype(torch.float64)
     try:
-        with pytest.raises(ArgumentError, match=r"^dtype \(torch\.float64\) must be one of torch\.float32, "):
+        with pytest.raises(
+            ArgumentError, match=r"^dtype \(torch\.float64\) must be one of torch\.float32, "
+        ):
             GroupedMLP(2, 4, 4)
         model = GroupedMLP(2, 4, 4, dtype=torch.bfloat16)
     finally:

@@ -47,12 +47,24 @@ def test_rows_need_not_be_contiguous():
         (torch.tensor([[3, 0, 2, 4]]), ["splits has shape [1, 4]", "[4]"]),
         (torch.tensor(9), ["splits has shape []", "[4]"]),
         (torch.tensor([3.0, 0, 2, 4]), ["torch.float32", "torch.int32", "torch.int64"]),
-        (torch.tensor([3, 0, 2, 4], dtype=torch.complex64), ["torch.complex64", "torch.int32", "torch.int64"]),
+        (
+            torch.tensor([3, 0, 2, 4], dtype=torch.complex64),
+            ["torch.complex64", "torch.int32", "torch.int64"],
+        ),
         (torch.tensor([3, 0, 2, 4]).to("meta"), ["splits is on meta; rows is on cpu"]),
-        (torch.tensor([3, 0, 2, 4]).to_sparse(), ["splits (torch.sparse_coo) must be a strided tensor"]),
-        (torch.tensor([3, 0, 2, 255], dtype=torch.uint8), ["splits ([3, 0, 2, 255])", "at most 12"]),
+        (
+            torch.tensor([3, 0, 2, 4]).to_sparse(),
+            ["splits (torch.sparse_coo) must be a strided tensor"],
+        ),
+        (
+            torch.tensor([3, 0, 2, 255], dtype=torch.uint8),
+            ["splits ([3, 0, 2, 255])", "at most 12"],
+        ),
         (torch.tensor([3, -1, 2, 4], dtype=torch.int8), ["splits ([3, -1, 2, 4])"]),
-        (torch.tensor([0, 0, 0, 2**64 - 1], dtype=torch.uint64), ["18446744073709551615", "at most 12"]),
+        (
+            torch.tensor([0, 0, 0, 2**64 - 1], dtype=torch.uint64),
+            ["18446744073709551615", "at most 12"],
+        ),
         (np.array([3, 0, 2, 8]), ["splits ([3, 0, 2, 8])", "at most 12"]),
         (np.array([3.0, 0, 2, 4]), ["splits has dtype float64", "torch.int64"]),
         (np.array([True, False, True, True]), ["splits has dtype bool", "torch.int64"]),
@@ -74,7 +86,9 @@ def test_wrong_splits(splits, parts):
     layer, inputs = layer_and_inputs()
     with cases.refused(*parts):
         layer(inputs.x, splits)
-    cases.assert_same_bits(layer(inputs.x, inputs.splits), cases.run_linear(PLAIN, inputs).tensors["y"])
+    cases.assert_same_bits(
+        layer(inputs.x, inputs.splits), cases.run_linear(PLAIN, inputs).tensors["y"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -99,7 +113,10 @@ def test_wrong_x(change, parts):
 
 def test_rows_and_weights_on_meta():
     layer, inputs = layer_and_inputs()
-    with pytest.raises(ArgumentError, match="x and the weights are on meta; they must be on a CUDA device or the CPU"):
+    with pytest.raises(
+        ArgumentError,
+        match="x and the weights are on meta; they must be on a CUDA device or the CPU",
+    ):
         layer.to("meta")(inputs.x.to("meta"), inputs.splits)
 
 
@@ -109,19 +126,34 @@ def test_a_sparse_gradient():
     with pytest.raises(ArgumentError, match=r"d_y \(torch\.sparse_coo\) must be a strided tensor"):
         y.backward(inputs.d_y.to_sparse())
     y.backward(inputs.d_y)
-    cases.assert_near(layer.weight.grad, cases.linear_oracle(inputs, PLAIN)["d_fc.weight"], torch.float32)
+    cases.assert_near(
+        layer.weight.grad, cases.linear_oracle(inputs, PLAIN)["d_fc.weight"], torch.float32
+    )
 
 
 SIZES = dict.fromkeys(("num_groups", "in_features", "out_features"), 4)
-NO_DTYPES = (torch.float64, torch.int32, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2, "float32", float)
+NO_DTYPES = (
+    torch.float64,
+    torch.int32,
+    torch.bool,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    "float32",
+    float,
+)
 WRONG = [*itertools.product(SIZES, (8.0, True, "8", None, torch.tensor(8)), ("an int, not",))]
-WRONG += [*itertools.product(SIZES, (-1, 0), ("at least 1",)), ("weights", "loose", "'packed' or 'discrete'")]
+WRONG += [
+    *itertools.product(SIZES, (-1, 0), ("at least 1",)),
+    ("weights", "loose", "'packed' or 'discrete'"),
+]
 WRONG += [("dtype", dtype, "one of torch.float32, ") for dtype in NO_DTYPES]
 
 
 @pytest.mark.parametrize(("name", "value", "wanted"), WRONG, ids=str)
 def test_wrong_constructor_arguments(name, value, wanted):
-    with pytest.raises(ArgumentError, match=rf"^{name} \({re.escape(repr(value))}\) must be {wanted}"):
+    with pytest.raises(
+        ArgumentError, match=rf"^{name} \({re.escape(repr(value))}\) must be {wanted}"
+    ):
         GroupedLinear(**(SIZES | {name: value}))
 
 
@@ -146,7 +178,13 @@ def test_views_of_a_packed_weight():
 
 def test_discrete_parameters():
     layer, inputs = layer_and_inputs(weights="discrete")
-    assert [name for name, _ in layer.named_parameters()] == ["weight0", "weight1", "weight2", "weight3", "bias"]
+    assert [name for name, _ in layer.named_parameters()] == [
+        "weight0",
+        "weight1",
+        "weight2",
+        "weight3",
+        "bias",
+    ]
     assert all(parameter.is_leaf for parameter in layer.parameters())
     for g in range(cases.TINY.num_groups):
         cases.assert_same_bits(getattr(layer, f"weight{g}"), inputs.w1[g])
@@ -158,7 +196,11 @@ def test_discrete_parameters():
 @pytest.mark.parametrize("prefix", ["", "net.experts."])
 def test_state_dicts_of_either_form(source, target, bias, prefix):
     def wrapped(layer):
-        return torch.nn.ModuleDict({"net": torch.nn.ModuleDict({"experts": layer})}) if prefix else layer
+        return (
+            torch.nn.ModuleDict({"net": torch.nn.ModuleDict({"experts": layer})})
+            if prefix
+            else layer
+        )
 
     theirs, inputs = layer_and_inputs(cases.Case(bias=bias, buffers=()), weights=source)
     state = {name: tensor.clone() for name, tensor in wrapped(theirs).state_dict().items()}
@@ -173,7 +215,9 @@ def test_state_dicts_of_either_form(source, target, bias, prefix):
 
 def test_state_dict_with_a_bias_per_group():
     theirs, inputs = layer_and_inputs()
-    state = {f"weight{g}": inputs.w1[g] for g in range(4)} | {f"bias{g}": inputs.b1[g] for g in range(4)}
+    state = {f"weight{g}": inputs.w1[g] for g in range(4)} | {
+        f"bias{g}": inputs.b1[g] for g in range(4)
+    }
     for weights in FORMS:
         ours = GroupedLinear(4, cases.TINY.hidden, OUT, weights=weights)
         ours.load_state_dict(state)
@@ -185,7 +229,9 @@ def test_state_dicts_that_do_not_fit(target):
     layer = GroupedLinear(4, 8, 8, weights=target)
     good = layer.state_dict()
     with pytest.raises(RuntimeError, match=r"Missing key.*weight"):
-        layer.load_state_dict({name: tensor for name, tensor in good.items() if name not in ("weight", "weight3")})
+        layer.load_state_dict(
+            {name: tensor for name, tensor in good.items() if name not in ("weight", "weight3")}
+        )
     with pytest.raises(RuntimeError, match=r"Unexpected key.*another"):
         layer.load_state_dict({**good, "another": torch.zeros(1)})
     wrong = {"weight": torch.zeros(4, 8, 9), "bias": torch.zeros(4, 8)}
@@ -228,7 +274,9 @@ def test_return_bias(bias, buffers):
     given = cases.Buffers.of(case, inputs, out_features=OUT)
     y, returned = layer(inputs.x, inputs.splits, out=given.out, grad_input_out=given.grad_input_out)
     without = cases.Case(bias=False, buffers=())
-    cases.assert_near(cases.used(y, cases.TINY), cases.linear_oracle(inputs, without)["y"], torch.float32)
+    cases.assert_near(
+        cases.used(y, cases.TINY), cases.linear_oracle(inputs, without)["y"], torch.float32
+    )
     if not bias:
         assert returned is None
         return
@@ -247,7 +295,13 @@ def test_bias_scale(dtype, is_nd, scale_dtype):
     buffers = cases.Buffers.of(case, inputs, out_features=OUT)
 
     def call(x, scale):
-        return layer(x, inputs.splits, bias_scale=scale, out=buffers.out, grad_input_out=buffers.grad_input_out)
+        return layer(
+            x,
+            inputs.splits,
+            bias_scale=scale,
+            out=buffers.out,
+            grad_input_out=buffers.grad_input_out,
+        )
 
     ran = cases.run(call, {"fc": layer}, inputs, case)
     assert ran.tensors["d_scale"].dtype == scale_dtype
@@ -307,8 +361,12 @@ def test_weight_gradients_are_views_of_one_buffer(delayed):
     gradients = [parameter.grad for parameter in layer.weight_parameters()]
     start, num_bytes = gradients[0].data_ptr(), gradients[0].nbytes
     assert len({gradient.untyped_storage().data_ptr() for gradient in gradients}) == 1
-    assert [gradient.data_ptr() for gradient in gradients] == [start + g * num_bytes for g in range(4)]
-    cases.assert_near(torch.stack(gradients), cases.linear_oracle(inputs, case)["d_fc.weight"], torch.float32)
+    assert [gradient.data_ptr() for gradient in gradients] == [
+        start + g * num_bytes for g in range(4)
+    ]
+    cases.assert_near(
+        torch.stack(gradients), cases.linear_oracle(inputs, case)["d_fc.weight"], torch.float32
+    )
 
 
 @pytest.mark.parametrize("weights", FORMS)
@@ -329,7 +387,10 @@ def test_micro_batches_accumulate(weights, main_grad, delayed):
         layer(x, batch.splits, out=out, grad_input_out=grad_input_out).backward(batch.d_y)
         layer.backward_dw()
         oracles.append(cases.linear_oracle(batch, case))
-    for name, parameters in (("d_fc.weight", layer.weight_parameters()), ("d_fc.bias", [layer.bias])):
+    for name, parameters in (
+        ("d_fc.weight", layer.weight_parameters()),
+        ("d_fc.bias", [layer.bias]),
+    ):
         want = oracles[0][name] + oracles[1][name]
         if main_grad and name == "d_fc.weight":
             found, want = [p.main_grad for p in parameters], want + cases.MAIN_GRAD_START
@@ -373,9 +434,13 @@ def test_trainer_protocol(weights):
     layer, inputs = layer_and_inputs(cases.Case(main_grad=True, buffers=()), weights=weights)
     hooks = []
     for parameter in layer.weight_parameters():
-        parameter.register_post_accumulate_grad_hook(lambda p: hooks.append(p.grad_added_to_main_grad))
+        parameter.register_post_accumulate_grad_hook(
+            lambda p: hooks.append(p.grad_added_to_main_grad)
+        )
     layer(inputs.x, inputs.splits).backward(inputs.d_y)
-    assert hooks == [True] * len(layer.weight_parameters()), "the trainer's hooks run, and after the accumulation"
+    assert hooks == [True] * len(layer.weight_parameters()), (
+        "the trainer's hooks run, and after the accumulation"
+    )
     for parameter in layer.weight_parameters():
         assert parameter.grad_added_to_main_grad
         assert parameter.grad.shape == parameter.shape
@@ -421,7 +486,10 @@ def test_placeholder_gradients_are_not_shared_state():
     ("main_grad", "parts"),
     [
         (None, ["main_grad is missing", "[4, 24, 16]"]),
-        (torch.zeros(4, 24, 16, dtype=torch.bfloat16), ["main_grad is torch.bfloat16", "torch.float32"]),
+        (
+            torch.zeros(4, 24, 16, dtype=torch.bfloat16),
+            ["main_grad is torch.bfloat16", "torch.float32"],
+        ),
         (torch.zeros(4, 24, 8), ["main_grad", "[4, 24, 8]", "[4, 24, 16]"]),
         (torch.zeros(4, 16, 24).transpose(1, 2), ["main_grad", "contiguous"]),
         (torch.zeros(4, 24, 16, device="meta"), ["main_grad", "meta", "cpu"]),
@@ -435,7 +503,9 @@ def test_wrong_main_grad(main_grad, parts):
         layer(inputs.x, inputs.splits).backward(inputs.d_y)
     layer.weight.main_grad = torch.zeros(4, 24, 16)
     layer(inputs.x, inputs.splits).backward(inputs.d_y)
-    cases.assert_near(layer.weight.main_grad, cases.linear_oracle(inputs, PLAIN)["d_fc.weight"], torch.float32)
+    cases.assert_near(
+        layer.weight.main_grad, cases.linear_oracle(inputs, PLAIN)["d_fc.weight"], torch.float32
+    )
 
 
 # -- delay_wgrad ------------------------------------------------------------------------------------------------------
@@ -444,7 +514,9 @@ def test_gradients_that_would_get_lost_in_a_parametrization(option: str):
     layer = GroupedLinear(2, 8, 8, bias=False, **{option: True})
     parametrize.register_parametrization(layer, "weight", torch.nn.Identity())
     y = layer(torch.randn(4, 8), [2, 2])
-    with pytest.raises(ArgumentError, match=rf"{option} \(True\) must be False: weights of a .* are made of others"):
+    with pytest.raises(
+        ArgumentError, match=rf"{option} \(True\) must be False: weights of a .* are made of others"
+    ):
         y.sum().backward()
 
 
@@ -465,7 +537,9 @@ def test_backward_dw_takes_the_oldest_first_and_accumulates(weights):
         cases.assert_near(found, want, torch.float32)
     last = found.clone()
     layer.backward_dw()  # nothing is left
-    cases.assert_same_bits(torch.stack([p.grad for p in layer.weight_parameters()]).view(want.shape), last)
+    cases.assert_same_bits(
+        torch.stack([p.grad for p in layer.weight_parameters()]).view(want.shape), last
+    )
 
 
 def test_backward_dw_adds_to_what_is_there():
@@ -477,13 +551,17 @@ def test_backward_dw_adds_to_what_is_there():
     assert (layer.weight.grad == 2).all()
     layer.backward_dw()
     assert layer.weight.grad is before, "a gradient buffer of the trainer stays the one in use"
-    cases.assert_near(layer.weight.grad, cases.linear_oracle(inputs, case)["d_fc.weight"] + 2, torch.float32)
+    cases.assert_near(
+        layer.weight.grad, cases.linear_oracle(inputs, case)["d_fc.weight"] + 2, torch.float32
+    )
 
 
 def test_hooks_after_backward_dw():
     layer, inputs = layer_and_inputs(cases.Case(delayed=True))
     calls = []
-    layer.register_wgrad_accumulation_and_reduce_hooks(lambda: calls.append(layer.weight.grad is not None))
+    layer.register_wgrad_accumulation_and_reduce_hooks(
+        lambda: calls.append(layer.weight.grad is not None)
+    )
     layer.backward_dw()
     assert not calls
     layer(inputs.x, inputs.splits).backward(inputs.d_y)
@@ -560,7 +638,10 @@ def test_discrete_weights_of_two_dtypes_are_refused_also_where_calls_cast_them(h
     layer = MoELayer(MoEConfig(hidden=16, ffn=16, num_experts=4, top_k=2), heap, experts=mlp)
     for cast in (None, torch.bfloat16, torch.float16):
         for call in (*calls.values(), lambda: layer(x)):
-            with torch.autocast("cpu", cast, enabled=cast is not None), cases.refused("torch.bfloat16"):
+            with (
+                torch.autocast("cpu", cast, enabled=cast is not None),
+                cases.refused("torch.bfloat16"),
+            ):
                 call()
 
 
@@ -570,7 +651,9 @@ def test_a_frozen_weight_among_others(main_grad, delayed):
     """It gets no gradient; the others get theirs."""
     case = cases.Case(main_grad=main_grad, delayed=delayed)
     inputs = cases.linear_inputs(case)
-    whole, partly = (cases.make_linear(case, inputs.w1, inputs.b1, weights="discrete") for _ in range(2))
+    whole, partly = (
+        cases.make_linear(case, inputs.w1, inputs.b1, weights="discrete") for _ in range(2)
+    )
     partly.weight1.requires_grad_(False)
     if main_grad:
         del partly.weight1.main_grad
@@ -581,4 +664,7 @@ def test_a_frozen_weight_among_others(main_grad, delayed):
     assert partly.weight1.grad is None
     assert not hasattr(partly.weight1, "main_grad")
     for g in (0, 2, 3):
-        assert torch.equal(getattr(getattr(partly, f"weight{g}"), name), getattr(getattr(whole, f"weight{g}"), name))
+        assert torch.equal(
+            getattr(getattr(partly, f"weight{g}"), name),
+            getattr(getattr(whole, f"weight{g}"), name),
+        )

@@ -15,13 +15,20 @@ from symmoe.training.lora import merge_lora
 
 # -- expert-parallel --------------------------------------------------------------------------------------------------
 EXPERTS, TOP_K, HIDDEN, TOKENS = 8, 2, 520, 11
-WAYS = tuple(itertools.product(sorted(STASHES), ("packed", "expert-major"), ("serial", "always-overlapped")))
+WAYS = tuple(
+    itertools.product(sorted(STASHES), ("packed", "expert-major"), ("serial", "always-overlapped"))
+)
 
 
 def routing(num_ranks: int) -> torch.Tensor:
     """[R, T, K]; the first expert of every rank has no rows, and some slots are empty."""
     generator = torch.Generator().manual_seed(7)
-    chosen = torch.stack([torch.randperm(EXPERTS - 2, generator=generator)[:TOP_K] for _ in range(num_ranks * TOKENS)])
+    chosen = torch.stack(
+        [
+            torch.randperm(EXPERTS - 2, generator=generator)[:TOP_K]
+            for _ in range(num_ranks * TOKENS)
+        ]
+    )
     used = torch.tensor([e for e in range(EXPERTS) if e % (EXPERTS // 2)], dtype=torch.int32)
     topk_idx = used[chosen]
     topk_idx[::5, 0] = -1
@@ -39,7 +46,13 @@ STEPS = (
 @pytest.mark.parametrize(("dtype", "lora_rank", "options"), STEPS, ids=str)
 @run_on(1, 2)
 def test_the_step_equals_dense_weights(
-    rank, num_ranks, findings: Findings, heap: SymmetricHeap, dtype: torch.dtype, lora_rank: int, options: dict
+    rank,
+    num_ranks,
+    findings: Findings,
+    heap: SymmetricHeap,
+    dtype: torch.dtype,
+    lora_rank: int,
+    options: dict,
 ) -> None:
     """Every way of running the step against the oracle, and all of them bit for bit against each other."""
     topk_idx = routing(num_ranks)
@@ -47,26 +60,45 @@ def test_the_step_equals_dense_weights(
     x = torch.randn(num_ranks, TOKENS, HIDDEN, generator=generator).to(dtype)
     dy = torch.randn(num_ranks, TOKENS, HIDDEN, generator=generator).to(dtype)
     probs = torch.rand(num_ranks, TOKENS, TOP_K, generator=generator) + 0.5
-    parameters = cases.random_parameters(EXPERTS, HIDDEN, cases.FFN, lora_rank, dtype, options["bias"])
+    parameters = cases.random_parameters(
+        EXPERTS, HIDDEN, cases.FFN, lora_rank, dtype, options["bias"]
+    )
     flat = [tensor.flatten(0, 1) for tensor in (x, probs, topk_idx, dy)]
     mine = slice(rank * EXPERTS // num_ranks, (rank + 1) * EXPERTS // num_ranks)
     tokens = slice(rank * TOKENS, (rank + 1) * TOKENS)
 
     def of_this_rank(y: torch.Tensor, gradients: cases.Tensors) -> cases.Tensors:
-        parts = {name: g[tokens] if name in ("x", "probs") else g[mine] for name, g in gradients.items()}
+        parts = {
+            name: g[tokens] if name in ("x", "probs") else g[mine] for name, g in gradients.items()
+        }
         return parts | {"y": y[tokens]}
 
     want = of_this_rank(*cases.dense_oracle(parameters, *flat, alpha=cases.ALPHA)[:2])
     wrong = of_this_rank(*cases.dense_oracle(parameters, *flat, alpha=cases.ALPHA * 1.5)[:2])
     first: cases.Tensors = {}
-    capacity = {"capacity": num_ranks * TOKENS * TOP_K + 5, "max_tokens": TOKENS} if options["static"] else {}
+    capacity = (
+        {"capacity": num_ranks * TOKENS * TOP_K + 5, "max_tokens": TOKENS}
+        if options["static"]
+        else {}
+    )
     for stash, layout, schedule in WAYS:
-        findings.where = f"rank {rank} of {num_ranks}, {dtype}, r {lora_rank}, {stash} {layout} {schedule}"
+        findings.where = (
+            f"rank {rank} of {num_ranks}, {dtype}, r {lora_rank}, {stash} {layout} {schedule}"
+        )
         experts = cases.make_experts(parameters, mine, weights=options["weights"])
         own_x, own_probs = x[rank].clone().requires_grad_(), probs[rank].clone().requires_grad_()
-        plan = make_plan(topk_idx[rank], num_experts=EXPERTS, heap=heap, hidden=HIDDEN, dtype=dtype, **capacity)
+        plan = make_plan(
+            topk_idx[rank], num_experts=EXPERTS, heap=heap, hidden=HIDDEN, dtype=dtype, **capacity
+        )
         y = expert_parallel_mlp(
-            own_x, own_probs, experts, plan, stash=stash, layout=layout, schedule=schedule, order=options["order"]
+            own_x,
+            own_probs,
+            experts,
+            plan,
+            stash=stash,
+            layout=layout,
+            schedule=schedule,
+            order=options["order"],
         )
         y.backward(dy[rank])
         leaves = dict(experts.named_parameters())
@@ -74,16 +106,27 @@ def test_the_step_equals_dense_weights(
         got |= {name: leaves[name].grad for name in cases.NAMES[2:]}
         for name, tensor in got.items():
             findings.check(cases.is_near(tensor, want[name], dtype), f"{name} is not the oracle's")
-            findings.check(not cases.is_near(tensor, wrong[name], dtype), f"{name} does not depend on the scaling")
+            findings.check(
+                not cases.is_near(tensor, wrong[name], dtype),
+                f"{name} does not depend on the scaling",
+            )
             first.setdefault(name, tensor)
-            findings.check(torch.equal(tensor, first[name]), f"{name} has other bits than {WAYS[0]}")
+            findings.check(
+                torch.equal(tensor, first[name]), f"{name} has other bits than {WAYS[0]}"
+            )
         for name in ("fc1.weight", "fc2.weight"):
             frozen = [p for n, p in leaves.items() if n.startswith(name)]
-            findings.check(bool(frozen) and all(p.grad is None for p in frozen), f"{name} has a gradient")
-        findings.check(not leaves["fc1.lora_b"].grad[0].any(), "an expert without rows has a gradient")
+            findings.check(
+                bool(frozen) and all(p.grad is None for p in frozen), f"{name} has a gradient"
+            )
+        findings.check(
+            not leaves["fc1.lora_b"].grad[0].any(), "an expert without rows has a gradient"
+        )
         merge_lora(experts)
         with torch.no_grad():
-            merged = expert_parallel_mlp(own_x, own_probs, experts, plan, layout=layout, order=options["order"])
+            merged = expert_parallel_mlp(
+                own_x, own_probs, experts, plan, layout=layout, order=options["order"]
+            )
         findings.check(cases.is_near(merged, want["y"], dtype), "merged is not the oracle's")
         del y
 
@@ -94,9 +137,15 @@ def test_the_step_equals_dense_weights(
 @pytest.mark.parametrize("weights", ["packed", "discrete"])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_experts_in_buffers_of_the_caller(device: str, bias: bool, weights: str, lora_rank: int, dtype: torch.dtype):
-    hidden = 40 if device == "cpu" else 520  # wide enough for Hopper's own kernels, and no multiple of a tile
-    parameters = cases.random_parameters(len(cases.SPLITS), hidden, cases.FFN, lora_rank, dtype, bias=bias)
+def test_experts_in_buffers_of_the_caller(
+    device: str, bias: bool, weights: str, lora_rank: int, dtype: torch.dtype
+):
+    hidden = (
+        40 if device == "cpu" else 520
+    )  # wide enough for Hopper's own kernels, and no multiple of a tile
+    parameters = cases.random_parameters(
+        len(cases.SPLITS), hidden, cases.FFN, lora_rank, dtype, bias=bias
+    )
     mlp = cases.make_experts(parameters, slice(None), weights=weights).to(device)
     x, probs, dy = cases.rows_of_experts(dtype, hidden)
     want_y, want, _ = cases.oracle_of_rows(parameters, x, probs, dy)
@@ -118,7 +167,9 @@ def test_experts_in_buffers_of_the_caller(device: str, bias: bool, weights: str,
     for buffer in (out, grad_input_out):
         assert (buffer[cases.ROWS :] == -77).all()
     assert not row_probs.grad[cases.ROWS :].any()
-    assert all(parameter.grad is None for parameter in mlp.parameters() if not parameter.requires_grad)
+    assert all(
+        parameter.grad is None for parameter in mlp.parameters() if not parameter.requires_grad
+    )
     merge_lora(mlp)
     assert cases.is_near(mlp(x, list(cases.SPLITS), probs).detach()[: cases.ROWS], want_y, dtype)
 
@@ -128,7 +179,10 @@ def test_a_single_layer_with_adapters(dtype: torch.dtype):
     parameters = cases.random_parameters(len(cases.SPLITS), 40, cases.FFN, 4, dtype, bias=True)
     linear = cases.make_experts(parameters, slice(None)).fc1
     x, _, _ = cases.rows_of_experts(dtype, 40)
-    leaves = {n: parameters[f"fc1.{n}"].double().requires_grad_() for n in ("weight", "bias", "lora_a", "lora_b")}
+    leaves = {
+        n: parameters[f"fc1.{n}"].double().requires_grad_()
+        for n in ("weight", "bias", "lora_a", "lora_b")
+    }
     rows64 = x[: cases.ROWS].double().requires_grad_()
     dense = leaves["weight"] + cases.ALPHA / 4 * leaves["lora_b"] @ leaves["lora_a"]
     groups = zip(rows64.split(cases.SPLITS), dense, leaves["bias"], strict=True)
@@ -155,7 +209,9 @@ def step(mlp: GroupedMLP, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 def test_some_of_the_parameters():
     """Only B is trained (arXiv:2308.03303); one layer is merged; weights and biases are trained after all."""
-    parameters = cases.random_parameters(len(cases.SPLITS), 40, cases.FFN, 4, torch.float32, bias=True)
+    parameters = cases.random_parameters(
+        len(cases.SPLITS), 40, cases.FFN, 4, torch.float32, bias=True
+    )
     whole, only_b, half, thawed = (cases.make_experts(parameters, slice(None)) for _ in range(4))
     y = step(whole)
     only_b.fc1.lora_a.requires_grad_(False)
@@ -168,7 +224,9 @@ def test_some_of_the_parameters():
     assert half.fc1.lora_a.grad is None
     thawed.requires_grad_(True)
     assert torch.equal(step(thawed), y)
-    _, _, weight_gradients = cases.oracle_of_rows(parameters, *cases.rows_of_experts(torch.float32, 40))
+    _, _, weight_gradients = cases.oracle_of_rows(
+        parameters, *cases.rows_of_experts(torch.float32, 40)
+    )
     for name, gradient in weight_gradients.items():
         assert cases.is_near(thawed.get_parameter(name).grad, gradient, torch.float32), name
     assert thawed.fc1.bias.grad.any()
@@ -191,14 +249,18 @@ class Allocations(Watching):
 
 
 def tensors_in(values: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in torch.utils._pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+    return [
+        leaf for leaf in torch.utils._pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)
+    ]
 
 
 def memory_of(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-@pytest.mark.parametrize("way", ["experts", *itertools.product(("all", "none"), ("packed", "expert-major"))], ids=str)
+@pytest.mark.parametrize(
+    "way", ["experts", *itertools.product(("all", "none"), ("packed", "expert-major"))], ids=str
+)
 def test_nothing_of_the_size_of_a_weight_is_made(way: Any):
     num_experts, hidden, ffn, num_rows = 8, 64, 48, 20
     smallest = num_experts * hidden * ffn  # elements of W2

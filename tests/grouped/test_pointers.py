@@ -34,10 +34,18 @@ def swizzle_by_formula(scales, num_rows, num_blocks):
 
 
 @settings(deadline=None, max_examples=60)
-@given(num_bytes=st.integers(0, 10000), offset=st.integers(0, 9), kind=st.sampled_from(["bytes", "array", "tensor"]))
+@given(
+    num_bytes=st.integers(0, 10000),
+    offset=st.integers(0, 9),
+    kind=st.sampled_from(["bytes", "array", "tensor"]),
+)
 def test_any_byte_count(num_bytes, offset, kind):
     data = os.urandom(num_bytes)
-    source = {"bytes": data, "array": array.array("B", data), "tensor": torch.tensor([*data], dtype=torch.uint8)}[kind]
+    source = {
+        "bytes": data,
+        "array": array.array("B", data),
+        "tensor": torch.tensor([*data], dtype=torch.uint8),
+    }[kind]
     destination = torch.full((num_bytes + offset + 5,), UNTOUCHED, dtype=torch.uint8)
     copy_host_to_device(source, destination[offset:])
     expected = bytes([UNTOUCHED] * offset) + data + bytes([UNTOUCHED] * 5)
@@ -46,7 +54,12 @@ def test_any_byte_count(num_bytes, offset, kind):
 
 def test_sources_of_any_type():
     floats = torch.randn(3, 5)
-    for source in (floats, floats.numpy(), memoryview(floats.numpy()), bytearray(floats.numpy().tobytes())):
+    for source in (
+        floats,
+        floats.numpy(),
+        memoryview(floats.numpy()),
+        bytearray(floats.numpy().tobytes()),
+    ):
         destination = torch.zeros(15)
         copy_host_to_device(source, destination)
         assert torch.equal(destination, floats.flatten())
@@ -74,17 +87,45 @@ def emptied(*shape):
     [
         (bytes(9), torch.zeros(2), r"source has 9 bytes; destination has only 8"),
         (bytes(4), [0], r"destination \(list\) must be a tensor"),
-        (bytes(4), torch.zeros(4, 4).t()[:2], r"destination has strides \[1, 4\]; it must be contiguous"),
-        (bytes(4), torch.zeros(4, device="meta"), r"destination is on meta; it must be on a CUDA device or the CPU"),
+        (
+            bytes(4),
+            torch.zeros(4, 4).t()[:2],
+            r"destination has strides \[1, 4\]; it must be contiguous",
+        ),
+        (
+            bytes(4),
+            torch.zeros(4, device="meta"),
+            r"destination is on meta; it must be on a CUDA device or the CPU",
+        ),
         (bytes(4), torch.zeros(4, requires_grad=True), r"destination \[4\] requires a gradient"),
         (bytes(4), emptied(4), r"destination has a null data pointer \(0\); 4 bytes"),
         (emptied(1), torch.zeros(4), r"source has a null data pointer \(0\); 4 bytes"),
-        (torch.zeros(4, device="meta"), torch.zeros(4), r"source is on meta; it must be on the CPU"),
-        (torch.zeros(4, 4)[:, :2], torch.zeros(16), r"source has strides \[4, 1\]; it must be contiguous"),
-        (np.zeros((4, 4))[:, :2], torch.zeros(64), r"source is a buffer with strides; it must be contiguous"),
+        (
+            torch.zeros(4, device="meta"),
+            torch.zeros(4),
+            r"source is on meta; it must be on the CPU",
+        ),
+        (
+            torch.zeros(4, 4)[:, :2],
+            torch.zeros(16),
+            r"source has strides \[4, 1\]; it must be contiguous",
+        ),
+        (
+            np.zeros((4, 4))[:, :2],
+            torch.zeros(64),
+            r"source is a buffer with strides; it must be contiguous",
+        ),
         ([1, 2], torch.zeros(4), r"source \(list\) must be bytes, a buffer or a CPU tensor"),
-        (bytes(4), torch.ones(4).to_sparse(), r"^destination \(torch\.sparse_coo\) must be a strided tensor"),
-        (torch.ones(4).to_sparse(), torch.zeros(4), r"^source \(torch\.sparse_coo\) must be a strided tensor"),
+        (
+            bytes(4),
+            torch.ones(4).to_sparse(),
+            r"^destination \(torch\.sparse_coo\) must be a strided tensor",
+        ),
+        (
+            torch.ones(4).to_sparse(),
+            torch.zeros(4),
+            r"^source \(torch\.sparse_coo\) must be a strided tensor",
+        ),
     ],
 )
 def test_wrong_copies_are_refused(source, destination, message):
@@ -107,7 +148,9 @@ def stale():
 def test_the_memory_of_a_released_lease_is_not_written(stale):
     tensor, others = stale
     for destination in (tensor, tensor[1:], tensor.view(torch.uint8)):
-        with pytest.raises(StaleLease, match=r"^destination is memory of lease 'mine' \(generation 1\)"):
+        with pytest.raises(
+            StaleLease, match=r"^destination is memory of lease 'mine' \(generation 1\)"
+        ):
             copy_host_to_device(b"1234", destination)
     assert (others == UNTOUCHED).all()
     with pytest.raises(StaleLease, match=r"^source is memory of lease 'mine'"):
@@ -128,18 +171,25 @@ def test_the_address_of_a_released_lease_is_not_given_out(stale):
         pack_weight_ptrs([good, good], [good, good], **compact)
     with pytest.raises(StaleLease, match=r"^fc1_scales\[0\] is memory of lease 'mine'"):
         pack_weight_ptrs(fc1_scales=[tensor.view(torch.uint8)], swizzle="nvfp4")
-    assert copy_data_ptrs_to_device([good, others], "cpu").tolist() == [good.data_ptr(), others.data_ptr()]
+    assert copy_data_ptrs_to_device([good, others], "cpu").tolist() == [
+        good.data_ptr(),
+        others.data_ptr(),
+    ]
 
 
 @pytest.mark.usefixtures("reader")
 def test_memory_of_a_closed_heap_is_not_given_out():
     good = torch.zeros(4)
     with SymmetricHeap(num_bytes=1 << 20, backend="host") as heap:
-        released, kept = (heap.lease((4,), torch.float32, name=name) for name in ("released", "kept"))
+        released, kept = (
+            heap.lease((4,), torch.float32, name=name) for name in ("released", "kept")
+        )
         tensors = released.tensor, kept.tensor
         released.release()
         copy_data_ptrs_to_device([good, tensors[1]], "cpu")
-    for tensor, text in zip(tensors, ("'released' .* was released", "'kept' .* heap was closed"), strict=True):
+    for tensor, text in zip(
+        tensors, ("'released' .* was released", "'kept' .* heap was closed"), strict=True
+    ):
         with pytest.raises(StaleLease, match=rf"^tensors\[1\] is memory of lease {text}$"):
             copy_data_ptrs_to_device([good, tensor], "cpu")
 
@@ -214,10 +264,26 @@ def test_the_compiled_reader_does_the_work(monkeypatch):
     ("tensors", "options", "message"),
     [
         ([torch.ones(1), 3], {}, r"tensors\[1\] is a int; it must be a tensor on cpu"),
-        ([torch.ones(1), torch.ones(1, device="meta")], {}, r"tensors\[1\] is torch.strided on meta"),
-        ([torch.ones(2, 2).to_sparse()], {}, r"tensors\[0\] is torch.sparse_coo on cpu; it must be strided on cpu"),
-        ([torch.ones(1), torch.ones(0)], {}, r"tensors\[1\] has a null data pointer \(0\); its shape is \[0\]"),
-        ([torch.ones(9), torch.ones(9)[1:]], {"alignment": 16}, r"tensors\[1\] starts at .* aligned to 16"),
+        (
+            [torch.ones(1), torch.ones(1, device="meta")],
+            {},
+            r"tensors\[1\] is torch.strided on meta",
+        ),
+        (
+            [torch.ones(2, 2).to_sparse()],
+            {},
+            r"tensors\[0\] is torch.sparse_coo on cpu; it must be strided on cpu",
+        ),
+        (
+            [torch.ones(1), torch.ones(0)],
+            {},
+            r"tensors\[1\] has a null data pointer \(0\); its shape is \[0\]",
+        ),
+        (
+            [torch.ones(9), torch.ones(9)[1:]],
+            {"alignment": 16},
+            r"tensors\[1\] starts at .* aligned to 16",
+        ),
     ],
 )
 @pytest.mark.usefixtures("reader")
@@ -234,7 +300,9 @@ def test_both_layers_are_packed_in_one_copy(monkeypatch):
     fc1, fc2 = weights_of(70, 16, 8), weights_of(70, 8, 8)
     scales1, scales2 = weights_of(70, 3, 3), weights_of(70, 2, 2)
     copies, copy = [], twin.copy_host_to_device
-    monkeypatch.setattr(twin, "copy_host_to_device", lambda *args: (copies.append(len(args[0])), copy(*args)))
+    monkeypatch.setattr(
+        twin, "copy_host_to_device", lambda *args: (copies.append(len(args[0])), copy(*args))
+    )
     packed = pack_weight_ptrs(fc1, fc2)
     assert packed.fc1.tolist() == [w.data_ptr() for w in fc1]
     assert packed.fc2.tolist() == [w.data_ptr() for w in fc2]
@@ -259,10 +327,16 @@ def compact_scales(swizzle, shape, is_padded):
     M, K = shape
     block, is_columnwise = 16 if swizzle == "nvfp4" else 32, swizzle == "mxfp8_columnwise"
     rows, blocks = (K, up(M, block) // block) if is_columnwise else (M, up(K, block) // block)
-    compact = torch.full((up(rows, 128), up(blocks, 4)) if is_padded else (rows, blocks), 0xFF, dtype=torch.uint8)
+    compact = torch.full(
+        (up(rows, 128), up(blocks, 4)) if is_padded else (rows, blocks), 0xFF, dtype=torch.uint8
+    )
     compact[:rows, :blocks] = torch.randint(1, 250, (rows, blocks))
     weight = torch.zeros(M, K // (2 if swizzle == "nvfp4" else 1), dtype=torch.uint8)
-    return weight, compact.t().contiguous() if is_columnwise else compact, (compact.tolist(), rows, blocks)
+    return (
+        weight,
+        compact.t().contiguous() if is_columnwise else compact,
+        (compact.tolist(), rows, blocks),
+    )
 
 
 def assert_swizzled(packed, tables, formulas):
@@ -282,7 +356,9 @@ def launched(monkeypatch):
     copy, swizzle = twin.copy_host_to_device, twin.swizzle_scales
 
     def copied(data, destination):
-        launches.extend(("copy", min(4080, len(data) - start)) for start in range(0, len(data), 4080))
+        launches.extend(
+            ("copy", min(4080, len(data) - start)) for start in range(0, len(data), 4080)
+        )
         copy(data, destination)
 
     def swizzled(table, row_range, destination):
@@ -300,8 +376,12 @@ def launched(monkeypatch):
 def test_scales_are_swizzled(swizzle, is_padded, launched):
     """Two layers, whose matrices have different shapes, in two launches."""
     shapes = ((160, 96), (70, 300), (160, 96)), ((33, 64), (160, 96))
-    layers = [[compact_scales(swizzle, shape, is_padded) for shape in of_layer] for of_layer in shapes]
-    (fc1, scales1, formulas1), (fc2, scales2, formulas2) = (zip(*layer, strict=True) for layer in layers)
+    layers = [
+        [compact_scales(swizzle, shape, is_padded) for shape in of_layer] for of_layer in shapes
+    ]
+    (fc1, scales1, formulas1), (fc2, scales2, formulas2) = (
+        zip(*layer, strict=True) for layer in layers
+    )
     packed = pack_weight_ptrs(fc1, fc2, fc1_scales=scales1, fc2_scales=scales2, swizzle=swizzle)
     assert packed.fc1.tolist() == [w.data_ptr() for w in fc1]
     assert packed.fc2.tolist() == [w.data_ptr() for w in fc2]
@@ -313,12 +393,20 @@ def test_scales_are_swizzled(swizzle, is_padded, launched):
 @pytest.mark.parametrize("name", ["fc1", "fc2"])
 @pytest.mark.parametrize("swizzle", SWIZZLES)
 def test_one_layer(name, swizzle, launched):
-    weights, scales, formulas = zip(*(compact_scales(swizzle, (64, 32 * i), False) for i in (1, 5)), strict=True)
+    weights, scales, formulas = zip(
+        *(compact_scales(swizzle, (64, 32 * i), False) for i in (1, 5)), strict=True
+    )
     other = "fc2" if name == "fc1" else "fc1"
-    for lists in ({name: weights}, {f"{name}_scales": scales}, {name: weights, f"{name}_scales": scales}):
+    for lists in (
+        {name: weights},
+        {f"{name}_scales": scales},
+        {name: weights, f"{name}_scales": scales},
+    ):
         packed = pack_weight_ptrs(**lists)
         for key in (name, f"{name}_scales"):
-            assert key not in lists or getattr(packed, key).tolist() == [t.data_ptr() for t in lists[key]]
+            assert key not in lists or getattr(packed, key).tolist() == [
+                t.data_ptr() for t in lists[key]
+            ]
         assert getattr(packed, other).tolist() == []
         assert getattr(packed, f"{other}_scales") is packed.swizzled is None
     packed = pack_weight_ptrs(**lists, swizzle=swizzle)
@@ -331,7 +419,9 @@ def test_one_layer(name, swizzle, launched):
 def test_scales_without_weights(swizzle, launched):
     """They are taken as a whole: extents are those of the compact matrices."""
     shapes = (160, 96), (8, 2048), (160, 96)
-    _, scales, formulas = zip(*(compact_scales(swizzle, shape, False) for shape in shapes), strict=True)
+    _, scales, formulas = zip(
+        *(compact_scales(swizzle, shape, False) for shape in shapes), strict=True
+    )
     packed = pack_weight_ptrs(fc2_scales=scales, swizzle=swizzle)
     assert packed.fc1.tolist() == packed.fc2.tolist() == []
     assert packed.fc1_scales is None
@@ -343,7 +433,9 @@ def test_scales_without_weights(swizzle, launched):
 
 def test_more_addresses_than_a_launch_carries(launched):
     shapes = [(32, 32 * (1 + i % 7)) for i in range(600)]
-    weights, scales, formulas = zip(*(compact_scales("mxfp8_rowwise", shape, False) for shape in shapes), strict=True)
+    weights, scales, formulas = zip(
+        *(compact_scales("mxfp8_rowwise", shape, False) for shape in shapes), strict=True
+    )
     packed = pack_weight_ptrs(weights, fc2_scales=scales, swizzle="mxfp8_rowwise")
     assert packed.fc1.tolist() == [w.data_ptr() for w in weights]
     assert_swizzled(packed, [packed.fc2_scales], formulas)
@@ -363,13 +455,25 @@ PACKED = r"\(two elements in a byte of data\)"
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"swizzle": "fp8"}, r"swizzle \('fp8'\) must be None or one of mxfp8_rowwise, mxfp8_columnwise, nvfp4"),
-        (NONE_GIVEN, r"swizzle is 'mxfp8_rowwise'; fc1_scales or fc2_scales must have tensors, both have 0"),
-        ({**NONE_GIVEN, "swizzle": None, "fc1": [], "fc2": []}, r"fc1, fc2, fc1_scales or .* all have 0"),
+        (
+            {"swizzle": "fp8"},
+            r"swizzle \('fp8'\) must be None or one of mxfp8_rowwise, mxfp8_columnwise, nvfp4",
+        ),
+        (
+            NONE_GIVEN,
+            r"swizzle is 'mxfp8_rowwise'; fc1_scales or fc2_scales must have tensors, both have 0",
+        ),
+        (
+            {**NONE_GIVEN, "swizzle": None, "fc1": [], "fc2": []},
+            r"fc1, fc2, fc1_scales or .* all have 0",
+        ),
         ({"fc1_scales": scales(3, 64, 2)}, r"fc1_scales has 3 tensors; fc1 has 2"),
         ({"fc2_scales": []}, r"fc2_scales has 0 tensors; fc2 has 2"),
         ({"fc1": [3, torch.ones(2)]}, r"fc1\[0\] is a int; it must be a tensor"),
-        ({"fc1_scales": [*scales(1, 64, 2), 3]}, r"fc1_scales\[1\] is a int; it must be a tensor on cpu"),
+        (
+            {"fc1_scales": [*scales(1, 64, 2), 3]},
+            r"fc1_scales\[1\] is a int; it must be a tensor on cpu",
+        ),
         (
             {"fc2_scales": [*scales(1, 64, 2), *scales(1, 64, 1)]},
             r"fc2_scales\[1\] has shape \[64, 1\]; mxfp8_rowwise scales of fc2\[1\] \[64, 64\] need at least \[64, 2\]",
@@ -378,8 +482,14 @@ PACKED = r"\(two elements in a byte of data\)"
             {"fc1_scales": scales(2, 2, 63), "swizzle": "mxfp8_columnwise"},
             r"fc1_scales\[0\] has shape \[2, 63\]; mxfp8_columnwise .* need at least \[2, 64\]",
         ),
-        ({**NVFP4, "fc1_scales": scales(2, 64, 7)}, rf"fc1_scales\[0\] .*64, 7.* fc1\[0\] \[64, 64\] {PACKED}.*64, 8"),
-        ({"fc1_scales": [*scales(1, 64, 2), *scales(1, 128)]}, r"fc1_scales\[1\] .*128.* 2 dims for mxfp8_rowwise$"),
+        (
+            {**NVFP4, "fc1_scales": scales(2, 64, 7)},
+            rf"fc1_scales\[0\] .*64, 7.* fc1\[0\] \[64, 64\] {PACKED}.*64, 8",
+        ),
+        (
+            {"fc1_scales": [*scales(1, 64, 2), *scales(1, 128)]},
+            r"fc1_scales\[1\] .*128.* 2 dims for mxfp8_rowwise$",
+        ),
         (
             {**NVFP4, "fc1": weights_of(2, 64), "fc1_scales": scales(2, 64, 8)},
             rf"fc1\[0\] has shape \[64\]; it must have 2 dims for nvfp4 {PACKED}",
@@ -388,9 +498,18 @@ PACKED = r"\(two elements in a byte of data\)"
             {"fc1_scales": [*scales(1, 64, 2), *scales(1, 64, 2, dtype=torch.float16)]},
             r"fc1_scales\[1\] has dtype torch.float16 of 2 bytes; mxfp8_rowwise scales have 1 byte",
         ),
-        ({"fc1_scales": [s.t() for s in scales(2, 2, 64)]}, r"fc1_scales\[0\] has strides \[1, 64\]; .*contiguous"),
-        ({"fc1": [torch.ones(64, 64), torch.ones(64, 64).t()]}, r"fc1\[1\] has strides \[1, 64\]; .*contiguous"),
-        ({"fc2": [torch.ones(64, 64), torch.ones(64 * 64 + 1)[1:].view(64, 64)]}, r"fc2\[1\] starts at address"),
+        (
+            {"fc1_scales": [s.t() for s in scales(2, 2, 64)]},
+            r"fc1_scales\[0\] has strides \[1, 64\]; .*contiguous",
+        ),
+        (
+            {"fc1": [torch.ones(64, 64), torch.ones(64, 64).t()]},
+            r"fc1\[1\] has strides \[1, 64\]; .*contiguous",
+        ),
+        (
+            {"fc2": [torch.ones(64, 64), torch.ones(64 * 64 + 1)[1:].view(64, 64)]},
+            r"fc2\[1\] starts at address",
+        ),
     ],
 )
 @pytest.mark.usefixtures("reader")
@@ -414,13 +533,37 @@ class FakeLaunches:
 
     def __init__(self):
         self.sizes, self.results = [], []
-        kind = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, *[ctypes.c_uint] * 7, *[ctypes.c_void_p] * 3)
+        kind = ctypes.CFUNCTYPE(
+            ctypes.c_int, ctypes.c_void_p, *[ctypes.c_uint] * 7, *[ctypes.c_void_p] * 3
+        )
         self._function = kind(self._launch)
         self.address = ctypes.cast(self._function, ctypes.c_void_p).value
 
-    def _launch(self, function, x, y, z, threads, threads_y, threads_z, shared_bytes, stream, parameters, extra):
+    def _launch(
+        self,
+        function,
+        x,
+        y,
+        z,
+        threads,
+        threads_y,
+        threads_z,
+        shared_bytes,
+        stream,
+        parameters,
+        extra,
+    ):
         assert (function, stream) == (7, 8)
-        assert (x, y, z, threads, threads_y, threads_z, shared_bytes, extra) == (1, 1, 1, 512, 1, 1, 0, None)
+        assert (x, y, z, threads, threads_y, threads_z, shared_bytes, extra) == (
+            1,
+            1,
+            1,
+            512,
+            1,
+            1,
+            0,
+            None,
+        )
         if self.results and (result := self.results.pop(0)):
             return result
         memory = ctypes.c_void_p.from_address(parameters).value
@@ -439,7 +582,9 @@ def launches(monkeypatch):
     monkeypatch.setattr(gpu_pointers, "_launch_kernel", lambda: fake.address)
     monkeypatch.setattr(gpu_pointers, "_copy_bytes", lambda device: 7)
     monkeypatch.setattr(gpu_pointers, "current_stream", lambda device: 8)
-    monkeypatch.setattr(gpu_pointers, "current_device", lambda: -1)  # where CPU tensors say they are
+    monkeypatch.setattr(
+        gpu_pointers, "current_device", lambda: -1
+    )  # where CPU tensors say they are
     return fake
 
 
@@ -447,7 +592,11 @@ def launches(monkeypatch):
 def test_launches_carry_all_bytes(launches, num_bytes):
     from symmoe.kernels.triton import pointers as gpu_pointers
 
-    for of in (bytes, bytearray, lambda data: torch.frombuffer(bytearray(data or b"0"), dtype=torch.uint8)[:num_bytes]):
+    for of in (
+        bytes,
+        bytearray,
+        lambda data: torch.frombuffer(bytearray(data or b"0"), dtype=torch.uint8)[:num_bytes],
+    ):
         launches.sizes.clear()
         source = os.urandom(num_bytes)
         destination = torch.full((num_bytes + 3,), UNTOUCHED, dtype=torch.uint8)
@@ -493,4 +642,6 @@ def test_the_copy_kernel_assembles(tmp_path, arch):
     assert report.returncode == 0, report.stderr
     # The payload is read where it is: no copy of it on the stack.
     assert "0 bytes stack frame, 0 bytes spill stores" in report.stderr
-    assert gpu_pointers.HEADER_BYTES + gpu_pointers.PAYLOAD_BYTES == gpu_pointers.PARAM_BYTES == 4096
+    assert (
+        gpu_pointers.HEADER_BYTES + gpu_pointers.PAYLOAD_BYTES == gpu_pointers.PARAM_BYTES == 4096
+    )

@@ -2,7 +2,17 @@
 
 import pytest
 import torch
-from grouped_cases import PATHS, SENTINEL, TINY, Case, assert_same_bits, make_inputs, make_linear, refused, run_experts
+from grouped_cases import (
+    PATHS,
+    SENTINEL,
+    TINY,
+    Case,
+    assert_same_bits,
+    make_inputs,
+    make_linear,
+    refused,
+    run_experts,
+)
 from torch import nn
 
 from symmoe import GroupedLinear, GroupedMLP, ScaledSReLU, ScaledSwiGLU, Sequential
@@ -16,7 +26,10 @@ N, H = TINY.num_rows, TINY.hidden
 
 
 def linears(**options) -> tuple[GroupedLinear, GroupedLinear]:
-    return (make_linear(PLAIN, INPUTS.w1, INPUTS.b1, **options), make_linear(PLAIN, INPUTS.w2, INPUTS.b2, **options))
+    return (
+        make_linear(PLAIN, INPUTS.w1, INPUTS.b1, **options),
+        make_linear(PLAIN, INPUTS.w2, INPUTS.b2, **options),
+    )
 
 
 def experts(**options) -> Sequential:
@@ -125,7 +138,11 @@ def wrong_numbers():
     """(model, extra inputs given, parts of the text)."""
     takers = ["1 for 0 (GroupedLinear)", "1 for 1 (ScaledSwiGLU)", "1 for 2 (GroupedLinear)"]
     for count in (0, 1, 4):
-        yield experts(), count, [f"has {count} elements; 3 are needed, or 2 with the splits once", *takers]
+        yield (
+            experts(),
+            count,
+            [f"has {count} elements; 3 are needed, or 2 with the splits once", *takers],
+        )
     (fc1, fc2), text = linears(), "has 2 elements; 3 are needed: 1 for 0 (GroupedLinear)"
     yield Sequential(fc1, nn.Identity(), ScaledSwiGLU(), fc2), 2, [text]
     for hooked in (False, True):
@@ -140,7 +157,9 @@ def wrong_numbers():
 def test_wrong_number_of_extra_inputs():
     ran = []
     for model, count, parts in wrong_numbers():
-        next(m for m in model.modules() if isinstance(m, GroupedLinear)).register_forward_hook(lambda *_: ran.append(1))
+        next(m for m in model.modules() if isinstance(m, GroupedLinear)).register_forward_hook(
+            lambda *_: ran.append(1)
+        )
         with refused("extra_inputs", *parts):
             model(INPUTS.x, *[SPLITS] * count)
     assert not ran
@@ -156,7 +175,11 @@ def test_extra_inputs_go_from_left_to_right():
 # -- op_kwargs --------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("key", "notes"),
-    [(lambda m: {0: 7}, [[7], [None]]), (lambda m: {-2: 7}, [[7], [None]]), (lambda m: {m[1]: 7, 0: 8}, [[8], [7]])],
+    [
+        (lambda m: {0: 7}, [[7], [None]]),
+        (lambda m: {-2: 7}, [[7], [None]]),
+        (lambda m: {m[1]: 7, 0: 8}, [[8], [7]]),
+    ],
 )
 def test_keywords_go_to_the_module_that_is_addressed(key, notes):
     model = Sequential(Notes(), Notes())
@@ -164,7 +187,9 @@ def test_keywords_go_to_the_module_that_is_addressed(key, notes):
     model(torch.ones(1), op_kwargs=given)
     assert [module.notes for module in model] == notes
     model(torch.ones(1))
-    assert all(module.notes[1:] == [None] for module in model), "they are not kept for the next call"
+    assert all(module.notes[1:] == [None] for module in model), (
+        "they are not kept for the next call"
+    )
     assert given == {address: {"note": note} for address, note in key(model).items()}
 
 
@@ -181,33 +206,77 @@ def errors_of_op_kwargs():
     anonymous = "a GroupedLinear"
     yield "index", lambda m: {3: {}}, ["index 3", "-3 to 2"]
     yield "negative index", lambda m: {-4: {}}, ["index -4", "-3 to 2"]
-    yield "stranger", lambda m: {linears()[0]: {}}, [anonymous, "not in this Sequential", "0 (GroupedLinear)", "1 (Sca"]
+    yield (
+        "stranger",
+        lambda m: {linears()[0]: {}},
+        [anonymous, "not in this Sequential", "0 (GroupedLinear)", "1 (Sca"],
+    )
     yield "text", lambda m: {"0": {}}, ["a str", "not in this Sequential", "2 (GroupedLinear)"]
     yield "bool", lambda m: {True: {}}, ["not in this Sequential", "2 (GroupedLinear)"]
     yield "class", lambda m: {GroupedLinear: {}}, ["not in this Sequential"]
-    yield "module and index", lambda m: {m[0]: {}, 0: {}}, ["0 (GroupedLinear) twice", anonymous, "by 0"]
+    yield (
+        "module and index",
+        lambda m: {m[0]: {}, 0: {}},
+        ["0 (GroupedLinear) twice", anonymous, "by 0"],
+    )
     yield "two indices", lambda m: {2: {}, -1: {}}, ["2 (GroupedLinear) twice", "by 2", "by -1"]
     keywords = ["out", "grad_input_out", "bias_scale", "is_first_microbatch"]
-    yield "keyword", lambda m: {0: {"dgrad_out": 1}}, ["'dgrad_out'", "0 (GroupedLinear)", *keywords]
+    yield (
+        "keyword",
+        lambda m: {0: {"dgrad_out": 1}},
+        ["'dgrad_out'", "0 (GroupedLinear)", *keywords],
+    )
     yield "positional", lambda m: {0: {"splits": 1}}, ["'splits'", "0 (GroupedLinear)", *keywords]
     yield "the row tensor", lambda m: {-1: {"x": 1}}, ["'x'", "2 (GroupedLinear)", *keywords]
-    yield "no keywords", lambda m: {1: {"out": 1}}, ["'out'", "1 (ScaledSwiGLU)", "takes no keyword arguments"]
-    yield "no keywords, by module", lambda m: {m[1]: {"scale": 1}}, ["'scale'", "takes no keyword arguments"]
+    yield (
+        "no keywords",
+        lambda m: {1: {"out": 1}},
+        ["'out'", "1 (ScaledSwiGLU)", "takes no keyword arguments"],
+    )
+    yield (
+        "no keywords, by module",
+        lambda m: {m[1]: {"scale": 1}},
+        ["'scale'", "takes no keyword arguments"],
+    )
     for value in ([], [{"out": 1}], "out", 3):
-        yield f"{value} for all", lambda m, v=value: v, [f"op_kwargs ({type(value).__name__}) must be a dict"]
+        yield (
+            f"{value} for all",
+            lambda m, v=value: v,
+            [f"op_kwargs ({type(value).__name__}) must be a dict"],
+        )
     for value in (None, 3, ["out"]):
         yield f"{value} for one", lambda m, v=value: {0: v}, ["op_kwargs"]
 
 
 def errors_of_nested_op_kwargs():
     """The same of [FC1, [activation, FC2]]."""
-    yield "a module of the inner one", lambda m: {m[1][0]: {}}, ["not in this Sequential", "0 (GroupedLinear)"]
+    yield (
+        "a module of the inner one",
+        lambda m: {m[1][0]: {}},
+        ["not in this Sequential", "0 (GroupedLinear)"],
+    )
     yield "flat index", lambda m: {2: {}}, ["index 2", "-2 to 1"]
-    yield "keyword of a module", lambda m: {1: {"out": 1}}, ["'out' to 1 (Sequential)", "it takes op_kwargs"]
+    yield (
+        "keyword of a module",
+        lambda m: {1: {"out": 1}},
+        ["'out' to 1 (Sequential)", "it takes op_kwargs"],
+    )
     yield "inner index", lambda m: {1: {"op_kwargs": {2: {}}}}, ["index 2", "-2 to 1"]
-    yield "inner keyword", lambda m: {1: {"op_kwargs": {0: {"a": 1}}}}, ["'a' to 1.0 (ScaledSwiGLU)", "no keyword"]
-    yield "inner stranger", lambda m: {1: {"op_kwargs": {m[0]: {}}}}, ["1.0 (ScaledSwiGLU), 1.1 (GroupedLinear)"]
-    yield "inner twice", lambda m: {1: {"op_kwargs": {1: {}, m[1][1]: {}}}}, ["1.1 (GroupedLinear) twice"]
+    yield (
+        "inner keyword",
+        lambda m: {1: {"op_kwargs": {0: {"a": 1}}}},
+        ["'a' to 1.0 (ScaledSwiGLU)", "no keyword"],
+    )
+    yield (
+        "inner stranger",
+        lambda m: {1: {"op_kwargs": {m[0]: {}}}},
+        ["1.0 (ScaledSwiGLU), 1.1 (GroupedLinear)"],
+    )
+    yield (
+        "inner twice",
+        lambda m: {1: {"op_kwargs": {1: {}, m[1][1]: {}}}},
+        ["1.1 (GroupedLinear) twice"],
+    )
     yield "no mapping", lambda m: {1: {"op_kwargs": [1]}}, ["op_kwargs (list) must be a dict"]
 
 
@@ -215,7 +284,10 @@ def errors_of_nested_op_kwargs():
     ("is_nested", "make", "parts"),
     [
         pytest.param(is_nested, make, parts, id=name)
-        for is_nested, errors in ((False, errors_of_op_kwargs()), (True, errors_of_nested_op_kwargs()))
+        for is_nested, errors in (
+            (False, errors_of_op_kwargs()),
+            (True, errors_of_nested_op_kwargs()),
+        )
         for name, make, parts in errors
     ],
 )
@@ -234,14 +306,18 @@ def test_module_that_stands_twice():
     notes = Notes()
     model = Sequential(notes, nn.Identity(), notes)
     assert len(model) == 3
-    with pytest.raises(ArgumentError, match=r"a Notes, which is at \[0, 2\] here; address it by index"):
+    with pytest.raises(
+        ArgumentError, match=r"a Notes, which is at \[0, 2\] here; address it by index"
+    ):
         model(torch.ones(1), op_kwargs={notes: {"note": 1}})
     model(torch.ones(1), op_kwargs={0: {"note": 1}, 2: {"note": 2}})
     assert notes.notes == [1, 2]
 
 
 # -- fusion -----------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("activation", [ScaledSwiGLU(), ScaledSReLU()], ids=lambda each: type(each).__name__)
+@pytest.mark.parametrize(
+    "activation", [ScaledSwiGLU(), ScaledSReLU()], ids=lambda each: type(each).__name__
+)
 @pytest.mark.parametrize("path", PATHS)
 def test_paths_do_what_they_are_called(path, activation, num_fused):
     inputs = make_inputs(PLAIN, width=activation.activation.hidden_width(TINY.ffn))
@@ -263,7 +339,8 @@ def same_splits_forms():
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "fuses"), [pytest.param(*rest, id=name) for name, *rest in same_splits_forms()]
+    ("first", "second", "fuses"),
+    [pytest.param(*rest, id=name) for name, *rest in same_splits_forms()],
 )
 def test_splits_that_are_the_same(first, second, fuses, num_fused):
     model = experts()
@@ -296,10 +373,16 @@ def unfusible():
     hooked[1].register_forward_hook(lambda module, args, out: out * 3)
     pre_hooked[2].register_forward_pre_hook(lambda module, args: (args[0] * 3, *args[1:]))
     patched[1].forward = lambda h, scale: ScaledSwiGLU()(h, scale) * 3
-    yield from (("forward hook", hooked, {}), ("forward pre-hook", pre_hooked, {}), ("forward of its own", patched, {}))
+    yield from (
+        ("forward hook", hooked, {}),
+        ("forward pre-hook", pre_hooked, {}),
+        ("forward of its own", patched, {}),
+    )
 
 
-@pytest.mark.parametrize(("modules", "op_kwargs"), [pytest.param(*rest, id=name) for name, *rest in unfusible()])
+@pytest.mark.parametrize(
+    ("modules", "op_kwargs"), [pytest.param(*rest, id=name) for name, *rest in unfusible()]
+)
 def test_what_keeps_modules_apart(modules, op_kwargs, num_fused):
     model = Sequential(*modules)
     y = call(model, op_kwargs=op_kwargs)
@@ -319,7 +402,9 @@ def test_backward_hooks_run(num_fused):
 def test_hooks_of_all_modules_run():
     """Profilers and debuggers register these; a fused path that skips modules would hide them."""
     ran = []
-    hook = nn.modules.module.register_module_forward_hook(lambda module, *_: ran.append(type(module).__name__))
+    hook = nn.modules.module.register_module_forward_hook(
+        lambda module, *_: ran.append(type(module).__name__)
+    )
     try:
         call(experts())
     finally:
@@ -330,16 +415,22 @@ def test_hooks_of_all_modules_run():
 def test_shapes_that_do_not_fit_are_the_modules_errors(num_fused):
     fc1, _ = linears()
     with pytest.raises(ArgumentError, match=r"x has shape \[12, 8\]; it must be \[..., 24\]"):
-        Sequential(fc1, ScaledSwiGLU(), GroupedLinear(4, 24, 16))(INPUTS.x, SPLITS, INPUTS.scale, SPLITS)
+        Sequential(fc1, ScaledSwiGLU(), GroupedLinear(4, 24, 16))(
+            INPUTS.x, SPLITS, INPUTS.scale, SPLITS
+        )
     with pytest.raises(ArgumentError, match=r"splits has shape \[4\]; it must be \[3\]"):
-        Sequential(fc1, ScaledSwiGLU(), GroupedLinear(3, 8, 16))(INPUTS.x, SPLITS, INPUTS.scale, SPLITS)
+        Sequential(fc1, ScaledSwiGLU(), GroupedLinear(3, 8, 16))(
+            INPUTS.x, SPLITS, INPUTS.scale, SPLITS
+        )
     assert not num_fused
 
 
 def test_fuses_in_the_middle_and_twice(num_fused):
     inputs = (SPLITS, INPUTS.scale, SPLITS)
     fc1, fc2 = linears()
-    model = Sequential(nn.Identity(), fc1, ScaledSwiGLU(), fc2, nn.ReLU(), *experts(), nn.Identity())
+    model = Sequential(
+        nn.Identity(), fc1, ScaledSwiGLU(), fc2, nn.ReLU(), *experts(), nn.Identity()
+    )
     x = INPUTS.x.nan_to_num()
     y = model(x, *inputs, *inputs)
     assert len(num_fused) == 2
@@ -351,7 +442,9 @@ def test_first_micro_batch_of_one_layer():
     case = Case(main_grad=True, buffers=())
     fc1 = make_linear(case, INPUTS.w1, INPUTS.b1)
     fc2 = make_linear(case, INPUTS.w2, INPUTS.b2)
-    call(Sequential(fc1, ScaledSwiGLU(), fc2), op_kwargs={0: {"is_first_microbatch": True}}).backward(INPUTS.d_y)
+    call(
+        Sequential(fc1, ScaledSwiGLU(), fc2), op_kwargs={0: {"is_first_microbatch": True}}
+    ).backward(INPUTS.d_y)
     assert not fc1.weight.main_grad[1].any()
     assert (fc2.weight.main_grad[1] == 0.5).all()
 
@@ -380,7 +473,9 @@ def assert_same(found: list[torch.Tensor], want: list[torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("hooked", [None, 0, 1, 2])
-@pytest.mark.parametrize("splits", [SPLITS, SPLITS.numpy(), SPLITS.tolist()], ids=lambda splits: type(splits).__name__)
+@pytest.mark.parametrize(
+    "splits", [SPLITS, SPLITS.numpy(), SPLITS.tolist()], ids=lambda splits: type(splits).__name__
+)
 def test_splits_once(splits, hooked, num_fused):
     model, bias_scale = experts(), {2: {"bias_scale": None}}
     want = trained(model, splits, None, splits, op_kwargs=bias_scale)
@@ -399,7 +494,9 @@ def test_splits_once_for_each_pattern_or_for_none():
     assert_same(trained(model, SPLITS, None, other, None, other, None), want)
     for count in (5, 7, 9):
         given = (*full, SPLITS)[:count]
-        with refused(f"extra_inputs has {count} elements; 8 are needed, or 6 with", "2 for 3 (GroupedMLP)"):
+        with refused(
+            f"extra_inputs has {count} elements; 8 are needed, or 6 with", "2 for 3 (GroupedMLP)"
+        ):
             trained(model, *given)
 
 
@@ -408,8 +505,13 @@ def test_patterns_do_not_overlap():
     torch.manual_seed(0)
     widths = ((H, H), (TINY.ffn, H), (TINY.ffn, H))
     first, second, third = (GroupedLinear(TINY.num_groups, *width) for width in widths)
-    model, other = Sequential(first, ScaledSwiGLU(), second, ScaledSwiGLU(), third), torch.tensor([0, 5, 1, 3])
-    assert_same(trained(model, SPLITS, None, None, other), trained(model, SPLITS, None, SPLITS, None, other))
+    model, other = (
+        Sequential(first, ScaledSwiGLU(), second, ScaledSwiGLU(), third),
+        torch.tensor([0, 5, 1, 3]),
+    )
+    assert_same(
+        trained(model, SPLITS, None, None, other), trained(model, SPLITS, None, SPLITS, None, other)
+    )
     with refused("extra_inputs has 3 elements; 5 are needed, or 4 with"):
         trained(model, SPLITS, None, None)
 
@@ -421,8 +523,13 @@ def test_a_layer_that_brings_its_splits_is_in_no_pattern():
         def forward(self, x):
             return super().forward(x, SPLITS)
 
-    model = Sequential(linears()[0], ScaledSwiGLU(), Fixed(TINY.num_groups, TINY.ffn, H), *experts())
-    assert_same(trained(model, SPLITS, None, SPLITS, None), trained(model, SPLITS, None, SPLITS, None, SPLITS))
+    model = Sequential(
+        linears()[0], ScaledSwiGLU(), Fixed(TINY.num_groups, TINY.ffn, H), *experts()
+    )
+    assert_same(
+        trained(model, SPLITS, None, SPLITS, None),
+        trained(model, SPLITS, None, SPLITS, None, SPLITS),
+    )
 
 
 # -- Sequential inside Sequential -------------------------------------------------------------------------------------
@@ -437,11 +544,17 @@ NESTED = {
     "border after the activation": (lambda m: Sequential(Sequential(*m[:3]), m[3]), [0, 1], [1]),
     "border before the activation": (lambda m: Sequential(*m[:2], Block(*m[2:])), [-2], [-1, -1]),
     "whole pattern": (lambda m: Sequential(m[0], Sequential(*m[1:])), [1, 0], [1, -1]),
-    "twice": (lambda m: Sequential(Sequential(m[0], Block(*m[1:3])), Sequential(m[3])), [0, 1, 0], [-1, 0]),
+    "twice": (
+        lambda m: Sequential(Sequential(m[0], Block(*m[1:3])), Sequential(m[3])),
+        [0, 1, 0],
+        [-1, 0],
+    ),
     "empty": (lambda m: Sequential(*m[:2], Sequential(), *m[2:]), [1], [4]),
 }
 nested = pytest.mark.parametrize(("nest", "first", "last"), NESTED.values(), ids=NESTED.keys())
-counts = pytest.mark.parametrize("given", [(SPLITS, None, SPLITS), (SPLITS, None)], ids=["twice", "once"])
+counts = pytest.mark.parametrize(
+    "given", [(SPLITS, None, SPLITS), (SPLITS, None)], ids=["twice", "once"]
+)
 
 
 def four() -> list[nn.Module]:
@@ -460,7 +573,11 @@ def keywords_at(*routes: tuple[list[int], dict]) -> dict:
 
 
 def inner_sequentials(model: Sequential) -> list[nn.Module]:
-    return [module for module in model.modules() if isinstance(module, Sequential) and module is not model]
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, Sequential) and module is not model
+    ]
 
 
 @nested
@@ -472,9 +589,15 @@ def test_keywords_and_buffers_of_nested(nest, first, last, given, hooked, num_fu
     num_fused.clear()
     model, out, d_x = nest(modules), buffer(), buffer()
     assert model.num_extra_inputs == 3
-    hooks = [module.register_forward_hook(lambda *_: None) for module in inner_sequentials(model) if hooked]
+    hooks = [
+        module.register_forward_hook(lambda *_: None)
+        for module in inner_sequentials(model)
+        if hooked
+    ]
     assert not hooked or hooks
-    op_kwargs = keywords_at((first, {"grad_input_out": d_x}), (last, {"out": out, "bias_scale": None}))
+    op_kwargs = keywords_at(
+        (first, {"grad_input_out": d_x}), (last, {"out": out, "bias_scale": None})
+    )
     assert_same(trained(model, *given, op_kwargs=op_kwargs), want)
     assert_same_bits(out[: TINY.num_used], want[0])
     assert_same_bits(d_x[: TINY.num_used], want[1])
@@ -484,8 +607,12 @@ def test_keywords_and_buffers_of_nested(nest, first, last, given, hooked, num_fu
 
 
 @counts
-@pytest.mark.parametrize("name", ["first layer", "border after the activation", "border before the activation"])
-@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre", "patched", "global"])
+@pytest.mark.parametrize(
+    "name", ["first layer", "border after the activation", "border before the activation"]
+)
+@pytest.mark.parametrize(
+    "kind", ["forward", "forward_pre", "full_backward", "full_backward_pre", "patched", "global"]
+)
 def test_what_sees_the_call_of_a_nested_one_keeps_it_apart(kind, name, given, num_fused):
     modules, seen = four(), []
     want = trained(Sequential(*modules), SPLITS, None, SPLITS)
@@ -496,7 +623,9 @@ def test_what_sees_the_call_of_a_nested_one_keeps_it_apart(kind, name, given, nu
         forward = inner.forward
         inner.forward = lambda *args, **options: seen.append(inner) or forward(*args, **options)
     elif kind == "global":
-        handle = nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(module))
+        handle = nn.modules.module.register_module_forward_hook(
+            lambda module, *_: seen.append(module)
+        )
     else:
         getattr(inner, f"register_{kind}_hook")(lambda module, *_: seen.append(module))
     try:
@@ -514,7 +643,9 @@ def test_a_hook_of_a_nested_one_sees_all_inputs(num_fused):
     model[1].register_forward_pre_hook(lambda module, args: seen.extend(args[1:]))
     call(Sequential(*modules), INPUTS.x)
     model(INPUTS.x, SPLITS, INPUTS.scale)
-    assert all(found is want for found, want in zip(seen, (SPLITS, INPUTS.scale, SPLITS), strict=True))
+    assert all(
+        found is want for found, want in zip(seen, (SPLITS, INPUTS.scale, SPLITS), strict=True)
+    )
     assert len(num_fused) == 2, "its own modules run fused all the same"
 
 
@@ -534,7 +665,9 @@ def test_buffers_of_nested_are_compared_with_those_outside():
     first, second = in_a_row(2)
     model, shared = Sequential(first, Sequential(second)), buffer()
     op_kwargs = {0: {"grad_input_out": shared}, 1: {"op_kwargs": {0: {"out": shared}}}}
-    with pytest.raises(ArgumentError, match=r"^grad_input_out of module 0 \(GroupedLinear\) .* overlaps"):
+    with pytest.raises(
+        ArgumentError, match=r"^grad_input_out of module 0 \(GroupedLinear\) .* overlaps"
+    ):
         model(INPUTS.x, SPLITS, SPLITS, op_kwargs=op_kwargs)
     with pytest.raises(ArgumentError, match=r"^out of module 1\.0 \(GroupedLinear\) .* overlaps"):
         model(INPUTS.x, SPLITS, SPLITS, op_kwargs={1: {"op_kwargs": {0: {"out": INPUTS.x}}}})
@@ -560,7 +693,9 @@ def buffer() -> torch.Tensor:
     return torch.full((N, H), SENTINEL)
 
 
-def results(model: Sequential, op_kwargs: dict | None = None, *, trains: bool = True) -> list[torch.Tensor]:
+def results(
+    model: Sequential, op_kwargs: dict | None = None, *, trains: bool = True
+) -> list[torch.Tensor]:
     """y, and if it trains dx and the gradients of parameters."""
     model.zero_grad()
     x = INPUTS.x.nan_to_num().requires_grad_(trains)
@@ -569,7 +704,9 @@ def results(model: Sequential, op_kwargs: dict | None = None, *, trains: bool = 
     if not trains:
         return [y[: TINY.num_used]]
     y.backward(INPUTS.d_y.nan_to_num())
-    return [tensor[: TINY.num_used] for tensor in (y.detach(), x.grad)] + [p.grad.clone() for p in model.parameters()]
+    return [tensor[: TINY.num_used] for tensor in (y.detach(), x.grad)] + [
+        p.grad.clone() for p in model.parameters()
+    ]
 
 
 def shared_by_two() -> list[tuple[tuple[int, str], tuple[int, str], bool, bool]]:
@@ -583,9 +720,13 @@ def shared_by_two() -> list[tuple[tuple[int, str], tuple[int, str], bool, bool]]
     return cases
 
 
-@pytest.mark.parametrize(("first", "second", "when_training", "otherwise"), shared_by_two(), ids=str)
+@pytest.mark.parametrize(
+    ("first", "second", "when_training", "otherwise"), shared_by_two(), ids=str
+)
 @pytest.mark.parametrize("trains", [True, False])
-def test_two_buffers_of_modules_in_a_row_share_memory(first, second, when_training, otherwise, trains):
+def test_two_buffers_of_modules_in_a_row_share_memory(
+    first, second, when_training, otherwise, trains
+):
     model, shared = in_a_row(), buffer()
     op_kwargs: dict[int, dict[str, torch.Tensor]] = {}
     for module, keyword in (first, second):
@@ -600,7 +741,9 @@ def test_two_buffers_of_modules_in_a_row_share_memory(first, second, when_traini
 
 @pytest.mark.parametrize("name", ["out", "grad_input_out"])
 @pytest.mark.parametrize("module", [0, 1])
-@pytest.mark.parametrize("what", ["x", "weight 0", "weight 1", "bias 1", "splits 1", "bias_scale 1"])
+@pytest.mark.parametrize(
+    "what", ["x", "weight 0", "weight 1", "bias 1", "splits 1", "bias_scale 1"]
+)
 def test_a_buffer_shares_memory_with_what_any_module_reads(what, module, name):
     model, memory = in_a_row(2), torch.zeros(2 * N, H)
     x, splits, scale = INPUTS.x.nan_to_num(), SPLITS, INPUTS.scale.nan_to_num()
@@ -619,7 +762,9 @@ def test_a_buffer_shares_memory_with_what_any_module_reads(what, module, name):
     op_kwargs = {module: {name: memory[:N]}}
     op_kwargs.setdefault(1, {})["bias_scale"] = scale
     kept = memory.clone()
-    with pytest.raises(ArgumentError, match=rf"^{name} of module {module} .* overlaps a tensor of shape"):
+    with pytest.raises(
+        ArgumentError, match=rf"^{name} of module {module} .* overlaps a tensor of shape"
+    ):
         model(x, SPLITS, splits, op_kwargs=op_kwargs)
     assert_same_bits(memory, kept)
 
@@ -627,20 +772,30 @@ def test_a_buffer_shares_memory_with_what_any_module_reads(what, module, name):
 @pytest.mark.parametrize("how", ["linears", "hooked", "twice fused"])
 def test_buffers_of_a_fused_part_and_of_others(how, num_fused):
     """One tensor as the result and as the gradient of x: y would become that gradient."""
-    model = {"linears": in_a_row(2), "hooked": experts(), "twice fused": Sequential(*experts(), *experts())}[how]
+    model = {
+        "linears": in_a_row(2),
+        "hooked": experts(),
+        "twice fused": Sequential(*experts(), *experts()),
+    }[how]
     if how == "hooked":
         model[2].register_forward_hook(lambda *_: None)
     inputs = {"linears": (SPLITS, SPLITS), "hooked": (SPLITS, INPUTS.scale, SPLITS)}
     given, shared = inputs.get(how, (SPLITS, INPUTS.scale, SPLITS) * 2), buffer()
-    with pytest.raises(ArgumentError, match=r"^grad_input_out of module 0 \(GroupedLinear\) .* overlaps"):
+    with pytest.raises(
+        ArgumentError, match=r"^grad_input_out of module 0 \(GroupedLinear\) .* overlaps"
+    ):
         model(INPUTS.x, *given, op_kwargs={0: {"grad_input_out": shared}, -1: {"out": shared}})
-    with pytest.raises(ArgumentError, match=rf"^out of module {len(model) - 1} \(GroupedLinear\) .* overlaps"):
+    with pytest.raises(
+        ArgumentError, match=rf"^out of module {len(model) - 1} \(GroupedLinear\) .* overlaps"
+    ):
         model(INPUTS.x, *given, op_kwargs={-1: {"out": INPUTS.x}})
     assert (shared == SENTINEL).all()
     assert not num_fused
 
 
-@pytest.mark.parametrize("between", [nn.Identity(), ScaledSReLU()], ids=["unknown", "makes its own"])
+@pytest.mark.parametrize(
+    "between", [nn.Identity(), ScaledSReLU()], ids=["unknown", "makes its own"]
+)
 def test_a_module_between_may_hand_on_what_it_gets(between):
     """Identity gives the buffer to the next layer; an activation makes memory of its own."""
     model, shared, x = in_a_row(2, between=between), buffer(), INPUTS.x.nan_to_num()
@@ -670,14 +825,25 @@ def later_mistakes():
     yield "splits too long", [3, 0, 2, 4, 0], {}, r"^splits has shape \[5\]; it must be \[4\]"
     yield "splits on meta", SPLITS.to("meta"), {}, "^splits is on meta; rows is on cpu"
     yield "splits of floats", SPLITS.float(), {}, r"^splits has dtype torch\.float32"
-    yield "out", SPLITS, {"out": torch.zeros(N + 1, H)}, r"^out has shape \[13, 16\]; it must be \[12, 16\]"
-    yield "gradient", SPLITS, {"grad_input_out": torch.zeros(N, 8)}, r"^grad_input_out has shape \[12, 8\]"
+    yield (
+        "out",
+        SPLITS,
+        {"out": torch.zeros(N + 1, H)},
+        r"^out has shape \[13, 16\]; it must be \[12, 16\]",
+    )
+    yield (
+        "gradient",
+        SPLITS,
+        {"grad_input_out": torch.zeros(N, 8)},
+        r"^grad_input_out has shape \[12, 8\]",
+    )
     yield "strided", SPLITS, {"out": torch.zeros(N, 2 * H)[:, ::2]}, "^out has strides"
     yield "bias_scale", SPLITS, {"bias_scale": torch.zeros(N - 1)}, r"^bias_scale is .* \[11\]"
 
 
 @pytest.mark.parametrize(
-    ("splits", "keywords", "text"), [pytest.param(*rest, id=name) for name, *rest in later_mistakes()]
+    ("splits", "keywords", "text"),
+    [pytest.param(*rest, id=name) for name, *rest in later_mistakes()],
 )
 @pytest.mark.parametrize("hooked", [False, True])
 def test_mistakes_of_a_later_module_are_found_before_the_first_runs(splits, keywords, text, hooked):

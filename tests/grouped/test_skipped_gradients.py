@@ -47,35 +47,57 @@ class Backward:
 
 def routing(heap: symmoe.SymmetricHeap, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed + heap.rank)
-    ids = [torch.randperm(2 * heap.num_ranks, generator=generator)[:K] for _ in range(T + heap.rank)]
+    ids = [
+        torch.randperm(2 * heap.num_ranks, generator=generator)[:K] for _ in range(T + heap.rank)
+    ]
     return torch.stack(ids).to(heap.device)
 
 
-def compare(findings: Findings, got: Backward, full: Backward, needs: tuple[bool, bool], order: str) -> None:
+def compare(
+    findings: Findings, got: Backward, full: Backward, needs: tuple[bool, bool], order: str
+) -> None:
     """What is asked for has the same bits; what is not is neither computed nor sent."""
     needs_x, needs_probs = needs
     findings.check((got.dx is not None) == needs_x, f"dx is {got.dx}")
     findings.check((got.dprobs is not None) == needs_probs, f"dprobs is {got.dprobs}")
     findings.check(got.dx is None or torch.equal(got.dx, full.dx), "dx has other bits")
-    findings.check(got.dprobs is None or torch.equal(got.dprobs, full.dprobs), "dprobs has other bits")
+    findings.check(
+        got.dprobs is None or torch.equal(got.dprobs, full.dprobs), "dprobs has other bits"
+    )
     for number, (one, other) in enumerate(zip(got.parameters, full.parameters, strict=True)):
         findings.check(one is None or torch.equal(one, other), f"gradient {number} has other bits")
     findings.equal("barriers", got.num_barriers, full.num_barriers - 2 * (needs == (False, False)))
-    sums, values = dict.fromkeys(SUMS[order], needs_x), dict.fromkeys(("pull_values", "gather_values"), needs_probs)
+    sums, values = (
+        dict.fromkeys(SUMS[order], needs_x),
+        dict.fromkeys(("pull_values", "gather_values"), needs_probs),
+    )
     for name, is_needed in {**sums, **values}.items():
         findings.equal(name, got.launches[name], full.launches[name] if is_needed else 0)
         findings.check(full.launches[name] > 0, f"a full pass launches no {name}")
-    findings.equal("bias dots", got.launches["grouped_bias_dot"], full.launches["grouped_bias_dot"] * needs_probs)
+    findings.equal(
+        "bias dots",
+        got.launches["grouped_bias_dot"],
+        full.launches["grouped_bias_dot"] * needs_probs,
+    )
 
 
 # -- the expert-parallel MLP ------------------------------------------------------------------------------------------
 OPTIONS = [
-    *({"stash": stash, "order": order, **way} for way in WAYS for stash, order in (("all", "rank"), ("none", "slot"))),
+    *(
+        {"stash": stash, "order": order, **way}
+        for way in WAYS
+        for stash, order in (("all", "rank"), ("none", "slot"))
+    ),
     *({"stash": stash} for stash in STASHES),
     {"precision": MXFP8(), "stash": "hidden", "order": "slot"},
     *(
         {"precision": Float8Block(), "quantized_wire": wire, "stash": stash}
-        for wire, stash in (("none", "all"), ("both", "all"), ("both", "none"), ("backward", "rows"))
+        for wire, stash in (
+            ("none", "all"),
+            ("both", "all"),
+            ("both", "none"),
+            ("backward", "rows"),
+        )
     ),
     {"bias": True},
     {"bias": True, "layout": "expert-major", "schedule": "serial", "precision": Float8Block()},
@@ -88,14 +110,34 @@ OPTIONS = [
 
 FP32, BF16 = torch.float32, torch.bfloat16
 PLAIN = [options for options in OPTIONS if "precision" not in options]
-QUANTIZED = [options for options in OPTIONS if isinstance(options.get("precision"), Float8Block)]  # on any Hopper
+QUANTIZED = [
+    options for options in OPTIONS if isinstance(options.get("precision"), Float8Block)
+]  # on any Hopper
 ON_GPUS = [
-    pytest.param(num_ranks, "cuda", dtype, options, id=f"{num_ranks} GPUs, {name}, {dtype}", marks=pytest.mark.gpu)
+    pytest.param(
+        num_ranks,
+        "cuda",
+        dtype,
+        options,
+        id=f"{num_ranks} GPUs, {name}, {dtype}",
+        marks=pytest.mark.gpu,
+    )
     for num_ranks in (1, 2)
-    for name, dtype, options in (("plain", FP32, PLAIN), ("plain", BF16, PLAIN), ("quantized", BF16, QUANTIZED))
+    for name, dtype, options in (
+        ("plain", FP32, PLAIN),
+        ("plain", BF16, PLAIN),
+        ("quantized", BF16, QUANTIZED),
+    )
 ]
 ON_CPUS = [
-    pytest.param(num_ranks, "cpu", FP32, OPTIONS, id=f"{num_ranks}", marks=[pytest.mark.slow] * (num_ranks == 2))
+    pytest.param(
+        num_ranks,
+        "cpu",
+        FP32,
+        OPTIONS,
+        id=f"{num_ranks}",
+        marks=[pytest.mark.slow] * (num_ranks == 2),
+    )
     for num_ranks in (1, 2, 3)
 ]
 
@@ -103,7 +145,12 @@ ON_CPUS = [
 @pytest.mark.parametrize(("num_ranks", "device", "dtype", "options"), [*ON_CPUS, *ON_GPUS])
 @run_on()
 def test_the_mlp_computes_what_is_asked_for(
-    rank: int, num_ranks: int, findings: Findings, device: str, dtype: torch.dtype, options: list[dict]
+    rank: int,
+    num_ranks: int,
+    findings: Findings,
+    device: str,
+    dtype: torch.dtype,
+    options: list[dict],
 ):
     with open_heap(device, num_bytes=64 << 20) as heap:
         for given in options:
@@ -111,7 +158,9 @@ def test_the_mlp_computes_what_is_asked_for(
             bias, precision = option.pop("bias", False), option.pop("precision", None)
             adapters, is_frozen = option.pop("adapters", None), option.pop("frozen", False)
             torch.manual_seed(7)
-            mlp = symmoe.GroupedMLP(2, H, I, bias=bias, precision=precision, dtype=dtype, device=heap.device)
+            mlp = symmoe.GroupedMLP(
+                2, H, I, bias=bias, precision=precision, dtype=dtype, device=heap.device
+            )
             if adapters is not None:
                 symmoe.add_lora(mlp, rank=8, alpha=8.0)
                 for parameter in mlp.parameters():
@@ -120,15 +169,22 @@ def test_the_mlp_computes_what_is_asked_for(
                     parameter.requires_grad_(parameter.requires_grad or adapters == "both")
             if is_frozen:
                 mlp.requires_grad_(False)
-            x, dy = (tokens_of(rank, T + rank, H, salt=salt).to(heap.device, dtype) for salt in (1, 2))
-            probs = torch.rand(T + rank, K, generator=torch.Generator().manual_seed(rank)).to(heap.device)
+            x, dy = (
+                tokens_of(rank, T + rank, H, salt=salt).to(heap.device, dtype) for salt in (1, 2)
+            )
+            probs = torch.rand(T + rank, K, generator=torch.Generator().manual_seed(rank)).to(
+                heap.device
+            )
             passes = {}
             for needs in NEEDS:
                 findings.where = f"rank {rank} of {num_ranks}, {given}, x and probs {needs}"
                 if is_frozen and not any(needs):
                     continue
                 mlp.zero_grad(set_to_none=True)
-                leaf, weights = x.clone().requires_grad_(needs[0]), probs.clone().requires_grad_(needs[1])
+                leaf, weights = (
+                    x.clone().requires_grad_(needs[0]),
+                    probs.clone().requires_grad_(needs[1]),
+                )
                 plan = symmoe.make_plan(routing(heap), num_experts=2 * num_ranks, heap=heap)
                 y = expert_parallel_mlp(leaf, weights, mlp, plan, **option)
                 epoch = heap.epoch
@@ -136,11 +192,17 @@ def test_the_mlp_computes_what_is_asked_for(
                     y.backward(dy)
                     heap.synchronize()
                 found = [p.grad for p in mlp.parameters()]
-                passes[needs] = Backward(leaf.grad, weights.grad, found, heap.epoch - epoch, launches)
-                findings.check(any(p is not None for p in found) != is_frozen, "the parameters' gradients")
+                passes[needs] = Backward(
+                    leaf.grad, weights.grad, found, heap.epoch - epoch, launches
+                )
+                findings.check(
+                    any(p is not None for p in found) != is_frozen, "the parameters' gradients"
+                )
                 findings.equal("leased bytes", heap.leased_bytes, 0)
                 compare(findings, passes[needs], passes[FULL], needs, option.get("order", "rank"))
-                products, of_full = (sum(passes[n].launches[name] for name in PRODUCTS) for n in (needs, FULL))
+                products, of_full = (
+                    sum(passes[n].launches[name] for name in PRODUCTS) for n in (needs, FULL)
+                )
                 dgrads = 1 + (adapters is not None)  # through the weight, and through the adapters
                 findings.equal("products", products, of_full - (0 if needs[0] else dgrads))
 
@@ -190,14 +252,28 @@ def test_layers(rank: int, num_ranks: int, findings: Findings, device: str) -> N
                     y.square().sum().backward()
                 heap.synchronize()
                 barriers = results.setdefault("barriers", heap.epoch - epoch)
-                findings.equal("barriers", heap.epoch - epoch, barriers - 2 * (not trains_x and not trains_router))
-                found = [leaf.grad, layer.router.weight.grad, *(p.grad for p in layer.experts.parameters())]
+                findings.equal(
+                    "barriers",
+                    heap.epoch - epoch,
+                    barriers - 2 * (not trains_x and not trains_router),
+                )
+                found = [
+                    leaf.grad,
+                    layer.router.weight.grad,
+                    *(p.grad for p in layer.experts.parameters()),
+                ]
                 wanted = results.setdefault("full", found)
                 findings.check((leaf.grad is not None) == trains_x, "the gradient of x")
-                findings.check((layer.router.weight.grad is not None) == trains_router, "the router's gradient")
-                findings.check(sum(p is not None for p in found[2:]) >= 4, "the adapters' gradients")
+                findings.check(
+                    (layer.router.weight.grad is not None) == trains_router, "the router's gradient"
+                )
+                findings.check(
+                    sum(p is not None for p in found[2:]) >= 4, "the adapters' gradients"
+                )
                 for number, (one, other) in enumerate(zip(found, wanted, strict=True)):
-                    findings.check(one is None or torch.equal(one, other), f"gradient {number} has other bits")
+                    findings.check(
+                        one is None or torch.equal(one, other), f"gradient {number} has other bits"
+                    )
                 del y
                 findings.equal("leased bytes", heap.leased_bytes, 0)
 
@@ -213,7 +289,10 @@ def test_mismatches(rank: int, num_ranks: int, findings: Findings, device: str) 
         probs = torch.rand(T + rank, K, device=heap.device)
 
         def step(needs: tuple[bool, bool], parts: bool) -> None:
-            leaf, weights = x.clone().requires_grad_(needs[0]), probs.clone().requires_grad_(needs[1])
+            leaf, weights = (
+                x.clone().requires_grad_(needs[0]),
+                probs.clone().requires_grad_(needs[1]),
+            )
             plan = symmoe.make_plan(routing(heap), num_experts=2 * num_ranks, heap=heap)
             if parts:
                 rows, row_probs = symmoe.dispatch_tokens(leaf, plan, probs=weights)
@@ -226,11 +305,18 @@ def test_mismatches(rank: int, num_ranks: int, findings: Findings, device: str) 
         for parts in (False, True):
             for culprit in range(num_ranks):
                 for usual, other in zip(NEEDS, (*NEEDS[1:], NEEDS[0]), strict=True):
-                    if parts and not (any(usual) and any(other)):  # that rank has no backward of the dispatch
+                    if parts and not (
+                        any(usual) and any(other)
+                    ):  # that rank has no backward of the dispatch
                         continue
-                    findings.where = f"rank {rank}, {other} on {culprit}, else {usual}, parts {parts}"
+                    findings.where = (
+                        f"rank {rank}, {other} on {culprit}, else {usual}, parts {parts}"
+                    )
                     zero, its = (other, usual) if culprit == 0 else (usual, other)
-                    shown = [control.GRADIENTS[control.gradients_index(x=n[0], probs=n[1])] for n in (zero, its)]
+                    shown = [
+                        control.GRADIENTS[control.gradients_index(x=n[0], probs=n[1])]
+                        for n in (zero, its)
+                    ]
                     where = "combine: ready" if parts else "dispatch: ready"
                     text = f"gradients differs at '{where}': rank 0 has {shown[0]}, rank {culprit or 1} has {shown[1]}"
                     found = outcome(step, other if rank == culprit else usual, parts)
@@ -238,4 +324,6 @@ def test_mismatches(rank: int, num_ranks: int, findings: Findings, device: str) 
                     findings.equal("leased bytes after the error", heap.leased_bytes, 0)
                     mlp.zero_grad(set_to_none=True)
                     step(usual, parts)
-                    findings.check(bool(mlp.fc1.weight.grad.isfinite().all()), "the next step is wrong")
+                    findings.check(
+                        bool(mlp.fc1.weight.grad.isfinite().all()), "the next step is wrong"
+                    )

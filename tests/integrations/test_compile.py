@@ -16,7 +16,11 @@ from small_model import Block, assert_same, counted_barriers, step
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._pytree import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 from worker import Watching
 
 import symmoe
@@ -25,7 +29,9 @@ from symmoe.kernels.routing_rule import RoutingRule
 from symmoe.moe import ep_step, routed_experts, router
 from symmoe.precision import Float8Block
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")  # inductor's own
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*torch.jit.script_method.*:DeprecationWarning"
+)  # inductor's own
 
 HIDDEN, FFN, EXPERTS = 16, 8, 4
 STATIC = {"capacity": 256, "max_tokens": 64}
@@ -35,7 +41,14 @@ CONFIGS = {
     "exact": {},
     "stash none": STATIC | {"stash": "none"},
     "overlapped": STATIC | {"layout": "expert-major", "schedule": "overlapped"},
-    "groups": STATIC | {"score": "sigmoid", "num_groups": 2, "top_groups": 1, "expert_bias": True, "route_scale": 2.5},
+    "groups": STATIC
+    | {
+        "score": "sigmoid",
+        "num_groups": 2,
+        "top_groups": 1,
+        "expert_bias": True,
+        "route_scale": 2.5,
+    },
 }
 
 
@@ -44,7 +57,9 @@ def config(**fields) -> symmoe.MoEConfig:
     return symmoe.MoEConfig(**sizes, aux_loss_coef=0.01, z_loss_coef=0.01, **fields)
 
 
-def block(heap: symmoe.SymmetricHeap, *, shared: bool = False, bias: bool = False, **fields) -> Block:
+def block(
+    heap: symmoe.SymmetricHeap, *, shared: bool = False, bias: bool = False, **fields
+) -> Block:
     torch.manual_seed(0)
     made = Block(config(**fields), heap, shared=shared)
     if bias:
@@ -71,12 +86,16 @@ def test_compiled_block_gives_the_eager_results(heap, fields):
     module = block(heap, **extras, **fields)
     expected = step(module, tokens())
     assert all(tensor.abs().max() > 0 for tensor in expected.values())
-    assert_same(step(torch.compile(module, fullgraph=True, backend="aot_eager"), tokens()), expected)
+    assert_same(
+        step(torch.compile(module, fullgraph=True, backend="aot_eager"), tokens()), expected
+    )
 
 
 @pytest.mark.slow
 def test_inductor_gives_the_eager_results(heap, inductor):
-    module = nn.Sequential(block(heap, **STATIC))  # the block's output is a tuple: only one may stand in a Sequential
+    module = nn.Sequential(
+        block(heap, **STATIC)
+    )  # the block's output is a tuple: only one may stand in a Sequential
     expected = step(module, tokens())
     compiled = torch.compile(module, fullgraph=True, backend=inductor)
     for _ in range(2):
@@ -97,10 +116,18 @@ def test_layer_alone_gives_the_eager_bits(heap):
         return [y, metrics.expert_load, metrics.num_dropped, *gradients]
 
     expected = outputs(layer)
-    assert all(map(torch.equal, outputs(torch.compile(layer, fullgraph=True, backend="aot_eager")), expected))
+    assert all(
+        map(
+            torch.equal,
+            outputs(torch.compile(layer, fullgraph=True, backend="aot_eager")),
+            expected,
+        )
+    )
 
 
-@pytest.mark.parametrize("more", [{}, {"balance": "replicas", "replica_places": 1, "replica_slack": 0.0}], ids=str)
+@pytest.mark.parametrize(
+    "more", [{}, {"balance": "replicas", "replica_places": 1, "replica_slack": 0.0}], ids=str
+)
 @run_on(2)
 def test_compiled_block_on_two_ranks_gives_the_eager_results(
     rank: int, num_ranks: int, heap: symmoe.SymmetricHeap, more: dict[str, str | float]
@@ -219,7 +246,9 @@ def test_delayed_weight_gradients_go_past_a_dispatch_mode(heap):
 
 def call_of(layer: symmoe.MoELayer) -> list[int]:
     """The numbers of an operator's call in which everything is trained."""
-    return list(routed_experts._Call(layer._routed_experts.number, 2, trains=1, trains_own=1, gradients=3))
+    return list(
+        routed_experts._Call(layer._routed_experts.number, 2, trains=1, trains_own=1, gradients=3)
+    )
 
 
 def test_copied_state_is_refused(heap):
@@ -269,9 +298,14 @@ def test_operators_pass_torchs_own_checks(heap, monkeypatch):
     check(torch.ops.symmoe.moe_forward.default, arguments)
     state = torch.ops.symmoe.moe_forward(*arguments)[-1]
     kept = routed_experts._kept(state)
-    monkeypatch.setattr(routed_experts, "_kept", lambda state: kept)  # the checks copy what they give to an operator
+    monkeypatch.setattr(
+        routed_experts, "_kept", lambda state: kept
+    )  # the checks copy what they give to an operator
     tensors = [tensor.detach() for tensor in (x, probs, *weights)]
-    check(torch.ops.symmoe.moe_backward.default, (torch.randn(3, HIDDEN), state, tensors, call_of(layer)))
+    check(
+        torch.ops.symmoe.moe_backward.default,
+        (torch.randn(3, HIDDEN), state, tensors, call_of(layer)),
+    )
     grouped = RoutingRule(score="sigmoid", num_groups=2, top_groups=1, route_scale=1.5)
     numbers, plain = (router._packed(2, rule, heap) for rule in (grouped, RoutingRule()))
     matrix, bias = torch.randn(4, HIDDEN, requires_grad=True), torch.randn(4)
@@ -288,7 +322,9 @@ def test_operators_pass_torchs_own_checks(heap, monkeypatch):
     check(torch.ops.symmoe.add_load.default, (step_load, load))
     check(torch.ops.symmoe.product.default, (torch.tensor([[0, 3], [3, 5]]), 0, 7))
     check(torch.ops.symmoe.product.default, (None, 5, 7))
-    assert checked == {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("symmoe::")}
+    assert checked == {
+        name for name in torch._C._dispatch_get_all_op_names() if name.startswith("symmoe::")
+    }
 
 
 def test_a_copy_works_when_the_original_is_gone(heap):
@@ -310,7 +346,9 @@ def test_a_copy_works_when_the_original_is_gone(heap):
         y, _ = run(x)
         y.square().sum().backward()
         assert torch.equal(y, want)
-        assert all(torch.equal(p.grad, g) for p, g in zip(copied.parameters(), gradients, strict=True))
+        assert all(
+            torch.equal(p.grad, g) for p, g in zip(copied.parameters(), gradients, strict=True)
+        )
     assert copy.deepcopy(copied)._routed_experts is copied._routed_experts
 
 
@@ -376,7 +414,10 @@ CHECKPOINTS: dict[str, tuple[Callable, int, int, bool]] = {
     "full": (partial(checkpoint, use_reentrant=False), 2 * FORWARD + BACKWARD, 2, False),
     "full, reentrant": (partial(checkpoint, use_reentrant=True), 2 * FORWARD + BACKWARD, 2, False),
     "selective, experts saved": (selective(save_experts), FORWARD + BACKWARD, 2, True),
-    "selective, list of operators": (selective([torch.ops.symmoe.moe_forward.default]), *(FORWARD + BACKWARD, 2, True)),
+    "selective, list of operators": (
+        selective([torch.ops.symmoe.moe_forward.default]),
+        *(FORWARD + BACKWARD, 2, True),
+    ),
     "selective, nothing saved": (selective(save_nothing), 2 * FORWARD + BACKWARD, 2, False),
 }
 CAPACITIES = {
@@ -393,7 +434,9 @@ def test_checkpoints_recompute_only_what_they_do_not_save(
 ) -> None:
     """What is saved does not communicate again, the rest is recomputed, and gradients have the bits of neither."""
     config = symmoe.MoEConfig(hidden=16, ffn=8, num_experts=4, top_k=2, z_loss_coef=0.01, **fields)
-    x = torch.randn(20 + 7 * rank, 16, generator=torch.Generator().manual_seed(rank), requires_grad=True)
+    x = torch.randn(
+        20 + 7 * rank, 16, generator=torch.Generator().manual_seed(rank), requires_grad=True
+    )
     expected: list[torch.Tensor] = []
     torch.manual_seed(0)
     block, calls = Block(config, heap), []
@@ -415,7 +458,9 @@ def test_checkpoints_recompute_only_what_they_do_not_save(
 
 
 @run_on(2)
-def test_compiled_checkpoints_recompute_only_what_they_do_not_save(rank, num_ranks, heap: symmoe.SymmetricHeap) -> None:
+def test_compiled_checkpoints_recompute_only_what_they_do_not_save(
+    rank, num_ranks, heap: symmoe.SymmetricHeap
+) -> None:
     """The same inside torch.compile: the partitioner follows the policy."""
     config = symmoe.MoEConfig(hidden=16, ffn=8, num_experts=4, top_k=2, capacity=256, max_tokens=64)
     x = torch.randn(20, 16, generator=torch.Generator().manual_seed(rank))

@@ -12,7 +12,9 @@ from example_runs import module_of, output_of
 
 def losses(out: Path, *arguments: str, num_ranks: int) -> dict[int, float]:
     """Runs the example to its end; the loss of every step."""
-    said = output_of("fsdp2_moe.py", "--preset=tiny", f"--out={out}", *arguments, num_ranks=num_ranks)
+    said = output_of(
+        "fsdp2_moe.py", "--preset=tiny", f"--out={out}", *arguments, num_ranks=num_ranks
+    )
     return {int(step): float(loss) for step, loss in re.findall(r"step (\d+): loss ([\d.]+)", said)}
 
 

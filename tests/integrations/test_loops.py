@@ -30,11 +30,16 @@ def with_accelerate(model: nn.Module, job: cases.Job) -> cases.Run:
 
     run, total = cases.Run(), 0.0
     accelerator = Accelerator(
-        cpu=True, mixed_precision=job.precision, gradient_accumulation_steps=job.accumulate, rng_types=[]
+        cpu=True,
+        mixed_precision=job.precision,
+        gradient_accumulation_steps=job.accumulate,
+        rng_types=[],
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=cases.LEARNING_RATE)
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
-    model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, job.loader())
+    model, optimizer, scheduler, loader = accelerator.prepare(
+        model, optimizer, scheduler, job.loader()
+    )
     if job.resumes:
         accelerator.load_state(job.folder)
     for micro_batch in loader:
@@ -44,13 +49,20 @@ def with_accelerate(model: nn.Module, job: cases.Job) -> cases.Run:
             accelerator.backward(loss)
             total += job.mean(loss) / job.accumulate
             if accelerator.sync_gradients:
-                run.norms.append(accelerator.clip_grad_norm_(model.parameters(), cases.MAX_NORM).item())
+                run.norms.append(
+                    accelerator.clip_grad_norm_(model.parameters(), cases.MAX_NORM).item()
+                )
                 run.losses.append(total)
                 total = 0.0
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-        if job.folder and not job.resumes and accelerator.sync_gradients and len(run.losses) == cases.HALF:
+        if (
+            job.folder
+            and not job.resumes
+            and accelerator.sync_gradients
+            and len(run.losses) == cases.HALF
+        ):
             accelerator.save_state(job.folder)
     run.heldout = job.heldout(accelerator.unwrap_model(model))
     return run
@@ -84,7 +96,9 @@ def with_fabric(model: nn.Module, job: cases.Job) -> cases.Run:
             fabric.backward(loss)
         total += job.mean(loss)
         if is_last:
-            run.norms.append(fabric.clip_gradients(model, optimizer, max_norm=cases.MAX_NORM).item())
+            run.norms.append(
+                fabric.clip_gradients(model, optimizer, max_norm=cases.MAX_NORM).item()
+            )
             run.losses.append(total)
             total = 0.0
             optimizer.step()
@@ -119,7 +133,9 @@ def with_lightning(model: nn.Module, job: cases.Job) -> cases.Run:
             """An epoch is half of the data: Lightning does not skip batches of an epoch in which it goes on."""
             first = self.global_step * cases.GLOBAL_BATCH
             data = cases.Job().loader().dataset[first : first + cases.HALF * cases.GLOBAL_BATCH]
-            in_order = DistributedSampler(data, job.num_ranks, job.rank, shuffle=False)  # Lightning's own shuffles
+            in_order = DistributedSampler(
+                data, job.num_ranks, job.rank, shuffle=False
+            )  # Lightning's own shuffles
             return DataLoader(data, batch_size=job.batch_size, sampler=in_order)
 
         def validation_step(self, micro_batch: dict[str, torch.Tensor], number: int) -> None:
@@ -129,7 +145,9 @@ def with_lightning(model: nn.Module, job: cases.Job) -> cases.Run:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW(self.parameters(), lr=cases.LEARNING_RATE)
 
-        def configure_gradient_clipping(self, optimizer, gradient_clip_val, gradient_clip_algorithm) -> None:
+        def configure_gradient_clipping(
+            self, optimizer, gradient_clip_val, gradient_clip_algorithm
+        ) -> None:
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
             # The norm that is left: clipped to MAX_NORM where there was more.
             run.norms.append(symmoe.clip_grad_norm(self.model, float("inf")).item())
@@ -153,9 +171,13 @@ def with_lightning(model: nn.Module, job: cases.Job) -> cases.Run:
     )
     module = Module()
     trainer.fit(module, ckpt_path=folder / f"step={cases.HALF}.ckpt" if job.resumes else None)
-    run.losses = [sum(totals[i : i + job.accumulate]) for i in range(0, len(totals), job.accumulate)]
+    run.losses = [
+        sum(totals[i : i + job.accumulate]) for i in range(0, len(totals), job.accumulate)
+    ]
     heldout = cases.Sequences(8, seed=2, all_labels=True)
-    (found,) = trainer.validate(module, DataLoader(heldout, batch_size=8 // job.num_ranks), verbose=False)
+    (found,) = trainer.validate(
+        module, DataLoader(heldout, batch_size=8 // job.num_ranks), verbose=False
+    )
     run.heldout = found["heldout"]
     return run
 
@@ -176,7 +198,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def needs(loop: str) -> None:
-    package = {"accelerate": "accelerate", "Fabric": "lightning", "Lightning": "lightning"}.get(loop)
+    package = {"accelerate": "accelerate", "Fabric": "lightning", "Lightning": "lightning"}.get(
+        loop
+    )
     if package is not None and find_spec(package) is None:
         pytest.skip(f"needs {package}, which is not installed")
 
@@ -211,7 +235,9 @@ def swapped(heap: symmoe.SymmetricHeap, job: cases.Job, *, seed: int = 0) -> Any
     return model
 
 
-def on_ranks(rank: int, num_ranks: int, loop: str, options: dict[str, Any], folder: str) -> tuple[cases.Run, cases.Run]:
+def on_ranks(
+    rank: int, num_ranks: int, loop: str, options: dict[str, Any], folder: str
+) -> tuple[cases.Run, cases.Run]:
     """A run that saves, and one of another model that goes on where that saved."""
     with launched(rank, num_ranks), symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
         job = cases.Job(rank, num_ranks, folder=f"{folder}/half", **options)
@@ -223,12 +249,19 @@ def on_ranks(rank: int, num_ranks: int, loop: str, options: dict[str, Any], fold
         if not job.lora:
             save_checkpoint(model, f"{folder}/tuned")
     with launched(rank, num_ranks), symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
-        return whole, LOOPS[loop](swapped(heap, job, seed=9), cases.Job(**{**vars(job), "resumes": True}))
+        return whole, LOOPS[loop](
+            swapped(heap, job, seed=9), cases.Job(**{**vars(job), "resumes": True})
+        )
 
 
 FAST = [("accelerate", "accumulate"), ("Lightning", "accumulate")]
 CASES = [
-    pytest.param(loop, options, marks=[] if (loop, options) in FAST else pytest.mark.slow, id=f"{loop}-{options}")
+    pytest.param(
+        loop,
+        options,
+        marks=[] if (loop, options) in FAST else pytest.mark.slow,
+        id=f"{loop}-{options}",
+    )
     for options in OPTIONS
     for loop in LOOPS
 ]
@@ -245,18 +278,25 @@ def test_two_ranks_train_as_one(cluster, tmp_path: Path, function: str, options:
     for run, rest in cluster(2).run(on_ranks, function, OPTIONS[options], str(tmp_path)):
         assert len(run.losses) == cases.STEPS
         assert run.losses == pytest.approx(expected.losses, rel=5e-3 if rounded else BOUND)
-        clipped = [norm * min(1, cases.MAX_NORM / (norm + 1e-6)) for norm in expected.norms]  # what Lightning leaves
+        clipped = [
+            norm * min(1, cases.MAX_NORM / (norm + 1e-6)) for norm in expected.norms
+        ]  # what Lightning leaves
         norms = clipped if function == "Lightning" else expected.norms
         assert run.norms == pytest.approx(norms, rel=8e-2 if rounded else 2 * BOUND)
         assert run.heldout == pytest.approx(expected.heldout, rel=5e-3 if rounded else BOUND)
-        if (function, options) != ("Lightning", "accumulate"):  # Lightning itself steps after one micro-batch there
+        if (function, options) != (
+            "Lightning",
+            "accumulate",
+        ):  # Lightning itself steps after one micro-batch there
             assert (rest.losses, rest.norms) == (run.losses[cases.HALF :], run.norms[cases.HALF :])
     assert expected.losses[-1] < 0.95 * expected.losses[0]
     assert max(expected.norms) > cases.MAX_NORM
     if options == "LoRA":
         return  # tests/integrations/test_peft.py
     tuned = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "tuned")
-    assert cases.Job().heldout(tuned) == pytest.approx(expected.heldout, rel=5e-3 if rounded else BOUND)
+    assert cases.Job().heldout(tuned) == pytest.approx(
+        expected.heldout, rel=5e-3 if rounded else BOUND
+    )
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------
@@ -267,8 +307,14 @@ def refused_by_accelerate(rank: int, num_ranks: int, folder: str) -> None:
         accelerator = Accelerator(cpu=True)
         model = accelerator.prepare(swap_moe(cases.small_model(), heap))
         for what, why in (
-            (lambda: accelerator.clip_grad_norm_(list(model.parameters())[1:], 1.0), "all of a prepared model"),
-            (lambda: accelerator.clip_grad_norm_(model.parameters(), 1.0, norm_type=1), r"norm_type .1. must be 2"),
+            (
+                lambda: accelerator.clip_grad_norm_(list(model.parameters())[1:], 1.0),
+                "all of a prepared model",
+            ),
+            (
+                lambda: accelerator.clip_grad_norm_(model.parameters(), 1.0, norm_type=1),
+                r"norm_type .1. must be 2",
+            ),
             (lambda: accelerator.get_state_dict(model), "only this rank's experts"),
             (lambda: accelerator.save_model(model, folder), "only this rank's experts"),
             (lambda: accelerator.load_state(), r"input_dir .None. must be"),
@@ -278,7 +324,10 @@ def refused_by_accelerate(rank: int, num_ranks: int, folder: str) -> None:
         accelerator.prepare(swap_moe(cases.small_model(), heap))
         with pytest.raises(ArgumentError, match="prepared are 2 models and 0 optimizers"):
             accelerator.save_state(folder)
-    with launched(rank, num_ranks), pytest.raises(ArgumentError, match=r"mixed_precision .'fp16'. must be"):
+    with (
+        launched(rank, num_ranks),
+        pytest.raises(ArgumentError, match=r"mixed_precision .'fp16'. must be"),
+    ):
         accelerator = Accelerator(cpu=True, mixed_precision="fp16")
 
 
@@ -303,14 +352,22 @@ def refused_by_lightning(rank: int, num_ranks: int, folder: str) -> None:
         for what, why in (
             (lambda: fabric.setup(nn.Linear(2, 2)), "has no MoELayer"),
             (lambda: fabric.save(folder, state), "there are 2 optimizers"),
-            (lambda: fabric.save(folder, {"model": model}, filter={"model": lambda *_: True}), "is saved whole"),
+            (
+                lambda: fabric.save(folder, {"model": model}, filter={"model": lambda *_: True}),
+                "is saved whole",
+            ),
             (lambda: fabric.load(folder), r"state .NoneType. must be a dict"),
-            (lambda: fabric.clip_gradients(model, optimizers[0], max_norm=1.0, norm_type=1), "must be 2"),
+            (
+                lambda: fabric.clip_gradients(model, optimizers[0], max_norm=1.0, norm_type=1),
+                "must be 2",
+            ),
         ):
             with pytest.raises(ArgumentError, match=why):
                 what()
         fabric = Fabric(
-            accelerator="cpu", devices=num_ranks, strategy=FabricStrategy(precision=MixedPrecision("16-mixed", "cpu"))
+            accelerator="cpu",
+            devices=num_ranks,
+            strategy=FabricStrategy(precision=MixedPrecision("16-mixed", "cpu")),
         )
         fabric.launch()
         with pytest.raises(ArgumentError, match=r"precision .'16-mixed'. must be"):

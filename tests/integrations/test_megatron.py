@@ -26,9 +26,16 @@ import megatron_shim
 import torch
 from cluster import run_on
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing.optimizer import get_param_id_to_sharded_param_map, optim_state_to_sharding_state
+from megatron.core.dist_checkpointing.optimizer import (
+    get_param_id_to_sharded_param_map,
+    optim_state_to_sharding_state,
+)
 from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -57,7 +64,13 @@ ALL_ON_RANK_0 = {0: 50.0, 1: 50.0, 2: 50.0}  # three experts per token: values o
 
 
 def main_grads(
-    rank: int, num_ranks: int, *, ep: int, overlap: bool, bias: dict[int, float] | None = None, **fields: Any
+    rank: int,
+    num_ranks: int,
+    *,
+    ep: int,
+    overlap: bool,
+    bias: dict[int, float] | None = None,
+    **fields: Any,
 ) -> list[list[int]]:
     """Gradients in `main_grad` after Megatron's DDP has reduced them are the same for five models.
 
@@ -72,12 +85,18 @@ def main_grads(
     received: list[list[int]] = []
     with cases.opened_heap() as heap:
         spec = cases.reference_spec(config)
-        found["megatron"] = _reduced(_ddp(cases.steered(cases.model_of(config, spec), bias), overlap))
+        found["megatron"] = _reduced(
+            _ddp(cases.steered(cases.model_of(config, spec), bias), overlap)
+        )
         for fused in (False, True):
             for delayed in (False, True):
                 config = cases.config_of(**fields, delay_wgrad_compute=delayed)
-                ours = megatron.use_symmoe(spec, heap, options=megatron.DispatchOptions(order="slot"))
-                model = cases.steered(cases.model_of(config, _with_fused_gradients(ours) if fused else ours), bias)
+                ours = megatron.use_symmoe(
+                    spec, heap, options=megatron.DispatchOptions(order="slot")
+                )
+                model = cases.steered(
+                    cases.model_of(config, _with_fused_gradients(ours) if fused else ours), bias
+                )
                 for layer in model.decoder.layers:
                     cases.note_rows(layer.mlp, received)
                 name = ("main_grad" if fused else "grad") + (" later" if delayed else "")
@@ -138,13 +157,18 @@ def initial_experts(rank: int, num_ranks: int) -> list[torch.Tensor]:
     model_parallel_cuda_manual_seed(5)
     config = cases.config_of(use_cpu_initialization=False)
     experts = megatron.SymmExperts(4, config)
-    experts.load_state_dict({name: value.clone() for name, value in experts.state_dict().items()}, assign=True)
+    experts.load_state_dict(
+        {name: value.clone() for name, value in experts.state_dict().items()}, assign=True
+    )
     copied = copy.deepcopy(experts.linear_fc1).to("meta").to_empty(device="cpu")
     for weight in (*experts.parameters(), copied.weight):
         assert weight.allreduce is False
         assert weight.tensor_model_parallel is True
     cases.use_groups(ep=1)
-    assert all(weight.allreduce is True for weight in megatron.SymmExperts(8, cases.config_of()).parameters())
+    assert all(
+        weight.allreduce is True
+        for weight in megatron.SymmExperts(8, cases.config_of()).parameters()
+    )
     return list(experts.linear_fc1.weight.detach().clone())
 
 
@@ -200,8 +224,13 @@ def _run_stage(config: Any, chunks: list[Any], stage: int, num_stages: int) -> N
             self.virtual_pipeline_model_parallel_size = NUM_CHUNKS
             self.pp_group = SimpleNamespace(rank=lambda: stage, size=lambda: num_stages)
 
-        def _communicate(self, *, recv_prev: bool, recv_next: bool, tensor_shape: Any, **others: Any) -> Any:
-            received = (torch.randn(tensor_shape, requires_grad=True) if of else None for of in (recv_prev, recv_next))
+        def _communicate(
+            self, *, recv_prev: bool, recv_next: bool, tensor_shape: Any, **others: Any
+        ) -> Any:
+            received = (
+                torch.randn(tensor_shape, requires_grad=True) if of else None
+                for of in (recv_prev, recv_next)
+            )
             return (*received, None)
 
     groups = get_default_pg_collection()
@@ -250,7 +279,9 @@ NUM_STEPS = 3
 MOMENT = 3.0  # exp_avg of the saved optimizer is this times the parameter
 
 
-def save(rank: int, num_ranks: int, *, path: str, ep: int, form: str, per_expert_keys: bool) -> None:
+def save(
+    rank: int, num_ranks: int, *, path: str, ep: int, form: str, per_expert_keys: bool
+) -> None:
     """Saves a model and its Adam with Megatron's distributed checkpoint."""
     # Megatron writes from processes of its own, which daemons may not have.
     mp.current_process()._config["daemon"] = False
@@ -260,14 +291,22 @@ def save(rank: int, num_ranks: int, *, path: str, ep: int, form: str, per_expert
         with torch.no_grad():
             for name, parameter in cases.named_parameters(model):
                 parameter.copy_(torch.randn(parameter.shape, generator=_generator(name)))
-        state = _state(model, per_expert_keys, [MOMENT * parameter.detach() for parameter in model.parameters()])
+        state = _state(
+            model,
+            per_expert_keys,
+            [MOMENT * parameter.detach() for parameter in model.parameters()],
+        )
         try:
-            dist_checkpointing.save(state, path, content_metadata={"singleton_local_shards": per_expert_keys})
+            dist_checkpointing.save(
+                state, path, content_metadata={"singleton_local_shards": per_expert_keys}
+            )
         finally:
             _end_writers()
 
 
-def load(rank: int, num_ranks: int, *, path: str, ep: int, form: str, per_expert_keys: bool) -> dict[str, Any]:
+def load(
+    rank: int, num_ranks: int, *, path: str, ep: int, form: str, per_expert_keys: bool
+) -> dict[str, Any]:
     """Loads it into a model of another layout or kind, and counts what is not what was saved.
 
     The expectation is made only from names and seeds: the checkpoint is not its own oracle.
@@ -279,7 +318,11 @@ def load(rank: int, num_ranks: int, *, path: str, ep: int, form: str, per_expert
         with torch.no_grad():
             for _, parameter in parameters:
                 parameter.zero_()
-        state = _state(model, per_expert_keys, [torch.zeros_like(parameter) for parameter in model.parameters()])
+        state = _state(
+            model,
+            per_expert_keys,
+            [torch.zeros_like(parameter) for parameter in model.parameters()],
+        )
         loaded = dist_checkpointing.load(state, path)
         model.load_state_dict(loaded["model"], strict=True)
         wrong, states = [], loaded["optimizer"]["state"]
@@ -340,11 +383,21 @@ class _Run:
     """A GPTModel in Megatron's DDP, with Adam."""
 
     def __init__(self, config: Any, spec: Any, distributed: bool) -> None:
-        choice = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)
+        choice = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=distributed
+        )
         model = cases.model_of(config, spec)
-        self.model = DistributedDataParallel(config, choice, Float16Module(config, model) if config.bf16 else model)
-        options = {"use_distributed_optimizer": distributed, "bf16": config.bf16, "params_dtype": config.params_dtype}
-        settings = OptimizerConfig(optimizer="adam", lr=1e-2, weight_decay=0.01, clip_grad=0.5, **options)
+        self.model = DistributedDataParallel(
+            config, choice, Float16Module(config, model) if config.bf16 else model
+        )
+        options = {
+            "use_distributed_optimizer": distributed,
+            "bf16": config.bf16,
+            "params_dtype": config.params_dtype,
+        }
+        settings = OptimizerConfig(
+            optimizer="adam", lr=1e-2, weight_decay=0.01, clip_grad=0.5, **options
+        )
         self.optimizer = get_megatron_optimizer(settings, [self.model])
 
     def steps(self, number: int) -> list[float]:
@@ -363,10 +416,17 @@ class _Run:
         return losses
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        return {name: parameter.detach().clone() for name, parameter in cases.named_parameters(self.model)}
+        return {
+            name: parameter.detach().clone()
+            for name, parameter in cases.named_parameters(self.model)
+        }
 
     def state_size(self) -> int:
-        states = [state for part in self.optimizer.chained_optimizers for state in part.optimizer.state.values()]
+        states = [
+            state
+            for part in self.optimizer.chained_optimizers
+            for state in part.optimizer.state.values()
+        ]
         return sum(state["exp_avg"].numel() for state in states)
 
 
@@ -394,13 +454,27 @@ FIELDS = {
     "one expert per token": {"moe_router_topk": 1, "moe_router_pre_softmax": True},
     "sinkhorn": {"moe_router_topk": 1, "moe_router_load_balancing_type": "sinkhorn"},
     "capacity, by prob": {"moe_expert_capacity_factor": 0.6},
-    "capacity, by position": {"moe_expert_capacity_factor": 0.6, "moe_token_drop_policy": "position"},
-    "capacity, padded": {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True},
+    "capacity, by position": {
+        "moe_expert_capacity_factor": 0.6,
+        "moe_token_drop_policy": "position",
+    },
+    "capacity, padded": {
+        "moe_expert_capacity_factor": 1.0,
+        "moe_pad_expert_input_to_capacity": True,
+    },
     "shared expert with gate": {**SHARED, "moe_shared_expert_gate": True},
     "overlapped shared expert": {**SHARED, "moe_shared_expert_overlap": True},
-    "overlapped shared expert with gate": {**SHARED, "moe_shared_expert_overlap": True, "moe_shared_expert_gate": True},
+    "overlapped shared expert with gate": {
+        **SHARED,
+        "moe_shared_expert_overlap": True,
+        "moe_shared_expert_gate": True,
+    },
     "recomputed MoE layers": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
-    "recomputed layers": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    "recomputed layers": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
     "recomputed shared experts": {
         **SHARED,
         "recompute_granularity": "selective",
@@ -411,7 +485,11 @@ FIELDS = {
         "recompute_granularity": "selective",
         "recompute_modules": ["moe_act"],
     },
-    "clamped, gpt-oss": {"activation_func": "quick_gelu", "activation_func_clamp_value": 0.5, "glu_linear_offset": 1.0},
+    "clamped, gpt-oss": {
+        "activation_func": "quick_gelu",
+        "activation_func_clamp_value": 0.5,
+        "glu_linear_offset": 1.0,
+    },
     "gelu": {"activation_func": "gelu", "gated_linear_unit": False},
     "squared relu": {"activation_func": "squared_relu", "gated_linear_unit": False},
 }
@@ -422,12 +500,18 @@ def test_equals_alltoall_on_two_ranks(ranks, name: str):
     for result in ranks(2).run(cases.compare, ep=2, fields=FIELDS[name]):
         assert result["num_zeros"] <= 4
         assert result["staging_copies"] == 0
-        if name == "capacity, padded":  # both ranks send each expert ceil(24 tokens * 3 / 8 experts * 1.0) rows
+        if (
+            name == "capacity, padded"
+        ):  # both ranks send each expert ceil(24 tokens * 3 / 8 experts * 1.0) rows
             assert all(rows == [2 * 9] * 4 for rows in result["received"])
 
 
-@pytest.mark.parametrize("name", ["plain", "sigmoid, expert bias, groups", "overlapped shared expert"])
-@pytest.mark.parametrize(("num_ranks", "ep"), [(2, 1), *(pytest.param(4, ep, marks=_SLOW) for ep in (4, 2))])
+@pytest.mark.parametrize(
+    "name", ["plain", "sigmoid, expert bias, groups", "overlapped shared expert"]
+)
+@pytest.mark.parametrize(
+    ("num_ranks", "ep"), [(2, 1), *(pytest.param(4, ep, marks=_SLOW) for ep in (4, 2))]
+)
 def test_equals_alltoall_on_other_layouts(ranks, num_ranks: int, ep: int, name: str):
     ranks(num_ranks).run(cases.compare, ep=ep, fields=FIELDS[name])
 
@@ -443,7 +527,8 @@ _NODES = {  # ranks, of a node, configuration, options
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=() if number == 0 else _SLOW) for number, name in enumerate(_NODES)]
+    "layout",
+    [pytest.param(name, marks=() if number == 0 else _SLOW) for number, name in enumerate(_NODES)],
 )
 def test_equals_alltoall_on_several_nodes(ranks, layout: str):
     """On virtual nodes, with Megatron's own layers as on one: the order "slot" has the same bits."""
@@ -461,13 +546,18 @@ def test_tensor_and_sequence_parallel(rank: int, num_ranks: int) -> None:
     cases.use_groups(ep=4, tp=2)
     config = cases.config_of(**SHARED)
     generator, found = torch.Generator().manual_seed(rank), {}
-    x, dy = torch.randn(2, cases.SEQUENCE // 2, cases.BATCH, config.hidden_size, generator=generator)
+    x, dy = torch.randn(
+        2, cases.SEQUENCE // 2, cases.BATCH, config.hidden_size, generator=generator
+    )
     with cases.opened_heap() as heap:
         for form, form_spec in cases.forms_of(cases.reference_spec(config), heap).items():
             layer = cases.layer_of(config, form_spec)
             y, dx = cases.differentiated(layer, x, dy)
             found[form] = {**cases.gradients_of(layer), "y": y, "x": dx}
-    assert (parallel_state.get_tensor_model_parallel_world_size(), config.sequence_parallel) == (2, True)
+    assert (parallel_state.get_tensor_model_parallel_world_size(), config.sequence_parallel) == (
+        2,
+        True,
+    )
     cases.check_equal(found)
 
 
@@ -493,7 +583,9 @@ def test_context_parallel(rank: int, num_ranks: int, ep: int) -> None:
     cases.use_groups(ep=ep, cp=2)
     config, sequence = cases.config_of(**fields), parallel_state.get_data_parallel_rank()
     first = parallel_state.get_context_parallel_rank()
-    parts = torch.arange(cases.SEQUENCE).view(4, -1)[[first, 3 - first]].flatten()  # as Megatron's batches have it
+    parts = (
+        torch.arange(cases.SEQUENCE).view(4, -1)[[first, 3 - first]].flatten()
+    )  # as Megatron's batches have it
     with cases.opened_heap() as heap:
         for form, form_spec in cases.forms_of(cases.reference_spec(config), heap).items():
             ddp = _ddp(cases.layer_of(config, form_spec), overlap=False)
@@ -502,19 +594,25 @@ def test_context_parallel(rank: int, num_ranks: int, ep: int) -> None:
             for got, whole in zip(found, want[sequence], strict=True):
                 torch.testing.assert_close(got, whole[parts], rtol=1e-4, atol=1e-4)
             got = {name: parameter.main_grad for name, parameter in cases.named_parameters(ddp)}
-            assert sum("experts." in name for name in got) == 2 * cases.NUM_EXPERTS // ep + 2  # and two shared
+            assert (
+                sum("experts." in name for name in got) == 2 * cases.NUM_EXPERTS // ep + 2
+            )  # and two shared
             changes = cases.differences(got, {name: gradients[name] for name in got})
             assert max(changes.values(), default=0.0) < cases.ROUNDING, (form, changes)
 
 
-@pytest.mark.parametrize("options", [{"order": "rank"}, {"capacity": 150}, {"capacity": 150, "order": "rank"}])
+@pytest.mark.parametrize(
+    "options", [{"order": "rank"}, {"capacity": 150}, {"capacity": 150, "order": "rank"}]
+)
 def test_options_of_dispatch_equal_alltoall(ranks, options: dict[str, Any]):
     results = ranks(2).run(cases.compare, ep=2, fields={}, options=options, exact=False)
     assert all(result["staging_copies"] == 0 for result in results)
 
 
 def test_ranks_with_different_numbers_of_tokens(ranks):
-    results = ranks(2).run(cases.compare, ep=2, fields=FIELDS["overlapped shared expert"], num_sequences=(3, 1))
+    results = ranks(2).run(
+        cases.compare, ep=2, fields=FIELDS["overlapped shared expert"], num_sequences=(3, 1)
+    )
     totals = [sum(result["received"][0]) for result in results]
     assert sum(totals) == (3 + 1) * 12 * 3
 
@@ -527,9 +625,13 @@ def test_rank_and_expert_without_tokens(ranks, recompute: str):
     assert all(max(rows) == 0 for rows in results[1]["received"])
 
 
-@pytest.mark.parametrize(("overlap", "fields"), [(False, {}), (True, {}), pytest.param(True, cases.FP8, id="FP8")])
+@pytest.mark.parametrize(
+    ("overlap", "fields"), [(False, {}), (True, {}), pytest.param(True, cases.FP8, id="FP8")]
+)
 @pytest.mark.parametrize(("num_ranks", "ep"), [(2, 1), pytest.param(4, 2, marks=_SLOW), (2, 2)])
-def test_main_grad_equals_megatrons_gradients(ranks, num_ranks: int, ep: int, overlap: bool, fields: dict):
+def test_main_grad_equals_megatrons_gradients(
+    ranks, num_ranks: int, ep: int, overlap: bool, fields: dict
+):
     """Under Megatron's DDP, with two micro-batches: fused, delayed, both. Four ranks: experts have two replicas."""
     ranks(num_ranks).run(main_grads, ep=ep, overlap=overlap, **fields)
 
@@ -543,9 +645,13 @@ def test_main_grad_of_a_rank_without_tokens(ranks):
 
 @pytest.mark.parametrize("num_chunks", [2, pytest.param(None, marks=_SLOW)])
 @pytest.mark.parametrize(("num_ranks", "ep"), [(2, 1), pytest.param(4, 2, marks=_SLOW)])
-@pytest.mark.parametrize("name", ["plain", "recomputed MoE layers", "recomputed layers", "overlapped shared expert"])
+@pytest.mark.parametrize(
+    "name", ["plain", "recomputed MoE layers", "recomputed layers", "overlapped shared expert"]
+)
 @run_on(fixture="ranks")
-def test_pipeline_of_two_stages(rank: int, num_ranks: int, ep: int, num_chunks: int | None, name: str) -> None:
+def test_pipeline_of_two_stages(
+    rank: int, num_ranks: int, ep: int, num_chunks: int | None, name: str
+) -> None:
     """By Megatron's 1F1B, and its interleaved schedule (chunks of the model), with four micro-batches."""
     cases.use_groups(ep=ep, pp=2, num_chunks=num_chunks)
     config = cases.config_of(**_pipeline(2, num_chunks), **FIELDS[name])
@@ -572,7 +678,13 @@ def test_pipeline_of_two_stages(rank: int, num_ranks: int, ep: int, num_chunks: 
 )
 @run_on(2, fixture="ranks")
 def test_heap_of_an_interleaved_stage_is_exact(
-    rank: int, num_ranks: int, stage: int, num_stages: int, layers_per_chunk: int, group_size: int, recompute: bool
+    rank: int,
+    num_ranks: int,
+    stage: int,
+    num_stages: int,
+    layers_per_chunk: int,
+    group_size: int,
+    recompute: bool,
 ) -> None:
     """A heap of heap_bytes(num_layers = layers of a chunk * micro-batches in flight) is enough for one stage of an
     interleaved pipeline, by Megatron's own schedule, no smaller one is.
@@ -587,14 +699,19 @@ def test_heap_of_an_interleaved_stage_is_exact(
         microbatch_group_size_per_vp_stage=group_size,
         moe_ffn_hidden_size=512,  # wide enough for rows in the layout that heap_bytes counts with
     )
-    in_flight = min(2 * (num_stages - 1 - stage) + (NUM_CHUNKS - 1) * group_size + 1, NUM_CHUNKS * NUM_MICRO_BATCHES)
+    in_flight = min(
+        2 * (num_stages - 1 - stage) + (NUM_CHUNKS - 1) * group_size + 1,
+        NUM_CHUNKS * NUM_MICRO_BATCHES,
+    )
     num_layers = 1 if recompute else in_flight * layers_per_chunk
     num_tokens = cases.SEQUENCE * cases.BATCH
     planned = megatron.heap_bytes(config, num_tokens=num_tokens, num_layers=num_layers)
     too_small = pytest.raises(HeapExhausted, match="lease '")
     for num_bytes, outcome in ((planned, nullcontext()), (planned - ALIGNMENT_BYTES, too_small)):
         with megatron.open_heap(num_bytes) as heap:
-            options = megatron.DispatchOptions(capacity=with_margin(num_tokens * num_ranks * config.moe_router_topk))
+            options = megatron.DispatchOptions(
+                capacity=with_margin(num_tokens * num_ranks * config.moe_router_topk)
+            )
             spec = megatron.use_symmoe(cases.reference_spec(config), heap, options=options)
             chunks = _chunks(config, spec, stage, num_stages)
             with outcome:
@@ -615,7 +732,8 @@ def test_heap_of_the_planned_size_is_enough(rank: int, num_ranks: int, name: str
         num_bytes = megatron.heap_bytes(config, num_tokens=24, num_layers=num_layers)
         with megatron.open_heap(num_bytes) as heap:
             model = cases.steered(
-                cases.model_of(config, megatron.use_symmoe(cases.reference_spec(config), heap)), values
+                cases.model_of(config, megatron.use_symmoe(cases.reference_spec(config), heap)),
+                values,
             )
             for _ in range(3):
                 model(**cases.batch_of()).mean().backward()
@@ -627,7 +745,9 @@ def test_heap_of_the_planned_size_is_enough(rank: int, num_ranks: int, name: str
 @pytest.mark.parametrize("name", ["plain", "capacity, by prob", "recomputed layers"])
 @pytest.mark.parametrize("form", ["experts", "dispatcher"])
 @run_on(2, fixture="ranks")
-def test_metrics_and_recorded_routing_are_those_of_megatron(rank: int, num_ranks: int, form: str, name: str) -> None:
+def test_metrics_and_recorded_routing_are_those_of_megatron(
+    rank: int, num_ranks: int, form: str, name: str
+) -> None:
     """Records of our layers equal the routing maps of Megatron's own model's routers, on the same tokens."""
     cases.use_groups(ep=2)
     config = cases.config_of(**FIELDS[name])
@@ -635,7 +755,9 @@ def test_metrics_and_recorded_routing_are_those_of_megatron(rank: int, num_ranks
 
     def keep_maps(model: Any) -> None:
         for layer in model.decoder.layers:
-            layer.mlp.router.register_forward_hook(lambda module, args, output: maps.append(output[1].clone()))
+            layer.mlp.router.register_forward_hook(
+                lambda module, args, output: maps.append(output[1].clone())
+            )
 
     spec = cases.reference_spec(config)
     megatrons = cases.model_of(config, spec)
@@ -655,7 +777,9 @@ def test_metrics_and_recorded_routing_are_those_of_megatron(rank: int, num_ranks
         for ids, routing_map in zip(routing.values(), maps, strict=True):
             chosen = (ids[:, :, None] == experts).any(1)
             assert chosen.sum() == ids.numel()
-            assert torch.equal(chosen & routing_map, routing_map)  # the router's, before its capacity factor's drops
+            assert torch.equal(
+                chosen & routing_map, routing_map
+            )  # the router's, before its capacity factor's drops
         keep_maps(model)
         with symmoe.replay_routing(model, routing), torch.no_grad():
             model(**cases.batch_of())
@@ -684,7 +808,9 @@ def _route_by_hand(router: Any, given: list[torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("score", ["plain", "sigmoid, expert bias, groups"])
-@pytest.mark.parametrize(("ep", "num_chunks"), [(2, None), (1, 2), pytest.param(1, None, marks=_SLOW)])
+@pytest.mark.parametrize(
+    ("ep", "num_chunks"), [(2, None), (1, 2), pytest.param(1, None, marks=_SLOW)]
+)
 @run_on(2, fixture="ranks")
 def test_each_micro_batch_takes_the_experts_it_is_given(
     rank: int, num_ranks: int, ep: int, num_chunks: int | None, score: str
@@ -702,7 +828,9 @@ def test_each_micro_batch_takes_the_experts_it_is_given(
         own[chunks.index(model)].append(routing)
         return output
 
-    def results(chunks: list[Any], routing: Sequence[Any] = (), step: Any = _forward_step) -> dict[str, torch.Tensor]:
+    def results(
+        chunks: list[Any], routing: Sequence[Any] = (), step: Any = _forward_step
+    ) -> dict[str, torch.Tensor]:
         with ExitStack() as replayed:
             for chunk, given in zip(chunks, routing, strict=bool(routing)):
                 replayed.enter_context(symmoe.replay_routing(chunk, given))
@@ -710,19 +838,26 @@ def test_each_micro_batch_takes_the_experts_it_is_given(
 
     with cases.opened_heap() as heap:
         config = cases.config_of(**fields, **FIELDS["recomputed layers"])
-        chunks = _chunks(config, cases.forms_of(cases.reference_spec(config), heap)["experts"], stage, pp)
+        chunks = _chunks(
+            config, cases.forms_of(cases.reference_spec(config), heap)["experts"], stage, pp
+        )
         own = [[] for _ in chunks]
         want = results(chunks, step=record)
         assert [len(each) for each in own] == [NUM_MICRO_BATCHES] * len(chunks)
         assert cases.differences(results(chunks, own), want) == {}
 
         # Megatron counts rows only if experts have a capacity: some tokens have no expert, and none is dropped here.
-        config, seeds = cases.config_of(**fields, moe_expert_capacity_factor=8.0), itertools.count(100 * rank)
+        config, seeds = (
+            cases.config_of(**fields, moe_expert_capacity_factor=8.0),
+            itertools.count(100 * rank),
+        )
         stock = _chunks(config, cases.reference_spec(config), stage, pp)
         other = [[other_routing(routing, next(seeds)) for routing in routings] for routings in own]
         for chunk, routings in zip(stock, other, strict=True):
             for name in routings[0]:
-                _route_by_hand(chunk.get_submodule(name).router, [routing[name] for routing in routings])
+                _route_by_hand(
+                    chunk.get_submodule(name).router, [routing[name] for routing in routings]
+                )
         found, expected = results(chunks, other), results(stock)
     cases.check_equal({"experts": found, "megatron": expected})
     assert max(cases.differences(found, want).values()) > 0.1
@@ -738,7 +873,9 @@ def test_torch_compile_leaves_the_trips_alone(rank: int, num_ranks: int, form: s
     with cases.opened_heap() as heap:
         layer = cases.layer_of(config, cases.forms_of(cases.reference_spec(config), heap)[form])
         generator = torch.Generator().manual_seed(rank)
-        x = torch.randn(cases.SEQUENCE, cases.BATCH, config.hidden_size, generator=generator, requires_grad=True)
+        x = torch.randn(
+            cases.SEQUENCE, cases.BATCH, config.hidden_size, generator=generator, requires_grad=True
+        )
 
         def results(module: Any) -> dict[str, torch.Tensor]:
             x.grad = None
@@ -762,8 +899,14 @@ def test_torch_compile_leaves_the_trips_alone(rank: int, num_ranks: int, form: s
     for each in breaks:
         match = re.search(r"Skip inlining function <function (\S+) at", str(each.reason))
         left_alone |= {match[1]} if match else set()
-        assert match or not any(Path(frame.filename).is_relative_to(PACKAGE) for frame in each.user_stack[-1:]), each
-    trips = {"FusedTokenDispatcher.compute", "SymmTokenDispatcher.token_dispatch", "SymmTokenDispatcher.token_combine"}
+        assert match or not any(
+            Path(frame.filename).is_relative_to(PACKAGE) for frame in each.user_stack[-1:]
+        ), each
+    trips = {
+        "FusedTokenDispatcher.compute",
+        "SymmTokenDispatcher.token_dispatch",
+        "SymmTokenDispatcher.token_combine",
+    }
     assert set() < left_alone <= {*trips, "SymmExperts.forward"}
 
 
@@ -772,14 +915,23 @@ def test_half_precision_is_as_good_as_megatrons(rank: int, num_ranks: int) -> No
     """Of all gradients in bf16, the root mean square error against fp32 is as small as that of Megatron's layer."""
     cases.use_groups(ep=2)
     with cases.opened_heap() as heap:
-        exact = cases.results_of(cases.model_of(cases.config_of(), cases.reference_spec(cases.config_of())))
+        exact = cases.results_of(
+            cases.model_of(cases.config_of(), cases.reference_spec(cases.config_of()))
+        )
         config = cases.config_of(bf16=True, params_dtype=torch.bfloat16)
         spec, errors = cases.reference_spec(config), {}
-        for form, form_spec in {"megatron": spec, "symmoe": megatron.use_symmoe(spec, heap)}.items():
+        for form, form_spec in {
+            "megatron": spec,
+            "symmoe": megatron.use_symmoe(spec, heap),
+        }.items():
             model = Float16Module(config, cases.model_of(config, form_spec))
             model(**cases.batch_of()).mean().backward()
             squares = [
-                float(((parameter.grad - exact[name]).square().sum() / exact[name].square().sum()).sqrt())
+                float(
+                    (
+                        (parameter.grad - exact[name]).square().sum() / exact[name].square().sum()
+                    ).sqrt()
+                )
                 for name, parameter in cases.named_parameters(model)
             ]
             errors[form] = sum(squares) / len(squares)
@@ -820,7 +972,11 @@ def test_fp8_experts_train_as_bf16(rank: int, num_ranks: int) -> None:
         for name, fields in {"bf16": {}, "fp8": cases.FP8}.items():
             half = {"bf16": True, "params_dtype": torch.bfloat16}
             config = cases.config_of(**{**cases.FP8, "fp8": None, **fields, **half})
-            run = _Run(config, _with_fused_gradients(megatron.use_symmoe(cases.reference_spec(config), heap)), False)
+            run = _Run(
+                config,
+                _with_fused_gradients(megatron.use_symmoe(cases.reference_spec(config), heap)),
+                False,
+            )
             losses[name] = run.steps(30)
     first, curves = losses["bf16"][0], list(zip(*losses.values(), strict=True))
     assert all(0 < abs(bf16 - fp8) < 0.05 * first for bf16, fp8 in curves)
@@ -841,7 +997,11 @@ def test_state_of_other_forms(rank: int, num_ranks: int) -> None:
     cases.use_groups(ep=2)
     experts = megatron.SymmExperts(4, cases.config_of())
     linears = (("linear_fc1", experts.linear_fc1), ("linear_fc2", experts.linear_fc2))
-    state = {f"{name}.weight{i}": torch.randn(linear.weight.shape[1:]) for name, linear in linears for i in range(4)}
+    state = {
+        f"{name}.weight{i}": torch.randn(linear.weight.shape[1:])
+        for name, linear in linears
+        for i in range(4)
+    }
     experts.load_state_dict(dict(state), strict=True)
     for name, linear in linears:
         for i in range(4):
@@ -867,18 +1027,26 @@ def test_state_of_other_forms(rank: int, num_ranks: int) -> None:
     ],
 )
 @run_on(2, fixture="ranks")
-def test_what_cannot_be_is_refused_on_every_rank(rank: int, num_ranks: int, what: str, error: type, text: str) -> None:
+def test_what_cannot_be_is_refused_on_every_rank(
+    rank: int, num_ranks: int, what: str, error: type, text: str
+) -> None:
     """Of building a layer that cannot be; the error must come on every rank."""
     cases.use_groups(ep=2)
     num_bytes, use, options = {
-        "capacity with others' experts": (1 << 20, megatron.use_symmoe_dispatcher, {"capacity": 64}),
+        "capacity with others' experts": (
+            1 << 20,
+            megatron.use_symmoe_dispatcher,
+            {"capacity": 64},
+        ),
         "too small a capacity": (1 << 20, megatron.use_symmoe, {"capacity": 8}),
         "too small a heap": (24 << 10, megatron.use_symmoe, {}),
     }.get(what, (1 << 20, megatron.use_symmoe, {}))
     if what == "expert tensor parallelism":
         parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=2, expert_model_parallel_size=1, expert_tensor_parallel_size=2
+            tensor_model_parallel_size=2,
+            expert_model_parallel_size=1,
+            expert_tensor_parallel_size=2,
         )
     with pytest.raises(error, match=re.escape(text)), megatron.open_heap(num_bytes) as heap:  # noqa: PT012 - one of several
         if what == "another group's heap":
@@ -938,9 +1106,17 @@ def test_distributed_optimizer(rank: int, num_ranks: int, ep: int) -> None:
                 if form == "experts":
                     sizes.append(run.state_size())
         assert len(cases.differences(run.parameters(), before)) == len(before)
-        to_plain, to_megatrons = (found[other] for other in (("experts", False), ("megatron", True)))
-        assert max(cases.differences(found["experts", True], to_plain).values(), default=0.0) < cases.ROUNDING
+        to_plain, to_megatrons = (
+            found[other] for other in (("experts", False), ("megatron", True))
+        )
+        assert (
+            max(cases.differences(found["experts", True], to_plain).values(), default=0.0)
+            < cases.ROUNDING
+        )
         # Adam divides by small numbers.
-        assert max(cases.differences(found["experts", True], to_megatrons).values()) < 100 * cases.ROUNDING
+        assert (
+            max(cases.differences(found["experts", True], to_megatrons).values())
+            < 100 * cases.ROUNDING
+        )
         plain, sharded = sizes  # numbers of Adam's state on this rank
         assert sharded < 0.7 * plain if ep == 1 else sharded < plain

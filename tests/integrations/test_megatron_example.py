@@ -45,7 +45,10 @@ def losses_of(*arguments: str) -> list[float]:
 @pytest.mark.slow
 def test_learns_and_agrees_with_megatrons_layer_on_other_layouts():
     ours, theirs = losses_of(), losses_of("--dispatcher=alltoall")
-    halves = ["--micro-batch=2", "--micro-batches=2"]  # the same sequences; their aux loss is another
+    halves = [
+        "--micro-batch=2",
+        "--micro-batches=2",
+    ]  # the same sequences; their aux loss is another
     theirs_in_halves = losses_of("--dispatcher=alltoall", *halves)
     replicated = losses_of("--expert-parallel=1", "--experts=megatron", "--order=slot", *halves)
     assert ours[0] == pytest.approx(math.log(256), rel=0.02)
@@ -150,7 +153,9 @@ def test_fused_attention(num_groups: int):
     generator = torch.Generator().manual_seed(0)
     length, batch, num_heads, width = 5, 3, 4, 8
     query = torch.randn(length, batch, num_heads, width, generator=generator)
-    key, value = (torch.randn(length, batch, num_groups, width, generator=generator) for _ in range(2))
+    key, value = (
+        torch.randn(length, batch, num_groups, width, generator=generator) for _ in range(2)
+    )
     found = module_of("megatron_without_te").FusedAttention(None, 1)(query, key, value, None)
     want = torch.zeros(length, batch, num_heads, width)
     for position in range(length):

@@ -45,12 +45,16 @@ def config() -> TransformerConfig:
 # -- slots ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("num_tokens", "num_experts", "top_k"), [(17, 8, 3), (5, 4, 4), (9, 2, 5), (0, 8, 2)])
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "top_k"), [(17, 8, 3), (5, 4, 4), (9, 2, 5), (0, 8, 2)]
+)
 def test_slots_are_the_experts_in_ascending_order(num_tokens: int, num_experts: int, top_k: int):
     generator = torch.Generator().manual_seed(num_tokens)
     routing_map = torch.rand(num_tokens, num_experts, generator=generator) < 0.4
     routing_map &= routing_map.cumsum(1) <= top_k
-    probs = torch.rand(num_tokens, num_experts, generator=generator, dtype=torch.float64, requires_grad=True)
+    probs = torch.rand(
+        num_tokens, num_experts, generator=generator, dtype=torch.float64, requires_grad=True
+    )
     topk_idx, topk_probs = select_slots(routing_map, probs, top_k=top_k)
 
     width = min(top_k, num_experts)
@@ -96,7 +100,12 @@ def test_layer_spec_is_replaced_in_a_copy(heap: SymmetricHeap):
         assert new.submodules.self_attention is spec.submodules.self_attention
     assert "pg_collection" not in others
     groups = object()
-    assert parts_of(megatron.use_symmoe(spec, heap, pg_collection=groups).submodules.mlp)[2]["pg_collection"] is groups
+    assert (
+        parts_of(megatron.use_symmoe(spec, heap, pg_collection=groups).submodules.mlp)[2][
+            "pg_collection"
+        ]
+        is groups
+    )
     new_module, new_submodules, others = parts_of(megatron.use_symmoe_experts(spec).submodules.mlp)
     assert (new_module, new_submodules.experts, others) == (MoELayer, megatron.SymmExperts, {})
 
@@ -120,7 +129,9 @@ def test_copied_specs_share_the_heap(heap: SymmetricHeap):
 
 
 def test_spec_without_moe_is_refused(heap: SymmetricHeap):
-    with pytest.raises(ArgumentError, match=r"spec \(ModuleSpec\) has no MoE layer; make it with num_experts"):
+    with pytest.raises(
+        ArgumentError, match=r"spec \(ModuleSpec\) has no MoE layer; make it with num_experts"
+    ):
         megatron.use_symmoe(get_gpt_layer_local_spec(), heap)
 
 
@@ -168,7 +179,9 @@ def test_the_tests_configuration_is_accepted(config: TransformerConfig):
 
 
 @pytest.mark.parametrize(("field", "value", "problem"), REFUSED)
-def test_field_is_refused_by_name(config: TransformerConfig, field: str, value: object, problem: Any):
+def test_field_is_refused_by_name(
+    config: TransformerConfig, field: str, value: object, problem: Any
+):
     setattr(config, field, value)  # Megatron's own checks ask for extensions that are not here
     error = problem(config)
     assert isinstance(error, ArgumentError)
@@ -186,7 +199,10 @@ def test_captured_attention_is_accepted(config: TransformerConfig):
 
 
 def test_offloaded_experts_are_refused(config: TransformerConfig):
-    config.fine_grained_activation_offloading, config.offload_modules = True, ["core_attn", "moe_act"]
+    config.fine_grained_activation_offloading, config.offload_modules = (
+        True,
+        ["core_attn", "moe_act"],
+    )
     assert "offload_modules (['moe_act'])" in str(experts_problem(config))
     config.offload_modules = ["core_attn"]
     assert experts_problem(config) is None
@@ -202,7 +218,9 @@ def test_padded_capacity_of_many_experts_is_refused(config: TransformerConfig):
 @pytest.mark.parametrize("gated", [False, True])
 def test_activation_without_a_kernel_is_refused(config: TransformerConfig, gated: bool):
     config.activation_func, config.gated_linear_unit = F.relu, gated
-    with pytest.raises(ArgumentError, match=r"activation_func \(relu\) must be one of silu, quick_gelu, gelu"):
+    with pytest.raises(
+        ArgumentError, match=r"activation_func \(relu\) must be one of silu, quick_gelu, gelu"
+    ):
         activation_of(config)
 
 

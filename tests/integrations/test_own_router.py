@@ -21,7 +21,9 @@ class Own(nn.Module):
 
     def __init__(self, config: symmoe.MoEConfig, heap: symmoe.SymmetricHeap) -> None:
         super().__init__()
-        self.keys = nn.Parameter(torch.randn(EXPERTS, H, generator=torch.Generator().manual_seed(5)))
+        self.keys = nn.Parameter(
+            torch.randn(EXPERTS, H, generator=torch.Generator().manual_seed(5))
+        )
         self.moe = symmoe.MoELayer(config, heap)
 
     def choose(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -29,14 +31,18 @@ class Own(nn.Module):
         probs, topk_idx = cosines.exp().topk(TOP_K)
         return topk_idx, probs
 
-    def forward(self, x: torch.Tensor, token_mask: torch.Tensor | None = None) -> tuple[torch.Tensor, object]:
+    def forward(
+        self, x: torch.Tensor, token_mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, object]:
         topk_idx, probs = self.choose(x)
         return self.moe(x, token_mask, topk_idx=topk_idx, probs=probs)
 
 
 def whole_weights() -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(6)
-    return [torch.randn(EXPERTS, *shape, generator=generator) / 4 for shape in ((2 * FFN, H), (H, FFN))]
+    return [
+        torch.randn(EXPERTS, *shape, generator=generator) / 4 for shape in ((2 * FFN, H), (H, FFN))
+    ]
 
 
 def tokens(rank: int) -> torch.Tensor:
@@ -46,7 +52,9 @@ def tokens(rank: int) -> torch.Tensor:
 def own_model(heap: symmoe.SymmetricHeap, config: symmoe.MoEConfig = NONE) -> Own:
     model, mine = Own(config, heap), EXPERTS // heap.num_ranks
     with torch.no_grad():
-        for linear, whole in zip((model.moe.experts.fc1, model.moe.experts.fc2), whole_weights(), strict=True):
+        for linear, whole in zip(
+            (model.moe.experts.fc1, model.moe.experts.fc2), whole_weights(), strict=True
+        ):
             linear.weight.copy_(whole[heap.rank * mine : (heap.rank + 1) * mine])
     return model
 
@@ -65,19 +73,29 @@ def looped(model: Own, num_ranks: int) -> tuple[list[torch.Tensor], dict[str, to
             row = torch.zeros(H, dtype=torch.float64)
             for expert in cosines[t].argsort(descending=True)[:TOP_K].tolist():
                 gate, up = (w1[expert] @ x[t]).chunk(2)
-                row = row + cosines[t, expert].exp() * (w2[expert] @ (nn.functional.silu(gate) * up))
+                row = row + cosines[t, expert].exp() * (
+                    w2[expert] @ (nn.functional.silu(gate) * up)
+                )
             rows.append(row)
         results.append(torch.stack(rows))
     torch.cat(results).square().sum().backward()
     return results, {"keys": keys.grad, "w1": w1.grad, "w2": w2.grad, "x": [x.grad for x in inputs]}
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    "compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"]
+)
 @run_on(2)
-def test_results_and_gradients_are_those_of_a_loop(rank, num_ranks, heap: symmoe.SymmetricHeap, compiled: bool) -> None:
+def test_results_and_gradients_are_those_of_a_loop(
+    rank, num_ranks, heap: symmoe.SymmetricHeap, compiled: bool
+) -> None:
     model = own_model(heap)
     assert model.moe.router is None
-    assert set(dict(model.named_parameters())) == {"keys", "moe.experts.fc1.weight", "moe.experts.fc2.weight"}
+    assert set(dict(model.named_parameters())) == {
+        "keys",
+        "moe.experts.fc1.weight",
+        "moe.experts.fc2.weight",
+    }
     want, gradients = looped(model, num_ranks)
     x = tokens(rank).requires_grad_()
     run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
@@ -86,12 +104,18 @@ def test_results_and_gradients_are_those_of_a_loop(rank, num_ranks, heap: symmoe
     dist.all_reduce(model.keys.grad)
     mine = slice(rank * EXPERTS // num_ranks, (rank + 1) * EXPERTS // num_ranks)
     found = {"y": y, "dx": x.grad, "keys": model.keys.grad}
-    found |= {name: model.moe.get_parameter(f"experts.{name}.weight").grad for name in ("fc1", "fc2")}
+    found |= {
+        name: model.moe.get_parameter(f"experts.{name}.weight").grad for name in ("fc1", "fc2")
+    }
     wanted = {"y": want[rank], "dx": gradients["x"][rank], "keys": gradients["keys"]}
     wanted |= {"fc1": gradients["w1"][mine], "fc2": gradients["w2"][mine]}
     for name, tensor in wanted.items():
-        torch.testing.assert_close(found[name].double(), tensor, rtol=1e-4, atol=1e-5, msg=f"{name}")
-    loads = torch.cat([model.choose(tokens(r))[0].flatten() for r in range(num_ranks)]).bincount(minlength=EXPERTS)
+        torch.testing.assert_close(
+            found[name].double(), tensor, rtol=1e-4, atol=1e-5, msg=f"{name}"
+        )
+    loads = torch.cat([model.choose(tokens(r))[0].flatten() for r in range(num_ranks)]).bincount(
+        minlength=EXPERTS
+    )
     assert (metrics.expert_load.tolist(), metrics.aux_loss) == (loads.tolist(), 0)
 
 
@@ -100,9 +124,13 @@ OPTIONS = [{}, {"capacity_factor": 0.8}, {"order": "slot", "stash": "none"}, {"c
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("masked", [False, True], ids=["all tokens", "padding"])
-def test_given_what_the_router_says_a_layer_does_the_same(heap: symmoe.SymmetricHeap, options: dict, masked: bool):
+def test_given_what_the_router_says_a_layer_does_the_same(
+    heap: symmoe.SymmetricHeap, options: dict, masked: bool
+):
     layer = symmoe.MoELayer(symmoe.MoEConfig(**SHAPE, **options), heap)
-    bare = symmoe.MoELayer(symmoe.MoEConfig(**SHAPE, **options, router="none"), heap, experts=layer.experts)
+    bare = symmoe.MoELayer(
+        symmoe.MoEConfig(**SHAPE, **options, router="none"), heap, experts=layer.experts
+    )
     x, token_mask = tokens(3), torch.arange(13) % 3 > 0 if masked else None
     want, metrics = layer(x, token_mask)
     want.square().sum().backward()
@@ -126,7 +154,10 @@ def test_given_what_the_router_says_a_layer_does_the_same(heap: symmoe.Symmetric
 def test_losses_and_counts_are_the_routers(heap: symmoe.SymmetricHeap):
     config = symmoe.MoEConfig(**SHAPE, aux_loss_coef=0.1, z_loss_coef=0.1, expert_bias=True)
     layer, x = symmoe.MoELayer(config, heap), tokens(0)
-    topk_idx, probs = torch.tensor([[0, 1]] * len(x)), torch.rand(len(x), TOP_K).bfloat16().requires_grad_()
+    topk_idx, probs = (
+        torch.tensor([[0, 1]] * len(x)),
+        torch.rand(len(x), TOP_K).bfloat16().requires_grad_(),
+    )
     with symmoe.record_routing(layer) as routing:
         y, metrics = layer(x, topk_idx=topk_idx, probs=probs)
         y.sum().backward()
@@ -163,12 +194,17 @@ WRONG = {
     "a list": (lambda ids, probs: (ids, probs.tolist()), "probs (list) must be a tensor"),
     "meta": (lambda ids, probs: (ids, probs.to("meta")), "on meta"),
     "ids": (lambda ids, probs: (ids[:3], probs), "topk_idx has shape [3, 2]"),
-    "not finite": (lambda ids, probs: (ids, probs / 0), "probs of token 0 are not finite (7 such tokens)"),
+    "not finite": (
+        lambda ids, probs: (ids, probs / 0),
+        "probs of token 0 are not finite (7 such tokens)",
+    ),
 }
 
 
 @run_on(2)
-def test_wrong_arguments_raise_on_every_rank(rank: int, num_ranks: int, heap: symmoe.SymmetricHeap) -> None:
+def test_wrong_arguments_raise_on_every_rank(
+    rank: int, num_ranks: int, heap: symmoe.SymmetricHeap
+) -> None:
     layer, x = symmoe.MoELayer(NONE, heap), tokens(0)
     good = torch.tensor([[0, 3]] * len(x)), torch.ones(len(x), TOP_K)
     for culprit in range(num_ranks):
@@ -194,7 +230,11 @@ def test_models_without_a_router_on_a_mesh(rank: int, num_ranks: int) -> None:
 
 
 def test_replay_is_for_routers(heap: symmoe.SymmetricHeap):
-    bare, layer, x = symmoe.MoELayer(NONE, heap), symmoe.MoELayer(symmoe.MoEConfig(**SHAPE), heap), tokens(0)
+    bare, layer, x = (
+        symmoe.MoELayer(NONE, heap),
+        symmoe.MoELayer(symmoe.MoEConfig(**SHAPE), heap),
+        tokens(0),
+    )
     with pytest.raises(ArgumentError, match="has no router"), symmoe.balanced_routing(bare):
         pass
     with pytest.raises(ArgumentError, match="is called with probs"), symmoe.balanced_routing(layer):
@@ -203,7 +243,13 @@ def test_replay_is_for_routers(heap: symmoe.SymmetricHeap):
 
 @pytest.mark.parametrize(
     "field",
-    [{"aux_loss_coef": 0.1}, {"z_loss_coef": 0.1}, {"expert_bias": True}, {"score": "sigmoid"}, {"route_scale": 2.0}],
+    [
+        {"aux_loss_coef": 0.1},
+        {"z_loss_coef": 0.1},
+        {"expert_bias": True},
+        {"score": "sigmoid"},
+        {"route_scale": 2.0},
+    ],
     ids=str,
 )
 def test_a_configuration_without_a_router_has_none_of_its_fields(field: dict):

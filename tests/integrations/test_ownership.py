@@ -7,7 +7,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from cluster import run_on
-from small_model import CONFIG, TOKENS, Model, curve_of, equal_shares, model_of, open_heap, set_weights
+from small_model import (
+    CONFIG,
+    TOKENS,
+    Model,
+    curve_of,
+    equal_shares,
+    model_of,
+    open_heap,
+    set_weights,
+)
 from torch import nn
 from torch.nn.utils import parametrize
 
@@ -24,7 +33,9 @@ def copied(model: nn.Module) -> nn.Module:
 
 
 def assigned(model: nn.Module) -> nn.Module:
-    model.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()}, assign=True)
+    model.load_state_dict(
+        {name: tensor.clone() for name, tensor in model.state_dict().items()}, assign=True
+    )
     return model
 
 
@@ -56,7 +67,9 @@ WAYS = {"copied": copied, "assigned": assigned, "converted": converted}
 WAYS["materialised"] = lambda model: model.to("meta").to_empty(device="cpu")
 
 
-def train(model: Model, rank: int, shares: tuple[int, ...], group: dist.ProcessGroup | None) -> list[float]:
+def train(
+    model: Model, rank: int, shares: tuple[int, ...], group: dist.ProcessGroup | None
+) -> list[float]:
     """The loss of the global batch at every step."""
 
     def reduce_and_clip() -> None:
@@ -85,7 +98,9 @@ def experts_of(model: nn.Module) -> set[str]:
     return {name for name, _, is_expert in named_parameters(model) if is_expert}
 
 
-FOUR = {f"blocks.{block}.moe.experts.{linear}.weight" for block in (0, 1) for linear in ("fc1", "fc2")}
+FOUR = {
+    f"blocks.{block}.moe.experts.{linear}.weight" for block in (0, 1) for linear in ("fc1", "fc2")
+}
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -93,12 +108,20 @@ def test_experts_stay_experts(heap: symmoe.SymmetricHeap, way: str):
     model = WAYS[way](Model(heap))
     assert experts_of(model) == FOUR
     dense, experts = (group["params"] for group in parameter_groups(model))
-    assert [id(p) for p in experts] == [id(p) for name, p in model.named_parameters() if name in FOUR]
-    assert [id(p) for p in dense] == [id(p) for name, p in model.named_parameters() if name not in FOUR]
+    assert [id(p) for p in experts] == [
+        id(p) for name, p in model.named_parameters() if name in FOUR
+    ]
+    assert [id(p) for p in dense] == [
+        id(p) for name, p in model.named_parameters() if name not in FOUR
+    ]
 
 
-def test_parametrized_experts_adapters_of_a_copy_and_wrapped_experts_are_experts(heap: symmoe.SymmetricHeap):
-    originals = {name.replace("fc1.weight", "fc1.parametrizations.weight.original") for name in FOUR}
+def test_parametrized_experts_adapters_of_a_copy_and_wrapped_experts_are_experts(
+    heap: symmoe.SymmetricHeap,
+):
+    originals = {
+        name.replace("fc1.weight", "fc1.parametrizations.weight.original") for name in FOUR
+    }
     assert experts_of(parametrized(Model(heap))) == originals
     model = Model(heap)
     symmoe.add_lora(model, rank=2, alpha=1.0)
@@ -116,7 +139,10 @@ def test_shared_parameters_are_named_once_unless_asked_for(heap: symmoe.Symmetri
     once = [(name, is_expert) for name, _, is_expert in named_parameters(model)]
     assert once == [("0.weight", True), ("1.router.weight", False), ("1.experts.fc2.weight", True)]
     every = [name for name, _, is_expert in named_parameters(model, shared=True) if is_expert]
-    assert every == ["0.weight", *(f"{i}.experts.{fc}.weight" for i in (1, 2) for fc in ("fc1", "fc2"))]
+    assert every == [
+        "0.weight",
+        *(f"{i}.experts.{fc}.weight" for i in (1, 2) for fc in ("fc1", "fc2")),
+    ]
 
 
 def test_a_module_of_ones_own_says_that_it_holds_experts():
@@ -132,7 +158,9 @@ def test_a_module_of_ones_own_says_that_it_holds_experts():
 
 @pytest.mark.parametrize("way", ["copied", "assigned"])
 @run_on(2)
-def test_replaced_parameters_are_saved_and_loaded(rank: int, num_ranks: int, tmp_path: Path, way: str) -> None:
+def test_replaced_parameters_are_saved_and_loaded(
+    rank: int, num_ranks: int, tmp_path: Path, way: str
+) -> None:
     """A model whose parameters have been replaced saves, and loads into one whose have not."""
     folder = str(tmp_path / "checkpoint")
     with symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:

@@ -37,7 +37,9 @@ LAYOUTS = {"EP2": (1, 2), "EP2 x FSDP2": (2, 2), "FSDP2": (2, 1)}
 Curve = list[tuple[float, float]]
 
 
-def train(model: nn.Module, rank: int, shares: tuple[int, ...], *, steps: int = STEPS, group=None) -> Curve:
+def train(
+    model: nn.Module, rank: int, shares: tuple[int, ...], *, steps: int = STEPS, group=None
+) -> Curve:
     """(loss of the global batch, gradient norm before clipping) of every step."""
 
     def clip() -> float:
@@ -60,7 +62,14 @@ def reference(
 
 
 def sharded(
-    rank, num_ranks, layout, wrap="fsdp", shares=None, steps=STEPS, config=small.CONFIG, ranks_per_node=None
+    rank,
+    num_ranks,
+    layout,
+    wrap="fsdp",
+    shares=None,
+    steps=STEPS,
+    config=small.CONFIG,
+    ranks_per_node=None,
 ) -> tuple[Curve, dict[str, torch.Tensor]]:
     shares = shares or small.equal_shares(num_ranks)
     if len(layout) == 2:
@@ -108,7 +117,9 @@ def slow(function: str, **fields: Any) -> Any:
     return pytest.param(function, fields, marks=pytest.mark.slow)
 
 
-BALANCED = dataclasses.replace(small.CONFIG, balance="replicas", replica_places=1, replica_slack=0.0)
+BALANCED = dataclasses.replace(
+    small.CONFIG, balance="replicas", replica_places=1, replica_slack=0.0
+)
 CURVES = [  # (kind of case, arguments of `sharded`)
     ("FSDP", {"layout": LAYOUTS["EP2"], "steps": 15}),
     *(slow("FSDP", layout=layout) for layout in LAYOUTS.values()),
@@ -120,8 +131,14 @@ CURVES = [  # (kind of case, arguments of `sharded`)
     slow("few or no tokens", layout=(1, 2), shares=(17, 31), steps=10),
     slow("few or no tokens", layout=(1, 2), wrap="ddp", shares=(small.TOKENS, 0), steps=10),
     ("few or no tokens", {"layout": (1, 2), "wrap": "ddp", "shares": (17, 31), "steps": 10}),
-    *(slow("hybrid sharding of experts", layout=layout, steps=10) for layout in ((2, 1, 2), (2, 2, 1))),
-    *(("replicas", {"layout": (1, 2), "wrap": wrap, "steps": 10, "config": BALANCED}) for wrap in ("fsdp", "ddp")),
+    *(
+        slow("hybrid sharding of experts", layout=layout, steps=10)
+        for layout in ((2, 1, 2), (2, 2, 1))
+    ),
+    *(
+        ("replicas", {"layout": (1, 2), "wrap": wrap, "steps": 10, "config": BALANCED})
+        for wrap in ("fsdp", "ddp")
+    ),
     # EP groups that span virtual nodes, and experts that are sharded or copied over other ranks.
     ("nodes", {"layout": (1, 2), "steps": 5, "ranks_per_node": 1}),
     *(
@@ -141,16 +158,26 @@ def test_curves_are_those_of_one_process(cluster, alone, function: str, fields: 
         assert len({tuple(curve) for curve, _ in results}) == 1  # the same bits on every rank
 
 
-@pytest.mark.parametrize(("num_ranks", "how"), [(2, "sums"), pytest.param(4, "dense mesh", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("num_ranks", "how"), [(2, "sums"), pytest.param(4, "dense mesh", marks=pytest.mark.slow)]
+)
 @run_on()
-def test_dense_mesh_and_loss_divided_by_all_tokens(rank: int, num_ranks: int, alone, how: str) -> None:
+def test_dense_mesh_and_loss_divided_by_all_tokens(
+    rank: int, num_ranks: int, alone, how: str
+) -> None:
     """Dense parameters on a mesh of their own over pairs of ranks; the first block is one more unit; or sums."""
     mesh = small.open_mesh(num_ranks // 2, 2)
     with small.open_heap(mesh) as heap:
         model = small.model_of(heap)
         if how == "dense mesh":
             dense_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-            parallelize(model, mesh, dense_mesh=dense_mesh, units=[model.blocks[0]], reshard_after_forward=False)
+            parallelize(
+                model,
+                mesh,
+                dense_mesh=dense_mesh,
+                units=[model.blocks[0]],
+                reshard_after_forward=False,
+            )
             assert model.first.weight.to_local().shape[0] == small.HIDDEN // 2
             assert not isinstance(model.blocks[1], FSDPModule)
         else:
@@ -179,7 +206,10 @@ def test_what_becomes_of_the_parameters(rank: int, num_ranks: int) -> None:
         first, second = model.blocks[0].moe, model.blocks[1].moe
         weight = first.experts.fc1.weight
         sizes = 2 * small.FFN, small.HIDDEN
-        assert (weight.shape, weight.to_local().shape) == ((small.EXPERTS, *sizes), (small.EXPERTS // 2, *sizes))
+        assert (weight.shape, weight.to_local().shape) == (
+            (small.EXPERTS, *sizes),
+            (small.EXPERTS // 2, *sizes),
+        )
         assert weight.device_mesh.mesh_dim_names == ("efsdp", "ep")
         assert weight.placements[1] == Shard(0)
         assert not isinstance(weight.placements[0], Replicate)
@@ -266,7 +296,9 @@ def test_bf16_parameters_and_an_fp32_router(rank: int, num_ranks: int, alone) ->
         assert loss.item() / num_ranks == pytest.approx(alone[0][0][0], rel=0.02)
 
 
-@pytest.mark.parametrize(("more", "wrap"), [("biases", "fsdp"), ("adapters", "ddp"), ("adapters", "fsdp")])
+@pytest.mark.parametrize(
+    ("more", "wrap"), [("biases", "fsdp"), ("adapters", "ddp"), ("adapters", "fsdp")]
+)
 @run_on(2)
 def test_biases_and_adapters(rank: int, num_ranks: int, more: str, wrap: str) -> None:
     """Experts with biases, or with LoRA: outputs and gradients are those of this rank's layer without a wrapper."""
@@ -274,7 +306,9 @@ def test_biases_and_adapters(rank: int, num_ranks: int, more: str, wrap: str) ->
     with small.open_heap(mesh) as heap:
         torch.manual_seed(rank)
         experts = (
-            symmoe.GroupedMLP(small.EXPERTS // 2, small.HIDDEN, small.FFN, bias=True) if more == "biases" else None
+            symmoe.GroupedMLP(small.EXPERTS // 2, small.HIDDEN, small.FFN, bias=True)
+            if more == "biases"
+            else None
         )
         layer = symmoe.MoELayer(small.CONFIG, heap, experts=experts)
         dist.broadcast(layer.router.weight.data, 0)
@@ -285,7 +319,9 @@ def test_biases_and_adapters(rank: int, num_ranks: int, more: str, wrap: str) ->
         y, _ = layer(x)
         y.square().sum().backward()
         kind = "lora" if more == "adapters" else "experts"
-        expected = {name: parameter.grad / 2 for name, parameter in layer.named_parameters() if kind in name}
+        expected = {
+            name: parameter.grad / 2 for name, parameter in layer.named_parameters() if kind in name
+        }
         assert len(expected) == 4
         layer.zero_grad()
         found, _ = {"fsdp": parallelize, "ddp": data_parallel}[wrap](nn.Sequential(layer), mesh)(x)
@@ -294,7 +330,9 @@ def test_biases_and_adapters(rank: int, num_ranks: int, more: str, wrap: str) ->
         for name, gradient in expected.items():
             got = layer.get_parameter(name).grad
             got = got.to_local() if isinstance(got, DTensor) else got
-            torch.testing.assert_close(got, gradient, rtol=1e-6 if more == "adapters" else 0, atol=0)
+            torch.testing.assert_close(
+                got, gradient, rtol=1e-6 if more == "adapters" else 0, atol=0
+            )
         assert more == "adapters" or layer.experts.fc2.bias.shape == (small.EXPERTS, small.HIDDEN)
 
 
@@ -311,23 +349,33 @@ def test_errors_name_both_values(rank: int, num_ranks: int) -> None:
                 wrap(small.Model(heap), flat)
             with pytest.raises(ArgumentError, match=r"group has 2 ranks .* of the mesh has 1"):
                 wrap(small.Model(heap), other)
-            options = {"weights": "discrete", "delay_wgrad": True, "accumulate_into_main_grad": True}
+            options = {
+                "weights": "discrete",
+                "delay_wgrad": True,
+                "accumulate_into_main_grad": True,
+            }
             for option, value in options.items():
-                experts = symmoe.GroupedMLP(small.EXPERTS // 2, small.HIDDEN, small.FFN, **{option: value})
+                experts = symmoe.GroupedMLP(
+                    small.EXPERTS // 2, small.HIDDEN, small.FFN, **{option: value}
+                )
                 layer = symmoe.MoELayer(small.CONFIG, heap, experts=experts)
                 with pytest.raises(ArgumentError, match=option):
                     wrap(nn.Sequential(layer), mesh)
         with pytest.raises(ArgumentError, match="dense_mesh has 1 ranks; it must have the 2"):
             parallelize(small.Model(heap), mesh, dense_mesh=mesh["efsdp"])
         with pytest.raises(ArgumentError, match="reduce_dtype"):
-            parallelize(small.Model(heap), mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16))
+            parallelize(
+                small.Model(heap), mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16)
+            )
         model = parallelize(small.Model(heap), mesh)
         with pytest.raises(ArgumentError, match="DTensors already"):
             shard_experts(model, mesh)
         with pytest.raises(ArgumentError, match="reduce_gradients would do it again"):
             symmoe.reduce_gradients(model)
         weight = model.last.weight
-        weight.grad = DTensor.from_local(torch.ones(small.FEATURES, small.HIDDEN), weight.device_mesh, [Partial()])
+        weight.grad = DTensor.from_local(
+            torch.ones(small.FEATURES, small.HIDDEN), weight.device_mesh, [Partial()]
+        )
         with pytest.raises(ArgumentError, match=r"last\.weight\.grad is a partial sum"):
             symmoe.clip_grad_norm(model, 1.0)
 
@@ -349,15 +397,21 @@ def test_with_compile_and_checkpointing(rank: int, num_ranks: int) -> None:
                     continue
                 contexts = noop_context_fn
                 if name == "selective":
-                    contexts = partial(create_selective_checkpoint_contexts, [torch.ops.symmoe.moe_forward.default])
-                block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
+                    contexts = partial(
+                        create_selective_checkpoint_contexts, [torch.ops.symmoe.moe_forward.default]
+                    )
+                block.forward = partial(
+                    checkpoint, block.forward, use_reentrant=False, context_fn=contexts
+                )
             small.rank_loss(model, 0, rank, small.equal_shares(2)).backward()
             for key, gradient in small.whole_gradients(model).items():
                 assert_close(gradient, expected[key.replace("_orig_mod.", "")], f"{name}: {key}")
 
 
 # -- constant_weights -------------------------------------------------------------------------------------------------
-QUANTIZED = dataclasses.replace(small.CONFIG, ffn=16, precision=Float8Block(), quantized_wire="both")
+QUANTIZED = dataclasses.replace(
+    small.CONFIG, ffn=16, precision=Float8Block(), quantized_wire="both"
+)
 
 
 def counted(kernel: str) -> Any:
@@ -367,20 +421,28 @@ def counted(kernel: str) -> Any:
 @pytest.mark.parametrize("layout", [(2, 1), (1, 2)], ids=["FSDP2", "EP2"])
 @pytest.mark.parametrize("wrap", ["fsdp", "ddp"])
 @run_on(2)
-def test_constant_weights_are_quantised_once(rank: int, num_ranks: int, layout: tuple[int, int], wrap: str) -> None:
+def test_constant_weights_are_quantised_once(
+    rank: int, num_ranks: int, layout: tuple[int, int], wrap: str
+) -> None:
     """Micro-batches in the block give the bits of those outside, and each weight is quantised once; a step is found."""
     mesh, shares = small.open_mesh(*layout), small.equal_shares(num_ranks)
     with small.open_heap(mesh) as heap:
         model, found = small.on_mesh(mesh, heap, wrap, QUANTIZED), []
         for is_constant in (False, True):
             context = symmoe.constant_weights(model) if is_constant else nullcontext()
-            with context, counted("quantize_weights") as single, counted("quantize_weight_pairs") as pairs:
+            with (
+                context,
+                counted("quantize_weights") as single,
+                counted("quantize_weight_pairs") as pairs,
+            ):
                 losses = []
                 for number in range(3):
                     losses.append(small.rank_loss(model, number, rank, shares))
                     losses[-1].backward()
             found.append({"losses": torch.stack(losses).detach(), **small.whole_gradients(model)})
-            assert single.call_count + pairs.call_count == 4 * (1 if is_constant else 3)  # two weights of two layers
+            assert single.call_count + pairs.call_count == 4 * (
+                1 if is_constant else 3
+            )  # two weights of two layers
             model.zero_grad()
         for name, want in found[0].items():
             assert torch.equal(found[1][name], want), name
@@ -414,12 +476,16 @@ ROUTES = {
 }
 
 
-def build(mesh, heap: symmoe.SymmetricHeap, wrap: str, experts: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+def build(
+    mesh, heap: symmoe.SymmetricHeap, wrap: str, experts: int
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = small.on_mesh(mesh, heap, wrap, dataclasses.replace(BIASED, num_experts=experts))
     return model, torch.optim.AdamW(parameter_groups(model), lr=1e-2)
 
 
-def train_steps(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, num_ranks: int, steps: range) -> float:
+def train_steps(
+    model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, num_ranks: int, steps: range
+) -> float:
     """The last loss of this rank."""
     for step in steps:
         loss = small.rank_loss(model, step, rank, small.equal_shares(num_ranks))
@@ -438,19 +504,25 @@ def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
     return state
 
 
-def save(rank: int, num_ranks: int, layout: tuple[int, int], wrap: str, experts: int, folder: str) -> State:
+def save(
+    rank: int, num_ranks: int, layout: tuple[int, int], wrap: str, experts: int, folder: str
+) -> State:
     mesh = small.open_mesh(*layout)
     with small.open_heap(mesh) as heap:
         model, optimizer = build(mesh, heap, wrap, experts)
         train_steps(model, optimizer, rank, num_ranks, range(3))
-        for number, moe in enumerate(module for module in model.modules() if isinstance(module, symmoe.MoELayer)):
+        for number, moe in enumerate(
+            module for module in model.modules() if isinstance(module, symmoe.MoELayer)
+        ):
             moe.router.expert_bias.copy_(torch.arange(experts) * 0.01 + number)
         of_model, of_optimizer = get_state_dict(model, optimizer)
         dcp.save({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=folder)
         return whole_state(model, optimizer)
 
 
-def load(rank: int, num_ranks: int, layout: tuple[int, int], experts: int, folder: str) -> tuple[State, State, tuple]:
+def load(
+    rank: int, num_ranks: int, layout: tuple[int, int], experts: int, folder: str
+) -> tuple[State, State, tuple]:
     """State before and after loading, and the local shape of the first expert weight."""
     mesh = small.open_mesh(*layout)
     with small.open_heap(mesh) as heap:
@@ -462,7 +534,9 @@ def load(rank: int, num_ranks: int, layout: tuple[int, int], experts: int, folde
         before = whole_state(model, optimizer)
         state = {"model": of_model, "optimizer": of_optimizer}
         dcp.load(state, checkpoint_id=folder)
-        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        set_state_dict(
+            model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
         after = whole_state(model, optimizer)
         weight = model.blocks[0].moe.experts.fc1.weight
         assert weight.shape == (experts, 2 * small.FFN, small.HIDDEN)
@@ -478,10 +552,14 @@ def bits(tensor: torch.Tensor) -> bytes:
 def test_every_value_survives_the_change_of_layout(cluster, tmp_path: Path, route: str):
     source, target, wrap, experts = ROUTES[route]
     saved = cluster(source[0] * source[1]).run(save, source, wrap, experts, str(tmp_path))[0]
-    for before, after, shape in cluster(target[0] * target[1]).run(load, target, experts, str(tmp_path)):
+    for before, after, shape in cluster(target[0] * target[1]).run(
+        load, target, experts, str(tmp_path)
+    ):
         assert after.keys() == saved.keys()
         assert {name for name in saved if "experts" in name} >= {
-            f"blocks.0.moe.experts.fc{n}.weight{suffix}" for n in (1, 2) for suffix in ("", "/exp_avg", "/exp_avg_sq")
+            f"blocks.0.moe.experts.fc{n}.weight{suffix}"
+            for n in (1, 2)
+            for suffix in ("", "/exp_avg", "/exp_avg_sq")
         }
         for name, tensor in saved.items():
             assert bits(after[name]) == bits(tensor), name

@@ -16,7 +16,17 @@ import transformers
 from hf_cases import FAMILIES, random_model
 from launchers import launched
 from safetensors.torch import load_file, save_file
-from trainer_cases import EVERY, KEPT, Job, Run, eval_data, resumed, small_model, trained, with_torch
+from trainer_cases import (
+    EVERY,
+    KEPT,
+    Job,
+    Run,
+    eval_data,
+    resumed,
+    small_model,
+    trained,
+    with_torch,
+)
 
 import symmoe
 from symmoe.errors import ArgumentError, CheckpointError
@@ -27,7 +37,11 @@ EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 CONFIGS: dict[str, dict[str, Any]] = {
     "target_parameters": {"target_parameters": EXPERTS, "target_modules": ["q_proj"]},
     "all-linear": {"target_modules": "all-linear"},
-    "experts, gaussian": {"target_parameters": EXPERTS, "init_lora_weights": "gaussian", "use_rslora": True},
+    "experts, gaussian": {
+        "target_parameters": EXPERTS,
+        "init_lora_weights": "gaussian",
+        "use_rslora": True,
+    },
 }
 BOUND = 1e-6
 
@@ -42,7 +56,9 @@ def wrapped_by_peft(model: Any, config: peft.LoraConfig) -> peft.PeftModel:
     return peft.get_peft_model(model, config)
 
 
-def wrapped(model: Any, config: peft.LoraConfig, heap: symmoe.SymmetricHeap, order: str) -> peft.PeftModel:
+def wrapped(
+    model: Any, config: peft.LoraConfig, heap: symmoe.SymmetricHeap, order: str
+) -> peft.PeftModel:
     """The same adapters, and this rank's experts."""
     if order == "wrap first":
         return swap_moe(wrapped_by_peft(model, config), heap)
@@ -58,18 +74,26 @@ def fill(folder: Path) -> None:
     """Random values in place of zeros in a file of adapters."""
     path = folder / "adapter_model.safetensors"
     generator = torch.Generator().manual_seed(3)
-    values = {key: torch.randn(each.shape, generator=generator) / 10 for key, each in sorted(load_file(path).items())}
+    values = {
+        key: torch.randn(each.shape, generator=generator) / 10
+        for key, each in sorted(load_file(path).items())
+    }
     save_file(values, path, metadata={"format": "pt"})
 
 
-def moved(rank: int, num_ranks: int, family: str, config: str, order: str, source: str, out: str) -> dict[str, Any]:
+def moved(
+    rank: int, num_ranks: int, family: str, config: str, order: str, source: str, out: str
+) -> dict[str, Any]:
     """Adapters of a file, into a swapped model and back, with the outputs."""
     with symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
         model = wrapped(random_model(family), config_of(config), heap, order)
         load_adapters(model, source)
         logits = model.eval()(eval_data()[rank]["input_ids"][None]).logits.detach()
         save_adapters(model, out)
-        return {"logits": logits, "trained": sum(p.numel() for p in model.parameters() if p.requires_grad)}
+        return {
+            "logits": logits,
+            "trained": sum(p.numel() for p in model.parameters() if p.requires_grad),
+        }
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -86,16 +110,23 @@ def test_files_of_peft(cluster, tmp_path: Path, family: str, config: str, order:
     plain.save_pretrained(tmp_path / "plain")
     fill(tmp_path / "plain")
     plain = peft.PeftModel.from_pretrained(random_model(family), tmp_path / "plain").eval()
-    found = cluster(2).run(moved, family, config, order, str(tmp_path / "plain"), str(tmp_path / "ours"))
+    found = cluster(2).run(
+        moved, family, config, order, str(tmp_path / "plain"), str(tmp_path / "ours")
+    )
     for rank, there in enumerate(found):
         logits = plain(eval_data()[rank]["input_ids"][None]).logits
         assert (there["logits"] - logits).abs().max() <= 2e-5 * logits.abs().max()
-    ours, theirs = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("ours", "plain"))
+    ours, theirs = (
+        load_file(tmp_path / name / "adapter_model.safetensors") for name in ("ours", "plain")
+    )
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
     whole = sum(tensor.numel() for tensor in theirs.values())
     of_experts = sum(tensor.numel() for key, tensor in theirs.items() if ".experts." in key)
-    assert of_experts > 0 or (family, config) == ("gpt_oss", "all-linear")  # as peft has it for this family
+    assert of_experts > 0 or (family, config) == (
+        "gpt_oss",
+        "all-linear",
+    )  # as peft has it for this family
     assert [there["trained"] for there in found] == [whole - of_experts // 2] * 2
     again = peft.PeftModel.from_pretrained(random_model(family), tmp_path / "ours").eval()
     ids = eval_data()[0]["input_ids"][None]
@@ -120,7 +151,9 @@ def test_adapters_train_as_on_the_plain_model(cluster, config: str, order: str):
     assert min(expected.norms) > 0.02
 
 
-def in_a_trainer(rank: int, num_ranks: int, folder: str, order: str) -> tuple[list[float], list[float], list[str]]:
+def in_a_trainer(
+    rank: int, num_ranks: int, folder: str, order: str
+) -> tuple[list[float], list[float], list[str]]:
     """Losses, those after a checkpoint, and the files of a checkpoint."""
     with launched(rank, num_ranks), symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
         model = wrapped(small_model(), config_of("target_parameters"), heap, order)
@@ -133,7 +166,9 @@ def in_a_trainer(rank: int, num_ranks: int, folder: str, order: str) -> tuple[li
 
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS)
-def test_adapters_in_a_trainer_train_and_resume_as_on_the_plain_model(cluster, tmp_path: Path, order: str):
+def test_adapters_in_a_trainer_train_and_resume_as_on_the_plain_model(
+    cluster, tmp_path: Path, order: str
+):
     plain = wrapped_by_peft(small_model(), config_of("target_parameters"))
     _, logs = trained(transformers.Trainer, plain, str(tmp_path / "one"), 1, max_grad_norm=0.02)
     losses, after, names = cluster(2).run(in_a_trainer, str(tmp_path / "two"), order)[0]
@@ -141,14 +176,20 @@ def test_adapters_in_a_trainer_train_and_resume_as_on_the_plain_model(cluster, t
     assert after == losses[2 * EVERY :]
     assert "adapter_model.safetensors" in names
     assert not any(name.startswith("model") for name in names)
-    best = peft.PeftModel.from_pretrained(small_model(), tmp_path / "two").state_dict()  # what save_model wrote
-    first = peft.PeftModel.from_pretrained(small_model(), tmp_path / "two" / f"checkpoint-{EVERY}").state_dict()
+    best = peft.PeftModel.from_pretrained(
+        small_model(), tmp_path / "two"
+    ).state_dict()  # what save_model wrote
+    first = peft.PeftModel.from_pretrained(
+        small_model(), tmp_path / "two" / f"checkpoint-{EVERY}"
+    ).state_dict()
     assert all(torch.equal(best[name], first[name]) for name in first)
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------
 @run_on(2)
-def test_adapters_that_experts_cannot_have_are_refused(rank: int, num_ranks: int, tmp_path: Path) -> None:
+def test_adapters_that_experts_cannot_have_are_refused(
+    rank: int, num_ranks: int, tmp_path: Path
+) -> None:
     folder = str(tmp_path)
     with symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
         ids = eval_data()[rank]["input_ids"][None]
@@ -157,8 +198,12 @@ def test_adapters_that_experts_cannot_have_are_refused(rank: int, num_ranks: int
             with pytest.raises(ArgumentError, match="would train fewer adapters"):
                 again(ids)
         names = [f"{EXPERTS[0].rpartition('.')[0]}.mlp.fc{layer}.weight" for layer in (1, 2)]
-        model = peft.get_peft_model(swap_moe(small_model(), heap), peft.LoraConfig(target_parameters=names))
-        with pytest.raises(ArgumentError, match="get_peft_model of a model whose experts are swapped"):
+        model = peft.get_peft_model(
+            swap_moe(small_model(), heap), peft.LoraConfig(target_parameters=names)
+        )
+        with pytest.raises(
+            ArgumentError, match="get_peft_model of a model whose experts are swapped"
+        ):
             model(ids)
         one = peft.LoraConfig(target_parameters=EXPERTS[:1])
         with pytest.raises(ArgumentError, match="both gate_up_proj and down_proj"):
@@ -175,8 +220,15 @@ def test_adapters_that_experts_cannot_have_are_refused(rank: int, num_ranks: int
             swap_moe(model, heap)
         for order in ORDERS:
             model = wrapped(small_model(), config_of("all-linear"), heap, order)
-            for method in (model.save_pretrained, model.merge_and_unload, model.disable_adapter, model.add_adapter):
-                with pytest.raises(ArgumentError, match="of peft knows nothing of adapters of experts"):
+            for method in (
+                model.save_pretrained,
+                model.merge_and_unload,
+                model.disable_adapter,
+                model.add_adapter,
+            ):
+                with pytest.raises(
+                    ArgumentError, match="of peft knows nothing of adapters of experts"
+                ):
                     method(folder)
             with pytest.raises(CheckpointError, match="No such file"):
                 load_adapters(model, folder)
@@ -185,7 +237,9 @@ def test_adapters_that_experts_cannot_have_are_refused(rank: int, num_ranks: int
         with pytest.raises(CheckpointError, match=r"has shape .* in the model"):
             load_adapters(other, f"{folder}/saved")
         assert not list(Path(folder).glob("*.partial"))
-        attention = get_peft_model(swap_moe(small_model(), heap), peft.LoraConfig(target_modules=["q_proj"]))
+        attention = get_peft_model(
+            swap_moe(small_model(), heap), peft.LoraConfig(target_modules=["q_proj"])
+        )
         names = [name for name, each in attention.named_parameters() if each.requires_grad]
         assert len(names) == 4
         assert all("q_proj.lora_" in name for name in names)
@@ -198,12 +252,16 @@ class Parts(torch.nn.Module):
     def __init__(self, heap: symmoe.SymmetricHeap) -> None:
         super().__init__()
         torch.manual_seed(heap.rank)
-        self.layer = symmoe.MoELayer(symmoe.MoEConfig(hidden=16, ffn=8, num_experts=4, top_k=2), heap)
+        self.layer = symmoe.MoELayer(
+            symmoe.MoEConfig(hidden=16, ffn=8, num_experts=4, top_k=2), heap
+        )
         self.mlp, self.linear = symmoe.GroupedMLP(2, 16, 8), symmoe.GroupedLinear(2, 16, 16)
 
     def forward(self, x: torch.Tensor, what: str) -> torch.Tensor:
         return (
-            self.layer(x)[0] if what == "layer" else getattr(self, what)(x, [2, 3], *[torch.ones(5)] * (what == "mlp"))
+            self.layer(x)[0]
+            if what == "layer"
+            else getattr(self, what)(x, [2, 3], *[torch.ones(5)] * (what == "mlp"))
         )
 
 
@@ -218,9 +276,15 @@ def test_target_parameters_of_modules_of_symmoe(rank: int, num_ranks: int) -> No
             ("mlp", "mlp.fc1.weight", "fc1"),
         ):
             parts = Parts(heap)
-            model = peft.get_peft_model(parts, peft.LoraConfig(target_parameters=[parameter])) if rank == 0 else parts
+            model = (
+                peft.get_peft_model(parts, peft.LoraConfig(target_parameters=[parameter]))
+                if rank == 0
+                else parts
+            )
             if rank == 0 or what == "layer":
-                with pytest.raises(ArgumentError, match=f"{holder} is in a ParamWrapper.*Call symmoe.add_lora"):
+                with pytest.raises(
+                    ArgumentError, match=f"{holder} is in a ParamWrapper.*Call symmoe.add_lora"
+                ):
                     model(x, what)
             Parts(heap)(x, what)
         options = {"r": 4, "target_parameters": ["linear.weight"], "init_lora_weights": False}
@@ -230,4 +294,6 @@ def test_target_parameters_of_modules_of_symmoe(rank: int, num_ranks: int) -> No
         assert all(each.grad is not None for each in model.parameters() if each.requires_grad)
         linear = model.merge_and_unload().linear  # W + B A, made by peft
         bounds = zip(linear.weight, linear.bias, ((0, 2), (2, 5)), strict=True)
-        torch.testing.assert_close(y, torch.cat([torch.nn.functional.linear(x[a:b], w, c) for w, c, (a, b) in bounds]))
+        torch.testing.assert_close(
+            y, torch.cat([torch.nn.functional.linear(x[a:b], w, c) for w, c, (a, b) in bounds])
+        )

@@ -74,14 +74,20 @@ def inputs(rank: int, num_tokens: int, top_k: int, dtype: torch.dtype) -> tuple[
     return x, scores.detach().requires_grad_(), ids
 
 
-def run(module, x: torch.Tensor, scores: torch.Tensor, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+def run(
+    module, x: torch.Tensor, scores: torch.Tensor, ids: torch.Tensor
+) -> dict[str, torch.Tensor]:
     y = module(x, scores, ids, torch.bincount(ids.flatten(), minlength=EXPERTS))
     (y.float().square().sum() + y.float().sum()).backward()
     found = {"y": y.detach(), "x": x.grad, "scores": scores.grad}
-    return found | {name: parameter.grad for name, parameter in module.inner_experts.named_parameters()}
+    return found | {
+        name: parameter.grad for name, parameter in module.inner_experts.named_parameters()
+    }
 
 
-@pytest.mark.parametrize(("nums", "top_k"), [((40, 40), 2), ((33, 7), 2), ((25, 0), 2), ((40, 21), 5)], ids=str)
+@pytest.mark.parametrize(
+    ("nums", "top_k"), [((40, 40), 2), ((33, 7), 2), ((25, 0), 2), ((40, 21), 5)], ids=str
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @run_on(2, fixture="ranks")
 def test_two_ranks_give_what_one_with_every_expert_gives(
@@ -102,11 +108,15 @@ def test_two_ranks_give_what_one_with_every_expert_gives(
     other.close()
     # A sum of two has one order, and torchtitan multiplies in bf16: the same products of the same rows.
     bounds = dict.fromkeys(
-        ("y", "x", "scores"), 0.0 if top_k == 2 else {torch.float32: 1e-6, torch.bfloat16: 0.02}[dtype]
+        ("y", "x", "scores"),
+        0.0 if top_k == 2 else {torch.float32: 1e-6, torch.bfloat16: 0.02}[dtype],
     )
     for name, parameter in local.inner_experts.named_parameters():
         dist.all_reduce(parameter.grad)  # an expert has seen the tokens of both ranks
-        expected[name], bounds[name] = parameter.grad.chunk(2)[rank], 0.02  # sums in bf16, in two parts or in one
+        expected[name], bounds[name] = (
+            parameter.grad.chunk(2)[rank],
+            0.02,
+        )  # sums in bf16, in two parts or in one
     for name, tensor in expected.items():
         if tensor.numel():
             want = tensor.float()
@@ -126,7 +136,9 @@ def test_torch_compile_leaves_the_trips_alone(rank: int, num_ranks: int) -> None
     found = run(torch.compile(module, backend="aot_eager"), *arguments)
     torch._dynamo.reset()
     x, scores, ids = arguments
-    breaks = torch._dynamo.explain(module)(x, scores, ids, torch.bincount(ids.flatten(), minlength=EXPERTS))
+    breaks = torch._dynamo.explain(module)(
+        x, scores, ids, torch.bincount(ids.flatten(), minlength=EXPERTS)
+    )
     module.token_dispatcher.close()
     for name, tensor in expected.items():
         assert torch.allclose(found[name], tensor, rtol=1e-5, atol=1e-6), name
@@ -136,9 +148,13 @@ def test_torch_compile_leaves_the_trips_alone(rank: int, num_ranks: int) -> None
         assert "it was wrapped with `torch.compiler.disable`" in str(each.reason)
 
 
-@pytest.mark.parametrize(("score", "is_step"), [("softmax", False), ("sigmoid", False), ("sigmoid", True)])
+@pytest.mark.parametrize(
+    ("score", "is_step"), [("softmax", False), ("sigmoid", False), ("sigmoid", True)]
+)
 @run_on(2, fixture="ranks")
-def test_routing_is_given_to_torchtitans_router(rank: int, num_ranks: int, score: str, is_step: bool) -> None:
+def test_routing_is_given_to_torchtitans_router(
+    rank: int, num_ranks: int, score: str, is_step: bool
+) -> None:
     """An MoE takes what was recorded, bit for bit; other experts (none for every fifth token), each micro-batch its
     own when activations are computed again, give what one with every expert and a router written here gives."""
     from torchtitan.models.common.linear import Linear
@@ -151,10 +167,15 @@ def test_routing_is_given_to_torchtitans_router(rank: int, num_ranks: int, score
     groups = {"num_expert_groups": 4, "num_limited_groups": 2} if is_sigmoid else {}
     options = {"score_func": score, "route_norm": is_sigmoid, "route_scale": 1.5, **groups}
     gate = Linear.Config(in_features=DIM, out_features=EXPERTS)
-    router, local = TokenChoiceTopKRouter.Config(**numbers, **options, gate=gate), config_of(local_dispatcher())
+    router, local = (
+        TokenChoiceTopKRouter.Config(**numbers, **options, gate=gate),
+        config_of(local_dispatcher()),
+    )
     step = torchtitan_experts.routed_experts(local, num_max_tokens_per_rank=64)
     own = step if is_step else config_of(our_dispatcher())
-    configs = [MoE.Config(num_experts=EXPERTS, routed_experts=each, router=router) for each in (local, own)]
+    configs = [
+        MoE.Config(num_experts=EXPERTS, routed_experts=each, router=router) for each in (local, own)
+    ]
     stock, ours = (MoE(config).train() for config in configs)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -164,12 +185,16 @@ def test_routing_is_given_to_torchtitans_router(rank: int, num_ranks: int, score
     spread(ours.routed_experts, rank)
     if is_step:  # in fp32, which torchtitan's experts do not compute in
         weights = list(stock.routed_experts.parameters())
-        stock.routed_experts.forward = lambda x, scores, ids, _num_tokens: formula(weights, x, scores, ids)
+        stock.routed_experts.forward = lambda x, scores, ids, _num_tokens: formula(
+            weights, x, scores, ids
+        )
     batches = [inputs(seed, 40 - 7 * rank, 2, torch.float32)[0] for seed in (rank, 5)]
 
     def results(module, *batches: torch.Tensor) -> list[torch.Tensor]:
         ys = [checkpoint(module, x, use_reentrant=False) for x in batches]
-        gradients = torch.autograd.grad(sum(y.square().sum() for y in ys), [*batches, module.router.gate.weight])
+        gradients = torch.autograd.grad(
+            sum(y.square().sum() for y in ys), [*batches, module.router.gate.weight]
+        )
         return [*ys, *gradients]
 
     want = results(ours, batches[0])
@@ -181,7 +206,9 @@ def test_routing_is_given_to_torchtitans_router(rank: int, num_ranks: int, score
     others, expected = [other_routing(routing, seed) for seed in (rank, 2 + rank)], []
     for x, other in zip(batches, others, strict=True):
 
-        def by_hand(x_BLD: torch.Tensor, _bias: torch.Tensor, ids=other["routed_experts"][None]) -> tuple:
+        def by_hand(
+            x_BLD: torch.Tensor, _bias: torch.Tensor, ids=other["routed_experts"][None]
+        ) -> tuple:
             logits = x_BLD @ stock.router.gate.weight.T
             return *weigh(logits, ids, score, scale=1.5, renormalize=is_sigmoid), logits
 
@@ -191,10 +218,15 @@ def test_routing_is_given_to_torchtitans_router(rank: int, num_ranks: int, score
     with replay_routing(ours, others):
         found = results(ours, *batches)
     (record,) = logger.step(0)
-    assert (record.num_calls, sum(record.tokens_per_expert)) == (2, 2 * 2 * (32 + 26))  # without every fifth token
+    assert (record.num_calls, sum(record.tokens_per_expert)) == (
+        2,
+        2 * 2 * (32 + 26),
+    )  # without every fifth token
     ours.routed_experts.token_dispatcher.close()
     (y, dx, d_gate), (other_y, other_dx, other_d_gate) = expected
-    torch.testing.assert_close(found, [y, other_y, dx, other_dx, d_gate + other_d_gate], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        found, [y, other_y, dx, other_dx, d_gate + other_d_gate], rtol=1e-5, atol=1e-5
+    )
     assert not torch.allclose(y, want[0], atol=1e-2)
 
 
@@ -203,7 +235,9 @@ def test_without_expert_parallelism_it_is_the_local_dispatcher(rank: int, num_ra
     own = our_dispatcher()
     local, without_mesh = routed_experts(local_dispatcher()), routed_experts(own)
     without_mesh.token_dispatcher.wire_meshes(ep_mesh=None)
-    expected, found = (run(module, *inputs(rank, 12, 2, torch.float32)) for module in (local, without_mesh))
+    expected, found = (
+        run(module, *inputs(rank, 12, 2, torch.float32)) for module in (local, without_mesh)
+    )
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
     own.num_experts = 7
@@ -215,7 +249,9 @@ def test_without_expert_parallelism_it_is_the_local_dispatcher(rank: int, num_ra
 # -- the step ---------------------------------------------------------------------------------------------------------
 
 
-def formula(weights: list[torch.Tensor], x: torch.Tensor, scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+def formula(
+    weights: list[torch.Tensor], x: torch.Tensor, scores: torch.Tensor, ids: torch.Tensor
+) -> torch.Tensor:
     """What torchtitan's routed experts compute, token by token."""
     y = torch.zeros_like(x)
     for k in range(ids.shape[-1]):
@@ -237,20 +273,32 @@ def test_the_step_is_the_formula_without_copies(
     local = local_dispatcher(3)
     sizes = {"num_max_tokens_per_rank": max(nums), "num_kept_layers": num_kept_layers}
     config = torchtitan_experts.routed_experts(config_of(local), **sizes)
-    state = {name: weight.requires_grad_() for name, weight in routed_experts(local).inner_experts.state_dict().items()}
-    config.inner_experts.param_init = {name: partial(torch.Tensor.copy_, other=state[name].detach()) for name in state}
+    state = {
+        name: weight.requires_grad_()
+        for name, weight in routed_experts(local).inner_experts.state_dict().items()
+    }
+    config.inner_experts.param_init = {
+        name: partial(torch.Tensor.copy_, other=state[name].detach()) for name in state
+    }
     layers = torch.nn.ModuleList([config.build(), config.build()])
     layers[0].init_states()
     layers[1].inner_experts.load_state_dict(state)
     for layer in layers:
-        assert all(torch.equal(weight, state[name]) for name, weight in layer.inner_experts.state_dict().items())
+        assert all(
+            torch.equal(weight, state[name])
+            for name, weight in layer.inner_experts.state_dict().items()
+        )
         with patch.object(torchtitan, "_SPARE_BYTES", 8000):
             spread(layer, rank)
     heap, found = layers[0].token_dispatcher.heap, []
 
     def look(name: str, kernel, /, *args, **options):
-        if name.startswith("grouped_gemm") and name != "grouped_gemm_wgrad":  # what is read on the heap, or written
-            found.append((heap.owns(args[0][0] if name.endswith("act") else args[3]), args[1].data_ptr()))
+        if (
+            name.startswith("grouped_gemm") and name != "grouped_gemm_wgrad"
+        ):  # what is read on the heap, or written
+            found.append(
+                (heap.owns(args[0][0] if name.endswith("act") else args[3]), args[1].data_ptr())
+            )
         return kernel(*args, **options)
 
     x, scores, chosen = inputs(rank, nums[rank], 3, torch.float32)
@@ -261,10 +309,15 @@ def test_the_step_is_the_formula_without_copies(
             y.square().sum().backward()
         got = y, x.grad, scores.grad
         x.grad = scores.grad = None
-        want = formula(list(state.values()), formula(list(state.values()), x, scores, ids), scores, ids)
+        want = formula(
+            list(state.values()), formula(list(state.values()), x, scores, ids), scores, ids
+        )
         want.square().sum().backward()
         torch.testing.assert_close(got, (want, x.grad, scores.grad), rtol=1e-4, atol=1e-4)
-    fc1, fc2 = (sum(layer.inner_experts.get_submodule(name).weight.grad for layer in layers) for name in ("fc1", "fc2"))
+    fc1, fc2 = (
+        sum(layer.inner_experts.get_submodule(name).weight.grad for layer in layers)
+        for name in ("fc1", "fc2")
+    )
     w1, w3 = fc1.chunk(2, dim=1)
     for name, gradient in {"w1_EFD": w1, "w2_EDF": fc2, "w3_EFD": w3}.items():
         dist.all_reduce(state[name].grad)

@@ -18,11 +18,17 @@ MISSING = [name for name in NEEDS if find_spec(name) is None]
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)}, which only `make test-all` installs"),
+    pytest.mark.skipif(
+        bool(MISSING), reason=f"needs {', '.join(MISSING)}, which only `make test-all` installs"
+    ),
 ]
 
 BOUND = 1e-6  # of losses and norms, relative
-OPTIONS: dict[str, dict[str, Any]] = {"plain": {}, "accumulate": {"accumulate": 2}, "bf16": {"bf16": True}}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "accumulate": {"accumulate": 2},
+    "bf16": {"bf16": True},
+}
 
 
 def trained(rank: int, num_ranks: int, port: int, **job: Any):
@@ -32,7 +38,9 @@ def trained(rank: int, num_ranks: int, port: int, **job: Any):
 
 
 @pytest.fixture(scope="module")
-def run(ranks: Callable[[int], Cluster], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+def run(
+    ranks: Callable[[int], Cluster], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Any]:
     """`run(num_ranks, **job)`: what all ranks have reported alike. A run is made once, or goes on in its folder."""
     folder, found = tmp_path_factory.mktemp("torchtitan"), {}
 
@@ -133,13 +141,19 @@ def parsed(rank: int, num_ranks: int, words: list[str]) -> tuple[Any, ...]:
 
     config = ConfigManager().parse_args(words)
     tokens = config.training.local_batch_size * config.training.seq_len
-    found = config.parallelism.expert_parallel_degree, config.training.disable_cuda_graphs, config.override.imports
+    found = (
+        config.parallelism.expert_parallel_degree,
+        config.training.disable_cuda_graphs,
+        config.override.imports,
+    )
     return *found, config.model_spec.model.dim, tokens
 
 
 def test_the_command_of_the_page_says_what_its_lines_say(ranks: Callable[[int], Cluster]):
     text = PAGE.read_text(encoding="utf-8").replace("\\\n", "")
-    _, words = re.search(r"^    torchrun (.*?) -m torchtitan.train (.*)$", text, re.MULTILINE).groups()
+    _, words = re.search(
+        r"^    torchrun (.*?) -m torchtitan.train (.*)$", text, re.MULTILINE
+    ).groups()
     ((degree, no_graphs, imports, dim, tokens),) = ranks(1).run(parsed, shlex.split(words))
     assert (degree, no_graphs) == (2, True)
     target = "symmoe.integrations.torchtitan.token_dispatcher"

@@ -69,7 +69,9 @@ def test_compiled_block_with_adapters(heap):
 
     expected = found(block)
     assert not torch.allclose(expected[0], without, atol=1e-3)  # the adapters count
-    for got, want in zip(found(torch.compile(block, fullgraph=True, backend="aot_eager")), expected, strict=True):
+    for got, want in zip(
+        found(torch.compile(block, fullgraph=True, backend="aot_eager")), expected, strict=True
+    ):
         torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-6)
 
 
@@ -80,7 +82,10 @@ def test_checkpoint_that_saves_the_operator_crosses_the_wire_once(heap):
     block = swap_moe(random_model("mixtral"), heap).model.layers[-1].mlp
     expected = step(block, tokens())
     forward, barriers = block.forward, {}
-    policies = {"full": noop_context_fn, "saved": partial(create_selective_checkpoint_contexts, [OPERATOR])}
+    policies = {
+        "full": noop_context_fn,
+        "saved": partial(create_selective_checkpoint_contexts, [OPERATOR]),
+    }
     for name, contexts in policies.items():
         block.forward = partial(checkpoint, forward, use_reentrant=False, context_fn=contexts)
         with counted_barriers(heap) as phases:
@@ -94,15 +99,26 @@ def test_checkpoint_that_saves_the_operator_crosses_the_wire_once(heap):
 
 @pytest.mark.parametrize("closes", [True, False])
 @run_on(2)
-def test_ranks_that_generate_at_unequal_lengths_hear_of_synced_gpus(rank: int, num_ranks: int, closes: bool) -> None:
+def test_ranks_that_generate_at_unequal_lengths_hear_of_synced_gpus(
+    rank: int, num_ranks: int, closes: bool
+) -> None:
     """Rank 0 ends first and leaves: the other's error says what would have kept it."""
-    options = {"do_sample": False, "max_new_tokens": 2 + 4 * rank, "pad_token_id": VOCABULARY, "use_cache": True}
+    options = {
+        "do_sample": False,
+        "max_new_tokens": 2 + 4 * rank,
+        "pad_token_id": VOCABULARY,
+        "use_cache": True,
+    }
     with open_heap("cpu", timeout_s=4.0) as heap:
         model = swap_moe(random_model("qwen3_moe"), heap).eval()
         tokens = model.generate(batch_of(rank), synced_gpus=True, **options)
         assert tokens.shape == (2, 9 + 2 * rank + options["max_new_tokens"])
         kinds = ConfigMismatch if closes else PeerTimeout
-        with pytest.raises(kinds, match="pass synced_gpus=True to generate") if rank else contextlib.nullcontext():
+        with (
+            pytest.raises(kinds, match="pass synced_gpus=True to generate")
+            if rank
+            else contextlib.nullcontext()
+        ):
             model.generate(batch_of(rank), **options)
         closes or dist.barrier()
         with contextlib.suppress(SymmoeError):
@@ -124,7 +140,9 @@ def test_metrics_and_recorded_routing_are_those_of_the_unmodified_model(
     reference = random_model(family)
     chosen: dict[str, torch.Tensor] = {}
     for path, experts in experts_modules(reference):
-        experts.register_forward_pre_hook(lambda module, args, path=path: chosen.__setitem__(path, args[1].clone()))
+        experts.register_forward_pre_hook(
+            lambda module, args, path=path: chosen.__setitem__(path, args[1].clone())
+        )
     batch = batch_of(rank)
     with torch.no_grad():
         reference(batch)
@@ -173,7 +191,11 @@ def route_by_hand(block: nn.Module, ids: torch.Tensor) -> None:
     """Has the router of a stock block weigh these experts, as the model's paper says; -1 weighs nothing."""
     router = getattr(block, "gate", None) or block.router
     is_v3 = hasattr(router, "e_score_correction_bias")
-    rule = {"score": "sigmoid", "scale": router.routed_scaling_factor} if is_v3 else {"score": "softmax"}
+    rule = (
+        {"score": "sigmoid", "scale": router.routed_scaling_factor}
+        if is_v3
+        else {"score": "softmax"}
+    )
 
     def forward(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         logits = nn.functional.linear(x.view(-1, H), router.weight, getattr(router, "bias", None))
@@ -184,7 +206,9 @@ def route_by_hand(block: nn.Module, ids: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
 @run_on(2)
-def test_routing_is_given_to_transformers_routers(rank: int, num_ranks: int, heap, family: str) -> None:
+def test_routing_is_given_to_transformers_routers(
+    rank: int, num_ranks: int, heap, family: str
+) -> None:
     """What was recorded gives the same bits again; other experts give what a model of all experts gives, whose router
     is written here; two micro-batches give their sum, with activations that one backward computes again."""
     reference, batch = random_model(family).train(), batch_of(rank)
@@ -194,7 +218,10 @@ def test_routing_is_given_to_transformers_routers(rank: int, num_ranks: int, hea
         module.zero_grad()
         loss = module(batch, labels=batch).loss
         loss.backward()
-        return [loss.detach(), *(p.grad for name, p in module.named_parameters() if ".experts." not in name)]
+        return [
+            loss.detach(),
+            *(p.grad for name, p in module.named_parameters() if ".experts." not in name),
+        ]
 
     with symmoe.record_routing(model) as routing:
         want = results(model)
@@ -217,9 +244,13 @@ def test_routing_is_given_to_transformers_routers(rank: int, num_ranks: int, hea
     with symmoe.replay_routing(model, given):
         losses = [model(batch, labels=batch).loss for _ in given]
         sum(losses).backward()
-    got = [parameter.grad for name, parameter in model.named_parameters() if ".experts." not in name]
+    got = [
+        parameter.grad for name, parameter in model.named_parameters() if ".experts." not in name
+    ]
     assert all(torch.equal(loss, each[0]) for loss, each in zip(losses, found, strict=True))
-    torch.testing.assert_close(got, [a + b for a, b in zip(found[0][1:], found[1][1:], strict=True)])
+    torch.testing.assert_close(
+        got, [a + b for a, b in zip(found[0][1:], found[1][1:], strict=True)]
+    )
     with symmoe.balanced_routing(model), symmoe.record_routing(model) as balanced, torch.no_grad():
         model(batch)
     assert all(ids.flatten().bincount(minlength=8).float().std() < 1 for ids in balanced.values())
@@ -242,7 +273,9 @@ def test_groups_without_scores_are_those_of_what_is_given(heap):
     assert torch.equal(seen[0][0], given)
     assert all(len(ids.unique()) == 8 for ids, _ in seen[:2])
     for ids, weights in seen:
-        wanted = (x[0] @ block.gate.weight.T).softmax(1).gather(1, ids) * block.gate.routed_scaling_factor
+        wanted = (x[0] @ block.gate.weight.T).softmax(1).gather(
+            1, ids
+        ) * block.gate.routed_scaling_factor
         torch.testing.assert_close(weights, wanted)
 
 
@@ -250,7 +283,10 @@ def test_hash_layers_are_left_out(heap):
     """DeepSeek-V4's first layers choose by the tokens' ids."""
     model, outputs = swap_moe(tiny_model("deepseek_v4"), heap), []
     for given in ({}, {"model.layers.1.mlp.experts": torch.rand(18, 8).argsort(1)[:, :2].int()}):
-        with symmoe.replay_routing(model, given) if given else contextlib.nullcontext(), torch.no_grad():
+        with (
+            symmoe.replay_routing(model, given) if given else contextlib.nullcontext(),
+            torch.no_grad(),
+        ):
             with symmoe.record_routing(model) as routing:
                 outputs.append(model(batch_of(0), use_cache=False)[0])
         assert routing.keys() == {"model.layers.1.mlp.experts"}
@@ -265,7 +301,10 @@ def test_hash_layers_are_left_out(heap):
 
 def test_no_tokens_are_given_experts(heap):
     block = swap_moe(random_model("qwen3_moe"), heap).model.layers[-1].mlp
-    for given in (symmoe.balanced_routing(block), symmoe.replay_routing(block, {"experts": torch.zeros(0, 3).int()})):
+    for given in (
+        symmoe.balanced_routing(block),
+        symmoe.replay_routing(block, {"experts": torch.zeros(0, 3).int()}),
+    ):
         with given, symmoe.record_routing(block) as routing:
             block(tokens(num=0))
         assert routing["experts"].shape == (0, 3)
@@ -273,13 +312,20 @@ def test_no_tokens_are_given_experts(heap):
 
 @run_on(2)
 def test_routing_that_does_not_fit_raises_on_every_rank(rank: int, num_ranks: int, heap) -> None:
-    model, batch, name = swap_moe(random_model("olmoe"), heap), batch_of(0), "model.layers.1.mlp.experts"
+    model, batch, name = (
+        swap_moe(random_model("olmoe"), heap),
+        batch_of(0),
+        "model.layers.1.mlp.experts",
+    )
     with torch.no_grad(), symmoe.record_routing(model) as routing:
         model(batch)
     part = routing[name].index_fill(1, torch.tensor(1), -1)
     wrong = {
-        r"is for the layers \['model.layers.1.*the model has \['model.layers.0": {name: routing[name]},
-        r"has shape \[5, 3\]; the call has \[tokens, K\] \[18, 3\]": routing | {name: routing[name][:5]},
+        r"is for the layers \['model.layers.1.*the model has \['model.layers.0": {
+            name: routing[name]
+        },
+        r"has shape \[5, 3\]; the call has \[tokens, K\] \[18, 3\]": routing
+        | {name: routing[name][:5]},
         r"has for token 0 \[.*1\d.*\]; the layer has 8": routing | {name: routing[name] + 8},
         r"has for token 0 \[\d, -1": routing | {name: part},
         r"is of 0 micro-batches; layer 'model.layers.0.*runs in call 0": [],
@@ -287,5 +333,9 @@ def test_routing_that_does_not_fit_raises_on_every_rank(rank: int, num_ranks: in
     for culprit in range(num_ranks):
         for text, spoilt in wrong.items():
             given = spoilt if rank == culprit else [routing]
-            with pytest.raises(ArgumentError, match=text), torch.no_grad(), symmoe.replay_routing(model, given):
+            with (
+                pytest.raises(ArgumentError, match=text),
+                torch.no_grad(),
+                symmoe.replay_routing(model, given),
+            ):
                 model(batch)

@@ -27,14 +27,23 @@ from worker import open_heap
 
 import symmoe
 from symmoe.errors import ArgumentError, CheckpointError, SymmoeError
-from symmoe.integrations.transformers import checkpoint, from_pretrained, load_checkpoint, save_checkpoint, swap_moe
+from symmoe.integrations.transformers import (
+    checkpoint,
+    from_pretrained,
+    load_checkpoint,
+    save_checkpoint,
+    swap_moe,
+)
 
 SHARD = 50_000  # bytes; makes three to six files of every model
 
 
 def digests(folder: Path | str) -> dict[str, str]:
     """sha256 of every file in a folder."""
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(Path(folder).iterdir())}
+    return {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(Path(folder).iterdir())
+    }
 
 
 @pytest.fixture(scope="module")
@@ -52,13 +61,19 @@ def saved(tmp_path_factory: pytest.TempPathFactory):
     return get
 
 
-def differing(model: torch.nn.Module, whole: torch.nn.Module, rank: int, num_ranks: int) -> list[str]:
+def differing(
+    model: torch.nn.Module, whole: torch.nn.Module, rank: int, num_ranks: int
+) -> list[str]:
     """Tensors of a swapped model that are not, bit for bit, this rank's part of an unmodified one."""
     wanted = share_of(whole.state_dict(), rank, num_ranks, model.config.model_type)
     found = model.state_dict()
     return sorted(
         (wanted.keys() ^ found.keys())
-        | {name for name in wanted.keys() & found.keys() if not torch.equal(found[name], wanted[name])}
+        | {
+            name
+            for name in wanted.keys() & found.keys()
+            if not torch.equal(found[name], wanted[name])
+        }
     )
 
 
@@ -74,9 +89,15 @@ def round_trip(rank: int, num_ranks: int, source: str, target: str, bound: float
         model = from_pretrained(source, heap, config=config)
         ours, theirs = (each(batch, output_router_logits=True) for each in (model, whole))
         off = (ours.logits - theirs.logits).abs().max().item()
-        for router_logits in zip(ours.get("router_logits", ()), theirs.get("router_logits", ()), strict=True):
+        for router_logits in zip(
+            ours.get("router_logits", ()), theirs.get("router_logits", ()), strict=True
+        ):
             off = max(off, torch.sub(*router_logits).abs().max().item())
-        assert ("aux_loss" in ours) == ("aux_loss" in theirs) == (model.config.model_type != "deepseek_v3")
+        assert (
+            ("aux_loss" in ours)
+            == ("aux_loss" in theirs)
+            == (model.config.model_type != "deepseek_v3")
+        )
         assert not model.training
         assert model.generation_config.to_dict() == whole.generation_config.to_dict()
         assert all(not tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
@@ -89,7 +110,9 @@ def round_trip(rank: int, num_ranks: int, source: str, target: str, bound: float
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_load_and_save_leave_every_byte(cluster, saved, tmp_path: Path, family: str, num_ranks: int):
+def test_load_and_save_leave_every_byte(
+    cluster, saved, tmp_path: Path, family: str, num_ranks: int
+):
     source, target = saved(family), tmp_path / "target"
     cluster(num_ranks).run(round_trip, str(source), str(target))
     before = digests(source)
@@ -105,7 +128,9 @@ def test_other_forms_on_disk(cluster, tmp_path: Path, family: str, form: str):
     model = random_model(family, seed=7, dtype=dtype)  # which has no ties of scores in bf16
     size = 10**9 if form == "one file" else SHARD
     model.save_pretrained(tmp_path / "a", max_shard_size=size, save_original_format=form != "fused")
-    cluster(2).run(round_trip, str(tmp_path / "a"), str(tmp_path / "b"), 0.05 if form == "bf16" else 1e-5)
+    cluster(2).run(
+        round_trip, str(tmp_path / "a"), str(tmp_path / "b"), 0.05 if form == "bf16" else 1e-5
+    )
     assert digests(tmp_path / "a") == digests(tmp_path / "b")
 
 
@@ -117,7 +142,9 @@ def trained(rank: int, num_ranks: int, source: str, target: str) -> list[str]:
         symmoe.reduce_gradients(model)
         torch.optim.SGD(model.parameters(), lr=0.5).step()
         save_checkpoint(model, target, like=source)
-        return differing(model, transformers.AutoModelForCausalLM.from_pretrained(target), rank, num_ranks)
+        return differing(
+            model, transformers.AutoModelForCausalLM.from_pretrained(target), rank, num_ranks
+        )
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
@@ -127,13 +154,18 @@ def test_transformers_reads_what_ranks_have_trained(cluster, saved, tmp_path: Pa
     before, after = digests(saved(family)), digests(target)
     assert before.keys() == after.keys()
     changed = {name for name in before if before[name] != after[name]}
-    assert changed == {name for name in before if re.match(r"model-.*\.safetensors$", name)}  # and it did train
+    assert changed == {
+        name for name in before if re.match(r"model-.*\.safetensors$", name)
+    }  # and it did train
 
 
 def test_keys_that_transformers_ignores_are_kept(cluster, tmp_path: Path):
     random_model("deepseek_v3").save_pretrained(tmp_path / "a")
     file = tmp_path / "a" / "model.safetensors"
-    extra = {"model.layers.61.eh_proj.weight": torch.randn(5, 7), "model.layers.61.odd": torch.arange(3)}
+    extra = {
+        "model.layers.61.eh_proj.weight": torch.randn(5, 7),
+        "model.layers.61.odd": torch.arange(3),
+    }
     save_file(load_file(file) | extra, file, metadata={"format": "pt"})
     cluster(2).run(round_trip, str(tmp_path / "a"), str(tmp_path / "b"), math.inf)
     assert digests(tmp_path / "a") == digests(tmp_path / "b")
@@ -176,7 +208,10 @@ def test_a_rank_reads_its_own_experts_alone(cluster, saved):
     for rank, (whole, slices) in enumerate(cluster(2).run(reads, str(saved("gpt_oss")))):
         assert not any("experts" in key for key in whole)
         assert len(slices) == 2 * 4
-        assert all(found == [(i, i + 1) for i in range(4 * rank, 4 * rank + 4)] for found in slices.values())
+        assert all(
+            found == [(i, i + 1) for i in range(4 * rank, 4 * rank + 4)]
+            for found in slices.values()
+        )
 
 
 # -- what is wrong, on every rank ---------------------------------------------------------------------------------
@@ -190,8 +225,14 @@ def failure(rank: int, num_ranks: int, family: str, folders: list[str]) -> tuple
         try:
             load_checkpoint(model, folders[rank])
         except SymmoeError as error:
-            same = all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
-            return type(error).__name__, str(error), same and model(batch_of(rank)).logits.isfinite().all().item()
+            same = all(
+                torch.equal(before[name], tensor) for name, tensor in model.state_dict().items()
+            )
+            return (
+                type(error).__name__,
+                str(error),
+                same and model(batch_of(rank)).logits.isfinite().all().item(),
+            )
     return "", "", False
 
 
@@ -217,18 +258,37 @@ def edited(source: Path, target: Path, edit) -> Path:
     return target
 
 
-KEY, FUSED = "model.layers.1.mlp.experts.6.up_proj.weight", "model.layers.0.mlp.experts.gate_up_proj"
+KEY, FUSED = (
+    "model.layers.1.mlp.experts.6.up_proj.weight",
+    "model.layers.0.mlp.experts.gate_up_proj",
+)
 WRONG_KEYS = [
-    ("qwen3_moe", lambda t: t.pop(KEY) is None or t, f"{KEY} is missing (the model has shape [24, 32])"),
-    ("qwen3_moe", lambda t: t | {KEY: torch.zeros(24, 31)}, f"{KEY} has shape [24, 31]; the model has [24, 32]"),
-    ("qwen3_moe", lambda t: t | {"more": torch.zeros(2, 3)}, "more of shape [2, 3] is not in the model"),
+    (
+        "qwen3_moe",
+        lambda t: t.pop(KEY) is None or t,
+        f"{KEY} is missing (the model has shape [24, 32])",
+    ),
+    (
+        "qwen3_moe",
+        lambda t: t | {KEY: torch.zeros(24, 31)},
+        f"{KEY} has shape [24, 31]; the model has [24, 32]",
+    ),
+    (
+        "qwen3_moe",
+        lambda t: t | {"more": torch.zeros(2, 3)},
+        "more of shape [2, 3] is not in the model",
+    ),
     ("qwen3_moe", lambda t: {"lm_head.weight": torch.ones(61, 32)}, "; and "),
     (
         "qwen3_moe",
         lambda t: t | {KEY: t[KEY].to(torch.float8_e4m3fn)},
         f"{KEY} has a dtype that cannot become torch.float32; is the checkpoint quantised?",
     ),
-    ("gpt_oss", lambda t: t | {FUSED: torch.zeros(8, 48, 32)}, f"{FUSED} has shape [8, 48, 32]; the model has [8, 32"),
+    (
+        "gpt_oss",
+        lambda t: t | {FUSED: torch.zeros(8, 48, 32)},
+        f"{FUSED} has shape [8, 48, 32]; the model has [8, 32",
+    ),
 ]
 
 
@@ -251,7 +311,9 @@ def test_broken_files(cluster, saved, tmp_path: Path):
 
     shard = sorted(source.glob("*.safetensors"))[1].name
     size = (source / shard).stat().st_size
-    cut = broken("cut", lambda folder: (folder / shard).write_bytes((source / shard).read_bytes()[:-1]))
+    cut = broken(
+        "cut", lambda folder: (folder / shard).write_bytes((source / shard).read_bytes()[:-1])
+    )
     text = failures(cluster, "olmoe", source, cut)  # rank 1 alone
     assert text.startswith("on rank 1: ")
     assert f"has {size - 1} bytes; its header says {size}" in text
@@ -262,10 +324,14 @@ def test_broken_files(cluster, saved, tmp_path: Path):
 
     def swap_files(folder: Path) -> None:
         text = (folder / "model.safetensors.index.json").read_text()
-        (folder / "model.safetensors.index.json").write_text(text.replace("00002-of", "00001-of", 1))
+        (folder / "model.safetensors.index.json").write_text(
+            text.replace("00002-of", "00001-of", 1)
+        )
 
     assert "disagree on where" in failures(cluster, "olmoe", broken("moved", swap_files))
-    no_json = broken("no_json", lambda folder: (folder / "model.safetensors.index.json").write_text("{}"))
+    no_json = broken(
+        "no_json", lambda folder: (folder / "model.safetensors.index.json").write_text("{}")
+    )
     assert "is no index" in failures(cluster, "olmoe", no_json)
     assert "has no file model.safetensors" in failures(cluster, "olmoe", tmp_path)
 
@@ -321,7 +387,9 @@ def replaced(rank: int, num_ranks: int, folder: str, shard_bytes: list[int]) -> 
     of them first. The files after each attempt, in words: which seed's weights transformers reads."""
     seen, real = [], Path.replace
     with open_heap("cpu") as heap:
-        models = [swap_moe(random_model("olmoe", seed=seed), heap) for seed in range(len(shard_bytes))]
+        models = [
+            swap_moe(random_model("olmoe", seed=seed), heap) for seed in range(len(shard_bytes))
+        ]
         for model, max_shard_bytes in zip(models[:-1], shard_bytes, strict=False):
             save_checkpoint(model, folder, max_shard_bytes=max_shard_bytes)
         for allowed in range(100):
@@ -354,13 +422,19 @@ def read_back(folder: Path) -> int | None:
         return None
     seeds = []
     for name, tensor in found.items():
-        seeds += [seed for seed in range(3) if torch.equal(random_model("olmoe", seed=seed).state_dict()[name], tensor)]
+        seeds += [
+            seed
+            for seed in range(3)
+            if torch.equal(random_model("olmoe", seed=seed).state_dict()[name], tensor)
+        ]
     assert len(set(seeds)) == 1
     assert len(seeds) == len(found)
     return seeds[0]
 
 
-@pytest.mark.parametrize("shard_bytes", [(SHARD, 2 * SHARD), (10**9, SHARD), (SHARD, 10**9), (SHARD, SHARD)], ids=str)
+@pytest.mark.parametrize(
+    "shard_bytes", [(SHARD, 2 * SHARD), (10**9, SHARD), (SHARD, 10**9), (SHARD, SHARD)], ids=str
+)
 def test_a_checkpoint_is_replaced_whole(cluster, tmp_path: Path, shard_bytes: tuple[int, int]):
     """By files of other numbers and names; what is cut off leaves the old weights, none or the new, and no mixture."""
     folder = tmp_path / "target"
@@ -380,9 +454,15 @@ def test_a_checkpoint_is_replaced_whole(cluster, tmp_path: Path, shard_bytes: tu
         name = "model.safetensors.index.json"
         index = json.loads((done / name).read_text())
         files = set(index["weight_map"].values())
-        assert files == {f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))}
-        assert all((done / file).stat().st_size < shard_bytes[1] + 10_000 for file in files)  # and a header
-        held = {key: (file, tensor) for file in files for key, tensor in load_file(done / file).items()}
+        assert files == {
+            f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))
+        }
+        assert all(
+            (done / file).stat().st_size < shard_bytes[1] + 10_000 for file in files
+        )  # and a header
+        held = {
+            key: (file, tensor) for file in files for key, tensor in load_file(done / file).items()
+        }
         assert index["weight_map"] == {key: file for key, (file, _) in held.items()}
         assert index["metadata"]["total_size"] == sum(tensor.nbytes for _, tensor in held.values())
         weights = {name, *files}
@@ -405,7 +485,9 @@ def merged(rank: int, num_ranks: int, target: str) -> torch.Tensor:
             adapter.data = torch.randn(adapter.shape, generator=generator) * 0.2
         with torch.no_grad():
             logits = model(batch_of(0)).logits
-        with pytest.raises(CheckpointError, match=r"layers\.1\..*lora_a has no place .* merge or remove it"):
+        with pytest.raises(
+            CheckpointError, match=r"layers\.1\..*lora_a has no place .* merge or remove it"
+        ):
             save_checkpoint(model, target)
         assert not list(Path(target).parent.iterdir())
         symmoe.merge_lora(model)
@@ -419,9 +501,9 @@ def test_merged_adapters_are_in_the_weights_that_are_saved(cluster, tmp_path: Pa
     torch.testing.assert_close(first, second)
     random_model("qwen3_moe").config.save_pretrained(target)
     with torch.no_grad():
-        plain = transformers.AutoModelForCausalLM.from_pretrained(target, attn_implementation="eager")(
-            batch_of(0)
-        ).logits
+        plain = transformers.AutoModelForCausalLM.from_pretrained(
+            target, attn_implementation="eager"
+        )(batch_of(0)).logits
         before = random_model("qwen3_moe")(batch_of(0)).logits
     torch.testing.assert_close(plain, first, rtol=1e-4, atol=1e-4)
     assert (plain - before).abs().max() > 0.1  # the adapters are no small matter
@@ -431,7 +513,13 @@ def test_unswapped_models_are_refused(tmp_path: Path):
     for call in (load_checkpoint, save_checkpoint):
         with pytest.raises(ArgumentError, match="swap_moe comes first"):
             call(random_model("olmoe"), tmp_path)
-    with open_heap("cpu") as heap, pytest.raises(CheckpointError, match=r"has no file model\.safetensors"):
+    with (
+        open_heap("cpu") as heap,
+        pytest.raises(CheckpointError, match=r"has no file model\.safetensors"),
+    ):
         load_checkpoint(swap_moe(random_model("olmoe"), heap), tmp_path)
-    with open_heap("cpu") as heap, pytest.raises(CheckpointError, match=r"folder \(.*/Qwen/none\) is not there"):
+    with (
+        open_heap("cpu") as heap,
+        pytest.raises(CheckpointError, match=r"folder \(.*/Qwen/none\) is not there"),
+    ):
         from_pretrained(tmp_path / "Qwen/none", heap)

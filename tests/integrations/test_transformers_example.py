@@ -14,7 +14,10 @@ EXAMPLE = "finetune_transformers.py"
 
 
 def losses(text: str) -> dict[int, float]:
-    return {int(step): float(loss) for step, loss in re.findall(r"step +(\d+)  loss (\d+\.\d+)  [\d,]+ tokens/s", text)}
+    return {
+        int(step): float(loss)
+        for step, loss in re.findall(r"step +(\d+)  loss (\d+\.\d+)  [\d,]+ tokens/s", text)
+    }
 
 
 @pytest.mark.slow
@@ -24,7 +27,9 @@ def test_learns_saves_and_goes_on(tmp_path: Path):
     assert set(first) == {1, 10, 20}
     assert 5.4 < first[1] < 5.9  # ln 256 is 5.55, and the auxiliary loss
     assert first[20] < 4.2
-    ours, theirs = re.search(r"held-out loss (\S+); of .* in plain transformers (\S+)", text).groups()
+    ours, theirs = re.search(
+        r"held-out loss (\S+); of .* in plain transformers (\S+)", text
+    ).groups()
     assert float(theirs) == pytest.approx(float(ours), abs=2e-4)
 
     index = json.loads((tmp_path / "first" / "model.safetensors.index.json").read_text())

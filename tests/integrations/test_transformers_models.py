@@ -31,7 +31,9 @@ REFUSED = {
 
 
 def tokens(rank: int) -> torch.Tensor:
-    return torch.randint(0, VOCABULARY, (2, 7 + rank), generator=torch.Generator().manual_seed(rank))
+    return torch.randint(
+        0, VOCABULARY, (2, 7 + rank), generator=torch.Generator().manual_seed(rank)
+    )
 
 
 def output(model: torch.nn.Module, rank: int) -> torch.Tensor:
@@ -39,7 +41,10 @@ def output(model: torch.nn.Module, rank: int) -> torch.Tensor:
 
 
 def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {key: torch.zeros_like(p) if p.grad is None else p.grad for key, p in model.named_parameters()}
+    return {
+        key: torch.zeros_like(p) if p.grad is None else p.grad
+        for key, p in model.named_parameters()
+    }
 
 
 def check(heap: symmoe.SymmetricHeap, name: str, folder: Path) -> None:
@@ -59,22 +64,34 @@ def check(heap: symmoe.SymmetricHeap, name: str, folder: Path) -> None:
     assert max(error(found[key], wanted[key]) for key in found) < BOUND
     assert len(found.keys() - whole.keys()) >= 2
     save_checkpoint(model, folder / "ours")
-    loaded = from_pretrained(folder / "ours", heap, config=reference.config, model_class=type(model))
+    loaded = from_pretrained(
+        folder / "ours", heap, config=reference.config, model_class=type(model)
+    )
     assert torch.equal(output(loaded, rank), y)
     assert gradients(loaded).keys() == found.keys()  # those that are tied are one
     save_checkpoint(loaded, folder / "again", like=folder / "ours")
     if rank == 0:
         reference.save_pretrained(folder / "theirs")
-        files = {(folder / whose / "model.safetensors").read_bytes() for whose in ("ours", "theirs", "again")}
+        files = {
+            (folder / whose / "model.safetensors").read_bytes()
+            for whose in ("ours", "theirs", "again")
+        }
         assert len(files) == 1
     if num_ranks > 1 and model.can_generate():
-        options = {"do_sample": False, "max_new_tokens": 2 + rank, "pad_token_id": 0, "eos_token_id": None}
+        options = {
+            "do_sample": False,
+            "max_new_tokens": 2 + rank,
+            "pad_token_id": 0,
+            "eos_token_id": None,
+        }
         generated = loaded.generate(tokens(rank), synced_gpus=True, **options)
         assert torch.equal(generated, reference.generate(tokens(rank), **options))
 
 
 @pytest.mark.parametrize("model_type", module_names())
-def test_is_as_the_unmodified_model_or_refused(model_type: str, heap: symmoe.SymmetricHeap, tmp_path: Path):
+def test_is_as_the_unmodified_model_or_refused(
+    model_type: str, heap: symmoe.SymmetricHeap, tmp_path: Path
+):
     if model_type in REFUSED:
         with pytest.raises(ArgumentError, match=REFUSED[model_type]):
             swap_moe(tiny_model(model_type), heap)
@@ -83,19 +100,30 @@ def test_is_as_the_unmodified_model_or_refused(model_type: str, heap: symmoe.Sym
 
 
 @pytest.mark.parametrize("model_type", ["deepseek_v3", "deepseek_v4", "deepseek_v32", "gpt_oss"])
-def test_dtypes_are_those_of_transformers(model_type: str, heap: symmoe.SymmetricHeap, tmp_path: Path):
+def test_dtypes_are_those_of_transformers(
+    model_type: str, heap: symmoe.SymmetricHeap, tmp_path: Path
+):
     """What stays in fp32 is named by modules, tensors or patterns, and with fp16 more than with bf16."""
-    reference, dtype = tiny_model(model_type), torch.bfloat16 if model_type == "deepseek_v3" else torch.float16
+    reference, dtype = (
+        tiny_model(model_type),
+        torch.bfloat16 if model_type == "deepseek_v3" else torch.float16,
+    )
     reference.save_pretrained(tmp_path)
     theirs = type(reference).from_pretrained(tmp_path, dtype=dtype).state_dict()
     model = from_pretrained(tmp_path, heap, dtype=dtype, model_class=type(reference))
     wanted = share_of(theirs, 0, 1, model_type)
-    assert {name: each.dtype for name, each in model.state_dict().items()} == {n: t.dtype for n, t in wanted.items()}
+    assert {name: each.dtype for name, each in model.state_dict().items()} == {
+        n: t.dtype for n, t in wanted.items()
+    }
     kept = {name for name, tensor in theirs.items() if tensor.dtype == torch.float32}
     assert kept
     save_checkpoint(model, tmp_path / "ours", like=tmp_path)
     was, now = (load_file(folder / "model.safetensors") for folder in (tmp_path, tmp_path / "ours"))
-    rounded = {key for key, tensor in was.items() if torch.equal(now[key], tensor.to(dtype).to(tensor.dtype))}
+    rounded = {
+        key
+        for key, tensor in was.items()
+        if torch.equal(now[key], tensor.to(dtype).to(tensor.dtype))
+    }
     exact = {key for key, tensor in was.items() if torch.equal(now[key], tensor)}
     assert rounded | exact == was.keys() > exact >= kept & was.keys()
 
@@ -131,7 +159,9 @@ def test_on_two_ranks(cluster, tmp_path: Path):
     cluster(2).run(on_two_ranks, str(tmp_path))
 
 
-@pytest.mark.parametrize("model_type", ["ernie4_5_vl_moe", "gemma4", "glm4v_moe", "qwen3_5_moe", "qwen3_vl_moe"])
+@pytest.mark.parametrize(
+    "model_type", ["ernie4_5_vl_moe", "gemma4", "glm4v_moe", "qwen3_5_moe", "qwen3_vl_moe"]
+)
 def test_files_of_models_with_images(model_type: str, heap: symmoe.SymmetricHeap, tmp_path: Path):
     """Their keys have other prefixes, and experts for images (ERNIE) or other shapes (Qwen3-VL) on disk."""
     reference = tiny_model(model_type, with_images=True)
@@ -141,10 +171,15 @@ def test_files_of_models_with_images(model_type: str, heap: symmoe.SymmetricHeap
     files = [tmp_path / whose / "model.safetensors" for whose in ("ours", "theirs")]
     assert files[0].read_bytes() == files[1].read_bytes()
     if model_type == "qwen3_vl_moe":  # as on the hub
-        turned = {key: t.mT.contiguous() if ".experts." in key else t for key, t in load_file(files[0]).items()}
+        turned = {
+            key: t.mT.contiguous() if ".experts." in key else t
+            for key, t in load_file(files[0]).items()
+        }
         save_file(turned, files[0], metadata={"format": "pt"})
         theirs = type(reference).from_pretrained(tmp_path / "ours").state_dict()
-        assert all(torch.equal(theirs[key], tensor) for key, tensor in reference.state_dict().items())
+        assert all(
+            torch.equal(theirs[key], tensor) for key, tensor in reference.state_dict().items()
+        )
     want = {key: tensor.clone() for key, tensor in model.state_dict().items()}
     loaded = from_pretrained(tmp_path / "ours", heap, model_class=type(model))
     assert all(torch.equal(loaded.state_dict()[key], tensor) for key, tensor in want.items())

@@ -29,21 +29,28 @@ def new_groups(ranks: tuple[tuple[int, ...], ...]) -> list[dist.ProcessGroup]:
 def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Whole gradients by name. Collective."""
     return {
-        name: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for name, p in model.named_parameters()
+        name: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+        for name, p in model.named_parameters()
     }
 
 
 def loaded(folder: str, implementation: str, ep_size: int):
-    config = DistributedConfig(fsdp_size=dist.get_world_size(), ep_size=ep_size, ep_implementation=implementation)
+    config = DistributedConfig(
+        fsdp_size=dist.get_world_size(), ep_size=ep_size, ep_implementation=implementation
+    )
     return transformers.AutoModelForCausalLM.from_pretrained(
         folder, distributed_config=config, attn_implementation="eager"
     )
 
 
-def train(rank: int, num_ranks: int, folder: str, ep_size: int, names: tuple[str, ...], target: str = "") -> None:
+def train(
+    rank: int, num_ranks: int, folder: str, ep_size: int, names: tuple[str, ...], target: str = ""
+) -> None:
     """Loss and all gradients of these implementations are those of the unmodified model; saves the last one."""
     batches = [batch_of(r) for r in range(num_ranks)]
-    reference = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager"
+    )
     want, seen = mean_gradients(reference, batches)
     groups = new_groups(tuple(tuple(range(i, i + ep_size)) for i in range(0, num_ranks, ep_size)))
     with open_heap("cpu", group=groups[rank // ep_size]) as heap:
@@ -64,9 +71,17 @@ def train(rank: int, num_ranks: int, folder: str, ep_size: int, names: tuple[str
 
 @pytest.mark.parametrize(
     ("family", "num_ranks", "bias"),
-    [("qwen3_moe", 2, 0), ("gpt_oss", 2, 0), ("gpt_oss", 2, 100), ("mixtral", 4, 0), ("deepseek_v3", 2, 0)],
+    [
+        ("qwen3_moe", 2, 0),
+        ("gpt_oss", 2, 0),
+        ("gpt_oss", 2, 100),
+        ("mixtral", 4, 0),
+        ("deepseek_v3", 2, 0),
+    ],
 )
-def test_equals_the_unmodified_model(cluster, tmp_path: Path, family: str, num_ranks: int, bias: int):
+def test_equals_the_unmodified_model(
+    cluster, tmp_path: Path, family: str, num_ranks: int, bias: int
+):
     """A bias sends all tokens to the first rank."""
     source, target = tmp_path / "source", tmp_path / "target"
     model = random_model(family)

@@ -45,7 +45,10 @@ def errors_of(model: torch.nn.Module, gradients: dict) -> dict:
 
 
 def one_step(
-    reference: torch.nn.Module, heap: symmoe.SymmetricHeap, step: StepConfig | None = None, compiles: bool = False
+    reference: torch.nn.Module,
+    heap: symmoe.SymmetricHeap,
+    step: StepConfig | None = None,
+    compiles: bool = False,
 ) -> SimpleNamespace:
     """A swapped copy after a step of all ranks, whose gradients are those of the reference on all batches."""
     batches, rank = [batch_of(r) for r in range(dist.get_world_size())], dist.get_rank()
@@ -57,14 +60,23 @@ def one_step(
     raw = errors_of(model, gradients)
     symmoe.reduce_gradients(model)
     errors = errors_of(model, gradients)
-    assert max(errors.values()) < BOUND, {name: each for name, each in errors.items() if each >= BOUND}
+    assert max(errors.values()) < BOUND, {
+        name: each for name, each in errors.items() if each >= BOUND
+    }
     if len(batches) > 1:  # negative control: without the reduction
         assert raw["model.embed_tokens.weight"] > WRONG
-    return SimpleNamespace(model=model, output=output, raw=raw, gradients=gradients, seen=seen[rank])
+    return SimpleNamespace(
+        model=model, output=output, raw=raw, gradients=gradients, seen=seen[rank]
+    )
 
 
 def compare(
-    rank: int, num_ranks: int, family: str, ranks_per_node: int | None = None, hidden_act: str = "silu", **options: Any
+    rank: int,
+    num_ranks: int,
+    family: str,
+    ranks_per_node: int | None = None,
+    hidden_act: str = "silu",
+    **options: Any,
 ) -> None:
     """Outputs, all gradients and their norm."""
     with open_heap("cpu", ranks_per_node=ranks_per_node) as heap:
@@ -75,7 +87,11 @@ def compare(
         assert error(output.logits.detach(), logits) < BOUND
         assert (aux_loss is None) == (family == "deepseek_v3")
         assert aux_loss is None or error(output.aux_loss.detach(), aux_loss.detach()) < BOUND
-        norm = torch.stack([gradient.square().sum() for gradient in done.gradients.values()]).sum().sqrt()
+        norm = (
+            torch.stack([gradient.square().sum() for gradient in done.gradients.values()])
+            .sum()
+            .sqrt()
+        )
         assert error(symmoe.clip_grad_norm(done.model, 1e-3), norm) < BOUND
         assert any("mlp.experts.down_proj" in name for name in names)
         assert any("gate.weight" in name or "router.weight" in name for name in names)
@@ -114,9 +130,21 @@ def test_activations_are_those_of_transformers(is_gated: bool):
         with contextlib.suppress(ArgumentError):
             activation = ExpertsForm.of(experts).activation
             want = experts._apply_gate(h) if is_gated else experts.act_fn(h)
-            torch.testing.assert_close(symmoe.ScaledActivation(activation)(h, torch.ones(50)), want, msg=name)
+            torch.testing.assert_close(
+                symmoe.ScaledActivation(activation)(h, torch.ones(50)), want, msg=name
+            )
             known.add(name)
-    others = {"relu", "tanh", "sigmoid", "mish", "leaky_relu", "relu6", "linear", "gelu_10", "laplace"}
+    others = {
+        "relu",
+        "tanh",
+        "sigmoid",
+        "mish",
+        "leaky_relu",
+        "relu6",
+        "linear",
+        "gelu_10",
+        "laplace",
+    }
     assert known.isdisjoint(others)
     assert known >= {"silu", "swish", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu2"}
 
@@ -137,7 +165,10 @@ _NODES = [(family, 2, 1) for family in FAMILIES] + [("qwen3_moe", 4, 2), ("deeps
 
 @pytest.mark.parametrize(
     ("family", "num_ranks", "ranks_per_node"),
-    [pytest.param(*case, marks=pytest.mark.slow if number else ()) for number, case in enumerate(_NODES)],
+    [
+        pytest.param(*case, marks=pytest.mark.slow if number else ())
+        for number, case in enumerate(_NODES)
+    ],
 )
 def test_several_nodes(cluster, family: str, num_ranks: int, ranks_per_node: int):
     """Virtual ones, against the same unmodified model as one node."""
@@ -149,7 +180,9 @@ def test_several_nodes(cluster, family: str, num_ranks: int, ranks_per_node: int
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss"])
 @run_on(2)
-def test_rank_and_experts_without_tokens(rank: int, num_ranks: int, heap: symmoe.SymmetricHeap, family: str) -> None:
+def test_rank_and_experts_without_tokens(
+    rank: int, num_ranks: int, heap: symmoe.SymmetricHeap, family: str
+) -> None:
     """All tokens choose experts 0, 1 (and 2); rank 1 takes part in backward and receives nothing."""
     reference = random_model(family)
     with torch.no_grad():
@@ -157,7 +190,12 @@ def test_rank_and_experts_without_tokens(rank: int, num_ranks: int, heap: symmoe
             if name.endswith(("e_score_correction_bias", "router.bias")):
                 tensor[:3] += 100
     model = one_step(reference, heap).model
-    experts = [p.grad for m in model.modules() if isinstance(m, ExpertParallelExperts) for p in m.mlp.parameters()]
+    experts = [
+        p.grad
+        for m in model.modules()
+        if isinstance(m, ExpertParallelExperts)
+        for p in m.mlp.parameters()
+    ]
     empty = slice(3, None) if rank == 0 else slice(None)
     assert not any(gradient[empty].any() for gradient in experts)
     assert any(gradient.any() for gradient in experts) == (rank == 0)
@@ -192,20 +230,31 @@ def test_models_that_cannot_be_swapped_are_refused(heap: symmoe.SymmetricHeap):
         swap_moe(model, heap)
     with pytest.raises(ArgumentError, match="save_checkpoint"):
         model.save_pretrained("nowhere")
-    with pytest.raises(ArgumentError, match=r"OlmoeExperts computes .*_apply_gate with ReLU .* symmoe has silu, gelu"):
+    with pytest.raises(
+        ArgumentError,
+        match=r"OlmoeExperts computes .*_apply_gate with ReLU .* symmoe has silu, gelu",
+    ):
         swap_moe(random_model("olmoe", hidden_act="relu"), heap)
-    other = transformers.LlamaForCausalLM(transformers.LlamaConfig(hidden_size=32, num_hidden_layers=1, vocab_size=61))
-    with pytest.raises(ArgumentError, match=r"LlamaForCausalLM has no experts .* through its experts interface"):
+    other = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(hidden_size=32, num_hidden_layers=1, vocab_size=61)
+    )
+    with pytest.raises(
+        ArgumentError, match=r"LlamaForCausalLM has no experts .* through its experts interface"
+    ):
         swap_moe(other, heap)
     with pytest.raises(ArgumentError, match="stash \\('some'\\)"):
         StepConfig(stash="some")
 
 
 @run_on(2)
-def test_wrong_arguments_on_one_rank_raise_on_all(rank: int, num_ranks: int, heap: symmoe.SymmetricHeap) -> None:
+def test_wrong_arguments_on_one_rank_raise_on_all(
+    rank: int, num_ranks: int, heap: symmoe.SymmetricHeap
+) -> None:
     odd = random_model("olmoe", num_experts=7)
     before = odd.model.layers[0].mlp.experts
-    with pytest.raises(ArgumentError, match=r"\(7\) must be divisible by the number of ranks \(2\)"):
+    with pytest.raises(
+        ArgumentError, match=r"\(7\) must be divisible by the number of ranks \(2\)"
+    ):
         swap_moe(odd, heap)
     assert odd.model.layers[0].mlp.experts is before
     experts = swap_moe(random_model("olmoe"), heap).model.layers[0].mlp.experts

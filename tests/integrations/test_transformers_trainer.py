@@ -14,7 +14,17 @@ import transformers
 from hf_cases import share_of
 from launchers import launched
 from small_model import open_mesh
-from trainer_cases import EVERY, KEPT, MAX_NORM, STEPS, arguments, eval_data, resumed, small_model, trained
+from trainer_cases import (
+    EVERY,
+    KEPT,
+    MAX_NORM,
+    STEPS,
+    arguments,
+    eval_data,
+    resumed,
+    small_model,
+    trained,
+)
 
 import symmoe
 from symmoe.errors import ArgumentError
@@ -34,12 +44,19 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def on_a_rank(rank: int, num_ranks: int, folder: str, options: dict[str, Any]) -> dict[str, Any]:
     with launched(rank, num_ranks), symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
-        trainer, logs = trained(Trainer, swap_moe(small_model(), heap), folder, num_ranks, **options)
+        trainer, logs = trained(
+            Trainer, swap_moe(small_model(), heap), folder, num_ranks, **options
+        )
         prompt = eval_data()[rank]["input_ids"][None, : 4 + rank]
         tokens = trainer.model.generate(prompt, max_new_tokens=6, do_sample=False, synced_gpus=True)
         eval_loss = trainer.evaluate()["eval_loss"]
         trainer.save_model()
-        return {"losses": logs.losses, "norms": logs.norms, "eval_loss": eval_loss, "tokens": tokens.tolist()}
+        return {
+            "losses": logs.losses,
+            "norms": logs.norms,
+            "eval_loss": eval_loss,
+            "tokens": tokens.tolist(),
+        }
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -59,7 +76,10 @@ def test_two_ranks_train_as_one(cluster, tmp_path: Path, options: str):
         assert there["eval_loss"] == pytest.approx(eval_loss, rel=5e-3 if rounded else BOUND)
         if not rounded:  # generated in bf16 there
             prompt = eval_data()[rank]["input_ids"][None, : 4 + rank]
-            assert there["tokens"] == whole.generate(prompt, max_new_tokens=6, do_sample=False).tolist()
+            assert (
+                there["tokens"]
+                == whole.generate(prompt, max_new_tokens=6, do_sample=False).tolist()
+            )
     for name, tensor in trainer.model.state_dict().items():
         deviation = (whole.state_dict()[name] - tensor).abs().max().item()
         assert deviation <= (5e-2 if rounded else 2e-4), f"{name}: {deviation:.1e}"
@@ -68,7 +88,9 @@ def test_two_ranks_train_as_one(cluster, tmp_path: Path, options: str):
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 
-def kept_and_resumed(rank: int, num_ranks: int, folder: str) -> tuple[list[float], list[float], list[str]]:
+def kept_and_resumed(
+    rank: int, num_ranks: int, folder: str
+) -> tuple[list[float], list[float], list[str]]:
     """Losses of all steps, of those after a checkpoint in the middle, and tensors that are not of the best model."""
     with launched(rank, num_ranks), symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
         trainer, logs = trained(Trainer, swap_moe(small_model(), heap), folder, num_ranks, **KEPT)
@@ -77,7 +99,9 @@ def kept_and_resumed(rank: int, num_ranks: int, folder: str) -> tuple[list[float
         plain = transformers.AutoModelForCausalLM.from_pretrained(best)
         wanted = share_of(plain.state_dict(), rank, num_ranks, plain.config.model_type)
         found = trainer.model.state_dict()
-        differing = [name for name, tensor in wanted.items() if not torch.equal(found[name], tensor)]
+        differing = [
+            name for name, tensor in wanted.items() if not torch.equal(found[name], tensor)
+        ]
         losses = resumed(swap_moe(small_model(seed=9), heap), folder, num_ranks)
         return logs.losses, losses, differing
 
@@ -96,18 +120,25 @@ def test_a_run_resumes_with_the_same_bits_and_on_one_rank(cluster, tmp_path: Pat
     assert after == pytest.approx(found[0][0][2 * EVERY :], rel=BOUND)
     kept = {path.name for path in (tmp_path / "run").iterdir()}
     assert kept == {f"checkpoint-{step}" for step in range(EVERY, STEPS + 1, EVERY)}
-    state = json.loads((tmp_path / "run" / f"checkpoint-{STEPS}" / "trainer_state.json").read_text())
+    state = json.loads(
+        (tmp_path / "run" / f"checkpoint-{STEPS}" / "trainer_state.json").read_text()
+    )
     assert state["global_step"] == STEPS
 
 
 # -- several EP groups, and what is refused ---------------------------------------------------------------------------
 
 
-def replicated(rank: int, num_ranks: int, folder: str) -> tuple[list[float], list[float], list[float]]:
+def replicated(
+    rank: int, num_ranks: int, folder: str
+) -> tuple[list[float], list[float], list[float]]:
     """Two EP groups of two ranks."""
     mesh = open_mesh(2, 2)
     options = {"save_strategy": "steps", "eval_strategy": "no", "save_steps": EVERY}
-    with launched(rank, num_ranks), symmoe.SymmetricHeap(mesh.get_group("ep"), num_bytes=4 << 20) as heap:
+    with (
+        launched(rank, num_ranks),
+        symmoe.SymmetricHeap(mesh.get_group("ep"), num_bytes=4 << 20) as heap,
+    ):
         model = swap_moe(small_model(), heap)
         symmoe.prepare_for_ddp(model, expert_group=mesh["efsdp"].get_group())
         _, logs = trained(Trainer, model, folder, num_ranks, **options)
@@ -126,7 +157,9 @@ def test_replicas_of_the_ep_group(cluster, tmp_path: Path):
 
 
 @run_on(2)
-def test_wrong_arguments_and_transformers_own_trainer_are_refused(rank: int, num_ranks: int, tmp_path: Path) -> None:
+def test_wrong_arguments_and_transformers_own_trainer_are_refused(
+    rank: int, num_ranks: int, tmp_path: Path
+) -> None:
     """transformers' own Trainer clips by default."""
     folder = str(tmp_path)
     with launched(rank, num_ranks), symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:

@@ -58,7 +58,10 @@ def prepared(model: nn.Module, group: dist.ProcessGroup | None = None) -> nn.Mod
 def adapted(model: nn.Module) -> nn.Module:
     for adapter in symmoe.add_lora(model, rank=2, alpha=3.0):
         with torch.no_grad():
-            adapter.copy_(torch.randn(adapter.shape, generator=torch.Generator().manual_seed(adapter.numel())) / 10)
+            adapter.copy_(
+                torch.randn(adapter.shape, generator=torch.Generator().manual_seed(adapter.numel()))
+                / 10
+            )
     return model
 
 
@@ -77,19 +80,30 @@ def with_adapters(heap: symmoe.SymmetricHeap) -> nn.Module:
     return adapted(small.model_of(heap))
 
 
-def losses_of(model: nn.Module, rank: int, num_ranks: int, reduce: Callable[[], object] = lambda: None) -> list[float]:
+def losses_of(
+    model: nn.Module, rank: int, num_ranks: int, reduce: Callable[[], object] = lambda: None
+) -> list[float]:
     """The mean loss of every step."""
-    return [loss for loss, _ in small.curve_of(model, rank, small.equal_shares(num_ranks), reduce, steps=STEPS)]
+    return [
+        loss
+        for loss, _ in small.curve_of(
+            model, rank, small.equal_shares(num_ranks), reduce, steps=STEPS
+        )
+    ]
 
 
 def assert_same_gradients(model: nn.Module, expected: nn.Module) -> None:
     """Equal but for the rounding of sums in another order."""
-    for (name, parameter), other in zip(model.named_parameters(), expected.parameters(), strict=True):
+    for (name, parameter), other in zip(
+        model.named_parameters(), expected.parameters(), strict=True
+    ):
         deviation = (parameter.grad - other.grad).abs().max() / other.grad.abs().max()
         assert deviation <= BOUND, f"{name} deviates by {deviation:.1e}"
 
 
-@pytest.mark.parametrize(("wrap", "build"), [*((wrap, small.model_of) for wrap in WRAPS), ("DDP", with_adapters)])
+@pytest.mark.parametrize(
+    ("wrap", "build"), [*((wrap, small.model_of) for wrap in WRAPS), ("DDP", with_adapters)]
+)
 @run_on(2)
 def test_prepared_models_train_as_with_reduce_gradients(
     rank: int, num_ranks: int, wrap: str, build: Callable[[symmoe.SymmetricHeap], nn.Module]
@@ -184,7 +198,9 @@ def test_groups_of_one_rank_are_plain_data_parallel(rank: int, num_ranks: int) -
         ddp = DistributedDataParallel(model)
         small.rank_loss(ddp, 0, rank, shares).backward()
         assert_same_gradients(model, plain)
-        norm = torch.stack([parameter.grad.norm() for parameter in plain.parameters()]).norm().item()
+        norm = (
+            torch.stack([parameter.grad.norm() for parameter in plain.parameters()]).norm().item()
+        )
         for clipped in (plain, ddp):
             assert symmoe.clip_grad_norm(clipped, norm / 2).item() == pytest.approx(norm, rel=BOUND)
         assert_same_gradients(model, plain)
@@ -210,9 +226,16 @@ def set_others(model: nn.Module) -> None:
 # What changes, when the model has been wrapped; and whether experts are frozen until then.
 LATE = {
     "unfrozen": (unfreeze, True),
-    "one layer of experts unfrozen": (lambda model: model.blocks[1].moe.experts.fc2.requires_grad_(True), True),
+    "one layer of experts unfrozen": (
+        lambda model: model.blocks[1].moe.experts.fc2.requires_grad_(True),
+        True,
+    ),
     "frozen for a while": (
-        lambda model: (unfreeze(model, False), model(torch.randn(5, small.FEATURES)), unfreeze(model)),
+        lambda model: (
+            unfreeze(model, False),
+            model(torch.randn(5, small.FEATURES)),
+            unfreeze(model),
+        ),
         False,
     ),
     "assigned": (assign, False),
@@ -220,7 +243,11 @@ LATE = {
     "add_lora": (adapted, False),
 }
 
-NEW = dict.fromkeys(LATE, "no name") | {"assigned": ".experts.", "set_experts": ".experts.", "add_lora": "lora"}
+NEW = dict.fromkeys(LATE, "no name") | {
+    "assigned": ".experts.",
+    "set_experts": ".experts.",
+    "add_lora": "lora",
+}
 
 
 @pytest.mark.parametrize(
@@ -231,7 +258,10 @@ NEW = dict.fromkeys(LATE, "no name") | {"assigned": ".experts.", "set_experts": 
         pytest.param(2, compiled, True, "add_lora", marks=pytest.mark.slow),
         pytest.param(
             *(2, compiled, True, "unfrozen"),
-            marks=[pytest.mark.slow, pytest.mark.skipif(torch.__version__ < "2.13", reason="torch itself misses it")],
+            marks=[
+                pytest.mark.slow,
+                pytest.mark.skipif(torch.__version__ < "2.13", reason="torch itself misses it"),
+            ],
         ),
     ],
 )
@@ -242,7 +272,10 @@ def test_experts_that_change_late_get_the_right_gradients(
     """Gradients are those of one process that has all experts, and replicas are equal."""
     mesh, shares = small.open_mesh(num_ranks // 2, 2), small.equal_shares(num_ranks)
     change_it, is_frozen = LATE[change]
-    with small.open_heap(None) as own_heap, symmoe.SymmetricHeap(mesh.get_group("ep"), num_bytes=4 << 20) as heap:
+    with (
+        small.open_heap(None) as own_heap,
+        symmoe.SymmetricHeap(mesh.get_group("ep"), num_bytes=4 << 20) as heap,
+    ):
         whole, model = small.Model(own_heap), small.Model(heap)
         unfreeze(model, not is_frozen)
         ddp = DistributedDataParallel(wrap(prepared(model, mesh["efsdp"].get_group())))
@@ -261,11 +294,15 @@ def test_experts_that_change_late_get_the_right_gradients(
         (sum(small.rank_loss(whole, 0, r, shares) for r in range(num_ranks)) / num_ranks).backward()
         for _ in range(2):  # accumulated
             (small.rank_loss(ddp, 0, rank, shares) / 2).backward()
-        for (name, parameter), of_whole in zip(model.named_parameters(), whole.parameters(), strict=True):
+        for (name, parameter), of_whole in zip(
+            model.named_parameters(), whole.parameters(), strict=True
+        ):
             assert (parameter.grad is None) == (not parameter.requires_grad), name
             if parameter.requires_grad:
                 parts = of_whole.grad.chunk(2) if ".experts." in name else (of_whole.grad,) * 2
-                deviation = (parameter.grad - parts[heap.rank]).abs().max() / parts[heap.rank].abs().max()
+                deviation = (parameter.grad - parts[heap.rank]).abs().max() / parts[
+                    heap.rank
+                ].abs().max()
                 assert deviation <= BOUND, f"{name} deviates by {deviation:.1e}"
 
 
@@ -274,7 +311,11 @@ def test_a_model_leaves_its_ddp(rank: int, num_ranks: int, heap: symmoe.Symmetri
     """When the DDP is gone, gradients are what backward leaves, and reduce_gradients works."""
     model, shares = small.model_of(heap), small.equal_shares(num_ranks)
     small.rank_loss(model, 0, rank, shares).backward()
-    expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters() if "experts" in name}
+    expected = {
+        name: parameter.grad.clone()
+        for name, parameter in model.named_parameters()
+        if "experts" in name
+    }
     model.zero_grad()
     ddp = DistributedDataParallel(prepared(model))
     small.rank_loss(ddp, 0, rank, shares).backward()
@@ -289,7 +330,9 @@ def test_a_model_leaves_its_ddp(rank: int, num_ranks: int, heap: symmoe.Symmetri
 
 
 @run_on(2)
-def test_clipping_by_symmoe_is_right_and_by_torch_is_refused(rank, num_ranks, heap: symmoe.SymmetricHeap) -> None:
+def test_clipping_by_symmoe_is_right_and_by_torch_is_refused(
+    rank, num_ranks, heap: symmoe.SymmetricHeap
+) -> None:
     """Clipped by symmoe, ranks stay together; by torch, they drift apart, and that is noticed."""
     shares = small.equal_shares(num_ranks)
     plain, model = small.model_of(heap), small.model_of(heap)
@@ -304,7 +347,9 @@ def test_clipping_by_symmoe_is_right_and_by_torch_is_refused(rank, num_ranks, he
     assert found == pytest.approx(expected, rel=BOUND)
     wrapped = DistributedDataParallel(prepared(small.model_of(heap)))
     with pytest.raises(ArgumentError, match=r"dense parameters differ.*symmoe\.clip_grad_norm"):
-        losses_of(wrapped, rank, num_ranks, lambda: nn.utils.clip_grad_norm_(wrapped.parameters(), 0.05))
+        losses_of(
+            wrapped, rank, num_ranks, lambda: nn.utils.clip_grad_norm_(wrapped.parameters(), 0.05)
+        )
     small.rank_loss(plain, 0, rank, shares).backward()
 
 
@@ -322,14 +367,26 @@ def by_hand(model: nn.Module) -> nn.Module:
 
 WRONG = {
     "DDP": (DistributedDataParallel, "overwritten experts.*data_parallel.*prepare_for_ddp"),
-    "DDP of compiled": (lambda model: DistributedDataParallel(compiled(model)), "overwritten experts"),
+    "DDP of compiled": (
+        lambda model: DistributedDataParallel(compiled(model)),
+        "overwritten experts",
+    ),
     "accelerate": (accelerated, "overwritten experts"),
-    "adapters in DDP": (lambda model: DistributedDataParallel(adapted(model)), "overwritten experts"),
+    "adapters in DDP": (
+        lambda model: DistributedDataParallel(adapted(model)),
+        "overwritten experts",
+    ),
     "fully_shard": (fully_shard, "FSDP has taken experts.*parallelize.*fully_shard"),
     "fully_shard of blocks": (by_hand, "FSDP has taken experts.*parallelize.*fully_shard"),
     "fully_shard of a layer": (layer_by_hand, "FSDP has taken experts.*parallelize.*fully_shard"),
-    "fully_shard of compiled": (lambda model: fully_shard(compiled(model)), "FSDP has taken experts"),
-    "FSDP1": (partial(FullyShardedDataParallel, device_id=torch.device("cpu")), "FSDP has taken experts.*parallelize"),
+    "fully_shard of compiled": (
+        lambda model: fully_shard(compiled(model)),
+        "FSDP has taken experts",
+    ),
+    "FSDP1": (
+        partial(FullyShardedDataParallel, device_id=torch.device("cpu")),
+        "FSDP has taken experts.*parallelize",
+    ),
     "FSDP1, original parameters": (
         partial(FullyShardedDataParallel, use_orig_params=True, device_id=torch.device("cpu")),
         "FSDP has taken experts.*parallelize",
@@ -370,16 +427,22 @@ def test_replicas_that_nobody_has_named_are_refused(rank: int, num_ranks: int) -
     mesh = small.open_mesh(2, 2)
     with symmoe.SymmetricHeap(mesh.get_group("ep"), num_bytes=4 << 20) as heap:
         wrapped = DistributedDataParallel(prepared(small.model_of(heap)))
-        with pytest.raises(ArgumentError, match=r"has the ranks \[0, 1, 2, 3\].*have 1 replica.*data_parallel"):
+        with pytest.raises(
+            ArgumentError, match=r"has the ranks \[0, 1, 2, 3\].*have 1 replica.*data_parallel"
+        ):
             wrapped(torch.randn(5, small.FEATURES))
         wrapped = DistributedDataParallel(prepared(wrapped.module, mesh["efsdp"].get_group()))
         wrapped(torch.randn(5, small.FEATURES))[0].sum().backward()
 
 
 @run_on(2)
-def test_gradients_that_ddp_would_not_see(rank: int, num_ranks: int, heap: symmoe.SymmetricHeap) -> None:
+def test_gradients_that_ddp_would_not_see(
+    rank: int, num_ranks: int, heap: symmoe.SymmetricHeap
+) -> None:
     for option in ("delay_wgrad", "accumulate_into_main_grad"):
-        experts = symmoe.GroupedMLP(small.CONFIG.num_experts // 2, small.HIDDEN, small.CONFIG.ffn, **{option: True})
+        experts = symmoe.GroupedMLP(
+            small.CONFIG.num_experts // 2, small.HIDDEN, small.CONFIG.ffn, **{option: True}
+        )
         wrapped = DistributedDataParallel(symmoe.MoELayer(small.CONFIG, heap, experts=experts))
         with pytest.raises(ArgumentError, match=f"experts.{option} .True. must be False"):
             wrapped(torch.randn(5, small.HIDDEN))

@@ -21,14 +21,17 @@ from symmoe.kernels.triton import bias, gemm_act
 MAX_SPILLED = {"mxfp8": 64, "float8_block": since(("3.6", 8), ("3.9", 224))}
 MAX_SPILLED_BY_SUMS = since(("3.6", 252), ("3.7", 136), ("3.9", 336))
 cases = pytest.mark.parametrize(
-    ("name", "ffn", "block_format", "arch"), [*((*case, 90) for case in CASES), *((*case, 100) for case in CASES[:2])]
+    ("name", "ffn", "block_format", "arch"),
+    [*((*case, 90) for case in CASES), *((*case, 100) for case in CASES[:2])],
 )
 MODULES = act_quantized, gemm_act, bias
 
 
 def check(code, name, block_format, most_spilled=None):
     ptx = code.ptx
-    assert code.spilled <= (MAX_SPILLED.get(block_format, 0) if most_spilled is None else most_spilled)
+    assert code.spilled <= (
+        MAX_SPILLED.get(block_format, 0) if most_spilled is None else most_spilled
+    )
     assert set(re.findall(r"\S+\.ftz\S*", ptx)) <= flushing(ACTIVATIONS[name])
     if FORMATS[block_format].scale == "fp32":  # powers of two need no division
         assert "div.rn.f32" in ptx

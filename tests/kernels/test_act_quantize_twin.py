@@ -6,7 +6,15 @@ import torch
 
 pytest.importorskip("ml_dtypes")
 
-from act_quantize_cases import ACTIVATIONS, NAMES, Problem, backward, exact_problem, forward, reference_operand
+from act_quantize_cases import (
+    ACTIVATIONS,
+    NAMES,
+    Problem,
+    backward,
+    exact_problem,
+    forward,
+    reference_operand,
+)
 from grouped_cases import gating, gpt_oss, interleaved_order, srelu, swiglu, tanh_gelu
 from quantize_cases import FILL, FORMATS, as_bytes, differences, named
 
@@ -37,7 +45,10 @@ def test_bits_against_numpy(name):
         dscale = (da.astype(np.float64) * positive**2).sum(axis=1)
         groups = np.split(dh[: p.num_rows].astype(np.float64), np.cumsum(p.splits)[:-1])
         dbias = np.stack([rows.sum(axis=0) for rows in groups])
-    assert differences(forward(twin, p, name), named(*reference_operand(p, a, name, columns=False))) == []
+    assert (
+        differences(forward(twin, p, name), named(*reference_operand(p, a, name, columns=False)))
+        == []
+    )
     (found, sums), expected = backward(twin, p, name), {}
     for prefix, x in (("rows ", dh), ("columns ", dh), ("a_columns ", a)):
         expected |= named(*reference_operand(p, x, name, columns="columns" in prefix), prefix)
@@ -66,7 +77,12 @@ def test_dequantised_results_are_near_float64(activation, name):
     p = Problem(ACTIVATIONS[activation], 256, splits=(0, 37, 20, 1))  # few enough rows to be finite
     a, dh, dscale = float64_results(p, activation)
     (grads, sums), found = backward(twin, p, name), forward(twin, p, name)
-    pairs = [(a, found, ""), (dh, grads, "rows "), (dh, grads, "columns "), (a, grads, "a_columns ")]
+    pairs = [
+        (a, found, ""),
+        (dh, grads, "rows "),
+        (dh, grads, "columns "),
+        (a, grads, "a_columns "),
+    ]
     for expected, tensors, operand in pairs:
         layout = "columns" if "columns" in operand else "rows"
         quantized = Quantized(
@@ -82,7 +98,9 @@ def test_dequantised_results_are_near_float64(activation, name):
         assert ((got - expected).abs() <= 0.07 * expected.abs() + 1e-4 * largest).all(), operand
     torch.testing.assert_close(sums["dscale"][: p.num_rows].double(), dscale, rtol=1e-4, atol=1e-3)
     floor = 1e-7 * dh.abs().max()  # 1 + erf(x) of a negative x has no more digits
-    for found, rows in zip(sums["dbias"].double(), dh.split(p.splits), strict=True):  # dh is rounded to bf16
+    for found, rows in zip(
+        sums["dbias"].double(), dh.split(p.splits), strict=True
+    ):  # dh is rounded to bf16
         assert ((found - rows.sum(dim=0)).abs() <= 2**-8 * rows.abs().sum(dim=0) + floor).all()
 
 
@@ -90,7 +108,9 @@ def test_rows_of_no_group_are_left_alone():
     p = Problem(ACTIVATIONS["swiglu"], 256)
     for tensor in forward(twin, p, "float8_block").values():
         assert (as_bytes(tensor[p.num_rows :]) == FILL).all()
-    results, sums = backward(twin, Problem(ACTIVATIONS["swiglu"], 256, splits=(0, 0)), "float8_block")
+    results, sums = backward(
+        twin, Problem(ACTIVATIONS["swiglu"], 256, splits=(0, 0)), "float8_block"
+    )
     assert all((as_bytes(tensor) == FILL).all() for tensor in results.values())
     assert not any(total.any() for total in sums.values())
 

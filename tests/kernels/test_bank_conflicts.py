@@ -13,8 +13,22 @@ from symmoe.kernels.low_precision import hopper_columns as columns  # noqa: E402
 from symmoe.kernels.low_precision import hopper_dact_quantize as dact  # noqa: E402
 
 CASES = {  # dtype, number of columns, layouts in registers and in shared memory, warps
-    "columns": (gl.int32, 64, columns.HELD, columns.copied_layout(4), columns.SHARED, columns.NUM_WARPS),
-    "columns of the wire": (gl.int16, 64, columns.HELD, columns.copied_layout(2), columns.SHARED, columns.NUM_WARPS),
+    "columns": (
+        gl.int32,
+        64,
+        columns.HELD,
+        columns.copied_layout(4),
+        columns.SHARED,
+        columns.NUM_WARPS,
+    ),
+    "columns of the wire": (
+        gl.int16,
+        64,
+        columns.HELD,
+        columns.copied_layout(2),
+        columns.SHARED,
+        columns.NUM_WARPS,
+    ),
     "dact": (gl.bfloat16, 128, dact.PAIRS, dact.COPY, dact.LAYOUT, dact.NUM_WARPS),
 }
 

@@ -10,7 +10,14 @@ pytest.importorskip("triton")
 
 from ahead_of_time import since
 from combinations import every_combination
-from compiled_launches import HOPPER, MAX_SHARED, REGISTERS, assert_compiled_once, catch_launches, meta
+from compiled_launches import (
+    HOPPER,
+    MAX_SHARED,
+    REGISTERS,
+    assert_compiled_once,
+    catch_launches,
+    meta,
+)
 from quantize_cases import FORMATS
 from quantize_launches import C, G, N, operand
 
@@ -33,7 +40,9 @@ def compile_launch(monkeypatch):
         # What a tile needs once; up to Triton 3.8 nothing with bf16.
         assert code.stack <= since(("3.6", 16), ("3.9", 64))
         assert programs * code.registers * 32 * hopper_columns.NUM_WARPS <= REGISTERS
-        assert programs * (code.shared + 1024) <= MAX_SHARED[HOPPER] + 1024  # an SM keeps 1 KB for each program
+        assert (
+            programs * (code.shared + 1024) <= MAX_SHARED[HOPPER] + 1024
+        )  # an SM keeps 1 KB for each program
         (names,) = code.loops_of("F2FP.SATFINITE")
         return code.ptx, names
 
@@ -49,12 +58,18 @@ def check(ptx, names, copies, most_spilled=0):
     assert not re.search(r"(div\.(full|approx)|rcp\.approx|ex2|lg2)", ptx)
     assert names.count("F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C") == NUMBERS // 2
     assert not [name for name in names if name.startswith("STS")]  # codes are turned in registers
-    assert sum(name in ("LDL", "STL") for name in names) <= since(("3.6", most_spilled), ("3.9", 15))
+    assert sum(name in ("LDL", "STL") for name in names) <= since(
+        ("3.6", most_spilled), ("3.9", 15)
+    )
     assert names.count("STG.E.128") == NUMBERS // 16
     assert names.count("LDGSTS.E.BYPASS.128") == copies
     assert names.count("BAR.SYNC.DEFER_BLOCKING") == 2
     # The largest of two features at once, NaN if there is one: or a block would have the scale of its other numbers.
-    largest = [name for name in names if name.startswith("HMNMX2") and ".NAN" in name and ".XORSIGN" in name]
+    largest = [
+        name
+        for name in names
+        if name.startswith("HMNMX2") and ".NAN" in name and ".XORSIGN" in name
+    ]
     assert len(largest) == NUMBERS // 2 - 1 + 2
 
 
@@ -63,7 +78,9 @@ def test_columns(compile_launch, width, indexed):
     block_format, row_range = FORMATS["float8_block"], meta(2, G, dtype=torch.int32)
     given = {"row_index": meta(N, dtype=torch.int32) if indexed else None, "num_sms": SMS}
     rows = meta(N, width, dtype=torch.bfloat16)
-    hopper_columns.launch_quantize_columns(rows, row_range, buffers(width, block_format), block_format, **given)
+    hopper_columns.launch_quantize_columns(
+        rows, row_range, buffers(width, block_format), block_format, **given
+    )
     ptx, names = compile_launch()
     check(ptx, names, NUMBERS // 8)
     assert len(names) < 7 * NUMBERS + (100 if indexed else 50)
@@ -73,7 +90,9 @@ def test_columns(compile_launch, width, indexed):
 @every_combination(width=[7168, 2880], dtype=[torch.bfloat16, torch.float16])
 def test_columns_of_rows_of_the_wire(compile_launch, width, dtype):
     block_format, row_range = FORMATS["float8_block"], meta(2, G, dtype=torch.int32)
-    wire = meta(8192, -(-(width + 4 * block_format.num_blocks(width)) // 16) * 16, dtype=torch.uint8)
+    wire = meta(
+        8192, -(-(width + 4 * block_format.num_blocks(width)) // 16) * 16, dtype=torch.uint8
+    )
     given = {"row_index": meta(N, dtype=torch.int32), "num_sms": SMS}
     result = buffers(width, block_format)
     hopper_columns.launch_requantize_columns(wire, row_range, result, block_format, dtype, **given)
@@ -88,10 +107,15 @@ def test_weight_pairs(compile_launch, dtype):
     """Every number is copied once, and rounded once for each operand."""
     block_format = replace(FORMATS["float8_block"], block_lines=TILE)
     shapes = (G, 4096, C), (G, 4096 // TILE, C // TILE), (G, C, 4096), (G, C // TILE, 4096 // TILE)
-    operands = (meta(*shape, dtype=kind) for shape, kind in zip(shapes, 2 * (torch.uint8, torch.float32), strict=True))
+    operands = (
+        meta(*shape, dtype=kind)
+        for shape, kind in zip(shapes, 2 * (torch.uint8, torch.float32), strict=True)
+    )
     weight, (data, scale, *turned) = meta(G, 4096, C, dtype=dtype), operands
     for source in (weight, TensorTable(meta(G, dtype=torch.int64), tuple(weight.shape), dtype)):
-        hopper_weights.launch_quantize_weight_pairs(source, (data, scale), turned, block_format, num_sms=SMS)
+        hopper_weights.launch_quantize_weight_pairs(
+            source, (data, scale), turned, block_format, num_sms=SMS
+        )
         ptx, names = compile_launch()
         assert ".ftz" not in ptx
         assert ptx.count("div.rn.f32") == 2  # one scale
@@ -106,14 +130,19 @@ def test_weight_pairs(compile_launch, dtype):
 def test_powers_of_two_are_not_divided(compile_launch):
     block_format, row_range = FORMATS["float8_block_powers"], meta(2, G, dtype=torch.int32)
     rows = meta(N, C, dtype=torch.float16)
-    hopper_columns.launch_quantize_columns(rows, row_range, buffers(C, block_format), block_format, num_sms=SMS)
+    hopper_columns.launch_quantize_columns(
+        rows, row_range, buffers(C, block_format), block_format, num_sms=SMS
+    )
     ptx, names = compile_launch()
     check(ptx, names, NUMBERS // 8)
     assert "div.rn" not in ptx
 
 
 def test_what_is_taken():
-    block_format, weight = replace(FORMATS["float8_block"], block_lines=TILE), torch.zeros(2, 256, 384)
+    block_format, weight = (
+        replace(FORMATS["float8_block"], block_lines=TILE),
+        torch.zeros(2, 256, 384),
+    )
     assert hopper_weights.takes_weight_pairs(block_format, weight)
     assert not hopper_weights.takes_weight_pairs(FORMATS["float8_block"], weight)  # scales of lines
     assert not hopper_weights.takes_weight_pairs(replace(FORMATS["nvfp4"], block_lines=16), weight)
@@ -122,7 +151,9 @@ def test_what_is_taken():
     block_format, rows = FORMATS["float8_block"], torch.zeros(3, 512, dtype=torch.bfloat16)
     assert hopper_columns.takes_columns(block_format, rows, 512)
     assert not hopper_columns.takes_columns(FORMATS["mxfp8"], rows, 512)
-    assert not hopper_columns.takes_columns(block_format, rows, 508)  # rows of which some begin at no 16 bytes
+    assert not hopper_columns.takes_columns(
+        block_format, rows, 508
+    )  # rows of which some begin at no 16 bytes
     assert not hopper_columns.takes_columns(block_format, rows.view(-1)[4:516].view(1, 512), 512)
 
 
@@ -134,8 +165,17 @@ def test_steps_do_not_compile_again(monkeypatch):
         tokens = TILE * max_tiles(num_rows, 2)
         out = torch.empty(256, tokens, dtype=torch.uint8), torch.empty(tokens // TILE, 256).t()
         row_range = torch.zeros(2, 2, dtype=torch.int32)
-        rows, wire = torch.zeros(num_rows, 256, dtype=torch.bfloat16), torch.zeros(num_rows, 272, dtype=torch.uint8)
+        rows, wire = (
+            torch.zeros(num_rows, 256, dtype=torch.bfloat16),
+            torch.zeros(num_rows, 272, dtype=torch.uint8),
+        )
         hopper_columns.launch_quantize_columns(rows, row_range, out, block_format, num_sms=SMS)
-        hopper_columns.launch_requantize_columns(wire, row_range, out, block_format, torch.bfloat16, num_sms=SMS)
+        hopper_columns.launch_requantize_columns(
+            wire, row_range, out, block_format, torch.bfloat16, num_sms=SMS
+        )
 
-    assert all(assert_compiled_once(monkeypatch, (hopper_columns,), step, (128,), (1,), (16,), (333,)).values())
+    assert all(
+        assert_compiled_once(
+            monkeypatch, (hopper_columns,), step, (128,), (1,), (16,), (333,)
+        ).values()
+    )

@@ -14,7 +14,14 @@ import torch
 triton = pytest.importorskip("triton")
 
 import triton.language as tl  # noqa: E402
-from fake_cuda import STREAM, FakeCompiled, FakeJIT, Launched, assert_only_the_first_compiles, fake_jits  # noqa: E402
+from fake_cuda import (  # noqa: E402
+    STREAM,
+    FakeCompiled,
+    FakeJIT,
+    Launched,
+    assert_only_the_first_compiles,
+    fake_jits,
+)
 from programs import printed_by  # noqa: E402
 from simulated_ranks import Case, run_case  # noqa: E402
 from triton import knobs  # noqa: E402
@@ -68,13 +75,20 @@ class Example:
         return self.launch(grid, *arguments(**changes))
 
     def launch(self, grid, args, kwargs):
-        return self.kernel.launch(grid, self.constants.setdefault(repr(kwargs), Constants(kwargs)), tuple(args))
+        return self.kernel.launch(
+            grid, self.constants.setdefault(repr(kwargs), Constants(kwargs)), tuple(args)
+        )
 
     def described(self, desc, x=None, index=None):
         """What the driver launches of a call whose first argument becomes a descriptor."""
         options = {"WIDTH": 64, "num_warps": 4}, {0: tiles.describe([4, 8])}
-        constants, before = self.constants.setdefault("described", Constants(*options)), len(self.cuda.launches)
-        launches.launch(self.kernel, (3, 2), constants, desc, F32 if x is None else x, index, 7, 7, 7, 0.5, 7)
+        constants, before = (
+            self.constants.setdefault("described", Constants(*options)),
+            len(self.cuda.launches),
+        )
+        launches.launch(
+            self.kernel, (3, 2), constants, desc, F32 if x is None else x, index, 7, 7, 7, 0.5, 7
+        )
         return self.cuda.launches[before:]
 
     @property
@@ -99,7 +113,16 @@ def arguments(**changes):
     """(args, kwargs) of a call of the example."""
     x = torch.zeros(8, 8)
     assert x.data_ptr() % 16 == 0
-    values = {"desc": x, "x": x, "index": x.int(), "number": 7, "count": 7, "typed": 7, "fraction": 0.5, "plain": 7}
+    values = {
+        "desc": x,
+        "x": x,
+        "index": x.int(),
+        "number": 7,
+        "count": 7,
+        "typed": 7,
+        "fraction": 0.5,
+        "plain": 7,
+    }
     kwargs = {"WIDTH": 64, "num_warps": 4}
     for name, value in changes.items():
         (values if name in values else kwargs)[name] = value
@@ -124,8 +147,14 @@ CHOICES = {
 
 def words(args):
     """Of the example's arguments, in a launch: their bits, then two pointers to scratch memory."""
-    values = [arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in args if arg is not None]
-    return (*[torch.tensor(v).view(torch.int32).item() if type(v) is float else int(v) for v in values], 0, 0)
+    values = [
+        arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in args if arg is not None
+    ]
+    return (
+        *[torch.tensor(v).view(torch.int32).item() if type(v) is float else int(v) for v in values],
+        0,
+        0,
+    )
 
 
 def test_a_known_call_goes_straight_to_the_compiled_kernel(example):
@@ -145,7 +174,9 @@ def test_a_known_call_goes_straight_to_the_compiled_kernel(example):
     assert example.launch((5, 1, 2), other, kwargs) is first
     assert (len(jit.calls), num_compiled()) == (3, before + 3)
     bits = [word - 2**64 if word >= 2**63 else word for word in words(other)]
-    assert fake_cuda.launches == [Launched(first.function, (5, 1, 2), 128, 1000, STREAM, tuple(bits))]
+    assert fake_cuda.launches == [
+        Launched(first.function, (5, 1, 2), 128, 1000, STREAM, tuple(bits))
+    ]
 
 
 def test_nothing_is_launched_in_an_empty_grid(example):
@@ -157,7 +188,9 @@ def test_nothing_is_launched_in_an_empty_grid(example):
 def test_an_error_of_the_driver_is_raised(example, monkeypatch):
     example.call()
     example.cuda.fails = 700
-    monkeypatch.setattr(driver, "check", lambda error, what: (_ for _ in ()).throw(SymmoeError(f"{what}: {error}")))
+    monkeypatch.setattr(
+        driver, "check", lambda error, what: (_ for _ in ()).throw(SymmoeError(f"{what}: {error}"))
+    )
     with pytest.raises(SymmoeError, match="the launch of example_kernel: 700"):
         example.call()
 
@@ -166,7 +199,9 @@ def test_an_error_of_the_driver_is_raised(example, monkeypatch):
 def test_everything_that_changes_code_changes_the_key(example, name):
     """Two calls that the JIT would compile differently never share a variant; the JIT itself says which those are."""
     kernel = example.kernel
-    bind = create_function_from_signature(kernel.signature, kernel.params, make_backend(GPUTarget("cuda", 90, 32)))
+    bind = create_function_from_signature(
+        kernel.signature, kernel.params, make_backend(GPUTarget("cuda", 90, 32))
+    )
 
     def jit_key(args, kwargs):
         _, specialization, options = bind(*args, **kwargs)
@@ -180,9 +215,13 @@ def test_everything_that_changes_code_changes_the_key(example, name):
 
 def test_numbers_of_a_fixed_type_and_addresses_are_not_in_the_key(example):
     for count, fraction in ((7, 0.5), (1, 1.0), (16, 2.0), (2**40, 0.25)):
-        example.call((count % 5,), count=count, fraction=fraction, index=torch.zeros(4, dtype=torch.int32))
+        example.call(
+            (count % 5,), count=count, fraction=fraction, index=torch.zeros(4, dtype=torch.int32)
+        )
     for number in (7, 9, 10, 2**30 + 1):
-        example.call(number=number, typed=number, plain=number, index=unaligned(torch.zeros(4).int()))
+        example.call(
+            number=number, typed=number, plain=number, index=unaligned(torch.zeros(4).int())
+        )
     assert example.seen == 1
 
 
@@ -242,7 +281,9 @@ def test_what_does_not_fit_takes_fewer_stages(example, monkeypatch, what, most, 
     for _ in range(2):
         with nullcontext() if fits else pytest.raises(triton.OutOfResources):
             example.call(num_stages=4)
-    assert [options["num_stages"] for _, _, options in example.jit.calls] == (tried if fits else tried * 2)
+    assert [options["num_stages"] for _, _, options in example.jit.calls] == (
+        tried if fits else tried * 2
+    )
 
 
 def test_a_callable_grid_takes_the_ordinary_way(example):
@@ -292,7 +333,9 @@ def test_watched_launches_take_the_ordinary_way(example, monkeypatch, where, nam
 
 def test_hooks_in_tritons_chains_are_seen(example):
     example.call()
-    for count, chain in enumerate((knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)):
+    for count, chain in enumerate(
+        (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
+    ):
         chain.add(no_hook)
         try:
             example.call()
@@ -320,9 +363,17 @@ def test_every_kernel_is_compiled_with_the_options_of_all():
         tree = ast.parse(path.read_text(encoding="utf-8"))
         calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
         launched = [call.func.value for call in calls if isinstance(call.func, ast.Subscript)]
-        launched += [call.args[0] for call in calls if ast.unparse(call.func) == "launch" and call.args]
-        names = {name for name in module if name.endswith("_kernel")} | {ast.unparse(each) for each in launched}
-        seen += [module[name] for name in names if isinstance(module.get(name), (FastLaunch, triton.JITFunction))]
+        launched += [
+            call.args[0] for call in calls if ast.unparse(call.func) == "launch" and call.args
+        ]
+        names = {name for name in module if name.endswith("_kernel")} | {
+            ast.unparse(each) for each in launched
+        }
+        seen += [
+            module[name]
+            for name in names
+            if isinstance(module.get(name), (FastLaunch, triton.JITFunction))
+        ]
     assert len(seen) > 60
     assert [kernel for kernel in seen if not isinstance(kernel, FastLaunch)] == []
     assert launches.OPTIONS == {"enable_fp_fusion": True}
@@ -335,21 +386,35 @@ def test_every_launcher_makes_calls_that_are_understood(fake_cuda, monkeypatch):
     def step(case, number):
         run_case(gpu, case)
         run_case(gpu, replace(case, drop=True))
-        status, received = torch.zeros(control.STATUS_WORDS, dtype=torch.int64), torch.zeros(2, 5, dtype=torch.int64)
+        status, received = (
+            torch.zeros(control.STATUS_WORDS, dtype=torch.int64),
+            torch.zeros(2, 5, dtype=torch.int64),
+        )
         bases = torch.zeros(2, dtype=torch.int64)
         peers = Peers(rank=1, num_ranks=2, bases=bases, views=(), layout=ControlLayout(2))
         words = (number, 2**40 * number, 16, 0)
-        sync.barrier(peers, words, received, status, call=number, fault=number == 1, timeout_ns=number)
+        sync.barrier(
+            peers, words, received, status, call=number, fault=number == 1, timeout_ns=number
+        )
         sync.send_signal(peers, number % 2)
         arrived = torch.zeros(1, dtype=torch.int64)
         sync.wait_for_signal(peers, number % 2, arrived, status, phase=number, timeout_ns=number)
         sync.count_exchange(received, torch.zeros(2, dtype=torch.int64), which=number % 2)
         sync.hear_of_faults(torch.zeros((number + 1, 5), dtype=torch.int64), arrived)
-        gpu.splits_to_row_range(torch.zeros(4, dtype=torch.int64), torch.zeros(2, 4, dtype=torch.int32), number)
+        gpu.splits_to_row_range(
+            torch.zeros(4, dtype=torch.int64), torch.zeros(2, 4, dtype=torch.int32), number
+        )
 
-    case = Case(tokens=(64, 32), num_experts=24, top_k=3, hidden=320, dtype=torch.bfloat16, capacity=1600)
-    others = replace(case, tokens=(1, 35), capacity=1), replace(case, tokens=(7, 100), capacity=3000)
-    assert_only_the_first_compiles(jits, lambda numbered: step(numbered[1], numbered[0]), enumerate((case, *others)))
+    case = Case(
+        tokens=(64, 32), num_experts=24, top_k=3, hidden=320, dtype=torch.bfloat16, capacity=1600
+    )
+    others = (
+        replace(case, tokens=(1, 35), capacity=1),
+        replace(case, tokens=(7, 100), capacity=3000),
+    )
+    assert_only_the_first_compiles(
+        jits, lambda numbered: step(numbered[1], numbered[0]), enumerate((case, *others))
+    )
 
 
 def test_every_gemm_launcher_makes_calls_that_are_understood(fake_cuda, monkeypatch):
@@ -360,12 +425,18 @@ def test_every_gemm_launcher_makes_calls_that_are_understood(fake_cuda, monkeypa
         empty, act = torch.empty, Activation()
         w1, w2 = empty(G, 2 * ffn, H, dtype=dtype), empty(G, H, ffn, dtype=dtype)
         row_range, scale, dscale = empty(2, G, dtype=torch.int32), empty(num_rows), empty(num_rows)
-        x, y, a = empty(num_rows, H, dtype=dtype), empty(num_rows, H, dtype=dtype), empty(num_rows, ffn, dtype=dtype)
+        x, y, a = (
+            empty(num_rows, H, dtype=dtype),
+            empty(num_rows, H, dtype=dtype),
+            empty(num_rows, ffn, dtype=dtype),
+        )
         h, b1 = empty(num_rows, 2 * ffn, dtype=dtype), empty(G, 2 * ffn, dtype=dtype)
         workspace = empty(gpu.dact_workspace_numel(num_rows, G, ffn, act))
         gpu.grouped_gemm_act(x, w1, row_range, scale, (h, a), act, num_sms=8)
         gpu.grouped_gemm(a, w2, row_range, y, zero_tail=True, num_sms=8)
-        gpu.grouped_gemm_dact(y, w2, row_range, (h, scale), (h, a, dscale, b1), workspace, act, num_sms=8)
+        gpu.grouped_gemm_dact(
+            y, w2, row_range, (h, scale), (h, a, dscale, b1), workspace, act, num_sms=8
+        )
         gpu.grouped_gemm_dgrad(h, w1, row_range, x, num_sms=8)
         gpu.grouped_gemm_wgrad(h, x, row_range, w1, num_sms=8)
         gpu.grouped_bias_grad(h, row_range, b1)
@@ -374,7 +445,9 @@ def test_every_gemm_launcher_makes_calls_that_are_understood(fake_cuda, monkeypa
         gpu.scaled_activation_grad(a, h, scale, h, dscale, act)
         gpu.grouped_gemm_wgrad(h[:0], x[:0], row_range, table(w1), num_sms=8)
         gradients = h, a, None, None
-        partials = gpu.grouped_gemm_dact(y, w2, row_range, (h, scale), gradients, workspace, act, num_sms=8)
+        partials = gpu.grouped_gemm_dact(
+            y, w2, row_range, (h, scale), gradients, workspace, act, num_sms=8
+        )
         gpu.sum_dact_partials(workspace, row_range, dscale, partials)
 
     assert_only_the_first_compiles(jits, step, (64, 1, 64, 65, 4096))
@@ -383,7 +456,9 @@ def test_every_gemm_launcher_makes_calls_that_are_understood(fake_cuda, monkeypa
 def test_every_launcher_for_hopper_makes_calls_that_are_understood(fake_cuda, monkeypatch):
     jits = fake_jits(monkeypatch, fake_cuda, hopper_gemm, act, wgrad, rows)
     arena = torch.zeros(1 << 16, dtype=torch.uint8)
-    peers = Peers(rank=0, num_ranks=2, bases=torch.zeros(2), views=(arena, arena), layout=ControlLayout(2))
+    peers = Peers(
+        rank=0, num_ranks=2, bases=torch.zeros(2), views=(arena, arena), layout=ControlLayout(2)
+    )
 
     def step(num_rows, dtype=torch.bfloat16, G=4, H=64, ffn=256):
         empty, swiglu = torch.empty, Activation()
@@ -392,7 +467,9 @@ def test_every_launcher_for_hopper_makes_calls_that_are_understood(fake_cuda, mo
         x, a, h = (empty(num_rows, width, dtype=dtype) for width in (H, ffn, 2 * ffn))
         index, sums = empty(num_rows, dtype=torch.int32), empty(4 * num_rows)
         for k_first, source, out in ((False, a, x), (True, x, a)):
-            hopper_gemm.launch_gemm(source, w2, row_range, out, weight_k_first=k_first, zero_tail=True, num_sms=8)
+            hopper_gemm.launch_gemm(
+                source, w2, row_range, out, weight_k_first=k_first, zero_tail=True, num_sms=8
+            )
         act.launch_act(x, w1, row_range, scale, (h, a), swiglu, num_sms=8)
         for dout in ((x, index), x):
             act.launch_dact(dout, w2, row_range, (h, scale), (h, a, sums), swiglu, num_sms=8)
@@ -400,10 +477,14 @@ def test_every_launcher_for_hopper_makes_calls_that_are_understood(fake_cuda, mo
         wgrad.launch_wgrad(h, x, row_range, w1, num_sms=8)
         wide, table = empty(num_rows, 256, dtype=dtype), empty(num_rows, 2, dtype=torch.int32)
         received = torch.zeros(2, 3, dtype=torch.int64)
-        rows.launch_push(wide, table, peers, received, column=0, rank=num_rows % 2, num_ctas=num_rows % 7)
+        rows.launch_push(
+            wide, table, peers, received, column=0, rank=num_rows % 2, num_ctas=num_rows % 7
+        )
         starts = empty(3, dtype=torch.int32)
         rows.launch_fan_out(wide, table, starts, source=num_rows % 2, num_ctas=num_rows % 7)
-        rows.launch_push_sums(wide, table, starts, peers, received, column=0, home=num_rows % 2, num_ctas=3)
+        rows.launch_push_sums(
+            wide, table, starts, peers, received, column=0, home=num_rows % 2, num_ctas=3
+        )
         index = table, starts[:2], table, table
         rows.launch_sum_home((wide, wide), index, (received, received), wide, rank=0, num_ctas=3)
 
@@ -412,7 +493,9 @@ def test_every_launcher_for_hopper_makes_calls_that_are_understood(fake_cuda, mo
 
 def table(matrices):
     """A table of addresses; nobody looks where they lead."""
-    return TensorTable(torch.zeros(len(matrices), dtype=torch.int64), tuple(matrices.shape), matrices.dtype)
+    return TensorTable(
+        torch.zeros(len(matrices), dtype=torch.int64), tuple(matrices.shape), matrices.dtype
+    )
 
 
 def test_tensor_maps_are_encoded_once_for_each_shape(example):
@@ -460,11 +543,15 @@ UNKNOWN = {
     "another type": lambda compiled: compiled.src.signature.update({3: "fp16"}),
     "a tuple": lambda compiled: compiled.src.signature.update({3: ("i32", "i32")}),
     "a constant that is passed": lambda compiled: compiled.src.signature.update({8: "i32"}),
-    "another place of the descriptor": lambda compiled: compiled.src.signature.update({2: "tensordesc<fp32[4, 8]>"}),
+    "another place of the descriptor": lambda compiled: compiled.src.signature.update(
+        {2: "tensordesc<fp32[4, 8]>"}
+    ),
     "another object for a map": lambda compiled: setattr(
         triton_internals, "make_tensordesc_arg", lambda *_: [object(), 8, 8, 8, 1]
     ),
-    "another number of parameters": lambda compiled: setattr(compiled, "num_parameters", lambda: 12),
+    "another number of parameters": lambda compiled: setattr(
+        compiled, "num_parameters", lambda: 12
+    ),
 }
 
 
@@ -489,7 +576,9 @@ def test_an_unknown_triton_launches_by_itself(example, monkeypatch):
     monkeypatch.setattr(triton_internals, "IS_KNOWN", False)
     num_compiled, before = kernels.compiled_counter(torch.device("cuda")), launches.num_compiled()
     compiled = FakeCompiled()
-    monkeypatch.setattr(example_kernel, "run", lambda *args, **kwargs: jit(*args, **kwargs) and compiled)
+    monkeypatch.setattr(
+        example_kernel, "run", lambda *args, **kwargs: jit(*args, **kwargs) and compiled
+    )
     args, kwargs = arguments()
     for _ in range(3):
         assert example.launch((3, 2), args, kwargs) is compiled
@@ -555,11 +644,15 @@ def test_launches_happen_on_the_device_of_the_first_tensor(example, fake_cuda, m
     assert (devices, len(example.jit.calls)) == ([1, 1, 1], 2)
 
 
-def test_a_context_is_current_before_anything_is_encoded_or_launched(example, fake_cuda, monkeypatch):
+def test_a_context_is_current_before_anything_is_encoded_or_launched(
+    example, fake_cuda, monkeypatch
+):
     order = []
     monkeypatch.setattr(driver, "ensure_context", lambda: order.append("context"))
     monkeypatch.setattr(
-        triton_internals, "make_tensordesc_arg", lambda *args: order.append("encode") or fake_cuda.encode(*args)
+        triton_internals,
+        "make_tensordesc_arg",
+        lambda *args: order.append("encode") or fake_cuda.encode(*args),
     )
     example.described(F32)
     assert order == ["context", "context", "encode"]

@@ -36,7 +36,9 @@ def multiplied() -> Iterator[list[int]]:
             left, right = (args[place] for place in PRODUCTS[name])
             rows = sum(max(0, end - begin) for begin, end in args[2].t().tolist())
             right = right[name == "grouped_gemm_dact"] if name.endswith("act") else right
-            widths = [(each[0] if isinstance(each, tuple) else each).shape[1] for each in (left, right)]
+            widths = [
+                (each[0] if isinstance(each, tuple) else each).shape[1] for each in (left, right)
+            ]
             found.append(2 * rows * widths[0] * widths[1])
         return kernel(*args, **kwargs)
 
@@ -48,7 +50,10 @@ def counted(call: Callable[[], object]) -> dict[str, int]:
     """FLOPs that torch counts, by operator."""
     with FlopCounterMode(display=False) as counter:
         call()
-    return {str(operator): flops for operator, flops in counter.get_flop_counts().get("Global", {}).items()}
+    return {
+        str(operator): flops
+        for operator, flops in counter.get_flop_counts().get("Global", {}).items()
+    }
 
 
 def train(layer: nn.Module, x: torch.Tensor, *inputs: Any, **kwargs: Any) -> None:
@@ -123,7 +128,9 @@ def test_a_layer_against_its_kernels(heap, name: str, needs_x: bool):
 
 
 @pytest.mark.parametrize(
-    "fields", [{}, {"capacity": 20, "max_tokens": 64, "overflow": "drop"}], ids=["exact", "dropped by a capacity"]
+    "fields",
+    [{}, {"capacity": 20, "max_tokens": 64, "overflow": "drop"}],
+    ids=["exact", "dropped by a capacity"],
 )
 @run_on(2)
 def test_two_ranks(rank: int, num_ranks: int, heap: symmoe.SymmetricHeap, fields: dict) -> None:
@@ -172,9 +179,14 @@ SPLITS = torch.tensor([3, 0, 5, 2])  # of 13 rows: the tail is not multiplied
 @pytest.mark.parametrize("splits", [SPLITS, SPLITS.tolist()], ids=["tensor", "list"])
 def test_grouped_layers(splits):
     rows, scale = torch.randn(TOKENS, HIDDEN, requires_grad=True), torch.rand(TOKENS)
-    mlp, linear = symmoe.GroupedMLP(EXPERTS, HIDDEN, FFN), symmoe.GroupedLinear(EXPERTS, HIDDEN, FFN)
+    mlp, linear = (
+        symmoe.GroupedMLP(EXPERTS, HIDDEN, FFN),
+        symmoe.GroupedLinear(EXPERTS, HIDDEN, FFN),
+    )
     assert counted(lambda: train(mlp, rows, splits, scale)) == {"symmoe.product": 3 * 10 * EXPERT}
-    assert counted(lambda: train(linear, rows, splits)) == {"symmoe.product": 3 * 10 * 2 * HIDDEN * FFN}
+    assert counted(lambda: train(linear, rows, splits)) == {
+        "symmoe.product": 3 * 10 * 2 * HIDDEN * FFN
+    }
     with torch.no_grad():
         assert counted(lambda: mlp(rows, splits, scale)) == {"symmoe.product": 10 * EXPERT}
 
@@ -183,7 +195,9 @@ def test_grouped_layers(splits):
 def test_numbers_of_few_bits_count_like_others(recipe):
     mlp = symmoe.GroupedMLP(EXPERTS, HIDDEN, FFN, precision=recipe)
     rows = torch.randn(TOKENS, HIDDEN, requires_grad=True)
-    assert counted(lambda: train(mlp, rows, SPLITS, torch.rand(TOKENS))) == {"symmoe.product": 3 * 10 * EXPERT}
+    assert counted(lambda: train(mlp, rows, SPLITS, torch.rand(TOKENS))) == {
+        "symmoe.product": 3 * 10 * EXPERT
+    }
 
 
 def test_what_a_mode_sees_has_the_same_bits():

@@ -16,7 +16,9 @@ WIDTHS, CAPACITY = (24, 40), 40
 SPLITS = [(5, 0, 1, 13, 0, 7), (0, 0, 0), (0, 40), (40,), (1, 0) * 18]
 
 dtypes = pytest.mark.parametrize("dtype", problems.DTYPES, ids=str)
-of_all_splits = pytest.mark.parametrize("splits", SPLITS, ids=lambda splits: f"{len(splits)} groups, {sum(splits)}")
+of_all_splits = pytest.mark.parametrize(
+    "splits", SPLITS, ids=lambda splits: f"{len(splits)} groups, {sum(splits)}"
+)
 
 
 @of_all_splits
@@ -34,7 +36,10 @@ def test_the_order_of_a_bias_gradient():
         return rows[0] if half == 0 else total(rows[:half]) + total(rows[half:])
 
     splits, generator = (1, 0, 300, 128, 77), torch.Generator().manual_seed(0)
-    dout, scale = torch.randn(sum(splits), 5, generator=generator), torch.rand(sum(splits), generator=generator)
+    dout, scale = (
+        torch.randn(sum(splits), 5, generator=generator),
+        torch.rand(sum(splits), generator=generator),
+    )
     dbias = torch.full((len(splits), 5), torch.nan)
     twin.grouped_bias_grad(dout, whole_groups(splits), dbias, scale=scale)
     addends = (dout.numpy() * scale.numpy()[:, None]).astype(np.float32)
@@ -56,7 +61,10 @@ def test_a_sum_with_a_bias_or_with_what_is_there_is_rounded_once():
     twin.grouped_gemm(ones, weight, row_range, out, bias=(ones, torch.ones(1)))
     assert torch.equal(out, torch.full_like(out, 258.0))
     weight[:, :, 0] = 1
-    for call, matrix in ((twin.grouped_gemm, weight), (twin.grouped_gemm_dgrad, weight.mT.contiguous())):
+    for call, matrix in (
+        (twin.grouped_gemm, weight),
+        (twin.grouped_gemm_dgrad, weight.mT.contiguous()),
+    ):
         out.fill_(256)
         call(ones, matrix, row_range, out, accumulate=True)
         assert torch.equal(out, torch.full_like(out, 258.0))
@@ -129,7 +137,9 @@ activations = pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=AC
 @dtypes
 @activations
 def test_activation_and_its_gradient(activation, dtype):
-    problems.check_activation(twin, problems.ActProblem((CAPACITY,), WIDTHS, dtype, activation, capacity=CAPACITY))
+    problems.check_activation(
+        twin, problems.ActProblem((CAPACITY,), WIDTHS, dtype, activation, capacity=CAPACITY)
+    )
 
 
 @activations
@@ -177,7 +187,9 @@ def random_splits(seed):
 def test_ranges_of_rows(name, dtype, seed):
     """Their bits are those of the whole."""
     p = problems.Problem(random_splits(seed), (24, 40), dtype, seed=seed)
-    problems.check_ranges(p, *problems.part_calls(twin, p)[name], random_ranges(p.splits, 4, seed=seed))
+    problems.check_ranges(
+        p, *problems.part_calls(twin, p)[name], random_ranges(p.splits, 4, seed=seed)
+    )
 
 
 @pytest.fixture(params=[1, 2])
@@ -194,12 +206,17 @@ def threads(request):
 def test_a_rows_bits_do_not_depend_on_the_other_rows(widths):
     """MKL by itself would break this: its sums for few rows have another order."""
     generator = torch.Generator().manual_seed(0)
-    rows, weight = torch.randn(130, widths[0], generator=generator), torch.randn(1, *widths[::-1], generator=generator)
+    rows, weight = (
+        torch.randn(130, widths[0], generator=generator),
+        torch.randn(1, *widths[::-1], generator=generator),
+    )
     whole = torch.empty(130, widths[1])
     twin.grouped_gemm(rows, weight, whole_groups([130]), whole)
     for size, first in itertools.product((1, 2, 3, 4, 7, 12, 15, 16, 17, 33, 64), (0, 1, 5, 61)):
         out = torch.empty_like(whole)
-        twin.grouped_gemm(rows, weight, torch.tensor([[first], [first + size]], dtype=torch.int32), out)
+        twin.grouped_gemm(
+            rows, weight, torch.tensor([[first], [first + size]], dtype=torch.int32), out
+        )
         assert torch.equal(out[first : first + size], whole[first : first + size]), (size, first)
 
 
@@ -209,7 +226,9 @@ def test_a_rows_bits_do_not_depend_on_the_other_rows(widths):
 def test_ranges_of_the_fused_functions(activation, dtype, seed):
     p = problems.ActProblem(random_splits(seed), (24, 40), dtype, activation, seed=seed)
     for gather, bias in itertools.product(problems.BOTH, (None, p.bias)):
-        problems.check_act_ranges(twin, p, random_ranges(p.splits, 4, seed=seed), gather=gather, bias=bias)
+        problems.check_act_ranges(
+            twin, p, random_ranges(p.splits, 4, seed=seed), gather=gather, bias=bias
+        )
 
 
 def test_a_forgotten_part_of_dact_is_seen():

@@ -29,7 +29,12 @@ NUMBERS = {
     "geglu": (ACTIVATIONS["geglu"], BF16),
     "tanh gelu": (Activation(function="gelu_tanh", is_gated=False), BF16),
 }
-VARIANTS = {"separate": act.SEPARATE, "two": act.TWO_WARPS, "alternate": act.ALTERNATE, "gathered": act.GATHERED}
+VARIANTS = {
+    "separate": act.SEPARATE,
+    "two": act.TWO_WARPS,
+    "alternate": act.ALTERNATE,
+    "gathered": act.GATHERED,
+}
 MAX_SPILLED = 64  # bytes, of a separate epilogue with limits or with masks of columns
 MODULES = act, gemm, wgrad, gpu_gemm, gpu_gemm_act
 
@@ -43,7 +48,9 @@ def test_products_do_not_spill(launches, k_first, dtype, shape):
 @every_combination(numbers=NUMBERS, variant=list(VARIANTS), shape=WITH_ODD)
 def test_dact_accesses_16_bytes_and_spills_little(launches, numbers, variant, shape):
     activation, dtype = numbers
-    layer.launch_hopper_dact(shape, activation, dtype, VARIANTS[variant], gather=variant == "gathered")
+    layer.launch_hopper_dact(
+        shape, activation, dtype, VARIANTS[variant], gather=variant == "gathered"
+    )
     code = launches.compile_roles(0 if shape != "odd" and activation is SWIGLU else MAX_SPILLED)
     assert "wgmma.mma_async" in code.ptx
     assert ("cp.async.cg" in code.ptx) == (variant == "gathered")
@@ -93,7 +100,10 @@ def test_the_limit_of_sms_reaches_the_kernels(launches, monkeypatch):
         launched_by(gpu_gemm.grouped_gemm, a, w2, row_range, rows),
         launched_by(gpu_gemm.grouped_gemm_dgrad, rows, w2, row_range, a),
     ]
-    assert [(pipe.num_n_tiles, pipe.weight_k_first) for pipe, _ in calls] == [(H // 256, False), (I // 256, True)]
+    assert [(pipe.num_n_tiles, pipe.weight_k_first) for pipe, _ in calls] == [
+        (H // 256, False),
+        (I // 256, True),
+    ]
     launched_by(gpu_gemm_act.grouped_gemm_act, rows, w1, row_range, scale, (h, a), SWIGLU)
     for i, dscale in itertools.product((None, index), (None, scale)):
         arguments = (rows, i), w2, row_range, (h, scale), (h, a, dscale, None), sums, SWIGLU
@@ -101,7 +111,11 @@ def test_the_limit_of_sms_reaches_the_kernels(launches, monkeypatch):
         assert rest == ([] if dscale is None else ["sum_dscale_kernel"])
     pipe, rest = launched_by(gpu_gemm.grouped_gemm_wgrad, h, rows, row_range, w1)
     assert (pipe.num_groups, pipe.out_rows, pipe.columns, rest) == (G, 2 * I, H, [])
-    for left, right, accumulate in (((h, index), rows, False), (h, (rows, index), False), (h, rows, True)):
+    for left, right, accumulate in (
+        ((h, index), rows, False),
+        (h, (rows, index), False),
+        (h, rows, True),
+    ):
         gpu_gemm.grouped_gemm_wgrad(left, right, row_range, w1, accumulate=accumulate, num_sms=5)
     gpu_gemm.grouped_gemm_wgrad(h, rows, row_range, w1.float(), num_sms=5)
     assert [launch.name for launch in launches] == ["grouped_gemm_wgrad_kernel"] * 4

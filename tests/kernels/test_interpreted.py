@@ -8,7 +8,11 @@ import pytest
 from interpreter import emulated, interpreted, interpreter
 
 SLOW = ("act_quantize", "gemm", "gpu_kernels", "quantize", "quantized_gemm", "router_products")
-IN_THE_INTERPRETER = [*(pytest.param(name, marks=pytest.mark.slow) for name in SLOW), "nodes", "pointers"]
+IN_THE_INTERPRETER = [
+    *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW),
+    "nodes",
+    "pointers",
+]
 SLOW = ("columns", "dact_quantize", "fp8")
 IN_THE_EMULATOR = [*(pytest.param(name, marks=pytest.mark.slow) for name in SLOW), "hopper"]
 

@@ -21,7 +21,9 @@ def ptx_of(name: str, **constants: int) -> str:
 
     kernel = getattr(litmus_kernels, name)
     types = {"counts": "*i64"}
-    signature = {p.name: types.get(p.name) or p.annotation_type for p in kernel.params if not p.is_constexpr}
+    signature = {
+        p.name: types.get(p.name) or p.annotation_type for p in kernel.params if not p.is_constexpr
+    }
     signature |= dict.fromkeys(constants, "constexpr")
     source = ASTSource(kernel, signature, constants, {})
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
@@ -33,7 +35,11 @@ def ptx_of(name: str, **constants: int) -> str:
 def test_messages_are_sent_and_waited_for_as_the_library_does(order: str):
     from reliability.litmus_kernels import ORDERS, GpuWords
 
-    sizes = {"STREAMS": GpuWords.num_streams, "MESSAGES": GpuWords.num_messages, "WORDS": GpuWords.message_words}
+    sizes = {
+        "STREAMS": GpuWords.num_streams,
+        "MESSAGES": GpuWords.num_messages,
+        "WORDS": GpuWords.message_words,
+    }
     ptx = ptx_of("messages_kernel", **sizes, CHUNK=GpuWords.message_words // 4, ORDER=ORDERS[order])
     (flag,) = [line for line in ptx.splitlines() if re.search(r"\batom\.", line)]
     assert "sys" in flag

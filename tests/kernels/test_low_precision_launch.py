@@ -41,13 +41,19 @@ def test_launches_of_products_are_understood(fake_cuda, monkeypatch):
             numbers = Numbers(name, exact=True)
             p, q = Problem(splits, (O, C), numbers), WgradProblem(splits, (O, C), numbers)
             addend = {"bias": (torch.empty(len(splits), O), torch.empty(p.capacity))}
-            for row_range, options in ((None, {"zero_tail": True}), (None, addend), (p.row_range, {})):
+            for row_range, options in (
+                (None, {"zero_tail": True}),
+                (None, addend),
+                (p.row_range, {}),
+            ):
                 p.run(kernels, p.blank(BF16), row_range, num_sms=8, **options)
             for accumulate in (False, True):
                 q.run(kernels, torch.zeros(q.shape), accumulate=accumulate, num_sms=8)
 
     assert len(jits) == 6
-    assert_only_the_first_compiles(jits, step, ((40, 0, 24), (1, 0, 0), (0, 64, 0), (5, 50, 10), (300, 1, 700)))
+    assert_only_the_first_compiles(
+        jits, step, ((40, 0, 24), (1, 0, 0), (0, 64, 0), (5, 50, 10), (300, 1, 700))
+    )
 
 
 def test_launches_of_activations_are_understood(fake_cuda, monkeypatch):
@@ -62,11 +68,19 @@ def test_launches_of_activations_are_understood(fake_cuda, monkeypatch):
         act_quantized.act_quantize(h, factor, row_range, rows, Activation(), FLOAT8_BLOCK)
         dh_rows = empty(num_rows, 2 * I, dtype=E4M3), empty(num_rows, num_blocks(2 * I))
         columns, dh_columns = (
-            (empty(width, tokens, dtype=E4M3), empty(num_blocks(tokens), width).t()) for width in (I, 2 * I)
+            (empty(width, tokens, dtype=E4M3), empty(num_blocks(tokens), width).t())
+            for width in (I, 2 * I)
         )
         for dbias in (None, empty(G, 2 * I, dtype=BF16)):
             out = DactOperands(factor, dh_rows, dh_columns, columns, dbias)
-            inputs = da, h, factor, row_range, out, empty(dact_quantize_workspace_numel(num_rows, I, dbias))
+            inputs = (
+                da,
+                h,
+                factor,
+                row_range,
+                out,
+                empty(dact_quantize_workspace_numel(num_rows, I, dbias)),
+            )
             act_quantized.dact_quantize(*inputs, Activation(), FLOAT8_BLOCK)
             arguments = act_quantized.dact_arguments(*inputs)
             hopper_dact.launch_dact_quantize(arguments, Activation(), FLOAT8_BLOCK, num_sms=8)
@@ -83,20 +97,31 @@ def test_launches_that_quantise_rows_are_understood(fake_cuda, monkeypatch):
     def step(num_rows, G=4, C=144):
         empty, row_range = torch.empty, torch.empty(2, G, dtype=torch.int32)
         rows, dbias = empty(num_rows, C, dtype=BF16), empty(G, C, dtype=BF16)
-        operand = rows, row_range, (empty(num_rows, C, dtype=E4M3), empty(num_rows, num_blocks(C))), FLOAT8_BLOCK
+        operand = (
+            rows,
+            row_range,
+            (empty(num_rows, C, dtype=E4M3), empty(num_rows, num_blocks(C))),
+            FLOAT8_BLOCK,
+        )
         sums = empty_row_sums(num_rows, dbias)
         quantize.quantize_rows(*operand)
         quantize.quantize_rows(*operand, sums=(sums, empty(num_rows)))
         bias.sum_dbias(sums, row_range, dbias)
 
-    used = {name: jit for name, jit in jits.items() if name in ("quantize_rows_kernel", "sum_dbias_kernel")}
+    used = {
+        name: jit
+        for name, jit in jits.items()
+        if name in ("quantize_rows_kernel", "sum_dbias_kernel")
+    }
     assert_only_the_first_compiles(used, step, (64, 1, 64, 65, 4096))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_nothing_is_launched_without_rows(fake_cuda, monkeypatch, name):
     jits = fake_jits(monkeypatch, fake_cuda, scaled, fp8, hopper_fp8, hopper_wgrad)
-    p, q = (kind((0, 0), (64, 96), Numbers(name, exact=True), 0) for kind in (Problem, WgradProblem))
+    p, q = (
+        kind((0, 0), (64, 96), Numbers(name, exact=True), 0) for kind in (Problem, WgradProblem)
+    )
     p.run(products, p.blank(BF16))
     for accumulate in (True, False):
         out = torch.ones(q.shape)
@@ -107,15 +132,25 @@ def test_nothing_is_launched_without_rows(fake_cuda, monkeypatch, name):
 
 def test_which_gpus_have_products_with_block_scales(monkeypatch):
     assert scaled.scaled_products(torch.device("cpu")) is None
-    for capability, unit in (((9, 0), None), ((10, 0), "tcgen05"), ((10, 3), "tcgen05"), ((12, 0), "mma")):
+    for capability, unit in (
+        ((9, 0), None),
+        ((10, 0), "tcgen05"),
+        ((10, 3), "tcgen05"),
+        ((12, 0), "mma"),
+    ):
         monkeypatch.setattr(architectures, "capability", lambda device, found=capability: found)
         assert scaled.scaled_products.__wrapped__(torch.device("cuda", 0)) == unit
 
 
 @pytest.mark.parametrize("change", [{"block_m": 64}, {"block_n": 64}, {"block_k": 64}], ids=str)
 def test_tiles_that_cut_tiles_of_scales_are_refused(change):
-    p, q = (kind((3,), (128, 128), Numbers("mxfp8", exact=True)) for kind in (Problem, WgradProblem))
-    with pytest.raises(ArgumentError, match="tiles must have block_m 128, block_n a multiple of it, and block_k one"):
+    p, q = (
+        kind((3,), (128, 128), Numbers("mxfp8", exact=True)) for kind in (Problem, WgradProblem)
+    )
+    with pytest.raises(
+        ArgumentError,
+        match="tiles must have block_m 128, block_n a multiple of it, and block_k one",
+    ):
         p.run(products, p.blank(BF16), num_sms=1, **change)
     with pytest.raises(ArgumentError, match="tiles of a weight gradient must have block_k 128"):
         q.run(products, torch.zeros(q.shape), num_sms=1, block_k=256)

@@ -15,7 +15,13 @@ EXPERTS, TOP_K, H, I = 4, 2, 16, 8
 FEATURES = (
     {"aux_loss_coef": 0.1, "aux_loss": "global", "expert_bias": True, "z_loss_coef": 0.1},
     {"aux_loss_coef": 0.1, "aux_loss": "sequence", "capacity_factor": 1.0},
-    {"aux_loss_coef": 0.1, "capacity_factor": 0.7, "drop_policy": "position", "num_groups": 2, "top_groups": 2},
+    {
+        "aux_loss_coef": 0.1,
+        "capacity_factor": 0.7,
+        "drop_policy": "position",
+        "num_groups": 2,
+        "top_groups": 2,
+    },
     {"balance": "replicas"},
 )
 
@@ -23,7 +29,9 @@ FEATURES = (
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("options", FEATURES, ids=str)
 def test_a_step_reads_nothing(heap: SymmetricHeap, options: dict, given: bool):
-    config = MoEConfig(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K, capacity=64, max_tokens=16, **options)
+    config = MoEConfig(
+        hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K, capacity=64, max_tokens=16, **options
+    )
     layer = MoELayer(config, heap)
     if config.balance == "none":
         add_lora(layer, rank=2, alpha=2.0, rank_dropout=0.1)

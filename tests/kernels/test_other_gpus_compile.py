@@ -24,7 +24,11 @@ from symmoe.kernels.low_precision import products as gpu_products
 from symmoe.kernels.low_precision import scaled as gpu_scaled
 from symmoe.kernels.routing_rule import RoutingRule
 
-OTHERS = [10 * major + minor for (major, minor), kind in architectures.ARCHITECTURES.items() if not kind.is_measured]
+OTHERS = [
+    10 * major + minor
+    for (major, minor), kind in architectures.ARCHITECTURES.items()
+    if not kind.is_measured
+]
 FOUND = {sys.modules[getattr(gpu, name).__module__] for name in gpu.__all__}
 MODULES = sorted({*FOUND, gpu_fp8, gpu_scaled}, key=lambda each: each.__name__)
 KERNELS = {kernel.__name__ for *_, kernel in kernels_of(*MODULES)}
@@ -72,7 +76,9 @@ def launch_trips():
 
 
 def launch_quantised_products():
-    for name, (shape, dtype) in itertools.product(ELEMENTS, (("deepseek-like FC1", BF16), ("odd", FP32))):
+    for name, (shape, dtype) in itertools.product(
+        ELEMENTS, (("deepseek-like FC1", BF16), ("odd", FP32))
+    ):
         (G, O, _, N), arguments = SHAPES[shape], gemm_operands(name, shape, dtype)
         gpu_products.grouped_gemm_quantized(*arguments, num_sms=132)
         options = {"bias": (meta(G, O, dtype=dtype), meta(N, dtype=FP32)), "zero_tail": True}
@@ -80,7 +86,9 @@ def launch_quantised_products():
         gpu_products.grouped_gemm_quantized(*arguments, num_sms=132, **options)
         arguments = wgrad_operands(name, shape, dtype)
         for accumulate in (False, True):
-            gpu_products.grouped_gemm_wgrad_quantized(*arguments, accumulate=accumulate, num_sms=132)
+            gpu_products.grouped_gemm_wgrad_quantized(
+                *arguments, accumulate=accumulate, num_sms=132
+            )
 
 
 def launch_quantisers():
@@ -128,16 +136,21 @@ OF_QUANTISERS = 256
 def on(monkeypatch):
     """on(arch): the launchers choose as on a GPU of this architecture."""
     monkeypatch.setattr(gpu_scaled, "scaled_products", gpu_scaled.scaled_products.__wrapped__)
-    return lambda arch: monkeypatch.setattr(architectures, "capability", lambda device: divmod(arch, 10))
+    return lambda arch: monkeypatch.setattr(
+        architectures, "capability", lambda device: divmod(arch, 10)
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("group", "arch"), [(group, arch) for group in GROUPS for arch in OTHERS if group not in QUANTISED or arch >= 89]
+    ("group", "arch"),
+    [(group, arch) for group in GROUPS for arch in OTHERS if group not in QUANTISED or arch >= 89],
 )
 def test_it_compiles_and_fits(launches, on, group, arch):
     if (group, arch) in {("products", 100), ("quantised products", 89)} and VERSION < (3, 7):
-        pytest.skip("Triton 3.6 ends at an assertion of its own (10.0), or makes instructions that 8.9 does not have")
+        pytest.skip(
+            "Triton 3.6 ends at an assertion of its own (10.0), or makes instructions that 8.9 does not have"
+        )
     on(arch)
     GROUPS[group]()
     for launch in {launch.key: launch for launch in launches}.values():
@@ -153,7 +166,9 @@ def test_no_kernel_is_left_out(launches):
     assert {launch.name for launch in launches} == KERNELS
 
 
-@pytest.mark.parametrize(("arch", "columns"), [(80, 128), (86, 128), (89, 128), (90, 256), (100, 256), (120, 128)])
+@pytest.mark.parametrize(
+    ("arch", "columns"), [(80, 128), (86, 128), (89, 128), (90, 256), (100, 256), (120, 128)]
+)
 def test_tiles_are_as_wide_as_registers_allow(launches, on, arch, columns):
     """Those for Hopper are those that were measured."""
     on(arch)
@@ -164,10 +179,15 @@ def test_tiles_are_as_wide_as_registers_allow(launches, on, arch, columns):
     wgrad = launches.of("grouped_gemm_wgrad_kernel").kwargs["WGRAD"].config
     assert (wgrad.block_m, wgrad.block_n) == (128, columns)
     chosen = [launch.kwargs["GEMM"].config for launch in launches if "GEMM" in launch.kwargs]
-    chosen = [(c.block_m, c.block_n, c.block_k, c.num_stages, c.num_warps, c.flatten, c.parts) for c in chosen]
+    chosen = [
+        (c.block_m, c.block_n, c.block_k, c.num_stages, c.num_warps, c.flatten, c.parts)
+        for c in chosen
+    ]
     wide = columns == 256
     gemm_tile, ungated = (
-        ((128, 256, 64, 3, 8), (128, 256, 64, 3, 8)) if wide else ((128, 128, 64, 4, 8), (128, 128, 64, 3, 8))
+        ((128, 256, 64, 3, 8), (128, 256, 64, 3, 8))
+        if wide
+        else ((128, 128, 64, 4, 8), (128, 128, 64, 3, 8))
     )
     dact = (128, columns, 64, 3 if wide else 4, 8, wide, 8 if wide else 4)
     gated = (128, columns // 2, 64, 3, 8, False, 4)

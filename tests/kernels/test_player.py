@@ -22,7 +22,19 @@ from symmoe.kernels.launch.player import known_kernel
 from symmoe.kernels.triton import gemm
 from symmoe.kernels.triton.tiles import describe
 from symmoe.tape.recorder import Tapes, recorder
-from symmoe.tape.tape import NEW, NOTE, OPERATOR, Call, Entry, Event, Launch, Mark, Memory, ObjectSlot, Tape
+from symmoe.tape.tape import (
+    NEW,
+    NOTE,
+    OPERATOR,
+    Call,
+    Entry,
+    Event,
+    Launch,
+    Mark,
+    Memory,
+    ObjectSlot,
+    Tape,
+)
 
 
 # -- sections -------------------------------------------------------------------------------------------------------
@@ -38,7 +50,9 @@ def lists(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def launch(*slots: int, stream: int | None = None) -> Launch:
-    return Launch(None, (1,), tuple(Memory(slot, 0, (2,), (1,), torch.float32) for slot in slots), stream)
+    return Launch(
+        None, (1,), tuple(Memory(slot, 0, (2,), (1,), torch.float32) for slot in slots), stream
+    )
 
 
 def new(slot: int, num_bytes: int = 8) -> Call:
@@ -68,7 +82,14 @@ def played(*entries: Entry, returned: tuple[int, ...] = (0, 1)) -> tuple[object,
 
 
 def test_memory_and_leases_come_before_the_launches_and_leases_end_after_them(lists):
-    first, second, told, ends, memory, taken = launch(), launch(), note(1), end_of(1), new(0), lease(1)
+    first, second, told, ends, memory, taken = (
+        launch(),
+        launch(),
+        note(1),
+        end_of(1),
+        new(0),
+        lease(1),
+    )
     found = played(memory, first, taken, Mark("clean"), told, second, ends)
     assert found == (memory, taken, told, [first, second], Mark("clean"), ends)
 
@@ -80,7 +101,9 @@ def test_an_operator_stays_between_the_launches_that_it_was_between(lists):
     assert played(mine, first, operators) == (mine, [first], operators)
 
 
-@pytest.mark.parametrize("given", [operator(0), Call(print, ((ObjectSlot(0),), {}), 1)], ids=["operator", "call"])
+@pytest.mark.parametrize(
+    "given", [operator(0), Call(print, ((ObjectSlot(0),), {}), 1)], ids=["operator", "call"]
+)
 def test_a_lease_gets_no_memory_that_is_in_use(lists, given):
     first, second = launch(), launch()
     entries = lease(0), first, end_of(0), lease(1), second, end_of(1)
@@ -92,9 +115,18 @@ def test_a_lease_gets_no_memory_that_is_in_use(lists, given):
 def test_small_memory_that_only_launches_use_is_one_allocation(lists):
     entries = new(0), new(1, 300), new(2), launch(0, 1), launch(1, 2, stream=7), new(3), operator(3)
     *made, section, used = played(*entries, returned=(0,))
-    assert (made[0], made[1], section, used) == (entries[0], entries[5], [entries[3], entries[4]], entries[6])
+    assert (made[0], made[1], section, used) == (
+        entries[0],
+        entries[5],
+        [entries[3], entries[4]],
+        entries[6],
+    )
     assert (made[2].slot, made[2].template[0]) == (1, ((512 + 256,), (1,), torch.uint8))
-    assert player._with_memory_planned(Tape(10, entries, ()), [], parts := {}) == [entries[3], entries[4], entries[6]]
+    assert player._with_memory_planned(Tape(10, entries, ()), [], parts := {}) == [
+        entries[3],
+        entries[4],
+        entries[6],
+    ]
     assert parts == {0: (0, 0), 1: (0, 256), 2: (0, 256 + 512)}
 
 
@@ -126,7 +158,9 @@ def test_without_a_compiler_nothing_is_played(lists, monkeypatch: pytest.MonkeyP
 
 # -- launches -------------------------------------------------------------------------------------------------------
 @triton.jit
-def example_kernel(desc, x, index, count: tl.int64, typed: tl.int64, fraction: tl.float32, WIDTH: tl.constexpr):
+def example_kernel(
+    desc, x, index, count: tl.int64, typed: tl.int64, fraction: tl.float32, WIDTH: tl.constexpr
+):
     pass
 
 
@@ -150,7 +184,9 @@ def calls(fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_played_launches_get_the_arguments_of_the_call(calls, fake_cuda: FakeCuda):
-    tapes = Tapes(torch.device("cpu"), lambda error: None, raise_for, (), lambda: twin, player.in_sections)
+    tapes = Tapes(
+        torch.device("cpu"), lambda error: None, raise_for, (), lambda: twin, player.in_sections
+    )
     for number in range(6):
         fake_cuda.happened.clear()
         rows, scale = torch.zeros(24, 8), torch.zeros(8)
@@ -159,9 +195,25 @@ def test_played_launches_get_the_arguments_of_the_call(calls, fake_cuda: FakeCud
         if number == 0:
             continue  # the JIT launches
         first, second = fake_cuda.launches
-        small, half, quarter = first.words[6], *(torch.tensor(value).view(torch.int32).item() for value in (0.5, -0.25))
+        small, half, quarter = (
+            first.words[6],
+            *(torch.tensor(value).view(torch.int32).item() for value in (0.5, -0.25)),
+        )
         assert (first.grid, second.grid) == ((3, 2, 1), (1, 1, 1))
-        assert first.words == (rows[8:].data_ptr(), 16, 8, 8, 1, made.data_ptr(), small, -1, 3, half, 0, 0)
+        assert first.words == (
+            rows[8:].data_ptr(),
+            16,
+            8,
+            8,
+            1,
+            made.data_ptr(),
+            small,
+            -1,
+            3,
+            half,
+            0,
+            0,
+        )
         values = scale[4:].data_ptr(), small + 8, 7, -(2**62), quarter
         assert second.words == (made.data_ptr(), 8, 8, 8, 1, *values, 0, 0)
 
@@ -174,7 +226,12 @@ def test_events_order_streams(fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPat
             assert stream == "a stream"
 
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
-    entries = Event(0, None, "a stream"), Event(0, 5, is_wait=True), operator(1), Event(0, None, is_wait=True)
+    entries = (
+        Event(0, None, "a stream"),
+        Event(0, 5, is_wait=True),
+        operator(1),
+        Event(0, None, is_wait=True),
+    )
     tape = player.in_sections(Tape(2, entries, ()))
     playing = player.Playing([], array("q", [STREAM, *tape.values[1:]]), {}, lambda: twin)
     for section in (tape.entries[0], tape.entries[2]):
@@ -182,21 +239,35 @@ def test_events_order_streams(fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPat
     assert fake_cuda.happened == [("record", 99, STREAM), ("wait", 5, 99), ("wait", STREAM, 99)]
 
 
-def test_parameters_are_those_of_the_compiled_kernel(fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch):
+def test_parameters_are_those_of_the_compiled_kernel(
+    fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+):
     """As many, with a tensor map where PTX has 128 bytes: of a kernel in Gluon and one in Triton."""
     made = {}
 
-    def kernel_of(fast: FastLaunch, grid: tuple[int, ...], constants: Constants, *args: Any) -> None:
+    def kernel_of(
+        fast: FastLaunch, grid: tuple[int, ...], constants: Constants, *args: Any
+    ) -> None:
         options = {**launches.OPTIONS, **constants.named}
         compiled = fast.kernel.run(*constants.described(args), grid=grid, warmup=True, **options)
         compiled._run, compiled.function = FakeCompiled().run, 7
         fake_cuda.num_parameters[7] = compiled.asm["ptx"].count("\t.param ")
-        parts = triton_internals.read_compiled(compiled), args, [i for i, arg in enumerate(args) if arg is not None]
-        made[compiled.name] = known_kernel(compiled.name, *parts, constants.descriptors), args, compiled.asm["ptx"]
+        parts = (
+            triton_internals.read_compiled(compiled),
+            args,
+            [i for i, arg in enumerate(args) if arg is not None],
+        )
+        made[compiled.name] = (
+            known_kernel(compiled.name, *parts, constants.descriptors),
+            args,
+            compiled.asm["ptx"],
+        )
 
     for module in (hopper_gemm, gemm):
         monkeypatch.setattr(module, "launch", kernel_of)
-    rows, weight, out = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((128, 64), (4, 256, 64), (128, 256)))
+    rows, weight, out = (
+        torch.empty(shape, dtype=torch.bfloat16) for shape in ((128, 64), (4, 256, 64), (128, 256))
+    )
     row_range = torch.empty(2, 4, dtype=torch.int32)
     hopper_gemm.launch_gemm(rows, weight, row_range, out, weight_k_first=False, num_sms=8)
     gemm.grouped_gemm(rows, weight, row_range, out, num_sms=8)

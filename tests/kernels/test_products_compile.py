@@ -20,9 +20,23 @@ from kernel_launches import ACTIVATIONS, BF16, FP16, FP32, GEMMS, LAYOUTS, NUM_S
 from symmoe.errors import ArgumentError
 from symmoe.kernels.activation import SUM_COLUMNS, Activation
 from symmoe.kernels.routing_rule import RoutingRule
-from symmoe.kernels.triton import activation, bias, gemm, gemm_act, plan, route, router_products, tiles
+from symmoe.kernels.triton import (
+    activation,
+    bias,
+    gemm,
+    gemm_act,
+    plan,
+    route,
+    router_products,
+    tiles,
+)
 
-WGMMA, TMA, WIDE_LOAD, WIDE_STORE = "wgmma.mma_async", "cp.async.bulk.tensor", "ld.global.v4.b32", "st.global.v4.b32"
+WGMMA, TMA, WIDE_LOAD, WIDE_STORE = (
+    "wgmma.mma_async",
+    "cp.async.bulk.tensor",
+    "ld.global.v4.b32",
+    "st.global.v4.b32",
+)
 COPY_16, NARROW_COPY = "cp.async.cg", "cp.async.ca"  # of 16 bytes, and of fewer
 # Bytes, of gathered rows with a bias that are added to what is there, all at once, which nothing in the package does.
 SPILLED = since(("3.6", 0), ("3.7", 4))
@@ -33,7 +47,10 @@ MODULES = activation, bias, gemm, gemm_act, route, router_products, plan
 
 def named(cases):
     """Cases by what is in them."""
-    return {"-".join("-".join(part) if isinstance(part, dict) else part for part in case): case for case in cases}
+    return {
+        "-".join("-".join(part) if isinstance(part, dict) else part for part in case): case
+        for case in cases
+    }
 
 
 @every_combination(product=named(GEMMS), shape=USUAL)
@@ -61,7 +78,11 @@ def test_other_dtypes_are_not_rounded_to_tf32(launches, product, dtype):
 
 
 @every_combination(
-    product=named(case for case in GEMMS if case[1] in ({}, {"gather": True}, {"table": True}, {"accumulate": True})),
+    product=named(
+        case
+        for case in GEMMS
+        if case[1] in ({}, {"gather": True}, {"table": True}, {"accumulate": True})
+    ),
     shape=["odd", "narrower"],
 )
 def test_odd_widths(launches, product, shape):
@@ -92,10 +113,14 @@ def test_low_ranks(launches, product, rank, dtype):
     """Down: [r, H] weights; up: [2I, r]."""
     function, options, adapter = product
     G, H, I, N = SHAPES["qwen3-30b"]
-    layer.launch_gemm(function, (G, H, rank // 2, N) if adapter == "down" else (G, rank, I, N), dtype, **options)
+    layer.launch_gemm(
+        function, (G, H, rank // 2, N) if adapter == "down" else (G, rank, I, N), dtype, **options
+    )
     code = launches.compile()
     assert (WGMMA in code.ptx) == (dtype == BF16)
-    copies = [line for line in code.asm["ttgir"].splitlines() if "async_copy_global_to_local" in line]
+    copies = [
+        line for line in code.asm["ttgir"].splitlines() if "async_copy_global_to_local" in line
+    ]
     of_bounds = [line for line in copies if "tensor<1x!tt.ptr<i32>" in line]
     # With one step of the contraction, what is fetched ahead is a whole tile, and the bounds of its group.
     assert (NARROW_COPY in code.ptx) == bool(of_bounds)
@@ -112,7 +137,9 @@ def test_no_more_programs_than_sms_are_lent(launches, function):
 
 
 @every_combination(
-    kernel=["grouped_bias_grad_kernel", "grouped_bias_dot_kernel"], gather=[False, True], dtype=[BF16, FP32]
+    kernel=["grouped_bias_grad_kernel", "grouped_bias_dot_kernel"],
+    gather=[False, True],
+    dtype=[BF16, FP32],
 )
 def test_gradients_of_biases_read_16_bytes_and_use_no_atomics(launches, kernel, gather, dtype):
     layer.launch_bias_gradients(dtype, gather)
@@ -151,7 +178,9 @@ CONTIGUOUS_SPILLED = since(("3.6", 0), ("3.7", 8))
 
 
 @every_combination(kernel=FUSED, activation=ACTIVATIONS, layout=LAYOUTS, shape=USUAL)
-def test_fused_activations_use_wgmma_and_wide_accesses_and_do_not_spill(launches, kernel, activation, layout, shape):
+def test_fused_activations_use_wgmma_and_wide_accesses_and_do_not_spill(
+    launches, kernel, activation, layout, shape
+):
     layer.launch_activations(shape, activation, layout=layout)
     code, is_dact = launches.compile(kernel), kernel == "grouped_gemm_dact_kernel"
     assert WGMMA in code.ptx
@@ -160,17 +189,27 @@ def test_fused_activations_use_wgmma_and_wide_accesses_and_do_not_spill(launches
     assert WIDE_LOAD in code.ptx or not is_dact
     if is_dact and (layout == "biased" or activation.limit < math.inf):
         assert code.spilled <= MAX_SPILLED
-    elif shape == "qwen3-30b" and layout in ("gather", "contiguous") and activation in HALVES_AND_BLOCKS.values():
+    elif (
+        shape == "qwen3-30b"
+        and layout in ("gather", "contiguous")
+        and activation in HALVES_AND_BLOCKS.values()
+    ):
         assert (launches.of(kernel).grid, code.spilled) == ((NUM_SMS,), 0)
     elif is_dact:
-        assert code.spilled <= (CONTIGUOUS_SPILLED if layout == "contiguous" else MAX_SPILLED_BY_ADDRESSES)
+        assert code.spilled <= (
+            CONTIGUOUS_SPILLED if layout == "contiguous" else MAX_SPILLED_BY_ADDRESSES
+        )
     else:
         assert code.spilled == 0
 
 
 @pytest.mark.slow
-@every_combination(kernel=FUSED, activation={n: ACTIVATIONS[n] for n in ("swiglu", "srelu")}, dtype=[FP16, FP32])
-def test_fused_activations_of_other_dtypes_are_not_rounded_to_tf32(launches, kernel, activation, dtype):
+@every_combination(
+    kernel=FUSED, activation={n: ACTIVATIONS[n] for n in ("swiglu", "srelu")}, dtype=[FP16, FP32]
+)
+def test_fused_activations_of_other_dtypes_are_not_rounded_to_tf32(
+    launches, kernel, activation, dtype
+):
     layer.launch_activations("qwen3-30b", activation, dtype)
     code = launches.compile(kernel)
     assert (WGMMA in code.ptx) == (dtype == FP16)
@@ -192,7 +231,9 @@ def test_elementwise_kernels_access_16_bytes(launches, kernel, interleave):
     shape=["odd", "narrow"],
     interleave=[None, 4, 8],
 )
-def test_activations_of_widths_that_no_tile_divides_use_no_atomics(launches, kernel, shape, interleave):
+def test_activations_of_widths_that_no_tile_divides_use_no_atomics(
+    launches, kernel, shape, interleave
+):
     layer.launch_activations(shape, Activation(interleave=interleave, limit=7.0), layout="biased")
     assert not atomics(launches.compile(kernel).ptx)
 
@@ -216,8 +257,13 @@ def test_the_workspace_is_enough_for_every_choice_of_tiles():
 
 
 # -- the router -------------------------------------------------------------------------------------------------------
-@every_combination(kernel=["router_gemm_kernel", "router_dgrad_kernel", "router_wgrad_kernel"], shape=ROUTERS.keys())
-def test_products_of_the_router_are_of_bf16_and_tensor_cores_add_up_a_step_only(launches, kernel, shape):
+@every_combination(
+    kernel=["router_gemm_kernel", "router_dgrad_kernel", "router_wgrad_kernel"],
+    shape=ROUTERS.keys(),
+)
+def test_products_of_the_router_are_of_bf16_and_tensor_cores_add_up_a_step_only(
+    launches, kernel, shape
+):
     """What they cut off must not grow with the number of terms: a step begins at zero, and is added outside."""
     layer.launch_router(shape)
     code = launches.compile(kernel)
@@ -225,10 +271,14 @@ def test_products_of_the_router_are_of_bf16_and_tensor_cores_add_up_a_step_only(
     assert re.search(r"\.f32\.bf16\.bf16$", kind)
     assert "mma.sync" not in code.ptx
     assert code.stack == 0
-    begins = re.findall(r"wgmma\.mma_async[^;]*\}, %rd\d+, %rd\d+, (\S+), 1, 1, [01], [01];", code.ptx)
+    begins = re.findall(
+        r"wgmma\.mma_async[^;]*\}, %rd\d+, %rd\d+, (\S+), 1, 1, [01], [01];", code.ptx
+    )
     assert (len(begins), begins.count("0")) == (code.ptx.count(WGMMA), 1)
     assert all(begin == "0" or begin.startswith("%p") for begin in begins)
-    rows, columns = (int(size) for size in re.search(r"wgmma\.mma_async\S*\.m(\d+)n(\d+)k", code.ptx).groups())
+    rows, columns = (
+        int(size) for size in re.search(r"wgmma\.mma_async\S*\.m(\d+)n(\d+)k", code.ptx).groups()
+    )
     sums_of_a_thread = rows * columns // 128
     assert len(re.findall(r"add(?:\.rn)?\.f32", code.ptx)) >= sums_of_a_thread
 

@@ -19,11 +19,18 @@ from symmoe.kernels.twin import philox, quantize
 
 WIDTH = 160  # more than a block of 128, no multiple of it
 ROWS = sum(cases.SPLITS) + cases.TAIL
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value encountered")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:overflow encountered", "ignore:invalid value encountered"
+)
 
 
 def fields(of):
-    return {"element": of.element, "kind": of.scale, "block": of.block, "block_lines": of.block_lines}
+    return {
+        "element": of.element,
+        "kind": of.scale,
+        "block": of.block,
+        "block_lines": of.block_lines,
+    }
 
 
 def expected_rows(rows: torch.Tensor, splits, name: str, *, hard: bool) -> dict[str, torch.Tensor]:
@@ -41,7 +48,10 @@ def expected_rows(rows: torch.Tensor, splits, name: str, *, hard: bool) -> dict[
     amax, column_amax = np.zeros(num_groups, np.float32), np.zeros(num_groups, np.float32)
     token = 0
     for g, (start, end) in enumerate(itertools.pairwise(itertools.accumulate(splits, initial=0))):
-        group, signs = values[start:end], cases.SIGNS if hard and block_format.has_global_scale else None
+        group, signs = (
+            values[start:end],
+            cases.SIGNS if hard and block_format.has_global_scale else None,
+        )
         seed = g * 0x123456789 - 7 if hard and block_format.has_global_scale else None
         lines = reference.padded_columns(group, signs)
         amax[g], column_amax[g] = reference.group_amax(group), reference.group_amax(lines)
@@ -66,9 +76,17 @@ def expected_rows(rows: torch.Tensor, splits, name: str, *, hard: bool) -> dict[
 def test_rows_and_columns(name, dtype):
     rows = cases.hard_rows(ROWS, WIDTH, dtype)
     expected = expected_rows(rows, cases.SPLITS, name, hard=False)
-    assert cases.differences(cases.quantize_all(twin, rows, cases.row_range_of(), name), expected) == []
+    assert (
+        cases.differences(cases.quantize_all(twin, rows, cases.row_range_of(), name), expected)
+        == []
+    )
     if name != "nvfp4":  # with an index; what else is optional is NVFP4's
-        assert cases.differences(cases.quantize_all(twin, rows, cases.row_range_of(), name, hard=True), expected) == []
+        assert (
+            cases.differences(
+                cases.quantize_all(twin, rows, cases.row_range_of(), name, hard=True), expected
+            )
+            == []
+        )
 
 
 def test_stochastic_rounding_and_hadamard():
@@ -77,7 +95,12 @@ def test_stochastic_rounding_and_hadamard():
     found = cases.quantize_all(twin, rows, cases.row_range_of(splits), "nvfp4", hard=True)
     assert cases.differences(found, expected_rows(rows, splits, "nvfp4", hard=True)) == []
     nearest = cases.quantize_all(twin, rows, cases.row_range_of(splits), "nvfp4")
-    assert cases.differences(found, nearest) == ["column_amax", "data", "column_data", "column_scale"]
+    assert cases.differences(found, nearest) == [
+        "column_amax",
+        "data",
+        "column_data",
+        "column_scale",
+    ]
 
 
 @pytest.mark.parametrize("shape", [(2, 160, 96), (1, 128, 256), (3, 16, 288)], ids=str)
@@ -97,7 +120,9 @@ def test_weights(name, shape):
     if block_format.has_global_scale:
         expected["amax"] = torch.from_numpy(np.array(amaxes).view(np.uint8))
     assert cases.differences(found, expected) == []
-    assert cases.differences(cases.quantize_weights(twin, weight, name, in_pairs=True), expected) == []
+    assert (
+        cases.differences(cases.quantize_weights(twin, weight, name, in_pairs=True), expected) == []
+    )
     if block_format.block_lines > 1 and block_format.element == "e4m3":
         for key in ("data", "scale"):
             turned = found["transposed_" + key].mT.flatten()
@@ -107,17 +132,36 @@ def test_weights(name, shape):
 def test_columns_whose_scales_lie_otherwise_are_refused():
     rows, row_range = cases.hard_rows(4, 32, torch.bfloat16), cases.row_range_of((4,))
     data = cases.filled((32, 256), torch.float8_e4m3fn)
-    for name, scale in (("float8_block", torch.zeros(32, 2)), ("mxfp8", torch.zeros(8, 32, dtype=torch.uint8).t())):
+    for name, scale in (
+        ("float8_block", torch.zeros(32, 2)),
+        ("mxfp8", torch.zeros(8, 32, dtype=torch.uint8).t()),
+    ):
         with pytest.raises(ArgumentError, match=r"scale \[32, .\] must have strides"):
             twin.quantize_columns(rows, row_range, (data, scale), cases.FORMATS[name])
 
 
 MUTANTS = {
-    "a product with the reciprocal": ("float8_block", "_scales", lambda _: lambda amax, *rest: _by_product(amax)),
+    "a product with the reciprocal": (
+        "float8_block",
+        "_scales",
+        lambda _: lambda amax, *rest: _by_product(amax),
+    ),
     "truncation": ("mxfp8", "to_e4m3", lambda _: lambda x: _truncated(x)),
-    "ties away from zero": ("nvfp4", "to_e2m1", lambda original: lambda x, words: original(x * (1 + 1e-6), words)),
-    "the high bits of a word": ("nvfp4", "to_e2m1", lambda original: lambda x, words: original(x, words << 1)),
-    "another group's amax": ("nvfp4", "global_scale_of", lambda original: lambda amax: original(amax * 1.0000002)),
+    "ties away from zero": (
+        "nvfp4",
+        "to_e2m1",
+        lambda original: lambda x, words: original(x * (1 + 1e-6), words),
+    ),
+    "the high bits of a word": (
+        "nvfp4",
+        "to_e2m1",
+        lambda original: lambda x, words: original(x, words << 1),
+    ),
+    "another group's amax": (
+        "nvfp4",
+        "global_scale_of",
+        lambda original: lambda amax: original(amax * 1.0000002),
+    ),
 }
 
 
@@ -145,18 +189,28 @@ def test_the_reference_notices(monkeypatch, mutant):
     rows = tied_rows(64) if "ties" in mutant else cases.hard_rows(64, WIDTH, torch.bfloat16)
     expected = expected_rows(rows, splits, name, hard=hard)
     row_range = cases.row_range_of(splits)
-    assert cases.differences(cases.quantize_all(twin, rows, row_range, name, hard=hard), expected) == []
+    assert (
+        cases.differences(cases.quantize_all(twin, rows, row_range, name, hard=hard), expected)
+        == []
+    )
     monkeypatch.setattr(quantize, function, mutate(getattr(quantize, function)))
-    assert cases.differences(cases.quantize_all(twin, rows, row_range, name, hard=hard), expected) != []
+    assert (
+        cases.differences(cases.quantize_all(twin, rows, row_range, name, hard=hard), expected)
+        != []
+    )
 
 
 def all_bf16_and_more() -> torch.Tensor:
     """Every finite bf16 number, fp32 numbers of all kinds, and the neighbours of all halves between E4M3 numbers."""
     bf16 = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).float()
-    bits = torch.randint(-(1 << 31), 1 << 31, (200_000,), generator=torch.Generator().manual_seed(0))
+    bits = torch.randint(
+        -(1 << 31), 1 << 31, (200_000,), generator=torch.Generator().manual_seed(0)
+    )
     numbers = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     halves = (numbers[1:] + numbers[:-1]) / 2
-    halves = torch.cat([halves, halves.nextafter(torch.tensor(0.0)), halves.nextafter(torch.tensor(1e9))])
+    halves = torch.cat(
+        [halves, halves.nextafter(torch.tensor(0.0)), halves.nextafter(torch.tensor(1e9))]
+    )
     x = torch.cat([bf16, bits.to(torch.int32).view(torch.float32), halves, -halves])
     return x[torch.isfinite(x)]
 
@@ -203,33 +257,47 @@ def test_stochastic_rounding_is_unbiased():
     nearest = table[quantize.to_e2m1(x, None).int()]
     assert ((nearest.double() - x.double()).abs() > bound).float().mean() > 0.5
     # Only the two neighbours ever occur.
-    lower, upper = (torch.searchsorted(table[:8], x.abs(), right=True) - 1), torch.searchsorted(table[:8], x.abs())
+    lower, upper = (
+        (torch.searchsorted(table[:8], x.abs(), right=True) - 1),
+        torch.searchsorted(table[:8], x.abs()),
+    )
     codes = quantize.to_e2m1(x.expand(4096, -1), words).int() & 7
     assert ((codes == lower) | (codes == upper)).all()
 
 
 def test_random_numbers_depend_on_the_place_in_the_group_alone():
     rows = cases.hard_rows(90, 64, torch.bfloat16)[20:]
-    alone = cases.quantize_all(twin, rows[30:].contiguous(), cases.row_range_of((40,)), "nvfp4", hard=True)
+    alone = cases.quantize_all(
+        twin, rows[30:].contiguous(), cases.row_range_of((40,)), "nvfp4", hard=True
+    )
     shifted = torch.zeros(2, dtype=torch.int64)  # the seed of group 0 in both
     out, amax = cases.row_buffers(70, 64, cases.FORMATS["nvfp4"]), torch.empty(2)
     row_range = cases.row_range_of((30, 40))
     twin.group_amax(rows, row_range, amax)
-    twin.quantize_rows(rows, row_range, out, cases.FORMATS["nvfp4"], amax=amax, seeds=shifted.fill_(-7))
+    twin.quantize_rows(
+        rows, row_range, out, cases.FORMATS["nvfp4"], amax=amax, seeds=shifted.fill_(-7)
+    )
     assert torch.equal(out[0][30:], alone["data"])
 
 
 def test_hadamard():
     x = torch.randn(33, 64, generator=torch.Generator().manual_seed(0))
     y = quantize.hadamard(x, cases.SIGNS)
-    exact = (x.double().view(33, 4, 16) @ torch.from_numpy(reference.hadamard_matrix(cases.SIGNS)).T).view(33, 64)
+    exact = (
+        x.double().view(33, 4, 16) @ torch.from_numpy(reference.hadamard_matrix(cases.SIGNS)).T
+    ).view(33, 64)
     assert (y - exact).abs().max() < 1e-6 * x.abs().max()
     assert (quantize.inverse_hadamard(y, cases.SIGNS) - x).abs().max() < 1e-6 * x.abs().max()
     # Orthonormal: contractions stay what they are. Signs matter.
     other = torch.randn(7, 64, generator=torch.Generator().manual_seed(1))
     assert torch.allclose(y @ quantize.hadamard(other, cases.SIGNS).T, x @ other.T, atol=1e-4)
-    assert not torch.allclose(y @ quantize.hadamard(other, cases.SIGNS ^ 1).T, x @ other.T, atol=1e-1)
-    assert np.allclose(reference.hadamard_matrix(cases.SIGNS) @ reference.hadamard_matrix(cases.SIGNS).T, np.eye(16))
+    assert not torch.allclose(
+        y @ quantize.hadamard(other, cases.SIGNS ^ 1).T, x @ other.T, atol=1e-1
+    )
+    assert np.allclose(
+        reference.hadamard_matrix(cases.SIGNS) @ reference.hadamard_matrix(cases.SIGNS).T,
+        np.eye(16),
+    )
 
 
 def test_other_blocks_do_not_see_nan():
@@ -238,18 +306,24 @@ def test_other_blocks_do_not_see_nan():
     dirty = clean.clone()
     dirty[40, 5] = torch.nan
     for name, block_format in cases.FORMATS.items():
-        left, right = (cases.quantize_all(twin, rows, cases.row_range_of(), name) for rows in (clean, dirty))
+        left, right = (
+            cases.quantize_all(twin, rows, cases.row_range_of(), name) for rows in (clean, dirty)
+        )
         changed = (cases.as_bytes(left["data"]) != cases.as_bytes(right["data"])).nonzero()
         assert set(changed[:, 0].tolist()) <= {40}, name
         assert changed[:, 1].max() < block_format.data_width(min(block_format.block, WIDTH)), name
-        changed = (cases.as_bytes(left["column_data"]) != cases.as_bytes(right["column_data"])).nonzero()
+        changed = (
+            cases.as_bytes(left["column_data"]) != cases.as_bytes(right["column_data"])
+        ).nonzero()
         assert set(changed[:, 0].tolist()) <= {5}, name
 
 
 @pytest.mark.parametrize("num_blocks", [1, 4, 6, 10])
 def test_swizzled_scales(num_blocks):
     row_range, num_rows = cases.row_range_of(), ROWS
-    scale = torch.randint(1, 255, (num_rows, num_blocks), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+    scale = torch.randint(
+        1, 255, (num_rows, num_blocks), generator=torch.Generator().manual_seed(0)
+    ).to(torch.uint8)
     num_tiles, across = max_tiles(num_rows, len(cases.SPLITS)), -(-num_blocks // 4)
     swizzled = cases.filled((num_tiles, across, 512), torch.uint8)
     twin.swizzle_scales(scale, row_range, swizzled)

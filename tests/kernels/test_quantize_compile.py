@@ -45,10 +45,20 @@ def check(code, block_format):
 
 
 CASES = [
-    *((quantizers.launch_rows, name, dtype, {"indexed": dtype == BF16}) for name in NAMES for dtype in (BF16, FP32)),
+    *(
+        (quantizers.launch_rows, name, dtype, {"indexed": dtype == BF16})
+        for name in NAMES
+        for dtype in (BF16, FP32)
+    ),
     *((quantizers.launch_columns, name, BF16, {"indexed": name != "mxfp8"}) for name in NAMES),
-    *((quantizers.launch_weights, name, BF16, {"transposed": turned}) for name in NAMES for turned in (False, True)),
-    *itertools.product((quantizers.launch_sent,), NAMES[:2], (BF16, FP32), ({"width": C}, {"width": 2880})),
+    *(
+        (quantizers.launch_weights, name, BF16, {"transposed": turned})
+        for name in NAMES
+        for turned in (False, True)
+    ),
+    *itertools.product(
+        (quantizers.launch_sent,), NAMES[:2], (BF16, FP32), ({"width": C}, {"width": 2880})
+    ),
 ]
 ON_BLACKWELL = itertools.product(quantizers.LAUNCHES, NAMES[1:], (BF16,))
 
@@ -68,7 +78,10 @@ def test_numbers_are_quantised_as_they_must(launches, launch, name, dtype, optio
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_and_their_sums(launches, name, dtype, arch):
     """Every number is loaded once; sums stay in a warp, without atomics."""
-    sums, scale = meta(bias_slots(N, G, SLOT_ROWS), C, dtype=torch.float32), meta(N, dtype=torch.float32)
+    sums, scale = (
+        meta(bias_slots(N, G, SLOT_ROWS), C, dtype=torch.float32),
+        meta(N, dtype=torch.float32),
+    )
     quantizers.launch_rows(name, dtype, indexed=True, sums=(sums, scale))
     launch = launches.pop_one()
     assert launch.kwargs["num_warps"] == 1
@@ -91,7 +104,9 @@ def test_weight_pairs(launches, name, dtype):
     for is_table in (False, True):
         quantizers.launch_weight_pairs(name, dtype, is_table=is_table)
         loaded_bits = sum(access_bits(check(launches.compile(), block_format), r"ld\.global"))
-        tile, threads = (128 * 128, 256) if block_format.block == block_format.block_lines else (32 * 256, 128)
+        tile, threads = (
+            (128 * 128, 256) if block_format.block == block_format.block_lines else (32 * 256, 128)
+        )
         others = (32 if block_format.has_global_scale else 0) + (64 if is_table else 0)
         assert loaded_bits == tile * 8 * dtype.itemsize // threads + others
 
@@ -116,28 +131,42 @@ def test_amax_and_tiles(launches, arch):
         # One word for a program; no other atomics, and no sums.
         assert re.findall(r"\b(?:atom|red)\.(\S+)", ptx) == ["global.gpu.relaxed.max.s32"]
     weight = meta(G, 4096, C, dtype=torch.bfloat16)
-    for source in (weight, TensorTable(meta(G, dtype=torch.int64), tuple(weight.shape), weight.dtype)):
+    for source in (
+        weight,
+        TensorTable(meta(G, dtype=torch.int64), tuple(weight.shape), weight.dtype),
+    ):
         quantize.weight_amax(source, meta(G, dtype=torch.float32))
         ptx = in_registers(launches.compile(arch=arch))
         assert re.findall(r"\b(?:atom|red)\.(\S+)", ptx) == ["global.gpu.relaxed.max.s32"]
         assert max(access_bits(ptx, r"ld\.global")) >= 128
-    scale, swizzled = meta(N, C // 32, dtype=torch.uint8), meta(max_tiles(N, G), C // 128, 512, dtype=torch.uint8)
+    scale, swizzled = (
+        meta(N, C // 32, dtype=torch.uint8),
+        meta(max_tiles(N, G), C // 128, 512, dtype=torch.uint8),
+    )
     scale_tiles.unswizzle_scales(swizzled, row_range, scale)
     in_registers(launches.compile(arch=arch))
-    for scales, bounds, bits in ((scale, row_range, 32), (table_of_scales((256, 8), (7168, 64)), None, 128)):
+    for scales, bounds, bits in (
+        (scale, row_range, 32),
+        (table_of_scales((256, 8), (7168, 64)), None, 128),
+    ):
         scale_tiles.swizzle_scales(scales, bounds, swizzled)
         assert set(access_bits(in_registers(launches.compile(arch=arch)), "st.global")) == {bits}
 
 
 @pytest.mark.parametrize(
     ("name", "arch"),
-    [*((name, HOPPER) for name in NAMES[:2]), pytest.param("mxfp8", BLACKWELL, marks=pytest.mark.slow)],
+    [
+        *((name, HOPPER) for name in NAMES[:2]),
+        pytest.param("mxfp8", BLACKWELL, marks=pytest.mark.slow),
+    ],
 )
 def test_the_wire(launches, name, arch):
     """Rows that are taken off it, decoded, and quantised again along tokens, with an index and without."""
     block_format, row_range = FORMATS[name], meta(2, G)
     sent, data = meta(N, row_bytes(name, C), dtype=torch.uint8), meta(N, C, dtype=torch.uint8)
-    scale = meta(N, block_format.num_blocks(C) * block_format.scale_dtype.itemsize, dtype=torch.uint8)
+    scale = meta(
+        N, block_format.num_blocks(C) * block_format.scale_dtype.itemsize, dtype=torch.uint8
+    )
     columns = operand(C, TILE * max_tiles(N, G), block_format, columns=True)
     to_e4m3, from_e4m3 = "cvt.rn.satfinite.e4m3x2.f32", "cvt.rn.f16x2.e4m3x2"
     for index, dtype in ((None, BF16), (meta(N), FP32)):
@@ -154,7 +183,9 @@ def test_the_wire(launches, name, arch):
             function(*args, **options)
             ptx = in_registers(launches.compile(arch=arch))
             assert set(re.findall(r"cvt\.\S*e4m3\S*", ptx)) == conversions, function
-            for access in ("ld", "st") if function is wire.unpack_rows else ("st",):  # 16 bytes at a time
+            for access in (
+                ("ld", "st") if function is wire.unpack_rows else ("st",)
+            ):  # 16 bytes at a time
                 assert re.search(access + r"\.global\S*\.v4\.b32", ptx), (function, access)
 
 

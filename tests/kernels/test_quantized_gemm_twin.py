@@ -31,7 +31,9 @@ WIDTHS = {"fp8": [(256, 384), (264, 272), (72, 48)], "mxfp8": PARTS, "nvfp4": PA
 TOLERANCES = {BF16: 2**-8, FP16: 2**-10, FP32: 2e-6}
 
 names = pytest.mark.parametrize("name", WIDTHS)
-all_widths = pytest.mark.parametrize(("name", "widths"), [(n, w) for n, each in WIDTHS.items() for w in each], ids=str)
+all_widths = pytest.mark.parametrize(
+    ("name", "widths"), [(n, w) for n, each in WIDTHS.items() for w in each], ids=str
+)
 
 
 def problem(name, splits, widths, *tail, exact=False, kind=Problem):
@@ -78,7 +80,11 @@ def test_products_are_as_near_as_the_dtype_of_the_result_allows(dtype, name):
 def test_biases_are_added_before_the_one_rounding(widths, name):
     for splits in SPLITS:
         p = problem(name, splits, widths, exact=True)
-        check_biases(lambda p, out, **options: p.run(twin, out, **options), p, *[(BF16, FP16, FP32)] * (name == "fp8"))
+        check_biases(
+            lambda p, out, **options: p.run(twin, out, **options),
+            p,
+            *[(BF16, FP16, FP32)] * (name == "fp8"),
+        )
 
 
 @pytest.mark.parametrize(
@@ -104,7 +110,9 @@ def test_ranges_have_the_bits_of_the_whole(name):
         whole, union = product(p, BF16), p.blank(BF16)
         for ranges in random_ranges(splits, 3, step=step):
             come, out = rows_of(ranges, p.capacity), product(p, BF16, ranges)
-            assert torch.equal(out, torch.where(come[:, None], whole, torch.tensor(SENTINEL, dtype=BF16)))
+            assert torch.equal(
+                out, torch.where(come[:, None], whole, torch.tensor(SENTINEL, dtype=BF16))
+            )
             p.run(twin, union, ranges)
         assert torch.equal(union, whole)
 
@@ -119,7 +127,9 @@ def test_the_tail_becomes_zero_if_asked_for(name):
 
 @names
 def test_nan_stays_in_its_row(name):
-    check_nan_stays_in_its_row(problem(name, SPLITS[0], WIDTHS[name][1]), 7, lambda p: product(p, BF16))
+    check_nan_stays_in_its_row(
+        problem(name, SPLITS[0], WIDTHS[name][1]), 7, lambda p: product(p, BF16)
+    )
 
 
 @all_widths
@@ -127,11 +137,15 @@ def test_nan_stays_in_its_row(name):
 def test_weight_gradients_of_small_numbers_are_exact(widths, accumulate, name):
     for splits in SPLITS:
         p = wgrad_problem(name, splits, widths, exact=True)
-        out = gradient(p, torch.full(p.shape, 3.0 if accumulate else torch.nan), accumulate=accumulate)
+        out = gradient(
+            p, torch.full(p.shape, 3.0 if accumulate else torch.nan), accumulate=accumulate
+        )
         assert torch.equal(out.double(), p.expected() + (3.0 if accumulate else 0.0))
 
 
-@pytest.mark.parametrize(("name", "dtype"), [*itertools.product(WIDTHS, (BF16, FP32)), ("fp8", FP16)], ids=str)
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*itertools.product(WIDTHS, (BF16, FP32)), ("fp8", FP16)], ids=str
+)
 def test_weight_gradients_are_as_near_as_the_dtype_of_the_result_allows(name, dtype):
     p = wgrad_problem(name, SPLITS[0], WIDTHS[name][1])
     out = gradient(p, torch.full(p.shape, torch.nan, dtype=dtype))
@@ -163,7 +177,11 @@ def test_no_rows_at_all(name):
 # The formats' own errors: E4M3 has steps of 2^-3 of a number, E2M1 of up to 1/2 of it.
 @pytest.mark.parametrize(
     ("name", "recipe", "least", "most"),
-    [("fp8", Float8Block(), 0.005, 0.05), ("mxfp8", MXFP8(), 0.005, 0.05), ("nvfp4", NVFP4(), 0.03, 0.25)],
+    [
+        ("fp8", Float8Block(), 0.005, 0.05),
+        ("mxfp8", MXFP8(), 0.005, 0.05),
+        ("nvfp4", NVFP4(), 0.03, 0.25),
+    ],
 )
 def test_what_recipes_make_is_what_the_products_take(name, recipe, least, most):
     """All three products of a layer, against float64 of the dequantised operands, and of the numbers themselves."""
@@ -173,7 +191,10 @@ def test_what_recipes_make_is_what_the_products_take(name, recipe, least, most):
     weight = torch.randn(3, 96, 160, generator=generator, dtype=BF16)
     forward = recipe.quantize(rows, row_range), recipe.quantize_weight(weight)
     dgrad = recipe.quantize(dout, row_range), recipe.quantize_weight_transposed(weight)
-    wgrad = left, right = recipe.quantize_columns(dout, row_range), recipe.quantize_columns(rows, row_range)
+    wgrad = left, right = (
+        recipe.quantize_columns(dout, row_range),
+        recipe.quantize_columns(rows, row_range),
+    )
     rows, dout, weight, spans = rows.double(), dout.double(), weight.double(), spans_of(row_range)
 
     def check(out, expected, true):
@@ -196,7 +217,9 @@ def test_what_recipes_make_is_what_the_products_take(name, recipe, least, most):
     # What fills a group's last tile is summed as well: the Hadamard transform mixes it with the last tokens.
     padded = [slice(0, 128), slice(128, 128), slice(128, 384)]
     scales = [side.scale if name == "fp8" else side.scale.view(torch.uint8) for side in wgrad]
-    numbers = [dequantised(name, side.data, scale) for side, scale in zip(wgrad, scales, strict=True)]
+    numbers = [
+        dequantised(name, side.data, scale) for side, scale in zip(wgrad, scales, strict=True)
+    ]
     expected = torch.stack([numbers[0][:, span] @ numbers[1][:, span].T for span in padded])
     for side in wgrad if recipe.column_signs else ():
         expected *= side.global_scale.double()[:, None, None]
@@ -215,29 +238,124 @@ PLACES = {  # operand, and field
 @pytest.mark.parametrize(
     ("name", "what", "change", "text"),
     [
-        ("fp8", "rows", lambda t: t.to(torch.float8_e5m2), r"rows must be of torch.float8_e4m3fn, got .*e5m2"),
+        (
+            "fp8",
+            "rows",
+            lambda t: t.to(torch.float8_e5m2),
+            r"rows must be of torch.float8_e4m3fn, got .*e5m2",
+        ),
         ("fp8", "row_scale", lambda t: t[:, :-1], r"row_scale must be \[176, 3\], got \[176, 2\]"),
-        ("fp8", "row_scale", lambda t: t.double(), r"row_scale must be of torch.float32, got torch.float64"),
-        ("fp8", "row_scale", lambda t: t.t().contiguous().t(), r"row_scale must be contiguous, got strides"),
-        ("fp8", "weight", lambda t: t[:, :, :256], r"weight must be \[5, 256, 384\], got \[5, 256, 256\]"),
-        ("fp8", "weight_scale", lambda t: t[:1], r"weight_scale must be \[5, 2, 3\], got \[1, 2, 3\]"),
+        (
+            "fp8",
+            "row_scale",
+            lambda t: t.double(),
+            r"row_scale must be of torch.float32, got torch.float64",
+        ),
+        (
+            "fp8",
+            "row_scale",
+            lambda t: t.t().contiguous().t(),
+            r"row_scale must be contiguous, got strides",
+        ),
+        (
+            "fp8",
+            "weight",
+            lambda t: t[:, :, :256],
+            r"weight must be \[5, 256, 384\], got \[5, 256, 256\]",
+        ),
+        (
+            "fp8",
+            "weight_scale",
+            lambda t: t[:1],
+            r"weight_scale must be \[5, 2, 3\], got \[1, 2, 3\]",
+        ),
         ("fp8", "bias", lambda _: torch.zeros(5, 384), r"bias must be \[5, 256\], got \[5, 384\]"),
-        ("fp8", "bias", lambda _: torch.zeros(5, 256).double(), r"bias must be of .*float32, got torch.float64"),
-        ("fp8", "bias_scale", lambda _: torch.ones(175), r"bias_scale must be \[176\], got \[175\]"),
-        ("fp8", "bias_scale", lambda _: torch.ones(176).bfloat16(), "bias_scale must be of .*float32, got"),
-        ("mxfp8", "rows", lambda t: t.to(torch.float8_e5m2), r"rows must be of .*e4m3fn or torch.uint8, got .*e5"),
-        ("mxfp8", "row_scale", lambda t: t[:3], r"row_scale must be \[6 or more, 3, 512\], got \[3, 3, 512\]"),
-        ("mxfp8", "row_scale", lambda t: t[:, :2], r"row_scale must be \[6 or more, 3, 512\], got \[6, 2, 512\]"),
-        ("mxfp8", "row_scale", lambda t: t.view(torch.int8), "row_scale must be of torch.uint8, got torch.int8"),
-        ("mxfp8", "weight", lambda t: t[..., :256], r"weight must be \[5, 256, 384\], got \[5, 256, 256\]"),
-        ("mxfp8", "weight_scale", lambda t: t[:9], r"weight_scale must be \[10 or more, 3, 512\], got \[9, 3, 512\]"),
-        ("mxfp8", "row_global_scale", lambda _: torch.ones(5), "row_global_scale must be None where numbers are e4m3"),
+        (
+            "fp8",
+            "bias",
+            lambda _: torch.zeros(5, 256).double(),
+            r"bias must be of .*float32, got torch.float64",
+        ),
+        (
+            "fp8",
+            "bias_scale",
+            lambda _: torch.ones(175),
+            r"bias_scale must be \[176\], got \[175\]",
+        ),
+        (
+            "fp8",
+            "bias_scale",
+            lambda _: torch.ones(176).bfloat16(),
+            "bias_scale must be of .*float32, got",
+        ),
+        (
+            "mxfp8",
+            "rows",
+            lambda t: t.to(torch.float8_e5m2),
+            r"rows must be of .*e4m3fn or torch.uint8, got .*e5",
+        ),
+        (
+            "mxfp8",
+            "row_scale",
+            lambda t: t[:3],
+            r"row_scale must be \[6 or more, 3, 512\], got \[3, 3, 512\]",
+        ),
+        (
+            "mxfp8",
+            "row_scale",
+            lambda t: t[:, :2],
+            r"row_scale must be \[6 or more, 3, 512\], got \[6, 2, 512\]",
+        ),
+        (
+            "mxfp8",
+            "row_scale",
+            lambda t: t.view(torch.int8),
+            "row_scale must be of torch.uint8, got torch.int8",
+        ),
+        (
+            "mxfp8",
+            "weight",
+            lambda t: t[..., :256],
+            r"weight must be \[5, 256, 384\], got \[5, 256, 256\]",
+        ),
+        (
+            "mxfp8",
+            "weight_scale",
+            lambda t: t[:9],
+            r"weight_scale must be \[10 or more, 3, 512\], got \[9, 3, 512\]",
+        ),
+        (
+            "mxfp8",
+            "row_global_scale",
+            lambda _: torch.ones(5),
+            "row_global_scale must be None where numbers are e4m3",
+        ),
         ("mxfp8", "row_range", lambda t: t[0], r"row_range must be \[2, 5\], got \[5\]"),
         ("mxfp8", "bias", lambda _: torch.ones(5, 384), r"bias must be \[5, 256\], got \[5, 384\]"),
-        ("mxfp8", "group_range", lambda _: torch.ones(5).int(), r"group_range must be \[2, 5\], got \[5\]"),
-        ("nvfp4", "row_global_scale", lambda _: None, r"row_global_scale must be \[5\] where numbers are e2m1, got"),
-        ("nvfp4", "row_scale", lambda t: t[:, :0], r"row_scale \(of data with two elements in a byte\) must be \[6 or"),
-        ("nvfp4", "weight", lambda t: t[..., :64], r"weight \(of data with two elements in a byte\) must be \[5, 256"),
+        (
+            "mxfp8",
+            "group_range",
+            lambda _: torch.ones(5).int(),
+            r"group_range must be \[2, 5\], got \[5\]",
+        ),
+        (
+            "nvfp4",
+            "row_global_scale",
+            lambda _: None,
+            r"row_global_scale must be \[5\] where numbers are e2m1, got",
+        ),
+        (
+            "nvfp4",
+            "row_scale",
+            lambda t: t[:, :0],
+            r"row_scale \(of data with two elements in a byte\) must be \[6 or",
+        ),
+        (
+            "nvfp4",
+            "weight",
+            lambda t: t[..., :64],
+            r"weight \(of data with two elements in a byte\) must be \[5, 256",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -246,7 +364,9 @@ def test_wrong_operands_of_products_are_named(name, what, change, text):
     arguments, options = [*p.operands, p.blank(BF16)], {}
     if what in PLACES:
         place, field = PLACES[what]
-        arguments[place] = arguments[place]._replace(**{field: change(getattr(arguments[place], field))})
+        arguments[place] = arguments[place]._replace(
+            **{field: change(getattr(arguments[place], field))}
+        )
     elif what == "row_range":
         arguments[2] = change(arguments[2])
     elif what == "group_range":
@@ -259,16 +379,24 @@ def test_wrong_operands_of_products_are_named(name, what, change, text):
 
 def test_widths_that_do_not_fit():
     for name, unit, odd in (("fp8", 16, 40), ("mxfp8", 32, 48)):
-        with pytest.raises(ArgumentError, match=f"contracted features must be a multiple of {unit}, got {odd}"):
+        with pytest.raises(
+            ArgumentError, match=f"contracted features must be a multiple of {unit}, got {odd}"
+        ):
             product(problem(name, (3,), (64, odd)), BF16)
         with pytest.raises(ArgumentError, match="features of out must be a multiple of 8, got 60"):
             product(problem(name, (3,), (60, 64)), BF16)
     p = problem("fp8", (3,), (64, 48))
     with pytest.raises(ArgumentError, match=r"out must be \[8, 64\], got \[8, 32\]"):
         grouped_gemm_quantized(*p.operands, p.blank(BF16)[:, :32])
-    bounds, out, data = torch.tensor([0, 3]), torch.zeros(1, 64, 64), torch.zeros(64, 120, dtype=E4M3)
+    bounds, out, data = (
+        torch.tensor([0, 3]),
+        torch.zeros(1, 64, 64),
+        torch.zeros(64, 120, dtype=E4M3),
+    )
     for scale in (torch.ones(1, 64).t(), torch.zeros(1, 1, 512, dtype=torch.uint8)):
-        with pytest.raises(ArgumentError, match="tokens of dout and rows must be a multiple of 128, got 120"):
+        with pytest.raises(
+            ArgumentError, match="tokens of dout and rows must be a multiple of 128, got 120"
+        ):
             grouped_gemm_wgrad_quantized(Operand(data, scale), Operand(data, scale), bounds, out)
     q = wgrad_problem("fp8", (9,), (62, 48), exact=True)
     with pytest.raises(ArgumentError, match="features of dout must be a multiple of 4, got 62"):
@@ -287,7 +415,10 @@ def test_scales_of_columns_lie_block_major(name):
     out = torch.full(p.shape, torch.nan)
     for wrong, text in (
         (scale.contiguous(), rf"{name} .* strides \[1, {width}\], got \[{num_blocks}, 1\]"),
-        (torch.cat([scale.t()] * 2, 1)[:, :width].t(), rf"{name} .* strides \[1, {width}\], got \[1, {2 * width}\]"),
+        (
+            torch.cat([scale.t()] * 2, 1)[:, :width].t(),
+            rf"{name} .* strides \[1, {width}\], got \[1, {2 * width}\]",
+        ),
         (scale[:, :-1], rf"{name} must be \[{width}, {num_blocks}\], got"),
         (scale.double(), f"{name} must be of torch.float32, got torch.float64"),
     ):

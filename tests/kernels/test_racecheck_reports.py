@@ -17,7 +17,9 @@ GEMM, PUSH = "hopper_gemm_kernel", "hopper_push_kernel"
 
 def report(kernel: str, *accesses: tuple[str, str, int]) -> str:
     """As racecheck prints it: accesses (kind, file, line)."""
-    first, *others = [f"{kind} access at {kernel}+0x1c0 in {file}:{line}" for kind, file, line in accesses]
+    first, *others = [
+        f"{kind} access at {kernel}+0x1c0 in {file}:{line}" for kind, file, line in accesses
+    ]
     lines = [f"..========= Error: Race reported between {first}"]
     lines += [f"=========     and {other} [65 hazards]" for other in others]
     return "\n".join([*lines, "========= ", ""])
@@ -25,7 +27,11 @@ def report(kernel: str, *accesses: tuple[str, str, int]) -> str:
 
 def of_dispatch(kernel: str) -> str:
     lines = dispatch_lines(kernel)
-    return report(kernel, *(("Read", *place) for place in lines.reads), *(("Write", *place) for place in lines.writes))
+    return report(
+        kernel,
+        *(("Read", *place) for place in lines.reads),
+        *(("Write", *place) for place in lines.writes),
+    )
 
 
 def log_of(*reports: str, errors: int | None = None) -> str:
@@ -39,15 +45,36 @@ FILE, LINE = READ
 LOGS = {  # reports of the dispatch, and others
     "nothing": (log_of(), (0, 0)),
     "the dispatch of all": (log_of(*map(of_dispatch, KERNELS)), (len(KERNELS), 0)),
-    "another line is read": (log_of(report(PUSH, ("Read", FILE, LINE + 1), ("Write", *WRITE))), (0, 1)),
-    "another line is written": (log_of(report(PUSH, ("Read", *READ), ("Write", FILE, LINE + 3))), (0, 1)),
-    "a further line": (log_of(report(PUSH, ("Read", *READ), ("Write", *WRITE), ("Write", FILE, LINE + 3))), (0, 1)),
+    "another line is read": (
+        log_of(report(PUSH, ("Read", FILE, LINE + 1), ("Write", *WRITE))),
+        (0, 1),
+    ),
+    "another line is written": (
+        log_of(report(PUSH, ("Read", *READ), ("Write", FILE, LINE + 3))),
+        (0, 1),
+    ),
+    "a further line": (
+        log_of(report(PUSH, ("Read", *READ), ("Write", *WRITE), ("Write", FILE, LINE + 3))),
+        (0, 1),
+    ),
     "another file": (log_of(report(PUSH, ("Read", *READ), ("Write", "gemm.py", WRITE[1]))), (0, 1)),
     "two writes": (log_of(report(PUSH, ("Write", *WRITE), ("Write", *WRITE))), (0, 1)),
-    "no listed kernel": (log_of(report("push_rows_kernel", ("Read", *READ), ("Write", *WRITE))), (0, 1)),
-    "lines of another kernel": (log_of(report(GEMM, ("Read", *READ), ("Write", *WRITE)), of_dispatch(GEMM)), (1, 1)),
-    "no line": (log_of("========= Error: Race reported between Read access at hopper_push_kernel+0x10\n"), (0, 1)),
-    "a hazard by itself": (log_of("========= Error: Potential WAW hazard detected at __shared__ 0x404\n"), (0, 1)),
+    "no listed kernel": (
+        log_of(report("push_rows_kernel", ("Read", *READ), ("Write", *WRITE))),
+        (0, 1),
+    ),
+    "lines of another kernel": (
+        log_of(report(GEMM, ("Read", *READ), ("Write", *WRITE)), of_dispatch(GEMM)),
+        (1, 1),
+    ),
+    "no line": (
+        log_of("========= Error: Race reported between Read access at hopper_push_kernel+0x10\n"),
+        (0, 1),
+    ),
+    "a hazard by itself": (
+        log_of("========= Error: Potential WAW hazard detected at __shared__ 0x404\n"),
+        (0, 1),
+    ),
     "not all were printed": (log_of(of_dispatch(GEMM), errors=22), (1, 21)),
     "no end": (of_dispatch(GEMM), None),
 }
@@ -76,7 +103,9 @@ from symmoe.kernels.activation import Activation  # noqa: E402
 from symmoe.kernels.hopper import act, gemm, rows, wgrad  # noqa: E402
 from symmoe.kernels.low_precision import hopper_fp8, hopper_fp8_wgrad  # noqa: E402
 
-bf16, f32, i32, i64 = (partial(meta, dtype=each) for each in (torch.bfloat16, torch.float32, torch.int32, torch.int64))
+bf16, f32, i32, i64 = (
+    partial(meta, dtype=each) for each in (torch.bfloat16, torch.float32, torch.int32, torch.int64)
+)
 G, H, I, N, T = 3, 256, 128, 999, 512
 RANGES, PEERS, OFFSETS = i32(2, G), peers_of(2, 0), i64(2, 3)
 BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -85,24 +114,46 @@ BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 PROTOCOL = "BRBB(BB)+WBBBWB"
 LAUNCHES: dict[str, Callable[[], None]] = {
     "hopper_gemm_kernel": lambda: gemm.launch_gemm(
-        bf16(N, I), bf16(G, H, I), RANGES, bf16(N, H), weight_k_first=False, zero_tail=True, num_sms=132
+        bf16(N, I),
+        bf16(G, H, I),
+        RANGES,
+        bf16(N, H),
+        weight_k_first=False,
+        zero_tail=True,
+        num_sms=132,
     ),
     "hopper_act_kernel": lambda: act.launch_act(
-        bf16(N, H), bf16(G, 2 * I, H), RANGES, f32(N), (bf16(N, 2 * I), bf16(N, I)), Activation(), num_sms=132
-    ),
-    "hopper_dact_kernel": lambda: act.launch_dact(
-        *(bf16(N, H), bf16(G, H, I), RANGES, (bf16(N, 2 * I), f32(N)), (bf16(N, 2 * I), bf16(N, I), f32(N))),
+        bf16(N, H),
+        bf16(G, 2 * I, H),
+        RANGES,
+        f32(N),
+        (bf16(N, 2 * I), bf16(N, I)),
         Activation(),
         num_sms=132,
     ),
-    "hopper_wgrad_kernel": lambda: wgrad.launch_wgrad(bf16(N, H), bf16(N, I), RANGES, bf16(G, H, I), num_sms=132),
+    "hopper_dact_kernel": lambda: act.launch_dact(
+        *(
+            bf16(N, H),
+            bf16(G, H, I),
+            RANGES,
+            (bf16(N, 2 * I), f32(N)),
+            (bf16(N, 2 * I), bf16(N, I), f32(N)),
+        ),
+        Activation(),
+        num_sms=132,
+    ),
+    "hopper_wgrad_kernel": lambda: wgrad.launch_wgrad(
+        bf16(N, H), bf16(N, I), RANGES, bf16(G, H, I), num_sms=132
+    ),
     "hopper_fp8_gemm_kernel": lambda: hopper_fp8.launch_fp8_gemm(
         *gemm_operands("fp8", (G, H, I, N)), zero_tail=True, num_sms=132
     ),
     "hopper_fp8_wgrad_kernel": lambda: hopper_fp8_wgrad.launch_fp8_wgrad(
         *wgrad_operands("fp8", (G, H, I, 1280), torch.float32), accumulate=True, num_sms=132
     ),
-    "hopper_push_kernel": lambda: rows.launch_push(bf16(T, H), i32(T, 2), PEERS, OFFSETS, column=0, rank=1, num_ctas=4),
+    "hopper_push_kernel": lambda: rows.launch_push(
+        bf16(T, H), i32(T, 2), PEERS, OFFSETS, column=0, rank=1, num_ctas=4
+    ),
     "hopper_push_sums_kernel": lambda: rows.launch_push_sums(
         bf16(T, H), i32(T, 4), i32(3), PEERS, OFFSETS, column=0, home=1, num_ctas=4
     ),
@@ -128,7 +179,9 @@ def disassembled(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> st
     else:
         source = GluonASTSource(getattr(planted_races, name), {"out": "*i32"}, {}, {})
         cubin.write_bytes(
-            triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["cubin"]
+            triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm[
+                "cubin"
+            ]
         )
     command = [BINARIES / "nvdisasm", "-g", "-c", cubin]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -140,14 +193,20 @@ def instructions(sass: str) -> list[tuple[tuple[str, int], str, str]]:
     for text in sass.splitlines():
         if (line := re.search(r'## File ".*?([^/"]+)", line (\d+)', text)) is not None:
             place = line[1], int(line[2])
-        elif (code := re.search(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*(.*?)\s*;", text)) is not None:
+        elif (
+            code := re.search(
+                r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*(.*?)\s*;", text
+            )
+        ) is not None:
             found.append((place, code[1], code[2]))
     return found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KERNELS)
-def test_barriers_of_all_warps_lie_between_roles_read_and_written(name: str, tmp_path: Path, monkeypatch):
+def test_barriers_of_all_warps_lie_between_roles_read_and_written(
+    name: str, tmp_path: Path, monkeypatch
+):
     sass = disassembled(name, tmp_path, monkeypatch)
     code, lines = instructions(sass), dispatch_lines(name)
     order, written = "", set()
@@ -156,7 +215,10 @@ def test_barriers_of_all_warps_lie_between_roles_read_and_written(name: str, tmp
         if operation.startswith("BAR.SYNC") and operands.split(",")[0] == "0x1":
             assert operands == "0x1", "of some warps only"
             order += "B"
-        elif re.match(r"(LDS|STS|LDSM|STSM|ATOMS)\b", operation) and place in lines.reads | lines.writes:
+        elif (
+            re.match(r"(LDS|STS|LDSM|STSM|ATOMS)\b", operation)
+            and place in lines.reads | lines.writes
+        ):
             offset = int(re.search(r"\+(0x[0-9a-f]+)\]", operands)[1], 16)
             if operation == "LDS.U8":
                 assert place in lines.reads
@@ -173,7 +235,13 @@ def test_barriers_of_all_warps_lie_between_roles_read_and_written(name: str, tmp
     assert sorted(written) == list(range(read_at + 4, read_at + 4 + len(written)))
     assert len(written) % 4 == 0
     # Where there are several roles, a warp without one passes two barriers under a condition; else it branches to them.
-    assert len(re.findall(r"@!?P\d\s+BAR\.SYNC\S* 0x1 ;", sass)) == (0 if name == "planted_race_kernel" else 2)
-    shared = [place for place, operation, _ in code if re.match(r"(LDS|STS|LDSM|STSM)\b", operation)]
+    assert len(re.findall(r"@!?P\d\s+BAR\.SYNC\S* 0x1 ;", sass)) == (
+        0 if name == "planted_race_kernel" else 2
+    )
+    shared = [
+        place for place, operation, _ in code if re.match(r"(LDS|STS|LDSM|STSM)\b", operation)
+    ]
     others = [place for place in shared if place not in lines.reads | lines.writes]
-    assert bool(others) == (name not in ("planted_dispatch_kernel", "hopper_push_kernel"))  # TMA moves all of push
+    assert bool(others) == (
+        name not in ("planted_dispatch_kernel", "hopper_push_kernel")
+    )  # TMA moves all of push

@@ -11,10 +11,14 @@ from symmoe.moe.router import Route, Router, route_tokens
 T, E, H = 37, 12, 40
 
 
-def operands(dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def operands(
+    dtype: torch.dtype = torch.bfloat16,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """x, weight, d_logits."""
     generator = torch.Generator().manual_seed(0)
-    x, weight, d_logits = (torch.randn(shape, generator=generator) for shape in ((T, H), (E, H), (T, E)))
+    x, weight, d_logits = (
+        torch.randn(shape, generator=generator) for shape in ((T, H), (E, H), (T, E))
+    )
     return x.to(dtype).requires_grad_(), weight.requires_grad_(), d_logits
 
 
@@ -22,7 +26,9 @@ def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return route_tokens(Route(x.contiguous(), weight, None, None, 1, RoutingRule())).logits
 
 
-def gradients(logits: torch.Tensor, *inputs: torch.Tensor, by: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def gradients(
+    logits: torch.Tensor, *inputs: torch.Tensor, by: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
     return torch.autograd.grad(logits, inputs, by)
 
 
@@ -41,7 +47,9 @@ def test_is_the_product_of_an_fp32_copy(dtype):
 
 def test_weights_are_not_rounded_to_bf16():
     x, weight, _ = operands()
-    assert (router_logits(x, weight) - router_logits(x, weight.bfloat16().float())).abs().max() > 1e-3
+    assert (
+        router_logits(x, weight) - router_logits(x, weight.bfloat16().float())
+    ).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("wanted", [(True, False), (False, True)])
@@ -49,19 +57,27 @@ def test_only_what_is_asked_for_is_computed(monkeypatch, wanted):
     from symmoe.kernels import twin
 
     given, grads = [], twin.router_gemm_grads
-    monkeypatch.setattr(twin, "router_gemm_grads", lambda *args: (given.append(args[3:]), grads(*args)))
+    monkeypatch.setattr(
+        twin, "router_gemm_grads", lambda *args: (given.append(args[3:]), grads(*args))
+    )
     x, weight, d_logits = operands()
     for tensor, is_wanted in zip((x, weight), wanted, strict=True):
         tensor.requires_grad_(is_wanted)
     router_logits(x, weight).backward(d_logits)
     ((dx, d_weight),) = given
-    assert (dx is not None, d_weight is not None) == wanted == (x.grad is not None, weight.grad is not None)
+    assert (
+        (dx is not None, d_weight is not None)
+        == wanted
+        == (x.grad is not None, weight.grad is not None)
+    )
 
 
 def test_nothing_of_fp32_is_kept_of_the_tokens():
     x, weight, _ = operands()
     kept: list[torch.Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor
+    ):
         router_logits(x, weight)
     assert [tensor.data_ptr() for tensor in kept[:2]] == [x.data_ptr(), weight.data_ptr()]
     assert [tensor.shape for tensor in kept[2:]] == [(T, 1), (T, E)]  # topk_idx, scores

@@ -68,13 +68,17 @@ def test_signals(launches):
 @every_combination(dtype=[torch.bfloat16, torch.float32], table=[False, True])
 def test_kernels_that_move_replicas(launches, dtype, table):
     layer.launch_replicas(dtype, table)
-    push, add = (check(launches, f"{name}_kernel", 128) for name in ("push_replicas", "add_from_replicas"))
+    push, add = (
+        check(launches, f"{name}_kernel", 128) for name in ("push_replicas", "add_from_replicas")
+    )
     assert "ld.global.v4" in push.ptx
     assert "st.global.v4" in push.ptx
     assert "ld.global.v4" in add.ptx
 
 
-@every_combination(shape=TRIPS.keys(), id_dtype=[torch.int32, INT64], drop=[False, True], num_places=[0, 2])
+@every_combination(
+    shape=TRIPS.keys(), id_dtype=[torch.int32, INT64], drop=[False, True], num_places=[0, 2]
+)
 def test_plan_kernels(launches, shape, id_dtype, drop, num_places):
     layer.launch_plan(shape, id_dtype, drop, num_places)
     assert len(launches) == 4 + drop + num_places
@@ -139,7 +143,9 @@ def test_slot_kernels(launches, shape, with_probs):
 @pytest.mark.parametrize(("hidden", "batch"), [(2048, 4), (7168, 1), (384, 16)])
 def test_pushed_pieces_are_boxes_of_tma(launches, hidden, batch):
     x, offsets = meta(8192, hidden, dtype=BF16), meta(2, 3, dtype=INT64)
-    hopper_rows.launch_push(x, meta(8192, 2), layer.peers_of(2, 0), offsets, column=0, rank=1, num_ctas=4)
+    hopper_rows.launch_push(
+        x, meta(8192, 2), layer.peers_of(2, 0), offsets, column=0, rank=1, num_ctas=4
+    )
     code = launches.compile_roles()
     # Four movers with two stages ahead, and one in the loop.
     assert (code.ptx.count(LOAD), code.ptx.count(STORE)) == (4 * 3 * batch, 4 * batch)
@@ -147,7 +153,9 @@ def test_pushed_pieces_are_boxes_of_tma(launches, hidden, batch):
 
 @pytest.mark.parametrize(("hidden", "top_k"), [(2048, 8), (7168, 2), (384, 12)])
 def test_copied_pieces_are_boxes_of_tma(launches, hidden, top_k):
-    hopper_rows.launch_fan_out(meta(8192, hidden, dtype=BF16), meta(8192, top_k), meta(3), source=1, num_ctas=4)
+    hopper_rows.launch_fan_out(
+        meta(8192, hidden, dtype=BF16), meta(8192, top_k), meta(3), source=1, num_ctas=4
+    )
     code = launches.compile_roles()
     # Before the loop over batches, once or for each of two stages, and in it: the loop over a batch's pieces is a loop.
     assert code.ptx.count(LOAD) in (4 * 2, 4 * 3)
@@ -158,7 +166,9 @@ def test_copied_pieces_are_boxes_of_tma(launches, hidden, top_k):
 def test_summed_pieces_are_boxes_of_tma(launches, hidden, dtype):
     out, table = meta(8192, hidden, dtype=dtype), meta(8192, 8)
     received, starts = meta(4, 3, dtype=INT64), meta(5)
-    hopper_rows.launch_push_sums(out, table, starts, layer.peers_of(4, 2), received, column=0, home=1, num_ctas=8)
+    hopper_rows.launch_push_sums(
+        out, table, starts, layer.peers_of(4, 2), received, column=0, home=1, num_ctas=8
+    )
     pushed = launches.compile_roles()
     index = meta(8192, 4), starts[:4], table, table
     hopper_rows.launch_sum_home((out, out), index, (received, received), out, rank=2, num_ctas=8)

@@ -16,19 +16,31 @@ I = 12
 
 CLAMPS = {"alpha": 0.5, "limit": 0.75, "offset": -0.5}
 ACTIVATIONS = {
-    **{name: (activation, act) for name, (activation, act, block) in cases.ACTIVATIONS.items() if block is None},
+    **{
+        name: (activation, act)
+        for name, (activation, act, block) in cases.ACTIVATIONS.items()
+        if block is None
+    },
     "clamped": (symmoe.ScaledClampedSwiGLU(**CLAMPS), partial(cases.clamped_swiglu, **CLAMPS)),
     "silu": (cases.scaled("silu", is_gated=False), torch.nn.functional.silu),
-    "quick gelu": (cases.scaled("silu", is_gated=False, alpha=1.702), lambda h: h * torch.sigmoid(1.702 * h)),
+    "quick gelu": (
+        cases.scaled("silu", is_gated=False, alpha=1.702),
+        lambda h: h * torch.sigmoid(1.702 * h),
+    ),
     "gated srelu": (cases.scaled("relu2"), cases.gating(cases.srelu)),
 }
 
 
-def operands(activation: symmoe.ScaledActivation, lead: tuple[int, ...], dtype: torch.dtype, seed: int = 0):
+def operands(
+    activation: symmoe.ScaledActivation, lead: tuple[int, ...], dtype: torch.dtype, seed: int = 0
+):
     """h with values inside and outside of the limits, scale, and the gradient of the result."""
     generator = torch.Generator().manual_seed(seed)
     h = torch.randn(*lead, activation.activation.hidden_width(I), generator=generator) * 3
-    scale, d_out = torch.randn(lead, generator=generator), torch.randn(*lead, I, generator=generator)
+    scale, d_out = (
+        torch.randn(lead, generator=generator),
+        torch.randn(*lead, I, generator=generator),
+    )
     return h.to(dtype), scale, d_out.to(dtype)
 
 
@@ -57,14 +69,18 @@ def test_against_float64(name, dtype, lead):
     want_out, want_h, want_scale = oracle(act, h, scale, d_out)
     cases.assert_near(out.detach(), want_out, dtype, "out")
     cases.assert_near(h.grad, want_h, dtype, "d_h")
-    cases.assert_near(scale.grad, want_scale, torch.float32 if dtype is torch.float32 else dtype, "d_scale")
+    cases.assert_near(
+        scale.grad, want_scale, torch.float32 if dtype is torch.float32 else dtype, "d_scale"
+    )
 
 
 def test_torch_knows_swiglu_and_gpt_oss():
     """The formulas again, as model code writes them: F.silu, and the experts of gpt-oss."""
     h, scale, _ = operands(symmoe.ScaledSwiGLU(), (40,), torch.float32)
     gate, up = h.chunk(2, dim=1)
-    torch.testing.assert_close(symmoe.ScaledSwiGLU()(h, scale), torch.nn.functional.silu(gate) * up * scale[:, None])
+    torch.testing.assert_close(
+        symmoe.ScaledSwiGLU()(h, scale), torch.nn.functional.silu(gate) * up * scale[:, None]
+    )
     gate, up = gate.clamp(min=None, max=7.0), up.clamp(min=-7.0, max=7.0)
     want = (up + 1) * (gate * torch.sigmoid(gate * 1.702)) * scale[:, None]
     torch.testing.assert_close(symmoe.ScaledClampedSwiGLU()(h, scale), want)
@@ -72,7 +88,10 @@ def test_torch_knows_swiglu_and_gpt_oss():
 
 def test_defaults_are_plain_swiglu_without_clamps():
     h, scale, _ = operands(symmoe.ScaledSwiGLU(), (20,), torch.float32)
-    plain, clamped = symmoe.ScaledSwiGLU(), symmoe.ScaledClampedSwiGLU(alpha=1.0, limit=math.inf, offset=0.0)
+    plain, clamped = (
+        symmoe.ScaledSwiGLU(),
+        symmoe.ScaledClampedSwiGLU(alpha=1.0, limit=math.inf, offset=0.0),
+    )
     cases.assert_same_bits(clamped(h, scale), plain(h, scale))
     assert symmoe.ScaledClampedSwiGLU().activation == Activation(alpha=1.702, limit=7.0, offset=1.0)
     assert list(plain.parameters()) == []
@@ -104,7 +123,9 @@ def test_nan_and_infinity_go_through(name):
     out = activation(h, torch.ones(3))
     assert out[1].isnan().all()
     assert out[::2].isfinite().all()
-    assert activation(torch.ones(2, width), torch.tensor([torch.nan, 1.0])).isnan().flatten().tolist() == [True, False]
+    assert activation(
+        torch.ones(2, width), torch.tensor([torch.nan, 1.0])
+    ).isnan().flatten().tolist() == [True, False]
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
@@ -167,7 +188,9 @@ def test_no_rows(lead):
 def test_no_second_derivatives():
     h, scale, _ = operands(symmoe.ScaledSwiGLU(), (4,), torch.float32)
     h.requires_grad_()
-    (d_h,) = torch.autograd.grad(symmoe.ScaledSwiGLU()(h, scale).square().sum(), h, create_graph=True)
+    (d_h,) = torch.autograd.grad(
+        symmoe.ScaledSwiGLU()(h, scale).square().sum(), h, create_graph=True
+    )
     with pytest.raises(RuntimeError, match="once_differentiable"):
         d_h.sum().backward()
 
@@ -175,15 +198,40 @@ def test_no_second_derivatives():
 @pytest.mark.parametrize(
     ("activation", "h", "scale", "parts"),
     [
-        (symmoe.ScaledSwiGLU(), torch.ones(3, 5), torch.ones(3), ["h has 5 columns", "multiple of 2"]),
-        (symmoe.ScaledSwiGLU(interleave=4), torch.ones(3, 12), torch.ones(3), ["h has 12 columns", "multiple of 8"]),
-        (symmoe.ScaledSwiGLU(), torch.ones(3, 4).double(), torch.ones(3), ["h is torch.float64", "torch.bfloat16"]),
+        (
+            symmoe.ScaledSwiGLU(),
+            torch.ones(3, 5),
+            torch.ones(3),
+            ["h has 5 columns", "multiple of 2"],
+        ),
+        (
+            symmoe.ScaledSwiGLU(interleave=4),
+            torch.ones(3, 12),
+            torch.ones(3),
+            ["h has 12 columns", "multiple of 8"],
+        ),
+        (
+            symmoe.ScaledSwiGLU(),
+            torch.ones(3, 4).double(),
+            torch.ones(3),
+            ["h is torch.float64", "torch.bfloat16"],
+        ),
         (symmoe.ScaledSwiGLU(), torch.ones(3, 4).int(), torch.ones(3), ["h is torch.int32"]),
         (symmoe.ScaledSwiGLU(), torch.ones(3, 4), torch.ones(4), ["scale", "[4]", "[3]"]),
         (symmoe.ScaledSwiGLU(), torch.ones(3, 4), torch.ones(3, 1), ["scale", "[3, 1]", "[3]"]),
-        (symmoe.ScaledSwiGLU(), torch.ones(3, 4), torch.ones(3).int(), ["scale", "torch.int32", "floating point"]),
+        (
+            symmoe.ScaledSwiGLU(),
+            torch.ones(3, 4),
+            torch.ones(3).int(),
+            ["scale", "torch.int32", "floating point"],
+        ),
         (symmoe.ScaledSwiGLU(), torch.ones(3, 4), [1.0] * 3, ["scale (list)", "tensor"]),
-        (symmoe.ScaledSwiGLU(), torch.ones(3, 4), torch.ones(3, device="meta"), ["scale", "meta", "cpu"]),
+        (
+            symmoe.ScaledSwiGLU(),
+            torch.ones(3, 4),
+            torch.ones(3, device="meta"),
+            ["scale", "meta", "cpu"],
+        ),
         (symmoe.ScaledSwiGLU(), [[1.0, 2.0]], torch.ones(1), ["h (list)"]),
     ],
     ids=str,
@@ -196,9 +244,18 @@ def test_wrong_arguments(activation, h, scale, parts):
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: Activation(function="tanh"), r"function \('tanh'\) must be one of 'silu', 'gelu', 'gelu_tanh', 're"),
-        (lambda: Activation(function="gelu", alpha=1.702), r"alpha \(1.702\) needs function 'silu', not 'gelu'"),
-        (lambda: Activation(is_gated=False, limit=7.0), r"limit \(7.0\) and offset \(0.0\) need a gated activation"),
+        (
+            lambda: Activation(function="tanh"),
+            r"function \('tanh'\) must be one of 'silu', 'gelu', 'gelu_tanh', 're",
+        ),
+        (
+            lambda: Activation(function="gelu", alpha=1.702),
+            r"alpha \(1.702\) needs function 'silu', not 'gelu'",
+        ),
+        (
+            lambda: Activation(is_gated=False, limit=7.0),
+            r"limit \(7.0\) and offset \(0.0\) need a gated activation",
+        ),
         (lambda: Activation(is_gated=False, offset=1.0), r"offset \(1.0\) need a gated activation"),
         (lambda: symmoe.ScaledClampedSwiGLU(limit=0.0), r"limit \(0.0\) must be greater than 0"),
         (lambda: symmoe.ScaledClampedSwiGLU(limit=-1.0), r"limit \(-1.0\)"),
@@ -214,14 +271,21 @@ def test_wrong_constructors(make, text):
 
 # -- interleaving -----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("block", [1, 2, 3, 4, 12])
-@pytest.mark.parametrize(("shape", "dim"), [((3, 24, 5), -2), ((3, 24, 5), 1), ((3, 24), -1), ((24,), 0)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "dim"), [((3, 24, 5), -2), ((3, 24, 5), 1), ((3, 24), -1), ((24,), 0)], ids=str
+)
 def test_conversion(block, shape, dim):
     tensor = torch.randn(shape)
     interleaved = symmoe.interleave_gate_up(tensor, block, dim=dim)
-    cases.assert_same_bits(interleaved, tensor.index_select(dim, torch.tensor(cases.interleaved_order(24, block))))
+    cases.assert_same_bits(
+        interleaved, tensor.index_select(dim, torch.tensor(cases.interleaved_order(24, block)))
+    )
     cases.assert_same_bits(symmoe.deinterleave_gate_up(interleaved, block, dim=dim), tensor)
     cases.assert_same_bits(
-        symmoe.interleave_gate_up(symmoe.deinterleave_gate_up(tensor, block, dim=dim), block, dim=dim), tensor
+        symmoe.interleave_gate_up(
+            symmoe.deinterleave_gate_up(tensor, block, dim=dim), block, dim=dim
+        ),
+        tensor,
     )
 
 

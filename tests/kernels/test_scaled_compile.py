@@ -26,7 +26,11 @@ PRODUCT = {  # Triton 3.9 gives a vector of scales its other name on Blackwell
 EMULATED = {"mxfp8": "f32.bf16.bf16", "nvfp4": "f32.f16.f16"}
 
 names = pytest.mark.parametrize("name", PRODUCT)
-ARCHS_AND_SHAPES = [*((BLACKWELL, shape) for shape in SHAPES), (WORKSTATION, "odd"), (HOPPER, "odd")]
+ARCHS_AND_SHAPES = [
+    *((BLACKWELL, shape) for shape in SHAPES),
+    (WORKSTATION, "odd"),
+    (HOPPER, "odd"),
+]
 
 
 @pytest.fixture
@@ -48,8 +52,14 @@ ADDED_SPILLED = since(("3.6", 0), ("3.7", 16), ("3.8", 48), ("3.9", 72))
 
 def check(code, name, arch, most_spilled=0):
     """The products are those of the format, operands come by TMA, and registers do not spill."""
-    instructions = set(re.findall(r"^\s*(?:@\S+\s+)?((?:tcgen05|wgmma|mma|cp\.async\.bulk)\.\S+)", code.ptx, re.M))
-    products = [text for text in instructions if re.match(r"(tcgen05\.mma|wgmma\.mma_async|mma\.sync)\.", text)]
+    instructions = set(
+        re.findall(r"^\s*(?:@\S+\s+)?((?:tcgen05|wgmma|mma|cp\.async\.bulk)\.\S+)", code.ptx, re.M)
+    )
+    products = [
+        text
+        for text in instructions
+        if re.match(r"(tcgen05\.mma|wgmma\.mma_async|mma\.sync)\.", text)
+    ]
     assert products
     if arch == HOPPER:
         assert all(text.startswith("wgmma") and EMULATED[name] in text for text in products)
@@ -60,7 +70,9 @@ def check(code, name, arch, most_spilled=0):
         assert code.metadata.tmem_size <= MAX_TENSOR_COLUMNS
         # Scales go from shared to tensor memory, and not by way of registers, as they would from another layout.
         assert "tcgen05.cp.cta_group::1.warpx4.32x128b" in instructions
-        assert not [text for text in instructions if text.startswith("tcgen05.st") and "x128" not in text]
+        assert not [
+            text for text in instructions if text.startswith("tcgen05.st") and "x128" not in text
+        ]
     assert any(text.startswith("cp.async.bulk.tensor") for text in instructions)
     assert code.spilled <= most_spilled
 
@@ -69,7 +81,9 @@ def check(code, name, arch, most_spilled=0):
 @pytest.mark.parametrize(("arch", "shape"), ARCHS_AND_SHAPES)
 def test_products(compile_launch, arch, shape, name):
     arguments = gemm_operands(name, shape)
-    check(compile_launch(arch, products.grouped_gemm_quantized, arguments, zero_tail=True), name, arch)
+    check(
+        compile_launch(arch, products.grouped_gemm_quantized, arguments, zero_tail=True), name, arch
+    )
 
 
 @names
@@ -77,7 +91,9 @@ def test_products(compile_launch, arch, shape, name):
 def test_biases(compile_launch, arch, name):
     G, O, _, N = SHAPES["odd"]
     bias = meta(G, O, dtype=BF16), meta(N, dtype=FP32)
-    code = compile_launch(arch, products.grouped_gemm_quantized, gemm_operands(name, "odd"), bias=bias)
+    code = compile_launch(
+        arch, products.grouped_gemm_quantized, gemm_operands(name, "odd"), bias=bias
+    )
     check(code, name, arch)
 
 
@@ -88,13 +104,18 @@ def test_scattered_matrices(compile_launch, arch, name):
     rows, (weight, _, global_scale), *rest = gemm_operands(name, "odd")
     addresses = meta(len(weight), dtype=torch.int64)
     scales = len(weight), -(-weight.shape[1] // TILE), rows.scale.shape[1] * rows.scale.shape[2]
-    tables = TensorTable(addresses, tuple(weight.shape), weight.dtype), TensorTable(addresses, scales, torch.uint8)
+    tables = (
+        TensorTable(addresses, tuple(weight.shape), weight.dtype),
+        TensorTable(addresses, scales, torch.uint8),
+    )
     arguments = rows, ScatteredWeight(*tables, global_scale), *rest
     code = compile_launch(arch, products.grouped_gemm_quantized, arguments)
     assert re.search((EMULATED if arch == HOPPER else PRODUCT)[name], code.ptx)
     *operands, out = wgrad_operands(name, "deepseek-like FC1", FP32)
     table = TensorTable(meta(len(out), dtype=torch.int64), tuple(out.shape), FP32)
-    code = compile_launch(arch, products.grouped_gemm_wgrad_quantized, (*operands, table), accumulate=True)
+    code = compile_launch(
+        arch, products.grouped_gemm_wgrad_quantized, (*operands, table), accumulate=True
+    )
     check(code, name, arch, max(16, ADDED_SPILLED))
 
 
@@ -103,7 +124,11 @@ def test_scattered_matrices(compile_launch, arch, name):
 @pytest.mark.parametrize("arch", [BLACKWELL, HOPPER])
 def test_parts_of_products(compile_launch, arch, name):
     arguments, group_range = gemm_operands(name, "odd", FP16), meta(2, SHAPES["odd"][0])
-    check(compile_launch(arch, products.grouped_gemm_quantized, arguments, group_range=group_range), name, arch)
+    check(
+        compile_launch(arch, products.grouped_gemm_quantized, arguments, group_range=group_range),
+        name,
+        arch,
+    )
 
 
 @names
@@ -118,7 +143,11 @@ def test_parts_of_products(compile_launch, arch, name):
 )
 def test_weight_gradients(compile_launch, arch, shape, dtype, accumulate, name):
     arguments = wgrad_operands(name, shape, dtype)
-    code = compile_launch(arch, products.grouped_gemm_wgrad_quantized, arguments, accumulate=accumulate)
+    code = compile_launch(
+        arch, products.grouped_gemm_wgrad_quantized, arguments, accumulate=accumulate
+    )
     check(code, name, arch, ADDED_SPILLED if accumulate else 0)
     assert not atomics(code.ptx)
-    assert not re.search(r"fma\.rn\.f32", code.ptx)  # global scales and what is added to are rounded one by one
+    assert not re.search(
+        r"fma\.rn\.f32", code.ptx
+    )  # global scales and what is added to are rounded one by one

@@ -15,7 +15,9 @@ CPU = torch.device("cpu")
 def splits_of(device: torch.device) -> torch.Tensor:
     """The row_range of two groups of 3 and 4 rows."""
     row_range = torch.zeros(2, 2, dtype=torch.int32, device=device)
-    kernels.for_device(device).splits_to_row_range(torch.tensor([3, 4], device=device), row_range, 7)
+    kernels.for_device(device).splits_to_row_range(
+        torch.tensor([3, 4], device=device), row_range, 7
+    )
     return row_range
 
 
@@ -58,5 +60,7 @@ def test_a_mode_and_a_hook_see_the_same_product():
     seen = []
     with kernels.hooked(CPU, lambda name, kernel, *args: (seen.append(name), kernel(*args))[1]):
         with FlopCounterMode(display=False) as counter:
-            kernels.for_device(CPU).router_gemm(torch.ones(5, 3), torch.ones(4, 3), torch.empty(5, 4))
+            kernels.for_device(CPU).router_gemm(
+                torch.ones(5, 3), torch.ones(4, 3), torch.empty(5, 4)
+            )
     assert (seen, counter.get_total_flops()) == (["router_gemm"], 2 * 5 * 3 * 4)

@@ -33,7 +33,9 @@ def expected(case: Case, out: Outputs) -> Outputs:
     ranks, want = range(case.num_ranks), {}
     for source in ranks:
         sums = torch.zeros((case.tokens[source], case.hidden))
-        returned = torch.full_like(out[f"rank {source} returned[0]"].view(torch.uint8), 0xFD).view(case.dtype)
+        returned = torch.full_like(out[f"rank {source} returned[0]"].view(torch.uint8), 0xFD).view(
+            case.dtype
+        )
         number = [0] * case.num_ranks
         for token in range(case.tokens[source]):
             for rank in ranks:
@@ -45,7 +47,9 @@ def expected(case: Case, out: Outputs) -> Outputs:
                         returned[region * case.tokens[source] + number[rank]] = total
                     number[rank] += 1
         want[f"rank {source} returned[0]"] = returned
-        want[f"rank {source} sum by rank[0]"] = sums.to(case.dtype) * (torch.nan if case.trip_fails else 1)
+        want[f"rank {source} sum by rank[0]"] = sums.to(case.dtype) * (
+            torch.nan if case.trip_fails else 1
+        )
         want[f"rank {source} rows after its sums[0]"] = out[f"rank {source} rows[0]"]
     return want
 
@@ -66,8 +70,20 @@ def test_sums_are_those_of_the_loops(name: str):
 @pytest.mark.parametrize("failed", ["ready", "arrived"])
 def test_sums_of_a_failed_call_are_nan(failed: str):
     """In whichever barrier it has failed."""
-    received = {name: torch.tensor([[-1 if name == failed else 0]]) for name in ("ready", "arrived")}
-    rows, to_rank, to_row = torch.ones(2, 4), torch.zeros(3, 1, dtype=torch.int32), torch.zeros(3, 1, dtype=torch.int32)
-    packed, start, out = torch.full((3, 2), -1, dtype=torch.int32), torch.zeros(2, dtype=torch.int32), torch.zeros(3, 4)
-    twin.sum_home((rows, rows), (packed, start, to_rank, to_row), tuple(received.values()), out, rank=0)
+    received = {
+        name: torch.tensor([[-1 if name == failed else 0]]) for name in ("ready", "arrived")
+    }
+    rows, to_rank, to_row = (
+        torch.ones(2, 4),
+        torch.zeros(3, 1, dtype=torch.int32),
+        torch.zeros(3, 1, dtype=torch.int32),
+    )
+    packed, start, out = (
+        torch.full((3, 2), -1, dtype=torch.int32),
+        torch.zeros(2, dtype=torch.int32),
+        torch.zeros(3, 4),
+    )
+    twin.sum_home(
+        (rows, rows), (packed, start, to_rank, to_row), tuple(received.values()), out, rank=0
+    )
     assert out.isnan().all()

@@ -20,7 +20,15 @@ from limits import HANG_S
 from worker import Findings, difference, free_bytes, open_heap
 
 import symmoe
-from symmoe import MoEConfig, MoELayer, SymmetricHeap, combine_tokens, dispatch_tokens, kernels, make_plan
+from symmoe import (
+    MoEConfig,
+    MoELayer,
+    SymmetricHeap,
+    combine_tokens,
+    dispatch_tokens,
+    kernels,
+    make_plan,
+)
 from symmoe.errors import ArgumentError
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.moe.ep_step import expert_parallel_mlp
@@ -29,10 +37,16 @@ from symmoe.training.lora import add_lora
 
 @pytest.mark.parametrize("stage_name", bad_calls.MISTAKES)
 @run_on(1, 3)
-def test_mistakes(rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap, stage_name: str):
+def test_mistakes(
+    rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap, stage_name: str
+):
     mistakes = list(bad_calls.MISTAKES[stage_name](num_ranks))
-    for turn, (culprits, bad) in enumerate(itertools.product(sets_of_culprits(num_ranks), mistakes)):
-        findings.where = f"{stage_name}, {bad.parts} on ranks {culprits}, seen by rank {rank} of {num_ranks}"
+    for turn, (culprits, bad) in enumerate(
+        itertools.product(sets_of_culprits(num_ranks), mistakes)
+    ):
+        findings.where = (
+            f"{stage_name}, {bad.parts} on ranks {culprits}, seen by rank {rank} of {num_ranks}"
+        )
         bad_calls.check_mistake(heap, findings, stage_name, bad, culprits, turn)
 
 
@@ -40,8 +54,12 @@ def test_mistakes(rank: int, num_ranks: int, findings: Findings, heap: Symmetric
 def test_mismatches(rank: int, num_ranks: int, findings: Findings):
     with open_heap("cpu", num_bytes=NUM_BYTES) as heap:
         for culprit in range(num_ranks):
-            for turn, (changes, field, usual, other, base) in enumerate(bad_calls.plan_mismatches(2 * num_ranks)):
-                findings.where = f"{field}: {other} on rank {culprit}, seen by rank {rank} of {num_ranks}"
+            for turn, (changes, field, usual, other, base) in enumerate(
+                bad_calls.plan_mismatches(2 * num_ranks)
+            ):
+                findings.where = (
+                    f"{field}: {other} on rank {culprit}, seen by rank {rank} of {num_ranks}"
+                )
                 stage = Stage("make_plan", heap, base)
                 if changes is None:
                     changes = {"topk_idx": stage.good["topk_idx"][:, :1]}
@@ -50,13 +68,17 @@ def test_mismatches(rank: int, num_ranks: int, findings: Findings):
                 findings.equal("error", found, ("ConfigMismatch", wanted))
                 goes_on(heap, findings, turn)
             for fields, field, value in bad_calls.layer_mismatches(num_ranks):
-                findings.where = f"layer: {field}={value} on rank {culprit}, seen by rank {rank} of {num_ranks}"
+                findings.where = (
+                    f"layer: {field}={value} on rank {culprit}, seen by rank {rank} of {num_ranks}"
+                )
                 layer = layer_of(heap, **(fields | {field: value} if rank == culprit else fields))
                 values = getattr(layer_of(heap, **fields).config, field), value
                 usual, other = ("none" if v is None else repr(v).removesuffix(".0") for v in values)
                 found = outcome(layer, torch.randn(T, layer.config.hidden))
                 findings.equal(
-                    "error", found, ("ConfigMismatch", difference(f"{field} differs", culprit, usual, other))
+                    "error",
+                    found,
+                    ("ConfigMismatch", difference(f"{field} differs", culprit, usual, other)),
                 )
                 goes_on(heap, findings)
         # Not collective: the configuration is the same everywhere.
@@ -71,7 +93,9 @@ def test_order_of_errors(rank: int, num_ranks: int, findings: Findings, heap: Sy
     num_experts, ids = 2 * num_ranks, routing(heap, 1)
     bad_id = bad_calls.with_id(num_experts + rank)(ids)
     for turn in range(40):  # rank 0 fails in its arguments, all others have ids out of range
-        found = Stage("make_plan", heap).call(**({"topk_idx": bad_id} if rank else {"overflow": f"turn {turn}"}))
+        found = Stage("make_plan", heap).call(
+            **({"topk_idx": bad_id} if rank else {"overflow": f"turn {turn}"})
+        )
         findings.equal(f"class in turn {turn}", found[0], "ArgumentError")
         findings.check(f"overflow ('turn {turn}')" in found[1], f"turn {turn}: {found[1]!r}")
     goes_on(heap, findings)
@@ -85,12 +109,16 @@ def mismatches_of_misuse(heap: SymmetricHeap, findings: Findings) -> None:
     """On several ranks."""
     rank, num_ranks = heap.rank, heap.num_ranks
     # A static capacity and uneven T, without max_tokens.
-    found = Stage("make_plan", heap).call(topk_idx=routing(heap, 5)[rank:], capacity=T * K * num_ranks)
+    found = Stage("make_plan", heap).call(
+        topk_idx=routing(heap, 5)[rank:], capacity=T * K * num_ranks
+    )
     wanted = f"max_tokens differs: rank 0 has {T}, rank 1 has {T - 1}"
     findings.equal("uneven T", found, ("ConfigMismatch", wanted))
     goes_on(heap, findings)
     # The order of dispatch is that of its backward.
-    rows, _ = dispatch_tokens(torch.randn(T, H, requires_grad=True), plan_of(heap), order="slot" if rank else "rank")
+    rows, _ = dispatch_tokens(
+        torch.randn(T, H, requires_grad=True), plan_of(heap), order="slot" if rank else "rank"
+    )
     wanted = "order differs at 'combine: ready': rank 0 has rank, rank 1 has slot"
     findings.equal("order", outcome(rows.sum().backward), ("ConfigMismatch", wanted))
     del rows
@@ -106,7 +134,9 @@ def test_misuse(rank: int, num_ranks: int, findings: Findings):
         found = outcome(combine_tokens, torch.ones(plan.num_rows, H), plan)
         wanted = ("StalePlan", text if rank == 0 else f"on rank 0: {text}")
         findings.equal("combine before dispatch", found, wanted)
-        for call, none in itertools.product((dispatch_tokens, combine_tokens), (None, "plan", 7)):  # no peer is told
+        for call, none in itertools.product(
+            (dispatch_tokens, combine_tokens), (None, "plan", 7)
+        ):  # no peer is told
             expect(findings, outcome(call, torch.ones(T, H), none), "ArgumentError", "plan (")
         goes_on(heap, findings)
         last = torch.full((T, K), 2 * num_ranks - 1)
@@ -123,7 +153,10 @@ def test_misuse(rank: int, num_ranks: int, findings: Findings):
         stage = Stage("expert_parallel_mlp", heap)
         if num_ranks > 1:
             mismatches_of_misuse(heap, findings)
-    for wrong in ({"schedule": "overlap"}, {"quantized_wire": "both"}):  # wrong words, of which no peer can be told
+    for wrong in (
+        {"schedule": "overlap"},
+        {"quantized_wire": "both"},
+    ):  # wrong words, of which no peer can be told
         findings.equal(f"error of {wrong} on a closed heap", stage.call(**wrong)[0], "HeapClosed")
 
 
@@ -133,11 +166,17 @@ def test_plans(rank: int, num_ranks: int, findings: Findings):
     with open_heap("cpu", num_bytes=NUM_BYTES) as heap:
         x = torch.randn(T, H)
         for culprit, fails_between in itertools.product(range(num_ranks), (False, True)):
-            findings.where = f"culprit {culprit}, a fault between {fails_between}, rank {rank} of {num_ranks}"
+            findings.where = (
+                f"culprit {culprit}, a fault between {fails_between}, rank {rank} of {num_ranks}"
+            )
             old = plan_of(heap)
             dispatch_tokens(x, old)
-            if fails_between:  # epochs that were launched and have not counted are nobody's generations
-                findings.equal("error", Stage("make_plan", heap).call(overflow=rank)[0], "ArgumentError")
+            if (
+                fails_between
+            ):  # epochs that were launched and have not counted are nobody's generations
+                findings.equal(
+                    "error", Stage("make_plan", heap).call(overflow=rank)[0], "ArgumentError"
+                )
             new = plan_of(heap)
             text = difference("plan differs at '{}'", culprit, new.generation, old.generation)
             mine = old if rank == culprit else new
@@ -160,7 +199,10 @@ def test_plans_of_different_heaps(rank: int, num_ranks: int, findings: Findings)
     is what both raise, there and then on the other heap."""
     timeout_s = 1.0
     findings.where = f"rank {rank}"
-    x, heaps = torch.randn(T, H), [SymmetricHeap(num_bytes=NUM_BYTES, backend="host") for _ in range(2)]
+    x, heaps = (
+        torch.randn(T, H),
+        [SymmetricHeap(num_bytes=NUM_BYTES, backend="host") for _ in range(2)],
+    )
     plans = [plan_of(heap) for heap in heaps]
     buffers = [heap.lease((T * K * num_ranks, H), torch.float32).tensor.fill_(7) for heap in heaps]
     for heap in heaps:
@@ -175,7 +217,10 @@ def test_plans_of_different_heaps(rank: int, num_ranks: int, findings: Findings)
         out = buffers[index][: plans[index].row_capacity]
         name, found = outcome(dispatch_tokens, x, plans[index], out=out)
         findings.check(name == wanted and found.startswith(text), f"{name}: {found}")
-        findings.check(wanted == "PeerAborted" or time.monotonic() - start > 0.9 * timeout_s, "it was not waited")
+        findings.check(
+            wanted == "PeerAborted" or time.monotonic() - start > 0.9 * timeout_s,
+            "it was not waited",
+        )
         findings.check(bool(out.isnan().all()), "rows are not NaN")
     for heap in heaps:
         findings.equal("the next error", outcome(plan_of, heap)[0], "HeapPoisoned")
@@ -190,14 +235,19 @@ def test_plans_of_different_heaps(rank: int, num_ranks: int, findings: Findings)
 PLACES = (
     ("experts.fc1.weight", lambda layer: layer.experts.to("meta")),
     ("experts.fc2.weight", lambda layer: layer.experts.fc2.to("meta")),
-    ("experts.fc1.lora_b", lambda layer: (add_lora(layer, rank=2, alpha=1.0), _to_meta(layer.experts.fc1, "lora_b"))),
+    (
+        "experts.fc1.lora_b",
+        lambda layer: (add_lora(layer, rank=2, alpha=1.0), _to_meta(layer.experts.fc1, "lora_b")),
+    ),
     ("router.weight", lambda layer: layer.router.to("meta")),
     ("shared_expert.bias", lambda layer: _to_meta(layer.shared_expert, "bias")),
 )
 
 
 def _to_meta(module: torch.nn.Module, name: str) -> None:
-    module._parameters[name] = torch.nn.Parameter(torch.empty_like(module._parameters[name], device="meta"))
+    module._parameters[name] = torch.nn.Parameter(
+        torch.empty_like(module._parameters[name], device="meta")
+    )
 
 
 @run_on(1, 3)
@@ -205,17 +255,25 @@ def test_places(rank: int, num_ranks: int, findings: Findings, heap: SymmetricHe
     """Parameters that have no memory, in the first call and later."""
 
     def new_layer(**options: Any) -> MoELayer:
-        return MoELayer(layer_of(heap).config, heap, shared_expert=torch.nn.Linear(H, H, **options), **options)
+        return MoELayer(
+            layer_of(heap).config, heap, shared_expert=torch.nn.Linear(H, H, **options), **options
+        )
 
     x = torch.randn(T, H)
-    for culprits, (name, move), calls in itertools.product(sets_of_culprits(num_ranks), PLACES, (0, 1, 9)):
-        findings.where = f"{name} on ranks {culprits}, after {calls} calls, seen by rank {rank} of {num_ranks}"
+    for culprits, (name, move), calls in itertools.product(
+        sets_of_culprits(num_ranks), PLACES, (0, 1, 9)
+    ):
+        findings.where = (
+            f"{name} on ranks {culprits}, after {calls} calls, seen by rank {rank} of {num_ranks}"
+        )
         layer = new_layer()
         for _ in range(calls):
             layer(x)[0].sum().backward()
         if rank in culprits:
             move(layer)
-        expect(findings, outcome(layer, x), "ArgumentError", f"{name} is on meta; it must be on cpu")
+        expect(
+            findings, outcome(layer, x), "ArgumentError", f"{name} is on meta; it must be on cpu"
+        )
         goes_on(heap, findings)
     findings.where = f"assigned experts of another size, seen by rank {rank} of {num_ranks}"
     layer = new_layer()
@@ -238,7 +296,9 @@ def test_scores(rank: int, num_ranks: int, findings: Findings, heap: SymmetricHe
     for layer in (layer_of(heap), layer_of(heap, capacity=T * K * num_ranks)):
         x = torch.randn(T, H)
         want = layer(x)[0].detach().clone()
-        for culprit, value in itertools.product(range(num_ranks), map(float, ("nan", "inf", "-inf"))):
+        for culprit, value in itertools.product(
+            range(num_ranks), map(float, ("nan", "inf", "-inf"))
+        ):
             findings.where = f"{value} on rank {culprit}, rank {rank} of {num_ranks}"
             bad = x.clone()
             if rank == culprit:
@@ -257,7 +317,10 @@ def test_other_heaps(rank: int, num_ranks: int, findings: Findings):
     """Memory of another heap: refused as a buffer that peers reach into, copied like any other memory as input."""
     with open_heap("cpu", num_bytes=NUM_BYTES) as closed:
         old = closed.lease((T * K * num_ranks, H), torch.float32).tensor
-    with open_heap("cpu", num_bytes=NUM_BYTES) as heap, open_heap("cpu", num_bytes=NUM_BYTES) as other:
+    with (
+        open_heap("cpu", num_bytes=NUM_BYTES) as heap,
+        open_heap("cpu", num_bytes=NUM_BYTES) as other,
+    ):
         for turn in range(3):
             x, plan = torch.randn(T, H), plan_of(heap, turn)
             found = outcome(dispatch_tokens, x, plan, out=old[: plan.row_capacity])
@@ -278,7 +341,13 @@ def test_other_heaps(rank: int, num_ranks: int, findings: Findings):
 
 
 # -- a heap that is too small -----------------------------------------------------------------------------------------
-LEASING_CALLS = ("dispatch_tokens", "combine_tokens", "layer", "backward of dispatch", "backward of the layer")
+LEASING_CALLS = (
+    "dispatch_tokens",
+    "combine_tokens",
+    "layer",
+    "backward of dispatch",
+    "backward of the layer",
+)
 
 
 def leasing_call(name: str, heap: SymmetricHeap, layer: MoELayer) -> Callable[[], object]:
@@ -314,9 +383,13 @@ def test_exhaustion(rank: int, num_ranks: int, findings: Findings):
     parts = ("lease '", " needs ", "high-water mark", f"(now {NUM_BYTES})")
     with open_heap("cpu", num_bytes=NUM_BYTES) as heap:
         layer = layer_of(heap)
-        for (turn, culprits), name in itertools.product(enumerate(sets_of_culprits(num_ranks)), LEASING_CALLS):
+        for (turn, culprits), name in itertools.product(
+            enumerate(sets_of_culprits(num_ranks)), LEASING_CALLS
+        ):
             for left in range(0, 1 << 14, 512):
-                findings.where = f"{name} with {left} bytes left on {culprits}, rank {rank} of {num_ranks}"
+                findings.where = (
+                    f"{name} with {left} bytes left on {culprits}, rank {rank} of {num_ranks}"
+                )
                 call = leasing_call(name, heap, layer)
                 taken = exhaust(heap, left) if rank in culprits else []
                 found = outcome(call)
@@ -325,18 +398,29 @@ def test_exhaustion(rank: int, num_ranks: int, findings: Findings):
                 if found == ("", ""):
                     break
                 expect(findings, found, "HeapExhausted", *parts)
-                findings.check(rank in culprits or found[1].startswith(f"on rank {culprits[0]}: "), found[1])
+                findings.check(
+                    rank in culprits or found[1].startswith(f"on rank {culprits[0]}: "), found[1]
+                )
             findings.check(0 < left < (1 << 14) - 512, "the memory was always or never enough")
 
 
 # -- gradients that a caller brings -----------------------------------------------------------------------------------
-PASSED_ON = ("(torch.sparse_coo)", "(Wrapper)", "has been freed", "lease 'old'")  # autograd itself refuses others
+PASSED_ON = (
+    "(torch.sparse_coo)",
+    "(Wrapper)",
+    "has been freed",
+    "lease 'old'",
+)  # autograd itself refuses others
 
 
 @run_on(1, 2)
 def test_gradients(rank: int, num_ranks: int, findings: Findings):
     """A gradient that kernels cannot read, on one rank or on all: the same error on every rank; the next is right."""
-    kinds = [bad for bad in bad_calls.unreadable("the gradient") if any(part in bad.parts[0] for part in PASSED_ON)]
+    kinds = [
+        bad
+        for bad in bad_calls.unreadable("the gradient")
+        if any(part in bad.parts[0] for part in PASSED_ON)
+    ]
     assert len(kinds) == len(PASSED_ON)
     with open_heap("cpu", num_bytes=NUM_BYTES) as heap:
         layer, x = layer_of(heap), torch.randn(T, H, requires_grad=True)
@@ -352,14 +436,23 @@ def test_gradients(rank: int, num_ranks: int, findings: Findings):
             return [rows, row_probs] if name == "rows" else [row_probs, rows]
 
         for name in ("y of the layer", "y of combine_tokens", "rows", "row_probs"):
-            for turn, (culprits, bad) in enumerate(itertools.product(sets_of_culprits(num_ranks), kinds)):
-                findings.where = f"{bad.parts} of {name} on {culprits}, seen by rank {rank} of {num_ranks}"
+            for turn, (culprits, bad) in enumerate(
+                itertools.product(sets_of_culprits(num_ranks), kinds)
+            ):
+                findings.where = (
+                    f"{bad.parts} of {name} on {culprits}, seen by rank {rank} of {num_ranks}"
+                )
                 found = outputs(name)
                 gradients = [torch.ones_like(tensor) for tensor in found]
                 if rank in culprits:
                     gradients[0] = bad.change(heap, {"the gradient": gradients[0]})["the gradient"]
-                parts = [part.replace("the gradient ", f"the gradient of {name.split()[0]} ") for part in bad.parts]
-                expect(findings, outcome(torch.autograd.backward, found, gradients), bad.error, *parts)
+                parts = [
+                    part.replace("the gradient ", f"the gradient of {name.split()[0]} ")
+                    for part in bad.parts
+                ]
+                expect(
+                    findings, outcome(torch.autograd.backward, found, gradients), bad.error, *parts
+                )
                 del found, gradients
                 goes_on(heap, findings, turn)
 
@@ -378,15 +471,34 @@ def test_transforms(rank: int, num_ranks: int, findings: Findings):
         calls: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], torch.Tensor]] = {
             "layer": (lambda x: layer(x)[0].sum(), x),
             "weights": (of_weights, layer.router.weight.detach()),
-            "make_plan": (lambda x: make_plan(ids, num_experts=2 * num_ranks, heap=heap).num_dropped + x.sum(), x),
-            "experts": (lambda x: expert_parallel_mlp(x, torch.ones(T, K), layer.experts, plan).sum(), x),
+            "make_plan": (
+                lambda x: (
+                    make_plan(ids, num_experts=2 * num_ranks, heap=heap).num_dropped + x.sum()
+                ),
+                x,
+            ),
+            "experts": (
+                lambda x: expert_parallel_mlp(x, torch.ones(T, K), layer.experts, plan).sum(),
+                x,
+            ),
             "dispatch_tokens": (lambda x: dispatch_tokens(x, plan)[0].sum(), x),
-            "combine_tokens": (lambda rows: combine_tokens(rows, plan).sum(), torch.ones(plan.num_rows, H)),
+            "combine_tokens": (
+                lambda rows: combine_tokens(rows, plan).sum(),
+                torch.ones(plan.num_rows, H),
+            ),
         }
-        for culprits, (name, transform) in itertools.product(sets_of_culprits(num_ranks), TRANSFORMS.items()):
+        for culprits, (name, transform) in itertools.product(
+            sets_of_culprits(num_ranks), TRANSFORMS.items()
+        ):
             for kind, (call, argument) in calls.items():
-                findings.where = f"{name} of {kind} on {culprits}, seen by rank {rank} of {num_ranks}"
-                found = outcome(transform, call, argument) if rank in culprits else outcome(call, argument)
+                findings.where = (
+                    f"{name} of {kind} on {culprits}, seen by rank {rank} of {num_ranks}"
+                )
+                found = (
+                    outcome(transform, call, argument)
+                    if rank in culprits
+                    else outcome(call, argument)
+                )
                 expect(findings, found, "ArgumentError", "no rules for transforms of torch.func")
                 goes_on(heap, findings)
             y = layer(x.requires_grad_())[0]
@@ -404,7 +516,10 @@ TRANSFORMED: dict[str, tuple[Callable[[], Any], tuple[Any, ...]]] = {
     "GroupedLinear": (lambda: symmoe.GroupedLinear(2, H, H), ([2, 4],)),
     "GroupedMLP": (lambda: GroupedMLP(2, H, H), ([2, 4], torch.ones(T))),
     "ScaledSwiGLU": (symmoe.ScaledSwiGLU, (torch.ones(T),)),
-    "Sequential": (lambda: symmoe.Sequential(*(symmoe.GroupedLinear(2, H, H) for _ in range(2))), ([2, 4], [2, 4])),
+    "Sequential": (
+        lambda: symmoe.Sequential(*(symmoe.GroupedLinear(2, H, H) for _ in range(2))),
+        ([2, 4], [2, 4]),
+    ),
     "Router": (lambda: symmoe.Router(CONFIG), ()),
 }
 
@@ -439,7 +554,11 @@ def test_unforeseen(rank: int, num_ranks: int, findings: Findings, schedule: str
 
         started = time.monotonic()
         is_kernel = isinstance(broken, str)
-        wrong = kernels.hooked(heap.device, fail) if is_kernel else mock.patch.object(broken, "forward", fail)
+        wrong = (
+            kernels.hooked(heap.device, fail)
+            if is_kernel
+            else mock.patch.object(broken, "forward", fail)
+        )
         with wrong if rank == culprit else contextlib.nullcontext():
             found = outcome(call)
         text = "no space left" if rank == culprit else f"on rank {culprit}: OSError: no space left"
@@ -448,7 +567,9 @@ def test_unforeseen(rank: int, num_ranks: int, findings: Findings, schedule: str
         goes_on(heap, findings, culprit)
 
     with open_heap("cpu", num_bytes=NUM_BYTES, timeout_s=60.0) as heap:
-        layer = MoELayer(layer_of(heap, schedule=schedule).config, heap, shared_expert=torch.nn.Identity())
+        layer = MoELayer(
+            layer_of(heap, schedule=schedule).config, heap, shared_expert=torch.nn.Identity()
+        )
         x = torch.randn(T, H, requires_grad=True)
         for culprit in range(num_ranks):
             for broken in (layer.router, layer.shared_expert, *KERNELS_OF_A_STEP):
@@ -478,7 +599,9 @@ def test_signals(rank: int, num_ranks: int, findings: Findings, broken: str):
         with kernels.hooked(heap.device, fail):
             found = outcome(layer, torch.randn(T, H))
         findings.check(time.monotonic() - started < 30, "the peer has waited")
-        wanted = ("OSError", text) if rank == 0 else ("PeerAborted", f"rank 0 gave up: OSError: {text}")
+        wanted = (
+            ("OSError", text) if rank == 0 else ("PeerAborted", f"rank 0 gave up: OSError: {text}")
+        )
         findings.equal("error", found, wanted)
         findings.equal("next error", outcome(layer, torch.randn(T, H))[0], "HeapPoisoned")
 

@@ -29,11 +29,15 @@ def make_mask() -> torch.Tensor:
     return mask.flatten()
 
 
-def loop_loss(scores: torch.Tensor, load: Sequence[float], tokens: Sequence[int] = ALL) -> torch.Tensor:
+def loop_loss(
+    scores: torch.Tensor, load: Sequence[float], tokens: Sequence[int] = ALL
+) -> torch.Tensor:
     """E * sum f_i P_i over `tokens`, with the fractions of `load`; float64, differentiable."""
     total = torch.zeros((), dtype=torch.float64)
     for i in range(EXPERTS):
-        mean = sum(scores[t].double()[i] / scores[t].double().sum() for t in tokens) / max(len(tokens), 1)
+        mean = sum(scores[t].double()[i] / scores[t].double().sum() for t in tokens) / max(
+            len(tokens), 1
+        )
         total = total + EXPERTS * load[i] / max(sum(load), 1) * mean
     return total
 
@@ -45,11 +49,15 @@ def count(ids: torch.Tensor, tokens: Sequence[int] | None = None) -> list[int]:
 
 def loop_of_sequences(scores: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """The mean over the sequences of their losses."""
-    sequences = [[t for t in range(s * LENGTH, (s + 1) * LENGTH) if mask[t]] for s in range(SEQUENCES)]
+    sequences = [
+        [t for t in range(s * LENGTH, (s + 1) * LENGTH) if mask[t]] for s in range(SEQUENCES)
+    ]
     return sum(loop_loss(scores, count(ids, tokens), tokens) for tokens in sequences) / SEQUENCES
 
 
-def assert_same(got: torch.Tensor, want: torch.Tensor, scores: torch.Tensor, reference: torch.Tensor) -> None:
+def assert_same(
+    got: torch.Tensor, want: torch.Tensor, scores: torch.Tensor, reference: torch.Tensor
+) -> None:
     """Values, and gradients of what they were computed from."""
     got.backward()
     want.backward()
@@ -58,12 +66,19 @@ def assert_same(got: torch.Tensor, want: torch.Tensor, scores: torch.Tensor, ref
     torch.testing.assert_close(scores.grad, reference.grad, rtol=1e-4, atol=1e-8)
 
 
-@pytest.mark.parametrize("shares", [balance.normalised, lambda x: x.softmax(-1)], ids=["normalised", "softmax"])
+@pytest.mark.parametrize(
+    "shares", [balance.normalised, lambda x: x.softmax(-1)], ids=["normalised", "softmax"]
+)
 def test_load_balance_loss_equals_a_loop(shares: Callable[[torch.Tensor], torch.Tensor]):
     scores, reference = make_scores(), make_scores()
     load = count(scores.topk(TOP_K).indices)
-    got, want = balance.load_balance_loss(shares(scores), torch.tensor(load)), loop_loss(shares(reference), load)
-    assert abs(want.item() - 1) > 0.005  # the case is unbalanced enough for the test to mean something
+    got, want = (
+        balance.load_balance_loss(shares(scores), torch.tensor(load)),
+        loop_loss(shares(reference), load),
+    )
+    assert (
+        abs(want.item() - 1) > 0.005
+    )  # the case is unbalanced enough for the test to mean something
     assert_same(got, want, scores, reference)
 
 
@@ -75,14 +90,25 @@ def test_sequence_loss_equals_a_loop(masked: bool):
     if masked:
         ids[~mask] = -1
     want = loop_of_sequences(reference, ids, make_mask() if masked else [True] * TOKENS)
-    assert_same(balance.sequence_balance_loss(balance.normalised(scores), ids, LENGTH, mask), want, scores, reference)
-    whole = balance.load_balance_loss(balance.normalised(make_scores()), torch.tensor(count(ids)), mask)
-    assert abs(float(whole.detach()) - float(want.detach())) > 1e-3  # a loss over all tokens is something else
+    assert_same(
+        balance.sequence_balance_loss(balance.normalised(scores), ids, LENGTH, mask),
+        want,
+        scores,
+        reference,
+    )
+    whole = balance.load_balance_loss(
+        balance.normalised(make_scores()), torch.tensor(count(ids)), mask
+    )
+    assert (
+        abs(float(whole.detach()) - float(want.detach())) > 1e-3
+    )  # a loss over all tokens is something else
 
 
 def test_z_loss_equals_float64():
     scores, reference = make_scores(), make_scores()
-    assert_same(balance.z_loss(scores), reference.double().logsumexp(1).square().mean(), scores, reference)
+    assert_same(
+        balance.z_loss(scores), reference.double().logsumexp(1).square().mean(), scores, reference
+    )
 
 
 def test_normalised_scores_add_up_to_one():
@@ -92,7 +118,9 @@ def test_normalised_scores_add_up_to_one():
     wanted[3] = 0.0
     assert shares.dtype == torch.float32
     torch.testing.assert_close(shares.sum(1), wanted, rtol=1e-6, atol=0)
-    torch.testing.assert_close(shares[0].double(), (r := scores[0].half().double()) / r.sum(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        shares[0].double(), (r := scores[0].half().double()) / r.sum(), rtol=1e-6, atol=0
+    )
 
 
 LOAD = torch.tensor([5, 1, 0, 9, 2, 3])
@@ -114,7 +142,9 @@ def test_padding_does_not_count(loss: str):
 
 def test_no_tokens_give_zero_with_a_graph():
     scores = torch.empty(0, EXPERTS, requires_grad=True)
-    total = balance.load_balance_loss(scores, torch.zeros(EXPERTS, dtype=torch.int32)) + balance.z_loss(scores)
+    total = balance.load_balance_loss(
+        scores, torch.zeros(EXPERTS, dtype=torch.int32)
+    ) + balance.z_loss(scores)
     ids, mask = torch.empty(0, TOP_K, dtype=torch.int32), torch.empty(0, dtype=torch.bool)
     for length in (0, 5):
         total = total + balance.sequence_balance_loss(scores, ids, length, mask)
@@ -131,7 +161,9 @@ def test_no_tokens_give_zero_with_a_graph():
         ([0.0] * 4, [2**24 + 1, 2**24 - 1, 2**24, 2**24], 1.0, [-1.0, 1.0, 0.0, 0.0]),
     ],
 )
-def test_update_expert_bias_moves_towards_the_exact_mean(bias: list, load: list, rate: float, wanted: list):
+def test_update_expert_bias_moves_towards_the_exact_mean(
+    bias: list, load: list, rate: float, wanted: list
+):
     moved = torch.tensor(bias)
     balance.update_expert_bias(moved, torch.tensor(load, dtype=torch.int32), rate)
     torch.testing.assert_close(moved, torch.tensor(wanted), rtol=0, atol=1e-7)
@@ -145,7 +177,12 @@ def test_update_expert_bias_refuses_half_precision_and_another_shape(bias: torch
 
 @pytest.mark.parametrize(
     ("load", "imbalance", "variation"),
-    [([5, 5, 5, 5], 1, 0), ([8, 0, 0, 0], 4, 3**0.5), ([3, 1, 0, 0], 3, 1.5**0.5), ([2, 4, 4, 6], 1.5, 0.5**0.5 / 2)],
+    [
+        ([5, 5, 5, 5], 1, 0),
+        ([8, 0, 0, 0], 4, 3**0.5),
+        ([3, 1, 0, 0], 3, 1.5**0.5),
+        ([2, 4, 4, 6], 1.5, 0.5**0.5 / 2),
+    ],
 )
 def test_figures_of_a_load(load: list[int], imbalance: float, variation: float):
     load = torch.tensor(load, dtype=torch.int32)
@@ -158,16 +195,25 @@ def test_figures_of_a_load(load: list[int], imbalance: float, variation: float):
 # -- in a layer -------------------------------------------------------------------------------------------------------
 def make_layer(heap: SymmetricHeap, **options) -> MoELayer:
     torch.manual_seed(1)
-    config = MoEConfig(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K, aux_loss_coef=0.5, **options)
+    config = MoEConfig(
+        hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K, aux_loss_coef=0.5, **options
+    )
     return MoELayer(config, heap)
 
 
 def batch(rank: int, number: int) -> torch.Tensor:
-    return torch.randn(SEQUENCES, LENGTH, H, generator=torch.Generator().manual_seed(10 * rank + number)) + 0.2
+    return (
+        torch.randn(
+            SEQUENCES, LENGTH, H, generator=torch.Generator().manual_seed(10 * rank + number)
+        )
+        + 0.2
+    )
 
 
 @run_on(1, 2)
-def test_losses_of_a_layer(rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap) -> None:
+def test_losses_of_a_layer(
+    rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap
+) -> None:
     layer = make_layer(heap, aux_loss="sequence", z_loss_coef=0.1, capacity_factor=0.5)
     x, mask = batch(rank, 0), make_mask().view(SEQUENCES, LENGTH)
     _, metrics = layer(x, mask)

@@ -14,7 +14,16 @@ from combinations import every_combination
 from torch.utils.checkpoint import checkpoint
 from worker import Findings, open_heap
 
-from symmoe import GroupedMLP, MetricsLogger, MoEConfig, MoELayer, MoEMetrics, SymmetricHeap, add_lora, make_plan
+from symmoe import (
+    GroupedMLP,
+    MetricsLogger,
+    MoEConfig,
+    MoELayer,
+    MoEMetrics,
+    SymmetricHeap,
+    add_lora,
+    make_plan,
+)
 from symmoe.errors import ArgumentError, ConfigMismatch
 
 H, I, K, TOKENS = 64, 32, 2, 60
@@ -22,11 +31,18 @@ REPLICAS = {"balance": "replicas", "replica_slack": 0.0}
 
 
 def config(num_ranks: int, **options: Any) -> MoEConfig:
-    return MoEConfig(hidden=H, ffn=I, num_experts=4 * num_ranks, top_k=K, **{"router": "none", **options})
+    return MoEConfig(
+        hidden=H, ffn=I, num_experts=4 * num_ranks, top_k=K, **{"router": "none", **options}
+    )
 
 
 def steps(
-    layer: MoELayer, dtype: torch.dtype, *, forward=None, num_steps: int = 5, kept: list | None = None
+    layer: MoELayer,
+    dtype: torch.dtype,
+    *,
+    forward=None,
+    num_steps: int = 5,
+    kept: list | None = None,
 ) -> list[dict[str, torch.Tensor]]:
     """What steps with changing, skewed routings give."""
     heap, num_experts, found = layer.heap, layer.config.num_experts, []
@@ -34,7 +50,9 @@ def steps(
         generator = torch.Generator().manual_seed(heap.rank + 10 * step)
         heat = torch.ones(num_experts)
         heat[4 * (step % heap.num_ranks)], heat[1] = 8, 4  # the hot spot moves
-        ids = torch.multinomial(heat.expand(TOKENS, num_experts), K, generator=generator).to(heap.device)
+        ids = torch.multinomial(heat.expand(TOKENS, num_experts), K, generator=generator).to(
+            heap.device
+        )
         x, dy = torch.randn(2, TOKENS, H, generator=generator).to(heap.device, dtype)
         probs = torch.rand(TOKENS, K, generator=generator).to(heap.device).requires_grad_()
         x.requires_grad_()
@@ -49,7 +67,11 @@ def steps(
 
 
 def compare(
-    found: list[dict[str, torch.Tensor]], wanted: list[dict[str, torch.Tensor]], findings: Findings, *, same_bits: bool
+    found: list[dict[str, torch.Tensor]],
+    wanted: list[dict[str, torch.Tensor]],
+    findings: Findings,
+    *,
+    same_bits: bool,
 ) -> None:
     """Gradients of parameters of experts with replicas are rounded once more; the rest has the same bits with order
     "slot"."""
@@ -61,12 +83,16 @@ def compare(
             elif "." in name or (not same_bits and name != "load"):
                 error = (got.float() - want.float()).norm()
                 limit = 2 * torch.finfo(want.dtype).eps * want.float().norm()
-                findings.check(bool(error <= limit), f"{name} of step {step}: {error}, at most {limit}")
+                findings.check(
+                    bool(error <= limit), f"{name} of step {step}: {error}, at most {limit}"
+                )
             else:
                 findings.check(torch.equal(got, want), f"{name} of step {step} has other bits")
 
 
-def both(heap: SymmetricHeap, dtype: torch.dtype, findings: Findings, *, places: int = 2, **options: Any) -> None:
+def both(
+    heap: SymmetricHeap, dtype: torch.dtype, findings: Findings, *, places: int = 2, **options: Any
+) -> None:
     found, recomputes = [], options.pop("recomputes", False)
     kind, lora_rank = options.pop("kind", {}), options.pop("lora_rank", 0)
     for more in ({**REPLICAS, "replica_places": places}, {}):
@@ -82,7 +108,9 @@ def both(heap: SymmetricHeap, dtype: torch.dtype, findings: Findings, *, places:
 
 
 @run_on(1, 2, 4, on_gpus=(2,))
-def test_results_are_those_without_replicas(rank: int, num_ranks: int, findings: Findings, device: str) -> None:
+def test_results_are_those_without_replicas(
+    rank: int, num_ranks: int, findings: Findings, device: str
+) -> None:
     with open_heap(device) as heap:
         for dtype in (torch.float32, torch.bfloat16):
             for schedule in ("serial", "always-overlapped"):
@@ -111,7 +139,15 @@ def test_all_kinds_of_experts(rank: int, num_ranks: int, findings: Findings, dev
                 for schedule in ("serial", "always-overlapped"):
                     findings.where = f"rank {rank} of {num_ranks}, {name}, {dtype}, {schedule}"
                     stash = "none" if schedule == "serial" else "all"
-                    both(heap, dtype, findings, order="slot", schedule=schedule, stash=stash, **options)
+                    both(
+                        heap,
+                        dtype,
+                        findings,
+                        order="slot",
+                        schedule=schedule,
+                        stash=stash,
+                        **options,
+                    )
 
 
 @pytest.mark.parametrize("ranks_per_node", [2, 1])
@@ -122,36 +158,63 @@ def test_between_nodes(rank: int, num_ranks: int, findings: Findings, ranks_per_
         for schedule, kind in (("serial", {}), ("always-overlapped", {"bias": True})):
             findings.where = f"rank {rank} of {num_ranks}, {schedule}"
             both(heap, torch.float32, findings, order="slot", schedule=schedule, kind=kind)
-        both(heap, torch.bfloat16, findings, order="slot", capacity=TOKENS * K * num_ranks, lora_rank=8)
-        plan = make_plan(torch.zeros((TOKENS, 1), dtype=torch.int32), num_experts=4, heap=heap, replica_places=1)
-        findings.equal("places", plan.place_to_expert.view(-1).tolist(), [-1, 0 if ranks_per_node == 2 else -1, -1, -1])
+        both(
+            heap,
+            torch.bfloat16,
+            findings,
+            order="slot",
+            capacity=TOKENS * K * num_ranks,
+            lora_rank=8,
+        )
+        plan = make_plan(
+            torch.zeros((TOKENS, 1), dtype=torch.int32), num_experts=4, heap=heap, replica_places=1
+        )
+        findings.equal(
+            "places",
+            plan.place_to_expert.view(-1).tolist(),
+            [-1, 0 if ranks_per_node == 2 else -1, -1, -1],
+        )
 
 
 @every_combination(stash=["rows", "hidden", "none"], recomputes=[False, True])
 @run_on(2)
-def test_what_forward_keeps_does_not_matter(rank, num_ranks, findings: Findings, heap, stash: str, recomputes: bool):
+def test_what_forward_keeps_does_not_matter(
+    rank, num_ranks, findings: Findings, heap, stash: str, recomputes: bool
+):
     both(heap, torch.float32, findings, order="slot", stash=stash, recomputes=recomputes)
 
 
 @run_on(2)
-def test_replicas_are_used_and_repeat(rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap) -> None:
+def test_replicas_are_used_and_repeat(
+    rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap
+) -> None:
     """Twice the same bits, weight gradients too, and a plan that has moved rows."""
     found = []
     for _ in range(2):
         torch.manual_seed(1 + rank)
-        found.append(steps(MoELayer(config(num_ranks, **REPLICAS), heap, dtype=torch.bfloat16), torch.bfloat16))
+        found.append(
+            steps(
+                MoELayer(config(num_ranks, **REPLICAS), heap, dtype=torch.bfloat16), torch.bfloat16
+            )
+        )
     for first, second in zip(*found, strict=True):
         findings.check(all(torch.equal(first[name], second[name]) for name in first), "bits differ")
     torch.manual_seed(1 + rank)
     plain = steps(MoELayer(config(num_ranks), heap, dtype=torch.bfloat16), torch.bfloat16)
     findings.check(
-        any(not torch.equal(a[name], b[name]) for a, b in zip(plain, found[0], strict=True) for name in a),
+        any(
+            not torch.equal(a[name], b[name])
+            for a, b in zip(plain, found[0], strict=True)
+            for name in a
+        ),
         "nothing has moved: this test would not see it",
     )
 
 
 @run_on(2, 4)
-def test_metrics_say_what_has_moved(rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap) -> None:
+def test_metrics_say_what_has_moved(
+    rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap
+) -> None:
     """Eager and compiled, which gives the same results; metrics that are kept stay those of their step."""
     torch.manual_seed(1 + rank)
     layer = MoELayer(config(num_ranks, order="slot", **REPLICAS), heap, dtype=torch.bfloat16)
@@ -164,11 +227,20 @@ def test_metrics_say_what_has_moved(rank: int, num_ranks: int, findings: Finding
         results.append(steps(layer, torch.bfloat16, forward=forward, num_steps=10, kept=kept))
         totals, num_replicas, num_lent = np.zeros((2, num_ranks), dtype=int), 0, 0
         for metrics in kept:
-            sizes_of_plan = {"num_experts": 4 * num_ranks, "replica_places": 2, "replica_slack": 0.0}
+            sizes_of_plan = {
+                "num_experts": 4 * num_ranks,
+                "replica_places": 2,
+                "replica_slack": 0.0,
+            }
             plan = make_plan(metrics.topk_idx, heap=heap, **sizes_of_plan)
-            splits = torch.stack(oracle.gather(plan.splits)).numpy()  # [R, 4 + 2], rows as they are computed
+            splits = torch.stack(
+                oracle.gather(plan.splits)
+            ).numpy()  # [R, 4 + 2], rows as they are computed
             slots = np.concatenate([each.flatten() for each in oracle.gather(metrics.topk_idx)])
-            rows, used = np.stack([np.bincount(slots // 4, minlength=num_ranks), splits.sum(1)]), splits[:, 4:] > 0
+            rows, used = (
+                np.stack([np.bincount(slots // 4, minlength=num_ranks), splits.sum(1)]),
+                splits[:, 4:] > 0,
+            )
             findings.equal("rows of ranks", metrics.rows_per_rank.numpy(), rows)
             findings.equal("replicas", int(metrics.num_replicas), int(used.sum()))
             totals, num_replicas = totals + rows, num_replicas + int(used.sum())
@@ -184,11 +256,17 @@ def test_metrics_say_what_has_moved(rank: int, num_ranks: int, findings: Finding
     layer.experts.fc1.requires_grad_(requires_grad=False)
     steps(layer, torch.bfloat16, num_steps=1, kept=kept)
     lent = int((kept[-1].place_to_expert // 4 == rank).sum())
-    findings.equal("of frozen FC1", logger.step(1)[0].replica_bytes, lent * (2 * 2 * sizes[0] + 3 * 2 * sizes[1]))
+    findings.equal(
+        "of frozen FC1",
+        logger.step(1)[0].replica_bytes,
+        lent * (2 * 2 * sizes[0] + 3 * 2 * sizes[1]),
+    )
 
 
 @run_on(2)
-def test_gradients_go_where_they_are_wanted(rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap) -> None:
+def test_gradients_go_where_they_are_wanted(
+    rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap
+) -> None:
     """Into main_grad, which is added to; none of a frozen layer, and none of weights of FC1."""
     results = []
     for options in (REPLICAS, {}):
@@ -204,7 +282,9 @@ def test_gradients_go_where_they_are_wanted(rank: int, num_ranks: int, findings:
         experts.requires_grad_(requires_grad=False)
         found += steps(layer, torch.bfloat16, num_steps=1)
         results.append([each[name] for each in found for name in ("y", "dx", "dprobs")])
-        findings.equal("gradients of frozen weights", [each.grad for each in layer.parameters()], [None, None])
+        findings.equal(
+            "gradients of frozen weights", [each.grad for each in layer.parameters()], [None, None]
+        )
     main_grads, others, wanted_main_grads, wanted_others = results
     for got, want in zip(main_grads, wanted_main_grads, strict=True):
         findings.check(bool(torch.allclose(got, want, rtol=1e-5, atol=1e-5)), "main_grad differs")
@@ -226,11 +306,20 @@ def test_bytes_of_a_replica(heap: SymmetricHeap, kind: dict[str, Any]) -> None:
 
 
 @run_on(2)
-def test_a_router_learns_the_same(rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap) -> None:
+def test_a_router_learns_the_same(
+    rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap
+) -> None:
     results = []
     for options in (REPLICAS, {}):
         torch.manual_seed(5)
-        its = config(num_ranks, router="linear", order="slot", aux_loss_coef=0.01, expert_bias=True, **options)
+        its = config(
+            num_ranks,
+            router="linear",
+            order="slot",
+            aux_loss_coef=0.01,
+            expert_bias=True,
+            **options,
+        )
         layer = MoELayer(its, heap)
         x = torch.randn(TOKENS, H, generator=torch.Generator().manual_seed(rank)).requires_grad_()
         for _ in range(5):
@@ -242,12 +331,20 @@ def test_a_router_learns_the_same(rank: int, num_ranks: int, findings: Findings,
 
 
 @run_on(2)
-def test_what_is_not_supported(rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap) -> None:
-    layer = MoELayer(config(num_ranks, **REPLICAS), heap, experts=GroupedMLP(4, H, I, delay_wgrad=True))
+def test_what_is_not_supported(
+    rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap
+) -> None:
+    layer = MoELayer(
+        config(num_ranks, **REPLICAS), heap, experts=GroupedMLP(4, H, I, delay_wgrad=True)
+    )
     with pytest.raises(ArgumentError, match="delay_wgrad"):
         steps(layer, torch.float32)
-    layer = MoELayer(config(num_ranks, **REPLICAS), heap, experts=GroupedMLP(4, H, I, bias=rank == 1))
-    with pytest.raises(ConfigMismatch, match=r"replicas differs.*fc1 weight, fc2 weight, .*fc1 bias"):
+    layer = MoELayer(
+        config(num_ranks, **REPLICAS), heap, experts=GroupedMLP(4, H, I, bias=rank == 1)
+    )
+    with pytest.raises(
+        ConfigMismatch, match=r"replicas differs.*fc1 weight, fc2 weight, .*fc1 bias"
+    ):
         steps(layer, torch.float32)
     layer = MoELayer(config(num_ranks, **REPLICAS), heap)
     layer.experts.fc1.weight.requires_grad_(rank == 0)

@@ -32,7 +32,9 @@ class Block(nn.Module):
         torch.manual_seed(0)
         self.dense = nn.Linear(H, H)
         fields = {"expert_bias": True, "bias_update_rate": RATE} | options
-        self.moe = MoELayer(MoEConfig(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K, **fields), heap)
+        self.moe = MoELayer(
+            MoEConfig(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K, **fields), heap
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.dense(x)
@@ -60,7 +62,10 @@ def loads_of(model: Model, numbers: range) -> np.ndarray:
     """Slots [layers, E] of these micro-batches in one process, counted by hand from what the routers choose."""
     loads = np.zeros((2, EXPERTS), dtype=np.int64)
     ids: list[torch.Tensor] = []
-    hooks = [b.moe.router.register_forward_hook(lambda *a: ids.append(a[2].topk_idx)) for b in model.blocks]
+    hooks = [
+        b.moe.router.register_forward_hook(lambda *a: ids.append(a[2].topk_idx))
+        for b in model.blocks
+    ]
     for number in numbers:
         ids.clear()
         with torch.no_grad():
@@ -133,18 +138,25 @@ def test_evaluation_does_not_count(heap: SymmetricHeap):
 
 
 @pytest.mark.parametrize("forward", list(FORWARDS)[1:])
-def test_recomputation_does_not_change_gradients_of_the_global_loss(heap: SymmetricHeap, forward: str):
+def test_recomputation_does_not_change_gradients_of_the_global_loss(
+    heap: SymmetricHeap, forward: str
+):
     """The recomputed loss must see the load that the first one saw."""
     options = {"aux_loss_coef": 3.0, "aux_loss": "global"}
     kept, recomputed = Model(heap, **options), Model(heap, **options)
     for number in range(3):
         kept(batch(0, number)).sum().backward()
         recomputed(batch(0, number), FORWARDS[forward]).sum().backward()
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(kept.parameters(), recomputed.parameters(), strict=True))
+    assert all(
+        torch.equal(a.grad, b.grad)
+        for a, b in zip(kept.parameters(), recomputed.parameters(), strict=True)
+    )
     plain = Model(heap)
     for number in range(3):
         plain(batch(0, number)).sum().backward()
-    assert not torch.equal(plain.blocks[0].moe.router.weight.grad, kept.blocks[0].moe.router.weight.grad)
+    assert not torch.equal(
+        plain.blocks[0].moe.router.weight.grad, kept.blocks[0].moe.router.weight.grad
+    )
 
 
 def test_after_an_optimizer(heap: SymmetricHeap):
@@ -165,7 +177,9 @@ def test_without_a_bias_there_is_nothing_to_count(heap: SymmetricHeap):
     assert all(block.moe.router.step_load is None for block in model.blocks)
 
 
-@pytest.mark.parametrize("cast", [nn.Module.half, nn.Module.bfloat16, lambda m: m.to(torch.bfloat16)])
+@pytest.mark.parametrize(
+    "cast", [nn.Module.half, nn.Module.bfloat16, lambda m: m.to(torch.bfloat16)]
+)
 def test_casts_leave_the_bias(heap: SymmetricHeap, cast: Callable):
     model = Model(heap)
     for block in model.blocks:

@@ -33,12 +33,17 @@ def layer_of(heap: SymmetricHeap, name: str, num_tokens: int) -> MoELayer:
     layer = MoELayer(config, heap, dtype=dtype)
     with torch.no_grad():
         for seed, weight in enumerate(layer.experts.parameters()):
-            whole = torch.randn(E, *weight.shape[1:], generator=torch.Generator().manual_seed(seed)) * H**-0.5
+            whole = (
+                torch.randn(E, *weight.shape[1:], generator=torch.Generator().manual_seed(seed))
+                * H**-0.5
+            )
             weight.copy_(whole.chunk(heap.num_ranks)[heap.rank])
     return layer
 
 
-def step(layer: MoELayer, x: torch.Tensor, dy: torch.Tensor, num_padding: int = 0) -> list[torch.Tensor]:
+def step(
+    layer: MoELayer, x: torch.Tensor, dy: torch.Tensor, num_padding: int = 0
+) -> list[torch.Tensor]:
     """y, dx and experts of the tokens, with so many more that are padding."""
     padding = torch.full((num_padding, H), math.pi).to(x)
     tokens = torch.cat([x, padding]).requires_grad_()
@@ -50,10 +55,14 @@ def step(layer: MoELayer, x: torch.Tensor, dy: torch.Tensor, num_padding: int = 
 
 
 @run_on(1, 2, 4, on_gpus=(1, 2))
-def test_a_token_does_not_see_its_batch(rank: int, num_ranks: int, findings: Findings, device: str) -> None:
+def test_a_token_does_not_see_its_batch(
+    rank: int, num_ranks: int, findings: Findings, device: str
+) -> None:
     on_gpu = device == "cuda"
     num_tokens, memory = (32768, 2**30) if on_gpu else (700, 2**26)
-    names = [name for name in KINDS if not (on_gpu and name == "fp32")]  # cuBLAS chooses sums by the number of tokens
+    names = [
+        name for name in KINDS if not (on_gpu and name == "fp32")
+    ]  # cuBLAS chooses sums by the number of tokens
     wanted: dict[str, list[torch.Tensor]] = {}
 
     def tokens_of(heap: SymmetricHeap, name: str) -> torch.Tensor:
@@ -62,14 +71,23 @@ def test_a_token_does_not_see_its_batch(rank: int, num_ranks: int, findings: Fin
 
     def check(name: str, found: list[torch.Tensor], idx: torch.Tensor, where: str) -> None:
         for what, got, all_of_it in zip(("y", "dx", "experts"), found, wanted[name], strict=True):
-            findings.check(torch.equal(got, all_of_it[idx]), f"{name}, {where}: other bits of {what}")
+            findings.check(
+                torch.equal(got, all_of_it[idx]), f"{name}, {where}: other bits of {what}"
+            )
 
     with open_heap(device, num_bytes=memory) as heap:
         for name in names:
             layer, (x, dy) = layer_of(heap, name, num_tokens), tokens_of(heap, name)
             wanted[name] = step(layer, x, dy)
             every, last, few = torch.arange(num_tokens), num_tokens - 1, max(1, 33 - 32 * rank)
-            for chosen in ([5 + rank], [last, 5], every[:few], every[1::2], every.flip(0), every[:130]):
+            for chosen in (
+                [5 + rank],
+                [last, 5],
+                every[:few],
+                every[1::2],
+                every.flip(0),
+                every[:130],
+            ):
                 idx = torch.as_tensor(chosen, device=heap.device)
                 for num_padding in (0, PADDING) if len(idx) < 200 else (0,):
                     where = f"rank {rank} of {num_ranks}, {len(idx)} tokens and {num_padding}"

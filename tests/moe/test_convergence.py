@@ -45,7 +45,10 @@ def compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tu
 
 
 def steps(*bits: float) -> list[dict]:
-    return [{"step": 10 * i, "train_bits_per_byte": b, "heldout_bits_per_byte": b} for i, b in enumerate(bits, 1)]
+    return [
+        {"step": 10 * i, "train_bits_per_byte": b, "heldout_bits_per_byte": b}
+        for i, b in enumerate(bits, 1)
+    ]
 
 
 def test_differences_are_those_of_pairs():
@@ -56,22 +59,41 @@ def test_differences_are_those_of_pairs():
         "nvfp4": {5: steps(6.0, 2.5)},
     }
     results = convergence.results_of(curves)
-    assert results["mxfp8"]["heldout_bits_per_byte"] == {"steps": [10, 20], "seeds": {0: [6.0, 2.02], 1: [6.0, 4.12]}}
+    assert results["mxfp8"]["heldout_bits_per_byte"] == {
+        "steps": [10, 20],
+        "seeds": {0: [6.0, 2.02], 1: [6.0, 4.12]},
+    }
     assert results["mxfp8"]["final_bits_per_byte"]["mean"] == pytest.approx(3.07)
     assert results["mxfp8"]["final_bits_per_byte"]["standard_error"] == pytest.approx(1.05)
     assert results["mxfp8"]["more_than_bf16"] == pytest.approx(0.02)  # of 0.01 and 0.03
     assert results["mxfp8"]["more_than_bf16_standard_error"] == pytest.approx(0.01)
-    assert results["bf16"]["final_bits_per_byte"]["standard_error"] == pytest.approx(math.sqrt(19 / 9))
-    assert results["bf16"]["more_than_bf16"] == results["bf16"]["more_than_bf16_standard_error"] == 0.0
-    assert results["nvfp4"]["more_than_bf16"] is results["nvfp4"]["more_than_bf16_standard_error"] is None
-    assert [convergence.is_within(results[way]) for way in ("bf16", "mxfp8", "nvfp4")] == [True, False, False]
-    assert "+2.00 +- 1.00 % against bf16 (at most 1)" in convergence.line_of("mxfp8", results["mxfp8"])
+    assert results["bf16"]["final_bits_per_byte"]["standard_error"] == pytest.approx(
+        math.sqrt(19 / 9)
+    )
+    assert (
+        results["bf16"]["more_than_bf16"] == results["bf16"]["more_than_bf16_standard_error"] == 0.0
+    )
+    assert (
+        results["nvfp4"]["more_than_bf16"]
+        is results["nvfp4"]["more_than_bf16_standard_error"]
+        is None
+    )
+    assert [convergence.is_within(results[way]) for way in ("bf16", "mxfp8", "nvfp4")] == [
+        True,
+        False,
+        False,
+    ]
+    assert "+2.00 +- 1.00 % against bf16 (at most 1)" in convergence.line_of(
+        "mxfp8", results["mxfp8"]
+    )
     results = convergence.results_of({"bf16": {0: steps(2.0)}, "mxfp8": {0: steps(math.nan)}})
     assert not convergence.is_within(results["mxfp8"])
 
 
 @pytest.mark.slow
-def test_a_run_that_fails_is_reported_and_kept_ones_are_taken_if_they_are_the_same(compare, tmp_path: Path):
+def test_a_run_that_fails_is_reported_and_kept_ones_are_taken_if_they_are_the_same(
+    compare, tmp_path: Path
+):
     options = ("--ways", "nvfp4", "--jobs", "2", "--plot", str(tmp_path / "curves.png"))
     assert compare(*options, "--seeds", "2")[0] == 0
     code, record = compare(*options, "--seeds", "2,3")
@@ -94,8 +116,15 @@ def test_two_runs_of_the_example(tmp_path: Path):
     arguments = ["--preset=tiny", "--ranks=1", "--steps=1", "--ways", "mxfp8", "--jobs=2"]
     environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[1]), "OMP_NUM_THREADS": "1"}
     printed_by(SCRIPT, *arguments, f"--out={out}", f"--json={file}", env=environment)
-    final = {way: each["final_bits_per_byte"]["mean"] for way, each in json.loads(file.read_text())["results"].items()}
+    final = {
+        way: each["final_bits_per_byte"]["mean"]
+        for way, each in json.loads(file.read_text())["results"].items()
+    }
     assert [*final] == ["bf16", "mxfp8"]
     assert all(7 < bits < 8 for bits in final.values())  # after one step
     assert final["bf16"] != final["mxfp8"]  # so it is not the same run twice
-    assert {path.name for path in (out / "mxfp8-0").iterdir()} >= {"metrics.jsonl", "log.txt", "run.json"}
+    assert {path.name for path in (out / "mxfp8-0").iterdir()} >= {
+        "metrics.jsonl",
+        "log.txt",
+        "run.json",
+    }

@@ -81,11 +81,23 @@ def cuts_of(num_tokens: int, num_ranks: int) -> list[list[int]]:
         return [even]
     ends = [num_tokens * (rank + 1) ** 2 // num_ranks**2 for rank in range(num_ranks)]
     uneven = [end - start for start, end in itertools.pairwise([0, *ends])]
-    return [even, uneven, [0] * (num_ranks - 1) + [num_tokens], [num_tokens] + [0] * (num_ranks - 1)]
+    return [
+        even,
+        uneven,
+        [0] * (num_ranks - 1) + [num_tokens],
+        [num_tokens] + [0] * (num_ranks - 1),
+    ]
 
 
 def run_layer(
-    rank, num_ranks, batch: Batch, cuts: list[list[int]], dtype: torch.dtype, device: str, order: str, lag_s: float
+    rank,
+    num_ranks,
+    batch: Batch,
+    cuts: list[list[int]],
+    dtype: torch.dtype,
+    device: str,
+    order: str,
+    lag_s: float,
 ) -> list[dict[str, np.ndarray]]:
     """Forward and backward of this rank's part, once per cut, in another way each time. Results as bit patterns."""
     results, ways = [], itertools.cycle(WAYS)
@@ -101,7 +113,10 @@ def run_layer(
             experts_here = experts_of(mine["w1"], mine["w2"])
             for name in ("x", "probs"):
                 mine[name].requires_grad_()
-            routed, way = (mine["topk_idx"], mine["x"], mine["probs"], experts_here), {"order": order, **next(ways)}
+            routed, way = (
+                (mine["topk_idx"], mine["x"], mine["probs"], experts_here),
+                {"order": order, **next(ways)},
+            )
             time.sleep(lag_s * generator.random())
             if batch.static:
                 limits = {"capacity": batch.num_tokens * batch.top_k, "max_tokens": max(cut)}
@@ -142,9 +157,13 @@ CALLS += [
 
 @pytest.mark.parametrize(("device", "batch", "dtype"), CALLS)
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
-def test_slot_order_does_not_depend_on_the_ranks(cluster, num_ranks, device: str, batch: Batch, dtype: torch.dtype):
+def test_slot_order_does_not_depend_on_the_ranks(
+    cluster, num_ranks, device: str, batch: Batch, dtype: torch.dtype
+):
     def run(num_ranks: int, cuts: list[list[int]]) -> list[dict[str, np.ndarray]]:
-        return joined(cluster(num_ranks, device).run(run_layer, batch, cuts, dtype, device, "slot", 0.0))
+        return joined(
+            cluster(num_ranks, device).run(run_layer, batch, cuts, dtype, device, "slot", 0.0)
+        )
 
     (want,) = run(1, cuts_of(batch.num_tokens, 1))
     for name in (*PER_TOKEN, *PER_EXPERT):
@@ -158,7 +177,9 @@ def test_slot_order_does_not_depend_on_the_ranks(cluster, num_ranks, device: str
 @on_ranks(cpu=(1, 2, 4, 8), cuda=(1, 2, 4, 8))
 def test_runs_repeat_bit_for_bit(cluster, num_ranks: int, device: str, order: str):
     """The same call again, in the same heap, in another heap, and with ranks that lag behind one another."""
-    batch, dtype = (BATCHES[1], torch.float32) if device == "cpu" else (GPU_BATCHES[1], torch.bfloat16)
+    batch, dtype = (
+        (BATCHES[1], torch.float32) if device == "cpu" else (GPU_BATCHES[1], torch.bfloat16)
+    )
     cut = cuts_of(batch.num_tokens, num_ranks)[0]
     ranks = cluster(num_ranks, device)
     want, again = joined(ranks.run(run_layer, batch, [cut, cut], dtype, device, order, 0.0))
@@ -172,5 +193,7 @@ def test_the_order_of_sums_matters_here(cluster):
     cut = cuts_of(BATCHES[1].num_tokens, 2)[0]
     found = {}
     for order in ("rank", "slot"):
-        (found[order],) = joined(cluster(2).run(run_layer, BATCHES[1], [cut], torch.float32, "cpu", order, 0.0))
+        (found[order],) = joined(
+            cluster(2).run(run_layer, BATCHES[1], [cut], torch.float32, "cpu", order, 0.0)
+        )
     assert (found["rank"]["y"] != found["slot"]["y"]).any()

@@ -40,7 +40,9 @@ def cold_kernels() -> Iterator[list[str]]:
 
 
 def step_of_layer(heap: SymmetricHeap, **options: object) -> Callable[[], torch.Tensor]:
-    layer = MoELayer(MoEConfig(hidden=H, ffn=32, num_experts=2 * heap.num_ranks, top_k=2, **options), heap)
+    layer = MoELayer(
+        MoEConfig(hidden=H, ffn=32, num_experts=2 * heap.num_ranks, top_k=2, **options), heap
+    )
     x = torch.randn(12, H, requires_grad=True)
 
     def step() -> torch.Tensor:
@@ -73,7 +75,9 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize(("way", "num_ranks"), [("layer", 2), ("overlapped", 3), ("static", 2), ("parts", 3)])
+@pytest.mark.parametrize(
+    ("way", "num_ranks"), [("layer", 2), ("overlapped", 3), ("static", 2), ("parts", 3)]
+)
 @run_on()
 def test_a_first_step_may_be_cold(rank: int, num_ranks: int, way: str) -> None:
     """The last rank meets every kernel of a step for the first time; a wait of the others that did not know of it would
@@ -127,7 +131,9 @@ def test_a_rank_that_is_lost(rank: int, num_ranks: int, num_steps: int, compiles
         step()
     dist.barrier()
     if rank < num_ranks - 1:
-        heap.timeout_s, heap.start_timeout_s = (0.2, 0.4) if compiles and num_steps < 2 else (0.2, 60.0)
+        heap.timeout_s, heap.start_timeout_s = (
+            (0.2, 0.4) if compiles and num_steps < 2 else (0.2, 60.0)
+        )
         start = time.monotonic()
         try:
             step()
@@ -137,7 +143,9 @@ def test_a_rank_that_is_lost(rank: int, num_ranks: int, num_steps: int, compiles
     with contextlib.suppress(PeerError):  # the last rank learns of it
         heap.close()
     if rank == 0:
-        assert text.startswith(f"rank 1 did not reach 'plan: counts' within {bound}: expected epoch")
+        assert text.startswith(
+            f"rank 1 did not reach 'plan: counts' within {bound}: expected epoch"
+        )
         assert float(bound.split("=")[1]) <= took_s < 60.0
 
 
@@ -156,7 +164,10 @@ def test_a_wait_is_known_by_what_came_before():
 
     def step(call: int) -> list[bool]:
         barriers = [barrier(times, PLAN), barrier(times, call)]
-        return [*barriers, *(times.is_first(control.PHASE_DISPATCH_DONE, peer, epoch=0) for peer in (1, 2))]
+        return [
+            *barriers,
+            *(times.is_first(control.PHASE_DISPATCH_DONE, peer, epoch=0) for peer in (1, 2)),
+        ]
 
     assert [step(READY) for _ in range(3)] == [[True] * 4, [True, False, False, False], [False] * 4]
     assert step(OTHER_WIDTH) == [False, True, True, True]
@@ -188,7 +199,9 @@ def test_other_work_that_happens_once(what: str, monkeypatch):
     if what == "a kernel is compiled":
         num_compiled += 1
     else:
-        monkeypatch.setitem(sys.modules, "a_part_that_nobody_needed", types.ModuleType("a_part_that_nobody_needed"))
+        monkeypatch.setitem(
+            sys.modules, "a_part_that_nobody_needed", types.ModuleType("a_part_that_nobody_needed")
+        )
     assert [barrier(times, PLAN) for _ in range(2)] == [True, False]
 
 

@@ -37,16 +37,23 @@ class Model(nn.Module):
         """A gradient of each parameter on each rank."""
         generator = torch.Generator().manual_seed(0)
         trained = {name: p for name, p in self.named_parameters() if p.requires_grad}
-        return {n: torch.randn(WORLD, *p.shape, dtype=p.dtype, generator=generator) for n, p in trained.items()}
+        return {
+            n: torch.randn(WORLD, *p.shape, dtype=p.dtype, generator=generator)
+            for n, p in trained.items()
+        }
 
 
 @run_on(WORLD)
-def test_gradients_are_those_of_the_mean_loss(rank: int, num_ranks: int, findings: Findings) -> None:
+def test_gradients_are_those_of_the_mean_loss(
+    rank: int, num_ranks: int, findings: Findings
+) -> None:
     """Reduced, and clipped by a norm that counts every parameter once; dense ones have the same bits on all ranks."""
     groups, model = [dist.new_group([0, 2]), dist.new_group([1, 3])], Model()
     left = model.left_by_backward()
     for name, gradient in left.items():
-        if name != "unused" or rank == 3:  # ranks on which a dense parameter took no part count as zeros
+        if (
+            name != "unused" or rank == 3
+        ):  # ranks on which a dense parameter took no part count as zeros
             model.get_parameter(name).grad = gradient[rank].clone()
     left["unused"][:3] = 0
     want = {name: gradient.sum(0) / WORLD for name, gradient in left.items()}
@@ -60,10 +67,14 @@ def test_gradients_are_those_of_the_mean_loss(rank: int, num_ranks: int, finding
         if stage == "reduced":
             reduce_gradients(model, group=dist.group.WORLD, expert_group=groups[rank % 2])
         else:
-            found = clip_grad_norm(model, MAX_NORM, group=dist.group.WORLD, expert_group=groups[rank % 2])
+            found = clip_grad_norm(
+                model, MAX_NORM, group=dist.group.WORLD, expert_group=groups[rank % 2]
+            )
             findings.close("norm", found, norm, rtol=1e-6, atol=0)
         for name, gradient in want.items():
-            findings.close(name, model.get_parameter(name).grad, gradient * factor, rtol=1e-5, atol=1e-7)
+            findings.close(
+                name, model.get_parameter(name).grad, gradient * factor, rtol=1e-5, atol=1e-7
+            )
         findings.check(model.frozen.grad is None, "a frozen parameter has a gradient")
     everywhere: list[object] = [None] * num_ranks
     dense = [model.get_parameter(name).grad.tolist() for name in want if name != "share.experts"]
@@ -77,7 +88,10 @@ def test_gradients_are_those_of_the_mean_loss(rank: int, num_ranks: int, finding
 def test_one_process_changes_nothing_but_missing_gradients():
     model = Model()
     left = {name: each[0] for name, each in model.left_by_backward().items()}
-    model.dense.grad, model.share.experts.grad = left["dense"].clone(), left["share.experts"].clone()
+    model.dense.grad, model.share.experts.grad = (
+        left["dense"].clone(),
+        left["share.experts"].clone(),
+    )
     reduce_gradients(model)
     norm = clip_grad_norm(model, 1e9)
     assert torch.equal(model.dense.grad, left["dense"])

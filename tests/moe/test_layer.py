@@ -22,9 +22,17 @@ from symmoe import MoEConfig, MoELayer, SymmetricHeap
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 STEPS = [(2, "cpu", FP32, 1)]  # ranks, device, dtype and cases of a stratum
 SLOW = [(1, 1), (1, 3), (2, 3), (3, 3), (4, 2)]
-SLOW = [*((num_ranks, "cpu", FP32, count) for num_ranks, count in SLOW), (2, "cpu", BF16, 1), (2, "cpu", FP16, 1)]
+SLOW = [
+    *((num_ranks, "cpu", FP32, count) for num_ranks, count in SLOW),
+    (2, "cpu", BF16, 1),
+    (2, "cpu", FP16, 1),
+]
 STEPS += [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW]
-STEPS += [pytest.param(n, "cuda", dtype, 1, marks=pytest.mark.gpu) for n in (1, 2) for dtype in (BF16, FP32)]
+STEPS += [
+    pytest.param(n, "cuda", dtype, 1, marks=pytest.mark.gpu)
+    for n in (1, 2)
+    for dtype in (BF16, FP32)
+]
 
 
 @pytest.mark.parametrize(("num_ranks", "device", "dtype", "per_stratum"), STEPS, ids=str)
@@ -54,7 +62,9 @@ LAYER_OPTIONS = (
 
 @pytest.mark.parametrize("options", LAYER_OPTIONS, ids=str)
 @run_on(1, 2, 4, 8, on_gpus=(1, 2, 4, 8))
-def test_layer_is_the_oracle(rank: int, num_ranks: int, findings: Findings, device: str, options: dict) -> None:
+def test_layer_is_the_oracle(
+    rank: int, num_ranks: int, findings: Findings, device: str, options: dict
+) -> None:
     config = config_for(num_ranks, device, **options)
     num_tokens = 7 + 3 * rank
     with open_heap(device) as heap:
@@ -69,14 +79,26 @@ def test_layer_is_the_oracle(rank: int, num_ranks: int, findings: Findings, devi
         again = x.detach().clone().requires_grad_()
         routed = layer.router(again)
         all_ids = oracle.gather(routed.topk_idx.cpu().long())
-        layout = oracle.lay_out([t.numpy() for t in all_ids], config.num_experts, capacity=config.capacity)
+        layout = oracle.lay_out(
+            [t.numpy() for t in all_ids], config.num_experts, capacity=config.capacity
+        )
         all_probs = oracle.gather(routed.probs)
-        want = oracle.dense_moe(layout, all_ids, oracle.gather(x), all_probs, weights, oracle.gather(dy))
+        want = oracle.dense_moe(
+            layout, all_ids, oracle.gather(x), all_probs, weights, oracle.gather(dy)
+        )
         load = np.array(layout.expert_load)
         findings.equal("expert_load", metrics.expert_load, load)
-        findings.close("imbalance", metrics.imbalance, torch.tensor(load.max() / load.mean()), rtol=1e-6, atol=0)
+        findings.close(
+            "imbalance",
+            metrics.imbalance,
+            torch.tensor(load.max() / load.mean()),
+            rtol=1e-6,
+            atol=0,
+        )
         findings.equal("num_dropped", metrics.num_dropped, np.array([layout.num_dropped]))
-        findings.check(layout.num_dropped > 0 or options.get("overflow") != "drop", "the case drops nothing")
+        findings.check(
+            layout.num_dropped > 0 or options.get("overflow") != "drop", "the case drops nothing"
+        )
         scores = routed.scores / routed.scores.sum(1, keepdim=True)
         fraction = torch.tensor(load / load.sum(), dtype=torch.float32, device=heap.device)
         aux = config.aux_loss_coef * config.num_experts * (fraction * scores.mean(0)).sum()
@@ -89,9 +111,15 @@ def test_layer_is_the_oracle(rank: int, num_ranks: int, findings: Findings, devi
         mine = slice(rank * local, (rank + 1) * local)
         compare(findings, "y", y[0], want.y[rank], torch.float32)
         compare(findings, "dx", x.grad, want.dx[rank] + dx_router.cpu().double(), torch.float32)
-        compare(findings, "dw of the router", layer.router.weight.grad, dw_router.cpu(), torch.float32)
-        compare(findings, "dw1", layer.experts.fc1.weight.grad, want.dweights[0][mine], torch.float32)
-        compare(findings, "dw2", layer.experts.fc2.weight.grad, want.dweights[1][mine], torch.float32)
+        compare(
+            findings, "dw of the router", layer.router.weight.grad, dw_router.cpu(), torch.float32
+        )
+        compare(
+            findings, "dw1", layer.experts.fc1.weight.grad, want.dweights[0][mine], torch.float32
+        )
+        compare(
+            findings, "dw2", layer.experts.fc2.weight.grad, want.dweights[1][mine], torch.float32
+        )
         findings.equal("leased bytes", heap.leased_bytes, 0)
 
 
@@ -101,18 +129,27 @@ def test_dtypes(rank: int, num_ranks: int, findings: Findings, device: str) -> N
     config = config_for(num_ranks, device)
     with open_heap(device) as heap:
         layer, _ = make_layer(heap, config)
-        x = tokens_of(rank, 8, config.hidden).bfloat16().to(heap.device)  # the router sees the same numbers each time
+        x = (
+            tokens_of(rank, 8, config.hidden).bfloat16().to(heap.device)
+        )  # the router sees the same numbers each time
         want = {}
         for name, tokens in (("fp32", x.float()), ("bf16", x), ("autocast", x.float())):
             findings.where = f"rank {rank} of {num_ranks}, {name}"
             tokens = tokens.clone().requires_grad_()
             with torch.autocast(device, torch.bfloat16, enabled=name == "autocast"):
                 y, _ = layer(tokens)
-            findings.equal("dtype of y", y.dtype, torch.float32 if name == "fp32" else torch.bfloat16)
+            findings.equal(
+                "dtype of y", y.dtype, torch.float32 if name == "fp32" else torch.bfloat16
+            )
             y.float().sum().backward()
             findings.equal("dtype of dx", tokens.grad.dtype, tokens.dtype)
             findings.equal("dtype of dw1", layer.experts.fc1.weight.grad.dtype, torch.float32)
-            got = {"y": y, "dx": tokens.grad, "dw1": layer.experts.fc1.weight.grad, "dw": layer.router.weight.grad}
+            got = {
+                "y": y,
+                "dx": tokens.grad,
+                "dw1": layer.experts.fc1.weight.grad,
+                "dw": layer.router.weight.grad,
+            }
             layer.zero_grad(set_to_none=True)
             for key, tensor in got.items():
                 want.setdefault(key, tensor)
@@ -156,7 +193,9 @@ def test_leases(rank: int, num_ranks: int, findings: Findings, device: str) -> N
         y.sum().backward(retain_graph=True)
         findings.check(heap.leased_bytes > 0, "the graph is retained, its lease is not")
         y.sum().backward()
-        findings.check(torch.equal(x.grad, grad + grad + grad), "backward through a retained graph differs")
+        findings.check(
+            torch.equal(x.grad, grad + grad + grad), "backward through a retained graph differs"
+        )
         del y
         findings.equal("leased bytes after a retained graph", heap.leased_bytes, 0)
         x.grad = None
@@ -165,7 +204,9 @@ def test_leases(rank: int, num_ranks: int, findings: Findings, device: str) -> N
         findings.check(torch.equal(y, first), "the next step differs")
         del y
 
-        empty = torch.zeros(0 if rank == 0 else 2, config.hidden, device=heap.device, requires_grad=True)
+        empty = torch.zeros(
+            0 if rank == 0 else 2, config.hidden, device=heap.device, requires_grad=True
+        )
         y, metrics = layer(empty)
         (y.sum() + metrics.aux_loss).backward()
         findings.equal("shape of the gradient", empty.grad.shape, empty.shape)
@@ -211,7 +252,9 @@ def test_hooks_elsewhere_run_without_a_warning():
     with open_heap("cpu") as heap, warnings.catch_warnings():
         warnings.simplefilter("error")
         shared = torch.nn.Linear(H, H)
-        layer = MoELayer(MoEConfig(hidden=H, ffn=I, num_experts=4, top_k=2), heap, shared_expert=shared)
+        layer = MoELayer(
+            MoEConfig(hidden=H, ffn=I, num_experts=4, top_k=2), heap, shared_expert=shared
+        )
         for name in ("", "router", "shared_expert"):
             layer.get_submodule(name).register_forward_hook(lambda *_, name=name: ran.append(name))
         layer.experts.fc1.weight.register_hook(lambda _: ran.append("weight"))

@@ -49,13 +49,17 @@ def texts_of(loop: Callable[[], object]) -> list[str]:
             found.append(str(error))
     texts = [str(each.message) for each in caught if each.category is UserWarning]
     # torch's own, of the streams of DDP, on GPUs:
-    return [text for text in texts if not text.startswith("The AccumulateGrad node's stream")] + found
+    return [
+        text for text in texts if not text.startswith("The AccumulateGrad node's stream")
+    ] + found
 
 
 Loop = Callable[[symmoe.SymmetricHeap], object]
 
 
-def trains(model, rank, after_backward, *, make=torch.optim.SGD, zero_first=False, num_micro_batches=1) -> None:
+def trains(
+    model, rank, after_backward, *, make=torch.optim.SGD, zero_first=False, num_micro_batches=1
+) -> None:
     """Two steps, and the next forward pass."""
     optimizer = make([p for p in model.parameters() if p.requires_grad], lr=0.1)
     for step in range(3):
@@ -80,7 +84,12 @@ def right(heap: symmoe.SymmetricHeap) -> Model:
 
 
 def loop(
-    prepare=lambda model: None, after_backward=symmoe.reduce_gradients, *, in_ddp=False, make_model=right, **options
+    prepare=lambda model: None,
+    after_backward=symmoe.reduce_gradients,
+    *,
+    in_ddp=False,
+    make_model=right,
+    **options,
 ) -> Loop:
     """A loop that is right, but for what is given here."""
 
@@ -126,13 +135,29 @@ def with_zero(heap: symmoe.SymmetricHeap) -> None:
 
 # The loop, and words of its text.
 MISTAKES: dict[str, tuple[Loop, str]] = {
-    "no reduce_gradients": (loop(after_backward=lambda model: None), "call symmoe.reduce_gradients"),
-    "reduce_gradients twice": (loop(after_backward=reduce_twice), "called for these gradients already"),
-    "torch's clip_grad_norm_": (loop(after_backward=reduce_and_clip_by_torch), "Clip with symmoe.clip_grad_norm"),
+    "no reduce_gradients": (
+        loop(after_backward=lambda model: None),
+        "call symmoe.reduce_gradients",
+    ),
+    "reduce_gradients twice": (
+        loop(after_backward=reduce_twice),
+        "called for these gradients already",
+    ),
+    "torch's clip_grad_norm_": (
+        loop(after_backward=reduce_and_clip_by_torch),
+        "Clip with symmoe.clip_grad_norm",
+    ),
     "nothing is broadcast": (loop(make_model=Model), "symmoe.broadcast_parameters(model) when"),
-    "equal seeds": (loop(make_model=lambda heap: Model(heap, seed=3)), "experts are equal on all ranks"),
+    "equal seeds": (
+        loop(make_model=lambda heap: Model(heap, seed=3)),
+        "experts are equal on all ranks",
+    ),
     "equal seeds in DDP": (
-        loop(after_backward=lambda model: None, in_ddp=True, make_model=lambda heap: Model(heap, seed=3)),
+        loop(
+            after_backward=lambda model: None,
+            in_ddp=True,
+            make_model=lambda heap: Model(heap, seed=3),
+        ),
         "experts are equal on all ranks",
     ),
     "ZeroRedundancyOptimizer": (with_zero, "ZeroRedundancyOptimizer"),
@@ -154,12 +179,18 @@ def reduce_by_hand(model: Model) -> None:
 @torch.no_grad()
 def upcycle(model: Model) -> None:
     for parameter in model.moe.experts.parameters():
-        parameter.copy_(torch.randn(parameter.shape[1:], generator=torch.Generator().manual_seed(1)))
+        parameter.copy_(
+            torch.randn(parameter.shape[1:], generator=torch.Generator().manual_seed(1))
+        )
 
 
 def in_groups_of_one(heap: symmoe.SymmetricHeap) -> None:
-    with open_heap("cpu", group=dist.new_group([dist.get_rank()], use_local_synchronization=True)) as own:
-        loop(after_backward=lambda model: None, make_model=lambda _: Model(own, seed=heap.rank))(heap)
+    with open_heap(
+        "cpu", group=dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    ) as own:
+        loop(after_backward=lambda model: None, make_model=lambda _: Model(own, seed=heap.rank))(
+            heap
+        )
 
 
 RIGHT: dict[str, Loop] = {
@@ -211,7 +242,9 @@ def test_parameters_elsewhere(rank: int, num_ranks: int, device: str) -> None:
         weight = model.moe.experts.fc2.weight
         if rank == 1:
             model.moe.experts.fc2.weight = nn.Parameter(weight.to(other))
-        with pytest.raises(ArgumentError, match=f"experts.fc2.weight is on {other}; it must be on {where}"):
+        with pytest.raises(
+            ArgumentError, match=f"experts.fc2.weight is on {other}; it must be on {where}"
+        ):
             loss_of(model, rank)
         model.moe.experts.fc2.weight = weight
         assert torch.equal(loss_of(model, rank), wanted)
@@ -233,7 +266,10 @@ def test_broadcast_parameters(rank: int, num_ranks: int) -> None:
         model = model_of(rank)
         for options in ({}, {"expert_group": pairs[2 + rank % 2]}):
             symmoe.broadcast_parameters(model, **options)
-            first, own = model_of(0).state_dict(), model_of(rank % 2 if options else rank).state_dict()
+            first, own = (
+                model_of(0).state_dict(),
+                model_of(rank % 2 if options else rank).state_dict(),
+            )
             for name, tensor in model.state_dict().items():
                 assert torch.equal(tensor, (own if ".experts." in name else first)[name]), name
         model.meta = nn.Parameter(torch.empty(2, device="meta"))

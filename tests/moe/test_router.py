@@ -14,9 +14,13 @@ from symmoe.moe.router import Router, RouterOutput
 HIDDEN, EXPERTS, TOKENS = 24, 16, 50
 
 
-def oracle_token(x: np.ndarray, weight: np.ndarray, bias: np.ndarray, config: MoEConfig) -> dict[str, list]:
+def oracle_token(
+    x: np.ndarray, weight: np.ndarray, bias: np.ndarray, config: MoEConfig
+) -> dict[str, list]:
     """Ids, probs, scores and logits of one token, from the definitions."""
-    logits = [float(sum(x[h] * weight[e, h] for h in range(len(x)))) for e in range(config.num_experts)]
+    logits = [
+        float(sum(x[h] * weight[e, h] for h in range(len(x)))) for e in range(config.num_experts)
+    ]
     if config.score == "sigmoid":
         scores = [1 / (1 + math.exp(-v)) for v in logits]
     else:
@@ -38,20 +42,34 @@ def oracle_token(x: np.ndarray, weight: np.ndarray, bias: np.ndarray, config: Mo
     probs = [scores[e] for e in ids]
     if config.renormalize:
         probs = [p / sum(probs) for p in probs]
-    return {"ids": ids, "probs": [p * config.route_scale for p in probs], "scores": scores, "logits": logits}
+    return {
+        "ids": ids,
+        "probs": [p * config.route_scale for p in probs],
+        "scores": scores,
+        "logits": logits,
+    }
 
 
 def oracle(x: torch.Tensor, router: Router) -> dict[str, np.ndarray]:
     config = router.config
     weight = router.weight.detach().double().numpy()
-    bias = np.zeros(config.num_experts) if router.expert_bias is None else router.expert_bias.double().numpy()
+    bias = (
+        np.zeros(config.num_experts)
+        if router.expert_bias is None
+        else router.expert_bias.double().numpy()
+    )
     tokens = [oracle_token(token, weight, bias, config) for token in x.detach().double().numpy()]
-    return {key: np.array([token[key] for token in tokens]) for key in ("ids", "probs", "scores", "logits")}
+    return {
+        key: np.array([token[key] for token in tokens])
+        for key in ("ids", "probs", "scores", "logits")
+    }
 
 
 def make_router(seed: int = 0, **changes: object) -> Router:
     torch.manual_seed(seed)
-    router = Router(MoEConfig(**{"hidden": HIDDEN, "ffn": 8, "num_experts": EXPERTS, "top_k": 3} | changes))
+    router = Router(
+        MoEConfig(**{"hidden": HIDDEN, "ffn": 8, "num_experts": EXPERTS, "top_k": 3} | changes)
+    )
     if router.expert_bias is not None:
         router.expert_bias.normal_(std=0.2)
     return router
@@ -90,13 +108,19 @@ def test_ties_go_to_the_lowest_id(groups: tuple[int, int]):
         assert torch.equal(topk_idx, torch.arange(5, dtype=torch.int32).expand(num_tokens, 5))
 
 
-@pytest.mark.parametrize(("score", "renormalize"), list(itertools.product(["softmax", "sigmoid"], [False, True])))
+@pytest.mark.parametrize(
+    ("score", "renormalize"), list(itertools.product(["softmax", "sigmoid"], [False, True]))
+)
 def test_gradients_equal_finite_differences(score: str, renormalize: bool):
     """d/dw and d/dx of a weighted sum of probs, scores and logits; differences are taken on the oracle."""
-    router = make_router(score=score, renormalize=renormalize, num_experts=4, top_k=2, expert_bias=True)
+    router = make_router(
+        score=score, renormalize=renormalize, num_experts=4, top_k=2, expert_bias=True
+    )
     x = make_tokens(num_tokens=3).requires_grad_()
     widths = {"probs": 2, "scores": 4, "logits": 4}
-    factors = {name: np.random.default_rng(0).normal(size=(3, width)) for name, width in widths.items()}
+    factors = {
+        name: np.random.default_rng(0).normal(size=(3, width)) for name, width in widths.items()
+    }
     output = router(x)
     sum((getattr(output, name) * torch.tensor(f)).sum() for name, f in factors.items()).backward()
 
@@ -106,7 +130,12 @@ def test_gradients_equal_finite_differences(score: str, renormalize: bool):
         return sum(float((expected[name] * f).sum()) for name, f in factors.items())
 
     step = 2.0**-9  # exact in fp32, so that the two points are where they are meant to be
-    for tensor, index in [(router.weight, (0, 3)), (router.weight, (3, 11)), (x, (0, 0)), (x, (2, 17))]:
+    for tensor, index in [
+        (router.weight, (0, 3)),
+        (router.weight, (3, 11)),
+        (x, (0, 0)),
+        (x, (2, 17)),
+    ]:
         with torch.no_grad():
             original = tensor[index].clone()
             tensor[index] = original + step
@@ -114,7 +143,9 @@ def test_gradients_equal_finite_differences(score: str, renormalize: bool):
             tensor[index] = original - step
             below, low = value(), float(tensor[index])
             tensor[index] = original
-        assert float(tensor.grad[index]) == pytest.approx((above - below) / (high - low), rel=2e-3, abs=2e-4)
+        assert float(tensor.grad[index]) == pytest.approx(
+            (above - below) / (high - low), rel=2e-3, abs=2e-4
+        )
 
 
 def test_scores_that_underflow_give_zero_probs():

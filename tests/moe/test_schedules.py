@@ -23,12 +23,16 @@ STASHES = CHOICES["stash"]
 
 # -- what is kept for backward ----------------------------------------------------------------------------------------
 @run_on(1, 2, 3, on_gpus=(1, 2))
-def test_stashes_give_the_same_bits(rank: int, num_ranks: int, findings: Findings, device: str) -> None:
+def test_stashes_give_the_same_bits(
+    rank: int, num_ranks: int, findings: Findings, device: str
+) -> None:
     for limits in ({}, {"capacity": 64, "max_tokens": 8}):
         for order in ("rank", "slot"):
             found, leased = {}, {}
             for stash in STASHES:
-                findings.where = f"rank {rank} of {num_ranks}, stash {stash}, order {order}, {limits}"
+                findings.where = (
+                    f"rank {rank} of {num_ranks}, stash {stash}, order {order}, {limits}"
+                )
                 with open_heap(device) as heap:
                     config = config_for(num_ranks, device, stash=stash, order=order, **limits)
                     model = Stack(heap, config)
@@ -39,7 +43,9 @@ def test_stashes_give_the_same_bits(rank: int, num_ranks: int, findings: Finding
                     findings.equal("leased bytes", heap.leased_bytes, 0)
                     compare_bits(findings, found[stash], found["all"])
             findings.check(leased["all"] == leased["rows"] > 0, f"the rows are not kept: {leased}")
-            findings.check(leased["hidden"] == leased["none"] == 0, f"something is kept on the heap: {leased}")
+            findings.check(
+                leased["hidden"] == leased["none"] == 0, f"something is kept on the heap: {leased}"
+            )
 
 
 # -- layouts and schedules of one step --------------------------------------------------------------------------------
@@ -59,21 +65,36 @@ def test_all_ways_give_the_same_bits(cluster, num_ranks: int, device: str, dtype
 # -- schedules --------------------------------------------------------------------------------------------------------
 @pytest.mark.slow
 @run_on(2, on_gpus=(2, 8))
-def test_one_forward_one_backward(rank: int, num_ranks: int, findings: Findings, device: str) -> None:
+def test_one_forward_one_backward(
+    rank: int, num_ranks: int, findings: Findings, device: str
+) -> None:
     """1F1B against one after the other, on a heap that has not a byte more than `plan_memory` says."""
     num_batches = 5
-    for stash, way in [(stash, WAYS[0]) for stash in STASHES] + [("all", WAYS[1]), ("none", WAYS[2]), ("all", WAYS[3])]:
+    for stash, way in [(stash, WAYS[0]) for stash in STASHES] + [
+        ("all", WAYS[1]),
+        ("none", WAYS[2]),
+        ("all", WAYS[3]),
+    ]:
         config = config_for(num_ranks, device, stash=stash, capacity=48, max_tokens=8, **way)
         for in_flight in (1, 2, 3) if (stash, way) == ("all", WAYS[0]) else (2,):
             findings.where = f"rank {rank} of {num_ranks}, {stash}, {way}, {in_flight} in flight"
-            sizes = {"num_ranks": num_ranks, "num_tokens": 8, "num_layers": NUM_LAYERS, "num_in_flight": in_flight}
+            sizes = {
+                "num_ranks": num_ranks,
+                "num_tokens": 8,
+                "num_layers": NUM_LAYERS,
+                "num_in_flight": in_flight,
+            }
             plan = plan_memory(config, **sizes, dtype=torch.float32)
             with open_heap(device, num_bytes=plan.heap_bytes) as heap:
                 model = Stack(heap, config)
                 serial = [turn for i in range(num_batches) for turn in (("F", i), ("B", i))]
                 want = run_schedule(model, heap, serial)
-                compare_bits(findings, run_schedule(model, heap, pipeline(num_batches, in_flight)), want)
-                if in_flight == 2:  # the last one first; two gradients add up to the same bits in either order
+                compare_bits(
+                    findings, run_schedule(model, heap, pipeline(num_batches, in_flight)), want
+                )
+                if (
+                    in_flight == 2
+                ):  # the last one first; two gradients add up to the same bits in either order
                     want = run_schedule(model, heap, serial[:4])
                     turns = [("F", 0), ("F", 1), ("B", 1), ("B", 0)]
                     compare_bits(findings, run_schedule(model, heap, turns), want)
@@ -86,21 +107,34 @@ def test_one_forward_one_backward(rank: int, num_ranks: int, findings: Findings,
 def test_a_heap_that_is_a_block_too_small(rank: int, num_ranks: int, findings: Findings) -> None:
     """One block less than planned: a typed error on every rank that says what is missing; then the heap works on."""
     config = config_for(num_ranks, "cpu", capacity=48, max_tokens=8)
-    sizes = {"num_ranks": num_ranks, "num_tokens": 8, "num_layers": NUM_LAYERS, "dtype": torch.float32}
+    sizes = {
+        "num_ranks": num_ranks,
+        "num_tokens": 8,
+        "num_layers": NUM_LAYERS,
+        "dtype": torch.float32,
+    }
     num_bytes = plan_memory(config, num_in_flight=2, **sizes).heap_bytes - ALIGNMENT_BYTES
     with open_heap("cpu", num_bytes=num_bytes) as heap:
         model = Stack(heap, config)
         name, text = outcome(run_schedule, model, heap, pipeline(3, 2))
         for part in ("lease '", f"(now {num_bytes})", "high-water mark"):
-            findings.check(name == "HeapExhausted" and part in text, f"{part!r} is not in {name}: {text!r}")
+            findings.check(
+                name == "HeapExhausted" and part in text, f"{part!r} is not in {name}: {text!r}"
+            )
         model.zero_grad(set_to_none=True)
         gc.collect()
         findings.equal("leased bytes after the error", heap.leased_bytes, 0)
-        compare_bits(findings, step(model, batch(heap, config.hidden, 7)), step(model, batch(heap, config.hidden, 7)))
+        compare_bits(
+            findings,
+            step(model, batch(heap, config.hidden, 7)),
+            step(model, batch(heap, config.hidden, 7)),
+        )
 
 
 @run_on(1, 2)
-def test_exceptions_between_forward_and_backward(rank, num_ranks, findings: Findings, heap: SymmetricHeap) -> None:
+def test_exceptions_between_forward_and_backward(
+    rank, num_ranks, findings: Findings, heap: SymmetricHeap
+) -> None:
     """The user's code raises between forward and backward, and in the middle of a backward pass."""
     config = config_for(num_ranks, "cpu")
 
@@ -140,7 +174,9 @@ class TakesTokensOnly(Router):
 
 
 class ReturnsTensors(Router):
-    def forward(self, x: torch.Tensor, **options: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, x: torch.Tensor, **options: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         routed = super().forward(x, **options)
         return routed.topk_idx, routed.probs
 
@@ -155,8 +191,16 @@ def test_parts_that_a_layer_cannot_call_are_named_on_every_rank(
     want, wrapped = layer(x)[0], torch.nn.Sequential(router)
     for name, made, text in (
         ("router", torch.nn.Linear(H, 8), "router (Linear) must be a Router"),
-        ("router", TakesTokensOnly(layer.config), "router (TakesTokensOnly) must be a Router, called as router("),
-        ("router", ReturnsTensors(layer.config), "router returns tuple; it must return a RouterOutput"),
+        (
+            "router",
+            TakesTokensOnly(layer.config),
+            "router (TakesTokensOnly) must be a Router, called as router(",
+        ),
+        (
+            "router",
+            ReturnsTensors(layer.config),
+            "router returns tuple; it must return a RouterOutput",
+        ),
         ("router", wrapped, "router (Sequential) must be a Router"),
         ("experts", torch.nn.Linear(H, H), "experts (Linear) must be a GroupedMLP"),
     ):
@@ -171,16 +215,23 @@ def test_parts_that_a_layer_cannot_call_are_named_on_every_rank(
 
 
 @run_on(1, 2)
-def test_experts_of_your_own_run_by_parts(rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap) -> None:
+def test_experts_of_your_own_run_by_parts(
+    rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap
+) -> None:
     """The program that MoELayer's docstring shows, with one dense matrix for each expert, against a plain loop."""
     generator = torch.Generator().manual_seed(3)
     local, every = 2, [torch.randn(H, H, generator=generator) for _ in range(2 * num_ranks)]
-    x, topk_idx = tokens_of(rank, 6, H).requires_grad_(), (torch.arange(12) * 3 % len(every)).view(6, 2)
+    x, topk_idx = (
+        tokens_of(rank, 6, H).requires_grad_(),
+        (torch.arange(12) * 3 % len(every)).view(6, 2),
+    )
     probs = torch.rand(6, 2, generator=generator).requires_grad_()
 
     def own_experts(rows: torch.Tensor, splits: torch.Tensor) -> torch.Tensor:
         mine = every[rank * local : (rank + 1) * local]
-        return torch.cat([part @ w.tanh() for part, w in zip(rows.split(splits.tolist()), mine, strict=True)])
+        return torch.cat(
+            [part @ w.tanh() for part, w in zip(rows.split(splits.tolist()), mine, strict=True)]
+        )
 
     plan = symmoe.make_plan(topk_idx, num_experts=len(every), heap=heap)
     rows, row_probs = symmoe.dispatch_tokens(x, plan, probs=probs)
@@ -188,7 +239,9 @@ def test_experts_of_your_own_run_by_parts(rank: int, num_ranks: int, findings: F
     found = torch.autograd.grad(y.square().sum(), [x, probs])
     dense = (
         probs[..., None]
-        * torch.stack([x @ w.tanh() for w in every], 1).gather(1, topk_idx[..., None].expand(-1, -1, H))
+        * torch.stack([x @ w.tanh() for w in every], 1).gather(
+            1, topk_idx[..., None].expand(-1, -1, H)
+        )
     ).sum(1)
     wanted = torch.autograd.grad(dense.square().sum(), [x, probs])
     for name, got, want in zip(("y", "dx", "dprobs"), (y, *found), (dense, *wanted), strict=True):
@@ -219,17 +272,25 @@ def test_shared_expert(rank: int, num_ranks: int, findings: Findings, device: st
         layer = MoELayer(config, heap, experts=plain.experts, shared_expert=shared)
         layer.router.load_state_dict(plain.router.state_dict())
         names = [name for name, _ in layer.named_parameters()]
-        findings.check("shared_expert.up.weight" in names, f"the shared expert is not among {names}")
+        findings.check(
+            "shared_expert.up.weight" in names, f"the shared expert is not among {names}"
+        )
         for turn in range(5):
             num_tokens = 64 if device == "cuda" else 6
-            x = tokens_of(rank, num_tokens, config.hidden, salt=turn).to(heap.device).view(2, -1, config.hidden)
+            x = (
+                tokens_of(rank, num_tokens, config.hidden, salt=turn)
+                .to(heap.device)
+                .view(2, -1, config.hidden)
+            )
             found = []
             for call in (lambda x: layer(x)[0], lambda x: plain(x)[0] + shared(x)):
                 given = x.clone().requires_grad_()
                 y = call(given)
                 y.square().sum().backward()
                 modules = (plain.experts, shared)
-                found.append([y.detach(), given.grad] + [p.grad for m in modules for p in m.parameters()])
+                found.append(
+                    [y.detach(), given.grad] + [p.grad for m in modules for p in m.parameters()]
+                )
                 for module in (*modules, layer, plain):
                     module.zero_grad(set_to_none=True)
             compare_bits(findings, found[0][:1] + found[0][2:], found[1][:1] + found[1][2:])
@@ -240,11 +301,17 @@ def test_shared_expert(rank: int, num_ranks: int, findings: Findings, device: st
 def test_experts_must_fit_the_config(heap: SymmetricHeap):
     config = MoEConfig(hidden=H, ffn=I, num_experts=4, top_k=2, schedule="always-overlapped")
     for wrong, text in (
-        (torch.nn.Linear(H, H), "experts (Linear) must be a GroupedMLP, whose call the kernels replace"),
+        (
+            torch.nn.Linear(H, H),
+            "experts (Linear) must be a GroupedMLP, whose call the kernels replace",
+        ),
         (GroupedMLP(3, H, I), "experts.num_groups (3) must be 4"),
         (GroupedMLP(4, 2 * H, I), f"experts.hidden ({2 * H}) must be {H}"),
         (GroupedMLP(4, H, I + 8), f"experts.ffn ({I + 8}) must be {I}"),
-        (GroupedMLP(4, H, I, activation=ScaledSReLU()), "experts.activation (Activation(function='relu2'"),
+        (
+            GroupedMLP(4, H, I, activation=ScaledSReLU()),
+            "experts.activation (Activation(function='relu2'",
+        ),
     ):
         with pytest.raises(ArgumentError) as caught:
             MoELayer(config, heap, experts=wrong)

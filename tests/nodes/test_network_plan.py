@@ -22,25 +22,42 @@ from symmoe.training.network_plan import Forward, NetworkPlan, plan_network
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "nodes.md").read_text(encoding="utf-8")
 QWEN = MoEConfig(hidden=2048, ffn=768, num_experts=128, top_k=8)
-DEEPSEEK = MoEConfig(hidden=7168, ffn=2048, num_experts=256, top_k=8, score="sigmoid", num_groups=8, top_groups=4)
+DEEPSEEK = MoEConfig(
+    hidden=7168, ffn=2048, num_experts=256, top_k=8, score="sigmoid", num_groups=8, top_groups=4
+)
 
 
 def of_layer(config: MoEConfig, num_ranks: int, **changes: object) -> NetworkPlan:
-    return plan_network(config, num_ranks=num_ranks, num_nodes=num_ranks // 8, num_tokens=8192, **changes)
+    return plan_network(
+        config, num_ranks=num_ranks, num_nodes=num_ranks // 8, num_tokens=8192, **changes
+    )
 
 
-def routings(num_experts: int, top_k: int, num_groups: int, top_groups: int) -> list[tuple[int, ...]]:
+def routings(
+    num_experts: int, top_k: int, num_groups: int, top_groups: int
+) -> list[tuple[int, ...]]:
     """All choices of groups, and of experts of those groups."""
     size = num_experts // num_groups
     return [
         experts
         for groups in itertools.combinations(range(num_groups), top_groups)
-        for experts in itertools.combinations([e for e in range(num_experts) if e // size in groups], top_k)
+        for experts in itertools.combinations(
+            [e for e in range(num_experts) if e // size in groups], top_k
+        )
     ]
 
 
 @pytest.mark.parametrize(
-    "case", [(12, 3, 1, 1), (12, 3, 2, 1), (12, 3, 6, 2), (12, 3, 4, 3), (12, 4, 12, 4), (12, 6, 2, 1), (8, 8, 1, 1)]
+    "case",
+    [
+        (12, 3, 1, 1),
+        (12, 3, 2, 1),
+        (12, 3, 6, 2),
+        (12, 3, 4, 3),
+        (12, 4, 12, 4),
+        (12, 6, 2, 1),
+        (8, 8, 1, 1),
+    ],
 )
 def test_rows_per_token_are_those_of_all_routings(case: tuple[int, int, int, int]):
     """A token of each rank with each routing; on 2 nodes of 1 and 2, and on 4 of 1."""
@@ -60,7 +77,9 @@ def test_rows_per_token_are_those_of_all_routings(case: tuple[int, int, int, int
                 slots += len(away)
                 ranks += len(set(away))
                 nodes += len({rank // per_node for rank in away})
-                link += sum(rank % per_node != home % per_node for rank in set(found))  # the rail keeps the index
+                link += sum(
+                    rank % per_node != home % per_node for rank in set(found)
+                )  # the rail keeps the index
                 read += sum(rank % per_node != home % per_node for rank in found)
         plan = plan_network(config, num_ranks=num_ranks, num_nodes=num_nodes, num_tokens=100)
         total = num_ranks * len(chosen)
@@ -94,7 +113,9 @@ def test_what_bounds_a_layer():
     assert bounds[32].gemms_s / bounds[32].hidden_s == pytest.approx(0.86, abs=0.005)
     assert bounds[64].gemms_s / bounds[64].hidden_s == pytest.approx(0.595, abs=0.005)
     quantized = replace(DEEPSEEK, precision=Float8Block(), quantized_wire="forward")
-    assert of_layer(quantized, 32).exact.network_s == pytest.approx(7.8e-3, rel=0.03)  # scales travel, too
+    assert of_layer(quantized, 32).exact.network_s == pytest.approx(
+        7.8e-3, rel=0.03
+    )  # scales travel, too
     assert of_layer(quantized, 32).exact.gemms_s < bounds[32].gemms_s
     forward = Forward(network_s=1.0, link_s=4.0, gemms_s=2.0)
     assert (forward.serial_s, forward.hidden_s, forward.bound) == (7.0, 4.0, "NVLink")
@@ -103,10 +124,14 @@ def test_what_bounds_a_layer():
 def test_sizes_of_a_static_capacity_and_of_one_node():
     config = replace(QWEN, capacity=80_000, rail_capacity=5000)
     assert of_layer(config, 32).dispatch.fixed.num_bytes == pytest.approx(3 * 5000 * 4096)
-    assert of_layer(QWEN, 32, dtype=torch.float32).dispatch.fixed.num_bytes == pytest.approx(3 * 8192 * 8192)
+    assert of_layer(QWEN, 32, dtype=torch.float32).dispatch.fixed.num_bytes == pytest.approx(
+        3 * 8192 * 8192
+    )
     one = of_layer(QWEN, 8)
     assert one.exact.network_s == one.fixed.network_s == 0
-    sizes = Sizes(num_rows=65536, hidden=2048, ffn=768, top_k=8, num_experts=128, num_ranks=8, item_bytes=2)
+    sizes = Sizes(
+        num_rows=65536, hidden=2048, ffn=768, top_k=8, num_experts=128, num_ranks=8, item_bytes=2
+    )
     assert one.dispatch.link.num_bytes == pytest.approx(sizes.wire_bytes)
     assert one.dispatch.link.seconds == pytest.approx(sizes.wire_bytes / H200.link_bytes)
 
@@ -130,7 +155,9 @@ def test_wrong_arguments(change: dict, text: str):
 
 def test_groups_that_do_not_fit():
     config = replace(QWEN, num_experts=24, num_groups=6, top_groups=4)
-    with pytest.raises(ArgumentError, match=r"num_groups \(6\) must divide num_ranks \(4\), or be divisible by it"):
+    with pytest.raises(
+        ArgumentError, match=r"num_groups \(6\) must divide num_ranks \(4\), or be divisible by it"
+    ):
         plan_network(config, num_ranks=4, num_nodes=2, num_tokens=8)
 
 
@@ -146,12 +173,24 @@ def test_the_command(capsys: pytest.CaptureFixture[str]):
     for name, trip in (("dispatch", plan.dispatch), ("combine", plan.combine)):
         for label, field in cli.TRAFFIC_SHOWN:
             it = getattr(trip, field)
-            figures = re.search(rf"^{name}: {label} +(\S+) +(\S+) +(\S+)$", out, re.MULTILINE).groups()
-            assert figures == (f"{it.rows:.2f}", f"{it.num_bytes / 1e6:.0f}", f"{it.seconds * 1e6:.0f}")
+            figures = re.search(
+                rf"^{name}: {label} +(\S+) +(\S+) +(\S+)$", out, re.MULTILINE
+            ).groups()
+            assert figures == (
+                f"{it.rows:.2f}",
+                f"{it.num_bytes / 1e6:.0f}",
+                f"{it.seconds * 1e6:.0f}",
+            )
     assert f" {plan.exact.gemms_s * 1e6:.0f}\n" in out
     for it in (plan.exact, plan.fixed):
-        assert f"serial {it.serial_s * 1e6:.0f} us; all hidden {it.hidden_s * 1e6:.0f} us, bound by network" in out
-    assert f"forward {plan.step_forward_s * 1e6:.0f} us, backward {plan.step_backward_s * 1e6:.0f} us\n" in out
+        assert (
+            f"serial {it.serial_s * 1e6:.0f} us; all hidden {it.hidden_s * 1e6:.0f} us, bound by network"
+            in out
+        )
+    assert (
+        f"forward {plan.step_forward_s * 1e6:.0f} us, backward {plan.step_backward_s * 1e6:.0f} us\n"
+        in out
+    )
     with pytest.raises(SystemExit):
         cli.main([*PLAN.split(), "3"])
     assert "num_ranks (16) must be divisible by num_nodes (3)" in capsys.readouterr().err
@@ -159,25 +198,42 @@ def test_the_command(capsys: pytest.CaptureFixture[str]):
 
 # GB/s that a rank sent in messages of a layer's size when the records were made, by file and number of tokens.
 RATES = {
-    "steps-h100-nodes2.json": {("qwen3-30b", 2048): 155, ("qwen3-30b", 8192): 235, ("deepseek-like", 8192): 250},
-    "steps-h100-nodes2-capped.json": {("qwen3-30b", 2048): 20},  # of up to 16 MiB: NCCL takes one channel for them
+    "steps-h100-nodes2.json": {
+        ("qwen3-30b", 2048): 155,
+        ("qwen3-30b", 8192): 235,
+        ("deepseek-like", 8192): 250,
+    },
+    "steps-h100-nodes2-capped.json": {
+        ("qwen3-30b", 2048): 20
+    },  # of up to 16 MiB: NCCL takes one channel for them
 }
 
 
-@pytest.mark.parametrize(("file", "usual"), [("steps-h100-nodes2.json", 235), ("steps-h100-nodes2-capped.json", 42)])
+@pytest.mark.parametrize(
+    ("file", "usual"), [("steps-h100-nodes2.json", 235), ("steps-h100-nodes2-capped.json", 42)]
+)
 def test_steps_take_what_was_measured(file: str, usual: int):
     """Within 15 %: two layers, two numbers of tokens, as graphs, which wait for no host."""
     records = json.loads((ROOT / "benchmarks" / "results" / file).read_text(encoding="utf-8"))
-    measured = {(it["preset"], it["tokens"]): it["ms_median"] for it in records if it["variant"] == "layer, graph"}
+    measured = {
+        (it["preset"], it["tokens"]): it["ms_median"]
+        for it in records
+        if it["variant"] == "layer, graph"
+    }
     assert len(measured) == 4
     for (preset, num_tokens), ms in measured.items():
         gbs = RATES[file].get((preset, num_tokens), usual)
         sizes = {"num_ranks": 2, "num_nodes": 2, "num_tokens": num_tokens, "nic_gbs": gbs}
         plan = plan_network(config_of(PRESETS[preset]), **sizes)
-        assert (plan.step_forward_s + plan.step_backward_s) * 1e3 == pytest.approx(ms, rel=0.15), (preset, num_tokens)
+        assert (plan.step_forward_s + plan.step_backward_s) * 1e3 == pytest.approx(ms, rel=0.15), (
+            preset,
+            num_tokens,
+        )
 
 
 def test_the_page_shows_what_its_command_prints(capsys: pytest.CaptureFixture[str]):
-    command, shown = re.search(r"^    \$ symmoe (plan (?:.*\\\n)*.*)\n((?:    .*\n)+)", PAGE, re.MULTILINE).groups()
+    command, shown = re.search(
+        r"^    \$ symmoe (plan (?:.*\\\n)*.*)\n((?:    .*\n)+)", PAGE, re.MULTILINE
+    ).groups()
     assert cli.main(shlex.split(command)) == 0
     assert capsys.readouterr().out == re.sub(r"^    ", "", shown, flags=re.MULTILINE)

@@ -8,7 +8,9 @@ QUICK, MORE = model.node_scenarios(), model.more_node_scenarios()
 
 
 @pytest.mark.parametrize(
-    "scenario", [*QUICK, *(pytest.param(each, marks=pytest.mark.slow) for each in MORE)], ids=lambda each: each.name
+    "scenario",
+    [*QUICK, *(pytest.param(each, marks=pytest.mark.slow) for each in MORE)],
+    ids=lambda each: each.name,
 )
 def test_nothing_goes_wrong(scenario: model.NodeScenario):
     verdict = model.NodeModel(scenario, model.NodeProtocol()).search()
@@ -18,7 +20,10 @@ def test_nothing_goes_wrong(scenario: model.NodeScenario):
 
 @pytest.mark.parametrize(
     "mutant",
-    [pytest.param(mutant, marks=[pytest.mark.slow] * (n % 3 > 0)) for n, mutant in enumerate(model.NODE_MUTANTS)],
+    [
+        pytest.param(mutant, marks=[pytest.mark.slow] * (n % 3 > 0))
+        for n, mutant in enumerate(model.NODE_MUTANTS)
+    ],
 )
 def test_a_mutant_is_found(mutant: str):
     assert model.found_in_node_model(mutant)
@@ -30,7 +35,8 @@ def test_what_the_parity_of_counts_is_for():
     plans = next(each for each in QUICK if each.name == "plans")
     rules = "table_halves", "plan_ends_with_barrier"
     found = [
-        model.NodeModel(plans, model.NodeProtocol(*rules[a:b])).search() for a, b in ((0, 0), (0, 1), (1, 2), (0, 2))
+        model.NodeModel(plans, model.NodeProtocol(*rules[a:b])).search()
+        for a, b in ((0, 0), (0, 1), (1, 2), (0, 2))
     ]
     assert [verdict.violation is None for verdict in found] == [True, True, True, False]
     assert "sends counts of plans" in found[-1].violation

@@ -48,7 +48,12 @@ STEP = len(routings.STRATA) + 1  # a case of every stratum
 def test_hosts_are_nodes():
     topology = find_topology("aabb", 2, None)
     assert topology.nodes == ((0, 1), (2, 3))
-    assert (topology.node, topology.local_rank, topology.ranks, topology.rail) == (1, 0, (2, 3), (0, 2))
+    assert (topology.node, topology.local_rank, topology.ranks, topology.rail) == (
+        1,
+        0,
+        (2, 3),
+        (0, 2),
+    )
     topology = find_topology("abab", 3, None)  # ranks of hosts may alternate
     assert topology.nodes == ((0, 2), (1, 3))
     assert (topology.node, topology.local_rank, topology.rail) == (1, 1, (2, 3))
@@ -58,11 +63,17 @@ def test_a_host_may_be_cut_and_hosts_are_not_joined():
     assert find_topology("aaaabbbb", 5, 2).nodes == ((0, 1), (2, 3), (4, 5), (6, 7))
     assert find_topology("abab", 0, 1).nodes == ((0,), (1,), (2,), (3,))
     assert find_topology("aaa", 0, None).num_nodes == find_topology("aaa", 0, 3).num_nodes == 1
-    with pytest.raises(ArgumentError, match=r"ranks_per_node \(4\) must divide the 2 ranks .* node of rank 0"):
+    with pytest.raises(
+        ArgumentError, match=r"ranks_per_node \(4\) must divide the 2 ranks .* node of rank 0"
+    ):
         find_topology("aabb", 0, 4)
-    with pytest.raises(ArgumentError, match=r"ranks_per_node \(2\) must divide the 3 ranks .* node of rank 2"):
+    with pytest.raises(
+        ArgumentError, match=r"ranks_per_node \(2\) must divide the 3 ranks .* node of rank 2"
+    ):
         find_topology("aabbb", 0, 2)
-    with pytest.raises(BackendUnavailable, match=r"rank 4 is on a node with 1 ranks .* but rank 0 on one with 2"):
+    with pytest.raises(
+        BackendUnavailable, match=r"rank 4 is on a node with 1 ranks .* but rank 0 on one with 2"
+    ):
         find_topology("aabbc", 0, None)
 
 
@@ -144,14 +155,21 @@ def test_wrong_numbers_of_ranks_per_node(rank: int, num_ranks: int) -> None:
         assert name == "ArgumentError"
         assert text.startswith("on rank 0: ranks_per_node (")
     assert found[3][0] == "ArgumentError"
-    assert "ranks_per_node (2) must divide the 3 ranks of the group on the node of rank 0" in found[3][1]
+    assert (
+        "ranks_per_node (2) must divide the 3 ranks of the group on the node of rank 0"
+        in found[3][1]
+    )
     assert found[4] == ("ConfigMismatch", "ranks_per_node differs between ranks: [1, 3, 1]")
 
 
 # -- bits -------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("check", "first"), [(check_dispatch, 0), (check_combine, 3)], ids=["dispatch", "combine"])
+@pytest.mark.parametrize(
+    ("check", "first"), [(check_dispatch, 0), (check_combine, 3)], ids=["dispatch", "combine"]
+)
 @pytest.mark.parametrize(("num_ranks", "ranks_per_node"), LAYOUTS)
-def test_trips_are_the_oracle_bit_for_bit(cluster, num_ranks: int, ranks_per_node: int, check, first: int):
+def test_trips_are_the_oracle_bit_for_bit(
+    cluster, num_ranks: int, ranks_per_node: int, check, first: int
+):
     numbers = list(range(first, len(routings.CASES) + first, STEP))
     assert cluster(num_ranks).findings(check_cases, numbers, "cpu", check, ranks_per_node) == []
 
@@ -162,7 +180,12 @@ def test_all_cases(cluster, check):
     assert cluster(4).findings(check_cases, list(range(len(routings.CASES))), "cpu", check, 2) == []
 
 
-BIG_LIMITS = {"capacity": 500, "max_tokens": MOST_BIG_TOKENS, "overflow": "drop", "rail_capacity": 350}
+BIG_LIMITS = {
+    "capacity": 500,
+    "max_tokens": MOST_BIG_TOKENS,
+    "overflow": "drop",
+    "rail_capacity": 350,
+}
 BIG_KINDS = {"exact": BIG_EXACT, "static": BIG_STATIC, "drop": ("node", "hidden", BIG_LIMITS)}
 IN_SHORT = "2 x 2, static", "2 x 2, drop", "3 x 1, exact"
 BIG_CALLS = [
@@ -173,14 +196,20 @@ BIG_CALLS = [
 
 
 @pytest.mark.parametrize(("num_ranks", "ranks_per_node", "kind"), BIG_CALLS)
-def test_all_ways_give_the_same_bits(cluster, num_ranks: int, ranks_per_node: int, kind: tuple[Any, ...]):
+def test_all_ways_give_the_same_bits(
+    cluster, num_ranks: int, ranks_per_node: int, kind: tuple[Any, ...]
+):
     """Experts have rows of several tiles. Those from other nodes come, and their sums go, while others are computed."""
-    assert cluster(num_ranks).findings(check_ways, "cpu", torch.float32, (kind,), ranks_per_node) == []
+    assert (
+        cluster(num_ranks).findings(check_ways, "cpu", torch.float32, (kind,), ranks_per_node) == []
+    )
 
 
 @pytest.mark.parametrize(("num_ranks", "ranks_per_node"), LAYOUTS)
 @run_on()
-def test_rails_are_under_way_while_own_rows_are_computed(rank: int, num_ranks: int, ranks_per_node: int) -> None:
+def test_rails_are_under_way_while_own_rows_are_computed(
+    rank: int, num_ranks: int, ranks_per_node: int
+) -> None:
     """Of forward and backward: what begins and ends on the rails, and parts of GEMMs, and whether they have rows."""
     events: list[tuple[str, bool]] = []
     part_of = trip.Part
@@ -190,16 +219,24 @@ def test_rails_are_under_way_while_own_rows_are_computed(rank: int, num_ranks: i
         return part_of(rows, num_sms)
 
     def noting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *arguments, **options: (events.append((name, True)), function(*arguments, **options))[1]
+        return lambda *arguments, **options: (
+            events.append((name, True)),
+            function(*arguments, **options),
+        )[1]
 
     with open_heap("cpu", num_bytes=16 << 20, ranks_per_node=ranks_per_node) as heap:
-        config = MoEConfig(hidden=16, ffn=8, num_experts=num_ranks, top_k=2, router="none", **EAGERLY)
+        config = MoEConfig(
+            hidden=16, ffn=8, num_experts=num_ranks, top_k=2, router="none", **EAGERLY
+        )
         layer = MoELayer(config, heap)
         rail, found = heap.nodes, []
         with pytest.MonkeyPatch.context() as patch:
             for module in (combine_trip, trip):
                 patch.setattr(module, "Part", noting_part)
-            num_tokens, plan_exchanges = 150 * num_ranks, 1  # 300 rows from each rank to each: a whole tile and more
+            num_tokens, plan_exchanges = (
+                150 * num_ranks,
+                1,
+            )  # 300 rows from each rank to each: a whole tile and more
             x = torch.randn(num_tokens, 16, requires_grad=True)
             ids = (torch.arange(num_tokens)[:, None] + torch.arange(2)) % num_ranks
             patch.setattr(rail, "begin", noting("begin", rail.begin))
@@ -212,16 +249,27 @@ def test_rails_are_under_way_while_own_rows_are_computed(rank: int, num_ranks: i
     forward, backward = found
     begin, end, part = ("begin", True), ("end", True), ("part", True)
     num_nodes = num_ranks // ranks_per_node
-    ends = [part] * (1 + (0 < rank // ranks_per_node < num_nodes - 1))  # ranks before the node, and after it
+    ends = [part] * (
+        1 + (0 < rank // ranks_per_node < num_nodes - 1)
+    )  # ranks before the node, and after it
     dispatch = [begin, *[part] * ranks_per_node, end, *ends]
     assert forward == backward == [*dispatch, *ends, part, begin, end], found
 
 
 KINDS = [
     pytest.param({**EXACT, **EAGERLY, "layout": "packed"}, torch.bfloat16, id="exact"),
-    pytest.param({**STATIC, **EAGERLY, "layout": "expert-major", "stash": "none"}, torch.float32, id="static"),
-    pytest.param({**ON_RAILS, "stash": "hidden"}, torch.bfloat16, id="rail", marks=pytest.mark.slow),
-    pytest.param({**EXACT, "stash": "rows", "schedule": "serial"}, torch.float32, id="serial", marks=pytest.mark.slow),
+    pytest.param(
+        {**STATIC, **EAGERLY, "layout": "expert-major", "stash": "none"}, torch.float32, id="static"
+    ),
+    pytest.param(
+        {**ON_RAILS, "stash": "hidden"}, torch.bfloat16, id="rail", marks=pytest.mark.slow
+    ),
+    pytest.param(
+        {**EXACT, "stash": "rows", "schedule": "serial"},
+        torch.float32,
+        id="serial",
+        marks=pytest.mark.slow,
+    ),
 ]
 
 
@@ -235,7 +283,9 @@ def test_order_slot_has_the_bits_of_one_node(cluster, options: dict[str, Any], d
         got = cluster(4).run(train, ranks_per_node, options, dtype)
         for rank, (mine, its) in enumerate(zip(want, got, strict=True)):
             assert int(its[-1]) == 0
-            different = [n for n, (a, b) in enumerate(zip(mine, its, strict=True)) if not torch.equal(a, b)]
+            different = [
+                n for n, (a, b) in enumerate(zip(mine, its, strict=True)) if not torch.equal(a, b)
+            ]
             assert different == [], f"rank {rank}, {ranks_per_node} ranks per node"
 
 
@@ -253,7 +303,9 @@ def on_alternating_hosts(rank: int, num_ranks: int, folder: str, options: dict[s
 def test_ranks_of_a_node_need_not_be_neighbours(cluster, tmp_path: Path):
     options = {"order": "slot"}
     want = cluster(4).run(train, None, options, torch.bfloat16)
-    for (nodes, got), its in zip(cluster(4).run(on_alternating_hosts, str(tmp_path), options), want, strict=True):
+    for (nodes, got), its in zip(
+        cluster(4).run(on_alternating_hosts, str(tmp_path), options), want, strict=True
+    ):
         assert nodes == ((0, 2), (1, 3))
         assert all(torch.equal(a, b) for a, b in zip(got, its, strict=True))
 
@@ -262,8 +314,15 @@ def test_ranks_of_a_node_need_not_be_neighbours(cluster, tmp_path: Path):
 def test_two_groups_of_two_nodes(rank: int, num_ranks: int, findings: Findings) -> None:
     """Two EP groups of two nodes each, and in each two heaps that are used in turn."""
     group = [dist.new_group(ranks) for ranks in ((0, 2), (1, 3))][rank % 2]
-    with open_heap("cpu", group=group, ranks_per_node=1) as one, open_heap("cpu", group=group) as other:
-        findings.equal("ranks", (one.bootstrap.global_ranks, one.topology.num_nodes), ([rank % 2, rank % 2 + 2], 2))
+    with (
+        open_heap("cpu", group=group, ranks_per_node=1) as one,
+        open_heap("cpu", group=group) as other,
+    ):
+        findings.equal(
+            "ranks",
+            (one.bootstrap.global_ranks, one.topology.num_nodes),
+            ([rank % 2, rank % 2 + 2], 2),
+        )
         findings.equal("nodes of the other", other.topology.num_nodes, 1)
         x = torch.full((3, 8), float(rank))
         ids = torch.tensor([[0, 1], [1, 2], [3, -1]])
@@ -272,27 +331,46 @@ def test_two_groups_of_two_nodes(rank: int, num_ranks: int, findings: Findings) 
             rows, _ = dispatch_tokens(x, plan)
             sources = [int(source) for source in sorted(set(rows[:, 0].tolist()))]
             findings.equal("sources of rows", sources, [*one.bootstrap.global_ranks])
-            findings.equal("y", combine_tokens(rows, plan)[:, 0].tolist(), [2.0 * rank, 2.0 * rank, float(rank)])
+            findings.equal(
+                "y",
+                combine_tokens(rows, plan)[:, 0].tolist(),
+                [2.0 * rank, 2.0 * rank, float(rank)],
+            )
 
 
 def test_order_node_sums_twice(cluster):
     """The default differs from order="slot" by roundings, and is the same for "rank" and "node"."""
 
     def found(order: str, ranks_per_node: int | None) -> list[torch.Tensor]:
-        return [*itertools.chain(*cluster(4).run(train, ranks_per_node, {"order": order}, torch.float32))]
+        return [
+            *itertools.chain(
+                *cluster(4).run(train, ranks_per_node, {"order": order}, torch.float32)
+            )
+        ]
 
     for a, b, c in zip(found("slot", 2), found("rank", 2), found("node", 2), strict=True):
         assert torch.equal(b, c)
         assert torch.allclose(a.double(), b.double(), rtol=1e-4, atol=1e-5)
-    assert all(torch.equal(a, b) for a, b in zip(found("node", None), found("slot", None), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(found("node", None), found("slot", None), strict=True)
+    )
 
 
 def quantized(rank: int, num_ranks: int, ranks_per_node: int | None) -> list[torch.Tensor]:
     """A step with tokens and gradients that travel as E4M3 numbers."""
     generator = torch.Generator().manual_seed(2)
     with open_heap("cpu", num_bytes=32 << 20, ranks_per_node=ranks_per_node) as heap:
-        options = {"order": "slot", "precision": Float8Block(), "quantized_wire": "both", "router": "none"}
-        layer = MoELayer(MoEConfig(hidden=256, ffn=128, num_experts=4, top_k=2, **options), heap, dtype=torch.bfloat16)
+        options = {
+            "order": "slot",
+            "precision": Float8Block(),
+            "quantized_wire": "both",
+            "router": "none",
+        }
+        layer = MoELayer(
+            MoEConfig(hidden=256, ffn=128, num_experts=4, top_k=2, **options),
+            heap,
+            dtype=torch.bfloat16,
+        )
         for parameter in layer.parameters():
             whole = torch.randn((4, *parameter.shape[1:]), generator=generator) * 0.1
             parameter.data.copy_(whole[rank * parameter.shape[0] : (rank + 1) * parameter.shape[0]])
@@ -301,16 +379,25 @@ def quantized(rank: int, num_ranks: int, ranks_per_node: int | None) -> list[tor
         ids = torch.stack([torch.randperm(4, generator=generator)[:2] for _ in range(20)])
         y, _ = layer(x, topk_idx=ids, probs=probs)
         y.float().square().sum().backward()
-        return [y.detach(), x.grad, probs.grad, *(parameter.grad for parameter in layer.parameters())]
+        return [
+            y.detach(),
+            x.grad,
+            probs.grad,
+            *(parameter.grad for parameter in layer.parameters()),
+        ]
 
 
 @pytest.mark.slow
 def test_rows_that_travel_quantized(cluster):
-    for want, got in zip(cluster(4).run(quantized, None), cluster(4).run(quantized, 2), strict=True):
+    for want, got in zip(
+        cluster(4).run(quantized, None), cluster(4).run(quantized, 2), strict=True
+    ):
         assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
 
 
-def keep_or_load(rank: int, num_ranks: int, ranks_per_node: int | None, folder: str, keeps: bool) -> torch.Tensor:
+def keep_or_load(
+    rank: int, num_ranks: int, ranks_per_node: int | None, folder: str, keeps: bool
+) -> torch.Tensor:
     """What a layer makes of some tokens: one that is saved, or one that is loaded."""
     torch.manual_seed(rank)
     with open_heap("cpu", ranks_per_node=ranks_per_node) as heap:
@@ -339,7 +426,9 @@ def test_rails_drop_the_last_tokens(cluster, num_ranks: int, ranks_per_node: int
 
 def test_rail_capacity_needs_a_static_capacity(heap: SymmetricHeap):
     ids = torch.zeros((2, 1), dtype=torch.int64)
-    with pytest.raises(ArgumentError, match=r"rail_capacity \(3\) needs a static capacity, and capacity is None"):
+    with pytest.raises(
+        ArgumentError, match=r"rail_capacity \(3\) needs a static capacity, and capacity is None"
+    ):
         make_plan(ids, num_experts=2, heap=heap, rail_capacity=3)
     with pytest.raises(ArgumentError, match=r"rail_capacity \(0\) must be at least 1"):
         make_plan(ids, num_experts=2, heap=heap, capacity=4, rail_capacity=0)
@@ -355,12 +444,21 @@ def test_steps_between_nodes_are_played(rank: int, num_ranks: int, capacity: int
     torch.manual_seed(rank)
     on = mock.patch.dict(os.environ, SYMMOE_TAPES="on")
     with on, open_heap("cpu", num_bytes=16 << 20, ranks_per_node=1) as heap:
-        layer = MoELayer(MoEConfig(hidden=16, ffn=8, num_experts=4, top_k=2, capacity=capacity), heap)
+        layer = MoELayer(
+            MoEConfig(hidden=16, ffn=8, num_experts=4, top_k=2, capacity=capacity), heap
+        )
         x, found, num_played = torch.randn((40, 16), requires_grad=True), [], 0
         for _ in range(6):
             num_played = heap.tapes.num_played
             y, _ = layer(x)
-            found.append(torch.cat([g.flatten() for g in (y, *torch.autograd.grad(y.sum(), (x, *layer.parameters())))]))
+            found.append(
+                torch.cat(
+                    [
+                        g.flatten()
+                        for g in (y, *torch.autograd.grad(y.sum(), (x, *layer.parameters())))
+                    ]
+                )
+            )
         assert heap.tapes.problems == []
         assert all(torch.equal(each, found[0]) for each in found)
         assert (num_played > 0, heap.tapes.num_played - num_played) == (True, 4)
@@ -374,7 +472,11 @@ def test_a_profile_ends_between_calls(rank: int, num_ranks: int) -> None:
     """It ends the process if torch records messages that come after its end: so all have come by then."""
     with open_heap("cpu", ranks_per_node=1) as heap:
         for _ in range(6):
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-                plan = make_plan(torch.arange(num_ranks).repeat(64, 1), num_experts=num_ranks, heap=heap)
+            with torch.profiler.profile(
+                activities=[torch.profiler.ProfilerActivity.CPU]
+            ) as profile:
+                plan = make_plan(
+                    torch.arange(num_ranks).repeat(64, 1), num_experts=num_ranks, heap=heap
+                )
                 combine_tokens(dispatch_tokens(torch.ones((64, 8)), plan)[0], plan)
         assert len(profile.events()) > 20

@@ -37,7 +37,9 @@ class DeviceRail(GlooRail):
         self._has_begun = False
 
     def count(self, which: int) -> None:
-        self._has_begun = which == BEGUN and self._last.is_set()  # the device has come here before the host goes on
+        self._has_begun = (
+            which == BEGUN and self._last.is_set()
+        )  # the device has come here before the host goes on
         self.progress[BEGUN] += self._has_begun
 
     def begin(self, sends: Pairs, receives: Pairs, stream: Any = None) -> Started:
@@ -77,25 +79,36 @@ def as_on_gpus(seed: int) -> Iterator[None]:
 
     def look(heap: SymmetricHeap, phase: int | None = None, *, waits: bool = False) -> None:
         late = control.STATUS_FAULT, control.STATUS_PLAN, control.STATUS_MISMATCH
-        if waits or heap._closed or heap._status_words[control.STATUS_KIND] not in late or chance.random() < 0.3:
+        if (
+            waits
+            or heap._closed
+            or heap._status_words[control.STATUS_KIND] not in late
+            or chance.random() < 0.3
+        ):
             check(heap, phase, waits=waits)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(NoStreams, "raises_at_once", False)
         patch.setattr(
-            several_nodes, "_make_payload", lambda of, _, __, name, options: DeviceRail(of.store, name, **options)
+            several_nodes,
+            "_make_payload",
+            lambda of, _, __, name, options: DeviceRail(of.store, name, **options),
         )
         patch.setattr(SymmetricHeap, "check", look)
         patch.setattr(SymmetricHeap, "synchronize", lambda heap: check(heap))
         yield
 
 
-def on_gpus(rank: int, num_ranks: int, seed: int, function: Callable[..., Any], *arguments: Any) -> Any:
+def on_gpus(
+    rank: int, num_ranks: int, seed: int, function: Callable[..., Any], *arguments: Any
+) -> Any:
     with as_on_gpus(1000 * seed + rank):
         return function(rank, num_ranks, *arguments)
 
 
-@pytest.mark.parametrize("options", [calls.EXACT, calls.STATIC, calls.ON_RAILS], ids=["exact", "static", "rail"])
+@pytest.mark.parametrize(
+    "options", [calls.EXACT, calls.STATIC, calls.ON_RAILS], ids=["exact", "static", "rail"]
+)
 def test_bits(cluster, options: dict[str, Any]):
     options = {**options, **calls.EAGERLY, "order": "slot"}
     want = cluster(4).run(calls.train, 2, {**options, "schedule": "serial"}, torch.bfloat16)
@@ -112,20 +125,27 @@ LAYOUTS = [pytest.param(4, 2, id="2 x 2"), pytest.param(2, 1, id="2 x 1")]
 SEEDS = [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 10))]
 
 
-@pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [*LAYOUTS, pytest.param(6, 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("num_ranks", "ranks_per_node"), [*LAYOUTS, pytest.param(6, 2, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_wrong_calls(cluster, num_ranks: int, ranks_per_node: int, seed: int):
     """Every rank raises an error of that class, and the calls that follow are right."""
-    for found in cluster(num_ranks).run(on_gpus, seed, calls.wrong_calls, ranks_per_node, num_ranks - 1 - seed % 2):
+    for found in cluster(num_ranks).run(
+        on_gpus, seed, calls.wrong_calls, ranks_per_node, num_ranks - 1 - seed % 2
+    ):
         assert [error[0] for _, error in found] == [name for name, _ in found]
 
 
 @pytest.mark.parametrize("ranks_per_node", [2, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))])
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))]
+)
 def test_unforeseen_errors(cluster, ranks_per_node: int, seed: int):
     """All ranks raise one by the end of the step, whoever looks when, and the next step is right."""
     calls.check_unforeseen(
-        cluster(2 * ranks_per_node).run(on_gpus, seed, calls.unforeseen, ranks_per_node), ranks_per_node
+        cluster(2 * ranks_per_node).run(on_gpus, seed, calls.unforeseen, ranks_per_node),
+        ranks_per_node,
     )
 
 
@@ -137,10 +157,18 @@ def test_an_error_at_the_end_of_a_plan(cluster):
 def test_nobody_writes_to_a_gpu_while_hosts_meet_in_a_capture(rank: int, num_ranks: int) -> None:
     """Whether the thread that looks at the rail is told that the host waits, outside of a capture and in one."""
     is_told: list[bool] = []
-    with as_on_gpus(rank), open_heap("cpu", ranks_per_node=1) as heap, pytest.MonkeyPatch.context() as patch:
+    with (
+        as_on_gpus(rank),
+        open_heap("cpu", ranks_per_node=1) as heap,
+        pytest.MonkeyPatch.context() as patch,
+    ):
         rail = heap.nodes
         hear = rail.lane.hear
-        patch.setattr(rail.lane, "hear", lambda bound: (is_told.append(rail._waits_since < math.inf), hear(bound))[1])
+        patch.setattr(
+            rail.lane,
+            "hear",
+            lambda bound: (is_told.append(rail._waits_since < math.inf), hear(bound))[1],
+        )
         for capture in (0, 1):
             patch.setattr(several_nodes, "capture_id", lambda device, capture=capture: capture)
             heap.nodes.meet(control.PHASE_START)
@@ -153,8 +181,20 @@ def test_an_exchange_has_its_own_bound():
     rail.progress, found = torch.zeros(2, dtype=torch.int64), []
     # The bound of the next one, whether there are graphs, and what host and device have begun, and ended, since.
     for timeout_s, rail.is_captured, num_launched, *progress in (
-        *((60.0, 0, 1, 1, 0), (4.0, 0, 2, 1, 0), (4.0, 0, 3, 2, 1), (60.0, 0, 4, 3, 2), (4.0, 0, 5, 4, 3)),
-        *((4.0, 0, 6, 5, 4), (4.0, 1, 7, 9, 8), (4.0, 1, 7, 10, 10), (4.0, 1, 8, 11, 10), (60.0, 1, 9, 12, 11)),
+        *(
+            (60.0, 0, 1, 1, 0),
+            (4.0, 0, 2, 1, 0),
+            (4.0, 0, 3, 2, 1),
+            (60.0, 0, 4, 3, 2),
+            (4.0, 0, 5, 4, 3),
+        ),
+        *(
+            (4.0, 0, 6, 5, 4),
+            (4.0, 1, 7, 9, 8),
+            (4.0, 1, 7, 10, 10),
+            (4.0, 1, 8, 11, 10),
+            (60.0, 1, 9, 12, 11),
+        ),
     ):
         rail.bound(timeout_s)
         rail.num_launched = num_launched
@@ -175,8 +215,13 @@ def test_an_exchange_has_its_own_bound():
         pytest.param(3, (1,), "hang", calls.Overlapping, marks=pytest.mark.slow),
     ],
 )
-def test_lost_while_payload_travels(num_nodes: int, victims: tuple[int, ...], how: str, kind: type[calls.Ready]):
-    where, (num_ranks, ranks_per_node) = (kind, "begin", None), ((4, 2) if num_nodes == 2 else (3, 1))
+def test_lost_while_payload_travels(
+    num_nodes: int, victims: tuple[int, ...], how: str, kind: type[calls.Ready]
+):
+    where, (num_ranks, ranks_per_node) = (
+        (kind, "begin", None),
+        ((4, 2) if num_nodes == 2 else (3, 1)),
+    )
     its = calls.lose, ranks_per_node, victims, how, where
     survivors = Cluster(num_ranks).run_without(victims, on_gpus, 0, *its, timeout_s=HANG_S)
     assert len(survivors) == num_ranks - len(victims)
@@ -210,12 +255,16 @@ def test_who_gives_up_launches_no_kernel(num_ranks: int):
     layout = control.ControlLayout(num_ranks)
     views = tuple(torch.zeros(layout.num_bytes, dtype=torch.uint8) for _ in range(num_ranks))
     bases = torch.zeros(num_ranks, dtype=torch.int64)
-    peers = control.Peers(rank=num_ranks - 1, num_ranks=num_ranks, bases=bases, views=views, layout=layout)
+    peers = control.Peers(
+        rank=num_ranks - 1, num_ranks=num_ranks, bases=bases, views=views, layout=layout
+    )
     for rank in range(num_ranks):
         peers.mailbox(rank).fill_(5 + rank)
     with OpNames() as ops:
         end_waits(peers, Report("enough", missing=2), turn=1, kept_bits=control.EPOCH_MASK)
-    assert ops.names <= {"slice", "select", "view", "copy_", "unbind", "lift_fresh", "detach"}, ops.names
+    assert ops.names <= {"slice", "select", "view", "copy_", "unbind", "lift_fresh", "detach"}, (
+        ops.names
+    )
     word = control.ABORT + (peers.rank << control.ABORT_RANK_SHIFT)
     for rank in range(num_ranks):
         words = peers.mailbox(rank)

@@ -36,7 +36,12 @@ def test_wrong_calls(cluster, num_ranks: int, ranks_per_node: int, culprit: int)
 def test_full_heaps(rank: int, num_ranks: int, ranks_per_node: int) -> None:
     """Classes of errors where a heap has no room left, in dispatch, combine, backward and in a layer."""
     found = []
-    sizes = {"hidden": nodes.HIDDEN, "ffn": 8, "num_experts": nodes.NUM_EXPERTS, "top_k": nodes.TOP_K}
+    sizes = {
+        "hidden": nodes.HIDDEN,
+        "ffn": 8,
+        "num_experts": nodes.NUM_EXPERTS,
+        "top_k": nodes.TOP_K,
+    }
     config = MoEConfig(**sizes, schedule="always-overlapped")
     with open_heap("cpu", num_bytes=1 << 20, ranks_per_node=ranks_per_node) as heap:
         ready, layer = nodes.Ready(heap, rank), MoELayer(config, heap)
@@ -65,7 +70,10 @@ def test_full_heaps(rank: int, num_ranks: int, ranks_per_node: int) -> None:
 def test_unforeseen_errors(cluster):
     by_rank = cluster(4).run(nodes.unforeseen, 2)
     nodes.check_unforeseen(by_rank, 2)
-    assert all([is_back for *_, is_back in found] == [is_back for *_, is_back in by_rank[-1]] for found in by_rank)
+    assert all(
+        [is_back for *_, is_back in found] == [is_back for *_, is_back in by_rank[-1]]
+        for found in by_rank
+    )
 
 
 @pytest.mark.parametrize(("num_ranks", "ranks_per_node"), LAYOUTS)
@@ -80,7 +88,9 @@ def fail_across(rank: int, num_ranks: int) -> tuple[str, str]:
         ready = nodes.Ready(heap, rank)
         ready.step()
         plan = ready.plan()
-        found = nodes.outcome(lambda: dispatch_tokens(ready.x[1:] if rank in (1, 2) else ready.x, plan))
+        found = nodes.outcome(
+            lambda: dispatch_tokens(ready.x[1:] if rank in (1, 2) else ready.x, plan)
+        )
         if found[0] == "ArgumentError":  # else the heap is poisoned
             ready.step()
         return found
@@ -95,10 +105,14 @@ def lost_at_the_start(rank: int, num_ranks: int) -> tuple[str, float]:
     """A rank ends while the rails are made."""
     with pytest.MonkeyPatch.context() as patch:
         if rank == 3:
-            patch.setattr(several_nodes, "start_rail", lambda *arguments: os.kill(os.getpid(), signal.SIGKILL))
+            patch.setattr(
+                several_nodes, "start_rail", lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)
+            )
         start = time.monotonic()
         name, _ = nodes.outcome(
-            lambda: SymmetricHeap(num_bytes=1 << 20, backend="host", ranks_per_node=2, start_timeout_s=nodes.TIMEOUT_S)
+            lambda: SymmetricHeap(
+                num_bytes=1 << 20, backend="host", ranks_per_node=2, start_timeout_s=nodes.TIMEOUT_S
+            )
         )
         return name, time.monotonic() - start
 
@@ -130,12 +144,21 @@ POINTS = {
     "overlapped: weight gradients": (nodes.Overlapping, "end", None, 5),
 }
 SHORT = [((1,), "stop", "overlapped: rows on the rail"), ((2, 3), "kill", "combine: rail")]
-ALL = [((victims), how, point) for victims in ((1,), (2, 3)) for how in ("kill", "stop") for point in POINTS]
+ALL = [
+    ((victims), how, point)
+    for victims in ((1,), (2, 3))
+    for how in ("kill", "stop")
+    for point in POINTS
+]
 
 
-def _check_loss(num_ranks: int, ranks_per_node: int, victims: tuple[int, ...], how: str, point: str) -> None:
+def _check_loss(
+    num_ranks: int, ranks_per_node: int, victims: tuple[int, ...], how: str, point: str
+) -> None:
     ranks = Cluster(num_ranks)
-    survivors = ranks.run_without(victims, nodes.lose, ranks_per_node, victims, how, POINTS[point], timeout_s=HANG_S)
+    survivors = ranks.run_without(
+        victims, nodes.lose, ranks_per_node, victims, how, POINTS[point], timeout_s=HANG_S
+    )
     assert len(survivors) == num_ranks - len(victims)
     nodes.check_survivors(survivors, victims, ranks_per_node)
 
@@ -166,11 +189,18 @@ HALF_WAY = {
 }
 
 
-@pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [(3, 1), pytest.param(6, 2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("point", [pytest.param(p, marks=[pytest.mark.slow] * (p != "tokens")) for p in HALF_WAY])
+@pytest.mark.parametrize(
+    ("num_ranks", "ranks_per_node"), [(3, 1), pytest.param(6, 2, marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize(
+    "point", [pytest.param(p, marks=[pytest.mark.slow] * (p != "tokens")) for p in HALF_WAY]
+)
 def test_stopped_half_way_through_an_exchange(num_ranks: int, ranks_per_node: int, point: str):
     """One node has all rows, and waits for one that has not: all name the rank that stopped."""
-    victim, arguments = ranks_per_node, (ranks_per_node, (ranks_per_node,), "stop half way", HALF_WAY[point])
+    victim, arguments = (
+        ranks_per_node,
+        (ranks_per_node, (ranks_per_node,), "stop half way", HALF_WAY[point]),
+    )
     survivors = Cluster(num_ranks).run_without((victim,), nodes.lose, *arguments, timeout_s=HANG_S)
     assert len(survivors) == num_ranks - 1
     nodes.check_survivors(survivors, (victim,), ranks_per_node)

@@ -33,7 +33,12 @@ POINTS = {
     "backward of dispatch": (Ready, control.PHASE_NODES_HOME, 3, False),
     "rows that travel under FC1": (Overlapping, control.PHASE_NODES_OUT, 1, True),
     "sums that travel under FC2": (Overlapping, control.PHASE_NODES_HOME, 1, True),
-    "gradients that travel under weight gradients": (Overlapping, control.PHASE_NODES_HOME, 3, True),
+    "gradients that travel under weight gradients": (
+        Overlapping,
+        control.PHASE_NODES_HOME,
+        3,
+        True,
+    ),
 }
 LINK, RAIL = (0, 1), (1,)  # ranks of node 0 whose relays fail
 
@@ -63,7 +68,14 @@ def test_a_slow_network(rank: int, num_ranks: int, kind: type[Ready]) -> None:
         assert rank > 1 or relay.num_bytes > 2000
 
 
-def broken(rank: int, num_ranks: int, how: str, where: tuple[Any, ...], relays: tuple[int, ...], timeout_s: float):
+def broken(
+    rank: int,
+    num_ranks: int,
+    how: str,
+    where: tuple[Any, ...],
+    relays: tuple[int, ...],
+    timeout_s: float,
+):
     """What a rank raises when its network breaks, when, how long closing takes, and what is left; then a heap works."""
     with open_nodes() as first:  # what torch keeps from then on is none of it
         Ready(first, rank).step()
@@ -93,7 +105,9 @@ def broken(rank: int, num_ranks: int, how: str, where: tuple[Any, ...], relays: 
     return found
 
 
-def _break_at(heap: SymmetricHeap, relay: Relay, how: str, phase: int, number: int, is_after: bool) -> None:
+def _break_at(
+    heap: SymmetricHeap, relay: Relay, how: str, phase: int, number: int, is_after: bool
+) -> None:
     """The network breaks at a meeting of a step."""
     original, left = heap.nodes.meet, number
 
@@ -128,4 +142,6 @@ def test_a_network_that_breaks(cluster, how: str, relays: tuple[int, ...], point
             assert each["is_lost"], found
         assert each["raised_s"] < bound_s, found
         assert each["closed_s"] < PROMPT_S, found
-        assert each["left"] <= 0, found  # fewer, where connections of the heap before have ended late
+        assert each["left"] <= 0, (
+            found
+        )  # fewer, where connections of the heap before have ended late

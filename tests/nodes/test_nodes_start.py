@@ -35,7 +35,9 @@ START_S = 20.0  # start_timeout_s where gloo waits for half of it
 
 
 def open_nodes(start_timeout_s: float = HANG_S / 2) -> SymmetricHeap:
-    return SymmetricHeap(num_bytes=1 << 20, backend="host", ranks_per_node=2, start_timeout_s=start_timeout_s)
+    return SymmetricHeap(
+        num_bytes=1 << 20, backend="host", ranks_per_node=2, start_timeout_s=start_timeout_s
+    )
 
 
 def what_is_there() -> Counter[str]:
@@ -79,7 +81,9 @@ def refuses_gloo() -> Iterator[None]:
         yield
 
 
-CONTEXTS = {each.__name__: each for each in (refuses, answers_not, has_no_such_device, refuses_gloo)}
+CONTEXTS = {
+    each.__name__: each for each in (refuses, answers_not, has_no_such_device, refuses_gloo)
+}
 
 
 def fail_to_start(rank: int, num_ranks: int, how: str, culprit: int) -> dict[str, Any]:
@@ -90,7 +94,10 @@ def fail_to_start(rank: int, num_ranks: int, how: str, culprit: int) -> dict[str
     trouble = CONTEXTS[how] if rank == culprit else contextlib.nullcontext
     start_timeout_s = START_S if how == "refuses_gloo" else HANG_S / 2
     start, error = time.monotonic(), ""
-    with trouble(), patch.object(several_nodes, "_REACH_S", 1.0 if how == "answers_not" else PROMPT_S):
+    with (
+        trouble(),
+        patch.object(several_nodes, "_REACH_S", 1.0 if how == "answers_not" else PROMPT_S),
+    ):
         try:
             open_nodes(start_timeout_s)
         except BackendUnavailable as raised:
@@ -110,14 +117,27 @@ TROUBLES = {
         2,
         r"on rank 0: rank 0 on node 0 cannot connect to rank 2 on node 1 at 127.0.0.1:\d+ \(lo\): Connection",
     ),
-    "answers_not": (1, r"on rank 3: rank 3 on node 1 cannot connect to rank 1 on node 0 at 127.* no answer within 1 s"),
-    "has_no_such_device": (3, r"on rank 3: GLOO_SOCKET_IFNAME=eth-none: this machine \(.*\) has no such .*: .*\blo\b"),
-    "refuses_gloo": (0, r"on rank [02]: rank [02] on node [01] does not connect to its rail, ranks \(0, 2\): Gloo"),
+    "answers_not": (
+        1,
+        r"on rank 3: rank 3 on node 1 cannot connect to rank 1 on node 0 at 127.* no answer within 1 s",
+    ),
+    "has_no_such_device": (
+        3,
+        r"on rank 3: GLOO_SOCKET_IFNAME=eth-none: this machine \(.*\) has no such .*: .*\blo\b",
+    ),
+    "refuses_gloo": (
+        0,
+        r"on rank [02]: rank [02] on node [01] does not connect to its rail, ranks \(0, 2\): Gloo",
+    ),
 }
 
 
 @pytest.mark.parametrize(
-    "how", [pytest.param(how, marks=pytest.mark.slow if how == "refuses_gloo" else ()) for how in TROUBLES]
+    "how",
+    [
+        pytest.param(how, marks=pytest.mark.slow if how == "refuses_gloo" else ())
+        for how in TROUBLES
+    ],
 )
 def test_every_rank_says_who_cannot_connect(cluster, how: str, shared_memory_before):
     culprit, text = TROUBLES[how]
@@ -147,8 +167,15 @@ def test_messages_have_their_own_bounds(rank: int, num_ranks: int) -> None:
 # -- connections of hosts -------------------------------------------------------------------------------------------
 def test_strangers_are_not_taken_for_ranks():
     with reach.Listener() as listener:
-        for said in (reach.hello(b"other", 1), reach.hello(b"token", 2), b"", reach.hello(b"token", 1)):
-            with reach.connect({1: listener.endpoint}, PROMPT_S)[0][1] as sends:  # what is said arrives all the same
+        for said in (
+            reach.hello(b"other", 1),
+            reach.hello(b"token", 2),
+            b"",
+            reach.hello(b"token", 1),
+        ):
+            with reach.connect({1: listener.endpoint}, PROMPT_S)[0][
+                1
+            ] as sends:  # what is said arrives all the same
                 sends.sendall(said)
         come = listener.accept([1], b"token", PROMPT_S)
         assert [*come] == [1]
@@ -168,12 +195,19 @@ def test_what_a_rank_says_before_it_closes_is_heard():
         each.say(Header(GOES_ON, call=8))
     other.give_up(1, b"why")
     other.close()
-    assert ((found := lane.look())[0], found[1].origin) == ({1}, 1)  # which takes nothing from what is heard
+    assert ((found := lane.look())[0], found[1].origin) == (
+        {1},
+        1,
+    )  # which takes nothing from what is heard
     assert lane.hear(PROMPT_S)[1].number == 2  # after the word that it waits
     lane.say(Header(GOES_ON, call=9))
     with pytest.raises(RailBroken) as gone:
         lane.hear(PROMPT_S)
-    assert ((said := gone.value.said).origin, said.message.rstrip(b"\0"), lane.last_words(1)) == (1, b"why", said)
+    assert ((said := gone.value.said).origin, said.message.rstrip(b"\0"), lane.last_words(1)) == (
+        1,
+        b"why",
+        said,
+    )
     lane.close()
     assert lane.look() == (set(), None)
 
@@ -190,9 +224,18 @@ def test_addresses_of_a_device():
     ("how", "text"),
     [
         ("works", ""),
-        ("fails", "NCCL does not connect node 1 with the others: ncclCommInitRank: connection refused; NCCL_SOCKET"),
-        ("has no id", "NCCL does not connect node 0 with the others: ncclGetUniqueId: no socket interface found; NCCL"),
-        ("hangs", "NCCL has not connected the nodes within 1 s; NCCL_SOCKET_IFNAME and NCCL_IB_HCA name"),
+        (
+            "fails",
+            "NCCL does not connect node 1 with the others: ncclCommInitRank: connection refused; NCCL_SOCKET",
+        ),
+        (
+            "has no id",
+            "NCCL does not connect node 0 with the others: ncclGetUniqueId: no socket interface found; NCCL",
+        ),
+        (
+            "hangs",
+            "NCCL has not connected the nodes within 1 s; NCCL_SOCKET_IFNAME and NCCL_IB_HCA name",
+        ),
     ],
 )
 @run_on(2)
@@ -207,14 +250,19 @@ def test_nccl_that_does_not_connect_a_node(rank: int, num_ranks: int, how: str, 
     def connect(unique_id: bytes, is_given_up: threading.Event) -> None:
         if how == "fails" and rank == 1:
             raise NcclError("ncclCommInitRank: connection refused")
-        if how in ("fails", "hangs"):  # as NCCL waits for a rank that has failed, but that it learns of the end
+        if how in (
+            "fails",
+            "hangs",
+        ):  # as NCCL waits for a rank that has failed, but that it learns of the end
             is_given_up.wait(HANG_S)
         found["connected"] += unique_id == b"id" and not is_given_up.is_set()
 
     store = dist.PrefixStore(f"nccl/{how}", dist.distributed_c10d._get_default_store())
     timeout_s, start = 1.0 if how == "hangs" else HANG_S, time.monotonic()
     try:
-        connect_together(make_id if rank == 0 else None, connect, store, node=rank, timeout_s=timeout_s)
+        connect_together(
+            make_id if rank == 0 else None, connect, store, node=rank, timeout_s=timeout_s
+        )
     except BackendUnavailable as error:
         found["error"] = str(error)
     seconds = time.monotonic() - start

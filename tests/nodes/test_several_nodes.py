@@ -30,14 +30,20 @@ def train(out: Path, on: Sequence[Node], *arguments: str) -> list[dict[str, Any]
 
 def losses_of(on: Sequence[Node], *program: str) -> list[str]:
     """What the example with a mesh says of its steps."""
-    said = "\n".join(run(on, str(EXAMPLES / "fsdp2_moe.py"), *program, "--steps=3", "--save-every=0")).splitlines()
+    said = "\n".join(
+        run(on, str(EXAMPLES / "fsdp2_moe.py"), *program, "--steps=3", "--save-every=0")
+    ).splitlines()
     lines = [line for line in said if line.startswith("step ")]
     assert len(lines) == 3, said
     return lines
 
 
 def tree(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 @pytest.mark.slow
@@ -51,7 +57,9 @@ def test_two_nodes_train_as_one_does(tmp_path: Path, ranks_of_node: int):
     found, expected = tree(tmp_path / "two" / "checkpoints"), tree(tmp_path / "one" / "checkpoints")
     assert found == expected
     assert sum(name.endswith(".safetensors") for name in found) == 2 * ranks_of_node
-    assert (tmp_path / "two" / "sample.txt").read_bytes() == (tmp_path / "one" / "sample.txt").read_bytes()
+    assert (tmp_path / "two" / "sample.txt").read_bytes() == (
+        tmp_path / "one" / "sample.txt"
+    ).read_bytes()
     manifest = read_manifest(tmp_path / "two" / "checkpoints")
     assert (manifest.num_ranks, manifest.ep_size) == (2 * ranks_of_node, ranks_of_node)
     assert two[-1]["loss"] < two[0]["loss"] - 0.05
@@ -62,7 +70,10 @@ def test_two_nodes_train_as_one_does(tmp_path: Path, ranks_of_node: int):
 @pytest.mark.slow
 def test_replicas_add_up_to_one_ep_group(tmp_path: Path):
     """Up to rounding, and to the tokens over which the balance loss is taken."""
-    two, whole = train(tmp_path / "two", nodes(2, 2), "--ep=2"), train(tmp_path / "whole", nodes(1, 4))
+    two, whole = (
+        train(tmp_path / "two", nodes(2, 2), "--ep=2"),
+        train(tmp_path / "whole", nodes(1, 4)),
+    )
     assert [r["loss"] for r in whole] == pytest.approx([r["loss"] for r in two], rel=1e-3)
     assert [r["grad_norm"] for r in whole] == pytest.approx([r["grad_norm"] for r in two], rel=2e-2)
     assert whole != two
@@ -84,7 +95,9 @@ def one_node(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_agents", [1, 2])
-def test_an_ep_group_that_spans_two_nodes(tmp_path: Path, one_node: tuple[Path, list[dict[str, Any]]], num_agents: int):
+def test_an_ep_group_that_spans_two_nodes(
+    tmp_path: Path, one_node: tuple[Path, list[dict[str, Any]]], num_agents: int
+):
     """Virtual nodes of one agent, and two agents that find each other: every bit as in one node."""
     on = nodes(num_agents, 4 // num_agents, elastic=num_agents > 1)
     out, expected = one_node
@@ -95,11 +108,15 @@ def test_an_ep_group_that_spans_two_nodes(tmp_path: Path, one_node: tuple[Path, 
 
 
 @pytest.mark.slow
-def test_nodes_add_up_in_their_own_order(tmp_path: Path, one_node: tuple[Path, list[dict[str, Any]]]):
+def test_nodes_add_up_in_their_own_order(
+    tmp_path: Path, one_node: tuple[Path, list[dict[str, Any]]]
+):
     """By default a node adds up its rows before they travel, which may round otherwise."""
     records = train(tmp_path, nodes(1, 4), "--ranks-per-node=2")
     assert [r["loss"] for r in records] == pytest.approx([r["loss"] for r in one_node[1]], rel=1e-4)
-    assert [r["grad_norm"] for r in records] == pytest.approx([r["grad_norm"] for r in one_node[1]], rel=1e-3)
+    assert [r["grad_norm"] for r in records] == pytest.approx(
+        [r["grad_norm"] for r in one_node[1]], rel=1e-3
+    )
 
 
 @pytest.mark.gpu
@@ -110,7 +127,10 @@ def test_two_nodes_of_gpus():
         pytest.skip("needs 2 CUDA GPUs")
     two = losses_of(nodes(2, each, on_gpus=True), f"--ep={each}")
     one = losses_of(nodes(1, 2 * each, on_gpus=True), f"--ep={each}")
-    numbers = [[[float(number) for number in _NUMBER.findall(line)] for line in lines] for lines in (two, one)]
+    numbers = [
+        [[float(number) for number in _NUMBER.findall(line)] for line in lines]
+        for lines in (two, one)
+    ]
     for (step, loss, norm), (other_step, other_loss, other_norm) in zip(*numbers, strict=True):
         assert (step, loss) == (other_step, pytest.approx(other_loss, rel=2e-3))
         assert norm == pytest.approx(other_norm, rel=5e-2)

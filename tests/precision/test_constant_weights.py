@@ -50,7 +50,10 @@ def made(kind: str, recipe, **options) -> tuple[torch.nn.Module, Callable, int]:
     if kind == "linear":
         return symmoe.GroupedLinear(3, 64, 96, **options), lambda x, layer: layer(x, SPLITS), 1
     if kind == "three":
-        fc1, fc2 = symmoe.GroupedLinear(3, 64, 64, **options), symmoe.GroupedLinear(3, 32, 64, **options)
+        fc1, fc2 = (
+            symmoe.GroupedLinear(3, 64, 64, **options),
+            symmoe.GroupedLinear(3, 32, 64, **options),
+        )
         three = symmoe.Sequential(fc1, symmoe.ScaledSwiGLU(), fc2)
         return three, lambda x, layer: layer(x, SPLITS, x.detach()[:, 0].float(), SPLITS), 2
     if kind == "autocast":
@@ -59,7 +62,9 @@ def made(kind: str, recipe, **options) -> tuple[torch.nn.Module, Callable, int]:
     return symmoe.GroupedMLP(3, 64, 32, **options), call, 2
 
 
-def accumulate(module: torch.nn.Module, call: Callable, block=nullcontext) -> dict[str, torch.Tensor]:
+def accumulate(
+    module: torch.nn.Module, call: Callable, block=nullcontext
+) -> dict[str, torch.Tensor]:
     """What several micro-batches give, and the gradients that they have added up."""
     found, dtype = {}, next(module.parameters()).dtype
     with block():
@@ -96,7 +101,9 @@ def test_the_bits_of_calls_without_it(monkeypatch, kind: str, recipe):
     assert sum(counts.values()) == once + num_weights
 
 
-@pytest.mark.parametrize("options", [{"weights": "discrete"}, {"delay_wgrad": True}, {"bias": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"weights": "discrete"}, {"delay_wgrad": True}, {"bias": True}], ids=str
+)
 def test_ways_to_hold_weights(monkeypatch, options):
     module, call, num_weights = made("mlp", Float8Block(), **options)
 
@@ -124,12 +131,18 @@ def test_calls_without_gradients_make_forward_operands_alone(monkeypatch):
             want = [call(x, module) for x in batches()]
         assert (counts["quantize_weights"], counts["quantize_weight_pairs"]) == (num_weights, 0)
         y = call(batches()[0].requires_grad_(), module)
-        assert (counts["quantize_weights"], counts["quantize_weight_pairs"]) == (num_weights, num_weights)
+        assert (counts["quantize_weights"], counts["quantize_weight_pairs"]) == (
+            num_weights,
+            num_weights,
+        )
         with torch.no_grad():
             again = call(batches()[0], module)
         assert torch.equal(y, want[0])
         assert torch.equal(again, want[0])
-        assert (counts["quantize_weights"], counts["quantize_weight_pairs"]) == (num_weights, num_weights)
+        assert (counts["quantize_weights"], counts["quantize_weight_pairs"]) == (
+            num_weights,
+            num_weights,
+        )
 
 
 def test_two_dtypes_are_held_side_by_side(monkeypatch):
@@ -198,12 +211,16 @@ def test_a_step_before_anything_was_quantised_is_none_of_its_business():
 def test_any_layer_that_was_written_to(kind: str, weights: str):
     for number in range(1 if kind == "linear" else 2):
         module, call, _ = made(kind, Float8Block(), weights=weights)
-        layer = [layer for layer in module.modules() if isinstance(layer, symmoe.GroupedLinear)][number]
+        layer = [layer for layer in module.modules() if isinstance(layer, symmoe.GroupedLinear)][
+            number
+        ]
         with symmoe.constant_weights(module):
             call(batches()[0], module)
             with torch.no_grad():
                 layer.weight_parameters()[-1].mul_(2)
-            with pytest.raises(ArgumentError, match="it has been written to inside constant_weights"):
+            with pytest.raises(
+                ArgumentError, match="it has been written to inside constant_weights"
+            ):
                 call(batches()[0], module)
 
 
@@ -276,17 +293,26 @@ def test_copies_hold_nothing():
         want, buffer = call(x, module), io.BytesIO()
         torch.save(module, buffer)
         buffer.seek(0)
-        copies = copy.deepcopy(module), pickle.loads(pickle.dumps(module)), torch.load(buffer, weights_only=False)
+        copies = (
+            copy.deepcopy(module),
+            pickle.loads(pickle.dumps(module)),
+            torch.load(buffer, weights_only=False),
+        )
     for other in copies:
         assert other.fc1.held_weight is None
         assert torch.equal(call(x, other), want)
-    assert module.state_dict().keys() == {"fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"} - {"fc1.bias", "fc2.bias"}
+    assert module.state_dict().keys() == {"fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"} - {
+        "fc1.bias",
+        "fc2.bias",
+    }
 
 
 def live_bytes(dtype: torch.dtype) -> int:
     gc.collect()
     tensors = [t for t in gc.get_objects() if type(t) is torch.Tensor and t.dtype == dtype]
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+    return sum(
+        {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()
+    )
 
 
 def test_bytes_held():
@@ -296,9 +322,14 @@ def test_bytes_held():
     before = live_bytes(torch.float8_e4m3fn)
     with symmoe.constant_weights(module):
         ys = [call(x.requires_grad_(), module) for x in batches()]
-        kept = module.fc1.held_weight, module.fc2.held_weight  # as by nodes that wait for their backward pass
+        kept = (
+            module.fc1.held_weight,
+            module.fc2.held_weight,
+        )  # as by nodes that wait for their backward pass
         assert live_bytes(torch.float8_e4m3fn) - before == 2 * num_parameters
-    assert live_bytes(torch.float8_e4m3fn) - before == num_parameters  # backward's, which the calls share
+    assert (
+        live_bytes(torch.float8_e4m3fn) - before == num_parameters
+    )  # backward's, which the calls share
     del ys
     assert live_bytes(torch.float8_e4m3fn) == before
     assert None not in kept
@@ -313,7 +344,10 @@ def test_a_call_of_another_graph_is_refused(monkeypatch):
     with symmoe.constant_weights(module):
         call(x, module)
         capture = 7
-        with pytest.raises(ArgumentError, match="entered outside of a capture, and this call is inside the capture of"):
+        with pytest.raises(
+            ArgumentError,
+            match="entered outside of a capture, and this call is inside the capture of",
+        ):
             call(x, module)
         capture = 0
         call(x, module)
@@ -321,7 +355,10 @@ def test_a_call_of_another_graph_is_refused(monkeypatch):
     with symmoe.constant_weights(module):
         call(x, module)
         capture = 8
-        with pytest.raises(ArgumentError, match="entered inside the capture of CUDA graph 7, and this call is inside"):
+        with pytest.raises(
+            ArgumentError,
+            match="entered inside the capture of CUDA graph 7, and this call is inside",
+        ):
             call(x, module)
 
 
@@ -334,17 +371,25 @@ def test_recomputing_in_another_graph_makes_its_own(monkeypatch):
     with symmoe.constant_weights(module):
         held = module.held_weight
         first = operands.weight_operands(numbers, module.weight, transposed=True, held=held)
-        assert operands.weight_operands(numbers, module.weight, transposed=True, held=held)[0].data is first[0].data
+        assert (
+            operands.weight_operands(numbers, module.weight, transposed=True, held=held)[0].data
+            is first[0].data
+        )
         capture = 7
         other = operands.weight_operands(numbers, module.weight, transposed=True, held=held)
         assert other[0].data is not first[0].data
         assert torch.equal(other[1].data.view(torch.uint8), first[1].data.view(torch.uint8))
         capture = 0
-    assert operands.weight_operands(numbers, module.weight, transposed=True, held=held)[0].data is not first[0].data
+    assert (
+        operands.weight_operands(numbers, module.weight, transposed=True, held=held)[0].data
+        is not first[0].data
+    )
 
 
 # -- expert parallelism -----------------------------------------------------------------------------------------------
-def run_layer(layer: symmoe.MoELayer, rank: int, block) -> tuple[list[torch.Tensor], dict[str, int]]:
+def run_layer(
+    layer: symmoe.MoELayer, rank: int, block
+) -> tuple[list[torch.Tensor], dict[str, int]]:
     """What several micro-batches give, and how often a weight was quantised."""
     found = []
     with pytest.MonkeyPatch.context() as patch, block:
@@ -361,12 +406,16 @@ def run_layer(layer: symmoe.MoELayer, rank: int, block) -> tuple[list[torch.Tens
 
 @pytest.mark.parametrize(("recipe", "wire"), [(Float8Block(), "both"), (MXFP8(), "none")], ids=str)
 @run_on(1, 2)
-def test_layers(rank: int, num_ranks: int, findings: Findings, heap: symmoe.SymmetricHeap, recipe, wire: str) -> None:
+def test_layers(
+    rank: int, num_ranks: int, findings: Findings, heap: symmoe.SymmetricHeap, recipe, wire: str
+) -> None:
     """A MoELayer: the same bits with every stash; a weight that one rank writes to raises on all, and all go on."""
     for stash in ("all", "rows", "hidden", "none"):
         findings.where = f"rank {rank}, {recipe}, {wire}, {stash}"
         torch.manual_seed(rank)
-        layer = symmoe.MoELayer(config_for(num_ranks, stash=stash, precision=recipe, quantized_wire=wire), heap)
+        layer = symmoe.MoELayer(
+            config_for(num_ranks, stash=stash, precision=recipe, quantized_wire=wire), heap
+        )
         want, counts = run_layer(layer, rank, nullcontext())
         found, counts_in_block = run_layer(layer, rank, symmoe.constant_weights(layer))
         for number, tensors in enumerate(zip(found, want, strict=True)):
@@ -392,7 +441,9 @@ def test_layers(rank: int, num_ranks: int, findings: Findings, heap: symmoe.Symm
 
 
 @run_on(1)
-def test_under_a_dispatch_mode(rank: int, num_ranks: int, findings: Findings, heap: symmoe.SymmetricHeap) -> None:
+def test_under_a_dispatch_mode(
+    rank: int, num_ranks: int, findings: Findings, heap: symmoe.SymmetricHeap
+) -> None:
     """What looks on sees operators, which quantise for themselves: the same bits."""
     torch.manual_seed(rank)
     layer = symmoe.MoELayer(config_for(num_ranks, precision=Float8Block()), heap)

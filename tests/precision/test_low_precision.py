@@ -14,7 +14,14 @@ from row_ranges import whole_groups
 from torch.utils._pytree import tree_leaves
 from worker import Watching
 
-from symmoe import GroupedLinear, GroupedMLP, ScaledClampedSwiGLU, ScaledSReLU, ScaledSwiGLU, Sequential
+from symmoe import (
+    GroupedLinear,
+    GroupedMLP,
+    ScaledClampedSwiGLU,
+    ScaledSReLU,
+    ScaledSwiGLU,
+    Sequential,
+)
 from symmoe.errors import StaleRows
 from symmoe.kernels import twin
 from symmoe.precision import MXFP8, NVFP4, Float8Block
@@ -22,7 +29,9 @@ from symmoe.precision.operands import gradient_seeds
 
 
 def linear_inputs(case: cases.Case, **options):
-    return cases.make_inputs(case, sizes=recipes.SIZES, width=recipes.OUT, out_features=recipes.OUT, **options)
+    return cases.make_inputs(
+        case, sizes=recipes.SIZES, width=recipes.OUT, out_features=recipes.OUT, **options
+    )
 
 
 on_gpus = partial(pytest.param, marks=recipes.ON_GPUS)
@@ -51,11 +60,16 @@ def test_a_linear_layer_multiplies_these_numbers(recipe):
         want = {"y": layer.forward(x), "d_x": layer.input_gradient(d_y)}
         want["d_fc.weight"] = layer.weight_gradient(d_y, x)
         errors = {
-            name: relative_error(cases.of_groups(name, ran.tensors[name], recipes.SIZES), want[name]) for name in want
+            name: relative_error(
+                cases.of_groups(name, ran.tensors[name], recipes.SIZES), want[name]
+            )
+            for name in want
         }
         if other == recipe:
             assert all(error < 1e-6 for error in errors.values()), errors
-        elif "NVFP4" in str(recipe) and "NVFP4" in str(other):  # they differ only in weight gradients
+        elif "NVFP4" in str(recipe) and "NVFP4" in str(
+            other
+        ):  # they differ only in weight gradients
             assert errors["d_fc.weight"] > 1e-2, (other, errors)
         else:  # the comparison can tell one recipe from another
             assert all(error > 3e-6 for error in errors.values()), (other, errors)
@@ -67,7 +81,11 @@ def test_a_bias_is_rounded_once_with_the_product(recipe):
     inputs = linear_inputs(case)
     layer = cases.make_linear(case, inputs.w1, inputs.b1, precision=recipe)
     y = cases.used(layer(inputs.x, inputs.splits, bias_scale=inputs.scale), recipes.SIZES).detach()
-    x, scale, bias = inputs.x.float().numpy(), inputs.scale.double().numpy(), inputs.b1.double().numpy()
+    x, scale, bias = (
+        inputs.x.float().numpy(),
+        inputs.scale.double().numpy(),
+        inputs.b1.double().numpy(),
+    )
     exact = oracle.Linear(recipes.NUMBERS[recipe], inputs.w1, recipes.SIZES.splits)
 
     def rounded(numbers):
@@ -79,8 +97,13 @@ def test_a_bias_is_rounded_once_with_the_product(recipe):
         assert least <= (y != right).double().mean() <= most
 
 
-MOST = [("cpu", torch.float32, recipes.SIZES, SAME_NUMBERS), ("cpu", torch.bfloat16, recipes.SIZES, 6e-3)]
-MOST += [on_gpus("cuda", torch.bfloat16, sizes, 1e-2) for sizes in (recipes.LARGE, recipes.LARGE_ODD)]
+MOST = [
+    ("cpu", torch.float32, recipes.SIZES, SAME_NUMBERS),
+    ("cpu", torch.bfloat16, recipes.SIZES, 6e-3),
+]
+MOST += [
+    on_gpus("cuda", torch.bfloat16, sizes, 1e-2) for sizes in (recipes.LARGE, recipes.LARGE_ODD)
+]
 
 
 @pytest.mark.parametrize(("device", "dtype", "sizes", "most"), MOST, ids=str)
@@ -113,7 +136,9 @@ def test_errors_are_those_of_the_format(recipe):
 
 
 # -- the caller's buffers, and everything else that a layer may be asked for -------------------------------------------
-SMALL_BLOCKS = replace(recipes.SMALL, ffn=128)  # quantised in one kernel with the activation, by blocks of 128 too
+SMALL_BLOCKS = replace(
+    recipes.SMALL, ffn=128
+)  # quantised in one kernel with the activation, by blocks of 128 too
 FUSED = {
     "cpu": [
         (None, torch.bfloat16, False, SMALL_BLOCKS),
@@ -150,7 +175,9 @@ def test_fused_experts_are_three_modules(recipe, path, device):
 
 @recipes.every_recipe
 @pytest.mark.parametrize(
-    ("device", "dtype"), [("cpu", torch.float32), ("cpu", torch.bfloat16), on_gpus("cuda", torch.bfloat16)], ids=str
+    ("device", "dtype"),
+    [("cpu", torch.float32), ("cpu", torch.bfloat16), on_gpus("cuda", torch.bfloat16)],
+    ids=str,
 )
 @pytest.mark.parametrize("way", ["packed", "scattered", "delayed"])
 def test_bias_gradients_have_the_bits_of_a_kernel_that_only_sums(recipe, way, device, dtype):
@@ -164,7 +191,9 @@ def test_layers_of_two_precisions_are_not_fused():
     fc2, activation = cases.make_linear(case, inputs.w2, inputs.b2), ScaledSwiGLU()
     found = Sequential(fc1, activation, fc2)(inputs.x, inputs.splits, inputs.scale, inputs.splits)
     a = activation(fc1(inputs.x, inputs.splits), inputs.scale)
-    cases.assert_same_bits(cases.used(found, recipes.SMALL), cases.used(fc2(a, inputs.splits), recipes.SMALL))
+    cases.assert_same_bits(
+        cases.used(found, recipes.SMALL), cases.used(fc2(a, inputs.splits), recipes.SMALL)
+    )
 
 
 @recipes.every_recipe
@@ -178,7 +207,9 @@ def test_buffers_of_the_caller(recipe):
         cases.assert_buffers_used(ran, buffers, recipes.TINY)
         plain = case.dtype, case.is_nd, case.bias, case.main_grad
         if plain not in want:
-            want[plain] = cases.run_linear(replace(case, buffers=(), delayed=False), inputs, precision=recipe)
+            want[plain] = cases.run_linear(
+                replace(case, buffers=(), delayed=False), inputs, precision=recipe
+            )
             for name in ("y", "d_x"):
                 tail = want[plain].tensors[name].flatten(0, -2)[recipes.TINY.num_used :]
                 assert not tail.any(), "a tail allocated here is zero"
@@ -196,7 +227,9 @@ def test_buffers_of_the_caller(recipe):
 @pytest.mark.parametrize("scattered", [False, True])
 def test_discrete_weights_give_the_same_bits(recipe, main_grad, scattered):
     case = cases.Case(dtype=torch.bfloat16, main_grad=main_grad)
-    inputs = cases.make_inputs(case, sizes=recipes.SMALL, width=recipes.OUT, out_features=recipes.OUT)
+    inputs = cases.make_inputs(
+        case, sizes=recipes.SMALL, width=recipes.OUT, out_features=recipes.OUT
+    )
     layer = cases.make_linear(case, inputs.w1, inputs.b1, precision=recipe, weights="discrete")
     for parameter in layer.weight_parameters() if scattered else ():
         parameter.data = parameter.data.clone()
@@ -207,7 +240,12 @@ def test_discrete_weights_give_the_same_bits(recipe, main_grad, scattered):
     cases.assert_same_results(ran, want, recipes.SMALL)
     if main_grad:  # what has no rows has kept what it had
         assert (layer.weight1.main_grad == cases.MAIN_GRAD_START).all()
-        again = cases.run(lambda x, _: layer(x, inputs.splits, is_first_microbatch=True), {"fc": layer}, inputs, case)
+        again = cases.run(
+            lambda x, _: layer(x, inputs.splits, is_first_microbatch=True),
+            {"fc": layer},
+            inputs,
+            case,
+        )
         assert not layer.weight1.main_grad.any()
         start = ran.tensors["d_fc.weight"] - cases.MAIN_GRAD_START
         assert relative_error(again.tensors["d_fc.weight"], start) < 1e-5
@@ -221,7 +259,10 @@ class CopiesSeen(Watching):
     def look(self, func, given, result) -> None:
         name = func.overloadpacket.__name__
         if any(word in name for word in ("copy", "clone", "stack", "cat", "add", "contiguous")):
-            if any(isinstance(leaf, torch.Tensor) and leaf.numel() >= self.least_numel for leaf in tree_leaves(given)):
+            if any(
+                isinstance(leaf, torch.Tensor) and leaf.numel() >= self.least_numel
+                for leaf in tree_leaves(given)
+            ):
                 self.seen.append(name)
 
 
@@ -229,8 +270,16 @@ class CopiesSeen(Watching):
 @pytest.mark.parametrize("kind", ["linear", "mlp"])
 def test_scattered_weights_are_not_copied(recipe, kind, monkeypatch):
     """Nor are their gradients, in main_grads that lie anywhere."""
-    hidden, ffn, options = 64, 96, {"precision": recipe, "weights": "discrete", "accumulate_into_main_grad": True}
-    layer = GroupedLinear(2, hidden, ffn, **options) if kind == "linear" else GroupedMLP(2, hidden, ffn, **options)
+    hidden, ffn, options = (
+        64,
+        96,
+        {"precision": recipe, "weights": "discrete", "accumulate_into_main_grad": True},
+    )
+    layer = (
+        GroupedLinear(2, hidden, ffn, **options)
+        if kind == "linear"
+        else GroupedMLP(2, hidden, ffn, **options)
+    )
     parameters = [parameter for name, parameter in layer.named_parameters() if "weight" in name]
     for parameter in parameters:
         parameter.data = parameter.data.clone()
@@ -258,7 +307,9 @@ def unseen(function, *args, **kwargs):
 
 
 @recipes.every_recipe
-@pytest.mark.parametrize("splits", [(0, 0, 0, 0), (28, 0, 0, 0), (0, 0, 0, 28), (1, 1, 1, 1)], ids=str)
+@pytest.mark.parametrize(
+    "splits", [(0, 0, 0, 0), (28, 0, 0, 0), (0, 0, 0, 28), (1, 1, 1, 1)], ids=str
+)
 def test_groups_of_any_size(recipe, splits):
     case = cases.Case(dtype=torch.bfloat16, bias=False, buffers=())
     sizes = replace(recipes.SMALL, splits=splits)
@@ -270,7 +321,9 @@ def test_groups_of_any_size(recipe, splits):
         return
     for name, exact in cases.mlp_oracle(inputs, case).items():
         if name != "d_scale" or sizes.num_used > 4:  # of few numbers, which may be small by chance
-            assert relative_error(cases.of_groups(name, ran.tensors[name], sizes), exact) < 1.25 * most, name
+            assert (
+                relative_error(cases.of_groups(name, ran.tensors[name], sizes), exact) < 1.25 * most
+            ), name
     for name in ("d_fc1.weight", "d_fc2.weight"):
         assert [bool(part.any()) for part in ran.tensors[name]] == [count > 0 for count in splits]
 
@@ -290,13 +343,17 @@ def test_no_rows(recipe):
 def test_without_gradients(recipe):
     case = cases.Case(dtype=torch.bfloat16, buffers=())
     inputs = cases.make_inputs(case, sizes=recipes.SMALL)
-    mlp = GroupedMLP(4, recipes.SMALL.hidden, recipes.SMALL.ffn, bias=True, precision=recipe, dtype=case.dtype)
+    mlp = GroupedMLP(
+        4, recipes.SMALL.hidden, recipes.SMALL.ffn, bias=True, precision=recipe, dtype=case.dtype
+    )
     want = mlp(inputs.x, inputs.splits, inputs.scale)
     assert want.requires_grad
     for context in (torch.no_grad, torch.inference_mode):
         with context():
             found = mlp(inputs.x, inputs.splits, inputs.scale)
-            cases.assert_same_bits(cases.used(found, recipes.SMALL), cases.used(want.detach(), recipes.SMALL))
+            cases.assert_same_bits(
+                cases.used(found, recipes.SMALL), cases.used(want.detach(), recipes.SMALL)
+            )
     mlp.requires_grad_(False)
     x = inputs.x.clone().requires_grad_()
     mlp(x, inputs.splits, inputs.scale).backward(inputs.d_y)
@@ -354,7 +411,10 @@ def test_seeds_come_from_the_gradients_of_the_group_alone():
         assert torch.equal(of_index, gradient_seeds(NVFP4(), picked, row_range, None))
         moved = torch.cat([rows[9:30], rows[:9]])
         row_range = whole_groups((21, 9))
-        assert gradient_seeds(NVFP4(), moved, row_range, None).tolist() == [int(seeds[2]), int(seeds[0])]
+        assert gradient_seeds(NVFP4(), moved, row_range, None).tolist() == [
+            int(seeds[2]),
+            int(seeds[0]),
+        ]
     for recipe in (Float8Block(), NVFP4(stochastic_gradients=False)):
         assert gradient_seeds(recipe, rows, row_range, None) is None
 
@@ -363,13 +423,17 @@ def test_stochastic_gradients_are_right_in_the_mean():
     """The mean over gradients that hardly differ comes near the exact one; rounded to nearest, it stays where it is. Of
     n independent errors, the mean has the root of 1 / n of one."""
     case = cases.Case(dtype=torch.float32, bias=False, buffers=())
-    inputs = cases.make_inputs(case, sizes=recipes.SMALL, width=recipes.OUT, out_features=recipes.OUT)
+    inputs = cases.make_inputs(
+        case, sizes=recipes.SMALL, width=recipes.OUT, out_features=recipes.OUT
+    )
     errors, num_steps = {}, 16
     for stochastic in (False, True):
         recipe = NVFP4(stochastic_gradients=stochastic, hadamard_signs=None)
         layer = cases.make_linear(case, inputs.w1, inputs.b1, precision=recipe)
         layer.requires_grad_(False)
-        weight = recipe.quantize_weight(inputs.w1).dequantize()  # so that errors are those of gradients
+        weight = recipe.quantize_weight(
+            inputs.w1
+        ).dequantize()  # so that errors are those of gradients
         mean = 0.0
         for step in range(num_steps):
             x = inputs.x.clone().requires_grad_()

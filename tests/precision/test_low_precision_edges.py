@@ -44,7 +44,9 @@ def test_bad_tokens_stay_alone(cluster, recipe, what):
 EXPERTS, H, I, K, T = 8, 64, 32, 3, 24
 
 
-@pytest.mark.parametrize(("recipe", "wire"), [(recipe, wire) for recipe in RECIPES for wire in wires(recipe)], ids=str)
+@pytest.mark.parametrize(
+    ("recipe", "wire"), [(recipe, wire) for recipe in RECIPES for wire in wires(recipe)], ids=str
+)
 @run_on(2)
 def test_padding_duplicates_and_drops(
     rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap, recipe: Recipe, wire: str
@@ -64,7 +66,12 @@ def test_padding_duplicates_and_drops(
         plan = make_plan(ids, num_experts=EXPERTS, heap=heap, **limits)
         leaves = x.clone().requires_grad_(), probs.clone().requires_grad_()
         y = expert_parallel_mlp(
-            *leaves, experts, plan, order="slot", quantized_wire=wire, **{"schedule": "always-overlapped", **options}
+            *leaves,
+            experts,
+            plan,
+            order="slot",
+            quantized_wire=wire,
+            **{"schedule": "always-overlapped", **options},
         )
         weights = experts.fc1.weight, experts.fc2.weight
         found = [y.detach(), *torch.autograd.grad(y, (*leaves, *weights), dy)]
@@ -72,7 +79,9 @@ def test_padding_duplicates_and_drops(
         return dict(zip(("y", "dx", "dprobs", "dw1", "dw2"), found, strict=True)) | drops
 
     whole = run(ids)
-    findings.check(not whole["y"][3].any() and not whole["dx"][3].any(), "a token of no expert gets something")
+    findings.check(
+        not whole["y"][3].any() and not whole["dx"][3].any(), "a token of no expert gets something"
+    )
     findings.check(bool(whole["y"].isfinite().all()), "y is not finite")
     for options in ({"layout": "expert-major"}, {"stash": "none"}, {"schedule": "serial"}):
         findings.where = f"rank {rank}, {recipe}, {wire}, {options}"
@@ -85,7 +94,10 @@ def test_padding_duplicates_and_drops(
         findings.check(dropped["dropped"] > 0, "nothing was dropped")
         same = run(torch.where(dropped["kept"], ids, -1))
         for name in ("y", "dx", "dprobs", "dw1", "dw2"):
-            findings.check(torch.equal(dropped[name], same[name]), f"{name} has other bits than without the slots")
+            findings.check(
+                torch.equal(dropped[name], same[name]),
+                f"{name} has other bits than without the slots",
+            )
         findings.check(not torch.equal(dropped["y"], whole["y"]), "the drops change nothing")
 
 
@@ -109,7 +121,9 @@ MLP_WEIGHTS = [(3, 48, 160), (3, 80, 48)]  # transposed
         (GroupedLinear, Float8Block(), torch.bfloat16, [(3, 80, 48)]),
     ],
 )
-def test_delayed_weight_gradients_keep_no_weights(make, precision, dtype: torch.dtype, shapes: list):
+def test_delayed_weight_gradients_keep_no_weights(
+    make, precision, dtype: torch.dtype, shapes: list
+):
     """Until backward_dw, which comes much later in some schedules, the operands of dgrad are gone."""
     module = make(3, 48, 80, precision=precision, delay_wgrad=True)
     x = torch.randn(6, 48, requires_grad=True)
@@ -123,7 +137,9 @@ def test_delayed_weight_gradients_keep_no_weights(make, precision, dtype: torch.
     del y
     assert alive(dtype, *shapes) == 0
     module.backward_dw()
-    assert all(parameter.grad.any() for name, parameter in module.named_parameters() if "weight" in name)
+    assert all(
+        parameter.grad.any() for name, parameter in module.named_parameters() if "weight" in name
+    )
 
 
 def test_what_torch_computes_of_operands_is_not_read():
@@ -139,7 +155,9 @@ def test_what_torch_computes_of_operands_is_not_read():
 
 # -- other ranks ------------------------------------------------------------------------------------------------------
 @run_on(2)
-def test_a_wire_without_a_recipe_raises_on_every_rank(rank: int, num_ranks: int, heap: SymmetricHeap) -> None:
+def test_a_wire_without_a_recipe_raises_on_every_rank(
+    rank: int, num_ranks: int, heap: SymmetricHeap
+) -> None:
     """Only rank 1 wants rows quantised, by experts that have no recipe for it."""
     experts = GroupedMLP(2, 64, 32)
     plan = make_plan(torch.zeros((4, 1), dtype=torch.int64), num_experts=2 * num_ranks, heap=heap)
@@ -160,7 +178,9 @@ def test_gpus_that_are_too_old_are_refused_at_construction(monkeypatch, heap, re
         lambda: GroupedLinear(2, 64, 64, precision=recipe),
         lambda: GroupedMLP(2, 64, 32, precision=recipe),
         lambda: MoELayer(config, heap),
-        lambda: MoELayer(config, heap, experts=GroupedMLP(2, 64, 32, precision=recipe, device="meta")),
+        lambda: MoELayer(
+            config, heap, experts=GroupedMLP(2, 64, 32, precision=recipe, device="meta")
+        ),
         lambda: recipe.quantize(rows),
         lambda: recipe.quantize_columns(rows),
         lambda: recipe.quantize_weight(weight),
@@ -174,7 +194,9 @@ def test_gpus_that_are_too_old_are_refused_at_construction(monkeypatch, heap, re
         call()
     for capability, is_refused in (((8, 6), True), ((8, 9), False)):
         monkeypatch.setattr(
-            architectures, "capability", lambda device, cpu=capability: cpu if device.type == "cpu" else (9, 0)
+            architectures,
+            "capability",
+            lambda device, cpu=capability: cpu if device.type == "cpu" else (9, 0),
         )
         for call in calls:
             with pytest.raises(ArgumentError, match=TOO_OLD) if is_refused else nullcontext():
@@ -183,27 +205,42 @@ def test_gpus_that_are_too_old_are_refused_at_construction(monkeypatch, heap, re
 
 
 @run_on(2)
-def test_an_old_gpu_of_one_rank_raises_on_every_rank(rank, num_ranks, findings: Findings, heap: SymmetricHeap) -> None:
+def test_an_old_gpu_of_one_rank_raises_on_every_rank(
+    rank, num_ranks, findings: Findings, heap: SymmetricHeap
+) -> None:
     """Only rank 1 has one: each call raises on both ranks, and the next call without it works."""
     capability = architectures.capability
     config = MoEConfig(hidden=64, ffn=32, num_experts=2 * num_ranks, top_k=1, precision=MXFP8())
     layer = MoELayer(config, heap)
 
     def step() -> None:
-        plan = make_plan(torch.zeros((4, 1), dtype=torch.int64), num_experts=config.num_experts, heap=heap)
+        plan = make_plan(
+            torch.zeros((4, 1), dtype=torch.int64), num_experts=config.num_experts, heap=heap
+        )
         expert_parallel_mlp(torch.ones(4, 64), torch.ones(4, 1), layer.experts, plan)
 
     for call in (step, lambda: layer(torch.ones(4, 64))):
         call()
-        with mock.patch.object(architectures, "capability", (lambda device: (8, 6)) if rank == 1 else capability):
+        with mock.patch.object(
+            architectures, "capability", (lambda device: (8, 6)) if rank == 1 else capability
+        ):
             name, text = outcome(call)
         findings.check(name == "ArgumentError" and re.search(TOO_OLD, text), f"{name}: {text}")
         call()
 
 
 # -- what is counted --------------------------------------------------------------------------------------------------
-def count_bytes(rank: int, num_ranks: int, heap: SymmetricHeap, recipe: Recipe, wire: str) -> tuple[int, int]:
-    config = MoEConfig(hidden=256, ffn=32, num_experts=2 * num_ranks, top_k=2, precision=recipe, quantized_wire=wire)
+def count_bytes(
+    rank: int, num_ranks: int, heap: SymmetricHeap, recipe: Recipe, wire: str
+) -> tuple[int, int]:
+    config = MoEConfig(
+        hidden=256,
+        ffn=32,
+        num_experts=2 * num_ranks,
+        top_k=2,
+        precision=recipe,
+        quantized_wire=wire,
+    )
     torch.manual_seed(1)
     layer = MoELayer(config, heap, dtype=torch.bfloat16)
     logger = MetricsLogger(layer)

@@ -13,14 +13,31 @@ from cluster import on_ranks, run_on
 from heap_calls import outcome
 from kept_memory import bytes_kept
 from layers import WAYS, global_weights, local_part, tokens_of
-from low_precision_cases import ON_GPUS, ONE_PRODUCT, RECIPES, TWO_LAYERS, config_for, count_calls, every_recipe
+from low_precision_cases import (
+    ON_GPUS,
+    ONE_PRODUCT,
+    RECIPES,
+    TWO_LAYERS,
+    config_for,
+    count_calls,
+    every_recipe,
+)
 from low_precision_oracle import relative_error
 from row_ranges import whole_groups
 from stacks import Stack, compare_bits, pipeline, run_schedule, step
 from torch.utils.checkpoint import checkpoint
 from worker import Findings, Watching, experts_of, open_heap, poison
 
-from symmoe import GroupedLinear, GroupedMLP, MoEConfig, MoELayer, SymmetricHeap, add_lora, make_plan, plan_memory
+from symmoe import (
+    GroupedLinear,
+    GroupedMLP,
+    MoEConfig,
+    MoELayer,
+    SymmetricHeap,
+    add_lora,
+    make_plan,
+    plan_memory,
+)
 from symmoe.errors import ArgumentError
 from symmoe.grouped import quantized_experts
 from symmoe.grouped.experts import ExpertRows, evaluated
@@ -32,7 +49,12 @@ from symmoe.precision.wire import WireFormat
 from symmoe.symm_mem.memory import ALIGNMENT_BYTES
 
 H, I, K = 512, 32, 2
-RANK_TO_TOKENS = (300, 3, 61, 0)  # experts of several tiles: FC2 computes some of them before the others
+RANK_TO_TOKENS = (
+    300,
+    3,
+    61,
+    0,
+)  # experts of several tiles: FC2 computes some of them before the others
 WIRE_RECIPES = [recipe for recipe in RECIPES if recipe.row_format.element == "e4m3"]
 NAMES = ("y", "dx", "dprobs", "dw1", "dw2")
 STASHED = list(zip(WAYS[1:], ("rows", "hidden", "none"), strict=True))
@@ -49,7 +71,9 @@ def wired(*cases):
 @every_recipe
 @on_ranks(cpu=(1, 2), cuda=(1, 2, 4), marks=ON_GPUS)
 @run_on()
-def test_all_ways_give_the_same_bits(rank: int, num_ranks: int, findings: Findings, device: str, recipe):
+def test_all_ways_give_the_same_bits(
+    rank: int, num_ranks: int, findings: Findings, device: str, recipe
+):
     """The same bits in all of them, near the oracle; what travels quantised changes only weight gradients."""
     element, dtype = recipe.row_format.element, torch.bfloat16
     num_experts, num_tokens = 2 * num_ranks, RANK_TO_TOKENS[rank]
@@ -79,7 +103,11 @@ def test_all_ways_give_the_same_bits(rank: int, num_ranks: int, findings: Findin
             return found
 
         for order in ("rank", "slot"):
-            ways = [*WAYS, *({**way, "stash": stash} for way, stash in STASHED)] if order == "rank" else STASHED_SLOT
+            ways = (
+                [*WAYS, *({**way, "stash": stash} for way, stash in STASHED)]
+                if order == "rank"
+                else STASHED_SLOT
+            )
             first = None
             for way in ways:
                 findings.where = f"rank {rank} of {num_ranks}, {recipe}, order {order}, {way}"
@@ -89,7 +117,9 @@ def test_all_ways_give_the_same_bits(rank: int, num_ranks: int, findings: Findin
             for name, got, want in zip(NAMES, first, wanted, strict=True):
                 if want.numel() > 50:  # few numbers may be small by chance
                     error = relative_error(got, want)
-                    findings.check(0.01 < error < 1.25 * TWO_LAYERS[element], f"{name} is off by {error}")
+                    findings.check(
+                        0.01 < error < 1.25 * TWO_LAYERS[element], f"{name} is off by {error}"
+                    )
         if element == "e4m3":
             for wire, way in (
                 ("forward", WAYS[0]),
@@ -99,7 +129,13 @@ def test_all_ways_give_the_same_bits(rank: int, num_ranks: int, findings: Findin
             ):
                 findings.where = f"rank {rank} of {num_ranks}, {recipe}, wire {wire}, {way}"
                 found = run(order="slot", quantized_wire=wire, **way)
-                changed = {"dw1"} if wire == "forward" else {"dw2"} if wire == "backward" else {"dw1", "dw2"}
+                changed = (
+                    {"dw1"}
+                    if wire == "forward"
+                    else {"dw2"}
+                    if wire == "backward"
+                    else {"dw1", "dw2"}
+                )
                 for name, got, one, want in zip(NAMES, found, first, wanted, strict=True):
                     if name not in changed:
                         findings.check(torch.equal(got, one), f"{name} has other bits than without")
@@ -108,8 +144,13 @@ def test_all_ways_give_the_same_bits(rank: int, num_ranks: int, findings: Findin
                     # powers of two, its numbers have 3 bits behind the leading one already, and nothing changes.
                     error = relative_error(got, want)
                     if recipe == Float8Block():
-                        findings.check(not torch.equal(got, one), f"{name} knows nothing of the wire")
-                    findings.check(error < 1.25 * (TWO_LAYERS[element] + ONE_PRODUCT[element] / 2), f"{name}: {error}")
+                        findings.check(
+                            not torch.equal(got, one), f"{name} knows nothing of the wire"
+                        )
+                    findings.check(
+                        error < 1.25 * (TWO_LAYERS[element] + ONE_PRODUCT[element] / 2),
+                        f"{name}: {error}",
+                    )
         findings.equal("staging copies", heap.statistics.num_staging_copies, 0)
 
 
@@ -117,7 +158,9 @@ def test_all_ways_give_the_same_bits(rank: int, num_ranks: int, findings: Findin
 EXPERTS, TOKENS = 8, 44
 
 
-def run_cut(rank, num_ranks, device: str, recipe, wire: str, cut: list[int], order: str) -> dict[str, np.ndarray]:
+def run_cut(
+    rank, num_ranks, device: str, recipe, wire: str, cut: list[int], order: str
+) -> dict[str, np.ndarray]:
     """Bits of this rank's part of a batch that `cut` divides between the ranks."""
     generator = torch.Generator().manual_seed(4)
     ids = torch.rand((TOKENS, EXPERTS), generator=generator).topk(K).indices
@@ -131,12 +174,21 @@ def run_cut(rank, num_ranks, device: str, recipe, wire: str, cut: list[int], ord
         x.requires_grad_()
         plan = make_plan(ids, num_experts=EXPERTS, heap=heap)
         y = expert_parallel_mlp(
-            x, probs.requires_grad_(), experts, plan, order=order, schedule="always-overlapped", quantized_wire=wire
+            x,
+            probs.requires_grad_(),
+            experts,
+            plan,
+            order=order,
+            schedule="always-overlapped",
+            quantized_wire=wire,
         )
         y.backward(dy)
         found = {"y": y, "dx": x.grad, "dprobs": probs.grad}
         found |= {"dw1": experts.fc1.weight.grad, "dw2": experts.fc2.weight.grad}
-        return {name: tensor.detach().cpu().contiguous().view(torch.uint8).numpy() for name, tensor in found.items()}
+        return {
+            name: tensor.detach().cpu().contiguous().view(torch.uint8).numpy()
+            for name, tensor in found.items()
+        }
 
 
 @pytest.mark.parametrize("device", [slowly("cpu"), pytest.param("cuda", marks=ON_GPUS)])
@@ -144,7 +196,9 @@ def run_cut(rank, num_ranks, device: str, recipe, wire: str, cut: list[int], ord
 def test_any_number_of_ranks_gives_the_same_bits(cluster, recipe, wire, device: str):
     """With order="slot", stochastic rounding included: it depends on the expert's rows and not on where they are."""
     want = None
-    for num_ranks, cut in ((1, [44]), (2, [40, 4]), (4, [11, 0, 30, 3]))[: 3 if device == "cpu" else 2]:
+    for num_ranks, cut in ((1, [44]), (2, [40, 4]), (4, [11, 0, 30, 3]))[
+        : 3 if device == "cpu" else 2
+    ]:
         results = cluster(num_ranks, device).run(run_cut, device, recipe, wire, cut, "slot")
         found = {name: np.concatenate([part[name] for part in results]) for name in NAMES}
         want = found if want is None else want
@@ -184,7 +238,9 @@ def test_layers(rank: int, num_ranks: int, findings: Findings, device: str, reci
         compare_bits(findings, step(model, batch(), through=through), want)
         plain = Stack(heap, replace(config, precision=None, quantized_wire="none"))
         for name, one, other in zip(("y", "dx"), step(plain, batch()), want, strict=False):
-            findings.check(1e-4 < relative_error(other, one) < 0.5, f"{name} is not near the layer in full")
+            findings.check(
+                1e-4 < relative_error(other, one) < 0.5, f"{name} is not near the layer in full"
+            )
         gc.collect()
         findings.equal("leased bytes", heap.leased_bytes, 0)
 
@@ -208,12 +264,24 @@ def test_second_bias(rank: int, num_ranks: int, findings: Findings, device: str,
     quantized_experts.QuantizedBackward, steps = Summed, []
     try:
         with open_heap(device, num_bytes=64 << 20) as heap:
-            for way, (weights, dtype) in product(WAYS, (("packed", torch.float32), ("discrete", torch.bfloat16))):
-                findings.where = f"rank {rank} of {num_ranks}, {recipe}, wire {wire}, {way}, {weights}, {dtype}"
-                experts = GroupedMLP(2, H, I, bias=True, precision=recipe, weights=weights, device=heap.device)
-                config = replace(config_for(num_ranks, precision=recipe, quantized_wire=wire, **way), hidden=H, ffn=I)
+            for way, (weights, dtype) in product(
+                WAYS, (("packed", torch.float32), ("discrete", torch.bfloat16))
+            ):
+                findings.where = (
+                    f"rank {rank} of {num_ranks}, {recipe}, wire {wire}, {way}, {weights}, {dtype}"
+                )
+                experts = GroupedMLP(
+                    2, H, I, bias=True, precision=recipe, weights=weights, device=heap.device
+                )
+                config = replace(
+                    config_for(num_ranks, precision=recipe, quantized_wire=wire, **way),
+                    hidden=H,
+                    ffn=I,
+                )
                 layer = MoELayer(config, heap, experts=experts.to(dtype))
-                y, _ = layer(tokens_of(rank, RANK_TO_TOKENS[rank], H).to(heap.device, dtype).requires_grad_())
+                y, _ = layer(
+                    tokens_of(rank, RANK_TO_TOKENS[rank], H).to(heap.device, dtype).requires_grad_()
+                )
                 y.square().sum().backward()
                 del y
     finally:
@@ -235,7 +303,9 @@ def test_rows_on_their_way_are_waited_for():
             arriving[begin:end] = rows[begin:end]
             yield Part(row_range)
 
-    found, _ = weights.first_layer(ExpertRows(arriving, row_range, scale), num_rows=8, parts=parts())
+    found, _ = weights.first_layer(
+        ExpertRows(arriving, row_range, scale), num_rows=8, parts=parts()
+    )
     assert torch.equal(found.h, want.h)
 
 
@@ -263,11 +333,23 @@ def test_a_row_on_the_wire(monkeypatch, recipe, hidden):
             got, want = (getattr(q, name).view(torch.uint8) for q in (found, quantized))
             assert torch.equal(got[:9], want[picked][:9]), name  # the others belong to no group
         assert found.row_range is row_range
-        for dtype in (torch.bfloat16, torch.float16, torch.float32):  # along tokens: of the decoded rows
+        for dtype in (
+            torch.bfloat16,
+            torch.float16,
+            torch.float32,
+        ):  # along tokens: of the decoded rows
             columns = wire.columns(sent, row_range, dtype, row_index)
-            wanted = recipe.quantize_columns(wire.decode(sent, dtype), row_range, row_index=row_index)
-            assert (columns.layout, columns.num_rows, columns.row_range) == ("columns", wanted.num_rows, row_range)
-            assert torch.equal(columns.dequantize().nan_to_num(7), wanted.dequantize().nan_to_num(7))
+            wanted = recipe.quantize_columns(
+                wire.decode(sent, dtype), row_range, row_index=row_index
+            )
+            assert (columns.layout, columns.num_rows, columns.row_range) == (
+                "columns",
+                wanted.num_rows,
+                row_range,
+            )
+            assert torch.equal(
+                columns.dequantize().nan_to_num(7), wanted.dequantize().nan_to_num(7)
+            )
     parts = quantized.data.view(torch.uint8), quantized.scale.view(torch.uint8)
     padding = torch.zeros(20, wire.row_bytes - recipe.row_bytes(hidden), dtype=torch.uint8)
     assert torch.equal(sent.view(torch.uint8), torch.cat([*parts, padding], dim=1))
@@ -284,7 +366,9 @@ def test_a_row_on_the_wire(monkeypatch, recipe, hidden):
 @every_recipe
 def test_gradients_of_biases_come_with_the_quantised_gradients(monkeypatch, recipe):
     """No kernel reads the rows for them, unless nothing else asks for quantised rows."""
-    seen = count_calls(monkeypatch, "dact_quantize", "scaled_activation_grad", "grouped_bias_grad", "sum_dbias")
+    seen = count_calls(
+        monkeypatch, "dact_quantize", "scaled_activation_grad", "grouped_bias_grad", "sum_dbias"
+    )
     mlp = GroupedMLP(2, 64, 128, bias=True, precision=recipe, dtype=torch.bfloat16)
     x = torch.randn(8, 64, dtype=torch.bfloat16)
     mlp(x, [3, 5], torch.ones(8)).sum().backward()
@@ -302,8 +386,13 @@ def test_gradients_of_biases_come_with_the_quantised_gradients(monkeypatch, reci
 @every_recipe
 def test_a_weight_is_quantised_once(monkeypatch, recipe):
     """For both directions in one call if the rows have a gradient, else for forward alone; none in backward."""
-    counts = count_calls(monkeypatch, "quantize_weights", "quantize_weight_pairs", "group_amax", "weight_amax")
-    linear, mlp = GroupedLinear(2, 64, 32, precision=recipe), GroupedMLP(2, 64, 32, precision=recipe)
+    counts = count_calls(
+        monkeypatch, "quantize_weights", "quantize_weight_pairs", "group_amax", "weight_amax"
+    )
+    linear, mlp = (
+        GroupedLinear(2, 64, 32, precision=recipe),
+        GroupedMLP(2, 64, 32, precision=recipe),
+    )
     splits = torch.tensor([3, 5], dtype=torch.int32)
 
     def forward(module, trains_rows: bool) -> torch.Tensor:
@@ -315,7 +404,10 @@ def test_a_weight_is_quantised_once(monkeypatch, recipe):
     for module, num_weights in ((linear, 1), (mlp, 2)):
         y = forward(module, True)
         assert (counts["quantize_weights"], counts["quantize_weight_pairs"]) == (0, num_weights)
-        assert (counts["group_amax"], counts["weight_amax"]) == (num_weights * has_amax, num_weights * has_amax)
+        assert (counts["group_amax"], counts["weight_amax"]) == (
+            num_weights * has_amax,
+            num_weights * has_amax,
+        )
         counts.update(dict.fromkeys(counts, 0))
         y.sum().backward()
         assert (counts["quantize_weights"], counts["quantize_weight_pairs"]) == (0, 0)
@@ -332,23 +424,37 @@ def test_a_weight_is_quantised_once(monkeypatch, recipe):
 def test_bytes_of_a_call(recipe, stash: str):
     for wire in ("none", "both") if recipe in WIRE_RECIPES else ("none",):
         options = {"precision": recipe, "quantized_wire": wire, "stash": stash, "capacity": 150}
-        config = MoEConfig(hidden=160, ffn=96, num_experts=8, top_k=3, schedule="always-overlapped", **options)
+        config = MoEConfig(
+            hidden=160, ffn=96, num_experts=8, top_k=3, schedule="always-overlapped", **options
+        )
         plan = plan_memory(config, num_ranks=1, num_tokens=37, dtype=torch.float32)
-        assert (plan.lease_bytes_per_call, plan.activation_bytes_per_call) == bytes_kept(config, 37), wire
+        assert (plan.lease_bytes_per_call, plan.activation_bytes_per_call) == bytes_kept(
+            config, 37
+        ), wire
 
 
 @wired((Float8Block(), "both"), slowly(MXFP8(), "backward"), slowly(NVFP4(), "none"))
 @run_on(2)
-def test_the_heap_is_as_large_as_planned(rank: int, num_ranks: int, findings: Findings, recipe, wire: str) -> None:
+def test_the_heap_is_as_large_as_planned(
+    rank: int, num_ranks: int, findings: Findings, recipe, wire: str
+) -> None:
     """1F1B runs on a heap of as many bytes as planned, with the bits of one after the other, and not on less."""
     options = {"precision": recipe, "quantized_wire": wire, "capacity": 48, "max_tokens": 8}
     for stash, layout in (("all", "packed"), ("none", "expert-major")):
         config = config_for(num_ranks, stash=stash, layout=layout, **options)
-        sizes = {"num_ranks": num_ranks, "num_tokens": 8, "num_layers": 2, "num_in_flight": 2, "dtype": torch.float32}
+        sizes = {
+            "num_ranks": num_ranks,
+            "num_tokens": 8,
+            "num_layers": 2,
+            "num_in_flight": 2,
+            "dtype": torch.float32,
+        }
         num_bytes = plan_memory(config, **sizes).heap_bytes
         with open_heap("cpu", num_bytes=num_bytes) as heap:
             model = Stack(heap, config)
-            want = run_schedule(model, heap, [turn for i in range(3) for turn in (("F", i), ("B", i))])
+            want = run_schedule(
+                model, heap, [turn for i in range(3) for turn in (("F", i), ("B", i))]
+            )
             compare_bits(findings, run_schedule(model, heap, pipeline(3, 2)), want)
         with open_heap("cpu", num_bytes=num_bytes - ALIGNMENT_BYTES) as heap:
             error, _ = outcome(run_schedule, Stack(heap, config), heap, pipeline(3, 2))
@@ -362,12 +468,27 @@ def test_the_heap_is_as_large_as_planned(rank: int, num_ranks: int, findings: Fi
     [
         ({"precision": "fp8"}, r"precision \('fp8'\) must be a recipe of symmoe.precision"),
         ({"precision": Float8Block}, r"precision \(<class .*must be a recipe"),
-        ({"precision": MXFP8(), "hidden": 48}, r"hidden \(48\) must be a multiple of 32 for MXFP8\(\)"),
+        (
+            {"precision": MXFP8(), "hidden": 48},
+            r"hidden \(48\) must be a multiple of 32 for MXFP8\(\)",
+        ),
         ({"precision": NVFP4(), "ffn": 80}, r"ffn \(80\) must be a multiple of 32 for NVFP4"),
-        ({"precision": Float8Block(), "ffn": 24}, r"ffn \(24\) must be a multiple of 16 for Float8Block"),
-        ({"quantized_wire": "both"}, r"quantized_wire \('both'\): precision \(None\) must be a recipe of E4M3 numbers"),
-        ({"quantized_wire": "forward", "precision": NVFP4()}, r"quantized_wire \('forward'\): precision \(NVFP4\("),
-        ({"quantized_wire": True}, r"quantized_wire \(True\) must be one of \('none', 'forward', 'backward', 'both'\)"),
+        (
+            {"precision": Float8Block(), "ffn": 24},
+            r"ffn \(24\) must be a multiple of 16 for Float8Block",
+        ),
+        (
+            {"quantized_wire": "both"},
+            r"quantized_wire \('both'\): precision \(None\) must be a recipe of E4M3 numbers",
+        ),
+        (
+            {"quantized_wire": "forward", "precision": NVFP4()},
+            r"quantized_wire \('forward'\): precision \(NVFP4\(",
+        ),
+        (
+            {"quantized_wire": True},
+            r"quantized_wire \(True\) must be one of \('none', 'forward', 'backward', 'both'\)",
+        ),
     ],
 )
 def test_a_configuration_that_makes_no_sense(options, message):
@@ -381,14 +502,19 @@ def test_a_configuration_is_a_value():
     assert config != replace(config, precision=Float8Block())
     assert config.received_layout == "packed"
     assert replace(config, ffn=1024).received_layout == "packed"
-    assert replace(config, ffn=1024, precision=None, quantized_wire="none").received_layout == "expert-major"
+    assert (
+        replace(config, ffn=1024, precision=None, quantized_wire="none").received_layout
+        == "expert-major"
+    )
     assert replace(config, layout="expert-major").received_layout == "expert-major"
 
 
 def test_experts_must_have_the_precision_of_the_layer(heap: SymmetricHeap):
     for mine, theirs in ((None, MXFP8()), (MXFP8(), None), (MXFP8(), Float8Block())):
         with pytest.raises(ArgumentError, match=r"experts.precision \(.*\) must be "):
-            MoELayer(config_for(1, precision=mine), heap, experts=GroupedMLP(2, 64, 32, precision=theirs))
+            MoELayer(
+                config_for(1, precision=mine), heap, experts=GroupedMLP(2, 64, 32, precision=theirs)
+            )
     layer = MoELayer(config_for(1), heap)
     x = torch.randn(4, 64)
     plan = make_plan(torch.zeros(4, 2, dtype=torch.int64), num_experts=2, heap=heap)
@@ -422,7 +548,12 @@ def test_compiled_layers_share_a_graph():
             for run in (call, lambda layer, x: layer(x)[0]):
                 x = tokens_of(0, 9, 64).requires_grad_()
                 y = run(layer, x)
-                found.append([y.detach(), *torch.autograd.grad(y.square().sum(), (x, *layer.experts.parameters()))])
+                found.append(
+                    [
+                        y.detach(),
+                        *torch.autograd.grad(y.square().sum(), (x, *layer.experts.parameters())),
+                    ]
+                )
                 del y
             assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
     assert backend.frame_count == 1

@@ -19,7 +19,12 @@ from symmoe.precision import MXFP8, NVFP4, Float8Block
 H, I = 144, 128
 RANK_TO_TOKENS = (400, 5, 900, 1)  # experts of several tiles
 # Where row_range is.
-PART_KERNELS = {"grouped_gemm_quantized": 2, "quantize_rows": 1, "unpack_rows": 1, "act_quantize": 2}
+PART_KERNELS = {
+    "grouped_gemm_quantized": 2,
+    "quantize_rows": 1,
+    "unpack_rows": 1,
+    "act_quantize": 2,
+}
 
 
 def is_part(row_range: torch.Tensor) -> bool:
@@ -58,7 +63,10 @@ def layer_step(heap, config: MoEConfig, dtype: torch.dtype) -> list[torch.Tensor
     layer, _ = make_layer(heap, config)
     layer.experts.to(dtype)
     num_tokens = RANK_TO_TOKENS[heap.rank]
-    x, dy = (tokens_of(heap.rank, num_tokens, config.hidden, salt=salt).to(heap.device, dtype) for salt in (1, 2))
+    x, dy = (
+        tokens_of(heap.rank, num_tokens, config.hidden, salt=salt).to(heap.device, dtype)
+        for salt in (1, 2)
+    )
     y, _ = layer(x.requires_grad_())
     y.backward(dy)
     return [y.detach(), x.grad, *(parameter.grad for parameter in layer.parameters())]
@@ -71,7 +79,9 @@ def expected_calls(config: MoEConfig, num_parts: int, dtype: torch.dtype) -> Cou
         for direction in ("forward", "backward")
     )
     num_forward = num_parts * (1 if config.stash in ("all", "hidden") else 2)  # FC1 again
-    counts = Counter({"grouped_gemm_quantized": num_forward + 2 * num_parts})  # FC1, FC2 and FC2's dgrad
+    counts = Counter(
+        {"grouped_gemm_quantized": num_forward + 2 * num_parts}
+    )  # FC1, FC2 and FC2's dgrad
     counts[forward] += num_forward
     counts[backward] += num_parts
     if dtype != torch.float32:  # for which no kernel activates and quantises
@@ -83,15 +93,33 @@ WIRES = (
     ("none", "all", "packed", {}),
     ("both", "none", "packed", {}),
     ("forward", "hidden", "expert-major", {}),
-    ("both", "all", "expert-major", {"capacity": 2 * sum(RANK_TO_TOKENS), "max_tokens": max(RANK_TO_TOKENS)}),
+    (
+        "both",
+        "all",
+        "expert-major",
+        {"capacity": 2 * sum(RANK_TO_TOKENS), "max_tokens": max(RANK_TO_TOKENS)},
+    ),
 )
 
 
 def configs(num_ranks: int, recipe, hidden: int, ffn: int) -> list[MoEConfig]:
     """One for each of WIRES."""
-    sizes = {"hidden": hidden, "ffn": ffn, "num_experts": 2 * num_ranks, "top_k": 2, "precision": recipe}
+    sizes = {
+        "hidden": hidden,
+        "ffn": ffn,
+        "num_experts": 2 * num_ranks,
+        "top_k": 2,
+        "precision": recipe,
+    }
     return [
-        MoEConfig(**sizes, quantized_wire=wire, stash=stash, layout=layout, schedule="always-overlapped", **limits)
+        MoEConfig(
+            **sizes,
+            quantized_wire=wire,
+            stash=stash,
+            layout=layout,
+            schedule="always-overlapped",
+            **limits,
+        )
         for wire, stash, layout, limits in WIRES
     ]
 
@@ -99,7 +127,11 @@ def configs(num_ranks: int, recipe, hidden: int, ffn: int) -> list[MoEConfig]:
 BF16, BLOCKS = torch.bfloat16, (Float8Block(), Float8Block(power_of_two=True))
 CALLS = [(num_ranks, "cpu", recipe, BF16) for num_ranks in (2, 3) for recipe in BLOCKS]
 CALLS += [(num_ranks, "cpu", Float8Block(), torch.float32) for num_ranks in (2, 3)]
-CALLS += [pytest.param(num_ranks, "cuda", recipe, BF16, marks=ON_GPUS) for num_ranks in (2, 4) for recipe in BLOCKS]
+CALLS += [
+    pytest.param(num_ranks, "cuda", recipe, BF16, marks=ON_GPUS)
+    for num_ranks in (2, 4)
+    for recipe in BLOCKS
+]
 
 
 @pytest.mark.parametrize(("num_ranks", "device", "recipe", "dtype"), CALLS, ids=str)
@@ -116,10 +148,14 @@ def test_parts_have_the_bits_of_the_whole(
             with Kernels() as kernels:
                 got = layer_step(heap, config, dtype)
             compare_bits(findings, got, want)
-            findings.check(not any(tensor.isnan().any() for tensor in want), "there is nothing to compare")
+            findings.check(
+                not any(tensor.isnan().any() for tensor in want), "there is nothing to compare"
+            )
             if device == "cpu":
                 with_ranges = Counter({name: n for (name, are), n in kernels.calls.items() if are})
-                findings.equal("calls with ranges", with_ranges, expected_calls(config, num_ranks, dtype))
+                findings.equal(
+                    "calls with ranges", with_ranges, expected_calls(config, num_ranks, dtype)
+                )
 
 
 def all_at_once(weights, wire, x, parts, dbias):
@@ -138,7 +174,9 @@ def all_at_once(weights, wire, x, parts, dbias):
 def test_rows_that_are_not_there_are_noticed(rank: int, num_ranks: int, wire: str) -> None:
     """y is right, but if rank 0 does not wait for the rows of rank 1, which is late with them and gets them back."""
     options = {"precision": Float8Block(), "quantized_wire": wire, "layout": "expert-major"}
-    config = MoEConfig(hidden=H, ffn=I, num_experts=2 * num_ranks, top_k=2, schedule="always-overlapped", **options)
+    config = MoEConfig(
+        hidden=H, ffn=I, num_experts=2 * num_ranks, top_k=2, schedule="always-overlapped", **options
+    )
     found = []
     with open_heap("cpu", num_bytes=64 << 20) as heap:
         want = layer_step(heap, replace(config, schedule="serial"), torch.bfloat16)
@@ -156,6 +194,8 @@ def test_rows_that_are_not_there_are_noticed(rank: int, num_ranks: int, wire: st
 
 def test_which_recipes_take_parts():
     taken = {Float8Block(), Float8Block(power_of_two=True)}
-    assert {recipe for recipe in RECIPES if quantized_experts.takes_parts(recipe)} == taken & set(RECIPES)
+    assert {recipe for recipe in RECIPES if quantized_experts.takes_parts(recipe)} == taken & set(
+        RECIPES
+    )
     assert all(map(quantized_experts.takes_parts, (None, *taken)))
     assert not any(map(quantized_experts.takes_parts, (MXFP8(), NVFP4())))

@@ -19,10 +19,25 @@ from symmoe.kernels import control
 from symmoe.kernels.formats import TILE, max_tiles
 from symmoe.kernels.operands import ScatteredWeight
 from symmoe.kernels.tensor_table import TensorTable
-from symmoe.precision import MXFP8, NVFP4, PRECISIONS, Float8Block, Recipe, hadamard, swizzle_scales, unswizzle_scales
+from symmoe.precision import (
+    MXFP8,
+    NVFP4,
+    PRECISIONS,
+    Float8Block,
+    Recipe,
+    hadamard,
+    swizzle_scales,
+    unswizzle_scales,
+)
 from symmoe.precision.recipes import precision_word
 
-RECIPES = [Float8Block(), Float8Block(power_of_two=True), MXFP8(), NVFP4(), NVFP4(hadamard_signs=None)]
+RECIPES = [
+    Float8Block(),
+    Float8Block(power_of_two=True),
+    MXFP8(),
+    NVFP4(),
+    NVFP4(hadamard_signs=None),
+]
 every_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=str)
 ROWS, C, O = sum(SPLITS) + TAIL, 288, 160
 
@@ -50,20 +65,28 @@ def test_round_trips(recipe):
         assert 0.5 * most < relative_error(back, weight) < most
     has_square_blocks = recipe.weight_format.block_lines > 1
     assert torch.equal(forward.dequantize(), dgrad.dequantize()) == has_square_blocks
-    for found, wanted in zip(recipe.quantize_weight_pair(weight), (forward, dgrad), strict=True):  # by one read
+    for found, wanted in zip(
+        recipe.quantize_weight_pair(weight), (forward, dgrad), strict=True
+    ):  # by one read
         assert [as_bytes(part).tolist() for part in found.buffers] == [
             as_bytes(part).tolist() for part in wanted.buffers
         ]
         assert (found.layout, found.num_rows) == (wanted.layout, wanted.num_rows)
         assert torch.equal(found.dequantize(), wanted.dequantize())
-    assert [each.data.shape[:2] for each in recipe.quantize_weight_pair(weight[:0])] == [(0, O), (0, C)]
+    assert [each.data.shape[:2] for each in recipe.quantize_weight_pair(weight[:0])] == [
+        (0, O),
+        (0, C),
+    ]
 
 
 @every_recipe
 def test_sizes(recipe):
     rows, row_start = normal(ROWS, C), bounds()
     quantized = recipe.quantize(rows, row_start)
-    assert recipe.row_bytes(C) * ROWS == as_bytes(quantized.data).numel() + as_bytes(quantized.scale).numel()
+    assert (
+        recipe.row_bytes(C) * ROWS
+        == as_bytes(quantized.data).numel() + as_bytes(quantized.scale).numel()
+    )
     assert recipe.row_bytes(7168) < 2 * 7168 * 0.52
     assert quantized.data.dtype == recipe.row_format.data_dtype
     assert quantized.scale.dtype == recipe.row_format.scale_dtype
@@ -73,9 +96,14 @@ def test_sizes(recipe):
     has_global = isinstance(recipe, NVFP4)
     assert (quantized.global_scale is not None) == has_global
     if has_global:
-        largest = [float(part.abs().max()) if len(part) else 0.0 for part in rows[: sum(SPLITS)].float().split(SPLITS)]
+        largest = [
+            float(part.abs().max()) if len(part) else 0.0
+            for part in rows[: sum(SPLITS)].float().split(SPLITS)
+        ]
         assert quantized.amax.tolist() == largest
-        assert quantized.global_scale.tolist() == pytest.approx([max(a / 2688, 2.0**-110) for a in largest])
+        assert quantized.global_scale.tolist() == pytest.approx(
+            [max(a / 2688, 2.0**-110) for a in largest]
+        )
 
 
 @every_recipe
@@ -93,7 +121,9 @@ def test_groups_as_bounds_as_ranges_without_and_of_an_index(recipe):
         assert torch.equal(left.dequantize(), right.dequantize())
         for splits in ((0,), (0, 0, 0)):
             assert method(normal(0, C), bounds(splits)).dequantize().shape == (0, C)
-        index = torch.randint(ROWS, (50,), generator=torch.Generator().manual_seed(3)).to(torch.int32)
+        index = torch.randint(ROWS, (50,), generator=torch.Generator().manual_seed(3)).to(
+            torch.int32
+        )
         found, wanted = method(rows, bounds((50,)), row_index=index), method(rows[index.long()])
         assert torch.equal(found.dequantize(), wanted.dequantize())
         for wrong in (index.long(), index[None], index[::2]):
@@ -110,7 +140,9 @@ def test_groups_do_not_see_each_other(recipe):
     assert torch.equal(as_bytes(beside.data[50:127]), as_bytes(alone.data))
     assert torch.equal(as_bytes(beside.scale[50:127]), as_bytes(alone.scale))
     alone = recipe.quantize_columns(rows[:77].contiguous(), bounds((77,)))
-    beside = recipe.quantize_columns(torch.cat([others[:50], rows[:77], others[50:]]), bounds((50, 77, 33)))
+    beside = recipe.quantize_columns(
+        torch.cat([others[:50], rows[:77], others[50:]]), bounds((50, 77, 33))
+    )
     width = recipe.row_format.data_width(TILE)
     assert torch.equal(as_bytes(beside.data[:, width : 2 * width]), as_bytes(alone.data[:, :width]))
     assert not torch.equal(as_bytes(beside.data[:, :width]), as_bytes(alone.data[:, :width]))
@@ -128,17 +160,23 @@ def test_buffers_of_the_caller(recipe):
     ):
         wanted = method(*args)
         is_turned = wanted.layout == "columns" and wanted.scale.dtype == torch.float32
-        assert wanted.scale.stride() == ((1, C) if is_turned else torch.empty(wanted.scale.shape).stride())
+        assert wanted.scale.stride() == (
+            (1, C) if is_turned else torch.empty(wanted.scale.shape).stride()
+        )
         scale = filled(wanted.scale.shape[:: -1 if is_turned else 1], wanted.scale.dtype)
         out = filled(wanted.data.shape, wanted.data.dtype), scale.t() if is_turned else scale
         found = method(*args, out=out)
-        assert method != recipe.quantize or (as_bytes(found.data[int(row_start[-1]) :]) == FILL).all()
+        assert (
+            method != recipe.quantize or (as_bytes(found.data[int(row_start[-1]) :]) == FILL).all()
+        )
         assert found.data is out[0]
         assert found.scale is out[1]
         assert torch.equal(found.dequantize().nan_to_num(7.0), wanted.dequantize().nan_to_num(7.0))
         for position in range(2):
             wrong = list(out)
-            wrong[position] = filled((*out[position].shape[:-1], out[position].shape[-1] + 1), out[position].dtype)
+            wrong[position] = filled(
+                (*out[position].shape[:-1], out[position].shape[-1] + 1), out[position].dtype
+            )
             with pytest.raises(ArgumentError, match="of out must be"):
                 method(*args, out=tuple(wrong))
             wrong[position] = wrong[position][..., :-1]
@@ -159,14 +197,22 @@ def test_ranks_can_compare_recipes():
     for index, recipe in enumerate(PRECISIONS.values()):
         assert recipe == type(recipe)()  # names stand for no options
         assert precision_word(type(recipe)()) == index
-    others = [Float8Block(power_of_two=True), NVFP4(hadamard_signs=None), NVFP4(stochastic_gradients=False)]
+    others = [
+        Float8Block(power_of_two=True),
+        NVFP4(hadamard_signs=None),
+        NVFP4(stochastic_gradients=False),
+    ]
     others += [NVFP4(hadamard_signs=signs) for signs in range(0, 1 << 16, 97)]
     words = [precision_word(recipe) for recipe in (*PRECISIONS.values(), *others, Coarse())]
     assert len(set(words)) == len(words)
     assert all(0 <= word < 1 << 31 for word in words)
     assert precision_word(Coarse()) == words[-1]
-    program = "from symmoe.precision.recipes import *; print(precision_word(NVFP4(hadamard_signs=None)))"
-    assert int(printed_by("-c", program)) == precision_word(NVFP4(hadamard_signs=None))  # of another process
+    program = (
+        "from symmoe.precision.recipes import *; print(precision_word(NVFP4(hadamard_signs=None)))"
+    )
+    assert int(printed_by("-c", program)) == precision_word(
+        NVFP4(hadamard_signs=None)
+    )  # of another process
 
 
 def test_arguments():
@@ -183,7 +229,12 @@ def test_arguments():
                 recipe.quantize(wrong, row_start)
             with pytest.raises(ArgumentError, match=text):
                 recipe.quantize_columns(wrong, row_start)
-        for wrong in (row_start.long(), row_start[:1], row_start[None], torch.zeros(6, dtype=torch.int32)[::2]):
+        for wrong in (
+            row_start.long(),
+            row_start[:1],
+            row_start[None],
+            torch.zeros(6, dtype=torch.int32)[::2],
+        ):
             with pytest.raises(ArgumentError, match="row_start"):
                 recipe.quantize(rows, wrong)
         for wrong in (rows, normal(2, 33, 96), normal(2, 96, 64).mT, normal(2, 32, 32).double()):
@@ -201,7 +252,9 @@ def test_arguments():
     with pytest.raises(ArgumentError, match=r"seeds are given; MXFP8\(\) rounds to nearest"):
         MXFP8().quantize(rows, row_start, seeds=torch.zeros(2, dtype=torch.int64))
     with pytest.raises(ArgumentError, match=r"seeds are given"):
-        NVFP4(stochastic_gradients=False).quantize(rows, row_start, seeds=torch.zeros(2, dtype=torch.int64))
+        NVFP4(stochastic_gradients=False).quantize(
+            rows, row_start, seeds=torch.zeros(2, dtype=torch.int64)
+        )
     for wrong in (torch.zeros(3, dtype=torch.int64), torch.zeros(2, dtype=torch.int32)):
         with pytest.raises(ArgumentError, match=r"seeds must be "):
             NVFP4().quantize(rows, row_start, seeds=wrong)
@@ -215,7 +268,9 @@ def test_arguments():
     with pytest.raises(ArgumentError, match="one-byte scales"):
         swizzle_scales(torch.zeros(8, 4), row_start)
     with pytest.raises(ArgumentError, match="swizzled must be"):
-        unswizzle_scales(torch.zeros(1, 1, 512, dtype=torch.uint8), row_start, num_rows=8, num_blocks=9)
+        unswizzle_scales(
+            torch.zeros(1, 1, 512, dtype=torch.uint8), row_start, num_rows=8, num_blocks=9
+        )
     with pytest.raises(FrozenInstanceError):
         RECIPES[0].power_of_two = True
     assert replace(RECIPES[0], power_of_two=True) == RECIPES[1]
@@ -255,10 +310,14 @@ def test_outliers_are_spread():
     """One large token in 16 becomes 16 of a quarter."""
     rows = normal(128, 64) / 100
     rows[::16] = 4.0
-    amax = [float(NVFP4(hadamard_signs=signs).quantize_columns(rows).amax) for signs in (None, 0x9A5C)]
+    amax = [
+        float(NVFP4(hadamard_signs=signs).quantize_columns(rows).amax) for signs in (None, 0x9A5C)
+    ]
     assert amax[0] == 4.0
     assert amax[1] == pytest.approx(1.0, abs=0.1)
-    assert len({precision.draw_signs(torch.Generator().manual_seed(seed)) for seed in range(8)}) == 8
+    assert (
+        len({precision.draw_signs(torch.Generator().manual_seed(seed)) for seed in range(8)}) == 8
+    )
     x = rows.float()
     assert torch.allclose(precision.inverse_hadamard(hadamard(x, 77), 77), x, rtol=0, atol=1e-6)
 
@@ -278,7 +337,10 @@ def test_swizzled_scales(recipe):
         is_weight, first = scale.dim() == 3, 0
         for g, (start, end) in enumerate(itertools.pairwise(starts)):
             tiles = -(-(end - start) // 128)
-            flat, found = swizzled[first : first + tiles].flatten(), torch.empty(end - start, scale.shape[-1])
+            flat, found = (
+                swizzled[first : first + tiles].flatten(),
+                torch.empty(end - start, scale.shape[-1]),
+            )
             for i, j in itertools.product(range(end - start), range(scale.shape[-1])):
                 found[i, j] = flat[swizzled_offset(i, j, scale.shape[-1])]
             wanted = scale[g, torch.arange(end - start) // lines] if is_weight else scale[start:end]
@@ -303,13 +365,20 @@ def test_quantised_weights_are_multiplied_by_pointer(recipe):
     rows, weight = torch.randn(40, in_features), torch.randn(num_groups, out_features, in_features)
     row_range = torch.tensor([[0, 7, 7], [7, 7, 33]], dtype=torch.int32)
     left, quantized = recipe.quantize(rows, row_range).operand(), recipe.quantize_weight(weight)
-    lines = 1 if quantized.scale.dtype == torch.float32 else recipe.weight_format.block_lines  # of one scale
-    data, scales = [*map(torch.clone, quantized.data)], [s.repeat_interleave(lines, 0) for s in quantized.scale]
+    lines = (
+        1 if quantized.scale.dtype == torch.float32 else recipe.weight_format.block_lines
+    )  # of one scale
+    data, scales = (
+        [*map(torch.clone, quantized.data)],
+        [s.repeat_interleave(lines, 0) for s in quantized.scale],
+    )
     swizzle = {"e8m0": "mxfp8_rowwise", "e4m3": "nvfp4"}.get(recipe.weight_format.scale)
     if swizzle is None:
         found, shape = pack_weight_ptrs(data, fc1_scales=scales), tuple(quantized.scale.shape)
     else:
-        found = pack_weight_ptrs(data, fc1_scales=[s.view(torch.uint8) for s in scales], swizzle=swizzle)
+        found = pack_weight_ptrs(
+            data, fc1_scales=[s.view(torch.uint8) for s in scales], swizzle=swizzle
+        )
         shape = num_groups, 2, -(-scales[0].shape[1] // 4) * 512
     scattered = ScatteredWeight(
         TensorTable(found.fc1, tuple(quantized.data.shape), quantized.data.dtype),

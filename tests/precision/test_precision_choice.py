@@ -57,7 +57,13 @@ def measured_ms(preset: str, variant: str) -> float:
     assert found.keys() == {"forward", "backward"}
     config = config_of(preset)
     wanted = {name: getattr(config, name) for name in ("hidden", "ffn", "num_experts", "top_k")}
-    wanted |= {"ep": 2, "tokens": 8192, "skew": "uniform", "gpu": "NVIDIA H200", "dtype": "bfloat16"}
+    wanted |= {
+        "ep": 2,
+        "tokens": 8192,
+        "skew": "uniform",
+        "gpu": "NVIDIA H200",
+        "dtype": "bfloat16",
+    }
     wanted["precision"] = "bf16" if variant == "static" else str(config.precision)
     for record in found.values():
         assert {name: record[name] for name in wanted} == wanted
@@ -71,8 +77,13 @@ def test_the_table_is_that_of_the_record():
         assert (layer.hidden, layer.ffn) == (shape.hidden, shape.ffn)
         assert layer.rows_per_expert == 2 * 8192 * shape.top_k // shape.num_experts
         for column, variant in VARIANTS.items():
-            assert f"{getattr(layer, column):.4g}" == f"{measured_ms(layer.name, variant):.4g}", (layer.name, column)
-    assert f"benchmarks/results/{RECORD.name}" in Path(precision_choice.__file__).read_text(encoding="utf-8")
+            assert f"{getattr(layer, column):.4g}" == f"{measured_ms(layer.name, variant):.4g}", (
+                layer.name,
+                column,
+            )
+    assert f"benchmarks/results/{RECORD.name}" in Path(precision_choice.__file__).read_text(
+        encoding="utf-8"
+    )
 
 
 @pytest.mark.parametrize("preset", CHOICES)
@@ -80,7 +91,9 @@ def test_measured_layers_get_what_was_faster(preset: str):
     for wire, faster in (("both", "float8-block, wire"), ("none", "float8-block")):
         layer, speed_up = choices.best_measured(config_of(preset, quantized_wire=wire), **NUMBERS)
         assert layer.name == preset
-        assert speed_up == pytest.approx(measured_ms(preset, "static") / measured_ms(preset, faster), rel=1e-3)
+        assert speed_up == pytest.approx(
+            measured_ms(preset, "static") / measured_ms(preset, faster), rel=1e-3
+        )
         assert (speed_up >= choices.LEAST_SPEED_UP) == CHOICES[preset]
     # Weights that were quantised before cost a step nothing.
     _, speed_up = choices.best_measured(config_of(preset), **NUMBERS, num_micro_batches=10**6)
@@ -92,8 +105,13 @@ def test_measured_layers_get_what_was_faster(preset: str):
 @pytest.mark.parametrize("preset", PRESETS)
 def test_more_of_anything_never_changes_it_back(preset: str):
     """Tokens, ranks, micro-batches, features, and what travels quantised."""
-    for wire, num_ranks, num_micro_batches in itertools.product(QUANTIZED_WIRES, (1, 2, 4), (1, 4, 1000)):
-        config, more = config_of(preset, quantized_wire=wire), {"num_micro_batches": num_micro_batches}
+    for wire, num_ranks, num_micro_batches in itertools.product(
+        QUANTIZED_WIRES, (1, 2, 4), (1, 4, 1000)
+    ):
+        config, more = (
+            config_of(preset, quantized_wire=wire),
+            {"num_micro_batches": num_micro_batches},
+        )
         taken = [pays(config, num_ranks=num_ranks, num_tokens=2**i, **more) for i in range(22)]
         assert taken == sorted(taken)
         for i in [i for i, is_taken in enumerate(taken) if is_taken]:
@@ -119,12 +137,17 @@ def on_h200(monkeypatch: pytest.MonkeyPatch, name: str = "NVIDIA H200") -> None:
 
 
 def test_a_config_is_taken_as_it_is_or_in_full(monkeypatch):
-    big, small = config_of(stash="rows", capacity=70_000), config_of("qwen3-30b", stash="rows", capacity=70_000)
+    big, small = (
+        config_of(stash="rows", capacity=70_000),
+        config_of("qwen3-30b", stash="rows", capacity=70_000),
+    )
     for config in (big, small):  # CPUs
         assert choices.choose_precision(config, **NUMBERS, device="cpu") == choices.in_full(config)
     on_h200(monkeypatch)
     assert choices.choose_precision(big, **NUMBERS, device="cuda:1") is big
-    assert choices.choose_precision(big, num_ranks=2, num_tokens=64, device="cuda") == choices.in_full(big)
+    assert choices.choose_precision(
+        big, num_ranks=2, num_tokens=64, device="cuda"
+    ) == choices.in_full(big)
     chosen = choices.choose_precision(small, **NUMBERS, device=torch.device("cuda", 0))
     assert (chosen.precision, chosen.quantized_wire) == (None, "none")
     assert chosen.received_layout == "expert-major"
@@ -139,12 +162,17 @@ def test_a_config_is_taken_as_it_is_or_in_full(monkeypatch):
 def test_micro_batches_that_share_weights_count(monkeypatch):
     on_h200(monkeypatch)
     config = config_of("qwen3-30b")
-    alone, shared = (choices.choose_precision(config, **NUMBERS, device="cuda", num_micro_batches=n) for n in (1, 8))
+    alone, shared = (
+        choices.choose_precision(config, **NUMBERS, device="cuda", num_micro_batches=n)
+        for n in (1, 8)
+    )
     assert alone == choices.in_full(config)
     assert shared is config
 
 
-@pytest.mark.parametrize("name", ["NVIDIA H100 80GB HBM3", "NVIDIA GH200 480GB", "NVIDIA B200", "NVIDIA L40S"])
+@pytest.mark.parametrize(
+    "name", ["NVIDIA H100 80GB HBM3", "NVIDIA GH200 480GB", "NVIDIA B200", "NVIDIA L40S"]
+)
 def test_other_gpus_compute_in_full(monkeypatch, name: str):
     config = config_of()
     for gpu, chosen in ((name, choices.in_full(config)), ("NVIDIA H200", config)):
@@ -157,24 +185,40 @@ def test_wrong_numbers():
     for name in numbers:
         with pytest.raises(ArgumentError, match=rf"{name} \(0\) must be at least 1"):
             choices.best_measured(config_of(), **{**numbers, name: 0})
-    with pytest.raises(ArgumentError, match=r"num_experts \(64\) must be divisible by the number of ranks \(3\)"):
+    with pytest.raises(
+        ArgumentError, match=r"num_experts \(64\) must be divisible by the number of ranks \(3\)"
+    ):
         choices.best_measured(config_of(), **{**numbers, "num_ranks": 3})
     with pytest.raises(ArgumentError, match=r"precision \(None\)"):
         choices.choose_precision(choices.in_full(config_of()), **numbers, device="cpu")
 
 
 @run_on(2)
-def test_ranks_that_choose_differently_find_out(rank: int, num_ranks: int, findings: Findings) -> None:
+def test_ranks_that_choose_differently_find_out(
+    rank: int, num_ranks: int, findings: Findings
+) -> None:
     """Ranks on different GPUs choose differently, and both say so in their first call; the layer shows what it took."""
-    config = MoEConfig(hidden=64, ffn=32, num_experts=4, top_k=2, precision=Float8Block(), quantized_wire="both")
+    config = MoEConfig(
+        hidden=64, ffn=32, num_experts=4, top_k=2, precision=Float8Block(), quantized_wire="both"
+    )
     with open_heap("cpu") as heap, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(precision_choice, "MEASURED", (choices.MeasuredLayer("small", 64, 32, 1, 2.0, 1.0, 1.0, 1.0),))
+        patch.setattr(
+            precision_choice,
+            "MEASURED",
+            (choices.MeasuredLayer("small", 64, 32, 1, 2.0, 1.0, 1.0, 1.0),),
+        )
         for measured in ((False, False), (True, True), (True, False)):
             findings.where = f"rank {rank}, {measured}"
-            patch.setattr(precision_choice, "_was_measured", lambda device, mine=measured[rank]: mine)
-            chosen = choices.choose_precision(config, num_ranks=num_ranks, num_tokens=4096, device=heap.device)
+            patch.setattr(
+                precision_choice, "_was_measured", lambda device, mine=measured[rank]: mine
+            )
+            chosen = choices.choose_precision(
+                config, num_ranks=num_ranks, num_tokens=4096, device=heap.device
+            )
             layer = MoELayer(chosen, heap)
-            findings.equal("taken", layer.experts.precision, Float8Block() if measured[rank] else None)
+            findings.equal(
+                "taken", layer.experts.precision, Float8Block() if measured[rank] else None
+            )
             findings.equal("shown", "precision=Float8Block" in repr(layer), measured[rank])
             error, _ = outcome(layer, tokens_of(rank, 20, 64).bfloat16())
             findings.equal("error", error, "" if measured[0] == measured[1] else "ConfigMismatch")

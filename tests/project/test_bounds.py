@@ -1,5 +1,5 @@
-"""`make lint` finds nothing, and the bounds of support/budgets.py hold: lines of rooms, crowds, and how far the way of
-one step is."""
+"""`make lint` finds nothing, and the bounds of support/budgets.py hold: statements, crowds, and how far one step goes
+through the package."""
 
 import ast
 import os
@@ -17,8 +17,14 @@ from worker import open_heap
 
 import symmoe
 
-OF_A_STEP = ("files of a step", "changes of file in forward", "frames in forward")
+OF_A_STEP = (
+    "files of a step",
+    "frames in forward",
+    "calls in forward",
+    "calls before the first kernel",
+)
 FOLDER = os.path.dirname(symmoe.__file__) + os.sep
+KERNELS = os.path.join(FOLDER, "kernels", "twin") + os.sep
 STEADY = 6  # by then tapes play what the first steps have recorded
 
 
@@ -27,20 +33,24 @@ class Way:
 
     def __init__(self) -> None:
         self.files: set[str] = set()  # that have run
-        self.num_changes = 0  # how often another one has than before
+        self.num_calls = 0
+        self.num_before_kernel: int | None = None  # calls before the first one of a kernel
         self.depth = 0  # of the stack, counting the package's own frames
-        self._last = ""
 
     def note(self, frame: FrameType, event: str, _: object) -> None:
         """A profiling function of sys."""
         file = frame.f_code.co_filename
         if event != "call" or not file.startswith(FOLDER):
             return
+        if self.num_before_kernel is None and file.startswith(KERNELS):
+            self.num_before_kernel = self.num_calls
         self.files.add(file)
-        self.num_changes += file != self._last
-        self._last, depth, outer = file, 0, frame
+        self.num_calls += 1
+        depth = 0
+        outer: FrameType | None = frame
         while outer is not None:
-            depth, outer = depth + outer.f_code.co_filename.startswith(FOLDER), outer.f_back
+            depth += outer.f_code.co_filename.startswith(FOLDER)
+            outer = outer.f_back
         self.depth = max(self.depth, depth)
 
     def of(self, function: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -54,10 +64,10 @@ class Way:
             threading.setprofile(None)
 
 
-def way_of_a_step(rank: int, num_ranks: int) -> dict[str, int]:
+def way_of_a_step(rank: int, num_ranks: int, tapes: str) -> dict[str, int]:
     """Of a bf16 layer with the defaults, by the names of BUDGETS; on rank 0, whose peers run freely."""
     forward, backward = Way(), Way()
-    with open_heap("cpu", num_bytes=64 << 20, tapes="on") as heap:
+    with open_heap("cpu", num_bytes=64 << 20, tapes=tapes) as heap:
         config = symmoe.MoEConfig(hidden=64, ffn=512, num_experts=4 * num_ranks, top_k=2)
         layer = make_layer(heap, config)[0].to(torch.bfloat16)
         torch.manual_seed(rank)
@@ -68,13 +78,21 @@ def way_of_a_step(rank: int, num_ranks: int) -> dict[str, int]:
                 backward.of(loss.backward)
             else:
                 layer(x)[0].float().square().mean().backward()
-    return dict(zip(OF_A_STEP, (len(forward.files | backward.files), forward.num_changes, forward.depth), strict=True))
+    if rank != 0:
+        return {}
+    assert forward.num_before_kernel is not None
+    num_files = len(forward.files | backward.files)
+    found = (num_files, forward.depth, forward.num_calls, forward.num_before_kernel)
+    return dict(zip(OF_A_STEP, found, strict=True))
 
 
-def test_a_steady_step_stays_within_its_bounds(cluster):
-    found = cluster(2).run(way_of_a_step)[0]
+@pytest.mark.parametrize("tapes", ["on", "off"])
+def test_a_steady_step_stays_within_its_bounds(cluster, tapes: str):
+    found = cluster(2).run(way_of_a_step, tapes)[0]
     assert min(found.values()) > 5
-    assert not {name: number for name, number in found.items() if number > max(budgets.BUDGETS[name])}
+    assert not {
+        name: number for name, number in found.items() if number > max(budgets.BUDGETS[name])
+    }
 
 
 @pytest.mark.parametrize("name", [name for name in budgets.BUDGETS if name not in OF_A_STEP])
@@ -89,13 +107,30 @@ def test_every_bound_is_tested():
 def test_functions_with_many_parameters_are_found():
     many = ", ".join(f"p{i}" for i in range(9))
     source = f"def f({many}): ...\ndef g({many[4:]}): ...\n@triton.jit\ndef k({many}): ...\n"
-    assert [node.name for node in budgets._with_many_parameters(list(ast.walk(ast.parse(source))))] == ["f"]
+    assert [
+        node.name for node in budgets._with_many_parameters(list(ast.walk(ast.parse(source))))
+    ] == ["f"]
 
 
-LINT = ("ruff", "check", "symmoe", "tests", "examples", "benchmarks", "docs")
+SOURCES = ("symmoe", "tests", "examples", "benchmarks", "docs")
 
 
-@pytest.mark.parametrize("command", [LINT, pytest.param(("mypy",), marks=pytest.mark.slow)], ids=lambda words: words[0])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("ruff", "check", *SOURCES),
+        ("ruff", "format", "--check", *SOURCES, "README.md"),
+        pytest.param(("mypy",), marks=pytest.mark.slow),
+    ],
+    ids=lambda words: "-".join(words[:2]),
+)
 def test_lint_finds_nothing(command: tuple[str, ...]):
     pytest.importorskip(command[0], reason="looks for faults in sources: pip install '.[dev]'")
     printed_by("-m", *command, cwd=budgets.ROOT)
+
+
+def test_statements_are_counted_without_docstrings():
+    source = '"""Doc."""\ndef f():\n    """Doc."""\n    a, b = 1, 2\n    return a\n'
+    tree = ast.parse(source)
+    assert budgets.num_statements([tree]) == 3
+    assert budgets.num_packed([tree]) == 1

@@ -10,7 +10,9 @@ from symmoe import SymmetricHeap
 
 
 @run_on(2)
-def found_on_rank_1(rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap, text: str) -> None:
+def found_on_rank_1(
+    rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap, text: str
+) -> None:
     findings.check(heap.rank != 1, text)
 
 

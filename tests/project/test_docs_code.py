@@ -22,7 +22,13 @@ HUGGING_FACE = ("transformers>=5.23", "accelerate", "safetensors")
 # With any free port, so that no two runs meet; what ranks print goes into files, where it does not mingle.
 LAUNCHERS = {
     "torchrun": ["-m", "torch.distributed.run", "--standalone", "--log-dir=logs", "--redirects=3"],
-    "accelerate launch": ["-m", "accelerate.commands.accelerate_cli", "launch", "--main_process_port", "0"],
+    "accelerate launch": [
+        "-m",
+        "accelerate.commands.accelerate_cli",
+        "launch",
+        "--main_process_port",
+        "0",
+    ],
     "python": [],
 }
 
@@ -31,7 +37,9 @@ LAUNCHERS = {
 class Page:
     """What a page's program needs and does."""
 
-    prints: str = ""  # a regular expression; found in the output once per rank, or as often as `times`
+    prints: str = (
+        ""  # a regular expression; found in the output once per rank, or as often as `times`
+    )
     times: int = 1
     leaves: tuple[str, ...] = ()  # files and folders that are there afterwards
     needs: tuple[str, ...] = ()  # packages, as pip would be given them
@@ -50,20 +58,34 @@ PAGES = {
     "docs/tuning.md": Page(r"\d{9,} \d{9,}"),
     "docs/training.md": Page(r"dropped here: tensor\(\[\d+\]"),
     "docs/precision.md": Page(r"off by 0\.0\d"),
-    "docs/timeline.md": Page(r"forward \w+ \(\d", 3, ("step.json", "step.txt", "load.jsonl"), ("matplotlib",)),
-    "docs/checkpoints.md": Page(r"goes on at step 40, after 4096 tokens", 2, ("runs/a/latest",), ("safetensors",)),
+    "docs/timeline.md": Page(
+        r"forward \w+ \(\d", 3, ("step.json", "step.txt", "load.jsonl"), ("matplotlib",)
+    ),
+    "docs/checkpoints.md": Page(
+        r"goes on at step 40, after 4096 tokens", 2, ("runs/a/latest",), ("safetensors",)
+    ),
     "docs/ddp.md": Page(r"[01] 8", 2, ("runs/ddp/latest",), ("safetensors",)),
     "docs/check.md": Page(needs=HUGGING_FACE),
     "docs/fsdp.md": Page(r"\d+ FLOPs", 2, ("runs/fsdp/.metadata",)),
-    "docs/accelerate.md": Page("", 1, ("runs/half/model_and_optimizer/latest",), HUGGING_FACE[1:], is_slow=True),
+    "docs/accelerate.md": Page(
+        "", 1, ("runs/half/model_and_optimizer/latest",), HUGGING_FACE[1:], is_slow=True
+    ),
     "docs/lightning.md": Page(
-        "", 1, ("runs/fabric.ckpt/latest", "runs/module.ckpt/latest"), ("lightning>=2.6", "safetensors"), is_slow=True
+        "",
+        1,
+        ("runs/fabric.ckpt/latest", "runs/module.ckpt/latest"),
+        ("lightning>=2.6", "safetensors"),
+        is_slow=True,
     ),
     "docs/transformers.md": Page(r"loss \d\.\d+", 2, ("tuned/model.safetensors",), HUGGING_FACE),
     "docs/hf_trainer.md": Page(
         r"\[1, \d+\]",
         2,
-        ("tuned/model.safetensors", "runs/tuning/checkpoint-2", "runs/tuning/checkpoint-4/optimizer/latest"),
+        (
+            "tuned/model.safetensors",
+            "runs/tuning/checkpoint-2",
+            "runs/tuning/checkpoint-4/optimizer/latest",
+        ),
         HUGGING_FACE,
         is_slow=True,
     ),
@@ -74,17 +96,25 @@ PAGES = {
         ("peft>=0.21", *HUGGING_FACE),
         is_slow=True,
     ),
-    "docs/finetune.md": Page(r"step \d+0: loss \d\.\d+", 10, ("tuned/tokenizer.json",), HUGGING_FACE, is_slow=True),
+    "docs/finetune.md": Page(
+        r"step \d+0: loss \d\.\d+", 10, ("tuned/tokenizer.json",), HUGGING_FACE, is_slow=True
+    ),
     "docs/megatron.md": Page(r"[01] \d\.\d+", 2, needs=("megatron-core",), is_slow=True),
     "docs/torchtitan.md": Page(
         r"loss:",
         needs=("torchtitan==0.3.0", "torchdata", "spmd_types", "tyro", "datasets"),
         here=(
-            ("from torchtitan.models", "import os\nfrom torchtitan_cases import small\nfrom torchtitan.models"),
+            (
+                "from torchtitan.models",
+                "import os\nfrom torchtitan_cases import small\nfrom torchtitan.models",
+            ),
             ("= qwen3_moe_debug()", "= small()"),
             ('{"hidden_dim": 256', '{"hidden_dim": 64'),
             ("4 * 4096", "4 * 16"),
-            ("trainer.close()\n", "print('loss:', *trainer.metrics_processor.run.losses, flush=True)\nos._exit(0)\n"),
+            (
+                "trainer.close()\n",
+                "print('loss:', *trainer.metrics_processor.run.losses, flush=True)\nos._exit(0)\n",
+            ),
         ),
         is_slow=True,
     ),
@@ -93,14 +123,18 @@ PAGES = {
 
 def program_of(text: str) -> str:
     """The page's blocks, without those that say that they do not run."""
-    blocks = re.findall(r"^(<!-- not run: .{20,} -->\n+)?```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    blocks = re.findall(
+        r"^(<!-- not run: .{20,} -->\n+)?```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL
+    )
     return "\n".join(code for left_out, code in blocks if not left_out)
 
 
 def commands_of(text: str) -> list[list[str]]:
     """What the page says to start train.py with: lines and code spans that begin with a launcher and end with it."""
     begins = "|".join(LAUNCHERS)
-    found = re.findall(rf"(?:^    |`)((?:{begins}) (?:[^`\n]* )?train\.py)(?=$|`| )", text, re.MULTILINE)
+    found = re.findall(
+        rf"(?:^    |`)((?:{begins}) (?:[^`\n]* )?train\.py)(?=$|`| )", text, re.MULTILINE
+    )
     return [shlex.split(command) for command in dict.fromkeys(found)] or [["python", "train.py"]]
 
 
@@ -109,14 +143,20 @@ def run(command: list[str], folder: Path, *, by_launcher: bool = False) -> str:
     (launcher,) = (name for name in LAUNCHERS if " ".join(command).startswith(name))
     words = [sys.executable, *LAUNCHERS[launcher], *command[len(launcher.split()) :]]
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "benchmarks", ROOT / "tests" / "support")))
-    environment = os.environ | {"PYTHONPATH": f"{paths}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    environment = os.environ | {
+        "PYTHONPATH": f"{paths}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    }
     environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     plain = re.fullmatch(r"(?:torchrun --nproc-per-node=(\d)|python) train\.py", " ".join(command))
     if plain and not by_launcher:
         num_ranks = int(plain[1]) if plain[1] else None
-        done = run_forked(folder / "train.py", num_ranks=num_ranks, folder=folder, environment=environment)
+        done = run_forked(
+            folder / "train.py", num_ranks=num_ranks, folder=folder, environment=environment
+        )
     else:
-        done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=HANG_S)
+        done = subprocess.run(
+            words, cwd=folder, env=environment, capture_output=True, text=True, timeout=HANG_S
+        )
     printed, errors = (
         "".join(path.read_text(errors="replace") for path in folder.glob(f"logs/**/{name}.log"))
         for name in ("stdout", "stderr")
@@ -133,7 +173,8 @@ def is_installed(requirement: Requirement) -> bool:
 
 
 @pytest.mark.parametrize(
-    "page", [pytest.param(name, marks=[pytest.mark.slow] * page.is_slow) for name, page in PAGES.items()]
+    "page",
+    [pytest.param(name, marks=[pytest.mark.slow] * page.is_slow) for name, page in PAGES.items()],
 )
 def test_page_runs(page: str, tmp_path: Path):
     for need in PAGES[page].needs:

@@ -57,7 +57,9 @@ def after_launcher(words: tuple[str, ...]) -> tuple[str, ...]:
 
 COMMANDS = [(page, words, after_launcher(words)) for page, words in commands()]
 OURS = sorted({rest for _, _, rest in COMMANDS if rest[:1] == ("symmoe",)})
-SCRIPTS = sorted({to for _, _, to in COMMANDS if to and to[0].endswith((".py", ".sh")) and to[0] not in YOURS})
+SCRIPTS = sorted(
+    {to for _, _, to in COMMANDS if to and to[0].endswith((".py", ".sh")) and to[0] not in YOURS}
+)
 
 
 @pytest.fixture
@@ -75,9 +77,13 @@ def parse(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("words", OURS, ids=" ".join)
-def test_commands_of_symmoe_parse(parse, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]):
+def test_commands_of_symmoe_parse(
+    parse, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+):
     arguments = list(words[1:])
-    if words[-1].startswith("--") or len(words) < 4:  # a command or an option that a sentence speaks of
+    if (
+        words[-1].startswith("--") or len(words) < 4
+    ):  # a command or an option that a sentence speaks of
         with pytest.raises(SystemExit) as ended:
             parse([arguments[0], "--help"])
         assert ended.value.code == 0
@@ -89,7 +95,9 @@ def test_commands_of_symmoe_parse(parse, words: tuple[str, ...], capsys: pytest.
 
 @pytest.mark.parametrize("words", SCRIPTS, ids=" ".join)
 def test_scripts_exist_and_have_these_options(words: tuple[str, ...]):
-    if program := {"benchmarks/bench.py": bench, "benchmarks/trace_layer.py": trace_layer}.get(words[0]):
+    if program := {"benchmarks/bench.py": bench, "benchmarks/trace_layer.py": trace_layer}.get(
+        words[0]
+    ):
         program.add_arguments(parser := argparse.ArgumentParser())
         assert set(vars(parser.parse_args(words[1:])).get("suites", ())) <= set(bench.SUITES)
         return
@@ -104,7 +112,10 @@ def test_targets_modules_and_extras_exist():
     makefile, project = (ROOT / "Makefile").read_text(), (ROOT / "pyproject.toml").read_text()
     for page, words, rest in COMMANDS:
         if words[0] == "make":
-            assert re.search(rf"^([\w-]+ )*{words[1]}( [\w-]+)*:", makefile, re.MULTILINE), (page, words)
+            assert re.search(rf"^([\w-]+ )*{words[1]}( [\w-]+)*:", makefile, re.MULTILINE), (
+                page,
+                words,
+            )
         elif words[0] == "pip":
             for extras in re.findall(r"(?:symmoe|\.)\[([\w,]+)\]", " ".join(words)):
                 for extra in extras.split(","):
@@ -113,12 +124,17 @@ def test_targets_modules_and_extras_exist():
             assert all((ROOT / word).exists() for word in words[1:] if "/" in word), (page, words)
         elif rest and re.fullmatch(r"tests(\.\w+)+", rest[0]):
             path = ROOT / rest[0].replace(".", "/")
-            assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file(), (page, words)
+            assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file(), (
+                page,
+                words,
+            )
 
 
 def test_the_plan_in_tuning_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]):
     text = (ROOT / "docs" / "tuning.md").read_text(encoding="utf-8")
-    command, shown = re.search(r"^    \$ symmoe (plan .*)\n((?:    .*\n)+)", text, re.MULTILINE).groups()
+    command, shown = re.search(
+        r"^    \$ symmoe (plan .*)\n((?:    .*\n)+)", text, re.MULTILINE
+    ).groups()
     assert main(shlex.split(command)) == 0
     assert capsys.readouterr().out == re.sub(r"^    ", "", shown, flags=re.MULTILINE)
 

@@ -52,24 +52,38 @@ def test_what_is_missed_is_what_the_records_miss():
     alone = [one for one in record("layer-h200-ep2") if one["variant"] == "gemms alone"]
     both: dict[str, float] = {}
     for one in alone:  # 6 and 12 T H I K: forward is a third of the FLOPs
-        both[one["preset"]] = both.get(one["preset"], 0.0) + (1 if one["direction"] == "forward" else 2) / one["tflops"]
+        both[one["preset"]] = (
+            both.get(one["preset"], 0.0)
+            + (1 if one["direction"] == "forward" else 2) / one["tflops"]
+        )
     reached = sorted(3 / time for time in both.values())
     assert f"reach {reached[0]:.0f} to {reached[-1]:.0f}" in README
 
 
 def test_held_memory_is_the_records():
-    held = {one["variant"]: one for one in record("memory-h100-ep2") if one["preset"] == "qwen3-30b"}
-    mib = {name: (one["held_ordinary_bytes"] + one["held_heap_bytes"]) / 2**20 for name, one in held.items()}
+    held = {
+        one["variant"]: one for one in record("memory-h100-ep2") if one["preset"] == "qwen3-30b"
+    }
+    mib = {
+        name: (one["held_ordinary_bytes"] + one["held_heap_bytes"]) / 2**20
+        for name, one in held.items()
+    }
     text = "{layer:,.0f} MiB a layer until its backward ({packed:,.0f} with packed rows), DeepEP {deepep:,.0f}, "
     text += "stock torch {stock:,.0f} "
-    of = {"packed": mib["layer, packed"], "stock": mib["stock torch"], "deepep": mib["deepep"], "layer": mib["layer"]}
+    of = {
+        "packed": mib["layer, packed"],
+        "stock": mib["stock torch"],
+        "deepep": mib["deepep"],
+        "layer": mib["layer"],
+    }
     assert text.format(**of) in " ".join(README.split())
 
 
 def test_trainers_are_the_records():
     trained = list(measurements.trainings())
     best = [
-        max((one for one in trained if one[1] == own), key=lambda one: one[0][1]) for own in (t[1] for t in trained)
+        max((one for one in trained if one[1] == own), key=lambda one: one[0][1])
+        for own in (t[1] for t in trained)
     ]
     wanted = {f"| {ours[1]:,.0f} and {own[1]:,.0f} |" for ours, own in best}
     assert len(wanted) == 3
@@ -91,7 +105,9 @@ def suite(name: str) -> dict:
 
 def promises() -> list[str]:
     """What the table of promises must say, by the records."""
-    kills = json.loads((ROOT / "tests" / "reliability" / "results" / "checkpoint_kills.json").read_text("utf-8"))
+    kills = json.loads(
+        (ROOT / "tests" / "reliability" / "results" / "checkpoint_kills.json").read_text("utf-8")
+    )
     assert not kills["failures"]
     states = sum(scenario["states"] for scenario in suite("model")["scenarios"])
     litmus = suite("litmus")
@@ -125,11 +141,17 @@ def test_promises_have_the_figures_of_the_records():
 
 
 def test_measurements_are_made_of_the_records():
-    assert measurements.PAGE.read_text(encoding="utf-8") == measurements.page(), "run python benchmarks/measurements.py"
+    assert measurements.PAGE.read_text(encoding="utf-8") == measurements.page(), (
+        "run python benchmarks/measurements.py"
+    )
 
 
 def test_every_error_that_is_raised_has_its_section():
-    classes = {c for _, c in inspect.getmembers(errors, inspect.isclass) if issubclass(c, errors.SymmoeError)}
+    classes = {
+        c
+        for _, c in inspect.getmembers(errors, inspect.isclass)
+        if issubclass(c, errors.SymmoeError)
+    }
     raised = classes - {base for c in classes for base in c.__bases__} | {errors.ArgumentError}
     page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
     assert {c.__name__ for c in raised} <= set(re.findall(r"^## (\w+)$", page, re.MULTILINE))

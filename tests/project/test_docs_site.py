@@ -16,12 +16,29 @@ pytest.importorskip("mkdocstrings")
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
-PUBLIC = ("", ".checkpoint", ".integrations.megatron", ".integrations.transformers", ".precision", ".timeline")
+PUBLIC = (
+    "",
+    ".checkpoint",
+    ".integrations.megatron",
+    ".integrations.transformers",
+    ".precision",
+    ".timeline",
+)
 
 
 def build(config: Path, site: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", str(config), "--site-dir", str(site)],
+        [
+            sys.executable,
+            "-m",
+            "mkdocs",
+            "build",
+            "--strict",
+            "--config-file",
+            str(config),
+            "--site-dir",
+            str(site),
+        ],
         capture_output=True,
         text=True,
         timeout=HANG_S,
@@ -42,7 +59,9 @@ def public_names() -> list[str]:
     modules = [importlib.import_module(f"symmoe{package}") for package in PUBLIC]
     names = [f"{module.__name__}.{name}" for module in modules for name in module.__all__]
     errors = ast.parse((ROOT / "symmoe" / "errors.py").read_text())
-    return names + [f"symmoe.errors.{node.name}" for node in errors.body if isinstance(node, ast.ClassDef)]
+    return names + [
+        f"symmoe.errors.{node.name}" for node in errors.body if isinstance(node, ast.ClassDef)
+    ]
 
 
 def missing(reference: str) -> list[str]:
@@ -54,4 +73,6 @@ def test_the_reference_has_every_public_name(site: Path):
     reference = "".join(page.read_text() for page in (site / "api").glob("*.html"))
     assert len(public_names()) > 80
     assert not missing(reference)
-    assert missing(reference.replace('id="symmoe.MoELayer"', "")) == ["symmoe.MoELayer"]  # negative control
+    assert missing(reference.replace('id="symmoe.MoELayer"', "")) == [
+        "symmoe.MoELayer"
+    ]  # negative control

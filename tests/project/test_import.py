@@ -23,7 +23,8 @@ ROOMS = (
 )
 LEVELS = {room: level for level, room in enumerate(ROOMS)}
 MAY_READ_ENVIRONMENT = {
-    f"symmoe/symm_mem/{name}.py" for name in ("start", "nvshmem_backend", "host_backend", "flight_record")
+    f"symmoe/symm_mem/{name}.py"
+    for name in ("start", "nvshmem_backend", "host_backend", "flight_record")
 }
 MAY_READ_ENVIRONMENT.add("symmoe/tools/doctor/command.py")  # what the machine's is, is its subject
 MAY_READ_ENVIRONMENT.add("symmoe/nodes/reach.py")  # where gloo listens, gloo reads there
@@ -120,7 +121,9 @@ def test_no_files_import_each_other_in_a_circle():
 def test_twins_import_no_device_code(path: Path):
     for module in imports_of(path):
         assert not module.startswith(("symmoe.kernels.gpu", "triton", "nvshmem", "cuda")), module
-        assert module.split(".")[0] in {"torch", "numpy", "symmoe", *sys.stdlib_module_names}, module
+        assert module.split(".")[0] in {"torch", "numpy", "symmoe", *sys.stdlib_module_names}, (
+            module
+        )
 
 
 @pytest.mark.parametrize("path", MODULES, ids=str)
@@ -142,12 +145,21 @@ def test_every_kernel_has_the_signature_of_the_contract(module: str):
     from symmoe.kernels import Kernels
 
     functions = importlib.import_module(f"symmoe.kernels.{module}")
-    contract = {name: each for name, each in inspect.getmembers(Kernels, inspect.isfunction) if name[0] != "_"}
+    contract = {
+        name: each
+        for name, each in inspect.getmembers(Kernels, inspect.isfunction)
+        if name[0] != "_"
+    }
     assert sorted(functions.__all__) == sorted(contract)
     assert len(contract) >= 19
     tuning = {"num_sms", "num_ctas"}
     for name, wanted in contract.items():
         parameters = inspect.signature(getattr(functions, name)).parameters
         found = [(p.name, p.kind, p.default) for p in parameters.values() if p.name != "tile"]
-        assert found == [(p.name, p.kind, p.default) for p in inspect.signature(wanted).parameters.values()][1:], name
+        assert (
+            found
+            == [(p.name, p.kind, p.default) for p in inspect.signature(wanted).parameters.values()][
+                1:
+            ]
+        ), name
         assert all(parameters[p].default is None for p in tuning & set(parameters)), name

@@ -12,7 +12,9 @@ from programs import printed_by
 
 import symmoe
 
-data, model, presets, report = (module_of(f"lm.{name}") for name in ("data", "model", "presets", "report"))
+data, model, presets, report = (
+    module_of(f"lm.{name}") for name in ("data", "model", "presets", "report")
+)
 TINY = presets.PRESETS["tiny"]
 
 
@@ -55,12 +57,16 @@ def test_batch_is_a_function_of_seed_step_and_index(folder: Path):
     for num_ranks in (2, 4):
         each = 8 // num_ranks
         parts = [
-            data.train_batch(corpus, seed=3, step=5, sequences=range(r * each, (r + 1) * each), context=16)
+            data.train_batch(
+                corpus, seed=3, step=5, sequences=range(r * each, (r + 1) * each), context=16
+            )
             for r in range(num_ranks)
         ]
         assert torch.equal(torch.cat(parts), whole)
     for seed, step in ((4, 5), (3, 6)):
-        assert not torch.equal(data.train_batch(corpus, seed=seed, step=step, sequences=range(8), context=16), whole)
+        assert not torch.equal(
+            data.train_batch(corpus, seed=seed, step=step, sequences=range(8), context=16), whole
+        )
     windows = np.lib.stride_tricks.sliding_window_view(corpus.train, 17)
     for sequence in whole.numpy():
         assert (windows == sequence).all(axis=1).any()
@@ -68,7 +74,9 @@ def test_batch_is_a_function_of_seed_step_and_index(folder: Path):
 
 @pytest.fixture
 def language_model():
-    with symmoe.SymmetricHeap(None, num_bytes=model.heap_bytes(TINY, num_ranks=1), backend="host") as heap:
+    with symmoe.SymmetricHeap(
+        None, num_bytes=model.heap_bytes(TINY, num_ranks=1), backend="host"
+    ) as heap:
         language_model = model.LanguageModel(TINY, heap, device=torch.device("cpu"))
         model.init_parameters(language_model, seed=0, ep_rank=0)
         torch.nn.init.normal_(language_model.head.weight)

@@ -46,20 +46,40 @@ class Release:
             return Metadata.from_email(archive.read(name), validate=True)
 
     def requirements(self, name: str) -> list[Requirement]:
-        return [requirement for requirement in self.metadata().requires_dist if requirement.name == name]
+        return [
+            requirement for requirement in self.metadata().requires_dist if requirement.name == name
+        ]
 
 
 def build(sources: Path, out: Path, *what: str) -> None:
     """Without isolation: the backend is the one that is installed, nothing is downloaded."""
-    run(sys.executable, "-m", "build", "--no-isolation", *what, "--outdir", out, sources, cwd=sources)
+    run(
+        sys.executable,
+        "-m",
+        "build",
+        "--no-isolation",
+        *what,
+        "--outdir",
+        out,
+        sources,
+        cwd=sources,
+    )
 
 
 def run(*command: str | Path, cwd: Path, exit_status: Iterable[int] = (0,)) -> str:
     """What the command printed. Variables that name Python's folders, as `make` sets them, are left out."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("PYTHON")
+    }
     environment["OMP_NUM_THREADS"] = "1"
     done = subprocess.run(
-        [*map(str, command)], cwd=cwd, env=environment, capture_output=True, text=True, timeout=HANG_S, check=False
+        [*map(str, command)],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+        check=False,
     )
     assert done.returncode in exit_status, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
@@ -104,7 +124,17 @@ def environment(release: Release, tmp_path_factory: pytest.TempPathFactory) -> P
     folder = tmp_path_factory.mktemp("environment")
     run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder)
     python = folder / "bin" / "python"
-    pip = (sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", "--quiet")
+    pip = (
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        python,
+        "install",
+        "--no-deps",
+        "--no-index",
+        "--quiet",
+    )
     run(*pip, release.wheel, cwd=folder)
     # Folders named in a .pth file come after the environment's own, and .pth files in them (as those of an editable
     # installation of the checkout) have no effect.
@@ -124,13 +154,25 @@ def test_the_sdist_holds_what_is_tracked(release: Release):
     """All of it but hidden files, so the tests of the sdist have what they read."""
     if shutil.which("git") is None:
         pytest.skip("needs git")
-    done = subprocess.run(["git", "-C", ROOT, "ls-files", "-z"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["git", "-C", ROOT, "ls-files", "-z"], capture_output=True, text=True, check=False
+    )
     if done.returncode or not done.stdout:
         pytest.skip("git does not know this folder, so nobody says what belongs to the sources")
-    tracked = {name for name in done.stdout.split("\0") if name and not name.startswith(".") and (ROOT / name).exists()}
+    tracked = {
+        name
+        for name in done.stdout.split("\0")
+        if name and not name.startswith(".") and (ROOT / name).exists()
+    }
     names = files_of(release.sdist)
     assert tracked - names == set()
-    assert {"tests/support/oracle.py", "LICENSE", "README.md", "CHANGELOG.md", "pyproject.toml"} <= names
+    assert {
+        "tests/support/oracle.py",
+        "LICENSE",
+        "README.md",
+        "CHANGELOG.md",
+        "pyproject.toml",
+    } <= names
 
 
 def test_metadata(release: Release):
@@ -146,7 +188,9 @@ def test_metadata(release: Release):
     assert set(metadata.provides_extra) >= EXTRAS
     assert "3.9.0" not in metadata.requires_python
     assert all(f"{python}.0" in metadata.requires_python for python in (*PYTHONS, "3.99"))
-    named = [c.rpartition(" ")[2] for c in metadata.classifiers if re.fullmatch(r".*Python :: 3\.\d+", c)]
+    named = [
+        c.rpartition(" ")[2] for c in metadata.classifiers if re.fullmatch(r".*Python :: 3\.\d+", c)
+    ]
     assert named == list(PYTHONS)
     for url in (metadata.project_urls or {}).values():
         assert re.match(r"https://[\w-]+(\.[\w-]+)*\.(org|com|io|dev)/", url), url
@@ -154,25 +198,36 @@ def test_metadata(release: Release):
 
 def versions_tested(label: str) -> list[str]:
     """Versions in the row of the README's table "In a trainer" that begins with `label`."""
-    (row,) = re.findall(rf"^\| {re.escape(label)} \|([^|]*)\|", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE)
+    (row,) = re.findall(
+        rf"^\| {re.escape(label)} \|([^|]*)\|",
+        (ROOT / "README.md").read_text("utf-8"),
+        re.MULTILINE,
+    )
     versions = re.findall(r"\d+(?:\.\d+)+", row)
     assert versions
     return versions
 
 
 def test_ranges_hold_what_was_tested_and_end(release: Release):
-    for name, label in (("torch", "FSDP2, DDP, DCP, torch.compile"), ("transformers", "transformers")):
+    for name, label in (
+        ("torch", "FSDP2, DDP, DCP, torch.compile"),
+        ("transformers", "transformers"),
+    ):
         (requirement,) = release.requirements(name)
         for version in versions_tested(label):
             assert version in requirement.specifier, f"{name} {version}"
     for python in PYTHONS:
         where = {"python_version": python, "extra": "megatron"}
-        chosen = [each for each in release.requirements("megatron-core") if each.marker.evaluate(where)]
+        chosen = [
+            each for each in release.requirements("megatron-core") if each.marker.evaluate(where)
+        ]
         assert len(chosen) == (python != "3.14"), python  # for which there is none
         for each in chosen:
             assert [v for v in versions_tested("Megatron-Core") if v in each.specifier], python
     for requirement in release.metadata().requires_dist:
-        assert requirement.name not in BOUNDED or "99" not in requirement.specifier, f"{requirement} has no end"
+        assert requirement.name not in BOUNDED or "99" not in requirement.specifier, (
+            f"{requirement} has no end"
+        )
     assert {requirement.name for requirement in release.metadata().requires_dist} >= BOUNDED
 
 
@@ -180,7 +235,9 @@ def test_ranges_hold_what_was_tested_and_end(release: Release):
 def test_doctor_knows_the_range_of_torch(release: Release, version: str):
     (requirement,) = release.requirements("torch")
     found = check_versions(Versions(installed={"torch": version}, torch_cuda=None), has_gpu=False)
-    refused = [finding for finding in found if finding.level == "problem" and "torch" in finding.text]
+    refused = [
+        finding for finding in found if finding.level == "problem" and "torch" in finding.text
+    ]
     assert bool(refused) == (version not in requirement.specifier)
 
 
@@ -193,12 +250,23 @@ def test_installed_package_is_not_the_checkout(environment: Path, tmp_path: Path
 
 
 def test_installed_command(environment: Path, tmp_path: Path):
-    assert run(environment / "symmoe", "--version", cwd=tmp_path) == f"symmoe {symmoe.__version__}\n"
+    assert (
+        run(environment / "symmoe", "--version", cwd=tmp_path) == f"symmoe {symmoe.__version__}\n"
+    )
     # 1: there is a problem with this machine, which is its own.
     report = json.loads(
-        run(environment / "symmoe", "doctor", "--no-self-test", "--json", cwd=tmp_path, exit_status=(0, 1))
+        run(
+            environment / "symmoe",
+            "doctor",
+            "--no-self-test",
+            "--json",
+            cwd=tmp_path,
+            exit_status=(0, 1),
+        )
     )
-    (versions,) = (f["text"] for f in report["findings"] if f["level"] == "ok" and f["subject"] == "versions")
+    (versions,) = (
+        f["text"] for f in report["findings"] if f["level"] == "ok" and f["subject"] == "versions"
+    )
     assert versions.startswith(f"symmoe {symmoe.__version__}, torch {torch.__version__}, ")
 
 

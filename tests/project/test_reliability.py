@@ -24,13 +24,22 @@ SLICES = {
     "model": ((4, 5, 13), 3),  # a step, signals, a rank that is late; the others below
 }
 LONG = ("lifecycle", "soak", "determinism", "gradients", "fuzz", "routings")
-ON_EIGHT = {"routings": range(14), "gradients": range(2), "determinism": (15, 16), "stalls": range(20)}
+ON_EIGHT = {
+    "routings": range(14),
+    "gradients": range(2),
+    "determinism": (15, 16),
+    "stalls": range(20),
+}
 ON_EIGHT |= {"fuzz": range(24), "litmus": (*range(4), 400), "model": range(2 * len(scenarios(8)))}
 # One of each kind, at other phases and with other victims, and a rank that raises in every phase; on eight ranks mostly
 # of two at once.
 FAULTS = {2: (18, 21, 19, 23), 3: (13, 9, 56, 59, 44, 47, 68, 35), 8: (4, 9, 10, 11, 20)}
 PATIENCE = 10.0  # nothing here measures speed
-TWIN_MUTANTS = ["no wait for rows to arrive", "one half of the count table", "payload after the signal"]
+TWIN_MUTANTS = [
+    "no wait for rows to arrive",
+    "one half of the count table",
+    "payload after the signal",
+]
 TWIN_MUTANTS += ["what came counts after a timeout"]
 
 
@@ -47,7 +56,9 @@ def failures(suite: str, run: Run, launcher: Launcher) -> list[str]:
     return [text for failure in record["failures"] for text in failure["problems"]]
 
 
-@pytest.mark.parametrize("suite", [pytest.param(each, marks=[pytest.mark.slow] * (each in LONG)) for each in SLICES])
+@pytest.mark.parametrize(
+    "suite", [pytest.param(each, marks=[pytest.mark.slow] * (each in LONG)) for each in SLICES]
+)
 def test_suite(launcher: Launcher, suite: str):
     numbers, num_ranks = SLICES[suite]
     assert failures(suite, Run(tuple(numbers), num_ranks, patience=PATIENCE), launcher) == []
@@ -74,10 +85,14 @@ def test_fault(launcher: Launcher, number: int, num_ranks: int):
 def test_the_faults_are_all_kinds_in_all_phases_on_all_victims():
     all_victims = {2: {(0,), (1,)}, 3: {(0,), (1,), (2,), (0, 2)}, 8: {(0,), (4,), (7,), (0, 7)}}
     for num_ranks, victims in all_victims.items():
-        found = [faults.fault_of(number, Run((), num_ranks)) for number in range(faults.NUM_GPU_CASES)]
+        found = [
+            faults.fault_of(number, Run((), num_ranks)) for number in range(faults.NUM_GPU_CASES)
+        ]
         for kind in faults.KINDS:
             combinations = {(fault.phase, fault.victims) for fault in found if fault.kind == kind}
-            assert combinations == {(phase, chosen) for phase in faults.PHASES for chosen in victims}
+            assert combinations == {
+                (phase, chosen) for phase in faults.PHASES for chosen in victims
+            }
             few = [fault for fault in found[:24] if fault.kind == kind]
             assert {fault.phase for fault in few} == set(faults.PHASES)
             assert {fault.victims for fault in few} == victims
@@ -90,7 +105,10 @@ def test_the_model_on_two_ranks(index: int):
 
 @pytest.mark.parametrize(
     "mutant",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name == "nobody is told")) for name in mutations.OF_THE_MODEL],
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name == "nobody is told"))
+        for name in mutations.OF_THE_MODEL
+    ],
 )
 def test_a_mutant_of_the_model_is_found(mutant: str):
     """On two ranks, in seconds; a mutant that takes a third to show is searched for with three."""
@@ -101,13 +119,19 @@ def test_a_mutant_of_the_model_is_found(mutant: str):
 @pytest.mark.parametrize("mutant", mutations.OF_THE_MODEL)
 def test_a_mutant_of_the_model_is_met_on_eight_ranks(mutant: str):
     model = Protocol(mutations.OF_THE_MODEL[mutant])
-    assert any(Model(scenario, model).walk(seed).violation for seed in range(4) for scenario in scenarios(8))
+    assert any(
+        Model(scenario, model).walk(seed).violation
+        for seed in range(4)
+        for scenario in scenarios(8)
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mutant", TWIN_MUTANTS)
 def test_a_mutant_of_the_twins_is_found(launcher: Launcher, mutant: str):
-    assert mutations.found_in_twins(Run((), 3, patience=PATIENCE), launcher, mutant, mutations.FOUND_BY[mutant])
+    assert mutations.found_in_twins(
+        Run((), 3, patience=PATIENCE), launcher, mutant, mutations.FOUND_BY[mutant]
+    )
 
 
 @pytest.mark.slow
@@ -124,12 +148,17 @@ def test_wrong_calls_are_of_all_kinds():
 
 def test_growth_is_told_from_what_comes_and_goes():
     def grown(rate: float, files: int = 13) -> list[str]:
-        samples = [(step, int(rate * step) + step % 100 * 2000, 4096, 0, 13, 0) for step in range(100, 20_001, 50)]
+        samples = [
+            (step, int(rate * step) + step % 100 * 2000, 4096, 0, 13, 0)
+            for step in range(100, 20_001, 50)
+        ]
         return soak.what_grew([*samples[:-1], (*samples[-1][:4], files, 0)])
 
     assert (grown(900.0), grown(0.0, files=14)) == ([], ["open files went from 13 to [13, 14]"])
     assert grown(1500.0)[0].startswith("host memory grew by 298")
-    free = [(140 << 30) - (600 << 20) * (number % 3 > 0) for number in range(50)]  # others' jobs come and go
+    free = [
+        (140 << 30) - (600 << 20) * (number % 3 > 0) for number in range(50)
+    ]  # others' jobs come and go
     kept = [each - lifecycle.ARENA_BYTES["cuda"] * number for number, each in enumerate(free)]
     assert lifecycle.lost_bytes(free) == 0 < lifecycle.LOST_BYTES < lifecycle.lost_bytes(kept)
 
@@ -137,7 +166,9 @@ def test_growth_is_told_from_what_comes_and_goes():
 # -- running suites ---------------------------------------------------------------------------------------------------
 def test_a_suite_that_is_out_of_time_leaves_a_record(launcher: Launcher):
     run = Run(tuple(range(6)), 2)
-    record = execute("model", command.suite_of("model"), run, launcher, command="pytest", limit_s=0.0)
+    record = execute(
+        "model", command.suite_of("model"), run, launcher, command="pytest", limit_s=0.0
+    )
     assert (record["cases_wanted"], record["cases_run"], record["cases_failed"]) == (6, 1, 0)
 
 
@@ -145,7 +176,9 @@ def test_a_suite_that_is_out_of_time_leaves_a_record(launcher: Launcher):
 @pytest.mark.slow
 def test_a_rank_that_hangs_is_a_failure_that_says_where(launcher: Launcher):
     with launcher.start(2, "cpu") as job:
-        assert sorted(job.run(yield_pid, deadline_s=HANG_S)) == sorted(job.processes())  # and imports its module
+        assert sorted(job.run(yield_pid, deadline_s=HANG_S)) == sorted(
+            job.processes()
+        )  # and imports its module
         with pytest.raises(JobFailure, match="rank 1 gave no answer") as caught:
             list(job.stream(sleep_on_the_last_rank, deadline_s=10.0))
     assert "in sleep_on_the_last_rank" in str(caught.value)

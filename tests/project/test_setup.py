@@ -16,7 +16,14 @@ import pytest
 from programs import printed_by
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = ("pyproject.toml", "requirements-train.txt", "requirements.txt", "README.md", "LICENSE", "symmoe/__init__.py")
+SOURCES = (
+    "pyproject.toml",
+    "requirements-train.txt",
+    "requirements.txt",
+    "README.md",
+    "LICENSE",
+    "symmoe/__init__.py",
+)
 TIMEOUT_S = 800  # 20 s of a processor's time, which on a busy machine are minutes
 
 
@@ -30,10 +37,18 @@ def pythons() -> list[str]:
 def interpreter(python: str) -> str:
     """One of this version: that of the tests, one on the path, or pyenv's; "" if there is none."""
     versions = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions")
-    places = [sys.executable, shutil.which(f"python{python}"), *sorted(versions.glob(f"{python}.*/bin/python"))]
+    places = [
+        sys.executable,
+        shutil.which(f"python{python}"),
+        *sorted(versions.glob(f"{python}.*/bin/python")),
+    ]
     for place in filter(None, places):
-        said = subprocess.run([place, "--version"], capture_output=True, text=True, timeout=60, check=False).stdout
-        if said.startswith(f"Python {python}."):  # pyenv's shim of a version that is not chosen says nothing
+        said = subprocess.run(
+            [place, "--version"], capture_output=True, text=True, timeout=60, check=False
+        ).stdout
+        if said.startswith(
+            f"Python {python}."
+        ):  # pyenv's shim of a version that is not chosen says nothing
             return str(place)
     return ""
 
@@ -42,16 +57,30 @@ def dry_run(python: str, *what: str | Path, cwd: Path) -> subprocess.CompletedPr
     """pip's answer, a report as JSON in stdout, to what this interpreter would install into an empty environment."""
     how = ["--dry-run", "--ignore-installed", "--only-binary=:all:", "--quiet", "--report", "-"]
     # Metadata lie beside the wheels; where a mirror does not say so, fast-deps reads them out of the wheels.
-    command = [sys.executable, "-m", "pip", "--python", python, "--isolated", "--disable-pip-version-check"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        python,
+        "--isolated",
+        "--disable-pip-version-check",
+    ]
     command += ["install", *how, "--use-feature", "fast-deps", *map(str, what)]
-    environment = os.environ | {"XDG_CONFIG_DIRS": os.devnull}  # where a machine may say which torch it has
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
+    environment = os.environ | {
+        "XDG_CONFIG_DIRS": os.devnull
+    }  # where a machine may say which torch it has
+    return subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
+    )
 
 
 @functools.cache
 def registry_is_missing() -> str:
     """Why no registry can be asked; "" if it answers."""
-    done = dry_run(sys.executable, "--no-deps", "--retries", "0", "--timeout", "15", "setuptools", cwd=ROOT)
+    done = dry_run(
+        sys.executable, "--no-deps", "--retries", "0", "--timeout", "15", "setuptools", cwd=ROOT
+    )
     return "" if done.returncode == 0 else f"pip reaches no registry: {done.stderr.strip()[-300:]}"
 
 
@@ -79,7 +108,9 @@ def sources(tmp_path: Path) -> Path:
 def wanted() -> list[str]:
     """The lines of both files of requirements."""
     names = ("requirements-train.txt", "requirements.txt")
-    lines = [line for name in names for line in (ROOT / name).read_text(encoding="utf-8").splitlines()]
+    lines = [
+        line for name in names for line in (ROOT / name).read_text(encoding="utf-8").splitlines()
+    ]
     return [line for line in lines if not line.startswith("#")]
 
 
@@ -131,12 +162,21 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder symmoe below one with a space, with what make reads; `python` beside it stands for an interpreter."""
     folder = tmp_path / "a folder" / "symmoe"
     folder.mkdir(parents=True)
-    for name in ("Makefile", "pyproject.toml", *(path.name for path in ROOT.glob("requirements*.txt"))):
+    for name in (
+        "Makefile",
+        "pyproject.toml",
+        *(path.name for path in ROOT.glob("requirements*.txt")),
+    ):
         shutil.copy(ROOT / name, folder)
     (folder.parent / "python").write_text(PYTHON, encoding="utf-8")
     (folder.parent / "python").chmod(0o755)
     monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
-    for name in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "MAKEOVERRIDES"):  # of the make that runs these tests
+    for name in (
+        "MAKEFLAGS",
+        "MAKELEVEL",
+        "MFLAGS",
+        "MAKEOVERRIDES",
+    ):  # of the make that runs these tests
         monkeypatch.delenv(name, raising=False)
     return folder
 
@@ -146,7 +186,9 @@ def make(checkout: Path, *arguments: str) -> list[tuple[str, str, str]]:
     if shutil.which("make") is None:
         pytest.skip("needs make")
     command = ["make", f"PYTHON={checkout.parent / 'python'}", "OTHERS=", *arguments]
-    done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        command, cwd=checkout, capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     calls = Path(os.environ["CALLS"]).read_text(encoding="utf-8").splitlines()
     Path(os.environ["CALLS"]).unlink()
@@ -168,20 +210,27 @@ def test_make_runs_below_a_folder_with_a_space(checkout: Path, target: str):
         set_up.append("-m pip install --quiet --no-deps --requirement requirements-torchtitan.txt")
     assert [words for words in arguments if words.startswith(("-m venv ", "-m pip "))] == set_up
     assert arguments[:2] == set_up[:2]
-    assert arguments[-1].startswith("-m torch.distributed.run" if target == "train" else "-m pytest tests ")
+    assert arguments[-1].startswith(
+        "-m torch.distributed.run" if target == "train" else "-m pytest tests "
+    )
     assert ("-m not gpu" in arguments[-1]) == (target == "test-all")
     again = make(checkout, target)
     assert [words for _, _, words in again] == [words for words in arguments if words not in set_up]
 
 
-def test_test_all_runs_the_core_tests_on_other_pythons_that_are_found(checkout: Path, tmp_path: Path, monkeypatch):
+def test_test_all_runs_the_core_tests_on_other_pythons_that_are_found(
+    checkout: Path, tmp_path: Path, monkeypatch
+):
     (tmp_path / "bin").mkdir()
     shutil.copy(checkout.parent / "python", tmp_path / "bin" / "python3.99")
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     calls = make(checkout, "test-all", "OTHERS=python3.98 python3.99")
     assert not any("3.98" in python for python, _, _ in calls)
     first = [words for _, _, words in calls].index("-m venv .venv-python3.99")
-    assert [words.split()[:3] for _, _, words in calls[first - 2 : first]] == [["-m", "pytest", "tests"], ["--version"]]
+    assert [words.split()[:3] for _, _, words in calls[first - 2 : first]] == [
+        ["-m", "pytest", "tests"],
+        ["--version"],
+    ]
     python, _, words = calls[-1]
     assert python == ".venv-python3.99/bin/python"
     assert words.startswith("-m pytest tests/project/test_import.py ")
@@ -193,14 +242,18 @@ def test_a_program_beside_the_checkout_finds_the_package(tmp_path: Path):
     """Of an editable install; the folder symmoe beside the program, the checkout, is no package."""
     pytest.importorskip("setuptools", minversion="77")
     checkout = tmp_path / "symmoe"
-    shutil.copytree(ROOT / "symmoe", checkout / "symmoe", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        ROOT / "symmoe", checkout / "symmoe", ignore=shutil.ignore_patterns("__pycache__")
+    )
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, checkout)
     build = f"from setuptools.build_meta import build_editable as build; build({str(tmp_path)!r})"
     printed_by("-c", build, cwd=checkout)
     (wheel,) = tmp_path.glob("*.whl")
     shutil.unpack_archive(wheel, tmp_path / "site", "zip")
-    (tmp_path / "program.py").write_text("import symmoe\nprint(symmoe.SymmetricHeap.__name__)\n", encoding="utf-8")
+    (tmp_path / "program.py").write_text(
+        "import symmoe\nprint(symmoe.SymmetricHeap.__name__)\n", encoding="utf-8"
+    )
     run = f"import runpy, site; site.addsitedir({str(tmp_path / 'site')!r}); runpy.run_path('program.py')"
     ours = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(ours)}
@@ -226,11 +279,15 @@ def test_ci_runs_in_a_folder_named_as_the_package(tmp_path: Path, monkeypatch: p
     tools, temporary = tmp_path / "tools", tmp_path / "temporary"
     tools.mkdir()
     temporary.mkdir()
-    (tools / "make").write_text('#!/bin/sh\npwd\nfind . -type f | sort\necho "$@"\nexit 3\n', encoding="utf-8")
+    (tools / "make").write_text(
+        '#!/bin/sh\npwd\nfind . -type f | sort\necho "$@"\nexit 3\n', encoding="utf-8"
+    )
     (tools / "make").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
     monkeypatch.setenv("TMPDIR", str(temporary))
-    done = subprocess.run([checkout / ".ci" / "run"], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [checkout / ".ci" / "run"], capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 3, done.stderr
     place, *files, target = done.stdout.splitlines()
     assert Path(place).name == "symmoe"

@@ -12,11 +12,20 @@ from symmoe import errors, torch_internals
 
 ROOT = Path(__file__).resolve().parents[2]
 BEHIND = {"symmoe/torch_internals.py"}
-BEHIND_TRITON = {"symmoe/kernels/launch/triton_internals.py", "symmoe/kernels/hopper/gluon_names.py"}
+BEHIND_TRITON = {
+    "symmoe/kernels/launch/triton_internals.py",
+    "symmoe/kernels/hopper/gluon_names.py",
+}
 INSIDES = ("triton.backends", "triton.compiler", "triton.knobs", "triton.runtime", "triton._C")
 # Attributes of Triton's objects that nobody promises.
 TRITON_NAMES = {
-    *("packed_metadata", "kernel_signature", "arg_annotations", "launch_pdl", "launch_cooperative_grid"),
+    *(
+        "packed_metadata",
+        "kernel_signature",
+        "arg_annotations",
+        "launch_pdl",
+        "launch_cooperative_grid",
+    ),
     *("global_scratch_size", "pre_run_hooks", "annotation_type", "do_not_specialize_on_alignment"),
 }
 ALLOWED = {
@@ -29,7 +38,12 @@ ALLOWED = {
     **dict.fromkeys(["_gradients", "_symmoe_versions"], "symmoe's own"),
 }
 # What a private name may be an attribute of, besides torch's modules.
-TORCHS = (torch.Tensor, torch.UntypedStorage, torch.nn.Module(), torch.nn.parallel.DistributedDataParallel)
+TORCHS = (
+    torch.Tensor,
+    torch.UntypedStorage,
+    torch.nn.Module(),
+    torch.nn.parallel.DistributedDataParallel,
+)
 
 
 def is_private(name: str) -> bool:
@@ -40,11 +54,15 @@ def own_names(trees: list[ast.Module]) -> set[str]:
     """Private names that the package defines: functions, classes, variables, and attributes of self."""
     nodes = [node for tree in trees for node in ast.walk(tree)]
     defined = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
-    defined |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    defined |= {
+        node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    }
     return defined | {
         node.attr
         for node in nodes
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self"
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and ast.unparse(node.value) == "self"
     }
 
 
@@ -71,18 +89,24 @@ def insides_of_triton(tree: ast.Module) -> list[str]:
             imported += [start + alias.name for alias in node.names]
         elif isinstance(node, ast.Attribute):
             read.append(node.attr)
-    return [name for name in imported if name.startswith(INSIDES)] + [name for name in read if name in TRITON_NAMES]
+    return [name for name in imported if name.startswith(INSIDES)] + [
+        name for name in read if name in TRITON_NAMES
+    ]
 
 
 def test_private_names_stand_behind_one_module():
     paths = ROOT.glob("symmoe/**/*.py")
-    trees = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text("utf-8")) for path in paths}
+    trees = {
+        path.relative_to(ROOT).as_posix(): ast.parse(path.read_text("utf-8")) for path in paths
+    }
     own, used, found = own_names([*trees.values()]), set(), []
     for name, tree in trees.items():
         private = set(private_names(tree, own)) if name not in BEHIND | BEHIND_TRITON else set()
         used |= private & set(ALLOWED)
         found += [f"{name}: {each}" for each in private - set(ALLOWED)]
-        found += [f"{name}: {each}" for each in insides_of_triton(tree) if name not in BEHIND_TRITON]
+        found += [
+            f"{name}: {each}" for each in insides_of_triton(tree) if name not in BEHIND_TRITON
+        ]
     assert found == []
     assert set(ALLOWED) - used <= {"_gradients"}, "nobody reads what is allowed"
 
@@ -100,7 +124,11 @@ def test_private_names_stand_behind_one_module():
 )
 def test_what_a_private_name_is(line: str, what: list[str]):
     assert sorted(private_names(ast.parse(line), {"_mine", "_version"})) == sorted(what)
-    for insides in ("from triton import knobs", "import triton.runtime.jit", "kernel.packed_metadata"):
+    for insides in (
+        "from triton import knobs",
+        "import triton.runtime.jit",
+        "kernel.packed_metadata",
+    ):
         assert insides_of_triton(ast.parse(insides))
 
 
@@ -121,14 +149,23 @@ def without(monkeypatch: pytest.MonkeyPatch):
 def test_streams_without_the_private_name(without, monkeypatch: pytest.MonkeyPatch):
     """The stream that work is on, not the default one."""
     made = without(torch._C, "_cuda_getCurrentRawStream")
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: type("Stream", (), {"cuda_stream": 70 + device}))
+    monkeypatch.setattr(
+        torch.cuda,
+        "current_stream",
+        lambda device: type("Stream", (), {"cuda_stream": 70 + device}),
+    )
     assert made.current_stream(7) == 77
 
 
 def test_what_is_gone_has_another_way_or_an_error(without):
     assert without(torch._C._autograd, "_get_current_graph_task_keep_graph").keeps_graph() is True
-    assert without(torch.nn.modules.module, "_has_any_global_hook").has_hooks(torch.nn.Linear(1, 1)) is True
-    assert not isinstance(ValueError(), without(torch.utils.checkpoint, "_StopRecomputationError").STOPS_RECOMPUTATION)
+    assert (
+        without(torch.nn.modules.module, "_has_any_global_hook").has_hooks(torch.nn.Linear(1, 1))
+        is True
+    )
+    assert not isinstance(
+        ValueError(), without(torch.utils.checkpoint, "_StopRecomputationError").STOPS_RECOMPUTATION
+    )
     gone = f"torch {torch.__version__} has no _C._current_graph_task_id"
     with pytest.raises(errors.BackendUnavailable, match=gone.replace("+", r"\+")):
         without(torch._C, "_current_graph_task_id").graph_task_id()
@@ -138,5 +175,9 @@ def test_what_is_gone_has_another_way_or_an_error(without):
 
 def test_this_torch_has_every_name():
     """For whoever runs the tests with a new one."""
-    assert [name for name, value in vars(torch_internals).items() if isinstance(value, functools.partial)] == []
+    assert [
+        name
+        for name, value in vars(torch_internals).items()
+        if isinstance(value, functools.partial)
+    ] == []
     assert torch_internals.STOPS_RECOMPUTATION

@@ -16,7 +16,14 @@ STEPS = 20
 
 def train(out: Path, *arguments: str, num_ranks: int) -> list[dict]:
     """Runs the example with the tiny preset, and returns its metrics; sums in the order of experts."""
-    output_of("train_lm.py", "--preset=tiny", "--order=slot", f"--out={out}", *arguments, num_ranks=num_ranks)
+    output_of(
+        "train_lm.py",
+        "--preset=tiny",
+        "--order=slot",
+        f"--out={out}",
+        *arguments,
+        num_ranks=num_ranks,
+    )
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -61,7 +68,9 @@ def test_resumed_run_ends_in_the_same_bits(finished: Path, tmp_path: Path):
     names = [path.name for path in (finished / "checkpoints" / "step-00000020").iterdir()]
     assert len([name for name in names if name.endswith(".safetensors")]) == 2
     for name in names:  # parameters and moments of both ranks, and what the manifest says of them
-        ours, theirs = (folder / "checkpoints" / "step-00000020" / name for folder in (out, finished))
+        ours, theirs = (
+            folder / "checkpoints" / "step-00000020" / name for folder in (out, finished)
+        )
         assert ours.read_bytes() == theirs.read_bytes()
     assert (out / "sample.txt").read_bytes() == (finished / "sample.txt").read_bytes()
 
@@ -69,20 +78,28 @@ def test_resumed_run_ends_in_the_same_bits(finished: Path, tmp_path: Path):
 def test_muon_trains_experts_and_resumes(finished: Path, tmp_path: Path):
     """From the same numbers as AdamW; on one rank as on two, from a checkpoint of both optimizers' states."""
     records = train(tmp_path, "--muon", num_ranks=2)
-    adamw = [json.loads(line)["loss"] for line in (finished / "metrics.jsonl").read_text().splitlines()]
+    adamw = [
+        json.loads(line)["loss"] for line in (finished / "metrics.jsonl").read_text().splitlines()
+    ]
     assert records[0]["loss"] == pytest.approx(adamw[0], rel=1e-6)
     assert abs(records[-1]["loss"] - adamw[-1]) > 1e-3
     assert records[-1]["loss"] < records[0]["loss"] - 0.5
     shutil.rmtree(tmp_path / "checkpoints" / "step-00000020")
     again = train(tmp_path, "--muon", "--resume", num_ranks=1)
-    assert [each["loss"] for each in again] == pytest.approx([each["loss"] for each in records], rel=1e-4)
+    assert [each["loss"] for each in again] == pytest.approx(
+        [each["loss"] for each in records], rel=1e-4
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 4])
-def test_losses_do_not_depend_on_the_number_of_ranks(finished: Path, tmp_path: Path, num_ranks: int):
+def test_losses_do_not_depend_on_the_number_of_ranks(
+    finished: Path, tmp_path: Path, num_ranks: int
+):
     losses = [record["loss"] for record in train(tmp_path, num_ranks=num_ranks)]
-    expected = [json.loads(line)["loss"] for line in (finished / "metrics.jsonl").read_text().splitlines()]
+    expected = [
+        json.loads(line)["loss"] for line in (finished / "metrics.jsonl").read_text().splitlines()
+    ]
     assert losses == pytest.approx(expected, rel=1e-4)
     assert losses[-1] < losses[0] - 0.5  # it learns, so equal losses are no accident
 
@@ -104,7 +121,10 @@ def test_replicas_balance_ranks_and_change_no_loss(finished: Path, tmp_path: Pat
     records = train(tmp_path, "--replicas=2", num_ranks=2)
     expected = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
     assert [r["loss"] for r in records] == pytest.approx([r["loss"] for r in expected], rel=1e-4)
-    limit, names = math.ceil(8 * 64 * 2 / 2 * 1.05), ("expert_load", "balanced_per_rank", "num_replicas")
+    limit, names = (
+        math.ceil(8 * 64 * 2 / 2 * 1.05),
+        ("expert_load", "balanced_per_rank", "num_replicas"),
+    )
     for record in records:
         for load, rows, count in zip(*map(record.get, names), strict=True):
             assert sum(rows) == sum(load)
@@ -112,7 +132,9 @@ def test_replicas_balance_ranks_and_change_no_loss(finished: Path, tmp_path: Pat
             assert (count > 0) == (max(sum(load[:2]), sum(load[2:])) > limit)
     assert sum(sum(record["num_replicas"]) for record in records) > 0
     assert "replica_places=2" in read_manifest(tmp_path / "checkpoints").extra["preset"]
-    resumed = train(tmp_path, "--replicas=2", "--resume", f"--steps={STEPS + 1}", num_ranks=1)  # nothing moves
+    resumed = train(
+        tmp_path, "--replicas=2", "--resume", f"--steps={STEPS + 1}", num_ranks=1
+    )  # nothing moves
     assert (resumed[:STEPS], resumed[STEPS]["num_replicas"]) == (records, [0, 0])
 
 
@@ -126,7 +148,9 @@ def test_replicas_balance_ranks_and_change_no_loss(finished: Path, tmp_path: Pat
         ("--replicas=1 --precision=float8-block", "--replicas takes no --precision"),
     ],
 )
-def test_wrong_arguments(argument: str, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_wrong_arguments(
+    argument: str, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     monkeypatch.setattr(sys, "argv", ["train_lm.py", *argument.split()])
     with pytest.raises(SystemExit, match="2"):
         module_of("train_lm").parse_arguments()
@@ -149,7 +173,14 @@ def test_a_finished_run_is_extended_and_sampled(finished: Path, tmp_path: Path):
     assert records[:STEPS] == before
     assert [record["step"] for record in records[STEPS:]] == [STEPS + 1, STEPS + 2]
     assert read_manifest(out / "checkpoints").step == STEPS + 2
-    printed = output_of("train_lm.py", "--preset=tiny", "--order=slot", f"--out={out}", "--prompt=class", num_ranks=2)
+    printed = output_of(
+        "train_lm.py",
+        "--preset=tiny",
+        "--order=slot",
+        f"--out={out}",
+        "--prompt=class",
+        num_ranks=2,
+    )
     assert printed.startswith("--- sample ---\nclass")
     assert read_manifest(out / "checkpoints").step == STEPS + 2
 
@@ -161,7 +192,9 @@ def test_resumes_on_another_number_of_ranks(finished: Path, tmp_path: Path):
     shutil.rmtree(out / "checkpoints" / "step-00000020")
     records = train(out, "--resume", num_ranks=1)
     expected = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
-    assert [record["loss"] for record in records[:10]] == [record["loss"] for record in expected[:10]]
+    assert [record["loss"] for record in records[:10]] == [
+        record["loss"] for record in expected[:10]
+    ]
     # The first forward pass is the loaded model's; sums in another order make a difference only later.
     assert records[10]["loss"] == pytest.approx(expected[10]["loss"], rel=1e-6)
     assert [r["loss"] for r in records] == pytest.approx([r["loss"] for r in expected], rel=1e-4)

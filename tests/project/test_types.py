@@ -39,7 +39,10 @@ def test_a_user_sees_annotations_and_is_told_what_is_wrong(tmp_path: Path) -> No
     assert _mypy(tmp_path, python, program) == (0, "Success: no issues found in 1 source file\n")
     status, printed = _mypy(tmp_path, python, wrong)
     assert status == 1
-    found = [(int(line), code) for line, code in re.findall(r"wrong\.py:(\d+): error: .* \[([\w-]+)\]", printed)]
+    found = [
+        (int(line), code)
+        for line, code in re.findall(r"wrong\.py:(\d+): error: .* \[([\w-]+)\]", printed)
+    ]
     assert found == [(3, "arg-type"), (5, "assignment"), (7, "operator"), (8, "attr-defined")]
     (installed / "py.typed").unlink()
     status, printed = _mypy(tmp_path, python, program)
@@ -57,14 +60,18 @@ def test_the_program_runs() -> None:
 def test_only_kernels_and_subclasses_are_excused() -> None:
     """Modules with looser rules are there, and have what the rules are loosened for."""
     tomllib = pytest.importorskip("tomllib", reason="Python 3.10 cannot read pyproject.toml")
-    overrides = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["mypy"]["overrides"]
+    overrides = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"][
+        "mypy"
+    ]["overrides"]
     for override in overrides:
         ours = [name for name in override["module"] if name.startswith("symmoe")]
         if "ignore_missing_imports" in override:
             assert not ours
             continue
         assert ours == sorted(override["module"])
-        if ours == ["symmoe.kernels.twin.*"]:  # their types stand in the contract, to which test_import compares them
+        if ours == [
+            "symmoe.kernels.twin.*"
+        ]:  # their types stand in the contract, to which test_import compares them
             assert {*override} - {"module"} == {f"disallow_{what}" for what in UNTYPED}
             continue
         for name in ours:
@@ -72,7 +79,9 @@ def test_only_kernels_and_subclasses_are_excused() -> None:
             assert paths, name
             source = "".join(path.read_text(encoding="utf-8") for path in paths)
             decorators = r"^@(triton\.jit|gluon\.jit|builtin|torch\.compiler\.disable)\b"
-            assert re.search(rf"{decorators}|^\s+@torch\.compiler\.disable|^class \w+\(\w+\):", source, re.M), name
+            assert re.search(
+                rf"{decorators}|^\s+@torch\.compiler\.disable|^class \w+\(\w+\):", source, re.M
+            ), name
     assert not any("ignore_errors" in override for override in overrides)
 
 
@@ -89,8 +98,18 @@ def _environment_with_symmoe(folder: Path) -> tuple[Path, Path]:
 
 def _mypy(folder: Path, python: Path, program: Path | str) -> tuple[int, str]:
     """Status and output of mypy --strict on a user's program."""
-    alone = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MYPYPATH")}
-    command = [sys.executable, "-m", "mypy", "--strict", "--untyped-calls-exclude=torch", "--python-executable", python]
+    alone = {
+        name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MYPYPATH")
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--strict",
+        "--untyped-calls-exclude=torch",
+        "--python-executable",
+        python,
+    ]
     done = subprocess.run(
         [*command, "--cache-dir", folder / "cache", program],
         cwd=folder,

@@ -76,12 +76,22 @@ def test_record_says_how_tests_ended_and_why(checkout: Path):
     record = json.loads(path.read_text())
     assert (record["version"], record["left_out"]) == ("1.2", {"slept": "it is late"})
     plain, ours = record["forms"]["plain"], record["forms"]["ours"]
-    assert (plain["passed"], plain["skipped"], plain["failed"], plain["calls_of_symmoe"]) == (6, 1, 2, 0)
+    assert (plain["passed"], plain["skipped"], plain["failed"], plain["calls_of_symmoe"]) == (
+        6,
+        1,
+        2,
+        0,
+    )
     assert (ours["passed"], ours["skipped"], ours["failed"]) == (3, 1, 5)
     assert ours["passed_in_which_symmoe_ran"] == 2  # test_sum and a case of test_negative
     assert ours["calls_of_symmoe"] == 2 * (2 + 1 + 1 + 3)  # on two ranks
     kinds = ours["not_passed"]
-    assert kinds.keys() == {"failed with symmoe only", "refused by symmoe", "failed without symmoe too", "skipped"}
+    assert kinds.keys() == {
+        "failed with symmoe only",
+        "refused by symmoe",
+        "failed without symmoe too",
+        "skipped",
+    }
     (reason,) = kinds["failed with symmoe only"]
     assert "no negative numbers" in reason
     assert kinds["failed with symmoe only"][reason] == {"test_made_up.py::test_negative": 2}
@@ -92,9 +102,16 @@ def test_record_says_how_tests_ended_and_why(checkout: Path):
     assert kinds["skipped"] == {"Skipped: needs what is not here": 1}
 
 
-@pytest.mark.parametrize(("test", "status"), [("untouched", 1), pytest.param("sum", 0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("test", "status"), [("untouched", 1), pytest.param("sum", 0, marks=pytest.mark.slow)]
+)
 def test_green_without_symmoe_is_an_error(checkout: Path, test: str, status: int):
-    assert run.main(["made-up", str(checkout), "--ranks", "1", "--tests", f"test_made_up.py::test_{test}"]) == status
+    assert (
+        run.main(
+            ["made-up", str(checkout), "--ranks", "1", "--tests", f"test_made_up.py::test_{test}"]
+        )
+        == status
+    )
 
 
 MEGATRON = """
@@ -153,7 +170,21 @@ def test_plugin(tmp_path: Path, project: str, path: str, text: str, num_ranks: i
     (tmp_path / path).parent.mkdir(parents=True)
     (tmp_path / path).write_text(text)
     record = tmp_path / "record.json"
-    assert run.main([project, str(tmp_path), "--tests", path, "--ranks", str(num_ranks), "--record", str(record)]) == 0
+    assert (
+        run.main(
+            [
+                project,
+                str(tmp_path),
+                "--tests",
+                path,
+                "--ranks",
+                str(num_ranks),
+                "--record",
+                str(record),
+            ]
+        )
+        == 0
+    )
     forms: dict[str, Any] = json.loads(record.read_text())["forms"]
     assert (forms.pop("plain")["passed"], forms.keys()) == (1, set(run.PROJECTS[project].forms))
     for form in forms.values():

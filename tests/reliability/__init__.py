@@ -4,4 +4,8 @@ import sys
 from pathlib import Path
 
 _TESTS = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(_TESTS), str(_TESTS / "support"), str(_TESTS.parent / "benchmarks")]  # as in pytest
+sys.path[:0] = [
+    str(_TESTS),
+    str(_TESTS / "support"),
+    str(_TESTS.parent / "benchmarks"),
+]  # as in pytest

@@ -87,7 +87,12 @@ def build(label: str, rank: int, num_ranks: int) -> tuple[Model, torch.optim.Opt
     num_local = EXPERTS // num_ranks
     model = Model(num_local)
     optimizer = torch.optim.AdamW(model.parameters())
-    fill(model, optimizer, rank * num_local, int.from_bytes(hashlib.sha256(label.encode()).digest()[:3], "little"))
+    fill(
+        model,
+        optimizer,
+        rank * num_local,
+        int.from_bytes(hashlib.sha256(label.encode()).digest()[:3], "little"),
+    )
     return model, optimizer
 
 
@@ -131,7 +136,9 @@ def run_rank(rank: int, folder: Path, directory: Path, label: str, kill: Kill, r
         if event == "line":
             if rank in kill.victims[:1] and lines == kill.moment:
                 if len(kill.victims) > 1:
-                    os.killpg(0, signal.SIGKILL)  # the ranks' own group, which the launcher is not in
+                    os.killpg(
+                        0, signal.SIGKILL
+                    )  # the ranks' own group, which the launcher is not in
                 os.kill(os.getpid(), signal.SIGKILL)
             lines += 1
         return trace
@@ -139,7 +146,14 @@ def run_rank(rank: int, folder: Path, directory: Path, label: str, kill: Kill, r
     begun = time.perf_counter()
     sys.settrace(trace if kill.by_line else None)
     try:
-        save_checkpoint(directory, kill.step, model=model, optimizer=optimizer, extra=label, keep_last=kill.keep_last)
+        save_checkpoint(
+            directory,
+            kill.step,
+            model=model,
+            optimizer=optimizer,
+            extra=label,
+            keep_last=kill.keep_last,
+        )
         sys.settrace(None)
         os.write(report, f"saved {lines} {time.perf_counter() - begun}\n".encode())
     except CheckpointError as error:
@@ -160,7 +174,10 @@ def run_ranks(directory: Path, label: str, kill: Kill) -> list[list[str]]:
                     os.setpgid(0, pids[0] if pids else 0)
                     run_rank(rank, Path(folder), directory, label, kill, theirs)
                 except BaseException as error:  # noqa: BLE001 - a fork must not become a second launcher
-                    os.write(theirs, f"{type(error).__name__} {' '.join(str(error).split())[:200]}\n".encode())
+                    os.write(
+                        theirs,
+                        f"{type(error).__name__} {' '.join(str(error).split())[:200]}\n".encode(),
+                    )
                 finally:
                     os._exit(1)
             os.close(theirs)
@@ -179,7 +196,9 @@ def _watch(pids: list[int], pipes: list[int], kill: Kill) -> list[list[str]]:
             texts[first] += chunk
         time.sleep(kill.moment)
         for rank in kill.victims:
-            os.kill(pids[rank], signal.SIGKILL)  # nobody has waited for it, so the number is still its own
+            os.kill(
+                pids[rank], signal.SIGKILL
+            )  # nobody has waited for it, so the number is still its own
     deadline = time.monotonic() + DEADLINE_S
     ends: dict[int, str] = {}
     while len(ends) < len(pids):
@@ -229,7 +248,9 @@ def untouched(scratch: Path, kill: Kill) -> tuple[list[int], float]:
     directory, label = fresh(scratch), label_of("control", kill.step)
     reports = run_ranks(directory, label, dataclasses.replace(kill, victims=()))
     words = [report[1].split() for report in reports]
-    if [word[0] for word in words] != ["saved"] * NUM_RANKS or loaded(directory)[1:] != expected(label):
+    if [word[0] for word in words] != ["saved"] * NUM_RANKS or loaded(directory)[1:] != expected(
+        label
+    ):
         raise AssertionError(f"a save that nobody disturbed went wrong: {reports}")
     return [int(word[1]) for word in words], max(float(word[2]) for word in words)
 
@@ -239,7 +260,9 @@ def choose(number: int, seed: int, lengths: list[tuple[Kill, list[int], float]])
     draw = random.Random(f"kill {seed} {number}")
     victims = draw.choice([(0,), (1,), (0, 1), (1, 0)])
     by_line, module = draw.choice([(False, ""), (False, ""), (True, ""), (True, "folder.py")])
-    kinds = [length for length in lengths if (length[0].by_line, length[0].module) == (by_line, module)]
+    kinds = [
+        length for length in lengths if (length[0].by_line, length[0].module) == (by_line, module)
+    ]
     kill, lines, seconds = draw.choice(kinds)
     moment = int(draw.random() * lines[victims[0]]) if by_line else draw.random() * seconds
     return dataclasses.replace(kill, victims=victims, moment=moment)
@@ -249,10 +272,19 @@ def check_kill(number: int, kill: Kill, scratch: Path) -> dict[str, Any]:
     """Kills one save, and looks at what is left."""
     directory, label = fresh(scratch), label_of(number, kill.step)
     reports = run_ranks(directory, label, kill)
-    record: dict[str, Any] = {"case": number, **dataclasses.asdict(kill), "reports": reports, "problems": []}
+    record: dict[str, Any] = {
+        "case": number,
+        **dataclasses.asdict(kill),
+        "reports": reports,
+        "problems": [],
+    }
     for rank, report in enumerate(reports):
-        fine = (report[-1] == "0" and len(report) == 3) or (report[-1] == "-9" and rank in kill.victims)
-        if not fine or any(line.split()[0] not in ("begun", "saved", "CheckpointError") for line in report[:-1]):
+        fine = (report[-1] == "0" and len(report) == 3) or (
+            report[-1] == "-9" and rank in kill.victims
+        )
+        if not fine or any(
+            line.split()[0] not in ("begun", "saved", "CheckpointError") for line in report[:-1]
+        ):
             record["problems"].append(f"rank {rank} has ended as {report}")
     told = any(line.startswith("saved") for report in reports for line in report)
     record["left"] = saved_in(directory)
@@ -263,10 +295,14 @@ def check_kill(number: int, kill: Kill, scratch: Path) -> dict[str, Any]:
         if (extra, found) not in (old, new) or step != (kill.step if extra == label else OLD):
             record["problems"].append(f"step {step} ({extra}) is neither the old nor the new state")
         if told and extra != label:
-            record["problems"].append("a rank was told that the new state is saved, but the old one is loaded")
+            record["problems"].append(
+                "a rank was told that the new state is saved, but the old one is loaded"
+            )
         after = label_of(f"{number} after", NEW + 10)
         model, optimizer = build(after, 0, 1)
-        save_checkpoint(directory, NEW + 10, model=model, optimizer=optimizer, extra=after, keep_last=3)
+        save_checkpoint(
+            directory, NEW + 10, model=model, optimizer=optimizer, extra=after, keep_last=3
+        )
         if loaded(directory)[1:] != expected(after):
             record["problems"].append("the next save is not what is loaded")
         if loaded(directory, step=step)[1:] != (extra, found):
@@ -295,7 +331,13 @@ def check_flip(number: int, seed: int, directory: Path, newest: str) -> dict[str
     }[kind]
     whole = path.read_bytes()
     position, bit = draw.randrange(len(whole)), draw.randrange(8)
-    record: dict[str, Any] = {"flip": number, "file": path.name, "kind": kind, "byte": position, "bit": bit}
+    record: dict[str, Any] = {
+        "flip": number,
+        "file": path.name,
+        "kind": kind,
+        "byte": position,
+        "bit": bit,
+    }
     record["problems"] = problems = []
     path.write_bytes(whole[:position] + bytes([whole[position] ^ 1 << bit]) + whole[position + 1 :])
     try:
@@ -350,14 +392,18 @@ def run(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
         "seed": options.seed,
         "ranks": NUM_RANKS,
         "kills": len(records),
-        "kills_that_hit": sum("-9" in (report[-1] for report in record["reports"]) for record in records),
+        "kills_that_hit": sum(
+            "-9" in (report[-1] for report in record["reports"]) for record in records
+        ),
         "states_loaded": Counter(record.get("state", "none") for record in records),
         "flips": len(flipped),
         "flips_outcomes": Counter(record.get("outcome", "-").split(":")[0] for record in flipped),
         **({"case": records + flipped} if one else {}),
         "failures": failed,
         "wall_s": round(time.monotonic() - begun, 1),
-        "versions": {module.__name__: module.__version__ for module in (torch, safetensors, symmoe)},
+        "versions": {
+            module.__name__: module.__version__ for module in (torch, safetensors, symmoe)
+        },
         **machine(torch.device("cpu")),
     }
 
@@ -369,7 +415,9 @@ def _tell(name: str, record: dict[str, Any]) -> None:
 
 def main(arguments: list[str]) -> int:
     """The exit code is 0 if nothing failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--flips", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
@@ -378,10 +426,14 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--json", type=Path, help="write the record to this file")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    logging.getLogger("symmoe.checkpoint").setLevel(logging.ERROR)  # half of the cases are there to provoke warnings
+    logging.getLogger("symmoe.checkpoint").setLevel(
+        logging.ERROR
+    )  # half of the cases are there to provoke warnings
     with tempfile.TemporaryDirectory(prefix="symmoe-checkpoint-kills-") as scratch:
         record = run(options, Path(scratch))
-    record["command"] = shlex.join(["python", "-m", "tests.reliability.checkpoint_kills", *arguments])
+    record["command"] = shlex.join(
+        ["python", "-m", "tests.reliability.checkpoint_kills", *arguments]
+    )
     text = json.dumps(record, indent=1)
     if options.json:
         options.json.write_text(text + "\n", encoding="utf-8")

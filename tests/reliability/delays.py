@@ -28,7 +28,9 @@ def before_steps(device: torch.device, act: Callable[[str], None], names=None) -
 
 
 @contextmanager
-def dawdling(device: torch.device, seed: int, *, longest_s: float, share: float = 0.5) -> Iterator[None]:
+def dawdling(
+    device: torch.device, seed: int, *, longest_s: float, share: float = 0.5
+) -> Iterator[None]:
     """This rank sleeps up to `longest_s` before a random `share` of its steps."""
     generator = random.Random(seed)
 

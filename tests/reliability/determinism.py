@@ -30,8 +30,14 @@ def hash_of(heap: SymmetricHeap, step: int, seed: int) -> str:
         "stash": ("all", "none")[step // 5 % 2],
     }
     if step % 3 == 0:
-        options |= {"capacity": 48, "overflow": "drop", "max_tokens": 17 + NUM_STEPS + 3 * heap.num_ranks}
-    return hash_of_step(make_layer(heap, number, **options), tokens_of(heap, number, 17 + step + 3 * heap.rank))
+        options |= {
+            "capacity": 48,
+            "overflow": "drop",
+            "max_tokens": 17 + NUM_STEPS + 3 * heap.num_ranks,
+        }
+    return hash_of_step(
+        make_layer(heap, number, **options), tokens_of(heap, number, 17 + step + 3 * heap.rank)
+    )
 
 
 def check(rank: int, num_ranks: int, numbers: Numbers, seed: int, device: str) -> Results:
@@ -48,7 +54,11 @@ def check(rank: int, num_ranks: int, numbers: Numbers, seed: int, device: str) -
                 time.sleep(_SKEW_S)
             with heap.lease((1 + 512 * (number % 7),), torch.uint8, name="shift"):
                 found = hash_of(heap, step, seed)
-            problems = [] if found == first[step] else [f"step {step} hashes to {found}, the first time {first[step]}"]
+            problems = (
+                []
+                if found == first[step]
+                else [f"step {step} hashes to {found}, the first time {first[step]}"]
+            )
             yield 1e3 * (time.perf_counter() - start), problems, {}
 
 
@@ -61,7 +71,9 @@ def hashes(rank: int, num_ranks: int, seed: int, device: str) -> Iterator[list[s
 def run_cases(run: Run, launcher: Launcher) -> Iterator[Outcome]:
     repeats = tuple(number for number in run.numbers if number < _FIRST_RESTART)
     if repeats:
-        yield from on_ranks(Run(repeats, run.num_ranks, run.device, run.seed), launcher, check, deadline_s=60.0)
+        yield from on_ranks(
+            Run(repeats, run.num_ranks, run.device, run.seed), launcher, check, deadline_s=60.0
+        )
     restarts = [number for number in run.numbers if number >= _FIRST_RESTART]
     wanted = None
     for number in [None, *restarts] if restarts else []:
@@ -70,18 +82,24 @@ def run_cases(run: Run, launcher: Launcher) -> Iterator[Outcome]:
             with launcher.start(run.num_ranks, run.device) as job:
                 found = job.run(hashes, run.seed, run.device, deadline_s=run.seconds(60.0))
         except JobFailure as failure:
-            yield Outcome(_FIRST_RESTART if number is None else number, float("nan"), [str(failure)])
+            yield Outcome(
+                _FIRST_RESTART if number is None else number, float("nan"), [str(failure)]
+            )
             continue
         if wanted is None:
             wanted = found
             continue
         ms = 1e3 * (time.perf_counter() - start)
-        yield merged(number, [(ms, differences(a, b), {}) for a, b in zip(found, wanted, strict=True)])
+        yield merged(
+            number, [(ms, differences(a, b), {}) for a, b in zip(found, wanted, strict=True)]
+        )
 
 
 def differences(found: list[str], wanted: list[str]) -> list[str]:
     pairs = enumerate(zip(found, wanted, strict=True))
-    return [f"step {step} hashes to {a}, in another process to {b}" for step, (a, b) in pairs if a != b]
+    return [
+        f"step {step} hashes to {a}, in another process to {b}" for step, (a, b) in pairs if a != b
+    ]
 
 
 SUITE = Suite(run_cases, num_cases=_FIRST_RESTART + RESTARTS)

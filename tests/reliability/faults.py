@@ -61,7 +61,9 @@ class Fault:
     phase: str
     victims: tuple[int, ...]  # their ranks
     steps: int  # that go well before
-    options: dict[str, Any] | None  # of the layer; None: of make_plan, dispatch_tokens and combine_tokens
+    options: (
+        dict[str, Any] | None
+    )  # of the layer; None: of make_plan, dispatch_tokens and combine_tokens
     seed: int
 
     def __str__(self) -> str:
@@ -73,7 +75,12 @@ def fault_of(number: int, run: Run) -> Fault:
     """Case `number`: kinds in turn, and so are phases and victims of a kind; the rest is random."""
     index, kind = divmod(number, len(KINDS))
     last = run.num_ranks - 1
-    named = {"first": (0,), "middle": (run.num_ranks // 2,), "last": (last,), "first and last": (0, last)}
+    named = {
+        "first": (0,),
+        "middle": (run.num_ranks // 2,),
+        "last": (last,),
+        "first and last": (0, last),
+    }
     if last == 1:  # somebody has to survive
         named["first and last"] = (last,)
     generator = random.Random(f"{run.seed * SEED_STRIDE + number}")
@@ -102,7 +109,9 @@ class Step:
 
     def __init__(self, heap: SymmetricHeap, fault: Fault, at: Callable[[str], None]) -> None:
         self._heap, self._fault, self._at = heap, fault, at
-        self.layer = None if fault.options is None else make_layer(heap, fault.seed, **fault.options)
+        self.layer = (
+            None if fault.options is None else make_layer(heap, fault.seed, **fault.options)
+        )
         self.in_backward = False
 
     def run(self, turn: int) -> None:
@@ -140,7 +149,9 @@ class Step:
             self._at("between")  # rows are there, experts come next
 
 
-def take_part(rank: int, num_ranks: int, fault: Fault, device: str, turns=None) -> Iterator[dict[str, Any]]:
+def take_part(
+    rank: int, num_ranks: int, fault: Fault, device: str, turns=None
+) -> Iterator[dict[str, Any]]:
     """Yields its pipe, in which a victim says when it strikes, and what was raised and when, and lets it through.
     turns: a file that the first victim locks before the steps that matter, until its process ends."""
     is_victim, turn, struck = rank in fault.victims, 0, False
@@ -166,7 +177,9 @@ def take_part(rank: int, num_ranks: int, fault: Fault, device: str, turns=None) 
     raised = None
     read_end, report = os.pipe()
     os.set_blocking(read_end, False)
-    yield {"pipe": (os.getpid(), read_end)}  # the launcher reads it after the death of this process, too
+    yield {
+        "pipe": (os.getpid(), read_end)
+    }  # the launcher reads it after the death of this process, too
     try:
         # As a user writes it: an exception leaves the heap on its way out.
         with SymmetricHeap(num_bytes=8 << 20, backend=backend) as heap:
@@ -207,7 +220,11 @@ def run_cases(run: Run, launcher: Launcher) -> Iterator[Outcome]:
         numbers = run.numbers[first : first + run.num_jobs]
         shm_before, used_before = shared_memory(), gpu_mib(run)
         with tempfile.NamedTemporaryFile() as turns:
-            outcomes = list(side_by_side([partial(run_case, number, run, launcher, turns.name) for number in numbers]))
+            outcomes = list(
+                side_by_side(
+                    [partial(run_case, number, run, launcher, turns.name) for number in numbers]
+                )
+            )
         problems = what_is_left(run, shm_before, used_before) + new_job_problems(launcher, run)
         problems = [f"after cases {list(numbers)}: {text}" for text in problems]
         yield from outcomes[:-1]
@@ -218,7 +235,9 @@ def run_case(number: int, run: Run, launcher: Launcher, turns: str) -> Iterator[
     fault, start = fault_of(number, run), time.perf_counter()
     try:
         with launcher.start(run.num_ranks, run.device) as job:
-            problems, facts = watch(job, fault, run, more=(turns if fault.kind == "raise" else None,))
+            problems, facts = watch(
+                job, fault, run, more=(turns if fault.kind == "raise" else None,)
+            )
     except JobFailure as failure:
         yield Outcome(number, float("nan"), [f"{fault}: {failure}"])
         return
@@ -229,7 +248,13 @@ def run_case(number: int, run: Run, launcher: Launcher, turns: str) -> Iterator[
 
 
 def watch(
-    job: Job, fault: Fault, run: Run, function: Callable = take_part, more=(), *, wait_s: float = 30.0
+    job: Job,
+    fault: Fault,
+    run: Run,
+    function: Callable = take_part,
+    more=(),
+    *,
+    wait_s: float = 30.0,
 ) -> tuple[list[str], dict[str, Any]]:
     """What is wrong with what the survivors do, and how long it took them.
 
@@ -237,7 +262,10 @@ def watch(
         function, more: what the ranks run, and its arguments after the fault and the device.
         wait_s: for a survivor's error.
     """
-    problems, facts = [], {"kind": fault.kind, "phase": fault.phase, "detect_ms": [], "exit_ms": [], "errors": []}
+    problems, facts = (
+        [],
+        {"kind": fault.kind, "phase": fault.phase, "detect_ms": [], "exit_ms": [], "errors": []},
+    )
     job.send(function, fault, run.device, *more)
     ready = time.monotonic() + run.seconds(30.0)
     streams = {rank: job.received(rank, deadline=ready) for rank in range(run.num_ranks)}
@@ -253,14 +281,18 @@ def watch(
         deadline = time.monotonic() + run.seconds(wait_s)
         streams = {rank: job.received(rank, deadline=deadline) for rank in range(run.num_ranks)}
         found = {rank: next(streams[rank], None) for rank in streams if rank not in fault.victims}
-        struck = {victim: at for victim, report in reports.items() if (at := _time_in(report)) is not None}
+        struck = {
+            victim: at for victim, report in reports.items() if (at := _time_in(report)) is not None
+        }
     finally:
         for report in reports.values():
             os.close(report)
     if not struck:
         job.dump_stacks()
         logs = [job.log(victim) for victim in fault.victims]
-        return [f"the fault never happened; survivors have {found}; logs of the victims: {logs}"], facts
+        return [
+            f"the fault never happened; survivors have {found}; logs of the victims: {logs}"
+        ], facts
     for rank in (rank for rank in streams if rank not in struck):
         facts_of = found[rank] if rank in found else next(streams[rank], None)
         if facts_of is None:
@@ -275,11 +307,15 @@ def watch(
         if fault.kind != "raise":
             allowed_s = TIMEOUT_S + run.patience * SLACK_S
         if detect_s > allowed_s:
-            problems.append(f"survivor {rank} raised after {detect_s:.2f} s, allowed are {allowed_s} s")
+            problems.append(
+                f"survivor {rank} raised after {detect_s:.2f} s, allowed are {allowed_s} s"
+            )
         code = job.exit_code(rank, deadline=facts_of["at"] + run.patience * EXIT_S)
         facts["exit_ms"].append(1e3 * (time.monotonic() - facts_of["at"]))
         if not code:
-            problems.append(f"survivor {rank} " + ("still runs" if code is None else "ended with code 0"))
+            problems.append(
+                f"survivor {rank} " + ("still runs" if code is None else "ended with code 0")
+            )
     for victim in struck:
         if fault.kind == "stop":
             job.kill(victim)
@@ -305,10 +341,17 @@ def wrong_error(rank: int, found: dict[str, Any], kind: str, victims: Iterable[i
     shown = f"survivor {rank} raised {found['raised']}: {found['text']}"
     # In the middle of a call the peers are told of an exception, elsewhere of a heap that is left.
     told = found["raised"] == "SymmoeError" and UsersError.__name__ in found["text"]
-    expected = found["raised"] == "PeerAborted" or told if kind == "raise" else found["raised"] == "PeerTimeout"
+    expected = (
+        found["raised"] == "PeerAborted" or told
+        if kind == "raise"
+        else found["raised"] == "PeerTimeout"
+    )
     if not expected:
         return [shown]
-    named = any(found["rank"] == victim or re.search(rf"rank {victim}\b", found["text"]) for victim in victims)
+    named = any(
+        found["rank"] == victim or re.search(rf"rank {victim}\b", found["text"])
+        for victim in victims
+    )
     return [] if named else [f"no victim is named: {shown}"]
 
 
@@ -338,7 +381,9 @@ def new_job_problems(launcher: Launcher, run: Run) -> list[str]:
 
 
 def work(rank: int, num_ranks: int, device: str) -> Iterator[bool]:
-    with SymmetricHeap(num_bytes=1 << 20, backend="nvshmem" if device == "cuda" else "host") as heap:
+    with SymmetricHeap(
+        num_bytes=1 << 20, backend="nvshmem" if device == "cuda" else "host"
+    ) as heap:
         yield round_trip(heap)
 
 
@@ -349,7 +394,10 @@ def gpu_mib(run: Run) -> list[int]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     query += ["--id", visible] if visible else []
-    return [int(line) for line in subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()]
+    return [
+        int(line)
+        for line in subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()
+    ]
 
 
 def summarize(outcomes: list[Outcome]) -> dict[str, Any]:

@@ -60,7 +60,11 @@ def a_late_rank(rank: int, num_ranks: int) -> list[str]:
         dist.barrier()  # all have given up: now the late rank comes
     _end(heap)
     want = "PeerAborted" if rank == late else "PeerTimeout"
-    return [] if raised == want else [f"{'the late rank' if rank == late else 'another rank'} raises {raised}"]
+    return (
+        []
+        if raised == want
+        else [f"{'the late rank' if rank == late else 'another rank'} raises {raised}"]
+    )
 
 
 def what_had_come(rank: int, num_ranks: int) -> list[str]:

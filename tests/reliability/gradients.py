@@ -18,7 +18,14 @@ from reliability.delays import dawdling
 from reliability.suite import SEED_STRIDE, Numbers, Results, Suite, on_ranks
 
 _FINITE = [index for index, stratum in enumerate(routings.STRATA) if stratum != "nonfinite"]
-_DTYPES = (torch.float32, torch.float32, torch.bfloat16, torch.float32, torch.float32, torch.float16)
+_DTYPES = (
+    torch.float32,
+    torch.float32,
+    torch.bfloat16,
+    torch.float32,
+    torch.float32,
+    torch.float16,
+)
 
 
 def case_number(number: int, seed: int) -> int:

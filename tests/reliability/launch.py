@@ -61,7 +61,9 @@ class Launcher:
     def start_rank(self, request: dict[str, Any], file: int) -> int:
         """The pid of a new rank, which talks to the launcher through `file`."""
         with self._lock:
-            socket.send_fds(self._requests, [json.dumps({"do": "start", **request}).encode()], [file])
+            socket.send_fds(
+                self._requests, [json.dumps({"do": "start", **request}).encode()], [file]
+            )
             return json.loads(self._requests.recv(1 << 16))
 
     def exit_code(self, pid: int) -> int | None:
@@ -112,7 +114,9 @@ class Job:
         for rank in range(num_ranks):
             self._receive(rank, deadline)
 
-    def stream(self, function: Callable[..., Iterator[Any]], *arguments: Any, deadline_s: float) -> Iterator[list[Any]]:
+    def stream(
+        self, function: Callable[..., Iterator[Any]], *arguments: Any, deadline_s: float
+    ) -> Iterator[list[Any]]:
         """What `function(rank, num_ranks, *arguments)` yields on the ranks: a list in rank order for every yield.
 
         Args:
@@ -133,7 +137,9 @@ class Job:
                 raise JobFailure(f"ranks yielded differently often: {messages}")
             yield [item for _, item in messages]
 
-    def run(self, function: Callable[..., Iterator[Any]], *arguments: Any, deadline_s: float) -> list[Any]:
+    def run(
+        self, function: Callable[..., Iterator[Any]], *arguments: Any, deadline_s: float
+    ) -> list[Any]:
         """The only yield of `function`, in rank order."""
         (items,) = self.stream(function, *arguments, deadline_s=deadline_s)
         return items

@@ -38,11 +38,15 @@ def check(rank: int, num_ranks: int, numbers: Numbers, seed: int, device: str) -
         left = num_open_files(), num_arenas_mapped()
         before = left if turn < 2 else before
         if left != before or left[1]:
-            problems.append(f"(open files, arenas mapped) are {left}, after the second cycle {before}")
+            problems.append(
+                f"(open files, arenas mapped) are {left}, after the second cycle {before}"
+            )
         if device == "cuda":
             free_bytes.append(torch.cuda.mem_get_info()[0])
             if number == numbers[-1] and (lost := lost_bytes(free_bytes)) > LOST_BYTES:
-                problems.append(f"of the GPU, {lost} bytes less are free: {[free >> 20 for free in free_bytes]} MiB")
+                problems.append(
+                    f"of the GPU, {lost} bytes less are free: {[free >> 20 for free in free_bytes]} MiB"
+                )
         yield 1e3 * (time.perf_counter() - start), problems, {}
 
 
@@ -54,9 +58,14 @@ def lost_bytes(free_bytes: list[int]) -> int:
 
 
 def run_cases(run: Run, launcher: Launcher) -> Iterator[Outcome]:
-    cycles = replace(run, numbers=tuple(number for number in run.numbers if number < CYCLES), num_jobs=1)
+    cycles = replace(
+        run, numbers=tuple(number for number in run.numbers if number < CYCLES), num_jobs=1
+    )
     jobs = replace(run, numbers=tuple(number for number in run.numbers if number >= CYCLES))
-    works = [partial(on_ranks, cycles, launcher, check, deadline_s=30.0), partial(run_jobs, jobs, launcher)]
+    works = [
+        partial(on_ranks, cycles, launcher, check, deadline_s=30.0),
+        partial(run_jobs, jobs, launcher),
+    ]
     works = [work for work, part in zip(works, (cycles, jobs), strict=True) if part.numbers]
     if run.num_jobs > 1:
         yield from side_by_side(works)
@@ -71,8 +80,12 @@ def run_jobs(run: Run, launcher: Launcher) -> Iterator[Outcome]:
         start = time.perf_counter()
         try:
             with launcher.start(run.num_ranks, run.device) as job:
-                (results,) = job.stream(check, (number,), run.seed, run.device, deadline_s=run.seconds(30.0))
-                job.close(grace_s=run.seconds(30.0))  # of a busy machine a process needs a while to end
+                (results,) = job.stream(
+                    check, (number,), run.seed, run.device, deadline_s=run.seconds(30.0)
+                )
+                job.close(
+                    grace_s=run.seconds(30.0)
+                )  # of a busy machine a process needs a while to end
                 codes = [job.exit_code(rank, deadline=0.0) for rank in range(run.num_ranks)]
         except JobFailure as failure:
             yield Outcome(number, float("nan"), [str(failure)])

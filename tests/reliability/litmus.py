@@ -49,7 +49,9 @@ class TwinWords:
         self, sent: torch.Tensor, received: torch.Tensor, sent_flags: torch.Tensor, received_flags: torch.Tensor,
         *, value: int, seed: int, order: str, timeout_s: float
     ) -> None:  # fmt: skip
-        sender = threading.Thread(target=self._send, args=(sent.numpy(), sent_flags.numpy(), value, seed, order))
+        sender = threading.Thread(
+            target=self._send, args=(sent.numpy(), sent_flags.numpy(), value, seed, order)
+        )
         sender.start()
         words, flags, generator = received.numpy(), received_flags.numpy(), random.Random(seed)
         deadline_ns = time.monotonic_ns() + timeout_s * 1e9
@@ -107,7 +109,10 @@ class Rounds:
         else:
             Words = TwinWords
         self.heap, self.ops = heap, Words(heap.device)
-        self.next, self.previous = (heap.rank + 1) % heap.num_ranks, (heap.rank - 1) % heap.num_ranks
+        self.next, self.previous = (
+            (heap.rank + 1) % heap.num_ranks,
+            (heap.rank - 1) % heap.num_ranks,
+        )
         num_messages = Words.num_streams * Words.num_messages
         self._words = heap.lease((Words.num_words,), torch.int32, name="words")
         self._payload = heap.lease((num_messages, Words.message_words), torch.int32, name="payload")
@@ -125,7 +130,14 @@ class Rounds:
             for order in ("released", *CONTROLS):
                 self._value += 1
                 self.ops.messages(
-                    payload, payload, flags, flags, value=self._value, seed=0, order=order, timeout_s=TIMEOUT_S
+                    payload,
+                    payload,
+                    flags,
+                    flags,
+                    value=self._value,
+                    seed=0,
+                    order=order,
+                    timeout_s=TIMEOUT_S,
                 )
             self.ops.write(self._words.tensor, value=1, seed=0)
             self.ops.read(self._words.tensor, value=1, seed=0)
@@ -142,8 +154,15 @@ class Rounds:
         getattr(self, f"_{kind.replace(' ', '_')}")(self._value, seed % (1 << 30))
 
     def _messages(self, value: int, seed: int, order: str = "released") -> None:
-        self.heap.barrier(control.PHASE_DISPATCH_READY)  # the words of the last round have been read
-        tensors = self._payload.peer(self.next), self._payload.tensor, self._flags.peer(self.next), self._flags.tensor
+        self.heap.barrier(
+            control.PHASE_DISPATCH_READY
+        )  # the words of the last round have been read
+        tensors = (
+            self._payload.peer(self.next),
+            self._payload.tensor,
+            self._flags.peer(self.next),
+            self._flags.tensor,
+        )
         self.ops.messages(*tensors, value=value, seed=seed, order=order, timeout_s=TIMEOUT_S)
 
     def _flag_first(self, value: int, seed: int) -> None:
@@ -183,7 +202,9 @@ def kind_of(number: int) -> str:
 
 def check(rank: int, num_ranks: int, numbers: Numbers, seed: int, device: str) -> Results:
     """Yields per case."""
-    with SymmetricHeap(num_bytes=32 << 20, backend="nvshmem" if device == "cuda" else "host") as heap:
+    with SymmetricHeap(
+        num_bytes=32 << 20, backend="nvshmem" if device == "cuda" else "host"
+    ) as heap:
         rounds = Rounds(heap)
         for number in numbers:
             start, kind, problems = time.perf_counter(), kind_of(number), []
@@ -193,16 +214,22 @@ def check(rank: int, num_ranks: int, numbers: Numbers, seed: int, device: str) -
                 if (turn + 1) % rounds.ops.num_rounds:
                     continue
                 heap.synchronize()
-                read, stale, late = map(sum, zip((read, stale, late), rounds.ops.taken_counts(), strict=True))
+                read, stale, late = map(
+                    sum, zip((read, stale, late), rounds.ops.taken_counts(), strict=True)
+                )
                 # On a busy machine a rank may be late each time that a flag comes first. All ranks go on, or none.
-                if kind != "flag first" or all(map(any, heap.bootstrap.gather_bytes(bytes([stale > 0])))):
+                if kind != "flag first" or all(
+                    map(any, heap.bootstrap.gather_bytes(bytes([stale > 0])))
+                ):
                     break
             if late:
                 problems.append(f"{late} flags did not come within {TIMEOUT_S} s")
             if kind in KINDS and (stale or not read):
                 problems.append(f"{stale} of {read} words were stale ({kind})")
             if kind == "flag first" and not stale:
-                problems.append(f"none of {read} words was stale although their flags were sent first")
+                problems.append(
+                    f"none of {read} words was stale although their flags were sent first"
+                )
             facts = {"kind": kind, "observations": read, "stale": stale}
             yield 1e3 * (time.perf_counter() - start), problems, facts
         rounds.close()

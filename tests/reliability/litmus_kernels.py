@@ -11,7 +11,9 @@ from symmoe.kernels.triton.sync import now_ns, wait_for_words
 FLAG_BYTES = tl.constexpr(64)  # a cache line each, like mailbox slots
 RELEASED, FLAG_FIRST, RELAXED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 ORDERS = {"released": 0, "flag first": 1, "relaxed": 2}
-NUM_COUNTS = tl.constexpr(3)  # of a program: words read, stale words among them, flags that did not come in time
+NUM_COUNTS = tl.constexpr(
+    3
+)  # of a program: words read, stale words among them, flags that did not come in time
 BLOCK = 1024  # words that a program writes or reads at a time
 NUM_CTAS = 64
 
@@ -96,11 +98,23 @@ def receive_messages(
             count(counts, 1, tl.sum(stale, axis=0))
         else:
             count(counts, 2, 1)
-        if tl.sum(old, axis=0) == -1:  # never: values are positive. The loads of the old words are needed for it
+        if (
+            tl.sum(old, axis=0) == -1
+        ):  # never: values are positive. The loads of the old words are needed for it
             count(counts, 2, 1)
 
 
-@triton.jit(do_not_specialize=["sent", "sent_flags", "received", "received_flags", "value", "seed", "timeout_ns"])
+@triton.jit(
+    do_not_specialize=[
+        "sent",
+        "sent_flags",
+        "received",
+        "received_flags",
+        "value",
+        "seed",
+        "timeout_ns",
+    ]
+)
 def messages_kernel(
     sent: tl.int64,  # addresses at the peer
     sent_flags: tl.int64,
@@ -121,20 +135,42 @@ def messages_kernel(
         send_messages(sent, sent_flags, value, seed, program, MESSAGES, WORDS, CHUNK, ORDER)
     else:
         stream = program - STREAMS
-        receive_messages(received, received_flags, value, counts, seed, timeout_ns, stream, MESSAGES, WORDS, CHUNK)
+        receive_messages(
+            received,
+            received_flags,
+            value,
+            counts,
+            seed,
+            timeout_ns,
+            stream,
+            MESSAGES,
+            WORDS,
+            CHUNK,
+        )
 
 
 @triton.jit(do_not_specialize=["address", "num_words", "value", "seed"])
-def write_kernel(address: tl.int64, num_words: tl.int32, value: tl.int32, seed: tl.int32, BLOCK: tl.constexpr):
+def write_kernel(
+    address: tl.int64, num_words: tl.int32, value: tl.int32, seed: tl.int32, BLOCK: tl.constexpr
+):
     word = tl.arange(0, BLOCK)
     words = address.to(tl.pointer_type(tl.int32))
     for first in range(tl.program_id(0) * BLOCK, num_words, tl.num_programs(0) * BLOCK):
-        tl.store(words + first + word, tl.full((BLOCK,), value, tl.int32), mask=first + word < num_words)
+        tl.store(
+            words + first + word, tl.full((BLOCK,), value, tl.int32), mask=first + word < num_words
+        )
         dawdle(seed, first, 16)
 
 
 @triton.jit(do_not_specialize=["address", "num_words", "value", "seed"])
-def read_kernel(address: tl.int64, counts, num_words: tl.int32, value: tl.int32, seed: tl.int32, BLOCK: tl.constexpr):
+def read_kernel(
+    address: tl.int64,
+    counts,
+    num_words: tl.int32,
+    value: tl.int32,
+    seed: tl.int32,
+    BLOCK: tl.constexpr,
+):
     word = tl.arange(0, BLOCK)
     words = address.to(tl.pointer_type(tl.int32))
     num_read = tl.zeros((BLOCK,), tl.int32)
@@ -160,14 +196,20 @@ class GpuWords:
     num_rounds = 50  # of a case
 
     def __init__(self, device: torch.device) -> None:
-        self.counts = torch.zeros((2 * NUM_CTAS, NUM_COUNTS.value), dtype=torch.int64, device=device)
+        self.counts = torch.zeros(
+            (2 * NUM_CTAS, NUM_COUNTS.value), dtype=torch.int64, device=device
+        )
 
     def messages(
         self, sent: torch.Tensor, received: torch.Tensor, sent_flags: torch.Tensor, received_flags: torch.Tensor,
         *, value: int, seed: int, order: str, timeout_s: float
     ) -> None:  # fmt: skip
         """Sends messages to one rank and receives those of another, in one kernel. Words int32, flags int64."""
-        sizes = {"STREAMS": self.num_streams, "MESSAGES": self.num_messages, "WORDS": self.message_words}
+        sizes = {
+            "STREAMS": self.num_streams,
+            "MESSAGES": self.num_messages,
+            "WORDS": self.message_words,
+        }
         messages_kernel[(2 * self.num_streams,)](
             *(each.data_ptr() for each in (sent, sent_flags, received, received_flags)),
             *(self.counts, value, seed, int(timeout_s * 1e9)),
@@ -183,7 +225,9 @@ class GpuWords:
 
     def read(self, words: torch.Tensor, *, value: int, seed: int) -> None:
         """Counts the words that are not `value`, here or at a peer."""
-        read_kernel[(NUM_CTAS,)](words.data_ptr(), self.counts, words.numel(), value, seed, BLOCK=BLOCK)
+        read_kernel[(NUM_CTAS,)](
+            words.data_ptr(), self.counts, words.numel(), value, seed, BLOCK=BLOCK
+        )
 
     def taken_counts(self) -> list[int]:
         """Words read, stale ones, flags that did not come, since the last call. Waits for the stream."""

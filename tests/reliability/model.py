@@ -20,7 +20,11 @@ def run_cases(run: Run, launcher: Launcher) -> Iterator[Outcome]:
     for number in run.numbers:
         start, scenario = time.perf_counter(), cases[number % len(cases)]
         model = Model(scenario, Protocol())
-        verdict = model.search() if run.num_ranks <= MOST_RANKS else model.walk(run.seed * SEED_STRIDE + number)
+        verdict = (
+            model.search()
+            if run.num_ranks <= MOST_RANKS
+            else model.walk(run.seed * SEED_STRIDE + number)
+        )
         problems = [] if verdict.violation is None else [f"{scenario.name}: {verdict.violation}"]
         facts = {"scenario": scenario.name, "states": verdict.num_states}
         yield Outcome(number, 1e3 * (time.perf_counter() - start), problems, facts)

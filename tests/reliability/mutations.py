@@ -26,7 +26,13 @@ OF_THE_MODEL = {mutant: rule for rule, mutant in RULES.items()}
 _OF_GIVING_UP = ("tells", "report_names", "timeout_counts_nothing", "abort_keeps")
 
 # Which part of which suite has to find a mutant of the twins.
-_IN_ROUTINGS, _IN_GRADIENTS, _IN_FUZZ, _IN_PLANS, _IN_FAULTS = "routings", "gradients", "fuzz", "plans", "faults"
+_IN_ROUTINGS, _IN_GRADIENTS, _IN_FUZZ, _IN_PLANS, _IN_FAULTS = (
+    "routings",
+    "gradients",
+    "fuzz",
+    "plans",
+    "faults",
+)
 _IN_GIVING_UP = "giving up"
 FOUND_BY = dict.fromkeys(MUTANTS, _IN_ROUTINGS) | {
     "no wait for signals": _IN_GRADIENTS,
@@ -42,7 +48,9 @@ FOUND_BY = dict.fromkeys(MUTANTS, _IN_ROUTINGS) | {
 }
 # The last line of a traceback, and what gloo and the bootstrap over it raise on a rank whose peer has gone.
 _RAISED = re.compile(r"(symmoe\.errors\.\w+|[\w.]*Error)(:|$)")
-_OF_THE_TRANSPORT = re.compile(r"gloo|Connection (closed|reset) by peer|Dist(Network|Backend|Store)Error|PeerLost:")
+_OF_THE_TRANSPORT = re.compile(
+    r"gloo|Connection (closed|reset) by peer|Dist(Network|Backend|Store)Error|PeerLost:"
+)
 _FAULT = faults.Fault(kind="kill", phase="in dispatch", victims=(1,), steps=1, options=None, seed=3)
 _FAULT_WAIT_S = 8.0
 _CASE_S = 10.0  # a case takes one or two; mutants that hang cost all of it
@@ -62,7 +70,9 @@ def check_plans(rank: int, num_ranks: int, numbers: Numbers, seed: int, device: 
                 plan = make_plan(torch.from_numpy(ids[rank]), num_experts=num_experts, heap=heap)
                 want = np.bincount(np.concatenate(ids).ravel(), minlength=num_experts).tolist()
                 if plan.expert_load.tolist() != want:
-                    problems.append(f"turn {turn}: the load is {plan.expert_load.tolist()}, want {want}")
+                    problems.append(
+                        f"turn {turn}: the load is {plan.expert_load.tolist()}, want {want}"
+                    )
             yield 0.0, problems, {}
 
 
@@ -75,7 +85,9 @@ CHECKS = {
 }
 
 
-def check(rank, num_ranks, numbers: tuple[int, ...], seed: int, device, mutant: str | None, part: str) -> Iterator[Any]:
+def check(
+    rank, num_ranks, numbers: tuple[int, ...], seed: int, device, mutant: str | None, part: str
+) -> Iterator[Any]:
     """A part of a suite on ranks with a mutant. Yields once when that is in place, then the part's results."""
     try:
         late = slow_waits(1) if rank == num_ranks - 1 else nullcontext()
@@ -86,7 +98,9 @@ def check(rank, num_ranks, numbers: tuple[int, ...], seed: int, device, mutant: 
         yield str(problem)
 
 
-def take_part(rank: int, num_ranks: int, fault: faults.Fault, device: str, mutant: str | None) -> Iterator[Any]:
+def take_part(
+    rank: int, num_ranks: int, fault: faults.Fault, device: str, mutant: str | None
+) -> Iterator[Any]:
     with mutated(mutant):
         yield from faults.take_part(rank, num_ranks, fault, device)
 
@@ -100,7 +114,9 @@ def found_in_twins(run: Run, launcher: Launcher, mutant: str | None, part: str) 
     with launcher.start(run.num_ranks, run.device) as job:
         if part == _IN_FAULTS:
             job_run = replace(run, numbers=())
-            problems, _ = faults.watch(job, _FAULT, job_run, take_part, (mutant,), wait_s=_FAULT_WAIT_S)
+            problems, _ = faults.watch(
+                job, _FAULT, job_run, take_part, (mutant,), wait_s=_FAULT_WAIT_S
+            )
             return "; ".join(text.splitlines()[0] for text in problems)[:300]  # the rest is stacks
         return _first_failure(job, run, mutant, part)
 
@@ -123,7 +139,9 @@ def _first_failure(job: Job, run: Run, mutant: str | None, part: str) -> str:
 
 def line_of(failure: JobFailure) -> str:
     """The line that says what a rank raised, if one did; what a peer's end made of the process group comes last."""
-    lines = [re.sub(r"^\[rank\d+\]: ", "", line) for line in str(failure).splitlines()]  # torch's prefix
+    lines = [
+        re.sub(r"^\[rank\d+\]: ", "", line) for line in str(failure).splitlines()
+    ]  # torch's prefix
     raised = [line for line in lines if _RAISED.match(line)]
     own = [line for line in raised if not _OF_THE_TRANSPORT.search(line)]
     return (own or raised or lines)[0]
@@ -162,7 +180,10 @@ def run_cases(run: Run, launcher: Launcher) -> Iterator[Outcome]:
         if not found and not problems:
             problems.append(f"nothing fails if the {where} have this mutant: {name}")
         yield Outcome(
-            number, 1e3 * (time.perf_counter() - start), problems, {"where": where, "mutant": name, "found": found}
+            number,
+            1e3 * (time.perf_counter() - start),
+            problems,
+            {"where": where, "mutant": name, "found": found},
         )
 
 
@@ -170,4 +191,10 @@ def summarize(outcomes: list[Outcome]) -> dict[str, Any]:
     return {"mutants": [outcome.facts for outcome in outcomes]}
 
 
-SUITE = Suite(run_cases, num_cases=len(NAMES), num_gpu_cases=len(OF_THE_MODEL), num_ranks=3, summarize=summarize)
+SUITE = Suite(
+    run_cases,
+    num_cases=len(NAMES),
+    num_gpu_cases=len(OF_THE_MODEL),
+    num_ranks=3,
+    summarize=summarize,
+)

@@ -49,7 +49,9 @@ class NodeScenario:
     calls: tuple[str, ...]
     num_nodes: int = 2
     ranks_of_node: int = 2
-    fails: tuple[tuple[int, int, int], ...] = ()  # (rank, call, step): who has an error of its own before which step
+    fails: tuple[
+        tuple[int, int, int], ...
+    ] = ()  # (rank, call, step): who has an error of its own before which step
     ends: int | None = None  # the rank that may end at any moment, and with it its connections
     stops: int | None = None  # the rank that may stop at any moment: its connections stay
 
@@ -119,7 +121,11 @@ class NodeModel(Searchable):
         return [peer for peer in range(first, first + self._size) if peer != rank]
 
     def _rail_peers(self, rank: int) -> list[int]:
-        return [other for other in range(rank % self._size, self._num_ranks, self._size) if other != rank]
+        return [
+            other
+            for other in range(rank % self._size, self._num_ranks, self._size)
+            if other != rank
+        ]
 
     def _queue(self, source: int, target: int, kind: str) -> int:
         """Headers and tensors have an order each."""
@@ -129,7 +135,9 @@ class NodeModel(Searchable):
 
     def _start(self) -> State:
         counts = (_NOBODY,) * (2 * self._size)
-        return tuple(_Rank(counts=counts) for _ in range(self._num_ranks)), ((),) * (2 * self._num_ranks**2)
+        return tuple(_Rank(counts=counts) for _ in range(self._num_ranks)), ((),) * (
+            2 * self._num_ranks**2
+        )
 
     def _followers(self, state: State) -> Iterator[State | str]:
         """States that can follow, or what has gone wrong, as text."""
@@ -147,11 +155,15 @@ class NodeModel(Searchable):
             else:
                 yield from self._step(state, rank, own, *self._program[own.position])
 
-    def _step(self, state: State, rank: int, own: _Rank, kind: str, call: int, step: int) -> Iterator[State | str]:
+    def _step(
+        self, state: State, rank: int, own: _Rank, kind: str, call: int, step: int
+    ) -> Iterator[State | str]:
         done = replace(own, position=own.position + 1, waits=False)
         has_raised = any(of_call == call and who == rank for of_call, who in own.raised)
         if (rank, call, step) in self._scenario.fails and not own.waits and not has_raised:
-            fails = replace(own, error=rank, has_said=self._rules.says_so_first, todo=("barrier", "meet"))
+            fails = replace(
+                own, error=rank, has_said=self._rules.says_so_first, todo=("barrier", "meet")
+            )
             if fails.has_said:
                 yield self._say(state, rank, fails, "header", (_FAILED, rank))
             else:
@@ -165,7 +177,9 @@ class NodeModel(Searchable):
         elif not own.waits:
             if kind == "counts":
                 half = self._half(own, call)
-                seen = [own.counts[half * self._size + peer % self._size] for peer in self._node(rank)]
+                seen = [
+                    own.counts[half * self._size + peer % self._size] for peer in self._node(rank)
+                ]
                 if any(each != call for each in seen):
                     yield f"rank {rank} sends counts of plans {seen} in place of {call}"
                     return
@@ -208,12 +222,20 @@ class NodeModel(Searchable):
             yield self._with(state, rank, self._after(replace(own, waits=False), own.todo[1:]))
             return
         todo = ("meet",) if self._rules.faults_tell_the_rail else ()
-        yield self._with(state, rank, self._after(replace(own, waits=False, error=culprits[0]), todo))
+        yield self._with(
+            state, rank, self._after(replace(own, waits=False, error=culprits[0]), todo)
+        )
 
-    def _meet(self, state: State, rank: int, own: _Rank, done: _Rank, header: tuple[str, int]) -> Iterator[State | str]:
+    def _meet(
+        self, state: State, rank: int, own: _Rank, done: _Rank, header: tuple[str, int]
+    ) -> Iterator[State | str]:
         if not own.waits:
             waits = replace(own, waits=True, has_said=False)
-            yield self._with(state, rank, waits) if own.has_said else self._say(state, rank, waits, "header", header)
+            yield (
+                self._with(state, rank, waits)
+                if own.has_said
+                else self._say(state, rank, waits, "header", header)
+            )
             return
         heard, queues = [header], list(state[1])
         for other in self._rail_peers(rank):
@@ -234,11 +256,15 @@ class NodeModel(Searchable):
                 return
             yield self._with(after, rank, done)
         elif own.todo:
-            yield self._with(after, rank, self._after(replace(own, waits=False, error=min(failed)), own.todo[1:]))
+            yield self._with(
+                after, rank, self._after(replace(own, waits=False, error=min(failed)), own.todo[1:])
+            )
         else:
             todo = ("barrier",) if self._rules.rails_tell_the_node else ()
             todo += () if self._rules.told_once else ("meet",)
-            yield self._with(after, rank, self._after(replace(own, waits=False, error=min(failed)), todo))
+            yield self._with(
+                after, rank, self._after(replace(own, waits=False, error=min(failed)), todo)
+            )
 
     def _pass_on(self, state: State, rank: int, own: _Rank) -> Iterator[State | str]:
         """The next step of an error's way."""
@@ -255,7 +281,9 @@ class NodeModel(Searchable):
         raised = (*own.raised, (call, own.error))
         return replace(own, todo=(), error=_NOBODY, raised=raised, position=self._ends[call])
 
-    def _receive(self, state: State, rank: int, done: _Rank, position: int) -> Iterator[State | str]:
+    def _receive(
+        self, state: State, rank: int, done: _Rank, position: int
+    ) -> Iterator[State | str]:
         queues = list(state[1])
         for other in self._rail_peers(rank):
             queue = self._queue(other, rank, "tensor")
@@ -279,7 +307,9 @@ class NodeModel(Searchable):
         elif not self._rules.waits_for_verdict and self._is_stuck_on_rail(state, peer):
             yield self._give_up(state, rank, peer)
 
-    def _miss_rail_peer(self, state: State, rank: int, own: _Rank, other: int, kind: str) -> Iterator[State]:
+    def _miss_rail_peer(
+        self, state: State, rank: int, own: _Rank, other: int, kind: str
+    ) -> Iterator[State]:
         its, said = state[0][other], state[1][self._queue(other, rank, "header")]
         if kind == "tensor" and said and said[0][0] == _HAS_GIVEN_UP:
             yield self._give_up(state, rank, said[0][1])
@@ -295,12 +325,22 @@ class NodeModel(Searchable):
         given_up = self._with(state, rank, own)
         if not self._rules.gives_up_on_rails:
             return given_up
-        return self._say(given_up, rank, own, "header", (_HAS_GIVEN_UP, whom if self._rules.reports_name else rank))
+        return self._say(
+            given_up,
+            rank,
+            own,
+            "header",
+            (_HAS_GIVEN_UP, whom if self._rules.reports_name else rank),
+        )
 
     def _is_stuck_on_rail(self, state: State, rank: int) -> bool:
         """Whether a rank waits for another that does not come any more."""
         own = state[0][rank]
-        on_rail = own.todo[:1] == ("meet",) if own.todo else self._kind_at(own) not in ("barrier", "write counts")
+        on_rail = (
+            own.todo[:1] == ("meet",)
+            if own.todo
+            else self._kind_at(own) not in ("barrier", "write counts")
+        )
         lost = [state[0][other].status in (_ENDED, _STOPPED) for other in self._rail_peers(rank)]
         return own.status == _RUNS and own.waits and on_rail and any(lost)
 
@@ -309,7 +349,8 @@ class NodeModel(Searchable):
         own = state[0][rank]
         in_node = own.todo[:1] == ("barrier",) if own.todo else self._kind_at(own) == "barrier"
         lost = [
-            state[0][peer].status in (_ENDED, _STOPPED) and len(state[0][peer].faults) < len(own.faults)
+            state[0][peer].status in (_ENDED, _STOPPED)
+            and len(state[0][peer].faults) < len(own.faults)
             for peer in self._node(rank)
         ]
         return own.status == _RUNS and own.waits and in_node and any(lost)
@@ -335,7 +376,9 @@ class NodeModel(Searchable):
         ranks, lost = state[0], (self._scenario.ends, self._scenario.stops)
         stuck = [rank for rank, own in enumerate(ranks) if own.status == _RUNS]
         if stuck:
-            where = [f"rank {rank} at {ranks[rank].todo or self._kind_at(ranks[rank])}" for rank in stuck]
+            where = [
+                f"rank {rank} at {ranks[rank].todo or self._kind_at(ranks[rank])}" for rank in stuck
+            ]
             return f"deadlock: {', '.join(where)}"
         named = {own.named for own in ranks if own.status == _GAVE_UP}
         if named - {*lost}:
@@ -380,16 +423,24 @@ def node_scenarios() -> list[NodeScenario]:
         NodeScenario("layers", ("layer", "layer")),
         NodeScenario("plans", ("plan",) * 3),
         NodeScenario("two ranks fail at once", ("plan", "dispatch"), fails=((0, 0, 1), (3, 0, 1))),
-        NodeScenario("two ranks fail one after the other", ("plan", "dispatch"), fails=((0, 0, 2), (3, 0, 1))),
+        NodeScenario(
+            "two ranks fail one after the other", ("plan", "dispatch"), fails=((0, 0, 2), (3, 0, 1))
+        ),
         NodeScenario("two ranks fail a layer", ("layer", "plan"), fails=((1, 0, 4), (2, 0, 8))),
-        NodeScenario("two ranks fail a dispatch", ("dispatch", "plan"), fails=((1, 0, 0), (2, 0, 3))),
+        NodeScenario(
+            "two ranks fail a dispatch", ("dispatch", "plan"), fails=((1, 0, 0), (2, 0, 3))
+        ),
         NodeScenario("and before one meeting", ("dispatch", "plan"), fails=((1, 0, 0), (2, 0, 0))),
-        NodeScenario("ranks fail two calls", ("plan", "dispatch", "plan"), fails=((1, 0, 1), (2, 1, 3))),
+        NodeScenario(
+            "ranks fail two calls", ("plan", "dispatch", "plan"), fails=((1, 0, 1), (2, 1, 3))
+        ),
     ]
     for call, steps in MAY_FAIL.items():
         calls = (call, "dispatch" if call == "plan" else "plan")
         for step in steps:
-            found.append(NodeScenario(f"rank 0 fails {call}, step {step}", calls, fails=((0, 0, step),)))
+            found.append(
+                NodeScenario(f"rank 0 fails {call}, step {step}", calls, fails=((0, 0, step),))
+            )
     for calls in (("plan",), ("combine", "plan"), ("layer",)):
         found.append(NodeScenario(f"rank 0 ends in {calls[0]}", calls, ends=0))
         found.append(NodeScenario(f"rank 3 stops in {calls[0]}", calls, stops=3))
@@ -406,18 +457,34 @@ def more_node_scenarios() -> list[NodeScenario]:
                 found.append(replace(each, name=name, fails=((rank, call, step),)))
         if each.ends is not None:
             for rank in range(4):
-                found.append(replace(each, name=f"rank {rank} ends, {each.calls}", ends=rank, stops=None))
-                found.append(replace(each, name=f"rank {rank} stops, {each.calls}", ends=None, stops=rank))
+                found.append(
+                    replace(each, name=f"rank {rank} ends, {each.calls}", ends=rank, stops=None)
+                )
+                found.append(
+                    replace(each, name=f"rank {rank} stops, {each.calls}", ends=None, stops=rank)
+                )
         if all(rank < 3 for rank, _, _ in each.fails) and each.stops is None:
-            found.append(replace(each, name=f"{each.name}, 3 nodes of 1", num_nodes=3, ranks_of_node=1))
+            found.append(
+                replace(each, name=f"{each.name}, 3 nodes of 1", num_nodes=3, ranks_of_node=1)
+            )
         if len(each.calls) < 3:
-            found.append(replace(each, name=f"{each.name}, 3 ranks a node", calls=each.calls[:1], ranks_of_node=3))
+            found.append(
+                replace(
+                    each, name=f"{each.name}, 3 ranks a node", calls=each.calls[:1], ranks_of_node=3
+                )
+            )
     return found
 
 
 NODE_MUTANTS = {mutant: (rule,) for rule, mutant in NODE_RULES.items()}
 NODE_MUTANTS[NODE_RULES["table_halves"]] = ("plan_ends_with_barrier", "table_halves")
-_OF_LOST_RANKS = ("gives_up_on_rails", "reports_name", "waits_for_verdict", "rails_are_patient", "rails_time_out")
+_OF_LOST_RANKS = (
+    "gives_up_on_rails",
+    "reports_name",
+    "waits_for_verdict",
+    "rails_are_patient",
+    "rails_time_out",
+)
 
 
 def found_in_node_model(mutant: str) -> str:

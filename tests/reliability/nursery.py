@@ -18,7 +18,13 @@ from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 # torch._inductor: torch.use_deterministic_algorithms imports it, for seconds.
-_FOR_RANKS = ("pytest", "torch.distributed", "torch._inductor", "symmoe.kernels.twin", "symmoe.moe.layer")
+_FOR_RANKS = (
+    "pytest",
+    "torch.distributed",
+    "torch._inductor",
+    "symmoe.kernels.twin",
+    "symmoe.moe.layer",
+)
 _FOR_RANKS_ON_GPUS = ("symmoe.kernels.gpu",)  # with Triton; importing it starts no CUDA
 
 
@@ -62,7 +68,9 @@ def _be_a_rank(connection: Connection, job: dict[str, Any]) -> int:
     os.dup2(log, 1)
     os.dup2(log, 2)
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)  # the launcher asks a rank that hangs where it is
+    faulthandler.register(
+        signal.SIGUSR1, all_threads=True
+    )  # the launcher asks a rank that hangs where it is
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 
     import torch
@@ -73,7 +81,9 @@ def _be_a_rank(connection: Connection, job: dict[str, Any]) -> int:
     if job["device"] == "cuda":
         torch.cuda.set_device(rank)
     store = f"file://{job['store']}"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=120))
+    dist.init_process_group(
+        "gloo", init_method=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=120)
+    )
     connection.send(("ready", None))
     while True:
         try:

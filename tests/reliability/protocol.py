@@ -55,12 +55,16 @@ class Scenario:
     """What the ranks do."""
 
     name: str
-    calls: tuple[str, ...]  # one after the other: "plan", "dispatch", "combine", "slot combine", "overlapped dispatch"
+    calls: tuple[
+        str, ...
+    ]  # one after the other: "plan", "dispatch", "combine", "slot combine", "overlapped dispatch"
     num_ranks: int = 3
     fails: tuple[int, int] | None = None  # (rank, call): whose arguments are wrong in which call
     dies: tuple[int, ...] = ()  # the ranks that may die, each at any moment
     late: int | None = None  # the rank that others may give up at any moment, although it comes
-    raises: int | None = None  # the rank that may give up between two calls, because of an error of its own
+    raises: int | None = (
+        None  # the rank that may give up between two calls, because of an error of its own
+    )
 
 
 @dataclass(frozen=True)
@@ -119,10 +123,16 @@ class Model(Searchable):
                 program += self._steps_of(rank, number, call)
             self._programs.append(program)
             self._call_starts.append([*starts, len(program)])
-        flags = [[i for i, step in enumerate(program) if step[0] == "flag"] for program in self._programs]
+        flags = [
+            [i for i, step in enumerate(program) if step[0] == "flag"] for program in self._programs
+        ]
         # Between two calls: before the first flag of one that is not the first.
         self._between = [
-            {min(i for i in places if i >= start) for start in starts[1:-1] if any(i >= start for i in places)}
+            {
+                min(i for i in places if i >= start)
+                for start in starts[1:-1]
+                if any(i >= start for i in places)
+            }
             for places, starts in zip(flags, self._call_starts, strict=True)
         ]
 
@@ -140,17 +150,36 @@ class Model(Searchable):
 
         if call == "plan":
             send = [("store", (_TABLE, peer, rank), tag) for peer in peers]
-            return [*send, *barrier(rules.plan_barrier), *[("read table", peer, tag) for peer in peers]]
+            return [
+                *send,
+                *barrier(rules.plan_barrier),
+                *[("read table", peer, tag) for peer in peers],
+            ]
         if call == "slot combine":
             write = [("store", (_PAYLOAD, rank, rank), tag)]
             pull = [("pull", peer, tag) for peer in peers]
-            return [*write, *barrier(rules.ready_before_pull), *pull, *barrier(rules.done_after_pull)]
+            return [
+                *write,
+                *barrier(rules.ready_before_pull),
+                *pull,
+                *barrier(rules.done_after_pull),
+            ]
         read = [("read", peer, tag) for peer in reversed(peers)]
         push = [("store", (_PAYLOAD, peer, rank), tag) for peer in peers]
         if call == "dispatch":
-            return [*barrier(rules.ready_before_push), *push, *barrier(rules.arrived_after_push), *read]
+            return [
+                *barrier(rules.ready_before_push),
+                *push,
+                *barrier(rules.arrived_after_push),
+                *read,
+            ]
         if call == "combine":  # into memory that the last dispatch or combine may have had
-            return [*barrier(rules.ready_before_sums), *push, *barrier(rules.done_after_sums), *read]
+            return [
+                *barrier(rules.ready_before_sums),
+                *push,
+                *barrier(rules.done_after_sums),
+                *read,
+            ]
         steps = barrier(rules.ready_before_push)
         for peer in peers:
             steps += [("store", (_PAYLOAD, peer, rank), tag), ("signal", peer, tag)]
@@ -163,8 +192,16 @@ class Model(Searchable):
         words = [("store words", peer, number) for peer in peers]
         flags = [("flag", peer, number) for peer in peers]
         sends = [*words, *flags] if self._protocol.words_before_flag else [*flags, *words]
-        waits = [("wait", peer, number) for peer in (peers if self._protocol.waits_for_all else peers[:-1])]
-        return [("begin", None, number), *sends, *waits, *[("read words", peer, number) for peer in peers]]
+        waits = [
+            ("wait", peer, number)
+            for peer in (peers if self._protocol.waits_for_all else peers[:-1])
+        ]
+        return [
+            ("begin", None, number),
+            *sends,
+            *waits,
+            *[("read words", peer, number) for peer in peers],
+        ]
 
     def _at(self, kind: int, owner: int, writer: int) -> int:
         """The number of a memory cell, which has one writer."""
@@ -190,13 +227,17 @@ class Model(Searchable):
             kind, peer, number = program[position]
             if kind == "begin":
                 if failed and self._protocol.failed_barriers_do_not_count:
-                    position = self._call_starts[rank][number + 1]  # it returns at once, and so does the call
+                    position = self._call_starts[rank][
+                        number + 1
+                    ]  # it returns at once, and so does the call
                     failed = False
                     continue
                 epoch += self._protocol.counts_epochs
             elif kind == "store words":
                 half = epoch & 1 if self._protocol.mailbox_halves else 0
-                buffer = buffer | {(self._at(_WORDS + half, peer, rank), self._words(epoch, number))}
+                buffer = buffer | {
+                    (self._at(_WORDS + half, peer, rank), self._words(epoch, number))
+                }
             elif kind == "store":
                 what, owner, writer = peer
                 if failed and what == _PAYLOAD and self._protocol.fault_stops_payload:
@@ -259,13 +300,17 @@ class Model(Searchable):
             who, seen = divmod(memory[cell], _ABORT)
             who -= 1
             seen = seen >> 1 if kind == "wait" else seen
-            if seen >= (epoch if rules.signal_is_epoch or kind == "wait" else 1) - (not rules.waits_for_this_epoch):
+            if seen >= (epoch if rules.signal_is_epoch or kind == "wait" else 1) - (
+                not rules.waits_for_this_epoch
+            ):
                 if who >= 0 and ranks[who][5] >= 0:
                     yield f"rank {rank} goes on in epoch {epoch}, which rank {who} has given up"
                     return
                 yield moved()
             elif who >= 0:
-                if who == peer and ranks[who][5] < 0 and ranks[who][1] > epoch:  # its next flag is of ranks[who][1]
+                if (
+                    who == peer and ranks[who][5] < 0 and ranks[who][1] > epoch
+                ):  # its next flag is of ranks[who][1]
                     yield f"rank {who} had come in epoch {epoch} when it gave up, and does not count"
                     return
                 yield self._learned(ranks, rank, who), memory
@@ -273,9 +318,24 @@ class Model(Searchable):
                 if not rules.abort_is_final:
                     yield moved()
                     return
-                told = [memory[at(_FLAG + half, rank, w)] for w in range(self._num_ranks)] if kind == "wait" else []
-                told = [value // _ABORT - 1 for value in told if value >= _ABORT and value % _ABORT >> 1 < epoch]
-                yield (self._learned(ranks, rank, told[0]) if told else self._giving_up(ranks, rank, peer)), memory
+                told = (
+                    [memory[at(_FLAG + half, rank, w)] for w in range(self._num_ranks)]
+                    if kind == "wait"
+                    else []
+                )
+                told = [
+                    value // _ABORT - 1
+                    for value in told
+                    if value >= _ABORT and value % _ABORT >> 1 < epoch
+                ]
+                yield (
+                    (
+                        self._learned(ranks, rank, told[0])
+                        if told
+                        else self._giving_up(ranks, rank, peer)
+                    ),
+                    memory,
+                )
         elif kind == "read words":
             value, want = memory[at(_WORDS + half, rank, peer)], self._words(epoch, number)
             if value != want:
@@ -289,18 +349,26 @@ class Model(Searchable):
                 if not rules.failed_barriers_do_not_count and self._scenario.fails[0] != rank:
                     failed = True  # its host has launched the rest of the call: that goes on without payload
                 elif rules.fault_stops_payload or self._scenario.fails[0] == rank:
-                    yield moved((self._call_starts[rank][number + 1], epoch, False, buffer, status, named))
+                    yield moved(
+                        (self._call_starts[rank][number + 1], epoch, False, buffer, status, named)
+                    )
                     return
             yield moved((position + 1, epoch, failed, buffer, status, named))
         elif kind == "read table":
             which = epoch & 1 if rules.table_halves else 0
-            yield self._checked(moved, memory[at(_TABLE + which, rank, peer)], number, f"counts of rank {peer}")
+            yield self._checked(
+                moved, memory[at(_TABLE + which, rank, peer)], number, f"counts of rank {peer}"
+            )
         elif failed:
             yield moved()
         elif kind == "read":
-            yield self._checked(moved, memory[at(_PAYLOAD, rank, peer)], number, f"rows or sums from rank {peer}")
+            yield self._checked(
+                moved, memory[at(_PAYLOAD, rank, peer)], number, f"rows or sums from rank {peer}"
+            )
         elif kind == "pull":
-            yield self._checked(moved, memory[at(_PAYLOAD, peer, peer)], number, f"rows on rank {peer}")
+            yield self._checked(
+                moved, memory[at(_PAYLOAD, peer, peer)], number, f"rows on rank {peer}"
+            )
         else:
             raise AssertionError(kind)
 
@@ -319,7 +387,9 @@ class Model(Searchable):
     def _learned(self, ranks: tuple, rank: int, who: int) -> tuple:
         """A rank has found that another one gave up, and names whom that one reports."""
         missing = ranks[who][5] if self._protocol.report_names else -1
-        return self._with(ranks, rank, (*ranks[rank][:4], _GAVE_UP, who if missing in (-1, rank) else missing))
+        return self._with(
+            ranks, rank, (*ranks[rank][:4], _GAVE_UP, who if missing in (-1, rank) else missing)
+        )
 
     def _told(self, ranks: tuple, memory: tuple, rank: int) -> tuple:
         """A rank that gives up tells one more rank; itself it need not."""
@@ -341,8 +411,14 @@ class Model(Searchable):
         scenario = self._scenario
         reasons = {*scenario.dies, scenario.late, scenario.raises} - {None}
         for rank, own in enumerate(ranks):
-            if own[4] == _GAVE_UP and rank not in (scenario.late, scenario.raises) and own[5] not in reasons - {rank}:
-                return f"rank {rank} names rank {own[5]}, but the reasons are ranks {sorted(reasons)}"
+            if (
+                own[4] == _GAVE_UP
+                and rank not in (scenario.late, scenario.raises)
+                and own[5] not in reasons - {rank}
+            ):
+                return (
+                    f"rank {rank} names rank {own[5]}, but the reasons are ranks {sorted(reasons)}"
+                )
         return None
 
     def _sees_fault(self, memory: tuple, rank: int, half: int, epoch: int, number: int) -> bool:
@@ -351,7 +427,9 @@ class Model(Searchable):
         if self._scenario.fails == (rank, number):
             return True
         peers = (peer for peer in range(self._num_ranks) if peer != rank)
-        return any(memory[self._at(_FLAG + half, rank, peer)] % _ABORT == 2 * epoch + 1 for peer in peers)
+        return any(
+            memory[self._at(_FLAG + half, rank, peer)] % _ABORT == 2 * epoch + 1 for peer in peers
+        )
 
     def _checked(self, moved, value: int, want: int, what: str) -> tuple | str:
         return moved() if value == want else self._wrong_read(what, value, want)
@@ -380,7 +458,9 @@ class Model(Searchable):
         speeds = [10 ** generator.uniform(-2, 0) for _ in range(self._num_ranks)]
         frailty = 10 ** generator.uniform(-3, 0)
         while True:
-            for rank in sorted(range(self._num_ranks), key=lambda rank: generator.expovariate(speeds[rank])):
+            for rank in sorted(
+                range(self._num_ranks), key=lambda rank: generator.expovariate(speeds[rank])
+            ):
                 followers = list(self._next(state, rank))
                 if followers:
                     break
@@ -389,7 +469,11 @@ class Model(Searchable):
             follower = generator.choice(followers)
             if isinstance(follower, str):
                 return Verdict(num_states, follower)
-            if follower[0][rank][4] != _DEAD or state[0][rank][4] == _DEAD or generator.random() < frailty:
+            if (
+                follower[0][rank][4] != _DEAD
+                or state[0][rank][4] == _DEAD
+                or generator.random() < frailty
+            ):
                 state, num_states = follower, num_states + 1
 
     def _wrong_end(self, state: tuple) -> str | None:
@@ -423,14 +507,26 @@ def scenarios(num_ranks: int = 3) -> list[Scenario]:
         for call in range(2):
             name = f"rank {rank} fails call {call}"
             troubled.append(Scenario(name, ("dispatch", "combine", "plan"), fails=(rank, call)))
-        troubled.append(Scenario(f"rank {rank} fails a plan", ("plan", "plan", "dispatch"), fails=(rank, 1)))
+        troubled.append(
+            Scenario(f"rank {rank} fails a plan", ("plan", "plan", "dispatch"), fails=(rank, 1))
+        )
         troubled.append(Scenario(f"rank {rank} dies in a step", ("plan", "dispatch"), dies=(rank,)))
-        troubled.append(Scenario(f"rank {rank} dies in a combine", ("combine", "plan"), dies=(rank,)))
+        troubled.append(
+            Scenario(f"rank {rank} dies in a combine", ("combine", "plan"), dies=(rank,))
+        )
         overlapped = ("overlapped dispatch", "overlapped dispatch", "plan")
         troubled.append(Scenario(f"rank {rank} dies while rows travel", overlapped, dies=(rank,)))
         troubled.append(Scenario(f"rank {rank} is late", ("plan", "combine"), late=rank))
-        troubled.append(Scenario(f"rank {rank} is late with its rows", ("overlapped dispatch", "plan"), late=rank))
+        troubled.append(
+            Scenario(
+                f"rank {rank} is late with its rows", ("overlapped dispatch", "plan"), late=rank
+            )
+        )
         troubled.append(Scenario(f"rank {rank} raises", ("plan", "dispatch", "plan"), raises=rank))
     for pair in combinations(range(num_ranks), 2) if num_ranks > 2 else ():
-        troubled.append(Scenario(f"ranks {pair[0]} and {pair[1]} die in a step", ("plan", "dispatch"), dies=pair))
+        troubled.append(
+            Scenario(
+                f"ranks {pair[0]} and {pair[1]} die in a step", ("plan", "dispatch"), dies=pair
+            )
+        )
     return [replace(scenario, num_ranks=num_ranks) for scenario in (*quiet, *troubled)]

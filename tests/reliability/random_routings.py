@@ -32,7 +32,9 @@ def check(rank: int, num_ranks: int, numbers: Numbers, seed: int, device: str) -
 
 
 def summarize(outcomes: list[Outcome]) -> dict[str, Any]:
-    strata = Counter(outcome.facts["stratum"][0] for outcome in outcomes if "stratum" in outcome.facts)
+    strata = Counter(
+        outcome.facts["stratum"][0] for outcome in outcomes if "stratum" in outcome.facts
+    )
     return {"strata": dict(sorted(strata.items()))}
 
 

@@ -28,21 +28,29 @@ CHECK_EVERY = 50
 TOO_LITTLE_ROOM_EVERY = 14
 JUDGE_EVERY = 2500
 GROWTH_BYTES_PER_STEP = 1e6 / 1000
-_SLACK_BYTES = 2e6  # a page here and there: in a short run it is more than the growth that is allowed
+_SLACK_BYTES = (
+    2e6  # a page here and there: in a short run it is more than the growth that is allowed
+)
 _WEIGHTS_SEED = 5
 
 
 def check(rank: int, num_ranks: int, numbers: Numbers, seed: int, device: str) -> Results:
     """Yields per step; what has grown is a problem of the last one, and of some on the way."""
-    with SymmetricHeap(num_bytes=8 << 20, backend="nvshmem" if device == "cuda" else "host") as heap:
+    with SymmetricHeap(
+        num_bytes=8 << 20, backend="nvshmem" if device == "cuda" else "host"
+    ) as heap:
         most = num_ranks * MAX_TOKENS * step.TOP_K
         layers = (
             step.make_layer(heap, _WEIGHTS_SEED, capacity=most, max_tokens=MAX_TOKENS),
             step.make_layer(heap, _WEIGHTS_SEED, order="slot", schedule="overlapped"),
         )
-        weights = [w.double() for w in step.weights_of(step.EXPERTS_PER_RANK * num_ranks, _WEIGHTS_SEED)]
+        weights = [
+            w.double() for w in step.weights_of(step.EXPERTS_PER_RANK * num_ranks, _WEIGHTS_SEED)
+        ]
         fixed = step.tokens_of(heap, 99, MAX_TOKENS)
-        give_room(heap, (layers[1].config.num_experts, step.TOP_K), MAX_TOKENS, most)  # no later call needs more
+        give_room(
+            heap, (layers[1].config.num_experts, step.TOP_K), MAX_TOKENS, most
+        )  # no later call needs more
         step.forward_backward(layers[1], fixed)
         wanted = [step.hash_of_step(layer, fixed) for layer in layers]
         samples, python_blocks = [], []
@@ -54,7 +62,9 @@ def check(rank: int, num_ranks: int, numbers: Numbers, seed: int, device: str) -
             if number % TOO_LITTLE_ROOM_EVERY == 1:  # number is odd where capacity is exact
                 give_room(heap, (layer.config.num_experts, step.TOP_K), num_tokens, 1)
             y = step.forward_backward(layer, x)
-            if number % CHECK_EVERY == 0 or number == numbers[-1]:  # so that gradients are of one size in every sample
+            if (
+                number % CHECK_EVERY == 0 or number == numbers[-1]
+            ):  # so that gradients are of one size in every sample
                 problems += wrong_values(layer, x, y, weights)
                 found = [step.hash_of_step(layer, fixed) for layer in layers]
                 if found != wanted:
@@ -66,22 +76,33 @@ def check(rank: int, num_ranks: int, numbers: Numbers, seed: int, device: str) -
                 problems += what_grew(samples)
                 python_blocks.append(sys.getallocatedblocks())
                 facts = {
-                    "resident_bytes_per_1000_steps": 1000.0 * slope([s[0] for s in samples], [s[1] for s in samples]),
-                    "resident_mib": [round(s[1] / 2**20, 2) for s in samples[:: JUDGE_EVERY // CHECK_EVERY]],
+                    "resident_bytes_per_1000_steps": 1000.0
+                    * slope([s[0] for s in samples], [s[1] for s in samples]),
+                    "resident_mib": [
+                        round(s[1] / 2**20, 2) for s in samples[:: JUDGE_EVERY // CHECK_EVERY]
+                    ],
                     "high_water_bytes": heap.high_water_bytes,
                     "open_files": step.num_open_files(),
                     "python_blocks": [*python_blocks],
                 }
             if number == numbers[-1]:
-                facts["tensor_maps"] = num_tensor_maps()  # last, because the list of all objects takes megabytes
+                facts["tensor_maps"] = (
+                    num_tensor_maps()
+                )  # last, because the list of all objects takes megabytes
             yield 1e3 * (time.perf_counter() - start), problems, facts
 
 
-def wrong_values(layer: MoELayer, x: torch.Tensor, y: torch.Tensor, weights: list[torch.Tensor]) -> list[str]:
+def wrong_values(
+    layer: MoELayer, x: torch.Tensor, y: torch.Tensor, weights: list[torch.Tensor]
+) -> list[str]:
     """Compares y with the experts' formula, row by row in float64."""
     with torch.no_grad():
         routed = layer.router(x)
-        ids, probs, tokens = routed.topk_idx.cpu(), routed.probs.cpu().double(), x.detach().cpu().double()
+        ids, probs, tokens = (
+            routed.topk_idx.cpu(),
+            routed.probs.cpu().double(),
+            x.detach().cpu().double(),
+        )
         want = torch.zeros_like(tokens)
         for token, k in np.ndindex(*ids.shape):
             chosen = [w[int(ids[token, k])] for w in weights]
@@ -128,4 +149,6 @@ def summarize(outcomes: list[Outcome]) -> dict[str, Any]:
     return {"footprint": facts[-1]} if facts else {}
 
 
-SUITE = Suite(partial(on_ranks, check=check, deadline_s=60.0), num_cases=20_000, summarize=summarize)
+SUITE = Suite(
+    partial(on_ranks, check=check, deadline_s=60.0), num_cases=20_000, summarize=summarize
+)

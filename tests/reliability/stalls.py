@@ -27,7 +27,9 @@ class Round:
         self.heap, self.num_made = heap, 0
         generator = torch.Generator().manual_seed(100 * number + heap.rank)
         num_experts = 2 * heap.num_ranks
-        ids = torch.stack([torch.randperm(num_experts, generator=generator)[:2] for _ in range(5)]).to(heap.device)
+        ids = torch.stack(
+            [torch.randperm(num_experts, generator=generator)[:2] for _ in range(5)]
+        ).to(heap.device)
         self.x = torch.randint(-50, 50, (5, 8), generator=generator).float().to(heap.device)
         self.calls: list[Callable[[], None]] = [
             lambda: self.keep(plan=make_plan(ids, num_experts=num_experts, heap=heap)),
@@ -63,14 +65,27 @@ def check(rank: int, num_ranks: int, numbers: Numbers, seed: int, device: str) -
                 stall_s = TIMEOUT_S / 2 * (1.0 if generator.random() < 0.5 else generator.random())
                 time.sleep(stall_s)
             if round_number != current_number:
-                current, current_number = Round(heap, seed * SEED_STRIDE + round_number), round_number
+                current, current_number = (
+                    Round(heap, seed * SEED_STRIDE + round_number),
+                    round_number,
+                )
             problems = current.make(call)
-            yield 1e3 * (time.perf_counter() - start), problems, {"stall_ms": 1e3 * stall_s} if stall_s else {}
+            yield (
+                1e3 * (time.perf_counter() - start),
+                problems,
+                {"stall_ms": 1e3 * stall_s} if stall_s else {},
+            )
 
 
 def summarize(outcomes: list[Outcome]) -> dict[str, Any]:
     stalls = [ms for outcome in outcomes for ms in outcome.facts.get("stall_ms", []) if ms]
-    return {"timeout_ms": 1e3 * TIMEOUT_S, "num_stalls": len(stalls), "stall_ms": percentiles(stalls)}
+    return {
+        "timeout_ms": 1e3 * TIMEOUT_S,
+        "num_stalls": len(stalls),
+        "stall_ms": percentiles(stalls),
+    }
 
 
-SUITE = Suite(partial(on_ranks, check=check, deadline_s=30.0), num_cases=10_000, summarize=summarize)
+SUITE = Suite(
+    partial(on_ranks, check=check, deadline_s=30.0), num_cases=10_000, summarize=summarize
+)

@@ -67,4 +67,6 @@ def num_arenas_mapped() -> int:
 
 def resident_bytes() -> int:
     """RSS of this process."""
-    return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * os.sysconf(
+        "SC_PAGE_SIZE"
+    )

@@ -17,7 +17,9 @@ from suites.machine import machine
 from reliability.launch import JobFailure, Launcher
 
 SEED_STRIDE = 1_000_000  # case I of seed S is number S * SEED_STRIDE + I of an endless list
-MAX_FAILURES = 20  # of one run: what fails so often is broken, and every failure may cost a deadline
+MAX_FAILURES = (
+    20  # of one run: what fails so often is broken, and every failure may cost a deadline
+)
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,9 @@ class Outcome:
     case: int
     ms: float
     problems: list[str]  # what is wrong, as text; nothing if the case has passed
-    facts: dict[str, Any] = field(default_factory=dict)  # figures that the run's record sums up or lists, by name
+    facts: dict[str, Any] = field(
+        default_factory=dict
+    )  # figures that the run's record sums up or lists, by name
 
 
 # Runs cases; outcomes come as they are known.
@@ -63,22 +67,30 @@ class Suite:
     num_cases: int  # of a run in full
     num_gpu_cases: int | None = None  # of one on GPUs; None: the same
     num_ranks: int = 2  # if nobody asks for others
-    summarize: Callable[[list[Outcome]], dict[str, Any]] = lambda outcomes: {}  # more entries of the record
+    summarize: Callable[[list[Outcome]], dict[str, Any]] = (
+        lambda outcomes: {}
+    )  # more entries of the record
 
 
-def on_ranks(run: Run, launcher: Launcher, check: CheckCases, *, deadline_s: float) -> Iterator[Outcome]:
+def on_ranks(
+    run: Run, launcher: Launcher, check: CheckCases, *, deadline_s: float
+) -> Iterator[Outcome]:
     """Runs cases on ranks that stay up from case to case, and are started again after a case that ended them."""
     bounds = [len(run.numbers) * job // run.num_jobs for job in range(run.num_jobs + 1)]
     parts = [replace(run, numbers=run.numbers[a:b]) for a, b in pairwise(bounds) if a < b]
     return side_by_side([partial(_in_one_job, part, launcher, check, deadline_s) for part in parts])
 
 
-def _in_one_job(run: Run, launcher: Launcher, check: CheckCases, deadline_s: float) -> Iterator[Outcome]:
+def _in_one_job(
+    run: Run, launcher: Launcher, check: CheckCases, deadline_s: float
+) -> Iterator[Outcome]:
     left = list(run.numbers)
     while left:
         try:
             with launcher.start(run.num_ranks, run.device) as job:
-                stream = job.stream(check, tuple(left), run.seed, run.device, deadline_s=run.seconds(deadline_s))
+                stream = job.stream(
+                    check, tuple(left), run.seed, run.device, deadline_s=run.seconds(deadline_s)
+                )
                 for results in stream:
                     yield merged(left.pop(0), results)
         except JobFailure as failure:
@@ -133,13 +145,23 @@ def merged(case: int, results: Iterable[tuple[float, list[str], dict[str, Any]]]
     return Outcome(
         case,
         max(ms for ms, _, _ in results),
-        [f"rank {rank}: {text}" for rank, (_, problems, _) in enumerate(results) for text in problems],
+        [
+            f"rank {rank}: {text}"
+            for rank, (_, problems, _) in enumerate(results)
+            for text in problems
+        ],
         {name: [facts.get(name) for _, _, facts in results] for name in names},
     )
 
 
 def execute(
-    name: str, suite: Suite, run: Run, launcher: Launcher, *, command: str, limit_s: float = math.inf
+    name: str,
+    suite: Suite,
+    run: Run,
+    launcher: Launcher,
+    *,
+    command: str,
+    limit_s: float = math.inf,
 ) -> dict[str, Any]:
     """Runs the cases and makes the record: counts, times, the failures in full, and where it ran. After `limit_s` or a
     KeyboardInterrupt it takes no more outcomes: the record says how many cases there were."""
@@ -150,7 +172,10 @@ def execute(
             outcomes.append(outcome)
             if outcome.problems:
                 failed.append(outcome)
-                print(f"{name} case {outcome.case}: " + "\n  ".join(outcome.problems)[:6000], flush=True)
+                print(
+                    f"{name} case {outcome.case}: " + "\n  ".join(outcome.problems)[:6000],
+                    flush=True,
+                )
             if len(failed) >= MAX_FAILURES:
                 print(f"{name}: stopped after {MAX_FAILURES} failures", flush=True)
                 break

@@ -62,7 +62,11 @@ def _hook(stack: ExitStack, **stand_ins: Callable[..., Any]) -> None:
             raise DoesNotApply(f"the twins have no {name}")
 
     def hook(name: str, kernel: Callable, /, *args: Any, **kwargs: Any) -> Any:
-        return stand_ins[name](kernel, *args, **kwargs) if name in stand_ins else kernel(*args, **kwargs)
+        return (
+            stand_ins[name](kernel, *args, **kwargs)
+            if name in stand_ins
+            else kernel(*args, **kwargs)
+        )
 
     stack.enter_context(kernels.hooked(torch.device("cpu"), hook))
 
@@ -86,7 +90,9 @@ def _wait_for_all_but_the_last(original: Callable, words: Any, rank: int, *args:
     return True if rank == words.shape[0] - 1 else original(words, rank, *args)
 
 
-def _wait_for_an_older_epoch(original: Callable, words: Any, rank: int, value: int, *args: Any) -> Any:
+def _wait_for_an_older_epoch(
+    original: Callable, words: Any, rank: int, value: int, *args: Any
+) -> Any:
     return original(words, rank, value - 4, *args)  # 2 epochs: the same half
 
 
@@ -110,14 +116,23 @@ def _one_mailbox_half(original: Callable, *args: Any) -> np.ndarray:
 
 def _one_table_half(stack: ExitStack) -> None:
     original = Peers.count_table
-    stack.enter_context(patch.object(Peers, "count_table", lambda peers, rank, epoch: original(peers, rank, 0)))
+    stack.enter_context(
+        patch.object(Peers, "count_table", lambda peers, rank, epoch: original(peers, rank, 0))
+    )
 
 
 def _payload_after(which: str, stack: ExitStack) -> None:
     """Rows for others are pushed after the barrier or the signal that says that they are there."""
     later: list[Callable[[], None]] = []
 
-    def push(kernel: Callable, x: torch.Tensor, to_row: torch.Tensor, peers: Peers, *args: Any, **kwargs: Any) -> None:
+    def push(
+        kernel: Callable,
+        x: torch.Tensor,
+        to_row: torch.Tensor,
+        peers: Peers,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
         push_now = partial(kernel, x, to_row, peers, *args, **kwargs)
         if which == "barrier" or peers.rank not in (kwargs.get("ranks") or (peers.rank,)):
             later.append(push_now)
@@ -144,7 +159,9 @@ def _tail_of_the_index_not_zeroed(stack: ExitStack) -> None:
     stack.enter_context(patch.object(trip, "torch", Torch()))
 
 
-def _unused_packed_rows_not_marked(kernel, slots, region, peers, received, *, row_column, prob_column) -> None:
+def _unused_packed_rows_not_marked(
+    kernel, slots, region, peers, received, *, row_column, prob_column
+) -> None:
     """The slots of packed rows that nobody uses keep what memory held: here, row 0 of somebody."""
     (rows, *_), (packed, _, start, limit) = slots, region
     kernel(slots, region, peers, received, row_column=row_column, prob_column=prob_column)
@@ -152,14 +169,18 @@ def _unused_packed_rows_not_marked(kernel, slots, region, peers, received, *, ro
         offset, used = int(received[rank, row_column]), int((packed[:, rank] >= 0).sum())
         begin, size = int(start[rank]), int(limit[rank])
         if offset >= 0 and used < size:
-            peers.region(rank, offset, (begin + size, rows.shape[1]), torch.int32)[begin + used :] = 0
+            peers.region(rank, offset, (begin + size, rows.shape[1]), torch.int32)[
+                begin + used :
+            ] = 0
 
 
 def _hooks(**stand_ins: Callable[..., Any]) -> Callable[[ExitStack], None]:
     return lambda stack: _hook(stack, **stand_ins)
 
 
-def _in_place_of(owner: Any, name: str, stand_in: Callable[..., Any]) -> Callable[[ExitStack], None]:
+def _in_place_of(
+    owner: Any, name: str, stand_in: Callable[..., Any]
+) -> Callable[[ExitStack], None]:
     return lambda stack: _replace(stack, owner, name, stand_in)
 
 
@@ -186,9 +207,13 @@ MUTANTS: dict[str, Callable[[ExitStack], None]] = {
     "tail of the index not zeroed": _tail_of_the_index_not_zeroed,
     "unused packed rows not marked": _hooks(push_slots=_unused_packed_rows_not_marked),
     "rows of a failed call kept": _in_place_of(sync, "_spoil", lambda original, tensor: None),
-    "rows of a failed call zeroed": _in_place_of(sync, "_spoil", lambda original, tensor: tensor.zero_()),
+    "rows of a failed call zeroed": _in_place_of(
+        sync, "_spoil", lambda original, tensor: tensor.zero_()
+    ),
     "what came counts after a timeout": _in_place_of(
         faults, "end_waits", partial(_with, options={"kept_bits": control.EPOCH_MASK})
     ),
-    "nothing counts after an abort": _in_place_of(faults, "end_waits", partial(_with, options={"kept_bits": 0})),
+    "nothing counts after an abort": _in_place_of(
+        faults, "end_waits", partial(_with, options={"kept_bits": 0})
+    ),
 }

@@ -3,7 +3,15 @@
 from dataclasses import dataclass
 
 import torch
-from quantize_cases import FORMATS, as_bytes, column_buffers, differences, named, row_buffers, row_range_of
+from quantize_cases import (
+    FORMATS,
+    as_bytes,
+    column_buffers,
+    differences,
+    named,
+    row_buffers,
+    row_range_of,
+)
 from row_ranges import rows_of
 
 from symmoe.kernels.act_quantized import DactOperands, dact_quantize_workspace_numel
@@ -46,7 +54,10 @@ class Problem:
         if self.num_rows > 60:
             h[41, 3], da[50, 5], row_scale[55] = torch.inf, torch.nan, 0.0
         self.h, self.da = h.to(self.dtype).to(self.device), da.to(self.dtype).to(self.device)
-        self.row_scale, self.row_range = row_scale.to(self.device), row_range_of(self.splits).to(self.device)
+        self.row_scale, self.row_range = (
+            row_scale.to(self.device),
+            row_range_of(self.splits).to(self.device),
+        )
 
     @staticmethod
     def numbers(rows, width, generator):
@@ -56,7 +67,9 @@ class Problem:
     def operand(self, width, name, *, columns=False):
         """Buffers for data and scales, full of a byte that tells where nothing was written."""
         if columns:
-            return column_buffers(self.h.shape[0], len(self.splits), width, FORMATS[name], self.device)
+            return column_buffers(
+                self.h.shape[0], len(self.splits), width, FORMATS[name], self.device
+            )
         return row_buffers(self.h.shape[0], width, FORMATS[name], self.device)
 
     def blank_dscale(self):
@@ -71,8 +84,12 @@ def exact_problem(ffn, **options):
     p = Problem(ACTIVATIONS["srelu"], ffn, **options)
     generator = torch.Generator().manual_seed(1)
     for tensor in (p.h, p.da):
-        tensor[: p.num_rows] = torch.randint(-5, 6, tensor[: p.num_rows].shape, generator=generator).bfloat16()
-    p.row_scale[: p.num_rows] = torch.exp2(torch.randint(-2, 3, (p.num_rows,), generator=generator).float())
+        tensor[: p.num_rows] = torch.randint(
+            -5, 6, tensor[: p.num_rows].shape, generator=generator
+        ).bfloat16()
+    p.row_scale[: p.num_rows] = torch.exp2(
+        torch.randint(-2, 3, (p.num_rows,), generator=generator).float()
+    )
     return p
 
 
@@ -81,7 +98,12 @@ def reference_operand(p, x, name, *, columns):
     import quantize_reference as reference  # which needs more packages than the rest
 
     block_format = FORMATS[name]
-    fields = {"element": "e4m3", "kind": block_format.scale, "block": block_format.block, "block_lines": 1}
+    fields = {
+        "element": "e4m3",
+        "kind": block_format.scale,
+        "block": block_format.block,
+        "block_lines": 1,
+    }
     data, scale = (as_bytes(tensor) for tensor in p.operand(x.shape[1], name, columns=columns))
     size, start, first = block_format.scale_dtype.itemsize, 0, 0
     for length in p.splits:
@@ -92,7 +114,10 @@ def reference_operand(p, x, name, *, columns):
         codes, scales = map(torch.from_numpy, reference.quantize_lines(lines, **fields, amax=None))
         if columns:
             place = first // block_format.block * size
-            data[:, first : first + codes.shape[1]], scale[:, place : place + scales.shape[1]] = codes, scales
+            data[:, first : first + codes.shape[1]], scale[:, place : place + scales.shape[1]] = (
+                codes,
+                scales,
+            )
             first += codes.shape[1]
         else:
             data[here], scale[here] = codes, scales
@@ -123,28 +148,44 @@ def forward_apart(kernels, p, name):
 def dact_operands(p, name, *, with_dbias=True):
     """What dact_quantize fills, blank."""
     hidden = p.h.shape[1]
-    buffers = p.operand(hidden, name), p.operand(hidden, name, columns=True), p.operand(p.ffn, name, columns=True)
+    buffers = (
+        p.operand(hidden, name),
+        p.operand(hidden, name, columns=True),
+        p.operand(p.ffn, name, columns=True),
+    )
     return DactOperands(p.blank_dscale(), *buffers, p.blank_dbias() if with_dbias else None)
 
 
 def results_of(out):
     """The operands and the sums of a DactOperands, by name."""
-    operands = named(*out.rows, "rows ") | named(*out.columns, "columns ") | named(*out.a_columns, "a_columns ")
-    return operands, {name: getattr(out, name) for name in ("dscale", "dbias") if getattr(out, name) is not None}
+    operands = (
+        named(*out.rows, "rows ")
+        | named(*out.columns, "columns ")
+        | named(*out.a_columns, "a_columns ")
+    )
+    return operands, {
+        name: getattr(out, name) for name in ("dscale", "dbias") if getattr(out, name) is not None
+    }
 
 
 def backward(kernels, p, name, *, with_dbias=True):
     """By dact_quantize: the operands, and the sums by name."""
     out = dact_operands(p, name, with_dbias=with_dbias)
-    workspace = torch.full((dact_quantize_workspace_numel(len(p.h), p.ffn, out.dbias),), torch.nan, device=p.device)
-    kernels.dact_quantize(p.da, p.h, p.row_scale, p.row_range, out, workspace, p.activation, FORMATS[name])
+    workspace = torch.full(
+        (dact_quantize_workspace_numel(len(p.h), p.ffn, out.dbias),), torch.nan, device=p.device
+    )
+    kernels.dact_quantize(
+        p.da, p.h, p.row_scale, p.row_range, out, workspace, p.activation, FORMATS[name]
+    )
     return results_of(out)
 
 
 def backward_apart(kernels, p, name, *, with_dbias=True):
     """By the functions that it fuses."""
     n, dh, out = p.num_rows, torch.zeros_like(p.h), dact_operands(p, name, with_dbias=with_dbias)
-    kernels.scaled_activation_grad(p.da[:n], p.h[:n], p.row_scale[:n], dh[:n], out.dscale[:n], p.activation)
+    kernels.scaled_activation_grad(
+        p.da[:n], p.h[:n], p.row_scale[:n], dh[:n], out.dscale[:n], p.activation
+    )
     out.dscale[n:] = 0
     if with_dbias:
         kernels.grouped_bias_grad(dh, p.row_range, out.dbias)
@@ -185,10 +226,14 @@ def check_ranges(kernels, p, name, parts):
         inside = rows_of(ranges, len(p.h))[:, None].cpu()
         for got, want, blank in zip(part, whole, p.operand(p.ffn, name), strict=True):
             assert torch.equal(as_bytes(got), torch.where(inside, as_bytes(want), as_bytes(blank)))
-    assert all(torch.equal(as_bytes(got), as_bytes(want)) for got, want in zip(union, whole, strict=True))
+    assert all(
+        torch.equal(as_bytes(got), as_bytes(want)) for got, want in zip(union, whole, strict=True)
+    )
 
 
 def check_that_differences_are_noticed(kernels, p):
     expected = forward_apart(kernels, p, "float8_block")
     p.row_scale[40] *= 2
-    assert differences(forward(kernels, p, "float8_block"), expected) == ["scale"]  # twice the numbers
+    assert differences(forward(kernels, p, "float8_block"), expected) == [
+        "scale"
+    ]  # twice the numbers

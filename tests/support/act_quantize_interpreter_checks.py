@@ -34,8 +34,13 @@ CASES = [  # activation, FFN width, format
 
 
 def check_twin(p, block_format):
-    assert differences(cases.forward(gpu, p, block_format), cases.forward(twin, p, block_format)) == []
-    (found, sums), (expected, wanted) = cases.backward(gpu, p, block_format), cases.backward(twin, p, block_format)
+    assert (
+        differences(cases.forward(gpu, p, block_format), cases.forward(twin, p, block_format)) == []
+    )
+    (found, sums), (expected, wanted) = (
+        cases.backward(gpu, p, block_format),
+        cases.backward(twin, p, block_format),
+    )
     assert differences(found, expected) == []
     cases.assert_same_sums(sums, wanted)
 
@@ -53,5 +58,7 @@ def main():
     for block_format in ("float8_block", "mxfp8"):
         check_twin(cases.exact_problem(144, splits=SPLITS), block_format)
         print("twin", block_format, ": ok")
-    cases.check_that_differences_are_noticed(gpu, cases.Problem(cases.ACTIVATIONS["swiglu"], 128, splits=SPLITS))
+    cases.check_that_differences_are_noticed(
+        gpu, cases.Problem(cases.ACTIVATIONS["swiglu"], 128, splits=SPLITS)
+    )
     check_twin(cases.Problem(cases.ACTIVATIONS["swiglu"], 128, splits=(0, 0)), "mxfp8")

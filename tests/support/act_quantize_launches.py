@@ -46,7 +46,9 @@ def dact_inputs(hidden, ffn, block_format, dtype=BF16, *, dbias_dtype=None):
     """da, h, row_scale, row_range, out and workspace of dact_quantize."""
     dbias = None if dbias_dtype is None else meta(G, hidden, dtype=dbias_dtype)
     rows, columns = buffers(hidden, block_format), buffers(hidden, block_format, columns=True)
-    out = DactOperands(meta(N, dtype=FP32), rows, columns, buffers(ffn, block_format, columns=True), dbias)
+    out = DactOperands(
+        meta(N, dtype=FP32), rows, columns, buffers(ffn, block_format, columns=True), dbias
+    )
     da, h, row_scale = meta(N, ffn, dtype=dtype), meta(N, hidden, dtype=dtype), meta(N, dtype=FP32)
     workspace = meta(dact_quantize_workspace_numel(N, ffn, dbias), dtype=FP32)
     return da, h, row_scale, meta(2, G, dtype=torch.int32), out, workspace
@@ -54,10 +56,14 @@ def dact_inputs(hidden, ffn, block_format, dtype=BF16, *, dbias_dtype=None):
 
 def launch_dact(name, ffn, block_format, dtype=BF16, *, with_dbias=False):
     hidden = ACTIVATIONS[name].hidden_width(ffn)
-    inputs = dact_inputs(hidden, ffn, block_format, dtype, dbias_dtype=dtype if with_dbias else None)
+    inputs = dact_inputs(
+        hidden, ffn, block_format, dtype, dbias_dtype=dtype if with_dbias else None
+    )
     act_quantized.dact_quantize(*inputs, ACTIVATIONS[name], FORMATS[block_format])
 
 
 def flushing(activation):
     """Instructions that may take subnormal numbers for zeros: of the sigmoid, and of libdevice's erf."""
-    return {"ex2.approx.ftz.f32"} | ({"abs.ftz.f32", "fma.rn.ftz.f32"} if activation.function == GELU else set())
+    return {"ex2.approx.ftz.f32"} | (
+        {"abs.ftz.f32", "fma.rn.ftz.f32"} if activation.function == GELU else set()
+    )

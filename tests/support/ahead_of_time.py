@@ -30,7 +30,9 @@ _INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ )?([A-Z0-9_.]+)(
 def since(*changes: tuple[str, Any]) -> Any:
     """What the compiler allows: of changes ("3.7", value), in order, the last one that this Triton has. From 3.9 on
     ptxas 13.4 compiles for Hopper, which spills more of the same code than 12.9 does: to be measured."""
-    return [value for version, value in changes if tuple(map(int, version.split("."))) <= VERSION][-1]
+    return [value for version, value in changes if tuple(map(int, version.split("."))) <= VERSION][
+        -1
+    ]
 
 
 @dataclass(frozen=True)
@@ -87,14 +89,23 @@ class Code:
         branches = [(labels[to[0]], i) for i, to in enumerate(targets) if names[i] == "BRA" and to]
         loops = [range(first, last + 1) for first, last in branches if first <= last]
         wanted = (i for i, name in enumerate(names) if name.startswith(prefix))
-        innermost = {min((loop for loop in loops if i in loop), key=len, default=range(0)) for i in wanted}
+        innermost = {
+            min((loop for loop in loops if i in loop), key=len, default=range(0)) for i in wanted
+        }
         return [[names[i] for i in loop] for loop in innermost if loop]
 
 
 def compile_for(arch: int, source: ASTSource, options: dict[str, Any]) -> Code:
     """The source (a GluonASTSource is one too) for sm_`arch`."""
     # ptxas comes with Triton, whose sources are in its key.
-    whole = (arch, type(source).__name__, source.hash(), sorted(options.items()), triton.__version__, triton_key())
+    whole = (
+        arch,
+        type(source).__name__,
+        source.hash(),
+        sorted(options.items()),
+        triton.__version__,
+        triton_key(),
+    )
     path = KEPT / hashlib.sha256(repr(whole).encode()).hexdigest()
     if path.exists():
         return pickle.loads(gzip.decompress(path.read_bytes()))
@@ -108,12 +119,18 @@ def compile_for(arch: int, source: ASTSource, options: dict[str, Any]) -> Code:
 
 def _compile(arch: int, source: ASTSource, options: dict[str, Any]) -> Code:
     said = io.StringIO()
-    with tempfile.TemporaryDirectory() as folder, triton.knobs.cache.scope(), triton.knobs.nvidia.scope():
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        triton.knobs.cache.scope(),
+        triton.knobs.nvidia.scope(),
+    ):
         triton.knobs.cache.dir = folder
         triton.knobs.nvidia.dump_ptxas_log = True
         with contextlib.redirect_stdout(said):
             compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     asm = {stage: compiled.asm[stage] for stage in ("ttgir", "ptx", "cubin")}
     return Code(
-        asm, SimpleNamespace(shared=compiled.metadata.shared, tmem_size=compiled.metadata.tmem_size), said.getvalue()
+        asm,
+        SimpleNamespace(shared=compiled.metadata.shared, tmem_size=compiled.metadata.tmem_size),
+        said.getvalue(),
     )

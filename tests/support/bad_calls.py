@@ -11,7 +11,15 @@ import torch
 from heap_calls import expect, outcome
 from worker import Findings
 
-from symmoe import MoEConfig, MoELayer, Plan, SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
+from symmoe import (
+    MoEConfig,
+    MoELayer,
+    Plan,
+    SymmetricHeap,
+    combine_tokens,
+    dispatch_tokens,
+    make_plan,
+)
 from symmoe.checks.arguments import CHOICES
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.kernels.activation import Activation
@@ -27,15 +35,21 @@ Arguments = dict[str, Any]
 class Bad:
     """One mistake: what the culprits pass, and the error that every rank must raise."""
 
-    change: Callable[[SymmetricHeap, Arguments], Arguments]  # from correct keyword arguments to wrong ones
+    change: Callable[
+        [SymmetricHeap, Arguments], Arguments
+    ]  # from correct keyword arguments to wrong ones
     parts: tuple[str, ...]  # what the text must contain; `{rank}` stands for the first culprit
     error: str = "ArgumentError"  # name of the class
-    base: tuple[tuple[str, Any], ...] = ()  # keyword arguments that all ranks pass on top of the usual ones
+    base: tuple[
+        tuple[str, Any], ...
+    ] = ()  # keyword arguments that all ranks pass on top of the usual ones
 
 
 def wrong(name: str, make: Any, *parts: str, error: str = "ArgumentError", base: tuple = ()) -> Bad:
     """The argument `name` is `make`, or, if that is a function, what it makes of the right one."""
-    return Bad(lambda heap, good: {name: make(good[name]) if callable(make) else make}, parts, error, base)
+    return Bad(
+        lambda heap, good: {name: make(good[name]) if callable(make) else make}, parts, error, base
+    )
 
 
 def on_heap(name: str, make: Callable[[SymmetricHeap, Arguments], Any], *parts: str) -> Bad:
@@ -48,10 +62,14 @@ class Wrapper(torch.Tensor):
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> "Wrapper":
-        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+        return torch.Tensor._make_wrapper_subclass(
+            cls, inner.shape, dtype=inner.dtype, device=inner.device
+        )
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         raise NotImplementedError(func)
 
 
@@ -66,7 +84,9 @@ UNREADABLE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "(torch.sparse_coo)": lambda tensor: tensor.to_sparse(),
     "(torch.sparse_csr)": lambda tensor: tensor.to_sparse_csr(),
     "(a nested tensor)": lambda tensor: torch.nested.nested_tensor(list(tensor)),
-    "(a nested  tensor)": lambda tensor: torch.nested.nested_tensor(list(tensor), layout=torch.jagged),
+    "(a nested  tensor)": lambda tensor: torch.nested.nested_tensor(
+        list(tensor), layout=torch.jagged
+    ),
     "(Wrapper)": Wrapper,
     "(a tensor whose memory has been freed)": freed,
 }
@@ -84,7 +104,9 @@ def unreadable(name: str, *, without: tuple[str, ...] = ()) -> Iterator[Bad]:
         lease.release()
         return tensor
 
-    yield dataclasses.replace(on_heap(name, stale, f"{name} is memory of lease 'old'", "released"), error="StaleLease")
+    yield dataclasses.replace(
+        on_heap(name, stale, f"{name} is memory of lease 'old'", "released"), error="StaleLease"
+    )
 
 
 @torch.inference_mode()
@@ -142,9 +164,21 @@ def plan_mistakes(num_experts: int) -> Iterator[Bad]:
     yield wrong("max_tokens", "9", "max_tokens ('9')", "int", base=STATIC)
     yield wrong("max_tokens", 9, "max_tokens (9)", "capacity is None")
     for base in ((), STATIC):
-        for value, shown in ((num_experts, num_experts), (-2, -2), (2**40, 2**31 - 1), (-(2**40), -(2**31))):
+        for value, shown in (
+            (num_experts, num_experts),
+            (-2, -2),
+            (2**40, 2**31 - 1),
+            (-(2**40), -(2**31)),
+        ):
             text = f"topk_idx on rank {{rank}}, flat position {3 * K + 1}: {shown} is neither -1 nor in"
-            yield wrong("topk_idx", with_id(value), text, f"[0, {num_experts})", error="ExpertIdError", base=base)
+            yield wrong(
+                "topk_idx",
+                with_id(value),
+                text,
+                f"[0, {num_experts})",
+                error="ExpertIdError",
+                base=base,
+            )
 
 
 def rows_mistakes(name: str, num_rows_text: str) -> Iterator[Bad]:
@@ -166,7 +200,9 @@ def rows_mistakes(name: str, num_rows_text: str) -> Iterator[Bad]:
 def buffer_mistakes(name: str, like: str) -> Iterator[Bad]:
     """Mistakes in a buffer for results, `out` or `grad_out`, that belongs on the heap; test_buffers.py has more."""
 
-    def memory(more_rows: int = 0, features: int = H, dtype=torch.float32) -> Callable[..., torch.Tensor]:
+    def memory(
+        more_rows: int = 0, features: int = H, dtype=torch.float32
+    ) -> Callable[..., torch.Tensor]:
         return lambda heap, good: heap.lease((len(good[name]) + more_rows, features), dtype).tensor
 
     def overlapping(heap: SymmetricHeap, good: Arguments) -> Arguments:
@@ -182,7 +218,9 @@ def buffer_mistakes(name: str, like: str) -> Iterator[Bad]:
     yield wrong(name, freed, f"{name} (a tensor whose memory has been freed)")
     yield on_heap(name, memory(more_rows=1), f"{name} has shape", "must be")
     yield on_heap(name, memory(features=H + 1), f"{name} has shape", f", {H + 1}]", f", {H}]")
-    yield on_heap(name, memory(dtype=torch.bfloat16), f"{name} has dtype torch.bfloat16", "torch.float32")
+    yield on_heap(
+        name, memory(dtype=torch.bfloat16), f"{name} has dtype torch.bfloat16", "torch.float32"
+    )
     yield wrong(name, lambda good: good.to("meta"), f"{name} is on meta", "on {device}")
     yield wrong(name, lambda good: good.clone(), f"{name} is not on this symmetric heap")
     yield Bad(overlapping, (f"{name} [", "overlaps a tensor of shape ["))
@@ -245,7 +283,9 @@ def routing(heap: SymmetricHeap, seed: int) -> torch.Tensor:
     """[T, K]: every rank has rows, from every rank."""
     generator = torch.Generator().manual_seed(seed + heap.rank)
     num_experts = 2 * heap.num_ranks
-    return torch.stack([torch.randperm(num_experts, generator=generator)[:K] for _ in range(T)]).to(heap.device)
+    return torch.stack([torch.randperm(num_experts, generator=generator)[:K] for _ in range(T)]).to(
+        heap.device
+    )
 
 
 def plan_of(heap: SymmetricHeap, seed: int = 5) -> Plan:
@@ -255,7 +295,13 @@ def plan_of(heap: SymmetricHeap, seed: int = 5) -> Plan:
 def layer_of(heap: SymmetricHeap, **options: Any) -> MoELayer:
     """With the same weights whenever it is made."""
     torch.manual_seed(0)
-    usual = {"hidden": H, "ffn": H, "num_experts": 2 * heap.num_ranks, "top_k": K, "schedule": "always-overlapped"}
+    usual = {
+        "hidden": H,
+        "ffn": H,
+        "num_experts": 2 * heap.num_ranks,
+        "top_k": K,
+        "schedule": "always-overlapped",
+    }
     return MoELayer(MoEConfig(**{**usual, **options}), heap)
 
 
@@ -284,11 +330,20 @@ class Stage:
         probs = torch.rand((T, K), generator=generator).to(heap.device)
         if name == "make_plan":
             self.function: Callable[..., Any] = make_plan
-            self.good = {"topk_idx": ids, "num_experts": 2 * heap.num_ranks, "heap": heap, **dict(base)}
+            self.good = {
+                "topk_idx": ids,
+                "num_experts": 2 * heap.num_ranks,
+                "heap": heap,
+                **dict(base),
+            }
             return
         if name == "layer":
             self.function = layer_of(heap)
-            self.good = {"x": x, "token_mask": torch.ones_like(x[:, 0], dtype=torch.bool), "topk_idx": ids}
+            self.good = {
+                "x": x,
+                "token_mask": torch.ones_like(x[:, 0], dtype=torch.bool),
+                "topk_idx": ids,
+            }
             return
         self.plan = plan = plan_of(heap)
         if name == "expert_parallel_mlp":
@@ -303,11 +358,18 @@ class Stage:
             return
         dispatch_tokens(x, plan, probs=probs)
         self.function, expert_out = combine_tokens, torch.ones(plan.num_rows, H, device=heap.device)
-        self.good = {"expert_out": expert_out, "plan": plan, "order": "rank", "grad_out": buffer[: plan.num_rows]}
+        self.good = {
+            "expert_out": expert_out,
+            "plan": plan,
+            "order": "rank",
+            "grad_out": buffer[: plan.num_rows],
+        }
 
     def call(self, **changes: Any) -> tuple[str, str]:
         """(class, text) of the error, at the latest when the rank waits for its stream."""
-        return outcome(lambda: [self.function(**{**self.good, **changes}), self._heap.synchronize()])
+        return outcome(
+            lambda: [self.function(**{**self.good, **changes}), self._heap.synchronize()]
+        )
 
 
 MISTAKES: dict[str, Callable[[int], Iterator[Bad]]] = {
@@ -319,15 +381,23 @@ MISTAKES: dict[str, Callable[[int], Iterator[Bad]]] = {
 }
 
 
-def check_mistake(heap, findings: Findings, stage_name: str, bad: Bad, culprits: list[int], seed: int) -> None:
+def check_mistake(
+    heap, findings: Findings, stage_name: str, bad: Bad, culprits: list[int], seed: int
+) -> None:
     """Makes a wrong call on the culprits, then a correct one; notes what is not as documented."""
     stage = Stage(stage_name, heap, bad.base)
     found = stage.call(**(bad.change(heap, stage.good) if heap.rank in culprits else {}))
     parts = (part.format(rank=culprits[0], device=heap.device.type) for part in bad.parts)
     expect(findings, found, bad.error, *parts)
-    if heap.rank != culprits[0] and bad.error != "ExpertIdError":  # the first one's error, if there are several
-        findings.check(found[1].startswith(f"on rank {culprits[0]}: "), f"the culprit is not named: {found[1]}")
-    if stage_name == "expert_parallel_mlp" and (heap.rank in culprits or heap.streams.raises_at_once):
+    if (
+        heap.rank != culprits[0] and bad.error != "ExpertIdError"
+    ):  # the first one's error, if there are several
+        findings.check(
+            found[1].startswith(f"on rank {culprits[0]}: "), f"the culprit is not named: {found[1]}"
+        )
+    if stage_name == "expert_parallel_mlp" and (
+        heap.rank in culprits or heap.streams.raises_at_once
+    ):
         # On a GPU the peers have launched the dispatch by then; its rows are NaN.
         findings.check(stage.plan.packed_to_row is None, "tokens have been dispatched")
     if stage_name == "layer":
@@ -343,7 +413,13 @@ def plan_mismatches(num_experts: int) -> Iterator[tuple[Arguments | None, str, s
     agreed = (*STATIC, ("hidden", H), ("dtype", torch.float32))
     for base in ((), agreed):
         yield None, "top_k", str(K), "1", base
-        yield {"num_experts": 2 * num_experts}, "num_experts", str(num_experts), str(2 * num_experts), base
+        yield (
+            {"num_experts": 2 * num_experts},
+            "num_experts",
+            str(num_experts),
+            str(2 * num_experts),
+            base,
+        )
     yield {"capacity": 61}, "capacity", "60", "61", agreed
     yield {"capacity": None, "max_tokens": None}, "capacity", "60", "none", agreed
     yield {"overflow": "drop"}, "overflow", "'raise'", "'drop'", agreed
@@ -362,11 +438,21 @@ RECIPES = (None, Float8Block(), Float8Block(power_of_two=True), MXFP8(), NVFP4(h
 def layer_mismatches(num_ranks: int) -> Iterator[tuple[dict[str, Any], str, Any]]:
     """(fields of all configurations, one field, the culprit's value): what plans compare and what only this rank
     computes with."""
-    changes = {"hidden": 2 * H, "top_k": 1, "num_experts": 4 * num_ranks, "capacity": 99, "ffn": 2 * H}
+    changes = {
+        "hidden": 2 * H,
+        "top_k": 1,
+        "num_experts": 4 * num_ranks,
+        "capacity": 99,
+        "ffn": 2 * H,
+    }
     changes |= {"stash": "rows", "aux_loss_coef": 0.5, "max_room": 7, "score": "sigmoid"}
     for field, value in {**changes, "activation": Activation(function="gelu")}.items():
         yield {}, field, value
     for usual, other in itertools.combinations(RECIPES, 2):
         yield {"hidden": 64, "ffn": 32, "precision": usual}, "precision", other
     for usual, other in itertools.combinations(CHOICES["quantized_wire"], 2):
-        yield {"hidden": 64, "ffn": 32, "precision": MXFP8(), "quantized_wire": usual}, "quantized_wire", other
+        yield (
+            {"hidden": 64, "ffn": 32, "precision": MXFP8(), "quantized_wire": usual},
+            "quantized_wire",
+            other,
+        )

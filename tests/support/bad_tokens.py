@@ -29,7 +29,14 @@ def routing(rank: int, num_experts: int) -> torch.Tensor:
 
 
 def run(
-    heap, value: float, layout: str | None, schedule: str, order: str, dtype, recipe=None, wire: str = "none"
+    heap,
+    value: float,
+    layout: str | None,
+    schedule: str,
+    order: str,
+    dtype,
+    recipe=None,
+    wire: str = "none",
 ) -> dict[str, torch.Tensor]:
     """Outputs and gradients with `value` in the bad tokens; layout None: dispatch, experts and combine one by one."""
     num_experts = 2 * max(heap.num_ranks, K)
@@ -58,24 +65,38 @@ def run(
     return found | {"dW1": experts.fc1.weight.grad, "dW2": experts.fc2.weight.grad}
 
 
-def check_isolation(rank: int, num_ranks: int, findings: Findings, what: str, dtype: torch.dtype) -> None:
+def check_isolation(
+    rank: int, num_ranks: int, findings: Findings, what: str, dtype: torch.dtype
+) -> None:
     with open_heap("cpu") as heap:
-        for layout, schedule, order in [*WAYS, (None, "in parts", "rank"), (None, "in parts", "slot")]:
-            findings.where = f"{what} {dtype}, {layout}, {schedule}, {order}, rank {rank} of {num_ranks}"
+        for layout, schedule, order in [
+            *WAYS,
+            (None, "in parts", "rank"),
+            (None, "in parts", "slot"),
+        ]:
+            findings.where = (
+                f"{what} {dtype}, {layout}, {schedule}, {order}, rank {rank} of {num_ranks}"
+            )
             clean = run(heap, 0.0, layout, schedule, order, dtype)
             dirty = run(heap, BAD[what], layout, schedule, order, dtype)
             compare(findings, rank, what, clean, dirty, same=("y", "dx", "dprobs"))
 
 
-def compare(findings: Findings, rank: int, what: str, clean: dict, dirty: dict, *, same: tuple[str, ...]) -> None:
+def compare(
+    findings: Findings, rank: int, what: str, clean: dict, dirty: dict, *, same: tuple[str, ...]
+) -> None:
     """same: of which results other tokens have the same bits. The rest is finite."""
     bad = torch.zeros(T, dtype=torch.bool)
     bad[bad_tokens(rank)] = True
     for name in ("y", "dx", "dprobs"):
         findings.check(bool(clean[name].isfinite().all()), f"{name} of zeros is not finite")
-        findings.check(bool(dirty[name][~bad].isfinite().all()), f"{name} of other tokens is not finite")
+        findings.check(
+            bool(dirty[name][~bad].isfinite().all()), f"{name} of other tokens is not finite"
+        )
         if name in same:
-            findings.check(torch.equal(clean[name][~bad], dirty[name][~bad]), f"{name} of other tokens differs")
+            findings.check(
+                torch.equal(clean[name][~bad], dirty[name][~bad]), f"{name} of other tokens differs"
+            )
     findings.check(bool((~dirty["y"][bad].isfinite()).any(1).all()), "y of a bad token is finite")
     if what == "NaN":
         findings.check(bool(dirty["y"][bad].isnan().all()), "y of a NaN token is not NaN")
@@ -86,7 +107,9 @@ def compare(findings: Findings, rank: int, what: str, clean: dict, dirty: dict, 
             if (first + expert) % 2 or first + expert >= 2 * K:
                 findings.check(torch.equal(got, want), f"{name} of expert {first + expert} differs")
             else:
-                findings.check(not got.isfinite().all(), f"{name} of expert {first + expert} is finite")
+                findings.check(
+                    not got.isfinite().all(), f"{name} of expert {first + expert} is finite"
+                )
 
 
 def check_recipe(rank, num_ranks, findings, heap, what: str, recipe: Recipe, wire: str) -> None:

@@ -14,7 +14,9 @@ class Biases:
         device = p.row_range.device
         eighths = torch.randint(-96, 97, (len(p.splits), p.widths[0]), generator=generator)
         self.bias = (eighths / 8).to(dtype).to(device)
-        self.scale = torch.exp2(torch.randint(-2, 3, (p.capacity,), generator=generator).float()).to(device)
+        self.scale = torch.exp2(
+            torch.randint(-2, 3, (p.capacity,), generator=generator).float()
+        ).to(device)
         self.scale[p.num_rows :] = torch.nan
 
     def options(self, scaled):
@@ -24,7 +26,9 @@ class Biases:
         """Rows of groups with their biases, in float64."""
         result = product.to(torch.float64, copy=True)
         for g, span in enumerate(self.p.spans):
-            result[span] += self.bias[g].double() * (self.scale[span].double()[:, None] if scaled else 1.0)
+            result[span] += self.bias[g].double() * (
+                self.scale[span].double()[:, None] if scaled else 1.0
+            )
         return result
 
 

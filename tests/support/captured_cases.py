@@ -36,7 +36,9 @@ def in_a_graph(by_host: Callable[[Callable[..., Any]], Callable[..., Any]]) -> I
             patches.enter_context(mock.patch.object(NoStreams, name, value))
         patches.enter_context(mock.patch.object(SymmetricHeap, "check", return_value=None))
         patches.enter_context(
-            mock.patch.object(SymmetricHeap, "run", lambda heap, key, function, *_, **numbers: function())
+            mock.patch.object(
+                SymmetricHeap, "run", lambda heap, key, function, *_, **numbers: function()
+            )
         )
         for owner, name in ((Nodes, "meet"), (RowHistory, "room")):
             patches.enter_context(mock.patch.object(owner, name, by_host(getattr(owner, name))))
@@ -48,7 +50,11 @@ class HostGraph:
     found out then."""
 
     def __init__(
-        self, model: nn.Module, states: list[torch.Tensor], function: Callable[[], None], heaps: list[SymmetricHeap]
+        self,
+        model: nn.Module,
+        states: list[torch.Tensor],
+        function: Callable[[], None],
+        heaps: list[SymmetricHeap],
     ) -> None:
         self._parameters, self._function, self._heaps = list(model.parameters()), function, heaps
         self._found: list[Any] = []
@@ -92,11 +98,15 @@ class HostGraph:
             heap.memory.release_graphs(CAPTURE)
 
 
-def capture(model: nn.Module, step: Callable[..., Any] | None = None, **options: float) -> symmoe.CapturedStep:
+def capture(
+    model: nn.Module, step: Callable[..., Any] | None = None, **options: float
+) -> symmoe.CapturedStep:
     """The step, or that of make_step; on CPUs with a stand-in for CUDA graphs."""
     captured = symmoe.capture_step(step or make_step(model), model, **options)
     if next(model.parameters()).device.type == "cpu":
-        captured.make_graph = lambda function, heaps: HostGraph(model, captured.modules.states(), function, heaps)
+        captured.make_graph = lambda function, heaps: HostGraph(
+            model, captured.modules.states(), function, heaps
+        )
     return captured
 
 
@@ -106,7 +116,9 @@ class Model(nn.Module):
     def __init__(self, heap: SymmetricHeap, **options) -> None:
         super().__init__()
         torch.manual_seed(heap.rank)
-        config = MoEConfig(hidden=H, ffn=I, num_experts=E, top_k=K, aux_loss_coef=0.1, expert_bias=True, **options)
+        config = MoEConfig(
+            hidden=H, ffn=I, num_experts=E, top_k=K, aux_loss_coef=0.1, expert_bias=True, **options
+        )
         self.layers = nn.ModuleList([MoELayer(config, heap) for _ in range(2)]).to(heap.device)
         # Graphs on GPUs bring the random numbers of eager steps; the stand-in for them on CPUs does not.
         self.dropout = nn.Dropout(0.1 if heap.device.type == "cuda" else 0.0)
@@ -126,7 +138,11 @@ def make_step(model: Model) -> Callable[..., dict[str, torch.Tensor]]:
     def step(batch: list[torch.Tensor], *, scale: float) -> dict[str, torch.Tensor]:
         losses = []
         for x in batch:  # micro-batches
-            is_alone = isinstance(model, DistributedDataParallel) and not model.static_graph and x is not batch[-1]
+            is_alone = (
+                isinstance(model, DistributedDataParallel)
+                and not model.static_graph
+                and x is not batch[-1]
+            )
             with model.no_sync() if is_alone else nullcontext():
                 y, aux_loss = model(x)
                 loss = scale * y.float().square().mean() + aux_loss
@@ -151,7 +167,9 @@ def results(model: Model, loss: torch.Tensor) -> list[torch.Tensor]:
     return [loss, *(p.grad for p in model.parameters()), *loads, *model.buffers()]
 
 
-def check_counts(found: list[tuple[int, int, int, list[str]]], *, num_steps: int, least_replays: int) -> None:
+def check_counts(
+    found: list[tuple[int, int, int, list[str]]], *, num_steps: int, least_replays: int
+) -> None:
     """What check_exact has found on all ranks, of so many steps."""
     assert [text for *_, texts in found for text in texts] == []
     num_replays, num_repeated, num_captures, _ = found[0]
@@ -162,7 +180,12 @@ def check_counts(found: list[tuple[int, int, int, list[str]]], *, num_steps: int
 
 
 def check_exact(
-    rank: int, num_ranks: int, device: str, count: int, ranks_per_node: int | None = None, balance: str = "none"
+    rank: int,
+    num_ranks: int,
+    device: str,
+    count: int,
+    ranks_per_node: int | None = None,
+    balance: str = "none",
 ) -> tuple[int, int, int, list[str]]:
     findings = Findings()
     with open_heap(device, num_bytes=64 << 20, ranks_per_node=ranks_per_node) as heap:
@@ -182,9 +205,12 @@ def check_exact(
             same = [torch.equal(a, b) for a, b in pairs]
             findings.check(all(same), f"rank {rank}, step {number}: {same}")
             ours, theirs = (
-                [dataclasses.replace(its, heap_high_water_bytes=0) for its in logger.step(number)] for logger in loggers
+                [dataclasses.replace(its, heap_high_water_bytes=0) for its in logger.step(number)]
+                for logger in loggers
             )
-            findings.check(ours == theirs, f"rank {rank}, step {number}: logged {ours}, not {theirs}")
+            findings.check(
+                ours == theirs, f"rank {rank}, step {number}: logged {ours}, not {theirs}"
+            )
         captured.close()
         model.zero_grad()
         plain.zero_grad()
@@ -199,13 +225,23 @@ class Chosen(nn.Module):
 
     def __init__(self, heap: SymmetricHeap, group: dist.ProcessGroup) -> None:
         super().__init__()
-        config = MoEConfig(hidden=H, ffn=I, num_experts=E, top_k=2, aux_loss="global", aux_loss_coef=0.1, order="slot")
+        config = MoEConfig(
+            hidden=H,
+            ffn=I,
+            num_experts=E,
+            top_k=2,
+            aux_loss="global",
+            aux_loss_coef=0.1,
+            order="slot",
+        )
         self.dense, self.moe = nn.Linear(H, H), MoELayer(config, heap, expert_group=group)
         self.register_buffer("num_tokens", torch.zeros((), dtype=torch.int64))
         set_weights(self, heap)
         self.to(heap.device)
 
-    def forward(self, given: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, given: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         x, ids = given
         y, metrics = self.moe(self.dense(x), topk_idx=ids)
         self.num_tokens += len(x)
@@ -230,22 +266,30 @@ def check_wrapped(
     findings = Findings(f"rank {rank}")
     if device == "cuda":  # gloo's collectives cannot be captured
         dist.destroy_process_group()
-        dist.init_process_group("cpu:gloo,cuda:nccl", init_method=init_method, rank=rank, world_size=num_ranks)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl", init_method=init_method, rank=rank, world_size=num_ranks
+        )
     mesh = init_device_mesh(device, (num_ranks // ep, ep), mesh_dim_names=("efsdp", "ep"))
     with open_heap(device, num_bytes=64 << 20, group=mesh.get_group("ep")) as heap:
         torch.use_deterministic_algorithms(False)
         model, plain = put_around(wrap, heap, mesh), put_around(wrap, heap, mesh)
         captured, eager = capture(model, room=1.0, num_eager=2), make_step(plain)
-        optimizers = [torch.optim.SGD(each.parameters(), lr=0.05, foreach=False) for each in (model, plain)]
+        optimizers = [
+            torch.optim.SGD(each.parameters(), lr=0.05, foreach=False) for each in (model, plain)
+        ]
         slots = torch.arange(80, device=heap.device).view(40, 2)
         for number in range(22):
-            x = torch.randn(2, 40, H, generator=torch.Generator().manual_seed(100 * number + rank)).to(heap.device)
+            x = torch.randn(
+                2, 40, H, generator=torch.Generator().manual_seed(100 * number + rank)
+            ).to(heap.device)
             ids = slots % 2 if number == 13 and rank < ep else (slots + number) % E
             batch = [(x[0], ids), (x[1], ids.flip(0))]
             if number == 16:
                 ids[3, 1] += E * (rank == num_ranks - 1)
                 states = [(state, state.clone()) for state in captured.modules.states()]
-                with pytest.raises(SymmoeError, match=f"{E}" if rank >= num_ranks - ep else "in another EP group"):
+                with pytest.raises(
+                    SymmoeError, match=f"{E}" if rank >= num_ranks - ep else "in another EP group"
+                ):
                     captured(batch, scale=0.5)
                 for state, before in states:
                     state.copy_(before)
@@ -253,11 +297,16 @@ def check_wrapped(
             found = captured(batch, scale=0.5)["loss"]
             plain.zero_grad()
             wanted = eager(batch, scale=0.5)["loss"]
-            pairs = [(p.grad, other.grad) for p, other in zip(model.parameters(), plain.parameters(), strict=True)]
+            pairs = [
+                (p.grad, other.grad)
+                for p, other in zip(model.parameters(), plain.parameters(), strict=True)
+            ]
             pairs += [(found, wanted), *zip(model.buffers(), plain.buffers(), strict=True)]
             same = [torch.equal(local_part(a), local_part(b)) for a, b in pairs]
             findings.check(all(same), f"step {number}: {same}")
-            is_trained = number == 13 or all(bool(parameter.grad.any()) for parameter in model.parameters())
+            is_trained = number == 13 or all(
+                bool(parameter.grad.any()) for parameter in model.parameters()
+            )
             findings.check(is_trained, f"step {number}: gradients are 0")
             for each, optimizer in zip((model, plain), optimizers, strict=True):
                 if wrap is None:
@@ -281,7 +330,9 @@ def double(module: nn.Module, args: object, outputs: tuple) -> tuple:
 
 def new_experts(layer: MoELayer) -> None:
     experts = GroupedMLP(layer.experts.num_groups, H, I, device=layer.heap.device)
-    experts.load_state_dict({name: 2 * tensor for name, tensor in layer.experts.state_dict().items()})
+    experts.load_state_dict(
+        {name: 2 * tensor for name, tensor in layer.experts.state_dict().items()}
+    )
     layer.set_experts(experts)
 
 
@@ -303,7 +354,9 @@ CHANGES: dict[str, Callable[[Model], object]] = {
     "an object of a module": lambda model: setattr(model, "activation", torch.relu),
     "mode": lambda model: model.eval(),
     "forward hook": lambda model: model.layers[0].register_forward_hook(double),
-    "gradient hook": lambda model: model.layers[0].router.weight.register_hook(lambda gradient: 3 * gradient),
+    "gradient hook": lambda model: model.layers[0].router.weight.register_hook(
+        lambda gradient: 3 * gradient
+    ),
     "experts": lambda model: new_experts(model.layers[0]),
     "frozen": lambda model: model.layers[1].requires_grad_(False),
 }
@@ -332,7 +385,10 @@ def check_changes(rank: int, num_ranks: int, findings: Findings, device: str) ->
         for either in (model, plain):
             either.layers[0].experts.requires_grad_(False)
         captured, eager = capture(model, num_eager=1), make_step(plain)
-        x, num_captures = torch.randn(T, H, generator=torch.Generator().manual_seed(rank)).to(heap.device), 0
+        x, num_captures = (
+            torch.randn(T, H, generator=torch.Generator().manual_seed(rank)).to(heap.device),
+            0,
+        )
         for name in (*CHANGES, *AROUND):
             findings.where = f"{name}, rank {rank}"
             for either in (model, plain):

@@ -19,7 +19,9 @@ from symmoe.moe.router import RouterOutput
 from symmoe.tools.check import Context, Trained
 from symmoe.torch_internals import pytree
 
-if RouterOutput not in pytree.SUPPORTED_NODES:  # as after parallelize, which ranks of other numbers may have called
+if (
+    RouterOutput not in pytree.SUPPORTED_NODES
+):  # as after parallelize, which ranks of other numbers may have called
     pytree.register_dataclass(RouterOutput)
 
 
@@ -41,7 +43,9 @@ def spoilt(change, context: Context) -> Trained:
     return dataclasses.replace(trained, backward=backward)
 
 
-averaged = partial(spoilt, lambda grad, num_ranks: dist.all_reduce(grad.div_(num_ranks)))  # as copies of one
+averaged = partial(
+    spoilt, lambda grad, num_ranks: dist.all_reduce(grad.div_(num_ranks))
+)  # as copies of one
 not_divided = partial(spoilt, torch.Tensor.mul_)
 divided_twice = partial(spoilt, torch.Tensor.div_)
 
@@ -50,13 +54,17 @@ def clipped_alone(context: Context) -> Trained:
     """By the norm over one rank's experts, as torch's function does."""
     trained = right(context)
     clip = torch.nn.utils.clip_grad_norm_
-    return dataclasses.replace(trained, clip=lambda max_norm: clip(trained.model.parameters(), max_norm))
+    return dataclasses.replace(
+        trained, clip=lambda max_norm: clip(trained.model.parameters(), max_norm)
+    )
 
 
 def step_without_experts(context: Context) -> Trained:
     trained = right(context)
     dense, experts = trainable(trained.model)
-    return dataclasses.replace(trained, step=torch.optim.SGD(dense + experts * (context.rank == 0), lr=0.1).step)
+    return dataclasses.replace(
+        trained, step=torch.optim.SGD(dense + experts * (context.rank == 0), lr=0.1).step
+    )
 
 
 def saved_alone(context: Context, *, of_experts: bool = True) -> Trained:
@@ -66,7 +74,9 @@ def saved_alone(context: Context, *, of_experts: bool = True) -> Trained:
     def save(folder: str) -> None:
         if context.rank == 0:
             state = trained.model.state_dict()
-            kept = {name: each for name, each in state.items() if of_experts or ".experts." not in name}
+            kept = {
+                name: each for name, each in state.items() if of_experts or ".experts." not in name
+            }
             torch.save(kept, Path(folder, "model.pt"))
 
     def load(folder: str) -> None:
@@ -85,7 +95,9 @@ class Adapter(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b = (torch.nn.Parameter(torch.randn(*shape) / 4) for shape in ((16, 4), (4, 16)))
+        self.a, self.b = (
+            torch.nn.Parameter(torch.randn(*shape) / 4) for shape in ((16, 4), (4, 16))
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + x @ self.a @ self.b

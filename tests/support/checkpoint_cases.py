@@ -16,7 +16,9 @@ Bits = dict[str, bytes]
 
 def draw(label: str, like: torch.Tensor) -> torch.Tensor:
     """Values that follow from the label alone."""
-    generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(label.encode()).digest()[:6], "little"))
+    generator = torch.Generator().manual_seed(
+        int.from_bytes(hashlib.sha256(label.encode()).digest()[:6], "little")
+    )
     return (torch.randn(like.shape, generator=generator) * 100).to(like.dtype)
 
 
@@ -40,7 +42,9 @@ def _draw_into(tensor: torch.Tensor, name: str, first: int, label: str) -> None:
         part.copy_(draw(f"{label}/{part_name}/{expert}", part))
 
 
-def _parts(tensor: torch.Tensor, name: str, first: int) -> Iterator[tuple[str, int | None, torch.Tensor]]:
+def _parts(
+    tensor: torch.Tensor, name: str, first: int
+) -> Iterator[tuple[str, int | None, torch.Tensor]]:
     """(name that it has whatever the ranks, global expert or None, tensor of that expert)."""
     layer, _, leaf = name.rpartition(".")
     digits = leaf.removeprefix("weight")
@@ -59,7 +63,9 @@ def bits(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Bi
         for name, parameter in model.named_parameters():
             for kind, value in optimizer.state[parameter].items():
                 found[f"{name}/{kind}"] = raw(value)
-        found["groups"] = repr([{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]).encode()
+        found["groups"] = repr(
+            [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+        ).encode()
     return found
 
 
@@ -78,7 +84,10 @@ def state(seed: int = 0, rank: int = 0, num_ranks: int = 1) -> dict[str, Any]:
 
 
 def flat(tensors: dict[str, Any]) -> list[bytes]:
-    return [raw(tensor) for tensor in (tensors["a"]["weight"], tensors["experts"].tensor, tensors["scalar"])]
+    return [
+        raw(tensor)
+        for tensor in (tensors["a"]["weight"], tensors["experts"].tensor, tensors["scalar"])
+    ]
 
 
 def load_state(rank: int, num_ranks: int, directory: str | Path, step: int | None = None) -> int:

@@ -24,7 +24,13 @@ from worker import Findings, open_heap
 
 FORKS = mp.get_context("forkserver")  # processes of its own for each process of pytest
 # torch._inductor: torch.use_deterministic_algorithms imports it, for seconds.
-_FOR_RANKS = ["pytest", "torch.distributed", "torch._inductor", "symmoe.kernels.twin", "symmoe.moe.layer"]
+_FOR_RANKS = [
+    "pytest",
+    "torch.distributed",
+    "torch._inductor",
+    "symmoe.kernels.twin",
+    "symmoe.moe.layer",
+]
 FORKS.set_forkserver_preload(_FOR_RANKS)
 
 
@@ -32,14 +38,22 @@ class RankFailure(AssertionError):
     """A rank raised; the text holds every rank's traceback."""
 
 
-def on_ranks(*, cpu: Sequence[int], cuda: Sequence[int], marks: Any = pytest.mark.gpu) -> pytest.MarkDecorator:
+def on_ranks(
+    *, cpu: Sequence[int], cuda: Sequence[int], marks: Any = pytest.mark.gpu
+) -> pytest.MarkDecorator:
     """Cases (num_ranks, device) of a test; those on GPUs have the marks."""
     on_gpus = [pytest.param(num_ranks, "cuda", marks=marks) for num_ranks in cuda]
-    return pytest.mark.parametrize(("num_ranks", "device"), [*((num_ranks, "cpu") for num_ranks in cpu), *on_gpus])
+    return pytest.mark.parametrize(
+        ("num_ranks", "device"), [*((num_ranks, "cpu") for num_ranks in cpu), *on_gpus]
+    )
 
 
 def run_on(
-    *num_ranks: Any, on_gpus=(), fixture: str = "cluster", device: str | None = None, timeout_s: float = HANG_S
+    *num_ranks: Any,
+    on_gpus=(),
+    fixture: str = "cluster",
+    device: str | None = None,
+    timeout_s: float = HANG_S,
 ) -> Callable[[Callable[..., object]], Callable[..., object]]:
     """Makes `test_x(rank, num_ranks, ...)` a test that runs on the ranks of a cluster, its other parameters being those
     of the test; it fails if a rank raises or has findings. On so many ranks; several numbers make a case each; none: on
@@ -52,7 +66,10 @@ def run_on(
         def test(*on_a_rank: Any, **given: Any) -> object:
             if on_a_rank:
                 return body(*on_a_rank, **given)
-            size = given.pop("num_ranks", *num_ranks[:1]), *filter(None, [given.get("device", device)])
+            size = (
+                given.pop("num_ranks", *num_ranks[:1]),
+                *filter(None, [given.get("device", device)]),
+            )
             results = given.pop(fixture)(*size).run(test, timeout_s=timeout_s, **given)
             found = [text for texts in results for text in texts or ()]
             assert not found, "\n".join(found)
@@ -60,7 +77,11 @@ def run_on(
 
         is_fixed = len(num_ranks) == 1 and not on_gpus
         inner = {"rank", *_GIVEN} | ({"num_ranks"} if is_fixed else set())
-        others = [parameter for name, parameter in inspect.signature(body).parameters.items() if name not in inner]
+        others = [
+            parameter
+            for name, parameter in inspect.signature(body).parameters.items()
+            if name not in inner
+        ]
         test.__signature__ = inspect.Signature(
             [inspect.Parameter(fixture, inspect.Parameter.POSITIONAL_OR_KEYWORD), *others]
         )
@@ -73,14 +94,20 @@ def run_on(
 
 _GIVEN: dict[str, Callable[[int, int, ExitStack], Any]] = {
     "findings": lambda rank, num_ranks, _: Findings(f"rank {rank} of {num_ranks}"),
-    "heap": lambda _rank, _num_ranks, stack: stack.enter_context(open_heap("cpu", num_bytes=16 << 20)),
+    "heap": lambda _rank, _num_ranks, stack: stack.enter_context(
+        open_heap("cpu", num_bytes=16 << 20)
+    ),
 }
 
 
-def _answer(function: Callable, rank: int, num_ranks: int, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _answer(
+    function: Callable, rank: int, num_ranks: int, args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
     """What a function returns. If it takes `findings` or `heap` after the number of ranks, it gets some, or a heap on
     CPUs; of the former the texts are the answer."""
-    names = itertools.takewhile(_GIVEN.__contains__, list(inspect.signature(inspect.unwrap(function)).parameters)[2:])
+    names = itertools.takewhile(
+        _GIVEN.__contains__, list(inspect.signature(inspect.unwrap(function)).parameters)[2:]
+    )
     with ExitStack() as stack:
         stack.callback(forget_graphs)
         given = {name: _GIVEN[name](rank, num_ranks, stack) for name in names}
@@ -112,7 +139,9 @@ class Cluster(AbstractContextManager["Cluster"]):
             self._pipes.append(ours)
             self._processes.append(process)
 
-    def run(self, fn: Callable[..., Any], *args: Any, timeout_s: float = HANG_S, **kwargs: Any) -> list[Any]:
+    def run(
+        self, fn: Callable[..., Any], *args: Any, timeout_s: float = HANG_S, **kwargs: Any
+    ) -> list[Any]:
         """`fn(rank, num_ranks, *args, **kwargs)` on every rank; results in rank order.
 
         Raises:
@@ -150,7 +179,11 @@ class Cluster(AbstractContextManager["Cluster"]):
             found = {}
             for rank, pipe in enumerate(self._pipes):
                 if rank not in victims:
-                    found[rank] = pipe.recv()[1] if pipe.poll(timeout_s) else f"no answer within {timeout_s} s"
+                    found[rank] = (
+                        pipe.recv()[1]
+                        if pipe.poll(timeout_s)
+                        else f"no answer within {timeout_s} s"
+                    )
             return found
         finally:
             for rank in victims:
@@ -183,14 +216,20 @@ class Cluster(AbstractContextManager["Cluster"]):
 
 
 def _serve(pipe: Any, rank: int, num_ranks: int, store: str, device_type: str) -> None:
-    mp.set_start_method("fork", force=True)  # whose semaphores have no names that stay (tqdm makes some)
+    mp.set_start_method(
+        "fork", force=True
+    )  # whose semaphores have no names that stay (tqdm makes some)
     gc.freeze()  # what was imported before the fork
     torch.set_num_threads(1)
     if device_type == "cuda":
         torch.cuda.set_device(rank)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks, timeout=timedelta(seconds=HANG_S)
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=num_ranks,
+        timeout=timedelta(seconds=HANG_S),
     )
     while True:
         try:

@@ -28,7 +28,9 @@ def install_arithmetic():
         module.largest = largest
         module.first_number = lambda words, dtype: numbers(words, dtype)[..., 0]
         module.second_number = lambda words, dtype: numbers(words, dtype)[..., 1]
-    hopper_weights.code_pairs = lambda *pair: e4m3_code(torch.stack(pair, dim=-1)).view(torch.int16).squeeze(-1)
+    hopper_weights.code_pairs = lambda *pair: (
+        e4m3_code(torch.stack(pair, dim=-1)).view(torch.int16).squeeze(-1)
+    )
     hopper_columns.decoded = decoded
     hopper_weights.matrix_pointer = gluon_emulator.pointer_in_table
 
@@ -61,20 +63,47 @@ def sign_of_nan(x):
 
 def check(rows, splits, name, row_index, num_sms=1):
     num_rows, width = (rows if row_index is None else row_index).shape[0], rows.shape[1]
-    found, expected = (cases.column_buffers(num_rows, len(splits), width, cases.FORMATS[name]) for _ in range(2))
+    found, expected = (
+        cases.column_buffers(num_rows, len(splits), width, cases.FORMATS[name]) for _ in range(2)
+    )
     given = {"row_index": row_index, "num_sms": num_sms}
-    hopper_columns.launch_quantize_columns(rows, cases.row_range_of(splits), found, cases.FORMATS[name], **given)
-    twin.quantize_columns(rows, cases.row_range_of(splits), expected, cases.FORMATS[name], row_index=row_index)
-    assert cases.differences(cases.named(*found), cases.named(*expected)) == [], (splits, name, width)
+    hopper_columns.launch_quantize_columns(
+        rows, cases.row_range_of(splits), found, cases.FORMATS[name], **given
+    )
+    twin.quantize_columns(
+        rows, cases.row_range_of(splits), expected, cases.FORMATS[name], row_index=row_index
+    )
+    assert cases.differences(cases.named(*found), cases.named(*expected)) == [], (
+        splits,
+        name,
+        width,
+    )
 
 
 def check_wire(wire, width, dtype, splits, name, row_index, num_sms=1):
     num_rows = (wire if row_index is None else row_index).shape[0]
-    found, expected = (cases.column_buffers(num_rows, len(splits), width, cases.FORMATS[name]) for _ in range(2))
-    for function, result in ((hopper_columns.launch_requantize_columns, found), (twin.requantize_columns, expected)):
+    found, expected = (
+        cases.column_buffers(num_rows, len(splits), width, cases.FORMATS[name]) for _ in range(2)
+    )
+    for function, result in (
+        (hopper_columns.launch_requantize_columns, found),
+        (twin.requantize_columns, expected),
+    ):
         given = {"num_sms": num_sms} if result is found else {}
-        function(wire, cases.row_range_of(splits), result, cases.FORMATS[name], dtype, row_index=row_index, **given)
-    assert cases.differences(cases.named(*found), cases.named(*expected)) == [], (splits, name, width)
+        function(
+            wire,
+            cases.row_range_of(splits),
+            result,
+            cases.FORMATS[name],
+            dtype,
+            row_index=row_index,
+            **given,
+        )
+    assert cases.differences(cases.named(*found), cases.named(*expected)) == [], (
+        splits,
+        name,
+        width,
+    )
 
 
 def check_weights(weight, name, num_sms):
@@ -83,20 +112,35 @@ def check_weights(weight, name, num_sms):
         assert hopper_weights.takes_weight_pairs(args[-1], args[0])
         hopper_weights.launch_quantize_weight_pairs(*args, num_sms=num_sms)
 
-    expected, scattered = cases.quantize_weights(twin, weight, name, in_pairs=True), cases.Scattered(weight)
+    expected, scattered = (
+        cases.quantize_weights(twin, weight, name, in_pairs=True),
+        cases.Scattered(weight),
+    )
     kernels = types.SimpleNamespace(quantize_weight_pairs=launched)
     gluon_emulator.ELSEWHERE[:] = scattered.matrices
     for table in (None, scattered.table):
         found = cases.quantize_weights(kernels, weight, name, table, in_pairs=True)
-        assert cases.differences(found, expected) == [], (name, weight.shape, cases.differences(found, expected))
+        assert cases.differences(found, expected) == [], (
+            name,
+            weight.shape,
+            cases.differences(found, expected),
+        )
 
 
 def check_that_mistakes_are_noticed(rows):
     """Rows past a group's end; scales of the neighbouring block; the same tile again; a tile that has not come."""
     gluon_emulator.check_mistakes(
         lambda: check(rows, cases.SPLITS, "float8_block", None),
-        (hopper_columns, "locate", lambda right: lambda *args: (right(*args)[0], right(*args)[1] + 1)),
-        (hopper_columns, "block_scales_or_nan", lambda right: lambda *args: tuple(x.roll(1) for x in right(*args))),
+        (
+            hopper_columns,
+            "locate",
+            lambda right: lambda *args: (right(*args)[0], right(*args)[1] + 1),
+        ),
+        (
+            hopper_columns,
+            "block_scales_or_nan",
+            lambda right: lambda *args: tuple(x.roll(1) for x in right(*args)),
+        ),
         (hopper_columns, "further", lambda right: lambda at, *_: at),
         (hopper_columns.async_copy, "wait_group", lambda right: lambda number: None),
     )
@@ -108,7 +152,11 @@ def check_that_mistakes_with_weights_are_noticed():
     gluon_emulator.check_mistakes(
         lambda: check_weights(weight, NAMES[0], 1),
         (hopper_weights, "code_pairs", lambda right: lambda a, b: right(b, a)),
-        (hopper_weights, "store_turned", lambda right: lambda *args: right(*args[:3], 1 - args[3], *args[4:])),
+        (
+            hopper_weights,
+            "store_turned",
+            lambda right: lambda *args: right(*args[:3], 1 - args[3], *args[4:]),
+        ),
         (hopper_weights, "scales_of", lambda right: lambda x, plan: right(2 * x, plan)),
         (hopper_weights.async_copy, "wait_group", lambda right: lambda number: None),
     )
@@ -117,7 +165,9 @@ def check_that_mistakes_with_weights_are_noticed():
 def main():
     torch.set_num_threads(1)
     install_arithmetic()
-    index = torch.randint(50, (sum(cases.SPLITS) + cases.TAIL,), generator=torch.Generator().manual_seed(3)).int()
+    index = torch.randint(
+        50, (sum(cases.SPLITS) + cases.TAIL,), generator=torch.Generator().manual_seed(3)
+    ).int()
     index[-cases.TAIL :] = 1 << 30  # of the tail
     for number, num_sms in enumerate(SMS):
         width, name = (272, 256)[number % 2], NAMES[number % 2]
@@ -128,7 +178,13 @@ def main():
             check_wire(wire, width, dtype, cases.SPLITS, name, index, num_sms)
         check_wire(wire, width, torch.bfloat16, (0, 40, 3), name, None, num_sms)
     for num_sms in (1, 3, 100):  # two panels; of which a program has more than one, or no tile
-        check(cases.hard_rows(len(index), 1024, torch.bfloat16), cases.SPLITS, "float8_block", None, num_sms)
+        check(
+            cases.hard_rows(len(index), 1024, torch.bfloat16),
+            cases.SPLITS,
+            "float8_block",
+            None,
+            num_sms,
+        )
     check(cases.hard_rows(cases.TAIL, 256, torch.bfloat16), (0, 0), "float8_block", None)
     wire = cases.encode_rows(twin, cases.hard_rows(50, 264, torch.bfloat16), "float8_block")[
         :50

@@ -10,7 +10,9 @@ import pytest
 def every_combination(**parameters: Iterable[Any] | Mapping[str, Any]) -> pytest.MarkDecorator:
     """Parametrises with every combination; the last parameter changes first. The keys of a mapping are ids."""
     tables = [
-        list(values.items()) if isinstance(values, Mapping) else [(str(value), value) for value in values]
+        list(values.items())
+        if isinstance(values, Mapping)
+        else [(str(value), value) for value in values]
         for values in parameters.values()
     ]
     cases = []

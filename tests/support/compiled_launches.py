@@ -29,7 +29,9 @@ TYPE_NAMES = {
     torch.float8_e4m3fn: "fp8e4nv",
 }
 HOPPER, BLACKWELL, WORKSTATION = 90, 100, 120  # WORKSTATION: Blackwell without tensor memory
-MAX_SHARED = {10 * major + minor: kind.shared_kib << 10 for (major, minor), kind in ARCHITECTURES.items()}
+MAX_SHARED = {
+    10 * major + minor: kind.shared_kib << 10 for (major, minor), kind in ARCHITECTURES.items()
+}
 LITTLE_SHARED = {arch for arch, num_bytes in MAX_SHARED.items() if num_bytes < 128 << 10}
 REGISTERS = 65536  # of an SM
 
@@ -76,7 +78,9 @@ class CaughtLaunch:
                     attributes[i,] = [["tt.divisibility", 16]]
                 signature[parameter.name] = parameter.annotation_type or "i32"
         options = OPTIONS | {name: value for name, value in values.items() if value is not None}
-        return (GluonASTSource if is_gluon else ASTSource)(self.kernel, signature, constants, attributes), options
+        return (GluonASTSource if is_gluon else ASTSource)(
+            self.kernel, signature, constants, attributes
+        ), options
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -90,9 +94,15 @@ class CaughtLaunch:
         source, options = self.source()
         while (code := compile_for(arch, source, options)).shared > MAX_SHARED[arch]:
             assert arch in LITTLE_SHARED, f"{self.name}: {code.shared} bytes"
-            options = one_stage_less(options) or pytest.fail(f"{self.name}: {code.shared} bytes, without stages")
-        print(f"{self.name}, sm_{arch}: {code.registers} registers, {code.spilled} spilled, {code.shared} bytes shared")
-        assert "C75" not in code.log  # "Potential Performance Loss: wgmma.mma_async instructions are serialized"
+            options = one_stage_less(options) or pytest.fail(
+                f"{self.name}: {code.shared} bytes, without stages"
+            )
+        print(
+            f"{self.name}, sm_{arch}: {code.registers} registers, {code.spilled} spilled, {code.shared} bytes shared"
+        )
+        assert (
+            "C75" not in code.log
+        )  # "Potential Performance Loss: wgmma.mma_async instructions are serialized"
         return code
 
 
@@ -129,7 +139,9 @@ class _Catcher:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         assert all(size > 0 for size in grid)
-        return lambda *args, **kwargs: self.launches.append(CaughtLaunch(self.kernel, grid, args, kwargs))
+        return lambda *args, **kwargs: self.launches.append(
+            CaughtLaunch(self.kernel, grid, args, kwargs)
+        )
 
 
 def kernels_of(*modules: ModuleType) -> Iterator[tuple[ModuleType, str, Any]]:
@@ -172,7 +184,10 @@ class _WarmedUp:
 
 
 def assert_compiled_once(
-    monkeypatch: pytest.MonkeyPatch, modules: tuple[ModuleType, ...], step: Callable[..., object], *arguments: tuple
+    monkeypatch: pytest.MonkeyPatch,
+    modules: tuple[ModuleType, ...],
+    step: Callable[..., object],
+    *arguments: tuple,
 ) -> dict[str, int]:
     """The later calls step(*arguments[i]) compile nothing that the first one has not. A rank that compiles lets its
     peers wait in a barrier. Returns how many variants the first call compiles of each of the modules' kernels."""
@@ -196,7 +211,10 @@ def assert_compiled_once(
 
 def access_bits(ptx: str, instruction: str) -> list[int]:
     """How many bits each access of a kind moves: "ld.global" or "st.global"."""
-    return [int(vector or 1) * int(bits) for vector, bits in re.findall(instruction + r"(?:\.v(\d))?\.b(\d+)", ptx)]
+    return [
+        int(vector or 1) * int(bits)
+        for vector, bits in re.findall(instruction + r"(?:\.v(\d))?\.b(\d+)", ptx)
+    ]
 
 
 def atomics(ptx: str) -> list[str]:

@@ -45,7 +45,9 @@ def install_arithmetic():
     hopper_dact_quantize.sum_tile = sum_tile
     hopper_dact_quantize.magnitude_bits = lambda x: x.contiguous().view(torch.int32) & 0x7FFFFFFF
     hopper_dact_quantize.block_scales_or_nan = reference.block_scales_or_nan
-    hopper_dact_quantize.e4m3_code = lambda x: torch.from_numpy(reference.e4m3(x.numpy()).view(np.uint8))
+    hopper_dact_quantize.e4m3_code = lambda x: torch.from_numpy(
+        reference.e4m3(x.numpy()).view(np.uint8)
+    )
 
 
 def expected_of(p, name):
@@ -82,11 +84,18 @@ def tile_sums(p, dh):
 def found_for(p, name, num_sms, *, with_dbias=True):
     """The operands, and the sums of dscale and of dbias by tiles."""
     out, num_sums = dact_operands(p, name, with_dbias=with_dbias), num_scale_sums(p.ffn) * len(p.h)
-    workspace = torch.full((dact_quantize_workspace_numel(len(p.h), p.ffn, p.blank_dbias()),), torch.nan)
+    workspace = torch.full(
+        (dact_quantize_workspace_numel(len(p.h), p.ffn, p.blank_dbias()),), torch.nan
+    )
     assert hopper_dact_quantize.takes_dact_quantize(p.da, p.h, p.activation, FORMATS[name])
     arguments = act_quantized.dact_arguments(p.da, p.h, p.row_scale, p.row_range, out, workspace)
-    hopper_dact_quantize.launch_dact_quantize(arguments, p.activation, FORMATS[name], num_sms=num_sms)
-    sums, slots = workspace[:num_sums].view(-1, len(p.h)), workspace[num_sums:].view(-1, p.h.shape[1])
+    hopper_dact_quantize.launch_dact_quantize(
+        arguments, p.activation, FORMATS[name], num_sms=num_sms
+    )
+    sums, slots = (
+        workspace[:num_sums].view(-1, len(p.h)),
+        workspace[num_sums:].view(-1, p.h.shape[1]),
+    )
     assert sums[:, p.num_rows :].isnan().all()
     return results_of(out)[0], sums[:, : p.num_rows].t(), slots
 
@@ -108,7 +117,12 @@ def check_that_mistakes_are_noticed():
     p.h = p.h.roll(128, dims=1)  # gates for ups
     found, _, slots = found_for(p, NAMES[0], 2)
     assert not torch.equal(slots.nan_to_num(7), wanted_slots.nan_to_num(7))
-    assert differences(found, expected) == ["rows data", "rows scale", "columns data", "columns scale"]
+    assert differences(found, expected) == [
+        "rows data",
+        "rows scale",
+        "columns data",
+        "columns scale",
+    ]
     p.da[7] *= 1.02
     _, sums, _ = found_for(p, NAMES[0], 2)
     assert not torch.equal(sums, wanted)

@@ -29,7 +29,11 @@ TORCH = {
     "is_available": lambda: True,
     "device_count": lambda: 2,
     "get_device_properties": lambda index: SimpleNamespace(
-        name="NVIDIA H200", major=9, minor=0, total_memory=140 << 30, uuid=("22222222-BBBB", "11111111-aaaa")[index]
+        name="NVIDIA H200",
+        major=9,
+        minor=0,
+        total_memory=140 << 30,
+        uuid=("22222222-BBBB", "11111111-aaaa")[index],
     ),
     "can_device_access_peer": lambda device, peer: device < peer,  # one way is not enough
 }

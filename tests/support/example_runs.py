@@ -23,13 +23,21 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def run_forked(
-    script: Path, *arguments: str, num_ranks: int | None, folder: str | Path = ".", environment: Mapping[str, str]
+    script: Path,
+    *arguments: str,
+    num_ranks: int | None,
+    folder: str | Path = ".",
+    environment: Mapping[str, str],
 ) -> subprocess.CompletedProcess[str]:
     """The script as the main program of so many ranks in this folder; None: of one process without a launcher. When a
     rank fails the others are ended, and its exit code is that of all."""
     command = [str(script.absolute()), *arguments]
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    names = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
+    names = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": store.port,
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+    }
     names |= {"TORCHELASTIC_RUN_ID": "tests", "TORCHELASTIC_RESTART_COUNT": 0}
     names |= {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
     with tempfile.TemporaryDirectory() as logs:
@@ -37,7 +45,9 @@ def run_forked(
         for rank in range(num_ranks or 1):
             own = names | {"RANK": rank, "LOCAL_RANK": rank} if num_ranks else {}
             given = {**environment, **{name: str(value) for name, value in own.items()}}
-            process = FORKS.Process(target=_main, args=(command, str(folder), given, f"{logs}/{rank}"))
+            process = FORKS.Process(
+                target=_main, args=(command, str(folder), given, f"{logs}/{rank}")
+            )
             process.start()
             running[process.sentinel] = process
         code = 0
@@ -49,7 +59,9 @@ def run_forked(
             process.kill()
             process.join()
         said, errors = (
-            "".join(path.read_text(errors="replace") for path in sorted(Path(logs).glob(f"*.{stream}")))
+            "".join(
+                path.read_text(errors="replace") for path in sorted(Path(logs).glob(f"*.{stream}"))
+            )
             for stream in ("out", "err")
         )
     return subprocess.CompletedProcess(command, code, said, errors)
@@ -63,8 +75,13 @@ def _main(command: list[str], folder: str, environment: Mapping[str, str], log: 
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = command
-    sys.path[:0] = [os.path.dirname(command[0]), *environment.get("PYTHONPATH", "").split(os.pathsep)]
-    mp.set_start_method("fork", force=True)  # whose semaphores have no names that stay (tqdm makes some)
+    sys.path[:0] = [
+        os.path.dirname(command[0]),
+        *environment.get("PYTHONPATH", "").split(os.pathsep),
+    ]
+    mp.set_start_method(
+        "fork", force=True
+    )  # whose semaphores have no names that stay (tqdm makes some)
     torch.set_num_threads(1)
     try:
         runpy.run_path(command[0], run_name="__main__")
@@ -72,7 +89,9 @@ def _main(command: list[str], folder: str, environment: Mapping[str, str], log: 
         atexit._run_exitfuncs()
 
 
-def process_of(name: str, *arguments: str, num_ranks: int | None) -> subprocess.CompletedProcess[str]:
+def process_of(
+    name: str, *arguments: str, num_ranks: int | None
+) -> subprocess.CompletedProcess[str]:
     """Runs an example, or the script of a path, on CPUs."""
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     return run_forked(EXAMPLES / name, *arguments, num_ranks=num_ranks, environment=environment)

@@ -56,10 +56,15 @@ class FakeCuda:
 
     def __init__(self) -> None:
         self.device, self.fails = CPU, 0  # fails: what every launch returns
-        self.happened: list[Any] = []  # launches, ("record", event, stream) and ("wait", stream, event)
+        self.happened: list[
+            Any
+        ] = []  # launches, ("record", event, stream) and ("wait", stream, event)
         self.encoded: list[TensorDescriptor] = []  # that have become tensor maps
         self.num_parameters: dict[int, int] = {}  # by function
-        self._kept = [ctypes.CFUNCTYPE(ctypes.c_int, *t)(getattr(self, f"_{name}")) for name, t in _TYPES.items()]
+        self._kept = [
+            ctypes.CFUNCTYPE(ctypes.c_int, *t)(getattr(self, f"_{name}"))
+            for name, t in _TYPES.items()
+        ]
         self.functions = (_POINTER * 4)(*[ctypes.cast(each, _POINTER) for each in self._kept])
 
     @property
@@ -89,8 +94,13 @@ class FakeCuda:
     def _launch(self, function: int, *args: Any) -> int:
         x, y, z, threads, one, also_one, shared_bytes, stream, pointers, extra = args
         assert (one, also_one, extra) == (1, 1, None)
-        words = [ctypes.c_int64.from_address(pointers[i]).value for i in range(self.num_parameters[function])]
-        self.happened.append(Launched(function, (x, y, z), threads, shared_bytes, stream or 0, tuple(words)))
+        words = [
+            ctypes.c_int64.from_address(pointers[i]).value
+            for i in range(self.num_parameters[function])
+        ]
+        self.happened.append(
+            Launched(function, (x, y, z), threads, shared_bytes, stream or 0, tuple(words))
+        )
         return self.fails
 
     def _record(self, event: int, stream: int) -> int:
@@ -110,7 +120,9 @@ class FakeCuda:
 @pytest.fixture
 def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     result = FakeCuda()
-    monkeypatch.setattr(triton_internals, "IS_KNOWN", True)  # a new Triton shall show what it has changed
+    monkeypatch.setattr(
+        triton_internals, "IS_KNOWN", True
+    )  # a new Triton shall show what it has changed
     monkeypatch.setattr(triton_internals, "make_tensordesc_arg", result.encode)
     monkeypatch.setattr(triton.runtime.driver, "_active", result)
     monkeypatch.setattr(launches, "current_device", result.get_current_device)
@@ -137,7 +149,9 @@ class FakeCompiled(CompiledKernel):
     _count = 0
     run: Any = None  # a property of Triton's class
 
-    def __init__(self, kinds: Iterable[str] = (), change: Callable[[Any], None] = lambda launcher: None) -> None:
+    def __init__(
+        self, kinds: Iterable[str] = (), change: Callable[[Any], None] = lambda launcher: None
+    ) -> None:
         FakeCompiled._count += 1
         self.function, self.packed_metadata = FakeCompiled._count, (4, 1, 1000)
         self.module = None  # CompiledKernel unloads it when it ends
@@ -152,7 +166,9 @@ class FakeCompiled(CompiledKernel):
     def num_parameters(self) -> int:
         """Of a tensor map also its sizes and strides, and after all two pointers to scratch memory."""
         kinds = [kind for kind in self.src.signature.values() if kind != "constexpr"]
-        return 2 + sum(3 + 2 * kind.count(",") if kind[:10] == "tensordesc" else 1 for kind in kinds)
+        return 2 + sum(
+            3 + 2 * kind.count(",") if kind[:10] == "tensordesc" else 1 for kind in kinds
+        )
 
 
 class FakeJIT:
@@ -172,17 +188,23 @@ class FakeJIT:
             if module.get(name) != value:
                 raise RuntimeError(f"{name} has changed")
         values = dict(zip(self.kernel.arg_names, args, strict=False))
-        kinds = ["constexpr" if p.is_constexpr else _kind(values.get(p.name)) for p in self.kernel.params]
+        kinds = [
+            "constexpr" if p.is_constexpr else _kind(values.get(p.name)) for p in self.kernel.params
+        ]
         compiled = FakeCompiled(kinds, self.change)
         self.cuda.num_parameters[compiled.function] = compiled.num_parameters()
         self.compiled.append(compiled)
         return compiled
 
 
-def fake_jits(monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda, *modules: ModuleType) -> dict[str, FakeJIT]:
+def fake_jits(
+    monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda, *modules: ModuleType
+) -> dict[str, FakeJIT]:
     """The JITs of all kernels of some modules replaced: by kernel."""
     jits = {}
-    for name, kernel in ((name, getattr(m, name)) for m in modules for name in dir(m) if name.endswith("_kernel")):
+    for name, kernel in (
+        (name, getattr(m, name)) for m in modules for name in dir(m) if name.endswith("_kernel")
+    ):
         assert isinstance(kernel, FastLaunch), name
         jits[name] = FakeJIT(kernel.kernel, cuda)
         monkeypatch.setattr(kernel.kernel, "run", jits[name], raising=False)
@@ -190,7 +212,9 @@ def fake_jits(monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda, *modules: ModuleT
     return jits
 
 
-def assert_only_the_first_compiles(jits: dict[str, FakeJIT], step: Callable, sizes: Iterable[Any]) -> None:
+def assert_only_the_first_compiles(
+    jits: dict[str, FakeJIT], step: Callable, sizes: Iterable[Any]
+) -> None:
     """Every JIT sees the launches of the first step, and none of a later one."""
     first, *others = sizes
     step(first)

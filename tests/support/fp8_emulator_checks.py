@@ -61,7 +61,9 @@ def check_parts_of_products():
         out, come = p.blank(FP16), rows_of(ranges, p.capacity)
         p.row_scale = torch.where(come[:, None], row_scale, torch.nan)
         run(p, out, ranges)
-        assert torch.equal(out, torch.where(come[:, None], whole, torch.tensor(SENTINEL, dtype=FP16)))
+        assert torch.equal(
+            out, torch.where(come[:, None], whole, torch.tensor(SENTINEL, dtype=FP16))
+        )
         run(p, union, ranges, num_sms=2)
     assert torch.equal(union, whole)
     p.row_scale, out, right = row_scale, p.blank(FP16), whole.clone()
@@ -87,7 +89,9 @@ def check_gradients(splits, widths):
         if accumulate:
             start[empty] = -0.0  # left alone: with zeros added it would be 0.0
         out = start.clone()
-        hopper_fp8_wgrad.launch_fp8_wgrad(*p.operands, out, accumulate=accumulate, num_sms=1 + number, **options)
+        hopper_fp8_wgrad.launch_fp8_wgrad(
+            *p.operands, out, accumulate=accumulate, num_sms=1 + number, **options
+        )
         right = (expected + (3.0 if accumulate else 0.0)).to(dtype)
         if accumulate:
             right[empty] = 0
@@ -103,7 +107,10 @@ def check_gradients(splits, widths):
 
 def check_that_mistakes_are_noticed():
     """A ring that is said to be free too early; scales of another block, or feature."""
-    p, q = Problem((130,), (256, 1024), Numbers(exact=True)), WgradProblem((130,), (256, 256), Numbers(exact=True))
+    p, q = (
+        Problem((130,), (256, 1024), Numbers(exact=True)),
+        WgradProblem((130,), (256, 256), Numbers(exact=True)),
+    )
     product, gradient = p.expected().to(BF16), q.expected()
 
     def check_product():
@@ -128,7 +135,8 @@ def check_that_mistakes_are_noticed():
     )
     names = ("dout_scale", "rows_scale")
     gluon_emulator.check_mistakes(
-        check_gradient, *((q, name, other) for name in names for other in (other_block, other_feature))
+        check_gradient,
+        *((q, name, other) for name in names for other in (other_block, other_feature)),
     )
 
 
@@ -150,5 +158,7 @@ def main():
         check_gradients(splits, widths)
     check_parts_of_products()
     check_biases(run, Problem((140, 0, 1, 9), ODD, Numbers(exact=True)), (BF16, FP16))
-    check_biases(partial(run, scattered=True), Problem((0, 3, 129), (264, 144), Numbers(exact=True)), (BF16,))
+    check_biases(
+        partial(run, scattered=True), Problem((0, 3, 129), (264, 144), Numbers(exact=True)), (BF16,)
+    )
     check_that_mistakes_are_noticed()

@@ -22,7 +22,13 @@ ACT_WIDTHS = (24, 72)
 # splits, dtype, activation, (flatten, parts, lead), whether weights are tables
 ACT_CASES = [
     ((19, 0, 1, 32, 0), torch.float32, Activation(), (False, 1, 0), False),
-    ((0, 16, 0, 0, 47), torch.float16, Activation(alpha=1.702, limit=1.0, offset=1.0), (True, 2, 1), False),
+    (
+        (0, 16, 0, 0, 47),
+        torch.float16,
+        Activation(alpha=1.702, limit=1.0, offset=1.0),
+        (True, 2, 1),
+        False,
+    ),
     ((64, 0, 0), torch.float16, Activation(interleave=8), (False, 2, 2), True),
     ((5, 30, 4), torch.float32, Activation(interleave=1, limit=1.0), (True, 2, 1), True),
     ((0, 0), torch.float32, Activation(interleave=4), (False, 2, 2), False),
@@ -31,7 +37,13 @@ ACT_CASES = [
     ((20, 17), torch.float16, Activation(interleave=2), (False, 1, 0), False),
     ((20, 17), torch.float32, Activation(function="gelu"), (False, 1, 0), False),
     ((20, 17), torch.float16, Activation(function="gelu", is_gated=False), (True, 2, 1), False),
-    ((20, 17), torch.float32, Activation(function="gelu_tanh", limit=1.0, offset=1.0), (True, 1, 0), False),
+    (
+        (20, 17),
+        torch.float32,
+        Activation(function="gelu_tanh", limit=1.0, offset=1.0),
+        (True, 1, 0),
+        False,
+    ),
     ((20, 17), torch.float16, Activation(is_gated=False, alpha=1.702), (False, 2, 1), False),
 ]
 
@@ -42,7 +54,9 @@ def check_parts(splits, dtype, options):
     """Of whole numbers: NumPy's order of sums depends on a row's place in a tile."""
     p = problems.Problem(splits, WIDTHS, dtype, capacity=CAPACITY, is_exact=True)
     for name in ("biased", "gathered", "dgrad"):
-        problems.check_ranges(p, *problems.part_calls(kernels, p, **options)[name], random_ranges(splits, 3))
+        problems.check_ranges(
+            p, *problems.part_calls(kernels, p, **options)[name], random_ranges(splits, 3)
+        )
 
 
 def check_many_groups():
@@ -68,7 +82,10 @@ def check_no_rows():
     problems.check_gemm(kernels, p, False, False, "none", True)
     problems.check_biases(kernels, p, False, False, False)
     problems.check_products(
-        kernels, problems.Problem((0, 0), WIDTHS, torch.float16, capacity=9), num_sms=NUM_SMS, config=CONFIG
+        kernels,
+        problems.Problem((0, 0), WIDTHS, torch.float16, capacity=9),
+        num_sms=NUM_SMS,
+        config=CONFIG,
     )
     p = problems.ActProblem((0, 0), ACT_WIDTHS, torch.float32, Activation(), capacity=0)
     problems.check_act(kernels, p)
@@ -86,7 +103,9 @@ def check_both_passes(splits, dtype, activation, config, is_table):
     p = problems.ActProblem(splits, ACT_WIDTHS, dtype, activation, capacity=CAPACITY)
     problems.check_act(kernels, p, *options_of(*config), table=is_table)
     problems.check_activation(
-        kernels, problems.ActProblem((50,), ACT_WIDTHS, dtype, activation, capacity=50), dscale_dtype=dtype
+        kernels,
+        problems.ActProblem((50,), ACT_WIDTHS, dtype, activation, capacity=50),
+        dscale_dtype=dtype,
     )
 
 
@@ -130,9 +149,17 @@ def main():
         timed(f"check_parts {splits} {dtype}", check_parts, splits, dtype, options)
     options = {"num_sms": NUM_SMS, "config": CONFIG}
     timed("check_parts of one group", check_parts, (37,), torch.float16, options)
-    for check_it in (check_many_groups, check_biases_of_several_tiles, check_no_rows, check_ragged_descriptor):
+    for check_it in (
+        check_many_groups,
+        check_biases_of_several_tiles,
+        check_no_rows,
+        check_ragged_descriptor,
+    ):
         timed(check_it.__name__, check_it)
     problems.check_splits(kernels)
-    for check_it, cases in ((check_both_passes, ACT_CASES), (check_fused_ranges, (ACT_CASES[i] for i in (0, 2, 5)))):
+    for check_it, cases in (
+        (check_both_passes, ACT_CASES),
+        (check_fused_ranges, (ACT_CASES[i] for i in (0, 2, 5))),
+    ):
         for case in cases:
             timed(f"{check_it.__name__} {case[:3]}", check_it, *case)

@@ -27,7 +27,11 @@ def triton_kernels() -> SimpleNamespace:
     from symmoe.kernels.triton import activation, bias, gemm, gemm_act, plan
 
     found = {k: v for m in (activation, bias, gemm, gemm_act, plan) for k, v in vars(m).items()}
-    tiled = {name: partial(_in_tiles, function) for name, function in found.items() if name.startswith("grouped_gemm")}
+    tiled = {
+        name: partial(_in_tiles, function)
+        for name, function in found.items()
+        if name.startswith("grouped_gemm")
+    }
     return SimpleNamespace(**found | tiled)
 
 
@@ -61,7 +65,11 @@ def tiles(config):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hopper_choice, "hopper_kernels", lambda *args: None)
-        for module, name in ((gemm, "gemm_config"), (gemm_act, "act_config"), (gemm_act, "dact_config")):
+        for module, name in (
+            (gemm, "gemm_config"),
+            (gemm_act, "act_config"),
+            (gemm_act, "dact_config"),
+        ):
             patch.setattr(module, name, lambda *args: config)
         plans = gemm._gemm_plan, gemm._wgrad_plan, gemm_act._plan
         for module, plan in zip((gemm, gemm, gemm_act), plans, strict=True):
@@ -73,7 +81,9 @@ class Problem:
     """Rows of groups [N, H], gradients [N, W] and weights [G, W, H], with results around 1. Tail rows are NaN, tail
     indices out of range, packed rows are shared. is_exact: of whole numbers, whose sums are exact in whatever order."""
 
-    def __init__(self, splits, widths, dtype, *, seed=0, device="cpu", capacity=None, is_exact=False):
+    def __init__(
+        self, splits, widths, dtype, *, seed=0, device="cpu", capacity=None, is_exact=False
+    ):
         self.generator = torch.Generator(device).manual_seed(seed)
         self.splits, self.dtype, self.device, self.is_exact = tuple(splits), dtype, device, is_exact
         self.hidden, self.width = widths
@@ -83,11 +93,21 @@ class Problem:
         self.row_range = whole_groups(splits, device=device)
         self.spans = spans_of(self.row_range)
         self.row_index = torch.randint(
-            self.num_packed, (self.capacity,), dtype=torch.int32, device=device, generator=self.generator
+            self.num_packed,
+            (self.capacity,),
+            dtype=torch.int32,
+            device=device,
+            generator=self.generator,
         )
         self.row_index[self.num_rows :] = 2**31 - 1
-        self.packed, self.rows = self.normal(self.num_packed, self.hidden), self.with_tail(self.hidden)
-        self.packed_dout, self.dout = self.normal(self.num_packed, self.width), self.with_tail(self.width)
+        self.packed, self.rows = (
+            self.normal(self.num_packed, self.hidden),
+            self.with_tail(self.hidden),
+        )
+        self.packed_dout, self.dout = (
+            self.normal(self.num_packed, self.width),
+            self.with_tail(self.width),
+        )
         self.weight = self.normal(self.num_groups, self.width, self.hidden, scale=self.hidden**-0.5)
         self.bias = self.normal(self.num_groups, self.width)
         self.scale = self.with_tail().float()
@@ -105,7 +125,9 @@ class Problem:
         return tensor
 
     def blank(self, *shape, dtype=None):
-        return torch.full((self.capacity, *shape), SENTINEL, dtype=dtype or self.dtype, device=self.device)
+        return torch.full(
+            (self.capacity, *shape), SENTINEL, dtype=dtype or self.dtype, device=self.device
+        )
 
     def blanks(self, *widths):
         """A function that makes blank outputs of these widths."""
@@ -121,7 +143,9 @@ class Problem:
     def _choose(self, rows, packed, gather):
         if not gather:
             return rows, rows.double()
-        gathered = torch.full((self.capacity, packed.shape[1]), torch.nan, dtype=torch.float64, device=self.device)
+        gathered = torch.full(
+            (self.capacity, packed.shape[1]), torch.nan, dtype=torch.float64, device=self.device
+        )
         gathered[: self.num_rows] = packed[self.row_index[: self.num_rows].long()].double()
         return (packed, self.row_index), gathered
 
@@ -164,11 +188,17 @@ class Scattered:
         num_groups, self.size = packed.shape[0], packed[0].numel()
         gap = 16 // packed.dtype.itemsize
         self.shape = packed.shape
-        self.memory = torch.full((num_groups, self.size + gap), torch.nan, dtype=packed.dtype, device=packed.device)
+        self.memory = torch.full(
+            (num_groups, self.size + gap), torch.nan, dtype=packed.dtype, device=packed.device
+        )
         self.memory[:, : self.size] = packed.flatten(1).flip(0)
         step = (self.size + gap) * packed.dtype.itemsize
-        addresses = [self.memory.data_ptr() + (num_groups - 1 - g) * step for g in range(num_groups)]
-        self.table = TensorTable(torch.tensor(addresses, device=packed.device), tuple(packed.shape), packed.dtype)
+        addresses = [
+            self.memory.data_ptr() + (num_groups - 1 - g) * step for g in range(num_groups)
+        ]
+        self.table = TensorTable(
+            torch.tensor(addresses, device=packed.device), tuple(packed.shape), packed.dtype
+        )
 
     def packed(self):
         """The matrices as they are now; what lies between them must not have changed."""
@@ -182,7 +212,9 @@ def check_gemm(kernels, p, gather, table, biased, zero_tail, accumulate=False, *
     options |= {"zero_tail": zero_tail, "accumulate": accumulate, "bias": p.biases(biased)}
 
     def expected(g, span):
-        addend = p.bias[g].double() * (p.scale[span].double()[:, None] if biased == "scaled" else 1.0)
+        addend = p.bias[g].double() * (
+            p.scale[span].double()[:, None] if biased == "scaled" else 1.0
+        )
         return rows[span] @ p.weight[g].double().t() + (0.0 if biased == "none" else addend)
 
     _check_product(p, kernels.grouped_gemm, source, expected, p.width, table, options)
@@ -291,7 +323,9 @@ def part_calls(kernels, p, **fixed):
         kernels.grouped_gemm((p.packed, p.row_index), table.table, row_range, *outs, **options)
 
     def dgrad(row_range, outs, come, **options):
-        kernels.grouped_gemm_dgrad(only(p.dout, come), p.weight, row_range, *outs, **fixed, **options)
+        kernels.grouped_gemm_dgrad(
+            only(p.dout, come), p.weight, row_range, *outs, **fixed, **options
+        )
 
     calls = {call.__name__: (p.blanks(p.width), call) for call in (plain, biased, gathered)}
     return calls | {"dgrad": (p.blanks(p.hidden), dgrad)}
@@ -312,7 +346,10 @@ def check_ranges(p, blanks, call, parts, **options):
         call(ranges, outs, come, **options)
         for out, expected in zip(outs, whole, strict=True):
             if out.ndim == 2:
-                assert torch.equal(out, torch.where(come[:, None], expected, SENTINEL)), (call, ranges)
+                assert torch.equal(out, torch.where(come[:, None], expected, SENTINEL)), (
+                    call,
+                    ranges,
+                )
         call(ranges, union, come)
     for out, expected in zip(union, whole, strict=True):
         if out.ndim == 2:
@@ -357,7 +394,9 @@ class ActProblem(Problem):
 
     def workspace(self, kernels, config=None):
         """Poisoned, and as large as the layer makes it; for tiles smaller than any that is chosen, larger."""
-        numel = kernels.dact_workspace_numel(self.capacity, self.num_groups, self.ffn, self.activation)
+        numel = kernels.dact_workspace_numel(
+            self.capacity, self.num_groups, self.ffn, self.activation
+        )
         if config is not None:
             slots = kernels.bias_slots(self.capacity, self.num_groups, config.block_m)
             numel = max(numel, -(-self.ffn // config.block_n) * self.capacity + slots * self.width)
@@ -378,11 +417,21 @@ def backward(kernels, p, source, h, *, weight=None, with_dbias=True, **options):
     dbias = torch.full((p.num_groups, p.width), torch.nan, device=p.device) if with_dbias else None
     weight, gradients = p.weight2 if weight is None else weight, (dh, a, dscale, dbias)
     workspace = p.workspace(kernels, options.get("config"))
-    kernels.grouped_gemm_dact(source, weight, p.row_range, (h, p.scale), gradients, workspace, p.activation, **options)
+    kernels.grouped_gemm_dact(
+        source, weight, p.row_range, (h, p.scale), gradients, workspace, p.activation, **options
+    )
     return gradients
 
 
-def check_act(kernels, p, act_options=None, dact_options=None, *, table=False, cases=((False, True), (True, False))):
+def check_act(
+    kernels,
+    p,
+    act_options=None,
+    dact_options=None,
+    *,
+    table=False,
+    cases=((False, True), (True, False)),
+):
     """Both passes against float64; with a table in addition that it gives the bits of packed weights. cases: (gather,
     with a bias)."""
     n, act_options, dact_options = p.num_rows, act_options or {}, dact_options or {}
@@ -392,16 +441,26 @@ def check_act(kernels, p, act_options=None, dact_options=None, *, table=False, c
         bias = p.bias if with_bias else None
         h, a = results = forward(kernels, p, source, bias=bias, **act_options)
         if table:
-            assert_same(results, forward(kernels, p, source, bias=bias, weight=tables[0].table, **act_options))
+            assert_same(
+                results,
+                forward(kernels, p, source, bias=bias, weight=tables[0].table, **act_options),
+            )
         addend = p.bias.double() if with_bias else torch.zeros_like(p.bias, dtype=torch.float64)
-        p.check(h, p.per_group(lambda g, s, rows=rows, b=addend: rows[s] @ p.weight1[g].double().t() + b[g]))
+        p.check(
+            h,
+            p.per_group(
+                lambda g, s, rows=rows, b=addend: rows[s] @ p.weight1[g].double().t() + b[g]
+            ),
+        )
         # From the rounded h, so only the rounding of a itself is left.
         p.check(a, formula(h[:n].double(), p.activation) * p.scale[:n, None].double())
 
         options = {"with_dbias": with_bias, **dact_options}
         dh, a, dscale, dbias = results = backward(kernels, p, source, p.h, **options)
         if table:
-            assert_same(results, backward(kernels, p, source, p.h, weight=tables[1].table, **options))
+            assert_same(
+                results, backward(kernels, p, source, p.h, weight=tables[1].table, **options)
+            )
         kept, scale = p.h[:n].double().requires_grad_(), p.scale[:n].double().requires_grad_()
         value = formula(kept, p.activation) * scale[:, None]
         value.backward(p.per_group(lambda g, s, rows=rows: rows[s] @ p.weight2[g].double()))
@@ -431,7 +490,12 @@ def check_activation(kernels, p, *, dscale_dtype=torch.float32):
 def check_nan_goes_through(kernels, activation, device="cpu"):
     h = torch.randn(2, activation.hidden_width(64), device=device)
     h[1] = torch.nan
-    ones, out, dh, dscale = torch.ones(2, device=device), h.new_empty(2, 64), torch.empty_like(h), h.new_empty(2)
+    ones, out, dh, dscale = (
+        torch.ones(2, device=device),
+        h.new_empty(2, 64),
+        torch.empty_like(h),
+        h.new_empty(2),
+    )
     kernels.scaled_activation(h, ones, out, activation)
     kernels.scaled_activation_grad(torch.ones_like(out), h, ones, dh, dscale, activation)
     for tensor in (out, dh, dscale):
@@ -456,13 +520,18 @@ def check_fused(kernels, p):
         assert_near(dbias[g], dh3[span].double().sum(0))
 
 
-def check_act_ranges(kernels, p, parts, *, gather=False, bias=None, act_options=None, dact_options=None, **options):
+def check_act_ranges(
+    kernels, p, parts, *, gather=False, bias=None, act_options=None, dact_options=None, **options
+):
     """Both functions in parts; what parts must not read is NaN, and what they must not write stays as it is."""
     (source, _), act_options, dact_options = p.source(gather), act_options or {}, dact_options or {}
     numbers = set()
 
     def blanks():
-        return [*p.blanks(p.width, p.ffn, p.width, p.ffn)(), p.workspace(kernels, dact_options.get("config"))]
+        return [
+            *p.blanks(p.width, p.ffn, p.width, p.ffn)(),
+            p.workspace(kernels, dact_options.get("config")),
+        ]
 
     def both(row_range, outs, come, **more):
         rows = source if gather else torch.where(come[:, None], source, torch.nan)
@@ -483,7 +552,12 @@ def check_a_forgotten_range(kernels, p, group, num_forgotten):
     """Rows of a group that no part of dact had are NaN in dscale, and no others."""
     ranges = p.row_range.clone()
     ranges[1, group] -= num_forgotten
-    workspace, dh, a, dscale = p.workspace(kernels), p.blank(p.width), p.blank(p.ffn), p.blank(dtype=torch.float32)
+    workspace, dh, a, dscale = (
+        p.workspace(kernels),
+        p.blank(p.width),
+        p.blank(p.ffn),
+        p.blank(dtype=torch.float32),
+    )
     arguments = ranges, (p.h, p.scale), (dh, a, None, None), workspace, p.activation
     num_partials = kernels.grouped_gemm_dact(p.rows, p.weight2, *arguments)
     kernels.sum_dact_partials(workspace, p.row_range, dscale, num_partials)
@@ -507,12 +581,18 @@ SPLITS_CASES = [
     ([1] * 70, 64, [*range(65), *[64] * 6]),
     ([1] * 70, 1, [0, *[1] * 70]),
 ]
-SPLITS_OF_64_BITS = ([-(2**63), 5, 2**63 - 1, 2**63 - 1], 100, [0, 0, 5, 100, 100])  # no sum overflows
+SPLITS_OF_64_BITS = (
+    [-(2**63), 5, 2**63 - 1, 2**63 - 1],
+    100,
+    [0, 0, 5, 100, 100],
+)  # no sum overflows
 
 
 def check_splits(kernels, device="cpu"):
     cases = [(case, dtype) for case in SPLITS_CASES for dtype in (torch.int32, torch.int64)]
     for (splits, num_rows, expected), dtype in [*cases, (SPLITS_OF_64_BITS, torch.int64)]:
         row_range = torch.full((2, len(splits)), -1, dtype=torch.int32, device=device)
-        kernels.splits_to_row_range(torch.tensor(splits, dtype=dtype, device=device), row_range, num_rows)
+        kernels.splits_to_row_range(
+            torch.tensor(splits, dtype=dtype, device=device), row_range, num_rows
+        )
         assert row_range.tolist() == [expected[:-1], expected[1:]], (splits, num_rows, dtype)

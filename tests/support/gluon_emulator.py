@@ -47,7 +47,9 @@ class Machine:
                 if self.landing:
                     self.landing.pop(CHOICE.randrange(len(self.landing)))()
                     self.changed.notify_all()
-                elif len(self.waiting) == self.num_roles and not any(ends() for ends in self.waiting):
+                elif len(self.waiting) == self.num_roles and not any(
+                    ends() for ends in self.waiting
+                ):
                     raise RuntimeError("no role can go on")
                 else:
                     self.changed.wait()
@@ -242,7 +244,9 @@ class Barriers:
 def allocate_shared_memory(dtype, shape, layout):
     if layout == "barriers":
         return Barriers(int(shape[0]))
-    data = torch.empty([int(size) for size in shape], dtype=torch.uint8 if dtype.itemsize == 1 else dtype)
+    data = torch.empty(
+        [int(size) for size in shape], dtype=torch.uint8 if dtype.itemsize == 1 else dtype
+    )
     data.view(torch.uint8).fill_(NAN_BYTE)
     return Shared(data, dtype)
 
@@ -259,7 +263,9 @@ class TensorDescriptor:
 
     @staticmethod
     def from_tensor(tensor, block_shape, layout):
-        return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), block_shape, layout)
+        return TensorDescriptor(
+            tensor, list(tensor.shape), list(tensor.stride()), block_shape, layout
+        )
 
     @property
     def dtype(self):
@@ -267,16 +273,22 @@ class TensorDescriptor:
 
     @property
     def block_type(self):
-        return types.SimpleNamespace(nbytes=torch.Size(self.block_shape).numel() * self.dtype.itemsize)
+        return types.SimpleNamespace(
+            nbytes=torch.Size(self.block_shape).numel() * self.dtype.itemsize
+        )
 
     def places(self, first) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The numbers of the tensor that a block lies in, offsets of its elements there, and which are inside of the
         shape."""
         size = self.dtype.itemsize
-        assert all(stride * size % 16 == 0 for stride in self.strides[:-1]), "strides of no whole 16 bytes"
+        assert all(stride * size % 16 == 0 for stride in self.strides[:-1]), (
+            "strides of no whole 16 bytes"
+        )
         address = sum(int(at) * stride for at, stride in zip(first, self.strides, strict=True))
         offset, inside = torch.tensor(0), torch.tensor(True)
-        for at, stride, length, block in zip(first, self.strides, self.shape, self.block_shape, strict=True):
+        for at, stride, length, block in zip(
+            first, self.strides, self.shape, self.block_shape, strict=True
+        ):
             lane = torch.arange(block)
             offset = offset[..., None] + lane * (stride if block > 1 else 0)
             inside = inside[..., None] & (int(at) + lane >= 0) & (int(at) + lane < length)
@@ -285,7 +297,9 @@ class TensorDescriptor:
         used, tensor = offset[inside], self.base
         if used.numel():
             address = tensor.data_ptr() + int(used.min()) * size
-            tensor = next((t for t in ELSEWHERE if t.data_ptr() <= address < t.data_ptr() + t.nbytes), tensor)
+            tensor = next(
+                (t for t in ELSEWHERE if t.data_ptr() <= address < t.data_ptr() + t.nbytes), tensor
+            )
             offset = offset + (self.base.data_ptr() - tensor.data_ptr()) // size
             assert tensor.dtype == self.dtype
             assert 0 <= int(offset[inside].min()), "before the first element"
@@ -310,7 +324,9 @@ def copy_later(shared: Shared, values, landed) -> None:
 def tma_load(desc, first, barrier, shared):
     def values():
         memory, offset, inside = desc.places(first)
-        return torch.where(inside, memory[offset.where(inside, 0)], torch.zeros((), dtype=memory.dtype))
+        return torch.where(
+            inside, memory[offset.where(inside, 0)], torch.zeros((), dtype=memory.dtype)
+        )
 
     num_bytes = desc.block_type.nbytes
     copy_later(shared, lambda: values().view(shared.shape), lambda: barrier.arrive(0, -num_bytes))
@@ -430,7 +446,14 @@ def static_assert(condition):
     assert condition
 
 
-LAYOUTS = "Blocked", "DistributedLinear", "Slice", "SwizzledShared", "NVMMAShared", "NVMMADistributed"
+LAYOUTS = (
+    "Blocked",
+    "DistributedLinear",
+    "Slice",
+    "SwizzledShared",
+    "NVMMAShared",
+    "NVMMADistributed",
+)
 LAYOUTS = tuple(f"{kind}Layout" for kind in LAYOUTS)
 
 
@@ -445,7 +468,9 @@ def language() -> types.ModuleType:
     names = {
         "constexpr": lambda value: Number(value) if isinstance(value, int) else value,
         "arange": lambda first, end, layout=None: torch.arange(first, end, dtype=torch.int32),
-        "zeros": lambda shape, dtype, layout=None: torch.zeros([int(size) for size in shape], dtype=dtype),
+        "zeros": lambda shape, dtype, layout=None: torch.zeros(
+            [int(size) for size in shape], dtype=dtype
+        ),
         "load": load,
         "store": store,
         "where": where,
@@ -468,7 +493,10 @@ def language() -> types.ModuleType:
         "static_assert": static_assert,
         "float8e4nv": torch.float8_e4m3fn,
         **dict.fromkeys(LAYOUTS, layout_of),
-        **{name: getattr(torch, name) for name in ("bfloat16", "float16", "float32", "uint8", "int32", "int64")},
+        **{
+            name: getattr(torch, name)
+            for name in ("bfloat16", "float16", "float32", "uint8", "int32", "int64")
+        },
     }
     return module("language", names)
 
@@ -485,9 +513,23 @@ def install() -> None:
 
     sys.setswitchinterval(1e-5)  # roles take turns in any order
     torch.Tensor.type = types.SimpleNamespace(layout="layout")  # of what is in registers
-    barriers = {"init": barrier_init, "expect": barrier_expect, "arrive": barrier_arrive, "wait": barrier_wait}
-    copies = {"tma_load": tma_load, "tma_store": tma_store, "tma_add": tma_add, "copy_async": async_copy}
-    async_copies = {"mbarrier_arrive": async_arrive, "commit_group": async_commit, "wait_group": async_wait}
+    barriers = {
+        "init": barrier_init,
+        "expect": barrier_expect,
+        "arrive": barrier_arrive,
+        "wait": barrier_wait,
+    }
+    copies = {
+        "tma_load": tma_load,
+        "tma_store": tma_store,
+        "tma_add": tma_add,
+        "copy_async": async_copy,
+    }
+    async_copies = {
+        "mbarrier_arrive": async_arrive,
+        "commit_group": async_commit,
+        "wait_group": async_wait,
+    }
     hopper = {
         "mbarrier": module("mbarrier", {**barriers, "MBarrierLayout": lambda: "barriers"}),
         "tma": module("tma", {"store_wait": tma_store_wait}),
@@ -497,7 +539,9 @@ def install() -> None:
         "warpgroup_mma_wait": lambda number, deps: deps if len(deps) > 1 else deps[0],
     }
     names = "symmoe.kernels.hopper.gluon_names"  # made of the compiler's own parts
-    sys.modules[names] = module("names", {**copies, "reinterpret": reinterpret, "thread_barrier": lambda: None})
+    sys.modules[names] = module(
+        "names", {**copies, "reinterpret": reinterpret, "thread_barrier": lambda: None}
+    )
     gluon = module("", {"jit": jit, "language": language()})
     gluon.__path__ = []
     triton.experimental.gluon = gluon

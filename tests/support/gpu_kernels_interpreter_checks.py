@@ -14,7 +14,9 @@ from symmoe.kernels import control, twin
 from symmoe.kernels.control import ControlLayout, Peers, PlanIntegers, plan_layout
 from symmoe.kernels.triton import plan, replicas, route, sync, tokens
 
-gpu = SimpleNamespace(**vars(plan) | vars(replicas) | vars(tokens))  # symmoe.kernels.gpu, without the GEMMs
+gpu = SimpleNamespace(
+    **vars(plan) | vars(replicas) | vars(tokens)
+)  # symmoe.kernels.gpu, without the GEMMs
 # Every loop over parts of something takes several turns with these.
 SMALL_SIZES = {
     plan: {
@@ -26,9 +28,17 @@ SMALL_SIZES = {
         "OTHER_SLOTS": 8,
     },
     replicas: {"BLOCK": 16, "NUM_PROGRAMS": 2, "OTHER_SLOTS": 8},
-    tokens: {"SLOTS_PER_PROGRAM": 16, "UNROLL": 2, "PEERS_UNROLL": 2, "ROW_WARPS": 2, "NUM_CTAS": 5},
+    tokens: {
+        "SLOTS_PER_PROGRAM": 16,
+        "UNROLL": 2,
+        "PEERS_UNROLL": 2,
+        "ROW_WARPS": 2,
+        "NUM_CTAS": 5,
+    },
 }
-DEFAULT_SIZES = {module: {name: vars(module)[name] for name in sizes} for module, sizes in SMALL_SIZES.items()}
+DEFAULT_SIZES = {
+    module: {name: vars(module)[name] for name in sizes} for module, sizes in SMALL_SIZES.items()
+}
 
 CALL = control.pack_call(phase=3, hidden=2048)
 
@@ -63,13 +73,26 @@ def make_arenas(num_ranks: int, rank: int, epoch: int, aborted=0, faulted=0, rai
     """Zeros, but for the counters of `rank`."""
     peers = peers_of_arenas(empty_arenas(num_ranks))[rank]
     counters = peers.counters(rank)
-    counters[control.BARRIER_EPOCH], counters[control.ABORTED], counters[control.FAULTED] = epoch, aborted, faulted
+    counters[control.BARRIER_EPOCH], counters[control.ABORTED], counters[control.FAULTED] = (
+        epoch,
+        aborted,
+        faulted,
+    )
     counters[control.RAIL_FAULT] = rail_fault
     return peers
 
 
 def run_barrier(
-    barrier, epoch, sent, fault=False, aborted=0, faulted=0, rail_fault=0, pending=0, rank=1, timeout_ns=10**6
+    barrier,
+    epoch,
+    sent,
+    fault=False,
+    aborted=0,
+    faulted=0,
+    rail_fault=0,
+    pending=0,
+    rank=1,
+    timeout_ns=10**6,
 ):
     """Bytes that rank `rank`'s barrier leaves: all arenas, what it received, the status record, what it sets to NaN."""
     num_ranks = len(sent)
@@ -80,17 +103,27 @@ def run_barrier(
             behind = state if isinstance(state, int) else 0
             word = 2 * (epoch + behind) + int(state in ("fault", "fault, then abort"))
             if "abort" in str(state):  # rank 5 has; "abort": before this one came
-                word = max(word - 4 * (state == "abort"), 0) + control.ABORT + (5 << control.ABORT_RANK_SHIFT)
+                word = (
+                    max(word - 4 * (state == "abort"), 0)
+                    + control.ABORT
+                    + (5 << control.ABORT_RANK_SHIFT)
+                )
             call = CALL + 2**30 if state == "call" else CALL
             words = 100 + peer, 2**40 + peer, -peer, 2**41
             mail[epoch & 1, peer, : control.MAIL_CALL + 1] = torch.tensor([word, *words, call])
     received = torch.full((num_ranks, control.NUM_PUBLISHED), -7, dtype=torch.int64)
     status = torch.zeros(control.STATUS_WORDS, dtype=torch.int64)
     status[control.STATUS_KIND] = pending
-    nan_on_failure = torch.ones(3, 2 * 520, dtype=torch.bfloat16)  # one turn of the kernel's loop sets 512 words
+    nan_on_failure = torch.ones(
+        3, 2 * 520, dtype=torch.bfloat16
+    )  # one turn of the kernel's loop sets 512 words
     bounds = {"timeout_ns": timeout_ns, "nan_on_failure": nan_on_failure[1:2]}
     barrier(peers, (2**41, 0, 5, 2**40), received, status, call=CALL, fault=fault, **bounds)
-    results = {"received": received, "status": status, "nan_on_failure": nan_on_failure.view(torch.int16)}
+    results = {
+        "received": received,
+        "status": status,
+        "nan_on_failure": nan_on_failure.view(torch.int16),
+    }
     return {**results, **{f"arena {i}": view for i, view in enumerate(views)}}
 
 
@@ -118,26 +151,43 @@ def run_signals(module, epoch, seen, aborted=0, faulted=0, pending=0, timeout_ns
     nan_on_failure = torch.ones(3, 8)
     bounds = {"timeout_ns": timeout_ns, "nan_on_failure": nan_on_failure[1:2]}
     module.wait_for_signal(peers, 2, arrived, status, phase=3, **bounds)
-    results = {"arrived": arrived, "status": status, "nan_on_failure": nan_on_failure.view(torch.int32)}
+    results = {
+        "arrived": arrived,
+        "status": status,
+        "nan_on_failure": nan_on_failure.view(torch.int32),
+    }
     return {**results, **{f"arena {i}": view for i, view in enumerate(peers.views)}}
 
 
 def parts(module, ranks: range, rank: int, num_ranks: int, num_local: int) -> torch.Tensor:
     """What lay_out says of experts with none, few and many rows of a source."""
-    generator, num_experts = torch.Generator().manual_seed(100 * num_ranks + rank), num_ranks * num_local
-    most = torch.tensor([0, 3, 130, 700])[torch.randint(0, 4, (num_ranks, num_experts), generator=generator)]
+    generator, num_experts = (
+        torch.Generator().manual_seed(100 * num_ranks + rank),
+        num_ranks * num_local,
+    )
+    most = torch.tensor([0, 3, 130, 700])[
+        torch.randint(0, 4, (num_ranks, num_experts), generator=generator)
+    ]
     counts = (torch.rand((num_ranks, num_experts), generator=generator) * (most + 1)).int()
     peers = make_arenas(num_ranks, rank, 6)
-    table = peers.region(rank, peers.layout.count_table, (num_ranks, peers.layout.row_words), torch.int32).fill_(-1)
+    table = peers.region(
+        rank, peers.layout.count_table, (num_ranks, peers.layout.row_words), torch.int32
+    ).fill_(-1)
     row = torch.cat([counts, counts.view(num_ranks, num_ranks, -1).sum(2)], 1)
     table[:, control.HEADER_WORDS : control.HEADER_WORDS + row.shape[1]] = row
     numel, places = plan_layout(0, 1, num_experts, num_ranks)
     out = PlanIntegers(torch.full((numel,), -7, dtype=torch.int32), places)
     received, status = (
-        torch.zeros(shape, dtype=torch.int64) for shape in ((num_ranks, control.NUM_PUBLISHED), control.STATUS_WORDS)
+        torch.zeros(shape, dtype=torch.int64)
+        for shape in ((num_ranks, control.NUM_PUBLISHED), control.STATUS_WORDS)
     )
-    module.lay_out(peers, received, status, out, capacity=-1, packed_capacity=-1, drop=False, ranks=ranks)
-    assert int(out.report[control.SUM_NUM_ROWS]) == counts.view(num_ranks, num_ranks, -1).sum((0, 2))[rank]
+    module.lay_out(
+        peers, received, status, out, capacity=-1, packed_capacity=-1, drop=False, ranks=ranks
+    )
+    assert (
+        int(out.report[control.SUM_NUM_ROWS])
+        == counts.view(num_ranks, num_ranks, -1).sum((0, 2))[rank]
+    )
     return out.source_to_rows
 
 
@@ -147,7 +197,10 @@ def plans_of_nodes(module, drop: bool) -> dict[str, torch.Tensor]:
     error."""
     num_ranks, num_experts, num_tokens, top_k, per_node, epoch = 4, 8, 40, 3, 2, 6
     layout = ControlLayout(per_node, num_ranks)
-    nodes = [[torch.zeros(layout.num_bytes, dtype=torch.uint8) for _ in range(per_node)] for _ in range(2)]
+    nodes = [
+        [torch.zeros(layout.num_bytes, dtype=torch.uint8) for _ in range(per_node)]
+        for _ in range(2)
+    ]
     ranks = []
     for rank in range(num_ranks):
         views = tuple(nodes[rank // per_node][peer % per_node] for peer in range(num_ranks))
@@ -160,7 +213,11 @@ def plans_of_nodes(module, drop: bool) -> dict[str, torch.Tensor]:
         topk_idx = torch.randint(-1, num_experts, (num_tokens, top_k), generator=generator)
         counts = torch.zeros((2, num_experts + num_ranks + 2), dtype=torch.int32)
         module.count_slots(topk_idx, counts, num_experts=num_experts, num_ranks=num_ranks)
-        words = {control.HEAD_RAIL_DROPPED: peers.rank, control.HEAD_CAPACITY: 1000, control.HEAD_PACKED_CAPACITY: -1}
+        words = {
+            control.HEAD_RAIL_DROPPED: peers.rank,
+            control.HEAD_CAPACITY: 1000,
+            control.HEAD_PACKED_CAPACITY: -1,
+        }
         header = tuple(words.get(word, 0) for word in range(control.HEADER_WORDS))
         module.send_counts(counts, topk_idx, header, peers, num_experts=num_experts)
     for peers in ranks:
@@ -186,20 +243,32 @@ def main() -> int:
     failures = 0
     for name, barrier in BARRIERS.items():
         for epoch in (6, 7):
-            wrong = differences(*(run_barrier(each.barrier, epoch, **barrier) for each in (sync, twin)))
+            wrong = differences(
+                *(run_barrier(each.barrier, epoch, **barrier) for each in (sync, twin))
+            )
             failures += bool(wrong)
             print(f"barrier, {name}, epoch {epoch}: {wrong or 'ok'}")
     for name, signals in SIGNALS.items():
         wrong = differences(run_signals(sync, 6, **signals), run_signals(twin, 6, **signals))
         failures += bool(wrong)
         print(f"signal, {name}: {wrong or 'ok'}")
-    for num_ranks, num_local, per_node in ((1, 3, 1), (2, 5, 2), (4, 33, 2), (6, 3, 2), (3, 5, 1), (8, 16, 8)):
+    for num_ranks, num_local, per_node in (
+        (1, 3, 1),
+        (2, 5, 2),
+        (4, 33, 2),
+        (6, 3, 2),
+        (3, 5, 1),
+        (8, 16, 8),
+    ):
         nodes = [range(first, first + per_node) for first in range(0, num_ranks, per_node)]
         cases = [(node, rank, num_ranks, num_local) for node in nodes for rank in node]
         wrong = [case for case in cases if not torch.equal(parts(plan, *case), parts(twin, *case))]
         failures += bool(wrong)
         print(f"parts of {num_ranks} ranks, {per_node} on a node: {wrong or 'ok'}")
-    for drop, least_rows, error in ((True, 21, control.PLAN_OK), (False, 0, control.PLAN_RAIL_OVERFLOW)):
+    for drop, least_rows, error in (
+        (True, 21, control.PLAN_OK),
+        (False, 0, control.PLAN_RAIL_OVERFLOW),
+    ):
         expected = plans_of_nodes(twin, drop)
         reports = [expected[f"report of rank {rank}"] for rank in range(4)]
         assert all(int(report[control.SUM_NUM_ROWS]) >= least_rows for report in reports)
@@ -212,9 +281,13 @@ def main() -> int:
             continue
         logits = hard_logits(num_tokens, num_experts)
         for biased, given in ((False, False), (True, False), (False, True)):
-            wrong = differing(*(choices(m, logits, top_k, rule, biased, given) for m in (route, twin)))
+            wrong = differing(
+                *(choices(m, logits, top_k, rule, biased, given) for m in (route, twin))
+            )
             failures += bool(wrong)
-            print(f"{top_k} of {num_experts} experts, {rule}, biased {biased}, given {given}: {wrong or 'ok'}")
+            print(
+                f"{top_k} of {num_experts} experts, {rule}, biased {biased}, given {given}: {wrong or 'ok'}"
+            )
     for name, case in CASES.items():
         expected = run_case(twin, case)
         for sizes in (DEFAULT_SIZES, SMALL_SIZES):

@@ -25,7 +25,11 @@ def config_for(num_ranks: int, **options) -> MoEConfig:
 
 def layer_for(heap: SymmetricHeap, config: MoEConfig, shared: bool = False) -> MoELayer:
     torch.manual_seed(5)
-    module = torch.nn.Linear(HIDDEN, HIDDEN, device=heap.device, dtype=torch.bfloat16) if shared else None
+    module = (
+        torch.nn.Linear(HIDDEN, HIDDEN, device=heap.device, dtype=torch.bfloat16)
+        if shared
+        else None
+    )
     layer = MoELayer(config, heap, dtype=torch.bfloat16, shared_expert=module)
     torch.manual_seed(7 + heap.rank)
     for weight in (layer.experts.fc1.weight, layer.experts.fc2.weight):
@@ -36,7 +40,9 @@ def layer_for(heap: SymmetricHeap, config: MoEConfig, shared: bool = False) -> M
 def training_step(layer: MoELayer, num_tokens: int) -> Callable[[], None]:
     """A step on fixed tokens; gradients accumulate."""
     dtype = next(layer.experts.parameters()).dtype
-    x = torch.randn(num_tokens, layer.config.hidden, device=layer.heap.device, dtype=dtype, requires_grad=True)
+    x = torch.randn(
+        num_tokens, layer.config.hidden, device=layer.heap.device, dtype=dtype, requires_grad=True
+    )
     dy = torch.randn_like(x)
 
     def step() -> None:
@@ -47,13 +53,23 @@ def training_step(layer: MoELayer, num_tokens: int) -> Callable[[], None]:
 
 
 def check_replays(
-    rank: int, num_ranks: int, findings: Findings, num_replays: int, stash: str, shared: bool, way: dict[str, str]
+    rank: int,
+    num_ranks: int,
+    findings: Findings,
+    num_replays: int,
+    stash: str,
+    shared: bool,
+    way: dict[str, str],
 ) -> None:
     """Replays with new tokens (so new routing) against eager steps on another layer with the same weights."""
     with open_heap("cuda", num_bytes=512 << 20) as heap:
         torch.use_deterministic_algorithms(False)
-        layers = [layer_for(heap, config_for(num_ranks, stash=stash, **way), shared) for _ in range(2)]
-        x = torch.zeros(TOKENS, HIDDEN, device=heap.device, dtype=torch.bfloat16, requires_grad=True)
+        layers = [
+            layer_for(heap, config_for(num_ranks, stash=stash, **way), shared) for _ in range(2)
+        ]
+        x = torch.zeros(
+            TOKENS, HIDDEN, device=heap.device, dtype=torch.bfloat16, requires_grad=True
+        )
         dy = torch.zeros_like(x)
 
         def step(layer: MoELayer, x: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -65,7 +81,11 @@ def check_replays(
         findings.check(heap.memory.graph_bytes > 0, "the graph holds no leases")
         for layer in layers:
             for parameter in layer.parameters():
-                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.zero_()
+                parameter.grad = (
+                    torch.zeros_like(parameter)
+                    if parameter.grad is None
+                    else parameter.grad.zero_()
+                )
         x.grad.zero_()
         other_x = x.detach().clone().requires_grad_()
         generator = torch.Generator(heap.device).manual_seed(rank)
@@ -79,12 +99,18 @@ def check_replays(
             if turn % 50 and turn < num_replays - 1:
                 continue
             findings.where = f"rank {rank} of {num_ranks}, replay {turn}, stash {stash}"
-            for name, one, other in zip(("y", "aux_loss", "expert_load", "num_dropped"), got, want, strict=True):
+            for name, one, other in zip(
+                ("y", "aux_loss", "expert_load", "num_dropped"), got, want, strict=True
+            ):
                 findings.check(torch.equal(one, other), f"{name} differs")
             findings.check(torch.equal(x.grad, other_x.grad), "the gradient of x differs")
             loads.add(tuple(got[2].tolist()))
-            for (name, one), other in zip(layers[0].named_parameters(), layers[1].parameters(), strict=True):
-                findings.check(torch.equal(one.grad, other.grad), f"the accumulated gradient of {name} differs")
+            for (name, one), other in zip(
+                layers[0].named_parameters(), layers[1].parameters(), strict=True
+            ):
+                findings.check(
+                    torch.equal(one.grad, other.grad), f"the accumulated gradient of {name} differs"
+                )
             if findings.texts:
                 break
         findings.check(len(loads) > 1 or num_replays < 2, "the routing never changed")

@@ -8,7 +8,9 @@ import torch
 Results = TypeVar("Results")
 
 
-def captured(step: Callable[[], Results], *, num_warm_ups: int = 2) -> tuple[torch.cuda.CUDAGraph, Results]:
+def captured(
+    step: Callable[[], Results], *, num_warm_ups: int = 2
+) -> tuple[torch.cuda.CUDAGraph, Results]:
     """A graph of step(), and the results that each replay writes; warm-ups compile what it launches."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

@@ -40,7 +40,11 @@ class Case:
         return {"bias": self.bias, "dtype": self.dtype, **flags}
 
     def __str__(self) -> str:
-        words = [str(self.dtype).removeprefix("torch."), "ND" if self.is_nd else "2D", "bias" if self.bias else "none"]
+        words = [
+            str(self.dtype).removeprefix("torch."),
+            "ND" if self.is_nd else "2D",
+            "bias" if self.bias else "none",
+        ]
         words += ["+".join(self.buffers) or "internal", "main_grad" if self.main_grad else "grad"]
         return "-".join([*words, "delayed" if self.delayed else "immediate"])
 
@@ -52,7 +56,9 @@ BUFFERS = (("out",), ("grad_input_out",), ("out", "grad_input_out"))
 def matrix() -> list[Case]:
     """Every combination: 3 dtypes x {2D, N-D} x {bias, none} x 3 x {main_grad, .grad} x {delayed, immediate}."""
     flags = (False, True)
-    return [Case(*values) for values in itertools.product(DTYPES, flags, flags, BUFFERS, flags, flags)]
+    return [
+        Case(*values) for values in itertools.product(DTYPES, flags, flags, BUFFERS, flags, flags)
+    ]
 
 
 @dataclass(frozen=True)
@@ -88,7 +94,10 @@ TINY = Sizes()
 ODD = Sizes(splits=(70, 0, 3, 55), lead=(12, 11), hidden=72, ffn=40)
 everywhere = pytest.mark.parametrize(
     ("sizes", "device"),
-    [pytest.param(TINY, "cpu", id="cpu"), pytest.param(ODD, "cuda", id="gpu", marks=pytest.mark.gpu)],
+    [
+        pytest.param(TINY, "cpu", id="cpu"),
+        pytest.param(ODD, "cuda", id="gpu", marks=pytest.mark.gpu),
+    ],
 )
 
 
@@ -111,7 +120,9 @@ class Inputs:
         return torch.tensor(self.sizes.splits, device=self.x.device)
 
 
-def make_inputs(case: Case, *, sizes: Sizes = TINY, width=None, out_features=None, device="cpu", seed=0) -> Inputs:
+def make_inputs(
+    case: Case, *, sizes: Sizes = TINY, width=None, out_features=None, device="cpu", seed=0
+) -> Inputs:
     """Inputs with results around 1. `width` is W (2I by default), `out_features` the columns of d_y (H by default)."""
     generator = torch.Generator().manual_seed(seed)
     groups, hidden, ffn = sizes.num_groups, sizes.hidden, sizes.ffn
@@ -153,7 +164,9 @@ def fill(linear: nn.Module, weight: torch.Tensor, bias: torch.Tensor | None, cas
             linear.bias.copy_(bias)
     if case.main_grad:
         for parameter in linear.weight_parameters():
-            parameter.main_grad = torch.full(parameter.shape, MAIN_GRAD_START, device=parameter.device)
+            parameter.main_grad = torch.full(
+                parameter.shape, MAIN_GRAD_START, device=parameter.device
+            )
             parameter.grad_added_to_main_grad = False
 
 
@@ -167,7 +180,10 @@ class Buffers:
 
     @classmethod
     def of(cls, case: Case, inputs: Inputs, *, out_features: int) -> "Buffers":
-        shapes = {"out": (*inputs.x.shape[:-1], out_features), "grad_input_out": tuple(inputs.x.shape)}
+        shapes = {
+            "out": (*inputs.x.shape[:-1], out_features),
+            "grad_input_out": tuple(inputs.x.shape),
+        }
         return cls(**{name: inputs.d_y.new_full(shapes[name], SENTINEL) for name in case.buffers})
 
 
@@ -175,13 +191,21 @@ class Buffers:
 class Ran:
     """What one forward and backward gave, and where it lay."""
 
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)  # y, d_x, d_scale, gradients of parameters
+    tensors: dict[str, torch.Tensor] = field(
+        default_factory=dict
+    )  # y, d_x, d_scale, gradients of parameters
     y_ptr: int = 0  # address of the result
     d_x_ptr: int = 0  # of the gradient that autograd handed on
 
 
 def run(
-    call: Callable, layers: dict[str, nn.Module], inputs: Inputs, case: Case, *, finish: Callable = tuple, around=None
+    call: Callable,
+    layers: dict[str, nn.Module],
+    inputs: Inputs,
+    case: Case,
+    *,
+    finish: Callable = tuple,
+    around=None,
 ) -> Ran:
     """Forward by `call(x, scale)` in the context `around`, backward from d_y, `finish()` for delayed weight gradients;
     everything collected. x has a producer, as in a network: so the gradient that `call` returns is seen before autograd
@@ -205,7 +229,13 @@ def run(
                     assert (parameter.main_grad == MAIN_GRAD_START).all()
     finish()
     if case.delayed:
-        assert all(map(torch.equal, biases, (each.bias.grad for each in layers.values() if each.bias is not None)))
+        assert all(
+            map(
+                torch.equal,
+                biases,
+                (each.bias.grad for each in layers.values() if each.bias is not None),
+            )
+        )
     ran.tensors = {"y": y.detach().clone(), "d_x": leaf.grad}
     if scale.grad is not None:
         ran.tensors["d_scale"] = scale.grad
@@ -238,20 +268,33 @@ def linear_inputs(case: Case, **options) -> Inputs:
     return make_inputs(case, width=LINEAR_OUT, out_features=LINEAR_OUT, **options)
 
 
-def make_linear(case: Case, weight: torch.Tensor, bias: torch.Tensor, **options) -> symmoe.GroupedLinear:
+def make_linear(
+    case: Case, weight: torch.Tensor, bias: torch.Tensor, **options
+) -> symmoe.GroupedLinear:
     """A layer with these values, as the case wants it."""
     groups, out_features, in_features = weight.shape
-    layer = symmoe.GroupedLinear(groups, in_features, out_features, device=weight.device, **case.options, **options)
+    layer = symmoe.GroupedLinear(
+        groups, in_features, out_features, device=weight.device, **case.options, **options
+    )
     fill(layer, weight, bias, case)
     return layer
 
 
-PATHS = ("modules", "sequential", "mlp")  # the first is the three modules one by one, the others are fused
+PATHS = (
+    "modules",
+    "sequential",
+    "mlp",
+)  # the first is the three modules one by one, the others are fused
 WAYS = ("linear", *PATHS)
 
 
 def make_way(
-    way: str, case: Case, inputs: Inputs, *, activation: symmoe.ScaledActivation | None = None, **options
+    way: str,
+    case: Case,
+    inputs: Inputs,
+    *,
+    activation: symmoe.ScaledActivation | None = None,
+    **options,
 ) -> tuple[Callable[..., torch.Tensor], dict[str, symmoe.GroupedLinear]]:
     """call(x, scale, splits, out=, grad_input_out=, is_first_microbatch=) and its layers: "linear" is one of w1 and b1;
     the others are FC1, activation, FC2 along one of PATHS, whose scale multiplies FC2's bias as in GroupedMLP."""
@@ -262,7 +305,11 @@ def make_way(
     activation = activation or symmoe.ScaledSwiGLU()
     model = symmoe.Sequential(fc1, activation, fc2)
     experts = symmoe.GroupedMLP(
-        fc1.num_groups, fc1.in_features, fc2.in_features, activation=activation, device=inputs.x.device
+        fc1.num_groups,
+        fc1.in_features,
+        fc2.in_features,
+        activation=activation,
+        device=inputs.x.device,
     )
     experts.fc1, experts.fc2 = fc1, fc2
 
@@ -284,7 +331,9 @@ def make_way(
     return {"modules": modules, "sequential": sequential, "mlp": mlp}[way], {"fc1": fc1, "fc2": fc2}
 
 
-def run_way(way: str, case: Case, inputs: Inputs, buffers=None, *, splits=None, around=None, **options) -> Ran:
+def run_way(
+    way: str, case: Case, inputs: Inputs, buffers=None, *, splits=None, around=None, **options
+) -> Ran:
     """One call of make_way's layers."""
     call, layers = make_way(way, case, inputs, **options)
     given, splits = vars(buffers or Buffers()), inputs.splits if splits is None else splits
@@ -293,7 +342,14 @@ def run_way(way: str, case: Case, inputs: Inputs, buffers=None, *, splits=None, 
         for layer in reversed(layers.values()):
             layer.backward_dw()
 
-    return run(lambda x, scale: call(x, scale, splits, **given), layers, inputs, case, finish=finish, around=around)
+    return run(
+        lambda x, scale: call(x, scale, splits, **given),
+        layers,
+        inputs,
+        case,
+        finish=finish,
+        around=around,
+    )
 
 
 run_linear = functools.partial(run_way, "linear")
@@ -311,7 +367,9 @@ def oracle_of(way: str, case: Case, inputs: Inputs, **options) -> dict[str, torc
 
 
 @functools.cache
-def _oracle_of_case(is_linear: bool, case: Case, sizes: Sizes, device: str) -> dict[str, torch.Tensor]:
+def _oracle_of_case(
+    is_linear: bool, case: Case, sizes: Sizes, device: str
+) -> dict[str, torch.Tensor]:
     way = "linear" if is_linear else "mlp"
     return oracle_of(way, case, inputs_of(way, case, sizes=sizes, device=device))
 
@@ -340,10 +398,16 @@ def check_case(way: str, case: Case, sizes: Sizes = TINY, device: str = "cpu") -
     with_buffers = run_way(way, case, inputs, buffers)
     assert_same_results(with_buffers, internal, sizes)
     assert_buffers_used(with_buffers, buffers, sizes)
-    plain = Case(dtype=case.dtype, is_nd=case.is_nd, bias=case.bias)  # results do not depend on the rest
-    assert_near_oracle(with_buffers, _oracle_of_case(way == "linear", plain, sizes, device), case, sizes)
+    plain = Case(
+        dtype=case.dtype, is_nd=case.is_nd, bias=case.bias
+    )  # results do not depend on the rest
+    assert_near_oracle(
+        with_buffers, _oracle_of_case(way == "linear", plain, sizes, device), case, sizes
+    )
     for name in ("y", "d_x"):
-        assert (internal.tensors[name].flatten(0, -2)[sizes.num_used :] == 0).all(), "a tail allocated here is zero"
+        assert (internal.tensors[name].flatten(0, -2)[sizes.num_used :] == 0).all(), (
+            "a tail allocated here is zero"
+        )
     if way != "linear":
         assert not internal.tensors["d_scale"].flatten()[sizes.num_used :].any()
         assert_like_modules(internal, run_experts("modules", case, inputs), sizes, device)
@@ -369,12 +433,24 @@ def check_splits(way: str, given: Any, sizes: Sizes, device: str = "cpu") -> Non
         assert sizes.num_used or not tensor.any(), name
 
 
-def check_autocast(way: str, case: Case, weights: str, sizes: Sizes = TINY, device: str = "cpu") -> None:
+def check_autocast(
+    way: str, case: Case, weights: str, sizes: Sizes = TINY, device: str = "cpu"
+) -> None:
     """fp32 inputs and parameters, bf16 results in bf16 buffers, fp32 gradients."""
-    inputs, half = inputs_of(way, case, sizes=sizes, device=device), replace(case, dtype=torch.bfloat16)
+    inputs, half = (
+        inputs_of(way, case, sizes=sizes, device=device),
+        replace(case, dtype=torch.bfloat16),
+    )
     as_half = replace(inputs, x=inputs.x.bfloat16(), d_y=inputs.d_y.bfloat16())
     buffers = Buffers.of(case, as_half, out_features=inputs.d_y.shape[-1])
-    ran = run_way(way, case, inputs, buffers, weights=weights, around=torch.autocast(device, dtype=torch.bfloat16))
+    ran = run_way(
+        way,
+        case,
+        inputs,
+        buffers,
+        weights=weights,
+        around=torch.autocast(device, dtype=torch.bfloat16),
+    )
     assert (ran.tensors["y"].dtype, ran.y_ptr) == (torch.bfloat16, buffers.out.data_ptr())
     assert (buffers.out.flatten(0, -2)[sizes.num_used :] == SENTINEL).all()
     for name, tensor in ran.tensors.items():
@@ -382,7 +458,9 @@ def check_autocast(way: str, case: Case, weights: str, sizes: Sizes = TINY, devi
     assert_near_oracle(ran, oracle_of(way, case, inputs), half, sizes)
 
 
-def check_activation(path: str, name: str, dtype: torch.dtype, sizes: Sizes = TINY, device: str = "cpu") -> None:
+def check_activation(
+    path: str, name: str, dtype: torch.dtype, sizes: Sizes = TINY, device: str = "cpu"
+) -> None:
     """One of ACTIVATIONS against the oracle, and against three modules."""
     activation, act, block = ACTIVATIONS[name]
     if block is not None:
@@ -393,11 +471,15 @@ def check_activation(path: str, name: str, dtype: torch.dtype, sizes: Sizes = TI
             return plain(h[back])
 
     case = Case(dtype=dtype)
-    inputs = make_inputs(case, sizes=sizes, width=activation.activation.hidden_width(sizes.ffn), device=device)
+    inputs = make_inputs(
+        case, sizes=sizes, width=activation.activation.hidden_width(sizes.ffn), device=device
+    )
     buffers = Buffers.of(case, inputs, out_features=sizes.hidden)
     ran = run_experts(path, case, inputs, buffers, activation=activation)
     assert_buffers_used(ran, buffers, sizes)
-    assert_like_modules(ran, run_experts("modules", case, inputs, activation=activation), sizes, device)
+    assert_like_modules(
+        ran, run_experts("modules", case, inputs, activation=activation), sizes, device
+    )
     # A rounded h may fall on the other side of a limit, where the derivative jumps.
     if name != "tight" or dtype is torch.float32:
         assert_near_oracle(ran, mlp_oracle(inputs, case, act=act), case, sizes)
@@ -500,7 +582,9 @@ def tanh_gelu(h: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.gelu(h, approximate="tanh")
 
 
-def gating(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+def gating(
+    function: Callable[[torch.Tensor], torch.Tensor],
+) -> Callable[[torch.Tensor], torch.Tensor]:
     """function(gate) * up, [I] of one row [2I], gate first."""
     return lambda h: function(h[: len(h) // 2]) * h[len(h) // 2 :]
 
@@ -524,7 +608,9 @@ def leaf(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().cpu().double().requires_grad_()
 
 
-def linear_oracle(inputs: Inputs, case: Case, *, scale_bias: bool = False) -> dict[str, torch.Tensor]:
+def linear_oracle(
+    inputs: Inputs, case: Case, *, scale_bias: bool = False
+) -> dict[str, torch.Tensor]:
     """y and gradients of y_r = W1_g x_r + b1_g (* scale_r); only rows that belong to a group."""
 
     def layer(x, scale, w1, b1, w2, b2):
@@ -537,7 +623,11 @@ def linear_oracle(inputs: Inputs, case: Case, *, scale_bias: bool = False) -> di
 
 
 def mlp_oracle(
-    inputs: Inputs, case: Case, *, act: Callable[[torch.Tensor], torch.Tensor] = swiglu, scale_bias: bool = True
+    inputs: Inputs,
+    case: Case,
+    *,
+    act: Callable[[torch.Tensor], torch.Tensor] = swiglu,
+    scale_bias: bool = True,
 ) -> dict[str, torch.Tensor]:
     """y and gradients of y_r = W2_g (act(W1_g x_r + b1_g) * scale_r) + b2_g (* scale_r)."""
 
@@ -547,19 +637,33 @@ def mlp_oracle(
     return _oracle(inputs, case, layers)
 
 
-def _oracle(inputs: Inputs, case: Case, of_row: Callable[..., torch.Tensor]) -> dict[str, torch.Tensor]:
+def _oracle(
+    inputs: Inputs, case: Case, of_row: Callable[..., torch.Tensor]
+) -> dict[str, torch.Tensor]:
     """y and all gradients of y_r = of_row(x_r, scale_r, w1_g, b1_g, w2_g, b2_g); biases are zero in a case without."""
     x, scale = leaf(inputs.x.flatten(0, -2)), leaf(inputs.scale.flatten())
     names = ("d_fc1.weight", "d_fc1.bias", "d_fc2.weight", "d_fc2.bias")
-    parameters = {name: leaf(p) for name, p in zip(names, (inputs.w1, inputs.b1, inputs.w2, inputs.b2), strict=True)}
+    parameters = {
+        name: leaf(p)
+        for name, p in zip(names, (inputs.w1, inputs.b1, inputs.w2, inputs.b2), strict=True)
+    }
     if not case.bias:
         for name in names[1::2]:
             parameters[name] = torch.zeros_like(parameters[name])
-    rows = [of_row(x[r], scale[r], *(p[g] for p in parameters.values())) for r, g in enumerate(inputs.sizes.groups)]
+    rows = [
+        of_row(x[r], scale[r], *(p[g] for p in parameters.values()))
+        for r, g in enumerate(inputs.sizes.groups)
+    ]
     y = torch.stack(rows)
     y.backward(used(inputs.d_y, inputs.sizes).cpu().double())
-    found = {"y": y.detach(), "d_x": x.grad[: len(y)], "d_scale": None if scale.grad is None else scale.grad[: len(y)]}
-    found |= {name: parameter.grad for name, parameter in parameters.items() if parameter.requires_grad}
+    found = {
+        "y": y.detach(),
+        "d_x": x.grad[: len(y)],
+        "d_scale": None if scale.grad is None else scale.grad[: len(y)],
+    }
+    found |= {
+        name: parameter.grad for name, parameter in parameters.items() if parameter.requires_grad
+    }
     return found
 
 

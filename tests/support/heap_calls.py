@@ -10,7 +10,9 @@ def round_trip(heap: SymmetricHeap, seed: int = 0) -> bool:
     """Whether a plan, a dispatch and a combine give every token K times its own row."""
     rank, num_experts = heap.rank, 2 * heap.num_ranks
     generator = torch.Generator().manual_seed(seed + rank)
-    ids = torch.stack([torch.randperm(num_experts, generator=generator)[:2] for _ in range(5)]).to(heap.device)
+    ids = torch.stack([torch.randperm(num_experts, generator=generator)[:2] for _ in range(5)]).to(
+        heap.device
+    )
     x = torch.randint(-50, 50, (5, 8), generator=generator).float().to(heap.device)
     plan = make_plan(ids, num_experts=num_experts, heap=heap)
     rows, _ = dispatch_tokens(x, plan)

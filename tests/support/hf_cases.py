@@ -19,10 +19,20 @@ _BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
 
 # The first layer of the Qwen3-MoE and the DeepSeek-V3 model is dense.
 CHANGES = {
-    "qwen3_moe": {**_BALANCED, "num_experts_per_tok": 3, "norm_topk_prob": True, "mlp_only_layers": [0]},
+    "qwen3_moe": {
+        **_BALANCED,
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [0],
+    },
     "mixtral": _BALANCED,
     "olmoe": {**_BALANCED, "num_experts_per_tok": 3},
-    "deepseek_v3": {"num_hidden_layers": 3, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2},
+    "deepseek_v3": {
+        "num_hidden_layers": 3,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+    },
     "gpt_oss": _BALANCED,
 }
 FAMILIES = sorted(CHANGES)
@@ -31,7 +41,9 @@ TRANSPOSED = ("aria", "gpt_oss", "openai_privacy_filter")
 
 def random_model(family: str, **options: Any) -> transformers.PreTrainedModel:
     """The model of a family in training mode. options: of tiny_model."""
-    model = tiny_model(family, **{"scale": 0.3, "use_cache": False, **CHANGES[family], **options}).train()
+    model = tiny_model(
+        family, **{"scale": 0.3, "use_cache": False, **CHANGES[family], **options}
+    ).train()
     for module in model.modules():
         if hasattr(module, "alpha") and hasattr(module, "limit"):
             module.limit = 0.5  # versions before 5.23 do not read it from the config
@@ -60,7 +72,9 @@ def mean_gradients(model: torch.nn.Module, batches: list[torch.Tensor]) -> tuple
     return {name: p.grad for name, p in model.named_parameters()}, seen
 
 
-def share_of(whole: Mapping[str, torch.Tensor], rank: int, num_ranks: int, model_type: str) -> dict[str, torch.Tensor]:
+def share_of(
+    whole: Mapping[str, torch.Tensor], rank: int, num_ranks: int, model_type: str
+) -> dict[str, torch.Tensor]:
     """Tensors of a plain model, by the names and in the parts that a rank has of them when the model is swapped."""
     share = {}
     for name, tensor in whole.items():

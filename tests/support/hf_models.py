@@ -14,16 +14,65 @@ _SIZES = {
     **dict.fromkeys(("hidden_size", "moe_hidden_size"), 32),
     **dict.fromkeys(("intermediate_size", "moe_intermediate_size", "shared_intermediate_size"), 24),
     **dict.fromkeys(("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"), 24),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "mamba_n_heads"), 8),
-    **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts", "num_hidden_layers", "n_group"), 2),
-    **dict.fromkeys(("topk_group", "n_shared_experts", "first_k_dense_replace", "num_dense_layers", "ngram_size"), 1),
-    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "sliding_window", "mamba_chunk_size", "d_rel"), 4),
-    **dict.fromkeys(("swa_num_attention_heads", "swa_num_key_value_heads", "linear_num_heads", "index_topk"), 4),
-    **dict.fromkeys(("head_dim", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "swa_head_dim"), 8),
-    **dict.fromkeys(("linear_head_dim", "linear_key_head_dim", "linear_value_head_dim", "mamba_d_state"), 8),
-    **dict.fromkeys(("router_hidden_size", "hidden_size_per_layer_input", "mamba_head_dim", "ssm_state_size"), 8),
-    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "index_head_dim", "rel_extent", "o_lora_rank"), 16),
-    **dict.fromkeys(("index_n_heads", "index_kpool", "linear_num_key_heads", "linear_num_value_heads"), 2),
+    **dict.fromkeys(
+        (
+            "num_experts",
+            "num_local_experts",
+            "n_routed_experts",
+            "moe_num_experts",
+            "mamba_n_heads",
+        ),
+        8,
+    ),
+    **dict.fromkeys(
+        (
+            "num_experts_per_tok",
+            "moe_k",
+            "moe_topk",
+            "top_k_experts",
+            "num_hidden_layers",
+            "n_group",
+        ),
+        2,
+    ),
+    **dict.fromkeys(
+        (
+            "topk_group",
+            "n_shared_experts",
+            "first_k_dense_replace",
+            "num_dense_layers",
+            "ngram_size",
+        ),
+        1,
+    ),
+    **dict.fromkeys(
+        (
+            "num_attention_heads",
+            "num_key_value_heads",
+            "sliding_window",
+            "mamba_chunk_size",
+            "d_rel",
+        ),
+        4,
+    ),
+    **dict.fromkeys(
+        ("swa_num_attention_heads", "swa_num_key_value_heads", "linear_num_heads", "index_topk"), 4
+    ),
+    **dict.fromkeys(
+        ("head_dim", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "swa_head_dim"), 8
+    ),
+    **dict.fromkeys(
+        ("linear_head_dim", "linear_key_head_dim", "linear_value_head_dim", "mamba_d_state"), 8
+    ),
+    **dict.fromkeys(
+        ("router_hidden_size", "hidden_size_per_layer_input", "mamba_head_dim", "ssm_state_size"), 8
+    ),
+    **dict.fromkeys(
+        ("q_lora_rank", "kv_lora_rank", "index_head_dim", "rel_extent", "o_lora_rank"), 16
+    ),
+    **dict.fromkeys(
+        ("index_n_heads", "index_kpool", "linear_num_key_heads", "linear_num_value_heads"), 2
+    ),
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCABULARY),
     "unpadded_vocab_size": VOCABULARY - 1,
     "swiglu_limit": 0.5,  # low enough to clamp
@@ -53,7 +102,11 @@ _CHANGES = {
     "glm5_next": {**_SPARSE, "qk_rope_head_dim": 0, "head_dim": 0},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
     "hy_v4_vl": _MROPE,
-    "inkling2_loop": {"num_hidden_layers": 3, "loop_layer_index_start": 1, "loop_layer_index_end": 2}
+    "inkling2_loop": {
+        "num_hidden_layers": 3,
+        "loop_layer_index_start": 1,
+        "loop_layer_index_end": 2,
+    }
     | {"n_layers_per_attn_res_block": 1, "loop_gate_rank": 4},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mimo_v2_flash": {"num_key_value_heads": 2},
@@ -71,7 +124,11 @@ def module_names() -> list[str]:
 def model_class(name: str, *ends: str) -> type:
     """The first model class of a module whose name has one of these ends, the first of them if it can be."""
     module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
-    here = [each for each in vars(module).values() if inspect.isclass(each) and each.__module__ == module.__name__]
+    here = [
+        each
+        for each in vars(module).values()
+        if inspect.isclass(each) and each.__module__ == module.__name__
+    ]
     models = [each for each in here if issubclass(each, transformers.PreTrainedModel)]
     return next(each for end in ends for each in models if each.__name__.endswith(end))
 
@@ -90,8 +147,14 @@ def tiny_model(
     parameters and persistent buffers; the same on every rank. changes: of the configuration."""
     if with_images:
         own = model_class(name, "ForConditionalGeneration")
-        parts = {part: config for part, config in own.config_class.sub_configs.items() if part != "audio_config"}
-        changes = {part: _sizes_of(name, config, is_text="text" in part) for part, config in parts.items()}
+        parts = {
+            part: config
+            for part, config in own.config_class.sub_configs.items()
+            if part != "audio_config"
+        }
+        changes = {
+            part: _sizes_of(name, config, is_text="text" in part) for part, config in parts.items()
+        }
     else:
         own = model_class(name, "ForCausalLM", "TextModel", "ForTokenClassification")
         changes = _sizes_of(name, own.config_class) | changes

@@ -19,7 +19,11 @@ from symmoe.kernels.triton import gemm as public  # noqa: E402
 from symmoe.kernels.triton import tiles  # noqa: E402
 from symmoe.kernels.twin.activation import value_and_slopes  # noqa: E402
 
-SPLITS, ODD, EXACT = (140, 0, 1, 128, 0), (392, 152), (64, 256)  # H, I: parts of tiles and steps; whole ones
+SPLITS, ODD, EXACT = (
+    (140, 0, 1, 128, 0),
+    (392, 152),
+    (64, 256),
+)  # H, I: parts of tiles and steps; whole ones
 LIMITED = Activation(alpha=1.702, limit=1.0, offset=1.0)
 VARIANTS = {  # of act and dact; without one, act is the twin
     "separate": (act.SEPARATE, act.SEPARATE),
@@ -40,19 +44,27 @@ def act_gradients(gate, up, da, scale, activation):
 
 tiles.device_num_sms = lambda device: 3
 launched = {"grouped_gemm": gemm.launch_gemm, "grouped_gemm_wgrad": wgrad.launch_wgrad}
-on_hopper = SimpleNamespace(LAUNCHERS={name: (each, lambda *_: True) for name, each in launched.items()})
+on_hopper = SimpleNamespace(
+    LAUNCHERS={name: (each, lambda *_: True) for name, each in launched.items()}
+)
 hopper_choice.hopper_kernels = lambda device, dtype, columns: on_hopper
 # In Triton or in assembly:
 act.act_value = lambda *args: of_parts(*args)[0]
 act.act_gradients = act_gradients
 act.add_neighbours = lambda x, steps: x.unflatten(1, (-1, 2 ** int(steps))).sum(2)
-act.unpack = lambda pair, dtype: pair.contiguous().view(dtype).float().unflatten(1, (-1, 2)).unbind(2)
-act.pack = lambda low, high, dtype: torch.stack((low, high), 2).to(dtype).flatten(1).view(torch.int32)
+act.unpack = lambda pair, dtype: (
+    pair.contiguous().view(dtype).float().unflatten(1, (-1, 2)).unbind(2)
+)
+act.pack = lambda low, high, dtype: (
+    torch.stack((low, high), 2).to(dtype).flatten(1).view(torch.int32)
+)
 
 
 def dact(variant, dout, weight, row_range, hidden, gradients, workspace, activation, **options):
     dh, a, dscale, _ = gradients
-    act.launch_dact(dout, weight, row_range, hidden, (dh, a, workspace), activation, variant=variant, **options)
+    act.launch_dact(
+        dout, weight, row_range, hidden, (dh, a, workspace), activation, variant=variant, **options
+    )
     if dscale is not None:
         sum_partials(workspace, row_range, dscale, num_scale_sums(a.shape[1]))
     return num_scale_sums(a.shape[1])
@@ -66,11 +78,13 @@ def sum_partials(workspace, row_range, dscale, num_partials):
 def kernels_of(act_variant, dact_variant):
     launch_act = partial(act.launch_act, variant=act_variant)
     return SimpleNamespace(
-        grouped_gemm_act=lambda *args, bias, **options: (launch_act if act_variant else twin.grouped_gemm_act)(
-            *args, **options
-        ),
+        grouped_gemm_act=lambda *args, bias, **options: (
+            launch_act if act_variant else twin.grouped_gemm_act
+        )(*args, **options),
         grouped_gemm_dact=partial(dact, dact_variant),
-        dact_workspace_numel=lambda num_rows, num_groups, ffn, activation: num_rows * num_scale_sums(ffn),
+        dact_workspace_numel=lambda num_rows, num_groups, ffn, activation: (
+            num_rows * num_scale_sums(ffn)
+        ),
         sum_dact_partials=sum_partials,
     )
 
@@ -83,7 +97,9 @@ def check_products(splits, widths, dtype):
         problems.check_dgrad(public, p, False, False, zero_tail, num_sms=3 - number)
     problems.check_wgrad(public, p, False, False, False, False, dtype, num_sms=3)
     for name in ("plain", "dgrad"):
-        problems.check_ranges(p, *problems.part_calls(public, p)[name], random_ranges(splits, 2), num_sms=2)
+        problems.check_ranges(
+            p, *problems.part_calls(public, p)[name], random_ranges(splits, 2), num_sms=2
+        )
 
 
 def check_activations(name, splits, widths, dtype, activation):
@@ -98,17 +114,26 @@ def check_that_mistakes_are_noticed():
     p = problems.ActProblem((140,), (512, 256), torch.bfloat16, Activation())
     gluon_emulator.check_mistakes(
         lambda: problems.check_gemm(public, p, False, False, "none", False, num_sms=1),
-        (pipeline.mbarrier, "init", lambda right: lambda barrier, count: right(barrier, max(1, int(count) - 1))),
+        (
+            pipeline.mbarrier,
+            "init",
+            lambda right: lambda barrier, count: right(barrier, max(1, int(count) - 1)),
+        ),
         errors=(AssertionError, RuntimeError),
     )
 
 
 def main():
-    for splits, widths, dtype in ((SPLITS, ODD, torch.bfloat16), ((0, 3, 129), EXACT, torch.float16)):
+    for splits, widths, dtype in (
+        (SPLITS, ODD, torch.bfloat16),
+        ((0, 3, 129), EXACT, torch.float16),
+    ):
         check_products(splits, widths, dtype)
     check_products((0, 0, 0), EXACT, torch.bfloat16)
     for name in VARIANTS:
-        widths = ODD if VARIANTS[name][0] is None else (392, 256)  # halves of act must be whole tiles
+        widths = (
+            ODD if VARIANTS[name][0] is None else (392, 256)
+        )  # halves of act must be whole tiles
         check_activations(name, SPLITS, widths, torch.bfloat16, LIMITED)
         check_activations(name, (0, 3, 129), EXACT, torch.float16, Activation(function="gelu"))
     check_activations("two warps", (0, 0), EXACT, torch.bfloat16, Activation())

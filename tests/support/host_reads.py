@@ -6,7 +6,16 @@ from contextlib import contextmanager
 import torch
 from worker import Watching
 
-READS = {"_local_scalar_dense", "item", "nonzero", "masked_select", "is_nonzero", "equal", "bincount", "_unique2"}
+READS = {
+    "_local_scalar_dense",
+    "item",
+    "nonzero",
+    "masked_select",
+    "is_nonzero",
+    "equal",
+    "bincount",
+    "_unique2",
+}
 
 
 class NoReads(Watching):
@@ -17,7 +26,11 @@ class NoReads(Watching):
     def look(self, func, given, result) -> None:
         name = func.overloadpacket.__name__
         self.num_operations += 1
-        indices = [i for i in given[0][1] if i is not None] if name in ("index", "index_put", "index_put_") else []
+        indices = (
+            [i for i in given[0][1] if i is not None]
+            if name in ("index", "index_put", "index_put_")
+            else []
+        )
         if name in READS or any(index.dtype in (torch.bool, torch.uint8) for index in indices):
             self.seen.append(name)
 

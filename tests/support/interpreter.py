@@ -38,7 +38,9 @@ def emulated(checks: str) -> str:
 
 
 def _printed(checks: str, **variables: str) -> str:
-    return printed_by("-W", "ignore", __file__, checks, env={**os.environ, "OMP_NUM_THREADS": "1", **variables})
+    return printed_by(
+        "-W", "ignore", __file__, checks, env={**os.environ, "OMP_NUM_THREADS": "1", **variables}
+    )
 
 
 def spare_the_interpreter() -> None:

@@ -22,14 +22,20 @@ def bytes_kept(config: MoEConfig, num_tokens: int) -> tuple[int, int]:
         while type(node).__name__ != f"{_ExpertParallelMLP.__name__}Backward":
             node = node.next_functions[0][0]
         plan: Plan = node.step.plan
-        kept = [*(getattr(plan, field.name) for field in fields(Plan)), *node.saved_tensors[4:]]  # first the router's
+        kept = [
+            *(getattr(plan, field.name) for field in fields(Plan)),
+            *node.saved_tensors[4:],
+        ]  # first the router's
         weights, found = {id(p) for p in layer.parameters()}, {}
         for tensor in kept:
             if isinstance(tensor, torch.Tensor) and id(tensor) not in weights:
                 storage = tensor.untyped_storage()
                 is_leased = heap.owns(tensor)
                 whole = tensor if tensor._base is None else tensor._base
-                found[storage.data_ptr()] = (is_leased, whole.nbytes if is_leased else storage.nbytes())
+                found[storage.data_ptr()] = (
+                    is_leased,
+                    whole.nbytes if is_leased else storage.nbytes(),
+                )
         leased = sum(size for is_leased, size in found.values() if is_leased)
         # A plan counts the room that the call got; what its routing did not need of it has gone back to the heap.
         assert (leased <= heap.leased_bytes) == (config.capacity is not None or leased == 0)
@@ -44,15 +50,25 @@ def bytes_at_peak(layer: MoELayer, x: torch.Tensor, dy: torch.Tensor) -> int:
         with record_function(f"leased {layer.heap.leased_bytes}"):
             return kernel(*args, **options)
 
-    torch.autograd.grad(layer(x)[0], (x, *layer.parameters()), dy)  # measures how much room the next call gets
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, hooked(x.device, kernel_seen):
+    torch.autograd.grad(
+        layer(x)[0], (x, *layer.parameters()), dy
+    )  # measures how much room the next call gets
+    with (
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
+        hooked(x.device, kernel_seen),
+    ):
         y = layer(x)[0]
         gradients = torch.autograd.grad(y, (x, *layer.parameters()), dy)
     assert len(gradients) == 4
     ordinary = leased = peak = kernel_end = 0
-    for event in sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+    for event in sorted(
+        profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns()
+    ):
         if event.name().startswith("leased "):
-            leased, kernel_end = int(event.name().split()[1]), event.start_ns() + event.duration_ns()
+            leased, kernel_end = (
+                int(event.name().split()[1]),
+                event.start_ns() + event.duration_ns(),
+            )
         elif event.name() == "[memory]" and event.start_ns() > kernel_end:
             ordinary += event.nbytes()
         peak = max(peak, ordinary + leased)

@@ -10,7 +10,18 @@ from symmoe.kernels.hopper import gemm as hopper_gemm
 from symmoe.kernels.hopper import wgrad as hopper_wgrad
 from symmoe.kernels.tensor_table import TensorTable
 from symmoe.kernels.triton import activation as gpu_activation
-from symmoe.kernels.triton import bias, gemm, gemm_act, nodes, plan, replicas, route, router_products, sync, tokens
+from symmoe.kernels.triton import (
+    bias,
+    gemm,
+    gemm_act,
+    nodes,
+    plan,
+    replicas,
+    route,
+    router_products,
+    sync,
+    tokens,
+)
 
 BF16, FP16, FP32, INT64 = torch.bfloat16, torch.float16, torch.float32, torch.int64
 NUM_SMS = 132
@@ -29,7 +40,16 @@ def _forms(function, *forms):
 
 
 GEMMS = [
-    *_forms("gemm", "", "gather", "biased", "gather biased", "table", "gather table biased", "accumulate"),
+    *_forms(
+        "gemm",
+        "",
+        "gather",
+        "biased",
+        "gather biased",
+        "table",
+        "gather table biased",
+        "accumulate",
+    ),
     *_forms("gemm", "gather biased accumulate"),
     *_forms("dgrad", "", "table", "gather", "accumulate"),
     *_forms("wgrad", "", "gather", "accumulate", "gather accumulate"),
@@ -66,10 +86,24 @@ TRIPS = {  # T, H, E, K, R
 
 def matrices(*shape, dtype, table=False):
     """Weights, packed or anywhere in memory."""
-    return TensorTable(meta(shape[0], dtype=INT64), shape, dtype) if table else meta(*shape, dtype=dtype)
+    return (
+        TensorTable(meta(shape[0], dtype=INT64), shape, dtype)
+        if table
+        else meta(*shape, dtype=dtype)
+    )
 
 
-def launch_gemm(function, shape, dtype, *, gather=False, table=False, biased=False, accumulate=False, out_dtype=None):
+def launch_gemm(
+    function,
+    shape,
+    dtype,
+    *,
+    gather=False,
+    table=False,
+    biased=False,
+    accumulate=False,
+    out_dtype=None,
+):
     """A GEMM of the first expert layer, [2I, H] weights. shape: a name, or G, H, I, N."""
     G, H, I, N = SHAPES.get(shape, shape)
     W, rows_N = 2 * I, N // 2 if gather else N
@@ -79,7 +113,9 @@ def launch_gemm(function, shape, dtype, *, gather=False, table=False, biased=Fal
     if function == "gemm":
         biases = {"bias": (meta(G, W, dtype=dtype), meta(N, dtype=FP32)), "zero_tail": True}
         options |= biases if biased else {}
-        gemm.grouped_gemm((x, index), matrices(G, W, H, dtype=dtype, table=table), row_range, h, **options)
+        gemm.grouped_gemm(
+            (x, index), matrices(G, W, H, dtype=dtype, table=table), row_range, h, **options
+        )
     elif function == "dgrad":
         dout, out = (meta(rows_N, W, dtype=dtype), meta(N, H, dtype=dtype)) if gather else (h, x)
         weight = matrices(G, W, H, dtype=dtype, table=table)
@@ -95,11 +131,20 @@ def launch_activations(shape, activation, dtype=BF16, layout="gather"):
     W, table = activation.hidden_width(I), layout == "table"
     gather = layout != "contiguous"
     index = meta(N) if gather else None
-    x, h, a = meta(N // 2 if gather else N, H, dtype=dtype), meta(N, W, dtype=dtype), meta(N, I, dtype=dtype)
+    x, h, a = (
+        meta(N // 2 if gather else N, H, dtype=dtype),
+        meta(N, W, dtype=dtype),
+        meta(N, I, dtype=dtype),
+    )
     row_range, scale = meta(2, G), meta(N, dtype=FP32)
     bias = meta(G, W, dtype=dtype) if layout == "biased" else None
-    w1, w2 = matrices(G, W, H, dtype=dtype, table=table), matrices(G, H, I, dtype=dtype, table=table)
-    gemm_act.grouped_gemm_act((x, index), w1, row_range, scale, (h, a), activation, bias=bias, num_sms=NUM_SMS)
+    w1, w2 = (
+        matrices(G, W, H, dtype=dtype, table=table),
+        matrices(G, H, I, dtype=dtype, table=table),
+    )
+    gemm_act.grouped_gemm_act(
+        (x, index), w1, row_range, scale, (h, a), activation, bias=bias, num_sms=NUM_SMS
+    )
     workspace = meta(gemm_act.dact_workspace_numel(N, G, I, activation), dtype=FP32)
     arguments = row_range, (h, scale), (h, a, scale, bias), workspace, activation
     gemm_act.grouped_gemm_dact((x, index), w2, *arguments, num_sms=NUM_SMS)
@@ -125,7 +170,11 @@ def launch_hopper_act(shape, activation, dtype, variant):
 
 def launch_hopper_dact(shape, activation, dtype, variant, gather=False):
     G, H, I, N = SHAPES[shape]
-    h, a, scale = meta(N, activation.hidden_width(I), dtype=dtype), meta(N, I, dtype=dtype), meta(N, dtype=FP32)
+    h, a, scale = (
+        meta(N, activation.hidden_width(I), dtype=dtype),
+        meta(N, I, dtype=dtype),
+        meta(N, dtype=FP32),
+    )
     rows = meta(N // 2 if gather else N, H, dtype=dtype), meta(N) if gather else None
     operands = rows, meta(G, H, I, dtype=dtype), meta(2, G), (h, scale), (h, a, scale)
     hopper_act.launch_dact(*operands, activation, num_sms=NUM_SMS, variant=variant)
@@ -162,26 +211,49 @@ def launch_router(shape):
     x, weight = meta(num_tokens, width, dtype=BF16), meta(num_experts, width, dtype=FP32)
     logits = meta(num_tokens, num_experts, dtype=FP32)
     router_products.router_gemm(x, weight, logits)
-    router_products.router_gemm_grads(logits, x, weight, torch.empty_like(x), torch.empty_like(weight))
+    router_products.router_gemm_grads(
+        logits, x, weight, torch.empty_like(x), torch.empty_like(weight)
+    )
 
 
 def launch_choice(num_experts, top_k, rule, num_ranks=0):
-    counts = meta(8192 // control.TOKENS_PER_BLOCK, num_experts + num_ranks + 2) if num_ranks else None
-    logits, probs, topk_idx = meta(8192, num_experts, dtype=FP32), meta(8192, top_k, dtype=FP32), meta(8192, top_k)
-    route.choose_experts(logits, logits[0], None, topk_idx, probs, logits, rule=rule, block_counts=counts)
+    counts = (
+        meta(8192 // control.TOKENS_PER_BLOCK, num_experts + num_ranks + 2) if num_ranks else None
+    )
+    logits, probs, topk_idx = (
+        meta(8192, num_experts, dtype=FP32),
+        meta(8192, top_k, dtype=FP32),
+        meta(8192, top_k),
+    )
+    route.choose_experts(
+        logits, logits[0], None, topk_idx, probs, logits, rule=rule, block_counts=counts
+    )
     route.choose_experts_grad(probs, logits, topk_idx, logits, logits, rule=rule)
 
 
 def peers_of(num_ranks, rank, arena_bytes=1 << 30):
     arena = torch.empty(arena_bytes, dtype=torch.uint8, device="meta")
     bases, layout = meta(num_ranks, dtype=INT64), control.ControlLayout(num_ranks)
-    return control.Peers(rank=rank, num_ranks=num_ranks, bases=bases, views=(arena,) * num_ranks, layout=layout)
+    return control.Peers(
+        rank=rank, num_ranks=num_ranks, bases=bases, views=(arena,) * num_ranks, layout=layout
+    )
 
 
 def launch_barrier(num_ranks):
-    peers, received = peers_of(num_ranks, num_ranks - 1), meta(num_ranks, control.NUM_PUBLISHED, dtype=INT64)
+    peers, received = (
+        peers_of(num_ranks, num_ranks - 1),
+        meta(num_ranks, control.NUM_PUBLISHED, dtype=INT64),
+    )
     status = torch.zeros(control.STATUS_WORDS, dtype=INT64)
-    sync.barrier(peers, tuple(range(control.NUM_PUBLISHED)), received, status, call=1, fault=False, timeout_ns=10**9)
+    sync.barrier(
+        peers,
+        tuple(range(control.NUM_PUBLISHED)),
+        received,
+        status,
+        call=1,
+        fault=False,
+        timeout_ns=10**9,
+    )
 
 
 def launch_signals():
@@ -194,7 +266,10 @@ def launch_plan(shape, id_dtype=torch.int32, drop=False, num_places=0):
     """Every kernel of a plan, with places for replicas that of the copies."""
     num_tokens, _, num_experts, top_k, num_ranks = TRIPS[shape]
     num_blocks = -(-num_tokens // control.TOKENS_PER_BLOCK)
-    peers, received = peers_of(num_ranks, num_ranks - 1), meta(num_ranks, control.NUM_PUBLISHED, dtype=INT64)
+    peers, received = (
+        peers_of(num_ranks, num_ranks - 1),
+        meta(num_ranks, control.NUM_PUBLISHED, dtype=INT64),
+    )
     topk_idx = meta(num_tokens, top_k, dtype=id_dtype)
     numel, layout = control.plan_layout(num_tokens, top_k, num_experts, num_ranks, num_places)
     if num_places:
@@ -202,12 +277,19 @@ def launch_plan(shape, id_dtype=torch.int32, drop=False, num_places=0):
         integers = control.PlanIntegers(meta(numel), layout)
         replicas.place_replicas(peers, integers, slack=50, num_near=num_ranks)
         starts, num_experts = counts, num_experts + num_ranks * num_places
-        replicas.choose_copies(topk_idx, starts, integers, meta(num_blocks, num_experts + num_ranks + 2))
+        replicas.choose_copies(
+            topk_idx, starts, integers, meta(num_blocks, num_experts + num_ranks + 2)
+        )
         topk_idx = integers.slot_to_copy
     counts = meta(num_blocks, num_experts + num_ranks + 2)
-    integers, status = control.PlanIntegers(meta(numel), layout), torch.zeros(control.STATUS_WORDS, dtype=INT64)
+    integers, status = (
+        control.PlanIntegers(meta(numel), layout),
+        torch.zeros(control.STATUS_WORDS, dtype=INT64),
+    )
     plan.count_slots(topk_idx, counts, num_experts=num_experts, num_ranks=num_ranks)
-    plan.send_counts(counts, topk_idx, tuple(range(control.HEADER_WORDS)), peers, num_experts=num_experts)
+    plan.send_counts(
+        counts, topk_idx, tuple(range(control.HEADER_WORDS)), peers, num_experts=num_experts
+    )
     options = {"capacity": 1000, "packed_capacity": -1, "drop": drop, "ranks": range(num_ranks)}
     plan.lay_out(peers, received, status, integers, **options)
     plan.assign_rows(topk_idx, counts, integers, drop=drop)
@@ -229,16 +311,30 @@ def launch_between_nodes(shape, num_nodes):
     of_ranks = (num_ranks + 1,), (num_nodes, per_node), (num_ranks - per_node,), (num_ranks + 1,)
     to_node, by_node, other_ranks, first_with = (meta(*shape, dtype=INT64) for shape in of_ranks)
     maps = control.RankMaps(
-        1, per_node, to_node, meta(num_nodes * (num_ranks + 1)), by_node, by_node[0], other_ranks, first_with
+        1,
+        per_node,
+        to_node,
+        meta(num_nodes * (num_ranks + 1)),
+        by_node,
+        by_node[0],
+        other_ranks,
+        first_with,
     )
     numbers, rows = meta(num_nodes + 2), meta(num_tokens, num_nodes)
-    nodes.rail_rows(meta(num_tokens, top_k), maps, numbers, rows, num_experts=num_experts, most=8, room=-1)
-    peers, received = peers_of(per_node, per_node - 1), meta(num_ranks, control.NUM_PUBLISHED, dtype=INT64)
+    nodes.rail_rows(
+        meta(num_tokens, top_k), maps, numbers, rows, num_experts=num_experts, most=8, room=-1
+    )
+    peers, received = (
+        peers_of(per_node, per_node - 1),
+        meta(num_ranks, control.NUM_PUBLISHED, dtype=INT64),
+    )
     nodes.tell_header(numbers, peers, 0, word=1)
     nodes.own_counts(by_node[0], peers, rows, rows)
     nodes.other_counts(rows, other_ranks, peers, received)
     numel, layout = control.plan_layout(num_tokens, top_k, num_experts, num_ranks)
-    its = control.in_node_layout(num_tokens, top_k, num_experts // num_ranks, (num_nodes, per_node), num_sent, num_sent)
+    its = control.in_node_layout(
+        num_tokens, top_k, num_experts // num_ranks, (num_nodes, per_node), num_sent, num_sent
+    )
     plan_of = control.PlanIntegers(meta(numel), layout)
     nodes.plan_in_node(plan_of, rows, numbers, maps, control.InNodeIntegers(meta(its[0]), its[1]))
     nodes.take_rows(meta(num_tokens, 64, dtype=BF16), rows, meta(num_tokens, 64, dtype=BF16))
@@ -249,9 +345,16 @@ def launch_between_nodes(shape, num_nodes):
 def launch_rows(shape, dtype):
     """Every kernel that moves or sums rows; some launch nothing with one rank, or with one slot per token."""
     num_tokens, hidden, _, top_k, num_ranks = TRIPS[shape]
-    peers, received = peers_of(num_ranks, num_ranks - 1), meta(num_ranks, control.NUM_PUBLISHED, dtype=INT64)
+    peers, received = (
+        peers_of(num_ranks, num_ranks - 1),
+        meta(num_ranks, control.NUM_PUBLISHED, dtype=INT64),
+    )
     x, rows = meta(num_tokens, hidden, dtype=dtype), meta(num_tokens * 2, hidden, dtype=dtype)
-    per_token, slots, starts = meta(num_tokens, num_ranks), meta(num_tokens, top_k), meta(num_ranks + 1)
+    per_token, slots, starts = (
+        meta(num_tokens, num_ranks),
+        meta(num_tokens, top_k),
+        meta(num_ranks + 1),
+    )
     tokens.push_rows(x, per_token, peers, received, column=0)
     tokens.place_rows(x, slots, slots, rows, received, rank=peers.rank)
     tokens.fan_out(rows, slots, starts, rank=peers.rank)
@@ -264,7 +367,10 @@ def launch_rows(shape, dtype):
 def launch_slots(shape, with_probs):
     """Every kernel that moves slots or values."""
     num_tokens, _, _, top_k, num_ranks = TRIPS[shape]
-    peers, received = peers_of(num_ranks, num_ranks - 1), meta(num_ranks, control.NUM_PUBLISHED, dtype=INT64)
+    peers, received = (
+        peers_of(num_ranks, num_ranks - 1),
+        meta(num_ranks, control.NUM_PUBLISHED, dtype=INT64),
+    )
     slots, one, rows = meta(num_tokens, top_k), meta(1), meta(num_tokens)
     values, row_values = meta(num_tokens, top_k, dtype=FP32), meta(num_tokens, dtype=FP32)
     probs, row_probs = (values, row_values) if with_probs else (None, None)

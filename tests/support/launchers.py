@@ -8,9 +8,16 @@ from contextlib import contextmanager
 @contextmanager
 def environment_of(rank: int, num_ranks: int, **more: str) -> Iterator[None]:
     """What torchrun would have set."""
-    names = {"RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": num_ranks}
+    names = {
+        "RANK": rank,
+        "WORLD_SIZE": num_ranks,
+        "LOCAL_RANK": rank,
+        "LOCAL_WORLD_SIZE": num_ranks,
+    }
     before = dict(os.environ)
-    os.environ.update({name: str(value) for name, value in names.items()}, MASTER_ADDR="127.0.0.1", **more)
+    os.environ.update(
+        {name: str(value) for name, value in names.items()}, MASTER_ADDR="127.0.0.1", **more
+    )
     try:
         yield
     finally:

@@ -26,7 +26,9 @@ def config_for(num_ranks: int, device: str, **options) -> MoEConfig:
     return MoEConfig(**sizes, **{"schedule": "always-overlapped", **options})
 
 
-def global_weights(num_experts: int, hidden: int, ffn: int, dtype: torch.dtype) -> list[torch.Tensor]:
+def global_weights(
+    num_experts: int, hidden: int, ffn: int, dtype: torch.dtype
+) -> list[torch.Tensor]:
     """w1 and w2 of all experts, the same on all ranks."""
     generator = torch.Generator().manual_seed(11)
     w1 = torch.randn((num_experts, 2 * ffn, hidden), generator=generator) / hidden**0.5
@@ -54,4 +56,6 @@ def make_layer(heap: SymmetricHeap, config: MoEConfig) -> tuple[MoELayer, list[t
 
 
 def tokens_of(rank: int, num_tokens: int, hidden: int, salt: int = 0) -> torch.Tensor:
-    return torch.randn((num_tokens, hidden), generator=torch.Generator().manual_seed(100 * salt + rank))
+    return torch.randn(
+        (num_tokens, hidden), generator=torch.Generator().manual_seed(100 * salt + rank)
+    )

@@ -18,7 +18,9 @@ class FewWords(GpuWords):
     num_streams, num_messages, message_words = 2, MESSAGES, WORDS
 
 
-def messages(order: str, *, stale: int, missing: int) -> tuple[list[int], torch.Tensor, torch.Tensor]:
+def messages(
+    order: str, *, stale: int, missing: int
+) -> tuple[list[int], torch.Tensor, torch.Tensor]:
     """Counts, and what was sent, if so many of the words and flags that were received are old."""
     ops = FewWords(torch.device("cpu"))
     received = torch.full((2 * MESSAGES, WORDS), 7, dtype=torch.int32)
@@ -26,7 +28,9 @@ def messages(order: str, *, stale: int, missing: int) -> tuple[list[int], torch.
     received.view(-1)[5 : 5 + stale] = 6
     received_flags[2 * MESSAGES - missing :] = 6
     sent, sent_flags = torch.zeros_like(received), torch.zeros_like(received_flags)
-    ops.messages(sent, received, sent_flags, received_flags, value=7, seed=3, order=order, timeout_s=1.0)
+    ops.messages(
+        sent, received, sent_flags, received_flags, value=7, seed=3, order=order, timeout_s=1.0
+    )
     return ops.taken_counts(), sent, sent_flags
 
 

@@ -15,7 +15,9 @@ NAMES = ("x", "probs", "fc1.lora_a", "fc1.lora_b", "fc2.lora_a", "fc2.lora_b")
 Tensors = dict[str, torch.Tensor]
 
 
-def random_parameters(num_experts: int, hidden: int, ffn: int, rank: int, dtype: torch.dtype, bias: bool) -> Tensors:
+def random_parameters(
+    num_experts: int, hidden: int, ffn: int, rank: int, dtype: torch.dtype, bias: bool
+) -> Tensors:
     """Of all experts; the same on every rank."""
     generator = torch.Generator().manual_seed(rank)
 
@@ -36,21 +38,31 @@ def make_experts(parameters: Tensors, mine: slice, **options: Any) -> GroupedMLP
     """A GroupedMLP with adapters that has the parameters of these experts."""
     num_experts, hidden, ffn = parameters["fc2.weight"][mine].shape
     dtype, rank = parameters["fc2.lora_a"].dtype, parameters["fc2.lora_a"].shape[1]
-    mlp = GroupedMLP(num_experts, hidden, ffn, dtype=dtype, bias="fc1.bias" in parameters, **options)
+    mlp = GroupedMLP(
+        num_experts, hidden, ffn, dtype=dtype, bias="fc1.bias" in parameters, **options
+    )
     add_lora(mlp, rank=rank, alpha=ALPHA)
     mlp.load_state_dict({name: parameter[mine] for name, parameter in parameters.items()})
     return mlp
 
 
 def dense_oracle(
-    parameters: Tensors, x: torch.Tensor, probs: torch.Tensor, topk_idx: torch.Tensor, dy: torch.Tensor, alpha: float
+    parameters: Tensors,
+    x: torch.Tensor,
+    probs: torch.Tensor,
+    topk_idx: torch.Tensor,
+    dy: torch.Tensor,
+    alpha: float,
 ) -> tuple[torch.Tensor, Tensors, Tensors]:
     """y, the gradients of NAMES and those of the weights, by the weights W + s B A, token by token, in float64."""
-    leaves = {name: tensor.detach().double().requires_grad_() for name, tensor in parameters.items()}
+    leaves = {
+        name: tensor.detach().double().requires_grad_() for name, tensor in parameters.items()
+    }
     x, probs = x.detach().double().requires_grad_(), probs.detach().double().requires_grad_()
     scaling = alpha / parameters["fc1.lora_a"].shape[1]
     dense = {
-        name: leaves[f"{name}.weight"] + scaling * leaves[f"{name}.lora_b"] @ leaves[f"{name}.lora_a"]
+        name: leaves[f"{name}.weight"]
+        + scaling * leaves[f"{name}.lora_b"] @ leaves[f"{name}.lora_a"]
         for name in ("fc1", "fc2")
     }
     for weight in dense.values():
@@ -82,7 +94,9 @@ SPLITS, TAIL = (4, 0, 9, 1), 3
 ROWS = sum(SPLITS)
 
 
-def rows_of_experts(dtype: torch.dtype, hidden: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def rows_of_experts(
+    dtype: torch.dtype, hidden: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Rows, probs and the gradient of the output; NaN past the last row."""
     generator = torch.Generator().manual_seed(1)
     x, dy = torch.randn(2, ROWS + TAIL, hidden, generator=generator).to(dtype)

@@ -70,7 +70,13 @@ def check_bias_gradients(recipe, way: str, dtype: torch.dtype, device: str = "cp
         return dbias
 
     def layer(weight, bias):
-        made = make_linear(case, weight, bias, precision=recipe, weights="packed" if way == "packed" else "discrete")
+        made = make_linear(
+            case,
+            weight,
+            bias,
+            precision=recipe,
+            weights="packed" if way == "packed" else "discrete",
+        )
         for parameter in made.weight_parameters() if way == "scattered" else ():
             parameter.data = parameter.data.clone()
         return made
@@ -89,13 +95,22 @@ def check_bias_gradients(recipe, way: str, dtype: torch.dtype, device: str = "cp
     fc1, fc2 = layer(inputs.w1, inputs.b1), layer(inputs.w2, inputs.b2)
     h = fc1(x, inputs.splits)
     h.retain_grad()
-    fc2(ScaledSwiGLU()(h, inputs.scale), inputs.splits, bias_scale=inputs.scale).backward(inputs.d_y)
+    fc2(ScaledSwiGLU()(h, inputs.scale), inputs.splits, bias_scale=inputs.scale).backward(
+        inputs.d_y
+    )
     for found in (fc1, mlp.fc1):
         assert_same_bits(found.bias.grad, sums(h.grad))
 
 
 CASES = [  # every pair of two options
-    Case(dtype, is_nd=bias != delayed, bias=bias, buffers=buffers, main_grad=main_grad, delayed=delayed)
+    Case(
+        dtype,
+        is_nd=bias != delayed,
+        bias=bias,
+        buffers=buffers,
+        main_grad=main_grad,
+        delayed=delayed,
+    )
     for (dtype, buffers), bias, main_grad, delayed in product(
         zip(DTYPES, BUFFERS, strict=True), (False, True), (False, True), (False, True)
     )
@@ -104,7 +119,11 @@ CASES = [  # every pair of two options
 
 def config_for(num_ranks: int, **options) -> MoEConfig:
     return MoEConfig(
-        hidden=64, ffn=32, num_experts=2 * num_ranks, top_k=2, **{"schedule": "always-overlapped", **options}
+        hidden=64,
+        ffn=32,
+        num_experts=2 * num_ranks,
+        top_k=2,
+        **{"schedule": "always-overlapped", **options},
     )
 
 

@@ -29,20 +29,28 @@ class Format:
         if lines.size == 0:
             return lines.astype(np.float64)
         block, block_lines = self.block, self.block_lines
-        padded = np.zeros((-(-num_lines // block_lines) * block_lines, -(-width // block) * block), F32)
+        padded = np.zeros(
+            (-(-num_lines // block_lines) * block_lines, -(-width // block) * block), F32
+        )
         padded[:num_lines, :width] = lines
-        blocks = padded.reshape(padded.shape[0] // block_lines, block_lines, padded.shape[1] // block, block)
+        blocks = padded.reshape(
+            padded.shape[0] // block_lines, block_lines, padded.shape[1] // block, block
+        )
         largest = np.abs(blocks).max(axis=(1, 3), keepdims=True)
         if self.scale == "e4m3":
             whole = max(F32(F32(amax) / F32(2688)), F32(2.0**-110))
             relative = np.clip(largest / F32(6) / whole, F32(2.0**-9), F32(448))
             scale = relative.astype(ml_dtypes.float8_e4m3fn).astype(F32) * whole
-            rounded = np.clip(blocks * (F32(1) / scale), F32(-6), F32(6)).astype(ml_dtypes.float4_e2m1fn)
+            rounded = np.clip(blocks * (F32(1) / scale), F32(-6), F32(6)).astype(
+                ml_dtypes.float4_e2m1fn
+            )
         else:
             scale = np.maximum(largest / F32(448), F32(2.0**-126))
             if self.scale == "power":
                 scale = np.exp2(np.ceil(np.log2(scale.astype(np.float64)))).astype(F32)
-            rounded = np.clip(blocks * (F32(1) / scale), F32(-448), F32(448)).astype(ml_dtypes.float8_e4m3fn)
+            rounded = np.clip(blocks * (F32(1) / scale), F32(-448), F32(448)).astype(
+                ml_dtypes.float8_e4m3fn
+            )
         values = rounded.astype(np.float64) * scale.astype(np.float64)
         return values.reshape(padded.shape)[:num_lines, :width]
 
@@ -64,7 +72,9 @@ class Numbers:
         columns = np.zeros((rows.shape[1], -(-len(rows) // TILE) * TILE), F32)
         columns[:, : len(rows)] = rows.T
         if self.signs is not None:
-            columns = (columns.reshape(-1, 16).astype(np.float64) @ transform(self.signs).T).reshape(columns.shape)
+            columns = (
+                columns.reshape(-1, 16).astype(np.float64) @ transform(self.signs).T
+            ).reshape(columns.shape)
             columns = columns.astype(F32)
         return self.rows.round(columns, np.abs(columns).max(initial=0.0))
 
@@ -90,16 +100,27 @@ class Linear:
 
     def __init__(self, numbers: Numbers, weight: torch.Tensor, splits: tuple[int, ...]) -> None:
         self.numbers, self.weight = numbers, weight.detach().cpu().float().numpy()
-        self.spans = [slice(*pair) for pair in itertools.pairwise([0, *itertools.accumulate(splits)])]
+        self.spans = [
+            slice(*pair) for pair in itertools.pairwise([0, *itertools.accumulate(splits)])
+        ]
 
-    def forward(self, x: np.ndarray, bias: np.ndarray | None = None, scale: np.ndarray | None = None) -> np.ndarray:
-        parts = [self.numbers.of_rows(x[s]) @ self.numbers.of_weight(w).T for s, w in self._groups()]
+    def forward(
+        self, x: np.ndarray, bias: np.ndarray | None = None, scale: np.ndarray | None = None
+    ) -> np.ndarray:
+        parts = [
+            self.numbers.of_rows(x[s]) @ self.numbers.of_weight(w).T for s, w in self._groups()
+        ]
         if bias is not None:
-            parts = [part + np.outer(scale[s], b) for part, s, b in zip(parts, self.spans, bias, strict=True)]
+            parts = [
+                part + np.outer(scale[s], b)
+                for part, s, b in zip(parts, self.spans, bias, strict=True)
+            ]
         return np.concatenate(parts)
 
     def input_gradient(self, d_y: np.ndarray) -> np.ndarray:
-        parts = (self.numbers.of_rows(d_y[s]) @ self.numbers.of_weight(w.T).T for s, w in self._groups())
+        parts = (
+            self.numbers.of_rows(d_y[s]) @ self.numbers.of_weight(w.T).T for s, w in self._groups()
+        )
         return np.concatenate(list(parts))
 
     def weight_gradient(self, d_y: np.ndarray, x: np.ndarray) -> np.ndarray:
@@ -141,6 +162,9 @@ def mlp(
 
 def relative_error(got: torch.Tensor | np.ndarray, want: torch.Tensor | np.ndarray) -> float:
     """Of the whole, by the root of the sum of squares."""
-    got, want = (np.asarray(t.detach().cpu().double() if isinstance(t, torch.Tensor) else t) for t in (got, want))
+    got, want = (
+        np.asarray(t.detach().cpu().double() if isinstance(t, torch.Tensor) else t)
+        for t in (got, want)
+    )
     assert got.shape == want.shape, (got.shape, want.shape)
     return float(np.linalg.norm(got - want) / np.linalg.norm(want))

@@ -15,7 +15,9 @@ import symmoe
 import symmoe.kernels.twin
 import symmoe.moe.layer
 
-ENOUGH_S = 300.0  # a pair takes 10 to 12 s, on a busy machine more: then there are fewer than asked for
+ENOUGH_S = (
+    300.0  # a pair takes 10 to 12 s, on a busy machine more: then there are fewer than asked for
+)
 
 
 def be_busy() -> int:

@@ -29,20 +29,32 @@ HEAP_BYTES = 8 << 20
 ROUNDING = 2e-5  # of a tensor's largest value: what sums in another order change at most
 FP8 = {"fp8": "e4m3", "fp8_recipe": "blockwise", "moe_ffn_hidden_size": 48}
 _ACTIVATIONS = {"gelu": F.gelu, "quick_gelu": quick_gelu, "squared_relu": squared_relu}
-_UNCHECKED = ("fp8", "fp8_recipe", "delay_wgrad_compute")  # Megatron asks for extensions and schedules that CPUs lack
+_UNCHECKED = (
+    "fp8",
+    "fp8_recipe",
+    "delay_wgrad_compute",
+)  # Megatron asks for extensions and schedules that CPUs lack
 
 
 _GROUPS: list[dist.ProcessGroup] = []  # of Megatron, on this rank
 
 
-def use_groups(*, ep: int = 1, tp: int = 1, pp: int = 1, cp: int = 1, num_chunks: int | None = None) -> None:
+def use_groups(
+    *, ep: int = 1, tp: int = 1, pp: int = 1, cp: int = 1, num_chunks: int | None = None
+) -> None:
     """Megatron's process groups for these sizes, and for so many chunks of a stage. Collective over all ranks."""
     megatron_shim.install()
-    torch.compiler.set_stance("force_eager")  # Megatron compiles a dozen small functions, for seconds each
-    MoEAuxLossAutoScaler.main_loss_backward_scale = None  # of another shape in schedules than in a loop of one's own
+    torch.compiler.set_stance(
+        "force_eager"
+    )  # Megatron compiles a dozen small functions, for seconds each
+    MoEAuxLossAutoScaler.main_loss_backward_scale = (
+        None  # of another shape in schedules than in a loop of one's own
+    )
     parallel_state.destroy_model_parallel()
     known = dist.distributed_c10d._world.pg_map
-    for group in _GROUPS:  # of which that ends one, and each would keep three threads for as long as the process lives
+    for group in (
+        _GROUPS
+    ):  # of which that ends one, and each would keep three threads for as long as the process lives
         if group in known:
             dist.destroy_process_group(group)
     _GROUPS.clear()
@@ -109,7 +121,10 @@ def filled(model: Any) -> Any:
         for name, parameter in named_parameters(model):
             if parameter.dim() > 1:
                 generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * (0.5 if "router" in name else 0.2))
+                parameter.copy_(
+                    torch.randn(parameter.shape, generator=generator)
+                    * (0.5 if "router" in name else 0.2)
+                )
     return model
 
 
@@ -160,7 +175,9 @@ def steered(model: Any, bias: dict[int, float] | None) -> Any:
 
 def reference_spec(config: Any) -> Any:
     """Megatron's own layers."""
-    return get_gpt_layer_local_spec(num_experts=config.num_moe_experts, normalization=config.normalization)
+    return get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts, normalization=config.normalization
+    )
 
 
 @contextlib.contextmanager
@@ -264,7 +281,10 @@ def compare(
     with opened_heap(ranks_per_node) as heap:
         assert (heap.topology.num_nodes > 1) == (ranks_per_node is not None)
         spec = reference_spec(config)
-        forms = {**forms_of(spec, heap, **(options or {})), "experts alone": integration.use_symmoe_experts(spec)}
+        forms = {
+            **forms_of(spec, heap, **(options or {})),
+            "experts alone": integration.use_symmoe_experts(spec),
+        }
         found, received = {}, []
         for form, form_spec in forms.items():
             model = model_of(config, form_spec)
@@ -280,7 +300,11 @@ def compare(
                 staging_copies = copies
             del model
     check_equal(found, exact=exact)
-    return {"num_zeros": num_zeros(found["megatron"]), "received": received, "staging_copies": staging_copies}
+    return {
+        "num_zeros": num_zeros(found["megatron"]),
+        "received": received,
+        "staging_copies": staging_copies,
+    }
 
 
 def layer_of(config: Any, spec: Any) -> Any:
@@ -290,7 +314,9 @@ def layer_of(config: Any, spec: Any) -> Any:
     return filled(layer)
 
 
-def differentiated(layer: Any, x: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def differentiated(
+    layer: Any, x: torch.Tensor, dy: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The layer's output and the gradient of its input, for this gradient of the output."""
     x = x.clone().requires_grad_()
     y, _ = layer(x)
@@ -303,4 +329,6 @@ def note_rows(layer: Any, received: list[list[int]]) -> None:
 
     num_local = layer.experts.num_local_experts
     first = layer.listeners.heap.rank * num_local
-    layer.listeners.add(lambda report: received.append(report.expert_load[first : first + num_local].tolist()))
+    layer.listeners.add(
+        lambda report: received.append(report.expert_load[first : first + num_local].tolist())
+    )

@@ -17,7 +17,11 @@ class CudaIsCpu(TorchFunctionMode):
     """Within it, tensors that Megatron makes on "cuda" are on the CPU, and say that their type is one of GPUs."""
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = dict(kwargs or {})
         if torch.cuda.is_available():
@@ -27,6 +31,8 @@ class CudaIsCpu(TorchFunctionMode):
         if str(kwargs.get("device")).startswith("cuda"):
             kwargs["device"] = "cpu"
         result = func(*args, **kwargs)
-        if func is torch.Tensor.type and isinstance(result, str):  # which the optimizers of Megatron look at
+        if func is torch.Tensor.type and isinstance(
+            result, str
+        ):  # which the optimizers of Megatron look at
             return result.replace("torch.", "torch.cuda.")
         return result

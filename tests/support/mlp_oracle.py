@@ -22,7 +22,15 @@ GPU_SUMS = math.sqrt(GPU_I / I)  # the rounding of fp32 sums grows with the root
 WITH_ROOM = tuple({"with room": way} for way in (WAYS[0], WAYS[-1]))  # with exact capacity
 
 
-def compare(findings: Findings, name: str, got: torch.Tensor, want: torch.Tensor, dtype, *, num_terms: int = 0) -> None:
+def compare(
+    findings: Findings,
+    name: str,
+    got: torch.Tensor,
+    want: torch.Tensor,
+    dtype,
+    *,
+    num_terms: int = 0,
+) -> None:
     """Notes a tensor that is further from the oracle than the dtype explains. num_terms: that a number is the sum of,
     each about 1/2. Such sums are of any size, and where they cancel, they are no more exact for it; a single one cannot
     say of what size they mostly are."""
@@ -33,36 +41,53 @@ def compare(findings: Findings, name: str, got: torch.Tensor, want: torch.Tensor
 
 @contextlib.contextmanager
 def in_parts(
-    x: torch.Tensor, probs: torch.Tensor, experts: GroupedMLP, plan: Plan, order: str, num_rows: int, findings: Findings
+    x: torch.Tensor,
+    probs: torch.Tensor,
+    experts: GroupedMLP,
+    plan: Plan,
+    order: str,
+    num_rows: int,
+    findings: Findings,
 ) -> Iterator[torch.Tensor]:
     """y of dispatch_tokens, the experts and combine_tokens, in leases; at the end their tails must be untouched."""
     names = ("rows", "expert output", "gradient of the output", "gradient of the rows")
     with contextlib.ExitStack() as stack:
         shape = (plan.row_capacity, x.shape[1])
-        leases = [stack.enter_context(poisoned_lease(plan.heap, shape, x.dtype, name=name)) for name in names]
+        leases = [
+            stack.enter_context(poisoned_lease(plan.heap, shape, x.dtype, name=name))
+            for name in names
+        ]
         rows_out, out, d_out, d_rows = (lease.tensor for lease in leases)
         rows, row_probs = dispatch_tokens(x, plan, probs=probs, out=rows_out, order=order)
         n = rows.shape[0]
         expert_out = experts(rows, plan.splits, row_probs, out=out[:n], grad_input_out=d_rows[:n])
         yield combine_tokens(expert_out, plan, order=order, grad_out=d_out[:n])
         for lease in leases:
-            findings.check(is_poison(lease.tensor[num_rows:]), f"the tail of '{lease.name}' was written")
+            findings.check(
+                is_poison(lease.tensor[num_rows:]), f"the tail of '{lease.name}' was written"
+            )
         del rows, expert_out
 
 
-def check_mlp(heap: SymmetricHeap, case: routings.Case, sizes: tuple[int, int], dtype, findings: Findings) -> None:
+def check_mlp(
+    heap: SymmetricHeap, case: routings.Case, sizes: tuple[int, int], dtype, findings: Findings
+) -> None:
     """Notes what differs in one case; sizes: hidden and ffn."""
     rank, (hidden, ffn), routing = heap.rank, sizes, case.routing(heap.num_ranks)
     ids = torch.from_numpy(routing.topk_idx[rank])
     all_ids = oracle.gather(ids)
-    layout = oracle.lay_out([t.numpy() for t in all_ids], routing.num_experts, capacity=routing.capacity)
+    layout = oracle.lay_out(
+        [t.numpy() for t in all_ids], routing.num_experts, capacity=routing.capacity
+    )
     if routing.overflow == "raise" and layout.num_dropped:
         return
     weights = global_weights(routing.num_experts, hidden, ffn, dtype)
     rng = case.generator(600 + rank)
     x, dy = (torch.from_numpy(rng.standard_normal((len(ids), hidden))).to(dtype) for _ in range(2))
     probs = case.probs(rank, len(ids))
-    want = oracle.dense_moe(layout, all_ids, oracle.gather(x), oracle.gather(probs), weights, oracle.gather(dy))
+    want = oracle.dense_moe(
+        layout, all_ids, oracle.gather(x), oracle.gather(probs), weights, oracle.gather(dy)
+    )
 
     x, probs = x.to(heap.device).requires_grad_(), probs.to(heap.device).requires_grad_()
     experts = experts_of(*local_part(weights, heap))
@@ -82,14 +107,18 @@ def check_mlp(heap: SymmetricHeap, case: routings.Case, sizes: tuple[int, int], 
             if way == "parts":
                 step = in_parts(x, probs, experts, plan, order, len(layout.rows[rank]), findings)
             else:
-                step = contextlib.nullcontext(expert_parallel_mlp(x, probs, experts, plan, order=order, **way))
+                step = contextlib.nullcontext(
+                    expert_parallel_mlp(x, probs, experts, plan, order=order, **way)
+                )
         with step as y:
             found = [y.detach(), *torch.autograd.grad(y, leaves, dy.to(heap.device))]
             del y
         del step
         findings.equal("leased bytes", heap.leased_bytes, 0)
         if way in (*WAYS[1:], *WITH_ROOM):
-            for name, got, one in zip(("y", "dx", "dprobs", "dw1", "dw2"), found, first, strict=True):
+            for name, got, one in zip(
+                ("y", "dx", "dprobs", "dw1", "dw2"), found, first, strict=True
+            ):
                 findings.check(torch.equal(got, one), f"{name} has other bits than with {WAYS[0]}")
             continue
         first = found if way == WAYS[0] else first

@@ -37,7 +37,9 @@ def outcome(call: Callable[[], object]) -> tuple[str, str]:
     try:
         call()
     except Exception as error:  # noqa: BLE001
-        return type(error).__name__, str(error).split(": ", 1)[-1] if str(error).startswith("on rank ") else str(error)
+        return type(error).__name__, str(error).split(": ", 1)[-1] if str(error).startswith(
+            "on rank "
+        ) else str(error)
     return "", ""
 
 
@@ -47,7 +49,9 @@ class Ready:
     def __init__(self, heap: SymmetricHeap, rank: int) -> None:
         self.heap = heap
         generator = torch.Generator().manual_seed(rank)
-        chosen = [torch.randperm(NUM_EXPERTS, generator=generator)[:TOP_K] for _ in range(NUM_TOKENS)]
+        chosen = [
+            torch.randperm(NUM_EXPERTS, generator=generator)[:TOP_K] for _ in range(NUM_TOKENS)
+        ]
         self.ids = torch.stack(chosen).to(heap.device)
         self.x = torch.randn((NUM_TOKENS, HIDDEN), generator=generator).to(heap.device)
 
@@ -90,12 +94,16 @@ class Overlapping(Ready):
         return y
 
 
-def wrong_calls(rank, num_ranks, ranks_per_node: int, culprit: int, device="cpu") -> list[tuple[str, tuple[str, str]]]:
+def wrong_calls(
+    rank, num_ranks, ranks_per_node: int, culprit: int, device="cpu"
+) -> list[tuple[str, tuple[str, str]]]:
     """What calls raise in which the culprit, or its node, brings something wrong; each is followed by a right one."""
     found: list[tuple[str, tuple[str, str]]] = []
     is_culprit, on_its_node = rank == culprit, rank // ranks_per_node == culprit // ranks_per_node
     # A rank of the next node on another rail: its peers and rail peers do not wait for those of the culprit.
-    across = (culprit // ranks_per_node + 1) * ranks_per_node % num_ranks + (culprit + 1) % ranks_per_node
+    across = (culprit // ranks_per_node + 1) * ranks_per_node % num_ranks + (
+        culprit + 1
+    ) % ranks_per_node
     with open_heap(device, num_bytes=1 << 20, ranks_per_node=ranks_per_node) as heap:
         ready = Ready(heap, rank)
         x = ready.x
@@ -109,7 +117,10 @@ def wrong_calls(rank, num_ranks, ranks_per_node: int, culprit: int, device="cpu"
         bad_ids[0, 0] = NUM_EXPERTS if is_culprit else bad_ids[0, 0]
         for capacity in (None, 100):
             options = {"num_experts": NUM_EXPERTS, "heap": heap, "capacity": capacity}
-            expect("ArgumentError", lambda o=options: make_plan(ready.ids.float() if is_culprit else ready.ids, **o))
+            expect(
+                "ArgumentError",
+                lambda o=options: make_plan(ready.ids.float() if is_culprit else ready.ids, **o),
+            )
             expect("ExpertIdError", lambda o=options: make_plan(bad_ids, **o))
         with_room = Overlapping(heap, rank)
         with_room.step()  # the next call has room, and its host does not wait for the plan
@@ -122,26 +133,47 @@ def wrong_calls(rank, num_ranks, ranks_per_node: int, culprit: int, device="cpu"
             expect("ConfigMismatch", lambda its=layer: its(x))
             assert found[-1][1][1].startswith("stash differs: rank ")
         rail_capacity = 50 if on_its_node else 40
-        expect("ConfigMismatch", lambda: ready.plan(capacity=100, max_tokens=50, rail_capacity=rail_capacity))
-        for has_capacity in (is_culprit, not is_culprit, on_its_node):  # the others' hosts read the plan
-            expect("ConfigMismatch", lambda static=has_capacity: ready.plan(capacity=100 if static else None))
+        expect(
+            "ConfigMismatch",
+            lambda: ready.plan(capacity=100, max_tokens=50, rail_capacity=rail_capacity),
+        )
+        for has_capacity in (
+            is_culprit,
+            not is_culprit,
+            on_its_node,
+        ):  # the others' hosts read the plan
+            expect(
+                "ConfigMismatch",
+                lambda static=has_capacity: ready.plan(capacity=100 if static else None),
+            )
         expect("CapacityError", lambda: ready.plan(capacity=1))
         expect("CapacityError", lambda: ready.plan(capacity=100, rail_capacity=1))
         plan = ready.plan()
         expect("ArgumentError", lambda: dispatch_tokens(x[1:] if is_culprit else x, plan))
-        expect("ArgumentError", lambda: dispatch_tokens(x[1:] if rank in (culprit, across) else x, plan))
+        expect(
+            "ArgumentError",
+            lambda: dispatch_tokens(x[1:] if rank in (culprit, across) else x, plan),
+        )
         expect("ConfigMismatch", lambda: dispatch_tokens(wide if is_culprit else x, plan))
         expect("ConfigMismatch", lambda: dispatch_tokens(wide if on_its_node else x, plan))
         rows, _ = dispatch_tokens(x, plan)
         expect("ArgumentError", lambda: combine_tokens(rows[1:] if is_culprit else rows, plan))
-        expect("ConfigMismatch", lambda: combine_tokens(rows, plan, order="slot" if on_its_node else "rank"))
+        expect(
+            "ConfigMismatch",
+            lambda: combine_tokens(rows, plan, order="slot" if on_its_node else "rank"),
+        )
         other_plan = ready.plan()
         other_rows, _ = dispatch_tokens(x, other_plan)
         expect("ConfigMismatch", lambda: dispatch_tokens(x, plan if on_its_node else other_plan))
         its = (rows, plan) if on_its_node else (other_rows, other_plan)
         expect("ConfigMismatch", lambda: combine_tokens(*its))
-        expect("ConfigMismatch", lambda: dispatch_tokens(x, plan) if on_its_node else combine_tokens(rows, plan))
-        expect("ConfigMismatch", lambda: ready.plan() if on_its_node else combine_tokens(rows, plan))
+        expect(
+            "ConfigMismatch",
+            lambda: dispatch_tokens(x, plan) if on_its_node else combine_tokens(rows, plan),
+        )
+        expect(
+            "ConfigMismatch", lambda: ready.plan() if on_its_node else combine_tokens(rows, plan)
+        )
     return found
 
 
@@ -174,7 +206,9 @@ def unforeseen(rank: int, num_ranks: int, ranks_per_node: int) -> list[tuple[str
         for owner, name, number, _ in middle(ranks_per_node).values():
             left, original = number, getattr(owner, name)
 
-            def fail(*arguments: Any, original: Callable[..., Any] = original, **options: Any) -> Any:
+            def fail(
+                *arguments: Any, original: Callable[..., Any] = original, **options: Any
+            ) -> Any:
                 nonlocal left
                 left -= 1
                 if left == -1:
@@ -184,7 +218,9 @@ def unforeseen(rank: int, num_ranks: int, ranks_per_node: int) -> list[tuple[str
             with pytest.MonkeyPatch.context() as patch:
                 if rank == num_ranks - 1:
                     patch.setattr(owner, name, fail)
-                    patch.setattr(heap.tapes, "run", lambda key, function, *_: function())  # a tape would not call it
+                    patch.setattr(
+                        heap.tapes, "run", lambda key, function, *_: function()
+                    )  # a tape would not call it
                 found.append((*outcome(ready.step), ready.is_back))
             ready.step()
     return found
@@ -201,7 +237,9 @@ def fail_plans(rank: int, num_ranks: int, ranks_per_node: int) -> None:
             with pytest.MonkeyPatch.context() as patch:
                 if is_last:
                     patch.setattr(*end, Mock(side_effect=RuntimeError(text)))
-                    patch.setattr(heap.tapes, "run", lambda key, function, *_: function())  # a tape would not call it
+                    patch.setattr(
+                        heap.tapes, "run", lambda key, function, *_: function()
+                    )  # a tape would not call it
                 found = outcome(lambda its=capacity: (ready.plan(capacity=its), heap.synchronize()))
             assert found == ((kind, text) if is_last else ("SymmoeError", f"{kind}: {text}"))
         ready.step()
@@ -212,8 +250,12 @@ def check_unforeseen(by_rank: list[list[tuple[str, str, bool]]], ranks_per_node:
     text, *others, victim = "out of memory, say", *by_rank
     assert [error[:2] for error in victim] == [("RuntimeError", text)] * len(victim)
     for found in others:
-        assert [error[:2] for error in found] == [("SymmoeError", f"RuntimeError: {text}")] * len(victim)
-    assert [is_back for *_, is_back in victim] == [is_back for *_, is_back in middle(ranks_per_node).values()]
+        assert [error[:2] for error in found] == [("SymmoeError", f"RuntimeError: {text}")] * len(
+            victim
+        )
+    assert [is_back for *_, is_back in victim] == [
+        is_back for *_, is_back in middle(ranks_per_node).values()
+    ]
 
 
 TIMEOUT_S = 4.0
@@ -222,7 +264,9 @@ LAYER_NUM_EXPERTS, LAYER_HIDDEN, LAYER_FFN, LAYER_TOP_K = 12, 16, 24, 3
 MOST_TOKENS = 40
 
 
-def train(rank, num_ranks, ranks_per_node: int | None, options: dict, dtype, device="cpu") -> list[torch.Tensor]:
+def train(
+    rank, num_ranks, ranks_per_node: int | None, options: dict, dtype, device="cpu"
+) -> list[torch.Tensor]:
     """The tensors of two steps of a layer: outputs, metrics, and all gradients; and the bytes that are still leased."""
     generator, found = torch.Generator().manual_seed(1), []
     with open_heap(device, ranks_per_node=ranks_per_node) as heap:
@@ -236,7 +280,9 @@ def train(rank, num_ranks, ranks_per_node: int | None, options: dict, dtype, dev
         )
         layer = MoELayer(config, heap, dtype=dtype)
         for name, parameter in layer.named_parameters():
-            shape = parameter.shape if "router" in name else (LAYER_NUM_EXPERTS, *parameter.shape[1:])
+            shape = (
+                parameter.shape if "router" in name else (LAYER_NUM_EXPERTS, *parameter.shape[1:])
+            )
             whole = torch.randn(shape, generator=generator) * 0.3
             first = 0 if "router" in name else rank * parameter.shape[0]
             parameter.data.copy_(whole[first : first + parameter.shape[0]])
@@ -246,7 +292,13 @@ def train(rank, num_ranks, ranks_per_node: int | None, options: dict, dtype, dev
             x = tokens[rank, :num_tokens].to(heap.device, dtype).requires_grad_()
             y, metrics = layer(x)
             (y.float().square().sum() + metrics.aux_loss).backward()
-            found += [y.detach(), x.grad, metrics.aux_loss.detach(), metrics.expert_load, metrics.num_dropped]
+            found += [
+                y.detach(),
+                x.grad,
+                metrics.aux_loss.detach(),
+                metrics.expert_load,
+                metrics.num_dropped,
+            ]
         found += [torch.zeros(0) if p.grad is None else p.grad for p in layer.parameters()]
         del y, metrics
         heap.synchronize()
@@ -265,10 +317,17 @@ def drop_on_rails(rank: int, num_ranks: int, ranks_per_node: int, device: str = 
     findings, num_nodes = Findings(), num_ranks // ranks_per_node
     with open_heap(device, ranks_per_node=ranks_per_node) as heap:
         on = {"device": heap.device}
-        ids = torch.arange(num_nodes, **on).repeat(5, 1) * ranks_per_node  # E = R: the first rank of each node
+        ids = (
+            torch.arange(num_nodes, **on).repeat(5, 1) * ranks_per_node
+        )  # E = R: the first rank of each node
         for capacity in (2, 3, 1):
             findings.where = f"rank {rank}, rail_capacity {capacity}"
-            options = {"num_experts": num_ranks, "capacity": 100, "overflow": "drop", "rail_capacity": capacity}
+            options = {
+                "num_experts": num_ranks,
+                "capacity": 100,
+                "overflow": "drop",
+                "rail_capacity": capacity,
+            }
             x = torch.randn(5, 8, requires_grad=True, **on)
             plan = make_plan(ids, heap=heap, **options)
             probs = torch.ones(5, num_nodes, requires_grad=True, **on)
@@ -279,10 +338,16 @@ def drop_on_rails(rank: int, num_ranks: int, ranks_per_node: int, device: str = 
             kept[capacity:] = False
             kept[:, rank // ranks_per_node] = True
             findings.check(torch.equal(plan.slot_to_rank >= 0, kept), "other slots were dropped")
-            findings.equal("num_dropped", plan.num_dropped, [(5 - capacity) * (num_nodes - 1) * num_ranks])
+            findings.equal(
+                "num_dropped", plan.num_dropped, [(5 - capacity) * (num_nodes - 1) * num_ranks]
+            )
             findings.close("y", y, kept.sum(1, keepdim=True) * x, rtol=1e-5, atol=1e-5)
-            findings.close("dx", x.grad, kept.sum(1, keepdim=True).expand_as(x), rtol=1e-5, atol=1e-5)
-            findings.check(torch.equal(probs.grad != 0, kept), "probs have gradients where there are no slots")
+            findings.close(
+                "dx", x.grad, kept.sum(1, keepdim=True).expand_as(x), rtol=1e-5, atol=1e-5
+            )
+            findings.check(
+                torch.equal(probs.grad != 0, kept), "probs have gradients where there are no slots"
+            )
             # As after the replay of a graph with an odd number of barriers, which hosts do not count.
             heap.waits.flight.epoch += 1
     return findings.texts
@@ -290,7 +355,11 @@ def drop_on_rails(rank: int, num_ranks: int, ranks_per_node: int, device: str = 
 
 def connections() -> int:
     """Sockets of this process."""
-    return sum(os.readlink(each).startswith("socket:") for each in Path("/proc/self/fd").iterdir() if each.is_symlink())
+    return sum(
+        os.readlink(each).startswith("socket:")
+        for each in Path("/proc/self/fd").iterdir()
+        if each.is_symlink()
+    )
 
 
 @contextlib.contextmanager
@@ -305,7 +374,9 @@ def refuses() -> Iterator[None]:
         yield
 
 
-def lose(rank, num_ranks, ranks_per_node: int, victims: tuple, how: str, where: tuple, device="cpu") -> tuple[Any, ...]:
+def lose(
+    rank, num_ranks, ranks_per_node: int, victims: tuple, how: str, where: tuple, device="cpu"
+) -> tuple[Any, ...]:
     """What a survivor raises when ranks are lost, when, and how long closing takes.
 
     how: "kill", "stop", "stop half way"; "hang": with a host that answers; or "kill, deaf": survivors' GPUs take no
@@ -313,7 +384,9 @@ def lose(rank, num_ranks, ranks_per_node: int, victims: tuple, how: str, where: 
     where: what makes steps, and the arguments of end_at or stop_half_way.
     """
     backend = "host" if device == "cpu" else "nvshmem"
-    heap = SymmetricHeap(num_bytes=1 << 20, backend=backend, ranks_per_node=ranks_per_node, timeout_s=HANG_S / 2)
+    heap = SymmetricHeap(
+        num_bytes=1 << 20, backend=backend, ranks_per_node=ranks_per_node, timeout_s=HANG_S / 2
+    )
     kind, *point = where
     ready = kind(heap, rank)
     for _ in range(2):
@@ -323,7 +396,11 @@ def lose(rank, num_ranks, ranks_per_node: int, victims: tuple, how: str, where: 
     if how == "kill, deaf":
         has_ended, end_waits = heap.nodes.payload._ended, faults.end_waits
         patch = pytest.MonkeyPatch()
-        patch.setattr(faults, "end_waits", lambda *args, **options: has_ended.wait() and end_waits(*args, **options))
+        patch.setattr(
+            faults,
+            "end_waits",
+            lambda *args, **options: has_ended.wait() and end_waits(*args, **options),
+        )
     if rank in victims:
         stop_half_way(heap, *point) if how == "stop half way" else end_at(heap, how, *point)
     start = time.monotonic()
@@ -339,7 +416,9 @@ def lose(rank, num_ranks, ranks_per_node: int, victims: tuple, how: str, where: 
     return *found, raised - start, time.monotonic() - raised
 
 
-def check_survivors(survivors: dict[int, tuple[Any, ...]], victims: tuple[int, ...], ranks_per_node: int) -> None:
+def check_survivors(
+    survivors: dict[int, tuple[Any, ...]], victims: tuple[int, ...], ranks_per_node: int
+) -> None:
     """All of them name a victim within the bound, and close at once."""
     assert survivors
     for name, missing, node, raised_s, closed_s in survivors.values():
@@ -349,7 +428,9 @@ def check_survivors(survivors: dict[int, tuple[Any, ...]], victims: tuple[int, .
         assert closed_s < PROMPT_S, survivors
 
 
-def end_at(heap: SymmetricHeap, how: str, method: str, phase: int | None = None, number: int = 1) -> None:
+def end_at(
+    heap: SymmetricHeap, how: str, method: str, phase: int | None = None, number: int = 1
+) -> None:
     """This process ends, or stops, when it comes to that of its barriers or meetings of that phase, or to the end of
     that exchange."""
     owner: Any = heap.nodes if method == "meet" or phase is None else heap
@@ -398,5 +479,10 @@ def give_up(rank: int, num_ranks: int) -> tuple[str, int, str, float]:
             ready.step()
             heap.synchronize()
     except Exception as error:  # noqa: BLE001
-        return type(error).__name__, getattr(error, "rank", -1), str(error), time.monotonic() - start
+        return (
+            type(error).__name__,
+            getattr(error, "rank", -1),
+            str(error),
+            time.monotonic() - start,
+        )
     return "", -1, "", 0.0

@@ -10,25 +10,41 @@ from symmoe.kernels.twin import nodes as twin
 from symmoe.nodes.topology import find_topology, make_rank_maps
 
 LOCAL = 2  # experts of a rank
-NODES = {"two of one": [0, 1], "two of two": [0, 0, 1, 1], "three of two": [0, 0, 1, 1, 2, 2], "mixed": [0, 1, 1, 0]}
+NODES = {
+    "two of one": [0, 1],
+    "two of two": [0, 0, 1, 1],
+    "three of two": [0, 0, 1, 1, 2, 2],
+    "mixed": [0, 1, 1, 0],
+}
 
 
 def filled(places: tuple[int, control.PlanLayout]) -> tuple[torch.Tensor, control.PlanLayout]:
     return torch.full((places[0],), -7, dtype=torch.int32), places[1]
 
 
-def rail_rows(module, ids: torch.Tensor, maps: control.RankMaps, most: int, room: int) -> tuple[torch.Tensor, ...]:
+def rail_rows(
+    module, ids: torch.Tensor, maps: control.RankMaps, most: int, room: int
+) -> tuple[torch.Tensor, ...]:
     num_nodes, num_experts = len(maps.by_node), LOCAL * maps.by_node.numel()
-    numbers, rows = (torch.full(shape, -7, dtype=torch.int32) for shape in ((num_nodes + 2,), (len(ids), num_nodes)))
+    numbers, rows = (
+        torch.full(shape, -7, dtype=torch.int32)
+        for shape in ((num_nodes + 2,), (len(ids), num_nodes))
+    )
     module.rail_rows(ids, maps, numbers, rows, num_experts=num_experts, most=most, room=room)
     return numbers, rows
 
 
-def expected_rail_rows(ids: torch.Tensor, node_of: list[int], here: int, most: int) -> list[list[int]]:
+def expected_rail_rows(
+    ids: torch.Tensor, node_of: list[int], here: int, most: int
+) -> list[list[int]]:
     counts, lines = [0] * (max(node_of) + 1), []
     for token in ids.tolist():
-        goes = {node_of[expert // LOCAL] for expert in token if 0 <= expert < LOCAL * len(node_of)} - {here}
-        lines.append([counts[n] if n in goes and counts[n] < most else -1 for n in range(len(counts))])
+        goes = {
+            node_of[expert // LOCAL] for expert in token if 0 <= expert < LOCAL * len(node_of)
+        } - {here}
+        lines.append(
+            [counts[n] if n in goes and counts[n] < most else -1 for n in range(len(counts))]
+        )
         for node in goes:
             counts[node] += 1
     return [[*counts, max(counts)], *lines]
@@ -38,7 +54,9 @@ def plan_of(ids: torch.Tensor, num_ranks: int) -> control.PlanIntegers:
     """A plan with the ids' ranks, and any numbers elsewhere."""
     (num_tokens, top_k), generator = ids.shape, torch.Generator().manual_seed(3)
     size, layout = control.plan_layout(num_tokens, top_k, LOCAL * num_ranks, num_ranks)
-    plan = control.PlanIntegers(torch.randint(0, 999, (size,), generator=generator, dtype=torch.int32), layout)
+    plan = control.PlanIntegers(
+        torch.randint(0, 999, (size,), generator=generator, dtype=torch.int32), layout
+    )
     valid = (ids >= 0) & (ids < LOCAL * num_ranks)
     plan.slot_to_rank.copy_(torch.where(valid, ids // LOCAL, -1))
     plan.slot_to_row.masked_fill_(~valid, -1)
@@ -46,7 +64,12 @@ def plan_of(ids: torch.Tensor, num_ranks: int) -> control.PlanIntegers:
 
 
 def in_node(
-    module, plan: control.PlanIntegers, rows: torch.Tensor, numbers: torch.Tensor, maps: control.RankMaps, most: int
+    module,
+    plan: control.PlanIntegers,
+    rows: torch.Tensor,
+    numbers: torch.Tensor,
+    maps: control.RankMaps,
+    most: int,
 ) -> control.InNodeIntegers:
     (num_tokens, top_k), shape = plan.slot_to_row.shape, tuple(maps.by_node.shape)
     found = control.InNodeIntegers(
@@ -57,14 +80,24 @@ def in_node(
 
 
 def check_lines(
-    plan: control.PlanIntegers, rows: torch.Tensor, maps: control.RankMaps, most: int, found: control.InNodeIntegers
+    plan: control.PlanIntegers,
+    rows: torch.Tensor,
+    maps: control.RankMaps,
+    most: int,
+    found: control.InNodeIntegers,
 ) -> None:
     """Every home row, by loops."""
     (num_tokens, top_k), num_nodes = plan.slot_to_row.shape, len(maps.by_node)
     used = {}
     for token, node in itertools.product(range(num_tokens), range(num_nodes)):
         row = int(rows[token, node])
-        home = token if node == maps.here else -1 if row < 0 else num_tokens + most * (node - (node > maps.here)) + row
+        home = (
+            token
+            if node == maps.here
+            else -1
+            if row < 0
+            else num_tokens + most * (node - (node > maps.here)) + row
+        )
         assert int(found.token_to_home_row[token, node]) == home
         if home >= 0:
             used[home] = token, node
@@ -76,11 +109,15 @@ def check_lines(
             rank = -1 if node is None else int(plan.slot_to_rank[token, k])
             is_its = rank in ranks
             assert int(found.slot_to_rank[home, k]) == (ranks.index(rank) if is_its else -1)
-            assert int(found.slot_to_row[home, k]) == (int(plan.slot_to_row[token, k]) if is_its else -1)
+            assert int(found.slot_to_row[home, k]) == (
+                int(plan.slot_to_row[token, k]) if is_its else -1
+            )
             if is_its:
                 assert int(found.slot_to_home_row[token, k]) == home * top_k + k
         for name in ("token_to_packed_row", "token_to_primary_row"):
-            its = [int(getattr(plan, name)[token, rank]) for rank in ranks] or [-1] * maps.by_node.shape[1]
+            its = [int(getattr(plan, name)[token, rank]) for rank in ranks] or [
+                -1
+            ] * maps.by_node.shape[1]
             assert getattr(found, name)[home].tolist() == its
     assert bool((found.slot_to_home_row[plan.slot_to_rank < 0] == -1).all())
     assert not found.zeros.any()
@@ -92,35 +129,50 @@ def tables(module, maps: control.RankMaps, epoch: int) -> list[torch.Tensor]:
     num_ranks, own = maps.by_node.numel(), maps.by_node[maps.here]
     layout = control.ControlLayout(len(own), num_ranks)
     generator = torch.Generator().manual_seed(7)
-    views = tuple(torch.randint(0, 9, (layout.num_bytes,), generator=generator, dtype=torch.uint8) for _ in own)
+    views = tuple(
+        torch.randint(0, 9, (layout.num_bytes,), generator=generator, dtype=torch.uint8)
+        for _ in own
+    )
     bases = torch.tensor([view.data_ptr() for view in views], dtype=torch.int64)
     peers = control.Peers(0, len(own), bases, views, layout, tuple(own.tolist()))
     counters = peers.counters(0).zero_()
     counters[control.BARRIER_EPOCH], counters[control.RAIL_FAULT] = epoch, epoch % 2
     rows = torch.full((len(own), layout.row_words), -7, dtype=torch.int32)
-    theirs = torch.randint(0, 99, (num_ranks - len(own), layout.row_words), generator=generator, dtype=torch.int32)
+    theirs = torch.randint(
+        0, 99, (num_ranks - len(own), layout.row_words), generator=generator, dtype=torch.int32
+    )
     received = torch.full((num_ranks, control.NUM_PUBLISHED), -7)
-    module.tell_header(torch.tensor([1234], dtype=torch.int32), peers, int(own[0]), word=control.HEAD_RAIL_DROPPED)
+    module.tell_header(
+        torch.tensor([1234], dtype=torch.int32), peers, int(own[0]), word=control.HEAD_RAIL_DROPPED
+    )
     cleared = torch.full((3, 700), -7, dtype=torch.int32)
     module.own_counts(own, peers, rows, cleared)
     module.other_counts(theirs, maps.other_ranks, peers, received)
     assert bool((received == -(epoch % 2)).all())
     taken = torch.full((3, 6), -7.0, dtype=torch.bfloat16)
-    module.take_rows(rows[:, :6].bfloat16(), torch.tensor([1, 0, 1], dtype=torch.int32) % len(own), taken)
+    module.take_rows(
+        rows[:, :6].bfloat16(), torch.tensor([1, 0, 1], dtype=torch.int32) % len(own), taken
+    )
     none = torch.full((2, 8), -7.0, dtype=torch.bfloat16)
-    module.take_rows(torch.empty((0, 16), dtype=torch.bfloat16)[:, ::2], torch.zeros(2, dtype=torch.int32), none)
+    module.take_rows(
+        torch.empty((0, 16), dtype=torch.bfloat16)[:, ::2], torch.zeros(2, dtype=torch.int32), none
+    )
     return [*views, rows, received, taken, none, cleared]
 
 
 def main() -> None:
     generator, failures = torch.Generator().manual_seed(0), 0
-    for (name, node_of), num_tokens, dtype in itertools.product(NODES.items(), (0, 1, 70), (torch.int32, torch.int64)):
+    for (name, node_of), num_tokens, dtype in itertools.product(
+        NODES.items(), (0, 1, 70), (torch.int32, torch.int64)
+    ):
         wrong = []
         for rank, most, room in ((0, 200, -1), (len(node_of) - 1, 40, 9), (1, 40, -1)):
             maps = make_rank_maps(find_topology(node_of, rank, None), torch.device("cpu"))
             num_experts = LOCAL * len(node_of)
             ids = torch.randint(-2, num_experts + 1, (num_tokens, 3), generator=generator).to(dtype)
-            (numbers, rows), theirs = (rail_rows(module, ids, maps, most, room) for module in (twin, nodes))
+            (numbers, rows), theirs = (
+                rail_rows(module, ids, maps, most, room) for module in (twin, nodes)
+            )
             expected = expected_rail_rows(ids, node_of, maps.here, most)
             largest = expected[0][-1]
             told = (0 if largest <= most else largest) if room < 0 else room * (largest <= most)
@@ -131,8 +183,13 @@ def main() -> None:
             its = in_node(nodes, plan, rows, numbers, maps, most)
             assert control.num_blocks(num_tokens) == len(plan.block_tokens)
             equal = [torch.equal(*pair) for pair in zip(theirs, (numbers, rows), strict=True)]
-            equal += [torch.equal(getattr(its, each), getattr(found, each)) for each in found.layout]
-            equal += [all(map(torch.equal, tables(twin, maps, epoch), tables(nodes, maps, epoch))) for epoch in (6, 7)]
+            equal += [
+                torch.equal(getattr(its, each), getattr(found, each)) for each in found.layout
+            ]
+            equal += [
+                all(map(torch.equal, tables(twin, maps, epoch), tables(nodes, maps, epoch)))
+                for epoch in (6, 7)
+            ]
             wrong += [(rank, n) for n, is_equal in enumerate(equal) if not is_equal]
         failures += bool(wrong)
         print(f"{name}, {num_tokens} tokens, {dtype}: {wrong or 'ok'}")

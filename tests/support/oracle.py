@@ -46,8 +46,12 @@ class Layout:
     top_k: int
     rows: list[list[Slot]]  # [r] the slot that each row of rank r holds
     splits: list[list[int]]  # [r] rows of each expert of rank r
-    packed: list[list[tuple[int, int] | None]]  # [r] (source, token) of each packed row of rank r; None: unused
-    packed_start: list[list[int]]  # [r] where each source's packed rows start on rank r; the last is their number
+    packed: list[
+        list[tuple[int, int] | None]
+    ]  # [r] (source, token) of each packed row of rank r; None: unused
+    packed_start: list[
+        list[int]
+    ]  # [r] where each source's packed rows start on rank r; the last is their number
     packed_to_row: list[np.ndarray]  # [r] int [P, K]
     row_to_packed_row: list[np.ndarray]  # [r] int [N]
     slot_to_row: list[np.ndarray]  # [s] int [T, K], as the next
@@ -69,7 +73,9 @@ def lay_out(topk_idx: list[np.ndarray], num_experts: int, *, capacity: int | Non
             for k in range(top_k):
                 if ids[token, k] >= 0:
                     wanted[ids[token, k]].append((source, token, k))
-    kept = keep_within([[len(w) for w in wanted[r * local : (r + 1) * local]] for r in range(num_ranks)], capacity)
+    kept = keep_within(
+        [[len(w) for w in wanted[r * local : (r + 1) * local]] for r in range(num_ranks)], capacity
+    )
 
     def table(value: int, *shape: int) -> np.ndarray:
         return np.full(shape, value, dtype=np.int64)
@@ -81,7 +87,9 @@ def lay_out(topk_idx: list[np.ndarray], num_experts: int, *, capacity: int | Non
     to_packed = [table(-1, ids.shape[0], num_ranks) for ids in topk_idx]
     for rank in range(num_ranks):
         mine = range(rank * local, (rank + 1) * local)
-        rows.append([slot for g, count in zip(mine, kept[rank], strict=True) for slot in wanted[g][:count]])
+        rows.append(
+            [slot for g, count in zip(mine, kept[rank], strict=True) for slot in wanted[g][:count]]
+        )
         for row, (source, token, k) in enumerate(rows[rank]):
             slot_to_row[source][token, k] = row
             slot_to_rank[source][token, k] = rank
@@ -92,7 +100,9 @@ def lay_out(topk_idx: list[np.ndarray], num_experts: int, *, capacity: int | Non
             before = {token for g in mine for s, token, _ in wanted[g] if s == source}
             after = sorted({token for s, token, _ in rows[rank] if s == source})
             num_rows = sum(1 for s, _, _ in rows[rank] if s == source)
-            region = min(len(before), num_rows)  # what the source can know without asking who was dropped
+            region = min(
+                len(before), num_rows
+            )  # what the source can know without asking who was dropped
             assert len(after) <= region
             for token in after:
                 to_packed[source][token, rank] = len(packed[rank])
@@ -108,7 +118,9 @@ def lay_out(topk_idx: list[np.ndarray], num_experts: int, *, capacity: int | Non
         for place, owner in enumerate(packed[rank]):
             if owner is not None:
                 source, token = owner
-                to_primary[source][token, rank] = next(row for row in packed_to_row[rank][place] if row >= 0)
+                to_primary[source][token, rank] = next(
+                    row for row in packed_to_row[rank][place] if row >= 0
+                )
 
     loads = [len(slots) for slots in wanted]
     return Layout(
@@ -144,7 +156,9 @@ def keep_within(loads: list[list[int]], capacity: int | None) -> list[list[int]]
 # -- payload ----------------------------------------------------------------------------------------------------------
 def bits_of(tensor: torch.Tensor) -> np.ndarray:
     """Bit patterns of a tensor, uint16 or uint32 by the size of its elements."""
-    as_int, as_unsigned = {2: (torch.int16, np.uint16), 4: (torch.int32, np.uint32)}[tensor.element_size()]
+    as_int, as_unsigned = {2: (torch.int16, np.uint16), 4: (torch.int32, np.uint32)}[
+        tensor.element_size()
+    ]
     return tensor.detach().cpu().contiguous().view(as_int).numpy().view(as_unsigned)
 
 
@@ -187,22 +201,31 @@ def narrow(values: np.ndarray, dtype: torch.dtype) -> np.ndarray:
 def same_numbers(got: np.ndarray, want: np.ndarray, dtype: torch.dtype) -> bool:
     """Equal bit patterns; where a NaN is wanted any NaN will do, for nothing fixes the payload of a NaN."""
     is_nan = np.isnan(widen(want, dtype))
-    return got.shape == want.shape and bool(np.where(is_nan, np.isnan(widen(got, dtype)), got == want).all())
+    return got.shape == want.shape and bool(
+        np.where(is_nan, np.isnan(widen(got, dtype)), got == want).all()
+    )
 
 
-def sum_slots(layout: Layout, source: int, out_bits: list[np.ndarray], dtype: torch.dtype) -> np.ndarray:
+def sum_slots(
+    layout: Layout, source: int, out_bits: list[np.ndarray], dtype: torch.dtype
+) -> np.ndarray:
     """Bit patterns [T, H] of `order="slot"`: fp32 from zero, in k order, rounded once."""
     sums = np.zeros((len(layout.slot_to_row[source]), out_bits[0].shape[1]), dtype=np.float32)
     with np.errstate(all="ignore"):
         for token in range(sums.shape[0]):
             for k in range(layout.top_k):
-                row, rank = layout.slot_to_row[source][token, k], layout.slot_to_rank[source][token, k]
+                row, rank = (
+                    layout.slot_to_row[source][token, k],
+                    layout.slot_to_rank[source][token, k],
+                )
                 if row >= 0:
                     sums[token] += widen(out_bits[rank][row], dtype)
     return narrow(sums, dtype)
 
 
-def reduce_primary(layout: Layout, rank: int, out_bits: np.ndarray, dtype: torch.dtype) -> np.ndarray:
+def reduce_primary(
+    layout: Layout, rank: int, out_bits: np.ndarray, dtype: torch.dtype
+) -> np.ndarray:
     """The first half of `order="rank"`: where a token's primary row on rank `rank` was, the sum of its rows there, in
     fp32, in k order, from the primary row on, and rounded. One row is its own sum."""
     reduced = out_bits.copy()
@@ -217,7 +240,9 @@ def reduce_primary(layout: Layout, rank: int, out_bits: np.ndarray, dtype: torch
     return reduced
 
 
-def sum_ranks(layout: Layout, source: int, reduced_bits: list[np.ndarray], dtype: torch.dtype) -> np.ndarray:
+def sum_ranks(
+    layout: Layout, source: int, reduced_bits: list[np.ndarray], dtype: torch.dtype
+) -> np.ndarray:
     """Bit patterns [T, H] of the second half of `order="rank"`: these sums in fp32 from zero, in rank order."""
     sums = np.zeros((len(layout.slot_to_row[source]), reduced_bits[0].shape[1]), dtype=np.float32)
     with np.errstate(all="ignore"):
@@ -229,13 +254,21 @@ def sum_ranks(layout: Layout, source: int, reduced_bits: list[np.ndarray], dtype
     return narrow(sums, dtype)
 
 
-def sum_nodes(layout: Layout, source: int, out_bits: list[np.ndarray], nodes: list[list[int]], dtype) -> np.ndarray:
+def sum_nodes(
+    layout: Layout, source: int, out_bits: list[np.ndarray], nodes: list[list[int]], dtype
+) -> np.ndarray:
     """Bit patterns [T, H] of `order="node"`: in each node a token's rows in fp32 from zero, in k order, rounded; then
     these sums in fp32 from zero, in the order of nodes. nodes: the ranks of each."""
     sums = np.zeros((len(layout.slot_to_row[source]), out_bits[0].shape[1]), dtype=np.float32)
     with np.errstate(all="ignore"):
         for token in range(sums.shape[0]):
-            slots = list(zip(layout.slot_to_rank[source][token], layout.slot_to_row[source][token], strict=True))
+            slots = list(
+                zip(
+                    layout.slot_to_rank[source][token],
+                    layout.slot_to_row[source][token],
+                    strict=True,
+                )
+            )
             for ranks in nodes:
                 of_node = np.zeros(sums.shape[1], dtype=np.float32)
                 for rank, row in slots:
@@ -246,7 +279,9 @@ def sum_nodes(layout: Layout, source: int, out_bits: list[np.ndarray], nodes: li
 
 
 # -- experts in float64 -----------------------------------------------------------------------------------------------
-def swiglu_expert(x: torch.Tensor, prob: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
+def swiglu_expert(
+    x: torch.Tensor, prob: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor
+) -> torch.Tensor:
     """W2 (silu(gate) * up * prob) of one row, [gate, up] = W1 x."""
     gate, up = (w1 @ x).chunk(2)
     return w2 @ (gate * torch.sigmoid(gate) * up * prob)
@@ -286,7 +321,9 @@ def dense_moe(
             for k in range(ids.shape[1]):
                 if layout.slot_to_row[source][token, k] >= 0:
                     chosen = [w[int(ids[token, k])] for w in weights]
-                    total = total + swiglu_expert(x[source][token], probs[source][token, k], *chosen)
+                    total = total + swiglu_expert(
+                        x[source][token], probs[source][token, k], *chosen
+                    )
             tokens.append(total)
         y.append(torch.stack(tokens) if tokens else torch.zeros_like(x[source]))
     loss = sum((a * b.double()).sum() for a, b in zip(y, dy, strict=True))

@@ -8,7 +8,13 @@ from symmoe.kernels import twin
 from symmoe.kernels.low_precision import scale_tiles
 
 # rows and blocks of the scales, and of the matrix in memory
-CASES = [((1, 1), (1, 1)), ((128, 4), (128, 4)), ((160, 3), (256, 4)), ((300, 9), (301, 40)), ((70, 133), (128, 136))]
+CASES = [
+    ((1, 1), (1, 1)),
+    ((128, 4), (128, 4)),
+    ((160, 3), (256, 4)),
+    ((300, 9), (301, 40)),
+    ((70, 133), (128, 136)),
+]
 
 
 def swizzle_by_both(table, row_range, swizzled):
@@ -29,8 +35,12 @@ def main():
         for (rows, blocks), padded in CASES:
             width = blocks * 16 // 2 if swizzle == "nvfp4" else blocks * 32
             is_columnwise = swizzle == "mxfp8_columnwise"
-            weights.append(torch.zeros((width, rows) if is_columnwise else (rows, width), dtype=torch.uint8))
-            scales.append(torch.randint(1, 256, padded[::-1] if is_columnwise else padded).to(torch.uint8))
+            weights.append(
+                torch.zeros((width, rows) if is_columnwise else (rows, width), dtype=torch.uint8)
+            )
+            scales.append(
+                torch.randint(1, 256, padded[::-1] if is_columnwise else padded).to(torch.uint8)
+            )
         for lists in (
             {"fc1": weights, "fc1_scales": scales, "fc2_scales": scales[::-1]},
             {"fc2_scales": scales[:1]},

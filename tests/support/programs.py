@@ -11,6 +11,8 @@ from limits import HANG_S
 def printed_by(*arguments: str | Path, **options: Any) -> str:
     """What Python prints that is called with these arguments; it has to end well. options: of subprocess.run."""
     command = [sys.executable, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=False, **options)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=HANG_S, check=False, **options
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -45,7 +45,9 @@ def hard_rows(num_rows: int, width: int, dtype: torch.dtype, *, seed: int = 0) -
     rows *= torch.exp2(torch.randint(-12, 3, (num_rows, width), generator=generator).float())
     rows = rows.to(dtype)
     largest, tiny = torch.finfo(dtype).max, torch.finfo(dtype).smallest_normal
-    ties = torch.tensor([448, 17, 19, -17, 2**-10, 3 * 2**-10, 1.0625, 416, 432, 6, 5, 2.5, 3.5, 0.25, 0.75, -1.75])
+    ties = torch.tensor(
+        [448, 17, 19, -17, 2**-10, 3 * 2**-10, 1.0625, 416, 432, 6, 5, 2.5, 3.5, 0.25, 0.75, -1.75]
+    )
     special = {
         1: torch.zeros(width),
         2: -torch.zeros(width),
@@ -56,7 +58,11 @@ def hard_rows(num_rows: int, width: int, dtype: torch.dtype, *, seed: int = 0) -
     for i, row in special.items():
         if i < num_rows:
             rows[i] = row.to(dtype)
-    for row, column, value in ((11, 3, torch.nan), (12, 70, torch.inf), (13, width - 1, -torch.inf)):
+    for row, column, value in (
+        (11, 3, torch.nan),
+        (12, 70, torch.inf),
+        (13, width - 1, -torch.inf),
+    ):
         if row < num_rows:
             rows[row, column % width] = value
     return rows
@@ -72,7 +78,10 @@ def quantize_all(
     result = {}
     index, source = None, rows
     if hard:
-        index, source = torch.arange(num_rows - 1, -1, -1, dtype=torch.int32, device=rows.device), rows.flip(0)
+        index, source = (
+            torch.arange(num_rows - 1, -1, -1, dtype=torch.int32, device=rows.device),
+            rows.flip(0),
+        )
     options, column_options = {}, {}
     if block_format.has_global_scale:
         signs = SIGNS if hard else None
@@ -86,22 +95,36 @@ def quantize_all(
     out = row_buffers(num_rows, width, block_format, rows.device)
     kernels.quantize_rows(rows, row_range, out, block_format, **options)
     columns = column_buffers(num_rows, num_groups, width, block_format, rows.device)
-    kernels.quantize_columns(source, row_range, columns, block_format, row_index=index, **column_options)
+    kernels.quantize_columns(
+        source, row_range, columns, block_format, row_index=index, **column_options
+    )
     return result | named(*out) | named(*columns, "column_")
 
 
 def check_bias_sums(
-    kernels, name: str, dtype: torch.dtype, *, width: int = 160, splits: tuple[int, ...] = SUMMED, device: str = "cpu"
+    kernels,
+    name: str,
+    dtype: torch.dtype,
+    *,
+    width: int = 160,
+    splits: tuple[int, ...] = SUMMED,
+    device: str = "cpu",
 ) -> None:
     """A bias gradient out of quantize_rows, of all rows at once and of parts: the bits of the twin's grouped_bias_grad;
     what is quantised is the same as without. NaN stays in its column; the tail and its scale are not read."""
     row_format, num_rows = FORMATS[name], sum(splits)
     generator = torch.Generator().manual_seed(width)
     rows = torch.randn(num_rows + TAIL, width, generator=generator)
-    rows = (rows * torch.exp2(torch.randint(-9, 9, rows.shape, generator=generator).float())).to(dtype)
+    rows = (rows * torch.exp2(torch.randint(-9, 9, rows.shape, generator=generator).float())).to(
+        dtype
+    )
     index = torch.randperm(len(rows), generator=generator, dtype=torch.int32)
     scale = torch.randn(len(rows), generator=generator)
-    rows[index[num_rows:]], rows[index[-1 - TAIL], 3], scale[num_rows:] = torch.nan, torch.inf, torch.nan
+    rows[index[num_rows:]], rows[index[-1 - TAIL], 3], scale[num_rows:] = (
+        torch.nan,
+        torch.inf,
+        torch.nan,
+    )
     row_range, options = row_range_of(splits), {}
     if row_format.has_global_scale:
         amax = torch.empty(len(splits))
@@ -116,7 +139,11 @@ def check_bias_sums(
         found = []
         for extra in (None, (sums, None if row_scale is None else row_scale.to(device))):
             out = row_buffers(len(rows), width, row_format, device)
-            given = {"row_index": None if row_index is None else row_index.to(device), "sums": extra, **options}
+            given = {
+                "row_index": None if row_index is None else row_index.to(device),
+                "sums": extra,
+                **options,
+            }
             for part in ranges:
                 kernels.quantize_rows(lines.to(device), part.to(device), out, row_format, **given)
             found.append(named(*out))
@@ -142,7 +169,12 @@ class Scattered:
 
 
 def quantize_weights(
-    kernels, weight: torch.Tensor, name: str, table: TensorTable | None = None, *, in_pairs: bool = False
+    kernels,
+    weight: torch.Tensor,
+    name: str,
+    table: TensorTable | None = None,
+    *,
+    in_pairs: bool = False,
 ) -> dict[str, torch.Tensor]:
     """What kernels make of weights and of their transpose; in_pairs: in one call. table: of the weights, where they are
     to be read."""
@@ -154,7 +186,11 @@ def quantize_weights(
     outs = []
     for prefix, lines in (("", weight), ("transposed_", weight.mT)):
         num_groups, num_lines, width = lines.shape
-        scale_shape = num_groups, -(-num_lines // block_format.block_lines), block_format.num_blocks(width)
+        scale_shape = (
+            num_groups,
+            -(-num_lines // block_format.block_lines),
+            block_format.num_blocks(width),
+        )
         data_shape = num_groups, num_lines, block_format.data_width(width)
         data = filled(data_shape, block_format.data_dtype, weight.device)
         outs.append((data, filled(scale_shape, block_format.scale_dtype, weight.device)))
@@ -185,7 +221,15 @@ def joined_rows(kernels, rows: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def requantize_columns(
-    kernels, wire, row_range, width: int, name: str, dtype: torch.dtype, row_index=None, *, in_two_steps: bool = False
+    kernels,
+    wire,
+    row_range,
+    width: int,
+    name: str,
+    dtype: torch.dtype,
+    row_index=None,
+    *,
+    in_two_steps: bool = False,
 ) -> dict[str, torch.Tensor]:
     """Columns that kernels make of rows of the wire; in_two_steps: by way of the decoded rows."""
     block_format, num_rows = FORMATS[name], len(wire if row_index is None else row_index)
@@ -204,20 +248,28 @@ def weight_format(name: str) -> BlockFormat:
     return replace(FORMATS[name], block_lines=WEIGHT_LINES.get(name, 1))
 
 
-def filled(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
+def filled(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> torch.Tensor:
     """A tensor all of whose bytes are FILL."""
     tensor = torch.empty(shape, dtype=dtype, device=device)
     tensor.view(torch.uint8).fill_(FILL)
     return tensor
 
 
-def row_buffers(num_rows: int, width: int, block_format: BlockFormat, device: torch.device | str = "cpu"):
+def row_buffers(
+    num_rows: int, width: int, block_format: BlockFormat, device: torch.device | str = "cpu"
+):
     """Data and scales of rows, full of FILL."""
     data = filled((num_rows, block_format.data_width(width)), block_format.data_dtype, device)
-    return data, filled((num_rows, block_format.num_blocks(width)), block_format.scale_dtype, device)
+    return data, filled(
+        (num_rows, block_format.num_blocks(width)), block_format.scale_dtype, device
+    )
 
 
-def column_buffers(num_rows: int, num_groups: int, width: int, block_format: BlockFormat, device="cpu"):
+def column_buffers(
+    num_rows: int, num_groups: int, width: int, block_format: BlockFormat, device="cpu"
+):
     """The same for columns of rows in groups; fp32 scales are block-major."""
     tokens = TILE * max_tiles(num_rows, num_groups)
     data = filled((width, block_format.data_width(tokens)), block_format.data_dtype, device)

@@ -28,7 +28,9 @@ def random_wire(name: str, width: int, num_rows: int = 50) -> torch.Tensor:
     return rows
 
 
-def check_rows_of_an_index(kernels, name: str, rows: torch.Tensor, row_range: torch.Tensor, device: str = "cpu"):
+def check_rows_of_an_index(
+    kernels, name: str, rows: torch.Tensor, row_range: torch.Tensor, device: str = "cpu"
+):
     """Rows picked by an index, some several times: those of the rows laid out like that."""
     index = torch.randint(len(rows), (int(row_range[1, -1]) + 2,), dtype=torch.int32)
     row_format, amax, results = FORMATS[name], None, []
@@ -42,7 +44,9 @@ def check_rows_of_an_index(kernels, name: str, rows: torch.Tensor, row_range: to
     ):
         found = row_buffers(len(index), rows.shape[1], row_format, at)
         options = {"row_index": row_index, "amax": amax}
-        options = {key: None if tensor is None else tensor.to(at) for key, tensor in options.items()}
+        options = {
+            key: None if tensor is None else tensor.to(at) for key, tensor in options.items()
+        }
         ops.quantize_rows(given.to(at), row_range.to(at), found, row_format, **options)
         results.append(found)
     assert_same(*results[:2], name)
@@ -56,40 +60,60 @@ def check_sent(kernels, name: str, rows: torch.Tensor, device: str = "cpu") -> N
     assert torch.equal(cases.encode_rows(twin, rows, name), wanted), (name, rows.shape)
 
 
-def check_received(kernels, name: str, width: int, row_range: torch.Tensor, dtype: torch.dtype, device: str = "cpu"):
+def check_received(
+    kernels, name: str, width: int, row_range: torch.Tensor, dtype: torch.dtype, device: str = "cpu"
+):
     """Rows taken apart and decoded as the twin does it."""
     wire, num_rows, found = random_wire(name, width), int(row_range[1, -1]) + 3, []
     index = torch.randint(len(wire), (num_rows,), dtype=torch.int32)
     for ops, at in ((twin, "cpu"), (kernels, device)):
         sent, results = wire.to(at), []
-        for row_index, groups in ((index.to(at), row_range.to(at)), (None, row_range.clamp(max=49).to(at))):
+        for row_index, groups in (
+            (index.to(at), row_range.to(at)),
+            (None, row_range.clamp(max=49).to(at)),
+        ):
             pair = row_buffers(num_rows, width, FORMATS[name], at)
-            ops.unpack_rows(sent, groups, [part.view(torch.uint8) for part in pair], row_index=row_index)
+            ops.unpack_rows(
+                sent, groups, [part.view(torch.uint8) for part in pair], row_index=row_index
+            )
             results += pair
         out = torch.empty(len(wire), width, dtype=dtype, device=at)
         ops.decode_rows(sent, out, FORMATS[name])
         found.append([*results, out.nan_to_num(7.0)])
     assert_same(*found, name)
-    assert torch.equal(as_bytes(found[1][0])[: num_rows - 3], wire[index.long()][: num_rows - 3, :width])
+    assert torch.equal(
+        as_bytes(found[1][0])[: num_rows - 3], wire[index.long()][: num_rows - 3, :width]
+    )
 
 
-def check_columns(kernels, name: str, rows: torch.Tensor, row_range: torch.Tensor, num_rows: int, device="cpu") -> None:
+def check_columns(
+    kernels, name: str, rows: torch.Tensor, row_range: torch.Tensor, num_rows: int, device="cpu"
+) -> None:
     """Rows of the wire quantised along tokens: as the twin, and as the kernels in two steps."""
     width, dtype = rows.shape[1], rows.dtype
     wire = cases.encode_rows(twin, rows, name)[: len(rows)]
-    index = torch.randint(len(rows), (num_rows,), dtype=torch.int32, generator=torch.Generator().manual_seed(2))
+    index = torch.randint(
+        len(rows), (num_rows,), dtype=torch.int32, generator=torch.Generator().manual_seed(2)
+    )
     for sent, row_index in ((wire, index), (wire[index.long()], None)):
         expected = cases.requantize_columns(twin, sent, row_range, width, name, dtype, row_index)
         row_index = None if row_index is None else row_index.to(device)
         args = sent.to(device), row_range.to(device), width, name, dtype, row_index
         assert differences(cases.requantize_columns(kernels, *args), expected) == [], (name, dtype)
-        assert differences(cases.requantize_columns(kernels, *args, in_two_steps=True), expected) == [], (name, dtype)
+        assert (
+            differences(cases.requantize_columns(kernels, *args, in_two_steps=True), expected) == []
+        ), (name, dtype)
 
 
-def check_ranges(kernels, name: str, splits: tuple[int, ...], rows: torch.Tensor, device: str = "cpu") -> None:
+def check_ranges(
+    kernels, name: str, splits: tuple[int, ...], rows: torch.Tensor, device: str = "cpu"
+) -> None:
     """Rows of ranges, gathered, quantised and taken off the wire: as the twin, and no other rows."""
     num_rows, width, row_format = sum(splits) + 3, rows.shape[1], FORMATS[name]
-    wire, index = random_wire(name, width, len(rows)), torch.randint(len(rows), (num_rows,), dtype=torch.int32)
+    wire, index = (
+        random_wire(name, width, len(rows)),
+        torch.randint(len(rows), (num_rows,), dtype=torch.int32),
+    )
 
     def quantize(ops, at, ranges, pair):
         ops.quantize_rows(rows.to(at), ranges.to(at), pair, row_format, row_index=index.to(at))
@@ -101,7 +125,10 @@ def check_ranges(kernels, name: str, splits: tuple[int, ...], rows: torch.Tensor
     blank = row_buffers(num_rows, width, row_format)
     for take in (quantize, unpack):
         for ranges in random_ranges(splits, 3):
-            found = row_buffers(num_rows, width, row_format), row_buffers(num_rows, width, row_format, device)
+            found = (
+                row_buffers(num_rows, width, row_format),
+                row_buffers(num_rows, width, row_format, device),
+            )
             take(twin, "cpu", ranges, found[0])
             take(kernels, device, ranges, found[1])
             assert_same(*found, name, take, ranges)
@@ -111,7 +138,9 @@ def check_ranges(kernels, name: str, splits: tuple[int, ...], rows: torch.Tensor
                 assert not torch.equal(as_bytes(tensor), as_bytes(nothing))
 
 
-def check_tiles(kernels, row_range: torch.Tensor, num_rows: int, num_blocks: int, device: str = "cpu") -> None:
+def check_tiles(
+    kernels, row_range: torch.Tensor, num_rows: int, num_blocks: int, device: str = "cpu"
+) -> None:
     """Scales into tiles and back."""
     scale, results = torch.randint(1, 255, (num_rows, num_blocks)).to(torch.uint8), []
     for ops, at in ((twin, "cpu"), (kernels, device)):

@@ -7,7 +7,14 @@ import quantize_cases as cases
 import torch
 import triton
 import triton.language as tl
-from quantize_checks import check_columns, check_ranges, check_received, check_rows_of_an_index, check_sent, check_tiles
+from quantize_checks import (
+    check_columns,
+    check_ranges,
+    check_received,
+    check_rows_of_an_index,
+    check_sent,
+    check_tiles,
+)
 
 from symmoe.kernels import gpu, twin
 from symmoe.kernels.low_precision import codes, quantize, wire
@@ -19,11 +26,15 @@ from symmoe.kernels.twin.quantize import to_e4m3
 def e4m3_code(x):
     size = tl.minimum(tl.abs(x), 448.0)
     exponent = tl.maximum((size.to(tl.int32, bitcast=True) >> 23) - 127, -6)
-    units = size * ((130 - exponent) << 23).to(tl.float32, bitcast=True)  # of the last place: 0 to 16
+    units = size * ((130 - exponent) << 23).to(
+        tl.float32, bitcast=True
+    )  # of the last place: 0 to 16
     whole = units.to(tl.int32)
     rest = units - whole.to(tl.float32)
     whole += ((rest > 0.5) | ((rest == 0.5) & (whole % 2 == 1))).to(tl.int32)
-    code = whole + (exponent + 6) * 8  # carries into the exponent; without one, numbers below 8 are subnormal
+    code = (
+        whole + (exponent + 6) * 8
+    )  # carries into the exponent; without one, numbers below 8 are subnormal
     return (code + ((x.to(tl.int32, bitcast=True) >> 24) & 128)).to(tl.uint8)
 
 
@@ -63,7 +74,15 @@ def check_casts():
 def check_powers_of_two():
     """Blocks whose largest number is about 448 times a power of two, where scales change, and the smallest ones."""
     at = (torch.arange(1, 255) << 23) + 0x600000
-    bits = torch.cat([at - 1, at, at + 1, torch.arange(-1, 3), torch.tensor([0x7F7FFFFF, 0x7F800000, 0x7FFFFFFF])])
+    bits = torch.cat(
+        [
+            at - 1,
+            at,
+            at + 1,
+            torch.arange(-1, 3),
+            torch.tensor([0x7F7FFFFF, 0x7F800000, 0x7FFFFFFF]),
+        ]
+    )
     rows = torch.zeros(len(bits), 32)
     rows[:, 7] = bits.clamp(min=0).int().view(torch.float32)
     for name, width in (("mxfp8", 32), ("float8_block_powers", 32)):
@@ -85,7 +104,9 @@ def check_wire(name, row_range):
         check_sent(gpu, name, without_subnormals(cases.hard_rows(*shape, torch.bfloat16)))
     assert cases.encode_rows(gpu, torch.empty(0, 64), name).shape[0] == 2
     tiles.ROW_PROGRAMS = 4  # so that programs have several tiles
-    check_ranges(gpu, name, (0, 37, 128, 1, 50), without_subnormals(cases.hard_rows(50, 272, torch.float32)))
+    check_ranges(
+        gpu, name, (0, 37, 128, 1, 50), without_subnormals(cases.hard_rows(50, 272, torch.float32))
+    )
     for dtype in (torch.float32, torch.float16):
         rows = torch.randn(50, 272) * torch.exp2(torch.randint(-8, 8, (50, 1)).float())
         rows[3], rows[4, 2], rows[5, 70], rows[6, 130] = 0, torch.nan, torch.inf, -0.0
@@ -93,11 +114,17 @@ def check_wire(name, row_range):
 
 
 def without_subnormals(rows):
-    return rows.where(rows.abs() >= torch.finfo(rows.dtype).smallest_normal, 0.0).where(rows == rows, torch.nan)
+    return rows.where(rows.abs() >= torch.finfo(rows.dtype).smallest_normal, 0.0).where(
+        rows == rows, torch.nan
+    )
 
 
 # With random words, the transform and an index, and without.
-HARD = {("nvfp4", torch.bfloat16): (True,), ("nvfp4", torch.float32): (True, False), ("mxfp8", torch.float32): (True,)}
+HARD = {
+    ("nvfp4", torch.bfloat16): (True,),
+    ("nvfp4", torch.float32): (True, False),
+    ("mxfp8", torch.float32): (True,),
+}
 
 
 def main():
@@ -113,8 +140,16 @@ def main():
             rows = without_subnormals(rows)
         for name in cases.FORMATS:
             for hard in HARD.get((name, dtype), (False,)):
-                left, right = (cases.quantize_all(kernels, rows, row_range, name, hard=hard) for kernels in (twin, gpu))
-                assert cases.differences(left, right) == [], (name, dtype, hard, cases.differences(left, right))
+                left, right = (
+                    cases.quantize_all(kernels, rows, row_range, name, hard=hard)
+                    for kernels in (twin, gpu)
+                )
+                assert cases.differences(left, right) == [], (
+                    name,
+                    dtype,
+                    hard,
+                    cases.differences(left, right),
+                )
                 print(name, dtype, hard, ": ok")
     for name in cases.FORMATS:
         check_rows_of_an_index(gpu, name, cases.hard_rows(50, 96, torch.float32), row_range)
@@ -127,14 +162,32 @@ def main():
         weight = cases.hard_rows(shape[0] * shape[1], shape[2], torch.float32).view(shape)
         for name in cases.FORMATS:
             left, right = (cases.quantize_weights(kernels, weight, name) for kernels in (twin, gpu))
-            assert cases.differences(left, right) == [], (name, shape, cases.differences(left, right))
-            pairs = [cases.quantize_weights(kernels, weight, name, in_pairs=True) for kernels in (twin, gpu)]
+            assert cases.differences(left, right) == [], (
+                name,
+                shape,
+                cases.differences(left, right),
+            )
+            pairs = [
+                cases.quantize_weights(kernels, weight, name, in_pairs=True)
+                for kernels in (twin, gpu)
+            ]
             for pair in pairs:
-                assert cases.differences(left, pair) == [], (name, shape, cases.differences(left, pair))
+                assert cases.differences(left, pair) == [], (
+                    name,
+                    shape,
+                    cases.differences(left, pair),
+                )
             scattered = cases.Scattered(weight)
             for kernels in (twin, gpu):
-                found = cases.quantize_weights(kernels, weight, name, scattered.table, in_pairs=True)
-                assert cases.differences(left, found) == [], (name, shape, "table", cases.differences(left, found))
+                found = cases.quantize_weights(
+                    kernels, weight, name, scattered.table, in_pairs=True
+                )
+                assert cases.differences(left, found) == [], (
+                    name,
+                    shape,
+                    "table",
+                    cases.differences(left, found),
+                )
                 assert torch.equal(cases.as_bytes(scattered.packed()), cases.as_bytes(weight))
             print(name, shape, ": ok")
     for num_blocks in (1, 4, 6):
@@ -142,10 +195,15 @@ def main():
         print("tiles of", num_blocks, ": ok")
     no_rows = torch.empty(0, 96, dtype=torch.bfloat16)
     for name in cases.FORMATS:
-        left, right = (cases.quantize_all(ops, no_rows, cases.row_range_of((0, 0)), name) for ops in (twin, gpu))
+        left, right = (
+            cases.quantize_all(ops, no_rows, cases.row_range_of((0, 0)), name)
+            for ops in (twin, gpu)
+        )
         assert cases.differences(left, right) == [], name
     # Bytes are compared, and signs of the transform are seen.
-    assert not torch.equal(cases.as_bytes(torch.tensor([0.0])), cases.as_bytes(torch.tensor([-0.0])))
+    assert not torch.equal(
+        cases.as_bytes(torch.tensor([0.0])), cases.as_bytes(torch.tensor([-0.0]))
+    )
     rows, amax = torch.randn(num_rows, 32), torch.empty(2, len(splits))
     for signs, out in zip((cases.SIGNS, cases.SIGNS ^ 1), amax, strict=True):
         quantize.group_amax(rows, row_range, out, signs=signs)

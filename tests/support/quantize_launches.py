@@ -27,13 +27,17 @@ def operand(lines, length, block_format, *, columns=False, groups=()):
 def options_of(block_format, *, indexed, **more):
     """What is optional, of all that the format has."""
     options = {"amax": meta(G, dtype=FP32), "seeds": meta(G, dtype=torch.int64), **more}
-    return (options if block_format.has_global_scale else {}) | ({"row_index": meta(N)} if indexed else {})
+    return (options if block_format.has_global_scale else {}) | (
+        {"row_index": meta(N)} if indexed else {}
+    )
 
 
 def launch_rows(name, dtype, *, indexed=False, **sums):
     block_format = cases.FORMATS[name]
     options = {**options_of(block_format, indexed=indexed), **sums}
-    quantize.quantize_rows(meta(N, C, dtype=dtype), meta(2, G), operand(N, C, block_format), block_format, **options)
+    quantize.quantize_rows(
+        meta(N, C, dtype=dtype), meta(2, G), operand(N, C, block_format), block_format, **options
+    )
 
 
 def launch_columns(name, dtype, *, indexed=False):
@@ -47,14 +51,20 @@ def launch_weights(name, dtype, *, transposed=False):
     weight, block_format = meta(G, 4096, C, dtype=dtype), cases.weight_format(name)
     weight = weight.mT if transposed else weight
     amax = meta(G, dtype=FP32) if block_format.has_global_scale else None
-    quantize.quantize_weights(weight, operand(*weight.shape[1:], block_format, groups=(G,)), block_format, amax=amax)
+    quantize.quantize_weights(
+        weight, operand(*weight.shape[1:], block_format, groups=(G,)), block_format, amax=amax
+    )
 
 
 def launch_weight_pairs(name, dtype, *, is_table=False):
     weight, block_format = meta(G, 4096, C, dtype=dtype), cases.weight_format(name)
-    buffers = (operand(*lines.shape[1:], block_format, groups=(G,)) for lines in (weight, weight.mT))
+    buffers = (
+        operand(*lines.shape[1:], block_format, groups=(G,)) for lines in (weight, weight.mT)
+    )
     amax = meta(G, dtype=FP32) if block_format.has_global_scale else None
-    source = TensorTable(meta(G, dtype=torch.int64), tuple(weight.shape), dtype) if is_table else weight
+    source = (
+        TensorTable(meta(G, dtype=torch.int64), tuple(weight.shape), dtype) if is_table else weight
+    )
     quantize.quantize_weight_pairs(source, *buffers, block_format, amax=amax)
 
 
@@ -79,12 +89,17 @@ def table_of_scales(*shapes, device="meta"):
     addresses = torch.tensor([matrix.data_ptr() for matrix in matrices]).to(device)
     numbers = torch.arange(len(shapes), dtype=torch.int32, device=device)
     most = max(-(-rows // 128) for rows, _ in shapes), max(-(-blocks // 4) for _, blocks in shapes)
-    return ScaleTable(addresses, addresses.clone(), numbers, torch.tensor(extents, device=device).int(), most)
+    return ScaleTable(
+        addresses, addresses.clone(), numbers, torch.tensor(extents, device=device).int(), most
+    )
 
 
 def step(num_rows, signs, width=32):
     """Launches every kernel that quantises."""
-    rows, row_range = torch.zeros(num_rows, width, dtype=torch.bfloat16), cases.row_range_of((num_rows, 0))
+    rows, row_range = (
+        torch.zeros(num_rows, width, dtype=torch.bfloat16),
+        cases.row_range_of((num_rows, 0)),
+    )
     for name in ("mxfp8", "nvfp4"):
         cases.quantize_all(quantize, rows, row_range, name)
     cases.quantize_weights(quantize, torch.zeros(1, width, width), "mxfp8")
@@ -97,7 +112,9 @@ def step(num_rows, signs, width=32):
     swizzled = torch.zeros(9, -(-blocks // 4), 512, dtype=torch.uint8)
     scale_tiles.swizzle_scales(scale, row_range, swizzled)
     scale_tiles.unswizzle_scales(swizzled, row_range, scale)
-    table = table_of_scales(*[(num_rows, 16 * i + 1) for i in range(num_rows % 7 + 1)], device="cpu")
+    table = table_of_scales(
+        *[(num_rows, 16 * i + 1) for i in range(num_rows % 7 + 1)], device="cpu"
+    )
     scale_tiles.swizzle_scales(table, None, swizzled)
     sent = torch.zeros(num_rows, -(-(width + blocks) // 16) * 16, dtype=torch.uint8)
     data = torch.zeros(num_rows, width, dtype=torch.uint8)

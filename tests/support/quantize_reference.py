@@ -19,7 +19,12 @@ def philox(seed: int, counter: tuple[int, int, int, int]) -> list[int]:
     c = list(counter)
     for _ in range(10):
         first, second = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
-        c = [(second // word) ^ c[1] ^ key[0], second % word, (first // word) ^ c[3] ^ key[1], first % word]
+        c = [
+            (second // word) ^ c[1] ^ key[0],
+            second % word,
+            (first // word) ^ c[3] ^ key[1],
+            first % word,
+        ]
         key = [(key[0] + 0x9E3779B9) % word, (key[1] + 0xBB67AE85) % word]
     return c
 
@@ -52,7 +57,10 @@ def hadamard(lines: np.ndarray, signs: int) -> np.ndarray:
     for first in range(0, lines.shape[1], 16):
         x = [lines[:, first + j].astype(F32) * flip[j] for j in range(16)]
         for bit in range(4):
-            x = [x[j ^ (1 << bit)] - x[j] if j >> bit & 1 else x[j] + x[j ^ (1 << bit)] for j in range(16)]
+            x = [
+                x[j ^ (1 << bit)] - x[j] if j >> bit & 1 else x[j] + x[j ^ (1 << bit)]
+                for j in range(16)
+            ]
         for j in range(16):
             out[:, first + j] = x[j] * F32(0.25)
     return out
@@ -104,7 +112,14 @@ def block_scales_or_nan(bits: torch.Tensor, kind: str) -> tuple[torch.Tensor, to
 
 
 def quantize_lines(
-    lines: np.ndarray, *, element: str, kind: str, block: int, block_lines: int, amax, seed: int | None = None
+    lines: np.ndarray,
+    *,
+    element: str,
+    kind: str,
+    block: int,
+    block_lines: int,
+    amax,
+    seed: int | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """(data as stored, scales), both bytes, of lines [L, K]."""
     num_lines, width = lines.shape
@@ -124,10 +139,14 @@ def quantize_lines(
                     values = np.array(
                         [
                             [
-                                stochastic_e2m1(x, philox(seed, ((k + c) // 4, line + r, 0, 0))[(k + c) % 4])
+                                stochastic_e2m1(
+                                    x, philox(seed, ((k + c) // 4, line + r, 0, 0))[(k + c) % 4]
+                                )
                                 for c, x in row
                             ]
-                            for r, row in ((r, list(enumerate(row))) for r, row in enumerate(values))
+                            for r, row in (
+                                (r, list(enumerate(row))) for r, row in enumerate(values)
+                            )
                         ],
                         np.uint8,
                     )

@@ -23,31 +23,44 @@ CASES = {
     "scaled": [((19, 0, 1, 150, 0), (136, 288)), ((0, 0, 0), (48, 64)), ((0, 130, 0), (264, 64))],
 }
 DTYPES = (torch.float16, torch.float32)  # the interpreter truncates to bf16
-WAYS = [("fp8", False), ("mxfp8", True), ("nvfp4", True), ("nvfp4", False)]  # whether dot_scaled multiplies
+WAYS = [
+    ("fp8", False),
+    ("mxfp8", True),
+    ("nvfp4", True),
+    ("nvfp4", False),
+]  # whether dot_scaled multiplies
 OPTIONS = {"num_sms": 3}
 FP8_OPTIONS = {"block_m": 32, "block_n": 64, "group_m": 2, **OPTIONS}
 dots = []
 
 
-def create_dot_scaled(self, left, left_scale, _, right, right_scale, __, fast_math, left_k_pack, right_k_pack, acc):
+def create_dot_scaled(
+    self, left, left_scale, _, right, right_scale, __, fast_math, left_k_pack, right_k_pack, acc
+):
     """What tl.dot_scaled is defined to do, for the two formats."""
     assert left_k_pack
     assert right_k_pack
     assert not fast_math
     name = "nvfp4" if left.dtype.name == "uint8" else "mxfp8"
-    assert (left_scale.dtype.name == "fp8e4nv") == (name == "nvfp4")  # what Triton tells the formats by
+    assert (left_scale.dtype.name == "fp8e4nv") == (
+        name == "nvfp4"
+    )  # what Triton tells the formats by
     dots.append(name)
     numbers = [
         dequantised(name, torch.from_numpy(data.copy()), torch.from_numpy(scale.data.copy()))
         for data, scale in ((left.data, left_scale), (right.data.T, right_scale))
     ]
-    return TensorHandle((numbers[0] @ numbers[1].T).numpy().astype(np.float32) + acc.data, acc.dtype.scalar)
+    return TensorHandle(
+        (numbers[0] @ numbers[1].T).numpy().astype(np.float32) + acc.data, acc.dtype.scalar
+    )
 
 
 dot_scaled = TritonSemantic.dot_scaled
 
 
-def dot_scaled_of_strings(self, left, left_scale, left_format, right, right_scale, right_format, *rest):
+def dot_scaled_of_strings(
+    self, left, left_scale, left_format, right, right_scale, right_format, *rest
+):
     """In the interpreter constants are plain values; Triton 3.6 wants names of formats to be constexpr."""
     formats = tl.constexpr(left_format), tl.constexpr(right_format)
     return dot_scaled(self, left, left_scale, formats[0], right, right_scale, formats[1], *rest)
@@ -59,7 +72,14 @@ def use_products(native):
 
 def run(p, out, row_range=None, *, scattered=False, **options):
     """By the kernel."""
-    p.run(products, out, row_range, scattered=scattered, **(FP8_OPTIONS if p.name == "fp8" else OPTIONS), **options)
+    p.run(
+        products,
+        out,
+        row_range,
+        scattered=scattered,
+        **(FP8_OPTIONS if p.name == "fp8" else OPTIONS),
+        **options,
+    )
 
 
 def by_both(p, dtype, row_range=None, **options):
@@ -79,7 +99,9 @@ def check_products(name, splits, widths):
             assert torch.equal(found, expected), (name, splits, widths, dtype, "tables")
     ranges = [*random_ranges(splits, 2, step=1)]
     if name != "fp8":
-        lasts = torch.stack([p.row_range[0] + torch.tensor(splits) * 9 // 10, p.row_range[1]]).int()  # 135 of 150
+        lasts = torch.stack(
+            [p.row_range[0] + torch.tensor(splits) * 9 // 10, p.row_range[1]]
+        ).int()  # 135 of 150
         ranges += [*random_ranges(splits, 2, step=128), lasts]
     for row_range in ranges:
         got, expected = by_both(p, torch.float32, row_range)
@@ -136,7 +158,9 @@ def main():
         widths = (264, 144) if name == "fp8" else (264, 160)
         check_biases(run, Problem((19, 0, 3), widths, Numbers(name, exact=True), tail=3), DTYPES)
         scattered = Problem((3, 9), (40, 64), Numbers(name, exact=True))
-        check_biases(lambda p, out, **options: run(p, out, scattered=True, **options), scattered, DTYPES)
+        check_biases(
+            lambda p, out, **options: run(p, out, scattered=True, **options), scattered, DTYPES
+        )
         check_that_scales_matter(name, cases[0])
         if native:
             check_wide_tiles(name)

@@ -9,7 +9,11 @@ from symmoe.kernels.quantized_gemm import num_blocks
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, U8 = torch.float8_e4m3fn, torch.uint8
-ELEMENTS = {"fp8": (E4M3, 1, 128), "mxfp8": (E4M3, 1, 32), "nvfp4": (U8, 2, 16)}  # data, in a byte, to a scale
+ELEMENTS = {
+    "fp8": (E4M3, 1, 128),
+    "mxfp8": (E4M3, 1, 32),
+    "nvfp4": (U8, 2, 16),
+}  # data, in a byte, to a scale
 SHAPES = {  # G, O, C, N of a product; functions take other tuples as well
     "deepseek-like FC1": (32, 4096, 7168, 65536),
     "odd": (3, 712, 1056, 999),  # parts of tiles, of steps and of blocks
@@ -30,9 +34,15 @@ def gemm_operands(name, shape, dtype=BF16):
     (G, O, C, N), (data, per_byte, block) = SHAPES.get(shape, shape), ELEMENTS[name]
     rows, weight = meta(N, C // per_byte, dtype=data), meta(G, O, C // per_byte, dtype=data)
     if name == "fp8":
-        row_scale, weight_scale = meta(N, num_blocks(C), dtype=FP32), meta(G, num_blocks(O), num_blocks(C), dtype=FP32)
+        row_scale, weight_scale = (
+            meta(N, num_blocks(C), dtype=FP32),
+            meta(G, num_blocks(O), num_blocks(C), dtype=FP32),
+        )
     else:
-        row_scale, weight_scale = tiles(max_tiles(N, G), C, block), tiles(max_tiles(G * O, G), C, block)
+        row_scale, weight_scale = (
+            tiles(max_tiles(N, G), C, block),
+            tiles(max_tiles(G * O, G), C, block),
+        )
     operands = _operand(name, rows, row_scale, G), _operand(name, weight, weight_scale, G)
     return *operands, meta(2, G), meta(N, O, dtype=dtype)
 

@@ -30,7 +30,9 @@ def e4m3(codes: torch.Tensor) -> torch.Tensor:
     """The E4M3 numbers of codes, float64."""
     codes = codes.view(torch.uint8).long()
     exponent, mantissa = codes >> 3 & 15, (codes & 7).double()
-    size = torch.where(exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * torch.exp2(exponent.double() - 10))
+    size = torch.where(
+        exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * torch.exp2(exponent.double() - 10)
+    )
     size = torch.where(codes & 0x7F == 0x7F, torch.nan, size)
     return torch.where(codes >= 128, -size, size)
 
@@ -39,7 +41,9 @@ def e2m1(codes: torch.Tensor) -> torch.Tensor:
     """The E2M1 numbers of bytes, the first in the low half, float64."""
     codes = torch.stack((codes % 16, codes // 16), -1).flatten(-2).long()
     exponent, mantissa = codes >> 1 & 3, (codes & 1).double()
-    size = torch.where(exponent == 0, mantissa / 2, (2 + mantissa) * torch.exp2(exponent.double() - 2))
+    size = torch.where(
+        exponent == 0, mantissa / 2, (2 + mantissa) * torch.exp2(exponent.double() - 2)
+    )
     return torch.where(codes >= 8, -size, size)
 
 
@@ -62,9 +66,14 @@ def tiles(name: str, matrices: list[torch.Tensor], num_tiles: int) -> torch.Tens
     result = torch.full((num_tiles, across, 512), NAN[name], dtype=torch.uint8, device=device)
     first = 0
     for matrix in matrices:
-        line, block = torch.arange(matrix.shape[0], device=device)[:, None], torch.arange(across * 4, device=device)
+        line, block = (
+            torch.arange(matrix.shape[0], device=device)[:, None],
+            torch.arange(across * 4, device=device),
+        )
         padded = torch.nn.functional.pad(matrix, (0, across * 4 - num_blocks))
-        result[first + line // 128, block // 4, line % 32 * 16 + line % 128 // 32 * 4 + block % 4] = padded
+        result[
+            first + line // 128, block // 4, line % 32 * 16 + line % 128 // 32 * 4 + block % 4
+        ] = padded
         first += cdiv(matrix.shape[0], TILE)
     return result
 
@@ -86,14 +95,25 @@ class Numbers:
             return (codes[..., ::2] + 16 * codes[..., 1::2]).to(torch.uint8).to(self.device)
         if self.exact:
             return self.integers(-3, 4, shape).float().to(E4M3).to(self.device)
-        return (torch.randn(shape, generator=self.generator) * 120).clamp(-448, 448).to(E4M3).to(self.device)
+        return (
+            (torch.randn(shape, generator=self.generator) * 120)
+            .clamp(-448, 448)
+            .to(E4M3)
+            .to(self.device)
+        )
 
     def scale(self, *shape: int) -> torch.Tensor:
         """Scales [..., blocks]."""
         if self.name == "fp8":
-            numbers = torch.exp2(self.integers(-3, 2, shape).float()) if self.exact else self._positive(*shape) / 448
+            numbers = (
+                torch.exp2(self.integers(-3, 2, shape).float())
+                if self.exact
+                else self._positive(*shape) / 448
+            )
         elif self.name == "mxfp8":
-            numbers = self.integers(*((125, 129) if self.exact else (115, 130)), shape).to(torch.uint8)
+            numbers = self.integers(*((125, 129) if self.exact else (115, 130)), shape).to(
+                torch.uint8
+            )
         else:
             numbers = torch.exp2(self.integers(-1, 3, shape).float())
             if not self.exact:
@@ -123,9 +143,19 @@ class Quantised:
     def global_scales(self) -> tuple[torch.Tensor, ...]:
         """Those of both operands, where there are any."""
         names = ("row", "weight") if isinstance(self, Problem) else ("dout", "rows")
-        return tuple(getattr(self, f"{name}_global_scale") for name in names if self.name == "nvfp4")
+        return tuple(
+            getattr(self, f"{name}_global_scale") for name in names if self.name == "nvfp4"
+        )
 
-    def run(self, kernels, out, row_range: torch.Tensor | None = None, *, scattered: bool = False, **options) -> None:
+    def run(
+        self,
+        kernels,
+        out,
+        row_range: torch.Tensor | None = None,
+        *,
+        scattered: bool = False,
+        **options,
+    ) -> None:
         """By the function of a module of kernels. row_range: some of the rows. scattered: tables of weights."""
         left, right, groups = self.operands
         matrices = self.scattered if scattered else ()  # which tables do not keep alive
@@ -161,8 +191,12 @@ class Problem(Quantised):
             self.row_scale[self.num_rows :] = torch.nan
         self.block_lines = 128 if self.name == "fp8" else 1
         self.weight = self.numbers.data(groups, out_width, in_width)
-        self.weight_scale = self.numbers.scale(groups, cdiv(out_width, self.block_lines), num_blocks)
-        self.row_global_scale, self.weight_global_scale = (self.numbers.global_scale(groups) for _ in range(2))
+        self.weight_scale = self.numbers.scale(
+            groups, cdiv(out_width, self.block_lines), num_blocks
+        )
+        self.row_global_scale, self.weight_global_scale = (
+            self.numbers.global_scale(groups) for _ in range(2)
+        )
 
     @property
     def operands(self) -> tuple[Operand, Operand, torch.Tensor]:
@@ -170,7 +204,9 @@ class Problem(Quantised):
         if self.name != "fp8":
             lines = [row_scale[span] for span in self.spans]
             row_scale = tiles(self.name, lines, (self.capacity + 127 * groups) // TILE)
-            weight_scale = tiles(self.name, list(weight_scale), (groups * self.widths[0] + 127 * groups) // TILE)
+            weight_scale = tiles(
+                self.name, list(weight_scale), (groups * self.widths[0] + 127 * groups) // TILE
+            )
         rows = Operand(self.rows, row_scale, self.row_global_scale)
         return rows, Operand(self.weight, weight_scale, self.weight_global_scale), self.row_range
 
@@ -184,7 +220,9 @@ class Problem(Quantised):
         return Scattered(weight), Scattered(scale)
 
     def blank(self, dtype: torch.dtype) -> torch.Tensor:
-        return torch.full((self.capacity, self.widths[0]), SENTINEL, dtype=dtype, device=self.device)
+        return torch.full(
+            (self.capacity, self.widths[0]), SENTINEL, dtype=dtype, device=self.device
+        )
 
     def expected(self) -> torch.Tensor:
         """The result in float64; the sentinel in the tail."""
@@ -211,13 +249,19 @@ class WgradProblem(Quantised):
     def __post_init__(self):
         self.begin()
         firsts = [0, *itertools.accumulate(cdiv(size, TILE) * TILE for size in self.splits)]
-        self.spans = [slice(first, first + size) for first, size in zip(firsts, self.splits, strict=False)]
+        self.spans = [
+            slice(first, first + size) for first, size in zip(firsts, self.splits, strict=False)
+        ]
         self.end, self.num_tokens = firsts[-1], firsts[-1] + self.tail_tiles * TILE
         keep = torch.zeros(self.num_tokens, dtype=torch.bool, device=self.device)
         for span in self.spans:
             keep[span] = True
-        (self.dout, self.dout_scale), (self.rows, self.rows_scale) = (self._side(width, keep) for width in self.widths)
-        self.dout_global_scale, self.rows_global_scale = (self.numbers.global_scale(len(self.splits)) for _ in range(2))
+        (self.dout, self.dout_scale), (self.rows, self.rows_scale) = (
+            self._side(width, keep) for width in self.widths
+        )
+        self.dout_global_scale, self.rows_global_scale = (
+            self.numbers.global_scale(len(self.splits)) for _ in range(2)
+        )
         for scale in self.global_scales:  # of groups without tokens, nobody says what it is
             scale[torch.tensor(self.splits) == 0] = torch.nan
 
@@ -226,7 +270,9 @@ class WgradProblem(Quantised):
         data = self.numbers.data(width, self.num_tokens)
         # fp32 scales are block-major.
         scale = (
-            self.numbers.scale(num_blocks, width).t() if self.name == "fp8" else self.numbers.scale(width, num_blocks)
+            self.numbers.scale(num_blocks, width).t()
+            if self.name == "fp8"
+            else self.numbers.scale(width, num_blocks)
         )
         codes = data.view(torch.uint8)
         if per_byte == 1:
@@ -266,7 +312,9 @@ class WgradProblem(Quantised):
         return result
 
 
-def check_nan_stays_in_its_row(p: Problem, row: int, product: Callable[[Problem], torch.Tensor]) -> None:
+def check_nan_stays_in_its_row(
+    p: Problem, row: int, product: Callable[[Problem], torch.Tensor]
+) -> None:
     """product(p) with a NaN in a row of p, and without."""
     clean = product(p)
     if p.name == "fp8":

@@ -20,7 +20,9 @@ from symmoe.nodes import reach
 from symmoe.nodes.rail import GlooRail
 
 # What gloo writes has a sockaddr_in in it: the family, the port, and lo's address.
-_ADDRESS = re.compile(re.escape(socket.AF_INET.to_bytes(2, "little")) + rb"(..)" + b"\x7f\x00\x00\x01", re.DOTALL)
+_ADDRESS = re.compile(
+    re.escape(socket.AF_INET.to_bytes(2, "little")) + rb"(..)" + b"\x7f\x00\x00\x01", re.DOTALL
+)
 
 
 class Relay:
@@ -146,14 +148,22 @@ def relayed(node: int) -> Iterator[Relay | None]:
     def behind(endpoint: reach.Endpoint) -> reach.Endpoint:
         if relay is None:
             return endpoint
-        return replace(endpoint, port=relay.open(endpoint.port, socket.create_server(("127.0.0.1", 0))))
+        return replace(
+            endpoint, port=relay.open(endpoint.port, socket.create_server(("127.0.0.1", 0)))
+        )
 
     def connect(others: Mapping[int, reach.Endpoint], timeout_s: float) -> Any:
-        return reach.connect({rank: behind(endpoint) for rank, endpoint in others.items()}, timeout_s)
+        return reach.connect(
+            {rank: behind(endpoint) for rank, endpoint in others.items()}, timeout_s
+        )
 
     try:
         with pytest.MonkeyPatch.context() as patch:
-            for name, each in {"GlooRail": publishing(publish), "Listener": Listener, "connect": connect}.items():
+            for name, each in {
+                "GlooRail": publishing(publish),
+                "Listener": Listener,
+                "connect": connect,
+            }.items():
                 patch.setattr(symmoe.symm_mem.several_nodes, name, each)
             yield relay
     finally:

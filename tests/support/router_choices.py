@@ -18,7 +18,9 @@ RULES = (
 
 def fits(rule: RoutingRule, num_experts: int, top_k: int) -> bool:
     """Whether MoEConfig would take them together."""
-    return num_experts % rule.num_groups == 0 and top_k <= rule.top_groups * (num_experts // rule.num_groups)
+    return num_experts % rule.num_groups == 0 and top_k <= rule.top_groups * (
+        num_experts // rule.num_groups
+    )
 
 
 def hard_logits(num_tokens: int, num_experts: int) -> torch.Tensor:
@@ -36,17 +38,30 @@ def choices(module, logits: torch.Tensor, top_k: int, rule: RoutingRule, biased:
     """What choose_experts and its gradient make, on the CPU. Counting or not, the choice has the same bits."""
     device, (num_tokens, num_experts) = logits.device, logits.shape
     bias = torch.linspace(-0.2, 0.2, num_experts, device=device) if biased else None
-    slots = torch.arange(num_tokens * top_k, dtype=torch.int32, device=device).view(num_tokens, top_k)
+    slots = torch.arange(num_tokens * top_k, dtype=torch.int32, device=device).view(
+        num_tokens, top_k
+    )
     given_idx, bits = slots % (num_experts + 2) - 1 if given else None, []
-    for counts in (None, slots.new_full((num_blocks(num_tokens), num_experts + max(1, num_experts // 2) + 2), -7)):
+    for counts in (
+        None,
+        slots.new_full((num_blocks(num_tokens), num_experts + max(1, num_experts // 2) + 2), -7),
+    ):
         topk_idx, probs, scores = slots * 0 - 7, slots.float() * torch.nan, logits * torch.nan
-        module.choose_experts(logits, bias, given_idx, topk_idx, probs, scores, rule=rule, block_counts=counts)
+        module.choose_experts(
+            logits, bias, given_idx, topk_idx, probs, scores, rule=rule, block_counts=counts
+        )
         bits.append([each.view(torch.int32).tolist() for each in (topk_idx, probs, scores)])
     assert bits[0] == bits[1]
     generator = torch.Generator().manual_seed(top_k)
-    d_probs, d_scores = (torch.randn(shape, generator=generator).to(device) for shape in (slots.shape, logits.shape))
+    d_probs, d_scores = (
+        torch.randn(shape, generator=generator).to(device) for shape in (slots.shape, logits.shape)
+    )
     results = {"topk_idx": topk_idx, "probs": probs, "scores": scores, "block_counts": counts}
-    for name, gradients in {"both": (d_probs, d_scores), "probs": (d_probs, None), "scores": (None, d_scores)}.items():
+    for name, gradients in {
+        "both": (d_probs, d_scores),
+        "probs": (d_probs, None),
+        "scores": (None, d_scores),
+    }.items():
         d_logits = torch.zeros_like(logits)
         module.choose_experts_grad(*gradients, topk_idx, scores, d_logits, rule=rule)
         results[f"gradient of {name}"] = d_logits
@@ -55,6 +70,13 @@ def choices(module, logits: torch.Tensor, top_k: int, rule: RoutingRule, biased:
 
 def differing(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> list[str]:
     """Names of results that are not the same choice, or numbers that are not close."""
-    near = {True: {"rtol": 2e-5, "atol": 2e-6, "equal_nan": True}, False: {"rtol": 0.0, "atol": 0.0}}
+    near = {
+        True: {"rtol": 2e-5, "atol": 2e-6, "equal_nan": True},
+        False: {"rtol": 0.0, "atol": 0.0},
+    }
     pairs = {name: (value, wanted[name]) for name, value in found.items()}
-    return [name for name, pair in pairs.items() if not torch.allclose(*pair, **near[pair[0].is_floating_point()])]
+    return [
+        name
+        for name, pair in pairs.items()
+        if not torch.allclose(*pair, **near[pair[0].is_floating_point()])
+    ]

@@ -31,13 +31,17 @@ def numbers(*shape, exact):
 
 
 def check_parts():
-    matrix = torch.cat([torch.randn(5000), 2.0 ** torch.randint(-90, 100, (500,)) * torch.randn(500)])
+    matrix = torch.cat(
+        [torch.randn(5000), 2.0 ** torch.randint(-90, 100, (500,)) * torch.randn(500)]
+    )
     odd = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0, -0.0])
     odd_parts, parts = gpu.bf16_parts(odd, matrix)
     assert torch.equal(parts.double().sum(0), matrix.double())
     assert (parts[1].abs() <= 2.0**-7 * parts[0].abs()).all()
     assert (parts[2].abs() <= 2.0**-7 * parts[1].abs()).all()
-    assert torch.equal(odd_parts[0].float().nan_to_num(7.0, 8.0, 9.0), odd.nan_to_num(7.0, 8.0, 9.0))
+    assert torch.equal(
+        odd_parts[0].float().nan_to_num(7.0, 8.0, 9.0), odd.nan_to_num(7.0, 8.0, 9.0)
+    )
     assert not odd_parts[1:].any()
 
 
@@ -55,15 +59,26 @@ def products(x, weight, d_logits):
 
 def check_products(num_tokens, num_experts, width, *, exact):
     x = numbers(num_tokens, width, exact=exact).bfloat16()
-    given = x, numbers(num_experts, width, exact=exact), numbers(num_tokens, num_experts, exact=exact)
-    sums, magnitudes = products(*(each.double() for each in given)), products(*(each.double().abs() for each in given))
+    given = (
+        x,
+        numbers(num_experts, width, exact=exact),
+        numbers(num_tokens, num_experts, exact=exact),
+    )
+    sums, magnitudes = (
+        products(*(each.double() for each in given)),
+        products(*(each.double().abs() for each in given)),
+    )
     for module in (gpu, twin):
         found = results(module, *given)
-        for name, result, wanted, magnitude in zip(("logits", "dx", "d_weight"), found, sums, magnitudes, strict=True):
+        for name, result, wanted, magnitude in zip(
+            ("logits", "dx", "d_weight"), found, sums, magnitudes, strict=True
+        ):
             if exact and name != "dx":
                 assert torch.equal(result.double(), wanted), (module.__name__, name)
             # dx is cut off to bf16 by the interpreter.
-            limit = 2.0**-20 * magnitude + (2.0**-7 * wanted.abs() + 2.0**-14 * magnitude if name == "dx" else 0)
+            limit = 2.0**-20 * magnitude + (
+                2.0**-7 * wanted.abs() + 2.0**-14 * magnitude if name == "dx" else 0
+            )
             assert ((result.double() - wanted).abs() <= limit).all(), (module.__name__, name)
 
 

@@ -45,7 +45,10 @@ class Routing:
     @property
     def arguments(self) -> dict:
         """Keyword arguments of make_plan."""
-        return {name: getattr(self, name) for name in ("num_experts", "capacity", "overflow", "max_tokens")}
+        return {
+            name: getattr(self, name)
+            for name in ("num_experts", "capacity", "overflow", "max_tokens")
+        }
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,9 @@ class Case:
             weights = 1 / (1 + rng.permutation(len(pool))) ** 1.5
         return pool, weights / weights.sum()
 
-    def _ids(self, rng: np.random.Generator, count: int, pool: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    def _ids(
+        self, rng: np.random.Generator, count: int, pool: np.ndarray, weights: np.ndarray
+    ) -> np.ndarray:
         ids = np.full((count, self.top_k), -1, dtype=np.int64)
         if self.stratum == "all_masked":
             return ids
@@ -133,13 +138,20 @@ class Case:
     ) -> tuple[int | None, str, int | None]:
         if self.capacity == "exact":
             return None, "raise", None
-        largest = max(sum(int((i // self.experts_per_rank == rank).sum()) for i in ids) for rank in range(len(ids)))
+        largest = max(
+            sum(int((i // self.experts_per_rank == rank).sum()) for i in ids)
+            for rank in range(len(ids))
+        )
         num_tokens = [len(i) for i in ids]
         max_tokens = max(num_tokens) + int(rng.integers(0, 3))
         if len(set(num_tokens)) == 1 and rng.random() < 0.5:
             max_tokens = None
         if self.capacity == "ample":
-            return largest + 1 + int(rng.integers(0, 40)), str(rng.choice(["raise", "drop"])), max_tokens
+            return (
+                largest + 1 + int(rng.integers(0, 40)),
+                str(rng.choice(["raise", "drop"])),
+                max_tokens,
+            )
         if self.capacity == "tight":
             return max(1, largest), str(rng.choice(["raise", "drop"])), max_tokens
         if self.capacity == "drop":
@@ -163,12 +175,16 @@ class Case:
 
     def random_rows(self, rng: np.random.Generator, num_rows: int, hidden: int) -> torch.Tensor:
         """[num_rows, H] of very different sizes, so that sums show the order in which they were made."""
-        values = rng.standard_normal((num_rows, hidden)) * 2.0 ** rng.integers(-6, 7, (num_rows, hidden))
+        values = rng.standard_normal((num_rows, hidden)) * 2.0 ** rng.integers(
+            -6, 7, (num_rows, hidden)
+        )
         return self._with_nonfinite(torch.from_numpy(values).to(self.dtype))
 
     def probs(self, rank: int, num_tokens: int) -> torch.Tensor:
         """fp32 [T, K], all different."""
-        return torch.from_numpy(self.generator(100 + rank).random((num_tokens, self.top_k), dtype=np.float32) + 0.1)
+        return torch.from_numpy(
+            self.generator(100 + rank).random((num_tokens, self.top_k), dtype=np.float32) + 0.1
+        )
 
     def _with_nonfinite(self, rows: torch.Tensor) -> torch.Tensor:
         if self.stratum == "nonfinite" and rows.numel():
@@ -209,13 +225,19 @@ def case_on(number: int, device: str) -> Case:
 def chosen() -> list[int]:
     """Numbers of the cases to run: all, or those that SYMMOE_CASE names."""
     named = os.environ.get("SYMMOE_CASE", "")
-    return [int(number) for number in named.split(",")] if named else [case.number for case in CASES]
+    return (
+        [int(number) for number in named.split(",")] if named else [case.number for case in CASES]
+    )
 
 
 def half(second: bool) -> list[int]:
     """Half of chosen(): every other case of each stratum, the second half those that the first lacks."""
     numbers = chosen()
-    return numbers if len(numbers) < len(CASES) else [n for n in numbers if n // len(STRATA) % 2 == second]
+    return (
+        numbers
+        if len(numbers) < len(CASES)
+        else [n for n in numbers if n // len(STRATA) % 2 == second]
+    )
 
 
 # Ranks and cases that an oracle compares: on 2 and 4 ranks together, every case. The rest takes long. On 8 ranks one
@@ -231,6 +253,9 @@ RANKS_AND_CASES = pytest.mark.parametrize(
         pytest.param(4, "cpu", half(True), id="4, second half"),
         pytest.param(4, "cpu", half(False), id="4", marks=pytest.mark.slow),
         pytest.param(8, "cpu", half(False)[: len(STRATA)], id="8"),
-        *(pytest.param(n, "cuda", chosen(), id=f"{n} GPUs", marks=pytest.mark.gpu) for n in (1, 2, 4, 8)),
+        *(
+            pytest.param(n, "cuda", chosen(), id=f"{n} GPUs", marks=pytest.mark.gpu)
+            for n in (1, 2, 4, 8)
+        ),
     ],
 )

@@ -22,7 +22,9 @@ def random_ranges(splits, num_parts, *, step=1, seed=0):
     generator = torch.Generator().manual_seed(seed)
     sizes = torch.tensor(splits)
     starts = whole_groups(splits)[0]
-    inner = (torch.rand(num_parts - 1, len(splits), generator=generator) * (sizes // step + 2)).long() * step
+    inner = (
+        torch.rand(num_parts - 1, len(splits), generator=generator) * (sizes // step + 2)
+    ).long() * step
     inner = inner.minimum(sizes).sort(dim=0).values
     cuts = torch.cat([starts[None], starts + inner, (starts + sizes)[None]])
     result = []

@@ -30,7 +30,9 @@ class Case:
     ids: str = "uniform"
     capacity: int = -1
     packed_capacity: int = -1
-    rooms: tuple[tuple[int, int], ...] = ()  # capacity and packed capacity that each rank gives itself
+    rooms: tuple[
+        tuple[int, int], ...
+    ] = ()  # capacity and packed capacity that each rank gives itself
     drop: bool = False
     other_top_k: int | None = None  # rank of which the header names another K
     plan_fails: bool = False
@@ -56,10 +58,16 @@ CASES = {
     "one rank": Case(tokens=(37,), num_experts=5, top_k=3),
     "two ranks": Case(tokens=(40, 33), num_experts=8, top_k=2, epoch=7, hidden=24),
     "wide rows": Case(tokens=(40, 21), num_experts=8, top_k=3, hidden=1536, num_ctas=2),
-    "wide rows, masked": Case(tokens=(5, 13), num_experts=10, top_k=9, hidden=1000, ids="sparse", dtype=torch.float32),
+    "wide rows, masked": Case(
+        tokens=(5, 13), num_experts=10, top_k=9, hidden=1000, ids="sparse", dtype=torch.float32
+    ),
     "bf16": Case(tokens=(40, 33), num_experts=8, top_k=1, hidden=24, dtype=torch.bfloat16, seed=1),
-    "three ranks, odd": Case(tokens=(70, 0, 31), num_experts=12, top_k=3, id_dtype=torch.int32, hidden=20),
-    "four ranks": Case(tokens=(64, 1, 32, 7), num_experts=16, top_k=4, dtype=torch.float32, hidden=260, num_ctas=3),
+    "three ranks, odd": Case(
+        tokens=(70, 0, 31), num_experts=12, top_k=3, id_dtype=torch.int32, hidden=20
+    ),
+    "four ranks": Case(
+        tokens=(64, 1, 32, 7), num_experts=16, top_k=4, dtype=torch.float32, hidden=260, num_ctas=3
+    ),
     "six ranks": Case(tokens=(9, 0, 12, 3, 5, 2), num_experts=24, top_k=6, hidden=24),
     "no expert": Case(tokens=(35, 20), num_experts=6, top_k=3, ids="sparse"),
     "all to one expert": Case(tokens=(33, 20, 5), num_experts=6, top_k=1, ids="one"),
@@ -70,27 +78,49 @@ CASES = {
         tokens=(3, 70), num_experts=4, top_k=2, ids="bad", id_dtype=torch.int32, capacity=1000
     ),
     "overflow": Case(tokens=(40, 41, 42), num_experts=9, top_k=3, capacity=100),
-    "too many packed rows": Case(tokens=(40, 41, 42), num_experts=9, top_k=3, capacity=300, packed_capacity=90),
+    "too many packed rows": Case(
+        tokens=(40, 41, 42), num_experts=9, top_k=3, capacity=300, packed_capacity=90
+    ),
     "room": Case(tokens=(40, 41, 42), num_experts=9, top_k=3, capacity=300, packed_capacity=123),
-    "rooms that differ": Case(tokens=(40, 41, 42), num_experts=9, top_k=3, rooms=((300, 123), (-1, -1), (200, 150))),
+    "rooms that differ": Case(
+        tokens=(40, 41, 42), num_experts=9, top_k=3, rooms=((300, 123), (-1, -1), (200, 150))
+    ),
     "one rank has too little room": Case(
         tokens=(40, 41, 42), num_experts=9, top_k=3, rooms=((300, 123), (-1, -1), (50, 123))
     ),
     "one rank has too little room for packed rows": Case(
         tokens=(40, 41, 42), num_experts=9, top_k=3, rooms=((-1, -1), (300, 20), (300, 123))
     ),
-    "overflow, recorded": Case(tokens=(40, 41), num_experts=4, top_k=3, capacity=50, pending=control.STATUS_FAULT),
+    "overflow, recorded": Case(
+        tokens=(40, 41), num_experts=4, top_k=3, capacity=50, pending=control.STATUS_FAULT
+    ),
     "drops": Case(tokens=(50, 60), num_experts=10, top_k=3, capacity=91, drop=True, ids="skewed"),
     "drops all but one": Case(tokens=(33, 20), num_experts=4, top_k=2, capacity=1, drop=True),
     "drops nothing": Case(tokens=(33, 20), num_experts=4, top_k=2, capacity=106, drop=True),
-    "drops, leftovers": Case(tokens=(40, 30, 20), num_experts=21, top_k=4, capacity=52, drop=True, ids="skewed"),
-    "ranks disagree": Case(tokens=(10, 10, 10), num_experts=6, top_k=2, other_top_k=1, capacity=500),
-    "several errors": Case(tokens=(40, 35, 3), num_experts=6, top_k=2, ids="bad", other_top_k=2, capacity=5),
-    "errors and a fault": Case(
-        tokens=(40, 35), num_experts=6, top_k=2, ids="bad", other_top_k=0, capacity=5, plan_fails=True
+    "drops, leftovers": Case(
+        tokens=(40, 30, 20), num_experts=21, top_k=4, capacity=52, drop=True, ids="skewed"
     ),
-    "a rank faults in the plan": Case(tokens=(10, 20), num_experts=6, top_k=2, plan_fails=True, capacity=500),
-    "the trip fails": Case(tokens=(10, 40), num_experts=6, top_k=2, trip_fails=True, dtype=torch.bfloat16),
+    "ranks disagree": Case(
+        tokens=(10, 10, 10), num_experts=6, top_k=2, other_top_k=1, capacity=500
+    ),
+    "several errors": Case(
+        tokens=(40, 35, 3), num_experts=6, top_k=2, ids="bad", other_top_k=2, capacity=5
+    ),
+    "errors and a fault": Case(
+        tokens=(40, 35),
+        num_experts=6,
+        top_k=2,
+        ids="bad",
+        other_top_k=0,
+        capacity=5,
+        plan_fails=True,
+    ),
+    "a rank faults in the plan": Case(
+        tokens=(10, 20), num_experts=6, top_k=2, plan_fails=True, capacity=500
+    ),
+    "the trip fails": Case(
+        tokens=(10, 40), num_experts=6, top_k=2, trip_fails=True, dtype=torch.bfloat16
+    ),
     "replicas": Case(tokens=(70, 40), num_experts=8, top_k=3, ids="skewed", num_places=2),
     "replicas on four ranks": Case(
         tokens=(64, 1, 90, 7),
@@ -103,16 +133,39 @@ CASES = {
         dtype=torch.float32,
     ),
     "replicas on two nodes": Case(
-        tokens=(50, 20, 31, 60), num_experts=16, top_k=3, ids="skewed", num_places=2, num_near=2, epoch=3
+        tokens=(50, 20, 31, 60),
+        num_experts=16,
+        top_k=3,
+        ids="skewed",
+        num_places=2,
+        num_near=2,
+        epoch=3,
     ),
-    "replicas of one expert": Case(tokens=(33, 20, 45), num_experts=6, top_k=1, ids="one", num_places=1, num_ctas=3),
-    "too few places": Case(tokens=(60, 50, 31), num_experts=24, top_k=6, ids="skewed", num_places=1, capacity=5000),
-    "no rank has too many rows": Case(tokens=(64, 64), num_experts=8, top_k=4, num_places=2, slack=500),
-    "replicas, sparse": Case(tokens=(35, 0, 20), num_experts=6, top_k=3, ids="sparse", num_places=4),
+    "replicas of one expert": Case(
+        tokens=(33, 20, 45), num_experts=6, top_k=1, ids="one", num_places=1, num_ctas=3
+    ),
+    "too few places": Case(
+        tokens=(60, 50, 31), num_experts=24, top_k=6, ids="skewed", num_places=1, capacity=5000
+    ),
+    "no rank has too many rows": Case(
+        tokens=(64, 64), num_experts=8, top_k=4, num_places=2, slack=500
+    ),
+    "replicas, sparse": Case(
+        tokens=(35, 0, 20), num_experts=6, top_k=3, ids="sparse", num_places=4
+    ),
     "replicas, drops": Case(
-        tokens=(50, 60), num_experts=10, top_k=3, capacity=100, drop=True, ids="skewed", num_places=1, slack=300
+        tokens=(50, 60),
+        num_experts=10,
+        top_k=3,
+        capacity=100,
+        drop=True,
+        ids="skewed",
+        num_places=1,
+        slack=300,
     ),
-    "replicas, ids out of range": Case(tokens=(40, 40), num_experts=4, top_k=2, ids="bad", num_places=2),
+    "replicas, ids out of range": Case(
+        tokens=(40, 40), num_experts=4, top_k=2, ids="bad", num_places=2
+    ),
     "replicas, a rank faults in the plan": Case(
         tokens=(10, 20), num_experts=6, top_k=2, plan_fails=True, capacity=500, num_places=1
     ),
@@ -121,7 +174,9 @@ CASES = {
 }
 
 
-def run_case(ops: ModuleType, case: Case, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
+def run_case(
+    ops: ModuleType, case: Case, device: torch.device | str = "cpu"
+) -> dict[str, torch.Tensor]:
     """Every output of one layer call of all ranks, and the arenas after each step, by name."""
     return _Call(ops, case, torch.device(device)).run()
 
@@ -132,7 +187,9 @@ def table_of(matrices: torch.Tensor) -> torch.Tensor | TensorTable:
         return matrices
     addresses = [row.data_ptr() for row in matrices]
     return TensorTable(
-        torch.tensor(addresses, device=matrices.device), (len(matrices), 1, matrices.shape[1]), matrices.dtype
+        torch.tensor(addresses, device=matrices.device),
+        (len(matrices), 1, matrices.shape[1]),
+        matrices.dtype,
     )
 
 
@@ -173,8 +230,16 @@ def choose_experts(case: Case, rank: int) -> torch.Tensor:
 
 def peers_of_arenas(arenas: Sequence[torch.Tensor]) -> list[Peers]:
     """Peers of each rank; arenas: of all ranks, in one process."""
-    num_ranks, bases = len(arenas), torch.tensor([arena.data_ptr() for arena in arenas], device=arenas[0].device)
-    given = {"num_ranks": num_ranks, "bases": bases, "views": tuple(arenas), "layout": ControlLayout(num_ranks)}
+    num_ranks, bases = (
+        len(arenas),
+        torch.tensor([arena.data_ptr() for arena in arenas], device=arenas[0].device),
+    )
+    given = {
+        "num_ranks": num_ranks,
+        "bases": bases,
+        "views": tuple(arenas),
+        "layout": ControlLayout(num_ranks),
+    }
     return [Peers(rank=rank, **given) for rank in range(num_ranks)]
 
 
@@ -190,7 +255,9 @@ def peers_of_tables(counts: np.ndarray) -> list[Peers]:
     ranks = peers_of_arenas(empty_arenas(num_ranks))
     for peers in ranks:
         table = peers.count_table(peers.rank, 0)
-        table[:, control.HEADER_WORDS : control.HEADER_WORDS + num_experts] = torch.from_numpy(counts)
+        table[:, control.HEADER_WORDS : control.HEADER_WORDS + num_experts] = torch.from_numpy(
+            counts
+        )
     return ranks
 
 
@@ -258,7 +325,9 @@ class _Call:
     def plan(self) -> None:
         case, ops = self.case, self.ops
         num_experts, num_ranks, top_k = case.num_experts, case.num_ranks, case.top_k
-        self.chosen_idx = self.topk_idx = [choose_experts(case, rank).to(self.device) for rank in range(num_ranks)]
+        self.chosen_idx = self.topk_idx = [
+            choose_experts(case, rank).to(self.device) for rank in range(num_ranks)
+        ]
         sizes = top_k, num_experts, num_ranks, case.num_places
         layouts = [plan_layout(num_tokens, *sizes) for num_tokens in case.tokens]
         plans = [PlanIntegers(self.int32(numel), layout) for numel, layout in layouts]
@@ -268,7 +337,9 @@ class _Call:
             epoch += 1
             self.set_epoch(epoch)
             for rank, plan in enumerate(plans):
-                ops.place_replicas(self.peers[rank], plan, slack=case.slack, num_near=case.num_near or num_ranks)
+                ops.place_replicas(
+                    self.peers[rank], plan, slack=case.slack, num_near=case.num_near or num_ranks
+                )
                 counts = self.int32(len(block_starts[rank]), num_copies + num_ranks + 2)
                 ops.choose_copies(self.topk_idx[rank], block_starts[rank], plan, counts)
                 self.keep(f"rank {rank} counts of copies", counts)
@@ -278,7 +349,9 @@ class _Call:
         received = self.received((), case.plan_fails)
         self.maps = []
         for rank, plan in enumerate(plans):
-            status = torch.zeros(control.STATUS_WORDS, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+            status = torch.zeros(
+                control.STATUS_WORDS, dtype=torch.int64, pin_memory=self.device.type == "cuda"
+            )
             status[control.STATUS_KIND] = case.pending
             ops.lay_out(
                 self.peers[rank],
@@ -297,7 +370,9 @@ class _Call:
             maps = {name: getattr(plan, name) for name in plan.layout}
             for name, tensor in maps.items():
                 self.keep(f"rank {rank} {name}", tensor)
-            self.keep(f"rank {rank} all of the plan", plan.storage)  # nothing between its tensors is written
+            self.keep(
+                f"rank {rank} all of the plan", plan.storage
+            )  # nothing between its tensors is written
             self.maps.append(maps)
         report = self.maps[0]["report"].tolist()
         self.num_rows = max(1, report[control.SUM_MAX_ROWS])
@@ -307,20 +382,31 @@ class _Call:
         """Sends what each rank counts; the starts of blocks."""
         case, ops, num_ranks, block_starts = self.case, self.ops, self.case.num_ranks, []
         for rank, ids in enumerate(topk_idx):
-            counts = self.int32(-(-len(ids) // control.TOKENS_PER_BLOCK), num_experts + num_ranks + 2)
+            counts = self.int32(
+                -(-len(ids) // control.TOKENS_PER_BLOCK), num_experts + num_ranks + 2
+            )
             ops.count_slots(ids, counts, num_experts=num_experts, num_ranks=num_ranks)
             self.keep(f"rank {rank} counts of {num_experts}", counts)
             header = [0] * control.HEADER_WORDS
             header[control.HEAD_NUM_TOKENS] = len(ids)
             header[control.HEAD_TOP_K] = case.top_k + (case.other_top_k == rank)
-            header[control.HEAD_NUM_EXPERTS], header[control.HEAD_NUM_PLACES] = case.num_experts, case.num_places
+            header[control.HEAD_NUM_EXPERTS], header[control.HEAD_NUM_PLACES] = (
+                case.num_experts,
+                case.num_places,
+            )
             header[control.HEAD_CAPACITY], header[control.HEAD_PACKED_CAPACITY] = case.room_of(rank)
             if case.rooms:
                 header[control.HEAD_OVERFLOW] = control.OVERFLOW_REPEAT
             header[control.HEAD_MAX_TOKENS] = -1
             header[control.HEAD_HIDDEN] = case.hidden
             header[control.HEAD_RAIL_CAPACITY] = 77
-            ops.send_counts(counts, self.chosen_idx[rank], tuple(header), self.peers[rank], num_experts=num_experts)
+            ops.send_counts(
+                counts,
+                self.chosen_idx[rank],
+                tuple(header),
+                self.peers[rank],
+                num_experts=num_experts,
+            )
             self.keep(f"rank {rank} starts of {num_experts}", counts)
             block_starts.append(counts)
         self.keep_arenas("count tables")
@@ -329,16 +415,27 @@ class _Call:
     def move_replicas(self) -> None:
         """Weights go to their replicas, and gradients come home."""
         case, widths = self.case, (24, 40)
-        num_own, ready = case.num_experts // case.num_ranks, self.received((ROWS, PACKED, RETURNED), case.trip_fails)
+        num_own, ready = (
+            case.num_experts // case.num_ranks,
+            self.received((ROWS, PACKED, RETURNED), case.trip_fails),
+        )
         for rank, peers in enumerate(self.peers):
             generator = torch.Generator().manual_seed(rank)
             weights, gradients = (
-                [torch.randn((num_own, n), generator=generator).to(case.dtype).to(self.device) for n in widths]
+                [
+                    torch.randn((num_own, n), generator=generator).to(case.dtype).to(self.device)
+                    for n in widths
+                ]
                 for _ in range(2)
             )
-            its_gradients = torch.randn((case.num_places, max(widths)), generator=generator).to(case.dtype)
+            its_gradients = torch.randn((case.num_places, max(widths)), generator=generator).to(
+                case.dtype
+            )
             self.buffer(rank, PACKED, its_gradients.shape, case.dtype).copy_(its_gradients)
-            pair, at = (weights[0], table_of(weights[1])), {"column": 2, "starts": (64, 64 + 8 * 24 * 4)}
+            pair, at = (
+                (weights[0], table_of(weights[1])),
+                {"column": 2, "starts": (64, 64 + 8 * 24 * 4)},
+            )
             self.ops.push_replicas(pair, self.maps[rank]["place_to_expert"], peers, ready, **at)
             self.keep(f"gradients of rank {rank}", *gradients)
         self.keep_arenas("replicas")
@@ -357,28 +454,50 @@ class _Call:
         for rank, maps in enumerate(self.maps):
             generator = torch.Generator().manual_seed(77 + rank)
             num_tokens = case.tokens[rank]
-            x = torch.randn((num_tokens, case.hidden), generator=generator).to(case.dtype).to(self.device)
+            x = (
+                torch.randn((num_tokens, case.hidden), generator=generator)
+                .to(case.dtype)
+                .to(self.device)
+            )
             probs = None
             if case.with_probs:
                 probs = torch.rand((num_tokens, case.top_k), generator=generator).to(self.device)
             peers = self.peers[rank]
-            ops.push_rows(x, maps["token_to_packed_row"], peers, ready_packed, column=READY_ROWS, **options)
+            ops.push_rows(
+                x, maps["token_to_packed_row"], peers, ready_packed, column=READY_ROWS, **options
+            )
             primary = x, maps["token_to_primary_row"], peers, ready_rows
             if rank % 2:
                 ops.push_rows(*primary, column=READY_ROWS, but=rank, **options)
-            for peer in range(case.num_ranks) if rank % 2 == 0 else ():  # in turn, as when GEMMs run meanwhile
-                ops.push_rows(*primary, column=READY_ROWS, ranks=range(peer, peer + 1), but=rank, **options)
+            for peer in (
+                range(case.num_ranks) if rank % 2 == 0 else ()
+            ):  # in turn, as when GEMMs run meanwhile
+                ops.push_rows(
+                    *primary, column=READY_ROWS, ranks=range(peer, peer + 1), but=rank, **options
+                )
             slots = maps["slot_to_rank"], maps["slot_to_row"]
             ops.place_rows(x, *slots, self.rows(rank), ready_rows, rank=rank)
-            region = [maps[name] for name in ("token_to_packed_row", "block_tokens", "packed_start", "packed_limit")]
+            region = [
+                maps[name]
+                for name in ("token_to_packed_row", "block_tokens", "packed_start", "packed_limit")
+            ]
             columns = {"row_column": READY_SLOTS, "prob_column": READY_PROBS}
-            ops.push_slots((maps["slot_to_row"], maps["slot_to_rank"], probs), region, peers, ready_rows, **columns)
+            ops.push_slots(
+                (maps["slot_to_row"], maps["slot_to_rank"], probs),
+                region,
+                peers,
+                ready_rows,
+                **columns,
+            )
         self.keep_arenas("dispatched")
 
         arrived = self.received((), case.trip_fails)[:1, 0]
         for rank, maps in enumerate(self.maps):
             start = maps["source_to_packed_start"]
-            packed_to_row, row_to_packed_row = self.int32(self.num_packed, case.top_k), self.int32(self.num_rows)
+            packed_to_row, row_to_packed_row = (
+                self.int32(self.num_packed, case.top_k),
+                self.int32(self.num_rows),
+            )
             row_probs = wire_probs = None
             if case.with_probs:
                 row_probs = torch.full((self.num_rows,), -7.0, device=self.device)
@@ -386,7 +505,10 @@ class _Call:
             # All at once on even ranks, source by source on odd ones.
             step = 1 if rank % 2 else case.num_ranks
             for source in range(0, case.num_ranks, step):
-                wire = self.buffer(rank, SLOTS, (self.num_packed, case.top_k), torch.int32), wire_probs
+                wire = (
+                    self.buffer(rank, SLOTS, (self.num_packed, case.top_k), torch.int32),
+                    wire_probs,
+                )
                 packed = start[source : source + 1], start[source + step : source + step + 1]
                 index = packed_to_row, row_to_packed_row, row_probs
                 ops.index_rows(wire, packed, (ready_rows, arrived), index)
@@ -415,7 +537,9 @@ class _Call:
         self.keep_arenas("values gathered")
         for rank, maps in enumerate(self.maps):
             self.keep(f"rank {rank} rows", self.rows(rank))
-            out = torch.full((case.tokens[rank], case.hidden), -7.0, dtype=case.dtype, device=self.device)
+            out = torch.full(
+                (case.tokens[rank], case.hidden), -7.0, dtype=case.dtype, device=self.device
+            )
             slots = maps["slot_to_rank"], maps["slot_to_row"]
             ops.pull_rows(*slots, self.peers[rank], ready, out, column=0)
             self.keep(f"rank {rank} sum by slot", out)
@@ -442,8 +566,13 @@ class _Call:
         self.keep_arenas("sums returned")
         arrived = torch.zeros(1, dtype=torch.int64, device=self.device)
         for rank, maps in enumerate(self.maps):
-            out = torch.full((case.tokens[rank], case.hidden), -7.0, dtype=case.dtype, device=self.device)
-            index = [maps[name] for name in ("token_to_packed_row", "packed_start", "slot_to_rank", "slot_to_row")]
+            out = torch.full(
+                (case.tokens[rank], case.hidden), -7.0, dtype=case.dtype, device=self.device
+            )
+            index = [
+                maps[name]
+                for name in ("token_to_packed_row", "packed_start", "slot_to_rank", "slot_to_row")
+            ]
             rows = self.rows(rank), self.returned(rank)
             ops.sum_home(rows, index, (ready, arrived), out, rank=rank, **self.options)
             self.keep(f"rank {rank} sum by rank", out)
@@ -452,7 +581,12 @@ class _Call:
         for rank, maps in enumerate(self.maps):
             values = torch.full((case.tokens[rank], case.top_k), -7.0, device=self.device)
             ops.pull_values(
-                maps["slot_to_rank"], maps["token_to_packed_row"], self.peers[rank], ready, values, column=1
+                maps["slot_to_rank"],
+                maps["token_to_packed_row"],
+                self.peers[rank],
+                ready,
+                values,
+                column=1,
             )
             self.keep(f"rank {rank} values", values)
 
@@ -463,5 +597,7 @@ class _Call:
         num_rows = max(1, self.case.num_ranks - 1) * max(1, self.case.tokens[rank])
         return self.buffer(rank, RETURNED, (num_rows, self.case.hidden), self.case.dtype)
 
-    def buffer(self, rank: int, buffer: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def buffer(
+        self, rank: int, buffer: int, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor:
         return self.peers[rank].region(rank, self.offsets[rank][buffer], shape, dtype)

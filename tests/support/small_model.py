@@ -17,12 +17,20 @@ HIDDEN, FFN, EXPERTS, TOP_K, FEATURES = 16, 8, 4, 2, 8
 TOKENS = 48  # of the global batch
 LEARNING_RATE = 0.1
 CONFIG = symmoe.MoEConfig(
-    hidden=HIDDEN, ffn=FFN, num_experts=EXPERTS, top_k=TOP_K, order="slot", z_loss_coef=1e-2, route_scale=2.0
+    hidden=HIDDEN,
+    ffn=FFN,
+    num_experts=EXPERTS,
+    top_k=TOP_K,
+    order="slot",
+    z_loss_coef=1e-2,
+    route_scale=2.0,
 )
 
 
 class Block(nn.Module):
-    def __init__(self, config: symmoe.MoEConfig, heap: symmoe.SymmetricHeap, *, shared: bool = False) -> None:
+    def __init__(
+        self, config: symmoe.MoEConfig, heap: symmoe.SymmetricHeap, *, shared: bool = False
+    ) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(config.hidden)
         self.dense = nn.Linear(config.hidden, config.hidden)
@@ -58,7 +66,9 @@ def model_of(heap: symmoe.SymmetricHeap, config: symmoe.MoEConfig = CONFIG) -> M
     return model
 
 
-def on_mesh(mesh: DeviceMesh, heap: symmoe.SymmetricHeap, wrap: str, config: symmoe.MoEConfig = CONFIG) -> nn.Module:
+def on_mesh(
+    mesh: DeviceMesh, heap: symmoe.SymmetricHeap, wrap: str, config: symmoe.MoEConfig = CONFIG
+) -> nn.Module:
     """The model in FSDP2 ("fsdp") or in DDP ("ddp")."""
     return {"fsdp": parallelize, "ddp": data_parallel}[wrap](model_of(heap, config), mesh)
 
@@ -99,11 +109,19 @@ def rank_loss(model: nn.Module, step: int, rank: int, shares: tuple[int, ...]) -
 
 
 def curve_of(
-    model: nn.Module, rank: int, shares, after_backward: Callable = lambda: None, *, steps=20, group=None
+    model: nn.Module,
+    rank: int,
+    shares,
+    after_backward: Callable = lambda: None,
+    *,
+    steps=20,
+    group=None,
 ) -> list[tuple[float, Any]]:
     """(loss of the global batch, what `after_backward` returns) of every step. Collective. SGD, because Adam would hide
     a gradient of the wrong scale."""
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE)
+    optimizer = torch.optim.SGD(
+        [p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE
+    )
     curve = []
     for number in range(steps):
         loss = rank_loss(model, number, rank, shares)
@@ -139,7 +157,9 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
     """The operators give the eager bits; what torch's own decompositions round differently is around them."""
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=2e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            found[name], tensor, rtol=2e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 @contextmanager
@@ -161,9 +181,15 @@ def counted_barriers(heap: symmoe.SymmetricHeap) -> Iterator[list[int]]:
 
 
 @contextmanager
-def open_heap(mesh: DeviceMesh | None, ranks_per_node: int | None = None) -> Iterator[symmoe.SymmetricHeap]:
+def open_heap(
+    mesh: DeviceMesh | None, ranks_per_node: int | None = None
+) -> Iterator[symmoe.SymmetricHeap]:
     """A heap over the EP group of a mesh, or of this process alone."""
-    group = dist.new_group([dist.get_rank()], use_local_synchronization=True) if mesh is None else mesh.get_group("ep")
+    group = (
+        dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        if mesh is None
+        else mesh.get_group("ep")
+    )
     with symmoe.SymmetricHeap(group, num_bytes=4 << 20, ranks_per_node=ranks_per_node) as heap:
         yield heap
 
@@ -178,12 +204,16 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def whole_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    names = {name.removeprefix("module."): parameter for name, parameter in model.named_parameters()}
+    names = {
+        name.removeprefix("module."): parameter for name, parameter in model.named_parameters()
+    }
     return {name: whole(parameter.grad).clone() for name, parameter in names.items()}
 
 
 def check_metrics(
-    model: nn.Module, expected: dict[str, tuple[torch.Tensor, int, int]], loss_of: Callable[[], torch.Tensor]
+    model: nn.Module,
+    expected: dict[str, tuple[torch.Tensor, int, int]],
+    loss_of: Callable[[], torch.Tensor],
 ) -> dict[str, torch.Tensor]:
     """Metrics of two steps of a model whose 8 experts are on two ranks and whose router is a trainer's; they count
     neither what is recomputed nor what runs in eval mode. Collective.
@@ -223,13 +253,20 @@ def other_routing(routing: dict[str, torch.Tensor], seed: int) -> dict[str, torc
     """For the same tokens other experts, of 8, as an engine has them; and none for every fifth token."""
     generator, other = torch.Generator().manual_seed(seed), {}
     for name, ids in routing.items():
-        other[name] = torch.rand(len(ids), 8, generator=generator).argsort(1)[:, : ids.shape[1]].short()
+        other[name] = (
+            torch.rand(len(ids), 8, generator=generator).argsort(1)[:, : ids.shape[1]].short()
+        )
         other[name][::5] = -1
     return other
 
 
 def weigh(
-    logits: torch.Tensor, ids: torch.Tensor, score: str, *, scale: float = 1.0, renormalize: bool = True
+    logits: torch.Tensor,
+    ids: torch.Tensor,
+    score: str,
+    *,
+    scale: float = 1.0,
+    renormalize: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights [..., K] of these experts, by the formula, and ids; for -1 a weight of 0 and any experts."""
     is_none, ids = ids < 0, torch.where(ids < 0, torch.arange(ids.shape[-1]), ids.long())

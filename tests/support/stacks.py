@@ -61,7 +61,9 @@ def pipeline(num_batches: int, in_flight: int) -> list[tuple[str, int]]:
     return turns
 
 
-def run_schedule(model: Stack, heap: SymmetricHeap, turns: list[tuple[str, int]]) -> list[torch.Tensor]:
+def run_schedule(
+    model: Stack, heap: SymmetricHeap, turns: list[tuple[str, int]]
+) -> list[torch.Tensor]:
     """Gradients accumulated over all micro-batches, and every y and dx."""
     flying, found = {}, {}
     for direction, turn in turns:
@@ -77,26 +79,39 @@ def run_schedule(model: Stack, heap: SymmetricHeap, turns: list[tuple[str, int]]
 
 
 BIG_H, BIG_I = 256, 96
-RANK_TO_TOKENS = (400, 5, 900, 1)  # experts of several tiles; ranks that by themselves would cut a call differently
+RANK_TO_TOKENS = (
+    400,
+    5,
+    900,
+    1,
+)  # experts of several tiles; ranks that by themselves would cut a call differently
 MOST_TOKENS = max(RANK_TO_TOKENS)
 Kind = tuple[str, str, dict[str, Any]]  # order, stash, limits
 EXACT: Kind = ("rank", "all", {})
 STATIC: Kind = ("slot", "none", {"capacity": 2 * sum(RANK_TO_TOKENS), "max_tokens": MOST_TOKENS})
 
 
-def check_ways(rank, num_ranks, findings: Findings, device, dtype, kinds=(EXACT, STATIC), ranks_per_node=None) -> None:
+def check_ways(
+    rank, num_ranks, findings: Findings, device, dtype, kinds=(EXACT, STATIC), ranks_per_node=None
+) -> None:
     """The same bits in every way, when rows come, and sums go, in many parts; ranks lag."""
     generator = random.Random(rank)
     num_tokens = RANK_TO_TOKENS[rank % len(RANK_TO_TOKENS)]
     with open_heap(device, num_bytes=64 << 20, ranks_per_node=ranks_per_node) as heap:
-        x, dy = (tokens_of(rank, num_tokens, BIG_H, salt=salt).to(heap.device, dtype) for salt in (1, 2))
+        x, dy = (
+            tokens_of(rank, num_tokens, BIG_H, salt=salt).to(heap.device, dtype) for salt in (1, 2)
+        )
         x.requires_grad_()
         for order, stash, limits in kinds:
             want = None
             for way in WAYS:
-                findings.where = f"rank {rank} of {num_ranks}, {way}, order {order}, stash {stash}, {limits}"
+                findings.where = (
+                    f"rank {rank} of {num_ranks}, {way}, order {order}, stash {stash}, {limits}"
+                )
                 sizes = {"hidden": BIG_H, "ffn": BIG_I, "num_experts": 2 * num_ranks, "top_k": 2}
-                layer, _ = make_layer(heap, MoEConfig(**sizes, order=order, stash=stash, **limits, **way))
+                layer, _ = make_layer(
+                    heap, MoEConfig(**sizes, order=order, stash=stash, **limits, **way)
+                )
                 layer.experts.to(dtype)
                 poison(heap)  # what the last way has left here must not be seen
                 time.sleep(0.01 * generator.random())
@@ -119,7 +134,9 @@ def check_ways(rank, num_ranks, findings: Findings, device, dtype, kinds=(EXACT,
                 findings.equal("leased bytes", heap.leased_bytes, 0)
                 findings.equal("drops", bool(metrics.num_dropped), "overflow" in limits)
                 if "overflow" not in limits:
-                    findings.check(all(bool(tensor.any()) for tensor in found), "a result is all zeros")
+                    findings.check(
+                        all(bool(tensor.any()) for tensor in found), "a result is all zeros"
+                    )
                 if want is None:
                     want = found
                 compare_bits(findings, found, want)

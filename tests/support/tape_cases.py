@@ -27,12 +27,21 @@ def without_tapes(heap: SymmetricHeap) -> Iterator[None]:
 
 
 def make_layer(
-    heap: SymmetricHeap, *, bias=False, dtype=torch.float32, hidden=H, ffn=I, overwrites=(None, None), **options
+    heap: SymmetricHeap,
+    *,
+    bias=False,
+    dtype=torch.float32,
+    hidden=H,
+    ffn=I,
+    overwrites=(None, None),
+    **options,
 ) -> MoELayer:
     """overwrites: for fc1 and fc2, whether gradients overwrite `main_grad`; None: they go to `.grad`."""
     torch.manual_seed(heap.rank)
     config = MoEConfig(hidden=hidden, ffn=ffn, num_experts=E, top_k=K, **options)
-    experts = GroupedMLP(E // heap.num_ranks, hidden, ffn, bias=bias, dtype=dtype, device=heap.device)
+    experts = GroupedMLP(
+        E // heap.num_ranks, hidden, ffn, bias=bias, dtype=dtype, device=heap.device
+    )
     if bias:
         for fc in (experts.fc1, experts.fc2):
             torch.nn.init.normal_(fc.bias)
@@ -45,7 +54,9 @@ def make_layer(
 
 
 def main_grads(layer: MoELayer) -> list[torch.Tensor]:
-    return [parameter.main_grad for parameter in layer.parameters() if hasattr(parameter, "main_grad")]
+    return [
+        parameter.main_grad for parameter in layer.parameters() if hasattr(parameter, "main_grad")
+    ]
 
 
 def make_calls(
@@ -67,13 +78,21 @@ def step(layer: MoELayer, x: torch.Tensor, dy: torch.Tensor, around: str) -> lis
             stack.enter_context(torch.autograd.graph.save_on_cpu())
         elif around == "autocast":  # forward and backward
             stack.enter_context(torch.autocast(x.device.type, torch.bfloat16))
-        y, metrics = checkpoint(layer, x, use_reentrant=False) if around == "checkpoint" else layer(x)
+        y, metrics = (
+            checkpoint(layer, x, use_reentrant=False) if around == "checkpoint" else layer(x)
+        )
         outputs = [y] if around == "checkpoint" else [y, metrics.aux_loss]
         outputs = [output for output in outputs if output.requires_grad]
         gradients = [dy.to(y.dtype), *(torch.ones_like(output) for output in outputs[1:])]
         found = torch.autograd.grad(outputs, (x, *layer.parameters()), gradients)
     assert all(p.grad_added_to_main_grad for p in layer.parameters() if hasattr(p, "main_grad"))
-    return [y.detach(), metrics.expert_load, metrics.topk_idx, *found, *(grad.clone() for grad in main_grads(layer))]
+    return [
+        y.detach(),
+        metrics.expert_load,
+        metrics.topk_idx,
+        *found,
+        *(grad.clone() for grad in main_grads(layer)),
+    ]
 
 
 OPTIONS = {
@@ -91,13 +110,19 @@ OPTIONS = {
     "biases": {"bias": True, "schedule": "always-overlapped"},
     "main_grad": {"overwrites": (False, False)},
     "main_grad, overwritten": {"overwrites": (True, True), "schedule": "always-overlapped"},
-    "main_grad of one layer": {"overwrites": (None, False), "dtype": torch.bfloat16, "stash": "none"},
+    "main_grad of one layer": {
+        "overwrites": (None, False),
+        "dtype": torch.bfloat16,
+        "stash": "none",
+    },
     "losses": {"aux_loss_coef": 0.1, "z_loss_coef": 0.1, "score": "sigmoid", "expert_bias": True},
 }
 AROUND = ("", "checkpoint", "saved copies", "autocast")
 
 
-def check_bits(rank, num_ranks, options: dict, around: str, device: str = "cpu") -> tuple[int, int, list[str]]:
+def check_bits(
+    rank, num_ranks, options: dict, around: str, device: str = "cpu"
+) -> tuple[int, int, list[str]]:
     """Calls that were played; calls that did not fit; findings."""
     findings, options = Findings(), dict(options)
     dtype, hidden = options.get("dtype", torch.float32), options.get("hidden", H)
@@ -107,8 +132,12 @@ def check_bits(rank, num_ranks, options: dict, around: str, device: str = "cpu")
         for ours, theirs in zip(main_grads(layer), main_grads(plain), strict=True):
             findings.check(torch.equal(ours, theirs), "main_grad begins with other bits")
         repeats = 0
-        for number, (x, dy) in enumerate(make_calls(rank, 20, dtype, hidden=hidden, device=heap.device)):
-            room = layer._routed_experts._find_room(T, dtype.itemsize, evaluated(layer.experts, dtype))
+        for number, (x, dy) in enumerate(
+            make_calls(rank, 20, dtype, hidden=hidden, device=heap.device)
+        ):
+            room = layer._routed_experts._find_room(
+                T, dtype.itemsize, evaluated(layer.experts, dtype)
+            )
             found = step(layer, x, dy, around)
             with without_tapes(heap):
                 wanted = step(plain, x, dy, around)

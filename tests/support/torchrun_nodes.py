@@ -23,7 +23,9 @@ class Node:
     environment: Mapping[str, str]
 
 
-def nodes(num_nodes: int, ranks_of_node: int, *, elastic: bool = False, on_gpus: bool = False) -> list[Node]:
+def nodes(
+    num_nodes: int, ranks_of_node: int, *, elastic: bool = False, on_gpus: bool = False
+) -> list[Node]:
     """Nodes that are numbered, or, if elastic, find each other. Of the machine's GPUs each sees its share."""
     port = free_port()
     common = [f"--nnodes={num_nodes}", f"--nproc-per-node={ranks_of_node}"]
@@ -39,7 +41,11 @@ def nodes(num_nodes: int, ranks_of_node: int, *, elastic: bool = False, on_gpus:
             gpus = range(node * ranks_of_node, (node + 1) * ranks_of_node)
             environment |= {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
         if on_gpus and num_nodes > 1:  # NCCL takes them for different hosts
-            environment |= {"NCCL_HOSTID": f"node-{node}", "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"}
+            environment |= {
+                "NCCL_HOSTID": f"node-{node}",
+                "NCCL_NET": "Socket",
+                "NCCL_SOCKET_IFNAME": "lo",
+            }
         found.append(Node(common if elastic else [*common, f"--node-rank={node}"], environment))
     return found
 
@@ -60,7 +66,9 @@ def run(agents_of: Sequence[Node], *program: str) -> list[str]:
         for node, output in zip(agents_of, outputs, strict=True):
             command = [sys.executable, "-m", "torch.distributed.run", *node.arguments, *program]
             environment = os.environ | node.environment
-            agents.append(subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT))
+            agents.append(
+                subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+            )
             stack.callback(end, agents[-1])
         deadline = time.monotonic() + DEADLINE_S
         while time.monotonic() < deadline:

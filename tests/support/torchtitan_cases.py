@@ -82,7 +82,14 @@ class Recorder(Clock):
         super().__init__(config, **kwargs)
         self.run = Run(self.losses)
 
-    def log(self, step: int, global_avg_loss: float, global_max_loss: float, grad_norm: float, **kwargs: Any) -> None:
+    def log(
+        self,
+        step: int,
+        global_avg_loss: float,
+        global_max_loss: float,
+        grad_norm: float,
+        **kwargs: Any,
+    ) -> None:
         super().log(step, global_avg_loss, global_max_loss, grad_norm, **kwargs)
         self.run.norms.append(grad_norm)
 
@@ -96,13 +103,19 @@ class Job:
     """What a Trainer is to do."""
 
     folder: str  # where it saves after half of the steps, and at the end
-    seed_folder: str = ""  # the checkpoint that it begins with; "": it makes one, and does not train
+    seed_folder: str = (
+        ""  # the checkpoint that it begins with; "": it makes one, and does not train
+    )
     symmoe: bool = False  # dispatch and combine by symmoe, in place of torchtitan's all-to-all
-    kept: int | None = None  # with symmoe, and the experts: all of it is a step, which keeps the rows of so many layers
+    kept: int | None = (
+        None  # with symmoe, and the experts: all of it is a step, which keeps the rows of so many layers
+    )
     accumulate: int = 1  # micro-batches of a step
     bf16: bool = False  # FSDP2's mixed precision
     recompute: str = ""  # activation checkpointing, "full" or "selective"; "": none
-    saved_by: int = 0  # go on from what so many ranks have saved in `folder` after half of the steps; 0: begin
+    saved_by: int = (
+        0  # go on from what so many ranks have saved in `folder` after half of the steps; 0: begin
+    )
 
 
 def small() -> Trainer.Config:
@@ -141,7 +154,10 @@ def config_of(job: Job, num_ranks: int) -> Trainer.Config:
         config.checkpoint.exclude_from_loading = ["dataloader"]
         config.dataloader.first_step = HALF
     config.validator = Validator.Config(
-        enable=bool(job.seed_folder), freq=STEPS, steps=2, dataloader=Loader.Config(first_step=10_000)
+        enable=bool(job.seed_folder),
+        freq=STEPS,
+        steps=2,
+        dataloader=Loader.Config(first_step=10_000),
     )
     if job.symmoe:
         sizes = {
@@ -149,7 +165,11 @@ def config_of(job: Job, num_ranks: int) -> Trainer.Config:
             "num_max_tokens_per_rank": batch_size * SEQ_LEN,
             "num_kept_layers": job.kept,
         }
-        name = "torchtitan.token_dispatcher" if job.kept is None else "torchtitan_experts.routed_experts"
+        name = (
+            "torchtitan.token_dispatcher"
+            if job.kept is None
+            else "torchtitan_experts.routed_experts"
+        )
         config.override.imports = [(f"symmoe.integrations.{name}", sizes)]  # the one line
     return config
 
@@ -175,7 +195,9 @@ def train(rank: int, num_ranks: int, port: int, job: Job) -> Run:
     from symmoe.integrations.torchtitan import SymmoeTokenDispatcher
     from symmoe.moe.routed_experts import RoutedExperts
 
-    owner, name = (SymmoeTokenDispatcher, "dispatch") if job.kept is None else (RoutedExperts, "run")
+    owner, name = (
+        (SymmoeTokenDispatcher, "dispatch") if job.kept is None else (RoutedExperts, "run")
+    )
     function = getattr(owner, name)
     with launched(rank, num_ranks, port), patch.object(owner, name, autospec=True) as counted:
         counted.side_effect = function

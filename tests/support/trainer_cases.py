@@ -29,7 +29,9 @@ class Sequences(Dataset):
     def __init__(self, number: int, *, seed: int, all_labels: bool = False) -> None:
         generator = torch.Generator().manual_seed(seed)
         self._ids = torch.randint(0, VOCABULARY, (number, LENGTH), generator=generator)
-        self._ids = (self._ids[:, :1] + torch.arange(LENGTH) * (1 + self._ids[:, 1:2] % 3)) % VOCABULARY  # learnable
+        self._ids = (
+            self._ids[:, :1] + torch.arange(LENGTH) * (1 + self._ids[:, 1:2] % 3)
+        ) % VOCABULARY  # learnable
         self._labels = self._ids.clone()
         for row, labels in enumerate(self._labels):
             labels[: 0 if all_labels else row % 5] = -100
@@ -90,7 +92,9 @@ class Job:
         """Micro-batches; the first of a run that resumes is the first that has not been trained on."""
         sequences = Sequences(STEPS * GLOBAL_BATCH, seed=1, all_labels=True)
         first = HALF * GLOBAL_BATCH if self.resumes else 0
-        return DataLoader([sequences[i] for i in range(first, len(sequences))], batch_size=self.batch_size)
+        return DataLoader(
+            [sequences[i] for i in range(first, len(sequences))], batch_size=self.batch_size
+        )
 
     def mean(self, value: torch.Tensor) -> float:
         """Over ranks."""
@@ -190,7 +194,9 @@ def trained(
     given = arguments(folder, num_ranks, **options)
     trainer = trainer_class(model, given, train_dataset=train_data(), eval_dataset=eval_data())
     trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-{since}" if since else None)
-    logs = [entry for entry in trainer.state.log_history if "loss" in entry and entry["step"] > since]
+    logs = [
+        entry for entry in trainer.state.log_history if "loss" in entry and entry["step"] > since
+    ]
     return trainer, Run([entry["loss"] for entry in logs], [entry["grad_norm"] for entry in logs])
 
 

@@ -19,7 +19,13 @@ ORDERS = ("rank", "slot")
 
 
 def check_cases(
-    rank, num_ranks, findings: Findings, numbers: list[int], device: str, check: Callable, ranks_per_node=None
+    rank,
+    num_ranks,
+    findings: Findings,
+    numbers: list[int],
+    device: str,
+    check: Callable,
+    ranks_per_node=None,
 ) -> None:
     """Of the cases with these numbers."""
     with open_heap(device, ranks_per_node=ranks_per_node) as heap:
@@ -78,10 +84,14 @@ def check_dispatch(heap: SymmetricHeap, case: routings.Case, findings: Findings)
         rows, row_probs = dispatch_tokens(x, plan, probs=probs, out=buffer.tensor)
         visible = plan.row_capacity if routing.capacity is not None else num_rows
         findings.equal("number of rows", rows.shape[0], visible)
-        findings.check(rows.data_ptr() == buffer.tensor.data_ptr() or not visible, "rows are not in `out`")
+        findings.check(
+            rows.data_ptr() == buffer.tensor.data_ptr() or not visible, "rows are not in `out`"
+        )
         findings.equal("rows", oracle.bits_of(buffer.tensor[:num_rows]), want_rows)
         findings.check(is_poison(buffer.tensor[num_rows:]), "the tail of rows was written")
-        findings.check(is_poison(below.tensor) and is_poison(above.tensor), "a neighbouring lease was written")
+        findings.check(
+            is_poison(below.tensor) and is_poison(above.tensor), "a neighbouring lease was written"
+        )
         findings.equal("row_probs", oracle.bits_of(row_probs[:num_rows]), want_probs)
         _check_index(plan, layout, rank, findings)
 
@@ -89,45 +99,71 @@ def check_dispatch(heap: SymmetricHeap, case: routings.Case, findings: Findings)
         buffer.tensor.view(torch.uint8).fill_(0xFF)
         with dispatch(x.contiguous(), plan, buffer.tensor, layout="expert-major", gradients=0):
             pass
-        findings.equal("rows of the second trip", oracle.bits_of(buffer.tensor[:num_rows]), want_rows)
-        findings.check(is_poison(buffer.tensor[num_rows:]), "the second trip wrote the tail of rows")
+        findings.equal(
+            "rows of the second trip", oracle.bits_of(buffer.tensor[:num_rows]), want_rows
+        )
+        findings.check(
+            is_poison(buffer.tensor[num_rows:]), "the second trip wrote the tail of rows"
+        )
 
     # without a buffer of the caller's and without probs
     copies = heap.statistics.num_staging_copies
     rows, row_probs = dispatch_tokens(x, plan)
     findings.equal("row_probs without probs", row_probs, None)
-    findings.equal("number of rows", rows.shape[0], plan.row_capacity if routing.capacity is not None else num_rows)
+    findings.equal(
+        "number of rows",
+        rows.shape[0],
+        plan.row_capacity if routing.capacity is not None else num_rows,
+    )
     findings.equal("rows in memory of their own", oracle.bits_of(rows[:num_rows]), want_rows)
-    findings.check(rows.numel() == 0 or not heap.owns(rows), "rows lie in a lease that nobody holds")
+    findings.check(
+        rows.numel() == 0 or not heap.owns(rows), "rows lie in a lease that nobody holds"
+    )
     findings.equal("staging copies", heap.statistics.num_staging_copies, copies + 1)
 
     # packed, over a plan of its own
     plan = make_plan(topk_idx, **routing.arguments, heap=heap)
     with poisoned_lease(heap, (plan.packed_row_capacity, hidden), x.dtype, name="packed") as buffer:
-        with dispatch(x.contiguous(), plan, buffer.tensor, probs.contiguous(), layout="packed") as arrival:
+        with dispatch(
+            x.contiguous(), plan, buffer.tensor, probs.contiguous(), layout="packed"
+        ) as arrival:
             row_probs = arrival.row_probs
         got = oracle.bits_of(buffer.tensor)
         for place, owner in enumerate(layout.packed[rank]):
             if owner is None:
-                findings.check(is_poison(buffer.tensor[place]), f"unused packed row {place} was written")
+                findings.check(
+                    is_poison(buffer.tensor[place]), f"unused packed row {place} was written"
+                )
             else:
                 source, token = owner
-                findings.equal(f"packed row {place} (of {owner})", got[place], x_bits[source][token])
+                findings.equal(
+                    f"packed row {place} (of {owner})", got[place], x_bits[source][token]
+                )
         findings.check(is_poison(buffer.tensor[num_packed:]), "the tail of packed was written")
         findings.equal("row_probs, packed", oracle.bits_of(row_probs[:num_rows]), want_probs)
         _check_index(plan, layout, rank, findings)
-        findings.equal("gathered rows", got[plan.row_to_packed_row[:num_rows].cpu().numpy()], want_rows)
+        findings.equal(
+            "gathered rows", got[plan.row_to_packed_row[:num_rows].cpu().numpy()], want_rows
+        )
         buffer.tensor.view(torch.uint8).fill_(0xFF)
         with dispatch(x.contiguous(), plan, buffer.tensor, layout="packed", gradients=0):
             pass
         used = [place for place, owner in enumerate(layout.packed[rank]) if owner is not None]
-        findings.equal("packed rows of the second trip", oracle.bits_of(buffer.tensor)[used], got[used])
+        findings.equal(
+            "packed rows of the second trip", oracle.bits_of(buffer.tensor)[used], got[used]
+        )
         unused = [place for place in range(plan.packed_row_capacity) if place not in used]
-        findings.check(is_poison(buffer.tensor[unused]), "the second trip wrote packed rows that are nobody's")
+        findings.check(
+            is_poison(buffer.tensor[unused]), "the second trip wrote packed rows that are nobody's"
+        )
 
 
 def _check_overflow(
-    heap: SymmetricHeap, topk_idx: torch.Tensor, routing: routings.Routing, layout: oracle.Layout, findings: Findings
+    heap: SymmetricHeap,
+    topk_idx: torch.Tensor,
+    routing: routings.Routing,
+    layout: oracle.Layout,
+    findings: Findings,
 ) -> None:
     fullest = int(np.argmax(layout.wanted_rows))
     wanted = f"rank {fullest} is routed {layout.wanted_rows[fullest]} rows, more than capacity ({routing.capacity})"
@@ -146,35 +182,52 @@ def check_maps(plan: Plan, layout: oracle.Layout, rank: int, findings: Findings)
     findings.equal("row_start", plan.row_start, np.cumsum([0, *splits]))
     findings.equal("slot_to_row", plan.slot_to_row, layout.slot_to_row[rank])
     findings.equal("slot_to_rank", plan.slot_to_rank, layout.slot_to_rank[rank])
-    findings.equal("token_to_primary_row", plan.token_to_primary_row, layout.token_to_primary_row[rank])
-    findings.equal("token_to_packed_row", plan.token_to_packed_row, layout.token_to_packed_row[rank])
-    findings.equal("source_to_packed_start", plan.source_to_packed_start, np.array(layout.packed_start[rank]))
+    findings.equal(
+        "token_to_primary_row", plan.token_to_primary_row, layout.token_to_primary_row[rank]
+    )
+    findings.equal(
+        "token_to_packed_row", plan.token_to_packed_row, layout.token_to_packed_row[rank]
+    )
+    findings.equal(
+        "source_to_packed_start", plan.source_to_packed_start, np.array(layout.packed_start[rank])
+    )
     findings.equal("expert_load", plan.expert_load, np.array(layout.expert_load))
     findings.equal("num_dropped", plan.num_dropped, np.array([layout.num_dropped]))
     for name in ("splits", "row_start", "slot_to_row", "expert_load", "num_dropped"):
         findings.equal(f"dtype of {name}", getattr(plan, name).dtype, torch.int32)
 
 
-def _check_maps(plan: Plan, routing: routings.Routing, layout: oracle.Layout, rank: int, findings: Findings) -> None:
+def _check_maps(
+    plan: Plan, routing: routings.Routing, layout: oracle.Layout, rank: int, findings: Findings
+) -> None:
     check_maps(plan, layout, rank, findings)
     if routing.capacity is None:
         findings.equal("num_rows", plan.num_rows, len(layout.rows[rank]))
         findings.equal("row_capacity", plan.row_capacity, max(1, *map(len, layout.rows)))
-        findings.equal("packed_row_capacity", plan.packed_row_capacity, max(1, *map(len, layout.packed)))
+        findings.equal(
+            "packed_row_capacity", plan.packed_row_capacity, max(1, *map(len, layout.packed))
+        )
         findings.equal("expected_rows", plan.expected_rows, plan.row_capacity)
     else:
         findings.equal("num_rows", plan.num_rows, None)
         findings.equal("row_capacity", plan.row_capacity, routing.capacity)
         num_tokens, top_k = routing.topk_idx[rank].shape
         most_tokens = num_tokens if routing.max_tokens is None else routing.max_tokens
-        findings.equal("expected_rows", plan.expected_rows, max(1, min(routing.capacity, most_tokens * top_k)))
-        findings.check(plan.packed_row_capacity >= len(layout.packed[rank]), "packed rows may not fit their buffer")
+        findings.equal(
+            "expected_rows", plan.expected_rows, max(1, min(routing.capacity, most_tokens * top_k))
+        )
+        findings.check(
+            plan.packed_row_capacity >= len(layout.packed[rank]),
+            "packed rows may not fit their buffer",
+        )
 
 
 def _check_index(plan: Plan, layout: oracle.Layout, rank: int, findings: Findings) -> None:
     num_rows, num_packed = len(layout.rows[rank]), len(layout.packed[rank])
     findings.equal("packed_to_row", plan.packed_to_row[:num_packed], layout.packed_to_row[rank])
-    findings.equal("row_to_packed_row", plan.row_to_packed_row[:num_rows], layout.row_to_packed_row[rank])
+    findings.equal(
+        "row_to_packed_row", plan.row_to_packed_row[:num_rows], layout.row_to_packed_row[rank]
+    )
 
 
 def dispatched(
@@ -183,7 +236,9 @@ def dispatched(
     """x, probs, a plan whose tokens have been dispatched, and the layout; None if the routing is to overflow."""
     routing, rank = case.routing(heap.num_ranks), heap.rank
     ids = torch.from_numpy(routing.topk_idx[rank])
-    layout = oracle.lay_out([t.numpy() for t in oracle.gather(ids)], routing.num_experts, capacity=routing.capacity)
+    layout = oracle.lay_out(
+        [t.numpy() for t in oracle.gather(ids)], routing.num_experts, capacity=routing.capacity
+    )
     if routing.overflow == "raise" and layout.num_dropped:
         return None
     x = on_device(case.random_rows(case.generator(200 + rank), len(ids), hidden), heap)
@@ -193,7 +248,9 @@ def dispatched(
     return x, probs, plan, layout
 
 
-def sum_of_ranks(heap, layout: oracle.Layout, out_bits: list[np.ndarray], dtype: torch.dtype) -> np.ndarray:
+def sum_of_ranks(
+    heap, layout: oracle.Layout, out_bits: list[np.ndarray], dtype: torch.dtype
+) -> np.ndarray:
     """What order="rank" gives for this rank's tokens; between nodes the sums of nodes."""
     if len(heap.topology.nodes) == 1:
         reduced = [oracle.reduce_primary(layout, r, bits, dtype) for r, bits in enumerate(out_bits)]
@@ -203,7 +260,9 @@ def sum_of_ranks(heap, layout: oracle.Layout, out_bits: list[np.ndarray], dtype:
     return oracle.sum_nodes(layout, heap.rank, out_bits, nodes, dtype)
 
 
-def _check_gradients(heap: SymmetricHeap, case: routings.Case, hidden: int, order: str, findings: Findings) -> None:
+def _check_gradients(
+    heap: SymmetricHeap, case: routings.Case, hidden: int, order: str, findings: Findings
+) -> None:
     """The backward of dispatch is combine, the backward of combine is dispatch: bit for bit, in the order asked for."""
     rank = heap.rank
     ready = dispatched(heap, case, hidden)
@@ -218,9 +277,13 @@ def _check_gradients(heap: SymmetricHeap, case: routings.Case, hidden: int, orde
     else:
         want = oracle.sum_slots(layout, rank, d_bits, case.dtype)
     d_probs = torch.arange(plan.row_capacity).float() + 1000.0 * rank
-    rows, row_probs = dispatch_tokens(x.requires_grad_(), plan, probs=probs.requires_grad_(), order=order)
+    rows, row_probs = dispatch_tokens(
+        x.requires_grad_(), plan, probs=probs.requires_grad_(), order=order
+    )
     n = rows.shape[0]
-    torch.autograd.backward([rows, row_probs], [on_device(d_rows[:n], heap), on_device(d_probs[:n], heap)])
+    torch.autograd.backward(
+        [rows, row_probs], [on_device(d_rows[:n], heap), on_device(d_probs[:n], heap)]
+    )
     findings.equal("leased bytes after backward, with the plan still there", heap.leased_bytes, 0)
     same = oracle.same_numbers(oracle.bits_of(x.grad), want, case.dtype)
     findings.check(same, f"dx of dispatch_tokens, order={order}, differs from the oracle")
@@ -233,7 +296,9 @@ def _check_gradients(heap: SymmetricHeap, case: routings.Case, hidden: int, orde
     expert_out = torch.zeros((n, hidden), dtype=case.dtype, device=heap.device, requires_grad=True)
     combine_tokens(expert_out, plan, order=order).backward(on_device(dy, heap))
     got = oracle.bits_of(expert_out.grad[:num_rows])
-    findings.check((got == want).all(), f"the gradient of expert_out, order={order}, differs from the oracle")
+    findings.check(
+        (got == want).all(), f"the gradient of expert_out, order={order}, differs from the oracle"
+    )
 
 
 def _check_sums(heap: SymmetricHeap, case: routings.Case, hidden: int, findings: Findings) -> None:
@@ -251,10 +316,14 @@ def _check_sums(heap: SymmetricHeap, case: routings.Case, hidden: int, findings:
         "rank": sum_of_ranks(heap, layout, out_bits, case.dtype),
     }
     expert_out = on_device(expert_out, heap)
-    whole = torch.full((plan.row_capacity, hidden), float("nan"), dtype=case.dtype, device=heap.device)
+    whole = torch.full(
+        (plan.row_capacity, hidden), float("nan"), dtype=case.dtype, device=heap.device
+    )
     whole[:num_rows] = expert_out
     for order in ORDERS:
-        with poisoned_lease(heap, (plan.row_capacity, hidden), case.dtype, name="expert output") as lease:
+        with poisoned_lease(
+            heap, (plan.row_capacity, hidden), case.dtype, name="expert output"
+        ) as lease:
             rows = lease.tensor
             rows[:num_rows] = expert_out
             copies, version = heap.statistics.num_staging_copies, rows._version
@@ -272,7 +341,9 @@ def _check_sums(heap: SymmetricHeap, case: routings.Case, hidden: int, findings:
         wide = heap.lease((visible.shape[0], 2 * hidden), case.dtype, name="twice as wide")
         narrow = wide.tensor[:, hidden:]
         narrow.copy_(visible)
-        shifted = wide.tensor.view(-1)[1 : 1 + visible.numel()].view_as(visible)  # on the heap, at an odd address
+        shifted = wide.tensor.view(-1)[1 : 1 + visible.numel()].view_as(
+            visible
+        )  # on the heap, at an odd address
         for ordinary in ((visible, narrow), (whole, strided), (shifted,))[case.number % 3]:
             if ordinary is shifted:
                 shifted.copy_(visible)
@@ -280,7 +351,9 @@ def _check_sums(heap: SymmetricHeap, case: routings.Case, hidden: int, findings:
             staged = combine_tokens(ordinary, plan, order=order)
             same = oracle.same_numbers(oracle.bits_of(staged), oracle.bits_of(y), case.dtype)
             findings.check(same, f"order={order} gives other bits when it has to stage")
-            findings.check((oracle.bits_of(ordinary) == before).all(), "an ordinary tensor was overwritten")
+            findings.check(
+                (oracle.bits_of(ordinary) == before).all(), "an ordinary tensor was overwritten"
+            )
             # Nothing is copied of an empty tensor, nor of a single row on the heap.
             pushes = order == "rank" and heap.nodes is None
             in_place = (pushes or heap.owns(ordinary)) and ordinary.is_contiguous()
@@ -302,10 +375,14 @@ def _check_values(plan: Plan, layout: oracle.Layout, rank: int, findings: Findin
             collection.collect()
         got = collection.values
     to_rank, to_row = layout.slot_to_rank[rank], layout.slot_to_row[rank]
-    findings.equal("values", got, np.where(to_row >= 0, 1000.0 * to_rank + to_row, 0).astype(np.float32))
+    findings.equal(
+        "values", got, np.where(to_row >= 0, 1000.0 * to_rank + to_row, 0).astype(np.float32)
+    )
 
 
-def check_adjoint(heap: SymmetricHeap, case: routings.Case, hidden: int, findings: Findings) -> None:
+def check_adjoint(
+    heap: SymmetricHeap, case: routings.Case, hidden: int, findings: Findings
+) -> None:
     """<dispatch(x), g> = <x, combine(g)> over the group, exactly: small integers, whose sums no dtype rounds."""
     rank, routing = heap.rank, case.routing(heap.num_ranks)
     ids = torch.from_numpy(routing.topk_idx[rank])

@@ -42,7 +42,9 @@ def parts_step(heap: symmoe.SymmetricHeap, x: torch.Tensor) -> torch.Tensor:
     return y.detach()
 
 
-def without_probs(heap: symmoe.SymmetricHeap, x: torch.Tensor, topk_idx: torch.Tensor) -> torch.Tensor:
+def without_probs(
+    heap: symmoe.SymmetricHeap, x: torch.Tensor, topk_idx: torch.Tensor
+) -> torch.Tensor:
     """Rows alone."""
     plan = symmoe.make_plan(topk_idx, num_experts=4, heap=heap, capacity=64, overflow="drop")
     rows, nothing = symmoe.dispatch_tokens(x, plan)
@@ -73,7 +75,9 @@ def main() -> None:
         assert_type(heap, symmoe.SymmetricHeap)
         x = torch.randn(5, 16, device=heap.device)
         print(list(layer_step(heap, x).shape), list(parts_step(heap, x).shape))
-        topk_idx = torch.tensor([[0, 1], [1, 2], [2, 3], [3, 0], [-1, 1]], dtype=torch.int32, device=heap.device)
+        topk_idx = torch.tensor(
+            [[0, 1], [1, 2], [2, 3], [3, 0], [-1, 1]], dtype=torch.int32, device=heap.device
+        )
         print(list(without_probs(heap, x, topk_idx).shape), list(grouped_layers(x, x[:, 0]).shape))
 
 

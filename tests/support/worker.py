@@ -22,7 +22,9 @@ POISON = 0xFF
 
 
 @contextlib.contextmanager
-def open_heap(device: str, *, num_bytes: int = 8 << 20, tapes: str | None = None, **kwargs) -> Iterator[SymmetricHeap]:
+def open_heap(
+    device: str, *, num_bytes: int = 8 << 20, tapes: str | None = None, **kwargs
+) -> Iterator[SymmetricHeap]:
     """A heap on `device`, with SYMMOE_TAPES as given. As long as it is open, every torch.empty of this rank is filled
     with NaN or huge indices."""
     was = torch.are_deterministic_algorithms_enabled()
@@ -58,7 +60,9 @@ def poison(heap: SymmetricHeap) -> None:
         lease.tensor.fill_(POISON)
 
 
-def poisoned_lease(heap: SymmetricHeap, shape: tuple[int, ...], dtype: torch.dtype, *, name: str) -> Lease:
+def poisoned_lease(
+    heap: SymmetricHeap, shape: tuple[int, ...], dtype: torch.dtype, *, name: str
+) -> Lease:
     """A lease of nothing but 0xFF bytes."""
     lease = heap.lease(shape, dtype, name=name)
     if lease.tensor.numel():
@@ -73,7 +77,9 @@ def is_poison(tensor: torch.Tensor) -> bool:
 
 def experts_of(w1: torch.Tensor, w2: torch.Tensor, **options) -> GroupedMLP:
     """A GroupedMLP with these weights, [G, 2I, H] and [G, H, I]."""
-    experts = GroupedMLP(w1.shape[0], w1.shape[2], w2.shape[2], dtype=w1.dtype, device=w1.device, **options)
+    experts = GroupedMLP(
+        w1.shape[0], w1.shape[2], w2.shape[2], dtype=w1.dtype, device=w1.device, **options
+    )
     with torch.no_grad():
         experts.fc1.weight.copy_(w1)
         experts.fc2.weight.copy_(w2)
@@ -93,7 +99,12 @@ def mlp_with_room(
     """What a layer does with exact capacity once tokens are routed, with enough room, too little, or none to begin
     with; options: of MoEConfig."""
     top_k = topk_idx.shape[1]
-    sizes = {"hidden": experts.hidden, "ffn": experts.ffn, "num_experts": num_experts, "top_k": top_k}
+    sizes = {
+        "hidden": experts.hidden,
+        "ffn": experts.ffn,
+        "num_experts": num_experts,
+        "top_k": top_k,
+    }
     config = MoEConfig(**sizes, **options)
     num_rows = random.Random(heap.epoch).choice((0, 1, 30, 1000))  # the same on all ranks
     give_room(heap, (num_experts, top_k), len(x), num_rows)
@@ -139,7 +150,9 @@ class Findings:
         if isinstance(got, np.ndarray) or isinstance(want, np.ndarray):
             got, want = np.asarray(got), np.asarray(want)
             if got.size == want.size == 0:
-                self.check(got.shape == want.shape, f"{name} has shape {got.shape}, want {want.shape}")
+                self.check(
+                    got.shape == want.shape, f"{name} has shape {got.shape}, want {want.shape}"
+                )
                 return
             if got.shape != want.shape:
                 self.check(False, f"{name} has shape {got.shape}, want {want.shape}")
@@ -147,18 +160,25 @@ class Findings:
             places = np.argwhere(got != want)
             if len(places):
                 first = tuple(int(i) for i in places[0])
-                self.check(False, f"{name}{list(first)} is {got[first]}, want {want[first]} ({len(places)} differ)")
+                self.check(
+                    False,
+                    f"{name}{list(first)} is {got[first]}, want {want[first]} ({len(places)} differ)",
+                )
             return
         self.check(got == want, f"{name} is {got!r}, want {want!r}")
 
-    def close(self, name: str, got: torch.Tensor, want: torch.Tensor, *, rtol: float, atol: float) -> None:
+    def close(
+        self, name: str, got: torch.Tensor, want: torch.Tensor, *, rtol: float, atol: float
+    ) -> None:
         """Notes a tensor that is further than the tolerance from the wanted one."""
         got, want = got.detach().cpu().double(), want.detach().cpu().double()
         if got.shape != want.shape:
             self.check(False, f"{name} has shape {tuple(got.shape)}, want {tuple(want.shape)}")
         elif not torch.allclose(got, want, rtol=rtol, atol=atol):
             worst = (got - want).abs().max()
-            self.check(False, f"{name} is off by up to {worst:.3g} (largest wanted {want.abs().max():.3g})")
+            self.check(
+                False, f"{name} is off by up to {worst:.3g} (largest wanted {want.abs().max():.3g})"
+            )
 
 
 def difference(what: str, culprit: int, usual: object, other: object) -> str:

@@ -67,7 +67,9 @@ def test_peers_of_a_rank_that_raises_in_close(rank: int, num_ranks: int, where: 
 @run_on(3)
 def test_close_waits_no_longer_than_the_timeout(rank: int, num_ranks: int) -> None:
     """Rank 0 stays away; the others wait for it no longer than timeout_s."""
-    heap = SymmetricHeap(num_bytes=1 << 20, backend="host", timeout_s=HANG_S, start_timeout_s=HANG_S)
+    heap = SymmetricHeap(
+        num_bytes=1 << 20, backend="host", timeout_s=HANG_S, start_timeout_s=HANG_S
+    )
     text, start = "", time.monotonic()
     if rank == 1:  # only this rank loses patience with rank 0
         wait_for_arrivals(heap, [2])
@@ -86,9 +88,17 @@ def test_close_waits_no_longer_than_the_timeout(rank: int, num_ranks: int) -> No
 
 def ends(num_pairs: int, way: str, folder: Path) -> tuple[list[int], str]:
     """Exit statuses of pairs of ranks, and what they have printed to stderr."""
-    command = [sys.executable, ROOT / "tests" / "support" / "many_ends.py", str(num_pairs), way, folder]
+    command = [
+        sys.executable,
+        ROOT / "tests" / "support" / "many_ends.py",
+        str(num_pairs),
+        way,
+        folder,
+    ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_S, check=True)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=HANG_S, check=True
+    )
     return ast.literal_eval(done.stdout), done.stderr
 
 
@@ -101,7 +111,9 @@ def test_programs_that_forget_everything_end_well(tmp_path: Path, way: str):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.version_info >= (3, 14), reason="Python does not end other threads any more")
+@pytest.mark.skipif(
+    sys.version_info >= (3, 14), reason="Python does not end other threads any more"
+)
 def test_without_a_heap_some_do_not(tmp_path: Path):
     """Else the test above would not see what they are for. What is at fault is in torch (symm_mem/bootstrap.py)."""
     codes, errors = ends(100, "without a heap", tmp_path)

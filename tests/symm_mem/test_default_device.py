@@ -8,12 +8,32 @@ import torch
 from heap_calls import outcome, round_trip
 
 import symmoe
-from symmoe import GroupedMLP, MoEConfig, MoELayer, SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
+from symmoe import (
+    GroupedMLP,
+    MoEConfig,
+    MoELayer,
+    SymmetricHeap,
+    combine_tokens,
+    dispatch_tokens,
+    make_plan,
+)
 from symmoe.precision import MXFP8, NVFP4, Float8Block, draw_signs
 
 PACKAGE = Path(symmoe.__file__).resolve().parent
 CONSTRUCTORS = {
-    *("arange", "as_tensor", "empty", "empty_strided", "eye", "full", "linspace", "ones", "rand", "randint", "randn"),
+    *(
+        "arange",
+        "as_tensor",
+        "empty",
+        "empty_strided",
+        "eye",
+        "full",
+        "linspace",
+        "ones",
+        "rand",
+        "randint",
+        "randn",
+    ),
     *("randperm", "scalar_tensor", "tensor", "zeros"),
 }
 # Commands with a process of their own, in which nobody has set a default.
@@ -27,17 +47,24 @@ def calls_without_device(source: str) -> list[str]:
         if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
             continue
         is_torch = isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
-        if is_torch and node.func.attr in CONSTRUCTORS and not {"device", None} & {k.arg for k in node.keywords}:
+        if (
+            is_torch
+            and node.func.attr in CONSTRUCTORS
+            and not {"device", None} & {k.arg for k in node.keywords}
+        ):
             found.append(f"{node.lineno}: {ast.unparse(node)}")
     return found
 
 
 def test_every_tensor_names_its_device():
-    assert calls_without_device("import torch\ntorch.zeros(3)\ntorch.ones(3, device='cpu')") == ["2: torch.zeros(3)"]
+    assert calls_without_device("import torch\ntorch.zeros(3)\ntorch.ones(3, device='cpu')") == [
+        "2: torch.zeros(3)"
+    ]
     found = {
         str(path.relative_to(PACKAGE)): calls
         for path in PACKAGE.rglob("*.py")
-        if path.relative_to(PACKAGE).parts[0] not in OWN_PROCESS and (calls := calls_without_device(path.read_text()))
+        if path.relative_to(PACKAGE).parts[0] not in OWN_PROCESS
+        and (calls := calls_without_device(path.read_text()))
     }
     assert found == {}
 
@@ -65,7 +92,9 @@ def test_a_step_under_another_default_device(options: dict):
         return y, x.grad, *(p.grad for p in layer.parameters()), metrics.expert_load, combined
 
     torch.manual_seed(0)
-    config = MoEConfig(**{"hidden": 16, "ffn": 8, "num_experts": 4, "top_k": 2, **FEATURES, **options})
+    config = MoEConfig(
+        **{"hidden": 16, "ffn": 8, "num_experts": 4, "top_k": 2, **FEATURES, **options}
+    )
     x, ids = torch.randn(7, config.hidden), torch.zeros(8, 1, dtype=torch.int64)
     with SymmetricHeap(num_bytes=8 << 20, backend="host") as heap:
         layer = MoELayer(config, heap)
@@ -87,9 +116,13 @@ def test_a_step_under_another_default_device(options: dict):
 
 
 @pytest.mark.parametrize("precision", [None, MXFP8(), NVFP4(), Float8Block()], ids=str)
-@pytest.mark.parametrize("splits", [[3, 5], torch.tensor([3, 5], dtype=torch.int16)], ids=["list", "int16"])
+@pytest.mark.parametrize(
+    "splits", [[3, 5], torch.tensor([3, 5], dtype=torch.int16)], ids=["list", "int16"]
+)
 @pytest.mark.parametrize("weights", ["packed", "discrete"])
-def test_grouped_layers_under_another_default_device(weights: str, splits: object, precision: object):
+def test_grouped_layers_under_another_default_device(
+    weights: str, splits: object, precision: object
+):
     """As with torch.set_default_device: what is made in a call belongs on the device of its arguments."""
     torch.manual_seed(0)
     model = GroupedMLP(2, 128, 128, bias=True, weights=weights, precision=precision)

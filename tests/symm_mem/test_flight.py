@@ -81,7 +81,12 @@ def stay_away(rank: int, num_ranks: int, missing: int, folder: str | None, warm_
         try:
             combine_tokens(rows, plan)
         except PeerTimeout as error:
-            facts |= {"text": str(error), "flight": error.flight, "rank": error.rank, "reported_by": error.reported_by}
+            facts |= {
+                "text": str(error),
+                "flight": error.flight,
+                "rank": error.rank,
+                "reported_by": error.reported_by,
+            }
     dist.barrier()  # the missing one comes when all others have raised
     try:
         heap.close()
@@ -96,7 +101,9 @@ def test_a_timeout_leaves_records(cluster, folder: Path, num_ranks: int, missing
     results = cluster(num_ranks).run(stay_away, missing, str(folder), 16)
     waiting = [rank for rank in range(num_ranks) if rank != missing]
     files = {path.name: path for path in folder.iterdir()}
-    assert sorted(files) == sorted(f"symmoe-flight-rank{r}-pid{results[r]['pid']}-0.json" for r in range(num_ranks))
+    assert sorted(files) == sorted(
+        f"symmoe-flight-rank{r}-pid{results[r]['pid']}-0.json" for r in range(num_ranks)
+    )
     of_missing = files.pop(f"symmoe-flight-rank{missing}-pid{results[missing]['pid']}-0.json")
     assert f"gave up: rank {missing} did not reach 'combine: ready'" in results[missing]["told"]
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
@@ -106,7 +113,10 @@ def test_a_timeout_leaves_records(cluster, folder: Path, num_ranks: int, missing
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         assert facts["text"].endswith(f" (flight record: {path})")
         record = json.loads(path.read_text())
-        for value in (SECRET, torch.tensor(SECRET).view(torch.int32).item()):  # a record holds no value of a token
+        for value in (
+            SECRET,
+            torch.tensor(SECRET).view(torch.int32).item(),
+        ):  # a record holds no value of a token
             assert str(abs(int(value))) not in path.read_text()
         assert record == facts["flight"]
         assert (record["format"], record["rank"], record["num_ranks"]) == (FORMAT, rank, num_ranks)
@@ -115,19 +125,28 @@ def test_a_timeout_leaves_records(cluster, folder: Path, num_ranks: int, missing
         assert record["error"]["seen"] == facts["epoch"] - 1
         assert record["num_tokens_of_rank"] == [3 + r for r in range(num_ranks)]
         if facts["reported_by"] is None:
-            for r, seen in enumerate(record["epoch_of_rank"]):  # 0: another rank has given up at the same moment
+            for r, seen in enumerate(
+                record["epoch_of_rank"]
+            ):  # 0: another rank has given up at the same moment
                 assert seen in (0, facts["epoch"] - (r == missing))
             assert record["status"]["kind"] == "timeout"
         calls = record["calls"]
         assert len(calls) == NUM_CALLS
         end = calls[-1]["launch"] + 1
         assert [call["launch"] for call in calls] == list(range(end - NUM_CALLS, end))
-        assert [call["epoch"] for call in calls] == list(range(facts["epoch"] - NUM_CALLS + 1, facts["epoch"] + 1))
+        assert [call["epoch"] for call in calls] == list(
+            range(facts["epoch"] - NUM_CALLS + 1, facts["epoch"] + 1)
+        )
         phases = ["plan: counts", "dispatch: ready", "dispatch: arrived", "combine: ready"]
         assert [call["phase"] for call in calls[-4:]] == phases
         assert [calls[-4][name] for name in ("num_tokens", "top_k")] == [3 + rank, K]
         assert (calls[-4]["num_rows"], calls[-4]["num_packed"]) == facts["rows"]
-        assert [calls[-1][name] for name in ("hidden", "dtype", "order", "probs")] == [H, "float32", "rank", 0]
+        assert [calls[-1][name] for name in ("hidden", "dtype", "order", "probs")] == [
+            H,
+            "float32",
+            "rank",
+            0,
+        ]
         assert calls[-1]["plan"] == calls[-4]["epoch"]
         times = [call["launched_unix_s"] for call in calls]
         assert times == sorted(times)
@@ -137,8 +156,17 @@ def test_a_timeout_leaves_records(cluster, folder: Path, num_ranks: int, missing
     assert main(["doctor", "--json", "--read", *map(str, files.values())]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["kind"], found["culprits"], found["witnesses"]) == ("timeout", [missing], waiting)
-    assert (found["phase"], found["epoch"], found["without_record"]) == ("combine: ready", epoch, [missing])
-    assert found["last_call"] == {"phase": "dispatch: arrived", "epoch": epoch - 1, "at_unix_s": None, "own": False}
+    assert (found["phase"], found["epoch"], found["without_record"]) == (
+        "combine: ready",
+        epoch,
+        [missing],
+    )
+    assert found["last_call"] == {
+        "phase": "dispatch: arrived",
+        "epoch": epoch - 1,
+        "at_unix_s": None,
+        "own": False,
+    }
     # It lives, and has left one of its own; and one record is enough.
     assert main(["doctor", "--read", str(of_missing), *map(str, files.values())]) == 0
     assert "and it came to 'close' too late, 20" in capsys.readouterr().out
@@ -175,7 +203,9 @@ def test_an_abort_leaves_records(cluster, folder: Path, capsys):
     for given in (files, [path for path in files if "rank1" not in path.name], files[1:2]):
         assert main(["doctor", "--read", *map(str, given)]) == 0
         sentence = capsys.readouterr().out
-        assert sentence.startswith("rank 1 gave up: ZeroDivisionError: a bug of the user;"), sentence
+        assert sentence.startswith("rank 1 gave up: ZeroDivisionError: a bug of the user;"), (
+            sentence
+        )
         if len(given) > 1:
             assert "ranks 0 and 2 found out at 'dispatch: ready' (epoch 4)" in sentence
         assert ("rank 1 left no record" in sentence) == (len(given) == 2)
@@ -204,7 +234,9 @@ def test_errors_that_all_raise_leave_records_too(cluster, folder: Path, capsys):
     assert (len(latest), main(["doctor", "--read", *latest])) == (4, 0)
     sentence = capsys.readouterr().out
     assert sentence.startswith("ranks 0 and 1 raised ExpertIdError at 'plan: counts' (epoch ")
-    assert sentence.endswith(": topk_idx on rank 1, flat position 0: 99 is neither -1 nor in [0, 2).\n")
+    assert sentence.endswith(
+        ": topk_idx on rank 1, flat position 0: 99 is neither -1 nor in [0, 2).\n"
+    )
 
 
 def test_a_folder_that_takes_nothing_hides_no_error(tmp_path: Path, monkeypatch):
@@ -226,6 +258,10 @@ def test_records_do_not_fill_the_disk(tmp_path: Path, monkeypatch):
         for turn in range(MAX_FILES + 2):
             with pytest.raises(ArgumentError) as caught:
                 make_plan(torch.full((1, 1), 5), num_experts=1, heap=heap, capacity=1)
-            kept = f"-{turn}.json)" if turn < MAX_FILES else f"there are {MAX_FILES} of this process already)"
+            kept = (
+                f"-{turn}.json)"
+                if turn < MAX_FILES
+                else f"there are {MAX_FILES} of this process already)"
+            )
             assert str(caught.value).endswith(kept)
     assert len(list(tmp_path.iterdir())) == MAX_FILES

@@ -31,10 +31,19 @@ def heap():
 
 
 def test_lease_is_a_tensor_of_its_own(heap: SymmetricHeap):
-    shapes = {torch.float32: (3, 5), torch.bfloat16: (7, 2, 3), torch.int32: (1,), torch.uint8: (513,)}
+    shapes = {
+        torch.float32: (3, 5),
+        torch.bfloat16: (7, 2, 3),
+        torch.int32: (1,),
+        torch.uint8: (513,),
+    }
     leases = [heap.lease(shape, dtype, name=str(dtype)) for dtype, shape in shapes.items()]
     for index, (lease, (dtype, shape)) in enumerate(zip(leases, shapes.items(), strict=True)):
-        assert (lease.tensor.shape, lease.tensor.dtype, lease.tensor.device) == (shape, dtype, heap.device)
+        assert (lease.tensor.shape, lease.tensor.dtype, lease.tensor.device) == (
+            shape,
+            dtype,
+            heap.device,
+        )
         assert lease.tensor.is_contiguous()
         assert lease.offset % ALIGNMENT_BYTES == 0
         assert lease.tensor.data_ptr() % 128 == 0  # TMA
@@ -72,10 +81,14 @@ def test_released_lease_is_stale(heap: SymmetricHeap):
     lease = heap.lease((4, 4), torch.float32, name="short-lived")
     tensor = lease.tensor
     lease.release()
-    with pytest.raises(StaleLease, match=rf"'short-lived' \(generation {lease.generation}\) was released twice"):
+    with pytest.raises(
+        StaleLease, match=rf"'short-lived' \(generation {lease.generation}\) was released twice"
+    ):
         lease.release()
     for use in (lambda: lease.tensor, lambda: lease.peer(0)):
-        with pytest.raises(StaleLease, match=rf"'short-lived' \(generation {lease.generation}\) has been released"):
+        with pytest.raises(
+            StaleLease, match=rf"'short-lived' \(generation {lease.generation}\) has been released"
+        ):
             use()
     with pytest.raises(StaleLease, match="belongs to no live lease"):
         heap.offset_of(tensor)
@@ -189,16 +202,22 @@ def test_ranks_and_peers_of_a_lease(rank: int, num_ranks: int, findings: Finding
         else:
             found = outcome(heap.barrier, control.PHASE_DISPATCH_READY)
         text = "shape ((-1,)) must be of ints of at least 0"
-        findings.equal("error", found, ("ArgumentError", text if rank == 1 else f"on rank 1: {text}"))
+        findings.equal(
+            "error", found, ("ArgumentError", text if rank == 1 else f"on rank 1: {text}")
+        )
         lease = heap.lease((1,), torch.uint8)
         for peer in (-1, num_ranks, 5, True, 0.0, "0"):
             wanted = ("ArgumentError", f"rank ({peer!r}) must be an int in [0, 2)")
             findings.equal("error of a peer", outcome(lease.peer, peer), wanted)
-        findings.check(all(lease.peer(peer).shape == (1,) for peer in range(num_ranks)), "a peer's lease")
+        findings.check(
+            all(lease.peer(peer).shape == (1,) for peer in range(num_ranks)), "a peer's lease"
+        )
         findings.check(round_trip(heap), "the next correct call is wrong")
 
 
-def test_a_lease_without_room_collects_where_it_may_help(heap: SymmetricHeap, monkeypatch: pytest.MonkeyPatch):
+def test_a_lease_without_room_collects_where_it_may_help(
+    heap: SymmetricHeap, monkeypatch: pytest.MonkeyPatch
+):
     now, full = itertools.count(1000.0, 0.01), []  # a collection takes 0.01 s
 
     def note(phase: str, info: dict[str, int]) -> None:
@@ -239,7 +258,10 @@ def test_owns(heap: SymmetricHeap):
     assert heap.owns(lease.tensor[3:5, 1:])
     assert not heap.owns(torch.empty(16, 16))
     assert not heap.owns(torch.empty(16, 16, device="meta"))
-    with SymmetricHeap(num_bytes=NUM_BYTES, backend="host") as other, other.lease((16, 16), torch.float32) as foreign:
+    with (
+        SymmetricHeap(num_bytes=NUM_BYTES, backend="host") as other,
+        other.lease((16, 16), torch.float32) as foreign,
+    ):
         # One of the two arenas lies above the other.
         assert not heap.owns(foreign.tensor)
         assert not other.owns(lease.tensor)

@@ -34,7 +34,10 @@ def test_a_heap_shows_itself():
     heap = SymmetricHeap(num_bytes=NUM_BYTES, backend="host")
     capacity = NUM_BYTES - control.ControlLayout(1).num_bytes
     lease = heap.lease((100,), torch.float32)
-    assert repr(heap) == f"SymmetricHeap(rank 0 of 1, host backend on cpu, 512 of {capacity} bytes leased, open)"
+    assert (
+        repr(heap)
+        == f"SymmetricHeap(rank 0 of 1, host backend on cpu, 512 of {capacity} bytes leased, open)"
+    )
     lease.release()
     heap.abort("a test")
     assert repr(heap).endswith("0 of 1036288 bytes leased, poisoned: this rank gave up: a test)")
@@ -49,7 +52,10 @@ def test_giving_up_with_a_gpu_that_is_out_of_order(monkeypatch: pytest.MonkeyPat
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     monkeypatch.setattr(faults, "capture_id", broken)
-    with pytest.raises(ZeroDivisionError), SymmetricHeap(num_bytes=NUM_BYTES, backend="host") as heap:
+    with (
+        pytest.raises(ZeroDivisionError),
+        SymmetricHeap(num_bytes=NUM_BYTES, backend="host") as heap,
+    ):
         raise ZeroDivisionError
     with pytest.raises(HeapClosed):
         heap.lease((1,), torch.float32)
@@ -66,7 +72,15 @@ MEMINFO = "MemTotal: 8000 kB\nMemFree: 1 kB\nMemAvailable: 6000 kB\n"
         ({"proc/meminfo": MEMINFO, "proc/self/cgroup": "1:cpu:/a\n"}, 6000 << 10),
         ({"proc/meminfo": MEMINFO, "memory.max": "max\n", "memory.current": "5\n"}, 6000 << 10),
         ({"proc/meminfo": MEMINFO, "a/memory.max": "5000\n", "a/memory.current": "1000\n"}, 4000),
-        ({"a/memory.max": "5000", "a/memory.current": "1000", "a/b/memory.max": "7", "a/b/memory.current": "8"}, 0),
+        (
+            {
+                "a/memory.max": "5000",
+                "a/memory.current": "1000",
+                "a/b/memory.max": "7",
+                "a/b/memory.current": "8",
+            },
+            0,
+        ),
     ],
 )
 def test_memory_that_is_left(tmp_path: Path, files: dict[str, str], want: int | None):
@@ -98,7 +112,12 @@ def test_a_group_of_one_needs_no_process_group_and_auto_says_what_it_picked():
     if torch.cuda.is_available():
         pytest.skip("needs a machine without a GPU: with one, auto picks nvshmem")
     with SymmetricHeap(num_bytes=NUM_BYTES) as heap:
-        assert (heap.rank, heap.num_ranks, heap.device, heap.backend) == (0, 1, torch.device("cpu"), "host")
+        assert (heap.rank, heap.num_ranks, heap.device, heap.backend) == (
+            0,
+            1,
+            torch.device("cpu"),
+            "host",
+        )
         assert heap.backend_reason == "auto: torch sees no CUDA device"
         assert round_trip(heap)
     assert not dist.is_initialized()
@@ -145,7 +164,12 @@ BAD: tuple[tuple[str, object, str, tuple[str, ...]], ...] = (
     ("backend", "mpi", "ArgumentError", ("backend ('mpi')", "'auto', 'host' or 'nvshmem'")),
     ("timeout_s", 0.0, "ArgumentError", ("timeout_s (0.0)", "greater than 0")),
     ("timeout_s", 1e300, "ArgumentError", ("timeout_s (1e+300)", "at most 1e+09 s or math.inf")),
-    ("timeout_s", 9.3e9, "ArgumentError", ("timeout_s (9300000000.0)", "at most 1e+09 s or math.inf")),
+    (
+        "timeout_s",
+        9.3e9,
+        "ArgumentError",
+        ("timeout_s (9300000000.0)", "at most 1e+09 s or math.inf"),
+    ),
     ("timeout_s", True, "ArgumentError", ("timeout_s (True)",)),
     ("timeout_s", float("nan"), "ArgumentError", ("timeout_s (nan)", "greater than 0")),
     ("timeout_s", "soon", "ArgumentError", ("timeout_s ('soon')",)),
@@ -158,7 +182,9 @@ BAD: tuple[tuple[str, object, str, tuple[str, ...]], ...] = (
 
 
 @run_on(1, 2, 3)
-def test_bad_construction_fails_on_every_rank(rank: int, num_ranks: int, findings: Findings) -> None:
+def test_bad_construction_fails_on_every_rank(
+    rank: int, num_ranks: int, findings: Findings
+) -> None:
     """Every wrong argument on every rank and on all: the same error everywhere; then a heap must work."""
     for culprits in [[r] for r in range(num_ranks)] + [list(range(num_ranks))] * (num_ranks > 1):
         for name, value, error, parts in BAD:
@@ -167,7 +193,9 @@ def test_bad_construction_fails_on_every_rank(rank: int, num_ranks: int, finding
             ):
                 continue
             findings.where = f"{name}={value!r} on {culprits}, rank {rank} of {num_ranks}"
-            found, text = outcome(SymmetricHeap, **{**GOOD, **({name: value} if rank in culprits else {})})
+            found, text = outcome(
+                SymmetricHeap, **{**GOOD, **({name: value} if rank in culprits else {})}
+            )
             findings.equal("error", found, error)
             if error == "ConfigMismatch":
                 values = [value if r in culprits else GOOD[name] for r in range(num_ranks)]
@@ -182,7 +210,9 @@ def test_bad_construction_fails_on_every_rank(rank: int, num_ranks: int, finding
 def fails(number: int, *places: str) -> Callable[..., object]:
     """A function of `os` that raises for these paths, or for all."""
 
-    def failing(original: Callable[..., object], path: object = "", *args: object, **kwargs: object) -> object:
+    def failing(
+        original: Callable[..., object], path: object = "", *args: object, **kwargs: object
+    ) -> object:
         if places and not str(path).startswith(places):
             return original(path, *args, **kwargs)
         raise OSError(number, os.strerror(number), path)
@@ -190,14 +220,30 @@ def fails(number: int, *places: str) -> Callable[..., object]:
     return failing
 
 
-def another_namespace(original: Callable[..., object], path: object, *args: object, **kwargs: object) -> object:
-    return types.SimpleNamespace(st_ino=12345) if path == "/proc/self/ns/pid" else original(path, *args, **kwargs)
+def another_namespace(
+    original: Callable[..., object], path: object, *args: object, **kwargs: object
+) -> object:
+    return (
+        types.SimpleNamespace(st_ino=12345)
+        if path == "/proc/self/ns/pid"
+        else original(path, *args, **kwargs)
+    )
 
 
 # (function of `os` on rank 1, what stands for it, the rank that is named, parts of the text)
 LACKS: tuple[tuple[str, Callable[..., object], int, tuple[str, ...]], ...] = (
-    ("stat", fails(errno.ENOENT, "/proc"), 1, ("cannot make an arena of 1048576 bytes", "/proc/self/ns/pid")),
-    ("memfd_create", fails(errno.EPERM), 1, ("cannot make an arena of 1048576 bytes", "Operation not permitted")),
+    (
+        "stat",
+        fails(errno.ENOENT, "/proc"),
+        1,
+        ("cannot make an arena of 1048576 bytes", "/proc/self/ns/pid"),
+    ),
+    (
+        "memfd_create",
+        fails(errno.EPERM),
+        1,
+        ("cannot make an arena of 1048576 bytes", "Operation not permitted"),
+    ),
     ("stat", another_namespace, 0, ("pid namespace 12345", "one container")),
     ("geteuid", lambda original: original() + 1, 0, ("rank 1 runs as user", "as one user")),
     ("open", fails(errno.ENOENT, "/proc"), 1, ("cannot open the arena of rank 0",)),
@@ -205,7 +251,9 @@ LACKS: tuple[tuple[str, Callable[..., object], int, tuple[str, ...]], ...] = (
 
 
 @run_on(3)
-def test_what_a_rank_lacks_fails_on_every_rank(rank: int, num_ranks: int, findings: Findings) -> None:
+def test_what_a_rank_lacks_fails_on_every_rank(
+    rank: int, num_ranks: int, findings: Findings
+) -> None:
     """A rank on a machine that lacks something, or that is none of its peers' machine."""
     for name, stand_in, culprit, parts in LACKS:
         findings.where = f"{name}: {parts[0]}, rank {rank}"
@@ -214,12 +262,16 @@ def test_what_a_rank_lacks_fails_on_every_rank(rank: int, num_ranks: int, findin
                 patch.setattr(host_backend.os, name, partial(stand_in, getattr(os, name)))
             found, text = outcome(SymmetricHeap, num_bytes=NUM_BYTES, backend="host")
         findings.equal("error", found, "BackendUnavailable")
-        findings.check(text.startswith(f"on rank {culprit}: ") and all(part in text for part in parts), text)
+        findings.check(
+            text.startswith(f"on rank {culprit}: ") and all(part in text for part in parts), text
+        )
     findings.where = f"rank {rank}"
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of so many bytes
         found, text = outcome(SymmetricHeap, num_bytes=1 << 62, backend="host")
-        findings.equal("error", (found, f"arenas of {1 << 62} bytes" in text), ("BackendUnavailable", True))
+        findings.equal(
+            "error", (found, f"arenas of {1 << 62} bytes" in text), ("BackendUnavailable", True)
+        )
         if rank == 1:
             patch.setattr(host_backend, "preflight", lambda: [][0])  # an error that is not symmoe's
         found, text = outcome(SymmetricHeap, num_bytes=NUM_BYTES, backend="host")
@@ -236,7 +288,9 @@ def test_a_group_that_this_rank_is_not_in(rank: int, num_ranks: int, findings: F
     dist.destroy_process_group(over)
     start = time.monotonic()
     if rank == 0:
-        with SymmetricHeap(group, num_bytes=NUM_BYTES, backend="host", start_timeout_s=math.inf) as heap:
+        with SymmetricHeap(
+            group, num_bytes=NUM_BYTES, backend="host", start_timeout_s=math.inf
+        ) as heap:
             findings.check(round_trip(heap), "the heap of a group of one does not work")
         dist.destroy_process_group(group)
         return
@@ -260,7 +314,9 @@ def arena_facts(rank: int, num_ranks: int) -> list[tuple[int, int, int]]:
             if "memfd:symmoe" in line:
                 start, end = line.split()[0].split("-")
                 info = os.stat(f"/proc/self/map_files/{start}-{end}")
-                facts.append((stat.S_IMODE(info.st_mode), info.st_nlink, int(info.st_uid == os.geteuid())))
+                facts.append(
+                    (stat.S_IMODE(info.st_mode), info.st_nlink, int(info.st_uid == os.geteuid()))
+                )
         heap.barrier(control.PHASE_START)
     return facts
 

@@ -89,10 +89,16 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNvshmem]:
     zeros, ranges = torch.zeros, nvshmem_backend.AddressRange
     monkeypatch.setattr(nvshmem_backend.torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(nvshmem_backend.torch, "zeros", lambda *shape, device=None: zeros(*shape))
-    monkeypatch.setattr(nvshmem_backend.NvshmemBackend, "_check_peers", lambda self, bootstrap: fake.num_machines)
+    monkeypatch.setattr(
+        nvshmem_backend.NvshmemBackend, "_check_peers", lambda self, bootstrap: fake.num_machines
+    )
     monkeypatch.setattr(nvshmem_backend, "_DL_CUDA", 1)  # DLPack's number of the CPU
     cpu = torch.device("cpu", 0)
-    monkeypatch.setattr(nvshmem_backend, "AddressRange", lambda start, num_bytes, device: ranges(start, num_bytes, cpu))
+    monkeypatch.setattr(
+        nvshmem_backend,
+        "AddressRange",
+        lambda start, num_bytes, device: ranges(start, num_bytes, cpu),
+    )
     names = nvshmem_backend._ENVIRONMENT | nvshmem_backend._ON_ONE_MACHINE
     for name in (*names, "NVSHMEM_SYMMETRIC_SIZE"):
         monkeypatch.setenv(name, "")  # put back afterwards
@@ -108,7 +114,9 @@ def test_nvshmem_starts_privately(fake: FakeNvshmem, num_machines: int):
     mode 0777. On one machine it stays on loopback; it must not leave out the links between machines."""
     fake.has_peer_access, fake.num_machines = False, num_machines
     more = ", here between 2 machines of one" if num_machines == 2 else "$"
-    with pytest.raises(BackendUnavailable, match=rf"no direct address for ranks \[0\]: peer access is needed{more}"):
+    with pytest.raises(
+        BackendUnavailable, match=rf"no direct address for ranks \[0\]: peer access is needed{more}"
+    ):
         nvshmem_backend.NvshmemBackend(Bootstrap(None), ONE_RANK, len(fake.memory))
     assert fake.umasks == {"init": 0o077, "malloc": 0o077}
     assert fake.environment["NVSHMEM_REMOTE_TRANSPORT"] == "none"
@@ -126,9 +134,13 @@ def test_what_keeps_nvshmem_from_starting(fake: FakeNvshmem, monkeypatch: pytest
     text = "num_bytes (4194304) is more than the GPU's free memory (1048576 bytes)"
     assert nvshmem_backend.preflight(4 << 20) == text
     fake.is_initialized = True
-    assert nvshmem_backend.preflight(1 << 20).startswith("NVSHMEM is in use in this process: by an open heap")
+    assert nvshmem_backend.preflight(1 << 20).startswith(
+        "NVSHMEM is in use in this process: by an open heap"
+    )
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert nvshmem_backend.preflight(1 << 20).startswith("the package nvshmem4py-cu13 is not installed: pip install")
+    assert nvshmem_backend.preflight(1 << 20).startswith(
+        "the package nvshmem4py-cu13 is not installed: pip install"
+    )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert nvshmem_backend.preflight(1 << 20) == "no CUDA device is visible to torch"
 
@@ -137,27 +149,43 @@ def test_what_keeps_nvshmem_from_starting(fake: FakeNvshmem, monkeypatch: pytest
 def test_gpus_of_two_ranks(rank: int, num_ranks: int) -> None:
     """What a heap checks of the GPUs of two ranks, on GPUs that are made up; the numbers of machines that it finds."""
     found, num_machines, find = [], [], nvshmem_backend.find_place
-    for gpus, reach, machines in (("00", True, 1), ("01", False, 1), ("01", True, 1), ("01", False, 2)):
+    for gpus, reach, machines in (
+        ("00", True, 1),
+        ("01", False, 1),
+        ("01", True, 1),
+        ("01", False, 2),
+    ):
         place = Place("another machine") if machines == 2 and rank else find(None)
         backend = object.__new__(nvshmem_backend.NvshmemBackend)
-        backend.device, backend._topology = torch.device("cuda", int(gpus[rank])), Topology(rank, ((0, 1),))
+        backend.device, backend._topology = (
+            torch.device("cuda", int(gpus[rank])),
+            Topology(rank, ((0, 1),)),
+        )
         gpu = types.SimpleNamespace(uuid=f"GPU-{gpus[rank]}")
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.cuda, "get_device_properties", lambda _, gpu=gpu: gpu)
-            patch.setattr(torch.cuda, "can_device_access_peer", lambda here, there, reach=reach: reach)
+            patch.setattr(
+                torch.cuda, "can_device_access_peer", lambda here, there, reach=reach: reach
+            )
             patch.setattr(nvshmem_backend, "find_place", lambda gpu, place=place: place)
             check = backend._check_peers
             found.append(outcome(lambda check=check: num_machines.append(check(Bootstrap(None)))))
     assert num_machines == [1, 2]
     assert [name for name, _ in found] == ["BackendUnavailable"] * 2 + ["", ""]
-    assert found[0][1].startswith("on rank 0: two ranks of the group use the same GPU: set torch.cuda.set_device(")
+    assert found[0][1].startswith(
+        "on rank 0: two ranks of the group use the same GPU: set torch.cuda.set_device("
+    )
     assert found[1][1] == "on rank 0: GPU 0 cannot address GPUs [1]"
 
 
 @pytest.mark.parametrize("how", ["close", "abandon"])
-def test_the_arena_of_nvshmem_is_zeroed_before_it_is_freed(fake: FakeNvshmem, monkeypatch, how: str):
+def test_the_arena_of_nvshmem_is_zeroed_before_it_is_freed(
+    fake: FakeNvshmem, monkeypatch, how: str
+):
     waits = []
-    monkeypatch.setattr(nvshmem_backend.torch.cuda, "synchronize", lambda device: waits.append(list(fake.calls)))
+    monkeypatch.setattr(
+        nvshmem_backend.torch.cuda, "synchronize", lambda device: waits.append(list(fake.calls))
+    )
     backend = nvshmem_backend.NvshmemBackend(Bootstrap(None), ONE_RANK, 5000)
     arena = backend.arenas[0]()
     assert (arena.device, arena.shape) == (torch.device("cpu"), (5000,))
@@ -188,10 +216,14 @@ class FakeDriver:
                 given[0].value = given[1].value + 1
             elif name == "cuMemGetAddressRange_v2":
                 address = given[2].value
-                found = next((start, size) for start, size in self.pieces if start <= address < start + size)
+                found = next(
+                    (start, size) for start, size in self.pieces if start <= address < start + size
+                )
                 given[0].value, given[1].value = found
                 return 0
-            self.calls.append((name, *(list(each) if hasattr(each, "__len__") else each.value for each in given)))
+            self.calls.append(
+                (name, *(list(each) if hasattr(each, "__len__") else each.value for each in given))
+            )
             return int(name == self.fails)
 
         return call
@@ -204,11 +236,16 @@ def test_nvshmem_at_own_addresses(fake: FakeNvshmem, monkeypatch: pytest.MonkeyP
     own = ctypes.addressof(cuda.range)
     monkeypatch.setattr(driver, "library", lambda: cuda)
     monkeypatch.setattr(nvshmem_backend.torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(nvshmem_backend, "preflight", lambda num_bytes: "" if num_bytes == size else "another size")
+    monkeypatch.setattr(
+        nvshmem_backend, "preflight", lambda num_bytes: "" if num_bytes == size else "another size"
+    )
     backend = nvshmem_backend.NvshmemBackend(Bootstrap(None), ONE_RANK, len(fake.memory))
     mapped = []
     for at, piece, length in ((own, start, 2000), (own + 2000, start + 2000, size - 2000)):
-        mapped += [("cuMemRetainAllocationHandle", piece + 1, piece), ("cuMemMap", at, length, 0, piece + 1, 0)]
+        mapped += [
+            ("cuMemRetainAllocationHandle", piece + 1, piece),
+            ("cuMemMap", at, length, 0, piece + 1, 0),
+        ]
         mapped += [("cuMemRelease", piece + 1), ("cuMemSetAccess", at, length, [1, 0, 3], 1)]
     assert fake.calls == [("cuMemAddressReserve", own, size, 0, 0, 0), *mapped]
     assert (backend.bases, backend.suspend_problem) == ([own + 600], "")
@@ -232,7 +269,9 @@ def test_nvshmem_at_own_addresses(fake: FakeNvshmem, monkeypatch: pytest.MonkeyP
     cuda.fails, cuda.cuGetErrorName = "cuMemMap", lambda *_: 0
     backend = nvshmem_backend.NvshmemBackend(Bootstrap(None), ONE_RANK, len(fake.memory))
     assert backend.bases == [fake.address]
-    assert backend.suspend_problem.startswith("NVSHMEM's memory cannot be mapped again: cuMemMap returned 1")
+    assert backend.suspend_problem.startswith(
+        "NVSHMEM's memory cannot be mapped again: cuMemMap returned 1"
+    )
 
 
 @pytest.mark.gpu

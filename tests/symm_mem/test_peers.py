@@ -47,10 +47,16 @@ def test_peers_see_each_other(rank: int, num_ranks: int, findings: Findings) -> 
         for turn in range(200):
             if generator.random() < 0.05:
                 time.sleep(0.002)
-            got = heap.barrier(control.PHASE_START, publish=(turn, 1000 * rank + turn)[: 1 + turn % 2])
+            got = heap.barrier(
+                control.PHASE_START, publish=(turn, 1000 * rank + turn)[: 1 + turn % 2]
+            )
             first = [turn] * num_ranks
             second = [1000 * r + turn if turn % 2 else 0 for r in range(num_ranks)]
-            findings.equal("published", got.tolist(), [[u, v, 0, 0] for u, v in zip(first, second, strict=True)])
+            findings.equal(
+                "published",
+                got.tolist(),
+                [[u, v, 0, 0] for u, v in zip(first, second, strict=True)],
+            )
         heap.barrier(control.PHASE_START)
 
 
@@ -68,23 +74,36 @@ def test_ranks_may_lease_in_different_ways(rank: int, num_ranks: int) -> None:
 
 
 @run_on(4, 8, on_gpus=(4, 8))
-def test_disjoint_groups_at_once(rank: int, num_ranks: int, findings: Findings, device: str) -> None:
+def test_disjoint_groups_at_once(
+    rank: int, num_ranks: int, findings: Findings, device: str
+) -> None:
     """Two interleaved groups at once, even ranks and odd ones; on CPUs also the world and groups of one rank."""
     evens, odds = (list(range(first, num_ranks, 2)) for first in (0, 1))
     groups = [dist.new_group(ranks) for ranks in (evens, odds, *([r] for r in range(num_ranks)))]
     with contextlib.ExitStack() as stack:
-        kinds = (groups[rank % 2], None, groups[2 + rank])[: 1 if device == "cuda" else 3]  # NVSHMEM: one in a process
-        heaps = [stack.enter_context(open_heap(device, group=group, num_bytes=NUM_BYTES)) for group in kinds]
+        kinds = (groups[rank % 2], None, groups[2 + rank])[
+            : 1 if device == "cuda" else 3
+        ]  # NVSHMEM: one in a process
+        heaps = [
+            stack.enter_context(open_heap(device, group=group, num_bytes=NUM_BYTES))
+            for group in kinds
+        ]
         wanted = [(rank // 2, num_ranks // 2), (rank, num_ranks), (0, 1)][: len(heaps)]
-        findings.equal("rank in each group", [(heap.rank, heap.num_ranks) for heap in heaps], wanted)
+        findings.equal(
+            "rank in each group", [(heap.rank, heap.num_ranks) for heap in heaps], wanted
+        )
         half, *others = heaps
         with poisoned_lease(half, (64,), torch.uint8, name="untouched") as lease:
             for turn in range(30):
                 if turn % 3 == rank % 2:  # one half is ahead of the other now and then
                     time.sleep(0.001)
-                findings.check(round_trip(half, 1000 * (rank % 2) + 10 * turn), f"half, turn {turn}")
+                findings.check(
+                    round_trip(half, 1000 * (rank % 2) + 10 * turn), f"half, turn {turn}"
+                )
                 for heap in others if turn % 5 == 0 else others[1:]:
-                    findings.check(round_trip(heap, 7 * turn), f"group of {heap.num_ranks}, turn {turn}")
+                    findings.check(
+                        round_trip(heap, 7 * turn), f"group of {heap.num_ranks}, turn {turn}"
+                    )
             findings.check(is_poison(lease.tensor), "another group wrote into this heap")
         # one half fails, the other does not notice
         bad = torch.full((1, 1), 0 if rank % 2 else 99, device=half.device)
@@ -100,14 +119,22 @@ def test_disjoint_groups_at_once(rank: int, num_ranks: int, findings: Findings, 
 
 @pytest.mark.parametrize(
     ("call", "phase"),
-    [("make_plan", "plan: counts"), ("dispatch_tokens", "dispatch: ready"), ("combine_tokens", "combine: ready")],
+    [
+        ("make_plan", "plan: counts"),
+        ("dispatch_tokens", "dispatch: ready"),
+        ("combine_tokens", "combine: ready"),
+    ],
 )
 @run_on(2, 4)
-def test_a_peer_that_does_not_come(rank: int, num_ranks: int, findings: Findings, call: str, phase: str) -> None:
+def test_a_peer_that_does_not_come(
+    rank: int, num_ranks: int, findings: Findings, call: str, phase: str
+) -> None:
     """The last rank stays away from `call` and comes late; what the others see, and that a new heap works at once."""
     missing, timeout_s = num_ranks - 1, 0.5
     findings.where = f"rank {rank} of {num_ranks}"
-    heap = SymmetricHeap(num_bytes=NUM_BYTES, backend="host", timeout_s=HANG_S, start_timeout_s=HANG_S)
+    heap = SymmetricHeap(
+        num_bytes=NUM_BYTES, backend="host", timeout_s=HANG_S, start_timeout_s=HANG_S
+    )
     ids, x = torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 8)
     calls: dict[str, Callable[..., object]] = {
         "make_plan": lambda plan: make_plan(ids, num_experts=num_ranks, heap=heap),
@@ -137,10 +164,14 @@ def test_a_peer_that_does_not_come(rank: int, num_ranks: int, findings: Findings
         # Kernels that were on their way when the peer was given up: they return at once and hand out no offsets.
         offsets = heap.waits.barrier(control.pack_call(phase=control.PHASE_START), (), fault=False)
         findings.equal("offsets", offsets.tolist(), [[-1] * control.NUM_PUBLISHED] * num_ranks)
-        findings.equal("error of a lease", outcome(heap.lease, (1,), torch.uint8)[0], "HeapPoisoned")
+        findings.equal(
+            "error of a lease", outcome(heap.lease, (1,), torch.uint8)[0], "HeapPoisoned"
+        )
     dist.barrier()
     if rank == missing:  # finds that its peers have given it up
-        name, text = outcome(reduce, lambda plan, name: calls[name](plan), list(calls)[first:], plan)
+        name, text = outcome(
+            reduce, lambda plan, name: calls[name](plan), list(calls)[first:], plan
+        )
         exact = f"rank 0 gave up: {wanted}timeout_s={timeout_s}: expected epoch"
         findings.check(name == "PeerAborted" and text.startswith(exact), f"{name}: {text}")
     heap.close()
@@ -158,15 +189,27 @@ def test_a_fault_stops_what_is_on_its_way(rank: int, num_ranks: int, findings: F
         for turn in range(4 * num_ranks):
             findings.where = f"rank {rank} of {num_ranks}, turn {turn}"
             if rank == turn % num_ranks:
-                found = outcome(heap.fail, ArgumentError(f"turn {turn}"), control.PHASE_DISPATCH_READY)
+                found = outcome(
+                    heap.fail, ArgumentError(f"turn {turn}"), control.PHASE_DISPATCH_READY
+                )
                 findings.equal("error", found, ("ArgumentError", f"turn {turn}"))
             else:
-                phases = [control.PHASE_DISPATCH_READY, control.PHASE_DISPATCH_DONE, control.PHASE_COMBINE_READY]
+                phases = [
+                    control.PHASE_DISPATCH_READY,
+                    control.PHASE_DISPATCH_DONE,
+                    control.PHASE_COMBINE_READY,
+                ]
                 for phase in phases[: 1 + turn % 3]:
                     words = heap.waits.barrier(control.pack_call(phase=phase), (512,), fault=False)
-                    findings.check(bool((words == -1).all()), f"offsets in a failed call: {words.tolist()}")
+                    findings.check(
+                        bool((words == -1).all()), f"offsets in a failed call: {words.tolist()}"
+                    )
                 culprit = turn % num_ranks
-                findings.equal("error", outcome(heap.check), ("ArgumentError", f"on rank {culprit}: turn {turn}"))
+                findings.equal(
+                    "error",
+                    outcome(heap.check),
+                    ("ArgumentError", f"on rank {culprit}: turn {turn}"),
+                )
             findings.equal("error afterwards", outcome(heap.check), ("", ""))
             if turn % 2:
                 findings.check(round_trip(heap, turn), "the next correct call is wrong")
@@ -218,7 +261,9 @@ def test_rows_of_a_failed_dispatch_are_nan(rank: int, num_ranks: int, findings: 
                 with dispatch(x, plan, out, layout="expert-major", gradients=0):
                     pass
             else:
-                with dispatch(x, plan, out, probs, layout="expert-major", division=Division(1, 1)) as arrival:
+                with dispatch(
+                    x, plan, out, probs, layout="expert-major", division=Division(1, 1)
+                ) as arrival:
                     for _ in arrival.parts:
                         pass
         except (PeerAborted, HeapPoisoned):
@@ -226,7 +271,9 @@ def test_rows_of_a_failed_dispatch_are_nan(rank: int, num_ranks: int, findings: 
             spoiled = out.isnan() | ((out == 1) if way == "during GEMMs" else False)
             fine = bool(spoiled.all() and out.isnan().any())
             findings.check(fine or last, f"rows of a failed call: {out.tolist()}")
-            findings.check(bool((below == 7).all() and (above == 7).all()), "a neighbour was overwritten")
+            findings.check(
+                bool((below == 7).all() and (above == 7).all()), "a neighbour was overwritten"
+            )
         else:
             findings.check(last, "nothing was raised")
         dist.barrier()
@@ -234,7 +281,9 @@ def test_rows_of_a_failed_dispatch_are_nan(rank: int, num_ranks: int, findings: 
 
 
 @run_on(3)
-def test_rows_are_sent_once_when_the_trip_fails(rank: int, num_ranks: int, findings: Findings) -> None:
+def test_rows_are_sent_once_when_the_trip_fails(
+    rank: int, num_ranks: int, findings: Findings
+) -> None:
     """An exception while the last rank copies a peer's rows: it has sent all its own, and none of them twice."""
     ids = (torch.arange(5)[:, None] + torch.tensor([0, num_ranks])) % (2 * num_ranks)
     with SymmetricHeap(num_bytes=NUM_BYTES, backend="host", timeout_s=60.0) as heap:
@@ -250,7 +299,9 @@ def test_rows_are_sent_once_when_the_trip_fails(rank: int, num_ranks: int, findi
 
         with (
             kernels.hooked(heap.device, fails),
-            contextlib.suppress(ZeroDivisionError) if rank == num_ranks - 1 else contextlib.nullcontext(),
+            contextlib.suppress(ZeroDivisionError)
+            if rank == num_ranks - 1
+            else contextlib.nullcontext(),
             dispatch(
                 torch.ones(5, 8, dtype=torch.bfloat16),
                 plan,
@@ -262,14 +313,23 @@ def test_rows_are_sent_once_when_the_trip_fails(rank: int, num_ranks: int, findi
         ):
             for _ in arrival.parts:
                 pass
-        findings.equal("peers that were sent to", sent, [(rank + step) % num_ranks for step in range(1, num_ranks)])
-        findings.check(rank == num_ranks - 1 or bool((out[: plan.num_rows] == 1).all()), f"rows: {out.tolist()}")
+        findings.equal(
+            "peers that were sent to",
+            sent,
+            [(rank + step) % num_ranks for step in range(1, num_ranks)],
+        )
+        findings.check(
+            rank == num_ranks - 1 or bool((out[: plan.num_rows] == 1).all()),
+            f"rows: {out.tolist()}",
+        )
         findings.check(round_trip(heap), "the next correct call is wrong")
 
 
 @pytest.mark.parametrize("how", ["close", "exception"])
 @run_on(2)
-def test_nothing_of_the_tokens_is_left(rank: int, num_ranks: int, findings: Findings, how: str) -> None:
+def test_nothing_of_the_tokens_is_left(
+    rank: int, num_ranks: int, findings: Findings, how: str
+) -> None:
     """What is left of the tokens in an arena that somebody has kept mapped when its rank has closed it."""
     heap = SymmetricHeap(num_bytes=NUM_BYTES, backend="host", timeout_s=60.0)
     assert round_trip(heap)
@@ -277,7 +337,10 @@ def test_nothing_of_the_tokens_is_left(rank: int, num_ranks: int, findings: Find
     lease.tensor.fill_(3.0)
     arenas = [arena() for arena in heap.memory.arenas]
     dist.barrier()
-    findings.check(all(bool(arena[heap.peers.layout.num_bytes :].any()) for arena in arenas), "nothing to be zeroed")
+    findings.check(
+        all(bool(arena[heap.peers.layout.num_bytes :].any()) for arena in arenas),
+        "nothing to be zeroed",
+    )
     dist.barrier()
     if how == "close":
         heap.close()
@@ -287,7 +350,9 @@ def test_nothing_of_the_tokens_is_left(rank: int, num_ranks: int, findings: Find
     dist.barrier()
     for peer, arena in enumerate(arenas):
         # The peers write into the control block that they give up.
-        findings.check(not arena[heap.peers.layout.num_bytes :].any(), f"rank {peer}'s arena holds something")
+        findings.check(
+            not arena[heap.peers.layout.num_bytes :].any(), f"rank {peer}'s arena holds something"
+        )
     dist.barrier()
 
 
@@ -328,7 +393,9 @@ def test_construction_does_not_wait_for_ever(tmp_path: Path, how: str, num_ranks
         assert facts["rank"] == 0 or (how == "killed" and facts["rank"] == 3 - rank)
         if how == "late":
             assert facts["error"] == PeerTimeout.__name__
-            assert facts["text"].startswith("rank 0 did not reach 'start-up' within start_timeout_s=1")
+            assert facts["text"].startswith(
+                "rank 0 did not reach 'start-up' within start_timeout_s=1"
+            )
             assert 0.9 < facts["took_s"] < PROMPT_S
         else:
             assert facts["error"] == PeerLost.__name__

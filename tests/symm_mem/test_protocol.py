@@ -15,7 +15,15 @@ from heap_calls import outcome, round_trip
 from limits import HANG_S
 from worker import Findings, difference, free_bytes, open_heap
 
-from symmoe import GroupedMLP, MoEConfig, MoELayer, SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
+from symmoe import (
+    GroupedMLP,
+    MoEConfig,
+    MoELayer,
+    SymmetricHeap,
+    combine_tokens,
+    dispatch_tokens,
+    make_plan,
+)
 from symmoe.errors import PeerError, SymmoeError
 from symmoe.kernels.twin import sync
 from symmoe.moe.ep_step import expert_parallel_mlp
@@ -28,7 +36,9 @@ def attempt(heap: SymmetricHeap, call: Callable[[], object]) -> tuple[str, str]:
     return outcome(lambda: [call(), heap.synchronize()])
 
 
-def tokens(heap: SymmetricHeap, hidden: int = H, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def tokens(
+    heap: SymmetricHeap, hidden: int = H, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
     return torch.randn(T, hidden, device=heap.device).to(dtype)
 
 
@@ -50,14 +60,26 @@ def check_disagreement(rank: int, num_ranks: int, findings: Findings, device: st
             with heap.lease((plan.row_capacity, H), torch.float32, name="rows") as rows:
                 dispatch_tokens(tokens(heap), plan, out=rows.tensor)
 
-        def combine(*, hidden: int = H, dtype: torch.dtype = torch.float32, order: str = "slot") -> None:
+        def combine(
+            *, hidden: int = H, dtype: torch.dtype = torch.float32, order: str = "slot"
+        ) -> None:
             plan = new_plan(heap)
             dispatch_tokens(tokens(heap), plan)
-            combine_tokens(torch.ones(plan.num_rows, hidden, dtype=dtype, device=heap.device), plan, order=order)
+            combine_tokens(
+                torch.ones(plan.num_rows, hidden, dtype=dtype, device=heap.device),
+                plan,
+                order=order,
+            )
 
         def step(**options: str) -> None:  # layers find out in their plan
             experts = GroupedMLP(2, H, H, device=heap.device)
-            expert_parallel_mlp(tokens(heap), torch.rand(T, K, device=heap.device), experts, new_plan(heap), **options)
+            expert_parallel_mlp(
+                tokens(heap),
+                torch.rand(T, K, device=heap.device),
+                experts,
+                new_plan(heap),
+                **options,
+            )
 
         def plan_again() -> None:
             dispatch_tokens(tokens(heap), new_plan(heap))
@@ -70,8 +92,21 @@ def check_disagreement(rank: int, num_ranks: int, findings: Findings, device: st
             ("dtype", ready, torch.float32, half, dispatch, partial(dispatch, dtype=half)),
             ("probs", ready, "without", "with", dispatch, partial(dispatch, probs=probs)),
             ("layout", ready, "packed", "expert-major", dispatch, into_a_buffer),
-            ("layout", ready, "packed", "expert-major", *(partial(step, layout=x) for x in ("packed", "expert-major"))),
-            ("schedule", ready, "serial", "overlapped", step, partial(step, schedule="always-overlapped")),
+            (
+                "layout",
+                ready,
+                "packed",
+                "expert-major",
+                *(partial(step, layout=x) for x in ("packed", "expert-major")),
+            ),
+            (
+                "schedule",
+                ready,
+                "serial",
+                "overlapped",
+                step,
+                partial(step, schedule="always-overlapped"),
+            ),
             ("hidden", back, H, 2 * H, combine, partial(combine, hidden=2 * H)),
             ("dtype", back, torch.float32, half, combine, partial(combine, dtype=half)),
             ("order", back, "slot", "rank", combine, partial(combine, order="rank")),
@@ -79,17 +114,25 @@ def check_disagreement(rank: int, num_ranks: int, findings: Findings, device: st
             ("", "", "plan: counts", ready, lambda: [new_plan(heap), new_plan(heap)], dispatch),
         ]
         findings.check(round_trip(heap), "the first call is wrong")
-        for turn, (culprit, (field, phase, usual, other, call, wrong)) in enumerate(product((0, num_ranks - 1), cases)):
-            findings.where = f"{field}: {other} at {phase} on rank {culprit}, rank {rank} of {num_ranks}"
+        for turn, (culprit, (field, phase, usual, other, call, wrong)) in enumerate(
+            product((0, num_ranks - 1), cases)
+        ):
+            findings.where = (
+                f"{field}: {other} at {phase} on rank {culprit}, rank {rank} of {num_ranks}"
+            )
             if field:
                 text = difference(f"{field} differs at '{phase}'", culprit, usual, other)
             else:
-                text = difference("ranks are in different calls", culprit, f"'{usual}'", f"'{other}'").replace(
-                    "has", "at"
-                )
+                text = difference(
+                    "ranks are in different calls", culprit, f"'{usual}'", f"'{other}'"
+                ).replace("has", "at")
             with heap.lease((4096,), torch.int32, name="neighbour") as lease:
                 lease.tensor.fill_(7)
-                findings.equal("the error", attempt(heap, wrong if rank == culprit else call), ("ConfigMismatch", text))
+                findings.equal(
+                    "the error",
+                    attempt(heap, wrong if rank == culprit else call),
+                    ("ConfigMismatch", text),
+                )
                 findings.check(bool((lease.tensor == 7).all()), "a neighbour was overwritten")
             findings.check(round_trip(heap, turn), "the next correct call is wrong")
             findings.equal("leased bytes", heap.leased_bytes, 0)
@@ -99,7 +142,13 @@ def check_faults(rank: int, num_ranks: int, findings: Findings, device: str, sch
     """Hosts on GPUs run ahead of their peers' faults; wherever they are, all go on from the same epoch."""
     last = rank == num_ranks - 1
     with open_heap(device) as heap:
-        sizes = {"hidden": H, "ffn": H, "num_experts": 2 * num_ranks, "top_k": K, "schedule": schedule}
+        sizes = {
+            "hidden": H,
+            "ffn": H,
+            "num_experts": 2 * num_ranks,
+            "top_k": K,
+            "schedule": schedule,
+        }
         exact = MoELayer(MoEConfig(**sizes), heap)
         static = MoELayer(MoEConfig(**sizes, capacity=T * K * num_ranks), heap)
         tight = MoELayer(MoEConfig(**sizes, capacity=1), heap)
@@ -124,10 +173,25 @@ def check_faults(rank: int, num_ranks: int, findings: Findings, device: str, sch
 
         wide = H + 8 if last else H
         cases = [
-            ("wrong shape, exact", lambda: exact(tokens(heap, wide)), "ArgumentError", f"hidden ({H})"),
-            ("wrong shape, static", lambda: static(tokens(heap, wide)), "ArgumentError", f"hidden ({H})"),
+            (
+                "wrong shape, exact",
+                lambda: exact(tokens(heap, wide)),
+                "ArgumentError",
+                f"hidden ({H})",
+            ),
+            (
+                "wrong shape, static",
+                lambda: static(tokens(heap, wide)),
+                "ArgumentError",
+                f"hidden ({H})",
+            ),
             ("overflow", lambda: tight(tokens(heap)), "CapacityError", "more than capacity (1)"),
-            ("forward", lambda: without_room(lambda: static(tokens(heap))), "HeapExhausted", "high-water mark"),
+            (
+                "forward",
+                lambda: without_room(lambda: static(tokens(heap))),
+                "HeapExhausted",
+                "high-water mark",
+            ),
             (
                 "backward",
                 lambda: without_room(static(tokens(heap).requires_grad_())[0].sum().backward),
@@ -140,7 +204,10 @@ def check_faults(rank: int, num_ranks: int, findings: Findings, device: str, sch
             for again in range(2):
                 findings.where = f"{name}, rank {rank} of {num_ranks}, time {again}"
                 raised = attempt(heap, call)
-                findings.check(raised[0] == error and text in raised[1], f"raised {raised}, want {error} with {text!r}")
+                findings.check(
+                    raised[0] == error and text in raised[1],
+                    f"raised {raised}, want {error} with {text!r}",
+                )
                 findings.check(round_trip(heap, turn), "the next correct call is wrong")
                 findings.equal("leased bytes", heap.leased_bytes, 0)
 
@@ -164,7 +231,12 @@ def test_every_rank_raises_and_all_go_on_on_gpus(cluster, check):
 def lose_a_signal(rank: int, num_ranks: int) -> tuple[str, bool]:
     """Rows of the last rank that never arrive while the experts compute: the next rank names it, and nobody hangs."""
     heap = SymmetricHeap(num_bytes=1 << 20, backend="host", timeout_s=HANG_S)
-    layer = MoELayer(MoEConfig(hidden=H, ffn=H, num_experts=2 * num_ranks, top_k=K, schedule="always-overlapped"), heap)
+    layer = MoELayer(
+        MoEConfig(
+            hidden=H, ffn=H, num_experts=2 * num_ranks, top_k=K, schedule="always-overlapped"
+        ),
+        heap,
+    )
     raised = ""
     for _ in range(2):
         y, _ = layer(tokens(heap))
@@ -189,7 +261,9 @@ def test_a_signal_that_does_not_come(cluster):
     results = cluster(3).run(lose_a_signal)
     assert all(fine for _, fine in results)
     for text, _ in results[:2]:  # whoever's wait ends first tells the others
-        assert text.startswith("PeerTimeout: rank 2 did not reach 'dispatch: arrived' within timeout_s=1")
+        assert text.startswith(
+            "PeerTimeout: rank 2 did not reach 'dispatch: arrived' within timeout_s=1"
+        )
     assert "gave up: rank 2 did not reach 'dispatch: arrived' within timeout_s=1" in results[2][0]
 
 
@@ -216,13 +290,20 @@ def test_an_error_of_all_is_not_hidden_by_who_leaves_first(rank: int, num_ranks:
 @run_on(3)
 def test_an_aborted_heap_is_of_no_use(rank: int, num_ranks: int, findings: Findings) -> None:
     heap = SymmetricHeap(num_bytes=1 << 20, backend="host", timeout_s=60.0)
-    plan, reason = new_plan(heap), "this rank gave up: first" if rank == 0 else "rank 0 gave up: first"
+    plan, reason = (
+        new_plan(heap),
+        "this rank gave up: first" if rank == 0 else "rank 0 gave up: first",
+    )
     dist.barrier()
     if rank == 0:
         heap.abort("first")
         heap.abort("second")  # nobody hears it
     else:
-        findings.equal("error", attempt(heap, lambda: dispatch_tokens(tokens(heap), plan)), ("PeerAborted", reason))
+        findings.equal(
+            "error",
+            attempt(heap, lambda: dispatch_tokens(tokens(heap), plan)),
+            ("PeerAborted", reason),
+        )
     wanted = ("HeapPoisoned", f"an earlier call failed: {reason}")
     findings.equal("next error", attempt(heap, lambda: dispatch_tokens(tokens(heap), plan)), wanted)
     findings.equal("error of a plan", attempt(heap, lambda: new_plan(heap)), wanted)
@@ -240,7 +321,9 @@ def gradients(heap: SymmetricHeap, calls: int, times: int) -> list[torch.Tensor]
         torch.manual_seed(call)
         mlp = GroupedMLP(2, H, H, device=heap.device)
         experts.append(mlp)
-        rows, row_probs = dispatch_tokens(tokens(heap), plan, probs=torch.rand(T, K, device=heap.device))
+        rows, row_probs = dispatch_tokens(
+            tokens(heap), plan, probs=torch.rand(T, K, device=heap.device)
+        )
         loss = loss + combine_tokens(mlp(rows, plan.splits, row_probs), plan).square().sum()
     for time_left in reversed(range(times)):
         loss.backward(retain_graph=time_left > 0)
@@ -248,11 +331,18 @@ def gradients(heap: SymmetricHeap, calls: int, times: int) -> list[torch.Tensor]
 
 
 @run_on(2)
-def test_one_plan_for_several_calls(rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap) -> None:
+def test_one_plan_for_several_calls(
+    rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap
+) -> None:
     both = gradients(heap, 2, 1)
-    findings.check(torch.equal(both[0], gradients(heap, 1, 1)[0]), "a second call changed the first's gradients")
+    findings.check(
+        torch.equal(both[0], gradients(heap, 1, 1)[0]),
+        "a second call changed the first's gradients",
+    )
     twice = gradients(heap, 1, 2)[0]
-    findings.check(torch.equal(twice, 2 * both[0]), "a second backward pass does not add the same once more")
+    findings.check(
+        torch.equal(twice, 2 * both[0]), "a second backward pass does not add the same once more"
+    )
     results = []
     for order in ("slot", "rank"):
         torch.manual_seed(1)

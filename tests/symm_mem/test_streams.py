@@ -54,7 +54,9 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
     monkeypatch.setattr(streams, "capture_id", lambda device: fake.capture)
     monkeypatch.setattr(torch.cuda, "Event", fake.event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: fake.stream(fake.current))
-    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda number, device=None: fake.stream(number))
+    monkeypatch.setattr(
+        torch.cuda, "ExternalStream", lambda number, device=None: fake.stream(number)
+    )
     return fake
 
 
@@ -129,7 +131,9 @@ def test_dropped_memory_may_have_been_used_on_any_stream(fake: Fake, order: Stre
 
 
 @pytest.mark.parametrize("part", [(512, 512), (1536, 512)])
-def test_what_is_left_of_a_span_is_still_waited_for(fake: Fake, order: StreamOrder, part: tuple[int, int]):
+def test_what_is_left_of_a_span_is_still_waited_for(
+    fake: Fake, order: StreamOrder, part: tuple[int, int]
+):
     fake.work[3], fake.seen[3] = 0, {}
     for stream in fake.work:
         call(fake, order, stream)

@@ -64,7 +64,10 @@ def test_a_layer_goes_on(rank: int, num_ranks: int, findings: Findings, device: 
             heap.suspend()
             heap.suspend()
             given_back = held - held_bytes(device)
-            findings.check(given_back > num_bytes * (0.9 if device == "cuda" else 0.45), f"{given_back} bytes back")
+            findings.check(
+                given_back > num_bytes * (0.9 if device == "cuda" else 0.45),
+                f"{given_back} bytes back",
+            )
             calls = (
                 lambda: captured(x),
                 lambda: step(x),
@@ -72,7 +75,10 @@ def test_a_layer_goes_on(rank: int, num_ranks: int, findings: Findings, device: 
                 heap.synchronize,
                 lambda: heap.lease((1,), x.dtype),
             )
-            with mock.patch.object(HostGraph, "replay", None), mock.patch.object(CudaGraph, "replay", None):
+            with (
+                mock.patch.object(HostGraph, "replay", None),
+                mock.patch.object(CudaGraph, "replay", None),
+            ):
                 findings.equal("suspended", {outcome(call)[0] for call in calls}, {"HeapSuspended"})
             heap.resume()
             heap.resume()
@@ -80,7 +86,11 @@ def test_a_layer_goes_on(rank: int, num_ranks: int, findings: Findings, device: 
                 findings.check(not lease.tensor.any(), "old rows")
             same = [torch.equal(*pair) for pair in zip(results(), wanted, strict=True)]
             findings.check(all(same), f"round {number}: {same}")
-        findings.equal("kept", (heap.peers.bases.tolist(), dict(heap.row_histories), captured.num_captures), before)
+        findings.equal(
+            "kept",
+            (heap.peers.bases.tolist(), dict(heap.row_histories), captured.num_captures),
+            before,
+        )
         findings.check(captured.num_replays >= 5, "no replays")
         captured.close()
 
@@ -92,12 +102,16 @@ def test_live_leases(rank: int, num_ranks: int, findings: Findings, device: str)
         layer, _ = make_layer(heap, config_for(num_ranks, device))
         y, _ = layer(tokens_of(rank, 40, layer.config.hidden).to(heap.device))
         name, text = outcome(heap.suspend)
-        findings.check(name == "ArgumentError" and "are live, the largest are 'received rows' of" in text, text)
+        findings.check(
+            name == "ArgumentError" and "are live, the largest are 'received rows' of" in text, text
+        )
         y.sum().backward()
         cycle = [heap.lease((rank * 1000,), torch.uint8, name="mine") if rank else None]
         name, text = outcome(heap.suspend)
         findings.check(
-            name == "ArgumentError" and "1 leases of 1000 bytes are live, the largest are 'mine'" in text, text
+            name == "ArgumentError"
+            and "1 leases of 1000 bytes are live, the largest are 'mine'" in text,
+            text,
         )
         cycle.append(cycle)
         del y, cycle
@@ -137,7 +151,9 @@ def test_a_rank_that_does_not_come(rank: int, num_ranks: int, call: str) -> None
         heap.suspend()
     start = time.monotonic()
     if rank == 0:
-        with pytest.raises(PeerTimeout, match=r"rank 1 did not reach 'suspend or resume' within timeout_s=0\.5"):
+        with pytest.raises(
+            PeerTimeout, match=r"rank 1 did not reach 'suspend or resume' within timeout_s=0\.5"
+        ):
             getattr(heap, call)()
         assert time.monotonic() - start < PROMPT_S
     dist.barrier()
@@ -154,7 +170,10 @@ def test_errors_of_one_rank(rank: int, num_ranks: int) -> None:
     with SymmetricHeap(num_bytes=8 << 20, backend="host", ranks_per_node=1) as heap:
         assert outcome(heap.suspend)[1].startswith("suspend: a heap that spans nodes cannot")
         assert round_trip(heap)
-    with SymmetricHeap(num_bytes=8 << 20, backend="host") as heap, pytest.MonkeyPatch.context() as patch:
+    with (
+        SymmetricHeap(num_bytes=8 << 20, backend="host") as heap,
+        pytest.MonkeyPatch.context() as patch,
+    ):
         patch.setattr(heap._arenas, "suspend_problem", "no way back" if rank else "")
         assert outcome(heap.suspend) == ("BackendUnavailable", "on rank 1: suspend: no way back")
         assert round_trip(heap)
@@ -170,16 +189,27 @@ def test_errors_of_one_rank(rank: int, num_ranks: int) -> None:
         patch.undo()
         heap.resume()
         assert round_trip(heap)
-    with SymmetricHeap(num_bytes=8 << 20, backend="host") as heap, pytest.MonkeyPatch.context() as patch:
+    with (
+        SymmetricHeap(num_bytes=8 << 20, backend="host") as heap,
+        pytest.MonkeyPatch.context() as patch,
+    ):
         patch.setattr(heap._arenas, "suspend", lambda: 1 / (1 - rank))
-        assert outcome(heap.suspend) == ("BackendUnavailable", "on rank 1: ZeroDivisionError: division by zero")
-        assert [outcome(call)[0] for call in (heap.suspend, heap.resume)] == ["HeapSuspended", "HeapPoisoned"]
+        assert outcome(heap.suspend) == (
+            "BackendUnavailable",
+            "on rank 1: ZeroDivisionError: division by zero",
+        )
+        assert [outcome(call)[0] for call in (heap.suspend, heap.resume)] == [
+            "HeapSuspended",
+            "HeapPoisoned",
+        ]
 
 
 def test_other_threads(heap: SymmetricHeap, monkeypatch: pytest.MonkeyPatch) -> None:
     """None gets a lease once suspend has looked for leases; none resumes a heap, or closes it, that one is resuming."""
     barrier, late = heap.barrier, []
-    monkeypatch.setattr(heap, "barrier", lambda phase: late.extend([barrier(phase), heap.lease((9,), torch.uint8)]))
+    monkeypatch.setattr(
+        heap, "barrier", lambda phase: late.extend([barrier(phase), heap.lease((9,), torch.uint8)])
+    )
     name, text = outcome(heap.suspend)
     assert (name, "'lease' of 9 bytes" in text) == ("ArgumentError", True)
     monkeypatch.undo()

@@ -37,7 +37,9 @@ def fail_together(heap: SymmetricHeap, capacity: int | None, leaver: bool) -> tu
     What this rank raises by the end of the call; a leaver is gone before it looks."""
     plan = plan_of(heap, capacity=capacity)
     with looking_away(heap):
-        rows, _ = dispatch_tokens(torch.ones(T, 2 * H if heap.topology.local_rank == 0 else H), plan)
+        rows, _ = dispatch_tokens(
+            torch.ones(T, 2 * H if heap.topology.local_rank == 0 else H), plan
+        )
     if leaver:
         return "", ""
     return outcome(combine_tokens, rows, plan)
@@ -59,7 +61,12 @@ def fail_together(heap: SymmetricHeap, capacity: int | None, leaver: bool) -> tu
 )
 @run_on()
 def test_the_next_correct_call_works(
-    rank: int, num_ranks: int, findings: Findings, ranks_per_node: int, leavers: tuple[int, ...], capacity: int | None
+    rank: int,
+    num_ranks: int,
+    findings: Findings,
+    ranks_per_node: int,
+    leavers: tuple[int, ...],
+    capacity: int | None,
 ) -> None:
     with open_heap("cpu", ranks_per_node=ranks_per_node) as heap:
         for turn in range(4):
@@ -67,24 +74,33 @@ def test_the_next_correct_call_works(
             name, text = fail_together(heap, capacity, rank in leavers)
             if rank not in leavers:
                 findings.equal("error", name, "ConfigMismatch")
-                findings.check("hidden differs at 'dispatch: ready': rank 0 has 32, rank 1 has 16" in text, text)
+                findings.check(
+                    "hidden differs at 'dispatch: ready': rank 0 has 32, rank 1 has 16" in text,
+                    text,
+                )
             if len(leavers) == num_ranks:  # nobody has raised it
                 name, text = outcome(plan_of, heap)
                 findings.equal("error of the next plan", name, "ConfigMismatch")
                 findings.check("hidden differs at 'dispatch: ready'" in text, text)
             for again in range(2):
-                name, text = outcome(lambda turn=turn: findings.check(round_trip(heap, turn), "rows are wrong"))
+                name, text = outcome(
+                    lambda turn=turn: findings.check(round_trip(heap, turn), "rows are wrong")
+                )
                 findings.equal(f"error of correct call {again}", (name, text), ("", ""))
         findings.equal("leased bytes", heap.leased_bytes, 0)
 
 
 @run_on(2)
-def test_the_next_call_of_a_rank_that_left(rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap) -> None:
+def test_the_next_call_of_a_rank_that_left(
+    rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap
+) -> None:
     """What rank 0 does in its next call, when it has left one that failed, or a plan; all ranks raise the same."""
 
     def raised(how: str, found: tuple[str, str], name: str, part: str) -> None:
         findings.where = f"{how}, rank {rank} of {num_ranks}"
-        findings.check(found[0] == name and part in found[1], f"raised {found}, want {name} with {part!r}")
+        findings.check(
+            found[0] == name and part in found[1], f"raised {found}, want {name} with {part!r}"
+        )
         findings.check(round_trip(heap), "the next correct call is wrong")
 
     def next_call() -> None:
@@ -95,16 +111,25 @@ def test_the_next_call_of_a_rank_that_left(rank: int, num_ranks: int, findings: 
 
     for _ in range(3):
         fail_together(heap, 4 * T * K, rank == 0)
-        raised("a plan that was launched", outcome(next_call), "ConfigMismatch", "hidden differs at 'dispatch: ready'")
+        raised(
+            "a plan that was launched",
+            outcome(next_call),
+            "ConfigMismatch",
+            "hidden differs at 'dispatch: ready'",
+        )
     for _ in range(3):  # an overflow, found by a plan, and not by its barrier
         with looking_away(heap) if rank == 1 else nullcontext():
             found = outcome(plan_of, heap, capacity=1)
         raised("an overflow", found, "" if rank == 1 else "CapacityError", "")
-    for culprit in range(num_ranks):  # the leaver has something wrong in its next call as well, or its peer has
+    for culprit in range(
+        num_ranks
+    ):  # the leaver has something wrong in its next call as well, or its peer has
         fail_together(heap, None, rank == 0)
         ids = torch.zeros(T, K, dtype=torch.float32 if rank == culprit else torch.int64)
         found = outcome(make_plan, ids, num_experts=2 * num_ranks, heap=heap)
-        raised(f"wrong on rank {culprit}", found, "ArgumentError", "topk_idx has dtype torch.float32")
+        raised(
+            f"wrong on rank {culprit}", found, "ArgumentError", "topk_idx has dtype torch.float32"
+        )
 
 
 PLAN, READY, DONE = control.PHASE_PLAN, control.PHASE_DISPATCH_READY, control.PHASE_DISPATCH_DONE
@@ -125,7 +150,11 @@ COMBINE, END = control.PHASE_COMBINE_READY, control.PHASE_COMBINE_DONE
         (READY, [None], False),
         (READY, [DONE, READY], False),
         (READY, [DONE, COMBINE], False),
-        (READY, [DONE, COMBINE, END, PLAN], False),  # a call that was gone through, and the next layer's
+        (
+            READY,
+            [DONE, COMBINE, END, PLAN],
+            False,
+        ),  # a call that was gone through, and the next layer's
         (PLAN, [READY, PLAN], False),
         (COMBINE, [PLAN], False),
         (END, [PLAN], False),

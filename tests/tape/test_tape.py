@@ -35,7 +35,14 @@ def plays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # -- same bits --------------------------------------------------------------------------------------------------------
-SLOW = ("hidden kept", "nothing kept", "main_grad", "main_grad of one layer", "biases", "static")  # others have most
+SLOW = (
+    "hidden kept",
+    "nothing kept",
+    "main_grad",
+    "main_grad of one layer",
+    "biases",
+    "static",
+)  # others have most
 
 
 def cases() -> Iterator[object]:
@@ -48,17 +55,24 @@ def cases() -> Iterator[object]:
                 words = [name, str(num_ranks), *around.split()]
                 marks = () if is_quick else (pytest.mark.slow,)
                 # Of 20 calls with two parts each, some of which do not fit.
-                yield pytest.param("cpu", options, num_ranks, around, 9, id="-".join(words), marks=marks)
+                yield pytest.param(
+                    "cpu", options, num_ranks, around, 9, id="-".join(words), marks=marks
+                )
     on_gpus = [
         (name, {**taped.LARGE, **options} if options.get("bias") else options, num_ranks, "")
         for name, options in [*taped.OPTIONS.items(), ("large", taped.LARGE)]
         for num_ranks in (1, 2)
     ]
-    for name, options, num_ranks, around in [*on_gpus, *(("large", taped.LARGE, 2, each) for each in taped.AROUND[1:])]:
+    for name, options, num_ranks, around in [
+        *on_gpus,
+        *(("large", taped.LARGE, 2, each) for each in taped.AROUND[1:]),
+    ]:
         words = [name, f"{num_ranks} GPUs", *around.split()]
         # A copy has the size of the routing, so hardly any backward has the sizes of another.
         least = 8 if around == "saved copies" else 16
-        yield pytest.param("cuda", options, num_ranks, around, least, id="-".join(words), marks=pytest.mark.gpu)
+        yield pytest.param(
+            "cuda", options, num_ranks, around, least, id="-".join(words), marks=pytest.mark.gpu
+        )
 
 
 @pytest.mark.parametrize(("device", "options", "num_ranks", "around", "least"), list(cases()))
@@ -86,7 +100,9 @@ def test_calls_in_flight(rank: int, num_ranks: int, findings: Findings) -> None:
                 found = torch.autograd.grad(y, (x, *layer.parameters()), dy)
                 with taped.without_tapes(heap):
                     _, _, _, *wanted = taped.step(plain, x.detach(), dy, "")
-                findings.check(all(map(torch.equal, found, wanted)), f"rank {rank}: other gradients")
+                findings.check(
+                    all(map(torch.equal, found, wanted)), f"rank {rank}: other gradients"
+                )
                 findings.check(torch.equal(y, copy), f"rank {rank}: y has changed")
         findings.check(heap.tapes.num_played > 8, "nothing was played")
 
@@ -110,7 +126,12 @@ def test_main_grads_that_change(rank: int, num_ranks: int, findings: Findings) -
             if number == 15:
                 if rank == 0:
                     del weights[1].main_grad
-                expect(findings, outcome(taped.step, layer, x, dy, ""), "ArgumentError", "main_grad is missing")
+                expect(
+                    findings,
+                    outcome(taped.step, layer, x, dy, ""),
+                    "ArgumentError",
+                    "main_grad is missing",
+                )
                 weights[1].main_grad = torch.ones(weights[1].shape)
                 weights[0].main_grad = torch.ones(weights[0].shape)
             played = heap.tapes.num_played
@@ -127,7 +148,9 @@ BETWEEN = ("frozen", "delay_wgrad", "main_grad")
 
 @pytest.mark.parametrize("what", BETWEEN)
 @run_on(2)
-def test_options_that_change_between_forward_and_backward(rank, num_ranks, findings: Findings, what: str) -> None:
+def test_options_that_change_between_forward_and_backward(
+    rank, num_ranks, findings: Findings, what: str
+) -> None:
     """What decides where gradients go changes between forward and backward of some calls, before, while and after calls
     of their kind are recorded."""
     with open_heap("cpu", tapes="on", num_bytes=16 << 20) as heap:
@@ -163,7 +186,10 @@ def test_options_that_change_between_forward_and_backward(rank, num_ranks, findi
             if is_changed and what != "delay_wgrad":
                 findings.check(found == [None, None], "there are gradients")
             else:
-                same = [a is not None and torch.equal(a, b) for a, b in zip(found, (first, second), strict=True)]
+                same = [
+                    a is not None and torch.equal(a, b)
+                    for a, b in zip(found, (first, second), strict=True)
+                ]
                 findings.check(all(same), f"other gradients: {same}")
         findings.check(heap.tapes.num_played > 30, "nothing was played")
         findings.check(heap.tapes.problems == [], f"{heap.tapes.problems}")
@@ -181,7 +207,9 @@ def alone() -> Iterator[tuple[SymmetricHeap, MoELayer, Callable[..., None]]]:
 # -- audits -----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("tapes", ["on", "audit"])
 @run_on(2)
-def test_an_audit_finds_a_difference(rank: int, num_ranks: int, findings: Findings, tapes: str) -> None:
+def test_an_audit_finds_a_difference(
+    rank: int, num_ranks: int, findings: Findings, tapes: str
+) -> None:
     """From some step on rank 1 does more in one part of a call than its tape does: both ranks raise when that call is
     compared, and not before; steps after it are right."""
     added = []
@@ -192,7 +220,10 @@ def test_an_audit_finds_a_difference(rank: int, num_ranks: int, findings: Findin
             a.mul_(1.0)
         return real(self, a, *rest)
 
-    with pytest.MonkeyPatch.context() as patch, open_heap("cpu", tapes=tapes, num_bytes=16 << 20) as heap:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        open_heap("cpu", tapes=tapes, num_bytes=16 << 20) as heap,
+    ):
         patch.setattr(_Forward, "second_half", more)
         layer = taped.make_layer(heap)
         x, dy = next(taped.make_calls(rank, 1, torch.float32))
@@ -202,7 +233,9 @@ def test_an_audit_finds_a_difference(rank: int, num_ranks: int, findings: Findin
                 added.append(True)
             try:
                 found = taped.step(layer, x, dy, "")
-                findings.check(all(map(torch.equal, found, wanted)), f"rank {rank}, step {number}: other bits")
+                findings.check(
+                    all(map(torch.equal, found, wanted)), f"rank {rank}, step {number}: other bits"
+                )
             except StaleTape as error:
                 raised.append((number, str(error)))
         findings.check(heap.leased_bytes == 0, "leases are left")
@@ -210,7 +243,9 @@ def test_an_audit_finds_a_difference(rank: int, num_ranks: int, findings: Findin
         number, text = raised[0]
         for part in ("'forward'", " was Call", "and is Operator aten::mul_"):
             findings.check(part in text, f"rank {rank}: {part} is not in {text}")
-        findings.check(number == (10 if tapes == "on" else 6), f"rank {rank}: found in step {number}")
+        findings.check(
+            number == (10 if tapes == "on" else 6), f"rank {rank}: found in step {number}"
+        )
         assert (heap.tapes.num_played > 0) == (tapes == "on")
         assert heap.tapes.num_audited >= (2 if tapes == "on" else 40)
 
@@ -242,14 +277,20 @@ def test_the_variable_decides_what_is_played_and_compared(mode, monkeypatch, req
 
 def test_another_value_of_the_variable_is_refused(monkeypatch):
     monkeypatch.setenv("SYMMOE_TAPES", "twice")
-    with pytest.raises(ArgumentError, match=r"SYMMOE_TAPES \('twice'\) must be one of 'on', 'audit', 'off'"):
+    with pytest.raises(
+        ArgumentError, match=r"SYMMOE_TAPES \('twice'\) must be one of 'on', 'audit', 'off'"
+    ):
         SymmetricHeap(num_bytes=16 << 20, backend="host")
 
 
 # -- errors in the middle of a played call ----------------------------------------------------------------------------
-@pytest.mark.parametrize("options", [{}, {"schedule": "always-overlapped"}], ids=["defaults", "overlapped"])
+@pytest.mark.parametrize(
+    "options", [{}, {"schedule": "always-overlapped"}], ids=["defaults", "overlapped"]
+)
 @run_on(2)
-def test_an_error_in_a_played_call_is_every_ranks(rank: int, num_ranks: int, findings: Findings, options: dict) -> None:
+def test_an_error_in_a_played_call_is_every_ranks(
+    rank: int, num_ranks: int, findings: Findings, options: dict
+) -> None:
     """An error of rank 0 before each of the kernels of a played step: all ranks raise, and the next call is right."""
     names: list[str] = []
     with open_heap("cpu", tapes="on", num_bytes=16 << 20, timeout_s=30, start_timeout_s=30) as heap:
@@ -260,7 +301,9 @@ def test_an_error_in_a_played_call_is_every_ranks(rank: int, num_ranks: int, fin
             taped.step(layer, x, dy, "")
         with before_steps(taped.CPU, names.append, twin.__all__):
             taped.step(layer, x, dy, "")
-        last = len(names) - 1 - names[::-1].index("barrier")  # of errors after it peers learn in the next call
+        last = (
+            len(names) - 1 - names[::-1].index("barrier")
+        )  # of errors after it peers learn in the next call
         for fails_at, name in enumerate(names[:last]):
             # Errors of the heap; one that peers could not be told of.
             if name in ("barrier", "push_slots"):
@@ -310,7 +353,14 @@ def test_a_call_is_played_once_two_recordings_agree():
 
 def test_what_is_compiled_to_play_is_compiled_before_the_first_call():
     seen: list[object] = []
-    tapes = Tapes(taped.CPU, lambda error: None, raise_for, (), lambda: twin, lambda tape: seen.append(tape) or tape)
+    tapes = Tapes(
+        taped.CPU,
+        lambda error: None,
+        raise_for,
+        (),
+        lambda: twin,
+        lambda tape: seen.append(tape) or tape,
+    )
     tapes.run(("some",), lambda: seen.append("call") or (), [torch.rand(3)], {})
     assert seen[1:] == ["call"]
 
@@ -486,7 +536,9 @@ def test_a_closed_heap_keeps_no_tapes(alone):
     ],
 )
 @run_on(2)
-def test_calls_that_get_too_little_room_at_random(rank: int, num_ranks: int, name: str, around: str) -> list[str]:
+def test_calls_that_get_too_little_room_at_random(
+    rank: int, num_ranks: int, name: str, around: str
+) -> list[str]:
     """check_bits, where a third of the calls get far too little room, recomputed ones and those of backward too."""
     room, calls = RowHistory.room, itertools.count()
 
@@ -498,7 +550,9 @@ def test_calls_that_get_too_little_room_at_random(rank: int, num_ranks: int, nam
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RowHistory, "room", random_room)
         num_played, _, texts = taped.check_bits(rank, num_ranks, taped.OPTIONS[name], around)
-    assert num_played >= 16, num_played  # of 20 calls with two parts each, a third of which are repeated
+    assert num_played >= 16, (
+        num_played
+    )  # of 20 calls with two parts each, a third of which are repeated
     return texts
 
 
@@ -519,7 +573,12 @@ def test_compiled_layers_are_played_too(alone):
     compiled = torch.compile(layer, backend="aot_eager")
     for x, dy in taped.make_calls(0, 8, torch.float32):
         num_played = heap.tapes.num_played
-        found, wanted = (torch.autograd.grad(each(x)[0], tuple(layer.parameters()), dy) for each in (compiled, layer))
+        found, wanted = (
+            torch.autograd.grad(each(x)[0], tuple(layer.parameters()), dy)
+            for each in (compiled, layer)
+        )
         assert all(map(torch.equal, found, wanted))
-    assert heap.tapes.num_played - num_played == 6  # two of the eager call; router, plan and step of the compiled one
+    assert (
+        heap.tapes.num_played - num_played == 6
+    )  # two of the eager call; router, plan and step of the compiled one
     assert heap.tapes.problems == []

@@ -59,7 +59,10 @@ def test_zipf_routing_draws_by_place():
     expected = NUM_TOKENS * weights / weights.sum()
     assert ((first - expected).abs() < 6 * expected.sqrt()).all()
     assert (first[0] / first[7]).item() == pytest.approx(8, rel=0.2)
-    popular = [torch.bincount(chosen("zipf", seed)[:, 0], minlength=NUM_EXPERTS).argsort()[-4:] for seed in (0, 1)]
+    popular = [
+        torch.bincount(chosen("zipf", seed)[:, 0], minlength=NUM_EXPERTS).argsort()[-4:]
+        for seed in (0, 1)
+    ]
     assert torch.equal(*popular)  # on all ranks
     assert sorted(popular[0].tolist()) != [0, 1, 2, 3]  # not all of them on the first rank
 
@@ -75,7 +78,9 @@ def test_hot_routing_has_one_hot_expert():
 
 def test_routing_of_a_hand_made_case():
     # Rank 0 has experts 0 and 1, rank 1 has 2 and 3. Rows are ordered expert, source rank, token, k.
-    routing = Routing([torch.tensor([[1, 0], [2, 3]]), torch.tensor([[1, 2], [1, 3]])], num_experts=4)
+    routing = Routing(
+        [torch.tensor([[1, 0], [2, 3]]), torch.tensor([[1, 2], [1, 3]])], num_experts=4
+    )
     assert routing.splits.tolist() == [[1, 3], [2, 2]]
     assert routing.num_rows == [4, 4]
     places = Places.of(routing)
@@ -89,8 +94,14 @@ def test_routing_of_a_hand_made_case():
 
 def test_several_presets_are_named_at_once():
     sizes = dict.fromkeys(("hidden", "ffn", "experts", "top_k"))
-    for preset, names in {"olmoe,qwen3-30b,olmoe": ["olmoe", "qwen3-30b"], "all": [*PRESETS], "": ["olmoe"]}.items():
-        assert [each.name for each in shapes_of(argparse.Namespace(preset=preset, **sizes), "olmoe")] == names
+    for preset, names in {
+        "olmoe,qwen3-30b,olmoe": ["olmoe", "qwen3-30b"],
+        "all": [*PRESETS],
+        "": ["olmoe"],
+    }.items():
+        assert [
+            each.name for each in shapes_of(argparse.Namespace(preset=preset, **sizes), "olmoe")
+        ] == names
 
 
 # -- timing -----------------------------------------------------------------------------------------------------------
@@ -123,8 +134,15 @@ def test_variants_take_turns_after_a_warm_up():
     assert log[: 4 * WARM_UP] == ["align", "a"] * WARM_UP + ["align", "b"] * WARM_UP
     blocks = " ".join(log[4 * WARM_UP :]).split("barrier")
     assert [block.split()[::2] for block in blocks] == [[], ["align"] * 6, ["align"] * 4, []]
-    turns = [turn for block in blocks for turn in zip(block.split()[1::4], block.split()[3::4], strict=True)]
-    assert {"".join(turn) for turn in turns} == {"ab", "ba"}  # in either order, each once in every turn
+    turns = [
+        turn
+        for block in blocks
+        for turn in zip(block.split()[1::4], block.split()[3::4], strict=True)
+    ]
+    assert {"".join(turn) for turn in turns} == {
+        "ab",
+        "ba",
+    }  # in either order, each once in every turn
     assert times["b"].tolist() == [[WARM_UP + i] for i in range(5)]
 
 
@@ -171,7 +189,9 @@ def test_a_repetition_takes_as_long_as_on_its_slowest_rank(rank: int, num_ranks:
 
 @run_on(2)
 def test_what_is_wrong_on_one_rank_is_wrong_on_all(rank: int, num_ranks: int) -> None:
-    variant = Variant("a", ("forward",), lambda clock: [], lambda: float("nan") if rank else 0.0, 0.1)
+    variant = Variant(
+        "a", ("forward",), lambda clock: [], lambda: float("nan") if rank else 0.0, 0.1
+    )
     with pytest.raises(WrongResult, match=r"^a is wrong: relative error nan, allowed 0\.1$"):
         measure(Run(Ranks(CPU), None, 1), [variant])
 
@@ -188,8 +208,17 @@ def test_relative_errors():
 
 # -- records and their comparison -------------------------------------------------------------------------------------
 def record(**known) -> dict:
-    about = {"suite": "layer", "variant": "static", "preset": "olmoe", "ep": 2, "tokens": 8, "skew": "uniform"}
-    return records.new_record(np.array([1.0, 2.0, 3.0]), **{**about, "direction": "forward", **known})
+    about = {
+        "suite": "layer",
+        "variant": "static",
+        "preset": "olmoe",
+        "ep": 2,
+        "tokens": 8,
+        "skew": "uniform",
+    }
+    return records.new_record(
+        np.array([1.0, 2.0, 3.0]), **{**about, "direction": "forward", **known}
+    )
 
 
 def layer(ours: float, ceiling: float, **known) -> dict:
@@ -215,7 +244,9 @@ def test_check_compares_ratios_and_not_times():
     (dropped,) = [line for line in report.splitlines() if line.startswith("  dropped")]
     assert "layer, variant static" in dropped
     assert "backward: 0.750 -> 0.672 (-10.3%)" in dropped
-    passed, report = compare.compare([*before, layer(1.0, 2.0, tokens=16)], [*before, layer(1.0, 2.0, ep=4)])
+    passed, report = compare.compare(
+        [*before, layer(1.0, 2.0, tokens=16)], [*before, layer(1.0, 2.0, ep=4)]
+    )
     assert passed
     assert "missing  suite layer, variant static, preset olmoe, ep 4" in report
     assert "extra    suite layer, variant static, preset olmoe, ep 2, tokens 16" in report
@@ -224,7 +255,11 @@ def test_check_compares_ratios_and_not_times():
 
 def test_records_are_shown_and_checked(tmp_path: Path, capsys: pytest.CaptureFixture):
     path, doctored = str(tmp_path / "now.json"), str(tmp_path / "baseline.json")
-    now = [layer(30.0, 40.0, tokens=tokens, direction=d) for tokens in (8, 16) for d in ("forward", "backward")]
+    now = [
+        layer(30.0, 40.0, tokens=tokens, direction=d)
+        for tokens in (8, 16)
+        for d in ("forward", "backward")
+    ]
     records.save(now, path)
     records.save([{**r, "tflops": r["tflops"] * 1.2} for r in now], doctored)
     assert compare.main([path, "--check", path]) == 0
@@ -256,4 +291,6 @@ def test_no_yardstick_keeps_gradients_of_weights():
     variant.call(HostEvent)
     alive = [each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter)]
     for weight in (problem.w1, problem.w2):
-        assert {each.data_ptr() for each in alive if each.shape == weight.shape} == {weight.data_ptr()}
+        assert {each.data_ptr() for each in alive if each.shape == weight.shape} == {
+            weight.data_ptr()
+        }

@@ -19,7 +19,12 @@ def test_all_ways_learn_the_same_and_are_timed(tmp_path: Path, num_ranks: int):
     path = tmp_path / "out.json"
     ways = "--ways", "symmoe,grouped_mm,eager"
     output_of(
-        str(FOLDER / "trainer.py"), *SIZES, *ways, "--json", str(path), num_ranks=num_ranks if num_ranks > 1 else None
+        str(FOLDER / "trainer.py"),
+        *SIZES,
+        *ways,
+        "--json",
+        str(path),
+        num_ranks=num_ranks if num_ranks > 1 else None,
     )
     results = json.loads(path.read_text())["results"]
     assert [result["way"] for result in results] == ["symmoe", "grouped_mm", "eager"]
@@ -33,14 +38,18 @@ def test_all_ways_learn_the_same_and_are_timed(tmp_path: Path, num_ranks: int):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not find_spec("torchtitan"), reason="needs torchtitan, which only `make test-all` installs")
+@pytest.mark.skipif(
+    not find_spec("torchtitan"), reason="needs torchtitan, which only `make test-all` installs"
+)
 def test_torchtitan_learns_the_same_in_all_ways(tmp_path: Path):
     path, script = tmp_path / "out.json", FOLDER / "torchtitan_trainer.py"
     sizes = "--tiny --layers 2 --context 32 --steps 20".split()
     for way in ("step", "dispatcher", "standard"):
         output_of(str(script), *sizes, "--way", way, "--json", str(path), num_ranks=2)
     *ours, theirs = map(json.loads, path.read_text().splitlines())
-    for one, tolerance in zip(ours, (1e-2, 2e-3), strict=True):  # a step's experts start from other numbers
+    for one, tolerance in zip(
+        ours, (1e-2, 2e-3), strict=True
+    ):  # a step's experts start from other numbers
         assert one["losses"] == pytest.approx(theirs["losses"], rel=tolerance)
     assert theirs["losses"]["20"] < theirs["losses"]["1"]
 

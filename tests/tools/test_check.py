@@ -17,11 +17,23 @@ from symmoe.cli import main
 from symmoe.errors import CheckpointError
 from symmoe.tools.check.command import judge, render
 from symmoe.tools.check.compare import Compared, compare
-from symmoe.tools.check.runs import ACTIVATION, CLIPPED, GRADIENT, LOADED, STAGES, START, UPDATE, Job, run
+from symmoe.tools.check.runs import (
+    ACTIVATION,
+    CLIPPED,
+    GRADIENT,
+    LOADED,
+    STAGES,
+    START,
+    UPDATE,
+    Job,
+    run,
+)
 from symmoe.tools.ranks import Ranks
 
 ROOT = Path(__file__).resolve().parents[2]
-EXPERTS = "model.layers.1.mlp.experts.mlp.fc2.weight"  # the last that backward does not change any more
+EXPERTS = (
+    "model.layers.1.mlp.experts.mlp.fc2.weight"  # the last that backward does not change any more
+)
 
 
 def run_job(rank: int, num_ranks: int, job: Job) -> None:
@@ -29,7 +41,9 @@ def run_job(rank: int, num_ranks: int, job: Job) -> None:
         run(job, Ranks(torch.device("cpu")), 60.0)
 
 
-def checked(cluster, folder: Path, target: str, *, dtype: str = "fp32", **changes) -> list[Compared]:
+def checked(
+    cluster, folder: Path, target: str, *, dtype: str = "fp32", **changes
+) -> list[Compared]:
     """All tensors of a model of check_cases on one rank and on two, or what `changes` say of the job."""
     options = {"ranks": 2, "layers": None, "length": 32, "heap_mib": 16} | changes
     job = Job(target=target, dtype=dtype, folder=str(folder), **options)
@@ -40,11 +54,26 @@ def checked(cluster, folder: Path, target: str, *, dtype: str = "fp32", **change
 
 DEFECTS = [
     ("averaged", GRADIENT, EXPERTS, "the mean over ranks, of different experts"),
-    ("not_divided", GRADIENT, EXPERTS, "2 times the one-rank value on all ranks: a factor of 1/num_ranks is missing"),
-    ("divided_twice", GRADIENT, EXPERTS, "0.5 times the one-rank value on all ranks: a factor of num_ranks"),
+    (
+        "not_divided",
+        GRADIENT,
+        EXPERTS,
+        "2 times the one-rank value on all ranks: a factor of 1/num_ranks is missing",
+    ),
+    (
+        "divided_twice",
+        GRADIENT,
+        EXPERTS,
+        "0.5 times the one-rank value on all ranks: a factor of num_ranks",
+    ),
     ("shared_adapter", GRADIENT, "1.b", "the sum is 1 times the one-rank value: nothing adds them"),
     ("clipped_alone", CLIPPED, "lm_head.weight", "ranks have factors of their own"),
-    ("step_without_experts", UPDATE, EXPERTS, "times the one-rank value, ranks have factors of their own: "),
+    (
+        "step_without_experts",
+        UPDATE,
+        EXPERTS,
+        "times the one-rank value, ranks have factors of their own: ",
+    ),
     ("saved_alone", LOADED, EXPERTS, "rank 1 has the part of rank 0"),
     ("saves_no_experts", LOADED, EXPERTS, "was not loaded on rank 0, 1"),
     ("saves_parameters", LOADED, "1.router.expert_bias", "was not loaded on rank 0, 1"),
@@ -52,7 +81,9 @@ DEFECTS = [
 ]
 
 
-@pytest.mark.parametrize(("target", "stage", "name", "text"), DEFECTS, ids=[defect[0] for defect in DEFECTS])
+@pytest.mark.parametrize(
+    ("target", "stage", "name", "text"), DEFECTS, ids=[defect[0] for defect in DEFECTS]
+)
 def test_a_defect_is_named(cluster, tmp_path: Path, target: str, stage: str, name: str, text: str):
     found = checked(cluster, tmp_path, f"check_cases:{target}")
     first = next(each for each in found if each.text)
@@ -69,7 +100,9 @@ RIGHT += [("drawn_and_loaded", "bf16", {}), ("with_bias", "fp32", {}), ("sharded
 def test_what_is_right_passes(cluster, tmp_path: Path, target: str, dtype: str, changes: dict):
     found = checked(cluster, tmp_path, f"check_cases:{target}", dtype=dtype, **changes)
     assert [each for each in found if each.text] == []
-    assert {(each.dtype, each.stage) for each in found} == {(its, stage) for its in ("fp32", dtype) for stage in STAGES}
+    assert {(each.dtype, each.stage) for each in found} == {
+        (its, stage) for its in ("fp32", dtype) for stage in STAGES
+    }
     assert [each.name for each in found if each.error is None] == []
 
 
@@ -89,10 +122,15 @@ def test_a_router_that_chooses_otherwise(dtype: str):
     one = {START: {"w": y}, ACTIVATION: {"router": choices, "y": y}}
     for chosen, is_same in (([[1, 0], [5, 4]], True), ([[0, 1], [4, 6]], False)):
         routers = torch.tensor(chosen), choices[1::2]
-        ranks = [{START: {"w": y}, ACTIVATION: {"router": routers[rank], "y": y[rank::2]}} for rank in (0, 1)]
+        ranks = [
+            {START: {"w": y}, ACTIVATION: {"router": routers[rank], "y": y[rank::2]}}
+            for rank in (0, 1)
+        ]
         weight, router, after = compare(dtype, one, {}, ranks)
         assert [weight.text, router.error, after.error] == ["", *[0.0 if is_same else None] * 2]
-        assert [bool(router.text), bool(router.note)] == [not is_same and dtype == each for each in ("fp32", "bf16")]
+        assert [bool(router.text), bool(router.note)] == [
+            not is_same and dtype == each for each in ("fp32", "bf16")
+        ]
 
 
 def test_the_command_on_what_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
@@ -103,19 +141,34 @@ def test_the_command_on_what_is_right(tmp_path: Path, monkeypatch: pytest.Monkey
     assert main(["check", "train.py:make", "--json", "check.json"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "the same: no tensor differs beyond rounding"
     found = json.loads(Path("check.json").read_text())
-    assert (found["target"], found["num_ranks"], found["same"], found["failure"]) == ("train.py:make", 2, True, "")
+    assert (found["target"], found["num_ranks"], found["same"], found["failure"]) == (
+        "train.py:make",
+        2,
+        True,
+        "",
+    )
     assert {each["stage"] for each in found["tensors"] if each["dtype"] == "bf16"} == set(STAGES)
-    assert all(each["error"] <= each["tolerance"] for each in found["tensors"] if each["stage"] == GRADIENT)
+    assert all(
+        each["error"] <= each["tolerance"] for each in found["tensors"] if each["stage"] == GRADIENT
+    )
 
 
 @pytest.mark.parametrize(
     ("target", "text"),
     [
-        ("raises_on_rank_1", r"failed, with 2 rank\(s\): NotImplementedError: rank 1: .*check_cases.py:\d+\)"),
-        ("leaves_no_gradient", r"failed, with 1 rank\(s\): ArgumentError: rank 0: backward has left no parameter"),
+        (
+            "raises_on_rank_1",
+            r"failed, with 2 rank\(s\): NotImplementedError: rank 1: .*check_cases.py:\d+\)",
+        ),
+        (
+            "leaves_no_gradient",
+            r"failed, with 1 rank\(s\): ArgumentError: rank 0: backward has left no parameter",
+        ),
     ],
 )
-def test_what_a_rank_raises_is_shown(target: str, text: str, monkeypatch: pytest.MonkeyPatch, capsys):
+def test_what_a_rank_raises_is_shown(
+    target: str, text: str, monkeypatch: pytest.MonkeyPatch, capsys
+):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "tests" / "support"), str(ROOT)]))
     assert main(["check", f"check_cases:{target}", "--dtype=fp32"]) == 2
     assert re.search(text, capsys.readouterr().out)
@@ -131,21 +184,33 @@ def test_masked_scores():
         (y, y, ["is not finite on one rank alone", ""]),
         (mask * torch.nan, y, ["is not finite on rank 0 and on one rank alone", ""]),
     ):
-        one, ranks = ({START: {}, ACTIVATION: {"mask": m, "y": v}} for m, v in ((mask, y), (scores, other)))
-        assert [each.text[:45] for each in compare("fp32", one, {}, [ranks])] == [text[:45] for text in texts]
+        one, ranks = (
+            {START: {}, ACTIVATION: {"mask": m, "y": v}} for m, v in ((mask, y), (scores, other))
+        )
+        assert [each.text[:45] for each in compare("fp32", one, {}, [ranks])] == [
+            text[:45] for text in texts
+        ]
 
 
 @pytest.mark.parametrize(
     ("target", "text"),
     [
-        *((target, "is no file with :function") for target in ("missing.py:make", "model", "train.py", "a/train.py")),
+        *(
+            (target, "is no file with :function")
+            for target in ("missing.py:make", "model", "train.py", "a/train.py")
+        ),
         *((target, "is no file with :function") for target in ("/missing/model", "./model")),
         ("check_cases:rihgt", "check_cases.py has no function 'rihgt'"),
         ("chekc_cases:right", "there is no module chekc_cases"),
-        ("check_cases:returns_nothing", "returns NoneType; it must return a Trained, or a torch Module"),
+        (
+            "check_cases:returns_nothing",
+            "returns NoneType; it must return a Trained, or a torch Module",
+        ),
     ],
 )
-def test_a_bad_target_is_a_usage_error(target: str, text: str, monkeypatch: pytest.MonkeyPatch, capsys):
+def test_a_bad_target_is_a_usage_error(
+    target: str, text: str, monkeypatch: pytest.MonkeyPatch, capsys
+):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "tests" / "support"), str(ROOT)]))
     with pytest.raises(SystemExit) as ended:
         main(["check", target])

@@ -34,7 +34,10 @@ WRONG = [
     ("bench.py --tokens 12,many", "tokens (many) must be comma-separated whole numbers"),
     ("bench.py --tokens 0", "tokens (0) must be comma-separated whole numbers of at least 1"),
     ("bench.py --hidden 16", "explicit sizes also need --ffn, --experts, --top-k"),
-    ("bench.py CUSTOM --preset olmoe", "preset (olmoe) and sizes (hidden, ffn, experts, top_k) exclude each other"),
+    (
+        "bench.py CUSTOM --preset olmoe",
+        "preset (olmoe) and sizes (hidden, ffn, experts, top_k) exclude each other",
+    ),
     ("bench.py CUSTOM --top-k 5", "top_k (5) must be at most num_experts (4)"),
     ("bench.py CUSTOM --ffn 0", "ffn (0) must be at least 1"),
     ("bench.py --repetitions 0", "repetitions (0) must be greater than 0"),
@@ -46,15 +49,27 @@ WRONG = [
     ("doctor --nodes --ranks-per-node 0", "ranks-per-node (0) must be at least 1"),
     ("doctor --read .", "cannot read .: Is a directory"),
     ("doctor --read missing.json", "cannot read missing.json: No such file"),
-    ("trace_layer.py CUSTOM --quantized-wire both", "quantized_wire ('both'): precision (None) must be a recipe"),
+    (
+        "trace_layer.py CUSTOM --quantized-wire both",
+        "quantized_wire ('both'): precision (None) must be a recipe",
+    ),
     ("trace_layer.py CUSTOM --top-k 5", "top_k (5)"),
     ("trace_layer.py --tokens 0", "tokens (0) must be at least 1"),
     ("trace_layer.py --preset all", "preset (all) must be one of qwen3-30b, "),
     ("plan --ranks 2 --tokens 8", "name a --preset, or sizes"),
-    ("plan --preset olmoe --hidden 8 --ranks 2 --tokens 8", "preset (olmoe) and sizes (hidden) exclude each other"),
-    ("plan --preset olmoe,qwen3-30b --ranks 2 --tokens 8", "preset (olmoe,qwen3-30b) must be one of qwen3-30b, "),
+    (
+        "plan --preset olmoe --hidden 8 --ranks 2 --tokens 8",
+        "preset (olmoe) and sizes (hidden) exclude each other",
+    ),
+    (
+        "plan --preset olmoe,qwen3-30b --ranks 2 --tokens 8",
+        "preset (olmoe,qwen3-30b) must be one of qwen3-30b, ",
+    ),
     ("plan CUSTOM --ranks 2 --tokens 8 --capacity-factor 1e300", "would need a heap of more than"),
-    ("plan CUSTOM --ranks 2 --tokens 8 --hidden 99999999999999999999", "would need a heap of more than"),
+    (
+        "plan CUSTOM --ranks 2 --tokens 8 --hidden 99999999999999999999",
+        "would need a heap of more than",
+    ),
     ("plan CUSTOM --ranks 2 --tokens 99999999999999999999", "would need a heap of more than"),
     ("plan CUSTOM --ranks 2 --tokens 8 --capacity-factor inf", "must be finite"),
     ("plan CUSTOM --ranks 2 --tokens 8 --layers 0", "num_layers (0) must be at least 1"),
@@ -74,7 +89,12 @@ SIZES = ["--ranks=8", "--tokens=8192"]
 
 def test_a_plan_of_a_preset_is_that_of_its_sizes(capsys: pytest.CaptureFixture):
     shape = PRESETS["qwen3-30b"]
-    sizes = [f"--hidden={shape.hidden}", f"--ffn={shape.ffn}", f"--experts={shape.num_experts}", "--top-k=8"]
+    sizes = [
+        f"--hidden={shape.hidden}",
+        f"--ffn={shape.ffn}",
+        f"--experts={shape.num_experts}",
+        "--top-k=8",
+    ]
     shown = []
     for layer in (["--preset=qwen3-30b"], sizes):
         for layout in ([], ["--layout=packed"], ["--layout=expert-major"]):
@@ -95,13 +115,20 @@ def test_help_says_what_a_command_takes_and_shows_it(capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize(
-    "words", [f"plan --preset olmoe {' '.join(SIZES)}", pytest.param("plan --help", marks=pytest.mark.slow), ""]
+    "words",
+    [
+        f"plan --preset olmoe {' '.join(SIZES)}",
+        pytest.param("plan --help", marks=pytest.mark.slow),
+        "",
+    ],
 )
 def test_output_that_nobody_reads_ends_without_a_traceback(words: str):
     """As `symmoe plan | head -1` does once head has ended; "" is what `make lint` calls."""
     program = ["-m", "symmoe", *words.split()] if words else [budgets.__file__]
     reads, writes = os.pipe()
     os.close(reads)
-    done = subprocess.run([sys.executable, *program], stdout=writes, stderr=-1, timeout=HANG_S, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, *program], stdout=writes, stderr=-1, timeout=HANG_S, text=True, check=False
+    )
     os.close(writes)
     assert done.stderr == ""

@@ -20,14 +20,38 @@ def call(epoch: int, phase: str, at_s: float) -> dict[str, Any]:
     return {"launch": epoch, "epoch": epoch, "phase": phase, "launched_unix_s": START + at_s}
 
 
-def record(rank: int, num_ranks: int, error: dict[str, Any], calls: list[dict], **more: Any) -> dict[str, Any]:
-    status = {"kind": "timeout", "phase": "start-up", "peer": 0, "expected": 0, "seen": 0, "epoch": 0, "where": 0}
-    known = {"format": FORMAT, "rank": rank, "num_ranks": num_ranks, "error": error, "status": status, "calls": calls}
+def record(
+    rank: int, num_ranks: int, error: dict[str, Any], calls: list[dict], **more: Any
+) -> dict[str, Any]:
+    status = {
+        "kind": "timeout",
+        "phase": "start-up",
+        "peer": 0,
+        "expected": 0,
+        "seen": 0,
+        "epoch": 0,
+        "where": 0,
+    }
+    known = {
+        "format": FORMAT,
+        "rank": rank,
+        "num_ranks": num_ranks,
+        "error": error,
+        "status": status,
+        "calls": calls,
+    }
     return {**known, "epoch_of_rank": [7] * num_ranks, "written_unix_s": START + 50 + rank, **more}
 
 
-def timeout(rank: int, *, phase: str = "dispatch: ready", expected: int = 8, reported_by: int | None = None) -> dict:
-    known = {"type": "PeerTimeout", "text": f"rank {rank} did not reach '{phase}'", "rank": rank, "phase": phase}
+def timeout(
+    rank: int, *, phase: str = "dispatch: ready", expected: int = 8, reported_by: int | None = None
+) -> dict:
+    known = {
+        "type": "PeerTimeout",
+        "text": f"rank {rank} did not reach '{phase}'",
+        "rank": rank,
+        "phase": phase,
+    }
     return {**known, "expected": expected, "seen": 7, "reported_by": reported_by}
 
 
@@ -39,8 +63,15 @@ CALLS = [call(7, "plan: counts", 1.0), call(8, "dispatch: ready", 2.5)]
 
 
 def test_one_missing_rank():
-    found = diagnose([record(r, 4, timeout(3, reported_by=None if r else 1), CALLS) for r in (0, 1, 2)])
-    assert (found.kind, found.culprits, found.witnesses, found.without_record) == ("timeout", [3], [0, 1, 2], [3])
+    found = diagnose(
+        [record(r, 4, timeout(3, reported_by=None if r else 1), CALLS) for r in (0, 1, 2)]
+    )
+    assert (found.kind, found.culprits, found.witnesses, found.without_record) == (
+        "timeout",
+        [3],
+        [0, 1, 2],
+        [3],
+    )
     assert found.sentence == (
         "ranks 0, 1 and 2 waited for rank 3 at 'dispatch: ready' (epoch 8) since 2023-11-14 22:13:22.500 UTC; "
         "the last known call of rank 3 is 'plan: counts' (epoch 7); rank 3 left no record."
@@ -51,8 +82,18 @@ def test_the_missing_rank_lives():
     late = [call(7, "plan: counts", 1.0), call(8, "close", 40.0)]
     told = {"type": "PeerAborted", "text": "rank 0 gave up: rank 1 did not reach", "rank": 0}
     found = diagnose([record(0, 2, timeout(1), CALLS), record(1, 2, told, late)])
-    assert (found.kind, found.culprits, found.witnesses, found.without_record) == ("timeout", [1], [0], [])
-    assert found.last_call == {"phase": "plan: counts", "epoch": 7, "at_unix_s": START + 1.0, "own": True}
+    assert (found.kind, found.culprits, found.witnesses, found.without_record) == (
+        "timeout",
+        [1],
+        [0],
+        [],
+    )
+    assert found.last_call == {
+        "phase": "plan: counts",
+        "epoch": 7,
+        "at_unix_s": START + 1.0,
+        "own": True,
+    }
     assert found.sentence.endswith("and it came to 'close' too late, 2023-11-14 22:14:00.000 UTC.")
 
 
@@ -66,12 +107,17 @@ def test_a_rank_that_waited_itself_is_not_where_it_began():
 def test_ranks_that_waited_for_each_other():
     found = diagnose([record(0, 2, timeout(1), CALLS), record(1, 2, timeout(0), CALLS)])
     assert (found.culprits, found.witnesses) == ([0, 1], [0, 1])
-    assert found.sentence.startswith("ranks 0 and 1 waited for ranks 0 and 1 at 'dispatch: ready' (epoch 8)")
+    assert found.sentence.startswith(
+        "ranks 0 and 1 waited for ranks 0 and 1 at 'dispatch: ready' (epoch 8)"
+    )
 
 
 def test_the_latest_record_of_a_rank_counts():
     older = record(0, 2, {"type": "ExpertIdError", "text": "an id"}, CALLS, written_unix_s=START)
-    for records in ([older, record(0, 2, timeout(1), CALLS)], [record(0, 2, timeout(1), CALLS), older]):
+    for records in (
+        [older, record(0, 2, timeout(1), CALLS)],
+        [record(0, 2, timeout(1), CALLS), older],
+    ):
         assert diagnose(records).kind == "timeout"
     assert diagnose([older]).kind == "error"
 
@@ -91,7 +137,9 @@ def test_calls_that_nobody_has_noted():
 def test_files_that_are_no_records(tmp_path: Path, capsys):
     good = record(0, 2, timeout(1), CALLS)
     error, status = good["error"], good["status"]
-    without = {name: value for name, value in good.items() if name not in ("calls", "epoch_of_rank")}
+    without = {
+        name: value for name, value in good.items() if name not in ("calls", "epoch_of_rank")
+    }
     cases: dict[str, Any] = {  # text of a file, or what it holds
         "no JSON": "{",
         "is no JSON: 'utf-8' codec": b"\x00\xff\xfe",
@@ -131,20 +179,42 @@ def test_files_that_are_no_records(tmp_path: Path, capsys):
 def parts_of(value: Any) -> list[tuple[Any, Any]]:
     """Every place of a JSON value, as what holds it and the key there."""
     places = []
-    for key in value if isinstance(value, dict) else range(len(value) if isinstance(value, list) else 0):
+    for key in (
+        value if isinstance(value, dict) else range(len(value) if isinstance(value, list) else 0)
+    ):
         places += [(value, key), *parts_of(value[key])]
     return places
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]
+)
 def test_no_file_ends_in_a_traceback(tmp_path: Path, capsys, seed: int):
     """Records with parts replaced, cut off, repeated, and of bytes: a sentence, or one line that names the file."""
     draw = random.Random(seed)
-    odd = [None, True, -1, 0, 1, 1 << 70, 1.5, float("nan"), float("inf"), 1e300, "", "\ud800", "x" * 1000, [], {}]
+    odd = [
+        None,
+        True,
+        -1,
+        0,
+        1,
+        1 << 70,
+        1.5,
+        float("nan"),
+        float("inf"),
+        1e300,
+        "",
+        "\ud800",
+        "x" * 1000,
+        [],
+        {},
+    ]
     odd += [[[]] * 3, {"rank": 1}, "PeerAborted", "PeerTimeout", "this rank gave up: x"]
     sentences = 0
     for _ in range(400):
-        given = [json.loads(json.dumps(record(rank, 2, timeout(1 - rank), CALLS))) for rank in range(2)]
+        given = [
+            json.loads(json.dumps(record(rank, 2, timeout(1 - rank), CALLS))) for rank in range(2)
+        ]
         for _ in range(draw.randrange(4)):
             holder, key = draw.choice(parts_of(given))
             holder[key] = draw.choice(odd)
@@ -153,7 +223,9 @@ def test_no_file_ends_in_a_traceback(tmp_path: Path, capsys, seed: int):
             data = json.dumps(each).encode()
             if draw.random() < 0.1:
                 start = draw.randrange(len(data))
-                data = draw.choice([data[:start], data[:start] + draw.randbytes(3) + data[start + 3 :], b"", b"\0"])
+                data = draw.choice(
+                    [data[:start], data[:start] + draw.randbytes(3) + data[start + 3 :], b"", b"\0"]
+                )
             (tmp_path / f"{number}.json").write_bytes(data)
             paths.append(str(tmp_path / f"{number}.json"))
         try:
@@ -182,9 +254,13 @@ def test_no_file_ends_in_a_traceback(tmp_path: Path, capsys, seed: int):
         ({}, True),
     ],
 )
-def test_one_process_of_a_node_does_it(variables: dict, does_it: bool, monkeypatch: pytest.MonkeyPatch, capsys):
+def test_one_process_of_a_node_does_it(
+    variables: dict, does_it: bool, monkeypatch: pytest.MonkeyPatch, capsys
+):
     examined: list[Any] = []
-    monkeypatch.setattr(command, "examine", lambda environment, self_test: examined.append(environment) or [])
+    monkeypatch.setattr(
+        command, "examine", lambda environment, self_test: examined.append(environment) or []
+    )
     for name in ("RANK", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():

@@ -40,7 +40,13 @@ from symmoe.tools.doctor.gpus import (
     parse_topology,
     read_gpus,
 )
-from symmoe.tools.doctor.machine import System, check_environment, check_limits, check_system, read_system
+from symmoe.tools.doctor.machine import (
+    System,
+    check_environment,
+    check_limits,
+    check_system,
+    read_system,
+)
 from symmoe.tools.doctor.self_test import Trial, check_trial, run_trial
 from symmoe.tools.doctor.versions import Versions, check_versions, read_versions
 from symmoe.tools.ranks import Ranks
@@ -61,7 +67,9 @@ INSTALLED = {
 PINS = {"nvidia-nvshmem-cu13": "3.4.5", "triton": "3.6.0"}
 
 
-def versions(torch_cuda: str | None = "13.0", without: str = "", pin: str = "3.6.0", **installed: str) -> Versions:
+def versions(
+    torch_cuda: str | None = "13.0", without: str = "", pin: str = "3.6.0", **installed: str
+) -> Versions:
     """The tested ones, but for some, and for the Triton that torch asks for; "_" in names stands for "-"."""
     found = INSTALLED | {name.replace("_", "-"): version for name, version in installed.items()}
     found.pop(without, None)
@@ -71,14 +79,25 @@ def versions(torch_cuda: str | None = "13.0", without: str = "", pin: str = "3.6
 def device(index: int, **other: str) -> Device:
     """As nvidia-smi has it."""
     names = {"driver": "driver_version", "used": "memory.used", "mig": "mig.mode.current"}
-    known = {"index": f"{index}", "uuid": f"GPU-{index}", "name": "NVIDIA H200", "driver_version": "580.159.03"}
+    known = {
+        "index": f"{index}",
+        "uuid": f"GPU-{index}",
+        "name": "NVIDIA H200",
+        "driver_version": "580.159.03",
+    }
     known |= {"memory.used": "0", "compute_mode": "Default", "mig.mode.current": "Disabled"}
     return known | {names.get(name, name): value for name, value in other.items()}
 
 
 def gpu(index: int, **other: Any) -> SimpleNamespace:
     """As torch has it."""
-    known = {"name": "NVIDIA H200", "major": 9, "minor": 0, "total_memory": 140 * GIB, "uuid": index}
+    known = {
+        "name": "NVIDIA H200",
+        "major": 9,
+        "minor": 0,
+        "total_memory": 140 * GIB,
+        "uuid": index,
+    }
     return SimpleNamespace(**(known | other))
 
 
@@ -100,13 +119,21 @@ def test_a_machine_with_nothing_wrong():
         *check_gpus(GPUS, SMI, torch_cuda="13.0", visible=None),
         *check_links(GPUS.pairs, {0: Links(gbs=478.1, num_up=18, num_down=0)}, visible=None),
         *check_limits(HOST, has_gpu=True),
-        *check_environment({"PATH": "/usr/bin", "NVSHMEM_DISABLE_NVLS": "1"}, has_gpu=True, num_cores=16),
+        *check_environment(
+            {"PATH": "/usr/bin", "NVSHMEM_DISABLE_NVLS": "1"}, has_gpu=True, num_cores=16
+        ),
         *of_trial(copy=390.0, dispatch=270.0),
     ]
     assert wrong(findings) == []
     assert worst_level(findings) == "ok"
     text = render(findings)
-    for word in ("2 x NVIDIA H200 (9.0, 140 GiB)", "driver 580.159.03", "NV18", "478 GB/s", "torch 2.11.0+cu130"):
+    for word in (
+        "2 x NVIDIA H200 (9.0, 140 GiB)",
+        "driver 580.159.03",
+        "NV18",
+        "478 GB/s",
+        "torch 2.11.0+cu130",
+    ):
         assert word in text
     assert "NVSHMEM 3.4.5" in text
     assert "nvshmem4py 0.4.1" in text
@@ -117,8 +144,17 @@ def test_a_machine_with_nothing_wrong():
 
 def test_levels_and_what_is_shown():
     fix = "a command " * 20
-    findings = [Finding("ok", "a", "fine"), Finding("note", "b", "x " * 150), Finding("problem", "d", "bad", fix)]
-    assert [worst_level(findings[:number]) for number in range(4)] == ["ok", "ok", "note", "problem"]
+    findings = [
+        Finding("ok", "a", "fine"),
+        Finding("note", "b", "x " * 150),
+        Finding("problem", "d", "bad", fix),
+    ]
+    assert [worst_level(findings[:number]) for number in range(4)] == [
+        "ok",
+        "ok",
+        "note",
+        "problem",
+    ]
     shown = render(findings).splitlines()
     assert all(len(line) <= 110 for line in shown if "->" not in line)
     assert any(line.endswith(f"-> {fix}") for line in shown)  # in one piece, to be copied
@@ -143,7 +179,9 @@ def of_versions(torch_cuda: str | None = "13.0", **change: str) -> list[Finding]
     return check_versions(versions(torch_cuda, **change), has_gpu=True)
 
 
-def of_gpus(gpus: Gpus = GPUS, smi: Report = SMI, cuda: str | None = "13.0", visible: str | None = None):
+def of_gpus(
+    gpus: Gpus = GPUS, smi: Report = SMI, cuda: str | None = "13.0", visible: str | None = None
+):
     return check_gpus(gpus, smi, torch_cuda=cuda, visible=visible)
 
 
@@ -155,9 +193,13 @@ def of_environment(has_gpu: bool = True, num_cores: int = 16, **variables: str) 
     return check_environment(variables, has_gpu=has_gpu, num_cores=num_cores)
 
 
-def of_trial(copy: float, dispatch: float, *, on_gpus: bool = True, link_gbs: float | None = 478.0) -> list[Finding]:
+def of_trial(
+    copy: float, dispatch: float, *, on_gpus: bool = True, link_gbs: float | None = 478.0
+) -> list[Finding]:
     figures = {"heap_s": 0.5, "dispatch_gbs": dispatch, "combine_gbs": dispatch, "copy_gbs": copy}
-    return check_trial(Trial(num_ranks=2, took_s=8.0, figures=figures), on_gpus=on_gpus, link_gbs=link_gbs)
+    return check_trial(
+        Trial(num_ranks=2, took_s=8.0, figures=figures), on_gpus=on_gpus, link_gbs=link_gbs
+    )
 
 
 def of_failed_trial(error: str, text: str = "") -> list[Finding]:
@@ -175,8 +217,15 @@ def gpus(*seen: SimpleNamespace, error: str = "") -> Gpus:
 SMALL_SHM = {"shm_free_bytes": 60 << 20, "shm_bytes": 64 << 20}
 ARM = {"machine": "aarch64", "host_problem": "needs x86-64"}
 PCIE = (pair(0, 1), pair(0, 2, "PHB"), pair(1, 2, "SYS"))
-TWO_PAIRS = tuple(pair(a, b, can_access=(a < 2) == (b < 2)) for a in range(4) for b in range(a + 1, 4))
-THREE_OF_FOUR = (pair(0, 1), pair(0, 2), pair(1, 2), *(pair(a, 3, can_access=False) for a in range(3)))
+TWO_PAIRS = tuple(
+    pair(a, b, can_access=(a < 2) == (b < 2)) for a in range(4) for b in range(a + 1, 4)
+)
+THREE_OF_FOUR = (
+    pair(0, 1),
+    pair(0, 2),
+    pair(1, 2),
+    *(pair(a, 3, can_access=False) for a in range(3)),
+)
 HURTING = {  # each by itself
     "TRITON_INTERPRET": "1", "NVSHMEM_DISABLE_P2P": "true", "NVSHMEM_DISABLE_NVLS": "0",
     "NVSHMEM_REMOTE_TRANSPORT": "ibrc", "NVSHMEM_DISABLE_LOCAL_ONLY_PROXY": "0",
@@ -185,77 +234,232 @@ HURTING = {  # each by itself
 }  # fmt: skip
 BINDINGS = "pip install 'nvshmem4py-cu13>=0.4.1,<0.5'"
 WRONG = [  # findings of which one is not ok, its level, words of its text, and of its fix
-    (of_system(False, os_name="Darwin", host_problem="the host backend needs Linux"), "problem", "Linux", "on Linux"),
+    (
+        of_system(False, os_name="Darwin", host_problem="the host backend needs Linux"),
+        "problem",
+        "Linux",
+        "on Linux",
+    ),
     (of_system(False, **ARM), "problem", "x86-64", "machine with x86-64"),
     (of_system(True, **ARM), "note", "x86-64", ""),
-    (of_system(False, host_problem="memfd_create: not permitted"), "problem", "memfd", "seccomp=unconfined"),
+    (
+        of_system(False, host_problem="memfd_create: not permitted"),
+        "problem",
+        "memfd",
+        "seccomp=unconfined",
+    ),
     (of_system(True, compiler=None), "problem", "C compiler", "apt-get install gcc"),
-    (of_system(True, has_python_headers=False), "problem", "Python.h", "apt-get install python3.11-dev"),
+    (
+        of_system(True, has_python_headers=False),
+        "problem",
+        "Python.h",
+        "apt-get install python3.11-dev",
+    ),
     (of_limits(True, **SMALL_SHM), "problem", "60 MiB of 64 MiB", "--shm-size"),
     (of_limits(False, **SMALL_SHM), "note", "60 MiB of 64 MiB", "--shm-size"),
-    (of_limits(True, shm_free_bytes=500 << 20, shm_bytes=512 << 20), "note", "512 MiB", "mount -o remount"),
+    (
+        of_limits(True, shm_free_bytes=500 << 20, shm_bytes=512 << 20),
+        "note",
+        "512 MiB",
+        "mount -o remount",
+    ),
     (of_limits(True, shm_free_bytes=None, shm_bytes=None), "problem", "no /dev/shm", "--ipc=host"),
     (of_limits(False, free_bytes=700 << 20), "problem", "700 MiB", "--memory=8g"),
     (of_limits(False, max_files=128), "problem", "128 open files", "ulimit -n 65536"),
     (of_limits(True, max_files=512), "note", "512 open files", "ulimit -n 65536"),
     (of_limits(False, max_processes=100), "note", "100 more processes", "--pids-limit"),
     (of_versions(torch="2.10.1+cu130"), "problem", "torch 2.10.1+cu130", "'torch>=2.11'"),
-    (of_versions(torch="2.16.0"), "note", "torch 2.16.0 has not been tested, 2.11 to 2.15 have", "'torch==2.15.*'"),
-    (of_versions(without="triton"), "problem", "Triton is not installed", "pip install triton==3.6.0"),
+    (
+        of_versions(torch="2.16.0"),
+        "note",
+        "torch 2.16.0 has not been tested, 2.11 to 2.15 have",
+        "'torch==2.15.*'",
+    ),
+    (
+        of_versions(without="triton"),
+        "problem",
+        "Triton is not installed",
+        "pip install triton==3.6.0",
+    ),
     (of_versions(triton="3.5.1"), "note", "Triton 3.5.1", "pip install triton==3.6.0"),
     (of_versions(triton="3.7.1"), "note", "asks for, 3.6.0", "pip install triton==3.6.0"),
     (of_versions(triton="3.10.0"), "note", "34 us", "pip install triton==3.6.0"),
     (of_versions(triton="3.10.0", pin="3.10.*"), "note", "34 us", "pip install 'torch==2.15.*'"),
-    (of_versions(triton="3.9.1", pin="3.8.*"), "note", "asks for, 3.8.*", "pip install 'triton==3.8.*'"),
-    (of_versions(nvidia_nvshmem_cu13="3.7.0"), "problem", "NVSHMEM 3.7.0 with Triton 3.6.0", "nvshmem-cu13==3.4.5"),
-    (of_versions(nvidia_nvshmem_cu13="3.8.0"), "problem", "NVSHMEM 3.8.0 with Triton 3.6.0", "nvshmem-cu13==3.4.5"),
+    (
+        of_versions(triton="3.9.1", pin="3.8.*"),
+        "note",
+        "asks for, 3.8.*",
+        "pip install 'triton==3.8.*'",
+    ),
+    (
+        of_versions(nvidia_nvshmem_cu13="3.7.0"),
+        "problem",
+        "NVSHMEM 3.7.0 with Triton 3.6.0",
+        "nvshmem-cu13==3.4.5",
+    ),
+    (
+        of_versions(nvidia_nvshmem_cu13="3.8.0"),
+        "problem",
+        "NVSHMEM 3.8.0 with Triton 3.6.0",
+        "nvshmem-cu13==3.4.5",
+    ),
     (of_versions(nvidia_nvshmem_cu13="3.6.5"), "note", "3.6.5", "nvidia-nvshmem-cu13==3.4.5"),
-    (of_versions(without="nvidia-nvshmem-cu13"), "problem", "without nvidia-nvshmem-cu13", "nvshmem-cu13==3.4.5"),
+    (
+        of_versions(without="nvidia-nvshmem-cu13"),
+        "problem",
+        "without nvidia-nvshmem-cu13",
+        "nvshmem-cu13==3.4.5",
+    ),
     (of_versions(without="nvshmem4py-cu13"), "problem", "nvshmem4py-cu13 is not", BINDINGS),
     (of_versions(nvshmem4py_cu13="0.2.2"), "problem", "0.2.2 does not work", BINDINGS),
     (of_versions(nvshmem4py_cu13="0.3.1"), "note", "older than what was tested", BINDINGS),
     (of_versions(cuda_core="0.4.0"), "problem", "cuda-core 0.4.0", "pip install 'cuda-core>=0.7'"),
-    (of_versions(without="cuda-core"), "problem", "cuda-core (not installed)", "pip install 'cuda-core>=0.7'"),
-    (of_versions("12.8"), "problem", "cu13 is, which is not for torch's CUDA 12.8", "nvshmem4py-cu12>=0.4.1,<0.5'"),
+    (
+        of_versions(without="cuda-core"),
+        "problem",
+        "cuda-core (not installed)",
+        "pip install 'cuda-core>=0.7'",
+    ),
+    (
+        of_versions("12.8"),
+        "problem",
+        "cu13 is, which is not for torch's CUDA 12.8",
+        "nvshmem4py-cu12>=0.4.1,<0.5'",
+    ),
     (of_versions(megatron_core="0.16.1"), "note", "checkpoints hang", "psutil"),
     (of_gpus(gpus(), smi(), cuda=None), "note", "no NVIDIA GPU", "docker run --gpus all"),
     (of_gpus(gpus(), cuda=None), "problem", "built for CPUs", "--index-url"),
     (of_gpus(gpus(), visible=""), "note", "hides them", "unset CUDA_VISIBLE_DEVICES"),
     (of_gpus(gpus(), visible="-1"), "note", "hides them", "unset CUDA_VISIBLE_DEVICES"),
-    (of_gpus(gpus(error="CUDA unknown error")), "problem", "CUDA unknown error", "torch.cuda.init()"),
-    (of_gpus(gpus(error="Error 802: system not yet initialized")), "problem", "802", "nvidia-fabricmanager"),
-    (of_gpus(gpus(), smi(device(0, driver="550.54.15"))), "problem", "driver 550.54.15", "install driver 580"),
-    (of_gpus(gpus(gpu(0)), smi(device(0, driver="510.1")), "12.8"), "problem", "driver 510.1", "install driver 525"),
+    (
+        of_gpus(gpus(error="CUDA unknown error")),
+        "problem",
+        "CUDA unknown error",
+        "torch.cuda.init()",
+    ),
+    (
+        of_gpus(gpus(error="Error 802: system not yet initialized")),
+        "problem",
+        "802",
+        "nvidia-fabricmanager",
+    ),
+    (
+        of_gpus(gpus(), smi(device(0, driver="550.54.15"))),
+        "problem",
+        "driver 550.54.15",
+        "install driver 580",
+    ),
+    (
+        of_gpus(gpus(gpu(0)), smi(device(0, driver="510.1")), "12.8"),
+        "problem",
+        "driver 510.1",
+        "install driver 525",
+    ),
     (of_gpus(gpus(gpu(0, major=7, minor=5))), "problem", "7.5: refused", "CUDA_VISIBLE_DEVICES"),
-    (of_gpus(gpus(gpu(0, major=8))), "note", "8.0: compiled only; FP8, MXFP8 and NVFP4 are refused", ""),
+    (
+        of_gpus(gpus(gpu(0, major=8))),
+        "note",
+        "8.0: compiled only; FP8, MXFP8 and NVFP4 are refused",
+        "",
+    ),
     (of_gpus(gpus(gpu(0, major=10))), "note", "10.0: compiled only (", ""),
     (of_gpus(gpus(gpu(0, major=8, minor=7))), "note", "8.7: not compiled; FP8", ""),
-    (of_gpus(gpus(gpu(0), gpu(1, name="NVIDIA H100"))), "note", "not alike", "CUDA_VISIBLE_DEVICES"),
+    (
+        of_gpus(gpus(gpu(0), gpu(1, name="NVIDIA H100"))),
+        "note",
+        "not alike",
+        "CUDA_VISIBLE_DEVICES",
+    ),
     (of_gpus(cuda=None), "problem", "not built for CUDA", "--index-url"),
-    (of_gpus(smi=smi(device(0), device(1, compute_mode="Prohibited"))), "problem", "GPU 1", "-i 1 -c DEFAULT"),
+    (
+        of_gpus(smi=smi(device(0), device(1, compute_mode="Prohibited"))),
+        "problem",
+        "GPU 1",
+        "-i 1 -c DEFAULT",
+    ),
     (of_gpus(smi=smi(device(0, mig="Enabled"), device(1))), "note", "MIG", "-i 0 -mig 0"),
     (of_gpus(smi=smi(device(0, used="61440"), device(1))), "note", "60 GiB", "nvidia-smi"),
-    (of_links(*PCIE), "note", "0-2 (PHB), 1-2 (SYS) reach each other over PCIe, not NVLink", "VISIBLE_DEVICES=0,1"),
-    (of_links(*PCIE, visible="4, 6,7"), "note", "0-2", "VISIBLE_DEVICES=4,6"),  # as the user numbers them
+    (
+        of_links(*PCIE),
+        "note",
+        "0-2 (PHB), 1-2 (SYS) reach each other over PCIe, not NVLink",
+        "VISIBLE_DEVICES=0,1",
+    ),
+    (
+        of_links(*PCIE, visible="4, 6,7"),
+        "note",
+        "0-2",
+        "VISIBLE_DEVICES=4,6",
+    ),  # as the user numbers them
     (of_links(pair(0, 1, "PHB")), "note", "not NVLink", ""),
-    (of_links(pair(0, 1, "PHB", can_access=False)), "problem", "between GPUs 0-1 (PHB)", "nvidia-smi topo -p2p r"),
-    (of_links(*TWO_PAIRS), "problem", "0-2 (NV18), 0-3 (NV18), 1-2 (NV18), 1-3", "VISIBLE_DEVICES=0,1"),
+    (
+        of_links(pair(0, 1, "PHB", can_access=False)),
+        "problem",
+        "between GPUs 0-1 (PHB)",
+        "nvidia-smi topo -p2p r",
+    ),
+    (
+        of_links(*TWO_PAIRS),
+        "problem",
+        "0-2 (NV18), 0-3 (NV18), 1-2 (NV18), 1-3",
+        "VISIBLE_DEVICES=0,1",
+    ),
     (of_links(*THREE_OF_FOUR), "problem", "0-3", "VISIBLE_DEVICES=0,1,2"),
     (of_links(pair(0, 1), nvlink=NVLINK), "note", "1 of GPU 1", "nvidia-fabricmanager"),
     *(
-        (of_environment(**{n: v}), "problem" if n in [*HURTING][:2] else "note", f"{n}=", f"unset {n}")
+        (
+            of_environment(**{n: v}),
+            "problem" if n in [*HURTING][:2] else "note",
+            f"{n}=",
+            f"unset {n}",
+        )
         for n, v in HURTING.items()
     ),
-    (of_environment(OMP_NUM_THREADS="64"), "note", "OMP_NUM_THREADS=64", "export OMP_NUM_THREADS=1"),
+    (
+        of_environment(OMP_NUM_THREADS="64"),
+        "note",
+        "OMP_NUM_THREADS=64",
+        "export OMP_NUM_THREADS=1",
+    ),
     (of_environment(SYMMOE_FLIGHT="/tmp"), "note", "SYMMOE_FLIGHT", "unset SYMMOE_FLIGHT"),
-    (of_environment(SYMMOE_FLIGHT_DIR="/dev/null/records"), "note", "FLIGHT_DIR=", "export SYMMOE_FLIGHT_DIR"),
-    (of_environment(TRITON_CACHE_DIR="/dev/null/cache"), "problem", "CACHE_DIR=", "export TRITON_CACHE_DIR"),
+    (
+        of_environment(SYMMOE_FLIGHT_DIR="/dev/null/records"),
+        "note",
+        "FLIGHT_DIR=",
+        "export SYMMOE_FLIGHT_DIR",
+    ),
+    (
+        of_environment(TRITON_CACHE_DIR="/dev/null/cache"),
+        "problem",
+        "CACHE_DIR=",
+        "export TRITON_CACHE_DIR",
+    ),
     (of_trial(150.0, 120.0), "note", "150 GB/s of the 478", "nvlink -e"),
     (of_trial(390.0, 90.0), "note", "90 GB/s", "benchmarks/bench.py dispatch"),
-    (of_failed_trial("BackendUnavailable", "no: pip install 'x'"), "problem", "no:", "pip install 'x'"),
-    (of_failed_trial("WrongResult", "moved wrong rows"), "problem", "moved wrong", "symmoe doctor --json"),
-    (of_failed_trial("rank 1 was ended by SIGKILL"), "problem", "rank 1 was ended by SIGKILL", "--memory"),
-    (of_failed_trial("rank 1 ended with status 255", "boom"), "problem", "boom", "NVSHMEM_DEBUG=INFO"),
+    (
+        of_failed_trial("BackendUnavailable", "no: pip install 'x'"),
+        "problem",
+        "no:",
+        "pip install 'x'",
+    ),
+    (
+        of_failed_trial("WrongResult", "moved wrong rows"),
+        "problem",
+        "moved wrong",
+        "symmoe doctor --json",
+    ),
+    (
+        of_failed_trial("rank 1 was ended by SIGKILL"),
+        "problem",
+        "rank 1 was ended by SIGKILL",
+        "--memory",
+    ),
+    (
+        of_failed_trial("rank 1 ended with status 255", "boom"),
+        "problem",
+        "boom",
+        "NVSHMEM_DEBUG=INFO",
+    ),
 ]
 
 
@@ -328,14 +532,21 @@ def test_this_host(tmp_path: Path):
 
 
 def test_what_torch_asks_for_is_read(monkeypatch):
-    wanted = ['triton~=3.9.0; platform_system == "Linux"', "nvidia-nvshmem-cu13==3.7.2", "sympy>=1.13.3"]
+    wanted = [
+        'triton~=3.9.0; platform_system == "Linux"',
+        "nvidia-nvshmem-cu13==3.7.2",
+        "sympy>=1.13.3",
+    ]
     monkeypatch.setattr("symmoe.tools.doctor.versions.metadata.requires", lambda name: wanted)
     assert read_versions().torch_pins == {"triton": "3.9.*", "nvidia-nvshmem-cu13": "3.7.2"}
 
 
 def test_what_nvidia_smi_prints():
     found = parse_devices(QUERY)
-    assert {index: each["uuid"] for index, each in found.items()} == {0: "GPU-11111111-aaaa", 1: "GPU-22222222-bbbb"}
+    assert {index: each["uuid"] for index, each in found.items()} == {
+        0: "GPU-11111111-aaaa",
+        1: "GPU-22222222-bbbb",
+    }
     assert (found[1]["compute_mode"], found[1]["memory.used"]) == ("Exclusive_Process", "60000")
     unusual = "3, GPU-3, NVIDIA GB10, 590.1, [N/A], Default, [N/A]\n"
     assert wrong(of_gpus(gpus(gpu(3)), Report(parse_devices(unusual)))) == []
@@ -347,7 +558,9 @@ def test_what_nvidia_smi_prints():
     links = parse_links(NVLINK)
     assert links[0] == Links(gbs=2 * 26.562, num_up=2, num_down=0)
     assert links[1] == Links(gbs=26.562, num_up=1, num_down=1)
-    assert parse_links("NVML: Unable to retrieve NVLink information as all links are inActive\n") == {}
+    assert (
+        parse_links("NVML: Unable to retrieve NVLink information as all links are inActive\n") == {}
+    )
 
 
 def test_nvidia_smi_is_asked_and_never_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -372,7 +585,9 @@ def torch_says(monkeypatch: pytest.MonkeyPatch, **functions: Any) -> None:
 
 def test_gpus_of_torch_and_of_nvidia_smi(monkeypatch: pytest.MonkeyPatch):
     torch_says(monkeypatch, **TORCH)
-    smi = Report(devices=parse_devices(QUERY), topology=parse_topology(TOPOLOGY), links=parse_links(NVLINK))
+    smi = Report(
+        devices=parse_devices(QUERY), topology=parse_topology(TOPOLOGY), links=parse_links(NVLINK)
+    )
     found = read_gpus(smi)
     assert [smi.index_of(each) for each in found.gpus] == [1, 0]
     assert found.pairs == (pair(0, 1, "NV18", can_access=False),)
@@ -400,7 +615,9 @@ def test_torch_sees_no_gpu_and_says_why(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(
     ("num_gpus", "num_ranks", "rates"), [(0, 2, None), (1, 1, None), (8, 8, 400.0), (10, 8, 400.0)]
 )
-def test_ranks_of_the_self_test(monkeypatch: pytest.MonkeyPatch, num_gpus: int, num_ranks: int, rates: float | None):
+def test_ranks_of_the_self_test(
+    monkeypatch: pytest.MonkeyPatch, num_gpus: int, num_ranks: int, rates: float | None
+):
     started, judged = [], []
     gpus = tuple(gpu(index) for index in range(num_gpus))
     links = {index: Links(gbs=400.0 + index, num_up=18, num_down=0) for index in range(num_gpus)}
@@ -449,7 +666,9 @@ def fake_rank(tmp_path: Path, body: str) -> list[str]:
         ("print('here', flush=True); time.sleep(60)", "rank 0 did not end in time", "here"),
     ],
 )  # fmt: skip
-def test_ranks_that_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, error: str, text: str):
+def test_ranks_that_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, error: str, text: str
+):
     monkeypatch.setenv("SYMMOE_FLIGHT_DIR", str(tmp_path))
     deadline_s = 3.0 if "in time" in error else HANG_S
     found = run_trial(2, dict(os.environ), deadline_s=deadline_s, command=fake_rank(tmp_path, body))
@@ -458,7 +677,9 @@ def test_ranks_that_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: 
     assert worst_level(check_trial(found, on_gpus=False)) == "problem"
 
 
-@pytest.mark.parametrize(("error", "lingers"), [(PeerError("rank 1 is lost"), True), (OSError("of this rank"), False)])
+@pytest.mark.parametrize(
+    ("error", "lingers"), [(PeerError("rank 1 is lost"), True), (OSError("of this rank"), False)]
+)
 def test_a_rank_that_was_told_ends_last(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception, lingers: bool
 ):
@@ -467,15 +688,26 @@ def test_a_rank_that_was_told_ends_last(
     monkeypatch.setattr(self_test.signal, "alarm", lambda _: None)
     monkeypatch.setattr(self_test.time, "sleep", slept.append)
     out = tmp_path / "found"
-    assert self_test.be_rank([f"--out={out}", "--store=x", "--rank=0", "--num-ranks=2", "--deadline-s=9"], Mock()) == 1
+    assert (
+        self_test.be_rank(
+            [f"--out={out}", "--store=x", "--rank=0", "--num-ranks=2", "--deadline-s=9"], Mock()
+        )
+        == 1
+    )
     assert json.loads(out.read_text()) == {"error": type(error).__name__, "text": str(error)}
     assert bool(slept) == lingers
 
 
 @pytest.mark.parametrize(("load_per_core", "times"), [(0.1, 1), (9.0, 9), (50.0, 10)])
-def test_a_busy_machine_gets_more_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load_per_core, times):
-    monkeypatch.setattr(os, "getloadavg", lambda: (load_per_core * len(os.sched_getaffinity(0)), 0.0, 0.0))
-    told = run_trial(1, dict(os.environ), command=fake_rank(tmp_path, "tell(deadline_s=args['deadline-s'])"))
+def test_a_busy_machine_gets_more_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load_per_core, times
+):
+    monkeypatch.setattr(
+        os, "getloadavg", lambda: (load_per_core * len(os.sched_getaffinity(0)), 0.0, 0.0)
+    )
+    told = run_trial(
+        1, dict(os.environ), command=fake_rank(tmp_path, "tell(deadline_s=args['deadline-s'])")
+    )
     assert told.figures == {"deadline_s": str(180 * times + 1)}
 
 
@@ -492,7 +724,9 @@ def test_nothing_that_ranks_start_is_left(tmp_path: Path):
     run_trial(2, dict(os.environ), deadline_s=HANG_S, command=fake_rank(tmp_path, body))
     started = [int(pid) for rank in (0, 1) for pid in Path(f"{pids}{rank}").read_text().split()]
     assert len(started) == 4
-    deadline = time.monotonic() + PROMPT_S  # what ranks have started is killed with them, and not waited for
+    deadline = (
+        time.monotonic() + PROMPT_S
+    )  # what ranks have started is killed with them, and not waited for
     while (left := [pid for pid in started if is_running(pid)]) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert left == []
@@ -508,8 +742,19 @@ def is_running(pid: int) -> bool:
 
 def test_a_rank_ends_by_itself_if_nobody_waits_for_it(tmp_path: Path):
     """Rank 1 never comes, and doctor has been killed."""
-    arguments = {"store": tmp_path / "store", "out": tmp_path / "found", "rank": 0, "num-ranks": 2, "deadline-s": 1}
-    command = [sys.executable, "-m", "symmoe.tools.doctor.self_test", *(f"--{k}={v}" for k, v in arguments.items())]
+    arguments = {
+        "store": tmp_path / "store",
+        "out": tmp_path / "found",
+        "rank": 0,
+        "num-ranks": 2,
+        "deadline-s": 1,
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "symmoe.tools.doctor.self_test",
+        *(f"--{k}={v}" for k, v in arguments.items()),
+    ]
     done = subprocess.run(command, timeout=HANG_S, check=False, capture_output=True)
     assert done.returncode == -14  # SIGALRM
 
@@ -524,7 +769,9 @@ def test_the_heap_of_the_self_test_has_room_for_what_it_moves(rank: int, num_ran
 
 
 @pytest.mark.parametrize("wrong_part", ["none", "rows", "sums"])
-def test_the_self_test_sees_wrong_rows(heap: symmoe.SymmetricHeap, monkeypatch: pytest.MonkeyPatch, wrong_part: str):
+def test_the_self_test_sees_wrong_rows(
+    heap: symmoe.SymmetricHeap, monkeypatch: pytest.MonkeyPatch, wrong_part: str
+):
     def dispatch(*args: Any, **kwargs: Any):
         rows, probs = symmoe.dispatch_tokens(*args, **kwargs)
         if wrong_part == "rows":
@@ -538,7 +785,11 @@ def test_the_self_test_sees_wrong_rows(heap: symmoe.SymmetricHeap, monkeypatch: 
 
     monkeypatch.setattr(self_test, "dispatch_tokens", dispatch)
     monkeypatch.setattr(self_test, "combine_tokens", combine)
-    right = nullcontext() if wrong_part == "none" else pytest.raises(WrongResult, match="moved wrong rows")
+    right = (
+        nullcontext()
+        if wrong_part == "none"
+        else pytest.raises(WrongResult, match="moved wrong rows")
+    )
     with right:
         self_test.check(heap, Ranks(torch.device("cpu")), torch.bfloat16)
 
@@ -556,7 +807,9 @@ def test_looking_without_trying(capsys: pytest.CaptureFixture, monkeypatch: pyte
     assert len(text.splitlines()) <= 40  # one screen
 
 
-def test_a_problem_is_an_exit_status(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
+def test_a_problem_is_an_exit_status(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(doctor, "read_versions", lambda: versions(nvidia_nvshmem_cu13="3.7.0"))
     assert main(["doctor", "--no-self-test"]) == 1
     text = capsys.readouterr().out
@@ -571,10 +824,16 @@ def test_this_machine(tmp_path: Path):
     missing, folder = tmp_path / "missing", tmp_path / "temporary"
     for name in ("triton", "nvshmem"):
         (missing / name).mkdir(parents=True)
-        (missing / name / "__init__.py").write_text(f"raise ImportError('{name} is not to be imported here')\n")
+        (missing / name / "__init__.py").write_text(
+            f"raise ImportError('{name} is not to be imported here')\n"
+        )
     folder.mkdir()
     paths = os.pathsep.join(filter(None, [str(missing), os.environ.get("PYTHONPATH")]))
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = os.environ | {
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": paths,
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
     environment |= {"SYMMOE_FLIGHT_DIR": str(folder / "records"), "TMPDIR": str(folder)}
     said = json.loads(printed_by("-m", "symmoe", "doctor", "--json", env=environment))
     assert said["level"] in ("ok", "note")
@@ -582,9 +841,12 @@ def test_this_machine(tmp_path: Path):
     [tried] = [finding for finding in findings if finding.subject == "self-test"]
     assert tried.level == "ok"
     assert re.search(
-        r"2 ranks on CPUs: .* exact; dispatch [\d.e+]+, combine [\d.e+]+, plain copy [\d.e+]+ GB/s", tried.text
+        r"2 ranks on CPUs: .* exact; dispatch [\d.e+]+, combine [\d.e+]+, plain copy [\d.e+]+ GB/s",
+        tried.text,
     )
-    assert "SYMMOE_FLIGHT_DIR" in next(f.text for f in findings if f.subject == "environment" and f.level == "ok")
+    assert "SYMMOE_FLIGHT_DIR" in next(
+        f.text for f in findings if f.subject == "environment" and f.level == "ok"
+    )
     assert list(folder.iterdir()) == []
 
 
@@ -596,9 +858,14 @@ def test_a_machine_with_gpus(capsys: pytest.CaptureFixture):
     tried = [finding for finding in findings if finding.subject == "self-test"]
     assert [finding for finding in tried if finding.level == "problem"] == []
     assert "dispatch and combine are exact" in tried[-1].text
-    assert torch.cuda.get_device_name() in next(f.text for f in findings if f.subject == "gpus" and f.level == "ok")
+    assert torch.cuda.get_device_name() in next(
+        f.text for f in findings if f.subject == "gpus" and f.level == "ok"
+    )
     assert status == int(said["level"] == "problem")
     if torch.cuda.device_count() > 1:
-        rates = [float(rate) for rate in re.findall(r"(?:dispatch|combine|copy) ([\d.e+]+)", tried[-1].text)]
+        rates = [
+            float(rate)
+            for rate in re.findall(r"(?:dispatch|combine|copy) ([\d.e+]+)", tried[-1].text)
+        ]
         assert len(rates) == 3
         assert min(rates) > 1  # GB/s: they were measured on GPUs

@@ -51,8 +51,15 @@ def ranks(on: Any = range(4), **other: Any) -> list[Facts]:
     found = []
     for rank in range(4):
         node = rank // 2
-        known: dict[str, Any] = {"host": f"host-{node}", "machine": f"machine-{node}", "domain": f"machine-{node}"}
-        known |= {"endpoint": Endpoint("eth0", f"10.0.0.{node + 1}", 40000 + rank), "launch_order": "1"}
+        known: dict[str, Any] = {
+            "host": f"host-{node}",
+            "machine": f"machine-{node}",
+            "domain": f"machine-{node}",
+        }
+        known |= {
+            "endpoint": Endpoint("eth0", f"10.0.0.{node + 1}", 40000 + rank),
+            "launch_order": "1",
+        }
         known |= {"versions": {"symmoe": "0.1.0", "torch": "2.11.0+cu130"}, "gpu": "NVIDIA H200"}
         known |= {"nics_up": ["mlx5_0 (InfiniBand, 400 Gb/sec (4X NDR))", "mlx5_1"]}
         found.append(Facts(**known | (other if rank in on else {})))
@@ -68,7 +75,10 @@ FINE = exchanged(48.0, 49.0, 47.5, 49.0)
 
 
 def everything(
-    facts: list[Facts], exchanges: list[Rail] = FINE, topology: Topology = TWO_BY_TWO, **refused: dict[int, str]
+    facts: list[Facts],
+    exchanges: list[Rail] = FINE,
+    topology: Topology = TWO_BY_TWO,
+    **refused: dict[int, str],
 ) -> list[Finding]:
     """Refused: by "r0" for rank 0, and so on."""
     found = [*check_nodes(facts, topology)]
@@ -81,7 +91,8 @@ def test_nodes_with_nothing_wrong():
     assert wrong(findings) == []
     by_subject = {finding.subject: finding.text for finding in findings}
     assert (
-        by_subject["nodes"] == "4 ranks on 2 nodes of 2; node 0 (host-0): 0, 1; node 1 (host-1): 2, 3; "
+        by_subject["nodes"]
+        == "4 ranks on 2 nodes of 2; node 0 (host-0): 0, 1; node 1 (host-1): 2, 3; "
         "rails: 0, 2 | 1, 3"
     )
     assert by_subject["nics"] == "host-0, host-1: mlx5_0 (InfiniBand, 400 Gb/sec (4X NDR)), mlx5_1"
@@ -133,13 +144,25 @@ def test_what_is_fine():
     assert wrong(cpus) == []
     assert {each.subject: each.text for each in cpus}["nics"] == "host-0, host-1: no RDMA NIC"
     assert "(virtual nodes of 1 machine)" in check_nodes(ranks(machine="one"), TWO_BY_TWO)[-1].text
-    assert [listed(each) for each in ([], [0, 1], [0, 1, 2, 5], [3, 5, 6])] == ["", "0, 1", "0-2, 5", "3, 5, 6"]
+    assert [listed(each) for each in ([], [0, 1], [0, 1, 2, 5], [3, 5, 6])] == [
+        "",
+        "0, 1",
+        "0-2, 5",
+        "3, 5, 6",
+    ]
 
 
 def test_nics_that_the_kernel_lists(tmp_path: Path):
     assert read_nics(tmp_path) == {}
-    for name, layer, state in (("mlx5_1", "Ethernet", "1: DOWN"), ("mlx5_0", "InfiniBand", "4: ACTIVE")):
-        for file, text in (("link_layer", layer), ("state", state), ("rate", "400 Gb/sec (4X NDR)")):
+    for name, layer, state in (
+        ("mlx5_1", "Ethernet", "1: DOWN"),
+        ("mlx5_0", "InfiniBand", "4: ACTIVE"),
+    ):
+        for file, text in (
+            ("link_layer", layer),
+            ("state", state),
+            ("rate", "400 Gb/sec (4X NDR)"),
+        ):
             path = tmp_path / name / "ports" / "1" / file
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(f"{text}\n")
@@ -187,14 +210,18 @@ def look(
 ) -> tuple[list[Finding], float]:
     """What a rank finds, and how long that takes, where something is wrong on one rank."""
     store = dist.PrefixStore(store_name, dist.distributed_c10d._get_default_store())
-    trouble: Callable[[], contextlib.AbstractContextManager[None]] = globals()[how] if rank == culprit else nullcontext
+    trouble: Callable[[], contextlib.AbstractContextManager[None]] = (
+        globals()[how] if rank == culprit else nullcontext
+    )
     board, start = Board(store, rank, num_ranks, rank, PROMPT_S), time.monotonic()
     with trouble():
         found = examine_nodes(board, {}, ranks_per_node)
     return found, time.monotonic() - start
 
 
-def look_everywhere(cluster, num_ranks: int, ranks_per_node: int, how: str = "", culprit: int = -1) -> list[Finding]:
+def look_everywhere(
+    cluster, num_ranks: int, ranks_per_node: int, how: str = "", culprit: int = -1
+) -> list[Finding]:
     """What all ranks find, which is the same."""
     name = f"{num_ranks}/{ranks_per_node}/{how}"
     results = cluster(num_ranks).run(look, ranks_per_node, how, culprit, name)
@@ -204,26 +231,52 @@ def look_everywhere(cluster, num_ranks: int, ranks_per_node: int, how: str = "",
     return findings
 
 
-@pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [(4, 2), pytest.param(3, 1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("num_ranks", "ranks_per_node"), [(4, 2), pytest.param(3, 1, marks=pytest.mark.slow)]
+)
 def test_virtual_nodes(cluster, num_ranks: int, ranks_per_node: int):
-    found = {finding.subject: finding for finding in look_everywhere(cluster, num_ranks, ranks_per_node)}
-    assert {finding.level for finding in found.values()} <= {"ok", "note"}  # a busy machine may have a slow rail
+    found = {
+        finding.subject: finding for finding in look_everywhere(cluster, num_ranks, ranks_per_node)
+    }
+    assert {finding.level for finding in found.values()} <= {
+        "ok",
+        "note",
+    }  # a busy machine may have a slow rail
     rails = {4: "0, 2 | 1, 3", 3: "0, 1, 2"}[num_ranks]
     assert found["nodes"].text.endswith(f"(virtual nodes of 1 machine); rails: {rails}")
-    assert found["sockets"].text == f"gloo goes by lo (127.0.0.1) on node {listed(range(num_ranks // ranks_per_node))}"
-    assert found["rails"].text.startswith("rails 0, 1 connect;" if num_ranks == 4 else "rails 0 connect;")
+    assert (
+        found["sockets"].text
+        == f"gloo goes by lo (127.0.0.1) on node {listed(range(num_ranks // ranks_per_node))}"
+    )
+    assert found["rails"].text.startswith(
+        "rails 0, 1 connect;" if num_ranks == 4 else "rails 0 connect;"
+    )
     assert "nccl" not in found
 
 
 def test_ranks_on_one_node(cluster):
     found = look_everywhere(cluster, 4, 4)
-    assert [(each.subject, each.level) for each in found] == [("nodes", "note"), ("nics", "ok"), ("sockets", "ok")]
+    assert [(each.subject, each.level) for each in found] == [
+        ("nodes", "note"),
+        ("nics", "ok"),
+        ("sockets", "ok"),
+    ]
 
 
 PROBLEMS = {  # the rank, the subject, what is said, and a rank of whom nothing is to be said
     "leaves_the_test": (3, "rails", "rank 3 on node 1: a GPU that is out of order", "rank 2"),
-    "refuses": (1, "sockets", "rank 3 on node 1 cannot connect to rank 1 on node 0 at 127.0.0.1:", "rank 2"),
-    "a_wrong_device": (2, "sockets", "rank 2: GLOO_SOCKET_IFNAME=eth-none: this machine (", "rank 1"),
+    "refuses": (
+        1,
+        "sockets",
+        "rank 3 on node 1 cannot connect to rank 1 on node 0 at 127.0.0.1:",
+        "rank 2",
+    ),
+    "a_wrong_device": (
+        2,
+        "sockets",
+        "rank 2: GLOO_SOCKET_IFNAME=eth-none: this machine (",
+        "rank 1",
+    ),
 }
 
 
@@ -236,7 +289,9 @@ def test_trouble_on_one_rank(cluster, how: str):
     assert text in problem.text
     assert others not in problem.text
     assert problem.fix
-    assert (subject == "rails") == any(finding.subject == "rails" for finding in found)  # else nothing was tried
+    assert (subject == "rails") == any(
+        finding.subject == "rails" for finding in found
+    )  # else nothing was tried
 
 
 @run_on(4)
@@ -266,10 +321,14 @@ def look_on_gpus(rank: int, num_ranks: int, connects: bool) -> Rail:
 
         def __init__(self, library: str, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **options)
-            if not connects:  # once all of them have come, or a rank would find its connection closed
+            if (
+                not connects
+            ):  # once all of them have come, or a rank would find its connection closed
                 store.set(f"came/{rank}", "")
                 store.wait([f"came/{other}" for other in range(num_ranks)])
-                raise BackendUnavailable("NCCL does not connect the nodes: ncclCommInitRank: remote process exited")
+                raise BackendUnavailable(
+                    "NCCL does not connect the nodes: ncclCommInitRank: remote process exited"
+                )
 
         def close(self) -> None:
             ended.append(True)
@@ -309,7 +368,10 @@ def test_torch_has_no_store(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
         assert bool(said) == speaks
         if speaks:
             [finding] = json.loads(said)["findings"]
-            assert "does not reach torch's store at MASTER_ADDR:MASTER_PORT=127.0.0.1:1: " in finding["text"]
+            assert (
+                "does not reach torch's store at MASTER_ADDR:MASTER_PORT=127.0.0.1:1: "
+                in finding["text"]
+            )
 
 
 @pytest.mark.slow

@@ -37,7 +37,8 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> dict[str, Figure]:
 
 # -- benchmarks -------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    ("name", "along", "figure", "num_groups"), [("layer", "preset", "tflops", 3), ("skew", "skew", "ms_median", 3)]
+    ("name", "along", "figure", "num_groups"),
+    [("layer", "preset", "tflops", 3), ("skew", "skew", "ms_median", 3)],
 )
 def test_bars_are_the_records(
     name: str, along: str, figure: str, num_groups: int, tmp_path: Path, figures: dict[str, Figure]
@@ -63,16 +64,34 @@ def test_lines_are_the_records(tmp_path: Path, figures: dict[str, Figure]):
     for axis, direction in zip(figures["x.png"].axes, ("forward", "backward"), strict=True):
         assert len(axis.lines) == len(plots.SHOWN)
         for line, variant in zip(axis.lines, plots.SHOWN, strict=True):
-            of = {r["tokens"]: r["ms_median"] for r in found if (r["variant"], r["direction"]) == (variant, direction)}
+            of = {
+                r["tokens"]: r["ms_median"]
+                for r in found
+                if (r["variant"], r["direction"]) == (variant, direction)
+            }
             assert dict(zip(line.get_xdata(), line.get_ydata(), strict=True)) == of
             assert len(of) == 5
 
 
-def own(presets: str = "tiny", tokens: tuple = (8,), skews: str = "uniform", times: float = 0.25) -> list[dict]:
+def own(
+    presets: str = "tiny", tokens: tuple = (8,), skews: str = "uniform", times: float = 0.25
+) -> list[dict]:
     """Records as of CPUs, where there are no graphs, and TFLOP/s are small."""
-    known = {"suite": "layer", "ep": 2, "driver": None, "gpu": "A processor with a name that is long " * 4}
+    known = {
+        "suite": "layer",
+        "ep": 2,
+        "driver": None,
+        "gpu": "A processor with a name that is long " * 4,
+    }
     return [
-        {**known, "preset": preset, "tokens": count, "skew": skew, "direction": direction, "variant": variant}
+        {
+            **known,
+            "preset": preset,
+            "tokens": count,
+            "skew": skew,
+            "direction": direction,
+            "variant": variant,
+        }
         | {"tflops": 0.004 * (place + 1), "ms_median": 0.25, "ms_p10": 0.125, "ms_p90": 0.5}
         for preset, count, skew in itertools.product(presets.split(), tokens, skews.split())
         for direction in ("forward", "backward")
@@ -80,18 +99,26 @@ def own(presets: str = "tiny", tokens: tuple = (8,), skews: str = "uniform", tim
     ]
 
 
-OWN = {"presets": own("16x16x4x2 olmoe"), "tokens": own(tokens=(8, 64, 512)), "skews": own(skews="uniform zipf")}
+OWN = {
+    "presets": own("16x16x4x2 olmoe"),
+    "tokens": own(tokens=(8, 64, 512)),
+    "skews": own(skews="uniform zipf"),
+}
 
 
 @pytest.mark.parametrize("name", OWN)
 def test_records_of_cpus_are_drawn_with_their_numbers_and_nothing_is_covered_or_cut(
     name: str, tmp_path: Path, figures: dict[str, Figure]
 ):
-    (tmp_path / "now.json").write_text(json.dumps([*OWN[name], {"suite": "steps"}]), encoding="utf-8")
+    (tmp_path / "now.json").write_text(
+        json.dumps([*OWN[name], {"suite": "steps"}]), encoding="utf-8"
+    )
     plots.draw_own(str(tmp_path / "x.png"), [str(tmp_path / "now.json")])
     figure = figures["x.png"]
     (legend,) = figure.legends
-    boxes = [text.get_window_extent() for axis in figure.axes for text in (axis.title, axis._left_title)]
+    boxes = [
+        text.get_window_extent() for axis in figure.axes for text in (axis.title, axis._left_title)
+    ]
     boxes += [figure._suptitle.get_window_extent(), legend.get_window_extent()]
     width, height = figure.get_size_inches() * figure.dpi
     assert all(box.x0 >= 0 <= box.y0 and box.x1 <= width and box.y1 <= height for box in boxes)
@@ -101,7 +128,11 @@ def test_records_of_cpus_are_drawn_with_their_numbers_and_nothing_is_covered_or_
         numbers = [text.get_text() for text in axis.texts]
         presets = ["0.004"] * 2 + ["0.008"] * 2 + ["0.016"] * 2
         assert numbers == {"tokens": [], "presets": presets}.get(name, ["0.25"] * 6)
-    assert [text.get_text() for text in legend.get_texts()] == ["the GEMMs alone", "symmoe", "stock torch"]
+    assert [text.get_text() for text in legend.get_texts()] == [
+        "the GEMMs alone",
+        "symmoe",
+        "stock torch",
+    ]
     assert "per GPU" not in "".join(axis.get_xlabel() + axis.get_ylabel() for axis in figure.axes)
 
 
@@ -129,14 +160,18 @@ def made_up_log(path: Path, num_layers: int, num_steps: int, **more: list[int]) 
     return loads
 
 
-def test_heat_maps_and_lines_are_the_log(plot_load: ModuleType, tmp_path: Path, figures: dict[str, Figure]):
+def test_heat_maps_and_lines_are_the_log(
+    plot_load: ModuleType, tmp_path: Path, figures: dict[str, Figure]
+):
     loads = made_up_log(tmp_path / "log", num_layers=3, num_steps=40)
     plot_load.draw(tmp_path / "log", tmp_path / "x.png")
     output_of(str(PLOT_LOAD), str(tmp_path / "log"), str(tmp_path / "y.png"), num_ranks=None)
     assert (tmp_path / "x.png").read_bytes() == (tmp_path / "y.png").read_bytes()
     axes, over_mean = figures["x.png"].axes, loads / loads.mean(2, keepdims=True).clip(1e-30)
     for place in range(3):
-        assert np.asarray(axes[place].collections[0].get_array()) == pytest.approx(over_mean[place].T)
+        assert np.asarray(axes[place].collections[0].get_array()) == pytest.approx(
+            over_mean[place].T
+        )
         assert axes[place].get_title(loc="left") == f"block{place}"
     most, mean = (line.get_ydata() for line in axes[3].lines)
     assert most == pytest.approx(over_mean.max(2).max(0))
@@ -146,10 +181,14 @@ def test_heat_maps_and_lines_are_the_log(plot_load: ModuleType, tmp_path: Path, 
     assert dropped == pytest.approx(100 * 9 * np.arange(40) / loads.sum((0, 2)))
 
 
-def test_ranks_before_and_after_balance_are_drawn(plot_load: ModuleType, tmp_path: Path, figures: dict[str, Figure]):
+def test_ranks_before_and_after_balance_are_drawn(
+    plot_load: ModuleType, tmp_path: Path, figures: dict[str, Figure]
+):
     loads = made_up_log(tmp_path / "log", num_layers=3, num_steps=40, balanced_per_rank=[5, 7, 6])
     plot_load.draw(tmp_path / "log", tmp_path / "x.png")
-    (axis,) = (axis for axis in figures["x.png"].axes if axis.get_ylabel() == "largest rank\nover the mean")
+    (axis,) = (
+        axis for axis in figures["x.png"].axes if axis.get_ylabel() == "largest rank\nover the mean"
+    )
     before, after = (line.get_ydata() for line in axis.lines)
     of_ranks = loads[:, :, 0::2] + loads[:, :, 1::2]
     assert before == pytest.approx((of_ranks.max(2) / of_ranks.mean(2).clip(1e-30)).max(0))
@@ -182,7 +221,9 @@ def test_the_example_jobs_log_is_read_and_half_a_line_is_not(plot_load: ModuleTy
     assert (steps, names, dropped, ranks.size) == ([1, 2], ["layer 0", "layer 1"], None, 0)
     assert first.tolist() == [[1, 2, 3, 0], [9, 2, 3, 0]]
     assert second.tolist() == [[1, 1, 1, 1]] * 2
-    for line, balanced in zip(lines, ([[5, 1]], [[4, 4]], [[14]]), strict=True):  # resumed on one rank
+    for line, balanced in zip(
+        lines, ([[5, 1]], [[4, 4]], [[14]]), strict=True
+    ):  # resumed on one rank
         line["balanced_per_rank"] = balanced
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert plot_load.read_log(path)[4].tolist() == [[[1.0, 5 / 3]], [[1.0, 1.0]]]
@@ -196,9 +237,16 @@ def test_event_files_hold_what_a_logger_has_seen(tmp_path: Path):
     from torch.utils.tensorboard import SummaryWriter
 
     torch.manual_seed(0)
-    config = MoEConfig(hidden=16, ffn=8, num_experts=4, top_k=2, capacity=12, max_tokens=9, overflow="drop")
-    with SymmetricHeap(num_bytes=4 << 20, backend="host") as heap, SummaryWriter(str(tmp_path)) as writer:
-        model = torch.nn.ModuleDict({"first": MoELayer(config, heap), "second": MoELayer(config, heap)})
+    config = MoEConfig(
+        hidden=16, ffn=8, num_experts=4, top_k=2, capacity=12, max_tokens=9, overflow="drop"
+    )
+    with (
+        SymmetricHeap(num_bytes=4 << 20, backend="host") as heap,
+        SummaryWriter(str(tmp_path)) as writer,
+    ):
+        model = torch.nn.ModuleDict(
+            {"first": MoELayer(config, heap), "second": MoELayer(config, heap)}
+        )
         logger, loads = MetricsLogger(model, tensorboard_sink(writer), times_forward=True), []
         for step in (10, 20, 30):
             for layer in model.values():

@@ -28,7 +28,9 @@ KERNELS = Path(kernels.__file__).parent
 
 
 # -- exposed times ----------------------------------------------------------------------------------------------------
-def event(phase: str, begin: float, end: float, direction: str = "", lane: str = "host", name: str = "x") -> Event:
+def event(
+    phase: str, begin: float, end: float, direction: str = "", lane: str = "host", name: str = "x"
+) -> Event:
     return Event(lane, phase, direction, name, begin, end)
 
 
@@ -37,13 +39,22 @@ def made_up(seed: int, num_ranks: int = 3, end_us: int = 400) -> Timeline:
     choose = random.Random(seed)
 
     def any_event() -> Event:
-        begin, phase, direction = choose.randrange(end_us), choose.choice(PHASES), choose.choice(DIRECTIONS)
+        begin, phase, direction = (
+            choose.randrange(end_us),
+            choose.choice(PHASES),
+            choose.choice(DIRECTIONS),
+        )
         end = min(end_us, begin + choose.randrange(60))
         return event(phase, begin, end, direction, f"stream {choose.randrange(2)}")
 
     begin_of = operator.attrgetter("begin_us")
-    ranks = (sorted((any_event() for _ in range(choose.randrange(1, 40))), key=begin_of) for _ in range(num_ranks))
-    return Timeline(ranks=tuple(map(tuple, ranks)), clock_error_us=(0.0,) * num_ranks, device="made up")
+    ranks = (
+        sorted((any_event() for _ in range(choose.randrange(1, 40))), key=begin_of)
+        for _ in range(num_ranks)
+    )
+    return Timeline(
+        ranks=tuple(map(tuple, ranks)), clock_error_us=(0.0,) * num_ranks, device="made up"
+    )
 
 
 def cells(events: Iterable[Event], end_us: int = 400) -> np.ndarray:
@@ -64,7 +75,10 @@ def test_exposed_times_are_those_counted_microsecond_by_microsecond(seed: int):
         gemms = cells(e for e in events if e.phase in GEMMS)
         for key, times in found.items():
             mine = cells(e for e in events if (e.phase, e.direction) == key)
-            assert (times.busy_us[rank], times.exposed_us[rank]) == (mine.sum(), (mine & ~gemms).sum())
+            assert (times.busy_us[rank], times.exposed_us[rank]) == (
+                mine.sum(),
+                (mine & ~gemms).sum(),
+            )
         exposed = made.exposed_communication(rank)
         communication = cells(e for e in events if e.phase in COMMUNICATION)
         assert (cells(event("push", *span) for span in exposed) == (communication & ~gemms)).all()
@@ -73,7 +87,9 @@ def test_exposed_times_are_those_counted_microsecond_by_microsecond(seed: int):
 
 
 # -- clocks -----------------------------------------------------------------------------------------------------------
-def met_barriers(offsets_us: list[float], seed: int, rounds: int = 16) -> list[list[tuple[float, float]]]:
+def met_barriers(
+    offsets_us: list[float], seed: int, rounds: int = 16
+) -> list[list[tuple[float, float]]]:
     """What ranks see of barriers, each on a clock that is ahead by its offset; some come late, some leave late."""
     choose, now, seen = random.Random(seed), 0.0, [[] for _ in offsets_us]
     for _ in range(rounds):
@@ -103,7 +119,11 @@ def test_events_are_put_on_one_clock_and_the_aligning_barriers_left_out():
         barriers = [event("wait", *span, name="barrier_kernel") for span in mine]
         begin = 9000 + offset
         ranks.append(
-            [*barriers, event("push", begin, begin + 5), event("wait", begin + 5, begin + 6, name="barrier_kernel")]
+            [
+                *barriers,
+                event("push", begin, begin + 5),
+                event("wait", begin + 5, begin + 6, name="barrier_kernel"),
+            ]
         )
     found = timeline_of(ranks, "cpu", 16)
     assert [[e.phase for e in events] for events in found.ranks] == [["push", "wait"]] * 2
@@ -119,7 +139,9 @@ def launched_kernels() -> set[str]:
     names = set()
     for path in KERNELS.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(d) for d in node.decorator_list):
+            if isinstance(node, ast.FunctionDef) and any(
+                "jit" in ast.unparse(d) for d in node.decorator_list
+            ):
                 names.add(node.name)
     return {name for name in names if name.endswith("_kernel")}
 
@@ -137,14 +159,34 @@ def test_every_kernel_and_every_operator_has_a_phase():
 
 
 # -- GPU events from a profiler's trace -------------------------------------------------------------------------------
-def kernel(name: str, begin: float, correlation: int, stream: int = 7, category: str = "kernel") -> dict:
+def kernel(
+    name: str, begin: float, correlation: int, stream: int = 7, category: str = "kernel"
+) -> dict:
     args = {"stream": stream, "correlation": correlation, "device": 0}
-    return {"ph": "X", "cat": category, "name": name, "pid": 0, "tid": stream, "ts": begin, "dur": 4.0, "args": args}
+    return {
+        "ph": "X",
+        "cat": category,
+        "name": name,
+        "pid": 0,
+        "tid": stream,
+        "ts": begin,
+        "dur": 4.0,
+        "args": args,
+    }
 
 
 def launch(begin: float, correlation: int, thread: int, category: str = "cuda_driver") -> dict:
     name, args = "cuLaunchKernelEx", {"correlation": correlation}
-    return {"ph": "X", "cat": category, "name": name, "pid": 9, "tid": thread, "ts": begin, "dur": 1.0, "args": args}
+    return {
+        "ph": "X",
+        "cat": category,
+        "name": name,
+        "pid": 9,
+        "tid": thread,
+        "ts": begin,
+        "dur": 1.0,
+        "args": args,
+    }
 
 
 def annotation(name: str, begin: float, end: float, thread: int) -> dict:
@@ -207,7 +249,11 @@ def test_what_was_launched_before_the_start_is_left_out():
         kernel("gather_values_kernel", 38, 98),  # of no launch that is known: by its own time
         kernel("lay_out_kernel", 61, 99),
     ]
-    assert [e.phase for e in events_of({"traceEvents": items}, on_gpu=True)] == ["wait", "fan-out", "plan"]
+    assert [e.phase for e in events_of({"traceEvents": items}, on_gpu=True)] == [
+        "wait",
+        "fan-out",
+        "plan",
+    ]
 
 
 # -- replays ----------------------------------------------------------------------------------------------------------
@@ -219,7 +265,10 @@ REPLAY = (  # begin, end, phase by the kernel's name, name; then what they are: 
     ((8, 12, "wait", "wait_for_signal_kernel"), ("wait", "forward", "communication 2")),
     ((9, 30, "FC1", "hopper_act_kernel"), ("FC1", "forward", "compute")),
     ((30, 40, "GEMM", "hopper_gemm_kernel"), ("FC2", "forward", "compute")),
-    ((40, 50, "sum at home", "hopper_sum_home_kernel"), ("sum at home", "forward", "communication")),
+    (
+        (40, 50, "sum at home", "hopper_sum_home_kernel"),
+        ("sum at home", "forward", "communication"),
+    ),
     ((50, 51, "other", SPIN), None),
     ((51, 60, "push", "hopper_push_kernel"), ("push", "backward", "communication")),
     ((60, 80, "GEMM", "hopper_gemm_kernel"), ("FC1 dgrad", "backward", "compute")),
@@ -229,10 +278,21 @@ REPLAY = (  # begin, end, phase by the kernel's name, name; then what they are: 
 
 def replayed(turns: int) -> tuple[list[Event], list[tuple[str, str, str, float]]]:
     """(what a profiler sees of replays, on streams as they come, what is right: phase, direction, lane, begin)."""
-    seen, right = [event("wait", -9, -8, name="barrier_kernel", lane="stream 7")], [("wait", "", "communication", -9.0)]
+    seen, right = (
+        [event("wait", -9, -8, name="barrier_kernel", lane="stream 7")],
+        [("wait", "", "communication", -9.0)],
+    )
     for turn in range(turns):
         for place, ((begin, end, phase, name), known) in enumerate(REPLAY):
-            seen.append(event(phase, 100 * turn + begin, 100 * turn + end, name=name, lane=f"stream {place % 5}"))
+            seen.append(
+                event(
+                    phase,
+                    100 * turn + begin,
+                    100 * turn + end,
+                    name=name,
+                    lane=f"stream {place % 5}",
+                )
+            )
             if known is not None:
                 right.append((*known, 100.0 * turn + begin))
     return seen, right
@@ -241,19 +301,26 @@ def replayed(turns: int) -> tuple[list[Event], list[tuple[str, str, str, float]]
 @pytest.mark.parametrize("turns", [1, 3])
 def test_kernels_of_replays_get_their_pass_from_marks_and_their_lane_from_their_phase(turns: int):
     seen, right = replayed(turns)
-    made = trace_layer.directed(Timeline(ranks=(tuple(seen),) * 2, clock_error_us=(0.0, 1.0), device="made up"))
+    made = trace_layer.directed(
+        Timeline(ranks=(tuple(seen),) * 2, clock_error_us=(0.0, 1.0), device="made up")
+    )
     for events in made.ranks:
         assert [(e.phase, e.direction, e.lane, e.begin_us) for e in events] == right
     assert lanes_of(made, 0) == ["compute", "compute 2", "communication", "communication 2"]
     for lane in lanes_of(made, 1):  # Perfetto and pictures show no two at a time
-        assert all(a.end_us <= b.begin_us for a, b in pairwise([e for e in made.ranks[1] if e.lane == lane]))
+        assert all(
+            a.end_us <= b.begin_us
+            for a, b in pairwise([e for e in made.ranks[1] if e.lane == lane])
+        )
     assert made.clock_error_us == (0.0, 1.0)
     assert problems_of(chrome_trace(made)) == []
 
 
 def test_what_is_written_of_replays_is_what_is_returned(tmp_path: Path):
     with SymmetricHeap(num_bytes=4 << 20, backend="host") as heap:
-        layer = MoELayer(MoEConfig(hidden=16, ffn=8, num_experts=4, top_k=2, schedule="always-overlapped"), heap)
+        layer = MoELayer(
+            MoEConfig(hidden=16, ffn=8, num_experts=4, top_k=2, schedule="always-overlapped"), heap
+        )
         with record(tmp_path / "replays.json", heap, trace_layer.directed) as recording:
             recording.start()
             layer(torch.randn(8, 16))[0]
@@ -266,7 +333,9 @@ def test_what_is_written_of_replays_is_what_is_returned(tmp_path: Path):
 
 
 def test_ranges_are_what_a_profiler_sees_and_only_while_they_are_on(heap: SymmetricHeap):
-    layer = MoELayer(MoEConfig(hidden=16, ffn=8, num_experts=4, top_k=2, schedule="always-overlapped"), heap)
+    layer = MoELayer(
+        MoEConfig(hidden=16, ffn=8, num_experts=4, top_k=2, schedule="always-overlapped"), heap
+    )
     x = torch.randn(8, 16, requires_grad=True)
 
     def seen() -> list[str]:
@@ -278,7 +347,11 @@ def test_ranges_are_what_a_profiler_sees_and_only_while_they_are_on(heap: Symmet
         on = seen()
         with pytest.raises(ArgumentError, match="ranges are on, already"), timeline.annotate(heap):
             pass
-    assert on.count("symmoe/forward/grouped_gemm_act") == on.count("symmoe/backward/grouped_gemm_dgrad") == 1
+    assert (
+        on.count("symmoe/forward/grouped_gemm_act")
+        == on.count("symmoe/backward/grouped_gemm_dgrad")
+        == 1
+    )
     assert on.count("symmoe/backward/grouped_gemm_wgrad") == 2
     assert seen() == []
 
@@ -290,7 +363,10 @@ DGRADS = "FC2_dgrad wgrad FC1_dgrad"
 SUMS = "send_sums wait sum_at_home send_sums wait sum_at_home  route"
 ORDERS = {
     "packed": (f"{START}  FC1 FC2  {ARRIVE}", f"wait push wait  {DGRADS} wgrad  {SUMS}"),
-    "expert-major": (f"{START} fan-out  FC1 FC2  {ARRIVE}", f"wait push wait fan-out {DGRADS} wgrad {SUMS}"),
+    "expert-major": (
+        f"{START} fan-out  FC1 FC2  {ARRIVE}",
+        f"wait push wait fan-out {DGRADS} wgrad {SUMS}",
+    ),
     "overlapped": (  # own rows, then the peer's; which rows these are is part of the plan
         f"route plan wait plan  wait push index FC1  push wait index FC1  FC2  {ARRIVE}",
         f"wait push FC2_dgrad  push wait {DGRADS}  send_sums wgrad wait sum_at_home send_sums wait sum_at_home  route",
@@ -302,7 +378,9 @@ NUM_LAYERS = 2
 def recorded(rank: int, num_ranks: int, findings: Findings, way: str, folder: str) -> None:
     layout, schedule = ("packed", "always-overlapped") if way == "overlapped" else (way, "serial")
     with open_heap("cpu") as heap:
-        config = MoEConfig(hidden=32, ffn=16, num_experts=8, top_k=3, layout=layout, schedule=schedule)
+        config = MoEConfig(
+            hidden=32, ffn=16, num_experts=8, top_k=3, layout=layout, schedule=schedule
+        )
         model = [MoELayer(config, heap) for _ in range(NUM_LAYERS)]
         x = torch.randn(12 + rank, 32, requires_grad=True)
 
@@ -325,23 +403,36 @@ def recorded(rank: int, num_ranks: int, findings: Findings, way: str, folder: st
     findings.equal("ranks", len(made.ranks), num_ranks)
     for place, direction in enumerate(("forward", "backward")):
         for of, events in enumerate(made.ranks):
-            phases = [name for name, _ in groupby(e.phase for e in events if e.direction == direction)]
+            phases = [
+                name for name, _ in groupby(e.phase for e in events if e.direction == direction)
+            ]
             # Where one layer ends with the phase that the next begins with, the two are one.
-            expected = [name.replace("_", " ") for name, _ in groupby(ORDERS[way][place].split() * NUM_LAYERS)]
+            expected = [
+                name.replace("_", " ")
+                for name, _ in groupby(ORDERS[way][place].split() * NUM_LAYERS)
+            ]
             findings.equal(f"{direction} of rank {of}", phases, expected)
     for events in made.ranks:
-        findings.equal("one after the other", all(a.end_us <= b.begin_us for a, b in pairwise(events)), True)
+        findings.equal(
+            "one after the other", all(a.end_us <= b.begin_us for a, b in pairwise(events)), True
+        )
         findings.equal("lanes", {e.lane for e in events}, {"host"})
     findings.equal("an error is stated", 0 < max(made.clock_error_us) < 1e6, True)
 
 
 @pytest.mark.parametrize("way", ORDERS)
-def test_a_step_has_every_phase_once_per_layer_and_direction(way: str, cluster: Callable[..., Cluster], tmp_path: Path):
+def test_a_step_has_every_phase_once_per_layer_and_direction(
+    way: str, cluster: Callable[..., Cluster], tmp_path: Path
+):
     assert cluster(2).run(recorded, way, str(tmp_path)) == [[], []]
     trace = json.loads((tmp_path / f"{way}.json").read_text(encoding="utf-8"))
     assert problems_of(trace) == []
-    lanes = {(i["pid"], i["args"]["name"]) for i in trace["traceEvents"] if i["name"] == "thread_name"}
-    assert lanes == {(rank, lane) for rank in range(2) for lane in ("host", "exposed communication")}
+    lanes = {
+        (i["pid"], i["args"]["name"]) for i in trace["traceEvents"] if i["name"] == "thread_name"
+    }
+    assert lanes == {
+        (rank, lane) for rank in range(2) for lane in ("host", "exposed communication")
+    }
     text = (tmp_path / f"{way}.txt").read_text(encoding="utf-8")
     assert "\nforward   FC1 " in text
     assert "rank clocks agree within" in text
@@ -362,7 +453,11 @@ def problems_of(trace: dict) -> list[dict]:
 def test_the_table_says_what_the_timeline_says():
     made = Timeline(
         ranks=(
-            (event("push", 0, 10, "forward"), event("FC1", 5, 20, "forward"), event("index", 20, 30, "backward")),
+            (
+                event("push", 0, 10, "forward"),
+                event("FC1", 5, 20, "forward"),
+                event("index", 20, 30, "backward"),
+            ),
             (event("push", 0, 4, "forward"), event("FC1", 10, 30, "forward")),
         ),
         clock_error_us=(0.0, 1.5),
@@ -380,12 +475,20 @@ def test_the_table_says_what_the_timeline_says():
 
 # -- what can go wrong ------------------------------------------------------------------------------------------------
 @run_on(2)
-def test_what_is_wrong_is_the_same_error_on_every_rank(rank: int, num_ranks: int, tmp_path: Path) -> None:
+def test_what_is_wrong_is_the_same_error_on_every_rank(
+    rank: int, num_ranks: int, tmp_path: Path
+) -> None:
     """A path that is wrong on one rank, one that nobody can write, and no start; then it works."""
-    wrong = {"x.png" if rank else "x.json": "must end with .json", "missing/x.json": "cannot be written"}
+    wrong = {
+        "x.png" if rank else "x.json": "must end with .json",
+        "missing/x.json": "cannot be written",
+    }
     with SymmetricHeap(num_bytes=4 << 20, backend="host") as heap:
         for name, text in wrong.items():
-            with pytest.raises(ArgumentError, match=text), timeline.record(tmp_path / name, heap) as recording:
+            with (
+                pytest.raises(ArgumentError, match=text),
+                timeline.record(tmp_path / name, heap) as recording,
+            ):
                 recording.start()
         with (
             pytest.raises(ArgumentError, match=r"recording\.start\(\)"),
@@ -401,7 +504,9 @@ def test_what_is_wrong_is_the_same_error_on_every_rank(rank: int, num_ranks: int
 def starting_late(rank: int, num_ranks: int, folder: str, where: str) -> float:
     """By how much rank 1's first push is behind rank 0's, in microseconds."""
     with open_heap("cpu") as heap:
-        layer = MoELayer(MoEConfig(hidden=32, ffn=16, num_experts=8, top_k=3, schedule="always-overlapped"), heap)
+        layer = MoELayer(
+            MoEConfig(hidden=32, ffn=16, num_experts=8, top_k=3, schedule="always-overlapped"), heap
+        )
 
         def step(late: bool) -> None:
             if late and rank == 1:
@@ -412,7 +517,9 @@ def starting_late(rank: int, num_ranks: int, folder: str, where: str) -> float:
             step(late=where == "before")
             recording.start()
             step(late=where == "after")
-    first = [min(e.begin_us for e in events if e.phase == "route") for events in recording.timeline.ranks]
+    first = [
+        min(e.begin_us for e in events if e.phase == "route") for events in recording.timeline.ranks
+    ]
     return first[1] - first[0]
 
 
@@ -420,7 +527,9 @@ LATE_S = 2.0
 
 
 @pytest.mark.parametrize("where", ["before", "after"])
-def test_ranks_start_together_however_late_one_was_before(where: str, cluster: Callable[..., Cluster], tmp_path: Path):
+def test_ranks_start_together_however_late_one_was_before(
+    where: str, cluster: Callable[..., Cluster], tmp_path: Path
+):
     found = cluster(2).run(starting_late, str(tmp_path), where)
     assert found[0] == found[1]
     if where == "before":  # on a busy machine any rank may be late, but not again and again
@@ -443,17 +552,23 @@ def failing_body(rank: int, num_ranks: int, folder: str) -> str:
     return "nothing raised"
 
 
-def test_a_rank_that_fails_does_not_hold_up_the_others(cluster: Callable[..., Cluster], tmp_path: Path):
+def test_a_rank_that_fails_does_not_hold_up_the_others(
+    cluster: Callable[..., Cluster], tmp_path: Path
+):
     assert cluster(2).run(failing_body, str(tmp_path)) == ["PeerAborted True", "ValueError True"]
     assert list(tmp_path.iterdir()) == []
 
 
 def traced(rank: int, num_ranks: int, path: str) -> str:
-    config = MoEConfig(hidden=32, ffn=16, num_experts=4, top_k=2, capacity=40, overflow="drop", aux_loss_coef=0.01)
+    config = MoEConfig(
+        hidden=32, ffn=16, num_experts=4, top_k=2, capacity=40, overflow="drop", aux_loss_coef=0.01
+    )
     return trace_layer.trace_layer(config, num_tokens=16, path=path)
 
 
-def test_the_program_traces_on_several_ranks_and_on_one(cluster: Callable[..., Cluster], tmp_path: Path, capsys):
+def test_the_program_traces_on_several_ranks_and_on_one(
+    cluster: Callable[..., Cluster], tmp_path: Path, capsys
+):
     tables = cluster(2).run(traced, str(tmp_path / "two.json"))
     assert tables[0] == (tmp_path / "two.txt").read_text(encoding="utf-8").rstrip()
     assert tables[1] == ""
@@ -461,7 +576,9 @@ def test_the_program_traces_on_several_ranks_and_on_one(cluster: Callable[..., C
     for options in ([], ["--eager"]):  # the same on CPUs
         trace_layer.main([*sizes, *options, "--out", str(tmp_path / "one.json")])
         assert "1 ranks" in capsys.readouterr().out
-    assert {path.name for path in tmp_path.iterdir()} == {f"{n}.{e}" for n in ("one", "two") for e in ("json", "txt")}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        f"{n}.{e}" for n in ("one", "two") for e in ("json", "txt")
+    }
     steps = json.loads((tmp_path / "two.json").read_text(encoding="utf-8"))["traceEvents"]
     assert sum(item["name"] == "FC2" for item in steps) == 2  # ranks
 
@@ -476,5 +593,10 @@ def test_the_program_traces_low_precision(tmp_path: Path):
         if item["ph"] == "X" and item["args"]
     }
     # Both ways as bytes, and all six products.
-    assert {"encode_rows", "unpack_rows", "grouped_gemm_quantized", "grouped_gemm_wgrad_quantized"} <= operators
+    assert {
+        "encode_rows",
+        "unpack_rows",
+        "grouped_gemm_quantized",
+        "grouped_gemm_wgrad_quantized",
+    } <= operators
     assert not {"grouped_gemm_act", "grouped_gemm", "grouped_gemm_wgrad"} & operators

@@ -40,7 +40,10 @@ from symmoe.training.step_kind import Tree
         pytest.param(2, 1, "cpu", "none", id="2 x 1", marks=pytest.mark.slow),
         pytest.param(4, 2, "cpu", "none", id="2 x 2", marks=pytest.mark.slow),
         pytest.param(2, None, "cpu", "replicas", id="replicas"),
-        *(pytest.param(n, None, "cuda", "none", id=f"{n} GPUs", marks=pytest.mark.gpu) for n in (1, 2)),
+        *(
+            pytest.param(n, None, "cuda", "none", id=f"{n} GPUs", marks=pytest.mark.gpu)
+            for n in (1, 2)
+        ),
         pytest.param(2, None, "cuda", "replicas", id="replicas on GPUs", marks=pytest.mark.gpu),
     ],
 )
@@ -66,17 +69,28 @@ WRAPS = {
         pytest.param(2, 2, "cpu", id="2"),
         pytest.param(2, 1, "cpu", id="2 x 1", marks=pytest.mark.slow),
         pytest.param(4, 2, "cpu", id="2 x 2"),
-        *(pytest.param(2, ep, "cuda", id=f"2 GPUs, EP of {ep}", marks=pytest.mark.gpu) for ep in (1, 2)),
+        *(
+            pytest.param(2, ep, "cuda", id=f"2 GPUs, EP of {ep}", marks=pytest.mark.gpu)
+            for ep in (1, 2)
+        ),
     ],
 )
 @pytest.mark.parametrize("wrap", WRAPS)
-def test_steps_that_reduce_are_exact(cluster, num_ranks: int, ep: int, device: str, wrap: str, tmp_path):
+def test_steps_that_reduce_are_exact(
+    cluster, num_ranks: int, ep: int, device: str, wrap: str, tmp_path
+):
     """Ranks of all EP groups repeat the same steps, and fail together: gradients or loads are reduced in the graph."""
-    with Cluster(num_ranks, device) if device == "cuda" else nullcontext(cluster(num_ranks)) as ranks:
-        found = ranks.run(cases.check_wrapped, device, ep, WRAPS[wrap][0], f"file://{tmp_path}/store")
+    with (
+        Cluster(num_ranks, device) if device == "cuda" else nullcontext(cluster(num_ranks)) as ranks
+    ):
+        found = ranks.run(
+            cases.check_wrapped, device, ep, WRAPS[wrap][0], f"file://{tmp_path}/store"
+        )
     assert [text for _, texts in found for text in texts] == []
     num_repeated = int(ep > 1)  # one rank always needs the same room
-    assert {counts for counts, _ in found} == {(WRAPS[wrap][1] + 1 - num_repeated, num_repeated, 1 + num_repeated)}
+    assert {counts for counts, _ in found} == {
+        (WRAPS[wrap][1] + 1 - num_repeated, num_repeated, 1 + num_repeated)
+    }
 
 
 @run_on(2)
@@ -88,7 +102,9 @@ def test_ddp_that_cannot_be_captured(rank: int, num_ranks: int, heap: SymmetricH
     step = cases.make_step(ddp)
     batch = [torch.ones(3, cases.H)]
     step(batch, scale=1.0)
-    with pytest.raises(ArgumentError, match="model must be the DistributedDataParallel that the step calls"):
+    with pytest.raises(
+        ArgumentError, match="model must be the DistributedDataParallel that the step calls"
+    ):
         symmoe.capture_step(step, model)
     ddp.find_unused_parameters = True
     with pytest.raises(ArgumentError, match=r"find_unused_parameters \(True\)"):
@@ -96,9 +112,14 @@ def test_ddp_that_cannot_be_captured(rank: int, num_ranks: int, heap: SymmetricH
     ddp.find_unused_parameters = False
     captured = cases.capture(ddp, num_eager=1)
     cuda = dict.fromkeys(("is_available", "current_stream", "default_stream"), lambda: True)
-    with mock.patch.multiple(torch.cuda, **cuda), mock.patch.object(captured_step, "may_redirect_streams", False):
+    with (
+        mock.patch.multiple(torch.cuda, **cuda),
+        mock.patch.object(captured_step, "may_redirect_streams", False),
+    ):
         captured(batch, scale=1.0)
-    with pytest.raises(ArgumentError, match=r"built on CUDA's default stream.*torch\.cuda\.stream\(torch.*2\.13"):
+    with pytest.raises(
+        ArgumentError, match=r"built on CUDA's default stream.*torch\.cuda\.stream\(torch.*2\.13"
+    ):
         captured(batch, scale=1.0)
 
 
@@ -117,7 +138,9 @@ def train(
         config = MoEConfig(**sizes, order="slot", router="none", **more)
         model = nn.ModuleList([nn.Linear(cases.H, cases.H), MoELayer(config, heap)])
         for parameter in model.parameters():
-            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.3 + 0.01 * rank)
+            parameter.data.copy_(
+                torch.randn(parameter.shape, generator=generator) * 0.3 + 0.01 * rank
+            )
 
         def step(x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
             y, _ = model[1](model[0](x), topk_idx=ids, probs=torch.full(ids.shape, 0.5))
@@ -125,7 +148,9 @@ def train(
             return y
 
         captured = (
-            symmoe.capture_step(step, model) if room is None else cases.capture(model, step, room=room, num_eager=2)
+            symmoe.capture_step(step, model)
+            if room is None
+            else cases.capture(model, step, room=room, num_eager=2)
         )
         for number in range(10):
             slots = torch.arange(2 * num_tokens).view(-1, 2)
@@ -134,7 +159,9 @@ def train(
                 ids = slots % 2 + num_experts - 2
             if number == 5 and rank == 0:
                 ids[3, 1] = num_experts
-            x = torch.randn((num_tokens, cases.H), generator=torch.Generator().manual_seed(10 * number + rank))
+            x = torch.randn(
+                (num_tokens, cases.H), generator=torch.Generator().manual_seed(10 * number + rank)
+            )
             try:
                 y = captured(x, ids)
                 found.append([y, *(parameter.grad.clone() for parameter in model.parameters())])
@@ -147,12 +174,17 @@ def train(
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "ranks_per_node"), [pytest.param(2, 1, id="2 x 1"), pytest.param(4, 2, id="2 x 2")]
+    ("num_ranks", "ranks_per_node"),
+    [pytest.param(2, 1, id="2 x 1"), pytest.param(4, 2, id="2 x 2")],
 )
-def test_steps_between_nodes_have_the_bits_of_eager_ones_on_one_node(cluster, num_ranks, ranks_per_node):
+def test_steps_between_nodes_have_the_bits_of_eager_ones_on_one_node(
+    cluster, num_ranks, ranks_per_node
+):
     """Also one that has too little room on one rank of one node, and those after an error."""
     by_rank = cluster(num_ranks).run(train, ranks_per_node, 1.5)
-    for (counts, found), (_, wanted) in zip(by_rank, cluster(num_ranks).run(train, None, None), strict=True):
+    for (counts, found), (_, wanted) in zip(
+        by_rank, cluster(num_ranks).run(train, None, None), strict=True
+    ):
         assert counts == (4, 1, 2)
         assert found[5] == wanted[5]
         assert "rank 0" in found[5]
@@ -168,7 +200,11 @@ def test_steps_with_replicas_have_the_bits_of_eager_ones(cluster):
     for (counts, found), (_, wanted) in zip(captured, eager, strict=True):
         assert counts == (5, 0, 1)
         assert found[5] == wanted[5]
-        assert all(all(map(torch.equal, found[number], wanted[number])) for number in range(10) if number != 5)
+        assert all(
+            all(map(torch.equal, found[number], wanted[number]))
+            for number in range(10)
+            if number != 5
+        )
 
 
 @pytest.fixture
@@ -208,7 +244,10 @@ def test_a_step_that_is_watched_is_captured_apart(model):
 
 @pytest.mark.parametrize(
     ("options", "text"),
-    [({"room": 0.9}, r"room \(0.9\) must be at least 1"), ({"num_eager": 0}, r"num_eager \(0\) must be at least 1")],
+    [
+        ({"room": 0.9}, r"room \(0.9\) must be at least 1"),
+        ({"num_eager": 0}, r"num_eager \(0\) must be at least 1"),
+    ],
 )
 def test_numbers_out_of_range(options, text):
     with pytest.raises(ArgumentError, match=text):
@@ -230,7 +269,10 @@ def test_nothing_is_replayed_on_a_heap_on_which_nothing_works(model):
     for _ in range(2):
         captured([torch.ones(3, cases.H)], scale=1.0)
     model.layers[0].heap.abort("enough")
-    with mock.patch.object(cases.HostGraph, "replay") as replay, pytest.raises(HeapPoisoned, match="enough"):
+    with (
+        mock.patch.object(cases.HostGraph, "replay") as replay,
+        pytest.raises(HeapPoisoned, match="enough"),
+    ):
         captured([torch.ones(3, cases.H)], scale=1.0)
     assert not replay.called
 
@@ -279,22 +321,38 @@ class Registered:
         self.x, self.y = x, y
 
 
-register_pytree_node(Registered, lambda node: ([node.x, node.y], "xy"), lambda parts, _: Registered(*parts))
-BATCHES: dict[str, tuple[Callable[..., Any], Callable[[Any], tuple[torch.Tensor, torch.Tensor]]]] = {
+register_pytree_node(
+    Registered, lambda node: ([node.x, node.y], "xy"), lambda parts, _: Registered(*parts)
+)
+BATCHES: dict[
+    str, tuple[Callable[..., Any], Callable[[Any], tuple[torch.Tensor, torch.Tensor]]]
+] = {
     "list": (lambda x, y: [x, [y]], lambda batch: (batch[0], batch[1][0])),
     "tuple": (lambda x, y: (x, y), tuple),
     "NamedTuple": (Pair, tuple),
     "dict": (lambda x, y: {"x": x, 1: y}, lambda batch: tuple(batch.values())),
     "OrderedDict": (lambda x, y: OrderedDict(x=x, y=y), lambda batch: tuple(batch.values())),
     "defaultdict": (lambda x, y: defaultdict(list, x=x, y=y), lambda batch: tuple(batch.values())),
-    "attributes of a dict": (lambda x, y: Attributes(x=x, y=y), lambda batch: (batch.x, batch["y"])),
+    "attributes of a dict": (
+        lambda x, y: Attributes(x=x, y=y),
+        lambda batch: (batch.x, batch["y"]),
+    ),
     "dataclass": (cases.Batch, lambda batch: (batch.x, batch.scale * batch.y)),
     "slots": (Slots, lambda batch: (batch.x, batch.y)),
     "namespace": (lambda x, y: SimpleNamespace(x=x, y=y), lambda batch: (batch.x, batch.y)),
     "registered": (Registered, lambda batch: (batch.x, batch.y)),
-    "nested": (lambda x, y: {"a": [cases.Batch(x, (y,))]}, lambda batch: (batch["a"][0].x, batch["a"][0].y[0])),
-    "slice": (lambda x, y: (x, y, slice(0, 2)), lambda batch: (batch[0][batch[2]], batch[1][batch[2]])),
-    "others": (lambda x, y: (x, y, None, torch.int8, 1 + 2j, np.float32(1)), lambda batch: batch[:2]),
+    "nested": (
+        lambda x, y: {"a": [cases.Batch(x, (y,))]},
+        lambda batch: (batch["a"][0].x, batch["a"][0].y[0]),
+    ),
+    "slice": (
+        lambda x, y: (x, y, slice(0, 2)),
+        lambda batch: (batch[0][batch[2]], batch[1][batch[2]]),
+    ),
+    "others": (
+        lambda x, y: (x, y, None, torch.int8, 1 + 2j, np.float32(1)),
+        lambda batch: batch[:2],
+    ),
 }
 
 
@@ -328,12 +386,18 @@ def test_arguments_and_results_of_all_kinds(kind: str):
     ("argument", "text"),
     [
         ({1, 2}, r"batch\.y \(set\) cannot be captured"),
-        (np.zeros(3), r"batch\.y \(ndarray\) cannot be captured: .* \(torch\.from_numpy makes them"),
+        (
+            np.zeros(3),
+            r"batch\.y \(ndarray\) cannot be captured: .* \(torch\.from_numpy makes them",
+        ),
         (object(), r"batch\.y \(object\) cannot be captured"),
         ([len], r"batch\.y\[0\] \(builtin_function_or_method\) cannot be captured"),
         ({"a": nn.Linear(1, 1)}, r"batch\.y\['a'\] \(Linear\) cannot be captured"),
         ({object(): 1}, r"batch\.y \(dict\) cannot be captured"),
-        (cases.Batch(torch.ones(2), torch.ones(2, requires_grad=True)), r"batch\.y\.y \[2\] requires a gradient"),
+        (
+            cases.Batch(torch.ones(2), torch.ones(2, requires_grad=True)),
+            r"batch\.y\.y \[2\] requires a gradient",
+        ),
         (torch.ones(2).to_sparse(), r"batch\.y \(torch\.sparse_coo\) must be a strided tensor"),
     ],
     ids=["set", "array", "object", "function", "module", "key", "gradient", "sparse"],
@@ -355,11 +419,19 @@ def test_a_result_that_is_not_understood_is_refused_by_name():
 def test_constants_and_tensors_given_twice_decide_a_step():
     captured, _ = captured_linear(lambda linear, batch: batch[0] * batch[1])
     x, y = torch.ones(2), torch.full((2,), 2.0)
-    for batch, wanted in (((x, 0.0), 0.0), ((x, -0.0), -0.0), ((x, float("nan")), None), ((x, x), 1.0), ((x, y), 2.0)):
+    for batch, wanted in (
+        ((x, 0.0), 0.0),
+        ((x, -0.0), -0.0),
+        ((x, float("nan")), None),
+        ((x, x), 1.0),
+        ((x, y), 2.0),
+    ):
         before = captured.num_captures
         for _ in range(3):
             found = captured(batch)
-            assert wanted is None or (found.tolist() == [wanted] * 2 and str(found[0].item()) == str(wanted))
+            assert wanted is None or (
+                found.tolist() == [wanted] * 2 and str(found[0].item()) == str(wanted)
+            )
         assert captured.num_captures == before + 1
 
 
@@ -371,7 +443,9 @@ def test_numbers_on_the_cpu_and_tensors_elsewhere():
     assert one.kind == Tree({"scale": torch.tensor(1.0)}, gpu).kind
     assert one.tensors == []
     assert float(one.with_tensors([])["scale"]) == 1.0
-    with pytest.raises(ArgumentError, match=r"lengths\[1\] \[3\] is on cpu, the model on cuda:0: .* move it there"):
+    with pytest.raises(
+        ArgumentError, match=r"lengths\[1\] \[3\] is on cpu, the model on cuda:0: .* move it there"
+    ):
         Tree({"lengths": (1, torch.ones(3))}, gpu)
 
 
@@ -412,7 +486,9 @@ def write_parameter(linear: nn.Linear, x: torch.Tensor) -> None:
     ids=["argument", "parameter", "buffer"],
 )
 def test_what_a_replay_would_not_do_is_refused(change: Callable[..., None], text: str):
-    captured, _ = captured_linear(lambda linear, batch: (change(linear, batch), linear(batch).sum())[1])
+    captured, _ = captured_linear(
+        lambda linear, batch: (change(linear, batch), linear(batch).sum())[1]
+    )
     with pytest.raises(ArgumentError, match=text):
         call_often(captured)
     assert captured.num_replays == 0
@@ -425,7 +501,9 @@ def test_attributes_that_the_step_itself_sets_are_warned_of():
 
     captured, linear = captured_linear(step)
     linear.num_calls, linear.last = 0, torch.zeros(1)
-    with pytest.warns(UserWarning, match=r"the step sets \['last', 'num_calls'\] of modules") as warned:
+    with pytest.warns(
+        UserWarning, match=r"the step sets \['last', 'num_calls'\] of modules"
+    ) as warned:
         call_often(captured)
     assert len(warned) == 1
     assert (captured.num_captures, captured.num_replays) == (1, 3)
@@ -442,7 +520,11 @@ def test_modes_that_take_turns_are_captured_once():
 def test_memory_that_moves_after_an_error(model):
     """Then no heap knows how many rows calls need: the step is not captured before eager calls have said so."""
     captured = cases.capture(model, num_eager=1)
-    for batch in ([torch.ones(3, cases.H)], [torch.ones(3, cases.H)], [torch.ones(3, cases.H), {1}]):
+    for batch in (
+        [torch.ones(3, cases.H)],
+        [torch.ones(3, cases.H)],
+        [torch.ones(3, cases.H), {1}],
+    ):
         with pytest.raises(ArgumentError, match="set") if len(batch) == 2 else nullcontext():
             captured(batch, scale=1.0)
     cases.other_memory(model.layers[0].experts.fc1.weight)

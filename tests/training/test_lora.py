@@ -19,7 +19,9 @@ GROUPS, H, I, RANK, ALPHA = 3, 16, 8, 4, 6.0
 SPLITS = (4, 0, 5)
 
 
-def make_mlp(*, train_b: bool = True, rank_dropout: float = 0.0, dtype=None, **options) -> GroupedMLP:
+def make_mlp(
+    *, train_b: bool = True, rank_dropout: float = 0.0, dtype=None, **options
+) -> GroupedMLP:
     torch.manual_seed(0)
     mlp = GroupedMLP(GROUPS, H, I, **options)
     add_lora(mlp, rank=RANK, alpha=ALPHA, rank_dropout=rank_dropout, dtype=dtype)
@@ -40,12 +42,18 @@ def fill_b(module: nn.Module, seed: int = 1) -> None:
 def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(2)
     rows = torch.randn(sum(SPLITS), H, generator=generator)
-    return rows, torch.rand(len(rows), generator=generator) + 0.5, torch.randn(len(rows), H, generator=generator)
+    return (
+        rows,
+        torch.rand(len(rows), generator=generator) + 0.5,
+        torch.randn(len(rows), H, generator=generator),
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("activation", [None, ScaledClampedSwiGLU()])
-def test_at_first_it_is_the_layer_without_adapters(dtype: torch.dtype, activation: nn.Module | None):
+def test_at_first_it_is_the_layer_without_adapters(
+    dtype: torch.dtype, activation: nn.Module | None
+):
     mlp = make_mlp(train_b=False, dtype=torch.float32, activation=activation)
     assert all(is_expert for _, _, is_expert in named_parameters(mlp))
     plain = GroupedMLP(GROUPS, H, I, activation=activation)
@@ -90,7 +98,9 @@ def test_merged_and_unmerged():
         assert not other.fc1.is_merged
         assert torch.equal(other(rows, SPLITS, probs), mlp(rows, SPLITS, probs))
     merge_lora(other)
-    other.load_state_dict(other.state_dict())  # strict: what has no adapters goes into what has merged them
+    other.load_state_dict(
+        other.state_dict()
+    )  # strict: what has no adapters goes into what has merged them
     assert other.fc1.is_merged
 
 
@@ -124,7 +134,10 @@ def test_rank_dropout():
 
 
 def test_what_add_lora_refuses():
-    for arguments, text in (({"rank": 0}, r"rank \(0\)"), ({"rank_dropout": 1.0}, r"rank_dropout \(1.0\) must be in")):
+    for arguments, text in (
+        ({"rank": 0}, r"rank \(0\)"),
+        ({"rank_dropout": 1.0}, r"rank_dropout \(1.0\) must be in"),
+    ):
         with pytest.raises(ArgumentError, match=text):
             add_lora(GroupedMLP(GROUPS, H, I), **({"rank": RANK, "alpha": ALPHA} | arguments))
     with pytest.raises(ArgumentError, match="has no GroupedMLP"):
@@ -153,7 +166,9 @@ class Counted(nn.Module):
         return weight * 1.0
 
 
-def dense(experts: GroupedMLP, x: torch.Tensor, ids: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+def dense(
+    experts: GroupedMLP, x: torch.Tensor, ids: torch.Tensor, probs: torch.Tensor
+) -> torch.Tensor:
     """By the definition, in float64, with adapters that are drawn once."""
     both = (experts.fc1, *experts.fc1.adapters()), (experts.fc2, *experts.fc2.adapters())
     w1, w2 = (fc.weight.double() + torch.bmm(b.double(), a.double()) for fc, a, b in both)
@@ -183,7 +198,11 @@ def test_what_a_call_draws_it_draws_once(heap: SymmetricHeap, around: str):
     assert "bias=True" in str(layer)
     assert [count.num_calls for count in counts] == asked
     trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
-    rooms = {"measured": None, "room": RowBudget(100, 100, 24), "too little room": RowBudget(1, 1, 24)}
+    rooms = {
+        "measured": None,
+        "room": RowBudget(100, 100, 24),
+        "too little room": RowBudget(1, 1, 24),
+    }
     for number, (name, room) in enumerate([*rooms.items()] * 3):
         x, dy = (torch.randn(12, H, generator=generator) for _ in range(2))
         ids = torch.rand(12, EXPERTS, generator=generator).argsort(1)[:, :TOP_K]
@@ -208,7 +227,9 @@ def test_what_a_call_draws_it_draws_once(heap: SymmetricHeap, around: str):
             for parameter in trained:
                 parameter.grad = None
             y.backward(dy)
-        assert [count.num_calls for count in counts] == [n + 1 + (around != "nothing") for n in before], name
+        assert [count.num_calls for count in counts] == [
+            n + 1 + (around != "nothing") for n in before
+        ], name
         torch.testing.assert_close(y.double(), want, rtol=1e-5, atol=1e-6)
         for parameter, gradient in zip([leaf, *trained], wanted, strict=True):
             torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-5)

@@ -22,7 +22,9 @@ H, I, E, K, T = 16, 24, 8, 3, 37
 @pytest.mark.parametrize("capacity", [None, 150])
 @pytest.mark.parametrize("layout", ["packed", "expert-major"])
 def test_bytes_of_a_call(stash: str, capacity: int | None, layout: str):
-    config = MoEConfig(hidden=H, ffn=I, num_experts=E, top_k=K, stash=stash, capacity=capacity, layout=layout)
+    config = MoEConfig(
+        hidden=H, ffn=I, num_experts=E, top_k=K, stash=stash, capacity=capacity, layout=layout
+    )
     plan = plan_memory(config, num_ranks=1, num_tokens=T, dtype=torch.float32)
     leased, ordinary = bytes_kept(config, T)
     assert (plan.lease_bytes_per_call, plan.activation_bytes_per_call) == (leased, ordinary)
@@ -33,12 +35,23 @@ def test_the_peak_of_a_step(rank: int, num_ranks: int, findings: Findings) -> No
     sizes = {"hidden": 256, "ffn": 96, "num_experts": 8, "top_k": 2}
     x, dy = torch.randn(2, 256, 256).bfloat16()
     replicas = {"balance": "replicas", "replica_places": 3}
-    for options in ({}, {"layout": "expert-major"}, {"stash": "rows"}, {"stash": "none"}, {"capacity": 640}, replicas):
+    for options in (
+        {},
+        {"layout": "expert-major"},
+        {"stash": "rows"},
+        {"stash": "none"},
+        {"capacity": 640},
+        replicas,
+    ):
         config = MoEConfig(**sizes, **options)
         with open_heap("cpu", num_bytes=16 << 20, tapes="off") as heap:
-            found = bytes_at_peak(MoELayer(config, heap, dtype=x.dtype), x.detach().requires_grad_(), dy)
+            found = bytes_at_peak(
+                MoELayer(config, heap, dtype=x.dtype), x.detach().requires_grad_(), dy
+            )
         planned = plan_memory(config, num_ranks=num_ranks, num_tokens=len(x)).peak_bytes
-        findings.check(abs(planned / found - 1) < 0.05, f"{options}: planned {planned}, found {found}")
+        findings.check(
+            abs(planned / found - 1) < 0.05, f"{options}: planned {planned}, found {found}"
+        )
 
 
 def test_rows_and_totals():
@@ -52,15 +65,23 @@ def test_rows_and_totals():
     many = plan_memory(config, num_ranks=4, num_tokens=100, num_layers=3, num_in_flight=2)
     assert many.activation_bytes == 6 * one.activation_bytes_per_call
     assert many.heap_bytes > one.heap_bytes + 4 * one.lease_bytes_per_call
-    static = plan_memory(MoEConfig(hidden=H, ffn=I, num_experts=E, top_k=K, capacity=350), num_ranks=4, num_tokens=100)
+    static = plan_memory(
+        MoEConfig(hidden=H, ffn=I, num_experts=E, top_k=K, capacity=350),
+        num_ranks=4,
+        num_tokens=100,
+    )
     assert (static.num_rows, static.num_packed_rows) == (350, 350)
     plain = dataclasses.replace(config, activation=Activation(function="relu2", is_gated=False))
     narrow = plan_memory(plain, num_ranks=4, num_tokens=100)
-    assert one.activation_bytes_per_call - narrow.activation_bytes_per_call == 384 * I * 2  # room for 300 rows
+    assert (
+        one.activation_bytes_per_call - narrow.activation_bytes_per_call == 384 * I * 2
+    )  # room for 300 rows
 
 
 def test_whatever_the_caller_has_switched_off():
-    config = MoEConfig(hidden=7168, ffn=2048, num_experts=256, top_k=8, precision=PRECISIONS["float8-block"])
+    config = MoEConfig(
+        hidden=7168, ffn=2048, num_experts=256, top_k=8, precision=PRECISIONS["float8-block"]
+    )
     sizes = {"num_ranks": 8, "num_tokens": 8192, "num_layers": 48, "num_in_flight": 4}
     want, state = plan_memory(config, **sizes), torch.get_rng_state()
     for switched in (torch.no_grad(), torch.inference_mode(), torch.device("meta")):
@@ -91,7 +112,10 @@ ARGUMENTS = "plan --hidden 2048 --ffn 768 --experts 128 --top-k 8 --ranks 2 --to
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]):
-    assert cli.main([*ARGUMENTS, "--layers", "4", "--micro-batches", "2", "--capacity-factor", "1.5"]) == 0
+    assert (
+        cli.main([*ARGUMENTS, "--layers", "4", "--micro-batches", "2", "--capacity-factor", "1.5"])
+        == 0
+    )
     out = capsys.readouterr().out
     config = MoEConfig(hidden=2048, ffn=768, num_experts=128, top_k=8, capacity=98304)
     plan = plan_memory(config, num_ranks=2, num_tokens=8192, num_layers=4, num_in_flight=2)
@@ -125,15 +149,26 @@ def test_the_command_knows_recipes(name: str, wire: str, capsys: pytest.CaptureF
     ("extra", "text"),
     [
         (["--precision", "fp8"], "invalid choice: 'fp8'"),
-        (["--quantized-wire", "both"], "quantized_wire ('both'): precision (None) must be a recipe of E4M3 numbers"),
-        (["--precision", "nvfp4", "--quantized-wire", "forward"], "must be a recipe of E4M3 numbers"),
-        (["--precision", "mxfp8", "--hidden", "2064"], "hidden (2064) must be a multiple of 32 for MXFP8()"),
+        (
+            ["--quantized-wire", "both"],
+            "quantized_wire ('both'): precision (None) must be a recipe of E4M3 numbers",
+        ),
+        (
+            ["--precision", "nvfp4", "--quantized-wire", "forward"],
+            "must be a recipe of E4M3 numbers",
+        ),
+        (
+            ["--precision", "mxfp8", "--hidden", "2064"],
+            "hidden (2064) must be a multiple of 32 for MXFP8()",
+        ),
         (["--ranks", "3"], "num_experts (128) must be divisible by the number of ranks (3)"),
         (["--capacity-factor", "0"], "capacity-factor (0.0) must be"),
         (["--top-k", "200"], "top_k (200) must be at most num_experts (128)"),
     ],
 )
-def test_a_command_that_makes_no_sense(extra: list[str], text: str, capsys: pytest.CaptureFixture[str]):
+def test_a_command_that_makes_no_sense(
+    extra: list[str], text: str, capsys: pytest.CaptureFixture[str]
+):
     with pytest.raises(SystemExit) as caught:
         cli.main([*ARGUMENTS, *extra])
     assert caught.value.code == 2

@@ -17,7 +17,9 @@ EXPERTS, TOP_K, H, I = 8, 3, 16, 8
 
 
 def make_model(heap: SymmetricHeap, **options) -> Stack:
-    config = MoEConfig(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K, aux_loss_coef=0.1, **options)
+    config = MoEConfig(
+        hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K, aux_loss_coef=0.1, **options
+    )
     return Stack(heap, config)
 
 
@@ -27,12 +29,17 @@ def batch(rank: int, number: int) -> torch.Tensor:
 
 
 GROUPS = [(num_ranks, order, None) for num_ranks in (1, 2, 4) for order in ("rank", "slot")]
-GROUPS += [(2, "slot", 1), pytest.param(4, "slot", 2, marks=pytest.mark.slow)]  # bytes are counted as on one node
+GROUPS += [
+    (2, "slot", 1),
+    pytest.param(4, "slot", 2, marks=pytest.mark.slow),
+]  # bytes are counted as on one node
 
 
 @pytest.mark.parametrize(("num_ranks", "order", "ranks_per_node"), GROUPS)
 @run_on()
-def test_records_are_what_happened(rank, num_ranks, findings: Findings, order: str, ranks_per_node: int | None) -> None:
+def test_records_are_what_happened(
+    rank, num_ranks, findings: Findings, order: str, ranks_per_node: int | None
+) -> None:
     logged: list[tuple[dict[str, float], int]] = []
     with SymmetricHeap(num_bytes=4 << 20, backend="host", ranks_per_node=ranks_per_node) as heap:
         model = make_model(heap, order=order, capacity_factor=1.1)
@@ -40,9 +47,13 @@ def test_records_are_what_happened(rank, num_ranks, findings: Findings, order: s
         for name, layer in model.named_modules():
             if isinstance(layer, MoELayer):
                 layer.register_forward_hook(
-                    lambda m, a, out, n=name: seen.append((n, out[1].topk_idx, out[1].aux_loss.detach()))
+                    lambda m, a, out, n=name: seen.append(
+                        (n, out[1].topk_idx, out[1].aux_loss.detach())
+                    )
                 )
-        logger = MetricsLogger(model, lambda numbers, step: logged.append((numbers, step)), times_forward=True)
+        logger = MetricsLogger(
+            model, lambda numbers, step: logged.append((numbers, step)), times_forward=True
+        )
         for number in range(3):
             model(batch(rank, number)).sum().backward()
         with torch.no_grad():
@@ -60,14 +71,22 @@ def test_records_are_what_happened(rank, num_ranks, findings: Findings, order: s
                 away = torch.arange(num_ranks) != rank
                 sent += int((plan.token_to_packed_row[:, away] >= 0).sum())
                 remote = (plan.slot_to_row >= 0) & (plan.slot_to_rank != rank)
-                read += int(remote.sum()) if order == "slot" else int((plan.token_to_primary_row[:, away] >= 0).sum())
+                read += (
+                    int(remote.sum())
+                    if order == "slot"
+                    else int((plan.token_to_primary_row[:, away] >= 0).sum())
+                )
                 over += int((ids < 0).sum())
             findings.equal("calls", record.num_calls, 3)
             findings.equal("tokens_per_expert", np.array(record.tokens_per_expert), load)
             per_rank = load.reshape(num_ranks, -1).sum(1)
             findings.equal("tokens_per_rank", np.array(record.tokens_per_rank), per_rank)
-            findings.check(abs(record.coefficient_of_variation - load.std() / load.mean()) < 1e-5, "cv")
-            findings.check(abs(record.max_violation - (load.max() / load.mean() - 1)) < 1e-5, "max violation")
+            findings.check(
+                abs(record.coefficient_of_variation - load.std() / load.mean()) < 1e-5, "cv"
+            )
+            findings.check(
+                abs(record.max_violation - (load.max() / load.mean() - 1)) < 1e-5, "max violation"
+            )
             findings.equal("dead", record.num_dead_experts, int((load == 0).sum()))
             findings.equal("over capacity", record.num_over_capacity, over)
             findings.check(over > 0, "nothing was over the capacity")
@@ -78,11 +97,16 @@ def test_records_are_what_happened(rank, num_ranks, findings: Findings, order: s
             findings.equal("combine bytes", record.combine_bytes, read * H * 4)
             findings.check((sent > 0) == (num_ranks > 1), "no bytes to count")
             mean = float(sum(loss for _, loss in calls)) / 3
-            findings.check(abs(record.aux_loss - mean) < 1e-6, f"aux_loss is {record.aux_loss}, want {mean}")
+            findings.check(
+                abs(record.aux_loss - mean) < 1e-6, f"aux_loss is {record.aux_loss}, want {mean}"
+            )
             findings.equal("high water", record.heap_high_water_bytes, heap.high_water_bytes)
             findings.check(0 < record.forward_s < 60, f"forward took {record.forward_s} s")
             trips = (record.dispatch_s, record.combine_s)
-            findings.check(min(trips) > 0 and sum(trips) < record.forward_s, f"trips {trips} of {record.forward_s} s")
+            findings.check(
+                min(trips) > 0 and sum(trips) < record.forward_s,
+                f"trips {trips} of {record.forward_s} s",
+            )
         (numbers, step) = logged[0]
         findings.equal("step", step, 17)
         findings.equal("all numbers", {type(value) for value in numbers.values()}, {float})
@@ -115,7 +139,9 @@ def test_recomputed_forwards_are_not_counted(heap: SymmetricHeap, use_reentrant:
     want, calls = logger.step(0), []
     model.layers[0].register_forward_hook(lambda *_: calls.append(1))
     with set_checkpoint_early_stop(False):  # or the second forward would end before the hooks
-        y = model(batch(0, 0), lambda layer, x: checkpoint(layer, x, use_reentrant=use_reentrant)[0])
+        y = model(
+            batch(0, 0), lambda layer, x: checkpoint(layer, x, use_reentrant=use_reentrant)[0]
+        )
     y.sum().backward()
     assert (len(calls), logger.step(1)) == (2, want)
 
@@ -148,7 +174,9 @@ def test_a_model_compiled_before_is_watched_from_then_on(heap: SymmetricHeap):
             compiled(batch(0, 0))
         records = logger.step(num_calls)
         assert [record.num_calls for record in records] == [num_calls] * 2
-        assert [tuple(n // num_calls for n in record.tokens_per_expert) for record in records] == want
+        assert [
+            tuple(n // num_calls for n in record.tokens_per_expert) for record in records
+        ] == want
     logger.close()
     compiled(batch(0, 0))
     assert [record.num_calls for record in logger.step(3)] == [0, 0]

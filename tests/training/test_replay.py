@@ -31,7 +31,9 @@ def make_model(heap: SymmetricHeap, **options) -> Stack:
 
 
 def tokens(requires_grad: bool = False) -> torch.Tensor:
-    return torch.randn(TOKENS, H, generator=torch.Generator().manual_seed(0)).requires_grad_(requires_grad)
+    return torch.randn(TOKENS, H, generator=torch.Generator().manual_seed(0)).requires_grad_(
+        requires_grad
+    )
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
@@ -67,19 +69,32 @@ def test_a_given_choice_equals_a_loop(score: str, renormalize: bool):
 
 
 @pytest.mark.parametrize("router", ["linear", "none"])
-def test_an_id_that_int32_cannot_hold_is_an_error(heap: SymmetricHeap, router: str, monkeypatch: pytest.MonkeyPatch):
-    layer = MoELayer(MoEConfig(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K, router=router), heap)
+def test_an_id_that_int32_cannot_hold_is_an_error(
+    heap: SymmetricHeap, router: str, monkeypatch: pytest.MonkeyPatch
+):
+    layer = MoELayer(
+        MoEConfig(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K, router=router), heap
+    )
     ids = torch.arange(TOP_K).repeat(TOKENS, 1)
     ids[3, 1] = 2**32 + 1  # its lower half is an expert
     with pytest.raises(ExpertIdError, match="flat position 10"):
-        layer(tokens(), topk_idx=ids, probs=None if router == "linear" else torch.rand(TOKENS, TOP_K))
+        layer(
+            tokens(), topk_idx=ids, probs=None if router == "linear" else torch.rand(TOKENS, TOP_K)
+        )
     if router == "linear":
-        monkeypatch.setattr(replay, "_problem", lambda layers, routing: None)  # as if they were on a GPU
-        with pytest.raises(ExpertIdError, match="flat position 10"), replay_routing(layer, {"": ids}):
+        monkeypatch.setattr(
+            replay, "_problem", lambda layers, routing: None
+        )  # as if they were on a GPU
+        with (
+            pytest.raises(ExpertIdError, match="flat position 10"),
+            replay_routing(layer, {"": ids}),
+        ):
             layer(tokens())
 
 
-@pytest.mark.parametrize("options", [{}, {"capacity_factor": 0.8}, {"order": "slot", "expert_bias": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"capacity_factor": 0.8}, {"order": "slot", "expert_bias": True}], ids=str
+)
 def test_a_replayed_forward_is_the_recorded_one(heap: SymmetricHeap, options: dict):
     model = make_model(heap, **options)
     with record_routing(model) as routing:
@@ -87,7 +102,9 @@ def test_a_replayed_forward_is_the_recorded_one(heap: SymmetricHeap, options: di
     want.sum().backward()
     wanted = model.gradients()
     assert set(routing) == {"layers.0", "layers.1"}
-    assert all(ids.dtype == torch.int32 and ids.shape == (TOKENS, TOP_K) for ids in routing.values())
+    assert all(
+        ids.dtype == torch.int32 and ids.shape == (TOKENS, TOP_K) for ids in routing.values()
+    )
     with replay_routing(model, routing):
         got = model(tokens())
     got.sum().backward()
@@ -107,7 +124,11 @@ def test_recomputation_takes_the_routing_of_its_micro_batch(
     heap: SymmetricHeap, use_reentrant: bool, order: tuple[int, ...] | None
 ):
     """Of a rollout, by another policy. Two micro-batches in flight, whose backward comes in this order, or is one."""
-    rollout, policy, batches = make_model(heap), make_model(heap), (tokens(True), tokens(True).flip(1))
+    rollout, policy, batches = (
+        make_model(heap),
+        make_model(heap),
+        (tokens(True), tokens(True).flip(1)),
+    )
     for parameter in policy.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     routings, seen, wanted, again = [], [], [], partial(checkpoint, use_reentrant=use_reentrant)
@@ -128,7 +149,11 @@ def test_recomputation_takes_the_routing_of_its_micro_batch(
             loss.backward()
     for want in wanted:
         torch.testing.assert_close(want, [parameter.grad for parameter in policy.parameters()])
-    with nullcontext() if not use_reentrant else pytest.raises(ArgumentError, match="runs in call None"):
+    with (
+        nullcontext()
+        if not use_reentrant
+        else pytest.raises(ArgumentError, match="runs in call None")
+    ):
         with replay_routing(policy, routings):
             sum(again(policy, x).sum() for x in batches).backward()
 
@@ -145,7 +170,9 @@ def test_arrays_of_an_engine_are_routing(heap: SymmetricHeap, dtype: str):
             layer(x)
     assert list(in_turn) == list(routing)
     assert array.dtype == torch.int16
-    assert all(torch.equal(array[:, place], ids.short()) for place, ids in enumerate(routing.values()))
+    assert all(
+        torch.equal(array[:, place], ids.short()) for place, ids in enumerate(routing.values())
+    )
     engines = np.zeros((TOKENS, 5, TOP_K), dtype)  # layers 0, 2 and 3 are dense
     engines[:, [1, 4]] = array.numpy()
     padded, is_token = torch.zeros(3, 5, H), torch.arange(15).view(3, 5) % 4 > 0
@@ -166,20 +193,28 @@ def test_arrays_of_an_engine_are_routing(heap: SymmetricHeap, dtype: str):
 
 
 @run_on(2)
-def test_arrays_that_do_not_fit_raise_on_every_rank(rank: int, num_ranks: int, heap: SymmetricHeap) -> None:
+def test_arrays_that_do_not_fit_raise_on_every_rank(
+    rank: int, num_ranks: int, heap: SymmetricHeap
+) -> None:
     model, array = make_model(heap), torch.zeros(TOKENS, 2, TOP_K, dtype=torch.int16)
     wrong = {
         r"layers are \[1\] of the 2 of array; the model has 2": {"layers": [1]},
         r"layers are \[0, 2\] of the 2 of array; the model has 2": {"layers": [0, 2]},
         "rows has 12 tokens; array has 11": {"rows": torch.ones(12, dtype=torch.bool)},
         "rows has 13 tokens; array has 11": {"rows": torch.arange(13)},
-        r"rows \(torch.int64\) must be a mask of torch.bool, or numbers": {"rows": np.arange(TOKENS) // 9},
+        r"rows \(torch.int64\) must be a mask of torch.bool, or numbers": {
+            "rows": np.arange(TOKENS) // 9
+        },
         r"rows \(torch.float32\) must be a mask": {"rows": torch.arange(11.0)},
-        r"routing\['layers.0'\] has for token 0 \[-3, -3, -3\]; the layer has 6": {"array": array - 3},
+        r"routing\['layers.0'\] has for token 0 \[-3, -3, -3\]; the layer has 6": {
+            "array": array - 3
+        },
         r"routing\['layers.0'\] has shape \[9, 3\].* \[11, 3\]": {"array": array[2:]},
         r"routing\['layers.0'\] has shape \[11, 2\].* \[11, 3\]": {"array": array[..., :2]},
         r"array has shape \[11, 6\]; it must be \[tokens, layers, K\]": {"array": array.flatten(1)},
-        r"routing\['layers.0'\] \(torch.float32 \[11, 3\]\) must be of integers": {"array": array.float()},
+        r"routing\['layers.0'\] \(torch.float32 \[11, 3\]\) must be of integers": {
+            "array": array.float()
+        },
     }
     for culprit in range(num_ranks):
         for text, arguments in wrong.items():
@@ -201,7 +236,12 @@ def test_recording_and_replaying_refuse(heap: SymmetricHeap):
         compiled(tokens())
     assert all(torch.equal(again[name], ids) for name, ids in routing.items())
     for context in (replay_routing(model, routing), balanced_routing(model)):
-        with pytest.raises(ArgumentError, match="have not been called, or in a model compiled before"), context:
+        with (
+            pytest.raises(
+                ArgumentError, match="have not been called, or in a model compiled before"
+            ),
+            context,
+        ):
             compiled(tokens())
     with pytest.raises(ArgumentError, match="has no MoELayer"), record_routing(nn.Linear(2, 2)):
         pass
@@ -209,7 +249,9 @@ def test_recording_and_replaying_refuse(heap: SymmetricHeap):
         replay_routing(model, routing_to_array(routing)).__enter__()
 
 
-@pytest.mark.parametrize(("num_tokens", "top_k", "num_experts"), [(64, 8, 128), (37, 2, 6), (5, 4, 4), (100, 3, 7)])
+@pytest.mark.parametrize(
+    ("num_tokens", "top_k", "num_experts"), [(64, 8, 128), (37, 2, 6), (5, 4, 4), (100, 3, 7)]
+)
 def test_balanced_choice(num_tokens: int, top_k: int, num_experts: int):
     ids = balanced_choice(num_tokens, top_k, num_experts)
     load = torch.bincount(ids.flatten(), minlength=num_experts)

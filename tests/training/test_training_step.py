@@ -15,17 +15,28 @@ STEPS, MICRO_BATCHES, MAX_NORM = 3, 2, 0.05
 
 
 class Model(nn.Module):
-    def __init__(self, heap: SymmetricHeap, expert_group: dist.ProcessGroup | None, weights: str) -> None:
+    def __init__(
+        self, heap: SymmetricHeap, expert_group: dist.ProcessGroup | None, weights: str
+    ) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.dense = nn.Linear(H, H)
-        balance = {"expert_bias": True, "bias_update_rate": 0.05, "aux_loss_coef": 0.1, "aux_loss": "global"}
+        balance = {
+            "expert_bias": True,
+            "bias_update_rate": 0.05,
+            "aux_loss_coef": 0.1,
+            "aux_loss": "global",
+        }
         config = MoEConfig(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K, **balance)
         shared = nn.Linear(H, H)
         experts = GroupedMLP(EXPERTS // heap.num_ranks, H, I, weights=weights)
-        self.moe = MoELayer(config, heap, experts=experts, shared_expert=shared, expert_group=expert_group)
+        self.moe = MoELayer(
+            config, heap, experts=experts, shared_expert=shared, expert_group=expert_group
+        )
         generator = torch.Generator().manual_seed(1)
-        mine = slice(heap.rank * EXPERTS // heap.num_ranks, (heap.rank + 1) * EXPERTS // heap.num_ranks)
+        mine = slice(
+            heap.rank * EXPERTS // heap.num_ranks, (heap.rank + 1) * EXPERTS // heap.num_ranks
+        )
         with torch.no_grad():
             self.moe.router.weight.copy_(torch.randn(EXPERTS, H, generator=generator))
             for matrices in self.matrices():
@@ -51,13 +62,20 @@ def batch(rank: int, step: int, number: int) -> torch.Tensor:
     return torch.randn(TOKENS, H, generator=generator) + 0.3
 
 
-def optimizers_of(model: Model, for_experts: type[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
+def optimizers_of(
+    model: Model, for_experts: type[torch.optim.Optimizer]
+) -> list[torch.optim.Optimizer]:
     dense, experts = trainable(model)
     return [torch.optim.AdamW(dense, lr=3e-3), for_experts(experts, lr=3e-3)]
 
 
 def check_steps(
-    rank: int, num_ranks: int, findings: Findings, ep_size: int, wrong: str = "", kind: str = "AdamW"
+    rank: int,
+    num_ranks: int,
+    findings: Findings,
+    ep_size: int,
+    wrong: str = "",
+    kind: str = "AdamW",
 ) -> None:
     """Trains both ways; `wrong` leaves something out, and must be found. Of Muon every expert has its own matrices."""
     weights, for_experts = "discrete" if kind == "Muon" else "packed", getattr(torch.optim, kind)
@@ -87,9 +105,15 @@ def check_steps(
             balance_step(whole)
             balance_step(model, expert_group=None if wrong == "balance" else replicas)
         mine = slice(heap.rank * EXPERTS // ep_size, (heap.rank + 1) * EXPERTS // ep_size)
-        found, wanted = ({k: v for k, v in m.state_dict().items() if ".experts." not in k} for m in (model, whole))
+        found, wanted = (
+            {k: v for k, v in m.state_dict().items() if ".experts." not in k}
+            for m in (model, whole)
+        )
         for number, (got, want) in enumerate(zip(model.matrices(), whole.matrices(), strict=True)):
-            found[f"fc{number + 1}"], wanted[f"fc{number + 1}"] = torch.stack(got), torch.stack(want[mine])
+            found[f"fc{number + 1}"], wanted[f"fc{number + 1}"] = (
+                torch.stack(got),
+                torch.stack(want[mine]),
+            )
         for name, want in wanted.items():
             findings.close(name, found[name], want, rtol=1e-4, atol=2e-5)
         findings.check(bool(whole.moe.router.expert_bias.any()), "the bias has not moved")
@@ -105,7 +129,9 @@ def test_steps_are_those_of_one_process(cluster, num_ranks: int, ep_size: int, k
     assert [text for texts in found for text in texts] == []
 
 
-@pytest.mark.parametrize(("wrong", "text"), [("reduce", "norm of step 0"), ("balance", "expert_bias")])
+@pytest.mark.parametrize(
+    ("wrong", "text"), [("reduce", "norm of step 0"), ("balance", "expert_bias")]
+)
 def test_a_forgotten_group_is_found(cluster, wrong: str, text: str):
     found = [t for texts in cluster(4).run(check_steps, 2, wrong) for t in texts]
     assert any(text in t for t in found), found

@@ -33,7 +33,9 @@ def pytest_configure() -> None:
     torch.compiler.set_stance("force_eager")
     torch.cuda.device_count = lambda: 1
     torch.cuda.set_device = lambda device: None
-    torch.cuda.manual_seed_all = lambda seed: None  # of what torch.manual_seed does, the part for GPUs
+    torch.cuda.manual_seed_all = lambda seed: (
+        None
+    )  # of what torch.manual_seed does, the part for GPUs
     torch.Tensor.cuda = torch.nn.Module.cuda = lambda self, *args, **kwargs: self
     init_process_group = dist.init_process_group
 

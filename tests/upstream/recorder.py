@@ -46,7 +46,9 @@ class Recorder:
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """A file that cannot be imported is a failure, by the file's name."""
         if report.failed:
-            self._endings[report.nodeid] = Ending("failed", _first_line(report.longreprtext.splitlines()[-1]))
+            self._endings[report.nodeid] = Ending(
+                "failed", _first_line(report.longreprtext.splitlines()[-1])
+            )
 
     def pytest_sessionfinish(self) -> None:
         """Writes the endings also if no test has been found."""
@@ -55,13 +57,19 @@ class Recorder:
     def _write(self) -> None:
         """The file is whole at any time: run.py may end this process."""
         partial = self._path.with_suffix(".partial")
-        partial.write_text(json.dumps({name: asdict(ending) for name, ending in self._endings.items()}))
+        partial.write_text(
+            json.dumps({name: asdict(ending) for name, ending in self._endings.items()})
+        )
         partial.replace(self._path)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """The options that run.py gives."""
-    parser.addoption("--symmoe-form", required=True, help="'plain', or which of the project's parts symmoe replaces")
+    parser.addoption(
+        "--symmoe-form",
+        required=True,
+        help="'plain', or which of the project's parts symmoe replaces",
+    )
     parser.addoption("--symmoe-endings", required=True, type=Path, help="the file to write")
 
 

@@ -33,7 +33,12 @@ ROOT = HERE.parent.parent
 REFUSALS = ("ArgumentError", "StalePlan")  # what symmoe raises where it does not do what is asked
 
 ONLY_WITH_SYMMOE = "failed with symmoe only"
-ONLY_WAITED = ("imed out", "Connection closed", "PeerTimeout", "Wait timeout")  # words of reasons of such ranks
+ONLY_WAITED = (
+    "imed out",
+    "Connection closed",
+    "PeerTimeout",
+    "Wait timeout",
+)  # words of reasons of such ranks
 
 Endings = dict[str, dict[str, Any]]  # by test: outcome, reason, num_calls, of recorder.Ending
 
@@ -80,7 +85,10 @@ PROJECTS = {
             for name in ("qwen3_moe", "mixtral", "olmoe", "deepseek_v3", "gpt_oss")
         ),
         left_out={
-            **dict.fromkeys(("test_tp_", "test_ep_", "test_fsdp2_"), "starts processes of its own, without the plugin"),
+            **dict.fromkeys(
+                ("test_tp_", "test_ep_", "test_fsdp2_"),
+                "starts processes of its own, without the plugin",
+            ),
             "compil": "compiles the plugin's code for minutes; symmoe's operator is compiled in tests/integrations",
         },
         num_ranks=1,
@@ -91,13 +99,23 @@ PROJECTS = {
 
 def main(arguments: list[str] | None = None) -> int:
     """The command; returns its exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("project", choices=PROJECTS)
     parser.add_argument("checkout", type=Path)
     parser.add_argument("--tests", nargs="+", help="files or ids, in the checkout")
     parser.add_argument("--ranks", type=int, help="processes of a run")
-    parser.add_argument("--leave-out", nargs="*", default=[], metavar="PART", help="of names of tests, e.g. that hang")
-    parser.add_argument("--timeout-s", type=float, default=3600.0, help="of a run of all tests in one form")
+    parser.add_argument(
+        "--leave-out",
+        nargs="*",
+        default=[],
+        metavar="PART",
+        help="of names of tests, e.g. that hang",
+    )
+    parser.add_argument(
+        "--timeout-s", type=float, default=3600.0, help="of a run of all tests in one form"
+    )
     parser.add_argument("--record", type=Path, help="JSON file to write")
     options = parser.parse_args(arguments)
     project = PROJECTS[options.project]
@@ -105,7 +123,9 @@ def main(arguments: list[str] | None = None) -> int:
     names = " and ".join(f"not {part}" for part in (*project.left_out, *options.leave_out))
     selection = [*tests, *(("-k", names) if names else ())]
     found = {
-        form: merged(run_form(project, options.checkout, form, selection, num_ranks, options.timeout_s))
+        form: merged(
+            run_form(project, options.checkout, form, selection, num_ranks, options.timeout_s)
+        )
         for form in ("plain", *project.forms)
     }
     report = {
@@ -133,7 +153,12 @@ def run_form(
 ) -> list[Endings]:
     """How the tests ended on each rank. A rank that has written nothing counts as one failed test."""
     checkout = checkout.resolve()
-    paths = [*(checkout / source for source in project.sources), ROOT, HERE, HERE.parent / "support"]
+    paths = [
+        *(checkout / source for source in project.sources),
+        ROOT,
+        HERE,
+        HERE.parent / "support",
+    ]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -154,7 +179,11 @@ def run_form(
             options += [f"--symmoe-form={form}", f"--symmoe-endings={folder}/{rank}.json"]
             command = [sys.executable, "-W", "ignore", "-m", "pytest", *options, *tests]
             log = open(f"{folder}/{rank}.log", "w")  # the process has it
-            ranks.append(subprocess.Popen(command, cwd=checkout, env=environment, stdout=log, stderr=subprocess.STDOUT))
+            ranks.append(
+                subprocess.Popen(
+                    command, cwd=checkout, env=environment, stdout=log, stderr=subprocess.STDOUT
+                )
+            )
             log.close()
         found = []
         for rank, process in enumerate(ranks):
@@ -168,7 +197,15 @@ def run_form(
             else:
                 last = Path(folder, f"{rank}.log").read_text().splitlines()[-30:]
                 print(f"{form}, rank {rank}:", *last, sep="\n", file=sys.stderr)
-                found.append({"(run)": {"outcome": "failed", "reason": "no result was written", "num_calls": 0}})
+                found.append(
+                    {
+                        "(run)": {
+                            "outcome": "failed",
+                            "reason": "no result was written",
+                            "num_calls": 0,
+                        }
+                    }
+                )
         return found
 
 
@@ -178,7 +215,9 @@ def merged(ranks: list[Endings]) -> Endings:
     found: Endings = {}
     for name in dict.fromkeys(name for endings in ranks for name in endings):
         of_test = [endings[name] for endings in ranks if name in endings]
-        worst = min(of_test, key=lambda ending: ("failed", "skipped", "passed").index(ending["outcome"]))
+        worst = min(
+            of_test, key=lambda ending: ("failed", "skipped", "passed").index(ending["outcome"])
+        )
         same = [ending for ending in of_test if ending["outcome"] == worst["outcome"]]
         first = min(same, key=lambda ending: any(word in ending["reason"] for word in ONLY_WAITED))
         found[name] = {**first, "num_calls": sum(ending["num_calls"] for ending in of_test)}
@@ -194,7 +233,9 @@ def summary(endings: Endings, plain: Endings) -> dict[str, Any]:
             not_passed["skipped"].setdefault(ending["reason"], 0)
             not_passed["skipped"][ending["reason"]] += 1
         elif ending["outcome"] == "failed":
-            not_passed[_kind(ending, plain.get(name, {}))][ending["reason"]][name.partition("[")[0]] += 1
+            not_passed[_kind(ending, plain.get(name, {}))][ending["reason"]][
+                name.partition("[")[0]
+            ] += 1
     return {
         **{outcome: counts[outcome] for outcome in ("passed", "skipped", "failed")},
         "passed_in_which_symmoe_ran": sum(_has_run(ending) for ending in endings.values()),
@@ -205,8 +246,16 @@ def summary(endings: Endings, plain: Endings) -> dict[str, Any]:
 
 def problems(endings: Endings, plain: Endings) -> list[str]:
     """What is wrong with symmoe: tests that fail only with it, or that it has not run at all."""
-    found = [name for name, ending in endings.items() if _kind(ending, plain.get(name, {})) == ONLY_WITH_SYMMOE]
-    return found if any(map(_has_run, endings.values())) else [*found, "symmoe has run in no test that passed"]
+    found = [
+        name
+        for name, ending in endings.items()
+        if _kind(ending, plain.get(name, {})) == ONLY_WITH_SYMMOE
+    ]
+    return (
+        found
+        if any(map(_has_run, endings.values()))
+        else [*found, "symmoe has run in no test that passed"]
+    )
 
 
 def _has_run(ending: dict[str, Any]) -> bool:
@@ -234,7 +283,10 @@ def _version(project: Project, checkout: Path) -> str:
 
 
 def _output(*command: str) -> str:
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+    return (
+        subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+        or "unknown"
+    )
 
 
 if __name__ == "__main__":

@@ -50,7 +50,9 @@ class _Heaps:
             self._heaps.popitem()[1].close()
 
 
-def _swapped_init(layer_class: type, form: str, heaps: _Heaps, recorder: Recorder) -> Callable[..., None]:
+def _swapped_init(
+    layer_class: type, form: str, heaps: _Heaps, recorder: Recorder
+) -> Callable[..., None]:
     """Makes an MoELayer one with our dispatcher (form "dispatcher") or our dispatcher and experts ("experts")."""
     from symmoe.integrations.megatron import DispatchOptions, SymmExperts, SymmMoELayer
     from symmoe.integrations.megatron.compat import process_groups
@@ -58,7 +60,12 @@ def _swapped_init(layer_class: type, form: str, heaps: _Heaps, recorder: Recorde
     init = layer_class.__init__
 
     def swapped_init(
-        self, config, submodules: Any = None, layer_number: Any = None, pg_collection: Any = None, **others: Any
+        self,
+        config,
+        submodules: Any = None,
+        layer_number: Any = None,
+        pg_collection: Any = None,
+        **others: Any,
     ) -> None:
         if isinstance(self, SymmMoELayer):  # whose own __init__ has come here
             init(self, config, submodules, layer_number, pg_collection, **others)
@@ -69,7 +76,9 @@ def _swapped_init(layer_class: type, form: str, heaps: _Heaps, recorder: Recorde
         how = {"heap": heaps.of(groups), "options": DispatchOptions(order="slot")}
         self.__class__ = SymmMoELayer
         self.__init__(config, submodules, layer_number, groups, **how, **others)
-        _count(self.token_dispatcher, "compute" if form == "experts" else "token_dispatch", recorder)
+        _count(
+            self.token_dispatcher, "compute" if form == "experts" else "token_dispatch", recorder
+        )
 
     return swapped_init
 

@@ -28,13 +28,18 @@ def pytest_configure(config: pytest.Config) -> None:
     heap, recorder = SymmetricHeap(num_bytes=HEAP_BYTES), recorder_of(config)
     theirs = ALL_EXPERTS_FUNCTIONS["grouped_mm"]
 
-    def experts_forward(experts: Any, hidden: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def experts_forward(
+        experts: Any, hidden: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
         try:
             form = ExpertsForm.of(experts)
         except ArgumentError:  # a test of a model that symmoe refuses
             return theirs(experts, hidden, idx, weights)
         step = empty_experts(form, experts, len(experts.down_proj), heap, step=StepConfig())
-        parameters = {f"mlp.{name}": weight.contiguous() for name, weight in form.local_weights(experts).items()}
+        parameters = {
+            f"mlp.{name}": weight.contiguous()
+            for name, weight in form.local_weights(experts).items()
+        }
         y = torch.func.functional_call(step, parameters, (hidden, idx, weights))
         recorder.num_calls += 1
         return y

@@ -20,15 +20,25 @@ MEGATRON_VERSION = megatron.core.__version__
 if tuple(int(part) for part in MEGATRON_VERSION.split(".")[:2]) < (0, 16):
     raise ImportError(f"megatron-core {MEGATRON_VERSION} is too old; install megatron-core>=0.16.1")
 
-_Limit = tuple[str, tuple[object, ...], str]  # a field of TransformerConfig, the values that are supported, and why
+_Limit = tuple[
+    str, tuple[object, ...], str
+]  # a field of TransformerConfig, the values that are supported, and why
 
 _LAYER_LIMITS: tuple[_Limit, ...] = (
     ("moe_token_dispatcher_type", ("alltoall", "allgather"), "symmoe takes the dispatcher's place"),
     ("expert_tensor_parallel_size", (1,), "experts are not split over tensor-parallel ranks"),
     ("moe_latent_size", (None,), "latent projections are not tested"),
-    ("moe_router_padding_for_quantization", (False, None), "rows are not padded for quantized GEMMs"),
+    (
+        "moe_router_padding_for_quantization",
+        (False, None),
+        "rows are not padded for quantized GEMMs",
+    ),
     ("overlap_moe_expert_parallel_comm", (False,), "it frees activations that lie on the heap"),
-    ("overlap_dispatch_backward_with_experts_wgrad", (False,), "weight gradients run on the heap's stream"),
+    (
+        "overlap_dispatch_backward_with_experts_wgrad",
+        (False,),
+        "weight gradients run on the heap's stream",
+    ),
     ("moe_expert_rank_capacity_factor", (None,), "give DispatchOptions(capacity=rows) instead"),
     ("moe_paged_stash", (False,), "saved rows lie on the heap"),
     ("transformer_impl", ("local", "transformer_engine"), "the layer is for training"),
@@ -38,7 +48,11 @@ _EXPERT_LIMITS: tuple[_Limit, ...] = (
     ("add_bias_linear", (False,), "the experts have no biases"),
     ("moe_apply_probs_on_input", (False,), "the probs multiply the activation"),
     ("fp4", (None, False), "the experts compute in fp32, fp16, bf16 or fp8"),
-    ("activation_func_fp8_input_store", (False,), "the experts keep FC1's output in the working dtype"),
+    (
+        "activation_func_fp8_input_store",
+        (False,),
+        "the experts keep FC1's output in the working dtype",
+    ),
     ("moe_mlp_glu_interleave_size", (None,), "gate and up features are two halves of FC1"),
     ("init_model_with_meta_device", (False,), "the experts are made on the device they train on"),
 )
@@ -53,7 +67,11 @@ _FP8_LIMITS: tuple[_Limit, ...] = (
 
 def slots_per_token(config: TransformerConfig) -> int:
     """K, the most experts of a token. Padded capacity fills experts up with tokens, of prob 0, that are not theirs."""
-    top_k: int = config.num_moe_experts if config.moe_pad_expert_input_to_capacity else config.moe_router_topk
+    top_k: int = (
+        config.num_moe_experts
+        if config.moe_pad_expert_input_to_capacity
+        else config.moe_router_topk
+    )
     return top_k
 
 
@@ -70,9 +88,13 @@ def layer_problem(config: TransformerConfig) -> ArgumentError | None:
         scopes = config.cuda_graph_scope
     scopes = scopes if isinstance(scopes, list) else [scopes] if scopes else []
     captured = {getattr(scope, "name", str(scope)) for scope in scopes}
-    if config.cuda_graph_impl != "none" and (not captured or any(name != "attn" for name in captured)):
+    if config.cuda_graph_impl != "none" and (
+        not captured or any(name != "attn" for name in captured)
+    ):
         shown = sorted(captured) or "whole layers"
-        return ArgumentError(f"cuda_graph_impl ({config.cuda_graph_impl!r}) may capture ['attn'] only, not {shown}")
+        return ArgumentError(
+            f"cuda_graph_impl ({config.cuda_graph_impl!r}) may capture ['attn'] only, not {shown}"
+        )
     return _first_problem(config, _LAYER_LIMITS)
 
 
@@ -80,7 +102,9 @@ def experts_problem(config: TransformerConfig) -> ArgumentError | None:
     """What in the configuration SymmExperts do not support, or None. The experts check the activation."""
     offloaded = {"expert_fc1", "moe_act"} & set(getattr(config, "offload_modules", None) or ())
     if getattr(config, "fine_grained_activation_offloading", False) and offloaded:
-        return ArgumentError(f"offload_modules ({sorted(offloaded)}) must not name parts of the experts")
+        return ArgumentError(
+            f"offload_modules ({sorted(offloaded)}) must not name parts of the experts"
+        )
     limits = (*_EXPERT_LIMITS, *(_FP8_LIMITS if config.fp8 else ()))
     widths = {"hidden_size": config.hidden_size, "moe_ffn_hidden_size": config.moe_ffn_hidden_size}
     return _first_problem(config, limits) or precision_problem(precision_of(config), **widths)
@@ -92,14 +116,19 @@ def precision_of(config: TransformerConfig) -> Recipe | None:
     return Float8Block(power_of_two=True) if config.fp8 else None
 
 
-def groups_problem(pg_collection: ProcessGroupCollection, heap: SymmetricHeap) -> ArgumentError | None:
+def groups_problem(
+    pg_collection: ProcessGroupCollection, heap: SymmetricHeap
+) -> ArgumentError | None:
     """Why a layer with these process groups cannot use `heap`, or None."""
     if pg_collection.expt_tp.size() != 1:
         return ArgumentError(
             f"expert_tensor_parallel_size ({pg_collection.expt_tp.size()}) must be 1: "
             "experts are not split over tensor-parallel ranks"
         )
-    of_group, of_heap = (pg_collection.ep.rank(), pg_collection.ep.size()), (heap.rank, heap.num_ranks)
+    of_group, of_heap = (
+        (pg_collection.ep.rank(), pg_collection.ep.size()),
+        (heap.rank, heap.num_ranks),
+    )
     if of_group != of_heap:
         return ArgumentError(
             f"heap is rank {of_heap[0]} of {of_heap[1]}, this process is rank {of_group[0]} of {of_group[1]} in the "
@@ -117,5 +146,7 @@ def _first_problem(config: TransformerConfig, limits: tuple[_Limit, ...]) -> Arg
     for field, supported, reason in limits:
         value = getattr(config, field, supported[0])
         if value not in supported:
-            return ArgumentError(f"{field} ({value!r}) must be {' or '.join(map(repr, supported))}: {reason}")
+            return ArgumentError(
+                f"{field} ({value!r}) must be {' or '.join(map(repr, supported))}: {reason}"
+            )
     return None

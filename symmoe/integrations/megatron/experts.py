@@ -16,10 +16,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core import activations
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedStateDict,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
+from megatron.core.tensor_parallel.random import (
+    get_cuda_rng_tracker,
+    get_expert_parallel_rng_tracker_name,
+)
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
@@ -29,7 +36,12 @@ from symmoe.grouped.activations import ScaledActivation
 from symmoe.grouped.linear import GroupedLinear
 from symmoe.grouped.mlp import fused_mlp
 from symmoe.grouped.rows_function import RowArguments
-from symmoe.integrations.megatron.compat import experts_problem, precision_of, process_groups, slots_per_token
+from symmoe.integrations.megatron.compat import (
+    experts_problem,
+    precision_of,
+    process_groups,
+    slots_per_token,
+)
 from symmoe.kernels.activation import Activation
 from symmoe.moe.config import MoEConfig
 
@@ -77,7 +89,12 @@ class SymmExperts(MegatronModule):
         self.linear_fc2 = self._linear(ffn, hidden, config.output_layer_init_method, split_dim=2)
 
     def _linear(
-        self, in_features: int, out_features: int, init_method: Callable[[torch.Tensor], object], *, split_dim: int
+        self,
+        in_features: int,
+        out_features: int,
+        init_method: Callable[[torch.Tensor], object],
+        *,
+        split_dim: int,
     ) -> GroupedLinear:
         config = self.config
         on_cpu = config.use_cpu_initialization
@@ -95,12 +112,15 @@ class SymmExperts(MegatronModule):
                 accumulate_into_main_grad=config.gradient_accumulation_fusion,
                 delay_wgrad=config.delay_wgrad_compute,
                 precision=precision_of(config),
-                init_method=init_method if config.perform_initialization else lambda weight: None,  # a checkpoint will
+                init_method=init_method
+                if config.perform_initialization
+                else lambda weight: None,  # a checkpoint will
                 dtype=config.params_dtype,
                 device="cpu" if on_cpu else torch.device(torch.cuda.current_device()),
             )
         linear.mark_weights(
-            allreduce=config.expert_model_parallel_size == 1,  # else: the expert-data-parallel buckets
+            allreduce=config.expert_model_parallel_size
+            == 1,  # else: the expert-data-parallel buckets
             tensor_model_parallel=True,  # no duplicates on tensor-parallel ranks: gradient norms count it where it is
             partition_dim=split_dim,
             partition_stride=1,
@@ -112,7 +132,10 @@ class SymmExperts(MegatronModule):
 
     @torch.compiler.disable
     def forward(
-        self, permuted_local_hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor, permuted_probs: torch.Tensor
+        self,
+        permuted_local_hidden_states: torch.Tensor,
+        tokens_per_expert: torch.Tensor,
+        permuted_probs: torch.Tensor,
     ) -> tuple[torch.Tensor, None]:
         """Applies every expert to its rows, for Megatron's own dispatchers; SymmMoELayer calls the kernels itself. Not
         collective; device counts do not synchronise the host.
@@ -135,7 +158,10 @@ class SymmExperts(MegatronModule):
         self.linear_fc1.backward_dw()
 
     def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[Any, ...] = (),
+        metadata: dict[str, Any] | None = None,
     ) -> ShardedStateDict:
         """Uses the keys of SequentialMLP and TEGroupedMLP, so that checkpoints move both ways. Not collective."""
         num_local = self.num_local_experts
@@ -155,7 +181,9 @@ class SymmExperts(MegatronModule):
             sharded[f"{prefix}{name}.weight"] = ShardedTensorFactory(
                 f"{prefix}experts.{name}.weight",
                 linear.weight,
-                functools.partial(_split, places=places, is_gated=is_gated, per_expert_keys=per_expert_keys),
+                functools.partial(
+                    _split, places=places, is_gated=is_gated, per_expert_keys=per_expert_keys
+                ),
                 functools.partial(_join, num_halves=2 if is_gated else 1),
                 replica_id,
             )
@@ -207,7 +235,9 @@ def _split(
 @torch.no_grad()
 def _join(shards: list[torch.Tensor], *, num_halves: int) -> torch.Tensor:
     """The inverse of :func:`_split`: the weight."""
-    return torch.stack([torch.cat(shards[i : i + num_halves]) for i in range(0, len(shards), num_halves)])
+    return torch.stack(
+        [torch.cat(shards[i : i + num_halves]) for i in range(0, len(shards), num_halves)]
+    )
 
 
 def activation_of(config: TransformerConfig) -> ScaledActivation:

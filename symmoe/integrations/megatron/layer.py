@@ -22,7 +22,12 @@ from symmoe.checks.arguments import Order, Overflow
 from symmoe.dispatch.plan import Plan, PlanOptions, plan_call
 from symmoe.dispatch.trip import PHASE as SEND
 from symmoe.errors import ArgumentError, StalePlan, raise_for
-from symmoe.integrations.megatron.compat import groups_problem, layer_problem, process_groups, slots_per_token
+from symmoe.integrations.megatron.compat import (
+    groups_problem,
+    layer_problem,
+    process_groups,
+    slots_per_token,
+)
 from symmoe.integrations.megatron.experts import SymmExperts, routed_config
 from symmoe.integrations.megatron.replay import give_routing, recorded_by, recorder_of
 from symmoe.moe.listeners import Listeners, RoutingReport
@@ -77,24 +82,39 @@ class SymmTokenDispatcher(MoETokenDispatcher):
         """Tokens [T, H] and their probs fp32 [T, K], from [S / TP, B, H], bool [T, E] and dense [T, E]. Local."""
         self.hidden_shape = hidden_states.shape
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
-        self.topk_idx, topk_probs = select_slots(routing_map, probs, top_k=slots_per_token(self.config))
+        self.topk_idx, topk_probs = select_slots(
+            routing_map, probs, top_k=slots_per_token(self.config)
+        )
         if self.shared_experts is not None:
             # A view of the tokens, as in Megatron's dispatchers: gradients then add up in the same order.
             self.shared_experts.pre_forward_comm(tokens.view(self.hidden_shape))
         return tokens, topk_probs
 
     @torch.compiler.disable
-    def token_dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def token_dispatch(
+        self, hidden_states: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows [N, H] sorted by local expert, in a lease, and their probs fp32 [N]. Collective over the EP group.
 
         With static capacity, [capacity, H] and [capacity] with an undefined tail.
         """
-        heap, options, hidden, dtype = self._heap, self._options, hidden_states.shape[1], hidden_states.dtype
+        heap, options, hidden, dtype = (
+            self._heap,
+            self._options,
+            hidden_states.shape[1],
+            hidden_states.dtype,
+        )
         sizes = self.config.num_moe_experts, options.capacity, options.overflow
-        self.plan = plan_call(begun(self.topk_idx), heap, PlanOptions(*sizes, hidden=hidden, dtype=dtype))
+        self.plan = plan_call(
+            begun(self.topk_idx), heap, PlanOptions(*sizes, hidden=hidden, dtype=dtype)
+        )
         # Autograd saves the rows: the lease ends when autograd, or recomputation, drops them.
-        lease = heap.lease((self.plan.row_capacity, hidden), dtype, name="dispatched rows", phase=SEND)
-        return dispatch_tokens(hidden_states, self.plan, probs=probs, out=lease.tensor, order=options.order)
+        lease = heap.lease(
+            (self.plan.row_capacity, hidden), dtype, name="dispatched rows", phase=SEND
+        )
+        return dispatch_tokens(
+            hidden_states, self.plan, probs=probs, out=lease.tensor, order=options.order
+        )
 
     def dispatch_postprocess(
         self, hidden_states: torch.Tensor, probs: torch.Tensor
@@ -132,14 +152,24 @@ class FusedTokenDispatcher(SymmTokenDispatcher):
 
     @torch.compiler.disable
     def compute(
-        self, hidden_states: torch.Tensor, probs: torch.Tensor, routed: RoutedExperts, experts: SymmExperts
+        self,
+        hidden_states: torch.Tensor,
+        probs: torch.Tensor,
+        routed: RoutedExperts,
+        experts: SymmExperts,
     ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
         """That of RoutedExperts.run, of tokens [T, H] and probs fp32 [T, K]. Collective over the EP group."""
         shared = self.shared_experts
-        before_trips = None if shared is None else partial(shared.linear_fc1_forward_and_act, hidden_states)
-        return routed.run(hidden_states, probs, begun(self.topk_idx), experts, before_trips=before_trips)[:2]
+        before_trips = (
+            None if shared is None else partial(shared.linear_fc1_forward_and_act, hidden_states)
+        )
+        return routed.run(
+            hidden_states, probs, begun(self.topk_idx), experts, before_trips=before_trips
+        )[:2]
 
-    def token_dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def token_dispatch(
+        self, hidden_states: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns its arguments. Local."""
         begun(self.topk_idx)
         return hidden_states, probs
@@ -174,7 +204,9 @@ class SymmMoELayer(MoELayer):
         super().__init__(config, submodules, layer_number, pg_collection, **others)
         self._routed: RoutedExperts | None = None
         if isinstance(self.experts, SymmExperts):
-            self._routed = RoutedExperts.of(routed_config(config, **asdict(options)), heap, self.experts)
+            self._routed = RoutedExperts.of(
+                routed_config(config, **asdict(options)), heap, self.experts
+            )
         elif options.capacity is not None:
             raise ArgumentError(
                 f"capacity ({options.capacity}) needs SymmExperts, which skip rows that are not there; "
@@ -209,17 +241,23 @@ class SymmMoELayer(MoELayer):
         ids, size = begun(self.token_dispatcher.topk_idx), rows.shape[1] * rows.element_size()
         recorded = recorded_by(self._recorder)
         chosen = ids if recorded is None else recorded
-        self.listeners.tell(RoutingReport(ids, chosen, load[0], load[1], size, size, is_training=self.training))
+        self.listeners.tell(
+            RoutingReport(ids, chosen, load[0], load[1], size, size, is_training=self.training)
+        )
 
 
 def begun(value: _Value | None) -> _Value:
     """A value that an earlier of the six calls has left. StalePlan: there is none."""
     if value is None:
-        raise StalePlan("the token dispatcher's calls must come in Megatron's order: dispatch_preprocess is the first")
+        raise StalePlan(
+            "the token dispatcher's calls must come in Megatron's order: dispatch_preprocess is the first"
+        )
     return value
 
 
-def select_slots(routing_map: torch.Tensor, probs: torch.Tensor, *, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+def select_slots(
+    routing_map: torch.Tensor, probs: torch.Tensor, *, top_k: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Each token's experts in ascending order, from Megatron's dense form. Local; does not synchronise the host.
 
     Args:

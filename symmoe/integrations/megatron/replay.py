@@ -16,7 +16,11 @@ from symmoe.moe.listeners import Choose
 
 def recorder_of(router: nn.Module) -> RouterReplay | None:
     """The RouterReplay of a router, which records if nobody has it do something else; None: the router asks none."""
-    if not isinstance(router, TopKRouter) or router.config.moe_router_fusion or router.routing_type == "sinkhorn":
+    if (
+        not isinstance(router, TopKRouter)
+        or router.config.moe_router_fusion
+        or router.routing_type == "sinkhorn"
+    ):
         return None
     if router.router_replay is None:  # without moe_enable_routing_replay
         router.router_replay = RouterReplay()
@@ -51,8 +55,12 @@ def give_routing(model: nn.Module, name: str, choose: Choose) -> Callable[[], No
         replay.recorded_topk_idx, replay.target_topk_idx = ids, torch.where(ids < 0, spread, ids)
         replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
 
-    def drop(_router: nn.Module, _args: Any, output: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        replay.set_router_replay_action(RouterReplayAction.RECORD)  # as which the layer reports what was given
+    def drop(
+        _router: nn.Module, _args: Any, output: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
+        replay.set_router_replay_action(
+            RouterReplayAction.RECORD
+        )  # as which the layer reports what was given
         is_none = replay.recorded_topk_idx[:, :1] < 0
         return output[0].masked_fill(is_none, 0.0), output[1] & ~is_none
 

@@ -24,7 +24,9 @@ from symmoe.training.memory_plan import plan_memory
 Spec = TypeVar("Spec")
 
 
-def heap_bytes(config: TransformerConfig, *, num_tokens: int, num_layers: int, load_factor: float | None = None) -> int:
+def heap_bytes(
+    config: TransformerConfig, *, num_tokens: int, num_layers: int, load_factor: float | None = None
+) -> int:
     """`num_bytes` for :func:`open_heap`. Local.
 
     Args:
@@ -40,9 +42,15 @@ def heap_bytes(config: TransformerConfig, *, num_tokens: int, num_layers: int, l
     rows: int = num_tokens * num_ranks * min(top_k, config.num_moe_experts // num_ranks)
     if load_factor is not None:
         rows = min(rows, int(load_factor * num_tokens * top_k))
-    settings = routed_config(config, capacity=with_margin(rows), layout="expert-major")  # the larger layout
+    settings = routed_config(
+        config, capacity=with_margin(rows), layout="expert-major"
+    )  # the larger layout
     return plan_memory(
-        settings, num_ranks=num_ranks, num_tokens=num_tokens, num_layers=num_layers, dtype=config.params_dtype
+        settings,
+        num_ranks=num_ranks,
+        num_tokens=num_tokens,
+        num_layers=num_layers,
+        dtype=config.params_dtype,
     ).heap_bytes
 
 
@@ -56,7 +64,9 @@ def open_heap(
     """A symmetric heap over this rank's expert-parallel group (`pg_collection=None`: of initialize_model_parallel).
     Collective over that group. `num_bytes`: :func:`heap_bytes`; other arguments and errors are SymmetricHeap's."""
     group = process_groups(pg_collection).ep
-    return SymmetricHeap(group, num_bytes=num_bytes, timeout_s=timeout_s, ranks_per_node=ranks_per_node)
+    return SymmetricHeap(
+        group, num_bytes=num_bytes, timeout_s=timeout_s, ranks_per_node=ranks_per_node
+    )
 
 
 def use_symmoe(
@@ -99,7 +109,9 @@ def use_symmoe_experts(spec: Spec) -> Spec:
     return _replaced(spec, SymmExperts, None, {})
 
 
-def _replaced(spec: Spec, experts: type | None, module: type | None, params: dict[str, Any]) -> Spec:
+def _replaced(
+    spec: Spec, experts: type | None, module: type | None, params: dict[str, Any]
+) -> Spec:
     """A copy of `spec` whose MoE layers have these experts, this class and more arguments; None: the spec's own."""
 
     def replace(layer: Any) -> Any:
@@ -109,13 +121,17 @@ def _replaced(spec: Spec, experts: type | None, module: type | None, params: dic
             submodules = dataclasses.replace(submodules, experts=experts)
         if is_spec:
             more = layer.params | params
-            return dataclasses.replace(layer, module=module or layer.module, submodules=submodules, params=more)
+            return dataclasses.replace(
+                layer, module=module or layer.module, submodules=submodules, params=more
+            )
         keywords = layer.keywords | params | {"submodules": submodules}
         return functools.partial(module or layer.func, *layer.args, **keywords)
 
     new: Spec = _with_layers(spec, replace)
     if new is spec:
-        raise ArgumentError(f"spec ({type(spec).__name__}) has no MoE layer; make it with num_experts")
+        raise ArgumentError(
+            f"spec ({type(spec).__name__}) has no MoE layer; make it with num_experts"
+        )
     return new
 
 
@@ -133,6 +149,12 @@ def _with_layers(spec: Any, replace: Callable[[Any], Any]) -> Any:
         parts = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
     else:
         return spec
-    new = {name: replaced for name, part in parts.items() if (replaced := _with_layers(part, replace)) is not part}
-    copy_with: Any = functools.partial if isinstance(spec, functools.partial) else dataclasses.replace
+    new = {
+        name: replaced
+        for name, part in parts.items()
+        if (replaced := _with_layers(part, replace)) is not part
+    }
+    copy_with: Any = (
+        functools.partial if isinstance(spec, functools.partial) else dataclasses.replace
+    )
     return copy_with(spec, **new) if new else spec

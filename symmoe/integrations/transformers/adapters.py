@@ -32,14 +32,20 @@ class PeftNames:
         first, second = (b.transpose(1, 2), a.transpose(1, 2)) if self.exchanged else (a, b)
         return {
             f"{self.prefix}lora_A.weight": first.reshape(-1, first.shape[2]).contiguous(),
-            f"{self.prefix}lora_B.weight": second.permute(1, 2, 0).reshape(second.shape[1], -1).contiguous(),
+            f"{self.prefix}lora_B.weight": second.permute(1, 2, 0)
+            .reshape(second.shape[1], -1)
+            .contiguous(),
         }
 
-    def fill(self, layer: LoRAGroupedLinear, a: torch.Tensor, b: torch.Tensor, heap: SymmetricHeap) -> None:
+    def fill(
+        self, layer: LoRAGroupedLinear, a: torch.Tensor, b: torch.Tensor, heap: SymmetricHeap
+    ) -> None:
         """Puts this rank's part of A [E r, C] and B [O, r E] of a file into its layer."""
         first = a.reshape(heap.num_ranks * layer.num_groups, -1, a.shape[1])
         second = b.reshape(b.shape[0], -1, len(first)).permute(2, 0, 1)
-        whole = (second.transpose(1, 2), first.transpose(1, 2)) if self.exchanged else (first, second)
+        whole = (
+            (second.transpose(1, 2), first.transpose(1, 2)) if self.exchanged else (first, second)
+        )
         for own, values in zip((layer.lora_a, layer.lora_b), whole, strict=True):
             own.copy_(values.chunk(heap.num_ranks)[heap.rank])
 
@@ -47,7 +53,9 @@ class PeftNames:
 def unwrapped(module: nn.Module) -> tuple[nn.Module, list[nn.Module]]:
     """What peft's ParamWrappers are around, and them, the outermost first."""
     wrappers = []
-    while hasattr(module, "parameter_name") and isinstance(inner := getattr(module, "base_layer", None), nn.Module):
+    while hasattr(module, "parameter_name") and isinstance(
+        inner := getattr(module, "base_layer", None), nn.Module
+    ):
         wrappers.append(module)
         module = inner
     return module, wrappers

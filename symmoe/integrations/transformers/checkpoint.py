@@ -86,7 +86,10 @@ def save_checkpoint(
         CheckpointError: on every rank, if `like` is not a checkpoint of this model, `folder` is a file, ranks differ in
             what they all have, or writing failed anywhere. `folder` is as it was then, unless renaming failed.
     """
-    folder, heap = Path(folder).absolute(), heap_of(model)  # "." has no name to put ".partial" behind
+    folder, heap = (
+        Path(folder).absolute(),
+        heap_of(model),
+    )  # "." has no name to put ".partial" behind
     like = None if like is None else Path(like)
     partial = folder.with_name(folder.name + ".partial")
 
@@ -101,9 +104,18 @@ def save_checkpoint(
 
     with Peers(heap.bootstrap) as peers:
         layout, pieces = peers.together(plan)
-        compare(peers, {each.key: each.tensor for each in pieces if not each.is_expert and each.tensor is not None})
+        compare(
+            peers,
+            {
+                each.key: each.tensor
+                for each in pieces
+                if not each.is_expert and each.tensor is not None
+            },
+        )
         try:
-            peers.together(lambda: None if heap.rank else _lay_out(partial, layout, pieces, model, like))
+            peers.together(
+                lambda: None if heap.rank else _lay_out(partial, layout, pieces, model, like)
+            )
             own = [piece for piece in pieces if piece.is_expert or heap.rank == 0]
             peers.together(lambda: _write(partial, layout, own))
         except SymmoeError:
@@ -116,7 +128,9 @@ def save_checkpoint(
 
 def compare(peers: Peers, tensors: Mapping[str, torch.Tensor]) -> None:
     """Raises CheckpointError on every rank if tensors that all ranks have differ. Collective."""
-    _, digests = peers.gather(lambda: (None, {key: digest(tensor) for key, tensor in tensors.items()}))
+    _, digests = peers.gather(
+        lambda: (None, {key: digest(tensor) for key, tensor in tensors.items()})
+    )
     check_replicas(((key, range(peers.num_ranks)) for key in tensors), digests)
 
 
@@ -131,7 +145,9 @@ def _read(folder: Path, layout: Layout, pieces: Iterable[Piece]) -> None:
                 tensor.copy_(value.view(tensor.shape))
 
 
-def _by_file(layout: Layout, pieces: Iterable[Piece]) -> dict[str, list[tuple[Piece, torch.Tensor]]]:
+def _by_file(
+    layout: Layout, pieces: Iterable[Piece]
+) -> dict[str, list[tuple[Piece, torch.Tensor]]]:
     """The pieces that this rank holds."""
     by_file: dict[str, list[tuple[Piece, torch.Tensor]]] = {}
     for piece in pieces:
@@ -140,7 +156,13 @@ def _by_file(layout: Layout, pieces: Iterable[Piece]) -> dict[str, list[tuple[Pi
     return by_file
 
 
-def _lay_out(partial: Path, layout: Layout, pieces: Iterable[Piece], model: PreTrainedModel, like: Path | None) -> None:
+def _lay_out(
+    partial: Path,
+    layout: Layout,
+    pieces: Iterable[Piece],
+    model: PreTrainedModel,
+    like: Path | None,
+) -> None:
     """Makes the files with their headers, and without values but those of tensors that the model does not use; and
     what is no weights: config and tokenizer."""
     shutil.rmtree(partial, ignore_errors=True)  # of a save that was killed
@@ -153,7 +175,10 @@ def _lay_out(partial: Path, layout: Layout, pieces: Iterable[Piece], model: PreT
         (partial / INDEX).write_bytes(layout.index)
     if like is None:
         config = copy.deepcopy(model.config)
-        config.architectures, config.dtype = [type(model).__name__], str(model.dtype).removeprefix("torch.")
+        config.architectures, config.dtype = (
+            [type(model).__name__],
+            str(model.dtype).removeprefix("torch."),
+        )
         config.save_pretrained(partial)
         if model.can_generate():
             model.generation_config.save_pretrained(partial)
@@ -163,7 +188,10 @@ def _lay_out(partial: Path, layout: Layout, pieces: Iterable[Piece], model: PreT
             shutil.copyfile(path, partial / path.name)
     own = {piece.key for piece in pieces}
     for stored in (stored for key, stored in layout.tensors.items() if key not in own):
-        with (like / stored.file).open("rb") as source, (partial / stored.file).open("r+b") as target:
+        with (
+            (like / stored.file).open("rb") as source,
+            (partial / stored.file).open("r+b") as target,
+        ):
             source.seek(stored.start)
             target.seek(stored.start)
             for start in range(0, stored.num_bytes, _COPY_BYTES):
@@ -188,7 +216,11 @@ def _publish(partial: Path, folder: Path) -> None:
         partial.rename(folder)
         sync(folder.parent)
         return
-    old = {path.name for path in folder.iterdir() if path.name == INDEX or _WEIGHTS.fullmatch(path.name)}
+    old = {
+        path.name
+        for path in folder.iterdir()
+        if path.name == INDEX or _WEIGHTS.fullmatch(path.name)
+    }
     new = {path.name for path in partial.iterdir()}
     last = INDEX if INDEX in new else WEIGHTS  # what transformers looks for
     if old & new - {last}:  # shards of the same names, which are replaced one by one

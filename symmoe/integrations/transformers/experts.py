@@ -7,7 +7,15 @@ from functools import partial
 
 import torch
 
-from symmoe.checks.arguments import Order, Overflow, Problem, Stash, tensor_problem, words_problem, working_dtype
+from symmoe.checks.arguments import (
+    Order,
+    Overflow,
+    Problem,
+    Stash,
+    tensor_problem,
+    words_problem,
+    working_dtype,
+)
 from symmoe.errors import ArgumentError, ConfigMismatch, PeerTimeout, raise_for
 from symmoe.grouped.activations import ScaledActivation
 from symmoe.grouped.mlp import GroupedMLP
@@ -58,7 +66,9 @@ class ExpertParallelExperts(ExpertParallelModule):
         peft_names: how peft's files name the adapters of `mlp.fc1` and `mlp.fc2`, if they come from peft.
     """
 
-    def __init__(self, mlp: GroupedMLP, heap: SymmetricHeap, *, step: StepConfig, form: ExpertsForm) -> None:
+    def __init__(
+        self, mlp: GroupedMLP, heap: SymmetricHeap, *, step: StepConfig, form: ExpertsForm
+    ) -> None:
         super().__init__()
         self.heap, self.replicas, self.form = heap, Replicas(None), form
         self.num_experts = mlp.num_groups * heap.num_ranks  # E, experts of all ranks
@@ -108,7 +118,9 @@ class ExpertParallelExperts(ExpertParallelModule):
             return self._run(hidden_states, top_k_index, top_k_weights)
         try:
             self.heap.check(control.PHASE_PLAN)
-            problem = self.wrapper_problem() or self._problem(hidden_states, top_k_index, top_k_weights)
+            problem = self.wrapper_problem() or self._problem(
+                hidden_states, top_k_index, top_k_weights
+            )
             self.heap.fail_for(problem, control.PHASE_PLAN)
             return self._run(hidden_states, top_k_index, top_k_weights)
         except (ConfigMismatch, PeerTimeout) as error:
@@ -116,13 +128,17 @@ class ExpertParallelExperts(ExpertParallelModule):
                 error.args = (f"{error} ({_ENDS})",)
             raise
 
-    def _run(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+    def _run(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
         dtype = working_dtype(hidden_states)
         tokens, probs = hidden_states.to(dtype), top_k_weights.float()
         y, load = run_routed(self._routed_experts, tokens, probs, top_k_index, self.mlp)
         if self.listeners.callbacks:
             ids, size = top_k_index, self.config.hidden * dtype.itemsize
-            self.listeners.tell(RoutingReport(ids, ids, load[0], load[1], size, size, is_training=self.training))
+            self.listeners.tell(
+                RoutingReport(ids, ids, load[0], load[1], size, size, is_training=self.training)
+            )
         return y.to(hidden_states.dtype)
 
     def extra_repr(self) -> str:
@@ -130,18 +146,27 @@ class ExpertParallelExperts(ExpertParallelModule):
 
     def _problem(self, x: torch.Tensor, topk_idx: torch.Tensor, weights: torch.Tensor) -> Problem:
         if x.dim() != 2 or x.shape[1] != self.mlp.hidden:
-            return ArgumentError(f"hidden_states has shape {list(x.shape)}; it must be [T, {self.mlp.hidden}]")
+            return ArgumentError(
+                f"hidden_states has shape {list(x.shape)}; it must be [T, {self.mlp.hidden}]"
+            )
         if topk_idx.shape[:1] != x.shape[:1] or weights.shape != topk_idx.shape:
             return ArgumentError(
                 f"top_k_index {list(topk_idx.shape)} and top_k_weights {list(weights.shape)} must both be "
                 f"[{x.shape[0]}, K]"
             )
-        error = tensor_problem("hidden_states", x, shape=None, dtypes=control.DTYPES, device=self.heap.device)
+        error = tensor_problem(
+            "hidden_states", x, shape=None, dtypes=control.DTYPES, device=self.heap.device
+        )
         return error or self.mlp.fc1.width_problem(x) or self.mlp.fc2.width_problem(x)
 
 
 def empty_experts(
-    form: ExpertsForm, experts: StockExperts, num_local: int, heap: SymmetricHeap, *, step: StepConfig
+    form: ExpertsForm,
+    experts: StockExperts,
+    num_local: int,
+    heap: SymmetricHeap,
+    *,
+    step: StepConfig,
 ) -> ExpertParallelExperts:
     """A module for `num_local` experts shaped like those of transformers' module; parameters are on the meta device."""
     down = form.turned(experts.down_proj)

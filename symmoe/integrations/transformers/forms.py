@@ -21,12 +21,17 @@ from symmoe.grouped.activations import ScaledActivation
 from symmoe.integrations.transformers.adapters import unwrapped
 from symmoe.kernels.activation import FUNCTIONS, SILU, Activation
 
-_SMALL, _HUGE = 0.125, 2.0**40  # arguments of a gate; limits that are smaller or larger are not recognised
+_SMALL, _HUGE = (
+    0.125,
+    2.0**40,
+)  # arguments of a gate; limits that are smaller or larger are not recognised
 _DIGITS = 5  # of alpha, limit and offset: a gate may compute in fp32
 _PLAIN: Any = {"dtype": torch.float32, "device": "cpu"}  # whatever the caller's defaults are
 
 
-StockExperts = Any  # an experts module of transformers: torch gives all attributes of a module one type
+StockExperts = (
+    Any  # an experts module of transformers: torch gives all attributes of a module one type
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +57,16 @@ class ExpertsForm:
     @property
     def parameters(self) -> dict[str, str]:
         """The names in GroupedMLP ("fc1.weight", ..) by transformers' names."""
-        stems = {"gate_up_proj" if self.activation.is_gated else "up_proj": "fc1", "down_proj": "fc2"}
+        stems = {
+            "gate_up_proj" if self.activation.is_gated else "up_proj": "fc1",
+            "down_proj": "fc2",
+        }
         kinds = {"": "weight", "_bias": "bias"} if self.has_bias else {"": "weight"}
-        return {stem + end: f"{linear}.{kind}" for stem, linear in stems.items() for end, kind in kinds.items()}
+        return {
+            stem + end: f"{linear}.{kind}"
+            for stem, linear in stems.items()
+            for end, kind in kinds.items()
+        }
 
     def turned(self, tensor: torch.Tensor) -> torch.Tensor:
         """A view of weights or biases [E, ..] in the layout of transformers, if they are in ours, or the reverse."""
@@ -71,7 +83,11 @@ def experts_modules(model: nn.Module) -> Iterator[tuple[str, StockExperts]]:
     outer = None
     for path, module in model.named_modules():
         stock, _ = unwrapped(module)
-        if hasattr(stock, "is_transposed") and hasattr(stock, "down_proj") and not f"{path}.".startswith(f"{outer}."):
+        if (
+            hasattr(stock, "is_transposed")
+            and hasattr(stock, "down_proj")
+            and not f"{path}.".startswith(f"{outer}.")
+        ):
             outer = path
             yield path, stock
 
@@ -82,14 +98,20 @@ def _activation_of(experts: StockExperts) -> Activation:
     act, is_gated = (experts._apply_gate, True) if experts.has_gate else (experts.act_fn, False)
 
     def at(gate: float, up: float) -> float:
-        row = [gate, up] if is_gated else [gate]  # of two columns, the halves and the blocks of one are the same
+        row = (
+            [gate, up] if is_gated else [gate]
+        )  # of two columns, the halves and the blocks of one are the same
         return float(act(torch.tensor([row], dtype=torch.float64, device="cpu")))
 
     found: list[Activation] = []
     try:
         # f(_SMALL)
         value = (at(_SMALL, _SMALL) - at(_SMALL, 0.0)) / _SMALL if is_gated else at(_SMALL, 0.0)
-        silu = {"alpha": _rounded(math.log(value / (_SMALL - value)) / _SMALL)} if 0 < value < _SMALL else {}
+        silu = (
+            {"alpha": _rounded(math.log(value / (_SMALL - value)) / _SMALL)}
+            if 0 < value < _SMALL
+            else {}
+        )
         gate: dict[str, Any] = {}
         if is_gated:
             gate["offset"] = _rounded(at(_SMALL, 0.0) / value)
@@ -98,7 +120,11 @@ def _activation_of(experts: StockExperts) -> Activation:
         for function in FUNCTIONS:
             options = gate | (silu if function == SILU else {})
             for interleave in (None, 1) if is_gated else (None,):
-                found.append(Activation(function=function, is_gated=is_gated, interleave=interleave, **options))
+                found.append(
+                    Activation(
+                        function=function, is_gated=is_gated, interleave=interleave, **options
+                    )
+                )
         return next(each for each in found if _is_same(each, act))
     except (StopIteration, ArithmeticError, ArgumentError, RuntimeError, TypeError, ValueError):
         inner = type(getattr(experts, "act_fn", None)).__name__
@@ -112,7 +138,9 @@ def _is_same(activation: Activation, act: Callable[[torch.Tensor], torch.Tensor]
     own, generator = ScaledActivation(activation), torch.Generator("cpu").manual_seed(0)
     for size in (1.0, 8.0, 64.0, 2 * min(activation.limit, 64.0)):
         h = torch.randn(64, 32, generator=generator, **_PLAIN) * size
-        if not torch.allclose(own(h, torch.ones(64, **_PLAIN)), act(h).float(), rtol=1e-4, atol=1e-6 * size**2):
+        if not torch.allclose(
+            own(h, torch.ones(64, **_PLAIN)), act(h).float(), rtol=1e-4, atol=1e-6 * size**2
+        ):
             return False
     return True
 

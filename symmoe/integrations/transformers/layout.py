@@ -21,7 +21,9 @@ INDEX = "model.safetensors.index.json"
 
 # In the order in which safetensors puts tensors into a file: it begins with the last of these.
 _PAIRS = "BOOL:bool U8:uint8 I8:int8 I16:int16 F16:float16 BF16:bfloat16 I32:int32 F32:float32 F64:float64 I64:int64"
-_DTYPES = {name: getattr(torch, dtype) for name, dtype in (pair.split(":") for pair in _PAIRS.split())}
+_DTYPES = {
+    name: getattr(torch, dtype) for name, dtype in (pair.split(":") for pair in _PAIRS.split())
+}
 _MAX_HEADER_BYTES = 100 << 20  # safetensors' own limit
 
 
@@ -54,7 +56,9 @@ def read_layout(folder: Path) -> Layout:
         try:
             expected = dict(json.loads(index)["weight_map"])
         except (ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{folder / INDEX} is no index of safetensors files: {error!r}") from error
+            raise CheckpointError(
+                f"{folder / INDEX} is no index of safetensors files: {error!r}"
+            ) from error
     names = sorted(set(expected.values())) if expected is not None else [WEIGHTS]
     files, tensors = {}, {}
     for name in names:
@@ -67,18 +71,27 @@ def read_layout(folder: Path) -> Layout:
         files[name] = header, size
         tensors.update(stored)
     if expected is not None and expected != {key: tensor.file for key, tensor in tensors.items()}:
-        key, file = min(set(expected.items()) ^ {(key, tensor.file) for key, tensor in tensors.items()})
-        raise CheckpointError(f"{folder / INDEX} and the files disagree on where {key} is ({file} or elsewhere)")
+        key, file = min(
+            set(expected.items()) ^ {(key, tensor.file) for key, tensor in tensors.items()}
+        )
+        raise CheckpointError(
+            f"{folder / INDEX} and the files disagree on where {key} is ({file} or elsewhere)"
+        )
     return Layout(files, tensors, index)
 
 
-def new_layout(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], *, max_shard_bytes: int) -> Layout:
+def new_layout(
+    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], *, max_shard_bytes: int
+) -> Layout:
     """A layout as transformers and safetensors make it, of keys in the order in which files are filled. A file gets no
     more than `max_shard_bytes`, unless it holds a single tensor."""
     from huggingface_hub import split_torch_state_dict_into_shards  # which transformers has brought
 
     split = split_torch_state_dict_into_shards(
-        {key: torch.empty(shape, dtype=dtype, device="meta") for key, (dtype, shape) in tensors.items()},
+        {
+            key: torch.empty(shape, dtype=dtype, device="meta")
+            for key, (dtype, shape) in tensors.items()
+        },
         filename_pattern=WEIGHTS.replace(".", "{suffix}.", 1),
         max_shard_size=max_shard_bytes,
     )
@@ -91,7 +104,10 @@ def new_layout(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], *, ma
     if split.is_sharded:
         parameters = sum(torch.Size(shape).numel() for _, shape in tensors.values())
         weight_map = {key: tensor.file for key, tensor in stored.items()}
-        content = {"metadata": {"total_parameters": parameters, **split.metadata}, "weight_map": weight_map}
+        content = {
+            "metadata": {"total_parameters": parameters, **split.metadata},
+            "weight_map": weight_map,
+        }
         index = (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
     return Layout(files, stored, index)
 
@@ -120,7 +136,9 @@ def _tensors_of(path: Path, header: bytes) -> tuple[dict[str, StoredTensor], int
             )
             for key, entry in entries.items()
         }
-        return tensors, max((each.start + each.num_bytes for each in tensors.values()), default=len(header))
+        return tensors, max(
+            (each.start + each.num_bytes for each in tensors.values()), default=len(header)
+        )
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise CheckpointError(f"{path} is no safetensors file: {error!r}") from error
 
@@ -132,7 +150,11 @@ def _new_header(shard: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> byt
     for key in sorted(shard, key=lambda key: (-order.index(shard[key][0]), key)):
         dtype, shape = shard[key]
         start, end = end, end + dtype.itemsize * torch.Size(shape).numel()
-        entries[key] = {"dtype": names[order.index(dtype)], "shape": list(shape), "data_offsets": [start, end]}
+        entries[key] = {
+            "dtype": names[order.index(dtype)],
+            "shape": list(shape),
+            "data_offsets": [start, end],
+        }
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text

@@ -23,7 +23,10 @@ from symmoe.integrations.transformers.experts import ExpertParallelExperts
 from symmoe.integrations.transformers.layout import Layout, StoredTensor, read_layout
 
 _MAX_NAMED = 3  # problems that a text spells out
-_FFN, _HIDDEN = 4, 6  # of small parameters: no two dimensions are equal, and no half is every other column
+_FFN, _HIDDEN = (
+    4,
+    6,
+)  # of small parameters: no two dimensions are equal, and no half is every other column
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +36,16 @@ class Piece:
     key: str  # in the checkpoint
     shape: tuple[int, ...]  # shape of the whole tensor on disk
     dtype: torch.dtype  # dtype in the model
-    index: int | None  # the piece's index in the first dimension; None: the piece is the whole tensor
-    tensor: torch.Tensor | None  # elements in the order on disk; None: this rank does not hold the expert
+    index: (
+        int | None
+    )  # the piece's index in the first dimension; None: the piece is the whole tensor
+    tensor: (
+        torch.Tensor | None
+    )  # elements in the order on disk; None: this rank does not hold the expert
     is_expert: bool  # otherwise all ranks have it
-    conversion: tuple[str, str, Any] | None = None  # of what is not the model's memory: see `restore`
+    conversion: tuple[str, str, Any] | None = (
+        None  # of what is not the model's memory: see `restore`
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +69,20 @@ def find_pieces(model: nn.Module, folder: Path) -> tuple[Layout, list[Piece]]:
         if stored is None:
             problems[key] = f"{key} is missing (the model has shape {list(piece.shape)})"
         elif stored.shape != piece.shape:
-            problems[key] = f"{key} has shape {list(stored.shape)}; the model has {list(piece.shape)}"
-        elif stored.dtype is None or stored.dtype.is_floating_point != piece.dtype.is_floating_point:
-            problems[key] = f"{key} has a dtype that cannot become {piece.dtype}; is the checkpoint quantised?"
+            problems[key] = (
+                f"{key} has shape {list(stored.shape)}; the model has {list(piece.shape)}"
+            )
+        elif (
+            stored.dtype is None or stored.dtype.is_floating_point != piece.dtype.is_floating_point
+        ):
+            problems[key] = (
+                f"{key} has a dtype that cannot become {piece.dtype}; is the checkpoint quantised?"
+            )
     # Patterns of keys that it may have in addition to its own, as in transformers.
-    ignored = {*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), r"rotary_emb\.inv_freq"}
+    ignored = {
+        *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()),
+        r"rotary_emb\.inv_freq",
+    }
     for key in layout.tensors:
         if key not in wanted and not any(re.search(pattern, key) for pattern in ignored):
             problems[key] = f"{key} of shape {list(layout.tensors[key].shape)} is not in the model"
@@ -95,11 +113,17 @@ def pieces_of(model: nn.Module, stored: Mapping[str, StoredTensor] | None) -> li
         else:
             value, is_converted = tensor.detach(), id(tensor) not in known
             if stored is not None and is_converted and conversion is None:
-                raise CheckpointError(f"{key}: how transformers loads what it saves there is not understood")
+                raise CheckpointError(
+                    f"{key}: how transformers loads what it saves there is not understood"
+                )
             shape, loads = tuple(value.shape), conversion if is_converted else None
             found = [Piece(key, shape, value.dtype, None, value, is_expert=False, conversion=loads)]
         operations = () if conversion is None else conversion[2].operations
-        if stored and key in stored and any(getattr(each, "check_dims", False) for each in operations):
+        if (
+            stored
+            and key in stored
+            and any(getattr(each, "check_dims", False) for each in operations)
+        ):
             found = [_as_in_file(piece, stored[key]) for piece in found]
         pieces += found
     return pieces
@@ -113,18 +137,27 @@ def _saved(
     from transformers.core_model_loading import revert_weight_conversion
 
     transforms = get_model_conversion_mapping(model)  # type: ignore[arg-type]  # new ones: they remember keys
-    converters = {key: each for each in transforms if hasattr(each, "operations") for key in each.source_patterns}
+    converters = {
+        key: each
+        for each in transforms
+        if hasattr(each, "operations")
+        for key in each.source_patterns
+    }
     there = _addresses(model, transforms, plain, stored or ())
     stand_in: Any = copy.copy(model)
     vars(stand_in)["get_parameter"] = plain.__getitem__
-    if stored is not None:  # what transformers would have used to load it, and so uses to save what it has loaded
+    if (
+        stored is not None
+    ):  # what transformers would have used to load it, and so uses to save what it has loaded
         vars(stand_in)["_weight_conversions"] = [each for each in transforms if each.was_used()]
     names: dict[int, list[str]] = {}  # of tied tensors several
     for name, tensor in plain.items():
         names.setdefault(id(tensor), []).append(name)
     in_file = {name for name, *_ in there.values()}
     chosen = [[name for name in tied if name in in_file] or tied[:1] for tied in names.values()]
-    saved: dict[str, torch.Tensor] = revert_weight_conversion(stand_in, {n: plain[n] for tied in chosen for n in tied})
+    saved: dict[str, torch.Tensor] = revert_weight_conversion(
+        stand_in, {n: plain[n] for tied in chosen for n in tied}
+    )
     if stored is None:
         yield from ((key, tensor, None) for key, tensor in saved.items())
         return
@@ -174,13 +207,19 @@ def _unswapped(model: nn.Module) -> tuple[dict[str, torch.Tensor], list[_Source]
         if name in stock_names:
             path, stock = stock_names[name]
             form = blocks[path].form
-            sizes = (form.activation.hidden_width(_FFN), _HIDDEN) if ".fc1." in name else (_HIDDEN, _FFN)
+            sizes = (
+                (form.activation.hidden_width(_FFN), _HIDDEN)
+                if ".fc1." in name
+                else (_HIDDEN, _FFN)
+            )
             shape = (blocks[path].num_experts, *sizes)[: tensor.dim()]
             places = torch.arange(math.prod(shape), device="cpu").view(shape)
             plain[stock] = form.turned(places.to(torch.complex128) + len(sources) * 1j)
             sources.append(_Source(blocks[path], tensor.detach(), places))
         elif any(name.startswith(f"{path}.") for path in blocks):
-            raise CheckpointError(f"{name} has no place in a checkpoint of transformers; merge or remove it")
+            raise CheckpointError(
+                f"{name} has no place in a checkpoint of transformers; merge or remove it"
+            )
         else:
             plain[name] = tensor
     return plain, sources
@@ -194,13 +233,19 @@ def _addresses(
     (WeightConverter) them."""
     from transformers.core_model_loading import dot_natural_key, rename_source_key
 
-    renamings, converters = ([e for e in transforms if hasattr(e, "operations") == has] for has in (False, True))
+    renamings, converters = (
+        [e for e in transforms if hasattr(e, "operations") == has] for has in (False, True)
+    )
     addresses, prefix = {}, str(model.base_model_prefix)
     for key in sorted(keys, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, prefix, plain)
         if name not in plain and key in plain:
             name, pattern = key, None
-        addresses[key] = name, pattern, tuple(re.findall(r"\d+", key)) if pattern is not None else ()
+        addresses[key] = (
+            name,
+            pattern,
+            tuple(re.findall(r"\d+", key)) if pattern is not None else (),
+        )
     return addresses
 
 
@@ -209,16 +254,24 @@ def _expert_pieces(key: str, values: torch.Tensor, source: _Source) -> Iterator[
     mlp, places, rank = source.module.mlp, source.places, source.module.heap.rank
     sizes = {_HIDDEN: mlp.hidden, _FFN: mlp.ffn, 2 * _FFN: 2 * mlp.ffn}
     is_stacked = values.dim() == places.dim()
-    for index, row in enumerate(values.real.long().view(-1 if is_stacked else 1, *values.shape[is_stacked:])):
+    for index, row in enumerate(
+        values.real.long().view(-1 if is_stacked else 1, *values.shape[is_stacked:])
+    ):
         expert = int(row.flatten()[0]) // places[0].numel()
         parts = (part.reshape(-1) for part in _parts(places[expert]))
-        number = next((i for i, part in enumerate(parts) if torch.equal(part, row.reshape(-1))), None)
+        number = next(
+            (i for i, part in enumerate(parts) if torch.equal(part, row.reshape(-1))), None
+        )
         if number is None or not sizes.keys() >= set(row.shape):
-            raise CheckpointError(f"{key}: which part of experts transformers puts there is not understood")
+            raise CheckpointError(
+                f"{key}: which part of experts transformers puts there is not understood"
+            )
         shape = (*values.shape[:is_stacked], *(sizes[dim] for dim in row.shape))
         i = expert - rank * len(source.own)
         part = _parts(source.own[i])[number] if 0 <= i < len(source.own) else None
-        yield Piece(key, shape, source.own.dtype, index if is_stacked else None, part, is_expert=True)
+        yield Piece(
+            key, shape, source.own.dtype, index if is_stacked else None, part, is_expert=True
+        )
 
 
 def _parts(rows: torch.Tensor) -> list[torch.Tensor]:
@@ -226,5 +279,8 @@ def _parts(rows: torch.Tensor) -> list[torch.Tensor]:
     both with their rows alternating or in halves; and their transposes. All in the memory of `rows`."""
     parts = [rows]
     if len(rows) % 2 == 0:
-        parts += [*rows.chunk(2), *(rows.unflatten(0, blocks).transpose(0, 1) for blocks in ((2, -1), (-1, 2)))]
+        parts += [
+            *rows.chunk(2),
+            *(rows.unflatten(0, blocks).transpose(0, 1) for blocks in ((2, -1), (-1, 2))),
+        ]
     return [turned for part in parts for turned in (part, part.movedim(-1, 0))]

@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from symmoe.checkpoint.peers import Peers
 from symmoe.errors import CheckpointError
@@ -49,18 +55,26 @@ def from_pretrained(
 
     def read_config() -> PretrainedConfig:
         if not folder.is_dir():
-            raise CheckpointError(f"folder ({folder}) is not there; huggingface_hub.snapshot_download makes one")
-        return AutoConfig.from_pretrained(folder) if config is None else copy.deepcopy(config)  # building changes it
+            raise CheckpointError(
+                f"folder ({folder}) is not there; huggingface_hub.snapshot_download makes one"
+            )
+        return (
+            AutoConfig.from_pretrained(folder) if config is None else copy.deepcopy(config)
+        )  # building changes it
 
     with Peers(heap.bootstrap) as peers:
         config = peers.together(read_config, is_last=True)
     with torch.device("meta"):
         build = getattr(model_class, "from_config", None) or model_class._from_config
-        model: PreTrainedModel = build(config, dtype=dtype or config.dtype or torch.get_default_dtype())
+        model: PreTrainedModel = build(
+            config, dtype=dtype or config.dtype or torch.get_default_dtype()
+        )
     swap_moe(model, heap, step=step)
     model.to_empty(device=heap.device)
     # What transformers loads in fp32 whatever the dtype asked for: patterns, which it searches for in names.
-    in_fp32 = [re.compile(pattern.replace("*", ".*")) for pattern in model._get_dtype_plan(model.dtype)]
+    in_fp32 = [
+        re.compile(pattern.replace("*", ".*")) for pattern in model._get_dtype_plan(model.dtype)
+    ]
     for name, tensor in model.state_dict(keep_vars=True).items():
         vars(tensor)["_is_hf_initialized"] = True
         if tensor.is_floating_point() and any(each.search(name) for each in in_fp32):

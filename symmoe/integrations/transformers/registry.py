@@ -46,7 +46,9 @@ class SymmoeEP(EPImplementation):
         super().__init__(experts, ep_mesh, tp_mesh)
         heap = self.heap
         if tp_mesh.size() > 1:
-            raise ArgumentError(f"tp_size ({tp_mesh.size()}) must be 1: every rank brings tokens of its own")
+            raise ArgumentError(
+                f"tp_size ({tp_mesh.size()}) must be 1: every rank brings tokens of its own"
+            )
         if (ep_mesh.size(), ep_mesh.get_local_rank()) != (heap.num_ranks, heap.rank):
             raise ArgumentError(
                 f"this is rank {ep_mesh.get_local_rank()} of {ep_mesh.size()} in the expert-parallel mesh, and rank "
@@ -55,7 +57,9 @@ class SymmoeEP(EPImplementation):
         self._experts: StockExperts = experts
         num_local = cast(int, self.num_local_experts)
         self._form = ExpertsForm.of(self._experts)
-        self._step_module = empty_experts(self._form, self._experts, num_local, heap, step=self.step)
+        self._step_module = empty_experts(
+            self._form, self._experts, num_local, heap, step=self.step
+        )
 
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -63,5 +67,7 @@ class SymmoeEP(EPImplementation):
         """Same as ExpertParallelExperts.forward; transformers has made the experts' parameters local tensors."""
         weights = self._form.local_weights(self._experts)
         weights = {f"mlp.{name}": weight.contiguous() for name, weight in weights.items()}
-        y: torch.Tensor = functional_call(self._step_module, weights, (hidden_states, top_k_index, top_k_weights))
+        y: torch.Tensor = functional_call(
+            self._step_module, weights, (hidden_states, top_k_index, top_k_weights)
+        )
         return y

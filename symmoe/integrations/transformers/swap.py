@@ -10,7 +10,11 @@ from torch import nn
 
 from symmoe.errors import ArgumentError
 from symmoe.integrations.transformers.adapters import PeftNames, unwrapped
-from symmoe.integrations.transformers.experts import ExpertParallelExperts, StepConfig, empty_experts
+from symmoe.integrations.transformers.experts import (
+    ExpertParallelExperts,
+    StepConfig,
+    empty_experts,
+)
 from symmoe.integrations.transformers.forms import ExpertsForm, StockExperts, experts_modules
 from symmoe.kernels import control
 from symmoe.moe.ddp_and_fsdp import prepare_for_ddp
@@ -18,7 +22,9 @@ from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.training.lora import LoRAGroupedLinear
 
 Model = TypeVar("Model", bound=nn.Module)
-_UNSEEN_BY_PEFT = "_symmoe_unseen_by_peft"  # of a swapped model: the handle of the hook that looks out for peft
+_UNSEEN_BY_PEFT = (
+    "_symmoe_unseen_by_peft"  # of a swapped model: the handle of the hook that looks out for peft
+)
 _LINEAR_OF = {"gate_up_proj": "fc1", "up_proj": "fc1", "down_proj": "fc2"}
 _REFUSED_OF_PEFT = (
     "save_pretrained load_adapter add_adapter delete_adapter set_adapter disable_adapter disable_adapter_layers "
@@ -55,19 +61,27 @@ def swap_moe(model: Model, heap: SymmetricHeap, *, step: StepConfig | None = Non
         )
     is_wrapped = hasattr(model, "peft_type")
     if not is_wrapped and "peft_config" in vars(model):
-        raise ArgumentError(f"model ({type(model).__name__}) has adapters of peft, and is no PeftModel: pass that one")
-    swapped = {path: _share_of(experts, heap, step or StepConfig()) for path, experts in found.items()}
+        raise ArgumentError(
+            f"model ({type(model).__name__}) has adapters of peft, and is no PeftModel: pass that one"
+        )
+    swapped = {
+        path: _share_of(experts, heap, step or StepConfig()) for path, experts in found.items()
+    }
     for path, share in swapped.items():
         if wrappers := unwrapped(model.get_submodule(path))[1]:
             adapt(share, wrappers)
     for path, share in swapped.items():
         model.set_submodule(path, share)
-        share.listeners.is_fixed = getattr(model.get_submodule(path.rpartition(".")[0]), "is_hash", False)
+        share.listeners.is_fixed = getattr(
+            model.get_submodule(path.rpartition(".")[0]), "is_hash", False
+        )
     if is_wrapped:
         refuse_methods_of_peft(model)
     else:
         why = "save_pretrained would write only this rank's experts; symmoe.integrations.transformers.save_checkpoint("
-        vars(model)["save_pretrained"] = partial(_refuse, f"{why}model, folder) writes those of all ranks")
+        vars(model)["save_pretrained"] = partial(
+            _refuse, f"{why}model, folder) writes those of all ranks"
+        )
         vars(model)[_UNSEEN_BY_PEFT] = model.register_forward_pre_hook(_refuse_peft)
     prepare_for_ddp(model)
     return model
@@ -90,7 +104,9 @@ def heap_of(model: nn.Module) -> SymmetricHeap:
     for module in model.modules():
         if isinstance(module, ExpertParallelExperts):
             return module.heap
-    raise ArgumentError(f"{type(model).__name__} has no expert-parallel experts: swap_moe comes first")
+    raise ArgumentError(
+        f"{type(model).__name__} has no expert-parallel experts: swap_moe comes first"
+    )
 
 
 @torch.no_grad()
@@ -108,7 +124,10 @@ def adapt(experts: ExpertParallelExperts, wrappers: list[nn.Module]) -> None:
             )
         (adapter,) = peft.lora_A
         linear = _LINEAR_OF[peft.parameter_name]
-        keys = PeftNames("base_layer." * depth, getattr(peft, "_did_swap_in_out_features", False) == is_transposed)
+        keys = PeftNames(
+            "base_layer." * depth,
+            getattr(peft, "_did_swap_in_out_features", False) == is_transposed,
+        )
         a, b, rank = peft.lora_A[adapter].weight, peft.lora_B[adapter].weight, peft.r[adapter]
         options = {"rank": rank, "alpha": peft.scaling[adapter] * rank, "dtype": a.dtype}
         adapted = LoRAGroupedLinear.from_linear(getattr(mlp, linear), rank_dropout=0.0, **options)
@@ -124,7 +143,9 @@ def adapt(experts: ExpertParallelExperts, wrappers: list[nn.Module]) -> None:
     experts.set_experts(mlp)
 
 
-def _share_of(experts: StockExperts, heap: SymmetricHeap, step: StepConfig) -> ExpertParallelExperts:
+def _share_of(
+    experts: StockExperts, heap: SymmetricHeap, step: StepConfig
+) -> ExpertParallelExperts:
     """This rank's experts, on the device of `experts`."""
     form, num_experts = ExpertsForm.of(experts), len(experts.down_proj)
     if num_experts % heap.num_ranks:
@@ -137,7 +158,11 @@ def _share_of(experts: StockExperts, heap: SymmetricHeap, step: StepConfig) -> E
     for name, whole in form.local_weights(experts).items():
         linear, _, kind = name.partition(".")
         weight = whole[start : start + num_local].clone(memory_format=torch.contiguous_format)
-        setattr(getattr(share.mlp, linear), kind, nn.Parameter(weight, requires_grad=whole.requires_grad))
+        setattr(
+            getattr(share.mlp, linear),
+            kind,
+            nn.Parameter(weight, requires_grad=whole.requires_grad),
+        )
     return share.train(experts.training)
 
 
@@ -147,7 +172,9 @@ def _refuse_peft(model: nn.Module, _args: object) -> None:
         return
     text = "peft has wrapped a model whose experts are swapped: it does not see them, and would train fewer adapters "
     text += "than of the plain model. Wrap it with symmoe.integrations.peft.get_peft_model, or before swap_moe"
-    experts = next(module for module in model.modules() if isinstance(module, ExpertParallelExperts))
+    experts = next(
+        module for module in model.modules() if isinstance(module, ExpertParallelExperts)
+    )
     experts.heap.fail_for(experts.wrapper_problem() or ArgumentError(text), control.PHASE_PLAN)
 
 

@@ -54,20 +54,30 @@ class Trainer(transformers.Trainer):
         heap_of(self.model)
         for name in ("fp16", "fsdp", "deepspeed"):
             if value := getattr(self.args, name):
-                raise ArgumentError(f"args.{name} ({value!r}) must not be set with experts on several ranks")
+                raise ArgumentError(
+                    f"args.{name} ({value!r}) must not be set with experts on several ranks"
+                )
 
-    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+    def _wrap_model(
+        self, model: nn.Module, training: bool = True, dataloader: Any = None
+    ) -> nn.Module:
         if training and model is self.model:
-            prepare_for_ddp(model)  # swap_moe has done it, but for what it swapped: peft may have wrapped that
+            prepare_for_ddp(
+                model
+            )  # swap_moe has done it, but for what it swapped: peft may have wrapped that
         return super()._wrap_model(model, training, dataloader)
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
         return clip_grad_norm(self.model, self.args.max_grad_norm)
 
-    def _get_grad_norm(self, model: nn.Module, grad_norm: torch.Tensor | None = None) -> torch.Tensor:
+    def _get_grad_norm(
+        self, model: nn.Module, grad_norm: torch.Tensor | None = None
+    ) -> torch.Tensor:
         return clip_grad_norm(self.model, float("inf")) if grad_norm is None else grad_norm
 
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+    def _save(
+        self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
+    ) -> None:
         folder = str(self.args.output_dir if output_dir is None else output_dir)
 
         def save() -> None:
@@ -84,7 +94,9 @@ class Trainer(transformers.Trainer):
             finally:
                 own["save_pretrained"] = refused
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: nn.Module | None = None
+    ) -> None:
         _save_or_load_by(self.model)[1](self.model, resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
@@ -96,14 +108,18 @@ class Trainer(transformers.Trainer):
         for name, parameter, is_expert in named_parameters(self.model):
             if parameter.requires_grad and is_expert:
                 num = len(parameter)
-                model[name] = ExpertShard(tensor=parameter, start=heap.rank * num, num_experts=heap.num_ranks * num)
+                model[name] = ExpertShard(
+                    tensor=parameter, start=heap.rank * num, num_experts=heap.num_ranks * num
+                )
             elif parameter.requires_grad:
                 model[name] = parameter
         return {"model": model, "optimizer": self.optimizer.optimizer}
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         folder = Path(output_dir, OPTIMIZER_FOLDER)
-        training_checkpoint.save_checkpoint(folder, self.state.global_step, keep_last=1, **self._trained())
+        training_checkpoint.save_checkpoint(
+            folder, self.state.global_step, keep_last=1, **self._trained()
+        )
         if self.args.should_save:
             with warnings.catch_warnings(record=True):  # that the optimizer is to be saved as well
                 torch.save(self.lr_scheduler.state_dict(), Path(output_dir, _SCHEDULER))
@@ -113,13 +129,20 @@ class Trainer(transformers.Trainer):
             return  # as with save_only_model
         training_checkpoint.load_checkpoint(Path(checkpoint, OPTIMIZER_FOLDER), **self._trained())
         with warnings.catch_warnings(record=True):
-            self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, _SCHEDULER), weights_only=True))
+            self.lr_scheduler.load_state_dict(
+                torch.load(Path(checkpoint, _SCHEDULER), weights_only=True)
+            )
 
 
-def _save_or_load_by(model: nn.Module) -> tuple[Callable[[Any, str], None], Callable[[Any, str], None]]:
+def _save_or_load_by(
+    model: nn.Module,
+) -> tuple[Callable[[Any, str], None], Callable[[Any, str], None]]:
     """What saves, and what loads, all of a model; of a PeftModel, the adapters."""
     if not hasattr(model, "peft_type"):
         return save_checkpoint, load_checkpoint
-    from symmoe.integrations.peft import load_adapters, save_adapters  # of a package that need not be installed
+    from symmoe.integrations.peft import (
+        load_adapters,
+        save_adapters,
+    )  # of a package that need not be installed
 
     return save_adapters, load_adapters

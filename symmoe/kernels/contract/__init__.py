@@ -64,6 +64,14 @@ class Kernels(
 
 def kernels_in(*modules: ModuleType) -> dict[str, Any]:
     """The functions that these modules define of those that the contract has, by name."""
-    names = {name for subject in Kernels.__mro__ for name in vars(subject) if not name.startswith("_")}
-    found = {(module.__name__, name): each for module in modules for name, each in vars(module).items()}
-    return {name: each for (where, name), each in found.items() if name in names and each.__module__ == where}
+    names = {
+        name for subject in Kernels.__mro__ for name in vars(subject) if not name.startswith("_")
+    }
+    found = {
+        (module.__name__, name): each for module in modules for name, each in vars(module).items()
+    }
+    return {
+        name: each
+        for (where, name), each in found.items()
+        if name in names and each.__module__ == where
+    }

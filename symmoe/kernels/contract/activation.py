@@ -23,11 +23,19 @@ from symmoe.kernels.contract.operands import Matrices, MaybeTensor, Rows
 
 
 class ActivationKernels(Protocol):
-    def scaled_activation(self, h: Tensor, scale: Tensor, out: Tensor, activation: Activation) -> None:
+    def scaled_activation(
+        self, h: Tensor, scale: Tensor, out: Tensor, activation: Activation
+    ) -> None:
         """out[r] = act(h[r]) * scale[r], every row: h [N, W]; scale fp32[N]; out [N, I]."""
 
     def scaled_activation_grad(
-        self, dout: Tensor, h: Tensor, scale: Tensor, dh: Tensor, dscale: Tensor, activation: Activation
+        self,
+        dout: Tensor,
+        h: Tensor,
+        scale: Tensor,
+        dh: Tensor,
+        dscale: Tensor,
+        activation: Activation,
     ) -> None:
         """Gradient of scaled_activation, every row: dout [N, I]; h, dh [N, W], may be one; scale, dscale fp32[N]."""
 
@@ -70,10 +78,14 @@ class ActivationKernels(Protocol):
         partial sums of dscale the workspace has for a row.
         """
 
-    def dact_workspace_numel(self, num_rows: int, num_groups: int, ffn: int, activation: Activation) -> int:
+    def dact_workspace_numel(
+        self, num_rows: int, num_groups: int, ffn: int, activation: Activation
+    ) -> int:
         """Elements of grouped_gemm_dact's fp32 workspace, enough for every dtype, with dbias or without."""
 
-    def sum_dact_partials(self, workspace: Tensor, row_range: Tensor, dscale: Tensor, num_partials: int) -> None:
+    def sum_dact_partials(
+        self, workspace: Tensor, row_range: Tensor, dscale: Tensor, num_partials: int
+    ) -> None:
         """dscale fp32[N], 0 in the tail, from the workspace that calls of grouped_gemm_dact have filled.
 
         row_range: whole groups, which the calls have covered. num_partials: the result of those calls.

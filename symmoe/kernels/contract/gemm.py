@@ -69,7 +69,9 @@ class GemmKernels(Protocol):
         dout of O features, rows of C; out [G, O, C] in the dtype of dout or fp32.
         """
 
-    def grouped_bias_grad(self, dout: Rows, row_range: Tensor, dbias: Tensor, *, scale: MaybeTensor = None) -> None:
+    def grouped_bias_grad(
+        self, dout: Rows, row_range: Tensor, dbias: Tensor, *, scale: MaybeTensor = None
+    ) -> None:
         """dbias[g] = sum over the rows r of group g of dout[r] * scale[r]; no rows give zeros.
 
         dout of O features; scale fp32[N], None: 1; dbias [G, O] in any dtype. The order of the sum is that of
@@ -77,7 +79,13 @@ class GemmKernels(Protocol):
         """
 
     def grouped_bias_dot(
-        self, dout: Rows, bias: Tensor, row_range: Tensor, dscale: Tensor, *, accumulate: bool = False
+        self,
+        dout: Rows,
+        bias: Tensor,
+        row_range: Tensor,
+        dscale: Tensor,
+        *,
+        accumulate: bool = False,
     ) -> None:
         """dscale[r] = dout[r] . bias[g] for every row r of every group g: the gradient of bias_scale.
 

@@ -52,7 +52,12 @@ class NodeKernels(Protocol):
         """Copies rows [T, .] of whole 4-byte words to out [A, .]: row a is row index[a], int32 [A]; 0 if T is 0."""
 
     def plan_in_node(
-        self, plan: PlanIntegers, token_to_rail_row: Tensor, numbers: Tensor, maps: RankMaps, found: InNodeIntegers
+        self,
+        plan: PlanIntegers,
+        token_to_rail_row: Tensor,
+        numbers: Tensor,
+        maps: RankMaps,
+        found: InNodeIntegers,
     ) -> None:
         """Finds where the tokens of a plan are inside each node.
 

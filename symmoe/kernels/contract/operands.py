@@ -13,8 +13,12 @@ from symmoe.kernels.tensor_table import TensorTable
 
 MaybeTensor = Tensor | None
 Matrices = Tensor | TensorTable  # a packed tensor, or matrices anywhere
-Rows = Tensor | tuple[Tensor, MaybeTensor]  # rows; or a tensor of rows, and which of them stands for row r
-Bias = Tensor | tuple[MaybeTensor, MaybeTensor] | None  # [G, O]; or that, and what multiplies it for row r, fp32[N]
+Rows = (
+    Tensor | tuple[Tensor, MaybeTensor]
+)  # rows; or a tensor of rows, and which of them stands for row r
+Bias = (
+    Tensor | tuple[MaybeTensor, MaybeTensor] | None
+)  # [G, O]; or that, and what multiplies it for row r, fp32[N]
 
 
 def as_pair(operand: Any) -> tuple[Any, Any]:

@@ -21,7 +21,9 @@ class PlanKernels(Protocol):
         Negative splits count as 0 and sums are limited to num_rows: kernels stay inside their tensors for any splits.
         """
 
-    def count_slots(self, topk_idx: Tensor, block_counts: Tensor, *, num_experts: int, num_ranks: int) -> None:
+    def count_slots(
+        self, topk_idx: Tensor, block_counts: Tensor, *, num_experts: int, num_ranks: int
+    ) -> None:
         """Counts slots per expert and tokens per destination rank in each block of tokens.
 
         Args:
@@ -32,7 +34,13 @@ class PlanKernels(Protocol):
         """
 
     def send_counts(
-        self, block_counts: Tensor, topk_idx: Tensor, header: tuple[int, ...], peers: Peers, *, num_experts: int
+        self,
+        block_counts: Tensor,
+        topk_idx: Tensor,
+        header: tuple[int, ...],
+        peers: Peers,
+        *,
+        num_experts: int,
     ) -> None:
         """Puts this rank's row (header, slots per expert, tokens per rank) into every rank's count table.
 
@@ -78,7 +86,9 @@ class PlanKernels(Protocol):
             ranks: consecutive ones, of this node, or all of the group.
         """
 
-    def assign_rows(self, topk_idx: Tensor, block_starts: Tensor, plan: PlanIntegers, *, drop: bool) -> None:
+    def assign_rows(
+        self, topk_idx: Tensor, block_starts: Tensor, plan: PlanIntegers, *, drop: bool
+    ) -> None:
         """Gives every slot of this rank its row, and every pair of a token and a rank its packed row: a stable scan in
         order of token, then k.
 

@@ -80,7 +80,13 @@ class QuantizeKernels(Protocol):
         """
 
     def group_amax(
-        self, rows: Tensor, row_range: Tensor, amax: Tensor, *, row_index: MaybeTensor = None, signs: int | None = None
+        self,
+        rows: Tensor,
+        row_range: Tensor,
+        amax: Tensor,
+        *,
+        row_index: MaybeTensor = None,
+        signs: int | None = None,
     ) -> None:
         """amax[g] = the largest finite |x| of the group's rows, 0 if there is none; fp32[G]. Whole groups.
 
@@ -143,7 +149,9 @@ class QuantizeKernels(Protocol):
         act_quantize; block_format: takes_dact_quantize.
         """
 
-    def swizzle_scales(self, scale: Tensor | ScaleTable, row_range: Tensor | None, swizzled: Tensor) -> None:
+    def swizzle_scales(
+        self, scale: Tensor | ScaleTable, row_range: Tensor | None, swizzled: Tensor
+    ) -> None:
         """Compact scales into tiles: those of grouped rows, each group's padded to whole tiles, or of any matrices.
 
         Args:

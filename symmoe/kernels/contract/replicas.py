@@ -16,7 +16,9 @@ Pair = tuple[Matrices | None, Matrices | None]  # of both layers, or of one
 
 
 class ReplicaKernels(Protocol):
-    def place_replicas(self, peers: Peers, plan: PlanIntegers, *, slack: int, num_near: int) -> None:
+    def place_replicas(
+        self, peers: Peers, plan: PlanIntegers, *, slack: int, num_near: int
+    ) -> None:
         """Moves rows of ranks that have too many to replicas on ranks that have less, from the count table, the same
         way on every rank. Rows stay in a node: each `num_near` ranks that follow each other are for themselves.
 
@@ -29,7 +31,9 @@ class ReplicaKernels(Protocol):
         expert_to_place and copy_slots.
         """
 
-    def choose_copies(self, topk_idx: Tensor, block_starts: Tensor, plan: PlanIntegers, block_counts: Tensor) -> None:
+    def choose_copies(
+        self, topk_idx: Tensor, block_starts: Tensor, plan: PlanIntegers, block_counts: Tensor
+    ) -> None:
         """Gives every slot one of its expert's copies: this rank's first slots of an expert to that on the lowest rank.
         And counts them.
 

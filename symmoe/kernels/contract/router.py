@@ -17,7 +17,12 @@ class RouterKernels(Protocol):
         """
 
     def router_gemm_grads(
-        self, d_logits: Tensor, x: Tensor, weight: Tensor, dx: Tensor | None, d_weight: Tensor | None
+        self,
+        d_logits: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        dx: Tensor | None,
+        d_weight: Tensor | None,
     ) -> None:
         """dx = d_logits @ weight and d_weight = d_logits^T @ x; what is None is not computed.
 

@@ -54,7 +54,14 @@ class RowKernels(Protocol):
         """
 
     def push_slots(
-        self, slots: Slots, region: Region, peers: Peers, received: Tensor, *, row_column: int, prob_column: int
+        self,
+        slots: Slots,
+        region: Region,
+        peers: Peers,
+        received: Tensor,
+        *,
+        row_column: int,
+        prob_column: int,
     ) -> None:
         """Writes, for each packed row, the rows of the token on that rank and their probs.
 
@@ -88,7 +95,14 @@ class RowKernels(Protocol):
         """
 
     def place_rows(
-        self, x: Tensor, slot_to_rank: Tensor, slot_to_row: Tensor, rows: Tensor, received: Tensor, *, rank: int
+        self,
+        x: Tensor,
+        slot_to_rank: Tensor,
+        slot_to_row: Tensor,
+        rows: Tensor,
+        received: Tensor,
+        *,
+        rank: int,
     ) -> None:
         """Writes each token's row to all rows that it has on this rank: rows[slot_to_row[t, k]] = x[t].
 
@@ -134,7 +148,14 @@ class RowKernels(Protocol):
         """
 
     def pull_rows(
-        self, source_rank: Tensor, source_row: Tensor, peers: Peers, received: Tensor, out: Tensor, *, column: int
+        self,
+        source_rank: Tensor,
+        source_row: Tensor,
+        peers: Peers,
+        received: Tensor,
+        out: Tensor,
+        *,
+        column: int,
     ) -> None:
         """out[t] = sum over s of row source_row[t, s] of rank source_rank[t, s]: fp32, in order of s.
 

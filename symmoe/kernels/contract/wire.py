@@ -18,7 +18,9 @@ class WireKernels(Protocol):
     def encode_rows(self, rows: Tensor, wire: Tensor, block_format: BlockFormat) -> None:
         """wire [P, W] = the result of quantize_rows for rows [P, C] bf16, fp16 or fp32, padded with zeros."""
 
-    def unpack_rows(self, wire: Tensor, row_range: Tensor, out: Buffers, *, row_index: Tensor | None = None) -> None:
+    def unpack_rows(
+        self, wire: Tensor, row_range: Tensor, out: Buffers, *, row_index: Tensor | None = None
+    ) -> None:
         """out = data[r], scale[r] = data and scales of row row_index[r] of the wire, for every row r of every group.
 
         data uint8 [N, C]; scale uint8 [N, S], the bytes of scales. Other rows are neither read nor written.

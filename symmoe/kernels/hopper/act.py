@@ -14,11 +14,32 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.contract.operands import as_pair
-from symmoe.kernels.hopper.gemm import NUM_WARPS, describe, describe_ragged, describe_rows, describe_weight, grid
+from symmoe.kernels.hopper.gemm import (
+    NUM_WARPS,
+    describe,
+    describe_ragged,
+    describe_rows,
+    describe_weight,
+    grid,
+)
 from symmoe.kernels.hopper.gluon_names import reinterpret
-from symmoe.kernels.hopper.pipeline import BLOCK_K, CHUNK, MAX_ROWS, Pipeline, run, store_chunk, write_dump
+from symmoe.kernels.hopper.pipeline import (
+    BLOCK_K,
+    CHUNK,
+    MAX_ROWS,
+    Pipeline,
+    run,
+    store_chunk,
+    write_dump,
+)
 from symmoe.kernels.launch.launch import Constants, fast_jit, launch
-from symmoe.kernels.triton.activation import SUM_COLUMNS, SUM_STEPS, act_gradients, act_value, add_neighbours
+from symmoe.kernels.triton.activation import (
+    SUM_COLUMNS,
+    SUM_STEPS,
+    act_gradients,
+    act_value,
+    add_neighbours,
+)
 
 # The epilogue runs in another warpgroup, in two warps of another, or during the other tile's products.
 SEPARATE = {
@@ -29,9 +50,22 @@ SEPARATE = {
     "load_registers": 48,
 }
 GATHERED = SEPARATE | {"finish_registers": 128, "load_registers": 64}
-TWO_WARPS = {"finish_warps": 2, "multiply_registers": 160, "finish_registers": 184, "load_registers": 184}
-ALTERNATE = {"alternate": True, "block_n": 128, "tile_columns": 128, "instruction_n": 128, "stages": 5}
-LONG_PRODUCT = 4096  # contracted features, from which on two warps finish dact before the next tile's products
+TWO_WARPS = {
+    "finish_warps": 2,
+    "multiply_registers": 160,
+    "finish_registers": 184,
+    "load_registers": 184,
+}
+ALTERNATE = {
+    "alternate": True,
+    "block_n": 128,
+    "tile_columns": 128,
+    "instruction_n": 128,
+    "stages": 5,
+}
+LONG_PRODUCT = (
+    4096  # contracted features, from which on two warps finish dact before the next tile's products
+)
 WIDE_OUTPUT = 8192  # features, from which on wider tiles of FC1 save more than alternating ones
 
 PAIRS = gl.constexpr(32)  # pairs of features in a chunk's row
@@ -71,7 +105,9 @@ def pack(low, high, DTYPE: gl.constexpr):
         instruction: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $1, $2;"
     else:
         instruction: gl.constexpr = "cvt.rn.f16x2.f32 $0, $1, $2;"
-    return gl.inline_asm_elementwise(instruction, "=r,f,f", [high, low], dtype=gl.int32, is_pure=True, pack=1)
+    return gl.inline_asm_elementwise(
+        instruction, "=r,f,f", [high, low], dtype=gl.int32, is_pure=True, pack=1
+    )
 
 
 @gluon.jit
@@ -113,7 +149,9 @@ def load_piece(h, row_scale, first_row, end, first_pair, PIPE: gl.constexpr):
 
 
 @gluon.jit
-def dact_piece(piece, hidden, results, first_row, end, first_pair, DTYPE: gl.constexpr, PIPE: gl.constexpr):
+def dact_piece(
+    piece, hidden, results, first_row, end, first_pair, DTYPE: gl.constexpr, PIPE: gl.constexpr
+):
     """dh, a and the sums of dscale of a piece, from its da in shared memory."""
     dh, a, scale_sums, num_rows = results
     gl.static_assert(SUM_COLUMNS == CHUNK)
@@ -127,14 +165,18 @@ def dact_piece(piece, hidden, results, first_row, end, first_pair, DTYPE: gl.con
     da_low, da_high = unpack(piece.load(gates.type.layout), DTYPE)
     scale = scale[:, None]
     a_low, dgate_low, dup_low, term_low = act_gradients(gate_low, up_low, da_low, scale, ACTIVATION)
-    a_high, dgate_high, dup_high, term_high = act_gradients(gate_high, up_high, da_high, scale, ACTIVATION)
+    a_high, dgate_high, dup_high, term_high = act_gradients(
+        gate_high, up_high, da_high, scale, ACTIVATION
+    )
     pointers = piece_pointers(a, row, pair, first_row, first_pair, PIPE.columns)
     gl.store(pointers, pack(a_low, a_high, DTYPE), mask=mask)
     pointers = piece_pointers(dh, row, pair, first_row, first_pair, WIDTH)
     gl.store(pointers, pack(dgate_low, dgate_high, DTYPE), mask=mask)
     if PIPE.activation.is_gated:
         gl.store(pointers + PIPE.columns // 2, pack(dup_low, dup_high, DTYPE), mask=mask)
-    sums = gl.convert_layout(gl.sum(add_neighbours(term_low + term_high, SUM_STEPS - 1), axis=1), row.type.layout)
+    sums = gl.convert_layout(
+        gl.sum(add_neighbours(term_low + term_high, SUM_STEPS - 1), axis=1), row.type.layout
+    )
     place = scale_sums + (first_pair // PAIRS).to(gl.int64) * num_rows + first_row + row
     gl.store(place, sums, mask=(first_row + row < end) & (first_pair < PIPE.columns // 2))
 
@@ -150,12 +192,19 @@ def dact_tile(args, dump, turn, first_chunk, tile_row, end, n_tile, PIPE: gl.con
     chunks, dumped, taken = dump
     DTYPE: gl.constexpr = h.dtype.element_ty
     h = h.to(gl.pointer_type(gl.int32))
-    results = (dh.to(gl.pointer_type(gl.int32)), a.to(gl.pointer_type(gl.int32)), scale_sums, num_rows)
+    results = (
+        dh.to(gl.pointer_type(gl.int32)),
+        a.to(gl.pointer_type(gl.int32)),
+        scale_sums,
+        num_rows,
+    )
     ROWS: gl.constexpr = ROWS_PER_WARP * gl.num_warps()
     STRIPS: gl.constexpr = CHUNK // ROWS  # of a chunk
     ACROSS: gl.constexpr = PIPE.tile_chunks
     PIECES: gl.constexpr = STRIPS * ACROSS  # in CHUNK rows
-    pieces = reinterpret(chunks, gl.int32, [8 * STRIPS, ROWS, PAIRS], gl.NVMMASharedLayout(128, 32, 2))
+    pieces = reinterpret(
+        chunks, gl.int32, [8 * STRIPS, ROWS, PAIRS], gl.NVMMASharedLayout(128, 32, 2)
+    )
     tile_pair = n_tile * (PIPE.tile_columns // 2)
     even = load_piece(h, row_scale, tile_row, end, tile_pair, PIPE)
     odd = load_piece(h, row_scale, tile_row, end, tile_pair + PAIRS, PIPE)
@@ -183,7 +232,9 @@ def dact_tile(args, dump, turn, first_chunk, tile_row, end, n_tile, PIPE: gl.con
 
 
 @gluon.jit
-def dact_epilogue(acc, args, dump, turn, first_row, end, n_tile, WARPGROUP: gl.constexpr, PIPE: gl.constexpr):
+def dact_epilogue(
+    acc, args, dump, turn, first_row, end, n_tile, WARPGROUP: gl.constexpr, PIPE: gl.constexpr
+):
     """Of a multiplying warpgroup."""
     chunks, _, _ = dump
     write_dump(acc, chunks, WARPGROUP, PIPE)
@@ -191,7 +242,9 @@ def dact_epilogue(acc, args, dump, turn, first_row, end, n_tile, WARPGROUP: gl.c
 
 
 @gluon.jit
-def act_piece(both, row_scale, a, first_row, end, first_pair, DTYPE: gl.constexpr, PIPE: gl.constexpr):
+def act_piece(
+    both, row_scale, a, first_row, end, first_pair, DTYPE: gl.constexpr, PIPE: gl.constexpr
+):
     """a of a piece, from its gates and ups in shared memory."""
     gates, ups = both
     ACTIVATION: gl.constexpr = PIPE.activation
@@ -217,7 +270,9 @@ def act_tile(args, dump, turn, first_chunk, tile_row, end, n_tile, PIPE: gl.cons
     ROWS: gl.constexpr = ROWS_PER_WARP * gl.num_warps()
     STRIPS: gl.constexpr = CHUNK // ROWS  # strips of a chunk
     ACROSS: gl.constexpr = PIPE.tile_chunks // 2  # chunks of gates from left to right
-    pieces = reinterpret(chunks, gl.int32, [8 * STRIPS, ROWS, PAIRS], gl.NVMMASharedLayout(128, 32, 2))
+    pieces = reinterpret(
+        chunks, gl.int32, [8 * STRIPS, ROWS, PAIRS], gl.NVMMASharedLayout(128, 32, 2)
+    )
     column = n_tile * PIPE.tile_columns
     for half in range(2):
         if PIPE.finish_warps > 0:
@@ -226,7 +281,13 @@ def act_tile(args, dump, turn, first_chunk, tile_row, end, n_tile, PIPE: gl.cons
         gates = first_chunk + half * (2 * ACROSS)
         for i in gl.static_range(ACROSS):
             store_chunk(h_desc, chunks.index(gates + i), first_row, end, column + i * CHUNK)
-            store_chunk(h_desc, chunks.index(gates + ACROSS + i), first_row, end, PIPE.columns + column + i * CHUNK)
+            store_chunk(
+                h_desc,
+                chunks.index(gates + ACROSS + i),
+                first_row,
+                end,
+                PIPE.columns + column + i * CHUNK,
+            )
         for i in range(ACROSS * STRIPS):
             piece = (gates + i // STRIPS) * STRIPS + i % STRIPS
             both = (pieces.index(piece), pieces.index(piece + ACROSS * STRIPS))
@@ -239,7 +300,9 @@ def act_tile(args, dump, turn, first_chunk, tile_row, end, n_tile, PIPE: gl.cons
 
 
 @gluon.jit
-def act_epilogue(acc, args, dump, turn, first_row, end, n_tile, WARPGROUP: gl.constexpr, PIPE: gl.constexpr):
+def act_epilogue(
+    acc, args, dump, turn, first_row, end, n_tile, WARPGROUP: gl.constexpr, PIPE: gl.constexpr
+):
     """Of a multiplying warpgroup."""
     chunks, _, _ = dump
     tma.store_wait(0)
@@ -258,13 +321,17 @@ def hopper_act_kernel(
     a,  # [N, I]
     PIPE: gl.constexpr,
 ):
-    gl.static_assert(PIPE.columns % PIPE.tile_columns == 0)  # otherwise gates would be stored among ups
+    gl.static_assert(
+        PIPE.columns % PIPE.tile_columns == 0
+    )  # otherwise gates would be stored among ups
     args = (h_desc, row_scale, a)
     EPILOGUE: gl.constexpr = act_tile if PIPE.finish_warps > 0 else act_epilogue
     run(rows_desc, weight_desc, row_range, EPILOGUE, args, a.dtype.element_ty, PIPE)
 
 
-@fast_jit(["dout_desc", "dout", "weight_desc", "h", "dh", "a"], optional=["num_rows"], jit=gluon.jit)
+@fast_jit(
+    ["dout_desc", "dout", "weight_desc", "h", "dh", "a"], optional=["num_rows"], jit=gluon.jit
+)
 def hopper_dact_kernel(
     dout_desc,  # [N, O], block [BLOCK_M, BLOCK_K]; None when gathering
     dout,  # [P, O], for gathering
@@ -285,7 +352,9 @@ def hopper_dact_kernel(
     run(source, weight_desc, row_range, EPILOGUE, args, dout.dtype.element_ty, PIPE)
 
 
-def launch_dact(dout, weight, row_range, hidden, results, activation, *, num_sms=None, variant=None):
+def launch_dact(
+    dout, weight, row_range, hidden, results, activation, *, num_sms=None, variant=None
+):
     """Computes dh and a of grouped_gemm_dact, and the sums of dscale's blocks [num_scale_sums(I), N].
 
     results: dh, a and these sums. variant: options of the Pipeline, for comparisons.
@@ -296,15 +365,30 @@ def launch_dact(dout, weight, row_range, hidden, results, activation, *, num_sms
     gathered = row_index is not None
     if variant is None:
         variant = GATHERED if gathered else TWO_WARPS if dout_width >= LONG_PRODUCT else ALTERNATE
-    pipe, constants = _dact_plan(num_groups, ffn, dout_width, dout.dtype, activation, gathered, tuple(variant.items()))
-    arguments = None if gathered else dout, dout, row_index, weight, row_range, *hidden, *results, num_rows
+    pipe, constants = _dact_plan(
+        num_groups, ffn, dout_width, dout.dtype, activation, gathered, tuple(variant.items())
+    )
+    arguments = (
+        None if gathered else dout,
+        dout,
+        row_index,
+        weight,
+        row_range,
+        *hidden,
+        *results,
+        num_rows,
+    )
     launch(hopper_dact_kernel, grid(pipe, num_rows, num_sms, dout.device), constants, *arguments)
 
 
 @functools.cache
-def _dact_plan(num_groups, ffn, dout_width, dtype, activation, gathered, variant) -> tuple[Pipeline, Constants]:
+def _dact_plan(
+    num_groups, ffn, dout_width, dtype, activation, gathered, variant
+) -> tuple[Pipeline, Constants]:
     sizes = {"num_groups": num_groups, "columns": ffn, "in_width": dout_width}
-    pipe = Pipeline(**sizes, activation=activation, weight_k_first=True, gathered=gathered, **dict(variant))
+    pipe = Pipeline(
+        **sizes, activation=activation, weight_k_first=True, gathered=gathered, **dict(variant)
+    )
     descriptors = {0: describe_rows(dtype), 3: describe_weight(pipe, dtype)}
     return pipe, Constants({"PIPE": pipe, "num_warps": NUM_WARPS}, descriptors)
 
@@ -315,7 +399,9 @@ def takes_act(num_rows: int, ffn: int, activation: Activation) -> bool:
     return activation.is_gated and activation.interleave is None and fills
 
 
-def launch_act(rows, weight, row_range, row_scale, results, activation, *, num_sms=None, variant=None):
+def launch_act(
+    rows, weight, row_range, row_scale, results, activation, *, num_sms=None, variant=None
+):
     """grouped_gemm_act of contiguous rows, for gated activations with two halves and widths that whole tiles fill.
 
     variant: options of the Pipeline, for comparisons.
@@ -323,7 +409,9 @@ def launch_act(rows, weight, row_range, row_scale, results, activation, *, num_s
     num_rows, ffn = results[1].shape
     num_groups, _, in_width = weight.shape
     variant = variant or (SEPARATE if ffn >= WIDE_OUTPUT else ALTERNATE)
-    pipe, constants = _act_plan(num_groups, ffn, in_width, rows.dtype, activation, tuple(variant.items()))
+    pipe, constants = _act_plan(
+        num_groups, ffn, in_width, rows.dtype, activation, tuple(variant.items())
+    )
     arguments = rows, weight, row_range, row_scale, *results
     launch(hopper_act_kernel, grid(pipe, num_rows, num_sms, rows.device), constants, *arguments)
 
@@ -332,7 +420,9 @@ def launch_act(rows, weight, row_range, row_scale, results, activation, *, num_s
 def _act_plan(num_groups, ffn, in_width, dtype, activation, variant) -> tuple[Pipeline, Constants]:
     options = {"block_n": 256, **dict(variant)}
     options["tile_columns"] = options["block_n"] // 2
-    pipe = Pipeline(num_groups=num_groups, columns=ffn, in_width=in_width, activation=activation, **options)
+    pipe = Pipeline(
+        num_groups=num_groups, columns=ffn, in_width=in_width, activation=activation, **options
+    )
     describe_halves = describe([1, 2, pipe.tile_columns, BLOCK_K.value], dtype)
 
     def describe_gates_and_ups(weight: torch.Tensor) -> TensorDescriptor:

@@ -8,12 +8,23 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from symmoe.kernels.hopper.pipeline import BLOCK_K, BLOCK_M, CHUNK, RAGGED, Pipeline, run, store_chunk, write_dump
+from symmoe.kernels.hopper.pipeline import (
+    BLOCK_K,
+    BLOCK_M,
+    CHUNK,
+    RAGGED,
+    Pipeline,
+    run,
+    store_chunk,
+    write_dump,
+)
 from symmoe.kernels.launch.launch import Constants, Describe, fast_jit, launch
 from symmoe.kernels.triton.tiles import launch_grid, max_row_tiles
 
 NUM_WARPS = 4  # warps of the first warpgroup; warp_specialize adds the others
-ZERO_BLOCK = gl.constexpr(1024)  # elements that a warpgroup sets to zero at a time: 16 bytes per thread
+ZERO_BLOCK = gl.constexpr(
+    1024
+)  # elements that a warpgroup sets to zero at a time: 16 bytes per thread
 GLUON_DTYPES = {
     torch.bfloat16: gl.bfloat16,
     torch.float16: gl.float16,
@@ -24,7 +35,9 @@ GLUON_DTYPES = {
 
 
 @gluon.jit
-def store_tile(acc, args, dump, turn, first_row, end, n_tile, WARPGROUP: gl.constexpr, PIPE: gl.constexpr):
+def store_tile(
+    acc, args, dump, turn, first_row, end, n_tile, WARPGROUP: gl.constexpr, PIPE: gl.constexpr
+):
     """Epilogue: rounds a tile and stores it by TMA, which reads while the next tile is multiplied."""
     out_desc = args
     chunks, _, _ = dump
@@ -64,7 +77,9 @@ def hopper_gemm_kernel(
         zero_tail_rows(out, row_range, num_rows, PIPE)
 
 
-def launch_gemm(rows, weight, row_range, out, *, weight_k_first, zero_tail=False, num_sms=None, **options):
+def launch_gemm(
+    rows, weight, row_range, out, *, weight_k_first, zero_tail=False, num_sms=None, **options
+):
     """grouped_gemm, or grouped_gemm_dgrad if weight_k_first, without an index and without bias.
 
     options: options of the Pipeline, for comparisons.
@@ -76,16 +91,29 @@ def launch_gemm(rows, weight, row_range, out, *, weight_k_first, zero_tail=False
 
 
 @functools.cache
-def _gemm_plan(num_groups, columns, in_width, dtype, weight_k_first, options) -> tuple[Pipeline, Constants]:
-    sizes = {"num_groups": num_groups, "columns": columns, "in_width": in_width, "weight_k_first": weight_k_first}
+def _gemm_plan(
+    num_groups, columns, in_width, dtype, weight_k_first, options
+) -> tuple[Pipeline, Constants]:
+    sizes = {
+        "num_groups": num_groups,
+        "columns": columns,
+        "in_width": in_width,
+        "weight_k_first": weight_k_first,
+    }
     pipe = Pipeline(**sizes, **{"group_m": 8 if weight_k_first else 16, **dict(options)})
-    descriptors = {0: describe_rows(dtype), 1: describe_weight(pipe, dtype), 2: describe_ragged(dtype)}
+    descriptors = {
+        0: describe_rows(dtype),
+        1: describe_weight(pipe, dtype),
+        2: describe_ragged(dtype),
+    }
     return pipe, Constants({"PIPE": pipe, "num_warps": NUM_WARPS}, descriptors)
 
 
 def grid(pipe: Pipeline, num_rows: int, num_sms: int | None, device: torch.device) -> tuple[int]:
     """One program per SM, but no more than there can be tiles."""
-    return launch_grid(max_row_tiles(num_rows, pipe.num_groups, BLOCK_M.value) * pipe.num_n_tiles, num_sms, device)
+    return launch_grid(
+        max_row_tiles(num_rows, pipe.num_groups, BLOCK_M.value) * pipe.num_n_tiles, num_sms, device
+    )
 
 
 def describe(block: list[int], dtype: torch.dtype) -> Describe:
@@ -105,7 +133,9 @@ def describe_weight(pipe: Pipeline, dtype: torch.dtype) -> Describe:
     return describe([1, *block], dtype)
 
 
-def describe_ragged(dtype: torch.dtype, rows: int = CHUNK.value, columns: int = CHUNK.value) -> Describe:
+def describe_ragged(
+    dtype: torch.dtype, rows: int = CHUNK.value, columns: int = CHUNK.value
+) -> Describe:
     """Function from a contiguous matrix to its ragged descriptor, for blocks [rows, columns]: see store_chunk."""
     block = [1, 1, rows, columns]
     layout = gl.NVMMASharedLayout.get_default_for(block, GLUON_DTYPES[dtype])

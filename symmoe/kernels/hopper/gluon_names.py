@@ -10,9 +10,13 @@ from typing import Any
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, tma
 
-thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # of a role's threads; since 3.7
+thread_barrier = (
+    gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
+)  # of a role's threads; since 3.7
 _memory = gl.shared_memory_descriptor
-reinterpret = _memory.reinterpret if hasattr(_memory, "reinterpret") else _memory._reinterpret  # since 3.9
+reinterpret = (
+    _memory.reinterpret if hasattr(_memory, "reinterpret") else _memory._reinterpret
+)  # since 3.9
 
 if hasattr(tma, "async_load"):  # since 3.8
     tma_load, tma_store, copy_async = tma.async_load, tma.async_store, async_copy.async_load

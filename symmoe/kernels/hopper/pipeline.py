@@ -43,7 +43,9 @@ BLOCK_M = gl.constexpr(128)
 BLOCK_K = gl.constexpr(64)
 CHUNK = gl.constexpr(64)  # products leave the registers in chunks [CHUNK, CHUNK]
 LAG = gl.constexpr(1)  # stages of gathered rows in flight when the next stage is requested
-RAGGED = gl.constexpr(2**30)  # rows that a ragged descriptor spans; see ragged_descriptor in triton/tiles.py
+RAGGED = gl.constexpr(
+    2**30
+)  # rows that a ragged descriptor spans; see ragged_descriptor in triton/tiles.py
 MAX_ROWS = RAGGED.value  # of an output that is stored by TMA
 
 
@@ -125,7 +127,9 @@ def row_tile_prefix(row_range, PIPE: gl.constexpr):
 @gluon.jit
 def locate_tile(tile, prefix, row_range, PIPE: gl.constexpr):
     """See locate_tile in triton/tiles.py."""
-    return tiles.locate_tile(tile, prefix, row_range, PIPE.num_groups, PIPE.num_n_tiles, PIPE.group_m, BLOCK_M)
+    return tiles.locate_tile(
+        tile, prefix, row_range, PIPE.num_groups, PIPE.num_n_tiles, PIPE.group_m, BLOCK_M
+    )
 
 
 # ------------------------------------------------------------------------------------------------------ the ring
@@ -136,7 +140,7 @@ def make_ring(dtype: gl.constexpr, b_desc, PIPE: gl.constexpr):
     """Stages of both operands, and their barriers."""
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     a = gl.allocate_shared_memory(dtype, [PIPE.stages, BLOCK_M, BLOCK_K], layout)
-    b = gl.allocate_shared_memory(dtype, [PIPE.stages] + b_desc.block_shape, b_desc.layout)  # noqa: RUF005
+    b = gl.allocate_shared_memory(dtype, [PIPE.stages] + b_desc.block_shape, b_desc.layout)
     full = make_barriers(PIPE.stages, 2 if PIPE.gathered else 1)
     empty = make_barriers(PIPE.stages, 1 if PIPE.alternate else 2)
     return a, b, full, empty
@@ -166,7 +170,9 @@ def skip_tile(stage, phase, PIPE: gl.constexpr):
 
 
 @gluon.jit
-def load_weight(b_desc, b, full, stage, group, n_tile, k, NUM_BYTES: gl.constexpr, PIPE: gl.constexpr):
+def load_weight(
+    b_desc, b, full, stage, group, n_tile, k, NUM_BYTES: gl.constexpr, PIPE: gl.constexpr
+):
     """Begins to load a stage's weights, and announces NUM_BYTES, which come to the stage by TMA."""
     mbarrier.expect(full.index(stage), NUM_BYTES)
     column = n_tile * PIPE.tile_columns
@@ -285,7 +291,9 @@ def product(ring, turn_barriers, stage, phase, WARPGROUP: gl.constexpr, PIPE: gl
         # before the loop for one that does not change, and would freeze it there.
         mbarrier.arrive(empty.index(stage_before(stage, PIPE)), pred=k > 0)
         stage, phase = next_stage(stage, phase, PIPE)
-    if PIPE.alternate:  # this tile has landed: from here on, the parities of the other warpgroup are unambiguous
+    if (
+        PIPE.alternate
+    ):  # this tile has landed: from here on, the parities of the other warpgroup are unambiguous
         mbarrier.arrive(turn_barriers.index(1 - WARPGROUP))
     acc = warpgroup_mma_wait(0, deps=(acc,))
     mbarrier.arrive(empty.index(stage_before(stage, PIPE)))
@@ -299,7 +307,14 @@ def stage_before(stage, PIPE: gl.constexpr):
 
 @gluon.jit
 def multiply(
-    EPILOGUE: gl.constexpr, args, row_range, ring, turn_barriers, dump, WARPGROUP: gl.constexpr, PIPE: gl.constexpr
+    EPILOGUE: gl.constexpr,
+    args,
+    row_range,
+    ring,
+    turn_barriers,
+    dump,
+    WARPGROUP: gl.constexpr,
+    PIPE: gl.constexpr,
 ):
     """The role. EPILOGUE(acc, args, dump, turn, first_row, end, n_tile, WARPGROUP, PIPE) does the rest of a tile.
 
@@ -313,7 +328,9 @@ def multiply(
     if PIPE.alternate and WARPGROUP == 1:
         first += gl.num_programs(0)
         stage, phase = skip_tile(stage, phase, PIPE)
-    STEP: gl.constexpr = 2 if PIPE.alternate else 1  # from one of this warpgroup's tiles to the next one
+    STEP: gl.constexpr = (
+        2 if PIPE.alternate else 1
+    )  # from one of this warpgroup's tiles to the next one
     for tile in range(first, num_row_tiles * PIPE.num_n_tiles, STEP * gl.num_programs(0)):
         if PIPE.alternate:
             mbarrier.wait(turn_barriers.index(WARPGROUP), turn ^ (1 - WARPGROUP))
@@ -370,7 +387,9 @@ def store_chunk(desc, chunk, row, end, column):
 
 
 @gluon.jit
-def leave_to_finish(acc, args, dump, turn, first_row, end, n_tile, WARPGROUP: gl.constexpr, PIPE: gl.constexpr):
+def leave_to_finish(
+    acc, args, dump, turn, first_row, end, n_tile, WARPGROUP: gl.constexpr, PIPE: gl.constexpr
+):
     """Epilogue: the role finish does the rest."""
     chunks, dumped, taken = dump
     mbarrier.wait(taken.index(WARPGROUP), turn ^ 1)
@@ -393,7 +412,9 @@ def finish(FINISH: gl.constexpr, args, row_range, dump, PIPE: gl.constexpr):
 
 
 @gluon.jit
-def run(source, b_desc, row_range, EPILOGUE: gl.constexpr, args, dtype: gl.constexpr, PIPE: gl.constexpr):
+def run(
+    source, b_desc, row_range, EPILOGUE: gl.constexpr, args, dtype: gl.constexpr, PIPE: gl.constexpr
+):
     """Runs all roles. EPILOGUE: argument of multiply; with finish_warps, of finish."""
     ring = make_ring(dtype, b_desc, PIPE)
     dump = make_dump(dtype)

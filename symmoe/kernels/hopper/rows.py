@@ -38,7 +38,9 @@ SUM_PIECE_BYTES = 8 << 10  # at most; 64 bytes to a thread
 MAX_SUM_STAGES = 32
 MOVERS = 4  # warps that move rows, each with its own ring
 MOVE_STAGES = 3
-PIECE_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 1, 4], [1, 1, 32], [1, 4, 1], [2, 1, 0]))  # 16 bytes to a thread
+PIECE_LAYOUT = gl.constexpr(
+    gl.BlockedLayout([1, 1, 4], [1, 1, 32], [1, 4, 1], [2, 1, 0])
+)  # 16 bytes to a thread
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +81,12 @@ class Pieces:
 def prefetch(pointer):
     """Prefetches a line of 128 bytes, which will be read soon."""
     gl.inline_asm_elementwise(
-        "prefetch.global.L1 [$1]; mov.b32 $0, 0;", "=r,l", [pointer.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1
+        "prefetch.global.L1 [$1]; mov.b32 $0, 0;",
+        "=r,l",
+        [pointer.to(gl.int64)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
     )
 
 
@@ -103,13 +110,19 @@ def next_stage(stage, phase, RING: gl.constexpr, CUT: gl.constexpr):
 
 
 @gluon.jit
-def ask(x_desc, token_to_row, rank, num_tokens, batch, slots, full, stage, is_due, CUT: gl.constexpr):
+def ask(
+    x_desc, token_to_row, rank, num_tokens, batch, slots, full, stage, is_due, CUT: gl.constexpr
+):
     """Begins to load a batch of pieces: those of tokens that go to the rank, zeros for other tokens."""
     BATCH: gl.constexpr = CUT.batch
     mbarrier.expect(full.index(stage), BATCH * CUT.piece_bytes, pred=is_due)
     for i in gl.static_range(BATCH):
         token, segment = place_of(batch * BATCH + i, CUT)
-        row = gl.load(token_to_row + token * CUT.num_ranks + rank, mask=is_due & (token < num_tokens), other=-1)
+        row = gl.load(
+            token_to_row + token * CUT.num_ranks + rank,
+            mask=is_due & (token < num_tokens),
+            other=-1,
+        )
         place = [gl.where(row >= 0, token, num_tokens), segment, 0]
         tma_load(x_desc, place, full.index(stage), slots.index(stage * BATCH + i), pred=is_due)
 
@@ -130,14 +143,27 @@ def push(tensors, ring, MOVER: gl.constexpr, CUT: gl.constexpr):
     for early in gl.static_range(CUT.stages - 1):
         due = first + early * step
         stage_due = FIRST_STAGE + early
-        ask(x_desc, token_to_row, rank, num_tokens, due, slots, full, stage_due, due < num_batches, CUT)
+        ask(
+            x_desc,
+            token_to_row,
+            rank,
+            num_tokens,
+            due,
+            slots,
+            full,
+            stage_due,
+            due < num_batches,
+            CUT,
+        )
     stage = FIRST_STAGE
     phase = 0
     for batch in range(first, num_batches, step):
         mbarrier.wait(full.index(stage), phase)
         for i in gl.static_range(BATCH):
             token, segment = place_of(batch * BATCH + i, CUT)
-            row = gl.load(token_to_row + token * CUT.num_ranks + rank, mask=token < num_tokens, other=-1)
+            row = gl.load(
+                token_to_row + token * CUT.num_ranks + rank, mask=token < num_tokens, other=-1
+            )
             unit = (first_unit + row.to(gl.int64) * (CUT.row_bytes // UNIT_BYTES)).to(gl.int32)
             goes = (row >= 0) & (offset >= 0)
             place = [gl.where(goes, unit, NOWHERE), segment, 0]
@@ -145,7 +171,18 @@ def push(tensors, ring, MOVER: gl.constexpr, CUT: gl.constexpr):
         tma.store_wait(BATCH)  # the batch before has left its stage, which is filled next
         previous_stage = gl.where(stage == FIRST_STAGE, LAST_STAGE, stage - 1)
         later = batch + (CUT.stages - 1) * step
-        ask(x_desc, token_to_row, rank, num_tokens, later, slots, full, previous_stage, later < num_batches, CUT)
+        ask(
+            x_desc,
+            token_to_row,
+            rank,
+            num_tokens,
+            later,
+            slots,
+            full,
+            previous_stage,
+            later < num_batches,
+            CUT,
+        )
         stage, phase = next_stage(stage, phase, MOVER, CUT)
     wait_until_written(stage)
 
@@ -154,7 +191,12 @@ def push(tensors, ring, MOVER: gl.constexpr, CUT: gl.constexpr):
 def wait_until_written(stage):
     """Before a kernel ends, pieces must be written, not only read from shared memory."""
     gl.inline_asm_elementwise(
-        "cp.async.bulk.wait_group 0; mov.b32 $0, 0;", "=r,r", [stage], dtype=gl.int32, is_pure=False, pack=1
+        "cp.async.bulk.wait_group 0; mov.b32 $0, 0;",
+        "=r,r",
+        [stage],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
     )
 
 
@@ -162,7 +204,7 @@ def wait_until_written(stage):
 def make_rings(desc, CUT: gl.constexpr):
     """The rings' stages, one after the other, and the barriers that say that a stage is full."""
     NUM_SLOTS: gl.constexpr = CUT.rings * CUT.stages * CUT.batch
-    slots = gl.allocate_shared_memory(gl.int32, [NUM_SLOTS] + desc.block_shape, desc.layout)  # noqa: RUF005
+    slots = gl.allocate_shared_memory(gl.int32, [NUM_SLOTS] + desc.block_shape, desc.layout)
     return slots, make_barriers(CUT.rings * CUT.stages, 1)
 
 
@@ -205,7 +247,9 @@ def hopper_push_kernel(
 
 def launch_push(x, token_to_row, peers, received, *, column, rank, num_ctas):
     """push_rows of x [T, H] to one rank, on `num_ctas` SMs. T is at least 1; the row is one that `takes_rows` takes."""
-    constants = _of_movers(x.shape[1] * x.element_size(), UNIT_BYTES.value, num_ranks=peers.num_ranks, column=column)
+    constants = _of_movers(
+        x.shape[1] * x.element_size(), UNIT_BYTES.value, num_ranks=peers.num_ranks, column=column
+    )
     args = x, peers.views[rank], token_to_row, received, rank, x.shape[0]
     launch(hopper_push_kernel, (num_ctas,), constants, *args)
 
@@ -230,7 +274,9 @@ def cut_rows(row_bytes: int, most_bytes: int, **sizes: Any) -> Pieces:
     num_segments = words // segment
     piece = min(1 << (num_segments - 1).bit_length(), most_bytes // (4 * segment))
     sizes = {"batch": max(1, STAGE_BYTES // (4 * segment * piece)), **sizes}
-    return Pieces(row_bytes=row_bytes, segment=segment, num_segments=num_segments, piece=piece, **sizes)
+    return Pieces(
+        row_bytes=row_bytes, segment=segment, num_segments=num_segments, piece=piece, **sizes
+    )
 
 
 def describe_rows(cut: Pieces, unit_bytes: int = 0) -> Describe:
@@ -240,7 +286,9 @@ def describe_rows(cut: Pieces, unit_bytes: int = 0) -> Describe:
 
     def describe(rows: torch.Tensor) -> TensorDescriptor:
         shape = [(rows.nbytes - cut.row_bytes) // step + 1, cut.num_segments, cut.segment]
-        return TensorDescriptor(rows.view(torch.int32), shape, [step // 4, cut.segment, 1], block, layout)
+        return TensorDescriptor(
+            rows.view(torch.int32), shape, [step // 4, cut.segment, 1], block, layout
+        )
 
     return describe
 
@@ -277,7 +325,9 @@ def ask_primary(tokens, batch, step, slots, full, stage, CUT: gl.constexpr):
     BATCH: gl.constexpr = CUT.batch
     is_due = batch < (number * CUT.num_pieces + (BATCH - 1)) // BATCH
     mbarrier.expect(full.index(stage), BATCH * CUT.piece_bytes, pred=is_due)
-    for i in range(BATCH):  # not unrolled: the code of all roles has to fit into the instruction cache
+    for i in range(
+        BATCH
+    ):  # not unrolled: the code of all roles has to fit into the instruction cache
         index, segment = place_of(batch * BATCH + i, CUT)
         later, _ = place_of(batch * BATCH + i + step * BATCH, CUT)
         prefetch(packed_to_row + (begin + gl.maximum(gl.minimum(later, number - 1), 0)) * CUT.top_k)
@@ -337,7 +387,15 @@ def hopper_fan_out_kernel(
 def launch_fan_out(rows, packed_to_row, source_to_packed_start, *, source, num_ctas):
     """fan_out of rows [N_cap, H] of one rank's tokens, on `num_ctas` SMs."""
     constants = _of_movers(rows.shape[1] * rows.element_size(), top_k=packed_to_row.shape[1])
-    launch(hopper_fan_out_kernel, (num_ctas,), constants, rows, packed_to_row, source_to_packed_start, source)
+    launch(
+        hopper_fan_out_kernel,
+        (num_ctas,),
+        constants,
+        rows,
+        packed_to_row,
+        source_to_packed_start,
+        source,
+    )
 
 
 # ------------------------------------------------------------------------------------------------------ sums
@@ -392,7 +450,9 @@ def store_piece(words, low, high, row, first_segment, CUT: gl.constexpr):
     END: gl.constexpr = CUT.num_segments * CUT.segment
     segment = first_segment + gl.arange(0, CUT.piece, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
     word = gl.arange(0, CUT.segment, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
-    places = gl.expand_dims(gl.expand_dims(segment, 0), 2) * CUT.segment + gl.expand_dims(gl.expand_dims(word, 0), 1)
+    places = gl.expand_dims(gl.expand_dims(segment, 0), 2) * CUT.segment + gl.expand_dims(
+        gl.expand_dims(word, 0), 1
+    )
     target = words + row.to(gl.int64) * (CUT.row_bytes // 4) + places
     gl.store(target, pack(low, high, CUT.dtype), mask=places < END)
 
@@ -441,11 +501,15 @@ def add_for_push(tensors, ring, PAIR: gl.constexpr, CUT: gl.constexpr):
         index, segment = place_of(item, CUT)
         rows = load_slots(packed_to_row, begin + index, True, CUT)
         highest = rows[0]
-        low = constant_piece(NEGATIVE_ZERO, CUT)  # adding any number to it changes no bits of the number
+        low = constant_piece(
+            NEGATIVE_ZERO, CUT
+        )  # adding any number to it changes no bits of the number
         high = constant_piece(NEGATIVE_ZERO, CUT)
         for k in gl.static_range(TOP_K):
             highest = gl.maximum(highest, rows[k])
-            low, high, stage, phase = add_piece(low, high, rows[k] >= 0, ring, stage, phase, PAIR, CUT)
+            low, high, stage, phase = add_piece(
+                low, high, rows[k] >= 0, ring, stage, phase, PAIR, CUT
+            )
         if highest >= 0:
             store_piece(words, low, high, index, segment, CUT)
 
@@ -485,7 +549,9 @@ def hopper_push_sums_kernel(
     run_pairs(ask_for_push, add_for_push, tensors, rows_desc, CUT)
 
 
-def launch_push_sums(rows, packed_to_row, source_to_packed_start, peers, received, *, column, home, num_ctas):
+def launch_push_sums(
+    rows, packed_to_row, source_to_packed_start, peers, received, *, column, home, num_ctas
+):
     """push_sums of rows [N_cap, H] to one rank, on `num_ctas` SMs."""
     constants = _of_sums(rows.shape[1], rows.dtype, 1, top_k=packed_to_row.shape[1], column=column)
     tables = (packed_to_row, source_to_packed_start, received)
@@ -581,12 +647,17 @@ def add_for_home(tensors, ring, PAIR: gl.constexpr, CUT: gl.constexpr):
                 own_high = constant_piece(0, CUT)
                 for k in gl.static_range(TOP_K):
                     has = (ranks[k] == OWN) & (own_rows[k] >= 0)
-                    own_low, own_high, stage, phase = add_piece(own_low, own_high, has, ring, stage, phase, PAIR, CUT)
+                    own_low, own_high, stage, phase = add_piece(
+                        own_low, own_high, has, ring, stage, phase, PAIR, CUT
+                    )
                 rounded_low, rounded_high = unpack(pack(own_low, own_high, CUT.dtype), CUT.dtype)
                 low += rounded_low
                 high += rounded_high
             else:
-                has = gl.load(token_to_packed_row + token * NUM_RANKS + rank, mask=moves, other=-1) >= 0
+                has = (
+                    gl.load(token_to_packed_row + token * NUM_RANKS + rank, mask=moves, other=-1)
+                    >= 0
+                )
                 low, high, stage, phase = add_piece(low, high, has, ring, stage, phase, PAIR, CUT)
         low = gl.where(moves, low, float("nan"))
         high = gl.where(moves, high, float("nan"))
@@ -617,4 +688,6 @@ def launch_sum_home(rows, index, trip, out, *, rank, num_ctas):
     _, packed_start, _, slot_to_row = index
     sizes = {"top_k": slot_to_row.shape[1], "num_ranks": packed_start.numel(), "own_rank": rank}
     constants, words = _of_sums(out.shape[1], out.dtype, 2, **sizes), out.view(torch.int32)
-    launch(hopper_sum_home_kernel, (num_ctas,), constants, *rows, words, *index, *trip, out.shape[0])
+    launch(
+        hopper_sum_home_kernel, (num_ctas,), constants, *rows, words, *index, *trip, out.shape[0]
+    )

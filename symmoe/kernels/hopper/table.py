@@ -31,7 +31,9 @@ def describe_table(block: list[int], dtype: torch.dtype, num_rows: int, width: i
     step, far_step = (2**bits.value // dtype.itemsize for bits in (STEP_BITS, FAR_STEP_BITS))
 
     def describe_matrices(anchor: torch.Tensor) -> TensorDescriptor:
-        return TensorDescriptor(anchor, [_LENGTH, _LENGTH, num_rows, width], [far_step, step, width, 1], block, layout)
+        return TensorDescriptor(
+            anchor, [_LENGTH, _LENGTH, num_rows, width], [far_step, step, width, 1], block, layout
+        )
 
     return describe_matrices
 
@@ -45,4 +47,6 @@ def matrix_place(table, anchor, group):
 @gluon.jit
 def distant_place(distance):
     """The first two coordinates of what lies so many bytes behind the anchor, a multiple of 16."""
-    return ((distance >> FAR_STEP_BITS) & DIGITS).to(gl.int32), ((distance >> STEP_BITS) & DIGITS).to(gl.int32)
+    return ((distance >> FAR_STEP_BITS) & DIGITS).to(gl.int32), (
+        (distance >> STEP_BITS) & DIGITS
+    ).to(gl.int32)

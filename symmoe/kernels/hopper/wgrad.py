@@ -136,7 +136,9 @@ def multiply(out_desc, row_range, ring, chunks, WARPGROUP: gl.constexpr, PIPE: g
     phase = 0
     for tile in range(gl.program_id(0), PIPE.num_tiles, gl.num_programs(0)):
         group, start, end, m, n = locate_tile(tile, row_range, PIPE)
-        acc, stage, phase = product(ring, num_steps(start, end, BLOCK_K), stage, phase, WARPGROUP, PIPE)
+        acc, stage, phase = product(
+            ring, num_steps(start, end, BLOCK_K), stage, phase, WARPGROUP, PIPE
+        )
         tma.store_wait(0)
         write_dump(acc, chunks, WARPGROUP, PIPE)
         fence_async_shared()
@@ -156,9 +158,19 @@ def hopper_wgrad_kernel(
     PIPE: gl.constexpr,
 ):
     # The halves of a stage of dout lie in separate places, as a ring of twice the length.
-    a = gl.allocate_shared_memory(dout_desc.dtype, [2 * PIPE.stages] + dout_desc.block_shape, dout_desc.layout)  # noqa: RUF005
-    b = gl.allocate_shared_memory(rows_desc.dtype, [PIPE.stages] + rows_desc.block_shape, rows_desc.layout)  # noqa: RUF005
-    chunks = gl.allocate_shared_memory(out_desc.dtype, [8, CHUNK, CHUNK], gl.NVMMASharedLayout(128, 16, 2))
+    a = gl.allocate_shared_memory(
+        dout_desc.dtype,
+        [2 * PIPE.stages] + dout_desc.block_shape,
+        dout_desc.layout,
+    )
+    b = gl.allocate_shared_memory(
+        rows_desc.dtype,
+        [PIPE.stages] + rows_desc.block_shape,
+        rows_desc.layout,
+    )
+    chunks = gl.allocate_shared_memory(
+        out_desc.dtype, [8, CHUNK, CHUNK], gl.NVMMASharedLayout(128, 16, 2)
+    )
     ring = (a, b, make_barriers(PIPE.stages, 1), make_barriers(PIPE.stages, 2))
     fence_async_shared()
     gl.warp_specialize(

@@ -53,7 +53,10 @@ def set_context(context: int) -> None:
 def primary_context(device: int) -> int:
     """The context that the runtime, torch and Triton use on a device."""
     context = ctypes.c_void_p()
-    check(library().cuDevicePrimaryCtxRetain(ctypes.byref(context), device), "cuDevicePrimaryCtxRetain")
+    check(
+        library().cuDevicePrimaryCtxRetain(ctypes.byref(context), device),
+        "cuDevicePrimaryCtxRetain",
+    )
     return context.value or 0
 
 

@@ -30,7 +30,11 @@ LAUNCH_OPTIONS = ("num_warps", "num_stages", "maxnreg")
 NUMBER_TYPES = (int, bool, float)
 TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)
 
-_ADDRESS, _DEVICE, _DTYPE = torch.Tensor.data_ptr, torch.Tensor.get_device, operator.attrgetter("dtype")
+_ADDRESS, _DEVICE, _DTYPE = (
+    torch.Tensor.data_ptr,
+    torch.Tensor.get_device,
+    operator.attrgetter("dtype"),
+)
 
 CPU = -1  # the result of Tensor.get_device
 
@@ -46,7 +50,9 @@ class Constants:
 
     __slots__ = ("descriptors", "named")
 
-    def __init__(self, named: Mapping[str, Any], descriptors: Mapping[int, Describe] | None = None) -> None:
+    def __init__(
+        self, named: Mapping[str, Any], descriptors: Mapping[int, Describe] | None = None
+    ) -> None:
         self.named = named
         self.descriptors = descriptors or {}
 
@@ -76,7 +82,10 @@ def kept_sizes(**named: Hashable) -> Constants:
 
 
 def fast_jit(
-    aligned: Collection[str] | None = None, *, optional: Collection[str] = (), jit: Callable[..., Any] = triton.jit
+    aligned: Collection[str] | None = None,
+    *,
+    optional: Collection[str] = (),
+    jit: Callable[..., Any] = triton.jit,
 ) -> Callable[[Any], Any]:
     """Decorator of an entry kernel for :func:`launch`, in place of `jit`. Its constants must be the last parameters.
     Its numbers are the parameters with a type and the `optional` ones, which may be None; no value is compiled in.
@@ -84,11 +93,21 @@ def fast_jit(
 
     def decorate(function: Any) -> Any:
         parameters = inspect.signature(function, eval_str=True).parameters.values()
-        kinds = {each.name: each.annotation for each in parameters if each.annotation is not tl.constexpr}
-        numbers = [name for name, kind in kinds.items() if kind is not inspect.Parameter.empty or name in optional]
-        anywhere = [] if aligned is None else [name for name in kinds if name not in (*aligned, *numbers)]
+        kinds = {
+            each.name: each.annotation for each in parameters if each.annotation is not tl.constexpr
+        }
+        numbers = [
+            name
+            for name, kind in kinds.items()
+            if kind is not inspect.Parameter.empty or name in optional
+        ]
+        anywhere = (
+            [] if aligned is None else [name for name in kinds if name not in (*aligned, *numbers)]
+        )
         kernel = jit(do_not_specialize=numbers, do_not_specialize_on_alignment=anywhere)(function)
-        return FastLaunch(kernel) if isinstance(kernel, JITFunction) else kernel  # not in the interpreter
+        return (
+            FastLaunch(kernel) if isinstance(kernel, JITFunction) else kernel
+        )  # not in the interpreter
 
     return decorate
 
@@ -135,7 +154,11 @@ class FastLaunch:
     num_compiled = 0
 
     def __init__(self, kernel: JITFunction) -> None:
-        modes = [triton_internals.mode(each) for each in kernel.params] if triton_internals.IS_KNOWN else []
+        modes = (
+            [triton_internals.mode(each) for each in kernel.params]
+            if triton_internals.IS_KNOWN
+            else []
+        )
         self.kernel = self.fn = kernel
         self._modes = [mode for mode in modes if mode != CONSTANT]
         if CONSTANT in modes[: len(self._modes)]:
@@ -167,9 +190,16 @@ class FastLaunch:
         if variant is None:
             compiled = self._launch_by_jit(grid, constants, args)
             # The JIT's launcher refuses memory of the host and of other devices, which addresses do not show.
-            if triton_internals.is_compiled(compiled) and all(tensor.get_device() == device for tensor in tensors):
+            if triton_internals.is_compiled(compiled) and all(
+                tensor.get_device() == device for tensor in tensors
+            ):
                 FastLaunch.num_compiled += 1
-                parts = triton_internals.read_compiled(compiled), args, call.places, constants.descriptors
+                parts = (
+                    triton_internals.read_compiled(compiled),
+                    args,
+                    call.places,
+                    constants.descriptors,
+                )
                 call.variants[key] = compiled, known_kernel(self.kernel.__name__, *parts)
             return compiled
         compiled, kernel = variant
@@ -191,19 +221,25 @@ class FastLaunch:
         if not all(args[i] is None or i in tensors for i in constants.descriptors):
             return None
         aligned = [
-            n for n, i in enumerate(tensors) if self._modes[i] == ALIGNED_VALUE and i not in constants.descriptors
+            n
+            for n, i in enumerate(tensors)
+            if self._modes[i] == ALIGNED_VALUE and i not in constants.descriptors
         ]
         numbers = [
             (i, _integer_range if mode == RANGE else _integer_class)
             for i, mode in enumerate(self._modes)
             if type(args[i]) is int and mode != NUMBER
         ]
-        call = _Call(tensors, picker(tensors), picker(aligned) if aligned else None, tuple(numbers), {})
+        call = _Call(
+            tensors, picker(tensors), picker(aligned) if aligned else None, tuple(numbers), {}
+        )
         key = (constants, *map(type, args))
         self._calls[key] = call
         return call
 
-    def _launch_by_jit(self, grid: tuple[int, ...], constants: Constants, args: tuple[Any, ...]) -> Any:
+    def _launch_by_jit(
+        self, grid: tuple[int, ...], constants: Constants, args: tuple[Any, ...]
+    ) -> Any:
         """A launch through the JIT, or, on another device, the whole launch again."""
         home = next((value.get_device() for value in args if isinstance(value, torch.Tensor)), CPU)
         if home not in (current_device(), CPU):
@@ -236,14 +272,18 @@ class _Call:
     tensors: Callable[[tuple[Any, ...]], tuple[Any, ...]]  # from the arguments
     # From the tensors' addresses to those whose alignment is compiled in; None: there are none.
     aligned: Callable[[tuple[Any, ...]], tuple[Any, ...]] | None
-    numbers: tuple[tuple[int, Callable[[int], tuple[Any, ...]]], ...]  # (place, what may be compiled in of an integer)
+    numbers: tuple[
+        tuple[int, Callable[[int], tuple[Any, ...]]], ...
+    ]  # (place, what may be compiled in of an integer)
     # Compiled kernels and what launches them (None: the JIT), by the rest of the key.
     variants: dict[tuple[Any, ...], tuple[Any, Kernel | None]]
 
 
 def _alignment(addresses: tuple[int, ...]) -> bool | tuple[bool, ...]:
     """Which of the addresses are multiples of 16: True if all are."""
-    return functools.reduce(operator.or_, addresses, 0) % 16 == 0 or tuple([each % 16 == 0 for each in addresses])
+    return functools.reduce(operator.or_, addresses, 0) % 16 == 0 or tuple(
+        [each % 16 == 0 for each in addresses]
+    )
 
 
 def _integer_range(value: int) -> tuple[bool, ...]:

@@ -26,7 +26,18 @@ from symmoe.errors import SymmoeError
 from symmoe.kernels.launch import driver
 from symmoe.kernels.launch.triton_internals import Compiled, build_module, described_parts
 from symmoe.tape import tape as tapes
-from symmoe.tape.tape import STREAM, Call, Entry, Event, Launch, Mark, Memory, ObjectSlot, Playing, Tape
+from symmoe.tape.tape import (
+    STREAM,
+    Call,
+    Entry,
+    Event,
+    Launch,
+    Mark,
+    Memory,
+    ObjectSlot,
+    Playing,
+    Tape,
+)
 
 _MOST_PARAMETERS, _MOST_MAPS = 128, 8
 _SOURCE = f"""
@@ -119,9 +130,13 @@ _REST_OF_GRID: tuple[tuple[int, ...], ...] = ((1, 1, 1), (1, 1), (1,), ())
 _MAX_SHARED_BYTES = 227 << 10  # with more, Triton sets attributes of the launch
 _SMALL_BYTES, _WORTH_BYTES, _ALIGNMENT_BYTES = 1 << 20, 32 << 20, 256
 
-MAX_TENSOR_MAPS = 1024  # remembered for one argument of one compiled kernel: about 600 KiB of host memory
+MAX_TENSOR_MAPS = (
+    1024  # remembered for one argument of one compiled kernel: about 600 KiB of host memory
+)
 Describe = Callable[[torch.Tensor], TensorDescriptor]
-Parts = tuple[tuple[int, ...], object]  # values (the address of a tensor map, or 0; integers), and what keeps them
+Parts = tuple[
+    tuple[int, ...], object
+]  # values (the address of a tensor map, or 0; integers), and what keeps them
 
 
 def picker(places: Sequence[Any]) -> Callable[[Any], tuple[Any, ...]]:
@@ -156,13 +171,21 @@ class Kernel:
         self.kinds = compiled.kinds[: len(args)]
         self._maps = {
             place: _TensorMaps(compiled, n, describe[place])
-            for n, place in enumerate(i for i, kind in enumerate(self.kinds) if kind == "tensordesc")
+            for n, place in enumerate(
+                i for i, kind in enumerate(self.kinds) if kind == "tensordesc"
+            )
         }
-        self._numbers = [i for i, arg in enumerate(args) if i not in self._tensors and self.kinds[i] != "constexpr"]
+        self._numbers = [
+            i
+            for i, arg in enumerate(args)
+            if i not in self._tensors and self.kinds[i] != "constexpr"
+        ]
         self._pick = picker(self._numbers)
         first_number = _FIRST + len(tensors)
         self._floats = [
-            (n, kind) for n, i in enumerate(self._numbers, first_number) if (kind := self.kinds[i]) in _FLOATS
+            (n, kind)
+            for n, i in enumerate(self._numbers, first_number)
+            if (kind := self.kinds[i]) in _FLOATS
         ]
         self._mapped = [(self._tensors[place], maps) for place, maps in self._maps.items()]
         values = {place: _FIRST + n for n, place in enumerate((*tensors, *self._numbers))}
@@ -218,7 +241,11 @@ class Kernel:
             is_mapped = place in parts and self._maps[place].has_map
             result.append((*values[place], parts[place][0] if is_mapped else -1))
             result += [(part, 0, -1) for part in parts[place][1:]] if place in parts else []
-        return [*result, (_ZERO, 0, -1), (_ZERO, 0, -1)]  # kernels with scratch memory are launched by the JIT
+        return [
+            *result,
+            (_ZERO, 0, -1),
+            (_ZERO, 0, -1),
+        ]  # kernels with scratch memory are launched by the JIT
 
     def set_launch(self, op: _Op, parameters: Sequence[tuple[int, int, int]]) -> Any:
         """Fills in an operation, except for its grid. Returns what the caller has to keep."""
@@ -230,7 +257,11 @@ class Kernel:
 
 
 def known_kernel(
-    name: str, compiled: Compiled | None, args: Sequence[Any], tensors: Sequence[int], describe: Mapping[int, Describe]
+    name: str,
+    compiled: Compiled | None,
+    args: Sequence[Any],
+    tensors: Sequence[int],
+    describe: Mapping[int, Describe],
 ) -> Kernel | None:
     """What launches a compiled kernel; None if only Triton's JIT can.
 
@@ -245,7 +276,9 @@ def known_kernel(
             described += 1
             if place not in describe or place not in tensors:
                 return None
-        elif not (kind in _INTEGERS or kind in _FLOATS or kind == "constexpr" or kind.startswith("*")):
+        elif not (
+            kind in _INTEGERS or kind in _FLOATS or kind == "constexpr" or kind.startswith("*")
+        ):
             return None
     if described > _MOST_MAPS or any(kind != "constexpr" for kind in compiled.kinds[len(args) :]):
         return None
@@ -296,7 +329,12 @@ def _check_number(function: int, count: int) -> None:
     """_Unknown if the driver knows another number of parameters of the kernel, or if there are too many."""
     query = driver.library().cuFuncGetParamInfo
     offset, size = ctypes.c_size_t(), ctypes.c_size_t()
-    arguments = ctypes.c_void_p(function), ctypes.c_size_t(count - 1), ctypes.byref(offset), ctypes.byref(size)
+    arguments = (
+        ctypes.c_void_p(function),
+        ctypes.c_size_t(count - 1),
+        ctypes.byref(offset),
+        ctypes.byref(size),
+    )
     has_more = query(arguments[0], ctypes.c_size_t(count), *arguments[2:]) == 0
     if has_more or query(*arguments) != 0 or count > _MOST_PARAMETERS:
         raise _Unknown
@@ -305,7 +343,9 @@ def _check_number(function: int, count: int) -> None:
 @functools.cache
 def _driver_functions() -> Any:
     """The four functions of the driver that C calls."""
-    functions = [ctypes.cast(getattr(driver.library(), name), ctypes.c_void_p).value for name in _DRIVER]
+    functions = [
+        ctypes.cast(getattr(driver.library(), name), ctypes.c_void_p).value for name in _DRIVER
+    ]
     return (ctypes.c_void_p * len(functions))(*functions)
 
 
@@ -316,7 +356,14 @@ def _player() -> Any:
         _driver_functions()
         _ = driver.library().cuFuncGetParamInfo  # drivers of CUDA 12.4 and later have it
         return build_module(_SOURCE, "symmoe_player")
-    except (AttributeError, ImportError, OSError, RuntimeError, SymmoeError, subprocess.CalledProcessError):
+    except (
+        AttributeError,
+        ImportError,
+        OSError,
+        RuntimeError,
+        SymmoeError,
+        subprocess.CalledProcessError,
+    ):
         return None
 
 
@@ -362,16 +409,24 @@ def in_sections(tape: Tape) -> Tape | None:
             group.takes(entry)
     steps += group.end(layout)
     # A whole tensor is returned as it was made.
-    whole = {Memory(each.slot, 0, *each.template[0]): ObjectSlot(each.slot) for each in made if each.slot is not None}
+    whole = {
+        Memory(each.slot, 0, *each.template[0]): ObjectSlot(each.slot)
+        for each in made
+        if each.slot is not None
+    }
     outputs = [whole.get(each, each) if isinstance(each, Memory) else each for each in tape.outputs]
     return replace(tape, entries=(*made, *steps), outputs=tuple(outputs), values=layout.values)
 
 
-def _with_memory_planned(tape: Tape, made: list[Call], parts: dict[int, tuple[int, int]]) -> list[Entry]:
+def _with_memory_planned(
+    tape: Tape, made: list[Call], parts: dict[int, tuple[int, int]]
+) -> list[Entry]:
     """The entries without those that make memory before the first launch: `made`, and `parts` of it (see _Layout)."""
     users: dict[int, list[tuple[int, Entry]]] = {}
     for n, entry in enumerate(tape.entries):
-        for slot in _slots(entry.args if isinstance(entry, Launch) else getattr(entry, "template", None)):
+        for slot in _slots(
+            entry.args if isinstance(entry, Launch) else getattr(entry, "template", None)
+        ):
             users.setdefault(slot, []).append((n, entry))
     returned = set(_slots(tape.outputs))
     entries: list[Entry] = []
@@ -381,7 +436,10 @@ def _with_memory_planned(tape: Tape, made: list[Call], parts: dict[int, tuple[in
         if not (isinstance(entry, Call) and entry.kind == tapes.NEW and entry.slot is not None):
             entries.append(entry)
             continue
-        num_bytes, used = tapes.extent_bytes(*entry.template[0]), [user for _, user in users.get(entry.slot, ())]
+        num_bytes, used = (
+            tapes.extent_bytes(*entry.template[0]),
+            [user for _, user in users.get(entry.slot, ())],
+        )
         launches_use = entry.slot not in returned and all(isinstance(user, Launch) for user in used)
         if launches_use and num_bytes < _SMALL_BYTES:
             small.append(entry)
@@ -402,7 +460,10 @@ def _with_memory_planned(tape: Tape, made: list[Call], parts: dict[int, tuple[in
 
 def _workspace(entries: Sequence[Call], parts: dict[int, tuple[int, int]]) -> Call:
     """Makes memory of several entries in one allocation, which lives until the call ends."""
-    sizes = [-(-tapes.extent_bytes(*entry.template[0]) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for entry in entries]
+    sizes = [
+        -(-tapes.extent_bytes(*entry.template[0]) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        for entry in entries
+    ]
     slots = [entry.slot for entry in entries if entry.slot is not None]
     parts.update(zip(slots, zip(repeat(slots[0]), accumulate(sizes, initial=0)), strict=False))
     return Call(entries[0].function, (((sum(sizes),), (1,), torch.uint8), {}), slots[0], tapes.NEW)
@@ -435,7 +496,9 @@ class _Group:
 
     def __init__(self) -> None:
         self._before: list[Entry] = []
-        self._notes: list[Entry] = []  # last, because leases may fail: a wait that is noted has to be launched
+        self._notes: list[
+            Entry
+        ] = []  # last, because leases may fail: a wait that is noted has to be launched
         self._launches: list[Launch | Event] = []
         self._mark: Mark | None = None  # the last one
         self._after: list[Call | _End] = []
@@ -489,7 +552,9 @@ class Section(Entry):
         self._layout = layout
         # With their indices, what no earlier section uses: slots of memory, and places of numbers.
         self._slots: list[tuple[int, int]] = []
-        self._numbers: list[tuple[int, tapes.CallInteger | tapes.LeaseOffset | tapes.ResultField]] = []
+        self._numbers: list[
+            tuple[int, tapes.CallInteger | tapes.LeaseOffset | tapes.ResultField]
+        ] = []
         self._ops = (_Op * len(entries))()
         for op, entry in zip(self._ops, entries, strict=True):
             if isinstance(entry, Launch):
@@ -502,7 +567,11 @@ class Section(Entry):
                 op.kind, op.handle = _WAIT if entry.is_wait else _RECORD, event.cuda_event
             op.stream = STREAM if entry.stream is None else layout.constant(entry.stream)
         self._play = _player().play
-        self._addresses = ctypes.addressof(_driver_functions()), ctypes.addressof(self._ops), len(entries)
+        self._addresses = (
+            ctypes.addressof(_driver_functions()),
+            ctypes.addressof(self._ops),
+            len(entries),
+        )
 
     def play(self, playing: Playing) -> None:
         """Launches everything."""
@@ -528,7 +597,9 @@ class Section(Entry):
                 values[place] = self._index(arg, self._numbers), 0
             elif kind != "constexpr":
                 values[place] = constant(_bits(arg, kind) if kind in _FLOATS else arg), 0
-        parts = {place: [constant(word) for word in words] for place, (words, _) in entry.maps.items()}
+        parts = {
+            place: [constant(word) for word in words] for place, (words, _) in entry.maps.items()
+        }
         self._kept += [kernel.set_launch(op, kernel.parameters(values, parts)), kernel, entry.maps]
         op.x, op.y, op.z = (*entry.grid, 1, 1)[:3]
 

@@ -59,7 +59,9 @@ def is_watched(kernel: Any = None) -> bool:
     runtime = knobs.runtime
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
     return bool(
-        _RUNTIME.get("debug", _DEBUG)  # runtime.debug without reading the environment, which takes 1 us
+        _RUNTIME.get(
+            "debug", _DEBUG
+        )  # runtime.debug without reading the environment, which takes 1 us
         or _COMPILATION.get("instrumentation_mode", _INSTRUMENTATION)
         or runtime.add_stages_inspection_hook is not None
         or (enter is not None and getattr(enter, "calls", True))  # by default an empty chain
@@ -79,7 +81,9 @@ class Compiled:
     function: int  # the kernel, for the driver
     num_warps: int
     shared_bytes: int
-    kinds: tuple[str, ...]  # of all parameters, constants too, as Triton writes them; "tensordesc" for descriptors
+    kinds: tuple[
+        str, ...
+    ]  # of all parameters, constants too, as Triton writes them; "tensordesc" for descriptors
     kernel: Any  # Triton's object, which unloads the function when it ends
 
     @property
@@ -99,13 +103,18 @@ def read_compiled(kernel: Any) -> Compiled | None:
         has_scratch = launcher.global_scratch_size or launcher.profile_scratch_size
         if is_special or has_scratch or getattr(launcher, "gsan_enabled", False):
             return None
-        kinds = ["tensordesc" if kind.startswith("tensordesc<") else kind for kind in kernel.src.signature.values()]
+        kinds = [
+            "tensordesc" if kind.startswith("tensordesc<") else kind
+            for kind in kernel.src.signature.values()
+        ]
         return Compiled(kernel.function, num_warps, shared_bytes, tuple(kinds), kernel)
     except (AttributeError, KeyError, TypeError, ValueError):
         return None
 
 
-def described_parts(compiled: Compiled, number: int, descriptor: Any) -> tuple[tuple[int, ...], object] | None:
+def described_parts(
+    compiled: Compiled, number: int, descriptor: Any
+) -> tuple[tuple[int, ...], object] | None:
     """The values that the kernel gets of its descriptor of this number: the address of its tensor map (0 if it gets
     that of the tensor), then integers; and what keeps the map. None if it is built in another way."""
     metadata = compiled.kernel.metadata.tensordesc_meta[number] if compiled.has_maps else None
@@ -123,6 +132,8 @@ def build_module(source: str, name: str) -> ModuleType:
     try:
         from triton.runtime.build import compile_module_from_src
     except ImportError:
-        raise BackendUnavailable(f"Triton {triton.__version__} has no compile_module_from_src") from None
+        raise BackendUnavailable(
+            f"Triton {triton.__version__} has no compile_module_from_src"
+        ) from None
     module: ModuleType = compile_module_from_src(source, name)
     return module

@@ -23,7 +23,13 @@ from symmoe.kernels.activation import Activation, num_scale_sums
 from symmoe.kernels.formats import BlockFormat, max_tiles
 from symmoe.kernels.launch.integers import ceil_div
 from symmoe.kernels.launch.launch import Constants, fast_jit, kept_sizes, launch
-from symmoe.kernels.low_precision.codes import as_stored, block_scales_or_nan, column_scale, e4m3_code, magnitude_bits
+from symmoe.kernels.low_precision.codes import (
+    as_stored,
+    block_scales_or_nan,
+    column_scale,
+    e4m3_code,
+    magnitude_bits,
+)
 from symmoe.kernels.low_precision.quantize import store_column_scales, store_part
 from symmoe.kernels.triton.activation import (
     SUM_COLUMNS,
@@ -60,18 +66,30 @@ def quantize_lines(x, SIZES: tl.constexpr):
 
 
 @triton.jit
-def store_rows(x, row, end, first, END: tl.constexpr, data, scale, WIDTH: tl.constexpr, SIZES: tl.constexpr):
+def store_rows(
+    x, row, end, first, END: tl.constexpr, data, scale, WIDTH: tl.constexpr, SIZES: tl.constexpr
+):
     """Quantises x [rows, C], features first..END of rows of WIDTH, with scales along features; nothing without data."""
     FORMAT: tl.constexpr = SIZES.format
     if data is not None:
         codes, scales = quantize_lines(x.to(tl.float32), SIZES)
         store_part(data, codes, row, row < end, first, END, WIDTH)
         end_block: tl.constexpr = FORMAT.num_blocks(END)
-        store_part(scale, scales, row, row < end, first // FORMAT.block, end_block, FORMAT.num_blocks(WIDTH))
+        store_part(
+            scale,
+            scales,
+            row,
+            row < end,
+            first // FORMAT.block,
+            end_block,
+            FORMAT.num_blocks(WIDTH),
+        )
 
 
 @triton.jit
-def store_columns(x, first, END: tl.constexpr, tile, out, sums, WIDTH: tl.constexpr, SIZES: tl.constexpr):
+def store_columns(
+    x, first, END: tl.constexpr, tile, out, sums, WIDTH: tl.constexpr, SIZES: tl.constexpr
+):
     """Quantises the columns of x [TILE, C], features first..END of WIDTH, with scales along tokens; nothing without
     data. out: data, scales, how many tiles of tokens they have. sums [WIDTH]: of the columns, or None."""
     data, scale, num_tiles = out
@@ -91,7 +109,9 @@ def store_block_sums(sums, scale_sums, row, end, first_column, num_rows, SIZES: 
     """Stores sums [ROWS, BLOCKS] of blocks of columns from first_column on; scale_sums [blocks, num_rows]."""
     block = first_column // SUM_COLUMNS + tl.arange(0, sums.shape[1])
     pointers = scale_sums + block.to(tl.int64)[None, :] * num_rows + row[:, None]
-    tl.store(pointers, sums, mask=(row < end)[:, None] & (block * SUM_COLUMNS < SIZES.columns)[None, :])
+    tl.store(
+        pointers, sums, mask=(row < end)[:, None] & (block * SUM_COLUMNS < SIZES.columns)[None, :]
+    )
 
 
 @fast_jit(["h", "data"])
@@ -151,7 +171,10 @@ def dact_quantize_kernel(
             slot = bias_sums + (first_row // TILE + group).to(tl.int64) * WIDTH
         if column_data is not None or a_column_data is not None or bias_sums is not None:
             token = first_row + tl.arange(0, TILE)
-            out, a_out = (column_data, column_scale, num_tiles), (a_column_data, a_column_scale, num_a_tiles)
+            out, a_out = (
+                (column_data, column_scale, num_tiles),
+                (a_column_data, a_column_scale, num_a_tiles),
+            )
             for i in tl.range(0, FEATURES, STRIP):
                 first = first_feature + i
                 factor = tl.load(row_scale + token, mask=token < end, other=0.0)
@@ -167,7 +190,9 @@ def dact_quantize_kernel(
         for i in tl.range(0, TILE, ROWS):
             row = first_row + i + tl.arange(0, ROWS)
             factor = tl.load(row_scale + row, mask=row < end, other=0.0)
-            _, dgate, dup, terms = dact_part(da, h, factor, row, end, first_feature, FEATURES, SIZES)
+            _, dgate, dup, terms = dact_part(
+                da, h, factor, row, end, first_feature, FEATURES, SIZES
+            )
             sums = add_neighbours(terms, SUM_STEPS)
             store_block_sums(sums, workspace, row, end, first_feature, num_rows, SIZES)
             if ACTIVATION.interleave is None:
@@ -184,7 +209,10 @@ def act_quantize(h, row_scale, row_range, out, activation, block_format):
     if num_rows == 0:
         return
     tiles_of_features = ceil_div(ffn, FEATURES)
-    grid = tiles_of_features, row_programs(max_row_tiles(num_rows, num_groups, ROWS), tiles_of_features)
+    grid = (
+        tiles_of_features,
+        row_programs(max_row_tiles(num_rows, num_groups, ROWS), tiles_of_features),
+    )
     constants = _constants(ffn, num_groups, activation, block_format, of_gradient=False)
     launch(act_quantize_rows_kernel, grid, constants, h, row_scale, row_range, *map(as_stored, out))
 
@@ -206,7 +234,9 @@ def dact_quantize(da, h, row_scale, row_range, out, workspace, activation, block
         launch(dact_quantize_kernel, grid, constants, *arguments)
     sum_dact_partials(workspace, row_range, out.dscale, num_scale_sums(ffn))
     if out.dbias is not None:
-        sum_row_tiles(workspace[num_rows * num_scale_sums(ffn) :], row_range, out.dbias, formats.TILE)
+        sum_row_tiles(
+            workspace[num_rows * num_scale_sums(ffn) :], row_range, out.dbias, formats.TILE
+        )
 
 
 def dact_arguments(
@@ -219,7 +249,9 @@ def dact_arguments(
 ) -> tuple[Any, ...]:
     """The arguments of dact_quantize's kernels."""
     num_rows, ffn = da.shape
-    columns = [(as_stored(data), column_scale(scale)) for data, scale in (out.columns, out.a_columns)]
+    columns = [
+        (as_stored(data), column_scale(scale)) for data, scale in (out.columns, out.a_columns)
+    ]
     bias_sums = None if out.dbias is None else workspace[num_rows * num_scale_sums(ffn) :]
     numbers = num_rows, *(data.shape[1] // formats.TILE for data, _ in columns)
     results = *map(as_stored, out.rows), *columns[0], *columns[1], bias_sums
@@ -227,10 +259,22 @@ def dact_arguments(
 
 
 def _constants(
-    ffn: int, num_groups: int, activation: Activation, block_format: BlockFormat, *, of_gradient: bool
+    ffn: int,
+    num_groups: int,
+    activation: Activation,
+    block_format: BlockFormat,
+    *,
+    of_gradient: bool,
 ) -> Constants:
-    sizes = {"activation": addressable(activation, ffn), "columns": ffn, "format": block_format, "rows": ROWS}
+    sizes = {
+        "activation": addressable(activation, ffn),
+        "columns": ffn,
+        "format": block_format,
+        "rows": ROWS,
+    }
     if not of_gradient:
         return kept_sizes(**sizes, num_groups=num_groups, features=FEATURES, num_warps=ROW_WARPS)
     tile = {"features": dact_features(activation), "strip": max(STRIP, activation.interleave or 0)}
-    return kept_sizes(**sizes, num_groups=num_groups, **tile, num_warps=NUM_WARPS, maxnreg=REGISTERS)
+    return kept_sizes(
+        **sizes, num_groups=num_groups, **tile, num_warps=NUM_WARPS, maxnreg=REGISTERS
+    )

@@ -15,7 +15,10 @@ MIN_BLOCK_SCALE = tl.constexpr(formats.MIN_BLOCK_SCALE)
 MIN_GLOBAL_SCALE = tl.constexpr(formats.MIN_GLOBAL_SCALE)
 INFINITY_BITS = tl.constexpr(0x7F800000)
 MANTISSA_BITS = tl.constexpr(0x7FFFFF)
-E4M3_MAX_EXPONENT, E4M3_MAX_MANTISSA = tl.constexpr(8), tl.constexpr(0x600000)  # those of 448 in fp32
+E4M3_MAX_EXPONENT, E4M3_MAX_MANTISSA = (
+    tl.constexpr(8),
+    tl.constexpr(0x600000),
+)  # those of 448 in fp32
 HADAMARD_SIZE = tl.constexpr(formats.HADAMARD_SIZE)
 RANDOM_UNIT = tl.constexpr(2.0**-24)  # unit of the 24 bits of a word that are used
 
@@ -66,12 +69,18 @@ def block_scales(bits, global_scale, SCALE: tl.constexpr):
     else:
         # Without a division: 448 is 1.75 * 2^8, so amax = m * 2^a needs 2^(a - 8), or one more if m > 1.75; then the
         # quotient is above the power of two by more than half of the last place, so rounding it does not hide that.
-        exponent = tl.maximum(((finite_bits + (MANTISSA_BITS - E4M3_MAX_MANTISSA)) >> 23) - E4M3_MAX_EXPONENT, 1)
-        multiplier = ((254 - exponent) << 23).to(tl.float32, bitcast=True)  # normal: no scale is above 2^120
+        exponent = tl.maximum(
+            ((finite_bits + (MANTISSA_BITS - E4M3_MAX_MANTISSA)) >> 23) - E4M3_MAX_EXPONENT, 1
+        )
+        multiplier = ((254 - exponent) << 23).to(
+            tl.float32, bitcast=True
+        )  # normal: no scale is above 2^120
         if SCALE == "e8m0":
             stored = tl.where(is_finite, exponent, E8M0_NAN).to(tl.uint8)
         else:
-            stored = tl.where(is_finite, (exponent << 23).to(tl.float32, bitcast=True), float("nan"))
+            stored = tl.where(
+                is_finite, (exponent << 23).to(tl.float32, bitcast=True), float("nan")
+            )
     return stored, multiplier
 
 
@@ -109,7 +118,9 @@ def random_words(seeds, group, line, first, LINES: tl.constexpr, WIDTH: tl.const
     if seeds is None:
         words = None
     else:
-        quad = (first // 4 + tl.arange(0, WIDTH // 4))[None, :] + tl.zeros((LINES, WIDTH // 4), tl.int32)
+        quad = (first // 4 + tl.arange(0, WIDTH // 4))[None, :] + tl.zeros(
+            (LINES, WIDTH // 4), tl.int32
+        )
         lines = line[:, None] + tl.zeros((LINES, WIDTH // 4), tl.int32)
         zeros = tl.zeros((LINES, WIDTH // 4), tl.int32)
         w0, w1, w2, w3 = tl.philox(tl.load(seeds + group), quad, lines, zeros, zeros)
@@ -144,7 +155,9 @@ def spread(blocks, LINES: tl.constexpr, WIDTH: tl.constexpr):
     """[blocks of lines, blocks] to [LINES, WIDTH]: every element gets the value of its block."""
     across: tl.constexpr = LINES // blocks.shape[0]
     along: tl.constexpr = WIDTH // blocks.shape[1]
-    full = tl.broadcast_to(blocks[:, None, :, None], (blocks.shape[0], across, blocks.shape[1], along))
+    full = tl.broadcast_to(
+        blocks[:, None, :, None], (blocks.shape[0], across, blocks.shape[1], along)
+    )
     return full.reshape(LINES, WIDTH)
 
 
@@ -160,7 +173,11 @@ def hadamard(x, signs):
     # Sums and differences of neighbours go to the two halves: four times, and all elements are back in their places.
     for _ in tl.static_range(4):
         left, right = tl.split(y.reshape(lines, blocks, HADAMARD_SIZE // 2, 2))
-        y = tl.join(left + right, left - right).permute(0, 1, 3, 2).reshape(lines, blocks, HADAMARD_SIZE)
+        y = (
+            tl.join(left + right, left - right)
+            .permute(0, 1, 3, 2)
+            .reshape(lines, blocks, HADAMARD_SIZE)
+        )
     return y.reshape(lines, width) * 0.25
 
 

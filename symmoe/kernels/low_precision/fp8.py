@@ -62,7 +62,9 @@ def grouped_gemm_fp8_kernel(
         group, first_row, end, first_column = tile_place(tile, prefix, row_range, GEMM)
         row = first_row + tl.arange(0, BLOCK_M)
         row_scales = row_scale + row.to(tl.int64) * NUM_BLOCKS
-        weight_scales = matrix_of(weight_scale, weight_scale_table, group, COLUMN_BLOCKS * NUM_BLOCKS, tl.float32)
+        weight_scales = matrix_of(
+            weight_scale, weight_scale_table, group, COLUMN_BLOCKS * NUM_BLOCKS, tl.float32
+        )
         weight_scales += first_column // BLOCK * NUM_BLOCKS
         column = first_column + tl.arange(0, BLOCK_N)
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
@@ -71,7 +73,9 @@ def grouped_gemm_fp8_kernel(
             if weight_table is None:
                 right = weight_desc.load([group, first_column, b * BLOCK]).reshape(BLOCK_N, BLOCK)
             else:
-                right = load_lines(weight_table, group, column, b * BLOCK, OUT_WIDTH, IN_WIDTH, BLOCK)
+                right = load_lines(
+                    weight_table, group, column, b * BLOCK, OUT_WIDTH, IN_WIDTH, BLOCK
+                )
                 right = right.to(rows_desc.dtype, bitcast=True)
             scale = tl.load(row_scales + b, mask=row < end, other=0.0) * tl.load(weight_scales + b)
             acc += tl.dot(left, right.T) * scale[:, None]
@@ -109,18 +113,27 @@ def grouped_gemm_wgrad_fp8_kernel(
             right = rows_desc.load([n_tile * BLOCK_N, b * BLOCK])
             # 32 bits are enough: no memory holds so many numbers that their scales need more.
             by_row = tl.load(dout_scale + b * OUT_ROWS + row, mask=row < OUT_ROWS, other=0.0)
-            by_column = tl.load(rows_scale + b * OUT_WIDTH + column, mask=column < OUT_WIDTH, other=0.0)
+            by_column = tl.load(
+                rows_scale + b * OUT_WIDTH + column, mask=column < OUT_WIDTH, other=0.0
+            )
             acc += (tl.dot(left, right.T) * by_column[None, :]) * by_row[:, None]
-        if not WGRAD.accumulate or first_block < end_block:  # a group without tokens is not even read
+        if (
+            not WGRAD.accumulate or first_block < end_block
+        ):  # a group without tokens is not even read
             store_gradient(acc, gradient_of(out, out_table, group, WGRAD), row, column, WGRAD)
 
 
 @functools.cache
-def plan_gemm(num_groups: int, out_width: int, in_width: int, **tile: Any) -> tuple[Gemm, Constants]:
+def plan_gemm(
+    num_groups: int, out_width: int, in_width: int, **tile: Any
+) -> tuple[Gemm, Constants]:
     """How grouped_gemm_fp8_kernel is launched. tile: fields of TileConfig."""
     config = _config(tile)
     gemm = Gemm(config=config, num_groups=num_groups, columns=out_width, in_width=in_width)
-    descriptors = {0: describe([config.block_m, BLOCK.value]), 2: describe([1, config.block_n, BLOCK.value])}
+    descriptors = {
+        0: describe([config.block_m, BLOCK.value]),
+        2: describe([1, config.block_n, BLOCK.value]),
+    }
     return gemm, gemm.constants(descriptors)
 
 
@@ -130,7 +143,10 @@ def plan_wgrad(
 ) -> tuple[Wgrad, Constants]:
     """How grouped_gemm_wgrad_fp8_kernel is launched."""
     config = _config(tile)
-    descriptors = {0: describe([config.block_m, BLOCK.value]), 2: describe([config.block_n, BLOCK.value])}
+    descriptors = {
+        0: describe([config.block_m, BLOCK.value]),
+        2: describe([config.block_n, BLOCK.value]),
+    }
     wgrad = Wgrad(config, *shape, TRITON_DTYPES[dtype], accumulate)
     return wgrad, wgrad.constants(descriptors)
 
@@ -138,5 +154,7 @@ def plan_wgrad(
 def _config(tile: dict[str, Any]) -> TileConfig:
     config = replace(CONFIG, **tile)
     if config.block_k != BLOCK.value or BLOCK.value % config.block_n:
-        raise ArgumentError(f"tiles must have block_k {BLOCK.value} and a block_n that divides it, got {config}")
+        raise ArgumentError(
+            f"tiles must have block_k {BLOCK.value} and a block_n that divides it, got {config}"
+        )
     return config

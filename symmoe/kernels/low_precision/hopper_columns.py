@@ -117,14 +117,18 @@ def copied_layout(word_bytes: int) -> Any:
 def larger_bf16(a, b):
     """The larger one of two |x|, NaN if one of them is, for both bf16 numbers of words; signs mean nothing."""
     instruction: gl.constexpr = "max.NaN.xorsign.abs.bf16x2 $0, $1, $2;"
-    return gl.inline_asm_elementwise(instruction, "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1)
+    return gl.inline_asm_elementwise(
+        instruction, "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1
+    )
 
 
 @gluon.jit
 def larger_fp16(a, b):
     """Same as larger_bf16, of fp16 numbers."""
     instruction: gl.constexpr = "max.NaN.xorsign.abs.f16x2 $0, $1, $2;"
-    return gl.inline_asm_elementwise(instruction, "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1)
+    return gl.inline_asm_elementwise(
+        instruction, "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1
+    )
 
 
 @gluon.jit
@@ -153,7 +157,9 @@ def decoded(codes, scale, DTYPE: gl.constexpr):
         mul.f32 y, y, $2;
         """
     instructions: gl.constexpr = PRODUCTS + ROUND + " $0, y, x; }"
-    return gl.inline_asm_elementwise(instructions, "=r,h,f", [codes, scale], dtype=gl.int32, is_pure=True, pack=1)
+    return gl.inline_asm_elementwise(
+        instructions, "=r,h,f", [codes, scale], dtype=gl.int32, is_pure=True, pack=1
+    )
 
 
 @gluon.jit
@@ -234,7 +240,9 @@ def begin_copy(stage, source, rows, row_scales, row_index, PLAN: gl.constexpr):
         # A tile's features are one block.
         if row_index is None:
             row_scales += first_row.to(gl.int64) * (PLAN.row_words // 2)
-        pointers = row_scales + (PLAN.width // 4 + feature_tile) + row.to(gl.int64) * (PLAN.row_words // 2)
+        pointers = (
+            row_scales + (PLAN.width // 4 + feature_tile) + row.to(gl.int64) * (PLAN.row_words // 2)
+        )
         copy_async(stage[1], pointers, mask=is_row)
     async_copy.commit_group()
 
@@ -256,7 +264,9 @@ def store_feature(codes, stored, tile, feature, data, scale, num_tiles, PLAN: gl
         gl.store(scale + tile.to(gl.int64) * PLAN.width + feature, stored)
     else:
         gl.store(pointers, codes, mask=(feature < PLAN.width)[None, :])
-        gl.store(scale + tile.to(gl.int64) * PLAN.width + feature, stored, mask=feature < PLAN.width)
+        gl.store(
+            scale + tile.to(gl.int64) * PLAN.width + feature, stored, mask=feature < PLAN.width
+        )
 
 
 @gluon.jit
@@ -328,10 +338,17 @@ def launch_quantize_columns(rows, row_range, out, block_format, *, row_index=Non
     launch(hopper_quantize_columns_kernel, grid, constants, *inputs, *results)
 
 
-def launch_requantize_columns(wire, row_range, out, block_format, dtype, *, row_index=None, num_sms=None):
+def launch_requantize_columns(
+    wire, row_range, out, block_format, dtype, *, row_index=None, num_sms=None
+):
     """requantize_columns of at least one tile, if takes_columns."""
-    plan, constants = _plan(out[0].shape[0], row_range.shape[1], block_format.scale, dtype, wire.shape[1])
-    inputs, results = (wire.view(torch.int16), wire.view(torch.float32), row_index, row_range), _results(out)
+    plan, constants = _plan(
+        out[0].shape[0], row_range.shape[1], block_format.scale, dtype, wire.shape[1]
+    )
+    inputs, results = (
+        (wire.view(torch.int16), wire.view(torch.float32), row_index, row_range),
+        _results(out),
+    )
     grid = plan.grid(results[2], num_sms, wire.device)
     launch(hopper_quantize_columns_kernel, grid, constants, *inputs, *results)
 
@@ -348,6 +365,11 @@ def _plan(
 ) -> tuple[ColumnPlan, Constants]:
     """wire_bytes: of a row of the wire; None: rows are not quantised."""
     row_words, word_bytes = (width // 2, 4) if wire_bytes is None else (wire_bytes // 2, 2)
-    rows = {"scale": scale, "dtype": GLUON_DTYPES[dtype], "row_words": row_words, "word_bytes": word_bytes}
+    rows = {
+        "scale": scale,
+        "dtype": GLUON_DTYPES[dtype],
+        "row_words": row_words,
+        "word_bytes": word_bytes,
+    }
     plan = ColumnPlan(width=width, num_groups=num_groups, **rows)
     return plan, Constants({"PLAN": plan, "num_warps": NUM_WARPS, "maxnreg": REGISTERS})

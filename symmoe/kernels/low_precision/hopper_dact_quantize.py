@@ -71,10 +71,14 @@ COLUMN_LANES, COLUMN_WARPS = [[16, 0], [32, 0], [0, 2], [0, 4], [0, 8]], [[0, 16
 TOKENS = [[1, 0], [2, 0], [4, 0], [8, 0], [64, 0]]
 # Columns are read as pairs of features and written 16 tokens at a time: a thread has the same numbers both times.
 PAIRS = gl.constexpr(
-    gl.DistributedLinearLayout([[0, 1], *TOKENS], COLUMN_LANES, COLUMN_WARPS, block_bases=[], shape=[128, 128])
+    gl.DistributedLinearLayout(
+        [[0, 1], *TOKENS], COLUMN_LANES, COLUMN_WARPS, block_bases=[], shape=[128, 128]
+    )
 )
 COLUMNS = gl.constexpr(
-    gl.DistributedLinearLayout([*TOKENS, [0, 1]], COLUMN_LANES, COLUMN_WARPS, block_bases=[], shape=[128, 128])
+    gl.DistributedLinearLayout(
+        [*TOKENS, [0, 1]], COLUMN_LANES, COLUMN_WARPS, block_bases=[], shape=[128, 128]
+    )
 )
 
 
@@ -125,12 +129,18 @@ def store_rows(shared, first_row, end, block, data, scale, PLAN: gl.constexpr):
         x = shared.slice(STRIP * i, STRIP).load(ROWS).to(gl.float32)
         stored, multiplier = scales_of(x, 1, PLAN)
         codes = e4m3_code(x * multiplier[:, None])
-        gl.store(data + row.to(gl.int64)[:, None] * WIDTH + column[None, :], codes, mask=(row < end)[:, None])
+        gl.store(
+            data + row.to(gl.int64)[:, None] * WIDTH + column[None, :],
+            codes,
+            mask=(row < end)[:, None],
+        )
         gl.store(scale + row.to(gl.int64) * (WIDTH // TILE) + block, stored, mask=row < end)
 
 
 @gluon.jit
-def store_columns(shared, token_tile, num_tiles, first, WIDTH: gl.constexpr, data, scale, sums, PLAN: gl.constexpr):
+def store_columns(
+    shared, token_tile, num_tiles, first, WIDTH: gl.constexpr, data, scale, sums, PLAN: gl.constexpr
+):
     """Quantises a tile [tokens, features], a block of each of the columns, of which a matrix has WIDTH.
 
     sums [WIDTH]: of the columns, or None.
@@ -147,7 +157,9 @@ def store_columns(shared, token_tile, num_tiles, first, WIDTH: gl.constexpr, dat
 
 
 @gluon.jit
-def differentiate(gates, ups, das, first_row, end, row_scale, tile_sums, num_rows, PLAN: gl.constexpr):
+def differentiate(
+    gates, ups, das, first_row, end, row_scale, tile_sums, num_rows, PLAN: gl.constexpr
+):
     """Replaces a tile's gates, ups and da by dgate, dup and a. tile_sums: sums of dscale by blocks of columns."""
     ACTIVATION: gl.constexpr = PLAN.activation
     DTYPE: gl.constexpr = gates.dtype
@@ -212,20 +224,38 @@ def hopper_dact_quantize_kernel(
                 slot = bias_sums + (first_row // TILE + group).to(gl.int64) * (2 * FFN)
             # Past the last tile, the last one is loaded again.
             following = gl.minimum(this + gl.num_programs(0), num_used - 1)
-            _group, next_row, next_end, _token_tile, next_n_tile = locate_tile(following, prefix, row_range, PLAN)
+            _group, next_row, next_end, _token_tile, next_n_tile = locate_tile(
+                following, prefix, row_range, PLAN
+            )
             column = n_tile * TILE
             next_column = next_n_tile * TILE
-            store_columns(gates, token_tile, num_tiles, column, 2 * FFN, column_data, column_scale, slot, PLAN)
+            store_columns(
+                gates, token_tile, num_tiles, column, 2 * FFN, column_data, column_scale, slot, PLAN
+            )
             copy_part(gates, h, next_row, next_end, next_column, 2 * FFN)
-            store_columns(ups, token_tile, num_tiles, FFN + column, 2 * FFN, column_data, column_scale, slot, PLAN)
+            store_columns(
+                ups,
+                token_tile,
+                num_tiles,
+                FFN + column,
+                2 * FFN,
+                column_data,
+                column_scale,
+                slot,
+                PLAN,
+            )
             copy_part(ups, h, next_row, next_end, FFN + next_column, 2 * FFN)
-            store_columns(das, token_tile, num_a_tiles, column, FFN, a_column_data, a_column_scale, None, PLAN)
+            store_columns(
+                das, token_tile, num_a_tiles, column, FFN, a_column_data, a_column_scale, None, PLAN
+            )
             copy_part(das, da, next_row, next_end, next_column, FFN)
             async_copy.commit_group()
         async_copy.wait_group(0)
 
 
-def takes_dact_quantize(da: torch.Tensor, h: torch.Tensor, activation: Activation, block_format: BlockFormat) -> bool:
+def takes_dact_quantize(
+    da: torch.Tensor, h: torch.Tensor, activation: Activation, block_format: BlockFormat
+) -> bool:
     """Whether launch_dact_quantize has a kernel for these: whole tiles of features, gates and ups in halves."""
     is_in_halves = activation.is_gated and activation.interleave is None
     in_tiles = block_format.block == TILE.value and da.shape[1] % TILE.value == 0
@@ -246,6 +276,10 @@ def launch_dact_quantize(arguments, activation, block_format, *, num_sms=None, *
 
 
 @functools.cache
-def _constants(num_groups: int, ffn: int, activation: Activation, scale: str, **options: int) -> Constants:
-    plan = DactQuantize(num_groups=num_groups, ffn=ffn, activation=activation, scale=scale, **options)
+def _constants(
+    num_groups: int, ffn: int, activation: Activation, scale: str, **options: int
+) -> Constants:
+    plan = DactQuantize(
+        num_groups=num_groups, ffn=ffn, activation=activation, scale=scale, **options
+    )
     return Constants({"PLAN": plan, "num_warps": NUM_WARPS, "maxnreg": REGISTERS})

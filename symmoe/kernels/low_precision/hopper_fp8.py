@@ -53,7 +53,9 @@ E4M3 = torch.float8_e4m3fn
 BLOCK_K = gl.constexpr(BLOCK)
 BLOCK_N = gl.constexpr(256)
 HALF = gl.constexpr(BLOCK)  # columns of one scale of the weight
-PART = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16]))  # CHUNK columns of a tile
+PART = gl.constexpr(
+    gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16])
+)  # CHUNK columns of a tile
 SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 32]))  # a half of a tile
 
 
@@ -92,7 +94,7 @@ def load(rows_desc, weights, row_range, ring, PIPE: gl.constexpr):
         for k in range(PIPE.num_k):
             mbarrier.wait(empty.index(stage), phase)
             mbarrier.expect(full.index(stage), num_bytes)
-            place = matrix + (n_tile * BLOCK_N, k * BLOCK_K)  # noqa: RUF005
+            place = matrix + (n_tile * BLOCK_N, k * BLOCK_K)
             tma_load(weight_desc, place, full.index(stage), b.index(stage))
             tma_load(rows_desc, [first_row, k * BLOCK_K], full.index(stage), a.index(stage))
             stage, phase = next_stage(stage, phase, PIPE)
@@ -107,7 +109,18 @@ def partial_sum(a, b, IN_FLIGHT: gl.constexpr):
 
 
 @gluon.jit
-def product(scales, ring, group, first_row, end, n_tile, stage, phase, WARPGROUP: gl.constexpr, PIPE: gl.constexpr):
+def product(
+    scales,
+    ring,
+    group,
+    first_row,
+    end,
+    n_tile,
+    stage,
+    phase,
+    WARPGROUP: gl.constexpr,
+    PIPE: gl.constexpr,
+):
     """Both halves of the scaled sums of a warpgroup's rows of a tile, fp32, and the ring's next stage and parity."""
     a_ring, b_ring, full, empty = ring
     row_scale, weight_scale, weight_scale_table = scales
@@ -164,7 +177,17 @@ def add_bias(part, addend, group, row, end, column, PIPE: gl.constexpr):
 
 @gluon.jit
 def store_tile(
-    left, right, addend, chunks, out_desc, group, first_row, end, n_tile, WARPGROUP: gl.constexpr, PIPE: gl.constexpr
+    left,
+    right,
+    addend,
+    chunks,
+    out_desc,
+    group,
+    first_row,
+    end,
+    n_tile,
+    WARPGROUP: gl.constexpr,
+    PIPE: gl.constexpr,
 ):
     """Adds the bias, rounds the sums and stores them by TMA, which reads while the next tile is multiplied.
 
@@ -179,23 +202,33 @@ def store_tile(
         chunks.index(4 * WARPGROUP + i).store(part.to(chunks.dtype))
     fence_async_shared()
     for i in gl.static_range(4):
-        store_chunk(out_desc, chunks.index(4 * WARPGROUP + i), row, end, n_tile * BLOCK_N + CHUNK * i)
+        store_chunk(
+            out_desc, chunks.index(4 * WARPGROUP + i), row, end, n_tile * BLOCK_N + CHUNK * i
+        )
 
 
 @gluon.jit
-def multiply(out_desc, scales, addend, row_range, ring, chunks, WARPGROUP: gl.constexpr, PIPE: gl.constexpr):
+def multiply(
+    out_desc, scales, addend, row_range, ring, chunks, WARPGROUP: gl.constexpr, PIPE: gl.constexpr
+):
     """The role multiply."""
     prefix, num_row_tiles = row_tile_prefix(row_range, PIPE)
     stage = 0
     phase = 0
     for tile in range(gl.program_id(0), num_row_tiles * PIPE.num_n_tiles, gl.num_programs(0)):
         group, first_row, end, _row_tile, n_tile = locate_tile(tile, prefix, row_range, PIPE)
-        left, right, stage, phase = product(scales, ring, group, first_row, end, n_tile, stage, phase, WARPGROUP, PIPE)
-        store_tile(left, right, addend, chunks, out_desc, group, first_row, end, n_tile, WARPGROUP, PIPE)
+        left, right, stage, phase = product(
+            scales, ring, group, first_row, end, n_tile, stage, phase, WARPGROUP, PIPE
+        )
+        store_tile(
+            left, right, addend, chunks, out_desc, group, first_row, end, n_tile, WARPGROUP, PIPE
+        )
     tma.store_wait(0)
 
 
-@fast_jit(["rows_desc", "weight_desc", "anchor", "out_desc", "out"], optional=["num_rows"], jit=gluon.jit)
+@fast_jit(
+    ["rows_desc", "weight_desc", "anchor", "out_desc", "out"], optional=["num_rows"], jit=gluon.jit
+)
 def hopper_fp8_gemm_kernel(
     rows_desc,  # [N, C], block [BLOCK_M, BLOCK_K]
     weight_desc,  # [G, O, C], block [1, BLOCK_N, BLOCK_K]; describe_table with a table
@@ -212,9 +245,19 @@ def hopper_fp8_gemm_kernel(
     num_rows,  # N; None: do not write the tail
     PIPE: gl.constexpr,
 ):
-    a = gl.allocate_shared_memory(rows_desc.dtype, [PIPE.stages] + rows_desc.block_shape, rows_desc.layout)  # noqa: RUF005
-    b = gl.allocate_shared_memory(weight_desc.dtype, [PIPE.stages] + weight_desc.block_shape, weight_desc.layout)  # noqa: RUF005
-    chunks = gl.allocate_shared_memory(out_desc.dtype, [8, CHUNK, CHUNK], gl.NVMMASharedLayout(128, 16, 2))
+    a = gl.allocate_shared_memory(
+        rows_desc.dtype,
+        [PIPE.stages] + rows_desc.block_shape,
+        rows_desc.layout,
+    )
+    b = gl.allocate_shared_memory(
+        weight_desc.dtype,
+        [PIPE.stages] + weight_desc.block_shape,
+        weight_desc.layout,
+    )
+    chunks = gl.allocate_shared_memory(
+        out_desc.dtype, [8, CHUNK, CHUNK], gl.NVMMASharedLayout(128, 16, 2)
+    )
     ring = (a, b, make_barriers(PIPE.stages, 1), make_barriers(PIPE.stages, 2))
     scales = (row_scale, weight_scale, weight_scale_table)
     addend = (bias, bias_scale)
@@ -232,7 +275,9 @@ def hopper_fp8_gemm_kernel(
         zero_tail_rows(out, row_range, num_rows, PIPE)
 
 
-def launch_fp8_gemm(rows, weight, row_range, out, *, bias=None, zero_tail=False, num_sms=None, **options):
+def launch_fp8_gemm(
+    rows, weight, row_range, out, *, bias=None, zero_tail=False, num_sms=None, **options
+):
     """grouped_gemm_quantized of at least one row with fp32 scales. options: of Fp8Pipeline."""
     num_rows, (packed, table) = out.shape[0], packed_and_table(weight.data)
     pipe, constants = _plan(*weight.data.shape, out.dtype, table is not None, **options)
@@ -240,18 +285,29 @@ def launch_fp8_gemm(rows, weight, row_range, out, *, bias=None, zero_tail=False,
     scales = rows.scale, *packed_and_table(weight.scale)
     addend = row_range, *as_pair(bias), num_rows if zero_tail else None
     programs = grid(pipe, num_rows, num_sms, out.device)
-    launch(hopper_fp8_gemm_kernel, programs, constants, rows.data, *weights, out, out, *scales, *addend)
+    launch(
+        hopper_fp8_gemm_kernel, programs, constants, rows.data, *weights, out, out, *scales, *addend
+    )
 
 
 @functools.cache
 def _plan(
-    num_groups: int, out_width: int, in_width: int, dtype: torch.dtype, is_table: bool, **options: Any
+    num_groups: int,
+    out_width: int,
+    in_width: int,
+    dtype: torch.dtype,
+    is_table: bool,
+    **options: Any,
 ) -> tuple[Fp8Pipeline, Constants]:
-    pipe = Fp8Pipeline(num_groups=num_groups, columns=out_width, in_width=in_width, **{"group_m": 16, **options})
+    pipe = Fp8Pipeline(
+        num_groups=num_groups, columns=out_width, in_width=in_width, **{"group_m": 16, **options}
+    )
     block = [BLOCK_N.value, BLOCK_K.value]
     descriptors = {
         0: describe([BLOCK_M.value, BLOCK_K.value], E4M3),
-        1: describe_table(block, E4M3, out_width, in_width) if is_table else describe([1, *block], E4M3),
+        1: describe_table(block, E4M3, out_width, in_width)
+        if is_table
+        else describe([1, *block], E4M3),
         4: describe_ragged(dtype),
     }
     return pipe, Constants({"PIPE": pipe, "num_warps": NUM_WARPS}, descriptors)

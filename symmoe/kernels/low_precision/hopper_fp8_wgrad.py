@@ -29,7 +29,12 @@ from typing import Any
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma_wait,
+)
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from symmoe.kernels.hopper.gemm import NUM_WARPS, describe
@@ -75,7 +80,9 @@ def load(operands, row_range, ring, PIPE: gl.constexpr):
     dout_desc, dout_scale_desc, rows_desc, rows_scale_desc = operands
     a, b, a_scale, b_scale, full, empty = ring
     operand_bytes: gl.constexpr = dout_desc.block_type.nbytes + rows_desc.block_type.nbytes
-    scale_bytes: gl.constexpr = dout_scale_desc.block_type.nbytes + rows_scale_desc.block_type.nbytes
+    scale_bytes: gl.constexpr = (
+        dout_scale_desc.block_type.nbytes + rows_scale_desc.block_type.nbytes
+    )
     stage = 0
     phase = 1
     for tile in range(gl.program_id(0), PIPE.num_tiles, gl.num_programs(0)):
@@ -149,7 +156,15 @@ def quarters(x):
 
 @gluon.jit
 def store_batch(
-    parts, chunks, out_desc, matrix, m, n, FIRST: gl.constexpr, WARPGROUP: gl.constexpr, PIPE: gl.constexpr
+    parts,
+    chunks,
+    out_desc,
+    matrix,
+    m,
+    n,
+    FIRST: gl.constexpr,
+    WARPGROUP: gl.constexpr,
+    PIPE: gl.constexpr,
 ):
     """Rounds parts FIRST.. of a warpgroup's sums, those of the upper rows first, and stores or adds them by TMA.
 
@@ -165,7 +180,7 @@ def store_batch(
         chunks.index(PLACE + i).reshape([CHUNK, PART]).store(part)
     fence_async_shared()
     for i in gl.static_range(BATCH):
-        place = matrix + (m + CHUNK * ((FIRST + i) // ACROSS), n + PART * ((FIRST + i) % ACROSS))  # noqa: RUF005
+        place = matrix + (m + CHUNK * ((FIRST + i) // ACROSS), n + PART * ((FIRST + i) % ACROSS))
         if PIPE.accumulate:
             tma_add(out_desc, place, chunks.index(PLACE + i))
         else:
@@ -186,14 +201,22 @@ def add_part(part, out, m, n, PIPE: gl.constexpr):
 
 
 @gluon.jit
-def store_tile(upper, lower, chunks, outs, group, m, n, WARPGROUP: gl.constexpr, PIPE: gl.constexpr):
+def store_tile(
+    upper, lower, chunks, outs, group, m, n, WARPGROUP: gl.constexpr, PIPE: gl.constexpr
+):
     """Stores a tile. n: a warpgroup's first column."""
     out_desc, out, out_table = outs
     parts = quarters(upper) + quarters(lower)
     if PIPE.accumulate and out_desc.dtype != gl.float32:  # TMA would round it twice
         out_group = out + group.to(gl.int64) * (PIPE.out_rows * PIPE.columns)
         for i in gl.static_range(PARTS):
-            add_part(parts[i], out_group, m + CHUNK * (i // (PARTS // 2)), n + PART * (i % (PARTS // 2)), PIPE)
+            add_part(
+                parts[i],
+                out_group,
+                m + CHUNK * (i // (PARTS // 2)),
+                n + PART * (i % (PARTS // 2)),
+                PIPE,
+            )
     else:
         BATCH: gl.constexpr = PIPE.batch
         if out_table is not None:
@@ -214,13 +237,18 @@ def multiply(outs, row_range, ring, chunks, WARPGROUP: gl.constexpr, PIPE: gl.co
     for tile in range(gl.program_id(0), PIPE.num_tiles, gl.num_programs(0)):
         group, start, end, m, first_column = locate_tile(tile, row_range, PIPE)
         n = first_column + HALF * WARPGROUP
-        upper, lower, stage, phase = product(ring, num_steps(start, end, BLOCK_K), stage, phase, WARPGROUP, PIPE)
+        upper, lower, stage, phase = product(
+            ring, num_steps(start, end, BLOCK_K), stage, phase, WARPGROUP, PIPE
+        )
         if not PIPE.accumulate or start < end:  # a group without rows is not even read
             store_tile(upper, lower, chunks, outs, group, m, n, WARPGROUP, PIPE)
     tma.store_wait(0)
 
 
-@fast_jit(["dout_desc", "dout_scale_desc", "rows_desc", "rows_scale_desc", "out_desc", "out"], jit=gluon.jit)
+@fast_jit(
+    ["dout_desc", "dout_scale_desc", "rows_desc", "rows_scale_desc", "out_desc", "out"],
+    jit=gluon.jit,
+)
 def hopper_fp8_wgrad_kernel(
     dout_desc,  # [O, P], block [BLOCK_M, BLOCK_K]
     dout_scale_desc,  # [blocks of P, O], block [1, BLOCK_M]
@@ -232,11 +260,27 @@ def hopper_fp8_wgrad_kernel(
     row_range,
     PIPE: gl.constexpr,
 ):
-    a = gl.allocate_shared_memory(dout_desc.dtype, [PIPE.stages] + dout_desc.block_shape, dout_desc.layout)  # noqa: RUF005
-    b = gl.allocate_shared_memory(rows_desc.dtype, [PIPE.stages] + rows_desc.block_shape, rows_desc.layout)  # noqa: RUF005
-    a_scale = gl.allocate_shared_memory(gl.float32, [PIPE.stages, 1, BLOCK_M], dout_scale_desc.layout)
-    b_scale = gl.allocate_shared_memory(gl.float32, [PIPE.stages, 1, BLOCK_N], rows_scale_desc.layout)
-    chunks = gl.allocate_shared_memory(out_desc.dtype, [4 * PIPE.batch] + out_desc.block_shape, out_desc.layout)  # noqa: RUF005
+    a = gl.allocate_shared_memory(
+        dout_desc.dtype,
+        [PIPE.stages] + dout_desc.block_shape,
+        dout_desc.layout,
+    )
+    b = gl.allocate_shared_memory(
+        rows_desc.dtype,
+        [PIPE.stages] + rows_desc.block_shape,
+        rows_desc.layout,
+    )
+    a_scale = gl.allocate_shared_memory(
+        gl.float32, [PIPE.stages, 1, BLOCK_M], dout_scale_desc.layout
+    )
+    b_scale = gl.allocate_shared_memory(
+        gl.float32, [PIPE.stages, 1, BLOCK_N], rows_scale_desc.layout
+    )
+    chunks = gl.allocate_shared_memory(
+        out_desc.dtype,
+        [4 * PIPE.batch] + out_desc.block_shape,
+        out_desc.layout,
+    )
     full = make_barriers(PIPE.stages, 1)
     ring = (a, b, a_scale, b_scale, full, make_barriers(PIPE.stages, 2))
     fence_async_shared()
@@ -244,7 +288,10 @@ def hopper_fp8_wgrad_kernel(
         [
             (multiply, ((out_desc, out, out_table), row_range, ring, chunks, 0, PIPE)),
             (multiply, ((out_desc, out, out_table), row_range, ring, chunks, 1, PIPE)),
-            (load, ((dout_desc, dout_scale_desc, rows_desc, rows_scale_desc), row_range, ring, PIPE)),
+            (
+                load,
+                ((dout_desc, dout_scale_desc, rows_desc, rows_scale_desc), row_range, ring, PIPE),
+            ),
         ],
         [4, 1],
         [PIPE.multiply_registers, PIPE.load_registers],
@@ -265,7 +312,13 @@ def launch_fp8_wgrad(dout, rows, row_range, out, *, accumulate=False, num_sms=No
 
 @functools.cache
 def _plan(
-    num_groups: int, out_rows: int, columns: int, dtype: torch.dtype, accumulate: bool, is_table: bool, **options: Any
+    num_groups: int,
+    out_rows: int,
+    columns: int,
+    dtype: torch.dtype,
+    accumulate: bool,
+    is_table: bool,
+    **options: Any,
 ) -> tuple[Fp8WgradPipeline, Constants]:
     pipe = Fp8WgradPipeline(
         num_groups=num_groups,
@@ -282,7 +335,9 @@ def _plan(
         1: describe_scales(BLOCK_M.value),
         2: describe([BLOCK_N.value, BLOCK_K.value], E4M3),
         3: describe_scales(BLOCK_N.value),
-        4: describe_table(block, dtype, out_rows, columns) if is_distant else describe([1, *block], dtype),
+        4: describe_table(block, dtype, out_rows, columns)
+        if is_distant
+        else describe([1, *block], dtype),
     }
     return pipe, Constants({"PIPE": pipe, "num_warps": NUM_WARPS}, descriptors)
 

@@ -42,7 +42,9 @@ COPIED = gl.constexpr(copied_layout(4))
 def code_pairs(first, second):
     """Two E4M3 codes, int16."""
     instruction: gl.constexpr = "cvt.rn.satfinite.e4m3x2.f32 $0, $1, $2;"
-    return gl.inline_asm_elementwise(instruction, "=h,f,f", [second, first], dtype=gl.int16, is_pure=True, pack=1)
+    return gl.inline_asm_elementwise(
+        instruction, "=h,f,f", [second, first], dtype=gl.int16, is_pure=True, pack=1
+    )
 
 
 @gluon.jit
@@ -56,7 +58,9 @@ def begin_copy(stage, weight, table, tile, num_tiles, SIZES: gl.constexpr):
         first = weight + line_tile.to(gl.int64) * (TILE * WORDS)
     else:
         group = gl.minimum(tile, num_tiles - 1) // (SIZES.column_tiles * SIZES.line_tiles)
-        first = matrix_pointer(table, group, gl.int32) + line_tile % SIZES.line_tiles * (TILE * WORDS)
+        first = matrix_pointer(table, group, gl.int32) + line_tile % SIZES.line_tiles * (
+            TILE * WORDS
+        )
     first += tile % SIZES.column_tiles * PAIRS
     mask = (tile < num_tiles) & (line < TILE)[:, None]
     copy_async(stage, first + line[:, None] * WORDS + pair[None, :], mask=mask)
@@ -64,7 +68,9 @@ def begin_copy(stage, weight, table, tile, num_tiles, SIZES: gl.constexpr):
 
 
 @gluon.jit
-def store_turned(words, multiplier, transposed_data, group, tile_line, tile_column, SIZES: gl.constexpr):
+def store_turned(
+    words, multiplier, transposed_data, group, tile_line, tile_column, SIZES: gl.constexpr
+):
     """Codes of words [TILE, PAIRS], `HELD`, times the multiplier, as lines of 128 neighbours of a column."""
     first_line = group.to(gl.int64) * SIZES.width + tile_column * TILE
     line = first_line + 2 * gl.arange(0, PAIRS, gl.SliceLayout(0, HELD))
@@ -78,10 +84,15 @@ def store_turned(words, multiplier, transposed_data, group, tile_line, tile_colu
 def store_straight(words, multiplier, data, tile, SIZES: gl.constexpr):
     """Codes of words [TILE, PAIRS], `COPIED`, times the multiplier, two at a time."""
     WORDS: gl.constexpr = SIZES.width // 2
-    data += (tile // SIZES.column_tiles).to(gl.int64) * (TILE * WORDS) + tile % SIZES.column_tiles * PAIRS
+    data += (tile // SIZES.column_tiles).to(gl.int64) * (
+        TILE * WORDS
+    ) + tile % SIZES.column_tiles * PAIRS
     line = gl.arange(0, TILE, gl.SliceLayout(1, COPIED))
     pair = gl.arange(0, PAIRS, gl.SliceLayout(0, COPIED))
-    codes = code_pairs(first_number(words, SIZES.dtype) * multiplier, second_number(words, SIZES.dtype) * multiplier)
+    codes = code_pairs(
+        first_number(words, SIZES.dtype) * multiplier,
+        second_number(words, SIZES.dtype) * multiplier,
+    )
     gl.store(data + line[:, None] * WORDS + pair[None, :], codes)
 
 
@@ -97,7 +108,9 @@ def hopper_quantize_weight_pairs_kernel(
     SIZES: gl.constexpr,
 ):
     """Neighbouring programs have neighbouring columns of the same lines."""
-    stage = gl.allocate_shared_memory(gl.int32, [TILE, PAIRS], SHARED)  # a single one was 4 % faster than two
+    stage = gl.allocate_shared_memory(
+        gl.int32, [TILE, PAIRS], SHARED
+    )  # a single one was 4 % faster than two
     begin_copy(stage, weight, table, gl.program_id(0), num_tiles, SIZES)
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         line_tile = tile // SIZES.column_tiles
@@ -111,7 +124,12 @@ def hopper_quantize_weight_pairs_kernel(
         bits = gl.max(gl.maximum(largest_words & 0xFFFF, largest_words >> 16), axis=0)
         stored, multiplier = scales_of(first_number(bits, SIZES.dtype), SIZES)
         gl.store(scale + tile, stored)
-        gl.store(transposed_scale + (group * SIZES.column_tiles + tile_column) * SIZES.line_tiles + tile_line, stored)
+        gl.store(
+            transposed_scale
+            + (group * SIZES.column_tiles + tile_column) * SIZES.line_tiles
+            + tile_line,
+            stored,
+        )
         store_turned(words, multiplier, transposed_data, group, tile_line, tile_column, SIZES)
         store_straight(stage.load(COPIED), multiplier, data, tile, SIZES)
         begin_copy(stage, weight, table, tile + gl.num_programs(0), num_tiles, SIZES)
@@ -120,7 +138,10 @@ def hopper_quantize_weight_pairs_kernel(
 
 def takes_weight_pairs(block_format: BlockFormat, weight: torch.Tensor | TensorTable) -> bool:
     """Whether the kernel makes the format of weights [G, M, K]: E4M3 in square blocks of TILE, all of them whole."""
-    in_tiles = block_format.element == "e4m3" and block_format.block == block_format.block_lines == formats.TILE
+    in_tiles = (
+        block_format.element == "e4m3"
+        and block_format.block == block_format.block_lines == formats.TILE
+    )
     is_aligned = isinstance(weight, TensorTable) or weight.data_ptr() % ACCESS_BYTES == 0
     return in_tiles and is_aligned and all(n % formats.TILE == 0 for n in weight.shape[1:])
 
@@ -138,5 +159,10 @@ def launch_quantize_weight_pairs(weight, out, transposed_out, block_format, *, n
     packed, table = packed_and_table(weight)
     words = None if packed is None else packed.view(torch.int32)
     grid = launch_grid(num_tiles, num_sms, weight.device, PROGRAMS_PER_SM)
-    buffers = out[0].view(torch.int16), out[1], transposed_out[0].view(torch.uint8), transposed_out[1]
+    buffers = (
+        out[0].view(torch.int16),
+        out[1],
+        transposed_out[0].view(torch.uint8),
+        transposed_out[1],
+    )
     launch(hopper_quantize_weight_pairs_kernel, grid, constants, words, table, *buffers, num_tiles)

@@ -17,16 +17,32 @@ from symmoe.kernels.triton.tiles import launch_grid
 
 
 def grouped_gemm_quantized(
-    rows, weight, row_range, out, *, group_range=None, bias=None, zero_tail=False, num_sms=None, **tile
+    rows,
+    weight,
+    row_range,
+    out,
+    *,
+    group_range=None,
+    bias=None,
+    zero_tail=False,
+    num_sms=None,
+    **tile,
 ):
     block_format = check_gemm(rows, weight, row_range, out, bias, group_range)
     (num_rows, out_width), num_groups = out.shape, weight.data.shape[0]
     if num_rows == 0:
         return
-    operands = rows.data, rows.scale, *packed_and_table(weight.data), *packed_and_table(weight.scale)
+    operands = (
+        rows.data,
+        rows.scale,
+        *packed_and_table(weight.data),
+        *packed_and_table(weight.scale),
+    )
     sizes = num_groups, out_width, rows.data.shape[1]
     if block_format is FLOAT8_BLOCK:
-        on_hopper = hopper_choice.launcher("grouped_gemm_fp8", out.device, out.dtype, out_width, num_rows)
+        on_hopper = hopper_choice.launcher(
+            "grouped_gemm_fp8", out.device, out.dtype, out_width, num_rows
+        )
         if on_hopper is not None and not tile:
             on_hopper(rows, weight, row_range, out, bias=bias, zero_tail=zero_tail, num_sms=num_sms)
             return
@@ -37,10 +53,21 @@ def grouped_gemm_quantized(
         gemm, constants = scaled.plan_gemm(block_format, unit, *sizes, **tile)
         arguments = rows.global_scale, weight.global_scale, row_range, group_range
     grid = gemm.grid(num_rows, num_sms, out.device)
-    launch(kernel, grid, constants, *operands, *arguments, out, *as_pair(bias), num_rows if zero_tail else None)
+    launch(
+        kernel,
+        grid,
+        constants,
+        *operands,
+        *arguments,
+        out,
+        *as_pair(bias),
+        num_rows if zero_tail else None,
+    )
 
 
-def grouped_gemm_wgrad_quantized(dout, rows, row_range, out, *, accumulate=False, num_sms=None, **tile):
+def grouped_gemm_wgrad_quantized(
+    dout, rows, row_range, out, *, accumulate=False, num_sms=None, **tile
+):
     block_format = check_wgrad(dout, rows, out)
     if dout.data.shape[1] == 0:
         if not accumulate:
@@ -49,12 +76,19 @@ def grouped_gemm_wgrad_quantized(dout, rows, row_range, out, *, accumulate=False
     sizes = out.dtype, accumulate, out.shape
     arguments = dout.data, dout.scale, rows.data, rows.scale
     if block_format is FLOAT8_BLOCK:
-        operands = torch.bfloat16 if out.dtype == torch.float32 else out.dtype  # fp32 results are also stored
-        on_hopper = hopper_choice.launcher("grouped_gemm_wgrad_fp8", out.device, operands, out.shape[2], out)
+        operands = (
+            torch.bfloat16 if out.dtype == torch.float32 else out.dtype
+        )  # fp32 results are also stored
+        on_hopper = hopper_choice.launcher(
+            "grouped_gemm_wgrad_fp8", out.device, operands, out.shape[2], out
+        )
         if on_hopper is not None and not tile:
             on_hopper(dout, rows, row_range, out, accumulate=accumulate, num_sms=num_sms)
             return
-        kernel, (wgrad, constants) = fp8.grouped_gemm_wgrad_fp8_kernel, fp8.plan_wgrad(*sizes, **tile)
+        kernel, (wgrad, constants) = (
+            fp8.grouped_gemm_wgrad_fp8_kernel,
+            fp8.plan_wgrad(*sizes, **tile),
+        )
     else:
         kernel, unit = scaled.grouped_gemm_wgrad_scaled_kernel, scaled.scaled_products(out.device)
         wgrad, constants = scaled.plan_wgrad(block_format, unit, *sizes, **tile)

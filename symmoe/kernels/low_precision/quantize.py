@@ -45,7 +45,10 @@ from symmoe.kernels.triton.tiles import (
 NUM_WARPS = 8
 # Lines and elements of a program's tile.
 ROW_TILE, ROW_WARPS = (SLOT_ROWS, 256), 4
-COLUMN_TILE = (64, formats.TILE)  # 128 bytes of every row of 2-byte numbers are read, 128 bytes of a line written
+COLUMN_TILE = (
+    64,
+    formats.TILE,
+)  # 128 bytes of every row of 2-byte numbers are read, 128 bytes of a line written
 WEIGHT_TILE = (128, 128)
 PAIR_COLUMNS = 256  # where blocks are not square; a tile then has one block of lines, so few threads share a scale
 # Of a program that also sums rows: one warp has all of them, a thread 4, so that no sum goes through shared memory.
@@ -54,7 +57,9 @@ SUM_STEPS, SPREAD_STEPS = tl.constexpr(SLOT_ROWS.bit_length() - 1), tl.constexpr
 
 
 @triton.jit
-def tile_codes(x, global_scale, words, FORMAT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_LINES: tl.constexpr):
+def tile_codes(
+    x, global_scale, words, FORMAT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_LINES: tl.constexpr
+):
     """Codes of x [LINES, WIDTH], a byte each, and stored scales [LINES / BLOCK_LINES, WIDTH / BLOCK]."""
     lines: tl.constexpr = x.shape[0]
     width: tl.constexpr = x.shape[1]
@@ -120,7 +125,9 @@ def load_columns(rows, row_index, first_row, end, feature, signs, SIZES: tl.cons
     row = first_row + tl.arange(0, TILE)
     source = row if row_index is None else tl.load(row_index + row, mask=row < end, other=0)
     pointers = rows + source.to(tl.int64)[None, :] * SIZES.width + feature[:, None]
-    x = tl.load(pointers, mask=(row < end)[None, :] & (feature < SIZES.width)[:, None], other=0.0).to(tl.float32)
+    x = tl.load(
+        pointers, mask=(row < end)[None, :] & (feature < SIZES.width)[:, None], other=0.0
+    ).to(tl.float32)
     return hadamard(x, signs) if SIZES.hadamard else x
 
 
@@ -158,11 +165,17 @@ def quantize_rows_kernel(
     prefix, num_tiles = row_tile_prefix(row_range, SIZES.num_groups, LINES)
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         group, first_row, end = locate_rows(tile, prefix, row_range, SIZES.num_groups, LINES)
-        row = first_row + (tl.arange(0, LINES) if bias_sums is None else spread_rows(SUM_STEPS, SPREAD_STEPS))
+        row = first_row + (
+            tl.arange(0, LINES) if bias_sums is None else spread_rows(SUM_STEPS, SPREAD_STEPS)
+        )
         source = row if row_index is None else tl.load(row_index + row, mask=row < end, other=0)
         pointers = rows + source.to(tl.int64)[:, None] * WIDTH + column[None, :]
-        x = tl.load(pointers, mask=(row < end)[:, None] & (column < WIDTH)[None, :], other=0.0).to(tl.float32)
-        words = random_words(seeds, group, row - tl.load(row_range + group), tile_column * COLUMNS, LINES, COLUMNS)
+        x = tl.load(pointers, mask=(row < end)[:, None] & (column < WIDTH)[None, :], other=0.0).to(
+            tl.float32
+        )
+        words = random_words(
+            seeds, group, row - tl.load(row_range + group), tile_column * COLUMNS, LINES, COLUMNS
+        )
         codes, scales = quantize_tile(x, global_scale_of(amax, group), words, FORMAT)
         store_tile(data, codes, row, row < end, tile_column, FORMAT.data_width(WIDTH))
         store_tile(scale, scales, row, row < end, tile_column, FORMAT.num_blocks(WIDTH))
@@ -170,7 +183,9 @@ def quantize_rows_kernel(
             if bias_scale is not None:
                 x = scale_terms(x, tl.load(bias_scale + row, mask=row < end, other=0.0)[:, None])
             slot = bias_sums + (first_row // LINES + group).to(tl.int64) * WIDTH
-            tl.store(slot + column, sum_spread_tile(x, SUM_STEPS, SPREAD_STEPS), mask=column < WIDTH)
+            tl.store(
+                slot + column, sum_spread_tile(x, SUM_STEPS, SPREAD_STEPS), mask=column < WIDTH
+            )
 
 
 @fast_jit(["rows", "data"])
@@ -195,7 +210,9 @@ def quantize_columns_kernel(
         group, first_row, end = locate_rows(tile, prefix, row_range, SIZES.num_groups, TILE)
         feature = tl.program_id(1) * SIZES.lines + tl.arange(0, SIZES.lines)
         x = load_columns(rows, row_index, first_row, end, feature, signs, SIZES)
-        words = random_words(seeds, group, feature, first_row - tl.load(row_range + group), SIZES.lines, TILE)
+        words = random_words(
+            seeds, group, feature, first_row - tl.load(row_range + group), SIZES.lines, TILE
+        )
         codes, scales = quantize_tile(x, global_scale_of(amax, group), words, FORMAT)
         store_tile(data, codes, feature, feature < WIDTH, tile, num_tiles * FORMAT.data_width(TILE))
         store_column_scales(scale, scales, feature, WIDTH, tile, num_tiles, WIDTH)
@@ -229,7 +246,9 @@ def quantize_weights_kernel(
     FORMAT: tl.constexpr = SIZES.format
     tile_column, group, tile_line = tl.program_id(1), tl.program_id(2), tl.program_id(0)
     x = load_weight(weight, table, group, tile_line, tile_column, SIZES)
-    codes, scales = tile_codes(x, global_scale_of(amax, group), None, FORMAT, FORMAT.block, FORMAT.block_lines)
+    codes, scales = tile_codes(
+        x, global_scale_of(amax, group), None, FORMAT, FORMAT.block, FORMAT.block_lines
+    )
     store_weight_tile((data, scale), codes, scales, (group, tile_line, tile_column), SIZES, False)
 
 
@@ -253,10 +272,16 @@ def quantize_weight_pairs_kernel(
     if FORMAT.block == FORMAT.block_lines:  # square blocks have the same numbers either way
         column_codes, column_scales = codes, scales
     else:
-        column_codes, column_scales = tile_codes(x, global_scale, None, FORMAT, FORMAT.block_lines, FORMAT.block)
+        column_codes, column_scales = tile_codes(
+            x, global_scale, None, FORMAT, FORMAT.block_lines, FORMAT.block
+        )
     store_weight_tile((data, scale), codes, scales, (group, tile_line, tile_column), SIZES, False)
     # Transposed as bytes: a quarter of the numbers' traffic through shared memory.
-    turned, scales, at = tl.trans(column_codes), tl.trans(column_scales), (group, tile_column, tile_line)
+    turned, scales, at = (
+        tl.trans(column_codes),
+        tl.trans(column_scales),
+        (group, tile_column, tile_line),
+    )
     store_weight_tile((transposed_data, transposed_scale), turned, scales, at, SIZES, True)
 
 
@@ -280,7 +305,9 @@ def group_amax_kernel(
     """Grid (tiles of tokens, tiles of features). The atomics are of maxima, whose order does not matter."""
     prefix, num_tiles = row_tile_prefix(row_range, SIZES.num_groups, TILE)
     if tl.program_id(0) < num_tiles:
-        group, first_row, end = locate_rows(tl.program_id(0), prefix, row_range, SIZES.num_groups, TILE)
+        group, first_row, end = locate_rows(
+            tl.program_id(0), prefix, row_range, SIZES.num_groups, TILE
+        )
         feature = tl.program_id(1) * SIZES.lines + tl.arange(0, SIZES.lines)
         x = load_columns(rows, row_index, first_row, end, feature, signs, SIZES)
         store_largest(amax_bits + group, x)
@@ -295,10 +322,14 @@ def weight_amax_kernel(
 ):
     """Grid (tiles of lines, tiles of columns, groups)."""
     tile_line, tile_column, group = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    store_largest(amax_bits + group, load_weight(weight, table, group, tile_line, tile_column, SIZES))
+    store_largest(
+        amax_bits + group, load_weight(weight, table, group, tile_line, tile_column, SIZES)
+    )
 
 
-def quantize_rows(rows, row_range, out, block_format, *, row_index=None, amax=None, seeds=None, sums=None):
+def quantize_rows(
+    rows, row_range, out, block_format, *, row_index=None, amax=None, seeds=None, sums=None
+):
     (data, scale), num_groups = out, row_range.shape[1]
     num_rows, width = data.shape[0], rows.shape[1]
     if num_rows == 0:
@@ -311,14 +342,18 @@ def quantize_rows(rows, row_range, out, block_format, *, row_index=None, amax=No
     launch(quantize_rows_kernel, grid, constants, *operands, amax, seeds, *(sums or (None, None)))
 
 
-def quantize_columns(rows, row_range, out, block_format, *, row_index=None, amax=None, signs=None, seeds=None):
+def quantize_columns(
+    rows, row_range, out, block_format, *, row_index=None, amax=None, signs=None, seeds=None
+):
     (data, scale), width, num_groups = out, rows.shape[1], row_range.shape[1]
     check_column_scale("scale", scale)
     num_tiles = data.shape[1] * block_format.elements_per_byte // formats.TILE
     if num_tiles == 0:
         return
     operands = block_format, rows, width
-    on_hopper = hopper_choice.launcher("quantize_columns", rows.device, rows.dtype, width, *operands)
+    on_hopper = hopper_choice.launcher(
+        "quantize_columns", rows.device, rows.dtype, width, *operands
+    )
     if on_hopper is not None and signs is None:
         on_hopper(rows, row_range, out, block_format, row_index=row_index)
         return
@@ -333,13 +368,22 @@ def quantize_weights(weight, out, block_format, *, amax=None):
     strides = weight.stride()[1:] if isinstance(weight, torch.Tensor) else (width, 1)
     grid = ceil_div(num_lines, WEIGHT_TILE[0]), ceil_div(width, WEIGHT_TILE[1]), num_groups
     constants = _of_weights(weight, strides, format=block_format, **_WEIGHTS)
-    launch(quantize_weights_kernel, grid, constants, *packed_and_table(weight), *map(as_stored, out), amax)
+    launch(
+        quantize_weights_kernel,
+        grid,
+        constants,
+        *packed_and_table(weight),
+        *map(as_stored, out),
+        amax,
+    )
 
 
 def quantize_weight_pairs(weight, out, transposed_out, block_format, *, amax=None):
     num_groups, num_lines, width = weight.shape
     operands = block_format, weight
-    on_hopper = hopper_choice.launcher("quantize_weight_pairs", weight.device, weight.dtype, width, *operands)
+    on_hopper = hopper_choice.launcher(
+        "quantize_weight_pairs", weight.device, weight.dtype, width, *operands
+    )
     if on_hopper is not None:
         on_hopper(weight, out, transposed_out, block_format)
         return
@@ -359,7 +403,16 @@ def group_amax(rows, row_range, amax, *, row_index=None, signs=None):
         return
     grid = max_row_tiles(num_rows, num_groups, formats.TILE), ceil_div(width, COLUMN_TILE[0])
     constants = _of_columns(num_groups, width, signs is not None)
-    launch(group_amax_kernel, grid, constants, rows, row_index, row_range, amax.view(torch.int32), signs or 0)
+    launch(
+        group_amax_kernel,
+        grid,
+        constants,
+        rows,
+        row_index,
+        row_range,
+        amax.view(torch.int32),
+        signs or 0,
+    )
 
 
 def weight_amax(weight, amax):
@@ -384,7 +437,11 @@ def _of_columns(num_groups: int, width: int, transforms: bool, **more: Hashable)
     return kept_sizes(**rows, lines=COLUMN_TILE[0], num_warps=NUM_WARPS, **more)
 
 
-def _of_weights(weight: torch.Tensor | TensorTable, strides: tuple[int, ...] | None = None, **more: Any) -> Constants:
+def _of_weights(
+    weight: torch.Tensor | TensorTable, strides: tuple[int, ...] | None = None, **more: Any
+) -> Constants:
     """Constants of a kernel of matrices, contiguous without strides."""
     _, num_lines, width = weight.shape
-    return kept_sizes(dtype=TRITON_DTYPES[weight.dtype], num_lines=num_lines, width=width, strides=strides, **more)
+    return kept_sizes(
+        dtype=TRITON_DTYPES[weight.dtype], num_lines=num_lines, width=width, strides=strides, **more
+    )

@@ -11,7 +11,10 @@ from symmoe.kernels.tensor_table import ScaleTable
 from symmoe.kernels.triton.tiles import locate_rows, row_tile_prefix
 
 TILE = tl.constexpr(formats.TILE)
-TILE_BLOCKS, TILE_BYTES = tl.constexpr(quantized_gemm.TILE_BLOCKS), tl.constexpr(quantized_gemm.TILE_BYTES)
+TILE_BLOCKS, TILE_BYTES = (
+    tl.constexpr(quantized_gemm.TILE_BLOCKS),
+    tl.constexpr(quantized_gemm.TILE_BYTES),
+)
 NUM_WARPS = 4
 
 
@@ -40,11 +43,22 @@ def swizzle_scales_kernel(
             source = tl.load(scale + matrix).to(tl.pointer_type(tl.uint8))
             out = tl.load(swizzled + matrix).to(tl.pointer_type(tl.uint8))
             out += tile_row_start(tl.program_id(2), num_blocks)
-            write_tiles(source, first_row, num_rows, num_blocks, tl.load(extent + 2), tl.load(extent + 3), out, TILES)
+            write_tiles(
+                source,
+                first_row,
+                num_rows,
+                num_blocks,
+                tl.load(extent + 2),
+                tl.load(extent + 3),
+                out,
+                TILES,
+            )
 
 
 @triton.jit
-def write_tiles(source, first_row, end, num_blocks, row_stride, block_stride, out, TILES: tl.constexpr):
+def write_tiles(
+    source, first_row, end, num_blocks, row_stride, block_stride, out, TILES: tl.constexpr
+):
     """Writes this program's part of the row of tiles that begins at `out`."""
     byte = tl.program_id(1) * (TILES * TILE_BYTES) + tl.arange(0, TILES * TILE_BYTES)
     row, block = tile_element(byte, first_row)
@@ -76,13 +90,18 @@ def unswizzle_scales_kernel(
 @triton.jit
 def tile_element(byte, first_row):
     """Row and block of the scale that a byte of a row of tiles holds."""
-    return first_row + byte % TILE_BYTES // 16 + byte // 4 % 4 * 32, byte // TILE_BYTES * TILE_BLOCKS + byte % 4
+    return (
+        first_row + byte % TILE_BYTES // 16 + byte // 4 % 4 * 32,
+        byte // TILE_BYTES * TILE_BLOCKS + byte % 4,
+    )
 
 
 @triton.jit
 def tile_row_start(number, num_blocks):
     """The byte at which a row of tiles begins."""
-    return tl.cast(number, tl.int64) * ((num_blocks + (TILE_BLOCKS - 1)) // TILE_BLOCKS * TILE_BYTES)
+    return tl.cast(number, tl.int64) * (
+        (num_blocks + (TILE_BLOCKS - 1)) // TILE_BLOCKS * TILE_BYTES
+    )
 
 
 def swizzle_scales(scale, row_range, swizzled):
@@ -100,7 +119,14 @@ def swizzle_scales(scale, row_range, swizzled):
 
 def unswizzle_scales(swizzled, row_range, scale):
     constants = _constants(scale.shape[1], row_range.shape[1])
-    launch(unswizzle_scales_kernel, tuple(swizzled.shape[:2]), constants, swizzled, row_range, scale.view(torch.uint8))
+    launch(
+        unswizzle_scales_kernel,
+        tuple(swizzled.shape[:2]),
+        constants,
+        swizzled,
+        row_range,
+        scale.view(torch.uint8),
+    )
 
 
 def _constants(num_blocks: int, num_groups: int, **more: int) -> Constants:

@@ -40,7 +40,10 @@ from symmoe.kernels.triton.tiles import (
 )
 
 TILE = tl.constexpr(formats.TILE)
-TILE_BLOCKS, TILE_BYTES = tl.constexpr(quantized_gemm.TILE_BLOCKS), tl.constexpr(quantized_gemm.TILE_BYTES)
+TILE_BLOCKS, TILE_BYTES = (
+    tl.constexpr(quantized_gemm.TILE_BLOCKS),
+    tl.constexpr(quantized_gemm.TILE_BYTES),
+)
 E2M1_SHIFT = tl.constexpr(2.0**126)  # E2M1's exponent bias is 1, that of fp32 is 127
 
 # By element, with the least output columns for a tile. block_k counts elements; 128 bytes of a line are the
@@ -113,7 +116,11 @@ def scattered_scales(table, group, down, across, DOWN: tl.constexpr, GEMM: tl.co
     line = down + tl.arange(0, DOWN)
     place = across + tl.arange(0, ACROSS)
     tile = line[:, None, None] * GEMM.tiles_across + place[None, :, None]
-    pointers = matrix_pointer(table, group, tl.uint8) + tile * TILE_BYTES + tl.arange(0, TILE_BYTES)[None, None, :]
+    pointers = (
+        matrix_pointer(table, group, tl.uint8)
+        + tile * TILE_BYTES
+        + tl.arange(0, TILE_BYTES)[None, None, :]
+    )
     inside = (line < GEMM.tiles_down)[:, None, None] & (place < GEMM.tiles_across)[None, :, None]
     tiles = tl.load(pointers, mask=inside, other=0)
     if GEMM.block_format.element == "e2m1":
@@ -134,7 +141,9 @@ def dequantise(codes, scale):
 
 
 @triton.jit
-def add_products(acc, left, left_scale, right, right_scale, ELEMENT: tl.constexpr, NATIVE: tl.constexpr):
+def add_products(
+    acc, left, left_scale, right, right_scale, ELEMENT: tl.constexpr, NATIVE: tl.constexpr
+):
     """acc + left @ right^T of numbers [rows, K] and [columns, K]."""
     if ELEMENT == "e4m3" or NATIVE:
         acc = tl.dot_scaled(left, left_scale, ELEMENT, right.T, right_scale, ELEMENT, acc)
@@ -165,7 +174,10 @@ def range_tile_prefix(row_range, group_range, NUM_GROUPS: tl.constexpr):
     return tl.cumsum(num_tiles, axis=0), tl.sum(num_tiles, axis=0)
 
 
-@fast_jit(["rows_desc", "row_scale_desc", "weight_desc", "weight_scale_desc", "out"], optional=["num_rows"])
+@fast_jit(
+    ["rows_desc", "row_scale_desc", "weight_desc", "weight_scale_desc", "out"],
+    optional=["num_rows"],
+)
 def grouped_gemm_scaled_kernel(
     rows_desc,  # bytes [N, C], block [BLOCK_M, STEP]
     row_scale_desc,  # [tiles, ACROSS or more, 2, 256]: tile_scales
@@ -223,14 +235,18 @@ def grouped_gemm_scaled_kernel(
                 right = weight_desc.load([group, first_column, i * STEP]).reshape(BLOCK_N, STEP)
             else:
                 column = first_column + tl.arange(0, BLOCK_N)
-                right = load_lines(weight_table, group, column, i * STEP, OUT_WIDTH, GEMM.line_bytes, STEP)
+                right = load_lines(
+                    weight_table, group, column, i * STEP, OUT_WIDTH, GEMM.line_bytes, STEP
+                )
                 right = right.to(rows_desc.dtype, bitcast=True)
             left_scale = tile_scales(row_scale_desc, row_tile, i * ACROSS, 1, ACROSS)
             if weight_scale_table is None:
                 right_scale = tile_scales(weight_scale_desc, weight_tile, i * ACROSS, DOWN, ACROSS)
             else:
                 first_down = first_column // TILE
-                right_scale = scattered_scales(weight_scale_table, group, first_down, i * ACROSS, DOWN, GEMM)
+                right_scale = scattered_scales(
+                    weight_scale_table, group, first_down, i * ACROSS, DOWN, GEMM
+                )
             acc = add_products(acc, left, left_scale, right, right_scale, ELEMENT, NATIVE)
         acc = apply_global_scales(acc, row_global_scale, weight_global_scale, group, True)
         row = first_row + tl.arange(0, TILE)
@@ -262,7 +278,9 @@ def grouped_gemm_wgrad_scaled_kernel(
     NATIVE: tl.constexpr = WGRAD.native
     BLOCK_M: tl.constexpr = WGRAD.config.block_m
     BLOCK_N: tl.constexpr = WGRAD.config.block_n
-    STEP: tl.constexpr = FORMAT.data_width(TILE)  # of a line: a longer step would run into the next group
+    STEP: tl.constexpr = FORMAT.data_width(
+        TILE
+    )  # of a line: a longer step would run into the next group
     ACROSS: tl.constexpr = FORMAT.num_blocks(TILE) // TILE_BLOCKS  # tiles of their scales
     prefix, _ = row_tile_prefix(row_range, WGRAD.num_groups, TILE)
     lane = tl.arange(0, prefix.shape[0])
@@ -274,11 +292,17 @@ def grouped_gemm_wgrad_scaled_kernel(
         for i in tl.range(first_step, end_step):
             left = dout_desc.load([m_tile * BLOCK_M, i * STEP])
             right = rows_desc.load([n_tile * BLOCK_N, i * STEP])
-            left_scale = tile_scales(dout_scale_desc, m_tile * (BLOCK_M // TILE), i * ACROSS, BLOCK_M // TILE, ACROSS)
-            right_scale = tile_scales(rows_scale_desc, n_tile * (BLOCK_N // TILE), i * ACROSS, BLOCK_N // TILE, ACROSS)
+            left_scale = tile_scales(
+                dout_scale_desc, m_tile * (BLOCK_M // TILE), i * ACROSS, BLOCK_M // TILE, ACROSS
+            )
+            right_scale = tile_scales(
+                rows_scale_desc, n_tile * (BLOCK_N // TILE), i * ACROSS, BLOCK_N // TILE, ACROSS
+            )
             acc = add_products(acc, left, left_scale, right, right_scale, ELEMENT, NATIVE)
         # Not below the condition, where Triton 3.6 fails to compile it for Blackwell.
-        acc = apply_global_scales(acc, dout_global_scale, rows_global_scale, group, first_step < end_step)
+        acc = apply_global_scales(
+            acc, dout_global_scale, rows_global_scale, group, first_step < end_step
+        )
         if not WGRAD.accumulate or first_step < end_step:  # a group without tokens is not even read
             row = m_tile * BLOCK_M + tl.arange(0, BLOCK_M)
             column = n_tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -287,12 +311,22 @@ def grouped_gemm_wgrad_scaled_kernel(
 
 @functools.cache
 def plan_gemm(
-    block_format: BlockFormat, unit: Unit, num_groups: int, out_width: int, line_bytes: int, **tile: Any
+    block_format: BlockFormat,
+    unit: Unit,
+    num_groups: int,
+    out_width: int,
+    line_bytes: int,
+    **tile: Any,
 ) -> tuple[Gemm, Constants]:
     """How grouped_gemm_scaled_kernel is launched. tile: fields of TileConfig."""
     config = replace(_gemm_config(block_format, unit, out_width), **tile)
     step, across = _check_tiles(config, block_format)
-    sizes: dict[str, Any] = {"num_groups": num_groups, "columns": out_width, "step": step, "across": across}
+    sizes: dict[str, Any] = {
+        "num_groups": num_groups,
+        "columns": out_width,
+        "step": step,
+        "across": across,
+    }
     sizes |= {"in_width": line_bytes * block_format.elements_per_byte, "native": unit is not None}
     gemm = ScaledGemm(config=config, block_format=block_format, **sizes)
     descriptors = {
@@ -314,11 +348,17 @@ def plan_wgrad(
     **tile: Any,
 ) -> tuple[Wgrad, Constants]:
     """How grouped_gemm_wgrad_scaled_kernel is launched."""
-    config = replace(_gemm_config(block_format, unit, shape[2]), **{"block_k": formats.TILE, **tile})
+    config = replace(
+        _gemm_config(block_format, unit, shape[2]), **{"block_k": formats.TILE, **tile}
+    )
     if config.block_k != formats.TILE:
-        raise ArgumentError(f"tiles of a weight gradient must have block_k {formats.TILE}, got {config}")
+        raise ArgumentError(
+            f"tiles of a weight gradient must have block_k {formats.TILE}, got {config}"
+        )
     step, across = _check_tiles(config, block_format)
-    wgrad = ScaledWgrad(config, *shape, TRITON_DTYPES[dtype], accumulate, block_format, unit is not None)
+    wgrad = ScaledWgrad(
+        config, *shape, TRITON_DTYPES[dtype], accumulate, block_format, unit is not None
+    )
     descriptors = {
         0: describe([config.block_m, step]),
         1: _describe_scales(config.block_m // formats.TILE, across, block_format),
@@ -333,7 +373,9 @@ def plan_wgrad(
 def _gemm_config(block_format: BlockFormat, unit: Unit, out_width: int) -> TileConfig:
     if unit != "tcgen05":
         return CONFIG
-    return next(config for least, config in TCGEN05_CONFIGS[block_format.element] if out_width >= least)
+    return next(
+        config for least, config in TCGEN05_CONFIGS[block_format.element] if out_width >= least
+    )
 
 
 def _check_tiles(config: TileConfig, block_format: BlockFormat) -> tuple[int, int]:
@@ -354,6 +396,8 @@ def _describe_scales(down: int, across: int, block_format: BlockFormat) -> Descr
 
     def described(scale: torch.Tensor) -> TensorDescriptor:
         boxes = scale.view(dtype).view(*scale.shape[:2], 2, quantized_gemm.TILE_BYTES // 2)
-        return TensorDescriptor.from_tensor(boxes, block_shape=[down, across, 2, quantized_gemm.TILE_BYTES // 2])
+        return TensorDescriptor.from_tensor(
+            boxes, block_shape=[down, across, 2, quantized_gemm.TILE_BYTES // 2]
+        )
 
     return described

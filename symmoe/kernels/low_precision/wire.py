@@ -25,7 +25,13 @@ from symmoe.kernels.low_precision.quantize import (
 )
 from symmoe.kernels.low_precision.quantize import NUM_WARPS as COLUMN_WARPS
 from symmoe.kernels.operands import check_column_scale
-from symmoe.kernels.triton.tiles import TRITON_DTYPES, locate_rows, max_row_tiles, row_programs, row_tile_prefix
+from symmoe.kernels.triton.tiles import (
+    TRITON_DTYPES,
+    locate_rows,
+    max_row_tiles,
+    row_programs,
+    row_tile_prefix,
+)
 
 LINES, COLUMNS = 16, 1024  # bytes of a program's tile
 NUM_WARPS = 4
@@ -60,7 +66,9 @@ def encode_rows_kernel(
     column = first_column + tl.arange(0, SIZES.columns)
     pointers = rows + row.to(tl.int64)[:, None] * SIZES.width + column[None, :]
     is_row = row < num_rows
-    x = tl.load(pointers, mask=is_row[:, None] & (column < SIZES.width)[None, :], other=0.0).to(tl.float32)
+    x = tl.load(pointers, mask=is_row[:, None] & (column < SIZES.width)[None, :], other=0.0).to(
+        tl.float32
+    )
     codes, stored = quantize_tile(x, 1.0, None, FORMAT)
     store_part(wire, codes, row, is_row, first_column, SIZES.width, SIZES.row_bytes)
     first_block = SIZES.first_scale + tile_column * (SIZES.columns // FORMAT.block)
@@ -98,7 +106,11 @@ def unpack_rows_kernel(
             lane = tl.arange(0, SIZES.scale_lanes)
             is_scale = (row < end)[:, None] & (lane < SCALE_BYTES)[None, :]
             scales = tl.load(lines + WIDTH + lane[None, :], mask=is_scale)
-            tl.store(scale + row.to(tl.int64)[:, None] * SCALE_BYTES + lane[None, :], scales, mask=is_scale)
+            tl.store(
+                scale + row.to(tl.int64)[:, None] * SCALE_BYTES + lane[None, :],
+                scales,
+                mask=is_scale,
+            )
 
 
 @fast_jit()
@@ -141,7 +153,11 @@ def requantize_columns_kernel(
         source = row if row_index is None else tl.load(row_index + row, mask=row < end, other=0)
         source = source.to(tl.int64)[None, :]
         mask = (row < end)[None, :] & (feature < WIDTH)[:, None]
-        x = decoded(wire, wire_scales, source, feature[:, None], mask, SIZES).to(SIZES.dtype).to(tl.float32)
+        x = (
+            decoded(wire, wire_scales, source, feature[:, None], mask, SIZES)
+            .to(SIZES.dtype)
+            .to(tl.float32)
+        )
         codes, stored = quantize_tile(x, 1.0, None, FORMAT)
         store_tile(data, codes, feature, feature < WIDTH, tile, num_tiles * TILE)
         store_column_scales(scale, stored, feature, WIDTH, tile, num_tiles, WIDTH)
@@ -152,7 +168,15 @@ def encode_rows(rows, wire, block_format):
     if num_rows == 0:
         return
     constants = _constants(block_format, wire.shape[1], width, **_OF_ROWS)
-    launch(encode_rows_kernel, _grid(rows), constants, rows, wire, _scales_of(wire, block_format), num_rows)
+    launch(
+        encode_rows_kernel,
+        _grid(rows),
+        constants,
+        rows,
+        wire,
+        _scales_of(wire, block_format),
+        num_rows,
+    )
 
 
 def unpack_rows(wire, row_range, out, *, row_index=None):
@@ -173,7 +197,15 @@ def decode_rows(wire, out, block_format):
     if num_rows == 0:
         return
     constants = _constants(block_format, wire.shape[1], width, **_OF_ROWS)
-    launch(decode_rows_kernel, _grid(out), constants, wire, _scales_of(wire, block_format), out, num_rows)
+    launch(
+        decode_rows_kernel,
+        _grid(out),
+        constants,
+        wire,
+        _scales_of(wire, block_format),
+        out,
+        num_rows,
+    )
 
 
 def requantize_columns(wire, row_range, out, block_format, dtype, *, row_index=None):
@@ -191,7 +223,15 @@ def requantize_columns(wire, row_range, out, block_format, dtype, *, row_index=N
     tile = {"num_groups": row_range.shape[1], "lines": COLUMN_TILE[0], "num_warps": COLUMN_WARPS}
     constants = _constants(block_format, wire.shape[1], width, dtype=TRITON_DTYPES[dtype], **tile)
     inputs = wire, _scales_of(wire, block_format), row_index, row_range
-    launch(requantize_columns_kernel, grid, constants, *inputs, data.view(torch.uint8), column_scale(scale), num_tiles)
+    launch(
+        requantize_columns_kernel,
+        grid,
+        constants,
+        *inputs,
+        data.view(torch.uint8),
+        column_scale(scale),
+        num_tiles,
+    )
 
 
 def _grid(rows: torch.Tensor) -> tuple[int, int]:

@@ -28,11 +28,16 @@ SQRT_HALF = tl.constexpr(math.sqrt(0.5))
 DENSITY_AT_0 = tl.constexpr(1 / math.sqrt(2 * math.pi))
 NO_LIMIT = tl.constexpr(math.inf)
 SUM_COLUMNS = tl.constexpr(definition.SUM_COLUMNS)
-SUM_STEPS = tl.constexpr(definition.SUM_COLUMNS.bit_length() - 1)  # steps from a block's columns to its sum
+SUM_STEPS = tl.constexpr(
+    definition.SUM_COLUMNS.bit_length() - 1
+)  # steps from a block's columns to its sum
 MAX_INTERLEAVE = 32  # a tile has at least that many columns
 ACCESS_BITS = 128  # the widest access of a thread
 
-ROWS, COLUMNS = 8, 256  # a program's block: 16 bytes for each thread of 8 warps, whole rows to a warp
+ROWS, COLUMNS = (
+    8,
+    256,
+)  # a program's block: 16 bytes for each thread of 8 warps, whole rows to a warp
 NUM_WARPS = 8
 
 
@@ -41,7 +46,9 @@ def addressable(activation: Activation, ffn: int) -> Activation:
     block = activation.interleave
     if block is not None:
         if block > MAX_INTERLEAVE or block & (block - 1):
-            raise ArgumentError(f"interleave ({block}) must be a power of two up to {MAX_INTERLEAVE} on GPUs")
+            raise ArgumentError(
+                f"interleave ({block}) must be a power of two up to {MAX_INTERLEAVE} on GPUs"
+            )
         if ffn % block:
             raise ArgumentError(f"interleave ({block}) must divide the FFN width ({ffn})")
     return activation
@@ -50,7 +57,10 @@ def addressable(activation: Activation, ffn: int) -> Activation:
 @triton.constexpr_function
 def is_scattered(activation, dtype):
     """Whether blocks of gate features are shorter than one access: then gates and ups are accessed together."""
-    return activation.interleave is not None and activation.interleave * dtype.primitive_bitwidth < ACCESS_BITS
+    return (
+        activation.interleave is not None
+        and activation.interleave * dtype.primitive_bitwidth < ACCESS_BITS
+    )
 
 
 @triton.constexpr_function
@@ -76,9 +86,13 @@ def function_and_slope(x, ACTIVATION: tl.constexpr):
         slope = tl.fma(x, density, cdf)
     elif ACTIVATION.function == GELU_TANH:
         square = x * x
-        sigmoid = 1.0 / (1.0 + tl.exp2(x * tl.fma(square, -GELU_CUBIC * LOG2_E, -GELU_LINEAR * LOG2_E)))
+        sigmoid = 1.0 / (
+            1.0 + tl.exp2(x * tl.fma(square, -GELU_CUBIC * LOG2_E, -GELU_LINEAR * LOG2_E))
+        )
         value = x * sigmoid
-        slope = sigmoid * tl.fma(x * (1.0 - sigmoid), tl.fma(square, 3 * GELU_CUBIC, GELU_LINEAR), 1.0)
+        slope = sigmoid * tl.fma(
+            x * (1.0 - sigmoid), tl.fma(square, 3 * GELU_CUBIC, GELU_LINEAR), 1.0
+        )
     else:  # "relu2"
         positive = tl.where(x < 0.0, 0.0, x)
         value = positive * positive
@@ -182,19 +196,25 @@ def join_blocks(gate, up, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INTERLEAVE:
 
 
 @triton.jit
-def hidden_place(h, row, end, first_column, COLUMNS: tl.constexpr, TILE: tl.constexpr, SIZES: tl.constexpr):
+def hidden_place(
+    h, row, end, first_column, COLUMNS: tl.constexpr, TILE: tl.constexpr, SIZES: tl.constexpr
+):
     """Pointers to COLUMNS gate features of a tile (not gated: features; is_scattered: gates and ups), and the mask of
     those before row `end` and in the matrix."""
     ACTIVATION: tl.constexpr = SIZES.activation
     SIDES: tl.constexpr = 2 if is_scattered(ACTIVATION, h.dtype.element_ty) else 1
     column = SIDES * first_column + tl.arange(0, SIDES * COLUMNS)
     place = column if SIDES == 2 else gate_column(column, ACTIVATION)
-    pointers = h + row.to(tl.int64)[:, None] * ACTIVATION.hidden_width(SIZES.columns) + place[None, :]
+    pointers = (
+        h + row.to(tl.int64)[:, None] * ACTIVATION.hidden_width(SIZES.columns) + place[None, :]
+    )
     return pointers, tile_mask(row, end, column, SIDES * SIZES.columns, SIDES * TILE)
 
 
 @triton.jit
-def load_hidden(h, row, end, first_column, COLUMNS: tl.constexpr, TILE: tl.constexpr, SIZES: tl.constexpr):
+def load_hidden(
+    h, row, end, first_column, COLUMNS: tl.constexpr, TILE: tl.constexpr, SIZES: tl.constexpr
+):
     """Gate and up features of a part of a tile; not gated: the features, twice.
 
     Zeros at and past row `end` and past the matrix.
@@ -229,10 +249,14 @@ def store_hidden(h, gate, up, row, end, first_column, TILE: tl.constexpr, SIZES:
 @triton.jit
 def act_part(h, row_scale, row, end, first, COLUMNS: tl.constexpr, SIZES: tl.constexpr):
     """a [rows, COLUMNS], rounded, from feature `first` on; zeros from row `end` on and past the features."""
-    ACTIVATION: tl.constexpr = SIZES.activation  # Triton 3.6 takes no attribute for an argument but a number or a dtype
+    ACTIVATION: tl.constexpr = (
+        SIZES.activation
+    )  # Triton 3.6 takes no attribute for an argument but a number or a dtype
     gate, up = load_hidden(h, row, end, first, COLUMNS, COLUMNS, SIZES)
     value = act_value(gate.to(tl.float32), up.to(tl.float32), ACTIVATION)
-    return (value * tl.load(row_scale + row, mask=row < end, other=0.0)[:, None]).to(h.dtype.element_ty)
+    return (value * tl.load(row_scale + row, mask=row < end, other=0.0)[:, None]).to(
+        h.dtype.element_ty
+    )
 
 
 @triton.jit
@@ -243,7 +267,9 @@ def dact_part(da, h, scale, row, end, first, COLUMNS: tl.constexpr, SIZES: tl.co
     gate, up = load_hidden(h, row, end, first, COLUMNS, COLUMNS, SIZES)
     column = first + tl.arange(0, COLUMNS)
     pointers = da + row.to(tl.int64)[:, None] * SIZES.columns + column[None, :]
-    dout = tl.load(pointers, mask=tile_mask(row, end, column, SIZES.columns, COLUMNS), other=0.0).to(tl.float32)
+    dout = tl.load(
+        pointers, mask=tile_mask(row, end, column, SIZES.columns, COLUMNS), other=0.0
+    ).to(tl.float32)
     gate, up = gate.to(tl.float32), up.to(tl.float32)
     a, dgate, dup, terms = act_gradients(gate, up, dout, scale[:, None], ACTIVATION)
     return a.to(DTYPE), dgate.to(DTYPE), dup.to(DTYPE), terms
@@ -282,7 +308,9 @@ def scaled_activation_grad_kernel(
     row_scale = tl.load(scale + row, mask=row < num_rows, other=0.0)
     total = tl.zeros((ROWS,), dtype=tl.float32)
     for first_column in tl.range(0, SIZES.columns, SIZES.block):
-        _, dgate, dup, terms = dact_part(dout, h, row_scale, row, num_rows, first_column, SIZES.block, SIZES)
+        _, dgate, dup, terms = dact_part(
+            dout, h, row_scale, row, num_rows, first_column, SIZES.block, SIZES
+        )
         sums = add_neighbours(terms, SUM_STEPS)
         for block in tl.static_range(BLOCKS):  # the other sums are 0, which changes no sum
             total += tl.sum(tl.where(tl.arange(0, BLOCKS)[None, :] == block, sums, 0.0), axis=1)
@@ -304,7 +332,17 @@ def scaled_activation_grad(dout, h, scale, dh, dscale, activation):
     constants = _constants(activation, ffn)
     if num_rows == 0:
         return
-    launch(scaled_activation_grad_kernel, (ceil_div(num_rows, ROWS),), constants, dout, h, scale, dh, dscale, num_rows)
+    launch(
+        scaled_activation_grad_kernel,
+        (ceil_div(num_rows, ROWS),),
+        constants,
+        dout,
+        h,
+        scale,
+        dh,
+        dscale,
+        num_rows,
+    )
 
 
 def _constants(activation: Activation, ffn: int) -> Constants:

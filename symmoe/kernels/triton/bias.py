@@ -17,7 +17,14 @@ from symmoe.kernels.formats import TILE
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
 from symmoe.kernels.launch.launch import fast_jit, kept_sizes, launch
 from symmoe.kernels.triton.activation import scale_terms
-from symmoe.kernels.triton.tiles import load_k_rows, locate_rows, max_row_tiles, row_tile_prefix, source_rows, tile_mask
+from symmoe.kernels.triton.tiles import (
+    load_k_rows,
+    locate_rows,
+    max_row_tiles,
+    row_tile_prefix,
+    source_rows,
+    tile_mask,
+)
 
 # A program of the gradient owns 128 bytes of every row: a full cache line, and as many programs as full lines allow.
 GRAD_COLUMN_BYTES = 128
@@ -89,9 +96,15 @@ def grouped_bias_grad_kernel(
         row = first_row + spread_rows(ROW_STEPS, SPREAD_STEPS)
         next_row = row + GRAD_ROWS
         source = next_source
-        next_source = next_row if dout_index is None else tl.load(dout_index + next_row, mask=next_row < end, other=0)
+        next_source = (
+            next_row
+            if dout_index is None
+            else tl.load(dout_index + next_row, mask=next_row < end, other=0)
+        )
         pointers = dout + source.to(tl.int64)[:, None] * WIDTH + column[None, :]
-        tile = tl.load(pointers, mask=tile_mask(row, end, column, WIDTH, BLOCK), other=0.0).to(tl.float32)
+        tile = tl.load(pointers, mask=tile_mask(row, end, column, WIDTH, BLOCK), other=0.0).to(
+            tl.float32
+        )
         if scale is not None:
             tile = scale_terms(tile, tl.load(scale + row, mask=row < end, other=0.0)[:, None])
         total += sum_spread_tile(tile, ROW_STEPS, SPREAD_STEPS)
@@ -125,7 +138,9 @@ def sum_dbias_kernel(
     COLUMNS: tl.constexpr = SIZES.columns
     group = tl.program_id(1)
     start = tl.load(row_range + group)
-    num_tiles = (tl.load(row_range + SIZES.num_groups + group) - start + (SIZES.tile_rows - 1)) // SIZES.tile_rows
+    num_tiles = (
+        tl.load(row_range + SIZES.num_groups + group) - start + (SIZES.tile_rows - 1)
+    ) // SIZES.tile_rows
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     sums = bias_sums + (start // SIZES.tile_rows + group).to(tl.int64) * WIDTH + column
     total = tl.zeros((COLUMNS,), dtype=tl.float32)
@@ -158,7 +173,9 @@ def grouped_bias_dot_kernel(
         bias_row = bias + group.to(tl.int64) * WIDTH
         total = tl.zeros((BLOCK_ROWS, BLOCK), dtype=tl.float32)
         for first_column in tl.range(0, WIDTH, BLOCK, num_stages=NUM_STAGES):
-            x = load_k_rows(None, dout, source, first_row, first_row, end, first_column, WIDTH, BLOCK)
+            x = load_k_rows(
+                None, dout, source, first_row, first_row, end, first_column, WIDTH, BLOCK
+            )
             column = first_column + tl.arange(0, BLOCK)
             features = tl.load(bias_row + column, mask=column < WIDTH, other=0.0)
             total += x.to(tl.float32) * features.to(tl.float32)[None, :]
@@ -182,7 +199,11 @@ def sum_dbias(bias_sums, row_range, dbias):
 
 
 def sum_row_tiles(
-    bias_sums: torch.Tensor, row_range: torch.Tensor, dbias: torch.Tensor, tile_rows: int, neighbours: int = 1
+    bias_sums: torch.Tensor,
+    row_range: torch.Tensor,
+    dbias: torch.Tensor,
+    tile_rows: int,
+    neighbours: int = 1,
 ) -> None:
     """dbias [G, W] in any dtype, from the sums of row tiles in the slots of kernels/bias_sums.py; whole groups.
 
@@ -190,7 +211,12 @@ def sum_row_tiles(
     """
     num_groups, width = dbias.shape
     grid = ceil_div(width, SUM_COLUMNS), num_groups
-    tile = {"tile_rows": tile_rows, "steps": neighbours.bit_length() - 1, "columns": SUM_COLUMNS, "num_warps": 4}
+    tile = {
+        "tile_rows": tile_rows,
+        "steps": neighbours.bit_length() - 1,
+        "columns": SUM_COLUMNS,
+        "num_warps": 4,
+    }
     constants = kept_sizes(num_groups=num_groups, width=width, **tile)
     launch(sum_dbias_kernel, grid, constants, bias_sums, row_range, dbias)
 

@@ -65,18 +65,28 @@ FP32_CONFIG = TileConfig(block_m=64, block_n=64, block_k=16, num_stages=3, num_w
 
 # 16-bit tiles by output features: the widest tile that the output fills.
 GEMM_CONFIGS = (
-    (256, TileConfig(block_m=128, block_n=256, block_k=64, num_stages=3, num_warps=8, flatten=True)),
-    (128, TileConfig(block_m=128, block_n=128, block_k=64, num_stages=4, num_warps=8, flatten=True)),
+    (
+        256,
+        TileConfig(block_m=128, block_n=256, block_k=64, num_stages=3, num_warps=8, flatten=True),
+    ),
+    (
+        128,
+        TileConfig(block_m=128, block_n=128, block_k=64, num_stages=4, num_warps=8, flatten=True),
+    ),
     (0, TileConfig(block_m=128, block_n=64, block_k=64, num_stages=4, num_warps=4)),
 )
 
 
 @functools.lru_cache
-def gemm_config(out_features: int, dtype: torch.dtype, most_columns: int = MOST_COLUMNS) -> TileConfig:
+def gemm_config(
+    out_features: int, dtype: torch.dtype, most_columns: int = MOST_COLUMNS
+) -> TileConfig:
     """Tiles of grouped_gemm, grouped_gemm_dgrad and grouped_gemm_wgrad, from the width of the output."""
     if dtype == torch.float32:
         return FP32_CONFIG
-    return next(config for least, config in GEMM_CONFIGS if min(out_features, most_columns) >= least)
+    return next(
+        config for least, config in GEMM_CONFIGS if min(out_features, most_columns) >= least
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,17 +113,26 @@ class Gemm:
     @property
     def sides(self) -> int:
         """Features of the weight for a column of the result: 2 with gates and ups."""
-        return 2 if self.activation is not None and self.activation.is_gated and not self.weight_k_first else 1
+        return (
+            2
+            if self.activation is not None and self.activation.is_gated and not self.weight_k_first
+            else 1
+        )
 
     @property
     def in_halves(self) -> bool:
         """Whether the gates are the first half of the weight's features, and the ups the second."""
-        return self.sides == 2 and self.activation is not None and self.activation.interleave is None
+        return (
+            self.sides == 2 and self.activation is not None and self.activation.interleave is None
+        )
 
     def constants(self, descriptors: Mapping[int, Describe] | None = None) -> Constants:
         """Those of a kernel with these descriptors, or of one that takes operands_of(...) first."""
         if descriptors is None:
-            descriptors = {0: describe([self.config.block_m, self.config.block_k]), 3: self._describe_weight()}
+            descriptors = {
+                0: describe([self.config.block_m, self.config.block_k]),
+                3: self._describe_weight(),
+            }
         return Constants({"GEMM": self, **self.config.options}, descriptors)
 
     def grid(self, num_rows: int, num_sms: int | None, device: torch.device) -> tuple[int]:
@@ -125,7 +144,9 @@ class Gemm:
         """Function from a packed weight to the descriptor that load_weight takes."""
         block_k, block_n = self.config.block_k, self.config.block_n
         if not self.in_halves:
-            return describe([1, block_k, block_n] if self.weight_k_first else [1, self.sides * block_n, block_k])
+            return describe(
+                [1, block_k, block_n] if self.weight_k_first else [1, self.sides * block_n, block_k]
+            )
 
         def describe_halves(weight: torch.Tensor) -> TensorDescriptor:
             num_groups, width, in_width = weight.shape
@@ -184,7 +205,9 @@ def product(operands, place, GEMM: tl.constexpr):
         elif IN_WIDTH % BLOCK_K == 0:
             a = tl.load(pointers + k)
         else:  # zeros past the last column
-            a = tl.load(pointers + k, mask=(k + tl.arange(0, BLOCK_K) < IN_WIDTH)[None, :], other=0.0)
+            a = tl.load(
+                pointers + k, mask=(k + tl.arange(0, BLOCK_K) < IN_WIDTH)[None, :], other=0.0
+            )
         b = load_weight(weight_desc, weight, group, first_column, k, GEMM)
         acc = tl.dot(a, b, acc, input_precision="ieee")
     return acc
@@ -211,7 +234,9 @@ def load_weight(desc, pointer, group, first_column, k, GEMM: tl.constexpr):
             tile = desc.load([group, k, first_column]).reshape(BLOCK_K, BLOCK_N)
         else:
             first = pointer + tl.cast(k, tl.int64) * FFN + first_column
-            tile = load_tile(first, k_lane, lane, k_mask, lanes_inside(first_column, FFN, BLOCK_N), FFN)
+            tile = load_tile(
+                first, k_lane, lane, k_mask, lanes_inside(first_column, FFN, BLOCK_N), FFN
+            )
     elif GEMM.in_halves:
         if desc is not None:
             tile = desc.load([group, 0, first_column, k]).reshape(FEATURES, BLOCK_K).T
@@ -221,7 +246,9 @@ def load_weight(desc, pointer, group, first_column, k, GEMM: tl.constexpr):
             if FFN % BLOCK_N != 0:
                 mask = first_column + column < FFN
             first = pointer + first_column.to(tl.int64) * IN_WIDTH + k
-            tile = load_tile(first, lane // BLOCK_N * FFN + column, k_lane, mask, k_mask, IN_WIDTH).T
+            tile = load_tile(
+                first, lane // BLOCK_N * FFN + column, k_lane, mask, k_mask, IN_WIDTH
+            ).T
     else:
         feature = SIDES * first_column
         if desc is not None:
@@ -237,7 +264,9 @@ def load_weight(desc, pointer, group, first_column, k, GEMM: tl.constexpr):
 def add_bias(acc, bias, bias_scale, group, row, end, column, WIDTH: tl.constexpr):
     """acc [rows, columns] + bias[group, column] * bias_scale[row] in fp32; without a bias: acc; without a scale: 1."""
     if bias is not None:
-        features = tl.load(bias + group.to(tl.int64) * WIDTH + column, mask=column < WIDTH, other=0.0)
+        features = tl.load(
+            bias + group.to(tl.int64) * WIDTH + column, mask=column < WIDTH, other=0.0
+        )
         factor = 1.0
         if bias_scale is not None:
             factor = tl.load(bias_scale + row, mask=row < end, other=0.0)[:, None]
@@ -269,7 +298,9 @@ def zero_tail_rows(out, row_range, num_rows, GEMM: tl.constexpr):
         step = tl.num_programs(0).to(tl.int64) * ZERO_BLOCK
         for i in range(tl.program_id(0).to(tl.int64) * ZERO_BLOCK, size, step):
             offset = i + tl.arange(0, ZERO_BLOCK)
-            tl.store(base + offset, tl.zeros((ZERO_BLOCK,), out.dtype.element_ty), mask=offset < size)
+            tl.store(
+                base + offset, tl.zeros((ZERO_BLOCK,), out.dtype.element_ty), mask=offset < size
+            )
 
 
 @fast_jit(["rows_desc", "rows", "weight_desc", "out"], optional=["num_rows"])
@@ -362,11 +393,15 @@ def zero_matrices_kernel(table, DTYPE: tl.constexpr, SIZE: tl.constexpr, BLOCK: 
     tl.store(pointers, tl.zeros((BLOCK,), DTYPE), mask=offset < SIZE)
 
 
-def grouped_gemm(rows, weight, row_range, out, *, bias=None, accumulate=False, zero_tail=False, num_sms=None):
+def grouped_gemm(
+    rows, weight, row_range, out, *, bias=None, accumulate=False, zero_tail=False, num_sms=None
+):
     _launch_gemm((rows, weight), row_range, out, bias, accumulate, zero_tail, num_sms, False)
 
 
-def grouped_gemm_dgrad(dout, weight, row_range, out, *, accumulate=False, zero_tail=False, num_sms=None):
+def grouped_gemm_dgrad(
+    dout, weight, row_range, out, *, accumulate=False, zero_tail=False, num_sms=None
+):
     _launch_gemm((dout, weight), row_range, out, None, accumulate, zero_tail, num_sms, True)
 
 
@@ -377,12 +412,24 @@ def _launch_gemm(operands, row_range, out, bias, accumulate, zero_tail, num_sms,
     if num_rows == 0:
         return
     if row_index is None and bias is None and not (isinstance(weight, TensorTable) or accumulate):
-        on_hopper = hopper_choice.launcher("grouped_gemm", out.device, out.dtype, out_width, num_rows)
+        on_hopper = hopper_choice.launcher(
+            "grouped_gemm", out.device, out.dtype, out_width, num_rows
+        )
         if on_hopper is not None:
-            on_hopper(rows, weight, row_range, out, weight_k_first=weight_k_first, zero_tail=zero_tail, num_sms=num_sms)
+            on_hopper(
+                rows,
+                weight,
+                row_range,
+                out,
+                weight_k_first=weight_k_first,
+                zero_tail=zero_tail,
+                num_sms=num_sms,
+            )
             return
     kind = out.dtype, most_columns(out.device)
-    gemm, constants = _gemm_plan(*kind, num_groups, out_width, rows.shape[1], weight_k_first, accumulate)
+    gemm, constants = _gemm_plan(
+        *kind, num_groups, out_width, rows.shape[1], weight_k_first, accumulate
+    )
     grid = gemm.grid(num_rows, num_sms, out.device)
     results = row_range, out, bias, bias_scale, num_rows if zero_tail else None
     launch(grouped_gemm_kernel, grid, constants, *operands_of(rows, row_index, weight), *results)
@@ -410,19 +457,27 @@ def grouped_gemm_wgrad(dout, rows, row_range, out, *, accumulate=False, num_sms=
     is_gathered = dout_index is not None or rows_index is not None
     if not (is_gathered or is_table or accumulate) and out.dtype == dout.dtype:
         sizes = num_rows, out_rows, out_width
-        on_hopper = hopper_choice.launcher("grouped_gemm_wgrad", out.device, out.dtype, out_width, *sizes)
+        on_hopper = hopper_choice.launcher(
+            "grouped_gemm_wgrad", out.device, out.dtype, out_width, *sizes
+        )
         if on_hopper is not None:
             on_hopper(dout, rows, row_range, out, num_sms=num_sms)
             return
-    wgrad, constants = _wgrad_plan(dout.dtype, most_columns(dout.device), out.dtype, accumulate, out.shape)
+    wgrad, constants = _wgrad_plan(
+        dout.dtype, most_columns(dout.device), out.dtype, accumulate, out.shape
+    )
     left = dout if dout_index is None else None, dout, dout_index
     right = rows if rows_index is None else None, rows, rows_index
     grid = launch_grid(wgrad.num_tiles, num_sms, dout.device)
-    launch(grouped_gemm_wgrad_kernel, grid, constants, *left, *right, row_range, *packed_and_table(out))
+    launch(
+        grouped_gemm_wgrad_kernel, grid, constants, *left, *right, row_range, *packed_and_table(out)
+    )
 
 
 @functools.cache
-def _wgrad_plan(dtype, most_columns, out_dtype, accumulate, shape: tuple[int, int, int]) -> tuple[Wgrad, Constants]:
+def _wgrad_plan(
+    dtype, most_columns, out_dtype, accumulate, shape: tuple[int, int, int]
+) -> tuple[Wgrad, Constants]:
     config = gemm_config(shape[2], dtype, most_columns)
     descriptors = {
         0: functools.partial(ragged_descriptor, block=[config.block_k, config.block_m]),
@@ -440,5 +495,7 @@ def zero_matrices(out: torch.Tensor | TensorTable) -> None:
     num_groups, out_rows, out_width = out.shape
     size = out_rows * out_width
     grid = ceil_div(size, ZERO_BLOCK.value), num_groups
-    constants = kept_constants(DTYPE=TRITON_DTYPES[out.dtype], SIZE=size, BLOCK=ZERO_BLOCK.value, num_warps=4)
+    constants = kept_constants(
+        DTYPE=TRITON_DTYPES[out.dtype], SIZE=size, BLOCK=ZERO_BLOCK.value, num_warps=4
+    )
     launch(zero_matrices_kernel, grid, constants, out.pointers)

@@ -39,7 +39,14 @@ from symmoe.kernels.triton.activation import (
     up_distance,
 )
 from symmoe.kernels.triton.bias import sum_row_tiles
-from symmoe.kernels.triton.gemm import FP32_CONFIG, Gemm, group_tiles, operands_of, product, tile_place
+from symmoe.kernels.triton.gemm import (
+    FP32_CONFIG,
+    Gemm,
+    group_tiles,
+    operands_of,
+    product,
+    tile_place,
+)
 from symmoe.kernels.triton.tiles import (
     MOST_COLUMNS,
     TileConfig,
@@ -61,16 +68,37 @@ UNGATED_CONFIGS = (
 
 # 16-bit tiles by FFN width: the widest tile that the output fills.
 DACT_CONFIGS = (
-    (256, TileConfig(block_m=128, block_n=256, block_k=64, num_stages=3, num_warps=8, parts=8, lead=1, flatten=True)),
-    (0, TileConfig(block_m=128, block_n=128, block_k=64, num_stages=4, num_warps=8, parts=4, lead=1)),
+    (
+        256,
+        TileConfig(
+            block_m=128,
+            block_n=256,
+            block_k=64,
+            num_stages=3,
+            num_warps=8,
+            parts=8,
+            lead=1,
+            flatten=True,
+        ),
+    ),
+    (
+        0,
+        TileConfig(
+            block_m=128, block_n=128, block_k=64, num_stages=4, num_warps=8, parts=4, lead=1
+        ),
+    ),
 )
-MIN_BLOCK_M = 64  # rows of the smallest tile of dact: the workspace's size must not depend on the dtype
+MIN_BLOCK_M = (
+    64  # rows of the smallest tile of dact: the workspace's size must not depend on the dtype
+)
 
 SCALE_ROWS = 256  # rows of a program that sums dscale
 SCALE_LOADS = tl.constexpr(32)  # loads of a row in flight at a time
 
 
-def act_config(ffn: int, dtype: torch.dtype, activation: Activation, most_columns: int = MOST_COLUMNS) -> TileConfig:
+def act_config(
+    ffn: int, dtype: torch.dtype, activation: Activation, most_columns: int = MOST_COLUMNS
+) -> TileConfig:
     """Tiles of grouped_gemm_act, from the FFN width."""
     if dtype == torch.float32:
         return ACT_FP32_CONFIG if activation.is_gated else FP32_CONFIG
@@ -87,7 +115,9 @@ def dact_config(ffn: int, dtype: torch.dtype, most_columns: int = MOST_COLUMNS) 
 
 
 def dact_workspace_numel(num_rows, num_groups, ffn, activation):
-    return num_scale_sums(ffn) * num_rows + bias_slots(num_rows, num_groups, MIN_BLOCK_M) * activation.hidden_width(ffn)
+    return num_scale_sums(ffn) * num_rows + bias_slots(
+        num_rows, num_groups, MIN_BLOCK_M
+    ) * activation.hidden_width(ffn)
 
 
 @triton.jit
@@ -96,11 +126,23 @@ def add_hidden_bias(gate, up, bias, group, first_column, COLUMNS: tl.constexpr, 
     if bias is not None:
         ACTIVATION: tl.constexpr = GEMM.activation
         column = first_column + tl.arange(0, COLUMNS)
-        pointers = bias + group.to(tl.int64) * ACTIVATION.hidden_width(GEMM.columns) + gate_column(column, ACTIVATION)
-        gate = plus(gate, tl.load(pointers, mask=column < GEMM.columns, other=0.0).to(tl.float32)[None, :], 1.0)
+        pointers = (
+            bias
+            + group.to(tl.int64) * ACTIVATION.hidden_width(GEMM.columns)
+            + gate_column(column, ACTIVATION)
+        )
+        gate = plus(
+            gate,
+            tl.load(pointers, mask=column < GEMM.columns, other=0.0).to(tl.float32)[None, :],
+            1.0,
+        )
         if ACTIVATION.is_gated:
             pointers = pointers + up_distance(ACTIVATION, GEMM.columns)
-            up = plus(up, tl.load(pointers, mask=column < GEMM.columns, other=0.0).to(tl.float32)[None, :], 1.0)
+            up = plus(
+                up,
+                tl.load(pointers, mask=column < GEMM.columns, other=0.0).to(tl.float32)[None, :],
+                1.0,
+            )
     return gate, up
 
 
@@ -148,7 +190,15 @@ def grouped_gemm_act_kernel(
             up_i = up_i.to(h.dtype.element_ty)
             store_hidden(h, gate_i, up_i, row, end, column, BLOCK_N, GEMM)
             value = act_value(gate_i.to(tl.float32), up_i.to(tl.float32), ACTIVATION)
-            store_rounded(value * scale[:, None], a, row, end, column + tl.arange(0, PART), GEMM.columns, BLOCK_N)
+            store_rounded(
+                value * scale[:, None],
+                a,
+                row,
+                end,
+                column + tl.arange(0, PART),
+                GEMM.columns,
+                BLOCK_N,
+            )
 
 
 @triton.jit
@@ -158,10 +208,16 @@ def store_column_sums(sums, gate, up, row, end, first_column, GEMM: tl.constexpr
     inside = (row < end)[:, None]
     column = first_column + tl.arange(0, gate.shape[1])
     pointers = sums + gate_column(column, ACTIVATION)
-    tl.store(pointers, tl.sum(tl.where(inside, gate.to(tl.float32), 0.0), axis=0), mask=column < GEMM.columns)
+    tl.store(
+        pointers,
+        tl.sum(tl.where(inside, gate.to(tl.float32), 0.0), axis=0),
+        mask=column < GEMM.columns,
+    )
     if ACTIVATION.is_gated:
         total = tl.sum(tl.where(inside, up.to(tl.float32), 0.0), axis=0)
-        tl.store(pointers + up_distance(ACTIVATION, GEMM.columns), total, mask=column < GEMM.columns)
+        tl.store(
+            pointers + up_distance(ACTIVATION, GEMM.columns), total, mask=column < GEMM.columns
+        )
 
 
 @fast_jit(["dout_desc", "dout", "weight_desc", "h", "dh", "a"])
@@ -187,7 +243,9 @@ def grouped_gemm_dact_kernel(
     BLOCK_N: tl.constexpr = GEMM.config.block_n
     PARTS: tl.constexpr = GEMM.config.parts
     PART: tl.constexpr = BLOCK_N // PARTS
-    HALVED: tl.constexpr = PART < SUM_COLUMNS  # parts are half a block of dscale's sum, or a whole one
+    HALVED: tl.constexpr = (
+        PART < SUM_COLUMNS
+    )  # parts are half a block of dscale's sum, or a whole one
     LEAD: tl.constexpr = GEMM.config.lead
     FLATTEN: tl.constexpr = GEMM.config.flatten
     tl.static_assert(PART * (1 + HALVED) == SUM_COLUMNS)
@@ -213,22 +271,32 @@ def grouped_gemm_dact_kernel(
                 # It is rounded before it moves between threads. To round the whole tile at once costs registers.
                 da = da_parts[i - LEAD].to(dout.dtype.element_ty).to(tl.float32)
                 value = act_value(gate, up, ACTIVATION)
-                store_rounded(value * scale[:, None], a, row, end, column + tl.arange(0, PART), FFN, BLOCK_N)
-                part_sum = tl.sum(add_neighbours(scale_terms(da, value), SUM_STEPS - HALVED), axis=1)
+                store_rounded(
+                    value * scale[:, None], a, row, end, column + tl.arange(0, PART), FFN, BLOCK_N
+                )
+                part_sum = tl.sum(
+                    add_neighbours(scale_terms(da, value), SUM_STEPS - HALVED), axis=1
+                )
                 if HALVED and (i - LEAD) % 2 == 0:
                     left = part_sum
                 else:
                     if HALVED:
                         part_sum = left + part_sum
                     sums = scale_sums + (column // SUM_COLUMNS).to(tl.int64) * num_rows + row
-                    tl.store(sums, part_sum, mask=(row < end) & (column // SUM_COLUMNS * SUM_COLUMNS < FFN))
+                    tl.store(
+                        sums,
+                        part_sum,
+                        mask=(row < end) & (column // SUM_COLUMNS * SUM_COLUMNS < FFN),
+                    )
                 ds = da * scale[:, None]  # after the sums: before them it would cost registers
                 by_gate, by_up = act_slopes(gate, up, ACTIVATION)
                 dgate = (ds * by_gate).to(dh.dtype.element_ty)
                 dup = (ds * by_up).to(dh.dtype.element_ty)
                 store_hidden(dh, dgate, dup, row, end, column, BLOCK_N, GEMM)
                 if bias_sums is not None:
-                    slot = bias_sums + (first_row // BLOCK_M + group).to(tl.int64) * ACTIVATION.hidden_width(FFN)
+                    slot = bias_sums + (first_row // BLOCK_M + group).to(
+                        tl.int64
+                    ) * ACTIVATION.hidden_width(FFN)
                     store_column_sums(slot, dgate, dup, row, end, column, GEMM)
 
 
@@ -243,7 +311,9 @@ def sum_dscale_kernel(sums, row_range, dscale, num_rows: tl.int32, SIZES: tl.con
     tl.store(dscale + row, total, mask=row < num_rows)
 
 
-def grouped_gemm_act(rows, weight, row_range, row_scale, results, activation, *, bias=None, num_sms=None):
+def grouped_gemm_act(
+    rows, weight, row_range, row_scale, results, activation, *, bias=None, num_sms=None
+):
     (rows, row_index), a = as_pair(rows), results[1]
     num_rows, ffn = a.shape
     num_groups, _, in_width = weight.shape
@@ -252,15 +322,21 @@ def grouped_gemm_act(rows, weight, row_range, row_scale, results, activation, *,
         return
     is_plain = bias is None and row_index is None and not isinstance(weight, TensorTable)
     sizes = ffn, num_rows, ffn, activation
-    on_hopper = hopper_choice.launcher("grouped_gemm_act", a.device, a.dtype, *sizes) if is_plain else None
+    on_hopper = (
+        hopper_choice.launcher("grouped_gemm_act", a.device, a.dtype, *sizes) if is_plain else None
+    )
     if on_hopper is not None:
         on_hopper(rows, weight, row_range, row_scale, results, activation, num_sms=num_sms)
         return
     grid, operands = gemm.grid(num_rows, num_sms, a.device), operands_of(rows, row_index, weight)
-    launch(grouped_gemm_act_kernel, grid, constants, *operands, row_range, row_scale, *results, bias)
+    launch(
+        grouped_gemm_act_kernel, grid, constants, *operands, row_range, row_scale, *results, bias
+    )
 
 
-def grouped_gemm_dact(dout, weight, row_range, hidden, gradients, workspace, activation, *, num_sms=None):
+def grouped_gemm_dact(
+    dout, weight, row_range, hidden, gradients, workspace, activation, *, num_sms=None
+):
     (dout, row_index), (dh, a, dscale, dbias) = as_pair(dout), gradients
     num_rows, ffn = a.shape
     num_groups, dout_width, _ = weight.shape
@@ -281,9 +357,14 @@ def grouped_gemm_dact(dout, weight, row_range, hidden, gradients, workspace, act
         on_hopper = hopper_choice.launcher("grouped_gemm_dact", a.device, a.dtype, ffn)
     if on_hopper is not None:
         results = dh, a, workspace
-        on_hopper((dout, row_index), weight, row_range, hidden, results, activation, num_sms=num_sms)
+        on_hopper(
+            (dout, row_index), weight, row_range, hidden, results, activation, num_sms=num_sms
+        )
     else:
-        grid, operands = gemm.grid(num_rows, num_sms, a.device), operands_of(dout, row_index, weight)
+        grid, operands = (
+            gemm.grid(num_rows, num_sms, a.device),
+            operands_of(dout, row_index, weight),
+        )
         results = dh, a, workspace, bias_sums, num_rows
         launch(grouped_gemm_dact_kernel, grid, constants, *operands, row_range, *hidden, *results)
     if dscale is not None:
@@ -300,7 +381,9 @@ def _plan(dtype, most_columns, activation, num_groups, ffn, in_width, is_gradien
     else:
         config = act_config(ffn, dtype, activation, most_columns)
     sizes = {"num_groups": num_groups, "columns": ffn, "in_width": in_width}
-    gemm = Gemm(config=config, **sizes, activation=addressable(activation, ffn), weight_k_first=is_gradient)
+    gemm = Gemm(
+        config=config, **sizes, activation=addressable(activation, ffn), weight_k_first=is_gradient
+    )
     return gemm, gemm.constants()
 
 
@@ -310,4 +393,12 @@ def sum_dact_partials(workspace, row_range, dscale, num_partials):
         return
     sizes = {"num_groups": row_range.shape[1], "num_sums": num_partials}
     constants = kept_sizes(**sizes, block=SCALE_ROWS, num_warps=4)
-    launch(sum_dscale_kernel, (ceil_div(num_rows, SCALE_ROWS),), constants, workspace, row_range, dscale, num_rows)
+    launch(
+        sum_dscale_kernel,
+        (ceil_div(num_rows, SCALE_ROWS),),
+        constants,
+        workspace,
+        row_range,
+        dscale,
+        num_rows,
+    )

@@ -11,7 +11,14 @@ from symmoe.kernels.triton.sync import CONTROL, barrier_epoch
 ENTRIES = 1 << 14  # comparisons of a slot with a node that rail_rows makes at a time
 LINES = 128  # tokens, or lines, of a program of plan_in_node
 OF_PLAN = (
-    *("slot_to_row", "slot_to_rank", "token_to_packed_row", "token_to_primary_row", "block_tokens", "packed_start"),
+    *(
+        "slot_to_row",
+        "slot_to_rank",
+        "token_to_packed_row",
+        "token_to_primary_row",
+        "block_tokens",
+        "packed_start",
+    ),
     *("packed_limit", "source_to_packed_start", "source_to_rows"),
 )
 
@@ -38,8 +45,12 @@ def rail_rows_kernel(
         token = first + tl.arange(0, TOKENS)
         goes = tl.zeros((TOKENS, LANES), tl.int32)
         for k in tl.static_range(TOP_K):
-            expert = load_experts(topk_idx, token * TOP_K + k, token < num_tokens, SIZES.num_experts)
-            its = tl.load(rank_to_node + expert // SIZES.experts_per_rank, mask=expert >= 0, other=-1).to(tl.int32)
+            expert = load_experts(
+                topk_idx, token * TOP_K + k, token < num_tokens, SIZES.num_experts
+            )
+            its = tl.load(
+                rank_to_node + expert // SIZES.experts_per_rank, mask=expert >= 0, other=-1
+            ).to(tl.int32)
             goes |= ((its[:, None] == node[None, :]) & is_other[None, :]).to(tl.int32)
         row = total[None, :] + tl.cumsum(goes, axis=0) - 1
         row = tl.where((goes != 0) & (row < most), row, -1)
@@ -74,7 +85,9 @@ def tell_header_kernel(number, bases, source: tl.int32, word: tl.int32, SIZES: t
 
 
 def tell_header(number, peers, source, *, word):
-    constants = kept_sizes(rank=peers.rank, num_ranks=peers.num_ranks, layout=peers.layout, num_warps=1)
+    constants = kept_sizes(
+        rank=peers.rank, num_ranks=peers.num_ranks, layout=peers.layout, num_warps=1
+    )
     launch(tell_header_kernel, (1,), constants, number, peers.bases, source, word)
 
 
@@ -103,7 +116,9 @@ def other_counts_kernel(rows, ranks, bases, received, num_received: tl.int32, SI
     line, word = tl.program_id(0), tl.arange(0, BLOCK)
     own = tl.load(bases + SIZES.rank)
     if line < tl.num_programs(0) - 1:
-        row = count_row(own, barrier_epoch(bases, SIZES.rank, LAYOUT.counters), tl.load(ranks + line), LAYOUT)
+        row = count_row(
+            own, barrier_epoch(bases, SIZES.rank, LAYOUT.counters), tl.load(ranks + line), LAYOUT
+        )
         words = tl.load(rows + line * LAYOUT.row_words + word, mask=word < LAYOUT.row_words)
         tl.store(row + word, words, mask=word < LAYOUT.row_words)
     else:
@@ -112,7 +127,11 @@ def other_counts_kernel(rows, ranks, bases, received, num_received: tl.int32, SI
         for counter in tl.static_range(CONTROL.ABORTED + 1, CONTROL.RAIL_FAULT + 1):
             failed = tl.maximum(failed, tl.load(counters + counter))
         for first in range(0, num_received, BLOCK):
-            tl.store(received + first + word, word.to(tl.int64) * 0 - failed, mask=first + word < num_received)
+            tl.store(
+                received + first + word,
+                word.to(tl.int64) * 0 - failed,
+                mask=first + word < num_received,
+            )
 
 
 def other_counts(rows, ranks, peers, received):
@@ -126,7 +145,9 @@ def _of_rows(peers):
 
 
 @fast_jit([])
-def take_rows_kernel(rows, index, out, num_rows: tl.int32, num_words: tl.int32, SIZES: tl.constexpr):
+def take_rows_kernel(
+    rows, index, out, num_rows: tl.int32, num_words: tl.int32, SIZES: tl.constexpr
+):
     line = tl.program_id(0)
     source = tl.load(index + line).to(tl.int64) * num_words
     for first in range(0, num_words, SIZES.block):
@@ -190,7 +211,9 @@ def plan_in_node_kernel(
     line = program * SIZES.lines + lane
     # What this rank's tokens have on each node.
     for node in range(NUM_NODES):
-        rail_row = tl.load(token_to_rail_row + line * NUM_NODES + node, mask=line < num_tokens, other=-1)
+        rail_row = tl.load(
+            token_to_rail_row + line * NUM_NODES + node, mask=line < num_tokens, other=-1
+        )
         before = node
         if node > SIZES.here:
             before = node - 1
@@ -205,7 +228,9 @@ def plan_in_node_kernel(
             local = tl.load(to_local + node * (NUM_RANKS + 1) + tl.where(rank < 0, NUM_RANKS, rank))
             row = tl.load(slot_to_row + slot, mask=line < num_tokens, other=-1)
             tl.store(its_slot_to_rank + home * TOP_K + k, local, mask=is_there)
-            tl.store(its_slot_to_row + home * TOP_K + k, tl.where(local < 0, -1, row), mask=is_there)
+            tl.store(
+                its_slot_to_row + home * TOP_K + k, tl.where(local < 0, -1, row), mask=is_there
+            )
             place = tl.where((rank < 0) | (home < 0), -1, home * TOP_K + k)
             is_its = (local >= 0) | ((rank < 0) & (node == SIZES.here))
             is_its &= line < num_tokens
@@ -244,7 +269,9 @@ def plan_in_node_kernel(
             number = tl.load(packed_start + its_rank, mask=mask & (which == 1), other=0)
             number += tl.load(packed_limit + its_rank, mask=mask & (which == 2), other=0)
             for block in range(num_blocks):
-                number += tl.load(block_tokens + block * NUM_RANKS + its_rank, mask=mask & (which == 0), other=0)
+                number += tl.load(
+                    block_tokens + block * NUM_RANKS + its_rank, mask=mask & (which == 0), other=0
+                )
             tl.store(regions + entry, number, mask=entry < 2 * NUM_REGIONS)
         for first in range(0, NUM_RANKS + 1, BLOCK):
             mask = first + word < NUM_RANKS + 1
@@ -254,7 +281,10 @@ def plan_in_node_kernel(
         for first in range(0, NUM_LOCAL, BLOCK):
             mask = first + word < NUM_LOCAL
             begin = tl.load(source_to_rows + SIZES.first * 2 * NUM_LOCAL + first + word, mask=mask)
-            end = tl.load(source_to_rows + (2 * (SIZES.first + PER_NODE) - 1) * NUM_LOCAL + first + word, mask=mask)
+            end = tl.load(
+                source_to_rows + (2 * (SIZES.first + PER_NODE) - 1) * NUM_LOCAL + first + word,
+                mask=mask,
+            )
             tl.store(own_rows + first + word, begin, mask=mask)
             tl.store(own_rows + NUM_LOCAL + first + word, end, mask=mask)
 
@@ -262,11 +292,19 @@ def plan_in_node_kernel(
 def plan_in_node(plan, token_to_rail_row, numbers, maps, found):
     (num_tokens, top_k), (num_nodes, per_node) = plan.slot_to_row.shape, maps.by_node.shape
     num_sent, num_blocks = len(found.home_row_to_token) - num_tokens, len(plan.block_tokens)
-    sizes = {"here": maps.here, "num_nodes": num_nodes, "per_node": per_node, "top_k": top_k, "lines": LINES}
+    sizes = {
+        "here": maps.here,
+        "num_nodes": num_nodes,
+        "per_node": per_node,
+        "top_k": top_k,
+        "lines": LINES,
+    }
     sizes |= {"num_local": plan.row_range.shape[1], "first": maps.first, "block": 512}
     tensors = [getattr(plan, name) for name in OF_PLAN]
     tensors += [token_to_rail_row, numbers, maps.to_local, maps.by_node, maps.first_with]
-    tensors += [getattr(found, name) for name in found.layout]  # all, in the order of the kernel's parameters
+    tensors += [
+        getattr(found, name) for name in found.layout
+    ]  # all, in the order of the kernel's parameters
     num_foreign = len(found.slot_to_row) - num_tokens - num_sent
     grid = (max(1, ceil_div(max(num_tokens, num_sent + num_foreign), LINES)),)
     counts = num_tokens, num_sent, num_foreign, max(1, num_sent // (num_nodes - 1)), num_blocks

@@ -20,16 +20,25 @@ INT32_MIN = tl.constexpr(-(2**31))
 INT32_MAX = tl.constexpr(2**31 - 1)
 TOKENS_PER_BLOCK = tl.constexpr(control.TOKENS_PER_BLOCK)
 HEADER_WORDS = tl.constexpr(control.HEADER_WORDS)
-AGREED_WORDS = tl.constexpr(sum(1 << word for word in control.AGREED_FIELDS))  # bit w: ranks must agree on word w
+AGREED_WORDS = tl.constexpr(
+    sum(1 << word for word in control.AGREED_FIELDS)
+)  # bit w: ranks must agree on word w
 PART_ROWS = tl.constexpr(gemm_parts.PART_ROWS)
 
-_VARYING_WORDS = (control.HEAD_NUM_TOKENS, control.HEAD_CAPACITY, control.HEAD_MAX_TOKENS, control.HEAD_PACKED_CAPACITY)
+_VARYING_WORDS = (
+    control.HEAD_NUM_TOKENS,
+    control.HEAD_CAPACITY,
+    control.HEAD_MAX_TOKENS,
+    control.HEAD_PACKED_CAPACITY,
+)
 
 COUNT_EXPERTS = 128  # experts that count_slots compares BLOCK_SLOTS slots with at a time
 BLOCK_SLOTS = 256  # slots of a block whose loads are in flight at once
 SEND_COLUMNS = 32  # columns of one program of send_counts: 128 contiguous bytes per row
 SEND_BLOCKS = 128  # blocks of tokens that it scans at a time
-PACKED_ENTRIES = 2048  # entries [block, rank] of block_tokens that assign_packed_rows adds up at a time
+PACKED_ENTRIES = (
+    2048  # entries [block, rank] of block_tokens that assign_packed_rows adds up at a time
+)
 OTHER_SLOTS = 32  # slots that assign_rows compares each of BLOCK_SLOTS slots with at a time
 
 
@@ -68,7 +77,9 @@ def splits_to_row_range_kernel(splits, row_range, num_rows: tl.int32, SIZES: tl.
 
 def splits_to_row_range(splits, row_range, num_rows):
     num_groups = splits.shape[0]
-    constants = kept_sizes(num_groups=num_groups, group_lanes=next_power_of_2(num_groups), num_warps=4)
+    constants = kept_sizes(
+        num_groups=num_groups, group_lanes=next_power_of_2(num_groups), num_warps=4
+    )
     launch(splits_to_row_range_kernel, (1,), constants, splits, row_range, num_rows)
 
 
@@ -114,7 +125,9 @@ def count_block(topk_idx, block_counts, block, num_tokens, SIZES: tl.constexpr):
         bad = (ids < -1) | (ids >= NUM_EXPERTS)
         num_bad += bad.to(tl.int32)
         first_bad = tl.minimum(first_bad, tl.where(bad, first_slot + index, NO_SLOT))
-        chosen = tl.where((ids >= 0) & (ids < NUM_EXPERTS), ids, -SIZES.experts_per_rank).to(tl.int32)
+        chosen = tl.where((ids >= 0) & (ids < NUM_EXPERTS), ids, -SIZES.experts_per_rank).to(
+            tl.int32
+        )
         goes |= ((chosen // SIZES.experts_per_rank)[:, None] == rank[None, :]).to(tl.int32)
     tl.store(row + NUM_EXPERTS + rank, tl.sum(goes, axis=0), mask=rank < SIZES.num_ranks)
     tl.store(row + WIDTH - 2, tl.sum(num_bad, axis=0))
@@ -131,7 +144,10 @@ def count_slots(topk_idx, block_counts, *, num_experts, num_ranks):
 
 def count_constants(top_k: int, num_experts: int, num_ranks: int) -> Constants:
     """Those of count_block."""
-    blocks = {"block_experts": min(COUNT_EXPERTS, next_power_of_2(num_experts)), "block_slots": block_slots(top_k)}
+    blocks = {
+        "block_experts": min(COUNT_EXPERTS, next_power_of_2(num_experts)),
+        "block_slots": block_slots(top_k),
+    }
     return plan_constants(8, num_ranks=num_ranks, num_experts=num_experts, top_k=top_k, **blocks)
 
 
@@ -159,7 +175,9 @@ def send_counts_kernel(
     NUM_COLUMNS: tl.constexpr = SIZES.num_experts + SIZES.num_ranks
     WIDTH: tl.constexpr = NUM_COLUMNS + 2
     LAYOUT: tl.constexpr = SIZES.layout
-    half = (barrier_epoch(bases, SIZES.rank, LAYOUT.counters) + 1) & 1  # the half of the next barrier
+    half = (
+        barrier_epoch(bases, SIZES.rank, LAYOUT.counters) + 1
+    ) & 1  # the half of the next barrier
     first_column = tl.program_id(0) * BLOCK_COLUMNS
     if first_column < NUM_COLUMNS:
         column = first_column + tl.arange(0, BLOCK_COLUMNS)
@@ -191,7 +209,9 @@ def send_counts_kernel(
                 block = first + tl.arange(0, BLOCK_ROWS)
                 end = block_counts + block * WIDTH + NUM_COLUMNS
                 num_bad += tl.load(end, mask=block < num_blocks, other=0)
-                first_bad = tl.minimum(first_bad, tl.load(end + 1, mask=block < num_blocks, other=NO_SLOT))
+                first_bad = tl.minimum(
+                    first_bad, tl.load(end + 1, mask=block < num_blocks, other=NO_SLOT)
+                )
             bad_slots = tl.sum(num_bad, axis=0)
             bad_slot = tl.min(first_bad, axis=0)
             words = tl.where(lane == CONTROL.HEAD_BAD_SLOTS, bad_slots, words)
@@ -212,7 +232,16 @@ def send_counts(block_counts, topk_idx, header, peers, *, num_experts):
     constants = plan_constants(4, **place, num_experts=num_experts, header=other_words, **blocks)
     grid = (ceil_div(num_experts + peers.num_ranks, SEND_COLUMNS) + 1,)
     words = [header[word] for word in _VARYING_WORDS]
-    launch(send_counts_kernel, grid, constants, block_counts, topk_idx, peers.bases, *words, block_counts.shape[0])
+    launch(
+        send_counts_kernel,
+        grid,
+        constants,
+        block_counts,
+        topk_idx,
+        peers.bases,
+        *words,
+        block_counts.shape[0],
+    )
 
 
 @triton.jit
@@ -241,7 +270,9 @@ def find_error(headers, num_rows, num_packed, received, rank, SIZES: tl.constexp
     fullest = tl.min(tl.where(num_packed == most_packed, rank, RANK_LANES), axis=0)
     capacity = smallest(pick(headers, (word == CONTROL.HEAD_PACKED_CAPACITY)[None, :], 1), is_rank)
     error = CONTROL.PLAN_OK, -1, 0, 0, 0
-    error = later(error, most_packed > capacity, (CONTROL.PLAN_OVERFLOW, fullest, capacity, most_packed, 0))
+    error = later(
+        error, most_packed > capacity, (CONTROL.PLAN_OVERFLOW, fullest, capacity, most_packed, 0)
+    )
 
     most_rows = tl.max(num_rows, axis=0)
     fullest = tl.min(tl.where(num_rows == most_rows, rank, RANK_LANES), axis=0)
@@ -255,12 +286,17 @@ def find_error(headers, num_rows, num_packed, received, rank, SIZES: tl.constexp
         head = pick(headers, (rank == culprit)[:, None], 0)
         limit = pick(head, word == CONTROL.HEAD_RAIL_CAPACITY, 0)
         value = pick(head, word == CONTROL.HEAD_RAIL_DROPPED, 0)
-        error = later(error, culprit < RANK_LANES, (CONTROL.PLAN_RAIL_OVERFLOW, culprit, limit, value, 0))
+        error = later(
+            error, culprit < RANK_LANES, (CONTROL.PLAN_RAIL_OVERFLOW, culprit, limit, value, 0)
+        )
 
     bad_slots = pick(headers, (word == CONTROL.HEAD_BAD_SLOTS)[None, :], 1)
     culprit = tl.min(tl.where(is_rank & (bad_slots > 0), rank, RANK_LANES), axis=0)
     head = pick(headers, (rank == culprit)[:, None], 0)
-    value, where = pick(head, word == CONTROL.HEAD_BAD_ID, 0), pick(head, word == CONTROL.HEAD_BAD_SLOT, 0)
+    value, where = (
+        pick(head, word == CONTROL.HEAD_BAD_ID, 0),
+        pick(head, word == CONTROL.HEAD_BAD_SLOT, 0),
+    )
     limit = pick(head, word == CONTROL.HEAD_NUM_EXPERTS, 0)
     error = later(error, culprit < RANK_LANES, (CONTROL.PLAN_BAD_ID, culprit, limit, value, where))
 
@@ -270,16 +306,30 @@ def find_error(headers, num_rows, num_packed, received, rank, SIZES: tl.constexp
     repeats = pick(headers, (word == CONTROL.HEAD_OVERFLOW)[None, :], 1) == CONTROL.OVERFLOW_REPEAT
     repeats &= pick(first, word == CONTROL.HEAD_OVERFLOW, 0) == CONTROL.OVERFLOW_REPEAT
     is_own = repeats[:, None] & is_room[None, :]  # room, which each rank may give itself
-    differs = (headers != first[None, :]) & agreed[None, :] & is_rank[:, None] & (is_own.to(tl.int32) == 0)
+    differs = (
+        (headers != first[None, :])
+        & agreed[None, :]
+        & is_rank[:, None]
+        & (is_own.to(tl.int32) == 0)
+    )
     culprit = tl.min(tl.where(tl.max(differs.to(tl.int32), axis=1) != 0, rank, RANK_LANES), axis=0)
     head = pick(headers, (rank == culprit)[:, None], 0)
-    field = tl.min(tl.where(pick(differs.to(tl.int32), (rank == culprit)[:, None], 0) != 0, word, HEADER_WORDS), axis=0)
+    field = tl.min(
+        tl.where(
+            pick(differs.to(tl.int32), (rank == culprit)[:, None], 0) != 0, word, HEADER_WORDS
+        ),
+        axis=0,
+    )
     limit, value = pick(first, word == field, 0), pick(head, word == field, 0)
-    error = later(error, culprit < RANK_LANES, (CONTROL.PLAN_MISMATCH, culprit, limit, value, field))
+    error = later(
+        error, culprit < RANK_LANES, (CONTROL.PLAN_MISMATCH, culprit, limit, value, field)
+    )
 
     lowest = tl.zeros((RANK_LANES,), tl.int64)
     for column in tl.static_range(CONTROL.NUM_PUBLISHED):
-        lowest = tl.minimum(lowest, tl.load(received + rank * CONTROL.NUM_PUBLISHED + column, mask=is_rank, other=0))
+        lowest = tl.minimum(
+            lowest, tl.load(received + rank * CONTROL.NUM_PUBLISHED + column, mask=is_rank, other=0)
+        )
     return later(error, tl.min(lowest, axis=0) < 0, (CONTROL.PLAN_FAULT, -1, 0, 0, 0))
 
 
@@ -329,7 +379,9 @@ def split_rows(source_to_row_start, source_to_rows, replica_ranges, SIZES: tl.co
     end = tl.load(starts + SIZES.num_ranks * EXPERTS_PER_RANK, mask=is_local, other=0)
     high = end
     if END_RANK < SIZES.num_ranks:
-        high = whole_tiles(first, tl.load(starts + END_RANK * EXPERTS_PER_RANK, mask=is_local, other=0))
+        high = whole_tiles(
+            first, tl.load(starts + END_RANK * EXPERTS_PER_RANK, mask=is_local, other=0)
+        )
     before = tl.load(starts + FIRST_RANK * EXPERTS_PER_RANK, mask=is_local, other=0)
     low = tl.minimum(whole_tiles(first, before + (PART_ROWS - 1)), high)
     store_part(parts, first, low, mask, NUM_OWN)
@@ -398,7 +450,11 @@ def lay_out_kernel(
     rank = tl.arange(0, RANK_LANES)
     is_rank = rank < SIZES.num_ranks
     word = tl.arange(0, HEADER_WORDS)
-    headers = tl.load(table + rank[:, None] * SIZES.layout.row_words + word[None, :], mask=is_rank[:, None], other=0)
+    headers = tl.load(
+        table + rank[:, None] * SIZES.layout.row_words + word[None, :],
+        mask=is_rank[:, None],
+        other=0,
+    )
 
     # Tiles [destination rank, its experts]; sources are looped over.
     local = tl.arange(0, EXPERT_LANES)
@@ -412,16 +468,22 @@ def lay_out_kernel(
     num_packed = tl.zeros((RANK_LANES,), tl.int32)  # if nothing is dropped
     for source in range(SIZES.num_ranks):
         load += tl.load(counts + source * SIZES.layout.row_words, mask=is_expert, other=0)
-        num_packed += tl.load(tokens_to_rank + source * SIZES.layout.row_words, mask=is_rank, other=0)
+        num_packed += tl.load(
+            tokens_to_rank + source * SIZES.layout.row_words, mask=is_rank, other=0
+        )
     num_rows = tl.sum(load, axis=1)
-    error, error_rank, limit, value, where = find_error(headers, num_rows, num_packed, received, rank, SIZES)
+    error, error_rank, limit, value, where = find_error(
+        headers, num_rows, num_packed, received, rank, SIZES
+    )
     kept = clip_to_capacity(load, capacity) if SIZES.drop else load
     kept = tl.where(error == CONTROL.PLAN_OK, kept, 0)
 
     start = tl.cumsum(kept, axis=1) - kept
     num_kept = tl.sum(kept, axis=1)
     own_row = expert - RANK * EXPERTS_PER_RANK
-    before = tl.zeros((RANK_LANES, EXPERT_LANES), tl.int32)  # slots of the expert on earlier sources
+    before = tl.zeros(
+        (RANK_LANES, EXPERT_LANES), tl.int32
+    )  # slots of the expert on earlier sources
     own_before = before
     packed = tl.zeros((RANK_LANES,), tl.int32)  # packed rows of earlier sources
     for source in range(SIZES.num_ranks):
@@ -440,7 +502,11 @@ def lay_out_kernel(
         packed += region
     tl.store(source_to_packed_start + SIZES.num_ranks + rank * 0, packed, mask=rank == RANK)
 
-    tl.store(source_to_row_start + SIZES.num_ranks * EXPERTS_PER_RANK + own_row, start + kept, mask=is_mine)
+    tl.store(
+        source_to_row_start + SIZES.num_ranks * EXPERTS_PER_RANK + own_row,
+        start + kept,
+        mask=is_mine,
+    )
     tl.store(splits + own_row, kept, mask=is_mine)
     is_own = is_mine & (own_row < SIZES.num_own)
     tl.store(row_range + own_row, start, mask=is_own)
@@ -463,11 +529,24 @@ def lay_out_kernel(
     summary = tl.where(word == CONTROL.SUM_NUM_DROPPED, dropped, summary)
     tl.store(report + word, summary)
     if SIZES.record_errors:
-        is_guess = (error == CONTROL.PLAN_OVERFLOW) & (packed_capacity >= 0)  # the call is planned again
+        is_guess = (error == CONTROL.PLAN_OVERFLOW) & (
+            packed_capacity >= 0
+        )  # the call is planned again
         if (error != CONTROL.PLAN_OK) & (error != CONTROL.PLAN_FAULT) & (not is_guess):
             counters = (tl.load(bases + RANK) + SIZES.layout.counters).to(tl.pointer_type(tl.int64))
-            tl.store(counters + CONTROL.FAULTED, 1)  # on every rank: no trip of this plan moves rows
-            write_record(status, CONTROL.STATUS_PLAN, CONTROL.PHASE_PLAN, error_rank, limit, value, error, where)
+            tl.store(
+                counters + CONTROL.FAULTED, 1
+            )  # on every rank: no trip of this plan moves rows
+            write_record(
+                status,
+                CONTROL.STATUS_PLAN,
+                CONTROL.PHASE_PLAN,
+                error_rank,
+                limit,
+                value,
+                error,
+                where,
+            )
     tl.debug_barrier()  # what other threads have stored is read back
     split_rows(source_to_row_start, source_to_rows, replica_ranges, SIZES)
 
@@ -475,10 +554,21 @@ def lay_out_kernel(
 def lay_out(peers, received, status, plan, *, capacity, packed_capacity, drop, ranks):
     place = {"rank": peers.rank, "num_ranks": peers.num_ranks, "layout": peers.layout}
     num_experts, own = plan.splits.numel() * peers.num_ranks, {"num_own": plan.row_range.shape[1]}
-    options = {"first_rank": ranks[0], "end_rank": ranks[-1] + 1, "drop": drop, "record_errors": capacity >= 0, **own}
+    options = {
+        "first_rank": ranks[0],
+        "end_rank": ranks[-1] + 1,
+        "drop": drop,
+        "record_errors": capacity >= 0,
+        **own,
+    }
     constants = plan_constants(4, **place, num_experts=num_experts, **options)
-    numbers, results = (status.data_ptr(), capacity, packed_capacity), [getattr(plan, name) for name in LAID_OUT]
-    results += [None, plan.replica_ranges] if plan.replica_ranges.numel() else [plan.expert_load, None]
+    numbers, results = (
+        (status.data_ptr(), capacity, packed_capacity),
+        [getattr(plan, name) for name in LAID_OUT],
+    )
+    results += (
+        [None, plan.replica_ranges] if plan.replica_ranges.numel() else [plan.expert_load, None]
+    )
     launch(lay_out_kernel, (1,), constants, peers.bases, received, *numbers, *results)
 
 
@@ -496,7 +586,9 @@ def slots_and_places(topk_idx, starts, block, num_tokens, part, SIZES: tl.conste
     earlier = tl.zeros((BLOCK_SLOTS, OTHER_SLOTS), tl.int32)
     for first in range(0, TOKENS_PER_BLOCK * SIZES.top_k, OTHER_SLOTS):
         other_index = first + tl.arange(0, OTHER_SLOTS)
-        other = load_experts(topk_idx, first_slot + other_index, other_index < num_slots, SIZES.num_experts)
+        other = load_experts(
+            topk_idx, first_slot + other_index, other_index < num_slots, SIZES.num_experts
+        )
         same = (other[None, :] == expert[:, None]) & (other_index[None, :] < index[:, None])
         earlier += same.to(tl.int32)
     place = tl.load(starts + expert, mask=expert >= 0, other=0) + tl.sum(earlier, axis=1)
@@ -522,7 +614,9 @@ def assign_rows_kernel(
     block = tl.program_id(0)
     starts = block_starts + block * (NUM_EXPERTS + SIZES.num_ranks + 2)
     for part in range(0, TOKENS_PER_BLOCK * SIZES.top_k, SIZES.block_slots):
-        slot, is_slot, expert, place = slots_and_places(topk_idx, starts, block, num_tokens, part, SIZES)
+        slot, is_slot, expert, place = slots_and_places(
+            topk_idx, starts, block, num_tokens, part, SIZES
+        )
         valid = expert >= 0
         kept = valid & (place < tl.load(slot_limit + expert, mask=valid, other=0))
         row = tl.load(slot_start + expert, mask=valid, other=0) + place
@@ -561,12 +655,19 @@ def tokens_and_ranks(block, num_tokens, SIZES: tl.constexpr):
 @triton.jit
 def store_packed_rows(places, start, goes, mask):
     """The packed rows of a block's tokens on each rank, from `start` on, for those that go there."""
-    tl.store(places, tl.where(goes != 0, start[None, :] + tl.cumsum(goes, axis=0) - goes, -1), mask=mask)
+    tl.store(
+        places, tl.where(goes != 0, start[None, :] + tl.cumsum(goes, axis=0) - goes, -1), mask=mask
+    )
 
 
 @fast_jit([])
 def assign_packed_rows_kernel(
-    block_tokens, packed_start, token_to_primary_row, token_to_packed_row, num_tokens: tl.int32, SIZES: tl.constexpr
+    block_tokens,
+    packed_start,
+    token_to_primary_row,
+    token_to_packed_row,
+    num_tokens: tl.int32,
+    SIZES: tl.constexpr,
 ):
     BLOCK_ROWS: tl.constexpr = SIZES.block_rows
     RANK_LANES: tl.constexpr = SIZES.rank_lanes
@@ -577,7 +678,9 @@ def assign_packed_rows_kernel(
     for first in range(0, block, BLOCK_ROWS):
         other = first + tl.arange(0, BLOCK_ROWS)
         mask = (other < block)[:, None] & is_rank[None, :]
-        earlier += tl.load(block_tokens + other[:, None] * SIZES.num_ranks + rank[None, :], mask=mask, other=0)
+        earlier += tl.load(
+            block_tokens + other[:, None] * SIZES.num_ranks + rank[None, :], mask=mask, other=0
+        )
     start = tl.load(packed_start + rank, mask=is_rank, other=0) + tl.sum(earlier, axis=0)
     goes = (tl.load(token_to_primary_row + entry, mask=is_entry, other=-1) >= 0).to(tl.int32)
     store_packed_rows(token_to_packed_row + entry, start, goes, is_entry)
@@ -588,9 +691,20 @@ def assign_rows(topk_idx, block_starts, plan, *, drop):
     if num_blocks == 0:
         return
     slots = block_slots(top_k)
-    sizes = {"num_ranks": num_ranks, "num_experts": plan.slot_start.numel(), "top_k": top_k, "drop": drop}
+    sizes = {
+        "num_ranks": num_ranks,
+        "num_experts": plan.slot_start.numel(),
+        "top_k": top_k,
+        "drop": drop,
+    }
     constants = plan_constants(8, **sizes, block_slots=slots, other_slots=min(OTHER_SLOTS, slots))
-    slot_maps = plan.slot_start, plan.slot_limit, plan.packed_start, plan.slot_to_row, plan.slot_to_rank
+    slot_maps = (
+        plan.slot_start,
+        plan.slot_limit,
+        plan.packed_start,
+        plan.slot_to_row,
+        plan.slot_to_rank,
+    )
     token_maps = plan.token_to_primary_row, plan.token_to_packed_row
     args = topk_idx, block_starts, *slot_maps, *token_maps, plan.block_tokens, num_tokens
     launch(assign_rows_kernel, (num_blocks,), constants, *args)

@@ -97,8 +97,13 @@ def _copy_bytes(device: int) -> int:
     exchange = cuda.cuThreadExchangeStreamCaptureMode
     driver.check(exchange(ctypes.byref(mode)), "cuThreadExchangeStreamCaptureMode")
     try:
-        driver.check(cuda.cuModuleLoadData(ctypes.byref(module), COPY_PTX.encode()), "cuModuleLoadData")
-        driver.check(cuda.cuModuleGetFunction(ctypes.byref(function), module, b"copy_bytes"), "cuModuleGetFunction")
+        driver.check(
+            cuda.cuModuleLoadData(ctypes.byref(module), COPY_PTX.encode()), "cuModuleLoadData"
+        )
+        driver.check(
+            cuda.cuModuleGetFunction(ctypes.byref(function), module, b"copy_bytes"),
+            "cuModuleGetFunction",
+        )
     finally:
         exchange(ctypes.byref(mode))
     return function.value or 0
@@ -199,21 +204,28 @@ def read_addresses(tensors, device, *, alignment, contiguous):
             tensors, torch.Tensor, torch.nn.Parameter, *readers, kind, index, alignment, contiguous
         )
     # Subclasses of Tensor are left to Python.
-    return payload or twin.read_addresses(tensors, device, alignment=alignment, contiguous=contiguous)
+    return payload or twin.read_addresses(
+        tensors, device, alignment=alignment, contiguous=contiguous
+    )
 
 
 @functools.cache
 def _readers() -> list[int] | None:
     """Addresses of torch's functions; None if this torch has others, or if Python's tensors have another layout."""
     try:
-        library = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cpu.so"))
+        library = ctypes.CDLL(
+            os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cpu.so")
+        )
         readers = [
-            getattr(library, f"aoti_torch_get_{name}", None) or getattr(library, f"aoti_torch_{name}")
+            getattr(library, f"aoti_torch_get_{name}", None)
+            or getattr(library, f"aoti_torch_{name}")
             for name in _READERS
         ]
     except (AttributeError, OSError):
         return None
     for probe in (torch.zeros(1, device="cpu"), torch.nn.Parameter(torch.zeros(1, device="cpu"))):
-        if ctypes.c_void_p.from_address(id(probe) + object.__basicsize__).value != address_in_python(probe):
+        if ctypes.c_void_p.from_address(
+            id(probe) + object.__basicsize__
+        ).value != address_in_python(probe):
             return None
     return [ctypes.cast(reader, ctypes.c_void_p).value or 0 for reader in readers]

@@ -33,7 +33,14 @@ BLOCK, NUM_WARPS = 8192, 8  # numbers that a program moves at a time
 
 @fast_jit([])
 def place_replicas_kernel(
-    bases, place_to_expert, place_rows, expert_to_place, copy_slots, expert_load, slack: tl.int32, SIZES: tl.constexpr
+    bases,
+    place_to_expert,
+    place_rows,
+    expert_to_place,
+    copy_slots,
+    expert_load,
+    slack: tl.int32,
+    SIZES: tl.constexpr,
 ):
     EXPERTS_PER_RANK: tl.constexpr = SIZES.experts_per_rank
     NUM_RANKS: tl.constexpr = SIZES.num_ranks
@@ -57,9 +64,17 @@ def place_replicas_kernel(
     for other in range(NUM_RANKS):
         here = tl.where((rank == other)[:, None], own, 0)
         tl.store(copy_slots + expert * NUM_RANKS + other, here, mask=is_expert)
-        tl.store(expert_to_place + expert * NUM_RANKS + other, tl.full(expert.shape, -1, tl.int32), mask=is_expert)
+        tl.store(
+            expert_to_place + expert * NUM_RANKS + other,
+            tl.full(expert.shape, -1, tl.int32),
+            mask=is_expert,
+        )
     for place in range(NUM_PLACES):
-        tl.store(place_to_expert + rank * NUM_PLACES + place, tl.full(rank.shape, -1, tl.int32), mask=is_rank)
+        tl.store(
+            place_to_expert + rank * NUM_PLACES + place,
+            tl.full(rank.shape, -1, tl.int32),
+            mask=is_rank,
+        )
         tl.store(place_rows + rank * NUM_PLACES + place, tl.zeros_like(rank), mask=is_rank)
     tl.debug_barrier()  # what comes now is written to the same places
 
@@ -93,7 +108,9 @@ def place_replicas_kernel(
             count = tl.load(counts + rank * LAYOUT.row_words + given, mask=is_source, other=0)
             places = tl.load(expert_to_place + given * NUM_RANKS + rank, mask=is_rank, other=-1)
             wanted = tl.load(place_rows + rank * NUM_PLACES + places, mask=places >= 0, other=0)
-            wanted = tl.where(rank == given // EXPERTS_PER_RANK, tl.sum(count - wanted, axis=0), wanted)
+            wanted = tl.where(
+                rank == given // EXPERTS_PER_RANK, tl.sum(count - wanted, axis=0), wanted
+            )
             stay = tl.minimum(count, wanted)
             rest, taken = count - stay, tl.cumsum(wanted - stay, axis=0)
             end = tl.sum(tl.where(rank <= SIZES.rank, rest, 0), axis=0)
@@ -104,11 +121,29 @@ def place_replicas_kernel(
 
 
 def place_replicas(peers, plan, *, slack, num_near):
-    place = {"rank": peers.rank, "num_ranks": peers.num_ranks, "layout": peers.layout, "num_near": num_near}
+    place = {
+        "rank": peers.rank,
+        "num_ranks": peers.num_ranks,
+        "layout": peers.layout,
+        "num_near": num_near,
+    }
     sizes = {"num_experts": plan.expert_load.numel(), "num_places": plan.place_to_expert.shape[1]}
     constants = plan_constants(4, **place, **sizes)
-    results = plan.place_to_expert, plan.place_rows, plan.expert_to_place, plan.copy_slots, plan.expert_load
-    launch(place_replicas_kernel, (peers.num_ranks // num_near,), constants, peers.bases, *results, slack)
+    results = (
+        plan.place_to_expert,
+        plan.place_rows,
+        plan.expert_to_place,
+        plan.copy_slots,
+        plan.expert_load,
+    )
+    launch(
+        place_replicas_kernel,
+        (peers.num_ranks // num_near,),
+        constants,
+        peers.bases,
+        *results,
+        slack,
+    )
 
 
 @fast_jit([])
@@ -129,7 +164,9 @@ def choose_copies_kernel(
     block = tl.program_id(0)
     starts = block_starts + block * (NUM_EXPERTS + SIZES.num_ranks + 2)
     for part in range(0, TOKENS_PER_BLOCK * SIZES.top_k, SIZES.block_slots):
-        slot, is_slot, expert, index = slots_and_places(topk_idx, starts, block, num_tokens, part, SIZES)
+        slot, is_slot, expert, index = slots_and_places(
+            topk_idx, starts, block, num_tokens, part, SIZES
+        )
         valid = expert >= 0
         home = tl.where(valid, expert, 0) // EXPERTS_PER_RANK
         copy, begin = tl.full(expert.shape, -1, tl.int32), tl.zeros_like(expert)
@@ -137,17 +174,27 @@ def choose_copies_kernel(
             end = begin + tl.load(copy_slots + expert * SIZES.num_ranks + rank, mask=valid, other=0)
             place = tl.load(expert_to_place + expert * SIZES.num_ranks + rank, mask=valid, other=-1)
             own = tl.where(home == rank, expert - home * EXPERTS_PER_RANK, EXPERTS_PER_RANK + place)
-            copy = tl.where((index >= begin) & (index < end) & valid, rank * COPIES_PER_RANK + own, copy)
+            copy = tl.where(
+                (index >= begin) & (index < end) & valid, rank * COPIES_PER_RANK + own, copy
+            )
             begin = end
         ids = tl.load(topk_idx + slot, mask=is_slot, other=-1)
         is_bad = (ids < -1) | (ids >= NUM_EXPERTS)
-        tl.store(slot_to_copy + slot, tl.where(is_bad, SIZES.num_ranks * COPIES_PER_RANK, copy), mask=is_slot)
+        tl.store(
+            slot_to_copy + slot,
+            tl.where(is_bad, SIZES.num_ranks * COPIES_PER_RANK, copy),
+            mask=is_slot,
+        )
     tl.debug_barrier()  # what other threads have stored is read back
     count_block(slot_to_copy, block_counts, block, num_tokens, COPIES)
 
 
 def choose_copies(topk_idx, block_starts, plan, block_counts):
-    (num_tokens, top_k), num_blocks, num_ranks = topk_idx.shape, plan.block_tokens.shape[0], plan.copy_slots.shape[1]
+    (num_tokens, top_k), num_blocks, num_ranks = (
+        topk_idx.shape,
+        plan.block_tokens.shape[0],
+        plan.copy_slots.shape[1],
+    )
     if num_blocks == 0:
         return
     sizes = {"num_ranks": num_ranks, "num_experts": plan.expert_load.numel(), "top_k": top_k}
@@ -155,9 +202,13 @@ def choose_copies(topk_idx, block_starts, plan, block_counts):
     slots = block_slots(top_k)
     constants = plan_constants(8, **sizes, block_slots=slots, other_slots=min(OTHER_SLOTS, slots))
     copies = count_constants(top_k, plan.slot_start.numel(), num_ranks)
-    constants = kept_constants(SIZES=constants.named["SIZES"], COPIES=copies.named["SIZES"], num_warps=8)
+    constants = kept_constants(
+        SIZES=constants.named["SIZES"], COPIES=copies.named["SIZES"], num_warps=8
+    )
     maps = plan.expert_to_place, plan.copy_slots, plan.slot_to_copy, block_counts
-    launch(choose_copies_kernel, (num_blocks,), constants, topk_idx, block_starts, *maps, num_tokens)
+    launch(
+        choose_copies_kernel, (num_blocks,), constants, topk_idx, block_starts, *maps, num_tokens
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,19 +221,28 @@ class Kind:
 
 
 @functools.cache
-def _constants(matrices, places: tuple[int, int], at: tuple[int, tuple[int, int]], **ranks: int) -> Constants:
+def _constants(
+    matrices, places: tuple[int, int], at: tuple[int, tuple[int, int]], **ranks: int
+) -> Constants:
     """matrices: of each of the pair numbers, and the dtype; places: ranks of the group, and places of each; at: the
     column of `received`, and bytes after that; ranks: of the node, the first in the group, and this one's experts."""
     named = {"num_group": places[0], "num_places": places[1], "column": at[0], **ranks}
     named |= {"rank_lanes": next_power_of_2(ranks["num_ranks"]), "block": BLOCK}
-    kinds = (Kind(numel, TRITON_DTYPES[dtype], start) for (numel, dtype), start in zip(matrices, at[1], strict=True))
-    return kept_sizes(**named, **dict(zip(("first", "second"), kinds, strict=True)), num_warps=NUM_WARPS)
+    kinds = (
+        Kind(numel, TRITON_DTYPES[dtype], start)
+        for (numel, dtype), start in zip(matrices, at[1], strict=True)
+    )
+    return kept_sizes(
+        **named, **dict(zip(("first", "second"), kinds, strict=True)), num_warps=NUM_WARPS
+    )
 
 
 def _move(kernel, pair, places, peers, received, *, column, starts):
     """Launches a kernel that moves matrices of experts; places: place_to_expert, and what else says where they are."""
     num_own, dtype = next((each.shape[0], each.dtype) for each in pair if each is not None)
-    kinds = tuple((0, dtype) if each is None else (math.prod(each.shape[1:]), each.dtype) for each in pair)
+    kinds = tuple(
+        (0, dtype) if each is None else (math.prod(each.shape[1:]), each.dtype) for each in pair
+    )
     ranks = {"num_ranks": peers.num_ranks, "first_rank": peers.in_group(0), "num_own": num_own}
     ranks |= {"first_expert": peers.in_group(peers.rank) * num_own}
     constants = _constants(kinds, tuple(places[0].shape), (column, starts), **ranks)
@@ -200,23 +260,31 @@ def place_of_peer(bases, received, rank, place, KIND: tl.constexpr, SIZES: tl.co
 
 
 @triton.jit
-def push_matrices(weight, table, place_to_expert, bases, received, KIND: tl.constexpr, SIZES: tl.constexpr):
+def push_matrices(
+    weight, table, place_to_expert, bases, received, KIND: tl.constexpr, SIZES: tl.constexpr
+):
     """push_replicas of one weight."""
     WIDTH: tl.constexpr = KIND.width
     for n in range(SIZES.num_ranks * SIZES.num_places):
-        own = tl.load(place_to_expert + SIZES.first_rank * SIZES.num_places + n) - SIZES.first_expert
+        own = (
+            tl.load(place_to_expert + SIZES.first_rank * SIZES.num_places + n) - SIZES.first_expert
+        )
         if (own >= 0) & (own < SIZES.num_own):
             rank, place = n // SIZES.num_places, n % SIZES.num_places
             target, goes_on = place_of_peer(bases, received, rank, place, KIND, SIZES)
             if goes_on:
                 source = matrix_of(weight, table, own, WIDTH, KIND.dtype)
-                for first in range(tl.program_id(0) * SIZES.block, WIDTH, tl.num_programs(0) * SIZES.block):
+                for first in range(
+                    tl.program_id(0) * SIZES.block, WIDTH, tl.num_programs(0) * SIZES.block
+                ):
                     at = first + tl.arange(0, SIZES.block)
                     tl.store(target + at, tl.load(source + at, mask=at < WIDTH), mask=at < WIDTH)
 
 
 @fast_jit(["w0", "w1"])
-def push_replicas_kernel(w0, table0, w1, table1, place_to_expert, bases, received, SIZES: tl.constexpr):
+def push_replicas_kernel(
+    w0, table0, w1, table1, place_to_expert, bases, received, SIZES: tl.constexpr
+):
     FIRST: tl.constexpr = SIZES.first
     SECOND: tl.constexpr = SIZES.second
     if FIRST.width > 0:
@@ -226,7 +294,15 @@ def push_replicas_kernel(w0, table0, w1, table1, place_to_expert, bases, receive
 
 
 def push_replicas(weights, place_to_expert, peers, received, *, column, starts):
-    _move(push_replicas_kernel, weights, (place_to_expert,), peers, received, column=column, starts=starts)
+    _move(
+        push_replicas_kernel,
+        weights,
+        (place_to_expert,),
+        peers,
+        received,
+        column=column,
+        starts=starts,
+    )
 
 
 @triton.jit
@@ -241,9 +317,13 @@ def add_matrices(gradient, table, tables, bases, received, KIND: tl.constexpr, S
         is_own = (own >= 0) & (own < SIZES.num_own)
         places = expert_to_place + tl.where(is_own, expert, 0) * SIZES.num_group + SIZES.first_rank
         earlier = tl.load(places + lane, mask=(lane < rank) & is_own, other=-1)
-        if is_own & (tl.max(earlier, axis=0) < 0):  # at the first replica of an expert, all are added
+        if is_own & (
+            tl.max(earlier, axis=0) < 0
+        ):  # at the first replica of an expert, all are added
             sums = matrix_of(gradient, table, own, WIDTH, KIND.dtype)
-            for first in range(tl.program_id(0) * SIZES.block, WIDTH, tl.num_programs(0) * SIZES.block):
+            for first in range(
+                tl.program_id(0) * SIZES.block, WIDTH, tl.num_programs(0) * SIZES.block
+            ):
                 at = first + tl.arange(0, SIZES.block)
                 total = tl.load(sums + at, mask=at < WIDTH, other=0.0).to(tl.float32)
                 for peer in range(rank, SIZES.num_ranks):
@@ -268,4 +348,6 @@ def add_from_replicas_kernel(
 
 
 def add_from_replicas(gradients, places, peers, received, *, column, starts):
-    _move(add_from_replicas_kernel, gradients, places, peers, received, column=column, starts=starts)
+    _move(
+        add_from_replicas_kernel, gradients, places, peers, received, column=column, starts=starts
+    )

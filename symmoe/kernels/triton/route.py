@@ -20,16 +20,24 @@ from symmoe.kernels.triton.plan import NO_SLOT
 
 SCORES_PER_PROGRAM = 1024
 NUM_WARPS = 4
-MOST_COUNTED = 128, 64  # experts, of which a block of tokens takes 16 warps; ranks, which are bits of an integer
+MOST_COUNTED = (
+    128,
+    64,
+)  # experts, of which a block of tokens takes 16 warps; ranks, which are bits of an integer
 LEAST = tl.constexpr(-(2**63))
 NAN_KEY = tl.constexpr(2**31 - 1)
 SMALLEST_SUM = tl.constexpr(TINY)
 
 
 @functools.cache
-def _choice(num_experts: int, top_k: int, rule: RoutingRule, num_ranks: int = 0) -> tuple[int, Constants]:
+def _choice(
+    num_experts: int, top_k: int, rule: RoutingRule, num_ranks: int = 0
+) -> tuple[int, Constants]:
     """Tokens of a program, and the constants. num_ranks: 0, or programs count."""
-    rule, expert_lanes = replace(rule, route_scale=1.0), next_power_of_2(num_experts)  # the scale is an argument
+    rule, expert_lanes = (
+        replace(rule, route_scale=1.0),
+        next_power_of_2(num_experts),
+    )  # the scale is an argument
     tokens = control.TOKENS_PER_BLOCK if num_ranks else max(1, SCORES_PER_PROGRAM // expert_lanes)
     num_ranks = max(1, num_ranks)
     return tokens, kept_sizes(
@@ -78,7 +86,9 @@ def keep_top_groups(value, expert, SIZES: tl.constexpr):
             number = tl.sum(tl.where(own == best[:, None], value, 0.0), axis=1)
             worth = tl.where((group == g)[None, :], worth + number[:, None], worth)
             own = tl.where(own == best[:, None], LEAST, own)
-    group_key = tl.where((group < SIZES.rule.num_groups)[None, :], keys_of(worth, group, GROUP_LANES), LEAST)
+    group_key = tl.where(
+        (group < SIZES.rule.num_groups)[None, :], keys_of(worth, group, GROUP_LANES), LEAST
+    )
     is_kept = expert[None, :] < tl.zeros((value.shape[0], 1), tl.int32)  # none
     for _ in range(SIZES.rule.top_groups):
         best = tl.max(group_key, axis=1)
@@ -133,10 +143,14 @@ def choose_experts_kernel(
         else:
             chosen = tl.load(given_idx + token * SIZES.top_k + k, mask=is_token, other=-1)
         tl.store(topk_idx + token * SIZES.top_k + k, chosen, mask=is_token)
-        number = tl.sum(tl.where((expert[None, :] == chosen[:, None]) & is_expert, score, 0.0), axis=1)
+        number = tl.sum(
+            tl.where((expert[None, :] == chosen[:, None]) & is_expert, score, 0.0), axis=1
+        )
         prob = tl.where((place == k)[None, :], number[:, None], prob)
         if block_counts is not None:
-            ranks |= tl.full((TOKENS,), 1, tl.int64) << (chosen // SIZES.experts_per_rank).to(tl.int64)
+            ranks |= tl.full((TOKENS,), 1, tl.int64) << (chosen // SIZES.experts_per_rank).to(
+                tl.int64
+            )
     if SIZES.rule.renormalize:
         prob = tl.div_rn(prob, tl.sum(prob, axis=1)[:, None] + SMALLEST_SUM + tl.zeros_like(prob))
     mask = is_token[:, None] & (place < SIZES.top_k)[None, :]
@@ -144,9 +158,13 @@ def choose_experts_kernel(
     if block_counts is not None:
         row = block_counts + tl.program_id(0) * (SIZES.num_experts + SIZES.num_ranks + 2)
         is_chosen = (key == LEAST) & is_token[:, None]
-        tl.store(row + expert, tl.sum(is_chosen.to(tl.int32), axis=0), mask=expert < SIZES.num_experts)
+        tl.store(
+            row + expert, tl.sum(is_chosen.to(tl.int32), axis=0), mask=expert < SIZES.num_experts
+        )
         rank = tl.arange(0, SIZES.rank_lanes)
-        goes = (tl.where(is_token, ranks, 0)[:, None] >> rank[None, :].to(tl.int64)).to(tl.int32) & 1
+        goes = (tl.where(is_token, ranks, 0)[:, None] >> rank[None, :].to(tl.int64)).to(
+            tl.int32
+        ) & 1
         tl.store(row + SIZES.num_experts + rank, tl.sum(goes, axis=0), mask=rank < SIZES.num_ranks)
         bad = tl.arange(0, 2)  # their number, and the first one
         tl.store(row + SIZES.num_experts + SIZES.num_ranks + bad, tl.where(bad == 0, 0, NO_SLOT))
@@ -154,7 +172,14 @@ def choose_experts_kernel(
 
 @fast_jit()
 def choose_experts_grad_kernel(
-    d_probs, d_scores, topk_idx, scores, d_logits, num_tokens: tl.int32, route_scale: tl.float32, SIZES: tl.constexpr
+    d_probs,
+    d_scores,
+    topk_idx,
+    scores,
+    d_logits,
+    num_tokens: tl.int32,
+    route_scale: tl.float32,
+    SIZES: tl.constexpr,
 ):
     EXPERT_LANES: tl.constexpr = SIZES.expert_lanes
     TOKENS: tl.constexpr = SIZES.tokens
@@ -174,7 +199,9 @@ def choose_experts_grad_kernel(
         is_chosen = (chosen >= 0) & (chosen < SIZES.num_experts)
         d_chosen = tl.load(d_probs + choice, mask=is_choice, other=0.0) * route_scale
         if SIZES.rule.renormalize:
-            number = tl.load(scores + token[:, None] * SIZES.num_experts + chosen, mask=is_chosen, other=0.0)
+            number = tl.load(
+                scores + token[:, None] * SIZES.num_experts + chosen, mask=is_chosen, other=0.0
+            )
             divisor = tl.sum(number, axis=1)[:, None] + SMALLEST_SUM + tl.zeros_like(number)
             inner = tl.sum(d_chosen * tl.div_rn(number, divisor), axis=1)
             d_chosen = tl.div_rn(d_chosen - inner[:, None], divisor)
@@ -196,10 +223,22 @@ def choose_experts(logits, bias, given_idx, topk_idx, probs, scores, *, rule, bl
     if num_tokens == 0:
         return
     num_ranks = 0 if block_counts is None else block_counts.shape[1] - num_experts - 2
-    counts = num_ranks > 0 and given_idx is None and num_experts <= MOST_COUNTED[0] and num_ranks <= MOST_COUNTED[1]
+    counts = (
+        num_ranks > 0
+        and given_idx is None
+        and num_experts <= MOST_COUNTED[0]
+        and num_ranks <= MOST_COUNTED[1]
+    )
     tokens, constants = _choice(num_experts, topk_idx.shape[1], rule, num_ranks if counts else 0)
     tensors = logits, bias, given_idx, topk_idx, probs, scores, block_counts if counts else None
-    launch(choose_experts_kernel, (ceil_div(num_tokens, tokens),), constants, *tensors, num_tokens, rule.route_scale)
+    launch(
+        choose_experts_kernel,
+        (ceil_div(num_tokens, tokens),),
+        constants,
+        *tensors,
+        num_tokens,
+        rule.route_scale,
+    )
     if num_ranks > 0 and not counts:
         plan.count_slots(topk_idx, block_counts, num_experts=num_experts, num_ranks=num_ranks)
 

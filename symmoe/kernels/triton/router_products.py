@@ -36,7 +36,9 @@ def next_part(rest):
 
 
 @fast_jit()
-def bf16_parts_kernel(matrix, other, parts, num_elements: tl.int32, num_others: tl.int32, BLOCK: tl.constexpr):
+def bf16_parts_kernel(
+    matrix, other, parts, num_elements: tl.int32, num_others: tl.int32, BLOCK: tl.constexpr
+):
     first = tl.program_id(0) * BLOCK
     if other is not None:
         end = tl.cdiv(num_elements, BLOCK) * BLOCK
@@ -56,7 +58,9 @@ def bf16_parts_kernel(matrix, other, parts, num_elements: tl.int32, num_others: 
 def matrix_tile(matrix, row, column, num_rows, WIDTH: tl.constexpr):
     """Tile [rows, columns] of a row-major matrix of WIDTH columns, zeros outside."""
     mask = (row < num_rows)[:, None] & (column < WIDTH)[None, :]
-    return tl.load(matrix + row.to(tl.int64)[:, None] * WIDTH + column[None, :], mask=mask, other=0.0)
+    return tl.load(
+        matrix + row.to(tl.int64)[:, None] * WIDTH + column[None, :], mask=mask, other=0.0
+    )
 
 
 @fast_jit()
@@ -94,20 +98,30 @@ def router_dgrad_kernel(d_parts, parts, dx, num_tokens: tl.int32, SIZES: tl.cons
     for k in tl.range(0, NUM_EXPERTS, SIZES.block_k):
         expert = k + tl.arange(0, SIZES.block_k)
         d_high = matrix_tile(d_parts, token, expert, num_tokens, NUM_EXPERTS)
-        d_middle = matrix_tile(d_parts + num_tokens.to(tl.int64) * NUM_EXPERTS, token, expert, num_tokens, NUM_EXPERTS)
+        d_middle = matrix_tile(
+            d_parts + num_tokens.to(tl.int64) * NUM_EXPERTS, token, expert, num_tokens, NUM_EXPERTS
+        )
         high = matrix_tile(parts, expert, column, NUM_EXPERTS, SIZES.width)
-        middle = matrix_tile(parts + NUM_EXPERTS * SIZES.width, expert, column, NUM_EXPERTS, SIZES.width)
+        middle = matrix_tile(
+            parts + NUM_EXPERTS * SIZES.width, expert, column, NUM_EXPERTS, SIZES.width
+        )
         # The result is rounded to bf16: products of 2^-16 and less would not show.
         terms = tl.dot(d_middle, high)
         terms = tl.dot(d_high, middle, terms)
         terms = tl.dot(d_high, high, terms)
         total += terms
     mask = (token < num_tokens)[:, None] & (column < SIZES.width)[None, :]
-    tl.store(dx + token.to(tl.int64)[:, None] * SIZES.width + column[None, :], total.to(tl.bfloat16), mask=mask)
+    tl.store(
+        dx + token.to(tl.int64)[:, None] * SIZES.width + column[None, :],
+        total.to(tl.bfloat16),
+        mask=mask,
+    )
 
 
 @fast_jit()
-def router_wgrad_kernel(d_parts, x, sums, num_tokens: tl.int32, split_tokens: tl.int32, SIZES: tl.constexpr):
+def router_wgrad_kernel(
+    d_parts, x, sums, num_tokens: tl.int32, split_tokens: tl.int32, SIZES: tl.constexpr
+):
     BLOCK_M: tl.constexpr = SIZES.block_m
     BLOCK_N: tl.constexpr = SIZES.block_n
     expert = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -137,7 +151,13 @@ def router_gemm(x, weight, logits):
         return
     block_n = _block(num_experts)
     grid = ceil_div(num_tokens, TOKENS), ceil_div(num_experts, block_n)
-    tile = {"block_m": TOKENS, "block_n": block_n, "block_k": BLOCK_K, "num_warps": 4, "num_stages": 3}
+    tile = {
+        "block_m": TOKENS,
+        "block_n": block_n,
+        "block_k": BLOCK_K,
+        "num_warps": 4,
+        "num_stages": 3,
+    }
     constants = kept_sizes(num_experts=num_experts, width=width, **tile)
     launch(router_gemm_kernel, grid, constants, x, *bf16_parts(weight), logits, num_tokens)
 
@@ -152,7 +172,13 @@ def router_gemm_grads(d_logits, x, weight, dx, d_weight):
     num_column_tiles, block = ceil_div(width, TILE), _block(num_experts)
     *parts, d_parts = bf16_parts(d_logits) if dx is None else bf16_parts(weight, d_logits)
     if dx is not None:
-        tile = {"block_m": TOKENS, "block_n": TILE, "block_k": min(BLOCK_K, block), "num_warps": 4, "num_stages": 2}
+        tile = {
+            "block_m": TOKENS,
+            "block_n": TILE,
+            "block_k": min(BLOCK_K, block),
+            "num_warps": 4,
+            "num_stages": 2,
+        }
         constants = kept_sizes(num_experts=num_experts, width=width, **tile)
         grid = num_column_tiles, ceil_div(num_tokens, TOKENS)
         launch(router_dgrad_kernel, grid, constants, d_parts, *parts, dx, num_tokens)
@@ -160,8 +186,15 @@ def router_gemm_grads(d_logits, x, weight, dx, d_weight):
         block = max(64, block)
         num_expert_tiles = ceil_div(num_experts, block)
         num_splits, split_tokens = _splits(num_tokens, num_column_tiles * num_expert_tiles)
-        sums = d_weight[None] if num_splits == 1 else d_weight.new_empty((num_splits, *d_weight.shape))
-        tile = {"block_m": block, "block_n": TILE, "block_k": BLOCK_K, "num_warps": 4 if block == 64 else 8}
+        sums = (
+            d_weight[None] if num_splits == 1 else d_weight.new_empty((num_splits, *d_weight.shape))
+        )
+        tile = {
+            "block_m": block,
+            "block_n": TILE,
+            "block_k": BLOCK_K,
+            "num_warps": 4 if block == 64 else 8,
+        }
         constants = kept_sizes(num_experts=num_experts, width=width, **tile, num_stages=3)
         grid = num_column_tiles, num_expert_tiles, num_splits
         launch(router_wgrad_kernel, grid, constants, d_parts, x, sums, num_tokens, split_tokens)
@@ -178,7 +211,9 @@ def bf16_parts(*matrices: torch.Tensor) -> list[torch.Tensor]:
     args = *[*matrices, None][:2], memory, *[*sizes, 0][:2]
     launch(bf16_parts_kernel, grid, kept_constants(BLOCK=PART_ELEMENTS, num_warps=4), *args)
     own = memory.split([PARTS.value * size for size in sizes])
-    return [parts.view(PARTS.value, *matrix.shape) for parts, matrix in zip(own, matrices, strict=True)]
+    return [
+        parts.view(PARTS.value, *matrix.shape) for parts, matrix in zip(own, matrices, strict=True)
+    ]
 
 
 @functools.cache

@@ -26,9 +26,17 @@ class _Numbers(tl.constexpr):
         return getattr(self.value, name)
 
 
-_NAMED = {name: tl.constexpr(each) for name, each in vars(control).items() if name.isupper() and type(each) is int}
-CONTROL = _Numbers(make_dataclass("Control", _NAMED, frozen=True)(**_NAMED))  # those of kernels/control.py
-SPOIL_WORDS = tl.constexpr(512)  # int64 words that one warp sets at a time, 8 accesses of 16 bytes per thread
+_NAMED = {
+    name: tl.constexpr(each)
+    for name, each in vars(control).items()
+    if name.isupper() and type(each) is int
+}
+CONTROL = _Numbers(
+    make_dataclass("Control", _NAMED, frozen=True)(**_NAMED)
+)  # those of kernels/control.py
+SPOIL_WORDS = tl.constexpr(
+    512
+)  # int64 words that one warp sets at a time, 8 accesses of 16 bytes per thread
 
 
 @triton.jit
@@ -40,7 +48,9 @@ def now_ns():
 @triton.jit
 def system_fence():
     """The host and peers see all earlier writes of this thread before its later ones."""
-    tl.inline_asm_elementwise("fence.acq_rel.sys; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+    tl.inline_asm_elementwise(
+        "fence.acq_rel.sys; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit
@@ -86,7 +96,11 @@ def spoil(address, num_words):
     words = address.to(tl.pointer_type(tl.int64))
     lane = tl.arange(0, SPOIL_WORDS)
     for first in range(0, num_words, SPOIL_WORDS):
-        tl.store(words + first + lane, tl.full((SPOIL_WORDS,), -1, tl.int64), mask=first + lane < num_words)
+        tl.store(
+            words + first + lane,
+            tl.full((SPOIL_WORDS,), -1, tl.int64),
+            mask=first + lane < num_words,
+        )
 
 
 @triton.jit
@@ -189,13 +203,23 @@ def barrier_kernel(
         if first_given_up < LANES:
             tl.store(counters + CONTROL.ABORTED, 1)
             written = tl.sum(tl.where(peer == first_given_up, seen, 0), axis=0)
-            write_record(status, CONTROL.STATUS_ABORT, phase, who_gave_up(written), epoch, written, epoch, 0)
+            write_record(
+                status, CONTROL.STATUS_ABORT, phase, who_gave_up(written), epoch, written, epoch, 0
+            )
         elif first_late < LANES:
             tl.store(counters + CONTROL.ABORTED, 1)
             # The peer's last epoch may stand in the other half.
             other = mine + (1 - 2 * (epoch & 1)) * (NUM_RANKS * CONTROL.MAIL_WORDS * 8)
-            before = tl.load(other.to(tl.pointer_type(tl.int64)), mask=is_peer, other=0, volatile=True)
-            last = tl.sum(tl.where(peer == first_late, tl.maximum(reached, epoch_words(before)), 0), axis=0) >> 1
+            before = tl.load(
+                other.to(tl.pointer_type(tl.int64)), mask=is_peer, other=0, volatile=True
+            )
+            last = (
+                tl.sum(
+                    tl.where(peer == first_late, tl.maximum(reached, epoch_words(before)), 0),
+                    axis=0,
+                )
+                >> 1
+            )
             write_record(status, CONTROL.STATUS_TIMEOUT, phase, first_late, epoch, last, epoch, 0)
         elif first_faulted < LANES:
             tl.store(counters + CONTROL.FAULTED, 1)
@@ -203,11 +227,24 @@ def barrier_kernel(
         elif first_other < LANES:
             tl.store(counters + CONTROL.FAULTED, 1)
             theirs_call = tl.sum(tl.where(peer == first_other, calls, 0), axis=0)
-            write_record(status, CONTROL.STATUS_MISMATCH, phase, first_other, first_call, theirs_call, epoch, 0)
+            write_record(
+                status,
+                CONTROL.STATUS_MISMATCH,
+                phase,
+                first_other,
+                first_call,
+                theirs_call,
+                epoch,
+                0,
+            )
 
 
 def _constants(peers: Peers) -> Constants:
-    named = {"rank": peers.rank, "num_ranks": peers.num_ranks, "lanes": next_power_of_2(peers.num_ranks)}
+    named = {
+        "rank": peers.rank,
+        "num_ranks": peers.num_ranks,
+        "lanes": next_power_of_2(peers.num_ranks),
+    }
     return kept_sizes(**named, layout=peers.layout, num_warps=1)
 
 
@@ -218,14 +255,20 @@ def barrier(peers, words, received, status, *, call, fault, timeout_ns, nan_on_f
 
 def _words_of(tensor: torch.Tensor | None) -> tuple[int, int]:
     """Address of a tensor and its number of int64 words."""
-    return (0, 0) if tensor is None else (tensor.data_ptr(), tensor.numel() * tensor.element_size() // 8)
+    return (
+        (0, 0)
+        if tensor is None
+        else (tensor.data_ptr(), tensor.numel() * tensor.element_size() // 8)
+    )
 
 
 @fast_jit([])
 def send_signal_kernel(bases, rank: tl.int32, SIZES: tl.constexpr):
     counters = (tl.load(bases + SIZES.rank) + SIZES.layout.counters).to(tl.pointer_type(tl.int64))
     if (tl.load(counters + CONTROL.ABORTED) | tl.load(counters + CONTROL.FAULTED)) == 0:
-        slot = tl.load(bases + rank) + SIZES.layout.signals + SIZES.rank * (CONTROL.SIGNAL_WORDS * 8)
+        slot = (
+            tl.load(bases + rank) + SIZES.layout.signals + SIZES.rank * (CONTROL.SIGNAL_WORDS * 8)
+        )
         # The release covers the payload, as in the barrier.
         slot = slot.to(tl.pointer_type(tl.int64))
         tl.atomic_xchg(slot, tl.load(counters + CONTROL.BARRIER_EPOCH), sem="release", scope="sys")
@@ -260,7 +303,9 @@ def wait_for_signal_kernel(
             result += 1
         elif seen >= CONTROL.ABORT:
             tl.store(counters + CONTROL.ABORTED, 1)
-            write_record(status, CONTROL.STATUS_ABORT, phase, who_gave_up(seen), epoch, seen, epoch, 0)
+            write_record(
+                status, CONTROL.STATUS_ABORT, phase, who_gave_up(seen), epoch, seen, epoch, 0
+            )
         else:
             tl.store(counters + CONTROL.ABORTED, 1)
             write_record(status, CONTROL.STATUS_TIMEOUT, phase, rank, epoch, seen, epoch, 0)
@@ -282,7 +327,9 @@ def count_exchange_kernel(counts, progress: tl.int64, which: tl.int32):
 
 
 def count_exchange(counts, progress, *, which):
-    launch(count_exchange_kernel, (1,), kept_constants(num_warps=1), counts, progress.data_ptr(), which)
+    launch(
+        count_exchange_kernel, (1,), kept_constants(num_warps=1), counts, progress.data_ptr(), which
+    )
 
 
 @fast_jit([])
@@ -296,4 +343,11 @@ def hear_of_faults_kernel(heard, fault, num_words: tl.int32, BLOCK: tl.constexpr
 
 
 def hear_of_faults(heard, fault):
-    launch(hear_of_faults_kernel, (1,), kept_constants(BLOCK=32, num_warps=1), heard, fault, heard.numel())
+    launch(
+        hear_of_faults_kernel,
+        (1,),
+        kept_constants(BLOCK=32, num_warps=1),
+        heard,
+        fault,
+        heard.numel(),
+    )

@@ -19,7 +19,9 @@ from symmoe.kernels import architectures
 from symmoe.kernels.launch.integers import ceil_div
 from symmoe.kernels.launch.launch import Constants, Describe
 
-ZERO_BLOCK = tl.constexpr(2048)  # elements that a program sets to zero at a time: 16 bytes per thread of 8 warps
+ZERO_BLOCK = tl.constexpr(
+    2048
+)  # elements that a program sets to zero at a time: 16 bytes per thread of 8 warps
 # Most programs of kernels that only move rows: an H200 runs fewer at a time, and ranges may have few tiles.
 ROW_PROGRAMS = 4096
 MOST_COLUMNS = 256
@@ -64,7 +66,9 @@ def device_num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def launch_grid(num_tiles: int, num_sms: int | None, device: torch.device, programs_per_sm: int = 1) -> tuple[int]:
+def launch_grid(
+    num_tiles: int, num_sms: int | None, device: torch.device, programs_per_sm: int = 1
+) -> tuple[int]:
     """Programs of a kernel that loops over tiles: no more than there can be tiles."""
     num_sms = device_num_sms(device) if num_sms is None else num_sms
     return (max(1, min(num_tiles, programs_per_sm * num_sms)),)
@@ -82,7 +86,9 @@ def row_tile_prefix(row_range, NUM_GROUPS: tl.constexpr, BLOCK_M: tl.constexpr):
     group = tl.arange(0, GROUP_LANES)
     start = tl.load(row_range + group, mask=group < NUM_GROUPS, other=0)
     end = tl.load(row_range + NUM_GROUPS + group, mask=group < NUM_GROUPS, other=0)
-    num_tiles = (tl.maximum(end - start, 0) + (BLOCK_M - 1)) // BLOCK_M  # ranges may end before they begin
+    num_tiles = (
+        tl.maximum(end - start, 0) + (BLOCK_M - 1)
+    ) // BLOCK_M  # ranges may end before they begin
     return tl.cumsum(num_tiles, axis=0), tl.sum(num_tiles, axis=0)
 
 
@@ -114,7 +120,9 @@ def locate_tile(
     start = tl.load(row_range + group)
     end = tl.load(row_range + NUM_GROUPS + group)
     num_m_tiles = (end - start + (BLOCK_M - 1)) // BLOCK_M
-    m_tile, n_tile = swizzle_tile(tile - first_tile * NUM_N_TILES, num_m_tiles, NUM_N_TILES, GROUP_M)
+    m_tile, n_tile = swizzle_tile(
+        tile - first_tile * NUM_N_TILES, num_m_tiles, NUM_N_TILES, GROUP_M
+    )
     return group, start + m_tile * BLOCK_M, end, first_tile + m_tile, n_tile
 
 
@@ -139,7 +147,9 @@ def tile_mask(row, end, column, WIDTH: tl.constexpr, TILE: tl.constexpr):
 def store_rounded(values, out, row, end, column, WIDTH: tl.constexpr, TILE: tl.constexpr):
     """Rounds values [rows, columns] and stores them before row `end` and inside WIDTH columns; TILE as in tile_mask."""
     pointers = out + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
-    tl.store(pointers, values.to(out.dtype.element_ty), mask=tile_mask(row, end, column, WIDTH, TILE))
+    tl.store(
+        pointers, values.to(out.dtype.element_ty), mask=tile_mask(row, end, column, WIDTH, TILE)
+    )
 
 
 @triton.jit
@@ -152,17 +162,33 @@ def matrix_pointer(table, group, DTYPE: tl.constexpr):
 @triton.jit
 def matrix_of(matrices, table, group, SIZE: tl.constexpr, DTYPE: tl.constexpr):
     """Pointer to matrix `group`, of SIZE elements, of packed matrices, or of a table if there is one."""
-    return matrices + group.to(tl.int64) * SIZE if table is None else matrix_pointer(table, group, DTYPE)
+    return (
+        matrices + group.to(tl.int64) * SIZE
+        if table is None
+        else matrix_pointer(table, group, DTYPE)
+    )
 
 
 @triton.jit
 def load_lines(
-    table, group, line, first_byte, NUM_LINES: tl.constexpr, LINE_BYTES: tl.constexpr, NUM_BYTES: tl.constexpr
+    table,
+    group,
+    line,
+    first_byte,
+    NUM_LINES: tl.constexpr,
+    LINE_BYTES: tl.constexpr,
+    NUM_BYTES: tl.constexpr,
 ):
     """uint8 [lines, NUM_BYTES] of matrix `group` of a table; zeros outside of it."""
     byte = first_byte + tl.arange(0, NUM_BYTES)
-    pointers = matrix_pointer(table, group, tl.uint8) + line.to(tl.int64)[:, None] * LINE_BYTES + byte[None, :]
-    return tl.load(pointers, mask=(line < NUM_LINES)[:, None] & (byte < LINE_BYTES)[None, :], other=0)
+    pointers = (
+        matrix_pointer(table, group, tl.uint8)
+        + line.to(tl.int64)[:, None] * LINE_BYTES
+        + byte[None, :]
+    )
+    return tl.load(
+        pointers, mask=(line < NUM_LINES)[:, None] & (byte < LINE_BYTES)[None, :], other=0
+    )
 
 
 @triton.jit
@@ -221,7 +247,17 @@ def column_parts(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constex
 
 
 @triton.jit
-def load_k_rows(desc, pointer, source, position, start, end, first_column, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def load_k_rows(
+    desc,
+    pointer,
+    source,
+    position,
+    start,
+    end,
+    first_column,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """wgrad operand [BLOCK_K, BLOCK]: rows position.. of the group, zeros at and past its end.
 
     A ragged TMA descriptor ends reads at the group's end in hardware; desc None: pointers read rows source
@@ -281,7 +317,9 @@ def wgrad_place(tile, WGRAD: tl.constexpr):
     """Group of a tile, and the tile's row and column in the group's result."""
     TILES: tl.constexpr = WGRAD.num_m_tiles * WGRAD.num_n_tiles
     group = tile // TILES
-    m_tile, n_tile = swizzle_tile(tile - group * TILES, WGRAD.num_m_tiles, WGRAD.num_n_tiles, WGRAD.config.group_m)
+    m_tile, n_tile = swizzle_tile(
+        tile - group * TILES, WGRAD.num_m_tiles, WGRAD.num_n_tiles, WGRAD.config.group_m
+    )
     return group, m_tile, n_tile
 
 

@@ -26,7 +26,9 @@ COPY_ACCESSES = 4  # 16-byte accesses per thread and tile: a copy needs 4 regist
 SUM_ACCESSES = 2  # a sum of 16-bit rows needs 8 more for each, and several rows are in flight
 MAX_TILE_COLUMNS_BYTES = 4096
 UNROLL = 8  # rows of one token whose loads may be in flight together
-PEERS_UNROLL = 4  # rows of peers whose loads may be in flight together, in addition to the rank's own rows
+PEERS_UNROLL = (
+    4  # rows of peers whose loads may be in flight together, in addition to the rank's own rows
+)
 HOME_ACCESSES = 1  # in place of SUM_ACCESSES where both kinds are in flight
 SLOTS_PER_PROGRAM = 1024  # slots of a program that moves slots or values
 
@@ -38,21 +40,35 @@ def _move(kernel, args, rows, num_rows, accesses, num_ctas=None, **sizes):
     constants = _cut(rows.shape[1], rows.dtype, accesses, num_ctas is None, **sizes)
     found = constants.named["SIZES"]
     num_tiles = ceil_div(num_rows, found.tokens) * found.column_tiles
-    launch(kernel, (max(1, min(num_tiles, NUM_CTAS if num_ctas is None else num_ctas)),), constants, *args)
+    launch(
+        kernel,
+        (max(1, min(num_tiles, NUM_CTAS if num_ctas is None else num_ctas)),),
+        constants,
+        *args,
+    )
 
 
 @functools.cache
-def _cut(width: int, dtype: torch.dtype, accesses: int, many_programs: bool, **sizes: Any) -> Constants:
+def _cut(
+    width: int, dtype: torch.dtype, accesses: int, many_programs: bool, **sizes: Any
+) -> Constants:
     """Rows of a width in tiles [tokens, columns]."""
     num_warps = ROW_WARPS if many_programs else CAPPED_ROW_WARPS
     row_bytes = width * dtype.itemsize
     tile_bytes = num_warps * 32 * 16 * accesses
-    columns_bytes = min(row_bytes & -row_bytes, MAX_TILE_COLUMNS_BYTES, tile_bytes)  # divides the row: no mask
+    columns_bytes = min(
+        row_bytes & -row_bytes, MAX_TILE_COLUMNS_BYTES, tile_bytes
+    )  # divides the row: no mask
     if columns_bytes < 512:  # less than a warp's access: a masked tail is cheaper
         columns_bytes = min(next_power_of_2(row_bytes), MAX_TILE_COLUMNS_BYTES // 2, tile_bytes)
     tokens, columns = tile_bytes // columns_bytes, columns_bytes // dtype.itemsize
     tile = {"tokens": tokens, "columns": columns, "column_tiles": ceil_div(width, columns)}
-    sizes |= {"width": width, "row_bytes": row_bytes, "tile": (tokens, columns), "num_warps": num_warps}
+    sizes |= {
+        "width": width,
+        "row_bytes": row_bytes,
+        "tile": (tokens, columns),
+        "num_warps": num_warps,
+    }
     return _constants(**tile, **sizes)
 
 
@@ -71,13 +87,20 @@ def _constants(top_k: int = 0, num_ranks: int = 0, **sizes: Any) -> Constants:
     """top_k: rows of a token. column, prob_column: of `received`. unroll, peers_unroll: rows of a token, and of peers,
     that are loaded together. rank_lanes: lanes of a vector over the ranks."""
     lanes = next_power_of_2(num_ranks)
-    unroll = {"unroll": min(UNROLL, next_power_of_2(top_k)), "peers_unroll": min(PEERS_UNROLL, lanes)}
+    unroll = {
+        "unroll": min(UNROLL, next_power_of_2(top_k)),
+        "peers_unroll": min(PEERS_UNROLL, lanes),
+    }
     return kept_sizes(top_k=top_k, num_ranks=num_ranks, rank_lanes=lanes, **unroll, **sizes)
 
 
 def _mover(name: str, rows: torch.Tensor, num_ctas: int | None) -> hopper_choice.Launcher | None:
     """The kernel for few programs, if num_ctas is given and there is one for these rows; else None."""
-    return None if num_ctas is None else hopper_choice.launcher(name, rows.device, rows.dtype, rows.shape[1], rows)
+    return (
+        None
+        if num_ctas is None
+        else hopper_choice.launcher(name, rows.device, rows.dtype, rows.shape[1], rows)
+    )
 
 
 @triton.jit
@@ -125,14 +148,21 @@ def push_rows_kernel(
         source = row_places(x, token, column, SIZES)
         moves = is_token
         if SIZES.one_rank:  # tokens that do not go there need not be read
-            moves &= tl.load(token_to_row + token * SIZES.num_ranks + first_rank, mask=is_token, other=-1) >= 0
+            moves &= (
+                tl.load(
+                    token_to_row + token * SIZES.num_ranks + first_rank, mask=is_token, other=-1
+                )
+                >= 0
+            )
         values = tl.load(source, mask=moves[:, None] & is_column)
         for rank in range(first_rank, end_rank):
             row = tl.load(token_to_row + token * SIZES.num_ranks + rank, mask=is_token, other=-1)
             offset = tl.load(received + rank * NUM_PUBLISHED + SIZES.column)
             goes = (row >= 0) & (offset >= 0) & (rank != but)
             address = tl.load(bases + rank) + offset + row.to(tl.int64) * SIZES.row_bytes
-            tl.store(row_pointers(address, ELEMENT) + column, values, mask=goes[:, None] & is_column)
+            tl.store(
+                row_pointers(address, ELEMENT) + column, values, mask=goes[:, None] & is_column
+            )
 
 
 def push_rows(x, token_to_row, peers, received, *, column, ranks=None, but=None, num_ctas=None):
@@ -141,10 +171,21 @@ def push_rows(x, token_to_row, peers, received, *, column, ranks=None, but=None,
     if num_tokens == 0 or (len(ranks) == 1 and ranks.start == but):
         return
     if len(ranks) == 1 and (on_hopper := _mover("push_rows", x, num_ctas)) is not None:
-        on_hopper(x, token_to_row, peers, received, column=column, rank=ranks.start, num_ctas=num_ctas)
+        on_hopper(
+            x, token_to_row, peers, received, column=column, rank=ranks.start, num_ctas=num_ctas
+        )
         return
     sizes = {"num_ranks": num_ranks, "column": column, "one_rank": len(ranks) == 1 < num_ranks}
-    args = x, token_to_row, peers.bases, received, num_tokens, ranks.start, ranks.stop, -1 if but is None else but
+    args = (
+        x,
+        token_to_row,
+        peers.bases,
+        received,
+        num_tokens,
+        ranks.start,
+        ranks.stop,
+        -1 if but is None else but,
+    )
     _move(push_rows_kernel, args, x, num_tokens, COPY_ACCESSES, num_ctas, **sizes)
 
 
@@ -177,12 +218,18 @@ def push_slots_kernel(
             prob = tl.load(probs + slot, mask=is_slot, other=0.0)
         for rank in range(SIZES.num_ranks):
             offset = tl.load(received + rank * NUM_PUBLISHED + SIZES.column)
-            packed = tl.load(token_to_packed_row + token * SIZES.num_ranks + rank, mask=is_slot, other=-1)
+            packed = tl.load(
+                token_to_packed_row + token * SIZES.num_ranks + rank, mask=is_slot, other=-1
+            )
             goes = (packed >= 0) & (offset >= 0)
             here = slot_rank == rank
             base = tl.load(bases + rank)
             entry = packed.to(tl.int64) * SIZES.top_k + k
-            tl.store((base + offset).to(tl.pointer_type(tl.int32)) + entry, tl.where(here, row, -1), mask=goes)
+            tl.store(
+                (base + offset).to(tl.pointer_type(tl.int32)) + entry,
+                tl.where(here, row, -1),
+                mask=goes,
+            )
             if probs is not None:
                 prob_offset = tl.load(received + rank * NUM_PUBLISHED + SIZES.prob_column)
                 values = (base + prob_offset).to(tl.pointer_type(tl.float32))
@@ -192,14 +239,18 @@ def push_slots_kernel(
         used = tl.zeros((BLOCK,), tl.int32)
         for first in range(0, num_blocks, BLOCK):
             block = first + lane
-            used += tl.load(block_tokens + block * SIZES.num_ranks + program, mask=block < num_blocks, other=0)
+            used += tl.load(
+                block_tokens + block * SIZES.num_ranks + program, mask=block < num_blocks, other=0
+            )
         start = tl.load(packed_start + program)
         first_unused = (start + tl.sum(used, axis=0)) * SIZES.top_k
         end = (start + tl.load(packed_limit + program)) * SIZES.top_k
         rows = (tl.load(bases + program) + offset).to(tl.pointer_type(tl.int32))
         for first in range(first_unused, end, BLOCK):
             entry = first + lane
-            tl.store(rows + entry, tl.full((BLOCK,), -1, tl.int32), mask=(entry < end) & (offset >= 0))
+            tl.store(
+                rows + entry, tl.full((BLOCK,), -1, tl.int32), mask=(entry < end) & (offset >= 0)
+            )
 
 
 def push_slots(slots, region, peers, received, *, row_column, prob_column):
@@ -231,7 +282,11 @@ def index_rows_kernel(
         tl.store(packed_to_row + entry, none, mask=entry < num_slots)
         tl.store(row_to_packed_row + entry, none + 1, mask=entry < num_rows)
         if row_probs is not None:
-            tl.store(row_probs + entry, tl.full((BLOCK,), float("nan"), tl.float32), mask=entry < num_rows)
+            tl.store(
+                row_probs + entry,
+                tl.full((BLOCK,), float("nan"), tl.float32),
+                mask=entry < num_rows,
+            )
     else:
         entry += tl.load(packed_begin) * SIZES.top_k
         packed = entry // SIZES.top_k
@@ -261,7 +316,11 @@ def primary_row(packed_to_row, packed, is_packed, SIZES: tl.constexpr):
     for first in range(0, SIZES.top_k, UNROLL):
         for step in tl.static_range(UNROLL):
             k = first + step
-            row = tl.load(packed_to_row + packed * SIZES.top_k + k, mask=is_packed & (k < SIZES.top_k), other=-1)
+            row = tl.load(
+                packed_to_row + packed * SIZES.top_k + k,
+                mask=is_packed & (k < SIZES.top_k),
+                other=-1,
+            )
             primary = tl.where((row >= 0) & (primary < 0), row, primary)
             num_rows += (row >= 0).to(tl.int32)
     return primary, num_rows
@@ -269,7 +328,14 @@ def primary_row(packed_to_row, packed, is_packed, SIZES: tl.constexpr):
 
 @fast_jit(["x", "rows"])
 def place_rows_kernel(
-    x, slot_to_rank, slot_to_row, rows, received, num_tokens: tl.int32, rank: tl.int32, SIZES: tl.constexpr
+    x,
+    slot_to_rank,
+    slot_to_row,
+    rows,
+    received,
+    num_tokens: tl.int32,
+    rank: tl.int32,
+    SIZES: tl.constexpr,
 ):
     num = tl.where(tl.load(received + rank * NUM_PUBLISHED) < 0, 0, num_tokens)
     for tile in range(tl.program_id(0), num_tiles(num, SIZES), tl.num_programs(0)):
@@ -277,7 +343,9 @@ def place_rows_kernel(
         is_token = token < num
         values = tl.load(row_places(x, token, column, SIZES), mask=is_token[:, None] & is_column)
         for k in range(SIZES.top_k):
-            is_own = tl.load(slot_to_rank + token * SIZES.top_k + k, mask=is_token, other=-1) == rank
+            is_own = (
+                tl.load(slot_to_rank + token * SIZES.top_k + k, mask=is_token, other=-1) == rank
+            )
             row = tl.load(slot_to_row + token * SIZES.top_k + k, mask=is_own, other=-1)
             target = row_places(rows, row, column, SIZES)
             tl.store(target, values, mask=(row >= 0)[:, None] & is_column)
@@ -290,7 +358,14 @@ def place_rows(x, slot_to_rank, slot_to_row, rows, received, *, rank):
 
 
 @fast_jit(["rows"])
-def fan_out_kernel(rows, packed_to_row, source_to_packed_start, rank: tl.int32, source: tl.int32, SIZES: tl.constexpr):
+def fan_out_kernel(
+    rows,
+    packed_to_row,
+    source_to_packed_start,
+    rank: tl.int32,
+    source: tl.int32,
+    SIZES: tl.constexpr,
+):
     # From all sources but this rank if `source` is -1.
     own_begin = tl.load(source_to_packed_start + rank)
     own_end = tl.load(source_to_packed_start + rank + 1)
@@ -304,11 +379,15 @@ def fan_out_kernel(rows, packed_to_row, source_to_packed_start, rank: tl.int32, 
         packed = tl.where(packed < own_begin, packed, packed + num_skipped)
         primary, num_rows = primary_row(packed_to_row, packed, index < num, SIZES)
         several = num_rows > 1
-        values = tl.load(row_places(rows, primary, column, SIZES), mask=several[:, None] & is_column)
+        values = tl.load(
+            row_places(rows, primary, column, SIZES), mask=several[:, None] & is_column
+        )
         for k in range(SIZES.top_k):
             row = tl.load(packed_to_row + packed * SIZES.top_k + k, mask=several, other=-1)
             is_secondary = (row >= 0) & (row != primary)
-            tl.store(row_places(rows, row, column, SIZES), values, mask=is_secondary[:, None] & is_column)
+            tl.store(
+                row_places(rows, row, column, SIZES), values, mask=is_secondary[:, None] & is_column
+            )
 
 
 def fan_out(rows, packed_to_row, source_to_packed_start, *, rank, source=None, num_ctas=None):
@@ -320,7 +399,16 @@ def fan_out(rows, packed_to_row, source_to_packed_start, *, rank, source=None, n
         on_hopper(rows, packed_to_row, source_to_packed_start, source=source, num_ctas=num_ctas)
         return
     args = rows, packed_to_row, source_to_packed_start, rank, -1 if source is None else source
-    _move(fan_out_kernel, args, rows, num_packed_cap, COPY_ACCESSES, num_ctas, num_ranks=num_ranks, top_k=top_k)
+    _move(
+        fan_out_kernel,
+        args,
+        rows,
+        num_packed_cap,
+        COPY_ACCESSES,
+        num_ctas,
+        num_ranks=num_ranks,
+        top_k=top_k,
+    )
 
 
 @fast_jit(["rows"])
@@ -342,19 +430,25 @@ def push_sums_kernel(
         begin = tl.load(source_to_packed_start + home)
         offset = tl.load(received + home * NUM_PUBLISHED + SIZES.column)
         num = tl.where(offset < 0, 0, tl.load(source_to_packed_start + home + 1) - begin)
-        region_bytes = tl.load(received + home * NUM_PUBLISHED + SIZES.column + 1) - offset + SIZES.row_bytes
+        region_bytes = (
+            tl.load(received + home * NUM_PUBLISHED + SIZES.column + 1) - offset + SIZES.row_bytes
+        )
         region = tl.load(bases + home) + offset + (rank - (rank > home).to(tl.int32)) * region_bytes
         for tile in range(tl.program_id(0), num_tiles(num, SIZES), tl.num_programs(0)):
             index, column, is_column = tile_place(tile, SIZES)
             primary, num_rows = primary_row(packed_to_row, begin + index, index < num, SIZES)
             mask = (num_rows > 0)[:, None] & is_column
-            total = tl.load(row_places(rows, primary, column, SIZES), mask=mask, other=0.0).to(tl.float32)
+            total = tl.load(row_places(rows, primary, column, SIZES), mask=mask, other=0.0).to(
+                tl.float32
+            )
             for first in range(0, SIZES.top_k, UNROLL):
                 masks, values = (), ()
                 for more in tl.static_range(UNROLL):
                     k = first + more
                     is_slot = (num_rows > 1) & (k < SIZES.top_k)
-                    row = tl.load(packed_to_row + (begin + index) * SIZES.top_k + k, mask=is_slot, other=-1)
+                    row = tl.load(
+                        packed_to_row + (begin + index) * SIZES.top_k + k, mask=is_slot, other=-1
+                    )
                     source = row_places(rows, row, column, SIZES)
                     masks += (((row >= 0) & (row != primary))[:, None] & is_column,)
                     values += (tl.load(source, mask=masks[more], other=0.0),)
@@ -365,7 +459,17 @@ def push_sums_kernel(
             tl.store(target, total.to(ELEMENT), mask=mask)
 
 
-def push_sums(rows, packed_to_row, source_to_packed_start, peers, received, *, column, source=None, num_ctas=None):
+def push_sums(
+    rows,
+    packed_to_row,
+    source_to_packed_start,
+    peers,
+    received,
+    *,
+    column,
+    source=None,
+    num_ctas=None,
+):
     num_packed_cap, top_k = packed_to_row.shape
     num_ranks, rank = peers.num_ranks, peers.rank
     if rows.numel() == 0 or num_packed_cap == 0 or num_ranks == 1 or source == rank:
@@ -374,7 +478,11 @@ def push_sums(rows, packed_to_row, source_to_packed_start, peers, received, *, c
     if source is not None and (on_hopper := _mover("push_sums", rows, num_ctas)) is not None:
         on_hopper(rows, *tables, peers, received, column=column, home=source, num_ctas=num_ctas)
         return
-    steps = (1, num_ranks) if source is None else ((source - rank) % num_ranks, (source - rank) % num_ranks + 1)
+    steps = (
+        (1, num_ranks)
+        if source is None
+        else ((source - rank) % num_ranks, (source - rank) % num_ranks + 1)
+    )
     sizes = {"num_ranks": num_ranks, "top_k": top_k, "column": column}
     args = rows, *tables, peers.bases, received, rank, *steps
     _move(push_sums_kernel, args, rows, num_packed_cap, SUM_ACCESSES, num_ctas, **sizes)
@@ -398,12 +506,16 @@ def gather_values(row_values, packed_to_row, num_packed, packed_values):
 def call_failed(received, SIZES: tl.constexpr):
     """Whether the offsets from the barrier say that nothing may be moved."""
     rank = tl.arange(0, SIZES.rank_lanes)
-    offset = tl.load(received + rank * NUM_PUBLISHED + SIZES.column, mask=rank < SIZES.num_ranks, other=0)
+    offset = tl.load(
+        received + rank * NUM_PUBLISHED + SIZES.column, mask=rank < SIZES.num_ranks, other=0
+    )
     return tl.min(offset, axis=0) < 0
 
 
 @fast_jit(["out"])
-def pull_rows_kernel(source_rank, source_row, bases, received, out, num_tokens: tl.int32, SIZES: tl.constexpr):
+def pull_rows_kernel(
+    source_rank, source_row, bases, received, out, num_tokens: tl.int32, SIZES: tl.constexpr
+):
     ELEMENT: tl.constexpr = out.dtype.element_ty
     UNROLL: tl.constexpr = SIZES.unroll
     TILE: tl.constexpr = SIZES.tile
@@ -421,18 +533,32 @@ def pull_rows_kernel(source_rank, source_row, bases, received, out, num_tokens: 
                 rows += (tl.load(source_row + token * SIZES.top_k + s, mask=mask, other=-1),)
             for step in tl.static_range(UNROLL):
                 s = first + step
-                rank = tl.load(source_rank + token * SIZES.top_k + s, mask=rows[step] >= 0, other=-1)
+                rank = tl.load(
+                    source_rank + token * SIZES.top_k + s, mask=rows[step] >= 0, other=-1
+                )
                 base = tl.load(bases + rank, mask=rank >= 0, other=0)
-                places += (base + tl.load(received + rank * NUM_PUBLISHED + SIZES.column, mask=rank >= 0, other=0),)
+                places += (
+                    base
+                    + tl.load(
+                        received + rank * NUM_PUBLISHED + SIZES.column, mask=rank >= 0, other=0
+                    ),
+                )
             for step in tl.static_range(UNROLL):
                 has = (rows[step] >= 0) & (places[step] != 0)
-                source = row_pointers(places[step] + rows[step].to(tl.int64) * SIZES.row_bytes, ELEMENT) + column
+                source = (
+                    row_pointers(places[step] + rows[step].to(tl.int64) * SIZES.row_bytes, ELEMENT)
+                    + column
+                )
                 values += (tl.load(source, mask=has[:, None] & is_column, other=0.0),)
             for step in tl.static_range(UNROLL):
                 # Adding 0.0 for what is missing changes nothing: a sum that starts at 0.0 is never -0.0.
                 total += values[step].to(tl.float32)
         total = tl.where(failed, float("nan"), total)
-        tl.store(row_places(out, token, column, SIZES), total.to(ELEMENT), mask=is_token[:, None] & is_column)
+        tl.store(
+            row_places(out, token, column, SIZES),
+            total.to(ELEMENT),
+            mask=is_token[:, None] & is_column,
+        )
 
 
 def pull_rows(source_rank, source_row, peers, received, out, *, column):
@@ -496,23 +622,39 @@ def sum_home_kernel(
             for step in tl.static_range(UNROLL):
                 rank = first + step
                 mask = is_token & (rank < SIZES.num_ranks) & (rank != own_rank) & (not failed)
-                packed += (tl.load(token_to_packed_row + token * SIZES.num_ranks + rank, mask=mask, other=-1),)
+                packed += (
+                    tl.load(
+                        token_to_packed_row + token * SIZES.num_ranks + rank, mask=mask, other=-1
+                    ),
+                )
             for step in tl.static_range(UNROLL):
                 rank = first + step
                 region = rank - (own_rank < rank).to(tl.int32)
                 start = tl.load(packed_start + rank, mask=rank < SIZES.num_ranks, other=0)
                 row = region * num_tokens + packed[step] - start
                 has = is_token & (packed[step] >= 0)
-                values += (tl.load(row_places(returned, row, column, SIZES), mask=has[:, None] & is_column, other=0.0),)
+                values += (
+                    tl.load(
+                        row_places(returned, row, column, SIZES),
+                        mask=has[:, None] & is_column,
+                        other=0.0,
+                    ),
+                )
             if first == 0:  # while those rows are on their way
                 slots = (slot_to_rank, slot_to_row)
                 own_tokens = is_token & (not failed)
-                own = sum_own_rows(slots, token, own_tokens, top_k, own_rank, rows, column, is_column, SIZES)
+                own = sum_own_rows(
+                    slots, token, own_tokens, top_k, own_rank, rows, column, is_column, SIZES
+                )
             for step in tl.static_range(UNROLL):
                 # Adding 0.0 for what is missing changes nothing: a sum that starts at 0.0 is never -0.0.
                 total += tl.where(first + step == own_rank, own, values[step]).to(tl.float32)
         total = tl.where(failed, float("nan"), total)
-        tl.store(row_places(out, token, column, SIZES), total.to(ELEMENT), mask=is_token[:, None] & is_column)
+        tl.store(
+            row_places(out, token, column, SIZES),
+            total.to(ELEMENT),
+            mask=is_token[:, None] & is_column,
+        )
 
 
 def sum_home(rows, index, trip, out, *, rank, num_ctas=None):
@@ -525,12 +667,27 @@ def sum_home(rows, index, trip, out, *, rank, num_ctas=None):
         on_hopper(rows, index, trip, out, rank=rank, num_ctas=num_ctas)
         return
     args = *rows, *index, *trip, out, num_tokens, top_k, rank
-    _move(sum_home_kernel, args, out, num_tokens, HOME_ACCESSES, num_ctas, num_ranks=num_ranks, top_k=top_k)
+    _move(
+        sum_home_kernel,
+        args,
+        out,
+        num_tokens,
+        HOME_ACCESSES,
+        num_ctas,
+        num_ranks=num_ranks,
+        top_k=top_k,
+    )
 
 
 @fast_jit([])
 def pull_values_kernel(
-    slot_to_rank, token_to_packed_row, bases, received, out, num_tokens: tl.int32, SIZES: tl.constexpr
+    slot_to_rank,
+    token_to_packed_row,
+    bases,
+    received,
+    out,
+    num_tokens: tl.int32,
+    SIZES: tl.constexpr,
 ):
     slot = tl.program_id(0) * SIZES.block + tl.arange(0, SIZES.block)
     token = slot // SIZES.top_k

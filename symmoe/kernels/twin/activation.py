@@ -6,7 +6,16 @@ from functools import partial
 import torch
 
 from symmoe.errors import ArgumentError
-from symmoe.kernels.activation import GELU, GELU_CUBIC, GELU_LINEAR, GELU_TANH, RELU2, SILU, SUM_COLUMNS, Activation
+from symmoe.kernels.activation import (
+    GELU,
+    GELU_CUBIC,
+    GELU_LINEAR,
+    GELU_TANH,
+    RELU2,
+    SILU,
+    SUM_COLUMNS,
+    Activation,
+)
 
 
 def scaled_activation(h, scale, out, activation):
@@ -41,7 +50,9 @@ def sum_in_blocks(x: torch.Tensor, block: int) -> torch.Tensor:
 def block_sums(x: torch.Tensor, block: int) -> torch.Tensor:
     """The sums of the blocks, fp32 [N, blocks]; zeros fill the last one."""
     num_blocks = -(-x.shape[1] // block)
-    x = torch.nn.functional.pad(x, (0, num_blocks * block - x.shape[1])).view(x.shape[0], num_blocks, block)
+    x = torch.nn.functional.pad(x, (0, num_blocks * block - x.shape[1])).view(
+        x.shape[0], num_blocks, block
+    )
     while x.shape[2] > 1:
         x = x[..., ::2] + x[..., 1::2]
     return x.squeeze(2)
@@ -59,14 +70,18 @@ def gate_and_up(h: torch.Tensor, activation: Activation) -> tuple[torch.Tensor, 
     return gate, up
 
 
-def value_and_slopes(h: torch.Tensor, activation: Activation) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def value_and_slopes(
+    h: torch.Tensor, activation: Activation
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """act(h) fp32 [N, I], and its derivatives by the gate and the up features (by h if not gated), same shape."""
     function = partial(_FUNCTIONS[activation.function], alpha=activation.alpha)
     if not activation.is_gated:
         value, slope = function(h.float())
         return value, [slope]
     limit, offset = activation.limit, activation.offset
-    gate, up = (part.float().reshape(h.shape[0], h.shape[1] // 2) for part in gate_and_up(h, activation))
+    gate, up = (
+        part.float().reshape(h.shape[0], h.shape[1] // 2) for part in gate_and_up(h, activation)
+    )
     has_limit = math.isfinite(limit)
     if has_limit:
         gate_above, up_outside = gate > limit, up.abs() > limit
@@ -102,7 +117,13 @@ def _gelu_tanh(x: torch.Tensor, *, alpha: float) -> ValueAndSlope:
     """(1 + tanh(z)) / 2 is sigmoid(2 z), and 2 z is x * (GELU_LINEAR + GELU_CUBIC * x^2)."""
     square = torch.square(x)
     sigmoid = torch.mul(square, -GELU_CUBIC).sub_(GELU_LINEAR).mul_(x).exp_().add_(1).reciprocal_()
-    slope = torch.rsub(sigmoid, 1).mul_(x).mul_(square.mul_(3 * GELU_CUBIC).add_(GELU_LINEAR)).add_(1).mul_(sigmoid)
+    slope = (
+        torch.rsub(sigmoid, 1)
+        .mul_(x)
+        .mul_(square.mul_(3 * GELU_CUBIC).add_(GELU_LINEAR))
+        .add_(1)
+        .mul_(sigmoid)
+    )
     return sigmoid.mul_(x), slope
 
 

@@ -25,7 +25,9 @@ ALIGNMENT = 64  # bytes: that of a fresh CPU tensor of torch, and one vector of 
 
 def groups(row_range: torch.Tensor) -> Iterator[tuple[int, slice]]:
     """Every group and its rows, in order; also groups without rows."""
-    return ((g, slice(begin, max(begin, end))) for g, (begin, end) in enumerate(row_range.t().tolist()))
+    return (
+        (g, slice(begin, max(begin, end))) for g, (begin, end) in enumerate(row_range.t().tolist())
+    )
 
 
 def filled_groups(row_range: torch.Tensor) -> Iterator[tuple[int, slice]]:
@@ -44,7 +46,9 @@ def matrix(matrices: torch.Tensor | TensorTable, group: int) -> torch.Tensor:
     if isinstance(matrices, torch.Tensor):
         return matrices[group]
     if matrices.device.type != "cpu":
-        raise ArgumentError(f"a table of matrices on {matrices.device} must be given to the kernels of that device")
+        raise ArgumentError(
+            f"a table of matrices on {matrices.device} must be given to the kernels of that device"
+        )
     _, num_rows, num_columns = matrices.shape
     num_bytes = num_rows * num_columns * matrices.dtype.itemsize
     memory = (ctypes.c_char * num_bytes).from_address(int(matrices.pointers[group]))
@@ -66,7 +70,9 @@ def bias_rows(bias: Bias, group: int, span: slice) -> torch.Tensor | None:
     return features[group].float() if scale is None else features[group].float() * scale[span, None]
 
 
-def store_sum(out: torch.Tensor | TensorTable, group: int, total: torch.Tensor, *, accumulate: bool) -> None:
+def store_sum(
+    out: torch.Tensor | TensorTable, group: int, total: torch.Tensor, *, accumulate: bool
+) -> None:
     """Stores an fp32 sum in matrix `group` of out, or adds it in fp32."""
     out_g = matrix(out, group)
     out_g.copy_(out_g.float() + total if accumulate else total)
@@ -99,7 +105,9 @@ def _aligned(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone()
 
 
-def grouped_gemm(rows, weight, row_range, out, *, bias=None, accumulate=False, zero_tail=False, num_sms=None):
+def grouped_gemm(
+    rows, weight, row_range, out, *, bias=None, accumulate=False, zero_tail=False, num_sms=None
+):
     for g, span in filled_groups(row_range):
         addend = bias_rows(bias, g, span)
         if accumulate:
@@ -109,7 +117,9 @@ def grouped_gemm(rows, weight, row_range, out, *, bias=None, accumulate=False, z
         zero_rows(out, row_range)
 
 
-def grouped_gemm_dgrad(dout, weight, row_range, out, *, accumulate=False, zero_tail=False, num_sms=None):
+def grouped_gemm_dgrad(
+    dout, weight, row_range, out, *, accumulate=False, zero_tail=False, num_sms=None
+):
     for g, span in filled_groups(row_range):
         addend = out[span].float() if accumulate else None
         multiply_rows(out[span], take_rows(dout, span), matrix(weight, g), addend)
@@ -151,20 +161,26 @@ def dact_workspace_numel(num_rows, num_groups, ffn, activation):
     return num_rows
 
 
-def grouped_gemm_act(rows, weight, row_range, row_scale, results, activation, *, bias=None, num_sms=None):
+def grouped_gemm_act(
+    rows, weight, row_range, row_scale, results, activation, *, bias=None, num_sms=None
+):
     h, a = results
     grouped_gemm(rows, weight, row_range, h, bias=bias)
     for _, span in filled_groups(row_range):
         scaled_activation(h[span], row_scale[span], a[span], activation)
 
 
-def grouped_gemm_dact(dout, weight, row_range, hidden, gradients, workspace, activation, *, num_sms=None):
+def grouped_gemm_dact(
+    dout, weight, row_range, hidden, gradients, workspace, activation, *, num_sms=None
+):
     (h, row_scale), (dh, a, dscale, dbias) = hidden, gradients
     da = torch.empty_like(a)
     for g, span in filled_groups(row_range):
         multiply_rows(da[span], take_rows(dout, span), matrix(weight, g))
         scale = row_scale[span]
-        value = activation_gradients(da[span], h[span], scale, dh[span], workspace[span], activation)
+        value = activation_gradients(
+            da[span], h[span], scale, dh[span], workspace[span], activation
+        )
         torch.mul(value, scale[:, None], out=a[span])
     if dscale is not None:
         sum_dact_partials(workspace, row_range, dscale, 1)

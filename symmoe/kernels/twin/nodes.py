@@ -12,7 +12,9 @@ def rail_rows(topk_idx, maps, numbers, token_to_rail_row, *, num_experts, most, 
         torch.arange(token_to_rail_row.shape[1], device=topk_idx.device),
         (topk_idx >= 0) & (topk_idx < num_experts),
     )
-    node = maps.to_node[torch.where(valid, topk_idx, 0) // (num_experts // (maps.to_node.numel() - 1))]
+    node = maps.to_node[
+        torch.where(valid, topk_idx, 0) // (num_experts // (maps.to_node.numel() - 1))
+    ]
     goes = ((node[..., None] == nodes) & valid[..., None]).any(1) & (nodes != maps.here)
     row = goes.cumsum(0, dtype=torch.int32) - 1
     token_to_rail_row.copy_(torch.where(goes & (row < most), row, -1))
@@ -40,7 +42,10 @@ def other_counts(rows, ranks, peers, received):
 
 def plan_in_node(plan, token_to_rail_row, numbers, maps, found):
     (num_tokens, num_nodes), top_k = token_to_rail_row.shape, plan.slot_to_row.shape[1]
-    num_ranks, most = maps.to_node.numel() - 1, (len(found.home_row_to_token) - num_tokens) // (num_nodes - 1)
+    num_ranks, most = (
+        maps.to_node.numel() - 1,
+        (len(found.home_row_to_token) - num_tokens) // (num_nodes - 1),
+    )
     node = torch.arange(num_nodes, device=token_to_rail_row.device)
     home = token_to_rail_row + (node - (node > maps.here).int()) * most + num_tokens
     home.masked_fill_(token_to_rail_row < 0, -1)
@@ -60,15 +65,21 @@ def plan_in_node(plan, token_to_rail_row, numbers, maps, found):
         found.token_to_primary_row[row] = plan.token_to_primary_row[token][:, maps.by_node[its]]
     row = home.gather(1, maps.to_node[plan.slot_to_rank])
     none = (plan.slot_to_rank < 0) | (row < 0)
-    found.slot_to_home_row.copy_(torch.where(none, -1, row * top_k + torch.arange(top_k, device=home.device)))
+    found.slot_to_home_row.copy_(
+        torch.where(none, -1, row * top_k + torch.arange(top_k, device=home.device))
+    )
     found.zeros.zero_()
     found.ends.copy_(torch.tensor([0, num_tokens], device=home.device))
-    regions = torch.stack([plan.block_tokens.sum(0, dtype=torch.int32), plan.packed_start, plan.packed_limit])
+    regions = torch.stack(
+        [plan.block_tokens.sum(0, dtype=torch.int32), plan.packed_start, plan.packed_limit]
+    )
     found.regions[0] = regions[:, maps.by_node].transpose(0, 1)
     found.regions[1] = 0
     found.source_to_packed_start.copy_(plan.source_to_packed_start[maps.first_with])
     end = maps.first + maps.by_node.shape[1] - 1
-    found.own_rows.copy_(torch.stack([plan.source_to_rows[maps.first, 0], plan.source_to_rows[end, 1]]))
+    found.own_rows.copy_(
+        torch.stack([plan.source_to_rows[maps.first, 0], plan.source_to_rows[end, 1]])
+    )
 
 
 def take_rows(rows, index, out):

@@ -60,7 +60,9 @@ def lay_out(peers, received, status, plan, *, capacity, packed_capacity, drop, r
     headers = table[:, : control.HEADER_WORDS]
     first = control.HEADER_WORDS
     counts = table[:, first : first + num_experts].long()  # [R, E]
-    tokens = table[:, first + num_experts : first + num_experts + num_ranks].long()  # [source, destination]
+    tokens = table[
+        :, first + num_experts : first + num_experts + num_ranks
+    ].long()  # [source, destination]
 
     load = counts.sum(0).view(num_ranks, -1)  # [R, e]
     limits = _limit(headers, control.HEAD_CAPACITY), _limit(headers, control.HEAD_PACKED_CAPACITY)
@@ -72,7 +74,9 @@ def lay_out(peers, received, status, plan, *, capacity, packed_capacity, drop, r
         kept = torch.zeros_like(kept)
     before = counts.cumsum(0) - counts  # slots of the expert on earlier sources
     kept_by_source = (kept.flatten() - before).clamp(min=0).minimum(counts)  # [R, E]
-    regions = kept_by_source.view(num_ranks, num_ranks, -1).sum(2).minimum(tokens)  # [source, destination]
+    regions = (
+        kept_by_source.view(num_ranks, num_ranks, -1).sum(2).minimum(tokens)
+    )  # [source, destination]
     region_starts = regions.cumsum(0) - regions
 
     starts = kept.cumsum(1) - kept
@@ -86,14 +90,18 @@ def lay_out(peers, received, status, plan, *, capacity, packed_capacity, drop, r
     plan.packed_limit.copy_(regions[rank])
     plan.source_to_packed_start[:-1] = region_starts[:, rank]
     plan.source_to_packed_start[-1] = regions[:, rank].sum()
-    plan.source_to_row_start[:-1] = starts[rank] + before.view(num_ranks, num_ranks, -1)[:, rank].minimum(kept[rank])
+    plan.source_to_row_start[:-1] = starts[rank] + before.view(num_ranks, num_ranks, -1)[
+        :, rank
+    ].minimum(kept[rank])
     plan.source_to_row_start[-1] = starts[rank] + kept[rank]
     parts = torch.empty((num_ranks, 2, plan.splits.numel()), dtype=torch.int32, device=kept.device)
     split_rows(plan.source_to_row_start, parts, rank, ranks)
     known = sorted({0, *ranks, num_ranks - 1})  # of the node, and all before it and after it
     plan.source_to_rows[known] = parts[known, :, :num_own]
     (begin, end), (first, last) = parts[rank, :, num_own:], ranges[:, num_own:]
-    plan.replica_ranges.copy_(torch.stack([first, last, first, begin, begin, end, end, last]).view(4, 2, -1))
+    plan.replica_ranges.copy_(
+        torch.stack([first, last, first, begin, begin, end, end, last]).view(4, 2, -1)
+    )
     if not plan.place_to_expert.numel():
         plan.expert_load.copy_(load.flatten())
 
@@ -104,14 +112,20 @@ def lay_out(peers, received, status, plan, *, capacity, packed_capacity, drop, r
     report[control.SUM_NUM_PACKED] = regions[:, rank].sum()
     report[control.SUM_MAX_PACKED] = regions.sum(0).max()
     report[control.SUM_NUM_DROPPED] = 0 if failed else (load - kept).sum()
-    is_guess = error[0] == control.PLAN_OVERFLOW and packed_capacity >= 0  # the call is planned again
+    is_guess = (
+        error[0] == control.PLAN_OVERFLOW and packed_capacity >= 0
+    )  # the call is planned again
     if capacity >= 0 and failed and error[0] != control.PLAN_FAULT and not is_guess:
         peers.counters(rank)[control.FAULTED] = 1  # on every rank: no trip of this plan moves rows
         record(status, control.STATUS_PLAN, control.PHASE_PLAN, *error[1:4], error[0], error[4])
 
 
 def assign_rows(topk_idx, block_starts, plan, *, drop):
-    num_experts, num_ranks, primary = plan.slot_start.numel(), plan.packed_start.numel(), plan.token_to_primary_row
+    num_experts, num_ranks, primary = (
+        plan.slot_start.numel(),
+        plan.packed_start.numel(),
+        plan.token_to_primary_row,
+    )
     ids = topk_idx.flatten().long()
     valid = (ids >= 0) & (ids < num_experts)
     safe = ids.where(valid, 0)
@@ -119,7 +133,9 @@ def assign_rows(topk_idx, block_starts, plan, *, drop):
     kept = valid & (index < plan.slot_limit.index_select(0, safe))
     rows = plan.slot_start.index_select(0, safe) + index
     plan.slot_to_row.copy_(rows.where(kept, -1).view_as(plan.slot_to_row))
-    plan.slot_to_rank.copy_((safe // plan.splits.numel()).where(kept, -1).view_as(plan.slot_to_rank))
+    plan.slot_to_rank.copy_(
+        (safe // plan.splits.numel()).where(kept, -1).view_as(plan.slot_to_rank)
+    )
     present = _tokens_to_ranks(plan.slot_to_rank, num_ranks)
     plan.block_tokens.copy_(_sum_by_block(present))
     index = present.int().cumsum(0) - present.int()
@@ -183,7 +199,10 @@ def _limit(headers: torch.Tensor, word: int) -> int:
 
 
 def _find_error(
-    headers: torch.Tensor, sizes: Iterable[tuple[torch.Tensor, int]], received: torch.Tensor, drop: bool
+    headers: torch.Tensor,
+    sizes: Iterable[tuple[torch.Tensor, int]],
+    received: torch.Tensor,
+    drop: bool,
 ) -> tuple[int, int, int, int, int]:
     """(code, rank, limit, value, where) of the first error, in an order that is the same on every rank.
 
@@ -193,7 +212,11 @@ def _find_error(
         return control.PLAN_FAULT, -1, 0, 0, 0
     heads = headers.tolist()
     for rank, head in enumerate(heads):
-        repeats = head[control.HEAD_OVERFLOW] == heads[0][control.HEAD_OVERFLOW] == control.OVERFLOW_REPEAT
+        repeats = (
+            head[control.HEAD_OVERFLOW]
+            == heads[0][control.HEAD_OVERFLOW]
+            == control.OVERFLOW_REPEAT
+        )
         for word in control.AGREED_FIELDS:
             is_own = repeats and word in (control.HEAD_CAPACITY, control.HEAD_PACKED_CAPACITY)
             if head[word] != heads[0][word] and not is_own:
@@ -217,7 +240,12 @@ def _clip(load: torch.Tensor, capacity: int) -> torch.Tensor:
     capacity goes to the first experts above the level, one row each."""
     if int(load.sum()) <= capacity:
         return load
-    level = bisect_right(range(capacity + 1), capacity, key=lambda level: int(load.clamp(max=level).sum())) - 1
+    level = (
+        bisect_right(
+            range(capacity + 1), capacity, key=lambda level: int(load.clamp(max=level).sum())
+        )
+        - 1
+    )
     kept = load.clamp(max=level)
     above = load > level
     return kept + (above & (above.cumsum(0) <= capacity - int(kept.sum()))).long()

@@ -14,11 +14,20 @@ from symmoe.kernels.operands import check_column_scale, given
 from symmoe.kernels.quantized_gemm import TILE_BLOCKS, TILE_BYTES, tiles_down
 from symmoe.kernels.tensor_table import ScaleTable
 from symmoe.kernels.twin.activation import activation_gradients, block_sums, scaled_activation
-from symmoe.kernels.twin.gemm import filled_groups, grouped_bias_grad, groups, matrix, packed, take_rows
+from symmoe.kernels.twin.gemm import (
+    filled_groups,
+    grouped_bias_grad,
+    groups,
+    matrix,
+    packed,
+    take_rows,
+)
 from symmoe.kernels.twin.philox import random_words
 
 
-def quantize_rows(rows, row_range, out, block_format, *, row_index=None, amax=None, seeds=None, sums=None):
+def quantize_rows(
+    rows, row_range, out, block_format, *, row_index=None, amax=None, seeds=None, sums=None
+):
     (data, scale), width = out, rows.shape[1]
     for g, span in filled_groups(row_range):
         lines = take_rows((rows, row_index), span).float()
@@ -27,12 +36,16 @@ def quantize_rows(rows, row_range, out, block_format, *, row_index=None, amax=No
         _bytes(scale)[span] = scales
         if sums is not None:
             bias_sums, bias_scale = sums
-            terms = block_sums((lines if bias_scale is None else lines * bias_scale[span, None]).t(), SLOT_ROWS)
+            terms = block_sums(
+                (lines if bias_scale is None else lines * bias_scale[span, None]).t(), SLOT_ROWS
+            )
             first = span.start // SLOT_ROWS + g
             bias_sums[first : first + terms.shape[1]] = terms.t()
 
 
-def quantize_columns(rows, row_range, out, block_format, *, row_index=None, amax=None, signs=None, seeds=None):
+def quantize_columns(
+    rows, row_range, out, block_format, *, row_index=None, amax=None, signs=None, seeds=None
+):
     (data, scale), first = out, 0
     check_column_scale("scale", scale)
     for g, span in filled_groups(row_range):
@@ -72,7 +85,9 @@ def group_amax(rows, row_range, amax, *, row_index=None, signs=None):
 
 
 def act_quantize(h, row_scale, row_range, out, activation, block_format):
-    a = torch.empty((h.shape[0], h.shape[1] // activation.hidden_width(1)), dtype=h.dtype, device=h.device)
+    a = torch.empty(
+        (h.shape[0], h.shape[1] // activation.hidden_width(1)), dtype=h.dtype, device=h.device
+    )
     for _, span in filled_groups(row_range):
         scaled_activation(h[span], row_scale[span], a[span], activation)
     quantize_rows(a, row_range, out, block_format)
@@ -109,7 +124,11 @@ def _padded_columns(rows: torch.Tensor, signs: int | None) -> torch.Tensor:
 
 
 def _quantize_lines(
-    lines: torch.Tensor, block_format: BlockFormat, group: int, amax: torch.Tensor | None, seeds: torch.Tensor | None
+    lines: torch.Tensor,
+    block_format: BlockFormat,
+    group: int,
+    amax: torch.Tensor | None,
+    seeds: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes uint8 of a group's lines [L, K] fp32, with both padded to whole blocks, and the blocks' scales: bytes or
     fp32."""
@@ -124,9 +143,15 @@ def _quantize_lines(
     fits = is_finite[:, None, :, None].expand_as(x)
     scaled = (x.where(fits, 0.0) * multiplier[:, None, :, None]).reshape(padded.shape)
     if block_format.element == "e4m3":
-        codes = to_e4m3(scaled).view(torch.uint8).masked_fill(~fits.reshape(padded.shape), formats.E4M3_NAN)
+        codes = (
+            to_e4m3(scaled)
+            .view(torch.uint8)
+            .masked_fill(~fits.reshape(padded.shape), formats.E4M3_NAN)
+        )
     else:
-        codes = to_e2m1(scaled, None if seeds is None else random_words(int(seeds[group]), *padded.shape))
+        codes = to_e2m1(
+            scaled, None if seeds is None else random_words(int(seeds[group]), *padded.shape)
+        )
     nan = _NAN_BYTES.get(block_format.scale, torch.nan)
     return codes, _bytes(scale).masked_fill(~is_finite, nan)
 
@@ -140,7 +165,9 @@ def _scales(
     """The stored scales of blocks, and the multipliers of their elements."""
     if block_format.scale == "e4m3":
         global_scale = given("amax", global_scale)
-        relative = (amax / formats.E2M1_MAX / global_scale).clamp(formats.MIN_BLOCK_SCALE, formats.E4M3_MAX)
+        relative = (amax / formats.E2M1_MAX / global_scale).clamp(
+            formats.MIN_BLOCK_SCALE, formats.E4M3_MAX
+        )
         scale = to_e4m3(relative)
         return scale, 1.0 / (scale.float() * global_scale)
     scale = (amax / formats.E4M3_MAX).clamp(min=formats.MIN_SCALE)
@@ -231,7 +258,9 @@ def _sign_vector(signs: int, device: torch.device) -> torch.Tensor:
 
 def swizzle_scales(scale, row_range, swizzled):
     for scales, tiles in _matrices(scale, row_range, swizzled):
-        padded = torch.nn.functional.pad(scales, (0, -scales.shape[1] % TILE_BLOCKS, 0, -scales.shape[0] % TILE))
+        padded = torch.nn.functional.pad(
+            scales, (0, -scales.shape[1] % TILE_BLOCKS, 0, -scales.shape[0] % TILE)
+        )
         # [tile, row / 32, row % 32, 4 blocks, block] -> [tile, 4 blocks, row % 32, row / 32, block]
         parts = padded.reshape(-1, 4, 32, padded.shape[1] // TILE_BLOCKS, TILE_BLOCKS)
         tiles.copy_(parts.permute(0, 3, 2, 1, 4).reshape(tiles.shape))
@@ -239,7 +268,9 @@ def swizzle_scales(scale, row_range, swizzled):
 
 def unswizzle_scales(swizzled, row_range, scale):
     for scales, tiles in _matrices(scale, row_range, swizzled):
-        parts = tiles.view(tiles.shape[0], tiles.shape[1], 32, 4, TILE_BLOCKS).permute(0, 3, 2, 1, 4)
+        parts = tiles.view(tiles.shape[0], tiles.shape[1], 32, 4, TILE_BLOCKS).permute(
+            0, 3, 2, 1, 4
+        )
         compact = parts.reshape(tiles.shape[0] * TILE, tiles.shape[1] * TILE_BLOCKS)
         scales.copy_(compact[: scales.shape[0], : scales.shape[1]])
 
@@ -259,13 +290,20 @@ def _matrices(
         first = last
 
 
-def _matrices_of_table(table: ScaleTable, swizzled: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _matrices_of_table(
+    table: ScaleTable, swizzled: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     extents, start = table.extents.tolist(), swizzled.data_ptr()
     columns = table.sources.tolist(), table.destinations.tolist(), table.shapes.tolist()
     for source, destination, shape in zip(*columns, strict=True):
         num_rows, num_blocks, *strides = extents[shape]
         num_bytes = (num_rows - 1) * strides[0] + (num_blocks - 1) * strides[1] + 1
-        memory = torch.frombuffer((ctypes.c_char * num_bytes).from_address(source), dtype=torch.uint8)
+        memory = torch.frombuffer(
+            (ctypes.c_char * num_bytes).from_address(source), dtype=torch.uint8
+        )
         down, across = tiles_down(num_rows), -(-num_blocks // TILE_BLOCKS)
         tiles = swizzled.flatten()[destination - start :][: down * across * TILE_BYTES]
-        yield memory.as_strided((num_rows, num_blocks), strides), tiles.view(down, across, TILE_BYTES)
+        yield (
+            memory.as_strided((num_rows, num_blocks), strides),
+            tiles.view(down, across, TILE_BYTES),
+        )

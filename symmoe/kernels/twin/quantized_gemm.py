@@ -10,13 +10,22 @@ import torch
 
 from symmoe.kernels.formats import BlockFormat
 from symmoe.kernels.gemm_parts import equal_groups
-from symmoe.kernels.quantized_gemm import BLOCK, FLOAT8_BLOCK, TILE_BYTES, check_gemm, check_wgrad, num_blocks
+from symmoe.kernels.quantized_gemm import (
+    BLOCK,
+    FLOAT8_BLOCK,
+    TILE_BYTES,
+    check_gemm,
+    check_wgrad,
+    num_blocks,
+)
 from symmoe.kernels.tensor_table import TensorTable
 from symmoe.kernels.twin import gemm
 from symmoe.kernels.twin.quantize import numbers_of, unswizzle_scales
 
 
-def grouped_gemm_quantized(rows, weight, row_range, out, *, group_range=None, bias=None, zero_tail=False, num_sms=None):
+def grouped_gemm_quantized(
+    rows, weight, row_range, out, *, group_range=None, bias=None, zero_tail=False, num_sms=None
+):
     block_format = check_gemm(rows, weight, row_range, out, bias, group_range)
     num_groups, out_width, _ = weight.data.shape
     if block_format is not FLOAT8_BLOCK:
@@ -28,7 +37,9 @@ def grouped_gemm_quantized(rows, weight, row_range, out, *, group_range=None, bi
         right = _numbers((gemm.packed(weight.data).flatten(0, 1), tiles), lines, block_format)
         right = right.view(num_groups, out_width, -1)
     for g, span in gemm.filled_groups(row_range):
-        total = torch.zeros((span.stop - span.start, out_width), dtype=torch.float32, device=out.device)
+        total = torch.zeros(
+            (span.stop - span.start, out_width), dtype=torch.float32, device=out.device
+        )
         if block_format is FLOAT8_BLOCK:
             _add_blocks(total, rows, weight, g, span)
         else:
@@ -47,7 +58,11 @@ def _add_blocks(total, rows, weight, g, span):
     partial = torch.empty_like(total)
     for b in range(num_blocks(rows.data.shape[1])):
         block = slice(b * BLOCK, (b + 1) * BLOCK)
-        gemm.multiply_rows(partial, rows.data[span, block].float(), gemm.matrix(weight.data, g)[:, block].float().t())
+        gemm.multiply_rows(
+            partial,
+            rows.data[span, block].float(),
+            gemm.matrix(weight.data, g)[:, block].float().t(),
+        )
         features = gemm.matrix(weight.scale, g)[:, b].repeat_interleave(BLOCK)[: total.shape[1]]
         total += partial * (rows.scale[span, b, None] * features)
 
@@ -56,7 +71,10 @@ def grouped_gemm_wgrad_quantized(dout, rows, row_range, out, *, accumulate=False
     block_format = check_wgrad(dout, rows, out)
     if block_format is not FLOAT8_BLOCK:
         one_group = (equal_groups(1, each.data.shape[0], out.device) for each in (dout, rows))
-        left, right = (_numbers(each, lines, block_format) for each, lines in zip((dout, rows), one_group, strict=True))
+        left, right = (
+            _numbers(each, lines, block_format)
+            for each, lines in zip((dout, rows), one_group, strict=True)
+        )
     first = 0
     for g, span in gemm.groups(row_range):
         end = first + num_blocks(span.stop - span.start)
@@ -64,7 +82,9 @@ def grouped_gemm_wgrad_quantized(dout, rows, row_range, out, *, accumulate=False
             total = torch.zeros(out.shape[1:], dtype=torch.float32, device=out.device)
             for b in range(first, end):
                 tokens = slice(b * BLOCK, (b + 1) * BLOCK)
-                partial = gemm.multiply(dout.data[:, tokens].float(), rows.data[:, tokens].float().t())
+                partial = gemm.multiply(
+                    dout.data[:, tokens].float(), rows.data[:, tokens].float().t()
+                )
                 total += partial * rows.scale[:, b] * dout.scale[:, b, None]
         elif first < end:
             tokens = slice(first * BLOCK, end * BLOCK)

@@ -13,11 +13,16 @@ from symmoe.kernels.twin.plan import count_slots, places_of_slots
 def place_replicas(peers, plan, *, slack, num_near):
     num_ranks, num_places = plan.place_to_expert.shape
     num_experts, first = plan.expert_load.numel(), control.HEADER_WORDS
-    counts = peers.count_table(peers.rank, peers.epoch)[:, first : first + num_experts].long()  # [R, E]
+    counts = peers.count_table(peers.rank, peers.epoch)[
+        :, first : first + num_experts
+    ].long()  # [R, E]
     plan.expert_load.copy_(counts.sum(0))
     per_rank = num_experts // num_ranks
     left, rows = counts.sum(0).tolist(), counts.sum(0).view(num_ranks, -1).sum(1).tolist()
-    moves, used = torch.zeros((num_experts, num_ranks), dtype=torch.int64, device=counts.device), [0] * num_ranks
+    moves, used = (
+        torch.zeros((num_experts, num_ranks), dtype=torch.int64, device=counts.device),
+        [0] * num_ranks,
+    )
     plan.place_to_expert.fill_(-1)
     plan.expert_to_place.fill_(-1)
     plan.place_rows.zero_()
@@ -27,15 +32,28 @@ def place_replicas(peers, plan, *, slack, num_near):
         for _ in range(num_near * num_places):
             giver = max(near, key=rows.__getitem__)
             taker = min(near, key=lambda rank: (used[rank] == num_places, rows[rank]))
-            expert = max(range(num_experts), key=lambda expert: (expert // per_rank == giver, left[expert]))
-            number = min(rows[giver] - mean, mean - rows[taker] if used[taker] < num_places else 0, left[expert])
+            expert = max(
+                range(num_experts), key=lambda expert: (expert // per_rank == giver, left[expert])
+            )
+            number = min(
+                rows[giver] - mean,
+                mean - rows[taker] if used[taker] < num_places else 0,
+                left[expert],
+            )
             if rows[giver] <= limit or number <= 0:
                 break
-            plan.place_to_expert[taker, used[taker]], plan.place_rows[taker, used[taker]] = expert, number
+            plan.place_to_expert[taker, used[taker]], plan.place_rows[taker, used[taker]] = (
+                expert,
+                number,
+            )
             plan.expert_to_place[expert, taker] = used[taker]
             moves[expert, taker] += number
             used[taker] += 1
-            rows[giver], rows[taker], left[expert] = rows[giver] - number, rows[taker] + number, left[expert] - number
+            rows[giver], rows[taker], left[expert] = (
+                rows[giver] - number,
+                rows[taker] + number,
+                left[expert] - number,
+            )
     experts = torch.arange(num_experts, device=counts.device)
     moves[experts, experts // per_rank] = torch.tensor(left, device=counts.device)
     own = peers.rank
@@ -54,12 +72,16 @@ def choose_copies(topk_idx, block_starts, plan, block_counts):
     safe = ids.where(valid, 0).flatten()
     index = places_of_slots(safe, valid.flatten(), num_experts)
     ends, experts = plan.copy_slots.cumsum(1), torch.arange(num_experts, device=ids.device)
-    copies = num_local * torch.arange(num_ranks, device=ids.device) + per_rank + plan.expert_to_place  # [E, R]
+    copies = (
+        num_local * torch.arange(num_ranks, device=ids.device) + per_rank + plan.expert_to_place
+    )  # [E, R]
     copies[experts, experts // per_rank] = experts // per_rank * num_local + experts % per_rank
     which = (ends[safe] <= index[:, None]).sum(1).clamp(max=num_ranks - 1)
     found = copies[safe, which].view_as(ids).where(valid, -1)
     plan.slot_to_copy.copy_(found.where((ids >= -1) & (ids < num_experts), num_local * num_ranks))
-    count_slots(plan.slot_to_copy, block_counts, num_experts=num_local * num_ranks, num_ranks=num_ranks)
+    count_slots(
+        plan.slot_to_copy, block_counts, num_experts=num_local * num_ranks, num_ranks=num_ranks
+    )
 
 
 def push_replicas(weights, place_to_expert, peers, received, *, column, starts):
@@ -67,7 +89,9 @@ def push_replicas(weights, place_to_expert, peers, received, *, column, starts):
         num_own, *shape = weight.shape
         for (rank, place), expert in _used(place_to_expert, peers):
             if expert // num_own == peers.in_group(peers.rank):
-                places = peers.region(rank, int(received[rank, column]) + start, (place + 1, *shape), weight.dtype)
+                places = peers.region(
+                    rank, int(received[rank, column]) + start, (place + 1, *shape), weight.dtype
+                )
                 places[place] = matrix(weight, expert % num_own)
 
 
@@ -76,7 +100,9 @@ def add_from_replicas(gradients, places, peers, received, *, column, starts):
         (num_own, *shape), sums = gradient.shape, dict[int, torch.Tensor]()
         for (rank, place), expert in _used(places[0], peers):
             if expert // num_own == peers.in_group(peers.rank):
-                theirs = peers.region(rank, int(received[rank, column]) + start, (place + 1, *shape), gradient.dtype)
+                theirs = peers.region(
+                    rank, int(received[rank, column]) + start, (place + 1, *shape), gradient.dtype
+                )
                 g = expert % num_own
                 sums[g] = sums.get(g, matrix(gradient, g).float()) + theirs[place]
         for g, total in sums.items():
@@ -85,7 +111,11 @@ def add_from_replicas(gradients, places, peers, received, *, column, starts):
 
 def _present(pair, starts, received):
     """What of the pair there is, with its start; nothing if the call has failed."""
-    return [] if int(received.min()) < 0 else [each for each in zip(pair, starts, strict=True) if each[0] is not None]
+    return (
+        []
+        if int(received.min()) < 0
+        else [each for each in zip(pair, starts, strict=True) if each[0] is not None]
+    )
 
 
 def _used(place_to_expert: torch.Tensor, peers: Peers) -> list[tuple[tuple[int, int], int]]:

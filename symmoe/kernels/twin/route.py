@@ -40,7 +40,11 @@ def choose_experts(logits, bias, given_idx, topk_idx, probs, scores, *, rule, bl
 
 
 def choose_experts_grad(d_probs, d_scores, topk_idx, scores, d_logits, *, rule):
-    total = torch.zeros_like(scores) if d_scores is None else d_scores.clone(memory_format=torch.contiguous_format)
+    total = (
+        torch.zeros_like(scores)
+        if d_scores is None
+        else d_scores.clone(memory_format=torch.contiguous_format)
+    )
     if d_probs is not None:
         chosen, places = _chosen_scores(topk_idx, scores)
         d_chosen = d_probs * rule.route_scale
@@ -55,7 +59,9 @@ def choose_experts_grad(d_probs, d_scores, topk_idx, scores, d_logits, *, rule):
         d_logits.copy_(total * scores * (1 - scores))
 
 
-def _chosen_scores(topk_idx: torch.Tensor, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _chosen_scores(
+    topk_idx: torch.Tensor, scores: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """[T, K] scores of the chosen experts, 0 for an id that is none; and the ids as places, int64, these as 0."""
     is_expert = (topk_idx >= 0) & (topk_idx < scores.shape[1])
     places = topk_idx.long().masked_fill(~is_expert, 0)

@@ -18,7 +18,10 @@ _SLEEP_S = 50e-6
 
 def barrier(peers, words, received, status, *, call, fault, timeout_ns, nan_on_failure=None):
     received.numpy().fill(-1)
-    if not _meet(peers, words, received, status, call, fault, timeout_ns) and nan_on_failure is not None:
+    if (
+        not _meet(peers, words, received, status, call, fault, timeout_ns)
+        and nan_on_failure is not None
+    ):
         _spoil(nan_on_failure)
 
 
@@ -64,7 +67,9 @@ def _meet(peers, words, received, status, call, fault, timeout_ns) -> bool:
     elif different.size:
         counters[control.FAULTED] = 1
         other = int(different[0])
-        record(status, control.STATUS_MISMATCH, phase, other, int(calls[0]), int(calls[other]), epoch)
+        record(
+            status, control.STATUS_MISMATCH, phase, other, int(calls[0]), int(calls[other]), epoch
+        )
     else:
         received.numpy()[:] = mail[:, 1 : 1 + control.NUM_PUBLISHED]
         return True
@@ -130,7 +135,14 @@ def _wait(words: npt.NDArray[np.int64], rank: int, value: int, deadline_ns: int)
 
 
 def record(
-    status: torch.Tensor, kind: int, phase: int, peer: int, expected: int, seen: int, epoch: int, where: int = 0
+    status: torch.Tensor,
+    kind: int,
+    phase: int,
+    peer: int,
+    expected: int,
+    seen: int,
+    epoch: int,
+    where: int = 0,
 ) -> None:
     """Notes a failure in a status record, if none is pending."""
     if int(status[control.STATUS_KIND]) == control.STATUS_OK:
@@ -148,5 +160,7 @@ def _signals(peers: Peers, rank: int) -> npt.NDArray[np.int64]:
 
 
 def _int64s(peers: Peers, rank: int, offset: int, shape: tuple[int, ...]) -> npt.NDArray[np.int64]:
-    words: npt.NDArray[np.int64] = np.ndarray(shape, np.int64, buffer=peers.arrays[rank], offset=offset)
+    words: npt.NDArray[np.int64] = np.ndarray(
+        shape, np.int64, buffer=peers.arrays[rank], offset=offset
+    )
     return words

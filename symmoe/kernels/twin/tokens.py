@@ -74,7 +74,17 @@ def fan_out(rows, packed_to_row, source_to_packed_start, *, rank, source=None, n
                 _put_rows(rows, secondary, rows.index_select(0, primary.index_select(0, which)))
 
 
-def push_sums(rows, packed_to_row, source_to_packed_start, peers, received, *, column, source=None, num_ctas=None):
+def push_sums(
+    rows,
+    packed_to_row,
+    source_to_packed_start,
+    peers,
+    received,
+    *,
+    column,
+    source=None,
+    num_ctas=None,
+):
     starts, published = source_to_packed_start.tolist(), received.tolist()
     for home in range(peers.num_ranks) if source is None else (source,):
         offset, last_row = published[home][column : column + 2]
@@ -125,7 +135,9 @@ def sum_home(rows, index, trip, out, *, rank, num_ctas=None):
             total += own.to(out.dtype)
         else:
             packed = token_to_packed_row[:, peer]
-            _add_rows(total, returned, packed >= 0, packed + ((peer - (peer > rank)) * num_tokens - start))
+            _add_rows(
+                total, returned, packed >= 0, packed + ((peer - (peer > rank)) * num_tokens - start)
+            )
     out.copy_(total)
 
 
@@ -146,7 +158,9 @@ def _failed(trip: tuple[torch.Tensor, torch.Tensor]) -> bool:
     return min(int(words.flatten()[0]) for words in trip) < 0
 
 
-def _add_rows(total: torch.Tensor, buffer: torch.Tensor, has_row: torch.Tensor, rows: torch.Tensor) -> None:
+def _add_rows(
+    total: torch.Tensor, buffer: torch.Tensor, has_row: torch.Tensor, rows: torch.Tensor
+) -> None:
     """total[t] += buffer[rows[t]] in fp32, for every token t of has_row."""
     tokens = has_row.nonzero().squeeze(1)
     total.index_add_(0, tokens, buffer.index_select(0, rows.index_select(0, tokens)).float())
@@ -169,12 +183,18 @@ def _put_rows(rows: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> 
     if index.numel() == 0:
         return
     row_bytes = values.shape[1] * values.element_size()
-    if rows.is_contiguous() and row_bytes % _WORD.itemsize == 0 and rows.data_ptr() % _WORD.itemsize == 0:
+    if (
+        rows.is_contiguous()
+        and row_bytes % _WORD.itemsize == 0
+        and rows.data_ptr() % _WORD.itemsize == 0
+    ):
         rows, values = rows.view(_WORD), values.view(_WORD)
     rows.index_copy_(0, index, values)
 
 
-def _primary_and_others(packed_to_row: torch.Tensor) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
+def _primary_and_others(
+    packed_to_row: torch.Tensor,
+) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
     """Primary rows of the packed rows that have more than one row, and what _secondary_rows says of these. int64."""
     several = ((packed_to_row >= 0).sum(1) > 1).nonzero().squeeze(1)
     index = packed_to_row.index_select(0, several)

@@ -12,10 +12,16 @@ from symmoe.kernels.twin.quantize import quantize_columns, quantize_rows
 def encode_rows(rows, wire, block_format):
     num_rows, width = rows.shape
     data = rows.new_empty((num_rows, width), dtype=block_format.data_dtype)
-    scale = rows.new_empty((num_rows, block_format.num_blocks(width)), dtype=block_format.scale_dtype)
+    scale = rows.new_empty(
+        (num_rows, block_format.num_blocks(width)), dtype=block_format.scale_dtype
+    )
     quantize_rows(rows, equal_groups(1, num_rows, rows.device), (data, scale), block_format)
     end = width + scale.shape[1] * scale.element_size()
-    wire[:, :width], wire[:, width:end], wire[:, end:] = data.view(torch.uint8), scale.view(torch.uint8), 0
+    wire[:, :width], wire[:, width:end], wire[:, end:] = (
+        data.view(torch.uint8),
+        scale.view(torch.uint8),
+        0,
+    )
 
 
 def unpack_rows(wire, row_range, out, *, row_index=None):

@@ -37,13 +37,21 @@ The exit status is 0 if they agree, 1 if a tensor differs, 2 if a run has failed
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds what :func:`run` reads."""
     add = partial(parser.add_argument, type=_number)
-    parser.add_argument("target", help="a model of transformers, file.py:function, or package.module:function")
+    parser.add_argument(
+        "target", help="a model of transformers, file.py:function, or package.module:function"
+    )
     add("--ranks", default=2, help="that are compared with one (%(default)s)")
-    parser.add_argument("--dtype", choices=sorted(DTYPES), default="bf16", help="in addition to fp32 (%(default)s)")
+    parser.add_argument(
+        "--dtype", choices=sorted(DTYPES), default="bf16", help="in addition to fp32 (%(default)s)"
+    )
     add("--layers", help="of a model of transformers, only so many (all)")
     add("--length", default=32, help="tokens of a rank, one sequence (%(default)s)")
     add("--heap-mib", default=256, help="MiB of the symmetric heap (%(default)s)")
-    add("--timeout-s", default=600, help="for the run of one rank, and for that of all (%(default)s)")
+    add(
+        "--timeout-s",
+        default=600,
+        help="for the run of one rank, and for that of all (%(default)s)",
+    )
     parser.add_argument("--json", metavar="FILE", help="write what was found to FILE")
 
 
@@ -55,19 +63,30 @@ def _number(text: str) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Runs, compares and prints. Returns the exit status. ArgumentError: the target cannot be, or the file."""
-    if args.json and not os.access(os.path.dirname(args.json) or ".", os.W_OK):  # before minutes of running
+    if args.json and not os.access(
+        os.path.dirname(args.json) or ".", os.W_OK
+    ):  # before minutes of running
         raise ArgumentError(f"json ({args.json}) cannot be written: no folder of yours")
     if args.ranks < 2:
         raise ArgumentError(f"ranks ({args.ranks}) must be at least 2: they are compared with one")
     where, failure = args.target.rpartition(":")[0], ""
-    is_name = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*(?<!\.py)", args.target) is not None or Path(args.target).is_dir()
+    is_name = (
+        re.fullmatch(r"\w[\w.-]*/\w[\w.-]*(?<!\.py)", args.target) is not None
+        or Path(args.target).is_dir()
+    )
     if not (Path(where).is_file() if where.endswith(".py") else where or is_name):
-        raise ArgumentError(f"target ({args.target}) is no file with :function, and no name or folder of a model")
+        raise ArgumentError(
+            f"target ({args.target}) is no file with :function, and no name or folder of a model"
+        )
     with tempfile.TemporaryDirectory(prefix="symmoe-check-") as folder:
-        job = Job(args.target, args.ranks, args.dtype, args.layers, args.length, args.heap_mib, folder)
+        job = Job(
+            args.target, args.ranks, args.dtype, args.layers, args.length, args.heap_mib, folder
+        )
         command = (sys.executable, "-m", "symmoe.tools.check.runs", f"--job={json.dumps(job)}")
         for num_ranks in (1, args.ranks):
-            trial = run_trial(num_ranks, {"CUDA_VISIBLE_DEVICES": ""}, deadline_s=args.timeout_s, command=command)
+            trial = run_trial(
+                num_ranks, {"CUDA_VISIBLE_DEVICES": ""}, deadline_s=args.timeout_s, command=command
+            )
             if trial.error == BadTarget.__name__:
                 raise ArgumentError(trial.text)
             if trial.error:
@@ -76,7 +95,12 @@ def run(args: argparse.Namespace) -> int:
         tensors = judge(job)
     differs = any(each.text for each in tensors)
     if args.json:
-        found = {"target": args.target, "num_ranks": args.ranks, "same": not (differs or failure), "failure": failure}
+        found = {
+            "target": args.target,
+            "num_ranks": args.ranks,
+            "same": not (differs or failure),
+            "failure": failure,
+        }
         found["tensors"] = list(map(dataclasses.asdict, tensors))
         Path(args.json).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     print(render(tensors, failure), flush=True)
@@ -93,21 +117,38 @@ def judge(job: Job) -> list[Compared]:
     dtypes = [*dict.fromkeys(["fp32", job.dtype])]
     one = [found(dtype, 1, 0) for dtype in dtypes]
     several = [[found(dtype, job.ranks, rank) for rank in range(job.ranks)] for dtype in dtypes]
-    return [it for each in zip(dtypes, one, reversed(one), several, strict=True) for it in compare(*each)]
+    return [
+        it
+        for each in zip(dtypes, one, reversed(one), several, strict=True)
+        for it in compare(*each)
+    ]
 
 
 def render(tensors: Sequence[Compared], failure: str) -> str:
     """One screen: by stage, numbers of tensors and the one nearest to what is allowed, and the first that differs."""
-    head = f"{'':6}{'stage':20}{'compared':>9}{'not':>6}{'differ':>8}{'error':>10}{'allowed':>10}  of"
+    head = (
+        f"{'':6}{'stage':20}{'compared':>9}{'not':>6}{'differ':>8}{'error':>10}{'allowed':>10}  of"
+    )
     lines = [head] if tensors else []
     for (dtype, stage), group in itertools.groupby(tensors, lambda each: (each.dtype, each.stage)):
         its = list(group)
         known = [each for each in its if each.error is not None]
         counts = f"{len(known):9}{len(its) - len(known):6}{sum(bool(each.text) for each in its):8}"
         worst = max(known, key=lambda each: (each.error or 0.0) / each.tolerance, default=its[0])
-        lines.append(f"{dtype:6}{stage:20}{counts}{worst.error or 0.0:10.1e}{worst.tolerance:10.1e}  {worst.name}")
-    lines += [f"note: {each.dtype}, {each.stage} of {each.name}: {each.note}" for each in tensors if each.note][:1]
+        lines.append(
+            f"{dtype:6}{stage:20}{counts}{worst.error or 0.0:10.1e}{worst.tolerance:10.1e}  {worst.name}"
+        )
+    lines += [
+        f"note: {each.dtype}, {each.stage} of {each.name}: {each.note}"
+        for each in tensors
+        if each.note
+    ][:1]
     different = [each for each in tensors if each.text][:1]
-    lines += [f"different, first in {each.dtype}: {each.stage} of {each.name}: {each.text}" for each in different]
-    lines += [failure] if failure else ["the same: no tensor differs beyond rounding"] * (not different)
+    lines += [
+        f"different, first in {each.dtype}: {each.stage} of {each.name}: {each.text}"
+        for each in different
+    ]
+    lines += (
+        [failure] if failure else ["the same: no tensor differs beyond rounding"] * (not different)
+    )
     return "\n".join(lines)

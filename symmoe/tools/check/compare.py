@@ -40,19 +40,31 @@ def compare(dtype: str, one: Found, other: Found, ranks: Sequence[Found]) -> Ite
     """All tensors in the order of the step. one: of one rank; other: the same in the other dtype, which shows what is
     only rounding. Where a router chooses otherwise, inputs being the same, what follows is not compared."""
     chooses_otherwise = False
-    for stage in itertools.takewhile(lambda stage: all(stage in found for found in (one, *ranks)), STAGES):
+    for stage in itertools.takewhile(
+        lambda stage: all(stage in found for found in (one, *ranks)), STAGES
+    ):
         wants, scale = one[stage], _SMALL * max(map(_rms, one[stage].values()), default=0.0)
-        names = [*wants][:: 1 if stage in (START, ACTIVATION) else -1]  # backward goes from the last to the first
+        names = [*wants][
+            :: 1 if stage in (START, ACTIVATION) else -1
+        ]  # backward goes from the last to the first
         for name in dict.fromkeys([*names, *(name for found in ranks for name in found[stage])]):
-            this = Compared(dtype, stage, name, (_FLOORS_OF_STEP if stage in (UPDATE, LOADED) else _FLOORS)[dtype])
+            this = Compared(
+                dtype,
+                stage,
+                name,
+                (_FLOORS_OF_STEP if stage in (UPDATE, LOADED) else _FLOORS)[dtype],
+            )
             got = [found[stage][name] for found in ranks if name in found[stage]]
             parts = _parts(got, wants[name]) if got and name in wants else None
             if parts is None:
                 shapes = [[*each.shape] for each in got]
-                this.text = f"does not fit, or not all have it; shapes: {shapes}" if stage == START else ""
+                this.text = (
+                    f"does not fit, or not all have it; shapes: {shapes}" if stage == START else ""
+                )
             elif not wants[name].is_floating_point():
                 differs = any(
-                    not torch.equal(*(each.sort()[0] for each in pair)) for pair in zip(*parts[:2], strict=True)
+                    not torch.equal(*(each.sort()[0] for each in pair))
+                    for pair in zip(*parts[:2], strict=True)
                 )
                 if differs and stage == ACTIVATION and parts[2] and wants[name].dim() > 1:
                     chooses_otherwise = True
@@ -71,11 +83,23 @@ def compare(dtype: str, one: Found, other: Found, ranks: Sequence[Found]) -> Ite
             yield this
 
 
-def explain(stage: str, got: Sequence[torch.Tensor], want: Sequence[torch.Tensor], is_cut: bool, slack: float) -> str:
+def explain(
+    stage: str,
+    got: Sequence[torch.Tensor],
+    want: Sequence[torch.Tensor],
+    is_cut: bool,
+    slack: float,
+) -> str:
     """How a tensor's values by rank differ from what they should be. is_cut: each has its own part."""
-    ranks, value, (got, want) = range(len(got)), "times the one-rank value", _without_infinities(got, want)
+    ranks, value, (got, want) = (
+        range(len(got)),
+        "times the one-rank value",
+        _without_infinities(got, want),
+    )
     bad = ", ".join(f"{rank}" for rank in ranks if not got[rank].isfinite().all())
-    where = [f" on rank {bad}"] * bool(bad) + [" on one rank alone"] * (not all(it.isfinite().all() for it in want))
+    where = [f" on rank {bad}"] * bool(bad) + [" on one rank alone"] * (
+        not all(it.isfinite().all() for it in want)
+    )
     if where:
         return f"{'was not loaded' if stage == LOADED else 'is not finite'}{' and'.join(where)}"
     if factors := _factors(got, want, slack):
@@ -84,7 +108,11 @@ def explain(stage: str, got: Sequence[torch.Tensor], want: Sequence[torch.Tensor
             each = ", ".join(f"{factor:.5g} on rank {rank}" for rank, factor in enumerate(factors))
             return f"{value}, ranks have factors of their own: {each}"
         missing = {"1/num_ranks": first / len(got), "num_ranks": first * len(got)}
-        why = "".join(f": a factor of {name} is missing" for name, each in missing.items() if abs(each - 1) <= slack)
+        why = "".join(
+            f": a factor of {name} is missing"
+            for name, each in missing.items()
+            if abs(each - 1) <= slack
+        )
         return f"{first:.4g} {value} on all ranks{why}"
     if is_cut and len({part.shape for part in want}) == 1:
         if factors := _factors(got, [torch.stack([*want]).double().mean(0)] * len(got), slack):
@@ -94,7 +122,9 @@ def explain(stage: str, got: Sequence[torch.Tensor], want: Sequence[torch.Tensor
             if _error([got[rank]], [want[other]], 0.0) <= slack:
                 return f"rank {rank} has the part of rank {other}"
     if not is_cut and (factors := _factors([torch.stack([*got]).double().sum(0)], want[:1], slack)):
-        return f"ranks have parts of their own; the sum is {factors[0]:.4g} {value}: nothing adds them"
+        return (
+            f"ranks have parts of their own; the sum is {factors[0]:.4g} {value}: nothing adds them"
+        )
     return f"on rank {', '.join(f'{rank}' for rank in ranks if _error([got[rank]], [want[rank]], 0.0) > slack)}"
 
 
@@ -110,8 +140,14 @@ def _parts(
         sizes = [part.shape[dim] for part in got]
         wants = want.split(sizes, dim) if sum(sizes) == want.shape[dim] else ()
         if [part.shape for part in got] == [part.shape for part in wants]:
-            in_turn = [want[rank :: len(got)] for rank in range(len(got))]  # rows of [S, B, H]; or experts
-            takes_turns = len(set(sizes)) == 1 and dim == 0 and _error(got, in_turn, 0.0) < _error(got, wants, 0.0)
+            in_turn = [
+                want[rank :: len(got)] for rank in range(len(got))
+            ]  # rows of [S, B, H]; or experts
+            takes_turns = (
+                len(set(sizes)) == 1
+                and dim == 0
+                and _error(got, in_turn, 0.0) < _error(got, wants, 0.0)
+            )
             return got, in_turn if takes_turns else wants, True
     return None
 
@@ -126,19 +162,30 @@ def _error(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor], scale: flo
     return max(map(_rms, differences)) / size
 
 
-def _without_infinities(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+def _without_infinities(
+    got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]
+) -> list[list[torch.Tensor]]:
     """Both with 0 where both are infinite, as masked scores are."""
     same = [ours.isinf() & (ours == theirs) for ours, theirs in zip(got, want, strict=True)]
-    return [[part.masked_fill(mask, 0.0) for part, mask in zip(parts, same, strict=True)] for parts in (got, want)]
+    return [
+        [part.masked_fill(mask, 0.0) for part, mask in zip(parts, same, strict=True)]
+        for parts in (got, want)
+    ]
 
 
 def _rms(tensor: torch.Tensor) -> float:
     """Of the finite numbers."""
     finite = tensor.double().nan_to_num(0.0, 0.0, 0.0)
-    return finite.square().mean().sqrt().item() if tensor.is_floating_point() and tensor.numel() else 0.0
+    return (
+        finite.square().mean().sqrt().item()
+        if tensor.is_floating_point() and tensor.numel()
+        else 0.0
+    )
 
 
-def _factors(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor], slack: float) -> list[float]:
+def _factors(
+    got: Sequence[torch.Tensor], want: Sequence[torch.Tensor], slack: float
+) -> list[float]:
     """By rank the factors by which `got` is `want`; [] if it is not so on all."""
     factors = list[float]()
     for ours, theirs in zip(got, (part.double() for part in want), strict=True):

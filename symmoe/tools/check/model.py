@@ -72,16 +72,26 @@ def make(target: str, context: Context, num_layers: int | None) -> Trained:
         raise BadTarget(f"target ({target}): {module.__file__} has no function '{name}'")
     made = function(context)
     if not isinstance(made, Trained | nn.Module):
-        raise BadTarget(f"target ({target}) returns {type(made).__name__}; it must return a Trained, or a torch Module")
+        raise BadTarget(
+            f"target ({target}) returns {type(made).__name__}; it must return a Trained, or a torch Module"
+        )
     return made if isinstance(made, Trained) else Trained(model=made)
 
 
 def _of_transformers(target: str, context: Context, num_layers: int | None) -> Trained:
     """With random weights where a folder has only config.json; in evaluation mode, which has no dropout, and without
     the balance loss, which each rank has of its own tokens."""
-    from transformers import AutoConfig, AutoModelForCausalLM  # of packages that need not be installed
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+    )  # of packages that need not be installed
 
-    from symmoe.integrations.transformers import StepConfig, load_checkpoint, save_checkpoint, swap_moe
+    from symmoe.integrations.transformers import (
+        StepConfig,
+        load_checkpoint,
+        save_checkpoint,
+        swap_moe,
+    )
 
     config: Any = AutoConfig.from_pretrained(target)
     config.use_cache = config.output_router_logits = False
@@ -94,4 +104,6 @@ def _of_transformers(target: str, context: Context, num_layers: int | None) -> T
         model = AutoModelForCausalLM.from_pretrained(target, config=config, dtype=context.dtype)
     # Sums in the order of slots are the same on any number of ranks: in bf16 too, routers then choose the same.
     swap_moe(model.eval(), context.heap, step=StepConfig(order="slot"))
-    return Trained(model=model, save=partial(save_checkpoint, model), load=partial(load_checkpoint, model))
+    return Trained(
+        model=model, save=partial(save_checkpoint, model), load=partial(load_checkpoint, model)
+    )

@@ -31,7 +31,10 @@ START, ACTIVATION, GRADIENT, CLIPPED, UPDATE, LOADED = STAGES = (
 )
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _VOCABULARY = 128
-_MOST, _MOST_OF_ROW = 1 << 20, 1 << 12  # numbers kept of a parameter; of stacked matrices, as experts are, of each
+_MOST, _MOST_OF_ROW = (
+    1 << 20,
+    1 << 12,
+)  # numbers kept of a parameter; of stacked matrices, as experts are, of each
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -55,10 +58,14 @@ class Job(NamedTuple):
 def run(job: Job, ranks: Ranks, wait_s: float) -> dict[str, float]:
     """Steps of a rank in each dtype, written to files. Collective."""
     for dtype in dict.fromkeys(["fp32", job.dtype]):
-        with SymmetricHeap(num_bytes=job.heap_mib << 20, timeout_s=wait_s, start_timeout_s=wait_s) as heap:
+        with SymmetricHeap(
+            num_bytes=job.heap_mib << 20, timeout_s=wait_s, start_timeout_s=wait_s
+        ) as heap:
             for stage, tensors in _step(job, ranks, heap, dtype):
                 torch.save(tensors, part := Path(job.folder, f"{ranks.rank}.part"))
-                part.rename(job.file(dtype, ranks.num_ranks, ranks.rank, stage))  # whole: this process may be killed
+                part.rename(
+                    job.file(dtype, ranks.num_ranks, ranks.rank, stage)
+                )  # whole: this process may be killed
     return {}
 
 
@@ -71,30 +78,54 @@ def _step(job: Job, ranks: Ranks, heap: SymmetricHeap, dtype: str) -> Iterator[t
     folder.mkdir(exist_ok=True)
     torch.manual_seed(0)
     place = (ranks.rank, ranks.num_ranks, heap.device)
-    trained = make(job.target, Context(*place, dtype=DTYPES[dtype], heap=heap, folder=str(first)), job.layers)
+    trained = make(
+        job.target, Context(*place, dtype=DTYPES[dtype], heap=heap, folder=str(first)), job.layers
+    )
     model = trained.model
     trains = {name: its for name, its in model.named_parameters() if its.requires_grad}
     state, start = model.state_dict().keys(), _values(model.named_parameters())
     yield START, start
     take_step = trained.step or torch.optim.AdamW(trains.values(), lr=1e-3).step
-    vocabulary = min(_VOCABULARY, getattr(getattr(model, "config", None), "vocab_size", _VOCABULARY))
+    vocabulary = min(
+        _VOCABULARY, getattr(getattr(model, "config", None), "vocab_size", _VOCABULARY)
+    )
     shape = (job.ranks, job.length)  # one sequence for each rank, however many share them
     tokens = torch.randint(0, vocabulary, shape, generator=torch.Generator().manual_seed(0))
     with _recorded(model) as outputs:
-        (trained.backward or partial(_backward, model))(tokens.chunk(ranks.num_ranks)[ranks.rank].to(heap.device))
+        (trained.backward or partial(_backward, model))(
+            tokens.chunk(ranks.num_ranks)[ranks.rank].to(heap.device)
+        )
     yield ACTIVATION, outputs
     gradients, experts = _gradients(trains), _experts(model)
     if ranks.num_ranks == 1 and not any(its.any() for its in gradients.values()):
-        raise ArgumentError("backward has left no parameter a gradient, or only zeros: there is nothing to compare")
+        raise ArgumentError(
+            "backward has left no parameter a gradient, or only zeros: there is nothing to compare"
+        )
     yield GRADIENT, gradients
     # Less than the norm of all gradients: half of that of the first that all ranks have.
-    norms = (gradients[name].float().norm().item() for name, its in trains.items() if id(its) not in experts)
-    (trained.clip or partial(clip_grad_norm, model))(next((norm / 2 for norm in norms if norm > 0), 1e-4))
+    norms = (
+        gradients[name].float().norm().item()
+        for name, its in trains.items()
+        if id(its) not in experts
+    )
+    (trained.clip or partial(clip_grad_norm, model))(
+        next((norm / 2 for norm in norms if norm > 0), 1e-4)
+    )
     yield CLIPPED, _gradients(trains)
     take_step()
-    yield UPDATE, {name: value.float() - start[name].float() for name, value in _values(trains.items()).items()}
+    yield (
+        UPDATE,
+        {
+            name: value.float() - start[name].float()
+            for name, value in _values(trains.items()).items()
+        },
+    )
     (trained.save or partial(checkpoint.save_checkpoint, step=1, model=model))(str(folder))
-    kept = trains | {name: its for name, its in model.named_buffers() if name in state and its.is_floating_point()}
+    kept = trains | {
+        name: its
+        for name, its in model.named_buffers()
+        if name in state and its.is_floating_point()
+    }
     for tensor in kept.values():
         local_part(tensor.detach()).fill_(torch.nan)  # what is not loaded shows
     ranks.barrier()
@@ -110,7 +141,9 @@ def _backward(model: nn.Module, tokens: torch.Tensor) -> None:
 def _experts(model: nn.Module) -> set[int]:
     """The ids of experts' parameters: those in modules that hold experts, and those with Megatron's mark."""
     named = named_parameters(model)
-    return {id(its) for _, its, is_expert in named if is_expert or not getattr(its, "allreduce", True)}
+    return {
+        id(its) for _, its, is_expert in named if is_expert or not getattr(its, "allreduce", True)
+    }
 
 
 def _values(tensors: Iterable[tuple[str, Any]]) -> Tensors:
@@ -120,7 +153,9 @@ def _values(tensors: Iterable[tuple[str, Any]]) -> Tensors:
         value = (tensor.full_tensor() if hasattr(tensor, "device_mesh") else tensor).detach().cpu()
         rows, most = (len(value), _MOST_OF_ROW) if value.dim() > 2 else (1, _MOST)
         if (size := value.numel() // max(1, rows)) > most:
-            value = value.reshape(rows, -1)[:, :: size // most | 1]  # odd, so that it sees many columns
+            value = value.reshape(rows, -1)[
+                :, :: size // most | 1
+            ]  # odd, so that it sees many columns
         values[name] = value.clone()
     return values
 
@@ -129,7 +164,10 @@ def _gradients(parameters: Mapping[str, nn.Parameter]) -> Tensors:
     """Megatron's `main_grad`, or `grad`, or zeros."""
     both = ((name, its, getattr(its, "main_grad", None)) for name, its in parameters.items())
     found = ((name, its, its.grad if main is None else main) for name, its, main in both)
-    return _values((name, torch.zeros_like(its) if gradient is None else gradient) for name, its, gradient in found)
+    return _values(
+        (name, torch.zeros_like(its) if gradient is None else gradient)
+        for name, its, gradient in found
+    )
 
 
 @contextmanager
@@ -142,7 +180,9 @@ def _recorded(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
     def note(path: str, module: nn.Module, args: object, output: object) -> None:
         for key, each in pytree.tree_flatten_with_path(output)[0]:
             if isinstance(each, torch.Tensor):
-                outputs.setdefault(f"{path or 'the model'}{pytree.keystr(key)}", each.detach().cpu().clone())
+                outputs.setdefault(
+                    f"{path or 'the model'}{pytree.keystr(key)}", each.detach().cpu().clone()
+                )
 
     for path, module in model.named_modules():
         ids = set(map(id, module.parameters()))
@@ -158,9 +198,17 @@ def _recorded(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
 def text_of(rank: int, error: Exception) -> str:
     """An error with its rank and its place."""
     frames = traceback.extract_tb(error.__traceback__)[::-1]
-    at = next((it for it in frames if "site-packages" not in it.filename), frames[0])  # the caller's, not torch's
-    return f"{error}" if isinstance(error, BadTarget) else f"rank {rank}: {error} ({at.filename}:{at.lineno})"
+    at = next(
+        (it for it in frames if "site-packages" not in it.filename), frames[0]
+    )  # the caller's, not torch's
+    return (
+        f"{error}"
+        if isinstance(error, BadTarget)
+        else f"rank {rank}: {error} ({at.filename}:{at.lineno})"
+    )
 
 
 if __name__ == "__main__":
-    sys.exit(be_rank(None, lambda ranks, wait_s, job: run(Job(*json.loads(job)), ranks, wait_s), text_of))
+    sys.exit(
+        be_rank(None, lambda ranks, wait_s, job: run(Job(*json.loads(job)), ranks, wait_s), text_of)
+    )

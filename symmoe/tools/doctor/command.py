@@ -31,9 +31,19 @@ def add_arguments(doctor: argparse.ArgumentParser) -> None:
     """Adds what :func:`run` reads."""
     text = "make a sentence of the flight records of one job's ranks (SYMMOE_FLIGHT_DIR) instead"
     doctor.add_argument("--read", nargs="+", metavar="FILE", help=text)
-    doctor.add_argument("--nodes", action="store_true", help="look at several nodes and what is between them instead")
-    doctor.add_argument("--ranks-per-node", type=int, help="with --nodes: cuts machines into virtual nodes")
-    doctor.add_argument("--no-self-test", action="store_true", help="only look; with --nodes, send nothing over rails")
+    doctor.add_argument(
+        "--nodes",
+        action="store_true",
+        help="look at several nodes and what is between them instead",
+    )
+    doctor.add_argument(
+        "--ranks-per-node", type=int, help="with --nodes: cuts machines into virtual nodes"
+    )
+    doctor.add_argument(
+        "--no-self-test",
+        action="store_true",
+        help="only look; with --nodes, send nothing over rails",
+    )
     doctor.add_argument("--json", action="store_true", help="print the findings as JSON")
 
 
@@ -41,7 +51,10 @@ def run(args: argparse.Namespace) -> int:
     """Looks, or reads, and prints. Returns the exit status."""
 
     def tell(findings: list[Finding]) -> None:
-        as_json = {"level": worst_level(findings), "findings": [dataclasses.asdict(finding) for finding in findings]}
+        as_json = {
+            "level": worst_level(findings),
+            "findings": [dataclasses.asdict(finding) for finding in findings],
+        }
         print(json.dumps(as_json, indent=1) if args.json else render(findings), flush=True)
 
     if args.nodes:
@@ -51,17 +64,27 @@ def run(args: argparse.Namespace) -> int:
             raise ArgumentError("--nodes and --read exclude each other")
         if args.ranks_per_node is not None and args.ranks_per_node < 1:
             raise ArgumentError(f"ranks-per-node ({args.ranks_per_node}) must be at least 1")
-        findings = join_and_examine(os.environ, tell, args.ranks_per_node, sends=not args.no_self_test)
-        return int(worst_level(findings) == "problem")  # of every process, so that torchrun on every node ends with it
+        findings = join_and_examine(
+            os.environ, tell, args.ranks_per_node, sends=not args.no_self_test
+        )
+        return int(
+            worst_level(findings) == "problem"
+        )  # of every process, so that torchrun on every node ends with it
     # torchrun has started one per rank. They would only disturb each other.
     if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) != "0":
         return 0
     if args.read:
         diagnosis = diagnose([read_record(path) for path in args.read])
-        print(json.dumps(dataclasses.asdict(diagnosis), indent=1) if args.json else diagnosis.sentence)
+        print(
+            json.dumps(dataclasses.asdict(diagnosis), indent=1) if args.json else diagnosis.sentence
+        )
         return 0
     if not args.no_self_test:
-        print("The self-test takes some 10 s, longer the first time on GPUs...", file=sys.stderr, flush=True)
+        print(
+            "The self-test takes some 10 s, longer the first time on GPUs...",
+            file=sys.stderr,
+            flush=True,
+        )
     findings = examine(dict(os.environ), self_test=not args.no_self_test)
     tell(findings)
     return int(worst_level(findings) == "problem")

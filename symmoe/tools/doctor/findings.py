@@ -28,13 +28,19 @@ class Finding:
         assert self.fix or self.level != "problem", self.text
 
 
-def about(subject: str) -> Callable[[Callable[_Arguments, Iterator[Said]]], Callable[_Arguments, list[Finding]]]:
+def about(
+    subject: str,
+) -> Callable[[Callable[_Arguments, Iterator[Said]]], Callable[_Arguments, list[Finding]]]:
     """Decorates a check that yields what it says of the subject."""
 
-    def decorate(check: Callable[_Arguments, Iterator[Said]]) -> Callable[_Arguments, list[Finding]]:
+    def decorate(
+        check: Callable[_Arguments, Iterator[Said]],
+    ) -> Callable[_Arguments, list[Finding]]:
         @functools.wraps(check)
         def found(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> list[Finding]:
-            return [Finding(level, subject, text, fix) for level, text, fix in check(*args, **kwargs)]
+            return [
+                Finding(level, subject, text, fix) for level, text, fix in check(*args, **kwargs)
+            ]
 
         return found
 
@@ -51,11 +57,15 @@ def render(findings: Sequence[Finding]) -> str:
     lines = []
     for finding in findings:
         head = f"{finding.level:<9}{finding.subject:<13}"
-        lines.append(textwrap.fill(finding.text, 110, initial_indent=head, subsequent_indent=" " * len(head)))
+        lines.append(
+            textwrap.fill(finding.text, 110, initial_indent=head, subsequent_indent=" " * len(head))
+        )
         lines += [f"{'':<{len(head)}}-> {finding.fix}"] if finding.fix else []
     notes, problems = (sum(finding.level == level for finding in findings) for level in LEVELS[1:])
     counted = f"{notes} note{'s' * (notes != 1)}"
     verdict = f"No problems, {counted}: symmoe can run here."
     if problems:
-        verdict = f"{problems} problem{'s' * (problems != 1)}, {counted}: what stands behind -> helps."
+        verdict = (
+            f"{problems} problem{'s' * (problems != 1)}, {counted}: what stands behind -> helps."
+        )
     return "\n".join([*lines, "", verdict])

@@ -71,12 +71,16 @@ class Diagnosis:
     """What the records say; None is what no record says."""
 
     kind: str  # "timeout" (ranks waited for others), "abort" (a rank gave up), or "error" (all ranks raised one)
-    culprits: list[int]  # with which it began: the missing ones, or the one that gave up or was wrong
+    culprits: list[
+        int
+    ]  # with which it began: the missing ones, or the one that gave up or was wrong
     witnesses: list[int]  # that waited for the culprits, or were told
     phase: str | None  # where they waited
     epoch: int | None
     since_unix_s: float | None  # when the first of them began to wait
-    last_call: dict[str, Any] | None  # of the first culprit: phase, epoch, and whether its own record says so
+    last_call: (
+        dict[str, Any] | None
+    )  # of the first culprit: phase, epoch, and whether its own record says so
     without_record: list[int]  # ranks of the group that have left no record here
     sentence: str  # all of this in words
 
@@ -105,7 +109,9 @@ def parse_record(said: Any, path: str) -> Record:
     except ValueError as error:
         raise ArgumentError(str(error)) from error
     if len(record.epoch_of_rank) != record.num_ranks:
-        raise ArgumentError(f"{path}: epoch_of_rank is not a number of each of {record.num_ranks} ranks")
+        raise ArgumentError(
+            f"{path}: epoch_of_rank is not a number of each of {record.num_ranks} ranks"
+        )
     peer = record.error.rank if record.error.type in ("PeerTimeout", "PeerAborted") else 0
     for name, rank in (("rank", record.rank), ("rank of error", peer)):
         if not 0 <= rank < record.num_ranks:
@@ -116,13 +122,27 @@ def parse_record(said: Any, path: str) -> Record:
 def diagnose(records: Iterable[Record]) -> Diagnosis:
     """What happened, from one or more records of the ranks of one group; for each rank, its latest record counts.
     Raises ArgumentError: the records are of groups of different sizes."""
-    by_rank = {record.rank: record for record in sorted(records, key=lambda record: record.written_unix_s)}
+    by_rank = {
+        record.rank: record for record in sorted(records, key=lambda record: record.written_unix_s)
+    }
     sizes = sorted({record.num_ranks for record in by_rank.values()})
     if len(sizes) > 1:
         raise ArgumentError(f"the records are of groups of {sizes} ranks: give those of one group")
-    waits = {rank: record.error.rank for rank, record in by_rank.items() if record.error.type == "PeerTimeout"}
-    told = {rank: record.error.rank for rank, record in by_rank.items() if record.error.type == "PeerAborted"}
-    gave_up = [rank for rank, record in by_rank.items() if record.error.text.startswith("this rank gave up: ")]
+    waits = {
+        rank: record.error.rank
+        for rank, record in by_rank.items()
+        if record.error.type == "PeerTimeout"
+    }
+    told = {
+        rank: record.error.rank
+        for rank, record in by_rank.items()
+        if record.error.type == "PeerAborted"
+    }
+    gave_up = [
+        rank
+        for rank, record in by_rank.items()
+        if record.error.text.startswith("this rank gave up: ")
+    ]
     if waits:
         found = _timeout(by_rank, waits)
     else:
@@ -144,9 +164,13 @@ def _timeout(by_rank: Records, waits: dict[int, int]) -> Diagnosis:
     sentence = f"{_ranks(witnesses)} waited for {_ranks(culprits)} at '{error.phase}' (epoch {error.expected})"
     sentence += f" since {_time(since)}" if since is not None else ""
     sentence += f"; {_last_known(culprit, last_call)}"
-    if culprit in by_rank and (late := [call for call in by_rank[culprit].calls if call.epoch >= error.expected]):
+    if culprit in by_rank and (
+        late := [call for call in by_rank[culprit].calls if call.epoch >= error.expected]
+    ):
         sentence += f", and it came to '{late[0].phase}' too late, {_time(late[0].launched_unix_s)}"
-    return Diagnosis("timeout", culprits, witnesses, error.phase, error.expected, since, last_call, [], sentence)
+    return Diagnosis(
+        "timeout", culprits, witnesses, error.phase, error.expected, since, last_call, [], sentence
+    )
 
 
 def _abort(by_rank: Records, told: dict[int, int], gave_up: list[int]) -> Diagnosis:
@@ -170,31 +194,52 @@ def _error(by_rank: Records) -> Diagnosis:
     # The epoch of a plan is in another place: its status has other words there.
     epoch = status.epoch if status.kind in ("fault", "mismatch") else record.barrier_epoch
     text = error.text.partition(" (flight record")[0].rstrip(". ")
-    sentence = f"{_ranks(sorted(by_rank))} raised {error.type} at '{status.phase}' (epoch {epoch}): {text}"
+    sentence = (
+        f"{_ranks(sorted(by_rank))} raised {error.type} at '{status.phase}' (epoch {epoch}): {text}"
+    )
     culprits = [status.peer] if status.peer >= 0 else []
     since, last_call = _since(by_rank, [rank], status.phase, epoch), _last_call(by_rank, rank)
-    return Diagnosis("error", culprits, sorted(by_rank), status.phase, epoch, since, last_call, [], sentence)
+    return Diagnosis(
+        "error", culprits, sorted(by_rank), status.phase, epoch, since, last_call, [], sentence
+    )
 
 
-def _since(by_rank: Records, ranks: Sequence[int], phase: str | None, epoch: int | None) -> float | None:
+def _since(
+    by_rank: Records, ranks: Sequence[int], phase: str | None, epoch: int | None
+) -> float | None:
     """When the first of these ranks launched the call; its last one of that phase if epochs do not fit, as after CUDA
     graphs."""
     of_phase = [[call for call in by_rank[rank].calls if call.phase == phase] for rank in ranks]
-    found = [([call for call in calls if call.epoch == epoch] or calls)[-1] for calls in of_phase if calls]
+    found = [
+        ([call for call in calls if call.epoch == epoch] or calls)[-1]
+        for calls in of_phase
+        if calls
+    ]
     return min((call.launched_unix_s for call in found), default=None)
 
 
 def _last_call(
-    by_rank: Records, rank: int, before: int | None = None, seen: int = 0, witnesses: Sequence[int] = ()
+    by_rank: Records,
+    rank: int,
+    before: int | None = None,
+    seen: int = 0,
+    witnesses: Sequence[int] = (),
 ) -> dict[str, Any] | None:
     """What is known of a rank's last call (before that epoch), from its own record or from the records of others."""
     if rank in by_rank:
         calls = [call for call in by_rank[rank].calls if before is None or call.epoch < before]
-        found = [{"phase": c.phase, "epoch": c.epoch, "at_unix_s": c.launched_unix_s, "own": True} for c in calls[-1:]]
+        found = [
+            {"phase": c.phase, "epoch": c.epoch, "at_unix_s": c.launched_unix_s, "own": True}
+            for c in calls[-1:]
+        ]
         return found[0] if found else None
     epoch = max([seen, *(by_rank[witness].epoch_of_rank[rank] for witness in witnesses)])
-    calls = [call for witness in witnesses for call in reversed(by_rank[witness].calls)]  # all ranks make the same
-    phase = next((call.phase for call in calls if call.epoch == epoch and call.signal_of is None), None)
+    calls = [
+        call for witness in witnesses for call in reversed(by_rank[witness].calls)
+    ]  # all ranks make the same
+    phase = next(
+        (call.phase for call in calls if call.epoch == epoch and call.signal_of is None), None
+    )
     return {"phase": phase, "epoch": epoch, "at_unix_s": None, "own": False}
 
 
@@ -207,11 +252,18 @@ def _last_known(rank: int, call: dict[str, Any] | None) -> str:
 
 
 def _ranks(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+    return (
+        f"rank {ranks[0]}"
+        if len(ranks) == 1
+        else f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+    )
 
 
 def _time(unix_s: float) -> str:
     try:
-        return datetime.fromtimestamp(unix_s, timezone.utc).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3] + " UTC"
+        return (
+            datetime.fromtimestamp(unix_s, timezone.utc).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
+            + " UTC"
+        )
     except (ValueError, OverflowError, OSError):
         return f"{unix_s:g} s"  # no time of this world

@@ -17,9 +17,19 @@ from symmoe.tools.doctor.versions import release
 from symmoe.tools.facts import output_of
 
 _TIMEOUT_S = 10.0  # without persistence mode, the first call wakes every GPU
-_FIELDS = ("index", "uuid", "name", "driver_version", "memory.used", "compute_mode", "mig.mode.current")
+_FIELDS = (
+    "index",
+    "uuid",
+    "name",
+    "driver_version",
+    "memory.used",
+    "compute_mode",
+    "mig.mode.current",
+)
 _DRIVERS = {12: (525,), 13: (580,)}  # the oldest for each major version of CUDA
-_REINSTALL = "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu130"
+_REINSTALL = (
+    "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu130"
+)
 _BUSY_MIB = 2 << 10  # more than what contexts of a process or two take
 Device = Mapping[str, str]  # a GPU as nvidia-smi has it: a value for each of _FIELDS
 
@@ -43,7 +53,14 @@ class Report(NamedTuple):
     def index_of(self, gpu: Any) -> int | None:
         """The index of a GPU of torch; None if nvidia-smi does not know it."""
         uuid = str(gpu.uuid).removeprefix("GPU-").lower()
-        return next((i for i, each in self.devices.items() if each["uuid"].removeprefix("GPU-").lower() == uuid), None)
+        return next(
+            (
+                i
+                for i, each in self.devices.items()
+                if each["uuid"].removeprefix("GPU-").lower() == uuid
+            ),
+            None,
+        )
 
 
 class Pair(NamedTuple):
@@ -72,27 +89,46 @@ def read_gpus(smi: Report) -> Gpus:
             warnings.simplefilter("always")
             if not torch.cuda.is_available():
                 return Gpus(error=" ".join(str(each.message) for each in caught))
-            gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+            gpus = [
+                torch.cuda.get_device_properties(index)
+                for index in range(torch.cuda.device_count())
+            ]
             pairs, indices = [], [smi.index_of(gpu) for gpu in gpus]
             for two in itertools.combinations(range(len(gpus)), 2):
                 known = sorted(index for at in two if (index := indices[at]) is not None)
                 connection = smi.topology.get((known[0], known[1])) if len(known) == 2 else None
-                access = all(torch.cuda.can_device_access_peer(*order) for order in (two, two[::-1]))
+                access = all(
+                    torch.cuda.can_device_access_peer(*order) for order in (two, two[::-1])
+                )
                 pairs.append(Pair(*two, connection, access))
             return Gpus(tuple(gpus), tuple(pairs))
-    except (RuntimeError, AssertionError) as error:  # a GPU that has fallen off the bus, a driver that was replaced
+    except (
+        RuntimeError,
+        AssertionError,
+    ) as error:  # a GPU that has fallen off the bus, a driver that was replaced
         return Gpus(error=str(error).split("\n", 1)[0])
 
 
 @about("gpus")
-def check_gpus(gpus: Gpus, smi: Report, *, torch_cuda: str | None, visible: str | None) -> Iterator[Said]:
+def check_gpus(
+    gpus: Gpus, smi: Report, *, torch_cuda: str | None, visible: str | None
+) -> Iterator[Said]:
     """What GPUs there are, and whether torch can use them: it is built with `torch_cuda`, None for a CPU build; visible
     is CUDA_VISIBLE_DEVICES, None if it is not set."""
-    version, driver = next((each["driver_version"] for each in smi.devices.values()), ""), list[Said]()
+    version, driver = (
+        next((each["driver_version"] for each in smi.devices.values()), ""),
+        list[Said](),
+    )
     needed = _DRIVERS.get(release(torch_cuda)[0], (0,)) if torch_cuda else (0,)
     if version and release(version) < needed:
         text = f"driver {version} is too old for torch's CUDA {torch_cuda}: {needed[0]} or newer"
-        driver = [("problem", text, f"install driver {needed[0]}: apt-get install nvidia-driver-{needed[0]}")]
+        driver = [
+            (
+                "problem",
+                text,
+                f"install driver {needed[0]}: apt-get install nvidia-driver-{needed[0]}",
+            )
+        ]
     if not gpus.gpus:
         yield from _check_none(gpus.error, smi, torch_cuda, visible, driver)
         return
@@ -106,7 +142,11 @@ def check_gpus(gpus: Gpus, smi: Report, *, torch_cuda: str | None, visible: str 
         known = f"GPU {index} ({gpu.name}) has compute capability {gpu.major}.{gpu.minor}: "
         known += architectures.status(capability)
         if capability < architectures.LEAST:
-            yield "problem", f"{known} below 8.0", "export CUDA_VISIBLE_DEVICES=... with GPUs of 8.0 (Ampere) or newer"
+            yield (
+                "problem",
+                f"{known} below 8.0",
+                "export CUDA_VISIBLE_DEVICES=... with GPUs of 8.0 (Ampere) or newer",
+            )
         elif not known.endswith("measured"):
             yield "note", f"{known} (docs/doctor.md); measured is 9.0 (Hopper)", ""
     used = {smi.index_of(gpu) for gpu in gpus.gpus}
@@ -127,7 +167,9 @@ def check_gpus(gpus: Gpus, smi: Report, *, torch_cuda: str | None, visible: str 
     if len(names) > 1:
         text = "the GPUs are not alike: every call of all ranks takes as long as on the slowest"
         yield "note", text, "CUDA_VISIBLE_DEVICES=... with those that are"
-    kinds = [f"{n} x {name} ({a}.{b}, {size / 2**30:.0f} GiB)" for (name, a, b, size), n in names.items()]
+    kinds = [
+        f"{n} x {name} ({a}.{b}, {size / 2**30:.0f} GiB)" for (name, a, b, size), n in names.items()
+    ]
     yield "ok", f"{', '.join(kinds)}, driver {version or 'unknown: nvidia-smi does not answer'}", ""
 
 
@@ -142,7 +184,9 @@ def _check_none(
     if torch_cuda is None:
         yield "problem", f"{listed}: this torch is built for CPUs", _REINSTALL
     elif visible is not None and visible.split(",")[0].strip() in ("", "-1"):
-        text = f"{listed}: CUDA_VISIBLE_DEVICES={visible!r} hides them; ranks are processes on the CPU"
+        text = (
+            f"{listed}: CUDA_VISIBLE_DEVICES={visible!r} hides them; ranks are processes on the CPU"
+        )
         yield "note", text, "unset CUDA_VISIBLE_DEVICES"
     elif driver:
         yield from driver
@@ -154,7 +198,9 @@ def _check_none(
 
 
 @about("links")
-def check_links(pairs: Sequence[Pair], links: Mapping[int, Links], *, visible: str | None) -> Iterator[Said]:
+def check_links(
+    pairs: Sequence[Pair], links: Mapping[int, Links], *, visible: str | None
+) -> Iterator[Said]:
     """The connections between GPUs; links of those that are used, by the index of nvidia-smi."""
     reached = [pair for pair in pairs if pair.can_access]
     fast = [pair for pair in reached if pair.connection and pair.connection.startswith("NV")]
@@ -169,7 +215,9 @@ def check_links(pairs: Sequence[Pair], links: Mapping[int, Links], *, visible: s
         text = f"GPUs {_listed(slow)} reach each other over PCIe, not NVLink: it works, several times slower"
         group = _largest_group(fast, visible)
         yield "note", text, f"export CUDA_VISIBLE_DEVICES={group}" if group else ""
-    if down := [f"{each.num_down} of GPU {n}" for n, each in links.items() if each.num_down and each.num_up]:
+    if down := [
+        f"{each.num_down} of GPU {n}" for n, each in links.items() if each.num_down and each.num_up
+    ]:
         fix = "nvidia-smi nvlink -e counts their errors; systemctl restart nvidia-fabricmanager, or reboot"
         yield "note", f"NVLinks that are down: {', '.join(down)} (as nvidia-smi numbers them)", fix
     if fine := [pair for pair in reached if pair not in slow]:
@@ -186,24 +234,36 @@ def ask() -> Report:
     def answer(*arguments: str) -> str:
         return output_of("nvidia-smi", *arguments, timeout_s=_TIMEOUT_S)
 
-    devices = parse_devices(answer(f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits"))
+    devices = parse_devices(
+        answer(f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits")
+    )
     if not devices:
         return Report()
-    return Report(devices, parse_topology(answer("topo", "-m")), parse_links(answer("nvlink", "-s")))
+    return Report(
+        devices, parse_topology(answer("topo", "-m")), parse_links(answer("nvlink", "-s"))
+    )
 
 
 def parse_devices(text: str) -> dict[int, Device]:
     """The devices in the answer to a query of all fields, as CSV without a header and without units."""
     lines = [[value.strip() for value in line.split(",")] for line in text.splitlines()]
-    found = [dict(zip(_FIELDS, values, strict=True)) for values in lines if len(values) == len(_FIELDS)]
-    return {int(each["index"]): each for each in found if each["index"].isdigit()}  # and no warnings
+    found = [
+        dict(zip(_FIELDS, values, strict=True)) for values in lines if len(values) == len(_FIELDS)
+    ]
+    return {
+        int(each["index"]): each for each in found if each["index"].isdigit()
+    }  # and no warnings
 
 
 def parse_topology(text: str) -> dict[tuple[int, int], str]:
     """Pairs of GPUs in the matrix of `nvidia-smi topo -m`, whose header is underlined."""
     rows = [line.split() for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()]
     header, *rows = [words for words in rows if words and re.fullmatch(r"GPU\d+", words[0])] or [[]]
-    cells = [(row[0], column, word) for row in rows for column, word in zip(header, row[1:], strict=False)]
+    cells = [
+        (row[0], column, word)
+        for row in rows
+        for column, word in zip(header, row[1:], strict=False)
+    ]
     pairs = {(int(a[3:]), int(b[3:])): word for a, b, word in cells if re.fullmatch(r"GPU\d+", b)}
     return {(a, b): word for (a, b), word in pairs.items() if a < b}
 
@@ -223,10 +283,18 @@ def _largest_group(pairs: Sequence[Pair], visible: str | None) -> str:
     """The largest set of GPUs of which each two are among the pairs, for CUDA_VISIBLE_DEVICES; "" without pairs."""
     linked = {(pair.first, pair.second) for pair in pairs}
     indices = sorted({index for two in linked for index in two})
-    groups = (group for size in range(len(indices), 1, -1) for group in itertools.combinations(indices, size))
-    best = next((group for group in groups if linked.issuperset(itertools.combinations(group, 2))), ())
+    groups = (
+        group
+        for size in range(len(indices), 1, -1)
+        for group in itertools.combinations(indices, size)
+    )
+    best = next(
+        (group for group in groups if linked.issuperset(itertools.combinations(group, 2))), ()
+    )
     return ",".join(visible.split(",")[index].strip() if visible else str(index) for index in best)
 
 
 def _listed(pairs: Sequence[Pair]) -> str:
-    return ", ".join(f"{a}-{b}{f' ({connection})' if connection else ''}" for a, b, connection, _ in pairs)
+    return ", ".join(
+        f"{a}-{b}{f' ({connection})' if connection else ''}" for a, b, connection, _ in pairs
+    )

@@ -15,7 +15,9 @@ from symmoe.symm_mem import host_backend
 from symmoe.tools.doctor.findings import Said, about
 
 _SHARED_MEMORY = Path("/dev/shm")
-_NEEDED_SHM_BYTES = 64 << 20  # NCCL's buffers of a few ranks; Docker's default is this, less what is in use
+_NEEDED_SHM_BYTES = (
+    64 << 20
+)  # NCCL's buffers of a few ranks; Docker's default is this, less what is in use
 _GOOD_SHM_BYTES = 1 << 30  # the batches of DataLoader workers lie there too
 _NEEDED_MEMORY_BYTES = 1 << 30  # two ranks with torch take some 600 MB
 _NEEDED_FILES, _GOOD_FILES = 256, 1024
@@ -24,22 +26,65 @@ _FIX_SHM = "docker run --shm-size=8g or --ipc=host; as root: mount -o remount,si
 
 _PREFIXES = ("NVSHMEM_", "SYMMOE_", "TORCH_", "TRITON_", "CUDA_MPS_")
 _NAMES = {
-    *("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING", "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME"),
-    *("NCCL_NVLS_ENABLE", "NCCL_P2P_DISABLE", "OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"),
+    *(
+        "CUDA_DEVICE_MAX_CONNECTIONS",
+        "CUDA_LAUNCH_BLOCKING",
+        "CUDA_VISIBLE_DEVICES",
+        "GLOO_SOCKET_IFNAME",
+    ),
+    *(
+        "NCCL_NVLS_ENABLE",
+        "NCCL_P2P_DISABLE",
+        "OMP_NUM_THREADS",
+        "PYTORCH_ALLOC_CONF",
+        "PYTORCH_CUDA_ALLOC_CONF",
+    ),
 }
 _SHOWN = 80  # characters of a value
 _ON = {"1", "true", "yes", "on", "y", "t"}
 # Variables of ranks on GPUs: values that hurt ("on", "off", or all but these), how much, and why.
 _HURTS = {
-    "TRITON_INTERPRET": ("on", "problem", "kernels run in Triton's interpreter on the CPU, not on the GPUs"),
-    "NVSHMEM_DISABLE_P2P": ("on", "problem", "ranks get no address of peers' memory, and no heap can be built"),
-    "NVSHMEM_DISABLE_NVLS": ("off", "note", "NVSHMEM sets up NVLink multicast, which symmoe does not use"),
-    "NVSHMEM_REMOTE_TRANSPORT": ("none", "note", "NVSHMEM looks for a network at start; symmoe uses one node"),
+    "TRITON_INTERPRET": (
+        "on",
+        "problem",
+        "kernels run in Triton's interpreter on the CPU, not on the GPUs",
+    ),
+    "NVSHMEM_DISABLE_P2P": (
+        "on",
+        "problem",
+        "ranks get no address of peers' memory, and no heap can be built",
+    ),
+    "NVSHMEM_DISABLE_NVLS": (
+        "off",
+        "note",
+        "NVSHMEM sets up NVLink multicast, which symmoe does not use",
+    ),
+    "NVSHMEM_REMOTE_TRANSPORT": (
+        "none",
+        "note",
+        "NVSHMEM looks for a network at start; symmoe uses one node",
+    ),
     "NVSHMEM_DISABLE_LOCAL_ONLY_PROXY": ("off", "note", "a thread of every rank keeps a core busy"),
-    "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": ("lo =lo", "note", "NVSHMEM listens outside of this machine at start"),
-    "NVSHMEM_SYMMETRIC_SIZE": ("", "note", "symmoe sets it to what the heap's num_bytes needs; this has no effect"),
-    "CUDA_LAUNCH_BLOCKING": ("on", "note", "every launch waits: nothing overlaps, and graphs cannot be captured"),
-    "NCCL_P2P_DISABLE": ("on", "note", "NCCL goes through host memory: gradients get slow, symmoe's trips do not"),
+    "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": (
+        "lo =lo",
+        "note",
+        "NVSHMEM listens outside of this machine at start",
+    ),
+    "NVSHMEM_SYMMETRIC_SIZE": (
+        "",
+        "note",
+        "symmoe sets it to what the heap's num_bytes needs; this has no effect",
+    ),
+    "CUDA_LAUNCH_BLOCKING": (
+        "on",
+        "note",
+        "every launch waits: nothing overlaps, and graphs cannot be captured",
+    ),
+    "NCCL_P2P_DISABLE": (
+        "on",
+        "note",
+        "NCCL goes through host memory: gradients get slow, symmoe's trips do not",
+    ),
 }
 # Folders that are made and written to, if they cannot be: how bad that is, and why.
 _FOLDERS = {
@@ -71,7 +116,9 @@ def read_system(environment: Mapping[str, str]) -> System:
     shm = shutil.disk_usage(_SHARED_MEMORY) if _SHARED_MEMORY.is_dir() else None
     compilers = [environment["CC"]] if environment.get("CC") else ["gcc", "clang"]
     found = (shutil.which(name, path=environment.get("PATH")) for name in compilers)
-    files, processes = (resource.getrlimit(each)[0] for each in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC))
+    files, processes = (
+        resource.getrlimit(each)[0] for each in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC)
+    )
     limits = [processes, _processes_left()]
     problem = host_backend.preflight()
     try:
@@ -84,12 +131,16 @@ def read_system(environment: Mapping[str, str]) -> System:
         machine=platform.machine(),
         python=platform.python_version(),
         host_problem=problem,
-        num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        num_cores=len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count() or 1,
         free_bytes=host_backend.available_bytes(),
         shm_bytes=shm.total if shm else None,
         shm_free_bytes=shm.free if shm else None,
         max_files=None if files == resource.RLIM_INFINITY else files,
-        max_processes=min((each for each in limits if each not in (None, resource.RLIM_INFINITY)), default=None),
+        max_processes=min(
+            (each for each in limits if each not in (None, resource.RLIM_INFINITY)), default=None
+        ),
         compiler=next((path for path in found if path), None),
         has_python_headers=Path(sysconfig.get_path("include"), "Python.h").exists(),
     )
@@ -115,7 +166,11 @@ def check_system(system: System, *, has_gpu: bool) -> Iterator[Said]:
         yield "problem", text, f"apt-get install python{'.'.join(system.python.split('.')[:2])}-dev"
     cores = f"{system.num_cores} core{'s' * (system.num_cores != 1)}"
     memory = "" if system.free_bytes is None else f", {_size(system.free_bytes)} of memory free"
-    yield "ok", f"{system.os_name} {system.os_release}, {system.machine}, Python {system.python}, {cores}{memory}", ""
+    yield (
+        "ok",
+        f"{system.os_name} {system.os_release}, {system.machine}, Python {system.python}, {cores}{memory}",
+        "",
+    )
 
 
 @about("limits")
@@ -136,7 +191,9 @@ def check_limits(system: System, *, has_gpu: bool) -> Iterator[Said]:
         text = f"/dev/shm has {_size(total)}: the batches of DataLoader workers may not fit (bus error)"
         found.append(("note", text, _FIX_SHM))
     if files is not None and files < _GOOD_FILES:
-        text = f"{files} open files per process: connections to peers and shared memory take some each"
+        text = (
+            f"{files} open files per process: connections to peers and shared memory take some each"
+        )
         level = "problem" if files < _NEEDED_FILES else "note"
         found.append((level, text, "ulimit -n 65536, or docker run --ulimit nofile=65536"))
     if system.max_processes is not None and system.max_processes < _GOOD_PROCESSES:
@@ -144,28 +201,49 @@ def check_limits(system: System, *, has_gpu: bool) -> Iterator[Said]:
         found.append(("note", text, "ulimit -u 65536, or docker run --pids-limit=-1"))
     yield from found
     if not found:
-        yield "ok", f"/dev/shm {_size(free or 0)} of {_size(total or 0)} free, open files {files or 'no limit'}", ""
+        yield (
+            "ok",
+            f"/dev/shm {_size(free or 0)} of {_size(total or 0)} free, open files {files or 'no limit'}",
+            "",
+        )
 
 
 @about("environment")
-def check_environment(environment: Mapping[str, str], *, has_gpu: bool, num_cores: int) -> Iterator[Said]:
+def check_environment(
+    environment: Mapping[str, str], *, has_gpu: bool, num_cores: int
+) -> Iterator[Said]:
     """Problems of the variables that matter, then one line with their values. symmoe sets what NVSHMEM needs unless the
     environment has it already: such values win."""
     matters = [name for name in sorted(environment) if name in _NAMES or name.startswith(_PREFIXES)]
     values = {name: environment[name].encode("unicode_escape").decode() or "''" for name in matters}
-    shown = {name: f"{name}={v if len(v) <= _SHOWN else v[: _SHOWN - 3] + '...'}" for name, v in values.items()}
+    shown = {
+        name: f"{name}={v if len(v) <= _SHOWN else v[: _SHOWN - 3] + '...'}"
+        for name, v in values.items()
+    }
     for name, (wrong, level, text) in _HURTS.items():
         value = environment.get(name, "").strip().lower()
-        hurts = (value in _ON) == (wrong == "on") if wrong in ("on", "off") else value not in wrong.split()
+        hurts = (
+            (value in _ON) == (wrong == "on")
+            if wrong in ("on", "off")
+            else value not in wrong.split()
+        )
         if has_gpu and name in environment and hurts:
             yield level, f"{shown[name]}: {text}", f"unset {name}"
     for name in matters:
         if name.startswith("SYMMOE_") and name not in _FOLDERS:
-            yield "note", f"{name}: symmoe reads no such variable, only SYMMOE_FLIGHT_DIR", f"unset {name}"
+            yield (
+                "note",
+                f"{name}: symmoe reads no such variable, only SYMMOE_FLIGHT_DIR",
+                f"unset {name}",
+            )
     for name, (level, text) in _FOLDERS.items():
         folder = environment.get(name)
         if folder and (has_gpu or level == "note") and not _is_writable(Path(folder)):
-            yield level, f"{shown[name]} cannot be written to: {text}", f"export {name}=... to a folder of your own"
+            yield (
+                level,
+                f"{shown[name]} cannot be written to: {text}",
+                f"export {name}=... to a folder of your own",
+            )
     threads = environment.get("OMP_NUM_THREADS", "")
     if threads.isdigit() and int(threads) > num_cores:
         text = f"OMP_NUM_THREADS={threads} on {num_cores} cores: every rank starts as many threads"
@@ -175,7 +253,9 @@ def check_environment(environment: Mapping[str, str], *, has_gpu: bool, num_core
 
 def _is_writable(folder: Path) -> bool:
     """Whether files can be made there; for a folder that does not exist yet, whether it can be made."""
-    existing = next((each for each in (folder, *folder.absolute().parents) if os.path.lexists(each)), Path("/"))
+    existing = next(
+        (each for each in (folder, *folder.absolute().parents) if os.path.lexists(each)), Path("/")
+    )
     return existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
 
 
@@ -184,7 +264,10 @@ def _processes_left() -> int | None:
     try:
         lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
         name = next(line[3:].strip().lstrip("/") for line in lines if line.startswith("0::"))
-        limit, used = (Path("/sys/fs/cgroup", name, f"pids.{each}").read_text().strip() for each in ("max", "current"))
+        limit, used = (
+            Path("/sys/fs/cgroup", name, f"pids.{each}").read_text().strip()
+            for each in ("max", "current")
+        )
     except (OSError, StopIteration):
         return None
     return None if limit == "max" else max(0, int(limit) - int(used))

@@ -96,13 +96,19 @@ class Board(NamedTuple):
 
 
 def join_and_examine(
-    environment: Mapping[str, str], tell: Callable[[list[Finding]], None], ranks_per_node: int | None, *, sends: bool
+    environment: Mapping[str, str],
+    tell: Callable[[list[Finding]], None],
+    ranks_per_node: int | None,
+    *,
+    sends: bool,
 ) -> list[Finding]:
     """:func:`examine_nodes` of the job that torchrun has started. Rank 0 tells; where ranks do not find each other, the
     first one of each node. Raises ArgumentError without torchrun."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     if missing := [name for name in names if not environment.get(name, "").isdigit()]:
-        raise ArgumentError(f"--nodes needs ranks of torchrun: {', '.join(missing)} not set (docs/nodes.md)")
+        raise ArgumentError(
+            f"--nodes needs ranks of torchrun: {', '.join(missing)} not set (docs/nodes.md)"
+        )
     rank, num_ranks, local_rank = (int(environment[name]) for name in names)
     try:
         store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=_WAIT_S)))  # type: ignore[attr-defined]
@@ -115,7 +121,10 @@ def join_and_examine(
             board.gather("leaves", None, None if rank == 0 else [0])
         return findings
     except RanksMissing as error:
-        text, fix = str(error), "see what they have printed; py-spy dump --pid ... says where they are"
+        text, fix = (
+            str(error),
+            "see what they have printed; py-spy dump --pid ... says where they are",
+        )
     except (dist.DistError, ValueError) as error:
         where = ":".join(environment.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
         text = f"rank {rank} on {socket.gethostname()} does not reach torch's store at MASTER_ADDR:MASTER_PORT="
@@ -148,7 +157,9 @@ def examine_nodes(
             fix = "torchrun --nproc-per-node=... with the same number on every node, or --ranks-per-node"
             return [Finding("problem", "nodes", str(error), fix)]
         mates = {rank: facts[rank].endpoint for rank in topology.rail if rank != board.rank}
-        made, refuse = connect({rank: endpoint for rank, endpoint in mates.items() if endpoint.port}, _REACH_S)
+        made, refuse = connect(
+            {rank: endpoint for rank, endpoint in mates.items() if endpoint.port}, _REACH_S
+        )
         for each in made.values():
             stack.callback(each.close)
         refused = [dict(each) for each in board.gather("reach", [*refuse.items()])]
@@ -161,7 +172,9 @@ def examine_nodes(
     return found
 
 
-def read_facts(local_rank: int, environment: Mapping[str, str], endpoint: Endpoint, problem: str) -> Facts:
+def read_facts(
+    local_rank: int, environment: Mapping[str, str], endpoint: Endpoint, problem: str
+) -> Facts:
     """What this rank has to say."""
     smi = ask()
     gpu = next(iter(read_gpus(smi).gpus[local_rank:]), None)
@@ -194,16 +207,24 @@ def read_nics(folder: Path = Path("/sys/class/infiniband")) -> dict[str, bool]:
 
     nics = {}
     for device in sorted(folder.glob("*")):
-        about = [text for name in ("link_layer", "rate") for text in said(device, f"1/{name}") if text]
+        about = [
+            text for name in ("link_layer", "rate") for text in said(device, f"1/{name}") if text
+        ]
         has_link = any("ACTIVE" in text for text in said(device, "*/state"))
         nics[f"{device.name} ({', '.join(about) or 'RDMA'})"] = has_link
     return nics
 
 
-def try_rail(board: Board, topology: Topology, stack: contextlib.ExitStack, *, has_gpu: bool) -> Rail:
+def try_rail(
+    board: Board, topology: Topology, stack: contextlib.ExitStack, *, has_gpu: bool
+) -> Rail:
     """Connects the ranks of a rail as a heap does, which on GPUs sends messages, compares them and measures. Collective
     over the rail; what goes wrong is in the result. The rail stays until the stack ends: peers may still use it."""
-    options: dict[str, Any] = {"node": topology.node, "num_nodes": topology.num_nodes, "timeout_s": _CONNECT_S}
+    options: dict[str, Any] = {
+        "node": topology.node,
+        "num_nodes": topology.num_nodes,
+        "timeout_s": _CONNECT_S,
+    }
     at = board.store, f"symmoe-doctor/rail/{topology.local_rank}"
     try:
         if has_gpu:
@@ -224,34 +245,53 @@ def check_nodes(facts: Sequence[Facts], topology: Topology) -> Iterator[Said]:
     for name in sorted({name for each in facts for name in each.versions}):
         by_version = _ranks_by([each.versions.get(name, "none") for each in facts])
         if len(by_version) > 1:
-            has = "; ".join(f"ranks {listed(ranks)} have {version}" for version, ranks in by_version.items())
-            yield "problem", f"{name} is not the same everywhere: {has}", f"pip install {name}==... on every node"
+            has = "; ".join(
+                f"ranks {listed(ranks)} have {version}" for version, ranks in by_version.items()
+            )
+            yield (
+                "problem",
+                f"{name} is not the same everywhere: {has}",
+                f"pip install {name}==... on every node",
+            )
     without = [rank for rank, each in enumerate(facts) if not each.gpu]
     if 0 < len(without) < len(facts):
         text = f"ranks {listed(without)} have no GPU, the others have: a rank needs one of its own"
         yield "problem", text, "torchrun --nproc-per-node with no more than each node's GPUs"
     num_nodes, num_machines = topology.num_nodes, len({each.machine for each in facts})
-    places = [f"node {node} ({facts[ranks[0]].host}): {listed(ranks)}" for node, ranks in enumerate(topology.nodes)]
+    places = [
+        f"node {node} ({facts[ranks[0]].host}): {listed(ranks)}"
+        for node, ranks in enumerate(topology.nodes)
+    ]
     of_nodes = "1 node" if num_nodes == 1 else f"{num_nodes} nodes of {len(topology.ranks)}"
     text = f"{len(facts)} ranks on {of_nodes}; {'; '.join(places)}"
     if num_nodes == 1:
         fix = "torchrun --nnodes=... on every node; --ranks-per-node N cuts a machine into virtual nodes"
         yield "note", f"{text}: there is no network between ranks to look at", fix
     else:
-        text += f" (virtual nodes of {num_machines} machine{'s' * (num_machines > 1)})" * (num_machines < num_nodes)
+        text += f" (virtual nodes of {num_machines} machine{'s' * (num_machines > 1)})" * (
+            num_machines < num_nodes
+        )
         rails = " | ".join(", ".join(map(str, rail)) for rail in zip(*topology.nodes, strict=True))
         yield "ok", f"{text}; rails: {rails}", ""
 
 
-def check_network(facts: Sequence[Facts], topology: Topology, refused: Sequence[Mapping[int, str]]) -> list[Finding]:
+def check_network(
+    facts: Sequence[Facts], topology: Topology, refused: Sequence[Mapping[int, str]]
+) -> list[Finding]:
     """RDMA devices of every machine; by which network devices hosts talk to each other, and which ranks cannot connect
     to which (refused: by rank, why it cannot connect to some of its rail); what NCCL has to know."""
-    return [*_check_nics(facts), *_check_sockets(facts, topology, refused), *_check_nccl(facts, topology)]
+    return [
+        *_check_nics(facts),
+        *_check_sockets(facts, topology, refused),
+        *_check_nccl(facts, topology),
+    ]
 
 
 @about("nics")
 def _check_nics(facts: Sequence[Facts]) -> Iterator[Said]:
-    for (up, down), ranks in _ranks_by([(tuple(each.nics_up), tuple(each.nics_down)) for each in facts]).items():
+    for (up, down), ranks in _ranks_by(
+        [(tuple(each.nics_up), tuple(each.nics_down)) for each in facts]
+    ).items():
         where = ", ".join(dict.fromkeys(facts[rank].host for rank in ranks))
         if down:
             fix = "ibstat says why; NCCL_IB_HCA=... names those that are up"
@@ -264,23 +304,36 @@ def _check_nics(facts: Sequence[Facts]) -> Iterator[Said]:
 
 
 @about("sockets")
-def _check_sockets(facts: Sequence[Facts], topology: Topology, refused: Sequence[Mapping[int, str]]) -> Iterator[Said]:
-    problems = {problem: ranks for problem, ranks in _ranks_by([each.problem for each in facts]).items() if problem}
+def _check_sockets(
+    facts: Sequence[Facts], topology: Topology, refused: Sequence[Mapping[int, str]]
+) -> Iterator[Said]:
+    problems = {
+        problem: ranks
+        for problem, ranks in _ranks_by([each.problem for each in facts]).items()
+        if problem
+    }
     for problem, ranks in problems.items():
         fix = f"export {DEVICE_VARIABLE}=... with a device that `ip -br addr` lists there"
         yield "problem", f"rank {listed(ranks)}: {problem}", fix
     pairs = [(rank, mate, why) for rank, its in enumerate(refused) for mate, why in its.items()]
     if pairs:
         where = [f"rank {rank} on node {topology.node_of(rank)}" for rank in range(len(facts))]
-        shown = [f"{where[a]} cannot connect to {where[b]} at {facts[b].endpoint}: {why}" for a, b, why in pairs]
+        shown = [
+            f"{where[a]} cannot connect to {where[b]} at {facts[b].endpoint}: {why}"
+            for a, b, why in pairs
+        ]
         fix = f"export {DEVICE_VARIABLE}=... on every node: the device of the network between them (`ip -br addr`)"
         if any(not facts[mate].endpoint.is_loopback for _, mate, _ in pairs):
             fix += "; let the firewall pass all TCP ports between the nodes"
         yield "problem", _some(shown), fix
     if not problems and not pairs:
         ends = [facts[ranks[0]].endpoint for ranks in topology.nodes]
-        names = [f"{end.device or 'an unknown device'} ({end.host or 'no IPv4 address'})" for end in ends]
-        text = "; ".join(f"{name} on node {listed(nodes)}" for name, nodes in _ranks_by(names).items())
+        names = [
+            f"{end.device or 'an unknown device'} ({end.host or 'no IPv4 address'})" for end in ends
+        ]
+        text = "; ".join(
+            f"{name} on node {listed(nodes)}" for name, nodes in _ranks_by(names).items()
+        )
         yield "ok", f"gloo goes by {text}", ""
 
 
@@ -301,7 +354,9 @@ def check_rails(topology: Topology, rails: Sequence[Rail]) -> Iterator[Said]:
     if failed := [f"{where[rank]}: {each.error}" for rank, each in enumerate(rails) if each.error]:
         yield "problem", f"rails do not connect: {_some(failed)}", f"firewalls; cables; {log}"
         return
-    slowest = [min(ranks, key=lambda rank: rails[rank].gbs) for ranks in zip(*topology.nodes, strict=True)]
+    slowest = [
+        min(ranks, key=lambda rank: rails[rank].gbs) for ranks in zip(*topology.nodes, strict=True)
+    ]
     gbs = [rails[rank].gbs for rank in slowest]
     last, usual = gbs.index(min(gbs)), median(gbs)
     if math.isinf(usual):
@@ -309,16 +364,28 @@ def check_rails(topology: Topology, rails: Sequence[Rail]) -> Iterator[Said]:
         return
     if gbs[last] < _SLOW * usual:
         text = f"rail {last} is slow: {gbs[last]:.3g} GB/s at {where[slowest[last]]}, the median rail has {usual:.3g}"
-        yield "note", text, f"NICs of its ranks: ibstat or ethtool for the rate; what else uses them; {log}"
+        yield (
+            "note",
+            text,
+            f"NICs of its ranks: ibstat or ethtool for the rate; what else uses them; {log}",
+        )
     speeds = "; ".join(f"rail {number}: {each:.3g} GB/s" for number, each in enumerate(gbs))
-    yield "ok", f"{speeds} (each rank sends and receives; of its slowest); slowest: {where[slowest[last]]}", ""
+    yield (
+        "ok",
+        f"{speeds} (each rank sends and receives; of its slowest); slowest: {where[slowest[last]]}",
+        "",
+    )
 
 
 def listed(numbers: Sequence[int]) -> str:
     """ "0-3, 8": ranges of three and more are drawn together."""
     parts: list[list[int]] = []
     for number in numbers:
-        parts[-1:] = [[*parts[-1], number]] if parts and number == parts[-1][-1] + 1 else [*parts[-1:], [number]]
+        parts[-1:] = (
+            [[*parts[-1], number]]
+            if parts and number == parts[-1][-1] + 1
+            else [*parts[-1:], [number]]
+        )
     return ", ".join(f"{p[0]}-{p[-1]}" if len(p) > 2 else ", ".join(map(str, p)) for p in parts)
 
 
@@ -327,7 +394,9 @@ def _ranks_by(values: Sequence[Any]) -> dict[Any, list[int]]:
 
 
 def _some(texts: Sequence[str]) -> str:
-    return "; ".join([*texts[:_SHOWN], *[f"and {len(texts) - _SHOWN} more"] * (len(texts) > _SHOWN)])
+    return "; ".join(
+        [*texts[:_SHOWN], *[f"and {len(texts) - _SHOWN} more"] * (len(texts) > _SHOWN)]
+    )
 
 
 def _first_line(error: Exception) -> str:

@@ -33,7 +33,10 @@ DEADLINE_S = 180  # most of it is Triton's first compilation of the kernels, if 
 MAX_GPUS = 8
 _RANK = (sys.executable, "-m", "symmoe.tools.doctor.self_test")
 _POLL_S = 0.05
-_MODEST_LINK, _MODEST_DISPATCH = 0.6, 0.4  # shares of the link's and of the copy's speed; H200s reach 0.8 and 0.7
+_MODEST_LINK, _MODEST_DISPATCH = (
+    0.6,
+    0.4,
+)  # shares of the link's and of the copy's speed; H200s reach 0.8 and 0.7
 _WAITS = 3  # a wait on the heap takes at most the deadline's third: a rank may compile kernels while the others wait
 _EXPERTS_PER_RANK, _HIDDEN = 2, 64
 _REPETITIONS = 3  # of twenty steps in a row
@@ -55,23 +58,44 @@ class Trial(NamedTuple):
 
 
 def run_trial(
-    num_ranks: int, environment: Mapping[str, str], *, deadline_s: float | None = None, command: Sequence[str] = _RANK
+    num_ranks: int,
+    environment: Mapping[str, str],
+    *,
+    deadline_s: float | None = None,
+    command: Sequence[str] = _RANK,
 ) -> Trial:
     """Runs the self-test on this machine; all its processes have ended when this returns. They are killed after
     deadline_s; None: DEADLINE_S, up to ten times longer on a busy machine. `command` is that of one rank, and gets the
     arguments of :func:`be_rank`."""
     load_per_core = os.getloadavg()[0] / len(os.sched_getaffinity(0))
-    deadline_s = DEADLINE_S * min(10.0, max(1.0, load_per_core)) if deadline_s is None else deadline_s
-    variables = {**environment, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "SYMMOE_FLIGHT_DIR": ""}
+    deadline_s = (
+        DEADLINE_S * min(10.0, max(1.0, load_per_core)) if deadline_s is None else deadline_s
+    )
+    variables = {
+        **environment,
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "SYMMOE_FLIGHT_DIR": "",
+    }
     variables["TORCHELASTIC_RESTART_COUNT"] = "0"  # which torch asks for
     start, ranks = time.monotonic(), range(num_ranks)
     with tempfile.TemporaryDirectory(prefix="symmoe-doctor-") as folder:
-        known = {"store": f"{folder}/store", "num-ranks": num_ranks, "deadline-s": math.ceil(deadline_s) + 1}
+        known = {
+            "store": f"{folder}/store",
+            "num-ranks": num_ranks,
+            "deadline-s": math.ceil(deadline_s) + 1,
+        }
         arguments = [known | {"rank": rank, "out": f"{folder}/found-{rank}"} for rank in ranks]
         processes = start_processes(
             "symmoe-doctor",
             command[0],
-            {rank: (*command[1:], *(f"--{key}={value}" for key, value in arguments[rank].items())) for rank in ranks},
+            {
+                rank: (
+                    *command[1:],
+                    *(f"--{key}={value}" for key, value in arguments[rank].items()),
+                )
+                for rank in ranks
+            },
             dict.fromkeys(ranks, variables),
             DefaultLogsSpecs(log_dir=folder, redirects=Std.ALL),
         )
@@ -80,7 +104,9 @@ def run_trial(
         finally:
             groups = processes.pids().values()
             processes.close(signal.SIGKILL)
-            for group in groups:  # whatever they have started, also those that had ended by themselves
+            for (
+                group
+            ) in groups:  # whatever they have started, also those that had ended by themselves
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(group, signal.SIGKILL)
         took_s = time.monotonic() - start
@@ -90,7 +116,9 @@ def run_trial(
         return Trial(num_ranks, took_s, None, *_first_error(Path(folder), failures, num_ranks))
 
 
-def _first_error(folder: Path, failures: Mapping[int, ProcessFailure], num_ranks: int) -> tuple[str, str]:
+def _first_error(
+    folder: Path, failures: Mapping[int, ProcessFailure], num_ranks: int
+) -> tuple[str, str]:
     """The first cause: a rank's own error, else a process's sudden end, else the error of a rank that waited."""
     causes: list[tuple[tuple[int, int], tuple[str, str]]] = []  # how near to the cause, and when
     for rank in failures or range(num_ranks):
@@ -100,14 +128,21 @@ def _first_error(folder: Path, failures: Mapping[int, ProcessFailure], num_ranks
             distance = 2 if found["error"].startswith("Peer") else 0
             causes.append(((distance, path.stat().st_mtime_ns), (found["error"], found["text"])))
             continue
-        logs = "".join(log.read_text(errors="replace") for log in sorted(folder.glob(f"**/{rank}/std*.log")))
-        last = next((line.strip() for line in reversed(logs.split("\n")) if line.strip()), "it has printed nothing")
+        logs = "".join(
+            log.read_text(errors="replace") for log in sorted(folder.glob(f"**/{rank}/std*.log"))
+        )
+        last = next(
+            (line.strip() for line in reversed(logs.split("\n")) if line.strip()),
+            "it has printed nothing",
+        )
         code = failures[rank].exitcode if rank in failures else None
         how = f"ended with status {code}" if code else "did not end in time"
         if code and code < 0:
             how = f"was ended by {failures[rank].signal_name()}"
         # torch ends the others by SIGTERM, once one has failed.
-        causes.append(((3 if code in (None, -signal.SIGTERM) else 1, 0), (f"rank {rank} {how}", last)))
+        causes.append(
+            ((3 if code in (None, -signal.SIGTERM) else 1, 0), (f"rank {rank} {how}", last))
+        )
     return min(causes, key=lambda cause: cause[0])[1]
 
 
@@ -115,7 +150,9 @@ def _first_error(folder: Path, failures: Mapping[int, ProcessFailure], num_ranks
 def check_trial(trial: Trial, *, on_gpus: bool, link_gbs: float | None = None) -> Iterator[Said]:
     """Findings from the self-test; link_gbs: GB/s of all NVLinks of a GPU in one direction, None is unknown."""
     where = "GPU" if on_gpus else "CPU"
-    ranks = f"1 rank on a {where}" if trial.num_ranks == 1 else f"{trial.num_ranks} ranks on {where}s"
+    ranks = (
+        f"1 rank on a {where}" if trial.num_ranks == 1 else f"{trial.num_ranks} ranks on {where}s"
+    )
     figures = trial.figures
     if figures is None:
         fix = f"{'NVSHMEM_DEBUG=INFO ' * on_gpus}torchrun --nproc-per-node=2 examples/dispatch_roundtrip.py shows more"
@@ -129,7 +166,9 @@ def check_trial(trial: Trial, *, on_gpus: bool, link_gbs: float | None = None) -
         return
     text = f"{ranks}: heap built in {figures['heap_s']:.2g} s; dispatch and combine are exact"
     if "copy_gbs" in figures:
-        dispatch, combine, copy = (figures[f"{name}_gbs"] for name in ("dispatch", "combine", "copy"))
+        dispatch, combine, copy = (
+            figures[f"{name}_gbs"] for name in ("dispatch", "combine", "copy")
+        )
         if on_gpus and link_gbs and copy < _MODEST_LINK * link_gbs:
             slow = f"a plain copy to a peer moves {copy:.0f} GB/s of the {link_gbs:.0f} GB/s of its links"
             yield "note", slow, "end what else uses the GPUs; nvidia-smi nvlink -e"
@@ -153,11 +192,19 @@ def be_rank(
     """Joins the others, works, and writes what was found, or the error and its text by rank, to `--out` as JSON. work:
     gets the ranks, how long a wait on a heap may take, and `--job`. Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
-    for name, kind in (("store", str), ("out", str), ("rank", int), ("num-ranks", int), ("deadline-s", int)):
+    for name, kind in (
+        ("store", str),
+        ("out", str),
+        ("rank", int),
+        ("num-ranks", int),
+        ("deadline-s", int),
+    ):
         parser.add_argument(f"--{name}", type=kind, required=True)
     parser.add_argument("--job", default="")
     args = parser.parse_args(argv)
-    signal.alarm(args.deadline_s)  # ends this process even if the process that has started it is gone
+    signal.alarm(
+        args.deadline_s
+    )  # ends this process even if the process that has started it is gone
     found: dict[str, Any]
     lingers = False
     with contextlib.ExitStack() as stack:
@@ -169,8 +216,12 @@ def be_rank(
             lingers = isinstance(error, PeerError)
         with open(f"{args.out}.part", "w", encoding="utf-8") as file:
             json.dump(found, file)
-        os.replace(f"{args.out}.part", args.out)  # the whole file or nothing, and before others lose this rank
-    if lingers:  # the rank that it is about shall end first: torch ends the others once one has failed
+        os.replace(
+            f"{args.out}.part", args.out
+        )  # the whole file or nothing, and before others lose this rank
+    if (
+        lingers
+    ):  # the rank that it is about shall end first: torch ends the others once one has failed
         time.sleep(_GRACE_S)
     return int("error" in found)
 
@@ -203,7 +254,9 @@ def check(heap: SymmetricHeap, ranks: Ranks, dtype: torch.dtype) -> None:
     factors = factors.repeat_interleave(plan.splits.long())
     is_wrong = len(rows) != len(factors)
     y = combine_tokens(rows if is_wrong else rows * factors[:, None].to(dtype), plan)
-    is_wrong |= not torch.equal(y, x * (chosen + 1).sum(1, keepdim=True).to(dtype))  # -1 counts nothing
+    is_wrong |= not torch.equal(
+        y, x * (chosen + 1).sum(1, keepdim=True).to(dtype)
+    )  # -1 counts nothing
     if ranks.largest(float(is_wrong)):
         raise WrongResult("dispatch or combine moved wrong rows")
 
@@ -216,7 +269,9 @@ def speeds(heap: SymmetricHeap, ranks: Ranks) -> dict[str, float]:
     plan = make_plan(destination[:, None].to(heap.device), num_experts=ranks.num_ranks, heap=heap)
     x = torch.ones((num_tokens, hidden), dtype=dtype, device=heap.device)
     share = num_tokens // others  # tokens that the copy sends to each rank
-    peers = [(ranks.rank + step) % ranks.num_ranks for step in range(1, ranks.num_ranks)]  # not all to one at a time
+    peers = [
+        (ranks.rank + step) % ranks.num_ranks for step in range(1, ranks.num_ranks)
+    ]  # not all to one at a time
     with (
         heap.lease((plan.row_capacity, hidden), dtype, name="rows") as rows,
         heap.lease((ranks.num_ranks * share, hidden), dtype, name="copy") as copied,
@@ -231,7 +286,10 @@ def speeds(heap: SymmetricHeap, ranks: Ranks) -> dict[str, float]:
             "copy": lambda: [target.copy_(x[:share]) for target in targets],
         }
         times_ms = times_in_a_row_ms(steps, ranks, _REPETITIONS)
-        return {f"{name}_gbs": x.nbytes / float(np.median(taken)) / 1e6 for name, taken in times_ms.items()}
+        return {
+            f"{name}_gbs": x.nbytes / float(np.median(taken)) / 1e6
+            for name, taken in times_ms.items()
+        }
 
 
 if __name__ == "__main__":

@@ -15,7 +15,15 @@ from symmoe.tools.doctor.findings import Said, about
 from symmoe.tools.facts import version_of
 
 _DISTRIBUTIONS = (
-    *("symmoe", "torch", "triton", "nvidia-nvshmem-cu12", "nvidia-nvshmem-cu13", "nvshmem4py-cu12", "nvshmem4py-cu13"),
+    *(
+        "symmoe",
+        "torch",
+        "triton",
+        "nvidia-nvshmem-cu12",
+        "nvidia-nvshmem-cu13",
+        "nvshmem4py-cu12",
+        "nvshmem4py-cu13",
+    ),
     *("cuda-core", "megatron-core", "psutil"),
 )
 _PIN = re.compile(r"([A-Za-z0-9_.-]+)\s*(==|~=)\s*([^\s;,]+)")
@@ -36,10 +44,18 @@ class Versions(NamedTuple):
 def read_versions() -> Versions:
     """What is installed for this Python. Imports none of it but torch."""
     found = {name: version for name in _DISTRIBUTIONS if (version := version_of(name))}
-    found["torch"] = torch.__version__  # says what it was built for, which the distribution's may not
+    found["torch"] = (
+        torch.__version__
+    )  # says what it was built for, which the distribution's may not
     try:
-        pins = (match.groups() for each in metadata.requires("torch") or [] if (match := _PIN.match(each)))
-        of_torch = {name: pin if kind == "==" else pin.rpartition(".")[0] + ".*" for name, kind, pin in pins}
+        pins = (
+            match.groups()
+            for each in metadata.requires("torch") or []
+            if (match := _PIN.match(each))
+        )
+        of_torch = {
+            name: pin if kind == "==" else pin.rpartition(".")[0] + ".*" for name, kind, pin in pins
+        }
     except metadata.PackageNotFoundError:
         of_torch = {}
     return Versions(found, torch.version.cuda, of_torch)
@@ -65,7 +81,11 @@ def check_versions(versions: Versions, *, has_gpu: bool) -> Iterator[Said]:
         yield "problem", text, f"pip install 'torch>={_TORCH[0]}'"
     elif release(torch_version)[:2] > release(_TORCH[1]):
         text = f"torch {torch_version} has not been tested, {_TORCH[0]} to {_TORCH[1]} have: where it lacks a private "
-        yield "note", text + "name that symmoe reads, there is a slower way, or an error that says so", _OLDER
+        yield (
+            "note",
+            text + "name that symmoe reads, there is a slower way, or an error that says so",
+            _OLDER,
+        )
 
     pin = pins.get("triton")
     fix = "pip install " + shlex.quote("triton==" + (pin or f"{_TRITON[1]}.*"))
@@ -78,33 +98,64 @@ def check_versions(versions: Versions, *, has_gpu: bool) -> Iterator[Said]:
         # If torch asks for such a one, another would not go with it.
         yield "note", text, _OLDER if pin and release(pin)[:2] not in TRITON_VERSIONS else fix
     elif pin and release(triton)[: len(release(pin))] != release(pin):
-        yield "note", f"Triton {triton} is not the one that torch {torch_version} asks for, {pin}", fix
+        yield (
+            "note",
+            f"Triton {triton} is not the one that torch {torch_version} asks for, {pin}",
+            fix,
+        )
 
     fix = f"pip install {library}=={pins.get(library, '3.4.5')}"
     if nvshmem and older and release(nvshmem) >= (3, 7):
         text = f"NVSHMEM {nvshmem} with Triton {triton} is known to be bad: from 3.7 on torch does not find NVSHMEM's "
         yield "problem", text + "device library, and Triton 3.6 cannot read that of 3.8", fix
     elif nvshmem and library in pins and release(nvshmem) != release(pins[library]):
-        yield "note", f"NVSHMEM {nvshmem} is not the one that torch is built with and loads, {pins[library]}", fix
+        yield (
+            "note",
+            f"NVSHMEM {nvshmem} is not the one that torch is built with and loads, {pins[library]}",
+            fix,
+        )
 
-    version, core, newer = installed.get(bindings), installed.get("cuda-core"), f"pip install '{bindings}>=0.4.1,<0.5'"
+    version, core, newer = (
+        installed.get(bindings),
+        installed.get("cuda-core"),
+        f"pip install '{bindings}>=0.4.1,<0.5'",
+    )
     if version is not None:
         if release(version) < (0, 3, 1):
             yield "problem", f"{bindings} {version} does not work: 0.4.1 does", newer
         elif release(version) < (0, 4, 1):
             yield "note", f"{bindings} {version} is older than what was tested: 0.4.1 does", newer
-        if core is None or release(core) < (0, 5):  # has cuda.core, which was cuda.core.experimental before
+        if core is None or release(core) < (
+            0,
+            5,
+        ):  # has cuda.core, which was cuda.core.experimental before
             text = f"cuda-core {core or '(not installed)'} has no cuda.core: {bindings} and symmoe need 0.5 or newer"
             yield "problem", text, "pip install 'cuda-core>=0.7'"
         if nvshmem is None:
-            yield "problem", f"{bindings} is installed without {library}, the library that it binds", fix
+            yield (
+                "problem",
+                f"{bindings} is installed without {library}, the library that it binds",
+                fix,
+            )
     elif has_gpu and cuda is not None:
         others = [each for each in installed if each.startswith("nvshmem4py-")]
         besides = f"; {others[0]} is, which is not for torch's CUDA {cuda}" if others else ""
         yield "problem", f"{bindings} is not installed{besides}: heaps on GPUs need it", newer
 
     if "megatron-core" in installed and "psutil" not in installed:
-        yield "note", "megatron-core without psutil: its distributed checkpoints hang", "pip install 'psutil>=5'"
-    shown = {"symmoe": "symmoe", "torch": "torch", "Triton": "triton", "NVSHMEM": library, "nvshmem4py": bindings}
-    parts = ", ".join(f"{label} {installed.get(name, 'not installed')}" for label, name in shown.items())
+        yield (
+            "note",
+            "megatron-core without psutil: its distributed checkpoints hang",
+            "pip install 'psutil>=5'",
+        )
+    shown = {
+        "symmoe": "symmoe",
+        "torch": "torch",
+        "Triton": "triton",
+        "NVSHMEM": library,
+        "nvshmem4py": bindings,
+    }
+    parts = ", ".join(
+        f"{label} {installed.get(name, 'not installed')}" for label, name in shown.items()
+    )
     yield "ok", f"{parts}; torch is built for {f'CUDA {cuda}' if cuda else 'CPUs'}", ""
