@@ -73,6 +73,10 @@ SLEEP_KERNEL = "spin_kernel"  # what gpu_sleep launches
 graph_task_id: Callable[[], int] = _named(
     "_C._current_graph_task_id"
 )  # of the backward pass that calls; or -1
+# The node that it runs; the number of a node, which counts in the thread that made it; and that of the next node here.
+running_node: Callable[[], Any] = _named("_C._current_autograd_node")
+next_node_number: Callable[[], int] = _named("_C._autograd._get_sequence_nr")
+_number_of: Callable[[Any], Callable[[], int]] = _attribute("_sequence_nr")
 # Whether that pass leaves its graph for another one. Who keeps memory for one that never comes is right as well.
 keeps_graph: Callable[[], bool] = _named(
     "_C._autograd._get_current_graph_task_keep_graph", lambda: True
@@ -128,6 +132,11 @@ non_persistent_buffers: Callable[[torch.nn.Module], set[str]] = _attribute(
     "_non_persistent_buffers_set"
 )
 _HOOKS = ("forward_hook", "forward_pre_hook", "backward_hook", "backward_pre_hook")
+
+
+def node_number(node: Any) -> int:
+    """The number of a node of autograd."""
+    return _number_of(node)()
 
 
 def is_transformed() -> bool:

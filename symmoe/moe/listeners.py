@@ -54,6 +54,7 @@ class Listeners:
     ) -> None:
         self.heap, self.num_experts, self.order, self.give = heap, num_experts, order, give
         self.is_fixed = False  # whether experts follow from the tokens' ids (hash layers): nothing to record or to give
+        self.is_given = False  # whether a context gives the layer its experts (training/replay.py)
         self.callbacks: tuple[Callable[[RoutingReport], object], ...] = ()
         self.totals: tuple[torch.Tensor, ...] = ()
 

@@ -8,6 +8,9 @@ topk_idx=recorded)`. To a trainer's own router it is given by its layer's `liste
 from __future__ import annotations
 
 import math
+import sys
+import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -22,7 +25,13 @@ from symmoe.errors import ArgumentError
 from symmoe.kernels import control
 from symmoe.moe.layer import MoELayer
 from symmoe.moe.listeners import Listeners, RoutingReport, layers_with_listeners
-from symmoe.torch_internals import pytree
+from symmoe.torch_internals import (
+    call_after_backward,
+    graph_task_id,
+    next_node_number,
+    node_number,
+    running_node,
+)
 
 Routing = dict[str, torch.Tensor]
 _Array = np.ndarray[Any, Any] | torch.Tensor
@@ -77,17 +86,21 @@ def replay_routing(
     all ranks of the EP group, where they call the next layer.
 
     If activations are computed again in backward, backward must run in the context too; they take what their own
-    micro-batch took. `routing` of trainers' routers is read on the host.
+    micro-batch took, wherever and in whichever order backwards begin. `routing` of trainers' routers is read on the
+    host.
 
     Args:
         routing: what :func:`record_routing` has recorded for the same tokens, or :func:`routing_from_array` has made:
             any integers, on the host or the device; -1 is no expert (to trainers' routers, in all K slots of a token).
             Of several micro-batches a sequence, in the order in which `model` is called. In backward a call is known
-            by what it returned: not if all of `model` is in a reentrant checkpoint; nor can it be one compiled graph.
+            by the graph that it made: not if all of `model` is in a reentrant checkpoint; nor can it be one compiled
+            graph.
 
     Raises:
-        ArgumentError: `routing` is not for the layers, tokens, K, experts or calls of `model`; a router cannot be given
-            a choice; or a layer has not taken it: a model that torch.compile has compiled before takes no notice.
+        ArgumentError: `routing` is not for the layers, tokens, K, experts or calls of `model`, or backward computes
+            activations again that are of no call in this context; a router cannot be given a choice, or is given one
+            already by another context; or a layer has not taken it: a model that torch.compile has compiled before
+            takes no notice.
     """
     layers = _routed_layers(model)
     given: Sequence[Mapping[str, torch.Tensor]] = (
@@ -105,11 +118,11 @@ def replay_routing(
         _fail_for(_problem(layers, one), layers)
 
     def choice(name: str, num_tokens: int, top_k: int | None) -> torch.Tensor:
-        number = 0 if calls is None else calls.number
+        number = calls.number
         if number is None or not 0 <= number < len(each):
             text = f"routing is of {len(each)} micro-batches; layer {name!r} runs in call {number} (None: not known)"
             _fail_for(ArgumentError(text), layers)
-        ids = each[number or 0][name]
+        ids = each[number][name]
         if ids.shape != (num_tokens, top_k or ids.shape[-1]):
             text = f"routing[{name!r}] has shape {list(ids.shape)}; the call has [tokens, K] {[num_tokens, top_k]}"
             _fail_for(ArgumentError(text), layers)
@@ -120,10 +133,9 @@ def replay_routing(
         return ids.to(its.heap.device, torch.int64 if is_wide else torch.int32, non_blocking=True)
 
     with ExitStack() as hooks, _choose(model, layers, choice):
-        # Nothing is counted for one: torch.compile cannot trace whether backward runs, and would break its graph.
-        calls = None if isinstance(routing, Mapping) else _Calls(model, hooks)
+        calls = _Calls(model, hooks, None if isinstance(routing, Mapping) else len(each))
         yield
-        if calls is not None and calls.num != len(each):
+        if not isinstance(routing, Mapping) and calls.num != len(each):
             raise ArgumentError(
                 f"routing is of {len(each)} micro-batches; the model has been called {calls.num} times"
             )
@@ -216,34 +228,77 @@ def routing_to_array(routing: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 
 class _Calls:
-    """The calls of a model that come from now on, without those that backward repeats; `hooks` end it."""
+    """The calls of a model that come from now on, and what backward computes again of them. A call is known by the
+    numbers that autograd gives to the nodes of its graph, one after the other in each thread: so it does not matter
+    where backward begins, and in which order backwards come. `hooks` end it.
 
-    def __init__(self, model: nn.Module, hooks: ExitStack) -> None:
-        self.num = 0
-        self._of_backward: int | None = None
-        hooks.callback(
-            model.register_forward_pre_hook(self._begin, prepend=True).remove
-        )  # it may be a layer
-        hooks.callback(model.register_forward_hook(self._end).remove)
+    num_routings: of a sequence. None: there is one routing, for all calls. Of one, all nodes that are made from now on.
+    """
+
+    def __init__(self, model: nn.Module, hooks: ExitStack, num_routings: int | None) -> None:
+        self._num_routings = num_routings
+        self._thread = threading.get_ident()
+        self._start: int | None = None  # the first node of the call that runs
+        self._nodes = [range(next_node_number(), sys.maxsize)] if num_routings in (None, 1) else []
+        self._outer: _Pass | None = None
+        self.num = 0  # calls that have ended
+        if num_routings is not None:
+            hooks.callback(
+                model.register_forward_pre_hook(self._begin, prepend=True).remove
+            )  # it may be a layer
+            hooks.callback(model.register_forward_hook(self._end).remove)
 
     @property
     def number(self) -> int | None:
-        """Of the call that runs, or whose activations backward computes again, if that is known."""
-        return self._of_backward if is_in_backward() and self.num > 1 else self.num - 1
+        """Of the call that runs, or whose activations backward computes again; None: not known."""
+        # torch.compile cannot trace whether backward runs, and would break its graph.
+        if self._num_routings is None and (torch.compiler.is_compiling() or not is_in_backward()):
+            return 0
+        if not is_in_backward():
+            return None if self._start is None else self.num
+        node = running_node()
+        number = -1 if node is None else node_number(node)
+        found = next((i for i, nodes in enumerate(self._nodes) if number in nodes), None)
+        outer = self._outer
+        if outer is None or not outer.is_running():
+            self._outer = _Pass(found)
+        elif outer.task == graph_task_id():
+            outer.number = found
+        elif found is None or threading.get_ident() != self._thread:
+            # Reentrant: a pass inside that one, through nodes that it has made; numbers are those of its thread.
+            return outer.number
+        return found
 
     def _begin(self, *_: object) -> None:
         if not is_in_backward():
-            self.num, self._of_backward = self.num + 1, None
+            self._start = next_node_number()
 
-    def _end(self, _model: nn.Module, _args: object, output: object) -> None:
-        for tensor in () if is_in_backward() else pytree.tree_leaves(output):
-            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                tensor.register_hook(
-                    partial(self._begin_backward, self.num - 1)
-                )  # which runs before the model's own
+    def _end(self, *_: object) -> None:
+        if self._start is None or is_in_backward():
+            return
+        self.num += 1
+        if self._num_routings != 1:
+            self._nodes.append(range(self._start, next_node_number()))
+        self._start = None
 
-    def _begin_backward(self, number: int, _gradient: torch.Tensor) -> None:
-        self._of_backward = number
+
+class _Pass:
+    """The backward pass that runs. number: of the call whose activations it has computed again last, None: not known."""
+
+    def __init__(self, number: int | None) -> None:
+        self.task = graph_task_id()
+        self.number = number
+        ending = self._end
+        # Autograd lets go of it, also where the pass ends in an error.
+        self._ending: Callable[[], object] = weakref.ref(ending)
+        call_after_backward(ending)
+
+    def is_running(self) -> bool:
+        """Whether the pass has not ended."""
+        return self._ending() is not None
+
+    def _end(self) -> None:
+        self._ending = lambda: None
 
 
 def _routed_layers(model: nn.Module) -> _Layers:
@@ -315,6 +370,13 @@ def _choose(
                 raise ArgumentError(
                     f"layer {name!r} has no router (router='none') that could weigh what it is given"
                 )
+            if listeners.is_given:
+                raise ArgumentError(
+                    f"layer {name!r} is given its experts by another context already; of several micro-batches give "
+                    "replay_routing a list"
+                )
+            listeners.is_given = True
+            given.callback(setattr, listeners, "is_given", False)
             if listeners.give is None:
                 given.callback(
                     layer.register_forward_pre_hook(partial(give, name), with_kwargs=True).remove

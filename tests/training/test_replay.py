@@ -158,6 +158,48 @@ def test_recomputation_takes_the_routing_of_its_micro_batch(
             sum(again(policy, x).sum() for x in batches).backward()
 
 
+AGAIN = {
+    "kept": lambda layer, x: layer(x),
+    "non-reentrant": partial(checkpoint, use_reentrant=False),
+    "reentrant": partial(checkpoint, use_reentrant=True),
+    "nested": lambda layer, x: checkpoint(AGAIN["reentrant"], layer, x, use_reentrant=True),
+}
+
+
+@pytest.mark.parametrize("again", list(AGAIN)[1:])
+def test_backward_may_begin_at_a_middle_layer(heap: SymmetricHeap, again: str):
+    """After the other micro-batch's, through a graph that is kept, after a pass that failed, and in one with it."""
+    model = make_model(heap)
+    ids = torch.stack([torch.randperm(EXPERTS)[:TOP_K] for _ in range(4 * TOKENS)]).int()
+    routings = [
+        dict(zip(("layers.0", "layers.1"), two, strict=True)) for two in ids.view(2, 2, TOKENS, -1)
+    ]
+    found = []
+    for through in (AGAIN["kept"], AGAIN[again]):
+        middles, batches = [], [tokens(True), tokens(True).flip(1).detach().requires_grad_()]
+
+        def kept(
+            layer: nn.Module, x: torch.Tensor, through=through, middles=middles
+        ) -> torch.Tensor:
+            middles.append(through(layer, x)[0])
+            return middles[-1]
+
+        with replay_routing(model, routings):
+            ends = [model(x, kept).square().sum() for x in batches]
+            first, _, second, _ = (middle.square().sum() for middle in middles)
+            failing = batches[1].register_hook(lambda gradient: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                ends[1].backward(retain_graph=True)
+            failing.remove()
+            model.zero_grad()
+            first.backward(retain_graph=True)
+            ends[1].backward(retain_graph=True)
+            first.backward(retain_graph=True)
+            (ends[0] + second).backward()
+        found.append([*[x.grad for x in batches], *model.gradients()])
+    torch.testing.assert_close(found[1], found[0])
+
+
 @pytest.mark.parametrize("dtype", ["int16", "int32", "uint8", "uint16", "uint32", "uint64"])
 def test_arrays_of_an_engine_are_routing(heap: SymmetricHeap, dtype: str):
     """With dense layers, packed sequences, padding, in an order of this rank's own; and back."""
@@ -245,6 +287,14 @@ def test_recording_and_replaying_refuse(heap: SymmetricHeap):
             compiled(tokens())
     with pytest.raises(ArgumentError, match="has no MoELayer"), record_routing(nn.Linear(2, 2)):
         pass
+    with replay_routing(model, routing):
+        y = model(tokens(True), lambda layer, x: checkpoint(layer, x, use_reentrant=False)[0])
+        with pytest.raises(ArgumentError, match="is given its experts by another context already"):
+            replay_routing(model, routing).__enter__()
+    with replay_routing(model, routing):
+        model(tokens())
+        with pytest.raises(ArgumentError, match="layer 'layers.1' runs in call None"):
+            y.sum().backward()
     with pytest.raises(ArgumentError, match=r"routing \(Tensor\) must be of dicts"):
         replay_routing(model, routing_to_array(routing)).__enter__()
 
