@@ -29,6 +29,8 @@ from symmoe.torch_internals import version_of
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
+_REDUCED = "_symmoe_reduced"  # on a gradient: its version when it had been reduced
+
 
 @torch.no_grad()
 def reduce_gradients(
@@ -41,7 +43,9 @@ def reduce_gradients(
 
     Dense gradients travel in one buffer and one all-reduce per dtype, in the order of `model.parameters()`,
     so the result does not depend on when each gradient became ready. A missing gradient counts as zeros and
-    is filled in: ranks then agree on what they send, also when a rank had no tokens.
+    is filled in: ranks then agree on what they send, also when a rank had no tokens. Gradients of a part that has been
+    reduced by itself stay as they are. Once for a step, after its last micro-batch: backward must not add to gradients
+    that are reduced.
 
     Args:
         model: the same modules on every rank of `group`.
@@ -61,29 +65,32 @@ def reduce_gradients(
             "reduce_gradients would do it again"
         )
     dense, experts = trainable(model)
+    parameters = dense + experts
     num_ranks = group_size(group)
-    noted = next((parameter.grad for parameter in dense + experts), None)
     # Nothing has been written into them since. (Replays of a graph do not show.)
-    are_reduced = noted is not None and getattr(noted, "_symmoe_versions", None) == _versions(
-        dense + experts
-    )
-    if num_ranks > 1 and are_reduced and not any(layer.heap.memory.graph_bytes for layer in layers):
+    shows = num_ranks > 1 and not any(layer.heap.memory.graph_bytes for layer in layers)
+    if shows and parameters and all(_is_reduced(parameter.grad) for parameter in parameters):
         raise ArgumentError(
             "reduce_gradients has been called for these gradients already, and there was no backward since: again it "
             f"would divide those of experts by the number of ranks ({num_ranks}) once more"
         )
-    for parameter in dense + experts:
+    for parameter in parameters:
         if hasattr(parameter, "device_mesh"):
             raise ArgumentError(
                 f"a parameter of shape {list(parameter.shape)} is a DTensor ({cast('DTensor', parameter).placements}): "
                 "FSDP reduces its gradient in backward, and reduce_gradients would do it again"
             )
+    # Those of a part that has been reduced by itself travel again, so that ranks agree on what they send.
+    reduced = [p.grad for p in experts if shows and p.grad is not None and _is_reduced(p.grad)]
+    kept = [gradient.clone() for gradient in reduced]
     _sum_gradients(dense, group=group)
     _sum_gradients(experts, group=expert_group)
     if num_ranks > 1:
-        torch._foreach_div_([p.grad for p in dense + experts if p.grad is not None], num_ranks)
-        if (noted := next((p.grad for p in dense + experts), None)) is not None:
-            noted._symmoe_versions = _versions(dense + experts)  # type: ignore[attr-defined]
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        torch._foreach_div_(gradients, num_ranks)
+        for gradient, value in zip(reduced, kept, strict=True):
+            gradient.copy_(value)
+        _note_reduced(gradients)
         for layer in layers:
             layer.replicas.are_reduced = True
 
@@ -150,7 +157,9 @@ def clip_grad_norm(
     total_norm: torch.Tensor = (everywhere + here).sqrt()
     factor = (max_norm / (total_norm + 1e-6)).clamp(max=1.0)
     for gradients in copies.values():
+        reduced = [gradient for gradient in gradients if _is_reduced(gradient)]
         torch._foreach_mul_(gradients, factor)
+        _note_reduced(reduced)
     return total_norm
 
 
@@ -228,10 +237,14 @@ def _sum_gradients(parameters: Iterable[nn.Parameter], *, group: dist.ProcessGro
             gradient.copy_(summed.view_as(gradient))
 
 
-def _versions(parameters: list[nn.Parameter]) -> list[int | None]:
-    return [
-        None if parameter.grad is None else version_of(parameter.grad) for parameter in parameters
-    ]
+def _is_reduced(gradient: torch.Tensor | None) -> bool:
+    """Whether reduce_gradients has been here, and nothing but clip_grad_norm has written into the gradient since."""
+    return gradient is not None and getattr(gradient, _REDUCED, None) == version_of(gradient)
+
+
+def _note_reduced(gradients: Iterable[torch.Tensor]) -> None:
+    for gradient in gradients:
+        setattr(gradient, _REDUCED, version_of(gradient))
 
 
 def group_size(group: dist.ProcessGroup | None) -> int:

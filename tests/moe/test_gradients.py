@@ -8,6 +8,7 @@ from torch import nn
 from worker import Findings
 
 from symmoe import clip_grad_norm, reduce_gradients
+from symmoe.errors import ArgumentError
 
 WORLD, MAX_NORM = 4, 0.05
 
@@ -80,6 +81,36 @@ def test_gradients_are_those_of_the_mean_loss(
     dense = [model.get_parameter(name).grad.tolist() for name in want if name != "share.experts"]
     dist.all_gather_object(everywhere, (found.item(), dense))
     findings.equal("norm and dense gradients on rank 0", everywhere[0], everywhere[rank])
+    for group in groups:
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            dist.destroy_process_group(group)
+
+
+@run_on(WORLD)
+def test_gradients_of_a_part_are_reduced_once(
+    rank: int, num_ranks: int, findings: Findings
+) -> None:
+    """By itself before the whole, or after it; clipped in between; and anew in the next step."""
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    options = {"group": dist.group.WORLD, "expert_group": groups[rank % 2]}
+    whole, parts = (nn.ModuleList([Model(), Model()]) for _ in range(2))
+    for model in (*whole, *parts):
+        for name, gradient in model.left_by_backward().items():
+            model.get_parameter(name).grad = gradient[rank].clone()
+    reduce_gradients(whole, **options)
+    reduce_gradients(parts[1], **options)
+    for step in range(2):
+        reduce_gradients(parts, **options)
+        for (name, one), other in zip(whole.named_parameters(), parts.parameters(), strict=True):
+            if one.requires_grad:
+                findings.close(f"{name}, step {step}", other.grad, one.grad, rtol=1e-6, atol=1e-7)
+        clip_grad_norm(parts, MAX_NORM, **options)
+        for model in (parts, parts[0], parts[0].share):
+            with pytest.raises(ArgumentError, match="called for these gradients already"):
+                reduce_gradients(model, **options)
+        for model in parts:  # the next step's, in the same memory
+            for name, gradient in model.left_by_backward().items():
+                model.get_parameter(name).grad.zero_().add_(gradient[rank])
     for group in groups:
         if group is not dist.GroupMember.NON_GROUP_MEMBER:
             dist.destroy_process_group(group)

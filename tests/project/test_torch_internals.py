@@ -35,7 +35,7 @@ ALLOWED = {
     "_data": "of NVSHMEM's bindings, with which it comes",
     **dict.fromkeys(["_apply_gate", "_from_config", "_get_dtype_plan"], "of transformers"),
     **dict.fromkeys(["_symmoe_state", "_lease_span", "_symmoe_told"], "symmoe's own"),
-    **dict.fromkeys(["_gradients", "_symmoe_versions"], "symmoe's own"),
+    "_gradients": "symmoe's own",
 }
 # What a private name may be an attribute of, besides torch's modules.
 TORCHS = (
