@@ -140,13 +140,14 @@ def coefficient_of_variation(expert_load: torch.Tensor) -> torch.Tensor:
 def balance_step(model: nn.Module, *, expert_group: dist.ProcessGroup | None = None) -> None:
     """Moves every expert bias towards balance, and starts the counts of the next step. Once per optimizer step; model:
     holds the layers, in the same order on every rank. In training mode a layer counts the load of a call (of its whole
-    EP group) when backward passes through the call; micro-batches add up.
+    EP group) when backward passes through the call; micro-batches add up. A router that is frozen, with no parameter
+    that requires a gradient in it or in what wraps it, counts as well, and keeps its bias.
 
     Collective over `expert_group` (as in reduce_gradients; one all-reduce for all layers) if that is given. Does not
     synchronise the host, and can be captured in a CUDA graph.
     """
-    routers = [module for module in model.modules() if isinstance(module, Router)]
-    counts = {router: router.step_load for router in routers if router.step_load is not None}
+    routers = _routers(model)
+    counts = {router: load for router in routers if (load := router.step_load) is not None}
     if not counts:
         return
     if expert_group is not None:
@@ -157,9 +158,21 @@ def balance_step(model: nn.Module, *, expert_group: dist.ProcessGroup | None = N
         ):
             step_load.copy_(load)
     for router, step_load in counts.items():
-        if router.expert_bias is not None:
+        is_trained = any(parameter.requires_grad for parameter in routers[router].parameters())
+        if router.expert_bias is not None and is_trained:
             update_expert_bias(router.expert_bias, step_load, router.config.bias_update_rate)
         step_load.zero_()
+
+
+def _routers(model: nn.Module) -> dict[Router, nn.Module]:
+    """The routers of a model, in its order, and what is a layer's `router` around each, or it itself."""
+    routers: dict[Router, nn.Module] = {}
+    for module in model.modules():
+        whole = module if isinstance(module, Router) else module._modules.get("router")
+        for inner in () if whole is None else whole.modules():
+            if isinstance(inner, Router):
+                routers.setdefault(inner, whole)
+    return routers
 
 
 def balance_after(

@@ -2,7 +2,8 @@
 
 The first step of an optimizer that has parameters of a layer takes a checksum before, and the next plan on the heap one
 after it. They travel in words of the plan's barrier that are free, and every rank warns of what they say: equal
-experts, or dense parameters that differ before or after. From then on there is nothing to do.
+experts, or dense parameters, in the layers or elsewhere, that differ before or after. From then on there is
+nothing to do.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ _MOST_STEPS = (
 )
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WORD_BYTES = 7  # of positive words
+_HALF_BITS = 28  # two checksums in one word
 
 _AT_START = (
     "dense parameters differ between ranks before the first optimizer step: make them equal with "
@@ -35,6 +37,10 @@ _AT_START = (
 _NOT_REDUCED = (
     "dense parameters differ between ranks after the first optimizer step: call symmoe.reduce_gradients(model) after "
     "backward and before the optimizer"
+)
+_ONLY_LAYERS = (
+    "dense parameters outside of the MoE layers differ between ranks after the first optimizer step, and were equal "
+    "before: call symmoe.reduce_gradients(model) of the whole model, not of its layers only"
 )
 _CHANGED = (
     "dense parameters differ between ranks after the first optimizer step: gradients were changed after "
@@ -64,8 +70,9 @@ def watch_first_step(layer: ExpertParallelModule) -> None:
 
 class FirstStep:
     """What the ranks of a heap compare in the plan after a first step: the layers' dense parameters, which must be
-    equal, unless DDP or FSDP reduces their gradients; and their experts, which must not. given: what the optimizer has,
-    by id."""
+    equal, unless DDP or FSDP reduces their gradients; and their experts, which must not. Parameters elsewhere may be a
+    rank's own, but if they were equal before the step, they must be after it. given: what the optimizer has, by id;
+    elsewhere: those of them that are of no layer."""
 
     @torch.no_grad()
     def __init__(
@@ -73,6 +80,7 @@ class FirstStep:
         optimizer: torch.optim.Optimizer,
         layers: Sequence[ExpertParallelModule],
         given: dict[int, torch.Tensor],
+        elsewhere: list[torch.Tensor],
     ) -> None:
         parameters = [each for layer in layers for each in named_parameters(layer)]
         experts = [parameter for _, parameter, is_expert in parameters if is_expert]
@@ -88,16 +96,15 @@ class FirstStep:
                 )
         in_ddp = any(layer.replicas.its_ddp() is not None for layer in layers)
         if in_ddp or any(hasattr(parameter, "device_mesh") for parameter in given.values()):
-            dense = []
+            dense = elsewhere = []
         elif not any(
             parameter.requires_grad for parameter in dense
         ):  # then what is outside of the layers tells more
-            known = {id(parameter) for parameter in experts}
-            dense += [parameter for number, parameter in given.items() if number not in known]
-        self._layers, self._dense = (
-            [weakref.ref(layer) for layer in layers],
-            [weakref.ref(p) for p in dense],
-        )
+            dense = dense + elsewhere
+            elsewhere = []
+        self._layers = [weakref.ref(layer) for layer in layers]
+        self._dense = [weakref.ref(parameter) for parameter in dense]
+        self._elsewhere = [weakref.ref(parameter) for parameter in elsewhere]
         parts = [part for parameter in experts if (part := local_part(parameter)).numel()]
         # Copies of one expert (upcycling) say nothing.
         says_nothing = not parts or _are_copies(layers[0])
@@ -105,15 +112,16 @@ class FirstStep:
         self._before = (
             _checksum(dense) << 1
         )  # even: a plan's barrier has a word 1 for something else
+        self._before_elsewhere = _half(_checksum(elsewhere))
 
     def words(self) -> tuple[int, ...]:
         """Of this rank."""
         dense = [parameter for its in self._dense if (parameter := its()) is not None]
-        return (
-            (self._before, _checksum(dense), self._experts)
-            if len(dense) == len(self._dense)
-            else ()
-        )
+        elsewhere = [parameter for its in self._elsewhere if (parameter := its()) is not None]
+        if len(dense) + len(elsewhere) < len(self._dense) + len(self._elsewhere):
+            return ()
+        halves = self._before_elsewhere << _HALF_BITS | _half(_checksum(elsewhere))
+        return self._before, _checksum(dense), self._experts, halves
 
     def compare(self, received: Sequence[Sequence[int]]) -> None:
         """Warns of what the ranks of a node have published; ranks that have had no step have published zeros."""
@@ -126,6 +134,8 @@ class FirstStep:
                 layer.replicas.are_reduced for its in self._layers if (layer := its()) is not None
             )
             warnings.warn(_CHANGED if are_reduced else _NOT_REDUCED, stacklevel=2)
+        elif len({row[3] for row in rows}) > len({row[3] >> _HALF_BITS for row in rows}) == 1:
+            warnings.warn(_ONLY_LAYERS, stacklevel=2)
         if experts == 1 and len(rows) > 1:
             warnings.warn(_EQUAL_EXPERTS, stacklevel=2)
 
@@ -149,9 +159,11 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     _num_steps += 1
     if not layers and _num_steps >= _MOST_STEPS:
         _layers.clear()
+    inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
+    elsewhere = [each for number, each in given.items() if number not in inside and _has_bits(each)]
     for heap in {layer.heap for layer in layers}:
         its_layers = [layer for layer in layers if layer.heap is heap]
-        heap.first_step = FirstStep(optimizer, its_layers, given)
+        heap.first_step = FirstStep(optimizer, its_layers, given, elsewhere)
     _layers.difference_update(layers)
 
 
@@ -169,6 +181,21 @@ def _checksum(tensors: Iterable[torch.Tensor]) -> int:
     return 1 + int.from_bytes(
         hashlib.sha256(repr(sorted(_sums(tensors))).encode()).digest()[:_WORD_BYTES], "little"
     )
+
+
+def _has_bits(parameter: torch.Tensor) -> bool:
+    """Whether its own memory, which can be summed up, is all that there is of it."""
+    is_plain = type(parameter) in (torch.Tensor, torch.nn.Parameter)
+    return (
+        is_plain
+        and parameter.layout is torch.strided
+        and not parameter.is_meta
+        and parameter.element_size() in _INTEGERS
+    )
+
+
+def _half(checksum: int) -> int:
+    return checksum % (1 << _HALF_BITS)
 
 
 def _are_copies(layer: ExpertParallelModule) -> bool:

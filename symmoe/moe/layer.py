@@ -232,8 +232,9 @@ class MoELayer(ExpertParallelModule):
                         x.reshape(-1, self.config.hidden)
                     )  # not `tokens`: see run_experts
             if own is not None:
+                assert own.topk_idx is not None  # of route_of
                 y, load, found = self._routed_experts.run(
-                    tokens, own, given("topk_idx", own.topk_idx), self.experts, out_shape=x.shape
+                    tokens, own, own.topk_idx, self.experts, out_shape=x.shape
                 )
                 assert found is not None  # with a route
                 chosen = found.topk_idx, found.probs, found.topk_idx, None

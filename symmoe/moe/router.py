@@ -64,8 +64,10 @@ class Router(nn.Module):
     Attributes:
         weight: [E, H] fp32 parameter.
         expert_bias: [E] fp32 buffer, or None; changed by :func:`symmoe.moe.balance.balance_step`, not by gradients.
-        step_load: [E] int64, slots of each expert since the last balance_step, or None if nothing uses it. Not
-            a buffer: DDP would overwrite it with that of another rank.
+        step_load: [E] int64, slots of each expert since the last balance_step, or None if nothing uses it; zeros when
+            the router is built. Not a buffer, which DDP would overwrite with that of another rank: no move, cast or
+            loading of the router's tensors concerns it, and it is on the heap's device (without a heap, where the
+            parameters are).
     """
 
     def __init__(
@@ -76,7 +78,9 @@ class Router(nn.Module):
         heap: SymmetricHeap | None = None,
     ) -> None:
         super().__init__()
-        self.config, self._rule, self._heap = config, config.routing_rule, heap
+        self.config = config
+        self._rule = config.routing_rule
+        self._heap = heap
         self.weight = nn.Parameter(
             torch.empty(config.num_experts, config.hidden, dtype=torch.float32, device=device)
         )
@@ -84,7 +88,7 @@ class Router(nn.Module):
         self.expert_bias: torch.Tensor | None
         self.register_buffer("expert_bias", bias if config.expert_bias else None)
         counts = config.expert_bias or (config.aux_loss_coef and config.aux_loss == "global")
-        self.step_load = (
+        self._step_load = (
             torch.zeros(config.num_experts, dtype=torch.int64, device=device) if counts else None
         )
         self.reset_parameters()
@@ -96,6 +100,23 @@ class Router(nn.Module):
             self.expert_bias.zero_()
         if self.step_load is not None:
             self.step_load.zero_()
+
+    @property
+    def step_load(self) -> torch.Tensor | None:
+        """See the class."""
+        load = self._step_load
+        if load is None:
+            return None
+        home = next(self.parameters()).device if self._heap is None else self._heap.device
+        if load.device != home:
+            # On "meta" nothing has been counted.
+            load = torch.zeros_like(load, device=home) if load.is_meta else load.to(home)
+            self._step_load = load
+        return load
+
+    @step_load.setter
+    def step_load(self, load: torch.Tensor | None) -> None:
+        self._step_load = load
 
     def forward(
         self,
@@ -164,8 +185,6 @@ class Router(nn.Module):
             moved = fn(tensor)
             return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
 
-        if self.step_load is not None:
-            self.step_load = keep_dtype(self.step_load)
         moved: nn.Module = super()._apply(keep_dtype, recurse)  # type: ignore[no-untyped-call]  # untyped in torch
         return moved
 

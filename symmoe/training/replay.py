@@ -283,7 +283,7 @@ class _Calls:
 
 
 class _Pass:
-    """The backward pass that runs. number: of the call whose activations it has computed again last, None: not known."""
+    """The backward pass that runs. number: of the call whose activations it has computed again last; None: unknown."""
 
     def __init__(self, number: int | None) -> None:
         self.task = graph_task_id()

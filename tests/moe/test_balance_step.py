@@ -1,5 +1,6 @@
 """The expert bias over optimizer steps: each micro-batch counts once, whatever is computed again."""
 
+import copy
 from collections.abc import Callable
 
 import numpy as np
@@ -8,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from symmoe import MoEConfig, MoELayer, SymmetricHeap
+from symmoe import MoEConfig, MoELayer, Router, SymmetricHeap
 from symmoe.moe.balance import balance_after, balance_step
 
 EXPERTS, TOP_K, H, I, RATE = 4, 2, 16, 8, 0.01
@@ -113,15 +114,42 @@ def test_order_of_backwards_does_not_matter(heap: SymmetricHeap):
     np.testing.assert_array_equal(counted(model), loads)
 
 
+class Wrapped(nn.Module):
+    """A router with an adapter."""
+
+    def __init__(self, router: nn.Module) -> None:
+        super().__init__()
+        self.router = router
+        self.adapter = nn.Parameter(torch.zeros(H))
+
+    @property
+    def step_load(self) -> torch.Tensor:
+        return self.router.step_load
+
+    def route_of(self, x: torch.Tensor) -> None:
+        """Its call does more than a router's."""
+
+    def forward(self, x: torch.Tensor, **arguments) -> object:
+        return self.router(x + self.adapter, **arguments)
+
+
 def test_a_retained_graph_and_a_frozen_router_count_once(heap: SymmetricHeap):
-    """Nothing before the experts takes a gradient."""
+    """Nothing before the experts takes a gradient. The router keeps its bias, until it or what wraps it is trained."""
     block = Block(heap)
     block.dense.requires_grad_(False)
     block.moe.router.requires_grad_(False)
     y = block(batch(0, 0).detach())
     y.sum().backward(retain_graph=True)
     y.sum().backward()
-    assert block.moe.router.step_load.sum().item() == 9 * TOP_K
+    router = block.moe.router
+    assert router.step_load.sum().item() == 9 * TOP_K
+    balance_step(block)
+    assert not router.step_load.any()
+    assert not router.expert_bias.any()
+    block.moe.router = Wrapped(router)
+    block(batch(0, 0).detach()).sum().backward()
+    balance_step(block)
+    assert router.expert_bias.any()
 
 
 def test_evaluation_does_not_count(heap: SymmetricHeap):
@@ -195,6 +223,54 @@ def test_casts_leave_the_bias(heap: SymmetricHeap, cast: Callable):
     other = Model(heap)
     other.load_state_dict(state)
     np.testing.assert_array_equal(biases(other), biases(model))
+
+
+def meta_then_assigned(model: Model, heap: SymmetricHeap) -> Model:
+    on_meta = model.to("meta")
+    on_meta.load_state_dict(Model(heap).state_dict(), assign=True)
+    return on_meta
+
+
+def meta_then_empty(model: Model, heap: SymmetricHeap) -> Model:
+    used = [
+        torch.full((EXPERTS,), 10**9) for _ in range(1000)
+    ]  # what lies in the allocator's memory
+    del used
+    emptied = model.to("meta").to_empty(device=heap.device)
+    emptied.load_state_dict(Model(heap).state_dict())
+    return emptied
+
+
+MOVES: dict[str, Callable[[Model, SymmetricHeap], Model]] = {
+    "assigned": meta_then_assigned,
+    "emptied": meta_then_empty,
+    "copied": lambda model, _: copy.deepcopy(model),
+    "cast": lambda model, _: model.double().float(),
+    "router without a heap": lambda model, _: _with_own_routers(model),
+}
+
+
+def _with_own_routers(model: Model) -> Model:
+    for block in model.blocks:
+        router = Router(block.moe.config, device="meta")
+        router.load_state_dict(block.moe.router.state_dict(), assign=True)
+        block.moe.router = router
+    return model
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_counts_survive_what_knows_only_parameters_and_buffers(heap: SymmetricHeap, move: str):
+    options = {"aux_loss_coef": 1.0, "aux_loss": "global"}
+    wanted, model = Model(heap, **options), MOVES[move](Model(heap, **options), heap)
+    for number in range(2):
+        want, got = (each(batch(0, number)) for each in (wanted, model))
+        torch.testing.assert_close(got, want)
+        (want + got).sum().backward()
+    np.testing.assert_array_equal(counted(model), counted(wanted))
+    for each in (wanted, model):
+        balance_step(each)
+    np.testing.assert_array_equal(biases(model), biases(wanted))
+    assert biases(model).any()
 
 
 @pytest.mark.slow

@@ -143,6 +143,10 @@ MISTAKES: dict[str, tuple[Loop, str]] = {
         loop(after_backward=reduce_twice),
         "called for these gradients already",
     ),
+    "reduce_gradients of the layer": (
+        loop(after_backward=lambda model: symmoe.reduce_gradients(model.moe)),
+        "of the whole model, not of its layers only",
+    ),
     "torch's clip_grad_norm_": (
         loop(after_backward=reduce_and_clip_by_torch),
         "Clip with symmoe.clip_grad_norm",
@@ -184,6 +188,12 @@ def upcycle(model: Model) -> None:
         )
 
 
+def hold_own_experts(model: Model) -> None:
+    """Of another kind, on each rank others."""
+    model.own = nn.Linear(HIDDEN, HIDDEN)
+    model.own.holds_experts = True
+
+
 def in_groups_of_one(heap: symmoe.SymmetricHeap) -> None:
     with open_heap(
         "cpu", group=dist.new_group([dist.get_rank()], use_local_synchronization=True)
@@ -204,6 +214,7 @@ RIGHT: dict[str, Loop] = {
     "DDP": loop(after_backward=lambda model: symmoe.clip_grad_norm(model, 1e-3), in_ddp=True),
     "own reduction": loop(after_backward=reduce_by_hand),
     "upcycled": loop(upcycle),
+    "own experts": loop(hold_own_experts),
     "groups of one rank": in_groups_of_one,
 }
 

@@ -293,7 +293,7 @@ def test_recording_and_replaying_refuse(heap: SymmetricHeap):
             replay_routing(model, routing).__enter__()
     with replay_routing(model, routing):
         model(tokens())
-        with pytest.raises(ArgumentError, match="layer 'layers.1' runs in call None"):
+        with pytest.raises(ArgumentError, match=r"layer 'layers.1' runs in call None"):
             y.sum().backward()
     with pytest.raises(ArgumentError, match=r"routing \(Tensor\) must be of dicts"):
         replay_routing(model, routing_to_array(routing)).__enter__()
