@@ -6,6 +6,7 @@ Every function says what is wrong with what a caller brings, by the names of arg
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
@@ -13,8 +14,9 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 import torch
 
 from symmoe.autograd import transform_problem
-from symmoe.errors import ArgumentError, StaleLease
+from symmoe.errors import ArgumentError, StaleLease, word_problem
 from symmoe.kernels import control
+from symmoe.kernels.routing_rule import Score
 from symmoe.symm_mem.memory import ended_lease
 from symmoe.torch_internals import has_storage, num_dispatch_modes
 
@@ -25,7 +27,6 @@ Problem = ArgumentError | StaleLease | None
 
 Overflow = Literal["raise", "drop"]
 Order = Literal["rank", "slot", "node"]
-Score = Literal["softmax", "sigmoid"]
 Stash = Literal["all", "rows", "hidden", "none"]
 Layout = Literal["auto", "packed", "expert-major"]
 RouterKind = Literal["linear", "none"]
@@ -57,28 +58,23 @@ _PLAIN = (
 )  # the attribute of tensor classes that keep their own memory
 
 
-def is_choice(name: str, word: object) -> bool:
-    """Whether `word` is one of the words that argument `name` takes."""
-    return (
-        isinstance(word, str) and word in CHOICES[name]
-    )  # an array would compare with each element
-
-
 def words_problem(**words: object) -> ArgumentError | None:
     """The error for the first argument whose word it does not take, or None."""
-    for name, word in words.items():
-        if not is_choice(name, word):
-            return ArgumentError(f"{name} ({word!r}) must be one of {CHOICES[name]}")
-    return None
+    problems = (word_problem(name, word, CHOICES[name]) for name, word in words.items())
+    return next(filter(None, problems), None)
 
 
 def size_problem(**sizes: object) -> ArgumentError | None:
-    """What keeps one of the named values from being a size, an int of at least 1, or None."""
+    """What keeps one of the named values from being a size, an integer (NumPy's, too) of at least 1, or None."""
     for name, value in sizes.items():
-        # isinstance takes a bool for an int, but top_k=True is a mistake.
-        if not isinstance(value, int) or isinstance(value, bool):
+        try:
+            size = operator.index(value)  # type: ignore[arg-type]  # a TypeError, if it is none
+        except TypeError:
+            size = None
+        # A bool is taken for an int, but top_k=True is a mistake.
+        if size is None or isinstance(value, bool):
             return ArgumentError(f"{name} ({value!r}) must be an int, not {type(value).__name__}")
-        if value < 1:
+        if size < 1:
             return ArgumentError(f"{name} ({value}) must be at least 1")
     return None
 

@@ -20,7 +20,7 @@ from symmoe.errors import ArgumentError, StalePlan
 from symmoe.kernels import control
 from symmoe.kernels.control import PlanIntegers, num_blocks, plan_layout
 from symmoe.kernels.gemm_parts import Part, bounds_of
-from symmoe.precision.recipes import Recipe, precision_word
+from symmoe.precision.recipes import Recipe, precision_problem, precision_word
 from symmoe.symm_mem.heap import FailPeersOnError, SymmetricHeap, nodes_of
 from symmoe.symm_mem.row_budget import RowBudget
 from symmoe.tape.recorder import recorded
@@ -649,8 +649,4 @@ def _find_problem(topk_idx: torch.Tensor, heap: SymmetricHeap, options: PlanOpti
         return ArgumentError(
             f"max_tokens ({max_tokens}) must be at least T, this rank's tokens ({topk_idx.shape[0]})"
         )
-    if precision is not None and not isinstance(precision, Recipe):
-        return ArgumentError(
-            f"precision ({precision!r}) must be a recipe of symmoe.precision, or None"
-        )
-    return None
+    return precision_problem(precision)

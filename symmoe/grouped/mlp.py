@@ -6,6 +6,7 @@ activation before FC2, so that combining rows is a plain sum and FC2's output is
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
@@ -83,7 +84,7 @@ class GroupedMLP(nn.Module):
         raise_for(size_problem(num_groups=num_groups, hidden=hidden, ffn=ffn))
         if activation is not None:
             raise_for(activation_problem(activation, ScaledActivation))
-        self.num_groups, self.hidden, self.ffn = num_groups, hidden, ffn
+        self.num_groups, self.hidden, self.ffn = map(operator.index, (num_groups, hidden, ffn))
         self.activation = ScaledSwiGLU() if activation is None else activation
         options: dict[str, Any] = {"bias": bias, "weights": weights, "precision": precision}
         options |= {

@@ -10,6 +10,7 @@ G groups (experts of this rank), C input features, O output features.
 from __future__ import annotations
 
 import math
+import operator
 import re
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +20,7 @@ import torch
 from torch import nn
 
 from symmoe.checks.arguments import parameter_dtype_problem, size_problem
-from symmoe.errors import ArgumentError, raise_for
+from symmoe.errors import ArgumentError, raise_for, word_problem
 from symmoe.grouped.weights import (
     DelayedGradients,
     MainGrads,
@@ -72,10 +73,11 @@ class GroupedParameters(nn.Module):
         )
         dtype = torch.get_default_dtype() if dtype is None else dtype
         raise_for(parameter_dtype_problem(dtype))
-        if weights not in ("packed", "discrete"):
-            raise ArgumentError(f"weights ({weights!r}) must be 'packed' or 'discrete'")
+        raise_for(word_problem("weights", weights, ("packed", "discrete")))
         raise_for(precision_problem(precision, in_features=in_features, out_features=out_features))
-        self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
+        self.num_groups = operator.index(num_groups)
+        self.in_features = operator.index(in_features)
+        self.out_features = operator.index(out_features)
         self.return_bias, self.precision = return_bias, precision
         self.precision_name = str(
             precision

@@ -19,9 +19,11 @@ other block is touched. A block of zeros has the smallest scale.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
+
+from symmoe.errors import raise_for, word_problem
 
 TILE = 128  # padded groups (tokens for wgrad, rows of swizzled scales) begin at multiples of it
 
@@ -59,6 +61,10 @@ class BlockFormat:
     scale: ScaleKind
     block: int
     block_lines: int = 1
+
+    def __post_init__(self) -> None:
+        raise_for(word_problem("element", self.element, get_args(Element)))
+        raise_for(word_problem("scale", self.scale, get_args(ScaleKind)))
 
     @property
     def data_dtype(self) -> torch.dtype:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
+from symmoe.errors import raise_for, word_problem
+
+Score = Literal["softmax", "sigmoid"]
 TINY = 1e-20  # is added to the sum of K scores: sigmoid scores that all underflow must give probs of 0, not NaN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingRule:
-    """The fields of MoEConfig of these names.
+    """The fields of MoEConfig of these names. ArgumentError: `score` is no word of a score.
 
     Of E experts in groups of neighbours, a token's best groups are kept. A group is worth its best expert ("softmax",
     DeepSeek-V2, arXiv:2405.04434), or the sum of its best two ("sigmoid", DeepSeek-V3, arXiv:2412.19437).
@@ -20,6 +24,9 @@ class RoutingRule:
     num_groups: int = 1
     top_groups: int = 1
     route_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        raise_for(word_problem("score", self.score, get_args(Score)))
 
     def best_of_group(self, num_experts: int) -> int:
         """How many experts say what a group is worth."""

@@ -169,7 +169,9 @@ def _routers(model: nn.Module) -> dict[Router, nn.Module]:
     routers: dict[Router, nn.Module] = {}
     for module in model.modules():
         whole = module if isinstance(module, Router) else module._modules.get("router")
-        for inner in () if whole is None else whole.modules():
+        if whole is None:
+            continue
+        for inner in whole.modules():
             if isinstance(inner, Router):
                 routers.setdefault(inner, whole)
     return routers

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass, fields
 from typing import Literal
 
 from symmoe.checks import arguments
-from symmoe.errors import ArgumentError, raise_for
+from symmoe.errors import ArgumentError, raise_for, word_problem
 from symmoe.grouped.activations import activation_problem
 from symmoe.kernels.activation import SWIGLU, Activation
-from symmoe.kernels.routing_rule import RoutingRule
+from symmoe.kernels.routing_rule import RoutingRule, Score
 from symmoe.moe.overlap import received_layout
 from symmoe.precision.recipes import Recipe, precision_problem
 from symmoe.precision.wire import WireFormat, wire_problem
@@ -83,7 +84,8 @@ class MoEConfig:
         aux_loss_coef: factor of the load-balance loss; 0 turns it off.
         aux_loss: over which tokens experts are to be busy equally: those of one call ("micro_batch", the EP group's;
             with a capacity_factor this rank's), of each sequence, or of all micro-batches since the last balance_step
-            ("global", which therefore needs one per optimizer step); see symmoe.moe.balance.
+            ("global", which therefore needs one per optimizer step); see symmoe.moe.balance. Without effect if
+            aux_loss_coef is 0, so that a search over coefficients may begin there.
         capacity_factor: an expert takes at most ceil(capacity_factor * T * K / E) of this rank's T tokens, padding
             counted; the others lose that slot before they travel. None drops nothing.
         drop_policy: which tokens lose: those of the smallest prob ("probs") or the last ones ("position").
@@ -113,7 +115,7 @@ class MoEConfig:
     replica_places: int = 2
     replica_slack: float = 0.05
     router: arguments.RouterKind = "linear"
-    score: arguments.Score = "softmax"
+    score: Score = "softmax"
     renormalize: bool = True
     num_groups: int = 1
     top_groups: int = 1
@@ -151,16 +153,19 @@ class MoEConfig:
         return self.num_experts // num_ranks
 
     def sent_row_bytes(self, direction: Literal["forward", "backward"], item_bytes: int) -> int:
-        """Bytes of a token, or of the gradient of its result, on its way to an expert. item_bytes: of one number."""
+        """Bytes of a token, or of the gradient of its result, on its way to an expert. item_bytes: of one number.
+        ArgumentError: direction is another word."""
+        raise_for(word_problem("direction", direction, ("forward", "backward")))
         if self.precision is None or self.quantized_wire not in (direction, "both"):
             return self.hidden * item_bytes
         return WireFormat(self.precision, self.hidden).row_bytes
 
     def __post_init__(self) -> None:
         bounds = [name for name in _BOUNDS if getattr(self, name) is not None]
-        raise_for(
-            arguments.size_problem(**{name: getattr(self, name) for name in (*_SIZES, *bounds)})
-        )
+        sizes = {name: getattr(self, name) for name in (*_SIZES, *bounds)}
+        raise_for(arguments.size_problem(**sizes))
+        for name, size in sizes.items():
+            object.__setattr__(self, name, operator.index(size))  # equal texts on all ranks
         raise_for(activation_problem(self.activation))
         raise_for(
             arguments.words_problem(**{name: getattr(self, name) for name in arguments.CHOICES})

@@ -18,7 +18,13 @@ from torch.utils.flop_counter import register_flop_formula
 
 from symmoe import kernels
 from symmoe.autograd import Context, Function
-from symmoe.checks.arguments import CHOICES, memory_problem, tensor_problem, wrapped_problem
+from symmoe.checks.arguments import (
+    CHOICES,
+    memory_problem,
+    tensor_problem,
+    words_problem,
+    wrapped_problem,
+)
 from symmoe.errors import ArgumentError, SymmoeError, raise_for
 from symmoe.kernels import control
 from symmoe.kernels.routing_rule import RoutingRule
@@ -280,6 +286,7 @@ def drop_over_capacity(
     [1], how many were dropped. Local; does not synchronise the host. An expert keeps the slots of the largest probs
     (policy "probs"; equal ones in the order of tokens) or those of the first tokens ("position"). The remaining probs
     stay as they are: what a token loses is not given to its other experts (as in Megatron-Core)."""
+    raise_for(words_problem(drop_policy=policy))
     # The plan reports ids out of range, on all ranks; here they are no experts.
     is_none = (topk_idx < 0) | (topk_idx >= num_experts)
     expert_N = topk_idx.masked_fill(is_none, num_experts).flatten().long()

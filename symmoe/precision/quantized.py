@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
+from symmoe.errors import raise_for, word_problem
 from symmoe.kernels import formats
 from symmoe.kernels.formats import BlockFormat
 from symmoe.kernels.gemm_parts import bounds_of, equal_groups
@@ -53,6 +54,9 @@ class Quantized:
     amax: torch.Tensor | None = None
     row_range: torch.Tensor | None = None
     signs: int | None = None
+
+    def __post_init__(self) -> None:
+        raise_for(word_problem("layout", self.layout, get_args(Layout)))
 
     @property
     def row_start(self) -> torch.Tensor | None:

@@ -291,8 +291,9 @@ def precision_problem(precision: object, **widths: int) -> ArgumentError | None:
     if precision is None:
         return None
     if not isinstance(precision, Recipe):
+        recipes = ", ".join(type(recipe).__name__ + "()" for recipe in PRECISIONS.values())
         return ArgumentError(
-            f"precision ({precision!r}) must be a recipe of symmoe.precision, or None"
+            f"precision ({precision!r}) must be a recipe of symmoe.precision ({recipes}), or None"
         )
     for name, width in widths.items():
         if width % precision.feature_multiple:

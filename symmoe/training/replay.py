@@ -122,6 +122,7 @@ def replay_routing(
         if number is None or not 0 <= number < len(each):
             text = f"routing is of {len(each)} micro-batches; layer {name!r} runs in call {number} (None: not known)"
             _fail_for(ArgumentError(text), layers)
+        assert number is not None  # that has been raised
         ids = each[number][name]
         if ids.shape != (num_tokens, top_k or ids.shape[-1]):
             text = f"routing[{name!r}] has shape {list(ids.shape)}; the call has [tokens, K] {[num_tokens, top_k]}"

@@ -1,13 +1,20 @@
 """MoEConfig: what it accepts, and that its errors name the field and both values."""
 
 import dataclasses
+from collections.abc import Callable
 
+import numpy as np
 import pytest
+import torch
 
 from symmoe.checks.arguments import CHOICES
 from symmoe.errors import ArgumentError
 from symmoe.kernels import control
+from symmoe.kernels.formats import BlockFormat
+from symmoe.kernels.routing_rule import RoutingRule
 from symmoe.moe.config import MoEConfig
+from symmoe.moe.router import drop_over_capacity
+from symmoe.precision import Float8Block
 
 
 def make(**changes: object) -> MoEConfig:
@@ -21,6 +28,7 @@ def test_is_frozen_slotted_and_comparable_and_replace_checks_again():
     assert not hasattr(config, "__dict__")
     assert (config, hash(config)) == (make(), hash(make()))
     assert config != make(top_k=3)
+    assert repr(make(hidden=np.int64(16), capacity=np.int32(9))) == repr(make(capacity=9))
     with pytest.raises(ArgumentError, match=r"top_k \(4\) must be at most num_experts \(3\)"):
         dataclasses.replace(make(top_k=4), num_experts=3)
 
@@ -79,3 +87,31 @@ def test_kernels_number_the_words_that_a_configuration_takes():
 def test_error_names_field_and_values(changes: dict[str, object], message: str):
     with pytest.raises(ArgumentError, match=message):
         make(**changes)
+
+
+IDS, TILE = torch.zeros((2, 1), dtype=torch.int32), torch.zeros(128, 128)
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("score", lambda word: RoutingRule(score=word)),
+        ("element", lambda word: BlockFormat(element=word, scale="fp32", block=128)),
+        ("scale", lambda word: BlockFormat(element="e4m3", scale=word, block=128)),
+        (
+            "layout",
+            lambda word: dataclasses.replace(Float8Block().quantize(TILE), layout=word),
+        ),
+        (
+            "drop_policy",
+            lambda word: drop_over_capacity(
+                IDS, IDS.float(), num_experts=2, capacity=1, policy=word
+            ),
+        ),
+        ("direction", lambda word: make().sent_row_bytes(word, 2)),
+    ],
+)
+def test_what_takes_words_refuses_others(name: str, call: Callable[[str], object]):
+    """Each of these took one word for another: what is no softmax was a sigmoid."""
+    with pytest.raises(ArgumentError, match=rf"{name} \('soft-max'\) must be one of \("):
+        call("soft-max")

@@ -466,7 +466,10 @@ def test_the_heap_is_as_large_as_planned(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"precision": "fp8"}, r"precision \('fp8'\) must be a recipe of symmoe.precision"),
+        (
+            {"precision": "fp8"},
+            r"must be a recipe of symmoe.precision \(Float8Block\(\), MXFP8\(\), ",
+        ),
         ({"precision": Float8Block}, r"precision \(<class .*must be a recipe"),
         (
             {"precision": MXFP8(), "hidden": 48},
