@@ -253,9 +253,10 @@ def constant_weights(module: nn.Module) -> Iterator[None]:
 
     Raises:
         ArgumentError: in the block, by a forward pass, before anything is computed: a weight has been written to since
-            the first one, e.g. by an optimizer's step, or only one of the two is captured in a CUDA graph. A write that
-            autograd does not see (`weight.data.copy_`) is not found, nor is a parameter that replaces another: then
-            results are those of the old weight. On entering: `module` has no GroupedLinear.
+            the first one, e.g. by an optimizer's step, or another parameter has taken its place, e.g. by loading with
+            `assign=True`, or only one of the two is captured in a CUDA graph. A write that autograd does not see
+            (`weight.data.copy_`) is not found: then results are those of the old weight. On entering: `module` has no
+            GroupedLinear.
     """
     linears = [found for found in module.modules() if isinstance(found, GroupedLinear)]
     if not linears:

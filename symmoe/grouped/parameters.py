@@ -153,7 +153,12 @@ class GroupedParameters(nn.Module):
 
     def held_problem(self) -> ArgumentError | None:
         """Why a forward pass cannot use the weights that symmoe.constant_weights holds, or None."""
-        return None if self.held_weight is None else self.held_weight.problem()
+        if self.held_weight is None:
+            return None
+        # FSDP puts others in their place in every call; what a parametrization makes is new in each.
+        is_theirs = self._is_fsdp_managed_module or self.weight_names[0] not in self._parameters
+        current = () if is_theirs else map(self._parameters.__getitem__, self.weight_names)
+        return self.held_weight.problem(current)
 
     def adapters(self) -> tuple[torch.Tensor, ...]:
         """A [G, r, C] and B [G, O, r], differentiable, if a subclass adds B (A x) to W x; none here."""

@@ -10,7 +10,7 @@ the host.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -121,9 +121,10 @@ class HeldWeight:
         self._is_open = False
         self._dtype_to_made.clear()
 
-    def problem(self) -> ArgumentError | None:
+    def problem(self, current: Iterable[torch.Tensor | None] = ()) -> ArgumentError | None:
         """What keeps a forward pass from taking what is held: the parameters have been written to since it was made, or
-        the call is captured and the block is not, or the other way round. Does not synchronise the host."""
+        others are in their place, those of `current` if it is given; or the call is captured and the block is not, or
+        the other way round. Does not synchronise the host."""
         if not self._is_open:
             return None
         if capture_id(self._device) != self._capture:
@@ -133,6 +134,11 @@ class HeldWeight:
             )
         if self._versions is None:
             return None
+        for parameter, now in zip(self._parameters, current, strict=False):
+            if now is not parameter:
+                return ArgumentError(
+                    f"a weight {list(parameter.shape)} has been replaced by another inside constant_weights"
+                )
         # Versions do not say which of the discrete weights it was: those made in one storage share a counter.
         for parameter, found, first in zip(
             self._parameters, self._versions_now(), self._versions, strict=True

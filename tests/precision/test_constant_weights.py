@@ -222,6 +222,11 @@ def test_any_layer_that_was_written_to(kind: str, weights: str):
                 ArgumentError, match="it has been written to inside constant_weights"
             ):
                 call(batches()[0], module)
+        with symmoe.constant_weights(module):
+            call(batches()[0], module)
+            layer.load_state_dict(copy.deepcopy(layer.state_dict()), assign=True)
+            with pytest.raises(ArgumentError, match="has been replaced by another inside"):
+                call(batches()[0], module)
 
 
 def test_steps_between_blocks_are_seen():
