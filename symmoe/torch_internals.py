@@ -73,9 +73,8 @@ SLEEP_KERNEL = "spin_kernel"  # what gpu_sleep launches
 graph_task_id: Callable[[], int] = _named(
     "_C._current_graph_task_id"
 )  # of the backward pass that calls; or -1
-# The node that it runs; the number of a node, which counts in the thread that made it; and that of the next node here.
-running_node: Callable[[], Any] = _named("_C._current_autograd_node")
-next_node_number: Callable[[], int] = _named("_C._autograd._get_sequence_nr")
+next_node_number: Callable[[], int] = _named("_C._autograd._get_sequence_nr")  # in this thread
+_running_node: Callable[[], Any] = _named("_C._current_autograd_node")
 _number_of: Callable[[Any], Callable[[], int]] = _attribute("_sequence_nr")
 # Whether that pass leaves its graph for another one. Who keeps memory for one that never comes is right as well.
 keeps_graph: Callable[[], bool] = _named(
@@ -134,9 +133,10 @@ non_persistent_buffers: Callable[[torch.nn.Module], set[str]] = _attribute(
 _HOOKS = ("forward_hook", "forward_pre_hook", "backward_hook", "backward_pre_hook")
 
 
-def node_number(node: Any) -> int:
-    """The number of a node of autograd."""
-    return _number_of(node)()
+def running_node_number() -> int:
+    """The number, in the thread that made it, of the node of a graph that autograd runs; -1: it runs none."""
+    node = _running_node()
+    return -1 if node is None else _number_of(node)()
 
 
 def is_transformed() -> bool:

@@ -146,7 +146,15 @@ def balance_step(model: nn.Module, *, expert_group: dist.ProcessGroup | None = N
     Collective over `expert_group` (as in reduce_gradients; one all-reduce for all layers) if that is given. Does not
     synchronise the host, and can be captured in a CUDA graph.
     """
-    routers = _routers(model)
+    modules = [*model.modules()]
+    routers = [module for module in modules if isinstance(module, Router)]
+    # The outermost that stands for a router, e.g. one with adapters around it.
+    wholes = {
+        inner: whole
+        for module in reversed(modules)
+        if (whole := module._modules.get("router")) is not None
+        for inner in whole.modules()
+    }
     counts = {router: load for router in routers if (load := router.step_load) is not None}
     if not counts:
         return
@@ -158,23 +166,11 @@ def balance_step(model: nn.Module, *, expert_group: dist.ProcessGroup | None = N
         ):
             step_load.copy_(load)
     for router, step_load in counts.items():
-        is_trained = any(parameter.requires_grad for parameter in routers[router].parameters())
+        its = wholes.get(router, router).parameters()
+        is_trained = any(parameter.requires_grad for parameter in its)
         if router.expert_bias is not None and is_trained:
             update_expert_bias(router.expert_bias, step_load, router.config.bias_update_rate)
         step_load.zero_()
-
-
-def _routers(model: nn.Module) -> dict[Router, nn.Module]:
-    """The routers of a model, in its order, and what is a layer's `router` around each, or it itself."""
-    routers: dict[Router, nn.Module] = {}
-    for module in model.modules():
-        whole = module if isinstance(module, Router) else module._modules.get("router")
-        if whole is None:
-            continue
-        for inner in whole.modules():
-            if isinstance(inner, Router):
-                routers.setdefault(inner, whole)
-    return routers
 
 
 def balance_after(

@@ -28,7 +28,7 @@ _MOST_STEPS = (
 )
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WORD_BYTES = 7  # of positive words
-_HALF_BITS = 28  # two checksums in one word
+_HALF = 1 << 28  # two checksums in one word
 
 _AT_START = (
     "dense parameters differ between ranks before the first optimizer step: make them equal with "
@@ -112,7 +112,7 @@ class FirstStep:
         self._before = (
             _checksum(dense) << 1
         )  # even: a plan's barrier has a word 1 for something else
-        self._before_elsewhere = _half(_checksum(elsewhere))
+        self._before_elsewhere = _checksum(elsewhere) % _HALF
 
     def words(self) -> tuple[int, ...]:
         """Of this rank."""
@@ -120,7 +120,7 @@ class FirstStep:
         elsewhere = [parameter for its in self._elsewhere if (parameter := its()) is not None]
         if len(dense) + len(elsewhere) < len(self._dense) + len(self._elsewhere):
             return ()
-        halves = self._before_elsewhere << _HALF_BITS | _half(_checksum(elsewhere))
+        halves = self._before_elsewhere * _HALF + _checksum(elsewhere) % _HALF
         return self._before, _checksum(dense), self._experts, halves
 
     def compare(self, received: Sequence[Sequence[int]]) -> None:
@@ -134,7 +134,7 @@ class FirstStep:
                 layer.replicas.are_reduced for its in self._layers if (layer := its()) is not None
             )
             warnings.warn(_CHANGED if are_reduced else _NOT_REDUCED, stacklevel=2)
-        elif len({row[3] for row in rows}) > len({row[3] >> _HALF_BITS for row in rows}) == 1:
+        elif len({row[3] for row in rows}) > len({row[3] // _HALF for row in rows}) == 1:
             warnings.warn(_ONLY_LAYERS, stacklevel=2)
         if experts == 1 and len(rows) > 1:
             warnings.warn(_EQUAL_EXPERTS, stacklevel=2)
@@ -192,10 +192,6 @@ def _has_bits(parameter: torch.Tensor) -> bool:
         and not parameter.is_meta
         and parameter.element_size() in _INTEGERS
     )
-
-
-def _half(checksum: int) -> int:
-    return checksum % (1 << _HALF_BITS)
 
 
 def _are_copies(layer: ExpertParallelModule) -> bool:

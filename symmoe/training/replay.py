@@ -29,8 +29,7 @@ from symmoe.torch_internals import (
     call_after_backward,
     graph_task_id,
     next_node_number,
-    node_number,
-    running_node,
+    running_node_number,
 )
 
 Routing = dict[str, torch.Tensor]
@@ -257,9 +256,8 @@ class _Calls:
             return 0
         if not is_in_backward():
             return None if self._start is None else self.num
-        node = running_node()
-        number = -1 if node is None else node_number(node)
-        found = next((i for i, nodes in enumerate(self._nodes) if number in nodes), None)
+        node = running_node_number()
+        found = next((i for i, nodes in enumerate(self._nodes) if node in nodes), None)
         outer = self._outer
         if outer is None or not outer.is_running():
             self._outer = _Pass(found)
