@@ -60,8 +60,12 @@ _PLAIN = (
 
 def words_problem(**words: object) -> ArgumentError | None:
     """The error for the first argument whose word it does not take, or None."""
-    problems = (word_problem(name, word, CHOICES[name]) for name, word in words.items())
-    return next(filter(None, problems), None)
+    for name, word in words.items():
+        if (
+            not isinstance(word, str) or word not in CHOICES[name]
+        ):  # most often it is one, in every call
+            return word_problem(name, word, CHOICES[name])
+    return None
 
 
 def size_problem(**sizes: object) -> ArgumentError | None:

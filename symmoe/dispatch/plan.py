@@ -649,4 +649,4 @@ def _find_problem(topk_idx: torch.Tensor, heap: SymmetricHeap, options: PlanOpti
         return ArgumentError(
             f"max_tokens ({max_tokens}) must be at least T, this rank's tokens ({topk_idx.shape[0]})"
         )
-    return precision_problem(precision)
+    return None if precision is None else precision_problem(precision)
