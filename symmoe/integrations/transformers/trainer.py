@@ -67,6 +67,26 @@ class Trainer(transformers.Trainer):
             )  # swap_moe has done it, but for what it swapped: peft may have wrapped that
         return super()._wrap_model(model, training, dataloader)
 
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """Same as in transformers, with a balance loss that counts once, as a mean over ranks and micro-batches."""
+        if num_items_in_batch is None:  # a mean, as of losses of other packages, which give no outputs
+            return super().compute_loss(model, inputs, return_outputs)
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        if _has_balance_loss(outputs):
+            # A sum over the tokens of all is divided by their number, and adds up over ranks and micro-batches. The
+            # balance loss, which is a mean, would add up too.
+            args = self.args
+            times = args.world_size if args.average_tokens_across_devices else 1
+            parts = self.current_gradient_accumulation_steps if model.training else 1
+            loss = loss - (times - 1 / parts) * _balance_coefficient(self.model) * outputs["aux_loss"]
+        return (loss, outputs) if return_outputs else loss
+
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
         return clip_grad_norm(self.model, self.args.max_grad_norm)
 
@@ -132,6 +152,23 @@ class Trainer(transformers.Trainer):
             self.lr_scheduler.load_state_dict(
                 torch.load(Path(checkpoint, _SCHEDULER), weights_only=True)
             )
+
+
+def _has_balance_loss(outputs: Any) -> bool:
+    """Whether a model has put the balance loss of its routers into its loss."""
+    names = ("loss", "aux_loss")
+    return isinstance(outputs, dict) and all(outputs.get(name) is not None for name in names)
+
+
+def _balance_coefficient(model: Any) -> float:
+    """By what a model multiplies its balance loss."""
+    for owner in (model, model.config.get_text_config()):
+        for name in ("router_aux_loss_coef", "aux_loss_coef"):
+            if hasattr(owner, name):
+                return float(getattr(owner, name))
+    raise ArgumentError(
+        f"model ({type(model).__name__}) has a balance loss, and no router_aux_loss_coef that says what it counts"
+    )
 
 
 def _save_or_load_by(
