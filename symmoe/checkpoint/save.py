@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -37,7 +36,11 @@ from symmoe.checkpoint.tensors import (
     places_of,
     rows_problem,
 )
+from symmoe.checks.extras import extra
 from symmoe.errors import ArgumentError, CheckpointError
+
+with extra("checkpoint"):
+    import safetensors.torch
 
 MAX_FILE_BYTES = 512 << 20  # a file is made in host memory, up to three times at once
 MAX_STEP = 99_999_999

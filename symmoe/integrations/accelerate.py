@@ -9,14 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator as _Accelerator
 from torch import nn
 
 from symmoe.checkpoint import ModuleState, load_checkpoint, save_checkpoint
 from symmoe.checkpoint.nested import refuse_state_dicts
+from symmoe.checks.extras import extra
 from symmoe.errors import ArgumentError
 from symmoe.moe.ddp_and_fsdp import ExpertParallelModule, prepare_for_ddp
 from symmoe.training.gradients import clip_grad_norm
+
+with extra("transformers"):
+    from accelerate import Accelerator as _Accelerator
 
 STATE_FOLDER = "model_and_optimizer"
 

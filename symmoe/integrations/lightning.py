@@ -12,16 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.strategies import DDPStrategy as _FabricDDP
-from lightning.pytorch.strategies import DDPStrategy as _TrainerDDP
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from symmoe.checkpoint import ModuleState, load_checkpoint, save_checkpoint
 from symmoe.checkpoint.nested import put_back, refuse_state_dicts, take_out
+from symmoe.checks.extras import extra
 from symmoe.errors import ArgumentError
 from symmoe.moe.ddp_and_fsdp import prepare_for_ddp
 from symmoe.training.gradients import clip_grad_norm
+
+with extra("lightning"):
+    from lightning.fabric.strategies import DDPStrategy as _FabricDDP
+    from lightning.pytorch.strategies import DDPStrategy as _TrainerDDP
 
 REST = "lightning.ckpt"
 _STATES = (

@@ -85,6 +85,59 @@ def test_two_ranks_train_as_one(cluster, tmp_path: Path, options: str):
         assert deviation <= (5e-2 if rounded else 2e-4), f"{name}: {deviation:.1e}"
 
 
+COEFFICIENT = 0.5
+
+
+def balanced() -> Any:
+    """A model whose loss has the balance loss of its routers."""
+    model = small_model(router_aux_loss_coef=COEFFICIENT, mlp_only_layers=[])
+    model.config.output_router_logits = True
+    return model
+
+
+def balance_on_a_rank(rank: int, num_ranks: int, folder: str) -> list[tuple[float, float, Any]]:
+    """With one micro-batch and with two: losses of a step and of an evaluation, and gradients of the routers."""
+    found = []
+    with launched(rank, num_ranks), symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
+        for accumulate in (1, 2):
+            model = swap_moe(balanced(), heap)
+            before = router_weights(model)
+            options = {"gradient_accumulation_steps": accumulate, "max_steps": 1, "optim": "sgd"}
+            options |= {"learning_rate": 1.0, "max_grad_norm": 0.0, "lr_scheduler_type": "constant"}
+            data = [eval_data()[0]] * 8
+            trainer = Trainer(
+                model,
+                arguments(folder, num_ranks, **options),
+                train_dataset=data,
+                eval_dataset=data,
+            )
+            eval_loss = trainer.evaluate()["eval_loss"]
+            trainer.train()
+            logs = trainer.state.log_history
+            loss = next((each["loss"] for each in logs if "loss" in each), None)
+            steps = [old - new for old, new in zip(before, router_weights(model), strict=True)]
+            found.append((loss, eval_loss, steps))
+    return found
+
+
+def router_weights(model: Any) -> list[torch.Tensor]:
+    return [layer.mlp.gate.weight.detach().clone() for layer in model.model.layers]
+
+
+def test_the_balance_loss_counts_once_whatever_the_split(cluster, tmp_path: Path):
+    """All sequences are the same, so that every split has the gradient of one."""
+    plain, sequence = balanced(), eval_data()[0]
+    loss = plain(**{name: tensor[None] for name, tensor in sequence.items()}).loss
+    loss.backward()
+    gradients = [layer.mlp.gate.weight.grad for layer in plain.model.layers]
+    for rank, of_rank in enumerate(cluster(2).run(balance_on_a_rank, str(tmp_path))):
+        for its_loss, eval_loss, steps in of_rank:
+            assert eval_loss == pytest.approx(loss.item(), rel=BOUND)
+            assert rank or its_loss == pytest.approx(loss.item(), rel=BOUND)  # rank 0 logs
+            for step, gradient in zip(steps, gradients, strict=True):
+                torch.testing.assert_close(step, gradient, rtol=1e-3, atol=2e-7)
+
+
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 

@@ -13,18 +13,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 
 from symmoe import checkpoint as training_checkpoint
 from symmoe.checkpoint import ExpertShard
 from symmoe.checkpoint.peers import Peers
+from symmoe.checks.extras import extra
 from symmoe.errors import ArgumentError
 from symmoe.grouped.parameters import named_parameters
 from symmoe.integrations.transformers.checkpoint import load_checkpoint, save_checkpoint
 from symmoe.integrations.transformers.swap import heap_of
 from symmoe.moe.ddp_and_fsdp import prepare_for_ddp
 from symmoe.training.gradients import clip_grad_norm
+
+with extra("transformers"):
+    import transformers
 
 OPTIMIZER_FOLDER = "optimizer"
 _SCHEDULER = "scheduler.pt"  # as the Trainer names it
@@ -75,7 +78,9 @@ class Trainer(transformers.Trainer):
         num_items_in_batch: Any = None,
     ) -> Any:
         """Same as in transformers, with a balance loss that counts once, as a mean over ranks and micro-batches."""
-        if num_items_in_batch is None:  # a mean, as of losses of other packages, which give no outputs
+        if (
+            num_items_in_batch is None
+        ):  # a mean, as of losses of other packages, which give no outputs
             return super().compute_loss(model, inputs, return_outputs)
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
         if _has_balance_loss(outputs):
@@ -84,7 +89,9 @@ class Trainer(transformers.Trainer):
             args = self.args
             times = args.world_size if args.average_tokens_across_devices else 1
             parts = self.current_gradient_accumulation_steps if model.training else 1
-            loss = loss - (times - 1 / parts) * _balance_coefficient(self.model) * outputs["aux_loss"]
+            loss = (
+                loss - (times - 1 / parts) * _balance_coefficient(self.model) * outputs["aux_loss"]
+            )
         return (loss, outputs) if return_outputs else loss
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
