@@ -55,6 +55,15 @@ def put_back(node: Any, module: nn.Module, found: dict[str, ModuleState]) -> Any
     return node if all(each is node[name] for name, each in others.items()) else others
 
 
+def own_state_dict(module: nn.Module) -> dict[str, Any]:
+    """The state dict of a module with this rank's experts, of which nobody has to be warned."""
+    state = module.state_dict(keep_vars=True)
+    return {
+        name: each.detach() if isinstance(each, torch.Tensor) else each
+        for name, each in state.items()
+    }
+
+
 def refuse_state_dicts(node: Any, module: nn.Module, path: str) -> None:
     """ArgumentError: a state dict in `node` has tensors of the module's experts, and would be saved on one rank."""
     found: dict[str, ModuleState] = {}

@@ -19,7 +19,7 @@ from symmoe.grouped.parameters import named_parameters
 from symmoe.symm_mem.heap import SymmetricHeap
 
 _DISCRETE = re.compile(r"weight(\d+)")
-_COMPILED = "_orig_mod."
+COMPILED = "_orig_mod."  # what torch.compile puts into names, in front of those of what it compiles
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -304,7 +304,7 @@ def _plain_names(module: nn.Module) -> Callable[[str], str]:
         for path in wrapped:
             if name.startswith(f"{path}module."):
                 name = path + name.removeprefix(f"{path}module.")
-        return name.replace(_COMPILED, "")
+        return name.replace(COMPILED, "")
 
     return plain
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from symmoe.checkpoint import ModuleState, load_checkpoint, save_checkpoint
-from symmoe.checkpoint.nested import refuse_state_dicts
+from symmoe.checkpoint.nested import own_state_dict, refuse_state_dicts
 from symmoe.checks.extras import extra
 from symmoe.errors import ArgumentError
 from symmoe.moe.ddp_and_fsdp import ExpertParallelModule, prepare_for_ddp
@@ -84,12 +84,14 @@ class Accelerator(_Accelerator):
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
         """Same as in accelerate. ArgumentError: the model has experts on several ranks, of which it would have ours."""
-        if _has_experts(model) and not self._is_saving:
+        if not _has_experts(model):
+            return super().get_state_dict(model, unwrap)
+        if not self._is_saving:
             raise ArgumentError(
                 f"a state dict of model ({type(model).__name__}) has only this rank's experts: save with save_state, "
                 "symmoe.checkpoint.save_checkpoint or symmoe.integrations.transformers.save_checkpoint"
             )
-        return super().get_state_dict(model, unwrap)
+        return own_state_dict(self.unwrap_model(model, keep_torch_compile=False))
 
     def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> str:
         """Same as in accelerate, with all experts. Hooks are given the model, and the state dict of this rank, which

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from symmoe.checkpoint import ModuleState, load_checkpoint, save_checkpoint
-from symmoe.checkpoint.nested import put_back, refuse_state_dicts, take_out
+from symmoe.checkpoint.nested import own_state_dict, put_back, refuse_state_dicts, take_out
 from symmoe.checks.extras import extra
 from symmoe.errors import ArgumentError
 from symmoe.moe.ddp_and_fsdp import prepare_for_ddp
@@ -107,6 +107,11 @@ class TrainerStrategy(_TrainerDDP):
             self.model, clip_val
         )
         super().setup(trainer)
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Same as in Lightning, with this rank's experts."""
+        module: Any = self.lightning_module
+        return own_state_dict(module)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None

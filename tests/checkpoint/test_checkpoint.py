@@ -334,6 +334,15 @@ def test_files_are_the_owners_alone(saved: Path):
     assert stat.S_IMODE((saved / "deep" / "er").stat().st_mode) == 0o700
 
 
+def test_a_folder_of_one_step_is_not_the_jobs(saved: Path):
+    for look in (read_manifest, newest):
+        with pytest.raises(
+            CheckpointError,
+            match=f"one step: pass the directory .* {saved}, and the step as `step`",
+        ):
+            look(saved / "step-00000002")
+
+
 def test_a_step_can_be_saved_again_and_old_ones_pruned(saved: Path):
     save_checkpoint(saved, 2, model=state(2), extra="again")
     assert read_manifest(saved).extra == "again"
@@ -852,7 +861,7 @@ def test_states_that_have_not_the_shape_of_their_parameter(cluster, tmp_path: Pa
         model, optimizer = factored(heap, kind, 3, bias=True)
         before = state_bits(model, optimizer)
         with pytest.raises(
-            CheckpointError, match="for all experts of a rank together.* as many ranks as saved"
+            CheckpointError, match=r"for all experts of a rank together.* as many ranks as saved"
         ):
             load_checkpoint(tmp_path / "bias", model=model, optimizer=optimizer)
         assert state_bits(model, optimizer) == before
