@@ -179,6 +179,22 @@ def test_a_run_resumes_with_the_same_bits_and_on_one_rank(cluster, tmp_path: Pat
     assert state["global_step"] == STEPS
 
 
+def adafactor_resumed(rank: int, num_ranks: int, folder: str) -> None:
+    """Two steps, and the second again after the checkpoint of the first."""
+    options = {"optim": "adafactor", "max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    with launched(rank, num_ranks), symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
+        whole, _ = trained(Trainer, swap_moe(small_model(), heap), folder, num_ranks, **options)
+        model = swap_moe(small_model(seed=9), heap)
+        trained(Trainer, model, folder, num_ranks, since=1, **options)
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter, whole.model.get_parameter(name)), name
+
+
+def test_adafactor_goes_on(cluster, tmp_path: Path):
+    """It has states of all experts of a rank together."""
+    cluster(2).run(adafactor_resumed, str(tmp_path))
+
+
 # -- several EP groups, and what is refused ---------------------------------------------------------------------------
 
 
