@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -180,6 +180,13 @@ def places_of(
     return places
 
 
+def bare(model: Any) -> Any:
+    """The model that torch.compile and DDP are around, or itself."""
+    while isinstance(model, DistributedDataParallel) or "_orig_mod" in model._modules:
+        model = model._modules.get("_orig_mod", model._modules.get("module"))
+    return model
+
+
 def rows_problem(runs: Iterable[tuple[int, int]], num_rows: int) -> str | None:
     """What is wrong with (start, length) runs that must cover rows 0 to `num_rows` - 1 once, or None."""
     covered = 0
@@ -241,8 +248,7 @@ def _walk(prefix: str, node: Any, rank: int, num_ranks: int) -> Iterator[Place]:
 
 def _of_state(prefix: str, state: ModuleState, rank: int, num_ranks: int) -> Iterator[Place]:
     own = dict(_of_module(prefix, state.module, rank, num_ranks))
-    plain = _plain_names(state.module)
-    given = {plain(name): tensor for name, tensor in state.tensors.items()}
+    given = {name.replace(COMPILED, ""): tensor for name, tensor in state.tensors.items()}
     for name, place in own.items():
         tensor = given.pop(name, None)
         yield replace(
@@ -264,15 +270,16 @@ def _of_module(
     prefix: str, module: nn.Module, rank: int, num_ranks: int
 ) -> Iterator[tuple[str, Place]]:
     """The name and the place of every tensor of a module's state dict."""
-    plain = _plain_names(module)
+    module = bare(module)
     found = {path: getattr(child, "heap", None) for path, child in module.named_modules()}
     heaps = {path: heap for path, heap in found.items() if isinstance(heap, SymmetricHeap)}
     experts = {name for name, _, is_expert in named_parameters(module, shared=True) if is_expert}
     for name, tensor in module.state_dict(keep_vars=True).items():
-        key = f"{prefix}.{plain(name)}"
+        plain = name.replace(COMPILED, "")
+        key = f"{prefix}.{plain}"
         if name not in experts:
             for place in _walk(key, tensor, rank, num_ranks):
-                yield plain(name), place
+                yield plain, place
             continue
         path, _, leaf = name.rpartition(".")
         around = [
@@ -289,24 +296,7 @@ def _of_module(
         else:
             start = ep_rank * len(tensor)
             place = Place(key=key, tensor=tensor, start=start, num_rows=ep_size * len(tensor))
-        yield plain(name), place
-
-
-def _plain_names(module: nn.Module) -> Callable[[str], str]:
-    """Takes from names in a state dict what DDP and torch.compile have put there."""
-    wrapped = [
-        f"{path}.".lstrip(".")
-        for path, child in module.named_modules()
-        if isinstance(child, DistributedDataParallel)
-    ]
-
-    def plain(name: str) -> str:
-        for path in wrapped:
-            if name.startswith(f"{path}module."):
-                name = path + name.removeprefix(f"{path}module.")
-        return name.replace(COMPILED, "")
-
-    return plain
+        yield plain, place
 
 
 def _alike(own: Mapping[str, Place], name: str, shape: Sequence[int]) -> str | None:

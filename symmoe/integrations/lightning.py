@@ -77,7 +77,8 @@ class FabricStrategy(_FabricDDP):
             raise ArgumentError(
                 f"filter has {sorted(names)}; a model or an optimizer is saved whole"
             )
-        refuse_state_dicts(rest, nn.ModuleDict(models), "state")
+        for model in models.values():
+            refuse_state_dicts(_state_of(rest), model, "state")
         save_checkpoint(path, 0, model=models, optimizer=optimizer)
         super().save_checkpoint(Path(path, REST), rest, storage_options, filter)
 
@@ -174,6 +175,13 @@ def _sorted_out(
         if not isinstance(value, nn.Module | torch.optim.Optimizer)
     }
     return models, _only(optimizers), rest
+
+
+def _state_of(rest: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: each.state_dict() if hasattr(each, "state_dict") else each
+        for name, each in rest.items()
+    }
 
 
 def _with_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> torch.optim.Optimizer:

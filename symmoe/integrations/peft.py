@@ -15,12 +15,13 @@ from torch import nn
 
 from symmoe.checkpoint.nested import own_state_dict
 from symmoe.checkpoint.peers import Peers
+from symmoe.checkpoint.tensors import bare
 from symmoe.checks.extras import extra
 from symmoe.errors import CheckpointError
 from symmoe.integrations.transformers.adapters import PeftNames, unwrapped
 from symmoe.integrations.transformers.checkpoint import compare
 from symmoe.integrations.transformers.experts import ExpertParallelExperts
-from symmoe.integrations.transformers.swap import adapt, bare, heap_of, refuse_methods_of_peft
+from symmoe.integrations.transformers.swap import adapt, heap_of, refuse_methods_of_peft
 from symmoe.moe.ddp_and_fsdp import prepare_for_ddp
 from symmoe.training.lora import LoRAGroupedLinear
 

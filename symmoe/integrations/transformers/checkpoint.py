@@ -18,12 +18,12 @@ from torch import nn
 
 from symmoe.checkpoint.files import sync
 from symmoe.checkpoint.peers import Peers
-from symmoe.checkpoint.tensors import check_replicas, digest
+from symmoe.checkpoint.tensors import bare, check_replicas, digest
 from symmoe.checks.extras import extra
 from symmoe.errors import CheckpointError, SymmoeError
 from symmoe.integrations.transformers.layout import INDEX, WEIGHTS, Layout, new_layout
 from symmoe.integrations.transformers.pieces import Piece, find_pieces, pieces_of, restore
-from symmoe.integrations.transformers.swap import bare, heap_of
+from symmoe.integrations.transformers.swap import heap_of
 
 with extra("transformers"):
     from safetensors import safe_open

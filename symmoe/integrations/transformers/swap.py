@@ -7,7 +7,6 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from symmoe.errors import ArgumentError
 from symmoe.integrations.transformers.adapters import PeftNames, unwrapped
@@ -98,13 +97,6 @@ def refuse_methods_of_peft(model: Any) -> None:
         vars(owner).update((name, partial(_refuse, f"{name} {why}")) for name in own)
     if (hook := vars(model.get_base_model()).pop(_UNSEEN_BY_PEFT, None)) is not None:
         hook.remove()
-
-
-def bare(model: Any) -> Any:
-    """The model that torch.compile and DDP are around, or itself."""
-    while isinstance(model, DistributedDataParallel) or "_orig_mod" in model._modules:
-        model = model._modules.get("_orig_mod", model._modules.get("module"))
-    return model
 
 
 def heap_of(model: nn.Module) -> SymmetricHeap:

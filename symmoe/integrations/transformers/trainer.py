@@ -16,11 +16,10 @@ import torch
 from torch import nn
 
 from symmoe import checkpoint as training_checkpoint
-from symmoe.checkpoint import ExpertShard
+from symmoe.checkpoint import ModuleState
 from symmoe.checkpoint.peers import Peers
 from symmoe.checks.extras import extra
 from symmoe.errors import ArgumentError
-from symmoe.grouped.parameters import named_parameters
 from symmoe.integrations.transformers.checkpoint import load_checkpoint, save_checkpoint
 from symmoe.integrations.transformers.swap import heap_of
 from symmoe.moe.ddp_and_fsdp import prepare_for_ddp
@@ -131,16 +130,10 @@ class Trainer(transformers.Trainer):
 
     def _trained(self) -> dict[str, Any]:
         """The parameters that are trained, by name, and their optimizer, as `symmoe.checkpoint` takes them."""
-        heap, model = heap_of(self.model), dict[str, Any]()
-        for name, parameter, is_expert in named_parameters(self.model):
-            if parameter.requires_grad and is_expert:
-                num = len(parameter)
-                model[name] = ExpertShard(
-                    tensor=parameter, start=heap.rank * num, num_experts=heap.num_ranks * num
-                )
-            elif parameter.requires_grad:
-                model[name] = parameter
-        return {"model": model, "optimizer": self.optimizer.optimizer}
+        named = self.model.named_parameters()
+        trained = {name: parameter for name, parameter in named if parameter.requires_grad}
+        state = ModuleState(module=self.model, tensors=trained)
+        return {"model": state, "optimizer": self.optimizer.optimizer}
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         folder = Path(output_dir, OPTIMIZER_FOLDER)
