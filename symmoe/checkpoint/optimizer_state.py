@@ -157,31 +157,23 @@ def empty_state(
     filled = []
     shared: Shared = []
     for places, group in zip(groups, optimizer.param_groups, strict=True):
+        # As in torch: the count of steps stays on the host unless a kernel reads it.
+        on_host = () if group.get("capturable") or group.get("fused") else ("step",)
         for place in places:
+            old = optimizer.state.get(place.tensor, {})
             new = {}
             for kind in kinds.get(place.key, ()):
                 key = f"{PREFIX}{place.key}.{kind}"
-                experts = record.experts.get(key)
-                if not place.is_of(experts, key):
+                if not place.is_of(record.experts.get(key), key):
                     continue
                 if key in record.values:
                     new[kind] = record.values[key]
                     continue
-                stored = tensors[key]
-                is_of_stack = place.start is not None and key in record.of_stacks
-                shape = tuple(stored.size[1:]) if is_of_stack else place.local_shape(stored.size)
-                old = optimizer.state.get(place.tensor, {}).get(kind)
-                # As in torch: the count of steps stays on the host unless a kernel reads it.
-                on_host = kind == "step" and not (group.get("capturable") or group.get("fused"))
-                device = torch.device("cpu") if on_host else place.tensor.device
-                value = _reused(old, shape, stored.properties.dtype, device)
+                device = torch.device("cpu") if kind in on_host else place.tensor.device
+                value, own = _empty(place, key, record, tensors[key], old.get(kind), device)
                 new[kind] = value
-                own = place.like(key, value, experts=experts, is_of_stack=is_of_stack)
-                if is_of_stack and not place.is_row:
-                    _check_stack(own, stored)
-                    shared.append(
-                        (value, replace(own, tensor=own.tensor.new_empty(own.tensor.shape)))
-                    )
+                if own.tensor is not value:
+                    shared.append((value, own))
                 else:
                     filled.append(own)
             if new:
@@ -242,13 +234,25 @@ def _merged(tables: Iterable[_Experts]) -> dict[str, list[int] | None]:
     }
 
 
-def _reused(
-    old: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    """`old`, if it is such a tensor, or a new one."""
-    if isinstance(old, torch.Tensor) and (tuple(old.shape), old.dtype) == (shape, dtype):
-        return old
-    return torch.empty(shape, dtype=dtype, device=device)
+def _empty(
+    place: Place,
+    key: str,
+    record: StoredOptimizer,
+    stored: TensorStorageMetadata,
+    old: Any,
+    device: torch.device,
+) -> tuple[torch.Tensor, Place]:
+    """A state for a parameter, which is `old` if that fits, and what is read: the state, or copies of it."""
+    is_of_stack = place.start is not None and key in record.of_stacks
+    shape = tuple(stored.size[1:]) if is_of_stack else place.local_shape(stored.size)
+    dtype = stored.properties.dtype
+    fits = isinstance(old, torch.Tensor) and (tuple(old.shape), old.dtype) == (shape, dtype)
+    value = old if fits else torch.empty(shape, dtype=dtype, device=device)
+    own = place.like(key, value, experts=record.experts.get(key), is_of_stack=is_of_stack)
+    if not is_of_stack or place.is_row:
+        return value, own
+    _check_stack(own, stored)
+    return value, replace(own, tensor=own.tensor.new_empty(own.tensor.shape))
 
 
 def _check_stack(place: Place, stored: TensorStorageMetadata) -> None:
