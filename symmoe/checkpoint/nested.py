@@ -37,9 +37,11 @@ def take_out(node: Any, module: nn.Module, path: str, found: dict[str, ModuleSta
         if name not in tensors
     }
     state = ModuleState(module=module, tensors=tensors)
-    if state.has_experts():
+    places = state.places()
+    if any(place.start is not None for place in places):
         found[path] = state
-        return {_NOTE: path, "tensors": state.stored(), "others": others}
+        stored = {place.key[1:]: place.rows.to("meta") for place in places}
+        return {_NOTE: path, "tensors": stored, "others": others}
     is_same = all(each is node[name] for name, each in others.items())
     return node if is_same else {name: others.get(name, each) for name, each in node.items()}
 

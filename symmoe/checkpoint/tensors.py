@@ -41,15 +41,10 @@ class ModuleState:
     module: nn.Module
     tensors: Mapping[str, torch.Tensor]
 
-    def stored(self) -> dict[str, torch.Tensor]:
-        """By key, tensors without memory of the dtypes and, but for the number of experts, the shapes of ours."""
-        places = _of_state("", self, 0, 1)
-        return {place.key[1:]: place.rows.to("meta") for place in places if place.is_stored}
-
-    def has_experts(self) -> bool:
-        """Whether there are tensors of experts."""
+    def places(self) -> list[Place]:
+        """Where its tensors belong, by keys that begin with a dot; of experts as if all were here."""
         places = _of_state("", self, 0, 1) if self.tensors else ()
-        return any(place.is_stored and place.start is not None for place in places)
+        return [place for place in places if place.is_stored]
 
     def is_like_experts(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor has the shape of one of the module's experts' tensors."""
@@ -60,7 +55,8 @@ class ModuleState:
 
     @classmethod
     def empty(cls, module: nn.Module, stored: Mapping[str, torch.Tensor]) -> ModuleState:
-        """New tensors on the host for a state of which `stored` was said, with this rank's experts."""
+        """New tensors on the host for a state, with this rank's experts. stored: by key, tensors of its dtypes and, but
+        for the number of experts, shapes; they need no memory."""
         own = dict(_of_module("", module, 0, 1))
         names: dict[str, list[str]] = {}
         for name, place in own.items():

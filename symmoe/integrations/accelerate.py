@@ -39,7 +39,7 @@ class Accelerator(_Accelerator):
     _models: list[nn.Module]
     _optimizers: list[Any]
     _custom_objects: list[Any]
-    _is_saving = False
+    _gives_state_dicts = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -86,7 +86,7 @@ class Accelerator(_Accelerator):
         """Same as in accelerate. ArgumentError: the model has experts on several ranks, of which it would have ours."""
         if not _has_experts(model):
             return super().get_state_dict(model, unwrap)
-        if not self._is_saving:
+        if not self._gives_state_dicts:
             raise ArgumentError(
                 f"a state dict of model ({type(model).__name__}) has only this rank's experts: save with save_state, "
                 "symmoe.checkpoint.save_checkpoint or symmoe.integrations.transformers.save_checkpoint"
@@ -139,12 +139,12 @@ class Accelerator(_Accelerator):
                 f"prepared are {len(models)} models and {len(optimizers)} optimizers; they must be one, and one or none"
             )
         self._optimizers = []
-        self._is_saving = True
+        self._gives_state_dicts = True
         try:
             yield models[0], optimizers[0].optimizer if optimizers else None
         finally:
             self._optimizers = optimizers
-            self._is_saving = False
+            self._gives_state_dicts = False
 
 
 def _has_experts(model: nn.Module) -> bool:

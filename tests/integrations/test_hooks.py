@@ -90,11 +90,12 @@ def lightning_run(
             return torch.optim.AdamW(self.parameters(), lr=0.05)
 
     class Doubled(lightning.Callback):
-        """State dicts of its own, by other names, and a changed count of steps."""
+        """State dicts of its own, by other names, and something in the optimizer's."""
 
         given: Any = None
 
         def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+            checkpoint["optimizer_states"][0]["param_groups"][0]["added"] = 7
             doubled = {name: 2 * tensor for name, tensor in module.layers.state_dict().items()}
             checkpoint["mine"] = {"of": {"layers": doubled}, "bf16": checkpoint["state_dict"]}
             checkpoint["mine"]["bf16"] = {
@@ -143,6 +144,7 @@ def lightning_run(
 
         trainer.callbacks.append(AtTheEnd())
         trainer.fit(module, loader, ckpt_path=source)
+        assert task == "fit" or trainer.optimizers[0].param_groups[0]["added"] == 7
         if task == "fit":
             trainer.callbacks.append(Short())
             with pytest.raises(ArgumentError, match=r"^list is a list with tensors"):
