@@ -7,12 +7,13 @@ from symmoe.checkpoint.load import LoadedCheckpoint, load_checkpoint, read_manif
 from symmoe.checkpoint.manifest import Manifest, StoredFile, StoredGroup, StoredOptimizer
 from symmoe.checkpoint.rng import get_rng_state, set_rng_state
 from symmoe.checkpoint.save import save_checkpoint
-from symmoe.checkpoint.tensors import ExpertShard
+from symmoe.checkpoint.tensors import ExpertShard, ModuleState
 
 __all__ = [
     "ExpertShard",
     "LoadedCheckpoint",
     "Manifest",
+    "ModuleState",
     "StoredFile",
     "StoredGroup",
     "StoredOptimizer",

@@ -104,6 +104,11 @@ def find(directory: Path, step: int | None) -> tuple[Path, Manifest, str]:
     """The checkpoint of a step, or the newest: its directory, its manifest, and that one's sha256. The newest is that
     of `latest`; if that is missing, torn or no plain file, or its checkpoint has been deleted, the complete one of the
     highest step, with a warning. CheckpointError: there is none, or its manifest has been changed."""
+    if (directory / MANIFEST).is_file():
+        raise CheckpointError(
+            f"{directory} is the checkpoint of one step: pass the directory that it is in, "
+            f"{directory.absolute().parent}, and the step as `step`"
+        )
     there = _complete(directory)
     if step is not None:
         for name in (name_of(step), name_of(step) + _REPLACED):

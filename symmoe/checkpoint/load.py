@@ -25,14 +25,16 @@ from symmoe.checkpoint import folder
 from symmoe.checkpoint.manifest import MANIFEST, Manifest
 from symmoe.checkpoint.optimizer_state import (
     PREFIX,
+    Shared,
     State,
     check_record,
+    check_shared,
     empty_state,
     groups_of,
     install,
 )
 from symmoe.checkpoint.peers import Peers
-from symmoe.checkpoint.tensors import Place, places_of, rows_problem
+from symmoe.checkpoint.tensors import ModuleState, Place, places_of, rows_problem
 from symmoe.errors import CheckpointError
 
 
@@ -50,7 +52,7 @@ class LoadedCheckpoint:
 def load_checkpoint(
     directory: str | os.PathLike[str],
     *,
-    model: nn.Module | Mapping[str, Any],
+    model: nn.Module | ModuleState | Mapping[str, Any],
     optimizer: torch.optim.Optimizer | None = None,
     step: int | None = None,
     group: dist.ProcessGroup | None = None,
@@ -90,18 +92,23 @@ def load_checkpoint(
             folder.verify(path, manifest, peers.rank, peers.num_ranks)
             return manifest
 
-        def match() -> tuple[tuple[HuggingFaceStorageReader, _Rows, State], list[str]]:
+        def match() -> tuple[tuple[HuggingFaceStorageReader, _Rows, State, Shared], list[str]]:
             reader, state = HuggingFaceStorageReader(str(path)), State()
+            shared: Shared = []
             stored = _stored(reader, path)
             places = places_of(model, rank=peers.rank, num_ranks=peers.num_ranks)
             unknown = stored.keys() - {place.key for place in places}
+            filled = [place for place in places if place.is_stored]
             if optimizer is not None:
                 groups = groups_of(optimizer, places)
-                record = check_record(manifest.optimizer, optimizer, groups)
-                state, of_optimizer = empty_state(optimizer, groups, record, stored)
-                places += of_optimizer
-            rows = _Rows(path, stored, places)
-            return (reader, rows, state), sorted(
+                record = check_record(manifest.optimizer, optimizer, groups, places)
+                state, of_optimizer, shared = empty_state(optimizer, groups, record, stored)
+                filled += of_optimizer
+                copies = _Rows(path, stored, [place for _, place in shared])
+                reader.read_data(copies.plan, copies).wait()
+                check_shared(shared)
+            rows = _Rows(path, stored, filled)
+            return (reader, rows, state, shared), sorted(
                 key for key in unknown if not key.startswith(PREFIX)
             )
 
@@ -112,13 +119,13 @@ def load_checkpoint(
 
         def finish() -> None:
             if optimizer is not None and manifest.optimizer is not None:
-                install(optimizer, state, manifest.optimizer)
+                install(optimizer, state, shared, manifest.optimizer)
 
         place, told = peers.gather(choose)
         name, digest = told[0]
         path = place / name
         manifest = peers.together(verify)
-        (reader, rows, state), left_over = peers.gather(match)
+        (reader, rows, state, shared), left_over = peers.gather(match)
         peers.together(read)
         peers.together(finish, is_last=True)
     own = manifest.rank_extra[peers.rank] if manifest.num_ranks == peers.num_ranks else None

@@ -15,7 +15,7 @@ from symmoe.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 SEAL = "manifest.json.sha256"  # as sha256sum writes it, so that `sha256sum -c` can check it
-FORMAT, VERSION = "symmoe-checkpoint", 2
+FORMAT, VERSION = "symmoe-checkpoint", 3
 _FILE = re.compile(r"rank-\d{5}-\d{4}\.safetensors")
 
 
@@ -29,19 +29,23 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True)
 class StoredGroup:
-    """A group of an optimizer's parameters: their names, and its hyperparameters."""
+    """A group of an optimizer's parameters: their names, with those experts that are in it if not all are; and its
+    hyperparameters."""
 
-    params: list[str]
+    params: dict[str, list[int] | None]
     settings: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class StoredOptimizer:
-    """An optimizer without the tensors of its state: its class, and by parameter the state that is no tensors."""
+    """An optimizer without the tensors of its state: its class, its groups, and by key of a state: values that are no
+    tensors; which experts have it, if not all do; and which states a rank's experts have together."""
 
     name: str
     groups: list[StoredGroup]
-    values: dict[str, dict[str, Any]]
+    values: dict[str, Any]
+    experts: dict[str, list[int]]
+    of_stacks: list[str]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

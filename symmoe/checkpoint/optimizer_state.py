@@ -1,9 +1,11 @@
-"""The state of an optimizer: tensors cut like their parameters, and the rest, which is the same on all ranks."""
+"""The state of an optimizer, by parameter: tensors cut like the parameters, what a rank's experts have together, and
+plain values, which are the same on all ranks. Of a layer all experts may be in the optimizer, or some."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,13 +18,18 @@ from symmoe.errors import ArgumentError, CheckpointError
 PREFIX = "optimizer."
 State = dict[torch.Tensor, dict[str, Any]]
 Groups = list[list[Place]]
+Shared = list[
+    tuple[torch.Tensor, Place]
+]  # a state of several experts, and copies of it for each that are read
+_Experts = dict[
+    str, list[Any] | None
+]  # by key, how many experts there are, and which; None: it is no expert's
 
 
 def groups_of(optimizer: torch.optim.Optimizer, model: Iterable[Place]) -> Groups:
     """The places of the optimizer's parameters, by group. ArgumentError: the model does not have one of them."""
-    places = {
-        id(place.tensor): place for place in reversed(list(model))
-    }  # the first place of a tied parameter
+    # The first place of a tied parameter.
+    places = {id(place.parameter): place.of_parameter() for place in reversed(list(model))}
     for number, group in enumerate(optimizer.param_groups):
         for index, parameter in enumerate(group["params"]):
             if id(parameter) not in places:
@@ -34,45 +41,101 @@ def groups_of(optimizer: torch.optim.Optimizer, model: Iterable[Place]) -> Group
     ]
 
 
-def stored_of(
-    optimizer: torch.optim.Optimizer, groups: Groups
-) -> tuple[list[Place], StoredOptimizer]:
-    """Every tensor in the optimizer's state; and what is stored in addition, if that is fit for JSON, in which discrete
-    weights of one layer have one name."""
-    tensors: list[Place] = []
-    values: dict[str, dict[str, Any]] = {}
-    for place in itertools.chain(*groups):
-        for kind, value in optimizer.state.get(place.tensor, {}).items():
-            if isinstance(value, torch.Tensor):
-                tensors.append(place.like(f"{PREFIX}{place.key}.{kind}", value))
-            else:
-                values.setdefault(place.key, {})[kind] = value
-    stored = []
-    for places, group in zip(groups, optimizer.param_groups, strict=True):
-        settings = {
+def settings_of(optimizer: torch.optim.Optimizer, groups: Groups) -> list[Any]:
+    """What must be the same on all ranks, in JSON: the class, and of each group its hyperparameters and those of its
+    parameters that all ranks have."""
+    settings = [
+        {
             name: value.item() if isinstance(value, torch.Tensor) and value.dim() == 0 else value
             for name, value in group.items()
             if name not in ("params", "param_names")
         }
-        stored.append(StoredGroup(list(dict.fromkeys(place.key for place in places)), settings))
-    return tensors, StoredOptimizer(type(optimizer).__name__, stored, values)
+        for group in optimizer.param_groups
+    ]
+    common = [[place.key for place in places if place.start is None] for places in groups]
+    return [type(optimizer).__name__, settings, common]
+
+
+def told_of(optimizer: torch.optim.Optimizer, groups: Groups) -> dict[str, Any]:
+    """What the other ranks must know of this rank's part of an optimizer, in JSON. ArgumentError: experts of a layer
+    have different plain values."""
+    params: list[_Experts] = [{} for _ in groups]
+    for table, places in zip(params, groups, strict=True):
+        for place in places:
+            _add(table, place.key, place)
+    states: _Experts = {}
+    values: dict[str, Any] = {}
+    of_stacks = []
+    for key, place, value in _states_of(optimizer, groups):
+        _add(states, key, place)
+        if not isinstance(value, torch.Tensor):
+            if values.setdefault(key, value) != value:
+                raise ArgumentError(
+                    f"{key} is {values[key]} and {value}: experts of a layer differ"
+                )
+        elif place.is_of_stack(value):
+            of_stacks.append(key)
+    return {"params": params, "states": states, "values": values, "of_stacks": of_stacks}
+
+
+def record_of(settings: list[Any], told: Sequence[Mapping[str, Any]]) -> StoredOptimizer:
+    """What is stored of an optimizer besides tensors, of what all ranks have told. CheckpointError: they disagree."""
+    values: dict[str, Any] = {}
+    for table in told:
+        for key, value in table["values"].items():
+            if values.setdefault(key, value) != value:
+                raise CheckpointError(f"{key} is {values[key]} on one rank and {value} on another")
+    groups = [
+        StoredGroup(_merged(tables), its)
+        for its, tables in zip(
+            settings[1], zip(*(each["params"] for each in told), strict=True), strict=True
+        )
+    ]
+    states = _merged([table["states"] for table in told])
+    some = {key: experts for key, experts in states.items() if experts is not None}
+    of_stacks = sorted({key for table in told for key in table["of_stacks"]})
+    return StoredOptimizer(settings[0], groups, values, some, of_stacks)
+
+
+def places_of_state(
+    optimizer: torch.optim.Optimizer, groups: Groups, record: StoredOptimizer
+) -> list[Place]:
+    """Every tensor in the optimizer's state."""
+    return [
+        place.like(key, value, experts=record.experts.get(key), is_of_stack=key in record.of_stacks)
+        for key, place, value in _states_of(optimizer, groups)
+        if isinstance(value, torch.Tensor)
+    ]
 
 
 def check_record(
-    stored: StoredOptimizer | None, optimizer: torch.optim.Optimizer, groups: Groups
+    stored: StoredOptimizer | None,
+    optimizer: torch.optim.Optimizer,
+    groups: Groups,
+    model: Iterable[Place],
 ) -> StoredOptimizer:
     """The stored optimizer. CheckpointError: it has another class than this one, or other parameters in its groups."""
     if stored is None:
         raise CheckpointError("the checkpoint has no optimizer state")
-    _, own = stored_of(optimizer, groups)
-    if stored.name != own.name:
-        raise CheckpointError(f"the checkpoint's optimizer is {stored.name!r}, not {own.name!r}")
-    for number, pair in enumerate(itertools.zip_longest(stored.groups, own.groups)):
-        theirs, ours = (group.params if group else [] for group in pair)
-        if theirs != ours:
-            differing = sorted(set(theirs) ^ set(ours)) or ours
+    name = type(optimizer).__name__
+    if stored.name != name:
+        raise CheckpointError(f"the checkpoint's optimizer is {stored.name!r}, not {name!r}")
+    here: dict[str, set[int | None]] = {}
+    for place in model:
+        here.setdefault(place.key, set()).update(place.experts or [None])
+    for number, pair in enumerate(itertools.zip_longest(stored.groups, groups)):
+        group, places = pair
+        ours = {(place.key, expert) for place in places or () for expert in place.experts or [None]}
+        theirs = {
+            (key, expert)
+            for key, experts in (group.params if group else {}).items()
+            for expert in here.get(key, {None})
+            if experts is None or expert in experts
+        }
+        if differing := sorted({key for key, _ in ours ^ theirs}):
             raise CheckpointError(
-                f"group {number} of the checkpoint's optimizer has other parameters, or another order: {differing[:3]}"
+                f"group {number} of the checkpoint's optimizer has other parameters, or other experts of them: "
+                f"{differing[:3]}"
             )
     return stored
 
@@ -82,39 +145,56 @@ def empty_state(
     groups: Groups,
     record: StoredOptimizer,
     tensors: Mapping[str, TensorStorageMetadata],
-) -> tuple[State, list[Place]]:
-    """A new state for the optimizer, and its tensors, to be filled. It uses the optimizer's tensors where they fit."""
-    kinds: dict[str, dict[str, TensorStorageMetadata]] = {}
-    for key, stored in tensors.items():
+) -> tuple[State, list[Place], Shared]:
+    """A new state for the optimizer, its tensors, to be filled, and those that experts share, to be read first. It uses
+    the optimizer's tensors where they fit. CheckpointError: what is stored is of other sets of experts than ours."""
+    kinds: dict[str, list[str]] = {}
+    for key in (*tensors, *record.values):
         if key.startswith(PREFIX):
             name, _, kind = key.removeprefix(PREFIX).rpartition(".")
-            kinds.setdefault(name, {})[kind] = stored
+            kinds.setdefault(name, []).append(kind)
     state: State = {}
     filled = []
+    shared: Shared = []
     for places, group in zip(groups, optimizer.param_groups, strict=True):
+        # As in torch: the count of steps stays on the host unless a kernel reads it.
+        on_host = () if group.get("capturable") or group.get("fused") else ("step",)
         for place in places:
-            old, new = optimizer.state.get(place.tensor, {}), dict(record.values.get(place.key, {}))
-            for kind, stored in kinds.get(place.key, {}).items():
-                shape, dtype = place.local_shape(tuple(stored.size)), stored.properties.dtype
-                value = old.get(kind)
-                if not isinstance(value, torch.Tensor) or (tuple(value.shape), value.dtype) != (
-                    shape,
-                    dtype,
-                ):
-                    # As in torch: the count of steps stays on the host unless a kernel reads it.
-                    on_host = kind == "step" and not (group.get("capturable") or group.get("fused"))
-                    value = torch.empty(
-                        shape, dtype=dtype, device="cpu" if on_host else place.tensor.device
-                    )
+            old = optimizer.state.get(place.tensor, {})
+            new = {}
+            for kind in kinds.get(place.key, ()):
+                key = f"{PREFIX}{place.key}.{kind}"
+                if not place.is_of(record.experts.get(key), key):
+                    continue
+                if key in record.values:
+                    new[kind] = record.values[key]
+                    continue
+                device = torch.device("cpu") if kind in on_host else place.tensor.device
+                value, own = _empty(place, key, record, tensors[key], old.get(kind), device)
                 new[kind] = value
-                filled.append(place.like(f"{PREFIX}{place.key}.{kind}", value))
+                if own.tensor is not value:
+                    shared.append((value, own))
+                else:
+                    filled.append(own)
             if new:
                 state[place.tensor] = new
-    return state, filled
+    return state, filled, shared
 
 
-def install(optimizer: torch.optim.Optimizer, state: State, record: StoredOptimizer) -> None:
+def check_shared(shared: Shared) -> None:
+    """CheckpointError: experts that have one state here have had several, where it was saved."""
+    for _, place in shared:
+        copies = place.tensor.reshape(len(place.tensor), -1).view(torch.uint8)
+        if not torch.equal(copies, copies[:1].expand_as(copies)):
+            raise _other_stacks(place.key)
+
+
+def install(
+    optimizer: torch.optim.Optimizer, state: State, shared: Shared, record: StoredOptimizer
+) -> None:
     """Makes the state and the stored hyperparameters the optimizer's."""
+    for value, place in shared:
+        value.copy_(place.tensor[0])
     optimizer.state.clear()
     optimizer.state.update(state)
     for group, stored in zip(optimizer.param_groups, record.groups, strict=True):
@@ -123,3 +203,67 @@ def install(optimizer: torch.optim.Optimizer, state: State, record: StoredOptimi
                 group[name].fill_(value)
             else:
                 group[name] = tuple(value) if isinstance(value, list) else value
+
+
+def _states_of(
+    optimizer: torch.optim.Optimizer, groups: Groups
+) -> Iterator[tuple[str, Place, Any]]:
+    """Key, place of the parameter, and value of every state."""
+    for place in itertools.chain(*groups):
+        for kind, value in optimizer.state.get(place.tensor, {}).items():
+            yield f"{PREFIX}{place.key}.{kind}", place, value
+
+
+def _add(table: _Experts, key: str, place: Place) -> None:
+    told = table.setdefault(key, None if place.start is None else [place.num_rows, []])
+    if told is not None:
+        told[1] += place.experts
+
+
+def _merged(tables: Iterable[_Experts]) -> dict[str, list[int] | None]:
+    """By key, the experts that any rank has; None: all of them, or it is no expert's."""
+    numbers: dict[str, int] = {}
+    found: dict[str, set[int]] = {}
+    for table in tables:
+        for key, told in table.items():
+            numbers[key] = 0 if told is None else told[0]
+            found.setdefault(key, set()).update(() if told is None else told[1])
+    return {
+        key: None if len(experts) == numbers[key] else sorted(experts)
+        for key, experts in found.items()
+    }
+
+
+def _empty(
+    place: Place,
+    key: str,
+    record: StoredOptimizer,
+    stored: TensorStorageMetadata,
+    old: Any,
+    device: torch.device,
+) -> tuple[torch.Tensor, Place]:
+    """A state for a parameter, which is `old` if that fits, and what is read: the state, or copies of it."""
+    is_of_stack = place.start is not None and key in record.of_stacks
+    shape = tuple(stored.size[1:]) if is_of_stack else place.local_shape(stored.size)
+    dtype = stored.properties.dtype
+    fits = isinstance(old, torch.Tensor) and (tuple(old.shape), old.dtype) == (shape, dtype)
+    value = old if fits else torch.empty(shape, dtype=dtype, device=device)
+    own = place.like(key, value, experts=record.experts.get(key), is_of_stack=is_of_stack)
+    if not is_of_stack or place.is_row:
+        return value, own
+    _check_stack(own, stored)
+    return value, replace(own, tensor=own.tensor.new_empty(own.tensor.shape))
+
+
+def _check_stack(place: Place, stored: TensorStorageMetadata) -> None:
+    """A state of a stack that is no number belongs to those experts and no others."""
+    cuts = [(chunk.offsets[0], chunk.sizes[0]) for chunk in stored.chunks]
+    if place.tensor.dim() > 1 and (place.offsets[0], len(place.tensor)) not in cuts:
+        raise _other_stacks(place.key)
+
+
+def _other_stacks(key: str) -> CheckpointError:
+    return CheckpointError(
+        f"{key} was made by the optimizer for all experts of a rank together, and the ranks that load have other "
+        "experts together: load on as many ranks as saved, or with optimizer=None"
+    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import hashlib
 import json
@@ -13,7 +12,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -21,10 +19,28 @@ from torch import nn
 import symmoe
 from symmoe.checkpoint import files, folder
 from symmoe.checkpoint.manifest import Manifest, StoredFile, StoredOptimizer
-from symmoe.checkpoint.optimizer_state import groups_of, stored_of
+from symmoe.checkpoint.optimizer_state import (
+    Groups,
+    groups_of,
+    places_of_state,
+    record_of,
+    settings_of,
+    told_of,
+)
 from symmoe.checkpoint.peers import Peers
-from symmoe.checkpoint.tensors import Place, check_replicas, digest, places_of, rows_problem
+from symmoe.checkpoint.tensors import (
+    ModuleState,
+    Place,
+    check_replicas,
+    digest,
+    places_of,
+    rows_problem,
+)
+from symmoe.checks.extras import extra
 from symmoe.errors import ArgumentError, CheckpointError
+
+with extra("checkpoint"):
+    import safetensors.torch
 
 MAX_FILE_BYTES = 512 << 20  # a file is made in host memory, up to three times at once
 MAX_STEP = 99_999_999
@@ -35,7 +51,7 @@ def save_checkpoint(
     directory: str | os.PathLike[str],
     step: int,
     *,
-    model: nn.Module | Mapping[str, Any],
+    model: nn.Module | ModuleState | Mapping[str, Any],
     optimizer: torch.optim.Optimizer | None = None,
     extra: Any = None,
     rank_extra: Any = None,
@@ -51,7 +67,8 @@ def save_checkpoint(
     Args:
         directory: the job's directory; all ranks see the same. One job at a time may save to it.
         step: a checkpoint of the same step is replaced.
-        model: a module, or a nested dict of tensors, ExpertShards and modules. Tensors of a module's state dict count.
+        model: a module, a ModuleState, or a nested dict of tensors, ExpertShards and these. Tensors of a module's state
+            dict count.
         optimizer: optimizer of the model's parameters.
         extra: fit for JSON, and the same on all ranks; loading gives it back as JSON has it (tuples are lists).
         rank_extra: fit for JSON, this rank's own, e.g. get_rng_state().
@@ -66,34 +83,43 @@ def save_checkpoint(
     """
     with contextlib.ExitStack() as held, Peers(group) as peers:
 
-        def collect() -> tuple[tuple[Path, _Parts, StoredOptimizer | None], dict[str, Any]]:
+        def collect() -> tuple[tuple[Path, list[Place], Groups], dict[str, Any]]:
             if type(step) is not int or not 0 <= step <= MAX_STEP:
                 raise ArgumentError(f"step ({step!r}) must be an integer from 0 to {MAX_STEP}")
             if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
                 raise ArgumentError(
                     f"keep_last ({keep_last!r}) must be None or an integer of at least 1"
                 )
-            place, record = folder.path_of(directory), None
+            place = folder.path_of(directory)
             places = places_of(model, rank=peers.rank, num_ranks=peers.num_ranks)
-            if optimizer is not None:
-                of_optimizer, record = stored_of(optimizer, groups_of(optimizer, places))
-                places += of_optimizer
-            settings = None if record is None else dataclasses.asdict(record)
+            groups = [] if optimizer is None else groups_of(optimizer, places)
             common = {
                 "step": step,
                 "keep_last": keep_last,
                 "extra": extra,
-                "a setting of optimizer": settings,
+                "a setting of optimizer": optimizer and settings_of(optimizer, groups),
             }
-            parts = _parts(places)
-            return (place, parts, record), {
+            return (place, places, groups), {
                 "common": {name: _json(name, value) for name, value in common.items()},
-                "parts": {key: _told(part) for key, part in parts.items()},
+                "optimizer": _json(
+                    "the state of optimizer", optimizer and told_of(optimizer, groups)
+                ),
                 "rank_extra": _json("rank_extra", rank_extra),
             }
 
+        def lay_out() -> tuple[tuple[_Parts, StoredOptimizer | None], dict[str, Any]]:
+            _check_common(tables)
+            stored = [place for place in places if place.is_stored]
+            record = None
+            if optimizer is not None:
+                told = [json.loads(table["optimizer"]) for table in tables]
+                record = record_of(settings_of(optimizer, groups), told)
+                stored += places_of_state(optimizer, groups, record)
+            parts = _parts(stored)
+            return (parts, record), {key: _told(part) for key, part in parts.items()}
+
         def compare() -> tuple[_Holders, dict[str, str]]:
-            holders = _holders(tables)
+            holders = _holders(told)
             shared = [
                 key
                 for (key, _, _), ranks in holders.items()
@@ -107,7 +133,7 @@ def save_checkpoint(
             return None, "" if peers.rank else held.enter_context(folder.saving(place, step)).name
 
         def write() -> tuple[None, dict[str, Any]]:
-            mine = _shares(holders, tables)[peers.rank]
+            mine = _shares(holders, told)[peers.rank]
             return None, _write(place / names[0], {key: parts[key] for key in mine}, peers.rank)
 
         def publish() -> None:
@@ -130,7 +156,8 @@ def save_checkpoint(
             if keep_last is not None:
                 folder.prune(place, step, keep_last)
 
-        (place, parts, record), tables = peers.gather(collect)
+        (place, places, groups), tables = peers.gather(collect)
+        (parts, record), told = peers.gather(lay_out)
         holders, digests = peers.gather(compare)
         _, names = peers.gather(prepare)
         _, written = peers.gather(write)
@@ -164,17 +191,11 @@ def _parts(places: Iterable[Place]) -> _Parts:
         if place is first:
             continue
         last = parts[place.key][-1]
-        if first.start is None:  # e.g. the steps of discrete experts
-            if not torch.equal(place.tensor, first.tensor):
-                raise ArgumentError(
-                    f"{place.key} has different values here: {first.tensor}, {place.tensor}"
-                )
-        elif place.start != (last.start or 0) + len(last.rows):
+        if first.start is None or place.start != (last.start or 0) + len(last.rows):
             raise ArgumentError(
                 f"{place.key} has rows from {last.start} and from {place.start}; they must follow"
             )
-        else:
-            parts[place.key].append(place)
+        parts[place.key].append(place)
     return parts
 
 
@@ -208,18 +229,22 @@ def _to_host(part: list[Place]) -> torch.Tensor:
     return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
-def _holders(tables: list[dict[str, Any]]) -> _Holders:
-    """Who has what, if the ranks agree on everything, and every row is there."""
+def _check_common(tables: list[dict[str, Any]]) -> None:
+    """CheckpointError: ranks disagree on what they were given."""
     for name, text in tables[0]["common"].items():
         for rank, table in enumerate(tables):
             if table["common"][name] != text:
                 raise CheckpointError(
                     f"{name} differs between rank 0 and rank {rank}; it must be the same everywhere"
                 )
+
+
+def _holders(told: list[dict[str, Any]]) -> _Holders:
+    """Who has what, if the ranks agree on every tensor, and every row is there."""
     tensors: dict[str, list[Any]] = {}
     holders: _Holders = {}
-    for rank, table in enumerate(tables):
-        for key, (dtype, shape, start, length, _) in table["parts"].items():
+    for rank, parts in enumerate(told):
+        for key, (dtype, shape, start, length, _) in parts.items():
             if tensors.setdefault(key, [dtype, shape]) != [dtype, shape]:
                 raise CheckpointError(
                     f"{key} is {[dtype, shape]} on rank {rank} and {tensors[key]} on another"
@@ -237,16 +262,16 @@ def _holders(tables: list[dict[str, Any]]) -> _Holders:
     return dict(sorted(holders.items()))
 
 
-def _shares(holders: _Holders, tables: list[dict[str, Any]]) -> list[list[str]]:
+def _shares(holders: _Holders, told: list[dict[str, Any]]) -> list[list[str]]:
     """What each rank writes: a part is written by that of its ranks that has the least to write so far."""
-    shares: list[list[str]] = [[] for _ in tables]
-    loads = [0] * len(tables)
+    shares: list[list[str]] = [[] for _ in told]
+    loads = [0] * len(told)
     for (key, _, _), ranks in sorted(
         holders.items(), key=lambda item: len(item[1])
     ):  # parts that one rank has first
         writer = min(ranks, key=loads.__getitem__)
         shares[writer].append(key)
-        loads[writer] += tables[writer]["parts"][key][-1]
+        loads[writer] += told[writer][key][-1]
     return shares
 
 

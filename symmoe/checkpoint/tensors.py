@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from symmoe.errors import ArgumentError, CheckpointError
 from symmoe.grouped.linear import GroupedLinear
@@ -18,6 +19,7 @@ from symmoe.grouped.parameters import named_parameters
 from symmoe.symm_mem.heap import SymmetricHeap
 
 _DISCRETE = re.compile(r"weight(\d+)")
+COMPILED = "_orig_mod."  # what torch.compile puts into names, in front of those of what it compiles
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,6 +29,47 @@ class ExpertShard:
     tensor: torch.Tensor
     start: int
     num_experts: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModuleState:
+    """Tensors by the names of a module's state dict, with other values than the module's perhaps (an average, what a
+    hook has edited), and of the same experts: a leaf of a nested dict. Tensors of other names are those of experts if
+    a name of the module's experts ends like theirs, or they like it. Names that are not there are not saved. An
+    optimizer beside it is that of the module's parameters."""
+
+    module: nn.Module
+    tensors: Mapping[str, torch.Tensor]
+
+    def places(self) -> list[Place]:
+        """Where its tensors belong, by keys that begin with a dot; of experts as if all were here."""
+        places = _of_state("", self, 0, 1) if self.tensors else ()
+        return [place for place in places if place.is_stored]
+
+    def is_like_experts(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor has the shape of one of the module's experts' tensors."""
+        own = _of_module("", self.module, 0, 1)
+        return any(
+            place.start is not None and place.tensor.shape == tensor.shape for _, place in own
+        )
+
+    @classmethod
+    def empty(cls, module: nn.Module, stored: Mapping[str, torch.Tensor]) -> ModuleState:
+        """New tensors on the host for a state, with this rank's experts. stored: by key, tensors of its dtypes and, but
+        for the number of experts, shapes; they need no memory."""
+        own = dict(_of_module("", module, 0, 1))
+        names: dict[str, list[str]] = {}
+        for name, place in own.items():
+            names.setdefault(place.key[1:], []).append(name)
+        by_key = {key: own[its[0]] for key, its in names.items()}
+        tensors = {}
+        for key, like in stored.items():
+            known = key if key in names else _alike(by_key, key, like.shape[1:])
+            for name in [key] if known is None else names[known]:
+                shape = like.shape if known is None else own[name].local_shape(like.shape)
+                its_name = name if known in (key, None) else _renamed(key, name)
+                tensors[its_name] = torch.empty(shape, dtype=like.dtype, device="cpu")
+        return cls(module=module, tensors=tensors)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,11 +83,23 @@ class Place:
     is_row: bool = (
         False  # it is one row of the whole tensor and has no dimension for that (a discrete weight)
     )
+    of: torch.Tensor | None = None  # the module's own tensor of this place, if it is another one
+    is_stored: bool = True  # whether it is in the checkpoint, and does not only name a parameter
+
+    @property
+    def parameter(self) -> torch.Tensor:
+        """The tensor that an optimizer knows."""
+        return self.tensor if self.of is None else self.of
 
     @property
     def rows(self) -> torch.Tensor:
         """The tensor, detached, with a dimension of rows if it is cut."""
         return self.tensor.detach()[None] if self.is_row else self.tensor.detach()
+
+    @property
+    def experts(self) -> list[int]:
+        """The numbers of its rows, if it is cut."""
+        return [] if self.start is None else [self.start + i for i in range(len(self.rows))]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -57,23 +112,54 @@ class Place:
         """Where its first element is in the whole tensor."""
         return (self.start or 0, *[0] * (self.rows.dim() - 1)) if self.shape else ()
 
-    def like(self, key: str, state: torch.Tensor) -> Place:
-        """The place of an optimizer's state for this parameter."""
-        is_cut = (
-            self.start is not None
-            and state.dim() > 0
-            and (self.is_row or len(state) == len(self.tensor))
-        )
-        return replace(self, key=key, tensor=state) if is_cut else Place(key=key, tensor=state)
+    def of_parameter(self) -> Place:
+        """The place with the tensor that an optimizer knows."""
+        return replace(self, tensor=self.parameter, of=None)
 
-    def local_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape that a state for this parameter has here, if `shape` is that of the whole."""
-        if self.start is None or shape[:1] != (self.num_rows,):
-            return shape
-        return shape[1:] if self.is_row else (len(self.tensor), *shape[1:])
+    def is_of_stack(self, state: torch.Tensor) -> bool:
+        """Whether a state for this parameter is one number for all its experts, or has no dimension for experts.
+        Optimizers that keep rows and columns, as Adafactor does, keep those of the last two dimensions."""
+        if self.start is None or state.dim() == 0 or self.is_row:
+            return self.start is not None and state.dim() == 0
+        has_experts = state.shape[0] == len(self.tensor) and self.tensor.dim() > 2
+        return state.shape != self.tensor.shape and not has_experts
+
+    def is_of(self, experts: list[int] | None, key: str) -> bool:
+        """Whether the parameter's experts are among those that have a state. CheckpointError: some of them are."""
+        if experts is None or self.start is None:
+            return True
+        found = [expert in experts for expert in self.experts]
+        if any(found) and not all(found):
+            raise CheckpointError(
+                f"{key} is there for the experts {experts}, and {self.experts} are one parameter here: load into "
+                "discrete weights, or on as many ranks as saved"
+            )
+        return all(found)
+
+    def like(
+        self, key: str, state: torch.Tensor, *, experts: list[int] | None, is_of_stack: bool
+    ) -> Place:
+        """The place of an optimizer's state for this parameter. experts: those that have such a state, if not all. A
+        state of a stack is repeated for each of its experts."""
+        if self.start is None:
+            return Place(key=key, tensor=state)
+        if is_of_stack and not self.is_row:
+            state = state.expand(len(self.tensor), *state.shape)
+        own = replace(self, key=key, tensor=state)
+        if experts is None:
+            return own
+        return replace(own, start=experts.index(self.start), num_rows=len(experts))
+
+    def local_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of a tensor here, if `shape` is that of the whole, or of another number of rows of it."""
+        if self.start is None:
+            return tuple(shape)
+        return tuple(shape[1:]) if self.is_row else (len(self.tensor), *shape[1:])
 
 
-def places_of(model: nn.Module | Mapping[str, Any], *, rank: int, num_ranks: int) -> list[Place]:
+def places_of(
+    model: nn.Module | ModuleState | Mapping[str, Any], *, rank: int, num_ranks: int
+) -> list[Place]:
     """Every tensor of a module's state dict, or of a nested dict of tensors, ExpertShards and modules. Experts are of
     the EP group of the heap that their module, or the nearest around it, has as `heap`; without one, of that of `rank`
     and `num_ranks`. ArgumentError: something in it has no place in a checkpoint."""
@@ -88,6 +174,13 @@ def places_of(model: nn.Module | Mapping[str, Any], *, rank: int, num_ranks: int
                 f"{place.key} is a {place.tensor.layout} tensor on {place.tensor.device}; it has no plain memory"
             )
     return places
+
+
+def bare(model: Any) -> Any:
+    """The model that torch.compile and DDP are around, or itself."""
+    while isinstance(model, DistributedDataParallel) or "_orig_mod" in model._modules:
+        model = model._modules.get("_orig_mod", model._modules.get("module"))
+    return model
 
 
 def rows_problem(runs: Iterable[tuple[int, int]], num_rows: int) -> str | None:
@@ -123,7 +216,9 @@ def check_replicas(
 
 def _walk(prefix: str, node: Any, rank: int, num_ranks: int) -> Iterator[Place]:
     if isinstance(node, nn.Module):
-        yield from _of_module(prefix, node, rank, num_ranks)
+        yield from (place for _, place in _of_module(prefix, node, rank, num_ranks))
+    elif isinstance(node, ModuleState):
+        yield from _of_state(prefix, node, rank, num_ranks)
     elif isinstance(node, Mapping):
         for name, child in node.items():
             if not isinstance(name, str) or not name:
@@ -147,14 +242,40 @@ def _walk(prefix: str, node: Any, rank: int, num_ranks: int) -> Iterator[Place]:
         )
 
 
-def _of_module(prefix: str, module: nn.Module, rank: int, num_ranks: int) -> Iterator[Place]:
+def _of_state(prefix: str, state: ModuleState, rank: int, num_ranks: int) -> Iterator[Place]:
+    own = dict(_of_module(prefix, state.module, rank, num_ranks))
+    given = {name.replace(COMPILED, ""): tensor for name, tensor in state.tensors.items()}
+    for name, place in own.items():
+        tensor = given.pop(name, None)
+        yield replace(
+            place,
+            tensor=place.tensor if tensor is None else tensor,
+            of=place.tensor,
+            is_stored=tensor is not None,
+        )
+    for name, tensor in given.items():
+        known = _alike(own, name, tensor.shape[1:]) or _alike(own, name, tensor.shape)
+        if known is None:
+            yield Place(key=f"{prefix}.{name}", tensor=tensor)
+        else:
+            key = f"{prefix}.{_renamed(name, own[known].key)}"
+            yield replace(own[known], key=key, tensor=tensor)
+
+
+def _of_module(
+    prefix: str, module: nn.Module, rank: int, num_ranks: int
+) -> Iterator[tuple[str, Place]]:
+    """The name and the place of every tensor of a module's state dict."""
+    module = bare(module)
     found = {path: getattr(child, "heap", None) for path, child in module.named_modules()}
     heaps = {path: heap for path, heap in found.items() if isinstance(heap, SymmetricHeap)}
     experts = {name for name, _, is_expert in named_parameters(module, shared=True) if is_expert}
     for name, tensor in module.state_dict(keep_vars=True).items():
-        key = f"{prefix}.{name}"
+        plain = name.replace(COMPILED, "")
+        key = f"{prefix}.{plain}"
         if name not in experts:
-            yield from _walk(key, tensor, rank, num_ranks)
+            for place in _walk(key, tensor, rank, num_ranks):
+                yield plain, place
             continue
         path, _, leaf = name.rpartition(".")
         around = [
@@ -162,12 +283,28 @@ def _of_module(prefix: str, module: nn.Module, rank: int, num_ranks: int) -> Ite
         ]  # from the inside out
         heap = next((heaps[outer] for outer in [*around, ""] if outer in heaps), None)
         ep_rank, ep_size = (rank, num_ranks) if heap is None else (heap.rank, heap.num_ranks)
-        owner, discrete = module.get_submodule(path), _DISCRETE.fullmatch(leaf)
+        owner = module.get_submodule(path)
+        discrete = _DISCRETE.fullmatch(leaf)
         if discrete and isinstance(owner, GroupedLinear):
             start = ep_rank * owner.num_groups + int(discrete[1])
             packed, num_rows = key.removesuffix(leaf) + "weight", ep_size * owner.num_groups
-            yield Place(key=packed, tensor=tensor, start=start, num_rows=num_rows, is_row=True)
+            place = Place(key=packed, tensor=tensor, start=start, num_rows=num_rows, is_row=True)
         else:
-            yield Place(
-                key=key, tensor=tensor, start=ep_rank * len(tensor), num_rows=ep_size * len(tensor)
-            )
+            start = ep_rank * len(tensor)
+            place = Place(key=key, tensor=tensor, start=start, num_rows=ep_size * len(tensor))
+        yield plain, place
+
+
+def _alike(own: Mapping[str, Place], name: str, shape: Sequence[int]) -> str | None:
+    """The name of experts' tensors that ends with `name`, or `name` with it, if their rows have this shape."""
+    for known, place in own.items():
+        shorter, longer = sorted((known, name), key=len)
+        fits = place.start is not None and tuple(place.rows.shape[1:]) == tuple(shape)
+        if fits and f".{longer}".endswith(f".{shorter}"):
+            return known
+    return None
+
+
+def _renamed(name: str, like: str) -> str:
+    """`name` with the last part of another name."""
+    return ".".join([*name.split(".")[:-1], like.rpartition(".")[2]])

@@ -9,13 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator as _Accelerator
 from torch import nn
 
-from symmoe.checkpoint import load_checkpoint, save_checkpoint
+from symmoe.checkpoint import ModuleState, load_checkpoint, save_checkpoint
+from symmoe.checkpoint.nested import own_state_dict, refuse_state_dicts
+from symmoe.checks.extras import extra
 from symmoe.errors import ArgumentError
 from symmoe.moe.ddp_and_fsdp import ExpertParallelModule, prepare_for_ddp
 from symmoe.training.gradients import clip_grad_norm
+
+with extra("transformers"):
+    from accelerate import Accelerator as _Accelerator
 
 STATE_FOLDER = "model_and_optimizer"
 
@@ -34,6 +38,8 @@ class Accelerator(_Accelerator):
     # accelerate has no annotations for them.
     _models: list[nn.Module]
     _optimizers: list[Any]
+    _custom_objects: list[Any]
+    _gives_state_dicts = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -78,42 +84,67 @@ class Accelerator(_Accelerator):
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
         """Same as in accelerate. ArgumentError: the model has experts on several ranks, of which it would have ours."""
-        if _has_experts(model):
+        if not _has_experts(model):
+            return super().get_state_dict(model, unwrap)
+        if not self._gives_state_dicts:
             raise ArgumentError(
                 f"a state dict of model ({type(model).__name__}) has only this rank's experts: save with save_state, "
                 "symmoe.checkpoint.save_checkpoint or symmoe.integrations.transformers.save_checkpoint"
             )
-        return super().get_state_dict(model, unwrap)
+        return own_state_dict(self.unwrap_model(model, keep_torch_compile=False))
 
     def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> str:
-        """Same as in accelerate, with all experts. Collective."""
-        with self._without_model() as (model, optimizer):
-            folder = super().save_state(output_dir, *args, **kwargs)
-            save_checkpoint(Path(folder, STATE_FOLDER), 0, model=model, optimizer=optimizer)
+        """Same as in accelerate, with all experts. Hooks are given the model, and the state dict of this rank, which
+        is saved as they leave it, or not at all if they take it. Collective. ArgumentError: a registered object's
+        state dict has experts."""
+        left: list[dict[str, torch.Tensor]] = []
+
+        def take(models: Any, weights: list[dict[str, torch.Tensor]], folder: Any) -> None:
+            left.extend(weights)
+            weights.clear()
+
+        with self._without_optimizer() as (model, optimizer):
+            for number, each in enumerate(self._custom_objects):
+                refuse_state_dicts(each.state_dict(), model, f"registered object {number}")
+            with self.register_save_state_pre_hook(take):
+                folder = super().save_state(output_dir, *args, **kwargs)
+            state = ModuleState(module=model, tensors=left[0] if left else {})
+            save_checkpoint(Path(folder, STATE_FOLDER), 0, model=state, optimizer=optimizer)
         return str(folder)
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """Same as in accelerate, with this rank's experts. Collective. ArgumentError: `input_dir` is None."""
+        """Same as in accelerate, with this rank's experts. Hooks are given the model, which is not loaded if they take
+        it. Collective. ArgumentError: `input_dir` is None."""
         if input_dir is None:
             raise ArgumentError("input_dir (None) must be the folder that save_state has returned")
-        with self._without_model() as (model, optimizer):
-            super().load_state(input_dir, *args, **kwargs)
-            load_checkpoint(Path(input_dir, STATE_FOLDER), model=model, optimizer=optimizer)
+        left: list[nn.Module] = []
+
+        def take(models: list[nn.Module], folder: Any) -> None:
+            left.extend(models)
+            models.clear()
+
+        with self._without_optimizer() as (model, optimizer):
+            with self.register_load_state_pre_hook(take):
+                super().load_state(input_dir, *args, **kwargs)
+            state = model if left else ModuleState(module=model, tensors={})
+            load_checkpoint(Path(input_dir, STATE_FOLDER), model=state, optimizer=optimizer)
 
     @contextlib.contextmanager
-    def _without_model(self) -> Iterator[tuple[nn.Module, torch.optim.Optimizer | None]]:
-        """The prepared model and optimizer, of which accelerate knows nothing in the block."""
-        models, optimizers = self._models, self._optimizers
+    def _without_optimizer(self) -> Iterator[tuple[nn.Module, torch.optim.Optimizer | None]]:
+        """The prepared model, and the optimizer, of which accelerate knows nothing in the block."""
+        models = self._models
+        optimizers = self._optimizers
         if len(models) != 1 or len(optimizers) > 1:
             raise ArgumentError(
                 f"prepared are {len(models)} models and {len(optimizers)} optimizers; they must be one, and one or none"
             )
-        model = self.unwrap_model(models[0], keep_torch_compile=False)
-        self._models, self._optimizers = [], []
+        self._optimizers = []
+        self._gives_state_dicts = True
         try:
-            yield model, optimizers[0].optimizer if optimizers else None
+            yield models[0], optimizers[0].optimizer if optimizers else None
         finally:
-            self._models, self._optimizers = models, optimizers
+            self._optimizers = optimizers
+            self._gives_state_dicts = False
 
 
 def _has_experts(model: nn.Module) -> bool:

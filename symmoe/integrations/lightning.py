@@ -6,22 +6,30 @@ the rest in a file of Lightning's.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.strategies import DDPStrategy as _FabricDDP
-from lightning.pytorch.strategies import DDPStrategy as _TrainerDDP
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from symmoe.checkpoint import load_checkpoint, save_checkpoint
+from symmoe.checkpoint import ModuleState, load_checkpoint, save_checkpoint
+from symmoe.checkpoint.nested import own_state_dict, put_back, refuse_state_dicts, take_out
+from symmoe.checks.extras import extra
 from symmoe.errors import ArgumentError
 from symmoe.moe.ddp_and_fsdp import prepare_for_ddp
 from symmoe.training.gradients import clip_grad_norm
 
+with extra("lightning"):
+    from lightning.fabric.strategies import DDPStrategy as _FabricDDP
+    from lightning.pytorch.strategies import DDPStrategy as _TrainerDDP
+
 REST = "lightning.ckpt"
+_STATES = (
+    "symmoe.states"  # in a loaded checkpoint: its folder, and the state dicts that come from there
+)
 
 
 class FabricStrategy(_FabricDDP):
@@ -69,6 +77,8 @@ class FabricStrategy(_FabricDDP):
             raise ArgumentError(
                 f"filter has {sorted(names)}; a model or an optimizer is saved whole"
             )
+        for model in models.values():
+            refuse_state_dicts(_state_of(rest), model, "state")
         save_checkpoint(path, 0, model=models, optimizer=optimizer)
         super().save_checkpoint(Path(path, REST), rest, storage_options, filter)
 
@@ -90,8 +100,6 @@ class TrainerStrategy(_TrainerDDP):
     the norm over all ranks. Checkpoints have at most one optimizer; all ranks see the same folder. ArgumentError, in
     `fit` and the like: as FabricStrategy."""
 
-    _folder: Path  # that of the checkpoint that is being loaded
-
     def setup(self, trainer: Any) -> None:
         """Same as in Lightning, with experts that stay as they are."""
         _prepare(self.model, self.precision_plugin)
@@ -101,33 +109,46 @@ class TrainerStrategy(_TrainerDDP):
         )
         super().setup(trainer)
 
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Same as in Lightning, with this rank's experts."""
+        module: Any = self.lightning_module
+        return own_state_dict(module)
+
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        """Same as in Lightning, with all experts; `filepath` becomes a folder."""
-        optimizer = _only(self.optimizers) if "optimizer_states" in checkpoint else None
-        save_checkpoint(filepath, 0, model=self.lightning_module, optimizer=optimizer)
-        rest = (
-            checkpoint
-            | {"state_dict": {}}
-            | ({} if optimizer is None else {"optimizer_states": [{}]})
-        )
+        """Same as in Lightning, with all experts, and as hooks have edited it; `filepath` becomes a folder."""
+        optimizer = None
+        if "optimizer_states" in checkpoint:
+            optimizer = _only(self.optimizers)
+            if optimizer is not None:
+                optimizer = _with_state(optimizer, checkpoint["optimizer_states"][0])
+                checkpoint = checkpoint | {"optimizer_states": [{}]}
+        states = self._own_state()
+        rest = take_out(checkpoint, self.lightning_module, "", states)
+        save_checkpoint(filepath, 0, model=states, optimizer=optimizer)
         super().save_checkpoint(rest, Path(filepath, REST), storage_options)
 
     restore_checkpoint_after_setup = True  # the optimizer is there then
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
-        """Same as in Lightning, without the model's and the optimizer's state."""
-        self._folder = Path(checkpoint_path)
-        return super().load_checkpoint(self._folder / REST, weights_only)
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """This rank's part of the model."""
-        load_checkpoint(self._folder, model=self.lightning_module)
+        """Same as in Lightning, with this rank's experts, and without the optimizer's state."""
+        rest = super().load_checkpoint(Path(checkpoint_path, REST), weights_only)
+        states = self._own_state()
+        checkpoint = put_back(rest, self.lightning_module, states)
+        load_checkpoint(checkpoint_path, model=states)
+        return {**checkpoint, _STATES: (checkpoint_path, states)}
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """This rank's part of the optimizer's state."""
-        load_checkpoint(self._folder, model=self.lightning_module, optimizer=_only(self.optimizers))
+        """This rank's part of the optimizer's state, if a hook has left something in its place."""
+        if checkpoint["optimizer_states"]:
+            folder, states = checkpoint[_STATES]
+            load_checkpoint(folder, model=states, optimizer=_only(self.optimizers))
+
+    def _own_state(self) -> dict[str, ModuleState]:
+        """The module's state dict without tensors, which names the optimizer's parameters."""
+        module: Any = self.lightning_module
+        return {"state_dict": ModuleState(module=module, tensors={})}
 
 
 def _prepare(model: nn.Module, precision: Any) -> None:
@@ -154,6 +175,25 @@ def _sorted_out(
         if not isinstance(value, nn.Module | torch.optim.Optimizer)
     }
     return models, _only(optimizers), rest
+
+
+def _state_of(rest: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: each.state_dict() if hasattr(each, "state_dict") else each
+        for name, each in rest.items()
+    }
+
+
+def _with_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> torch.optim.Optimizer:
+    """An optimizer of the same parameters with a state dict, as hooks may have edited it."""
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    edited = copy.copy(optimizer)
+    edited.state = {parameters[number]: its for number, its in state["state"].items()}  # type: ignore[assignment]
+    edited.param_groups = [
+        {**new, "params": old["params"]}
+        for new, old in zip(state["param_groups"], optimizer.param_groups, strict=True)
+    ]
+    return edited
 
 
 def _only(optimizers: list[torch.optim.Optimizer]) -> torch.optim.Optimizer | None:

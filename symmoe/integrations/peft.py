@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import peft
 import torch
-from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
-from safetensors.torch import load_file, save_file
 from torch import nn
 
+from symmoe.checkpoint.nested import own_state_dict
 from symmoe.checkpoint.peers import Peers
+from symmoe.checkpoint.tensors import bare
+from symmoe.checks.extras import extra
 from symmoe.errors import CheckpointError
 from symmoe.integrations.transformers.adapters import PeftNames, unwrapped
 from symmoe.integrations.transformers.checkpoint import compare
@@ -24,6 +24,11 @@ from symmoe.integrations.transformers.experts import ExpertParallelExperts
 from symmoe.integrations.transformers.swap import adapt, heap_of, refuse_methods_of_peft
 from symmoe.moe.ddp_and_fsdp import prepare_for_ddp
 from symmoe.training.lora import LoRAGroupedLinear
+
+with extra("peft"):
+    import peft
+    from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
+    from safetensors.torch import load_file, save_file
 
 WEIGHTS = "adapter_model.safetensors"
 
@@ -63,6 +68,7 @@ def save_adapters(model: peft.PeftModel, folder: str | os.PathLike[str]) -> None
     adapter_config.json in `folder`, which all ranks see; other files there stay. Collective over the heap's process
     group; rank 0 has all adapters of experts in host memory for a moment. ArgumentError: the model is not swapped.
     CheckpointError: on every rank, if ranks have different bits of what they all have, or writing failed anywhere."""
+    model = bare(model)
     heap, folder = heap_of(model), Path(folder).absolute()
     partial = folder.with_name(folder.name + ".partial")
 
@@ -111,6 +117,7 @@ def load_adapters(model: peft.PeftModel, folder: str | os.PathLike[str]) -> None
     heap's process group. The model is wrapped with the files' configuration, e.g. LoraConfig.from_pretrained(folder).
     ArgumentError: the model has not been swapped. CheckpointError: on every rank, if the file cannot be read, or keys
     or shapes are not those of the model. The model is as it was."""
+    model = bare(model)
     heap, file = heap_of(model), Path(folder, WEIGHTS)
 
     def read() -> dict[str, torch.Tensor]:
@@ -164,7 +171,7 @@ def _adapted(model: nn.Module) -> Iterator[tuple[str, LoRAGroupedLinear, PeftNam
 def _others(model: peft.PeftModel) -> dict[str, torch.Tensor]:
     """What peft saves itself: everything but what swapped experts hold, which is by other names there."""
     state: dict[str, torch.Tensor] = get_peft_model_state_dict(
-        model, adapter_name=model.active_adapter
+        model, own_state_dict(model), adapter_name=model.active_adapter
     )
     paths = tuple(
         f"{path}."

@@ -334,6 +334,15 @@ def test_files_are_the_owners_alone(saved: Path):
     assert stat.S_IMODE((saved / "deep" / "er").stat().st_mode) == 0o700
 
 
+def test_a_folder_of_one_step_is_not_the_jobs(saved: Path):
+    for look in (read_manifest, newest):
+        with pytest.raises(
+            CheckpointError,
+            match=f"one step: pass the directory .* {saved}, and the step as `step`",
+        ):
+            look(saved / "step-00000002")
+
+
 def test_a_step_can_be_saved_again_and_old_ones_pruned(saved: Path):
     save_checkpoint(saved, 2, model=state(2), extra="again")
     assert read_manifest(saved).extra == "again"
@@ -612,7 +621,7 @@ OLDER = b'{"format": "symmoe-checkpoint", "version": 1, "tensors": {}}'
 
 @pytest.mark.parametrize("data", [b"", b"[]", b"\xff\xfe", b"[" * 100_000, b"nul", b"1e999", OLDER])
 def test_bytes_that_are_no_manifest_or_an_older_one(data: bytes):
-    is_other = r".*, 1\]; this symmoe reads .*, 2\]" if data is OLDER else ""
+    is_other = r".*, 1\]; this symmoe reads .*, 3\]" if data is OLDER else ""
     with pytest.raises(CheckpointError, match=r"^manifest\.json: " + is_other):
         parse(data, Path("manifest.json"))
 
@@ -742,6 +751,126 @@ def test_no_state_is_allocated_that_the_files_cannot_hold(
     with pytest.raises(CheckpointError, match=f"{key} {problem}"):
         load_checkpoint(tmp_path, model=model, optimizer=optimizer, step=1)
     assert bits(model, optimizer) == before
+
+
+def some_experts(heap: symmoe.SymmetricHeap, seed: int, weights: str) -> tuple[Any, Any]:
+    """Of two layers' experts, 3 is trained, and 2 with other hyperparameters; 3 has made one step more."""
+    torch.manual_seed(seed)
+    first = heap.rank * (EXPERTS // heap.num_ranks)
+    sizes = (EXPERTS // heap.num_ranks, HIDDEN, FFN)
+    layers = [
+        symmoe.MoELayer(CONFIG, heap, experts=GroupedMLP(*sizes, weights=weights)) for _ in "ab"
+    ]
+    model = nn.ModuleList(layers).requires_grad_(False)
+    named = dict(model.named_parameters())
+    routers = [layer.router.weight.requires_grad_(True) for layer in layers]
+    groups = [{"params": [*routers]}, {"params": [], "lr": 0.5}]
+    for name, parameter in named.items():
+        expert = first + int(name[-1]) if name[-1].isdigit() else None
+        if expert in (2, 3):
+            groups[3 - expert]["params"].append(parameter.requires_grad_(True))
+    optimizer = torch.optim.AdamW(groups, lr=0.1)
+    for late in (0, 2):
+        for name, parameter in named.items():
+            is_first = name[-1].isdigit() and first + int(name[-1]) == 2 and not late
+            parameter.grad = None
+            if parameter.requires_grad and not is_first:
+                parameter.grad = draw(
+                    f"{seed}{late}{name[0]}{name[-1] if is_first else 3}", parameter
+                )
+        optimizer.step()
+    return model, optimizer
+
+
+def some_experts_on(rank: int, num_ranks: int, directory: str, *, saves: bool) -> Bits:
+    """State by (layer, matrix, expert)."""
+    with opened(num_ranks) as (group, heap):
+        model, optimizer = some_experts(heap, 5 if saves else 6, "discrete")
+        if saves:
+            save_checkpoint(directory, 1, model=model, optimizer=optimizer, group=group)
+        else:
+            load_checkpoint(directory, model=model, optimizer=optimizer, group=group)
+        first, found = rank * (EXPERTS // num_ranks), {}
+        for name, parameter in model.named_parameters():
+            for kind, value in optimizer.state.get(parameter, {}).items():
+                at = f"{name[:-1]}{first + int(name[-1])}" if name[-1].isdigit() else name
+                found[f"{at}/{kind}"] = raw(value)
+        return found
+
+
+@pytest.mark.parametrize(("source", "target"), [(2, 1), (2, 2), (1, 2)])
+def test_some_experts_are_trained_others_frozen(cluster, tmp_path: Path, source: int, target: int):
+    """The optimizers of ranks have other parameters, and experts other counts of steps."""
+    saved, loaded = (
+        {key: bits for of_rank in found for key, bits in of_rank.items()}
+        for found in (
+            cluster(ranks).run(some_experts_on, str(tmp_path), saves=ranks_save)
+            for ranks, ranks_save in ((source, True), (target, False))
+        )
+    )
+    assert loaded == saved
+    steps = {key: bits for key, bits in saved.items() if key.endswith("/step")}
+    assert len(steps) == 2 * 5
+    assert len(set(steps.values())) == 2
+
+
+FACTORED = {
+    "torch": lambda p: torch.optim.Adafactor(p, lr=0.1),
+    "transformers": lambda p: pytest.importorskip("transformers.optimization").Adafactor(
+        p, relative_step=True
+    ),
+}
+
+
+def factored(heap: symmoe.SymmetricHeap, kind: str, seed: int, *, bias: bool) -> tuple[Any, Any]:
+    torch.manual_seed(100 * seed + heap.rank)
+    num = EXPERTS // heap.num_ranks
+    model = nn.Sequential(GroupedLinear(num, 8, 8, bias=bias), GroupedLinear(num, 8, 24, bias=bias))
+    return model, FACTORED[kind](model.parameters())
+
+
+def step_of_rank(
+    model: nn.Module, optimizer: torch.optim.Optimizer, heap: symmoe.SymmetricHeap
+) -> None:
+    step(model, optimizer, 7 + heap.rank)
+
+
+def factored_goes_on(rank: int, num_ranks: int, directory: str, kind: str, bias: bool) -> None:
+    with opened(num_ranks) as (group, heap):
+        model, optimizer = factored(heap, kind, 1, bias=bias)
+        step_of_rank(model, optimizer, heap)
+        save_checkpoint(directory, 1, model=model, optimizer=optimizer, group=group)
+        other, its_optimizer = factored(heap, kind, 2, bias=bias)
+        load_checkpoint(directory, model=other, optimizer=its_optimizer, group=group)
+        for each in ((model, optimizer), (other, its_optimizer)):
+            step_of_rank(*each, heap)
+        assert state_bits(other, its_optimizer) == state_bits(model, optimizer)
+
+
+def state_bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Values of other types too."""
+    of_state = [sorted(optimizer.state[parameter].items()) for parameter in model.parameters()]
+    return [*map(raw, model.parameters()), repr(of_state)]
+
+
+@pytest.mark.parametrize("kind", FACTORED)
+def test_states_that_have_not_the_shape_of_their_parameter(cluster, tmp_path: Path, kind: str):
+    """Adafactor: those of a rank's experts together go on on as many ranks, and only there; those by expert on any."""
+    cluster(2).run(factored_goes_on, str(tmp_path / "bias"), kind, True)
+    with symmoe.SymmetricHeap(num_bytes=1 << 20, backend="host") as heap:
+        model, optimizer = factored(heap, kind, 3, bias=True)
+        before = state_bits(model, optimizer)
+        with pytest.raises(
+            CheckpointError, match=r"for all experts of a rank together.* as many ranks as saved"
+        ):
+            load_checkpoint(tmp_path / "bias", model=model, optimizer=optimizer)
+        assert state_bits(model, optimizer) == before
+        if kind == "torch":
+            cluster(2).run(factored_goes_on, str(tmp_path / "none"), kind, False)
+            model, optimizer = factored(heap, kind, 3, bias=False)
+            load_checkpoint(tmp_path / "none", model=model, optimizer=optimizer)
+            assert optimizer.state[model[0].weight]["row_var"].shape == (EXPERTS, 8, 1)
+            step_of_rank(model, optimizer, heap)
 
 
 def test_random_numbers_go_on():

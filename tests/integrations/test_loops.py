@@ -356,6 +356,10 @@ def refused_by_lightning(rank: int, num_ranks: int, folder: str) -> None:
                 lambda: fabric.save(folder, {"model": model}, filter={"model": lambda *_: True}),
                 "is saved whole",
             ),
+            (
+                lambda: fabric.save(folder, {"model": model, "ema": {"of": plain.state_dict()}}),
+                r"state\.ema\.of has this rank's experts",
+            ),
             (lambda: fabric.load(folder), r"state .NoneType. must be a dict"),
             (
                 lambda: fabric.clip_gradients(model, optimizers[0], max_norm=1.0, norm_type=1),

@@ -523,3 +523,18 @@ def test_unswapped_models_are_refused(tmp_path: Path):
         pytest.raises(CheckpointError, match=r"folder \(.*/Qwen/none\) is not there"),
     ):
         from_pretrained(tmp_path / "Qwen/none", heap)
+
+
+def test_a_compiled_model_has_the_keys_of_the_plain_one(tmp_path: Path):
+    """All of it, and one layer of it; what state_dict() has is not for transformers, and says so."""
+    with open_heap("cpu") as heap:
+        model = swap_moe(random_model("qwen3_moe", mlp_only_layers=[]), heap)
+        save_checkpoint(model, tmp_path / "plain")
+        model.model.layers[0] = torch.compile(model.model.layers[0])
+        save_checkpoint(torch.compile(model), tmp_path / "compiled")
+        assert digests(tmp_path / "compiled") == digests(tmp_path / "plain")
+        other = swap_moe(random_model("qwen3_moe", mlp_only_layers=[], seed=1), heap)
+        load_checkpoint(torch.compile(other), tmp_path / "compiled")
+        assert all(map(torch.equal, other.parameters(), model.parameters()))
+        with pytest.warns(UserWarning, match="would leave experts as they were initialised"):
+            other.state_dict()

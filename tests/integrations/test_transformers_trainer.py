@@ -85,6 +85,59 @@ def test_two_ranks_train_as_one(cluster, tmp_path: Path, options: str):
         assert deviation <= (5e-2 if rounded else 2e-4), f"{name}: {deviation:.1e}"
 
 
+COEFFICIENT = 0.5
+
+
+def balanced() -> Any:
+    """A model whose loss has the balance loss of its routers."""
+    model = small_model(router_aux_loss_coef=COEFFICIENT, mlp_only_layers=[])
+    model.config.output_router_logits = True
+    return model
+
+
+def balance_on_a_rank(rank: int, num_ranks: int, folder: str) -> list[tuple[float, float, Any]]:
+    """With one micro-batch and with two: losses of a step and of an evaluation, and gradients of the routers."""
+    found = []
+    with launched(rank, num_ranks), symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
+        for accumulate in (1, 2):
+            model = swap_moe(balanced(), heap)
+            before = router_weights(model)
+            options = {"gradient_accumulation_steps": accumulate, "max_steps": 1, "optim": "sgd"}
+            options |= {"learning_rate": 1.0, "max_grad_norm": 0.0, "lr_scheduler_type": "constant"}
+            data = [eval_data()[0]] * 8
+            trainer = Trainer(
+                model,
+                arguments(folder, num_ranks, **options),
+                train_dataset=data,
+                eval_dataset=data,
+            )
+            eval_loss = trainer.evaluate()["eval_loss"]
+            trainer.train()
+            logs = trainer.state.log_history
+            loss = next((each["loss"] for each in logs if "loss" in each), None)
+            steps = [old - new for old, new in zip(before, router_weights(model), strict=True)]
+            found.append((loss, eval_loss, steps))
+    return found
+
+
+def router_weights(model: Any) -> list[torch.Tensor]:
+    return [layer.mlp.gate.weight.detach().clone() for layer in model.model.layers]
+
+
+def test_the_balance_loss_counts_once_whatever_the_split(cluster, tmp_path: Path):
+    """All sequences are the same, so that every split has the gradient of one."""
+    plain, sequence = balanced(), eval_data()[0]
+    loss = plain(**{name: tensor[None] for name, tensor in sequence.items()}).loss
+    loss.backward()
+    gradients = [layer.mlp.gate.weight.grad for layer in plain.model.layers]
+    for rank, of_rank in enumerate(cluster(2).run(balance_on_a_rank, str(tmp_path))):
+        for its_loss, eval_loss, steps in of_rank:
+            assert eval_loss == pytest.approx(loss.item(), rel=BOUND)
+            assert rank or its_loss == pytest.approx(loss.item(), rel=BOUND)  # rank 0 logs
+            for step, gradient in zip(steps, gradients, strict=True):
+                torch.testing.assert_close(step, gradient, rtol=1e-3, atol=2e-7)
+
+
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 
@@ -124,6 +177,22 @@ def test_a_run_resumes_with_the_same_bits_and_on_one_rank(cluster, tmp_path: Pat
         (tmp_path / "run" / f"checkpoint-{STEPS}" / "trainer_state.json").read_text()
     )
     assert state["global_step"] == STEPS
+
+
+def adafactor_resumed(rank: int, num_ranks: int, folder: str) -> None:
+    """Two steps, and the second again after the checkpoint of the first."""
+    options = {"optim": "adafactor", "max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    with launched(rank, num_ranks), symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
+        whole, _ = trained(Trainer, swap_moe(small_model(), heap), folder, num_ranks, **options)
+        model = swap_moe(small_model(seed=9), heap)
+        trained(Trainer, model, folder, num_ranks, since=1, **options)
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter, whole.model.get_parameter(name)), name
+
+
+def test_adafactor_goes_on(cluster, tmp_path: Path):
+    """It has states of all experts of a rank together."""
+    cluster(2).run(adafactor_resumed, str(tmp_path))
 
 
 # -- several EP groups, and what is refused ---------------------------------------------------------------------------

@@ -92,6 +92,39 @@ def test_everything_public_is_there_without_triton_or_nvshmem_and_so_is_low_prec
     assert out == "ok"
 
 
+EXTRAS = {  # by module, a package that it imports, and the extra that brings that
+    "checkpoint": ("safetensors", "checkpoint"),
+    "integrations.accelerate": ("accelerate", "transformers"),
+    "integrations.lightning": ("lightning", "lightning"),
+    "integrations.peft": ("peft", "peft"),
+    "integrations.transformers.pretrained": ("transformers", "transformers"),
+    "integrations.transformers.registry": ("transformers", "transformers"),
+    "integrations.transformers.trainer": ("transformers", "transformers"),
+}
+
+
+def test_a_missing_package_is_named_with_its_extra():
+    out = run(
+        "import importlib, sys\n"
+        f"for module, (package, _) in {EXTRAS}.items():\n"
+        "    sys.modules[package] = None\n"
+        "    try:\n"
+        "        importlib.import_module(f'symmoe.{module}')\n"
+        "    except ImportError as error:\n"
+        "        print(error)\n"
+        "    del sys.modules[package]\n"
+    )
+    wanted = [
+        f"{package} is not installed: pip install 'symmoe[{extra}]'"
+        for package, extra in EXTRAS.values()
+    ]
+    found = [
+        line.split(".")[0].partition(" ")[0] + line[line.index(" is not") :]
+        for line in out.splitlines()
+    ]
+    assert found == wanted
+
+
 def test_unknown_names_are_refused():
     import symmoe
 

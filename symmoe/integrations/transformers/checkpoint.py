@@ -14,16 +14,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors import safe_open
 from torch import nn
 
 from symmoe.checkpoint.files import sync
 from symmoe.checkpoint.peers import Peers
-from symmoe.checkpoint.tensors import check_replicas, digest
+from symmoe.checkpoint.tensors import bare, check_replicas, digest
+from symmoe.checks.extras import extra
 from symmoe.errors import CheckpointError, SymmoeError
 from symmoe.integrations.transformers.layout import INDEX, WEIGHTS, Layout, new_layout
 from symmoe.integrations.transformers.pieces import Piece, find_pieces, pieces_of, restore
 from symmoe.integrations.transformers.swap import heap_of
+
+with extra("transformers"):
+    from safetensors import safe_open
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -50,6 +53,7 @@ def load_checkpoint(model: nn.Module, folder: str | os.PathLike[str]) -> None:
             another shape. The model is untouched unless a file broke while it was read.
     """
     folder = Path(folder)
+    model = bare(model)
     with Peers(heap_of(model).bootstrap) as peers:
         layout, pieces = peers.together(lambda: find_pieces(model, folder))
         peers.together(lambda: _read(folder, layout, pieces))
@@ -90,6 +94,7 @@ def save_checkpoint(
         Path(folder).absolute(),
         heap_of(model),
     )  # "." has no name to put ".partial" behind
+    model = bare(model)
     like = None if like is None else Path(like)
     partial = folder.with_name(folder.name + ".partial")
 

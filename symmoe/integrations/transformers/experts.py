@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 
 import torch
+from torch import nn
 
 from symmoe.checks.arguments import (
     Order,
@@ -84,6 +87,7 @@ class ExpertParallelExperts(ExpertParallelModule):
         self.listeners = Listeners(heap, num_experts=self.num_experts, order=step.order, give=_GIVE)
         self.peft_names: dict[str, PeftNames] = {}
         self.set_experts(mlp)
+        self.register_state_dict_post_hook(_warn_of_state_dict)  # type: ignore[no-untyped-call]
 
     @property
     def experts(self) -> GroupedMLP:  # type: ignore[override]  # there it is a module, here one of another name
@@ -158,6 +162,19 @@ class ExpertParallelExperts(ExpertParallelModule):
             "hidden_states", x, shape=None, dtypes=control.DTYPES, device=self.heap.device
         )
         return error or self.mlp.fc1.width_problem(x) or self.mlp.fc2.width_problem(x)
+
+
+def _warn_of_state_dict(
+    module: ExpertParallelExperts, state: Mapping[str, torch.Tensor], prefix: str, _: object
+) -> None:
+    """Warns of a state dict that may go to transformers. What symmoe reads itself are the parameters (keep_vars)."""
+    if not any(isinstance(each, nn.Parameter) for each in state.values()):
+        warnings.warn(
+            "the state dict of a swapped model has this rank's experts, by names of symmoe: from_pretrained of "
+            "transformers would leave experts as they were initialised. Save the model by "
+            "symmoe.integrations.transformers.save_checkpoint(model, folder), and load that folder",
+            stacklevel=2,
+        )
 
 
 def empty_experts(

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from symmoe.checkpoint.tensors import COMPILED
 from symmoe.errors import CheckpointError
 from symmoe.integrations.transformers.experts import ExpertParallelExperts
 from symmoe.integrations.transformers.layout import Layout, StoredTensor, read_layout
@@ -182,7 +183,7 @@ def restore(model: nn.Module, pieces: Iterable[Piece]) -> None:
     pattern of the key and the WeightConverter."""
     from transformers.core_model_loading import dot_natural_key
 
-    tensors, collected = model.state_dict(keep_vars=True), dict[str, Any]()
+    tensors, collected = _plain_state(model), dict[str, Any]()
     for piece in sorted(pieces, key=lambda piece: dot_natural_key(piece.key)):
         if piece.conversion is not None:
             name, pattern, converter = piece.conversion
@@ -197,13 +198,17 @@ def _unswapped(model: nn.Module) -> tuple[dict[str, torch.Tensor], list[_Source]
     """The state dict that the unmodified model would have, with small parameters in the place of those of experts; and
     whose these are. Small ones are complex, as no model's are: values are places, and numbers of sources times i."""
     plain, sources = dict[str, torch.Tensor](), list[_Source]()
-    blocks = {path: m for path, m in model.named_modules() if isinstance(m, ExpertParallelExperts)}
+    blocks = {
+        f"{path}.".replace(COMPILED, "")[:-1]: module
+        for path, module in model.named_modules()
+        if isinstance(module, ExpertParallelExperts)
+    }
     stock_names = {
         f"{path}.mlp.{own}": (path, f"{path}.{stock}")
         for path, module in blocks.items()
         for stock, own in module.form.parameters.items()
     }
-    for name, tensor in model.state_dict(keep_vars=True).items():
+    for name, tensor in _plain_state(model).items():
         if name in stock_names:
             path, stock = stock_names[name]
             form = blocks[path].form
@@ -223,6 +228,12 @@ def _unswapped(model: nn.Module) -> tuple[dict[str, torch.Tensor], list[_Source]
         else:
             plain[name] = tensor
     return plain, sources
+
+
+def _plain_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors of a model by the names that they have where nothing is compiled."""
+    state = model.state_dict(keep_vars=True)
+    return {name.replace(COMPILED, ""): tensor for name, tensor in state.items()}
 
 
 def _addresses(

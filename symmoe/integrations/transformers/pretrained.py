@@ -9,21 +9,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    GenerationConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-)
 
 from symmoe.checkpoint.peers import Peers
+from symmoe.checks.extras import extra
 from symmoe.errors import CheckpointError
 from symmoe.integrations.transformers.checkpoint import load_checkpoint
 from symmoe.integrations.transformers.experts import StepConfig
 from symmoe.integrations.transformers.swap import swap_moe
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.torch_internals import non_persistent_buffers
+
+with extra("transformers"):
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        GenerationConfig,
+        PretrainedConfig,
+        PreTrainedModel,
+    )
 
 
 def from_pretrained(

@@ -8,12 +8,15 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.func import functional_call
-from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
 
+from symmoe.checks.extras import extra
 from symmoe.errors import ArgumentError
 from symmoe.integrations.transformers.experts import StepConfig, empty_experts
 from symmoe.integrations.transformers.forms import ExpertsForm, StockExperts
 from symmoe.symm_mem.heap import SymmetricHeap
+
+with extra("transformers"):
+    from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
 
 NAME = "symmoe"
 

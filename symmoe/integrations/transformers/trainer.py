@@ -13,18 +13,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 
 from symmoe import checkpoint as training_checkpoint
-from symmoe.checkpoint import ExpertShard
+from symmoe.checkpoint import ModuleState
 from symmoe.checkpoint.peers import Peers
+from symmoe.checks.extras import extra
 from symmoe.errors import ArgumentError
-from symmoe.grouped.parameters import named_parameters
 from symmoe.integrations.transformers.checkpoint import load_checkpoint, save_checkpoint
 from symmoe.integrations.transformers.swap import heap_of
 from symmoe.moe.ddp_and_fsdp import prepare_for_ddp
 from symmoe.training.gradients import clip_grad_norm
+
+with extra("transformers"):
+    import transformers
 
 OPTIMIZER_FOLDER = "optimizer"
 _SCHEDULER = "scheduler.pt"  # as the Trainer names it
@@ -67,6 +69,30 @@ class Trainer(transformers.Trainer):
             )  # swap_moe has done it, but for what it swapped: peft may have wrapped that
         return super()._wrap_model(model, training, dataloader)
 
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """Same as in transformers, with a balance loss that counts once, as a mean over ranks and micro-batches."""
+        if (
+            num_items_in_batch is None
+        ):  # a mean, as of losses of other packages, which give no outputs
+            return super().compute_loss(model, inputs, return_outputs)
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        if _has_balance_loss(outputs):
+            # A sum over the tokens of all is divided by their number, and adds up over ranks and micro-batches. The
+            # balance loss, which is a mean, would add up too.
+            args = self.args
+            times = args.world_size if args.average_tokens_across_devices else 1
+            parts = self.current_gradient_accumulation_steps if model.training else 1
+            loss = (
+                loss - (times - 1 / parts) * _balance_coefficient(self.model) * outputs["aux_loss"]
+            )
+        return (loss, outputs) if return_outputs else loss
+
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
         return clip_grad_norm(self.model, self.args.max_grad_norm)
 
@@ -104,16 +130,10 @@ class Trainer(transformers.Trainer):
 
     def _trained(self) -> dict[str, Any]:
         """The parameters that are trained, by name, and their optimizer, as `symmoe.checkpoint` takes them."""
-        heap, model = heap_of(self.model), dict[str, Any]()
-        for name, parameter, is_expert in named_parameters(self.model):
-            if parameter.requires_grad and is_expert:
-                num = len(parameter)
-                model[name] = ExpertShard(
-                    tensor=parameter, start=heap.rank * num, num_experts=heap.num_ranks * num
-                )
-            elif parameter.requires_grad:
-                model[name] = parameter
-        return {"model": model, "optimizer": self.optimizer.optimizer}
+        named = self.model.named_parameters()
+        trained = {name: parameter for name, parameter in named if parameter.requires_grad}
+        state = ModuleState(module=self.model, tensors=trained)
+        return {"model": state, "optimizer": self.optimizer.optimizer}
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         folder = Path(output_dir, OPTIMIZER_FOLDER)
@@ -132,6 +152,23 @@ class Trainer(transformers.Trainer):
             self.lr_scheduler.load_state_dict(
                 torch.load(Path(checkpoint, _SCHEDULER), weights_only=True)
             )
+
+
+def _has_balance_loss(outputs: Any) -> bool:
+    """Whether a model has put the balance loss of its routers into its loss."""
+    names = ("loss", "aux_loss")
+    return isinstance(outputs, dict) and all(outputs.get(name) is not None for name in names)
+
+
+def _balance_coefficient(model: Any) -> float:
+    """By what a model multiplies its balance loss."""
+    for owner in (model, model.config.get_text_config()):
+        for name in ("router_aux_loss_coef", "aux_loss_coef"):
+            if hasattr(owner, name):
+                return float(getattr(owner, name))
+    raise ArgumentError(
+        f"model ({type(model).__name__}) has a balance loss, and no router_aux_loss_coef that says what it counts"
+    )
 
 
 def _save_or_load_by(

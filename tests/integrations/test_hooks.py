@@ -1,0 +1,269 @@
+"""Hooks and callbacks of Lightning and accelerate that change what a checkpoint has."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from launchers import launched
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler
+
+import symmoe
+from symmoe.checkpoint import ModuleState, load_checkpoint, save_checkpoint
+from symmoe.errors import ArgumentError
+
+CONFIG = symmoe.MoEConfig(hidden=16, ffn=8, num_experts=4, top_k=2, order="slot")
+State = dict[str, torch.Tensor]
+
+
+def two_layers(heap: symmoe.SymmetricHeap, seed: int) -> nn.Module:
+    """Layers whose experts differ on ranks; the second has discrete weights."""
+    torch.manual_seed(10 * seed + heap.rank)
+    discrete = symmoe.GroupedMLP(4 // heap.num_ranks, 16, 8, weights="discrete")
+    layers = [symmoe.MoELayer(CONFIG, heap), symmoe.MoELayer(CONFIG, heap, experts=discrete)]
+    model = nn.ModuleList(layers)
+    for layer in layers:  # of one rank of two ranks
+        nn.init.normal_(layer.router.weight, generator=torch.Generator().manual_seed(seed))
+    return model
+
+
+def through(layers: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    for layer in layers:
+        x = x + layer(x)[0]
+    return x
+
+
+def values(tensors: dict[str, torch.Tensor]) -> State:
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def whole(state: State, num_ranks: int) -> State:
+    """Of all ranks, with the names of one rank."""
+    if num_ranks == 1:
+        return state
+    shares: list[Any] = [None] * num_ranks
+    dist.all_gather_object(shares, state)
+    found = {}
+    for name in state:
+        own, number = [share[name] for share in shares], name[-1]
+        if ".experts." not in name:
+            found[name] = own[0]
+        elif number.isdigit():
+            found |= {f"{name[:-1]}{2 * rank + int(number)}": each for rank, each in enumerate(own)}
+        else:
+            found[name] = torch.cat(own)
+    return found
+
+
+def assert_same(found: State, wanted: State) -> None:
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(found[name], tensor), name
+
+
+# -- Lightning --------------------------------------------------------------------------------------------------------
+def lightning_run(
+    rank: int, num_ranks: int, folder: Path, task: str, steps: int = 4
+) -> tuple[State, State, Any]:
+    """Fits with an average of weights, going on or not, or validates: what the module has, the average, and what a
+    callback was given back."""
+    lightning = pytest.importorskip("lightning")
+    from lightning.pytorch.callbacks import EMAWeightAveraging
+
+    from symmoe.integrations.lightning import TrainerStrategy
+
+    class Module(lightning.LightningModule):
+        def __init__(self, layers: nn.Module) -> None:
+            super().__init__()
+            self.layers = layers
+
+        def training_step(self, x: torch.Tensor, number: int) -> torch.Tensor:
+            return through(self.layers, x).square().mean()
+
+        def validation_step(self, x: torch.Tensor, number: int) -> None:
+            through(self.layers, x)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=0.05)
+
+    class Doubled(lightning.Callback):
+        """State dicts of its own, by other names, and something in the optimizer's."""
+
+        given: Any = None
+
+        def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+            checkpoint["optimizer_states"][0]["param_groups"][0]["added"] = 7
+            doubled = {name: 2 * tensor for name, tensor in module.layers.state_dict().items()}
+            checkpoint["mine"] = {"of": {"layers": doubled}, "bf16": checkpoint["state_dict"]}
+            checkpoint["mine"]["bf16"] = {
+                name: tensor.bfloat16() for name, tensor in checkpoint["state_dict"].items()
+            }
+
+        def on_load_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+            self.given = checkpoint["mine"]
+
+    class Short(lightning.Callback):
+        def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+            checkpoint["list"] = [parameter.detach() for parameter in module.parameters()]
+
+    with launched(rank, num_ranks), symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
+        average, doubled = EMAWeightAveraging(decay=0.5), Doubled()
+        module = Module(two_layers(heap, seed=1 if task == "fit" else 2))
+        options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        trainer = lightning.Trainer(
+            accelerator="cpu",
+            devices=num_ranks,
+            strategy=TrainerStrategy(),
+            max_steps=steps,
+            enable_checkpointing=False,
+            callbacks=[average, doubled],
+            **options,
+        )
+        # Lightning does not skip batches of an epoch in which it goes on: all are the same.
+        data = torch.randn(6 * num_ranks, 16, generator=torch.Generator().manual_seed(3))
+        data = data.repeat(steps, 1)
+        sampler = DistributedSampler(data, num_ranks, rank, shuffle=False)
+        loader = DataLoader(data, batch_size=6, sampler=sampler)
+        source = None if task == "fit" else folder / "averaged.ckpt"
+        if task == "validate":
+            trainer.validate(module, loader, ckpt_path=source, verbose=False)
+            return whole(values(module.state_dict()), num_ranks), {}, None
+        kept = []
+
+        class AtTheEnd(lightning.Callback):
+            def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+                if task == "fit" and trainer.global_step == 2:
+                    trainer.save_checkpoint(folder / "averaged.ckpt")
+                    its = average._average_model.module.state_dict()
+                    kept.extend(values(each) for each in (module.state_dict(), its))
+                if trainer.global_step == steps:
+                    kept.append(values(module.state_dict()))
+
+        trainer.callbacks.append(AtTheEnd())
+        trainer.fit(module, loader, ckpt_path=source)
+        assert task == "fit" or trainer.optimizers[0].param_groups[0]["added"] == 7
+        if task == "fit":
+            trainer.callbacks.append(Short())
+            with pytest.raises(ArgumentError, match=r"^list is a list with tensors"):
+                trainer.save_checkpoint(folder / "no.ckpt")
+        last = values(module.state_dict())  # the average
+        return last, kept, doubled.given and copy.deepcopy(doubled.given)
+
+
+def averaged_and_resumed(rank: int, num_ranks: int, folder: Path) -> State:
+    last, (at_two, average, before_end), _ = lightning_run(rank, num_ranks, folder, "fit")
+    again, (its_end,), given = lightning_run(rank, num_ranks, folder, "resume")
+    assert_same(its_end, before_end)
+    assert_same(again, last)
+    assert_same(
+        given["of"]["layers"],
+        {name.removeprefix("layers."): 2 * tensor for name, tensor in at_two.items()},
+    )
+    assert {tensor.dtype for tensor in given["bf16"].values()} == {torch.bfloat16}
+    validated, _, _ = lightning_run(rank, num_ranks, folder, "validate")
+    assert_same(validated, whole(average, num_ranks))
+    assert not torch.equal(average["layers.0.router.weight"], at_two["layers.0.router.weight"])
+    return validated
+
+
+def validated_alone(rank: int, num_ranks: int, folder: Path) -> State:
+    return lightning_run(rank, num_ranks, folder, "validate")[0]
+
+
+def test_lightning_saves_the_average_and_what_hooks_add(cluster, tmp_path: Path):
+    """The checkpoint has the average, and a run goes on from it with the same bits; on one rank, too."""
+    pytest.importorskip("lightning")
+    average, _ = cluster(2).run(averaged_and_resumed, tmp_path)
+    (found,) = cluster(1).run(validated_alone, tmp_path)
+    assert_same(found, average)
+
+
+# -- accelerate -------------------------------------------------------------------------------------------------------
+def accelerate_hooks(rank: int, num_ranks: int, folder: Path) -> None:
+    from symmoe.integrations.accelerate import Accelerator
+
+    with launched(rank, num_ranks), symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
+        accelerator = Accelerator(cpu=True, rng_types=[])
+        layers = two_layers(heap, 1)
+        accelerator.prepare(layers, torch.optim.AdamW(layers.parameters()))
+        seen: list[Any] = []
+
+        def halved(models: list[nn.Module], weights: list[State], path: str) -> None:
+            seen.append((models == accelerator._models, len(weights), path))
+            (state,) = weights
+            assert state.keys() == layers.state_dict().keys()
+            state.update({name: tensor / 2 for name, tensor in state.items()})
+
+        def loading(models: list[nn.Module], path: str) -> None:
+            seen.append((models == accelerator._models, path))
+
+        before = values(layers.state_dict())
+        handles = [accelerator.register_save_state_pre_hook(halved)]
+        handles += [accelerator.register_load_state_pre_hook(loading)]
+        path = accelerator.save_state(str(folder / "halved"))
+        accelerator.load_state(path)
+        assert seen == [(True, 1, path), (True, path)]
+        assert_same(
+            values(layers.state_dict()), {name: tensor / 2 for name, tensor in before.items()}
+        )
+        for handle in handles:
+            handle.remove()
+        accelerator.register_save_state_pre_hook(lambda models, weights, path: weights.clear())
+        handle = accelerator.register_load_state_pre_hook(lambda models, path: models.clear())
+        path = accelerator.save_state(str(folder / "none"))
+        before = values(layers.state_dict())
+        accelerator.load_state(path)
+        assert_same(values(layers.state_dict()), before)
+        handle.remove()
+        with pytest.raises(symmoe.errors.CheckpointError, match=r"has no model\.0\."):
+            accelerator.load_state(path)
+        accelerator.register_for_checkpointing(torch.optim.swa_utils.AveragedModel(layers))
+        with pytest.raises(ArgumentError, match="registered object 0 has this rank's experts"):
+            accelerator.save_state(str(folder / "average"))
+
+
+def test_hooks_of_accelerate_get_models_and_weights(cluster, tmp_path: Path):
+    """What they change is saved, and what they take is not; registered objects with experts are refused."""
+    pytest.importorskip("accelerate")
+    cluster(2).run(accelerate_hooks, tmp_path)
+
+
+# -- wrapped models ---------------------------------------------------------------------------------------------------
+def wrapped_and_plain(rank: int, num_ranks: int, folder: Path) -> None:
+    with symmoe.SymmetricHeap(num_bytes=4 << 20, backend="host") as heap:
+        for number, (saves, loads) in enumerate(((wrapped, plain), (plain, wrapped))):
+            model = two_layers(heap, 1)
+            optimizer = torch.optim.AdamW(model.parameters())
+            save_checkpoint(folder / f"{number}", 1, model=saves(model), optimizer=optimizer)
+            other = two_layers(heap, 2)
+            optimizer = torch.optim.AdamW(other.parameters())
+            load_checkpoint(folder / f"{number}", model=loads(other), optimizer=optimizer)
+            assert_same(values(other.state_dict()), values(model.state_dict()))
+        average = ModuleState(
+            module=model, tensors={n: t / 2 for n, t in model.state_dict().items()}
+        )
+        save_checkpoint(folder / "average", 1, model={"model": model, "average": average})
+        found = ModuleState(module=model, tensors=values(other.state_dict()))
+        load_checkpoint(folder / "average", model={"model": other, "average": found})
+        assert_same(found.tensors, average.tensors)
+
+
+def plain(model: nn.Module) -> nn.Module:
+    return model
+
+
+def wrapped(model: nn.Module) -> nn.Module:
+    return torch.compile(nn.parallel.DistributedDataParallel(torch.compile(prepared(model))))
+
+
+def prepared(model: nn.Module) -> nn.Module:
+    symmoe.prepare_for_ddp(model)
+    return model
+
+
+def test_wrapped_models_have_the_names_of_plain_ones(cluster, tmp_path: Path):
+    """torch.compile and DDP change names in state dicts; a module's state may have other values."""
+    cluster(2).run(wrapped_and_plain, tmp_path)
