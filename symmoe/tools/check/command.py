@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import itertools
 import json
+import math
 import os
 import re
 import sys
@@ -90,7 +91,9 @@ def run(args: argparse.Namespace) -> int:
             if trial.error == BadTarget.__name__:
                 raise ArgumentError(trial.text)
             if trial.error:
-                failure = f"failed, with {num_ranks} rank(s): {trial.error}: {trial.text}"
+                failure = (
+                    f"failed, with {num_ranks} rank(s): {trial.error}: {in_options(trial.text)}"
+                )
                 break
         tensors = judge(job)
     differs = any(each.text for each in tensors)
@@ -105,6 +108,16 @@ def run(args: argparse.Namespace) -> int:
         Path(args.json).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     print(render(tensors, failure), flush=True)
     return 1 if differs else 2 * bool(failure)
+
+
+def in_options(text: str) -> str:
+    """An error's text with the option of the command that sets the heap's size."""
+
+    def option(found: re.Match[str]) -> str:
+        needed, now = (math.ceil(int(size) / 2**20) for size in found.groups())
+        return f"--heap-mib={needed} (now {now})"
+
+    return re.sub(r"a heap with num_bytes=(\d+) \(now (\d+)\)", option, text)
 
 
 def judge(job: Job) -> list[Compared]:
@@ -134,7 +147,7 @@ def render(tensors: Sequence[Compared], failure: str) -> str:
         its = list(group)
         known = [each for each in its if each.error is not None]
         counts = f"{len(known):9}{len(its) - len(known):6}{sum(bool(each.text) for each in its):8}"
-        worst = max(known, key=lambda each: (each.error or 0.0) / each.tolerance, default=its[0])
+        worst = max(known, key=Compared.excess, default=its[0])
         lines.append(
             f"{dtype:6}{stage:20}{counts}{worst.error or 0.0:10.1e}{worst.tolerance:10.1e}  {worst.name}"
         )
