@@ -12,12 +12,14 @@ import torch
 
 pytest.importorskip("transformers", minversion="5.17")
 
+from cluster import run_on
 from hf_cases import FAMILIES, random_model
 
 from symmoe.cli import main
-from symmoe.errors import CheckpointError
+from symmoe.errors import CheckpointError, HeapExhausted
+from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.tools.check import runs
-from symmoe.tools.check.command import judge, render
+from symmoe.tools.check.command import in_options, judge, render
 from symmoe.tools.check.compare import Compared, compare
 from symmoe.tools.check.runs import (
     ACTIVATION,
@@ -30,6 +32,7 @@ from symmoe.tools.check.runs import (
     UPDATE,
     Job,
     run,
+    text_of,
 )
 from symmoe.tools.ranks import Ranks
 
@@ -88,7 +91,7 @@ DEFECTS = [
         "saved_alone",
         LOADED,
         FIRST_EXPERTS,
-        "is the part of rank 0: a checkpoint of one rank's experts, on rank 1",
+        "is the part of rank 0: a checkpoint of one rank's, on rank 1",
     ),
     ("saves_no_experts", LOADED, FIRST_EXPERTS, "was not loaded on rank 0, 1"),
     ("saves_parameters", LOADED, "1.router.expert_bias", "was not loaded on rank 0, 1"),
@@ -105,7 +108,7 @@ PLANTED = [
         "norm_of_other_dtype",
         START,
         "norms.0.weight",
-        "has dtype torch.float64, torch.float64 by rank",
+        "has torch.float64 on rank 0, torch.float64 on the last, and torch.float32",
     ),
     ("tokens_of_the_next", ACTIVATION, "embed", "rank 0 has the part of rank 1"),
     (
@@ -139,7 +142,7 @@ PLANTED = [
         "decays_on_rank_1",
         UPDATE,
         "moe.1.router.weight",
-        "copies of ranks differ, by less than is allowed: on rank 1",
+        "on rank [1] another than on rank 0, by less than is allowed",
     ),
     ("decays_no_experts_on_rank_1", SAVED, f"weight_decay of {FC1}", "on rank 1"),
     (
@@ -149,7 +152,7 @@ PLANTED = [
         "on rank 1: often a count or a statistic",
     ),
     ("rate_falls_twice", SAVED, "lr of scale", "0.998 times the one-rank value on all ranks"),
-    ("momentum_in_bf16", SAVED, "exp_avg of scale", "has dtype torch.bfloat16"),
+    ("momentum_in_bf16", SAVED, "exp_avg of scale", "has torch.bfloat16 on rank 0"),
     ("masters_in_bf16", UPDATE, "moe.1.experts.fc2.weight", "master weights of another dtype"),
     ("counts_ranks", SAVED, "num_steps", "2 times the one-rank value on all ranks"),
     ("experts_in_turns", LOADED, FC1, "has experts in another order: [0, 2] on rank 0"),
@@ -301,6 +304,22 @@ def test_what_a_rank_raises_is_shown(
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "tests" / "support"), str(ROOT)]))
     assert main(["check", f"check_cases:{target}", "--dtype=fp32"]) == 2
     assert re.search(text, capsys.readouterr().out)
+
+
+@run_on(1)
+def test_a_full_heap_names_the_option(rank: int, num_ranks: int, heap: SymmetricHeap):
+    with pytest.raises(HeapExhausted) as raised:
+        heap.lease((64 << 20,), torch.uint8, name="rows")
+    assert "a heap with --heap-mib=65 (now 16) has room" in in_options(str(raised.value))
+
+
+@pytest.mark.parametrize(
+    ("module", "extra"), [("transformers", "transformers"), ("safetensors", "checkpoint")]
+)
+def test_a_package_that_is_missing_names_its_extra(module: str, extra: str):
+    with pytest.raises(ModuleNotFoundError) as raised:
+        raise ModuleNotFoundError(f"No module named '{module}'", name=module)
+    assert text_of(1, raised.value).endswith(f": pip install '.[{extra}]'")
 
 
 def test_masked_scores():

@@ -26,7 +26,8 @@ from symmoe.tools.doctor.self_test import run_trial
 HELP = "whether a model trains on n ranks as on one, and which tensor differs first"
 DESCRIPTION = """\
 One step of a model on one rank and on several, which are processes on CPUs, with the same weights and tokens, in fp32
-and in --dtype. Compares activations, gradients, what clipping and a step make of them, and weights after save and load:
+and in --dtype. Compares activations, gradients, what clipping and a step make of them, and what is loaded with what was
+saved:
 
   symmoe check Qwen/Qwen3-30B-A3B --layers 2
   symmoe check train.py:make --ranks 4 --json check.json
@@ -96,6 +97,8 @@ def run(args: argparse.Namespace) -> int:
                 )
                 break
         tensors = judge(job)
+    if not (tensors or failure):
+        failure = "failed: the runs have left nothing to compare"
     differs = any(each.text for each in tensors)
     if args.json:
         found = {
@@ -115,7 +118,7 @@ def in_options(text: str) -> str:
 
     def option(found: re.Match[str]) -> str:
         needed, now = (math.ceil(int(size) / 2**20) for size in found.groups())
-        return f"--heap-mib={needed} (now {now})"
+        return f"a heap with --heap-mib={needed} (now {now})"
 
     return re.sub(r"a heap with num_bytes=(\d+) \(now (\d+)\)", option, text)
 

@@ -1,5 +1,5 @@
-"""Compares what n ranks have made of every tensor with what one rank has made of it, and says how they differ. What is
-loaded is compared with what was there before it was saved."""
+"""Compares what n ranks have made of every tensor with what one rank has made of it, and what is loaded with what was
+there before it was saved, and says how they differ."""
 
 from __future__ import annotations
 
@@ -40,7 +40,11 @@ _LIKELY = {
     UPDATE: "often another rate or decay, master weights of another dtype, or a parameter that is frozen on one side",
     SAVED: "often a count or a statistic of a rank's own tokens: what rightly is so, Trained(own_buffers) names",
 }
+_MOST_ROWS = 1 << 12  # whose order is looked for
+_SHOWN = 8  # of an order
 _FIT = 0.05  # an explanation fits up to this, or to what is rounding if that is less
+
+_OF_A_RANK = "is the part of rank {}: a checkpoint of one rank's,"
 
 Found = Mapping[str, Tensors]  # by stage
 # Values by rank, what they should be, and whether each rank has its own part.
@@ -67,68 +71,84 @@ class Compared:
 
 def compare(dtype: str, one: Found, other: Found, ranks: Sequence[Found]) -> Iterator[Compared]:
     """All tensors in the order of the step. one: of one rank; other: the same in the other dtype, which shows what is
-    only rounding. Where a router chooses otherwise, inputs being the same, what follows is not compared with one rank."""
+    only rounding. Where a router chooses otherwise, inputs being the same, one rank shows nothing of what follows."""
     chooses_otherwise = False
     for stage in itertools.takewhile(
         lambda stage: all(stage in found for found in (one, *ranks)), STAGES
     ):
         if stage == LOADED:
             yield from _compare_loaded(dtype, ranks)
-            continue
+            break
         backwards = stage in (GRADIENT, CLIPPED, UPDATE)  # from the last to the first
         names = [*one[stage]][:: -1 if backwards else 1]
         for name in dict.fromkeys([*names, *(name for found in ranks for name in found[stage])]):
-            this = Compared(dtype, stage, name, _floor(dtype, stage, one[stage].get(name)))
             got = [found[stage][name] for found in ranks if name in found[stage]]
             want = one[stage].get(name)
-            parts = None
-            if want is not None and len(got) == len(ranks):
-                parts = _parts(stage, got, want)
+            this = Compared(dtype, stage, name, _floor(dtype, stage, want))
+            parts = None if want is None else _parts(stage, got, want, len(ranks))
             if parts is None or want is None:
                 if stage == START or (stage != ACTIVATION and name in one[START]):
                     this.text = _why_no_parts(got, want, len(ranks))
             elif any(its.dtype != want.dtype for its in got):
-                dtypes = ", ".join(f"{its.dtype}" for its in got)
-                this.text = f"has dtype {dtypes} by rank, and {want.dtype} on one rank"
+                this.text = f"has {got[0].dtype} on rank 0, {got[-1].dtype} on the last, and {want.dtype} on one rank"
             elif stage == ACTIVATION and not want.is_floating_point():
-                this.error = 0.0
-                chosen = zip(*parts[:2], strict=True)
-                is_choice = parts[2] and want.dim() > 1
-                if is_choice and not all(_same_choices(*pair) for pair in chosen):
+                if (
+                    parts[2]
+                    and want.dim() > 1
+                    and any(
+                        not torch.equal(*(its.sort()[0] for its in pair))
+                        for pair in zip(*parts[:2], strict=True)
+                    )
+                ):
                     chooses_otherwise = True
-                    this.error = None
                     said = "chooses other experts, of the same inputs: what comes after it is not compared"
                     this.text, this.note = (said, "") if dtype == "fp32" else ("", said)
-            elif stage == SAVED and name.endswith(OWN):
-                this.note = "" if _are_copies(got) else "differs by rank, and is not compared"
-            else:
-                is_same_input = stage == START or not chooses_otherwise
-                # What a step makes of parameters has been compared.
-                if is_same_input and not (stage == SAVED and name in one[UPDATE]):
-                    _compare_with_one(this, one[stage], other.get(stage, {}), parts)
-                elif stage == SAVED:
+                else:
                     this.error = 0.0
-                if not (this.text or parts[2] or stage not in _OF_COPIES or _are_copies(got)):
-                    this.text = _why_no_copies(stage, got)
+            elif name.endswith(OWN):
+                this.note = "" if _are_copies(got) else "differs by rank, and is not compared"
+            elif stage == START or not chooses_otherwise:
+                _compare_with_one(this, one, other, parts)
+            if (
+                stage in _OF_COPIES
+                and parts
+                and not (parts[2] or this.note or this.text or _are_copies(got))
+            ):
+                apart = [rank for rank, its in enumerate(got) if not _are_copies([got[0], its])]
+                this.text = f"on rank {apart} another than on rank 0, by less than is allowed; {_LIKELY[stage]}"
             yield this
 
 
-def _compare_with_one(this: Compared, one: Tensors, other: Tensors, parts: _Parts) -> None:
+def _compare_with_one(this: Compared, one: Found, other: Found, parts: _Parts) -> None:
     """Sets the error and how it came."""
-    got, wants, _ = parts
-    want = one[this.name]
-    if not want.is_floating_point():
+    got, wants, is_cut = parts
+    values = one[this.stage]
+    want = values[this.name]
+    if this.stage == SAVED and this.name in one[UPDATE]:
+        this.error = 0.0  # what the step has added was compared
+    elif this.stage == UPDATE and _is_rounding(this, one[CLIPPED]):
+        this.error = 0.0  # of which an optimizer such as Adam makes whole steps
+    elif not want.is_floating_point():
         this.error = float(not all(map(torch.equal, got, wants)))
     else:
-        scale = 0.0 if want.dtype == OPTION else _SMALL * _largest_rms(this.stage, this.name, one)
+        # Of an optimizer all exp_avg, or the like, are of a kind.
+        kind = this.name.rpartition(" of ")[0]
+        alike = (its for name, its in values.items() if name.rpartition(" of ")[0] == kind)
+        scale = _SMALL * max(map(_rms, alike)) * (this.tolerance > 0)
         this.error = _error(got, wants, scale)
-        if this.tolerance and this.stage != START and this.name in other:
-            rounding = _SHARES[this.dtype] * _error([other[this.name]], [want], scale)
+        if this.tolerance and this.stage != START and this.name in other.get(this.stage, {}):
+            rounding = _SHARES[this.dtype] * _error([other[this.stage][this.name]], [want], scale)
             this.tolerance = max(this.tolerance, rounding if rounding < math.inf else 0.0)
     if this.error > this.tolerance:
-        this.text = explain(this.stage, got, wants, parts[2], min(_FIT, this.tolerance))
+        this.text = explain(this.stage, got, wants, is_cut, min(_FIT, this.tolerance))
     if this.error == math.inf:
         this.error = None
+
+
+def _is_rounding(this: Compared, gradients: Tensors) -> bool:
+    """Whether a gradient is nothing else, as that of a bias of all logits alike."""
+    size = _rms(gradients[this.name]) if this.name in gradients else 0.0
+    return 0.0 < size < _FLOORS[this.dtype] / 10 * max(map(_rms, gradients.values()))
 
 
 def _floor(dtype: str, stage: str, want: torch.Tensor | None) -> float:
@@ -136,12 +156,6 @@ def _floor(dtype: str, stage: str, want: torch.Tensor | None) -> float:
     if want is not None and (want.dtype == OPTION or not want.is_floating_point()):
         return 0.0
     return (_FLOORS_OF_STEP if stage in (UPDATE, SAVED) else _FLOORS)[dtype]
-
-
-def _largest_rms(stage: str, name: str, one: Tensors) -> float:
-    """Of tensors of its kind, which are those of its stage; of an optimizer, all exp_avg, or the like."""
-    kind = name.rpartition(" of ")[0]
-    return max(_rms(its) for key, its in one.items() if key.rpartition(" of ")[0] == kind)
 
 
 def _why_no_parts(got: Sequence[torch.Tensor], want: torch.Tensor | None, num_ranks: int) -> str:
@@ -152,84 +166,60 @@ def _why_no_parts(got: Sequence[torch.Tensor], want: torch.Tensor | None, num_ra
     return f"does not fit; shapes: {[[*each.shape] for each in got]} by rank, {[*want.shape]} on one rank"
 
 
-def _same_choices(got: torch.Tensor, want: torch.Tensor) -> bool:
-    return torch.equal(got.sort()[0], want.sort()[0])
-
-
 def _are_copies(got: Sequence[torch.Tensor]) -> bool:
     """Whether all ranks have the same bits. NaNs are told elsewhere."""
     return all(torch.equal(its.nan_to_num(), got[0].nan_to_num()) for its in got[1:])
 
 
-def _why_no_copies(stage: str, got: Sequence[torch.Tensor]) -> str:
-    others = ", ".join(f"{rank}" for rank, its in enumerate(got) if not _are_copies([got[0], its]))
-    said = f"copies of ranks differ, by less than is allowed: on rank {others} from rank 0"
-    return f"{said}; {_LIKELY[stage]}"
-
-
 def _compare_loaded(dtype: str, ranks: Sequence[Found]) -> Iterator[Compared]:
     """Each rank's state with what it was before it was saved. The error is the share of ranks where bits differ."""
+    of_ranks = [_OF_A_RANK.format(rank) for rank in range(len(ranks))]
     for name in dict.fromkeys(name for found in ranks for name in found[SAVED]):
         changed = [rank for rank, found in enumerate(ranks) if name in found[LOADED]]
         this = Compared(dtype, LOADED, name, 0.0, len(changed) / len(ranks))
-        values = [found[SAVED].get(name) for found in ranks]
-        if name.endswith(OWN) and all(
-            any(its is not None and torch.equal(ranks[rank][LOADED][name], its) for its in values)
-            for rank in changed
-        ):
-            this.error = None if changed else 0.0
-            this.note = "has another rank's values, as from a checkpoint with one copy" * bool(
-                changed
-            )
+        causes = {rank: _cause_of_load(name, rank, ranks) for rank in changed}
+        if changed and name.endswith(OWN) and all(its in of_ranks for its in causes.values()):
+            this.error = None
+            this.note = "has another rank's values, as from a checkpoint with one copy"
         elif changed:
-            this.text = _why_loaded(name, changed, ranks)
+            cause = causes[changed[0]]
+            alike = [f"{rank}" for rank in changed if causes[rank] == cause]
+            this.text = f"{cause} on rank {', '.join(alike)}"
         yield this
 
 
-def _why_loaded(name: str, changed: Sequence[int], ranks: Sequence[Found]) -> str:
-    """The first cause that fits the first rank, and all ranks that it fits."""
-    causes = {rank: _cause_of_load(name, rank, ranks) for rank in changed}
-    cause = causes[changed[0]]
-    its = ", ".join(f"{rank}" for rank in changed if causes[rank] == cause)
-    return f"{cause} on rank {its}"
-
-
 def _cause_of_load(name: str, rank: int, ranks: Sequence[Found]) -> str:
-    found = ranks[rank]
-    got = found[LOADED][name]
-    was = found[SAVED][name]
-    if got.shape != was.shape:
-        return (
-            "is not there any more"
-            if got.dim() == 1 and not len(got)
-            else f"has shape {[*got.shape]}"
-        )
-    if got.dtype != was.dtype:
-        return f"is {got.dtype}, and was {was.dtype}: a checkpoint or a load of another dtype,"
-    if _is_equal(got, was):
-        return "has other bits, of numbers that are not kept for a comparison"
-    for other, its in enumerate(ranks):
-        if other != rank and _is_equal(got, its[SAVED].get(name)):
-            return f"is the part of rank {other}: a checkpoint of one rank's experts,"
-    if _is_equal(got, found[START].get(name)):
-        return "is as it was before the step: a checkpoint of an older step,"
-    if (got.is_floating_point() and got.isnan().any()) or _is_equal(got, spoilt(was)):
+    """Of a change between saving and loading, by what the values are now."""
+    got = ranks[rank][LOADED][name]
+    was = ranks[rank][SAVED][name]
+    if not got.numel():
+        return "is not there any more"
+    if (got.dtype, got.shape) != (was.dtype, was.shape):
+        return f"is {got.dtype} {[*got.shape]}, and was {was.dtype} {[*was.shape]},"
+    if got.is_floating_point() and got.isnan().any():
         return "was not loaded"
-    for other_name, its in found[SAVED].items():
-        if its.numel() > 1 and _is_equal(got, its):
-            return f"is what {other_name} was: names are exchanged"
+    for text, its in _causes_of_load(name, rank, ranks):
+        if its is not None and its.dtype == got.dtype and torch.equal(its, got):
+            return text
+    order = _order([got], [found[SAVED][name] for found in ranks if name in found[SAVED]], 0.0)
+    return f"has experts in another order: {order[:_SHOWN]}" if order else "has other bits"
+
+
+def _causes_of_load(
+    name: str, rank: int, ranks: Sequence[Found]
+) -> Iterator[tuple[str, torch.Tensor | None]]:
+    saved = ranks[rank][SAVED]
+    was = saved[name]
+    yield "has other bits, of numbers that are not kept for a comparison", was
+    for other, found in enumerate(ranks):
+        yield _OF_A_RANK.format(other), found[SAVED].get(name)
+    before = ranks[rank][START].get(name)
+    yield "is as it was before the step: a checkpoint of an older step,", before
+    yield "was not loaded", spoilt(was)
+    for key in saved:
+        yield f"is what {key} was: names are exchanged", saved[key] if was.numel() > 1 else None
     for narrow in (torch.bfloat16, torch.float16, torch.float32):
-        if _is_equal(got, was.to(narrow).to(was.dtype)):
-            return f"was rounded to {narrow}"
-    whole = [its[SAVED][name] for its in ranks if name in its[SAVED]]
-    order = _order([got], whole, 0.0)
-    if order:
-        return f"has experts in another order: {order}"
-    return "has other bits"
-
-
-def _is_equal(got: torch.Tensor, its: torch.Tensor | None) -> bool:
-    return its is not None and got.dtype == its.dtype and torch.equal(got, its)
+        yield f"was rounded to {narrow}", was.to(narrow).to(was.dtype)
 
 
 def explain(
@@ -251,7 +241,7 @@ def explain(
     )
     if where:
         return f"is not finite{' and'.join(where)}"
-    if stage != START and not is_cut and not _are_copies(got):
+    if stage in (GRADIENT, CLIPPED) and not is_cut and not _are_copies(got):
         total = _factors([torch.stack([*got]).double().sum(0)], want[:1], slack)
         if total and abs(total[0] / len(got) - 1) <= slack:
             return "ranks have parts of their own; their mean is the one-rank value: nothing averages them"
@@ -279,17 +269,19 @@ def explain(
             if _error([got[rank]], [want[other]], 0.0) <= slack:
                 return f"rank {rank} has the part of rank {other}"
         if order := _order(got, want, slack):
-            return f"experts are in another order: {order}"
+            rows = "sequences" if stage == ACTIVATION else "experts"
+            return f"{rows} are in another order: {order[:_SHOWN]}"
     differ = [rank for rank in ranks if _error([got[rank]], [want[rank]], 0.0) > slack]
-    where = f"on rank {', '.join(map(str, differ))}"
+    its = f"on rank {', '.join(map(str, differ))}"
     if not is_cut and _are_copies(got):
-        where = "the same on all ranks, and another on one rank"
-    return f"{where}: {_LIKELY[stage]}"
+        its = "the same on all ranks, and another on one rank"
+    return f"{its}: {_LIKELY[stage]}"
 
 
 def _order(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor], slack: float) -> list[int]:
     """Which rows of the whole are those of `got`, as experts are; [] if they are none."""
-    if want[0].dim() < 2 or not want[0].is_floating_point():
+    is_small = sum(map(len, want)) <= _MOST_ROWS if want[0].dim() > 1 else False
+    if not is_small or not want[0].is_floating_point():
         return []
     rows, whole = (torch.cat([*its]) for its in (got, want))
     rows, whole = (its.flatten(1).double() for its in (rows, whole))
@@ -297,10 +289,14 @@ def _order(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor], slack: flo
     return nearest.tolist() if _rms(rows - whole[nearest]) <= slack * _rms(whole) else []
 
 
-def _parts(stage: str, got: Sequence[torch.Tensor], want: torch.Tensor) -> _Parts | None:
-    """None if they do not fit. In forward, scalars are means of ranks' tokens, and ranks may have every n-th row, of
-    [S, B, H]."""
+def _parts(
+    stage: str, got: Sequence[torch.Tensor], want: torch.Tensor, num_ranks: int
+) -> _Parts | None:
+    """None if they do not fit, or not all ranks have one. In forward, scalars are means of ranks' tokens, and ranks may
+    have every n-th row, of [S, B, H]."""
     is_activation = stage == ACTIVATION
+    if not got or (len(got) < num_ranks and not is_activation):
+        return None
     if is_activation and want.dim() == 0 and all(part.dim() == 0 for part in got):
         return [torch.stack([*got]).double().mean()], [want], False
     if all(part.shape == want.shape for part in got):

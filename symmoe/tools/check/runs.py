@@ -127,11 +127,7 @@ def _step(job: Job, ranks: Ranks, heap: SymmetricHeap, dtype: str) -> Iterator[t
     if trained.optimizer is None and (trained.save or trained.load):
         optimizer = None  # which save and load know nothing of
     save, load = _save_and_load(trained, optimizer)
-
-    def state() -> dict[str, torch.Tensor]:
-        return _state(trained) | _state_of_optimizer(optimizer, names)
-
-    before = state()
+    before = _state(trained) | _state_of_optimizer(optimizer, names)
     bits = {name: _bits(its) for name, its in before.items()}
     save(str(folder))
     for its in before.values():  # what is not loaded shows
@@ -139,7 +135,7 @@ def _step(job: Job, ranks: Ranks, heap: SymmetricHeap, dtype: str) -> Iterator[t
         part.copy_(spoilt(part))
     ranks.barrier()
     load(str(folder))
-    after = state()
+    after = _state(trained) | _state_of_optimizer(optimizer, names)
     values = _values(after)
     changed = [name for name in bits if name not in after or _bits(after[name]) != bits[name]]
     yield LOADED, {name: values.get(name, torch.empty(0)) for name in changed}
@@ -151,11 +147,9 @@ def _save_and_load(trained: Trained, optimizer: torch.optim.Optimizer | None) ->
         return trained.save, trained.load
     from symmoe import checkpoint  # whose safetensors need not be installed
 
-    kept = {"model": trained.model, "optimizer": optimizer}
-    return (
-        trained.save or partial(checkpoint.save_checkpoint, step=1, **kept),
-        trained.load or partial(checkpoint.load_checkpoint, **kept),
-    )
+    save = partial(checkpoint.save_checkpoint, step=1, model=trained.model, optimizer=optimizer)
+    load = partial(checkpoint.load_checkpoint, model=trained.model, optimizer=optimizer)
+    return trained.save or save, trained.load or load
 
 
 def _backward(model: nn.Module, tokens: torch.Tensor) -> None:
@@ -192,19 +186,22 @@ def _state(trained: Trained) -> dict[str, torch.Tensor]:
 def _state_of_optimizer(
     optimizer: torch.optim.Optimizer | None, names: Mapping[int, str]
 ) -> dict[str, torch.Tensor]:
-    """Its tensors, and options that are numbers, by parameter; parameters that are not the model's, as master weights are not."""
+    """Its tensors, and options that are numbers, by parameter; and parameters that the model has not, such as master
+    weights."""
     state: dict[str, torch.Tensor] = {}
     if optimizer is None:
         return state
     for group in optimizer.param_groups:
-        options = {key: its for key, its in group.items() if isinstance(its, float)}
+        options = {
+            key: torch.tensor(value, dtype=OPTION)
+            for key, value in group.items()
+            if isinstance(value, float)
+        }
         for its in group["params"]:
-            name = names.get(id(its))
-            if name is None:
-                name = f"weight {sum(key.startswith('weight ') for key in state)} of the optimizer"
+            name = names.get(id(its), f"weight {len(state)} of the optimizer")
+            if id(its) not in names:
                 state[name] = its
-            kept = {key: torch.tensor(value, dtype=OPTION) for key, value in options.items()}
-            kept |= optimizer.state.get(its, {})
+            kept = options | optimizer.state.get(its, {})
             state |= {
                 f"{key} of {name}": value
                 for key, value in kept.items()
@@ -223,7 +220,7 @@ def spoilt(tensor: torch.Tensor) -> torch.Tensor:
 def _bits(tensor: torch.Tensor) -> tuple[object, ...]:
     """Equal where dtype, shape and all bits of this rank's part are."""
     part = local_part(tensor.detach()).cpu().contiguous()
-    return part.dtype, part.shape, zlib.crc32(part.view(-1).view(torch.uint8).numpy())
+    return part.dtype, part.shape, zlib.crc32(part.view(-1).view(torch.uint8).numpy().data)
 
 
 def _values(tensors: Mapping[str, Any]) -> Tensors:
