@@ -115,12 +115,13 @@ def run(args: argparse.Namespace) -> int:
 
 def in_options(text: str) -> str:
     """An error's text with the option of the command that sets the heap's size."""
-
-    def option(found: re.Match[str]) -> str:
-        needed, now = (math.ceil(int(size) / 2**20) for size in found.groups())
-        return f"a heap with --heap-mib={needed} (now {now})"
-
-    return re.sub(r"a heap with num_bytes=(\d+) \(now (\d+)\)", option, text)
+    return re.sub(
+        r"num_bytes=(\d+) \(now (\d+)\)",
+        lambda found: "--heap-mib={} (now {})".format(
+            *(math.ceil(int(size) / 2**20) for size in found.groups())
+        ),
+        text,
+    )
 
 
 def judge(job: Job) -> list[Compared]:

@@ -40,6 +40,7 @@ _LIKELY = {
     UPDATE: "often another rate or decay, master weights of another dtype, or a parameter that is frozen on one side",
     SAVED: "often a count or a statistic of a rank's own tokens: what rightly is so, Trained(own_buffers) names",
 }
+_LACKS = ": often it is frozen, tied or cut where it should not be, or not where it should"
 _MOST_ROWS = 1 << 12  # whose order is looked for
 _SHOWN = 8  # of an order
 _FIT = 0.05  # an explanation fits up to this, or to what is rounding if that is less
@@ -88,7 +89,9 @@ def compare(dtype: str, one: Found, other: Found, ranks: Sequence[Found]) -> Ite
             parts = None if want is None else _parts(stage, got, want, len(ranks))
             if parts is None or want is None:
                 if stage == START or (stage != ACTIVATION and name in one[START]):
-                    this.text = _why_no_parts(got, want, len(ranks))
+                    shapes = [[*its.shape] for its in got]
+                    has = "is not there" if want is None else f"has shape {[*want.shape]}"
+                    this.text = f"has shapes {shapes} on {len(got)} of the ranks, and {has} on one rank{_LACKS}"
             elif any(its.dtype != want.dtype for its in got):
                 this.text = f"has {got[0].dtype} on rank 0, {got[-1].dtype} on the last, and {want.dtype} on one rank"
             elif stage == ACTIVATION and not want.is_floating_point():
@@ -156,14 +159,6 @@ def _floor(dtype: str, stage: str, want: torch.Tensor | None) -> float:
     if want is not None and (want.dtype == OPTION or not want.is_floating_point()):
         return 0.0
     return (_FLOORS_OF_STEP if stage in (UPDATE, SAVED) else _FLOORS)[dtype]
-
-
-def _why_no_parts(got: Sequence[torch.Tensor], want: torch.Tensor | None, num_ranks: int) -> str:
-    if want is None:
-        return "is not there on one rank: it is tied there, frozen, or the model is another"
-    if len(got) < num_ranks:
-        return f"is not there on {num_ranks - len(got)} of the {num_ranks} ranks: it is frozen or untied there"
-    return f"does not fit; shapes: {[[*each.shape] for each in got]} by rank, {[*want.shape]} on one rank"
 
 
 def _are_copies(got: Sequence[torch.Tensor]) -> bool:
@@ -235,12 +230,10 @@ def explain(
         "times the one-rank value",
         _without_infinities(got, want),
     )
-    bad = ", ".join(f"{rank}" for rank in ranks if not got[rank].isfinite().all())
-    where = [f" on rank {bad}"] * bool(bad) + [" on one rank alone"] * (
-        not all(it.isfinite().all() for it in want)
-    )
-    if where:
-        return f"is not finite{' and'.join(where)}"
+    bad = [f"rank {rank}" for rank in ranks if not got[rank].isfinite().all()]
+    bad += ["one rank alone"] * (not all(it.isfinite().all() for it in want))
+    if bad:
+        return f"is not finite on {' and on '.join(bad)}"
     if stage in (GRADIENT, CLIPPED) and not is_cut and not _are_copies(got):
         total = _factors([torch.stack([*got]).double().sum(0)], want[:1], slack)
         if total and abs(total[0] / len(got) - 1) <= slack:
@@ -252,15 +245,13 @@ def explain(
         if max(factors) - min(factors) > slack * abs(first):
             each = ", ".join(f"{factor:.5g} on rank {rank}" for rank, factor in enumerate(factors))
             return f"{value}, ranks have factors of their own: {each}"
-        missing = {"1/num_ranks": first / len(got), "num_ranks": first * len(got)}
-        why = "".join(
-            f": a factor of {name} is missing"
-            for name, each in missing.items()
-            if abs(each - 1) <= slack
-        )
-        if not first:
-            why = ": nothing computes it, or it is left out"
-        return f"{first:.4g} {value} on all ranks{why}"
+        missing = {
+            len(got): "a factor of 1/num_ranks is missing",
+            1 / len(got): "a factor of num_ranks is missing",
+        }
+        missing[0.0] = "nothing computes it, or it is left out"
+        why = [text for factor, text in missing.items() if abs(first - factor) <= slack * factor]
+        return f"{': '.join([f'{first:.4g} {value} on all ranks', *why])}"
     if is_cut and len({part.shape for part in want}) == 1:
         if factors := _factors(got, [torch.stack([*want]).double().mean(0)] * len(got), slack):
             times = "" if abs(factors[0] - 1) <= slack else f"{factors[0]:.4g} times "

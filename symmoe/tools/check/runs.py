@@ -122,7 +122,14 @@ def _step(job: Job, ranks: Ranks, heap: SymmetricHeap, dtype: str) -> Iterator[t
     yield CLIPPED, _gradients(trains)
     take_step()
     stepped = _values(dict(model.named_parameters()))
-    yield UPDATE, {name: its.float() - start[name].float() for name, its in stepped.items()}
+    yield (
+        UPDATE,
+        {
+            name: stepped[name].float() - its.float()
+            for name, its in start.items()
+            if name in stepped
+        },
+    )
     yield SAVED, _values(_state(trained) | _state_of_optimizer(optimizer, names))
     if trained.optimizer is None and (trained.save or trained.load):
         optimizer = None  # which save and load know nothing of
@@ -212,9 +219,8 @@ def _state_of_optimizer(
 
 def spoilt(tensor: torch.Tensor) -> torch.Tensor:
     """Numbers that differ everywhere."""
-    if tensor.is_floating_point() or tensor.is_complex():
-        return torch.full_like(tensor, torch.nan)
-    return ~tensor
+    is_whole = not (tensor.is_floating_point() or tensor.is_complex())
+    return ~tensor if is_whole else torch.full_like(tensor, torch.nan)
 
 
 def _bits(tensor: torch.Tensor) -> tuple[object, ...]:
