@@ -59,14 +59,6 @@ def clipped_alone(context: Context) -> Trained:
     )
 
 
-def step_without_experts(context: Context) -> Trained:
-    trained = right(context)
-    dense, experts = trainable(trained.model)
-    return dataclasses.replace(
-        trained, step=torch.optim.SGD(dense + experts * (context.rank == 0), lr=0.1).step
-    )
-
-
 def saved_alone(context: Context) -> Trained:
     """Rank 0 saves its own experts, for all."""
     trained = right(context)

@@ -82,12 +82,6 @@ DEFECTS = [
     ("shared_adapter", GRADIENT, "1.b", "the sum is 1 times the one-rank value: nothing adds them"),
     ("clipped_alone", CLIPPED, "lm_head.weight", "ranks have factors of their own"),
     (
-        "step_without_experts",
-        UPDATE,
-        EXPERTS,
-        "times the one-rank value, ranks have factors of their own: ",
-    ),
-    (
         "saved_alone",
         LOADED,
         FIRST_EXPERTS,

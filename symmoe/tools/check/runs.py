@@ -286,9 +286,8 @@ def text_of(rank: int, error: Exception) -> str:
     at = next(
         (it for it in frames if "site-packages" not in it.filename), frames[0]
     )  # the caller's, not torch's
-    fix = ""
-    if isinstance(error, ModuleNotFoundError) and error.name in _EXTRAS:
-        fix = f": pip install '.[{_EXTRAS[error.name]}]'"
+    extra = _EXTRAS.get(error.name or "") if isinstance(error, ImportError) else None
+    fix = f": pip install '.[{extra}]'" if extra else ""
     return f"rank {rank}: {error} ({at.filename}:{at.lineno}){fix}"
 
 
