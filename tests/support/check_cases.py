@@ -59,33 +59,18 @@ def clipped_alone(context: Context) -> Trained:
     )
 
 
-def step_without_experts(context: Context) -> Trained:
-    trained = right(context)
-    dense, experts = trainable(trained.model)
-    return dataclasses.replace(
-        trained, step=torch.optim.SGD(dense + experts * (context.rank == 0), lr=0.1).step
-    )
-
-
-def saved_alone(context: Context, *, of_experts: bool = True) -> Trained:
-    """Rank 0 saves its own experts, for all, or none."""
+def saved_alone(context: Context) -> Trained:
+    """Rank 0 saves its own experts, for all."""
     trained = right(context)
 
     def save(folder: str) -> None:
         if context.rank == 0:
-            state = trained.model.state_dict()
-            kept = {
-                name: each for name, each in state.items() if of_experts or ".experts." not in name
-            }
-            torch.save(kept, Path(folder, "model.pt"))
+            torch.save(trained.model.state_dict(), Path(folder, "model.pt"))
 
     def load(folder: str) -> None:
-        trained.model.load_state_dict(torch.load(Path(folder, "model.pt")), strict=of_experts)
+        trained.model.load_state_dict(torch.load(Path(folder, "model.pt")))
 
     return dataclasses.replace(trained, save=save, load=load)
-
-
-saves_no_experts = partial(saved_alone, of_experts=False)
 
 
 class Adapter(torch.nn.Module):
@@ -117,9 +102,9 @@ def shared_adapter(context: Context) -> Trained:
     return trained_by_squares(torch.nn.Sequential(torch.nn.Embedding(128, 16), Adapter()))
 
 
-def drawn_by_rank(context: Context, *, loads: bool = False, **options: bool) -> Trained:
+def drawn_by_rank(context: Context, *, loads: bool = False) -> Trained:
     """A layer whose experts are drawn rank by rank; right if ranks load what one rank has saved."""
-    config = symmoe.MoEConfig(hidden=16, ffn=24, num_experts=4, top_k=2, **options)
+    config = symmoe.MoEConfig(hidden=16, ffn=24, num_experts=4, top_k=2)
     torch.manual_seed(context.rank)
     model = torch.nn.Sequential(torch.nn.Embedding(128, 16), symmoe.MoELayer(config, context.heap))
     if loads and context.num_ranks == 1:
@@ -131,18 +116,6 @@ def drawn_by_rank(context: Context, *, loads: bool = False, **options: bool) -> 
 
 
 drawn_and_loaded = partial(drawn_by_rank, loads=True)
-with_bias = partial(drawn_and_loaded, expert_bias=True)
-
-
-def saves_parameters(context: Context) -> Trained:
-    """And forgets the router's bias."""
-    trained = drawn_and_loaded(context, expert_bias=True)
-
-    def load(folder: str) -> None:
-        load_checkpoint(folder, model=trained.model)
-        trained.model[1].router.expert_bias.fill_(torch.nan)  # as it was before
-
-    return dataclasses.replace(trained, load=load)
 
 
 def sharded(context: Context) -> Trained:

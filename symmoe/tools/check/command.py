@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import itertools
 import json
+import math
 import os
 import re
 import sys
@@ -25,7 +26,8 @@ from symmoe.tools.doctor.self_test import run_trial
 HELP = "whether a model trains on n ranks as on one, and which tensor differs first"
 DESCRIPTION = """\
 One step of a model on one rank and on several, which are processes on CPUs, with the same weights and tokens, in fp32
-and in --dtype. Compares activations, gradients, what clipping and a step make of them, and weights after save and load:
+and in --dtype. Compares activations, gradients, what clipping and a step make of them, and what is loaded with what was
+saved:
 
   symmoe check Qwen/Qwen3-30B-A3B --layers 2
   symmoe check train.py:make --ranks 4 --json check.json
@@ -90,9 +92,13 @@ def run(args: argparse.Namespace) -> int:
             if trial.error == BadTarget.__name__:
                 raise ArgumentError(trial.text)
             if trial.error:
-                failure = f"failed, with {num_ranks} rank(s): {trial.error}: {trial.text}"
+                failure = (
+                    f"failed, with {num_ranks} rank(s): {trial.error}: {in_options(trial.text)}"
+                )
                 break
         tensors = judge(job)
+    if not (tensors or failure):
+        failure = "failed: the runs have left nothing to compare"
     differs = any(each.text for each in tensors)
     if args.json:
         found = {
@@ -105,6 +111,17 @@ def run(args: argparse.Namespace) -> int:
         Path(args.json).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     print(render(tensors, failure), flush=True)
     return 1 if differs else 2 * bool(failure)
+
+
+def in_options(text: str) -> str:
+    """An error's text with the option of the command that sets the heap's size."""
+    return re.sub(
+        r"num_bytes=(\d+) \(now (\d+)\)",
+        lambda found: "--heap-mib={} (now {})".format(
+            *(math.ceil(int(size) / 2**20) for size in found.groups())
+        ),
+        text,
+    )
 
 
 def judge(job: Job) -> list[Compared]:
@@ -134,7 +151,7 @@ def render(tensors: Sequence[Compared], failure: str) -> str:
         its = list(group)
         known = [each for each in its if each.error is not None]
         counts = f"{len(known):9}{len(its) - len(known):6}{sum(bool(each.text) for each in its):8}"
-        worst = max(known, key=lambda each: (each.error or 0.0) / each.tolerance, default=its[0])
+        worst = max(known, key=Compared.excess, default=its[0])
         lines.append(
             f"{dtype:6}{stage:20}{counts}{worst.error or 0.0:10.1e}{worst.tolerance:10.1e}  {worst.name}"
         )

@@ -1,4 +1,5 @@
-"""Compares what n ranks have made of every tensor with what one rank has made of it, and says how they differ."""
+"""Compares what n ranks have made of every tensor with what one rank has made of it, and what is loaded with what was
+there before it was saved, and says how they differ."""
 
 from __future__ import annotations
 
@@ -9,7 +10,20 @@ from dataclasses import dataclass
 
 import torch
 
-from symmoe.tools.check.runs import ACTIVATION, LOADED, STAGES, START, UPDATE, Tensors
+from symmoe.tools.check.runs import (
+    ACTIVATION,
+    CLIPPED,
+    GRADIENT,
+    LOADED,
+    OPTION,
+    OWN,
+    SAVED,
+    STAGES,
+    START,
+    UPDATE,
+    Tensors,
+    spoilt,
+)
 
 # Errors that pass, relative to a tensor's RMS; after a step others, since Adam makes as much of a tiny gradient, whose
 # sign is rounding, as of a large one. And the share of the distance of the two dtypes on one rank that passes as well.
@@ -17,9 +31,25 @@ _FLOORS = {"fp32": 3e-5, "fp16": 4e-3, "bf16": 3e-2}
 _FLOORS_OF_STEP = {"fp32": 1e-2, "fp16": 1.0, "bf16": 1.0}
 _SHARES = {"fp32": 2.0**-12, "fp16": 2.0, "bf16": 2.0}
 _SMALL = 1e-3  # of the largest RMS of a stage: what is far smaller may be nothing but rounding
+_OF_COPIES = (START, UPDATE, SAVED)  # where ranks that have the same have the same bits
+_LIKELY = {
+    START: "often a seed by rank, or a load or a broadcast that left it out",
+    ACTIVATION: "often dropout, or a forward that sees other ranks' tokens, or other positions",
+    GRADIENT: "often a term of the loss that is no mean over tokens, as a balance loss that counts num_ranks times",
+    CLIPPED: "often a norm over one rank's gradients",
+    UPDATE: "often another rate or decay, master weights of another dtype, or a parameter that is frozen on one side",
+    SAVED: "often a count or a statistic of a rank's own tokens: what rightly is so, Trained(own_buffers) names",
+}
+_LACKS = ": often it is frozen, tied or cut where it should not be, or not where it should"
+_MOST_ROWS = 1 << 12  # whose order is looked for
+_SHOWN = 8  # of an order
 _FIT = 0.05  # an explanation fits up to this, or to what is rounding if that is less
 
+_OF_A_RANK = "is the part of rank {}: a checkpoint of one rank's,"
+
 Found = Mapping[str, Tensors]  # by stage
+# Values by rank, what they should be, and whether each rank has its own part.
+_Parts = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor], bool]
 
 
 @dataclass(slots=True)
@@ -35,52 +65,156 @@ class Compared:
     text: str = ""
     note: str = ""
 
+    def excess(self) -> float:
+        """The error by what passes."""
+        return (self.error or 0.0) / (self.tolerance or 1e-30)
+
 
 def compare(dtype: str, one: Found, other: Found, ranks: Sequence[Found]) -> Iterator[Compared]:
     """All tensors in the order of the step. one: of one rank; other: the same in the other dtype, which shows what is
-    only rounding. Where a router chooses otherwise, inputs being the same, what follows is not compared."""
+    only rounding. Where a router chooses otherwise, inputs being the same, one rank shows nothing of what follows."""
     chooses_otherwise = False
     for stage in itertools.takewhile(
         lambda stage: all(stage in found for found in (one, *ranks)), STAGES
     ):
-        wants, scale = one[stage], _SMALL * max(map(_rms, one[stage].values()), default=0.0)
-        names = [*wants][
-            :: 1 if stage in (START, ACTIVATION) else -1
-        ]  # backward goes from the last to the first
+        if stage == LOADED:
+            yield from _compare_loaded(dtype, ranks)
+            break
+        backwards = stage in (GRADIENT, CLIPPED, UPDATE)  # from the last to the first
+        names = [*one[stage]][:: -1 if backwards else 1]
         for name in dict.fromkeys([*names, *(name for found in ranks for name in found[stage])]):
-            this = Compared(
-                dtype,
-                stage,
-                name,
-                (_FLOORS_OF_STEP if stage in (UPDATE, LOADED) else _FLOORS)[dtype],
-            )
             got = [found[stage][name] for found in ranks if name in found[stage]]
-            parts = _parts(got, wants[name]) if got and name in wants else None
-            if parts is None:
-                shapes = [[*each.shape] for each in got]
-                this.text = (
-                    f"does not fit, or not all have it; shapes: {shapes}" if stage == START else ""
-                )
-            elif not wants[name].is_floating_point():
-                differs = any(
-                    not torch.equal(*(each.sort()[0] for each in pair))
-                    for pair in zip(*parts[:2], strict=True)
-                )
-                if differs and stage == ACTIVATION and parts[2] and wants[name].dim() > 1:
+            want = one[stage].get(name)
+            this = Compared(dtype, stage, name, _floor(dtype, stage, want))
+            parts = None if want is None else _parts(stage, got, want, len(ranks))
+            if parts is None or want is None:
+                if stage == START or (stage != ACTIVATION and name in one[START]):
+                    shapes = [[*its.shape] for its in got]
+                    has = "is not there" if want is None else f"has shape {[*want.shape]}"
+                    this.text = f"has shapes {shapes} on {len(got)} of the ranks, and {has} on one rank{_LACKS}"
+            elif any(its.dtype != want.dtype for its in got):
+                this.text = f"has {got[0].dtype} on rank 0, {got[-1].dtype} on the last, and {want.dtype} on one rank"
+            elif stage == ACTIVATION and not want.is_floating_point():
+                if (
+                    parts[2]
+                    and want.dim() > 1
+                    and any(
+                        not torch.equal(*(its.sort()[0] for its in pair))
+                        for pair in zip(*parts[:2], strict=True)
+                    )
+                ):
                     chooses_otherwise = True
                     said = "chooses other experts, of the same inputs: what comes after it is not compared"
                     this.text, this.note = (said, "") if dtype == "fp32" else ("", said)
                 else:
                     this.error = 0.0
-            elif not chooses_otherwise or stage == START:
-                error = _error(*parts[:2], scale)
-                if stage != START and stage in other:
-                    rounding = _SHARES[dtype] * _error([other[stage][name]], [wants[name]], scale)
-                    this.tolerance = max(this.tolerance, rounding if rounding < math.inf else 0.0)
-                if error > this.tolerance:
-                    this.text = explain(stage, *parts, min(_FIT, this.tolerance))
-                this.error = error if error < math.inf else None
+            elif name.endswith(OWN):
+                this.note = "" if _are_copies(got) else "differs by rank, and is not compared"
+            elif stage == START or not chooses_otherwise:
+                _compare_with_one(this, one, other, parts)
+            if (
+                stage in _OF_COPIES
+                and parts
+                and not (parts[2] or this.note or this.text or _are_copies(got))
+            ):
+                apart = [rank for rank, its in enumerate(got) if not _are_copies([got[0], its])]
+                this.text = f"on rank {apart} another than on rank 0, by less than is allowed; {_LIKELY[stage]}"
             yield this
+
+
+def _compare_with_one(this: Compared, one: Found, other: Found, parts: _Parts) -> None:
+    """Sets the error and how it came."""
+    got, wants, is_cut = parts
+    values = one[this.stage]
+    want = values[this.name]
+    if this.stage == SAVED and this.name in one[UPDATE]:
+        this.error = 0.0  # what the step has added was compared
+    elif this.stage == UPDATE and _is_rounding(this, one[CLIPPED]):
+        this.error = 0.0  # of which an optimizer such as Adam makes whole steps
+    elif not want.is_floating_point():
+        this.error = float(not all(map(torch.equal, got, wants)))
+    else:
+        # Of an optimizer all exp_avg, or the like, are of a kind.
+        kind = this.name.rpartition(" of ")[0]
+        alike = (its for name, its in values.items() if name.rpartition(" of ")[0] == kind)
+        scale = _SMALL * max(map(_rms, alike)) * (this.tolerance > 0)
+        this.error = _error(got, wants, scale)
+        if this.tolerance and this.stage != START and this.name in other.get(this.stage, {}):
+            rounding = _SHARES[this.dtype] * _error([other[this.stage][this.name]], [want], scale)
+            this.tolerance = max(this.tolerance, rounding if rounding < math.inf else 0.0)
+    if this.error > this.tolerance:
+        this.text = explain(this.stage, got, wants, is_cut, min(_FIT, this.tolerance))
+    if this.error == math.inf:
+        this.error = None
+
+
+def _is_rounding(this: Compared, gradients: Tensors) -> bool:
+    """Whether a gradient is nothing else, as that of a bias of all logits alike."""
+    size = _rms(gradients[this.name]) if this.name in gradients else 0.0
+    return 0.0 < size < _FLOORS[this.dtype] / 10 * max(map(_rms, gradients.values()))
+
+
+def _floor(dtype: str, stage: str, want: torch.Tensor | None) -> float:
+    """What passes. Whole numbers and options of the optimizer are the same to the last bit."""
+    if want is not None and (want.dtype == OPTION or not want.is_floating_point()):
+        return 0.0
+    return (_FLOORS_OF_STEP if stage in (UPDATE, SAVED) else _FLOORS)[dtype]
+
+
+def _are_copies(got: Sequence[torch.Tensor]) -> bool:
+    """Whether all ranks have the same bits. NaNs are told elsewhere."""
+    return all(torch.equal(its.nan_to_num(), got[0].nan_to_num()) for its in got[1:])
+
+
+def _compare_loaded(dtype: str, ranks: Sequence[Found]) -> Iterator[Compared]:
+    """Each rank's state with what it was before it was saved. The error is the share of ranks where bits differ."""
+    of_ranks = [_OF_A_RANK.format(rank) for rank in range(len(ranks))]
+    for name in dict.fromkeys(name for found in ranks for name in found[SAVED]):
+        changed = [rank for rank, found in enumerate(ranks) if name in found[LOADED]]
+        this = Compared(dtype, LOADED, name, 0.0, len(changed) / len(ranks))
+        causes = {rank: _cause_of_load(name, rank, ranks) for rank in changed}
+        if changed and name.endswith(OWN) and all(its in of_ranks for its in causes.values()):
+            this.error = None
+            this.note = "has another rank's values, as from a checkpoint with one copy"
+        elif changed:
+            cause = causes[changed[0]]
+            alike = [f"{rank}" for rank in changed if causes[rank] == cause]
+            this.text = f"{cause} on rank {', '.join(alike)}"
+        yield this
+
+
+def _cause_of_load(name: str, rank: int, ranks: Sequence[Found]) -> str:
+    """Of a change between saving and loading, by what the values are now."""
+    got = ranks[rank][LOADED][name]
+    was = ranks[rank][SAVED][name]
+    if not got.numel():
+        return "is not there any more"
+    if (got.dtype, got.shape) != (was.dtype, was.shape):
+        return f"is {got.dtype} {[*got.shape]}, and was {was.dtype} {[*was.shape]},"
+    if got.is_floating_point() and got.isnan().any():
+        return "was not loaded"
+    for text, its in _causes_of_load(name, rank, ranks):
+        if its is not None and its.dtype == got.dtype and torch.equal(its, got):
+            return text
+    order = _order([got], [found[SAVED][name] for found in ranks if name in found[SAVED]], 0.0)
+    return f"has experts in another order: {order[:_SHOWN]}" if order else "has other bits"
+
+
+def _causes_of_load(
+    name: str, rank: int, ranks: Sequence[Found]
+) -> Iterator[tuple[str, torch.Tensor | None]]:
+    saved = ranks[rank][SAVED]
+    was = saved[name]
+    yield "has other bits, of numbers that are not kept for a comparison", was
+    for other, found in enumerate(ranks):
+        yield _OF_A_RANK.format(other), found[SAVED].get(name)
+    before = ranks[rank][START].get(name)
+    yield "is as it was before the step: a checkpoint of an older step,", before
+    yield "was not loaded", spoilt(was)
+    for key in saved:
+        yield f"is what {key} was: names are exchanged", saved[key] if was.numel() > 1 else None
+    for narrow in (torch.bfloat16, torch.float16, torch.float32):
+        yield f"was rounded to {narrow}", was.to(narrow).to(was.dtype)
 
 
 def explain(
@@ -96,24 +230,28 @@ def explain(
         "times the one-rank value",
         _without_infinities(got, want),
     )
-    bad = ", ".join(f"{rank}" for rank in ranks if not got[rank].isfinite().all())
-    where = [f" on rank {bad}"] * bool(bad) + [" on one rank alone"] * (
-        not all(it.isfinite().all() for it in want)
-    )
-    if where:
-        return f"{'was not loaded' if stage == LOADED else 'is not finite'}{' and'.join(where)}"
+    bad = [f"rank {rank}" for rank in ranks if not got[rank].isfinite().all()]
+    bad += ["one rank alone"] * (not all(it.isfinite().all() for it in want))
+    if bad:
+        return f"is not finite on {' and on '.join(bad)}"
+    if stage in (GRADIENT, CLIPPED) and not is_cut and not _are_copies(got):
+        total = _factors([torch.stack([*got]).double().sum(0)], want[:1], slack)
+        if total and abs(total[0] / len(got) - 1) <= slack:
+            return "ranks have parts of their own; their mean is the one-rank value: nothing averages them"
+        if total and abs(total[0] - 1) <= slack:
+            return f"ranks have parts of their own; the sum is {total[0]:.4g} {value}: nothing adds them"
     if factors := _factors(got, want, slack):
         first = factors[0]
         if max(factors) - min(factors) > slack * abs(first):
             each = ", ".join(f"{factor:.5g} on rank {rank}" for rank, factor in enumerate(factors))
             return f"{value}, ranks have factors of their own: {each}"
-        missing = {"1/num_ranks": first / len(got), "num_ranks": first * len(got)}
-        why = "".join(
-            f": a factor of {name} is missing"
-            for name, each in missing.items()
-            if abs(each - 1) <= slack
-        )
-        return f"{first:.4g} {value} on all ranks{why}"
+        missing = {
+            len(got): "a factor of 1/num_ranks is missing",
+            1 / len(got): "a factor of num_ranks is missing",
+        }
+        missing[0.0] = "nothing computes it, or it is left out"
+        why = [text for factor, text in missing.items() if abs(first - factor) <= slack * factor]
+        return f"{': '.join([f'{first:.4g} {value} on all ranks', *why])}"
     if is_cut and len({part.shape for part in want}) == 1:
         if factors := _factors(got, [torch.stack([*want]).double().mean(0)] * len(got), slack):
             times = "" if abs(factors[0] - 1) <= slack else f"{factors[0]:.4g} times "
@@ -121,18 +259,36 @@ def explain(
         for rank, other in itertools.permutations(ranks, 2):
             if _error([got[rank]], [want[other]], 0.0) <= slack:
                 return f"rank {rank} has the part of rank {other}"
-    if not is_cut and (factors := _factors([torch.stack([*got]).double().sum(0)], want[:1], slack)):
-        return (
-            f"ranks have parts of their own; the sum is {factors[0]:.4g} {value}: nothing adds them"
-        )
-    return f"on rank {', '.join(f'{rank}' for rank in ranks if _error([got[rank]], [want[rank]], 0.0) > slack)}"
+        if order := _order(got, want, slack):
+            rows = "sequences" if stage == ACTIVATION else "experts"
+            return f"{rows} are in another order: {order[:_SHOWN]}"
+    differ = [rank for rank in ranks if _error([got[rank]], [want[rank]], 0.0) > slack]
+    its = f"on rank {', '.join(map(str, differ))}"
+    if not is_cut and _are_copies(got):
+        its = "the same on all ranks, and another on one rank"
+    return f"{its}: {_LIKELY[stage]}"
+
+
+def _order(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor], slack: float) -> list[int]:
+    """Which rows of the whole are those of `got`, as experts are; [] if they are none."""
+    is_small = sum(map(len, want)) <= _MOST_ROWS if want[0].dim() > 1 else False
+    if not is_small or not want[0].is_floating_point():
+        return []
+    rows, whole = (torch.cat([*its]) for its in (got, want))
+    rows, whole = (its.flatten(1).double() for its in (rows, whole))
+    nearest = torch.cdist(rows, whole).argmin(1)
+    return nearest.tolist() if _rms(rows - whole[nearest]) <= slack * _rms(whole) else []
 
 
 def _parts(
-    got: Sequence[torch.Tensor], want: torch.Tensor
-) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor], bool] | None:
-    """(values by rank, what they should be, whether each rank has its own part). Scalars are means of ranks' tokens."""
-    if want.dim() == 0 and all(part.dim() == 0 for part in got):
+    stage: str, got: Sequence[torch.Tensor], want: torch.Tensor, num_ranks: int
+) -> _Parts | None:
+    """None if they do not fit, or not all ranks have one. In forward, scalars are means of ranks' tokens, and ranks may
+    have every n-th row, of [S, B, H]."""
+    is_activation = stage == ACTIVATION
+    if not got or (len(got) < num_ranks and not is_activation):
+        return None
+    if is_activation and want.dim() == 0 and all(part.dim() == 0 for part in got):
         return [torch.stack([*got]).double().mean()], [want], False
     if all(part.shape == want.shape for part in got):
         return got, [want] * len(got), False
@@ -140,11 +296,10 @@ def _parts(
         sizes = [part.shape[dim] for part in got]
         wants = want.split(sizes, dim) if sum(sizes) == want.shape[dim] else ()
         if [part.shape for part in got] == [part.shape for part in wants]:
-            in_turn = [
-                want[rank :: len(got)] for rank in range(len(got))
-            ]  # rows of [S, B, H]; or experts
+            in_turn = [want[rank :: len(got)] for rank in range(len(got))]
             takes_turns = (
-                len(set(sizes)) == 1
+                is_activation
+                and len(set(sizes)) == 1
                 and dim == 0
                 and _error(got, in_turn, 0.0) < _error(got, wants, 0.0)
             )

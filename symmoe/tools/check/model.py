@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -45,16 +45,22 @@ class Trained:
             or `main_grad` have the gradient of the mean over ranks. None: model(input_ids, labels) and
             symmoe.reduce_gradients.
         clip: scales gradients to a norm over all ranks of at most its argument. None: symmoe.clip_grad_norm.
-        step: the optimizer's. None: AdamW's with a rate of 1e-3.
+        optimizer: whose state is compared as well, and has to be there again after `load`. None: AdamW with a rate of
+            1e-3 unless `step` is given.
+        step: of the optimizer, and what goes with it. None: optimizer.step.
         save, load: all that is trained, to and from a folder that all ranks see. None: symmoe.checkpoint's.
+        own_buffers: patterns of names of buffers that rightly differ by rank, as statistics of a rank's own tokens do.
+            Other buffers have to be the same on all ranks.
     """
 
     model: nn.Module
     backward: Callable[[torch.Tensor], object] | None = None
     clip: Callable[[float], object] | None = None
+    optimizer: torch.optim.Optimizer | None = None
     step: Callable[[], object] | None = None
     save: Callable[[str], object] | None = None
     load: Callable[[str], object] | None = None
+    own_buffers: Sequence[str] = ("*running_mean", "*running_var")
 
 
 def make(target: str, context: Context, num_layers: int | None) -> Trained:

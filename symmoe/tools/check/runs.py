@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import sys
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -19,16 +21,19 @@ from symmoe.errors import ArgumentError
 from symmoe.grouped.parameters import local_part, named_parameters
 from symmoe.moe.ddp_and_fsdp import ExpertParallelModule
 from symmoe.symm_mem.heap import SymmetricHeap
-from symmoe.tools.check.model import BadTarget, Context, make
+from symmoe.tools.check.model import BadTarget, Context, Trained, make
 from symmoe.tools.doctor.self_test import be_rank
 from symmoe.tools.ranks import Ranks
 from symmoe.torch_internals import pytree
 from symmoe.training.gradients import clip_grad_norm, reduce_gradients
 
-START, ACTIVATION, GRADIENT, CLIPPED, UPDATE, LOADED = STAGES = (
-    *("weights at start", "activation", "gradient"),
-    *("gradient after clip", "update by the step", "weights after load"),
+START, ACTIVATION, GRADIENT, CLIPPED, UPDATE, SAVED, LOADED = STAGES = (
+    *("state at start", "activation", "gradient", "gradient after clip"),
+    *("update by the step", "state after the step", "state after load"),
 )
+OWN = " (a rank's own)"  # ends the name of a buffer that rightly differs by rank
+_EXTRAS = {"transformers": "transformers", "safetensors": "checkpoint"}  # of symmoe, by module
+OPTION = torch.float64  # of an optimizer's options, which are the same to the last bit
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _VOCABULARY = 128
 _MOST, _MOST_OF_ROW = (
@@ -37,6 +42,7 @@ _MOST, _MOST_OF_ROW = (
 )  # numbers kept of a parameter; of stacked matrices, as experts are, of each
 
 Tensors = Mapping[str, torch.Tensor]
+_Way = Callable[[str], object]  # to or from a folder
 
 
 class Job(NamedTuple):
@@ -71,8 +77,6 @@ def run(job: Job, ranks: Ranks, wait_s: float) -> dict[str, float]:
 
 def _step(job: Job, ranks: Ranks, heap: SymmetricHeap, dtype: str) -> Iterator[tuple[str, Tensors]]:
     """Stages, and what this rank makes of every tensor there. Collective."""
-    from symmoe import checkpoint  # whose safetensors need not be installed
-
     first, folder = (Path(job.folder, f"{dtype}-{name}") for name in ("start", ranks.num_ranks))
     first.mkdir(exist_ok=True)
     folder.mkdir(exist_ok=True)
@@ -82,10 +86,14 @@ def _step(job: Job, ranks: Ranks, heap: SymmetricHeap, dtype: str) -> Iterator[t
         job.target, Context(*place, dtype=DTYPES[dtype], heap=heap, folder=str(first)), job.layers
     )
     model = trained.model
+    names = {id(its): name for name, its in model.named_parameters()}
     trains = {name: its for name, its in model.named_parameters() if its.requires_grad}
-    state, start = model.state_dict().keys(), _values(model.named_parameters())
+    start = _values(_state(trained))
     yield START, start
-    take_step = trained.step or torch.optim.AdamW(trains.values(), lr=1e-3).step
+    optimizer = trained.optimizer
+    if optimizer is None and trained.step is None:
+        optimizer = torch.optim.AdamW(trains.values(), lr=1e-3)
+    take_step = trained.step or cast("torch.optim.Optimizer", optimizer).step
     vocabulary = min(
         _VOCABULARY, getattr(getattr(model, "config", None), "vocab_size", _VOCABULARY)
     )
@@ -113,24 +121,42 @@ def _step(job: Job, ranks: Ranks, heap: SymmetricHeap, dtype: str) -> Iterator[t
     )
     yield CLIPPED, _gradients(trains)
     take_step()
+    stepped = _values(dict(model.named_parameters()))
     yield (
         UPDATE,
         {
-            name: value.float() - start[name].float()
-            for name, value in _values(trains.items()).items()
+            name: stepped[name].float() - its.float()
+            for name, its in start.items()
+            if name in stepped
         },
     )
-    (trained.save or partial(checkpoint.save_checkpoint, step=1, model=model))(str(folder))
-    kept = trains | {
-        name: its
-        for name, its in model.named_buffers()
-        if name in state and its.is_floating_point()
-    }
-    for tensor in kept.values():
-        local_part(tensor.detach()).fill_(torch.nan)  # what is not loaded shows
+    yield SAVED, _values(_state(trained) | _state_of_optimizer(optimizer, names))
+    if trained.optimizer is None and (trained.save or trained.load):
+        optimizer = None  # which save and load know nothing of
+    save, load = _save_and_load(trained, optimizer)
+    before = _state(trained) | _state_of_optimizer(optimizer, names)
+    bits = {name: _bits(its) for name, its in before.items()}
+    save(str(folder))
+    for its in before.values():  # what is not loaded shows
+        part = local_part(its.detach())
+        part.copy_(spoilt(part))
     ranks.barrier()
-    (trained.load or partial(checkpoint.load_checkpoint, model=model))(str(folder))
-    yield LOADED, _values(kept.items())
+    load(str(folder))
+    after = _state(trained) | _state_of_optimizer(optimizer, names)
+    values = _values(after)
+    changed = [name for name in bits if name not in after or _bits(after[name]) != bits[name]]
+    yield LOADED, {name: values.get(name, torch.empty(0)) for name in changed}
+
+
+def _save_and_load(trained: Trained, optimizer: torch.optim.Optimizer | None) -> tuple[_Way, _Way]:
+    """The target's, or symmoe.checkpoint's."""
+    if trained.save and trained.load:
+        return trained.save, trained.load
+    from symmoe import checkpoint  # whose safetensors need not be installed
+
+    save = partial(checkpoint.save_checkpoint, step=1, model=trained.model, optimizer=optimizer)
+    load = partial(checkpoint.load_checkpoint, model=trained.model, optimizer=optimizer)
+    return trained.save or save, trained.load or load
 
 
 def _backward(model: nn.Module, tokens: torch.Tensor) -> None:
@@ -146,10 +172,67 @@ def _experts(model: nn.Module) -> set[int]:
     }
 
 
-def _values(tensors: Iterable[tuple[str, Any]]) -> Tensors:
+def _state(trained: Trained) -> dict[str, torch.Tensor]:
+    """What a checkpoint keeps of a model: parameters, buffers, and which parameters are tied, as True."""
+    model = trained.model
+    state: dict[str, torch.Tensor] = {}
+    first: dict[int, str] = {}
+    for name, its in model.named_parameters(remove_duplicate=False):
+        if first.setdefault(id(its), name) == name:
+            state[name] = its
+        else:
+            state[f"tie of {name} to {first[id(its)]}"] = torch.tensor(True)
+    persistent = model.state_dict().keys()
+    for name, buffer in model.named_buffers():
+        if name in persistent:
+            is_own = any(fnmatchcase(name, pattern) for pattern in trained.own_buffers)
+            state[name + OWN * is_own] = buffer
+    return state
+
+
+def _state_of_optimizer(
+    optimizer: torch.optim.Optimizer | None, names: Mapping[int, str]
+) -> dict[str, torch.Tensor]:
+    """Its tensors, and options that are numbers, by parameter; and parameters that the model has not, such as master
+    weights."""
+    state: dict[str, torch.Tensor] = {}
+    if optimizer is None:
+        return state
+    for group in optimizer.param_groups:
+        options = {
+            key: torch.tensor(value, dtype=OPTION)
+            for key, value in group.items()
+            if isinstance(value, float)
+        }
+        for its in group["params"]:
+            name = names.get(id(its), f"weight {len(state)} of the optimizer")
+            if id(its) not in names:
+                state[name] = its
+            kept = options | optimizer.state.get(its, {})
+            state |= {
+                f"{key} of {name}": value
+                for key, value in kept.items()
+                if isinstance(value, torch.Tensor)
+            }
+    return state
+
+
+def spoilt(tensor: torch.Tensor) -> torch.Tensor:
+    """Numbers that differ everywhere."""
+    is_whole = not (tensor.is_floating_point() or tensor.is_complex())
+    return ~tensor if is_whole else torch.full_like(tensor, torch.nan)
+
+
+def _bits(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Equal where dtype, shape and all bits of this rank's part are."""
+    part = local_part(tensor.detach()).cpu().contiguous()
+    return part.dtype, part.shape, zlib.crc32(part.view(-1).view(torch.uint8).numpy().data)
+
+
+def _values(tensors: Mapping[str, Any]) -> Tensors:
     """Copies, whole ones of DTensors; of large tensors every k-th number, the same of an expert on any rank."""
     values = {}
-    for name, tensor in tensors:
+    for name, tensor in tensors.items():
         value = (tensor.full_tensor() if hasattr(tensor, "device_mesh") else tensor).detach().cpu()
         rows, most = (len(value), _MOST_OF_ROW) if value.dim() > 2 else (1, _MOST)
         if (size := value.numel() // max(1, rows)) > most:
@@ -162,12 +245,12 @@ def _values(tensors: Iterable[tuple[str, Any]]) -> Tensors:
 
 def _gradients(parameters: Mapping[str, nn.Parameter]) -> Tensors:
     """Megatron's `main_grad`, or `grad`, or zeros."""
-    both = ((name, its, getattr(its, "main_grad", None)) for name, its in parameters.items())
-    found = ((name, its, its.grad if main is None else main) for name, its, main in both)
-    return _values(
-        (name, torch.zeros_like(its) if gradient is None else gradient)
-        for name, its, gradient in found
-    )
+    gradients = {}
+    for name, its in parameters.items():
+        main = getattr(its, "main_grad", None)
+        gradient = its.grad if main is None else main
+        gradients[name] = torch.zeros_like(its) if gradient is None else gradient
+    return _values(gradients)
 
 
 @contextmanager
@@ -196,16 +279,16 @@ def _recorded(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def text_of(rank: int, error: Exception) -> str:
-    """An error with its rank and its place."""
+    """An error with its rank and its place, and what to install."""
+    if isinstance(error, BadTarget):
+        return f"{error}"
     frames = traceback.extract_tb(error.__traceback__)[::-1]
     at = next(
         (it for it in frames if "site-packages" not in it.filename), frames[0]
     )  # the caller's, not torch's
-    return (
-        f"{error}"
-        if isinstance(error, BadTarget)
-        else f"rank {rank}: {error} ({at.filename}:{at.lineno})"
-    )
+    extra = _EXTRAS.get(error.name or "") if isinstance(error, ImportError) else None
+    fix = f": pip install '.[{extra}]'" if extra else ""
+    return f"rank {rank}: {error} ({at.filename}:{at.lineno}){fix}"
 
 
 if __name__ == "__main__":
