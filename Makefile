@@ -6,7 +6,7 @@
 # make test-newest  core tests and those that compile kernels with the newest torch of the registry, in .venv-newest
 # make lint      sizes and their bounds, ruff, and mypy --strict on the package
 # make dist      wheel and sdist in dist/; the tests build and install them elsewhere
-# make docs      the documentation, into the folder site/
+# make docs      the documentation with its pictures (make plots), into the folder site/
 # make plots     the pictures of benchmarks in docs/images, from the committed records
 #
 # JOBS=1                  tests one after the other (needs no pytest-xdist)
@@ -86,7 +86,7 @@ dist: $(DEVELOPS)
 	$(PY) -m build --no-isolation --outdir dist
 
 # The variable silences a notice of mkdocs-material about versions of mkdocs to come.
-docs: $(DEVELOPS)
+docs: plots
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 plots: $(DEVELOPS)
