@@ -32,8 +32,8 @@ STYLE = {
 
 @contextmanager
 def picture(path: str, *, height_inches: float) -> Iterator[Figure]:
-    """A figure to draw on, written to `path` (PNG) at the end of the context, with the digest of what it shows. The same
-    figure gives the same bytes."""
+    """A figure to draw on, written to `path` (PNG) at the end of the context, with the digest of what it shows. The
+    same figure gives the same bytes."""
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(8.0, height_inches), layout="constrained")
         FigureCanvasAgg(figure)

@@ -8,9 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, get_args
 
 import torch
+from torch import nn
 
 from symmoe.autograd import transform_problem
 from symmoe.errors import ArgumentError, StaleLease
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from symmoe.symm_mem.heap import SymmetricHeap
 
 Problem = ArgumentError | StaleLease | None
+M = TypeVar("M", bound=nn.Module)
 
 Overflow = Literal["raise", "drop"]
 Order = Literal["rank", "slot", "node"]
@@ -36,38 +38,57 @@ DropPolicy = Literal["probs", "position"]
 Balance = Literal["none", "replicas"]
 
 # Words by the name of the argument that takes them. A name means the same everywhere.
-_NAMES = "overflow order score stash layout router schedule quantized_wire aux_loss drop_policy balance".split()
-_KINDS = (
-    Overflow,
-    Order,
-    Score,
-    Stash,
-    Layout,
-    RouterKind,
-    Schedule,
-    QuantizedWire,
-    AuxLoss,
-    DropPolicy,
-    Balance,
-)
-CHOICES: dict[str, tuple[str, ...]] = dict(zip(_NAMES, map(get_args, _KINDS), strict=True))
+CHOICES: dict[str, tuple[str, ...]] = {
+    "overflow": get_args(Overflow),
+    "order": get_args(Order),
+    "score": get_args(Score),
+    "stash": get_args(Stash),
+    "layout": get_args(Layout),
+    "router": get_args(RouterKind),
+    "schedule": get_args(Schedule),
+    "quantized_wire": get_args(QuantizedWire),
+    "aux_loss": get_args(AuxLoss),
+    "drop_policy": get_args(DropPolicy),
+    "balance": get_args(Balance),
+}
 
 _PLAIN = (
     torch.Tensor.__torch_dispatch__
 )  # the attribute of tensor classes that keep their own memory
 
 
-def is_choice(name: str, word: object) -> bool:
-    """Whether `word` is one of the words that argument `name` takes."""
-    return (
-        isinstance(word, str) and word in CHOICES[name]
-    )  # an array would compare with each element
+def check_kind(name: str, value: object, kind: Any, what: str = "") -> None:
+    """Raises an ArgumentError if the argument `name` is not of this kind, a class or several; `what`: its words for it."""
+    if not isinstance(value, kind):
+        wanted = what or f"a {getattr(kind, '__name__', kind)}"
+        raise ArgumentError(f"{name} ({type(value).__name__}) must be {wanted}")
+
+
+def check_model(model: object, name: str = "model") -> None:
+    """Raises an ArgumentError if the argument `name` is no module, e.g. a list of parameters."""
+    what = "an nn.Module, not its parameters: which of them are experts', modules say"
+    check_kind(name, model, nn.Module, what)
+
+
+def modules_of(model: nn.Module, kind: type[M], name: str = "model") -> list[M]:
+    """The modules of this kind in `model`, in its order. Raises as :func:`check_model` does."""
+    check_model(model, name)
+    return [module for module in model.modules() if isinstance(module, kind)]
+
+
+def check_factor(name: str, value: object) -> None:
+    """Raises an ArgumentError if the argument `name` is not a finite number of at least 0."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise ArgumentError(f"{name} ({value!r}) must be a number, not {type(value).__name__}")
+    if not math.isfinite(value) or value < 0:
+        raise ArgumentError(f"{name} ({value}) must be finite and at least 0")
 
 
 def words_problem(**words: object) -> ArgumentError | None:
     """The error for the first argument whose word it does not take, or None."""
     for name, word in words.items():
-        if not is_choice(name, word):
+        # An array would compare with each of the words.
+        if not isinstance(word, str) or word not in CHOICES[name]:
             return ArgumentError(f"{name} ({word!r}) must be one of {CHOICES[name]}")
     return None
 
@@ -169,12 +190,9 @@ def _fits(shape: tuple[int, ...], wanted: tuple[int | str, ...]) -> bool:
     if wanted and wanted[0] == "...":
         wanted = wanted[1:]
         shape = shape[-len(wanted) :]
-    if len(shape) != len(wanted):
-        return False
-    for size, want in zip(shape, wanted, strict=True):
-        if size != want and not isinstance(want, str):
-            return False
-    return True
+    return len(shape) == len(wanted) and all(
+        isinstance(want, str) or size == want for size, want in zip(shape, wanted, strict=True)
+    )
 
 
 def buffer_problem(

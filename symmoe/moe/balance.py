@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from symmoe.autograd import Context, Function
+from symmoe.checks.arguments import check_kind, check_model, modules_of
 from symmoe.errors import ArgumentError
 from symmoe.moe.router import Router
 
@@ -145,7 +146,7 @@ def balance_step(model: nn.Module, *, expert_group: dist.ProcessGroup | None = N
     Collective over `expert_group` (as in reduce_gradients; one all-reduce for all layers) if that is given. Does not
     synchronise the host, and can be captured in a CUDA graph.
     """
-    routers = [module for module in model.modules() if isinstance(module, Router)]
+    routers = modules_of(model, Router)
     counts = {router: router.step_load for router in routers if router.step_load is not None}
     if not counts:
         return
@@ -170,6 +171,8 @@ def balance_after(
 ) -> RemovableHandle:
     """Makes every `optimizer.step()` end with :func:`balance_step`. Not if a gradient scaler skips the step. `remove()`
     of what it returns ends this."""
+    check_model(model)
+    check_kind("optimizer", optimizer, torch.optim.Optimizer, "an optimizer of torch")
     return optimizer.register_step_post_hook(
         lambda *_: balance_step(model, expert_group=expert_group)
     )

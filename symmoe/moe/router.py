@@ -18,7 +18,13 @@ from torch.utils.flop_counter import register_flop_formula
 
 from symmoe import kernels
 from symmoe.autograd import Context, Function
-from symmoe.checks.arguments import CHOICES, memory_problem, tensor_problem, wrapped_problem
+from symmoe.checks.arguments import (
+    CHOICES,
+    check_kind,
+    memory_problem,
+    tensor_problem,
+    wrapped_problem,
+)
 from symmoe.errors import ArgumentError, SymmoeError, raise_for
 from symmoe.kernels import control
 from symmoe.kernels.routing_rule import RoutingRule
@@ -76,6 +82,7 @@ class Router(nn.Module):
         heap: SymmetricHeap | None = None,
     ) -> None:
         super().__init__()
+        check_kind("config", config, MoEConfig)
         self.config, self._rule, self._heap = config, config.routing_rule, heap
         self.weight = nn.Parameter(
             torch.empty(config.num_experts, config.hidden, dtype=torch.float32, device=device)

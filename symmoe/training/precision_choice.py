@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from symmoe.checks.arguments import size_problem
+from symmoe.checks.arguments import check_kind, size_problem
 from symmoe.errors import ArgumentError, raise_for
 from symmoe.moe.config import MoEConfig
 from symmoe.precision.recipes import Float8Block
@@ -69,6 +69,7 @@ def choose_precision(
     Raises:
         ArgumentError: the configuration has no precision, or a number is out of range.
     """
+    check_kind("config", config, MoEConfig)
     if config.precision is None:
         raise ArgumentError(
             "precision (None) must be a recipe for choose_precision to take or to leave"
