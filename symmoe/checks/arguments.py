@@ -58,7 +58,8 @@ _PLAIN = (
 
 
 def check_kind(name: str, value: object, kind: Any, what: str = "") -> None:
-    """Raises an ArgumentError if the argument `name` is not of this kind, a class or several; `what`: its words for it."""
+    """Raises an ArgumentError if the argument `name` is not of this kind, a class or several. what: how the text calls
+    it."""
     if not isinstance(value, kind):
         wanted = what or f"a {getattr(kind, '__name__', kind)}"
         raise ArgumentError(f"{name} ({type(value).__name__}) must be {wanted}")
