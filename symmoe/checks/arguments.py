@@ -71,18 +71,22 @@ def check_model(model: object, name: str = "model") -> None:
     check_kind(name, model, nn.Module, what)
 
 
-def modules_of(model: nn.Module, kind: type[M], name: str = "model") -> list[M]:
-    """The modules of this kind in `model`, in its order. Raises as :func:`check_model` does."""
+def modules_of(model: nn.Module, kind: type[M], *, name: str = "model", needs: str = "") -> list[M]:
+    """The modules of this kind in the argument `name`, in its order. Raises as :func:`check_model` does, and if there
+    are none of what it `needs`."""
     check_model(model, name)
-    return [module for module in model.modules() if isinstance(module, kind)]
+    found = [module for module in model.modules() if isinstance(module, kind)]
+    if needs and not found:
+        raise ArgumentError(f"{name} ({type(model).__name__}) has no {needs}")
+    return found
 
 
-def check_factor(name: str, value: object) -> None:
-    """Raises an ArgumentError if the argument `name` is not a finite number of at least 0."""
+def check_factor(name: str, value: object, *, at_least: int = 0) -> None:
+    """Raises an ArgumentError if the argument `name` is not a finite number of at least that."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise ArgumentError(f"{name} ({value!r}) must be a number, not {type(value).__name__}")
-    if not math.isfinite(value) or value < 0:
-        raise ArgumentError(f"{name} ({value}) must be finite and at least 0")
+    if not math.isfinite(value) or value < at_least:
+        raise ArgumentError(f"{name} ({value}) must be finite and at least {at_least}")
 
 
 def words_problem(**words: object) -> ArgumentError | None:

@@ -126,11 +126,7 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh) -> list[MoELayer]:
     """Makes the expert parameters of every MoELayer DTensors of global shape [E, ...] over the parameters' memory, in
     place: `Shard(0)` on the mesh's dimension "ep", `Replicate()` on others. Returns the layers. Local. ArgumentError:
     there is no MoELayer, or one does not fit."""
-    layers = modules_of(model, MoELayer)
-    if not layers:
-        raise ArgumentError(
-            f"model ({type(model).__name__}) has no MoELayer to put on mesh {mesh.mesh_dim_names}"
-        )
+    layers = modules_of(model, MoELayer, needs=f"MoELayer to put on mesh {mesh.mesh_dim_names}")
     for layer in layers:
         _check_layer(layer, mesh[EP] if mesh.ndim > 1 else mesh)
     placements = [Shard(0) if name == EP else Replicate() for name in mesh.mesh_dim_names or ()]

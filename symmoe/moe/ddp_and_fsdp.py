@@ -113,11 +113,9 @@ def prepare_for_ddp(model: nn.Module, *, expert_group: dist.ProcessGroup | None 
     Raises:
         ArgumentError: the model has no MoELayer, and no layer of symmoe's transformers integration.
     """
-    layers = modules_of(model, ExpertParallelModule)
-    if not layers:
-        raise ArgumentError(
-            f"model ({type(model).__name__}) has no MoELayer, whose experts DDP must not touch"
-        )
+    layers = modules_of(
+        model, ExpertParallelModule, needs="MoELayer, whose experts DDP must not touch"
+    )
     if expert_group is not None:
         for layer in layers:
             layer.replicas = Replicas(layer.replicas.group, expert_group)

@@ -166,9 +166,7 @@ def add_lora(
     if not 0.0 <= rank_dropout < 1.0:
         raise ArgumentError(f"rank_dropout ({rank_dropout}) must be in [0, 1)")
     check_factor("alpha", alpha)
-    mlps = modules_of(model, GroupedMLP)
-    if not mlps:
-        raise ArgumentError(f"model ({type(model).__name__}) has no GroupedMLP to give adapters to")
+    mlps = modules_of(model, GroupedMLP, needs="GroupedMLP to give adapters to")
     for mlp in mlps:
         for name in ("fc1", "fc2"):
             _check_linear(name, getattr(mlp, name))

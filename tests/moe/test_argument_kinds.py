@@ -62,7 +62,7 @@ CALLS: dict[str, Callable[[symmoe.SymmetricHeap, nn.Module], object]] = {
     "model (function) must be an nn.Module": lambda _, model: symmoe.capture_step(model, step),
     "step (NoneType) must be a function": lambda _, model: symmoe.capture_step(None, model),
     "room ('big') must be a number": lambda _, m: symmoe.capture_step(step, m, room="big"),
-    "room (0.5) must be at least 1": lambda _, m: symmoe.capture_step(step, m, room=0.5),
+    "room (0.5) must be finite and at least 1": lambda _, m: symmoe.capture_step(step, m, room=0.5),
     "num_eager ('2') must be an int": lambda _, m: symmoe.capture_step(step, m, num_eager="2"),
     "max_norm (str) must be a number": lambda _, model: symmoe.clip_grad_norm(model, "1"),
     "alpha ('8') must be a number": lambda _, m: symmoe.add_lora(m, rank=8, alpha="8"),

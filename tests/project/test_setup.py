@@ -207,7 +207,9 @@ def test_make_runs_below_a_folder_with_a_space(checkout: Path, target: str):
     if target != "train":
         set_up.append("-I -m pip install --requirement requirements.txt")
     if target == "test-all":
-        set_up.append("-I -m pip install --quiet --no-deps --requirement requirements-torchtitan.txt")
+        set_up.append(
+            "-I -m pip install --quiet --no-deps --requirement requirements-torchtitan.txt"
+        )
     assert [words for words in arguments if words.startswith(("-m venv ", "-I -m pip "))] == set_up
     assert arguments[:2] == set_up[:2]
     assert arguments[-1].startswith(

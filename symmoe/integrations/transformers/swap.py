@@ -104,11 +104,8 @@ def refuse_methods_of_peft(model: Any) -> None:
 
 def heap_of(model: nn.Module) -> SymmetricHeap:
     """The heap of a swapped model. ArgumentError: it has not been swapped."""
-    if not (experts := modules_of(model, ExpertParallelExperts)):
-        raise ArgumentError(
-            f"{type(model).__name__} has no expert-parallel experts: swap_moe comes first"
-        )
-    return experts[0].heap
+    needs = "expert-parallel experts: swap_moe comes first"
+    return modules_of(model, ExpertParallelExperts, needs=needs)[0].heap
 
 
 @torch.no_grad()
