@@ -88,8 +88,11 @@ def test_trainers_are_the_records():
     wanted = {f"| {ours[1]:,.0f} and {own[1]:,.0f} |" for ours, own in best}
     assert len(wanted) == 3
     assert [text for text in wanted if text not in README] == []
-    for (_, _, losses), (_, _, own) in trained:
+    for (name, _, losses), (_, _, own) in trained:
         assert abs(losses["200"] - own["200"]) < 0.05 * own["200"]
+        first = next(iter(own))
+        if name != "torchtitan: step":  # whose experts start from other numbers
+            assert abs(losses[first] - own[first]) < 1e-3
 
 
 def faults(kind: str) -> dict:
