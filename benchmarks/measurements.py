@@ -341,18 +341,6 @@ def convergence() -> Iterable[list[object]]:
         yield [way, *seeds, "" if way == "bf16" else "{:+.1f} ± {:.1f} %".format(*more)]
 
 
-def grouped() -> Iterable[list[object]]:
-    name = "grouped-h200"
-    for module, torchs in (("GroupedLinear", "Linear"), ("GroupedMLP", "MLP")):
-        for recipe in ("bf16", "float8-block", "mxfp8", "nvfp4"):
-            theirs = ways([(name, f"torch._grouped_mm, {torchs}")]) if recipe == "bf16" else ""
-            yield [
-                f"{module}, {recipe}",
-                *(ways([(name, f"{module}, {recipe}{end}")]) for end in ("", ", scattered")),
-                theirs,
-            ]
-
-
 def balance() -> Iterable[list[object]]:
     records = load("balance-h200-ep2")
     for preset in dict.fromkeys(row["preset"] for row in records):
@@ -620,13 +608,6 @@ def sections() -> Iterable[tuple[str, list[str]]]:
         ],
     )
     yield (
-        "## Grouped layers by themselves",
-        [
-            source("grouped-h200", note=f"qwen3-30b, ms {passes}."),
-            table(["", "packed", "scattered", "torch._grouped_mm"], grouped()),
-        ],
-    )
-    yield (
         "## Stash choices, layouts, order",
         [
             source(
@@ -684,10 +665,10 @@ def sections() -> Iterable[tuple[str, list[str]]]:
             ),
             fill(
                 "One run of each way, with the same tokens. Ways of a trainer start from the same weights, and their "
-                "first losses agree within 0.001; torchtitan's *step* draws other initial experts. Later losses differ: "
-                "rows and gradients are summed in other orders. Whether that is all of the difference was not isolated, "
-                "nor how far apart runs of several seeds are. On CPUs, in fp32, losses agree within "
-                "1e-6 ([tests](trainers.md))."
+                "first losses agree within 0.001; torchtitan's *step* draws other initial experts. Later losses "
+                "differ: rows and gradients are summed in other orders. Whether that is all of the difference was not "
+                "isolated, nor how far apart runs of several seeds are. On CPUs, in fp32, losses agree within 1e-6 "
+                "([tests](trainers.md))."
             ),
             table(
                 [
