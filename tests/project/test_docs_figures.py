@@ -1,4 +1,4 @@
-"""Figures of README.md and docs/measurements.md are those of the committed records; every error has its section."""
+"""Figures of README.md, docs/reliability.md and docs/measurements.md are those of the records; errors have sections."""
 
 import inspect
 import json
@@ -12,6 +12,7 @@ from symmoe import errors
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+PROMISES = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
 COLUMNS = ("layer", "layer, graph", "deepep", "stock torch")
 
 
@@ -138,9 +139,13 @@ def promises() -> list[str]:
 
 
 def test_promises_have_the_figures_of_the_records():
-    assert [text for text in promises() if text not in README] == []
-    changed = README.replace("2,000 random", "3,000 random")  # negative control
+    assert [text for text in promises() if text not in PROMISES] == []
+    changed = PROMISES.replace("2,000 random", "3,000 random")  # negative control
     assert len([text for text in promises() if text not in changed]) == 1
+
+
+def test_what_failed_on_gpus_is_the_records():
+    assert f"failed cases: {measurements.failed_on_gpus()} " in " ".join(README.split())
 
 
 def test_measurements_are_made_of_the_records():
