@@ -103,8 +103,13 @@ def best_measured(
     )
     config.experts_per_rank(num_ranks)
     num_rows = num_ranks * num_tokens * config.top_k
-    smaller = [each for each in MEASURED if each.hidden <= config.hidden and each.ffn <= config.ffn]
-    smaller = [each for each in smaller if each.rows_per_expert * config.num_experts <= num_rows]
+    smaller = [
+        each
+        for each in MEASURED
+        if each.hidden <= config.hidden
+        and each.ffn <= config.ffn
+        and each.rows_per_expert * config.num_experts <= num_rows
+    ]
     speed_ups = [
         (layer, layer.speed_up(config.quantized_wire, num_micro_batches)) for layer in smaller
     ]
