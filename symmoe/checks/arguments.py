@@ -58,17 +58,22 @@ _PLAIN = (
 
 
 def check_kind(name: str, value: object, kind: Any, what: str = "") -> None:
-    """Raises an ArgumentError if the argument `name` is not of this kind, a class or several. what: how the text calls
-    it."""
+    """Raises an ArgumentError if the argument `name` is not of this kind, a class, or of several. what: how the text
+    calls them."""
     if not isinstance(value, kind):
-        wanted = what or f"a {getattr(kind, '__name__', kind)}"
-        raise ArgumentError(f"{name} ({type(value).__name__}) must be {wanted}")
+        raise ArgumentError(
+            f"{name} ({type(value).__name__}) must be {what or f'a {kind.__name__}'}"
+        )
 
 
 def check_model(model: object, name: str = "model") -> None:
     """Raises an ArgumentError if the argument `name` is no module, e.g. a list of parameters."""
-    what = "an nn.Module, not its parameters: which of them are experts', modules say"
-    check_kind(name, model, nn.Module, what)
+    check_kind(
+        name,
+        model,
+        nn.Module,
+        "an nn.Module, not its parameters: which of them are experts', modules say",
+    )
 
 
 def modules_of(model: nn.Module, kind: type[M], *, name: str = "model", needs: str = "") -> list[M]:
@@ -216,10 +221,9 @@ def buffer_problem(
         inputs: tensors it must not overlap: those read or saved for backward, and other buffers.
         heap: the heap on which the buffer must lie, because peers reach into it; None: anywhere.
     """
-    dtypes = None if dtype is None else (dtype,)
-    if (
-        error := tensor_problem(name, buffer, shape=shape, dtypes=dtypes, device=device)
-    ) is not None:
+    if error := tensor_problem(
+        name, buffer, shape=shape, dtypes=None if dtype is None else (dtype,), device=device
+    ):
         return error
     assert isinstance(buffer, torch.Tensor)
     if not buffer.is_contiguous():

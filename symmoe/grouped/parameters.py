@@ -279,8 +279,7 @@ def local_tensors(
 
 def tensors_of_experts(model: nn.Module) -> set[int]:
     """Ids of the parameters and buffers of modules with `holds_experts = True`, and of all modules inside them."""
-    modules = modules_of(model, nn.Module)
-    holders = [module for module in modules if getattr(module, "holds_experts", False)]
+    holders = [m for m in modules_of(model, nn.Module) if getattr(m, "holds_experts", False)]
     return {
         id(tensor) for module in holders for tensor in (*module.parameters(), *module.buffers())
     }

@@ -71,9 +71,8 @@ class Quantized:
 
     def operand(self) -> Operand:
         """The operand of grouped GEMMs: scales as they are if they are fp32, in tiles otherwise."""
-        if self.scale.dtype == torch.float32:
-            return Operand(self.data, self.scale)
-        return Operand(self.data, self.swizzled_scale(), self.global_scale)
+        scale = self.scale if self.scale.dtype == torch.float32 else self.swizzled_scale()
+        return Operand(self.data, scale, self.global_scale)
 
     def swizzled_scale(self) -> torch.Tensor:
         """The scales in 128x4 tiles, as Blackwell's matrix units read them (precision/block_scaled.py).

@@ -183,8 +183,11 @@ def add_lora(
         # MoELayer and layers of integrations: compiled steps hold their weights.
         if (set_experts := getattr(module, "set_experts", None)) is not None:
             set_experts(module.experts)
-    adapted = modules_of(model, LoRAGroupedLinear)
-    return [parameter for linear in adapted for parameter in (linear.lora_a, linear.lora_b)]
+    return [
+        parameter
+        for linear in modules_of(model, LoRAGroupedLinear)
+        for parameter in (linear.lora_a, linear.lora_b)
+    ]
 
 
 def merge_lora(model: nn.Module) -> None:

@@ -102,16 +102,12 @@ def best_measured(
         )
     )
     config.experts_per_rank(num_ranks)
-    num_rows = num_ranks * num_tokens * config.top_k
-    smaller = [
-        each
+    speed_ups = [
+        (each, each.speed_up(config.quantized_wire, num_micro_batches))
         for each in MEASURED
         if each.hidden <= config.hidden
         and each.ffn <= config.ffn
-        and each.rows_per_expert * config.num_experts <= num_rows
-    ]
-    speed_ups = [
-        (layer, layer.speed_up(config.quantized_wire, num_micro_batches)) for layer in smaller
+        and each.rows_per_expert * config.num_experts <= num_ranks * num_tokens * config.top_k
     ]
     return max(speed_ups, key=lambda pair: pair[1], default=(None, 0.0))
 

@@ -104,8 +104,9 @@ def refuse_methods_of_peft(model: Any) -> None:
 
 def heap_of(model: nn.Module) -> SymmetricHeap:
     """The heap of a swapped model. ArgumentError: it has not been swapped."""
-    needs = "expert-parallel experts: swap_moe comes first"
-    return modules_of(model, ExpertParallelExperts, needs=needs)[0].heap
+    return modules_of(
+        model, ExpertParallelExperts, needs="expert-parallel experts: swap_moe comes first"
+    )[0].heap
 
 
 @torch.no_grad()
