@@ -6,7 +6,7 @@
 # make test-newest  core tests and those that compile kernels with the newest torch of the registry, in .venv-newest
 # make lint      sizes and their bounds, ruff, and mypy --strict on the package
 # make dist      wheel and sdist in dist/; the tests build and install them elsewhere
-# make docs      the documentation, into the folder site/
+# make docs      the documentation with its pictures (make plots), into the folder site/
 # make plots     the pictures of benchmarks in docs/images, from the committed records
 #
 # JOBS=1                  tests one after the other (needs no pytest-xdist)
@@ -33,6 +33,9 @@ endif
 
 export PYTHONPATH := $(CURDIR):$(PYTHONPATH)
 
+# Isolated from that path: on it pip takes the checkout's egg-info for an installation that it cannot remove.
+PIP := $(PY) -I -m pip
+
 .PHONY: setup train test test-all test-newest lint dist docs plots clean
 
 setup: $(INSTALLED)
@@ -40,16 +43,16 @@ setup: $(INSTALLED)
 
 $(VENV)/installed: pyproject.toml requirements-train.txt Makefile
 	"$(PYTHON)" -m venv $(VENV)
-	$(PY) -m pip install --requirement requirements-train.txt
+	$(PIP) install --requirement requirements-train.txt
 	touch $@
 
 $(VENV)/develops: requirements.txt $(INSTALLED)
-	$(PY) -m pip install --requirement requirements.txt
+	$(PIP) install --requirement requirements.txt
 	touch $@
 
 # Some 80 MB, for two files of slow tests, which are skipped where it cannot be had.
 $(VENV)/torchtitan: requirements-torchtitan.txt $(DEVELOPS)
-	$(PY) -m pip install --quiet --no-deps --requirement $< && touch $@ || echo "torchtitan's tests will be skipped"
+	$(PIP) install --quiet --no-deps --requirement $< && touch $@ || echo "torchtitan's tests will be skipped"
 
 train: setup
 	OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --nproc-per-node=$(RANKS) examples/train_lm.py $(ARGS)
@@ -78,7 +81,7 @@ test test-all: $(DEVELOPS)
 
 test-newest:
 	"$(PYTHON)" -m venv .venv-newest
-	.venv-newest/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager torch --editable '.[dev]'
+	.venv-newest/bin/python -I -m pip install --quiet --upgrade --upgrade-strategy eager torch --editable '.[dev]'
 	OMP_NUM_THREADS=1 .venv-newest/bin/python -m pytest $(CORE:%=tests/%.py) $(NEWEST) $(SPREAD) $(ARGS)
 
 # The wheel is built from the unpacked sdist, by the setuptools that is installed.
@@ -86,7 +89,7 @@ dist: $(DEVELOPS)
 	$(PY) -m build --no-isolation --outdir dist
 
 # The variable silences a notice of mkdocs-material about versions of mkdocs to come.
-docs: $(DEVELOPS)
+docs: plots
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 plots: $(DEVELOPS)

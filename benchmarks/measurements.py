@@ -30,7 +30,8 @@ Written by `benchmarks/measurements.py` from the records in [benchmarks/results]
 Unless a table says otherwise: medians, bf16, T = 8192 tokens per rank, uniform random routing. Layers, as (hidden H,
 ffn I, experts E, choices K): qwen3-30b (2048, 768, 128, 8), mixtral-8x7b (4096, 14336, 8, 2), deepseek-like (7168,
 2048, 64, 8), deepseek-v3 (7168, 2048, 256, 8). What suites and ways are: [benchmarking](benchmarking.md),
-[reliability](reliability.md#suites). What was tried, and why: [notes](../notes/README.md).
+[reliability](reliability.md#suites). What was tried, and why: [notes](../notes/README.md). A command is that of the
+commit beside it, with the name that its program has now; options that are gone (`--peers`) are left out.
 """
 
 Record = dict[str, Any]
@@ -79,10 +80,17 @@ def source(*names: str, note: str = "") -> str:
         rows = load(name) if isinstance(load(name), list) else [load(name).get("env", load(name))]
         commands: dict[str, list[str]] = {}
         for row in rows:
-            commands.setdefault(when(row), []).append(re.sub(r" --json \S+", "", row["command"]))
+            commands.setdefault(when(row), []).append(command(row["command"]))
         runs = (f"{date}: {'; '.join(dict.fromkeys(called))}" for date, called in commands.items())
         parts.append(f"{name}.json, {machine(rows[0])}. {'. '.join(runs)}.")
     return fill(" ".join([*parts, note]).strip())
+
+
+def command(called: str) -> str:
+    """How what was called is called now."""
+    without = re.sub(r" --(json|peers) \S+", "", called)
+    named = re.sub(r"-m symmoe bench\b", "bench.py", without)
+    return re.sub(r"(?<![/\w])(bench|deepep|balance)\.py", r"benchmarks/\1.py", named)
 
 
 def fill(text: str) -> str:
@@ -159,13 +167,12 @@ def memory() -> Iterable[list[object]]:
 PLACES = [
     *((preset, 2, "layer-h200-ep2") for preset in PRESETS),
     *((preset, 4, "layer-h200-ep4") for preset in PRESETS),
-    *((preset, 1, "steps-h100-ep1") for preset in ("qwen3-30b", "deepseek-like")),
 ]
 
 
 def layers() -> Iterable[list[object]]:
     for preset, num_ranks, name in PLACES:
-        for way in ("static", "graph", "exact"):
+        for way in ("graph", "exact"):
             both = [
                 pick(name, suite="layer", variant=way, preset=preset, direction=d) for d in BOTH
             ]
@@ -189,9 +196,6 @@ def ceilings() -> Iterable[list[object]]:
         )
         figures = [f"{one['ms_median']:.2f} / {one['tflops']:.0f}" for one in alone]
         yield [preset, num_ranks, *figures, " / ".join(f"{one['ms_median']:.2f}" for one in stock)]
-
-
-WAYS = ("graph", "static", "exact", "gemms alone", "stock torch")
 
 
 def variants() -> Iterable[list[object]]:
@@ -328,25 +332,6 @@ def fp8_layers() -> Iterable[list[object]]:
         yield [label, *cells]
 
 
-def fp8_trips() -> Iterable[list[object]]:
-    def us(preset: str, variant: str, directions: Sequence[str] = BOTH) -> str:
-        rows = (
-            pick(
-                "precision-h200-ep2", suite="dispatch", variant=variant, preset=preset, direction=d
-            )
-            for d in directions
-        )
-        return " / ".join(f"{row['ms_median'] * 1e3:.0f}" for row in rows)
-
-    for preset in PRESETS:
-        for layout in ("packed", "expert-major"):
-            figures = [
-                [us(preset, f"{layout}{end}"), us(preset, f"copy{end}", BOTH[:1])]
-                for end in ("", ", float8-block")
-            ]
-            yield [f"{preset}, {layout}", *figures[0], *figures[1]]
-
-
 def convergence() -> Iterable[list[object]]:
     for way, one in load("convergence-h200")["results"].items():
         if way == "float8-rowwise":  # a recipe that has been removed
@@ -354,29 +339,6 @@ def convergence() -> Iterable[list[object]]:
         seeds = (f"{bits:.3f}" for bits in one["final_bits_per_byte"]["seeds"].values())
         more = 100 * one["more_than_bf16"], 100 * one["more_than_bf16_standard_error"]
         yield [way, *seeds, "" if way == "bf16" else "{:+.1f} ± {:.1f} %".format(*more)]
-
-
-def grouped() -> Iterable[list[object]]:
-    name = "grouped-h200"
-    for module, torchs in (("GroupedLinear", "Linear"), ("GroupedMLP", "MLP")):
-        for recipe in ("bf16", "float8-block", "mxfp8", "nvfp4"):
-            theirs = ways([(name, f"torch._grouped_mm, {torchs}")]) if recipe == "bf16" else ""
-            yield [
-                f"{module}, {recipe}",
-                *(ways([(name, f"{module}, {recipe}{end}")]) for end in ("", ", scattered")),
-                theirs,
-            ]
-
-
-def overhead() -> Iterable[list[object]]:
-    for variant in (
-        "GroupedMLP packed",
-        "GroupedMLP discrete",
-        "nn.Linear loop",
-        "torch._grouped_mm",
-    ):
-        rows = [pick("overhead-h200", variant=variant, direction=d)["ms_median"] for d in BOTH]
-        yield [variant, *(f"{ms * 1e3:.0f}" for ms in rows)]
 
 
 def balance() -> Iterable[list[object]]:
@@ -404,12 +366,6 @@ def balance() -> Iterable[list[object]]:
 
 
 # -- trainers ---------------------------------------------------------------------------------------------------------
-
-
-def megatron() -> Iterable[list[object]]:
-    for name, one in load("megatron-h200-ep2")[0]["layers"].items():
-        times = (f"{one[f'{what}_ms']['median']:.2f}" for what in ("forward", "backward", "total"))
-        yield [name.replace("+", ", "), one["experts"], *times, f"{one['speedup']:.2f}x"]
 
 
 TRAINERS = ("torchtitan-h200-ep2", "megatron-training-h200-ep2", "trainer-h200-ep2")
@@ -512,6 +468,31 @@ def both_suites() -> Iterable[list[object]]:
         ]
 
 
+GPU_RANKS = (2, 4)
+
+
+def failed_on_gpus() -> str:
+    """How many cases of which suites failed on how many GPUs, for this page and for README."""
+    said = []
+    for ranks in GPU_RANKS:
+        of = load(f"reliability-h200-ep{ranks}")["suites"]
+        failed = [
+            f"{name} {one['cases_failed']} of {one['cases_run']:,}"
+            for name, one in of.items()
+            if one["cases_failed"]
+        ]
+        said.append(f"on {ranks} H200s {' and '.join(failed) or 'none'}")
+    return ", ".join(said)
+
+
+def failures() -> Iterable[str]:
+    """A line for each case that failed on GPUs."""
+    for ranks in GPU_RANKS:
+        for name, one in load(f"reliability-h200-ep{ranks}")["suites"].items():
+            for failure in one.get("failures", ()):
+                yield f"* {ranks} GPUs, {name}, case {failure['case']}: {failure['problems'][0]}"
+
+
 def sanitizer(text: str) -> Iterable[list[object]]:
     for tool in ("memcheck", "initcheck", "synccheck"):
         yield [
@@ -566,7 +547,7 @@ def sections() -> Iterable[tuple[str, list[str]]]:
             source(
                 "layer-h200-ep2",
                 "layer-h200-ep4",
-                note="EP 1: steps-h100-ep1.json, as above, one H100.",
+                note="The pictures in [benchmarking](benchmarking.md#pictures) have static capacity without a graph.",
             ),
             table(
                 ["layer", "EP", "way", *(f"{d} {what}" for d in BOTH for what in three), "x stock"],
@@ -627,20 +608,6 @@ def sections() -> Iterable[tuple[str, list[str]]]:
         ],
     )
     yield (
-        "## Host time",
-        [
-            source("overhead-h200", note="us."),
-            table(["64 experts, hidden 128, ffn 128, 16 rows each", *BOTH], overhead()),
-        ],
-    )
-    yield (
-        "## Grouped layers by themselves",
-        [
-            source("grouped-h200", note=f"qwen3-30b, ms {passes}."),
-            table(["", "packed", "scattered", "torch._grouped_mm"], grouped()),
-        ],
-    )
-    yield (
         "## Stash choices, layouts, order",
         [
             source(
@@ -675,12 +642,9 @@ def sections() -> Iterable[tuple[str, list[str]]]:
             table(["products, Float8Block / bf16", *PRODUCTS.values()], fp8_products()),
             source(
                 "precision-h200-ep2",
-                note=f"Layers in ms, dispatch in us, {passes}; copy: as many bytes by plain copies.",
+                note=f"ms {passes}.",
             ),
             table(["2 GPUs", *PRESETS], fp8_layers()),
-            table(
-                ["dispatch", "bf16 rows", "copy", "E4M3 rows, quantised in it", "copy"], fp8_trips()
-            ),
         ],
     )
     yield (
@@ -688,22 +652,6 @@ def sections() -> Iterable[tuple[str, list[str]]]:
         [
             source("convergence-h200", note="Held-out bits per byte; differences seed by seed."),
             table(["", *(f"seed {seed}" for seed in range(4)), "against bf16"], convergence()),
-        ],
-    )
-    one = load("megatron-h200-ep2")[0]
-    yield (
-        "## Megatron-Core",
-        [
-            fill(
-                f"megatron-h200-ep2.json, {one['device']}, {one['ranks']} ranks, torch {one['torch']}, Megatron-Core "
-                f"{one['megatron']}, no Transformer Engine, balanced routing: examples/megatron_gpt.py --preset "
-                f"{one['preset']} --force-balance, with --steps 0 --compare. Date and commit are not recorded."
-            ),
-            table(
-                ["dispatcher, experts", "class", *(f"{d} ms" for d in (*BOTH, "both")), ""],
-                megatron(),
-                2,
-            ),
         ],
     )
     yield (
@@ -714,6 +662,13 @@ def sections() -> Iterable[tuple[str, list[str]]]:
                 note="A model with four layers of Qwen3-30B-A3B, 200 steps of 16,384 tokens, of bytes of Python's "
                 "library. The losses of transformers' Trainer are means of 20 steps. torch 2.11 lacks what torchtitan "
                 "0.3.0 asks for: benchmarks/torchtitan_stand_ins.py.",
+            ),
+            fill(
+                "One run of each way, with the same tokens. Ways of a trainer start from the same weights, and their "
+                "first losses agree within 0.001; torchtitan's *step* draws other initial experts. Later losses "
+                "differ: rows and gradients are summed in other orders. Whether that is all of the difference was not "
+                "isolated, nor how far apart runs of several seeds are. On CPUs, in fp32, losses agree within 1e-6 "
+                "([tests](trainers.md))."
             ),
             table(
                 [
@@ -743,6 +698,8 @@ def sections() -> Iterable[tuple[str, list[str]]]:
                 "faults raise after median, maximum."
             ),
             table(["4 / 2 H200s", *head[1:]], both_suites(), 5),
+            fill(f"Failed: {failed_on_gpus()}. What failed:"),
+            "\n".join(failures()),
         ],
     )
     trace = (RESULTS / "trace-h200-ep2.txt").read_text(encoding="utf-8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -17,6 +18,7 @@ BLACK, ORANGE, SKY, BLUE, PURPLE, GREY = (
     "#cc79a7",
     "#999999",
 )
+SHOWN = "Shown"  # the name of the digest in a file
 STYLE = {
     "font.size": 9,
     "axes.titlesize": 10,
@@ -30,9 +32,25 @@ STYLE = {
 
 @contextmanager
 def picture(path: str, *, height_inches: float) -> Iterator[Figure]:
-    """A figure to draw on, written to `path` (PNG) at the end of the context. The same figure gives the same bytes."""
+    """A figure to draw on, written to `path` (PNG) at the end of the context, with the digest of what it shows. The
+    same figure gives the same bytes."""
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(8.0, height_inches), layout="constrained")
         FigureCanvasAgg(figure)
         yield figure
-        figure.savefig(path, format="png", dpi=110, metadata={"Software": None})
+        figure.savefig(
+            path, format="png", dpi=110, metadata={"Software": None, SHOWN: digest(figure)}
+        )
+
+
+def digest(figure: Figure) -> str:
+    """Of a figure's titles, bars and lines; the fonts and the version of matplotlib do not change it."""
+    shown = [
+        (
+            axis.get_title(loc="left"),
+            [float(bar.get_height()) for bar in axis.patches],
+            [list(map(float, line.get_ydata())) for line in axis.lines],
+        )
+        for axis in figure.axes
+    ]
+    return hashlib.sha256(repr(shown).encode()).hexdigest()

@@ -196,6 +196,12 @@ def train(
     if arguments.resume:
         check_settings(folder, settings)
         start = load_checkpoint(folder, **state).step
+        if ranks.is_main:
+            left = max(0, arguments.steps - start)
+            print(
+                f"the checkpoint has {start} steps, --steps is {arguments.steps}: {left} to train",
+                flush=True,
+            )
     path = arguments.out / "metrics.jsonl"
     reporter = report.Reporter(path, steps=arguments.steps, start=start, enabled=ranks.is_main)
     byte_frequency = byte_frequency_bits(
@@ -272,6 +278,14 @@ def main() -> None:
     if preset.device == "cuda":
         make_deterministic()
     with open_ranks(preset.device, arguments.ep) as ranks:
+        if ranks.is_main and not arguments.prompt:
+            print(
+                f"trains a byte-level language model ({preset.layers} layers, {preset.moe.num_experts} experts) on "
+                f"Python's standard library: {arguments.steps} steps on {ranks.size} "
+                f"process{'es' * (ranks.size > 1)}, of preset {arguments.preset}; its {preset.steps} steps take "
+                f"{preset.takes}; results in {arguments.out}",
+                flush=True,
+            )
         num_bytes = heap_bytes(preset, num_ranks=arguments.ep or ranks.size)
         backend = "nvshmem" if preset.device == "cuda" else "host"
         options = {

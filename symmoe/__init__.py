@@ -1,6 +1,7 @@
 """Expert-parallel Mixture-of-Experts for PyTorch training over symmetric memory.
 
-Names are imported on first use, so that `import symmoe` is cheap and needs neither a GPU, nor NVSHMEM, nor Triton.
+Names and the packages beside them are imported on first use, so that `import symmoe` is cheap and needs neither a GPU,
+nor NVSHMEM, nor Triton.
 """
 
 from __future__ import annotations
@@ -83,6 +84,7 @@ _PUBLIC = {  # by the module that has them
     "training.precision_choice": "choose_precision",
     "training.replay": "balanced_routing record_routing replay_routing routing_from_array routing_to_array",
 }
+_PACKAGES = ("checkpoint", "errors", "integrations", "precision", "timeline")
 _HOME = {name: f"symmoe.{module}" for module, names in _PUBLIC.items() for name in names.split()}
 
 __all__ = list(_HOME)
@@ -93,8 +95,10 @@ if not TYPE_CHECKING:  # to a type checker it would mean that there is every nam
     def __getattr__(name: str) -> Any:
         if name in _HOME:
             return getattr(import_module(_HOME[name]), name)
+        if name in _PACKAGES:
+            return import_module(f"symmoe.{name}")
         raise AttributeError(f"module 'symmoe' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return sorted([*__all__, *_PACKAGES, "__version__"])

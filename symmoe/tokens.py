@@ -11,7 +11,13 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from symmoe.autograd import Context, Function, GradientBuffer, wrote_into
-from symmoe.checks.arguments import buffer_problem, memory_problem, tensor_problem, words_problem
+from symmoe.checks.arguments import (
+    buffer_problem,
+    check_kind,
+    memory_problem,
+    tensor_problem,
+    words_problem,
+)
 from symmoe.combine.trip import PHASE as COLLECT
 from symmoe.combine.trip import Collection, combine
 from symmoe.dispatch.plan import Plan
@@ -80,8 +86,7 @@ def dispatch_tokens(
             raised as ArgumentError is.
         PeerTimeout: a rank did not come.
     """
-    if not isinstance(plan, Plan):
-        raise ArgumentError(f"plan ({type(plan).__name__}) must be what make_plan returns")
+    check_kind("plan", plan, Plan, "what make_plan returns")
     heap = plan.heap
     heap.check()
     with FailPeersOnError(heap, SEND):
@@ -210,8 +215,7 @@ def combine_tokens(
     Returns:
         [T, H].
     """
-    if not isinstance(plan, Plan):
-        raise ArgumentError(f"plan ({type(plan).__name__}) must be what make_plan returns")
+    check_kind("plan", plan, Plan, "what make_plan returns")
     heap = plan.heap
     heap.check()
     with FailPeersOnError(heap, COLLECT):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from symmoe import MoEConfig
@@ -31,6 +31,7 @@ class Preset:
     sample_bytes: int = 200
     device: str = "cpu"
     autocast: bool = False  # bf16 products with fp32 parameters
+    takes: str = field(default="some minutes", repr=False)  # a checkpoint's settings do not have it
     muon: bool = False  # the matrices of experts are parameters of their own, which Muon trains
 
     def with_moe(self, **changes: Any) -> Preset:
@@ -42,7 +43,10 @@ _LOSSES = {"aux_loss_coef": 0.01, "z_loss_coef": 1e-4}
 
 PRESETS = {
     # Two processes of one thread each: some three minutes on idle cores.
-    "cpu": Preset(moe=MoEConfig(hidden=192, ffn=128, num_experts=8, top_k=2, **_LOSSES)),
+    "cpu": Preset(
+        moe=MoEConfig(hidden=192, ffn=128, num_experts=8, top_k=2, **_LOSSES),
+        takes="about 4 minutes on 2 cores",
+    ),
     # About 2 billion parameters: 32 GB of weights, gradients and Adam moments in fp32 on a single GPU.
     "gpu": Preset(
         # Packed: an eighth of the rows that 12 layers keep for backward.
@@ -59,6 +63,7 @@ PRESETS = {
         sample_bytes=600,
         device="cuda",
         autocast=True,
+        takes="about 3 minutes on 2 H200s",
     ),
     # Some ten million parameters, two minutes on a GPU that six such runs share: to compare ways to train.
     "gpu-small": Preset(
@@ -88,5 +93,6 @@ PRESETS = {
         save_every=10,
         eval_sequences=8,
         sample_bytes=16,
+        takes="seconds",
     ),
 }

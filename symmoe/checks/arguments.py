@@ -9,9 +9,10 @@ import math
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, get_args
 
 import torch
+from torch import nn
 
 from symmoe.autograd import transform_problem
 from symmoe.errors import ArgumentError, StaleLease, word_problem
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from symmoe.symm_mem.heap import SymmetricHeap
 
 Problem = ArgumentError | StaleLease | None
+M = TypeVar("M", bound=nn.Module)
 
 Overflow = Literal["raise", "drop"]
 Order = Literal["rank", "slot", "node"]
@@ -37,25 +39,60 @@ DropPolicy = Literal["probs", "position"]
 Balance = Literal["none", "replicas"]
 
 # Words by the name of the argument that takes them. A name means the same everywhere.
-_NAMES = "overflow order score stash layout router schedule quantized_wire aux_loss drop_policy balance".split()
-_KINDS = (
-    Overflow,
-    Order,
-    Score,
-    Stash,
-    Layout,
-    RouterKind,
-    Schedule,
-    QuantizedWire,
-    AuxLoss,
-    DropPolicy,
-    Balance,
-)
-CHOICES: dict[str, tuple[str, ...]] = dict(zip(_NAMES, map(get_args, _KINDS), strict=True))
+CHOICES: dict[str, tuple[str, ...]] = {
+    "overflow": get_args(Overflow),
+    "order": get_args(Order),
+    "score": get_args(Score),
+    "stash": get_args(Stash),
+    "layout": get_args(Layout),
+    "router": get_args(RouterKind),
+    "schedule": get_args(Schedule),
+    "quantized_wire": get_args(QuantizedWire),
+    "aux_loss": get_args(AuxLoss),
+    "drop_policy": get_args(DropPolicy),
+    "balance": get_args(Balance),
+}
 
 _PLAIN = (
     torch.Tensor.__torch_dispatch__
 )  # the attribute of tensor classes that keep their own memory
+
+
+def check_kind(name: str, value: object, kind: Any, what: str = "") -> None:
+    """Raises an ArgumentError if the argument `name` is not of this kind, a class, or of several. what: how the text
+    calls them."""
+    if not isinstance(value, kind):
+        raise ArgumentError(
+            f"{name} ({type(value).__name__}) must be {what or f'a {kind.__name__}'}"
+        )
+
+
+def check_model(model: object, name: str = "model") -> None:
+    """Raises an ArgumentError if the argument `name` is no module, e.g. a list of parameters."""
+    check_kind(
+        name,
+        model,
+        nn.Module,
+        "an nn.Module, not its parameters: which of them are experts', modules say",
+    )
+
+
+def modules_of(model: nn.Module, kind: type[M], *, name: str = "model", needs: str = "") -> list[M]:
+    """The modules of this kind in the argument `name`, in its order. Raises as :func:`check_model` does, and if there
+    are none of what it `needs`."""
+    check_model(model, name)
+    found = [module for module in model.modules() if isinstance(module, kind)]
+    if needs and not found:
+        raise ArgumentError(f"{name} ({type(model).__name__}) has no {needs}")
+    return found
+
+
+def check_factor(name: str, value: object, *, at_least: int = 0) -> None:
+    """Raises an ArgumentError if the argument `name` is not a finite number of at least that."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise ArgumentError(f"{name} ({value!r}) must be a number, not {type(value).__name__}")
+    if not math.isfinite(value) or value < at_least:
+        raise ArgumentError(f"{name} ({value}) must be finite and at least {at_least}")
 
 
 def words_problem(**words: object) -> ArgumentError | None:
@@ -169,12 +206,9 @@ def _fits(shape: tuple[int, ...], wanted: tuple[int | str, ...]) -> bool:
     if wanted and wanted[0] == "...":
         wanted = wanted[1:]
         shape = shape[-len(wanted) :]
-    if len(shape) != len(wanted):
-        return False
-    for size, want in zip(shape, wanted, strict=True):
-        if size != want and not isinstance(want, str):
-            return False
-    return True
+    return len(shape) == len(wanted) and all(
+        isinstance(want, str) or size == want for size, want in zip(shape, wanted, strict=True)
+    )
 
 
 def buffer_problem(
@@ -193,10 +227,9 @@ def buffer_problem(
         inputs: tensors it must not overlap: those read or saved for backward, and other buffers.
         heap: the heap on which the buffer must lie, because peers reach into it; None: anywhere.
     """
-    dtypes = None if dtype is None else (dtype,)
-    if (
-        error := tensor_problem(name, buffer, shape=shape, dtypes=dtypes, device=device)
-    ) is not None:
+    if error := tensor_problem(
+        name, buffer, shape=shape, dtypes=None if dtype is None else (dtype,), device=device
+    ):
         return error
     assert isinstance(buffer, torch.Tensor)
     if not buffer.is_contiguous():

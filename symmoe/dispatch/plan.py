@@ -14,7 +14,13 @@ from typing import Any, NamedTuple
 import torch
 
 from symmoe import kernels
-from symmoe.checks.arguments import Problem, parameter_dtype_problem, tensor_problem, words_problem
+from symmoe.checks.arguments import (
+    Problem,
+    check_kind,
+    parameter_dtype_problem,
+    tensor_problem,
+    words_problem,
+)
 from symmoe.dispatch.nodes import Excess, NodesPlan, RailRows, Region, in_storage, plan_in_node
 from symmoe.errors import ArgumentError, StalePlan
 from symmoe.kernels import control
@@ -424,8 +430,7 @@ def begin_plan(
 ) -> Plan:
     """Same as plan_call, except that on one node nothing is launched: see Plan.fill. route: what makes the values of
     topk_idx [T, K] before, then: see Plan.routed."""
-    if not isinstance(heap, SymmetricHeap):
-        raise ArgumentError(f"heap ({type(heap).__name__}) must be a SymmetricHeap")
+    check_kind("heap", heap, SymmetricHeap)
     num_experts, capacity, overflow, max_tokens, hidden, dtype, precision, quantized_wire, *_ = (
         options
     )

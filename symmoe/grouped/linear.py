@@ -15,8 +15,7 @@ from torch import nn
 
 from symmoe import kernels
 from symmoe.autograd import Unmodified
-from symmoe.checks.arguments import working_dtype
-from symmoe.errors import ArgumentError
+from symmoe.checks.arguments import modules_of, working_dtype
 from symmoe.grouped.parameters import GroupedParameters, local_tensors
 from symmoe.grouped.rows_function import Gradients, Needs, RowArguments, RowInputs, Splits, run_rows
 from symmoe.grouped.weights import Compute, kernel_matrices
@@ -258,11 +257,9 @@ def constant_weights(module: nn.Module) -> Iterator[None]:
             (`weight.data.copy_`) is not found: then results are those of the old weight. On entering: `module` has no
             GroupedLinear.
     """
-    linears = [found for found in module.modules() if isinstance(found, GroupedLinear)]
-    if not linears:
-        raise ArgumentError(
-            f"module ({type(module).__name__}) has no GroupedLinear whose weights could be constant"
-        )
+    linears = modules_of(
+        module, GroupedLinear, name="module", needs="GroupedLinear whose weights could be constant"
+    )
     entered = [
         linear for linear in linears if linear.precision is not None and linear.held_weight is None
     ]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from torch import nn
 
-from symmoe.checks.arguments import parameter_dtype_problem, size_problem
+from symmoe.checks.arguments import modules_of, parameter_dtype_problem, size_problem
 from symmoe.errors import ArgumentError, raise_for, word_problem
 from symmoe.grouped.weights import (
     DelayedGradients,
@@ -286,7 +286,7 @@ def local_tensors(
 
 def tensors_of_experts(model: nn.Module) -> set[int]:
     """Ids of the parameters and buffers of modules with `holds_experts = True`, and of all modules inside them."""
-    holders = [module for module in model.modules() if getattr(module, "holds_experts", False)]
+    holders = [m for m in modules_of(model, nn.Module) if getattr(m, "holds_experts", False)]
     return {
         id(tensor) for module in holders for tensor in (*module.parameters(), *module.buffers())
     }

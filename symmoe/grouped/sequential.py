@@ -18,7 +18,14 @@ import torch
 from torch import nn
 
 from symmoe import torch_internals
-from symmoe.checks.arguments import Buffer, Problem, RowsLike, overlap_problem, scale_problem
+from symmoe.checks.arguments import (
+    Buffer,
+    Problem,
+    RowsLike,
+    check_kind,
+    overlap_problem,
+    scale_problem,
+)
 from symmoe.errors import ArgumentError, raise_for
 from symmoe.grouped.activations import ScaledActivation
 from symmoe.grouped.experts import Layers
@@ -56,8 +63,7 @@ class Sequential(nn.Sequential):
 
     def __init__(self, *modules: nn.Module) -> None:
         for i, module in enumerate(modules):
-            if not isinstance(module, nn.Module):
-                raise ArgumentError(f"modules[{i}] ({type(module).__name__}) must be an nn.Module")
+            check_kind(f"modules[{i}]", module, nn.Module, "an nn.Module")
         super().__init__(*modules)
 
     @property
@@ -191,10 +197,7 @@ def _route(
     routed: list[dict[str, Any]] = [{} for _ in modules]
     if op_kwargs is None:
         return routed
-    if not isinstance(op_kwargs, Mapping):
-        raise ArgumentError(
-            f"op_kwargs ({type(op_kwargs).__name__}) must be a dict from modules or indices"
-        )
+    check_kind("op_kwargs", op_kwargs, Mapping, "a dict from modules or indices")
     labels = [_label(f"{prefix}{i}", module) for i, module in enumerate(modules)]
     keys: dict[int, object] = {}
     for key, keywords in op_kwargs.items():

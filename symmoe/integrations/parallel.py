@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
+from symmoe.checks.arguments import check_kind, check_model, modules_of
 from symmoe.errors import ArgumentError, raise_for
 from symmoe.grouped.parameters import trainable
 from symmoe.moe.ddp_and_fsdp import gradients_elsewhere, join_ddp, prepare_for_ddp
@@ -53,6 +54,8 @@ def parallelize(
         gradient_divide_factor: the divisor of the sum over all tokens' gradients; None: W, for losses that are a mean
             over each rank's tokens. 1.0 for losses that are already divided by the tokens of all ranks.
     """
+    check_model(model)
+    check_kind("mesh", mesh, DeviceMesh)
     mp_policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
     replicas = _replica_names(mesh)
     dense_mesh = mesh._flatten("symmoe_dense") if dense_mesh is None else dense_mesh
@@ -123,11 +126,7 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh) -> list[MoELayer]:
     """Makes the expert parameters of every MoELayer DTensors of global shape [E, ...] over the parameters' memory, in
     place: `Shard(0)` on the mesh's dimension "ep", `Replicate()` on others. Returns the layers. Local. ArgumentError:
     there is no MoELayer, or one does not fit."""
-    layers = [module for module in model.modules() if isinstance(module, MoELayer)]
-    if not layers:
-        raise ArgumentError(
-            f"model ({type(model).__name__}) has no MoELayer to put on mesh {mesh.mesh_dim_names}"
-        )
+    layers = modules_of(model, MoELayer, needs=f"MoELayer to put on mesh {mesh.mesh_dim_names}")
     for layer in layers:
         _check_layer(layer, mesh[EP] if mesh.ndim > 1 else mesh)
     placements = [Shard(0) if name == EP else Replicate() for name in mesh.mesh_dim_names or ()]

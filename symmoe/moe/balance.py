@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from symmoe.autograd import Context, Function
+from symmoe.checks.arguments import check_kind, check_model
 from symmoe.errors import ArgumentError
 from symmoe.moe.router import Router
 
@@ -146,6 +147,7 @@ def balance_step(model: nn.Module, *, expert_group: dist.ProcessGroup | None = N
     Collective over `expert_group` (as in reduce_gradients; one all-reduce for all layers) if that is given. Does not
     synchronise the host, and can be captured in a CUDA graph.
     """
+    check_model(model)
     modules = [*model.modules()]
     routers = [module for module in modules if isinstance(module, Router)]
     # The outermost that stands for a router, e.g. one with adapters around it.
@@ -181,6 +183,8 @@ def balance_after(
 ) -> RemovableHandle:
     """Makes every `optimizer.step()` end with :func:`balance_step`. Not if a gradient scaler skips the step. `remove()`
     of what it returns ends this."""
+    check_model(model)
+    check_kind("optimizer", optimizer, torch.optim.Optimizer, "an optimizer of torch")
     return optimizer.register_step_post_hook(
         lambda *_: balance_step(model, expert_group=expert_group)
     )

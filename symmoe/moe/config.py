@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from dataclasses import dataclass, fields
 from typing import Literal
@@ -174,7 +173,7 @@ class MoEConfig:
             if not isinstance(getattr(self, name), bool):
                 raise ArgumentError(f"{name} ({getattr(self, name)!r}) must be True or False")
         for name in (*_FACTORS, "replica_slack"):
-            _check_factor(name, getattr(self, name))
+            arguments.check_factor(name, getattr(self, name))
         raise_for(precision_problem(self.precision, hidden=self.hidden, ffn=self.ffn))
         if self.quantized_wire != "none" and (problem := wire_problem(self.precision)) is not None:
             raise ArgumentError(f"quantized_wire ({self.quantized_wire!r}): {problem}")
@@ -211,7 +210,7 @@ class MoEConfig:
         if (factor := self.capacity_factor) is None:
             self._check_defaults(("drop_policy",), "a capacity_factor, and it is None")
             return
-        _check_factor("capacity_factor", factor)
+        arguments.check_factor("capacity_factor", factor)
         if not factor:
             raise ArgumentError(f"capacity_factor ({factor}) must be more than 0")
         # The plan counts the load of all ranks, after the drops: it does not show how overloaded an expert is.
@@ -228,10 +227,3 @@ class MoEConfig:
         for field in fields(self):
             if field.name in names and (value := getattr(self, field.name)) != field.default:
                 raise ArgumentError(f"{field.name} ({value!r}) needs {what}")
-
-
-def _check_factor(name: str, value: object) -> None:
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise ArgumentError(f"{name} ({value!r}) must be a number, not {type(value).__name__}")
-    if not math.isfinite(value) or value < 0:
-        raise ArgumentError(f"{name} ({value}) must be finite and at least 0")

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from symmoe.checks.arguments import wrapped_problem
+from symmoe.checks.arguments import modules_of, wrapped_problem
 from symmoe.errors import ArgumentError
 from symmoe.grouped.linear import GroupedLinear
 from symmoe.grouped.mlp import GroupedMLP
@@ -113,11 +113,9 @@ def prepare_for_ddp(model: nn.Module, *, expert_group: dist.ProcessGroup | None 
     Raises:
         ArgumentError: the model has no MoELayer, and no layer of symmoe's transformers integration.
     """
-    layers = [module for module in model.modules() if isinstance(module, ExpertParallelModule)]
-    if not layers:
-        raise ArgumentError(
-            f"model ({type(model).__name__}) has no MoELayer, whose experts DDP must not touch"
-        )
+    layers = modules_of(
+        model, ExpertParallelModule, needs="MoELayer, whose experts DDP must not touch"
+    )
     if expert_group is not None:
         for layer in layers:
             layer.replicas = Replicas(layer.replicas.group, expert_group)

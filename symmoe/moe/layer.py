@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from symmoe.checks.arguments import tensor_problem, working_dtype
+from symmoe.checks.arguments import check_kind, tensor_problem, working_dtype
 from symmoe.dispatch.plan import MAX_TOP_K
 from symmoe.errors import ArgumentError, SymmoeError, raise_for
 from symmoe.grouped.mlp import GroupedMLP
@@ -137,6 +137,8 @@ class MoELayer(ExpertParallelModule):
         expert_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
+        check_kind("config", config, MoEConfig)
+        check_kind("heap", heap, SymmetricHeap)
         config.experts_per_rank(heap.num_ranks)  # an error if ranks cannot have equally many
         for name, limit in (("num_experts", control.MAX_EXPERTS), ("top_k", MAX_TOP_K)):
             if getattr(config, name) > limit:

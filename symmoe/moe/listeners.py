@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from symmoe.checks.arguments import check_model
 from symmoe.errors import ArgumentError
 from symmoe.symm_mem.heap import SymmetricHeap
 
@@ -84,6 +85,7 @@ class Listeners:
 
 def find_listeners(model: nn.Module) -> dict[str, tuple[nn.Module, Listeners]]:
     """The layers of a model that one can listen to, and their listeners, by the layers' names in it."""
+    check_model(model)
     layers: dict[str, tuple[nn.Module, Listeners]] = {}
     for name, module in model.named_modules():
         for place in (module, getattr(module, "token_dispatcher", None)):

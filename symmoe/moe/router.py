@@ -20,6 +20,7 @@ from symmoe import kernels
 from symmoe.autograd import Context, Function
 from symmoe.checks.arguments import (
     CHOICES,
+    check_kind,
     memory_problem,
     tensor_problem,
     words_problem,
@@ -84,6 +85,7 @@ class Router(nn.Module):
         heap: SymmetricHeap | None = None,
     ) -> None:
         super().__init__()
+        check_kind("config", config, MoEConfig)
         self.config = config
         self._rule = config.routing_rule
         self._heap = heap

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -75,9 +75,8 @@ class Quantized:
 
     def operand(self) -> Operand:
         """The operand of grouped GEMMs: scales as they are if they are fp32, in tiles otherwise."""
-        if self.scale.dtype == torch.float32:
-            return Operand(self.data, self.scale)
-        return Operand(self.data, self.swizzled_scale(), self.global_scale)
+        scale = self.scale if self.scale.dtype == torch.float32 else self.swizzled_scale()
+        return Operand(self.data, scale, self.global_scale)
 
     def swizzled_scale(self) -> torch.Tensor:
         """The scales in 128x4 tiles, as Blackwell's matrix units read them (precision/block_scaled.py).
@@ -111,12 +110,10 @@ class Quantized:
         """
         if self.layout == "columns":
             return self._columns()
-        global_scale = self.global_scale
         if self.layout == "rows":
             groups, belongs = self._row_groups()
-            values = self._values(None if global_scale is None else global_scale[groups, None])
-            return values.where(belongs[:, None], 0.0)
-        values = self._values(None if global_scale is None else global_scale[:, None, None])
+            return self._values((groups, None)).where(belongs[:, None], 0.0)
+        values = self._values((slice(None), None, None))
         return values if self.layout == "weight" else values.mT.contiguous()
 
     @property
@@ -133,8 +130,7 @@ class Quantized:
         # The group of each padded token; tiles of no group may get any.
         token = torch.arange(width, device=self.data.device)
         token_groups = (torch.searchsorted(first, token, right=True) - 1).clamp(min=0)
-        global_scale = self.global_scale
-        values = self._values(None if global_scale is None else global_scale[token_groups])
+        values = self._values(token_groups)
         if self.signs is not None:
             values = twin.inverse_hadamard(values, self.signs)
         return values.T[place.where(belongs, 0)].where(belongs[:, None], 0.0)
@@ -146,8 +142,8 @@ class Quantized:
         belongs = groups < self._row_range.shape[1]
         return groups.where(belongs, 0), belongs
 
-    def _values(self, global_scale: torch.Tensor | None) -> torch.Tensor:
-        """data * scale, fp32; scales are spread over their blocks."""
+    def _values(self, of_groups: Any) -> torch.Tensor:
+        """data * scale, fp32; scales are spread over their blocks. of_groups: the index that spreads global scales."""
         values = twin.numbers_of(self.data, self.block_format)
         scale = self.scale.float().repeat_interleave(self.block_format.block, dim=-1)[
             ..., : values.shape[-1]
@@ -155,4 +151,5 @@ class Quantized:
         scale = scale.repeat_interleave(self.block_format.block_lines, dim=-2)[
             ..., : values.shape[-2], :
         ]
-        return values * (scale if global_scale is None else scale * global_scale)
+        global_scale = self.global_scale
+        return values * (scale if global_scale is None else scale * global_scale[of_groups])

@@ -314,12 +314,22 @@ def _quantize_weights(
         amax = torch.empty(weight.shape[0], dtype=torch.float32, device=weight.device)
         ops.weight_amax(weight, amax)
     num_groups, rows, columns = weight.shape
-    results = []
-    for layout, out in layout_to_out.items():
-        shape = (num_groups, rows, columns) if layout == "weight" else (num_groups, columns, rows)
-        results.append(
-            _empty(weight_format, layout, shape, weight.device, out, num_rows=shape[1], amax=amax)
+    shapes = {
+        "weight": (num_groups, rows, columns),
+        "weight_transposed": (num_groups, columns, rows),
+    }
+    results = [
+        _empty(
+            weight_format,
+            layout,
+            shapes[layout],
+            weight.device,
+            out,
+            num_rows=shapes[layout][1],
+            amax=amax,
         )
+        for layout, out in layout_to_out.items()
+    ]
     one, other = results[0], results[-1]
     if math.prod(weight.shape) and one is not other:
         ops.quantize_weight_pairs(weight, one.buffers, other.buffers, weight_format, amax=amax)
@@ -375,8 +385,9 @@ def check_floats(
         )
     for word, width in zip(shape[1:], tensor.shape[1:], strict=True):
         if isinstance(word, str) and (width == 0 or width % recipe.feature_multiple):
-            text = f"must be a multiple of {recipe.feature_multiple} for {recipe}"
-            raise ArgumentError(f"{word} of {name} ({width}) {text}")
+            raise ArgumentError(
+                f"{word} of {name} ({width}) must be a multiple of {recipe.feature_multiple} for {recipe}"
+            )
     raise_for(e4m3_problem(recipe, tensor.device))
 
 

@@ -67,11 +67,12 @@ class WireFormat:
         row_index: torch.Tensor | None = None,
     ) -> None:
         """Fills the result of Recipe.empty as `quantized` does, the rows of row_range."""
-        wire, parts = (
+        kernels.for_device(received.device).unpack_rows(
             received.view(torch.uint8),
+            row_range,
             (rows.data.view(torch.uint8), rows.scale.view(torch.uint8)),
+            row_index=row_index,
         )
-        kernels.for_device(received.device).unpack_rows(wire, row_range, parts, row_index=row_index)
 
     def columns(
         self,
@@ -83,13 +84,13 @@ class WireFormat:
         """The result of Recipe.quantize_columns for the rows of `decode`, in one launch."""
         num_rows = (received if row_index is None else row_index).shape[0]
         columns = self.recipe.empty("columns", num_rows, self.hidden, row_range)
-        ops, wire, row_format = (
-            kernels.for_device(received.device),
+        kernels.for_device(received.device).requantize_columns(
             received.view(torch.uint8),
+            row_range,
+            columns.buffers,
             self.recipe.row_format,
-        )
-        ops.requantize_columns(
-            wire, row_range, columns.buffers, row_format, dtype, row_index=row_index
+            dtype,
+            row_index=row_index,
         )
         return columns
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from symmoe.checks.arguments import check_factor, check_kind, size_problem
 from symmoe.errors import ArgumentError, HeapSuspended, SymmoeError, raise_for
 from symmoe.kernels import control
 from symmoe.moe.ddp_and_fsdp import gradients_elsewhere
@@ -69,10 +70,9 @@ def capture_step(
             weight gradients (which cannot be taken back); or a DDP finds unused parameters, is not in `model`, or was
             built where no capture can use it.
     """
-    if not room >= 1:
-        raise ArgumentError(f"room ({room}) must be at least 1")
-    if num_eager < 1:
-        raise ArgumentError(f"num_eager ({num_eager}) must be at least 1")
+    check_kind("step", step, Callable, "a function")
+    check_factor("room", room, at_least=1)
+    raise_for(size_problem(num_eager=num_eager))
     captured = CapturedStep(step, model, room, num_eager)
     raise_for(_problem(captured.modules))
     return captured

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from symmoe.checks.arguments import check_kind, modules_of
 from symmoe.errors import ArgumentError
 from symmoe.grouped.parameters import named_parameters, tensors_of_experts, trainable
 from symmoe.moe.ddp_and_fsdp import ExpertParallelModule
@@ -58,7 +59,7 @@ def reduce_gradients(
             been reduced already.
     """
     group = group or dist.group.WORLD
-    layers = [module for module in model.modules() if isinstance(module, ExpertParallelModule)]
+    layers = modules_of(model, ExpertParallelModule)
     if any(layer.replicas.its_ddp() is not None for layer in layers):
         raise ArgumentError(
             "a layer is inside a DistributedDataParallel, which reduces gradients in backward, the experts' too: "
@@ -120,12 +121,13 @@ def clip_grad_norm(
     Raises:
         ArgumentError: the gradient of a DTensor is a partial sum, which has no norm yet.
     """
+    check_kind("max_norm", max_norm, (int, float, torch.Tensor), "a number")
+    layers = modules_of(model, ExpertParallelModule)
     group = group or dist.group.WORLD
     num_ranks = group_size(group)
     if expert_group is not None:
         num_replicas = group_size(expert_group)
     else:
-        layers = (module for module in model.modules() if isinstance(module, ExpertParallelModule))
         num_replicas = max(
             1, num_ranks // next((layer.heap.num_ranks for layer in layers), num_ranks)
         )

@@ -7,14 +7,13 @@ G groups, C input features, O output features, r rank. Only merging makes B A.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from symmoe.checks.arguments import parameter_dtype_problem, size_problem
+from symmoe.checks.arguments import check_factor, modules_of, parameter_dtype_problem, size_problem
 from symmoe.errors import ArgumentError, raise_for
 from symmoe.grouped.linear import GroupedLinear
 from symmoe.grouped.mlp import GroupedMLP
@@ -166,9 +165,8 @@ def add_lora(
     )
     if not 0.0 <= rank_dropout < 1.0:
         raise ArgumentError(f"rank_dropout ({rank_dropout}) must be in [0, 1)")
-    mlps = [module for module in model.modules() if isinstance(module, GroupedMLP)]
-    if not mlps:
-        raise ArgumentError(f"model ({type(model).__name__}) has no GroupedMLP to give adapters to")
+    check_factor("alpha", alpha)
+    mlps = modules_of(model, GroupedMLP, needs="GroupedMLP to give adapters to")
     for mlp in mlps:
         for name in ("fc1", "fc2"):
             _check_linear(name, getattr(mlp, name))
@@ -185,23 +183,23 @@ def add_lora(
         # MoELayer and layers of integrations: compiled steps hold their weights.
         if (set_experts := getattr(module, "set_experts", None)) is not None:
             set_experts(module.experts)
-    return [parameter for linear in _adapted(model) for parameter in (linear.lora_a, linear.lora_b)]
+    return [
+        parameter
+        for linear in modules_of(model, LoRAGroupedLinear)
+        for parameter in (linear.lora_a, linear.lora_b)
+    ]
 
 
 def merge_lora(model: nn.Module) -> None:
     """Runs LoRAGroupedLinear.merge on all adapters: for inference, and for state dicts of layers without adapters."""
-    for linear in _adapted(model):
+    for linear in modules_of(model, LoRAGroupedLinear):
         linear.merge()
 
 
 def unmerge_lora(model: nn.Module) -> None:
     """Runs LoRAGroupedLinear.unmerge on all adapters, to go on with training."""
-    for linear in _adapted(model):
+    for linear in modules_of(model, LoRAGroupedLinear):
         linear.unmerge()
-
-
-def _adapted(model: nn.Module) -> Iterator[LoRAGroupedLinear]:
-    return (module for module in model.modules() if isinstance(module, LoRAGroupedLinear))
 
 
 def _check_linear(name: str, linear: GroupedLinear) -> None:

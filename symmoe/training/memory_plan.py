@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from symmoe.checks.arguments import size_problem
+from symmoe.checks.arguments import check_kind, size_problem
 from symmoe.dispatch.plan import Plan, plan_call
 from symmoe.errors import ArgumentError, raise_for
 from symmoe.grouped.mlp import kind_of
@@ -92,6 +92,7 @@ def plan_memory(
     """
     sizes = {"num_ranks": num_ranks, "num_tokens": num_tokens, "num_layers": num_layers}
     raise_for(size_problem(**sizes, num_in_flight=num_in_flight))
+    check_kind("config", config, MoEConfig)
     config.experts_per_rank(num_ranks)
     if routing not in ("uniform", "worst"):
         raise ArgumentError(f"routing ({routing!r}) must be 'uniform' or 'worst'")

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from symmoe.checks.arguments import check_kind
 from symmoe.moe import balance
 from symmoe.moe.listeners import Listeners, RoutingReport, layers_with_listeners
 from symmoe.symm_mem.heap import SymmetricHeap
@@ -103,6 +104,7 @@ class MetricsLogger:
         self, model: nn.Module, sink: Sink | None = None, *, times_forward: bool = False
     ) -> None:
         layers = layers_with_listeners(model)
+        check_kind("sink", sink, (Callable, type(None)), "a function sink(numbers, step), or None")
         self._sink = sink
         watched = [listeners for _, listeners in layers.values()]
         self._sizes = [its.num_experts + its.heap.num_ranks + _NUM_TOTALS for its in watched]

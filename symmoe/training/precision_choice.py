@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from symmoe.checks.arguments import size_problem
+from symmoe.checks.arguments import check_kind, size_problem
 from symmoe.errors import ArgumentError, raise_for
 from symmoe.moe.config import MoEConfig
 from symmoe.precision.recipes import Float8Block
@@ -69,6 +69,7 @@ def choose_precision(
     Raises:
         ArgumentError: the configuration has no precision, or a number is out of range.
     """
+    check_kind("config", config, MoEConfig)
     if config.precision is None:
         raise ArgumentError(
             "precision (None) must be a recipe for choose_precision to take or to leave"
@@ -101,11 +102,12 @@ def best_measured(
         )
     )
     config.experts_per_rank(num_ranks)
-    num_rows = num_ranks * num_tokens * config.top_k
-    smaller = [each for each in MEASURED if each.hidden <= config.hidden and each.ffn <= config.ffn]
-    smaller = [each for each in smaller if each.rows_per_expert * config.num_experts <= num_rows]
     speed_ups = [
-        (layer, layer.speed_up(config.quantized_wire, num_micro_batches)) for layer in smaller
+        (each, each.speed_up(config.quantized_wire, num_micro_batches))
+        for each in MEASURED
+        if each.hidden <= config.hidden
+        and each.ffn <= config.ffn
+        and each.rows_per_expert * config.num_experts <= num_ranks * num_tokens * config.top_k
     ]
     return max(speed_ups, key=lambda pair: pair[1], default=(None, 0.0))
 

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from symmoe.autograd import is_in_backward
+from symmoe.checks.arguments import check_kind
 from symmoe.errors import ArgumentError
 from symmoe.kernels import control
 from symmoe.moe.layer import MoELayer
@@ -103,7 +104,9 @@ def replay_routing(
     """
     layers = _routed_layers(model)
     given: Sequence[Mapping[str, torch.Tensor]] = (
-        [routing] if isinstance(routing, Mapping) else list(routing)
+        [*routing]
+        if isinstance(routing, Iterable) and not isinstance(routing, Mapping)
+        else [routing]
     )
     if not all(isinstance(one, Mapping) for one in given):
         _fail_for(
@@ -185,6 +188,7 @@ def routing_from_array(
         rows: of this rank's tokens as its layers see them, padding too (any shape). bool: whether it is one of the N,
             which come in order; or int: which of them it is, -1 is none. None: the N are the tokens.
     """
+    check_kind("array", array, (np.ndarray, torch.Tensor, Sequence), "an array of integers")
     found, given = _routed_layers(model), _signed(array)
     if given.dim() != 3:
         _fail_for(
@@ -223,7 +227,12 @@ def routing_from_array(
 
 
 def routing_to_array(routing: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """int16 [T, L, K] on the host, of what :func:`record_routing` has recorded. Waits for the device once."""
+    """int16 [T, L, K] on the host, of what :func:`record_routing` has recorded. Waits for the device once.
+    ArgumentError: it is of no layer, or of layers that differ in T or K."""
+    check_kind("routing", routing, Mapping, "a dict of what record_routing has recorded")
+    shapes = {tuple(ids.shape) for ids in routing.values()}
+    if len(shapes) != 1:
+        raise ArgumentError(f"routing has shapes {sorted(shapes)}; it must have one, [tokens, K]")
     return torch.stack(list(routing.values()), 1).to(torch.int16).cpu()
 
 

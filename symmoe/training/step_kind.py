@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from symmoe.checks.arguments import memory_problem
+from symmoe.checks.arguments import memory_problem, modules_of
 from symmoe.errors import ArgumentError, raise_for
 from symmoe.grouped.parameters import local_part
 from symmoe.moe.ddp_and_fsdp import ExpertParallelModule
@@ -303,7 +303,10 @@ class Modules:
 
     def _look(self) -> None:
         self.num_looks += 1
-        modules, self.parameters = list(self._model.modules()), list(self._model.parameters())
+        modules, self.parameters = (
+            modules_of(self._model, nn.Module),
+            list(self._model.parameters()),
+        )
         self._hooks = [hooks for _, *hooks in map(_TRAINED, self.parameters)]
         self.layers = [module for module in modules if isinstance(module, ExpertParallelModule)]
         self.ddps = [module for module in modules if isinstance(module, DistributedDataParallel)]

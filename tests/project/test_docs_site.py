@@ -1,19 +1,16 @@
-"""The site that mkdocs builds: no warning, every public name in the reference, nothing from other machines."""
+"""Links of README.md and docs lead somewhere, in the repository and on the site. The site that mkdocs builds: no
+warning, every public name in the reference, nothing but pages."""
 
 import ast
 import importlib
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from limits import HANG_S
-
-pytest.importorskip("mkdocs", reason="make docs, or pip install '.[docs]'")
-pytest.importorskip("mkdocstrings")
-
-pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 PUBLIC = (
@@ -24,6 +21,47 @@ PUBLIC = (
     ".precision",
     ".timeline",
 )
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def headings(page: Path) -> list[str]:
+    """The texts of a page's headings; what stands in code blocks is none."""
+    text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
+    return re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+
+
+def anchors(page: Path) -> set[str]:
+    """Those that the repository's pages and mkdocs both have. They differ in spaces around what is left out."""
+    plain = [re.sub(r"[^\w\s-]", "", heading).strip().lower() for heading in headings(page)]
+    repository = {re.sub(r"\s", "-", heading) for heading in plain}
+    site = {re.sub(r"[-\s]+", "-", heading) for heading in plain}
+    return repository & site
+
+
+def broken_links(page: Path, text: str) -> list[str]:
+    """Links of this text of a page, pictures too, to files or headings that do not exist."""
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        if not re.match(r"https?://", link) and (
+            not target.exists() or (anchor and anchor not in anchors(target))
+        ):
+            broken.append(link)
+    return broken
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_to_files_and_headings(page: Path):
+    assert broken_links(page, page.read_text("utf-8")) == []
+
+
+def test_a_broken_link_is_found():
+    """Negative control."""
+    page = ROOT / "docs" / "index.md"
+    wrong = ["start.md#no-such-heading", "no-such-page.md", "images/no-such.png"]
+    text = "".join(f"[x]({link}) " for link in (*wrong, "start.md#install", "#symmoe"))
+    assert broken_links(page, text) == wrong
 
 
 def build(config: Path, site: Path) -> subprocess.CompletedProcess[str]:
@@ -48,6 +86,8 @@ def build(config: Path, site: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("mkdocs", reason="make docs, or pip install '.[docs]'")
+    pytest.importorskip("mkdocstrings")
     folder = tmp_path_factory.mktemp("site")
     result = build(ROOT / "mkdocs.yml", folder)
     assert result.returncode == 0, result.stderr
@@ -69,6 +109,13 @@ def missing(reference: str) -> list[str]:
     return [name for name in public_names() if f'id="{name}"' not in reference]
 
 
+@pytest.mark.slow
+def test_the_site_holds_pages_pictures_and_what_they_link_to(site: Path):
+    assert [path for path in site.rglob("*") if path.suffix in (".pyc", ".md")] == []
+    assert (site / "index.html").is_file()
+
+
+@pytest.mark.slow
 def test_the_reference_has_every_public_name(site: Path):
     reference = "".join(page.read_text() for page in (site / "api").glob("*.html"))
     assert len(public_names()) > 80

@@ -130,7 +130,19 @@ def test_unknown_names_are_refused():
 
     with pytest.raises(AttributeError, match="no attribute 'SymetricHeap'"):
         _ = symmoe.SymetricHeap
-    assert set(symmoe.__all__) <= set(dir(symmoe))
+
+
+def test_packages_come_with_the_first_look_and_dir_shows_public_names_only():
+    out = run(
+        "import sys, symmoe\n"
+        "names = [name for name in dir(symmoe) if name[0] != '_']\n"
+        "packages = sorted(set(names) - set(symmoe.__all__))\n"
+        "assert set(symmoe.__all__) < set(names)\n"
+        "assert not [name for name in packages if f'symmoe.{name}' in sys.modules]\n"
+        "print(packages, symmoe.errors.ArgumentError.__name__, symmoe.checkpoint.read_manifest.__name__)\n"
+    )
+    packages = "['checkpoint', 'errors', 'integrations', 'precision', 'timeline']"
+    assert out == f"{packages} ArgumentError read_manifest"
 
 
 @pytest.mark.parametrize("path", MODULES, ids=str)

@@ -203,12 +203,14 @@ def test_make_runs_below_a_folder_with_a_space(checkout: Path, target: str):
     assert [python for python, _, _ in calls] == [theirs] + [ours] * (len(calls) - 1)
     assert {path for _, path, _ in calls} == {str(checkout)}
     arguments = [words for _, _, words in calls]
-    set_up = ["-m venv .venv", "-m pip install --requirement requirements-train.txt"]
+    set_up = ["-m venv .venv", "-I -m pip install --requirement requirements-train.txt"]
     if target != "train":
-        set_up.append("-m pip install --requirement requirements.txt")
+        set_up.append("-I -m pip install --requirement requirements.txt")
     if target == "test-all":
-        set_up.append("-m pip install --quiet --no-deps --requirement requirements-torchtitan.txt")
-    assert [words for words in arguments if words.startswith(("-m venv ", "-m pip "))] == set_up
+        set_up.append(
+            "-I -m pip install --quiet --no-deps --requirement requirements-torchtitan.txt"
+        )
+    assert [words for words in arguments if words.startswith(("-m venv ", "-I -m pip "))] == set_up
     assert arguments[:2] == set_up[:2]
     assert arguments[-1].startswith(
         "-m torch.distributed.run" if target == "train" else "-m pytest tests "

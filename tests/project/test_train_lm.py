@@ -75,6 +75,15 @@ def test_resumed_run_ends_in_the_same_bits(finished: Path, tmp_path: Path):
     assert (out / "sample.txt").read_bytes() == (finished / "sample.txt").read_bytes()
 
 
+def test_says_first_what_it_trains_and_when_nothing_is_left(finished: Path, tmp_path: Path):
+    out = shutil.copytree(finished, tmp_path / "run")
+    options = ("--preset=tiny", "--order=slot", f"--out={out}", "--resume", "--steps=10")
+    first, second, *_ = output_of("train_lm.py", *options, num_ranks=2).splitlines()
+    assert first.startswith("trains a byte-level language model (2 layers, 4 experts) on Python's")
+    assert "10 steps on 2 processes, of preset tiny; its 20 steps take seconds" in first
+    assert second == f"the checkpoint has {STEPS} steps, --steps is 10: 0 to train"
+
+
 def test_muon_trains_experts_and_resumes(finished: Path, tmp_path: Path):
     """From the same numbers as AdamW; on one rank as on two, from a checkpoint of both optimizers' states."""
     records = train(tmp_path, "--muon", num_ranks=2)

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 STATEMENTS: dict[str, tuple[int, int]] = {
     "symmoe": (18_000, 21_995),
     "tests": (26_000, 33_603),
-    "benchmarks": (3_000, 3_460),
+    "benchmarks": (3_000, 3_455),
     # rooms of symmoe
     "kernels + tape": (7_000, 8_291),
     "symm_mem + nodes": (2_300, 2_804),
@@ -29,7 +29,7 @@ STATEMENTS: dict[str, tuple[int, int]] = {
 }
 BUDGETS: dict[str, tuple[int, int]] = {
     **STATEMENTS,
-    "lines of docs": (4_000, 4_105),
+    "lines of docs": (4_000, 0),
     "packed assignments per 1,000 statements": (15, 35),  # a, b = x, y
     # the fullest of all
     "files in one folder": (22, 0),

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -56,6 +57,17 @@ def test_bars_are_the_records(
             of = {r[along]: r[figure] for r in mine if r["variant"] == variant}
             assert bars.get_label() == label
             assert [bar.get_height() for bar in bars] == [of[group] for group in groups]
+
+
+@pytest.mark.parametrize("name", plots.PICTURES)
+def test_committed_pictures_show_the_records(name: str, tmp_path: Path):
+    plots.PICTURES[name](str(tmp_path / name))
+    now, committed = (
+        re.search(rb"tEXtShown\0([0-9a-f]{64})", (folder / name).read_bytes())
+        for folder in (tmp_path, ROOT / "docs" / "images")
+    )
+    assert committed is not None, "make plots"
+    assert committed[1] == now[1], "make plots"
 
 
 def test_lines_are_the_records(tmp_path: Path, figures: dict[str, Figure]):

@@ -245,7 +245,7 @@ def test_a_step_that_is_watched_is_captured_apart(model):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"room": 0.9}, r"room \(0.9\) must be at least 1"),
+        ({"room": 0.9}, r"room \(0.9\) must be finite and at least 1"),
         ({"num_eager": 0}, r"num_eager \(0\) must be at least 1"),
     ],
 )

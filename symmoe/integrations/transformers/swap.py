@@ -8,6 +8,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import nn
 
+from symmoe.checks.arguments import check_kind, check_model, modules_of
 from symmoe.errors import ArgumentError
 from symmoe.integrations.transformers.adapters import PeftNames, unwrapped
 from symmoe.integrations.transformers.experts import (
@@ -53,6 +54,8 @@ def swap_moe(model: Model, heap: SymmetricHeap, *, step: StepConfig | None = Non
             ranks do not divide, no such experts (as in a model that is swapped already), or adapters of peft that
             grouped layers cannot have. The model is as it was.
     """
+    check_model(model)
+    check_kind("heap", heap, SymmetricHeap)
     found = dict(experts_modules(model))
     if not found:
         raise ArgumentError(
@@ -101,12 +104,9 @@ def refuse_methods_of_peft(model: Any) -> None:
 
 def heap_of(model: nn.Module) -> SymmetricHeap:
     """The heap of a swapped model. ArgumentError: it has not been swapped."""
-    for module in model.modules():
-        if isinstance(module, ExpertParallelExperts):
-            return module.heap
-    raise ArgumentError(
-        f"{type(model).__name__} has no expert-parallel experts: swap_moe comes first"
-    )
+    return modules_of(
+        model, ExpertParallelExperts, needs="expert-parallel experts: swap_moe comes first"
+    )[0].heap
 
 
 @torch.no_grad()

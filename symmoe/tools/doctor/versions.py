@@ -15,19 +15,20 @@ from symmoe.tools.doctor.findings import Said, about
 from symmoe.tools.facts import version_of
 
 _DISTRIBUTIONS = (
-    *(
-        "symmoe",
-        "torch",
-        "triton",
-        "nvidia-nvshmem-cu12",
-        "nvidia-nvshmem-cu13",
-        "nvshmem4py-cu12",
-        "nvshmem4py-cu13",
-    ),
-    *("cuda-core", "megatron-core", "psutil"),
+    "symmoe",
+    "torch",
+    "triton",
+    "nvidia-nvshmem-cu12",
+    "nvidia-nvshmem-cu13",
+    "nvshmem4py-cu12",
+    "nvshmem4py-cu13",
+    "cuda-core",
+    "megatron-core",
+    "psutil",
 )
 _PIN = re.compile(r"([A-Za-z0-9_.-]+)\s*(==|~=)\s*([^\s;,]+)")
 _TORCH = ("2.11", "2.15")  # from, which pyproject.toml says, to: what tests have been run with
+_TORCH_ON_GPUS = ("2.11",)  # of those, on GPUs
 _TRITON = ("3.6", "3.9")  # the same; of architectures.TRITON_VERSIONS
 _OLDER = f"pip install 'torch=={_TORCH[1]}.*', or make test-newest in a checkout"
 
@@ -46,7 +47,7 @@ def read_versions() -> Versions:
     found = {name: version for name in _DISTRIBUTIONS if (version := version_of(name))}
     found["torch"] = (
         torch.__version__
-    )  # says what it was built for, which the distribution's may not
+    )  # has a label of its build, which the distribution's may lack
     try:
         pins = (
             match.groups()
@@ -77,14 +78,23 @@ def check_versions(versions: Versions, *, has_gpu: bool) -> Iterator[Said]:
     nvshmem, older = installed.get(library), release(triton or "0")[:2] == (3, 6)
 
     if release(torch_version) < release(_TORCH[0]):
-        text = f"torch {torch_version} is older than what symmoe is made for, {_TORCH[0]}"
-        yield "problem", text, f"pip install 'torch>={_TORCH[0]}'"
+        yield (
+            "problem",
+            f"torch {torch_version} is older than what symmoe is made for, {_TORCH[0]}",
+            f"pip install 'torch>={_TORCH[0]}'",
+        )
     elif release(torch_version)[:2] > release(_TORCH[1]):
-        text = f"torch {torch_version} has not been tested, {_TORCH[0]} to {_TORCH[1]} have: where it lacks a private "
         yield (
             "note",
-            text + "name that symmoe reads, there is a slower way, or an error that says so",
+            f"torch {torch_version} has not been tested, {_TORCH[0]} to {_TORCH[1]} have: where it lacks a private "
+            "name that symmoe reads, there is a slower way, or an error that says so",
             _OLDER,
+        )
+    elif has_gpu and release(torch_version)[:2] not in map(release, _TORCH_ON_GPUS):
+        yield (
+            "note",
+            f"torch {torch_version} has been tested on CPUs only; on GPUs {', '.join(_TORCH_ON_GPUS)} has",
+            f"pip install 'torch=={_TORCH_ON_GPUS[-1]}.*'",
         )
 
     pin = pins.get("triton")
@@ -93,10 +103,13 @@ def check_versions(versions: Versions, *, has_gpu: bool) -> Iterator[Said]:
         if has_gpu:
             yield "problem", "Triton is not installed: the kernels for GPUs are written in it", fix
     elif release(triton)[:2] not in TRITON_VERSIONS:
-        text = f"Triton {triton} has not been tested, {_TRITON[0]} to {_TRITON[1]} have: Hopper's own kernels are not "
-        text += "used, and Triton's JIT makes every launch, which takes the host 34 us instead of 2 to 6"
-        # If torch asks for such a one, another would not go with it.
-        yield "note", text, _OLDER if pin and release(pin)[:2] not in TRITON_VERSIONS else fix
+        yield (
+            "note",
+            f"Triton {triton} has not been tested, {_TRITON[0]} to {_TRITON[1]} have: Hopper's own kernels are not "
+            "used, and Triton's JIT makes every launch, which takes the host 34 us instead of 2 to 6",
+            # If torch asks for such a one, another would not go with it.
+            _OLDER if pin and release(pin)[:2] not in TRITON_VERSIONS else fix,
+        )
     elif pin and release(triton)[: len(release(pin))] != release(pin):
         yield (
             "note",
@@ -106,8 +119,12 @@ def check_versions(versions: Versions, *, has_gpu: bool) -> Iterator[Said]:
 
     fix = f"pip install {library}=={pins.get(library, '3.4.5')}"
     if nvshmem and older and release(nvshmem) >= (3, 7):
-        text = f"NVSHMEM {nvshmem} with Triton {triton} is known to be bad: from 3.7 on torch does not find NVSHMEM's "
-        yield "problem", text + "device library, and Triton 3.6 cannot read that of 3.8", fix
+        yield (
+            "problem",
+            f"NVSHMEM {nvshmem} with Triton {triton} is known to be bad: from 3.7 on torch does not find NVSHMEM's "
+            "device library, and Triton 3.6 cannot read that of 3.8",
+            fix,
+        )
     elif nvshmem and library in pins and release(nvshmem) != release(pins[library]):
         yield (
             "note",
@@ -125,12 +142,12 @@ def check_versions(versions: Versions, *, has_gpu: bool) -> Iterator[Said]:
             yield "problem", f"{bindings} {version} does not work: 0.4.1 does", newer
         elif release(version) < (0, 4, 1):
             yield "note", f"{bindings} {version} is older than what was tested: 0.4.1 does", newer
-        if core is None or release(core) < (
-            0,
-            5,
-        ):  # has cuda.core, which was cuda.core.experimental before
-            text = f"cuda-core {core or '(not installed)'} has no cuda.core: {bindings} and symmoe need 0.5 or newer"
-            yield "problem", text, "pip install 'cuda-core>=0.7'"
+        if release(core or "0") < (0, 5):  # has cuda.core, which was cuda.core.experimental before
+            yield (
+                "problem",
+                f"cuda-core {core or '(not installed)'} has no cuda.core: {bindings} and symmoe need 0.5 or newer",
+                "pip install 'cuda-core>=0.7'",
+            )
         if nvshmem is None:
             yield (
                 "problem",
@@ -155,7 +172,5 @@ def check_versions(versions: Versions, *, has_gpu: bool) -> Iterator[Said]:
         "NVSHMEM": library,
         "nvshmem4py": bindings,
     }
-    parts = ", ".join(
-        f"{label} {installed.get(name, 'not installed')}" for label, name in shown.items()
-    )
-    yield "ok", f"{parts}; torch is built for {f'CUDA {cuda}' if cuda else 'CPUs'}", ""
+    parts = [f"{label} {installed.get(name, 'not installed')}" for label, name in shown.items()]
+    yield "ok", f"{', '.join(parts)}; torch is built for {f'CUDA {cuda}' if cuda else 'CPUs'}", ""
