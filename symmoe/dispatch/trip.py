@@ -12,7 +12,7 @@ parts, and a barrier says that they are there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Protocol
@@ -24,6 +24,7 @@ from symmoe.dispatch.plan import Plan
 from symmoe.errors import SymmoeError
 from symmoe.kernels import control
 from symmoe.kernels.gemm_parts import Division, Part
+from symmoe.symm_mem.reports import in_words
 from symmoe.tape.recorder import mark, owed
 from symmoe.tape.tape import CLEAN, MUST_ABORT, MUST_SIGNAL
 
@@ -45,11 +46,11 @@ class Arrival:
 
 
 class Rider(Protocol):
-    """The weights of replicas, which travel before rows. contents: which ones, the index of CALL_FIELDS.
+    """The weights of replicas, which travel before rows. agreed: what ranks must agree on, by name, so that they fit.
     weights_offset: where this rank wants them."""
 
     @property
-    def contents(self) -> int: ...
+    def agreed(self) -> Mapping[str, object]: ...
 
     @property
     def weights_offset(self) -> int: ...
@@ -90,9 +91,11 @@ def dispatch(
         "gradients": gradients or 0,
         "layout": control.LAYOUTS.index(layout),
         "schedule": control.SCHEDULES.index("serial" if division is None else "overlapped"),
-        "plan": plan.generation,
-        "replicas": 0 if rider is None else rider.contents,
     }
+    if rider is not None:
+        its = {**in_words(agreed), **rider.agreed}
+        agreed = {"replicas": 1, "config": plan.heap.configurations.number(its)}
+    agreed["plan"] = plan.generation
     index = None if gradients is None else _Index(*plan.received_index())
     with ExitStack() as stack:
         if index is None:

@@ -22,13 +22,14 @@ from symmoe.autograd import Context, Function, is_in_backward, transform_problem
 from symmoe.checks.arguments import CHOICES, kernel_rows, memory_problem, words_problem
 from symmoe.combine.trip import Collection, collecting, combine
 from symmoe.dispatch.plan import MAX_TOP_K, Plan
-from symmoe.dispatch.trip import dispatch
+from symmoe.dispatch.trip import Arrival, dispatch
 from symmoe.grouped.experts import (
     CallExperts,
     ExpertForm,
     ExpertRows,
     ExpertWeights,
     Hidden,
+    Parts,
     evaluated,
 )
 from symmoe.grouped.linear import GroupedLinear
@@ -618,6 +619,18 @@ class _Backward:
     route: RouteGradients | None  # which takes the gradient of probs, too
     tensors: Sequence[torch.Tensor]  # of the experts, weights and adapters
 
+    def computed(
+        self, hidden: Hidden, replicas: ReplicaTrip, rows: ExpertRows, arrival: Arrival
+    ) -> tuple[Hidden, Parts]:
+        """hidden with h, computed again in the first trip, which brings the weights of replicas, if forward has not
+        kept it; and the parts of the arrival that are left: none after that."""
+        if hidden.h is not None:
+            return hidden, arrival.parts
+        hidden, _ = replicas.weights.first_layer(
+            rows, num_rows=self.step.num_rows, parts=arrival.parts
+        )
+        return hidden, None
+
     def __call__(self) -> tuple[torch.Tensor | None, ...]:
         """dx; d_probs, or with a route its gradients of x and weight; gradients of the biases, of the weights (those
         that are not for autograd are None) and of the adapters."""
@@ -628,31 +641,27 @@ class _Backward:
         send = partial(
             dispatch, plan=plan, layout=step.layout, gradients=gradients, division=division
         )
-        received, arrived = self.received, None
+        received = self.received
         replicas = ReplicaTrip(plan, self.weights(), self.targets)
-        experts, rider = replicas.weights, replicas.rider
         if received is None:
             sent = _on_wire(given("x", self.x), step.wire.rows)
             received = step.receive(sent, name="received rows").tensor
-            arrived = send(
-                sent, buffer=received, is_last=False, rider=rider
-            )  # who goes where is in the plan
         rows = step.rows(received, plan.received_index()[1], self.row_probs)
-        with nullcontext() if arrived is None else arrived as arrival:
-            if hidden.h is None:
-                parts = None if arrival is None else arrival.parts
-                hidden, _ = experts.first_layer(rows, num_rows=step.num_rows, parts=parts)
+        if self.received is None:  # who goes where is in the plan
+            with send(sent, buffer=received, is_last=False, rider=replicas.rider) as arrival:
+                hidden, _ = self.computed(hidden, replicas, rows, arrival)
         sent = _on_wire(dy, step.wire.gradients)
         d_out = step.receive(sent, name="output gradients")
         with send(
-            sent, buffer=d_out.tensor, is_last=not gradients, rider=None if arrived else rider
+            sent, buffer=d_out.tensor, is_last=not gradients, rider=replicas.rider
         ) as arrival:
+            hidden, parts = self.computed(hidden, replicas, rows, arrival)
             # Holds both leases, beyond this call if weight gradients are delayed.
-            experts_backward = experts.backward(
+            experts_backward = replicas.weights.backward(
                 rows,
                 hidden,
                 d_out.tensor,
-                parts=arrival.parts,
+                parts=parts,
                 needs_scale=needs_probs,
                 spends_h=self.spends_h,
             )

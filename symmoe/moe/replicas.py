@@ -56,8 +56,7 @@ def replica_bytes(experts: CallExperts, num_places: int) -> int:
 
 class _Places:
     """A lease with a matrix for each place, of each kind of which a shape and a dtype are wanted; no lease for none.
-    tensors: by kind, [S, *shape], or None. starts: where each begins in the lease, in bytes. offset: of the lease.
-    contents: which kinds there are, the index of a call's field."""
+    tensors: by kind, [S, *shape], or None. starts: where each begins in the lease, in bytes. offset: of the lease."""
 
     def __init__(self, heap: SymmetricHeap, num_places: int, wanted: Sequence[_Wanted]) -> None:
         sizes = [
@@ -66,9 +65,9 @@ class _Places:
         ]
         *self.starts, num_bytes = itertools.accumulate(map(aligned, sizes), initial=0)
         self.tensors: list[torch.Tensor | None] = [None] * len(sizes)
-        self.contents, self.offset, self._lease = 0, 0, None
+        self.offset, self.lease = 0, None
         if num_bytes:
-            self._lease = lease = heap.lease(
+            self.lease = lease = heap.lease(
                 (num_bytes,), torch.uint8, name="replicas", phase=DISPATCH
             )
             self.offset = lease.offset
@@ -76,40 +75,48 @@ class _Places:
                 if each is not None:
                     memory = lease.tensor[self.starts[kind] :][: sizes[kind]]
                     self.tensors[kind] = memory.view(each[1]).view(num_places, *each[0])
-                    self.contents |= 1 << kind
 
     def release(self) -> None:
         """Ends the lease."""
-        if self._lease is not None:
-            self._lease.release()
+        if self.lease is not None:
+            self.lease.release()
 
 
 class ReplicaTrip:
-    """What a pass with replicas sends: weights, as the rider of a dispatch, and gradients of replicas. Without places
-    nothing. Collective; does not synchronise the host. targets: in backward, of the gradients of the weights of both
-    layers. Attributes: weights of this rank's experts, with those of its replicas; contents, which kinds travel, on
-    which ranks must agree; and weights_offset, where this rank wants the weights."""
+    """What a pass with replicas sends: weights, as the rider of its first dispatch, and gradients of replicas. Without
+    places nothing. Collective; does not synchronise the host. targets: in backward, of the gradients of the weights of
+    both layers. Attributes: agreed, what ranks must agree on, since each lays out its places by its own experts; and
+    weights_offset, where this rank wants the weights."""
 
     def __init__(
         self, plan: Plan, weights: ExpertWeights, targets: tuple[Target, Target] | None = None
     ) -> None:
-        self.weights, self._own, self._plan = weights, weights.matrices, plan
+        self._weights, self._own, self._plan = weights, weights.matrices, plan
+        self._has_left = not plan.num_places
         wanted = [None if own is None else (own.shape[1:], own.dtype) for own in self._own]
         self._places = _Places(plan.heap, plan.num_places, wanted)
         self.weights_offset = self._places.offset
         gradients = [] if targets is None else _wanted_gradients(self._own, targets)
         self._gradients = _Places(plan.heap, plan.num_places, gradients)
-        self.contents = self._places.contents if targets is None else self._gradients.contents
+        self.agreed: dict[str, object] = {}
         if plan.num_places:
             places = replace(
                 weights.of_matrices(self._places.tensors), gradients=self._gradients.tensors
             )
-            self.weights = replace(weights, replicas=Replicas(places, plan.replica_ranges[0]))
+            self._weights = replace(weights, replicas=Replicas(places, plan.replica_ranges[0]))
+            self.agreed = _described("", wanted) | _described("gradient of ", gradients)
+
+    @property
+    def weights(self) -> ExpertWeights:
+        """Of this rank's experts, with those of its replicas. Not before the context of the dispatch that has taken the
+        latter along: there they have come with the parts of replicas, or where there are no parts."""
+        assert self._has_left, "the weights of replicas have not been sent"
+        return self._weights
 
     @property
     def rider(self) -> ReplicaTrip | None:
-        """What a dispatch takes along."""
-        return self if self._plan.num_places else None
+        """What the next dispatch takes along."""
+        return None if self._has_left else self
 
     def send(self, ready: torch.Tensor) -> None:
         """Sends what replicas of this rank's experts need."""
@@ -119,12 +126,13 @@ class ReplicaTrip:
         )
         for pair, starts in self._pairs(self._own, self._places):
             push.push_replicas(pair, *trip, column=READY_WEIGHTS, starts=starts)
+        self._has_left = True
 
     def finish(self, gradients: Sequence[Matrices | None] = ()) -> None:
         """Adds those of replicas to these gradients, by kind, of this rank's experts, and ends the leases. All is
         launched."""
         heap, plan = self._plan.heap, self._plan.generation
-        if self._gradients.contents:
+        if self._gradients.lease is not None:
             ready = heap.barrier(_HOME, publish=(self._gradients.offset,), plan=plan)
             places, add = (
                 (self._plan.place_to_expert, self._plan.expert_to_place),
@@ -149,6 +157,14 @@ class ReplicaTrip:
                     (matrices[first], matrices[second]),
                     (places.starts[first], places.starts[second]),
                 )
+
+
+def _described(prefix: str, wanted: Sequence[_Wanted]) -> dict[str, object]:
+    """What is wanted of each kind, in words."""
+    return {
+        prefix + kind: None if each is None else f"{each[1]} {list(each[0])}"
+        for kind, each in zip(control.REPLICA_MATRICES, wanted, strict=False)
+    }
 
 
 def _wanted_gradients(

@@ -103,8 +103,8 @@ def _describe_call(entry: list[Any], wall_offset_s: float) -> dict[str, Any]:
     }
     if peer >= 0:
         described["signal_of"] = peer
-    elif call & 0xFF in (control.PHASE_PLAN, control.PHASE_NODES_PLAN):
-        pass  # fields hold the number of a configuration
+    elif control.has_config(call):
+        pass  # it takes the place of fields
     elif fields["hidden"] or fields["probs"]:  # a trip
         for name in (
             "hidden",

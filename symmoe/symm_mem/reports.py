@@ -34,14 +34,8 @@ CHOICES: dict[str, Sequence[object]] = {
     "gradients": control.GRADIENTS,
     "layout": control.LAYOUTS,
     "schedule": control.SCHEDULES,
-    "replicas": [
-        ", ".join(
-            name for kind, name in enumerate(control.REPLICA_MATRICES) if contents >> kind & 1
-        )
-        or "nothing"
-        for contents in range(1 << len(control.REPLICA_MATRICES))
-    ],
 }
+_CHOICES = {**CHOICES, **dict.fromkeys(("probs", "replicas"), ("without", "with"))}
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,8 +166,9 @@ def _inbox(peers: Peers, rank: int, sender: int) -> torch.Tensor:
 
 
 class Configurations:
-    """What the layers of a group are, by number: a plan's barrier compares numbers, and texts are only looked up for an
-    error. They lie in the store of the process group, so that no rank waits for another to name what differs. Local."""
+    """What the layers of a group are, and their dispatches with replicas, by number: barriers compare numbers, and texts
+    are only looked up for an error. They lie in the store of the process group, so that no rank waits for another to
+    name what differs. Local."""
 
     def __init__(self, bootstrap: Bootstrap) -> None:
         self._bootstrap = bootstrap
@@ -183,12 +178,8 @@ class Configurations:
         """The number of a configuration, the same for equal ones on all ranks; not 0. Numbers that are equal, as 1 and
         1.0, are written in the same way."""
         text = json.dumps({name: _shown(value) for name, value in fields.items()})
-        number = (
-            int.from_bytes(
-                hashlib.sha256(text.encode()).digest()[: control.CONFIG_BITS // 8], "little"
-            )
-            or 1
-        )
+        digest = int.from_bytes(hashlib.sha256(text.encode()).digest(), "little")
+        number = digest % (1 << control.CONFIG_BITS) or 1
         if number not in self._texts:
             self._texts[number] = text
             with suppress(RuntimeError, ValueError):  # no store any more
@@ -196,8 +187,10 @@ class Configurations:
                     self._bootstrap.store.set(_key(number), text)
         return number
 
-    def mismatch(self, first: int, number: int, peer: int, other: int) -> ConfigMismatch:
-        """The error of two ranks, `first` and `peer`, whose layers have these numbers; 0: of make_plan."""
+    def mismatch(
+        self, first: int, number: int, peer: int, other: int, where: str = ""
+    ) -> ConfigMismatch:
+        """The error of two ranks, `first` and `peer`, that have these numbers; 0: of make_plan."""
         if not (number and other):
             one, two = ("that of a layer" if each else "make_plan" for each in (number, other))
             return ConfigMismatch(
@@ -207,10 +200,10 @@ class Configurations:
         name = next((name for name in here if name in there and here[name] != there[name]), None)
         if name is None:
             return ConfigMismatch(
-                f"the configurations of a layer differ on rank {first} and rank {peer}"
+                f"the configurations of a layer differ{where} on rank {first} and rank {peer}"
             )
         return ConfigMismatch(
-            f"{name} differs: rank {first} has {here[name]}, rank {peer} has {there[name]}"
+            f"{name} differs{where}: rank {first} has {here[name]}, rank {peer} has {there[name]}"
         )
 
     def _fields(self, number: int) -> dict[str, str]:
@@ -284,16 +277,22 @@ def mismatch_error(
         return ConfigMismatch(
             f"ranks are in different calls: rank {first} at '{here}', rank {peer} at '{there}'"
         )
-    if zero["phase"] in (control.PHASE_PLAN, control.PHASE_NODES_PLAN):
-        return configurations.mismatch(
-            first, control.config_of(call), peer, control.config_of(other_call)
-        )
     field = next(name for name in control.CALL_FIELDS if zero[name] != other[name])
-    names = {**CHOICES, "probs": ("without", "with")}.get(field)
-    shown = [names[call[field]] if names else call[field] for call in (zero, other)]
+    if field not in ("replicas", "plan") and control.has_config(call):
+        where = f" at '{here}'" if zero["replicas"] else ""
+        numbers = control.config_of(call), control.config_of(other_call)
+        return configurations.mismatch(first, numbers[0], peer, numbers[1], where)
+    shown = [in_words({field: each[field]})[field] for each in (zero, other)]
     return ConfigMismatch(
         f"{field} differs at '{here}': rank {first} has {shown[0]}, rank {peer} has {shown[1]}"
     )
+
+
+def in_words(fields: control.CallFields) -> dict[str, object]:
+    """Values of control.CALL_FIELDS as users know them."""
+    return {
+        name: _CHOICES[name][value] if name in _CHOICES else value for name, value in fields.items()
+    }
 
 
 def _header_value(word: int, value: int) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -12,7 +14,7 @@ import torch
 from cluster import run_on
 from combinations import every_combination
 from torch.utils.checkpoint import checkpoint
-from worker import Findings, open_heap
+from worker import Findings, open_heap, poison
 
 from symmoe import (
     GroupedMLP,
@@ -176,12 +178,87 @@ def test_between_nodes(rank: int, num_ranks: int, findings: Findings, ranks_per_
         )
 
 
-@every_combination(stash=["rows", "hidden", "none"], recomputes=[False, True])
+def packed(weights: Iterable[torch.Tensor]) -> torch.Tensor:
+    """[G, O, C] of one packed weight, or of discrete ones."""
+    return torch.cat([each.detach().view(-1, *each.shape[-2:]) for each in weights])
+
+
+def in_flight(
+    heap: SymmetricHeap,
+    findings: Findings,
+    *,
+    recomputes: bool = False,
+    kind: dict[str, Any] | None = None,
+    **options: Any,
+) -> None:
+    """Two layers, one after the other, and two micro-batches, both of which go forward before one goes back, against
+    the oracle. Free memory is poisoned between passes. kind: of this rank's experts."""
+    num_experts = 4 * heap.num_ranks
+    torch.manual_seed(1 + heap.rank)
+    its = config(heap.num_ranks, **REPLICAS, **options)
+    experts = [GroupedMLP(4, H, I, **(kind or {})) for _ in range(2)]
+    layers = [MoELayer(its, heap, experts=each) for each in experts]
+    linears = [(each.fc1, each.fc2) for each in experts]
+    weights = [
+        [torch.cat(oracle.gather(packed(fc.weight_parameters()))) for fc in pair]
+        for pair in linears
+    ]
+    wanted = [[torch.zeros_like(each, dtype=torch.float64) for each in pair] for pair in weights]
+    found, outputs = [], []
+    for batch in range(2):
+        num_tokens = 10 + 3 * heap.rank + batch
+        generator = torch.Generator().manual_seed(heap.rank + 10 * batch)
+        x, dy = torch.randn(2, num_tokens, H, generator=generator)
+        y = x.requires_grad_()
+        parts = []
+        for number, layer in enumerate(layers):
+            heat = torch.ones(num_experts)
+            heat[4 * ((batch + number) % heap.num_ranks)] = 8 * num_experts
+            ids = torch.multinomial(heat.expand(num_tokens, -1), K, generator=generator)
+            probs = torch.rand(num_tokens, K, generator=generator).requires_grad_()
+            poison(heap)
+            forward = partial(checkpoint, layer, use_reentrant=False) if recomputes else layer
+            y, metrics = forward(y, topk_idx=ids, probs=probs)
+            findings.check(int(metrics.num_replicas) > 0, "nothing has moved")
+            y.register_hook(lambda _: poison(heap))  # before backward of this layer
+            parts.append((ids, probs))
+        found.append((x, y, dy, parts))
+    for _, y, dy, _ in found:
+        y.backward(dy)
+    for x, y, dy, parts in found:
+        values = oracle.gather(x.detach())
+        dense = []
+        for (ids, probs), its_weights in zip(parts, weights, strict=True):
+            all_ids = oracle.gather(ids)
+            routed = oracle.lay_out([each.numpy() for each in all_ids], num_experts), all_ids
+            dense.append((*routed, values, oracle.gather(probs.detach()), its_weights))
+            values = oracle.dense_moe(*dense[-1], values).y
+        outputs.append(("y", y, values[heap.rank]))
+        gradients = oracle.gather(dy)
+        for number in (1, 0):
+            want = oracle.dense_moe(*dense[number], gradients)
+            gradients = want.dx
+            outputs.append((f"dprobs {number}", parts[number][1].grad, want.dprobs[heap.rank]))
+            for total, part in zip(wanted[number], want.dweights, strict=True):
+                total += part
+        outputs.append(("dx", x.grad, gradients[heap.rank]))
+    for number, pair in enumerate(linears):
+        for fc, want in zip(pair, wanted[number], strict=True):
+            mine = want[4 * heap.rank : 4 * heap.rank + 4]
+            got = packed(weight.grad for weight in fc.weight_parameters())
+            outputs.append((f"gradient of weights {list(got.shape)} of layer {number}", got, mine))
+    for name, got, want in outputs:
+        findings.close(name, got, want, rtol=0.0, atol=1e-5 * float(want.abs().max()))
+
+
+@every_combination(stash=["all", "rows", "hidden", "none"], recomputes=[False, True])
 @run_on(2)
 def test_what_forward_keeps_does_not_matter(
     rank, num_ranks, findings: Findings, heap, stash: str, recomputes: bool
 ):
-    both(heap, torch.float32, findings, order="slot", stash=stash, recomputes=recomputes)
+    for schedule in ("serial", "always-overlapped"):
+        findings.where = f"rank {rank}, {schedule}"
+        in_flight(heap, findings, stash=stash, recomputes=recomputes, schedule=schedule)
 
 
 @run_on(2)
@@ -339,17 +416,6 @@ def test_what_is_not_supported(
     )
     with pytest.raises(ArgumentError, match="delay_wgrad"):
         steps(layer, torch.float32)
-    layer = MoELayer(
-        config(num_ranks, **REPLICAS), heap, experts=GroupedMLP(4, H, I, bias=rank == 1)
-    )
-    with pytest.raises(
-        ConfigMismatch, match=r"replicas differs.*fc1 weight, fc2 weight, .*fc1 bias"
-    ):
-        steps(layer, torch.float32)
-    layer = MoELayer(config(num_ranks, **REPLICAS), heap)
-    layer.experts.fc1.weight.requires_grad_(rank == 0)
-    with pytest.raises(ConfigMismatch, match="replicas differs at 'dispatch: ready'"):
-        steps(layer, torch.float32)
     for options, word in (
         ({"replica_places": 0, "balance": "replicas"}, "replica_places"),
         ({"replica_places": 3}, "replica_places"),
@@ -362,3 +428,43 @@ def test_what_is_not_supported(
     with pytest.raises(ConfigMismatch, match="replica_places"):
         steps(layer, torch.float32)
     both(heap, torch.float32, findings, order="slot")
+
+
+def bf16_experts(rank: int, change: str) -> GroupedMLP:
+    """A rank's experts, of which those of rank 1 differ."""
+    experts = GroupedMLP(4, H, I, bias=change == "biases" and rank == 1, dtype=torch.bfloat16)
+    if change == "adapters":
+        add_lora(experts, rank=8 + 8 * rank, alpha=8.0)
+    if change == "main_grad" and rank == 1:
+        experts.fc1.accumulate_into_main_grad = True
+        experts.fc1.weight.main_grad = torch.zeros(experts.fc1.weight.shape)
+    if change == "frozen":
+        experts.fc2.requires_grad_(requires_grad=rank == 0)
+    return experts
+
+
+DIFFERENCES = {
+    "biases": ("fc1 bias", "none", "'torch.bfloat16 [64]'"),
+    "adapters": ("fc1 lora_a", "'torch.bfloat16 [8, 64]'", "'torch.bfloat16 [16, 64]'"),
+    "main_grad": (
+        "gradient of fc1 weight",
+        "'torch.bfloat16 [64, 64]'",
+        "'torch.float32 [64, 64]'",
+    ),
+    "frozen": ("gradient of fc2 weight", "'torch.bfloat16 [64, 32]'", "none"),
+}
+
+
+@pytest.mark.parametrize("change", DIFFERENCES)
+@run_on(2)
+def test_experts_of_ranks_must_be_alike(
+    rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap, change: str
+) -> None:
+    """But some may be packed, others not. The next correct call works."""
+    experts = bf16_experts(rank, change)
+    layer = MoELayer(config(num_ranks, **REPLICAS), heap, experts=experts)
+    name, zero, one = DIFFERENCES[change]
+    text = f"{name} differs at 'dispatch: ready': rank 0 has {zero}, rank 1 has {one}"
+    with pytest.raises(ConfigMismatch, match=re.escape(text)):
+        steps(layer, torch.bfloat16)
+    in_flight(heap, findings, kind={"weights": ["packed", "discrete"][rank]})
