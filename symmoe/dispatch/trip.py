@@ -49,11 +49,8 @@ class Rider(Protocol):
     """The weights of replicas, which travel before rows. agreed: what ranks must agree on, by name, so that they fit.
     weights_offset: where this rank wants them."""
 
-    @property
-    def agreed(self) -> Mapping[str, object]: ...
-
-    @property
-    def weights_offset(self) -> int: ...
+    agreed: Mapping[str, object]
+    weights_offset: int
 
     def send(self, ready: torch.Tensor) -> None:
         """Sends them to where all ranks want them, int64 [R, NUM_PUBLISHED], on the current stream."""

@@ -16,6 +16,7 @@ spans nodes. Then rows of other nodes' ranks are written by the rank whose table
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -206,8 +207,11 @@ CALL_FIELDS = {
     "layout": 1,
     "schedule": 1,
 }
-_CONFIG_SHIFT = sum(CALL_FIELDS[name] for name in ("phase", "replicas", "plan"))
-CONFIG_BITS = 63 - _CONFIG_SHIFT
+_STARTS = dict(
+    zip(CALL_FIELDS, itertools.accumulate(CALL_FIELDS.values(), initial=0), strict=False)
+)
+CONFIG_SHIFT = _STARTS["order"]
+CONFIG_BITS = 63 - CONFIG_SHIFT
 MAX_HIDDEN = (1 << CALL_FIELDS["hidden"]) - 1
 
 
@@ -224,31 +228,15 @@ def gradients_index(*, x: bool, probs: bool) -> int:
 def pack_call(*, config: int = 0, **fields: int) -> int:
     """The call of a barrier as one integer; fields that are not given are 0. config: the number of a configuration."""
     assert fields.keys() <= CALL_FIELDS.keys(), fields
-    call, shift = config << _CONFIG_SHIFT, 0
-    for name, width in CALL_FIELDS.items():
-        call |= (fields.get(name, 0) & (1 << width) - 1) << shift
-        shift += width
+    call = config << CONFIG_SHIFT
+    for name, value in fields.items():
+        call |= (value & (1 << CALL_FIELDS[name]) - 1) << _STARTS[name]
     return call
 
 
 def unpack_call(call: int) -> dict[str, int]:
     """The fields of :func:`pack_call`."""
-    fields, shift = {}, 0
-    for name, width in CALL_FIELDS.items():
-        fields[name] = call >> shift & (1 << width) - 1
-        shift += width
-    return fields
-
-
-def config_of(call: int) -> int:
-    """The configuration of a call that :func:`has_config`."""
-    return call >> _CONFIG_SHIFT
-
-
-def has_config(call: int) -> bool:
-    """Whether a call holds the number of a configuration."""
-    fields = unpack_call(call)
-    return fields["replicas"] == 1 or fields["phase"] in (PHASE_PLAN, PHASE_NODES_PLAN)
+    return {name: call >> _STARTS[name] & (1 << width) - 1 for name, width in CALL_FIELDS.items()}
 
 
 @dataclass(unsafe_hash=True)  # launches keep constants by layout

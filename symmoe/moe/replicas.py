@@ -7,9 +7,10 @@ whose rank adds them up in fp32.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -56,7 +57,7 @@ def replica_bytes(experts: CallExperts, num_places: int) -> int:
 
 class _Places:
     """A lease with a matrix for each place, of each kind of which a shape and a dtype are wanted; no lease for none.
-    tensors: by kind, [S, *shape], or None. starts: where each begins in the lease, in bytes. offset: of the lease."""
+    tensors: by kind, [S, *shape], or None. starts: where each begins in the lease, in bytes."""
 
     def __init__(self, heap: SymmetricHeap, num_places: int, wanted: Sequence[_Wanted]) -> None:
         sizes = [
@@ -65,21 +66,14 @@ class _Places:
         ]
         *self.starts, num_bytes = itertools.accumulate(map(aligned, sizes), initial=0)
         self.tensors: list[torch.Tensor | None] = [None] * len(sizes)
-        self.offset, self.lease = 0, None
+        self.lease = None
         if num_bytes:
-            self.lease = lease = heap.lease(
-                (num_bytes,), torch.uint8, name="replicas", phase=DISPATCH
-            )
-            self.offset = lease.offset
-            for kind, each in enumerate(wanted):
-                if each is not None:
-                    memory = lease.tensor[self.starts[kind] :][: sizes[kind]]
-                    self.tensors[kind] = memory.view(each[1]).view(num_places, *each[0])
-
-    def release(self) -> None:
-        """Ends the lease."""
-        if self.lease is not None:
-            self.lease.release()
+            shape = (num_bytes,)
+            self.lease = heap.lease(shape, torch.uint8, name="replicas", phase=DISPATCH)
+        for kind, each in enumerate(wanted):
+            if self.lease is not None and each is not None:
+                memory = self.lease.tensor[self.starts[kind] :][: sizes[kind]]
+                self.tensors[kind] = memory.view(each[1]).view(num_places, *each[0])
 
 
 class ReplicaTrip:
@@ -93,12 +87,12 @@ class ReplicaTrip:
     ) -> None:
         self._weights, self._own, self._plan = weights, weights.matrices, plan
         self._has_left = not plan.num_places
-        wanted = [None if own is None else (own.shape[1:], own.dtype) for own in self._own]
+        wanted = tuple(None if own is None else (own.shape[1:], own.dtype) for own in self._own)
         self._places = _Places(plan.heap, plan.num_places, wanted)
-        self.weights_offset = self._places.offset
-        gradients = [] if targets is None else _wanted_gradients(self._own, targets)
+        self.weights_offset = 0 if (lease := self._places.lease) is None else lease.offset
+        gradients = () if targets is None else _wanted_gradients(self._own, targets)
         self._gradients = _Places(plan.heap, plan.num_places, gradients)
-        self.agreed: dict[str, object] = {}
+        self.agreed: Mapping[str, object] = {}
         if plan.num_places:
             places = replace(
                 weights.of_matrices(self._places.tensors), gradients=self._gradients.tensors
@@ -120,29 +114,28 @@ class ReplicaTrip:
 
     def send(self, ready: torch.Tensor) -> None:
         """Sends what replicas of this rank's experts need."""
-        trip, push = (
-            (self._plan.place_to_expert, self._plan.heap.peers, ready),
-            kernels.for_device(ready.device),
-        )
+        trip = self._plan.place_to_expert, self._plan.heap.peers, ready
         for pair, starts in self._pairs(self._own, self._places):
-            push.push_replicas(pair, *trip, column=READY_WEIGHTS, starts=starts)
+            kernels.for_device(ready.device).push_replicas(
+                pair, *trip, column=READY_WEIGHTS, starts=starts
+            )
         self._has_left = True
 
     def finish(self, gradients: Sequence[Matrices | None] = ()) -> None:
         """Adds those of replicas to these gradients, by kind, of this rank's experts, and ends the leases. All is
         launched."""
         heap, plan = self._plan.heap, self._plan.generation
-        if self._gradients.lease is not None:
-            ready = heap.barrier(_HOME, publish=(self._gradients.offset,), plan=plan)
-            places, add = (
-                (self._plan.place_to_expert, self._plan.expert_to_place),
-                kernels.for_device(heap.device),
-            )
+        if (lease := self._gradients.lease) is not None:
+            ready = heap.barrier(_HOME, publish=(lease.offset,), plan=plan)
+            places = self._plan.place_to_expert, self._plan.expert_to_place
             for pair, starts in self._pairs(gradients, self._gradients):
-                add.add_from_replicas(pair, places, heap.peers, ready, column=0, starts=starts)
+                kernels.for_device(heap.device).add_from_replicas(
+                    pair, places, heap.peers, ready, column=0, starts=starts
+                )
             heap.barrier(_HOME, plan=plan)  # until peers have read
-        self._places.release()
-        self._gradients.release()
+        for lease in (self._places.lease, self._gradients.lease):
+            if lease is not None:
+                lease.release()
 
     @staticmethod
     def _pairs(
@@ -159,7 +152,8 @@ class ReplicaTrip:
                 )
 
 
-def _described(prefix: str, wanted: Sequence[_Wanted]) -> dict[str, object]:
+@functools.lru_cache(maxsize=256)
+def _described(prefix: str, wanted: tuple[_Wanted, ...]) -> dict[str, object]:
     """What is wanted of each kind, in words."""
     return {
         prefix + kind: None if each is None else f"{each[1]} {list(each[0])}"
@@ -169,7 +163,7 @@ def _described(prefix: str, wanted: Sequence[_Wanted]) -> dict[str, object]:
 
 def _wanted_gradients(
     own: Sequence[Matrices | None], targets: tuple[Target, Target]
-) -> list[_Wanted]:
+) -> tuple[_Wanted, ...]:
     """By kind, what is wanted of replicas: what backward makes for this rank's experts."""
     wanted: list[_Wanted] = [
         (each.shape[1:], each.dtype)
@@ -182,4 +176,4 @@ def _wanted_gradients(
         assert weight is not None
         like = target.tensors[0] if target.tensors else weight
         wanted[kind] = (weight.shape[1:], like.dtype) if target.computes else None
-    return wanted
+    return tuple(wanted)

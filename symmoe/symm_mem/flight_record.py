@@ -103,18 +103,11 @@ def _describe_call(entry: list[Any], wall_offset_s: float) -> dict[str, Any]:
     }
     if peer >= 0:
         described["signal_of"] = peer
-    elif control.has_config(call):
-        pass  # it takes the place of fields
-    elif fields["hidden"] or fields["probs"]:  # a trip
-        for name in (
-            "hidden",
-            "dtype",
-            "order",
-            "gradients",
-            "probs",
-            "layout",
-            "schedule",
-            "plan",
-        ):
+    elif call & 0xFF in (control.PHASE_PLAN, control.PHASE_NODES_PLAN):
+        pass  # fields hold the number of a configuration
+    elif fields["hidden"] or fields["probs"] or fields["replicas"]:  # a trip
+        others = "hidden", "dtype", "order", "gradients", "probs", "layout", "schedule"
+        # With replicas there is a number in place of the others.
+        for name in (*(() if fields["replicas"] else others), "plan"):
             described[name] = _NAMES[name][fields[name]] if name in _NAMES else fields[name]
     return {**described, **(counts or {})}

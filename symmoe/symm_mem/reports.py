@@ -166,25 +166,28 @@ def _inbox(peers: Peers, rank: int, sender: int) -> torch.Tensor:
 
 
 class Configurations:
-    """What the layers of a group are, and their dispatches with replicas, by number: barriers compare numbers, and texts
-    are only looked up for an error. They lie in the store of the process group, so that no rank waits for another to
-    name what differs. Local."""
+    """What the layers of a group are, and what their replicas travel with, by number: barriers compare numbers, and
+    texts are only looked up for an error. They lie in the store of the process group, so that no rank waits for another
+    to name what differs. Local."""
 
     def __init__(self, bootstrap: Bootstrap) -> None:
         self._bootstrap = bootstrap
         self._texts: dict[int, str] = {}
+        self._numbers: dict[str, int] = {}  # calls ask again and again
 
     def number(self, fields: Mapping[str, object]) -> int:
         """The number of a configuration, the same for equal ones on all ranks; not 0. Numbers that are equal, as 1 and
         1.0, are written in the same way."""
+        key = repr(fields)
+        if key in self._numbers:
+            return self._numbers[key]
         text = json.dumps({name: _shown(value) for name, value in fields.items()})
         digest = int.from_bytes(hashlib.sha256(text.encode()).digest(), "little")
-        number = digest % (1 << control.CONFIG_BITS) or 1
-        if number not in self._texts:
-            self._texts[number] = text
-            with suppress(RuntimeError, ValueError):  # no store any more
-                if self._bootstrap.num_ranks > 1:
-                    self._bootstrap.store.set(_key(number), text)
+        self._numbers[key] = number = digest % (1 << control.CONFIG_BITS) or 1
+        self._texts[number] = text
+        with suppress(RuntimeError, ValueError):  # no store any more
+            if self._bootstrap.num_ranks > 1:
+                self._bootstrap.store.set(_key(number), text)
         return number
 
     def mismatch(
@@ -277,11 +280,14 @@ def mismatch_error(
         return ConfigMismatch(
             f"ranks are in different calls: rank {first} at '{here}', rank {peer} at '{there}'"
         )
-    field = next(name for name in control.CALL_FIELDS if zero[name] != other[name])
-    if field not in ("replicas", "plan") and control.has_config(call):
-        where = f" at '{here}'" if zero["replicas"] else ""
-        numbers = control.config_of(call), control.config_of(other_call)
-        return configurations.mismatch(first, numbers[0], peer, numbers[1], where)
+    field = next((name for name in control.CALL_FIELDS if zero[name] != other[name]), "config")
+    is_of_plan = zero["phase"] in (control.PHASE_PLAN, control.PHASE_NODES_PLAN)
+    if field not in ("replicas", "plan") and (is_of_plan or zero["replicas"]):
+        where = "" if is_of_plan else f" at '{here}'"
+        number = call >> control.CONFIG_SHIFT
+        return configurations.mismatch(
+            first, number, peer, other_call >> control.CONFIG_SHIFT, where
+        )
     shown = [in_words({field: each[field]})[field] for each in (zero, other)]
     return ConfigMismatch(
         f"{field} differs at '{here}': rank {first} has {shown[0]}, rank {peer} has {shown[1]}"
