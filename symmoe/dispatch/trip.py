@@ -90,8 +90,8 @@ def dispatch(
         "schedule": control.SCHEDULES.index("serial" if division is None else "overlapped"),
     }
     if rider is not None:
-        its = {**in_words(agreed), **rider.agreed}
-        agreed = {"replicas": 1, "config": plan.heap.configurations.number(its)}
+        number = plan.heap.configurations.number({**in_words(agreed), **rider.agreed})
+        agreed = {"replicas": 1, "config": number}
     agreed["plan"] = plan.generation
     index = None if gradients is None else _Index(*plan.received_index())
     with ExitStack() as stack:

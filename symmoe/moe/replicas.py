@@ -29,7 +29,6 @@ from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.symm_mem.memory import ALIGNMENT_BYTES, aligned
 
 _HOME = control.PHASE_REPLICAS_HOME
-_NUM_KINDS = len(control.REPLICA_MATRICES)
 _Wanted = (
     tuple[Sequence[int], torch.dtype] | None
 )  # shape and dtype of a matrix for a place, or none
@@ -52,7 +51,10 @@ def replica_bytes(experts: CallExperts, num_places: int) -> int:
         sum(tensor.numel() * (tensor.element_size() + 4) for tensor in tensors)
         // experts.form.num_groups
     )
-    return num_places * num_bytes + min(1, num_places) * 2 * _NUM_KINDS * ALIGNMENT_BYTES
+    return (
+        num_places * num_bytes
+        + min(1, num_places) * 2 * len(control.REPLICA_MATRICES) * ALIGNMENT_BYTES
+    )
 
 
 class _Places:

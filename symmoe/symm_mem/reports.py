@@ -274,9 +274,8 @@ def mismatch_error(
 ) -> ConfigMismatch:
     """The error of two ranks (in the EP group), `first` and `peer`, that are in different calls (control.pack_call)."""
     zero, other = control.unpack_call(call), control.unpack_call(other_call)
-    here = control.PHASES[zero["phase"]]
-    if zero["phase"] != other["phase"]:
-        there = control.PHASES[other["phase"]]
+    here, there = (control.PHASES[each["phase"]] for each in (zero, other))
+    if here != there:
         return ConfigMismatch(
             f"ranks are in different calls: rank {first} at '{here}', rank {peer} at '{there}'"
         )
