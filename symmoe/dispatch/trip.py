@@ -24,14 +24,12 @@ from symmoe.dispatch.plan import Plan
 from symmoe.errors import SymmoeError
 from symmoe.kernels import control
 from symmoe.kernels.gemm_parts import Division, Part
-from symmoe.symm_mem.reports import in_words
 from symmoe.tape.recorder import mark, owed
 from symmoe.tape.tape import CLEAN, MUST_ABORT, MUST_SIGNAL
 
 PHASE = control.PHASE_DISPATCH_READY  # the trip's first barrier
 # What a rank publishes there: where it wants each of these, the last for replicas.
 READY_ROWS, READY_SLOTS, READY_PROBS, READY_WEIGHTS = range(4)
-_Tensors = list[torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +88,7 @@ def dispatch(
         "schedule": control.SCHEDULES.index("serial" if division is None else "overlapped"),
     }
     if rider is not None:
-        number = plan.heap.configurations.number({**in_words(agreed), **rider.agreed})
+        number = plan.heap.configurations.number({**agreed, **rider.agreed})
         agreed = {"replicas": 1, "config": number}
     agreed["plan"] = plan.generation
     index = None if gradients is None else _Index(*plan.received_index())
@@ -119,10 +117,10 @@ def dispatch(
 
 def _travelling(
     plan: Plan,
-    tensors: _Tensors,
-    come: Callable[[], _Tensors] | None,
+    tensors: list[torch.Tensor],
+    come: Callable[[], list[torch.Tensor]] | None,
     agreed: control.CallFields | None,
-) -> Iterator[tuple[Plan, _Tensors]]:
+) -> Iterator[tuple[Plan, list[torch.Tensor]]]:
     """What is sent to the ranks of a node, tensors [T, .] with the plan of their tokens: this rank's own, and between
     nodes, once they `come`, the foreign ones. If it is the last trip of its call, which has `agreed` on that, it ends
     with a meeting, see Nodes.meet: its last barrier is next."""
@@ -202,7 +200,7 @@ class _Trip:
     _buffer: torch.Tensor
     _layout: str
     _index: _Index
-    _travelling: Iterator[tuple[Plan, _Tensors]]  # see there
+    _travelling: Iterator[tuple[Plan, list[torch.Tensor]]]  # see there
     _agreed: control.CallFields
     _division: Division | None
     _rider: Rider | None

@@ -22,14 +22,13 @@ from symmoe.autograd import Context, Function, is_in_backward, transform_problem
 from symmoe.checks.arguments import CHOICES, kernel_rows, memory_problem, words_problem
 from symmoe.combine.trip import Collection, collecting, combine
 from symmoe.dispatch.plan import MAX_TOP_K, Plan
-from symmoe.dispatch.trip import Arrival, dispatch
+from symmoe.dispatch.trip import dispatch
 from symmoe.grouped.experts import (
     CallExperts,
     ExpertForm,
     ExpertRows,
     ExpertWeights,
     Hidden,
-    Parts,
     evaluated,
 )
 from symmoe.grouped.linear import GroupedLinear
@@ -619,18 +618,6 @@ class _Backward:
     route: RouteGradients | None  # which takes the gradient of probs, too
     tensors: Sequence[torch.Tensor]  # of the experts, weights and adapters
 
-    def computed(
-        self, hidden: Hidden, replicas: ReplicaTrip, rows: ExpertRows, arrival: Arrival
-    ) -> tuple[Hidden, Parts]:
-        """hidden with h, computed again in the first trip, which brings the weights of replicas, if forward has not
-        kept it; and the parts of the arrival that are left: none after that."""
-        if hidden.h is not None:
-            return hidden, arrival.parts
-        hidden, _ = replicas.weights.first_layer(
-            rows, num_rows=self.step.num_rows, parts=arrival.parts
-        )
-        return hidden, None
-
     def __call__(self) -> tuple[torch.Tensor | None, ...]:
         """dx; d_probs, or with a route its gradients of x and weight; gradients of the biases, of the weights (those
         that are not for autograd are None) and of the adapters."""
@@ -649,19 +636,26 @@ class _Backward:
         rows = step.rows(received, plan.received_index()[1], self.row_probs)
         if self.received is None:  # who goes where is in the plan
             with send(sent, buffer=received, is_last=False, rider=replicas.rider) as arrival:
-                hidden, _ = self.computed(hidden, replicas, rows, arrival)
+                if hidden.h is None:
+                    hidden = replicas.weights.first_layer(
+                        rows, num_rows=step.num_rows, parts=arrival.parts
+                    )[0]
         sent = _on_wire(dy, step.wire.gradients)
         d_out = step.receive(sent, name="output gradients")
         with send(
             sent, buffer=d_out.tensor, is_last=not gradients, rider=replicas.rider
         ) as arrival:
-            hidden, parts = self.computed(hidden, replicas, rows, arrival)
+            if hidden.h is None:  # not before: the weights of replicas come with this trip
+                hidden = replicas.weights.first_layer(
+                    rows, num_rows=step.num_rows, parts=arrival.parts
+                )[0]
+                arrival = replace(arrival, parts=None)  # all have been handed out
             # Holds both leases, beyond this call if weight gradients are delayed.
             experts_backward = replicas.weights.backward(
                 rows,
                 hidden,
                 d_out.tensor,
-                parts=parts,
+                parts=arrival.parts,
                 needs_scale=needs_probs,
                 spends_h=self.spends_h,
             )

@@ -28,7 +28,6 @@ from symmoe.kernels.contract.replicas import Pair
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.symm_mem.memory import ALIGNMENT_BYTES, aligned
 
-_HOME = control.PHASE_REPLICAS_HOME
 _Wanted = (
     tuple[Sequence[int], torch.dtype] | None
 )  # shape and dtype of a matrix for a place, or none
@@ -68,14 +67,15 @@ class _Places:
         ]
         *self.starts, num_bytes = itertools.accumulate(map(aligned, sizes), initial=0)
         self.tensors: list[torch.Tensor | None] = [None] * len(sizes)
-        self.lease = None
-        if num_bytes:
-            shape = (num_bytes,)
-            self.lease = heap.lease(shape, torch.uint8, name="replicas", phase=DISPATCH)
+        self.lease = (
+            heap.lease((num_bytes,), torch.uint8, name="replicas", phase=DISPATCH)
+            if num_bytes
+            else None
+        )
         for kind, each in enumerate(wanted):
             if self.lease is not None and each is not None:
-                memory = self.lease.tensor[self.starts[kind] :][: sizes[kind]]
-                self.tensors[kind] = memory.view(each[1]).view(num_places, *each[0])
+                memory = self.lease.tensor[self.starts[kind] :][: sizes[kind]].view(each[1])
+                self.tensors[kind] = memory.view(num_places, *each[0])
 
 
 class ReplicaTrip:
@@ -94,13 +94,16 @@ class ReplicaTrip:
         self.weights_offset = 0 if (lease := self._places.lease) is None else lease.offset
         gradients = () if targets is None else _wanted_gradients(self._own, targets)
         self._gradients = _Places(plan.heap, plan.num_places, gradients)
-        self.agreed: Mapping[str, object] = {}
+        self.agreed: Mapping[str, object] = (
+            _described("", wanted) | _described("gradient of ", gradients)
+            if plan.num_places
+            else {}
+        )
         if plan.num_places:
             places = replace(
                 weights.of_matrices(self._places.tensors), gradients=self._gradients.tensors
             )
             self._weights = replace(weights, replicas=Replicas(places, plan.replica_ranges[0]))
-            self.agreed = _described("", wanted) | _described("gradient of ", gradients)
 
     @property
     def weights(self) -> ExpertWeights:
@@ -116,10 +119,14 @@ class ReplicaTrip:
 
     def send(self, ready: torch.Tensor) -> None:
         """Sends what replicas of this rank's experts need."""
-        trip = self._plan.place_to_expert, self._plan.heap.peers, ready
         for pair, starts in self._pairs(self._own, self._places):
             kernels.for_device(ready.device).push_replicas(
-                pair, *trip, column=READY_WEIGHTS, starts=starts
+                pair,
+                self._plan.place_to_expert,
+                self._plan.heap.peers,
+                ready,
+                column=READY_WEIGHTS,
+                starts=starts,
             )
         self._has_left = True
 
@@ -128,13 +135,13 @@ class ReplicaTrip:
         launched."""
         heap, plan = self._plan.heap, self._plan.generation
         if (lease := self._gradients.lease) is not None:
-            ready = heap.barrier(_HOME, publish=(lease.offset,), plan=plan)
+            ready = heap.barrier(control.PHASE_REPLICAS_HOME, publish=(lease.offset,), plan=plan)
             places = self._plan.place_to_expert, self._plan.expert_to_place
             for pair, starts in self._pairs(gradients, self._gradients):
                 kernels.for_device(heap.device).add_from_replicas(
                     pair, places, heap.peers, ready, column=0, starts=starts
                 )
-            heap.barrier(_HOME, plan=plan)  # until peers have read
+            heap.barrier(control.PHASE_REPLICAS_HOME, plan=plan)  # until peers have read
         for lease in (self._places.lease, self._gradients.lease):
             if lease is not None:
                 lease.release()

@@ -34,8 +34,8 @@ CHOICES: dict[str, Sequence[object]] = {
     "gradients": control.GRADIENTS,
     "layout": control.LAYOUTS,
     "schedule": control.SCHEDULES,
+    **dict.fromkeys(("probs", "replicas"), ("without", "with")),
 }
-_CHOICES = {**CHOICES, **dict.fromkeys(("probs", "replicas"), ("without", "with"))}
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,8 +161,12 @@ def _read(peers: Peers, sender: int, word: int) -> bytes | None:
 
 def _inbox(peers: Peers, rank: int, sender: int) -> torch.Tensor:
     """uint8 [2, INBOX_BYTES]: what `sender` writes for `rank`."""
-    shape = (2, peers.num_ranks, control.INBOX_BYTES)
-    return peers.region(rank, peers.layout.fault_inbox, shape, torch.uint8)[:, sender]
+    return peers.region(
+        rank,
+        peers.layout.fault_inbox,
+        (2, peers.num_ranks, control.INBOX_BYTES),
+        torch.uint8,
+    )[:, sender]
 
 
 class Configurations:
@@ -173,21 +177,19 @@ class Configurations:
     def __init__(self, bootstrap: Bootstrap) -> None:
         self._bootstrap = bootstrap
         self._texts: dict[int, str] = {}
-        self._numbers: dict[str, int] = {}  # calls ask again and again
 
     def number(self, fields: Mapping[str, object]) -> int:
         """The number of a configuration, the same for equal ones on all ranks; not 0. Numbers that are equal, as 1 and
         1.0, are written in the same way."""
-        key = repr(fields)
-        if key in self._numbers:
-            return self._numbers[key]
         text = json.dumps({name: _shown(value) for name, value in fields.items()})
-        digest = int.from_bytes(hashlib.sha256(text.encode()).digest(), "little")
-        self._numbers[key] = number = digest % (1 << control.CONFIG_BITS) or 1
-        self._texts[number] = text
-        with suppress(RuntimeError, ValueError):  # no store any more
-            if self._bootstrap.num_ranks > 1:
-                self._bootstrap.store.set(_key(number), text)
+        number = (
+            int(hashlib.sha256(text.encode()).hexdigest(), 16) % (1 << control.CONFIG_BITS) or 1
+        )
+        if number not in self._texts:
+            self._texts[number] = text
+            with suppress(RuntimeError, ValueError):  # no store any more
+                if self._bootstrap.num_ranks > 1:
+                    self._bootstrap.store.set(_key(number), text)
         return number
 
     def mismatch(
@@ -205,9 +207,7 @@ class Configurations:
             return ConfigMismatch(
                 f"the configurations of a layer differ{where} on rank {first} and rank {peer}"
             )
-        return ConfigMismatch(
-            f"{name} differs{where}: rank {first} has {here[name]}, rank {peer} has {there[name]}"
-        )
+        return _difference(name, where, first, here[name], peer, there[name])
 
     def _fields(self, number: int) -> dict[str, str]:
         """The fields of a configuration that some rank has; none if they cannot be found."""
@@ -231,17 +231,14 @@ def _shown(value: object) -> str:
 
 def plan_record(report: list[int]) -> list[int]:
     """The status record of a plan with this report (control.SUM_*), as its kernel would have written it."""
-    sums = (
-        control.SUM_ERROR_RANK,
-        control.SUM_LIMIT,
-        control.SUM_VALUE,
-        control.SUM_ERROR,
-        control.SUM_WHERE,
-    )
     return [
         control.STATUS_PLAN,
         control.PHASE_PLAN,
-        *(report[word] for word in sums),
+        report[control.SUM_ERROR_RANK],
+        report[control.SUM_LIMIT],
+        report[control.SUM_VALUE],
+        report[control.SUM_ERROR],
+        report[control.SUM_WHERE],
         0,
     ]  # in the order of STATUS_*
 
@@ -281,23 +278,23 @@ def mismatch_error(
         )
     field = next((name for name in control.CALL_FIELDS if zero[name] != other[name]), "config")
     is_of_plan = zero["phase"] in (control.PHASE_PLAN, control.PHASE_NODES_PLAN)
-    if field not in ("replicas", "plan") and (is_of_plan or zero["replicas"]):
-        where = "" if is_of_plan else f" at '{here}'"
-        number = call >> control.CONFIG_SHIFT
+    where = "" if is_of_plan else f" at '{here}'"
+    if is_of_plan or (zero["replicas"] and field not in ("replicas", "plan")):
         return configurations.mismatch(
-            first, number, peer, other_call >> control.CONFIG_SHIFT, where
+            first, call >> control.CONFIG_SHIFT, peer, other_call >> control.CONFIG_SHIFT, where
         )
-    shown = [in_words({field: each[field]})[field] for each in (zero, other)]
+    return _difference(field, where, first, str(zero[field]), peer, str(other[field]))
+
+
+def _difference(
+    field: str, where: str, first: int, here: str, peer: int, there: str
+) -> ConfigMismatch:
+    """The error of two ranks, `first` and `peer`, with other values of a field; of one with CHOICES their indices."""
+    if field in CHOICES and here.isdigit():
+        here, there = (str(CHOICES[field][int(index)]) for index in (here, there))
     return ConfigMismatch(
-        f"{field} differs at '{here}': rank {first} has {shown[0]}, rank {peer} has {shown[1]}"
+        f"{field} differs{where}: rank {first} has {here}, rank {peer} has {there}"
     )
-
-
-def in_words(fields: control.CallFields) -> dict[str, object]:
-    """Values of control.CALL_FIELDS as users know them."""
-    return {
-        name: _CHOICES[name][value] if name in _CHOICES else value for name, value in fields.items()
-    }
 
 
 def _header_value(word: int, value: int) -> str:
