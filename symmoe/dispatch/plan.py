@@ -197,11 +197,10 @@ class Plan(PlanIntegers):
     def parts_of_replicas(self, num_sms: int | None = None) -> Sequence[tuple[Part, ...]]:
         """Rows of replicas, of tokens of ranks before this one, of its own, which take so many SMs, and of those after
         it; each one part, or none if there can be no such rows."""
-        last, has = self.heap.num_ranks - 1, bool(self.num_places)
-        are_there = has and self.heap.rank > 0, has, has and self.heap.rank < last
+        are_there = self.heap.rank > 0, True, self.heap.rank < self.heap.num_ranks - 1
         return [
             (Part(self.replica_ranges[1 + i], num_sms if i == 1 else None, is_of_replicas=True),)
-            if is_there
+            if self.num_places and is_there
             else ()
             for i, is_there in enumerate(are_there)
         ]

@@ -12,7 +12,7 @@ parts, and a barrier says that they are there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Protocol
@@ -30,7 +30,6 @@ from symmoe.tape.tape import CLEAN, MUST_ABORT, MUST_SIGNAL
 PHASE = control.PHASE_DISPATCH_READY  # the trip's first barrier
 # What a rank publishes there: where it wants each of these, the last for replicas.
 READY_ROWS, READY_SLOTS, READY_PROBS, READY_WEIGHTS = range(4)
-_Tensors = list[torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +44,11 @@ class Arrival:
 
 
 class Rider(Protocol):
-    """The weights of replicas, which travel before rows. contents: which ones, the index of CALL_FIELDS.
+    """The weights of replicas, which travel before rows. agreed: what ranks must agree on, by name, so that they fit.
     weights_offset: where this rank wants them."""
 
-    @property
-    def contents(self) -> int: ...
-
-    @property
-    def weights_offset(self) -> int: ...
+    agreed: Mapping[str, object]
+    weights_offset: int
 
     def send(self, ready: torch.Tensor) -> None:
         """Sends them to where all ranks want them, int64 [R, NUM_PUBLISHED], on the current stream."""
@@ -90,9 +86,11 @@ def dispatch(
         "gradients": gradients or 0,
         "layout": control.LAYOUTS.index(layout),
         "schedule": control.SCHEDULES.index("serial" if division is None else "overlapped"),
-        "plan": plan.generation,
-        "replicas": 0 if rider is None else rider.contents,
     }
+    if rider is not None:
+        number = plan.heap.configurations.number({**agreed, **rider.agreed})
+        agreed = {"replicas": 1, "config": number}
+    agreed["plan"] = plan.generation
     index = None if gradients is None else _Index(*plan.received_index())
     with ExitStack() as stack:
         if index is None:
@@ -119,10 +117,10 @@ def dispatch(
 
 def _travelling(
     plan: Plan,
-    tensors: _Tensors,
-    come: Callable[[], _Tensors] | None,
+    tensors: list[torch.Tensor],
+    come: Callable[[], list[torch.Tensor]] | None,
     agreed: control.CallFields | None,
-) -> Iterator[tuple[Plan, _Tensors]]:
+) -> Iterator[tuple[Plan, list[torch.Tensor]]]:
     """What is sent to the ranks of a node, tensors [T, .] with the plan of their tokens: this rank's own, and between
     nodes, once they `come`, the foreign ones. If it is the last trip of its call, which has `agreed` on that, it ends
     with a meeting, see Nodes.meet: its last barrier is next."""
@@ -202,7 +200,7 @@ class _Trip:
     _buffer: torch.Tensor
     _layout: str
     _index: _Index
-    _travelling: Iterator[tuple[Plan, _Tensors]]  # see there
+    _travelling: Iterator[tuple[Plan, list[torch.Tensor]]]  # see there
     _agreed: control.CallFields
     _division: Division | None
     _rider: Rider | None

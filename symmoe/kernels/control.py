@@ -16,6 +16,7 @@ spans nodes. Then rows of other nodes' ranks are written by the rank whose table
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -121,7 +122,7 @@ ORDERS = ("rank", "slot")
 GRADIENTS = ("none", "x", "probs", "x and probs")
 
 # What travels for replicas: of each layer of the experts a weight, a bias, and the two matrices of an adapter, in
-# forward themselves and in backward their gradients; a call holds the index, a bit for each.
+# forward themselves and in backward their gradients.
 _KINDS = "weight", "bias", "lora_a", "lora_b"
 REPLICA_MATRICES = tuple(f"{layer} {kind}" for layer in ("fc1", "fc2") for kind in _KINDS)
 
@@ -192,10 +193,12 @@ PHASE_CLOSE, PHASE_NODES_PLAN, PHASE_NODES_OUT, PHASE_NODES_HOME = range(6, 10)
 PHASE_REPLICAS_HOME, PHASE_SUSPEND = 10, 11
 
 # What a barrier checks that all ranks agree on: fields of an int64, from the lowest bit up, with their widths.
-# The last bits of its generation stand for the plan. While a plan is made, the number of the layer's configuration
-# (symm_mem/reports.py) takes the place of all fields but the phase.
+# The last bits of its generation stand for the plan. While a plan is made, and in a dispatch that brings replicas, a
+# number for more than fits (symm_mem/reports.py) takes the place of the fields after that.
 CALL_FIELDS = {
     "phase": 8,
+    "replicas": 1,
+    "plan": 12,
     "order": 1,
     "gradients": 2,
     "probs": 1,
@@ -203,10 +206,12 @@ CALL_FIELDS = {
     "hidden": 24,
     "layout": 1,
     "schedule": 1,
-    "plan": 12,
-    "replicas": len(REPLICA_MATRICES),
 }
-CONFIG_BITS = 48
+_STARTS = dict(
+    zip(CALL_FIELDS, itertools.accumulate(CALL_FIELDS.values(), initial=0), strict=False)
+)
+CONFIG_SHIFT = _STARTS["order"]
+CONFIG_BITS = 63 - CONFIG_SHIFT
 MAX_HIDDEN = (1 << CALL_FIELDS["hidden"]) - 1
 
 
@@ -221,27 +226,17 @@ def gradients_index(*, x: bool, probs: bool) -> int:
 
 
 def pack_call(*, config: int = 0, **fields: int) -> int:
-    """The call of a barrier as one integer; fields that are not given are 0. config: of a plan."""
+    """The call of a barrier as one integer; fields that are not given are 0. config: the number of a configuration."""
     assert fields.keys() <= CALL_FIELDS.keys(), fields
-    call, shift = config << CALL_FIELDS["phase"], 0
-    for name, width in CALL_FIELDS.items():
-        call |= (fields.get(name, 0) & (1 << width) - 1) << shift
-        shift += width
+    call = config << CONFIG_SHIFT
+    for name, value in fields.items():
+        call |= (value & (1 << CALL_FIELDS[name]) - 1) << _STARTS[name]
     return call
 
 
 def unpack_call(call: int) -> dict[str, int]:
     """The fields of :func:`pack_call`."""
-    fields, shift = {}, 0
-    for name, width in CALL_FIELDS.items():
-        fields[name] = call >> shift & (1 << width) - 1
-        shift += width
-    return fields
-
-
-def config_of(call: int) -> int:
-    """The configuration of the call of a plan."""
-    return call >> CALL_FIELDS["phase"]
+    return {name: call >> _STARTS[name] & (1 << width) - 1 for name, width in CALL_FIELDS.items()}
 
 
 @dataclass(unsafe_hash=True)  # launches keep constants by layout

@@ -628,27 +628,30 @@ class _Backward:
         send = partial(
             dispatch, plan=plan, layout=step.layout, gradients=gradients, division=division
         )
-        received, arrived = self.received, None
+        received = self.received
         replicas = ReplicaTrip(plan, self.weights(), self.targets)
-        experts, rider = replicas.weights, replicas.rider
         if received is None:
             sent = _on_wire(given("x", self.x), step.wire.rows)
             received = step.receive(sent, name="received rows").tensor
-            arrived = send(
-                sent, buffer=received, is_last=False, rider=rider
-            )  # who goes where is in the plan
         rows = step.rows(received, plan.received_index()[1], self.row_probs)
-        with nullcontext() if arrived is None else arrived as arrival:
-            if hidden.h is None:
-                parts = None if arrival is None else arrival.parts
-                hidden, _ = experts.first_layer(rows, num_rows=step.num_rows, parts=parts)
+        if self.received is None:  # who goes where is in the plan
+            with send(sent, buffer=received, is_last=False, rider=replicas.rider) as arrival:
+                if hidden.h is None:
+                    hidden = replicas.weights.first_layer(
+                        rows, num_rows=step.num_rows, parts=arrival.parts
+                    )[0]
         sent = _on_wire(dy, step.wire.gradients)
         d_out = step.receive(sent, name="output gradients")
         with send(
-            sent, buffer=d_out.tensor, is_last=not gradients, rider=None if arrived else rider
+            sent, buffer=d_out.tensor, is_last=not gradients, rider=replicas.rider
         ) as arrival:
+            if hidden.h is None:  # not before: the weights of replicas come with this trip
+                hidden = replicas.weights.first_layer(
+                    rows, num_rows=step.num_rows, parts=arrival.parts
+                )[0]
+                arrival = replace(arrival, parts=None)  # all have been handed out
             # Holds both leases, beyond this call if weight gradients are delayed.
-            experts_backward = experts.backward(
+            experts_backward = replicas.weights.backward(
                 rows,
                 hidden,
                 d_out.tensor,

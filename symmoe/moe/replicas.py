@@ -7,9 +7,10 @@ whose rank adds them up in fp32.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -27,8 +28,6 @@ from symmoe.kernels.contract.replicas import Pair
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.symm_mem.memory import ALIGNMENT_BYTES, aligned
 
-_HOME = control.PHASE_REPLICAS_HOME
-_NUM_KINDS = len(control.REPLICA_MATRICES)
 _Wanted = (
     tuple[Sequence[int], torch.dtype] | None
 )  # shape and dtype of a matrix for a place, or none
@@ -51,13 +50,15 @@ def replica_bytes(experts: CallExperts, num_places: int) -> int:
         sum(tensor.numel() * (tensor.element_size() + 4) for tensor in tensors)
         // experts.form.num_groups
     )
-    return num_places * num_bytes + min(1, num_places) * 2 * _NUM_KINDS * ALIGNMENT_BYTES
+    return (
+        num_places * num_bytes
+        + min(1, num_places) * 2 * len(control.REPLICA_MATRICES) * ALIGNMENT_BYTES
+    )
 
 
 class _Places:
     """A lease with a matrix for each place, of each kind of which a shape and a dtype are wanted; no lease for none.
-    tensors: by kind, [S, *shape], or None. starts: where each begins in the lease, in bytes. offset: of the lease.
-    contents: which kinds there are, the index of a call's field."""
+    tensors: by kind, [S, *shape], or None. starts: where each begins in the lease, in bytes."""
 
     def __init__(self, heap: SymmetricHeap, num_places: int, wanted: Sequence[_Wanted]) -> None:
         sizes = [
@@ -66,75 +67,84 @@ class _Places:
         ]
         *self.starts, num_bytes = itertools.accumulate(map(aligned, sizes), initial=0)
         self.tensors: list[torch.Tensor | None] = [None] * len(sizes)
-        self.contents, self.offset, self._lease = 0, 0, None
-        if num_bytes:
-            self._lease = lease = heap.lease(
-                (num_bytes,), torch.uint8, name="replicas", phase=DISPATCH
-            )
-            self.offset = lease.offset
-            for kind, each in enumerate(wanted):
-                if each is not None:
-                    memory = lease.tensor[self.starts[kind] :][: sizes[kind]]
-                    self.tensors[kind] = memory.view(each[1]).view(num_places, *each[0])
-                    self.contents |= 1 << kind
-
-    def release(self) -> None:
-        """Ends the lease."""
-        if self._lease is not None:
-            self._lease.release()
+        self.lease = (
+            heap.lease((num_bytes,), torch.uint8, name="replicas", phase=DISPATCH)
+            if num_bytes
+            else None
+        )
+        for kind, each in enumerate(wanted):
+            if self.lease is not None and each is not None:
+                memory = self.lease.tensor[self.starts[kind] :][: sizes[kind]].view(each[1])
+                self.tensors[kind] = memory.view(num_places, *each[0])
 
 
 class ReplicaTrip:
-    """What a pass with replicas sends: weights, as the rider of a dispatch, and gradients of replicas. Without places
-    nothing. Collective; does not synchronise the host. targets: in backward, of the gradients of the weights of both
-    layers. Attributes: weights of this rank's experts, with those of its replicas; contents, which kinds travel, on
-    which ranks must agree; and weights_offset, where this rank wants the weights."""
+    """What a pass with replicas sends: weights, as the rider of its first dispatch, and gradients of replicas. Without
+    places nothing. Collective; does not synchronise the host. targets: in backward, of the gradients of the weights of
+    both layers. Attributes: agreed, what ranks must agree on, since each lays out its places by its own experts; and
+    weights_offset, where this rank wants the weights."""
 
     def __init__(
         self, plan: Plan, weights: ExpertWeights, targets: tuple[Target, Target] | None = None
     ) -> None:
-        self.weights, self._own, self._plan = weights, weights.matrices, plan
-        wanted = [None if own is None else (own.shape[1:], own.dtype) for own in self._own]
+        self._weights, self._own, self._plan = weights, weights.matrices, plan
+        self._has_left = not plan.num_places
+        wanted = tuple(None if own is None else (own.shape[1:], own.dtype) for own in self._own)
         self._places = _Places(plan.heap, plan.num_places, wanted)
-        self.weights_offset = self._places.offset
-        gradients = [] if targets is None else _wanted_gradients(self._own, targets)
+        self.weights_offset = 0 if (lease := self._places.lease) is None else lease.offset
+        gradients = () if targets is None else _wanted_gradients(self._own, targets)
         self._gradients = _Places(plan.heap, plan.num_places, gradients)
-        self.contents = self._places.contents if targets is None else self._gradients.contents
+        self.agreed: Mapping[str, object] = (
+            _described("", wanted) | _described("gradient of ", gradients)
+            if plan.num_places
+            else {}
+        )
         if plan.num_places:
             places = replace(
                 weights.of_matrices(self._places.tensors), gradients=self._gradients.tensors
             )
-            self.weights = replace(weights, replicas=Replicas(places, plan.replica_ranges[0]))
+            self._weights = replace(weights, replicas=Replicas(places, plan.replica_ranges[0]))
+
+    @property
+    def weights(self) -> ExpertWeights:
+        """Of this rank's experts, with those of its replicas. Not before the context of the dispatch that has taken the
+        latter along: there they have come with the parts of replicas, or where there are no parts."""
+        assert self._has_left, "the weights of replicas have not been sent"
+        return self._weights
 
     @property
     def rider(self) -> ReplicaTrip | None:
-        """What a dispatch takes along."""
-        return self if self._plan.num_places else None
+        """What the next dispatch takes along."""
+        return None if self._has_left else self
 
     def send(self, ready: torch.Tensor) -> None:
         """Sends what replicas of this rank's experts need."""
-        trip, push = (
-            (self._plan.place_to_expert, self._plan.heap.peers, ready),
-            kernels.for_device(ready.device),
-        )
         for pair, starts in self._pairs(self._own, self._places):
-            push.push_replicas(pair, *trip, column=READY_WEIGHTS, starts=starts)
+            kernels.for_device(ready.device).push_replicas(
+                pair,
+                self._plan.place_to_expert,
+                self._plan.heap.peers,
+                ready,
+                column=READY_WEIGHTS,
+                starts=starts,
+            )
+        self._has_left = True
 
     def finish(self, gradients: Sequence[Matrices | None] = ()) -> None:
         """Adds those of replicas to these gradients, by kind, of this rank's experts, and ends the leases. All is
         launched."""
         heap, plan = self._plan.heap, self._plan.generation
-        if self._gradients.contents:
-            ready = heap.barrier(_HOME, publish=(self._gradients.offset,), plan=plan)
-            places, add = (
-                (self._plan.place_to_expert, self._plan.expert_to_place),
-                kernels.for_device(heap.device),
-            )
+        if (lease := self._gradients.lease) is not None:
+            ready = heap.barrier(control.PHASE_REPLICAS_HOME, publish=(lease.offset,), plan=plan)
+            places = self._plan.place_to_expert, self._plan.expert_to_place
             for pair, starts in self._pairs(gradients, self._gradients):
-                add.add_from_replicas(pair, places, heap.peers, ready, column=0, starts=starts)
-            heap.barrier(_HOME, plan=plan)  # until peers have read
-        self._places.release()
-        self._gradients.release()
+                kernels.for_device(heap.device).add_from_replicas(
+                    pair, places, heap.peers, ready, column=0, starts=starts
+                )
+            heap.barrier(control.PHASE_REPLICAS_HOME, plan=plan)  # until peers have read
+        for lease in (self._places.lease, self._gradients.lease):
+            if lease is not None:
+                lease.release()
 
     @staticmethod
     def _pairs(
@@ -151,9 +161,18 @@ class ReplicaTrip:
                 )
 
 
+@functools.lru_cache(maxsize=256)
+def _described(prefix: str, wanted: tuple[_Wanted, ...]) -> dict[str, object]:
+    """What is wanted of each kind, in words."""
+    return {
+        prefix + kind: None if each is None else f"{each[1]} {list(each[0])}"
+        for kind, each in zip(control.REPLICA_MATRICES, wanted, strict=False)
+    }
+
+
 def _wanted_gradients(
     own: Sequence[Matrices | None], targets: tuple[Target, Target]
-) -> list[_Wanted]:
+) -> tuple[_Wanted, ...]:
     """By kind, what is wanted of replicas: what backward makes for this rank's experts."""
     wanted: list[_Wanted] = [
         (each.shape[1:], each.dtype)
@@ -166,4 +185,4 @@ def _wanted_gradients(
         assert weight is not None
         like = target.tensors[0] if target.tensors else weight
         wanted[kind] = (weight.shape[1:], like.dtype) if target.computes else None
-    return wanted
+    return tuple(wanted)

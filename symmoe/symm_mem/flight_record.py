@@ -21,7 +21,11 @@ from symmoe.symm_mem.waits import Waits
 FORMAT = "symmoe flight record 1"
 MAX_FILES = 100  # of one rank and process in one folder
 _STATUS_KINDS = ("ok", "timeout", "fault", "plan", "mismatch", "abort", "rail")
-_NAMES = {**CHOICES, "dtype": [str(dtype).removeprefix("torch.") for dtype in control.DTYPES]}
+_NAMES = {
+    **CHOICES,
+    "dtype": [str(dtype).removeprefix("torch.") for dtype in control.DTYPES],
+    "probs": (0, 1),
+}
 
 
 def describe(waits: Waits, error: SymmoeError, status: Sequence[int]) -> dict[str, Any]:
@@ -103,18 +107,10 @@ def _describe_call(entry: list[Any], wall_offset_s: float) -> dict[str, Any]:
     }
     if peer >= 0:
         described["signal_of"] = peer
-    elif call & 0xFF in (control.PHASE_PLAN, control.PHASE_NODES_PLAN):
-        pass  # fields hold the number of a configuration
-    elif fields["hidden"] or fields["probs"]:  # a trip
-        for name in (
-            "hidden",
-            "dtype",
-            "order",
-            "gradients",
-            "probs",
-            "layout",
-            "schedule",
-            "plan",
-        ):
+    elif call & 0xFF not in (control.PHASE_PLAN, control.PHASE_NODES_PLAN) and (
+        fields["hidden"] or fields["probs"] or fields["replicas"]
+    ):  # a trip; with replicas, as of a plan, the other fields hold the number of a configuration
+        others = ("hidden", "dtype", "order", "gradients", "probs", "layout", "schedule")
+        for name in (*(() if fields["replicas"] else others), "plan"):
             described[name] = _NAMES[name][fields[name]] if name in _NAMES else fields[name]
     return {**described, **(counts or {})}

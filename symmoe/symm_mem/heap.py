@@ -101,7 +101,7 @@ class SymmetricHeap(HeapParts):
         statistics: counters.
         row_histories: by kind of call, what recent ones have needed; forgotten when an error is raised.
         captured_reports, room_factor: None, or where the reports of plans go in :func:`fixed_rows`, and its factor.
-        configurations: numbers of layers' configurations, which plans compare.
+        configurations: numbers of what barriers compare and has no place in their calls.
         first_step: None, or what the next plan compares between the ranks of a node.
         trip_timer: None, or gives a context for the kernels of a trip ("dispatch", "combine") on the current stream.
         timeout_s, start_timeout_s: as given; may be set at any time.

@@ -34,13 +34,7 @@ CHOICES: dict[str, Sequence[object]] = {
     "gradients": control.GRADIENTS,
     "layout": control.LAYOUTS,
     "schedule": control.SCHEDULES,
-    "replicas": [
-        ", ".join(
-            name for kind, name in enumerate(control.REPLICA_MATRICES) if contents >> kind & 1
-        )
-        or "nothing"
-        for contents in range(1 << len(control.REPLICA_MATRICES))
-    ],
+    **dict.fromkeys(("probs", "replicas"), ("without", "with")),
 }
 
 
@@ -167,13 +161,18 @@ def _read(peers: Peers, sender: int, word: int) -> bytes | None:
 
 def _inbox(peers: Peers, rank: int, sender: int) -> torch.Tensor:
     """uint8 [2, INBOX_BYTES]: what `sender` writes for `rank`."""
-    shape = (2, peers.num_ranks, control.INBOX_BYTES)
-    return peers.region(rank, peers.layout.fault_inbox, shape, torch.uint8)[:, sender]
+    return peers.region(
+        rank,
+        peers.layout.fault_inbox,
+        (2, peers.num_ranks, control.INBOX_BYTES),
+        torch.uint8,
+    )[:, sender]
 
 
 class Configurations:
-    """What the layers of a group are, by number: a plan's barrier compares numbers, and texts are only looked up for an
-    error. They lie in the store of the process group, so that no rank waits for another to name what differs. Local."""
+    """What the layers of a group are, and what their replicas travel with, by number: barriers compare numbers, and
+    texts are only looked up for an error. They lie in the store of the process group, so that no rank waits for another
+    to name what differs. Local."""
 
     def __init__(self, bootstrap: Bootstrap) -> None:
         self._bootstrap = bootstrap
@@ -184,10 +183,7 @@ class Configurations:
         1.0, are written in the same way."""
         text = json.dumps({name: _shown(value) for name, value in fields.items()})
         number = (
-            int.from_bytes(
-                hashlib.sha256(text.encode()).digest()[: control.CONFIG_BITS // 8], "little"
-            )
-            or 1
+            int(hashlib.sha256(text.encode()).hexdigest(), 16) % (1 << control.CONFIG_BITS) or 1
         )
         if number not in self._texts:
             self._texts[number] = text
@@ -196,8 +192,10 @@ class Configurations:
                     self._bootstrap.store.set(_key(number), text)
         return number
 
-    def mismatch(self, first: int, number: int, peer: int, other: int) -> ConfigMismatch:
-        """The error of two ranks, `first` and `peer`, whose layers have these numbers; 0: of make_plan."""
+    def mismatch(
+        self, first: int, number: int, peer: int, other: int, where: str = ""
+    ) -> ConfigMismatch:
+        """The error of two ranks, `first` and `peer`, that have these numbers; 0: of make_plan."""
         if not (number and other):
             one, two = ("that of a layer" if each else "make_plan" for each in (number, other))
             return ConfigMismatch(
@@ -207,11 +205,9 @@ class Configurations:
         name = next((name for name in here if name in there and here[name] != there[name]), None)
         if name is None:
             return ConfigMismatch(
-                f"the configurations of a layer differ on rank {first} and rank {peer}"
+                f"the configurations of a layer differ{where} on rank {first} and rank {peer}"
             )
-        return ConfigMismatch(
-            f"{name} differs: rank {first} has {here[name]}, rank {peer} has {there[name]}"
-        )
+        return _difference(name, where, first, here[name], peer, there[name])
 
     def _fields(self, number: int) -> dict[str, str]:
         """The fields of a configuration that some rank has; none if they cannot be found."""
@@ -235,17 +231,14 @@ def _shown(value: object) -> str:
 
 def plan_record(report: list[int]) -> list[int]:
     """The status record of a plan with this report (control.SUM_*), as its kernel would have written it."""
-    sums = (
-        control.SUM_ERROR_RANK,
-        control.SUM_LIMIT,
-        control.SUM_VALUE,
-        control.SUM_ERROR,
-        control.SUM_WHERE,
-    )
     return [
         control.STATUS_PLAN,
         control.PHASE_PLAN,
-        *(report[word] for word in sums),
+        report[control.SUM_ERROR_RANK],
+        report[control.SUM_LIMIT],
+        report[control.SUM_VALUE],
+        report[control.SUM_ERROR],
+        report[control.SUM_WHERE],
         0,
     ]  # in the order of STATUS_*
 
@@ -278,21 +271,29 @@ def mismatch_error(
 ) -> ConfigMismatch:
     """The error of two ranks (in the EP group), `first` and `peer`, that are in different calls (control.pack_call)."""
     zero, other = control.unpack_call(call), control.unpack_call(other_call)
-    here = control.PHASES[zero["phase"]]
-    if zero["phase"] != other["phase"]:
-        there = control.PHASES[other["phase"]]
+    here, there = (control.PHASES[each["phase"]] for each in (zero, other))
+    if here != there:
         return ConfigMismatch(
             f"ranks are in different calls: rank {first} at '{here}', rank {peer} at '{there}'"
         )
-    if zero["phase"] in (control.PHASE_PLAN, control.PHASE_NODES_PLAN):
+    field = next((name for name in control.CALL_FIELDS if zero[name] != other[name]), "config")
+    is_of_plan = zero["phase"] in (control.PHASE_PLAN, control.PHASE_NODES_PLAN)
+    where = "" if is_of_plan else f" at '{here}'"
+    if is_of_plan or (zero["replicas"] and field not in ("replicas", "plan")):
         return configurations.mismatch(
-            first, control.config_of(call), peer, control.config_of(other_call)
+            first, call >> control.CONFIG_SHIFT, peer, other_call >> control.CONFIG_SHIFT, where
         )
-    field = next(name for name in control.CALL_FIELDS if zero[name] != other[name])
-    names = {**CHOICES, "probs": ("without", "with")}.get(field)
-    shown = [names[call[field]] if names else call[field] for call in (zero, other)]
+    return _difference(field, where, first, str(zero[field]), peer, str(other[field]))
+
+
+def _difference(
+    field: str, where: str, first: int, here: str, peer: int, there: str
+) -> ConfigMismatch:
+    """The error of two ranks, `first` and `peer`, with other values of a field; of one with CHOICES their indices."""
+    if field in CHOICES and here.isdigit():
+        here, there = (str(CHOICES[field][int(index)]) for index in (here, there))
     return ConfigMismatch(
-        f"{field} differs at '{here}': rank {first} has {shown[0]}, rank {peer} has {shown[1]}"
+        f"{field} differs{where}: rank {first} has {here}, rank {peer} has {there}"
     )
 
 

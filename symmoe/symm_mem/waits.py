@@ -18,9 +18,8 @@ from symmoe.symm_mem.streams import capture_id
 from symmoe.tape.recorder import recorder
 from symmoe.tape.tape import CallInteger
 
-ALL_BUT_PLAN = control.pack_call(**{name: -1 for name in control.CALL_FIELDS if name != "plan"})
-
 _PLAN = control.pack_call(plan=-1)
+ALL_BUT_PLAN = ~_PLAN
 _GENERATION = control.pack_call(plan=1)  # the unit of a plan's generation in a call
 _ENDLESS_S = 4e9  # stands for math.inf: clocks count nanoseconds in 64 bits
 BARRIER = -1  # stands for all peers
