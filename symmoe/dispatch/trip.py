@@ -96,9 +96,7 @@ def dispatch(
     index = None if gradients is None else _Index(*plan.received_index())
     with ExitStack() as stack:
         if index is None:
-            index = stack.enter_context(
-                _new_index(plan, has_probs=probs is not None, layout=layout)
-            )
+            index = stack.enter_context(_new_index(plan, has_probs=probs is not None))
         stack.enter_context(plan.heap.one_call)
         if division is None:
             stack.enter_context(plan.heap.timed("dispatch"))
@@ -142,6 +140,7 @@ class _Index:
     row_probs: torch.Tensor | None = None
     slots: torch.Tensor | None = None  # where they come, int32 [P_cap, K]; None in backward
     probs: torch.Tensor | None = None  # fp32
+    num_rows: torch.Tensor | None = None  # int32 [1], N
     offsets: tuple[int, ...] = ()
 
     def push(self, tokens: Plan, probs: torch.Tensor | None, ready: torch.Tensor) -> None:
@@ -165,18 +164,16 @@ class _Index:
             wire = self.slots, None if self.row_probs is None else self.probs
             made = self.packed_to_row, self.row_to_packed_row, self.row_probs
             kernels.for_device(self.slots.device).index_rows(
-                wire, (begin, end), (ready, arrived), made
+                wire, (begin, end), self.num_rows, (ready, arrived), made
             )
 
 
 @contextmanager
-def _new_index(plan: Plan, *, has_probs: bool, layout: str) -> Iterator[_Index]:
+def _new_index(plan: Plan, *, has_probs: bool) -> Iterator[_Index]:
     """A context that leases buffers for slots. If no exception is raised, the plan has the index after it."""
     heap, shape = plan.heap, (plan.packed_row_capacity, plan.top_k)
     packed_to_row = torch.empty(shape, dtype=torch.int32, device=heap.device)
-    # Zeros in the tail: a kernel that gathers by it, from packed rows, stays inside the buffer.
-    make = torch.zeros if layout == "packed" else torch.empty
-    row_to_packed_row = make(plan.row_capacity, dtype=torch.int32, device=heap.device)
+    row_to_packed_row = torch.empty(plan.row_capacity, dtype=torch.int32, device=heap.device)
     row_probs = (
         torch.empty(plan.row_capacity, dtype=torch.float32, device=heap.device)
         if has_probs
@@ -187,9 +184,8 @@ def _new_index(plan: Plan, *, has_probs: bool, layout: str) -> Iterator[_Index]:
         heap.lease(shape, torch.float32, name="received probs", phase=PHASE) as probs,
     ):
         offsets = slots.offset, probs.offset
-        yield _Index(
-            packed_to_row, row_to_packed_row, row_probs, slots.tensor, probs.tensor, offsets
-        )
+        wire = slots.tensor, probs.tensor
+        yield _Index(packed_to_row, row_to_packed_row, row_probs, *wire, plan.num_present, offsets)
     plan.packed_to_row, plan.row_to_packed_row = packed_to_row, row_to_packed_row
 
 

@@ -39,7 +39,7 @@ def push_slots(slots, region, peers, received, *, row_column, prob_column):
             values[used] = probs.index_select(0, tokens).where(here, 0)
 
 
-def index_rows(wire, packed, trip, index):
+def index_rows(wire, packed, num_rows, trip, index):
     (wire_to_row, wire_probs), (packed_to_row, row_to_packed_row, row_probs) = wire, index
     if _failed(trip):
         packed_to_row.fill_(-1)
@@ -47,6 +47,7 @@ def index_rows(wire, packed, trip, index):
         if row_probs is not None and wire_probs is not None:
             row_probs.fill_(float("nan"))
         return
+    row_to_packed_row[int(num_rows) :] = 0
     begin, end = map(int, packed)
     arrived_rows = wire_to_row[begin:end]
     packed_to_row[begin:end] = arrived_rows
