@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import shlex
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,8 @@ test_quantize_compile test_gemm_twin test_low_precision_edges test_loops test_sc
 test_transformers_example test_fsdp2_example test_checkpoint_kills test_timeline test_ownership test_types test_close
 """.split()
 
+
+os.environ.setdefault("SYMMOE_FILL_MEMORY", "1")  # of heaps of tests, ranks and programs: a read of what nobody wrote is NaN
 
 gc.disable()  # what is imported and collected stays: to look through it again and again takes nearly half of the time
 

@@ -116,6 +116,20 @@ def owed() -> Iterator[None]:
         current.is_owed = before
 
 
+def fill(memory: torch.Tensor) -> torch.Tensor:
+    """Fills dense memory with 0x7FFF in every two bytes: NaN as any float, as an index one that no tensor has."""
+    numbers = memory.as_strided((memory.numel(),), (1,)).view(torch.uint8)
+    numbers[: numbers.numel() // 2 * 2].view(torch.int16).fill_(0x7FFF)
+    return memory
+
+
+def _filled_by(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def make_filled(*look: Any) -> torch.Tensor:
+        return fill(make(*look))
+
+    return make_filled
+
+
 class Recorder(TorchDispatchMode):
     """Records one call, as a context. One thread.
 
@@ -124,6 +138,7 @@ class Recorder(TorchDispatchMode):
         numbers: integers that differ from call to call, by the name of the keyword under which recorded functions get
             them.
         constants: tensors that are the same in every call.
+        fills: whether the tape fills memory that it makes.
 
     Attributes:
         entries: what has been recorded.
@@ -136,6 +151,8 @@ class Recorder(TorchDispatchMode):
         inputs: Sequence[torch.Tensor],
         numbers: Mapping[str, int],
         constants: Sequence[torch.Tensor],
+        *,
+        fills: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
         self.entries: list[Entry] = []
@@ -156,6 +173,8 @@ class Recorder(TorchDispatchMode):
             self.give_up(SHARED)
         device = inputs[0].device
         self._device, self._on_gpu = device, device.type == "cuda"
+        make = torch_internals.empty_strided[device.type]
+        self._make = _filled_by(make) if fills else make
         self._has_autocast = torch.is_autocast_enabled(device.type)
         self._stream = torch.cuda.current_stream(device).cuda_stream if self._on_gpu else 0
         self._next_numbers: dict[str, Any] = {}  # those of the next launch, by the parameter's name
@@ -317,8 +336,8 @@ class Recorder(TorchDispatchMode):
                 self._note_operator(function, template, None)
             return result
         if function in _EMPTY and result.device == self._device:
-            make = torch_internals.empty_strided[self._device.type]
-            self.entries.append(Call(make, (_look(result), {}), self._place(result), tapes.NEW))
+            slot = self._place(result)
+            self.entries.append(Call(self._make, (_look(result), {}), slot, tapes.NEW))
         elif isinstance(result, torch.Tensor):
             self._note_operator(function, template, self._place(result))
         else:
@@ -425,6 +444,7 @@ class Tapes:
         kernels: returns the kernels for the device.
         compiled: makes what is played of a tape; None: it is not played.
         audits: whether no call is played, and each is compared with the tape instead.
+        fills: as in Recorder.
 
     Attributes:
         num_played, num_audited: calls that have been played, and compared.
@@ -440,12 +460,14 @@ class Tapes:
         compiled: Callable[[Tape], Tape | None],
         *,
         audits: bool = False,
+        fills: bool = False,
     ) -> None:
         self._kinds, self._numbers = dict[Hashable, _Kind](), dict[Hashable, int]()
         self._device, self._give_up, self._fail = device, give_up, fail
         self._constants, self._kernels, self._compiled = tuple(constants), kernels, compiled
         self._audits, self._is_ready, self._counter = audits, False, itertools.count()
         self.num_played = self.num_audited = self._num_calls = 0
+        self._fills = fills
 
     def run(
         self,
@@ -559,7 +581,7 @@ class Tapes:
         self, function: Function, inputs: Sequence[torch.Tensor], numbers: Mapping[str, int]
     ) -> tuple[Tape | None, str, Sequence[Any]]:
         """The recording of function(), or why there is none; and what the function returns."""
-        recording = Recorder(inputs, numbers, self._constants)
+        recording = Recorder(inputs, numbers, self._constants, fills=self._fills)
         try:
             with recording:
                 outputs = function()
