@@ -29,7 +29,8 @@ test_transformers_example test_fsdp2_example test_checkpoint_kills test_timeline
 """.split()
 
 
-os.environ.setdefault("SYMMOE_FILL_MEMORY", "1")  # of heaps of tests, ranks and programs: a read of what nobody wrote is NaN
+# In this process, ranks and programs: what nobody has written is read as NaN.
+os.environ.setdefault("SYMMOE_FILL_MEMORY", "1")
 
 gc.disable()  # what is imported and collected stays: to look through it again and again takes nearly half of the time
 

@@ -1,0 +1,202 @@
+"""Stacks of MoE layers over the tokens of all ranks in float64, as papers define them, with autograd for every gradient.
+It shares no code with the package: of its objects it takes parameters by name and fields of the configuration."""
+
+import math
+from dataclasses import dataclass
+
+import oracle
+import torch
+import torch.distributed as dist
+from torch.nn.functional import one_hot, silu
+
+Leaves = dict[str, torch.Tensor]  # parameters of one rank by name, float64
+PER_RANK = tuple[torch.Tensor, ...]  # tensors in the order of ranks
+
+
+@dataclass
+class Wanted:
+    """Of one micro-batch on this rank. aux, load and dropped: by layer; load: slots of each expert, of all ranks."""
+
+    y: torch.Tensor
+    dx: torch.Tensor
+    aux: list[torch.Tensor]
+    load: list[torch.Tensor]
+    num_dropped: list[int]
+
+
+def gather(thing: object) -> list:
+    """Every rank's object. Collective."""
+    found: list[object] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, thing)
+    return found
+
+
+def wanted(config, model: torch.nn.Module, calls: list[dict], scaling: float = 1.0):
+    """What forward and backward of micro-batches give on this rank, x + layer(x) for each of `model.layers`, and a loss
+    that is the sum over all ranks of (y * dy).sum() and of the layers' aux_loss. Collective.
+
+    Args:
+        calls: x and dy, [B, S, H]; mask, bool [B, S], or None.
+        scaling: of adapters.
+
+    Returns:
+        Wanted for each call, and gradients by the names of the model's parameters.
+    """
+    own = {name: each.detach().double().cpu() for name, each in model.named_parameters()}
+    own_calls = [{key: to_double(value) for key, value in call.items()} for call in calls]
+    rank, by_rank = dist.get_rank(), gather((own, own_calls))
+    leaves = [{name: each.requires_grad_() for name, each in of.items()} for of, _ in by_rank]
+    bias = [layer.router.expert_bias for layer in model.layers]
+    found, loss = [], torch.zeros((), dtype=torch.float64)
+    for turn in range(len(calls)):
+        its = [of_rank[turn] for _, of_rank in by_rank]
+        xs = [call["x"].requires_grad_() for call in its]
+        ys, auxes, loads, drops = list(xs), [], [], []
+        for number in range(len(model.layers)):
+            prefix = f"layers.{number}."
+            of_layer = [
+                {name[len(prefix) :]: leaf for name, leaf in of.items() if name.startswith(prefix)}
+                for of in leaves
+            ]
+            masks = [call["mask"] for call in its]
+            outs, aux, load, num_dropped = moe_layer(
+                config, of_layer, bias[number], ys, masks, scaling
+            )
+            ys = [y + out for y, out in zip(ys, outs, strict=True)]
+            loss = loss + sum(aux)
+            auxes.append(aux[rank].detach())
+            loads.append(load)
+            drops.append(num_dropped)
+        loss = loss + sum((y * call["dy"]).sum() for y, call in zip(ys, its, strict=True))
+        found.append((ys[rank].detach(), xs[rank], auxes, loads, drops))
+    loss.backward()
+    made = [Wanted(y, x.grad, *others) for y, x, *others in found]
+    return made, {name: leaf.grad for name, leaf in leaves[rank].items()}
+
+
+def to_double(value: torch.Tensor | None) -> torch.Tensor | None:
+    if value is None or value.dtype == torch.bool:
+        return value
+    return value.detach().double().cpu()
+
+
+def moe_layer(
+    config,
+    leaves: list[Leaves],
+    bias: torch.Tensor | None,
+    xs: list[torch.Tensor],
+    masks: list[torch.Tensor | None],
+    scaling: float,
+):
+    """The experts' part of y and aux_loss by rank, the load, and the slots that a static capacity drops."""
+    routed = [
+        route(config, x, of["router.weight"], bias, mask)
+        for x, of, mask in zip(xs, leaves, masks, strict=True)
+    ]
+    load = sum(slots_of(config, ids) for ids, *_ in routed)
+    auxes = [
+        aux_loss(config, x, mask, load, *of_rank)
+        for x, mask, of_rank in zip(xs, masks, routed, strict=True)
+    ]
+    layout = oracle.lay_out(
+        [ids.numpy() for ids, *_ in routed], config.num_experts, capacity=config.capacity
+    )
+    kept = torch.cat([torch.from_numpy(rows) >= 0 for rows in layout.slot_to_row])
+    ids = torch.cat([ids for ids, *_ in routed])
+    probs = torch.cat([probs for _, probs, *_ in routed])
+    tokens = torch.cat([x.flatten(0, -2) for x in xs])
+    fc1, b1 = weights_of(leaves, "experts.fc1", scaling)
+    fc2, b2 = weights_of(leaves, "experts.fc2", scaling)
+    y = torch.zeros_like(tokens)
+    for expert in range(config.num_experts):
+        token, k = ((ids == expert) & kept).nonzero(as_tuple=True)
+        gate, up = (tokens[token] @ fc1[expert].T + b1[expert]).chunk(2, -1)
+        out = (silu(gate) * up) @ fc2[expert].T + b2[expert]
+        y = y.index_add(0, token, out * probs[token, k, None])
+    outs = [
+        out.view_as(x) for out, x in zip(y.split([len(ids) for ids, *_ in routed]), xs, strict=True)
+    ]
+    if "shared_expert.weight" in leaves[0]:
+        outs = [
+            out + x @ of["shared_expert.weight"].T + of["shared_expert.bias"]
+            for out, x, of in zip(outs, xs, leaves, strict=True)
+        ]
+    return outs, auxes, load, layout.num_dropped
+
+
+def weights_of(
+    leaves: list[Leaves], name: str, scaling: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[E, O, C] and [E, O] of all experts, from packed or discrete parameters, with what adapters add."""
+    weights, biases = [], []
+    for of in leaves:
+        discrete = [
+            leaf for key, leaf in of.items() if key.removeprefix(f"{name}.weight").isdecimal()
+        ]
+        weight = torch.stack(discrete) if discrete else of[f"{name}.weight"]
+        if f"{name}.lora_a" in of:
+            weight = weight + scaling * of[f"{name}.lora_b"] @ of[f"{name}.lora_a"]
+        weights.append(weight)
+        biases.append(of.get(f"{name}.bias", torch.zeros_like(weight[..., 0])))
+    return torch.cat(weights), torch.cat(biases)
+
+
+def route(config, x, weight, bias, mask):
+    """ids [T, K] with -1 for none, probs [T, K], the choice before a capacity factor drops slots, scores and logits."""
+    tokens = x.flatten(0, -2)
+    if mask is not None:
+        tokens = tokens.masked_fill(~mask.view(-1, 1), 0)
+    logits = tokens @ weight.T
+    scores = logits.softmax(-1) if config.score == "softmax" else logits.sigmoid()
+    worth = scores.detach() + (0 if bias is None else bias.double().cpu())
+    by_group = worth.view(len(worth), config.num_groups, -1)
+    best = min(1 if config.score == "softmax" else 2, by_group.shape[-1])
+    worst = by_group.topk(best).values.sum(-1).topk(config.top_groups).indices
+    is_open = one_hot(worst, config.num_groups).sum(1).bool()
+    chosen = (
+        by_group.masked_fill(~is_open[..., None], -math.inf).flatten(1).topk(config.top_k).indices
+    )
+    probs = scores.gather(1, chosen)
+    if config.renormalize:
+        probs = probs / probs.sum(-1, keepdim=True)
+    probs = probs * config.route_scale
+    if mask is not None:
+        chosen = chosen.masked_fill(~mask.view(-1, 1), -1)
+    ids = chosen.clone()
+    if config.capacity_factor is not None:
+        most = math.ceil(ids.numel() / config.num_experts * config.capacity_factor)
+        for expert in range(config.num_experts):
+            slots = (ids.flatten() == expert).nonzero().flatten()
+            best_first = slots[probs.detach().flatten()[slots].argsort(descending=True)]
+            ids.view(-1)[best_first[most:]] = -1
+    return ids, probs, chosen, scores, logits
+
+
+def slots_of(config, ids: torch.Tensor) -> torch.Tensor:
+    """int64 [E], slots of each expert."""
+    return torch.bincount(ids[ids >= 0].flatten(), minlength=config.num_experts)
+
+
+def aux_loss(config, x, mask, load, _ids, _probs, chosen, scores, logits) -> torch.Tensor:
+    """The balance loss of the micro-batch, or of each sequence, and the z-loss, by their coefficients."""
+    keeps = torch.ones(x.shape[:-1], dtype=torch.bool) if mask is None else mask
+    shares = scores / scores.sum(-1, keepdim=True)
+    parts = [
+        (keeps.flatten(), load if config.capacity_factor is None else slots_of(config, chosen))
+    ]
+    if config.aux_loss == "sequence":
+        of_sequence = [each.view(-1) for each in one_hot_rows(keeps)]
+        parts = [(each, slots_of(config, chosen[each])) for each in of_sequence]
+    total = torch.zeros((), dtype=torch.float64)
+    for counts, slots in parts:
+        fractions = slots / slots.sum().clamp_min(1)
+        mean_share = shares[counts].sum(0) / counts.sum().clamp_min(1)
+        total = total + config.num_experts * (fractions * mean_share).sum() / len(parts)
+    z = logits[keeps.flatten()].logsumexp(-1).square().sum() / keeps.sum().clamp_min(1)
+    return config.aux_loss_coef * total + config.z_loss_coef * z
+
+
+def one_hot_rows(keeps: torch.Tensor) -> list[torch.Tensor]:
+    """Of a mask [B, S], one for each line that has nothing else."""
+    lines = torch.eye(len(keeps), dtype=torch.bool)
+    return [keeps & line[:, None] for line in lines]
