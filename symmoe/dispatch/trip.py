@@ -140,7 +140,6 @@ class _Index:
     row_probs: torch.Tensor | None = None
     slots: torch.Tensor | None = None  # where they come, int32 [P_cap, K]; None in backward
     probs: torch.Tensor | None = None  # fp32
-    num_rows: torch.Tensor | None = None  # int32 [1], N
     offsets: tuple[int, ...] = ()
 
     def push(self, tokens: Plan, probs: torch.Tensor | None, ready: torch.Tensor) -> None:
@@ -157,14 +156,20 @@ class _Index:
             )
 
     def read(
-        self, begin: torch.Tensor, end: torch.Tensor, ready: torch.Tensor, arrived: torch.Tensor
+        self,
+        packed: tuple[torch.Tensor, torch.Tensor],
+        num_rows: torch.Tensor,
+        trip: tuple[torch.Tensor, torch.Tensor],
     ) -> None:
         """Reads the slots of packed rows that have arrived: see the kernel `index_rows`."""
         if self.slots is not None:
             wire = self.slots, None if self.row_probs is None else self.probs
-            made = self.packed_to_row, self.row_to_packed_row, self.row_probs
             kernels.for_device(self.slots.device).index_rows(
-                wire, (begin, end), self.num_rows, (ready, arrived), made
+                wire,
+                packed,
+                num_rows,
+                trip,
+                (self.packed_to_row, self.row_to_packed_row, self.row_probs),
             )
 
 
@@ -184,8 +189,9 @@ def _new_index(plan: Plan, *, has_probs: bool) -> Iterator[_Index]:
         heap.lease(shape, torch.float32, name="received probs", phase=PHASE) as probs,
     ):
         offsets = slots.offset, probs.offset
-        wire = slots.tensor, probs.tensor
-        yield _Index(packed_to_row, row_to_packed_row, row_probs, *wire, plan.num_present, offsets)
+        yield _Index(
+            packed_to_row, row_to_packed_row, row_probs, slots.tensor, probs.tensor, offsets
+        )
     plan.packed_to_row, plan.row_to_packed_row = packed_to_row, row_to_packed_row
 
 
@@ -378,7 +384,11 @@ class _Trip:
         result of the wait for them."""
         start = self._plan.in_node.source_to_packed_start
         first, end = (0, len(start) - 1) if source is None else (source, source + 1)
-        self._index.read(start[first : first + 1], start[end : end + 1], self._ready, arrived)
+        self._index.read(
+            (start[first : first + 1], start[end : end + 1]),
+            self._plan.num_present,
+            (self._ready, arrived),
+        )
         if (
             self._layout == "expert-major" and self._num_ranks > 1
         ):  # the only rank of a node has placed all rows

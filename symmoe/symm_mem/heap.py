@@ -156,14 +156,13 @@ class SymmetricHeap(HeapParts):
         constants = [self.peers.bases, self.count_peers.bases, self.status, *self.peers.views]
         if self.nodes is not None:
             constants += self.nodes.constants
-        fail = partial(self.fail, phase=control.PHASE_PLAN)  # in the next barrier, whichever it is
-        seam = self.waits.kernels, kernels.tape_compiler(self.device)
         self.tapes = Tapes(
             self.device,
             self.abort,
-            fail,
+            partial(self.fail, phase=control.PHASE_PLAN),  # in the next barrier, whichever it is
             constants,
-            *seam,
+            self.waits.kernels,
+            kernels.tape_compiler(self.device),
             audits=self._tape_mode == "audit",
             fills=self.memory.fills,
         )

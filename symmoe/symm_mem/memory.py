@@ -48,13 +48,9 @@ class Arena:
         size = aligned(num_bytes or 1)
         for index, (start, end) in enumerate(self._free):
             if end - start >= size:
-                if end - start == size:
-                    del self._free[index]
-                else:
-                    self._free[index] = (start + size, end)
+                self._free[index : index + 1] = [(start + size, end)] if end - start > size else []
                 self.used_bytes += size
-                if self.used_bytes > self.high_water_bytes:
-                    self.high_water_bytes = self.used_bytes
+                self.high_water_bytes = max(self.high_water_bytes, self.used_bytes)
                 return start, size
         return None
 
@@ -218,9 +214,7 @@ class Memory:
                 capture := order.capture
             ):  # calls of a captured graph share spans
                 arena = self._graph_arenas.setdefault(capture, Arena(0, 0))
-                found = arena.take_or_grow(num_bytes, self.arena)
-            else:
-                found = arena.take(num_bytes)
+            found = arena.take_or_grow(num_bytes, self.arena)
             if found is not None:
                 if order is not None:
                     order.taken(found)

@@ -123,13 +123,6 @@ def fill(memory: torch.Tensor) -> torch.Tensor:
     return memory
 
 
-def _filled_by(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def make_filled(*look: Any) -> torch.Tensor:
-        return fill(make(*look))
-
-    return make_filled
-
-
 class Recorder(TorchDispatchMode):
     """Records one call, as a context. One thread.
 
@@ -174,7 +167,7 @@ class Recorder(TorchDispatchMode):
         device = inputs[0].device
         self._device, self._on_gpu = device, device.type == "cuda"
         make = torch_internals.empty_strided[device.type]
-        self._make = _filled_by(make) if fills else make
+        self._make = (lambda *look: fill(make(*look))) if fills else make
         self._has_autocast = torch.is_autocast_enabled(device.type)
         self._stream = torch.cuda.current_stream(device).cuda_stream if self._on_gpu else 0
         self._next_numbers: dict[str, Any] = {}  # those of the next launch, by the parameter's name
@@ -336,8 +329,9 @@ class Recorder(TorchDispatchMode):
                 self._note_operator(function, template, None)
             return result
         if function in _EMPTY and result.device == self._device:
-            slot = self._place(result)
-            self.entries.append(Call(self._make, (_look(result), {}), slot, tapes.NEW))
+            self.entries.append(
+                Call(self._make, (_look(result), {}), self._place(result), tapes.NEW)
+            )
         elif isinstance(result, torch.Tensor):
             self._note_operator(function, template, self._place(result))
         else:

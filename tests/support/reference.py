@@ -1,38 +1,32 @@
-"""Stacks of MoE layers over the tokens of all ranks in float64, as papers define them, with autograd for every gradient.
-It shares no code with the package: of its objects it takes parameters by name and fields of the configuration."""
+"""Stacks of MoE layers over the tokens of all ranks in float64, with autograd for every gradient. No code of the
+package: of its objects, parameters by name and fields of the configuration."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import oracle
 import torch
 import torch.distributed as dist
-from torch.nn.functional import one_hot, silu
+from torch.nn.functional import one_hot
 
-Leaves = dict[str, torch.Tensor]  # parameters of one rank by name, float64
-PER_RANK = tuple[torch.Tensor, ...]  # tensors in the order of ranks
+Leaves = dict[str, torch.Tensor]  # parameters of one rank by name
 
 
 @dataclass
 class Wanted:
-    """Of one micro-batch on this rank. aux, load and dropped: by layer; load: slots of each expert, of all ranks."""
+    """Of one micro-batch, on this rank. aux, load (slots of each expert on all ranks), num_dropped: of each layer."""
 
+    x: torch.Tensor  # whose gradient is the wanted one
     y: torch.Tensor
-    dx: torch.Tensor
-    aux: list[torch.Tensor]
-    load: list[torch.Tensor]
-    num_dropped: list[int]
+    aux: list[torch.Tensor] = field(default_factory=list)
+    load: list[torch.Tensor] = field(default_factory=list)
+    num_dropped: list[int] = field(default_factory=list)
 
 
-def gather(thing: object) -> list:
-    """Every rank's object. Collective."""
-    found: list[object] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, thing)
-    return found
-
-
-def wanted(config, model: torch.nn.Module, calls: list[dict], scaling: float = 1.0):
-    """What forward and backward of micro-batches give on this rank, x + layer(x) for each of `model.layers`, and a loss
+def wanted(
+    config, model: torch.nn.Module, calls: list[dict], scaling: float
+) -> tuple[list[Wanted], Leaves]:
+    """What forward and backward of micro-batches give on this rank: x + layer(x) for each of `model.layers`, and a loss
     that is the sum over all ranks of (y * dy).sum() and of the layers' aux_loss. Collective.
 
     Args:
@@ -40,44 +34,50 @@ def wanted(config, model: torch.nn.Module, calls: list[dict], scaling: float = 1
         scaling: of adapters.
 
     Returns:
-        Wanted for each call, and gradients by the names of the model's parameters.
+        What is wanted of each call, and gradients by the names of the model's parameters.
     """
-    own = {name: each.detach().double().cpu() for name, each in model.named_parameters()}
-    own_calls = [{key: to_double(value) for key, value in call.items()} for call in calls]
-    rank, by_rank = dist.get_rank(), gather((own, own_calls))
+    own_leaves = {name: as_double(each) for name, each in model.named_parameters()}
+    own_calls = [{key: as_double(each) for key, each in call.items()} for call in calls]
+    by_rank: list = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, (own_leaves, own_calls))
     leaves = [{name: each.requires_grad_() for name, each in of.items()} for of, _ in by_rank]
-    bias = [layer.router.expert_bias for layer in model.layers]
-    found, loss = [], torch.zeros((), dtype=torch.float64)
+    bias = [as_double(layer.router.expert_bias) for layer in model.layers]
+    loss = torch.zeros((), dtype=torch.float64)
+    found = []
     for turn in range(len(calls)):
-        its = [of_rank[turn] for _, of_rank in by_rank]
-        xs = [call["x"].requires_grad_() for call in its]
-        ys, auxes, loads, drops = list(xs), [], [], []
+        call_of_rank = [of_rank[turn] for _, of_rank in by_rank]
+        ys = [call["x"].requires_grad_() for call in call_of_rank]
+        made = Wanted(ys[dist.get_rank()], ys[dist.get_rank()])
+        masks = [call["mask"] for call in call_of_rank]
         for number in range(len(model.layers)):
-            prefix = f"layers.{number}."
-            of_layer = [
-                {name[len(prefix) :]: leaf for name, leaf in of.items() if name.startswith(prefix)}
-                for of in leaves
-            ]
-            masks = [call["mask"] for call in its]
+            of_layer = [without_prefix(of, f"layers.{number}.") for of in leaves]
             outs, aux, load, num_dropped = moe_layer(
                 config, of_layer, bias[number], ys, masks, scaling
             )
             ys = [y + out for y, out in zip(ys, outs, strict=True)]
             loss = loss + sum(aux)
-            auxes.append(aux[rank].detach())
-            loads.append(load)
-            drops.append(num_dropped)
-        loss = loss + sum((y * call["dy"]).sum() for y, call in zip(ys, its, strict=True))
-        found.append((ys[rank].detach(), xs[rank], auxes, loads, drops))
+            made.aux.append(aux[dist.get_rank()])
+            made.load.append(load)
+            made.num_dropped.append(num_dropped)
+        made.y = ys[dist.get_rank()]
+        loss = loss + sum((y * call["dy"]).sum() for y, call in zip(ys, call_of_rank, strict=True))
+        found.append(made)
     loss.backward()
-    made = [Wanted(y, x.grad, *others) for y, x, *others in found]
-    return made, {name: leaf.grad for name, leaf in leaves[rank].items()}
+    return found, {name: leaf.grad for name, leaf in leaves[dist.get_rank()].items()}
 
 
-def to_double(value: torch.Tensor | None) -> torch.Tensor | None:
-    if value is None or value.dtype == torch.bool:
-        return value
-    return value.detach().double().cpu()
+def as_double(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """A copy on the CPU, as float64 unless it is a mask."""
+    if tensor is None or tensor.dtype == torch.bool:
+        return None if tensor is None else tensor.cpu()
+    return tensor.detach().cpu().double()
+
+
+def without_prefix(leaves: Leaves, prefix: str) -> Leaves:
+    """Those whose names begin with it, by the rest of their names."""
+    return {
+        name.removeprefix(prefix): leaf for name, leaf in leaves.items() if name.startswith(prefix)
+    }
 
 
 def moe_layer(
@@ -107,12 +107,7 @@ def moe_layer(
     tokens = torch.cat([x.flatten(0, -2) for x in xs])
     fc1, b1 = weights_of(leaves, "experts.fc1", scaling)
     fc2, b2 = weights_of(leaves, "experts.fc2", scaling)
-    y = torch.zeros_like(tokens)
-    for expert in range(config.num_experts):
-        token, k = ((ids == expert) & kept).nonzero(as_tuple=True)
-        gate, up = (tokens[token] @ fc1[expert].T + b1[expert]).chunk(2, -1)
-        out = (silu(gate) * up) @ fc2[expert].T + b2[expert]
-        y = y.index_add(0, token, out * probs[token, k, None])
+    y = oracle.experts(tokens, ids.masked_fill(~kept, -1), probs, fc1, fc2, (b1, b2))
     outs = [
         out.view_as(x) for out, x in zip(y.split([len(ids) for ids, *_ in routed]), xs, strict=True)
     ]
@@ -148,11 +143,11 @@ def route(config, x, weight, bias, mask):
         tokens = tokens.masked_fill(~mask.view(-1, 1), 0)
     logits = tokens @ weight.T
     scores = logits.softmax(-1) if config.score == "softmax" else logits.sigmoid()
-    worth = scores.detach() + (0 if bias is None else bias.double().cpu())
+    worth = scores.detach() + (0 if bias is None else bias)
     by_group = worth.view(len(worth), config.num_groups, -1)
     best = min(1 if config.score == "softmax" else 2, by_group.shape[-1])
-    worst = by_group.topk(best).values.sum(-1).topk(config.top_groups).indices
-    is_open = one_hot(worst, config.num_groups).sum(1).bool()
+    open_groups = by_group.topk(best).values.sum(-1).topk(config.top_groups).indices
+    is_open = one_hot(open_groups, config.num_groups).sum(1).bool()
     chosen = (
         by_group.masked_fill(~is_open[..., None], -math.inf).flatten(1).topk(config.top_k).indices
     )

@@ -20,17 +20,17 @@ from symmoe.symm_mem.heap import SymmetricHeap
 
 @contextlib.contextmanager
 def open_heap(
-    device: str, *, num_bytes: int = 8 << 20, tapes: str | None = None, **kwargs
+    device: str, *, num_bytes: int = 8 << 20, tapes: str | None = None, fills: str = "1", **kwargs
 ) -> Iterator[SymmetricHeap]:
-    """A heap on `device`, with SYMMOE_TAPES as given, whose leases begin as NaN. As long as it is open, so does every
-    torch.empty of this rank; integers begin as huge ones."""
+    """A heap on `device`, with SYMMOE_TAPES and SYMMOE_FILL_MEMORY as given. As long as it is open, every
+    torch.empty of this rank begins as NaN, too; integers as huge ones."""
     was = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     backend = "nvshmem" if device == "cuda" else "host"
     if device == "cpu":  # which may be busy
         kwargs.setdefault("timeout_s", HANG_S / 2)
     try:
-        words = {"SYMMOE_FILL_MEMORY": "1"} | ({} if tapes is None else {"SYMMOE_TAPES": tapes})
+        words = {"SYMMOE_FILL_MEMORY": fills} | ({} if tapes is None else {"SYMMOE_TAPES": tapes})
         with mock.patch.dict(os.environ, words):
             made = SymmetricHeap(num_bytes=num_bytes, backend=backend, **kwargs)
         with made as heap:

@@ -89,7 +89,7 @@ class RowKernels(Protocol):
 
         Args:
             wire: int32 [P_cap, K], row of each slot of a packed row, or -1; fp32 [P_cap, K], the probs of the slots, or
-                None.
+                None, as row_probs.
             packed: int32 [1] each; first packed row that has arrived, and the one past the last.
             num_rows: int32 [1], N.
             index: packed_to_row, gets a copy; row_to_packed_row int32 [N_cap], gets the packed row of each row, and 0

@@ -303,11 +303,9 @@ def index_rows_kernel(
 
 
 def index_rows(wire, packed, num_rows, trip, index):
-    packed_to_row, row_to_packed_row, row_probs = index
-    numbers = packed_to_row.numel(), row_to_packed_row.numel()
-    results = packed_to_row, row_to_packed_row, row_probs if wire[1] is not None else None
-    args = *wire, *packed, num_rows, *trip, *results, *numbers
-    _move_slots(index_rows_kernel, args, max(numbers), top_k=packed_to_row.shape[1])
+    numbers = index[0].numel(), index[1].numel()
+    args = *wire, *packed, num_rows, *trip, *index, *numbers
+    _move_slots(index_rows_kernel, args, max(numbers), top_k=index[0].shape[1])
 
 
 @triton.jit

@@ -32,8 +32,7 @@ def push_slots(slots, region, peers, received, *, row_column, prob_column):
         here = slot_to_rank.index_select(0, tokens) == rank
         rows = peers.region(rank, offsets[row_column], (end, top_k), torch.int32)
         rows[used] = slot_to_row.index_select(0, tokens).where(here, -1)
-        if used.stop < end:
-            rows[used.stop :] = -1
+        rows[used.stop :] = -1
         if probs is not None:
             values = peers.region(rank, offsets[prob_column], (end, top_k), torch.float32)
             values[used] = probs.index_select(0, tokens).where(here, 0)
@@ -44,7 +43,7 @@ def index_rows(wire, packed, num_rows, trip, index):
     if _failed(trip):
         packed_to_row.fill_(-1)
         row_to_packed_row.zero_()
-        if row_probs is not None and wire_probs is not None:
+        if row_probs is not None:
             row_probs.fill_(float("nan"))
         return
     row_to_packed_row[int(num_rows) :] = 0
@@ -54,7 +53,7 @@ def index_rows(wire, packed, num_rows, trip, index):
     slots, rows = _present(arrived_rows.flatten())
     packed_rows = slots.div(wire_to_row.shape[1], rounding_mode="floor") + begin
     row_to_packed_row.index_copy_(0, rows, packed_rows.int())
-    if row_probs is not None and wire_probs is not None:
+    if row_probs is not None:
         row_probs.index_copy_(0, rows, wire_probs[begin:end].flatten().index_select(0, slots))
 
 
@@ -127,7 +126,6 @@ def sum_home(rows, index, trip, out, *, rank, num_ctas=None):
         out.fill_(float("nan"))
         return
     total = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
-    num_tokens = out.shape[0]
     for peer, start in enumerate(packed_start.tolist()):
         if peer == rank:
             own = torch.zeros_like(total)
@@ -137,7 +135,7 @@ def sum_home(rows, index, trip, out, *, rank, num_ctas=None):
         else:
             packed = token_to_packed_row[:, peer]
             _add_rows(
-                total, returned, packed >= 0, packed + ((peer - (peer > rank)) * num_tokens - start)
+                total, returned, packed >= 0, packed + ((peer - (peer > rank)) * len(out) - start)
             )
     out.copy_(total)
 
