@@ -214,7 +214,9 @@ class Memory:
                 capture := order.capture
             ):  # calls of a captured graph share spans
                 arena = self._graph_arenas.setdefault(capture, Arena(0, 0))
-            found = arena.take_or_grow(num_bytes, self.arena)
+                found = arena.take_or_grow(num_bytes, self.arena)
+            else:
+                found = arena.take(num_bytes)
             if found is not None:
                 if order is not None:
                     order.taken(found)

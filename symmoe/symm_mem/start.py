@@ -162,8 +162,11 @@ def _check(
         raise_for(_timeout_problem(name, timeout_s))
     tape_mode = _from_environment("SYMMOE_TAPES", MODES)
     fills = _from_environment("SYMMOE_FILL_MEMORY", ("0", "1")) == "1"
-    is_int = isinstance(ranks_per_node, int) and not isinstance(ranks_per_node, bool)
-    if ranks_per_node is not None and not (is_int and 0 < ranks_per_node < 1 << 31):
+    if ranks_per_node is not None and not (
+        isinstance(ranks_per_node, int)
+        and not isinstance(ranks_per_node, bool)
+        and 0 < ranks_per_node < 1 << 31
+    ):
         raise ArgumentError(
             f"ranks_per_node ({ranks_per_node!r}) must be an int of at least 1, or None"
         )

@@ -168,7 +168,7 @@ class Recorder(TorchDispatchMode):
         self._device, self._on_gpu = device, device.type == "cuda"
         make = torch_internals.empty_strided[device.type]
         self._make = (lambda *look: fill(make(*look))) if fills else make
-        self._has_autocast = torch.is_autocast_enabled(device.type)
+        self._autocast = device.type if torch.is_autocast_enabled(device.type) else None
         self._stream = torch.cuda.current_stream(device).cuda_stream if self._on_gpu else 0
         self._next_numbers: dict[str, Any] = {}  # those of the next launch, by the parameter's name
 
@@ -269,8 +269,12 @@ class Recorder(TorchDispatchMode):
         """Notes the launch of a compiled kernel that is about to happen; see Launch. names: of the parameters."""
         numbers, self._next_numbers = self._next_numbers, {}
         for name, value in zip(names, args, strict=False):
-            is_large = type(value) is int and value > _MOST_NUMBER and value not in self._constants
-            if is_large and name not in numbers:
+            if (
+                type(value) is int
+                and value > _MOST_NUMBER
+                and value not in self._constants
+                and name not in numbers
+            ):
                 self.give_up(f"{name} is an integer above {_MOST_NUMBER}, which may be an address")
         given = [
             numbers[name] if name in numbers else self._template(arg)
@@ -341,10 +345,10 @@ class Recorder(TorchDispatchMode):
     def _note_operator(self, function: Any, template: tuple[Any, Any], slot: int | None) -> None:
         if self._on_gpu and torch.cuda.current_stream(self._device).cuda_stream != self._stream:
             self.give_up(f"{function} runs on another stream")
-        autocast = (
-            self._device.type if self._has_autocast else None
-        )  # what it does to operators has been done here
-        self.entries.append(Call(function, template, slot, tapes.OPERATOR, self.is_owed, autocast))
+        # What autocast does to operators has been done here.
+        self.entries.append(
+            Call(function, template, slot, tapes.OPERATOR, self.is_owed, self._autocast)
+        )
 
     def _note_call(
         self, function: Callable[..., Any] | str, template: tuple[Any, Any], result: object
@@ -360,8 +364,7 @@ class Recorder(TorchDispatchMode):
             tensor = getattr(result, "tensor", None)  # a lease
             slot = self._place(tensor) if isinstance(tensor, torch.Tensor) else self._new_slot()
             self._things[id(result)] = slot, result
-        leaves = self._has_autocast and not torch.is_autocast_enabled(self._device.type)
-        autocast = self._device.type if leaves else None
+        autocast = None if torch.is_autocast_enabled(self._device.type) else self._autocast
         kind = tapes.IN_ORDER if hasattr(function, "is_in_order") else tapes.CALL
         self.entries.append(Call(function, template, slot, kind, self.is_owed, autocast))
 

@@ -1,10 +1,9 @@
-"""Padding in a layer, besides what moe/test_features.py has: the shared expert, and wrong masks and choices."""
+"""Wrong masks and choices of experts. What right ones give: moe/test_features.py."""
 
 import pytest
 import torch
 from cluster import run_on
 from heap_calls import outcome
-from torch import nn
 from worker import Findings
 
 from symmoe import MoEConfig, MoELayer, SymmetricHeap
@@ -15,17 +14,6 @@ EXPERTS, TOP_K, H, I = 4, 2, 16, 8
 def make_layer(heap: SymmetricHeap, **options) -> MoELayer:
     torch.manual_seed(2)
     return MoELayer(MoEConfig(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K, **options), heap)
-
-
-def test_the_shared_expert_sees_all_tokens(heap: SymmetricHeap):
-    shared = nn.Linear(H, H)
-    layer = MoELayer(
-        MoEConfig(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K), heap, shared_expert=shared
-    )
-    x, mask = torch.randn(5, H), torch.tensor([True, False, True, False, False])
-    y, _ = layer(x, mask)
-    torch.testing.assert_close(y[~mask], shared(x[~mask]))
-    assert not torch.allclose(y[mask], shared(x[mask]))
 
 
 @pytest.mark.parametrize("options", [{}, {"capacity_factor": 1.0, "aux_loss_coef": 0.1}], ids=str)

@@ -147,8 +147,9 @@ def pull_values(slot_to_rank, token_to_packed_row, peers, received, out, *, colu
         return
     out.zero_()
     for rank, offset in enumerate(offsets):
-        buffer = _rows_at(peers, rank, offset, out)
-        values = buffer.index_select(0, token_to_packed_row[:, rank].clamp(min=0))
+        values = _rows_at(peers, rank, offset, out).index_select(
+            0, token_to_packed_row[:, rank].clamp(min=0)
+        )
         torch.where(slot_to_rank == rank, values, out, out=out)
 
 
