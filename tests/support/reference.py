@@ -3,6 +3,7 @@ package: of its objects, parameters by name and fields of the configuration."""
 
 import math
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import oracle
 import torch
@@ -21,6 +22,16 @@ class Wanted:
     aux: list[torch.Tensor] = field(default_factory=list)
     load: list[torch.Tensor] = field(default_factory=list)
     num_dropped: list[int] = field(default_factory=list)
+
+
+class Routed(NamedTuple):
+    """A choice of experts, -1 for none."""
+
+    ids: torch.Tensor  # [T, K]
+    probs: torch.Tensor  # [T, K]
+    chosen: torch.Tensor  # ids before a capacity factor drops slots
+    scores: torch.Tensor  # [T, E]
+    logits: torch.Tensor  # [T, E]
 
 
 def wanted(
@@ -87,30 +98,29 @@ def moe_layer(
     xs: list[torch.Tensor],
     masks: list[torch.Tensor | None],
     scaling: float,
-):
+) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor, int]:
     """The experts' part of y and aux_loss by rank, the load, and the slots that a static capacity drops."""
     routed = [
         route(config, x, of["router.weight"], bias, mask)
         for x, of, mask in zip(xs, leaves, masks, strict=True)
     ]
-    load = sum(slots_of(config, ids) for ids, *_ in routed)
+    load = sum(slots_of(config, of_rank.ids) for of_rank in routed)
     auxes = [
-        aux_loss(config, x, mask, load, *of_rank)
+        aux_loss(config, x, mask, load, of_rank)
         for x, mask, of_rank in zip(xs, masks, routed, strict=True)
     ]
     layout = oracle.lay_out(
-        [ids.numpy() for ids, *_ in routed], config.num_experts, capacity=config.capacity
+        [of_rank.ids.numpy() for of_rank in routed], config.num_experts, capacity=config.capacity
     )
     kept = torch.cat([torch.from_numpy(rows) >= 0 for rows in layout.slot_to_row])
-    ids = torch.cat([ids for ids, *_ in routed])
-    probs = torch.cat([probs for _, probs, *_ in routed])
+    ids = torch.cat([of_rank.ids for of_rank in routed])
+    probs = torch.cat([of_rank.probs for of_rank in routed])
     tokens = torch.cat([x.flatten(0, -2) for x in xs])
     fc1, b1 = weights_of(leaves, "experts.fc1", scaling)
     fc2, b2 = weights_of(leaves, "experts.fc2", scaling)
     y = oracle.experts(tokens, ids.masked_fill(~kept, -1), probs, fc1, fc2, (b1, b2))
-    outs = [
-        out.view_as(x) for out, x in zip(y.split([len(ids) for ids, *_ in routed]), xs, strict=True)
-    ]
+    by_rank = y.split([len(of_rank.ids) for of_rank in routed])
+    outs = [out.view_as(x) for out, x in zip(by_rank, xs, strict=True)]
     if "shared_expert.weight" in leaves[0]:
         outs = [
             out + x @ of["shared_expert.weight"].T + of["shared_expert.bias"]
@@ -136,8 +146,8 @@ def weights_of(
     return torch.cat(weights), torch.cat(biases)
 
 
-def route(config, x, weight, bias, mask):
-    """ids [T, K] with -1 for none, probs [T, K], the choice before a capacity factor drops slots, scores and logits."""
+def route(config, x, weight, bias, mask) -> Routed:
+    """Of the tokens of x [B, S, H] on one rank."""
     tokens = x.flatten(0, -2)
     if mask is not None:
         tokens = tokens.masked_fill(~mask.view(-1, 1), 0)
@@ -164,7 +174,7 @@ def route(config, x, weight, bias, mask):
             slots = (ids.flatten() == expert).nonzero().flatten()
             best_first = slots[probs.detach().flatten()[slots].argsort(descending=True)]
             ids.view(-1)[best_first[most:]] = -1
-    return ids, probs, chosen, scores, logits
+    return Routed(ids, probs, chosen, scores, logits)
 
 
 def slots_of(config, ids: torch.Tensor) -> torch.Tensor:
@@ -172,26 +182,20 @@ def slots_of(config, ids: torch.Tensor) -> torch.Tensor:
     return torch.bincount(ids[ids >= 0].flatten(), minlength=config.num_experts)
 
 
-def aux_loss(config, x, mask, load, _ids, _probs, chosen, scores, logits) -> torch.Tensor:
+def aux_loss(config, x, mask, load, routed: Routed) -> torch.Tensor:
     """The balance loss of the micro-batch, or of each sequence, and the z-loss, by their coefficients."""
     keeps = torch.ones(x.shape[:-1], dtype=torch.bool) if mask is None else mask
-    shares = scores / scores.sum(-1, keepdim=True)
-    parts = [
-        (keeps.flatten(), load if config.capacity_factor is None else slots_of(config, chosen))
-    ]
+    shares = routed.scores / routed.scores.sum(-1, keepdim=True)
+    slots = load if config.capacity_factor is None else slots_of(config, routed.chosen)
+    parts = [(keeps.flatten(), slots)]  # tokens, and the slots of each expert
     if config.aux_loss == "sequence":
-        of_sequence = [each.view(-1) for each in one_hot_rows(keeps)]
-        parts = [(each, slots_of(config, chosen[each])) for each in of_sequence]
+        sequence = torch.arange(len(keeps)).repeat_interleave(keeps.shape[1])
+        tokens = [keeps.flatten() & (sequence == number) for number in range(len(keeps))]
+        parts = [(each, slots_of(config, routed.chosen[each])) for each in tokens]
     total = torch.zeros((), dtype=torch.float64)
-    for counts, slots in parts:
+    for tokens, slots in parts:
         fractions = slots / slots.sum().clamp_min(1)
-        mean_share = shares[counts].sum(0) / counts.sum().clamp_min(1)
-        total = total + config.num_experts * (fractions * mean_share).sum() / len(parts)
-    z = logits[keeps.flatten()].logsumexp(-1).square().sum() / keeps.sum().clamp_min(1)
+        mean_shares = shares[tokens].sum(0) / tokens.sum().clamp_min(1)
+        total = total + config.num_experts * (fractions * mean_shares).sum() / len(parts)
+    z = routed.logits[keeps.flatten()].logsumexp(-1).square().sum() / keeps.sum().clamp_min(1)
     return config.aux_loss_coef * total + config.z_loss_coef * z
-
-
-def one_hot_rows(keeps: torch.Tensor) -> list[torch.Tensor]:
-    """Of a mask [B, S], one for each line that has nothing else."""
-    lines = torch.eye(len(keeps), dtype=torch.bool)
-    return [keeps & line[:, None] for line in lines]
