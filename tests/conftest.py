@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 # for as long as it takes. Others follow in the order of their names; a name that is not here, or gone, does no harm.
 _FIRST = """
 test_several_nodes test_megatron_example test_convergence test_parallel test_products_compile test_megatron
-test_features test_low_precision_layer test_interpreted test_reliability test_docs_code test_transformers_trainer test_rows_compile
-test_compile test_tape test_bench test_captured_step test_access test_bad_input test_low_precision test_room
+test_features test_low_precision_layer test_interpreted test_reliability test_docs_code test_transformers_trainer
+test_rows_compile test_compile test_tape test_bench test_captured_step test_access test_bad_input test_low_precision test_room
 test_wrappers test_oracle test_transformers_checkpoint test_balance_by_replicas test_fp8_compile test_nodes_faults
 test_nodes test_train_lm test_release test_grouped_layers test_checkpoint_faults test_nodes_devices test_bounds
 test_quantize_compile test_gemm_twin test_low_precision_edges test_loops test_scaled_compile test_peft
