@@ -200,9 +200,11 @@ def combine_tokens(
     has been dispatched with the plan.
 
     Args:
-        expert_out: [N, H] or [plan.row_capacity, H], rows as dispatch_tokens gave them out. With order "slot", and
-            between nodes, peers read them, so they are copied to the heap if they lie elsewhere: the slow path, counted
-            in `heap.statistics`. Rows that are not contiguous, or not 16-byte aligned, are copied with any order.
+        expert_out: rows as dispatch_tokens gave them out: with exact capacity [N, H] or [plan.row_capacity, H]; with
+            static capacity, where only the device knows N, [plan.row_capacity, H], of which nobody reads the tail. With
+            order "slot", and between nodes, peers read them, so they are copied to the heap if they lie elsewhere: the
+            slow path, counted in `heap.statistics`. Rows that are not contiguous, or not 16-byte aligned, are copied
+            with any order.
         plan: the plan of the dispatch.
         order: "rank": a token's rows on one rank are summed first, then the sums of the ranks; least traffic. "slot":
             the K rows are summed in k order; bitwise independent of the number of ranks, and of nodes. "node": those of

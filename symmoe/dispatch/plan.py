@@ -61,7 +61,7 @@ class Plan(PlanIntegers):
             room until it is settled.
         generation: epoch of the plan's barrier; all ranks of a trip must bring the same plan. 0: it is not known yet.
         packed_to_row: int32 [P_cap, K], rows of each packed row in k order; set by the plan's first dispatch.
-        row_to_packed_row: int32 [N_cap], set by the plan's first dispatch; the tail is 0 if rows are packed.
+        row_to_packed_row: int32 [N_cap], set by the plan's first dispatch; the tail is 0.
         max_rows, max_packed_rows: the largest N and P of any rank; None as num_rows is.
         most_sent: the most tokens that this rank sends to another node, if num_rows is known.
         has_room: False for a plan with too little room on some rank, once it is settled: it has no rows then.
@@ -173,6 +173,11 @@ class Plan(PlanIntegers):
     def num_dropped(self) -> torch.Tensor:
         """int32 [1], slots of the whole EP group that were dropped."""
         return self.report[control.SUM_NUM_DROPPED : control.SUM_NUM_DROPPED + 1]
+
+    @property
+    def num_present(self) -> torch.Tensor:
+        """int32 [1], N on the device."""
+        return self.report[control.SUM_NUM_ROWS : control.SUM_NUM_ROWS + 1]
 
     @property
     def num_packed(self) -> torch.Tensor:

@@ -94,9 +94,7 @@ def dispatch(
     index = None if gradients is None else _Index(*plan.received_index())
     with ExitStack() as stack:
         if index is None:
-            index = stack.enter_context(
-                _new_index(plan, has_probs=probs is not None, layout=layout)
-            )
+            index = stack.enter_context(_new_index(plan, has_probs=probs is not None))
         stack.enter_context(plan.heap.one_call)
         if division is None:
             stack.enter_context(plan.heap.timed("dispatch"))
@@ -156,25 +154,29 @@ class _Index:
             )
 
     def read(
-        self, begin: torch.Tensor, end: torch.Tensor, ready: torch.Tensor, arrived: torch.Tensor
+        self,
+        packed: tuple[torch.Tensor, torch.Tensor],
+        num_rows: torch.Tensor,
+        trip: tuple[torch.Tensor, torch.Tensor],
     ) -> None:
         """Reads the slots of packed rows that have arrived: see the kernel `index_rows`."""
         if self.slots is not None:
             wire = self.slots, None if self.row_probs is None else self.probs
-            made = self.packed_to_row, self.row_to_packed_row, self.row_probs
             kernels.for_device(self.slots.device).index_rows(
-                wire, (begin, end), (ready, arrived), made
+                wire,
+                packed,
+                num_rows,
+                trip,
+                (self.packed_to_row, self.row_to_packed_row, self.row_probs),
             )
 
 
 @contextmanager
-def _new_index(plan: Plan, *, has_probs: bool, layout: str) -> Iterator[_Index]:
+def _new_index(plan: Plan, *, has_probs: bool) -> Iterator[_Index]:
     """A context that leases buffers for slots. If no exception is raised, the plan has the index after it."""
     heap, shape = plan.heap, (plan.packed_row_capacity, plan.top_k)
     packed_to_row = torch.empty(shape, dtype=torch.int32, device=heap.device)
-    # Zeros in the tail: a kernel that gathers by it, from packed rows, stays inside the buffer.
-    make = torch.zeros if layout == "packed" else torch.empty
-    row_to_packed_row = make(plan.row_capacity, dtype=torch.int32, device=heap.device)
+    row_to_packed_row = torch.empty(plan.row_capacity, dtype=torch.int32, device=heap.device)
     row_probs = (
         torch.empty(plan.row_capacity, dtype=torch.float32, device=heap.device)
         if has_probs
@@ -380,7 +382,11 @@ class _Trip:
         result of the wait for them."""
         start = self._plan.in_node.source_to_packed_start
         first, end = (0, len(start) - 1) if source is None else (source, source + 1)
-        self._index.read(start[first : first + 1], start[end : end + 1], self._ready, arrived)
+        self._index.read(
+            (start[first : first + 1], start[end : end + 1]),
+            self._plan.num_present,
+            (self._ready, arrived),
+        )
         if (
             self._layout == "expert-major" and self._num_ranks > 1
         ):  # the only rank of a node has placed all rows

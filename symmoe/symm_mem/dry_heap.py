@@ -80,7 +80,7 @@ class _DryStreams(NoStreams):
 class _DryMemory:
     """In place of Memory. Memory is planned for leases that stay as large as they are made."""
 
-    base, is_closed = 0, False
+    base, is_closed, fills = 0, False, False
     lacks = shrink = _nothing
 
     def __init__(self, peers: Peers, events: list[Event]) -> None:

@@ -83,7 +83,8 @@ class SymmetricHeap(HeapParts):
 
     With `SYMMOE_FLIGHT_DIR` set in the environment, the last calls are written there when an error of a barrier is
     raised (docs/reliability.md). `SYMMOE_TAPES` says whether calls that repeat are played from tapes: "on", "off", or
-    "audit", where each runs and is compared with its tape (docs/design.md). Both are read here, once.
+    "audit", where each runs and is compared with its tape (docs/design.md). With `SYMMOE_FILL_MEMORY=1` leases
+    and memory of tapes begin as NaN (docs/troubleshooting.md). All are read here, once.
 
     Attributes:
         rank, num_ranks: in the group.
@@ -155,10 +156,15 @@ class SymmetricHeap(HeapParts):
         constants = [self.peers.bases, self.count_peers.bases, self.status, *self.peers.views]
         if self.nodes is not None:
             constants += self.nodes.constants
-        fail = partial(self.fail, phase=control.PHASE_PLAN)  # in the next barrier, whichever it is
-        seam = self.waits.kernels, kernels.tape_compiler(self.device)
         self.tapes = Tapes(
-            self.device, self.abort, fail, constants, *seam, audits=self._tape_mode == "audit"
+            self.device,
+            self.abort,
+            partial(self.fail, phase=control.PHASE_PLAN),  # in the next barrier, whichever it is
+            constants,
+            self.waits.kernels,
+            kernels.tape_compiler(self.device),
+            audits=self._tape_mode == "audit",
+            fills=self.memory.fills,
         )
 
     # -- memory ---------------------------------------------------------------------------------------------------

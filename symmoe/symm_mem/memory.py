@@ -23,7 +23,7 @@ from symmoe.autograd import wrote_into
 from symmoe.errors import ArgumentError, StaleLease
 from symmoe.kernels.control import Peers
 from symmoe.symm_mem.streams import Access, StreamOrder
-from symmoe.tape.recorder import recorded
+from symmoe.tape.recorder import fill, recorded
 
 ALIGNMENT_BYTES = 512  # fits TMA (128), and leases share no cache lines
 _SEARCH_WORTH = 10  # searches for garbage in vain take a tenth of the time at most
@@ -48,13 +48,9 @@ class Arena:
         size = aligned(num_bytes or 1)
         for index, (start, end) in enumerate(self._free):
             if end - start >= size:
-                if end - start == size:
-                    del self._free[index]
-                else:
-                    self._free[index] = (start + size, end)
+                self._free[index : index + 1] = [(start + size, end)] if end - start > size else []
                 self.used_bytes += size
-                if self.used_bytes > self.high_water_bytes:
-                    self.high_water_bytes = self.used_bytes
+                self.high_water_bytes = max(self.high_water_bytes, self.used_bytes)
                 return start, size
         return None
 
@@ -170,6 +166,7 @@ class Memory:
     Args:
         arenas: by rank, makes a new uint8 tensor over its arena, with a separate version counter.
         order: of CUDA streams; None: only the host touches the memory, in order and at once.
+        fills: whether spans are filled with NaN when they are taken, on the current stream; see recorder.fill.
 
     Attributes:
         arena: free ranges behind the control block.
@@ -186,9 +183,11 @@ class Memory:
         arenas: Sequence[Callable[[], torch.Tensor]],
         access: Access,
         order: StreamOrder | None,
+        *,
+        fills: bool,
     ) -> None:
         own = peers.views[peers.rank]
-        self.peers, self.arenas = peers, arenas
+        self.peers, self.arenas, self.fills = peers, arenas, fills
         self._start, self._end = peers.layout.num_bytes, own.numel()
         self.arena = Arena(self._start, self._end)
         self.lock, self.statistics = threading.RLock(), HeapStatistics()
@@ -221,6 +220,8 @@ class Memory:
             if found is not None:
                 if order is not None:
                     order.taken(found)
+                if self.fills:
+                    fill(self.peers.views[self.peers.rank][found[0] : sum(found)])
                 self._live[found[0]] = num_bytes, name if arena is self.arena else None
                 self.statistics.num_leases += 1
                 return Span(self, name, self.statistics.num_leases, (arena, found))

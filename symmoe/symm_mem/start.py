@@ -7,7 +7,7 @@ import math
 import os
 import warnings
 from collections import defaultdict
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 
@@ -64,7 +64,7 @@ class HeapParts:
         self.bootstrap, whole = Bootstrap(group), Bootstrap(group, start_s)
         self.rank, self.num_ranks, is_on_host = whole.rank, whole.num_ranks, self.backend == "host"
         timeouts = {"timeout_s": timeout_s, "start_timeout_s": start_timeout_s}
-        self._tape_mode = whole.attempt(
+        self._tape_mode, fills = whole.attempt(
             partial(_check, whole, num_bytes, self.backend, ranks_per_node, timeouts)
         )
         _agree_on(
@@ -96,7 +96,7 @@ class HeapParts:
         self._access = access = Access()
         order = None if is_on_host else StreamOrder(device)
         self.streams: Streams = order or NoStreams()
-        self.memory = Memory(peers, arenas.arenas, access, order)
+        self.memory = Memory(peers, arenas.arenas, access, order, fills=fills)
         self.one_call: AbstractContextManager[None] = (
             OneCall(access, self.memory.lock, order) if order else access
         )
@@ -150,8 +150,8 @@ def _check(
     backend: str,
     ranks_per_node: int | None,
     timeouts: dict[str, float],
-) -> str:
-    """Raises for what is wrong on this rank; the mode of tapes."""
+) -> tuple[str, bool]:
+    """Raises for what is wrong on this rank; the mode of tapes, and whether memory is filled when it is taken."""
     least = ControlLayout(bootstrap.num_ranks).num_bytes + ALIGNMENT_BYTES
     if backend not in ("host", "nvshmem"):
         raise ArgumentError(f"backend ({backend!r}) must be 'auto', 'host' or 'nvshmem'")
@@ -160,13 +160,13 @@ def _check(
         raise ArgumentError(f"num_bytes ({num_bytes!r}) must be an int of {bounds}")
     for name, timeout_s in timeouts.items():
         raise_for(_timeout_problem(name, timeout_s))
-    tape_mode = os.environ.get("SYMMOE_TAPES") or MODES[0]
-    if tape_mode not in MODES:
-        raise ArgumentError(
-            f"SYMMOE_TAPES ({tape_mode!r}) must be one of {', '.join(map(repr, MODES))}"
-        )
-    is_int = isinstance(ranks_per_node, int) and not isinstance(ranks_per_node, bool)
-    if ranks_per_node is not None and not (is_int and 0 < ranks_per_node < 1 << 31):
+    tape_mode = _from_environment("SYMMOE_TAPES", MODES)
+    fills = _from_environment("SYMMOE_FILL_MEMORY", ("0", "1")) == "1"
+    if ranks_per_node is not None and not (
+        isinstance(ranks_per_node, int)
+        and not isinstance(ranks_per_node, bool)
+        and 0 < ranks_per_node < 1 << 31
+    ):
         raise ArgumentError(
             f"ranks_per_node ({ranks_per_node!r}) must be an int of at least 1, or None"
         )
@@ -178,7 +178,15 @@ def _check(
         raise BackendUnavailable(missing)
     if backend == "host" and bootstrap.rank == 0:
         host_backend.warn_if_too_large(num_bytes, bootstrap.num_ranks)
-    return tape_mode
+    return tape_mode, fills
+
+
+def _from_environment(name: str, words: Sequence[str]) -> str:
+    """The word that a variable has; the first one if it is not set."""
+    word = os.environ.get(name) or words[0]
+    if word not in words:
+        raise ArgumentError(f"{name} ({word!r}) must be one of {', '.join(map(repr, words))}")
+    return word
 
 
 def _timeout_problem(name: str, value: object) -> ArgumentError | None:

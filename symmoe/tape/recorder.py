@@ -116,6 +116,13 @@ def owed() -> Iterator[None]:
         current.is_owed = before
 
 
+def fill(memory: torch.Tensor) -> torch.Tensor:
+    """Fills dense memory with 0x7FFF in every two bytes: NaN as any float, as an index one that no tensor has."""
+    numbers = memory.as_strided((memory.numel(),), (1,)).view(torch.uint8)
+    numbers[: numbers.numel() // 2 * 2].view(torch.int16).fill_(0x7FFF)
+    return memory
+
+
 class Recorder(TorchDispatchMode):
     """Records one call, as a context. One thread.
 
@@ -124,6 +131,7 @@ class Recorder(TorchDispatchMode):
         numbers: integers that differ from call to call, by the name of the keyword under which recorded functions get
             them.
         constants: tensors that are the same in every call.
+        fills: whether the tape fills memory that it makes.
 
     Attributes:
         entries: what has been recorded.
@@ -136,6 +144,8 @@ class Recorder(TorchDispatchMode):
         inputs: Sequence[torch.Tensor],
         numbers: Mapping[str, int],
         constants: Sequence[torch.Tensor],
+        *,
+        fills: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
         self.entries: list[Entry] = []
@@ -156,7 +166,9 @@ class Recorder(TorchDispatchMode):
             self.give_up(SHARED)
         device = inputs[0].device
         self._device, self._on_gpu = device, device.type == "cuda"
-        self._has_autocast = torch.is_autocast_enabled(device.type)
+        make = torch_internals.empty_strided[device.type]
+        self._make = (lambda *look: fill(make(*look))) if fills else make
+        self._autocast = device.type if torch.is_autocast_enabled(device.type) else None
         self._stream = torch.cuda.current_stream(device).cuda_stream if self._on_gpu else 0
         self._next_numbers: dict[str, Any] = {}  # those of the next launch, by the parameter's name
 
@@ -257,8 +269,12 @@ class Recorder(TorchDispatchMode):
         """Notes the launch of a compiled kernel that is about to happen; see Launch. names: of the parameters."""
         numbers, self._next_numbers = self._next_numbers, {}
         for name, value in zip(names, args, strict=False):
-            is_large = type(value) is int and value > _MOST_NUMBER and value not in self._constants
-            if is_large and name not in numbers:
+            if (
+                type(value) is int
+                and value > _MOST_NUMBER
+                and value not in self._constants
+                and name not in numbers
+            ):
                 self.give_up(f"{name} is an integer above {_MOST_NUMBER}, which may be an address")
         given = [
             numbers[name] if name in numbers else self._template(arg)
@@ -317,8 +333,9 @@ class Recorder(TorchDispatchMode):
                 self._note_operator(function, template, None)
             return result
         if function in _EMPTY and result.device == self._device:
-            make = torch_internals.empty_strided[self._device.type]
-            self.entries.append(Call(make, (_look(result), {}), self._place(result), tapes.NEW))
+            self.entries.append(
+                Call(self._make, (_look(result), {}), self._place(result), tapes.NEW)
+            )
         elif isinstance(result, torch.Tensor):
             self._note_operator(function, template, self._place(result))
         else:
@@ -328,10 +345,10 @@ class Recorder(TorchDispatchMode):
     def _note_operator(self, function: Any, template: tuple[Any, Any], slot: int | None) -> None:
         if self._on_gpu and torch.cuda.current_stream(self._device).cuda_stream != self._stream:
             self.give_up(f"{function} runs on another stream")
-        autocast = (
-            self._device.type if self._has_autocast else None
-        )  # what it does to operators has been done here
-        self.entries.append(Call(function, template, slot, tapes.OPERATOR, self.is_owed, autocast))
+        # What autocast does to operators has been done here.
+        self.entries.append(
+            Call(function, template, slot, tapes.OPERATOR, self.is_owed, self._autocast)
+        )
 
     def _note_call(
         self, function: Callable[..., Any] | str, template: tuple[Any, Any], result: object
@@ -347,8 +364,7 @@ class Recorder(TorchDispatchMode):
             tensor = getattr(result, "tensor", None)  # a lease
             slot = self._place(tensor) if isinstance(tensor, torch.Tensor) else self._new_slot()
             self._things[id(result)] = slot, result
-        leaves = self._has_autocast and not torch.is_autocast_enabled(self._device.type)
-        autocast = self._device.type if leaves else None
+        autocast = None if torch.is_autocast_enabled(self._device.type) else self._autocast
         kind = tapes.IN_ORDER if hasattr(function, "is_in_order") else tapes.CALL
         self.entries.append(Call(function, template, slot, kind, self.is_owed, autocast))
 
@@ -425,6 +441,7 @@ class Tapes:
         kernels: returns the kernels for the device.
         compiled: makes what is played of a tape; None: it is not played.
         audits: whether no call is played, and each is compared with the tape instead.
+        fills: as in Recorder.
 
     Attributes:
         num_played, num_audited: calls that have been played, and compared.
@@ -440,12 +457,14 @@ class Tapes:
         compiled: Callable[[Tape], Tape | None],
         *,
         audits: bool = False,
+        fills: bool = False,
     ) -> None:
         self._kinds, self._numbers = dict[Hashable, _Kind](), dict[Hashable, int]()
         self._device, self._give_up, self._fail = device, give_up, fail
         self._constants, self._kernels, self._compiled = tuple(constants), kernels, compiled
         self._audits, self._is_ready, self._counter = audits, False, itertools.count()
         self.num_played = self.num_audited = self._num_calls = 0
+        self._fills = fills
 
     def run(
         self,
@@ -559,7 +578,7 @@ class Tapes:
         self, function: Function, inputs: Sequence[torch.Tensor], numbers: Mapping[str, int]
     ) -> tuple[Tape | None, str, Sequence[Any]]:
         """The recording of function(), or why there is none; and what the function returns."""
-        recording = Recorder(inputs, numbers, self._constants)
+        recording = Recorder(inputs, numbers, self._constants, fills=self._fills)
         try:
             with recording:
                 outputs = function()

@@ -63,9 +63,13 @@ class Memory:
             return self.constant
         thing = playing.things[self.slot]
         base: torch.Tensor = thing if isinstance(thing, torch.Tensor) else thing.tensor
-        if self.offset_bytes == 0 and base.dtype == self.dtype and base.shape == self.shape:
-            if base.stride() == self.stride:
-                return base
+        if (
+            self.offset_bytes == 0
+            and base.dtype == self.dtype
+            and base.shape == self.shape
+            and base.stride() == self.stride
+        ):
+            return base
         storage = base.untyped_storage()
         first_byte = base.data_ptr() - storage.data_ptr() + self.offset_bytes
         if first_byte + extent_bytes(self.shape, self.stride, self.dtype) > storage.nbytes():

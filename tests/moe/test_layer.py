@@ -4,8 +4,6 @@ import gc
 import warnings
 from collections.abc import Callable
 
-import numpy as np
-import oracle
 import pytest
 import routings
 import torch
@@ -51,78 +49,6 @@ def test_expert_parallel_mlp_is_the_oracle(
 
 
 # -- MoELayer ---------------------------------------------------------------------------------------------------------
-LAYER_OPTIONS = (
-    {},
-    {"order": "slot", "score": "sigmoid", "route_scale": 2.5, "aux_loss_coef": 0.1},
-    {"aux_loss_coef": 0.1, "z_loss_coef": 0.01},
-    {"capacity": 200, "max_tokens": 28},
-    {"capacity": 9, "max_tokens": 28, "overflow": "drop"},
-)
-
-
-@pytest.mark.parametrize("options", LAYER_OPTIONS, ids=str)
-@run_on(1, 2, 4, 8, on_gpus=(1, 2, 4, 8))
-def test_layer_is_the_oracle(
-    rank: int, num_ranks: int, findings: Findings, device: str, options: dict
-) -> None:
-    config = config_for(num_ranks, device, **options)
-    num_tokens = 7 + 3 * rank
-    with open_heap(device) as heap:
-        layer, weights = make_layer(heap, config)
-        x = tokens_of(rank, num_tokens, config.hidden).to(heap.device).requires_grad_()
-        dy = tokens_of(rank, num_tokens, config.hidden, salt=1)
-        y, metrics = layer(x.view(1, num_tokens, config.hidden))
-        findings.equal("shape of y", tuple(y.shape), (1, num_tokens, config.hidden))
-        (y[0] * dy.to(heap.device)).sum().add(metrics.aux_loss).backward()
-
-        # The router is somebody else's test; here it says where tokens go, and takes the gradient of the probs.
-        again = x.detach().clone().requires_grad_()
-        routed = layer.router(again)
-        all_ids = oracle.gather(routed.topk_idx.cpu().long())
-        layout = oracle.lay_out(
-            [t.numpy() for t in all_ids], config.num_experts, capacity=config.capacity
-        )
-        all_probs = oracle.gather(routed.probs)
-        want = oracle.dense_moe(
-            layout, all_ids, oracle.gather(x), all_probs, weights, oracle.gather(dy)
-        )
-        load = np.array(layout.expert_load)
-        findings.equal("expert_load", metrics.expert_load, load)
-        findings.close(
-            "imbalance",
-            metrics.imbalance,
-            torch.tensor(load.max() / load.mean()),
-            rtol=1e-6,
-            atol=0,
-        )
-        findings.equal("num_dropped", metrics.num_dropped, np.array([layout.num_dropped]))
-        findings.check(
-            layout.num_dropped > 0 or options.get("overflow") != "drop", "the case drops nothing"
-        )
-        scores = routed.scores / routed.scores.sum(1, keepdim=True)
-        fraction = torch.tensor(load / load.sum(), dtype=torch.float32, device=heap.device)
-        aux = config.aux_loss_coef * config.num_experts * (fraction * scores.mean(0)).sum()
-        aux = aux + config.z_loss_coef * routed.logits.logsumexp(1).square().mean()
-        findings.close("aux_loss", metrics.aux_loss, aux, rtol=1e-5, atol=0)
-
-        outer = (routed.probs * want.dprobs[rank].float().to(heap.device)).sum() + aux
-        dx_router, dw_router = torch.autograd.grad(outer, [again, layer.router.weight])
-        local = config.num_experts // num_ranks
-        mine = slice(rank * local, (rank + 1) * local)
-        compare(findings, "y", y[0], want.y[rank], torch.float32)
-        compare(findings, "dx", x.grad, want.dx[rank] + dx_router.cpu().double(), torch.float32)
-        compare(
-            findings, "dw of the router", layer.router.weight.grad, dw_router.cpu(), torch.float32
-        )
-        compare(
-            findings, "dw1", layer.experts.fc1.weight.grad, want.dweights[0][mine], torch.float32
-        )
-        compare(
-            findings, "dw2", layer.experts.fc2.weight.grad, want.dweights[1][mine], torch.float32
-        )
-        findings.equal("leased bytes", heap.leased_bytes, 0)
-
-
 @run_on(1, 2, 4, on_gpus=(1, 2))
 def test_dtypes(rank: int, num_ranks: int, findings: Findings, device: str) -> None:
     """fp32 weights, tokens of another dtype or autocast: computed in that dtype, gradients in the weights' own."""

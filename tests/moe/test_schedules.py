@@ -8,7 +8,17 @@ import torch
 from cluster import run_on
 from heap_calls import outcome
 from layers import WAYS, H, I, config_for, make_layer, tokens_of
-from stacks import NUM_LAYERS, Stack, batch, check_ways, compare_bits, pipeline, run_schedule, step
+from stacks import (
+    NUM_LAYERS,
+    Stack,
+    batch,
+    batches,
+    check_ways,
+    compare_bits,
+    pipeline,
+    run_schedule,
+    step,
+)
 from worker import Findings, open_heap
 
 import symmoe
@@ -39,7 +49,7 @@ def test_stashes_give_the_same_bits(
                     kept = model(batch(heap, config.hidden, 0))
                     leased[stash] = heap.leased_bytes
                     del kept
-                    found[stash] = step(model, batch(heap, config.hidden, 1))
+                    found[stash] = step(model, *batches(heap, config.hidden, 1))
                     findings.equal("leased bytes", heap.leased_bytes, 0)
                     compare_bits(findings, found[stash], found["all"])
             findings.check(leased["all"] == leased["rows"] > 0, f"the rows are not kept: {leased}")
@@ -148,7 +158,7 @@ def test_exceptions_between_forward_and_backward(
             raise ValueError("not today")
 
     model = Stack(heap, config)
-    want = step(model, batch(heap, config.hidden, 3))
+    want = step(model, *batches(heap, config.hidden, 3))
 
     def fail_after_forward() -> None:
         y = model(batch(heap, config.hidden, 3))
@@ -164,7 +174,7 @@ def test_exceptions_between_forward_and_backward(
         model.zero_grad(set_to_none=True)
         gc.collect()
         findings.equal(f"leased bytes after {fail.__name__}", heap.leased_bytes, 0)
-        compare_bits(findings, step(model, batch(heap, config.hidden, 3)), want)
+        compare_bits(findings, step(model, *batches(heap, config.hidden, 3)), want)
 
 
 # -- a shared expert, other experts -----------------------------------------------------------------------------------
@@ -246,56 +256,6 @@ def test_experts_of_your_own_run_by_parts(
     wanted = torch.autograd.grad(dense.square().sum(), [x, probs])
     for name, got, want in zip(("y", "dx", "dprobs"), (y, *found), (dense, *wanted), strict=True):
         findings.close(name, got, want, rtol=1e-4, atol=1e-4)
-
-
-class Shared(torch.nn.Module):
-    """A dense feed-forward layer with a gate."""
-
-    def __init__(self, hidden: int, device: torch.device) -> None:
-        super().__init__()
-        torch.manual_seed(29)
-        self.up = torch.nn.Linear(hidden, 2 * hidden, device=device)
-        self.down = torch.nn.Linear(2 * hidden, hidden, device=device)
-        self.gate = torch.nn.Linear(hidden, 1, device=device)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.sigmoid(self.gate(x)) * self.down(torch.nn.functional.silu(self.up(x)))
-
-
-@run_on(1, 2, on_gpus=(1, 2))
-def test_shared_expert(rank: int, num_ranks: int, findings: Findings, device: str) -> None:
-    config = config_for(num_ranks, device)
-    with open_heap(device, num_bytes=32 << 20) as heap:
-        shared = Shared(config.hidden, heap.device)
-        plain, _ = make_layer(heap, config)
-        torch.manual_seed(17)
-        layer = MoELayer(config, heap, experts=plain.experts, shared_expert=shared)
-        layer.router.load_state_dict(plain.router.state_dict())
-        names = [name for name, _ in layer.named_parameters()]
-        findings.check(
-            "shared_expert.up.weight" in names, f"the shared expert is not among {names}"
-        )
-        for turn in range(5):
-            num_tokens = 64 if device == "cuda" else 6
-            x = (
-                tokens_of(rank, num_tokens, config.hidden, salt=turn)
-                .to(heap.device)
-                .view(2, -1, config.hidden)
-            )
-            found = []
-            for call in (lambda x: layer(x)[0], lambda x: plain(x)[0] + shared(x)):
-                given = x.clone().requires_grad_()
-                y = call(given)
-                y.square().sum().backward()
-                modules = (plain.experts, shared)
-                found.append(
-                    [y.detach(), given.grad] + [p.grad for m in modules for p in m.parameters()]
-                )
-                for module in (*modules, layer, plain):
-                    module.zero_grad(set_to_none=True)
-            compare_bits(findings, found[0][:1] + found[0][2:], found[1][:1] + found[1][2:])
-            # x has two consumers; the order in which autograd adds their gradients may differ.
-            findings.close("dx", found[0][1], found[1][1], rtol=1e-5, atol=1e-6)
 
 
 def test_experts_must_fit_the_config(heap: SymmetricHeap):

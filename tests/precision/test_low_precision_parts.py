@@ -10,7 +10,7 @@ from cluster import run_on
 from layers import make_layer, tokens_of
 from low_precision_cases import ON_GPUS, RECIPES
 from stacks import compare_bits
-from worker import Findings, open_heap, poison
+from worker import Findings, open_heap
 
 from symmoe import MoEConfig, kernels
 from symmoe.grouped import quantized_experts
@@ -59,7 +59,6 @@ class Kernels:
 
 def layer_step(heap, config: MoEConfig, dtype: torch.dtype) -> list[torch.Tensor]:
     """y and all gradients of the layer that every configuration of these sizes has."""
-    poison(heap)
     layer, _ = make_layer(heap, config)
     layer.experts.to(dtype)
     num_tokens = RANK_TO_TOKENS[heap.rank]

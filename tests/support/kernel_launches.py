@@ -377,6 +377,7 @@ def launch_slots(shape, with_probs):
     per_token, per_rank = meta(num_tokens, num_ranks), meta(num_ranks)
     region = per_token, meta(1, num_ranks), per_rank, per_rank
     tokens.push_slots((slots, slots, probs), region, peers, received, row_column=1, prob_column=2)
-    tokens.index_rows((slots, probs), (one, one), (received, received), (slots, rows, row_probs))
+    trip, index = (received, received), (slots, rows, row_probs)
+    tokens.index_rows((slots, probs), (one, one), one, trip, index)
     tokens.gather_values(row_values, slots, one, values)
     tokens.pull_values(slots, per_token, peers, received, values, column=1)

@@ -27,10 +27,10 @@ def config_for(num_ranks: int, device: str, **options) -> MoEConfig:
 
 
 def global_weights(
-    num_experts: int, hidden: int, ffn: int, dtype: torch.dtype
+    num_experts: int, hidden: int, ffn: int, dtype: torch.dtype, salt: int = 0
 ) -> list[torch.Tensor]:
     """w1 and w2 of all experts, the same on all ranks."""
-    generator = torch.Generator().manual_seed(11)
+    generator = torch.Generator().manual_seed(11 + salt)
     w1 = torch.randn((num_experts, 2 * ffn, hidden), generator=generator) / hidden**0.5
     w2 = torch.randn((num_experts, hidden, ffn), generator=generator) / ffn**0.5
     return [w1.to(dtype), w2.to(dtype)]
@@ -43,11 +43,14 @@ def local_part(weights: list[torch.Tensor], heap: SymmetricHeap) -> list[torch.T
     return [w[mine].to(heap.device, copy=True).requires_grad_() for w in weights]
 
 
-def make_layer(heap: SymmetricHeap, config: MoEConfig) -> tuple[MoELayer, list[torch.Tensor]]:
-    """A layer with known weights, and the weights of all its experts."""
-    torch.manual_seed(17)  # the router is replicated
+def make_layer(
+    heap: SymmetricHeap, config: MoEConfig, salt: int = 0
+) -> tuple[MoELayer, list[torch.Tensor]]:
+    """A layer with known weights, others for each salt, and the weights of all its experts."""
+    torch.manual_seed(17 + salt)  # the router is replicated
     layer = MoELayer(config, heap)
-    weights = global_weights(config.num_experts, config.hidden, config.ffn, torch.float32)
+    sizes = config.num_experts, config.hidden, config.ffn
+    weights = global_weights(*sizes, torch.float32, salt)
     with torch.no_grad():
         w1, w2 = local_part(weights, heap)
         layer.experts.fc1.weight.copy_(w1)

@@ -2,8 +2,8 @@
 
 from typing import Any
 
+import oracle
 import torch
-from torch import nn
 
 from symmoe import GroupedMLP
 from symmoe.training.lora import add_lora
@@ -54,7 +54,7 @@ def dense_oracle(
     dy: torch.Tensor,
     alpha: float,
 ) -> tuple[torch.Tensor, Tensors, Tensors]:
-    """y, the gradients of NAMES and those of the weights, by the weights W + s B A, token by token, in float64."""
+    """y, the gradients of NAMES and those of the weights, by the weights W + s B A, in float64."""
     leaves = {
         name: tensor.detach().double().requires_grad_() for name, tensor in parameters.items()
     }
@@ -68,19 +68,8 @@ def dense_oracle(
     for weight in dense.values():
         weight.retain_grad()
 
-    def linear(name: str, e: int, row: torch.Tensor) -> torch.Tensor:
-        y = dense[name][e] @ row
-        return y + leaves[f"{name}.bias"][e] if f"{name}.bias" in leaves else y
-
-    tokens = []
-    for t, choices in enumerate(topk_idx.tolist()):
-        total = torch.zeros_like(x[t])
-        for k, e in enumerate(choices):
-            if e >= 0:
-                gate, up = linear("fc1", e, x[t]).chunk(2)
-                total = total + probs[t, k] * linear("fc2", e, nn.functional.silu(gate) * up)
-        tokens.append(total)
-    y = torch.stack(tokens)
+    biases = [leaves.get(f"{name}.bias") for name in dense]
+    y = oracle.experts(x, topk_idx, probs, *dense.values(), biases)
     y.backward(dy.double())
     gradients = {"x": x.grad, "probs": probs.grad} | {name: leaves[name].grad for name in NAMES[2:]}
     return y.detach(), gradients, {f"{name}.weight": weight.grad for name, weight in dense.items()}

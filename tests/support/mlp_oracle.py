@@ -9,7 +9,7 @@ import oracle
 import routings
 import torch
 from layers import GPU_I, WAYS, I, global_weights, local_part
-from worker import Findings, experts_of, is_poison, mlp_with_room, poison, poisoned_lease
+from worker import Findings, experts_of, is_unwritten, mlp_with_room
 
 from symmoe import GroupedMLP, SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
 from symmoe.dispatch.plan import Plan
@@ -53,10 +53,7 @@ def in_parts(
     names = ("rows", "expert output", "gradient of the output", "gradient of the rows")
     with contextlib.ExitStack() as stack:
         shape = (plan.row_capacity, x.shape[1])
-        leases = [
-            stack.enter_context(poisoned_lease(plan.heap, shape, x.dtype, name=name))
-            for name in names
-        ]
+        leases = [stack.enter_context(plan.heap.lease(shape, x.dtype, name=name)) for name in names]
         rows_out, out, d_out, d_rows = (lease.tensor for lease in leases)
         rows, row_probs = dispatch_tokens(x, plan, probs=probs, out=rows_out, order=order)
         n = rows.shape[0]
@@ -64,7 +61,7 @@ def in_parts(
         yield combine_tokens(expert_out, plan, order=order, grad_out=d_out[:n])
         for lease in leases:
             findings.check(
-                is_poison(lease.tensor[num_rows:]), f"the tail of '{lease.name}' was written"
+                is_unwritten(lease.tensor[num_rows:]), f"the tail of '{lease.name}' was written"
             )
         del rows, expert_out
 
@@ -97,7 +94,6 @@ def check_mlp(
     ways = *WAYS, *(WITH_ROOM if is_of_a_layer else ()), "parts"
     for order, way in itertools.product(("rank", "slot"), ways):
         findings.where = f"{where}, order={order}, {way}"
-        poison(heap)
         if way in WITH_ROOM:
             arguments = {"num_experts": routing.num_experts, "order": order, **way["with room"]}
             y = mlp_with_room(heap, ids.to(heap.device), x, probs, experts, **arguments)

@@ -279,12 +279,22 @@ def sum_nodes(
 
 
 # -- experts in float64 -----------------------------------------------------------------------------------------------
-def swiglu_expert(
-    x: torch.Tensor, prob: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor
+def experts(
+    tokens: torch.Tensor, ids: torch.Tensor, probs: torch.Tensor, fc1, fc2, biases=(None, None)
 ) -> torch.Tensor:
-    """W2 (silu(gate) * up * prob) of one row, [gate, up] = W1 x."""
-    gate, up = (w1 @ x).chunk(2)
-    return w2 @ (gate * torch.sigmoid(gate) * up * prob)
+    """[T, H], the sum over k of probs[t, k] * (W2 (silu(gate) * up) + b2), [gate, up] = W1 x + b1, of the experts
+    ids[t, k]; -1: none. fc1 [E, 2I, H], fc2 [E, H, I]; biases: [E, .] of both, or None. Differentiable."""
+    y = torch.zeros_like(tokens)
+    b1, b2 = (
+        fc.new_zeros(fc.shape[:2]) if bias is None else bias
+        for fc, bias in zip((fc1, fc2), biases, strict=True)
+    )
+    for expert in range(len(fc1)):
+        token, k = (ids == expert).nonzero(as_tuple=True)
+        gate, up = (tokens[token] @ fc1[expert].T + b1[expert]).chunk(2, 1)
+        out = (gate * torch.sigmoid(gate) * up) @ fc2[expert].T + b2[expert]
+        y = y.index_add(0, token, out * probs[token, k, None])
+    return y
 
 
 @dataclass
@@ -305,7 +315,7 @@ def dense_moe(
     weights: list[torch.Tensor],
     dy: list[torch.Tensor],
 ) -> Dense:
-    """Forward and backward by autograd over a plain loop. Slots that the layout dropped take no part.
+    """Forward and backward by autograd. Slots that the layout dropped take no part.
 
     Args:
         weights: each [E, ., .], all experts.
@@ -313,19 +323,11 @@ def dense_moe(
     x = [t.detach().double().requires_grad_() for t in x]
     probs = [t.detach().double().requires_grad_() for t in probs]
     weights = [w.detach().double().requires_grad_() for w in weights]
-    y = []
-    for source, ids in enumerate(topk_idx):
-        tokens = []
-        for token in range(ids.shape[0]):
-            total = torch.zeros(x[source].shape[1], dtype=torch.float64)
-            for k in range(ids.shape[1]):
-                if layout.slot_to_row[source][token, k] >= 0:
-                    chosen = [w[int(ids[token, k])] for w in weights]
-                    total = total + swiglu_expert(
-                        x[source][token], probs[source][token, k], *chosen
-                    )
-            tokens.append(total)
-        y.append(torch.stack(tokens) if tokens else torch.zeros_like(x[source]))
+    kept = [
+        ids.long().masked_fill(torch.from_numpy(rows) < 0, -1)
+        for ids, rows in zip(topk_idx, layout.slot_to_row, strict=True)
+    ]
+    y = [experts(*of_rank, *weights) for of_rank in zip(x, kept, probs, strict=True)]
     loss = sum((a * b.double()).sum() for a, b in zip(y, dy, strict=True))
     leaves = [*x, *probs, *weights]
     zeros = [torch.zeros_like(leaf) for leaf in leaves]

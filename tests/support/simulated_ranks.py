@@ -511,7 +511,8 @@ class _Call:
                 )
                 packed = start[source : source + 1], start[source + step : source + step + 1]
                 index = packed_to_row, row_to_packed_row, row_probs
-                ops.index_rows(wire, packed, (ready_rows, arrived), index)
+                num_rows = maps["report"][control.SUM_NUM_ROWS :][:1]
+                ops.index_rows(wire, packed, num_rows, (ready_rows, arrived), index)
             self.keep(f"rank {rank} index", packed_to_row, row_to_packed_row, row_probs)
             maps["packed_to_row"], maps["num_packed"] = packed_to_row, start[-1:]
             # The ranks that index all rows at once copy them one rank after the other.

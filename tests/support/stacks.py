@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from layers import WAYS, make_layer, tokens_of
-from worker import Findings, open_heap, poison
+from worker import Findings, open_heap
 
 from symmoe import MoEConfig, SymmetricHeap
 from symmoe.combine.trip import Collection
@@ -15,11 +15,12 @@ NUM_LAYERS = 2
 
 
 class Stack(torch.nn.Module):
-    """Layers with a residual around each; `through` calls one of them."""
+    """Layers of different weights with a residual around each; `through` calls one of them."""
 
     def __init__(self, heap: SymmetricHeap, config: MoEConfig) -> None:
         super().__init__()
-        self.layers = torch.nn.ModuleList(make_layer(heap, config)[0] for _ in range(NUM_LAYERS))
+        made = [make_layer(heap, config, salt)[0] for salt in range(NUM_LAYERS)]
+        self.layers = torch.nn.ModuleList(made)
 
     def forward(self, x: torch.Tensor, through=lambda layer, x: layer(x)[0]) -> torch.Tensor:
         for layer in self.layers:
@@ -34,14 +35,22 @@ class Stack(torch.nn.Module):
 
 
 def batch(heap: SymmetricHeap, hidden: int, turn: int) -> torch.Tensor:
-    return tokens_of(heap.rank, 6 + turn % 3, hidden, salt=turn).to(heap.device).requires_grad_()
+    """Other tokens on every rank, and another number of them."""
+    num_tokens = 6 + (turn + heap.rank) % 3
+    return tokens_of(heap.rank, num_tokens, hidden, salt=turn).to(heap.device).requires_grad_()
 
 
-def step(model: Stack, x: torch.Tensor, **options) -> list[torch.Tensor]:
-    """y, dx and the gradients of the weights of one forward and backward."""
-    y = model(x, **options)
-    y.square().sum().backward()
-    return [y.detach(), x.grad, *model.gradients()]
+def batches(heap: SymmetricHeap, hidden: int, turn: int) -> list[torch.Tensor]:
+    """Of a step with two micro-batches."""
+    return [batch(heap, hidden, turn), batch(heap, hidden, turn + 1)]
+
+
+def step(model: Stack, *xs: torch.Tensor, **options) -> list[torch.Tensor]:
+    """y and dx of each micro-batch, all of which are in flight at once, and the gradients of the weights."""
+    ys = [model(x, **options) for x in xs]
+    for y in ys:
+        y.square().sum().backward()
+    return [*(y.detach() for y in ys), *(x.grad for x in xs), *model.gradients()]
 
 
 def compare_bits(findings: Findings, got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
@@ -113,7 +122,6 @@ def check_ways(
                     heap, MoEConfig(**sizes, order=order, stash=stash, **limits, **way)
                 )
                 layer.experts.to(dtype)
-                poison(heap)  # what the last way has left here must not be seen
                 time.sleep(0.01 * generator.random())
                 sent, send = [], Collection.send
                 Collection.send = lambda self, source=None, send=send, sent=sent, **options: (

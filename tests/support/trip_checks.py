@@ -8,12 +8,13 @@ import routings
 import torch
 import torch.distributed as dist
 from heap_calls import outcome
-from worker import Findings, is_poison, on_device, open_heap, poison, poisoned_lease
+from worker import Findings, is_unwritten, on_device, open_heap
 
 from symmoe import SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
 from symmoe.combine.trip import Collection
 from symmoe.dispatch.plan import Plan
 from symmoe.dispatch.trip import dispatch
+from symmoe.tape.recorder import fill
 
 ORDERS = ("rank", "slot")
 
@@ -64,7 +65,6 @@ def check_dispatch(heap: SymmetricHeap, case: routings.Case, findings: Findings)
     x, probs = on_device(x, heap), on_device(probs, heap)
     if case.number % 3 == 0:  # strided inputs
         topk_idx, x, probs = (torch.stack([t, t], -1)[..., 0] for t in (topk_idx, x, probs))
-    poison(heap)
     if routing.overflow == "raise" and layout.num_dropped:
         _check_overflow(heap, topk_idx, routing, layout, findings)
         return
@@ -77,9 +77,9 @@ def check_dispatch(heap: SymmetricHeap, case: routings.Case, findings: Findings)
 
     # expert-major, with a neighbour on either side that must stay as it is
     with (
-        poisoned_lease(heap, (16,), torch.int32, name="below") as below,
-        poisoned_lease(heap, (plan.row_capacity, hidden), x.dtype, name="rows") as buffer,
-        poisoned_lease(heap, (16,), torch.int32, name="above") as above,
+        heap.lease((16,), torch.int32, name="below") as below,
+        heap.lease((plan.row_capacity, hidden), x.dtype, name="rows") as buffer,
+        heap.lease((16,), torch.int32, name="above") as above,
     ):
         rows, row_probs = dispatch_tokens(x, plan, probs=probs, out=buffer.tensor)
         visible = plan.row_capacity if routing.capacity is not None else num_rows
@@ -88,22 +88,23 @@ def check_dispatch(heap: SymmetricHeap, case: routings.Case, findings: Findings)
             rows.data_ptr() == buffer.tensor.data_ptr() or not visible, "rows are not in `out`"
         )
         findings.equal("rows", oracle.bits_of(buffer.tensor[:num_rows]), want_rows)
-        findings.check(is_poison(buffer.tensor[num_rows:]), "the tail of rows was written")
+        findings.check(is_unwritten(buffer.tensor[num_rows:]), "the tail of rows was written")
         findings.check(
-            is_poison(below.tensor) and is_poison(above.tensor), "a neighbouring lease was written"
+            is_unwritten(below.tensor) and is_unwritten(above.tensor),
+            "a neighbouring lease was written",
         )
         findings.equal("row_probs", oracle.bits_of(row_probs[:num_rows]), want_probs)
         _check_index(plan, layout, rank, findings)
 
         # once more over the same plan, rows alone: the trip of backward
-        buffer.tensor.view(torch.uint8).fill_(0xFF)
+        fill(buffer.tensor)
         with dispatch(x.contiguous(), plan, buffer.tensor, layout="expert-major", gradients=0):
             pass
         findings.equal(
             "rows of the second trip", oracle.bits_of(buffer.tensor[:num_rows]), want_rows
         )
         findings.check(
-            is_poison(buffer.tensor[num_rows:]), "the second trip wrote the tail of rows"
+            is_unwritten(buffer.tensor[num_rows:]), "the second trip wrote the tail of rows"
         )
 
     # without a buffer of the caller's and without probs
@@ -123,7 +124,7 @@ def check_dispatch(heap: SymmetricHeap, case: routings.Case, findings: Findings)
 
     # packed, over a plan of its own
     plan = make_plan(topk_idx, **routing.arguments, heap=heap)
-    with poisoned_lease(heap, (plan.packed_row_capacity, hidden), x.dtype, name="packed") as buffer:
+    with heap.lease((plan.packed_row_capacity, hidden), x.dtype, name="packed") as buffer:
         with dispatch(
             x.contiguous(), plan, buffer.tensor, probs.contiguous(), layout="packed"
         ) as arrival:
@@ -132,20 +133,20 @@ def check_dispatch(heap: SymmetricHeap, case: routings.Case, findings: Findings)
         for place, owner in enumerate(layout.packed[rank]):
             if owner is None:
                 findings.check(
-                    is_poison(buffer.tensor[place]), f"unused packed row {place} was written"
+                    is_unwritten(buffer.tensor[place]), f"unused packed row {place} was written"
                 )
             else:
                 source, token = owner
                 findings.equal(
                     f"packed row {place} (of {owner})", got[place], x_bits[source][token]
                 )
-        findings.check(is_poison(buffer.tensor[num_packed:]), "the tail of packed was written")
+        findings.check(is_unwritten(buffer.tensor[num_packed:]), "the tail of packed was written")
         findings.equal("row_probs, packed", oracle.bits_of(row_probs[:num_rows]), want_probs)
         _check_index(plan, layout, rank, findings)
         findings.equal(
             "gathered rows", got[plan.row_to_packed_row[:num_rows].cpu().numpy()], want_rows
         )
-        buffer.tensor.view(torch.uint8).fill_(0xFF)
+        fill(buffer.tensor)
         with dispatch(x.contiguous(), plan, buffer.tensor, layout="packed", gradients=0):
             pass
         used = [place for place, owner in enumerate(layout.packed[rank]) if owner is not None]
@@ -154,7 +155,8 @@ def check_dispatch(heap: SymmetricHeap, case: routings.Case, findings: Findings)
         )
         unused = [place for place in range(plan.packed_row_capacity) if place not in used]
         findings.check(
-            is_poison(buffer.tensor[unused]), "the second trip wrote packed rows that are nobody's"
+            is_unwritten(buffer.tensor[unused]),
+            "the second trip wrote packed rows that are nobody's",
         )
 
 
@@ -171,8 +173,6 @@ def _check_overflow(
     if heap.device.type == "cuda" and found == ("", ""):
         found = outcome(heap.synchronize)
     findings.equal("the error", found, ("CapacityError", wanted))
-    with heap.lease((1 << 16,), torch.uint8) as lease:
-        findings.check(is_poison(lease.tensor), "something was moved in spite of the overflow")
 
 
 def check_maps(plan: Plan, layout: oracle.Layout, rank: int, findings: Findings) -> None:
@@ -223,17 +223,18 @@ def _check_maps(
 
 
 def _check_index(plan: Plan, layout: oracle.Layout, rank: int, findings: Findings) -> None:
-    num_rows, num_packed = len(layout.rows[rank]), len(layout.packed[rank])
+    num_packed = len(layout.packed[rank])
     findings.equal("packed_to_row", plan.packed_to_row[:num_packed], layout.packed_to_row[rank])
-    findings.equal(
-        "row_to_packed_row", plan.row_to_packed_row[:num_rows], layout.row_to_packed_row[rank]
-    )
+    want = np.zeros(plan.row_capacity, np.int64)  # in the tail, by which a backward gathers, too
+    want[: len(layout.rows[rank])] = layout.row_to_packed_row[rank]
+    findings.equal("row_to_packed_row", plan.row_to_packed_row, want)
 
 
 def dispatched(
     heap: SymmetricHeap, case: routings.Case, hidden: int
 ) -> tuple[torch.Tensor, torch.Tensor, Plan, oracle.Layout] | None:
-    """x, probs, a plan whose tokens have been dispatched, and the layout; None if the routing is to overflow."""
+    """x, probs, a plan whose tokens have been dispatched, in either layout, and the layout; None if the routing is to
+    overflow."""
     routing, rank = case.routing(heap.num_ranks), heap.rank
     ids = torch.from_numpy(routing.topk_idx[rank])
     layout = oracle.lay_out(
@@ -244,7 +245,8 @@ def dispatched(
     x = on_device(case.random_rows(case.generator(200 + rank), len(ids), hidden), heap)
     probs = on_device(case.probs(rank, len(ids)), heap)
     plan = make_plan(on_device(ids, heap), **routing.arguments, heap=heap)
-    dispatch_tokens(x, plan, probs=probs)
+    with heap.lease((plan.row_capacity, hidden), x.dtype) as lease:
+        dispatch_tokens(x, plan, probs=probs, out=lease.tensor if case.number % 2 else None)
     return x, probs, plan, layout
 
 
@@ -303,7 +305,6 @@ def _check_gradients(
 
 def _check_sums(heap: SymmetricHeap, case: routings.Case, hidden: int, findings: Findings) -> None:
     rank = heap.rank
-    poison(heap)
     ready = dispatched(heap, case, hidden)
     if ready is None:
         return
@@ -321,9 +322,7 @@ def _check_sums(heap: SymmetricHeap, case: routings.Case, hidden: int, findings:
     )
     whole[:num_rows] = expert_out
     for order in ORDERS:
-        with poisoned_lease(
-            heap, (plan.row_capacity, hidden), case.dtype, name="expert output"
-        ) as lease:
+        with heap.lease((plan.row_capacity, hidden), case.dtype, name="expert output") as lease:
             rows = lease.tensor
             rows[:num_rows] = expert_out
             copies, version = heap.statistics.num_staging_copies, rows._version
@@ -332,7 +331,7 @@ def _check_sums(heap: SymmetricHeap, case: routings.Case, hidden: int, findings:
             findings.check(same, f"y of order={order} differs from the oracle")
             left = oracle.bits_of(rows[:num_rows])
             findings.check((left == out_bits[rank]).all(), f"order={order} wrote rows")
-            findings.check(is_poison(rows[num_rows:]), f"order={order} wrote the tail")
+            findings.check(is_unwritten(rows[num_rows:]), f"order={order} wrote the tail")
             findings.equal("staging copies in place", heap.statistics.num_staging_copies, copies)
             findings.equal(f"version after order={order}", rows._version, version)
         # an ordinary tensor, of the visible size and of the whole capacity, and strided ones, elsewhere and on the heap

@@ -1,4 +1,4 @@
-"""What functions that run on ranks share: a poisoned heap, and findings that are collected instead of raised."""
+"""What functions that run on ranks share: a heap whose memory begins as NaN, and findings that ranks collect."""
 
 import contextlib
 import os
@@ -16,24 +16,22 @@ from symmoe.grouped.mlp import GroupedMLP
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.routed_experts import RoutedExperts
 from symmoe.symm_mem.heap import SymmetricHeap
-from symmoe.symm_mem.memory import Lease
-
-POISON = 0xFF
 
 
 @contextlib.contextmanager
 def open_heap(
-    device: str, *, num_bytes: int = 8 << 20, tapes: str | None = None, **kwargs
+    device: str, *, num_bytes: int = 8 << 20, tapes: str | None = None, fills: str = "1", **kwargs
 ) -> Iterator[SymmetricHeap]:
-    """A heap on `device`, with SYMMOE_TAPES as given. As long as it is open, every torch.empty of this rank is filled
-    with NaN or huge indices."""
+    """A heap on `device`, with SYMMOE_TAPES and SYMMOE_FILL_MEMORY as given. As long as it is open, every
+    torch.empty of this rank begins as NaN, too; integers as huge ones."""
     was = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     backend = "nvshmem" if device == "cuda" else "host"
     if device == "cpu":  # which may be busy
         kwargs.setdefault("timeout_s", HANG_S / 2)
     try:
-        with mock.patch.dict(os.environ, {} if tapes is None else {"SYMMOE_TAPES": tapes}):
+        words = {"SYMMOE_FILL_MEMORY": fills} | ({} if tapes is None else {"SYMMOE_TAPES": tapes})
+        with mock.patch.dict(os.environ, words):
             made = SymmetricHeap(num_bytes=num_bytes, backend=backend, **kwargs)
         with made as heap:
             yield heap
@@ -54,25 +52,9 @@ def free_bytes(heap: SymmetricHeap) -> int:
     return heap.memory.arena.largest_free_bytes
 
 
-def poison(heap: SymmetricHeap) -> None:
-    """Fills the largest free range of this rank's arena with 0xFF."""
-    with heap.lease((free_bytes(heap),), torch.uint8, name="poison") as lease:
-        lease.tensor.fill_(POISON)
-
-
-def poisoned_lease(
-    heap: SymmetricHeap, shape: tuple[int, ...], dtype: torch.dtype, *, name: str
-) -> Lease:
-    """A lease of nothing but 0xFF bytes."""
-    lease = heap.lease(shape, dtype, name=name)
-    if lease.tensor.numel():
-        lease.tensor.view(torch.uint8).fill_(POISON)
-    return lease
-
-
-def is_poison(tensor: torch.Tensor) -> bool:
-    """Whether nobody has written into a poisoned tensor."""
-    return tensor.numel() == 0 or bool((tensor.contiguous().view(torch.uint8) == POISON).all())
+def is_unwritten(memory: torch.Tensor) -> bool:
+    """Whether nobody has written there since the lease began, see recorder.fill."""
+    return memory.numel() == 0 or bool((memory.contiguous().view(torch.int16) == 0x7FFF).all())
 
 
 def experts_of(w1: torch.Tensor, w2: torch.Tensor, **options) -> GroupedMLP:

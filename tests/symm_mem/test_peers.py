@@ -16,7 +16,7 @@ import torch.distributed as dist
 from cluster import Cluster, RankFailure, run_on
 from heap_calls import outcome, round_trip
 from limits import HANG_S, PROMPT_S
-from worker import Findings, is_poison, open_heap, poisoned_lease, wait_for_arrivals
+from worker import Findings, is_unwritten, open_heap, wait_for_arrivals
 
 from symmoe import SymmetricHeap, combine_tokens, dispatch_tokens, kernels, make_plan
 from symmoe.dispatch.trip import dispatch
@@ -31,7 +31,7 @@ NUM_BYTES = 1 << 20
 def test_peers_see_each_other(rank: int, num_ranks: int, findings: Findings) -> None:
     with (
         open_heap("cpu", num_bytes=NUM_BYTES) as heap,
-        poisoned_lease(heap, (num_ranks, 4), torch.int32, name="a") as a,
+        heap.lease((num_ranks, 4), torch.int32, name="a") as a,
     ):
         heap.barrier(control.PHASE_START)
         for peer in range(num_ranks):
@@ -93,7 +93,7 @@ def test_disjoint_groups_at_once(
             "rank in each group", [(heap.rank, heap.num_ranks) for heap in heaps], wanted
         )
         half, *others = heaps
-        with poisoned_lease(half, (64,), torch.uint8, name="untouched") as lease:
+        with half.lease((64,), torch.uint8, name="untouched") as lease:
             for turn in range(30):
                 if turn % 3 == rank % 2:  # one half is ahead of the other now and then
                     time.sleep(0.001)
@@ -104,7 +104,7 @@ def test_disjoint_groups_at_once(
                     findings.check(
                         round_trip(heap, 7 * turn), f"group of {heap.num_ranks}, turn {turn}"
                     )
-            findings.check(is_poison(lease.tensor), "another group wrote into this heap")
+            findings.check(is_unwritten(lease.tensor), "another group wrote into this heap")
         # one half fails, the other does not notice
         bad = torch.full((1, 1), 0 if rank % 2 else 99, device=half.device)
         kind, _ = outcome(make_plan, bad, num_experts=half.num_ranks, heap=half)

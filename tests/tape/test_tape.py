@@ -14,7 +14,7 @@ from cluster import run_on
 from heap_calls import expect, outcome
 from reliability.delays import before_steps
 from torch.utils.flop_counter import FlopCounterMode
-from worker import Findings, open_heap
+from worker import Findings, is_unwritten, open_heap
 
 from symmoe import MoEConfig, MoELayer, SymmetricHeap
 from symmoe.errors import ArgumentError, HeapPoisoned, StaleTape, raise_for
@@ -275,12 +275,31 @@ def test_the_variable_decides_what_is_played_and_compared(mode, monkeypatch, req
     assert (heap.tapes.num_played, heap.tapes.num_audited > 0) == (0, mode == "audit")
 
 
-def test_another_value_of_the_variable_is_refused(monkeypatch):
-    monkeypatch.setenv("SYMMOE_TAPES", "twice")
-    with pytest.raises(
-        ArgumentError, match=r"SYMMOE_TAPES \('twice'\) must be one of 'on', 'audit', 'off'"
-    ):
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("SYMMOE_TAPES", "'on', 'audit', 'off'"), ("SYMMOE_FILL_MEMORY", "'0', '1'")],
+)
+def test_another_value_of_a_variable_is_refused(monkeypatch, name: str, words: str):
+    monkeypatch.setenv(name, "twice")
+    with pytest.raises(ArgumentError, match=rf"{name} \('twice'\) must be one of {words}"):
         SymmetricHeap(num_bytes=16 << 20, backend="host")
+
+
+@pytest.mark.parametrize("fills", ["0", "1"])
+def test_leases_and_memory_of_tapes_begin_as_nan(monkeypatch, fills: str):
+    monkeypatch.setenv("SYMMOE_FILL_MEMORY", fills)
+    x = torch.ones(2)
+    with SymmetricHeap(num_bytes=1 << 20, backend="host") as heap:
+        for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32):
+            with heap.lease((1000,), dtype) as lease:
+                lease.tensor.fill_(1)
+            with heap.lease((3, 5), dtype) as lease:
+                assert is_unwritten(lease.tensor) == (fills == "1")
+                assert lease.tensor.isnan().all() or lease.tensor.min() >= 1
+        for _ in range(5):
+            (made,) = heap.run(("some",), lambda: (x.new_empty(3, 5).t(),), [x])
+        assert heap.tapes.num_played > 0
+        assert made.isnan().all() or fills == "0"
 
 
 # -- errors in the middle of a played call ----------------------------------------------------------------------------

@@ -78,6 +78,7 @@ class RowKernels(Protocol):
         self,
         wire: tuple[Tensor, Tensor | None],
         packed: tuple[Tensor, Tensor],
+        num_rows: Tensor,
         trip: tuple[Tensor, Tensor],
         index: tuple[Tensor, Tensor, Tensor | None],
     ) -> None:
@@ -88,10 +89,12 @@ class RowKernels(Protocol):
 
         Args:
             wire: int32 [P_cap, K], row of each slot of a packed row, or -1; fp32 [P_cap, K], the probs of the slots, or
-                None.
+                None, as row_probs.
             packed: int32 [1] each; first packed row that has arrived, and the one past the last.
-            index: packed_to_row, gets a copy; row_to_packed_row int32 [N_cap], gets the packed row of each row;
-                row_probs fp32 [N_cap] or None, gets the prob of each row. The tails of the latter stay as they are.
+            num_rows: int32 [1], N.
+            index: packed_to_row, gets a copy; row_to_packed_row int32 [N_cap], gets the packed row of each row, and 0
+                in the tail, so that all rows can be gathered by it; row_probs fp32 [N_cap] or None, gets the prob of
+                each row. The tails of packed_to_row and row_probs stay as they are.
         """
 
     def place_rows(

@@ -266,28 +266,31 @@ def index_rows_kernel(
     wire_probs,
     packed_begin,
     packed_end,
+    num_rows,
     ready,
     arrived,
     packed_to_row,
     row_to_packed_row,
     row_probs,
     num_slots: tl.int32,
-    num_rows: tl.int32,
+    row_capacity: tl.int32,
     SIZES: tl.constexpr,
 ):
     BLOCK: tl.constexpr = SIZES.block
     entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    zero = tl.zeros((BLOCK,), tl.int32)
     if tl.minimum(tl.load(ready), tl.load(arrived)) < 0:
-        none = tl.full((BLOCK,), -1, tl.int32)
-        tl.store(packed_to_row + entry, none, mask=entry < num_slots)
-        tl.store(row_to_packed_row + entry, none + 1, mask=entry < num_rows)
+        tl.store(packed_to_row + entry, zero - 1, mask=entry < num_slots)
+        tl.store(row_to_packed_row + entry, zero, mask=entry < row_capacity)
         if row_probs is not None:
             tl.store(
                 row_probs + entry,
                 tl.full((BLOCK,), float("nan"), tl.float32),
-                mask=entry < num_rows,
+                mask=entry < row_capacity,
             )
     else:
+        is_tail = (entry >= tl.load(num_rows)) & (entry < row_capacity)
+        tl.store(row_to_packed_row + entry, zero, mask=is_tail)
         entry += tl.load(packed_begin) * SIZES.top_k
         packed = entry // SIZES.top_k
         used = packed < tl.load(packed_end)
@@ -299,12 +302,10 @@ def index_rows_kernel(
             tl.store(row_probs + row, prob, mask=row >= 0)
 
 
-def index_rows(wire, packed, trip, index):
-    packed_to_row, row_to_packed_row, row_probs = index
-    numbers = packed_to_row.numel(), row_to_packed_row.numel()
-    results = packed_to_row, row_to_packed_row, row_probs if wire[1] is not None else None
-    args = *wire, *packed, *trip, *results, *numbers
-    _move_slots(index_rows_kernel, args, max(numbers), top_k=packed_to_row.shape[1])
+def index_rows(wire, packed, num_rows, trip, index):
+    numbers = index[0].numel(), index[1].numel()
+    args = *wire, *packed, num_rows, *trip, *index, *numbers
+    _move_slots(index_rows_kernel, args, max(numbers), top_k=index[0].shape[1])
 
 
 @triton.jit

@@ -32,28 +32,28 @@ def push_slots(slots, region, peers, received, *, row_column, prob_column):
         here = slot_to_rank.index_select(0, tokens) == rank
         rows = peers.region(rank, offsets[row_column], (end, top_k), torch.int32)
         rows[used] = slot_to_row.index_select(0, tokens).where(here, -1)
-        if used.stop < end:
-            rows[used.stop :] = -1
+        rows[used.stop :] = -1
         if probs is not None:
             values = peers.region(rank, offsets[prob_column], (end, top_k), torch.float32)
             values[used] = probs.index_select(0, tokens).where(here, 0)
 
 
-def index_rows(wire, packed, trip, index):
+def index_rows(wire, packed, num_rows, trip, index):
     (wire_to_row, wire_probs), (packed_to_row, row_to_packed_row, row_probs) = wire, index
     if _failed(trip):
         packed_to_row.fill_(-1)
         row_to_packed_row.zero_()
-        if row_probs is not None and wire_probs is not None:
+        if row_probs is not None:
             row_probs.fill_(float("nan"))
         return
+    row_to_packed_row[int(num_rows) :] = 0
     begin, end = map(int, packed)
     arrived_rows = wire_to_row[begin:end]
     packed_to_row[begin:end] = arrived_rows
     slots, rows = _present(arrived_rows.flatten())
     packed_rows = slots.div(wire_to_row.shape[1], rounding_mode="floor") + begin
     row_to_packed_row.index_copy_(0, rows, packed_rows.int())
-    if row_probs is not None and wire_probs is not None:
+    if row_probs is not None:
         row_probs.index_copy_(0, rows, wire_probs[begin:end].flatten().index_select(0, slots))
 
 
@@ -126,7 +126,6 @@ def sum_home(rows, index, trip, out, *, rank, num_ctas=None):
         out.fill_(float("nan"))
         return
     total = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
-    num_tokens = out.shape[0]
     for peer, start in enumerate(packed_start.tolist()):
         if peer == rank:
             own = torch.zeros_like(total)
@@ -136,7 +135,7 @@ def sum_home(rows, index, trip, out, *, rank, num_ctas=None):
         else:
             packed = token_to_packed_row[:, peer]
             _add_rows(
-                total, returned, packed >= 0, packed + ((peer - (peer > rank)) * num_tokens - start)
+                total, returned, packed >= 0, packed + ((peer - (peer > rank)) * len(out) - start)
             )
     out.copy_(total)
 
@@ -148,8 +147,9 @@ def pull_values(slot_to_rank, token_to_packed_row, peers, received, out, *, colu
         return
     out.zero_()
     for rank, offset in enumerate(offsets):
-        buffer = _rows_at(peers, rank, offset, out)
-        values = buffer.index_select(0, token_to_packed_row[:, rank].clamp(min=0))
+        values = _rows_at(peers, rank, offset, out).index_select(
+            0, token_to_packed_row[:, rank].clamp(min=0)
+        )
         torch.where(slot_to_rank == rank, values, out, out=out)
 
 

@@ -1,0 +1,239 @@
+"""Features together, against the float64 reference: two layers, two micro-batches in flight, and ranks that differ in
+tokens, routing and values; two features at a time, and three in slow cases. Memory begins as NaN."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import reference
+import torch
+from cluster import run_on
+from combinations import covering
+from layers import shapes
+from torch.utils.checkpoint import checkpoint
+from worker import Findings, open_heap
+
+from symmoe import GroupedMLP, MoEConfig, MoELayer, SymmetricHeap, balance_step
+from symmoe.training.lora import add_lora
+
+EXPERTS, TOP_K = 8, 2
+ALPHA, LORA_RANK = 6.0, 4
+STEPS = 4  # of two layers and two sizes: the last one plays tapes
+MOST_TOKENS = 32  # of a rank in a call
+AUX = {"aux_loss_coef": 0.1, "z_loss_coef": 0.01}
+SIGMOID = {"score": "sigmoid", "route_scale": 2.5}
+# Names of features, and of each the names of what it may be; with fields of the configuration where there are any.
+FEATURES: dict[str, dict[str, Any]] = {
+    "capacity": {
+        "exact": {},
+        "static": {"capacity": 300, "max_tokens": MOST_TOKENS},
+        "drop": {"capacity": 9, "max_tokens": MOST_TOKENS, "overflow": "drop"},
+        "factor": {"capacity_factor": 1.0},
+    },
+    "stash": {name: {"stash": name} for name in ("all", "rows", "hidden", "none")},
+    "routing": {
+        "softmax": {},
+        "biased": {**SIGMOID, "expert_bias": True},
+        "groups": {**SIGMOID, "num_groups": 4, "top_groups": 2, "renormalize": False},
+    },
+    "losses": {
+        "none": {},
+        "micro-batch": AUX,
+        "sequence": {**AUX, "aux_loss": "sequence"},
+        "global": {**AUX, "aux_loss": "global"},
+    },
+    "weights": {"packed": {}, "discrete": {}, "lora": {}},
+    "gradients": {"grad": {}, "main_grad": {}, "delayed": {}},
+    "tapes": {"on": {}, "off": {}, "audit": {}},
+    "order": {name: {"order": name} for name in ("rank", "slot")},
+    "layout": {name: {"layout": name} for name in ("packed", "expert-major")},
+    "schedule": {name: {"schedule": name} for name in ("serial", "always-overlapped")},
+    "balance": {"none": {}, "replicas": {"balance": "replicas"}},
+    "mask": {"every token": {}, "padding": {}},
+    "recompute": {"kept": {}, "checkpoint": {}},
+    "backward": {"in order": {}, "last first": {}},
+    "shared": {"alone": {}, "shared expert": {}},
+    "bias": {"no bias": {}, "bias": {}},
+    "nodes": {"one node": {}, "nodes": {}},
+}
+DO_NOT_FIT = [
+    {"weights": "lora", "gradients": "main_grad"},  # weights are frozen
+    {"weights": "lora", "gradients": "delayed"},
+    {"balance": "replicas", "gradients": "delayed"},
+    {"capacity": "factor", "routing": "biased"},
+    {"capacity": "factor", "losses": "global"},
+    # With two calls in flight, what is recomputed for the loss of the second sees the load of the first as well.
+    {"losses": "global", "recompute": "checkpoint"},
+    {"capacity": "drop", "balance": "replicas"},  # replicas decide who is dropped: test_replicas.py
+    {"balance": "replicas", "nodes": "nodes"},  # of one rank each, which has nobody to give rows to
+]
+
+
+def cases() -> Iterator[object]:
+    """Every two features in quick cases, every three in all."""
+    quick = covering(FEATURES, 2, DO_NOT_FIT)
+    for case in quick:
+        yield pytest.param(case, id="-".join(case.values()))
+    for case in covering(FEATURES, 3, DO_NOT_FIT):
+        if case not in quick:
+            yield pytest.param(case, id="-".join(case.values()), marks=pytest.mark.slow)
+
+
+class Model(torch.nn.Module):
+    """Two layers with a residual around each; every rank has other experts, and the same router."""
+
+    def __init__(self, heap: SymmetricHeap, config: MoEConfig, case: dict[str, str]) -> None:
+        super().__init__()
+        self.recomputes = case["recompute"] == "checkpoint"
+        self.layers = torch.nn.ModuleList(make_layer(heap, config, case, n) for n in range(2))
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None):
+        """y, and the metrics of both layers."""
+        found = []
+        for layer in self.layers:
+            call = (x, mask)
+            y, metrics = (
+                checkpoint(layer, *call, use_reentrant=False) if self.recomputes else layer(*call)
+            )
+            x = x + y
+            found.append(metrics)
+        return x, found
+
+
+def make_layer(
+    heap: SymmetricHeap, config: MoEConfig, case: dict[str, str], number: int
+) -> MoELayer:
+    torch.manual_seed(10 * number + heap.rank)
+    adds = case["gradients"] == "main_grad"
+    experts = GroupedMLP(
+        EXPERTS // heap.num_ranks,
+        config.hidden,
+        config.ffn,
+        bias=case["bias"] == "bias",
+        weights="discrete" if case["weights"] == "discrete" else "packed",
+        accumulate_into_main_grad=adds,
+        delay_wgrad=case["gradients"] == "delayed",
+        device=heap.device,
+    )
+    if case["weights"] == "lora":
+        add_lora(experts, rank=LORA_RANK, alpha=ALPHA)
+    for name, parameter in experts.named_parameters():
+        torch.nn.init.normal_(parameter, std=0.5 * config.hidden**-0.5)
+        if adds and "weight" in name:
+            parameter.main_grad = torch.zeros_like(parameter)
+    shared = None
+    torch.manual_seed(100 + number)  # what is replicated
+    if case["shared"] == "shared expert":
+        shared = torch.nn.Linear(config.hidden, config.hidden, device=heap.device)
+    layer = MoELayer(config, heap, experts=experts, shared_expert=shared)
+    torch.nn.init.normal_(layer.router.weight, std=0.3)
+    if config.expert_bias:
+        layer.router.expert_bias.copy_(torch.linspace(-0.1, 0.1, EXPERTS))
+    return layer
+
+
+def micro_batch(
+    heap: SymmetricHeap, config: MoEConfig, number: int, case: dict[str, str]
+) -> dict[str, torch.Tensor | None]:
+    """x, dy and mask of a call: ranks have other numbers of tokens, which prefer other experts. Padding is NaN where
+    nobody sees it, and in some calls all that a rank has."""
+    generator = torch.Generator().manual_seed(1000 * number + heap.rank)
+    shape = (2, 4 + 3 * ((heap.rank + number) % 2), config.hidden)
+    x, dy = (torch.randn(shape, generator=generator) for _ in range(2))
+    x = x + 0.7 * torch.randn(config.hidden, generator=generator)
+    found = {"x": x, "dy": dy, "mask": None}
+    if case["mask"] == "padding":
+        mask = torch.rand(shape[:2], generator=generator) < 0.7 * ((heap.rank + number) % 3 > 0)
+        found["mask"] = mask
+        if case["shared"] == "alone":
+            x[~mask] = torch.nan
+            dy[~mask] = 0
+    found = {name: None if each is None else each.to(heap.device) for name, each in found.items()}
+    found["x"].requires_grad_()
+    return found
+
+
+def run_step(model: Model, calls: list[dict], case: dict[str, str]) -> list:
+    """y and metrics of each call, once backward has been through all."""
+    found = [model(call["x"], call["mask"]) for call in calls]
+    turns = list(zip(calls, found, strict=True))
+    for call, (y, metrics) in turns if case["backward"] == "in order" else turns[::-1]:
+        ((y * call["dy"]).sum() + sum(each.aux_loss for each in metrics)).backward()
+    if case["gradients"] == "delayed":
+        for layer in model.layers:
+            for _ in calls:
+                layer.experts.backward_dw()
+    return found
+
+
+def take_gradients(model: Model) -> dict[str, torch.Tensor | None]:
+    """By the parameter's name; none are left."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "main_grad"):
+            found[name] = parameter.main_grad.clone()
+            parameter.main_grad.zero_()
+        else:
+            found[name] = parameter.grad
+            parameter.grad = None
+    return found
+
+
+def compare_step(model: Model, config: MoEConfig, calls, found, findings: Findings) -> None:
+    """Notes what is not what the reference gives."""
+    gradients = take_gradients(model)
+
+    def close(name: str, got: torch.Tensor, want: torch.Tensor) -> None:
+        largest = max([1.0, *want.detach().flatten().abs().tolist()])
+        findings.close(name, got, want, rtol=0, atol=1e-4 * largest)
+
+    wanted, wanted_gradients = reference.wanted(config, model, calls, ALPHA / LORA_RANK)
+    for turn, (call, (y, metrics), want) in enumerate(zip(calls, found, wanted, strict=True)):
+        seen = call["x"].isfinite().all(-1).cpu()
+        close(f"y of call {turn}", y.cpu()[seen], want.y[seen])
+        close(f"dx of call {turn}", call["x"].grad, want.x.grad)
+        for number, its in enumerate(metrics):
+            where = f"call {turn}, layer {number}:"
+            findings.equal(f"{where} load", its.expert_load, want.load[number])
+            findings.equal(f"{where} drops", int(its.num_dropped), want.num_dropped[number])
+            close(f"{where} aux_loss", its.aux_loss, want.aux[number])
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            close(f"gradient of {name}", gradients[name], wanted_gradients[name])
+        else:
+            findings.check(gradients[name] is None, f"{name} is frozen and has a gradient")
+
+
+@pytest.mark.parametrize("case", [*cases()])
+@run_on(2, 4, on_gpus=(1, 2))
+def test_features_together_are_the_reference(
+    rank: int, num_ranks: int, findings: Findings, device: str, case: dict[str, str]
+) -> None:
+    hidden, ffn = shapes(device)
+    options = {"hidden": hidden, "ffn": ffn, "num_experts": EXPERTS, "top_k": TOP_K}
+    for feature, value in case.items():
+        options |= FEATURES[feature][value]
+    config = MoEConfig(**options)
+    per_node = 1 if case["nodes"] == "nodes" else None
+    with open_heap(
+        device, num_bytes=16 << 20, tapes=case["tapes"], ranks_per_node=per_node
+    ) as heap:
+        model = Model(heap, config, case)
+        moved = 0
+        for step in range(STEPS):
+            findings.where = f"rank {rank} of {num_ranks}, step {step}"
+            calls = [micro_batch(heap, config, 2 * step + turn, case) for turn in range(2)]
+            found = run_step(model, calls, case)
+            if step in (0, STEPS - 1):
+                compare_step(model, config, calls, found, findings)
+            take_gradients(model)
+            balance_step(model)
+            moved += sum(int(each.num_replicas or 0) for _, its in found for each in its)
+            del found
+        findings.equal("leased bytes", heap.leased_bytes, 0)
+        has_replicas = case["balance"] == "replicas" and num_ranks > 1
+        findings.equal("replicas were there", moved > 0, has_replicas)
+        findings.check(
+            heap.tapes.num_played > 0 or case["tapes"] != "on" or case["recompute"] == "checkpoint",
+            f"nothing was played: {heap.tapes.problems}",
+        )
