@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 
@@ -11,17 +12,61 @@ from symmoe import torch_internals
 from symmoe.errors import ArgumentError, StaleRows
 from symmoe.torch_internals import keeps_graph, version_of
 
-if TYPE_CHECKING:
 
-    class Function(torch.autograd.Function):
-        """torch's Function, whose `apply` has no annotations."""
+class Function(torch.autograd.Function):
+    """torch's Function, but whoever differentiates its gradients gets an error. `of`: what users know it by.
+
+    torch's once_differentiable sees only the gradients that backward is given. The results depend on what forward has
+    saved, too: where only that takes a gradient, the second order would be dropped without a word.
+    """
+
+    of: str
+
+    if TYPE_CHECKING:  # torch's has no annotations
 
         @classmethod
         def apply(cls, *args: Any) -> Any:
             """What forward returns."""
 
-else:
-    Function = torch.autograd.Function
+    def __init_subclass__(cls) -> None:
+        first_order, of = cls.backward, cls.of
+
+        def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+            with torch.no_grad():
+                found = first_order(ctx, *gradients)
+            return _with_end(found, of) if torch.is_grad_enabled() else found  # with create_graph
+
+        cls.backward = staticmethod(backward)  # type: ignore[method-assign]
+
+
+class _EndOfGraph(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, of: str, _: torch.Tensor, *gradients: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.of = of
+        return tuple(gradient.view_as(gradient) for gradient in gradients)
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> Any:
+        no_second_order(ctx.of)
+
+
+def _with_end(gradients: Sequence[torch.Tensor | None], of: str) -> tuple[torch.Tensor | None, ...]:
+    """Gradients that raise where they are differentiated: autograd goes there before it goes through any call of the
+    forward pass, so all ranks raise, and none waits for another."""
+    start = torch.empty(0, device="cpu", requires_grad=True)
+    given = [gradient for gradient in gradients if gradient is not None]
+    ended = iter(_EndOfGraph.apply(of, start, *given))  # type: ignore[no-untyped-call]  # untyped in torch
+    return tuple(None if gradient is None else next(ended) for gradient in gradients)
+
+
+def no_second_order(of: str) -> NoReturn:
+    """ArgumentError: gradients of what users know as `of` are differentiated."""
+    raise ArgumentError(
+        f"create_graph (True) was given to differentiate gradients of {of} again, as a gradient penalty does; second "
+        "order gradients of it are not supported, the kernels compute those of the first order"
+    )
 
 
 class Context(Protocol):

@@ -6,7 +6,13 @@ call. Only classes in :data:`TRAVELLING` travel; their constructor takes the fin
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
+import warnings
 from typing import Any
+
+import torch
 
 
 class SymmoeError(Exception):
@@ -145,6 +151,29 @@ class PeerLost(PeerError):
     def __init__(self, *, rank: int, problem: str) -> None:
         super().__init__(f"lost rank {rank}: {problem}")
         self.rank = rank
+
+
+_FOLDERS = tuple(
+    os.path.dirname(module.__file__) + os.sep for module in (torch, sys.modules[__package__])
+)
+
+
+def warn(text: str) -> None:
+    """A UserWarning that shows the user's line: the innermost one outside of this package and torch."""
+    frame = sys._getframe()
+    while frame.f_back is not None and _is_ours(frame.f_code.co_filename):
+        frame = frame.f_back
+    place = frame.f_code.co_filename, frame.f_lineno
+    module, registry = (
+        frame.f_globals.get("__name__"),
+        frame.f_globals.setdefault("__warningregistry__", {}),
+    )
+    warnings.warn_explicit(text, UserWarning, *place, module, registry)
+
+
+def _is_ours(file: str) -> bool:
+    # contextlib: in between if a context of the package warns.
+    return file.startswith(_FOLDERS) or file == contextlib.__file__
 
 
 def raise_for(problem: Exception | None) -> None:

@@ -297,14 +297,13 @@ class RowsLike(NamedTuple):
         return cls(x.shape[:-1], working_dtype(x), x.device)
 
 
-def wrapped_problem(name: str, module: object, attribute: str) -> ArgumentError | None:
-    """The error if something is around a module whose call kernels replace, and hides its attributes, or None."""
-    if module is None or hasattr(module, attribute):
-        return None
+def left_out_problem(name: str, found: str) -> ArgumentError:
+    """The error of a module that has something that no call would reach."""
     return ArgumentError(
-        f"{name} is in a {type(module).__name__}, which would be left out: kernels take the place of its call. Call "
-        "symmoe.add_lora in place of peft's target_parameters, or symmoe.integrations.peft.get_peft_model of a model "
-        "whose experts are swapped"
+        f"{name} has {found}, which would be left out: kernels take the place of its call. Put hooks on the layer, its "
+        "router or shared expert, or on parameters; experts that compute something else run by parts, see "
+        "symmoe.MoELayer. Call symmoe.add_lora in place of peft's target_parameters, or "
+        "symmoe.integrations.peft.get_peft_model of a model whose experts are swapped"
     )
 
 

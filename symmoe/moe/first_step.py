@@ -8,7 +8,6 @@ experts, or dense parameters that differ before or after. From then on there is 
 from __future__ import annotations
 
 import hashlib
-import warnings
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from symmoe.errors import ArgumentError
+from symmoe.errors import ArgumentError, warn
 from symmoe.grouped.parameters import local_part, named_parameters
 
 if TYPE_CHECKING:
@@ -120,14 +119,14 @@ class FirstStep:
         rows = [words for words in received if words[1] > 0]
         before, after, experts = (len({row[column] for row in rows}) for column in range(3))
         if before > 1:
-            warnings.warn(_AT_START, stacklevel=2)
+            warn(_AT_START)
         elif after > 1:
             are_reduced = any(
                 layer.replicas.are_reduced for its in self._layers if (layer := its()) is not None
             )
-            warnings.warn(_CHANGED if are_reduced else _NOT_REDUCED, stacklevel=2)
+            warn(_CHANGED if are_reduced else _NOT_REDUCED)
         if experts == 1 and len(rows) > 1:
-            warnings.warn(_EQUAL_EXPERTS, stacklevel=2)
+            warn(_EQUAL_EXPERTS)
 
 
 def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, NamedTuple, cast
 
@@ -12,7 +11,7 @@ from torch import nn
 
 from symmoe.checks.arguments import tensor_problem, working_dtype
 from symmoe.dispatch.plan import MAX_TOP_K
-from symmoe.errors import ArgumentError, SymmoeError, raise_for
+from symmoe.errors import ArgumentError, SymmoeError, raise_for, warn
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.kernels import control
 from symmoe.kernels.architectures import e4m3_problem
@@ -33,7 +32,12 @@ from symmoe.moe.router import (
     router_problem,
 )
 from symmoe.symm_mem.heap import FailPeersOnError, SymmetricHeap
-from symmoe.torch_internals import has_hooks, hooks_of, register_namedtuple
+from symmoe.torch_internals import around_call, is_in_reentrant_checkpoint, register_namedtuple
+
+_LOST_LOSS = (
+    "metrics.aux_loss has no gradient inside a checkpoint with use_reentrant=True, unless the function that is "
+    "checkpointed returns it as one of its results: the router does not learn from it. Give use_reentrant=False"
+)
 
 
 class MoEMetrics(NamedTuple):
@@ -154,7 +158,6 @@ class MoELayer(ExpertParallelModule):
         self.set_experts(experts)
         self.shared_expert = shared_expert
         self.replicas = Replicas(expert_group)
-        self._has_warned = False
 
     def set_experts(self, experts: GroupedMLP) -> None:
         """Replaces this rank's experts by `experts`. Local. ArgumentError: they do not fit the configuration."""
@@ -221,13 +224,15 @@ class MoELayer(ExpertParallelModule):
             if not is_compiling:
                 problem = self._problem(x, token_mask=token_mask, topk_idx=topk_idx, probs=probs)
                 self.heap.fail_for(problem, control.PHASE_PLAN)
-                self._warn_of_hooks()
             token_mask = None if token_mask is None else token_mask.reshape(-1)
             dtype = working_dtype(x)
             tokens = x.reshape(-1, self.config.hidden).to(dtype)
             traced, own = is_traced(self.experts), None  # own: what the step routes by itself
             if self.router is not None and not traced and dtype == x.dtype:
-                if token_mask is None and topk_idx is None and probs is None and shared is None:
+                is_plain = (
+                    token_mask is None and topk_idx is None and probs is None and shared is None
+                )
+                if is_plain and around_call(self.router) is None:
                     own = self.router.route_of(
                         x.reshape(-1, self.config.hidden)
                     )  # not `tokens`: see run_experts
@@ -341,25 +346,6 @@ class MoELayer(ExpertParallelModule):
                 )
         return None
 
-    def _warn_of_hooks(self) -> None:
-        """Warns once of hooks on the experts' modules: kernels replace the calls of these modules, so no hook runs."""
-        experts = cast(nn.Module, self._modules["experts"])
-        modules = () if self._has_warned else (experts, *experts._modules.values())
-        if not any(has_hooks(module, everywhere=False) for module in modules if module):
-            return
-        self._has_warned = True
-        names = {f"experts.{name}": module for name, module in experts.named_children()}
-        hooks = [
-            f"{kind} on {name}"
-            for name, m in {"experts": experts, **names}.items()
-            for kind in hooks_of(m)
-        ]
-        warnings.warn(
-            f"MoELayer never runs the {', '.join(hooks)}: its kernels take the place of these modules' calls. Register "
-            "hooks on the layer, its router or shared expert, or on parameters",
-            stacklevel=5,  # the caller of the layer
-        )
-
     def _route(
         self,
         x: torch.Tensor,
@@ -397,6 +383,9 @@ class MoELayer(ExpertParallelModule):
             )
         if config.z_loss_coef and isinstance(routed, RouterOutput):
             losses.append(config.z_loss_coef * balance.z_loss(routed.logits, token_mask))
+        is_alone = losses and self.training and not torch.is_grad_enabled()
+        if is_alone and not torch.compiler.is_compiling() and is_in_reentrant_checkpoint():
+            warn(_LOST_LOSS)
         return (
             sum(losses[1:], start=losses[0])
             if losses

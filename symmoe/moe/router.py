@@ -13,19 +13,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
 from symmoe import kernels
-from symmoe.autograd import Context, Function
-from symmoe.checks.arguments import CHOICES, memory_problem, tensor_problem, wrapped_problem
+from symmoe.autograd import Context, Function, no_second_order
+from symmoe.checks.arguments import CHOICES, left_out_problem, memory_problem, tensor_problem
 from symmoe.errors import ArgumentError, SymmoeError, raise_for
 from symmoe.kernels import control
 from symmoe.kernels.routing_rule import RoutingRule
 from symmoe.moe.config import MoEConfig
 from symmoe.symm_mem.heap import SymmetricHeap, heap_numbered
 from symmoe.tape.recorder import recorded
-from symmoe.torch_internals import has_hooks
+from symmoe.torch_internals import replaceable
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +96,7 @@ class Router(nn.Module):
         if self.step_load is not None:
             self.step_load.zero_()
 
+    @replaceable
     def forward(
         self,
         x: torch.Tensor,
@@ -139,10 +139,10 @@ class Router(nn.Module):
         __call__ = forward  # nn.Module's has no types
 
     def route_of(self, x: torch.Tensor) -> Route | None:
-        """How this router routes tokens [T, H] without a mask, for who does it in its place. None: its call does more,
-        that of a subclass or with hooks, or is followed by drops over a capacity."""
+        """How :meth:`forward` routes tokens [T, H] without a mask, for who does it in its place. None: drops over a
+        capacity follow."""
         config = self.config
-        if type(self) is not Router or config.capacity_factor is not None or has_hooks(self):
+        if config.capacity_factor is not None:
             return None
         return self._route(
             x, topk_idx=torch.empty((x.shape[0], config.top_k), dtype=torch.int32, device=x.device)
@@ -183,7 +183,10 @@ def router_problem(router: nn.Module | None) -> ArgumentError | None:
         if {"token_mask", "topk_idx"} <= {p.name for p in taken} or any(
             p.kind is p.VAR_KEYWORD for p in taken
         ):
-            return wrapped_problem("router", router, "step_load")
+            its = (
+                None if hasattr(router, "step_load") else f"the forward of {type(router).__name__}"
+            )
+            return None if its is None else left_out_problem("router", its)
     return ArgumentError(
         f"router ({type(router).__name__}) must be a Router, called as router(x, token_mask=..., topk_idx=...); one of "
         "your own brings its choice to each call: layer(x, topk_idx=..., probs=...), see symmoe.MoELayer"
@@ -445,6 +448,8 @@ def _save(
 class _RouteFunction(Function):
     """Of a route, and its x and weight once more, for autograd."""
 
+    of = "the router"
+
     @staticmethod
     def forward(
         ctx: Context, heap: SymmetricHeap | None, route: Route, *_: torch.Tensor
@@ -455,7 +460,6 @@ class _RouteFunction(Function):
         return routed
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Context, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         found = RouteGradients(gradients[:3], ctx.saved_tensors, ctx.rule, ctx.needs_input_grad[2:])
         return None, None, *computed(found, ctx.heap)
@@ -528,6 +532,9 @@ def _route_gradients(
 def _(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     _d_logits, _d_probs, _d_scores, (x, weight, *_), _numbers = arguments
     return torch.empty_like(x), torch.empty_like(weight)
+
+
+_route_gradients.register_autograd(lambda *_: no_second_order("the router"))
 
 
 def _keep(ctx: Context, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:

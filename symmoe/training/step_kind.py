@@ -9,7 +9,6 @@ import enum
 import numbers
 import operator
 import types
-import warnings
 from collections import OrderedDict, UserDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from symmoe.checks.arguments import memory_problem
-from symmoe.errors import ArgumentError, raise_for
+from symmoe.errors import ArgumentError, raise_for, warn
 from symmoe.grouped.parameters import local_part
 from symmoe.moe.ddp_and_fsdp import ExpertParallelModule
 from symmoe.moe.listeners import find_listeners
@@ -282,10 +281,7 @@ class Modules:
         ]
         if own:
             names = sorted({name for _, name in own})
-            warnings.warn(
-                f"the step sets {names} of modules, which replays of a capture will not",
-                stacklevel=6,
-            )
+            warn(f"the step sets {names} of modules, which replays of a capture will not")
             self._own |= {(id(d), name): d for d, name in own}
             self._look()
 
