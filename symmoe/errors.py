@@ -154,26 +154,29 @@ class PeerLost(PeerError):
 
 
 _FOLDERS = tuple(
-    os.path.dirname(module.__file__) + os.sep for module in (torch, sys.modules[__package__])
+    os.path.dirname(str(module.__file__)) + os.sep for module in (torch, sys.modules["symmoe"])
 )
 
 
-def warn(text: str) -> None:
-    """A UserWarning that shows the user's line: the innermost one outside of this package and torch."""
+def users_line() -> tuple[str, int]:
+    """File and number of the innermost line that runs outside of this package and torch."""
     frame = sys._getframe()
-    while frame.f_back is not None and _is_ours(frame.f_code.co_filename):
+    # contextlib: in between where a context of the package runs.
+    while frame.f_back is not None and (
+        frame.f_code.co_filename.startswith((*_FOLDERS, contextlib.__file__))
+    ):
         frame = frame.f_back
-    place = frame.f_code.co_filename, frame.f_lineno
-    module, registry = (
-        frame.f_globals.get("__name__"),
-        frame.f_globals.setdefault("__warningregistry__", {}),
-    )
-    warnings.warn_explicit(text, UserWarning, *place, module, registry)
+    return frame.f_code.co_filename, frame.f_lineno
 
 
-def _is_ours(file: str) -> bool:
-    # contextlib: in between if a context of the package warns.
-    return file.startswith(_FOLDERS) or file == contextlib.__file__
+def warn(text: str, line: tuple[str, int] | None = None) -> None:
+    """A UserWarning at the user's line. Python shows it once for each line and text."""
+    file, number = line or users_line()
+    record = _shown.setdefault(file, {})
+    warnings.warn_explicit(text, UserWarning, file, number, registry=record)
+
+
+_shown: dict[str, dict[str | tuple[str, type[Warning], int], int]] = {}  # Python's records, by file
 
 
 def raise_for(problem: Exception | None) -> None:

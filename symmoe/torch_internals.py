@@ -6,7 +6,6 @@ Where a name is gone, there is another way that is as right, or whoever needs it
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn, TypeVar
@@ -150,14 +149,6 @@ def outside_transforms() -> Iterator[None]:
 
     with temporarily_clear_interpreter_stack():
         yield
-
-
-def is_in_reentrant_checkpoint() -> bool:
-    """Whether the caller is in the first forward of a checkpoint with use_reentrant=True."""
-    code, frame = torch.utils.checkpoint.CheckpointFunction.forward.__code__, sys._getframe()
-    while frame.f_back is not None and frame.f_code is not code:
-        frame = frame.f_back
-    return frame.f_code is code
 
 
 def active_ddp() -> DistributedDataParallel | None:

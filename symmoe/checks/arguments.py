@@ -301,8 +301,8 @@ def left_out_problem(name: str, found: str) -> ArgumentError:
     """The error of a module that has something that no call would reach."""
     return ArgumentError(
         f"{name} has {found}, which would be left out: kernels take the place of its call. Put hooks on the layer, its "
-        "router or shared expert, or on parameters; experts that compute something else run by parts, see "
-        "symmoe.MoELayer. Call symmoe.add_lora in place of peft's target_parameters, or "
+        "router or shared expert, or on parameters; experts that compute something else run by parts: see "
+        "docs/own_experts.md. Call symmoe.add_lora in place of peft's target_parameters, or "
         "symmoe.integrations.peft.get_peft_model of a model whose experts are swapped"
     )
 

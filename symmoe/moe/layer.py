@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from symmoe.autograd import is_in_backward
 from symmoe.checks.arguments import tensor_problem, working_dtype
 from symmoe.dispatch.plan import MAX_TOP_K
-from symmoe.errors import ArgumentError, SymmoeError, raise_for, warn
+from symmoe.errors import ArgumentError, SymmoeError, raise_for, users_line, warn
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.kernels import control
 from symmoe.kernels.architectures import e4m3_problem
@@ -32,11 +33,11 @@ from symmoe.moe.router import (
     router_problem,
 )
 from symmoe.symm_mem.heap import FailPeersOnError, SymmetricHeap
-from symmoe.torch_internals import around_call, is_in_reentrant_checkpoint, register_namedtuple
+from symmoe.torch_internals import around_call, register_namedtuple
 
 _LOST_LOSS = (
-    "metrics.aux_loss has no gradient inside a checkpoint with use_reentrant=True, unless the function that is "
-    "checkpointed returns it as one of its results: the router does not learn from it. Give use_reentrant=False"
+    "metrics.aux_loss has no gradient: it comes from inside a checkpoint with use_reentrant=True, which has gradients "
+    "of tensors only that it returns, not of those in its results. Give checkpoint use_reentrant=False"
 )
 
 
@@ -158,6 +159,7 @@ class MoELayer(ExpertParallelModule):
         self.set_experts(experts)
         self.shared_expert = shared_expert
         self.replicas = Replicas(expert_group)
+        self._called_at: tuple[str, int] | None = None  # where, by the last call without gradients
 
     def set_experts(self, experts: GroupedMLP) -> None:
         """Replaces this rank's experts by `experts`. Local. ArgumentError: they do not fit the configuration."""
@@ -265,6 +267,8 @@ class MoELayer(ExpertParallelModule):
         if shared is not None:
             y = y + shared.join()
         aux_loss = self._aux_loss(x, token_mask, routed, load[0])
+        if self.training and not is_compiling:
+            self._watch_loss(y, aux_loss)
         metrics = MoEMetrics(
             aux_loss, load[0], load[1], routed.topk_idx, routed.num_over_capacity, *load[2:]
         )
@@ -383,14 +387,21 @@ class MoELayer(ExpertParallelModule):
             )
         if config.z_loss_coef and isinstance(routed, RouterOutput):
             losses.append(config.z_loss_coef * balance.z_loss(routed.logits, token_mask))
-        is_alone = losses and self.training and not torch.is_grad_enabled()
-        if is_alone and not torch.compiler.is_compiling() and is_in_reentrant_checkpoint():
-            warn(_LOST_LOSS)
         return (
             sum(losses[1:], start=losses[0])
             if losses
             else torch.zeros((), device=expert_load.device)
         )
+
+    def _watch_loss(self, y: torch.Tensor, aux_loss: torch.Tensor) -> None:
+        """Warns if a checkpoint repeats this call in backward, and differentiates y, but not aux_loss. Autograd comes
+        to y after aux_loss, which is newer; with use_reentrant=False it comes to neither."""
+        if not torch.is_grad_enabled():
+            self._called_at = users_line()
+        elif aux_loss.requires_grad and is_in_backward():
+            reached: list[torch.Tensor] = []
+            aux_loss.register_hook(reached.append)
+            y.register_hook(lambda _: None if reached else warn(_LOST_LOSS, self._called_at))
 
     def _balance_loss(
         self,
