@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
@@ -34,31 +33,28 @@ class Function(torch.autograd.Function):
         def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
             with torch.no_grad():
                 found = first_order(ctx, *gradients)
-            return _with_end(found, of) if torch.is_grad_enabled() else found  # with create_graph
+            if not torch.is_grad_enabled():  # without create_graph
+                return found
+            start = torch.empty(0, device="cpu", requires_grad=True)
+            return _EndOfGraph.apply(of, start, *found)  # type: ignore[no-untyped-call]
 
         cls.backward = staticmethod(backward)  # type: ignore[method-assign]
 
 
 class _EndOfGraph(torch.autograd.Function):
+    """Gradients that raise where they are differentiated: autograd goes there before it goes through any call of the
+    forward pass, so all ranks raise, and none waits for another."""
+
     @staticmethod
     def forward(
-        ctx: Any, of: str, _: torch.Tensor, *gradients: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
+        ctx: Any, of: str, _: torch.Tensor, *gradients: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
         ctx.of = of
-        return tuple(gradient.view_as(gradient) for gradient in gradients)
+        return tuple(None if each is None else each.view_as(each) for each in gradients)
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> Any:
         no_second_order(ctx.of)
-
-
-def _with_end(gradients: Sequence[torch.Tensor | None], of: str) -> tuple[torch.Tensor | None, ...]:
-    """Gradients that raise where they are differentiated: autograd goes there before it goes through any call of the
-    forward pass, so all ranks raise, and none waits for another."""
-    start = torch.empty(0, device="cpu", requires_grad=True)
-    given = [gradient for gradient in gradients if gradient is not None]
-    ended = iter(_EndOfGraph.apply(of, start, *given))  # type: ignore[no-untyped-call]  # untyped in torch
-    return tuple(None if gradient is None else next(ended) for gradient in gradients)
 
 
 def no_second_order(of: str) -> NoReturn:

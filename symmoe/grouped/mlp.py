@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from symmoe.checks.arguments import left_out_problem, size_problem, working_dtype
+from symmoe.checks.arguments import call_problem, size_problem, working_dtype
 from symmoe.errors import ArgumentError, raise_for
 from symmoe.grouped.activations import ScaledActivation, ScaledSwiGLU, activation_problem
 from symmoe.grouped.experts import (
@@ -42,9 +42,8 @@ from symmoe.kernels.activation import Activation
 from symmoe.kernels.operands import given
 from symmoe.precision.operands import HeldWeight
 from symmoe.precision.recipes import Recipe
-from symmoe.torch_internals import around_call, replaceable
+from symmoe.torch_internals import replaceable
 
-_PARTS = ("fc1", "activation", "fc2")
 _ACTIVATION_FIELDS = tuple(field.name for field in fields(Activation))
 
 
@@ -154,8 +153,8 @@ def fused_mlp(
 ) -> torch.Tensor:
     """fc2(activation(fc1(x), scale)) through the fused kernels: the same bits, without the rows in between; arguments
     as in GroupedMLP.forward. scale_bias: whether the scale multiplies fc2's bias too."""
-    fc1, _, fc2 = layers
-    raise_for(_layers_problem(layers))
+    fc1, activation, fc2 = layers
+    raise_for(call_problem(fc1=fc1, activation=activation, fc2=fc2))
     arguments.check("rows", x, (fc1, fc2))
     x, is_autocast = x.to(working_dtype(x)), torch.is_autocast_enabled(x.device.type)
     called = of_tensors(layers, *local_tensors((fc1, fc2), x.dtype, cast_biases=is_autocast))
@@ -170,21 +169,10 @@ def fused_mlp(
     return run_rows(products, arguments, x, called.biases, called.tensors)
 
 
-def call_problem(experts: Any) -> ArgumentError | None:
-    """The error if a step would leave something out that is around the call of the experts or of one of their modules,
-    or in place of a forward, or None. Hooks of all modules see only what is called."""
-    layers: Layers = experts.fc1, experts.activation, experts.fc2
-    found = around_call(experts, everywhere=False)
-    return (
-        _layers_problem(layers, "experts.") if found is None else left_out_problem("experts", found)
-    )
-
-
-def _layers_problem(layers: Layers, prefix: str = "") -> ArgumentError | None:
-    for name, module in zip(_PARTS, layers, strict=True):
-        if (found := around_call(module, everywhere=False)) is not None:
-            return left_out_problem(prefix + name, found)
-    return None
+def experts_call_problem(experts: Any) -> ArgumentError | None:
+    """That of call_problem for a step of experts."""
+    parts = {f"experts.{name}": getattr(experts, name) for name in ("fc1", "activation", "fc2")}
+    return call_problem(experts=experts, **parts)
 
 
 def without_memory(experts: GroupedMLP) -> GroupedMLP:

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from symmoe.errors import ArgumentError
 from symmoe.grouped.linear import GroupedLinear
-from symmoe.grouped.mlp import GroupedMLP, call_problem
+from symmoe.grouped.mlp import GroupedMLP, experts_call_problem
 from symmoe.grouped.parameters import local_part
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.torch_internals import DDP_IGNORED, active_ddp, ddp_parameters
@@ -176,7 +176,7 @@ def experts_problem(experts: GroupedMLP, num_ranks: int) -> ArgumentError | None
     taken the experts of different ranks for the same."""
     if num_ranks > 1 and (problem := _fsdp_problem(experts, num_ranks)) is not None:
         return problem
-    return call_problem(experts)
+    return experts_call_problem(experts)
 
 
 def _fsdp_problem(experts: GroupedMLP, num_ranks: int) -> ArgumentError | None:

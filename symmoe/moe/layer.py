@@ -231,13 +231,12 @@ class MoELayer(ExpertParallelModule):
             tokens = x.reshape(-1, self.config.hidden).to(dtype)
             traced, own = is_traced(self.experts), None  # own: what the step routes by itself
             if self.router is not None and not traced and dtype == x.dtype:
-                is_plain = (
-                    token_mask is None and topk_idx is None and probs is None and shared is None
-                )
+                is_plain = token_mask is None and self.config.capacity_factor is None
+                is_plain = is_plain and topk_idx is None and probs is None and shared is None
                 if is_plain and around_call(self.router) is None:
-                    own = self.router.route_of(
-                        x.reshape(-1, self.config.hidden)
-                    )  # not `tokens`: see run_experts
+                    flat = x.reshape(-1, self.config.hidden)  # not `tokens`: see run_experts
+                    shape, options = (len(flat), self.config.top_k), {"dtype": torch.int32}
+                    own = self.router.route_of(flat, topk_idx=flat.new_empty(shape, **options))
             if own is not None:
                 y, load, found = self._routed_experts.run(
                     tokens, own, given("topk_idx", own.topk_idx), self.experts, out_shape=x.shape

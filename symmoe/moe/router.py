@@ -17,7 +17,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from symmoe import kernels
 from symmoe.autograd import Context, Function, no_second_order
-from symmoe.checks.arguments import CHOICES, left_out_problem, memory_problem, tensor_problem
+from symmoe.checks.arguments import CHOICES, call_problem, memory_problem, tensor_problem
 from symmoe.errors import ArgumentError, SymmoeError, raise_for
 from symmoe.kernels import control
 from symmoe.kernels.routing_rule import RoutingRule
@@ -131,29 +131,20 @@ class Router(nn.Module):
         # Autocast would run the product in half precision, where close scores tie or swap.
         with torch.autocast(x.device.type, enabled=False):
             given_idx = None if topk_idx is None else _int32(topk_idx).contiguous()
-            routed = route_tokens(self._route(x, given_idx), self._heap)
+            routed = route_tokens(self.route_of(x, given_idx), self._heap)
             chosen = choice_of(config, routed.topk_idx, routed.probs, token_mask)
         return RouterOutput(*chosen, routed.scores, routed.logits)
 
     if TYPE_CHECKING:
         __call__ = forward  # nn.Module's has no types
 
-    def route_of(self, x: torch.Tensor) -> Route | None:
-        """How :meth:`forward` routes tokens [T, H] without a mask, for who does it in its place. None: drops over a
-        capacity follow."""
-        config = self.config
-        if config.capacity_factor is not None:
-            return None
-        return self._route(
-            x, topk_idx=torch.empty((x.shape[0], config.top_k), dtype=torch.int32, device=x.device)
-        )
-
-    def _route(
+    def route_of(
         self,
         x: torch.Tensor,
         given_idx: torch.Tensor | None = None,
         topk_idx: torch.Tensor | None = None,
     ) -> Route:
+        """How :meth:`forward` routes tokens [T, H] without a mask and a capacity factor; arguments as in Route."""
         numbers, weight = (self.config.top_k, self._rule), self.weight.contiguous()
         return Route(x.contiguous(), weight, self.expert_bias, given_idx, *numbers, topk_idx)
 
@@ -183,10 +174,7 @@ def router_problem(router: nn.Module | None) -> ArgumentError | None:
         if {"token_mask", "topk_idx"} <= {p.name for p in taken} or any(
             p.kind is p.VAR_KEYWORD for p in taken
         ):
-            its = (
-                None if hasattr(router, "step_load") else f"the forward of {type(router).__name__}"
-            )
-            return None if its is None else left_out_problem("router", its)
+            return None if hasattr(router, "step_load") else call_problem(router=router)
     return ArgumentError(
         f"router ({type(router).__name__}) must be a Router, called as router(x, token_mask=..., topk_idx=...); one of "
         "your own brings its choice to each call: layer(x, topk_idx=..., probs=...), see symmoe.MoELayer"
