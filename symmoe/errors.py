@@ -7,6 +7,7 @@ call. Only classes in :data:`TRAVELLING` travel; their constructor takes the fin
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import sys
 import warnings
@@ -153,19 +154,17 @@ class PeerLost(PeerError):
         self.rank = rank
 
 
-_FOLDERS = tuple(
-    os.path.dirname(str(module.__file__)) + os.sep for module in (torch, sys.modules["symmoe"])
-)
+_FOLDERS = [os.path.dirname(str(module.__file__)) for module in (torch, sys.modules["symmoe"])]
+_INSIDE = (*[folder + os.sep for folder in _FOLDERS], contextlib.__file__)
 
 
 def users_line() -> tuple[str, int]:
     """File and number of the innermost line that runs outside of this package and torch."""
-    frame = sys._getframe()
+    frame = inspect.currentframe()
     # contextlib: in between where a context of the package runs.
-    while frame.f_back is not None and (
-        frame.f_code.co_filename.startswith((*_FOLDERS, contextlib.__file__))
-    ):
+    while frame and frame.f_back and frame.f_code.co_filename.startswith(_INSIDE):
         frame = frame.f_back
+    assert frame is not None  # in CPython
     return frame.f_code.co_filename, frame.f_lineno
 
 

@@ -84,6 +84,7 @@ call_after_backward: Callable[[Callable[[], object]], None] = _named(
 num_references: Callable[[torch.Tensor], int] = _named(
     "Tensor._use_count"
 )  # all of Python's count as one
+base_of: Callable[[torch.Tensor], torch.Tensor | None] = _attribute("_base")
 version_of: Callable[[torch.Tensor], int] = _attribute("_version")
 address_in_python: Callable[[torch.Tensor], int] = _attribute("_cdata")
 STOPS_RECOMPUTATION: Any = getattr(torch.utils.checkpoint, "_StopRecomputationError", ())
@@ -128,7 +129,7 @@ _has_global_hooks: Callable[[], bool] = _named(
 non_persistent_buffers: Callable[[torch.nn.Module], set[str]] = _attribute(
     "_non_persistent_buffers_set"
 )
-_HOOKS = ("forward_hook", "forward_pre_hook", "backward_hook", "backward_pre_hook")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _REPLACEABLE: set[Callable[..., Any]] = {torch.nn.Module.forward}  # that of modules without a call
 
 
@@ -190,7 +191,7 @@ def around_call(m: torch.nn.Module, *, everywhere: bool = True) -> str | None:
     nothing. That is a forward that is not :func:`replaceable`, of the class or of the instance, and hooks of the
     module; `everywhere`: also those of all modules."""
     if m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks:
-        return "a " + ", ".join(kind for kind in _HOOKS if vars(m)[f"_{kind}s"])
+        return "a " + ", ".join(kind[1:-1] for kind in HOOKS if vars(m)[kind])
     if "forward" in vars(m):
         return "a forward of its own"
     if type(m).forward not in _REPLACEABLE:

@@ -20,7 +20,7 @@ from symmoe.grouped.parameters import trainable
 from symmoe.moe.ddp_and_fsdp import gradients_elsewhere, join_ddp, prepare_for_ddp
 from symmoe.moe.layer import MoELayer
 from symmoe.moe.router import RouterOutput
-from symmoe.torch_internals import pytree, reshaped_result
+from symmoe.torch_internals import base_of, pytree, reshaped_result
 
 EP = "ep"
 
@@ -105,7 +105,7 @@ def parallelize(
 def _without_view(_module: nn.Module, _args: object, output: torch.Tensor) -> torch.Tensor:
     """The output of a shared expert, e.g. of a linear layer on [B, S, H], as a tensor that is no view: FSDP, which sees
     it next, warns of views. Only the layer gets it, which writes nowhere into it."""
-    return output if output._base is None else reshaped_result(output, output.shape)
+    return output if base_of(output) is None else reshaped_result(output, output.shape)
 
 
 def data_parallel(

@@ -235,11 +235,11 @@ class MoELayer(ExpertParallelModule):
                 is_plain = is_plain and topk_idx is None and probs is None and shared is None
                 if is_plain and around_call(self.router) is None:
                     flat = x.reshape(-1, self.config.hidden)  # not `tokens`: see run_experts
-                    shape, options = (len(flat), self.config.top_k), {"dtype": torch.int32}
-                    own = self.router.route_of(flat, topk_idx=flat.new_empty(shape, **options))
+                    topk_idx = flat.new_empty((len(flat), self.config.top_k), dtype=torch.int32)
+                    own = self.router.route_of(flat, topk_idx=topk_idx)
             if own is not None:
                 y, load, found = self._routed_experts.run(
-                    tokens, own, given("topk_idx", own.topk_idx), self.experts, out_shape=x.shape
+                    tokens, own, given("topk_idx", topk_idx), self.experts, out_shape=x.shape
                 )
                 assert found is not None  # with a route
                 chosen = found.topk_idx, found.probs, found.topk_idx, None

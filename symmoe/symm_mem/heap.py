@@ -543,8 +543,11 @@ class FailPeersOnError:
         if isinstance(error, Exception) and not _is_known(error):
             error._symmoe_told = True  # type: ignore[attr-defined]  # contexts may be nested
             self._heap.faults.tell(error, self._phase() if callable(self._phase) else self._phase)
-        if isinstance(error, SymmoeError):
-            raise error.with_traceback(None)
+        try:
+            if isinstance(error, SymmoeError):
+                raise error.with_traceback(None)
+        finally:
+            del error, trace  # see SymmetricHeap.fail
 
 
 def _is_known(error: Exception) -> bool:
