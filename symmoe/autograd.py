@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 
@@ -11,17 +11,58 @@ from symmoe import torch_internals
 from symmoe.errors import ArgumentError, StaleRows
 from symmoe.torch_internals import keeps_graph, version_of
 
-if TYPE_CHECKING:
 
-    class Function(torch.autograd.Function):
-        """torch's Function, whose `apply` has no annotations."""
+class Function(torch.autograd.Function):
+    """torch's Function, but whoever differentiates its gradients gets an error. `of`: what users know it by.
+
+    torch's once_differentiable sees only the gradients that backward is given. The results depend on what forward has
+    saved, too: where only that takes a gradient, the second order would be dropped without a word.
+    """
+
+    of: str
+
+    if TYPE_CHECKING:  # torch's has no annotations
 
         @classmethod
         def apply(cls, *args: Any) -> Any:
             """What forward returns."""
 
-else:
-    Function = torch.autograd.Function
+    def __init_subclass__(cls) -> None:
+        first_order, of = cls.backward, cls.of
+
+        def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+            with torch.no_grad():
+                found = first_order(ctx, *gradients)
+            if not torch.is_grad_enabled():  # without create_graph
+                return found
+            start = torch.empty(0, device="cpu", requires_grad=True)
+            return _EndOfGraph.apply(of, start, *found)  # type: ignore[no-untyped-call]
+
+        cls.backward = staticmethod(backward)  # type: ignore[method-assign]
+
+
+class _EndOfGraph(torch.autograd.Function):
+    """Gradients that raise where they are differentiated: autograd goes there before it goes through any call of the
+    forward pass, so all ranks raise, and none waits for another."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, of: str, _: torch.Tensor, *gradients: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        ctx.of = of
+        return tuple(None if each is None else each.view_as(each) for each in gradients)
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> Any:
+        no_second_order(ctx.of)
+
+
+def no_second_order(of: str) -> NoReturn:
+    """ArgumentError: gradients of what users know as `of` are differentiated."""
+    raise ArgumentError(
+        f"create_graph (True) was given to differentiate gradients of {of} again, as a gradient penalty does; second "
+        "order gradients of it are not supported, the kernels compute those of the first order"
+    )
 
 
 class Context(Protocol):

@@ -6,7 +6,14 @@ call. Only classes in :data:`TRAVELLING` travel; their constructor takes the fin
 
 from __future__ import annotations
 
+import contextlib
+import inspect
+import os
+import sys
+import warnings
 from typing import Any
+
+import torch
 
 
 class SymmoeError(Exception):
@@ -152,6 +159,30 @@ def word_problem(name: str, word: object, words: tuple[str, ...]) -> ArgumentErr
     if isinstance(word, str) and word in words:  # an array would compare with each element
         return None
     return ArgumentError(f"{name} ({word!r}) must be one of {words}")
+
+
+_FOLDERS = [os.path.dirname(str(module.__file__)) for module in (torch, sys.modules["symmoe"])]
+_INSIDE = (*[folder + os.sep for folder in _FOLDERS], contextlib.__file__)
+
+
+def users_line() -> tuple[str, int]:
+    """File and number of the innermost line that runs outside of this package and torch."""
+    frame = inspect.currentframe()
+    # contextlib: in between where a context of the package runs.
+    while frame and frame.f_back and frame.f_code.co_filename.startswith(_INSIDE):
+        frame = frame.f_back
+    assert frame is not None  # in CPython
+    return frame.f_code.co_filename, frame.f_lineno
+
+
+def warn(text: str, line: tuple[str, int] | None = None) -> None:
+    """A UserWarning at the user's line. Python shows it once for each line and text."""
+    file, number = line or users_line()
+    record = _shown.setdefault(file, {})
+    warnings.warn_explicit(text, UserWarning, file, number, registry=record)
+
+
+_shown: dict[str, dict[str | tuple[str, type[Warning], int], int]] = {}  # Python's records, by file
 
 
 def raise_for(problem: Exception | None) -> None:

@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import overload
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from symmoe.autograd import Context, Function, GradientBuffer, wrote_into
 from symmoe.checks.arguments import (
@@ -102,6 +101,8 @@ def dispatch_tokens(
 class _Dispatch(Function):
     """The backward of dispatch is combine over the same plan."""
 
+    of = "dispatch_tokens"
+
     @staticmethod
     def forward(
         ctx: Context,
@@ -119,7 +120,6 @@ class _Dispatch(Function):
         return rows, None if row_probs is None else plan.rows_of(row_probs).detach()
 
     @staticmethod
-    @once_differentiable
     def backward(
         ctx: Context, d_rows: torch.Tensor, d_row_probs: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
@@ -229,6 +229,8 @@ def combine_tokens(
 class _Combine(Function):
     """The backward of combine is dispatch over the same plan."""
 
+    of = "combine_tokens"
+
     @staticmethod
     def forward(
         ctx: Context,
@@ -246,7 +248,6 @@ class _Combine(Function):
             return combine(rows, plan, order=order)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Context, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         plan, buffer = ctx.plan, ctx.grad_out.tensor
         with FailPeersOnError(plan.heap, SEND):

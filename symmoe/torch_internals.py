@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed
@@ -23,6 +23,7 @@ from symmoe.errors import BackendUnavailable
 __all__ = ["TorchDispatchMode", "pytree"]
 
 _GONE = object()
+_Forward = TypeVar("_Forward", bound=Callable[..., Any])
 
 
 def _missing(name: str, *args: object) -> NoReturn:
@@ -86,6 +87,7 @@ call_after_backward: Callable[[Callable[[], object]], None] = _named(
 num_references: Callable[[torch.Tensor], int] = _named(
     "Tensor._use_count"
 )  # all of Python's count as one
+base_of: Callable[[torch.Tensor], torch.Tensor | None] = _attribute("_base")
 version_of: Callable[[torch.Tensor], int] = _attribute("_version")
 address_in_python: Callable[[torch.Tensor], int] = _attribute("_cdata")
 STOPS_RECOMPUTATION: Any = getattr(torch.utils.checkpoint, "_StopRecomputationError", ())
@@ -130,7 +132,8 @@ _has_global_hooks: Callable[[], bool] = _named(
 non_persistent_buffers: Callable[[torch.nn.Module], set[str]] = _attribute(
     "_non_persistent_buffers_set"
 )
-_HOOKS = ("forward_hook", "forward_pre_hook", "backward_hook", "backward_pre_hook")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_REPLACEABLE: set[Callable[..., Any]] = {torch.nn.Module.forward}  # that of modules without a call
 
 
 def running_node_number() -> int:
@@ -185,15 +188,24 @@ def redirected_streams() -> Iterator[None]:
         _redirect(was)
 
 
-def has_hooks(m: torch.nn.Module, *, everywhere: bool = True) -> bool:
-    """Whether a module has hooks on its calls; `everywhere`: or all modules have."""
-    own = m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks
-    return bool(own) or (everywhere and _has_global_hooks())
+def replaceable(forward: _Forward) -> _Forward:
+    """Marks the forward of a class of this package: kernels may take the place of a call of it."""
+    # By identity: a mark on the function would be copied by functools.wraps, to what somebody puts in its place.
+    _REPLACEABLE.add(forward)
+    return forward
 
 
-def hooks_of(module: torch.nn.Module) -> list[str]:
-    """The kinds of hooks on a module's calls."""
-    return [kind for kind in _HOOKS if vars(module)[f"_{kind}s"]]
+def around_call(m: torch.nn.Module, *, everywhere: bool = True) -> str | None:
+    """What sees or changes the call of a module, and so would be left out if kernels took its place, in words; None:
+    nothing. That is a forward that is not :func:`replaceable`, of the class or of the instance, and hooks of the
+    module; `everywhere`: also those of all modules."""
+    if m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks:
+        return "a " + ", ".join(kind[1:-1] for kind in HOOKS if vars(m)[kind])
+    if "forward" in vars(m):
+        return "a forward of its own"
+    if type(m).forward not in _REPLACEABLE:
+        return f"the forward of {type(m).__name__}"
+    return "hooks of all modules" if everywhere and _has_global_hooks() else None
 
 
 def storage_of(tensor: torch.Tensor) -> int:

@@ -19,7 +19,7 @@ from symmoe.errors import ArgumentError, StaleLease, word_problem
 from symmoe.kernels import control
 from symmoe.kernels.routing_rule import Score
 from symmoe.symm_mem.memory import ended_lease
-from symmoe.torch_internals import has_storage, num_dispatch_modes
+from symmoe.torch_internals import around_call, has_storage, num_dispatch_modes
 
 if TYPE_CHECKING:
     from symmoe.symm_mem.heap import SymmetricHeap
@@ -330,15 +330,18 @@ class RowsLike(NamedTuple):
         return cls(x.shape[:-1], working_dtype(x), x.device)
 
 
-def wrapped_problem(name: str, module: object, attribute: str) -> ArgumentError | None:
-    """The error if something is around a module whose call kernels replace, and hides its attributes, or None."""
-    if module is None or hasattr(module, attribute):
-        return None
-    return ArgumentError(
-        f"{name} is in a {type(module).__name__}, which would be left out: kernels take the place of its call. Call "
-        "symmoe.add_lora in place of peft's target_parameters, or symmoe.integrations.peft.get_peft_model of a model "
-        "whose experts are swapped"
-    )
+def call_problem(**modules: torch.nn.Module) -> ArgumentError | None:
+    """The error for the first of the modules, by name, that has something around its call or in place of its forward,
+    which is left out where kernels take the place of the call; or None. Hooks of all modules see what is called."""
+    for name, module in modules.items():
+        if (found := around_call(module, everywhere=False)) is not None:
+            return ArgumentError(
+                f"{name} has {found}, which would be left out: kernels take the place of its call. Put hooks on the "
+                "layer, its router or shared expert, or on parameters; other experts run by parts: see "
+                "docs/own_experts.md. Call symmoe.add_lora in place of peft's target_parameters, or "
+                "symmoe.integrations.peft.get_peft_model of a model whose experts are swapped"
+            )
+    return None
 
 
 def scale_problem(name: str, scale: object, rows: RowsLike) -> Problem:

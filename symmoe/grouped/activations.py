@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from symmoe import kernels
 from symmoe.autograd import Context, Function
@@ -18,6 +17,7 @@ from symmoe.checks.arguments import Problem, RowsLike, memory_problem, scale_pro
 from symmoe.errors import ArgumentError, raise_for
 from symmoe.kernels import control
 from symmoe.kernels.activation import FUNCTIONS, RELU2, Activation
+from symmoe.torch_internals import replaceable
 
 
 def activation_problem(activation: object, kind: type = Activation) -> ArgumentError | None:
@@ -46,6 +46,7 @@ class ScaledActivation(nn.Module):
         raise_for(activation_problem(activation))
         self.activation = activation
 
+    @replaceable
     def forward(self, h: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         """Differentiable in both arguments. Not collective; does not synchronise the host.
 
@@ -147,6 +148,8 @@ def _reordered(tensor: torch.Tensor, block: int, dim: int, blocks: tuple[int, in
 
 
 class _ScaledActivation(Function):
+    of = "a scaled activation"
+
     @staticmethod
     def forward(
         ctx: Context, h: torch.Tensor, scale: torch.Tensor, activation: Activation
@@ -162,7 +165,6 @@ class _ScaledActivation(Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Context, d_out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         raise_for(memory_problem("d_y", d_out))
         h, scale = ctx.saved_tensors

@@ -25,6 +25,7 @@ from symmoe.kernels.gemm_parts import Part
 from symmoe.kernels.operands import Operand, given
 from symmoe.kernels.tensor_table import TensorTable
 from symmoe.precision.operands import HeldWeight, gradient_columns, gradient_rows, weight_operands
+from symmoe.torch_internals import replaceable
 
 
 class GroupedLinear(GroupedParameters):
@@ -56,6 +57,7 @@ class GroupedLinear(GroupedParameters):
 
     num_extra_inputs = 1  # Sequential passes the splits
 
+    @replaceable
     def forward(
         self,
         x: torch.Tensor,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from symmoe.checks.arguments import size_problem, working_dtype, wrapped_problem
+from symmoe.checks.arguments import call_problem, size_problem, working_dtype
 from symmoe.errors import ArgumentError, raise_for
 from symmoe.grouped.activations import ScaledActivation, ScaledSwiGLU, activation_problem
 from symmoe.grouped.experts import (
@@ -43,6 +43,7 @@ from symmoe.kernels.activation import Activation
 from symmoe.kernels.operands import given
 from symmoe.precision.operands import HeldWeight
 from symmoe.precision.recipes import Recipe
+from symmoe.torch_internals import replaceable
 
 _ACTIVATION_FIELDS = tuple(field.name for field in fields(Activation))
 
@@ -107,6 +108,7 @@ class GroupedMLP(nn.Module):
         self.fc1.reset_parameters()
         self.fc2.reset_parameters()
 
+    @replaceable
     def forward(
         self,
         rows: torch.Tensor,
@@ -152,10 +154,8 @@ def fused_mlp(
 ) -> torch.Tensor:
     """fc2(activation(fc1(x), scale)) through the fused kernels: the same bits, without the rows in between; arguments
     as in GroupedMLP.forward. scale_bias: whether the scale multiplies fc2's bias too."""
-    fc1, _, fc2 = layers
-    raise_for(
-        wrapped_problem("fc1", fc1, "held_problem") or wrapped_problem("fc2", fc2, "held_problem")
-    )
+    fc1, activation, fc2 = layers
+    raise_for(call_problem(fc1=fc1, activation=activation, fc2=fc2))
     arguments.check("rows", x, (fc1, fc2))
     x, is_autocast = x.to(working_dtype(x)), torch.is_autocast_enabled(x.device.type)
     called = of_tensors(layers, *local_tensors((fc1, fc2), x.dtype, cast_biases=is_autocast))
@@ -168,6 +168,12 @@ def fused_mlp(
         called.form, (fc1, fc2), has_scaled_bias, (trains and x.requires_grad, trains)
     )
     return run_rows(products, arguments, x, called.biases, called.tensors)
+
+
+def experts_call_problem(experts: Any) -> ArgumentError | None:
+    """That of call_problem for a step of experts."""
+    parts = {f"experts.{name}": getattr(experts, name) for name in ("fc1", "activation", "fc2")}
+    return call_problem(experts=experts, **parts)
 
 
 def without_memory(experts: GroupedMLP) -> GroupedMLP:

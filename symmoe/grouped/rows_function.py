@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, Protocol, TypeGuard
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.autograd.function import once_differentiable
 
 from symmoe import kernels
 from symmoe.autograd import Context, Function, GradientBuffer, wrote_into
@@ -186,6 +185,8 @@ class Products(Protocol):
 
 
 class _RowsFunction(Function):
+    of = "a grouped layer"
+
     @staticmethod
     def forward(
         ctx: Context,
@@ -208,7 +209,6 @@ class _RowsFunction(Function):
         return y if out is None else wrote_into(y).detach()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Context, d_y: torch.Tensor) -> Gradients:
         raise_for(memory_problem("d_y", d_y))
         products, buffer, saved = ctx.products, ctx.grad_input_out, ctx.saved_tensors

@@ -17,7 +17,6 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
-from symmoe import torch_internals
 from symmoe.checks.arguments import (
     Buffer,
     Problem,
@@ -32,6 +31,7 @@ from symmoe.grouped.experts import Layers
 from symmoe.grouped.linear import GroupedLinear
 from symmoe.grouped.mlp import GroupedMLP, fused_mlp
 from symmoe.grouped.rows_function import RowArguments, same_splits
+from symmoe.torch_internals import around_call, replaceable
 
 OpKwargs = Mapping["nn.Module | int", Mapping[str, Any]]
 _Item = TypeVar("_Item")
@@ -71,6 +71,7 @@ class Sequential(nn.Sequential):
         """Extra inputs of all modules. A subclass with a forward of its own says here how many that takes."""
         return sum(map(_num_extra_inputs, self))
 
+    @replaceable
     def forward(
         self, x: torch.Tensor, *extra_inputs: Any, op_kwargs: OpKwargs | None = None
     ) -> Any:
@@ -180,10 +181,8 @@ def _calls(
         zip(modules, _route(modules, op_kwargs, prefix), strict=True)
     ):
         name = f"{prefix}{i}"
-        if type(module).forward is Sequential.forward and not has_hooks(module):
-            yield from _calls(
-                cast(Sequential, module), inputs, keywords.get("op_kwargs"), f"{name}."
-            )
+        if isinstance(module, Sequential) and around_call(module) is None:
+            yield from _calls(module, inputs, keywords.get("op_kwargs"), f"{name}.")
         else:
             yield Call(
                 name, module, tuple(itertools.islice(inputs, _num_extra_inputs(module))), keywords
@@ -252,20 +251,18 @@ def _keywords(module: nn.Module) -> set[str] | None:
 
 
 def _are_fusible(calls: list[Call]) -> bool:
-    """Whether these are three modules without hooks, and the fused kernels give the same result."""
+    """Whether these are three modules whose calls nothing sees, and the fused kernels give the same result."""
     if len(calls) < 3:
         return False
     fc1, activation, fc2 = (call.module for call in calls)
-    # Subclasses may compute something else, hooks would not be called: only the plain modules are known well enough.
+    # Subclasses may compute something else: only the plain modules are known well enough.
     if not (
         type(fc1) is GroupedLinear
         and isinstance(activation, ScaledActivation)
         and type(fc2) is GroupedLinear
     ):
         return False
-    if type(activation).forward is not ScaledActivation.forward or any(
-        has_hooks(call.module) for call in calls
-    ):
+    if any(around_call(call.module) for call in calls):
         return False
     (splits1,), (scale,), (splits2,) = (call.inputs for call in calls)
     first, _, last = (call.keywords for call in calls)
@@ -374,11 +371,6 @@ class Stage:
             yield from (value for value in values if isinstance(value, torch.Tensor))
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Whether the module has hooks, or a forward of its own: they see what goes into it or comes out of it."""
-    return torch_internals.has_hooks(module) or "forward" in vars(module)
-
-
 def _stages_problem(stages: list[Stage], x: object) -> Problem:
     """What is wrong with the arguments of any stage, or None, as far as it can be told. Reads no device memory. Memory
     may not be shared by a buffer and what any stage reads, or by two buffers while both matter. A result matters to the
@@ -394,9 +386,7 @@ def _stages_problem(stages: list[Stage], x: object) -> Problem:
         if not stage.is_known:
             rows = _UNKNOWN
             continue
-        if any(
-            has_hooks(call.module) for call in stage.calls
-        ):  # a hook may cast what goes in or comes out
+        if any(around_call(call.module) for call in stage.calls):  # it may cast what goes in or out
             rows = rows._replace(dtype=None)
         if (error := stage.problem(rows)) is not None:
             return error

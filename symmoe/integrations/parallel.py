@@ -21,7 +21,7 @@ from symmoe.grouped.parameters import trainable
 from symmoe.moe.ddp_and_fsdp import gradients_elsewhere, join_ddp, prepare_for_ddp
 from symmoe.moe.layer import MoELayer
 from symmoe.moe.router import RouterOutput
-from symmoe.torch_internals import pytree
+from symmoe.torch_internals import base_of, pytree, reshaped_result
 
 EP = "ep"
 
@@ -88,6 +88,7 @@ def parallelize(
         if layer.router is not None:
             shard(layer.router, mesh=dense_mesh, mp_policy=of_router)
         if layer.shared_expert is not None and any(True for _ in layer.shared_expert.parameters()):
+            layer.shared_expert.register_forward_hook(_without_view)
             shard(layer.shared_expert, mesh=dense_mesh, mp_policy=mp_policy)
         sharded = shard(layer, mesh=expert_mesh, shard_placement_fn=placement, mp_policy=of_experts)
         _divide_gradients(sharded, expert_mesh, divisor)
@@ -102,6 +103,12 @@ def parallelize(
         if isinstance(module, FSDPModule) and not isinstance(module, MoELayer):
             _divide_gradients(module, dense_mesh, divisor)
     return model
+
+
+def _without_view(_module: nn.Module, _args: object, output: torch.Tensor) -> torch.Tensor:
+    """The output of a shared expert, e.g. of a linear layer on [B, S, H], as a tensor that is no view: FSDP, which sees
+    it next, warns of views. Only the layer gets it, which writes nowhere into it."""
+    return output if base_of(output) is None else reshaped_result(output, output.shape)
 
 
 def data_parallel(

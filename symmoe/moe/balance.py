@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from symmoe.autograd import Context, Function
+from symmoe.autograd import Context
 from symmoe.checks.arguments import check_kind, check_model
 from symmoe.errors import ArgumentError
 from symmoe.moe.router import Router
@@ -197,7 +197,7 @@ def count_in_backward(
     been through the balance loss of the call, which is newer than y. So what a checkpoint computes again for that loss
     still sees the count of forward."""
     if torch.compiler.is_compiling():
-        counted: torch.Tensor = _CountInBackward.apply(y, expert_load, step_load)
+        counted: torch.Tensor = _CountInBackward.apply(y, expert_load, step_load)  # type: ignore[no-untyped-call]
         return counted
     loads = [
         expert_load.long()
@@ -212,7 +212,7 @@ def count_in_backward(
     return y
 
 
-class _CountInBackward(Function):
+class _CountInBackward(torch.autograd.Function):
     """Does what the hook does, for torch.compile."""
 
     @staticmethod

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from symmoe.checks.arguments import modules_of, wrapped_problem
+from symmoe.checks.arguments import modules_of
 from symmoe.errors import ArgumentError
 from symmoe.grouped.linear import GroupedLinear
-from symmoe.grouped.mlp import GroupedMLP
+from symmoe.grouped.mlp import GroupedMLP, experts_call_problem
 from symmoe.grouped.parameters import local_part
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.torch_internals import DDP_IGNORED, active_ddp, ddp_parameters
@@ -95,7 +95,7 @@ class ExpertParallelModule(nn.Module):
 
     def wrapper_problem(self) -> ArgumentError | None:
         """What is around the layer that would mix experts, or None; in a forward of a DDP, takes part in it."""
-        return ddp_problem(self) or fsdp_problem(self.experts, self.heap.num_ranks)
+        return ddp_problem(self) or experts_problem(self.experts, self.heap.num_ranks)
 
 
 def prepare_for_ddp(model: nn.Module, *, expert_group: dist.ProcessGroup | None = None) -> None:
@@ -169,18 +169,22 @@ def join_ddp(
     return None
 
 
-def fsdp_problem(experts: GroupedMLP, num_ranks: int) -> ArgumentError | None:
-    """What is wrong with what is around this rank's experts, or with how FSDP has sharded them, if it has, or None.
-    symmoe's own sharding makes DTensors of all experts, [E, ...], before FSDP sees them. Without that FSDP has taken
-    the experts of different ranks for the same."""
+def experts_problem(experts: GroupedMLP, num_ranks: int) -> ArgumentError | None:
+    """What is wrong with what is around the calls of this rank's experts, or with how FSDP has sharded them, if it has,
+    or None. symmoe's own sharding makes DTensors of all experts, [E, ...], before FSDP sees them. Without that FSDP has
+    taken the experts of different ranks for the same."""
+    if num_ranks > 1 and (problem := _fsdp_problem(experts, num_ranks)) is not None:
+        return problem
+    return experts_call_problem(experts)
+
+
+def _fsdp_problem(experts: GroupedMLP, num_ranks: int) -> ArgumentError | None:
     modules = experts._modules  # in every call: attributes of modules take a microsecond each
     for name in ("fc1", "fc2"):
         linear = cast(GroupedLinear, modules[name])
-        if (
-            problem := wrapped_problem(f"experts.{name}", linear, "_is_fsdp_managed_module")
-        ) is not None:
-            return problem
-        if not linear._is_fsdp_managed_module or num_ranks == 1:
+        if not getattr(
+            linear, "_is_fsdp_managed_module", False
+        ):  # maybe there is something around it
             continue
         shape = (
             linear.weight.shape

@@ -16,7 +16,6 @@ from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from symmoe.autograd import Context, Function, is_in_backward, transform_problem, wrote_into
 from symmoe.checks.arguments import CHOICES, kernel_rows, memory_problem, words_problem
@@ -413,6 +412,8 @@ class _Forward:
 class _ExpertParallelMLP(Function):
     """y; with a route also logits, probs and scores. Without a gradient of y, backward is that of the route."""
 
+    of = "an expert-parallel step"
+
     @staticmethod
     def forward(
         ctx: Context,
@@ -507,7 +508,6 @@ class _ExpertParallelMLP(Function):
         return y, *routed
 
     @staticmethod
-    @once_differentiable
     def backward(
         ctx: Context, dy: torch.Tensor | None, *d_routed: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:

@@ -9,7 +9,6 @@ nothing to do.
 from __future__ import annotations
 
 import hashlib
-import warnings
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from symmoe.errors import ArgumentError
+from symmoe.errors import ArgumentError, warn
 from symmoe.grouped.parameters import local_part, named_parameters
 
 if TYPE_CHECKING:
@@ -128,16 +127,16 @@ class FirstStep:
         rows = [words for words in received if words[1] > 0]
         before, after, experts = (len({row[column] for row in rows}) for column in range(3))
         if before > 1:
-            warnings.warn(_AT_START, stacklevel=2)
+            warn(_AT_START)
         elif after > 1:
             are_reduced = any(
                 layer.replicas.are_reduced for its in self._layers if (layer := its()) is not None
             )
-            warnings.warn(_CHANGED if are_reduced else _NOT_REDUCED, stacklevel=2)
+            warn(_CHANGED if are_reduced else _NOT_REDUCED)
         elif len({row[3] for row in rows}) > len({row[3] // _HALF for row in rows}) == 1:
-            warnings.warn(_ONLY_LAYERS, stacklevel=2)
+            warn(_ONLY_LAYERS)
         if experts == 1 and len(rows) > 1:
-            warnings.warn(_EQUAL_EXPERTS, stacklevel=2)
+            warn(_EQUAL_EXPERTS)
 
 
 def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, NamedTuple, cast
 
@@ -10,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from symmoe.autograd import is_in_backward
 from symmoe.checks.arguments import check_kind, tensor_problem, working_dtype
 from symmoe.dispatch.plan import MAX_TOP_K
-from symmoe.errors import ArgumentError, SymmoeError, raise_for
+from symmoe.errors import ArgumentError, SymmoeError, raise_for, users_line, warn
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.kernels import control
 from symmoe.kernels.architectures import e4m3_problem
@@ -33,7 +33,12 @@ from symmoe.moe.router import (
     router_problem,
 )
 from symmoe.symm_mem.heap import FailPeersOnError, SymmetricHeap
-from symmoe.torch_internals import has_hooks, hooks_of, register_namedtuple
+from symmoe.torch_internals import around_call, register_namedtuple
+
+_LOST_LOSS = (
+    "metrics.aux_loss has no gradient: it comes from inside a checkpoint with use_reentrant=True, which has gradients "
+    "of tensors only that it returns, not of those in its results. Give checkpoint use_reentrant=False"
+)
 
 
 class MoEMetrics(NamedTuple):
@@ -156,7 +161,7 @@ class MoELayer(ExpertParallelModule):
         self.set_experts(experts)
         self.shared_expert = shared_expert
         self.replicas = Replicas(expert_group)
-        self._has_warned = False
+        self._called_at: tuple[str, int] | None = None  # where, by the last call without gradients
 
     def set_experts(self, experts: GroupedMLP) -> None:
         """Replaces this rank's experts by `experts`. Local. ArgumentError: they do not fit the configuration."""
@@ -223,16 +228,17 @@ class MoELayer(ExpertParallelModule):
             if not is_compiling:
                 problem = self._problem(x, token_mask=token_mask, topk_idx=topk_idx, probs=probs)
                 self.heap.fail_for(problem, control.PHASE_PLAN)
-                self._warn_of_hooks()
             token_mask = None if token_mask is None else token_mask.reshape(-1)
             dtype = working_dtype(x)
             tokens = x.reshape(-1, self.config.hidden).to(dtype)
             traced, own = is_traced(self.experts), None  # own: what the step routes by itself
             if self.router is not None and not traced and dtype == x.dtype:
-                if token_mask is None and topk_idx is None and probs is None and shared is None:
-                    own = self.router.route_of(
-                        x.reshape(-1, self.config.hidden)
-                    )  # not `tokens`: see run_experts
+                is_plain = token_mask is None and self.config.capacity_factor is None
+                is_plain = is_plain and topk_idx is None and probs is None and shared is None
+                if is_plain and around_call(self.router) is None:
+                    flat = x.reshape(-1, self.config.hidden)  # not `tokens`: see run_experts
+                    topk_idx = flat.new_empty((len(flat), self.config.top_k), dtype=torch.int32)
+                    own = self.router.route_of(flat, topk_idx=topk_idx)
             if own is not None:
                 assert own.topk_idx is not None  # of route_of
                 y, load, found = self._routed_experts.run(
@@ -263,6 +269,8 @@ class MoELayer(ExpertParallelModule):
         if shared is not None:
             y = y + shared.join()
         aux_loss = self._aux_loss(x, token_mask, routed, load[0])
+        if self.training and not is_compiling:
+            self._watch_loss(y, aux_loss)
         metrics = MoEMetrics(
             aux_loss, load[0], load[1], routed.topk_idx, routed.num_over_capacity, *load[2:]
         )
@@ -344,25 +352,6 @@ class MoELayer(ExpertParallelModule):
                 )
         return None
 
-    def _warn_of_hooks(self) -> None:
-        """Warns once of hooks on the experts' modules: kernels replace the calls of these modules, so no hook runs."""
-        experts = cast(nn.Module, self._modules["experts"])
-        modules = () if self._has_warned else (experts, *experts._modules.values())
-        if not any(has_hooks(module, everywhere=False) for module in modules if module):
-            return
-        self._has_warned = True
-        names = {f"experts.{name}": module for name, module in experts.named_children()}
-        hooks = [
-            f"{kind} on {name}"
-            for name, m in {"experts": experts, **names}.items()
-            for kind in hooks_of(m)
-        ]
-        warnings.warn(
-            f"MoELayer never runs the {', '.join(hooks)}: its kernels take the place of these modules' calls. Register "
-            "hooks on the layer, its router or shared expert, or on parameters",
-            stacklevel=5,  # the caller of the layer
-        )
-
     def _route(
         self,
         x: torch.Tensor,
@@ -405,6 +394,16 @@ class MoELayer(ExpertParallelModule):
             if losses
             else torch.zeros((), device=expert_load.device)
         )
+
+    def _watch_loss(self, y: torch.Tensor, aux_loss: torch.Tensor) -> None:
+        """Warns if a checkpoint repeats this call in backward, and differentiates y, but not aux_loss. Autograd comes
+        to y after aux_loss, which is newer; with use_reentrant=False it comes to neither."""
+        if not torch.is_grad_enabled():
+            self._called_at = users_line()
+        elif aux_loss.requires_grad and is_in_backward():
+            reached: list[torch.Tensor] = []
+            aux_loss.register_hook(reached.append)
+            y.register_hook(lambda _: None if reached else warn(_LOST_LOSS, self._called_at))
 
     def _balance_loss(
         self,

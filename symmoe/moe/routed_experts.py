@@ -19,7 +19,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 from torch.utils.flop_counter import register_flop_formula
 
-from symmoe.autograd import Context, Unmodified
+from symmoe.autograd import Context, Unmodified, no_second_order
 from symmoe.dispatch.plan import PlanOptions, begin_plan, plan_call
 from symmoe.errors import ArgumentError, StalePlan, raise_for
 from symmoe.grouped.activations import ScaledActivation
@@ -28,12 +28,17 @@ from symmoe.grouped.mlp import GroupedMLP, kind_of, without_memory
 from symmoe.grouped.parameters import local_tensors
 from symmoe.kernels import control
 from symmoe.moe.config import MoEConfig
-from symmoe.moe.ddp_and_fsdp import ddp_problem, device_problem, fsdp_problem, gradients_elsewhere
+from symmoe.moe.ddp_and_fsdp import (
+    ddp_problem,
+    device_problem,
+    experts_problem,
+    gradients_elsewhere,
+)
 from symmoe.moe.ep_step import STASHES, WORDS, more_of, most_bytes, run_experts
 from symmoe.moe.router import OUTSIDE_GRAPHS, Route, Routed
 from symmoe.symm_mem.heap import FailPeersOnError, SymmetricHeap
 from symmoe.symm_mem.row_budget import RowBudget, RowHistory
-from symmoe.torch_internals import keeps_graph, num_dispatch_modes
+from symmoe.torch_internals import keeps_graph, num_dispatch_modes, reshaped_result
 
 BY_NUMBER: weakref.WeakValueDictionary[int, RoutedExperts] = (
     weakref.WeakValueDictionary()
@@ -238,7 +243,7 @@ def run_routed(
             tokens, probs, topk_idx, experts, out_shape=out_shape, before_trips=before_trips
         )[:2]
     reason = "inside torch.compile an operator returns them"
-    raise_for(gradients_elsewhere(experts, reason) or fsdp_problem(experts, step.heap.num_ranks))
+    raise_for(gradients_elsewhere(experts, reason) or experts_problem(experts, step.heap.num_ranks))
     if (kind := kind_of(experts)) != step.kind:
         raise ArgumentError(f"experts are {kind}; the layer was made with {step.kind}")
     biases, tensors = local_tensors((experts.fc1, experts.fc2), tokens.dtype)
@@ -255,7 +260,8 @@ def run_routed(
     )
     call = _Call(step.number, len(own), int(trains), int(trains_own), gradients)
     y, load, _ = _moe_forward([tokens, probs, *tensors], topk_idx, list(call))
-    return y if out_shape is None else y.view(out_shape), load
+    # No view, see _ExpertParallelMLP.
+    return y if out_shape is None else reshaped_result(y, out_shape), load
 
 
 class _Arguments:
@@ -362,6 +368,9 @@ def _(
         tensor.new_empty(tensor.shape)
         for tensor in compress(tensors, _Call(*numbers).are_trained(tensors))
     ]
+
+
+_moe_backward.register_autograd(lambda *_: no_second_order("an expert-parallel step"))
 
 
 def _keep(ctx: Context, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:

@@ -13,18 +13,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
 from symmoe import kernels
-from symmoe.autograd import Context, Function
+from symmoe.autograd import Context, Function, no_second_order
 from symmoe.checks.arguments import (
     CHOICES,
+    call_problem,
     check_kind,
     memory_problem,
     tensor_problem,
     words_problem,
-    wrapped_problem,
 )
 from symmoe.errors import ArgumentError, SymmoeError, raise_for
 from symmoe.kernels import control
@@ -32,7 +31,7 @@ from symmoe.kernels.routing_rule import RoutingRule
 from symmoe.moe.config import MoEConfig
 from symmoe.symm_mem.heap import SymmetricHeap, heap_numbered
 from symmoe.tape.recorder import recorded
-from symmoe.torch_internals import has_hooks
+from symmoe.torch_internals import replaceable
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +125,7 @@ class Router(nn.Module):
     def step_load(self, load: torch.Tensor | None) -> None:
         self._step_load = load
 
+    @replaceable
     def forward(
         self,
         x: torch.Tensor,
@@ -160,29 +160,20 @@ class Router(nn.Module):
         # Autocast would run the product in half precision, where close scores tie or swap.
         with torch.autocast(x.device.type, enabled=False):
             given_idx = None if topk_idx is None else _int32(topk_idx).contiguous()
-            routed = route_tokens(self._route(x, given_idx), self._heap)
+            routed = route_tokens(self.route_of(x, given_idx), self._heap)
             chosen = choice_of(config, routed.topk_idx, routed.probs, token_mask)
         return RouterOutput(*chosen, routed.scores, routed.logits)
 
     if TYPE_CHECKING:
         __call__ = forward  # nn.Module's has no types
 
-    def route_of(self, x: torch.Tensor) -> Route | None:
-        """How this router routes tokens [T, H] without a mask, for who does it in its place. None: its call does more,
-        that of a subclass or with hooks, or is followed by drops over a capacity."""
-        config = self.config
-        if type(self) is not Router or config.capacity_factor is not None or has_hooks(self):
-            return None
-        return self._route(
-            x, topk_idx=torch.empty((x.shape[0], config.top_k), dtype=torch.int32, device=x.device)
-        )
-
-    def _route(
+    def route_of(
         self,
         x: torch.Tensor,
         given_idx: torch.Tensor | None = None,
         topk_idx: torch.Tensor | None = None,
     ) -> Route:
+        """How :meth:`forward` routes tokens [T, H] without a mask and a capacity factor; arguments as in Route."""
         numbers, weight = (self.config.top_k, self._rule), self.weight.contiguous()
         return Route(x.contiguous(), weight, self.expert_bias, given_idx, *numbers, topk_idx)
 
@@ -210,7 +201,7 @@ def router_problem(router: nn.Module | None) -> ArgumentError | None:
         if {"token_mask", "topk_idx"} <= {p.name for p in taken} or any(
             p.kind is p.VAR_KEYWORD for p in taken
         ):
-            return wrapped_problem("router", router, "step_load")
+            return None if hasattr(router, "step_load") else call_problem(router=router)
     return ArgumentError(
         f"router ({type(router).__name__}) must be a Router, called as router(x, token_mask=..., topk_idx=...); one of "
         "your own brings its choice to each call: layer(x, topk_idx=..., probs=...), see symmoe.MoELayer"
@@ -473,6 +464,8 @@ def _save(
 class _RouteFunction(Function):
     """Of a route, and its x and weight once more, for autograd."""
 
+    of = "the router"
+
     @staticmethod
     def forward(
         ctx: Context, heap: SymmetricHeap | None, route: Route, *_: torch.Tensor
@@ -483,7 +476,6 @@ class _RouteFunction(Function):
         return routed
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Context, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         found = RouteGradients(gradients[:3], ctx.saved_tensors, ctx.rule, ctx.needs_input_grad[2:])
         return None, None, *computed(found, ctx.heap)
@@ -556,6 +548,9 @@ def _route_gradients(
 def _(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     _d_logits, _d_probs, _d_scores, (x, weight, *_), _numbers = arguments
     return torch.empty_like(x), torch.empty_like(weight)
+
+
+_route_gradients.register_autograd(lambda *_: no_second_order("the router"))
 
 
 def _keep(ctx: Context, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:

@@ -530,7 +530,8 @@ class FailPeersOnError:
 
     An exception that leaves it (no memory, a hook of the user, a defect) makes the call fail on every rank, same as a
     wrong argument: the peers raise a SymmoeError with its class and text, and the next correct call works. This rank
-    raises the exception unchanged. Errors that all ranks raise anyway pass, and so does KeyboardInterrupt, which is no
+    raises the exception unchanged, but what a SymmoeError says is for the user: its traceback ends here, where the way
+    through the package begins. Errors that all ranks raise anyway pass, and so does KeyboardInterrupt, which is no
     Exception: a process that has to stop at once does not wait for peers.
     """
 
@@ -548,6 +549,11 @@ class FailPeersOnError:
         if isinstance(error, Exception) and not _is_known(error):
             error._symmoe_told = True  # type: ignore[attr-defined]  # contexts may be nested
             self._heap.faults.tell(error, self._phase() if callable(self._phase) else self._phase)
+        try:
+            if isinstance(error, SymmoeError):
+                raise error.with_traceback(None)
+        finally:
+            del error, trace  # see SymmetricHeap.fail
 
 
 def _is_known(error: Exception) -> bool:

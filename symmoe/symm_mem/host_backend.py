@@ -9,14 +9,13 @@ from __future__ import annotations
 import mmap
 import os
 import platform
-import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from symmoe.errors import BackendUnavailable
+from symmoe.errors import BackendUnavailable, warn
 from symmoe.nodes.topology import Topology
 from symmoe.symm_mem.bootstrap import Bootstrap
 
@@ -134,10 +133,9 @@ def warn_if_too_large(num_bytes: int, num_ranks: int) -> None:
     made without an error, and a rank is killed in the middle of training."""
     free_bytes = available_bytes()
     if free_bytes is not None and num_bytes * num_ranks > free_bytes:
-        warnings.warn(
+        warn(
             f"num_bytes ({num_bytes}) times {num_ranks} ranks on this machine is more than the memory that is free for "
-            f"them ({free_bytes} bytes): a rank that fills its arena may be killed",
-            stacklevel=6,
+            f"them ({free_bytes} bytes): a rank that fills its arena may be killed"
         )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import warnings
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager
@@ -14,7 +13,14 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from symmoe.errors import ArgumentError, BackendUnavailable, ConfigMismatch, PeerError, raise_for
+from symmoe.errors import (
+    ArgumentError,
+    BackendUnavailable,
+    ConfigMismatch,
+    PeerError,
+    raise_for,
+    warn,
+)
 from symmoe.kernels.control import ControlLayout, Peers
 from symmoe.nodes.topology import find_place, find_topology
 from symmoe.symm_mem import host_backend, nvshmem_backend
@@ -137,10 +143,9 @@ def _warn_of_missing_group(group: dist.ProcessGroup | None) -> None:
     """Warns of torchrun's ranks without a process group: each would train a separate model without an error."""
     num_ranks = os.environ.get("WORLD_SIZE", "1")
     if group is None and num_ranks != "1" and not dist.is_initialized():
-        warnings.warn(
+        warn(
             f"WORLD_SIZE is {num_ranks}, but there is no process group: this heap is of one rank. Call "
-            "torch.distributed.init_process_group() first, if the ranks are to train together",
-            stacklevel=4,
+            "torch.distributed.init_process_group() first, if the ranks are to train together"
         )
 
 

@@ -9,7 +9,6 @@ import enum
 import numbers
 import operator
 import types
-import warnings
 from collections import OrderedDict, UserDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,17 +21,16 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from symmoe.checks.arguments import memory_problem, modules_of
-from symmoe.errors import ArgumentError, raise_for
+from symmoe.errors import ArgumentError, raise_for, warn
 from symmoe.grouped.parameters import local_part
 from symmoe.moe.ddp_and_fsdp import ExpertParallelModule
 from symmoe.moe.listeners import find_listeners
-from symmoe.torch_internals import pytree, version_of
+from symmoe.torch_internals import HOOKS, pytree, version_of
 
 _CONSTANTS = frozenset((bool, int, float, complex, str, bytes, range, types.NoneType))
 _CONSTANTS |= {torch.dtype, torch.device, torch.layout, torch.memory_format}
 # Tables of a module by which its calls find what they need.
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_TABLES = ("_parameters", "_buffers", "_modules", *_HOOKS)
+_TABLES = ("_parameters", "_buffers", "_modules", *HOOKS)
 _SET_BY_DDP = ("modules_buffers", "named_module_buffers")  # lists, new in every call
 _TRAINED = operator.attrgetter("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
 
@@ -282,10 +280,7 @@ class Modules:
         ]
         if own:
             names = sorted({name for _, name in own})
-            warnings.warn(
-                f"the step sets {names} of modules, which replays of a capture will not",
-                stacklevel=6,
-            )
+            warn(f"the step sets {names} of modules, which replays of a capture will not")
             self._own |= {(id(d), name): d for d, name in own}
             self._look()
 

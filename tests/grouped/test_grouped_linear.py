@@ -594,15 +594,6 @@ def test_delayed_gradients_of_rows_that_were_overwritten(what):
 
 
 # -- autocast, second backward ----------------------------------------------------------------------------------------
-def test_no_second_derivatives():
-    """Asking for them is an error, not a wrong number."""
-    layer, inputs = layer_and_inputs()
-    x = inputs.x.nan_to_num().requires_grad_()
-    (d_x,) = torch.autograd.grad(layer(x, inputs.splits).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        d_x.sum().backward()
-
-
 def test_weight_changed_before_backward():
     layer, inputs = layer_and_inputs()
     y = layer(inputs.x.clone().requires_grad_(), inputs.splits)

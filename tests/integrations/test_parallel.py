@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+from torch.utils.flop_counter import FlopCounterMode
 
 import symmoe
 from symmoe.errors import ArgumentError
@@ -225,6 +226,10 @@ def test_what_becomes_of_the_parameters(rank: int, num_ranks: int) -> None:
             y, _ = first(torch.randn(7, small.HIDDEN))
             y += 1
             y.square().sum().backward()
+            for layer in (first, second):  # the second has a shared expert; as an operator, too
+                layer(torch.randn(2, 4, small.HIDDEN))[0].square().sum().backward()
+                with FlopCounterMode(display=False):
+                    layer(torch.randn(2, 4, small.HIDDEN))[0].square().sum().backward()
         assert first.experts.fc1.weight.grad is not None
         odd = small.on_mesh(mesh, heap, "fsdp", dataclasses.replace(small.CONFIG, num_experts=3))
         odd_weight = odd.blocks[0].moe.experts.fc1.weight

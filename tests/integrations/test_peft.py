@@ -283,7 +283,8 @@ def test_target_parameters_of_modules_of_symmoe(rank: int, num_ranks: int) -> No
             )
             if rank == 0 or what == "layer":
                 with pytest.raises(
-                    ArgumentError, match=f"{holder} is in a ParamWrapper.*Call symmoe.add_lora"
+                    ArgumentError,
+                    match=f"{holder} has the forward of ParamWrapper.*Call symmoe.add_lora",
                 ):
                     model(x, what)
             Parts(heap)(x, what)

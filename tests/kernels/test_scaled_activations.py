@@ -185,16 +185,6 @@ def test_no_rows(lead):
     assert (h.grad.shape, scale.grad.shape) == (h.shape, scale.shape)
 
 
-def test_no_second_derivatives():
-    h, scale, _ = operands(symmoe.ScaledSwiGLU(), (4,), torch.float32)
-    h.requires_grad_()
-    (d_h,) = torch.autograd.grad(
-        symmoe.ScaledSwiGLU()(h, scale).square().sum(), h, create_graph=True
-    )
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        d_h.sum().backward()
-
-
 @pytest.mark.parametrize(
     ("activation", "h", "scale", "parts"),
     [

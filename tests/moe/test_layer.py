@@ -1,20 +1,26 @@
 """expert_parallel_mlp, its public parts and MoELayer against the float64 oracle, and what happens to their leases."""
 
+import functools
 import gc
 import warnings
 from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import routings
 import torch
 from cluster import run_on
-from heap_calls import outcome
+from heap_calls import expect, outcome
 from layers import H, I, config_for, make_layer, shapes, tokens_of
 from mlp_oracle import check_mlp, compare
-from torch.utils.hooks import RemovableHandle
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 from worker import Findings, open_heap
 
+import symmoe
 from symmoe import MoEConfig, MoELayer, SymmetricHeap
+from symmoe.errors import ConfigMismatch
 
 # -- the expert-parallel MLP ------------------------------------------------------------------------------------------
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -141,39 +147,82 @@ def test_leases(rank: int, num_ranks: int, findings: Findings, device: str) -> N
         findings.equal("leased bytes", heap.leased_bytes, 0)
 
 
-# -- hooks ------------------------------------------------------------------------------------------------------------
-def hooks_on(module: torch.nn.Module) -> dict[str, Callable[[], RemovableHandle]]:
-    """How a hook of each kind is put on a module."""
+# -- what somebody has put around a call, or in place of a forward ----------------------------------------------------
+def other_class(module: torch.nn.Module) -> Callable[[], object]:
+    """Makes it one of a subclass with a forward of its own; returns what undoes that."""
+    kind = type(module)
+    forward = lambda self, *args, **options: kind.forward(self, *args, **options)  # noqa: E731
+    module.__class__ = type("Other", (kind,), {"forward": forward})
+    return lambda: setattr(module, "__class__", kind)
 
-    def hook(*_: object) -> None:
-        raise AssertionError("it ran")
 
-    return {
-        "forward_pre_hook": lambda: module.register_forward_pre_hook(hook),
-        "forward_hook": lambda: module.register_forward_hook(hook),
-        "backward_pre_hook": lambda: module.register_full_backward_pre_hook(hook),
-        "backward_hook": lambda: module.register_full_backward_hook(hook),
-    }
+def other_forward(module: torch.nn.Module) -> Callable[[], object]:
+    """Replaces its forward, as accelerate's hooks do."""
+    old = module.forward
+    module.forward = functools.update_wrapper(lambda *args, **options: old(*args, **options), old)
+    return lambda: delattr(module, "forward")
+
+
+def patched_class(module: torch.nn.Module) -> Callable[[], object]:
+    """Replaces the forward of its class."""
+    old = type(module).forward
+    new = functools.wraps(old)(lambda self, *args, **options: old(self, *args, **options))
+    patch = mock.patch.object(
+        next(k for k in type(module).__mro__ if "forward" in vars(k)), "forward", new
+    )
+    patch.start()
+    return patch.stop
+
+
+AROUND = {
+    "a forward_pre_hook": lambda module: module.register_forward_pre_hook(print).remove,
+    "a forward_hook": lambda module: module.register_forward_hook(print).remove,
+    "a backward_pre_hook": lambda module: module.register_full_backward_pre_hook(print).remove,
+    "a backward_hook": lambda module: module.register_full_backward_hook(print).remove,
+    "the forward of Other": other_class,
+    "a forward of its own": other_forward,
+    "the forward of ": patched_class,
+}
 
 
 @pytest.mark.parametrize("where", ["experts", "experts.fc1", "experts.fc2", "experts.activation"])
-def test_hooks_that_never_run_are_warned_of(heap: SymmetricHeap, where: str):
-    for kind in hooks_on(torch.nn.Module()):
-        layer = MoELayer(MoEConfig(hidden=H, ffn=I, num_experts=4, top_k=2), heap)
-        x = torch.randn(3, H, requires_grad=True)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            layer(x)
-        hooks_on(layer.get_submodule(where))[kind]()
-        with pytest.warns(UserWarning, match=f"never runs the {kind} on {where}:") as warned:
-            layer(x)[0].sum().backward()
-        assert warned[0].filename == __file__
-        with warnings.catch_warnings():  # once
-            warnings.simplefilter("error")
-            layer(x)
+@run_on(2)
+def test_what_kernels_would_leave_out_is_refused_on_every_rank(
+    rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap, where: str
+) -> None:
+    layer, _ = make_layer(heap, config_for(num_ranks, "cpu"))
+    x, mask = tokens_of(rank, 5, H), torch.arange(5) < 4
+    topk_idx, probs = torch.tensor([[0, 1]] * 5), torch.ones(5, 2)
+    calls = {
+        "": lambda: layer(x)[0],
+        "mask": lambda: layer(x, mask)[0],
+        "given": lambda: layer(x, topk_idx=topk_idx, probs=probs)[0],
+        "evaluation": torch.no_grad()(lambda: layer(x)[0]),
+    }
+    wanted = {name: call() for name, call in calls.items()}
+    for kind, put in AROUND.items():
+        undo = put(layer.get_submodule(where)) if rank == 0 else lambda: None
+        refused = {name: outcome(call) for name, call in calls.items()}
+        undo()
+        for name, call in calls.items():
+            findings.where = f"rank {rank}, {kind} on {where}, {name}"
+            expect(findings, refused[name], "ArgumentError", f"has {kind}", "left out")
+            findings.check(torch.equal(call(), wanted[name]), "the next call is wrong")
 
 
-def test_hooks_elsewhere_run_without_a_warning():
+@pytest.mark.parametrize("where", ["fc1", "fc2", "activation"])
+def test_a_grouped_mlp_alone_refuses_the_same(where: str):
+    mlp, arguments = symmoe.GroupedMLP(2, H, I), (torch.ones(3, H), [1, 2], torch.ones(3))
+    wanted = mlp(*arguments)
+    for kind, put in AROUND.items():
+        undo = put(mlp.get_submodule(where))
+        error, text = outcome(mlp, *arguments)
+        undo()
+        assert (error, f"has {kind}" in text) == ("ArgumentError", True), text
+        assert torch.equal(mlp(*arguments), wanted)
+
+
+def test_what_is_put_on_other_modules_runs_without_a_warning():
     ran = []
     with open_heap("cpu") as heap, warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -183,6 +232,99 @@ def test_hooks_elsewhere_run_without_a_warning():
         )
         for name in ("", "router", "shared_expert"):
             layer.get_submodule(name).register_forward_hook(lambda *_, name=name: ran.append(name))
+            other_forward(layer.get_submodule(name))
         layer.experts.fc1.weight.register_hook(lambda _: ran.append("weight"))
+        everywhere = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
         layer(torch.randn(3, H))[0].sum().backward()
+        everywhere.remove()
     assert sorted(ran) == ["", "router", "shared_expert", "weight"]
+
+
+# -- warnings and errors are for the user -----------------------------------------------------------------------------
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("returns", ["metrics", "aux_loss"])
+def test_a_loss_that_a_checkpoint_has_lost_is_warned_of(
+    heap: SymmetricHeap, use_reentrant: bool, returns: str
+):
+    config = MoEConfig(hidden=H, ffn=I, num_experts=4, top_k=2, aux_loss_coef=0.1)
+    first, second = MoELayer(config, heap), MoELayer(config, heap)
+
+    def forward(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y, metrics = second(x)
+        return y, metrics.aux_loss
+
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for salt in range(2):
+            x, _ = first(tokens_of(0, 5, H, salt))
+            again = second if returns == "metrics" else forward
+            y, other = checkpoint(again, x, use_reentrant=use_reentrant)
+            (y.sum() + getattr(other, "aux_loss", other)).backward()
+    is_lost = use_reentrant and returns == "metrics"
+    assert len(warned) == 2 * is_lost
+    for each in warned:
+        assert "metrics.aux_loss has no gradient" in str(each.message)
+        line = Path(each.filename).read_text().splitlines()[each.lineno - 1]
+        assert "checkpoint(again" in line
+
+
+@run_on(2)
+def test_the_traceback_of_an_error_is_the_users(rank: int, num_ranks: int) -> None:
+    """Not the way through the package: of that, only where it begins and ends."""
+    with open_heap("cpu") as heap:
+        layer, _ = make_layer(heap, config_for(num_ranks, "cpu", order=("rank", "slot")[rank]))
+        with pytest.raises(ConfigMismatch, match="order differs") as caught:
+            layer(tokens_of(rank, 5, H))
+    files = [Path(entry.path) for entry in caught.traceback]
+    assert files[0] == Path(__file__)
+    assert len([path for path in files if Path(symmoe.__file__).parent in path.parents]) <= 2
+
+
+# -- gradients of gradients -------------------------------------------------------------------------------------------
+def penalised(forward: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """A loss of y and of its gradient by x, which is taken with a constant gradient of y."""
+    y = forward(x)
+    (dx,) = torch.autograd.grad(y, x, torch.ones_like(y), create_graph=True)
+    return y.square().sum() + dx.square().sum()
+
+
+@run_on(1, 2)
+def test_second_order_gradients_are_refused_on_every_rank(
+    rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap
+) -> None:
+    first, second = (
+        make_layer(heap, config_for(num_ranks, "cpu", z_loss_coef=0.1))[0] for _ in range(2)
+    )
+    x, splits = tokens_of(rank, 6, H).requires_grad_(), [1, 5]
+    probs, topk_idx = torch.ones(6, 2), torch.tensor([[0, 1]] * 6)
+
+    def by_parts(x: torch.Tensor) -> torch.Tensor:
+        plan = symmoe.make_plan(topk_idx, num_experts=2 * num_ranks, heap=heap)
+        return symmoe.combine_tokens(symmoe.dispatch_tokens(x, plan)[0], plan)
+
+    calls = {
+        "layers": lambda x: second(first(x)[0])[0],
+        "loss": lambda x: first(x)[1].aux_loss,
+        "mask": lambda x: first(x, torch.arange(6) < 5)[0],
+        "given": lambda x: first(x, topk_idx=topk_idx, probs=probs)[0],
+        "checkpoint": lambda x: checkpoint(first, x, use_reentrant=False)[0],
+        "operator": lambda x: traced(first, x),
+        "parts": by_parts,
+        "router": lambda x: first.router(x).logits,
+        "experts": lambda x: first.experts(x, splits, torch.ones(6)),
+        "linear": lambda x: first.experts.fc1(x, splits),
+        "activation": lambda x: symmoe.ScaledSwiGLU()(x, torch.ones(6)),
+    }
+    for name, call in calls.items():
+        findings.where = f"rank {rank} of {num_ranks}, {name}"
+        loss = penalised(call, x)
+        expect(findings, outcome(loss.backward), "ArgumentError", "create_graph (True)", "order")
+        (wanted,) = torch.autograd.grad(call(x).sum(), x)
+        call(x).sum().backward(create_graph=True, inputs=[x])  # and nobody differentiates that
+        findings.check(torch.equal(x.grad, wanted), "other gradients with create_graph")
+        x.grad = None
+
+
+def traced(layer: MoELayer, x: torch.Tensor) -> torch.Tensor:
+    with FlopCounterMode(display=False):  # a dispatch mode: the step is an operator
+        return layer(x)[0]

@@ -1,19 +1,23 @@
 """A layer whose router nobody else looks at chooses experts inside the step: same bits as with a call of the router."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
+from functools import wraps
 from unittest import mock
 
 import pytest
 import torch
 from cluster import run_on
 from layers import config_for, make_layer, tokens_of
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
-from worker import open_heap
+from worker import Findings, open_heap
 
 from symmoe import MoELayer, SymmetricHeap
 from symmoe.errors import SymmoeError
 from symmoe.moe import router
-from symmoe.moe.router import Route
+from symmoe.moe.router import Route, Router, RouterOutput
 
 OPTIONS = {
     "defaults": {},
@@ -67,6 +71,83 @@ def test_bits_are_those_of_a_called_router(
                     f"rank {rank}: {num_own} and {chosen.call_count} calls chose outside of the step"
                 )
     return texts
+
+
+def doubled(output: RouterOutput) -> RouterOutput:
+    return replace(output, probs=2 * output.probs)
+
+
+def by_subclass(router: Router) -> None:
+    class Doubling(Router):
+        def forward(self, *args: torch.Tensor, **options: torch.Tensor) -> RouterOutput:
+            return doubled(super().forward(*args, **options))
+
+    router.__class__ = Doubling
+
+
+def by_instance(router: Router) -> None:
+    old = router.forward
+    router.forward = wraps(old)(lambda *args, **options: doubled(old(*args, **options)))
+
+
+DOUBLES: dict[str, Callable[[Router], object]] = {
+    "subclass": by_subclass,
+    "instance": by_instance,
+    "hook": lambda router: router.register_forward_hook(lambda *args: doubled(args[2])),
+    "parametrization": lambda router: (
+        router.weight.data.mul_(0.5),
+        parametrize.register_parametrization(router, "weight", Doubled()),
+    ),
+}
+
+
+class Doubled(torch.nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return 2 * weight
+
+
+@pytest.mark.parametrize("way", DOUBLES)
+@run_on(2)
+def test_what_is_put_in_place_of_a_router_runs_in_every_path(
+    rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap, way: str
+) -> None:
+    """All probs, or the weight, are twice what they were in earlier calls. (Of hooks that come after a compiled call
+    torch.compile takes no notice: docs/concepts.md.)"""
+    layer, _ = make_layer(heap, config_for(num_ranks, "cpu"))
+    shared = torch.nn.Linear(layer.config.hidden, layer.config.hidden)
+    mask, topk_idx = torch.ones(9, dtype=torch.bool), torch.tensor([[0, 1]] * 9)
+    calls: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "plain": lambda x: layer(x)[0],
+        "mask": lambda x: layer(x, mask)[0],
+        "given experts": lambda x: layer(x, topk_idx=topk_idx)[0],
+        "shared": lambda x: with_shared(layer, shared, x),
+        "checkpoint": lambda x: checkpoint(layer, x, use_reentrant=False)[0],
+        "compile": lambda x: torch.compile(layer, backend="aot_eager")(x)[0],
+        "evaluation": torch.no_grad()(lambda x: layer(x)[0]),
+    }
+    x = tokens_of(rank, 9, layer.config.hidden).requires_grad_()
+    eager = {name: call for name, call in calls.items() if name != "compile"}
+    before = {name: call(x).detach() for name, call in eager.items() for _ in range(3)}
+    before["compile"] = before["plain"]
+    if way != "instance":  # it takes long
+        del calls["compile"]
+    DOUBLES[way](layer.router)
+    factor = 1 if way == "parametrization" else 2
+    for name, call in calls.items():
+        findings.where = f"rank {rank}, {way}, {name}"
+        y = call(x)
+        findings.check(torch.allclose(y, factor * before[name], rtol=1e-5), "y is another")
+        if y.requires_grad:
+            (dx,) = torch.autograd.grad(y.sum(), x)
+            findings.check(bool(dx.any()), "no gradient")
+
+
+def with_shared(layer: MoELayer, shared: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """The experts' part of y."""
+    layer.shared_expert = shared
+    y = layer(x)[0] - shared(x)
+    layer.shared_expert = None
+    return y
 
 
 @run_on(2)

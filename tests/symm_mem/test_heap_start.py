@@ -125,8 +125,9 @@ def test_a_group_of_one_needs_no_process_group_and_auto_says_what_it_picked():
 
 def test_ranks_without_a_process_group_are_told(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.warns(UserWarning, match=r"WORLD_SIZE is 2.*init_process_group"):
+    with pytest.warns(UserWarning, match=r"WORLD_SIZE is 2.*init_process_group") as warned:
         SymmetricHeap(num_bytes=1 << 20, backend="host").close()
+    assert warned[0].filename == __file__
     monkeypatch.setenv("WORLD_SIZE", "1")
     with warnings.catch_warnings():  # (its arguments are Python 3.11's)
         warnings.simplefilter("error")

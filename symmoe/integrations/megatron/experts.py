@@ -44,6 +44,7 @@ from symmoe.integrations.megatron.compat import (
 )
 from symmoe.kernels.activation import Activation
 from symmoe.moe.config import MoEConfig
+from symmoe.torch_internals import replaceable
 
 _QUICK_GELU = Activation(alpha=1.702)
 _ACTIVATIONS: dict[Callable[..., torch.Tensor], Activation] = {
@@ -130,6 +131,7 @@ class SymmExperts(MegatronModule):
     # What RoutedExperts asks of a GroupedMLP, with the activation.
     fc1, fc2 = property(attrgetter("linear_fc1")), property(attrgetter("linear_fc2"))
 
+    @replaceable
     @torch.compiler.disable
     def forward(
         self,

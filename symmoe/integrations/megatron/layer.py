@@ -22,6 +22,7 @@ from symmoe.checks.arguments import Order, Overflow
 from symmoe.dispatch.plan import Plan, PlanOptions, plan_call
 from symmoe.dispatch.trip import PHASE as SEND
 from symmoe.errors import ArgumentError, StalePlan, raise_for
+from symmoe.grouped.mlp import experts_call_problem
 from symmoe.integrations.megatron.compat import (
     groups_problem,
     layer_problem,
@@ -30,6 +31,7 @@ from symmoe.integrations.megatron.compat import (
 )
 from symmoe.integrations.megatron.experts import SymmExperts, routed_config
 from symmoe.integrations.megatron.replay import give_routing, recorded_by, recorder_of
+from symmoe.kernels import control
 from symmoe.moe.listeners import Listeners, RoutingReport
 from symmoe.moe.routed_experts import RoutedExperts
 from symmoe.symm_mem.heap import SymmetricHeap
@@ -159,6 +161,7 @@ class FusedTokenDispatcher(SymmTokenDispatcher):
         experts: SymmExperts,
     ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
         """That of RoutedExperts.run, of tokens [T, H] and probs fp32 [T, K]. Collective over the EP group."""
+        routed.heap.fail_for(experts_call_problem(experts), control.PHASE_PLAN)
         shared = self.shared_experts
         before_trips = (
             None if shared is None else partial(shared.linear_fc1_forward_and_act, hidden_states)
