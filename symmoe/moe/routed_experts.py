@@ -140,13 +140,17 @@ class RoutedExperts:
     ) -> RowBudget | None:
         config, heap = self.config, self.heap
         room = self._history.room(num_tokens, config.max_room, heap.room_factor)
-        if room is None or room.rows < 0 or heap.captured_reports is not None:
+        if room is None or room.rows is None or room.packed_rows is None:
+            return room  # it waits
+        if heap.captured_reports is not None:
             return room
         received = room.packed_rows if config.received_layout == "packed" else room.rows
         sizes, row_bytes = (received, room.rows, room.packed_rows), config.hidden * item_bytes
         needed = most_bytes(sizes, num_tokens, heap, row_bytes, more_of(experts, config.num_places))
-        # Where there is no memory for that, what the routing needs may fit.
-        return replace(room, rows=-1, packed_rows=-1) if heap.memory.lacks(needed) else room
+        if not heap.memory.lacks(needed):
+            return room
+        why = f"needs {needed} bytes of the heap"  # what the routing needs may be less
+        return replace(room, rows=None, packed_rows=None, why_it_waits=why)
 
     def plan_options(self, dtype: torch.dtype) -> PlanOptions:
         """Those of plan_call for tokens of `dtype`, as the configuration says."""

@@ -5,7 +5,8 @@ docs/design.md)."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 _WINDOW = 64  # calls; what is larger than all calls of two windows have needed is given up
 _MARGIN = 32  # a call may need a 32nd more than the largest of them, since routing changes,
@@ -15,13 +16,20 @@ _BITS = 5  # room is rounded up to so many significant bits, so that sizes repea
 
 @dataclass(frozen=True, slots=True)
 class RowBudget:
-    """What a call gets: rows that this rank can take, -1: what the routing needs, for which its host waits; those that
-    the fullest rank is expected to need, the same on all ranks; and tokens that fit in a message to another node."""
+    """What a call of a group that has made calls before gets on this rank, before its routing is known.
 
-    rows: int
-    packed_rows: int
+    Attributes:
+        expected_rows: rows that the fullest rank is expected to need, the same on all ranks.
+        rail_rows: tokens that fit in a message to another node.
+        rows, packed_rows: rows that this rank can take; None, both: what the routing needs, for which its host waits.
+        why_it_waits: a clause whose subject is the call; empty if it does not.
+    """
+
     expected_rows: int
-    rail_rows: int = 0
+    rail_rows: int
+    rows: int | None = None
+    packed_rows: int | None = None
+    why_it_waits: str = ""
 
 
 class RowHistory:
@@ -30,7 +38,7 @@ class RowHistory:
     room; whether it was enough on all of them, every rank reads in the plan."""
 
     def __init__(self) -> None:
-        self._last_rows = 0
+        self._last_rows: int | None = None
         self._windows: dict[
             int, _Windows
         ] = {}  # by the bits of the number of tokens: a small call holds little
@@ -48,22 +56,24 @@ class RowHistory:
     ) -> RowBudget | None:
         """What the next call gets, at most `most_rows` rows; None if nothing is known, on all ranks. factor: it gets so
         many times what the largest recent one needed, if that is no more than `most_rows`."""
-        if not self._last_rows:
+        if self._last_rows is None:
             return None
         windows = self._windows.get(num_tokens.bit_length())
-        rows, packed_rows, rail_rows = (0, 0, num_tokens) if windows is None else windows.most()
-        if (
-            rows
-            and factor is not None
-            and (most_rows is None or math.ceil(factor * rows) <= most_rows)
-        ):
-            room, *others = (math.ceil(factor * each) for each in (rows, packed_rows, rail_rows))
-        else:
-            room, *others = map(with_margin, (rows, packed_rows, rail_rows))
-            room = room if most_rows is None else min(room, most_rows)
-        does_not_fit = not rows or (most_rows is not None and rows > most_rows)
-        sizes = (-1, -1) if does_not_fit else (room, min(room, others[0]))
-        return RowBudget(*sizes, self._last_rows, min(num_tokens, others[1]))
+        if windows is None:
+            why = f"has {num_tokens} tokens, and no earlier call had about as many"
+            return RowBudget(self._last_rows, num_tokens, why_it_waits=why)
+        needed = windows.most()
+        limit = math.inf if most_rows is None else most_rows
+        grow = with_margin if factor is None else partial(_times, factor)
+        if grow(needed[0]) > limit:
+            grow = with_margin
+        rows, packed_rows, rail_rows = map(grow, needed)
+        budget = RowBudget(self._last_rows, min(num_tokens, rail_rows))
+        if needed[0] > limit:
+            why = f"needs room for {needed[0]} rows, as earlier ones did, more than max_room ({most_rows})"
+            return replace(budget, why_it_waits=why)
+        rows = rows if most_rows is None else min(rows, most_rows)
+        return replace(budget, rows=rows, packed_rows=min(rows, packed_rows))
 
 
 class _Windows:
@@ -82,6 +92,10 @@ class _Windows:
 
     def most(self) -> list[int]:
         return [*map(max, self._before, self._now)]
+
+
+def _times(factor: float, number: int) -> int:
+    return math.ceil(factor * number)
 
 
 def with_margin(number: int) -> int:
