@@ -68,8 +68,9 @@ class RailRows:
             num_tokens * num_nodes + num_nodes + 2, dtype=torch.int32
         )
         numbers, rows = self.of(self._integers, num_nodes)
-        sizes = {"num_experts": num_experts, "most": rail_rows}
-        kernels.for_device(heap.device).rail_rows(topk_idx, maps, numbers, rows, **sizes)
+        kernels.for_device(heap.device).rail_rows(
+            topk_idx, maps, numbers, rows, num_experts=num_experts, most=rail_rows
+        )
         self._heap, self.topk_idx, self._rail_rows, self._numbers = (
             heap,
             topk_idx,
@@ -98,8 +99,7 @@ class RailRows:
         before the plan's barrier."""
         if self._number is not None:
             peers, tell = self._heap.peers, kernels.for_device(self._heap.device).tell_header
-            source = peers.in_group(peers.rank)
-            tell(self._number, peers, source, word=control.HEAD_RAIL_DROPPED)
+            tell(self._number, peers, self._heap.rank, word=control.HEAD_RAIL_DROPPED)
 
     def share(self, config: int) -> torch.Tensor:
         """Completes this rank's count table, which has the rows of its node's ranks, with those of all other ranks.

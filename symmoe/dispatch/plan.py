@@ -26,8 +26,7 @@ from symmoe.symm_mem.row_budget import RowBudget
 from symmoe.tape.recorder import recorded
 
 MAX_TOP_K = 32
-_Room = RowBudget | None
-FindRoom = Callable[[], _Room]
+FindRoom = Callable[[], RowBudget | None]
 _Rails = tuple[int, bool] | None  # the last arguments of RailRows, if the group spans nodes
 _OVERFLOW = {
     "raise": control.OVERFLOW_RAISE,
@@ -372,7 +371,7 @@ def make_plan(
         CapacityError: see `overflow`.
         PeerTimeout: a rank did not come.
     """
-    sizes = (
+    options = PlanOptions(
         num_experts,
         capacity,
         overflow,
@@ -382,8 +381,9 @@ def make_plan(
         precision,
         quantized_wire,
         rail_capacity,
+        replica_places=replica_places,
+        replica_slack=replica_slack,
     )
-    options = PlanOptions(*sizes, replica_places=replica_places, replica_slack=replica_slack)
     plan = plan_call(topk_idx, heap, options)
     if heap.nodes is not None:
         with (
@@ -428,18 +428,18 @@ def begin_plan(
     with FailPeersOnError(heap, control.PHASE_PLAN):
         heap.fail_for(_find_problem(topk_idx, heap, options), control.PHASE_PLAN)
         num_tokens, top_k = topk_idx.shape
-        if capacity is not None and max_tokens is None:
-            max_tokens = num_tokens
+        most_tokens = num_tokens if capacity is not None and max_tokens is None else max_tokens
         room = find_room() if capacity is None else None
-        if capacity is None and heap.captured_reports is not None:
-            heap.fail_for(_capture_problem(room), None)
+        if capacity is None and heap.captured_reports is not None:  # no host can wait
+            why = room.why_it_waits if room else "calls a layer that earlier calls did not"
+            heap.fail_for(ArgumentError(f"a step that is captured {why}") if why else None, None)
         words = {
             control.HEAD_NUM_TOKENS: num_tokens,
             control.HEAD_TOP_K: top_k,
             control.HEAD_NUM_EXPERTS: num_experts,
             control.HEAD_CAPACITY: _or_none(capacity if room is None else room.rows),
             control.HEAD_PACKED_CAPACITY: _or_none(None if room is None else room.packed_rows),
-            control.HEAD_MAX_TOKENS: _or_none(max_tokens),
+            control.HEAD_MAX_TOKENS: _or_none(most_tokens),
             control.HEAD_OVERFLOW: _OVERFLOW[overflow if room is None else "repeat"],
             control.HEAD_HIDDEN: _or_none(hidden),
             control.HEAD_DTYPE: -1 if dtype is None else control.DTYPES.index(dtype),
@@ -466,18 +466,12 @@ def _or_none(number: int | None) -> int:
     return -1 if number is None else number
 
 
-def _capture_problem(room: _Room) -> Problem:
-    """Why a step that calls a layer with this room cannot be captured, where no host can wait."""
-    why = "calls a layer that earlier calls did not" if room is None else room.why_it_waits
-    return ArgumentError(f"a step that is captured {why}") if why else None
-
-
 def _plan_between_nodes(
     topk_idx: torch.Tensor,
     heap: SymmetricHeap,
     words: dict[int, int],
     options: PlanOptions,
-    room: _Room,
+    room: RowBudget | None,
     route: Any,
 ) -> Plan:
     """The plan on a heap that spans nodes. words: of the header. With exact capacity and no room the host waits for the
@@ -493,10 +487,10 @@ def _plan_between_nodes(
     plan = _new_plan(topk_idx, heap, words, options, (rail_rows, drops), route)
     # Without room it waits for the device, before any barrier: ranks with room raise what the plan has found at once.
     *routed, integers, num_received = plan.fill()
-    num_nodes = heap.topology.num_nodes
-    sent, received = [rail_rows] * num_nodes, nodes_of(heap).rail_rows
+    sent, received = [rail_rows] * len(num_received), nodes_of(heap).rail_rows
     if options.capacity is None and room is None:
-        sent, received = heap.streams.read_back(torch.stack([integers[:num_nodes], num_received]))()
+        numbers = torch.stack([integers[: len(num_received)], num_received])
+        sent, received = heap.streams.read_back(numbers)()
     plan.nodes = plan_in_node(
         heap, plan, integers, sent, received, rail_capacity * MAX_TOP_K + top_k
     )
@@ -524,16 +518,13 @@ def _new_plan(
         options.replica_places,
     )
     _, layout = plan_layout(num_tokens, top_k, num_experts, heap.num_ranks, num_places)
-    its = (
-        topk_idx,
+    return Plan(
+        topk_idx,  # stands for the storage that is to come
         layout,
         heap,
         num_tokens,
         top_k,
         num_experts,
-    )  # topk_idx stands for the storage that is to come
-    return Plan(
-        *its,
         row_capacity=limit,
         packed_row_capacity=packed_limit
         if most_tokens < 0
@@ -575,16 +566,17 @@ def _find_problem(topk_idx: torch.Tensor, heap: SymmetricHeap, options: PlanOpti
         dtype,
         precision,
         quantized_wire,
-        rail_capacity,
         *_,
     ) = options
     places, slack = options.replica_places, options.replica_slack
-    dtypes = (torch.int32, torch.int64)
-    if (
-        error := tensor_problem(
-            "topk_idx", topk_idx, shape=("T", "K"), dtypes=dtypes, device=heap.device
-        )
-    ) is not None:
+    error = tensor_problem(
+        "topk_idx",
+        topk_idx,
+        shape=("T", "K"),
+        dtypes=(torch.int32, torch.int64),
+        device=heap.device,
+    )
+    if error is not None:
         return error
     if not 1 <= topk_idx.shape[1] <= MAX_TOP_K:
         return ArgumentError(
@@ -625,9 +617,8 @@ def _find_problem(topk_idx: torch.Tensor, heap: SymmetricHeap, options: PlanOpti
     error = words_problem(overflow=overflow, quantized_wire=quantized_wire)
     if error := error or (None if dtype is None else parameter_dtype_problem(dtype)):
         return error
-    its = ("max_tokens", max_tokens), ("overflow", overflow), ("rail_capacity", rail_capacity)
-    for name, value in its if capacity is None else ():
-        if value not in (None, "raise"):
+    for name in ("max_tokens", "overflow", "rail_capacity") if capacity is None else ():
+        if (value := getattr(options, name)) not in (None, "raise"):
             return ArgumentError(
                 f"{name} ({value!r}) needs a static capacity, and capacity is None"
             )

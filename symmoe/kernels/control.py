@@ -164,8 +164,16 @@ SUMMARY_WORDS = 16
     SUM_NUM_DROPPED,  # slots of the whole group that were dropped
     SUM_MOST_SENT,  # with exact capacity between nodes: the most tokens that this rank sends to another node
 ) = range(11)
-PLAN_OK, PLAN_FAULT, PLAN_MISMATCH, PLAN_BAD_ID, PLAN_OVERFLOW, PLAN_RAIL_OVERFLOW = range(6)
-PLAN_NO_ROOM = 6  # either overflow with OVERFLOW_REPEAT, which is no error
+# PLAN_NO_ROOM is either overflow with OVERFLOW_REPEAT, which is no error.
+(
+    PLAN_OK,
+    PLAN_FAULT,
+    PLAN_MISMATCH,
+    PLAN_BAD_ID,
+    PLAN_OVERFLOW,
+    PLAN_RAIL_OVERFLOW,
+    PLAN_NO_ROOM,
+) = range(7)
 
 # barrier names, by the number kernels record
 PHASES = (

@@ -5,8 +5,8 @@ docs/design.md)."""
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass, replace
-from functools import partial
 
 _WINDOW = 64  # calls; what is larger than all calls of two windows have needed is given up
 _MARGIN = 32  # a call may need a 32nd more than the largest of them, since routing changes,
@@ -60,20 +60,23 @@ class RowHistory:
             return None
         windows = self._windows.get(num_tokens.bit_length())
         if windows is None:
-            why = f"has {num_tokens} tokens, and no earlier call had about as many"
-            return RowBudget(self._last_rows, num_tokens, why_it_waits=why)
+            return RowBudget(
+                self._last_rows,
+                num_tokens,
+                why_it_waits=f"has {num_tokens} tokens, and no earlier call had about as many",
+            )
         needed = windows.most()
-        limit = math.inf if most_rows is None else most_rows
-        grow = with_margin if factor is None else partial(_times, factor)
-        if grow(needed[0]) > limit:
-            grow = with_margin
-        rows, packed_rows, rail_rows = map(grow, needed)
+        limit = sys.maxsize if most_rows is None else most_rows
+        if factor is not None and with_margin(needed[0], factor) > limit:
+            factor = None
+        rows, packed_rows, rail_rows = (with_margin(each, factor) for each in needed)
         budget = RowBudget(self._last_rows, min(num_tokens, rail_rows))
         if needed[0] > limit:
-            why = f"needs room for {needed[0]} rows, as earlier ones did, more than max_room ({most_rows})"
-            return replace(budget, why_it_waits=why)
-        rows = rows if most_rows is None else min(rows, most_rows)
-        return replace(budget, rows=rows, packed_rows=min(rows, packed_rows))
+            return replace(
+                budget,
+                why_it_waits=f"needs room for {needed[0]} rows, as earlier ones did, more than max_room ({most_rows})",
+            )
+        return replace(budget, rows=min(rows, limit), packed_rows=min(rows, limit, packed_rows))
 
 
 class _Windows:
@@ -94,12 +97,10 @@ class _Windows:
         return [*map(max, self._before, self._now)]
 
 
-def _times(factor: float, number: int) -> int:
-    return math.ceil(factor * number)
-
-
-def with_margin(number: int) -> int:
-    """What a call gets of rows, if the largest recent one needed this number."""
+def with_margin(number: int, factor: float | None = None) -> int:
+    """What a call gets of rows, if the largest recent one needed this number; factor: it gets so many times that."""
+    if factor is not None:
+        return math.ceil(factor * number)
     number += -(-number // _MARGIN) + _DEVIATIONS * math.isqrt(number)
     step = 1 << max(0, number.bit_length() - _BITS)
     return -(-number // step) * step

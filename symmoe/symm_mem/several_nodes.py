@@ -421,15 +421,13 @@ class Nodes(OneNode):
 
     def _difference(self, headers: list[Header]) -> Fault | None:
         """A fault if the peers are in different calls."""
-        rail = self.topology.rail
-        for node, header in enumerate(headers):
+        first = self.topology.rail[0]
+        for rank, header in zip(self.topology.rail, headers, strict=True):
             if header.call != headers[0].call:
-                calls = rail[0], headers[0].call, rail[node], header.call
+                calls = first, headers[0].call, rank, header.call
                 return Fault(-1, encode(mismatch_error(self._waits.configurations, *calls)))
             if header.sizes != headers[0].sizes:
-                text = (
-                    f"rail_capacity or top_k differs between rank {rail[0]} and rank {rail[node]}"
-                )
+                text = f"rail_capacity or top_k differs between rank {first} and rank {rank}"
                 return Fault(-1, encode(ConfigMismatch(text)))
         return None
 

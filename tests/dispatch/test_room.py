@@ -267,9 +267,10 @@ def test_recomputed_without_room(rank: int, num_ranks: int, findings: Findings) 
         assert count_repeats(spy) >= 4
 
 
+@pytest.mark.parametrize("ranks_per_node", [None, pytest.param(1, marks=pytest.mark.slow)])
 @run_on(2)
 def test_a_call_with_room_needs_no_more_memory_than_one_without(
-    rank: int, num_ranks: int, findings: Findings
+    rank: int, num_ranks: int, findings: Findings, ranks_per_node: int | None
 ) -> None:
     """The last rank has less and less memory: a call fits with room where it does without, backward too."""
     found = []
@@ -277,7 +278,7 @@ def test_a_call_with_room_needs_no_more_memory_than_one_without(
     ids = torch.rand(100, E, generator=own).argsort(1)[:, :K]
     x, dy = (torch.randn(100, H, generator=own) for _ in range(2))
     call = x, ids, torch.rand(100, K, generator=own), dy
-    with open_heap("cpu", num_bytes=1 << 20) as heap:
+    with open_heap("cpu", num_bytes=1 << 20, ranks_per_node=ranks_per_node) as heap:
         layer, waits = make_layers(heap, stash="rows")
         is_last = rank == num_ranks - 1
         for num_bytes in range(24 << 10, 96 << 10, 8 << 10):

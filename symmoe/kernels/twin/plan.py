@@ -12,6 +12,7 @@ from symmoe.kernels.gemm_parts import PART_ROWS
 from symmoe.kernels.twin.sync import record
 
 _NO_SLOT = 2**31 - 1
+_OVERFLOWS = control.PLAN_OVERFLOW, control.PLAN_RAIL_OVERFLOW
 
 
 def splits_to_row_range(splits, row_range, num_rows):
@@ -69,9 +70,7 @@ def lay_out(peers, received, status, plan, *, capacity, overflow, ranks):
     sizes = (load.sum(1), limits[0]), (tokens.sum(0), limits[1])
     drop = overflow == control.OVERFLOW_DROP
     error = _find_error(headers, sizes, received, drop)
-    is_overflow = error[0] in (control.PLAN_OVERFLOW, control.PLAN_RAIL_OVERFLOW)
-    has_no_room = is_overflow and overflow == control.OVERFLOW_REPEAT
-    if has_no_room:
+    if overflow == control.OVERFLOW_REPEAT and error[0] in _OVERFLOWS:
         error = control.PLAN_NO_ROOM, *error[1:]
     kept = torch.stack([_clip(row, capacity) for row in load]) if drop else load
     failed = error[0] != control.PLAN_OK
@@ -117,7 +116,7 @@ def lay_out(peers, received, status, plan, *, capacity, overflow, ranks):
     report[control.SUM_NUM_PACKED] = regions[:, rank].sum()
     report[control.SUM_MAX_PACKED] = regions.sum(0).max()
     report[control.SUM_NUM_DROPPED] = 0 if failed else (load - kept).sum()
-    if capacity >= 0 and failed and error[0] != control.PLAN_FAULT and not has_no_room:
+    if capacity >= 0 and failed and error[0] not in (control.PLAN_FAULT, control.PLAN_NO_ROOM):
         peers.counters(rank)[control.FAULTED] = 1  # on every rank: no trip of this plan moves rows
         record(status, control.STATUS_PLAN, control.PHASE_PLAN, *error[1:4], error[0], error[4])
 
