@@ -433,15 +433,18 @@ def begin_plan(
         if capacity is None and heap.captured_reports is not None:  # no host can wait
             why = room.why_it_waits if room else "calls a layer that earlier calls did not"
             heap.fail_for(ArgumentError(f"a step that is captured {why}") if why else None, None)
+        limit = capacity if room is None else room.rows
         words = {
             control.HEAD_NUM_TOKENS: num_tokens,
             control.HEAD_TOP_K: top_k,
             control.HEAD_NUM_EXPERTS: num_experts,
-            control.HEAD_CAPACITY: _or_none(capacity if room is None else room.rows),
-            control.HEAD_PACKED_CAPACITY: _or_none(None if room is None else room.packed_rows),
-            control.HEAD_MAX_TOKENS: _or_none(most_tokens),
+            control.HEAD_CAPACITY: -1 if limit is None else limit,
+            control.HEAD_PACKED_CAPACITY: -1
+            if room is None or room.packed_rows is None
+            else room.packed_rows,
+            control.HEAD_MAX_TOKENS: -1 if most_tokens is None else most_tokens,
             control.HEAD_OVERFLOW: _OVERFLOW[overflow if room is None else "repeat"],
-            control.HEAD_HIDDEN: _or_none(hidden),
+            control.HEAD_HIDDEN: -1 if hidden is None else hidden,
             control.HEAD_DTYPE: -1 if dtype is None else control.DTYPES.index(dtype),
             control.HEAD_PRECISION: -1 if precision is None else precision_word(precision),
             control.HEAD_QUANTIZED_WIRE: control.QUANTIZED_WIRES.index(quantized_wire),
@@ -459,11 +462,6 @@ def begin_plan(
         if room is not None:
             plan.expected_rows = room.expected_rows
         return plan
-
-
-def _or_none(number: int | None) -> int:
-    """A word of the header."""
-    return -1 if number is None else number
 
 
 def _plan_between_nodes(

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 _WINDOW = 64  # calls; what is larger than all calls of two windows have needed is given up
 _MARGIN = 32  # a call may need a 32nd more than the largest of them, since routing changes,
@@ -69,14 +69,16 @@ class RowHistory:
         limit = sys.maxsize if most_rows is None else most_rows
         if factor is not None and with_margin(needed[0], factor) > limit:
             factor = None
-        rows, packed_rows, rail_rows = (with_margin(each, factor) for each in needed)
-        budget = RowBudget(self._last_rows, min(num_tokens, rail_rows))
+        rows, packed_rows, rail_rows = [with_margin(each, factor) for each in needed]
+        rail_rows = min(num_tokens, rail_rows)
         if needed[0] > limit:
-            return replace(
-                budget,
+            return RowBudget(
+                self._last_rows,
+                rail_rows,
                 why_it_waits=f"needs room for {needed[0]} rows, as earlier ones did, more than max_room ({most_rows})",
             )
-        return replace(budget, rows=min(rows, limit), packed_rows=min(rows, limit, packed_rows))
+        rows = min(rows, limit)
+        return RowBudget(self._last_rows, rail_rows, rows, min(rows, packed_rows))
 
 
 class _Windows:
