@@ -69,7 +69,7 @@ class RowHistory:
         limit = sys.maxsize if most_rows is None else most_rows
         if factor is not None and with_margin(needed[0], factor) > limit:
             factor = None
-        rows, packed_rows, rail_rows = [with_margin(each, factor) for each in needed]
+        rows, packed_rows, rail_rows = map(with_margin, needed, [factor] * 3)
         rail_rows = min(num_tokens, rail_rows)
         if needed[0] > limit:
             return RowBudget(
