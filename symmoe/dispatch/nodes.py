@@ -20,7 +20,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
@@ -36,15 +36,6 @@ Integers = TypeVar("Integers", PlanIntegers, InNodeIntegers)
 Ways = Sequence[tuple[int, slice]]  # other nodes, and rows that go there or come from there
 
 
-class Excess(NamedTuple):
-    """What the header of this rank's counts says where more tokens go to a node than fit in a message."""
-
-    drops: bool  # whether their slots are dropped, and HEAD_RAIL_DROPPED is how many
-    # This rank's HEAD_PACKED_CAPACITY, if it becomes 0 then, so that all plan again. None: HEAD_RAIL_DROPPED is how
-    # many tokens would go where most would.
-    room: int | None
-
-
 @recorded_on_cpus  # a tape finds tensors among the arguments of kernels, not in what these hold
 def in_storage(kind: type[Integers], storage: torch.Tensor, layout: PlanLayout) -> Integers:
     """Integers of this kind with all of their views, which kernels will need."""
@@ -56,9 +47,9 @@ def in_storage(kind: type[Integers], storage: torch.Tensor, layout: PlanLayout) 
 
 class RailRows:
     """Which tokens go to which node, as their home decides it before the plan is made: the first ones, as many as a
-    message has room for, `rail_rows` (excess None: there are no more); and what ranks tell each other of that in
-    addition to the counts of their node. Ids that are out of range count as none. Made locally; does not synchronise.
-    topk_idx: as it came; -1 for the slots that are dropped."""
+    message has room for, `rail_rows`; and HEAD_RAIL_DROPPED, what ranks tell each other of the others in addition to
+    the counts of their node. Ids that are out of range count as none. Made locally; does not synchronise. drops:
+    whether slots of the others are dropped, on all ranks. topk_idx: as it came; -1 for the slots that are dropped."""
 
     def __init__(
         self,
@@ -66,7 +57,7 @@ class RailRows:
         heap: SymmetricHeap,
         num_experts: int,
         rail_rows: int,
-        excess: Excess | None,
+        drops: bool,
     ) -> None:
         (num_tokens, _), num_nodes, maps = (
             topk_idx.shape,
@@ -77,24 +68,18 @@ class RailRows:
             num_tokens * num_nodes + num_nodes + 2, dtype=torch.int32
         )
         numbers, rows = self.of(self._integers, num_nodes)
-        room = -1 if excess is None or excess.room is None else excess.room
-        sizes = {"num_experts": num_experts, "most": rail_rows, "room": room}
-        kernels.for_device(heap.device).rail_rows(topk_idx, maps, numbers, rows, **sizes)
+        kernels.for_device(heap.device).rail_rows(
+            topk_idx, maps, numbers, rows, num_experts=num_experts, most=rail_rows
+        )
         self._heap, self.topk_idx, self._rail_rows, self._numbers = (
             heap,
             topk_idx,
             rail_rows,
             numbers,
         )
-        self._drops, self._number = (
-            excess is not None and excess.drops,
-            None if excess is None else numbers[-1:],
-        )
-        is_room = excess is not None and excess.room is not None
-        self._word = (
-            control.HEAD_PACKED_CAPACITY if is_room else control.HEAD_RAIL_DROPPED
-        )  # in the header
-        if self._drops:
+        self._drops = drops
+        self._number = numbers[-1:] if rail_rows < num_tokens else None
+        if drops:
             rank = topk_idx.div(num_experts // heap.num_ranks, rounding_mode="floor")
             is_expert = (rank >= 0) & (rank < heap.num_ranks)
             node = maps.to_node[torch.where(is_expert, rank, -1)]
@@ -114,7 +99,7 @@ class RailRows:
         before the plan's barrier."""
         if self._number is not None:
             peers, tell = self._heap.peers, kernels.for_device(self._heap.device).tell_header
-            tell(self._number, peers, peers.in_group(peers.rank), word=self._word)
+            tell(self._number, peers, self._heap.rank, word=control.HEAD_RAIL_DROPPED)
 
     def share(self, config: int) -> torch.Tensor:
         """Completes this rank's count table, which has the rows of its node's ranks, with those of all other ranks.

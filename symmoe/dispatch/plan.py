@@ -21,7 +21,7 @@ from symmoe.checks.arguments import (
     tensor_problem,
     words_problem,
 )
-from symmoe.dispatch.nodes import Excess, NodesPlan, RailRows, Region, in_storage, plan_in_node
+from symmoe.dispatch.nodes import NodesPlan, RailRows, Region, in_storage, plan_in_node
 from symmoe.errors import ArgumentError, StalePlan
 from symmoe.kernels import control
 from symmoe.kernels.control import PlanIntegers, num_blocks, plan_layout
@@ -32,11 +32,8 @@ from symmoe.symm_mem.row_budget import RowBudget
 from symmoe.tape.recorder import recorded
 
 MAX_TOP_K = 32
-_Room = RowBudget | None
-FindRoom = Callable[[], _Room]
-_Rails = (
-    tuple[int, Excess | None] | None
-)  # the last arguments of RailRows, if the group spans nodes
+FindRoom = Callable[[], RowBudget | None]
+_Rails = tuple[int, bool] | None  # the last arguments of RailRows, if the group spans nodes
 _OVERFLOW = {
     "raise": control.OVERFLOW_RAISE,
     "drop": control.OVERFLOW_DROP,
@@ -53,7 +50,8 @@ class Plan(PlanIntegers):
         heap: the symmetric heap of the plan.
         num_tokens, top_k, num_experts: T, K, E. num_places: S, places of a rank for replicas of other ranks' experts.
         row_capacity: rows that a buffer for this plan needs on this rank: the largest N of the group (exact
-            capacity), the capacity given (static), or the room that the call got here.
+            capacity), the capacity given (static), or the room that the call got here; -1: only the routing says that,
+            and the plan has not been settled.
         packed_row_capacity: packed rows that a buffer for this plan needs on this rank.
         expected_rows: estimate of the rows of a rank, the same on all ranks: row_capacity, or all slots of a rank's
             tokens if these are fewer.
@@ -130,7 +128,7 @@ class Plan(PlanIntegers):
         if self._read_report is None:
             return
         report, self._read_report = self._read_report(), None
-        self.has_room = report[control.SUM_ERROR] != control.PLAN_OVERFLOW
+        self.has_room = report[control.SUM_ERROR] != control.PLAN_NO_ROOM
         if self.has_room and report[control.SUM_ERROR] != control.PLAN_OK:
             if (
                 report[control.SUM_ERROR] == control.PLAN_FAULT
@@ -275,7 +273,8 @@ class ToFill(NamedTuple):
         integers = in_storage(
             PlanIntegers, torch.empty(numel, dtype=torch.int32, device=heap.device), layout
         )
-        drop = header[control.HEAD_OVERFLOW] == control.OVERFLOW_DROP
+        overflow = header[control.HEAD_OVERFLOW]
+        drop = overflow == control.OVERFLOW_DROP
         if not has_counts:
             ops.count_slots(topk_idx, counts, num_experts=num_experts, num_ranks=num_ranks)
         ops.send_counts(counts, topk_idx, header, heap.count_peers, num_experts=num_experts)
@@ -291,18 +290,13 @@ class ToFill(NamedTuple):
             ops.send_counts(counts, topk_idx, header, heap.count_peers, num_experts=num_experts)
             received = _plan_barrier(heap, config, rails)
             topk_idx = integers.slot_to_copy
-        limits = {
-            "capacity": header[control.HEAD_CAPACITY],
-            "packed_capacity": header[control.HEAD_PACKED_CAPACITY],
-        }
+        limits = {"capacity": header[control.HEAD_CAPACITY], "overflow": overflow}
         ranks = (
             range(num_ranks)
             if rails is None or not heap.topology.is_in_order
             else heap.topology.ranks
         )
-        ops.lay_out(
-            heap.count_peers, received, heap.status, integers, **limits, drop=drop, ranks=ranks
-        )
+        ops.lay_out(heap.count_peers, received, heap.status, integers, **limits, ranks=ranks)
         ops.assign_rows(topk_idx, counts, integers, drop=drop)
         found = () if rails is None else rails.complete(integers.report)
         return (
@@ -387,7 +381,7 @@ def make_plan(
         CapacityError: see `overflow`.
         PeerTimeout: a rank did not come.
     """
-    sizes = (
+    options = PlanOptions(
         num_experts,
         capacity,
         overflow,
@@ -397,8 +391,9 @@ def make_plan(
         precision,
         quantized_wire,
         rail_capacity,
+        replica_places=replica_places,
+        replica_slack=replica_slack,
     )
-    options = PlanOptions(*sizes, replica_places=replica_places, replica_slack=replica_slack)
     plan = plan_call(topk_idx, heap, options)
     if heap.nodes is not None:
         with (
@@ -442,29 +437,22 @@ def begin_plan(
     with FailPeersOnError(heap, control.PHASE_PLAN):
         heap.fail_for(_find_problem(topk_idx, heap, options), control.PHASE_PLAN)
         num_tokens, top_k = topk_idx.shape
-        limit = token_limit = packed_limit = -1
+        most_tokens = num_tokens if capacity is not None and max_tokens is None else max_tokens
         room = find_room() if capacity is None else None
-        if (
-            capacity is None
-            and (room is None or room.rows < 0)
-            and heap.captured_reports is not None
-        ):
-            heap.fail(
-                ArgumentError("a step that is captured calls a layer that earlier calls did not"),
-                None,
-            )
-        if capacity is not None:
-            limit, token_limit = capacity, num_tokens if max_tokens is None else max_tokens
-        elif room is not None:
-            limit, packed_limit, overflow = room.rows, room.packed_rows, "repeat"
+        if capacity is None and heap.captured_reports is not None:  # no host can wait
+            why = room.why_it_waits if room else "calls a layer that earlier calls did not"
+            heap.fail_for(ArgumentError(f"a step that is captured {why}") if why else None, None)
+        limit = capacity if room is None else room.rows
         words = {
             control.HEAD_NUM_TOKENS: num_tokens,
             control.HEAD_TOP_K: top_k,
             control.HEAD_NUM_EXPERTS: num_experts,
-            control.HEAD_CAPACITY: limit,
-            control.HEAD_PACKED_CAPACITY: packed_limit,
-            control.HEAD_MAX_TOKENS: token_limit,
-            control.HEAD_OVERFLOW: _OVERFLOW[overflow],
+            control.HEAD_CAPACITY: -1 if limit is None else limit,
+            control.HEAD_PACKED_CAPACITY: -1
+            if room is None or room.packed_rows is None
+            else room.packed_rows,
+            control.HEAD_MAX_TOKENS: -1 if most_tokens is None else most_tokens,
+            control.HEAD_OVERFLOW: _OVERFLOW[overflow if room is None else "repeat"],
             control.HEAD_HIDDEN: -1 if hidden is None else hidden,
             control.HEAD_DTYPE: -1 if dtype is None else control.DTYPES.index(dtype),
             control.HEAD_PRECISION: -1 if precision is None else precision_word(precision),
@@ -490,31 +478,26 @@ def _plan_between_nodes(
     heap: SymmetricHeap,
     words: dict[int, int],
     options: PlanOptions,
-    room: _Room,
+    room: RowBudget | None,
     route: Any,
 ) -> Plan:
     """The plan on a heap that spans nodes. words: of the header. With exact capacity and no room the host waits for the
     plan, and reads how long messages are."""
     num_tokens, top_k = topk_idx.shape
-    if is_exact := options.capacity is None:
-        most_tokens, rail_capacity, rail_rows = (
-            num_tokens,
-            0,
-            num_tokens if room is None else room.rail_rows,
-        )
-    else:
-        most_tokens = words[control.HEAD_MAX_TOKENS]
-        rail_capacity = rail_rows = options.rail_capacity or max(1, most_tokens)
+    rail_capacity = 0  # of exact capacity
+    rail_rows = num_tokens if room is None else room.rail_rows
+    if options.capacity is not None:
+        rail_capacity = options.rail_capacity or max(1, words[control.HEAD_MAX_TOKENS])
+        rail_rows = rail_capacity
     words[control.HEAD_RAIL_CAPACITY] = rail_capacity
-    packed_room = words[control.HEAD_PACKED_CAPACITY] if is_exact else None
-    excess = Excess(options.overflow == "drop", packed_room) if rail_rows < most_tokens else None
-    plan = _new_plan(topk_idx, heap, words, options, (rail_rows, excess), route)
+    drops = options.overflow == "drop" and rail_rows < words[control.HEAD_MAX_TOKENS]
+    plan = _new_plan(topk_idx, heap, words, options, (rail_rows, drops), route)
     # Without room it waits for the device, before any barrier: ranks with room raise what the plan has found at once.
     *routed, integers, num_received = plan.fill()
-    num_nodes = heap.topology.num_nodes
-    sent, received = [rail_rows] * num_nodes, nodes_of(heap).rail_rows
-    if is_exact and room is None:
-        sent, received = heap.streams.read_back(torch.stack([integers[:num_nodes], num_received]))()
+    sent, received = [rail_rows] * len(num_received), nodes_of(heap).rail_rows
+    if options.capacity is None and room is None:
+        numbers = torch.stack([integers[: len(num_received)], num_received])
+        sent, received = heap.streams.read_back(numbers)()
     plan.nodes = plan_in_node(
         heap, plan, integers, sent, received, rail_capacity * MAX_TOP_K + top_k
     )
@@ -542,16 +525,13 @@ def _new_plan(
         options.replica_places,
     )
     _, layout = plan_layout(num_tokens, top_k, num_experts, heap.num_ranks, num_places)
-    its = (
-        topk_idx,
+    return Plan(
+        topk_idx,  # stands for the storage that is to come
         layout,
         heap,
         num_tokens,
         top_k,
         num_experts,
-    )  # topk_idx stands for the storage that is to come
-    return Plan(
-        *its,
         row_capacity=limit,
         packed_row_capacity=packed_limit
         if most_tokens < 0
@@ -593,16 +573,17 @@ def _find_problem(topk_idx: torch.Tensor, heap: SymmetricHeap, options: PlanOpti
         dtype,
         precision,
         quantized_wire,
-        rail_capacity,
         *_,
     ) = options
     places, slack = options.replica_places, options.replica_slack
-    dtypes = (torch.int32, torch.int64)
-    if (
-        error := tensor_problem(
-            "topk_idx", topk_idx, shape=("T", "K"), dtypes=dtypes, device=heap.device
-        )
-    ) is not None:
+    error = tensor_problem(
+        "topk_idx",
+        topk_idx,
+        shape=("T", "K"),
+        dtypes=(torch.int32, torch.int64),
+        device=heap.device,
+    )
+    if error is not None:
         return error
     if not 1 <= topk_idx.shape[1] <= MAX_TOP_K:
         return ArgumentError(
@@ -643,9 +624,8 @@ def _find_problem(topk_idx: torch.Tensor, heap: SymmetricHeap, options: PlanOpti
     error = words_problem(overflow=overflow, quantized_wire=quantized_wire)
     if error := error or (None if dtype is None else parameter_dtype_problem(dtype)):
         return error
-    its = ("max_tokens", max_tokens), ("overflow", overflow), ("rail_capacity", rail_capacity)
-    for name, value in its if capacity is None else ():
-        if value not in (None, "raise"):
+    for name in ("max_tokens", "overflow", "rail_capacity") if capacity is None else ():
+        if (value := getattr(options, name)) not in (None, "raise"):
             return ArgumentError(
                 f"{name} ({value!r}) needs a static capacity, and capacity is None"
             )

@@ -79,8 +79,8 @@ HEADER_WORDS = 32
     HEAD_QUANTIZED_WIRE,
     HEAD_PACKED_CAPACITY,
     HEAD_RAIL_CAPACITY,
-    HEAD_RAIL_DROPPED,  # slots of tokens that the rail capacity has dropped; where it drops none, the tokens that are
-    # too many for it, 0 if they are not. Known to the device only
+    HEAD_RAIL_DROPPED,  # slots of tokens that have no room on a rail and are dropped; where none are, the tokens that
+    # would go where most would, if those have no room. Known to the device only
     HEAD_NUM_PLACES,
     HEAD_SLACK,
 ) = range(18)
@@ -130,7 +130,8 @@ REPLICA_MATRICES = tuple(f"{layer} {kind}" for layer in ("fc1", "fc2") for kind 
 LAYOUTS = ("packed", "expert-major")
 SCHEDULES = ("serial", "overlapped")
 
-# overflow policy in the header; with OVERFLOW_REPEAT the capacity is a guess, and all ranks plan the call again
+# overflow policy in the header; with OVERFLOW_REPEAT capacities and rows of rails are guesses, and too low ones make
+# all ranks plan the call again. A rank's capacity is -1 then if its host waits for the plan: it takes what is needed.
 OVERFLOW_RAISE, OVERFLOW_DROP, OVERFLOW_REPEAT = 0, 1, 2
 
 # a status record: int64[STATUS_WORDS] that the host can read without synchronising
@@ -164,7 +165,16 @@ SUMMARY_WORDS = 16
     SUM_NUM_DROPPED,  # slots of the whole group that were dropped
     SUM_MOST_SENT,  # with exact capacity between nodes: the most tokens that this rank sends to another node
 ) = range(11)
-PLAN_OK, PLAN_FAULT, PLAN_MISMATCH, PLAN_BAD_ID, PLAN_OVERFLOW, PLAN_RAIL_OVERFLOW = range(6)
+# PLAN_NO_ROOM is either overflow with OVERFLOW_REPEAT, which is no error.
+(
+    PLAN_OK,
+    PLAN_FAULT,
+    PLAN_MISMATCH,
+    PLAN_BAD_ID,
+    PLAN_OVERFLOW,
+    PLAN_RAIL_OVERFLOW,
+    PLAN_NO_ROOM,
+) = range(7)
 
 # barrier names, by the number kernels record
 PHASES = (

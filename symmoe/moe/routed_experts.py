@@ -10,7 +10,7 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import partial
 from itertools import compress
 from typing import Any, NamedTuple, cast
@@ -145,21 +145,38 @@ class RoutedExperts:
     ) -> RowBudget | None:
         config, heap = self.config, self.heap
         room = self._history.room(num_tokens, config.max_room, heap.room_factor)
-        if room is None or room.rows < 0 or heap.captured_reports is not None:
+        if (
+            room is None
+            or room.rows is None
+            or room.packed_rows is None
+            or heap.captured_reports is not None
+        ):
             return room
         received = room.packed_rows if config.received_layout == "packed" else room.rows
         sizes, row_bytes = (received, room.rows, room.packed_rows), config.hidden * item_bytes
         needed = most_bytes(sizes, num_tokens, heap, row_bytes, more_of(experts, config.num_places))
-        # Where there is no memory for that, what the routing needs may fit.
-        return replace(room, rows=-1, packed_rows=-1) if heap.memory.lacks(needed) else room
+        if heap.memory.lacks(needed):  # what the routing needs may fit
+            return RowBudget(
+                room.expected_rows, room.rail_rows, why_it_waits=f"lacks {needed} bytes of the heap"
+            )
+        return room
 
     def plan_options(self, dtype: torch.dtype) -> PlanOptions:
         """Those of plan_call for tokens of `dtype`, as the configuration says."""
         c = self.config
-        sizes = c.num_experts, c.capacity, c.overflow, c.max_tokens, c.hidden
-        travel = c.precision, c.quantized_wire, c.rail_capacity
         return PlanOptions(
-            *sizes, dtype, *travel, self._config_number, c.num_places, c.replica_slack
+            c.num_experts,
+            c.capacity,
+            c.overflow,
+            c.max_tokens,
+            c.hidden,
+            dtype,
+            c.precision,
+            c.quantized_wire,
+            c.rail_capacity,
+            self._config_number,
+            c.num_places,
+            c.replica_slack,
         )
 
 

@@ -62,7 +62,9 @@ class OneNode:
         """Meets other nodes with an error, which may have been said; the one that all ranks raise. Collective."""
         return fault
 
-    def enter(self, call: int, sizes: int = 0, rail_rows: int = 0) -> Fault | Report | None:
+    def enter(
+        self, call: int, sizes: int = 0, rail_rows: int | None = None
+    ) -> Fault | Report | None:
         """Meets other nodes, which must be in the same call (control.pack_call), and agree on `sizes`; None: all go on,
         else the same on all ranks of a rail. Collective."""
 

@@ -329,7 +329,9 @@ class SymmetricHeap(HeapParts):
                     self.fail(self.faults.unraised, phase)
                 publish = UNRAISED
             call = control.pack_call(phase=phase, **agreed)
-            received = self.waits.barrier(call, publish, nan_on_failure=nan_on_failure)
+            received = self.waits.barrier(
+                call, publish, has_plan="plan" in agreed, nan_on_failure=nan_on_failure
+            )
             if self.streams.raises_at_once:
                 self.check()
             if self.faults.unraised is not None:

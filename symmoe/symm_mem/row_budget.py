@@ -5,6 +5,7 @@ docs/design.md)."""
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 
 _WINDOW = 64  # calls; what is larger than all calls of two windows have needed is given up
@@ -15,13 +16,20 @@ _BITS = 5  # room is rounded up to so many significant bits, so that sizes repea
 
 @dataclass(frozen=True, slots=True)
 class RowBudget:
-    """What a call gets: rows that this rank can take, -1: what the routing needs, for which its host waits; those that
-    the fullest rank is expected to need, the same on all ranks; and tokens that fit in a message to another node."""
+    """What a call of a group that has made calls before gets on this rank, before its routing is known.
 
-    rows: int
-    packed_rows: int
+    Attributes:
+        expected_rows: rows that the fullest rank is expected to need, the same on all ranks.
+        rail_rows: tokens that fit in a message to another node.
+        rows, packed_rows: rows that this rank can take; None, both: what the routing needs, for which its host waits.
+        why_it_waits: a clause whose subject is the call; empty if it does not.
+    """
+
     expected_rows: int
-    rail_rows: int = 0
+    rail_rows: int
+    rows: int | None = None
+    packed_rows: int | None = None
+    why_it_waits: str = ""
 
 
 class RowHistory:
@@ -30,7 +38,7 @@ class RowHistory:
     room; whether it was enough on all of them, every rank reads in the plan."""
 
     def __init__(self) -> None:
-        self._last_rows = 0
+        self._last_rows: int | None = None
         self._windows: dict[
             int, _Windows
         ] = {}  # by the bits of the number of tokens: a small call holds little
@@ -48,22 +56,29 @@ class RowHistory:
     ) -> RowBudget | None:
         """What the next call gets, at most `most_rows` rows; None if nothing is known, on all ranks. factor: it gets so
         many times what the largest recent one needed, if that is no more than `most_rows`."""
-        if not self._last_rows:
+        if self._last_rows is None:
             return None
         windows = self._windows.get(num_tokens.bit_length())
-        rows, packed_rows, rail_rows = (0, 0, num_tokens) if windows is None else windows.most()
-        if (
-            rows
-            and factor is not None
-            and (most_rows is None or math.ceil(factor * rows) <= most_rows)
-        ):
-            room, *others = (math.ceil(factor * each) for each in (rows, packed_rows, rail_rows))
-        else:
-            room, *others = map(with_margin, (rows, packed_rows, rail_rows))
-            room = room if most_rows is None else min(room, most_rows)
-        does_not_fit = not rows or (most_rows is not None and rows > most_rows)
-        sizes = (-1, -1) if does_not_fit else (room, min(room, others[0]))
-        return RowBudget(*sizes, self._last_rows, min(num_tokens, others[1]))
+        if windows is None:
+            return RowBudget(
+                self._last_rows,
+                num_tokens,
+                why_it_waits=f"has {num_tokens} tokens, and no earlier call had about as many",
+            )
+        needed = windows.most()
+        limit = sys.maxsize if most_rows is None else most_rows
+        if factor is not None and with_margin(needed[0], factor) > limit:
+            factor = None
+        rows, packed_rows, rail_rows = map(with_margin, needed, [factor] * 3)
+        rail_rows = min(num_tokens, rail_rows)
+        if needed[0] > limit:
+            return RowBudget(
+                self._last_rows,
+                rail_rows,
+                why_it_waits=f"needs room for {needed[0]} rows, as earlier ones did, more than max_room ({most_rows})",
+            )
+        rows = min(rows, limit)
+        return RowBudget(self._last_rows, rail_rows, rows, min(rows, packed_rows))
 
 
 class _Windows:
@@ -84,8 +99,10 @@ class _Windows:
         return [*map(max, self._before, self._now)]
 
 
-def with_margin(number: int) -> int:
-    """What a call gets of rows, if the largest recent one needed this number."""
+def with_margin(number: int, factor: float | None = None) -> int:
+    """What a call gets of rows, if the largest recent one needed this number; factor: it gets so many times that."""
+    if factor is not None:
+        return math.ceil(factor * number)
     number += -(-number // _MARGIN) + _DEVIATIONS * math.isqrt(number)
     step = 1 << max(0, number.bit_length() - _BITS)
     return -(-number // step) * step

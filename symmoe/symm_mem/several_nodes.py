@@ -65,7 +65,7 @@ class Nodes(OneNode):
     """The nodes of a heap that spans several, from one rank's point of view: which ranks are on which node, also as
     tensors on the device (maps); the lane between the hosts of this rank's rail, and the payload for tensors of the
     heap's device. rail_rows: by node, those of :meth:`meet` of the rank with this rank's index, as it has said in the
-    last one."""
+    last one in which ranks have said that."""
 
     faults: Faults
 
@@ -118,7 +118,13 @@ class Nodes(OneNode):
 
     @recorded_in_order
     def meet(
-        self, phase: int, *, sizes: int = 0, rail_rows: int = 0, rail_plan: int = 0, **agreed: Any
+        self,
+        phase: int,
+        *,
+        sizes: int = 0,
+        rail_rows: int | None = None,
+        rail_plan: int = 0,
+        **agreed: Any,
     ) -> None:
         """The host waits for those of the ranks with this rank's index on the other nodes, bounded a little longer than
         a barrier is. Collective over the group. If the last barrier of a call comes right after a meeting, an error of
@@ -127,7 +133,7 @@ class Nodes(OneNode):
         Args:
             sizes: a number on which these ranks must agree, as on the other arguments: of what says how long messages
                 are.
-            rail_rows: that fit in messages of this rank, if the others have to know: see :attr:`rail_rows`.
+            rail_rows: that fit in messages of this rank, or None, on all ranks: see :attr:`rail_rows`.
             rail_plan: the number of the plan for these ranks, in place of that for the ranks of a node.
             phase, agreed: as in :meth:`SymmetricHeap.barrier`.
         """
@@ -224,13 +230,15 @@ class Nodes(OneNode):
     def node_of(self, rank: int) -> int | None:
         return None if rank < 0 else self.topology.node_of(rank)
 
-    def enter(self, call: int, sizes: int = 0, rail_rows: int = 0) -> Fault | Report | None:
+    def enter(
+        self, call: int, sizes: int = 0, rail_rows: int | None = None
+    ) -> Fault | Report | None:
         kind = call & ALL_BUT_PLAN
         self._phase, self._is_first = (
             call & 0xFF,
             self._waits.compiles and kind not in self._known_calls,
         )
-        self.lane.say(Header(GOES_ON, call=call, sizes=sizes, rail_rows=rail_rows))
+        self.lane.say(Header(GOES_ON, call=call, sizes=sizes, rail_rows=rail_rows or 0))
         headers = self._hear()
         if isinstance(headers, Report):
             return headers
@@ -238,7 +246,8 @@ class Nodes(OneNode):
         if fault is None:
             self._known_calls.add(kind)
             self.payload.bound(self._bound_s * _OF_PAYLOAD)  # of what is sent after this
-            self.rail_rows = [header.rail_rows for header in headers]
+            if rail_rows is not None:
+                self.rail_rows = [header.rail_rows for header in headers]
         return fault
 
     def say(self, fault: Fault) -> None:
@@ -412,15 +421,13 @@ class Nodes(OneNode):
 
     def _difference(self, headers: list[Header]) -> Fault | None:
         """A fault if the peers are in different calls."""
-        rail = self.topology.rail
-        for node, header in enumerate(headers):
+        first = self.topology.rail[0]
+        for rank, header in zip(self.topology.rail, headers, strict=True):
             if header.call != headers[0].call:
-                calls = rail[0], headers[0].call, rail[node], header.call
+                calls = first, headers[0].call, rank, header.call
                 return Fault(-1, encode(mismatch_error(self._waits.configurations, *calls)))
             if header.sizes != headers[0].sizes:
-                text = (
-                    f"rail_capacity or top_k differs between rank {rail[0]} and rank {rail[node]}"
-                )
+                text = f"rail_capacity or top_k differs between rank {first} and rank {rank}"
                 return Fault(-1, encode(ConfigMismatch(text)))
         return None
 

@@ -140,10 +140,11 @@ class Waits:
         publish: Sequence[int] = (),
         *,
         fault: bool = False,
+        has_plan: bool = False,
         nan_on_failure: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Waits for every rank, as SymmetricHeap.barrier does. Collective. call: control.pack_call of what the ranks
-        must agree on. fault: whether this rank fails the call."""
+        must agree on; has_plan: whether a plan is in it. fault: whether this rank fails the call."""
         peers, status = self.peers, self.status
         received = torch.empty(
             (peers.num_ranks, control.NUM_PUBLISHED), dtype=torch.int64, device=self.device
@@ -153,12 +154,13 @@ class Waits:
         if recording is None:
             timeout_ns, _ = self._note(call, 0, fault)
         else:
-            plan = control.pack_call(plan=recording.numbers.get("plan", 0))
-            if plan != call & _PLAN:
-                plan = 0
+            has_plan &= (
+                "plan" in recording.numbers
+            )  # of which only the last bits are in the call: they may be 0
+            plan = call & _PLAN if has_plan else 0
             timeout_ns, _ = recording.launches_with(
                 self._note,
-                (call - plan, CallInteger("plan") if plan else 0, fault),
+                (call - plan, CallInteger("plan") if has_plan else 0, fault),
                 {f"word_{n}": recording.offset(word) for n, word in enumerate(words)},
                 ("timeout_ns", "call"),
                 nan_on_failure,

@@ -159,7 +159,7 @@ class _Replay:
             errors = [report[control.SUM_ERROR : control.SUM_ERROR + 1] for report in reports]
             if errors:
                 fits, is_right = (
-                    torch.cat(errors) != control.PLAN_OVERFLOW,
+                    torch.cat(errors) != control.PLAN_NO_ROOM,
                     torch.cat(errors) == control.PLAN_OK,
                 )
                 self.outcome.copy_(torch.stack([fits.all(), (is_right | ~fits).all()]))

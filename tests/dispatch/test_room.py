@@ -12,6 +12,7 @@ import pytest
 import torch
 from cluster import run_on
 from heap_calls import outcome
+from stacks import pipeline
 from torch.utils.checkpoint import checkpoint
 from worker import Findings, free_bytes, open_heap
 
@@ -55,13 +56,17 @@ def test_the_first_call_measures_and_later_ones_get_no_more_than_the_user_allows
     history = RowHistory()
     assert history.room(8, None) is None
     history.note(8, 1_000, 500)
-    assert (history.room(8, 1_010).rows, history.room(8, 999)) == (1_010, RowBudget(-1, -1, 1_000))
+    assert history.room(8, 1_010).rows == 1_010
+    too_much = history.room(8, 999)
+    assert (too_much.rows, too_much.packed_rows, too_much.expected_rows) == (None, None, 1_000)
+    assert "1000 rows" in too_much.why_it_waits
 
 
 def test_a_small_call_gets_little_room_after_a_large_one():
     history = RowHistory()
     history.note(4096, 10_000, 5_000)
-    assert history.room(8, None) == RowBudget(-1, -1, 10_000, 8)
+    unknown = history.room(8, None)
+    assert (unknown.rows, unknown.expected_rows, unknown.rail_rows) == (None, 10_000, 8)
     history.note(8, 30, 20, 3)
     assert history.room(8, None).rows < 80
     assert [history.room(tokens, None).rail_rows for tokens in (8, 15)] == [8, 8]
@@ -192,29 +197,46 @@ def test_calls_in_flight(
             findings.check(all(map(torch.equal, got, want)), f"rank {rank}: other bits")
 
 
-@run_on(2)
-def test_after_errors(rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap) -> None:
+@pytest.mark.parametrize("layout", [ONE_NODE, TWO_NODES], ids=str)
+def test_after_errors(cluster, layout):
     """Errors that only some rank makes, some of them after its plan: all ranks forget what they knew, and go on."""
-    layer, waits = make_layers(heap)
-    for number, call in enumerate(make_calls(rank, seed=3)):
-        (x, ids, probs, _), findings.where = call, f"rank {rank}, call {number}"
-        if number % 5 == 4:
-            bad = ids.clone()
-            if rank == number % num_ranks:
-                bad = bad.float() if number % 2 else bad[:, :1]
-            findings.equal(
-                "error", outcome(layer, x, topk_idx=bad, probs=probs)[0], "ArgumentError"
+    assert cluster(layout[0]).findings(fail_at_times, layout[1]) == []
+
+
+def fail_at_times(rank: int, num_ranks: int, ranks_per_node: int | None) -> list[str]:
+    findings = Findings()
+    opened = open_heap("cpu", num_bytes=16 << 20, ranks_per_node=ranks_per_node)
+    with opened as heap, without_memory(rank, heap):
+        layer, waits = make_layers(heap)
+        for number, call in enumerate(make_calls(rank, seed=3)):
+            (x, ids, probs, _), findings.where = call, f"rank {rank}, call {number}"
+            is_culprit = rank == number % num_ranks
+            if number % 5 == 4:
+                bad = ids.clone()
+                if is_culprit:
+                    bad = bad.float() if number % 2 else bad[:, :1]
+                findings.equal(
+                    "error", outcome(layer, x, topk_idx=bad, probs=probs)[0], "ArgumentError"
+                )
+            if number % 5 == 2:
+                bad = torch.full((9, K), E if is_culprit else 0)
+                nine = {"topk_idx": bad, "probs": torch.ones(9, K)}
+                error, _ = outcome(layer, torch.ones(9, H), **nine)
+                findings.equal("error", error, "ExpertIdError")
+            if number % 7 == 6:
+                fails = patched(
+                    side_effect=RuntimeError("an error of the user's, between plan and dispatch")
+                )
+                with (
+                    pytest.raises(Exception, match="user"),
+                    fails if rank == 0 else nullcontext(),
+                ):
+                    layer(x, topk_idx=ids, probs=probs)
+            pairs = zip(
+                run(layer, call, recomputes=False), run(waits, call, recomputes=False), strict=True
             )
-        if number % 7 == 6:
-            fails = patched(
-                side_effect=RuntimeError("an error of the user's, between plan and dispatch")
-            )
-            with pytest.raises(Exception, match="user"), fails if rank == 0 else nullcontext():
-                layer(x, topk_idx=ids, probs=probs)
-        pairs = zip(
-            run(layer, call, recomputes=False), run(waits, call, recomputes=False), strict=True
-        )
-        findings.check(all(torch.equal(got, want) for got, want in pairs), "other bits")
+            findings.check(all(torch.equal(got, want) for got, want in pairs), "other bits")
+    return findings.texts
 
 
 @run_on(2)
@@ -245,9 +267,10 @@ def test_recomputed_without_room(rank: int, num_ranks: int, findings: Findings) 
         assert count_repeats(spy) >= 4
 
 
+@pytest.mark.parametrize("ranks_per_node", [None, pytest.param(1, marks=pytest.mark.slow)])
 @run_on(2)
 def test_a_call_with_room_needs_no_more_memory_than_one_without(
-    rank: int, num_ranks: int, findings: Findings
+    rank: int, num_ranks: int, findings: Findings, ranks_per_node: int | None
 ) -> None:
     """The last rank has less and less memory: a call fits with room where it does without, backward too."""
     found = []
@@ -255,7 +278,7 @@ def test_a_call_with_room_needs_no_more_memory_than_one_without(
     ids = torch.rand(100, E, generator=own).argsort(1)[:, :K]
     x, dy = (torch.randn(100, H, generator=own) for _ in range(2))
     call = x, ids, torch.rand(100, K, generator=own), dy
-    with open_heap("cpu", num_bytes=1 << 20) as heap:
+    with open_heap("cpu", num_bytes=1 << 20, ranks_per_node=ranks_per_node) as heap:
         layer, waits = make_layers(heap, stash="rows")
         is_last = rank == num_ranks - 1
         for num_bytes in range(24 << 10, 96 << 10, 8 << 10):
@@ -303,3 +326,126 @@ def test_a_small_call_holds_little_after_a_large_one(
             call(large, 2048 * (rank + 1))  # ranks have different room
         held.append(call(small, 8))
     assert max(held) <= alone <= 16 << 10
+
+
+# -- against dense experts --------------------------------------------------------------------------------------------
+NUM_BATCHES = 13
+
+
+def make_batch(rank: int, num_ranks: int, number: int):
+    """x, dy, and ids and probs of two layers. In four calls one rank has many tokens, or in the end all: they stay in
+    its half of the group, but in the last of the four, each on one rank. The others have few. In the end nobody has
+    any."""
+    generator = torch.Generator().manual_seed(100 * number + rank)
+    num_tokens = 64 + number if number // 4 in (rank, 2) else number % 4
+    num_tokens = 0 if number == NUM_BATCHES - 1 else num_tokens
+    x, dy = torch.randn(2, num_tokens, H, generator=generator)
+    ids = torch.rand(2, num_tokens, E, generator=generator).argsort(2)[..., :K]
+    is_away = number % 4 == 3
+    if num_tokens > 3:
+        first = E // 2 * ((2 * rank // num_ranks + is_away) % 2)
+        ids = first + ids % 2 + 2 * (torch.arange(num_tokens)[:, None] % 2)
+    return x, dy, ids, torch.rand(2, num_tokens, K, generator=generator)
+
+
+def weights_of_all() -> list[torch.Tensor]:
+    """w1 and w2 of both layers, [E, ., .]."""
+    generator = torch.Generator().manual_seed(5)
+    shapes = [(E, 2 * I, H), (E, H, I)] * 2
+    return [torch.randn(shape, generator=generator) / shape[2] ** 0.5 for shape in shapes]
+
+
+def two_layers(x: torch.Tensor, ids, probs, through) -> torch.Tensor:
+    """With a residual around each; through(number, x, ids, probs) calls one of them."""
+    for number in range(2):
+        x = x + through(number, x, ids[number], probs[number])
+    return x
+
+
+def without_memory(rank: int, heap: SymmetricHeap):
+    """In this context the heap has no memory for room on every third rank."""
+    return mock.patch.object(type(heap.memory), "lacks", return_value=rank % 3 == 0)
+
+
+def run_batches(
+    rank: int, num_ranks: int, ranks_per_node: int | None, is_full: bool, options: dict
+):
+    """Two micro-batches in flight: y, dx and dprobs of each; and the gradients of weights."""
+    found, flying = [], {}
+    opened = open_heap("cpu", num_bytes=32 << 20, ranks_per_node=ranks_per_node)
+    with opened as heap, without_memory(rank, heap) if is_full else nullcontext():
+        config = MoEConfig(hidden=H, ffn=I, num_experts=E, top_k=K, router="none", **options)
+        layers = [MoELayer(config, heap) for _ in range(2)]
+        parameters = [p for layer in layers for p in layer.parameters()]
+        for parameter, whole in zip(parameters, weights_of_all(), strict=True):
+            parameter.data.copy_(whole.chunk(num_ranks)[rank])
+
+        def through(number: int, x: torch.Tensor, ids, probs) -> torch.Tensor:
+            return layers[number](x, topk_idx=ids, probs=probs)[0]
+
+        for direction, number in pipeline(NUM_BATCHES, in_flight=2):
+            if direction == "F":
+                x, dy, ids, probs = make_batch(rank, num_ranks, number)
+                leaves = x.requires_grad_(), probs.requires_grad_()
+                flying[number] = two_layers(x, ids, probs, through), leaves, dy
+            else:
+                y, leaves, dy = flying.pop(number)
+                y.backward(dy)
+                found.append((y.detach(), *(leaf.grad for leaf in leaves)))
+                del y
+        assert heap.leased_bytes == 0
+        return found, [parameter.grad for parameter in parameters]
+
+
+def dense_batch(num_ranks: int, number: int, weights: list[torch.Tensor]) -> list[torch.Tensor]:
+    """y, dx and dprobs of all ranks' tokens, by plain float64 with every expert for every token; adds up the gradients
+    of the weights."""
+    batches = [make_batch(rank, num_ranks, number) for rank in range(num_ranks)]
+    x, dy, ids, probs = (torch.cat(each, -2) for each in zip(*batches, strict=True))
+    x, dy, probs = x.double().requires_grad_(), dy.double(), probs.double().requires_grad_()
+
+    def through(layer: int, x: torch.Tensor, ids, probs) -> torch.Tensor:
+        w1, w2 = weights[2 * layer : 2 * layer + 2]
+        gate, up = torch.einsum("eih,th->tei", w1, x).chunk(2, dim=2)
+        outputs = torch.einsum("ehi,tei->teh", w2, gate * gate.sigmoid() * up)
+        return (outputs.gather(1, ids[:, :, None].expand(-1, -1, H)) * probs[:, :, None]).sum(1)
+
+    y = two_layers(x, ids, probs, through)
+    y.backward(dy)
+    return [y.detach(), x.grad, probs.grad]
+
+
+def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got - want).norm() / want.norm()) if want.numel() else 0.0
+
+
+ORDER_SLOT = {"max_room": 200, **OVERLAPPED, "stash": "none"}
+REPLICAS = {"max_room": 100, "balance": "replicas"}
+STATIC = {"capacity": 1200, "max_tokens": 80}
+DENSE_QUICK = [(TWO_NODES, False, {"max_room": 24}), (TWO_NODES, True, ORDER_SLOT)]
+DENSE_SLOW = [
+    (layout, is_full, options)
+    for layout, is_full in ((ONE_NODE, True), (TWO_NODES, True), (TWO_NODES, False), ((4, 1), True))
+    for options in ({}, {"max_room": 24}, ORDER_SLOT, REPLICAS, STATIC)
+    if (layout, is_full, options) not in DENSE_QUICK
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "is_full", "options"),
+    [*DENSE_QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in DENSE_SLOW)],
+    ids=str,
+)
+def test_calls_of_changing_sizes_are_those_of_dense_experts(cluster, layout, is_full, options):
+    """Some ranks of a call wait for its routing, and others have room, enough or too little."""
+    num_ranks, ranks_per_node = layout
+    by_rank = cluster(num_ranks).run(run_batches, ranks_per_node, is_full, options)
+    weights = [each.double().requires_grad_() for each in weights_of_all()]
+    errors = {}
+    for number in range(NUM_BATCHES):
+        found = zip(*(batches[number] for batches, _ in by_rank), strict=True)
+        got = [torch.cat(each, -2) for each in found]
+        errors[number] = [*map(relative_error, got, dense_batch(num_ranks, number, weights))]
+    gradients = [torch.cat(each) for each in zip(*(its for _, its in by_rank), strict=True)]
+    errors["weights"] = [*map(relative_error, gradients, [each.grad for each in weights])]
+    assert {name: each for name, each in errors.items() if not max(each) < 1e-5} == {}

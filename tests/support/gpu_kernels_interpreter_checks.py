@@ -182,7 +182,7 @@ def parts(module, ranks: range, rank: int, num_ranks: int, num_local: int) -> to
         for shape in ((num_ranks, control.NUM_PUBLISHED), control.STATUS_WORDS)
     )
     module.lay_out(
-        peers, received, status, out, capacity=-1, packed_capacity=-1, drop=False, ranks=ranks
+        peers, received, status, out, capacity=-1, overflow=control.OVERFLOW_RAISE, ranks=ranks
     )
     assert (
         int(out.report[control.SUM_NUM_ROWS])
@@ -191,10 +191,10 @@ def parts(module, ranks: range, rank: int, num_ranks: int, num_local: int) -> to
     return out.source_to_rows
 
 
-def plans_of_nodes(module, drop: bool) -> dict[str, torch.Tensor]:
+def plans_of_nodes(module, overflow: int) -> dict[str, torch.Tensor]:
     """What plan kernels leave of four ranks on two nodes, each with the count table of a group of four: send_counts
-    writes the rows of its own node, those of the other are copied. Rails have no room for all: it is dropped, or an
-    error."""
+    writes the rows of its own node, those of the other are copied. Rails have no room for all: it is dropped, an
+    error, or planned again."""
     num_ranks, num_experts, num_tokens, top_k, per_node, epoch = 4, 8, 40, 3, 2, 6
     layout = ControlLayout(per_node, num_ranks)
     nodes = [
@@ -231,7 +231,7 @@ def plans_of_nodes(module, drop: bool) -> dict[str, torch.Tensor]:
         out = PlanIntegers(torch.full((numel,), -7, dtype=torch.int32), places)
         received = torch.zeros((num_ranks, control.NUM_PUBLISHED), dtype=torch.int64)
         node = range(peers.rank // per_node * per_node, (peers.rank // per_node + 1) * per_node)
-        options = {"capacity": 1000, "packed_capacity": -1, "drop": drop, "ranks": node}
+        options = {"capacity": 1000, "overflow": overflow, "ranks": node}
         status = torch.zeros(control.STATUS_WORDS, dtype=torch.int64)
         module.lay_out(peers, received, status, out, **options)
         found |= {f"{name} of rank {peers.rank}": getattr(out, name) for name in places}
@@ -265,17 +265,18 @@ def main() -> int:
         wrong = [case for case in cases if not torch.equal(parts(plan, *case), parts(twin, *case))]
         failures += bool(wrong)
         print(f"parts of {num_ranks} ranks, {per_node} on a node: {wrong or 'ok'}")
-    for drop, least_rows, error in (
-        (True, 21, control.PLAN_OK),
-        (False, 0, control.PLAN_RAIL_OVERFLOW),
+    for overflow, least_rows, error in (
+        (control.OVERFLOW_DROP, 21, control.PLAN_OK),
+        (control.OVERFLOW_RAISE, 0, control.PLAN_RAIL_OVERFLOW),
+        (control.OVERFLOW_REPEAT, 0, control.PLAN_NO_ROOM),
     ):
-        expected = plans_of_nodes(twin, drop)
+        expected = plans_of_nodes(twin, overflow)
         reports = [expected[f"report of rank {rank}"] for rank in range(4)]
         assert all(int(report[control.SUM_NUM_ROWS]) >= least_rows for report in reports)
         assert all(int(report[control.SUM_ERROR]) == error for report in reports)
-        wrong = differences(plans_of_nodes(plan, drop), expected)
+        wrong = differences(plans_of_nodes(plan, overflow), expected)
         failures += bool(wrong)
-        print(f"plans of two nodes, drop {drop}: {wrong or 'ok'}")
+        print(f"plans of two nodes, overflow {overflow}: {wrong or 'ok'}")
     for (num_tokens, num_experts, top_k), rule in itertools.product(SIZES, RULES):
         if not fits(rule, num_experts, top_k):
             continue

@@ -290,7 +290,8 @@ def launch_plan(shape, id_dtype=torch.int32, drop=False, num_places=0):
     plan.send_counts(
         counts, topk_idx, tuple(range(control.HEADER_WORDS)), peers, num_experts=num_experts
     )
-    options = {"capacity": 1000, "packed_capacity": -1, "drop": drop, "ranks": range(num_ranks)}
+    overflow = control.OVERFLOW_DROP if drop else control.OVERFLOW_REPEAT
+    options = {"capacity": 1000, "overflow": overflow, "ranks": range(num_ranks)}
     plan.lay_out(peers, received, status, integers, **options)
     plan.assign_rows(topk_idx, counts, integers, drop=drop)
 
@@ -321,9 +322,7 @@ def launch_between_nodes(shape, num_nodes):
         first_with,
     )
     numbers, rows = meta(num_nodes + 2), meta(num_tokens, num_nodes)
-    nodes.rail_rows(
-        meta(num_tokens, top_k), maps, numbers, rows, num_experts=num_experts, most=8, room=-1
-    )
+    nodes.rail_rows(meta(num_tokens, top_k), maps, numbers, rows, num_experts=num_experts, most=8)
     peers, received = (
         peers_of(per_node, per_node - 1),
         meta(num_ranks, control.NUM_PUBLISHED, dtype=INT64),

@@ -23,14 +23,14 @@ def filled(places: tuple[int, control.PlanLayout]) -> tuple[torch.Tensor, contro
 
 
 def rail_rows(
-    module, ids: torch.Tensor, maps: control.RankMaps, most: int, room: int
+    module, ids: torch.Tensor, maps: control.RankMaps, most: int
 ) -> tuple[torch.Tensor, ...]:
     num_nodes, num_experts = len(maps.by_node), LOCAL * maps.by_node.numel()
     numbers, rows = (
         torch.full(shape, -7, dtype=torch.int32)
         for shape in ((num_nodes + 2,), (len(ids), num_nodes))
     )
-    module.rail_rows(ids, maps, numbers, rows, num_experts=num_experts, most=most, room=room)
+    module.rail_rows(ids, maps, numbers, rows, num_experts=num_experts, most=most)
     return numbers, rows
 
 
@@ -166,16 +166,16 @@ def main() -> None:
         NODES.items(), (0, 1, 70), (torch.int32, torch.int64)
     ):
         wrong = []
-        for rank, most, room in ((0, 200, -1), (len(node_of) - 1, 40, 9), (1, 40, -1)):
+        for rank, most in ((0, 200), (len(node_of) - 1, 40), (1, 40)):
             maps = make_rank_maps(find_topology(node_of, rank, None), torch.device("cpu"))
             num_experts = LOCAL * len(node_of)
             ids = torch.randint(-2, num_experts + 1, (num_tokens, 3), generator=generator).to(dtype)
             (numbers, rows), theirs = (
-                rail_rows(module, ids, maps, most, room) for module in (twin, nodes)
+                rail_rows(module, ids, maps, most) for module in (twin, nodes)
             )
             expected = expected_rail_rows(ids, node_of, maps.here, most)
             largest = expected[0][-1]
-            told = (0 if largest <= most else largest) if room < 0 else room * (largest <= most)
+            told = 0 if largest <= most else largest
             assert [[*expected[0], told], *expected[1:]] == [numbers.tolist(), *rows.tolist()]
             plan = plan_of(ids, len(node_of))
             found = in_node(twin, plan, rows, numbers, maps, most)

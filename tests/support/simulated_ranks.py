@@ -50,6 +50,12 @@ class Case:
     def num_ranks(self) -> int:
         return len(self.tokens)
 
+    @property
+    def overflow(self) -> int:
+        if self.rooms or self.packed_capacity >= 0:
+            return control.OVERFLOW_REPEAT
+        return control.OVERFLOW_DROP if self.drop else control.OVERFLOW_RAISE
+
     def room_of(self, rank: int) -> tuple[int, int]:
         return self.rooms[rank] if self.rooms else (self.capacity, self.packed_capacity)
 
@@ -359,8 +365,7 @@ class _Call:
                 status,
                 plan,
                 capacity=case.room_of(rank)[0],
-                packed_capacity=case.room_of(rank)[1],
-                drop=case.drop,
+                overflow=case.overflow,
                 ranks=range(num_ranks),
             )
             if self.device.type == "cuda":
@@ -395,8 +400,7 @@ class _Call:
                 case.num_places,
             )
             header[control.HEAD_CAPACITY], header[control.HEAD_PACKED_CAPACITY] = case.room_of(rank)
-            if case.rooms:
-                header[control.HEAD_OVERFLOW] = control.OVERFLOW_REPEAT
+            header[control.HEAD_OVERFLOW] = case.overflow
             header[control.HEAD_MAX_TOKENS] = -1
             header[control.HEAD_HIDDEN] = case.hidden
             header[control.HEAD_RAIL_CAPACITY] = 77

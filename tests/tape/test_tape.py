@@ -564,7 +564,7 @@ def test_calls_that_get_too_little_room_at_random(
     def random_room(self: RowHistory, *args: int | None) -> RowBudget | None:
         found = room(self, *args)
         too_little = random.Random(next(calls)).random() < 1 / 3  # in the same calls on all ranks
-        return RowBudget(1, 1, 1) if found is not None and too_little else found
+        return RowBudget(1, 0, 1, 1) if found is not None and too_little else found
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RowHistory, "room", random_room)

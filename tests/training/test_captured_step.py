@@ -264,6 +264,14 @@ def test_a_layer_that_was_not_called_before(model):
     assert model.layers[0].heap.captured_reports is None
 
 
+def test_a_layer_with_less_room_than_it_needs(model):
+    tight = cases.Model(model.layers[0].heap, max_room=4)
+    captured = cases.capture(tight, num_eager=1)
+    captured([torch.ones(3, cases.H)], scale=1.0)
+    with pytest.raises(ArgumentError, match=r"needs room for 9 rows.*more than max_room \(4\)"):
+        captured([torch.ones(3, cases.H)], scale=1.0)
+
+
 def test_nothing_is_replayed_on_a_heap_on_which_nothing_works(model):
     captured = cases.capture(model, num_eager=1)
     for _ in range(2):

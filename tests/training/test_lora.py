@@ -197,8 +197,8 @@ def test_what_a_call_draws_it_draws_once(heap: SymmetricHeap, around: str):
     trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
     rooms = {
         "measured": None,
-        "room": RowBudget(100, 100, 24),
-        "too little room": RowBudget(1, 1, 24),
+        "room": RowBudget(24, 0, 100, 100),
+        "too little room": RowBudget(24, 0, 1, 1),
     }
     for number, (name, room) in enumerate([*rooms.items()] * 3):
         x, dy = (torch.randn(12, H, generator=generator) for _ in range(2))

@@ -22,16 +22,14 @@ class NodeKernels(Protocol):
         *,
         num_experts: int,
         most: int,
-        room: int,
     ) -> None:
         """Numbers the tokens that go to each other node, in their order.
 
         Args:
             topk_idx: int32 or int64 [T, K]; ids out of range count as none.
             maps: of the topology.
-            numbers: int32 [N + 2], gets how many tokens go to each node, the largest of these numbers, and what the
-                header is to say: `room` if no more than `most` go to any node, else 0; with room -1, 0 if no more do,
-                else the largest number.
+            numbers: int32 [N + 2], gets how many tokens go to each node, the largest of these numbers, and 0 if no more
+                than `most` go to any node, else the largest number again.
             token_to_rail_row: int32 [T, N], gets the row of each token; -1 if it does not go there, or if the row is
                 not below `most`.
         """

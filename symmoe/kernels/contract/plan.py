@@ -60,8 +60,7 @@ class PlanKernels(Protocol):
         plan: PlanIntegers,
         *,
         capacity: int,
-        packed_capacity: int,
-        drop: bool,
+        overflow: int,
         ranks: Sequence[int],
     ) -> None:
         """Lays out every rank's rows from the count table, the same way on every rank.
@@ -76,13 +75,12 @@ class PlanKernels(Protocol):
 
         Args:
             received: result of the plan's barrier; negative words mean that a rank faulted.
-            status: int64[STATUS_WORDS], pinned host memory on GPUs; gets a record of an error if there is a capacity:
-                what is launched before the host looks must move nothing.
+            status: int64[STATUS_WORDS], pinned host memory on GPUs; gets a record of an error if no host waits: what
+                is launched before it looks must move nothing.
             plan: gets what says where rows are, the report and, where there are no places, expert_load.
-            capacity: rows that each rank can take; -1: no limit.
-            packed_capacity: packed rows that each rank can take; -1: no limit. If there is a limit, an overflow is only
-                reported, not recorded, since the call will be planned again; `drop` must be False.
-            drop: whether to clip to the capacity instead of reporting an overflow.
+            capacity: rows that this rank can take; -1: its host waits for the report before it launches more.
+            overflow: one of control.OVERFLOW_*. OVERFLOW_DROP: clips to the capacity, that of all ranks, instead of
+                reporting an overflow. OVERFLOW_REPEAT: an overflow is reported as PLAN_NO_ROOM, and not recorded.
             ranks: consecutive ones, of this node, or all of the group.
         """
 
@@ -95,5 +93,5 @@ class PlanKernels(Protocol):
         Args:
             topk_idx, block_starts: that of count_slots, and the block_counts that send_counts leaves.
             plan: that of lay_out; gets the maps from slots and tokens, and block_tokens.
-            drop: that of lay_out.
+            drop: whether lay_out has clipped.
         """

@@ -31,7 +31,6 @@ def rail_rows_kernel(
     token_to_rail_row,
     num_tokens: tl.int32,
     most: tl.int32,
-    room: tl.int32,
     SIZES: tl.constexpr,
 ):
     NUM_NODES: tl.constexpr = SIZES.num_nodes
@@ -60,19 +59,16 @@ def rail_rows_kernel(
     largest = tl.max(total, axis=0)
     tl.store(numbers + node, total, mask=node < NUM_NODES)
     tl.store(numbers + NUM_NODES, largest)
-    if room < 0:
-        tl.store(numbers + NUM_NODES + 1, tl.where(largest > most, largest, 0))
-    else:
-        tl.store(numbers + NUM_NODES + 1, tl.where(largest > most, 0, room))
+    tl.store(numbers + NUM_NODES + 1, tl.where(largest > most, largest, 0))
 
 
-def rail_rows(topk_idx, maps, numbers, token_to_rail_row, *, num_experts, most, room):
+def rail_rows(topk_idx, maps, numbers, token_to_rail_row, *, num_experts, most):
     (num_tokens, top_k), num_nodes = topk_idx.shape, token_to_rail_row.shape[1]
     lanes, experts_per_rank = next_power_of_2(num_nodes), num_experts // (maps.to_node.numel() - 1)
     sizes = {"num_experts": num_experts, "experts_per_rank": experts_per_rank, "top_k": top_k}
     num_at_once = max(1, min(1024, ENTRIES // (lanes * next_power_of_2(top_k))))
     sizes |= {"here": maps.here, "num_nodes": num_nodes, "lanes": lanes, "tokens": num_at_once}
-    arguments = topk_idx, maps.to_node, numbers, token_to_rail_row, num_tokens, most, room
+    arguments = topk_idx, maps.to_node, numbers, token_to_rail_row, num_tokens, most
     launch(rail_rows_kernel, (1,), kept_sizes(**sizes, num_warps=8), *arguments)
 
 

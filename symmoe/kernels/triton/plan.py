@@ -252,7 +252,7 @@ def pick(tile, chosen, axis: tl.constexpr):
 
 @triton.jit
 def smallest(capacity, is_rank):
-    """The smallest capacity of any rank; -1 is none."""
+    """The smallest capacity of any rank that has one, which is not -1."""
     return tl.min(tl.where(is_rank & (capacity >= 0), capacity, 2147483647), axis=0)
 
 
@@ -424,7 +424,6 @@ def lay_out_kernel(
     received,
     status: tl.int64,
     capacity: tl.int32,
-    packed_capacity: tl.int32,
     splits,
     row_range,
     slot_start,
@@ -475,6 +474,9 @@ def lay_out_kernel(
     error, error_rank, limit, value, where = find_error(
         headers, num_rows, num_packed, received, rank, SIZES
     )
+    if SIZES.repeats:
+        is_overflow = (error == CONTROL.PLAN_OVERFLOW) | (error == CONTROL.PLAN_RAIL_OVERFLOW)
+        error = tl.where(is_overflow, CONTROL.PLAN_NO_ROOM, error)
     kept = clip_to_capacity(load, capacity) if SIZES.drop else load
     kept = tl.where(error == CONTROL.PLAN_OK, kept, 0)
 
@@ -529,10 +531,8 @@ def lay_out_kernel(
     summary = tl.where(word == CONTROL.SUM_NUM_DROPPED, dropped, summary)
     tl.store(report + word, summary)
     if SIZES.record_errors:
-        is_guess = (error == CONTROL.PLAN_OVERFLOW) & (
-            packed_capacity >= 0
-        )  # the call is planned again
-        if (error != CONTROL.PLAN_OK) & (error != CONTROL.PLAN_FAULT) & (not is_guess):
+        is_raised = (error != CONTROL.PLAN_OK) & (error != CONTROL.PLAN_FAULT)
+        if is_raised & (error != CONTROL.PLAN_NO_ROOM):
             counters = (tl.load(bases + RANK) + SIZES.layout.counters).to(tl.pointer_type(tl.int64))
             tl.store(
                 counters + CONTROL.FAULTED, 1
@@ -551,19 +551,20 @@ def lay_out_kernel(
     split_rows(source_to_row_start, source_to_rows, replica_ranges, SIZES)
 
 
-def lay_out(peers, received, status, plan, *, capacity, packed_capacity, drop, ranks):
+def lay_out(peers, received, status, plan, *, capacity, overflow, ranks):
     place = {"rank": peers.rank, "num_ranks": peers.num_ranks, "layout": peers.layout}
     num_experts, own = plan.splits.numel() * peers.num_ranks, {"num_own": plan.row_range.shape[1]}
     options = {
         "first_rank": ranks[0],
         "end_rank": ranks[-1] + 1,
-        "drop": drop,
+        "drop": overflow == control.OVERFLOW_DROP,
+        "repeats": overflow == control.OVERFLOW_REPEAT,
         "record_errors": capacity >= 0,
         **own,
     }
     constants = plan_constants(4, **place, num_experts=num_experts, **options)
     numbers, results = (
-        (status.data_ptr(), capacity, packed_capacity),
+        (status.data_ptr(), capacity),
         [getattr(plan, name) for name in LAID_OUT],
     )
     results += (

@@ -7,7 +7,7 @@ import torch
 from symmoe.kernels import control
 
 
-def rail_rows(topk_idx, maps, numbers, token_to_rail_row, *, num_experts, most, room):
+def rail_rows(topk_idx, maps, numbers, token_to_rail_row, *, num_experts, most):
     nodes, valid = (
         torch.arange(token_to_rail_row.shape[1], device=topk_idx.device),
         (topk_idx >= 0) & (topk_idx < num_experts),
@@ -20,8 +20,7 @@ def rail_rows(topk_idx, maps, numbers, token_to_rail_row, *, num_experts, most, 
     token_to_rail_row.copy_(torch.where(goes & (row < most), row, -1))
     numbers[:-2] = goes.sum(0)
     numbers[-2] = largest = int(numbers[:-2].max())
-    fits = largest <= most
-    numbers[-1] = (0 if fits else largest) if room < 0 else room * fits
+    numbers[-1] = largest if largest > most else 0
 
 
 def tell_header(number, peers, source, *, word):

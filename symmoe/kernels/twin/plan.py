@@ -12,6 +12,7 @@ from symmoe.kernels.gemm_parts import PART_ROWS
 from symmoe.kernels.twin.sync import record
 
 _NO_SLOT = 2**31 - 1
+_OVERFLOWS = control.PLAN_OVERFLOW, control.PLAN_RAIL_OVERFLOW
 
 
 def splits_to_row_range(splits, row_range, num_rows):
@@ -54,7 +55,7 @@ def send_counts(block_counts, topk_idx, header, peers, *, num_experts):
         peers.count_table(rank, epoch)[peers.rank, : row.numel()] = row
 
 
-def lay_out(peers, received, status, plan, *, capacity, packed_capacity, drop, ranks):
+def lay_out(peers, received, status, plan, *, capacity, overflow, ranks):
     num_ranks, rank, num_experts = peers.num_ranks, peers.rank, plan.slot_start.numel()
     table = peers.count_table(rank, peers.epoch)
     headers = table[:, : control.HEADER_WORDS]
@@ -67,8 +68,11 @@ def lay_out(peers, received, status, plan, *, capacity, packed_capacity, drop, r
     load = counts.sum(0).view(num_ranks, -1)  # [R, e]
     limits = _limit(headers, control.HEAD_CAPACITY), _limit(headers, control.HEAD_PACKED_CAPACITY)
     sizes = (load.sum(1), limits[0]), (tokens.sum(0), limits[1])
+    drop = overflow == control.OVERFLOW_DROP
     error = _find_error(headers, sizes, received, drop)
-    kept = load if capacity < 0 else torch.stack([_clip(row, capacity) for row in load])
+    if overflow == control.OVERFLOW_REPEAT and error[0] in _OVERFLOWS:
+        error = control.PLAN_NO_ROOM, *error[1:]
+    kept = torch.stack([_clip(row, capacity) for row in load]) if drop else load
     failed = error[0] != control.PLAN_OK
     if failed:
         kept = torch.zeros_like(kept)
@@ -112,10 +116,7 @@ def lay_out(peers, received, status, plan, *, capacity, packed_capacity, drop, r
     report[control.SUM_NUM_PACKED] = regions[:, rank].sum()
     report[control.SUM_MAX_PACKED] = regions.sum(0).max()
     report[control.SUM_NUM_DROPPED] = 0 if failed else (load - kept).sum()
-    is_guess = (
-        error[0] == control.PLAN_OVERFLOW and packed_capacity >= 0
-    )  # the call is planned again
-    if capacity >= 0 and failed and error[0] != control.PLAN_FAULT and not is_guess:
+    if capacity >= 0 and failed and error[0] not in (control.PLAN_FAULT, control.PLAN_NO_ROOM):
         peers.counters(rank)[control.FAULTED] = 1  # on every rank: no trip of this plan moves rows
         record(status, control.STATUS_PLAN, control.PHASE_PLAN, *error[1:4], error[0], error[4])
 
@@ -194,7 +195,7 @@ def _sum_by_block(values: torch.Tensor) -> torch.Tensor:
 
 
 def _limit(headers: torch.Tensor, word: int) -> int:
-    """The smallest capacity of any rank; -1: none has one."""
+    """The smallest capacity of any rank that has one; -1: none has."""
     return min((int(limit) for limit in headers[:, word] if limit >= 0), default=-1)
 
 
