@@ -15,7 +15,7 @@ from fake_cuda import STREAM, FakeCompiled, FakeCuda, FakeJIT
 from symmoe.errors import SymmoeError, raise_for
 from symmoe.kernels import twin
 from symmoe.kernels.hopper import gemm as hopper_gemm
-from symmoe.kernels.launch import driver, player, triton_internals
+from symmoe.kernels.launch import driver, graph, player, triton_internals
 from symmoe.kernels.launch import launch as launches
 from symmoe.kernels.launch.launch import Constants, FastLaunch
 from symmoe.kernels.launch.player import known_kernel
@@ -184,7 +184,12 @@ def calls(fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch):
     return function
 
 
-def test_played_launches_get_the_arguments_of_the_call(calls, fake_cuda: FakeCuda):
+@pytest.mark.parametrize("has_compiler", [True, False])
+def test_played_launches_get_the_arguments_of_the_call(
+    calls, fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, has_compiler: bool
+):
+    if not has_compiler:
+        monkeypatch.setattr(graph, "_compiled_loop", lambda: None)
     tapes = Tapes(
         torch.device("cpu"), lambda error: None, raise_for, (), lambda: twin, player.in_sections
     )

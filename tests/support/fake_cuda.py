@@ -203,6 +203,17 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     monkeypatch.setattr(driver, "library", lambda: result)
     monkeypatch.setattr(driver, "library_with_gil", lambda: result)
     monkeypatch.setattr(driver, "can_launch", lambda: True)
+    kept = [
+        ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 3)(
+            lambda graph, node, params: result.cuGraphExecKernelNodeSetParams_v2(
+                ctypes.c_void_p(graph), node, params
+            )
+        ),
+        ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 2)(result.cuTensorMapReplaceAddress),
+    ]
+    functions = (ctypes.c_void_p * 2)(*[ctypes.cast(each, ctypes.c_void_p) for each in kept])
+    functions.kept = kept
+    monkeypatch.setattr(graph, "_loop_functions", lambda: functions)
     return result
 
 
