@@ -8,17 +8,17 @@ from cluster import run_on
 from tape_cases import LARGE, check_bits, make_calls, make_layer, step
 from worker import open_heap
 
-from symmoe.kernels.launch import player
+from symmoe.kernels.launch import driver, player
 from symmoe.kernels.launch.launch import FastLaunch
 from symmoe.kernels.triton import router_products
 
 
 @run_on(2, device="cuda")
-def test_without_a_compiler_triton_launches_and_nothing_is_played(
+def test_with_an_old_driver_triton_launches_and_nothing_is_played(
     rank: int, num_ranks: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(player, "_player", lambda: None)
+        patch.setattr(driver, "can_launch", lambda: False)
         num_played, _, texts = check_bits(
             rank, num_ranks, {**LARGE, "schedule": "always-overlapped"}, "", "cuda"
         )
@@ -32,7 +32,7 @@ def test_without_a_compiler_triton_launches_and_nothing_is_played(
 def test_a_section_ends_where_the_plan_is_read_or_a_lease_ends_for_another(
     rank: int, num_ranks: int
 ) -> None:
-    """Of each tape, in how many sections C plays it."""
+    """Of each tape, how many sections it has."""
     counts, in_sections = [], player.in_sections
 
     def counted(tape):

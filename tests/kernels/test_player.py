@@ -1,4 +1,4 @@
-"""Tapes of launches: which are in one section, what is played around them, and what the function in C launches."""
+"""Tapes of launches: which are in one section, what is played around them, and what the driver launches."""
 
 from array import array
 from typing import Any
@@ -12,17 +12,18 @@ import triton
 import triton.language as tl
 from fake_cuda import STREAM, FakeCompiled, FakeCuda, FakeJIT
 
-from symmoe.errors import raise_for
+from symmoe.errors import SymmoeError, raise_for
 from symmoe.kernels import twin
 from symmoe.kernels.hopper import gemm as hopper_gemm
+from symmoe.kernels.launch import driver, graph, player, triton_internals
 from symmoe.kernels.launch import launch as launches
-from symmoe.kernels.launch import player, triton_internals
 from symmoe.kernels.launch.launch import Constants, FastLaunch
 from symmoe.kernels.launch.player import known_kernel
 from symmoe.kernels.triton import gemm
 from symmoe.kernels.triton.tiles import describe
 from symmoe.tape.recorder import Tapes, recorder
 from symmoe.tape.tape import (
+    IN_ORDER,
     NEW,
     NOTE,
     OPERATOR,
@@ -45,7 +46,7 @@ class Section(list):
 @pytest.fixture
 def lists(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sections are lists of what they launch."""
-    monkeypatch.setattr(player, "_player", lambda: print)
+    monkeypatch.setattr(driver, "can_launch", lambda: True)
     monkeypatch.setattr(player, "Section", lambda launches, layout: Section(launches))
 
 
@@ -151,8 +152,8 @@ def test_an_interruption_between_sections_gives_the_heap_up_where_peers_wait(lis
     assert found == ([first], marks[0], between, [second], marks[2])
 
 
-def test_without_a_compiler_nothing_is_played(lists, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(player, "_player", lambda: None)
+def test_with_an_old_driver_nothing_is_played(lists, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(driver, "can_launch", lambda: False)
     assert player.in_sections(Tape(10, (launch(),), ())) is None
 
 
@@ -183,7 +184,12 @@ def calls(fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch):
     return function
 
 
-def test_played_launches_get_the_arguments_of_the_call(calls, fake_cuda: FakeCuda):
+@pytest.mark.parametrize("has_compiler", [True, False])
+def test_played_launches_get_the_arguments_of_the_call(
+    calls, fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, has_compiler: bool
+):
+    if not has_compiler:
+        monkeypatch.setattr(graph, "_compiled_loop", lambda: None)
     tapes = Tapes(
         torch.device("cpu"), lambda error: None, raise_for, (), lambda: twin, player.in_sections
     )
@@ -218,25 +224,105 @@ def test_played_launches_get_the_arguments_of_the_call(calls, fake_cuda: FakeCud
         assert second.words == (made.data_ptr(), 8, 8, 8, 1, *values, 0, 0)
 
 
-def test_events_order_streams(fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch):
-    class FakeEvent:
-        cuda_event = 99
+class FakeEvent:
+    """An event of torch, with a number."""
 
-        def record(self, stream: Any) -> None:
-            assert stream == "a stream"
+    count = 0
 
+    def __init__(self) -> None:
+        FakeEvent.count += 1
+        self.cuda_event = FakeEvent.count
+
+    def record(self) -> None:
+        """Makes it."""
+
+
+@pytest.fixture
+def sections(fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch):
+    """A function from the entries of a tape to what happens when it is played; a number is a launch on that stream."""
+    kernel = FakeJIT(example_kernel, fake_cuda)
+    monkeypatch.setattr(example_kernel, "run", kernel, raising=False)
+    fast, constants = FastLaunch(example_kernel), Constants({"WIDTH": 64})
+    args = torch.empty(8), torch.empty(8), torch.empty(8), 1, 2, 0.5
+    launches.launch(fast, (1,), constants, *args)
+    ((_, known),) = next(iter(fast._calls.values())).variants.values()
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
-    entries = (
-        Event(0, None, "a stream"),
-        Event(0, 5, is_wait=True),
-        operator(1),
-        Event(0, None, is_wait=True),
+    monkeypatch.setattr(FakeEvent, "count", 100)
+
+    places = [Memory(0, 0, (8,), (1,), torch.float32)] * 3
+
+    def happened(*entries: Entry | int | None) -> list[Any]:
+        on_tape = [
+            each if isinstance(each, Entry) else Launch(known, (1,), (*places, 1, 2, 0.5), each, {})
+            for each in entries
+        ]
+        tape = player.in_sections(Tape(3, tuple(on_tape), ()))
+        values = array("q", [STREAM, *tape.values[1:]])
+        playing = player.Playing([args[0], None, None], values, {}, lambda: twin)
+        fake_cuda.happened.clear()
+        for entry in tape.entries:
+            entry.play(playing)
+        return [getattr(each, "after", each) for each in fake_cuda.happened]
+
+    return happened
+
+
+def recorded(slot: int, stream: int | None = None) -> Event:
+    return Event(slot, stream, "a stream")
+
+
+def waited(slot: int, stream: int | None = None) -> Event:
+    return Event(slot, stream, is_wait=True)
+
+
+def test_streams_and_events_are_edges_of_a_graph(sections):
+    # Launches on the current stream, before and while 5 works, which then comes back.
+    entries = None, recorded(0), None, waited(0, 5), 5, 5, recorded(1, 5), None, waited(1), None
+    assert sections(*entries) == [(), (0,), (0,), (2,), (1,), (4, 3)]
+
+
+def test_an_event_of_an_earlier_section_has_happened(sections):
+    entries = None, recorded(0), 5, recorded(1, 5), operator(0), waited(0), waited(1), None
+    assert sections(*entries) == [(), (), ()]
+
+
+def test_a_graph_waits_for_work_between_sections_and_is_waited_for(sections):
+    """Stream 5 exchanges messages between sections: what it does before and after is ordered by events of its own."""
+
+    def exchange() -> None:
+        happened.append("exchange")
+
+    exchange.is_in_order = True
+    happened: list[str] = []
+    in_order = Call(exchange, ((), {}), None, IN_ORDER)
+    entries = None, recorded(0), waited(0, 5), in_order, recorded(1, 5), None, waited(1), None
+    first = [(), ("record", 101, (0,)), ("wait", 5, 101)]
+    second = [("record", 102, 5), (), ("wait", STREAM, 102), (0, 1)]
+    assert sections(*entries) == [*first, *second]
+    assert happened == ["exchange"]
+
+
+def test_a_launch_that_fails_is_made_whole_by_the_next(calls, fake_cuda: FakeCuda, monkeypatch):
+    tapes = Tapes(
+        torch.device("cpu"), lambda error: None, raise_for, (), lambda: twin, player.in_sections
     )
-    tape = player.in_sections(Tape(2, entries, ()))
-    playing = player.Playing([], array("q", [STREAM, *tape.values[1:]]), {}, lambda: twin)
-    for section in (tape.entries[0], tape.entries[2]):
-        section.play(playing)
-    assert fake_cuda.happened == [("record", 99, STREAM), ("wait", 5, 99), ("wait", STREAM, 99)]
+    rows, scale = torch.zeros(24, 8), torch.zeros(8)
+
+    def run() -> None:
+        tapes.run(("some",), lambda: calls(rows, scale, 3), [rows, scale], {})
+
+    for _ in range(4):
+        run()
+    before = fake_cuda.num_changed
+    with monkeypatch.context() as patch:
+        patch.setattr(fake_cuda, "cuGraphExecKernelNodeSetParams_v2", lambda *_: 1)
+        rows = torch.zeros(24, 8)
+        with pytest.raises(SymmoeError, match="cuGraphExecKernelNodeSetParams"):
+            run()
+    fake_cuda.happened.clear()
+    run()
+    assert fake_cuda.launches[0].words[0] == rows[8:].data_ptr()
+    assert fake_cuda.num_changed == before + 2
 
 
 def test_parameters_are_those_of_the_compiled_kernel(
@@ -276,5 +362,5 @@ def test_parameters_are_those_of_the_compiled_kernel(
         entry = ptx[ptx.index(".entry") : ptx.index(")", ptx.index(".entry"))].split(",")
         parts = {place: [-2] * len(words) for place, (words, _) in kernel.maps(args).items()}
         values = dict.fromkeys(range(len(kernel.kinds)), (1, 0))
-        maps = [index >= -2 and index != -1 for _, _, index in kernel.parameters(values, parts)]
+        maps = [index != -1 for _, _, index in kernel.parameters(values, parts)]
         assert maps == [".b8" in parameter and "[128]" in parameter for parameter in entry]

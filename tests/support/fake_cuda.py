@@ -1,5 +1,5 @@
-"""CUDA and Triton's JIT without a GPU: the real function in C launches by functions that keep what they are given, and
-a JIT "compiles" whatever it gets."""
+"""CUDA and Triton's JIT without a GPU: a driver that keeps what it is given, with graphs, and a JIT that "compiles"
+whatever it gets."""
 
 import ctypes
 from collections.abc import Callable, Iterable
@@ -15,19 +15,12 @@ from triton.backends.nvidia.driver import CudaLauncher
 from triton.compiler import CompiledKernel
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from symmoe.kernels.launch import driver, player, triton_internals
+from symmoe.kernels.launch import driver, graph, triton_internals
 from symmoe.kernels.launch import launch as launches
 from symmoe.kernels.launch.launch import FastLaunch
 
 CPU = -1  # what Tensor.get_device says of a CPU tensor
 STREAM = 77
-_POINTER, _UNSIGNED = ctypes.c_void_p, ctypes.c_uint
-_TYPES = {
-    "launch": [_POINTER, *[_UNSIGNED] * 7, _POINTER, ctypes.POINTER(_POINTER), _POINTER],
-    "record": [_POINTER, _POINTER],
-    "wait": [_POINTER, _POINTER, _UNSIGNED],
-    "replace": [_POINTER, _POINTER],
-}
 
 
 class TensorMap:
@@ -41,7 +34,8 @@ assert TensorMap.__basicsize__ == 256
 
 @dataclass(frozen=True)
 class Launched:
-    """A launch that the driver was asked for. words: the first 8 bytes of each parameter."""
+    """A launch that the driver was asked for. words: the first 8 bytes of each parameter. after: in a graph, what it
+    comes after, by place in the graph."""
 
     function: int
     grid: tuple[int, int, int]
@@ -49,23 +43,23 @@ class Launched:
     shared_bytes: int
     stream: int
     words: tuple[int, ...]
+    after: tuple[int, ...] = ()
 
 
 class FakeCuda:
-    """What launches ask of CUDA; the current device is where CPU tensors say they are."""
+    """What launches ask of CUDA; the current device is where CPU tensors say they are. A graph is a dictionary of nodes
+    by their handles, and what is made of it is the same graph. A node is how it happens: it gets the stream."""
 
     def __init__(self) -> None:
         self.device, self.fails = CPU, 0  # fails: what every launch returns
         self.happened: list[
             Any
-        ] = []  # launches, ("record", event, stream) and ("wait", stream, event)
+        ] = []  # launches, ("record", event, stream or where in the graph) and ("wait", stream, event)
         self.encoded: list[TensorDescriptor] = []  # that have become tensor maps
         self.num_parameters: dict[int, int] = {}  # by function
-        self._kept = [
-            ctypes.CFUNCTYPE(ctypes.c_int, *t)(getattr(self, f"_{name}"))
-            for name, t in _TYPES.items()
-        ]
-        self.functions = (_POINTER * 4)(*[ctypes.cast(each, _POINTER) for each in self._kept])
+        self.graphs: list[dict[int, Callable[[int], Any]]] = []
+        self.num_changed = 0  # nodes that have got other arguments
+        self.priorities: dict[int, int] = {}  # of nodes and streams
 
     @property
     def launches(self) -> list[Launched]:
@@ -91,30 +85,108 @@ class FakeCuda:
     def cuFuncGetParamInfo(self, function: Any, index: Any, *_: Any) -> int:
         return int(index.value >= self.num_parameters[function.value])
 
-    def _launch(self, function: int, *args: Any) -> int:
+    def cuLaunchKernel(self, function: int, *args: Any) -> int:
         x, y, z, threads, one, also_one, shared_bytes, stream, pointers, extra = args
         assert (one, also_one, extra) == (1, 1, None)
-        words = [
-            ctypes.c_int64.from_address(pointers[i]).value
-            for i in range(self.num_parameters[function])
-        ]
-        self.happened.append(
-            Launched(function, (x, y, z), threads, shared_bytes, stream or 0, tuple(words))
-        )
+        words = self._words(function, pointers)
+        self.happened.append(Launched(function, (x, y, z), threads, shared_bytes, stream, words))
         return self.fails
 
-    def _record(self, event: int, stream: int) -> int:
-        self.happened.append(("record", event, stream))
-        return 0
-
-    def _wait(self, stream: int, event: int, flags: int) -> int:
-        self.happened.append(("wait", stream, event))
-        return 0
-
-    def _replace(self, tensor_map: int, address: int) -> int:
+    def cuTensorMapReplaceAddress(self, tensor_map: int, address: int) -> int:
         assert tensor_map % 128 == 0
         ctypes.c_int64.from_address(tensor_map).value = address
         return 0
+
+    def cuGraphCreate(self, result: Any, flags: int) -> int:
+        self.graphs.append({})
+        result._obj.value = len(self.graphs)
+        return 0
+
+    def cuGraphAddKernelNode_v2(self, *args: Any) -> int:
+        *place, params = args
+        after = self._add(*place, lambda stream: None)
+        self._set(self._graph_of(place[1]), place[0]._obj.value, params, after)
+        return 0
+
+    def cuGraphAddEventWaitNode(self, *args: Any) -> int:
+        *place, event = args
+        self._add(*place, lambda stream: ("wait", stream, event))
+        return 0
+
+    def cuGraphAddEventRecordNode(self, *args: Any) -> int:
+        *place, event = args
+        after: list[tuple[int, ...]] = []
+        after.append(self._add(*place, lambda stream: ("record", event, after[0])))
+        return 0
+
+    def cuGraphKernelNodeSetAttribute(self, node: Any, attribute: int, value: Any) -> int:
+        assert attribute == 8
+        self.priorities[node.value] = value[0]
+        return 0
+
+    def cuGraphInstantiateWithFlags(self, result: Any, graph: Any, flags: int) -> int:
+        assert flags == 8
+        result._obj.value = graph.value
+        return 0
+
+    def cuGraphExecKernelNodeSetParams_v2(self, graph: Any, node: int, params: int) -> int:
+        nodes = self._graph_of(graph)
+        self._set(nodes, node, params, nodes[node](0).after)
+        self.num_changed += 1
+        return 0
+
+    def cuGraphLaunch(self, graph: Any, stream: int) -> int:
+        self.happened += [happen(stream) for happen in self._graph_of(graph).values()]
+        return self.fails
+
+    def cuStreamGetPriority(self, stream: int, result: Any) -> int:
+        result._obj.value = self.priorities.get(stream, 0)
+        return 0
+
+    def cuEventRecord(self, event: int, stream: int) -> int:
+        self.happened.append(("record", event, stream))
+        return 0
+
+    def cuStreamWaitEvent(self, stream: int, event: int, flags: int) -> int:
+        self.happened.append(("wait", stream, event))
+        return 0
+
+    def cuGraphDestroy(self, graph: Any) -> int:
+        return 0
+
+    cuGraphExecDestroy = cuGraphDestroy
+
+    def cuGetErrorName(self, error: int, result: Any) -> int:
+        result._obj.value = b"CUDA_ERROR_FAKE"
+        return 0
+
+    def _graph_of(self, handle: Any) -> dict[int, Any]:
+        return self.graphs[handle.value - 1]
+
+    def _add(
+        self, result: Any, graph: Any, after: Any, num_after: int, happen: Callable[[int], Any]
+    ) -> tuple[int, ...]:
+        """A new node. Returns the places of those that it comes after."""
+        nodes = self._graph_of(graph)
+        places = tuple(list(nodes).index(node) for node in after)
+        assert len(places) == num_after
+        handle = 1000 * graph.value + len(nodes)
+        result._obj.value = handle
+        nodes[handle] = happen
+        return places
+
+    def _set(self, nodes: dict[int, Any], node: int, params: int, after: tuple[int, ...]) -> None:
+        given = graph._KernelParams.from_address(params)
+        assert (given.threads_y, given.threads_z, given.extra) == (1, 1, None)
+        grid = given.x, given.y, given.z
+        words = self._words(given.function, given.parameters)
+        look = given.function, grid, given.threads_x, given.shared_bytes
+        nodes[node] = lambda stream: Launched(*look, stream, words, after)
+
+    def _words(self, function: int, pointers: int) -> tuple[int, ...]:
+        count = self.num_parameters[function]
+        addresses = (ctypes.c_int64 * count).from_address(pointers)
+        return tuple(ctypes.c_int64.from_address(address).value for address in addresses)
 
 
 @pytest.fixture
@@ -129,9 +201,19 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     monkeypatch.setattr(launches, "current_stream", result.get_current_stream)
     monkeypatch.setattr(driver, "ensure_context", lambda: None)
     monkeypatch.setattr(driver, "library", lambda: result)
-    monkeypatch.setattr(player, "_driver_functions", lambda: result.functions)
-    module = triton_internals.build_module(player._SOURCE, "symmoe_player")
-    monkeypatch.setattr(player, "_player", lambda: module)
+    monkeypatch.setattr(driver, "library_with_gil", lambda: result)
+    monkeypatch.setattr(driver, "can_launch", lambda: True)
+    kept = [
+        ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 3)(
+            lambda graph, node, params: result.cuGraphExecKernelNodeSetParams_v2(
+                ctypes.c_void_p(graph), node, params
+            )
+        ),
+        ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 2)(result.cuTensorMapReplaceAddress),
+    ]
+    functions = (ctypes.c_void_p * 2)(*[ctypes.cast(each, ctypes.c_void_p) for each in kept])
+    functions.kept = kept
+    monkeypatch.setattr(graph, "_loop_functions", lambda: functions)
     return result
 
 

@@ -3,22 +3,40 @@
 import ctypes
 import functools
 import threading
+from typing import TypeVar
 
 import torch
 
 from symmoe.errors import SymmoeError
 
+_POINTER, _SIZE, _UNSIGNED = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint
+_NEW_NODE = [_POINTER, _POINTER, _POINTER, _SIZE, _POINTER]  # node, graph, dependencies, what
 _SIGNATURES = {
-    "cuCtxGetCurrent": [ctypes.c_void_p],
-    "cuCtxSetCurrent": [ctypes.c_void_p],
-    "cuDevicePrimaryCtxRetain": [ctypes.c_void_p, ctypes.c_int],
-    "cuGetErrorName": [ctypes.c_int, ctypes.c_void_p],
-    "cuLaunchKernel": [ctypes.c_void_p, *[ctypes.c_uint] * 7, *[ctypes.c_void_p] * 3],
-    "cuMemcpyDtoHAsync_v2": [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p],
-    "cuModuleGetFunction": [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p],
-    "cuModuleLoadData": [ctypes.c_void_p, ctypes.c_char_p],
-    "cuStreamGetCaptureInfo": [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p],
-    "cuThreadExchangeStreamCaptureMode": [ctypes.c_void_p],
+    "cuCtxGetCurrent": [_POINTER],
+    "cuCtxSetCurrent": [_POINTER],
+    "cuDevicePrimaryCtxRetain": [_POINTER, ctypes.c_int],
+    "cuEventRecord": [_POINTER, _POINTER],
+    "cuFuncGetParamInfo": [_POINTER, _SIZE, _POINTER, _POINTER],
+    "cuGetErrorName": [ctypes.c_int, _POINTER],
+    "cuGraphAddEventRecordNode": _NEW_NODE,
+    "cuGraphAddEventWaitNode": _NEW_NODE,
+    "cuGraphAddKernelNode_v2": _NEW_NODE,
+    "cuGraphCreate": [_POINTER, _UNSIGNED],
+    "cuGraphDestroy": [_POINTER],
+    "cuGraphExecDestroy": [_POINTER],
+    "cuGraphExecKernelNodeSetParams_v2": [_POINTER, _POINTER, _POINTER],
+    "cuGraphInstantiateWithFlags": [_POINTER, _POINTER, ctypes.c_ulonglong],
+    "cuGraphKernelNodeSetAttribute": [_POINTER, ctypes.c_int, _POINTER],
+    "cuGraphLaunch": [_POINTER, _POINTER],
+    "cuLaunchKernel": [_POINTER, *[_UNSIGNED] * 7, *[_POINTER] * 3],
+    "cuMemcpyDtoHAsync_v2": [_POINTER, _POINTER, _SIZE, _POINTER],
+    "cuModuleGetFunction": [_POINTER, _POINTER, ctypes.c_char_p],
+    "cuModuleLoadData": [_POINTER, ctypes.c_char_p],
+    "cuStreamGetCaptureInfo": [_POINTER, _POINTER, _POINTER],
+    "cuStreamGetPriority": [_POINTER, _POINTER],
+    "cuStreamWaitEvent": [_POINTER, _POINTER, _UNSIGNED],
+    "cuTensorMapReplaceAddress": [_POINTER, _POINTER],
+    "cuThreadExchangeStreamCaptureMode": [_POINTER],
 }
 
 
@@ -62,11 +80,33 @@ def primary_context(device: int) -> int:
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """libcuda, with the types of the functions that are used."""
-    result = ctypes.CDLL("libcuda.so.1")
+    """libcuda, with the types of the functions that are used. A driver that is older than a function lacks it."""
+    return _with_types(ctypes.CDLL("libcuda.so.1"))
+
+
+@functools.cache
+def library_with_gil() -> ctypes.PyDLL:
+    """The same for functions that never wait: another thread of Python cannot take over in between."""
+    return _with_types(ctypes.PyDLL("libcuda.so.1"))
+
+
+_Library = TypeVar("_Library", bound=ctypes.CDLL)
+
+
+def _with_types(result: _Library) -> _Library:
     for name, types in _SIGNATURES.items():
-        getattr(result, name).argtypes = types
+        if (function := getattr(result, name, None)) is not None:
+            function.argtypes = types
     return result
+
+
+@functools.cache
+def can_launch() -> bool:
+    """Whether the driver has what kernels are launched by without Triton; CUDA 12.4 and newer have."""
+    try:
+        return all(hasattr(library(), name) for name in _SIGNATURES)
+    except OSError:
+        return False
 
 
 def check(result: int, call: str) -> None:

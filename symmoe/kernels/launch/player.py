@@ -1,9 +1,8 @@
-"""Launches of compiled kernels by one function in C: a single one, or those of a section of a tape.
+"""Launches of compiled kernels by the driver: a single one, or those of a section of a tape as one CUDA graph.
 
 Every launch takes its arguments out of one array of 64-bit values, which a call fills: addresses, integers, the bits of
-floats. A parameter says where its value is; the driver reads as many bytes of it as the kernel's parameter has. C
-copies all of it to its stack, so threads may launch the same at the same time. It is built by Triton's compiler of
-launchers. Where it cannot be, and for kernels that it does not know, Triton's JIT makes every launch.
+floats. A parameter says where its value is; the driver reads as many bytes of it as the kernel's parameter has. With an
+old driver, and for kernels that are not understood, Triton's JIT makes every launch.
 """
 
 from __future__ import annotations
@@ -12,19 +11,26 @@ import ctypes
 import functools
 import operator
 import struct
-import subprocess
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, repeat
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from symmoe.errors import SymmoeError
 from symmoe.kernels.launch import driver
-from symmoe.kernels.launch.triton_internals import Compiled, build_module, described_parts
+from symmoe.kernels.launch.graph import (
+    MAP_BYTES,
+    EventNode,
+    KernelNode,
+    LaunchGraph,
+    Node,
+    Parameter,
+    aligned_maps,
+)
+from symmoe.kernels.launch.triton_internals import Compiled, described_parts
 from symmoe.tape import tape as tapes
 from symmoe.tape.tape import (
     STREAM,
@@ -39,94 +45,10 @@ from symmoe.tape.tape import (
     Tape,
 )
 
-_MOST_PARAMETERS, _MOST_MAPS = 128, 8
-_SOURCE = f"""
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-#include <stdint.h>
-#include <string.h>
-
-typedef struct {{
-    int64_t value;   /* index of the parameter's value, */
-    int64_t addend;  /* to which this is added */
-    int64_t map;     /* index of the address of a tensor map for memory that begins at the value; -1: there is none */
-}} Parameter;
-typedef struct {{
-    int64_t kind;               /* 0: launch, 1: record an event, 2: wait for one */
-    void *handle;               /* kernel or event */
-    int64_t stream;             /* index of a value */
-    int64_t x, y, z, threads, shared_bytes;
-    const Parameter *parameters; int64_t num_parameters;
-}} Op;
-typedef struct {{ _Alignas(128) char bytes[128]; }} Map;
-typedef unsigned Size;
-typedef int (*LaunchKernel)(void *, Size, Size, Size, Size, Size, Size, Size, void *, void **, void **);
-typedef int (*RecordEvent)(void *, void *);
-typedef int (*WaitEvent)(void *, void *, unsigned);
-typedef int (*ReplaceAddress)(void *, void *);
-typedef struct {{ LaunchKernel launch; RecordEvent record; WaitEvent wait; ReplaceAddress replace; }} Driver;
-
-static int launch_one(const Driver *driver, const Op *op, const int64_t *values, int64_t x, int64_t y, int64_t z)
-{{
-    int64_t words[{_MOST_PARAMETERS}];
-    void *pointers[{_MOST_PARAMETERS}];
-    Map maps[{_MOST_MAPS}];
-    int num_maps = 0;
-    if (!x || !y || !z)
-        return 0;
-    for (int64_t i = 0; i < op->num_parameters; i++) {{
-        const Parameter *parameter = &op->parameters[i];
-        words[i] = values[parameter->value] + parameter->addend;
-        pointers[i] = &words[i];
-        if (parameter->map >= 0) {{
-            Map *map = &maps[num_maps++];
-            memcpy(map, (const void *)values[parameter->map], sizeof(Map));
-            int error = driver->replace(map, (void *)words[i]);
-            if (error)
-                return error;
-            pointers[i] = map;
-        }}
-    }}
-    return driver->launch(op->handle, x, y, z, op->threads, 1, 1, op->shared_bytes, (void *)values[op->stream],
-                          pointers, NULL);
-}}
-
-/* play(driver, ops, their number, values, and, if there is one launch, its grid) */
-static PyObject *play(PyObject *self, PyObject *args)
-{{
-    unsigned long long driver_address, ops;
-    long long num_ops;
-    int x = 0, y = 0, z = 0, error = 0;
-    Py_buffer buffer;
-    if (!PyArg_ParseTuple(args, "KKLy*|iii", &driver_address, &ops, &num_ops, &buffer, &x, &y, &z))
-        return NULL;
-    const Driver *driver = (const Driver *)driver_address;
-    const int64_t *values = buffer.buf;
-    Py_BEGIN_ALLOW_THREADS
-    for (const Op *op = (const Op *)ops; num_ops-- && !error; op++) {{
-        void *stream = (void *)values[op->stream];
-        if (op->kind == 1)
-            error = driver->record(op->handle, stream);
-        else if (op->kind == 2)
-            error = driver->wait(stream, op->handle, 0);
-        else
-            error = launch_one(driver, op, values, x ? x : op->x, y ? y : op->y, z ? z : op->z);
-    }}
-    Py_END_ALLOW_THREADS
-    PyBuffer_Release(&buffer);
-    return PyLong_FromLong(error);
-}}
-
-static PyMethodDef methods[] = {{{{"play", play, METH_VARARGS, NULL}}, {{NULL, NULL, 0, NULL}}}};
-static struct PyModuleDef module = {{PyModuleDef_HEAD_INIT, "symmoe_player", NULL, -1, methods}};
-PyMODINIT_FUNC PyInit_symmoe_player(void) {{ return PyModule_Create(&module); }}
-"""
-_DRIVER = ("cuLaunchKernel", "cuEventRecord", "cuStreamWaitEvent", "cuTensorMapReplaceAddress")
-_LAUNCH, _RECORD, _WAIT = range(3)
 _FLOATS = {"fp32": ("<f", "<i"), "fp64": ("<d", "<q")}
 _INTEGERS = {"i1", "u1", "i8", "u8", "i16", "u16", "i32", "u32", "i64", "u64"}
 _ZERO, _FIRST = STREAM + 1, STREAM + 2  # indices of values: of 0, of the first argument
-_REST_OF_GRID: tuple[tuple[int, ...], ...] = ((1, 1, 1), (1, 1), (1,), ())
+_WORD_BYTES = 8
 _MAX_SHARED_BYTES = 227 << 10  # with more, Triton sets attributes of the launch
 _SMALL_BYTES, _WORTH_BYTES, _ALIGNMENT_BYTES = 1 << 20, 32 << 20, 256
 
@@ -146,17 +68,9 @@ def picker(places: Sequence[Any]) -> Callable[[Any], tuple[Any, ...]]:
     return (lambda row: (row[places[0]],)) if places else (lambda row: ())
 
 
-class _Parameter(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int64) for name in ("value", "addend", "map")]
-
-
-class _Op(ctypes.Structure):
-    _names = "kind handle stream x y z threads shared_bytes parameters num_parameters"
-    _fields_ = [(name, ctypes.c_int64) for name in _names.split()]
-
-
 class Kernel:
-    """A compiled kernel, launched by C. Immutable but for the tensor maps that it remembers. name: of the kernel."""
+    """A compiled kernel, launched by the driver. Immutable but for the tensor maps that it remembers. name: of the
+    kernel."""
 
     def __init__(
         self,
@@ -190,16 +104,18 @@ class Kernel:
         self._mapped = [(self._tensors[place], maps) for place, maps in self._maps.items()]
         values = {place: _FIRST + n for n, place in enumerate((*tensors, *self._numbers))}
         parts = iter(range(_FIRST + len(values), 1 << 30))
-        self._op = _Op()
         lengths = {place: len(maps.of(args[place])[0]) for place, maps in self._maps.items()}
-        parameters = self.parameters(
+        self._parameters = self.parameters(
             {place: (value, 0) for place, value in values.items()},
             {place: [next(parts) for _ in range(length)] for place, length in lengths.items()},
         )
-        self._array = self.set_launch(self._op, parameters)
-        _check_number(compiled.function, len(parameters))
-        self._play = _player().play
-        self._addresses = ctypes.addressof(_driver_functions()), ctypes.addressof(self._op), 1
+        self._offsets = [_WORD_BYTES * parameter.value for parameter in self._parameters]
+        self._described = [
+            (number, parameter)
+            for number, parameter in enumerate(self._parameters)
+            if parameter.tensor_map >= 0
+        ]
+        _check_number(compiled.function, len(self._parameters))
 
     def launch(
         self,
@@ -210,6 +126,8 @@ class Kernel:
         args: tuple[Any, ...],
     ) -> None:
         """Launches it. tensors, addresses: those among the arguments."""
+        if 0 in grid:
+            return
         words = [stream, 0, *addresses, *self._pick(args)]
         for n, kind in self._floats:
             words[n] = _bits(words[n], kind)
@@ -218,9 +136,34 @@ class Kernel:
             parts, map_object = maps.get(tensors[n].shape) or maps.of(tensors[n])
             words += parts
             kept.append(map_object)  # another thread may drop it
+        values = _values(words)  # of this call alone: threads may launch the same kernel at once
+        base, _ = values.buffer_info()
+        pointers = array("Q", [base + offset for offset in self._offsets])
         driver.ensure_context()
-        if error := self._play(*self._addresses, _values(words), *grid, *_REST_OF_GRID[len(grid)]):
-            driver.check(error, f"the launch of {self.name}")
+        memory = self._copy_maps(words, pointers) if self._described else None
+        compiled = self._compiled
+        error = driver.library().cuLaunchKernel(
+            compiled.function,
+            *_whole_grid(grid),
+            *(32 * compiled.num_warps, 1, 1),
+            compiled.shared_bytes,
+            stream,
+            pointers.buffer_info()[0],
+            None,
+        )
+        del memory, kept  # until here the driver reads them
+        driver.check(error, f"the launch of {self.name}")
+
+    def _copy_maps(self, words: Sequence[int], pointers: array[int]) -> Any:
+        """Tensor maps for a call; pointers of their arguments point to them. Returns what keeps them."""
+        memory, address = aligned_maps(len(self._described))
+        for number, parameter in self._described:
+            ctypes.memmove(address, words[parameter.tensor_map], MAP_BYTES)
+            replace_address = driver.library().cuTensorMapReplaceAddress
+            driver.check(replace_address(address, words[parameter.value]), "a tensor map's address")
+            pointers[number] = address
+            address += MAP_BYTES
+        return memory
 
     def maps(self, args: Sequence[Any]) -> dict[int, Parts]:
         """By place, the values for arguments that are described by tensor maps."""
@@ -228,8 +171,8 @@ class Kernel:
 
     def parameters(
         self, values: Mapping[int, tuple[int, int]], parts: Mapping[int, Sequence[int]]
-    ) -> list[tuple[int, int, int]]:
-        """(value, addend, map) of each parameter.
+    ) -> tuple[Parameter, ...]:
+        """Where each parameter of the compiled kernel is found.
 
         values: by place, index of an argument's value, and what is added to it. parts: by place, indices of the values
         of :meth:`maps`.
@@ -239,21 +182,30 @@ class Kernel:
             if kind == "constexpr":
                 continue
             is_mapped = place in parts and self._maps[place].has_map
-            result.append((*values[place], parts[place][0] if is_mapped else -1))
-            result += [(part, 0, -1) for part in parts[place][1:]] if place in parts else []
-        return [
-            *result,
-            (_ZERO, 0, -1),
-            (_ZERO, 0, -1),
-        ]  # kernels with scratch memory are launched by the JIT
+            result.append(Parameter(*values[place], parts[place][0] if is_mapped else -1))
+            result += [Parameter(part, 0) for part in parts[place][1:]] if place in parts else []
+        scratch = Parameter(_ZERO, 0)  # kernels with scratch memory are launched by the JIT
+        return (*result, scratch, scratch)
 
-    def set_launch(self, op: _Op, parameters: Sequence[tuple[int, int, int]]) -> Any:
-        """Fills in an operation, except for its grid. Returns what the caller has to keep."""
-        made = (_Parameter * len(parameters))(*[_Parameter(*each) for each in parameters])
-        op.kind, op.handle, op.stream = _LAUNCH, self._compiled.function, STREAM
-        op.threads, op.shared_bytes = 32 * self._compiled.num_warps, self._compiled.shared_bytes
-        op.parameters, op.num_parameters = ctypes.addressof(made), len(parameters)
-        return made
+    def node(
+        self, grid: tuple[int, ...], parameters: tuple[Parameter, ...], priority: int
+    ) -> KernelNode:
+        """A launch of it in a graph."""
+        compiled = self._compiled
+        threads = 32 * compiled.num_warps
+        return KernelNode(
+            compiled.function,
+            _whole_grid(grid),
+            threads,
+            compiled.shared_bytes,
+            parameters,
+            priority,
+        )
+
+
+def _whole_grid(grid: tuple[int, ...]) -> tuple[int, int, int]:
+    x, y, z = (*grid, 1, 1)[:3]
+    return x, y, z
 
 
 def known_kernel(
@@ -268,19 +220,17 @@ def known_kernel(
     args: of one call, without constants; tensors: their places. Later calls have None and tensors in the same places.
     describe: by place, functions from a tensor to its descriptor, which begins at the tensor's address.
     """
-    if compiled is None or _player() is None or compiled.shared_bytes > _MAX_SHARED_BYTES:
+    if compiled is None or not driver.can_launch() or compiled.shared_bytes > _MAX_SHARED_BYTES:
         return None
-    described = 0
     for place, kind in enumerate(compiled.kinds[: len(args)]):
         if kind == "tensordesc":
-            described += 1
             if place not in describe or place not in tensors:
                 return None
         elif not (
             kind in _INTEGERS or kind in _FLOATS or kind == "constexpr" or kind.startswith("*")
         ):
             return None
-    if described > _MOST_MAPS or any(kind != "constexpr" for kind in compiled.kinds[len(args) :]):
+    if any(kind != "constexpr" for kind in compiled.kinds[len(args) :]):
         return None
     try:
         return Kernel(name, compiled, args, tensors, describe)
@@ -293,7 +243,7 @@ class _Unknown(Exception):
 
 
 class _TensorMaps(dict[torch.Size, Parts]):
-    """Values for an argument that is described by a tensor map, by the tensor's shape: C fills in the address."""
+    """Values for an argument that is described by a tensor map, by the tensor's shape, but for the address."""
 
     def __init__(self, compiled: Compiled, number: int, describe: Describe) -> None:
         self._compiled, self._number, self._describe = compiled, number, describe
@@ -326,7 +276,7 @@ def _values(words: Iterable[int]) -> array[int]:
 
 
 def _check_number(function: int, count: int) -> None:
-    """_Unknown if the driver knows another number of parameters of the kernel, or if there are too many."""
+    """_Unknown if the driver knows another number of parameters of the kernel."""
     query = driver.library().cuFuncGetParamInfo
     offset, size = ctypes.c_size_t(), ctypes.c_size_t()
     arguments = (
@@ -336,35 +286,8 @@ def _check_number(function: int, count: int) -> None:
         ctypes.byref(size),
     )
     has_more = query(arguments[0], ctypes.c_size_t(count), *arguments[2:]) == 0
-    if has_more or query(*arguments) != 0 or count > _MOST_PARAMETERS:
+    if has_more or query(*arguments) != 0:
         raise _Unknown
-
-
-@functools.cache
-def _driver_functions() -> Any:
-    """The four functions of the driver that C calls."""
-    functions = [
-        ctypes.cast(getattr(driver.library(), name), ctypes.c_void_p).value for name in _DRIVER
-    ]
-    return (ctypes.c_void_p * len(functions))(*functions)
-
-
-@functools.cache
-def _player() -> Any:
-    """The compiled module; None if it cannot be built."""
-    try:
-        _driver_functions()
-        _ = driver.library().cuFuncGetParamInfo  # drivers of CUDA 12.4 and later have it
-        return build_module(_SOURCE, "symmoe_player")
-    except (
-        AttributeError,
-        ImportError,
-        OSError,
-        RuntimeError,
-        SymmoeError,
-        subprocess.CalledProcessError,
-    ):
-        return None
 
 
 # -- tapes ----------------------------------------------------------------------------------------------------------
@@ -380,7 +303,10 @@ class _Layout:
     indices: dict[Any, int] = field(default_factory=dict)
     # By slot, the larger memory of which it is a part: its slot, and the offset in bytes.
     parts: dict[int, tuple[int, int]] = field(default_factory=dict)
-    events: dict[int, torch.cuda.Event] = field(default_factory=dict)  # by slot
+    # By the slot of an event, the work of streams outside of sections that it comes after.
+    outside: dict[int, tuple[_Outside, ...]] = field(default_factory=dict)
+    # Whether entries between sections launch work of their own, on any stream.
+    has_outside: bool = False
 
     def constant(self, value: int) -> int:
         """Index of a new value."""
@@ -390,7 +316,7 @@ class _Layout:
 
 def in_sections(tape: Tape) -> Tape | None:
     """What is played of a tape: its launches in sections, as few as possible, and calls from Python between them. None
-    where nothing is launched by C.
+    where the driver cannot do it.
 
     All memory is made before the first launch, in the same order; the call frees it at its end. So memory that a branch
     stream uses comes from the current stream's, which gets it back only once it has waited for the branch, and no other
@@ -398,10 +324,11 @@ def in_sections(tape: Tape) -> Tape | None:
     current stream, it does not wait for. What only launches use, and what is small, is one allocation. Large memory
     that only the current stream uses ends before such memory is made that comes after its last use.
     """
-    if _player() is None:
+    if not driver.can_launch():
         return None
     made, steps = list[Call](), list[Entry]()
-    group, layout = _Group(), _Layout()
+    has_outside = any(getattr(entry, "kind", None) == tapes.IN_ORDER for entry in tape.entries)
+    group, layout = _Group(), _Layout(has_outside=has_outside)
     for entry in _with_memory_planned(tape, made, layout.parts):
         if not group.takes(entry):
             steps += group.end(layout)
@@ -536,7 +463,7 @@ class _Group:
         return True
 
     def end(self, layout: _Layout) -> list[Entry]:
-        """What is played: nothing can interrupt the function in C, so only the last mark counts after it. What would be
+        """What is played: nothing can interrupt a section, so only the last mark counts after it. What would be
         owed is in sections with what is not: an error of Python between them cannot be told to the peers."""
         section = [Section(self._launches, layout)] if self._launches else []
         is_owing = self._mark is not None and self._mark.what == tapes.MUST_SIGNAL
@@ -544,34 +471,106 @@ class _Group:
         return [*self._before, *self._notes, *section, *filter(None, marks), *self._after]
 
 
+class _Outside(NamedTuple):
+    """All work of a stream that entries between sections have launched."""
+
+    stream: int
+
+
+_Point = int | _Outside  # the number of a node, or work of an entry between sections
+
+
+class _Order:
+    """The order of a section's launches, as edges of a graph. What is on the current stream before the section comes
+    before all of it, and what is there after it after all of it. Other streams have work of their own only if entries
+    between sections launch some."""
+
+    def __init__(self, layout: _Layout) -> None:
+        self.nodes: list[tuple[Node, tuple[int, ...]]] = []
+        self.entered: dict[int, torch.cuda.Event] = {}  # by stream, recorded there before
+        self.left: dict[int, torch.cuda.Event] = {}  # by stream, waited for there after it
+        self._layout = layout
+        self._last: dict[
+            int | None, tuple[_Point, ...]
+        ] = {}  # by stream, what its next work is after
+        self._events: dict[int, tuple[_Point, ...]] = dict(layout.outside)  # by slot
+        self._waits: dict[int, int] = {}  # by stream, the node that waits for it
+
+    def add(self, node: Node, stream: int | None) -> None:
+        """A launch on a stream; None is the current one."""
+        after = self._numbers(self._points_of(stream))
+        self.nodes.append((node, after))
+        self._last[stream] = (len(self.nodes) - 1,)
+
+    def note(self, event: Event) -> None:
+        """An event that is recorded or waited for."""
+        points = self._points_of(event.stream)
+        if event.is_wait:
+            # One of an earlier section has happened.
+            waited = self._events.get(event.slot, ())
+            self._last[event.stream] = tuple(dict.fromkeys((*points, *waited)))
+        else:
+            self._events[event.slot] = points
+
+    def end(self) -> None:
+        """Nothing follows."""
+        self._numbers(self._points_of(None))
+        for stream, points in self._last.items():
+            after = [point for point in points if point != _Outside(stream or 0)]
+            if stream is not None and self._layout.has_outside and after:
+                self.left[stream] = event = _new_event()
+                self.nodes.append((EventNode(event, is_wait=False), self._numbers(after)))
+        for slot, points in self._events.items():
+            self._layout.outside[slot] = tuple(
+                point for point in points if isinstance(point, _Outside)
+            )
+
+    def _points_of(self, stream: int | None) -> tuple[_Point, ...]:
+        is_outside = stream is not None and self._layout.has_outside
+        first = (_Outside(stream),) if stream is not None and is_outside else ()
+        return self._last.get(stream, first)
+
+    def _numbers(self, points: Iterable[_Point]) -> tuple[int, ...]:
+        return tuple(
+            self._wait_of(point.stream) if isinstance(point, _Outside) else point
+            for point in points
+        )
+
+    def _wait_of(self, stream: int) -> int:
+        """The node that waits for what entries between sections have launched on a stream."""
+        if stream not in self._waits:
+            self.entered[stream] = event = _new_event()
+            self.nodes.append((EventNode(event, is_wait=True), ()))
+            self._waits[stream] = len(self.nodes) - 1
+        return self._waits[stream]
+
+
+def _new_event() -> torch.cuda.Event:
+    event = torch.cuda.Event()
+    event.record()  # this makes it
+    return event
+
+
 class Section(Entry):
-    """Launches and events of a tape that follow each other."""
+    """Launches and events of a tape that follow each other, as a CUDA graph."""
 
     def __init__(self, entries: Sequence[Launch | Event], layout: _Layout) -> None:
-        self._kept: list[Any] = []  # what the ops point to
+        self._kept: list[Any] = []  # kernels, and tensor maps that are copied
         self._layout = layout
         # With their indices, what no earlier section uses: slots of memory, and places of numbers.
         self._slots: list[tuple[int, int]] = []
         self._numbers: list[
             tuple[int, tapes.CallInteger | tapes.LeaseOffset | tapes.ResultField]
         ] = []
-        self._ops = (_Op * len(entries))()
-        for op, entry in zip(self._ops, entries, strict=True):
-            if isinstance(entry, Launch):
-                self._set_launch(op, entry)
-            else:
-                if entry.recorded_on is not None:
-                    layout.events[entry.slot] = torch.cuda.Event()
-                    layout.events[entry.slot].record(entry.recorded_on)  # this makes it
-                self._kept.append(event := layout.events[entry.slot])
-                op.kind, op.handle = _WAIT if entry.is_wait else _RECORD, event.cuda_event
-            op.stream = STREAM if entry.stream is None else layout.constant(entry.stream)
-        self._play = _player().play
-        self._addresses = (
-            ctypes.addressof(_driver_functions()),
-            ctypes.addressof(self._ops),
-            len(entries),
-        )
+        order = _Order(layout)
+        for entry in entries:
+            if isinstance(entry, Event):
+                order.note(entry)
+            elif 0 not in entry.grid:
+                order.add(self._node(entry), entry.stream)
+        order.end()
+        self._entered, self._left = order.entered, order.left
+        self._graph = LaunchGraph(order.nodes, layout.values) if order.nodes else None
 
     def play(self, playing: Playing) -> None:
         """Launches everything."""
@@ -581,10 +580,17 @@ class Section(Entry):
         for index, number in self._numbers:
             values[index] = number.get(playing)
         driver.ensure_context()
-        if error := self._play(*self._addresses, values):
-            driver.check(error, "a launch of a recorded call")
+        library = driver.library()
+        for stream, event in self._entered.items():
+            driver.check(library.cuEventRecord(event.cuda_event, stream), "cuEventRecord")
+        if self._graph is not None:
+            self._graph.launch(values[STREAM], values)
+        for stream, event in self._left.items():
+            driver.check(
+                library.cuStreamWaitEvent(stream, event.cuda_event, 0), "cuStreamWaitEvent"
+            )
 
-    def _set_launch(self, op: _Op, entry: Launch) -> None:
+    def _node(self, entry: Launch) -> KernelNode:
         kernel: Kernel = entry.kernel
         values, constant = {}, self._layout.constant
         for place, (arg, kind) in enumerate(zip(entry.args, kernel.kinds, strict=True)):
@@ -600,11 +606,20 @@ class Section(Entry):
         parts = {
             place: [constant(word) for word in words] for place, (words, _) in entry.maps.items()
         }
-        self._kept += [kernel.set_launch(op, kernel.parameters(values, parts)), kernel, entry.maps]
-        op.x, op.y, op.z = (*entry.grid, 1, 1)[:3]
+        self._kept += [kernel, entry.maps]
+        return kernel.node(entry.grid, kernel.parameters(values, parts), _priority(entry.stream))
 
     def _index(self, source: Any, new: list[tuple[int, Any]]) -> int:
         """Index of what each call has in a slot or a place. new: where it is noted if no section has used it."""
         if source not in self._layout.indices:
             new.append((self._layout.indices.setdefault(source, self._layout.constant(0)), source))
         return self._layout.indices[source]
+
+
+def _priority(stream: int | None) -> int:
+    """That of a stream beside the current one; the current stream's counts as the usual one."""
+    priority = ctypes.c_int(0)
+    if stream is not None:
+        get_priority = driver.library().cuStreamGetPriority
+        driver.check(get_priority(stream, ctypes.byref(priority)), "cuStreamGetPriority")
+    return priority.value
