@@ -150,8 +150,8 @@ def test_barrier_exchanges_words(gpu, num_ranks):
 
 def test_barrier_fault(gpu):
     ranks = Ranks(gpu, 3)
-    ranks.enter_all([(1, 2, 3)] * 3)
-    ranks.enter_all([(1, 2, 3)] * 3, faults=(1, 2))
+    ranks.enter_all([(1, 2, 3, 4)] * 3)
+    ranks.enter_all([(1, 2, 3, 4)] * 3, faults=(1, 2))
     for rank in range(3):
         assert (ranks.received[rank] == -1).all()
         assert ranks.status[rank].tolist() == [
@@ -166,7 +166,7 @@ def test_barrier_fault(gpu):
         ]
         assert ranks.counters(rank).tolist()[:3] == [2, 0, 1]
     ranks.enter(
-        0, (4, 5, 6)
+        0, (4, 5, 6, 7)
     )  # returns at once and counts no epoch until the host has raised the error
     torch.cuda.synchronize()
     assert (ranks.received[0] == -1).all()
@@ -174,8 +174,8 @@ def test_barrier_fault(gpu):
     for rank in range(3):
         ranks.counters(rank)[control.FAULTED] = 0
     torch.cuda.synchronize()
-    ranks.enter_all([(4, 5, 6)] * 3)  # a fault is not the end
-    assert ranks.received[0].tolist() == [[4, 5, 6]] * 3
+    ranks.enter_all([(4, 5, 6, 7)] * 3)  # a fault is not the end
+    assert ranks.received[0].tolist() == [[4, 5, 6, 7]] * 3
     assert ranks.counters(0).tolist()[:3] == [3, 0, 0]
     assert (
         ranks.status[0][control.STATUS_EPOCH] == 2
@@ -185,7 +185,7 @@ def test_barrier_fault(gpu):
 def test_barrier_of_ranks_in_different_calls(gpu):
     ranks = Ranks(gpu, 3)
     ranks.enter_all(
-        [(1, 2, 3)] * 3, calls=[control.pack_call(phase=2, hidden=h) for h in (64, 64, 128)]
+        [(1, 2, 3, 4)] * 3, calls=[control.pack_call(phase=2, hidden=h) for h in (64, 64, 128)]
     )
     here, there = control.pack_call(phase=2, hidden=64), control.pack_call(phase=2, hidden=128)
     for rank in range(3):
@@ -196,7 +196,7 @@ def test_barrier_of_ranks_in_different_calls(gpu):
 
 def test_barrier_timeout(gpu):
     ranks = Ranks(gpu, 2)
-    ranks.enter_all([(1, 2, 3)] * 2)
+    ranks.enter_all([(1, 2, 3, 4)] * 2)
     start = time.perf_counter()
     ranks.enter(0, timeout_s=0.05)
     torch.cuda.synchronize()
@@ -223,7 +223,7 @@ def test_barrier_in_a_graph(gpu, num_ranks):
     for rank, stream in enumerate(ranks.streams):
         graphs.append(torch.cuda.CUDAGraph())
         with torch.cuda.graph(graphs[-1], stream=stream):
-            ranks.enter(rank, (rank, 7, 8))
+            ranks.enter(rank, (rank, 7, 8, 9))
     for replay in range(100):
         for graph, stream in zip(graphs, ranks.streams, strict=True):
             with torch.cuda.stream(stream):
@@ -233,7 +233,7 @@ def test_barrier_in_a_graph(gpu, num_ranks):
     torch.cuda.synchronize()
     for rank in range(num_ranks):
         assert ranks.counters(rank).tolist()[:2] == [100, 0]
-        assert ranks.received[rank].tolist() == [[peer, 7, 8] for peer in range(num_ranks)]
+        assert ranks.received[rank].tolist() == [[peer, 7, 8, 9] for peer in range(num_ranks)]
         assert not ranks.status[rank].any()
 
 
