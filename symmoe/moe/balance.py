@@ -172,7 +172,7 @@ def balance_step(model: nn.Module, *, expert_group: dist.ProcessGroup | None = N
         is_trained = any(parameter.requires_grad for parameter in its)
         if router.expert_bias is not None and is_trained:
             update_expert_bias(router.expert_bias, step_load, router.config.bias_update_rate)
-        step_load.zero_()
+        router.start_step()
 
 
 def balance_after(

@@ -224,6 +224,7 @@ class MoELayer(ExpertParallelModule):
         if not is_compiling:
             self.heap.check(control.PHASE_PLAN)
         shared = None if self.shared_expert is None else _SideCall(self.shared_expert, x, self.heap)
+        load_before = self._load_before_call() if self.config.aux_loss == "global" else None
         with nullcontext() if is_compiling else FailPeersOnError(self.heap, control.PHASE_PLAN):
             if not is_compiling:
                 problem = self._problem(x, token_mask=token_mask, topk_idx=topk_idx, probs=probs)
@@ -268,7 +269,7 @@ class MoELayer(ExpertParallelModule):
             y = balance.count_in_backward(y, load[0], step_load)  # for the optimizer step
         if shared is not None:
             y = y + shared.join()
-        aux_loss = self._aux_loss(x, token_mask, routed, load[0])
+        aux_loss = self._aux_loss(x, token_mask, routed, load[0], load_before)
         if self.training and not is_compiling:
             self._watch_loss(y, aux_loss)
         metrics = MoEMetrics(
@@ -374,19 +375,27 @@ class MoELayer(ExpertParallelModule):
             )
         return routed
 
+    def _load_before_call(self) -> torch.Tensor | None:
+        """What the step has counted before this call, if the router counts."""
+        routers = [] if self.router is None else self.router.modules()
+        router = next((each for each in routers if isinstance(each, Router)), None)
+        if router is None or router.step_load is None:
+            return None
+        return router.load_before_call()
+
     def _aux_loss(
         self,
         x: torch.Tensor,
         token_mask: torch.Tensor | None,
         routed: Choice,
         expert_load: torch.Tensor,
+        load_before: torch.Tensor | None,
     ) -> torch.Tensor:
         """The scalar aux_loss; 0 if both coefficients are 0, or if the router has not run."""
         losses, config = [], self.config
         if config.aux_loss_coef and isinstance(routed, RouterOutput):
-            losses.append(
-                config.aux_loss_coef * self._balance_loss(x, token_mask, routed, expert_load)
-            )
+            loss = self._balance_loss(x, token_mask, routed, expert_load, load_before)
+            losses.append(config.aux_loss_coef * loss)
         if config.z_loss_coef and isinstance(routed, RouterOutput):
             losses.append(config.z_loss_coef * balance.z_loss(routed.logits, token_mask))
         return (
@@ -411,15 +420,15 @@ class MoELayer(ExpertParallelModule):
         token_mask: torch.Tensor | None,
         routed: RouterOutput,
         expert_load: torch.Tensor,
+        load_before: torch.Tensor | None,
     ) -> torch.Tensor:
         config = self.config
         shares = routed.scores if config.score == "softmax" else balance.normalised(routed.scores)
         if config.aux_loss == "sequence":
             length = x.shape[-2] if x.dim() > 1 else 1
             return balance.sequence_balance_loss(shares, routed.chosen_idx, length, token_mask)
-        if config.aux_loss == "global":
-            assert self.router is not None  # `routed` comes from it
-            expert_load = balance.load_so_far(self.router.step_load, expert_load)
+        if load_before is not None:
+            expert_load = balance.load_so_far(load_before, expert_load)
             if self.replicas.group is not None:
                 dist.all_reduce(expert_load, group=self.replicas.group)
         elif config.capacity_factor is not None:

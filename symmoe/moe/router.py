@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import sys
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,7 +17,7 @@ from torch import nn
 from torch.utils.flop_counter import register_flop_formula
 
 from symmoe import kernels
-from symmoe.autograd import Context, Function, no_second_order
+from symmoe.autograd import Context, Function, is_in_backward, no_second_order
 from symmoe.checks.arguments import (
     CHOICES,
     call_problem,
@@ -29,9 +30,10 @@ from symmoe.errors import ArgumentError, SymmoeError, raise_for
 from symmoe.kernels import control
 from symmoe.kernels.routing_rule import RoutingRule
 from symmoe.moe.config import MoEConfig
+from symmoe.moe.recomputed import Recomputed
 from symmoe.symm_mem.heap import SymmetricHeap, heap_numbered
 from symmoe.tape.recorder import recorded
-from symmoe.torch_internals import replaceable
+from symmoe.torch_internals import next_node_number, replaceable
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,8 @@ class Router(nn.Module):
         self._step_load = (
             torch.zeros(config.num_experts, dtype=torch.int64, device=device) if counts else None
         )
+        self._recomputed = Recomputed()
+        self._loads_before: list[torch.Tensor] = []  # of the calls that it knows
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -105,8 +109,7 @@ class Router(nn.Module):
         nn.init.normal_(self.weight, std=1 / math.sqrt(self.config.hidden))
         if self.expert_bias is not None:
             self.expert_bias.zero_()
-        if self.step_load is not None:
-            self.step_load.zero_()
+        self.start_step()
 
     @property
     def step_load(self) -> torch.Tensor | None:
@@ -124,6 +127,38 @@ class Router(nn.Module):
     @step_load.setter
     def step_load(self, load: torch.Tensor | None) -> None:
         self._step_load = load
+
+    def load_before_call(self) -> torch.Tensor:
+        """int64 [E]: what the step has counted before the layer's call that begins now. Where backward computes a call
+        again, what was counted before that call: backward of other calls has counted meanwhile. ArgumentError: backward
+        computes a call again that is not one of this step."""
+        load = self.step_load
+        assert load is not None
+        if torch.compiler.is_compiling() or not (self.training or is_in_backward()):
+            return load
+        calls = self._recomputed.nodes
+        if is_in_backward():
+            number = self._recomputed.number()
+            if number is None:
+                raise ArgumentError(
+                    "aux_loss ('global') needs to know which call a checkpoint repeats: backward must come before "
+                    "balance_step, and through the graph of a call of this step"
+                )
+            return self._loads_before[number]
+        # A checkpoint with use_reentrant=True has one node, made before the calls in it, which make none.
+        start = next_node_number() - (not torch.is_grad_enabled())
+        if calls:
+            calls[-1] = range(calls[-1].start, start)
+        calls.append(range(start, sys.maxsize))
+        self._loads_before.append(load.clone())
+        return self._loads_before[-1]
+
+    def start_step(self) -> None:
+        """Starts the counts of a step. No synchronisation of the host."""
+        if self.step_load is not None:
+            self.step_load.zero_()
+        self._recomputed = Recomputed()
+        self._loads_before.clear()
 
     @replaceable
     def forward(

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import math
 import sys
-import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -26,12 +24,8 @@ from symmoe.errors import ArgumentError
 from symmoe.kernels import control
 from symmoe.moe.layer import MoELayer
 from symmoe.moe.listeners import Listeners, RoutingReport, layers_with_listeners
-from symmoe.torch_internals import (
-    call_after_backward,
-    graph_task_id,
-    next_node_number,
-    running_node_number,
-)
+from symmoe.moe.recomputed import Recomputed
+from symmoe.torch_internals import next_node_number
 
 Routing = dict[str, torch.Tensor]
 _Array = np.ndarray[Any, Any] | torch.Tensor
@@ -237,19 +231,17 @@ def routing_to_array(routing: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 
 class _Calls:
-    """The calls of a model that come from now on, and what backward computes again of them. A call is known by the
-    numbers that autograd gives to the nodes of its graph, one after the other in each thread: so it does not matter
-    where backward begins, and in which order backwards come. `hooks` end it.
+    """The calls of a model that come from now on, and what backward computes again of them. `hooks` end it.
 
     num_routings: of a sequence. None: there is one routing, for all calls. Of one, all nodes that are made from now on.
     """
 
     def __init__(self, model: nn.Module, hooks: ExitStack, num_routings: int | None) -> None:
         self._num_routings = num_routings
-        self._thread = threading.get_ident()
         self._start: int | None = None  # the first node of the call that runs
-        self._nodes = [range(next_node_number(), sys.maxsize)] if num_routings in (None, 1) else []
-        self._outer: _Pass | None = None
+        self._recomputed = Recomputed()
+        if num_routings in (None, 1):
+            self._recomputed.nodes.append(range(next_node_number(), sys.maxsize))
         self.num = 0  # calls that have ended
         if num_routings is not None:
             hooks.callback(
@@ -265,17 +257,7 @@ class _Calls:
             return 0
         if not is_in_backward():
             return None if self._start is None else self.num
-        node = running_node_number()
-        found = next((i for i, nodes in enumerate(self._nodes) if node in nodes), None)
-        outer = self._outer
-        if outer is None or not outer.is_running():
-            self._outer = _Pass(found)
-        elif outer.task == graph_task_id():
-            outer.number = found
-        elif found is None or threading.get_ident() != self._thread:
-            # Reentrant: a pass inside that one, through nodes that it has made; numbers are those of its thread.
-            return outer.number
-        return found
+        return self._recomputed.number()
 
     def _begin(self, *_: object) -> None:
         if not is_in_backward():
@@ -286,27 +268,8 @@ class _Calls:
             return
         self.num += 1
         if self._num_routings != 1:
-            self._nodes.append(range(self._start, next_node_number()))
+            self._recomputed.nodes.append(range(self._start, next_node_number()))
         self._start = None
-
-
-class _Pass:
-    """The backward pass that runs. number: of the call whose activations it has computed again last; None: unknown."""
-
-    def __init__(self, number: int | None) -> None:
-        self.task = graph_task_id()
-        self.number = number
-        ending = self._end
-        # Autograd lets go of it, also where the pass ends in an error.
-        self._ending: Callable[[], object] = weakref.ref(ending)
-        call_after_backward(ending)
-
-    def is_running(self) -> bool:
-        """Whether the pass has not ended."""
-        return self._ending() is not None
-
-    def _end(self) -> None:
-        self._ending = lambda: None
 
 
 def _routed_layers(model: nn.Module) -> _Layers:

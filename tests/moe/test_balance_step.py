@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from symmoe import MoEConfig, MoELayer, Router, SymmetricHeap
+from symmoe.errors import ArgumentError
 from symmoe.moe.balance import balance_after, balance_step
 
 EXPERTS, TOP_K, H, I, RATE = 4, 2, 16, 8, 0.01
@@ -271,6 +272,31 @@ def test_counts_survive_what_knows_only_parameters_and_buffers(heap: SymmetricHe
         balance_step(each)
     np.testing.assert_array_equal(biases(model), biases(wanted))
     assert biases(model).any()
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("forward", list(FORWARDS)[1:])
+def test_a_repeated_call_has_the_loss_of_its_own_forward(
+    heap: SymmetricHeap, forward: str, order: tuple[int, int]
+):
+    """Two micro-batches are in flight, and backward of one counts its load before the other is repeated."""
+    gradients = []
+    for function in (FORWARDS["kept"], FORWARDS[forward]):
+        model = Model(heap, aux_loss_coef=1.0, aux_loss="global")
+        flying = [model(batch(0, number), function) for number in range(2)]
+        for number in order:
+            flying[number].sum().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    for repeated, kept in zip(*gradients, strict=True):
+        torch.testing.assert_close(repeated, kept)
+
+
+def test_a_repeated_call_of_another_step_is_refused(heap: SymmetricHeap):
+    model = Model(heap, aux_loss_coef=1.0, aux_loss="global")
+    y = model(batch(0, 0), FORWARDS["non-reentrant"])
+    balance_step(model)
+    with pytest.raises(ArgumentError, match="aux_loss \\('global'\\)"):
+        y.sum().backward()
 
 
 @pytest.mark.slow

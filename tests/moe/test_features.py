@@ -62,8 +62,6 @@ DO_NOT_FIT = [
     {"balance": "replicas", "gradients": "delayed"},
     {"capacity": "factor", "routing": "biased"},
     {"capacity": "factor", "losses": "global"},
-    # With two calls in flight, what is recomputed for the loss of the second sees the load of the first as well.
-    {"losses": "global", "recompute": "checkpoint"},
     {"capacity": "drop", "balance": "replicas"},  # replicas decide who is dropped: test_replicas.py
     {"balance": "replicas", "nodes": "nodes"},  # of one rank each, which has nobody to give rows to
 ]
