@@ -141,10 +141,10 @@ NO_DTYPES = (
     "float32",
     float,
 )
-WRONG = [*itertools.product(SIZES, (8.0, True, "8", None, torch.tensor(8)), ("an int, not",))]
+WRONG = [*itertools.product(SIZES, (8.0, True, "8", None), ("an int, not",))]
 WRONG += [
     *itertools.product(SIZES, (-1, 0), ("at least 1",)),
-    ("weights", "loose", "'packed' or 'discrete'"),
+    ("weights", "loose", "one of ('packed', 'discrete')"),
 ]
 WRONG += [("dtype", dtype, "one of torch.float32, ") for dtype in NO_DTYPES]
 
@@ -152,7 +152,7 @@ WRONG += [("dtype", dtype, "one of torch.float32, ") for dtype in NO_DTYPES]
 @pytest.mark.parametrize(("name", "value", "wanted"), WRONG, ids=str)
 def test_wrong_constructor_arguments(name, value, wanted):
     with pytest.raises(
-        ArgumentError, match=rf"^{name} \({re.escape(repr(value))}\) must be {wanted}"
+        ArgumentError, match=rf"^{name} \({re.escape(repr(value))}\) must be {re.escape(wanted)}"
     ):
         GroupedLinear(**(SIZES | {name: value}))
 

@@ -31,7 +31,7 @@ TRITON_NAMES = {
 ALLOWED = {
     **dict.fromkeys(["_foreach_div_", "_foreach_mul_", "_foreach_norm"], "torch's pages list them"),
     **dict.fromkeys(["_modules", "_parameters"], "what nn.Module gives to its subclasses"),
-    **dict.fromkeys(["_asdict", "_make", "_replace"], "of named tuples"),
+    **dict.fromkeys(["_asdict", "_replace"], "of named tuples"),
     "_data": "of NVSHMEM's bindings, with which it comes",
     **dict.fromkeys(["_apply_gate", "_from_config", "_get_dtype_plan"], "of transformers"),
     **dict.fromkeys(["_symmoe_state", "_lease_span", "_symmoe_told"], "symmoe's own"),
