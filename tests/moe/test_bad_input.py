@@ -611,10 +611,3 @@ def test_the_configuration_takes_the_same_words(name: str, word: object, words: 
     with pytest.raises(ArgumentError) as raised:
         MoEConfig(hidden=H, ffn=H, num_experts=2, top_k=K, **{name: word})
     assert str(raised.value) == f"{name} ({word!r}) must be one of {words}"
-
-
-@pytest.mark.parametrize(("heap", "kind"), [(None, "NoneType"), ("host", "str")])
-def test_a_plan_without_a_heap(heap: object, kind: str):
-    """No peer can be told."""
-    with pytest.raises(ArgumentError, match=rf"heap \({kind}\) must be a SymmetricHeap"):
-        make_plan(torch.zeros(T, K, dtype=torch.int64), num_experts=2, heap=heap)
