@@ -57,9 +57,6 @@ def test_parameters_are_no_model(name: str):
 CALLS: dict[str, Callable[[symmoe.SymmetricHeap, nn.Module], object]] = {
     "config (SymmetricHeap) must be a MoEConfig": lambda heap, _: symmoe.MoELayer(heap, CONFIG),
     "heap (NoneType) must be a SymmetricHeap": lambda *_: symmoe.MoELayer(CONFIG, None),
-    "heap (NoneType) must be a SymmetricHeap,": lambda *_: symmoe.make_plan(
-        torch.zeros(2, 2, dtype=torch.int64), num_experts=2, heap=None
-    ),
     "heap (str) must be a SymmetricHeap": lambda *_: symmoe.make_plan(
         torch.zeros(2, 2, dtype=torch.int64), num_experts=2, heap="host"
     ),
