@@ -39,13 +39,16 @@ def test_every_mode_is_the_reference(mode: tuple[object, ...]):
     x = make_tokens().requires_grad_()
     exact_x, weight = (each.detach().double().requires_grad_() for each in (x, router.weight))
     bias = None if router.expert_bias is None else router.expert_bias.double()
-    output, expected = router(x), reference.route(router.config, exact_x, weight, bias, None)
+    output = router(x)
+    expected = reference.route(router.config, exact_x, weight, bias, None)
     assert output.topk_idx.dtype == torch.int32
     assert torch.equal(output.topk_idx.long(), expected.ids)
     generator = torch.Generator().manual_seed(2)
-    loss, wanted = 0.0, 0.0
+    loss = torch.zeros(())
+    wanted = torch.zeros((), dtype=torch.float64)
     for name in ("probs", "scores", "logits"):
-        got, want = getattr(output, name), getattr(expected, name)
+        got = getattr(output, name)
+        want = getattr(expected, name)
         assert got.dtype == torch.float32
         torch.testing.assert_close(got.double(), want, rtol=2e-5, atol=2e-6)
         factors = torch.randn(want.shape, generator=generator)

@@ -105,12 +105,16 @@ def wrong_calls(
         culprit + 1
     ) % ranks_per_node
     with open_heap(device, num_bytes=1 << 20, ranks_per_node=ranks_per_node) as heap:
-        ready, with_room = Ready(heap, rank), Overlapping(heap, rank)
+        ready = Ready(heap, rank)
+        with_room = Overlapping(heap, rank)
         with_room.step()  # its next call has room, and its host does not wait for the plan
-        x, plan, other_plan = ready.x, ready.plan(), ready.plan()
+        x = ready.x
+        plan = ready.plan()
+        other_plan = ready.plan()
         rows, _ = dispatch_tokens(x, plan)
         other_rows, _ = dispatch_tokens(x, other_plan)
-        wide, short = torch.cat([x, x], 1), x[1:]
+        wide = torch.cat([x, x], 1)
+        short = x[1:]
         bad_ids = ready.ids.clone()
         bad_ids[0, 0] = NUM_EXPERTS if is_culprit else bad_ids[0, 0]
         float_ids = ready.ids.float() if is_culprit else ready.ids
