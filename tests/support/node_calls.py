@@ -107,7 +107,7 @@ def wrong_calls(
     with open_heap(device, num_bytes=1 << 20, ranks_per_node=ranks_per_node) as heap:
         ready = Ready(heap, rank)
         with_room = Overlapping(heap, rank)
-        with_room.step()  # its next call has room, and its host does not wait for the plan
+        with_room.step()
         x = ready.x
         plan = ready.plan()
         other_plan = ready.plan()
@@ -134,14 +134,15 @@ def wrong_calls(
 
         rails = {"capacity": 100, "max_tokens": 50, "rail_capacity": 50 if on_its_node else 40}
         calls: list[tuple[str, Callable[[], object]]] = [
-            ("ArgumentError", lambda: new_plan(float_ids)),
-            ("ExpertIdError", lambda: new_plan(bad_ids)),
-            ("ArgumentError", lambda: new_plan(float_ids, capacity=100)),
-            ("ExpertIdError", lambda: new_plan(bad_ids, capacity=100)),
+            # It has room, and its host does not wait for the plan: errors end that.
             (
                 "ExpertIdError",
                 lambda: with_room.layer(x, topk_idx=bad_ids, probs=with_room.probs),
             ),
+            ("ArgumentError", lambda: new_plan(float_ids)),
+            ("ExpertIdError", lambda: new_plan(bad_ids)),
+            ("ArgumentError", lambda: new_plan(float_ids, capacity=100)),
+            ("ExpertIdError", lambda: new_plan(bad_ids, capacity=100)),
             ("ConfigMismatch", lambda: new_plan(ready.ids, more)),
             ("ConfigMismatch", lambda: layers[0](x)),
             ("ConfigMismatch", lambda: layers[1](x)),
