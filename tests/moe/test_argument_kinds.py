@@ -57,6 +57,9 @@ def test_parameters_are_no_model(name: str):
 CALLS: dict[str, Callable[[symmoe.SymmetricHeap, nn.Module], object]] = {
     "config (SymmetricHeap) must be a MoEConfig": lambda heap, _: symmoe.MoELayer(heap, CONFIG),
     "heap (NoneType) must be a SymmetricHeap": lambda *_: symmoe.MoELayer(CONFIG, None),
+    "heap (str) must be a SymmetricHeap": lambda *_: symmoe.make_plan(
+        torch.zeros(2, 2, dtype=torch.int64), num_experts=2, heap="host"
+    ),
     "config (NoneType) must be a MoEConfig": lambda *_: symmoe.Router(None),
     "config (int) must be a MoEConfig": lambda *_: symmoe.plan_memory(1, num_ranks=1, num_tokens=1),
     "model (function) must be an nn.Module": lambda _, model: symmoe.capture_step(model, step),
@@ -64,6 +67,7 @@ CALLS: dict[str, Callable[[symmoe.SymmetricHeap, nn.Module], object]] = {
     "room ('big') must be a number": lambda _, m: symmoe.capture_step(step, m, room="big"),
     "room (0.5) must be finite and at least 1": lambda _, m: symmoe.capture_step(step, m, room=0.5),
     "num_eager ('2') must be an int": lambda _, m: symmoe.capture_step(step, m, num_eager="2"),
+    "num_eager (0) must be at least 1": lambda _, m: symmoe.capture_step(step, m, num_eager=0),
     "max_norm (str) must be a number": lambda _, model: symmoe.clip_grad_norm(model, "1"),
     "alpha ('8') must be a number": lambda _, m: symmoe.add_lora(m, rank=8, alpha="8"),
     "routing has shapes []": lambda *_: symmoe.routing_to_array({}),

@@ -1,8 +1,7 @@
-"""Balance losses, padding in losses, the expert bias and figures of balance, against loops in float64 and by hand."""
-
-from collections.abc import Callable, Sequence
+"""The global loss, the expert bias and figures of balance. Losses of layers, with padding too: test_features.py."""
 
 import pytest
+import reference
 import torch
 from cluster import run_on
 from worker import Findings
@@ -13,102 +12,11 @@ from symmoe.moe import balance
 
 SEQUENCES, LENGTH, EXPERTS, TOP_K, H, I = 3, 7, 6, 2, 16, 8
 TOKENS = SEQUENCES * LENGTH
-ALL = range(TOKENS)
 
 
 def make_scores() -> torch.Tensor:
     logits = 2 * torch.randn(TOKENS, EXPERTS, generator=torch.Generator().manual_seed(0))
     return logits.sigmoid().requires_grad_()
-
-
-def make_mask() -> torch.Tensor:
-    """Another number of tokens in each sequence, none in the last."""
-    mask = torch.ones(SEQUENCES, LENGTH, dtype=torch.bool)
-    mask[0, 5:] = False
-    mask[2] = False
-    return mask.flatten()
-
-
-def loop_loss(
-    scores: torch.Tensor, load: Sequence[float], tokens: Sequence[int] = ALL
-) -> torch.Tensor:
-    """E * sum f_i P_i over `tokens`, with the fractions of `load`; float64, differentiable."""
-    total = torch.zeros((), dtype=torch.float64)
-    for i in range(EXPERTS):
-        mean = sum(scores[t].double()[i] / scores[t].double().sum() for t in tokens) / max(
-            len(tokens), 1
-        )
-        total = total + EXPERTS * load[i] / max(sum(load), 1) * mean
-    return total
-
-
-def count(ids: torch.Tensor, tokens: Sequence[int] | None = None) -> list[int]:
-    chosen = [i for t in (range(len(ids)) if tokens is None else tokens) for i in ids[t].tolist()]
-    return [chosen.count(i) for i in range(EXPERTS)]
-
-
-def loop_of_sequences(scores: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The mean over the sequences of their losses."""
-    sequences = [
-        [t for t in range(s * LENGTH, (s + 1) * LENGTH) if mask[t]] for s in range(SEQUENCES)
-    ]
-    return sum(loop_loss(scores, count(ids, tokens), tokens) for tokens in sequences) / SEQUENCES
-
-
-def assert_same(
-    got: torch.Tensor, want: torch.Tensor, scores: torch.Tensor, reference: torch.Tensor
-) -> None:
-    """Values, and gradients of what they were computed from."""
-    got.backward()
-    want.backward()
-    assert got.dtype == torch.float32
-    torch.testing.assert_close(got.double(), want.double(), rtol=1e-6, atol=0)
-    torch.testing.assert_close(scores.grad, reference.grad, rtol=1e-4, atol=1e-8)
-
-
-@pytest.mark.parametrize(
-    "shares", [balance.normalised, lambda x: x.softmax(-1)], ids=["normalised", "softmax"]
-)
-def test_load_balance_loss_equals_a_loop(shares: Callable[[torch.Tensor], torch.Tensor]):
-    scores, reference = make_scores(), make_scores()
-    load = count(scores.topk(TOP_K).indices)
-    got, want = (
-        balance.load_balance_loss(shares(scores), torch.tensor(load)),
-        loop_loss(shares(reference), load),
-    )
-    assert (
-        abs(want.item() - 1) > 0.005
-    )  # the case is unbalanced enough for the test to mean something
-    assert_same(got, want, scores, reference)
-
-
-@pytest.mark.parametrize("masked", [False, True])
-def test_sequence_loss_equals_a_loop(masked: bool):
-    scores, reference = make_scores(), make_scores()
-    mask = make_mask() if masked else None
-    ids = scores.detach().topk(TOP_K).indices.int()
-    if masked:
-        ids[~mask] = -1
-    want = loop_of_sequences(reference, ids, make_mask() if masked else [True] * TOKENS)
-    assert_same(
-        balance.sequence_balance_loss(balance.normalised(scores), ids, LENGTH, mask),
-        want,
-        scores,
-        reference,
-    )
-    whole = balance.load_balance_loss(
-        balance.normalised(make_scores()), torch.tensor(count(ids)), mask
-    )
-    assert (
-        abs(float(whole.detach()) - float(want.detach())) > 1e-3
-    )  # a loss over all tokens is something else
-
-
-def test_z_loss_equals_float64():
-    scores, reference = make_scores(), make_scores()
-    assert_same(
-        balance.z_loss(scores), reference.double().logsumexp(1).square().mean(), scores, reference
-    )
 
 
 def test_normalised_scores_add_up_to_one():
@@ -121,23 +29,6 @@ def test_normalised_scores_add_up_to_one():
     torch.testing.assert_close(
         shares[0].double(), (r := scores[0].half().double()) / r.sum(), rtol=1e-6, atol=0
     )
-
-
-LOAD = torch.tensor([5, 1, 0, 9, 2, 3])
-LOSSES: dict[str, Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]] = {
-    "z": balance.z_loss,
-    "load": lambda scores, mask: balance.load_balance_loss(scores, LOAD, mask),
-}
-
-
-@pytest.mark.parametrize("loss", LOSSES)
-def test_padding_does_not_count(loss: str):
-    value, mask, scores, kept = LOSSES[loss], make_mask(), make_scores(), make_scores()
-    want = value(kept[mask], None)
-    assert_same(value(scores, mask), want, scores, kept)
-    assert not scores.grad[~mask].any()
-    assert abs(float(value(make_scores(), None).detach() - want.detach())) > 1e-3
-    assert value(make_scores(), torch.zeros_like(mask)).item() == 0
 
 
 def test_no_tokens_give_zero_with_a_graph():
@@ -192,40 +83,34 @@ def test_figures_of_a_load(load: list[int], imbalance: float, variation: float):
         assert figure(torch.zeros_like(load)).item() == 0
 
 
-# -- in a layer -------------------------------------------------------------------------------------------------------
-def make_layer(heap: SymmetricHeap, **options) -> MoELayer:
-    torch.manual_seed(1)
-    config = MoEConfig(
-        hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K, aux_loss_coef=0.5, **options
-    )
-    return MoELayer(config, heap)
-
-
 def batch(rank: int, number: int) -> torch.Tensor:
-    return (
-        torch.randn(
-            SEQUENCES, LENGTH, H, generator=torch.Generator().manual_seed(10 * rank + number)
-        )
-        + 0.2
-    )
+    generator = torch.Generator().manual_seed(10 * rank + number)
+    return torch.randn(SEQUENCES, LENGTH, H, generator=generator) + 0.2
 
 
 @run_on(1, 2)
 def test_the_global_loss_of_a_layer(
     rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap
 ) -> None:
-    layer = make_layer(heap, aux_loss="global")
-    seen: list[torch.Tensor] = []  # everybody's choice so far in the step
+    """It is of the loads of all micro-batches so far in the step."""
+    torch.manual_seed(1)
+    sizes = {"hidden": H, "ffn": I, "num_experts": EXPERTS, "top_k": TOP_K}
+    layer = MoELayer(MoEConfig(**sizes, aux_loss_coef=0.5, aux_loss="global"), heap)
+    load = torch.zeros(EXPERTS)
     for number in (0, 1, 2, 3):
         if number == 3:  # the next step
             balance.balance_step(layer)
-            seen.clear()
-        y, metrics = layer(batch(rank, number))
-        seen += [layer.router(batch(r, number).view(-1, H)).topk_idx for r in range(num_ranks)]
-        routed = layer.router(batch(rank, number).view(-1, H))
-        want = 0.5 * loop_loss(routed.scores, count(torch.cat(seen)))
+            load.zero_()
+        x = batch(rank, number)
+        y, metrics = layer(x)
+        for source in range(num_ranks):
+            chosen = layer.router(batch(source, number).view(-1, H)).topk_idx
+            load += reference.slots_of(layer.config, chosen)
+        routed = layer.router(x.view(-1, H))
+        want = reference.aux_loss(layer.config, x, None, load, routed)
         findings.close(f"global, micro-batch {number}", metrics.aux_loss, want, rtol=1e-6, atol=0)
-        of_rank = 0.5 * loop_loss(routed.scores, count(routed.topk_idx))
+        own_load = reference.slots_of(layer.config, routed.topk_idx)
+        of_rank = reference.aux_loss(layer.config, x, None, own_load, routed)
         is_whole = num_ranks == 1 and number in (0, 3)
         differs = abs(float(of_rank.detach()) - float(want.detach())) > 1e-3
         findings.check(differs != is_whole, f"micro-batch {number} would do with its own load")

@@ -1,11 +1,9 @@
-"""Layers with replicas compute what layers without them compute, whatever the routing."""
+"""Layers with replicas compute what layers without them compute, whatever the routing. Against a dense reference, with
+every stash and router, and with two micro-batches in flight: test_features.py."""
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,8 +11,6 @@ import oracle
 import pytest
 import torch
 from cluster import run_on
-from combinations import every_combination
-from torch.utils.checkpoint import checkpoint
 from worker import Findings, open_heap
 
 from symmoe import (
@@ -178,94 +174,6 @@ def test_between_nodes(rank: int, num_ranks: int, findings: Findings, ranks_per_
         )
 
 
-def packed(weights: Iterable[torch.Tensor]) -> torch.Tensor:
-    """[G, O, C] of one packed weight, or of discrete ones."""
-    return torch.cat([each.detach().view(-1, *each.shape[-2:]) for each in weights])
-
-
-def batch_of(rank: int, number: int, num_ranks: int) -> tuple[torch.Tensor, ...]:
-    """A rank's tokens of a micro-batch and the gradients of their results, and for two layers ids and probs [2, T, K].
-    The hot experts of the layers are on different ranks."""
-    num_tokens = 10 + 3 * rank + number
-    generator = torch.Generator().manual_seed(rank + 10 * number)
-    x, dy = torch.randn(2, num_tokens, H, generator=generator)
-    heat = torch.ones(2, 4 * num_ranks)
-    heat[0, 4 * (number % num_ranks)] = 100
-    heat[1, 4 * ((number + 1) % num_ranks)] = 100
-    ids = [torch.multinomial(each.expand(num_tokens, -1), K, generator=generator) for each in heat]
-    return x, dy, torch.stack(ids), torch.rand(2, num_tokens, K, generator=generator)
-
-
-def dense(x: torch.Tensor, ids: torch.Tensor, probs: torch.Tensor, weights) -> torch.Tensor:
-    """What a layer with all experts computes."""
-    rows = [
-        sum(
-            oracle.swiglu_expert(token, prob, *(weight[expert] for weight in weights))
-            for expert, prob in zip(its_ids, its_probs, strict=True)
-        )
-        for token, its_ids, its_probs in zip(x, ids, probs, strict=True)
-    ]
-    return torch.stack(rows)
-
-
-def in_flight(
-    heap: SymmetricHeap, findings: Findings, *, recomputes=False, kind=None, **options: Any
-) -> None:
-    """Two layers, one after the other, and two micro-batches, both of which go forward before one goes back, against
-    float64. (Memory of tests begins as NaN.) kind: of this rank's experts."""
-    rank, num_ranks = heap.rank, heap.num_ranks
-    torch.manual_seed(1 + rank)
-    its = config(num_ranks, **REPLICAS, **options)
-    layers = [MoELayer(its, heap, experts=GroupedMLP(4, H, I, **(kind or {}))) for _ in range(2)]
-    linears = [(layer.experts.fc1, layer.experts.fc2) for layer in layers]
-    mine = [batch_of(rank, number, num_ranks) for number in range(2)]
-    outputs = []
-    for x, _, ids, probs in mine:
-        probs.requires_grad_()
-        y = x.requires_grad_()
-        for layer, its_ids, its_probs in zip(layers, ids, probs, strict=True):
-            forward = partial(checkpoint, layer, use_reentrant=False) if recomputes else layer
-            y, metrics = forward(y, topk_idx=its_ids, probs=its_probs)
-            findings.check(int(metrics.num_replicas) > 0, "nothing has moved")
-        outputs.append(y)
-    for y, (_, dy, *_) in zip(outputs, mine, strict=True):
-        y.backward(dy)
-
-    weights = [
-        [torch.cat(oracle.gather(packed(fc.weight_parameters()))).double() for fc in pair]
-        for pair in linears
-    ]
-    for weight in itertools.chain(*weights):
-        weight.requires_grad_()
-    results = []
-    for source, number in itertools.product(range(num_ranks), range(2)):
-        x, dy, ids, probs = batch_of(source, number, num_ranks)
-        leaves = x.double().requires_grad_(), probs.double().requires_grad_()
-        y = dense(
-            dense(leaves[0], ids[0], leaves[1][0], weights[0]), ids[1], leaves[1][1], weights[1]
-        )
-        y.backward(dy.double())
-        if source == rank:
-            got = outputs[number], mine[number][0].grad, mine[number][3].grad
-            want = y, *(leaf.grad for leaf in leaves)
-            results += zip(("y", "dx", "dprobs"), got, want, strict=True)
-    for fc, weight in zip(itertools.chain(*linears), itertools.chain(*weights), strict=True):
-        gradient = packed(each.grad for each in fc.weight_parameters())
-        results.append(("gradient of weights", gradient, weight.grad[4 * rank :][:4]))
-    for name, got, want in results:
-        findings.close(name, got, want, rtol=0.0, atol=1e-5 * float(want.abs().max()))
-
-
-@every_combination(stash=["all", "rows", "hidden", "none"], recomputes=[False, True])
-@run_on(2)
-def test_what_forward_keeps_does_not_matter(
-    rank, num_ranks, findings: Findings, heap, stash: str, recomputes: bool
-):
-    for schedule in ("serial", "always-overlapped"):
-        findings.where = f"rank {rank}, {schedule}"
-        in_flight(heap, findings, stash=stash, recomputes=recomputes, schedule=schedule)
-
-
 @run_on(2)
 def test_steps_repeat(rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap) -> None:
     """Twice the same bits, weight gradients too."""
@@ -376,31 +284,6 @@ def test_bytes_of_a_replica(heap: SymmetricHeap, kind: dict[str, Any]) -> None:
 
 
 @run_on(2)
-def test_a_router_learns_the_same(
-    rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap
-) -> None:
-    results = []
-    for options in (REPLICAS, {}):
-        torch.manual_seed(5)
-        its = config(
-            num_ranks,
-            router="linear",
-            order="slot",
-            aux_loss_coef=0.01,
-            expert_bias=True,
-            **options,
-        )
-        layer = MoELayer(its, heap)
-        x = torch.randn(TOKENS, H, generator=torch.Generator().manual_seed(rank)).requires_grad_()
-        for _ in range(5):
-            y, metrics = layer(x)
-            (y.square().mean() + metrics.aux_loss).backward()
-        found = {name: each.grad for name, each in layer.named_parameters()}
-        results.append([{"y": y.detach(), "dx": x.grad, "load": metrics.expert_load, **found}])
-    compare(*results, findings, same_bits=False)
-
-
-@run_on(2)
 def test_what_is_not_supported(
     rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap
 ) -> None:
@@ -460,4 +343,6 @@ def test_experts_of_ranks_must_be_alike(
     text = f"{name} differs at 'dispatch: ready': rank 0 has {zero}, rank 1 has {one}"
     with pytest.raises(ConfigMismatch, match=re.escape(text)):
         steps(layer, torch.bfloat16)
-    in_flight(heap, findings, kind={"weights": ["packed", "discrete"][rank]})
+    both(
+        heap, torch.float32, findings, order="slot", kind={"weights": ["packed", "discrete"][rank]}
+    )

@@ -269,12 +269,13 @@ def test_a_loss_that_a_checkpoint_has_lost_is_warned_of(
 
 
 @run_on(2)
-def test_the_traceback_of_an_error_is_the_users(rank: int, num_ranks: int) -> None:
+def test_the_traceback_of_an_error_is_the_users(
+    rank: int, num_ranks: int, heap: SymmetricHeap
+) -> None:
     """Not the way through the package: of that, only where it begins and ends."""
-    with open_heap("cpu") as heap:
-        layer, _ = make_layer(heap, config_for(num_ranks, "cpu", order=("rank", "slot")[rank]))
-        with pytest.raises(ConfigMismatch, match="order differs") as caught:
-            layer(tokens_of(rank, 5, H))
+    layer, _ = make_layer(heap, config_for(num_ranks, "cpu", order=("rank", "slot")[rank]))
+    with pytest.raises(ConfigMismatch, match="order differs") as caught:
+        layer(tokens_of(rank, 5, H))
     files = [Path(entry.path) for entry in caught.traceback]
     assert files[0] == Path(__file__)
     assert len([path for path in files if Path(symmoe.__file__).parent in path.parents]) <= 2

@@ -42,35 +42,27 @@ def results(layer: MoELayer, x: torch.Tensor, around: str, which: str) -> list[t
 @pytest.mark.parametrize("name", OPTIONS)
 @run_on(2, on_gpus=(2,))
 def test_bits_are_those_of_a_called_router(
-    rank: int, num_ranks: int, device: str, name: str, around: str
-) -> list[str]:
-    texts = []
+    rank: int, num_ranks: int, findings: Findings, device: str, name: str, around: str
+) -> None:
     with open_heap(device) as heap:
         own, called = (
             make_layer(heap, config_for(num_ranks, device, **OPTIONS[name]))[0] for _ in range(2)
         )
         called.router.register_forward_hook(lambda *_: None)
         for number in range(6):
-            x = (
-                tokens_of(rank, 9, own.config.hidden, salt=number)
-                .to(heap.device)
-                .requires_grad_(number != 3)
-            )
+            findings.where = f"rank {rank}, call {number}"
+            x = tokens_of(rank, 9, own.config.hidden, salt=number).to(heap.device)
+            x.requires_grad_(number != 3)
             which = "losses" if number == 4 and name == "losses" else "y, losses"
             with mock.patch.object(router, "route_tokens", wraps=router.route_tokens) as chosen:
                 found = results(own, x, around, which)
                 num_own = chosen.call_count
                 wanted = results(called, x, around, which)
-            for a, b in zip(found, wanted, strict=True):
-                if (a is None) != (b is None) or (
-                    a is not None and b is not None and not torch.equal(a, b)
-                ):
-                    texts.append(f"rank {rank}, call {number}: other bits")
-            if not 0 == num_own < chosen.call_count:
-                texts.append(
-                    f"rank {rank}: {num_own} and {chosen.call_count} calls chose outside of the step"
-                )
-    return texts
+            for got, want in zip(found, wanted, strict=True):
+                same = got is want if want is None or got is None else torch.equal(got, want)
+                findings.check(same, "other bits")
+            findings.equal("calls that chose outside of the step", num_own, 0)
+            findings.check(chosen.call_count > 0, "the router was not called")
 
 
 def doubled(output: RouterOutput) -> RouterOutput:
@@ -152,17 +144,14 @@ def with_shared(layer: MoELayer, shared: torch.nn.Module, x: torch.Tensor) -> to
 
 @run_on(2)
 def test_an_exception_before_the_plan_fails_the_call_on_all_ranks(
-    rank: int, num_ranks: int
-) -> list[str]:
-    with SymmetricHeap(num_bytes=4 << 20, backend="host") as heap:
-        layer, _ = make_layer(heap, config_for(num_ranks, "cpu"))
-        x = tokens_of(rank, 9, layer.config.hidden)
-        wanted, _ = layer(x)
-        layer(x)
-        broken = mock.patch.object(Route, "compute", side_effect=RuntimeError("out of memory"))
-        with mock.patch.object(heap, "_plays", False), broken if rank == 1 else nullcontext():
-            with pytest.raises(RuntimeError if rank == 1 else SymmoeError, match="out of memory"):
-                layer(x)
-        return (
-            [] if torch.equal(layer(x)[0], wanted) else [f"rank {rank}: other bits after the error"]
-        )
+    rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap
+) -> None:
+    layer, _ = make_layer(heap, config_for(num_ranks, "cpu"))
+    x = tokens_of(rank, 9, layer.config.hidden)
+    wanted, _ = layer(x)
+    layer(x)
+    broken = mock.patch.object(Route, "compute", side_effect=RuntimeError("out of memory"))
+    with mock.patch.object(heap, "_plays", False), broken if rank == 1 else nullcontext():
+        with pytest.raises(RuntimeError if rank == 1 else SymmoeError, match="out of memory"):
+            layer(x)
+    findings.check(torch.equal(layer(x)[0], wanted), "other bits after the error")

@@ -15,6 +15,7 @@ import routings
 import torch
 import torch.distributed as dist
 from cluster import run_on
+from heap_calls import outcome
 from node_calls import EAGERLY, EXACT, ON_RAILS, STATIC, drop_on_rails, train
 from stacks import EXACT as BIG_EXACT
 from stacks import MOST_TOKENS as MOST_BIG_TOKENS
@@ -144,22 +145,14 @@ def test_machines_of_one_domain_are_one_node(rank: int, num_ranks: int, findings
 
 
 @run_on(3)
-def test_wrong_numbers_of_ranks_per_node(rank: int, num_ranks: int) -> None:
-    found = []
-    for ranks_per_node in (0, True, 2.0, 2, (1, 3, 1)[rank]):
-        try:
-            SymmetricHeap(num_bytes=4 << 20, backend="host", ranks_per_node=ranks_per_node)
-        except Exception as error:  # noqa: BLE001
-            found.append((type(error).__name__, str(error)))
-    for name, text in found[:3]:
-        assert name == "ArgumentError"
-        assert text.startswith("on rank 0: ranks_per_node (")
-    assert found[3][0] == "ArgumentError"
-    assert (
-        "ranks_per_node (2) must divide the 3 ranks of the group on the node of rank 0"
-        in found[3][1]
-    )
-    assert found[4] == ("ConfigMismatch", "ranks_per_node differs between ranks: [1, 3, 1]")
+def test_ranks_per_node_that_do_not_fit(rank: int, num_ranks: int) -> None:
+    """Other wrong numbers: symm_mem/test_heap_start.py."""
+    options = {"num_bytes": 4 << 20, "backend": "host"}
+    name, text = outcome(SymmetricHeap, **options, ranks_per_node=2)
+    assert name == "ArgumentError"
+    assert "ranks_per_node (2) must divide the 3 ranks of the group on the node of rank 0" in text
+    wanted = ("ConfigMismatch", "ranks_per_node differs between ranks: [1, 3, 1]")
+    assert outcome(SymmetricHeap, **options, ranks_per_node=(1, 3, 1)[rank]) == wanted
 
 
 # -- bits -------------------------------------------------------------------------------------------------------------
@@ -256,6 +249,8 @@ def test_rails_are_under_way_while_own_rows_are_computed(
     assert forward == backward == [*dispatch, *ends, part, begin, end], found
 
 
+# Tokens and gradients travel as E4M3 numbers.
+QUANTIZED = {"hidden": 256, "ffn": 128, "precision": Float8Block(), "quantized_wire": "both"}
 KINDS = [
     pytest.param({**EXACT, **EAGERLY, "layout": "packed"}, torch.bfloat16, id="exact"),
     pytest.param(
@@ -270,6 +265,7 @@ KINDS = [
         id="serial",
         marks=pytest.mark.slow,
     ),
+    pytest.param(QUANTIZED, torch.bfloat16, id="quantized", marks=pytest.mark.slow),
 ]
 
 
@@ -354,45 +350,6 @@ def test_order_node_sums_twice(cluster):
     assert all(
         torch.equal(a, b) for a, b in zip(found("node", None), found("slot", None), strict=True)
     )
-
-
-def quantized(rank: int, num_ranks: int, ranks_per_node: int | None) -> list[torch.Tensor]:
-    """A step with tokens and gradients that travel as E4M3 numbers."""
-    generator = torch.Generator().manual_seed(2)
-    with open_heap("cpu", num_bytes=32 << 20, ranks_per_node=ranks_per_node) as heap:
-        options = {
-            "order": "slot",
-            "precision": Float8Block(),
-            "quantized_wire": "both",
-            "router": "none",
-        }
-        layer = MoELayer(
-            MoEConfig(hidden=256, ffn=128, num_experts=4, top_k=2, **options),
-            heap,
-            dtype=torch.bfloat16,
-        )
-        for parameter in layer.parameters():
-            whole = torch.randn((4, *parameter.shape[1:]), generator=generator) * 0.1
-            parameter.data.copy_(whole[rank * parameter.shape[0] : (rank + 1) * parameter.shape[0]])
-        x = torch.randn((num_ranks, 20, 256), generator=generator)[rank].bfloat16().requires_grad_()
-        probs = torch.rand((num_ranks, 20, 2), generator=generator)[rank].requires_grad_()
-        ids = torch.stack([torch.randperm(4, generator=generator)[:2] for _ in range(20)])
-        y, _ = layer(x, topk_idx=ids, probs=probs)
-        y.float().square().sum().backward()
-        return [
-            y.detach(),
-            x.grad,
-            probs.grad,
-            *(parameter.grad for parameter in layer.parameters()),
-        ]
-
-
-@pytest.mark.slow
-def test_rows_that_travel_quantized(cluster):
-    for want, got in zip(
-        cluster(4).run(quantized, None), cluster(4).run(quantized, 2), strict=True
-    ):
-        assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
 
 
 def keep_or_load(

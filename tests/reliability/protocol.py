@@ -502,31 +502,26 @@ def scenarios(num_ranks: int = 3) -> list[Scenario]:
         Scenario("overlapped", ("overlapped dispatch",) * 3),
         Scenario("overlapped step", ("overlapped dispatch", "combine", "overlapped dispatch")),
     ]
+    overlapped = ("overlapped dispatch", "overlapped dispatch", "plan")
+    step = ("plan", "dispatch")
+    trips = ("dispatch", "combine", "plan")
     troubled = []
     for rank in range(num_ranks):
-        for call in range(2):
-            name = f"rank {rank} fails call {call}"
-            troubled.append(Scenario(name, ("dispatch", "combine", "plan"), fails=(rank, call)))
-        troubled.append(
-            Scenario(f"rank {rank} fails a plan", ("plan", "plan", "dispatch"), fails=(rank, 1))
-        )
-        troubled.append(Scenario(f"rank {rank} dies in a step", ("plan", "dispatch"), dies=(rank,)))
-        troubled.append(
-            Scenario(f"rank {rank} dies in a combine", ("combine", "plan"), dies=(rank,))
-        )
-        overlapped = ("overlapped dispatch", "overlapped dispatch", "plan")
-        troubled.append(Scenario(f"rank {rank} dies while rows travel", overlapped, dies=(rank,)))
-        troubled.append(Scenario(f"rank {rank} is late", ("plan", "combine"), late=rank))
-        troubled.append(
-            Scenario(
-                f"rank {rank} is late with its rows", ("overlapped dispatch", "plan"), late=rank
-            )
-        )
-        troubled.append(Scenario(f"rank {rank} raises", ("plan", "dispatch", "plan"), raises=rank))
-    for pair in combinations(range(num_ranks), 2) if num_ranks > 2 else ():
-        troubled.append(
-            Scenario(
-                f"ranks {pair[0]} and {pair[1]} die in a step", ("plan", "dispatch"), dies=pair
-            )
-        )
+        who = f"rank {rank}"
+        troubled += [
+            Scenario(f"{who} fails call 0", trips, fails=(rank, 0)),
+            Scenario(f"{who} fails call 1", trips, fails=(rank, 1)),
+            Scenario(f"{who} fails a plan", ("plan", "plan", "dispatch"), fails=(rank, 1)),
+            Scenario(f"{who} dies in a step", step, dies=(rank,)),
+            Scenario(f"{who} dies in a combine", ("combine", "plan"), dies=(rank,)),
+            Scenario(f"{who} dies while rows travel", overlapped, dies=(rank,)),
+            Scenario(f"{who} is late", ("plan", "combine"), late=rank),
+            Scenario(f"{who} is late with its rows", ("overlapped dispatch", "plan"), late=rank),
+            Scenario(f"{who} raises", ("plan", "dispatch", "plan"), raises=rank),
+        ]
+    if num_ranks > 2:
+        troubled += [
+            Scenario(f"ranks {one} and {other} die in a step", step, dies=(one, other))
+            for one, other in combinations(range(num_ranks), 2)
+        ]
     return [replace(scenario, num_ranks=num_ranks) for scenario in (*quiet, *troubled)]

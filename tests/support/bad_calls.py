@@ -79,6 +79,18 @@ def freed(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def stale(name: str) -> Callable[[SymmetricHeap, Arguments], torch.Tensor]:
+    """The same numbers in memory of a lease that is over."""
+
+    def make(heap: SymmetricHeap, good: Arguments) -> torch.Tensor:
+        lease = heap.lease(tuple(good[name].shape), good[name].dtype, name="old")
+        tensor = lease.tensor.copy_(good[name])
+        lease.release()
+        return tensor
+
+    return make
+
+
 # What the text says of a tensor, and how it is made of a good one.
 UNREADABLE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "(torch.sparse_coo)": lambda tensor: tensor.to_sparse(),
@@ -98,15 +110,8 @@ def unreadable(name: str, *, without: tuple[str, ...] = ()) -> Iterator[Bad]:
         if kind not in without:
             yield wrong(name, make, f"{name} {kind.replace('  ', ' ')} must be a strided tensor")
 
-    def stale(heap: SymmetricHeap, good: Arguments) -> torch.Tensor:
-        lease = heap.lease(tuple(good[name].shape), good[name].dtype, name="old")
-        tensor = lease.tensor.copy_(good[name])
-        lease.release()
-        return tensor
-
-    yield dataclasses.replace(
-        on_heap(name, stale, f"{name} is memory of lease 'old'", "released"), error="StaleLease"
-    )
+    released = on_heap(name, stale(name), f"{name} is memory of lease 'old'", "released")
+    yield dataclasses.replace(released, error="StaleLease")
 
 
 @torch.inference_mode()
@@ -132,72 +137,73 @@ def with_id(value: int) -> Callable[[torch.Tensor], torch.Tensor]:
     return change
 
 
-def plan_mistakes(num_experts: int) -> Iterator[Bad]:
-    yield from unreadable("topk_idx")
-    yield wrong("topk_idx", lambda ids: ids.tolist(), "topk_idx (list)", "[T, K]")
-    yield wrong("topk_idx", lambda ids: ids.flatten(), f"topk_idx has shape [{T * K}]", "[T, K]")
-    yield wrong("topk_idx", lambda ids: ids.float(), "topk_idx", "torch.float32", "torch.int64")
-    yield wrong("topk_idx", lambda ids: ids.short(), "topk_idx", "torch.int16", "torch.int32")
-    yield wrong("topk_idx", lambda ids: ids.to("meta"), "topk_idx is on meta", "on {device}")
-    yield wrong("topk_idx", lambda ids: ids[:1].expand(2**31, K), "topk_idx [2147", "2**31 slots")
-    yield wrong("topk_idx", lambda ids: ids[:, :0], "topk_idx has K = 0", "[1, 32]")
-    yield wrong("topk_idx", lambda ids: ids[:, :1].expand(-1, 33), "K = 33", "[1, 32]")
-    yield wrong("num_experts", 0, "num_experts (0)", "[1, 1024]")
-    yield wrong("num_experts", 1200, "num_experts (1200)", "[1, 1024]")
-    yield wrong("num_experts", True, "num_experts (True)", "int, not bool")
-    yield wrong("num_experts", "8", "num_experts ('8')", "int")
-    yield wrong("overflow", np.array(["raise", "drop"]), "overflow (array", "'raise'")
-    yield wrong("overflow", "ignore", "overflow ('ignore')", "('raise', 'drop')")
-    yield wrong("overflow", ["drop"], "overflow (['drop'])", "('raise', 'drop')")
-    yield wrong("overflow", "drop", "overflow ('drop')", "capacity is None")
-    yield wrong("dtype", np.arange(3), "dtype (", "torch.bfloat16")
-    yield wrong("dtype", torch.float64, "dtype (torch.float64)", "torch.bfloat16")
-    yield wrong("hidden", 0, "hidden (0)", "at least 1")
-    yield wrong("hidden", "16", "hidden ('16')", "int")
-    yield wrong("precision", "mxfp8", "precision ('mxfp8') must be")
-    yield wrong("quantized_wire", "rows", "quantized_wire ('rows') must be")
-    yield wrong("capacity", 0, "capacity (0)", "at least 1", base=STATIC)
-    yield wrong("capacity", -1, "capacity (-1)", "at least 1", base=STATIC)
-    yield wrong("capacity", 2.5, "capacity (2.5)", "int", base=STATIC)
-    yield wrong("capacity", 2**31, "capacity (2147483648)", "less than 2**31", base=STATIC)
-    yield wrong("max_tokens", T - 1, f"max_tokens ({T - 1})", f"({T})", base=STATIC)
-    yield wrong("max_tokens", "9", "max_tokens ('9')", "int", base=STATIC)
-    yield wrong("max_tokens", 9, "max_tokens (9)", "capacity is None")
-    for base in ((), STATIC):
-        for value, shown in (
-            (num_experts, num_experts),
-            (-2, -2),
-            (2**40, 2**31 - 1),
-            (-(2**40), -(2**31)),
-        ):
-            text = f"topk_idx on rank {{rank}}, flat position {3 * K + 1}: {shown} is neither -1 nor in"
-            yield wrong(
-                "topk_idx",
-                with_id(value),
-                text,
-                f"[0, {num_experts})",
-                error="ExpertIdError",
-                base=base,
-            )
+def ids_out_of_range(num_experts: int, base: tuple = ()) -> list[Bad]:
+    """Values of `topk_idx`, and what the text shows of them: kernels see the nearest int32."""
+    found = []
+    for value in (num_experts, -2, 2**40, -(2**40)):
+        shown = max(-(2**31), min(value, 2**31 - 1))
+        text = f"topk_idx on rank {{rank}}, flat position {3 * K + 1}: {shown} is neither -1 nor in"
+        parts = text, f"[0, {num_experts})"
+        found.append(wrong("topk_idx", with_id(value), *parts, error="ExpertIdError", base=base))
+    return found
 
 
-def rows_mistakes(name: str, num_rows_text: str) -> Iterator[Bad]:
+def plan_mistakes(num_experts: int) -> list[Bad]:
+    return [
+        *unreadable("topk_idx"),
+        wrong("topk_idx", lambda ids: ids.tolist(), "topk_idx (list)", "[T, K]"),
+        wrong("topk_idx", lambda ids: ids.flatten(), f"topk_idx has shape [{T * K}]", "[T, K]"),
+        wrong("topk_idx", lambda ids: ids.float(), "topk_idx", "torch.float32", "torch.int64"),
+        wrong("topk_idx", lambda ids: ids.short(), "topk_idx", "torch.int16", "torch.int32"),
+        wrong("topk_idx", lambda ids: ids.to("meta"), "topk_idx is on meta", "on {device}"),
+        wrong("topk_idx", lambda ids: ids[:1].expand(2**31, K), "topk_idx [2147", "2**31 slots"),
+        wrong("topk_idx", lambda ids: ids[:, :0], "topk_idx has K = 0", "[1, 32]"),
+        wrong("topk_idx", lambda ids: ids[:, :1].expand(-1, 33), "K = 33", "[1, 32]"),
+        wrong("num_experts", 0, "num_experts (0)", "[1, 1024]"),
+        wrong("num_experts", 1200, "num_experts (1200)", "[1, 1024]"),
+        wrong("num_experts", True, "num_experts (True)", "int, not bool"),
+        wrong("num_experts", "8", "num_experts ('8')", "int"),
+        wrong("overflow", np.array(["raise", "drop"]), "overflow (array", "'raise'"),
+        wrong("overflow", "ignore", "overflow ('ignore')", "('raise', 'drop')"),
+        wrong("overflow", ["drop"], "overflow (['drop'])", "('raise', 'drop')"),
+        wrong("overflow", "drop", "overflow ('drop')", "capacity is None"),
+        wrong("dtype", np.arange(3), "dtype (", "torch.bfloat16"),
+        wrong("dtype", torch.float64, "dtype (torch.float64)", "torch.bfloat16"),
+        wrong("hidden", 0, "hidden (0)", "at least 1"),
+        wrong("hidden", "16", "hidden ('16')", "int"),
+        wrong("precision", "mxfp8", "precision ('mxfp8') must be"),
+        wrong("quantized_wire", "rows", "quantized_wire ('rows') must be"),
+        wrong("capacity", 0, "capacity (0)", "at least 1", base=STATIC),
+        wrong("capacity", -1, "capacity (-1)", "at least 1", base=STATIC),
+        wrong("capacity", 2.5, "capacity (2.5)", "int", base=STATIC),
+        wrong("capacity", 2**31, "capacity (2147483648)", "less than 2**31", base=STATIC),
+        wrong("max_tokens", T - 1, f"max_tokens ({T - 1})", f"({T})", base=STATIC),
+        wrong("max_tokens", "9", "max_tokens ('9')", "int", base=STATIC),
+        wrong("max_tokens", 9, "max_tokens (9)", "capacity is None"),
+        *ids_out_of_range(num_experts),
+        *ids_out_of_range(num_experts, STATIC),
+    ]
+
+
+def rows_mistakes(name: str, num_rows_text: str) -> list[Bad]:
     """Mistakes in the rows that travel, `x` or `expert_out`."""
-    yield from unreadable(name)
-    yield wrong(name, None, f"{name} (NoneType)", "[N, H]")
-    yield wrong(name, lambda x: x.flatten(), f"{name} has shape [", "[N, H]")
-    yield wrong(name, lambda x: x[:, :0], f"{name} has rows of 0 features")
-    yield wrong(name, lambda x: x.cfloat(), f"{name} has dtype torch.complex64")
-    yield wrong(name, quantized, f"{name} has dtype torch.quint8", "torch.bfloat16")
-    yield wrong(name, lambda x: torch.cat([x, x, x[:1]]), f"{name} has", num_rows_text)
-    yield wrong(name, lambda x: x.int(), f"{name} has dtype torch.int32", "torch.bfloat16")
-    yield wrong(name, lambda x: x.double(), f"{name} has dtype torch.float64", "torch.float16")
-    yield wrong(name, lambda x: x.to("meta"), f"{name} is on meta", "on {device}")
-    yield wrong("order", "fast", "order ('fast')", "'rank'", "'slot'")
-    yield wrong("order", np.array(["rank", "slot"]), "order (array", "'rank'", "'slot'")
+    return [
+        *unreadable(name),
+        wrong(name, None, f"{name} (NoneType)", "[N, H]"),
+        wrong(name, lambda x: x.flatten(), f"{name} has shape [", "[N, H]"),
+        wrong(name, lambda x: x[:, :0], f"{name} has rows of 0 features"),
+        wrong(name, lambda x: x.cfloat(), f"{name} has dtype torch.complex64"),
+        wrong(name, quantized, f"{name} has dtype torch.quint8", "torch.bfloat16"),
+        wrong(name, lambda x: torch.cat([x, x, x[:1]]), f"{name} has", num_rows_text),
+        wrong(name, lambda x: x.int(), f"{name} has dtype torch.int32", "torch.bfloat16"),
+        wrong(name, lambda x: x.double(), f"{name} has dtype torch.float64", "torch.float16"),
+        wrong(name, lambda x: x.to("meta"), f"{name} is on meta", "on {device}"),
+        wrong("order", "fast", "order ('fast')", "'rank'", "'slot'"),
+        wrong("order", np.array(["rank", "slot"]), "order (array", "'rank'", "'slot'"),
+    ]
 
 
-def buffer_mistakes(name: str, like: str) -> Iterator[Bad]:
+def buffer_mistakes(name: str, like: str) -> list[Bad]:
     """Mistakes in a buffer for results, `out` or `grad_out`, that belongs on the heap; test_buffers.py has more."""
 
     def memory(
@@ -209,39 +215,41 @@ def buffer_mistakes(name: str, like: str) -> Iterator[Bad]:
         both = heap.lease((max(len(good[name]), len(good[like])), H), torch.float32).tensor
         return {like: both[: len(good[like])].copy_(good[like]), name: both[: len(good[name])]}
 
-    def released(heap: SymmetricHeap, good: Arguments) -> torch.Tensor:
-        lease = heap.lease((len(good[name]), H), torch.float32)
-        tensor = lease.tensor
-        lease.release()
-        return tensor
-
-    yield wrong(name, freed, f"{name} (a tensor whose memory has been freed)")
-    yield on_heap(name, memory(more_rows=1), f"{name} has shape", "must be")
-    yield on_heap(name, memory(features=H + 1), f"{name} has shape", f", {H + 1}]", f", {H}]")
-    yield on_heap(
-        name, memory(dtype=torch.bfloat16), f"{name} has dtype torch.bfloat16", "torch.float32"
-    )
-    yield wrong(name, lambda good: good.to("meta"), f"{name} is on meta", "on {device}")
-    yield wrong(name, lambda good: good.clone(), f"{name} is not on this symmetric heap")
-    yield Bad(overlapping, (f"{name} [", "overlaps a tensor of shape ["))
+    found = [
+        wrong(name, freed, f"{name} (a tensor whose memory has been freed)"),
+        on_heap(name, memory(more_rows=1), f"{name} has shape", "must be"),
+        on_heap(name, memory(features=H + 1), f"{name} has shape", f", {H + 1}]", f", {H}]"),
+        on_heap(
+            name, memory(dtype=torch.bfloat16), f"{name} has dtype torch.bfloat16", "torch.float32"
+        ),
+        wrong(name, lambda good: good.to("meta"), f"{name} is on meta", "on {device}"),
+        wrong(name, lambda good: good.clone(), f"{name} is not on this symmetric heap"),
+        Bad(overlapping, (f"{name} [", "overlaps a tensor of shape [")),
+    ]
     if name == "out":  # a released grad_out would be found in backward
-        yield dataclasses.replace(on_heap(name, released, "which was released"), error="StaleLease")
+        released = on_heap(name, stale(name), "which was released")
+        found.append(dataclasses.replace(released, error="StaleLease"))
+    return found
 
 
-def dispatch_mistakes() -> Iterator[Bad]:
-    yield from rows_mistakes("x", f"this plan needs {T}")
-    yield from buffer_mistakes("out", "x")
-    yield from unreadable("probs")
-    yield wrong("probs", lambda p: p.tolist(), "probs (list)", "tensor")
-    yield wrong("probs", lambda p: p[:, :1], f"probs has shape [{T}, 1]", f"[{T}, {K}]")
-    yield wrong("probs", lambda p: p.double(), "probs has dtype torch.float64", "torch.float32")
-    yield wrong("probs", lambda p: p.bfloat16(), "probs has dtype torch.bfloat16", "torch.float32")
-    yield wrong("probs", lambda p: p.to("meta"), "probs is on meta", "on {device}")
+def dispatch_mistakes() -> list[Bad]:
+    return [
+        *rows_mistakes("x", f"this plan needs {T}"),
+        *buffer_mistakes("out", "x"),
+        *unreadable("probs"),
+        wrong("probs", lambda p: p.tolist(), "probs (list)", "tensor"),
+        wrong("probs", lambda p: p[:, :1], f"probs has shape [{T}, 1]", f"[{T}, {K}]"),
+        wrong("probs", lambda p: p.double(), "probs has dtype torch.float64", "torch.float32"),
+        wrong("probs", lambda p: p.bfloat16(), "probs has dtype torch.bfloat16", "torch.float32"),
+        wrong("probs", lambda p: p.to("meta"), "probs is on meta", "on {device}"),
+    ]
 
 
-def combine_mistakes() -> Iterator[Bad]:
-    yield from rows_mistakes("expert_out", "this plan needs")
-    yield from buffer_mistakes("grad_out", "expert_out")
+def combine_mistakes() -> list[Bad]:
+    return [
+        *rows_mistakes("expert_out", "this plan needs"),
+        *buffer_mistakes("grad_out", "expert_out"),
+    ]
 
 
 # (argument, no such word, the words), the same in a call and in a configuration
@@ -256,26 +264,46 @@ WORDS = (
 )
 
 
-def mlp_mistakes() -> Iterator[Bad]:
-    for name, word, words in WORDS:
-        yield wrong(name, word, f"{name} ({word!r}) must be one of {words}")
+def mlp_mistakes() -> list[Bad]:
+    return [
+        wrong(name, word, f"{name} ({word!r}) must be one of {words}")
+        for name, word, words in WORDS
+    ]
 
 
-def layer_mistakes() -> Iterator[Bad]:
+# Fields of a layer's configuration whose calls go another way.
+OF_LAYERS = ((), (("capacity_factor", 1.0), ("aux_loss_coef", 0.1)))
+
+
+def layer_mistakes(num_experts: int) -> list[Bad]:
     flat = ("(torch.sparse_csr)", "(a nested  tensor)")  # which a mask cannot be
-    for name in ("x", "token_mask", "topk_idx"):
-        yield from unreadable(name, without=flat if name == "token_mask" else ())
-        yield wrong(name, of_inference, f"{name} was made in inference_mode", "clone()")
-    yield wrong("x", lambda x: x.tolist(), "x (list)", f"hidden ({H})")
-    yield wrong("x", lambda x: x[:, :-1], f"x ([{T}, {H - 1}])", f"hidden ({H})")
-    yield wrong("x", lambda x: x[:, :0], f"x ([{T}, 0])", f"hidden ({H})")
-    yield wrong("x", lambda x: x.sum(), "x has shape []", f"hidden ({H})")
-    yield wrong("x", lambda x: x.int(), "x has dtype torch.int32", "torch.bfloat16")
-    yield wrong("x", lambda x: x.double(), "x has dtype torch.float64", "torch.float32")
-    yield wrong("x", quantized, "x has dtype torch.quint8", "torch.float32")
-    yield wrong("x", lambda x: x.to("meta"), "x is on meta", "on {device}")
-    yield wrong("token_mask", lambda mask: mask.tolist(), "token_mask (list)", f"[{T}]")
-    yield wrong("topk_idx", lambda ids: ids[:, :1], f"topk_idx has shape [{T}, 1]", f"[{T}, {K}]")
+    found = [
+        *unreadable("x"),
+        *unreadable("token_mask", without=flat),
+        *unreadable("topk_idx"),
+        *(
+            wrong(name, of_inference, f"{name} was made in inference_mode", "clone()")
+            for name in ("x", "token_mask", "topk_idx")
+        ),
+        wrong("x", lambda x: x.tolist(), "x (list)", f"hidden ({H})"),
+        wrong("x", lambda x: x[:, :-1], f"x ([{T}, {H - 1}])", f"hidden ({H})"),
+        wrong("x", lambda x: x[:, :0], f"x ([{T}, 0])", f"hidden ({H})"),
+        wrong("x", lambda x: x.sum(), "x has shape []", f"hidden ({H})"),
+        wrong("x", lambda x: x.int(), "x has dtype torch.int32", "torch.bfloat16"),
+        wrong("x", lambda x: x.double(), "x has dtype torch.float64", "torch.float32"),
+        wrong("x", quantized, "x has dtype torch.quint8", "torch.float32"),
+        wrong("x", lambda x: x.to("meta"), "x is on meta", "on {device}"),
+        wrong("token_mask", lambda mask: mask.tolist(), "token_mask (list)", f"[{T}]"),
+        wrong("topk_idx", lambda ids: ids[:, :1], f"topk_idx has shape [{T}, 1]", f"[{T}, {K}]"),
+    ]
+    for base in OF_LAYERS:
+        found += [
+            wrong("token_mask", lambda mask: mask[1:], f"has shape [{T - 1}]", f"[{T}]", base=base),
+            wrong("token_mask", lambda mask: mask.float(), "token_mask has dtype", base=base),
+            wrong("topk_idx", lambda ids: ids.float(), "topk_idx has dtype", base=base),
+            *ids_out_of_range(num_experts, base),
+        ]
+    return found
 
 
 # -- the calls, on every rank -----------------------------------------------------------------------------------------
@@ -338,7 +366,7 @@ class Stage:
             }
             return
         if name == "layer":
-            self.function = layer_of(heap)
+            self.function = layer_of(heap, **dict(base))
             self.good = {
                 "x": x,
                 "token_mask": torch.ones_like(x[:, 0], dtype=torch.bool),
@@ -372,12 +400,12 @@ class Stage:
         )
 
 
-MISTAKES: dict[str, Callable[[int], Iterator[Bad]]] = {
+MISTAKES: dict[str, Callable[[int], list[Bad]]] = {
     "make_plan": lambda num_ranks: plan_mistakes(2 * num_ranks),
     "dispatch_tokens": lambda num_ranks: dispatch_mistakes(),
     "combine_tokens": lambda num_ranks: combine_mistakes(),
     "expert_parallel_mlp": lambda num_ranks: mlp_mistakes(),
-    "layer": lambda num_ranks: layer_mistakes(),
+    "layer": lambda num_ranks: layer_mistakes(2 * num_ranks),
 }
 
 
@@ -401,34 +429,36 @@ def check_mistake(
         # On a GPU the peers have launched the dispatch by then; its rows are NaN.
         findings.check(stage.plan.packed_to_row is None, "tokens have been dispatched")
     if stage_name == "layer":
-        y, want = (layer(stage.good["x"])[0].detach() for layer in (stage.function, layer_of(heap)))
+        y, want = (
+            layer(stage.good["x"])[0].detach()
+            for layer in (stage.function, layer_of(heap, **dict(bad.base)))
+        )
         findings.equal("y of the next correct call", y, want)
     del stage
     goes_on(heap, findings, seed)
 
 
-def plan_mismatches(num_experts: int) -> Iterator[tuple[Arguments | None, str, str, str, tuple]]:
+def plan_mismatches(num_experts: int) -> list[tuple[Arguments | None, str, str, str, tuple]]:
     """(what the culprit passes, None: one column of ids; field, the usual value, the culprit's, arguments of all) of
     what only a comparison between ranks can find."""
     agreed = (*STATIC, ("hidden", H), ("dtype", torch.float32))
-    for base in ((), agreed):
-        yield None, "top_k", str(K), "1", base
-        yield (
-            {"num_experts": 2 * num_experts},
-            "num_experts",
-            str(num_experts),
-            str(2 * num_experts),
-            base,
-        )
-    yield {"capacity": 61}, "capacity", "60", "61", agreed
-    yield {"capacity": None, "max_tokens": None}, "capacity", "60", "none", agreed
-    yield {"overflow": "drop"}, "overflow", "'raise'", "'drop'", agreed
-    yield {"max_tokens": 10}, "max_tokens", "9", "10", agreed
-    yield {"max_tokens": None}, "max_tokens", "9", str(T), agreed
-    yield {"hidden": 2 * H}, "hidden", str(H), str(2 * H), agreed
-    yield {"hidden": None}, "hidden", str(H), "none", agreed
-    yield {"dtype": torch.float16}, "dtype", "torch.float32", "torch.float16", agreed
-    yield {"dtype": None}, "dtype", "torch.float32", "none", agreed
+    twice = {"num_experts": 2 * num_experts}
+    counts = "num_experts", str(num_experts), str(2 * num_experts)
+    return [
+        (None, "top_k", str(K), "1", ()),
+        (None, "top_k", str(K), "1", agreed),
+        (twice, *counts, ()),
+        (twice, *counts, agreed),
+        ({"capacity": 61}, "capacity", "60", "61", agreed),
+        ({"capacity": None, "max_tokens": None}, "capacity", "60", "none", agreed),
+        ({"overflow": "drop"}, "overflow", "'raise'", "'drop'", agreed),
+        ({"max_tokens": 10}, "max_tokens", "9", "10", agreed),
+        ({"max_tokens": None}, "max_tokens", "9", str(T), agreed),
+        ({"hidden": 2 * H}, "hidden", str(H), str(2 * H), agreed),
+        ({"hidden": None}, "hidden", str(H), "none", agreed),
+        ({"dtype": torch.float16}, "dtype", "torch.float32", "torch.float16", agreed),
+        ({"dtype": None}, "dtype", "torch.float32", "none", agreed),
+    ]
 
 
 # What the text says of a recipe. Rows in some of them have the same bytes.

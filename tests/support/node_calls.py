@@ -106,74 +106,84 @@ def wrong_calls(
     ) % ranks_per_node
     with open_heap(device, num_bytes=1 << 20, ranks_per_node=ranks_per_node) as heap:
         ready = Ready(heap, rank)
+        with_room = Overlapping(heap, rank)
+        with_room.step()
         x = ready.x
+        plan = ready.plan()
+        other_plan = ready.plan()
+        rows, _ = dispatch_tokens(x, plan)
+        other_rows, _ = dispatch_tokens(x, other_plan)
         wide = torch.cat([x, x], 1)
-
-        def expect(name: str, call: Callable[[], object]) -> None:
-            found.append((name, outcome(lambda: (call(), heap.synchronize()))))
-            ready.step()
-
+        short = x[1:]
         bad_ids = ready.ids.clone()
         bad_ids[0, 0] = NUM_EXPERTS if is_culprit else bad_ids[0, 0]
-        for capacity in (None, 100):
-            options = {"num_experts": NUM_EXPERTS, "heap": heap, "capacity": capacity}
-            expect(
-                "ArgumentError",
-                lambda o=options: make_plan(ready.ids.float() if is_culprit else ready.ids, **o),
-            )
-            expect("ExpertIdError", lambda o=options: make_plan(bad_ids, **o))
-        with_room = Overlapping(heap, rank)
-        with_room.step()  # the next call has room, and its host does not wait for the plan
-        expect("ExpertIdError", lambda: with_room.layer(x, topk_idx=bad_ids, probs=with_room.probs))
+        float_ids = ready.ids.float() if is_culprit else ready.ids
         more = NUM_EXPERTS * (2 if is_culprit else 1)
-        expect("ConfigMismatch", lambda: make_plan(ready.ids, num_experts=more, heap=heap))
-        for differs in (is_culprit, on_its_node):
-            sizes = {"hidden": HIDDEN, "ffn": 8, "num_experts": NUM_EXPERTS, "top_k": 1}
-            layer = MoELayer(MoEConfig(**sizes, stash="none" if differs else "all"), heap)
-            expect("ConfigMismatch", lambda its=layer: its(x))
-            assert found[-1][1][1].startswith("stash differs: rank ")
-        rail_capacity = 50 if on_its_node else 40
-        expect(
-            "ConfigMismatch",
-            lambda: ready.plan(capacity=100, max_tokens=50, rail_capacity=rail_capacity),
-        )
-        for has_capacity in (
-            is_culprit,
-            not is_culprit,
-            on_its_node,
-        ):  # the others' hosts read the plan
-            expect(
+        its_plan = plan if on_its_node else other_plan
+        sizes = {"hidden": HIDDEN, "ffn": 8, "num_experts": NUM_EXPERTS, "top_k": 1}
+        layers = [
+            MoELayer(MoEConfig(**sizes, stash="none" if differs else "all"), heap)
+            for differs in (is_culprit, on_its_node)
+        ]
+
+        def new_plan(ids: torch.Tensor, num_experts: int = NUM_EXPERTS, **options: Any):
+            return make_plan(ids, num_experts=num_experts, heap=heap, **options)
+
+        def capacity_if(has_capacity: bool) -> dict[str, int | None]:
+            return {"capacity": 100 if has_capacity else None}
+
+        rails = {"capacity": 100, "max_tokens": 50, "rail_capacity": 50 if on_its_node else 40}
+        calls: list[tuple[str, Callable[[], object]]] = [
+            # It has room, and its host does not wait for the plan: errors end that.
+            (
+                "ExpertIdError",
+                lambda: with_room.layer(x, topk_idx=bad_ids, probs=with_room.probs),
+            ),
+            ("ArgumentError", lambda: new_plan(float_ids)),
+            ("ExpertIdError", lambda: new_plan(bad_ids)),
+            ("ArgumentError", lambda: new_plan(float_ids, capacity=100)),
+            ("ExpertIdError", lambda: new_plan(bad_ids, capacity=100)),
+            ("ConfigMismatch", lambda: new_plan(ready.ids, more)),
+            ("ConfigMismatch", lambda: layers[0](x)),
+            ("ConfigMismatch", lambda: layers[1](x)),
+            ("ConfigMismatch", lambda: ready.plan(**rails)),
+            # With a capacity, hosts of the others read the plan.
+            ("ConfigMismatch", lambda: ready.plan(**capacity_if(is_culprit))),
+            ("ConfigMismatch", lambda: ready.plan(**capacity_if(not is_culprit))),
+            ("ConfigMismatch", lambda: ready.plan(**capacity_if(on_its_node))),
+            ("CapacityError", lambda: ready.plan(capacity=1)),
+            ("CapacityError", lambda: ready.plan(capacity=100, rail_capacity=1)),
+            ("ArgumentError", lambda: dispatch_tokens(short if is_culprit else x, plan)),
+            (
+                "ArgumentError",
+                lambda: dispatch_tokens(short if rank in (culprit, across) else x, plan),
+            ),
+            ("ConfigMismatch", lambda: dispatch_tokens(wide if is_culprit else x, plan)),
+            ("ConfigMismatch", lambda: dispatch_tokens(wide if on_its_node else x, plan)),
+            ("ArgumentError", lambda: combine_tokens(rows[1:] if is_culprit else rows, plan)),
+            (
                 "ConfigMismatch",
-                lambda static=has_capacity: ready.plan(capacity=100 if static else None),
-            )
-        expect("CapacityError", lambda: ready.plan(capacity=1))
-        expect("CapacityError", lambda: ready.plan(capacity=100, rail_capacity=1))
-        plan = ready.plan()
-        expect("ArgumentError", lambda: dispatch_tokens(x[1:] if is_culprit else x, plan))
-        expect(
-            "ArgumentError",
-            lambda: dispatch_tokens(x[1:] if rank in (culprit, across) else x, plan),
-        )
-        expect("ConfigMismatch", lambda: dispatch_tokens(wide if is_culprit else x, plan))
-        expect("ConfigMismatch", lambda: dispatch_tokens(wide if on_its_node else x, plan))
-        rows, _ = dispatch_tokens(x, plan)
-        expect("ArgumentError", lambda: combine_tokens(rows[1:] if is_culprit else rows, plan))
-        expect(
-            "ConfigMismatch",
-            lambda: combine_tokens(rows, plan, order="slot" if on_its_node else "rank"),
-        )
-        other_plan = ready.plan()
-        other_rows, _ = dispatch_tokens(x, other_plan)
-        expect("ConfigMismatch", lambda: dispatch_tokens(x, plan if on_its_node else other_plan))
-        its = (rows, plan) if on_its_node else (other_rows, other_plan)
-        expect("ConfigMismatch", lambda: combine_tokens(*its))
-        expect(
-            "ConfigMismatch",
-            lambda: dispatch_tokens(x, plan) if on_its_node else combine_tokens(rows, plan),
-        )
-        expect(
-            "ConfigMismatch", lambda: ready.plan() if on_its_node else combine_tokens(rows, plan)
-        )
+                lambda: combine_tokens(rows, plan, order="slot" if on_its_node else "rank"),
+            ),
+            ("ConfigMismatch", lambda: dispatch_tokens(x, its_plan)),
+            (
+                "ConfigMismatch",
+                lambda: combine_tokens(rows if on_its_node else other_rows, its_plan),
+            ),
+            (
+                "ConfigMismatch",
+                lambda: dispatch_tokens(x, plan) if on_its_node else combine_tokens(rows, plan),
+            ),
+            (
+                "ConfigMismatch",
+                lambda: ready.plan() if on_its_node else combine_tokens(rows, plan),
+            ),
+        ]
+        for name, call in calls:
+            found.append((name, outcome(lambda call=call: (call(), heap.synchronize()))))
+            ready.step()
+        stashes = [text for _, (_, text) in found if text.startswith("stash differs: rank ")]
+        assert len(stashes) == len(layers)
     return found
 
 
@@ -270,14 +280,13 @@ def train(
     """The tensors of two steps of a layer: outputs, metrics, and all gradients; and the bytes that are still leased."""
     generator, found = torch.Generator().manual_seed(1), []
     with open_heap(device, ranks_per_node=ranks_per_node) as heap:
-        config = MoEConfig(
-            hidden=LAYER_HIDDEN,
-            ffn=LAYER_FFN,
-            num_experts=LAYER_NUM_EXPERTS,
-            top_k=LAYER_TOP_K,
-            aux_loss_coef=0.01,
-            **options,
-        )
+        sizes = {
+            "hidden": LAYER_HIDDEN,
+            "ffn": LAYER_FFN,
+            "num_experts": LAYER_NUM_EXPERTS,
+            "top_k": LAYER_TOP_K,
+        }
+        config = MoEConfig(**{**sizes, "aux_loss_coef": 0.01, **options})
         layer = MoELayer(config, heap, dtype=dtype)
         for name, parameter in layer.named_parameters():
             shape = (
@@ -287,7 +296,7 @@ def train(
             first = 0 if "router" in name else rank * parameter.shape[0]
             parameter.data.copy_(whole[first : first + parameter.shape[0]])
         for step in range(2):
-            tokens = torch.randn((num_ranks, MOST_TOKENS, LAYER_HIDDEN), generator=generator)
+            tokens = torch.randn((num_ranks, MOST_TOKENS, config.hidden), generator=generator)
             num_tokens = (37, 0, 40, 5)[(rank + step) % 4]
             x = tokens[rank, :num_tokens].to(heap.device, dtype).requires_grad_()
             y, metrics = layer(x)

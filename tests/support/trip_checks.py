@@ -178,21 +178,19 @@ def _check_overflow(
 def check_maps(plan: Plan, layout: oracle.Layout, rank: int, findings: Findings) -> None:
     """What says of a plan's rows where they are."""
     splits = layout.splits[rank]
-    findings.equal("splits", plan.splits, np.array(splits))
-    findings.equal("row_start", plan.row_start, np.cumsum([0, *splits]))
-    findings.equal("slot_to_row", plan.slot_to_row, layout.slot_to_row[rank])
-    findings.equal("slot_to_rank", plan.slot_to_rank, layout.slot_to_rank[rank])
-    findings.equal(
-        "token_to_primary_row", plan.token_to_primary_row, layout.token_to_primary_row[rank]
-    )
-    findings.equal(
-        "token_to_packed_row", plan.token_to_packed_row, layout.token_to_packed_row[rank]
-    )
-    findings.equal(
-        "source_to_packed_start", plan.source_to_packed_start, np.array(layout.packed_start[rank])
-    )
-    findings.equal("expert_load", plan.expert_load, np.array(layout.expert_load))
-    findings.equal("num_dropped", plan.num_dropped, np.array([layout.num_dropped]))
+    wanted = {
+        "splits": np.array(splits),
+        "row_start": np.cumsum([0, *splits]),
+        "slot_to_row": layout.slot_to_row[rank],
+        "slot_to_rank": layout.slot_to_rank[rank],
+        "token_to_primary_row": layout.token_to_primary_row[rank],
+        "token_to_packed_row": layout.token_to_packed_row[rank],
+        "source_to_packed_start": np.array(layout.packed_start[rank]),
+        "expert_load": np.array(layout.expert_load),
+        "num_dropped": np.array([layout.num_dropped]),
+    }
+    for name, want in wanted.items():
+        findings.equal(name, getattr(plan, name), want)
     for name in ("splits", "row_start", "slot_to_row", "expert_load", "num_dropped"):
         findings.equal(f"dtype of {name}", getattr(plan, name).dtype, torch.int32)
 
@@ -202,24 +200,27 @@ def _check_maps(
 ) -> None:
     check_maps(plan, layout, rank, findings)
     if routing.capacity is None:
-        findings.equal("num_rows", plan.num_rows, len(layout.rows[rank]))
-        findings.equal("row_capacity", plan.row_capacity, max(1, *map(len, layout.rows)))
-        findings.equal(
-            "packed_row_capacity", plan.packed_row_capacity, max(1, *map(len, layout.packed))
-        )
-        findings.equal("expected_rows", plan.expected_rows, plan.row_capacity)
+        most_rows = max(1, *map(len, layout.rows))
+        wanted = {
+            "num_rows": len(layout.rows[rank]),
+            "row_capacity": most_rows,
+            "packed_row_capacity": max(1, *map(len, layout.packed)),
+            "expected_rows": most_rows,
+        }
     else:
-        findings.equal("num_rows", plan.num_rows, None)
-        findings.equal("row_capacity", plan.row_capacity, routing.capacity)
         num_tokens, top_k = routing.topk_idx[rank].shape
         most_tokens = num_tokens if routing.max_tokens is None else routing.max_tokens
-        findings.equal(
-            "expected_rows", plan.expected_rows, max(1, min(routing.capacity, most_tokens * top_k))
-        )
+        wanted = {
+            "num_rows": None,
+            "row_capacity": routing.capacity,
+            "expected_rows": max(1, min(routing.capacity, most_tokens * top_k)),
+        }
         findings.check(
             plan.packed_row_capacity >= len(layout.packed[rank]),
             "packed rows may not fit their buffer",
         )
+    for name, want in wanted.items():
+        findings.equal(name, getattr(plan, name), want)
 
 
 def _check_index(plan: Plan, layout: oracle.Layout, rank: int, findings: Findings) -> None:

@@ -194,25 +194,24 @@ def test_arguments_of_a_lease(heap: SymmetricHeap, shape: object, dtype: object,
 
 
 @run_on(2)
-def test_ranks_and_peers_of_a_lease(rank: int, num_ranks: int, findings: Findings) -> None:
+def test_ranks_and_peers_of_a_lease(
+    rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap
+) -> None:
     """In a collective call all ranks raise it; outside, and for ranks that there are none of, only this one."""
-    with SymmetricHeap(num_bytes=NUM_BYTES, backend="host") as heap:
-        if rank == 1:
-            found = outcome(heap.lease, (-1,), torch.uint8, phase=control.PHASE_DISPATCH_READY)
-        else:
-            found = outcome(heap.barrier, control.PHASE_DISPATCH_READY)
-        text = "shape ((-1,)) must be of ints of at least 0"
-        findings.equal(
-            "error", found, ("ArgumentError", text if rank == 1 else f"on rank 1: {text}")
-        )
-        lease = heap.lease((1,), torch.uint8)
-        for peer in (-1, num_ranks, 5, True, 0.0, "0"):
-            wanted = ("ArgumentError", f"rank ({peer!r}) must be an int in [0, 2)")
-            findings.equal("error of a peer", outcome(lease.peer, peer), wanted)
-        findings.check(
-            all(lease.peer(peer).shape == (1,) for peer in range(num_ranks)), "a peer's lease"
-        )
-        findings.check(round_trip(heap), "the next correct call is wrong")
+    if rank == 1:
+        found = outcome(heap.lease, (-1,), torch.uint8, phase=control.PHASE_DISPATCH_READY)
+    else:
+        found = outcome(heap.barrier, control.PHASE_DISPATCH_READY)
+    text = "shape ((-1,)) must be of ints of at least 0"
+    findings.equal("error", found, ("ArgumentError", text if rank == 1 else f"on rank 1: {text}"))
+    lease = heap.lease((1,), torch.uint8)
+    for peer in (-1, num_ranks, 5, True, 0.0, "0"):
+        wanted = ("ArgumentError", f"rank ({peer!r}) must be an int in [0, 2)")
+        findings.equal("error of a peer", outcome(lease.peer, peer), wanted)
+    findings.check(
+        all(lease.peer(peer).shape == (1,) for peer in range(num_ranks)), "a peer's lease"
+    )
+    findings.check(round_trip(heap), "the next correct call is wrong")
 
 
 def test_a_lease_without_room_collects_where_it_may_help(

@@ -61,16 +61,15 @@ def test_peers_see_each_other(rank: int, num_ranks: int, findings: Findings) -> 
 
 
 @run_on(2, 4, 8)
-def test_ranks_may_lease_in_different_ways(rank: int, num_ranks: int) -> None:
+def test_ranks_may_lease_in_different_ways(rank: int, num_ranks: int, heap: SymmetricHeap) -> None:
     """Leases at other offsets on every rank: peers are told, nothing is assumed."""
-    with open_heap("cpu", num_bytes=NUM_BYTES) as heap:
-        with heap.lease((1000 * rank + 1,), torch.uint8, name="only here, so large"):
-            first = round_trip(heap)
-            with heap.lease((512 * (num_ranks - rank),), torch.uint8, name="and here"):
-                second = round_trip(heap, seed=50)
-        assert first
-        assert second
-        assert heap.leased_bytes == 0
+    with heap.lease((1000 * rank + 1,), torch.uint8, name="only here, so large"):
+        first = round_trip(heap)
+        with heap.lease((512 * (num_ranks - rank),), torch.uint8, name="and here"):
+            second = round_trip(heap, seed=50)
+    assert first
+    assert second
+    assert heap.leased_bytes == 0
 
 
 @run_on(4, 8, on_gpus=(4, 8))

@@ -253,16 +253,15 @@ def test_the_operator_returns_no_gradients_of_frozen_weights(heap: SymmetricHeap
         assert (frozen & set(mode.seen) != set()) == thaws
 
 
-def test_inside_torch_compile():
+def test_inside_torch_compile(heap: SymmetricHeap):
     torch.manual_seed(0)
-    with SymmetricHeap(num_bytes=4 << 20, backend="host") as heap:
-        layer = MoELayer(MoEConfig(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K), heap)
-        add_lora(layer, rank=RANK, alpha=ALPHA)
-        fill_b(layer)
-        x, found = torch.randn(7, H), []
-        for module in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
-            y, _ = module(x)
-            y.sum().backward()
-            found.append([y.detach(), layer.experts.fc1.lora_a.grad, layer.experts.fc2.lora_b.grad])
-            layer.zero_grad(set_to_none=True)
-        torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+    layer = MoELayer(MoEConfig(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K), heap)
+    add_lora(layer, rank=RANK, alpha=ALPHA)
+    fill_b(layer)
+    x, found = torch.randn(7, H), []
+    for module in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
+        y, _ = module(x)
+        y.sum().backward()
+        found.append([y.detach(), layer.experts.fc1.lora_a.grad, layer.experts.fc2.lora_b.grad])
+        layer.zero_grad(set_to_none=True)
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
