@@ -18,8 +18,8 @@ from compiled_launches import (
     catch_launches,
     meta,
 )
+from low_precision_launches import C, G, N, operand
 from quantize_cases import FORMATS
-from quantize_launches import C, G, N, operand
 
 from symmoe.kernels.formats import TILE, max_tiles
 from symmoe.kernels.low_precision import hopper_columns, hopper_weights

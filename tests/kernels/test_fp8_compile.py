@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 
 from ahead_of_time import since
 from compiled_launches import BLACKWELL, HOPPER, atomics, meta
-from quantized_gemm_launches import BF16, FP16, FP32, gemm_operands, wgrad_operands
+from low_precision_launches import BF16, FP16, FP32, gemm_operands, wgrad_operands
 
 from symmoe.kernels import hopper_choice
 from symmoe.kernels.hopper import launchers

@@ -95,7 +95,7 @@ triton = pytest.importorskip("triton")
 import planted_races  # noqa: E402
 from compiled_launches import catch_launches, meta  # noqa: E402
 from kernel_launches import peers_of  # noqa: E402
-from quantized_gemm_launches import gemm_operands, wgrad_operands  # noqa: E402
+from low_precision_launches import gemm_operands, wgrad_operands  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 

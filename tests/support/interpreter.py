@@ -63,6 +63,8 @@ def spare_the_interpreter() -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1].endswith("_emulator_checks"):
+        importlib.import_module("gluon_emulator").install()
     module = importlib.import_module(sys.argv[1])
     if os.environ.get("TRITON_INTERPRET") == "1":
         spare_the_interpreter()
