@@ -337,7 +337,7 @@ def test_splits_that_are_the_same(first, second, fuses, num_fused):
 
 
 def unfusible():
-    """(what, three modules, op_kwargs)."""
+    """Three modules and op_kwargs, by what keeps the modules apart."""
     fc1, fc2 = linears()
 
     class Subclass(GroupedLinear):
@@ -350,26 +350,27 @@ def unfusible():
 
     sub, plain = Subclass(4, 16, 16), (fc1, ScaledSwiGLU(), fc2)
     sub.load_state_dict(fc1.state_dict())
-    yield "subclass", (sub, ScaledSwiGLU(), fc2), {}
-    yield "activation of its own", (fc1, Activation(), fc2), {}
-    yield "out of FC1", plain, {0: {"out": torch.empty(12, 16)}}
-    yield "grad_input_out of FC2", plain, {2: {"grad_input_out": torch.empty(12, 8)}}
-    yield "another bias scale", plain, {2: {"bias_scale": INPUTS.scale.clone()}}
-    yield "bias scale of FC1", plain, {0: {"bias_scale": INPUTS.scale}}
     hooked, pre_hooked, patched = (experts() for _ in range(3))
     hooked[1].register_forward_hook(lambda module, args, out: out * 3)
     pre_hooked[2].register_forward_pre_hook(lambda module, args: (args[0] * 3, *args[1:]))
     patched[1].forward = lambda h, scale: ScaledSwiGLU()(h, scale) * 3
-    yield from (
-        ("forward hook", hooked, {}),
-        ("forward pre-hook", pre_hooked, {}),
-        ("forward of its own", patched, {}),
-    )
+    return {
+        "subclass": ((sub, ScaledSwiGLU(), fc2), {}),
+        "activation of its own": ((fc1, Activation(), fc2), {}),
+        "out of FC1": (plain, {0: {"out": torch.empty(12, 16)}}),
+        "grad_input_out of FC2": (plain, {2: {"grad_input_out": torch.empty(12, 8)}}),
+        "another bias scale": (plain, {2: {"bias_scale": INPUTS.scale.clone()}}),
+        "bias scale of FC1": (plain, {0: {"bias_scale": INPUTS.scale}}),
+        "forward hook": (hooked, {}),
+        "forward pre-hook": (pre_hooked, {}),
+        "forward of its own": (patched, {}),
+    }
 
 
-@pytest.mark.parametrize(
-    ("modules", "op_kwargs"), [pytest.param(*rest, id=name) for name, *rest in unfusible()]
-)
+UNFUSIBLE = unfusible()
+
+
+@pytest.mark.parametrize(("modules", "op_kwargs"), UNFUSIBLE.values(), ids=UNFUSIBLE)
 def test_what_keeps_modules_apart(modules, op_kwargs, num_fused):
     model = Sequential(*modules)
     y = call(model, op_kwargs=op_kwargs)

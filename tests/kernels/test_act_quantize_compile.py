@@ -147,21 +147,24 @@ def test_what_is_launched(launches, monkeypatch):
     monkeypatch.setattr(tiles, "device_num_sms", lambda _: 132)
     monkeypatch.setattr(hopper_choice, "hopper_kernels", lambda *_: launchers)
 
-    def launched_for(activation, ffn, block_format=FLOAT8_BLOCK, dbias_dtype=None):
+    def launched_for(activation, block_format=FLOAT8_BLOCK, dbias_dtype=None):
         launches.clear()
         name = "float8_block" if block_format.block == 128 else "mxfp8"
-        inputs = dact_inputs(2 * ffn, ffn, name, dbias_dtype=dbias_dtype)
+        inputs = dact_inputs(512, 256, name, dbias_dtype=dbias_dtype)
         act_quantized.dact_quantize(*inputs, activation, block_format)
         first, *sums = (launch.name for launch in launches)
         assert sums == ["sum_dscale_kernel", "sum_dbias_kernel"][: 1 if dbias_dtype is None else 2]
         return first
 
-    on_hopper, general = "hopper_dact_quantize_kernel", "dact_quantize_kernel"
-    assert launched_for(Activation(), 256) == on_hopper
-    assert launched_for(LIMITED, 256, POWERS) == on_hopper
-    assert launched_for(LIMITED, 256, dbias_dtype=BF16) == on_hopper
-    assert launched_for(Activation(interleave=32), 256, dbias_dtype=FP32) == general
-    assert launched_for(Activation(interleave=32), 256) == general
-    assert launched_for(Activation(), 256, FORMATS["mxfp8"]) == general
+    for activation, options, has_its_own in (
+        (Activation(), {}, True),
+        (LIMITED, {"block_format": POWERS}, True),
+        (LIMITED, {"dbias_dtype": BF16}, True),
+        (Activation(interleave=32), {"dbias_dtype": FP32}, False),
+        (Activation(interleave=32), {}, False),
+        (Activation(), {"block_format": FORMATS["mxfp8"]}, False),
+    ):
+        name = "hopper_dact_quantize_kernel" if has_its_own else "dact_quantize_kernel"
+        assert launched_for(activation, **options) == name
     monkeypatch.setattr(hopper_choice, "hopper_kernels", lambda *_: None)
-    assert launched_for(Activation(), 256) == general
+    assert launched_for(Activation()) == "dact_quantize_kernel"
