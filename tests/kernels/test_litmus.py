@@ -4,12 +4,12 @@ The suite itself is in tests/reliability/litmus.py; test_reliability.py runs a s
 import re
 
 import pytest
-from interpreter import interpreted, interpreter
+from interpreter import interpreter, run_checks
 
 
 @interpreter
 def test_what_kernels_count():
-    assert interpreted("litmus_interpreter_checks").count(": ok") == 10
+    assert run_checks("litmus_interpreter_checks").count(": ok") == 10
 
 
 def ptx_of(name: str, **constants: int) -> str:
