@@ -225,20 +225,22 @@ def test_state_dict_with_a_bias_per_group():
 
 
 @pytest.mark.parametrize("target", FORMS)
-def test_state_dicts_that_do_not_fit(target):
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"weight": None, "weight3": None}, r"Missing key.*weight"),
+        ({"another": torch.zeros(1)}, r"Unexpected key.*another"),
+        ({"weight": torch.zeros(4, 8, 9)}, "size mismatch"),
+        ({"weight": torch.zeros(3, 8, 8)}, ""),
+    ],
+    ids=["missing", "unexpected", "width", "groups"],
+)
+def test_state_dicts_that_do_not_fit(target, changes, text):
     layer = GroupedLinear(4, 8, 8, weights=target)
-    good = layer.state_dict()
-    with pytest.raises(RuntimeError, match=r"Missing key.*weight"):
-        layer.load_state_dict(
-            {name: tensor for name, tensor in good.items() if name not in ("weight", "weight3")}
-        )
-    with pytest.raises(RuntimeError, match=r"Unexpected key.*another"):
-        layer.load_state_dict({**good, "another": torch.zeros(1)})
-    wrong = {"weight": torch.zeros(4, 8, 9), "bias": torch.zeros(4, 8)}
-    with pytest.raises(RuntimeError, match="size mismatch"):
-        layer.load_state_dict(wrong)
-    with pytest.raises(RuntimeError):
-        layer.load_state_dict({"weight": torch.zeros(3, 8, 8), "bias": torch.zeros(4, 8)})
+    kept = {} if isinstance(changes.get("weight"), torch.Tensor) else layer.state_dict()
+    state = {"bias": torch.zeros(4, 8), **kept, **changes}
+    with pytest.raises(RuntimeError, match=text):
+        layer.load_state_dict({name: each for name, each in state.items() if each is not None})
 
 
 @pytest.mark.parametrize("weights", FORMS)

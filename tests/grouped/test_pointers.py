@@ -162,15 +162,16 @@ def test_the_memory_of_a_released_lease_is_not_written(stale):
 def test_the_address_of_a_released_lease_is_not_given_out(stale):
     tensor, others = stale
     good = torch.zeros(4, 4)
+    both = {"fc1": [good, good], "fc2": [good, good], "fc1_scales": [good, good]}
     with pytest.raises(StaleLease, match=r"^tensors\[2\] is memory of lease 'mine'"):
         copy_data_ptrs_to_device([good, others, tensor[1:]], "cpu")
-    with pytest.raises(StaleLease, match=r"^fc2\[1\] is memory of lease 'mine'"):
-        pack_weight_ptrs([good, good], [good, tensor])
-    compact = {"fc1_scales": [good, good], "fc2_scales": [good, tensor]}
-    with pytest.raises(StaleLease, match=r"^fc2_scales\[1\] is memory of lease 'mine'"):
-        pack_weight_ptrs([good, good], [good, good], **compact)
-    with pytest.raises(StaleLease, match=r"^fc1_scales\[0\] is memory of lease 'mine'"):
-        pack_weight_ptrs(fc1_scales=[tensor.view(torch.uint8)], swizzle="nvfp4")
+    for what, lists in (
+        (r"fc2\[1\]", {"fc1": [good, good], "fc2": [good, tensor]}),
+        (r"fc2_scales\[1\]", {**both, "fc2_scales": [good, tensor]}),
+        (r"fc1_scales\[0\]", {"fc1_scales": [tensor.view(torch.uint8)], "swizzle": "nvfp4"}),
+    ):
+        with pytest.raises(StaleLease, match=rf"^{what} is memory of lease 'mine'"):
+            pack_weight_ptrs(**lists)
     assert copy_data_ptrs_to_device([good, others], "cpu").tolist() == [
         good.data_ptr(),
         others.data_ptr(),
@@ -312,6 +313,8 @@ def test_both_layers_are_packed_in_one_copy(monkeypatch):
     assert packed.fc2_scales.tolist() == [w.data_ptr() for w in scales2]
     assert packed.swizzled is None
     assert copies == [140 * 8, 280 * 8]
+    alone = pack_weight_ptrs(fc2=fc2)
+    assert (alone.fc1.tolist(), alone.fc2.tolist()) == ([], packed.fc2.tolist())
 
 
 def up(value, multiple):
@@ -370,77 +373,57 @@ def launched(monkeypatch):
     return launches
 
 
-@pytest.mark.parametrize("is_padded", [False, True])
-@pytest.mark.parametrize("swizzle", SWIZZLES)
+ONE_LAYER = [(64, 32), (64, 160)]
+MANY = [(32, 32 * (1 + i % 7)) for i in range(600)]  # more addresses than a launch carries
+THREE = [(160, 96), (8, 2048), (160, 96)]
+# Shapes of fc1, of fc2, of fc1_scales and of fc2_scales. Scales without weights are taken as a whole.
+LISTS = {
+    "two layers": ([(160, 96), (70, 300), (160, 96)], [(33, 64), (160, 96)]) * 2,
+    "fc1": (ONE_LAYER, [], ONE_LAYER, []),
+    "fc2": ([], ONE_LAYER, [], ONE_LAYER),
+    "scales of fc1": ([], [], ONE_LAYER, []),
+    "scales of fc2": ([], [], [], THREE),
+    "scales of both": ([], [], THREE[:1], THREE[1:]),
+    "many": (MANY, [], [], MANY),
+}
+
+
+@pytest.mark.parametrize("swizzle", [None, *SWIZZLES])
+@pytest.mark.parametrize(
+    ("shapes", "is_padded"),
+    [
+        pytest.param(LISTS["two layers"], True, id="padded"),
+        *((each, False) for each in LISTS.values()),
+    ],
+)
 @pytest.mark.usefixtures("reader")
-def test_scales_are_swizzled(swizzle, is_padded, launched):
-    """Two layers, whose matrices have different shapes, in two launches."""
-    shapes = ((160, 96), (70, 300), (160, 96)), ((33, 64), (160, 96))
-    layers = [
-        [compact_scales(swizzle, shape, is_padded) for shape in of_layer] for of_layer in shapes
+def test_lists_are_packed(shapes, is_padded, swizzle, launched):
+    """With one copy of all, cut into launches, and one swizzle of all scales."""
+    made = [
+        [compact_scales(swizzle or "mxfp8_rowwise", shape, is_padded) for shape in of_list]
+        for of_list in shapes
     ]
-    (fc1, scales1, formulas1), (fc2, scales2, formulas2) = (
-        zip(*layer, strict=True) for layer in layers
+    weights = [[weight for weight, _, _ in of_list] for of_list in made[:2]]
+    compact = [[scale for _, scale, _ in of_list] for of_list in made[2:]]
+    packed = pack_weight_ptrs(
+        *weights, fc1_scales=compact[0] or None, fc2_scales=compact[1] or None, swizzle=swizzle
     )
-    packed = pack_weight_ptrs(fc1, fc2, fc1_scales=scales1, fc2_scales=scales2, swizzle=swizzle)
-    assert packed.fc1.tolist() == [w.data_ptr() for w in fc1]
-    assert packed.fc2.tolist() == [w.data_ptr() for w in fc2]
-    assert_swizzled(packed, [packed.fc1_scales, packed.fc2_scales], formulas1 + formulas2)
-    num_shapes = 2 + 2  # of each list
-    assert launched == [("copy", 5 * (8 + 20) + num_shapes * 16), ("swizzle", 5)]
-
-
-@pytest.mark.parametrize("name", ["fc1", "fc2"])
-@pytest.mark.parametrize("swizzle", SWIZZLES)
-def test_one_layer(name, swizzle, launched):
-    weights, scales, formulas = zip(
-        *(compact_scales(swizzle, (64, 32 * i), False) for i in (1, 5)), strict=True
-    )
-    other = "fc2" if name == "fc1" else "fc1"
-    for lists in (
-        {name: weights},
-        {f"{name}_scales": scales},
-        {name: weights, f"{name}_scales": scales},
-    ):
-        packed = pack_weight_ptrs(**lists)
-        for key in (name, f"{name}_scales"):
-            assert key not in lists or getattr(packed, key).tolist() == [
-                t.data_ptr() for t in lists[key]
-            ]
-        assert getattr(packed, other).tolist() == []
-        assert getattr(packed, f"{other}_scales") is packed.swizzled is None
-    packed = pack_weight_ptrs(**lists, swizzle=swizzle)
-    assert getattr(packed, name).tolist() == [w.data_ptr() for w in weights]
-    assert_swizzled(packed, [getattr(packed, f"{name}_scales")], formulas)
-    assert [kind for kind, _ in launched] == ["copy"] * 4 + ["swizzle"]
-
-
-@pytest.mark.parametrize("swizzle", SWIZZLES)
-def test_scales_without_weights(swizzle, launched):
-    """They are taken as a whole: extents are those of the compact matrices."""
-    shapes = (160, 96), (8, 2048), (160, 96)
-    _, scales, formulas = zip(
-        *(compact_scales(swizzle, shape, False) for shape in shapes), strict=True
-    )
-    packed = pack_weight_ptrs(fc2_scales=scales, swizzle=swizzle)
-    assert packed.fc1.tolist() == packed.fc2.tolist() == []
-    assert packed.fc1_scales is None
-    assert_swizzled(packed, [packed.fc2_scales], formulas)
-    assert launched == [("copy", 3 * 16 + 2 * 16 + 3 * 4), ("swizzle", 3)]
-    packed = pack_weight_ptrs(fc1_scales=scales[:1], fc2_scales=scales[1:], swizzle=swizzle)
-    assert_swizzled(packed, [packed.fc1_scales, packed.fc2_scales], formulas)
-
-
-def test_more_addresses_than_a_launch_carries(launched):
-    shapes = [(32, 32 * (1 + i % 7)) for i in range(600)]
-    weights, scales, formulas = zip(
-        *(compact_scales("mxfp8_rowwise", shape, False) for shape in shapes), strict=True
-    )
-    packed = pack_weight_ptrs(weights, fc2_scales=scales, swizzle="mxfp8_rowwise")
-    assert packed.fc1.tolist() == [w.data_ptr() for w in weights]
-    assert_swizzled(packed, [packed.fc2_scales], formulas)
-    num_bytes = 600 * (8 + 20) + 7 * 16
-    assert launched == [("copy", 4080)] * 4 + [("copy", num_bytes - 4 * 4080), ("swizzle", 600)]
+    for table, of_list in zip((packed.fc1, packed.fc2), weights, strict=True):
+        assert table.tolist() == [weight.data_ptr() for weight in of_list]
+    tables = [packed.fc1_scales, packed.fc2_scales]
+    assert [table is not None for table in tables] == [bool(of_list) for of_list in compact]
+    given = [table for table in tables if table is not None]
+    num_weights, num_scales = (sum(map(len, lists)) for lists in (weights, compact))
+    num_bytes = 8 * (num_weights + num_scales)
+    if swizzle is None:
+        addresses = [scale.data_ptr() for of_list in compact for scale in of_list]
+        assert (torch.cat(given).tolist(), packed.swizzled) == (addresses, None)
+    else:
+        assert_swizzled(packed, given, [formula for each in made[2:] for *_, formula in each])
+        # Where a matrix is and goes, its number, and the extents of each shape of a list.
+        num_bytes += 12 * num_scales + 16 * sum(len(set(of_list)) for of_list in shapes[2:])
+    copies = [("copy", min(4080, num_bytes - first)) for first in range(0, num_bytes, 4080)]
+    assert launched == copies + [("swizzle", num_scales)] * (swizzle is not None)
 
 
 def scales(num_groups, *shape, dtype=torch.uint8):

@@ -201,94 +201,80 @@ def test_modules_that_take_any_keyword_or_positional_defaults():
         Sequential(TakesPositional())(x, op_kwargs={0: {"note": 2.0}})
 
 
-def errors_of_op_kwargs():
-    """(what, op_kwargs of a flat model, parts of the text)."""
-    anonymous = "a GroupedLinear"
-    yield "index", lambda m: {3: {}}, ["index 3", "-3 to 2"]
-    yield "negative index", lambda m: {-4: {}}, ["index -4", "-3 to 2"]
-    yield (
-        "stranger",
+KEYWORDS = ("out", "grad_input_out", "bias_scale", "is_first_microbatch")
+FLAT_MISTAKES = {  # op_kwargs of a flat model, parts of the text
+    "index": (lambda m: {3: {}}, ["index 3", "-3 to 2"]),
+    "negative index": (lambda m: {-4: {}}, ["index -4", "-3 to 2"]),
+    "stranger": (
         lambda m: {linears()[0]: {}},
-        [anonymous, "not in this Sequential", "0 (GroupedLinear)", "1 (Sca"],
-    )
-    yield "text", lambda m: {"0": {}}, ["a str", "not in this Sequential", "2 (GroupedLinear)"]
-    yield "bool", lambda m: {True: {}}, ["not in this Sequential", "2 (GroupedLinear)"]
-    yield "class", lambda m: {GroupedLinear: {}}, ["not in this Sequential"]
-    yield (
-        "module and index",
+        ["a GroupedLinear", "not in this Sequential", "0 (GroupedLinear)", "1 (Sca"],
+    ),
+    "text": (lambda m: {"0": {}}, ["a str", "not in this Sequential", "2 (GroupedLinear)"]),
+    "bool": (lambda m: {True: {}}, ["not in this Sequential", "2 (GroupedLinear)"]),
+    "class": (lambda m: {GroupedLinear: {}}, ["not in this Sequential"]),
+    "module and index": (
         lambda m: {m[0]: {}, 0: {}},
-        ["0 (GroupedLinear) twice", anonymous, "by 0"],
-    )
-    yield "two indices", lambda m: {2: {}, -1: {}}, ["2 (GroupedLinear) twice", "by 2", "by -1"]
-    keywords = ["out", "grad_input_out", "bias_scale", "is_first_microbatch"]
-    yield (
-        "keyword",
-        lambda m: {0: {"dgrad_out": 1}},
-        ["'dgrad_out'", "0 (GroupedLinear)", *keywords],
-    )
-    yield "positional", lambda m: {0: {"splits": 1}}, ["'splits'", "0 (GroupedLinear)", *keywords]
-    yield "the row tensor", lambda m: {-1: {"x": 1}}, ["'x'", "2 (GroupedLinear)", *keywords]
-    yield (
-        "no keywords",
+        ["0 (GroupedLinear) twice", "a GroupedLinear", "by 0"],
+    ),
+    "two indices": (lambda m: {2: {}, -1: {}}, ["2 (GroupedLinear) twice", "by 2", "by -1"]),
+    "keyword": (lambda m: {0: {"dgrad_out": 1}}, ["'dgrad_out'", "0 (GroupedLinear)", *KEYWORDS]),
+    "positional": (lambda m: {0: {"splits": 1}}, ["'splits'", "0 (GroupedLinear)", *KEYWORDS]),
+    "the row tensor": (lambda m: {-1: {"x": 1}}, ["'x'", "2 (GroupedLinear)", *KEYWORDS]),
+    "no keywords": (
         lambda m: {1: {"out": 1}},
         ["'out'", "1 (ScaledSwiGLU)", "takes no keyword arguments"],
-    )
-    yield (
-        "no keywords, by module",
+    ),
+    "no keywords, by module": (
         lambda m: {m[1]: {"scale": 1}},
         ["'scale'", "takes no keyword arguments"],
-    )
-    for value in ([], [{"out": 1}], "out", 3):
-        yield (
-            f"{value} for all",
+    ),
+    **{
+        f"{value} for all": (
             lambda m, v=value: v,
             [f"op_kwargs ({type(value).__name__}) must be a dict"],
         )
-    for value in (None, 3, ["out"]):
-        yield f"{value} for one", lambda m, v=value: {0: v}, ["op_kwargs"]
+        for value in ([], [{"out": 1}], "out", 3)
+    },
+    **{
+        f"{value} for one": (lambda m, v=value: {0: v}, ["op_kwargs"])
+        for value in (None, 3, ["out"])
+    },
+}
 
 
-def errors_of_nested_op_kwargs():
-    """The same of [FC1, [activation, FC2]]."""
-    yield (
-        "a module of the inner one",
+NESTED_MISTAKES = {  # the same of [FC1, [activation, FC2]]
+    "a module of the inner one": (
         lambda m: {m[1][0]: {}},
         ["not in this Sequential", "0 (GroupedLinear)"],
-    )
-    yield "flat index", lambda m: {2: {}}, ["index 2", "-2 to 1"]
-    yield (
-        "keyword of a module",
+    ),
+    "flat index": (lambda m: {2: {}}, ["index 2", "-2 to 1"]),
+    "keyword of a module": (
         lambda m: {1: {"out": 1}},
         ["'out' to 1 (Sequential)", "it takes op_kwargs"],
-    )
-    yield "inner index", lambda m: {1: {"op_kwargs": {2: {}}}}, ["index 2", "-2 to 1"]
-    yield (
-        "inner keyword",
+    ),
+    "inner index": (lambda m: {1: {"op_kwargs": {2: {}}}}, ["index 2", "-2 to 1"]),
+    "inner keyword": (
         lambda m: {1: {"op_kwargs": {0: {"a": 1}}}},
         ["'a' to 1.0 (ScaledSwiGLU)", "no keyword"],
-    )
-    yield (
-        "inner stranger",
+    ),
+    "inner stranger": (
         lambda m: {1: {"op_kwargs": {m[0]: {}}}},
         ["1.0 (ScaledSwiGLU), 1.1 (GroupedLinear)"],
-    )
-    yield (
-        "inner twice",
+    ),
+    "inner twice": (
         lambda m: {1: {"op_kwargs": {1: {}, m[1][1]: {}}}},
         ["1.1 (GroupedLinear) twice"],
-    )
-    yield "no mapping", lambda m: {1: {"op_kwargs": [1]}}, ["op_kwargs (list) must be a dict"]
+    ),
+    "no mapping": (lambda m: {1: {"op_kwargs": [1]}}, ["op_kwargs (list) must be a dict"]),
+}
 
 
 @pytest.mark.parametrize(
     ("is_nested", "make", "parts"),
     [
-        pytest.param(is_nested, make, parts, id=name)
-        for is_nested, errors in (
-            (False, errors_of_op_kwargs()),
-            (True, errors_of_nested_op_kwargs()),
-        )
-        for name, make, parts in errors
+        pytest.param(is_nested, *mistake, id=name)
+        for is_nested, mistakes in enumerate((FLAT_MISTAKES, NESTED_MISTAKES))
+        for name, mistake in mistakes.items()
     ],
 )
 def test_wrong_op_kwargs(is_nested, make, parts):
@@ -325,22 +311,23 @@ def test_paths_do_what_they_are_called(path, activation, num_fused):
     assert len(num_fused) == (path == "sequential")
 
 
-def same_splits_forms():
-    splits = SPLITS
-    yield "one tensor", splits, splits, True
-    yield "views of one tensor", splits, splits[:], True
-    yield "equal lists", [3, 0, 2, 4], [3, 0, 2, 4], True
-    yield "different lists", [3, 0, 2, 4], [3, 2, 0, 4], False
-    yield "equal tensors", splits, splits.clone(), False
-    yield "tensor and list", splits, [3, 0, 2, 4], False
+DOUBLED = torch.tensor([3, 0, 0, 2, 2, 2, 4, 4])
+SPLITS_TWICE = {
+    "one tensor": (SPLITS, SPLITS, True),
+    "views of one tensor": (SPLITS, SPLITS[:], True),
+    "equal lists": ([3, 0, 2, 4], [3, 0, 2, 4], True),
+    "different lists": ([3, 0, 2, 4], [3, 2, 0, 4], False),
+    "equal tensors": (SPLITS, SPLITS.clone(), False),
+    "tensor and list": (SPLITS, [3, 0, 2, 4], False),
     # At one address, but other numbers: the second has a stride.
-    both = torch.tensor([3, 0, 0, 2, 2, 2, 4, 4])
-    yield "one address, other strides", both[:4], both[::2], False
+    "one address, other strides": (DOUBLED[:4], DOUBLED[::2], False),
+}
 
 
 @pytest.mark.parametrize(
     ("first", "second", "fuses"),
-    [pytest.param(*rest, id=name) for name, *rest in same_splits_forms()],
+    SPLITS_TWICE.values(),
+    ids=SPLITS_TWICE,
 )
 def test_splits_that_are_the_same(first, second, fuses, num_fused):
     model = experts()
@@ -350,7 +337,7 @@ def test_splits_that_are_the_same(first, second, fuses, num_fused):
 
 
 def unfusible():
-    """(what, three modules, op_kwargs)."""
+    """Three modules and op_kwargs, by what keeps the modules apart."""
     fc1, fc2 = linears()
 
     class Subclass(GroupedLinear):
@@ -363,26 +350,27 @@ def unfusible():
 
     sub, plain = Subclass(4, 16, 16), (fc1, ScaledSwiGLU(), fc2)
     sub.load_state_dict(fc1.state_dict())
-    yield "subclass", (sub, ScaledSwiGLU(), fc2), {}
-    yield "activation of its own", (fc1, Activation(), fc2), {}
-    yield "out of FC1", plain, {0: {"out": torch.empty(12, 16)}}
-    yield "grad_input_out of FC2", plain, {2: {"grad_input_out": torch.empty(12, 8)}}
-    yield "another bias scale", plain, {2: {"bias_scale": INPUTS.scale.clone()}}
-    yield "bias scale of FC1", plain, {0: {"bias_scale": INPUTS.scale}}
     hooked, pre_hooked, patched = (experts() for _ in range(3))
     hooked[1].register_forward_hook(lambda module, args, out: out * 3)
     pre_hooked[2].register_forward_pre_hook(lambda module, args: (args[0] * 3, *args[1:]))
     patched[1].forward = lambda h, scale: ScaledSwiGLU()(h, scale) * 3
-    yield from (
-        ("forward hook", hooked, {}),
-        ("forward pre-hook", pre_hooked, {}),
-        ("forward of its own", patched, {}),
-    )
+    return {
+        "subclass": ((sub, ScaledSwiGLU(), fc2), {}),
+        "activation of its own": ((fc1, Activation(), fc2), {}),
+        "out of FC1": (plain, {0: {"out": torch.empty(12, 16)}}),
+        "grad_input_out of FC2": (plain, {2: {"grad_input_out": torch.empty(12, 8)}}),
+        "another bias scale": (plain, {2: {"bias_scale": INPUTS.scale.clone()}}),
+        "bias scale of FC1": (plain, {0: {"bias_scale": INPUTS.scale}}),
+        "forward hook": (hooked, {}),
+        "forward pre-hook": (pre_hooked, {}),
+        "forward of its own": (patched, {}),
+    }
 
 
-@pytest.mark.parametrize(
-    ("modules", "op_kwargs"), [pytest.param(*rest, id=name) for name, *rest in unfusible()]
-)
+UNFUSIBLE = unfusible()
+
+
+@pytest.mark.parametrize(("modules", "op_kwargs"), UNFUSIBLE.values(), ids=UNFUSIBLE)
 def test_what_keeps_modules_apart(modules, op_kwargs, num_fused):
     model = Sequential(*modules)
     y = call(model, op_kwargs=op_kwargs)
@@ -819,31 +807,30 @@ def test_gradients_that_are_left_for_later_are_not_overwritten():
         run_in_a_row(model, INPUTS.x.nan_to_num().requires_grad_(), op_kwargs)
 
 
-def later_mistakes():
-    """(what, extra inputs of the last of two linears, its keywords, text)."""
-    yield "splits too large", [3, 0, 2, 8], {}, r"^splits \(\[3, 0, 2, 8\]\) .* at most 12 rows"
-    yield "splits too long", [3, 0, 2, 4, 0], {}, r"^splits has shape \[5\]; it must be \[4\]"
-    yield "splits on meta", SPLITS.to("meta"), {}, "^splits is on meta; rows is on cpu"
-    yield "splits of floats", SPLITS.float(), {}, r"^splits has dtype torch\.float32"
-    yield (
-        "out",
+LATER_MISTAKES = {  # extra inputs of the last of two linears, its keywords, text
+    "splits too large": ([3, 0, 2, 8], {}, r"^splits \(\[3, 0, 2, 8\]\) .* at most 12 rows"),
+    "splits too long": ([3, 0, 2, 4, 0], {}, r"^splits has shape \[5\]; it must be \[4\]"),
+    "splits on meta": (SPLITS.to("meta"), {}, "^splits is on meta; rows is on cpu"),
+    "splits of floats": (SPLITS.float(), {}, r"^splits has dtype torch\.float32"),
+    "out": (
         SPLITS,
         {"out": torch.zeros(N + 1, H)},
         r"^out has shape \[13, 16\]; it must be \[12, 16\]",
-    )
-    yield (
-        "gradient",
+    ),
+    "gradient": (
         SPLITS,
         {"grad_input_out": torch.zeros(N, 8)},
         r"^grad_input_out has shape \[12, 8\]",
-    )
-    yield "strided", SPLITS, {"out": torch.zeros(N, 2 * H)[:, ::2]}, "^out has strides"
-    yield "bias_scale", SPLITS, {"bias_scale": torch.zeros(N - 1)}, r"^bias_scale is .* \[11\]"
+    ),
+    "strided": (SPLITS, {"out": torch.zeros(N, 2 * H)[:, ::2]}, "^out has strides"),
+    "bias_scale": (SPLITS, {"bias_scale": torch.zeros(N - 1)}, r"^bias_scale is .* \[11\]"),
+}
 
 
 @pytest.mark.parametrize(
     ("splits", "keywords", "text"),
-    [pytest.param(*rest, id=name) for name, *rest in later_mistakes()],
+    LATER_MISTAKES.values(),
+    ids=LATER_MISTAKES,
 )
 @pytest.mark.parametrize("hooked", [False, True])
 def test_mistakes_of_a_later_module_are_found_before_the_first_runs(splits, keywords, text, hooked):

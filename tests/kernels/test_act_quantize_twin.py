@@ -116,13 +116,18 @@ def test_rows_of_no_group_are_left_alone():
 
 
 def test_what_is_taken():
-    block, mxfp8 = FORMATS["float8_block"], FORMATS["mxfp8"]
-    assert takes_act_quantize(block)
-    assert takes_act_quantize(mxfp8)
-    assert not takes_act_quantize(FORMATS["nvfp4"])
-    halves, alternating, plain = (ACTIVATIONS[name] for name in ("swiglu", "interleaved", "srelu"))
-    assert takes_dact_quantize(256, halves, block)
-    assert not takes_dact_quantize(288, halves, block)
-    assert takes_dact_quantize(288, halves, mxfp8)
-    assert takes_dact_quantize(288, alternating, block)
-    assert takes_dact_quantize(288, plain, block)
+    taken = {name: takes_act_quantize(block_format) for name, block_format in FORMATS.items()}
+    assert taken == {
+        "float8_block": True,
+        "float8_block_powers": True,
+        "mxfp8": True,
+        "nvfp4": False,
+    }
+    for ffn, activation, name, is_taken in (
+        (256, "swiglu", "float8_block", True),
+        (288, "swiglu", "float8_block", False),
+        (288, "swiglu", "mxfp8", True),
+        (288, "interleaved", "float8_block", True),
+        (288, "srelu", "float8_block", True),
+    ):
+        assert takes_dact_quantize(ffn, ACTIVATIONS[activation], FORMATS[name]) == is_taken

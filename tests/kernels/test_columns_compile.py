@@ -18,8 +18,8 @@ from compiled_launches import (
     catch_launches,
     meta,
 )
+from low_precision_launches import C, G, N, operand
 from quantize_cases import FORMATS
-from quantize_launches import C, G, N, operand
 
 from symmoe.kernels.formats import TILE, max_tiles
 from symmoe.kernels.low_precision import hopper_columns, hopper_weights
@@ -56,14 +56,17 @@ def buffers(width, block_format):
 def check(ptx, names, copies, most_spilled=0):
     assert ".ftz" not in ptx
     assert not re.search(r"(div\.(full|approx)|rcp\.approx|ex2|lg2)", ptx)
-    assert names.count("F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C") == NUMBERS // 2
     assert not [name for name in names if name.startswith("STS")]  # codes are turned in registers
     assert sum(name in ("LDL", "STL") for name in names) <= since(
         ("3.6", most_spilled), ("3.9", 15)
     )
-    assert names.count("STG.E.128") == NUMBERS // 16
-    assert names.count("LDGSTS.E.BYPASS.128") == copies
-    assert names.count("BAR.SYNC.DEFER_BLOCKING") == 2
+    counts = {
+        "F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C": NUMBERS // 2,
+        "STG.E.128": NUMBERS // 16,
+        "LDGSTS.E.BYPASS.128": copies,
+        "BAR.SYNC.DEFER_BLOCKING": 2,
+    }
+    assert {name: names.count(name) for name in counts} == counts
     # The largest of two features at once, NaN if there is one: or a block would have the scale of its other numbers.
     largest = [
         name
@@ -139,22 +142,23 @@ def test_powers_of_two_are_not_divided(compile_launch):
 
 
 def test_what_is_taken():
-    block_format, weight = (
-        replace(FORMATS["float8_block"], block_lines=TILE),
-        torch.zeros(2, 256, 384),
-    )
-    assert hopper_weights.takes_weight_pairs(block_format, weight)
-    assert not hopper_weights.takes_weight_pairs(FORMATS["float8_block"], weight)  # scales of lines
-    assert not hopper_weights.takes_weight_pairs(replace(FORMATS["nvfp4"], block_lines=16), weight)
-    for shape in ((2, 256, 320), (2, 192, 384)):
-        assert not hopper_weights.takes_weight_pairs(block_format, torch.zeros(shape))
-    block_format, rows = FORMATS["float8_block"], torch.zeros(3, 512, dtype=torch.bfloat16)
-    assert hopper_columns.takes_columns(block_format, rows, 512)
-    assert not hopper_columns.takes_columns(FORMATS["mxfp8"], rows, 512)
-    assert not hopper_columns.takes_columns(
-        block_format, rows, 508
-    )  # rows of which some begin at no 16 bytes
-    assert not hopper_columns.takes_columns(block_format, rows.view(-1)[4:516].view(1, 512), 512)
+    block_format = replace(FORMATS["float8_block"], block_lines=TILE)
+    for given, shape, is_taken in (
+        (block_format, (2, 256, 384), True),
+        (FORMATS["float8_block"], (2, 256, 384), False),  # scales of lines
+        (replace(FORMATS["nvfp4"], block_lines=16), (2, 256, 384), False),
+        (block_format, (2, 256, 320), False),
+        (block_format, (2, 192, 384), False),
+    ):
+        assert hopper_weights.takes_weight_pairs(given, torch.zeros(shape)) == is_taken
+    rows = torch.zeros(3, 512, dtype=torch.bfloat16)
+    for name, given, width, is_taken in (
+        ("float8_block", rows, 512, True),
+        ("mxfp8", rows, 512, False),
+        ("float8_block", rows, 508, False),  # rows of which some begin at no 16 bytes
+        ("float8_block", rows.view(-1)[4:516].view(1, 512), 512, False),
+    ):
+        assert hopper_columns.takes_columns(FORMATS[name], given, width) == is_taken
 
 
 def test_steps_do_not_compile_again(monkeypatch):

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 
 from ahead_of_time import since
 from compiled_launches import BLACKWELL, HOPPER, atomics, meta
-from quantized_gemm_launches import BF16, FP16, FP32, gemm_operands, wgrad_operands
+from low_precision_launches import BF16, FP16, FP32, gemm_operands, wgrad_operands
 
 from symmoe.kernels import hopper_choice
 from symmoe.kernels.hopper import launchers
@@ -67,9 +67,19 @@ def check_column_scales(ptx):
     assert (before.count("ld.shared.v2.b32"), of_the_next) == (16, 16)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_products(launches, shape):
-    launchers.launch_fp8_gemm(*gemm_arguments(SHAPES[shape]), zero_tail=True, num_sms=132)
+@pytest.mark.parametrize(
+    ("shape", "zero_tail", "dtype"),
+    [
+        ("deepseek-like FC1", True, BF16),
+        pytest.param("odd", True, FP16, marks=pytest.mark.slow),
+        pytest.param("odd", False, BF16, marks=pytest.mark.slow),
+        ("odd", True, BF16),
+    ],
+    ids=str,
+)
+def test_products(launches, shape, zero_tail, dtype):
+    arguments = gemm_arguments(SHAPES[shape], dtype)
+    launchers.launch_fp8_gemm(*arguments, zero_tail=zero_tail, num_sms=132)
     code = launches.compile_roles(None)
     ptx = code.ptx
     assert code.spilled <= GEMM_SPILLED
@@ -109,17 +119,6 @@ def test_biases(launches, shape, is_scaled, is_table):
         if name.startswith(("LDL", "STL"))
     ]
     assert len(spills) <= BIAS_STAGE_SPILLS
-    check_products(code.ptx)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("zero_tail", "dtype"), [(True, FP16), (False, BF16)])
-def test_other_products(launches, zero_tail, dtype):
-    launchers.launch_fp8_gemm(
-        *gemm_arguments(SHAPES["odd"], dtype), zero_tail=zero_tail, num_sms=132
-    )
-    code = launches.compile_roles(None)
-    assert code.spilled <= GEMM_SPILLED
     check_products(code.ptx)
 
 

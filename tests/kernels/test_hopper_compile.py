@@ -124,11 +124,14 @@ def test_the_limit_of_sms_reaches_the_kernels(launches, monkeypatch):
 def test_devices_and_calls_that_they_do_not_take():
     for device in ("cpu", "meta"):
         assert hopper_choice.hopper_kernels(torch.device(device), BF16, 1024) is None
-    assert act.takes_act(1000, 768, SWIGLU)
-    assert not act.takes_act(1000, 712, SWIGLU)
-    assert not act.takes_act(2**30 + 1, 768, SWIGLU)
-    assert not act.takes_act(1000, 768, Activation(interleave=8))
-    assert not act.takes_act(1000, 768, ACTIVATIONS["srelu"])
+    for num_rows, ffn, activation, is_taken in (
+        (1000, 768, SWIGLU, True),
+        (1000, 712, SWIGLU, False),
+        (2**30 + 1, 768, SWIGLU, False),
+        (1000, 768, Activation(interleave=8), False),
+        (1000, 768, ACTIVATIONS["srelu"], False),
+    ):
+        assert act.takes_act(num_rows, ffn, activation) == is_taken
 
 
 @pytest.mark.parametrize(

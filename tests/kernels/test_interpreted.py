@@ -5,7 +5,7 @@ ordering between GPUs; sums of bf16 rows (the interpreter truncates where hardwa
 files look at the generated code; tests/gpu runs it."""
 
 import pytest
-from interpreter import emulated, interpreted, interpreter
+from interpreter import interpreter, run_checks
 
 SLOW = ("act_quantize", "gemm", "gpu_kernels", "quantize", "quantized_gemm", "router_products")
 IN_THE_INTERPRETER = [
@@ -20,11 +20,11 @@ IN_THE_EMULATOR = [*(pytest.param(name, marks=pytest.mark.slow) for name in SLOW
 @interpreter
 @pytest.mark.parametrize("name", IN_THE_INTERPRETER)
 def test_kernels_in_the_interpreter(name):
-    interpreted(f"{name}_interpreter_checks")
+    run_checks(f"{name}_interpreter_checks")
 
 
 @pytest.mark.parametrize("name", IN_THE_EMULATOR)
 def test_kernels_in_the_emulator(name):
     pytest.importorskip("triton")
     pytest.importorskip("ml_dtypes")
-    emulated(f"{name}_emulator_checks")
+    run_checks(f"{name}_emulator_checks")

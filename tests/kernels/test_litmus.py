@@ -4,19 +4,19 @@ The suite itself is in tests/reliability/litmus.py; test_reliability.py runs a s
 import re
 
 import pytest
-from interpreter import interpreted, interpreter
+from interpreter import interpreter, run_checks
 
 
 @interpreter
 def test_what_kernels_count():
-    assert interpreted("litmus_interpreter_checks").count(": ok") == 10
+    assert run_checks("litmus_interpreter_checks").count(": ok") == 10
 
 
 def ptx_of(name: str, **constants: int) -> str:
     """A kernel for Hopper, as GpuWords launches it."""
-    triton = pytest.importorskip("triton")
+    pytest.importorskip("triton")
+    from ahead_of_time import compile_for
     from reliability import litmus_kernels
-    from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     kernel = getattr(litmus_kernels, name)
@@ -26,9 +26,7 @@ def ptx_of(name: str, **constants: int) -> str:
     }
     signature |= dict.fromkeys(constants, "constexpr")
     source = ASTSource(kernel, signature, constants, {})
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
-    assert compiled.asm["cubin"]
-    return compiled.asm["ptx"]
+    return compile_for(90, source, {"num_warps": 4}).ptx
 
 
 @pytest.mark.parametrize("order", ["released", "flag first", "relaxed"])

@@ -9,13 +9,12 @@ import torch
 
 pytest.importorskip("triton")
 
-import act_quantize_launches as act_quantize
 import kernel_launches as layer
-import quantize_launches as quantize
+import low_precision_launches as quantize
 from ahead_of_time import VERSION, since
 from compiled_launches import kernels_of, meta
 from kernel_launches import ACTIVATIONS, BF16, FP16, FP32, GEMMS, LAYOUTS
-from quantized_gemm_launches import ELEMENTS, SHAPES, gemm_operands, wgrad_operands
+from low_precision_launches import ELEMENTS, PRODUCT_SHAPES, gemm_operands, wgrad_operands
 
 from symmoe.kernels import architectures, gpu
 from symmoe.kernels.activation import Activation
@@ -79,7 +78,7 @@ def launch_quantised_products():
     for name, (shape, dtype) in itertools.product(
         ELEMENTS, (("deepseek-like FC1", BF16), ("odd", FP32))
     ):
-        (G, O, _, N), arguments = SHAPES[shape], gemm_operands(name, shape, dtype)
+        (G, O, _, N), arguments = PRODUCT_SHAPES[shape], gemm_operands(name, shape, dtype)
         gpu_products.grouped_gemm_quantized(*arguments, num_sms=132)
         options = {"bias": (meta(G, O, dtype=dtype), meta(N, dtype=FP32)), "zero_tail": True}
         options |= {"group_range": meta(2, G)} if name != "fp8" and shape == "odd" else {}
@@ -96,9 +95,9 @@ def launch_quantisers():
         launch(name, BF16)
     quantize.step(333, 0x9A5C, 2048)
     quantize.step(16, 1)
-    for name, ffn, block_format in act_quantize.CASES[:4]:
-        act_quantize.launch_act(name, ffn, block_format)
-        act_quantize.launch_dact(name, ffn, block_format, with_dbias=block_format == "mxfp8")
+    for name, ffn, block_format in quantize.ACTIVATION_CASES[:4]:
+        quantize.launch_act(name, ffn, block_format)
+        quantize.launch_dact(name, ffn, block_format, with_dbias=block_format == "mxfp8")
 
 
 GROUPS = {

@@ -11,10 +11,21 @@ import torch
 
 pytest.importorskip("triton")
 
-import quantize_launches as quantizers
+import low_precision_launches as quantizers
 from compiled_launches import BLACKWELL, HOPPER, access_bits, assert_compiled_once, atomics, meta
+from low_precision_launches import (
+    BF16,
+    FP32,
+    NAMES,
+    C,
+    G,
+    N,
+    operand,
+    row_bytes,
+    step,
+    table_of_scales,
+)
 from quantize_cases import FORMATS, weight_format
-from quantize_launches import BF16, FP32, NAMES, C, G, N, operand, row_bytes, step, table_of_scales
 
 from symmoe.kernels.bias_sums import SLOT_ROWS, bias_slots
 from symmoe.kernels.formats import TILE, max_tiles

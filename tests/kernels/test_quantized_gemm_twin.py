@@ -377,34 +377,58 @@ def test_wrong_operands_of_products_are_named(name, what, change, text):
         grouped_gemm_quantized(*arguments, **options)
 
 
-def test_widths_that_do_not_fit():
-    for name, unit, odd in (("fp8", 16, 40), ("mxfp8", 32, 48)):
-        with pytest.raises(
-            ArgumentError, match=f"contracted features must be a multiple of {unit}, got {odd}"
-        ):
-            product(problem(name, (3,), (64, odd)), BF16)
-        with pytest.raises(ArgumentError, match="features of out must be a multiple of 8, got 60"):
-            product(problem(name, (3,), (60, 64)), BF16)
-    p = problem("fp8", (3,), (64, 48))
-    with pytest.raises(ArgumentError, match=r"out must be \[8, 64\], got \[8, 32\]"):
-        grouped_gemm_quantized(*p.operands, p.blank(BF16)[:, :32])
-    bounds, out, data = (
-        torch.tensor([0, 3]),
-        torch.zeros(1, 64, 64),
-        torch.zeros(64, 120, dtype=E4M3),
-    )
-    for scale in (torch.ones(1, 64).t(), torch.zeros(1, 1, 512, dtype=torch.uint8)):
-        with pytest.raises(
-            ArgumentError, match="tokens of dout and rows must be a multiple of 128, got 120"
-        ):
-            grouped_gemm_wgrad_quantized(Operand(data, scale), Operand(data, scale), bounds, out)
-    q = wgrad_problem("fp8", (9,), (62, 48), exact=True)
-    with pytest.raises(ArgumentError, match="features of dout must be a multiple of 4, got 62"):
-        gradient(q, torch.zeros(q.shape))
-    q = wgrad_problem("nvfp4", (3, 4), (64, 64))
-    q.rows_global_scale = torch.ones(3)
-    with pytest.raises(ArgumentError, match=r"rows_global_scale .*must be \[2\], got \[3\]"):
-        gradient(q, torch.zeros(q.shape))
+def product_of(name, widths):
+    return product(problem(name, (3,), widths), BF16)
+
+
+def gradient_of_tokens(scale):
+    """Of 120, with scales of this kind."""
+    side = Operand(torch.zeros(64, 120, dtype=E4M3), scale)
+    return grouped_gemm_wgrad_quantized(side, side, torch.tensor([0, 3]), torch.zeros(1, 64, 64))
+
+
+def gradient_of(name, splits, widths, **changes):
+    q = wgrad_problem(name, splits, widths)
+    vars(q).update(changes)
+    return gradient(q, torch.zeros(q.shape))
+
+
+NARROW = problem("fp8", (3,), (64, 48))
+TOKENS = "tokens of dout and rows must be a multiple of 128, got 120"
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (
+            lambda: product_of("fp8", (64, 40)),
+            "contracted features must be a multiple of 16, got 40",
+        ),
+        (
+            lambda: product_of("mxfp8", (64, 48)),
+            "contracted features must be a multiple of 32, got 48",
+        ),
+        (lambda: product_of("fp8", (60, 64)), "features of out must be a multiple of 8, got 60"),
+        (lambda: product_of("mxfp8", (60, 64)), "features of out must be a multiple of 8, got 60"),
+        (
+            lambda: grouped_gemm_quantized(*NARROW.operands, NARROW.blank(BF16)[:, :32]),
+            r"out must be \[8, 64\], got \[8, 32\]",
+        ),
+        (lambda: gradient_of_tokens(torch.ones(1, 64).t()), TOKENS),
+        (lambda: gradient_of_tokens(torch.zeros(1, 1, 512, dtype=torch.uint8)), TOKENS),
+        (
+            lambda: gradient_of("fp8", (9,), (62, 48)),
+            "features of dout must be a multiple of 4, got 62",
+        ),
+        (
+            lambda: gradient_of("nvfp4", (3, 4), (64, 64), rows_global_scale=torch.ones(3)),
+            r"rows_global_scale .*must be \[2\], got \[3\]",
+        ),
+    ],
+)
+def test_widths_that_do_not_fit(call, text):
+    with pytest.raises(ArgumentError, match=text):
+        call()
 
 
 @pytest.mark.parametrize("name", ["dout_scale", "rows_scale"])

@@ -90,13 +90,13 @@ def test_reports_of_the_dispatch_are_counted_by_themselves(name: str, tmp_path: 
 
 
 # -- what the kernels do ----------------------------------------------------------------------------------------------
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
 import planted_races  # noqa: E402
+from ahead_of_time import BINARIES, compile_for  # noqa: E402
 from compiled_launches import catch_launches, meta  # noqa: E402
 from kernel_launches import peers_of  # noqa: E402
-from quantized_gemm_launches import gemm_operands, wgrad_operands  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
+from low_precision_launches import gemm_operands, wgrad_operands  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
 from symmoe.kernels.activation import Activation  # noqa: E402
@@ -108,7 +108,6 @@ bf16, f32, i32, i64 = (
 )
 G, H, I, N, T = 3, 256, 128, 999, 512
 RANGES, PEERS, OFFSETS = i32(2, G), peers_of(2, 0), i64(2, 3)
-BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 # In the order of addresses; B is the barrier of all warps. Loop of the other warps: B, role read (R), B and B if there
 # is none. Every role: B, work, B. First warps: roles written (W), B, B, work, B, "leave" written (W), B.
 PROTOCOL = "BRBB(BB)+WBBBWB"
@@ -170,7 +169,6 @@ LAUNCHES: dict[str, Callable[[], None]] = {
 
 def disassembled(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """SASS with source lines."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(folder / "triton"))
     cubin = folder / "lines.cubin"
     if name in LAUNCHES:
         launches = catch_launches(monkeypatch, act, hopper_fp8, hopper_fp8_wgrad, gemm, rows, wgrad)
@@ -178,11 +176,7 @@ def disassembled(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> st
         cubin.write_bytes(launches.compile().asm["cubin"])
     else:
         source = GluonASTSource(getattr(planted_races, name), {"out": "*i32"}, {}, {})
-        cubin.write_bytes(
-            triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm[
-                "cubin"
-            ]
-        )
+        cubin.write_bytes(compile_for(90, source, {"num_warps": 4}).asm["cubin"])
     command = [BINARIES / "nvdisasm", "-g", "-c", cubin]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 
 from ahead_of_time import since
 from compiled_launches import BLACKWELL, HOPPER, WORKSTATION, atomics, catch_launches, meta
-from quantized_gemm_launches import BF16, FP16, FP32, SHAPES, gemm_operands, wgrad_operands
+from low_precision_launches import BF16, FP16, FP32, PRODUCT_SHAPES, gemm_operands, wgrad_operands
 
 from symmoe.kernels.formats import TILE
 from symmoe.kernels.low_precision import products, scaled
@@ -27,7 +27,7 @@ EMULATED = {"mxfp8": "f32.bf16.bf16", "nvfp4": "f32.f16.f16"}
 
 names = pytest.mark.parametrize("name", PRODUCT)
 ARCHS_AND_SHAPES = [
-    *((BLACKWELL, shape) for shape in SHAPES),
+    *((BLACKWELL, shape) for shape in PRODUCT_SHAPES),
     (WORKSTATION, "odd"),
     (HOPPER, "odd"),
 ]
@@ -89,7 +89,7 @@ def test_products(compile_launch, arch, shape, name):
 @names
 @pytest.mark.parametrize("arch", UNITS)
 def test_biases(compile_launch, arch, name):
-    G, O, _, N = SHAPES["odd"]
+    G, O, _, N = PRODUCT_SHAPES["odd"]
     bias = meta(G, O, dtype=BF16), meta(N, dtype=FP32)
     code = compile_launch(
         arch, products.grouped_gemm_quantized, gemm_operands(name, "odd"), bias=bias
@@ -123,7 +123,7 @@ def test_scattered_matrices(compile_launch, arch, name):
 @names
 @pytest.mark.parametrize("arch", [BLACKWELL, HOPPER])
 def test_parts_of_products(compile_launch, arch, name):
-    arguments, group_range = gemm_operands(name, "odd", FP16), meta(2, SHAPES["odd"][0])
+    arguments, group_range = gemm_operands(name, "odd", FP16), meta(2, PRODUCT_SHAPES["odd"][0])
     check(
         compile_launch(arch, products.grouped_gemm_quantized, arguments, group_range=group_range),
         name,

@@ -340,31 +340,26 @@ def test_bytes_held():
     assert None not in kept
 
 
-def test_a_call_of_another_graph_is_refused(monkeypatch):
+@pytest.mark.parametrize(
+    ("entered", "called", "text"),
+    [
+        (0, 7, "entered outside of a capture, and this call is inside the capture of"),
+        (7, 8, "entered inside the capture of CUDA graph 7, and this call is inside"),
+    ],
+)
+def test_a_call_of_another_graph_is_refused(monkeypatch, entered: int, called: int, text: str):
     """As if streams were capturing: 0 is none."""
     module, call, _ = made("mlp", Float8Block())
-    capture = 0
+    capture = entered
     monkeypatch.setattr(operands, "capture_id", lambda device: capture)
     x = batches()[0]
     with symmoe.constant_weights(module):
         call(x, module)
-        capture = 7
-        with pytest.raises(
-            ArgumentError,
-            match="entered outside of a capture, and this call is inside the capture of",
-        ):
+        capture = called
+        with pytest.raises(ArgumentError, match=text):
             call(x, module)
-        capture = 0
+        capture = entered
         call(x, module)
-    capture = 7
-    with symmoe.constant_weights(module):
-        call(x, module)
-        capture = 8
-        with pytest.raises(
-            ArgumentError,
-            match="entered inside the capture of CUDA graph 7, and this call is inside",
-        ):
-            call(x, module)
 
 
 def test_recomputing_in_another_graph_makes_its_own(monkeypatch):

@@ -2,6 +2,8 @@
 
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -34,27 +36,19 @@ def is_part(row_range: torch.Tensor) -> bool:
     return row_range.storage_offset() != first_after_splits
 
 
-class Kernels:
-    """Counts the calls of PART_KERNELS, with parts and with all rows, while it is open; the first one takes `lag_s`."""
+@contextmanager
+def counted_parts(lag_s: float = 0.0) -> Iterator[Counter[tuple[str, bool]]]:
+    """The calls of PART_KERNELS, with parts and with all rows; the first one takes `lag_s`."""
+    calls: Counter[tuple[str, bool]] = Counter()
 
-    def __init__(self, lag_s: float = 0.0) -> None:
-        self.calls: Counter[tuple[str, bool]] = Counter()
-        self._lag_s = lag_s
-
-    def __enter__(self) -> "Kernels":
-        self._hooked = kernels.hooked(torch.device("cpu"), self._count)
-        self._hooked.__enter__()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._hooked.__exit__(None, None, None)
-
-    def _count(self, name: str, kernel, /, *args, **options):
+    def count(name: str, kernel, /, *args, **options):
         if name in PART_KERNELS:
-            self.calls[name, is_part(args[PART_KERNELS[name]])] += 1
-            time.sleep(self._lag_s)
-            self._lag_s = 0.0
+            time.sleep(0.0 if calls else lag_s)
+            calls[name, is_part(args[PART_KERNELS[name]])] += 1
         return kernel(*args, **options)
+
+    with kernels.hooked(torch.device("cpu"), count):
+        yield calls
 
 
 def layer_step(heap, config: MoEConfig, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -144,14 +138,14 @@ def test_parts_have_the_bits_of_the_whole(
         for config in configs(num_ranks, recipe, *((H, I) if device == "cpu" else (512, 256))):
             findings.where = f"rank {rank} of {num_ranks}, {config}, {dtype}"
             want = layer_step(heap, replace(config, schedule="serial"), dtype)
-            with Kernels() as kernels:
+            with counted_parts() as calls:
                 got = layer_step(heap, config, dtype)
             compare_bits(findings, got, want)
             findings.check(
                 not any(tensor.isnan().any() for tensor in want), "there is nothing to compare"
             )
             if device == "cpu":
-                with_ranges = Counter({name: n for (name, are), n in kernels.calls.items() if are})
+                with_ranges = Counter({name: n for (name, are), n in calls.items() if are})
                 findings.equal(
                     "calls with ranges", with_ranges, expected_calls(config, num_ranks, dtype)
                 )
@@ -183,7 +177,7 @@ def test_rows_that_are_not_there_are_noticed(rank: int, num_ranks: int, wire: st
         for part_by_part in (right, all_at_once):
             quantized_experts._part_by_part = part_by_part if rank == 0 else right
             try:
-                with Kernels(lag_s=0.3 * rank):
+                with counted_parts(lag_s=0.3 * rank):
                     y, *_ = layer_step(heap, config, torch.bfloat16)
             finally:
                 quantized_experts._part_by_part = right

@@ -215,62 +215,75 @@ def test_ranks_can_compare_recipes():
     )  # of another process
 
 
-def test_arguments():
-    rows, row_start = normal(8, 96), bounds((3, 5))
-    for recipe in RECIPES:
-        for wrong, text in (
-            (rows.double(), r"rows is torch.float64"),
-            (rows[0], r"rows is torch.bfloat16 \[96\]"),
-            (rows.T, "must be contiguous"),
-            (normal(8, 100), r"C of rows \(100\) must be a multiple of"),
-            (normal(8, 0), r"C of rows \(0\)"),
-        ):
-            with pytest.raises(ArgumentError, match=text):
-                recipe.quantize(wrong, row_start)
-            with pytest.raises(ArgumentError, match=text):
-                recipe.quantize_columns(wrong, row_start)
-        for wrong in (
-            row_start.long(),
-            row_start[:1],
-            row_start[None],
-            torch.zeros(6, dtype=torch.int32)[::2],
-        ):
-            with pytest.raises(ArgumentError, match="row_start"):
-                recipe.quantize(rows, wrong)
-        for wrong in (rows, normal(2, 33, 96), normal(2, 96, 64).mT, normal(2, 32, 32).double()):
-            with pytest.raises(ArgumentError, match="weight"):
-                recipe.quantize_weight(wrong)
-            with pytest.raises(ArgumentError, match="weight"):
-                recipe.quantize_weight_pair(wrong)
-    for wrong, scale, text in (
-        (torch.zeros(2, 64), None, r"dbias must be \[2, 96\], got \[2, 64\]"),
-        (torch.zeros(2, 96).long(), None, "dbias must be of torch.bfloat16 or"),
-        (torch.zeros(2, 96), torch.zeros(7), r"bias_scale must be \[8\], got \[7\]"),
+EIGHT, STARTS = normal(8, 96), bounds((3, 5))
+WRONG_ROWS = [
+    (EIGHT.double(), r"rows is torch.float64"),
+    (EIGHT[0], r"rows is torch.bfloat16 \[96\]"),
+    (EIGHT.T, "must be contiguous"),
+    (normal(8, 100), r"C of rows \(100\) must be a multiple of"),
+    (normal(8, 0), r"C of rows \(0\)"),
+]
+WRONG_STARTS = [STARTS.long(), STARTS[:1], STARTS[None], torch.zeros(6, dtype=torch.int32)[::2]]
+WRONG_WEIGHTS = [EIGHT, normal(2, 33, 96), normal(2, 96, 64).mT, normal(2, 32, 32).double()]
+
+
+@every_recipe
+def test_arguments(recipe):
+    by_rows = recipe.quantize, recipe.quantize_columns
+    by_weights = recipe.quantize_weight, recipe.quantize_weight_pair
+    for method, arguments, text in (
+        *((method, (rows, STARTS), text) for method in by_rows for rows, text in WRONG_ROWS),
+        *((recipe.quantize, (EIGHT, starts), "row_start") for starts in WRONG_STARTS),
+        *((method, (weight,), "weight") for method in by_weights for weight in WRONG_WEIGHTS),
     ):
         with pytest.raises(ArgumentError, match=text):
-            MXFP8().quantize(rows, row_start, dbias=wrong, bias_scale=scale)
-    with pytest.raises(ArgumentError, match=r"seeds are given; MXFP8\(\) rounds to nearest"):
-        MXFP8().quantize(rows, row_start, seeds=torch.zeros(2, dtype=torch.int64))
-    with pytest.raises(ArgumentError, match=r"seeds are given"):
-        NVFP4(stochastic_gradients=False).quantize(
-            rows, row_start, seeds=torch.zeros(2, dtype=torch.int64)
-        )
-    for wrong in (torch.zeros(3, dtype=torch.int64), torch.zeros(2, dtype=torch.int32)):
-        with pytest.raises(ArgumentError, match=r"seeds must be "):
-            NVFP4().quantize(rows, row_start, seeds=wrong)
-    for wrong in (-1, 1 << 16):
-        with pytest.raises(ArgumentError, match="must have 16 bits"):
-            NVFP4(hadamard_signs=wrong)
-        with pytest.raises(ArgumentError, match="must have 16 bits"):
-            hadamard(rows, wrong)
-    with pytest.raises(ArgumentError, match="a multiple of 16"):
-        hadamard(rows[:, :24], 1)
-    with pytest.raises(ArgumentError, match="one-byte scales"):
-        swizzle_scales(torch.zeros(8, 4), row_start)
-    with pytest.raises(ArgumentError, match="swizzled must be"):
-        unswizzle_scales(
-            torch.zeros(1, 1, 512, dtype=torch.uint8), row_start, num_rows=8, num_blocks=9
-        )
+            method(*arguments)
+
+
+def quantize(recipe: Recipe, **options):
+    return recipe.quantize(EIGHT, STARTS, **options)
+
+
+TWO_SEEDS = torch.zeros(2, dtype=torch.int64)
+OTHER_MISTAKES = [
+    (
+        lambda: quantize(MXFP8(), dbias=torch.zeros(2, 64)),
+        r"dbias must be \[2, 96\], got \[2, 64\]",
+    ),
+    (
+        lambda: quantize(MXFP8(), dbias=torch.zeros(2, 96).long()),
+        "dbias must be of torch.bfloat16 or",
+    ),
+    (
+        lambda: quantize(MXFP8(), dbias=torch.zeros(2, 96), bias_scale=torch.zeros(7)),
+        r"bias_scale must be \[8\], got \[7\]",
+    ),
+    (lambda: quantize(MXFP8(), seeds=TWO_SEEDS), r"seeds are given; MXFP8\(\) rounds to nearest"),
+    (lambda: quantize(NVFP4(stochastic_gradients=False), seeds=TWO_SEEDS), "seeds are given"),
+    (lambda: quantize(NVFP4(), seeds=torch.zeros(3, dtype=torch.int64)), "seeds must be "),
+    (lambda: quantize(NVFP4(), seeds=TWO_SEEDS.int()), "seeds must be "),
+    (lambda: NVFP4(hadamard_signs=-1), "must have 16 bits"),
+    (lambda: NVFP4(hadamard_signs=1 << 16), "must have 16 bits"),
+    (lambda: hadamard(EIGHT, -1), "must have 16 bits"),
+    (lambda: hadamard(EIGHT, 1 << 16), "must have 16 bits"),
+    (lambda: hadamard(EIGHT[:, :24], 1), "a multiple of 16"),
+    (lambda: swizzle_scales(torch.zeros(8, 4), STARTS), "one-byte scales"),
+    (
+        lambda: unswizzle_scales(
+            torch.zeros(1, 1, 512, dtype=torch.uint8), STARTS, num_rows=8, num_blocks=9
+        ),
+        "swizzled must be",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "text"), OTHER_MISTAKES)
+def test_other_arguments(call, text):
+    with pytest.raises(ArgumentError, match=text):
+        call()
+
+
+def test_recipes_are_values():
     with pytest.raises(FrozenInstanceError):
         RECIPES[0].power_of_two = True
     assert replace(RECIPES[0], power_of_two=True) == RECIPES[1]

@@ -19,7 +19,6 @@ from symmoe.errors import ArgumentError
 from symmoe.kernels.control import QUANTIZED_WIRES
 from symmoe.precision import MXFP8, NVFP4, Float8Block
 from symmoe.tools.shapes import PRESETS
-from symmoe.training import precision_choice
 from symmoe.training import precision_choice as choices
 
 NUMBERS = {"num_ranks": 2, "num_tokens": 8192}
@@ -81,9 +80,7 @@ def test_the_table_is_that_of_the_record():
                 layer.name,
                 column,
             )
-    assert f"benchmarks/results/{RECORD.name}" in Path(precision_choice.__file__).read_text(
-        encoding="utf-8"
-    )
+    assert f"benchmarks/results/{RECORD.name}" in Path(choices.__file__).read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("preset", CHOICES)
@@ -203,15 +200,13 @@ def test_ranks_that_choose_differently_find_out(
     )
     with open_heap("cpu") as heap, pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            precision_choice,
+            choices,
             "MEASURED",
             (choices.MeasuredLayer("small", 64, 32, 1, 2.0, 1.0, 1.0, 1.0),),
         )
         for measured in ((False, False), (True, True), (True, False)):
             findings.where = f"rank {rank}, {measured}"
-            patch.setattr(
-                precision_choice, "_was_measured", lambda device, mine=measured[rank]: mine
-            )
+            patch.setattr(choices, "_was_measured", lambda device, mine=measured[rank]: mine)
             chosen = choices.choose_precision(
                 config, num_ranks=num_ranks, num_tokens=4096, device=heap.device
             )

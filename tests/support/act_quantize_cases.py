@@ -72,9 +72,6 @@ class Problem:
             )
         return row_buffers(self.h.shape[0], width, FORMATS[name], self.device)
 
-    def blank_dscale(self):
-        return torch.full((self.h.shape[0],), torch.nan, device=self.device)
-
     def blank_dbias(self):
         return torch.full((len(self.splits), self.h.shape[1]), torch.nan, device=self.device)
 
@@ -153,7 +150,8 @@ def dact_operands(p, name, *, with_dbias=True):
         p.operand(hidden, name, columns=True),
         p.operand(p.ffn, name, columns=True),
     )
-    return DactOperands(p.blank_dscale(), *buffers, p.blank_dbias() if with_dbias else None)
+    dscale = torch.full_like(p.row_scale, torch.nan)
+    return DactOperands(dscale, *buffers, p.blank_dbias() if with_dbias else None)
 
 
 def results_of(out):

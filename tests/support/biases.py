@@ -19,9 +19,6 @@ class Biases:
         ).to(device)
         self.scale[p.num_rows :] = torch.nan
 
-    def options(self, scaled):
-        return {"bias": (self.bias, self.scale if scaled else None)}
-
     def added_to(self, product, scaled):
         """Rows of groups with their biases, in float64."""
         result = product.to(torch.float64, copy=True)
@@ -38,22 +35,22 @@ def check_biases(run, p, dtypes=(torch.bfloat16, torch.float32)):
     n, exact = p.num_rows, p.expected()
     for dtype, scaled in itertools.product(dtypes, (False, True)):
         b, where = Biases(p, dtype), (p.splits, p.widths, dtype, scaled)
-        options, once = b.options(scaled), b.added_to(exact, scaled).to(dtype)
+        bias_scale, once = b.scale if scaled else None, b.added_to(exact, scaled).to(dtype)
         if dtype != torch.float32 and n and p.widths[1] > 128:  # sums have more bits than the dtype
             assert not torch.equal(b.added_to(exact.to(dtype), scaled).to(dtype), once), where
         out, expected = p.blank(dtype), once.clone()
         expected[n:] = 0
-        run(p, out, zero_tail=True, **options)
+        run(p, out, zero_tail=True, bias=(b.bias, bias_scale))
         assert torch.equal(out, expected), where
         out = p.blank(dtype)
         for ranges in random_ranges(p.splits, 2):
-            run(p, out, row_range=ranges.to(out.device), **options)
+            run(p, out, row_range=ranges.to(out.device), bias=(b.bias, bias_scale))
         assert torch.equal(out, once), where
         for g, span in enumerate(p.spans):
             if span.start < span.stop:
                 dirty, out = b.bias.clone(), p.blank(dtype)
                 dirty[g] = torch.nan
-                run(p, out, bias=(dirty, options["bias"][1]))
+                run(p, out, bias=(dirty, bias_scale))
                 assert out[span].isnan().all(), where
                 out[span] = once[span]
                 assert torch.equal(out, once), where

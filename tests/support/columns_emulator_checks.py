@@ -5,16 +5,13 @@ them. What is checked is which numbers share a scale and where results go."""
 import types
 
 import gluon_emulator
+import numpy as np
+import quantize_cases as cases
+import quantize_reference as reference
 import torch
 
-gluon_emulator.install()
-
-import numpy as np  # noqa: E402
-import quantize_cases as cases  # noqa: E402
-import quantize_reference as reference  # noqa: E402
-
-from symmoe.kernels import twin  # noqa: E402
-from symmoe.kernels.low_precision import hopper_columns, hopper_weights  # noqa: E402
+from symmoe.kernels import twin
+from symmoe.kernels.low_precision import hopper_columns, hopper_weights
 
 SMS = (1, 4, 1, 2)
 NAMES = ("float8_block", "float8_block_powers")

@@ -4,7 +4,8 @@ may be meta tensors, so the shapes can be real ones."""
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import ModuleType
+from functools import partial
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -109,6 +110,9 @@ class CaughtLaunch:
 class Launches(list):
     """CaughtLaunch after CaughtLaunch of the kernels that :func:`catch_launches` has replaced."""
 
+    def catch(self, kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
+        self.append(CaughtLaunch(kernel, grid, args, kwargs))
+
     def of(self, name: str) -> CaughtLaunch:
         """The latest one of the kernel of that name."""
         return next(launch for launch in reversed(self) if launch.name == name)
@@ -131,17 +135,15 @@ class Launches(list):
         return code
 
 
-class _Catcher:
-    """Stands in for a kernel."""
+class _StandIn:
+    """Stands in for a kernel: kernel[grid](*args, **kwargs) is launch(grid, *args, **kwargs)."""
 
-    def __init__(self, kernel: Any, launches: Launches) -> None:
-        self.kernel, self.launches = kernel, launches
+    def __init__(self, launch: Callable[..., object]) -> None:
+        self.launch = launch
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
         assert all(size > 0 for size in grid)
-        return lambda *args, **kwargs: self.launches.append(
-            CaughtLaunch(self.kernel, grid, args, kwargs)
-        )
+        return partial(self.launch, grid)
 
 
 def kernels_of(*modules: ModuleType) -> Iterator[tuple[ModuleType, str, Any]]:
@@ -156,31 +158,22 @@ def catch_launches(monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> Lau
     """The launches of their kernels from now on, none of which happens."""
     launches = Launches()
     for module, name, kernel in kernels_of(*modules):
-        monkeypatch.setattr(module, name, _Catcher(kernel, launches))
+        monkeypatch.setattr(module, name, _StandIn(partial(launches.catch, kernel)))
     return launches
 
 
-class _HopperDriver:
-    """As much of a driver as the JIT needs to compile without launching."""
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+HOPPER_DRIVER = (
+    SimpleNamespace(  # as much of a driver as the JIT needs to compile without launching
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+    )
+)
 
 
-class _WarmedUp:
-    """Stands in for a kernel: the JIT takes the launch as it is, compiles if it has to, and launches nothing."""
-
-    def __init__(self, kernel: Any) -> None:
-        self.kernel = kernel
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
-        return lambda *args, **kwargs: self.kernel.run(*args, grid=grid, warmup=True, **kwargs)
+def _warm_up(kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
+    """The JIT takes the launch as it is, compiles if it has to, and launches nothing."""
+    kernel.run(*args, grid=grid, warmup=True, **kwargs)
 
 
 def assert_compiled_once(
@@ -191,11 +184,11 @@ def assert_compiled_once(
 ) -> dict[str, int]:
     """The later calls step(*arguments[i]) compile nothing that the first one has not. A rank that compiles lets its
     peers wait in a barrier. Returns how many variants the first call compiles of each of the modules' kernels."""
-    monkeypatch.setattr(driver, "_active", _HopperDriver())
+    monkeypatch.setattr(driver, "_active", HOPPER_DRIVER)
     kernels = list(kernels_of(*modules))
     for module, name, kernel in kernels:
         kernel.device_caches.clear()
-        monkeypatch.setattr(module, name, _WarmedUp(kernel))
+        monkeypatch.setattr(module, name, _StandIn(partial(_warm_up, kernel)))
 
     def variants() -> dict[str, int]:
         return {name: len(kernel.device_caches[0][0]) for _, name, kernel in kernels}

@@ -2,21 +2,17 @@
 Triton's, which the emulator has not. gate * up stands for the activation, and numpy's quantisers for those of the
 kernels: so what is checked is which numbers are computed with, and where results go."""
 
-import gluon_emulator
+import numpy as np
+import quantize_reference as reference
 import torch
+from act_quantize_cases import Problem, dact_operands, reference_operand, results_of
+from quantize_cases import FORMATS, differences, named
 
-gluon_emulator.install()
-
-import numpy as np  # noqa: E402
-import quantize_reference as reference  # noqa: E402
-from act_quantize_cases import Problem, dact_operands, reference_operand, results_of  # noqa: E402
-from quantize_cases import FORMATS, differences, named  # noqa: E402
-
-from symmoe.kernels.act_quantized import dact_quantize_workspace_numel  # noqa: E402
-from symmoe.kernels.activation import SUM_COLUMNS, Activation, num_scale_sums  # noqa: E402
-from symmoe.kernels.bias_sums import bias_slots  # noqa: E402
-from symmoe.kernels.formats import TILE  # noqa: E402
-from symmoe.kernels.low_precision import act_quantized, hopper_dact_quantize  # noqa: E402
+from symmoe.kernels.act_quantized import dact_quantize_workspace_numel
+from symmoe.kernels.activation import SUM_COLUMNS, Activation, num_scale_sums
+from symmoe.kernels.bias_sums import bias_slots
+from symmoe.kernels.formats import TILE
+from symmoe.kernels.low_precision import act_quantized, hopper_dact_quantize
 
 NAMES = "float8_block", "float8_block_powers"
 # Groups without rows, of one, of a tile, of more; more tiles than a band of rows has; none at all.

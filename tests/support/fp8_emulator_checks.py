@@ -5,17 +5,14 @@ from functools import partial
 
 import gluon_emulator
 import torch
+from biases import check_biases
+from quantize_cases import Scattered
+from quantized_problem import SENTINEL, Numbers, Problem, WgradProblem
+from row_ranges import random_ranges, rows_of
 
-gluon_emulator.install()
-
-from biases import check_biases  # noqa: E402
-from quantize_cases import Scattered  # noqa: E402
-from quantized_problem import SENTINEL, Numbers, Problem, WgradProblem  # noqa: E402
-from row_ranges import random_ranges, rows_of  # noqa: E402
-
-from symmoe.kernels.hopper import gemm  # noqa: E402
-from symmoe.kernels.low_precision import hopper_fp8, hopper_fp8_wgrad  # noqa: E402
-from symmoe.kernels.operands import ScatteredWeight  # noqa: E402
+from symmoe.kernels.hopper import gemm
+from symmoe.kernels.low_precision import hopper_fp8, hopper_fp8_wgrad
+from symmoe.kernels.operands import ScatteredWeight
 
 hopper_fp8.matrix_pointer = gluon_emulator.pointer_in_table
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

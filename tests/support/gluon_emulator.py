@@ -332,23 +332,19 @@ def tma_load(desc, first, barrier, shared):
     copy_later(shared, lambda: values().view(shared.shape), lambda: barrier.arrive(0, -num_bytes))
 
 
-def tma_store(desc, first, shared):
+def tma_store(desc, first, shared, combine=lambda old, new: new):
     def read():
         memory, offset, inside = desc.places(first)
-        memory[offset[inside]] = shared.data.reshape(offset.shape)[inside]
+        new = shared.data.reshape(offset.shape)[inside]
+        memory[offset[inside]] = combine(memory[offset[inside]], new)
 
     MACHINE.role.__dict__.setdefault("pending", []).append(read)
 
 
 def tma_add(desc, first, shared):
     """Adds when the role waits for it, as a store would have happened; the sums are rounded once."""
-
-    def read():
-        memory, offset, inside = desc.places(first)
-        memory[offset[inside]] += shared.data.reshape(offset.shape)[inside]
-
     assert desc.dtype == torch.float32
-    MACHINE.role.__dict__.setdefault("pending", []).append(read)
+    tma_store(desc, first, shared, torch.add)
 
 
 def tma_store_wait(number):

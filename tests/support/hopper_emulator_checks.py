@@ -4,20 +4,17 @@ program, some of them partial, and a ring that turns several times or not at all
 from functools import partial
 from types import SimpleNamespace
 
+import gemm_problem as problems
 import gluon_emulator
 import torch
+from row_ranges import random_ranges
 
-gluon_emulator.install()
-
-import gemm_problem as problems  # noqa: E402
-from row_ranges import random_ranges  # noqa: E402
-
-from symmoe.kernels import hopper_choice, twin  # noqa: E402
-from symmoe.kernels.activation import Activation, num_scale_sums  # noqa: E402
-from symmoe.kernels.hopper import act, gemm, pipeline, wgrad  # noqa: E402
-from symmoe.kernels.triton import gemm as public  # noqa: E402
-from symmoe.kernels.triton import tiles  # noqa: E402
-from symmoe.kernels.twin.activation import value_and_slopes  # noqa: E402
+from symmoe.kernels import hopper_choice, twin
+from symmoe.kernels.activation import Activation, num_scale_sums
+from symmoe.kernels.hopper import act, gemm, pipeline, wgrad
+from symmoe.kernels.triton import gemm as public
+from symmoe.kernels.triton import tiles
+from symmoe.kernels.twin.activation import value_and_slopes
 
 SPLITS, ODD, EXACT = (
     (140, 0, 1, 128, 0),

@@ -26,21 +26,16 @@ def _missing() -> str:
 interpreter = pytest.mark.skipif(bool(_missing()), reason=_missing())
 
 
-def interpreted(checks: str) -> str:
-    """What main() of a module of tests/support prints, which runs kernels in the interpreter, and has to end well. In a
-    process of its own: the interpreter has to be chosen before triton is imported."""
-    return _printed(checks, TRITON_INTERPRET="1")
+def run_checks(checks: str) -> str:
+    """What main() of a module of tests/support prints, which runs kernels, and has to end well. In a process of its
+    own: the interpreter has to be chosen, and gluon_emulator to take Gluon's place, before kernels are imported."""
+    variables = {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": str(int(_is_interpreted(checks)))}
+    return printed_by("-W", "ignore", __file__, checks, env={**os.environ, **variables})
 
 
-def emulated(checks: str) -> str:
-    """The same of a module for gluon_emulator, which takes Gluon's place before kernels are imported."""
-    return _printed(checks)
-
-
-def _printed(checks: str, **variables: str) -> str:
-    return printed_by(
-        "-W", "ignore", __file__, checks, env={**os.environ, "OMP_NUM_THREADS": "1", **variables}
-    )
+def _is_interpreted(checks: str) -> bool:
+    """By its name, or it is for gluon_emulator."""
+    return checks.endswith("_interpreter_checks")
 
 
 def spare_the_interpreter() -> None:
@@ -63,7 +58,9 @@ def spare_the_interpreter() -> None:
 
 
 if __name__ == "__main__":
+    if not _is_interpreted(sys.argv[1]):
+        importlib.import_module("gluon_emulator").install()
     module = importlib.import_module(sys.argv[1])
-    if os.environ.get("TRITON_INTERPRET") == "1":
+    if _is_interpreted(sys.argv[1]):
         spare_the_interpreter()
     module.main()

@@ -9,9 +9,7 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 import torch
-
-F32 = np.float32
-TILE = 128
+from quantize_reference import F32, hadamard_matrix, padded_columns
 
 
 @dataclass(frozen=True)
@@ -69,11 +67,10 @@ class Numbers:
 
     def of_columns(self, rows: np.ndarray) -> np.ndarray:
         """A group's columns [C, tokens], with zeros up to whole tiles; transformed, if there are signs."""
-        columns = np.zeros((rows.shape[1], -(-len(rows) // TILE) * TILE), F32)
-        columns[:, : len(rows)] = rows.T
+        columns = padded_columns(rows, None)
         if self.signs is not None:
             columns = (
-                columns.reshape(-1, 16).astype(np.float64) @ transform(self.signs).T
+                columns.reshape(-1, 16).astype(np.float64) @ hadamard_matrix(self.signs).T
             ).reshape(columns.shape)
             columns = columns.astype(F32)
         return self.rows.round(columns, np.abs(columns).max(initial=0.0))
@@ -81,12 +78,6 @@ class Numbers:
     def of_weight(self, weight: np.ndarray) -> np.ndarray:
         """[O, C], along C. Of the transpose, along O."""
         return self.weights.round(weight, np.abs(weight).max())
-
-
-def transform(signs: int) -> np.ndarray:
-    """H D [16, 16]."""
-    parity = [[(-1) ** bin(i & j).count("1") for j in range(16)] for i in range(16)]
-    return np.array(parity) / 4 * np.array([-1 if signs >> j & 1 else 1 for j in range(16)])
 
 
 E4M3_BLOCK = Format("e4m3", "fp32", 128), Format("e4m3", "fp32", 128, 128)

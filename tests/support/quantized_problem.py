@@ -16,6 +16,7 @@ from symmoe.kernels.operands import Operand, ScatteredWeight
 TILE = 128
 SENTINEL = -77.0
 E4M3 = torch.float8_e4m3fn
+E2M1_SIZES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
 NAMES = ("fp8", "mxfp8", "nvfp4")
 BLOCK = {"fp8": 128, "mxfp8": 32, "nvfp4": 16}
 PER_BYTE = {"fp8": 1, "mxfp8": 1, "nvfp4": 2}
@@ -28,23 +29,13 @@ def cdiv(a: int, b: int) -> int:
 
 def e4m3(codes: torch.Tensor) -> torch.Tensor:
     """The E4M3 numbers of codes, float64."""
-    codes = codes.view(torch.uint8).long()
-    exponent, mantissa = codes >> 3 & 15, (codes & 7).double()
-    size = torch.where(
-        exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * torch.exp2(exponent.double() - 10)
-    )
-    size = torch.where(codes & 0x7F == 0x7F, torch.nan, size)
-    return torch.where(codes >= 128, -size, size)
+    return codes.view(E4M3).double()
 
 
 def e2m1(codes: torch.Tensor) -> torch.Tensor:
     """The E2M1 numbers of bytes, the first in the low half, float64."""
-    codes = torch.stack((codes % 16, codes // 16), -1).flatten(-2).long()
-    exponent, mantissa = codes >> 1 & 3, (codes & 1).double()
-    size = torch.where(
-        exponent == 0, mantissa / 2, (2 + mantissa) * torch.exp2(exponent.double() - 2)
-    )
-    return torch.where(codes >= 8, -size, size)
+    halves = torch.stack((codes % 16, codes // 16), -1).flatten(-2)
+    return torch.cat((E2M1_SIZES, -E2M1_SIZES)).to(codes.device)[halves.long()]
 
 
 def e8m0(codes: torch.Tensor) -> torch.Tensor:

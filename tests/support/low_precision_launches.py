@@ -1,16 +1,23 @@
-"""Calls of the launchers that quantise, of meta tensors of real shapes; and a step of all of them on small ones."""
+"""Calls of the launchers in low precision, of meta tensors of real shapes: those that quantise, activations that
+quantise, operands of products; and a step of all that quantise on small tensors."""
 
 import quantize_cases as cases
 import torch
+from act_quantize_cases import ACTIVATIONS
 from compiled_launches import meta
 
+from symmoe.kernels.act_quantized import DactOperands, dact_quantize_workspace_numel
+from symmoe.kernels.activation import GELU
 from symmoe.kernels.bias_sums import SLOT_ROWS, bias_slots
 from symmoe.kernels.formats import TILE, max_tiles
-from symmoe.kernels.low_precision import quantize, scale_tiles, wire
+from symmoe.kernels.low_precision import act_quantized, quantize, scale_tiles, wire
+from symmoe.kernels.operands import Operand
+from symmoe.kernels.quantized_gemm import num_blocks
 from symmoe.kernels.tensor_table import ScaleTable, TensorTable
 from symmoe.kernels.triton import bias
 
-BF16, FP32 = torch.bfloat16, torch.float32
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+E4M3, U8 = torch.float8_e4m3fn, torch.uint8
 NAMES = ("float8_block", "mxfp8", "nvfp4")
 N, C, G = 65536, 7168, 32
 
@@ -128,3 +135,108 @@ def step(num_rows, signs, width=32):
     bias.sum_dbias(sums, row_range, torch.zeros(2, width))
     wire.decode_rows(sent, torch.empty(num_rows, width), cases.FORMATS["mxfp8"])
     cases.requantize_columns(wire, sent, row_range, width, "mxfp8", torch.bfloat16)
+
+
+# -- activations that quantise -----------------------------------------------------------------------------------------
+ACTIVATION_CASES = [  # activation, FFN width, format
+    ("swiglu", 2048, "float8_block"),
+    ("swiglu", 2048, "mxfp8"),
+    ("clamped", 2880, "mxfp8"),
+    ("interleaved", 2880, "float8_block"),
+    ("interleaved 32", 2880, "mxfp8"),
+    ("srelu", 2048, "float8_block_powers"),
+    ("geglu", 2048, "float8_block"),
+    ("tanh gelu", 2048, "mxfp8"),
+]
+
+
+def buffers(width, name, *, columns=False):
+    """Data and scales of N rows of this width, or of its columns."""
+    lines, length = (width, TILE * max_tiles(N, G)) if columns else (N, width)
+    return operand(lines, length, cases.FORMATS[name], columns=columns)
+
+
+def launch_act(name, ffn, block_format, dtype=BF16):
+    activation = ACTIVATIONS[name]
+    h, row_scale = meta(N, activation.hidden_width(ffn), dtype=dtype), meta(N, dtype=FP32)
+    out, row_range = buffers(ffn, block_format), meta(2, G, dtype=torch.int32)
+    act_quantized.act_quantize(
+        h, row_scale, row_range, out, activation, cases.FORMATS[block_format]
+    )
+
+
+def dact_inputs(hidden, ffn, block_format, dtype=BF16, *, dbias_dtype=None):
+    """da, h, row_scale, row_range, out and workspace of dact_quantize."""
+    dbias = None if dbias_dtype is None else meta(G, hidden, dtype=dbias_dtype)
+    rows, columns = buffers(hidden, block_format), buffers(hidden, block_format, columns=True)
+    out = DactOperands(
+        meta(N, dtype=FP32), rows, columns, buffers(ffn, block_format, columns=True), dbias
+    )
+    da, h, row_scale = meta(N, ffn, dtype=dtype), meta(N, hidden, dtype=dtype), meta(N, dtype=FP32)
+    workspace = meta(dact_quantize_workspace_numel(N, ffn, dbias), dtype=FP32)
+    return da, h, row_scale, meta(2, G, dtype=torch.int32), out, workspace
+
+
+def launch_dact(name, ffn, block_format, dtype=BF16, *, with_dbias=False):
+    hidden = ACTIVATIONS[name].hidden_width(ffn)
+    inputs = dact_inputs(
+        hidden, ffn, block_format, dtype, dbias_dtype=dtype if with_dbias else None
+    )
+    act_quantized.dact_quantize(*inputs, ACTIVATIONS[name], cases.FORMATS[block_format])
+
+
+def flushing(activation):
+    """Instructions that may take subnormal numbers for zeros: of the sigmoid, and of libdevice's erf."""
+    return {"ex2.approx.ftz.f32"} | (
+        {"abs.ftz.f32", "fma.rn.ftz.f32"} if activation.function == GELU else set()
+    )
+
+
+# -- products ----------------------------------------------------------------------------------------------------------
+ELEMENTS = {
+    "fp8": (E4M3, 1, 128),
+    "mxfp8": (E4M3, 1, 32),
+    "nvfp4": (U8, 2, 16),
+}  # data, in a byte, to a scale
+PRODUCT_SHAPES = {  # G, O, C, N of a product; functions take other tuples as well
+    "deepseek-like FC1": (32, 4096, 7168, 65536),
+    "odd": (3, 712, 1056, 999),  # parts of tiles, of steps and of blocks
+    "narrow": (65, 136, 96, 999),
+}
+
+
+def scale_tiles_of(num_tiles, width, block):
+    return meta(num_tiles, -(-width // (4 * block)), 512, dtype=U8)
+
+
+def _operand(name, data, scale, num_groups):
+    return Operand(data, scale, meta(num_groups, dtype=FP32) if name == "nvfp4" else None)
+
+
+def gemm_operands(name, shape, dtype=BF16):
+    """Arguments of the product."""
+    (G, O, C, N), (data, per_byte, block) = PRODUCT_SHAPES.get(shape, shape), ELEMENTS[name]
+    rows, weight = meta(N, C // per_byte, dtype=data), meta(G, O, C // per_byte, dtype=data)
+    if name == "fp8":
+        row_scale, weight_scale = (
+            meta(N, num_blocks(C), dtype=FP32),
+            meta(G, num_blocks(O), num_blocks(C), dtype=FP32),
+        )
+    else:
+        row_scale, weight_scale = (
+            scale_tiles_of(max_tiles(N, G), C, block),
+            scale_tiles_of(max_tiles(G * O, G), C, block),
+        )
+    operands = _operand(name, rows, row_scale, G), _operand(name, weight, weight_scale, G)
+    return *operands, meta(2, G), meta(N, O, dtype=dtype)
+
+
+def wgrad_operands(name, shape, dtype=BF16):
+    """Arguments of the weight gradient."""
+    (G, O, C, N), (data, per_byte, block) = PRODUCT_SHAPES.get(shape, shape), ELEMENTS[name]
+    tokens, operands = TILE * max_tiles(N, G), []
+    for width in (O, C):
+        block_major = meta(tokens // TILE, width, dtype=FP32).t()
+        scale = block_major if name == "fp8" else scale_tiles_of(-(-width // TILE), tokens, block)
+        operands.append(_operand(name, meta(width, tokens // per_byte, dtype=data), scale, G))
+    return *operands, meta(2, G), meta(G, O, C, dtype=dtype)
