@@ -670,9 +670,7 @@ def stepped(
     return model, optimizer
 
 
-def step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, *, times: int = 1
-) -> None:
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, *, times: int = 1) -> None:
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         parameter.grad = torch.randn(parameter.shape, generator=generator)

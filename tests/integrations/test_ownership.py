@@ -28,10 +28,6 @@ from symmoe.integrations.parallel import parameter_groups
 MAX_NORM = 0.5
 
 
-def copied(model: nn.Module) -> nn.Module:
-    return copy.deepcopy(model)
-
-
 def assigned(model: nn.Module) -> nn.Module:
     model.load_state_dict(
         {name: tensor.clone() for name, tensor in model.state_dict().items()}, assign=True
@@ -63,7 +59,7 @@ def parametrized(model: nn.Module) -> nn.Module:
 
 
 # Parameters are other objects after each of these.
-WAYS = {"copied": copied, "assigned": assigned, "converted": converted}
+WAYS = {"copied": copy.deepcopy, "assigned": assigned, "converted": converted}
 WAYS["materialised"] = lambda model: model.to("meta").to_empty(device="cpu")
 
 
