@@ -25,9 +25,10 @@ from suites.rows import LocalRows, Places
 from suites.stock_torch import torch_experts
 from suites.timing import DIRECTIONS, Run, Variant, align_ahead, in_steps, measure
 from suites.traced import of_step
+from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from symmoe.autograd import Context, Function
+from symmoe.autograd import Context
 from symmoe.tools.ranks import Ranks, join
 from symmoe.tools.shapes import add_shape_arguments
 from symmoe.tools.timing import times_in_a_row_ms

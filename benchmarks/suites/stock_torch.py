@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.autograd import Function
 from torch.autograd.function import once_differentiable
-
-from symmoe.autograd import Function
 
 STOCK = "stock torch"  # name of variants that are made of these parts
 Experts = Callable[
