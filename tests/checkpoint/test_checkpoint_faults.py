@@ -1,6 +1,5 @@
 """symmoe.checkpoint on a bad day: ranks that die, hang or are interrupted, full disks, other jobs, odd files."""
 
-import contextlib
 import errno
 import fcntl
 import logging
@@ -12,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -32,13 +31,18 @@ from symmoe.symm_mem.bootstrap import Bootstrap
 SOURCES = os.path.dirname(symmoe.checkpoint.__file__)
 
 
-def save_both(rank: int, num_ranks: int, directory: str, seed: int, **kwargs: Any) -> str:
-    """Saves step `seed`; how that ended."""
+def end_of(call: Callable[..., object], *arguments: Any, **options: Any) -> str:
+    """How a call ended: "saved", or its error."""
     try:
-        save_checkpoint(directory, seed, model=state(seed, rank, num_ranks), **kwargs)
+        call(*arguments, **options)
     except (SymmoeError, KeyboardInterrupt, SystemExit) as error:
         return f"{type(error).__name__}: {error}"
     return "saved"
+
+
+def save_both(rank: int, num_ranks: int, directory: str, seed: int) -> str:
+    """Saves step `seed`; how that ended."""
+    return end_of(save_checkpoint, directory, seed, model=state(seed, rank, num_ranks))
 
 
 def wait_for(path: Path) -> None:
@@ -266,12 +270,9 @@ def test_a_full_disk_names_the_file(saved: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def nowhere(rank: int, num_ranks: int, directory: str, wrong: Any, loads: bool) -> str:
-    place, model = directory if rank == 0 else wrong, state(2, rank, num_ranks)
-    try:
-        load_checkpoint(place, model=model) if loads else save_checkpoint(place, 2, model=model)
-    except ArgumentError as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
+    call = load_checkpoint if loads else save_checkpoint
+    place = directory if rank == 0 else wrong
+    return end_of(call, place, step=2, model=state(2, rank, num_ranks))
 
 
 @pytest.mark.parametrize("wrong", [None, 3, b"bytes"])
@@ -356,58 +357,41 @@ def make_odd(path: Path, kind: str) -> None:
         path.symlink_to(outside)
 
 
-@contextlib.contextmanager
-def in_time() -> Iterator[None]:
-    """Instead of waiting for ever."""
-
-    def too_late(signum: int, frame: Any) -> None:
-        raise AssertionError("it is still reading")
-
-    old = signal.signal(signal.SIGALRM, too_late)
-    signal.alarm(60)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, old)
-
-
+# Instead of waiting for ever.
+in_time = pytest.mark.timeout(60)
 KINDS = ["pipe", "directory", "device", "link"]
 
 
+@in_time
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["manifest.json", "manifest.json.sha256", FILE])
 def test_what_is_no_plain_file_is_not_read(saved: Path, name: str, kind: str):
     make_odd(saved / "step-00000002" / name, kind)
-    with (
-        in_time(),
-        pytest.raises(
-            CheckpointError,
-            match=rf"step-00000002/{name} (is no plain file|cannot be read|has None bytes)",
-        ),
+    with pytest.raises(
+        CheckpointError,
+        match=rf"step-00000002/{name} (is no plain file|cannot be read|has None bytes)",
     ):
         newest(saved)
 
 
+@in_time
 @pytest.mark.parametrize("kind", KINDS)
 def test_latest_that_is_no_plain_file_is_passed_over(
     saved: Path, caplog: pytest.LogCaptureFixture, kind: str
 ):
     make_odd(saved / "latest", kind)
-    with in_time(), caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.WARNING):
         assert newest(saved) == 2
     assert re.search(
         r"latest (is no plain file|cannot be read: .*); taking step-00000002", caplog.text
     )
 
 
+@in_time
 @pytest.mark.parametrize("kind", ["pipe", "directory", "link"])
 def test_a_lock_that_is_no_plain_file(saved: Path, kind: str):
     make_odd(saved / ".lock", kind)
-    with (
-        in_time(),
-        pytest.raises(CheckpointError, match=r"\.lock (is no plain file|cannot be written)"),
-    ):
+    with pytest.raises(CheckpointError, match=r"\.lock (is no plain file|cannot be written)"):
         save_checkpoint(saved, 3, model=state(3))
     assert newest(saved) == 2
 

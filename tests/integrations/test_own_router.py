@@ -109,10 +109,8 @@ def test_results_and_gradients_are_those_of_a_loop(
     }
     wanted = {"y": want[rank], "dx": gradients["x"][rank], "keys": gradients["keys"]}
     wanted |= {"fc1": gradients["w1"][mine], "fc2": gradients["w2"][mine]}
-    for name, tensor in wanted.items():
-        torch.testing.assert_close(
-            found[name].double(), tensor, rtol=1e-4, atol=1e-5, msg=f"{name}"
-        )
+    found = {name: tensor.double() for name, tensor in found.items()}
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
     loads = torch.cat([model.choose(tokens(r))[0].flatten() for r in range(num_ranks)]).bincount(
         minlength=EXPERTS
     )

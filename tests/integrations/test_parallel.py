@@ -1,6 +1,7 @@
 """EP x FSDP and EP x DDP layouts against one process that has every expert and the whole batch."""
 
 import dataclasses
+import itertools
 import math
 import warnings
 from contextlib import nullcontext
@@ -91,17 +92,10 @@ def alone(cluster) -> tuple[Curve, dict[str, torch.Tensor]]:
     return cluster(2).run(reference, STEPS)[0]
 
 
-def assert_close(found: torch.Tensor, expected: torch.Tensor, name: str) -> None:
-    """Equal but for the rounding of sums in another order."""
-    deviation = (found - expected).abs().max() / expected.abs().max()
-    assert deviation <= 2e-6, f"{name} deviates by {deviation:.1e}"
-
-
 def assert_same_training(found, expected, *, bound: float = CURVE_BOUND) -> None:
     curve, gradients = found
     expected_curve, expected_gradients = expected
-    for name, gradient in expected_gradients.items():
-        assert_close(gradients[name], gradient, name)
+    small.assert_close(gradients, expected_gradients)
     for (loss, norm), (expected_loss, expected_norm) in zip(curve, expected_curve, strict=False):
         assert loss == pytest.approx(expected_loss, rel=bound)
         assert norm == pytest.approx(expected_norm, rel=bound)
@@ -186,8 +180,7 @@ def test_dense_mesh_and_loss_divided_by_all_tokens(
         divisor = num_ranks if how == "sums" else 1
         (small.rank_loss(model, 0, rank, small.equal_shares(num_ranks)) / divisor).backward()
         gradients = small.whole_gradients(model)
-    for name, gradient in alone[1].items():
-        assert_close(gradients[name], gradient, name)
+    small.assert_close(gradients, alone[1])
 
 
 # 3 experts on 2 replicas, and 1 expert for 2: the next dimension is cut.
@@ -254,8 +247,7 @@ def test_gradient_accumulation(rank: int, num_ranks: int, wrap: str) -> None:
             parts.set_requires_gradient_sync(True)
         (small.rank_loss(parts, 0, 2 * rank + 1, halves) / 2).backward()
         expected, found = small.whole_gradients(whole_batch), small.whole_gradients(parts)
-        for name, gradient in expected.items():
-            assert_close(found[name], gradient, name)
+        small.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("wrap", ["fsdp", "ddp"])
@@ -347,36 +339,36 @@ def test_errors_name_both_values(rank: int, num_ranks: int) -> None:
     flat = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
     other = small.open_mesh(2, 1)
     with small.open_heap(mesh) as heap:
-        for wrap in (parallelize, data_parallel):
-            with pytest.raises(ArgumentError, match="has no MoELayer"):
-                wrap(nn.Linear(2, 2), mesh)
-            with pytest.raises(ArgumentError, match=r"dimensions \('ep',\).*one or two others"):
-                wrap(small.Model(heap), flat)
-            with pytest.raises(ArgumentError, match=r"group has 2 ranks .* of the mesh has 1"):
-                wrap(small.Model(heap), other)
-            options = {
-                "weights": "discrete",
-                "delay_wgrad": True,
-                "accumulate_into_main_grad": True,
-            }
-            for option, value in options.items():
-                experts = symmoe.GroupedMLP(
-                    small.EXPERTS // 2, small.HIDDEN, small.FFN, **{option: value}
-                )
-                layer = symmoe.MoELayer(small.CONFIG, heap, experts=experts)
-                with pytest.raises(ArgumentError, match=option):
-                    wrap(nn.Sequential(layer), mesh)
-        with pytest.raises(ArgumentError, match="dense_mesh has 1 ranks; it must have the 2"):
-            parallelize(small.Model(heap), mesh, dense_mesh=mesh["efsdp"])
-        with pytest.raises(ArgumentError, match="reduce_dtype"):
-            parallelize(
-                small.Model(heap), mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16)
-            )
+
+        def layer_with(option: str) -> nn.Module:
+            sizes = small.EXPERTS // 2, small.HIDDEN, small.FFN
+            value = "discrete" if option == "weights" else True
+            experts = symmoe.GroupedMLP(*sizes, **{option: value})
+            return nn.Sequential(symmoe.MoELayer(small.CONFIG, heap, experts=experts))
+
+        wrong = [
+            (nn.Linear(2, 2), mesh, "has no MoELayer"),
+            (small.Model(heap), flat, r"dimensions \('ep',\).*one or two others"),
+            (small.Model(heap), other, r"group has 2 ranks .* of the mesh has 1"),
+        ]
+        for option in ("weights", "delay_wgrad", "accumulate_into_main_grad"):
+            wrong.append((layer_with(option), mesh, option))
+        for wrap, (model, its_mesh, text) in itertools.product((parallelize, data_parallel), wrong):
+            with pytest.raises(ArgumentError, match=text):
+                wrap(model, its_mesh)
+        half = MixedPrecisionPolicy(param_dtype=torch.float16)
         model = parallelize(small.Model(heap), mesh)
-        with pytest.raises(ArgumentError, match="DTensors already"):
-            shard_experts(model, mesh)
-        with pytest.raises(ArgumentError, match="reduce_gradients would do it again"):
-            symmoe.reduce_gradients(model)
+        for call, text in (
+            (
+                lambda: parallelize(small.Model(heap), mesh, dense_mesh=mesh["efsdp"]),
+                "dense_mesh has 1 ranks; it must have the 2",
+            ),
+            (lambda: parallelize(small.Model(heap), mesh, mp_policy=half), "reduce_dtype"),
+            (lambda: shard_experts(model, mesh), "DTensors already"),
+            (lambda: symmoe.reduce_gradients(model), "reduce_gradients would do it again"),
+        ):
+            with pytest.raises(ArgumentError, match=text):
+                call()
         weight = model.last.weight
         weight.grad = DTensor.from_local(
             torch.ones(small.FEATURES, small.HIDDEN), weight.device_mesh, [Partial()]
@@ -409,8 +401,10 @@ def test_with_compile_and_checkpointing(rank: int, num_ranks: int) -> None:
                     checkpoint, block.forward, use_reentrant=False, context_fn=contexts
                 )
             small.rank_loss(model, 0, rank, small.equal_shares(2)).backward()
-            for key, gradient in small.whole_gradients(model).items():
-                assert_close(gradient, expected[key.replace("_orig_mod.", "")], f"{name}: {key}")
+            found = small.whole_gradients(model)
+            small.assert_close(
+                {key.replace("_orig_mod.", ""): each for key, each in found.items()}, expected
+            )
 
 
 # -- constant_weights -------------------------------------------------------------------------------------------------
@@ -449,8 +443,7 @@ def test_constant_weights_are_quantised_once(
                 1 if is_constant else 3
             )  # two weights of two layers
             model.zero_grad()
-        for name, want in found[0].items():
-            assert torch.equal(found[1][name], want), name
+        torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
 
         optimizer = torch.optim.SGD(parameter_groups(model), lr=0.1)
         with symmoe.constant_weights(model):

@@ -198,26 +198,23 @@ def test_adapters_that_experts_cannot_have_are_refused(
             with pytest.raises(ArgumentError, match="would train fewer adapters"):
                 again(ids)
         names = [f"{EXPERTS[0].rpartition('.')[0]}.mlp.fc{layer}.weight" for layer in (1, 2)]
-        model = peft.get_peft_model(
-            swap_moe(small_model(), heap), peft.LoraConfig(target_parameters=names)
-        )
-        with pytest.raises(
-            ArgumentError, match="get_peft_model of a model whose experts are swapped"
+        every, one = config_of("all-linear"), peft.LoraConfig(target_parameters=EXPERTS[:1])
+        inner = peft.LoraConfig(target_parameters=names)
+        of_inner = peft.get_peft_model(swap_moe(small_model(), heap), inner)
+        adapted = peft.get_peft_model(small_model(), every).get_base_model()
+        twice = peft.get_peft_model(small_model(), every)
+        twice.add_adapter("more", config_of("all-linear"))
+        swapped, of_one = swap_moe(small_model(), heap), peft.get_peft_model(small_model(), one)
+        for call, text in (
+            (lambda: of_inner(ids), "get_peft_model of a model whose experts are swapped"),
+            (lambda: get_peft_model(swapped, one), "both gate_up_proj and down_proj"),
+            (lambda: swap_moe(of_one, heap), "both gate_up_proj and down_proj"),
+            (lambda: get_peft_model(small_model(), every), "swap_moe comes first"),
+            (lambda: swap_moe(adapted, heap), "has adapters of peft, and is no PeftModel"),
+            (lambda: swap_moe(twice, heap), "experts can have one"),
         ):
-            model(ids)
-        one = peft.LoraConfig(target_parameters=EXPERTS[:1])
-        with pytest.raises(ArgumentError, match="both gate_up_proj and down_proj"):
-            get_peft_model(swap_moe(small_model(), heap), one)
-        with pytest.raises(ArgumentError, match="both gate_up_proj and down_proj"):
-            swap_moe(peft.get_peft_model(small_model(), one), heap)
-        with pytest.raises(ArgumentError, match="swap_moe comes first"):
-            get_peft_model(small_model(), config_of("all-linear"))
-        model = peft.get_peft_model(small_model(), config_of("all-linear"))
-        with pytest.raises(ArgumentError, match="has adapters of peft, and is no PeftModel"):
-            swap_moe(model.get_base_model(), heap)
-        model.add_adapter("more", config_of("all-linear"))
-        with pytest.raises(ArgumentError, match="experts can have one"):
-            swap_moe(model, heap)
+            with pytest.raises(ArgumentError, match=text):
+                call()
         for order in ORDERS:
             model = wrapped(small_model(), config_of("all-linear"), heap, order)
             for method in (

@@ -3,7 +3,6 @@ against torchtitan's own all-to-all; torchtitan_cases.py says what of torchtitan
 
 import re
 import shlex
-import socket
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 from cluster import Cluster
+from torchrun_nodes import free_port
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "torchtitan.md"
 NEEDS = ("torchtitan", "torchdata", "spmd_types", "tyro", "datasets", "tokenizers")
@@ -48,10 +48,7 @@ def run(
         key = (num_ranks, *sorted(job.items()))
         if key not in found:
             place = job.pop("folder", str(folder / str(len(found))))
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                port = free.getsockname()[1]
-            runs = ranks(num_ranks).run(trained, port, folder=place, **job)
+            runs = ranks(num_ranks).run(trained, free_port(), folder=place, **job)
             assert all(run == runs[0] for run in runs)
             found[key] = runs[0], place
         return found[key]
@@ -71,13 +68,20 @@ def assert_close(found, expected, bound: float = BOUND, norms_bound: float = BOU
     assert found.validations == pytest.approx(expected.validations, rel=bound)
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-def test_two_ranks_train_as_one(run, options: str):
+@pytest.mark.parametrize(
+    ("num_ranks", "options", "kept"),
+    [
+        *((2, options, None) for options in OPTIONS),
+        (4, "plain", None),  # FSDP2 shards each expert over the two ranks that have it
+        # With symmoe's experts, of the weights in a checkpoint of torchtitan's.
+        *((2, "plain", 2), (4, "plain", 2), (2, "bf16", 2)),
+    ],
+)
+def test_ranks_train_as_one(run, num_ranks: int, options: str, kept: int | None):
     """With torchtitan's local dispatcher: losses, norms before they are clipped, and evaluation."""
     expected, _ = run(1, **OPTIONS[options])
-    found, _ = run(2, symmoe=True, **OPTIONS[options])
-    bounds = (2e-3, 2e-2) if options == "bf16" else (BOUND, BOUND)
-    assert_close(found, expected, *bounds)
+    found, _ = run(num_ranks, symmoe=True, kept=kept, **OPTIONS[options])
+    assert_close(found, expected, *((2e-3, 2e-2) if options == "bf16" else ()))
     assert len(expected.losses) == 20
     assert len(expected.validations) == 2
     assert expected.losses[-1] < 0.9 * expected.losses[0]
@@ -86,26 +90,9 @@ def test_two_ranks_train_as_one(run, options: str):
     assert (found.num_dispatches, expected.num_dispatches) == (2 * num_batches, 0)  # of two layers
 
 
-def test_two_ep_groups_train_as_one_rank(run):
-    """FSDP2 shards each expert over the two ranks that have it."""
-    expected, _ = run(1)
-    found, _ = run(4, symmoe=True)
-    assert_close(found, expected)
-    assert found.num_dispatches == 2 * (20 + 2 * 2)
-
-
-@pytest.mark.parametrize(("num_ranks", "bf16"), [(2, False), (4, False), (2, True)])
-def test_the_step_trains_as_one_rank(run, num_ranks: int, bf16: bool):
-    """With symmoe's experts, of the weights in a checkpoint of torchtitan's."""
-    expected, _ = run(1, bf16=bf16)
-    found, _ = run(num_ranks, symmoe=True, kept=2, bf16=bf16)
-    assert_close(found, expected, *((2e-3, 2e-2) if bf16 else ()))
-    assert found.num_dispatches == 2 * (20 + 2 * 2)
-
-
 def test_it_trains_as_torchtitans_all_to_all(run):
     expected, _ = run(2)
-    found, _ = run(2, symmoe=True)
+    found, _ = run(2, symmoe=True, kept=None)
     assert_close(found, expected)
     assert expected.num_dispatches == 0
 
@@ -128,7 +115,7 @@ def test_a_run_that_resumes_has_the_same_bits(run, kept: int | None):
 
 
 def test_torchtitan_goes_on_from_its_checkpoint_on_one_rank(run):
-    whole, folder = run(2, symmoe=True)
+    whole, folder = run(2, symmoe=True, kept=None)
     rest, _ = run(1, folder=folder, saved_by=2)
     assert rest.losses == pytest.approx(whole.losses[10:], rel=BOUND)
     assert rest.norms == pytest.approx(whole.norms[10:], rel=BOUND)

@@ -134,8 +134,7 @@ def test_the_balance_loss_counts_once_whatever_the_split(cluster, tmp_path: Path
         for its_loss, eval_loss, steps in of_rank:
             assert eval_loss == pytest.approx(loss.item(), rel=BOUND)
             assert rank or its_loss == pytest.approx(loss.item(), rel=BOUND)  # rank 0 logs
-            for step, gradient in zip(steps, gradients, strict=True):
-                torch.testing.assert_close(step, gradient, rtol=1e-3, atol=2e-7)
+            torch.testing.assert_close(steps, gradients, rtol=1e-3, atol=2e-7)
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------
@@ -233,10 +232,16 @@ def test_wrong_arguments_and_transformers_own_trainer_are_refused(
     folder = str(tmp_path)
     with launched(rank, num_ranks), symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
         model = swap_moe(small_model(), heap)
-        with pytest.raises(ArgumentError, match=r"args.fp16 \(True\) must not be set"):
-            Trainer(model, arguments(folder, num_ranks, fp16=True))
-        with pytest.raises(ArgumentError, match="swap_moe comes first"):
-            Trainer(small_model(), arguments(folder, num_ranks))
-        text = "dense parameters differ.*symmoe.integrations.transformers.Trainer"
-        with pytest.raises(ArgumentError, match=text):
-            trained(transformers.Trainer, model, folder, num_ranks)
+        for call, text in (
+            (
+                lambda: Trainer(model, arguments(folder, num_ranks, fp16=True)),
+                r"args.fp16 \(True\) must not be set",
+            ),
+            (lambda: Trainer(small_model(), arguments(folder, num_ranks)), "swap_moe comes first"),
+            (
+                lambda: trained(transformers.Trainer, model, folder, num_ranks),
+                "dense parameters differ.*symmoe.integrations.transformers.Trainer",
+            ),
+        ):
+            with pytest.raises(ArgumentError, match=text):
+                call()

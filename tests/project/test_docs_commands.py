@@ -1,6 +1,7 @@
 """The commands in README.md and docs/*.md: parsed by the command's own parser, or their files and options looked up."""
 
 import argparse
+import itertools
 import re
 import shlex
 from collections.abc import Iterator
@@ -46,13 +47,10 @@ def commands() -> list[tuple[str, tuple[str, ...]]]:
 
 def after_launcher(words: tuple[str, ...]) -> tuple[str, ...]:
     """What torchrun, or python, runs."""
-    rest = list(words)
-    if rest[0] in ("torchrun", "python"):
-        rest = rest[1:]
-        while rest and rest[0].startswith("--"):
-            rest = rest[1:]
-        rest = rest[1:] if rest and rest[0] == "-m" else rest
-    return tuple(rest)
+    if words[0] not in ("torchrun", "python"):
+        return words
+    rest = tuple(itertools.dropwhile(lambda word: word.startswith("--"), words[1:]))
+    return rest[1:] if rest[:1] == ("-m",) else rest
 
 
 COMMANDS = [(page, words, after_launcher(words)) for page, words in commands()]

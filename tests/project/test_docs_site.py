@@ -64,32 +64,19 @@ def test_a_broken_link_is_found():
     assert broken_links(page, text) == wrong
 
 
-def build(config: Path, site: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "mkdocs",
-            "build",
-            "--strict",
-            "--config-file",
-            str(config),
-            "--site-dir",
-            str(site),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
-    )
-
-
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("mkdocs", reason="make docs, or pip install '.[docs]'")
     pytest.importorskip("mkdocstrings")
     folder = tmp_path_factory.mktemp("site")
-    result = build(ROOT / "mkdocs.yml", folder)
+    command = [sys.executable, *"-m mkdocs build --strict --config-file".split()]
+    result = subprocess.run(
+        [*command, ROOT / "mkdocs.yml", "--site-dir", folder],
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+    )
     assert result.returncode == 0, result.stderr
     return folder
 

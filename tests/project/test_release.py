@@ -51,21 +51,6 @@ class Release:
         ]
 
 
-def build(sources: Path, out: Path, *what: str) -> None:
-    """Without isolation: the backend is the one that is installed, nothing is downloaded."""
-    run(
-        sys.executable,
-        "-m",
-        "build",
-        "--no-isolation",
-        *what,
-        "--outdir",
-        out,
-        sources,
-        cwd=sources,
-    )
-
-
 def run(*command: str | Path, cwd: Path, exit_status: Iterable[int] = (0,)) -> str:
     """What the command printed. Variables that name Python's folders, as `make` sets them, are left out."""
     environment = {
@@ -94,16 +79,6 @@ def files_of(archive: Path) -> set[str]:
         return {member.name.partition("/")[2] for member in sdist.getmembers() if member.isfile()}
 
 
-def package_files(sources: Path) -> set[str]:
-    """Every file of the package, as paths from the folder that holds it."""
-    package = sources / "symmoe"
-    return {
-        path.relative_to(sources).as_posix()
-        for path in package.rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
-    }
-
-
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Several may build in one checkout at the same time, and setuptools writes beside pyproject.toml."""
@@ -112,8 +87,10 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def release(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Release:
+    """Without isolation: the backend is the one that is installed, nothing is downloaded."""
     out = tmp_path_factory.mktemp("dist")
-    build(sources, out)
+    command = [sys.executable, *"-m build --no-isolation --outdir".split()]
+    run(*command, out, sources, cwd=sources)
     (wheel,), (sdist,) = out.glob("*.whl"), out.glob("*.tar.gz")
     return Release(wheel, sdist)
 
@@ -146,7 +123,11 @@ def environment(release: Release, tmp_path_factory: pytest.TempPathFactory) -> P
 
 def test_the_wheel_holds_the_package_and_nothing_else(release: Release, sources: Path):
     names = {name for name in files_of(release.wheel) if ".dist-info/" not in name}
-    assert names == package_files(sources)
+    assert names == {
+        path.relative_to(sources).as_posix()
+        for path in (sources / "symmoe").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
     assert "symmoe/py.typed" in names
 
 

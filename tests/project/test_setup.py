@@ -2,14 +2,12 @@
 for every Python that README names, in a dry run that reads metadata alone, and without the user's configuration: a
 mirror or a folder of wheels may have another torch than everybody else gets."""
 
-import functools
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
@@ -75,25 +73,15 @@ def dry_run(python: str, *what: str | Path, cwd: Path) -> subprocess.CompletedPr
     )
 
 
-@functools.cache
-def registry_is_missing() -> str:
-    """Why no registry can be asked; "" if it answers."""
+@pytest.fixture(scope="session")
+def registry() -> None:
+    """One that answers."""
+    pytest.importorskip("pip", minversion="25.3")  # an earlier one downloads all in a dry run
     done = dry_run(
         sys.executable, "--no-deps", "--retries", "0", "--timeout", "15", "setuptools", cwd=ROOT
     )
-    return "" if done.returncode == 0 else f"pip reaches no registry: {done.stderr.strip()[-300:]}"
-
-
-@pytest.fixture
-def registry() -> None:
-    try:
-        number = tuple(map(int, version("pip").split(".")[:2]))
-    except PackageNotFoundError:
-        number = (0, 0)
-    if number < (25, 3):
-        pytest.skip("an earlier pip downloads everything in a dry run: pip install '.[dev]'")
-    if why := registry_is_missing():
-        pytest.skip(why)
+    if done.returncode:
+        pytest.skip(f"pip reaches no registry: {done.stderr.strip()[-300:]}")
 
 
 @pytest.fixture
@@ -192,8 +180,8 @@ def make(checkout: Path, *arguments: str) -> list[tuple[str, str, str]]:
     assert done.returncode == 0, done.stdout + done.stderr
     calls = Path(os.environ["CALLS"]).read_text(encoding="utf-8").splitlines()
     Path(os.environ["CALLS"]).unlink()
-    python, paths, rest = zip(*(call.split("|", 2) for call in calls), strict=True)
-    return list(zip(python, (path.partition(":")[0] for path in paths), rest, strict=True))
+    parts = (call.split("|", 2) for call in calls)
+    return [(python, paths.partition(":")[0], words) for python, paths, words in parts]
 
 
 @pytest.mark.parametrize("target", ["train", "test", "test-all"])

@@ -24,6 +24,10 @@ def train(out: Path, *arguments: str, num_ranks: int) -> list[dict]:
         *arguments,
         num_ranks=num_ranks,
     )
+    return metrics_of(out)
+
+
+def metrics_of(out: Path) -> list[dict]:
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -35,8 +39,20 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.fixture
+def out(finished: Path, tmp_path: Path) -> Path:
+    """A copy of it, to go on in."""
+    return shutil.copytree(finished, tmp_path / "run")
+
+
+@pytest.fixture
+def losses(finished: Path) -> list[float]:
+    """Its losses."""
+    return [record["loss"] for record in metrics_of(finished)]
+
+
 def test_leaves_metrics_pictures_sample_and_checkpoint(finished: Path):
-    records = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
+    records = metrics_of(finished)
     assert [record["step"] for record in records] == list(range(1, STEPS + 1))
     last = records[-1]
     assert records[0]["loss"] == pytest.approx(math.log(256), rel=1e-4)  # the head starts at zero
@@ -52,16 +68,14 @@ def test_leaves_metrics_pictures_sample_and_checkpoint(finished: Path):
 
 
 @pytest.mark.slow
-def test_resumed_run_ends_in_the_same_bits(finished: Path, tmp_path: Path):
-    out = tmp_path / "run"
-    shutil.copytree(finished, out)
+def test_resumed_run_ends_in_the_same_bits(finished: Path, out: Path):
     # As a kill in step 15 leaves it: the newest checkpoint is of step 10, and a line was cut in the middle.
     shutil.rmtree(out / "checkpoints" / "step-00000020")
     lines = (out / "metrics.jsonl").read_text().splitlines(keepends=True)
     (out / "metrics.jsonl").write_text("".join(lines[:14]) + lines[14][:40])
 
     records = train(out, "--resume", num_ranks=2)
-    expected = [json.loads(line) for line in lines]
+    expected = metrics_of(finished)
     for record in records + expected:
         del record["tokens_per_s"]
     assert records == expected
@@ -75,8 +89,7 @@ def test_resumed_run_ends_in_the_same_bits(finished: Path, tmp_path: Path):
     assert (out / "sample.txt").read_bytes() == (finished / "sample.txt").read_bytes()
 
 
-def test_says_first_what_it_trains_and_when_nothing_is_left(finished: Path, tmp_path: Path):
-    out = shutil.copytree(finished, tmp_path / "run")
+def test_says_first_what_it_trains_and_when_nothing_is_left(out: Path):
     options = ("--preset=tiny", "--order=slot", f"--out={out}", "--resume", "--steps=10")
     first, second, *_ = output_of("train_lm.py", *options, num_ranks=2).splitlines()
     assert first.startswith("trains a byte-level language model (2 layers, 4 experts) on Python's")
@@ -84,14 +97,11 @@ def test_says_first_what_it_trains_and_when_nothing_is_left(finished: Path, tmp_
     assert second == f"the checkpoint has {STEPS} steps, --steps is 10: 0 to train"
 
 
-def test_muon_trains_experts_and_resumes(finished: Path, tmp_path: Path):
+def test_muon_trains_experts_and_resumes(losses: list[float], tmp_path: Path):
     """From the same numbers as AdamW; on one rank as on two, from a checkpoint of both optimizers' states."""
     records = train(tmp_path, "--muon", num_ranks=2)
-    adamw = [
-        json.loads(line)["loss"] for line in (finished / "metrics.jsonl").read_text().splitlines()
-    ]
-    assert records[0]["loss"] == pytest.approx(adamw[0], rel=1e-6)
-    assert abs(records[-1]["loss"] - adamw[-1]) > 1e-3
+    assert records[0]["loss"] == pytest.approx(losses[0], rel=1e-6)
+    assert abs(records[-1]["loss"] - losses[-1]) > 1e-3
     assert records[-1]["loss"] < records[0]["loss"] - 0.5
     shutil.rmtree(tmp_path / "checkpoints" / "step-00000020")
     again = train(tmp_path, "--muon", "--resume", num_ranks=1)
@@ -103,13 +113,10 @@ def test_muon_trains_experts_and_resumes(finished: Path, tmp_path: Path):
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 4])
 def test_losses_do_not_depend_on_the_number_of_ranks(
-    finished: Path, tmp_path: Path, num_ranks: int
+    losses: list[float], tmp_path: Path, num_ranks: int
 ):
-    losses = [record["loss"] for record in train(tmp_path, num_ranks=num_ranks)]
-    expected = [
-        json.loads(line)["loss"] for line in (finished / "metrics.jsonl").read_text().splitlines()
-    ]
-    assert losses == pytest.approx(expected, rel=1e-4)
+    records = train(tmp_path, num_ranks=num_ranks)
+    assert [record["loss"] for record in records] == pytest.approx(losses, rel=1e-4)
     assert losses[-1] < losses[0] - 0.5  # it learns, so equal losses are no accident
 
 
@@ -117,7 +124,7 @@ def test_losses_do_not_depend_on_the_number_of_ranks(
 def test_experts_and_the_wire_in_float8(finished: Path, tmp_path: Path):
     """One step of the same run: the same loss, since the head starts at zero; gradients that are nearly the same."""
     (record,) = train(tmp_path, "--precision", "float8-block", "--wire", "--steps=1", num_ranks=2)
-    first = json.loads((finished / "metrics.jsonl").read_text().splitlines()[0])
+    first = metrics_of(finished)[0]
     assert record["loss"] == pytest.approx(first["loss"], rel=1e-4)
     assert record["grad_norm"] == pytest.approx(first["grad_norm"], rel=0.05)
     assert record["grad_norm"] != first["grad_norm"]
@@ -126,10 +133,9 @@ def test_experts_and_the_wire_in_float8(finished: Path, tmp_path: Path):
     assert "quantized_wire='both'" in used
 
 
-def test_replicas_balance_ranks_and_change_no_loss(finished: Path, tmp_path: Path):
+def test_replicas_balance_ranks_and_change_no_loss(losses: list[float], tmp_path: Path):
     records = train(tmp_path, "--replicas=2", num_ranks=2)
-    expected = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
-    assert [r["loss"] for r in records] == pytest.approx([r["loss"] for r in expected], rel=1e-4)
+    assert [record["loss"] for record in records] == pytest.approx(losses, rel=1e-4)
     limit, names = (
         math.ceil(8 * 64 * 2 / 2 * 1.05),
         ("expert_load", "balanced_per_rank", "num_replicas"),
@@ -174,12 +180,9 @@ def test_resume_refuses_another_run(finished: Path):
     assert "seed is 1, but the checkpoint was made with 0" in done.stderr
 
 
-def test_a_finished_run_is_extended_and_sampled(finished: Path, tmp_path: Path):
-    out = tmp_path / "run"
-    shutil.copytree(finished, out)
+def test_a_finished_run_is_extended_and_sampled(finished: Path, out: Path):
     records = train(out, "--resume", f"--steps={STEPS + 2}", num_ranks=2)
-    before = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
-    assert records[:STEPS] == before
+    assert records[:STEPS] == metrics_of(finished)
     assert [record["step"] for record in records[STEPS:]] == [STEPS + 1, STEPS + 2]
     assert read_manifest(out / "checkpoints").step == STEPS + 2
     printed = output_of(
@@ -195,15 +198,10 @@ def test_a_finished_run_is_extended_and_sampled(finished: Path, tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_resumes_on_another_number_of_ranks(finished: Path, tmp_path: Path):
-    out = tmp_path / "run"
-    shutil.copytree(finished, out)
+def test_resumes_on_another_number_of_ranks(losses: list[float], out: Path):
     shutil.rmtree(out / "checkpoints" / "step-00000020")
-    records = train(out, "--resume", num_ranks=1)
-    expected = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
-    assert [record["loss"] for record in records[:10]] == [
-        record["loss"] for record in expected[:10]
-    ]
+    found = [record["loss"] for record in train(out, "--resume", num_ranks=1)]
+    assert found[:10] == losses[:10]
     # The first forward pass is the loaded model's; sums in another order make a difference only later.
-    assert records[10]["loss"] == pytest.approx(expected[10]["loss"], rel=1e-6)
-    assert [r["loss"] for r in records] == pytest.approx([r["loss"] for r in expected], rel=1e-4)
+    assert found[10] == pytest.approx(losses[10], rel=1e-6)
+    assert found == pytest.approx(losses, rel=1e-4)

@@ -83,10 +83,6 @@ class Training:
     model: Small
     optimizer: torch.optim.Optimizer
 
-    @property
-    def is_one(self) -> bool:
-        return self.context.num_ranks == 1
-
     def backward(self, tokens: torch.Tensor) -> None:
         reduce(self.model, tokens)
 
@@ -101,9 +97,11 @@ class Training:
     def save(self, folder: str) -> None:
         torch.save(self.state(), Path(folder, f"{self.context.rank}.pt"))
 
-    def load(self, folder: str) -> None:
+    def load(self, folder: str, change: Callable = lambda it, state: None) -> None:
+        """With something done to the model's state on its way."""
         stored = torch.load(Path(folder, f"{self.context.rank}.pt"))
-        self.model.load_state_dict(stored["model"])
+        change(self, stored["model"])
+        self.model.load_state_dict(stored["model"], strict=False)
         self.optimizer.load_state_dict(stored["optimizer"])
 
 
@@ -119,9 +117,27 @@ def training(context: Context, optimizer: Callable = adam, **options: bool) -> T
 def trained(it: Training, **changes: Callable) -> Trained:
     """With parts of a training changed on several ranks."""
     parts = {"backward": it.backward, "step": it.step, "save": it.save, "load": it.load} | (
-        changes if not it.is_one else {}
+        changes if it.context.num_ranks > 1 else {}
     )
     return Trained(model=it.model, optimizer=it.optimizer, **parts)
+
+
+def planted(part: str, change: Callable, context: Context) -> Trained:
+    """A right training with `change` in the place of a part, or done at its start, on several ranks."""
+    it = training(context)
+    if part == "start" and context.num_ranks > 1:
+        change(it)
+    return trained(it, **({} if part == "start" else {part: partial(change, it)}))
+
+
+def plants(part: str) -> Callable:
+    """Makes what check is told to run of a defect, which gets the training and what the part gets."""
+    return lambda change: partial(planted, part, change)
+
+
+def on_the_way(change: Callable[[Training, State], object]) -> Callable:
+    """The same of a change of the model's state between saving and loading."""
+    return plants("load")(partial(Training.load, change=change))
 
 
 # -- right ------------------------------------------------------------------------------------------------------------
@@ -194,44 +210,34 @@ def with_masters(context: Context, *, dtype: torch.dtype = torch.float32) -> Tra
     return dataclasses.replace(trained(it), save=save, load=load)
 
 
-def statistics_of_rank_0(context: Context) -> Trained:
+@plants("load")
+def statistics_of_rank_0(it: Training, folder: str) -> None:
     """Loaded by all, as from a checkpoint with one copy of what is not an expert's."""
-    it = training(context)
-
-    def load(folder: str) -> None:
-        it.load(folder)
-        dist.broadcast(it.model.running_mean, src=0)
-
-    return trained(it, load=load)
+    it.load(folder)
+    dist.broadcast(it.model.running_mean, src=0)
 
 
 # -- at the start -----------------------------------------------------------------------------------------------------
-
-
-def at_start(change: Callable[[Training], object], context: Context) -> Trained:
-    it = training(context)
-    if not it.is_one:
-        with torch.no_grad():
-            change(it)
-    return trained(it)
 
 
 def takes_turns(context: Context) -> Trained:
     return trained(training(context, takes_turns=True))
 
 
-def _scalars_differ(it: Training) -> None:
+@plants("start")
+def scalars_differ(it: Training) -> None:
     """By rank; their mean is right."""
-    it.model.scale += (-1) ** it.context.rank / 8
+    it.model.scale.data += (-1) ** it.context.rank / 8
 
 
-def _unties(it: Training) -> None:
-    it.model.head.weight = nn.Parameter(it.model.embed.weight.clone())
+@plants("start")
+def counts_on(it: Training) -> None:
+    it.model.num_steps += it.context.rank
 
 
-scalars_differ = partial(at_start, _scalars_differ)
-counts_on = partial(at_start, lambda it: it.model.num_steps.add_(it.context.rank))
-unties = partial(at_start, _unties)
+@plants("start")
+def unties(it: Training) -> None:
+    it.model.head.weight = nn.Parameter(it.model.embed.weight.detach().clone())
 
 
 def freezes_on_rank_1(context: Context) -> Trained:
@@ -248,32 +254,25 @@ def freezes_on_rank_1(context: Context) -> Trained:
     return trained(it, backward=backward)
 
 
-def norm_of_other_dtype(context: Context) -> Trained:
-    it = training(context)
-    if not it.is_one:
-        it.model.norms[0].double()
-        it.model.norms[0].register_forward_pre_hook(lambda _, args: (args[0].double(),))
-        it.model.norms[0].register_forward_hook(lambda _, args, y: y.to(context.dtype))
-    return trained(it)
+@plants("start")
+def norm_of_other_dtype(it: Training) -> None:
+    norm = it.model.norms[0].double()
+    norm.register_forward_pre_hook(lambda _, args: (args[0].double(),))
+    norm.register_forward_hook(lambda _, args, y: y.to(it.context.dtype))
 
 
 # -- forward and backward ---------------------------------------------------------------------------------------------
 
 
-def with_backward(
-    backward: Callable[[Training, torch.Tensor], object], context: Context
-) -> Trained:
-    it = training(context)
-    return trained(it, backward=partial(backward, it))
-
-
-def _tokens_of_the_next(it: Training, tokens: torch.Tensor) -> None:
+@plants("backward")
+def tokens_of_the_next(it: Training, tokens: torch.Tensor) -> None:
     every = [torch.empty_like(tokens) for _ in range(it.context.num_ranks)]
     dist.all_gather(every, tokens.contiguous())
     reduce(it.model, every[(it.context.rank + 1) % it.context.num_ranks])
 
 
-def _sees_all_tokens(it: Training, tokens: torch.Tensor) -> None:
+@plants("backward")
+def sees_all_tokens(it: Training, tokens: torch.Tensor) -> None:
     """A mixing of positions over the sequences of all ranks."""
 
     def mix(module: nn.Module, args: object, y: torch.Tensor) -> torch.Tensor:
@@ -285,165 +284,127 @@ def _sees_all_tokens(it: Training, tokens: torch.Tensor) -> None:
     reduce(it.model, tokens)
 
 
-def _keeps_its_own(which: Callable[[Small], nn.Parameter], it: Training, tokens) -> None:
+def _keeps_its_own(name: str, it: Training, tokens: torch.Tensor) -> None:
     """Gradient: it is not averaged over ranks."""
     it.model(tokens)[1].backward()
-    its = which(it.model)
+    its = it.model.get_parameter(name)
     own = its.grad.clone()
     symmoe.reduce_gradients(it.model)
     its.grad.copy_(own)
 
 
-def _own_loss_twice(it: Training, tokens: torch.Tensor) -> None:
+scalar_not_averaged = plants("backward")(partial(_keeps_its_own, "scale"))
+router_not_averaged = plants("backward")(partial(_keeps_its_own, "moe.1.router.weight"))
+
+
+@plants("backward")
+def own_loss_twice(it: Training, tokens: torch.Tensor) -> None:
     """The layers' loss counts num_ranks times."""
     loss, whole = it.model(tokens)
     (loss + (whole - loss) * it.context.num_ranks).backward()
     symmoe.reduce_gradients(it.model)
 
 
-tokens_of_the_next = partial(with_backward, _tokens_of_the_next)
-sees_all_tokens = partial(with_backward, _sees_all_tokens)
-scalar_not_averaged = partial(with_backward, partial(_keeps_its_own, lambda model: model.scale))
-router_not_averaged = partial(
-    with_backward, partial(_keeps_its_own, lambda model: model.moe[1].router.weight)
-)
-own_loss_twice = partial(with_backward, _own_loss_twice)
-
-
 # -- the step ---------------------------------------------------------------------------------------------------------
 
 
-def with_step(step: Callable[[Training], object], context: Context) -> Trained:
-    it = training(context)
-
-    def stepped() -> None:
-        with torch.no_grad():
-            step(it)
-
-    return trained(it, step=stepped)
-
-
-def _without_a_bias(it: Training) -> None:
+@plants("step")
+def without_a_bias(it: Training) -> None:
     it.model.norms[1].bias.grad = None
     it.step()
 
 
-def _frozen_too(it: Training) -> None:
+@plants("step")
+def frozen_too(it: Training) -> None:
     it.step()
-    it.model.frozen.weight += RATE
+    it.model.frozen.weight.data += RATE
 
 
-def _decays_on_rank_1(it: Training) -> None:
+@plants("step")
+def decays_on_rank_1(it: Training) -> None:
     it.optimizer.param_groups[0]["weight_decay"] = 0.01 if it.context.rank == 0 else 0.0
     it.step()
 
 
-def _decays_no_experts_on_rank_1(it: Training) -> None:
+@plants("step")
+def decays_no_experts_on_rank_1(it: Training) -> None:
     (group,) = it.optimizer.param_groups
-    named = {name: its for name, its in it.model.named_parameters() if ".experts." in name}
-    group["params"] = [its for its in group["params"] if not any(its is e for e in named.values())]
+    experts = [its for name, its in it.model.named_parameters() if ".experts." in name]
+    group["params"] = [its for its in group["params"] if all(its is not e for e in experts)]
     decay = 0.01 if it.context.rank == 0 else 0.0
-    it.optimizer.add_param_group({"params": list(named.values()), "weight_decay": decay})
+    it.optimizer.add_param_group({"params": experts, "weight_decay": decay})
     it.step()
 
 
-def _bias_by_own_load(it: Training) -> None:
+@plants("step")
+def bias_by_own_load(it: Training) -> None:
     it.step()
     it.model.moe[0].router.expert_bias += 1e-3 * it.context.rank
 
 
-def _rate_falls_twice(it: Training) -> None:
+@plants("step")
+def rate_falls_twice(it: Training) -> None:
     it.step()
     it.optimizer.param_groups[0]["lr"] *= 0.999**it.context.num_ranks
 
 
-def _momentum_in_bf16(it: Training) -> None:
+@plants("step")
+def momentum_in_bf16(it: Training) -> None:
     it.step()
     for state in it.optimizer.state.values():
         state["exp_avg"] = state["exp_avg"].bfloat16()
 
 
-without_a_bias = partial(with_step, _without_a_bias)
-frozen_too = partial(with_step, _frozen_too)
-decays_on_rank_1 = partial(with_step, _decays_on_rank_1)
-decays_no_experts_on_rank_1 = partial(with_step, _decays_no_experts_on_rank_1)
-bias_by_own_load = partial(with_step, _bias_by_own_load)
-rate_falls_twice = partial(with_step, _rate_falls_twice)
-momentum_in_bf16 = partial(with_step, _momentum_in_bf16)
-counts_ranks = partial(
-    with_step, lambda it: (it.step(), it.model.num_steps.add_(it.context.num_ranks - 1))
-)
+@plants("step")
+def counts_ranks(it: Training) -> None:
+    it.step()
+    it.model.num_steps += it.context.num_ranks - 1
 
 
 # -- save and load ----------------------------------------------------------------------------------------------------
 
 
-def with_load(change: Callable[[Training, State], object], context: Context) -> Trained:
-    """With something done to the model's state on its way."""
-    it = training(context)
-    start = {name: its.clone() for name, its in it.model.state_dict().items()}
-
-    def load(folder: str) -> None:
-        stored = torch.load(Path(folder, f"{context.rank}.pt"))
-        change(it, stored["model"], start)
-        it.model.load_state_dict(stored["model"], strict=False)
-        it.optimizer.load_state_dict(stored["optimizer"])
-
-    return trained(it, load=load)
-
-
-def _experts_in_turns(it: Training, state: State, start: State) -> None:
+@on_the_way
+def experts_in_turns(it: Training, state: State) -> None:
     ours = state[EXPERTS].contiguous()
     every = [torch.empty_like(ours) for _ in range(it.context.num_ranks)]
     dist.all_gather(every, ours)
     state[EXPERTS] = torch.cat(every)[it.context.rank :: it.context.num_ranks]
 
 
-def _exchanges_norms(it: Training, state: State, start: State) -> None:
+@on_the_way
+def exchanges_norms(it: Training, state: State) -> None:
     first = state["norms.0.bias"]
     state["norms.0.bias"] = state["norms.1.bias"]
     state["norms.1.bias"] = first
 
 
-def _one_number_of_many(it: Training, state: State, start: State) -> None:
+@on_the_way
+def one_number_of_many(it: Training, state: State) -> None:
     """Not one of those that are kept of large parameters."""
     state["embed.weight"] = state["head.weight"] = state["embed.weight"].clone()
     state["embed.weight"][1, 1] += 1e-6
 
 
-one_number_of_many = partial(with_load, _one_number_of_many)
-experts_in_turns = partial(with_load, _experts_in_turns)
-exchanges_norms = partial(with_load, _exchanges_norms)
-experts_of_before = partial(
-    with_load, lambda it, state, start: state.update({EXPERTS: start[EXPERTS]})
-)
-saved_in_bf16 = partial(
-    with_load, lambda it, state, start: state.update({EXPERTS: state[EXPERTS].bfloat16()})
-)
-forgets_an_integer = partial(with_load, lambda it, state, start: state.pop("num_steps"))
-scalar_of_rank = partial(
-    with_load, lambda it, state, start: state["scale"].add_(1e-6 * it.context.rank)
-)
+@on_the_way
+def experts_of_before(it: Training, state: State) -> None:
+    state[EXPERTS] = training(it.context).model.state_dict()[EXPERTS]
 
 
-def forgets_the_optimizer(context: Context) -> Trained:
-    it = training(context)
-
-    def load(folder: str) -> None:
-        stored = torch.load(Path(folder, f"{context.rank}.pt"))
-        it.model.load_state_dict(stored["model"])
-
-    return trained(it, load=load)
+saved_in_bf16 = on_the_way(lambda it, state: state.update({EXPERTS: state[EXPERTS].bfloat16()}))
+forgets_an_integer = on_the_way(lambda it, state: state.pop("num_steps"))
+scalar_of_rank = on_the_way(lambda it, state: state["scale"].add_(1e-6 * it.context.rank))
 
 
-def unties_in_load(context: Context) -> Trained:
-    it = training(context)
+@plants("load")
+def forgets_the_optimizer(it: Training, folder: str) -> None:
+    it.model.load_state_dict(torch.load(Path(folder, f"{it.context.rank}.pt"))["model"])
 
-    def load(folder: str) -> None:
-        it.load(folder)
-        it.model.head.weight = nn.Parameter(it.model.embed.weight.detach().clone())
 
-    return trained(it, load=load)
+@plants("load")
+def unties_in_load(it: Training, folder: str) -> None:
+    it.load(folder)
+    it.model.head.weight = nn.Parameter(it.model.embed.weight.detach().clone())
 
 
 def masters_in_bf16(context: Context) -> Trained:

@@ -1,6 +1,7 @@
 """What nvidia-smi and torch say of made-up machines, and which findings are not ok."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -48,6 +49,12 @@ def fake_smi(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
     return program
+
+
+def torch_says(monkeypatch: pytest.MonkeyPatch, **others: Callable) -> None:
+    """The same, but for some functions."""
+    for name, function in (TORCH | others).items():
+        monkeypatch.setattr(f"torch.cuda.{name}", function)
 
 
 def wrong(findings: list[Finding]) -> list[Finding]:

@@ -290,8 +290,7 @@ def compare(
             model = model_of(config, form_spec)
             steered(model, bias)
             if form == "experts":
-                for layer in model.decoder.layers:
-                    note_rows(layer.mlp, received)
+                note_rows(model, received)
             before = heap.statistics.num_staging_copies
             found[form] = results_of(model, BATCH if num_sequences is None else num_sequences[rank])
             copies = heap.statistics.num_staging_copies - before
@@ -324,11 +323,11 @@ def differentiated(
     return y.detach(), x.grad
 
 
-def note_rows(layer: Any, received: list[list[int]]) -> None:
-    """Notes the rows of every local expert, each time the layer's experts run."""
-
-    num_local = layer.experts.num_local_experts
-    first = layer.listeners.heap.rank * num_local
-    layer.listeners.add(
-        lambda report: received.append(report.expert_load[first : first + num_local].tolist())
-    )
+def note_rows(model: Any, received: list[list[int]]) -> None:
+    """Notes the rows of every local expert, each time a layer's experts run."""
+    for layer in model.decoder.layers:
+        num_local = layer.mlp.experts.num_local_experts
+        own = slice(first := layer.mlp.listeners.heap.rank * num_local, first + num_local)
+        layer.mlp.listeners.add(
+            lambda report, own=own: received.append(report.expert_load[own].tolist())
+        )

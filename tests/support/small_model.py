@@ -155,11 +155,7 @@ def step(module: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
 
 def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     """The operators give the eager bits; what torch's own decompositions round differently is around them."""
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        torch.testing.assert_close(
-            found[name], tensor, rtol=2e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
-        )
+    torch.testing.assert_close(found, expected, rtol=2e-5, atol=1e-6)
 
 
 @contextmanager
@@ -208,6 +204,14 @@ def whole_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
         name.removeprefix("module."): parameter for name, parameter in model.named_parameters()
     }
     return {name: whole(parameter.grad).clone() for name, parameter in names.items()}
+
+
+def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """Equal but for the rounding of sums in another order, as DDP adds gradients up in buckets."""
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        deviation = (found[name] - tensor).abs().max() / tensor.abs().max()
+        assert deviation <= 2e-6, f"{name} deviates by {deviation:.1e}"
 
 
 def check_metrics(

@@ -1,5 +1,6 @@
 """What trainers are given in tests: a small transformers model, data that can be learnt, and what to do with them."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -136,14 +137,10 @@ def with_torch(model: nn.Module, job: Job) -> Run:
     for start in range(0, len(micro_batches), job.accumulate):
         total = 0.0
         for number, ids in enumerate(micro_batches[start : start + job.accumulate], 1):
-            with torch.autocast("cpu", torch.bfloat16, enabled=job.bf16):
-                if job.num_ranks > 1 and number < job.accumulate:
-                    with model.no_sync():
-                        loss = model(ids, labels=ids).loss / job.accumulate
-                        loss.backward()
-                else:
+            is_reduced = job.num_ranks == 1 or number == job.accumulate
+            with nullcontext() if is_reduced else model.no_sync():
+                with torch.autocast("cpu", torch.bfloat16, enabled=job.bf16):
                     loss = model(ids, labels=ids).loss / job.accumulate
-            if job.num_ranks == 1 or number == job.accumulate:
                 loss.backward()
             total += job.mean(loss)
         run.losses.append(total)

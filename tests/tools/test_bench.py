@@ -4,6 +4,7 @@ import inspect
 import itertools
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import balance
@@ -293,8 +294,17 @@ def test_figures_follow_from_times(measured: tuple[int, list[dict], str]):
     assert by_name["precision", "float8-auto", "forward"]["wire_bytes"] == both_ways
 
 
-def _spoil(monkeypatch: pytest.MonkeyPatch, name: str, argument: str) -> None:
-    """The twin of that name leaves its result in `argument`, or in a part of it, with one column changed."""
+def _add_to_a_column(tensor: torch.Tensor) -> None:
+    tensor[..., 0] += 1
+
+
+def _spoil(
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    argument: str,
+    change: Callable[[torch.Tensor], object] = _add_to_a_column,
+) -> None:
+    """The twin of that name leaves its result in `argument`, or in a part of it, changed."""
     kernel = getattr(twin, name)
 
     def spoiled(*args, **kwargs):
@@ -303,7 +313,7 @@ def _spoil(monkeypatch: pytest.MonkeyPatch, name: str, argument: str) -> None:
         changed = inspect.signature(kernel).bind(*args, **kwargs).arguments[first]
         for name in rest:
             changed = changed[int(name)] if name.isdigit() else getattr(changed, name)
-        changed[..., 0] += 1
+        change(changed)
         return result
 
     monkeypatch.setattr(twin, name, spoiled)
@@ -359,13 +369,7 @@ def test_a_wrong_kernel_of_a_module_is_not_timed(
     choice: str, kernel: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(grouped, "CHOICES", {choice: grouped.CHOICES[choice]})
-    right = getattr(twin, kernel)
-
-    def lost(*args, **options):
-        right(*args, **options)
-        inspect.signature(right).bind(*args, **options).arguments["out"].zero_()
-
-    monkeypatch.setattr(twin, kernel, lost)
+    _spoil(monkeypatch, kernel, "out", torch.zero_)
     with pytest.raises(WrongResult, match=f"GroupedLinear, {choice} is wrong"):
         bench.main(["grouped", *SIZES, "--hidden", "32", "--ffn", "64", "--skew", "zipf"])
 

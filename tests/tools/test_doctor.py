@@ -62,76 +62,55 @@ def diagnose(records: list[dict]) -> Diagnosis:
 CALLS = [call(7, "plan: counts", 1.0), call(8, "dispatch: ready", 2.5)]
 
 
-def test_one_missing_rank():
-    found = diagnose(
-        [record(r, 4, timeout(3, reported_by=None if r else 1), CALLS) for r in (0, 1, 2)]
-    )
-    assert (found.kind, found.culprits, found.witnesses, found.without_record) == (
-        "timeout",
-        [3],
-        [0, 1, 2],
-        [3],
-    )
-    assert found.sentence == (
+LATE = [call(7, "plan: counts", 1.0), call(8, "close", 40.0)]
+TOLD = {"type": "PeerAborted", "text": "rank 0 gave up: rank 1 did not reach", "rank": 0}
+OLDER = record(0, 2, {"type": "ExpertIdError", "text": "an id"}, CALLS, written_unix_s=START)
+FOR_EPOCH_900 = timeout(1, expected=900)
+DIAGNOSES: dict[str, tuple[list[dict], dict[str, Any], str]] = {  # of records, fields and words of what is found
+    "one missing rank": (
+        [record(r, 4, timeout(3, reported_by=None if r else 1), CALLS) for r in (0, 1, 2)],
+        {"kind": "timeout", "culprits": [3], "witnesses": [0, 1, 2], "without_record": [3]},
         "ranks 0, 1 and 2 waited for rank 3 at 'dispatch: ready' (epoch 8) since 2023-11-14 22:13:22.500 UTC; "
-        "the last known call of rank 3 is 'plan: counts' (epoch 7); rank 3 left no record."
-    )
+        "the last known call of rank 3 is 'plan: counts' (epoch 7); rank 3 left no record.",
+    ),
+    "the missing rank lives": (
+        [record(0, 2, timeout(1), CALLS), record(1, 2, TOLD, LATE)],
+        {"kind": "timeout", "culprits": [1], "witnesses": [0], "without_record": []}
+        | {"last_call": {"phase": "plan: counts", "epoch": 7, "at_unix_s": START + 1.0, "own": True}},
+        "and it came to 'close' too late, 2023-11-14 22:14:00.000 UTC.",
+    ),
+    "a rank that waited itself is not where it began": (  # rank 0 waited for 1, which waited for 2
+        [record(0, 3, timeout(1, expected=9), CALLS), record(1, 3, timeout(2), CALLS)],
+        {"culprits": [2], "witnesses": [1], "epoch": 8},
+        "",
+    ),
+    "ranks that waited for each other": (
+        [record(0, 2, timeout(1), CALLS), record(1, 2, timeout(0), CALLS)],
+        {"culprits": [0, 1], "witnesses": [0, 1]},
+        "ranks 0 and 1 waited for ranks 0 and 1 at 'dispatch: ready' (epoch 8)",
+    ),
+    "the latest record of a rank counts": (
+        [OLDER, record(0, 2, timeout(1), CALLS)], {"kind": "timeout"}, ""
+    ),
+    "also if it comes first": ([record(0, 2, timeout(1), CALLS), OLDER], {"kind": "timeout"}, ""),
+    "an error": ([OLDER], {"kind": "error"}, ""),
+    "calls that nobody has noted": (  # a ring that has turned, or epochs that CUDA graphs have moved on
+        [record(0, 2, FOR_EPOCH_900, [])],
+        {"since_unix_s": None},
+        "waited for rank 1 at 'dispatch: ready' (epoch 900); the last known call of rank 1 is (epoch 7)",
+    ),
+    "the last call of that phase": (
+        [record(0, 2, FOR_EPOCH_900, CALLS)], {"since_unix_s": START + 2.5}, ""
+    ),
+}  # fmt: skip
 
 
-def test_the_missing_rank_lives():
-    late = [call(7, "plan: counts", 1.0), call(8, "close", 40.0)]
-    told = {"type": "PeerAborted", "text": "rank 0 gave up: rank 1 did not reach", "rank": 0}
-    found = diagnose([record(0, 2, timeout(1), CALLS), record(1, 2, told, late)])
-    assert (found.kind, found.culprits, found.witnesses, found.without_record) == (
-        "timeout",
-        [1],
-        [0],
-        [],
-    )
-    assert found.last_call == {
-        "phase": "plan: counts",
-        "epoch": 7,
-        "at_unix_s": START + 1.0,
-        "own": True,
-    }
-    assert found.sentence.endswith("and it came to 'close' too late, 2023-11-14 22:14:00.000 UTC.")
-
-
-def test_a_rank_that_waited_itself_is_not_where_it_began():
-    """Rank 0 waited for 1, which waited for 2."""
-    records = [record(0, 3, timeout(1, expected=9), CALLS), record(1, 3, timeout(2), CALLS)]
+@pytest.mark.parametrize("name", DIAGNOSES)
+def test_what_records_say(name: str):
+    records, fields, words = DIAGNOSES[name]
     found = diagnose(records)
-    assert (found.culprits, found.witnesses, found.epoch) == ([2], [1], 8)
-
-
-def test_ranks_that_waited_for_each_other():
-    found = diagnose([record(0, 2, timeout(1), CALLS), record(1, 2, timeout(0), CALLS)])
-    assert (found.culprits, found.witnesses) == ([0, 1], [0, 1])
-    assert found.sentence.startswith(
-        "ranks 0 and 1 waited for ranks 0 and 1 at 'dispatch: ready' (epoch 8)"
-    )
-
-
-def test_the_latest_record_of_a_rank_counts():
-    older = record(0, 2, {"type": "ExpertIdError", "text": "an id"}, CALLS, written_unix_s=START)
-    for records in (
-        [older, record(0, 2, timeout(1), CALLS)],
-        [record(0, 2, timeout(1), CALLS), older],
-    ):
-        assert diagnose(records).kind == "timeout"
-    assert diagnose([older]).kind == "error"
-
-
-def test_calls_that_nobody_has_noted():
-    """A ring that has turned, or epochs that CUDA graphs have moved on."""
-    found = diagnose([record(0, 2, timeout(1, expected=900), [])])
-    assert found.since_unix_s is None
-    assert (
-        "waited for rank 1 at 'dispatch: ready' (epoch 900); the last known call of rank 1 is (epoch 7)"
-        in found.sentence
-    )
-    moved = diagnose([record(0, 2, timeout(1, expected=900), CALLS)])
-    assert moved.since_unix_s == START + 2.5  # the last call of that phase
+    assert {field: getattr(found, field) for field in fields} == fields
+    assert words in found.sentence
 
 
 def test_files_that_are_no_records(tmp_path: Path, capsys):

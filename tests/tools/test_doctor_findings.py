@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from cluster import run_on
-from doctor_cases import NVLINK, QUERY, TOPOLOGY, TORCH, fake_smi, wrong
+from doctor_cases import NVLINK, QUERY, TOPOLOGY, fake_smi, torch_says, wrong
 from limits import HANG_S, PROMPT_S
 from programs import printed_by
 
@@ -133,11 +134,11 @@ def test_a_machine_with_nothing_wrong():
         "NV18",
         "478 GB/s",
         "torch 2.11.0+cu130",
+        "NVSHMEM 3.4.5",
+        "nvshmem4py 0.4.1",
+        "NVSHMEM_DISABLE_NVLS=1",
     ):
         assert word in text
-    assert "NVSHMEM 3.4.5" in text
-    assert "nvshmem4py 0.4.1" in text
-    assert "NVSHMEM_DISABLE_NVLS=1" in text
     assert "/usr/bin" not in text  # variables that do not matter are nobody's business
     assert text.endswith("No problems, 0 notes: symmoe can run here.")
 
@@ -543,7 +544,7 @@ def test_what_torch_asks_for_is_read(monkeypatch):
     assert read_versions().torch_pins == {"triton": "3.9.*", "nvidia-nvshmem-cu13": "3.7.2"}
 
 
-def test_what_nvidia_smi_prints():
+def test_devices_that_nvidia_smi_prints():
     found = parse_devices(QUERY)
     assert {index: each["uuid"] for index, each in found.items()} == {
         0: "GPU-11111111-aaaa",
@@ -552,17 +553,29 @@ def test_what_nvidia_smi_prints():
     assert (found[1]["compute_mode"], found[1]["memory.used"]) == ("Exclusive_Process", "60000")
     unusual = "3, GPU-3, NVIDIA GB10, 590.1, [N/A], Default, [N/A]\n"
     assert wrong(of_gpus(gpus(gpu(3)), Report(parse_devices(unusual)))) == []
-    assert parse_devices("No devices were found\n") == {}
-    assert parse_devices("Failed to initialize NVML: Driver/library version mismatch\n") == {}
 
-    assert parse_topology(TOPOLOGY) == {(0, 1): "NV18", (0, 2): "PHB", (1, 2): "SYS"}
-    assert parse_topology("") == {}
-    links = parse_links(NVLINK)
-    assert links[0] == Links(gbs=2 * 26.562, num_up=2, num_down=0)
-    assert links[1] == Links(gbs=26.562, num_up=1, num_down=1)
-    assert (
-        parse_links("NVML: Unable to retrieve NVLink information as all links are inActive\n") == {}
-    )
+
+LINKS = {
+    0: Links(gbs=2 * 26.562, num_up=2, num_down=0),
+    1: Links(gbs=26.562, num_up=1, num_down=1),
+}
+NO_LINKS = "NVML: Unable to retrieve NVLink information as all links are inActive\n"
+MISMATCH = "Failed to initialize NVML: Driver/library version mismatch\n"
+
+
+@pytest.mark.parametrize(
+    ("parse", "text", "wanted"),
+    [
+        (parse_devices, "No devices were found\n", {}),
+        (parse_devices, MISMATCH, {}),
+        (parse_topology, TOPOLOGY, {(0, 1): "NV18", (0, 2): "PHB", (1, 2): "SYS"}),
+        (parse_topology, "", {}),
+        (parse_links, NVLINK, LINKS),
+        (parse_links, NO_LINKS, {}),
+    ],
+)
+def test_what_nvidia_smi_prints(parse: Callable[[str], dict], text: str, wanted: dict):
+    assert parse(text) == wanted
 
 
 def test_nvidia_smi_is_asked_and_never_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -580,13 +593,8 @@ def test_nvidia_smi_is_asked_and_never_waited_for(tmp_path: Path, monkeypatch: p
     assert ask() == Report()
 
 
-def torch_says(monkeypatch: pytest.MonkeyPatch, **functions: Any) -> None:
-    for name, function in functions.items():
-        monkeypatch.setattr(torch.cuda, name, function)
-
-
 def test_gpus_of_torch_and_of_nvidia_smi(monkeypatch: pytest.MonkeyPatch):
-    torch_says(monkeypatch, **TORCH)
+    torch_says(monkeypatch)
     smi = Report(
         devices=parse_devices(QUERY), topology=parse_topology(TOPOLOGY), links=parse_links(NVLINK)
     )
@@ -610,7 +618,7 @@ def test_torch_sees_no_gpu_and_says_why(monkeypatch: pytest.MonkeyPatch):
 
     torch_says(monkeypatch, is_available=warn)
     assert read_gpus(SMI) == Gpus(error="CUDA initialization: the driver is too old")
-    torch_says(monkeypatch, **TORCH | {"get_device_properties": fail})
+    torch_says(monkeypatch, get_device_properties=fail)
     assert read_gpus(SMI) == Gpus(error="CUDA error: unspecified")
 
 

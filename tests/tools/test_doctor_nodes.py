@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cluster import run_on
-from doctor_cases import TORCH, fake_smi, wrong
+from doctor_cases import fake_smi, torch_says, wrong
 from limits import PROMPT_S
 from node_calls import refuses  # noqa: F401 - found by its name
 from torchrun_nodes import nodes, run
@@ -178,8 +178,7 @@ def test_a_rank_with_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """What torch and nvidia-smi number otherwise is the same GPU."""
     asked: list[str | None] = []
     fake_smi(tmp_path, monkeypatch)
-    for name, function in TORCH.items():
-        monkeypatch.setattr(f"torch.cuda.{name}", function)
+    torch_says(monkeypatch)
     place = doctor_nodes.find_place(None)
     monkeypatch.setattr(doctor_nodes, "find_place", lambda uuid: asked.append(uuid) or place)
     variables, endpoint = {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}, Endpoint("lo", "127.0.0.1", 1)

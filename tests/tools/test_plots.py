@@ -4,13 +4,12 @@ import itertools
 import json
 import re
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from example_runs import output_of
+from example_runs import module_of, output_of
 
 from symmoe import MetricsLogger, MoEConfig, MoELayer, SymmetricHeap, tensorboard_sink
 
@@ -20,7 +19,7 @@ import plots
 from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parents[2]
-PLOT_LOAD = ROOT / "examples" / "plot_load.py"
+plot_load = module_of("plot_load")
 
 
 @pytest.fixture
@@ -149,14 +148,6 @@ def test_records_of_cpus_are_drawn_with_their_numbers_and_nothing_is_covered_or_
 
 
 # -- expert load ------------------------------------------------------------------------------------------------------
-@pytest.fixture
-def plot_load(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(PLOT_LOAD.parent))
-    import plot_load
-
-    return plot_load
-
-
 def made_up_log(path: Path, num_layers: int, num_steps: int, **more: list[int]) -> np.ndarray:
     """Writes a log, of which all records have `more`; [L, S, E]."""
     highest = 4 + 20 * np.arange(num_layers)[:, None, None]
@@ -172,12 +163,10 @@ def made_up_log(path: Path, num_layers: int, num_steps: int, **more: list[int]) 
     return loads
 
 
-def test_heat_maps_and_lines_are_the_log(
-    plot_load: ModuleType, tmp_path: Path, figures: dict[str, Figure]
-):
+def test_heat_maps_and_lines_are_the_log(tmp_path: Path, figures: dict[str, Figure]):
     loads = made_up_log(tmp_path / "log", num_layers=3, num_steps=40)
     plot_load.draw(tmp_path / "log", tmp_path / "x.png")
-    output_of(str(PLOT_LOAD), str(tmp_path / "log"), str(tmp_path / "y.png"), num_ranks=None)
+    output_of("plot_load.py", str(tmp_path / "log"), str(tmp_path / "y.png"), num_ranks=None)
     assert (tmp_path / "x.png").read_bytes() == (tmp_path / "y.png").read_bytes()
     axes, over_mean = figures["x.png"].axes, loads / loads.mean(2, keepdims=True).clip(1e-30)
     for place in range(3):
@@ -193,9 +182,7 @@ def test_heat_maps_and_lines_are_the_log(
     assert dropped == pytest.approx(100 * 9 * np.arange(40) / loads.sum((0, 2)))
 
 
-def test_ranks_before_and_after_balance_are_drawn(
-    plot_load: ModuleType, tmp_path: Path, figures: dict[str, Figure]
-):
+def test_ranks_before_and_after_balance_are_drawn(tmp_path: Path, figures: dict[str, Figure]):
     loads = made_up_log(tmp_path / "log", num_layers=3, num_steps=40, balanced_per_rank=[5, 7, 6])
     plot_load.draw(tmp_path / "log", tmp_path / "x.png")
     (axis,) = (
@@ -211,7 +198,7 @@ def test_ranks_before_and_after_balance_are_drawn(
 
 
 def test_long_logs_are_averaged_and_the_most_uneven_layers_shown(
-    plot_load: ModuleType, tmp_path: Path, figures: dict[str, Figure]
+    tmp_path: Path, figures: dict[str, Figure]
 ):
     loads = made_up_log(tmp_path / "log", num_layers=6, num_steps=1000)
     plot_load.draw(tmp_path / "log", tmp_path / "x.png")
@@ -224,7 +211,7 @@ def test_long_logs_are_averaged_and_the_most_uneven_layers_shown(
     assert drawn[:, 0] == pytest.approx(over_mean[shown[0], :3].mean(0))
 
 
-def test_the_example_jobs_log_is_read_and_half_a_line_is_not(plot_load: ModuleType, tmp_path: Path):
+def test_the_example_jobs_log_is_read_and_half_a_line_is_not(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
     lines = [{"step": s, "expert_load": [[s, 2, 3, 0], [1, 1, 1, 1]]} for s in (1, 2, 2)]
     lines[2]["expert_load"][0][0] = 9  # step 2 again, after a restart

@@ -559,6 +559,9 @@ def test_a_rank_that_fails_does_not_hold_up_the_others(
     assert list(tmp_path.iterdir()) == []
 
 
+SIZES = "--hidden 32 --ffn 16 --experts 4 --top-k 2 --tokens 16".split()
+
+
 def traced(rank: int, num_ranks: int, path: str) -> str:
     config = MoEConfig(
         hidden=32, ffn=16, num_experts=4, top_k=2, capacity=40, overflow="drop", aux_loss_coef=0.01
@@ -572,9 +575,8 @@ def test_the_program_traces_on_several_ranks_and_on_one(
     tables = cluster(2).run(traced, str(tmp_path / "two.json"))
     assert tables[0] == (tmp_path / "two.txt").read_text(encoding="utf-8").rstrip()
     assert tables[1] == ""
-    sizes = ["--hidden", "32", "--ffn", "16", "--experts", "4", "--top-k", "2", "--tokens", "16"]
     for options in ([], ["--eager"]):  # the same on CPUs
-        trace_layer.main([*sizes, *options, "--out", str(tmp_path / "one.json")])
+        trace_layer.main([*SIZES, *options, "--out", str(tmp_path / "one.json")])
         assert "1 ranks" in capsys.readouterr().out
     assert {path.name for path in tmp_path.iterdir()} == {
         f"{n}.{e}" for n in ("one", "two") for e in ("json", "txt")
@@ -584,9 +586,8 @@ def test_the_program_traces_on_several_ranks_and_on_one(
 
 
 def test_the_program_traces_low_precision(tmp_path: Path):
-    sizes = ["--hidden", "32", "--ffn", "16", "--experts", "4", "--top-k", "2", "--tokens", "16"]
     numbers = ["--precision", "float8-block", "--quantized-wire", "both"]
-    trace_layer.main([*sizes, *numbers, "--out", str(tmp_path / "step.json")])
+    trace_layer.main([*SIZES, *numbers, "--out", str(tmp_path / "step.json")])
     operators = {
         item["args"]["operator or kernel"]
         for item in json.loads((tmp_path / "step.json").read_text(encoding="utf-8"))["traceEvents"]
