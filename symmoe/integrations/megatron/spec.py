@@ -63,9 +63,11 @@ def open_heap(
 ) -> SymmetricHeap:
     """A symmetric heap over this rank's expert-parallel group (`pg_collection=None`: of initialize_model_parallel).
     Collective over that group. `num_bytes`: :func:`heap_bytes`; other arguments and errors are SymmetricHeap's."""
-    group = process_groups(pg_collection).ep
     return SymmetricHeap(
-        group, num_bytes=num_bytes, timeout_s=timeout_s, ranks_per_node=ranks_per_node
+        process_groups(pg_collection).ep,
+        num_bytes=num_bytes,
+        timeout_s=timeout_s,
+        ranks_per_node=ranks_per_node,
     )
 
 

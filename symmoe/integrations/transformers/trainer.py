@@ -82,7 +82,11 @@ class Trainer(transformers.Trainer):
         ):  # a mean, as of losses of other packages, which give no outputs
             return super().compute_loss(model, inputs, return_outputs)
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
-        if _has_balance_loss(outputs):
+        # Whether the model has put the balance loss of its routers into its loss.
+        has_balance_loss = isinstance(outputs, dict) and all(
+            outputs.get(name) is not None for name in ("loss", "aux_loss")
+        )
+        if has_balance_loss:
             # A sum over the tokens of all is divided by their number, and adds up over ranks and micro-batches. The
             # balance loss, which is a mean, would add up too.
             args = self.args
@@ -152,12 +156,6 @@ class Trainer(transformers.Trainer):
             self.lr_scheduler.load_state_dict(
                 torch.load(Path(checkpoint, _SCHEDULER), weights_only=True)
             )
-
-
-def _has_balance_loss(outputs: Any) -> bool:
-    """Whether a model has put the balance loss of its routers into its loss."""
-    names = ("loss", "aux_loss")
-    return isinstance(outputs, dict) and all(outputs.get(name) is not None for name in names)
 
 
 def _balance_coefficient(model: Any) -> float:
