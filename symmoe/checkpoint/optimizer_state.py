@@ -92,8 +92,11 @@ def record_of(settings: list[Any], told: Sequence[Mapping[str, Any]]) -> StoredO
             settings[1], zip(*(each["params"] for each in told), strict=True), strict=True
         )
     ]
-    states = _merged([table["states"] for table in told])
-    some = {key: experts for key, experts in states.items() if experts is not None}
+    some = {
+        key: experts
+        for key, experts in _merged(table["states"] for table in told).items()
+        if experts is not None
+    }
     of_stacks = sorted({key for table in told for key in table["of_stacks"]})
     return StoredOptimizer(settings[0], groups, values, some, of_stacks)
 

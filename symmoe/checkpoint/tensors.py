@@ -48,9 +48,9 @@ class ModuleState:
 
     def is_like_experts(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor has the shape of one of the module's experts' tensors."""
-        own = _of_module("", self.module, 0, 1)
         return any(
-            place.start is not None and place.tensor.shape == tensor.shape for _, place in own
+            place.start is not None and place.tensor.shape == tensor.shape
+            for _, place in _of_module("", self.module, 0, 1)
         )
 
     @classmethod

@@ -42,11 +42,9 @@ def heap_bytes(
     rows: int = num_tokens * num_ranks * min(top_k, config.num_moe_experts // num_ranks)
     if load_factor is not None:
         rows = min(rows, int(load_factor * num_tokens * top_k))
-    settings = routed_config(
-        config, capacity=with_margin(rows), layout="expert-major"
-    )  # the larger layout
     return plan_memory(
-        settings,
+        # The larger layout.
+        routed_config(config, capacity=with_margin(rows), layout="expert-major"),
         num_ranks=num_ranks,
         num_tokens=num_tokens,
         num_layers=num_layers,

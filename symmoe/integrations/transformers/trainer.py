@@ -134,8 +134,11 @@ class Trainer(transformers.Trainer):
 
     def _trained(self) -> dict[str, Any]:
         """The parameters that are trained, by name, and their optimizer, as `symmoe.checkpoint` takes them."""
-        named = self.model.named_parameters()
-        trained = {name: parameter for name, parameter in named if parameter.requires_grad}
+        trained = {
+            name: parameter
+            for name, parameter in self.model.named_parameters()
+            if parameter.requires_grad
+        }
         state = ModuleState(module=self.model, tensors=trained)
         return {"model": state, "optimizer": self.optimizer.optimizer}
 
