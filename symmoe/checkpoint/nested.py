@@ -59,10 +59,9 @@ def put_back(node: Any, module: nn.Module, found: dict[str, ModuleState]) -> Any
 
 def own_state_dict(module: nn.Module) -> dict[str, Any]:
     """The state dict of a module with this rank's experts, of which nobody has to be warned."""
-    state = module.state_dict(keep_vars=True)
     return {
         name: each.detach() if isinstance(each, torch.Tensor) else each
-        for name, each in state.items()
+        for name, each in module.state_dict(keep_vars=True).items()
     }
 
 

@@ -22,14 +22,17 @@ Shared = list[
     tuple[torch.Tensor, Place]
 ]  # a state of several experts, and copies of it for each that are read
 _Experts = dict[
-    str, list[Any] | None
-]  # by key, how many experts there are, and which; None: it is no expert's
+    str, list[Any]
+]  # by key, how many experts there are, and which; 0 of none: it is no expert's
 
 
 def groups_of(optimizer: torch.optim.Optimizer, model: Iterable[Place]) -> Groups:
     """The places of the optimizer's parameters, by group. ArgumentError: the model does not have one of them."""
     # The first place of a tied parameter.
-    places = {id(place.parameter): place.of_parameter() for place in reversed(list(model))}
+    places = {
+        id(place.parameter): replace(place, tensor=place.parameter)
+        for place in reversed(list(model))
+    }
     for number, group in enumerate(optimizer.param_groups):
         for index, parameter in enumerate(group["params"]):
             if id(parameter) not in places:
@@ -59,23 +62,21 @@ def settings_of(optimizer: torch.optim.Optimizer, groups: Groups) -> list[Any]:
 def told_of(optimizer: torch.optim.Optimizer, groups: Groups) -> dict[str, Any]:
     """What the other ranks must know of this rank's part of an optimizer, in JSON. ArgumentError: experts of a layer
     have different plain values."""
-    params: list[_Experts] = [{} for _ in groups]
-    for table, places in zip(params, groups, strict=True):
-        for place in places:
-            _add(table, place.key, place)
-    states: _Experts = {}
+    states = list(_states_of(optimizer, groups))
     values: dict[str, Any] = {}
-    of_stacks = []
-    for key, place, value in _states_of(optimizer, groups):
-        _add(states, key, place)
-        if not isinstance(value, torch.Tensor):
-            if values.setdefault(key, value) != value:
-                raise ArgumentError(
-                    f"{key} is {values[key]} and {value}: experts of a layer differ"
-                )
-        elif place.is_of_stack(value):
-            of_stacks.append(key)
-    return {"params": params, "states": states, "values": values, "of_stacks": of_stacks}
+    for key, _, value in states:
+        if not isinstance(value, torch.Tensor) and values.setdefault(key, value) != value:
+            raise ArgumentError(f"{key} is {values[key]} and {value}: experts of a layer differ")
+    return {
+        "params": [_by_key((place.key, place) for place in places) for places in groups],
+        "states": _by_key((key, place) for key, place, _ in states),
+        "values": values,
+        "of_stacks": [
+            key
+            for key, place, value in states
+            if isinstance(value, torch.Tensor) and place.is_of_stack(value)
+        ],
+    }
 
 
 def record_of(settings: list[Any], told: Sequence[Mapping[str, Any]]) -> StoredOptimizer:
@@ -91,8 +92,11 @@ def record_of(settings: list[Any], told: Sequence[Mapping[str, Any]]) -> StoredO
             settings[1], zip(*(each["params"] for each in told), strict=True), strict=True
         )
     ]
-    states = _merged([table["states"] for table in told])
-    some = {key: experts for key, experts in states.items() if experts is not None}
+    some = {
+        key: experts
+        for key, experts in _merged(table["states"] for table in told).items()
+        if experts is not None
+    }
     of_stacks = sorted({key for table in told for key in table["of_stacks"]})
     return StoredOptimizer(settings[0], groups, values, some, of_stacks)
 
@@ -123,8 +127,7 @@ def check_record(
     here: dict[str, set[int | None]] = {}
     for place in model:
         here.setdefault(place.key, set()).update(place.experts or [None])
-    for number, pair in enumerate(itertools.zip_longest(stored.groups, groups)):
-        group, places = pair
+    for number, (group, places) in enumerate(itertools.zip_longest(stored.groups, groups)):
         ours = {(place.key, expert) for place in places or () for expert in place.experts or [None]}
         theirs = {
             (key, expert)
@@ -214,23 +217,23 @@ def _states_of(
             yield f"{PREFIX}{place.key}.{kind}", place, value
 
 
-def _add(table: _Experts, key: str, place: Place) -> None:
-    told = table.setdefault(key, None if place.start is None else [place.num_rows, []])
-    if told is not None:
-        told[1] += place.experts
+def _by_key(places: Iterable[tuple[str, Place]]) -> _Experts:
+    """The experts that places of these keys have."""
+    table: _Experts = {}
+    for key, place in places:
+        table.setdefault(key, [place.num_rows, []])[1] += place.experts
+    return table
 
 
 def _merged(tables: Iterable[_Experts]) -> dict[str, list[int] | None]:
     """By key, the experts that any rank has; None: all of them, or it is no expert's."""
-    numbers: dict[str, int] = {}
-    found: dict[str, set[int]] = {}
+    found: dict[str, tuple[int, set[int]]] = {}
     for table in tables:
-        for key, told in table.items():
-            numbers[key] = 0 if told is None else told[0]
-            found.setdefault(key, set()).update(() if told is None else told[1])
+        for key, (number, experts) in table.items():
+            found.setdefault(key, (number, set()))[1].update(experts)
     return {
-        key: None if len(experts) == numbers[key] else sorted(experts)
-        for key, experts in found.items()
+        key: None if len(experts) == number else sorted(experts)
+        for key, (number, experts) in found.items()
     }
 
 
@@ -251,15 +254,11 @@ def _empty(
     own = place.like(key, value, experts=record.experts.get(key), is_of_stack=is_of_stack)
     if not is_of_stack or place.is_row:
         return value, own
-    _check_stack(own, stored)
-    return value, replace(own, tensor=own.tensor.new_empty(own.tensor.shape))
-
-
-def _check_stack(place: Place, stored: TensorStorageMetadata) -> None:
-    """A state of a stack that is no number belongs to those experts and no others."""
+    # A state of a stack that is no number belongs to those experts and no others.
     cuts = [(chunk.offsets[0], chunk.sizes[0]) for chunk in stored.chunks]
-    if place.tensor.dim() > 1 and (place.offsets[0], len(place.tensor)) not in cuts:
-        raise _other_stacks(place.key)
+    if own.tensor.dim() > 1 and (own.offsets[0], len(own.tensor)) not in cuts:
+        raise _other_stacks(key)
+    return value, replace(own, tensor=own.tensor.new_empty(own.tensor.shape))
 
 
 def _other_stacks(key: str) -> CheckpointError:

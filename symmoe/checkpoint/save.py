@@ -120,12 +120,11 @@ def save_checkpoint(
 
         def compare() -> tuple[_Holders, dict[str, str]]:
             holders = _holders(told)
-            shared = [
-                key
+            return holders, {
+                key: digest(_to_host(parts[key]))
                 for (key, _, _), ranks in holders.items()
                 if len(ranks) > 1 and peers.rank in ranks
-            ]
-            return holders, {key: digest(_to_host(parts[key])) for key in shared}
+            }
 
         def prepare() -> tuple[None, str]:
             check_replicas(((key, ranks) for (key, _, _), ranks in holders.items()), digests)

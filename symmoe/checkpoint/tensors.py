@@ -48,9 +48,9 @@ class ModuleState:
 
     def is_like_experts(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor has the shape of one of the module's experts' tensors."""
-        own = _of_module("", self.module, 0, 1)
         return any(
-            place.start is not None and place.tensor.shape == tensor.shape for _, place in own
+            place.start is not None and place.tensor.shape == tensor.shape
+            for _, place in _of_module("", self.module, 0, 1)
         )
 
     @classmethod
@@ -67,8 +67,7 @@ class ModuleState:
             known = key if key in names else _alike(by_key, key, like.shape[1:])
             for name in [key] if known is None else names[known]:
                 shape = like.shape if known is None else own[name].local_shape(like.shape)
-                its_name = name if known in (key, None) else _renamed(key, name)
-                tensors[its_name] = torch.empty(shape, dtype=like.dtype, device="cpu")
+                tensors[_renamed(key, name)] = torch.empty(shape, dtype=like.dtype, device="cpu")
         return cls(module=module, tensors=tensors)
 
 
@@ -111,10 +110,6 @@ class Place:
     def offsets(self) -> tuple[int, ...]:
         """Where its first element is in the whole tensor."""
         return (self.start or 0, *[0] * (self.rows.dim() - 1)) if self.shape else ()
-
-    def of_parameter(self) -> Place:
-        """The place with the tensor that an optimizer knows."""
-        return replace(self, tensor=self.parameter, of=None)
 
     def is_of_stack(self, state: torch.Tensor) -> bool:
         """Whether a state for this parameter is one number for all its experts, or has no dimension for experts.
@@ -290,19 +285,25 @@ def _of_module(
             packed, num_rows = key.removesuffix(leaf) + "weight", ep_size * owner.num_groups
             place = Place(key=packed, tensor=tensor, start=start, num_rows=num_rows, is_row=True)
         else:
-            start = ep_rank * len(tensor)
-            place = Place(key=key, tensor=tensor, start=start, num_rows=ep_size * len(tensor))
+            place = Place(
+                key=key,
+                tensor=tensor,
+                start=ep_rank * len(tensor),
+                num_rows=ep_size * len(tensor),
+            )
         yield plain, place
 
 
 def _alike(own: Mapping[str, Place], name: str, shape: Sequence[int]) -> str | None:
     """The name of experts' tensors that ends with `name`, or `name` with it, if their rows have this shape."""
-    for known, place in own.items():
-        shorter, longer = sorted((known, name), key=len)
-        fits = place.start is not None and tuple(place.rows.shape[1:]) == tuple(shape)
-        if fits and f".{longer}".endswith(f".{shorter}"):
-            return known
-    return None
+    fitting = (
+        f".{known}"
+        for known, place in own.items()
+        if place.start is not None and tuple(place.rows.shape[1:]) == tuple(shape)
+    )
+    end = f".{name}"
+    found = (known for known in fitting if known.endswith(end) or end.endswith(known))
+    return next((known[1:] for known in found), None)
 
 
 def _renamed(name: str, like: str) -> str:

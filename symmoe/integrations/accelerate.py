@@ -97,17 +97,10 @@ class Accelerator(_Accelerator):
         """Same as in accelerate, with all experts. Hooks are given the model, and the state dict of this rank, which
         is saved as they leave it, or not at all if they take it. Collective. ArgumentError: a registered object's
         state dict has experts."""
-        left: list[dict[str, torch.Tensor]] = []
-
-        def take(models: Any, weights: list[dict[str, torch.Tensor]], folder: Any) -> None:
-            left.extend(weights)
-            weights.clear()
-
-        with self._without_optimizer() as (model, optimizer):
+        with self._without_state() as (model, optimizer, left):
             for number, each in enumerate(self._custom_objects):
                 refuse_state_dicts(each.state_dict(), model, f"registered object {number}")
-            with self.register_save_state_pre_hook(take):
-                folder = super().save_state(output_dir, *args, **kwargs)
+            folder = super().save_state(output_dir, *args, **kwargs)
             state = ModuleState(module=model, tensors=left[0] if left else {})
             save_checkpoint(Path(folder, STATE_FOLDER), 0, model=state, optimizer=optimizer)
         return str(folder)
@@ -117,31 +110,35 @@ class Accelerator(_Accelerator):
         it. Collective. ArgumentError: `input_dir` is None."""
         if input_dir is None:
             raise ArgumentError("input_dir (None) must be the folder that save_state has returned")
-        left: list[nn.Module] = []
-
-        def take(models: list[nn.Module], folder: Any) -> None:
-            left.extend(models)
-            models.clear()
-
-        with self._without_optimizer() as (model, optimizer):
-            with self.register_load_state_pre_hook(take):
-                super().load_state(input_dir, *args, **kwargs)
+        with self._without_state() as (model, optimizer, left):
+            super().load_state(input_dir, *args, **kwargs)
             state = model if left else ModuleState(module=model, tensors={})
             load_checkpoint(Path(input_dir, STATE_FOLDER), model=state, optimizer=optimizer)
 
     @contextlib.contextmanager
-    def _without_optimizer(self) -> Iterator[tuple[nn.Module, torch.optim.Optimizer | None]]:
-        """The prepared model, and the optimizer, of which accelerate knows nothing in the block."""
+    def _without_state(
+        self,
+    ) -> Iterator[tuple[nn.Module, torch.optim.Optimizer | None, list[Any]]]:
+        """The prepared model and the optimizer, of which accelerate saves and loads nothing in the block; and what
+        other hooks leave of the state dicts to save, or of the models to load."""
         models = self._models
         optimizers = self._optimizers
         if len(models) != 1 or len(optimizers) > 1:
             raise ArgumentError(
                 f"prepared are {len(models)} models and {len(optimizers)} optimizers; they must be one, and one or none"
             )
+        left: list[Any] = []
+
+        def take(*given: Any) -> None:
+            of_models = given[-2]  # in front of the folder, in either hook
+            left.extend(of_models)
+            of_models.clear()
+
         self._optimizers = []
         self._gives_state_dicts = True
         try:
-            yield models[0], optimizers[0].optimizer if optimizers else None
+            with self.register_save_state_pre_hook(take), self.register_load_state_pre_hook(take):
+                yield models[0], optimizers[0].optimizer if optimizers else None, left
         finally:
             self._optimizers = optimizers
             self._gives_state_dicts = False

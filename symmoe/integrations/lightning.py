@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from symmoe.checkpoint import ModuleState, load_checkpoint, save_checkpoint
 from symmoe.checkpoint.nested import own_state_dict, put_back, refuse_state_dicts, take_out
@@ -77,8 +76,12 @@ class FabricStrategy(_FabricDDP):
             raise ArgumentError(
                 f"filter has {sorted(names)}; a model or an optimizer is saved whole"
             )
+        states = {
+            name: each.state_dict() if hasattr(each, "state_dict") else each
+            for name, each in rest.items()
+        }
         for model in models.values():
-            refuse_state_dicts(_state_of(rest), model, "state")
+            refuse_state_dicts(states, model, "state")
         save_checkpoint(path, 0, model=models, optimizer=optimizer)
         super().save_checkpoint(Path(path, REST), rest, storage_options, filter)
 
@@ -111,19 +114,16 @@ class TrainerStrategy(_TrainerDDP):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Same as in Lightning, with this rank's experts."""
-        module: Any = self.lightning_module
-        return own_state_dict(module)
+        return own_state_dict(self.lightning_module)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
         """Same as in Lightning, with all experts, and as hooks have edited it; `filepath` becomes a folder."""
-        optimizer = None
-        if "optimizer_states" in checkpoint:
-            optimizer = _only(self.optimizers)
-            if optimizer is not None:
-                optimizer = _with_state(optimizer, checkpoint["optimizer_states"][0])
-                checkpoint = checkpoint | {"optimizer_states": [{}]}
+        optimizer = _only(self.optimizers) if "optimizer_states" in checkpoint else None
+        if optimizer is not None:
+            optimizer = _with_state(optimizer, checkpoint["optimizer_states"][0])
+            checkpoint = checkpoint | {"optimizer_states": [{}]}
         states = self._own_state()
         rest = take_out(checkpoint, self.lightning_module, "", states)
         save_checkpoint(filepath, 0, model=states, optimizer=optimizer)
@@ -147,8 +147,7 @@ class TrainerStrategy(_TrainerDDP):
 
     def _own_state(self) -> dict[str, ModuleState]:
         """The module's state dict without tensors, which names the optimizer's parameters."""
-        module: Any = self.lightning_module
-        return {"state_dict": ModuleState(module=module, tensors={})}
+        return {"state_dict": ModuleState(module=self.lightning_module, tensors={})}
 
 
 def _prepare(model: nn.Module, precision: Any) -> None:
@@ -162,12 +161,8 @@ def _prepare(model: nn.Module, precision: Any) -> None:
 def _sorted_out(
     state: dict[str, Any],
 ) -> tuple[dict[str, nn.Module], torch.optim.Optimizer | None, dict[str, Any]]:
-    """The models without their DDP, the optimizer, and the rest of what Fabric saves."""
-    named = {name: value for name, value in state.items() if isinstance(value, nn.Module)}
-    models = {
-        name: each.module if isinstance(each, DistributedDataParallel) else each
-        for name, each in named.items()
-    }
+    """The models, the optimizer, and the rest of what Fabric saves."""
+    models = {name: value for name, value in state.items() if isinstance(value, nn.Module)}
     optimizers = [value for value in state.values() if isinstance(value, torch.optim.Optimizer)]
     rest = {
         name: value
@@ -175,13 +170,6 @@ def _sorted_out(
         if not isinstance(value, nn.Module | torch.optim.Optimizer)
     }
     return models, _only(optimizers), rest
-
-
-def _state_of(rest: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: each.state_dict() if hasattr(each, "state_dict") else each
-        for name, each in rest.items()
-    }
 
 
 def _with_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> torch.optim.Optimizer:

@@ -74,12 +74,10 @@ def save_adapters(model: peft.PeftModel, folder: str | os.PathLike[str]) -> None
 
     def write_share() -> None:
         partial.mkdir(parents=True, exist_ok=True)  # it may be there, of a save that was killed
-        adapters = {
-            f"{path}.{its.prefix}": (layer.lora_a, layer.lora_b)
-            for path, layer, its in _adapted(model)
-        }
         share = {
-            f"{name}{i}": both[i].detach().cpu() for name, both in adapters.items() for i in (0, 1)
+            f"{path}.{names.prefix}{i}": matrix.detach().cpu()
+            for path, layer, names in _adapted(model)
+            for i, matrix in enumerate((layer.lora_a, layer.lora_b))
         }
         save_file(share, partial / f"{heap.rank}.safetensors")
 

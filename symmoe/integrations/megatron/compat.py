@@ -80,8 +80,10 @@ def layer_problem(config: TransformerConfig) -> ArgumentError | None:
     if slots_per_token(config) > MAX_TOP_K:
         field = f"moe_router_topk ({config.moe_router_topk})"
         if config.moe_pad_expert_input_to_capacity:
-            field = "moe_pad_expert_input_to_capacity (True) may send a token to all experts: num_moe_experts "
-            field += f"({config.num_moe_experts})"
+            field = (
+                "moe_pad_expert_input_to_capacity (True) may send a token to all experts: "
+                f"num_moe_experts ({config.num_moe_experts})"
+            )
         return ArgumentError(f"{field} must be at most {MAX_TOP_K}")
     # Parts of a layer that CUDA graphs capture; the field was renamed in 0.19.
     if (scopes := getattr(config, "cuda_graph_modules", None)) is None:

@@ -42,11 +42,9 @@ def heap_bytes(
     rows: int = num_tokens * num_ranks * min(top_k, config.num_moe_experts // num_ranks)
     if load_factor is not None:
         rows = min(rows, int(load_factor * num_tokens * top_k))
-    settings = routed_config(
-        config, capacity=with_margin(rows), layout="expert-major"
-    )  # the larger layout
     return plan_memory(
-        settings,
+        # The larger layout.
+        routed_config(config, capacity=with_margin(rows), layout="expert-major"),
         num_ranks=num_ranks,
         num_tokens=num_tokens,
         num_layers=num_layers,
@@ -63,9 +61,11 @@ def open_heap(
 ) -> SymmetricHeap:
     """A symmetric heap over this rank's expert-parallel group (`pg_collection=None`: of initialize_model_parallel).
     Collective over that group. `num_bytes`: :func:`heap_bytes`; other arguments and errors are SymmetricHeap's."""
-    group = process_groups(pg_collection).ep
     return SymmetricHeap(
-        group, num_bytes=num_bytes, timeout_s=timeout_s, ranks_per_node=ranks_per_node
+        process_groups(pg_collection).ep,
+        num_bytes=num_bytes,
+        timeout_s=timeout_s,
+        ranks_per_node=ranks_per_node,
     )
 
 

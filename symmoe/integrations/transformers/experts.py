@@ -158,10 +158,13 @@ class ExpertParallelExperts(ExpertParallelModule):
                 f"top_k_index {list(topk_idx.shape)} and top_k_weights {list(weights.shape)} must both be "
                 f"[{x.shape[0]}, K]"
             )
-        error = tensor_problem(
-            "hidden_states", x, shape=None, dtypes=control.DTYPES, device=self.heap.device
+        return (
+            tensor_problem(
+                "hidden_states", x, shape=None, dtypes=control.DTYPES, device=self.heap.device
+            )
+            or self.mlp.fc1.width_problem(x)
+            or self.mlp.fc2.width_problem(x)
         )
-        return error or self.mlp.fc1.width_problem(x) or self.mlp.fc2.width_problem(x)
 
 
 def _warn_of_state_dict(

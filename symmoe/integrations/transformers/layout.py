@@ -20,9 +20,17 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 # In the order in which safetensors puts tensors into a file: it begins with the last of these.
-_PAIRS = "BOOL:bool U8:uint8 I8:int8 I16:int16 F16:float16 BF16:bfloat16 I32:int32 F32:float32 F64:float64 I64:int64"
 _DTYPES = {
-    name: getattr(torch, dtype) for name, dtype in (pair.split(":") for pair in _PAIRS.split())
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I32": torch.int32,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "I64": torch.int64,
 }
 _MAX_HEADER_BYTES = 100 << 20  # safetensors' own limit
 

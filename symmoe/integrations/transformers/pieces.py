@@ -232,8 +232,10 @@ def _unswapped(model: nn.Module) -> tuple[dict[str, torch.Tensor], list[_Source]
 
 def _plain_state(model: nn.Module) -> dict[str, torch.Tensor]:
     """The tensors of a model by the names that they have where nothing is compiled."""
-    state = model.state_dict(keep_vars=True)
-    return {name.replace(COMPILED, ""): tensor for name, tensor in state.items()}
+    return {
+        name.replace(COMPILED, ""): tensor
+        for name, tensor in model.state_dict(keep_vars=True).items()
+    }
 
 
 def _addresses(

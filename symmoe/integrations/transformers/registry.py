@@ -68,8 +68,10 @@ class SymmoeEP(EPImplementation):
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """Same as ExpertParallelExperts.forward; transformers has made the experts' parameters local tensors."""
-        weights = self._form.local_weights(self._experts)
-        weights = {f"mlp.{name}": weight.contiguous() for name, weight in weights.items()}
+        weights = {
+            f"mlp.{name}": weight.contiguous()
+            for name, weight in self._form.local_weights(self._experts).items()
+        }
         y: torch.Tensor = functional_call(
             self._step_module, weights, (hidden_states, top_k_index, top_k_weights)
         )

@@ -81,9 +81,10 @@ def swap_moe(model: Model, heap: SymmetricHeap, *, step: StepConfig | None = Non
     if is_wrapped:
         refuse_methods_of_peft(model)
     else:
-        why = "save_pretrained would write only this rank's experts; symmoe.integrations.transformers.save_checkpoint("
         vars(model)["save_pretrained"] = partial(
-            _refuse, f"{why}model, folder) writes those of all ranks"
+            _refuse,
+            "save_pretrained would write only this rank's experts; "
+            "symmoe.integrations.transformers.save_checkpoint(model, folder) writes those of all ranks",
         )
         vars(model)[_UNSEEN_BY_PEFT] = model.register_forward_pre_hook(_refuse_peft)
     prepare_for_ddp(model)
@@ -93,8 +94,10 @@ def swap_moe(model: Model, heap: SymmetricHeap, *, step: StepConfig | None = Non
 def refuse_methods_of_peft(model: Any) -> None:
     """Makes methods of a PeftModel, which knows of its experts, raise that would do something to its adapters but not
     to those of experts."""
-    why = "of peft knows nothing of adapters of experts that are on several ranks; save them with "
-    why += "symmoe.integrations.peft.save_adapters, and do this with the plain model"
+    why = (
+        "of peft knows nothing of adapters of experts that are on several ranks; save them with "
+        "symmoe.integrations.peft.save_adapters, and do this with the plain model"
+    )
     for owner in (model, model.base_model):
         own = [name for name in _REFUSED_OF_PEFT if hasattr(owner, name)]
         vars(owner).update((name, partial(_refuse, f"{name} {why}")) for name in own)
@@ -170,12 +173,12 @@ def _refuse_peft(model: nn.Module, _args: object) -> None:
     """Raises on all ranks if peft has wrapped the model without seeing its experts."""
     if torch.compiler.is_compiling() or "peft_config" not in vars(model):
         return
-    text = "peft has wrapped a model whose experts are swapped: it does not see them, and would train fewer adapters "
-    text += "than of the plain model. Wrap it with symmoe.integrations.peft.get_peft_model, or before swap_moe"
-    experts = next(
-        module for module in model.modules() if isinstance(module, ExpertParallelExperts)
+    experts = modules_of(model, ExpertParallelExperts)[0]
+    problem = experts.wrapper_problem() or ArgumentError(
+        "peft has wrapped a model whose experts are swapped: it does not see them, and would train fewer adapters "
+        "than of the plain model. Wrap it with symmoe.integrations.peft.get_peft_model, or before swap_moe"
     )
-    experts.heap.fail_for(experts.wrapper_problem() or ArgumentError(text), control.PHASE_PLAN)
+    experts.heap.fail_for(problem, control.PHASE_PLAN)
 
 
 def _refuse(why: str, *args: object, **kwargs: object) -> NoReturn:

@@ -82,7 +82,11 @@ class Trainer(transformers.Trainer):
         ):  # a mean, as of losses of other packages, which give no outputs
             return super().compute_loss(model, inputs, return_outputs)
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
-        if _has_balance_loss(outputs):
+        # Whether the model has put the balance loss of its routers into its loss.
+        has_balance_loss = isinstance(outputs, dict) and all(
+            outputs.get(name) is not None for name in ("loss", "aux_loss")
+        )
+        if has_balance_loss:
             # A sum over the tokens of all is divided by their number, and adds up over ranks and micro-batches. The
             # balance loss, which is a mean, would add up too.
             args = self.args
@@ -130,8 +134,11 @@ class Trainer(transformers.Trainer):
 
     def _trained(self) -> dict[str, Any]:
         """The parameters that are trained, by name, and their optimizer, as `symmoe.checkpoint` takes them."""
-        named = self.model.named_parameters()
-        trained = {name: parameter for name, parameter in named if parameter.requires_grad}
+        trained = {
+            name: parameter
+            for name, parameter in self.model.named_parameters()
+            if parameter.requires_grad
+        }
         state = ModuleState(module=self.model, tensors=trained)
         return {"model": state, "optimizer": self.optimizer.optimizer}
 
@@ -152,12 +159,6 @@ class Trainer(transformers.Trainer):
             self.lr_scheduler.load_state_dict(
                 torch.load(Path(checkpoint, _SCHEDULER), weights_only=True)
             )
-
-
-def _has_balance_loss(outputs: Any) -> bool:
-    """Whether a model has put the balance loss of its routers into its loss."""
-    names = ("loss", "aux_loss")
-    return isinstance(outputs, dict) and all(outputs.get(name) is not None for name in names)
 
 
 def _balance_coefficient(model: Any) -> float:
