@@ -190,7 +190,7 @@ def check_limits(system: System, *, has_gpu: bool) -> Iterable[Said]:
     has_shm = None not in (system.shm_free_bytes, system.shm_bytes)
     without_shm = "problem" if has_gpu else "note"
     shm = f"/dev/shm has {_size(free)} of {_size(total)} free"
-    found = [
+    found: list[Said] = [
         (
             memory is not None and memory < _NEEDED_MEMORY_BYTES,
             "problem",
