@@ -196,7 +196,9 @@ def _state_of_optimizer(
     """Its tensors, and options that are numbers, by parameter; and parameters that the model has not, such as master
     weights."""
     state: dict[str, torch.Tensor] = {}
-    for group in () if optimizer is None else optimizer.param_groups:
+    if optimizer is None:
+        return state
+    for group in optimizer.param_groups:
         options = {
             key: torch.tensor(value, dtype=OPTION)
             for key, value in group.items()
