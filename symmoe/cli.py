@@ -13,6 +13,7 @@ import math
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -21,7 +22,13 @@ from symmoe.errors import ArgumentError
 from symmoe.precision.recipes import PRECISIONS
 from symmoe.tools.check import command as check
 from symmoe.tools.doctor import command as doctor
-from symmoe.tools.shapes import add_config_arguments, add_shape_arguments, config_of, shape_of
+from symmoe.tools.shapes import (
+    add_config_arguments,
+    add_options,
+    add_shape_arguments,
+    config_of,
+    shape_of,
+)
 from symmoe.training.memory_plan import MemoryPlan, plan_memory
 from symmoe.training.network_plan import NetworkPlan, plan_network
 from symmoe.training.precision_choice import (
@@ -65,6 +72,62 @@ TRAFFIC_SHOWN = (
     ("NVLink", "link"),
 )
 
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "--ranks": {
+        "type": int,
+        "required": True,
+        "help": "R, ranks of the expert-parallel group",
+    },
+    "--tokens": {"type": int, "required": True, "help": "T, tokens of a rank in one call"},
+    "--layers": {
+        "type": int,
+        "default": 1,
+        "help": "MoE layers that share the heap (default 1)",
+    },
+    "--micro-batches": {
+        "type": int,
+        "default": 1,
+        "help": "micro-batches in flight, 1F1B (default 1)",
+    },
+    "--capacity-factor": {
+        "type": float,
+        "default": 1.2,
+        "help": "static capacity, in T * K rows (default 1.2)",
+    },
+}
+_OPTIONS_AFTER_CONFIG: dict[str, dict[str, Any]] = {
+    "--dtype": {
+        "choices": sorted(DTYPES),
+        "default": "bf16",
+        "help": "of the rows (default bf16)",
+    },
+    "--precision": {
+        "choices": (*PRECISIONS, AUTO),
+        "help": f"what experts multiply (default: numbers of --dtype); {AUTO}: float8-block where a layer that is "
+        "nowhere larger was faster in it on H200s",
+    },
+    "--groups": {
+        "type": int,
+        "default": 1,
+        "help": "groups of experts; see num_groups of MoEConfig (default 1)",
+    },
+    "--top-groups": {
+        "type": int,
+        "default": 1,
+        "help": "groups that a token may choose from (default 1)",
+    },
+    "--nodes": {
+        "type": int,
+        "help": "instead of memory: bytes and time of a forward pass on N nodes",
+    },
+    "--nic-gbs": {
+        "type": float,
+        "default": 50.0,
+        "help": "GB/s that a rank sends to other nodes (default 50)",
+    },
+    "--rail-capacity": {"type": int, "help": "see MoEConfig (default: --tokens)"},
+}
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
@@ -107,51 +170,9 @@ def _run(argv: Sequence[str] | None) -> int:
 
 def _add_plan_arguments(plan: argparse.ArgumentParser) -> None:
     add_shape_arguments(plan)
-    plan.add_argument(
-        "--ranks", type=int, required=True, help="R, ranks of the expert-parallel group"
-    )
-    plan.add_argument("--tokens", type=int, required=True, help="T, tokens of a rank in one call")
-    plan.add_argument(
-        "--layers", type=int, default=1, help="MoE layers that share the heap (default 1)"
-    )
-    plan.add_argument(
-        "--micro-batches", type=int, default=1, help="micro-batches in flight, 1F1B (default 1)"
-    )
-    plan.add_argument(
-        "--capacity-factor",
-        type=float,
-        default=1.2,
-        help="static capacity, in T * K rows (default 1.2)",
-    )
+    add_options(plan, _OPTIONS)
     add_config_arguments(plan, stash="all", layout="auto", quantized_wire="none", balance="none")
-    plan.add_argument(
-        "--dtype", choices=sorted(DTYPES), default="bf16", help="of the rows (default bf16)"
-    )
-    plan.add_argument(
-        "--precision",
-        choices=(*PRECISIONS, AUTO),
-        help=f"what experts multiply (default: numbers of --dtype); {AUTO}: float8-block where a layer that is "
-        "nowhere larger was faster in it on H200s",
-    )
-    plan.add_argument(
-        "--groups",
-        type=int,
-        default=1,
-        help="groups of experts; see num_groups of MoEConfig (default 1)",
-    )
-    plan.add_argument(
-        "--top-groups", type=int, default=1, help="groups that a token may choose from (default 1)"
-    )
-    plan.add_argument(
-        "--nodes", type=int, help="instead of memory: bytes and time of a forward pass on N nodes"
-    )
-    plan.add_argument(
-        "--nic-gbs",
-        type=float,
-        default=50.0,
-        help="GB/s that a rank sends to other nodes (default 50)",
-    )
-    plan.add_argument("--rail-capacity", type=int, help="see MoEConfig (default: --tokens)")
+    add_options(plan, _OPTIONS_AFTER_CONFIG)
 
 
 def _plan(args: argparse.Namespace) -> int:

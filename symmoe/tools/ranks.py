@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -59,13 +59,13 @@ def join(init_method: str | None = None, rank: int = -1, num_ranks: int = -1) ->
         torch.cuda.set_device(local_rank)
         device = torch.device("cuda", local_rank)
     if makes_group:
-        options: dict[str, Any] = {
-            "init_method": init_method,
-            "rank": rank,
-            "world_size": num_ranks,
-        }
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=_GROUP_TIMEOUT, **options)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            init_method=init_method,
+            timeout=_GROUP_TIMEOUT,
+            world_size=num_ranks,
+            rank=rank,
+        )
     try:
         yield Ranks(device)
     finally:

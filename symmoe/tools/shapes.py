@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,8 +39,9 @@ PRESETS = {
 _SIZES = {
     "hidden": "H, width of the tokens; with the other three instead of a preset",
     "ffn": "I, width of one expert",
+    "experts": "E, experts in all",
+    "top_k": "K, experts per token",
 }
-_SIZES |= {"experts": "E, experts in all", "top_k": "K, experts per token"}
 
 
 def add_shape_arguments(
@@ -50,6 +52,12 @@ def add_shape_arguments(
     parser.add_argument("--preset", default="", help=f"{what}: {known}")
     for name, text in _SIZES.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, help=text)
+
+
+def add_options(parser: argparse.ArgumentParser, options: Mapping[str, Mapping[str, Any]]) -> None:
+    """Adds options of a table: their names, and what argparse shall know of each."""
+    for name, its in options.items():
+        parser.add_argument(name, **its)
 
 
 def add_config_arguments(parser: argparse.ArgumentParser, **defaults: str) -> None:

@@ -12,8 +12,8 @@ import re
 import sys
 import tempfile
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,6 +22,7 @@ from symmoe.tools.check.compare import Compared, compare
 from symmoe.tools.check.model import BadTarget
 from symmoe.tools.check.runs import DTYPES, STAGES, Job, Tensors
 from symmoe.tools.doctor.self_test import run_trial
+from symmoe.tools.shapes import add_options
 
 HELP = "whether a model trains on n ranks as on one, and which tensor differs first"
 DESCRIPTION = """\
@@ -36,31 +37,49 @@ The exit status is 0 if they agree, 1 if a tensor differs, 2 if a run has failed
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds what :func:`run` reads."""
-    add = partial(parser.add_argument, type=_number)
-    parser.add_argument(
-        "target", help="a model of transformers, file.py:function, or package.module:function"
-    )
-    add("--ranks", default=2, help="that are compared with one (%(default)s)")
-    parser.add_argument(
-        "--dtype", choices=sorted(DTYPES), default="bf16", help="in addition to fp32 (%(default)s)"
-    )
-    add("--layers", help="of a model of transformers, only so many (all)")
-    add("--length", default=32, help="tokens of a rank, one sequence (%(default)s)")
-    add("--heap-mib", default=256, help="MiB of the symmetric heap (%(default)s)")
-    add(
-        "--timeout-s",
-        default=600,
-        help="for the run of one rank, and for that of all (%(default)s)",
-    )
-    parser.add_argument("--json", metavar="FILE", help="write what was found to FILE")
-
-
 def _number(text: str) -> int:
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"{text} must be a whole number of at least 1")
     return int(text)
+
+
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "target": {
+        "help": "a model of transformers, file.py:function, or package.module:function",
+    },
+    "--ranks": {
+        "type": _number,
+        "default": 2,
+        "help": "that are compared with one (%(default)s)",
+    },
+    "--dtype": {
+        "choices": sorted(DTYPES),
+        "default": "bf16",
+        "help": "in addition to fp32 (%(default)s)",
+    },
+    "--layers": {"type": _number, "help": "of a model of transformers, only so many (all)"},
+    "--length": {
+        "type": _number,
+        "default": 32,
+        "help": "tokens of a rank, one sequence (%(default)s)",
+    },
+    "--heap-mib": {
+        "type": _number,
+        "default": 256,
+        "help": "MiB of the symmetric heap (%(default)s)",
+    },
+    "--timeout-s": {
+        "type": _number,
+        "default": 600,
+        "help": "for the run of one rank, and for that of all (%(default)s)",
+    },
+    "--json": {"metavar": "FILE", "help": "write what was found to FILE"},
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what :func:`run` reads."""
+    add_options(parser, _OPTIONS)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -106,8 +125,8 @@ def run(args: argparse.Namespace) -> int:
             "num_ranks": args.ranks,
             "same": not (differs or failure),
             "failure": failure,
+            "tensors": list(map(dataclasses.asdict, tensors)),
         }
-        found["tensors"] = list(map(dataclasses.asdict, tensors))
         Path(args.json).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     print(render(tensors, failure), flush=True)
     return 1 if differs else 2 * bool(failure)

@@ -44,7 +44,7 @@ _LACKS = ": often it is frozen, tied or cut where it should not be, or not where
 _MOST_ROWS = 1 << 12  # whose order is looked for
 _SHOWN = 8  # of an order
 _FIT = 0.05  # an explanation fits up to this, or to what is rounding if that is less
-
+_NARROW = (torch.bfloat16, torch.float16, torch.float32)
 _OF_A_RANK = "is the part of rank {}: a checkpoint of one rank's,"
 
 Found = Mapping[str, Tensors]  # by stage
@@ -193,28 +193,26 @@ def _cause_of_load(name: str, rank: int, ranks: Sequence[Found]) -> str:
         return f"is {got.dtype} {[*got.shape]}, and was {was.dtype} {[*was.shape]},"
     if got.is_floating_point() and got.isnan().any():
         return "was not loaded"
-    for text, its in _causes_of_load(name, rank, ranks):
+    saved = ranks[rank][SAVED]
+    causes = [
+        ("has other bits, of numbers that are not kept for a comparison", was),
+        *((_OF_A_RANK.format(at), found[SAVED].get(name)) for at, found in enumerate(ranks)),
+        (
+            "is as it was before the step: a checkpoint of an older step,",
+            ranks[rank][START].get(name),
+        ),
+        ("was not loaded", spoilt(was)),
+        *(
+            (f"is what {key} was: names are exchanged", its if was.numel() > 1 else None)
+            for key, its in saved.items()
+        ),
+        *((f"was rounded to {narrow}", was.to(narrow).to(was.dtype)) for narrow in _NARROW),
+    ]
+    for text, its in causes:
         if its is not None and its.dtype == got.dtype and torch.equal(its, got):
             return text
     order = _order([got], [found[SAVED][name] for found in ranks if name in found[SAVED]], 0.0)
     return f"has experts in another order: {order[:_SHOWN]}" if order else "has other bits"
-
-
-def _causes_of_load(
-    name: str, rank: int, ranks: Sequence[Found]
-) -> Iterator[tuple[str, torch.Tensor | None]]:
-    saved = ranks[rank][SAVED]
-    was = saved[name]
-    yield "has other bits, of numbers that are not kept for a comparison", was
-    for other, found in enumerate(ranks):
-        yield _OF_A_RANK.format(other), found[SAVED].get(name)
-    before = ranks[rank][START].get(name)
-    yield "is as it was before the step: a checkpoint of an older step,", before
-    yield "was not loaded", spoilt(was)
-    for key in saved:
-        yield f"is what {key} was: names are exchanged", saved[key] if was.numel() > 1 else None
-    for narrow in (torch.bfloat16, torch.float16, torch.float32):
-        yield f"was rounded to {narrow}", was.to(narrow).to(was.dtype)
 
 
 def explain(
@@ -248,8 +246,8 @@ def explain(
         missing = {
             len(got): "a factor of 1/num_ranks is missing",
             1 / len(got): "a factor of num_ranks is missing",
+            0.0: "nothing computes it, or it is left out",
         }
-        missing[0.0] = "nothing computes it, or it is left out"
         why = [text for factor, text in missing.items() if abs(first - factor) <= slack * factor]
         return f"{': '.join([f'{first:.4g} {value} on all ranks', *why])}"
     if is_cut and len({part.shape for part in want}) == 1:

@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping
+from typing import Any
 
 from symmoe.errors import ArgumentError
 from symmoe.tools.doctor.findings import Finding, render, worst_level
@@ -16,6 +17,7 @@ from symmoe.tools.doctor.gpus import ask, check_gpus, check_links, read_gpus
 from symmoe.tools.doctor.machine import check_environment, check_limits, check_system, read_system
 from symmoe.tools.doctor.self_test import MAX_GPUS, check_trial, run_trial
 from symmoe.tools.doctor.versions import check_versions, read_versions
+from symmoe.tools.shapes import add_options
 
 HELP = "whether this machine can run symmoe; who waited for whom when ranks stood still"
 DESCRIPTION = """\
@@ -27,24 +29,31 @@ is 1 if there is a problem. docs/doctor.md has all that it looks for.
 """
 
 
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "--read": {
+        "nargs": "+",
+        "metavar": "FILE",
+        "help": "make a sentence of the flight records of one job's ranks (SYMMOE_FLIGHT_DIR) instead",
+    },
+    "--nodes": {
+        "action": "store_true",
+        "help": "look at several nodes and what is between them instead",
+    },
+    "--ranks-per-node": {
+        "type": int,
+        "help": "with --nodes: cuts machines into virtual nodes",
+    },
+    "--no-self-test": {
+        "action": "store_true",
+        "help": "only look; with --nodes, send nothing over rails",
+    },
+    "--json": {"action": "store_true", "help": "print the findings as JSON"},
+}
+
+
 def add_arguments(doctor: argparse.ArgumentParser) -> None:
     """Adds what :func:`run` reads."""
-    text = "make a sentence of the flight records of one job's ranks (SYMMOE_FLIGHT_DIR) instead"
-    doctor.add_argument("--read", nargs="+", metavar="FILE", help=text)
-    doctor.add_argument(
-        "--nodes",
-        action="store_true",
-        help="look at several nodes and what is between them instead",
-    )
-    doctor.add_argument(
-        "--ranks-per-node", type=int, help="with --nodes: cuts machines into virtual nodes"
-    )
-    doctor.add_argument(
-        "--no-self-test",
-        action="store_true",
-        help="only look; with --nodes, send nothing over rails",
-    )
-    doctor.add_argument("--json", action="store_true", help="print the findings as JSON")
+    add_options(doctor, _OPTIONS)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import ParamSpec
 
 LEVELS = ("ok", "note", "problem")
-Said = tuple[str, str, str]  # level, text, fix
+Said = tuple[object, str, str, str]  # what is true if it is so; level, text, fix
 _Arguments = ParamSpec("_Arguments")
 
 
@@ -30,21 +30,25 @@ class Finding:
 
 def about(
     subject: str,
-) -> Callable[[Callable[_Arguments, Iterator[Said]]], Callable[_Arguments, list[Finding]]]:
-    """Decorates a check that yields what it says of the subject."""
+) -> Callable[[Callable[_Arguments, Iterable[Said]]], Callable[_Arguments, list[Finding]]]:
+    """Decorates a check whose table says what there may be to say of the subject: findings are the rows that are so."""
 
     def decorate(
-        check: Callable[_Arguments, Iterator[Said]],
+        check: Callable[_Arguments, Iterable[Said]],
     ) -> Callable[_Arguments, list[Finding]]:
         @functools.wraps(check)
         def found(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> list[Finding]:
-            return [
-                Finding(level, subject, text, fix) for level, text, fix in check(*args, **kwargs)
-            ]
+            rows = check(*args, **kwargs)
+            return [Finding(level, subject, text, fix) for is_so, level, text, fix in rows if is_so]
 
         return found
 
     return decorate
+
+
+def first(*rows: Said) -> list[Said]:
+    """Of rows of which one is enough: the first that is so, or none."""
+    return [row for row in rows if row[0]][:1]
 
 
 def worst_level(findings: Sequence[Finding]) -> str:

@@ -6,13 +6,13 @@ import itertools
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from symmoe.kernels import architectures
-from symmoe.tools.doctor.findings import Said, about
+from symmoe.tools.doctor.findings import Said, about, first
 from symmoe.tools.doctor.versions import release
 from symmoe.tools.facts import output_of
 
@@ -115,117 +115,149 @@ def check_gpus(
 ) -> Iterator[Said]:
     """What GPUs there are, and whether torch can use them: it is built with `torch_cuda`, None for a CPU build; visible
     is CUDA_VISIBLE_DEVICES, None if it is not set."""
-    version, driver = (
-        next((each["driver_version"] for each in smi.devices.values()), ""),
-        list[Said](),
-    )
+    version = next((each["driver_version"] for each in smi.devices.values()), "")
     needed = _DRIVERS.get(release(torch_cuda)[0], (0,)) if torch_cuda else (0,)
-    if version and release(version) < needed:
-        text = f"driver {version} is too old for torch's CUDA {torch_cuda}: {needed[0]} or newer"
-        driver = [
-            (
-                "problem",
-                text,
-                f"install driver {needed[0]}: apt-get install nvidia-driver-{needed[0]}",
-            )
-        ]
+    driver: Said = (
+        version and release(version) < needed,
+        "problem",
+        f"driver {version} is too old for torch's CUDA {torch_cuda}: {needed[0]} or newer",
+        f"install driver {needed[0]}: apt-get install nvidia-driver-{needed[0]}",
+    )
     if not gpus.gpus:
         yield from _check_none(gpus.error, smi, torch_cuda, visible, driver)
         return
     if torch_cuda is None:
         text = f"torch sees {gpus.gpus[0].name}, but is not built for CUDA: symmoe runs on NVIDIA GPUs and on CPUs"
-        yield "problem", text, _REINSTALL
+        yield True, "problem", text, _REINSTALL
         return
-    yield from driver
+    yield driver
     for index, gpu in enumerate(gpus.gpus):
         capability = gpu.major, gpu.minor
         known = f"GPU {index} ({gpu.name}) has compute capability {gpu.major}.{gpu.minor}: "
         known += architectures.status(capability)
-        if capability < architectures.LEAST:
-            yield (
-                "problem",
-                f"{known} below 8.0",
-                "export CUDA_VISIBLE_DEVICES=... with GPUs of 8.0 (Ampere) or newer",
-            )
-        elif not known.endswith("measured"):
-            yield "note", f"{known} (docs/doctor.md); measured is 9.0 (Hopper)", ""
+        newer = "export CUDA_VISIBLE_DEVICES=... with GPUs of 8.0 (Ampere) or newer"
+        measured = f"{known} (docs/doctor.md); measured is 9.0 (Hopper)"
+        yield from first(
+            (capability < architectures.LEAST, "problem", f"{known} below 8.0", newer),
+            (not known.endswith("measured"), "note", measured, ""),
+        )
     used = {smi.index_of(gpu) for gpu in gpus.gpus}
     for index, device in smi.devices.items():
-        label, used_mib = f"GPU {index} (as nvidia-smi numbers it)", device["memory.used"]
-        if index not in used:
-            continue
-        if device["compute_mode"] == "Prohibited":
-            fix = f"as root: nvidia-smi -i {index} -c DEFAULT"
-            yield "problem", f"{label} takes no processes: compute mode Prohibited", fix
-        if device["mig.mode.current"] == "Enabled":
-            text = f"{label} is divided (MIG): its instances have no peer access"
-            yield "note", text, f"as root, with the GPU idle: nvidia-smi -i {index} -mig 0"
-        if used_mib.isdigit() and int(used_mib) > _BUSY_MIB:
-            text = f"{label} is in use: {int(used_mib) / 1024:.0f} GiB are taken, and figures are worth less"
-            yield "note", text, "nvidia-smi lists the processes: end them, or take other GPUs"
+        if index in used:
+            yield from _check_device(f"GPU {index} (as nvidia-smi numbers it)", index, device)
     names = Counter((gpu.name, gpu.major, gpu.minor, gpu.total_memory) for gpu in gpus.gpus)
-    if len(names) > 1:
-        text = "the GPUs are not alike: every call of all ranks takes as long as on the slowest"
-        yield "note", text, "CUDA_VISIBLE_DEVICES=... with those that are"
+    yield (
+        len(names) > 1,
+        "note",
+        "the GPUs are not alike: every call of all ranks takes as long as on the slowest",
+        "CUDA_VISIBLE_DEVICES=... with those that are",
+    )
     kinds = [
         f"{n} x {name} ({a}.{b}, {size / 2**30:.0f} GiB)" for (name, a, b, size), n in names.items()
     ]
-    yield "ok", f"{', '.join(kinds)}, driver {version or 'unknown: nvidia-smi does not answer'}", ""
+    shown = f"{', '.join(kinds)}, driver {version or 'unknown: nvidia-smi does not answer'}"
+    yield True, "ok", shown, ""
+
+
+def _check_device(label: str, index: int, device: Device) -> list[Said]:
+    used = device["memory.used"]
+    used_mib = int(used) if used.isdigit() else 0
+    return [
+        (
+            device["compute_mode"] == "Prohibited",
+            "problem",
+            f"{label} takes no processes: compute mode Prohibited",
+            f"as root: nvidia-smi -i {index} -c DEFAULT",
+        ),
+        (
+            device["mig.mode.current"] == "Enabled",
+            "note",
+            f"{label} is divided (MIG): its instances have no peer access",
+            f"as root, with the GPU idle: nvidia-smi -i {index} -mig 0",
+        ),
+        (
+            used_mib > _BUSY_MIB,
+            "note",
+            f"{label} is in use: {used_mib / 1024:.0f} GiB are taken, and figures are worth less",
+            "nvidia-smi lists the processes: end them, or take other GPUs",
+        ),
+    ]
 
 
 def _check_none(
-    error: str, smi: Report, torch_cuda: str | None, visible: str | None, driver: list[Said]
-) -> Iterator[Said]:
-    if not smi.devices:
-        text = f"no NVIDIA GPU{f' ({error})' if error else ''}: ranks are processes on the CPU, to develop and to test"
-        yield "note", text, "docker run --gpus all, if this container's host has GPUs"
-        return
-    listed = f"nvidia-smi lists {len(smi.devices)} x {next(iter(smi.devices.values()))['name']}, torch sees none"
-    if torch_cuda is None:
-        yield "problem", f"{listed}: this torch is built for CPUs", _REINSTALL
-    elif visible is not None and visible.split(",")[0].strip() in ("", "-1"):
-        text = (
-            f"{listed}: CUDA_VISIBLE_DEVICES={visible!r} hides them; ranks are processes on the CPU"
-        )
-        yield "note", text, "unset CUDA_VISIBLE_DEVICES"
-    elif driver:
-        yield from driver
-    else:
-        fix = "python -c 'import torch; torch.cuda.init()' says more; reload the driver, or restart the container"
-        if "not yet initialized" in error or "802" in error:
-            fix = "systemctl start nvidia-fabricmanager"
-        yield "problem", f"{listed}: {error or 'it does not say why'}", fix
+    error: str, smi: Report, torch_cuda: str | None, visible: str | None, driver: Said
+) -> list[Said]:
+    name = next((each["name"] for each in smi.devices.values()), "")
+    listed = f"nvidia-smi lists {len(smi.devices)} x {name}, torch sees none"
+    fix = "python -c 'import torch; torch.cuda.init()' says more; reload the driver, or restart the container"
+    if "not yet initialized" in error or "802" in error:
+        fix = "systemctl start nvidia-fabricmanager"
+    return first(
+        (
+            not smi.devices,
+            "note",
+            f"no NVIDIA GPU{f' ({error})' if error else ''}: ranks are processes on the CPU, to develop and to test",
+            "docker run --gpus all, if this container's host has GPUs",
+        ),
+        (
+            torch_cuda is None,
+            "problem",
+            f"{listed}: this torch is built for CPUs",
+            _REINSTALL,
+        ),
+        (
+            visible is not None and visible.split(",")[0].strip() in ("", "-1"),
+            "note",
+            f"{listed}: CUDA_VISIBLE_DEVICES={visible!r} hides them; ranks are processes on the CPU",
+            "unset CUDA_VISIBLE_DEVICES",
+        ),
+        driver,
+        (True, "problem", f"{listed}: {error or 'it does not say why'}", fix),
+    )
 
 
 @about("links")
 def check_links(
     pairs: Sequence[Pair], links: Mapping[int, Links], *, visible: str | None
-) -> Iterator[Said]:
+) -> Iterable[Said]:
     """The connections between GPUs; links of those that are used, by the index of nvidia-smi."""
+    blocked = [pair for pair in pairs if not pair.can_access]
     reached = [pair for pair in pairs if pair.can_access]
     fast = [pair for pair in reached if pair.connection and pair.connection.startswith("NV")]
     slow = [pair for pair in reached if pair.connection and pair not in fast]
-    if blocked := [pair for pair in pairs if not pair.can_access]:
-        text = f"no peer access between GPUs {_listed(blocked)}: a heap over them cannot be built"
-        fix = "nvidia-smi topo -p2p r says why; on virtual machines and with an IOMMU, PCIe ACS has to be off (BIOS)"
-        if group := _largest_group(reached, visible):
-            fix = f"export CUDA_VISIBLE_DEVICES={group}, GPUs that reach each other; nvidia-smi topo -p2p r has all"
-        yield "problem", text, fix
-    if slow:
-        text = f"GPUs {_listed(slow)} reach each other over PCIe, not NVLink: it works, several times slower"
-        group = _largest_group(fast, visible)
-        yield "note", text, f"export CUDA_VISIBLE_DEVICES={group}" if group else ""
-    if down := [
+    fine = [pair for pair in reached if pair not in slow]
+    down = [
         f"{each.num_down} of GPU {n}" for n, each in links.items() if each.num_down and each.num_up
-    ]:
-        fix = "nvidia-smi nvlink -e counts their errors; systemctl restart nvidia-fabricmanager, or reboot"
-        yield "note", f"NVLinks that are down: {', '.join(down)} (as nvidia-smi numbers them)", fix
-    if fine := [pair for pair in reached if pair not in slow]:
-        kinds = sorted({pair.connection or "unknown to nvidia-smi" for pair in fine})
-        rates = sorted({f"{each.gbs:.0f}" for each in links.values() if each.num_up})
-        rate = f"; {' or '.join(rates)} GB/s per GPU and direction" if rates else ""
-        which = "each pair" if len(fine) == len(pairs) else f"GPUs {_listed(fine)}"
-        yield "ok", f"peer access between {which}, by {', '.join(kinds)}{rate}", ""
+    ]
+    reach = "nvidia-smi topo -p2p r says why; on virtual machines and with an IOMMU, PCIe ACS has to be off (BIOS)"
+    if group := _largest_group(reached, visible):
+        reach = f"export CUDA_VISIBLE_DEVICES={group}, GPUs that reach each other; nvidia-smi topo -p2p r has all"
+    fastest = _largest_group(fast, visible)
+    which = "each pair" if len(fine) == len(pairs) else f"GPUs {_listed(fine)}"
+    kinds = sorted({pair.connection or "unknown to nvidia-smi" for pair in fine})
+    rates = sorted({f"{each.gbs:.0f}" for each in links.values() if each.num_up})
+    rate = f"; {' or '.join(rates)} GB/s per GPU and direction" if rates else ""
+    return [
+        (
+            blocked,
+            "problem",
+            f"no peer access between GPUs {_listed(blocked)}: a heap over them cannot be built",
+            reach,
+        ),
+        (
+            slow,
+            "note",
+            f"GPUs {_listed(slow)} reach each other over PCIe, not NVLink: it works, several times slower",
+            f"export CUDA_VISIBLE_DEVICES={fastest}" if fastest else "",
+        ),
+        (
+            down,
+            "note",
+            f"NVLinks that are down: {', '.join(down)} (as nvidia-smi numbers them)",
+            "nvidia-smi nvlink -e counts their errors; systemctl restart nvidia-fabricmanager, or reboot",
+        ),
+        (fine, "ok", f"peer access between {which}, by {', '.join(kinds)}{rate}", ""),
+    ]
 
 
 def ask() -> Report:

@@ -7,12 +7,12 @@ import platform
 import resource
 import shutil
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from symmoe.symm_mem import host_backend
-from symmoe.tools.doctor.findings import Said, about
+from symmoe.tools.doctor.findings import Said, about, first
 
 _SHARED_MEMORY = Path("/dev/shm")
 _NEEDED_SHM_BYTES = (
@@ -147,65 +147,91 @@ def read_system(environment: Mapping[str, str]) -> System:
 
 
 @about("system")
-def check_system(system: System, *, has_gpu: bool) -> Iterator[Said]:
+def check_system(system: System, *, has_gpu: bool) -> Iterable[Said]:
     """Findings about the host, and whether the kernels' launchers can be compiled."""
     problem = system.host_problem
     if problem and system.os_name != "Linux":
-        yield "problem", problem, "run it on Linux: a container or a virtual machine will do"
-        return
-    if problem:
-        fix = "" if has_gpu else "run it on a machine with x86-64, or with GPUs"
-        if "memfd" in problem:
-            fix = "allow memfd_create: docker run --security-opt seccomp=unconfined, or newer Docker and kernel"
-        yield "note" if has_gpu else "problem", f"no heap in host memory: {problem}", fix
-    if has_gpu and system.compiler is None:
-        text = "no C compiler: Triton compiles a launcher for every kernel"
-        yield "problem", text, "apt-get install gcc, or set CC to the compiler's path"
-    if has_gpu and not system.has_python_headers:
-        text = "Python.h is not there: Triton compiles a launcher for every kernel"
-        yield "problem", text, f"apt-get install python{'.'.join(system.python.split('.')[:2])}-dev"
-    cores = f"{system.num_cores} core{'s' * (system.num_cores != 1)}"
-    memory = "" if system.free_bytes is None else f", {_size(system.free_bytes)} of memory free"
-    yield (
-        "ok",
-        f"{system.os_name} {system.os_release}, {system.machine}, Python {system.python}, {cores}{memory}",
-        "",
-    )
+        fix = "run it on Linux: a container or a virtual machine will do"
+        return [(True, "problem", problem, fix)]
+    no_heap = "note" if has_gpu else "problem", f"no heap in host memory: {problem}"
+    allow = "allow memfd_create: docker run --security-opt seccomp=unconfined, or newer Docker and kernel"
+    move = "" if has_gpu else "run it on a machine with x86-64, or with GPUs"
+    use = "Triton compiles a launcher for every kernel"
+    headers = f"apt-get install python{'.'.join(system.python.split('.')[:2])}-dev"
+    has = f"{system.os_name} {system.os_release}, {system.machine}, Python {system.python}"
+    has += f", {system.num_cores} core{'s' * (system.num_cores != 1)}"
+    has += "" if system.free_bytes is None else f", {_size(system.free_bytes)} of memory free"
+    return [
+        *first(("memfd" in problem, *no_heap, allow), (problem, *no_heap, move)),
+        (
+            has_gpu and system.compiler is None,
+            "problem",
+            f"no C compiler: {use}",
+            "apt-get install gcc, or set CC to the compiler's path",
+        ),
+        (
+            has_gpu and not system.has_python_headers,
+            "problem",
+            f"Python.h is not there: {use}",
+            headers,
+        ),
+        (True, "ok", has, ""),
+    ]
 
 
 @about("limits")
-def check_limits(system: System, *, has_gpu: bool) -> Iterator[Said]:
+def check_limits(system: System, *, has_gpu: bool) -> Iterable[Said]:
     """Memory, /dev/shm (the host heap does not lie there; NCCL's buffers do), open files and processes."""
-    free, total, files = system.shm_free_bytes, system.shm_bytes, system.max_files
-    found, without_shm = list[Said](), "problem" if has_gpu else "note"
-    if system.free_bytes is not None and system.free_bytes < _NEEDED_MEMORY_BYTES:
-        text = f"{_size(system.free_bytes)} of memory are free; two ranks take {_size(_NEEDED_MEMORY_BYTES)}"
-        found.append(("problem", text, "end other jobs, or docker run --memory=8g"))
-    if free is None or total is None:
-        text = "there is no /dev/shm: NCCL, NVSHMEM and DataLoader workers need it, the host heap does not"
-        found.append((without_shm, text, _FIX_SHM))
-    elif free < _NEEDED_SHM_BYTES:
-        text = f"/dev/shm has {_size(free)} of {_size(total)} free: too little for NCCL, NVSHMEM and DataLoader workers"
-        found.append((without_shm, text, _FIX_SHM))
-    elif total < _GOOD_SHM_BYTES:
-        text = f"/dev/shm has {_size(total)}: the batches of DataLoader workers may not fit (bus error)"
-        found.append(("note", text, _FIX_SHM))
-    if files is not None and files < _GOOD_FILES:
-        text = (
-            f"{files} open files per process: connections to peers and shared memory take some each"
-        )
-        level = "problem" if files < _NEEDED_FILES else "note"
-        found.append((level, text, "ulimit -n 65536, or docker run --ulimit nofile=65536"))
-    if system.max_processes is not None and system.max_processes < _GOOD_PROCESSES:
-        text = f"{system.max_processes} more processes and threads may be started; a rank has a hundred or so"
-        found.append(("note", text, "ulimit -u 65536, or docker run --pids-limit=-1"))
-    yield from found
-    if not found:
-        yield (
-            "ok",
-            f"/dev/shm {_size(free or 0)} of {_size(total or 0)} free, open files {files or 'no limit'}",
-            "",
-        )
+    memory = system.free_bytes
+    files = system.max_files
+    processes = system.max_processes
+    free = system.shm_free_bytes or 0
+    total = system.shm_bytes or 0
+    has_shm = None not in (system.shm_free_bytes, system.shm_bytes)
+    without_shm = "problem" if has_gpu else "note"
+    shm = f"/dev/shm has {_size(free)} of {_size(total)} free"
+    found: list[Said] = [
+        (
+            memory is not None and memory < _NEEDED_MEMORY_BYTES,
+            "problem",
+            f"{_size(memory or 0)} of memory are free; two ranks take {_size(_NEEDED_MEMORY_BYTES)}",
+            "end other jobs, or docker run --memory=8g",
+        ),
+        *first(
+            (
+                not has_shm,
+                without_shm,
+                "there is no /dev/shm: NCCL, NVSHMEM and DataLoader workers need it, the host heap does not",
+                _FIX_SHM,
+            ),
+            (
+                free < _NEEDED_SHM_BYTES,
+                without_shm,
+                f"{shm}: too little for NCCL, NVSHMEM and DataLoader workers",
+                _FIX_SHM,
+            ),
+            (
+                total < _GOOD_SHM_BYTES,
+                "note",
+                f"/dev/shm has {_size(total)}: the batches of DataLoader workers may not fit (bus error)",
+                _FIX_SHM,
+            ),
+        ),
+        (
+            files is not None and files < _GOOD_FILES,
+            "problem" if (files or 0) < _NEEDED_FILES else "note",
+            f"{files} open files per process: connections to peers and shared memory take some each",
+            "ulimit -n 65536, or docker run --ulimit nofile=65536",
+        ),
+        (
+            processes is not None and processes < _GOOD_PROCESSES,
+            "note",
+            f"{processes} more processes and threads may be started; a rank has a hundred or so",
+            "ulimit -u 65536, or docker run --pids-limit=-1",
+        ),
+    ]
+    fine = f"/dev/shm {_size(free)} of {_size(total)} free, open files {files or 'no limit'}"
+    return [*found, (not first(*found), "ok", fine, "")]
 
 
 @about("environment")
@@ -227,28 +253,26 @@ def check_environment(
             if wrong in ("on", "off")
             else value not in wrong.split()
         )
-        if has_gpu and name in environment and hurts:
-            yield level, f"{shown[name]}: {text}", f"unset {name}"
+        is_so = has_gpu and name in environment and hurts
+        yield is_so, level, f"{shown.get(name)}: {text}", f"unset {name}"
     for name in matters:
-        if name.startswith("SYMMOE_") and name not in _FOLDERS:
-            yield (
-                "note",
-                f"{name}: symmoe reads no such variable, only SYMMOE_FLIGHT_DIR",
-                f"unset {name}",
-            )
+        is_unknown = name.startswith("SYMMOE_") and name not in _FOLDERS
+        text = f"{name}: symmoe reads no such variable, only SYMMOE_FLIGHT_DIR"
+        yield is_unknown, "note", text, f"unset {name}"
     for name, (level, text) in _FOLDERS.items():
-        folder = environment.get(name)
-        if folder and (has_gpu or level == "note") and not _is_writable(Path(folder)):
-            yield (
-                level,
-                f"{shown[name]} cannot be written to: {text}",
-                f"export {name}=... to a folder of your own",
-            )
+        folder = environment.get(name, "")
+        is_used = folder and (has_gpu or level == "note")
+        text = f"{shown.get(name)} cannot be written to: {text}"
+        fix = f"export {name}=... to a folder of your own"
+        yield is_used and not _is_writable(Path(folder)), level, text, fix
     threads = environment.get("OMP_NUM_THREADS", "")
-    if threads.isdigit() and int(threads) > num_cores:
-        text = f"OMP_NUM_THREADS={threads} on {num_cores} cores: every rank starts as many threads"
-        yield "note", text, "export OMP_NUM_THREADS=1"
-    yield "ok", " ".join(shown.values()) or "no variable that matters is set", ""
+    yield (
+        threads.isdigit() and int(threads) > num_cores,
+        "note",
+        f"OMP_NUM_THREADS={threads} on {num_cores} cores: every rank starts as many threads",
+        "export OMP_NUM_THREADS=1",
+    )
+    yield True, "ok", " ".join(shown.values()) or "no variable that matters is set", ""
 
 
 def _is_writable(folder: Path) -> bool:

@@ -24,7 +24,7 @@ from symmoe.nodes.nccl import Nccl, NcclRail
 from symmoe.nodes.rail import GlooRail, Payload
 from symmoe.nodes.reach import DEVICE_VARIABLE, Endpoint, Listener, connect
 from symmoe.nodes.topology import Topology, find_place, find_topology
-from symmoe.tools.doctor.findings import Finding, Said, about, worst_level
+from symmoe.tools.doctor.findings import Finding, Said, about, first, worst_level
 from symmoe.tools.doctor.gpus import ask, read_gpus
 from symmoe.tools.doctor.versions import read_versions
 
@@ -244,35 +244,41 @@ def check_nodes(facts: Sequence[Facts], topology: Topology) -> Iterator[Said]:
     """Who is where, and whether they have the same software."""
     for name in sorted({name for each in facts for name in each.versions}):
         by_version = _ranks_by([each.versions.get(name, "none") for each in facts])
-        if len(by_version) > 1:
-            has = "; ".join(
-                f"ranks {listed(ranks)} have {version}" for version, ranks in by_version.items()
-            )
-            yield (
-                "problem",
-                f"{name} is not the same everywhere: {has}",
-                f"pip install {name}==... on every node",
-            )
+        has = "; ".join(
+            f"ranks {listed(ranks)} have {version}" for version, ranks in by_version.items()
+        )
+        yield (
+            len(by_version) > 1,
+            "problem",
+            f"{name} is not the same everywhere: {has}",
+            f"pip install {name}==... on every node",
+        )
     without = [rank for rank, each in enumerate(facts) if not each.gpu]
-    if 0 < len(without) < len(facts):
-        text = f"ranks {listed(without)} have no GPU, the others have: a rank needs one of its own"
-        yield "problem", text, "torchrun --nproc-per-node with no more than each node's GPUs"
-    num_nodes, num_machines = topology.num_nodes, len({each.machine for each in facts})
+    yield (
+        0 < len(without) < len(facts),
+        "problem",
+        f"ranks {listed(without)} have no GPU, the others have: a rank needs one of its own",
+        "torchrun --nproc-per-node with no more than each node's GPUs",
+    )
+    num_nodes = topology.num_nodes
+    num_machines = len({each.machine for each in facts})
     places = [
         f"node {node} ({facts[ranks[0]].host}): {listed(ranks)}"
         for node, ranks in enumerate(topology.nodes)
     ]
     of_nodes = "1 node" if num_nodes == 1 else f"{num_nodes} nodes of {len(topology.ranks)}"
     text = f"{len(facts)} ranks on {of_nodes}; {'; '.join(places)}"
-    if num_nodes == 1:
-        fix = "torchrun --nnodes=... on every node; --ranks-per-node N cuts a machine into virtual nodes"
-        yield "note", f"{text}: there is no network between ranks to look at", fix
-    else:
-        text += f" (virtual nodes of {num_machines} machine{'s' * (num_machines > 1)})" * (
-            num_machines < num_nodes
-        )
-        rails = " | ".join(", ".join(map(str, rail)) for rail in zip(*topology.nodes, strict=True))
-        yield "ok", f"{text}; rails: {rails}", ""
+    virtual = f" (virtual nodes of {num_machines} machine{'s' * (num_machines > 1)})"
+    rails = " | ".join(", ".join(map(str, rail)) for rail in zip(*topology.nodes, strict=True))
+    yield from first(
+        (
+            num_nodes == 1,
+            "note",
+            f"{text}: there is no network between ranks to look at",
+            "torchrun --nnodes=... on every node; --ranks-per-node N cuts a machine into virtual nodes",
+        ),
+        (True, "ok", f"{text}{virtual * (num_machines < num_nodes)}; rails: {rails}", ""),
+    )
 
 
 def check_network(
@@ -289,92 +295,101 @@ def check_network(
 
 @about("nics")
 def _check_nics(facts: Sequence[Facts]) -> Iterator[Said]:
-    for (up, down), ranks in _ranks_by(
-        [(tuple(each.nics_up), tuple(each.nics_down)) for each in facts]
-    ).items():
+    has_gpu = any(each.gpu for each in facts)
+    by_nics = _ranks_by([(tuple(each.nics_up), tuple(each.nics_down)) for each in facts])
+    for (up, down), ranks in by_nics.items():
         where = ", ".join(dict.fromkeys(facts[rank].host for rank in ranks))
-        if down:
-            fix = "ibstat says why; NCCL_IB_HCA=... names those that are up"
-            yield "note", f"{where}: no link at {', '.join(down)}", fix
-        if not up and any(each.gpu for each in facts):
-            fix = "in a container: docker run --device=/dev/infiniband --cap-add=IPC_LOCK, if the host has NICs"
-            yield "note", f"{where}: no RDMA NIC: what goes between nodes goes over TCP", fix
-        else:
-            yield "ok", f"{where}: {', '.join(up) or 'no RDMA NIC'}", ""
+        yield (
+            down,
+            "note",
+            f"{where}: no link at {', '.join(down)}",
+            "ibstat says why; NCCL_IB_HCA=... names those that are up",
+        )
+        yield from first(
+            (
+                has_gpu and not up,
+                "note",
+                f"{where}: no RDMA NIC: what goes between nodes goes over TCP",
+                "in a container: docker run --device=/dev/infiniband --cap-add=IPC_LOCK, if the host has NICs",
+            ),
+            (True, "ok", f"{where}: {', '.join(up) or 'no RDMA NIC'}", ""),
+        )
 
 
 @about("sockets")
 def _check_sockets(
     facts: Sequence[Facts], topology: Topology, refused: Sequence[Mapping[int, str]]
 ) -> Iterator[Said]:
-    problems = {
-        problem: ranks
-        for problem, ranks in _ranks_by([each.problem for each in facts]).items()
-        if problem
-    }
-    for problem, ranks in problems.items():
+    for problem, ranks in _ranks_by([each.problem for each in facts]).items():
         fix = f"export {DEVICE_VARIABLE}=... with a device that `ip -br addr` lists there"
-        yield "problem", f"rank {listed(ranks)}: {problem}", fix
+        yield problem, "problem", f"rank {listed(ranks)}: {problem}", fix
     pairs = [(rank, mate, why) for rank, its in enumerate(refused) for mate, why in its.items()]
-    if pairs:
-        where = [f"rank {rank} on node {topology.node_of(rank)}" for rank in range(len(facts))]
-        shown = [
-            f"{where[a]} cannot connect to {where[b]} at {facts[b].endpoint}: {why}"
-            for a, b, why in pairs
-        ]
-        fix = f"export {DEVICE_VARIABLE}=... on every node: the device of the network between them (`ip -br addr`)"
-        if any(not facts[mate].endpoint.is_loopback for _, mate, _ in pairs):
-            fix += "; let the firewall pass all TCP ports between the nodes"
-        yield "problem", _some(shown), fix
-    if not problems and not pairs:
-        ends = [facts[ranks[0]].endpoint for ranks in topology.nodes]
-        names = [
-            f"{end.device or 'an unknown device'} ({end.host or 'no IPv4 address'})" for end in ends
-        ]
-        text = "; ".join(
-            f"{name} on node {listed(nodes)}" for name, nodes in _ranks_by(names).items()
-        )
-        yield "ok", f"gloo goes by {text}", ""
+    where = _places(topology, len(facts))
+    shown = [
+        f"{where[a]} cannot connect to {where[b]} at {facts[b].endpoint}: {why}"
+        for a, b, why in pairs
+    ]
+    fix = f"export {DEVICE_VARIABLE}=... on every node: the device of the network between them (`ip -br addr`)"
+    if any(not facts[mate].endpoint.is_loopback for _, mate, _ in pairs):
+        fix += "; let the firewall pass all TCP ports between the nodes"
+    yield pairs, "problem", _some(shown), fix
+    ends = [facts[ranks[0]].endpoint for ranks in topology.nodes]
+    names = [
+        f"{end.device or 'an unknown device'} ({end.host or 'no IPv4 address'})" for end in ends
+    ]
+    text = "; ".join(f"{name} on node {listed(nodes)}" for name, nodes in _ranks_by(names).items())
+    is_fine = not pairs and not any(each.problem for each in facts)
+    yield is_fine, "ok", f"gloo goes by {text}", ""
 
 
 @about("nccl")
 def _check_nccl(facts: Sequence[Facts], topology: Topology) -> Iterator[Said]:
     on_gpus = [rank for rank, each in enumerate(facts) if each.gpu and topology.num_nodes > 1]
-    if unordered := [rank for rank in on_gpus if facts[rank].launch_order != "1"]:
-        text = f"{LAUNCH_ORDER}=1 is not set on ranks {listed(unordered)}: where FSDP or DDP run at the same time as "
-        text += "rails, GPUs may start the two communicators in different orders, and wait for each other"
-        yield "note", text, f"export {LAUNCH_ORDER}=1 on every node"
+    unordered = [rank for rank in on_gpus if facts[rank].launch_order != "1"]
+    text = f"{LAUNCH_ORDER}=1 is not set on ranks {listed(unordered)}: where FSDP or DDP run at the same time as "
+    text += (
+        "rails, GPUs may start the two communicators in different orders, and wait for each other"
+    )
+    yield unordered, "note", text, f"export {LAUNCH_ORDER}=1 on every node"
 
 
 @about("rails")
-def check_rails(topology: Topology, rails: Sequence[Rail]) -> Iterator[Said]:
+def check_rails(topology: Topology, rails: Sequence[Rail]) -> Iterable[Said]:
     """Which rails connect, how fast they are, and which one is the slowest. rails: what each rank says of its own."""
-    where = [f"rank {rank} on node {topology.node_of(rank)}" for rank in range(len(rails))]
+    where = _places(topology, len(rails))
     log = "NCCL_DEBUG=INFO shows by what NCCL goes"
     if failed := [f"{where[rank]}: {each.error}" for rank, each in enumerate(rails) if each.error]:
-        yield "problem", f"rails do not connect: {_some(failed)}", f"firewalls; cables; {log}"
-        return
+        text = f"rails do not connect: {_some(failed)}"
+        return [(True, "problem", text, f"firewalls; cables; {log}")]
     slowest = [
         min(ranks, key=lambda rank: rails[rank].gbs) for ranks in zip(*topology.nodes, strict=True)
     ]
     gbs = [rails[rank].gbs for rank in slowest]
-    last, usual = gbs.index(min(gbs)), median(gbs)
+    usual = median(gbs)
     if math.isinf(usual):
-        yield "ok", f"rails {listed(range(len(gbs)))} connect; between CPUs nothing is measured", ""
-        return
-    if gbs[last] < _SLOW * usual:
-        text = f"rail {last} is slow: {gbs[last]:.3g} GB/s at {where[slowest[last]]}, the median rail has {usual:.3g}"
-        yield (
-            "note",
-            text,
-            f"NICs of its ranks: ibstat or ethtool for the rate; what else uses them; {log}",
-        )
+        text = f"rails {listed(range(len(gbs)))} connect; between CPUs nothing is measured"
+        return [(True, "ok", text, "")]
+    last = gbs.index(min(gbs))
+    place = where[slowest[last]]
     speeds = "; ".join(f"rail {number}: {each:.3g} GB/s" for number, each in enumerate(gbs))
-    yield (
-        "ok",
-        f"{speeds} (each rank sends and receives; of its slowest); slowest: {where[slowest[last]]}",
-        "",
-    )
+    return [
+        (
+            gbs[last] < _SLOW * usual,
+            "note",
+            f"rail {last} is slow: {gbs[last]:.3g} GB/s at {place}, the median rail has {usual:.3g}",
+            f"NICs of its ranks: ibstat or ethtool for the rate; what else uses them; {log}",
+        ),
+        (
+            True,
+            "ok",
+            f"{speeds} (each rank sends and receives; of its slowest); slowest: {place}",
+            "",
+        ),
+    ]
+
+
+def _places(topology: Topology, num_ranks: int) -> list[str]:
+    return [f"rank {rank} on node {topology.node_of(rank)}" for rank in range(num_ranks)]
 
 
 def listed(numbers: Sequence[int]) -> str:

@@ -12,7 +12,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,8 +76,8 @@ def run_trial(
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
         "SYMMOE_FLIGHT_DIR": "",
+        "TORCHELASTIC_RESTART_COUNT": "0",  # which torch asks for
     }
-    variables["TORCHELASTIC_RESTART_COUNT"] = "0"  # which torch asks for
     start, ranks = time.monotonic(), range(num_ranks)
     with tempfile.TemporaryDirectory(prefix="symmoe-doctor-") as folder:
         known = {
@@ -147,14 +147,13 @@ def _first_error(
 
 
 @about("self-test")
-def check_trial(trial: Trial, *, on_gpus: bool, link_gbs: float | None = None) -> Iterator[Said]:
+def check_trial(trial: Trial, *, on_gpus: bool, link_gbs: float | None = None) -> Iterable[Said]:
     """Findings from the self-test; link_gbs: GB/s of all NVLinks of a GPU in one direction, None is unknown."""
     where = "GPU" if on_gpus else "CPU"
     ranks = (
         f"1 rank on a {where}" if trial.num_ranks == 1 else f"{trial.num_ranks} ranks on {where}s"
     )
-    figures = trial.figures
-    if figures is None:
+    if trial.figures is None:
         fix = f"{'NVSHMEM_DEBUG=INFO ' * on_gpus}torchrun --nproc-per-node=2 examples/dispatch_roundtrip.py shows more"
         if "pip install" in trial.text:
             fix = trial.text[trial.text.index("pip install") :]
@@ -162,23 +161,31 @@ def check_trial(trial: Trial, *, on_gpus: bool, link_gbs: float | None = None) -
             fix = "give it memory: end other jobs, or docker run --memory=8g"
         elif trial.error == "WrongResult":
             fix = "symmoe doctor --json > doctor.json, and open an issue with it"
-        yield "problem", f"{ranks}: {trial.error}: {trial.text}", fix
-        return
-    text = f"{ranks}: heap built in {figures['heap_s']:.2g} s; dispatch and combine are exact"
-    if "copy_gbs" in figures:
-        dispatch, combine, copy = (
-            figures[f"{name}_gbs"] for name in ("dispatch", "combine", "copy")
-        )
-        if on_gpus and link_gbs and copy < _MODEST_LINK * link_gbs:
-            slow = f"a plain copy to a peer moves {copy:.0f} GB/s of the {link_gbs:.0f} GB/s of its links"
-            yield "note", slow, "end what else uses the GPUs; nvidia-smi nvlink -e"
-        if on_gpus and dispatch < _MODEST_DISPATCH * copy:
-            slow = f"dispatch moves {dispatch:.0f} GB/s, a plain copy {copy:.0f}"
-            fix = f"torchrun --nproc-per-node={trial.num_ranks} benchmarks/bench.py dispatch measures it at length"
-            yield "note", slow, fix
+        return [(True, "problem", f"{ranks}: {trial.error}: {trial.text}", fix)]
+    # On one rank nothing moves: there are no such figures.
+    dispatch, combine, copy = (
+        trial.figures.get(f"{name}_gbs", 0.0) for name in ("dispatch", "combine", "copy")
+    )
+    text = f"{ranks}: heap built in {trial.figures['heap_s']:.2g} s; dispatch and combine are exact"
+    if "copy_gbs" in trial.figures:
         link = f" of {link_gbs:.0f}" if on_gpus and link_gbs else ""
         text += f"; dispatch {dispatch:.3g}, combine {combine:.3g}, plain copy {copy:.3g}{link} GB/s per rank"
-    yield "ok", f"{text} ({trial.took_s:.0f} s in all)", ""
+    known_gbs = link_gbs or 0.0
+    return [
+        (
+            on_gpus and copy < _MODEST_LINK * known_gbs and "copy_gbs" in trial.figures,
+            "note",
+            f"a plain copy to a peer moves {copy:.0f} GB/s of the {known_gbs:.0f} GB/s of its links",
+            "end what else uses the GPUs; nvidia-smi nvlink -e",
+        ),
+        (
+            on_gpus and dispatch < _MODEST_DISPATCH * copy,
+            "note",
+            f"dispatch moves {dispatch:.0f} GB/s, a plain copy {copy:.0f}",
+            f"torchrun --nproc-per-node={trial.num_ranks} benchmarks/bench.py dispatch measures it at length",
+        ),
+        (True, "ok", f"{text} ({trial.took_s:.0f} s in all)", ""),
+    ]
 
 
 # -- one rank ---------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from symmoe.kernels.architectures import TRITON_VERSIONS
-from symmoe.tools.doctor.findings import Said, about
+from symmoe.tools.doctor.findings import Said, about, first
 from symmoe.tools.facts import version_of
 
 _DISTRIBUTIONS = (
@@ -75,96 +75,96 @@ def check_versions(versions: Versions, *, has_gpu: bool) -> Iterator[Said]:
     torch_version, triton = installed["torch"], installed.get("triton")
     cuda_major = release(cuda)[0] if cuda else 13  # of `symmoe[nvshmem]` for a CPU build
     library, bindings = f"nvidia-nvshmem-cu{cuda_major}", f"nvshmem4py-cu{cuda_major}"
-    nvshmem, older = installed.get(library), release(triton or "0")[:2] == (3, 6)
-
-    if release(torch_version) < release(_TORCH[0]):
-        yield (
+    nvshmem = installed.get(library)
+    version = installed.get(bindings)
+    core = installed.get("cuda-core")
+    older = release(triton or "0")[:2] == (3, 6)
+    yield from first(
+        (
+            release(torch_version) < release(_TORCH[0]),
             "problem",
             f"torch {torch_version} is older than what symmoe is made for, {_TORCH[0]}",
             f"pip install 'torch>={_TORCH[0]}'",
-        )
-    elif release(torch_version)[:2] > release(_TORCH[1]):
-        yield (
+        ),
+        (
+            release(torch_version)[:2] > release(_TORCH[1]),
             "note",
             f"torch {torch_version} has not been tested, {_TORCH[0]} to {_TORCH[1]} have: where it lacks a private "
             "name that symmoe reads, there is a slower way, or an error that says so",
             _OLDER,
-        )
-    elif has_gpu and release(torch_version)[:2] not in map(release, _TORCH_ON_GPUS):
-        yield (
+        ),
+        (
+            has_gpu and release(torch_version)[:2] not in map(release, _TORCH_ON_GPUS),
             "note",
             f"torch {torch_version} has been tested on CPUs only; on GPUs {', '.join(_TORCH_ON_GPUS)} has",
             f"pip install 'torch=={_TORCH_ON_GPUS[-1]}.*'",
-        )
-
-    pin = pins.get("triton")
+        ),
+    )
+    pin = pins.get("triton", "")
     fix = "pip install " + shlex.quote("triton==" + (pin or f"{_TRITON[1]}.*"))
     if triton is None:
-        if has_gpu:
-            yield "problem", "Triton is not installed: the kernels for GPUs are written in it", fix
-    elif release(triton)[:2] not in TRITON_VERSIONS:
-        yield (
-            "note",
-            f"Triton {triton} has not been tested, {_TRITON[0]} to {_TRITON[1]} have: Hopper's own kernels are not "
-            "used, and Triton's JIT makes every launch, which takes the host 34 us instead of 2 to 6",
-            # If torch asks for such a one, another would not go with it.
-            _OLDER if pin and release(pin)[:2] not in TRITON_VERSIONS else fix,
+        lacks = "Triton is not installed: the kernels for GPUs are written in it"
+        yield has_gpu, "problem", lacks, fix
+    else:
+        yield from first(
+            (
+                release(triton)[:2] not in TRITON_VERSIONS,
+                "note",
+                f"Triton {triton} has not been tested, {_TRITON[0]} to {_TRITON[1]} have: Hopper's own kernels are not "
+                "used, and Triton's JIT makes every launch, which takes the host 34 us instead of 2 to 6",
+                # If torch asks for such a one, another would not go with it.
+                _OLDER if pin and release(pin)[:2] not in TRITON_VERSIONS else fix,
+            ),
+            (
+                pin and release(triton)[: len(release(pin))] != release(pin),
+                "note",
+                f"Triton {triton} is not the one that torch {torch_version} asks for, {pin}",
+                fix,
+            ),
         )
-    elif pin and release(triton)[: len(release(pin))] != release(pin):
-        yield (
-            "note",
-            f"Triton {triton} is not the one that torch {torch_version} asks for, {pin}",
-            fix,
-        )
-
     fix = f"pip install {library}=={pins.get(library, '3.4.5')}"
-    if nvshmem and older and release(nvshmem) >= (3, 7):
-        yield (
+    yield from first(
+        (
+            nvshmem and older and release(nvshmem) >= (3, 7),
             "problem",
             f"NVSHMEM {nvshmem} with Triton {triton} is known to be bad: from 3.7 on torch does not find NVSHMEM's "
             "device library, and Triton 3.6 cannot read that of 3.8",
             fix,
-        )
-    elif nvshmem and library in pins and release(nvshmem) != release(pins[library]):
-        yield (
+        ),
+        (
+            nvshmem and library in pins and release(nvshmem) != release(pins[library]),
             "note",
-            f"NVSHMEM {nvshmem} is not the one that torch is built with and loads, {pins[library]}",
+            f"NVSHMEM {nvshmem} is not the one that torch is built with and loads, {pins.get(library)}",
             fix,
-        )
-
-    version, core, newer = (
-        installed.get(bindings),
-        installed.get("cuda-core"),
-        f"pip install '{bindings}>=0.4.1,<0.5'",
+        ),
     )
-    if version is not None:
-        if release(version) < (0, 3, 1):
-            yield "problem", f"{bindings} {version} does not work: 0.4.1 does", newer
-        elif release(version) < (0, 4, 1):
-            yield "note", f"{bindings} {version} is older than what was tested: 0.4.1 does", newer
-        if release(core or "0") < (0, 5):  # has cuda.core, which was cuda.core.experimental before
-            yield (
-                "problem",
-                f"cuda-core {core or '(not installed)'} has no cuda.core: {bindings} and symmoe need 0.5 or newer",
-                "pip install 'cuda-core>=0.7'",
-            )
-        if nvshmem is None:
-            yield (
-                "problem",
-                f"{bindings} is installed without {library}, the library that it binds",
-                fix,
-            )
-    elif has_gpu and cuda is not None:
-        others = [each for each in installed if each.startswith("nvshmem4py-")]
+    newer = f"pip install '{bindings}>=0.4.1,<0.5'"
+    others = [each for each in installed if each.startswith("nvshmem4py-")]
+    if version is None:
         besides = f"; {others[0]} is, which is not for torch's CUDA {cuda}" if others else ""
-        yield "problem", f"{bindings} is not installed{besides}: heaps on GPUs need it", newer
-
-    if "megatron-core" in installed and "psutil" not in installed:
-        yield (
-            "note",
-            "megatron-core without psutil: its distributed checkpoints hang",
-            "pip install 'psutil>=5'",
+        text = f"{bindings} is not installed{besides}: heaps on GPUs need it"
+        yield has_gpu and cuda is not None, "problem", text, newer
+    else:
+        broken = f"{bindings} {version} does not work: 0.4.1 does"
+        old = f"{bindings} {version} is older than what was tested: 0.4.1 does"
+        yield from first(
+            (release(version) < (0, 3, 1), "problem", broken, newer),
+            (release(version) < (0, 4, 1), "note", old, newer),
         )
+        yield (
+            release(core or "0") < (0, 5),  # has cuda.core, which was cuda.core.experimental before
+            "problem",
+            f"cuda-core {core or '(not installed)'} has no cuda.core: {bindings} and symmoe need 0.5 or newer",
+            "pip install 'cuda-core>=0.7'",
+        )
+        lacks = f"{bindings} is installed without {library}, the library that it binds"
+        yield nvshmem is None, "problem", lacks, fix
+    yield (
+        "megatron-core" in installed and "psutil" not in installed,
+        "note",
+        "megatron-core without psutil: its distributed checkpoints hang",
+        "pip install 'psutil>=5'",
+    )
     shown = {
         "symmoe": "symmoe",
         "torch": "torch",
@@ -173,4 +173,5 @@ def check_versions(versions: Versions, *, has_gpu: bool) -> Iterator[Said]:
         "nvshmem4py": bindings,
     }
     parts = [f"{label} {installed.get(name, 'not installed')}" for label, name in shown.items()]
-    yield "ok", f"{', '.join(parts)}; torch is built for {f'CUDA {cuda}' if cuda else 'CPUs'}", ""
+    built = f"CUDA {cuda}" if cuda else "CPUs"
+    yield True, "ok", f"{', '.join(parts)}; torch is built for {built}", ""
