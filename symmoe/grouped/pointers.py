@@ -292,8 +292,9 @@ def _addresses(
     tensors: list[torch.Tensor] = []
     for each in lists.values():
         tensors += each  # in a fifth of the time that itertools.chain takes
-    read = kernels.for_device(device).read_addresses
-    payload: bytes | None = read(tensors, device, alignment=alignment, contiguous=contiguous)
+    payload: bytes | None = kernels.for_device(device).read_addresses(
+        tensors, device, alignment=alignment, contiguous=contiguous
+    )
     if payload is None:
         raise _address_problem(lists, device, alignment)
     return payload

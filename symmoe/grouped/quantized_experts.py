@@ -121,13 +121,15 @@ class QuantizedWeights(ExpertWeights):
             kernels.for_device(out.device),
         )
         group_range, part = None if part is None else x.row_range, part or Part(x.row_range)
-        options: dict[str, Any] = {
-            "group_range": group_range,
-            "zero_tail": zero_tail,
-            "num_sms": part.num_sms,
-        }
         ops.grouped_gemm_quantized(
-            rows, w2, part.rows, out, bias=(self.b2, x.bias_scale), **options
+            rows,
+            w2,
+            part.rows,
+            out,
+            bias=(self.b2, x.bias_scale),
+            group_range=group_range,
+            zero_tail=zero_tail,
+            num_sms=part.num_sms,
         )
 
     def backward(

@@ -224,12 +224,16 @@ class _RowsFunction(Function):
             raise_for(buffer.problem())
             d_x = torch.empty_like(x) if buffer.tensor is None else buffer.tensor
             if buffer.tensor is not None:  # the kernel reads d_y while it writes
-                like: dict[str, Any] = {
-                    "shape": tuple(x.shape),
-                    "dtype": x.dtype,
-                    "device": x.device,
-                }
-                raise_for(arguments.buffer_problem("grad_input_out", d_x, **like, inputs=(d_y,)))
+                raise_for(
+                    arguments.buffer_problem(
+                        "grad_input_out",
+                        d_x,
+                        shape=tuple(x.shape),
+                        dtype=x.dtype,
+                        device=x.device,
+                        inputs=(d_y,),
+                    )
+                )
             gradients.input_gradient(d_x.view(-1, x.shape[-1]), zero_tail=buffer.tensor is None)
             d_x = buffer.hand_on(d_x)
         if needs_scale and gradients.d_scale is not None:

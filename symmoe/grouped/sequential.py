@@ -260,9 +260,7 @@ def _are_fusible(calls: list[Call]) -> bool:
         type(fc1) is GroupedLinear
         and isinstance(activation, ScaledActivation)
         and type(fc2) is GroupedLinear
-    ):
-        return False
-    if any(around_call(call.module) for call in calls):
+    ) or any(around_call(call.module) for call in calls):
         return False
     (splits1,), (scale,), (splits2,) = (call.inputs for call in calls)
     first, _, last = (call.keywords for call in calls)
@@ -353,11 +351,10 @@ class Stage:
         """`out` or `grad_input_out`, if it was given to a module of a known kind."""
         call = self.calls[0 if name == "grad_input_out" else -1]
         tensor, kind = call.keywords.get(name), type(call.module).__name__
-        if not isinstance(call.module, (GroupedLinear, GroupedMLP)):
-            return None
-        if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
-            return None
-        return Buffer(f"{name} of module {call.name} ({kind})", tensor)
+        takes_it = isinstance(call.module, (GroupedLinear, GroupedMLP))
+        if takes_it and isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
+            return Buffer(f"{name} of module {call.name} ({kind})", tensor)
+        return None
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """What the stage reads in addition to the rows."""
