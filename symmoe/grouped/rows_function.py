@@ -73,11 +73,10 @@ class RowArguments:
             error = ArgumentError(
                 f"bias_scale ({found}) needs a bias that is added; {first} adds none"
             )
-        features = (
+        for name, buffer, width in (
             ("out", self.out, last.out_features),
             ("grad_input_out", self.grad_input_out, first.in_features),
-        )
-        for name, buffer, width in features:
+        ):
             if error is None and buffer is not None:
                 shape = None if rows.shape is None else (*rows.shape, width)
                 error = arguments.buffer_problem(
