@@ -227,13 +227,17 @@ class ExpertRows:
 
     def without_tail(self, num_rows: int) -> ExpertRows:
         """The first `num_rows` rows: all rows that belong to a group, and perhaps some of the tail."""
-        bias_scale = None if self.bias_scale is None else self.bias_scale[:num_rows]
         found = (
             {"rows": self.rows[:num_rows]}
             if self.row_index is None
             else {"row_index": self.row_index[:num_rows]}
         )
-        return replace(self, scale=self.scale[:num_rows], bias_scale=bias_scale, **found)
+        return replace(
+            self,
+            scale=self.scale[:num_rows],
+            bias_scale=None if self.bias_scale is None else self.bias_scale[:num_rows],
+            **found,
+        )
 
 
 class ExpertsBackward:

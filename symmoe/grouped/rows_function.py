@@ -163,24 +163,37 @@ class ProductGradients(Protocol):
     """Backward of Products. input_gradient, which fills d_rows [N, C], comes first, if rows get a gradient."""
 
     @property
-    def d_scale(self) -> MaybeTensor: ...
+    def d_scale(self) -> MaybeTensor:
+        """fp32 [N], or None."""
+
     @property
-    def d_biases(self) -> Gradients: ...
-    def input_gradient(self, d_rows: torch.Tensor, *, zero_tail: bool) -> None: ...
-    def weight_gradients(self) -> tuple[Compute, ...]: ...
-    def adapter_gradients(self) -> Gradients: ...
+    def d_biases(self) -> Gradients:
+        """Of the bias of each layer, or None."""
+
+    def input_gradient(self, d_rows: torch.Tensor, *, zero_tail: bool) -> None:
+        """Fills d_rows; zeros past the last group if `zero_tail`."""
+
+    def weight_gradients(self) -> tuple[Compute, ...]:
+        """What computes those of each layer."""
+
+    def adapter_gradients(self) -> Gradients:
+        """Of the adapters of all layers, if there are any."""
 
 
 class Products(Protocol):
-    """What the layers of a call, whose options backward reads when it runs, compute without autograd. forward fills out
-    [N, O] and returns what backward needs in addition to the inputs."""
+    """What the layers of a call compute without autograd."""
 
     @property
-    def layers(self) -> Layers: ...
-    def forward(self, rows: RowInputs, out: torch.Tensor, *, zero_tail: bool) -> Gradients: ...
+    def layers(self) -> Layers:
+        """Whose options backward reads when it runs."""
+
+    def forward(self, rows: RowInputs, out: torch.Tensor, *, zero_tail: bool) -> Gradients:
+        """Fills out [N, O], and returns what backward needs in addition to the inputs."""
+
     def backward(
         self, rows: RowInputs, kept: Gradients, d_out: torch.Tensor, needs: Needs
-    ) -> ProductGradients: ...
+    ) -> ProductGradients:
+        """The gradients of d_out [N, O]; kept: what forward has returned."""
 
 
 class _RowsFunction(Function):
@@ -322,9 +335,13 @@ def same_splits(left: Splits, right: Splits) -> bool:
                 torch.Tensor.type,
             )
         )
-    if isinstance(left, Sequence) and isinstance(right, Sequence):
-        return _are_counts(left) and _are_counts(right) and list(left) == list(right)
-    return False
+    return (
+        isinstance(left, Sequence)
+        and isinstance(right, Sequence)
+        and _are_counts(left)
+        and _are_counts(right)
+        and list(left) == list(right)
+    )
 
 
 def _are_counts(counts: Sequence[object]) -> TypeGuard[Sequence[int | np.integer[Any]]]:

@@ -174,9 +174,8 @@ def experts_problem(experts: GroupedMLP, num_ranks: int) -> ArgumentError | None
     """What is wrong with what is around the calls of this rank's experts, or with how FSDP has sharded them, if it has,
     or None. symmoe's own sharding makes DTensors of all experts, [E, ...], before FSDP sees them. Without that FSDP has
     taken the experts of different ranks for the same."""
-    if num_ranks > 1 and (problem := _fsdp_problem(experts, num_ranks)) is not None:
-        return problem
-    return experts_call_problem(experts)
+    problem = _fsdp_problem(experts, num_ranks) if num_ranks > 1 else None
+    return problem or experts_call_problem(experts)
 
 
 def _fsdp_problem(experts: GroupedMLP, num_ranks: int) -> ArgumentError | None:

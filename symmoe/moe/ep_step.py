@@ -114,7 +114,8 @@ def expert_parallel_mlp(
     with FailPeersOnError(heap, plan.next_phase):
         heap.fail_for(transform_problem() or words_problem(**words), plan.next_phase())
         experts = evaluated(experts, x.dtype)
-        form, words = experts.form, WORDS | words
+        form = experts.form
+        words = WORDS | words
         words["layout"] = received_layout(words["layout"], form.ffn, form.precision)
         if words["quantized_wire"] != "none":
             heap.fail_for(wire_problem(form.precision), plan.next_phase())
@@ -334,8 +335,8 @@ def _that_fits(step: _EPStep, row_bytes: int, experts: CallExperts) -> _EPStep:
     )
     if plan.num_rows is None or sizes == plan.needed_rows:
         return step  # there is no room beyond what is needed
-    received, more = step.num_received, more_of(experts, plan.num_places)
-    needed = most_bytes((received, *sizes), plan.num_tokens, heap, row_bytes, more)
+    more = more_of(experts, plan.num_places)
+    needed = most_bytes((step.num_received, *sizes), plan.num_tokens, heap, row_bytes, more)
     if not heap.memory.lacks(needed):
         return step
     plan.shrink()

@@ -141,9 +141,11 @@ class FirstStep:
 
 def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     global _num_steps
-    if torch.compiler.is_compiling() or not _layers:
-        return
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    if (
+        torch.compiler.is_compiling()
+        or not _layers
+        or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+    ):
         return
     given = {
         id(parameter): parameter

@@ -365,12 +365,11 @@ class MoELayer(ExpertParallelModule):
 
     def _inference_problem(self, **tensors: torch.Tensor | None) -> ArgumentError | None:
         """The error that torch would raise when peers already wait: it cannot save an inference tensor for backward."""
-        if not torch.is_grad_enabled():
-            return None
         for name, tensor in tensors.items():
             if (
                 tensor is not None
                 and tensor.is_inference()
+                and torch.is_grad_enabled()
                 and any(p.requires_grad for p in self.parameters())
             ):
                 return ArgumentError(

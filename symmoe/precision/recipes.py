@@ -84,13 +84,11 @@ class Recipe(ABC):
     ) -> Quantized:
         """An uninitialised result of quantize or quantize_columns, for kernels that fill it, but for what a global
         scale needs."""
-        lines, length = num_rows, features
-        if layout == "columns":
-            lines, length = features, TILE * max_tiles(num_rows, row_range.shape[1])
+        of_columns = features, TILE * max_tiles(num_rows, row_range.shape[1])
         return _empty(
             self.row_format,
             layout,
-            (lines, length),
+            of_columns if layout == "columns" else (num_rows, features),
             row_range.device,
             out,
             num_rows=num_rows,
