@@ -90,11 +90,14 @@ class RowArguments:
         for layer in layers:
             problem = problem or layer.width_problem(x) or layer.held_problem()
         raise_for(problem or self.problem(RowsLike.of(x), layers))
-        named = (("out", self.out), ("grad_input_out", self.grad_input_out))
         read = itertools.chain(
             (x, self.splits, self.scale), *(layer.parameters() for layer in layers)
         )
-        buffers = [Buffer(name, buffer) for name, buffer in named if buffer is not None]
+        buffers = [
+            Buffer(name, buffer)
+            for name, buffer in (("out", self.out), ("grad_input_out", self.grad_input_out))
+            if buffer is not None
+        ]
         raise_for(arguments.overlap_problem(buffers, read))
 
 

@@ -66,12 +66,6 @@ class _Joined:
         has_hooks = self.experts.get(parameter)
         return has_hooks is not None and has_hooks >= parameter.requires_grad
 
-    def note(self, parameter: nn.Parameter) -> bool:
-        """Notes a parameter, which gets hooks if it takes gradients; whether it is new."""
-        is_new = parameter not in self.experts
-        self.experts[parameter] = parameter.requires_grad
-        return is_new
-
 
 class ExpertParallelModule(nn.Module):
     """A layer whose experts are spread over the ranks of a heap, that of its EP group."""
@@ -355,7 +349,9 @@ def _average_gradients(
     for parameter in _parameters(layer.experts):
         if joined.knows(parameter):
             continue
-        if joined.note(parameter) and num_replicas > 1:
+        is_new = parameter not in joined.experts
+        joined.experts[parameter] = parameter.requires_grad
+        if is_new and num_replicas > 1:
             dist.broadcast(local_part(parameter.detach()), group=group, group_src=0)
         if parameter.requires_grad:
             if num_ranks > 1:

@@ -270,12 +270,14 @@ class _EPStep:
         plan = self.plan
         if plan.nodes is None:
             return plan.heap.run((*key, self.kind), function, inputs, plan=plan.generation)
-        rails, inputs = plan.nodes.rails, [*inputs, plan.nodes.rails.found.storage]
-        key, numbers = (
+        rails = plan.nodes.rails
+        found = plan.heap.run(
             (*key, self.kind, rails.brings_maps),
-            {"plan": plan.generation, "rail_plan": rails.number},
+            function,
+            [*inputs, rails.found.storage],
+            plan=plan.generation,
+            rail_plan=rails.number,
         )
-        found = plan.heap.run(key, function, inputs, **numbers)
         rails.brings_maps = False  # they have travelled
         return found
 

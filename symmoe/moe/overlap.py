@@ -358,10 +358,11 @@ def overlap_of(
         if device.type == "cuda"
         else H200_SMS
     )
-    if schedule == "always-overlapped":
-        chosen = overlap_everything(sizes, num_sms)
-    else:
-        chosen = overlap(sizes, num_sms, rates_of(gpu_of(device), precision))
+    chosen = (
+        overlap_everything(sizes, num_sms)
+        if schedule == "always-overlapped"
+        else overlap(sizes, num_sms, rates_of(gpu_of(device), precision))
+    )
     # Where GEMMs take no parts, they begin when all rows are there.
     return (
         chosen if takes_parts(precision) else replace(chosen, dispatch=None, gradient_dispatch=None)
