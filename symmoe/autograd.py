@@ -81,9 +81,11 @@ class Context(Protocol):
     def set_materialize_grads(self, value: bool) -> None:
         """False: backward gets None, not zeros, for an output that nobody differentiates."""
 
-    def __getattr__(self, name: str) -> Any: ...
+    def __getattr__(self, name: str) -> Any:
+        """What forward has set."""
 
-    def __setattr__(self, name: str, value: Any) -> None: ...
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets it."""
 
 
 def is_in_backward() -> bool:

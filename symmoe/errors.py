@@ -178,8 +178,7 @@ def users_line() -> tuple[str, int]:
 def warn(text: str, line: tuple[str, int] | None = None) -> None:
     """A UserWarning at the user's line. Python shows it once for each line and text."""
     file, number = line or users_line()
-    record = _shown.setdefault(file, {})
-    warnings.warn_explicit(text, UserWarning, file, number, registry=record)
+    warnings.warn_explicit(text, UserWarning, file, number, registry=_shown.setdefault(file, {}))
 
 
 _shown: dict[str, dict[str | tuple[str, type[Warning], int], int]] = {}  # Python's records, by file

@@ -113,7 +113,7 @@ register_namedtuple: Callable[..., object] = _named(
 
 store_of: Callable[[Any], Any] = _named("distributed.distributed_c10d._get_process_group_store")
 DDP_IGNORED = "_ddp_params_and_buffers_to_ignore"  # if DDP does not read it, MoELayer finds that it has taken experts
-_active_ddp_of = _attribute("_active_ddp_module")
+_active_ddp_of: Callable[[Any], DistributedDataParallel | None] = _attribute("_active_ddp_module")
 ddp_parameters: Callable[[DistributedDataParallel], list[torch.nn.Parameter]] = _attribute(
     "_module_parameters"
 )
@@ -163,8 +163,7 @@ def outside_transforms() -> Iterator[None]:
 
 def active_ddp() -> DistributedDataParallel | None:
     """The DDP whose forward is running."""
-    found: DistributedDataParallel | None = _active_ddp_of(DistributedDataParallel)
-    return found
+    return _active_ddp_of(DistributedDataParallel)
 
 
 def stop_ddp_timing(ddp: DistributedDataParallel) -> bool:

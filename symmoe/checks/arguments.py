@@ -97,12 +97,8 @@ def check_factor(name: str, value: object, *, at_least: int = 0) -> None:
 
 def words_problem(**words: object) -> ArgumentError | None:
     """The error for the first argument whose word it does not take, or None."""
-    for name, word in words.items():
-        if (
-            not isinstance(word, str) or word not in CHOICES[name]
-        ):  # most often it is one, in every call
-            return word_problem(name, word, CHOICES[name])
-    return None
+    problems = (word_problem(name, word, CHOICES[name]) for name, word in words.items())
+    return next(filter(None, problems), None)
 
 
 def size_problem(**sizes: object) -> ArgumentError | None:

@@ -621,7 +621,8 @@ def _find_problem(topk_idx: torch.Tensor, heap: SymmetricHeap, options: PlanOpti
         )
     if not isinstance(slack, (int, float)) or not 0 <= slack <= 1:
         return ArgumentError(f"replica_slack ({slack!r}) must be a number in [0, 1]")
-    error = words_problem(overflow=overflow, quantized_wire=quantized_wire)
+    if not options.config:  # as above
+        error = words_problem(overflow=overflow, quantized_wire=quantized_wire)
     if error := error or (None if dtype is None else parameter_dtype_problem(dtype)):
         return error
     for name in ("max_tokens", "overflow", "rail_capacity") if capacity is None else ():

@@ -81,8 +81,8 @@ def evaluated(experts: Any, dtype: torch.dtype) -> CallExperts:
     """The experts for a call in that dtype, see local_tensors, of a GroupedMLP; CallExperts are as they are."""
     if isinstance(experts, CallExperts):
         return experts
-    layers = experts.fc1, experts.activation, experts.fc2
-    return of_tensors(layers, *local_tensors((experts.fc1, experts.fc2), dtype))
+    biases, tensors = local_tensors((experts.fc1, experts.fc2), dtype)
+    return of_tensors((experts.fc1, experts.activation, experts.fc2), biases, tensors)
 
 
 class Hidden(NamedTuple):
@@ -172,8 +172,16 @@ class ExpertWeights:
         ops, h = kernels.for_device(x.rows.device), x.rows.new_empty((num_rows, self.w1.shape[1]))
         a = x.rows.new_empty((num_rows, self.w2.shape[2]))
         for part, its in self.calls(x, parts):
-            operands = (x.rows, x.row_index), its.w1, part.rows, x.scale, (h, a), self.activation
-            ops.grouped_gemm_act(*operands, bias=its.b1, num_sms=part.num_sms)
+            ops.grouped_gemm_act(
+                (x.rows, x.row_index),
+                its.w1,
+                part.rows,
+                x.scale,
+                (h, a),
+                self.activation,
+                bias=its.b1,
+                num_sms=part.num_sms,
+            )
         return Hidden(h), a
 
     def second_layer(
@@ -190,8 +198,15 @@ class ExpertWeights:
         assert isinstance(a, torch.Tensor)  # it is what first_layer has made
         ops = kernels.for_device(out.device)
         for its_part, its in self.calls(x, part):
-            operands, bias = (a, its.w2, its_part.rows, out), (its.b2, x.bias_scale)
-            ops.grouped_gemm(*operands, bias=bias, zero_tail=zero_tail, num_sms=its_part.num_sms)
+            ops.grouped_gemm(
+                a,
+                its.w2,
+                its_part.rows,
+                out,
+                bias=(its.b2, x.bias_scale),
+                zero_tail=zero_tail,
+                num_sms=its_part.num_sms,
+            )
 
     def backward(
         self, x: ExpertRows, hidden: Hidden, d_out: torch.Tensor, **options: Any
@@ -212,13 +227,17 @@ class ExpertRows:
 
     def without_tail(self, num_rows: int) -> ExpertRows:
         """The first `num_rows` rows: all rows that belong to a group, and perhaps some of the tail."""
-        bias_scale = None if self.bias_scale is None else self.bias_scale[:num_rows]
         found = (
             {"rows": self.rows[:num_rows]}
             if self.row_index is None
             else {"row_index": self.row_index[:num_rows]}
         )
-        return replace(self, scale=self.scale[:num_rows], bias_scale=bias_scale, **found)
+        return replace(
+            self,
+            scale=self.scale[:num_rows],
+            bias_scale=None if self.bias_scale is None else self.bias_scale[:num_rows],
+            **found,
+        )
 
 
 class ExpertsBackward:
@@ -292,9 +311,16 @@ class ExpertsBackward:
         num_partials, d_scale = 0, self.d_scale if is_whole else None
         for part, its in weights.calls(x, parts):
             gradients = self._dh, self._a, d_scale, its.gradients[B1]
-            operands = (self._d_out, x.row_index), its.w2, part.rows, (h, x.scale)
-            arguments = *operands, gradients, workspace, weights.activation
-            num_partials = ops.grouped_gemm_dact(*arguments, num_sms=part.num_sms)
+            num_partials = ops.grouped_gemm_dact(
+                (self._d_out, x.row_index),
+                its.w2,
+                part.rows,
+                (h, x.scale),
+                gradients,
+                workspace,
+                weights.activation,
+                num_sms=part.num_sms,
+            )
         if not is_whole:
             ops.sum_dact_partials(workspace, end, self.d_scale, num_partials)
         return False
@@ -311,8 +337,14 @@ class ExpertsBackward:
     ) -> None:
         """d_rows [N, H]: the gradient of row i (not summed over rows that share a packed row), or of a part."""
         for its_part, its in self._weights.calls(self._x, part):
-            operands = self._dh, its.w1, its_part.rows, d_rows
-            self._ops.grouped_gemm_dgrad(*operands, zero_tail=zero_tail, num_sms=its_part.num_sms)
+            self._ops.grouped_gemm_dgrad(
+                self._dh,
+                its.w1,
+                its_part.rows,
+                d_rows,
+                zero_tail=zero_tail,
+                num_sms=its_part.num_sms,
+            )
 
     def w1_gradient(self, out: Matrices, accumulate: bool, *, num_sms: int | None = None) -> None:
         """Writes dW1 [G, W, H]; a weights.Compute."""

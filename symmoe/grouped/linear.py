@@ -192,8 +192,9 @@ class LinearGradients:
             (weight,) = kernel_matrices({"weight": self._weights})
             self._ops.grouped_gemm_dgrad(d_out, weight, row_range, d_rows, zero_tail=zero_tail)
         else:
-            sums = {"dbias": self._d_bias, "bias_scale": self._rows.scale}
-            lines = gradient_rows(self._recipe, d_out, row_range, **sums)
+            lines = gradient_rows(
+                self._recipe, d_out, row_range, dbias=self._d_bias, bias_scale=self._rows.scale
+            )
             _, data, scale, global_scale = self._kept
             transposed = Operand(given("data", data), given("scale", scale), global_scale)
             self._ops.grouped_gemm_quantized(

@@ -87,12 +87,15 @@ class GroupedMLP(nn.Module):
             raise_for(activation_problem(activation, ScaledActivation))
         self.num_groups, self.hidden, self.ffn = map(operator.index, (num_groups, hidden, ffn))
         self.activation = ScaledSwiGLU() if activation is None else activation
-        options: dict[str, Any] = {"bias": bias, "weights": weights, "precision": precision}
-        options |= {
+        options: dict[str, Any] = {
+            "bias": bias,
+            "weights": weights,
             "accumulate_into_main_grad": accumulate_into_main_grad,
             "delay_wgrad": delay_wgrad,
+            "precision": precision,
+            "dtype": dtype,
+            "device": device,
         }
-        options |= {"dtype": dtype, "device": device}
         self.fc1 = GroupedLinear(
             num_groups, hidden, self.activation.activation.hidden_width(ffn), **options
         )
@@ -178,17 +181,16 @@ def experts_call_problem(experts: Any) -> ArgumentError | None:
 
 def without_memory(experts: GroupedMLP) -> GroupedMLP:
     """Experts of the same shape and activation, on the meta device."""
-    fc1, sizes = (
-        experts.fc1,
-        (experts.fc1.num_groups, experts.fc1.in_features, experts.fc2.in_features),
-    )
-    options: dict[str, Any] = {
-        "activation": experts.activation,
-        "precision": fc1.precision,
-        "bias": fc1.has_bias,
-    }
+    fc1 = experts.fc1
     return GroupedMLP(
-        *sizes, weights="packed" if fc1.is_packed else "discrete", device="meta", **options
+        fc1.num_groups,
+        fc1.in_features,
+        experts.fc2.in_features,
+        activation=experts.activation,
+        bias=fc1.has_bias,
+        weights="packed" if fc1.is_packed else "discrete",
+        precision=fc1.precision,
+        device="meta",
     )
 
 

@@ -207,14 +207,17 @@ def _load_and_swizzle(
     )
     words = _loaded(b"".join(sections), device, torch.int32)
     _, *parts = words.split([len(section) // 4 for section in sections])
-    table = ScaleTable(
-        destinations=parts[0].view(torch.int64),
-        sources=parts[1].view(torch.int64),
-        extents=parts[2].view(-1, 4),
-        shapes=parts[3],
-        most_tiles=(max(down for down, _ in tiles), max(across for _, across in tiles)),
+    kernels.for_device(device).swizzle_scales(
+        ScaleTable(
+            destinations=parts[0].view(torch.int64),
+            sources=parts[1].view(torch.int64),
+            extents=parts[2].view(-1, 4),
+            shapes=parts[3],
+            most_tiles=(max(down for down, _ in tiles), max(across for _, across in tiles)),
+        ),
+        None,
+        swizzled,
     )
-    kernels.for_device(device).swizzle_scales(table, None, swizzled)
     return words[: (len(weights) + len(sources)) // 4].view(torch.int64), swizzled
 
 
@@ -292,8 +295,9 @@ def _addresses(
     tensors: list[torch.Tensor] = []
     for each in lists.values():
         tensors += each  # in a fifth of the time that itertools.chain takes
-    read = kernels.for_device(device).read_addresses
-    payload: bytes | None = read(tensors, device, alignment=alignment, contiguous=contiguous)
+    payload: bytes | None = kernels.for_device(device).read_addresses(
+        tensors, device, alignment=alignment, contiguous=contiguous
+    )
     if payload is None:
         raise _address_problem(lists, device, alignment)
     return payload

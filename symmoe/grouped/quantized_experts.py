@@ -121,13 +121,15 @@ class QuantizedWeights(ExpertWeights):
             kernels.for_device(out.device),
         )
         group_range, part = None if part is None else x.row_range, part or Part(x.row_range)
-        options: dict[str, Any] = {
-            "group_range": group_range,
-            "zero_tail": zero_tail,
-            "num_sms": part.num_sms,
-        }
         ops.grouped_gemm_quantized(
-            rows, w2, part.rows, out, bias=(self.b2, x.bias_scale), **options
+            rows,
+            w2,
+            part.rows,
+            out,
+            bias=(self.b2, x.bias_scale),
+            group_range=group_range,
+            zero_tail=zero_tail,
+            num_sms=part.num_sms,
         )
 
     def backward(
@@ -235,22 +237,24 @@ class QuantizedBackward(ExpertsBackward):
     def w1_gradient(self, out: Matrices, accumulate: bool, *, num_sms: int | None = None) -> None:
         self._unmodified_rows.check()
         x, wire, recipe = self._x, self._weights.wire.rows, self._weights.recipe
-        if wire is None:
-            right = recipe.quantize_columns(x.rows, x.row_range, row_index=x.row_index).operand()
-        else:
-            right = wire.columns(x.rows, x.row_range, self._dtype, x.row_index).operand()
+        columns = (
+            recipe.quantize_columns(x.rows, x.row_range, row_index=x.row_index)
+            if wire is None
+            else wire.columns(x.rows, x.row_range, self._dtype, x.row_index)
+        )
         left = self._dh_columns()
         self._ops.grouped_gemm_wgrad_quantized(
-            left, right, x.row_range, out, accumulate=accumulate, num_sms=num_sms
+            left, columns.operand(), x.row_range, out, accumulate=accumulate, num_sms=num_sms
         )
 
     def w2_gradient(self, out: Matrices, accumulate: bool) -> None:
         self._unmodified_d_out.check()
         x, wire, received = self._x, self._weights.wire.gradients, self._received_gradients()
-        if wire is None:
-            left = gradient_columns(self._weights.recipe, received, x.row_range, x.row_index)
-        else:
-            left = wire.columns(received, x.row_range, self._dtype, x.row_index).operand()
+        left = (
+            gradient_columns(self._weights.recipe, received, x.row_range, x.row_index)
+            if wire is None
+            else wire.columns(received, x.row_range, self._dtype, x.row_index).operand()
+        )
         self._ops.grouped_gemm_wgrad_quantized(
             left, self._a_columns(), x.row_range, out, accumulate=accumulate
         )

@@ -73,11 +73,10 @@ class RowArguments:
             error = ArgumentError(
                 f"bias_scale ({found}) needs a bias that is added; {first} adds none"
             )
-        features = (
+        for name, buffer, width in (
             ("out", self.out, last.out_features),
             ("grad_input_out", self.grad_input_out, first.in_features),
-        )
-        for name, buffer, width in features:
+        ):
             if error is None and buffer is not None:
                 shape = None if rows.shape is None else (*rows.shape, width)
                 error = arguments.buffer_problem(
@@ -91,11 +90,14 @@ class RowArguments:
         for layer in layers:
             problem = problem or layer.width_problem(x) or layer.held_problem()
         raise_for(problem or self.problem(RowsLike.of(x), layers))
-        named = (("out", self.out), ("grad_input_out", self.grad_input_out))
         read = itertools.chain(
             (x, self.splits, self.scale), *(layer.parameters() for layer in layers)
         )
-        buffers = [Buffer(name, buffer) for name, buffer in named if buffer is not None]
+        buffers = [
+            Buffer(name, buffer)
+            for name, buffer in (("out", self.out), ("grad_input_out", self.grad_input_out))
+            if buffer is not None
+        ]
         raise_for(arguments.overlap_problem(buffers, read))
 
 
@@ -164,24 +166,37 @@ class ProductGradients(Protocol):
     """Backward of Products. input_gradient, which fills d_rows [N, C], comes first, if rows get a gradient."""
 
     @property
-    def d_scale(self) -> MaybeTensor: ...
+    def d_scale(self) -> MaybeTensor:
+        """fp32 [N], or None."""
+
     @property
-    def d_biases(self) -> Gradients: ...
-    def input_gradient(self, d_rows: torch.Tensor, *, zero_tail: bool) -> None: ...
-    def weight_gradients(self) -> tuple[Compute, ...]: ...
-    def adapter_gradients(self) -> Gradients: ...
+    def d_biases(self) -> Gradients:
+        """Of the bias of each layer, or None."""
+
+    def input_gradient(self, d_rows: torch.Tensor, *, zero_tail: bool) -> None:
+        """Fills d_rows; zeros past the last group if `zero_tail`."""
+
+    def weight_gradients(self) -> tuple[Compute, ...]:
+        """What computes those of each layer."""
+
+    def adapter_gradients(self) -> Gradients:
+        """Of the adapters of all layers, if there are any."""
 
 
 class Products(Protocol):
-    """What the layers of a call, whose options backward reads when it runs, compute without autograd. forward fills out
-    [N, O] and returns what backward needs in addition to the inputs."""
+    """What the layers of a call compute without autograd."""
 
     @property
-    def layers(self) -> Layers: ...
-    def forward(self, rows: RowInputs, out: torch.Tensor, *, zero_tail: bool) -> Gradients: ...
+    def layers(self) -> Layers:
+        """Whose options backward reads when it runs."""
+
+    def forward(self, rows: RowInputs, out: torch.Tensor, *, zero_tail: bool) -> Gradients:
+        """Fills out [N, O], and returns what backward needs in addition to the inputs."""
+
     def backward(
         self, rows: RowInputs, kept: Gradients, d_out: torch.Tensor, needs: Needs
-    ) -> ProductGradients: ...
+    ) -> ProductGradients:
+        """The gradients of d_out [N, O]; kept: what forward has returned."""
 
 
 class _RowsFunction(Function):
@@ -224,12 +239,16 @@ class _RowsFunction(Function):
             raise_for(buffer.problem())
             d_x = torch.empty_like(x) if buffer.tensor is None else buffer.tensor
             if buffer.tensor is not None:  # the kernel reads d_y while it writes
-                like: dict[str, Any] = {
-                    "shape": tuple(x.shape),
-                    "dtype": x.dtype,
-                    "device": x.device,
-                }
-                raise_for(arguments.buffer_problem("grad_input_out", d_x, **like, inputs=(d_y,)))
+                raise_for(
+                    arguments.buffer_problem(
+                        "grad_input_out",
+                        d_x,
+                        shape=tuple(x.shape),
+                        dtype=x.dtype,
+                        device=x.device,
+                        inputs=(d_y,),
+                    )
+                )
             gradients.input_gradient(d_x.view(-1, x.shape[-1]), zero_tail=buffer.tensor is None)
             d_x = buffer.hand_on(d_x)
         if needs_scale and gradients.d_scale is not None:
@@ -319,9 +338,13 @@ def same_splits(left: Splits, right: Splits) -> bool:
                 torch.Tensor.type,
             )
         )
-    if isinstance(left, Sequence) and isinstance(right, Sequence):
-        return _are_counts(left) and _are_counts(right) and list(left) == list(right)
-    return False
+    return (
+        isinstance(left, Sequence)
+        and isinstance(right, Sequence)
+        and _are_counts(left)
+        and _are_counts(right)
+        and list(left) == list(right)
+    )
 
 
 def _are_counts(counts: Sequence[object]) -> TypeGuard[Sequence[int | np.integer[Any]]]:

@@ -229,9 +229,9 @@ def _index(modules: list[nn.Module], key: object, labels: list[str]) -> int:
         return key % len(modules)
     places = [i for i, module in enumerate(modules) if module is key]
     if not places:
-        valid = ", ".join(labels)
         raise ArgumentError(
-            f"op_kwargs has key {_show(key)}, which is not in this Sequential; valid are {valid}"
+            f"op_kwargs has key {_show(key)}, which is not in this Sequential; valid are "
+            f"{', '.join(labels)}"
         )
     if len(places) > 1:
         raise ArgumentError(
@@ -245,9 +245,9 @@ def _keywords(module: nn.Module) -> set[str] | None:
     parameters = list(inspect.signature(module.forward).parameters.values())
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return None
-    num_taken = 1 + _num_extra_inputs(module)
-    positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD][num_taken:]
-    return {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} | set(positional)
+    positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    taken = positional[1 + _num_extra_inputs(module) :]
+    return {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} | set(taken)
 
 
 def _are_fusible(calls: list[Call]) -> bool:
@@ -260,9 +260,7 @@ def _are_fusible(calls: list[Call]) -> bool:
         type(fc1) is GroupedLinear
         and isinstance(activation, ScaledActivation)
         and type(fc2) is GroupedLinear
-    ):
-        return False
-    if any(around_call(call.module) for call in calls):
+    ) or any(around_call(call.module) for call in calls):
         return False
     (splits1,), (scale,), (splits2,) = (call.inputs for call in calls)
     first, _, last = (call.keywords for call in calls)
@@ -353,11 +351,10 @@ class Stage:
         """`out` or `grad_input_out`, if it was given to a module of a known kind."""
         call = self.calls[0 if name == "grad_input_out" else -1]
         tensor, kind = call.keywords.get(name), type(call.module).__name__
-        if not isinstance(call.module, (GroupedLinear, GroupedMLP)):
-            return None
-        if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
-            return None
-        return Buffer(f"{name} of module {call.name} ({kind})", tensor)
+        takes_it = isinstance(call.module, (GroupedLinear, GroupedMLP))
+        if takes_it and isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
+            return Buffer(f"{name} of module {call.name} ({kind})", tensor)
+        return None
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """What the stage reads in addition to the rows."""
@@ -406,12 +403,11 @@ def _stages_problem(stages: list[Stage], x: object) -> Problem:
     for i, buffer in gradients.items():  # time goes on as the number of the stage falls
         reader = next((reader for reader in reversed(known) if reader < i), None)
         # Delayed weight gradients still read tensors after the backward pass.
-        modules = (
-            ()
-            if reader is None
-            else (part for call in stages[reader].calls for part in call.module.modules())
+        delays = reader is not None and any(
+            getattr(module, "delay_wgrad", False)
+            for call in stages[reader].calls
+            for module in call.module.modules()
         )
-        delays = any(getattr(module, "delay_wgrad", False) for module in modules)
         gradients[i] = replace(
             buffer, first=-i, last=math.inf if reader is None or delays else -reader
         )

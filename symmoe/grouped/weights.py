@@ -134,11 +134,10 @@ def _side_by_side(start: int, num_bytes: int, count: int) -> bytes:
 
 def _read(matrices: Sequence[torch.Tensor], *, alignment: int, contiguous: bool) -> bytes | None:
     device = matrices[0].device
-    read = kernels.for_device(device).read_addresses
-    addresses: bytes | None = read(
+    found: bytes | None = kernels.for_device(device).read_addresses(
         list(matrices), device, alignment=alignment, contiguous=contiguous
     )
-    return addresses
+    return found
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from symmoe.checks.arguments import modules_of
 from symmoe.errors import ArgumentError
@@ -50,26 +51,20 @@ class Replicas:
 
 
 class _Joined:
-    """What has become part of a DDP: layers, and by id parameters of experts that are equal on all replicas, with
-    whether their gradients have hooks. Keeps nothing alive."""
+    """What has become part of a DDP: layers, and parameters of experts that are equal on all replicas. Keeps nothing
+    alive."""
 
     def __init__(self) -> None:
         self.layers: weakref.WeakKeyDictionary[ExpertParallelModule, None] = (
             weakref.WeakKeyDictionary()
         )  # in order
-        self.experts: dict[int, tuple[weakref.ref[nn.Parameter], bool]] = {}
+        self.experts = WeakTensorKeyDictionary()  # to whether their gradients have hooks
         self.num_calls = 0  # of layers that are spread over ranks, in the DDP's forward
 
     def knows(self, parameter: nn.Parameter) -> bool:
         """Whether the parameter has all that it needs as it is."""
-        its, has_hooks = self.experts.get(id(parameter), (None, False))
-        return its is not None and its() is parameter and has_hooks >= parameter.requires_grad
-
-    def note(self, parameter: nn.Parameter) -> bool:
-        """Notes a parameter, which gets hooks if it takes gradients; whether it is new."""
-        its, _ = self.experts.get(id(parameter), (None, False))
-        self.experts[id(parameter)] = weakref.ref(parameter), parameter.requires_grad
-        return its is None or its() is not parameter
+        has_hooks = self.experts.get(parameter)
+        return has_hooks is not None and has_hooks >= parameter.requires_grad
 
 
 class ExpertParallelModule(nn.Module):
@@ -173,9 +168,8 @@ def experts_problem(experts: GroupedMLP, num_ranks: int) -> ArgumentError | None
     """What is wrong with what is around the calls of this rank's experts, or with how FSDP has sharded them, if it has,
     or None. symmoe's own sharding makes DTensors of all experts, [E, ...], before FSDP sees them. Without that FSDP has
     taken the experts of different ranks for the same."""
-    if num_ranks > 1 and (problem := _fsdp_problem(experts, num_ranks)) is not None:
-        return problem
-    return experts_call_problem(experts)
+    problem = _fsdp_problem(experts, num_ranks) if num_ranks > 1 else None
+    return problem or experts_call_problem(experts)
 
 
 def _fsdp_problem(experts: GroupedMLP, num_ranks: int) -> ArgumentError | None:
@@ -205,7 +199,7 @@ def device_problem(
 ) -> ArgumentError | None:
     """The error of a parameter that is on another device than the heap, or has no memory, or None. Not of what is
     brought in time: parts of DTensors, modules with accelerate's hooks."""
-    if module is None or all(parameter.device == device for parameter in _parameters(module)):
+    if module is None or {parameter.device for parameter in _parameters(module)} <= {device}:
         return None
     brought = [each for each in module.modules() if hasattr(each, "_hf_hook")]
     ignored = {id(parameter) for each in brought for parameter in each.parameters()}
@@ -251,8 +245,7 @@ class _ExpertNames:
             yield from _expert_names(model)
 
     def __deepcopy__(self, memo: dict[int, nn.Module]) -> _ExpertNames:
-        model = self._model()
-        return _ExpertNames(memo[id(model)], self.others)
+        return _ExpertNames(memo[id(self._model())], self.others)
 
 
 def _expert_names(model: nn.Module) -> Iterator[str]:
@@ -356,7 +349,9 @@ def _average_gradients(
     for parameter in _parameters(layer.experts):
         if joined.knows(parameter):
             continue
-        if joined.note(parameter) and num_replicas > 1:
+        is_new = parameter not in joined.experts
+        joined.experts[parameter] = parameter.requires_grad
+        if is_new and num_replicas > 1:
             dist.broadcast(local_part(parameter.detach()), group=group, group_src=0)
         if parameter.requires_grad:
             if num_ranks > 1:

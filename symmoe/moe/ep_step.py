@@ -8,7 +8,7 @@ GEMMs run, where that pays (moe/overlap.py), with the same bits.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -40,6 +40,7 @@ from symmoe.kernels.operands import given
 from symmoe.moe.overlap import SERIAL, Overlap, Sizes, overlap_of, received_layout
 from symmoe.moe.replicas import ReplicaTrip, replica_bytes, replicas_problem
 from symmoe.moe.router import Route, Routed, RouteGradients, computed, given_of
+from symmoe.precision.recipes import Recipe
 from symmoe.precision.wire import WireFormat, wire_problem
 from symmoe.symm_mem.heap import FailPeersOnError, SymmetricHeap
 from symmoe.symm_mem.memory import ALIGNMENT_BYTES, Lease
@@ -63,10 +64,11 @@ class Stash(NamedTuple):
     keeps_h: bool  # FC1's output with what adapters add; or backward computes it again
 
 
+Options = tuple[str, Stash, str, str, Wire]  # order, stash, layout, schedule and wire of _EPStep
 STASHES = {
     word: Stash(word in ("all", "rows"), word in ("all", "hidden")) for word in CHOICES["stash"]
 }
-# Options of run_experts, as in MoEConfig, and their defaults.
+# Options of expert_parallel_mlp, as in MoEConfig, and their defaults.
 WORDS = {
     "order": "rank",
     "stash": "all",
@@ -76,25 +78,59 @@ WORDS = {
 }
 
 
+def step_options(words: Mapping[str, str], precision: Recipe | None, hidden: int) -> Options:
+    """Those of run_experts that these WORDS stand for; their layout is not "auto"."""
+    quantized = None if precision is None else WireFormat(precision, hidden)
+    ways = [
+        quantized if words["quantized_wire"] in (way, "both") else None
+        for way in ("forward", "backward")
+    ]
+    return words["order"], STASHES[words["stash"]], words["layout"], words["schedule"], Wire(*ways)
+
+
 def expert_parallel_mlp(
     x: torch.Tensor,
     probs: torch.Tensor,
     experts: GroupedMLP | CallExperts,
     plan: Plan,
-    **options: Any,
+    *,
+    out_shape: torch.Size | None = None,
+    **words: str,
 ) -> torch.Tensor:
-    """The y of run_experts."""
-    return run_experts(x, probs, experts, plan, **options)[0]
+    """The y of run_experts, for experts without a configuration, with a plan that is filled.
+
+    Args:
+        words: order, stash, layout, schedule and quantized_wire as in MoEConfig, each with its default there.
+
+    Raises:
+        ArgumentError: a word is none that is taken; on every rank if it is on any (on GPUs the peers raise at their
+            next call on the heap, or in heap.synchronize). Or rows are to travel quantised, and the experts' precision
+            is not one of E4M3 numbers; or as in run_experts.
+    """
+    if unknown := words.keys() - WORDS:
+        raise TypeError(f"expert_parallel_mlp takes {', '.join(WORDS)}, not {', '.join(unknown)}")
+    heap = plan.heap
+    heap.check()
+    with FailPeersOnError(heap, plan.next_phase):
+        heap.fail_for(transform_problem() or words_problem(**words), plan.next_phase())
+        experts = evaluated(experts, x.dtype)
+        form = experts.form
+        words = WORDS | words
+        words["layout"] = received_layout(words["layout"], form.ffn, form.precision)
+        if words["quantized_wire"] != "none":
+            heap.fail_for(wire_problem(form.precision), plan.next_phase())
+        options = step_options(words, form.precision, form.hidden)
+        return run_experts(x, probs, experts, plan, options, out_shape=out_shape)[0]
 
 
 def run_experts(
     x: torch.Tensor,
     probs: torch.Tensor | Route,
-    experts: GroupedMLP | CallExperts,
+    experts: CallExperts,
     plan: Plan,
+    options: Options,
     *,
     out_shape: torch.Size | None = None,
-    **words: str,
 ) -> tuple[torch.Tensor, Routed | None]:
     """y[t] = sum over k of probs[t, k] * MLP of expert topk_idx[t, k] (x[t]). Collective; does not synchronise. With
     the route of x for probs, the choice of experts comes with y, and is differentiated by the same function of
@@ -106,56 +142,31 @@ def run_experts(
     Args:
         x: [T, H] on the heap's device; the experts' weights are cast to its dtype. probs: fp32 [T, K].
         out_shape: [..., H] of the result; None is [T, H].
-        words: order, stash, layout, schedule and quantized_wire as in MoEConfig, each with its default there.
 
     Raises:
-        ArgumentError: a word is none that is taken; on every rank if it is on any (on GPUs the peers raise at their
-            next call on the heap, or in heap.synchronize). Or rows are to travel quantised, and the experts' precision
-            is not one of E4M3 numbers; or the GPU is too old for the precision; or a weight has changed inside
-            constant_weights; on every rank in the same way.
+        ArgumentError: the GPU is too old for the precision, or a weight has changed inside constant_weights; on every
+            rank in the same way.
     """
-    if unknown := words.keys() - WORDS:
-        raise TypeError(f"expert_parallel_mlp takes {', '.join(WORDS)}, not {', '.join(unknown)}")
-    words, problem, heap, phase = (
-        WORDS | words,
-        words_problem(**words),
-        plan.heap,
-        plan.next_phase(),
-    )
+    heap = plan.heap
     if plan.to_fill is None:
         heap.check()
     with FailPeersOnError(heap, plan.next_phase):
-        heap.fail_for(transform_problem() or problem, phase)
-        experts = evaluated(experts, x.dtype)
-        form, linears, travels = experts.form, experts.linears, words["quantized_wire"]
+        form, linears = experts.form, experts.linears
         problem = linears[0].held_problem() or linears[1].held_problem()
         if plan.num_places:
             problem = problem or replicas_problem(experts)
         if form.precision is not None:
             problem = problem or e4m3_problem(form.precision, x.device)
-        if travels != "none":
-            problem = problem or wire_problem(form.precision)
-        heap.fail_for(problem, phase)
-        quantized = None if form.precision is None else WireFormat(form.precision, form.hidden)
-        wire = Wire(
-            *(quantized if travels in (way, "both") else None for way in ("forward", "backward"))
+        heap.fail_for(problem, plan.next_phase())
+        # Steps are put on tapes, as far as sizes let them, if no table of addresses, no adapter and no quantised weight
+        # is among their operands.
+        is_taped = (
+            form.precision is None
+            and all(form.are_packed)
+            and len(experts.tensors) == 2
+            and heap.device.type != "meta"
         )
-        # Steps are put on tapes, as far as sizes let them, if no table of addresses and no quantised weight is among
-        # their operands.
-        is_full = (
-            form.precision is None and all(form.are_packed) and not form.split(experts.tensors)[2]
-        )
-        layout = received_layout(words["layout"], form.ffn, form.precision)
-        options = (
-            words["order"],
-            STASHES[words["stash"]],
-            layout,
-            words["schedule"],
-            wire,
-            torch.is_grad_enabled(),
-        )
-        more, is_taped = more_of(experts, plan.num_places), is_full and heap.device.type != "meta"
-        step = _EPStep(form, plan, *options, out_shape, more, is_taped)
+        step = _EPStep(form, plan, *options, torch.is_grad_enabled(), out_shape, is_taped)
         tensors = *experts.biases, *experts.tensors
         if isinstance(probs, torch.Tensor):
             return _ExpertParallelMLP.apply(
@@ -190,7 +201,6 @@ class _EPStep:
     wire: Wire
     trains: bool
     out_shape: torch.Size | None
-    more: tuple[bool, int]  # see more_of
     is_taped: bool
     overlap: Overlap = SERIAL
     num_rows: int = 0  # of h
@@ -201,15 +211,20 @@ class _EPStep:
         plan, overlap, kind = self.plan, self._overlap(x), None
         num_rows = plan.row_capacity if plan.num_rows is None else max(1, plan.num_rows)
         if self.is_taped and plan.num_rows is None and plan.heap.first_step is None:
-            sizes = (
+            key = (
+                overlap,
+                self.order,
+                self.stash,
+                self.layout,
+                self.form,
                 plan.num_tokens,
                 plan.row_capacity,
                 plan.packed_row_capacity,
                 plan.num_experts,
                 plan.num_places,
+                plan.top_k,
+                None if plan.nodes is None else plan.nodes.rails.key,
             )
-            rails = None if plan.nodes is None else plan.nodes.rails.key
-            key = overlap, self.order, self.stash, self.layout, self.form, *sizes, plan.top_k, rails
             kind = plan.heap.tapes.number(key)
         return replace(self, overlap=overlap, num_rows=num_rows, kind=kind)
 
@@ -255,12 +270,14 @@ class _EPStep:
         plan = self.plan
         if plan.nodes is None:
             return plan.heap.run((*key, self.kind), function, inputs, plan=plan.generation)
-        rails, inputs = plan.nodes.rails, [*inputs, plan.nodes.rails.found.storage]
-        key, numbers = (
+        rails = plan.nodes.rails
+        found = plan.heap.run(
             (*key, self.kind, rails.brings_maps),
-            {"plan": plan.generation, "rail_plan": rails.number},
+            function,
+            [*inputs, rails.found.storage],
+            plan=plan.generation,
+            rail_plan=rails.number,
         )
-        found = plan.heap.run(key, function, inputs, **numbers)
         rails.brings_maps = False  # they have travelled
         return found
 
@@ -279,9 +296,13 @@ class _EPStep:
         self, received: torch.Tensor, row_to_packed_row: torch.Tensor, row_probs: torch.Tensor
     ) -> ExpertRows:
         """The rows as the kernels take them."""
-        row_index = row_to_packed_row if self.layout == "packed" else None
-        bias_scale = row_probs if self.form.have_biases[1] else None
-        return ExpertRows(received, self.plan.row_range, row_probs, bias_scale, row_index)
+        return ExpertRows(
+            received,
+            self.plan.row_range,
+            row_probs,
+            bias_scale=row_probs if self.form.have_biases[1] else None,
+            row_index=row_to_packed_row if self.layout == "packed" else None,
+        )
 
 
 def most_bytes(
@@ -304,10 +325,10 @@ def more_of(experts: CallExperts, num_places: int) -> tuple[bool, int]:
     """Whether something reads the gradient of the experts' output when that of their input is made, and what so many
     places for replicas lease."""
     keeps = experts.linears[1].delay_wgrad or bool(experts.form.split(experts.tensors)[2])
-    return keeps, replica_bytes(experts, num_places)
+    return keeps, replica_bytes(experts, num_places) if num_places else 0
 
 
-def _that_fits(step: _EPStep, row_bytes: int) -> _EPStep:
+def _that_fits(step: _EPStep, row_bytes: int, experts: CallExperts) -> _EPStep:
     """The step, with buffers of backward that fit into the heap, if those with room do not."""
     plan, heap, sizes = (
         step.plan,
@@ -316,9 +337,9 @@ def _that_fits(step: _EPStep, row_bytes: int) -> _EPStep:
     )
     if plan.num_rows is None or sizes == plan.needed_rows:
         return step  # there is no room beyond what is needed
-    if not heap.memory.lacks(
-        most_bytes((step.num_received, *sizes), plan.num_tokens, heap, row_bytes, step.more)
-    ):
+    more = more_of(experts, plan.num_places)
+    needed = most_bytes((step.num_received, *sizes), plan.num_tokens, heap, row_bytes, more)
+    if not heap.memory.lacks(needed):
         return step
     plan.shrink()
     return replace(step, kind=None, num_rows=max(1, plan.num_rows))
@@ -537,8 +558,9 @@ def _backward(
     x, received, *rest = saved
     # Saved twice, as a repeated call does: hooks may give two tensors of one memory, of which a tape takes one.
     x = route_kept[0] if ctx.rule is not None and x is not None else x
-    step = ctx.step = _that_fits(ctx.step, dy.shape[1] * dy.element_size())
     hidden, (row_probs, b1, b2, *tensors) = Hidden(*rest[:NUM_HIDDEN]), rest[NUM_HIDDEN:]
+    experts = CallExperts(ctx.step.form, (b1, b2), tuple(tensors), linears)
+    step = ctx.step = _that_fits(ctx.step, dy.shape[1] * dy.element_size(), experts)
     plan = step.plan
     # As large as in forward, where that is possible: sizes repeat then.
     received = None if received is None else _whole(received, step.num_received)
@@ -552,12 +574,14 @@ def _backward(
         for fc, weights, needs in zip(linears, both, needed, strict=True)
     )
     # Now, too: a block of symmoe.constant_weights may have ended since forward.
-    options: dict[str, Any] = {
-        "wire": step.wire,
-        "held": (linears[0].held_weight, linears[1].held_weight),
-    }
     weights = partial(
-        expert_weights, step.form, (b1, b2), tensors, trains=(needs_x, True), **options
+        expert_weights,
+        step.form,
+        (b1, b2),
+        tensors,
+        trains=(needs_x, True),
+        wire=step.wire,
+        held=(linears[0].held_weight, linears[1].held_weight),
     )
     spends_h, needs = not (step.stash.keeps_h and keeps_graph()), (needs_x, needs_probs)
     backward = _Backward(
@@ -680,9 +704,12 @@ class _Backward:
             )
             trip: AbstractContextManager[Collection | None] = nullcontext()
             if gradients:
-                d_scale = experts_backward.d_scale if needs_probs else None
                 sums = Collection(
-                    d_rows, plan, order=step.order, row_values=d_scale, gradients=gradients
+                    d_rows,
+                    plan,
+                    order=step.order,
+                    row_values=experts_backward.d_scale if needs_probs else None,
+                    gradients=gradients,
                 )
                 trip = collecting(sums, compute, division)
             num_sms = division.num_sms if gradients and division is not None else None

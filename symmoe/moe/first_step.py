@@ -86,13 +86,13 @@ class FirstStep:
         dense: list[torch.Tensor] = [
             parameter for _, parameter, is_expert in parameters if not is_expert
         ]
-        if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
-            if any(id(parameter) in given for parameter in experts):
-                raise ArgumentError(
-                    "optimizer (ZeroRedundancyOptimizer) has experts, which differ from rank to rank, and overwrites "
-                    "them with those of the rank to which it gives their update: give it the dense parameters only, "
-                    "and the experts an optimizer of their own"
-                )
+        kinds = [kind.__name__ for kind in type(optimizer).__mro__]
+        if "ZeroRedundancyOptimizer" in kinds and not given.keys().isdisjoint(map(id, experts)):
+            raise ArgumentError(
+                "optimizer (ZeroRedundancyOptimizer) has experts, which differ from rank to rank, and overwrites "
+                "them with those of the rank to which it gives their update: give it the dense parameters only, "
+                "and the experts an optimizer of their own"
+            )
         in_ddp = any(layer.replicas.its_ddp() is not None for layer in layers)
         if in_ddp or any(hasattr(parameter, "device_mesh") for parameter in given.values()):
             dense = elsewhere = []
@@ -141,9 +141,11 @@ class FirstStep:
 
 def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     global _num_steps
-    if torch.compiler.is_compiling() or not _layers:
-        return
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    if (
+        torch.compiler.is_compiling()
+        or not _layers
+        or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+    ):
         return
     given = {
         id(parameter): parameter
@@ -184,9 +186,8 @@ def _checksum(tensors: Iterable[torch.Tensor]) -> int:
 
 def _has_bits(parameter: torch.Tensor) -> bool:
     """Whether its own memory, which can be summed up, is all that there is of it."""
-    is_plain = type(parameter) in (torch.Tensor, torch.nn.Parameter)
     return (
-        is_plain
+        type(parameter) in (torch.Tensor, torch.nn.Parameter)
         and parameter.layout is torch.strided
         and not parameter.is_meta
         and parameter.element_size() in _INTEGERS

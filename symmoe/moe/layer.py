@@ -227,39 +227,64 @@ class MoELayer(ExpertParallelModule):
         load_before = self._load_before_call() if self.config.aux_loss == "global" else None
         with nullcontext() if is_compiling else FailPeersOnError(self.heap, control.PHASE_PLAN):
             if not is_compiling:
-                problem = self._problem(x, token_mask=token_mask, topk_idx=topk_idx, probs=probs)
-                self.heap.fail_for(problem, control.PHASE_PLAN)
+                self.heap.fail_for(
+                    self._problem(x, token_mask=token_mask, topk_idx=topk_idx, probs=probs),
+                    control.PHASE_PLAN,
+                )
             token_mask = None if token_mask is None else token_mask.reshape(-1)
             dtype = working_dtype(x)
             tokens = x.reshape(-1, self.config.hidden).to(dtype)
-            traced, own = is_traced(self.experts), None  # own: what the step routes by itself
-            if self.router is not None and not traced and dtype == x.dtype:
-                is_plain = token_mask is None and self.config.capacity_factor is None
-                is_plain = is_plain and topk_idx is None and probs is None and shared is None
-                if is_plain and around_call(self.router) is None:
-                    flat = x.reshape(-1, self.config.hidden)  # not `tokens`: see run_experts
-                    topk_idx = flat.new_empty((len(flat), self.config.top_k), dtype=torch.int32)
-                    own = self.router.route_of(flat, topk_idx=topk_idx)
-            if own is not None:
-                assert own.topk_idx is not None  # of route_of
+            traced = is_traced(self.experts)
+            is_plain = (
+                dtype == x.dtype
+                and token_mask is None
+                and topk_idx is None
+                and probs is None
+                and shared is None
+                and self.config.capacity_factor is None
+            )
+            if (
+                is_plain
+                and not traced
+                and self.router is not None
+                and around_call(self.router) is None
+            ):
+                # The step routes by itself.
+                flat = x.reshape(-1, self.config.hidden)  # not `tokens`: see run_experts
+                chosen_idx = flat.new_empty((len(flat), self.config.top_k), dtype=torch.int32)
+                route = self.router.route_of(flat, topk_idx=chosen_idx)
                 y, load, found = self._routed_experts.run(
-                    tokens, own, own.topk_idx, self.experts, out_shape=x.shape
+                    tokens, route, chosen_idx, self.experts, out_shape=x.shape
                 )
                 assert found is not None  # with a route
-                chosen = found.topk_idx, found.probs, found.topk_idx, None
-                routed: Choice = RouterOutput(*chosen, found.scores, found.logits)
+                routed: Choice = RouterOutput(
+                    found.topk_idx,
+                    found.probs,
+                    chosen_idx=found.topk_idx,
+                    num_over_capacity=None,
+                    scores=found.scores,
+                    logits=found.logits,
+                )
             else:
                 routed = self._route(
                     x, token_mask, topk_idx, probs
                 )  # not `tokens`: autocast would round what it sees
-                if x.device.type == "cpu" and not traced:  # on GPUs the host would have to wait
-                    what, numbers = "probs", routed.probs
-                    if isinstance(routed, RouterOutput):
-                        what, numbers = "the router's logits", routed.logits
-                    check_finite(self.heap, what, numbers)
-                start = None if shared is None else shared.start
-                arguments = tokens, routed.probs, routed.topk_idx, self.experts, x.shape
-                y, load = run_routed(self._routed_experts, *arguments, before_trips=start)
+                is_checked = (
+                    x.device.type == "cpu" and not traced
+                )  # a GPU's host would have to wait
+                if is_checked and isinstance(routed, RouterOutput):
+                    check_finite(self.heap, "the router's logits", routed.logits)
+                elif is_checked:
+                    check_finite(self.heap, "probs", routed.probs)
+                y, load = run_routed(
+                    self._routed_experts,
+                    tokens,
+                    routed.probs,
+                    routed.topk_idx,
+                    self.experts,
+                    x.shape,
+                    before_trips=None if shared is None else shared.start,
+                )
         step_load = (
             None
             if self.router is None or not isinstance(routed, RouterOutput)
@@ -276,15 +301,16 @@ class MoELayer(ExpertParallelModule):
             aux_loss, load[0], load[1], routed.topk_idx, routed.num_over_capacity, *load[2:]
         )
         if self.listeners.callbacks:
-            report = RoutingReport(
-                **metrics._asdict(),
-                chosen_idx=routed.chosen_idx,
-                row_bytes=self.config.hidden * dtype.itemsize,
-                sent_row_bytes=self.config.sent_row_bytes("forward", dtype.itemsize),
-                is_training=self.training,
-                replica_bytes=self._replica_bytes(dtype.itemsize),
+            self.listeners.tell(
+                RoutingReport(
+                    **metrics._asdict(),
+                    chosen_idx=routed.chosen_idx,
+                    row_bytes=self.config.hidden * dtype.itemsize,
+                    sent_row_bytes=self.config.sent_row_bytes("forward", dtype.itemsize),
+                    is_training=self.training,
+                    replica_bytes=self._replica_bytes(dtype.itemsize),
+                )
             )
-            self.listeners.tell(report)
         return y, metrics
 
     if TYPE_CHECKING:
@@ -340,12 +366,11 @@ class MoELayer(ExpertParallelModule):
 
     def _inference_problem(self, **tensors: torch.Tensor | None) -> ArgumentError | None:
         """The error that torch would raise when peers already wait: it cannot save an inference tensor for backward."""
-        if not torch.is_grad_enabled():
-            return None
         for name, tensor in tensors.items():
             if (
                 tensor is not None
                 and tensor.is_inference()
+                and torch.is_grad_enabled()
                 and any(p.requires_grad for p in self.parameters())
             ):
                 return ArgumentError(
@@ -462,5 +487,4 @@ class _SideCall:
             current = torch.cuda.current_stream(y.device)
             current.wait_stream(stream)
             y.record_stream(current)
-        joined: torch.Tensor = self._module(self._x) if y is None else y
-        return joined
+        return cast(torch.Tensor, self._module(self._x)) if y is None else y

@@ -283,14 +283,16 @@ def _on_one_node(sizes: Sizes, gpu: _Gpu) -> Overlap:
         others_s = max(gpu.gemm_s(flops - part, n), sent.overlapped_s(n, rates))
         return gpu.gemm_s(part) + others_s + home_s + (num_ranks - 1) * rates.launch_s
 
-    def under_dw1_s(n: int) -> float:
-        return max(gpu.dw1_s(sizes, n), sent.overlapped_s(n, rates) + home.overlapped_s(n, rates))
-
     found = Overlap(
         dispatch=dispatch(sizes.fc1_flops, sizes.push(sizes.sent_row_bytes)),
         gradient_dispatch=dispatch(flops, sizes.push(sizes.sent_gradient_row_bytes)),
         combine=gpu.best(gpu.gemm_s(flops) + sent_s + home_s, combined_s),
-        gradient_combine=gpu.best(sent_s + home_s + gpu.dw1_s(sizes), under_dw1_s),
+        gradient_combine=gpu.best(
+            sent_s + home_s + gpu.dw1_s(sizes),
+            lambda n: max(
+                gpu.dw1_s(sizes, n), sent.overlapped_s(n, rates) + home.overlapped_s(n, rates)
+            ),
+        ),
     )
     return found if sizes.sums_travel else replace(found, combine=None, gradient_combine=None)
 
@@ -356,10 +358,11 @@ def overlap_of(
         if device.type == "cuda"
         else H200_SMS
     )
-    if schedule == "always-overlapped":
-        chosen = overlap_everything(sizes, num_sms)
-    else:
-        chosen = overlap(sizes, num_sms, rates_of(gpu_of(device), precision))
+    chosen = (
+        overlap_everything(sizes, num_sms)
+        if schedule == "always-overlapped"
+        else overlap(sizes, num_sms, rates_of(gpu_of(device), precision))
+    )
     # Where GEMMs take no parts, they begin when all rows are there.
     return (
         chosen if takes_parts(precision) else replace(chosen, dispatch=None, gradient_dispatch=None)

@@ -44,16 +44,13 @@ def replicas_problem(experts: CallExperts) -> ArgumentError | None:
 
 
 def replica_bytes(experts: CallExperts, num_places: int) -> int:
-    """What a pass leases for replicas of these experts: all that they have, and gradients, at most fp32."""
+    """What a pass leases at most for at least one place: all that an expert has, and gradients, at most fp32."""
     tensors = [tensor for tensor in (*experts.biases, *experts.tensors) if tensor is not None]
     num_bytes = (
         sum(tensor.numel() * (tensor.element_size() + 4) for tensor in tensors)
         // experts.form.num_groups
     )
-    return (
-        num_places * num_bytes
-        + min(1, num_places) * 2 * len(control.REPLICA_MATRICES) * ALIGNMENT_BYTES
-    )
+    return num_places * num_bytes + 2 * len(control.REPLICA_MATRICES) * ALIGNMENT_BYTES
 
 
 class _Places:

@@ -34,7 +34,15 @@ from symmoe.moe.ddp_and_fsdp import (
     experts_problem,
     gradients_elsewhere,
 )
-from symmoe.moe.ep_step import STASHES, WORDS, more_of, most_bytes, run_experts
+from symmoe.moe.ep_step import (
+    STASHES,
+    WORDS,
+    Options,
+    more_of,
+    most_bytes,
+    run_experts,
+    step_options,
+)
 from symmoe.moe.router import OUTSIDE_GRAPHS, Route, Routed
 from symmoe.symm_mem.heap import FailPeersOnError, SymmetricHeap
 from symmoe.symm_mem.row_budget import RowBudget, RowHistory
@@ -114,11 +122,11 @@ class RoutedExperts:
             with FailPeersOnError(heap, control.PHASE_PLAN):
                 plan.fill()
             before_trips()
-        y, routed = run_experts(x, probs, experts, plan, out_shape=out_shape, **self.words)
+        y, routed = run_experts(x, probs, experts, plan, self.options, out_shape=out_shape)
         if not plan.has_room:  # on all ranks; nothing has moved
             plan = plan_call(topk_idx, heap, options)
             probs = probs if routed is None else routed.probs
-            y, _ = run_experts(x, probs, experts, plan, out_shape=out_shape, **self.words)
+            y, _ = run_experts(x, probs, experts, plan, self.options, out_shape=out_shape)
         if self.config.capacity is None and heap.captured_reports is None:
             self._history.note(plan.num_tokens, *plan.needed_rows, plan.most_sent)
         places = (plan.place_to_expert, plan.place_rows) if plan.num_places else ()
@@ -127,13 +135,19 @@ class RoutedExperts:
     @functools.cached_property
     def words(self) -> dict[str, str]:
         """The options of expert_parallel_mlp."""
-        return {name: getattr(self.config, name) for name in WORDS}
+        resolved = {"layout": self.config.received_layout}
+        return {name: getattr(self.config, name) for name in WORDS} | resolved
+
+    @functools.cached_property
+    def options(self) -> Options:
+        """The options of run_experts."""
+        return step_options(self.words, self.config.precision, self.config.hidden)
 
     @functools.cached_property
     def _config_number(self) -> int:
         """By which plans compare all of the configuration, which must be equal on every rank."""
-        names = [field.name for field in fields(MoEConfig)]
-        return self.heap.configurations.number({name: getattr(self.config, name) for name in names})
+        values = {field.name: getattr(self.config, field.name) for field in fields(MoEConfig)}
+        return self.heap.configurations.number(values)
 
     @property
     def _history(self) -> RowHistory:
@@ -152,7 +166,7 @@ class RoutedExperts:
             or heap.captured_reports is not None
         ):
             return room
-        received = room.packed_rows if config.received_layout == "packed" else room.rows
+        received = room.packed_rows if self.words["layout"] == "packed" else room.rows
         sizes, row_bytes = (received, room.rows, room.packed_rows), config.hidden * item_bytes
         needed = most_bytes(sizes, num_tokens, heap, row_bytes, more_of(experts, config.num_places))
         if heap.memory.lacks(needed):  # what the routing needs may fit
@@ -182,9 +196,10 @@ class RoutedExperts:
 
 def experts_of(config: MoEConfig, num_ranks: int, **options: Any) -> GroupedMLP:
     """Experts of one of so many ranks, as the configuration has them, with these other options of GroupedMLP."""
-    sizes = config.experts_per_rank(num_ranks), config.hidden, config.ffn
     return GroupedMLP(
-        *sizes,
+        config.experts_per_rank(num_ranks),
+        config.hidden,
+        config.ffn,
         activation=ScaledActivation(config.activation),
         precision=config.precision,
         **options,
@@ -259,8 +274,10 @@ def run_routed(
         return step.run(
             tokens, probs, topk_idx, experts, out_shape=out_shape, before_trips=before_trips
         )[:2]
-    reason = "inside torch.compile an operator returns them"
-    raise_for(gradients_elsewhere(experts, reason) or experts_problem(experts, step.heap.num_ranks))
+    raise_for(
+        gradients_elsewhere(experts, "inside torch.compile an operator returns them")
+        or experts_problem(experts, step.heap.num_ranks)
+    )
     if (kind := kind_of(experts)) != step.kind:
         raise ArgumentError(f"experts are {kind}; the layer was made with {step.kind}")
     biases, tensors = local_tensors((experts.fc1, experts.fc2), tokens.dtype)
@@ -290,9 +307,12 @@ class _Arguments:
 
     def put_away(self, tensor: torch.Tensor) -> int | tuple[torch.Tensor, Unmodified]:
         for number, other in enumerate(self.tensors):
-            if tensor.data_ptr() == other.data_ptr() and tensor.dtype == other.dtype:
-                if (tensor.shape, tensor.stride()) == (other.shape, other.stride()):
-                    return number
+            if (
+                tensor.data_ptr() == other.data_ptr()
+                and tensor.dtype == other.dtype
+                and (tensor.shape, tensor.stride()) == (other.shape, other.stride())
+            ):
+                return number
         return tensor, Unmodified(tensor=tensor)
 
     def take_out(self, kept: int | tuple[torch.Tensor, Unmodified]) -> torch.Tensor:
@@ -324,8 +344,10 @@ def _moe_forward(
     eager = call.eager
     eager.heap.check(control.PHASE_PLAN)
     fc1, fc2 = eager.meta_experts.fc1, eager.meta_experts.fc2
-    problem = ddp_problem() or fc1.width_problem(tensors[0]) or fc2.width_problem(tensors[0])
-    eager.heap.fail_for(problem, control.PHASE_PLAN)
+    eager.heap.fail_for(
+        ddp_problem() or fc1.width_problem(tensors[0]) or fc2.width_problem(tensors[0]),
+        control.PHASE_PLAN,
+    )
     state = torch.zeros(1, dtype=torch.int64, device="cpu")
     arguments, trained = _Arguments(tensors), call.are_trained(tensors)
     # Leaves of an autograd graph that only this call has.

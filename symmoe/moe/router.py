@@ -120,8 +120,9 @@ class Router(nn.Module):
         home = next(self.parameters()).device if self._heap is None else self._heap.device
         if load.device != home:
             # On "meta" nothing has been counted.
-            load = torch.zeros_like(load, device=home) if load.is_meta else load.to(home)
-            self._step_load = load
+            self._step_load = load = (
+                torch.zeros_like(load, device=home) if load.is_meta else load.to(home)
+            )
         return load
 
     @step_load.setter
@@ -290,9 +291,12 @@ def arguments_problem(
             "token_mask", token_mask, shape=x.shape[:-1], dtypes=(torch.bool,), device=x.device
         )
     if topk_idx is not None:
-        dtypes = torch.int32, torch.int64
         error = error or tensor_problem(
-            "topk_idx", topk_idx, shape=choice, dtypes=dtypes, device=x.device
+            "topk_idx",
+            topk_idx,
+            shape=choice,
+            dtypes=(torch.int32, torch.int64),
+            device=x.device,
         )
     if error is not None or (probs is None and config.router != "none"):
         return error
@@ -469,8 +473,10 @@ def check_finite(heap: SymmetricHeap, what: str, numbers: torch.Tensor) -> None:
     """Fails the call, before its plan, if numbers of a token are not finite. Synchronises the host: for CPUs."""
     bad = (~numbers.isfinite()).any(1).nonzero()
     if len(bad):
-        text = f"{what} of token {int(bad[0])} are not finite ({len(bad)} such tokens)"
-        heap.fail(ArgumentError(text), control.PHASE_PLAN)
+        heap.fail(
+            ArgumentError(f"{what} of token {int(bad[0])} are not finite ({len(bad)} such tokens)"),
+            control.PHASE_PLAN,
+        )
 
 
 def _has_kernels(x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -538,12 +544,12 @@ def _packed(top_k: int, rule: RoutingRule, heap: SymmetricHeap | None) -> list[f
 
 def _unpacked(numbers: Sequence[float]) -> tuple[int, RoutingRule, SymmetricHeap | None]:
     top_k, score, renormalize, num_groups, top_groups, _, number = map(int, numbers)
-    groups = {"num_groups": num_groups, "top_groups": top_groups}
     rule = RoutingRule(
         score=CHOICES["score"][score],
         renormalize=bool(renormalize),
+        num_groups=num_groups,
+        top_groups=top_groups,
         route_scale=numbers[5],
-        **groups,
     )
     return top_k, rule, heap_numbered(None if number < 0 else number)
 

@@ -84,11 +84,16 @@ class Recipe(ABC):
     ) -> Quantized:
         """An uninitialised result of quantize or quantize_columns, for kernels that fill it, but for what a global
         scale needs."""
-        lines, length = num_rows, features
-        if layout == "columns":
-            lines, length = features, TILE * max_tiles(num_rows, row_range.shape[1])
-        fields = {"num_rows": num_rows, "row_range": row_range}
-        return _empty(self.row_format, layout, (lines, length), row_range.device, out, **fields)
+        of_columns = features, TILE * max_tiles(num_rows, row_range.shape[1])
+        return _empty(
+            self.row_format,
+            layout,
+            of_columns if layout == "columns" else (num_rows, features),
+            row_range.device,
+            out,
+            num_rows=num_rows,
+            row_range=row_range,
+        )
 
     @torch.no_grad()
     def quantize(
@@ -128,8 +133,16 @@ class Recipe(ABC):
             if bias_scale is not None:
                 check_operand("bias_scale", bias_scale, (num_rows,), (torch.float32,))
             sums = empty_row_sums(num_rows, dbias), bias_scale
-        options = {"row_index": row_index, "amax": amax, "seeds": seeds}
-        ops.quantize_rows(rows, row_range, result.buffers, row_format, sums=sums, **options)
+        ops.quantize_rows(
+            rows,
+            row_range,
+            result.buffers,
+            row_format,
+            sums=sums,
+            row_index=row_index,
+            amax=amax,
+            seeds=seeds,
+        )
         if dbias is not None and sums is not None:
             ops.sum_dbias(sums[0], row_range, dbias)
         return result if amax is None else dataclasses.replace(result, amax=amax)

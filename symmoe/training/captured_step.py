@@ -248,21 +248,23 @@ class CapturedStep(Generic[R]):
                 stack.enter_context(FailPeersOnError(heap, control.PHASE_PLAN))
             given = Tree(self._signature.bind(*args, **kwargs).arguments, self.device)
             kind = self._kind(given)
-            if self._num_calls.get(kind, 0) >= self._num_eager and kind not in self._replays:
+            is_early = self._num_calls.get(kind, 0) < self._num_eager
+            if not is_early and kind not in self._replays:
                 raise_for(_problem(self.modules))
-        if self.make_graph is None or self._num_calls.get(kind, 0) < self._num_eager:
-            return self._run_eagerly(given)
-        if kind not in self._replays and not all(map(stop_ddp_timing, self.modules.ddps)):
+        if (
+            self.make_graph is None
+            or is_early
+            or (kind not in self._replays and not all(map(stop_ddp_timing, self.modules.ddps)))
+        ):
             return self._run_eagerly(given)
         for heap in self.heaps:
             heap.check()  # of a rank that is gone: a replay would use connections that have ended
-        replay = self._replays.get(kind)
-        if replay is not None and replay.places != self.modules.places:
+        if kind in self._replays and self._replays[kind].places != self.modules.places:
             self._end(kind)
-            replay = None
-        if replay is None:
-            replay = self._replays[kind] = _Replay(self, given)
+        if kind not in self._replays:
+            self._replays[kind] = _Replay(self, given)
             self.num_captures += 1
+        replay = self._replays[kind]
         random_state = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
         result: R = replay.run(given.tensors)
         has_room, is_right = replay.outcome.tolist()  # waits for the replay

@@ -125,12 +125,11 @@ def clip_grad_norm(
     layers = modules_of(model, ExpertParallelModule)
     group = group or dist.group.WORLD
     num_ranks = group_size(group)
-    if expert_group is not None:
-        num_replicas = group_size(expert_group)
-    else:
-        num_replicas = max(
-            1, num_ranks // next((layer.heap.num_ranks for layer in layers), num_ranks)
-        )
+    num_replicas = (
+        max(1, num_ranks // next((layer.heap.num_ranks for layer in layers), num_ranks))
+        if expert_group is None
+        else group_size(expert_group)
+    )
     copies = _local_gradients(model, num_ranks=num_ranks, num_replicas=num_replicas)
     device = next(
         model.parameters()

@@ -108,8 +108,9 @@ class MetricsLogger:
         self._sink = sink
         watched = [listeners for _, listeners in layers.values()]
         self._sizes = [its.num_experts + its.heap.num_ranks + _NUM_TOTALS for its in watched]
-        device = watched[0].heap.device
-        self._totals = torch.zeros(sum(self._sizes), dtype=torch.float64, device=device)
+        self._totals = torch.zeros(
+            sum(self._sizes), dtype=torch.float64, device=watched[0].heap.device
+        )
         self._watching = ExitStack()
         self._layers: list[_Watched] = []
         for (name, (layer, listeners)), totals in zip(

@@ -76,12 +76,12 @@ def choose_precision(
         )
     speed_up = 0.0
     if _was_measured(torch.device(device)) and isinstance(config.precision, Float8Block):
-        sizes = {
-            "num_ranks": num_ranks,
-            "num_tokens": num_tokens,
-            "num_micro_batches": num_micro_batches,
-        }
-        _, speed_up = best_measured(config, **sizes)
+        _, speed_up = best_measured(
+            config,
+            num_ranks=num_ranks,
+            num_tokens=num_tokens,
+            num_micro_batches=num_micro_batches,
+        )
     return config if speed_up >= LEAST_SPEED_UP else in_full(config)
 
 

@@ -116,13 +116,21 @@ def replay_routing(
     def choice(name: str, num_tokens: int, top_k: int | None) -> torch.Tensor:
         number = calls.number
         if number is None or not 0 <= number < len(each):
-            text = f"routing is of {len(each)} micro-batches; layer {name!r} runs in call {number} (None: not known)"
-            _fail_for(ArgumentError(text), layers)
+            _fail_for(
+                ArgumentError(
+                    f"routing is of {len(each)} micro-batches; layer {name!r} runs in call {number} (None: not known)"
+                ),
+                layers,
+            )
         assert number is not None  # that has been raised
         ids = each[number][name]
         if ids.shape != (num_tokens, top_k or ids.shape[-1]):
-            text = f"routing[{name!r}] has shape {list(ids.shape)}; the call has [tokens, K] {[num_tokens, top_k]}"
-            _fail_for(ArgumentError(text), layers)
+            _fail_for(
+                ArgumentError(
+                    f"routing[{name!r}] has shape {list(ids.shape)}; the call has [tokens, K] {[num_tokens, top_k]}"
+                ),
+                layers,
+            )
         its = layers[name][1]
         is_wide = (
             its.give is None and ids.dtype == torch.int64
@@ -309,9 +317,9 @@ def _problem(layers: _Layers, routing: Mapping[str, torch.Tensor]) -> ArgumentEr
             is_wrong |= is_none != is_none.all(-1, keepdim=True)
         if is_wrong.any():
             token = int(is_wrong.any(-1).nonzero()[0])
-            text = f"routing[{name!r}] has for token {token} {ids[token].tolist()}; the layer has {its.num_experts}"
             return ArgumentError(
-                f"{text} experts, and -1 for none (to a trainer's router: in all slots of a token)"
+                f"routing[{name!r}] has for token {token} {ids[token].tolist()}; the layer has {its.num_experts} "
+                "experts, and -1 for none (to a trainer's router: in all slots of a token)"
             )
     return None
 
@@ -330,8 +338,10 @@ def _choose(
         name: str, module: MoELayer, args: Any, kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
         if kwargs.get("probs") is not None:
-            text = f"layer {name!r} is called with probs, which are of another choice"
-            module.heap.fail_for(ArgumentError(text), control.PHASE_PLAN)
+            module.heap.fail_for(
+                ArgumentError(f"layer {name!r} is called with probs, which are of another choice"),
+                control.PHASE_PLAN,
+            )
         num_tokens = math.prod((args[0] if args else kwargs["x"]).shape[:-1])
         return args, {**kwargs, "topk_idx": choose(name, num_tokens, module.config.top_k)}
 

@@ -249,8 +249,11 @@ class Modules:
     def running(self, arguments: dict[str, torch.Tensor]) -> Iterator[None]:
         """A context for the step, which finds out what it sets itself. arguments: by where they are. ArgumentError: it
         writes into arguments or parameters, or always replaces something in the model."""
-        tensors = [*arguments.items(), *self._model.named_parameters()]
-        tensors = [each for each in tensors if not each[1].is_inference()]  # those have no versions
+        tensors = [
+            each
+            for each in (*arguments.items(), *self._model.named_parameters())
+            if not each[1].is_inference()  # those have no versions
+        ]
         versions = [version_of(tensor) for _, tensor in tensors]
         watched = [*self._public, *self._attributes]
         before = [d.get(name) for d, name in watched]
@@ -269,9 +272,8 @@ class Modules:
                 for key, value in d.items()
                 if id(value) not in known
             ]
-            names = names or ["listeners"]
             raise ArgumentError(
-                f"the step replaces {names} of modules in every call, which a replay would not"
+                f"the step replaces {names or ['listeners']} of modules in every call, which a replay would not"
             )
         own = [
             pair
