@@ -15,31 +15,31 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 STATEMENTS: dict[str, tuple[int, int]] = {
-    "symmoe": (18_000, 21_995),
-    "tests": (26_000, 33_603),
-    "benchmarks": (3_000, 3_455),
+    "symmoe": (18_000, 22_714),
+    "tests": (26_000, 34_194),
+    "benchmarks": (3_000, 3_456),
     # rooms of symmoe
-    "kernels + tape": (7_000, 8_291),
-    "symm_mem + nodes": (2_300, 2_804),
-    "checks + precision": (550, 618),
-    "dispatch + combine": (750, 880),
-    "grouped + moe + training": (3_600, 4_626),
-    "checkpoint + integrations": (2_100, 2_499),
-    "tools + timeline": (1_400, 1_753),
+    "kernels + tape": (7_000, 8_523),
+    "symm_mem + nodes": (2_300, 2_814),
+    "checks + precision": (550, 632),
+    "dispatch + combine": (750, 867),
+    "grouped + moe + training": (3_600, 4_698),
+    "checkpoint + integrations": (2_100, 2_765),
+    "tools + timeline": (1_400, 1_844),
 }
 BUDGETS: dict[str, tuple[int, int]] = {
     **STATEMENTS,
-    "lines of docs": (4_000, 0),
-    "packed assignments per 1,000 statements": (15, 35),  # a, b = x, y
+    "lines of docs": (4_000, 4_020),
+    "packed assignments per 1,000 statements": (15, 32),  # a, b = x, y
     # the fullest of all
     "files in one folder": (22, 0),
     "methods of SymmetricHeap": (30, 0),
     "functions on the host with more than 8 parameters": (25, 0),
     # a steady step of a layer on two CPU ranks, see test_bounds.py
-    "files of a step": (24, 34),
+    "files of a step": (24, 33),
     "frames in forward": (10, 19),
-    "calls in forward": (300, 862),
-    "calls before the first kernel": (60, 199),
+    "calls in forward": (300, 822),
+    "calls before the first kernel": (60, 158),
 }
 MOST_PARAMETERS = 8
 
