@@ -36,7 +36,9 @@ class Function(torch.autograd.Function):
             if not torch.is_grad_enabled():  # without create_graph
                 return found
             start = torch.empty(0, device="cpu", requires_grad=True)
-            return _EndOfGraph.apply(of, start, *found)  # type: ignore[no-untyped-call]
+            # With `gradients` as inputs, a loss that is not linear in the results has the node on its way, too, where
+            # torch.autograd.grad goes to some tensors only.
+            return _EndOfGraph.apply(of, len(found), start, *found, *gradients)  # type: ignore[no-untyped-call]
 
         cls.backward = staticmethod(backward)  # type: ignore[method-assign]
 
@@ -47,10 +49,10 @@ class _EndOfGraph(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, of: str, _: torch.Tensor, *gradients: torch.Tensor | None
+        ctx: Any, of: str, num_found: int, _: torch.Tensor, *tensors: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
         ctx.of = of
-        return tuple(None if each is None else each.view_as(each) for each in gradients)
+        return tuple(None if each is None else each.view_as(each) for each in tensors[:num_found])
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> Any:

@@ -224,13 +224,15 @@ class MoELayer(ExpertParallelModule):
         if not is_compiling:
             self.heap.check(control.PHASE_PLAN)
         shared = None if self.shared_expert is None else _SideCall(self.shared_expert, x, self.heap)
-        load_before = self._load_before_call() if self.config.aux_loss == "global" else None
         with nullcontext() if is_compiling else FailPeersOnError(self.heap, control.PHASE_PLAN):
             if not is_compiling:
                 self.heap.fail_for(
                     self._problem(x, token_mask=token_mask, topk_idx=topk_idx, probs=probs),
                     control.PHASE_PLAN,
                 )
+            load_before = None
+            if self.config.aux_loss_coef and self.config.aux_loss == "global":
+                load_before = self._load_before_call()
             token_mask = None if token_mask is None else token_mask.reshape(-1)
             dtype = working_dtype(x)
             tokens = x.reshape(-1, self.config.hidden).to(dtype)

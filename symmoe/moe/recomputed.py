@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable
 
-from symmoe.torch_internals import call_after_backward, graph_task_id, running_node_number
+import torch
+
+from symmoe.torch_internals import (
+    call_after_backward,
+    graph_task_id,
+    next_node_number,
+    running_node_number,
+)
 
 
 class Recomputed:
     """Knows calls by the numbers that autograd gives to the nodes of their graphs, one after the other in each thread:
-    so it does not matter where backward begins, and in which order backwards come. A copy knows no calls.
+    so it does not matter where backward begins, and in which order backwards come.
 
     Attributes:
         nodes: of each call, the numbers of its nodes.
@@ -31,20 +39,60 @@ class Recomputed:
             self._outer = _Pass(found)
         elif outer.task == graph_task_id():
             outer.number = found
-        elif found is None or threading.get_ident() != self._thread:
+        elif found is None or threading.get_ident() != self._thread or node >= outer.first_node:
             # Reentrant: a pass inside that one, through nodes that it has made; numbers are those of its thread.
             return outer.number
         return found
 
-    def __reduce__(self) -> tuple[type[Recomputed], tuple[()]]:
-        return Recomputed, ()
+
+class CountedCalls:
+    """The load that a step had counted before each call of a layer. A copy knows no calls."""
+
+    def __init__(self) -> None:
+        self._recomputed = Recomputed()
+        self._loads: list[torch.Tensor] = []
+        self._version = -1  # of the load that the last call has seen
+        self._first_node = (
+            next_node_number()
+        )  # of the step, or of what comes after the last call without gradients
+
+    def begin(self, load: torch.Tensor) -> torch.Tensor:
+        """A call begins: a copy of the load."""
+        nodes = self._recomputed.nodes
+        now = next_node_number()
+        if torch.is_grad_enabled():
+            new = range(now, sys.maxsize)
+        else:
+            # A checkpoint with use_reentrant=True has one node, made before the calls in it, which make none.
+            is_alone = not nodes or nodes[-1].stop < sys.maxsize
+            new = range(self._first_node if is_alone else now - 1, now)
+            self._first_node = now
+        if nodes:
+            nodes[-1] = range(nodes[-1].start, min(nodes[-1].stop, new.start))
+        nodes.append(new)
+        if load._version != self._version or not self._loads:
+            self._version = load._version
+            self._loads.append(load.clone())
+        else:
+            self._loads.append(self._loads[-1])
+        return self._loads[-1]
+
+    def again(self) -> torch.Tensor | None:
+        """What :meth:`begin` has returned for the call that backward computes again; None: not known."""
+        number = self._recomputed.number()
+        return None if number is None else self._loads[number]
+
+    def __reduce__(self) -> tuple[type[CountedCalls], tuple[()]]:
+        return CountedCalls, ()
 
 
 class _Pass:
-    """The backward pass that runs. number: of the call whose activations it has computed again last; None: unknown."""
+    """The backward pass that runs. number: of the call whose activations it has computed again last; None: unknown.
+    first_node: the number of the first node that is made in it."""
 
     def __init__(self, number: int | None) -> None:
         self.task = graph_task_id()
+        self.first_node = next_node_number()
         self.number = number
         ending = self._end
         # Autograd lets go of it, also where the pass ends in an error.

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import sys
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -30,10 +29,10 @@ from symmoe.errors import ArgumentError, SymmoeError, raise_for
 from symmoe.kernels import control
 from symmoe.kernels.routing_rule import RoutingRule
 from symmoe.moe.config import MoEConfig
-from symmoe.moe.recomputed import Recomputed
+from symmoe.moe.recomputed import CountedCalls
 from symmoe.symm_mem.heap import SymmetricHeap, heap_numbered
 from symmoe.tape.recorder import recorded
-from symmoe.torch_internals import next_node_number, replaceable
+from symmoe.torch_internals import replaceable
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +99,6 @@ class Router(nn.Module):
         self._step_load = (
             torch.zeros(config.num_experts, dtype=torch.int64, device=device) if counts else None
         )
-        self._recomputed = Recomputed()
-        self._loads_before: list[torch.Tensor] = []  # of the calls that it knows
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -137,29 +134,21 @@ class Router(nn.Module):
         assert load is not None
         if torch.compiler.is_compiling() or not (self.training or is_in_backward()):
             return load
-        calls = self._recomputed.nodes
-        if is_in_backward():
-            number = self._recomputed.number()
-            if number is None:
-                raise ArgumentError(
-                    "aux_loss ('global') needs to know which call a checkpoint repeats: backward must come before "
-                    "balance_step, and through the graph of a call of this step"
-                )
-            return self._loads_before[number]
-        # A checkpoint with use_reentrant=True has one node, made before the calls in it, which make none.
-        start = next_node_number() - (not torch.is_grad_enabled())
-        if calls:
-            calls[-1] = range(calls[-1].start, start)
-        calls.append(range(start, sys.maxsize))
-        self._loads_before.append(load.clone())
-        return self._loads_before[-1]
+        if not is_in_backward():
+            return self._calls.begin(load)
+        found = self._calls.again()
+        if found is None:
+            raise ArgumentError(
+                "aux_loss ('global') needs to know which call a checkpoint repeats: backward must come before "
+                "balance_step, and through the graph of a call of this step"
+            )
+        return found
 
     def start_step(self) -> None:
         """Starts the counts of a step. No synchronisation of the host."""
         if self.step_load is not None:
             self.step_load.zero_()
-        self._recomputed = Recomputed()
-        self._loads_before.clear()
+        self._calls = CountedCalls()
 
     @replaceable
     def forward(

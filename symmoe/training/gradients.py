@@ -70,7 +70,9 @@ def reduce_gradients(
     num_ranks = group_size(group)
     # Nothing has been written into them since. (Replays of a graph do not show.)
     shows = num_ranks > 1 and not any(layer.heap.memory.graph_bytes for layer in layers)
-    if shows and parameters and all(_is_reduced(parameter.grad) for parameter in parameters):
+    # Also where an expert of one rank has no gradient: all ranks come to the same end.
+    present = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if shows and present and all(map(_is_reduced, present)):
         raise ArgumentError(
             "reduce_gradients has been called for these gradients already, and there was no backward since: again it "
             f"would divide those of experts by the number of ranks ({num_ranks}) once more"

@@ -291,6 +291,57 @@ def test_a_repeated_call_has_the_loss_of_its_own_forward(
         torch.testing.assert_close(repeated, kept)
 
 
+class Normed(Block):
+    """With functions of autograd before the layer, whose nodes a checkpoint's forward numbers too."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(Doubled.apply(Doubled.apply(x)))
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, dy: torch.Tensor) -> torch.Tensor:
+        return 2 * dy
+
+
+@pytest.mark.parametrize("forward", ["reentrant", "non-reentrant"])
+def test_functions_before_a_repeated_layer_do_not_matter(heap: SymmetricHeap, forward: str):
+    gradients = []
+    for function in (FORWARDS["kept"], FORWARDS[forward]):
+        block = Normed(heap, aux_loss_coef=1.0, aux_loss="global")
+        flying = [function(block, batch(0, number)) for number in range(3)]
+        for number in (1, 0, 2):
+            flying[number].sum().backward()
+        gradients.append([parameter.grad for parameter in block.parameters()])
+    for repeated, kept in zip(*gradients, strict=True):
+        torch.testing.assert_close(repeated, kept)
+
+
+def test_a_copy_repeats_its_own_calls(heap: SymmetricHeap):
+    """Also if it is made in the middle of a step of the original."""
+    block = Block(heap, aux_loss_coef=1.0, aux_loss="global")
+    block(batch(0, 0)).sum().backward()
+    gradients = []
+    for function in (FORWARDS["kept"], FORWARDS["non-reentrant"]):
+        copied = copy.deepcopy(block)
+        copied.zero_grad()
+        function(copied, batch(0, 1)).sum().backward()
+        gradients.append([parameter.grad for parameter in copied.parameters()])
+    for repeated, kept in zip(*gradients, strict=True):
+        torch.testing.assert_close(repeated, kept)
+
+
+def test_without_a_coefficient_a_global_loss_has_no_effect(heap: SymmetricHeap):
+    block = Block(heap, aux_loss="global")
+    y = FORWARDS["non-reentrant"](block, batch(0, 0))
+    balance_step(block)
+    y.sum().backward()
+
+
 def test_a_repeated_call_of_another_step_is_refused(heap: SymmetricHeap):
     model = Model(heap, aux_loss_coef=1.0, aux_loss="global")
     y = model(batch(0, 0), FORWARDS["non-reentrant"])

@@ -320,6 +320,9 @@ def test_second_order_gradients_are_refused_on_every_rank(
         findings.where = f"rank {rank} of {num_ranks}, {name}"
         loss = penalised(call, x)
         expect(findings, outcome(loss.backward), "ArgumentError", "create_graph (True)", "order")
+        (dx,) = torch.autograd.grad(call(x).square().sum(), x, create_graph=True)
+        found = outcome(lambda dx=dx: torch.autograd.grad(dx.square().sum(), x))
+        expect(findings, found, "ArgumentError", "create_graph (True)", "order")
         (wanted,) = torch.autograd.grad(call(x).sum(), x)
         call(x).sum().backward(create_graph=True, inputs=[x])  # and nobody differentiates that
         findings.check(torch.equal(x.grad, wanted), "other gradients with create_graph")
