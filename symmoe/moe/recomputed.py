@@ -51,7 +51,6 @@ class CountedCalls:
     def __init__(self) -> None:
         self._recomputed = Recomputed()
         self._loads: list[torch.Tensor] = []
-        self._version = -1  # of the load that the last call has seen
         self._first_node = (
             next_node_number()
         )  # of the step, or of what comes after the last call without gradients
@@ -70,11 +69,7 @@ class CountedCalls:
         if nodes:
             nodes[-1] = range(nodes[-1].start, min(nodes[-1].stop, new.start))
         nodes.append(new)
-        if load._version != self._version or not self._loads:
-            self._version = load._version
-            self._loads.append(load.clone())
-        else:
-            self._loads.append(self._loads[-1])
+        self._loads.append(load.clone())
         return self._loads[-1]
 
     def again(self) -> torch.Tensor | None:

@@ -39,6 +39,9 @@ def loss_of(model: nn.Module, rank: int, step: int = 0) -> torch.Tensor:
     return model(x.to(next(model.parameters()).device)).square().mean()
 
 
+PACKAGE = os.path.dirname(symmoe.__file__) + os.sep
+
+
 def texts_of(loop: Callable[[], object]) -> list[str]:
     """What a loop warns of, and what it raises."""
     with warnings.catch_warnings(record=True) as caught:
@@ -49,7 +52,7 @@ def texts_of(loop: Callable[[], object]) -> list[str]:
         except ArgumentError as error:
             found.append(str(error))
     ours = [each for each in caught if each.category is UserWarning]
-    assert not [each.filename for each in ours if f"{os.sep}symmoe{os.sep}" in each.filename]
+    assert not [each.filename for each in ours if each.filename.startswith(PACKAGE)]
     texts = [str(each.message) for each in ours]
     # torch's own, of the streams of DDP, on GPUs:
     return [
