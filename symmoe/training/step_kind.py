@@ -300,10 +300,8 @@ class Modules:
 
     def _look(self) -> None:
         self.num_looks += 1
-        modules, self.parameters = (
-            modules_of(self._model, nn.Module),
-            list(self._model.parameters()),
-        )
+        modules = modules_of(self._model, nn.Module)  # ArgumentError: it is no model
+        self.parameters = list(self._model.parameters())
         self._hooks = [hooks for _, *hooks in map(_TRAINED, self.parameters)]
         self.layers = [module for module in modules if isinstance(module, ExpertParallelModule)]
         self.ddps = [module for module in modules if isinstance(module, DistributedDataParallel)]

@@ -22,14 +22,13 @@ import torch
 
 from symmoe.errors import SymmoeError
 from symmoe.kernels.launch import driver
-from symmoe.kernels.launch.triton_internals import build_module
+from symmoe.kernels.launch.triton_internals import MAP_BYTES, build_module
 
-MAP_BYTES = 128  # of a tensor map, which lies at a multiple of it
 _PRIORITY_ATTRIBUTE = 8  # CU_LAUNCH_ATTRIBUTE_PRIORITY
 _USE_NODE_PRIORITY = 8  # CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY
-_WORD_BYTES = 8
+WORD_BYTES = 8  # of an argument
 
-# The loop of set_arguments below, 20 times as fast.
+# What LaunchGraph._set_by_python does. In Python it takes the host 0.1 to 0.2 ms more in each direction of a step.
 _SOURCE = """
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -166,7 +165,7 @@ class LaunchGraph:
         for number, parameter in enumerate(parameters):
             self._parameters[number].value = parameter.value
             self._parameters[number].addend = parameter.addend
-            self._pointers[number] = ctypes.addressof(self._words) + number * _WORD_BYTES
+            self._pointers[number] = ctypes.addressof(self._words) + number * WORD_BYTES
             if parameter.tensor_map >= 0:
                 ctypes.memmove(next_map, values[parameter.tensor_map], MAP_BYTES)
                 self._parameters[number].map = self._pointers[number] = next_map
@@ -233,7 +232,7 @@ class LaunchGraph:
         params.x, params.y, params.z = kernel.grid
         params.threads_x, params.threads_y, params.threads_z = kernel.num_threads, 1, 1
         params.shared_bytes = kernel.shared_bytes
-        params.parameters = ctypes.addressof(self._pointers) + start * _WORD_BYTES
+        params.parameters = ctypes.addressof(self._pointers) + start * WORD_BYTES
         size = ctypes.sizeof(_KernelParams)
         self._kernels[number].params = ctypes.addressof(self._params) + number * size
         self._kernels[number].num_parameters = len(kernel.parameters)

@@ -22,7 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from symmoe.kernels.launch import driver
 from symmoe.kernels.launch.graph import (
-    MAP_BYTES,
+    WORD_BYTES,
     EventNode,
     KernelNode,
     LaunchGraph,
@@ -30,7 +30,7 @@ from symmoe.kernels.launch.graph import (
     Parameter,
     aligned_maps,
 )
-from symmoe.kernels.launch.triton_internals import Compiled, described_parts
+from symmoe.kernels.launch.triton_internals import MAP_BYTES, Compiled, described_parts
 from symmoe.tape import tape as tapes
 from symmoe.tape.tape import (
     STREAM,
@@ -48,7 +48,6 @@ from symmoe.tape.tape import (
 _FLOATS = {"fp32": ("<f", "<i"), "fp64": ("<d", "<q")}
 _INTEGERS = {"i1", "u1", "i8", "u8", "i16", "u16", "i32", "u32", "i64", "u64"}
 _ZERO, _FIRST = STREAM + 1, STREAM + 2  # indices of values: of 0, of the first argument
-_WORD_BYTES = 8
 _MAX_SHARED_BYTES = 227 << 10  # with more, Triton sets attributes of the launch
 _SMALL_BYTES, _WORTH_BYTES, _ALIGNMENT_BYTES = 1 << 20, 32 << 20, 256
 
@@ -109,7 +108,7 @@ class Kernel:
             {place: (value, 0) for place, value in values.items()},
             {place: [next(parts) for _ in range(length)] for place, length in lengths.items()},
         )
-        self._offsets = [_WORD_BYTES * parameter.value for parameter in self._parameters]
+        self._offsets = [WORD_BYTES * parameter.value for parameter in self._parameters]
         self._described = [
             (number, parameter)
             for number, parameter in enumerate(self._parameters)

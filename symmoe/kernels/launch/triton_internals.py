@@ -33,7 +33,7 @@ RANGE = 2  # by type; integers by their range
 VALUE = 3  # by type; integers by their range and whether they are 1 or a multiple of 16
 ALIGNED_VALUE = 4  # like VALUE, and tensors by whether they are 16-byte aligned
 
-_MAP_BYTES = 128  # of a CUtensorMap; in Triton's object it begins at the first multiple of 128 behind the object's head
+MAP_BYTES = 128  # of a CUtensorMap; in Triton's object it begins at the first multiple of 128 behind the object's head
 
 
 def mode(parameter: Any) -> int:
@@ -121,9 +121,9 @@ def described_parts(
     first, *rest = make_tensordesc_arg(descriptor, metadata, *([()] if VERSION >= (3, 8) else []))
     if metadata is None:
         return (0, *map(int, rest)), None
-    if type(first).__basicsize__ != 2 * _MAP_BYTES:
+    if type(first).__basicsize__ != 2 * MAP_BYTES:
         return None
-    return (id(first) + _MAP_BYTES, *map(int, rest)), first
+    return (id(first) + MAP_BYTES, *map(int, rest)), first
 
 
 def build_module(source: str, name: str) -> ModuleType:
