@@ -194,6 +194,32 @@ def replaceable(forward: _Forward) -> _Forward:
     return forward
 
 
+def look_of(module: torch.nn.Module | None) -> list[object]:
+    """Everything on which it depends whether the parameters of a module, and the calls of its parts, are as kernels
+    need them: equal ones are of modules that are alike. Asked for in every call: it has to be quick."""
+    if module is None:
+        return []
+    m, own = module, vars(module)
+    is_sharded = own.get("_is_fsdp_managed_module", False)
+    look = [
+        m,
+        bool(
+            m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks
+        ),
+        "_hf_hook" in own,
+        "forward" in own or type(m).forward not in _REPLACEABLE,
+        is_sharded,
+    ]
+    for parameter in own["_parameters"].values():
+        if parameter is not None:
+            look += type(parameter), parameter.dtype, parameter.device
+            if is_sharded:
+                look.append(parameter.shape)
+    for child in own["_modules"].values():
+        look += look_of(child)
+    return look
+
+
 def around_call(m: torch.nn.Module, *, everywhere: bool = True) -> str | None:
     """What sees or changes the call of a module, and so would be left out if kernels took its place, in words; None:
     nothing. That is a forward that is not :func:`replaceable`, of the class or of the instance, and hooks of the

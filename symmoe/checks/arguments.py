@@ -19,7 +19,7 @@ from symmoe.errors import ArgumentError, StaleLease, word_problem
 from symmoe.kernels import control
 from symmoe.kernels.routing_rule import Score
 from symmoe.symm_mem.memory import ended_lease
-from symmoe.torch_internals import around_call, has_storage, num_dispatch_modes
+from symmoe.torch_internals import around_call, has_storage, is_transformed, num_dispatch_modes
 
 if TYPE_CHECKING:
     from symmoe.symm_mem.heap import SymmetricHeap
@@ -142,8 +142,8 @@ def memory_problem(name: str, tensor: object) -> Problem:
         return ArgumentError(f"{name} ({type(tensor).__name__}) must be a tensor")
     if torch.compiler.is_compiling():  # it passes tensors without memory, and runs no kernels
         return None
-    if (error := transform_problem()) is not None:
-        return error
+    if is_transformed():
+        return transform_problem()
     kind = None
     if tensor.is_nested:
         kind = "a nested tensor"
@@ -161,7 +161,7 @@ def memory_problem(name: str, tensor: object) -> Problem:
         kind = "a tensor whose memory has been freed"
     if kind is not None:
         return ArgumentError(f"{name} ({kind}) must be a strided tensor with memory of its own")
-    return stale_problem(name, tensor)
+    return None if ended_lease(tensor) is None else stale_problem(name, tensor)
 
 
 def tensor_problem(
@@ -202,9 +202,12 @@ def _fits(shape: tuple[int, ...], wanted: tuple[int | str, ...]) -> bool:
     if wanted and wanted[0] == "...":
         wanted = wanted[1:]
         shape = shape[-len(wanted) :]
-    return len(shape) == len(wanted) and all(
-        isinstance(want, str) or size == want for size, want in zip(shape, wanted, strict=True)
-    )
+    if len(shape) != len(wanted):
+        return False
+    for size, want in zip(shape, wanted, strict=True):
+        if size != want and not isinstance(want, str):
+            return False
+    return True
 
 
 def buffer_problem(

@@ -394,6 +394,7 @@ def make_plan(
         replica_places=replica_places,
         replica_slack=replica_slack,
     )
+    check_kind("heap", heap, SymmetricHeap)
     plan = plan_call(topk_idx, heap, options)
     if heap.nodes is not None:
         with (
@@ -414,8 +415,8 @@ def plan_call(
     ranks. With exact capacity the host does not wait if there is room: see Plan.settle. find_room: with exact capacity,
     what the buffers of this call can take on this rank; None, on all ranks: what its routing needs. Asked for once this
     rank has noticed the errors of earlier calls, as its peers have."""
-    plan = begin_plan(topk_idx, heap, options, find_room)
     with FailPeersOnError(heap, control.PHASE_PLAN):
+        plan = begin_plan(topk_idx, heap, options, find_room)
         plan.fill()
     return plan
 
@@ -429,69 +430,91 @@ def begin_plan(
 ) -> Plan:
     """Same as plan_call, except that on one node nothing is launched: see Plan.fill. route: what makes the values of
     topk_idx [T, K] before, then: see Plan.routed."""
-    check_kind("heap", heap, SymmetricHeap)
-    num_experts, capacity, overflow, max_tokens, hidden, dtype, precision, quantized_wire, *_ = (
-        options
-    )
+    capacity = options.capacity
     heap.check(control.PHASE_PLAN, waits=capacity is None)
-    with FailPeersOnError(heap, control.PHASE_PLAN):
-        heap.fail_for(_find_problem(topk_idx, heap, options), control.PHASE_PLAN)
-        num_tokens, top_k = topk_idx.shape
-        most_tokens = num_tokens if capacity is not None and max_tokens is None else max_tokens
-        room = find_room() if capacity is None else None
-        if capacity is None and heap.captured_reports is not None:  # no host can wait
-            why = room.why_it_waits if room else "calls a layer that earlier calls did not"
-            heap.fail_for(ArgumentError(f"a step that is captured {why}") if why else None, None)
-        limit = capacity if room is None else room.rows
-        words = {
-            control.HEAD_NUM_TOKENS: num_tokens,
-            control.HEAD_TOP_K: top_k,
-            control.HEAD_NUM_EXPERTS: num_experts,
-            control.HEAD_CAPACITY: -1 if limit is None else limit,
-            control.HEAD_PACKED_CAPACITY: -1
-            if room is None or room.packed_rows is None
-            else room.packed_rows,
-            control.HEAD_MAX_TOKENS: -1 if most_tokens is None else most_tokens,
-            control.HEAD_OVERFLOW: _OVERFLOW[overflow if room is None else "repeat"],
-            control.HEAD_HIDDEN: -1 if hidden is None else hidden,
-            control.HEAD_DTYPE: -1 if dtype is None else control.DTYPES.index(dtype),
-            control.HEAD_PRECISION: -1 if precision is None else precision_word(precision),
-            control.HEAD_QUANTIZED_WIRE: control.QUANTIZED_WIRES.index(quantized_wire),
-            control.HEAD_NUM_PLACES: options.replica_places,
-            control.HEAD_SLACK: round(1000 * options.replica_slack)
-            if options.replica_places
-            else 0,
-        }
-        its = topk_idx.detach().contiguous(), heap, words, options
-        plan = (
-            _new_plan(*its, None, route)
-            if heap.nodes is None
-            else _plan_between_nodes(*its, room, route)
-        )
-        if room is not None:
-            plan.expected_rows = room.expected_rows
-        return plan
+    heap.fail_for(_find_problem(topk_idx, heap, options, route), control.PHASE_PLAN)
+    room = find_room() if capacity is None else None
+    if capacity is None and heap.captured_reports is not None:  # no host can wait
+        why = room.why_it_waits if room else "calls a layer that earlier calls did not"
+        heap.fail_for(ArgumentError(f"a step that is captured {why}") if why else None, None)
+    topk_idx = topk_idx.detach().contiguous()
+    if heap.nodes is None:
+        return _new_plan(topk_idx, heap, options, room, None, route)
+    return _plan_between_nodes(topk_idx, heap, options, room, route)
+
+
+class _Sizes(NamedTuple):
+    """What the host knows of a plan before it is made."""
+
+    header: tuple[int, ...]  # words for the peers, see control.HEAD_*
+    layout: control.PlanLayout
+    row_capacity: int
+    packed_row_capacity: int
+    expected_rows: int
+
+
+@functools.lru_cache(maxsize=1024)
+def _sizes_of(
+    options: PlanOptions,
+    num_tokens: int,
+    top_k: int,
+    num_ranks: int,
+    room: RowBudget | None,
+    rail_capacity: int,
+) -> _Sizes:
+    """Those of a plan with these options, which have been checked, on a heap of so many ranks."""
+    capacity, max_tokens, num_places = options.capacity, options.max_tokens, options.replica_places
+    most_tokens = num_tokens if capacity is not None and max_tokens is None else max_tokens
+    limit = capacity if room is None else room.rows
+    packed_limit = None if room is None else room.packed_rows
+    dtype, precision = options.dtype, options.precision
+    words = {
+        control.HEAD_NUM_TOKENS: num_tokens,
+        control.HEAD_TOP_K: top_k,
+        control.HEAD_NUM_EXPERTS: options.num_experts,
+        control.HEAD_CAPACITY: -1 if limit is None else limit,
+        control.HEAD_PACKED_CAPACITY: -1 if packed_limit is None else packed_limit,
+        control.HEAD_MAX_TOKENS: -1 if most_tokens is None else most_tokens,
+        control.HEAD_OVERFLOW: _OVERFLOW[options.overflow if room is None else "repeat"],
+        control.HEAD_HIDDEN: -1 if options.hidden is None else options.hidden,
+        control.HEAD_DTYPE: -1 if dtype is None else control.DTYPES.index(dtype),
+        control.HEAD_PRECISION: -1 if precision is None else precision_word(precision),
+        control.HEAD_QUANTIZED_WIRE: control.QUANTIZED_WIRES.index(options.quantized_wire),
+        control.HEAD_RAIL_CAPACITY: rail_capacity,
+        control.HEAD_NUM_PLACES: num_places,
+        control.HEAD_SLACK: round(1000 * options.replica_slack) if num_places else 0,
+    }
+    header = tuple([words.get(word, 0) for word in range(control.HEADER_WORDS)])
+    _, layout = plan_layout(num_tokens, top_k, options.num_experts, num_ranks, num_places)
+    rows, most_tokens = words[control.HEAD_CAPACITY], words[control.HEAD_MAX_TOKENS]
+    packed_rows = words[control.HEAD_PACKED_CAPACITY]
+    if most_tokens >= 0:
+        packed_rows = max(1, min(rows, num_ranks * most_tokens))
+    if room is not None:
+        expected_rows = room.expected_rows
+    else:
+        expected_rows = 0 if rows < 0 else max(1, min(rows, most_tokens * top_k))
+    return _Sizes(header, layout, rows, packed_rows, expected_rows)
 
 
 def _plan_between_nodes(
     topk_idx: torch.Tensor,
     heap: SymmetricHeap,
-    words: dict[int, int],
     options: PlanOptions,
     room: RowBudget | None,
     route: Any,
 ) -> Plan:
-    """The plan on a heap that spans nodes. words: of the header. With exact capacity and no room the host waits for the
-    plan, and reads how long messages are."""
+    """The plan on a heap that spans nodes. With exact capacity and no room the host waits for the plan, and reads how
+    long messages are."""
     num_tokens, top_k = topk_idx.shape
     rail_capacity = 0  # of exact capacity
     rail_rows = num_tokens if room is None else room.rail_rows
+    drops = False
     if options.capacity is not None:
-        rail_capacity = options.rail_capacity or max(1, words[control.HEAD_MAX_TOKENS])
-        rail_rows = rail_capacity
-    words[control.HEAD_RAIL_CAPACITY] = rail_capacity
-    drops = options.overflow == "drop" and rail_rows < words[control.HEAD_MAX_TOKENS]
-    plan = _new_plan(topk_idx, heap, words, options, (rail_rows, drops), route)
+        most_tokens = num_tokens if options.max_tokens is None else options.max_tokens
+        rail_rows = rail_capacity = options.rail_capacity or max(1, most_tokens)
+        drops = options.overflow == "drop" and rail_rows < most_tokens
+    plan = _new_plan(topk_idx, heap, options, room, (rail_rows, drops), route, rail_capacity)
     # Without room it waits for the device, before any barrier: ranks with room raise what the plan has found at once.
     *routed, integers, num_received = plan.fill()
     sent, received = [rail_rows] * len(num_received), nodes_of(heap).rail_rows
@@ -508,37 +531,27 @@ def _plan_between_nodes(
 def _new_plan(
     topk_idx: torch.Tensor,
     heap: SymmetricHeap,
-    words: dict[int, int],
     options: PlanOptions,
+    room: RowBudget | None,
     rails: _Rails,
     route: Any,
+    rail_capacity: int = 0,
 ) -> Plan:
-    """A plan that is to be filled; `words` of the header are the other arguments of make_plan."""
+    """A plan that is to be filled."""
     num_tokens, top_k = topk_idx.shape
+    sizes = _sizes_of(options, num_tokens, top_k, heap.num_ranks, room, rail_capacity)
     reports = heap.captured_reports if options.capacity is None else None
     is_read = options.capacity is None and reports is None
-    header = tuple([words.get(word, 0) for word in range(control.HEADER_WORDS)])
-    limit, packed_limit = words[control.HEAD_CAPACITY], words[control.HEAD_PACKED_CAPACITY]
-    most_tokens, num_experts, num_places = (
-        words[control.HEAD_MAX_TOKENS],
-        options.num_experts,
-        options.replica_places,
-    )
-    _, layout = plan_layout(num_tokens, top_k, num_experts, heap.num_ranks, num_places)
     return Plan(
         topk_idx,  # stands for the storage that is to come
-        layout,
+        sizes.layout,
         heap,
         num_tokens,
         top_k,
-        num_experts,
-        row_capacity=limit,
-        packed_row_capacity=packed_limit
-        if most_tokens < 0
-        else max(1, min(limit, heap.num_ranks * most_tokens)),
-        expected_rows=0 if limit < 0 else max(1, min(limit, most_tokens * top_k)),
-        num_places=num_places,
-        to_fill=ToFill(topk_idx, header, options.config, is_read, reports, rails, route),
+        options.num_experts,
+        *sizes[2:],
+        num_places=options.replica_places,
+        to_fill=ToFill(topk_idx, sizes.header, options.config, is_read, reports, rails, route),
     )
 
 
@@ -562,27 +575,20 @@ def _start_reading(heap: SymmetricHeap, report: torch.Tensor) -> Callable[[], li
     return heap.streams.read_back(report)
 
 
-def _find_problem(topk_idx: torch.Tensor, heap: SymmetricHeap, options: PlanOptions) -> Problem:
-    """What is wrong with this rank's arguments, found without looking at device memory."""
-    (
-        num_experts,
-        capacity,
-        overflow,
-        max_tokens,
-        _,
-        dtype,
-        precision,
-        quantized_wire,
-        *_,
-    ) = options
-    places, slack = options.replica_places, options.replica_slack
-    error = tensor_problem(
-        "topk_idx",
-        topk_idx,
-        shape=("T", "K"),
-        dtypes=(torch.int32, torch.int64),
-        device=heap.device,
-    )
+def _find_problem(
+    topk_idx: torch.Tensor, heap: SymmetricHeap, options: PlanOptions, route: Any
+) -> Problem:
+    """What is wrong with this rank's arguments, found without looking at device memory. topk_idx with a route is memory
+    that the caller has made for it."""
+    error = None
+    if route is None:
+        error = tensor_problem(
+            "topk_idx",
+            topk_idx,
+            shape=("T", "K"),
+            dtypes=(torch.int32, torch.int64),
+            device=heap.device,
+        )
     if error is not None:
         return error
     if not 1 <= topk_idx.shape[1] <= MAX_TOP_K:
@@ -591,6 +597,37 @@ def _find_problem(topk_idx: torch.Tensor, heap: SymmetricHeap, options: PlanOpti
         )
     if topk_idx.numel() >= 2**31:  # a slot is known by its number
         return ArgumentError(f"topk_idx {list(topk_idx.shape)} must have less than 2**31 slots")
+    is_in_order = heap.nodes is None or heap.topology.is_in_order
+    # MoEConfig has looked at the options of a layer: they can be hashed.
+    if not (options.config and _are_sound(options, heap.num_ranks, is_in_order)):
+        error = _options_problem(options, heap.num_ranks, is_in_order)
+    capacity, max_tokens = options.capacity, options.max_tokens
+    if (
+        error is None
+        and capacity is None
+        and heap.captured_reports is None
+        and heap.streams.capture
+    ):
+        error = ArgumentError(
+            "capacity (None) makes the host read the plan, which a CUDA graph cannot; give it rows, or capture whole "
+            "steps with symmoe.capture_step"
+        )
+    if error is None and max_tokens is not None and max_tokens < topk_idx.shape[0]:
+        error = ArgumentError(
+            f"max_tokens ({max_tokens}) must be at least T, this rank's tokens ({topk_idx.shape[0]})"
+        )
+    return error
+
+
+@functools.lru_cache(maxsize=256)
+def _are_sound(options: PlanOptions, num_ranks: int, is_in_order: bool) -> bool:
+    return _options_problem(options, num_ranks, is_in_order) is None
+
+
+def _options_problem(options: PlanOptions, num_ranks: int, is_in_order: bool) -> Problem:
+    """What is wrong with options for a group of so many ranks, of which those of a node follow each other or not."""
+    num_experts, capacity, dtype = options.num_experts, options.capacity, options.dtype
+    places, slack = options.replica_places, options.replica_slack
     sizes = ("num_experts", "capacity", "max_tokens", "hidden", "rail_capacity", "replica_places")
     for name in () if options.config else sizes:  # MoEConfig has looked at those of a layer
         value = getattr(options, name)
@@ -604,25 +641,27 @@ def _find_problem(topk_idx: torch.Tensor, heap: SymmetricHeap, options: PlanOpti
             return ArgumentError(f"{name} ({value}) must be at least 1")
     if not 1 <= num_experts <= control.MAX_EXPERTS:
         return ArgumentError(f"num_experts ({num_experts}) must be in [1, {control.MAX_EXPERTS}]")
-    if num_experts % heap.num_ranks:
+    if num_experts % num_ranks:
         return ArgumentError(
-            f"num_experts ({num_experts}) must be divisible by the number of ranks ({heap.num_ranks})"
+            f"num_experts ({num_experts}) must be divisible by the number of ranks ({num_ranks})"
         )
     if places < 0:
         return ArgumentError(f"replica_places ({places}) must be at least 0")
-    if (num_copies := num_experts + places * heap.num_ranks) > control.MAX_EXPERTS:
+    if (num_copies := num_experts + places * num_ranks) > control.MAX_EXPERTS:
         return ArgumentError(
             f"num_experts ({num_experts}) and replica_places ({places}) on each rank make {num_copies} experts; there "
             f"must be at most {control.MAX_EXPERTS}"
         )
-    if places and heap.nodes is not None and not heap.topology.is_in_order:
+    if places and not is_in_order:
         return ArgumentError(
             f"replica_places ({places}) must be 0 where ranks of a node do not follow each other"
         )
     if not isinstance(slack, (int, float)) or not 0 <= slack <= 1:
         return ArgumentError(f"replica_slack ({slack!r}) must be a number in [0, 1]")
+    error = None
     if not options.config:  # as above
-        error = words_problem(overflow=overflow, quantized_wire=quantized_wire)
+        words = {"overflow": options.overflow, "quantized_wire": options.quantized_wire}
+        error = words_problem(**words)
     if error := error or (None if dtype is None else parameter_dtype_problem(dtype)):
         return error
     for name in ("max_tokens", "overflow", "rail_capacity") if capacity is None else ():
@@ -630,13 +669,4 @@ def _find_problem(topk_idx: torch.Tensor, heap: SymmetricHeap, options: PlanOpti
             return ArgumentError(
                 f"{name} ({value!r}) needs a static capacity, and capacity is None"
             )
-    if capacity is None and heap.captured_reports is None and heap.streams.capture:
-        return ArgumentError(
-            "capacity (None) makes the host read the plan, which a CUDA graph cannot; give it rows, or capture whole "
-            "steps with symmoe.capture_step"
-        )
-    if max_tokens is not None and max_tokens < topk_idx.shape[0]:
-        return ArgumentError(
-            f"max_tokens ({max_tokens}) must be at least T, this rank's tokens ({topk_idx.shape[0]})"
-        )
-    return None if precision is None else precision_problem(precision)
+    return None if options.precision is None else precision_problem(options.precision)

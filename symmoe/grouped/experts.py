@@ -46,12 +46,9 @@ class ExpertForm:
 
     def split(self, tensors: Sequence[T]) -> tuple[tuple[T, ...], tuple[T, ...], tuple[T, ...]]:
         """What is of the weights of fc1, of those of fc2, and of the adapters after them."""
-        first, second = (1 if is_packed else self.num_groups for is_packed in self.are_packed)
-        return (
-            tuple(tensors[:first]),
-            tuple(tensors[first : first + second]),
-            tuple(tensors[first + second :]),
-        )
+        first = 1 if self.are_packed[0] else self.num_groups
+        end = first + (1 if self.are_packed[1] else self.num_groups)
+        return tuple(tensors[:first]), tuple(tensors[first:end]), tuple(tensors[end:])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,6 +60,13 @@ class CallExperts:
     biases: Biases
     tensors: tuple[torch.Tensor, ...]  # weights and adapters in one sequence, see ExpertForm.split
     linears: tuple[GroupedLinear, GroupedLinear]  # whose options backward reads when it runs
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether adapters are among the tensors."""
+        num_groups = self.form.num_groups
+        num_weights = [1 if is_packed else num_groups for is_packed in self.form.are_packed]
+        return len(self.tensors) > sum(num_weights)
 
 
 def of_tensors(

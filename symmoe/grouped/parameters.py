@@ -107,21 +107,19 @@ class GroupedParameters(nn.Module):
         self.reset_parameters()
 
     def __getattr__(self, name: str) -> torch.Tensor | nn.Module:
-        match = _INDEXED.fullmatch(name)
-        if (
-            match
-            and match[1] in self.__dict__.get("_parameters", {})
-            and int(match[2]) < self.num_groups
-        ):
-            packed = self._parameters[match[1]]
-            if packed is not None:
-                return packed[int(match[2])]
+        parameters = self.__dict__.get("_parameters", {})
+        if name not in parameters and (match := _INDEXED.fullmatch(name)):
+            packed = parameters.get(match[1])
+            if packed is not None and int(match[2]) < self.num_groups:
+                part: torch.Tensor = packed[int(match[2])]
+                return part
         return super().__getattr__(name)
 
     def weight_parameters(self) -> tuple[torch.Tensor, ...]:
         """The one packed weight, or the G discrete ones; for a DTensor this rank's part, differentiable."""
         if self.is_packed:
-            return (local_part(self.weight),)
+            weight = self._parameters.get("weight")  # None: it is parametrized
+            return (local_part(self.weight if weight is None else weight),)
         try:
             return cast(
                 "tuple[nn.Parameter, ...]",
@@ -135,8 +133,8 @@ class GroupedParameters(nn.Module):
         self._weight_marks |= marks
         self._restate_marks()
 
-    def width_problem(self, x: torch.Tensor) -> ArgumentError | None:
-        """What keeps the layer from running on the device of x, or None: the dtype of its weights, or a width."""
+    def width_problem(self, device: torch.device) -> ArgumentError | None:
+        """What keeps the layer from running on the device, or None: the dtype of its weights, or a width."""
         weight = next(
             iter(self._parameters.values()), None
         )  # three times as fast as `parameters()`
@@ -145,11 +143,11 @@ class GroupedParameters(nn.Module):
                 f"the weights are {weight.dtype}; they must be one of {control.DTYPES}"
             )
         for name, width in (("in_features", self.in_features), ("out_features", self.out_features)):
-            if x.is_cuda and width % _GPU_MULTIPLE:
+            if device.type == "cuda" and width % _GPU_MULTIPLE:
                 return ArgumentError(
                     f"{name} ({width}) must be a multiple of {_GPU_MULTIPLE} on GPUs"
                 )
-        return None if self.precision is None else e4m3_problem(self.precision, x.device)
+        return None if self.precision is None else e4m3_problem(self.precision, device)
 
     def held_problem(self) -> ArgumentError | None:
         """Why a forward pass cannot use the weights that symmoe.constant_weights holds, or None."""
@@ -264,17 +262,18 @@ def local_tensors(
     Parametrizations and adapters are evaluated here, once in a call: they may draw random numbers, or save something.
     There is a bias or None for each layer; kernels also take one of another dtype. Adapters are A and B of each layer,
     or none if no layer has any: if only one has, e.g. because those of the other are merged, the other gets zeros."""
-    biases = [linear.bias_parameter() for linear in linears]
-    if cast_biases:
-        biases = [None if bias is None else bias.to(dtype) for bias in biases]
+    biases: list[torch.Tensor | None] = []
     tensors: list[torch.Tensor] = []
+    pairs = []
     for linear in linears:
+        bias = linear.bias_parameter()
+        biases.append(bias if bias is None or not cast_biases else bias.to(dtype))
         own = linear.weight_parameters()
         if own[0].dtype != dtype:  # else kernel_matrices looks at them
             check_uniform(own)
             own = tuple(weight.to(dtype) for weight in own)
         tensors += own
-    pairs = [linear.adapters() for linear in linears]
+        pairs.append(linear.adapters())
     if not any(pairs):
         return biases, tensors
     for linear, pair in zip(linears, pairs, strict=True):

@@ -88,7 +88,7 @@ class RowArguments:
         """Checks all arguments of a call, of which argument `name` is x: ArgumentError, StaleLease."""
         problem = _rows_problem(name, x, layers[0])
         for layer in layers:
-            problem = problem or layer.width_problem(x) or layer.held_problem()
+            problem = problem or layer.width_problem(x.device) or layer.held_problem()
         raise_for(problem or self.problem(RowsLike.of(x), layers))
         read = itertools.chain(
             (x, self.splits, self.scale), *(layer.parameters() for layer in layers)

@@ -26,7 +26,9 @@ from symmoe.grouped.activations import ScaledSwiGLU
 from symmoe.grouped.linear import GroupedLinear
 from symmoe.grouped.parameters import local_part
 from symmoe.integrations.torchtitan import token_dispatcher
+from symmoe.kernels import control
 from symmoe.moe.config import MoEConfig
+from symmoe.moe.ddp_and_fsdp import device_problem
 from symmoe.moe.routed_experts import RoutedExperts as Step
 from symmoe.moe.routed_experts import run_routed
 
@@ -140,6 +142,7 @@ class SymmoeRoutedExperts(RoutedExperts):
         tokens, probs, topk_idx = (
             each.flatten(0, 1) for each in (x_BLD, topk_scores_BLK.float(), topk_expert_ids_BLK)
         )
+        heap.fail_for(device_problem("experts", experts, heap.device), control.PHASE_PLAN)
         y, load = run_routed(self._step, tokens, probs, topk_idx, experts, x_BLD.shape)
         self.token_dispatcher.tell(topk_idx, load, tokens)
         return y

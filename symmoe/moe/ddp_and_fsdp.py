@@ -20,12 +20,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from symmoe.checks.arguments import modules_of
-from symmoe.errors import ArgumentError
+from symmoe.errors import ArgumentError, SymmoeError
 from symmoe.grouped.linear import GroupedLinear
 from symmoe.grouped.mlp import GroupedMLP, experts_call_problem
 from symmoe.grouped.parameters import local_part
 from symmoe.symm_mem.heap import SymmetricHeap
-from symmoe.torch_internals import DDP_IGNORED, active_ddp, ddp_parameters
+from symmoe.torch_internals import DDP_IGNORED, active_ddp, ddp_parameters, look_of
 
 _JOINED = "_symmoe_joined"  # on a DDP: its _Joined
 _NUM_COMPARED = 8  # dense parameters, the smallest
@@ -74,6 +74,10 @@ class ExpertParallelModule(nn.Module):
     experts: GroupedMLP  # this rank's
     replicas: Replicas  # the other ranks that have them
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._sound_look: list[object] = []  # of the parts, when nothing was wrong with them
+
     @property
     def is_spread(self) -> bool:
         """Whether ranks of a DDP have, or may have, other experts than this one."""
@@ -88,9 +92,25 @@ class ExpertParallelModule(nn.Module):
     def _ddp_params_and_buffers_to_ignore(self, names: Iterable[str]) -> None:
         self._ignored_besides = list(names)
 
-    def wrapper_problem(self) -> ArgumentError | None:
-        """What is around the layer that would mix experts, or None; in a forward of a DDP, takes part in it."""
-        return ddp_problem(self) or experts_problem(self.experts, self.heap.num_ranks)
+    def wrapper_problem(self) -> SymmoeError | None:
+        """What is around the layer that would mix experts, or why its parts cannot be used as they are, or None; in a
+        forward of a DDP, takes part in it."""
+        problem: SymmoeError | None = ddp_problem(self)
+        if problem is None and (look := look_of(self)) != self._sound_look:
+            problem = self.parts_problem()
+            if problem is None:
+                self._sound_look = look
+        return problem
+
+    def parts_problem(self) -> SymmoeError | None:
+        """Why the parts of the layer, as they are, cannot be used, or None. It depends on their look_of only."""
+        experts, device = self.experts, self.heap.device
+        return (
+            experts_problem(experts, self.heap.num_ranks)
+            or experts.fc1.width_problem(device)
+            or experts.fc2.width_problem(device)
+            or device_problem("experts", experts, device)
+        )
 
 
 def prepare_for_ddp(model: nn.Module, *, expert_group: dist.ProcessGroup | None = None) -> None:

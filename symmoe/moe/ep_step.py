@@ -134,7 +134,7 @@ def run_experts(
 ) -> tuple[torch.Tensor, Routed | None]:
     """y[t] = sum over k of probs[t, k] * MLP of expert topk_idx[t, k] (x[t]). Collective; does not synchronise. With
     the route of x for probs, the choice of experts comes with y, and is differentiated by the same function of
-    autograd: plan has been begun with that route.
+    autograd: plan has been begun with that route. The caller tells peers of errors (FailPeersOnError).
 
     Backward is collective too and must be entered by all ranks in the same order. It computes what is asked for: each
     of `x` and `probs` requires a gradient on all ranks or on none.
@@ -150,33 +150,26 @@ def run_experts(
     heap = plan.heap
     if plan.to_fill is None:
         heap.check()
-    with FailPeersOnError(heap, plan.next_phase):
-        form, linears = experts.form, experts.linears
-        problem = linears[0].held_problem() or linears[1].held_problem()
-        if plan.num_places:
-            problem = problem or replicas_problem(experts)
-        if form.precision is not None:
-            problem = problem or e4m3_problem(form.precision, x.device)
-        heap.fail_for(problem, plan.next_phase())
-        # Steps are put on tapes, as far as sizes let them, if no table of addresses, no adapter and no quantised weight
-        # is among their operands.
-        is_taped = (
-            form.precision is None
-            and all(form.are_packed)
-            and len(experts.tensors) == 2
-            and heap.device.type != "meta"
-        )
-        step = _EPStep(form, plan, *options, torch.is_grad_enabled(), out_shape, is_taped)
-        tensors = *experts.biases, *experts.tensors
-        if isinstance(probs, torch.Tensor):
-            return _ExpertParallelMLP.apply(
-                step, linears, None, x, probs, None, None, *tensors
-            ), None
-        # The router gets its own x: autograd adds the gradients up as it does those of two functions.
-        y, *of_route = _ExpertParallelMLP.apply(
-            step, linears, probs, x, None, probs.x, probs.weight, *tensors
-        )
-        return y, Routed._make([*of_route, probs.topk_idx])
+    form, linears = experts.form, experts.linears
+    problem = linears[0].held_problem() or linears[1].held_problem()
+    if plan.num_places:
+        problem = problem or replicas_problem(experts)
+    if form.precision is not None:
+        problem = problem or e4m3_problem(form.precision, x.device)
+    heap.fail_for(problem, plan.next_phase())
+    # Steps are put on tapes, as far as sizes let them, if no table of addresses, no adapter and no quantised weight is
+    # among their operands.
+    is_taped = form.precision is None and all(form.are_packed) and not experts.has_adapters
+    is_taped = is_taped and heap.device.type != "meta"
+    step = _EPStep(form, plan, *options, torch.is_grad_enabled(), out_shape, is_taped)
+    tensors = *experts.biases, *experts.tensors
+    if isinstance(probs, torch.Tensor):
+        return _ExpertParallelMLP.apply(step, linears, None, x, probs, None, None, *tensors), None
+    # The router gets its own x: autograd adds the gradients up as it does those of two functions.
+    y, *of_route = _ExpertParallelMLP.apply(
+        step, linears, probs, x, None, probs.x, probs.weight, *tensors
+    )
+    return y, Routed._make([*of_route, probs.topk_idx])
 
 
 def rounded_up(number: int) -> int:
@@ -226,7 +219,9 @@ class _EPStep:
                 None if plan.nodes is None else plan.nodes.rails.key,
             )
             kind = plan.heap.tapes.number(key)
-        return replace(self, overlap=overlap, num_rows=num_rows, kind=kind)
+        own = self.form, plan, self.order, self.stash, self.layout, self.schedule, self.wire
+        sizes = overlap, num_rows, kind
+        return _EPStep(*own, self.trains, self.out_shape, self.is_taped, *sizes)
 
     def _overlap(self, x: torch.Tensor) -> Overlap:
         """Which trips are overlapped. It depends only on what all ranks agree on."""
@@ -324,7 +319,7 @@ def most_bytes(
 def more_of(experts: CallExperts, num_places: int) -> tuple[bool, int]:
     """Whether something reads the gradient of the experts' output when that of their input is made, and what so many
     places for replicas lease."""
-    keeps = experts.linears[1].delay_wgrad or bool(experts.form.split(experts.tensors)[2])
+    keeps = experts.linears[1].delay_wgrad or experts.has_adapters
     return keeps, replica_bytes(experts, num_places) if num_places else 0
 
 

@@ -127,9 +127,6 @@ class MoELayer(ExpertParallelModule):
         ArgumentError: the configuration does not fit the group or its GPUs, or `experts` does not fit it.
     """
 
-    _fitting_experts: GroupedMLP  # as they were when they last were compared with the configuration
-    _fitting_router: nn.Module | None
-
     def __init__(
         self,
         config: MoEConfig,
@@ -155,7 +152,6 @@ class MoELayer(ExpertParallelModule):
         self.router = (
             Router(config, device=device, heap=heap) if config.router == "linear" else None
         )
-        vars(self)["_fitting_router"] = self.router
         if experts is None:
             experts = experts_of(config, heap.num_ranks, dtype=dtype, device=device)
         self.set_experts(experts)
@@ -166,7 +162,7 @@ class MoELayer(ExpertParallelModule):
     def set_experts(self, experts: GroupedMLP) -> None:
         """Replaces this rank's experts by `experts`. Local. ArgumentError: they do not fit the configuration."""
         raise_for(self._fit_problem(experts))
-        self.experts = vars(self)["_fitting_experts"] = experts
+        self.experts = experts
         watch_first_step(self)
         self._routed_experts = RoutedExperts.of(self.config, self.heap, experts)
 
@@ -235,8 +231,11 @@ class MoELayer(ExpertParallelModule):
                 load_before = self._load_before_call()
             token_mask = None if token_mask is None else token_mask.reshape(-1)
             dtype = working_dtype(x)
-            tokens = x.reshape(-1, self.config.hidden).to(dtype)
-            traced = is_traced(self.experts)
+            tokens = x if x.dim() == 2 else x.reshape(-1, self.config.hidden)
+            if dtype != x.dtype:
+                tokens = tokens.to(dtype)
+            router, experts = self.router, self.experts
+            traced = is_traced(experts)
             is_plain = (
                 dtype == x.dtype
                 and token_mask is None
@@ -245,18 +244,13 @@ class MoELayer(ExpertParallelModule):
                 and shared is None
                 and self.config.capacity_factor is None
             )
-            if (
-                is_plain
-                and not traced
-                and self.router is not None
-                and around_call(self.router) is None
-            ):
+            if is_plain and not traced and router is not None and around_call(router) is None:
                 # The step routes by itself.
-                flat = x.reshape(-1, self.config.hidden)  # not `tokens`: see run_experts
-                chosen_idx = flat.new_empty((len(flat), self.config.top_k), dtype=torch.int32)
-                route = self.router.route_of(flat, topk_idx=chosen_idx)
+                num_tokens = tokens.shape[0]
+                chosen_idx = tokens.new_empty((num_tokens, self.config.top_k), dtype=torch.int32)
+                route = router.route_of(tokens, topk_idx=chosen_idx)
                 y, load, found = self._routed_experts.run(
-                    tokens, route, chosen_idx, self.experts, out_shape=x.shape
+                    tokens, route, chosen_idx, experts, out_shape=x.shape
                 )
                 assert found is not None  # with a route
                 routed: Choice = RouterOutput(
@@ -283,15 +277,13 @@ class MoELayer(ExpertParallelModule):
                     tokens,
                     routed.probs,
                     routed.topk_idx,
-                    self.experts,
+                    experts,
                     x.shape,
                     before_trips=None if shared is None else shared.start,
                 )
-        step_load = (
-            None
-            if self.router is None or not isinstance(routed, RouterOutput)
-            else self.router.step_load
-        )
+        step_load = None
+        if router is not None and isinstance(routed, RouterOutput):
+            step_load = router.step_load
         if step_load is not None and self.training and torch.is_grad_enabled():
             y = balance.count_in_backward(y, load[0], step_load)  # for the optimizer step
         if shared is not None:
@@ -334,36 +326,30 @@ class MoELayer(ExpertParallelModule):
         return num_bytes
 
     def _problem(self, x: torch.Tensor, **arguments: torch.Tensor | None) -> SymmoeError | None:
-        """What is wrong with the wrappers of the layer or with the arguments of forward, or None. Looks at no device
-        memory."""
-        modules, config, device = self._modules, self.config, self.heap.device
-        experts, router, width = (
-            modules["experts"],
-            modules.get("router"),
-            f"hidden ({config.hidden})",
+        """What is wrong with the wrappers and parts of the layer or with the arguments of forward, or None. Looks at no
+        device memory."""
+        width = f"hidden ({self.config.hidden})"
+        problem = self.wrapper_problem() or tensor_problem(
+            "x", x, shape=("...", width), dtypes=control.DTYPES, device=self.heap.device
         )
-        if (
-            experts is not self._fitting_experts or router is not self._fitting_router
-        ):  # they have been assigned
-            if (
-                problem := self._fit_problem(cast(GroupedMLP, experts)) or router_problem(router)
-            ) is not None:
-                return problem
-            vars(self).update(_fitting_experts=experts, _fitting_router=router)
+        if problem is None and x.shape[-1] != self.config.hidden:
+            problem = ArgumentError(f"x ({list(x.shape)}) must be [..., {width}]")
         return (
-            self.wrapper_problem()
-            or tensor_problem("x", x, shape=("...", width), dtypes=control.DTYPES, device=device)
-            or (
-                None
-                if x.shape[-1] == config.hidden
-                else ArgumentError(f"x ({list(x.shape)}) must be [..., {width}]")
-            )
-            or self.experts.fc1.width_problem(x)
-            or self.experts.fc2.width_problem(x)
-            or arguments_problem(config, x, **arguments)
+            problem
+            or arguments_problem(self.config, x, **arguments)
+            or self._inference_problem(x=x, **arguments)
+        )
+
+    def parts_problem(self) -> SymmoeError | None:
+        modules, device = self._modules, self.heap.device  # they may have been assigned
+        experts = cast(GroupedMLP, modules["experts"])
+        router = modules.get("router")
+        return (
+            self._fit_problem(experts)
+            or router_problem(router)
             or device_problem("router", router, device)
             or device_problem("shared_expert", modules.get("shared_expert"), device)
-            or self._inference_problem(x=x, **arguments)
+            or super().parts_problem()
         )
 
     def _inference_problem(self, **tensors: torch.Tensor | None) -> ArgumentError | None:

@@ -20,7 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from torch.utils.flop_counter import register_flop_formula
 
 from symmoe.autograd import Context, Unmodified, no_second_order
-from symmoe.dispatch.plan import PlanOptions, begin_plan, plan_call
+from symmoe.dispatch.plan import Plan, PlanOptions, begin_plan, plan_call
 from symmoe.errors import ArgumentError, StalePlan, raise_for
 from symmoe.grouped.activations import ScaledActivation
 from symmoe.grouped.experts import CallExperts, evaluated, of_tensors
@@ -28,12 +28,7 @@ from symmoe.grouped.mlp import GroupedMLP, kind_of, without_memory
 from symmoe.grouped.parameters import local_tensors
 from symmoe.kernels import control
 from symmoe.moe.config import MoEConfig
-from symmoe.moe.ddp_and_fsdp import (
-    ddp_problem,
-    device_problem,
-    experts_problem,
-    gradients_elsewhere,
-)
+from symmoe.moe.ddp_and_fsdp import ddp_problem, experts_problem, gradients_elsewhere
 from symmoe.moe.ep_step import (
     STASHES,
     WORDS,
@@ -66,6 +61,7 @@ class RoutedExperts:
     meta_experts: GroupedMLP  # of the shape and activation of the layers' experts, without memory
     kind: tuple[object, ...]  # see kind_of
     number: int = field(default_factory=itertools.count().__next__)
+    _plan_options: dict[torch.dtype, PlanOptions] = field(default_factory=dict)
 
     @classmethod
     def of(cls, config: MoEConfig, heap: SymmetricHeap, experts: GroupedMLP) -> RoutedExperts:
@@ -107,27 +103,25 @@ class RoutedExperts:
                 stream that shall fill the waits of the trips.
         """
         heap, options = self.heap, self.plan_options(x.dtype)
-        if not isinstance(experts, CallExperts):
-            heap.fail_for(device_problem("experts", experts, heap.device), control.PHASE_PLAN)
-        with FailPeersOnError(heap, control.PHASE_PLAN):
+        plan: Plan | None = None
+        with FailPeersOnError(
+            heap, lambda: control.PHASE_PLAN if plan is None else plan.next_phase()
+        ):
             experts = evaluated(experts, x.dtype)  # once, also for a call that is planned again
-        find_room = partial(self._find_room, topk_idx.shape[0], x.dtype.itemsize, experts)
-        route = (
-            probs._replace(x=probs.x.detach(), weight=probs.weight.detach())
-            if isinstance(probs, Route)
-            else None
-        )
-        plan = begin_plan(topk_idx, heap, options, find_room, route)
-        if before_trips is not None:
-            with FailPeersOnError(heap, control.PHASE_PLAN):
+            find_room = partial(self._find_room, topk_idx.shape[0], x.dtype.itemsize, experts)
+            route = None
+            if isinstance(probs, Route):
+                route = probs._replace(x=probs.x.detach(), weight=probs.weight.detach())
+            plan = begin_plan(topk_idx, heap, options, find_room, route)
+            if before_trips is not None:
                 plan.fill()
-            before_trips()
-        y, routed = run_experts(x, probs, experts, plan, self.options, out_shape=out_shape)
-        if not plan.has_room:  # on all ranks; nothing has moved
-            plan = plan_call(topk_idx, heap, options)
-            probs = probs if routed is None else routed.probs
-            y, _ = run_experts(x, probs, experts, plan, self.options, out_shape=out_shape)
-        if self.config.capacity is None and heap.captured_reports is None:
+                before_trips()
+            y, routed = run_experts(x, probs, experts, plan, self.options, out_shape=out_shape)
+            if not plan.has_room:  # on all ranks; nothing has moved
+                plan = plan_call(topk_idx, heap, options)
+                probs = probs if routed is None else routed.probs
+                y, _ = run_experts(x, probs, experts, plan, self.options, out_shape=out_shape)
+        if options.capacity is None and heap.captured_reports is None:
             self._history.note(plan.num_tokens, *plan.needed_rows, plan.most_sent)
         places = (plan.place_to_expert, plan.place_rows) if plan.num_places else ()
         return y, (plan.expert_load, plan.num_dropped, *places), routed
@@ -149,10 +143,14 @@ class RoutedExperts:
         values = {field.name: getattr(self.config, field.name) for field in fields(MoEConfig)}
         return self.heap.configurations.number(values)
 
+    @functools.cached_property
+    def _history_key(self) -> tuple[int, int, int]:
+        config = self.config
+        return config.num_experts, config.top_k, config.num_places
+
     @property
     def _history(self) -> RowHistory:
-        config = self.config
-        return self.heap.row_histories[config.num_experts, config.top_k, config.num_places]
+        return self.heap.row_histories[self._history_key]
 
     def _find_room(
         self, num_tokens: int, item_bytes: int, experts: CallExperts
@@ -168,7 +166,8 @@ class RoutedExperts:
             return room
         received = room.packed_rows if self.words["layout"] == "packed" else room.rows
         sizes, row_bytes = (received, room.rows, room.packed_rows), config.hidden * item_bytes
-        needed = most_bytes(sizes, num_tokens, heap, row_bytes, more_of(experts, config.num_places))
+        more = more_of(experts, self._history_key[2])
+        needed = most_bytes(sizes, num_tokens, heap, row_bytes, more)
         if heap.memory.lacks(needed):  # what the routing needs may fit
             return RowBudget(
                 room.expected_rows, room.rail_rows, why_it_waits=f"lacks {needed} bytes of the heap"
@@ -177,21 +176,24 @@ class RoutedExperts:
 
     def plan_options(self, dtype: torch.dtype) -> PlanOptions:
         """Those of plan_call for tokens of `dtype`, as the configuration says."""
-        c = self.config
-        return PlanOptions(
-            c.num_experts,
-            c.capacity,
-            c.overflow,
-            c.max_tokens,
-            c.hidden,
-            dtype,
-            c.precision,
-            c.quantized_wire,
-            c.rail_capacity,
-            self._config_number,
-            c.num_places,
-            c.replica_slack,
-        )
+        found = self._plan_options.get(dtype)
+        if found is None:
+            c = self.config
+            found = self._plan_options[dtype] = PlanOptions(
+                c.num_experts,
+                c.capacity,
+                c.overflow,
+                c.max_tokens,
+                c.hidden,
+                dtype,
+                c.precision,
+                c.quantized_wire,
+                c.rail_capacity,
+                self._config_number,
+                c.num_places,
+                c.replica_slack,
+            )
+        return found
 
 
 def experts_of(config: MoEConfig, num_ranks: int, **options: Any) -> GroupedMLP:
@@ -343,9 +345,9 @@ def _moe_forward(
     call = _Call(*numbers)
     eager = call.eager
     eager.heap.check(control.PHASE_PLAN)
-    fc1, fc2 = eager.meta_experts.fc1, eager.meta_experts.fc2
+    fc1, fc2, device = eager.meta_experts.fc1, eager.meta_experts.fc2, eager.heap.device
     eager.heap.fail_for(
-        ddp_problem() or fc1.width_problem(tensors[0]) or fc2.width_problem(tensors[0]),
+        ddp_problem() or fc1.width_problem(device) or fc2.width_problem(device),
         control.PHASE_PLAN,
     )
     state = torch.zeros(1, dtype=torch.int64, device="cpu")

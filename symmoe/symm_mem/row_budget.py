@@ -4,6 +4,7 @@ docs/design.md)."""
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from dataclasses import dataclass
@@ -99,6 +100,7 @@ class _Windows:
         return [*map(max, self._before, self._now)]
 
 
+@functools.lru_cache(maxsize=1024)
 def with_margin(number: int, factor: float | None = None) -> int:
     """What a call gets of rows, if the largest recent one needed this number; factor: it gets so many times that."""
     if factor is not None:
