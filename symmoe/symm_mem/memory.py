@@ -47,11 +47,16 @@ class Arena:
         """(offset, size) of a range of at least `num_bytes`, or None if no free range is large enough."""
         size = aligned(num_bytes or 1)
         for index, (start, end) in enumerate(self._free):
-            if end - start >= size:
-                self._free[index : index + 1] = [(start + size, end)] if end - start > size else []
-                self.used_bytes += size
-                self.high_water_bytes = max(self.high_water_bytes, self.used_bytes)
-                return start, size
+            if end - start > size:
+                self._free[index] = start + size, end
+            elif end - start == size:
+                del self._free[index]
+            else:
+                continue
+            self.used_bytes += size
+            if self.used_bytes > self.high_water_bytes:
+                self.high_water_bytes = self.used_bytes
+            return start, size
         return None
 
     def take_or_grow(self, num_bytes: int, source: Arena) -> tuple[int, int] | None:
@@ -69,13 +74,14 @@ class Arena:
     def give_back(self, offset: int, size: int) -> None:
         """Returns a range from :meth:`take`; neighbours merge."""
         free, end, place = self._free, offset + size, bisect(self._free, (offset, 0))
-        if place < len(free) and free[place][0] == end:
-            _, end = free.pop(place)
+        self.used_bytes -= size
         if place and free[place - 1][1] == offset:
             place -= 1
             offset, _ = free.pop(place)
-        free.insert(place, (offset, end))
-        self.used_bytes -= size
+        if place < len(free) and free[place][0] == end:
+            free[place] = offset, free[place][1]
+        else:
+            free.insert(place, (offset, end))
 
     def clear(self) -> list[tuple[int, int]]:
         """Removes all free ranges from the arena; returns them as (offset, size)."""

@@ -23,6 +23,7 @@ ALL_BUT_PLAN = ~_PLAN
 _GENERATION = control.pack_call(plan=1)  # the unit of a plan's generation in a call
 _ENDLESS_S = 4e9  # stands for math.inf: clocks count nanoseconds in 64 bits
 BARRIER = -1  # stands for all peers
+_AFTER_ANY_CALL = control.PHASE_CLOSE, control.PHASE_SUSPEND
 NUM_CALLS = 64
 Kind = tuple[
     int, int
@@ -49,16 +50,19 @@ class FirstTimes:
         whether it is a first wait. fault: whether this rank's arguments are wrong; then `call` (control.pack_call) has
         only the phase."""
         last, phase = self._last, call & 0xFF
-        before, self._num_ready = self._num_ready, len(sys.modules) + self._num_compiled()
-        first = before != self._num_ready
+        num_ready = len(sys.modules) + self._num_compiled()
+        first = num_ready != self._num_ready
+        self._num_ready = num_ready
         if fault:
             first |= not any(
                 earlier == last and kind[0] & 0xFF == phase for earlier, kind in self._stretches
             )
-        elif phase not in (control.PHASE_CLOSE, control.PHASE_SUSPEND):  # they come after any call
+        elif phase not in _AFTER_ANY_CALL:
             self._last = call & ALL_BUT_PLAN if peer == BARRIER else last[0], peer
-            first |= (last, self._last) not in self._stretches
-            self._stretches.add((last, self._last))
+            stretch = last, self._last
+            if stretch not in self._stretches:
+                self._stretches.add(stretch)
+                first = True
         if first:
             self._waits.add((epoch, phase, peer))
         return first
@@ -212,8 +216,9 @@ class Waits:
         first = self.compiles and self.first_times.is_first(
             call, peer, epoch=self.flight.epoch, fault=fault
         )
-        # Never the longer one in a graph, where every replay would have it.
-        _, bound_s = self.bound(first and not capture_id(self.device))
+        bound_s = self.timeout_s
+        if first and not capture_id(self.device):  # else every replay of a graph would have it
+            _, bound_s = self.bound(first)
         return int(min(bound_s, _ENDLESS_S) * 1e9), call
 
     def bound(self, first: bool) -> tuple[str, float]:

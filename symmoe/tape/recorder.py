@@ -461,6 +461,7 @@ class Tapes:
     ) -> None:
         self._kinds, self._numbers = dict[Hashable, _Kind](), dict[Hashable, int]()
         self._device, self._give_up, self._fail = device, give_up, fail
+        self._on_gpu = device.type == "cuda"
         self._constants, self._kernels, self._compiled = tuple(constants), kernels, compiled
         self._audits, self._is_ready, self._counter = audits, False, itertools.count()
         self.num_played = self.num_audited = self._num_calls = 0
@@ -488,18 +489,19 @@ class Tapes:
         kind.num_calls += 1
         if kind.played is not None and not self._audits and kind.num_calls < kind.next_audit:
             self.num_played += 1
-            things = [*inputs, *itertools.repeat(None, kind.played.num_slots - len(inputs))]
-            playing, num_done = Playing(things, kind.played.values[:], numbers, self._kernels), 0
-            if self._device.type == "cuda":
+            played, num_done = kind.played, 0
+            things = [*inputs, *[None] * (played.num_slots - len(inputs))]
+            playing = Playing(things, played.values[:], numbers, self._kernels)
+            if self._on_gpu:
                 playing.values[STREAM] = current_stream(self._device.index)
             try:
-                for entry in kind.played.entries:
+                for entry in played.entries:
                     entry.play(playing)
                     num_done += 1
             except BaseException as error:
-                self._pay(kind.played.entries[num_done:], playing, error)
+                self._pay(played.entries[num_done:], playing, error)
                 raise
-            return kind.played.outputs if kind.fill is None else kind.fill(playing)
+            return played.outputs if kind.fill is None else kind.fill(playing)
         if kind.is_new or kind.num_failures == _MOST_FAILURES:
             outputs = function()
             kind.is_new = False

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from symmoe.errors import SymmoeError
+from symmoe.torch_internals import over_memory_of
 
 # Marks of a trip during which peers wait for this rank's signals, not at a barrier:
 MUST_ABORT = (
@@ -63,20 +64,23 @@ class Memory:
             return self.constant
         thing = playing.things[self.slot]
         base: torch.Tensor = thing if isinstance(thing, torch.Tensor) else thing.tensor
+        offset, is_same_dtype = self.offset_bytes, base.dtype == self.dtype
         if (
-            self.offset_bytes == 0
-            and base.dtype == self.dtype
+            is_same_dtype
+            and offset == 0
             and base.shape == self.shape
             and base.stride() == self.stride
         ):
             return base
-        storage = base.untyped_storage()
-        first_byte = base.data_ptr() - storage.data_ptr() + self.offset_bytes
+        storage, item_bytes = base.untyped_storage(), self.dtype.itemsize
+        first_byte = base.data_ptr() - storage.data_ptr() + offset
         if first_byte + extent_bytes(self.shape, self.stride, self.dtype) > storage.nbytes():
             want, has = (f"{list(each.shape)} {each.dtype}" for each in (self, base))
             raise SymmoeError(f"a recorded call wants {want} in the memory of {has}")
+        if is_same_dtype:
+            return over_memory_of(base, self.shape, self.stride, offset // item_bytes)
         return torch.empty(0, dtype=self.dtype, device=base.device).set_(
-            storage, first_byte // self.dtype.itemsize, self.shape, self.stride
+            storage, first_byte // item_bytes, self.shape, self.stride
         )
 
 
@@ -134,20 +138,26 @@ def filler(template: Any) -> Callable[[Playing], Any] | None:
     if kind is not dict and not isinstance(template, (tuple, list)):
         return None
     values = [*(template.values() if kind is dict else template)]
-    parts = [(n, part) for n, part in enumerate(map(filler, values)) if part is not None]
-    make = (
-        (lambda each: dict(zip(template, each, strict=True)))
-        if kind is dict
-        else getattr(kind, "_make", kind)
-    )
+    slots = [(n, value.slot) for n, value in enumerate(values) if type(value) is ObjectSlot]
+    parts = [
+        (n, part)
+        for n, (value, part) in enumerate(zip(values, map(filler, values), strict=True))
+        if part is not None and type(value) is not ObjectSlot
+    ]
+    if kind is dict:
+        make: Callable[[Any], Any] = lambda each: dict(zip(template, each, strict=True))
+    else:
+        make = getattr(kind, "_make", kind)
 
     def fill(playing: Playing) -> Any:
-        filled = values[:]
+        filled, things = values[:], playing.things
+        for n, slot in slots:
+            filled[n] = things[slot]
         for n, part in parts:
             filled[n] = part(playing)
         return make(filled)
 
-    return fill if parts else None
+    return fill if slots or parts else None
 
 
 _BY_IDENTITY: Any = object.__eq__
@@ -242,11 +252,9 @@ class Call(Entry):
         self.fills = tuple(map(filler, self.template))
 
     def play(self, playing: Playing) -> None:
-        (args, kwargs), (fill_args, fill_kwargs), function = (
-            self.template,
-            self.fills,
-            self.function,
-        )
+        function = self.function
+        args, kwargs = self.template
+        fill_args, fill_kwargs = self.fills
         if fill_args is not None:
             args = fill_args(playing)
         if fill_kwargs is not None:
