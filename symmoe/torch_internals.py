@@ -76,9 +76,9 @@ empty_strided: dict[str, Callable[..., torch.Tensor]] = {
     for kind in ("cpu", "cuda")
 }
 # A tensor (base, shape, stride, offset in elements) over the memory of another one, which autograd takes for no view.
-over_memory_of: Callable[
-    [torch.Tensor, tuple[int, ...], tuple[int, ...], int], torch.Tensor
-] = _named("_C._dynamo.guards._reinterpret_tensor", _over_memory_of)
+over_memory_of: Callable[[torch.Tensor, tuple[int, ...], tuple[int, ...], int], torch.Tensor] = (
+    _named("_C._dynamo.guards._reinterpret_tensor", _over_memory_of)
+)
 gpu_sleep: Callable[[int], None] = _named("cuda._sleep")
 SLEEP_KERNEL = "spin_kernel"  # what gpu_sleep launches
 

@@ -47,16 +47,13 @@ class Arena:
         """(offset, size) of a range of at least `num_bytes`, or None if no free range is large enough."""
         size = aligned(num_bytes or 1)
         for index, (start, end) in enumerate(self._free):
-            if end - start > size:
+            if end - start >= size:
                 self._free[index] = start + size, end
-            elif end - start == size:
-                del self._free[index]
-            else:
-                continue
-            self.used_bytes += size
-            if self.used_bytes > self.high_water_bytes:
-                self.high_water_bytes = self.used_bytes
-            return start, size
+                if end - start == size:
+                    del self._free[index]
+                self.used_bytes += size
+                self.high_water_bytes = max(self.high_water_bytes, self.used_bytes)
+                return start, size
         return None
 
     def take_or_grow(self, num_bytes: int, source: Arena) -> tuple[int, int] | None:

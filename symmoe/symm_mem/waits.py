@@ -59,10 +59,9 @@ class FirstTimes:
             )
         elif phase not in _AFTER_ANY_CALL:
             self._last = call & ALL_BUT_PLAN if peer == BARRIER else last[0], peer
-            stretch = last, self._last
-            if stretch not in self._stretches:
-                self._stretches.add(stretch)
-                first = True
+            first |= (last, self._last) not in self._stretches
+            if first:
+                self._stretches.add((last, self._last))
         if first:
             self._waits.add((epoch, phase, peer))
         return first

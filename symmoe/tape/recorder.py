@@ -461,7 +461,7 @@ class Tapes:
     ) -> None:
         self._kinds, self._numbers = dict[Hashable, _Kind](), dict[Hashable, int]()
         self._device, self._give_up, self._fail = device, give_up, fail
-        self._on_gpu = device.type == "cuda"
+        self._type = device.type  # torch makes a new word each time that it is asked
         self._constants, self._kernels, self._compiled = tuple(constants), kernels, compiled
         self._audits, self._is_ready, self._counter = audits, False, itertools.count()
         self.num_played = self.num_audited = self._num_calls = 0
@@ -492,7 +492,7 @@ class Tapes:
             played, num_done = kind.played, 0
             things = [*inputs, *[None] * (played.num_slots - len(inputs))]
             playing = Playing(things, played.values[:], numbers, self._kernels)
-            if self._on_gpu:
+            if self._type == "cuda":
                 playing.values[STREAM] = current_stream(self._device.index)
             try:
                 for entry in played.entries:
@@ -536,8 +536,8 @@ class Tapes:
         """The whole key of a call, and its kind."""
         if not self._is_ready:
             self._get_ready()
-        type_ = self._device.type
-        autocast = torch.get_autocast_dtype(type_) if torch.is_autocast_enabled(type_) else None
+        is_on = torch.is_autocast_enabled(self._type)
+        autocast = torch.get_autocast_dtype(self._type) if is_on else None
         looks = [
             (t.shape, t.stride(), t.dtype, t.device, t.requires_grad, t.data_ptr() & 15)
             for t in inputs

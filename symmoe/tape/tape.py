@@ -144,10 +144,11 @@ def filler(template: Any) -> Callable[[Playing], Any] | None:
         for n, (value, part) in enumerate(zip(values, map(filler, values), strict=True))
         if part is not None and type(value) is not ObjectSlot
     ]
-    if kind is dict:
-        make: Callable[[Any], Any] = lambda each: dict(zip(template, each, strict=True))
-    else:
-        make = getattr(kind, "_make", kind)
+    make = (
+        (lambda each: dict(zip(template, each, strict=True)))
+        if kind is dict
+        else getattr(kind, "_make", kind)
+    )
 
     def fill(playing: Playing) -> Any:
         filled, things = values[:], playing.things

@@ -341,7 +341,8 @@ def in_sections(tape: Tape) -> Tape | None:
         if each.slot is not None
     }
     outputs = [whole.get(each, each) if isinstance(each, Memory) else each for each in tape.outputs]
-    return replace(tape, entries=(*made, *steps), outputs=tuple(outputs), values=layout.values)
+    begin = [_Begin(made)] if made else []
+    return replace(tape, entries=(*begin, *steps), outputs=tuple(outputs), values=layout.values)
 
 
 def _with_memory_planned(
@@ -403,6 +404,19 @@ def _slots(template: Any) -> Iterator[int]:
         yield from chain.from_iterable(map(_slots, template))
     elif isinstance(slot := getattr(template, "slot", None), int):
         yield slot
+
+
+class _Begin(Entry):
+    """All memory is made that these calls make."""
+
+    def __init__(self, calls: Sequence[Call]) -> None:
+        self.calls = calls
+        self._made: list[Any] = [(call.slot, call.function, call.template[0]) for call in calls]
+
+    def play(self, playing: Playing) -> None:
+        things = playing.things
+        for slot, make, look in self._made:
+            things[slot] = make(*look)
 
 
 @dataclass(frozen=True, slots=True)
