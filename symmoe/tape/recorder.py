@@ -154,15 +154,16 @@ class Recorder(TorchDispatchMode):
         self.numbers = numbers
         self._num_slots = 0
         self._spans: list[
-            tuple[int, int, int]
-        ] = []  # (first address, one past the last, slot), the newest last
+            tuple[int, int, int, Any]
+        ] = []  # (first address, one past the last, slot, look if a tensor is in the slot), the newest last
         self._things: dict[
             int, tuple[int, object]
         ] = {}  # id of an object to its slot; holds the object
         self._constants = {tensor.data_ptr() for tensor in constants}
         for tensor in inputs:
-            self._place(tensor)
-        if any(end > start for (_, end, _), (start, _, _) in pairwise(sorted(self._spans))):
+            self._place(tensor, is_known=True)
+        spans = sorted(span[:2] for span in self._spans)
+        if any(end > start for (_, end), (start, _) in pairwise(spans)):
             self.give_up(SHARED)
         device = inputs[0].device
         self._device, self._on_gpu = device, device.type == "cuda"
@@ -334,7 +335,7 @@ class Recorder(TorchDispatchMode):
             return result
         if function in _EMPTY and result.device == self._device:
             self.entries.append(
-                Call(self._make, (_look(result), {}), self._place(result), tapes.NEW)
+                Call(self._make, (_look(result), {}), self._place(result, is_known=True), tapes.NEW)
             )
         elif isinstance(result, torch.Tensor):
             self._note_operator(function, template, self._place(result))
@@ -372,18 +373,21 @@ class Recorder(TorchDispatchMode):
         self._num_slots += 1
         return self._num_slots - 1
 
-    def _place(self, tensor: torch.Tensor) -> int:
-        """A new slot for a new tensor."""
+    def _place(self, tensor: torch.Tensor, *, is_known: bool = False) -> int:
+        """A new slot for a new tensor. is_known: whether each call has a tensor of the same look there."""
         if tensor.numel() == 0:
             self.give_up("a tensor is empty")
-        slot, start = self._new_slot(), tensor.data_ptr()
-        self._spans.append((start, start + tapes.extent_bytes(*_look(tensor)), slot))
+        slot, start, look = self._new_slot(), tensor.data_ptr(), _look(tensor)
+        end = start + tapes.extent_bytes(*look)
+        self._spans.append((start, end, slot, look if is_known else None))
         return slot
 
-    def _memory(self, tensor: torch.Tensor) -> Memory:
+    def _memory(self, tensor: torch.Tensor) -> Memory | ObjectSlot:
         start, look = tensor.data_ptr(), _look(tensor)
         end = start + tapes.extent_bytes(*look)
-        for first, last, slot in reversed(self._spans):
+        for first, last, slot, known in reversed(self._spans):
+            if first == start and look == known:
+                return ObjectSlot(slot)
             if first <= start and end <= last:
                 return Memory(slot, start - first, *look)
         if start not in self._constants:

@@ -86,9 +86,10 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class ObjectSlot:
-    """An object that an earlier entry has made."""
+    """An object that an earlier entry has made, or a whole tensor, as it was made or given."""
 
     slot: int
+    offset_bytes = 0  # as in Memory
 
     def get(self, playing: Playing) -> Any:
         return playing.things[self.slot]

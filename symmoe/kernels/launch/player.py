@@ -334,15 +334,8 @@ def in_sections(tape: Tape) -> Tape | None:
             group = _Group()
             group.takes(entry)
     steps += group.end(layout)
-    # A whole tensor is returned as it was made.
-    whole = {
-        Memory(each.slot, 0, *each.template[0]): ObjectSlot(each.slot)
-        for each in made
-        if each.slot is not None
-    }
-    outputs = [whole.get(each, each) if isinstance(each, Memory) else each for each in tape.outputs]
     begin = [_Begin(made)] if made else []
-    return replace(tape, entries=(*begin, *steps), outputs=tuple(outputs), values=layout.values)
+    return replace(tape, entries=(*begin, *steps), values=layout.values)
 
 
 def _with_memory_planned(
@@ -607,7 +600,7 @@ class Section(Entry):
         kernel: Kernel = entry.kernel
         values, constant = {}, self._layout.constant
         for place, (arg, kind) in enumerate(zip(entry.args, kernel.kinds, strict=True)):
-            if isinstance(arg, Memory) and arg.slot is not None:
+            if isinstance(arg, (Memory, ObjectSlot)) and arg.slot is not None:
                 slot, offset = self._layout.parts.get(arg.slot, (arg.slot, 0))
                 values[place] = self._index(slot, self._slots), offset + arg.offset_bytes
             elif isinstance(arg, Memory):
