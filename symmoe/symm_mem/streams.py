@@ -220,8 +220,7 @@ class StreamOrder:
         order.released = left
 
     def _order(self) -> _Order:
-        capture = self.capture
-        if not capture:
+        if self.eager_thread == threading.get_ident() or not (capture := capture_id(self._device)):
             return self._eager
         if capture != self._captured[0]:
             self._captured = capture, _Order()
