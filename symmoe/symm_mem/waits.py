@@ -23,7 +23,6 @@ ALL_BUT_PLAN = ~_PLAN
 _GENERATION = control.pack_call(plan=1)  # the unit of a plan's generation in a call
 _ENDLESS_S = 4e9  # stands for math.inf: clocks count nanoseconds in 64 bits
 BARRIER = -1  # stands for all peers
-_AFTER_ANY_CALL = control.PHASE_CLOSE, control.PHASE_SUSPEND
 NUM_CALLS = 64
 Kind = tuple[
     int, int
@@ -57,7 +56,7 @@ class FirstTimes:
             first |= not any(
                 earlier == last and kind[0] & 0xFF == phase for earlier, kind in self._stretches
             )
-        elif phase not in _AFTER_ANY_CALL:
+        elif phase not in (control.PHASE_CLOSE, control.PHASE_SUSPEND):  # they come after any call
             self._last = call & ALL_BUT_PLAN if peer == BARRIER else last[0], peer
             first |= (last, self._last) not in self._stretches
             if first:

@@ -153,17 +153,17 @@ class Recorder(TorchDispatchMode):
         self.is_owed = False
         self.numbers = numbers
         self._num_slots = 0
-        self._spans: list[
-            tuple[int, int, int, Any]
-        ] = []  # (first address, one past the last, slot, look if a tensor is in the slot), the newest last
+        # (first address, one past the last, slot, look), the newest last. look: of a tensor that each call has in the
+        # slot, or None.
+        self._spans: list[tuple[int, int, int, Any]] = []
         self._things: dict[
             int, tuple[int, object]
         ] = {}  # id of an object to its slot; holds the object
         self._constants = {tensor.data_ptr() for tensor in constants}
         for tensor in inputs:
             self._place(tensor, is_known=True)
-        spans = sorted(span[:2] for span in self._spans)
-        if any(end > start for (_, end), (start, _) in pairwise(spans)):
+        spans = sorted(span[:3] for span in self._spans)
+        if any(end > start for (_, end, _), (start, _, _) in pairwise(spans)):
             self.give_up(SHARED)
         device = inputs[0].device
         self._device, self._on_gpu = device, device.type == "cuda"
@@ -378,8 +378,8 @@ class Recorder(TorchDispatchMode):
         if tensor.numel() == 0:
             self.give_up("a tensor is empty")
         slot, start, look = self._new_slot(), tensor.data_ptr(), _look(tensor)
-        end = start + tapes.extent_bytes(*look)
-        self._spans.append((start, end, slot, look if is_known else None))
+        known = look if is_known else None
+        self._spans.append((start, start + tapes.extent_bytes(*look), slot, known))
         return slot
 
     def _memory(self, tensor: torch.Tensor) -> Memory | ObjectSlot:
@@ -540,8 +540,8 @@ class Tapes:
         """The whole key of a call, and its kind."""
         if not self._is_ready:
             self._get_ready()
-        is_on = torch.is_autocast_enabled(self._type)
-        autocast = torch.get_autocast_dtype(self._type) if is_on else None
+        type_ = self._type
+        autocast = torch.get_autocast_dtype(type_) if torch.is_autocast_enabled(type_) else None
         looks = [
             (t.shape, t.stride(), t.dtype, t.device, t.requires_grad, t.data_ptr() & 15)
             for t in inputs

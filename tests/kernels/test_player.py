@@ -80,7 +80,7 @@ def played(*entries: Entry, returned: tuple[int, ...] = (0, 1)) -> tuple[object,
     tape = player.in_sections(Tape(10, entries, tuple(map(ObjectSlot, returned))))
     assert tape is not None
     begin, *steps = tape.entries
-    return (*begin.calls, *steps) if isinstance(begin, player._Begin) else tape.entries
+    return (*begin.calls, *steps)
 
 
 def test_memory_and_leases_come_before_the_launches_and_leases_end_after_them(lists):

@@ -334,8 +334,7 @@ def in_sections(tape: Tape) -> Tape | None:
             group = _Group()
             group.takes(entry)
     steps += group.end(layout)
-    begin = [_Begin(made)] if made else []
-    return replace(tape, entries=(*begin, *steps), values=layout.values)
+    return replace(tape, entries=(_Begin(tuple(made)), *steps), values=layout.values)
 
 
 def _with_memory_planned(
@@ -399,17 +398,16 @@ def _slots(template: Any) -> Iterator[int]:
         yield slot
 
 
+@dataclass(frozen=True, slots=True)
 class _Begin(Entry):
-    """All memory is made that these calls make."""
+    """All memory begins that these calls make."""
 
-    def __init__(self, calls: Sequence[Call]) -> None:
-        self.calls = calls
-        self._made: list[Any] = [(call.slot, call.function, call.template[0]) for call in calls]
+    calls: tuple[Any, ...]
 
     def play(self, playing: Playing) -> None:
         things = playing.things
-        for slot, make, look in self._made:
-            things[slot] = make(*look)
+        for call in self.calls:
+            things[call.slot] = call.function(*call.template[0])
 
 
 @dataclass(frozen=True, slots=True)
