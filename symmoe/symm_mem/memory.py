@@ -48,9 +48,7 @@ class Arena:
         size = aligned(num_bytes or 1)
         for index, (start, end) in enumerate(self._free):
             if end - start >= size:
-                self._free[index] = start + size, end
-                if end - start == size:
-                    del self._free[index]
+                self._free[index : index + 1] = [(start + size, end)] if end - start > size else []
                 self.used_bytes += size
                 self.high_water_bytes = max(self.high_water_bytes, self.used_bytes)
                 return start, size

@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -105,7 +104,8 @@ class StreamOrder:
         self._device = device
         self._eager = _Order()
         self._captured: tuple[int, _Order] = (0, self._eager)  # the last capture's id and order
-        self._spare_copies: dict[Hashable, list[tuple[torch.Tensor, torch.cuda.Event]]] = {}
+        # By look: memory, an event, and the driver, as to import it takes time.
+        self._spare_copies: dict[Hashable, list[tuple[torch.Tensor, torch.cuda.Event, Any]]] = {}
 
     @functools.cached_property
     def side_stream(self) -> torch.cuda.Stream:
@@ -148,26 +148,27 @@ class StreamOrder:
     def read_back(self, tensor: torch.Tensor) -> Callable[[], list[Any]]:
         """Starts a copy of a small contiguous device tensor, which a kernel of ours has written, to the CPU; the result
         waits for it (only for the current stream so far) and gives the numbers. Past torch, whose `copy_` is slow."""
-        driver = _driver()
         spare = self._spare_copies.setdefault((tensor.shape, tensor.dtype), [])
         if spare:
-            copy, event = spare.pop()
+            copy, event, driver = spare.pop()
         else:
+            from symmoe.kernels.launch import driver  # needs Triton, which CPUs need not have
+
             with torch.inference_mode(False):  # a later call may be outside of it
                 copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(self._device))  # this makes it
         library, stream = driver.library(), current_stream(self._device.index)
-        error = library.cuMemcpyDtoHAsync_v2(
-            copy.data_ptr(), tensor.data_ptr(), copy.nbytes, stream
+        driver.check(
+            library.cuMemcpyDtoHAsync_v2(copy.data_ptr(), tensor.data_ptr(), copy.nbytes, stream),
+            "cuMemcpyDtoHAsync",
         )
-        driver.check(error, "cuMemcpyDtoHAsync")
         driver.check(library.cuEventRecord(event.cuda_event, stream), "cuEventRecord")
 
         def wait() -> list[Any]:
             event.synchronize()
             numbers: list[Any] = copy.tolist()
-            spare.append((copy, event))
+            spare.append((copy, event, driver))
             return numbers
 
         return wait
@@ -267,19 +268,12 @@ def _mark(stream: torch.cuda.Stream) -> _Mark:
     return stream.cuda_stream, event
 
 
-@functools.cache
-def _driver() -> ModuleType:
-    """Imported by the first call on a GPU: it needs Triton, which CPUs need not have."""
-    from symmoe.kernels.launch import driver
-
-    return driver
-
-
 def capture_id(device: torch.device) -> int:
     """A number of the CUDA graph that the current stream is capturing; 0 if there is none."""
     if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
         return 0
-    driver = _driver()
+    from symmoe.kernels.launch import driver  # needs Triton, which CPUs need not have
+
     status, number = ctypes.c_int(), ctypes.c_ulonglong()
     asked = current_stream(device.index), ctypes.byref(status), ctypes.byref(number)
     driver.check(driver.library().cuStreamGetCaptureInfo(*asked), "cuStreamGetCaptureInfo")

@@ -49,9 +49,8 @@ class FirstTimes:
         whether it is a first wait. fault: whether this rank's arguments are wrong; then `call` (control.pack_call) has
         only the phase."""
         last, phase = self._last, call & 0xFF
-        num_ready = len(sys.modules) + self._num_compiled()
-        first = num_ready != self._num_ready
-        self._num_ready = num_ready
+        before, self._num_ready = self._num_ready, len(sys.modules) + self._num_compiled()
+        first = before != self._num_ready
         if fault:
             first |= not any(
                 earlier == last and kind[0] & 0xFF == phase for earlier, kind in self._stretches
@@ -59,8 +58,7 @@ class FirstTimes:
         elif phase not in (control.PHASE_CLOSE, control.PHASE_SUSPEND):  # they come after any call
             self._last = call & ALL_BUT_PLAN if peer == BARRIER else last[0], peer
             first |= (last, self._last) not in self._stretches
-            if first:
-                self._stretches.add((last, self._last))
+            self._stretches.add((last, self._last))
         if first:
             self._waits.add((epoch, phase, peer))
         return first
@@ -214,9 +212,8 @@ class Waits:
         first = self.compiles and self.first_times.is_first(
             call, peer, epoch=self.flight.epoch, fault=fault
         )
-        bound_s = self.timeout_s
-        if first and not capture_id(self.device):  # else every replay of a graph would have it
-            _, bound_s = self.bound(first)
+        # Never the longer one in a graph, where every replay would have it.
+        _, bound_s = self.bound(first and not capture_id(self.device))
         return int(min(bound_s, _ENDLESS_S) * 1e9), call
 
     def bound(self, first: bool) -> tuple[str, float]:

@@ -161,9 +161,11 @@ class Recorder(TorchDispatchMode):
         ] = {}  # id of an object to its slot; holds the object
         self._constants = {tensor.data_ptr() for tensor in constants}
         for tensor in inputs:
-            self._place(tensor, is_known=True)
-        spans = sorted(span[:3] for span in self._spans)
-        if any(end > start for (_, end, _), (start, _, _) in pairwise(spans)):
+            self._place(tensor, _look(tensor))
+        if any(
+            end > start
+            for (_, end), (start, _) in pairwise(sorted(span[:2] for span in self._spans))
+        ):
             self.give_up(SHARED)
         device = inputs[0].device
         self._device, self._on_gpu = device, device.type == "cuda"
@@ -335,7 +337,7 @@ class Recorder(TorchDispatchMode):
             return result
         if function in _EMPTY and result.device == self._device:
             self.entries.append(
-                Call(self._make, (_look(result), {}), self._place(result, is_known=True), tapes.NEW)
+                Call(self._make, (_look(result), {}), self._place(result, _look(result)), tapes.NEW)
             )
         elif isinstance(result, torch.Tensor):
             self._note_operator(function, template, self._place(result))
@@ -373,13 +375,12 @@ class Recorder(TorchDispatchMode):
         self._num_slots += 1
         return self._num_slots - 1
 
-    def _place(self, tensor: torch.Tensor, *, is_known: bool = False) -> int:
-        """A new slot for a new tensor. is_known: whether each call has a tensor of the same look there."""
+    def _place(self, tensor: torch.Tensor, known: Any = None) -> int:
+        """A new slot for a new tensor. known: its look, if each call has a tensor of this look there."""
         if tensor.numel() == 0:
             self.give_up("a tensor is empty")
-        slot, start, look = self._new_slot(), tensor.data_ptr(), _look(tensor)
-        known = look if is_known else None
-        self._spans.append((start, start + tapes.extent_bytes(*look), slot, known))
+        slot, start = self._new_slot(), tensor.data_ptr()
+        self._spans.append((start, start + tapes.extent_bytes(*_look(tensor)), slot, known))
         return slot
 
     def _memory(self, tensor: torch.Tensor) -> Memory | ObjectSlot:
@@ -540,8 +541,9 @@ class Tapes:
         """The whole key of a call, and its kind."""
         if not self._is_ready:
             self._get_ready()
-        type_ = self._type
-        autocast = torch.get_autocast_dtype(type_) if torch.is_autocast_enabled(type_) else None
+        autocast = (
+            torch.get_autocast_dtype(self._type) if torch.is_autocast_enabled(self._type) else None
+        )
         looks = [
             (t.shape, t.stride(), t.dtype, t.device, t.requires_grad, t.data_ptr() & 15)
             for t in inputs

@@ -6,9 +6,9 @@ import operator
 from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from itertools import zip_longest
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -37,6 +37,7 @@ class Playing:
     mark: str = CLEAN
 
 
+@lru_cache(maxsize=4096)  # a tape asks for the same ones in every call
 def extent_bytes(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> int:
     """From the first byte of a tensor to the one past its last."""
     if 0 in shape:
@@ -64,21 +65,20 @@ class Memory:
             return self.constant
         thing = playing.things[self.slot]
         base: torch.Tensor = thing if isinstance(thing, torch.Tensor) else thing.tensor
-        offset, is_same_dtype = self.offset_bytes, base.dtype == self.dtype
         if (
-            is_same_dtype
-            and offset == 0
+            self.offset_bytes == 0
+            and base.dtype == self.dtype
             and base.shape == self.shape
             and base.stride() == self.stride
         ):
             return base
         storage, item_bytes = base.untyped_storage(), self.dtype.itemsize
-        first_byte = base.data_ptr() - storage.data_ptr() + offset
+        first_byte = base.data_ptr() - storage.data_ptr() + self.offset_bytes
         if first_byte + extent_bytes(self.shape, self.stride, self.dtype) > storage.nbytes():
             want, has = (f"{list(each.shape)} {each.dtype}" for each in (self, base))
             raise SymmoeError(f"a recorded call wants {want} in the memory of {has}")
-        if is_same_dtype:
-            return over_memory_of(base, self.shape, self.stride, offset // item_bytes)
+        if base.dtype == self.dtype:
+            return over_memory_of(base, self.shape, self.stride, self.offset_bytes // item_bytes)
         return torch.empty(0, dtype=self.dtype, device=base.device).set_(
             storage, first_byte // item_bytes, self.shape, self.stride
         )
@@ -134,8 +134,7 @@ def filler(template: Any) -> Callable[[Playing], Any] | None:
     """Function that returns the template with what a call has in the places; None if there are none."""
     kind = type(template)
     if kind in _PLACES:
-        get: Callable[[Playing], Any] = template.get
-        return get
+        return cast(Callable[[Playing], Any], template.get)
     if kind is not dict and not isinstance(template, (tuple, list)):
         return None
     values = [*(template.values() if kind is dict else template)]
@@ -239,7 +238,7 @@ class Call(Entry):
         function: the function, or the name of a kernel.
         kind: CALL, NOTE, OPERATOR or NEW.
         leaves_autocast: the type of device for which autocast was on around the whole call, but not here; or None.
-        fills: what fills in the two parts of the template; None: it has no places.
+        fill: what fills in the template; None: it has no places.
     """
 
     function: Callable[..., Any] | str
@@ -248,21 +247,18 @@ class Call(Entry):
     kind: str = CALL
     is_owed: bool = False
     leaves_autocast: str | None = None
-    fills: tuple[Callable[[Playing], Any] | None, ...] = field(init=False)
+    fill: Callable[[Playing], Any] | None = field(init=False)
 
     def __post_init__(self) -> None:
-        self.fills = tuple(map(filler, self.template))
+        self.fill = filler(self.template)
 
     def play(self, playing: Playing) -> None:
-        function = self.function
-        args, kwargs = self.template
-        fill_args, fill_kwargs = self.fills
-        if fill_args is not None:
-            args = fill_args(playing)
-        if fill_kwargs is not None:
-            kwargs = fill_kwargs(playing)
-        if isinstance(function, str):
-            function = getattr(playing.kernels(), function)
+        args, kwargs = self.template if self.fill is None else self.fill(playing)
+        function = (
+            getattr(playing.kernels(), self.function)
+            if isinstance(self.function, str)
+            else self.function
+        )
         if self.leaves_autocast is None:
             result = function(*args, **kwargs)
         else:

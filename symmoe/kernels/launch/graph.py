@@ -73,7 +73,7 @@ static PyObject *launch(PyObject *self, PyObject *args)
     PyBuffer_Release(&buffer);
     if (!error) {
         Py_BEGIN_ALLOW_THREADS /* it waits while too much is queued */
-        error = -launch_graph((void *)graph, (void *)stream);
+        error = launch_graph((void *)graph, (void *)stream);
         Py_END_ALLOW_THREADS
     }
     return PyLong_FromLong(error);
@@ -201,13 +201,11 @@ class LaunchGraph:
         is_first = not self._is_set
         self._is_set = False
         error = (self._compiled or self._launch_by_python)(is_first, stream, values)
-        if error:
-            call = "cuGraphLaunch" if error < 0 else "cuGraphExecKernelNodeSetParams"
-            driver.check(abs(error), call)
+        driver.check(error, "cuGraphExecKernelNodeSetParams or cuGraphLaunch")
         self._is_set = True
 
     def _launch_by_python(self, is_first: bool, stream: int, values: array[int]) -> int:
-        """Gives kernels their arguments and launches. Returns the error of the driver, of the launch with a minus."""
+        """Gives kernels their arguments and launches. Returns the error of the driver, or 0."""
         library = driver.library_with_gil()
         numbers = iter(range(len(self._parameters)))
         for kernel in self._kernels:
@@ -226,7 +224,7 @@ class LaunchGraph:
                 set_params = library.cuGraphExecKernelNodeSetParams_v2
                 if error := set_params(self._exec, kernel.node, kernel.params):
                     return int(error)
-        return -int(driver.library().cuGraphLaunch(self._exec, stream))
+        return int(driver.library().cuGraphLaunch(self._exec, stream))
 
     def _describe(self, number: int, kernel: KernelNode, start: int) -> None:
         """What the driver is given for a kernel, whose first parameter has the number `start`."""
@@ -290,8 +288,9 @@ def _set_priority(node: ctypes.c_void_p, priority: int) -> None:
 def _functions_of_driver() -> Any:
     """Those that the compiled function calls."""
     names = "cuGraphExecKernelNodeSetParams_v2", "cuTensorMapReplaceAddress", "cuGraphLaunch"
-    functions = [getattr(driver.library(), name) for name in names]
-    addresses = [ctypes.cast(function, ctypes.c_void_p).value for function in functions]
+    addresses = [
+        ctypes.cast(getattr(driver.library(), name), ctypes.c_void_p).value for name in names
+    ]
     return (ctypes.c_void_p * len(addresses))(*addresses)
 
 

@@ -438,15 +438,12 @@ class _Group:
     def takes(self, entry: Entry) -> bool:
         """Whether the entry may have its place in this group, which takes it then."""
         has_operator = any(each.kind == tapes.OPERATOR for each in self._after)
-        if self._is_full:
+        # A launch may read what an operator writes.
+        if self._is_full or (has_operator and isinstance(entry, (Launch, Event, Mark))):
             return False
         if isinstance(entry, (Launch, Event)):
-            if has_operator:
-                return False  # it may read what the operator writes
             self._launches.append(entry)
         elif isinstance(entry, Mark):
-            if has_operator:
-                return False
             self._mark = entry
         elif isinstance(entry, _End):
             self._after.append(entry)
@@ -457,7 +454,7 @@ class _Group:
         elif entry.kind == tapes.IN_ORDER:
             self._after.append(entry)
             self._is_full = True
-        elif entry.fills == (None, None):
+        elif entry.fill is None:
             if self._after:
                 return False  # a lease may get memory that was given back meanwhile
             self._before.append(entry)
