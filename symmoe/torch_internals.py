@@ -46,6 +46,13 @@ def _empty_strided(
     return torch.empty_strided(shape, stride, dtype=dtype, device=kind)
 
 
+def _over_memory_of(
+    base: torch.Tensor, shape: tuple[int, ...], stride: tuple[int, ...], offset: int
+) -> torch.Tensor:
+    result = torch.empty(0, dtype=base.dtype, device=base.device)
+    return result.set_(base.untyped_storage(), base.storage_offset() + offset, shape, stride)
+
+
 def _attribute(name: str) -> Callable[[Any], Any]:
     """A function from an object of torch to this attribute."""
 
@@ -68,6 +75,10 @@ empty_strided: dict[str, Callable[..., torch.Tensor]] = {
     )
     for kind in ("cpu", "cuda")
 }
+# A tensor (base, shape, stride, offset in elements) over the memory of another one, which autograd takes for no view.
+over_memory_of: Callable[[torch.Tensor, tuple[int, ...], tuple[int, ...], int], torch.Tensor] = (
+    _named("_C._dynamo.guards._reinterpret_tensor", _over_memory_of)
+)
 gpu_sleep: Callable[[int], None] = _named("cuda._sleep")
 SLEEP_KERNEL = "spin_kernel"  # what gpu_sleep launches
 

@@ -69,13 +69,14 @@ class Arena:
     def give_back(self, offset: int, size: int) -> None:
         """Returns a range from :meth:`take`; neighbours merge."""
         free, end, place = self._free, offset + size, bisect(self._free, (offset, 0))
-        if place < len(free) and free[place][0] == end:
-            _, end = free.pop(place)
+        self.used_bytes -= size
         if place and free[place - 1][1] == offset:
             place -= 1
             offset, _ = free.pop(place)
-        free.insert(place, (offset, end))
-        self.used_bytes -= size
+        if place < len(free) and free[place][0] == end:
+            free[place] = offset, free[place][1]
+        else:
+            free.insert(place, (offset, end))
 
     def clear(self) -> list[tuple[int, int]]:
         """Removes all free ranges from the arena; returns them as (offset, size)."""

@@ -104,7 +104,8 @@ class StreamOrder:
         self._device = device
         self._eager = _Order()
         self._captured: tuple[int, _Order] = (0, self._eager)  # the last capture's id and order
-        self._spare_copies: dict[Hashable, list[tuple[torch.Tensor, torch.cuda.Event]]] = {}
+        # By look: memory, an event, and the driver, as to import it takes time.
+        self._spare_copies: dict[Hashable, list[tuple[torch.Tensor, torch.cuda.Event, Any]]] = {}
 
     @functools.cached_property
     def side_stream(self) -> torch.cuda.Stream:
@@ -147,27 +148,27 @@ class StreamOrder:
     def read_back(self, tensor: torch.Tensor) -> Callable[[], list[Any]]:
         """Starts a copy of a small contiguous device tensor, which a kernel of ours has written, to the CPU; the result
         waits for it (only for the current stream so far) and gives the numbers. Past torch, whose `copy_` is slow."""
-        from symmoe.kernels.launch import driver  # needs Triton, which CPUs need not have
-
         spare = self._spare_copies.setdefault((tensor.shape, tensor.dtype), [])
         if spare:
-            copy, event = spare.pop()
+            copy, event, driver = spare.pop()
         else:
+            from symmoe.kernels.launch import driver  # needs Triton, which CPUs need not have
+
             with torch.inference_mode(False):  # a later call may be outside of it
                 copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
             event = torch.cuda.Event()
-        stream = torch.cuda.current_stream(self._device)
-        copied = driver.library().cuMemcpyDtoHAsync_v2
+            event.record(torch.cuda.current_stream(self._device))  # this makes it
+        library, stream = driver.library(), current_stream(self._device.index)
         driver.check(
-            copied(copy.data_ptr(), tensor.data_ptr(), tensor.nbytes, stream.cuda_stream),
+            library.cuMemcpyDtoHAsync_v2(copy.data_ptr(), tensor.data_ptr(), copy.nbytes, stream),
             "cuMemcpyDtoHAsync",
         )
-        event.record(stream)
+        driver.check(library.cuEventRecord(event.cuda_event, stream), "cuEventRecord")
 
         def wait() -> list[Any]:
             event.synchronize()
             numbers: list[Any] = copy.tolist()
-            spare.append((copy, event))
+            spare.append((copy, event, driver))
             return numbers
 
         return wait
@@ -220,8 +221,7 @@ class StreamOrder:
         order.released = left
 
     def _order(self) -> _Order:
-        capture = self.capture
-        if not capture:
+        if self.eager_thread == threading.get_ident() or not (capture := capture_id(self._device)):
             return self._eager
         if capture != self._captured[0]:
             self._captured = capture, _Order()

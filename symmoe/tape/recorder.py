@@ -153,16 +153,19 @@ class Recorder(TorchDispatchMode):
         self.is_owed = False
         self.numbers = numbers
         self._num_slots = 0
-        self._spans: list[
-            tuple[int, int, int]
-        ] = []  # (first address, one past the last, slot), the newest last
+        # (first address, one past the last, slot, look), the newest last. look: of a tensor that each call has in the
+        # slot, or None.
+        self._spans: list[tuple[int, int, int, Any]] = []
         self._things: dict[
             int, tuple[int, object]
         ] = {}  # id of an object to its slot; holds the object
         self._constants = {tensor.data_ptr() for tensor in constants}
         for tensor in inputs:
-            self._place(tensor)
-        if any(end > start for (_, end, _), (start, _, _) in pairwise(sorted(self._spans))):
+            self._place(tensor, _look(tensor))
+        if any(
+            end > start
+            for (_, end), (start, _) in pairwise(sorted(span[:2] for span in self._spans))
+        ):
             self.give_up(SHARED)
         device = inputs[0].device
         self._device, self._on_gpu = device, device.type == "cuda"
@@ -334,7 +337,7 @@ class Recorder(TorchDispatchMode):
             return result
         if function in _EMPTY and result.device == self._device:
             self.entries.append(
-                Call(self._make, (_look(result), {}), self._place(result), tapes.NEW)
+                Call(self._make, (_look(result), {}), self._place(result, _look(result)), tapes.NEW)
             )
         elif isinstance(result, torch.Tensor):
             self._note_operator(function, template, self._place(result))
@@ -372,18 +375,20 @@ class Recorder(TorchDispatchMode):
         self._num_slots += 1
         return self._num_slots - 1
 
-    def _place(self, tensor: torch.Tensor) -> int:
-        """A new slot for a new tensor."""
+    def _place(self, tensor: torch.Tensor, known: Any = None) -> int:
+        """A new slot for a new tensor. known: its look, if each call has a tensor of this look there."""
         if tensor.numel() == 0:
             self.give_up("a tensor is empty")
         slot, start = self._new_slot(), tensor.data_ptr()
-        self._spans.append((start, start + tapes.extent_bytes(*_look(tensor)), slot))
+        self._spans.append((start, start + tapes.extent_bytes(*_look(tensor)), slot, known))
         return slot
 
-    def _memory(self, tensor: torch.Tensor) -> Memory:
+    def _memory(self, tensor: torch.Tensor) -> Memory | ObjectSlot:
         start, look = tensor.data_ptr(), _look(tensor)
         end = start + tapes.extent_bytes(*look)
-        for first, last, slot in reversed(self._spans):
+        for first, last, slot, known in reversed(self._spans):
+            if first == start and look == known:
+                return ObjectSlot(slot)
             if first <= start and end <= last:
                 return Memory(slot, start - first, *look)
         if start not in self._constants:
@@ -461,6 +466,7 @@ class Tapes:
     ) -> None:
         self._kinds, self._numbers = dict[Hashable, _Kind](), dict[Hashable, int]()
         self._device, self._give_up, self._fail = device, give_up, fail
+        self._type = device.type  # torch makes a new word each time that it is asked
         self._constants, self._kernels, self._compiled = tuple(constants), kernels, compiled
         self._audits, self._is_ready, self._counter = audits, False, itertools.count()
         self.num_played = self.num_audited = self._num_calls = 0
@@ -488,18 +494,19 @@ class Tapes:
         kind.num_calls += 1
         if kind.played is not None and not self._audits and kind.num_calls < kind.next_audit:
             self.num_played += 1
-            things = [*inputs, *itertools.repeat(None, kind.played.num_slots - len(inputs))]
-            playing, num_done = Playing(things, kind.played.values[:], numbers, self._kernels), 0
-            if self._device.type == "cuda":
+            played, num_done = kind.played, 0
+            things = [*inputs, *[None] * (played.num_slots - len(inputs))]
+            playing = Playing(things, played.values[:], numbers, self._kernels)
+            if self._type == "cuda":
                 playing.values[STREAM] = current_stream(self._device.index)
             try:
-                for entry in kind.played.entries:
+                for entry in played.entries:
                     entry.play(playing)
                     num_done += 1
             except BaseException as error:
-                self._pay(kind.played.entries[num_done:], playing, error)
+                self._pay(played.entries[num_done:], playing, error)
                 raise
-            return kind.played.outputs if kind.fill is None else kind.fill(playing)
+            return played.outputs if kind.fill is None else kind.fill(playing)
         if kind.is_new or kind.num_failures == _MOST_FAILURES:
             outputs = function()
             kind.is_new = False
@@ -534,8 +541,9 @@ class Tapes:
         """The whole key of a call, and its kind."""
         if not self._is_ready:
             self._get_ready()
-        type_ = self._device.type
-        autocast = torch.get_autocast_dtype(type_) if torch.is_autocast_enabled(type_) else None
+        autocast = (
+            torch.get_autocast_dtype(self._type) if torch.is_autocast_enabled(self._type) else None
+        )
         looks = [
             (t.shape, t.stride(), t.dtype, t.device, t.requires_grad, t.data_ptr() & 15)
             for t in inputs

@@ -6,13 +6,14 @@ import operator
 from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from itertools import zip_longest
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from symmoe.errors import SymmoeError
+from symmoe.torch_internals import over_memory_of
 
 # Marks of a trip during which peers wait for this rank's signals, not at a barrier:
 MUST_ABORT = (
@@ -36,6 +37,7 @@ class Playing:
     mark: str = CLEAN
 
 
+@lru_cache(maxsize=4096)  # a tape asks for the same ones in every call
 def extent_bytes(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> int:
     """From the first byte of a tensor to the one past its last."""
     if 0 in shape:
@@ -70,21 +72,24 @@ class Memory:
             and base.stride() == self.stride
         ):
             return base
-        storage = base.untyped_storage()
+        storage, item_bytes = base.untyped_storage(), self.dtype.itemsize
         first_byte = base.data_ptr() - storage.data_ptr() + self.offset_bytes
         if first_byte + extent_bytes(self.shape, self.stride, self.dtype) > storage.nbytes():
             want, has = (f"{list(each.shape)} {each.dtype}" for each in (self, base))
             raise SymmoeError(f"a recorded call wants {want} in the memory of {has}")
+        if base.dtype == self.dtype:
+            return over_memory_of(base, self.shape, self.stride, self.offset_bytes // item_bytes)
         return torch.empty(0, dtype=self.dtype, device=base.device).set_(
-            storage, first_byte // self.dtype.itemsize, self.shape, self.stride
+            storage, first_byte // item_bytes, self.shape, self.stride
         )
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectSlot:
-    """An object that an earlier entry has made."""
+    """An object that an earlier entry has made, or a whole tensor, as it was made or given."""
 
     slot: int
+    offset_bytes = 0  # as in Memory
 
     def get(self, playing: Playing) -> Any:
         return playing.things[self.slot]
@@ -129,12 +134,16 @@ def filler(template: Any) -> Callable[[Playing], Any] | None:
     """Function that returns the template with what a call has in the places; None if there are none."""
     kind = type(template)
     if kind in _PLACES:
-        get: Callable[[Playing], Any] = template.get
-        return get
+        return cast(Callable[[Playing], Any], template.get)
     if kind is not dict and not isinstance(template, (tuple, list)):
         return None
     values = [*(template.values() if kind is dict else template)]
-    parts = [(n, part) for n, part in enumerate(map(filler, values)) if part is not None]
+    slots = [(n, value.slot) for n, value in enumerate(values) if type(value) is ObjectSlot]
+    parts = [
+        (n, part)
+        for n, (value, part) in enumerate(zip(values, map(filler, values), strict=True))
+        if part is not None and type(value) is not ObjectSlot
+    ]
     make = (
         (lambda each: dict(zip(template, each, strict=True)))
         if kind is dict
@@ -142,12 +151,14 @@ def filler(template: Any) -> Callable[[Playing], Any] | None:
     )
 
     def fill(playing: Playing) -> Any:
-        filled = values[:]
+        filled, things = values[:], playing.things
+        for n, slot in slots:
+            filled[n] = things[slot]
         for n, part in parts:
             filled[n] = part(playing)
         return make(filled)
 
-    return fill if parts else None
+    return fill if slots or parts else None
 
 
 _BY_IDENTITY: Any = object.__eq__
@@ -227,7 +238,7 @@ class Call(Entry):
         function: the function, or the name of a kernel.
         kind: CALL, NOTE, OPERATOR or NEW.
         leaves_autocast: the type of device for which autocast was on around the whole call, but not here; or None.
-        fills: what fills in the two parts of the template; None: it has no places.
+        fill: what fills in the template; None: it has no places.
     """
 
     function: Callable[..., Any] | str
@@ -236,23 +247,18 @@ class Call(Entry):
     kind: str = CALL
     is_owed: bool = False
     leaves_autocast: str | None = None
-    fills: tuple[Callable[[Playing], Any] | None, ...] = field(init=False)
+    fill: Callable[[Playing], Any] | None = field(init=False)
 
     def __post_init__(self) -> None:
-        self.fills = tuple(map(filler, self.template))
+        self.fill = filler(self.template)
 
     def play(self, playing: Playing) -> None:
-        (args, kwargs), (fill_args, fill_kwargs), function = (
-            self.template,
-            self.fills,
-            self.function,
+        args, kwargs = self.template if self.fill is None else self.fill(playing)
+        function = (
+            getattr(playing.kernels(), self.function)
+            if isinstance(self.function, str)
+            else self.function
         )
-        if fill_args is not None:
-            args = fill_args(playing)
-        if fill_kwargs is not None:
-            kwargs = fill_kwargs(playing)
-        if isinstance(function, str):
-            function = getattr(playing.kernels(), function)
         if self.leaves_autocast is None:
             result = function(*args, **kwargs)
         else:

@@ -79,7 +79,8 @@ def note(slot: int) -> Call:
 def played(*entries: Entry, returned: tuple[int, ...] = (0, 1)) -> tuple[object, ...]:
     tape = player.in_sections(Tape(10, entries, tuple(map(ObjectSlot, returned))))
     assert tape is not None
-    return tape.entries
+    begin, *steps = tape.entries
+    return (*begin.calls, *steps)
 
 
 def test_memory_and_leases_come_before_the_launches_and_leases_end_after_them(lists):
@@ -189,7 +190,7 @@ def test_played_launches_get_the_arguments_of_the_call(
     calls, fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, has_compiler: bool
 ):
     if not has_compiler:
-        monkeypatch.setattr(graph, "_compiled_loop", lambda: None)
+        monkeypatch.setattr(graph, "_compiled_launch", lambda: None)
     tapes = Tapes(
         torch.device("cpu"), lambda error: None, raise_for, (), lambda: twin, player.in_sections
     )
@@ -302,7 +303,12 @@ def test_a_graph_waits_for_work_between_sections_and_is_waited_for(sections):
     assert happened == ["exchange"]
 
 
-def test_a_launch_that_fails_is_made_whole_by_the_next(calls, fake_cuda: FakeCuda, monkeypatch):
+@pytest.mark.parametrize("has_compiler", [True, False])
+def test_a_launch_that_fails_is_made_whole_by_the_next(
+    calls, fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, has_compiler: bool
+):
+    if not has_compiler:
+        monkeypatch.setattr(graph, "_compiled_launch", lambda: None)
     tapes = Tapes(
         torch.device("cpu"), lambda error: None, raise_for, (), lambda: twin, player.in_sections
     )
@@ -323,6 +329,9 @@ def test_a_launch_that_fails_is_made_whole_by_the_next(calls, fake_cuda: FakeCud
     run()
     assert fake_cuda.launches[0].words[0] == rows[8:].data_ptr()
     assert fake_cuda.num_changed == before + 2
+    fake_cuda.fails = 700
+    with pytest.raises(SymmoeError, match="cuGraphLaunch returned 700"):
+        run()
 
 
 def test_parameters_are_those_of_the_compiled_kernel(

@@ -157,6 +157,15 @@ def test_streams_without_the_private_name(without, monkeypatch: pytest.MonkeyPat
     assert made.current_stream(7) == 77
 
 
+def test_memory_of_a_tensor_without_the_private_name(without):
+    base = torch.arange(24)[4:]
+    for made in (torch_internals, without(torch._C._dynamo.guards, "_reinterpret_tensor")):
+        found = made.over_memory_of(base, (2, 3), (8, 2), 1)
+        assert found.tolist() == [[5, 7, 9], [13, 15, 17]]
+        assert (found.data_ptr(), found._base) == (base[1:].data_ptr(), None)
+        assert found.mul_(1)._version > base._version == 0
+
+
 def test_what_is_gone_has_another_way_or_an_error(without):
     assert without(torch._C._autograd, "_get_current_graph_task_keep_graph").keeps_graph() is True
     module = without(torch.nn.modules.module, "_has_any_global_hook")

@@ -210,10 +210,13 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
             )
         ),
         ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 2)(result.cuTensorMapReplaceAddress),
+        ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 2)(
+            lambda graph, stream: result.cuGraphLaunch(ctypes.c_void_p(graph), stream)
+        ),
     ]
-    functions = (ctypes.c_void_p * 2)(*[ctypes.cast(each, ctypes.c_void_p) for each in kept])
+    functions = (ctypes.c_void_p * 3)(*[ctypes.cast(each, ctypes.c_void_p) for each in kept])
     functions.kept = kept
-    monkeypatch.setattr(graph, "_loop_functions", lambda: functions)
+    monkeypatch.setattr(graph, "_functions_of_driver", lambda: functions)
     return result
 
 

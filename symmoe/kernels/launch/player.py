@@ -334,14 +334,7 @@ def in_sections(tape: Tape) -> Tape | None:
             group = _Group()
             group.takes(entry)
     steps += group.end(layout)
-    # A whole tensor is returned as it was made.
-    whole = {
-        Memory(each.slot, 0, *each.template[0]): ObjectSlot(each.slot)
-        for each in made
-        if each.slot is not None
-    }
-    outputs = [whole.get(each, each) if isinstance(each, Memory) else each for each in tape.outputs]
-    return replace(tape, entries=(*made, *steps), outputs=tuple(outputs), values=layout.values)
+    return replace(tape, entries=(_Begin(tuple(made)), *steps), values=layout.values)
 
 
 def _with_memory_planned(
@@ -406,6 +399,18 @@ def _slots(template: Any) -> Iterator[int]:
 
 
 @dataclass(frozen=True, slots=True)
+class _Begin(Entry):
+    """All memory begins that these calls make."""
+
+    calls: tuple[Any, ...]
+
+    def play(self, playing: Playing) -> None:
+        things = playing.things
+        for call in self.calls:
+            things[call.slot] = call.function(*call.template[0])
+
+
+@dataclass(frozen=True, slots=True)
 class _End(Entry):
     """Memory ends, of which all users have been launched on the current stream."""
 
@@ -433,15 +438,12 @@ class _Group:
     def takes(self, entry: Entry) -> bool:
         """Whether the entry may have its place in this group, which takes it then."""
         has_operator = any(each.kind == tapes.OPERATOR for each in self._after)
-        if self._is_full:
+        # A launch may read what an operator writes.
+        if self._is_full or (has_operator and isinstance(entry, (Launch, Event, Mark))):
             return False
         if isinstance(entry, (Launch, Event)):
-            if has_operator:
-                return False  # it may read what the operator writes
             self._launches.append(entry)
         elif isinstance(entry, Mark):
-            if has_operator:
-                return False
             self._mark = entry
         elif isinstance(entry, _End):
             self._after.append(entry)
@@ -452,7 +454,7 @@ class _Group:
         elif entry.kind == tapes.IN_ORDER:
             self._after.append(entry)
             self._is_full = True
-        elif entry.fills == (None, None):
+        elif entry.fill is None:
             if self._after:
                 return False  # a lease may get memory that was given back meanwhile
             self._before.append(entry)
@@ -593,7 +595,7 @@ class Section(Entry):
         kernel: Kernel = entry.kernel
         values, constant = {}, self._layout.constant
         for place, (arg, kind) in enumerate(zip(entry.args, kernel.kinds, strict=True)):
-            if isinstance(arg, Memory) and arg.slot is not None:
+            if isinstance(arg, (Memory, ObjectSlot)) and arg.slot is not None:
                 slot, offset = self._layout.parts.get(arg.slot, (arg.slot, 0))
                 values[place] = self._index(slot, self._slots), offset + arg.offset_bytes
             elif isinstance(arg, Memory):
