@@ -33,7 +33,7 @@ from symmoe.grouped.experts import (
 from symmoe.grouped.linear import GroupedLinear
 from symmoe.grouped.mlp import GroupedMLP, expert_weights
 from symmoe.grouped.quantized_experts import Wire
-from symmoe.grouped.weights import Target
+from symmoe.grouped.weights import Gradients, Target
 from symmoe.kernels import control
 from symmoe.kernels.architectures import e4m3_problem
 from symmoe.kernels.operands import given
@@ -44,7 +44,7 @@ from symmoe.precision.recipes import Recipe
 from symmoe.precision.wire import WireFormat, wire_problem
 from symmoe.symm_mem.heap import FailPeersOnError, SymmetricHeap
 from symmoe.symm_mem.memory import ALIGNMENT_BYTES, Lease
-from symmoe.torch_internals import keeps_graph, reshaped_result
+from symmoe.torch_internals import keeps_graph, saved_tensor_hooks
 
 DISPATCH, COMBINE = (
     control.PHASE_DISPATCH_READY,
@@ -52,6 +52,7 @@ DISPATCH, COMBINE = (
 )  # the first barriers of trips
 MakeWeights = Callable[[], ExpertWeights]  # expert_weights of a pass
 NUM_HIDDEN = len(Hidden._fields)
+_NUM_ROWS_OF_HIDDEN = 3  # its first fields, which have a line for each row
 _NUM_ROUTE_KEPT = (
     4  # tensors that backward of a choice of experts needs: x, weight, topk_idx, scores
 )
@@ -350,20 +351,41 @@ def _on_wire(rows: torch.Tensor, wire: WireFormat | None) -> torch.Tensor:
     return rows if wire is None else wire.encode(rows)
 
 
-def _first_rows(tensor: torch.Tensor | None, num_rows: int) -> torch.Tensor | None:
-    return tensor if tensor is None or tensor.shape[0] == num_rows else tensor[:num_rows]
-
-
-def _whole(tensor: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """The tensor of which _first_rows has made this one; this one if it has other memory now, e.g. a copy's."""
+def _with_rows(tensor: torch.Tensor | None, num_rows: int) -> torch.Tensor | None:
+    """So many rows from where the tensor begins; the tensor if its memory has fewer, e.g. that of a copy."""
+    if tensor is None or tensor.shape[0] == num_rows:
+        return tensor
     row_bytes = tensor.stride(0) * tensor.element_size()
     first_byte = tensor.storage_offset() * tensor.element_size()
-    if (
-        tensor.shape[0] >= num_rows
-        or first_byte + num_rows * row_bytes > tensor.untyped_storage().nbytes()
-    ):
+    if first_byte + num_rows * row_bytes > tensor.untyped_storage().nbytes():
         return tensor
     return tensor.as_strided((num_rows, *tensor.shape[1:]), tensor.stride())
+
+
+def _hidden_with_rows(hidden: Hidden, num_rows: int) -> Hidden:
+    rows = [_with_rows(tensor, num_rows) for tensor in hidden[:_NUM_ROWS_OF_HIDDEN]]
+    return Hidden._make([*rows, *hidden[_NUM_ROWS_OF_HIDDEN:]])
+
+
+class _Planned(NamedTuple):
+    """What ToFill.launch has found, as far as the plan was not filled before."""
+
+    storage: torch.Tensor | None = None
+    read_report: Callable[[], list[int]] | None = None
+    routed: Sequence[torch.Tensor] = ()  # with a route: logits, probs and scores
+
+
+class _Found(NamedTuple):
+    """What a forward pass has found, or the first half of one."""
+
+    planned: _Planned
+    packed_to_row: torch.Tensor  # as in Plan
+    row_to_packed_row: torch.Tensor
+    received: Lease  # the received rows
+    row_probs: torch.Tensor  # their probs
+    a: Any  # the activation, see SecondInput
+    hidden: Hidden
+    y: torch.Tensor | None = None  # [T, H], of both halves
 
 
 @dataclass(slots=True, eq=False)
@@ -377,21 +399,21 @@ class _Forward:
     frees: bool  # whether nobody reads the received rows after FC1
     operands: tuple[ExpertRows, ReplicaTrip] | None = None  # of the first half for the second
 
-    def planned(self) -> tuple[Any, ...]:
-        """What ToFill.launch returns, as far as the plan is not filled. Where the step is not put on a tape, the plan
-        has one of its own, and may have its sizes after it."""
-        step, plan, found = self.step, self.step.plan, list[Any]()
+    def planned(self) -> _Planned:
+        """Fills the plan, if it is not filled. Where the step is not put on a tape, the plan has one of its own, and
+        may have its sizes after it."""
+        step, plan, planned = self.step, self.step.plan, _Planned()
         if step.kind is None:
-            found = [None, None, *plan.fill()]
+            planned = _Planned(routed=plan.fill())
             self.step = step if step.num_rows else step.sized(self.x)
         elif plan.to_fill is not None:
-            plan.storage, *_ = found = [*plan.to_fill.launch(plan.heap)]
-        self.probs = found[3] if self.probs is None else self.probs
-        return (*found, *[None] * 5)[:5]
+            plan.storage, read_report, *routed = plan.to_fill.launch(plan.heap)
+            planned = _Planned(plan.storage, read_report, routed)
+        self.probs = planned.routed[1] if self.probs is None else self.probs
+        return planned
 
-    def first_half(self) -> tuple[Any, ...]:
-        """Plan, dispatch and FC1. What :meth:`planned` returns; the index of the plan; the lease of the received rows,
-        their probs, the activation, and the fields of Hidden."""
+    def first_half(self) -> _Found:
+        """Plan, dispatch and FC1."""
         planned = self.planned()
         step, plan = self.step, self.step.plan
         sent, probs = _on_wire(self.x, step.wire.rows), given("probs", self.probs)
@@ -405,7 +427,7 @@ class _Forward:
                 rows, num_rows=step.num_rows, parts=arrival.parts
             )
         self.operands = rows, replicas
-        return *planned, *plan.received_index(), received, row_probs, a, *hidden
+        return _Found(planned, *plan.received_index(), received, row_probs, a, hidden)
 
     def second_half(self, a: Any, row_probs: torch.Tensor, received: Lease) -> torch.Tensor:
         """FC2 and combine: y [T, H]."""
@@ -423,11 +445,31 @@ class _Forward:
         replicas.finish()
         return y
 
-    def both_halves(self) -> tuple[Any, ...]:
-        """What the first half gives, and y."""
+    def both_halves(self) -> _Found:
         found = self.first_half()
-        received, row_probs, a = found[7:10]
-        return *found, self.second_half(a, row_probs, received)
+        return found._replace(y=self.second_half(found.a, found.row_probs, found.received))
+
+    def kept(self, found: _Found) -> tuple[torch.Tensor | None, ...]:
+        """What backward needs besides what forward was given: x or the received rows, fields of Hidden, and row_probs.
+        Hooks on saved tensors, as checkpoints have them, which compare, see sizes of the routing."""
+        step, plan, hidden = self.step, self.step.plan, found.hidden
+        is_seen = saved_tensor_hooks(True) is not None
+        (max_rows, max_packed_rows), rows = plan.needed_rows, None
+        if step.stash.keeps_rows:
+            # The tensor holds its lease: it ends when autograd frees it, or checkpointing drops it.
+            received, rows = found.received, found.received.tensor
+            used = max_packed_rows if step.layout == "packed" else max_rows
+            if used < received.shape[0]:
+                received.shrink(used * received.shape[1] * received.dtype.itemsize)
+            rows = _with_rows(rows, used) if is_seen else rows
+        row_probs = _with_rows(found.row_probs, max_rows) if is_seen else found.row_probs
+        h: Sequence[torch.Tensor | None] = (None,) * NUM_HIDDEN
+        if step.stash.keeps_h:
+            h = hidden
+        if step.stash.keeps_h and is_seen:
+            num_rows = step.num_rows if plan.num_rows is None else max(1, plan.num_rows)
+            h = _hidden_with_rows(hidden, num_rows)
+        return self.x if rows is None else None, rows, *h, row_probs
 
 
 class _ExpertParallelMLP(Function):
@@ -482,47 +524,29 @@ class _ExpertParallelMLP(Function):
                 ):  # its other tensors are x and what stands for the storage of the plan
                     plan.to_fill = plan.to_fill._replace(route=plan.to_fill.route._replace(x=x))
                     inputs += given_of(weight, route.bias)
-            found = step.run(key, function, inputs)
+            found = _Found._make(step.run(key, function, inputs))
             if plan.to_fill is not None:
-                plan.note_filled(*found[:2])
-        step, hidden = forward.step, Hidden(*found[10 : 10 + NUM_HIDDEN])
-        routed = routed or found[2:5]
-        plan.packed_to_row, plan.row_to_packed_row, received, row_probs, a = found[5:10]
+                plan.note_filled(given("storage", found.planned.storage), found.planned.read_report)
+        routed = routed or found.planned.routed
+        plan.packed_to_row, plan.row_to_packed_row = found.packed_to_row, found.row_to_packed_row
         plan.settle()  # everything that is wanted is launched: now the host may wait for the plan
-        if keeps:  # what backward needs, in the sizes of the routing: a checkpoint compares them
+        if keeps:
             kept: tuple[torch.Tensor | None, ...] = ()
             if route is not None:
                 kept = x, given("weight", weight), given("topk_idx", route.topk_idx), routed[2]
             if plan.has_room:
-                (max_rows, max_packed_rows), rows = plan.needed_rows, None
-                if stash.keeps_rows:
-                    # The tensor holds its lease: it ends when autograd frees it, or checkpointing drops it.
-                    used = max_packed_rows if step.layout == "packed" else max_rows
-                    rows = _first_rows(received.tensor, used)
-                    if used < received.shape[0]:
-                        received.shrink(used * received.shape[1] * received.dtype.itemsize)
-                num_rows = step.num_rows if plan.num_rows is None else max(1, plan.num_rows)
-                h: tuple[torch.Tensor | None, ...] = (None,) * NUM_HIDDEN
-                if stash.keeps_h:
-                    h = *(_first_rows(its_rows, num_rows) for its_rows in hidden[:3]), *hidden[3:]
-                kept = (
-                    *kept,
-                    x if rows is None else None,
-                    rows,
-                    *h,
-                    _first_rows(row_probs, max_rows),
-                    b1,
-                    b2,
-                    *tensors,
-                )
+                kept = *kept, *forward.kept(found), b1, b2, *tensors
             ctx.save_for_backward(*kept)
-            ctx.step, ctx.linears, ctx.rule = step, linears, None if route is None else route.rule
-        y: torch.Tensor = (
-            forward.second_half(a, row_probs, received) if is_recomputed else found[-1]
-        )
-        # Not a view: autograd allows less with views, and a view would lose FSDP's hooks when somebody writes into it.
-        # Made here, so that no function stands between the caller's gradient and the check of it.
-        y = y if step.out_shape is None else reshaped_result(y, step.out_shape)
+            ctx.step, ctx.linears = forward.step, linears
+            ctx.rule = None if route is None else route.rule
+        y = found.y
+        if is_recomputed:
+            y = forward.second_half(found.a, found.row_probs, found.received)
+        y = given("y", y)
+        if step.out_shape is not None:
+            # In place, for autograd allows less with views, and a view would lose FSDP's hooks when somebody writes
+            # into it. Here, so that no function stands between the caller's gradient and the check of it.
+            y.resize_(step.out_shape)
         if route is None:
             return y
         ctx.set_materialize_grads(False)
@@ -540,14 +564,20 @@ class _ExpertParallelMLP(Function):
             return *[None] * 5, *computed(route, heap), *[None] * len(ctx.needs_input_grad[7:])
         with FailPeersOnError(heap, DISPATCH):
             heap.fail_for(memory_problem("the gradient of y", dy), DISPATCH)
-            return _backward(ctx, kernel_rows(dy.reshape(-1, dy.shape[-1])), d_routed)
+            dy = dy if dy.dim() == 2 else dy.reshape(-1, dy.shape[-1])
+            return _backward(ctx, kernel_rows(dy), d_routed)
 
 
 def _backward(
     ctx: Context, dy: torch.Tensor, d_routed: tuple[torch.Tensor | None, ...]
 ) -> tuple[torch.Tensor | None, ...]:
-    linears, saved, route = ctx.linears, ctx.saved_tensors, None
-    needs_x, needs_probs, *needs_route = ctx.needs_input_grad[3:7]
+    linears, saved, route, needs_input_grad = (
+        ctx.linears,
+        ctx.saved_tensors,
+        None,
+        ctx.needs_input_grad,
+    )
+    needs_x, needs_probs, *needs_route = needs_input_grad[3:7]
     if ctx.rule is not None:
         route_kept, saved, needs_probs = (
             saved[:_NUM_ROUTE_KEPT],
@@ -563,11 +593,11 @@ def _backward(
     step = ctx.step = _that_fits(ctx.step, dy.shape[1] * dy.element_size(), experts)
     plan = step.plan
     # As large as in forward, where that is possible: sizes repeat then.
-    received = None if received is None else _whole(received, step.num_received)
-    row_probs = _whole(row_probs, plan.row_capacity)
+    received = _with_rows(received, step.num_received)
+    row_probs = given("row_probs", _with_rows(row_probs, plan.row_capacity))
     if step.stash.keeps_h:
-        hidden = hidden._replace(h=_whole(hidden.h, step.num_rows))
-    both, needed = step.form.split(tensors)[:2], step.form.split(ctx.needs_input_grad[9:])[:2]
+        hidden = _hidden_with_rows(hidden, step.num_rows)
+    both, needed = step.form.split(tensors)[:2], step.form.split(needs_input_grad[9:])[:2]
     # Here, not in what a tape repeats: where gradients go may change from call to call.
     fc1, fc2 = (
         fc.gradient_target(tuple(compress(weights, needs)), overwrite_main_grad=False)
@@ -608,21 +638,32 @@ def _backward(
             [*read, *[tensor for tensor in route.inputs if tensor is not x]],
         )
     if "delayed" in key:
-        found: Sequence[Any] = backward()
+        found = backward()
     else:
-        found = step.run(("backward", key), backward, (*read, *fc1.tensors, *fc2.tensors))
+        found = _Gradients._make(
+            step.run(("backward", key), backward, (*read, *fc1.tensors, *fc2.tensors))
+        )
     if spends_h and step.stash.keeps_h:
         wrote_into(hidden.h)  # who else has kept it gets an error
-    dw1, dw2, d_adapters = step.form.split(found[6:])
     return (
-        None,
-        None,
-        None,
-        *found[:6],
-        *fc1.for_autograd(both[0], dw1),
-        *fc2.for_autograd(both[1], dw2),
-        *d_adapters,
+        *(None, None, None),
+        *(found.x, found.probs, *found.route, *found.biases),
+        *fc1.for_autograd(both[0], found.w1),
+        *fc2.for_autograd(both[1], found.w2),
+        *found.adapters,
     )
+
+
+class _Gradients(NamedTuple):
+    """What a backward pass has found; None for what needs none."""
+
+    x: torch.Tensor | None
+    probs: torch.Tensor | None
+    route: tuple[torch.Tensor | None, torch.Tensor | None]  # of its x and its weight
+    biases: Gradients
+    w1: Gradients  # those that autograd has to be given
+    w2: Gradients
+    adapters: Gradients
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -642,9 +683,8 @@ class _Backward:
     route: RouteGradients | None  # which takes the gradient of probs, too
     tensors: Sequence[torch.Tensor]  # of the experts, weights and adapters
 
-    def __call__(self) -> tuple[torch.Tensor | None, ...]:
-        """dx; d_probs, or with a route its gradients of x and weight; gradients of the biases, of the weights (those
-        that are not for autograd are None) and of the adapters."""
+    def __call__(self) -> _Gradients:
+        """The gradients. With a route, probs have none, but what makes them has."""
         step, plan, dy, hidden = self.step, self.step.plan, self.dy, self.hidden
         (needs_x, needs_probs), (fc1, fc2) = self.needs, self.targets
         gradients = control.gradients_index(x=needs_x, probs=needs_probs)
@@ -719,11 +759,11 @@ class _Backward:
                 d_adapters = experts_backward.adapter_gradients()
         replicas.finish(experts_backward.gradients)
         dx, d_probs = (None, None) if collection is None else (collection.out, collection.values)
-        d_route: tuple[torch.Tensor | None, ...] = (None, None)
+        d_route: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
         if (route := self.route) is not None:
             d_logits, other_d_probs, d_scores = route.given
             if d_probs is not None and other_d_probs is not None:
                 d_probs = d_probs + other_d_probs
             d_route = route._replace(given=(d_logits, d_probs, d_scores)).compute()
             d_probs = None
-        return dx, d_probs, *d_route, *experts_backward.d_biases, *dw1, *dw2, *d_adapters
+        return _Gradients(dx, d_probs, d_route, experts_backward.d_biases, dw1, dw2, d_adapters)
