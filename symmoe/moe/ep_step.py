@@ -33,7 +33,7 @@ from symmoe.grouped.experts import (
 from symmoe.grouped.linear import GroupedLinear
 from symmoe.grouped.mlp import GroupedMLP, expert_weights
 from symmoe.grouped.quantized_experts import Wire
-from symmoe.grouped.weights import Gradients, Target
+from symmoe.grouped.weights import Target
 from symmoe.kernels import control
 from symmoe.kernels.architectures import e4m3_problem
 from symmoe.kernels.operands import given
@@ -52,7 +52,6 @@ DISPATCH, COMBINE = (
 )  # the first barriers of trips
 MakeWeights = Callable[[], ExpertWeights]  # expert_weights of a pass
 NUM_HIDDEN = len(Hidden._fields)
-_NUM_ROWS_OF_HIDDEN = 3  # its first fields, which have a line for each row
 _NUM_ROUTE_KEPT = (
     4  # tensors that backward of a choice of experts needs: x, weight, topk_idx, scores
 )
@@ -351,8 +350,8 @@ def _on_wire(rows: torch.Tensor, wire: WireFormat | None) -> torch.Tensor:
     return rows if wire is None else wire.encode(rows)
 
 
-def _with_rows(tensor: torch.Tensor | None, num_rows: int) -> torch.Tensor | None:
-    """So many rows from where the tensor begins; the tensor if its memory has fewer, e.g. that of a copy."""
+def _with_rows(tensor: Any, num_rows: int) -> Any:
+    """So many rows from where a tensor begins; the tensor if its memory has fewer, as that of a copy. None of None."""
     if tensor is None or tensor.shape[0] == num_rows:
         return tensor
     row_bytes = tensor.stride(0) * tensor.element_size()
@@ -362,23 +361,29 @@ def _with_rows(tensor: torch.Tensor | None, num_rows: int) -> torch.Tensor | Non
     return tensor.as_strided((num_rows, *tensor.shape[1:]), tensor.stride())
 
 
-def _hidden_with_rows(hidden: Hidden, num_rows: int) -> Hidden:
-    rows = [_with_rows(tensor, num_rows) for tensor in hidden[:_NUM_ROWS_OF_HIDDEN]]
-    return Hidden._make([*rows, *hidden[_NUM_ROWS_OF_HIDDEN:]])
+class _Kept(NamedTuple):
+    """What backward needs of forward besides what that is given."""
 
+    received: torch.Tensor | None  # the received rows; None: backward dispatches the tokens again
+    hidden: Hidden  # its fields are None if backward computes it again
+    row_probs: torch.Tensor
 
-class _Planned(NamedTuple):
-    """What ToFill.launch has found, as far as the plan was not filled before."""
-
-    storage: torch.Tensor | None = None
-    read_report: Callable[[], list[int]] | None = None
-    routed: Sequence[torch.Tensor] = ()  # with a route: logits, probs and scores
+    def with_rows(self, received: int, hidden: int, row_probs: int) -> _Kept:
+        """The same with so many rows of each, see _with_rows."""
+        rows = [_with_rows(tensor, hidden) for tensor in self.hidden[:3]]
+        return _Kept(
+            _with_rows(self.received, received),
+            Hidden._make([*rows, *self.hidden[3:]]),
+            _with_rows(self.row_probs, row_probs),
+        )
 
 
 class _Found(NamedTuple):
     """What a forward pass has found, or the first half of one."""
 
-    planned: _Planned
+    storage: torch.Tensor  # of the plan
+    read_report: Callable[[], list[int]] | None  # see ToFill.launch
+    routed: Sequence[torch.Tensor]  # logits, probs and scores of a route that has run
     packed_to_row: torch.Tensor  # as in Plan
     row_to_packed_row: torch.Tensor
     received: Lease  # the received rows
@@ -399,22 +404,22 @@ class _Forward:
     frees: bool  # whether nobody reads the received rows after FC1
     operands: tuple[ExpertRows, ReplicaTrip] | None = None  # of the first half for the second
 
-    def planned(self) -> _Planned:
-        """Fills the plan, if it is not filled. Where the step is not put on a tape, the plan has one of its own, and
-        may have its sizes after it."""
-        step, plan, planned = self.step, self.step.plan, _Planned()
+    def fill_plan(self) -> tuple[Callable[[], list[int]] | None, Sequence[torch.Tensor]]:
+        """Fills the plan, if it is not filled; returns read_report and routed, see _Found. Where the step is not put on
+        a tape, the plan has one of its own, and may have its sizes after it."""
+        step, plan, read_report = self.step, self.step.plan, None
+        routed: Sequence[torch.Tensor] = ()
         if step.kind is None:
-            planned = _Planned(routed=plan.fill())
+            routed = plan.fill()
             self.step = step if step.num_rows else step.sized(self.x)
         elif plan.to_fill is not None:
             plan.storage, read_report, *routed = plan.to_fill.launch(plan.heap)
-            planned = _Planned(plan.storage, read_report, routed)
-        self.probs = planned.routed[1] if self.probs is None else self.probs
-        return planned
+        self.probs = routed[1] if self.probs is None else self.probs
+        return read_report, routed
 
     def first_half(self) -> _Found:
         """Plan, dispatch and FC1."""
-        planned = self.planned()
+        read_report, routed = self.fill_plan()
         step, plan = self.step, self.step.plan
         sent, probs = _on_wire(self.x, step.wire.rows), given("probs", self.probs)
         replicas = ReplicaTrip(plan, self.weights())
@@ -427,7 +432,8 @@ class _Forward:
                 rows, num_rows=step.num_rows, parts=arrival.parts
             )
         self.operands = rows, replicas
-        return _Found(planned, *plan.received_index(), received, row_probs, a, hidden)
+        planned = plan.storage, read_report, routed, *plan.received_index()
+        return _Found(*planned, received, row_probs, a, hidden)
 
     def second_half(self, a: Any, row_probs: torch.Tensor, received: Lease) -> torch.Tensor:
         """FC2 and combine: y [T, H]."""
@@ -449,27 +455,22 @@ class _Forward:
         found = self.first_half()
         return found._replace(y=self.second_half(found.a, found.row_probs, found.received))
 
-    def kept(self, found: _Found) -> tuple[torch.Tensor | None, ...]:
-        """What backward needs besides what forward was given: x or the received rows, fields of Hidden, and row_probs.
-        Hooks on saved tensors, as checkpoints have them, which compare, see sizes of the routing."""
-        step, plan, hidden = self.step, self.step.plan, found.hidden
-        is_seen = saved_tensor_hooks(True) is not None
-        (max_rows, max_packed_rows), rows = plan.needed_rows, None
+    def kept(self, found: _Found) -> _Kept:
+        """What to save of it. Hooks on saved tensors see the sizes of the routing: a checkpoint compares them."""
+        step, plan, received = self.step, self.step.plan, found.received
+        max_rows, max_packed_rows = plan.needed_rows
+        used = max_packed_rows if step.layout == "packed" else max_rows
+        hidden = found.hidden if step.stash.keeps_h else Hidden._make([None] * NUM_HIDDEN)
+        kept = _Kept(None, hidden, found.row_probs)
         if step.stash.keeps_rows:
             # The tensor holds its lease: it ends when autograd frees it, or checkpointing drops it.
-            received, rows = found.received, found.received.tensor
-            used = max_packed_rows if step.layout == "packed" else max_rows
+            kept = kept._replace(received=received.tensor)
             if used < received.shape[0]:
                 received.shrink(used * received.shape[1] * received.dtype.itemsize)
-            rows = _with_rows(rows, used) if is_seen else rows
-        row_probs = _with_rows(found.row_probs, max_rows) if is_seen else found.row_probs
-        h: Sequence[torch.Tensor | None] = (None,) * NUM_HIDDEN
-        if step.stash.keeps_h:
-            h = hidden
-        if step.stash.keeps_h and is_seen:
-            num_rows = step.num_rows if plan.num_rows is None else max(1, plan.num_rows)
-            h = _hidden_with_rows(hidden, num_rows)
-        return self.x if rows is None else None, rows, *h, row_probs
+        if saved_tensor_hooks(True) is None:
+            return kept
+        num_rows = step.num_rows if plan.num_rows is None else max(1, plan.num_rows)
+        return kept.with_rows(used, num_rows, max_rows)
 
 
 class _ExpertParallelMLP(Function):
@@ -526,8 +527,8 @@ class _ExpertParallelMLP(Function):
                     inputs += given_of(weight, route.bias)
             found = _Found._make(step.run(key, function, inputs))
             if plan.to_fill is not None:
-                plan.note_filled(given("storage", found.planned.storage), found.planned.read_report)
-        routed = routed or found.planned.routed
+                plan.note_filled(found.storage, found.read_report)
+        routed = routed or found.routed
         plan.packed_to_row, plan.row_to_packed_row = found.packed_to_row, found.row_to_packed_row
         plan.settle()  # everything that is wanted is launched: now the host may wait for the plan
         if keeps:
@@ -535,14 +536,17 @@ class _ExpertParallelMLP(Function):
             if route is not None:
                 kept = x, given("weight", weight), given("topk_idx", route.topk_idx), routed[2]
             if plan.has_room:
-                kept = *kept, *forward.kept(found), b1, b2, *tensors
+                received, hidden, row_probs = forward.kept(found)
+                its_x = x if received is None else None
+                kept = *kept, its_x, received, *hidden, row_probs, b1, b2, *tensors
             ctx.save_for_backward(*kept)
             ctx.step, ctx.linears = forward.step, linears
             ctx.rule = None if route is None else route.rule
-        y = found.y
-        if is_recomputed:
-            y = forward.second_half(found.a, found.row_probs, found.received)
-        y = given("y", y)
+        y = (
+            forward.second_half(found.a, found.row_probs, found.received)
+            if is_recomputed
+            else given("y", found.y)
+        )
         if step.out_shape is not None:
             # In place, for autograd allows less with views, and a view would lose FSDP's hooks when somebody writes
             # into it. Here, so that no function stands between the caller's gradient and the check of it.
@@ -571,12 +575,8 @@ class _ExpertParallelMLP(Function):
 def _backward(
     ctx: Context, dy: torch.Tensor, d_routed: tuple[torch.Tensor | None, ...]
 ) -> tuple[torch.Tensor | None, ...]:
-    linears, saved, route, needs_input_grad = (
-        ctx.linears,
-        ctx.saved_tensors,
-        None,
-        ctx.needs_input_grad,
-    )
+    linears, saved, route = ctx.linears, ctx.saved_tensors, None
+    needs_input_grad = ctx.needs_input_grad  # once: torch makes a new tuple each time
     needs_x, needs_probs, *needs_route = needs_input_grad[3:7]
     if ctx.rule is not None:
         route_kept, saved, needs_probs = (
@@ -586,17 +586,15 @@ def _backward(
         )
         route = RouteGradients(d_routed, route_kept, ctx.rule, needs_route) if needs_probs else None
     x, received, *rest = saved
+    hidden, (row_probs, b1, b2, *tensors) = Hidden(*rest[:NUM_HIDDEN]), rest[NUM_HIDDEN:]
     # Saved twice, as a repeated call does: hooks may give two tensors of one memory, of which a tape takes one.
     x = route_kept[0] if ctx.rule is not None and x is not None else x
-    hidden, (row_probs, b1, b2, *tensors) = Hidden(*rest[:NUM_HIDDEN]), rest[NUM_HIDDEN:]
     experts = CallExperts(ctx.step.form, (b1, b2), tuple(tensors), linears)
     step = ctx.step = _that_fits(ctx.step, dy.shape[1] * dy.element_size(), experts)
     plan = step.plan
     # As large as in forward, where that is possible: sizes repeat then.
-    received = _with_rows(received, step.num_received)
-    row_probs = given("row_probs", _with_rows(row_probs, plan.row_capacity))
-    if step.stash.keeps_h:
-        hidden = _hidden_with_rows(hidden, step.num_rows)
+    kept = _Kept(received, hidden, row_probs)
+    kept = kept.with_rows(step.num_received, step.num_rows, plan.row_capacity)
     both, needed = step.form.split(tensors)[:2], step.form.split(needs_input_grad[9:])[:2]
     # Here, not in what a tape repeats: where gradients go may change from call to call.
     fc1, fc2 = (
@@ -618,9 +616,7 @@ def _backward(
         step,
         dy,
         x,
-        received,
-        hidden,
-        row_probs,
+        kept,
         weights,
         (fc1, fc2),
         needs,
@@ -628,9 +624,8 @@ def _backward(
         route,
         tensors,
     )
-    read = given_of(
-        dy, x, received, hidden.h, row_probs, b1, b2, plan.storage, *plan.received_index(), *tensors
-    )
+    of_plan = plan.storage, *plan.received_index()
+    read = given_of(dy, x, kept.received, kept.hidden.h, kept.row_probs, b1, b2, *of_plan, *tensors)
     key: tuple[Any, ...] = needs_x, needs_probs, spends_h, x is None, fc1.option, fc2.option
     if route is not None:
         key, read = (
@@ -638,32 +633,24 @@ def _backward(
             [*read, *[tensor for tensor in route.inputs if tensor is not x]],
         )
     if "delayed" in key:
-        found = backward()
+        found: Sequence[Any] = backward()
     else:
-        found = _Gradients._make(
-            step.run(("backward", key), backward, (*read, *fc1.tensors, *fc2.tensors))
-        )
+        found = step.run(("backward", key), backward, (*read, *fc1.tensors, *fc2.tensors))
+    dx, d_probs, d_route, d_biases, dw1, dw2, d_adapters = found
     if spends_h and step.stash.keeps_h:
-        wrote_into(hidden.h)  # who else has kept it gets an error
+        wrote_into(kept.hidden.h)  # who else has kept it gets an error
     return (
-        *(None, None, None),
-        *(found.x, found.probs, *found.route, *found.biases),
-        *fc1.for_autograd(both[0], found.w1),
-        *fc2.for_autograd(both[1], found.w2),
-        *found.adapters,
+        None,
+        None,
+        None,
+        dx,
+        d_probs,
+        *d_route,
+        *d_biases,
+        *fc1.for_autograd(both[0], dw1),
+        *fc2.for_autograd(both[1], dw2),
+        *d_adapters,
     )
-
-
-class _Gradients(NamedTuple):
-    """What a backward pass has found; None for what needs none."""
-
-    x: torch.Tensor | None
-    probs: torch.Tensor | None
-    route: tuple[torch.Tensor | None, torch.Tensor | None]  # of its x and its weight
-    biases: Gradients
-    w1: Gradients  # those that autograd has to be given
-    w2: Gradients
-    adapters: Gradients
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -673,9 +660,7 @@ class _Backward:
     step: _EPStep
     dy: torch.Tensor
     x: torch.Tensor | None
-    received: torch.Tensor | None
-    hidden: Hidden  # what forward has kept; h may be None
-    row_probs: torch.Tensor
+    kept: _Kept
     weights: MakeWeights
     targets: tuple[Target, Target]  # of the weight gradients
     needs: tuple[bool, bool]  # whether x and probs need gradients
@@ -683,22 +668,23 @@ class _Backward:
     route: RouteGradients | None  # which takes the gradient of probs, too
     tensors: Sequence[torch.Tensor]  # of the experts, weights and adapters
 
-    def __call__(self) -> _Gradients:
-        """The gradients. With a route, probs have none, but what makes them has."""
-        step, plan, dy, hidden = self.step, self.step.plan, self.dy, self.hidden
+    def __call__(self) -> tuple[Any, ...]:
+        """dx; d_probs, or with a route, in a tuple, its gradients of x and weight; gradients of the biases, of the
+        weights of both layers (those that are not for autograd are None) and of the adapters, each in a sequence."""
+        step, plan, dy = self.step, self.step.plan, self.dy
+        received, hidden, row_probs = self.kept
         (needs_x, needs_probs), (fc1, fc2) = self.needs, self.targets
         gradients = control.gradients_index(x=needs_x, probs=needs_probs)
         division = step.overlap.gradient_dispatch
         send = partial(
             dispatch, plan=plan, layout=step.layout, gradients=gradients, division=division
         )
-        received = self.received
         replicas = ReplicaTrip(plan, self.weights(), self.targets)
         if received is None:
             sent = _on_wire(given("x", self.x), step.wire.rows)
             received = step.receive(sent, name="received rows").tensor
-        rows = step.rows(received, plan.received_index()[1], self.row_probs)
-        if self.received is None:  # who goes where is in the plan
+        rows = step.rows(received, plan.received_index()[1], row_probs)
+        if self.kept.received is None:  # who goes where is in the plan
             with send(sent, buffer=received, is_last=False, rider=replicas.rider) as arrival:
                 if hidden.h is None:
                     hidden = replicas.weights.first_layer(
@@ -766,4 +752,4 @@ class _Backward:
                 d_probs = d_probs + other_d_probs
             d_route = route._replace(given=(d_logits, d_probs, d_scores)).compute()
             d_probs = None
-        return _Gradients(dx, d_probs, d_route, experts_backward.d_biases, dw1, dw2, d_adapters)
+        return dx, d_probs, d_route, experts_backward.d_biases, dw1, dw2, d_adapters
