@@ -31,10 +31,10 @@ class Function(torch.autograd.Function):
         first_order, of = cls.backward, cls.of
 
         def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+            if not torch.is_grad_enabled():  # without create_graph
+                return first_order(ctx, *gradients)
             with torch.no_grad():
                 found = first_order(ctx, *gradients)
-            if not torch.is_grad_enabled():  # without create_graph
-                return found
             start = torch.empty(0, device="cpu", requires_grad=True)
             # With `gradients` as inputs, a loss that is not linear in the results has the node on its way, too, where
             # torch.autograd.grad goes to some tensors only.

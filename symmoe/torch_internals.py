@@ -98,6 +98,10 @@ call_after_backward: Callable[[Callable[[], object]], None] = _named(
 num_references: Callable[[torch.Tensor], int] = _named(
     "Tensor._use_count"
 )  # all of Python's count as one
+# The pair of hooks that sees what is saved for backward now; None: nobody does. True: also while something is traced.
+saved_tensor_hooks: Callable[[bool], object] = _named(
+    "_C._autograd._top_saved_tensors_default_hooks", lambda _: ()
+)
 base_of: Callable[[torch.Tensor], torch.Tensor | None] = _attribute("_base")
 version_of: Callable[[torch.Tensor], int] = _attribute("_version")
 address_in_python: Callable[[torch.Tensor], int] = _attribute("_cdata")
@@ -114,7 +118,7 @@ transform_level: Callable[[], int | None] = _named(
 schema_of: Callable[[Any], Any] = _attribute("_schema")
 READS_BACK = torch.ops.aten._local_scalar_dense.default
 reshaped_result: Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor] = (
-    torch.ops.aten._unsafe_view
+    torch.ops.aten._unsafe_view.default
 )  # no view
 
 # Where it is gone, a torch.export with such a tuple cannot be saved.

@@ -170,7 +170,8 @@ class Plan(PlanIntegers):
     @property
     def num_dropped(self) -> torch.Tensor:
         """int32 [1], slots of the whole EP group that were dropped."""
-        return self.report[control.SUM_NUM_DROPPED : control.SUM_NUM_DROPPED + 1]
+        first = self.layout["report"][0] + control.SUM_NUM_DROPPED
+        return self.storage[first : first + 1]
 
     @property
     def num_present(self) -> torch.Tensor:

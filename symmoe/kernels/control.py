@@ -351,8 +351,8 @@ class RankMaps:
 
 
 PlanLayout = Mapping[
-    str, tuple[int, int, tuple[int, ...]]
-]  # (first element, number of elements, shape) of each tensor
+    str, tuple[int, tuple[int, ...], tuple[int, ...]]
+]  # (first element, strides, shape) of each tensor
 
 
 def num_blocks(num_tokens: int) -> int:
@@ -370,8 +370,9 @@ class _Integers:
         self._name = name
 
     def __get__(self, integers: PlanIntegers | InNodeIntegers, owner: type) -> torch.Tensor:
-        first, numel, shape = integers.layout[self._name]
-        view = integers.storage[first : first + numel].view(shape)
+        first, strides, shape = integers.layout[self._name]
+        storage = integers.storage
+        view = storage.as_strided(shape, strides, storage.storage_offset() + first)
         vars(integers)[self._name] = view  # found before this descriptor from now on
         return view
 
@@ -511,6 +512,8 @@ def _laid_out(kind: type, sizes: Mapping[str, int]) -> tuple[int, PlanLayout]:
     for name, each in vars(kind).items():
         if isinstance(each, _Integers):
             shape = tuple(sizes[size] if isinstance(size, str) else size for size in each.shape)
-            layout[name] = first, math.prod(shape), shape
+            lengths = [max(1, size) for size in shape]
+            strides = tuple(math.prod(lengths[n + 1 :]) for n in range(len(shape)))
+            layout[name] = first, strides, shape
             first += -(-math.prod(shape) // unit) * unit
     return first, layout

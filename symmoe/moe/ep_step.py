@@ -44,7 +44,7 @@ from symmoe.precision.recipes import Recipe
 from symmoe.precision.wire import WireFormat, wire_problem
 from symmoe.symm_mem.heap import FailPeersOnError, SymmetricHeap
 from symmoe.symm_mem.memory import ALIGNMENT_BYTES, Lease
-from symmoe.torch_internals import keeps_graph, reshaped_result
+from symmoe.torch_internals import keeps_graph, saved_tensor_hooks
 
 DISPATCH, COMBINE = (
     control.PHASE_DISPATCH_READY,
@@ -345,20 +345,47 @@ def _on_wire(rows: torch.Tensor, wire: WireFormat | None) -> torch.Tensor:
     return rows if wire is None else wire.encode(rows)
 
 
-def _first_rows(tensor: torch.Tensor | None, num_rows: int) -> torch.Tensor | None:
-    return tensor if tensor is None or tensor.shape[0] == num_rows else tensor[:num_rows]
-
-
-def _whole(tensor: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """The tensor of which _first_rows has made this one; this one if it has other memory now, e.g. a copy's."""
+def _with_rows(tensor: Any, num_rows: int) -> Any:
+    """So many rows from where a tensor begins; the tensor if its memory has fewer, as that of a copy. None of None."""
+    if tensor is None or tensor.shape[0] == num_rows:
+        return tensor
     row_bytes = tensor.stride(0) * tensor.element_size()
     first_byte = tensor.storage_offset() * tensor.element_size()
-    if (
-        tensor.shape[0] >= num_rows
-        or first_byte + num_rows * row_bytes > tensor.untyped_storage().nbytes()
-    ):
+    if first_byte + num_rows * row_bytes > tensor.untyped_storage().nbytes():
         return tensor
     return tensor.as_strided((num_rows, *tensor.shape[1:]), tensor.stride())
+
+
+class _Kept(NamedTuple):
+    """What backward needs of forward besides what that is given."""
+
+    received: torch.Tensor | None  # the received rows; None: backward dispatches the tokens again
+    hidden: Hidden  # its fields are None if backward computes it again
+    row_probs: torch.Tensor
+
+    def with_rows(self, received: int, hidden: int, row_probs: int) -> _Kept:
+        """The same with so many rows of each, see _with_rows."""
+        rows = [_with_rows(tensor, hidden) for tensor in self.hidden[:3]]
+        return _Kept(
+            _with_rows(self.received, received),
+            Hidden._make([*rows, *self.hidden[3:]]),
+            _with_rows(self.row_probs, row_probs),
+        )
+
+
+class _Found(NamedTuple):
+    """What a forward pass has found, or the first half of one."""
+
+    storage: torch.Tensor  # of the plan
+    read_report: Callable[[], list[int]] | None  # see ToFill.launch
+    routed: Sequence[torch.Tensor]  # logits, probs and scores of a route that has run
+    packed_to_row: torch.Tensor  # as in Plan
+    row_to_packed_row: torch.Tensor
+    received: Lease  # the received rows
+    row_probs: torch.Tensor  # their probs
+    a: Any  # the activation, see SecondInput
+    hidden: Hidden
+    y: torch.Tensor | None = None  # [T, H], of both halves
 
 
 @dataclass(slots=True, eq=False)
@@ -372,22 +399,22 @@ class _Forward:
     frees: bool  # whether nobody reads the received rows after FC1
     operands: tuple[ExpertRows, ReplicaTrip] | None = None  # of the first half for the second
 
-    def planned(self) -> tuple[Any, ...]:
-        """What ToFill.launch returns, as far as the plan is not filled. Where the step is not put on a tape, the plan
-        has one of its own, and may have its sizes after it."""
-        step, plan, found = self.step, self.step.plan, list[Any]()
+    def fill_plan(self) -> tuple[Callable[[], list[int]] | None, Sequence[torch.Tensor]]:
+        """Fills the plan, if it is not filled; returns read_report and routed, see _Found. Where the step is not put on
+        a tape, the plan has one of its own, and may have its sizes after it."""
+        step, plan, read_report = self.step, self.step.plan, None
+        routed: Sequence[torch.Tensor] = ()
         if step.kind is None:
-            found = [None, None, *plan.fill()]
+            routed = plan.fill()
             self.step = step if step.num_rows else step.sized(self.x)
         elif plan.to_fill is not None:
-            plan.storage, *_ = found = [*plan.to_fill.launch(plan.heap)]
-        self.probs = found[3] if self.probs is None else self.probs
-        return (*found, *[None] * 5)[:5]
+            plan.storage, read_report, *routed = plan.to_fill.launch(plan.heap)
+        self.probs = routed[1] if self.probs is None else self.probs
+        return read_report, routed
 
-    def first_half(self) -> tuple[Any, ...]:
-        """Plan, dispatch and FC1. What :meth:`planned` returns; the index of the plan; the lease of the received rows,
-        their probs, the activation, and the fields of Hidden."""
-        planned = self.planned()
+    def first_half(self) -> _Found:
+        """Plan, dispatch and FC1."""
+        read_report, routed = self.fill_plan()
         step, plan = self.step, self.step.plan
         sent, probs = _on_wire(self.x, step.wire.rows), given("probs", self.probs)
         replicas = ReplicaTrip(plan, self.weights())
@@ -400,7 +427,8 @@ class _Forward:
                 rows, num_rows=step.num_rows, parts=arrival.parts
             )
         self.operands = rows, replicas
-        return *planned, *plan.received_index(), received, row_probs, a, *hidden
+        planned = plan.storage, read_report, routed, *plan.received_index()
+        return _Found(*planned, received, row_probs, a, hidden)
 
     def second_half(self, a: Any, row_probs: torch.Tensor, received: Lease) -> torch.Tensor:
         """FC2 and combine: y [T, H]."""
@@ -418,11 +446,26 @@ class _Forward:
         replicas.finish()
         return y
 
-    def both_halves(self) -> tuple[Any, ...]:
-        """What the first half gives, and y."""
+    def both_halves(self) -> _Found:
         found = self.first_half()
-        received, row_probs, a = found[7:10]
-        return *found, self.second_half(a, row_probs, received)
+        return found._replace(y=self.second_half(found.a, found.row_probs, found.received))
+
+    def kept(self, found: _Found) -> _Kept:
+        """What to save of it. Hooks on saved tensors see the sizes of the routing: a checkpoint compares them."""
+        step, plan, received = self.step, self.step.plan, found.received
+        max_rows, max_packed_rows = plan.needed_rows
+        used = max_packed_rows if step.layout == "packed" else max_rows
+        hidden = found.hidden if step.stash.keeps_h else Hidden._make([None] * NUM_HIDDEN)
+        kept = _Kept(None, hidden, found.row_probs)
+        if step.stash.keeps_rows:
+            # The tensor holds its lease: it ends when autograd frees it, or checkpointing drops it.
+            kept = kept._replace(received=received.tensor)
+            if used < received.shape[0]:
+                received.shrink(used * received.shape[1] * received.dtype.itemsize)
+        if saved_tensor_hooks(True) is None:
+            return kept
+        num_rows = step.num_rows if plan.num_rows is None else max(1, plan.num_rows)
+        return kept.with_rows(used, num_rows, max_rows)
 
 
 class _ExpertParallelMLP(Function):
@@ -477,47 +520,32 @@ class _ExpertParallelMLP(Function):
                 ):  # its other tensors are x and what stands for the storage of the plan
                     plan.to_fill = plan.to_fill._replace(route=plan.to_fill.route._replace(x=x))
                     inputs += given_of(weight, route.bias)
-            found = step.run(key, function, inputs)
+            found = _Found._make(step.run(key, function, inputs))
             if plan.to_fill is not None:
-                plan.note_filled(*found[:2])
-        step, hidden = forward.step, Hidden(*found[10 : 10 + NUM_HIDDEN])
-        routed = routed or found[2:5]
-        plan.packed_to_row, plan.row_to_packed_row, received, row_probs, a = found[5:10]
+                plan.note_filled(found.storage, found.read_report)
+        routed = routed or found.routed
+        plan.packed_to_row, plan.row_to_packed_row = found.packed_to_row, found.row_to_packed_row
         plan.settle()  # everything that is wanted is launched: now the host may wait for the plan
-        if keeps:  # what backward needs, in the sizes of the routing: a checkpoint compares them
+        if keeps:
             kept: tuple[torch.Tensor | None, ...] = ()
             if route is not None:
                 kept = x, given("weight", weight), given("topk_idx", route.topk_idx), routed[2]
             if plan.has_room:
-                (max_rows, max_packed_rows), rows = plan.needed_rows, None
-                if stash.keeps_rows:
-                    # The tensor holds its lease: it ends when autograd frees it, or checkpointing drops it.
-                    used = max_packed_rows if step.layout == "packed" else max_rows
-                    rows = _first_rows(received.tensor, used)
-                    if used < received.shape[0]:
-                        received.shrink(used * received.shape[1] * received.dtype.itemsize)
-                num_rows = step.num_rows if plan.num_rows is None else max(1, plan.num_rows)
-                h: tuple[torch.Tensor | None, ...] = (None,) * NUM_HIDDEN
-                if stash.keeps_h:
-                    h = *(_first_rows(its_rows, num_rows) for its_rows in hidden[:3]), *hidden[3:]
-                kept = (
-                    *kept,
-                    x if rows is None else None,
-                    rows,
-                    *h,
-                    _first_rows(row_probs, max_rows),
-                    b1,
-                    b2,
-                    *tensors,
-                )
+                received, hidden, row_probs = forward.kept(found)
+                its_x = x if received is None else None
+                kept = *kept, its_x, received, *hidden, row_probs, b1, b2, *tensors
             ctx.save_for_backward(*kept)
-            ctx.step, ctx.linears, ctx.rule = step, linears, None if route is None else route.rule
-        y: torch.Tensor = (
-            forward.second_half(a, row_probs, received) if is_recomputed else found[-1]
+            ctx.step, ctx.linears = forward.step, linears
+            ctx.rule = None if route is None else route.rule
+        y = (
+            forward.second_half(found.a, found.row_probs, found.received)
+            if is_recomputed
+            else given("y", found.y)
         )
-        # Not a view: autograd allows less with views, and a view would lose FSDP's hooks when somebody writes into it.
-        # Made here, so that no function stands between the caller's gradient and the check of it.
-        y = y if step.out_shape is None else reshaped_result(y, step.out_shape)
+        if step.out_shape is not None:
+            # In place, for autograd allows less with views, and a view would lose FSDP's hooks when somebody writes
+            # into it. Here, so that no function stands between the caller's gradient and the check of it.
+            y.resize_(step.out_shape)
         if route is None:
             return y
         ctx.set_materialize_grads(False)
@@ -535,14 +563,16 @@ class _ExpertParallelMLP(Function):
             return *[None] * 5, *computed(route, heap), *[None] * len(ctx.needs_input_grad[7:])
         with FailPeersOnError(heap, DISPATCH):
             heap.fail_for(memory_problem("the gradient of y", dy), DISPATCH)
-            return _backward(ctx, kernel_rows(dy.reshape(-1, dy.shape[-1])), d_routed)
+            dy = dy if dy.dim() == 2 else dy.reshape(-1, dy.shape[-1])
+            return _backward(ctx, kernel_rows(dy), d_routed)
 
 
 def _backward(
     ctx: Context, dy: torch.Tensor, d_routed: tuple[torch.Tensor | None, ...]
 ) -> tuple[torch.Tensor | None, ...]:
     linears, saved, route = ctx.linears, ctx.saved_tensors, None
-    needs_x, needs_probs, *needs_route = ctx.needs_input_grad[3:7]
+    needs_input_grad = ctx.needs_input_grad  # once: torch makes a new tuple each time
+    needs_x, needs_probs, *needs_route = needs_input_grad[3:7]
     if ctx.rule is not None:
         route_kept, saved, needs_probs = (
             saved[:_NUM_ROUTE_KEPT],
@@ -551,18 +581,16 @@ def _backward(
         )
         route = RouteGradients(d_routed, route_kept, ctx.rule, needs_route) if needs_probs else None
     x, received, *rest = saved
+    hidden, (row_probs, b1, b2, *tensors) = Hidden(*rest[:NUM_HIDDEN]), rest[NUM_HIDDEN:]
     # Saved twice, as a repeated call does: hooks may give two tensors of one memory, of which a tape takes one.
     x = route_kept[0] if ctx.rule is not None and x is not None else x
-    hidden, (row_probs, b1, b2, *tensors) = Hidden(*rest[:NUM_HIDDEN]), rest[NUM_HIDDEN:]
     experts = CallExperts(ctx.step.form, (b1, b2), tuple(tensors), linears)
     step = ctx.step = _that_fits(ctx.step, dy.shape[1] * dy.element_size(), experts)
     plan = step.plan
     # As large as in forward, where that is possible: sizes repeat then.
-    received = None if received is None else _whole(received, step.num_received)
-    row_probs = _whole(row_probs, plan.row_capacity)
-    if step.stash.keeps_h:
-        hidden = hidden._replace(h=_whole(hidden.h, step.num_rows))
-    both, needed = step.form.split(tensors)[:2], step.form.split(ctx.needs_input_grad[9:])[:2]
+    kept = _Kept(received, hidden, row_probs)
+    kept = kept.with_rows(step.num_received, step.num_rows, plan.row_capacity)
+    both, needed = step.form.split(tensors)[:2], step.form.split(needs_input_grad[9:])[:2]
     # Here, not in what a tape repeats: where gradients go may change from call to call.
     fc1, fc2 = (
         fc.gradient_target(tuple(compress(weights, needs)), overwrite_main_grad=False)
@@ -583,9 +611,7 @@ def _backward(
         step,
         dy,
         x,
-        received,
-        hidden,
-        row_probs,
+        kept,
         weights,
         (fc1, fc2),
         needs,
@@ -593,9 +619,8 @@ def _backward(
         route,
         tensors,
     )
-    read = given_of(
-        dy, x, received, hidden.h, row_probs, b1, b2, plan.storage, *plan.received_index(), *tensors
-    )
+    of_plan = plan.storage, *plan.received_index()
+    read = given_of(dy, x, kept.received, kept.hidden.h, kept.row_probs, b1, b2, *of_plan, *tensors)
     key: tuple[Any, ...] = needs_x, needs_probs, spends_h, x is None, fc1.option, fc2.option
     if route is not None:
         key, read = (
@@ -606,14 +631,17 @@ def _backward(
         found: Sequence[Any] = backward()
     else:
         found = step.run(("backward", key), backward, (*read, *fc1.tensors, *fc2.tensors))
+    dx, d_probs, d_route, d_biases, dw1, dw2, d_adapters = found
     if spends_h and step.stash.keeps_h:
-        wrote_into(hidden.h)  # who else has kept it gets an error
-    dw1, dw2, d_adapters = step.form.split(found[6:])
+        wrote_into(kept.hidden.h)  # who else has kept it gets an error
     return (
         None,
         None,
         None,
-        *found[:6],
+        dx,
+        d_probs,
+        *d_route,
+        *d_biases,
         *fc1.for_autograd(both[0], dw1),
         *fc2.for_autograd(both[1], dw2),
         *d_adapters,
@@ -627,9 +655,7 @@ class _Backward:
     step: _EPStep
     dy: torch.Tensor
     x: torch.Tensor | None
-    received: torch.Tensor | None
-    hidden: Hidden  # what forward has kept; h may be None
-    row_probs: torch.Tensor
+    kept: _Kept
     weights: MakeWeights
     targets: tuple[Target, Target]  # of the weight gradients
     needs: tuple[bool, bool]  # whether x and probs need gradients
@@ -637,23 +663,23 @@ class _Backward:
     route: RouteGradients | None  # which takes the gradient of probs, too
     tensors: Sequence[torch.Tensor]  # of the experts, weights and adapters
 
-    def __call__(self) -> tuple[torch.Tensor | None, ...]:
-        """dx; d_probs, or with a route its gradients of x and weight; gradients of the biases, of the weights (those
-        that are not for autograd are None) and of the adapters."""
-        step, plan, dy, hidden = self.step, self.step.plan, self.dy, self.hidden
+    def __call__(self) -> tuple[Any, ...]:
+        """dx; d_probs, or with a route, in a tuple, its gradients of x and weight; gradients of the biases, of the
+        weights of both layers (those that are not for autograd are None) and of the adapters, each in a sequence."""
+        step, plan, dy = self.step, self.step.plan, self.dy
+        received, hidden, row_probs = self.kept
         (needs_x, needs_probs), (fc1, fc2) = self.needs, self.targets
         gradients = control.gradients_index(x=needs_x, probs=needs_probs)
         division = step.overlap.gradient_dispatch
         send = partial(
             dispatch, plan=plan, layout=step.layout, gradients=gradients, division=division
         )
-        received = self.received
         replicas = ReplicaTrip(plan, self.weights(), self.targets)
         if received is None:
             sent = _on_wire(given("x", self.x), step.wire.rows)
             received = step.receive(sent, name="received rows").tensor
-        rows = step.rows(received, plan.received_index()[1], self.row_probs)
-        if self.received is None:  # who goes where is in the plan
+        rows = step.rows(received, plan.received_index()[1], row_probs)
+        if self.kept.received is None:  # who goes where is in the plan
             with send(sent, buffer=received, is_last=False, rider=replicas.rider) as arrival:
                 if hidden.h is None:
                     hidden = replicas.weights.first_layer(
@@ -714,11 +740,11 @@ class _Backward:
                 d_adapters = experts_backward.adapter_gradients()
         replicas.finish(experts_backward.gradients)
         dx, d_probs = (None, None) if collection is None else (collection.out, collection.values)
-        d_route: tuple[torch.Tensor | None, ...] = (None, None)
+        d_route: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
         if (route := self.route) is not None:
             d_logits, other_d_probs, d_scores = route.given
             if d_probs is not None and other_d_probs is not None:
                 d_probs = d_probs + other_d_probs
             d_route = route._replace(given=(d_logits, d_probs, d_scores)).compute()
             d_probs = None
-        return dx, d_probs, *d_route, *experts_backward.d_biases, *dw1, *dw2, *d_adapters
+        return dx, d_probs, d_route, experts_backward.d_biases, dw1, dw2, d_adapters
