@@ -238,7 +238,7 @@ class Call(Entry):
         function: the function, or the name of a kernel.
         kind: CALL, NOTE, OPERATOR or NEW.
         leaves_autocast: the type of device for which autocast was on around the whole call, but not here; or None.
-        fill: what fills in the template; None: it has no places.
+        fills: what fills in the two parts of the template; None: it has no places.
     """
 
     function: Callable[..., Any] | str
@@ -247,13 +247,15 @@ class Call(Entry):
     kind: str = CALL
     is_owed: bool = False
     leaves_autocast: str | None = None
-    fill: Callable[[Playing], Any] | None = field(init=False)
+    fills: tuple[Callable[[Playing], Any] | None, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.fill = filler(self.template)
+        self.fills = tuple(map(filler, self.template))
 
     def play(self, playing: Playing) -> None:
-        args, kwargs = self.template if self.fill is None else self.fill(playing)
+        fill_args, fill_kwargs = self.fills
+        args = self.template[0] if fill_args is None else fill_args(playing)
+        kwargs = self.template[1] if fill_kwargs is None else fill_kwargs(playing)
         function = (
             getattr(playing.kernels(), self.function)
             if isinstance(self.function, str)

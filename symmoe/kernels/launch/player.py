@@ -454,7 +454,7 @@ class _Group:
         elif entry.kind == tapes.IN_ORDER:
             self._after.append(entry)
             self._is_full = True
-        elif entry.fill is None:
+        elif entry.fills == (None, None):
             if self._after:
                 return False  # a lease may get memory that was given back meanwhile
             self._before.append(entry)
