@@ -132,7 +132,7 @@ NAMES = ("heap high water", "leased bytes", "open files", "device bytes")
 
 
 def what_grew(samples: list[tuple[int, ...]]) -> list[str]:
-    first, last = samples[0], samples[-1]
+    first = samples[0]
     problems = [
         f"{name} went from {first[2 + i]} to {sorted({s[2 + i] for s in samples})}"
         for i, name in enumerate(NAMES)
