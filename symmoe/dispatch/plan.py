@@ -170,8 +170,7 @@ class Plan(PlanIntegers):
     @property
     def num_dropped(self) -> torch.Tensor:
         """int32 [1], slots of the whole EP group that were dropped."""
-        first = self.layout["report"][0] + control.SUM_NUM_DROPPED
-        return self.storage[first : first + 1]
+        return self.storage.narrow(0, self.layout["report"][0] + control.SUM_NUM_DROPPED, 1)
 
     @property
     def num_present(self) -> torch.Tensor:

@@ -506,14 +506,17 @@ def in_node_layout(
     return _laid_out(InNodeIntegers, sizes | {"e": num_local})
 
 
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Those of a contiguous tensor."""
+    return tuple(math.prod(max(1, size) for size in shape[n + 1 :]) for n in range(len(shape)))
+
+
 def _laid_out(kind: type, sizes: Mapping[str, int]) -> tuple[int, PlanLayout]:
     unit = ACCESS_BYTES // torch.int32.itemsize
     first, layout = 0, {}
     for name, each in vars(kind).items():
         if isinstance(each, _Integers):
             shape = tuple(sizes[size] if isinstance(size, str) else size for size in each.shape)
-            lengths = [max(1, size) for size in shape]
-            strides = tuple(math.prod(lengths[n + 1 :]) for n in range(len(shape)))
-            layout[name] = first, strides, shape
+            layout[name] = first, _strides(shape), shape
             first += -(-math.prod(shape) // unit) * unit
     return first, layout

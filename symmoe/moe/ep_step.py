@@ -349,9 +349,8 @@ def _with_rows(tensor: Any, num_rows: int) -> Any:
     """So many rows from where a tensor begins; the tensor if its memory has fewer, as that of a copy. None of None."""
     if tensor is None or tensor.shape[0] == num_rows:
         return tensor
-    row_bytes = tensor.stride(0) * tensor.element_size()
-    first_byte = tensor.storage_offset() * tensor.element_size()
-    if first_byte + num_rows * row_bytes > tensor.untyped_storage().nbytes():
+    end = tensor.storage_offset() + num_rows * tensor.stride(0)
+    if end * tensor.element_size() > tensor.untyped_storage().nbytes():
         return tensor
     return tensor.as_strided((num_rows, *tensor.shape[1:]), tensor.stride())
 
@@ -535,8 +534,7 @@ class _ExpertParallelMLP(Function):
                 its_x = x if received is None else None
                 kept = *kept, its_x, received, *hidden, row_probs, b1, b2, *tensors
             ctx.save_for_backward(*kept)
-            ctx.step, ctx.linears = forward.step, linears
-            ctx.rule = None if route is None else route.rule
+            ctx.step, ctx.linears, ctx.rule = forward.step, linears, route and route.rule
         y = (
             forward.second_half(found.a, found.row_probs, found.received)
             if is_recomputed
@@ -571,8 +569,7 @@ def _backward(
     ctx: Context, dy: torch.Tensor, d_routed: tuple[torch.Tensor | None, ...]
 ) -> tuple[torch.Tensor | None, ...]:
     linears, saved, route = ctx.linears, ctx.saved_tensors, None
-    needs_input_grad = ctx.needs_input_grad  # once: torch makes a new tuple each time
-    needs_x, needs_probs, *needs_route = needs_input_grad[3:7]
+    needs_x, needs_probs, *needs_route = ctx.needs_input_grad[3:7]
     if ctx.rule is not None:
         route_kept, saved, needs_probs = (
             saved[:_NUM_ROUTE_KEPT],
@@ -588,9 +585,10 @@ def _backward(
     step = ctx.step = _that_fits(ctx.step, dy.shape[1] * dy.element_size(), experts)
     plan = step.plan
     # As large as in forward, where that is possible: sizes repeat then.
-    kept = _Kept(received, hidden, row_probs)
-    kept = kept.with_rows(step.num_received, step.num_rows, plan.row_capacity)
-    both, needed = step.form.split(tensors)[:2], step.form.split(needs_input_grad[9:])[:2]
+    kept = _Kept(received, hidden, row_probs).with_rows(
+        step.num_received, step.num_rows, plan.row_capacity
+    )
+    both, needed = step.form.split(tensors)[:2], step.form.split(ctx.needs_input_grad[9:])[:2]
     # Here, not in what a tape repeats: where gradients go may change from call to call.
     fc1, fc2 = (
         fc.gradient_target(tuple(compress(weights, needs)), overwrite_main_grad=False)

@@ -7,7 +7,6 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from collections import defaultdict
 from dataclasses import dataclass
 
 _WINDOW = 64  # calls; what is larger than all calls of two windows have needed is given up
@@ -41,14 +40,17 @@ class RowHistory:
 
     def __init__(self) -> None:
         self._last_rows: int | None = None
-        # By the bits of the number of tokens: a small call holds little.
-        self._windows = defaultdict[int, _Windows](_Windows)
+        self._windows: dict[
+            int, _Windows
+        ] = {}  # by the bits of the number of tokens: a small call holds little
 
     def note(self, num_tokens: int, rows: int, packed_rows: int, rail_rows: int = 0) -> None:
         """Notes a call: the largest numbers of rows and of packed rows that any rank needed, and of tokens that this
         rank sent to another node."""
         self._last_rows = rows
-        self._windows[num_tokens.bit_length()].note(rows, packed_rows, rail_rows)
+        self._windows.setdefault(num_tokens.bit_length(), _Windows()).note(
+            rows, packed_rows, rail_rows
+        )
 
     def room(
         self, num_tokens: int, most_rows: int | None, factor: float | None = None
