@@ -28,6 +28,7 @@ from symmoe.errors import (
 from symmoe.kernels import control
 from symmoe.symm_mem import suspension
 from symmoe.symm_mem.faults import UNRAISED
+from symmoe.symm_mem.lease_plan import with_leases_together
 from symmoe.symm_mem.memory import Lease, lease_problem
 from symmoe.symm_mem.start import START_TIMEOUT_S, HeapParts
 from symmoe.symm_mem.streams import capture_id
@@ -36,6 +37,7 @@ from symmoe.torch_internals import STOPS_RECOMPUTATION, current_device
 
 if TYPE_CHECKING:
     from symmoe.symm_mem.several_nodes import Nodes
+    from symmoe.tape.tape import Tape
 
 _NUMBERS = itertools.count()
 _HEAPS: weakref.WeakValueDictionary[int, SymmetricHeap] = weakref.WeakValueDictionary()
@@ -162,10 +164,16 @@ class SymmetricHeap(HeapParts):
             partial(self.fail, phase=control.PHASE_PLAN),  # in the next barrier, whichever it is
             constants,
             self.waits.kernels,
-            kernels.tape_compiler(self.device),
+            self._compiled,
             audits=self._tape_mode == "audit",
             fills=self.memory.fills,
         )
+
+    def _compiled(self, tape: Tape) -> Tape | None:
+        """What is played of a tape."""
+        # Parts that overlap begin with what is left there, and not with NaN.
+        planned = with_leases_together(tape, _lease.__wrapped__, overlap=not self.memory.fills)  # type: ignore[attr-defined]
+        return kernels.tape_compiler(self.device)(planned)
 
     # -- memory ---------------------------------------------------------------------------------------------------
 

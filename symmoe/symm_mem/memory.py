@@ -369,12 +369,19 @@ class Lease:
     """
 
     def __init__(
-        self, memory: Memory, span: Span, shape: tuple[int, ...], dtype: torch.dtype, num_bytes: int
+        self,
+        memory: Memory,
+        span: Span,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        num_bytes: int,
+        start_bytes: int = 0,  # in the span
     ) -> None:
-        self.name, self.offset, self.generation = span.name, span.offset, span.generation
+        self.name, self.generation = span.name, span.generation
+        self.offset = span.offset + start_bytes
         self.shape, self.dtype, self.num_bytes = shape, dtype, num_bytes
         self._bytes, self._span = slice(self.offset, self.offset + num_bytes), span
-        self._address = memory.base + span.offset
+        self._address = memory.base + self.offset
         self._memory: Memory | None = memory
         self._tensor: torch.Tensor | None = None
 
@@ -419,6 +426,13 @@ class Lease:
             wrote_into(self._tensor)  # tensors that autograd has saved of it are no longer valid
         self._memory, self._tensor = None, None
         self._span.release()
+
+    def part(
+        self, start_bytes: int, shape: tuple[int, ...], dtype: torch.dtype, num_bytes: int
+    ) -> Lease:
+        """A lease that is a part of this one, which alone is released."""
+        assert self._memory is not None
+        return Lease(self._memory, self._span, shape, dtype, num_bytes, start_bytes)
 
     def shrink(self, num_bytes: int) -> None:
         """Gives back what comes after the first bytes; the tensor stays, but nobody may write there. Local."""

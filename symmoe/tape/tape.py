@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import zip_longest
@@ -279,6 +279,18 @@ class Call(Entry):
     def __str__(self) -> str:
         name = getattr(self.function, "__qualname__", getattr(self.function, "name", self.function))
         return f"{self.kind} {name() if callable(name) else name}"
+
+
+@dataclass(eq=False, slots=True)
+class TakeTogether(Entry):
+    """A call without arguments that returns a lease for each of these slots."""
+
+    function: Callable[[], Sequence[object]]
+    slots: tuple[int, ...]
+
+    def play(self, playing: Playing) -> None:
+        for slot, thing in zip(self.slots, self.function(), strict=True):
+            playing.things[slot] = thing
 
 
 @dataclass(frozen=True, slots=True)
