@@ -348,20 +348,25 @@ class OneCall:
 
     def __init__(self, access: Access, memory: threading.RLock, streams: StreamOrder) -> None:
         self._access, self._memory, self._streams = access, memory, streams
+        self._depth = 0  # parts of a call have their place with it
 
     def __enter__(self) -> None:
         self._access.__enter__()
         try:
-            with self._memory:
-                self._streams.begin_call()
+            if self._depth == 0:
+                with self._memory:
+                    self._streams.begin_call()
         except BaseException:
             self._access.__exit__()
             raise
+        self._depth += 1
 
     def __exit__(self, *exc: object) -> None:
+        self._depth -= 1
         try:
-            with self._memory:
-                self._streams.end_call()
+            if self._depth == 0:
+                with self._memory:
+                    self._streams.end_call()
         finally:
             self._access.__exit__()
 

@@ -1,11 +1,13 @@
 """Calls that are played from a tape: the bits of calls that are not, errors on all ranks, and what is not played."""
 
 import itertools
+import os
 import random
 from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from unittest import mock
 
 import pytest
 import tape_cases as taped
@@ -17,10 +19,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from worker import Findings, is_unwritten, open_heap
 
 from symmoe import MoEConfig, MoELayer, SymmetricHeap
-from symmoe.errors import ArgumentError, HeapPoisoned, StaleTape, raise_for
+from symmoe.errors import ArgumentError, HeapExhausted, HeapPoisoned, StaleTape, raise_for
 from symmoe.kernels import twin
 from symmoe.moe.ep_step import _Forward
 from symmoe.moe.router import Router
+from symmoe.symm_mem.memory import Lease
 from symmoe.symm_mem.row_budget import RowBudget, RowHistory
 from symmoe.tape.recorder import Recorder, Tapes, recorded
 from symmoe.tape.tape import CallInteger, Playing
@@ -85,11 +88,15 @@ def test_played_calls_have_the_bits_of_others(cluster, device, options, num_rank
             assert repeats > 0
 
 
+@pytest.mark.parametrize("fills", ["0", "1"])  # without, leases that are parts of one may overlap
 @run_on(2)
-def test_calls_in_flight(rank: int, num_ranks: int, findings: Findings) -> None:
+def test_calls_in_flight(rank: int, num_ranks: int, findings: Findings, fills: str) -> None:
     """Backward of a call comes after two more forward calls, and results stay as they are."""
     flying = []
-    with open_heap("cpu", tapes="on", num_bytes=16 << 20) as heap:
+    with (
+        mock.patch.dict(os.environ, SYMMOE_FILL_MEMORY=fills),
+        open_heap("cpu", tapes="on", num_bytes=16 << 20) as heap,
+    ):
         layer, plain = taped.make_layer(heap), taped.make_layer(heap)
         for x, dy in taped.make_calls(rank, 22, torch.float32):
             x = x.requires_grad_()
@@ -300,6 +307,49 @@ def test_leases_and_memory_of_tapes_begin_as_nan(monkeypatch, fills: str):
             (made,) = heap.run(("some",), lambda: (x.new_empty(3, 5).t(),), [x])
         assert heap.tapes.num_played > 0
         assert made.isnan().all() or fills == "0"
+
+
+@pytest.mark.parametrize("fills", ["0", "1"])
+def test_leases_that_end_in_the_call_are_parts_of_one(monkeypatch, fills: str):
+    monkeypatch.setenv("SYMMOE_FILL_MEMORY", fills)
+    offsets = []
+
+    @recorded
+    def note(*leases: Lease) -> None:
+        offsets.append([lease.offset for lease in leases])
+
+    with SymmetricHeap(num_bytes=1 << 20, backend="host") as heap:
+
+        def function() -> tuple[torch.Tensor]:
+            kept = heap.lease((7,), torch.float32, name="kept")
+            first, second = heap.lease((1000,), torch.int8), heap.lease((3, 5), torch.bfloat16)
+            second.tensor.fill_(2)
+            first.release()
+            third = heap.lease((10,), torch.float64)
+            third.tensor.fill_(3)
+            note(kept, first, second, third)
+            total = second.tensor.sum() + third.tensor.sum()
+            second.release()
+            third.release()
+            return (kept.tensor.fill_(total),)
+
+        for turn in range(5):
+            before = heap.statistics.num_leases
+            (y,) = heap.run(("some",), function, [torch.ones(2)])
+            kept, first, second, third = offsets[-1]
+            assert y.tolist() == [60.0] * 7
+            assert heap.statistics.num_leases - before == (2 if turn > 2 else 4)
+            assert (third == first) == (turn < 3 or fills == "0")
+            assert len({kept, first, second}) == 3
+            del y
+            heap.lease((1,), torch.int8).release()  # takes back what has been dropped
+            assert heap.leased_bytes == 0
+        taken = heap.lease((heap.memory.arena.largest_free_bytes - 1024,), torch.int8)
+        with pytest.raises(HeapExhausted, match="lease 'lease, lease, lease'"):
+            heap.run(("some",), function, [torch.ones(2)])
+        taken.release()
+        assert heap.run(("some",), function, [torch.ones(2)])[0].tolist() == [60.0] * 7
+        assert heap.tapes.num_played > 3
 
 
 # -- errors in the middle of a played call ----------------------------------------------------------------------------
