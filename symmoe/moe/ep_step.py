@@ -540,7 +540,7 @@ class _ExpertParallelMLP(Function):
             if is_recomputed
             else given("y", found.y)
         )
-        if step.out_shape is not None:
+        if step.out_shape not in (None, y.shape):
             # In place, for autograd allows less with views, and a view would lose FSDP's hooks when somebody writes
             # into it. Here, so that no function stands between the caller's gradient and the check of it.
             y.resize_(step.out_shape)

@@ -8,15 +8,12 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
 from symmoe.symm_mem.memory import Arena, Lease
 from symmoe.tape.tape import Call, Entry, ObjectSlot, TakeTogether, Tape
-
-if TYPE_CHECKING:
-    from symmoe.symm_mem.heap import SymmetricHeap
 
 _RELEASE = Lease.release.__wrapped__  # type: ignore[attr-defined]  # what a tape repeats
 
@@ -84,7 +81,7 @@ def _laid_out(calls: Sequence[Call], *, overlap: bool) -> tuple[list[_Part], int
 
 def _take_together(
     take: Callable[..., Lease],
-    heap: SymmetricHeap,
+    heap: Any,
     num_bytes: int,
     names: str,
     phase: int | None,
