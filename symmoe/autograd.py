@@ -33,14 +33,29 @@ class Function(torch.autograd.Function):
         def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
             if not torch.is_grad_enabled():  # without create_graph
                 return first_order(ctx, *gradients)
+            # On what the results depend are inputs of the node, too: torch.autograd.grad goes to some tensors only, and
+            # must not go past it.
+            ctx = _Unpacked(ctx)
             with torch.no_grad():
                 found = first_order(ctx, *gradients)
             start = torch.empty(0, device="cpu", requires_grad=True)
-            # With `gradients` as inputs, a loss that is not linear in the results has the node on its way, too, where
-            # torch.autograd.grad goes to some tensors only.
-            return _EndOfGraph.apply(of, len(found), start, *found, *gradients)  # type: ignore[no-untyped-call]
+            tensors = *found, *gradients, *ctx.saved_tensors
+            return _EndOfGraph.apply(of, len(found), start, *tensors)  # type: ignore[no-untyped-call]
 
         cls.backward = staticmethod(backward)  # type: ignore[method-assign]
+
+
+class _Unpacked:
+    """A context of autograd whose saved tensors are unpacked, which checkpoints allow once."""
+
+    def __init__(self, ctx: Any) -> None:
+        vars(self).update(ctx=ctx, saved_tensors=ctx.saved_tensors)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.ctx, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.ctx, name, value)
 
 
 class _EndOfGraph(torch.autograd.Function):
