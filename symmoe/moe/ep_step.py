@@ -163,6 +163,7 @@ def run_experts(
     is_taped = is_taped and heap.device.type != "meta"
     step = _EPStep(form, plan, *options, torch.is_grad_enabled(), out_shape, is_taped)
     tensors = *experts.biases, *experts.tensors
+    x = kernel_rows(x)
     if isinstance(probs, torch.Tensor):
         return _ExpertParallelMLP.apply(step, linears, None, x, probs, None, None, *tensors), None
     # The router gets its own x: autograd adds the gradients up as it does those of two functions.
@@ -486,7 +487,7 @@ class _ExpertParallelMLP(Function):
         b2: torch.Tensor | None,
         *tensors: torch.Tensor,
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        plan, stash, x = step.plan, step.stash, kernel_rows(x)
+        plan, stash = step.plan, step.stash
         step = step if plan.row_capacity < 0 else step.sized(x)
         keeps = step.trains and any(ctx.needs_input_grad)
         keeps_h, frees = keeps and stash.keeps_h, not (keeps and stash.keeps_rows)
@@ -531,8 +532,8 @@ class _ExpertParallelMLP(Function):
                 kept = x, given("weight", weight), given("topk_idx", route.topk_idx), routed[2]
             if plan.has_room:
                 received, hidden, row_probs = forward.kept(found)
-                its_x = x if received is None else None
-                kept = *kept, its_x, received, *hidden, row_probs, b1, b2, *tensors
+                # x in any case: gradients of gradients raise on the way to it, see symmoe/autograd.py.
+                kept = *kept, x, received, *hidden, row_probs, b1, b2, *tensors
             ctx.save_for_backward(*kept)
             ctx.step, ctx.linears, ctx.rule = forward.step, linears, route and route.rule
         y = (
@@ -580,7 +581,8 @@ def _backward(
     x, received, *rest = saved
     hidden, (row_probs, b1, b2, *tensors) = Hidden(*rest[:NUM_HIDDEN]), rest[NUM_HIDDEN:]
     # Saved twice, as a repeated call does: hooks may give two tensors of one memory, of which a tape takes one.
-    x = route_kept[0] if ctx.rule is not None and x is not None else x
+    x = route_kept[0] if ctx.rule is not None else x
+    x = x if received is None else None  # what has arrived is read
     experts = CallExperts(ctx.step.form, (b1, b2), tuple(tensors), linears)
     step = ctx.step = _that_fits(ctx.step, dy.shape[1] * dy.element_size(), experts)
     plan = step.plan

@@ -28,7 +28,7 @@ from symmoe.errors import (
 from symmoe.kernels import control
 from symmoe.symm_mem import suspension
 from symmoe.symm_mem.faults import UNRAISED
-from symmoe.symm_mem.lease_plan import with_leases_together
+from symmoe.symm_mem.lease_plan import with_leases_first
 from symmoe.symm_mem.memory import Lease, lease_problem
 from symmoe.symm_mem.start import START_TIMEOUT_S, HeapParts
 from symmoe.symm_mem.streams import capture_id
@@ -171,9 +171,9 @@ class SymmetricHeap(HeapParts):
 
     def _compiled(self, tape: Tape) -> Tape | None:
         """What is played of a tape."""
-        # Parts that overlap begin with what is left there, and not with NaN.
-        planned = with_leases_together(tape, _lease.__wrapped__, overlap=not self.memory.fills)  # type: ignore[attr-defined]
-        return kernels.tape_compiler(self.device)(planned)
+        take = _lease.__wrapped__  # type: ignore[attr-defined]  # what a tape repeats
+        compiled = kernels.tape_compiler(self.device)
+        return compiled(with_leases_first(tape, take, self.memory))
 
     # -- memory ---------------------------------------------------------------------------------------------------
 

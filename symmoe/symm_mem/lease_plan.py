@@ -1,92 +1,106 @@
-"""The leases of a tape that end in the same call, as parts of one: their sizes are known, so one request and one
-release do for all of them, and nothing of Python stands between launches."""
+"""The leases of a tape, whose sizes are known: all are taken before anything is launched, and those that end in the
+same call are parts of one. So nothing of Python stands between launches, and where the heap lacks the memory, the call
+runs without its tape."""
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
 import torch
 
-from symmoe.symm_mem.memory import Arena, Lease
-from symmoe.tape.tape import Call, Entry, ObjectSlot, TakeTogether, Tape
+from symmoe.symm_mem.memory import Arena, Lease, Memory
+from symmoe.tape.tape import Call, Entry, ObjectSlot, Tape
 
 _RELEASE = Lease.release.__wrapped__  # type: ignore[attr-defined]  # what a tape repeats
 
 
 class _Part(NamedTuple):
-    """A lease as a part of another one."""
+    """A lease, which begins so many bytes behind where its span begins."""
 
-    start_bytes: int
+    slot: int
+    name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     num_bytes: int
+    start_bytes: int = 0
 
 
-def with_leases_together(tape: Tape, take: Callable[..., Lease], *, overlap: bool) -> Tape:
-    """The tape with one lease in place of those that it takes and releases. Where one of them ends before another
-    begins, they may have the same memory, if parts may `overlap`. take: what an entry calls for a lease."""
-    ends = {
-        entry.template[0][0].slot
+@dataclass(frozen=True, slots=True)
+class Leases:
+    """What a tape leases: with spans of their own, and as parts of one, which is in a slot as well."""
+
+    memory: Memory
+    alone: Sequence[_Part]
+    parts: Sequence[_Part]
+    whole: _Part
+
+    def take(self, things: list[Any]) -> bool:
+        """Takes all, each for its slot. False: the heap lacks the memory, and nothing has been taken."""
+        spans = [(part, self.memory.take(part.num_bytes, part.name)) for part in self.alone]
+        if self.parts:
+            whole = self.memory.take(self.whole.num_bytes, self.whole.name)
+            spans += [(part, whole) for part in (self.whole, *self.parts)]
+        taken = [span for _, span in spans if span is not None]
+        if len(taken) < len(spans):
+            for span in taken:
+                span.release()
+            return False
+        for (part, _), span in zip(spans, taken, strict=True):
+            things[part.slot] = Lease(self.memory, span, *part[2:])
+        return True
+
+
+def with_leases_first(tape: Tape, take: Any, memory: Memory) -> Tape:
+    """The tape with its leases apart. take: what an entry calls for a lease."""
+    calls = [entry for entry in tape.entries if isinstance(entry, Call)]
+    ended = {call.template[0][0].slot for call in calls if call.function is _RELEASE}
+    events = list[Call]()  # begins and ends of leases that end in the call
+    alone = list[_Part]()
+    for call in calls:
+        if call.function is take and call.slot not in ended:
+            alone.append(_part_of(call))
+        elif call.function is take or call.function is _RELEASE:
+            events.append(call)
+    parts, num_bytes = _laid_out(events, overlap=not memory.fills)
+    names = ", ".join(part.name for part in parts)
+    whole = _Part(tape.num_slots, names, (num_bytes,), torch.uint8, num_bytes)
+    entries = [
+        entry
         for entry in tape.entries
-        if isinstance(entry, Call) and entry.function is _RELEASE
-    }
-    calls = dict[int, Call]()  # by number, those that take a lease, and those that release one
-    slots = list[int]()  # of the leases
-    for number, entry in enumerate(tape.entries):
-        if isinstance(entry, Call) and entry.function is take and entry.slot in ends:
-            calls[number] = entry
-            slots.append(cast(int, entry.slot))
-        elif isinstance(entry, Call) and entry.function is _RELEASE:
-            if entry.template[0][0].slot in slots:
-                calls[number] = entry
-    if len(slots) < 2:
-        return tape
-    parts, num_bytes = _laid_out([*calls.values()], overlap=overlap)
-    first, *_, last = calls
-    heap, _, _, _, phase = calls[first].template[0]
-    names = ", ".join(call.template[0][3] for call in calls.values() if call.function is take)
-    together = partial(_take_together, take, heap, num_bytes, names, phase, parts)
-    whole = tape.num_slots
-    entries = dict[int, Entry](enumerate(tape.entries))
-    for number in calls:
-        del entries[number]
-    entries[first] = TakeTogether(together, (whole, *slots))
-    entries[last] = replace(calls[last], template=((ObjectSlot(whole),), {}))
-    in_order = tuple(entries[number] for number in sorted(entries))
-    return replace(tape, num_slots=whole + 1, entries=in_order)
+        if not (isinstance(entry, Call) and (entry.function is take or entry in events[:-1]))
+    ]
+    if events:
+        last = events[-1]
+        release = replace(last, template=((ObjectSlot(whole.slot),), {}))
+        entries[entries.index(last)] = release
+    return replace(
+        tape,
+        num_slots=tape.num_slots + 1,
+        entries=tuple[Entry, ...](entries),
+        leases=Leases(memory, alone, parts, whole),
+    )
 
 
-def _laid_out(calls: Sequence[Call], *, overlap: bool) -> tuple[list[_Part], int]:
-    """Where the leases of these calls, in order, have their places in one lease; and its bytes."""
+def _part_of(call: Call) -> _Part:
+    _, shape, dtype, name, _ = call.template[0]
+    return _Part(cast(int, call.slot), name, shape, dtype, dtype.itemsize * math.prod(shape))
+
+
+def _laid_out(events: Sequence[Call], *, overlap: bool) -> tuple[list[_Part], int]:
+    """Where leases have their places in one span, and its bytes. Where one ends before another begins, they may have
+    the same memory, if they may overlap."""
     arena = Arena(0, sys.maxsize)
     spans, parts = dict[int, tuple[int, int]](), list[_Part]()
-    for call in calls:
-        if call.slot is None:
-            if overlap:
-                arena.give_back(*spans[call.template[0][0].slot])
-            continue
-        _, shape, dtype, *_ = call.template[0]
-        num_bytes = dtype.itemsize * math.prod(shape)
-        span = arena.take(num_bytes)
-        assert span is not None
-        spans[call.slot] = span
-        parts.append(_Part(span[0], shape, dtype, num_bytes))
+    for call in events:
+        if call.function is not _RELEASE:
+            part = _part_of(call)
+            spans[part.slot] = cast(tuple[int, int], arena.take(part.num_bytes))
+            parts.append(part._replace(start_bytes=spans[part.slot][0]))
+        elif overlap:
+            # Where they do not, each begins with what the span is filled with: NaN.
+            arena.give_back(*spans[call.template[0][0].slot])
     return parts, arena.high_water_bytes
-
-
-def _take_together(
-    take: Callable[..., Lease],
-    heap: Any,
-    num_bytes: int,
-    names: str,
-    phase: int | None,
-    parts: Sequence[_Part],
-) -> list[Lease]:
-    """A lease, and leases that are parts of it and end with it."""
-    whole = take(heap, (num_bytes,), torch.uint8, names, phase)
-    return [whole, *[whole.part(*part) for part in parts]]

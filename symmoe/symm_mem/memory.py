@@ -427,13 +427,6 @@ class Lease:
         self._memory, self._tensor = None, None
         self._span.release()
 
-    def part(
-        self, start_bytes: int, shape: tuple[int, ...], dtype: torch.dtype, num_bytes: int
-    ) -> Lease:
-        """A lease that is a part of this one, which alone is released."""
-        assert self._memory is not None
-        return Lease(self._memory, self._span, shape, dtype, num_bytes, start_bytes)
-
     def shrink(self, num_bytes: int) -> None:
         """Gives back what comes after the first bytes; the tensor stays, but nobody may write there. Local."""
         if self._memory is not None:

@@ -492,10 +492,12 @@ class Tapes:
             return function()
         key, kind = self._kind(key, inputs)
         kind.num_calls += 1
-        if kind.played is not None and not self._audits and kind.num_calls < kind.next_audit:
-            self.num_played += 1
-            played, num_done = kind.played, 0
+        played, num_done = kind.played, 0
+        if played is not None and not self._audits and kind.num_calls < kind.next_audit:
             things = [*inputs, *[None] * (played.num_slots - len(inputs))]
+            if played.leases is not None and not played.leases.take(things):
+                return function()  # which may need less, or says what is lacking
+            self.num_played += 1
             playing = Playing(things, played.values[:], numbers, self._kernels)
             if self._type == "cuda":
                 playing.values[STREAM] = current_stream(self._device.index)

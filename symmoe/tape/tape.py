@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import zip_longest
@@ -281,18 +281,6 @@ class Call(Entry):
         return f"{self.kind} {name() if callable(name) else name}"
 
 
-@dataclass(eq=False, slots=True)
-class TakeTogether(Entry):
-    """A call without arguments that returns a lease for each of these slots."""
-
-    function: Callable[[], Sequence[object]]
-    slots: tuple[int, ...]
-
-    def play(self, playing: Playing) -> None:
-        for slot, thing in zip(self.slots, self.function(), strict=True):
-            playing.things[slot] = thing
-
-
 @dataclass(frozen=True, slots=True)
 class Mark(Entry):
     """What an interruption means from here on."""
@@ -306,12 +294,13 @@ class Mark(Entry):
 @dataclass(frozen=True, slots=True, eq=False)
 class Tape:
     """A recording: what happens, in order, and templates of what the function returned. num_slots: for memory and
-    objects; inputs have the first ones. values: see kernels/launch/player.py."""
+    objects; inputs have the first ones. values: see kernels/launch/player.py. leases: see symm_mem/lease_plan.py."""
 
     num_slots: int
     entries: tuple[Entry, ...]
     outputs: tuple[Any, ...]
     values: array[int] = field(default_factory=partial(array, "q"))
+    leases: Any = None
 
     def difference(self, other: Tape) -> str:
         """What a later recording has that is not so here; "" if both came from calls that differ only in memory and in

@@ -46,7 +46,7 @@ class MemoryPlan:
             routing needs all the room that it got.
         forward_bytes_per_call, backward_bytes_per_call: leases that live only during that pass, at their peak.
         activation_bytes_per_call: ordinary memory that one call of one layer holds from forward to backward: h, the
-            plan, the probs of the rows, the tokens if they are sent again, and with a recipe the transposed weights as
+            plan, the probs of the rows, the tokens, and with a recipe the transposed weights as
             it has quantised them, which live as long as h. What the router keeps (a few fp32 [T, E]) and what a shared
             expert keeps are not counted.
         activation_bytes: the same for all layers and micro-batches in flight.

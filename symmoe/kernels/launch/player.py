@@ -42,7 +42,6 @@ from symmoe.tape.tape import (
     Memory,
     ObjectSlot,
     Playing,
-    TakeTogether,
     Tape,
 )
 
@@ -448,10 +447,6 @@ class _Group:
             self._mark = entry
         elif isinstance(entry, _End):
             self._after.append(entry)
-        elif isinstance(entry, TakeTogether):
-            if self._after:
-                return False
-            self._before.append(entry)
         elif not isinstance(entry, Call):
             raise AssertionError(f"an unknown entry: {entry}")
         elif entry.kind == tapes.NOTE:
