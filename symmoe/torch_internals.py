@@ -222,15 +222,15 @@ def look_of(module: torch.nn.Module | None) -> list[object]:
             m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks
         ),
         "_hf_hook" in own,
-        "forward" in own or type(m).forward not in _REPLACEABLE,
+        "forward" in own or getattr(type(m), "forward", None) not in _REPLACEABLE,
         is_sharded,
     ]
-    for parameter in own["_parameters"].values():
+    for parameter in m._parameters.values():
         if parameter is not None:
             look += type(parameter), parameter.dtype, parameter.device
             if is_sharded:
                 look.append(parameter.shape)
-    for child in own["_modules"].values():
+    for child in m._modules.values():
         look += look_of(child)
     return look
 

@@ -222,6 +222,24 @@ def test_a_grouped_mlp_alone_refuses_the_same(where: str):
         assert torch.equal(mlp(*arguments), wanted)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    "made_of",
+    [torch.jit.script, lambda plain: torch.jit.trace(plain, torch.ones(2, H)), torch.compile],
+    ids=["scripted", "traced", "compiled"],
+)
+def test_any_module_may_be_the_shared_expert(made_of: Callable[[torch.nn.Module], torch.nn.Module]):
+    torch.manual_seed(0)
+    plain, x = torch.nn.Linear(H, H), torch.randn(3, H)
+    config = MoEConfig(hidden=H, ffn=I, num_experts=4, top_k=2)
+    with open_heap("cpu") as heap:
+        layer = MoELayer(config, heap)
+        wanted = layer(x)[0] + plain(x)
+        layer.shared_expert = made_of(plain)
+        for _ in range(2):
+            torch.testing.assert_close(layer(x)[0], wanted)
+
+
 def test_what_is_put_on_other_modules_runs_without_a_warning():
     ran = []
     with open_heap("cpu") as heap, warnings.catch_warnings():
