@@ -10,7 +10,7 @@ from cluster import run_on
 from kept_memory import bytes_at_peak, bytes_kept
 from worker import Findings, open_heap
 
-from symmoe import MoEConfig, MoELayer, cli, plan_memory
+from symmoe import MoEConfig, MoELayer, SymmetricHeap, cli, plan_memory
 from symmoe.errors import ArgumentError
 from symmoe.kernels.activation import Activation
 from symmoe.precision import PRECISIONS
@@ -28,6 +28,27 @@ def test_bytes_of_a_call(stash: str, capacity: int | None, layout: str):
     plan = plan_memory(config, num_ranks=1, num_tokens=T, dtype=torch.float32)
     leased, ordinary = bytes_kept(config, T)
     assert (plan.lease_bytes_per_call, plan.activation_bytes_per_call) == (leased, ordinary)
+
+
+@pytest.mark.parametrize("stash", ["all", "none"])
+def test_steps_on_a_heap_of_the_planned_size_are_played(monkeypatch, stash: str):
+    monkeypatch.setenv("SYMMOE_TAPES", "on")
+    monkeypatch.setenv("SYMMOE_FILL_MEMORY", "0")  # or leases that are parts of one do not overlap
+    config = MoEConfig(hidden=H, ffn=I, num_experts=E, top_k=K, stash=stash, capacity=150)
+    plan = plan_memory(config, num_ranks=1, num_tokens=T, num_layers=3, dtype=torch.float32)
+    played = []
+    for num_bytes in (plan.heap_bytes, 2 * plan.heap_bytes):
+        with SymmetricHeap(num_bytes=num_bytes, backend="host") as heap:
+            layers = [MoELayer(config, heap) for _ in range(3)]
+            for _ in range(4):
+                y = torch.randn(T, H)
+                for layer in layers:
+                    y, _ = layer(y)
+                y.sum().backward()
+                del y
+            played.append(heap.tapes.num_played)
+            assert heap.high_water_bytes <= plan.heap_bytes
+    assert played[0] == played[1] > 10
 
 
 @run_on(1, 2)
