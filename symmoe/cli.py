@@ -147,19 +147,17 @@ def _run(argv: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="symmoe", description=__doc__)
     parser.add_argument("--version", action="version", version=f"symmoe {__version__}")
     commands, raw = parser.add_subparsers(required=True), argparse.RawDescriptionHelpFormatter
-    plan = commands.add_parser("plan", help=_PLAN_HELP, description=_PLAN, formatter_class=raw)
-    _add_plan_arguments(plan)
-    plan.set_defaults(run=_plan)
-    for name, command in (("doctor", doctor), ("check", check)):
-        its = commands.add_parser(
-            name, help=command.HELP, description=command.DESCRIPTION, formatter_class=raw
-        )
-        command.add_arguments(its)
-        its.set_defaults(run=command.run)
+    for name, text, description, add_arguments, run in (
+        ("plan", _PLAN_HELP, _PLAN, _add_plan_arguments, _plan),
+        ("doctor", doctor.HELP, doctor.DESCRIPTION, doctor.add_arguments, doctor.run),
+        ("check", check.HELP, check.DESCRIPTION, check.add_arguments, check.run),
+    ):
+        its = commands.add_parser(name, help=text, description=description, formatter_class=raw)
+        add_arguments(its)
+        its.set_defaults(run=run)
     args = parser.parse_args(argv)
     try:
-        status: int = args.run(args)
-        return status
+        return int(args.run(args))
     except ArgumentError as error:
         parser.error(str(error))
     except OSError as error:
@@ -195,8 +193,11 @@ def _plan(args: argparse.Namespace) -> int:
         layer, speed_up = best_measured(exact, num_ranks=args.ranks, num_tokens=args.tokens)
         reason = f"\n{_reason(layer, speed_up)}\n"
         exact = exact if speed_up >= LEAST_SPEED_UP else in_full(exact)
-    capacity = math.ceil(args.capacity_factor * args.tokens * exact.top_k)
-    static = dataclasses.replace(exact, capacity=capacity, rail_capacity=args.rail_capacity)
+    static = dataclasses.replace(
+        exact,
+        capacity=math.ceil(args.capacity_factor * args.tokens * exact.top_k),
+        rail_capacity=args.rail_capacity,
+    )
     numbers = {"num_ranks": args.ranks, "num_tokens": args.tokens, "dtype": DTYPES[args.dtype]}
     if args.nodes is not None:
         print(_forward(plan_network(static, **numbers, num_nodes=args.nodes, nic_gbs=args.nic_gbs)))

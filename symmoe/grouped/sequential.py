@@ -322,8 +322,13 @@ class Stage:
         overwrites = tuple(
             call.keywords.get("is_first_microbatch", False) for call in (first, last)
         )
-        buffers = last.keywords.get("out"), first.keywords.get("grad_input_out")
-        return RowArguments(first.inputs[0], scale, *buffers, overwrites)
+        return RowArguments(
+            first.inputs[0],
+            scale,
+            last.keywords.get("out"),
+            first.keywords.get("grad_input_out"),
+            overwrites,
+        )
 
     def problem(self, rows: RowsLike) -> Problem:
         """What is wrong with an argument of a known stage other than the rows, or None."""
@@ -411,7 +416,6 @@ def _stages_problem(stages: list[Stage], x: object) -> Problem:
         gradients[i] = replace(
             buffer, first=-i, last=math.inf if reader is None or delays else -reader
         )
-    error = overlap_problem([*results.values()], read)
-    return error or overlap_problem(
+    return overlap_problem([*results.values()], read) or overlap_problem(
         [*gradients.values()], [*read, *(buffer.tensor for buffer in results.values())]
     )

@@ -101,8 +101,12 @@ class Accelerator(_Accelerator):
             for number, each in enumerate(self._custom_objects):
                 refuse_state_dicts(each.state_dict(), model, f"registered object {number}")
             folder = super().save_state(output_dir, *args, **kwargs)
-            state = ModuleState(module=model, tensors=left[0] if left else {})
-            save_checkpoint(Path(folder, STATE_FOLDER), 0, model=state, optimizer=optimizer)
+            save_checkpoint(
+                Path(folder, STATE_FOLDER),
+                0,
+                model=ModuleState(module=model, tensors=left[0] if left else {}),
+                optimizer=optimizer,
+            )
         return str(folder)
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
@@ -112,8 +116,11 @@ class Accelerator(_Accelerator):
             raise ArgumentError("input_dir (None) must be the folder that save_state has returned")
         with self._without_state() as (model, optimizer, left):
             super().load_state(input_dir, *args, **kwargs)
-            state = model if left else ModuleState(module=model, tensors={})
-            load_checkpoint(Path(input_dir, STATE_FOLDER), model=state, optimizer=optimizer)
+            load_checkpoint(
+                Path(input_dir, STATE_FOLDER),
+                model=model if left else ModuleState(module=model, tensors={}),
+                optimizer=optimizer,
+            )
 
     @contextlib.contextmanager
     def _without_state(

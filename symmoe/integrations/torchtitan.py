@@ -123,8 +123,11 @@ class SymmoeTokenDispatcher(BaseEPTokenDispatcher):
         topk_scores_TK: torch.Tensor,
         topk_expert_ids_TK: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, tuple[Plan, torch.Tensor]]:
-        options = PlanOptions(self.num_experts, hidden=x_TD.shape[1], dtype=x_TD.dtype)
-        plan = plan_call(topk_expert_ids_TK, heap, options)
+        plan = plan_call(
+            topk_expert_ids_TK,
+            heap,
+            PlanOptions(self.num_experts, hidden=x_TD.shape[1], dtype=x_TD.dtype),
+        )
         rows_RD, row_scores_R = dispatch_tokens(
             x_TD, plan, probs=topk_scores_TK.float(), order=self.config.order
         )

@@ -59,9 +59,12 @@ def gradient_columns(
 ) -> Operand:
     """The gradient columns of wgrad."""
     seeds = gradient_seeds(recipe, d_rows, row_range, row_index)
-    # Other random words than those that rounded the rows.
-    seeds = None if seeds is None else seeds + 1
-    return recipe.quantize_columns(d_rows, row_range, row_index=row_index, seeds=seeds).operand()
+    return recipe.quantize_columns(
+        d_rows,
+        row_range,
+        row_index=row_index,
+        seeds=None if seeds is None else seeds + 1,  # other random words than those of the rows
+    ).operand()
 
 
 Directions = tuple[Operand, Operand | None]
@@ -163,9 +166,8 @@ class HeldWeight:
         made = self._dtype_to_made.get(weight.dtype)
         stream = torch.cuda.current_stream(weight.device) if weight.device.type == "cuda" else None
         if made is None or (transposed and made.directions[1] is None):
-            made = _Made(weight_operands(recipe, weight, transposed=transposed), stream, None)
-            if stream is not None:
-                made = made._replace(is_there=stream.record_event())
+            directions = weight_operands(recipe, weight, transposed=transposed)
+            made = _Made(directions, stream, None if stream is None else stream.record_event())
             self._dtype_to_made[weight.dtype] = made
         if made.is_there is not None and stream is not None and stream != made.stream:
             stream.wait_event(made.is_there)

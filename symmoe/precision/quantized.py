@@ -100,8 +100,10 @@ class Quantized:
             lines = lines.view(torch.uint8).repeat_interleave(
                 self.block_format.block_lines, dim=-2
             )[:, :num_lines]
-        line_range = equal_groups(num_matrices, num_lines, lines.device)
-        return swizzle_scales(lines.reshape(-1, lines.shape[-1]), line_range)
+        return swizzle_scales(
+            lines.reshape(-1, lines.shape[-1]),
+            equal_groups(num_matrices, num_lines, lines.device),
+        )
 
     def dequantize(self) -> torch.Tensor:
         """The numbers in fp32, up to rounding: rows [N, C] or weights [G, O, C]; rows of no group are 0.
@@ -127,10 +129,9 @@ class Quantized:
         first = formats.TILE * (tiles.cumsum(0) - tiles)
         place = (first - begin)[groups] + torch.arange(self.num_rows, device=self.data.device)
         width = self.data.shape[1] * self.block_format.elements_per_byte
-        # The group of each padded token; tiles of no group may get any.
         token = torch.arange(width, device=self.data.device)
-        token_groups = (torch.searchsorted(first, token, right=True) - 1).clamp(min=0)
-        values = self._values(token_groups)
+        # By the group of each padded token; tiles of no group may get any.
+        values = self._values((torch.searchsorted(first, token, right=True) - 1).clamp(min=0))
         if self.signs is not None:
             values = twin.inverse_hadamard(values, self.signs)
         return values.T[place.where(belongs, 0)].where(belongs[:, None], 0.0)

@@ -84,11 +84,12 @@ class Recipe(ABC):
     ) -> Quantized:
         """An uninitialised result of quantize or quantize_columns, for kernels that fill it, but for what a global
         scale needs."""
-        of_columns = features, TILE * max_tiles(num_rows, row_range.shape[1])
         return _empty(
             self.row_format,
             layout,
-            of_columns if layout == "columns" else (num_rows, features),
+            (features, TILE * max_tiles(num_rows, row_range.shape[1]))
+            if layout == "columns"
+            else (num_rows, features),
             row_range.device,
             out,
             num_rows=num_rows,
@@ -162,11 +163,16 @@ class Recipe(ABC):
         row_format, signs = self.row_format, self.column_signs
         result = self.empty("columns", num_rows, rows.shape[1], row_range, out)
         amax = _amax(row_format, rows, row_range, row_index, signs)
-        ops, options = (
-            kernels.for_device(rows.device),
-            {"row_index": row_index, "amax": amax, "seeds": seeds},
+        kernels.for_device(rows.device).quantize_columns(
+            rows,
+            row_range,
+            result.buffers,
+            row_format,
+            signs=signs,
+            row_index=row_index,
+            amax=amax,
+            seeds=seeds,
         )
-        ops.quantize_columns(rows, row_range, result.buffers, row_format, signs=signs, **options)
         return (
             result
             if amax is None and signs is None
@@ -392,9 +398,9 @@ def check_floats(
         for word, size in zip(shape, tensor.shape, strict=True)
     )
     if not fits or tensor.dtype not in FLOATS or not is_contiguous:
-        wanted = f"[{', '.join(map(str, shape))}] of one of {FLOATS}"
         raise ArgumentError(
-            f"{name} is {tensor.dtype} {list(tensor.shape)}; it must be contiguous {wanted}"
+            f"{name} is {tensor.dtype} {list(tensor.shape)}; it must be contiguous "
+            f"[{', '.join(map(str, shape))}] of one of {FLOATS}"
         )
     for word, width in zip(shape[1:], tensor.shape[1:], strict=True):
         if isinstance(word, str) and (width == 0 or width % recipe.feature_multiple):

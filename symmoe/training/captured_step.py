@@ -355,12 +355,12 @@ def _deciding_groups(modules: Modules) -> list[dist.ProcessGroup]:
     on all ranks. Without those in an EP group, whose ranks see the same plans, and those in another one of these."""
     groups = [ddp.process_group for ddp in modules.ddps]
     for layer in modules.layers:
-        is_global = (
+        if (
             isinstance(layer, MoELayer)
             and layer.config.aux_loss == "global"
             and layer.config.aux_loss_coef
-        )
-        if is_global and layer.replicas.group is not None:
+            and layer.replicas.group is not None
+        ):
             groups.append(layer.replicas.group)
     for mesh in dict.fromkeys(parameter.device_mesh for parameter in modules.sharded):
         groups += mesh.get_all_groups()

@@ -47,13 +47,14 @@ class LoRAGroupedLinear(GroupedLinear):
         adapted = cls.__new__(cls)
         adapted.__dict__.update(linear.__dict__)
         adapted._parameters = dict(linear._parameters)
-        for parameter in adapted._parameters.values():
-            if parameter is not None:
-                parameter.requires_grad_(False)
+        adapted.requires_grad_(False)
         weight = adapted.weight_parameters()[0]
-        a = weight.new_empty((linear.num_groups, rank, linear.in_features), dtype=dtype)
-        b = weight.new_zeros((linear.num_groups, linear.out_features, rank), dtype=dtype)
-        adapted.lora_a, adapted.lora_b = nn.Parameter(a), nn.Parameter(b)
+        adapted.lora_a = nn.Parameter(
+            weight.new_empty((linear.num_groups, rank, linear.in_features), dtype=dtype)
+        )
+        adapted.lora_b = nn.Parameter(
+            weight.new_zeros((linear.num_groups, linear.out_features, rank), dtype=dtype)
+        )
         adapted.scaling, adapted.rank_dropout, adapted.is_merged = alpha / rank, rank_dropout, False
         adapted.reset_adapters()
         return adapted

@@ -90,8 +90,14 @@ def plan_memory(
             equally likely; the mean, real routing needs more. "worst": every token of every rank chooses this rank.
             A static capacity is what it is.
     """
-    sizes = {"num_ranks": num_ranks, "num_tokens": num_tokens, "num_layers": num_layers}
-    raise_for(size_problem(**sizes, num_in_flight=num_in_flight))
+    raise_for(
+        size_problem(
+            num_ranks=num_ranks,
+            num_tokens=num_tokens,
+            num_layers=num_layers,
+            num_in_flight=num_in_flight,
+        )
+    )
     check_kind("config", config, MoEConfig)
     config.experts_per_rank(num_ranks)
     if routing not in ("uniform", "worst"):
@@ -204,10 +210,9 @@ def _dry_call(
             # The router's backward, which asks for autocast: tensors without memory have none.
             gradients += tuple(map(torch.empty_like, (scores, x, weight)))
             events = list(heap.events)
-    parts = {"forward": events[:num_forward], "backward": events[num_forward:]}
     passes = {
         name: [event for event in part if isinstance(event[1], tuple)]
-        for name, part in parts.items()
+        for name, part in (("forward", events[:num_forward]), ("backward", events[num_forward:]))
     }
     return plan, passes, sum(kept.values()), max(_bytes_after(events))
 

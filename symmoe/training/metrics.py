@@ -306,8 +306,11 @@ def _numbers(records: list[LayerRecord]) -> dict[str, float]:
                 )
         if all(isinstance(value, (int, float)) for value in values):
             numbers |= {
-                f"moe/{record.name}/{field}": float(getattr(record, field)) for record in records
+                **{
+                    f"moe/{record.name}/{field}": float(getattr(record, field))
+                    for record in records
+                },
+                f"moe/{field}/mean": float(sum(values) / len(values)),
+                f"moe/{field}/max": float(max(values)),
             }
-            numbers[f"moe/{field}/mean"] = float(sum(values) / len(values))
-            numbers[f"moe/{field}/max"] = float(max(values))
     return numbers

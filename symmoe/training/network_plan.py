@@ -154,10 +154,10 @@ def plan_network(
     )
     combine = trip(config.hidden * dtype.itemsize, config.top_k * (1 - 1 / per_node))
 
-    gemms_s = (sizes.fc1_flops + sizes.product_flops) / rates.flops
-    link_s = dispatch.link.seconds + combine.link.seconds
     exact = Forward(
-        network_s=dispatch.nodes.seconds + combine.nodes.seconds, link_s=link_s, gemms_s=gemms_s
+        network_s=dispatch.nodes.seconds + combine.nodes.seconds,
+        link_s=dispatch.link.seconds + combine.link.seconds,
+        gemms_s=(sizes.fc1_flops + sizes.product_flops) / rates.flops,
     )
     fixed = replace(exact, network_s=dispatch.fixed.seconds + combine.fixed.seconds)
     return NetworkPlan(dispatch, combine, exact, fixed, *_step_s(sizes, rates))

@@ -68,8 +68,10 @@ def _parts(value: Any) -> tuple[dict[str, Any], Callable[[list[Any]], Any]] | No
                 object.__setattr__(other, name, part)  # it may be frozen
             return other
 
-        parts = {f"[{key!r}]": part for key, part in items.items()}
-        return parts | {f".{name}": getattr(value, name) for name in names}, like
+        return {
+            **{f"[{key!r}]": part for key, part in items.items()},
+            **{f".{name}": getattr(value, name) for name in names},
+        }, like
     children, spec = pytree.tree_flatten(value, is_leaf=lambda part: part is not value)
     if spec.is_leaf():
         return None
@@ -225,11 +227,13 @@ class Modules:
     def states(self) -> list[torch.Tensor]:
         """Tensors that a step may change, other than gradients. (It cannot if several elements share memory.)"""
         tensors = [
-            t.detach()
-            for t in self._tensors()[len(self.sharded) :]
-            if not isinstance(t, nn.Parameter)
+            *(
+                t.detach()
+                for t in self._tensors()[len(self.sharded) :]
+                if not isinstance(t, nn.Parameter)
+            ),
+            *(total for listeners in self._listeners for total in listeners.totals),
         ]
-        tensors += [total for listeners in self._listeners for total in listeners.totals]
         return [
             t
             for t in tensors
@@ -308,9 +312,9 @@ class Modules:
         self._listeners = [listeners for _, listeners in find_listeners(self._model).values()]
         self._callbacks = [listeners.callbacks for listeners in self._listeners]
         tables = [
-            vars(module)[name] for module in modules for name in _TABLES if name in vars(module)
+            *(vars(module)[name] for module in modules for name in _TABLES if name in vars(module)),
+            *(table for table in chain.from_iterable(self._hooks) if table is not None),
         ]
-        tables += [table for table in chain.from_iterable(self._hooks) if table is not None]
         self._full, self._empty = (
             [table for table in tables if table],
             [table for table in tables if not table],

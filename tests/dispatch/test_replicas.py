@@ -106,7 +106,7 @@ def check_placement(counts: np.ndarray, num_places: int, slack: int) -> bool:
 
 @pytest.mark.parametrize("number", WORKLOADS)
 def test_ranks_keep_within_the_limit(number: int):
-    kept, most = 0, 0
+    kept = most = 0
     for num_ranks, num_experts in ((1, 4), (2, 8), (4, 128), (8, 64), (64, 256)):
         for step in range(3):
             counts = workload(number, num_ranks, num_experts, step)

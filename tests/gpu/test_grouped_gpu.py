@@ -194,8 +194,11 @@ def test_graph_replays_with_other_data_and_other_splits(
         torch.cuda.synchronize()
         for buffer in (out, grad_input_out):
             assert (buffer[sizes.num_used :] == cases.SENTINEL).all(), "the tail was written"
-        replayed = [out[: sizes.num_used].clone(), grad_input_out[: sizes.num_used].clone()]
-        replayed += [None if grad is None else grad.clone() for grad in grads]
+        replayed = [
+            out[: sizes.num_used].clone(),
+            grad_input_out[: sizes.num_used].clone(),
+            *(None if grad is None else grad.clone() for grad in grads),
+        ]
         out_again, grad_again = (
             torch.full_like(out, cases.SENTINEL),
             torch.full_like(grad_input_out, cases.SENTINEL),

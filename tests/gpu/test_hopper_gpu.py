@@ -138,18 +138,21 @@ FUSED = {
     "separate act": Act(act.SEPARATE),
     "alternate act": Act(act.ALTERNATE),
     "two warps dact": Dact(act.TWO_WARPS),
+    "alternate dact": Dact(act.ALTERNATE),
+    "gathered dact": Dact(act.GATHERED),
 }
-FUSED |= {"alternate dact": Dact(act.ALTERNATE), "gathered dact": Dact(act.GATHERED)}
 CASES = {
-    f"{name}, {numbers}, {widths}": (kernel, *NUMBERS[numbers], widths)
-    for name, kernel in (("forward", Product(False)), ("dgrad", Product(True)))
-    for numbers, widths in itertools.product(("swiglu", "fp16"), (EXACT, ODD))
-}
-CASES |= {f"{name}, exact": (kernel, SWIGLU, BF16, EXACT) for name, kernel in FUSED.items()}
-CASES |= {
-    f"{name}, {numbers}": (kernel, *NUMBERS[numbers], kernel.odd)
-    for (name, kernel), numbers in itertools.product(FUSED.items(), NUMBERS)
-    if (numbers, kernel.odd) != ("srelu", Act.odd)
+    **{
+        f"{name}, {numbers}, {widths}": (kernel, *NUMBERS[numbers], widths)
+        for name, kernel in (("forward", Product(False)), ("dgrad", Product(True)))
+        for numbers, widths in itertools.product(("swiglu", "fp16"), (EXACT, ODD))
+    },
+    **{f"{name}, exact": (kernel, SWIGLU, BF16, EXACT) for name, kernel in FUSED.items()},
+    **{
+        f"{name}, {numbers}": (kernel, *NUMBERS[numbers], kernel.odd)
+        for (name, kernel), numbers in itertools.product(FUSED.items(), NUMBERS)
+        if (numbers, kernel.odd) != ("srelu", Act.odd)
+    },
 }
 cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 

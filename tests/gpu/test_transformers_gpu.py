@@ -61,8 +61,15 @@ def test_example_learns_on_gpus(tmp_path: Path):
         "--standalone",
         f"--nproc-per-node={min(2, torch.cuda.device_count())}",
     ]
-    command = [sys.executable, *launcher, str(ROOT / "examples" / "finetune_transformers.py")]
-    command += ["--out", str(tmp_path / "out"), "--steps", "20"]
+    command = [
+        sys.executable,
+        *launcher,
+        str(ROOT / "examples" / "finetune_transformers.py"),
+        "--out",
+        str(tmp_path / "out"),
+        "--steps",
+        "20",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     losses = [float(loss) for loss in re.findall(r"step +\d+  loss (\d+\.\d+)", done.stdout)]

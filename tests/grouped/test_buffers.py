@@ -404,8 +404,9 @@ ALWAYS_RIGHT = (
     backward_twice,
     a_second_consumer,
     out_after_backward,
+    not_of_leaves(gradients_of_their_own),
+    not_of_leaves(a_second_consumer),
 )
-ALWAYS_RIGHT += (not_of_leaves(gradients_of_their_own), not_of_leaves(a_second_consumer))
 RIGHT_OR_ERROR = (two_consumers, not_of_leaves(two_consumers), two_micro_batches, layers_in_a_row)
 
 

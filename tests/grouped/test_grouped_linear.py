@@ -141,12 +141,12 @@ NO_DTYPES = (
     "float32",
     float,
 )
-WRONG = [*itertools.product(SIZES, (8.0, True, "8", None), ("an int, not",))]
-WRONG += [
+WRONG = [
+    *itertools.product(SIZES, (8.0, True, "8", None), ("an int, not",)),
     *itertools.product(SIZES, (-1, 0), ("at least 1",)),
     ("weights", "loose", "one of ('packed', 'discrete')"),
+    *(("dtype", dtype, "one of torch.float32, ") for dtype in NO_DTYPES),
 ]
-WRONG += [("dtype", dtype, "one of torch.float32, ") for dtype in NO_DTYPES]
 
 
 @pytest.mark.parametrize(("name", "value", "wanted"), WRONG, ids=str)

@@ -41,8 +41,11 @@ def test_experts_in_buffers_of_the_caller(
     y.backward(dy)
     assert y.data_ptr() == out.data_ptr()
     assert seen[0].data_ptr() == grad_input_out.data_ptr()
-    got = {"x": grad_input_out[: cases.ROWS], "probs": row_probs.grad[: cases.ROWS, None]}
-    got |= {name: mlp.get_parameter(name).grad for name in cases.NAMES[2:]}
+    got = {
+        "x": grad_input_out[: cases.ROWS],
+        "probs": row_probs.grad[: cases.ROWS, None],
+        **{name: mlp.get_parameter(name).grad for name in cases.NAMES[2:]},
+    }
     assert cases.is_near(y.detach()[: cases.ROWS], want_y, dtype)
     for name, gradient in got.items():
         assert cases.is_near(gradient, want[name], dtype), name

@@ -195,8 +195,10 @@ def accelerate_hooks(rank: int, num_ranks: int, folder: Path) -> None:
             seen.append((models == accelerator._models, path))
 
         before = values(layers.state_dict())
-        handles = [accelerator.register_save_state_pre_hook(halved)]
-        handles += [accelerator.register_load_state_pre_hook(loading)]
+        handles = [
+            accelerator.register_save_state_pre_hook(halved),
+            accelerator.register_load_state_pre_hook(loading),
+        ]
         path = accelerator.save_state(str(folder / "halved"))
         accelerator.load_state(path)
         assert seen == [(True, 1, path), (True, path)]

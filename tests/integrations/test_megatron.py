@@ -154,8 +154,7 @@ def initial_experts(rank: int, num_ranks: int) -> list[torch.Tensor]:
     """First weights of a new layer's experts, made with Megatron's generators, and their attributes."""
     cases.use_groups(ep=2)
     model_parallel_cuda_manual_seed(5)
-    config = cases.config_of(use_cpu_initialization=False)
-    experts = megatron.SymmExperts(4, config)
+    experts = megatron.SymmExperts(4, cases.config_of(use_cpu_initialization=False))
     experts.load_state_dict(
         {name: value.clone() for name, value in experts.state_dict().items()}, assign=True
     )
@@ -631,8 +630,7 @@ def test_pipeline_of_two_stages(
     found = {}
     with cases.opened_heap() as heap:
         for form, form_spec in cases.forms_of(cases.reference_spec(config), heap).items():
-            chunks = _chunks(config, form_spec, stage, num_stages=2)
-            found[form] = _scheduled(chunks)
+            found[form] = _scheduled(_chunks(config, form_spec, stage, num_stages=2))
             assert heap.leased_bytes == 0
             num_losses = sum(name.startswith("losses ") for name in found[form])
             assert num_losses == (NUM_MICRO_BATCHES if stage == 1 else 0)

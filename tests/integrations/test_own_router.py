@@ -103,12 +103,19 @@ def test_results_and_gradients_are_those_of_a_loop(
     y.square().sum().backward()
     dist.all_reduce(model.keys.grad)
     mine = slice(rank * EXPERTS // num_ranks, (rank + 1) * EXPERTS // num_ranks)
-    found = {"y": y, "dx": x.grad, "keys": model.keys.grad}
-    found |= {
-        name: model.moe.get_parameter(f"experts.{name}.weight").grad for name in ("fc1", "fc2")
+    found = {
+        "y": y,
+        "dx": x.grad,
+        "keys": model.keys.grad,
+        **{name: model.moe.get_parameter(f"experts.{name}.weight").grad for name in ("fc1", "fc2")},
     }
-    wanted = {"y": want[rank], "dx": gradients["x"][rank], "keys": gradients["keys"]}
-    wanted |= {"fc1": gradients["w1"][mine], "fc2": gradients["w2"][mine]}
+    wanted = {
+        "y": want[rank],
+        "dx": gradients["x"][rank],
+        "keys": gradients["keys"],
+        "fc1": gradients["w1"][mine],
+        "fc2": gradients["w2"][mine],
+    }
     found = {name: tensor.double() for name, tensor in found.items()}
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
     loads = torch.cat([model.choose(tokens(r))[0].flatten() for r in range(num_ranks)]).bincount(

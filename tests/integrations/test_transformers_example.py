@@ -39,8 +39,7 @@ def test_learns_saves_and_goes_on(tmp_path: Path):
 
     # A process without torchrun goes on where two ended.
     more = ["--steps=1", f"--checkpoint={tmp_path / 'first'}", f"--out={tmp_path / 'second'}"]
-    second = losses(output_of(EXAMPLE, *more, num_ranks=None))
-    assert second[1] < 4.2
+    assert losses(output_of(EXAMPLE, *more, num_ranks=None))[1] < 4.2
 
 
 def test_refuses_a_folder_with_something_in_it(

@@ -102,8 +102,14 @@ def balance_on_a_rank(rank: int, num_ranks: int, folder: str) -> list[tuple[floa
         for accumulate in (1, 2):
             model = swap_moe(balanced(), heap)
             before = router_weights(model)
-            options = {"gradient_accumulation_steps": accumulate, "max_steps": 1, "optim": "sgd"}
-            options |= {"learning_rate": 1.0, "max_grad_norm": 0.0, "lr_scheduler_type": "constant"}
+            options = {
+                "gradient_accumulation_steps": accumulate,
+                "max_steps": 1,
+                "optim": "sgd",
+                "learning_rate": 1.0,
+                "max_grad_norm": 0.0,
+                "lr_scheduler_type": "constant",
+            }
             data = [eval_data()[0]] * 8
             trainer = Trainer(
                 model,

@@ -362,9 +362,9 @@ def test_every_kernel_is_compiled_with_the_options_of_all():
         module = vars(importlib.import_module(f"symmoe.kernels.{path.parent.name}.{path.stem}"))
         tree = ast.parse(path.read_text(encoding="utf-8"))
         calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-        launched = [call.func.value for call in calls if isinstance(call.func, ast.Subscript)]
-        launched += [
-            call.args[0] for call in calls if ast.unparse(call.func) == "launch" and call.args
+        launched = [
+            *(call.func.value for call in calls if isinstance(call.func, ast.Subscript)),
+            *(call.args[0] for call in calls if ast.unparse(call.func) == "launch" and call.args),
         ]
         names = {name for name in module if name.endswith("_kernel")} | {
             ast.unparse(each) for each in launched

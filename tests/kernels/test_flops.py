@@ -22,8 +22,13 @@ EXPERT = 2 * 3 * HIDDEN * FFN  # of a row in forward: gate, up and FC2
 
 # Positions of two arguments whose widths are what a row of one is multiplied to become a row of the other, or for
 # weight gradients the widths of the product. They may be pairs, or have something else after the last of these.
-PRODUCTS = {"grouped_gemm": (0, 3), "grouped_gemm_dgrad": (0, 3), "grouped_gemm_wgrad": (0, 1)}
-PRODUCTS |= {"grouped_gemm_act": (0, 4), "grouped_gemm_dact": (0, 4)}
+PRODUCTS = {
+    "grouped_gemm": (0, 3),
+    "grouped_gemm_dgrad": (0, 3),
+    "grouped_gemm_wgrad": (0, 1),
+    "grouped_gemm_act": (0, 4),
+    "grouped_gemm_dact": (0, 4),
+}
 
 
 @contextmanager

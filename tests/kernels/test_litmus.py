@@ -25,8 +25,7 @@ def ptx_of(name: str, **constants: int) -> str:
         p.name: types.get(p.name) or p.annotation_type for p in kernel.params if not p.is_constexpr
     }
     signature |= dict.fromkeys(constants, "constexpr")
-    source = ASTSource(kernel, signature, constants, {})
-    return compile_for(90, source, {"num_warps": 4}).ptx
+    return compile_for(90, ASTSource(kernel, signature, constants, {}), {"num_warps": 4}).ptx
 
 
 @pytest.mark.parametrize("order", ["released", "flag first", "relaxed"])

@@ -85,8 +85,12 @@ def test_launches_of_activations_are_understood(fake_cuda, monkeypatch):
             arguments = act_quantized.dact_arguments(*inputs)
             hopper_dact.launch_dact_quantize(arguments, Activation(), FLOAT8_BLOCK, num_sms=8)
 
-    used = {"hopper_dact_quantize_kernel", "act_quantize_rows_kernel"}
-    used |= {"dact_quantize_kernel", "sum_dbias_kernel"}
+    used = {
+        "hopper_dact_quantize_kernel",
+        "act_quantize_rows_kernel",
+        "dact_quantize_kernel",
+        "sum_dbias_kernel",
+    }
     assert_only_the_first_compiles({name: jits[name] for name in used}, step, (64, 1, 64, 65, 4096))
 
 

@@ -20,8 +20,10 @@ def report(kernel: str, *accesses: tuple[str, str, int]) -> str:
     first, *others = [
         f"{kind} access at {kernel}+0x1c0 in {file}:{line}" for kind, file, line in accesses
     ]
-    lines = [f"..========= Error: Race reported between {first}"]
-    lines += [f"=========     and {other} [65 hazards]" for other in others]
+    lines = [
+        f"..========= Error: Race reported between {first}",
+        *(f"=========     and {other} [65 hazards]" for other in others),
+    ]
     return "\n".join([*lines, "========= ", ""])
 
 

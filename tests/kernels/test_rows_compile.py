@@ -89,8 +89,16 @@ def test_plan_kernels(launches, shape, id_dtype, drop, num_places):
 
 @pytest.mark.parametrize("num_nodes", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_kernels_between_nodes(launches, num_nodes):
-    names = "rail_rows", "tell_header", "own_counts", "other_counts", "plan_in_node", "take_rows"
-    names += "count_exchange", "hear_of_faults"
+    names = (
+        "rail_rows",
+        "tell_header",
+        "own_counts",
+        "other_counts",
+        "plan_in_node",
+        "take_rows",
+        "count_exchange",
+        "hear_of_faults",
+    )
     for shape, sizes in TRIPS.items():
         if sizes[-1] % num_nodes == 0:
             layer.launch_between_nodes(shape, num_nodes)

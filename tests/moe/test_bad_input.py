@@ -300,7 +300,7 @@ def test_scores(rank: int, num_ranks: int, findings: Findings, heap: SymmetricHe
             findings.where = f"{value} on rank {culprit}, rank {rank} of {num_ranks}"
             bad = x.clone()
             if rank == culprit:
-                bad[3, 5], bad[4] = value, value
+                bad[3, 5] = bad[4] = value
             text = "the router's logits of token 3 are not finite (2 such tokens)"
             wanted = text if rank == culprit else f"on rank {culprit}: {text}"
             findings.equal("error", outcome(layer, bad), ("ArgumentError", wanted))
@@ -526,8 +526,10 @@ def test_transforms_of_modules_without_a_heap(name: str, transform: str):
 
 
 # -- errors that nobody foresaw ---------------------------------------------------------------------------------------
-KERNELS_OF_A_STEP = "send_counts grouped_gemm_act grouped_gemm push_sums sum_home".split()
-KERNELS_OF_A_STEP += "grouped_gemm_dact grouped_gemm_dgrad grouped_gemm_wgrad".split()
+KERNELS_OF_A_STEP = (
+    "send_counts grouped_gemm_act grouped_gemm push_sums sum_home "
+    "grouped_gemm_dact grouped_gemm_dgrad grouped_gemm_wgrad"
+).split()
 
 
 @pytest.mark.parametrize("schedule", ["serial", "overlapped"])

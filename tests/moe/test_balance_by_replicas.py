@@ -337,8 +337,7 @@ def test_experts_of_ranks_must_be_alike(
     rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap, change: str
 ) -> None:
     """But some may be packed, others not. The next correct call works."""
-    experts = bf16_experts(rank, change)
-    layer = MoELayer(config(num_ranks, **REPLICAS), heap, experts=experts)
+    layer = MoELayer(config(num_ranks, **REPLICAS), heap, experts=bf16_experts(rank, change))
     name, zero, one = DIFFERENCES[change]
     text = f"{name} differs at 'dispatch: ready': rank 0 has {zero}, rank 1 has {one}"
     with pytest.raises(ConfigMismatch, match=re.escape(text)):

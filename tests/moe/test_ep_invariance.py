@@ -126,8 +126,13 @@ def run_layer(
                 y = mlp_with_room(heap, *routed, num_experts=NUM_EXPERTS, **way)
             time.sleep(lag_s * generator.random())
             y.backward(mine["dy"])
-            found = {"y": y, "dx": mine["x"].grad, "dprobs": mine["probs"].grad}
-            found |= {"dw1": experts_here.fc1.weight.grad, "dw2": experts_here.fc2.weight.grad}
+            found = {
+                "y": y,
+                "dx": mine["x"].grad,
+                "dprobs": mine["probs"].grad,
+                "dw1": experts_here.fc1.weight.grad,
+                "dw2": experts_here.fc2.weight.grad,
+            }
             results.append({name: bits_of(tensor) for name, tensor in found.items()})
     return results
 
@@ -147,11 +152,13 @@ def assert_same_bits(got: dict[str, np.ndarray], want: dict[str, np.ndarray], wh
         assert differ == 0, f"{what}: {differ} of {want[name].size} elements of {name} differ"
 
 
-CALLS = [pytest.param("cpu", batch, torch.float32, id=batch.name) for batch in BATCHES]
-CALLS += [
-    pytest.param("cuda", batch, dtype, id=f"{batch.name}, {dtype}, GPUs", marks=pytest.mark.gpu)
-    for batch in GPU_BATCHES
-    for dtype in (torch.bfloat16, torch.float32)
+CALLS = [
+    *(pytest.param("cpu", batch, torch.float32, id=batch.name) for batch in BATCHES),
+    *(
+        pytest.param("cuda", batch, dtype, id=f"{batch.name}, {dtype}, GPUs", marks=pytest.mark.gpu)
+        for batch in GPU_BATCHES
+        for dtype in (torch.bfloat16, torch.float32)
+    ),
 ]
 
 

@@ -59,11 +59,13 @@ def test_stashes_give_the_same_bits(
 
 
 # -- layouts and schedules of one step --------------------------------------------------------------------------------
-CALLS = [(num_ranks, "cpu", torch.float32) for num_ranks in (1, 2, 3, 4)]
-CALLS += [
-    pytest.param(num_ranks, "cuda", dtype, marks=pytest.mark.gpu)
-    for num_ranks in (1, 2, 4)
-    for dtype in (torch.float32, torch.bfloat16)
+CALLS = [
+    *((num_ranks, "cpu", torch.float32) for num_ranks in (1, 2, 3, 4)),
+    *(
+        pytest.param(num_ranks, "cuda", dtype, marks=pytest.mark.gpu)
+        for num_ranks in (1, 2, 4)
+        for dtype in (torch.float32, torch.bfloat16)
+    ),
 ]
 
 

@@ -94,8 +94,11 @@ def broken(
             ready.step()
             ready.step()
         except Exception as error:  # noqa: BLE001
-            found = {name: getattr(error, name, None) for name in ("rank", "node", "is_lost")}
-            found |= {"name": type(error).__name__, "text": str(error)}
+            found = {
+                **{name: getattr(error, name, None) for name in ("rank", "node", "is_lost")},
+                "name": type(error).__name__,
+                "text": str(error),
+            }
         raised = time.monotonic()
         heap.close()
         found |= {"raised_s": raised - start, "closed_s": time.monotonic() - raised}

@@ -100,9 +100,7 @@ def test_a_bias_is_rounded_once_with_the_product(recipe):
 MOST = [
     ("cpu", torch.float32, recipes.SIZES, SAME_NUMBERS),
     ("cpu", torch.bfloat16, recipes.SIZES, 6e-3),
-]
-MOST += [
-    on_gpus("cuda", torch.bfloat16, sizes, 1e-2) for sizes in (recipes.LARGE, recipes.LARGE_ODD)
+    *(on_gpus("cuda", torch.bfloat16, sizes, 1e-2) for sizes in (recipes.LARGE, recipes.LARGE_ODD)),
 ]
 
 

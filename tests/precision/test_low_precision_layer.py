@@ -182,8 +182,13 @@ def run_cut(
             quantized_wire=wire,
         )
         y.backward(dy)
-        found = {"y": y, "dx": x.grad, "dprobs": probs.grad}
-        found |= {"dw1": experts.fc1.weight.grad, "dw2": experts.fc2.weight.grad}
+        found = {
+            "y": y,
+            "dx": x.grad,
+            "dprobs": probs.grad,
+            "dw1": experts.fc1.weight.grad,
+            "dw2": experts.fc2.weight.grad,
+        }
         return {
             name: tensor.detach().cpu().contiguous().view(torch.uint8).numpy()
             for name, tensor in found.items()

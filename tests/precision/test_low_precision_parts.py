@@ -118,12 +118,14 @@ def configs(num_ranks: int, recipe, hidden: int, ffn: int) -> list[MoEConfig]:
 
 
 BF16, BLOCKS = torch.bfloat16, (Float8Block(), Float8Block(power_of_two=True))
-CALLS = [(num_ranks, "cpu", recipe, BF16) for num_ranks in (2, 3) for recipe in BLOCKS]
-CALLS += [(num_ranks, "cpu", Float8Block(), torch.float32) for num_ranks in (2, 3)]
-CALLS += [
-    pytest.param(num_ranks, "cuda", recipe, BF16, marks=ON_GPUS)
-    for num_ranks in (2, 4)
-    for recipe in BLOCKS
+CALLS = [
+    *((num_ranks, "cpu", recipe, BF16) for num_ranks in (2, 3) for recipe in BLOCKS),
+    *((num_ranks, "cpu", Float8Block(), torch.float32) for num_ranks in (2, 3)),
+    *(
+        pytest.param(num_ranks, "cuda", recipe, BF16, marks=ON_GPUS)
+        for num_ranks in (2, 4)
+        for recipe in BLOCKS
+    ),
 ]
 
 

@@ -201,8 +201,8 @@ def test_ranks_can_compare_recipes():
         Float8Block(power_of_two=True),
         NVFP4(hadamard_signs=None),
         NVFP4(stochastic_gradients=False),
+        *(NVFP4(hadamard_signs=signs) for signs in range(0, 1 << 16, 97)),
     ]
-    others += [NVFP4(hadamard_signs=signs) for signs in range(0, 1 << 16, 97)]
     words = [precision_word(recipe) for recipe in (*PRECISIONS.values(), *others, Coarse())]
     assert len(set(words)) == len(words)
     assert all(0 <= word < 1 << 31 for word in words)
@@ -294,8 +294,13 @@ def test_recipes_are_values():
 def test_autograd(recipe):
     """Results have no gradient; what autograd has saved of a buffer is refused once it has been filled again."""
     rows, weight = normal(64, C).requires_grad_(), torch.nn.Parameter(normal(2, O, C))
-    results = [recipe.quantize(rows), recipe.quantize_columns(rows), recipe.quantize_weight(weight)]
-    results += [recipe.quantize_weight_transposed(weight), *recipe.quantize_weight_pair(weight)]
+    results = [
+        recipe.quantize(rows),
+        recipe.quantize_columns(rows),
+        recipe.quantize_weight(weight),
+        recipe.quantize_weight_transposed(weight),
+        *recipe.quantize_weight_pair(weight),
+    ]
     for quantized in results:
         assert not quantized.scale.requires_grad
         assert not quantized.dequantize().requires_grad

@@ -55,8 +55,8 @@ def measured_ms(preset: str, variant: str) -> float:
             found[record["direction"]] = record
     assert found.keys() == {"forward", "backward"}
     config = config_of(preset)
-    wanted = {name: getattr(config, name) for name in ("hidden", "ffn", "num_experts", "top_k")}
-    wanted |= {
+    wanted = {
+        **{name: getattr(config, name) for name in ("hidden", "ffn", "num_experts", "top_k")},
         "ep": 2,
         "tokens": 8192,
         "skew": "uniform",

@@ -130,7 +130,6 @@ def test_lint_finds_nothing(command: tuple[str, ...]):
 
 
 def test_statements_are_counted_without_docstrings():
-    source = '"""Doc."""\ndef f():\n    """Doc."""\n    a, b = 1, 2\n    return a\n'
-    tree = ast.parse(source)
+    tree = ast.parse('"""Doc."""\ndef f():\n    """Doc."""\n    a, b = 1, 2\n    return a\n')
     assert budgets.num_statements([tree]) == 3
     assert budgets.num_packed([tree]) == 1

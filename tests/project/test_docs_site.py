@@ -34,8 +34,7 @@ def anchors(page: Path) -> set[str]:
     """Those that the repository's pages and mkdocs both have. They differ in spaces around what is left out."""
     plain = [re.sub(r"[^\w\s-]", "", heading).strip().lower() for heading in headings(page)]
     repository = {re.sub(r"\s", "-", heading) for heading in plain}
-    site = {re.sub(r"[-\s]+", "-", heading) for heading in plain}
-    return repository & site
+    return repository & {re.sub(r"[-\s]+", "-", heading) for heading in plain}
 
 
 def broken_links(page: Path, text: str) -> list[str]:

@@ -29,8 +29,10 @@ ON_EIGHT = {
     "gradients": range(2),
     "determinism": (15, 16),
     "stalls": range(20),
+    "fuzz": range(24),
+    "litmus": (*range(4), 400),
+    "model": range(2 * len(scenarios(8))),
 }
-ON_EIGHT |= {"fuzz": range(24), "litmus": (*range(4), 400), "model": range(2 * len(scenarios(8)))}
 # One of each kind, at other phases and with other victims, and a rank that raises in every phase; on eight ranks mostly
 # of two at once.
 FAULTS = {2: (18, 21, 19, 23), 3: (13, 9, 56, 59, 44, 47, 68, 35), 8: (4, 9, 10, 11, 20)}
@@ -39,8 +41,8 @@ TWIN_MUTANTS = [
     "no wait for rows to arrive",
     "one half of the count table",
     "payload after the signal",
+    "what came counts after a timeout",
 ]
-TWIN_MUTANTS += ["what came counts after a timeout"]
 
 
 @pytest.fixture(scope="module")

@@ -63,8 +63,12 @@ def dry_run(python: str, *what: str | Path, cwd: Path) -> subprocess.CompletedPr
         python,
         "--isolated",
         "--disable-pip-version-check",
+        "install",
+        *how,
+        "--use-feature",
+        "fast-deps",
+        *map(str, what),
     ]
-    command += ["install", *how, "--use-feature", "fast-deps", *map(str, what)]
     environment = os.environ | {
         "XDG_CONFIG_DIRS": os.devnull
     }  # where a machine may say which torch it has

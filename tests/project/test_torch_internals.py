@@ -53,9 +53,13 @@ def is_private(name: str) -> bool:
 def own_names(trees: list[ast.Module]) -> set[str]:
     """Private names that the package defines: functions, classes, variables, and attributes of self."""
     nodes = [node for tree in trees for node in ast.walk(tree)]
-    defined = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
-    defined |= {
-        node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    defined = {
+        *(node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))),
+        *(
+            node.id
+            for node in nodes
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+        ),
     }
     return defined | {
         node.attr

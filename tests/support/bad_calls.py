@@ -474,8 +474,11 @@ def layer_mismatches(num_ranks: int) -> Iterator[tuple[dict[str, Any], str, Any]
         "num_experts": 4 * num_ranks,
         "capacity": 99,
         "ffn": 2 * H,
+        "stash": "rows",
+        "aux_loss_coef": 0.5,
+        "max_room": 7,
+        "score": "sigmoid",
     }
-    changes |= {"stash": "rows", "aux_loss_coef": 0.5, "max_room": 7, "score": "sigmoid"}
     for field, value in {**changes, "activation": Activation(function="gelu")}.items():
         yield {}, field, value
     for usual, other in itertools.combinations(RECIPES, 2):

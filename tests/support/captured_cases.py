@@ -298,10 +298,13 @@ def check_wrapped(
             plain.zero_grad()
             wanted = eager(batch, scale=0.5)["loss"]
             pairs = [
-                (p.grad, other.grad)
-                for p, other in zip(model.parameters(), plain.parameters(), strict=True)
+                *(
+                    (p.grad, other.grad)
+                    for p, other in zip(model.parameters(), plain.parameters(), strict=True)
+                ),
+                (found, wanted),
+                *zip(model.buffers(), plain.buffers(), strict=True),
             ]
-            pairs += [(found, wanted), *zip(model.buffers(), plain.buffers(), strict=True)]
             same = [torch.equal(local_part(a), local_part(b)) for a, b in pairs]
             findings.check(all(same), f"step {number}: {same}")
             is_trained = number == 13 or all(

@@ -151,13 +151,11 @@ def from_meta(context: Context) -> Trained:
     """Made on the meta device, with what is loaded put in the place of it."""
     with torch.device("meta"):
         model = Small(context.heap)
-    fresh = Small(context.heap).to(context.dtype)
-    model.load_state_dict(fresh.state_dict(), assign=True)
+    model.load_state_dict(Small(context.heap).to(context.dtype).state_dict(), assign=True)
     model.head.weight = model.embed.weight
     fill(model, context)
     model.frozen.requires_grad_(False)
-    it = Training(context, model, adam(list(model.parameters())))
-    return trained(it)
+    return trained(Training(context, model, adam(list(model.parameters()))))
 
 
 def loads_by_assignment(context: Context) -> Trained:
@@ -169,8 +167,7 @@ def loads_by_assignment(context: Context) -> Trained:
         it.model.load_state_dict(stored["model"], assign=True)
         it.model.head.weight = it.model.embed.weight
 
-    right = trained(it)
-    return dataclasses.replace(right, optimizer=None, load=load)
+    return dataclasses.replace(trained(it), optimizer=None, load=load)
 
 
 class WithMasters(torch.optim.AdamW):
@@ -408,5 +405,5 @@ def unties_in_load(it: Training, folder: str) -> None:
 
 
 def masters_in_bf16(context: Context) -> Trained:
-    is_one = context.num_ranks == 1
-    return with_masters(context, dtype=torch.float32 if is_one else torch.bfloat16)
+    dtype = torch.float32 if context.num_ranks == 1 else torch.bfloat16
+    return with_masters(context, dtype=dtype)

@@ -37,9 +37,11 @@ def run_forked(
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": store.port,
         "TORCHELASTIC_USE_AGENT_STORE": True,
+        "TORCHELASTIC_RUN_ID": "tests",
+        "TORCHELASTIC_RESTART_COUNT": 0,
+        "WORLD_SIZE": num_ranks,
+        "LOCAL_WORLD_SIZE": num_ranks,
     }
-    names |= {"TORCHELASTIC_RUN_ID": "tests", "TORCHELASTIC_RESTART_COUNT": 0}
-    names |= {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
     with tempfile.TemporaryDirectory() as logs:
         running = {}
         for rank in range(num_ranks or 1):

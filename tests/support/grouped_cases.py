@@ -44,8 +44,9 @@ class Case:
             str(self.dtype).removeprefix("torch."),
             "ND" if self.is_nd else "2D",
             "bias" if self.bias else "none",
+            "+".join(self.buffers) or "internal",
+            "main_grad" if self.main_grad else "grad",
         ]
-        words += ["+".join(self.buffers) or "internal", "main_grad" if self.main_grad else "grad"]
         return "-".join([*words, "delayed" if self.delayed else "immediate"])
 
 
@@ -656,15 +657,16 @@ def _oracle(
     ]
     y = torch.stack(rows)
     y.backward(used(inputs.d_y, inputs.sizes).cpu().double())
-    found = {
+    return {
         "y": y.detach(),
         "d_x": x.grad[: len(y)],
         "d_scale": None if scale.grad is None else scale.grad[: len(y)],
+        **{
+            name: parameter.grad
+            for name, parameter in parameters.items()
+            if parameter.requires_grad
+        },
     }
-    found |= {
-        name: parameter.grad for name, parameter in parameters.items() if parameter.requires_grad
-    }
-    return found
 
 
 # Each with its formula for one row of h. A block: gate and up columns of h alternate so.

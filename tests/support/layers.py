@@ -49,8 +49,7 @@ def make_layer(
     """A layer with known weights, others for each salt, and the weights of all its experts."""
     torch.manual_seed(17 + salt)  # the router is replicated
     layer = MoELayer(config, heap)
-    sizes = config.num_experts, config.hidden, config.ffn
-    weights = global_weights(*sizes, torch.float32, salt)
+    weights = global_weights(config.num_experts, config.hidden, config.ffn, torch.float32, salt)
     with torch.no_grad():
         w1, w2 = local_part(weights, heap)
         layer.experts.fc1.weight.copy_(w1)

@@ -182,13 +182,13 @@ def main() -> None:
             check_lines(plan, rows, maps, most, found)
             its = in_node(nodes, plan, rows, numbers, maps, most)
             assert control.num_blocks(num_tokens) == len(plan.block_tokens)
-            equal = [torch.equal(*pair) for pair in zip(theirs, (numbers, rows), strict=True)]
-            equal += [
-                torch.equal(getattr(its, each), getattr(found, each)) for each in found.layout
-            ]
-            equal += [
-                all(map(torch.equal, tables(twin, maps, epoch), tables(nodes, maps, epoch)))
-                for epoch in (6, 7)
+            equal = [
+                *(torch.equal(*pair) for pair in zip(theirs, (numbers, rows), strict=True)),
+                *(torch.equal(getattr(its, each), getattr(found, each)) for each in found.layout),
+                *(
+                    all(map(torch.equal, tables(twin, maps, epoch), tables(nodes, maps, epoch)))
+                    for epoch in (6, 7)
+                ),
             ]
             wrong += [(rank, n) for n, is_equal in enumerate(equal) if not is_equal]
         failures += bool(wrong)

@@ -210,16 +210,26 @@ def sum_slots(
     layout: Layout, source: int, out_bits: list[np.ndarray], dtype: torch.dtype
 ) -> np.ndarray:
     """Bit patterns [T, H] of `order="slot"`: fp32 from zero, in k order, rounded once."""
-    sums = np.zeros((len(layout.slot_to_row[source]), out_bits[0].shape[1]), dtype=np.float32)
+    return _sums(_slots(layout, source), out_bits, dtype)
+
+
+def _slots(layout: Layout, source: int) -> list[list[tuple[int, int]]]:
+    """By token the rank and the row of each slot."""
+    of_tokens = zip(layout.slot_to_rank[source], layout.slot_to_row[source], strict=True)
+    return [list(zip(ranks, rows, strict=True)) for ranks, rows in of_tokens]
+
+
+def _sums(
+    places: list[list[tuple[int, int]]], bits: list[np.ndarray], dtype: torch.dtype
+) -> np.ndarray:
+    """Bit patterns [T, H]: by token the sum of the rows bits[i][row] at its places (i, row), those of -1 left out, in
+    fp32 from zero, in order, rounded once."""
+    sums = np.zeros((len(places), bits[0].shape[1]), dtype=np.float32)
     with np.errstate(all="ignore"):
-        for token in range(sums.shape[0]):
-            for k in range(layout.top_k):
-                row, rank = (
-                    layout.slot_to_row[source][token, k],
-                    layout.slot_to_rank[source][token, k],
-                )
+        for token, of_token in enumerate(places):
+            for i, row in of_token:
                 if row >= 0:
-                    sums[token] += widen(out_bits[rank][row], dtype)
+                    sums[token] += widen(bits[i][row], dtype)
     return narrow(sums, dtype)
 
 
@@ -244,14 +254,8 @@ def sum_ranks(
     layout: Layout, source: int, reduced_bits: list[np.ndarray], dtype: torch.dtype
 ) -> np.ndarray:
     """Bit patterns [T, H] of the second half of `order="rank"`: these sums in fp32 from zero, in rank order."""
-    sums = np.zeros((len(layout.slot_to_row[source]), reduced_bits[0].shape[1]), dtype=np.float32)
-    with np.errstate(all="ignore"):
-        for token in range(sums.shape[0]):
-            for rank in range(layout.num_ranks):
-                row = layout.token_to_primary_row[source][token, rank]
-                if row >= 0:
-                    sums[token] += widen(reduced_bits[rank][row], dtype)
-    return narrow(sums, dtype)
+    places = [list(enumerate(rows)) for rows in layout.token_to_primary_row[source]]
+    return _sums(places, reduced_bits, dtype)
 
 
 def sum_nodes(
@@ -259,23 +263,13 @@ def sum_nodes(
 ) -> np.ndarray:
     """Bit patterns [T, H] of `order="node"`: in each node a token's rows in fp32 from zero, in k order, rounded; then
     these sums in fp32 from zero, in the order of nodes. nodes: the ranks of each."""
-    sums = np.zeros((len(layout.slot_to_row[source]), out_bits[0].shape[1]), dtype=np.float32)
-    with np.errstate(all="ignore"):
-        for token in range(sums.shape[0]):
-            slots = list(
-                zip(
-                    layout.slot_to_rank[source][token],
-                    layout.slot_to_row[source][token],
-                    strict=True,
-                )
-            )
-            for ranks in nodes:
-                of_node = np.zeros(sums.shape[1], dtype=np.float32)
-                for rank, row in slots:
-                    if row >= 0 and rank in ranks:
-                        of_node += widen(out_bits[rank][row], dtype)
-                sums[token] += widen(narrow(of_node, dtype), dtype)
-    return narrow(sums, dtype)
+    slots = _slots(layout, source)
+    of_nodes = [
+        _sums([[at for at in of_token if at[0] in ranks] for of_token in slots], out_bits, dtype)
+        for ranks in nodes
+    ]
+    places = [[(node, token) for node in range(len(nodes))] for token in range(len(slots))]
+    return _sums(places, of_nodes, dtype)
 
 
 # -- experts in float64 -----------------------------------------------------------------------------------------------

@@ -19,8 +19,9 @@ class Stack(torch.nn.Module):
 
     def __init__(self, heap: SymmetricHeap, config: MoEConfig) -> None:
         super().__init__()
-        made = [make_layer(heap, config, salt)[0] for salt in range(NUM_LAYERS)]
-        self.layers = torch.nn.ModuleList(made)
+        self.layers = torch.nn.ModuleList(
+            [make_layer(heap, config, salt)[0] for salt in range(NUM_LAYERS)]
+        )
 
     def forward(self, x: torch.Tensor, through=lambda layer, x: layer(x)[0]) -> torch.Tensor:
         for layer in self.layers:

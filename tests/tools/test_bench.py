@@ -41,9 +41,13 @@ KEYS = (
 ).split()
 LAYERS = {"GroupedLinear": 2, "GroupedMLP": 3}  # products of a row
 GROUPED = [
-    f"{numbers}{weights}" for numbers in ("bf16", "float8-block") for weights in ("", ", scattered")
+    *(
+        f"{numbers}{weights}"
+        for numbers in ("bf16", "float8-block")
+        for weights in ("", ", scattered")
+    ),
+    "bf16, host splits",
 ]
-GROUPED += ["bf16, host splits"]
 CAPACITIES = {"static", "exact"}
 EAGER = CAPACITIES | {"serial"}
 EXPERTS_BYTES = {

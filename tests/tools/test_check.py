@@ -216,8 +216,12 @@ def test_a_defect_is_named(cluster, tmp_path: Path, target: str, stage: str, nam
     assert f"{stage} of {name}: {first.text}" in render(found, "").splitlines()[-1]
 
 
-RIGHT = [("right", "bf16", {}), ("right", "fp32", {"ranks": 4, "length": 5})]
-RIGHT += [("drawn_and_loaded", "bf16", {}), ("sharded", "bf16", {})]
+RIGHT = [
+    ("right", "bf16", {}),
+    ("right", "fp32", {"ranks": 4, "length": 5}),
+    ("drawn_and_loaded", "bf16", {}),
+    ("sharded", "bf16", {}),
+]
 
 
 @pytest.mark.parametrize(("target", "dtype", "changes"), RIGHT)

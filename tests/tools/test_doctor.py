@@ -187,8 +187,12 @@ def test_no_file_ends_in_a_traceback(tmp_path: Path, capsys, seed: int):
         "x" * 1000,
         [],
         {},
+        [[]] * 3,
+        {"rank": 1},
+        "PeerAborted",
+        "PeerTimeout",
+        "this rank gave up: x",
     ]
-    odd += [[[]] * 3, {"rank": 1}, "PeerAborted", "PeerTimeout", "this rank gave up: x"]
     sentences = 0
     for _ in range(400):
         given = [

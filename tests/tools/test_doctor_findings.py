@@ -85,8 +85,10 @@ def device(index: int, **other: str) -> Device:
         "uuid": f"GPU-{index}",
         "name": "NVIDIA H200",
         "driver_version": "580.159.03",
+        "memory.used": "0",
+        "compute_mode": "Default",
+        "mig.mode.current": "Disabled",
     }
-    known |= {"memory.used": "0", "compute_mode": "Default", "mig.mode.current": "Disabled"}
     return known | {names.get(name, name): value for name, value in other.items()}
 
 

@@ -55,13 +55,12 @@ def ranks(on: Any = range(4), **other: Any) -> list[Facts]:
             "host": f"host-{node}",
             "machine": f"machine-{node}",
             "domain": f"machine-{node}",
-        }
-        known |= {
             "endpoint": Endpoint("eth0", f"10.0.0.{node + 1}", 40000 + rank),
             "launch_order": "1",
+            "versions": {"symmoe": "0.1.0", "torch": "2.11.0+cu130"},
+            "gpu": "NVIDIA H200",
+            "nics_up": ["mlx5_0 (InfiniBand, 400 Gb/sec (4X NDR))", "mlx5_1"],
         }
-        known |= {"versions": {"symmoe": "0.1.0", "torch": "2.11.0+cu130"}, "gpu": "NVIDIA H200"}
-        known |= {"nics_up": ["mlx5_0 (InfiniBand, 400 Gb/sec (4X NDR))", "mlx5_1"]}
         found.append(Facts(**known | (other if rank in on else {})))
     return found
 

@@ -128,9 +128,14 @@ def test_records_of_cpus_are_drawn_with_their_numbers_and_nothing_is_covered_or_
     figure = figures["x.png"]
     (legend,) = figure.legends
     boxes = [
-        text.get_window_extent() for axis in figure.axes for text in (axis.title, axis._left_title)
+        *(
+            text.get_window_extent()
+            for axis in figure.axes
+            for text in (axis.title, axis._left_title)
+        ),
+        figure._suptitle.get_window_extent(),
+        legend.get_window_extent(),
     ]
-    boxes += [figure._suptitle.get_window_extent(), legend.get_window_extent()]
     width, height = figure.get_size_inches() * figure.dpi
     assert all(box.x0 >= 0 <= box.y0 and box.x1 <= width and box.y1 <= height for box in boxes)
     for axis in figure.axes:

@@ -108,8 +108,11 @@ def experts_problem(config: TransformerConfig) -> ArgumentError | None:
             f"offload_modules ({sorted(offloaded)}) must not name parts of the experts"
         )
     limits = (*_EXPERT_LIMITS, *(_FP8_LIMITS if config.fp8 else ()))
-    widths = {"hidden_size": config.hidden_size, "moe_ffn_hidden_size": config.moe_ffn_hidden_size}
-    return _first_problem(config, limits) or precision_problem(precision_of(config), **widths)
+    return _first_problem(config, limits) or precision_problem(
+        precision_of(config),
+        hidden_size=config.hidden_size,
+        moe_ffn_hidden_size=config.moe_ffn_hidden_size,
+    )
 
 
 def precision_of(config: TransformerConfig) -> Recipe | None:

@@ -151,8 +151,12 @@ class SymmExperts(MegatronModule):
             [N, H], and None for Megatron's bias.
         """
         layers = self.linear_fc1, self.activation, self.linear_fc2
-        arguments = RowArguments(tokens_per_expert, permuted_probs)
-        return fused_mlp(layers, permuted_local_hidden_states, arguments, scale_bias=False), None
+        return fused_mlp(
+            layers,
+            permuted_local_hidden_states,
+            RowArguments(tokens_per_expert, permuted_probs),
+            scale_bias=False,
+        ), None
 
     def backward_dw(self) -> None:
         """The weight gradients that delay_wgrad_compute left out of the oldest backward pass."""
@@ -191,8 +195,9 @@ class SymmExperts(MegatronModule):
             )
             for i, (number, offsets) in enumerate(places):
                 key = f"{prefix}experts{number}.{name}._extra_state"
-                extra = make_sharded_object_for_checkpoint(None, key, offsets, replica_id)
-                sharded[f"{prefix}{name}._extra_state{i}"] = extra
+                sharded[f"{prefix}{name}._extra_state{i}"] = make_sharded_object_for_checkpoint(
+                    None, key, offsets, replica_id
+                )
         return sharded
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: object) -> None:
@@ -222,15 +227,21 @@ def _split(
     before, _, after = key.rpartition("experts.")
     shards = []
     for matrix, (number, offsets) in zip(weight.unbind(0), places, strict=True):
-        halves = matrix.chunk(2) if is_gated else (matrix,)
-        for h, half in enumerate(halves):
+        for h, half in enumerate(matrix.chunk(2) if is_gated else (matrix,)):
             half_key, half_offsets = f"{before}experts{number}.{after}", offsets
             if is_gated and per_expert_keys:
                 half_key += ("_w", "_v")[h]
             elif is_gated:
                 half_offsets = (*offsets, (len(offsets), h, 2))
-            where = {"replica_id": replica_id, "prepend_axis_num": len(offsets)}
-            shards.append(ShardedTensor.from_rank_offsets(half_key, half, *half_offsets, **where))
+            shards.append(
+                ShardedTensor.from_rank_offsets(
+                    half_key,
+                    half,
+                    *half_offsets,
+                    replica_id=replica_id,
+                    prepend_axis_num=len(offsets),
+                )
+            )
     return shards
 
 

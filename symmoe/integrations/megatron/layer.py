@@ -100,22 +100,23 @@ class SymmTokenDispatcher(MoETokenDispatcher):
 
         With static capacity, [capacity, H] and [capacity] with an undefined tail.
         """
-        heap, options, hidden, dtype = (
-            self._heap,
-            self._options,
-            hidden_states.shape[1],
-            hidden_states.dtype,
+        options = PlanOptions(
+            self.config.num_moe_experts,
+            self._options.capacity,
+            self._options.overflow,
+            hidden=hidden_states.shape[1],
+            dtype=hidden_states.dtype,
         )
-        sizes = self.config.num_moe_experts, options.capacity, options.overflow
-        self.plan = plan_call(
-            begun(self.topk_idx), heap, PlanOptions(*sizes, hidden=hidden, dtype=dtype)
-        )
+        self.plan = plan_call(begun(self.topk_idx), self._heap, options)
         # Autograd saves the rows: the lease ends when autograd, or recomputation, drops them.
-        lease = heap.lease(
-            (self.plan.row_capacity, hidden), dtype, name="dispatched rows", phase=SEND
+        lease = self._heap.lease(
+            (self.plan.row_capacity, hidden_states.shape[1]),
+            hidden_states.dtype,
+            name="dispatched rows",
+            phase=SEND,
         )
         return dispatch_tokens(
-            hidden_states, self.plan, probs=probs, out=lease.tensor, order=options.order
+            hidden_states, self.plan, probs=probs, out=lease.tensor, order=self._options.order
         )
 
     def dispatch_postprocess(
@@ -217,8 +218,9 @@ class SymmMoELayer(MoELayer):
             )
         dispatcher = SymmTokenDispatcher if self._routed is None else FusedTokenDispatcher
         self.token_dispatcher = dispatcher(config, pg_collection, heap=heap, options=options)
-        num_experts, order = config.num_moe_experts, options.order
-        self.listeners = Listeners(heap, num_experts=num_experts, order=order, give=give_routing)
+        self.listeners = Listeners(
+            heap, num_experts=config.num_moe_experts, order=options.order, give=give_routing
+        )
         self._recorder = recorder_of(self.router)
         if self.shared_expert_overlap:
             self.token_dispatcher.set_shared_experts(self.shared_experts)

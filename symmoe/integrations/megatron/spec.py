@@ -120,9 +120,11 @@ def _replaced(
         if experts is not None:
             submodules = dataclasses.replace(submodules, experts=experts)
         if is_spec:
-            more = layer.params | params
             return dataclasses.replace(
-                layer, module=module or layer.module, submodules=submodules, params=more
+                layer,
+                module=module or layer.module,
+                submodules=submodules,
+                params=layer.params | params,
             )
         keywords = layer.keywords | params | {"submodules": submodules}
         return functools.partial(module or layer.func, *layer.args, **keywords)

@@ -104,8 +104,10 @@ def save_checkpoint(
         if like is not None:
             return find_pieces(model, like)
         pieces = pieces_of(model, None)
-        tensors = {piece.key: (piece.dtype, piece.shape) for piece in pieces}
-        return new_layout(tensors, max_shard_bytes=max_shard_bytes), pieces
+        return new_layout(
+            {piece.key: (piece.dtype, piece.shape) for piece in pieces},
+            max_shard_bytes=max_shard_bytes,
+        ), pieces
 
     with Peers(heap.bootstrap) as peers:
         layout, pieces = peers.together(plan)

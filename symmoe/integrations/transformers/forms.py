@@ -103,7 +103,6 @@ def _activation_of(experts: StockExperts) -> Activation:
         )  # of two columns, the halves and the blocks of one are the same
         return float(act(torch.tensor([row], dtype=torch.float64, device="cpu")))
 
-    found: list[Activation] = []
     try:
         # f(_SMALL)
         value = (at(_SMALL, _SMALL) - at(_SMALL, 0.0)) / _SMALL if is_gated else at(_SMALL, 0.0)
@@ -117,14 +116,17 @@ def _activation_of(experts: StockExperts) -> Activation:
             gate["offset"] = _rounded(at(_SMALL, 0.0) / value)
             most = at(_SMALL, _HUGE) / value - gate["offset"]
             gate["limit"] = _rounded(most) if 0 < most < _HUGE / 2 else math.inf
-        for function in FUNCTIONS:
-            options = gate | (silu if function == SILU else {})
-            for interleave in (None, 1) if is_gated else (None,):
-                found.append(
-                    Activation(
-                        function=function, is_gated=is_gated, interleave=interleave, **options
-                    )
-                )
+        found = [
+            Activation(
+                function=function,
+                is_gated=is_gated,
+                interleave=interleave,
+                **gate,
+                **(silu if function == SILU else {}),
+            )
+            for function in FUNCTIONS
+            for interleave in ((None, 1) if is_gated else (None,))
+        ]
         return next(each for each in found if _is_same(each, act))
     except (StopIteration, ArithmeticError, ArgumentError, RuntimeError, TypeError, ValueError):
         inner = type(getattr(experts, "act_fn", None)).__name__

@@ -58,7 +58,7 @@ class Layout:
 def read_layout(folder: Path) -> Layout:
     """The layout of the checkpoint in a folder: the files of its index, or model.safetensors. CheckpointError: a file
     is missing, cut off or no safetensors file, or the index says something else."""
-    index, expected = None, None
+    index = expected = None
     if (folder / INDEX).exists():
         index = (folder / INDEX).read_bytes()
         try:
@@ -67,9 +67,8 @@ def read_layout(folder: Path) -> Layout:
             raise CheckpointError(
                 f"{folder / INDEX} is no index of safetensors files: {error!r}"
             ) from error
-    names = sorted(set(expected.values())) if expected is not None else [WEIGHTS]
     files, tensors = {}, {}
-    for name in names:
+    for name in [WEIGHTS] if expected is None else sorted(set(expected.values())):
         if Path(name).name != name or not (folder / name).is_file():
             raise CheckpointError(f"{folder} has no file {name}")
         header, size = _read_header(folder / name), (folder / name).stat().st_size
@@ -111,10 +110,9 @@ def new_layout(
         stored.update(there)
     if split.is_sharded:
         parameters = sum(torch.Size(shape).numel() for _, shape in tensors.values())
-        weight_map = {key: tensor.file for key, tensor in stored.items()}
         content = {
             "metadata": {"total_parameters": parameters, **split.metadata},
-            "weight_map": weight_map,
+            "weight_map": {key: tensor.file for key, tensor in stored.items()},
         }
         index = (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
     return Layout(files, stored, index)

@@ -139,8 +139,10 @@ class Trainer(transformers.Trainer):
             for name, parameter in self.model.named_parameters()
             if parameter.requires_grad
         }
-        state = ModuleState(module=self.model, tensors=trained)
-        return {"model": state, "optimizer": self.optimizer.optimizer}
+        return {
+            "model": ModuleState(module=self.model, tensors=trained),
+            "optimizer": self.optimizer.optimizer,
+        }
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         folder = Path(output_dir, OPTIMIZER_FOLDER)

@@ -224,8 +224,9 @@ def dact_quantize(da, h, row_scale, row_range, out, workspace, activation, block
             out.dbias.zero_()
         return
     arguments = dact_arguments(da, h, row_scale, row_range, out, workspace)
-    operands = da, h, activation, block_format
-    on_hopper = hopper_choice.launcher("dact_quantize", h.device, h.dtype, h.shape[1], *operands)
+    on_hopper = hopper_choice.launcher(
+        "dact_quantize", h.device, h.dtype, h.shape[1], da, h, activation, block_format
+    )
     if on_hopper is not None:
         on_hopper(arguments, activation, block_format)
     else:
@@ -253,9 +254,19 @@ def dact_arguments(
         (as_stored(data), column_scale(scale)) for data, scale in (out.columns, out.a_columns)
     ]
     bias_sums = None if out.dbias is None else workspace[num_rows * num_scale_sums(ffn) :]
-    numbers = num_rows, *(data.shape[1] // formats.TILE for data, _ in columns)
-    results = *map(as_stored, out.rows), *columns[0], *columns[1], bias_sums
-    return da, h, row_scale, row_range, workspace, *results, *numbers
+    return (
+        da,
+        h,
+        row_scale,
+        row_range,
+        workspace,
+        *map(as_stored, out.rows),
+        *columns[0],
+        *columns[1],
+        bias_sums,
+        num_rows,
+        *(data.shape[1] // formats.TILE for data, _ in columns),
+    )
 
 
 def _constants(
@@ -274,7 +285,11 @@ def _constants(
     }
     if not of_gradient:
         return kept_sizes(**sizes, num_groups=num_groups, features=FEATURES, num_warps=ROW_WARPS)
-    tile = {"features": dact_features(activation), "strip": max(STRIP, activation.interleave or 0)}
     return kept_sizes(
-        **sizes, num_groups=num_groups, **tile, num_warps=NUM_WARPS, maxnreg=REGISTERS
+        **sizes,
+        num_groups=num_groups,
+        features=dact_features(activation),
+        strip=max(STRIP, activation.interleave or 0),
+        num_warps=NUM_WARPS,
+        maxnreg=REGISTERS,
     )

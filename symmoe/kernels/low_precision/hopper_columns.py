@@ -332,31 +332,36 @@ def takes_columns(block_format: BlockFormat, rows: torch.Tensor, width: int) -> 
 
 def launch_quantize_columns(rows, row_range, out, block_format, *, row_index=None, num_sms=None):
     """quantize_columns of at least one tile, if takes_columns."""
-    plan, constants = _plan(rows.shape[1], row_range.shape[1], block_format.scale, rows.dtype, None)
-    inputs, results = (rows.view(torch.int32), None, row_index, row_range), _results(out)
-    grid = plan.grid(results[2], num_sms, rows.device)
-    launch(hopper_quantize_columns_kernel, grid, constants, *inputs, *results)
+    made = _plan(rows.shape[1], row_range.shape[1], block_format.scale, rows.dtype, None)
+    _launch(made, (rows.view(torch.int32), None, row_index, row_range), out, num_sms)
 
 
 def launch_requantize_columns(
     wire, row_range, out, block_format, dtype, *, row_index=None, num_sms=None
 ):
     """requantize_columns of at least one tile, if takes_columns."""
-    plan, constants = _plan(
-        out[0].shape[0], row_range.shape[1], block_format.scale, dtype, wire.shape[1]
-    )
-    inputs, results = (
-        (wire.view(torch.int16), wire.view(torch.float32), row_index, row_range),
-        _results(out),
-    )
-    grid = plan.grid(results[2], num_sms, wire.device)
-    launch(hopper_quantize_columns_kernel, grid, constants, *inputs, *results)
+    made = _plan(out[0].shape[0], row_range.shape[1], block_format.scale, dtype, wire.shape[1])
+    words = wire.view(torch.int16), wire.view(torch.float32)
+    _launch(made, (*words, row_index, row_range), out, num_sms)
 
 
-def _results(out: Buffers) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Data, scales, and tiles of tokens, as the kernels take them."""
+def _launch(
+    made: tuple[ColumnPlan, Constants],
+    inputs: tuple[torch.Tensor | None, ...],
+    out: Buffers,
+    num_sms: int | None,
+) -> None:
+    plan, constants = made
     data, scale = out
-    return data.view(torch.uint8), scale.t(), scale.shape[1]
+    launch(
+        hopper_quantize_columns_kernel,
+        plan.grid(scale.shape[1], num_sms, data.device),
+        constants,
+        *inputs,
+        data.view(torch.uint8),
+        scale.t(),
+        scale.shape[1],  # tiles of tokens
+    )
 
 
 @functools.cache
@@ -365,11 +370,12 @@ def _plan(
 ) -> tuple[ColumnPlan, Constants]:
     """wire_bytes: of a row of the wire; None: rows are not quantised."""
     row_words, word_bytes = (width // 2, 4) if wire_bytes is None else (wire_bytes // 2, 2)
-    rows = {
-        "scale": scale,
-        "dtype": GLUON_DTYPES[dtype],
-        "row_words": row_words,
-        "word_bytes": word_bytes,
-    }
-    plan = ColumnPlan(width=width, num_groups=num_groups, **rows)
+    plan = ColumnPlan(
+        width=width,
+        num_groups=num_groups,
+        scale=scale,
+        dtype=GLUON_DTYPES[dtype],
+        row_words=row_words,
+        word_bytes=word_bytes,
+    )
     return plan, Constants({"PLAN": plan, "num_warps": NUM_WARPS, "maxnreg": REGISTERS})

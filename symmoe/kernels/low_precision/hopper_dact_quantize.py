@@ -270,9 +270,12 @@ def launch_dact_quantize(arguments, activation, block_format, *, num_sms=None, *
     da, _, _, row_range, *_ = arguments
     (num_rows, ffn), num_groups = da.shape, row_range.shape[1]
     num_tiles = max_tiles(num_rows, num_groups) * (ffn // TILE.value)
-    grid = launch_grid(num_tiles, num_sms, da.device, PROGRAMS_PER_SM)
-    constants = _constants(num_groups, ffn, activation, block_format.scale, **options)
-    launch(hopper_dact_quantize_kernel, grid, constants, *arguments)
+    launch(
+        hopper_dact_quantize_kernel,
+        launch_grid(num_tiles, num_sms, da.device, PROGRAMS_PER_SM),
+        _constants(num_groups, ffn, activation, block_format.scale, **options),
+        *arguments,
+    )
 
 
 @functools.cache

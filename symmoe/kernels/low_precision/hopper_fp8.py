@@ -282,11 +282,19 @@ def launch_fp8_gemm(
     num_rows, (packed, table) = out.shape[0], packed_and_table(weight.data)
     pipe, constants = _plan(*weight.data.shape, out.dtype, table is not None, **options)
     weights = (rows.data, table, rows.data) if packed is None else (packed, None, None)
-    scales = rows.scale, *packed_and_table(weight.scale)
-    addend = row_range, *as_pair(bias), num_rows if zero_tail else None
-    programs = grid(pipe, num_rows, num_sms, out.device)
     launch(
-        hopper_fp8_gemm_kernel, programs, constants, rows.data, *weights, out, out, *scales, *addend
+        hopper_fp8_gemm_kernel,
+        grid(pipe, num_rows, num_sms, out.device),
+        constants,
+        rows.data,
+        *weights,
+        out,
+        out,
+        rows.scale,
+        *packed_and_table(weight.scale),
+        row_range,
+        *as_pair(bias),
+        num_rows if zero_tail else None,
     )
 
 

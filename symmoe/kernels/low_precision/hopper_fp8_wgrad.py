@@ -305,9 +305,19 @@ def launch_fp8_wgrad(dout, rows, row_range, out, *, accumulate=False, num_sms=No
     dout_scale, rows_scale = dout.scale.t(), rows.scale.t()
     target = dout_scale if packed is None else packed  # an anchor must be of the table's dtype
     pipe, constants = _plan(*out.shape, out.dtype, accumulate, table is not None, **options)
-    operands = dout.data, dout_scale, rows.data, rows_scale
-    grid = launch_grid(pipe.num_tiles, num_sms, out.device)
-    launch(hopper_fp8_wgrad_kernel, grid, constants, *operands, target, target, table, row_range)
+    launch(
+        hopper_fp8_wgrad_kernel,
+        launch_grid(pipe.num_tiles, num_sms, out.device),
+        constants,
+        dout.data,
+        dout_scale,
+        rows.data,
+        rows_scale,
+        target,
+        target,
+        table,
+        row_range,
+    )
 
 
 @functools.cache

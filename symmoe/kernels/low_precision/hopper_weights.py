@@ -152,17 +152,26 @@ def launch_quantize_weight_pairs(weight, out, transposed_out, block_format, *, n
     if num_tiles == 0:
         return
     _, num_lines, width = weight.shape
-    sizes = {"num_lines": num_lines, "line_tiles": num_lines // TILE.value}
-    sizes |= {"width": width, "column_tiles": width // TILE.value}
-    numbers = {"scale": block_format.scale, "dtype": GLUON_DTYPES[weight.dtype]}
-    constants = kept_sizes(**sizes, **numbers, num_warps=NUM_WARPS, maxnreg=REGISTERS)
+    constants = kept_sizes(
+        num_lines=num_lines,
+        line_tiles=num_lines // TILE.value,
+        width=width,
+        column_tiles=width // TILE.value,
+        scale=block_format.scale,
+        dtype=GLUON_DTYPES[weight.dtype],
+        num_warps=NUM_WARPS,
+        maxnreg=REGISTERS,
+    )
     packed, table = packed_and_table(weight)
-    words = None if packed is None else packed.view(torch.int32)
-    grid = launch_grid(num_tiles, num_sms, weight.device, PROGRAMS_PER_SM)
-    buffers = (
+    launch(
+        hopper_quantize_weight_pairs_kernel,
+        launch_grid(num_tiles, num_sms, weight.device, PROGRAMS_PER_SM),
+        constants,
+        None if packed is None else packed.view(torch.int32),
+        table,
         out[0].view(torch.int16),
         out[1],
         transposed_out[0].view(torch.uint8),
         transposed_out[1],
+        num_tiles,
     )
-    launch(hopper_quantize_weight_pairs_kernel, grid, constants, words, table, *buffers, num_tiles)

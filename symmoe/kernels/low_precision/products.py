@@ -52,10 +52,9 @@ def grouped_gemm_quantized(
         kernel, unit = scaled.grouped_gemm_scaled_kernel, scaled.scaled_products(out.device)
         gemm, constants = scaled.plan_gemm(block_format, unit, *sizes, **tile)
         arguments = rows.global_scale, weight.global_scale, row_range, group_range
-    grid = gemm.grid(num_rows, num_sms, out.device)
     launch(
         kernel,
-        grid,
+        gemm.grid(num_rows, num_sms, out.device),
         constants,
         *operands,
         *arguments,
@@ -93,5 +92,11 @@ def grouped_gemm_wgrad_quantized(
         kernel, unit = scaled.grouped_gemm_wgrad_scaled_kernel, scaled.scaled_products(out.device)
         wgrad, constants = scaled.plan_wgrad(block_format, unit, *sizes, **tile)
         arguments = *arguments, dout.global_scale, rows.global_scale
-    grid = launch_grid(wgrad.num_tiles, num_sms, out.device)
-    launch(kernel, grid, constants, *arguments, row_range, *packed_and_table(out))
+    launch(
+        kernel,
+        launch_grid(wgrad.num_tiles, num_sms, out.device),
+        constants,
+        *arguments,
+        row_range,
+        *packed_and_table(out),
+    )

@@ -338,8 +338,19 @@ def quantize_rows(
     constants = kept_sizes(format=block_format, num_groups=num_groups, width=width, **tile)
     num_columns = ceil_div(width, tile["columns"])
     grid = row_programs(max_row_tiles(num_rows, num_groups, SLOT_ROWS), num_columns), num_columns
-    operands = rows, row_index, row_range, as_stored(data), as_stored(scale)
-    launch(quantize_rows_kernel, grid, constants, *operands, amax, seeds, *(sums or (None, None)))
+    launch(
+        quantize_rows_kernel,
+        grid,
+        constants,
+        rows,
+        row_index,
+        row_range,
+        as_stored(data),
+        as_stored(scale),
+        amax,
+        seeds,
+        *(sums or (None, None)),
+    )
 
 
 def quantize_columns(
@@ -350,28 +361,35 @@ def quantize_columns(
     num_tiles = data.shape[1] * block_format.elements_per_byte // formats.TILE
     if num_tiles == 0:
         return
-    operands = block_format, rows, width
     on_hopper = hopper_choice.launcher(
-        "quantize_columns", rows.device, rows.dtype, width, *operands
+        "quantize_columns", rows.device, rows.dtype, width, block_format, rows, width
     )
     if on_hopper is not None and signs is None:
         on_hopper(rows, row_range, out, block_format, row_index=row_index)
         return
-    grid = num_tiles, ceil_div(width, COLUMN_TILE[0])
-    constants = _of_columns(num_groups, width, signs is not None, format=block_format)
-    operands = rows, row_index, row_range, as_stored(data), column_scale(scale)
-    launch(quantize_columns_kernel, grid, constants, *operands, amax, seeds, signs or 0, num_tiles)
+    launch(
+        quantize_columns_kernel,
+        (num_tiles, ceil_div(width, COLUMN_TILE[0])),
+        _of_columns(num_groups, width, signs is not None, format=block_format),
+        rows,
+        row_index,
+        row_range,
+        as_stored(data),
+        column_scale(scale),
+        amax,
+        seeds,
+        signs or 0,
+        num_tiles,
+    )
 
 
 def quantize_weights(weight, out, block_format, *, amax=None):
     num_groups, num_lines, width = weight.shape
     strides = weight.stride()[1:] if isinstance(weight, torch.Tensor) else (width, 1)
-    grid = ceil_div(num_lines, WEIGHT_TILE[0]), ceil_div(width, WEIGHT_TILE[1]), num_groups
-    constants = _of_weights(weight, strides, format=block_format, **_WEIGHTS)
     launch(
         quantize_weights_kernel,
-        grid,
-        constants,
+        (ceil_div(num_lines, WEIGHT_TILE[0]), ceil_div(width, WEIGHT_TILE[1]), num_groups),
+        _of_weights(weight, strides, format=block_format, **_WEIGHTS),
         *packed_and_table(weight),
         *map(as_stored, out),
         amax,
@@ -380,19 +398,22 @@ def quantize_weights(weight, out, block_format, *, amax=None):
 
 def quantize_weight_pairs(weight, out, transposed_out, block_format, *, amax=None):
     num_groups, num_lines, width = weight.shape
-    operands = block_format, weight
     on_hopper = hopper_choice.launcher(
-        "quantize_weight_pairs", weight.device, weight.dtype, width, *operands
+        "quantize_weight_pairs", weight.device, weight.dtype, width, block_format, weight
     )
     if on_hopper is not None:
         on_hopper(weight, out, transposed_out, block_format)
         return
     is_square = block_format.block == block_format.block_lines
     tile = _WEIGHTS if is_square else _tile(block_format.block, PAIR_COLUMNS, ROW_WARPS)
-    constants = _of_weights(weight, format=block_format, **tile)
-    grid = ceil_div(width, tile["columns"]), ceil_div(num_lines, tile["lines"]), num_groups
-    buffers = map(as_stored, (*out, *transposed_out))
-    launch(quantize_weight_pairs_kernel, grid, constants, *packed_and_table(weight), *buffers, amax)
+    launch(
+        quantize_weight_pairs_kernel,
+        (ceil_div(width, tile["columns"]), ceil_div(num_lines, tile["lines"]), num_groups),
+        _of_weights(weight, format=block_format, **tile),
+        *packed_and_table(weight),
+        *map(as_stored, (*out, *transposed_out)),
+        amax,
+    )
 
 
 def group_amax(rows, row_range, amax, *, row_index=None, signs=None):
@@ -401,12 +422,10 @@ def group_amax(rows, row_range, amax, *, row_index=None, signs=None):
     amax.zero_()
     if num_rows == 0:
         return
-    grid = max_row_tiles(num_rows, num_groups, formats.TILE), ceil_div(width, COLUMN_TILE[0])
-    constants = _of_columns(num_groups, width, signs is not None)
     launch(
         group_amax_kernel,
-        grid,
-        constants,
+        (max_row_tiles(num_rows, num_groups, formats.TILE), ceil_div(width, COLUMN_TILE[0])),
+        _of_columns(num_groups, width, signs is not None),
         rows,
         row_index,
         row_range,
@@ -418,9 +437,13 @@ def group_amax(rows, row_range, amax, *, row_index=None, signs=None):
 def weight_amax(weight, amax):
     num_groups, num_lines, width = weight.shape
     amax.zero_()
-    grid = ceil_div(num_lines, WEIGHT_TILE[0]), ceil_div(width, WEIGHT_TILE[1]), num_groups
-    constants = _of_weights(weight, **_WEIGHTS)
-    launch(weight_amax_kernel, grid, constants, *packed_and_table(weight), amax.view(torch.int32))
+    launch(
+        weight_amax_kernel,
+        (ceil_div(num_lines, WEIGHT_TILE[0]), ceil_div(width, WEIGHT_TILE[1]), num_groups),
+        _of_weights(weight, **_WEIGHTS),
+        *packed_and_table(weight),
+        amax.view(torch.int32),
+    )
 
 
 def _tile(lines: int, columns: int, num_warps: int) -> dict[str, Any]:
@@ -433,8 +456,14 @@ _WEIGHTS = _tile(*WEIGHT_TILE, NUM_WARPS)
 
 def _of_columns(num_groups: int, width: int, transforms: bool, **more: Hashable) -> Constants:
     """Constants of a kernel of the columns of rows in groups."""
-    rows = {"num_groups": num_groups, "width": width, "hadamard": transforms}
-    return kept_sizes(**rows, lines=COLUMN_TILE[0], num_warps=NUM_WARPS, **more)
+    return kept_sizes(
+        num_groups=num_groups,
+        width=width,
+        hadamard=transforms,
+        lines=COLUMN_TILE[0],
+        num_warps=NUM_WARPS,
+        **more,
+    )
 
 
 def _of_weights(

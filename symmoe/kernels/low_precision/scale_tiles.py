@@ -108,21 +108,34 @@ def swizzle_scales(scale, row_range, swizzled):
     if isinstance(scale, ScaleTable):
         down, across = scale.most_tiles
         grid = scale.sources.shape[0], ceil_div(across, _OF_TABLE.named["TILES"]), down
-        args = scale.sources, scale.shapes, scale.destinations, scale.extents
-        launch(swizzle_scales_kernel, grid, _OF_TABLE, *args)
+        launch(
+            swizzle_scales_kernel,
+            grid,
+            _OF_TABLE,
+            scale.sources,
+            scale.shapes,
+            scale.destinations,
+            scale.extents,
+        )
         return
     rows_of_tiles, across, _ = swizzled.shape
     constants = _constants(scale.shape[1], operands.given("row_range", row_range).shape[1], TILES=1)
-    args = scale.view(torch.uint8), row_range, swizzled, None
-    launch(swizzle_scales_kernel, (rows_of_tiles, across), constants, *args)
+    launch(
+        swizzle_scales_kernel,
+        (rows_of_tiles, across),
+        constants,
+        scale.view(torch.uint8),
+        row_range,
+        swizzled,
+        None,
+    )
 
 
 def unswizzle_scales(swizzled, row_range, scale):
-    constants = _constants(scale.shape[1], row_range.shape[1])
     launch(
         unswizzle_scales_kernel,
         tuple(swizzled.shape[:2]),
-        constants,
+        _constants(scale.shape[1], row_range.shape[1]),
         swizzled,
         row_range,
         scale.view(torch.uint8),

@@ -321,14 +321,16 @@ def plan_gemm(
     """How grouped_gemm_scaled_kernel is launched. tile: fields of TileConfig."""
     config = replace(_gemm_config(block_format, unit, out_width), **tile)
     step, across = _check_tiles(config, block_format)
-    sizes: dict[str, Any] = {
-        "num_groups": num_groups,
-        "columns": out_width,
-        "step": step,
-        "across": across,
-    }
-    sizes |= {"in_width": line_bytes * block_format.elements_per_byte, "native": unit is not None}
-    gemm = ScaledGemm(config=config, block_format=block_format, **sizes)
+    gemm = ScaledGemm(
+        config=config,
+        block_format=block_format,
+        num_groups=num_groups,
+        columns=out_width,
+        step=step,
+        across=across,
+        in_width=line_bytes * block_format.elements_per_byte,
+        native=unit is not None,
+    )
     descriptors = {
         0: describe([config.block_m, step]),
         1: _describe_scales(1, across, block_format),

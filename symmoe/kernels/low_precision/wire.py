@@ -167,11 +167,10 @@ def encode_rows(rows, wire, block_format):
     num_rows, width = rows.shape
     if num_rows == 0:
         return
-    constants = _constants(block_format, wire.shape[1], width, **_OF_ROWS)
     launch(
         encode_rows_kernel,
         _grid(rows),
-        constants,
+        _constants(block_format, wire.shape[1], width, **_OF_ROWS),
         rows,
         wire,
         _scales_of(wire, block_format),
@@ -186,9 +185,16 @@ def unpack_rows(wire, row_range, out, *, row_index=None):
     num_groups = row_range.shape[1]
     num_columns = ceil_div(width, COLUMNS)
     grid = row_programs(max_row_tiles(num_rows, num_groups, LINES), num_columns), num_columns
-    rows = {"num_groups": num_groups, "row_bytes": wire.shape[1], "width": width}
-    scales = {"scale_bytes": scale.shape[1], "scale_lanes": next_power_of_2(scale.shape[1])}
-    constants = kept_sizes(**rows, **scales, lines=LINES, columns=COLUMNS, num_warps=NUM_WARPS)
+    constants = kept_sizes(
+        num_groups=num_groups,
+        row_bytes=wire.shape[1],
+        width=width,
+        scale_bytes=scale.shape[1],
+        scale_lanes=next_power_of_2(scale.shape[1]),
+        lines=LINES,
+        columns=COLUMNS,
+        num_warps=NUM_WARPS,
+    )
     launch(unpack_rows_kernel, grid, constants, wire, row_index, row_range, data, scale)
 
 
@@ -196,11 +202,10 @@ def decode_rows(wire, out, block_format):
     num_rows, width = out.shape
     if num_rows == 0:
         return
-    constants = _constants(block_format, wire.shape[1], width, **_OF_ROWS)
     launch(
         decode_rows_kernel,
         _grid(out),
-        constants,
+        _constants(block_format, wire.shape[1], width, **_OF_ROWS),
         wire,
         _scales_of(wire, block_format),
         out,
@@ -214,20 +219,29 @@ def requantize_columns(wire, row_range, out, block_format, dtype, *, row_index=N
     width, num_tiles = data.shape[0], data.shape[1] // formats.TILE
     if num_tiles == 0:
         return
-    operands = block_format, wire, width
-    on_hopper = hopper_choice.launcher("requantize_columns", wire.device, dtype, width, *operands)
+    on_hopper = hopper_choice.launcher(
+        "requantize_columns", wire.device, dtype, width, block_format, wire, width
+    )
     if on_hopper is not None:
         on_hopper(wire, row_range, out, block_format, dtype, row_index=row_index)
         return
-    grid = num_tiles, ceil_div(width, COLUMN_TILE[0])
-    tile = {"num_groups": row_range.shape[1], "lines": COLUMN_TILE[0], "num_warps": COLUMN_WARPS}
-    constants = _constants(block_format, wire.shape[1], width, dtype=TRITON_DTYPES[dtype], **tile)
-    inputs = wire, _scales_of(wire, block_format), row_index, row_range
+    constants = _constants(
+        block_format,
+        wire.shape[1],
+        width,
+        dtype=TRITON_DTYPES[dtype],
+        num_groups=row_range.shape[1],
+        lines=COLUMN_TILE[0],
+        num_warps=COLUMN_WARPS,
+    )
     launch(
         requantize_columns_kernel,
-        grid,
+        (num_tiles, ceil_div(width, COLUMN_TILE[0])),
         constants,
-        *inputs,
+        wire,
+        _scales_of(wire, block_format),
+        row_index,
+        row_range,
         data.view(torch.uint8),
         column_scale(scale),
         num_tiles,
@@ -247,5 +261,11 @@ def _scales_of(wire: torch.Tensor, block_format: BlockFormat) -> torch.Tensor:
 def _constants(block_format: BlockFormat, row_bytes: int, width: int, **tile: Any) -> Constants:
     """scale_items: scales that would fill a row of the wire."""
     item_bytes = block_format.scale_dtype.itemsize
-    scales = {"scale_items": row_bytes // item_bytes, "first_scale": width // item_bytes}
-    return kept_sizes(format=block_format, row_bytes=row_bytes, width=width, **scales, **tile)
+    return kept_sizes(
+        format=block_format,
+        row_bytes=row_bytes,
+        width=width,
+        scale_items=row_bytes // item_bytes,
+        first_scale=width // item_bytes,
+        **tile,
+    )

@@ -323,8 +323,15 @@ def scaled_activation(h, scale, out, activation):
     constants = _constants(activation, ffn)
     if num_rows == 0:
         return
-    grid = ceil_div(num_rows, ROWS), ceil_div(ffn, COLUMNS)
-    launch(scaled_activation_kernel, grid, constants, h, scale, out, num_rows)
+    launch(
+        scaled_activation_kernel,
+        (ceil_div(num_rows, ROWS), ceil_div(ffn, COLUMNS)),
+        constants,
+        h,
+        scale,
+        out,
+        num_rows,
+    )
 
 
 def scaled_activation_grad(dout, h, scale, dh, dscale, activation):
@@ -346,5 +353,10 @@ def scaled_activation_grad(dout, h, scale, dh, dscale, activation):
 
 
 def _constants(activation: Activation, ffn: int) -> Constants:
-    tile = {"rows": ROWS, "block": COLUMNS, "num_warps": NUM_WARPS}
-    return kept_sizes(activation=addressable(activation, ffn), columns=ffn, **tile)
+    return kept_sizes(
+        activation=addressable(activation, ffn),
+        columns=ffn,
+        rows=ROWS,
+        block=COLUMNS,
+        num_warps=NUM_WARPS,
+    )

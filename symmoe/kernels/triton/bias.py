@@ -190,8 +190,16 @@ def grouped_bias_grad(dout, row_range, dbias, *, scale=None):
     num_groups, width = dbias.shape
     block = GRAD_COLUMN_BYTES // dout.dtype.itemsize
     constants = kept_sizes(num_groups=num_groups, width=width, block=block, num_warps=GRAD_WARPS)
-    grid = ceil_div(width, block), num_groups
-    launch(grouped_bias_grad_kernel, grid, constants, dout, dout_index, scale, row_range, dbias)
+    launch(
+        grouped_bias_grad_kernel,
+        (ceil_div(width, block), num_groups),
+        constants,
+        dout,
+        dout_index,
+        scale,
+        row_range,
+        dbias,
+    )
 
 
 def sum_dbias(bias_sums, row_range, dbias):
@@ -211,13 +219,14 @@ def sum_row_tiles(
     """
     num_groups, width = dbias.shape
     grid = ceil_div(width, SUM_COLUMNS), num_groups
-    tile = {
-        "tile_rows": tile_rows,
-        "steps": neighbours.bit_length() - 1,
-        "columns": SUM_COLUMNS,
-        "num_warps": 4,
-    }
-    constants = kept_sizes(num_groups=num_groups, width=width, **tile)
+    constants = kept_sizes(
+        num_groups=num_groups,
+        width=width,
+        tile_rows=tile_rows,
+        steps=neighbours.bit_length() - 1,
+        columns=SUM_COLUMNS,
+        num_warps=4,
+    )
     launch(sum_dbias_kernel, grid, constants, bias_sums, row_range, dbias)
 
 
@@ -226,7 +235,12 @@ def grouped_bias_dot(dout, bias, row_range, dscale, *, accumulate=False):
     if num_rows == 0:
         return
     grid = (max_row_tiles(num_rows, num_groups, DOT_ROWS),)
-    block = min(DOT_COLUMN_BYTES // dout.dtype.itemsize, next_power_of_2(width))
-    tile = {"block": block, "block_rows": DOT_ROWS, "num_warps": NUM_WARPS}
-    constants = kept_sizes(accumulate=accumulate, num_groups=num_groups, width=width, **tile)
+    constants = kept_sizes(
+        accumulate=accumulate,
+        num_groups=num_groups,
+        width=width,
+        block=min(DOT_COLUMN_BYTES // dout.dtype.itemsize, next_power_of_2(width)),
+        block_rows=DOT_ROWS,
+        num_warps=NUM_WARPS,
+    )
     launch(grouped_bias_dot_kernel, grid, constants, dout, dout_index, bias, row_range, dscale)

@@ -408,7 +408,6 @@ def grouped_gemm_dgrad(
 def _launch_gemm(operands, row_range, out, bias, accumulate, zero_tail, num_sms, weight_k_first):
     (rows, row_index), (bias, bias_scale), weight = as_pair(operands[0]), as_pair(bias), operands[1]
     num_rows, out_width = out.shape
-    num_groups = weight.shape[0]
     if num_rows == 0:
         return
     if row_index is None and bias is None and not (isinstance(weight, TensorTable) or accumulate):
@@ -426,22 +425,40 @@ def _launch_gemm(operands, row_range, out, bias, accumulate, zero_tail, num_sms,
                 num_sms=num_sms,
             )
             return
-    kind = out.dtype, most_columns(out.device)
     gemm, constants = _gemm_plan(
-        *kind, num_groups, out_width, rows.shape[1], weight_k_first, accumulate
+        out.dtype,
+        most_columns(out.device),
+        weight.shape[0],
+        out_width,
+        rows.shape[1],
+        weight_k_first,
+        accumulate,
     )
-    grid = gemm.grid(num_rows, num_sms, out.device)
-    results = row_range, out, bias, bias_scale, num_rows if zero_tail else None
-    launch(grouped_gemm_kernel, grid, constants, *operands_of(rows, row_index, weight), *results)
+    launch(
+        grouped_gemm_kernel,
+        gemm.grid(num_rows, num_sms, out.device),
+        constants,
+        *operands_of(rows, row_index, weight),
+        row_range,
+        out,
+        bias,
+        bias_scale,
+        num_rows if zero_tail else None,
+    )
 
 
 @functools.cache
 def _gemm_plan(
     dtype, most_columns, num_groups, columns, in_width, weight_k_first, accumulate
 ) -> tuple[Gemm, Constants]:
-    sizes = {"num_groups": num_groups, "columns": columns, "in_width": in_width}
-    config = gemm_config(columns, dtype, most_columns)
-    gemm = Gemm(config=config, **sizes, weight_k_first=weight_k_first, accumulate=accumulate)
+    gemm = Gemm(
+        config=gemm_config(columns, dtype, most_columns),
+        num_groups=num_groups,
+        columns=columns,
+        in_width=in_width,
+        weight_k_first=weight_k_first,
+        accumulate=accumulate,
+    )
     return gemm, gemm.constants()
 
 
@@ -453,12 +470,16 @@ def grouped_gemm_wgrad(dout, rows, row_range, out, *, accumulate=False, num_sms=
         if not accumulate:
             zero_matrices(out)
         return
-    is_table = isinstance(out, TensorTable)
     is_gathered = dout_index is not None or rows_index is not None
-    if not (is_gathered or is_table or accumulate) and out.dtype == dout.dtype:
-        sizes = num_rows, out_rows, out_width
+    if not (is_gathered or isinstance(out, TensorTable) or accumulate) and out.dtype == dout.dtype:
         on_hopper = hopper_choice.launcher(
-            "grouped_gemm_wgrad", out.device, out.dtype, out_width, *sizes
+            "grouped_gemm_wgrad",
+            out.device,
+            out.dtype,
+            out_width,
+            num_rows,
+            out_rows,
+            out_width,
         )
         if on_hopper is not None:
             on_hopper(dout, rows, row_range, out, num_sms=num_sms)
@@ -468,9 +489,14 @@ def grouped_gemm_wgrad(dout, rows, row_range, out, *, accumulate=False, num_sms=
     )
     left = dout if dout_index is None else None, dout, dout_index
     right = rows if rows_index is None else None, rows, rows_index
-    grid = launch_grid(wgrad.num_tiles, num_sms, dout.device)
     launch(
-        grouped_gemm_wgrad_kernel, grid, constants, *left, *right, row_range, *packed_and_table(out)
+        grouped_gemm_wgrad_kernel,
+        launch_grid(wgrad.num_tiles, num_sms, dout.device),
+        constants,
+        *left,
+        *right,
+        row_range,
+        *packed_and_table(out),
     )
 
 

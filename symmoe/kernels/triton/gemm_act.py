@@ -321,16 +321,25 @@ def grouped_gemm_act(
     if num_rows == 0:
         return
     is_plain = bias is None and row_index is None and not isinstance(weight, TensorTable)
-    sizes = ffn, num_rows, ffn, activation
     on_hopper = (
-        hopper_choice.launcher("grouped_gemm_act", a.device, a.dtype, *sizes) if is_plain else None
+        hopper_choice.launcher(
+            "grouped_gemm_act", a.device, a.dtype, ffn, num_rows, ffn, activation
+        )
+        if is_plain
+        else None
     )
     if on_hopper is not None:
         on_hopper(rows, weight, row_range, row_scale, results, activation, num_sms=num_sms)
         return
-    grid, operands = gemm.grid(num_rows, num_sms, a.device), operands_of(rows, row_index, weight)
     launch(
-        grouped_gemm_act_kernel, grid, constants, *operands, row_range, row_scale, *results, bias
+        grouped_gemm_act_kernel,
+        gemm.grid(num_rows, num_sms, a.device),
+        constants,
+        *operands_of(rows, row_index, weight),
+        row_range,
+        row_scale,
+        *results,
+        bias,
     )
 
 
@@ -341,48 +350,71 @@ def grouped_gemm_dact(
     num_rows, ffn = a.shape
     num_groups, dout_width, _ = weight.shape
     num_partials = num_scale_sums(ffn)
-    kind = a.dtype, most_columns(a.device), activation
-    gemm, constants = _plan(*kind, num_groups, ffn, dout_width, is_gradient=True)
+    gemm, constants = _plan(
+        a.dtype,
+        most_columns(a.device),
+        activation,
+        num_groups,
+        ffn,
+        dout_width,
+        is_gradient=True,
+    )
     if num_rows == 0:
         if dbias is not None:
             dbias.zero_()
         return num_partials
-    bias_sums = None
-    if dbias is not None:
-        bias_sums = workspace[num_partials * num_rows :]
-        num_slots = bias_slots(num_rows, num_groups, gemm.config.block_m)
-        assert bias_sums.numel() >= num_slots * activation.hidden_width(ffn)
-    on_hopper = None
-    if dbias is None and not isinstance(weight, TensorTable) and activation.interleave is None:
-        on_hopper = hopper_choice.launcher("grouped_gemm_dact", a.device, a.dtype, ffn)
+    bias_sums = None if dbias is None else workspace[num_partials * num_rows :]
+    assert bias_sums is None or bias_sums.numel() >= bias_slots(
+        num_rows, num_groups, gemm.config.block_m
+    ) * activation.hidden_width(ffn)
+    is_plain = (
+        dbias is None and not isinstance(weight, TensorTable) and activation.interleave is None
+    )
+    on_hopper = (
+        hopper_choice.launcher("grouped_gemm_dact", a.device, a.dtype, ffn) if is_plain else None
+    )
     if on_hopper is not None:
-        results = dh, a, workspace
         on_hopper(
-            (dout, row_index), weight, row_range, hidden, results, activation, num_sms=num_sms
+            (dout, row_index),
+            weight,
+            row_range,
+            hidden,
+            (dh, a, workspace),
+            activation,
+            num_sms=num_sms,
         )
     else:
-        grid, operands = (
+        launch(
+            grouped_gemm_dact_kernel,
             gemm.grid(num_rows, num_sms, a.device),
-            operands_of(dout, row_index, weight),
+            constants,
+            *operands_of(dout, row_index, weight),
+            row_range,
+            *hidden,
+            dh,
+            a,
+            workspace,
+            bias_sums,
+            num_rows,
         )
-        results = dh, a, workspace, bias_sums, num_rows
-        launch(grouped_gemm_dact_kernel, grid, constants, *operands, row_range, *hidden, *results)
     if dscale is not None:
         sum_dact_partials(workspace, row_range, dscale, num_partials)
-    if dbias is not None and bias_sums is not None:
+    if bias_sums is not None:
         sum_row_tiles(bias_sums, row_range, dbias, gemm.config.block_m)
     return num_partials
 
 
 @functools.cache
 def _plan(dtype, most_columns, activation, num_groups, ffn, in_width, is_gradient=False):
-    if is_gradient:
-        config = dact_config(ffn, dtype, most_columns)
-    else:
-        config = act_config(ffn, dtype, activation, most_columns)
-    sizes = {"num_groups": num_groups, "columns": ffn, "in_width": in_width}
     gemm = Gemm(
-        config=config, **sizes, activation=addressable(activation, ffn), weight_k_first=is_gradient
+        config=dact_config(ffn, dtype, most_columns)
+        if is_gradient
+        else act_config(ffn, dtype, activation, most_columns),
+        num_groups=num_groups,
+        columns=ffn,
+        in_width=in_width,
+        activation=addressable(activation, ffn),
+        weight_k_first=is_gradient,
     )
     return gemm, gemm.constants()
 
@@ -391,12 +423,12 @@ def sum_dact_partials(workspace, row_range, dscale, num_partials):
     num_rows = dscale.shape[0]
     if num_rows == 0:
         return
-    sizes = {"num_groups": row_range.shape[1], "num_sums": num_partials}
-    constants = kept_sizes(**sizes, block=SCALE_ROWS, num_warps=4)
     launch(
         sum_dscale_kernel,
         (ceil_div(num_rows, SCALE_ROWS),),
-        constants,
+        kept_sizes(
+            num_groups=row_range.shape[1], num_sums=num_partials, block=SCALE_ROWS, num_warps=4
+        ),
         workspace,
         row_range,
         dscale,

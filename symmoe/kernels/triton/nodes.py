@@ -65,11 +65,27 @@ def rail_rows_kernel(
 def rail_rows(topk_idx, maps, numbers, token_to_rail_row, *, num_experts, most):
     (num_tokens, top_k), num_nodes = topk_idx.shape, token_to_rail_row.shape[1]
     lanes, experts_per_rank = next_power_of_2(num_nodes), num_experts // (maps.to_node.numel() - 1)
-    sizes = {"num_experts": num_experts, "experts_per_rank": experts_per_rank, "top_k": top_k}
-    num_at_once = max(1, min(1024, ENTRIES // (lanes * next_power_of_2(top_k))))
-    sizes |= {"here": maps.here, "num_nodes": num_nodes, "lanes": lanes, "tokens": num_at_once}
-    arguments = topk_idx, maps.to_node, numbers, token_to_rail_row, num_tokens, most
-    launch(rail_rows_kernel, (1,), kept_sizes(**sizes, num_warps=8), *arguments)
+    constants = kept_sizes(
+        num_experts=num_experts,
+        experts_per_rank=experts_per_rank,
+        top_k=top_k,
+        here=maps.here,
+        num_nodes=num_nodes,
+        lanes=lanes,
+        tokens=max(1, min(1024, ENTRIES // (lanes * next_power_of_2(top_k)))),
+        num_warps=8,
+    )
+    launch(
+        rail_rows_kernel,
+        (1,),
+        constants,
+        topk_idx,
+        maps.to_node,
+        numbers,
+        token_to_rail_row,
+        num_tokens,
+        most,
+    )
 
 
 @fast_jit([])
@@ -101,8 +117,16 @@ def own_counts_kernel(ranks, bases, rows, cleared, num_cleared: tl.int32, SIZES:
 
 
 def own_counts(ranks, peers, rows, cleared):
-    arguments = ranks, peers.bases, rows, cleared, cleared.numel()
-    launch(own_counts_kernel, (len(ranks),), _of_rows(peers), *arguments)
+    launch(
+        own_counts_kernel,
+        (len(ranks),),
+        _of_rows(peers),
+        ranks,
+        peers.bases,
+        rows,
+        cleared,
+        cleared.numel(),
+    )
 
 
 @fast_jit([])
@@ -131,13 +155,25 @@ def other_counts_kernel(rows, ranks, bases, received, num_received: tl.int32, SI
 
 
 def other_counts(rows, ranks, peers, received):
-    arguments = rows, ranks, peers.bases, received, received.numel()
-    launch(other_counts_kernel, (len(ranks) + 1,), _of_rows(peers), *arguments)
+    launch(
+        other_counts_kernel,
+        (len(ranks) + 1,),
+        _of_rows(peers),
+        rows,
+        ranks,
+        peers.bases,
+        received,
+        received.numel(),
+    )
 
 
 def _of_rows(peers):
-    block = next_power_of_2(peers.layout.row_words)
-    return kept_sizes(rank=peers.rank, layout=peers.layout, block=block, num_warps=4)
+    return kept_sizes(
+        rank=peers.rank,
+        layout=peers.layout,
+        block=next_power_of_2(peers.layout.row_words),
+        num_warps=4,
+    )
 
 
 @fast_jit([])
@@ -288,20 +324,32 @@ def plan_in_node_kernel(
 def plan_in_node(plan, token_to_rail_row, numbers, maps, found):
     (num_tokens, top_k), (num_nodes, per_node) = plan.slot_to_row.shape, maps.by_node.shape
     num_sent, num_blocks = len(found.home_row_to_token) - num_tokens, len(plan.block_tokens)
-    sizes = {
-        "here": maps.here,
-        "num_nodes": num_nodes,
-        "per_node": per_node,
-        "top_k": top_k,
-        "lines": LINES,
-    }
-    sizes |= {"num_local": plan.row_range.shape[1], "first": maps.first, "block": 512}
-    tensors = [getattr(plan, name) for name in OF_PLAN]
-    tensors += [token_to_rail_row, numbers, maps.to_local, maps.by_node, maps.first_with]
-    tensors += [
-        getattr(found, name) for name in found.layout
-    ]  # all, in the order of the kernel's parameters
     num_foreign = len(found.slot_to_row) - num_tokens - num_sent
-    grid = (max(1, ceil_div(max(num_tokens, num_sent + num_foreign), LINES)),)
-    counts = num_tokens, num_sent, num_foreign, max(1, num_sent // (num_nodes - 1)), num_blocks
-    launch(plan_in_node_kernel, grid, kept_sizes(**sizes, num_warps=4), *tensors, *counts)
+    constants = kept_sizes(
+        here=maps.here,
+        num_nodes=num_nodes,
+        per_node=per_node,
+        top_k=top_k,
+        lines=LINES,
+        num_local=plan.row_range.shape[1],
+        first=maps.first,
+        block=512,
+        num_warps=4,
+    )
+    launch(
+        plan_in_node_kernel,
+        (max(1, ceil_div(max(num_tokens, num_sent + num_foreign), LINES)),),
+        constants,
+        *[getattr(plan, name) for name in OF_PLAN],
+        token_to_rail_row,
+        numbers,
+        maps.to_local,
+        maps.by_node,
+        maps.first_with,
+        *[getattr(found, name) for name in found.layout],  # all, in the kernel's order
+        num_tokens,
+        num_sent,
+        num_foreign,
+        max(1, num_sent // (num_nodes - 1)),
+        num_blocks,
+    )

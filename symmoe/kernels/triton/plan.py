@@ -53,9 +53,15 @@ def plan_constants(num_warps: int, num_ranks: int, num_experts: int = 0, **sizes
     """num_experts: of all ranks. expert_lanes: of a vector over a rank's experts. block_*, other_slots: what is read at
     a time. header: of send_counts, without the words that may change from step to step."""
     per_rank = num_experts // num_ranks
-    lanes = {"rank_lanes": next_power_of_2(num_ranks), "expert_lanes": next_power_of_2(per_rank)}
-    numbers = {"num_ranks": num_ranks, "num_experts": num_experts, "experts_per_rank": per_rank}
-    return kept_sizes(**numbers, **lanes, **sizes, num_warps=num_warps)
+    return kept_sizes(
+        num_ranks=num_ranks,
+        num_experts=num_experts,
+        experts_per_rank=per_rank,
+        rank_lanes=next_power_of_2(num_ranks),
+        expert_lanes=next_power_of_2(per_rank),
+        **sizes,
+        num_warps=num_warps,
+    )
 
 
 def block_slots(top_k: int) -> int:
@@ -138,17 +144,26 @@ def count_slots(topk_idx, block_counts, *, num_experts, num_ranks):
     (num_tokens, top_k), num_blocks = topk_idx.shape, block_counts.shape[0]
     if num_blocks == 0:
         return
-    constants = count_constants(top_k, num_experts, num_ranks)
-    launch(count_slots_kernel, (num_blocks,), constants, topk_idx, block_counts, num_tokens)
+    launch(
+        count_slots_kernel,
+        (num_blocks,),
+        count_constants(top_k, num_experts, num_ranks),
+        topk_idx,
+        block_counts,
+        num_tokens,
+    )
 
 
 def count_constants(top_k: int, num_experts: int, num_ranks: int) -> Constants:
     """Those of count_block."""
-    blocks = {
-        "block_experts": min(COUNT_EXPERTS, next_power_of_2(num_experts)),
-        "block_slots": block_slots(top_k),
-    }
-    return plan_constants(8, num_ranks=num_ranks, num_experts=num_experts, top_k=top_k, **blocks)
+    return plan_constants(
+        8,
+        num_ranks=num_ranks,
+        num_experts=num_experts,
+        top_k=top_k,
+        block_experts=min(COUNT_EXPERTS, next_power_of_2(num_experts)),
+        block_slots=block_slots(top_k),
+    )
 
 
 @triton.jit
@@ -226,20 +241,25 @@ def send_counts_kernel(
 
 
 def send_counts(block_counts, topk_idx, header, peers, *, num_experts):
-    place = {"rank": peers.rank, "num_ranks": peers.num_ranks, "layout": peers.layout}
     other_words = tuple(0 if word in _VARYING_WORDS else value for word, value in enumerate(header))
-    blocks = {"block_columns": SEND_COLUMNS, "block_rows": SEND_BLOCKS}
-    constants = plan_constants(4, **place, num_experts=num_experts, header=other_words, **blocks)
-    grid = (ceil_div(num_experts + peers.num_ranks, SEND_COLUMNS) + 1,)
-    words = [header[word] for word in _VARYING_WORDS]
+    constants = plan_constants(
+        4,
+        rank=peers.rank,
+        num_ranks=peers.num_ranks,
+        layout=peers.layout,
+        num_experts=num_experts,
+        header=other_words,
+        block_columns=SEND_COLUMNS,
+        block_rows=SEND_BLOCKS,
+    )
     launch(
         send_counts_kernel,
-        grid,
+        (ceil_div(num_experts + peers.num_ranks, SEND_COLUMNS) + 1,),
         constants,
         block_counts,
         topk_idx,
         peers.bases,
-        *words,
+        *[header[word] for word in _VARYING_WORDS],
         block_counts.shape[0],
     )
 
@@ -552,25 +572,32 @@ def lay_out_kernel(
 
 
 def lay_out(peers, received, status, plan, *, capacity, overflow, ranks):
-    place = {"rank": peers.rank, "num_ranks": peers.num_ranks, "layout": peers.layout}
-    num_experts, own = plan.splits.numel() * peers.num_ranks, {"num_own": plan.row_range.shape[1]}
-    options = {
-        "first_rank": ranks[0],
-        "end_rank": ranks[-1] + 1,
-        "drop": overflow == control.OVERFLOW_DROP,
-        "repeats": overflow == control.OVERFLOW_REPEAT,
-        "record_errors": capacity >= 0,
-        **own,
-    }
-    constants = plan_constants(4, **place, num_experts=num_experts, **options)
-    numbers, results = (
-        (status.data_ptr(), capacity),
-        [getattr(plan, name) for name in LAID_OUT],
+    constants = plan_constants(
+        4,
+        rank=peers.rank,
+        num_ranks=peers.num_ranks,
+        layout=peers.layout,
+        num_experts=plan.splits.numel() * peers.num_ranks,
+        first_rank=ranks[0],
+        end_rank=ranks[-1] + 1,
+        drop=overflow == control.OVERFLOW_DROP,
+        repeats=overflow == control.OVERFLOW_REPEAT,
+        record_errors=capacity >= 0,
+        num_own=plan.row_range.shape[1],
     )
-    results += (
-        [None, plan.replica_ranges] if plan.replica_ranges.numel() else [plan.expert_load, None]
+    has_replicas = plan.replica_ranges.numel() > 0
+    launch(
+        lay_out_kernel,
+        (1,),
+        constants,
+        peers.bases,
+        received,
+        status.data_ptr(),
+        capacity,
+        *[getattr(plan, name) for name in LAID_OUT],
+        None if has_replicas else plan.expert_load,
+        plan.replica_ranges if has_replicas else None,
     )
-    launch(lay_out_kernel, (1,), constants, peers.bases, received, *numbers, *results)
 
 
 @triton.jit
@@ -692,26 +719,42 @@ def assign_rows(topk_idx, block_starts, plan, *, drop):
     if num_blocks == 0:
         return
     slots = block_slots(top_k)
-    sizes = {
-        "num_ranks": num_ranks,
-        "num_experts": plan.slot_start.numel(),
-        "top_k": top_k,
-        "drop": drop,
-    }
-    constants = plan_constants(8, **sizes, block_slots=slots, other_slots=min(OTHER_SLOTS, slots))
-    slot_maps = (
+    constants = plan_constants(
+        8,
+        num_ranks=num_ranks,
+        num_experts=plan.slot_start.numel(),
+        top_k=top_k,
+        drop=drop,
+        block_slots=slots,
+        other_slots=min(OTHER_SLOTS, slots),
+    )
+    launch(
+        assign_rows_kernel,
+        (num_blocks,),
+        constants,
+        topk_idx,
+        block_starts,
         plan.slot_start,
         plan.slot_limit,
         plan.packed_start,
         plan.slot_to_row,
         plan.slot_to_rank,
+        plan.token_to_primary_row,
+        plan.token_to_packed_row,
+        plan.block_tokens,
+        num_tokens,
     )
-    token_maps = plan.token_to_primary_row, plan.token_to_packed_row
-    args = topk_idx, block_starts, *slot_maps, *token_maps, plan.block_tokens, num_tokens
-    launch(assign_rows_kernel, (num_blocks,), constants, *args)
     if drop:  # how many tokens of earlier blocks are left, only these say
         constants = plan_constants(
             4, num_ranks=num_ranks, block_rows=max(1, PACKED_ENTRIES // next_power_of_2(num_ranks))
         )
-        args = plan.block_tokens, plan.packed_start, *token_maps, num_tokens
-        launch(assign_packed_rows_kernel, (num_blocks,), constants, *args)
+        launch(
+            assign_packed_rows_kernel,
+            (num_blocks,),
+            constants,
+            plan.block_tokens,
+            plan.packed_start,
+            plan.token_to_primary_row,
+            plan.token_to_packed_row,
+            num_tokens,
+        )

@@ -62,10 +62,9 @@ _CAPTURE_MODE_RELAXED = 2
 
 
 def copy_host_to_device(source, destination):
-    data = host_bytes(source)
     device = destination.get_device()
     with nullcontext() if current_device() == device else torch.cuda.device(device):
-        _copy(data, destination.data_ptr(), device)
+        _copy(host_bytes(source), destination.data_ptr(), device)
 
 
 def _copy(data: memoryview, address: int, device: int) -> None:
@@ -198,10 +197,15 @@ def read_addresses(tensors, device, *, alignment, contiguous):
     readers = _readers()
     payload: bytes | None = None
     if readers is not None:
-        kind = 1 if device.type == "cuda" else 0  # c10::DeviceType
-        index = -1 if device.index is None else device.index
         payload = _in_c().read_addresses(
-            tensors, torch.Tensor, torch.nn.Parameter, *readers, kind, index, alignment, contiguous
+            tensors,
+            torch.Tensor,
+            torch.nn.Parameter,
+            *readers,
+            1 if device.type == "cuda" else 0,  # c10::DeviceType
+            -1 if device.index is None else device.index,
+            alignment,
+            contiguous,
         )
     # Subclasses of Tensor are left to Python.
     return payload or twin.read_addresses(

@@ -121,27 +121,25 @@ def place_replicas_kernel(
 
 
 def place_replicas(peers, plan, *, slack, num_near):
-    place = {
-        "rank": peers.rank,
-        "num_ranks": peers.num_ranks,
-        "layout": peers.layout,
-        "num_near": num_near,
-    }
-    sizes = {"num_experts": plan.expert_load.numel(), "num_places": plan.place_to_expert.shape[1]}
-    constants = plan_constants(4, **place, **sizes)
-    results = (
-        plan.place_to_expert,
-        plan.place_rows,
-        plan.expert_to_place,
-        plan.copy_slots,
-        plan.expert_load,
+    constants = plan_constants(
+        4,
+        rank=peers.rank,
+        num_ranks=peers.num_ranks,
+        layout=peers.layout,
+        num_near=num_near,
+        num_experts=plan.expert_load.numel(),
+        num_places=plan.place_to_expert.shape[1],
     )
     launch(
         place_replicas_kernel,
         (peers.num_ranks // num_near,),
         constants,
         peers.bases,
-        *results,
+        plan.place_to_expert,
+        plan.place_rows,
+        plan.expert_to_place,
+        plan.copy_slots,
+        plan.expert_load,
         slack,
     )
 
@@ -197,17 +195,28 @@ def choose_copies(topk_idx, block_starts, plan, block_counts):
     )
     if num_blocks == 0:
         return
-    sizes = {"num_ranks": num_ranks, "num_experts": plan.expert_load.numel(), "top_k": top_k}
-    sizes |= {"num_places": plan.place_to_expert.shape[1]}
     slots = block_slots(top_k)
-    constants = plan_constants(8, **sizes, block_slots=slots, other_slots=min(OTHER_SLOTS, slots))
-    copies = count_constants(top_k, plan.slot_start.numel(), num_ranks)
-    constants = kept_constants(
-        SIZES=constants.named["SIZES"], COPIES=copies.named["SIZES"], num_warps=8
+    choice = plan_constants(
+        8,
+        num_ranks=num_ranks,
+        num_experts=plan.expert_load.numel(),
+        top_k=top_k,
+        num_places=plan.place_to_expert.shape[1],
+        block_slots=slots,
+        other_slots=min(OTHER_SLOTS, slots),
     )
-    maps = plan.expert_to_place, plan.copy_slots, plan.slot_to_copy, block_counts
+    copies = count_constants(top_k, plan.slot_start.numel(), num_ranks)
     launch(
-        choose_copies_kernel, (num_blocks,), constants, topk_idx, block_starts, *maps, num_tokens
+        choose_copies_kernel,
+        (num_blocks,),
+        kept_constants(SIZES=choice.named["SIZES"], COPIES=copies.named["SIZES"], num_warps=8),
+        topk_idx,
+        block_starts,
+        plan.expert_to_place,
+        plan.copy_slots,
+        plan.slot_to_copy,
+        block_counts,
+        num_tokens,
     )
 
 
@@ -226,14 +235,20 @@ def _constants(
 ) -> Constants:
     """matrices: of each of the pair numbers, and the dtype; places: ranks of the group, and places of each; at: the
     column of `received`, and bytes after that; ranks: of the node, the first in the group, and this one's experts."""
-    named = {"num_group": places[0], "num_places": places[1], "column": at[0], **ranks}
-    named |= {"rank_lanes": next_power_of_2(ranks["num_ranks"]), "block": BLOCK}
-    kinds = (
+    first, second = (
         Kind(numel, TRITON_DTYPES[dtype], start)
         for (numel, dtype), start in zip(matrices, at[1], strict=True)
     )
     return kept_sizes(
-        **named, **dict(zip(("first", "second"), kinds, strict=True)), num_warps=NUM_WARPS
+        num_group=places[0],
+        num_places=places[1],
+        column=at[0],
+        **ranks,
+        rank_lanes=next_power_of_2(ranks["num_ranks"]),
+        block=BLOCK,
+        first=first,
+        second=second,
+        num_warps=NUM_WARPS,
     )
 
 
@@ -243,9 +258,15 @@ def _move(kernel, pair, places, peers, received, *, column, starts):
     kinds = tuple(
         (0, dtype) if each is None else (math.prod(each.shape[1:]), each.dtype) for each in pair
     )
-    ranks = {"num_ranks": peers.num_ranks, "first_rank": peers.in_group(0), "num_own": num_own}
-    ranks |= {"first_expert": peers.in_group(peers.rank) * num_own}
-    constants = _constants(kinds, tuple(places[0].shape), (column, starts), **ranks)
+    constants = _constants(
+        kinds,
+        tuple(places[0].shape),
+        (column, starts),
+        num_ranks=peers.num_ranks,
+        first_rank=peers.in_group(0),
+        num_own=num_own,
+        first_expert=peers.in_group(peers.rank) * num_own,
+    )
     grid = (min(NUM_PROGRAMS, ceil_div(max(kinds[0][0], kinds[1][0]), BLOCK)),)
     first, second = ((None, None) if each is None else packed_and_table(each) for each in pair)
     launch(kernel, grid, constants, *first, *second, *places, peers.bases, received)

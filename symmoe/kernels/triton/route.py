@@ -230,12 +230,17 @@ def choose_experts(logits, bias, given_idx, topk_idx, probs, scores, *, rule, bl
         and num_ranks <= MOST_COUNTED[1]
     )
     tokens, constants = _choice(num_experts, topk_idx.shape[1], rule, num_ranks if counts else 0)
-    tensors = logits, bias, given_idx, topk_idx, probs, scores, block_counts if counts else None
     launch(
         choose_experts_kernel,
         (ceil_div(num_tokens, tokens),),
         constants,
-        *tensors,
+        logits,
+        bias,
+        given_idx,
+        topk_idx,
+        probs,
+        scores,
+        block_counts if counts else None,
         num_tokens,
         rule.route_scale,
     )
@@ -248,5 +253,15 @@ def choose_experts_grad(d_probs, d_scores, topk_idx, scores, d_logits, *, rule):
     if num_tokens == 0:
         return
     tokens, constants = _choice(num_experts, topk_idx.shape[1], rule)
-    tensors, grid = (d_probs, d_scores, topk_idx, scores, d_logits), (ceil_div(num_tokens, tokens),)
-    launch(choose_experts_grad_kernel, grid, constants, *tensors, num_tokens, rule.route_scale)
+    launch(
+        choose_experts_grad_kernel,
+        (ceil_div(num_tokens, tokens),),
+        constants,
+        d_probs,
+        d_scores,
+        topk_idx,
+        scores,
+        d_logits,
+        num_tokens,
+        rule.route_scale,
+    )

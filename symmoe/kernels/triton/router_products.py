@@ -151,14 +151,15 @@ def router_gemm(x, weight, logits):
         return
     block_n = _block(num_experts)
     grid = ceil_div(num_tokens, TOKENS), ceil_div(num_experts, block_n)
-    tile = {
-        "block_m": TOKENS,
-        "block_n": block_n,
-        "block_k": BLOCK_K,
-        "num_warps": 4,
-        "num_stages": 3,
-    }
-    constants = kept_sizes(num_experts=num_experts, width=width, **tile)
+    constants = kept_sizes(
+        num_experts=num_experts,
+        width=width,
+        block_m=TOKENS,
+        block_n=block_n,
+        block_k=BLOCK_K,
+        num_warps=4,
+        num_stages=3,
+    )
     launch(router_gemm_kernel, grid, constants, x, *bf16_parts(weight), logits, num_tokens)
 
 
@@ -172,14 +173,15 @@ def router_gemm_grads(d_logits, x, weight, dx, d_weight):
     num_column_tiles, block = ceil_div(width, TILE), _block(num_experts)
     *parts, d_parts = bf16_parts(d_logits) if dx is None else bf16_parts(weight, d_logits)
     if dx is not None:
-        tile = {
-            "block_m": TOKENS,
-            "block_n": TILE,
-            "block_k": min(BLOCK_K, block),
-            "num_warps": 4,
-            "num_stages": 2,
-        }
-        constants = kept_sizes(num_experts=num_experts, width=width, **tile)
+        constants = kept_sizes(
+            num_experts=num_experts,
+            width=width,
+            block_m=TOKENS,
+            block_n=TILE,
+            block_k=min(BLOCK_K, block),
+            num_warps=4,
+            num_stages=2,
+        )
         grid = num_column_tiles, ceil_div(num_tokens, TOKENS)
         launch(router_dgrad_kernel, grid, constants, d_parts, *parts, dx, num_tokens)
     if d_weight is not None:
@@ -189,13 +191,15 @@ def router_gemm_grads(d_logits, x, weight, dx, d_weight):
         sums = (
             d_weight[None] if num_splits == 1 else d_weight.new_empty((num_splits, *d_weight.shape))
         )
-        tile = {
-            "block_m": block,
-            "block_n": TILE,
-            "block_k": BLOCK_K,
-            "num_warps": 4 if block == 64 else 8,
-        }
-        constants = kept_sizes(num_experts=num_experts, width=width, **tile, num_stages=3)
+        constants = kept_sizes(
+            num_experts=num_experts,
+            width=width,
+            block_m=block,
+            block_n=TILE,
+            block_k=BLOCK_K,
+            num_warps=4 if block == 64 else 8,
+            num_stages=3,
+        )
         grid = num_column_tiles, num_expert_tiles, num_splits
         launch(router_wgrad_kernel, grid, constants, d_parts, x, sums, num_tokens, split_tokens)
         if num_splits > 1:
@@ -207,9 +211,14 @@ def bf16_parts(*matrices: torch.Tensor) -> list[torch.Tensor]:
     matrix: exactly where the last one is no denormal."""
     sizes = [matrix.numel() for matrix in matrices]
     memory = matrices[0].new_empty(PARTS.value * sum(sizes), dtype=torch.bfloat16)
-    grid = (sum(ceil_div(size, PART_ELEMENTS) for size in sizes),)
-    args = *[*matrices, None][:2], memory, *[*sizes, 0][:2]
-    launch(bf16_parts_kernel, grid, kept_constants(BLOCK=PART_ELEMENTS, num_warps=4), *args)
+    launch(
+        bf16_parts_kernel,
+        (sum(ceil_div(size, PART_ELEMENTS) for size in sizes),),
+        kept_constants(BLOCK=PART_ELEMENTS, num_warps=4),
+        *[*matrices, None][:2],
+        memory,
+        *[*sizes, 0][:2],
+    )
     own = memory.split([PARTS.value * size for size in sizes])
     return [
         parts.view(PARTS.value, *matrix.shape) for parts, matrix in zip(own, matrices, strict=True)

@@ -240,17 +240,29 @@ def barrier_kernel(
 
 
 def _constants(peers: Peers) -> Constants:
-    named = {
-        "rank": peers.rank,
-        "num_ranks": peers.num_ranks,
-        "lanes": next_power_of_2(peers.num_ranks),
-    }
-    return kept_sizes(**named, layout=peers.layout, num_warps=1)
+    return kept_sizes(
+        rank=peers.rank,
+        num_ranks=peers.num_ranks,
+        lanes=next_power_of_2(peers.num_ranks),
+        layout=peers.layout,
+        num_warps=1,
+    )
 
 
 def barrier(peers, words, received, status, *, call, fault, timeout_ns, nan_on_failure=None):
-    numbers = status.data_ptr(), *words, call, int(fault), timeout_ns, *_words_of(nan_on_failure)
-    launch(barrier_kernel, (1,), _constants(peers), peers.bases, received, *numbers)
+    launch(
+        barrier_kernel,
+        (1,),
+        _constants(peers),
+        peers.bases,
+        received,
+        status.data_ptr(),
+        *words,
+        call,
+        int(fault),
+        timeout_ns,
+        *_words_of(nan_on_failure),
+    )
 
 
 def _words_of(tensor: torch.Tensor | None) -> tuple[int, int]:
@@ -315,8 +327,18 @@ def wait_for_signal_kernel(
 
 
 def wait_for_signal(peers, rank, arrived, status, *, phase, timeout_ns, nan_on_failure=None):
-    numbers = status.data_ptr(), rank, phase, timeout_ns, *_words_of(nan_on_failure)
-    launch(wait_for_signal_kernel, (1,), _constants(peers), peers.bases, arrived, *numbers)
+    launch(
+        wait_for_signal_kernel,
+        (1,),
+        _constants(peers),
+        peers.bases,
+        arrived,
+        status.data_ptr(),
+        rank,
+        phase,
+        timeout_ns,
+        *_words_of(nan_on_failure),
+    )
 
 
 @fast_jit([])

@@ -62,14 +62,16 @@ def _cut(
     if columns_bytes < 512:  # less than a warp's access: a masked tail is cheaper
         columns_bytes = min(next_power_of_2(row_bytes), MAX_TILE_COLUMNS_BYTES // 2, tile_bytes)
     tokens, columns = tile_bytes // columns_bytes, columns_bytes // dtype.itemsize
-    tile = {"tokens": tokens, "columns": columns, "column_tiles": ceil_div(width, columns)}
-    sizes |= {
-        "width": width,
-        "row_bytes": row_bytes,
-        "tile": (tokens, columns),
-        "num_warps": num_warps,
-    }
-    return _constants(**tile, **sizes)
+    return _constants(
+        tokens=tokens,
+        columns=columns,
+        column_tiles=ceil_div(width, columns),
+        **sizes,
+        width=width,
+        row_bytes=row_bytes,
+        tile=(tokens, columns),
+        num_warps=num_warps,
+    )
 
 
 def _move_slots(kernel, args, num_slots, more_programs=0, **sizes):
@@ -87,11 +89,14 @@ def _constants(top_k: int = 0, num_ranks: int = 0, **sizes: Any) -> Constants:
     """top_k: rows of a token. column, prob_column: of `received`. unroll, peers_unroll: rows of a token, and of peers,
     that are loaded together. rank_lanes: lanes of a vector over the ranks."""
     lanes = next_power_of_2(num_ranks)
-    unroll = {
-        "unroll": min(UNROLL, next_power_of_2(top_k)),
-        "peers_unroll": min(PEERS_UNROLL, lanes),
-    }
-    return kept_sizes(top_k=top_k, num_ranks=num_ranks, rank_lanes=lanes, **unroll, **sizes)
+    return kept_sizes(
+        top_k=top_k,
+        num_ranks=num_ranks,
+        rank_lanes=lanes,
+        unroll=min(UNROLL, next_power_of_2(top_k)),
+        peers_unroll=min(PEERS_UNROLL, lanes),
+        **sizes,
+    )
 
 
 def _mover(name: str, rows: torch.Tensor, num_ctas: int | None) -> hopper_choice.Launcher | None:
@@ -175,7 +180,6 @@ def push_rows(x, token_to_row, peers, received, *, column, ranks=None, but=None,
             x, token_to_row, peers, received, column=column, rank=ranks.start, num_ctas=num_ctas
         )
         return
-    sizes = {"num_ranks": num_ranks, "column": column, "one_rank": len(ranks) == 1 < num_ranks}
     args = (
         x,
         token_to_row,
@@ -186,7 +190,17 @@ def push_rows(x, token_to_row, peers, received, *, column, ranks=None, but=None,
         ranks.stop,
         -1 if but is None else but,
     )
-    _move(push_rows_kernel, args, x, num_tokens, COPY_ACCESSES, num_ctas, **sizes)
+    _move(
+        push_rows_kernel,
+        args,
+        x,
+        num_tokens,
+        COPY_ACCESSES,
+        num_ctas,
+        num_ranks=num_ranks,
+        column=column,
+        one_rank=len(ranks) == 1 < num_ranks,
+    )
 
 
 @fast_jit([])
@@ -255,9 +269,17 @@ def push_slots_kernel(
 
 def push_slots(slots, region, peers, received, *, row_column, prob_column):
     num_tokens, top_k = slots[0].shape
-    sizes = {"num_ranks": peers.num_ranks, "column": row_column, "prob_column": prob_column}
     args = *slots, *region, peers.bases, received, num_tokens, region[1].shape[0]
-    _move_slots(push_slots_kernel, args, num_tokens * top_k, peers.num_ranks, top_k=top_k, **sizes)
+    _move_slots(
+        push_slots_kernel,
+        args,
+        num_tokens * top_k,
+        peers.num_ranks,
+        top_k=top_k,
+        num_ranks=peers.num_ranks,
+        column=row_column,
+        prob_column=prob_column,
+    )
 
 
 @fast_jit([])
@@ -484,9 +506,18 @@ def push_sums(
         if source is None
         else ((source - rank) % num_ranks, (source - rank) % num_ranks + 1)
     )
-    sizes = {"num_ranks": num_ranks, "top_k": top_k, "column": column}
     args = rows, *tables, peers.bases, received, rank, *steps
-    _move(push_sums_kernel, args, rows, num_packed_cap, SUM_ACCESSES, num_ctas, **sizes)
+    _move(
+        push_sums_kernel,
+        args,
+        rows,
+        num_packed_cap,
+        SUM_ACCESSES,
+        num_ctas,
+        num_ranks=num_ranks,
+        top_k=top_k,
+        column=column,
+    )
 
 
 @fast_jit([])
@@ -563,9 +594,17 @@ def pull_rows_kernel(
 
 
 def pull_rows(source_rank, source_row, peers, received, out, *, column):
-    sizes = {"top_k": source_row.shape[1], "num_ranks": peers.num_ranks, "column": column}
     args = source_rank, source_row, peers.bases, received, out, out.shape[0]
-    _move(pull_rows_kernel, args, out, out.shape[0], SUM_ACCESSES, **sizes)
+    _move(
+        pull_rows_kernel,
+        args,
+        out,
+        out.shape[0],
+        SUM_ACCESSES,
+        top_k=source_row.shape[1],
+        num_ranks=peers.num_ranks,
+        column=column,
+    )
 
 
 @triton.jit
@@ -706,5 +745,11 @@ def pull_values_kernel(
 
 def pull_values(slot_to_rank, token_to_packed_row, peers, received, out, *, column):
     args = slot_to_rank, token_to_packed_row, peers.bases, received, out, out.shape[0]
-    sizes = {"top_k": out.shape[1], "num_ranks": peers.num_ranks, "column": column}
-    _move_slots(pull_values_kernel, args, out.numel(), **sizes)
+    _move_slots(
+        pull_values_kernel,
+        args,
+        out.numel(),
+        top_k=out.shape[1],
+        num_ranks=peers.num_ranks,
+        column=column,
+    )

@@ -103,10 +103,17 @@ def run(args: argparse.Namespace) -> int:
         job = Job(
             args.target, args.ranks, args.dtype, args.layers, args.length, args.heap_mib, folder
         )
-        command = (sys.executable, "-m", "symmoe.tools.check.runs", f"--job={json.dumps(job)}")
         for num_ranks in (1, args.ranks):
             trial = run_trial(
-                num_ranks, {"CUDA_VISIBLE_DEVICES": ""}, deadline_s=args.timeout_s, command=command
+                num_ranks,
+                {"CUDA_VISIBLE_DEVICES": ""},
+                deadline_s=args.timeout_s,
+                command=(
+                    sys.executable,
+                    "-m",
+                    "symmoe.tools.check.runs",
+                    f"--job={json.dumps(job)}",
+                ),
             )
             if trial.error == BadTarget.__name__:
                 raise ArgumentError(trial.text)
@@ -147,8 +154,11 @@ def judge(job: Job) -> list[Compared]:
     """Compares what the runs of a job have left."""
 
     def found(dtype: str, num_ranks: int, rank: int) -> dict[str, Tensors]:
-        files = {stage: job.file(dtype, num_ranks, rank, stage) for stage in STAGES}
-        return {stage: torch.load(file) for stage, file in files.items() if file.exists()}
+        return {
+            stage: torch.load(file)
+            for stage in STAGES
+            if (file := job.file(dtype, num_ranks, rank, stage)).exists()
+        }
 
     dtypes = [*dict.fromkeys(["fp32", job.dtype])]
     one = [found(dtype, 1, 0) for dtype in dtypes]

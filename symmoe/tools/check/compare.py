@@ -193,7 +193,6 @@ def _cause_of_load(name: str, rank: int, ranks: Sequence[Found]) -> str:
         return f"is {got.dtype} {[*got.shape]}, and was {was.dtype} {[*was.shape]},"
     if got.is_floating_point() and got.isnan().any():
         return "was not loaded"
-    saved = ranks[rank][SAVED]
     causes = [
         ("has other bits, of numbers that are not kept for a comparison", was),
         *((_OF_A_RANK.format(at), found[SAVED].get(name)) for at, found in enumerate(ranks)),
@@ -204,7 +203,7 @@ def _cause_of_load(name: str, rank: int, ranks: Sequence[Found]) -> str:
         ("was not loaded", spoilt(was)),
         *(
             (f"is what {key} was: names are exchanged", its if was.numel() > 1 else None)
-            for key, its in saved.items()
+            for key, its in ranks[rank][SAVED].items()
         ),
         *((f"was rounded to {narrow}", was.to(narrow).to(was.dtype)) for narrow in _NARROW),
     ]
@@ -260,20 +259,17 @@ def explain(
         if order := _order(got, want, slack):
             rows = "sequences" if stage == ACTIVATION else "experts"
             return f"{rows} are in another order: {order[:_SHOWN]}"
-    differ = [rank for rank in ranks if _error([got[rank]], [want[rank]], 0.0) > slack]
-    its = f"on rank {', '.join(map(str, differ))}"
     if not is_cut and _are_copies(got):
-        its = "the same on all ranks, and another on one rank"
-    return f"{its}: {_LIKELY[stage]}"
+        return f"the same on all ranks, and another on one rank: {_LIKELY[stage]}"
+    differ = [str(rank) for rank in ranks if _error([got[rank]], [want[rank]], 0.0) > slack]
+    return f"on rank {', '.join(differ)}: {_LIKELY[stage]}"
 
 
 def _order(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor], slack: float) -> list[int]:
     """Which rows of the whole are those of `got`, as experts are; [] if they are none."""
-    is_small = sum(map(len, want)) <= _MOST_ROWS if want[0].dim() > 1 else False
-    if not is_small or not want[0].is_floating_point():
+    if want[0].dim() < 2 or sum(map(len, want)) > _MOST_ROWS or not want[0].is_floating_point():
         return []
-    rows, whole = (torch.cat([*its]) for its in (got, want))
-    rows, whole = (its.flatten(1).double() for its in (rows, whole))
+    rows, whole = (torch.cat([*its]).flatten(1).double() for its in (got, want))
     nearest = torch.cdist(rows, whole).argmin(1)
     return nearest.tolist() if _rms(rows - whole[nearest]) <= slack * _rms(whole) else []
 
@@ -307,8 +303,10 @@ def _parts(
 
 def _error(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor], scale: float) -> float:
     """RMS of the difference on the worst rank, relative to that of the whole and a scale."""
-    pairs = zip(*_without_infinities(got, want), strict=True)
-    differences = [ours.double() - theirs.double() for ours, theirs in pairs]
+    differences = [
+        ours.double() - theirs.double()
+        for ours, theirs in zip(*_without_infinities(got, want), strict=True)
+    ]
     if not all(each.isfinite().all() for each in differences):
         return math.inf
     size = math.sqrt(sum(_rms(part) ** 2 for part in want) / len(want)) + scale + 1e-30

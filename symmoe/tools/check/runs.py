@@ -7,7 +7,7 @@ import sys
 import traceback
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from symmoe.errors import ArgumentError
 from symmoe.grouped.parameters import local_part, named_parameters
@@ -81,10 +80,15 @@ def _step(job: Job, ranks: Ranks, heap: SymmetricHeap, dtype: str) -> Iterator[t
     first.mkdir(exist_ok=True)
     folder.mkdir(exist_ok=True)
     torch.manual_seed(0)
-    place = (ranks.rank, ranks.num_ranks, heap.device)
-    trained = make(
-        job.target, Context(*place, dtype=DTYPES[dtype], heap=heap, folder=str(first)), job.layers
+    context = Context(
+        ranks.rank,
+        ranks.num_ranks,
+        heap.device,
+        dtype=DTYPES[dtype],
+        heap=heap,
+        folder=str(first),
     )
+    trained = make(job.target, context, job.layers)
     model = trained.model
     names = {id(its): name for name, its in model.named_parameters()}
     trains = {name: its for name, its in model.named_parameters() if its.requires_grad}
@@ -166,9 +170,10 @@ def _backward(model: nn.Module, tokens: torch.Tensor) -> None:
 
 def _experts(model: nn.Module) -> set[int]:
     """The ids of experts' parameters: those in modules that hold experts, and those with Megatron's mark."""
-    named = named_parameters(model)
     return {
-        id(its) for _, its, is_expert in named if is_expert or not getattr(its, "allreduce", True)
+        id(its)
+        for _, its, is_expert in named_parameters(model)
+        if is_expert or not getattr(its, "allreduce", True)
     }
 
 
@@ -208,10 +213,9 @@ def _state_of_optimizer(
             name = names.get(id(its), f"weight {len(state)} of the optimizer")
             if id(its) not in names:
                 state[name] = its
-            kept = options | optimizer.state.get(its, {})
             state |= {
                 f"{key} of {name}": value
-                for key, value in kept.items()
+                for key, value in (options | optimizer.state.get(its, {})).items()
                 if isinstance(value, torch.Tensor)
             }
     return state
@@ -258,7 +262,8 @@ def _recorded(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
     """What modules return in their first call, in the order in which they return. Not what is within experts, where
     rows lie as the ranks have them."""
     outputs: dict[str, torch.Tensor] = {}
-    experts, hidden, hooks = _experts(model), list[str](), list[RemovableHandle]()
+    experts = _experts(model)
+    hidden = list[str]()
 
     def note(path: str, module: nn.Module, args: object, output: object) -> None:
         for key, each in pytree.tree_flatten_with_path(output)[0]:
@@ -267,15 +272,14 @@ def _recorded(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
                     f"{path or 'the model'}{pytree.keystr(key)}", each.detach().cpu().clone()
                 )
 
-    for path, module in model.named_modules():
-        ids = set(map(id, module.parameters()))
-        if ids and ids <= experts and path and not isinstance(module, ExpertParallelModule):
-            hidden.append(f"{path}.")
-        if not f"{path}.".startswith(tuple(hidden)):
-            hooks.append(module.register_forward_hook(partial(note, path)))
-    yield outputs
-    for hook in hooks:
-        hook.remove()
+    with ExitStack() as hooks:
+        for path, module in model.named_modules():
+            ids = set(map(id, module.parameters()))
+            if ids and ids <= experts and path and not isinstance(module, ExpertParallelModule):
+                hidden.append(f"{path}.")
+            if not f"{path}.".startswith(tuple(hidden)):
+                hooks.callback(module.register_forward_hook(partial(note, path)).remove)
+        yield outputs
 
 
 def text_of(rank: int, error: Exception) -> str:

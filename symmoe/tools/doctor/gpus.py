@@ -97,10 +97,8 @@ def read_gpus(smi: Report) -> Gpus:
             for two in itertools.combinations(range(len(gpus)), 2):
                 known = sorted(index for at in two if (index := indices[at]) is not None)
                 connection = smi.topology.get((known[0], known[1])) if len(known) == 2 else None
-                access = all(
-                    torch.cuda.can_device_access_peer(*order) for order in (two, two[::-1])
-                )
-                pairs.append(Pair(*two, connection, access))
+                access = (torch.cuda.can_device_access_peer(*order) for order in (two, two[::-1]))
+                pairs.append(Pair(*two, connection, all(access)))
             return Gpus(tuple(gpus), tuple(pairs))
     except (
         RuntimeError,
@@ -127,8 +125,12 @@ def check_gpus(
         yield from _check_none(gpus.error, smi, torch_cuda, visible, driver)
         return
     if torch_cuda is None:
-        text = f"torch sees {gpus.gpus[0].name}, but is not built for CUDA: symmoe runs on NVIDIA GPUs and on CPUs"
-        yield True, "problem", text, _REINSTALL
+        yield (
+            True,
+            "problem",
+            f"torch sees {gpus.gpus[0].name}, but is not built for CUDA: symmoe runs on NVIDIA GPUs and on CPUs",
+            _REINSTALL,
+        )
         return
     yield driver
     for index, gpu in enumerate(gpus.gpus):
@@ -155,8 +157,12 @@ def check_gpus(
     kinds = [
         f"{n} x {name} ({a}.{b}, {size / 2**30:.0f} GiB)" for (name, a, b, size), n in names.items()
     ]
-    shown = f"{', '.join(kinds)}, driver {version or 'unknown: nvidia-smi does not answer'}"
-    yield True, "ok", shown, ""
+    yield (
+        True,
+        "ok",
+        f"{', '.join(kinds)}, driver {version or 'unknown: nvidia-smi does not answer'}",
+        "",
+    )
 
 
 def _check_device(label: str, index: int, device: Device) -> list[Said]:

@@ -253,18 +253,27 @@ def check_environment(
             if wrong in ("on", "off")
             else value not in wrong.split()
         )
-        is_so = has_gpu and name in environment and hurts
-        yield is_so, level, f"{shown.get(name)}: {text}", f"unset {name}"
+        yield (
+            has_gpu and name in environment and hurts,
+            level,
+            f"{shown.get(name)}: {text}",
+            f"unset {name}",
+        )
     for name in matters:
-        is_unknown = name.startswith("SYMMOE_") and name not in _FOLDERS
-        text = f"{name}: symmoe reads no such variable, only SYMMOE_FLIGHT_DIR"
-        yield is_unknown, "note", text, f"unset {name}"
+        yield (
+            name.startswith("SYMMOE_") and name not in _FOLDERS,
+            "note",
+            f"{name}: symmoe reads no such variable, only SYMMOE_FLIGHT_DIR",
+            f"unset {name}",
+        )
     for name, (level, text) in _FOLDERS.items():
         folder = environment.get(name, "")
-        is_used = folder and (has_gpu or level == "note")
-        text = f"{shown.get(name)} cannot be written to: {text}"
-        fix = f"export {name}=... to a folder of your own"
-        yield is_used and not _is_writable(Path(folder)), level, text, fix
+        yield (
+            folder and (has_gpu or level == "note") and not _is_writable(Path(folder)),
+            level,
+            f"{shown.get(name)} cannot be written to: {text}",
+            f"export {name}=... to a folder of your own",
+        )
     threads = environment.get("OMP_NUM_THREADS", "")
     yield (
         threads.isdigit() and int(threads) > num_cores,

@@ -156,10 +156,12 @@ def examine_nodes(
         except (ArgumentError, BackendUnavailable) as error:
             fix = "torchrun --nproc-per-node=... with the same number on every node, or --ranks-per-node"
             return [Finding("problem", "nodes", str(error), fix)]
-        mates = {rank: facts[rank].endpoint for rank in topology.rail if rank != board.rank}
-        made, refuse = connect(
-            {rank: endpoint for rank, endpoint in mates.items() if endpoint.port}, _REACH_S
-        )
+        mates = {
+            rank: facts[rank].endpoint
+            for rank in topology.rail
+            if rank != board.rank and facts[rank].endpoint.port
+        }
+        made, refuse = connect(mates, _REACH_S)
         for each in made.values():
             stack.callback(each.close)
         refused = [dict(each) for each in board.gather("reach", [*refuse.items()])]
@@ -210,8 +212,9 @@ def read_nics(folder: Path = Path("/sys/class/infiniband")) -> dict[str, bool]:
         about = [
             text for name in ("link_layer", "rate") for text in said(device, f"1/{name}") if text
         ]
-        has_link = any("ACTIVE" in text for text in said(device, "*/state"))
-        nics[f"{device.name} ({', '.join(about) or 'RDMA'})"] = has_link
+        nics[f"{device.name} ({', '.join(about) or 'RDMA'})"] = any(
+            "ACTIVE" in text for text in said(device, "*/state")
+        )
     return nics
 
 
@@ -321,8 +324,12 @@ def _check_sockets(
     facts: Sequence[Facts], topology: Topology, refused: Sequence[Mapping[int, str]]
 ) -> Iterator[Said]:
     for problem, ranks in _ranks_by([each.problem for each in facts]).items():
-        fix = f"export {DEVICE_VARIABLE}=... with a device that `ip -br addr` lists there"
-        yield problem, "problem", f"rank {listed(ranks)}: {problem}", fix
+        yield (
+            problem,
+            "problem",
+            f"rank {listed(ranks)}: {problem}",
+            f"export {DEVICE_VARIABLE}=... with a device that `ip -br addr` lists there",
+        )
     pairs = [(rank, mate, why) for rank, its in enumerate(refused) for mate, why in its.items()]
     where = _places(topology, len(facts))
     shown = [
@@ -338,8 +345,12 @@ def _check_sockets(
         f"{end.device or 'an unknown device'} ({end.host or 'no IPv4 address'})" for end in ends
     ]
     text = "; ".join(f"{name} on node {listed(nodes)}" for name, nodes in _ranks_by(names).items())
-    is_fine = not pairs and not any(each.problem for each in facts)
-    yield is_fine, "ok", f"gloo goes by {text}", ""
+    yield (
+        not pairs and not any(each.problem for each in facts),
+        "ok",
+        f"gloo goes by {text}",
+        "",
+    )
 
 
 @about("nccl")
@@ -359,8 +370,14 @@ def check_rails(topology: Topology, rails: Sequence[Rail]) -> Iterable[Said]:
     where = _places(topology, len(rails))
     log = "NCCL_DEBUG=INFO shows by what NCCL goes"
     if failed := [f"{where[rank]}: {each.error}" for rank, each in enumerate(rails) if each.error]:
-        text = f"rails do not connect: {_some(failed)}"
-        return [(True, "problem", text, f"firewalls; cables; {log}")]
+        return [
+            (
+                True,
+                "problem",
+                f"rails do not connect: {_some(failed)}",
+                f"firewalls; cables; {log}",
+            )
+        ]
     slowest = [
         min(ranks, key=lambda rank: rails[rank].gbs) for ranks in zip(*topology.nodes, strict=True)
     ]

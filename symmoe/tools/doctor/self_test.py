@@ -85,14 +85,16 @@ def run_trial(
             "num-ranks": num_ranks,
             "deadline-s": math.ceil(deadline_s) + 1,
         }
-        arguments = [known | {"rank": rank, "out": f"{folder}/found-{rank}"} for rank in ranks]
+
         processes = start_processes(
             "symmoe-doctor",
             command[0],
             {
                 rank: (
                     *command[1:],
-                    *(f"--{key}={value}" for key, value in arguments[rank].items()),
+                    *(f"--{key}={value}" for key, value in known.items()),
+                    f"--rank={rank}",
+                    f"--out={folder}/found-{rank}",
                 )
                 for rank in ranks
             },
@@ -292,10 +294,9 @@ def speeds(heap: SymmetricHeap, ranks: Ranks) -> dict[str, float]:
             "combine": lambda: combine_tokens(plan.rows_of(out), plan),
             "copy": lambda: [target.copy_(x[:share]) for target in targets],
         }
-        times_ms = times_in_a_row_ms(steps, ranks, _REPETITIONS)
         return {
             f"{name}_gbs": x.nbytes / float(np.median(taken)) / 1e6
-            for name, taken in times_ms.items()
+            for name, taken in times_in_a_row_ms(steps, ranks, _REPETITIONS).items()
         }
 
 

@@ -103,8 +103,12 @@ def check_versions(versions: Versions, *, has_gpu: bool) -> Iterator[Said]:
     pin = pins.get("triton", "")
     fix = "pip install " + shlex.quote("triton==" + (pin or f"{_TRITON[1]}.*"))
     if triton is None:
-        lacks = "Triton is not installed: the kernels for GPUs are written in it"
-        yield has_gpu, "problem", lacks, fix
+        yield (
+            has_gpu,
+            "problem",
+            "Triton is not installed: the kernels for GPUs are written in it",
+            fix,
+        )
     else:
         yield from first(
             (
@@ -142,14 +146,26 @@ def check_versions(versions: Versions, *, has_gpu: bool) -> Iterator[Said]:
     others = [each for each in installed if each.startswith("nvshmem4py-")]
     if version is None:
         besides = f"; {others[0]} is, which is not for torch's CUDA {cuda}" if others else ""
-        text = f"{bindings} is not installed{besides}: heaps on GPUs need it"
-        yield has_gpu and cuda is not None, "problem", text, newer
+        yield (
+            has_gpu and cuda is not None,
+            "problem",
+            f"{bindings} is not installed{besides}: heaps on GPUs need it",
+            newer,
+        )
     else:
-        broken = f"{bindings} {version} does not work: 0.4.1 does"
-        old = f"{bindings} {version} is older than what was tested: 0.4.1 does"
         yield from first(
-            (release(version) < (0, 3, 1), "problem", broken, newer),
-            (release(version) < (0, 4, 1), "note", old, newer),
+            (
+                release(version) < (0, 3, 1),
+                "problem",
+                f"{bindings} {version} does not work: 0.4.1 does",
+                newer,
+            ),
+            (
+                release(version) < (0, 4, 1),
+                "note",
+                f"{bindings} {version} is older than what was tested: 0.4.1 does",
+                newer,
+            ),
         )
         yield (
             release(core or "0") < (0, 5),  # has cuda.core, which was cuda.core.experimental before
@@ -157,8 +173,12 @@ def check_versions(versions: Versions, *, has_gpu: bool) -> Iterator[Said]:
             f"cuda-core {core or '(not installed)'} has no cuda.core: {bindings} and symmoe need 0.5 or newer",
             "pip install 'cuda-core>=0.7'",
         )
-        lacks = f"{bindings} is installed without {library}, the library that it binds"
-        yield nvshmem is None, "problem", lacks, fix
+        yield (
+            nvshmem is None,
+            "problem",
+            f"{bindings} is installed without {library}, the library that it binds",
+            fix,
+        )
     yield (
         "megatron-core" in installed and "psutil" not in installed,
         "note",
