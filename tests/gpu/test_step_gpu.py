@@ -1,9 +1,7 @@
 """A whole training step of MoELayer on GPUs: what it launches, as a CUDA graph, on several streams, in two groups."""
 
 import contextlib
-import os
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -32,10 +30,8 @@ def test_the_peak_is_as_planned(
     rank: int, num_ranks: int, findings: Findings, options: dict[str, Any]
 ) -> None:
     config = MoEConfig(hidden=2048, ffn=768, num_experts=32, top_k=8, **options)
-    with (
-        mock.patch.dict(os.environ, SYMMOE_FILL_MEMORY="0"),  # or no leases of a tape overlap
-        open_heap("cuda", num_bytes=1 << 30) as heap,
-    ):
+    # Memory that is filled would have leases of a tape that do not overlap.
+    with open_heap("cuda", num_bytes=1 << 30, fills="0") as heap:
         torch.use_deterministic_algorithms(False)  # which would fill every torch.empty
         layer = MoELayer(config, heap, dtype=torch.bfloat16)
         x, dy = torch.randn(2, 4096, 2048, dtype=torch.bfloat16, device="cuda")

@@ -1,13 +1,11 @@
 """Calls that are played from a tape: the bits of calls that are not, errors on all ranks, and what is not played."""
 
 import itertools
-import os
 import random
 from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from unittest import mock
 
 import pytest
 import tape_cases as taped
@@ -93,10 +91,7 @@ def test_played_calls_have_the_bits_of_others(cluster, device, options, num_rank
 def test_calls_in_flight(rank: int, num_ranks: int, findings: Findings, fills: str) -> None:
     """Backward of a call comes after two more forward calls, and results stay as they are."""
     flying = []
-    with (
-        mock.patch.dict(os.environ, SYMMOE_FILL_MEMORY=fills),
-        open_heap("cpu", tapes="on", num_bytes=16 << 20) as heap,
-    ):
+    with open_heap("cpu", tapes="on", fills=fills, num_bytes=16 << 20) as heap:
         layer, plain = taped.make_layer(heap), taped.make_layer(heap)
         for x, dy in taped.make_calls(rank, 22, torch.float32):
             x = x.requires_grad_()
