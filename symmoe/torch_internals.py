@@ -209,6 +209,12 @@ def replaceable(forward: _Forward) -> _Forward:
     return forward
 
 
+def _has_hooks(m: torch.nn.Module) -> bool:
+    return bool(
+        m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks
+    )
+
+
 def look_of(module: torch.nn.Module | None) -> list[object]:
     """Everything on which it depends whether the parameters of a module, and the calls of its parts, are as kernels
     need them: equal ones are of modules that are alike. Asked for in every call: it has to be quick."""
@@ -218,9 +224,7 @@ def look_of(module: torch.nn.Module | None) -> list[object]:
     is_sharded = own.get("_is_fsdp_managed_module", False)
     look = [
         m,
-        bool(
-            m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks
-        ),
+        _has_hooks(m),
         "_hf_hook" in own,
         "forward" in own or getattr(type(m), "forward", None) not in _REPLACEABLE,
         is_sharded,
@@ -239,7 +243,7 @@ def around_call(m: torch.nn.Module, *, everywhere: bool = True) -> str | None:
     """What sees or changes the call of a module, and so would be left out if kernels took its place, in words; None:
     nothing. That is a forward that is not :func:`replaceable`, of the class or of the instance, and hooks of the
     module; `everywhere`: also those of all modules."""
-    if m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks:
+    if _has_hooks(m):
         return "a " + ", ".join(kind[1:-1] for kind in HOOKS if vars(m)[kind])
     if "forward" in vars(m):
         return "a forward of its own"

@@ -246,8 +246,9 @@ class MoELayer(ExpertParallelModule):
             )
             if is_plain and not traced and router is not None and around_call(router) is None:
                 # The step routes by itself.
-                num_tokens = tokens.shape[0]
-                chosen_idx = tokens.new_empty((num_tokens, self.config.top_k), dtype=torch.int32)
+                chosen_idx = tokens.new_empty(
+                    (tokens.shape[0], self.config.top_k), dtype=torch.int32
+                )
                 route = router.route_of(tokens, topk_idx=chosen_idx)
                 y, load, found = self._routed_experts.run(
                     tokens, route, chosen_idx, experts, out_shape=x.shape

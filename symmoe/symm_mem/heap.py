@@ -172,8 +172,7 @@ class SymmetricHeap(HeapParts):
     def _compiled(self, tape: Tape) -> Tape | None:
         """What is played of a tape."""
         take = _lease.__wrapped__  # type: ignore[attr-defined]  # what a tape repeats
-        compiled = kernels.tape_compiler(self.device)
-        return compiled(with_leases_first(tape, take, self.memory))
+        return kernels.tape_compiler(self.device)(with_leases_first(tape, take, self.memory))
 
     # -- memory ---------------------------------------------------------------------------------------------------
 

@@ -31,16 +31,16 @@ class _Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Leases:
-    """What a tape leases: with spans of their own, and as parts of one, which is in a slot as well."""
+    """What a tape leases: what outlives the call, each with a span, and parts of one span, which is in a slot, too."""
 
     memory: Memory
-    alone: Sequence[_Part]
+    kept: Sequence[_Part]
     parts: Sequence[_Part]
     whole: _Part
 
     def take(self, things: list[Any]) -> bool:
         """Takes all, each for its slot. False: the heap lacks the memory, and nothing has been taken."""
-        spans = [(part, self.memory.take(part.num_bytes, part.name)) for part in self.alone]
+        spans = [(part, self.memory.take(part.num_bytes, part.name)) for part in self.kept]
         if self.parts:
             whole = self.memory.take(self.whole.num_bytes, self.whole.name)
             spans += [(part, whole) for part in (self.whole, *self.parts)]
@@ -59,10 +59,10 @@ def with_leases_first(tape: Tape, take: Any, memory: Memory) -> Tape:
     calls = [entry for entry in tape.entries if isinstance(entry, Call)]
     ended = {call.template[0][0].slot for call in calls if call.function is _RELEASE}
     events = list[Call]()  # begins and ends of leases that end in the call
-    alone = list[_Part]()
+    kept = list[_Part]()
     for call in calls:
         if call.function is take and call.slot not in ended:
-            alone.append(_part_of(call))
+            kept.append(_part_of(call))
         elif call.function is take or call.function is _RELEASE:
             events.append(call)
     parts, num_bytes = _laid_out(events, overlap=not memory.fills)
@@ -74,14 +74,13 @@ def with_leases_first(tape: Tape, take: Any, memory: Memory) -> Tape:
         if not (isinstance(entry, Call) and (entry.function is take or entry in events[:-1]))
     ]
     if events:
-        last = events[-1]
-        release = replace(last, template=((ObjectSlot(whole.slot),), {}))
-        entries[entries.index(last)] = release
+        last = entries.index(events[-1])
+        entries[last] = replace(events[-1], template=((ObjectSlot(whole.slot),), {}))
     return replace(
         tape,
         num_slots=tape.num_slots + 1,
         entries=tuple[Entry, ...](entries),
-        leases=Leases(memory, alone, parts, whole),
+        leases=Leases(memory, kept, parts, whole),
     )
 
 

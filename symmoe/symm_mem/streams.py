@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -104,8 +105,7 @@ class StreamOrder:
         self._device = device
         self._eager = _Order()
         self._captured: tuple[int, _Order] = (0, self._eager)  # the last capture's id and order
-        # By look: memory, an event, and the driver, as to import it takes time.
-        self._spare_copies: dict[Hashable, list[tuple[torch.Tensor, torch.cuda.Event, Any]]] = {}
+        self._spare_copies: dict[Hashable, list[tuple[torch.Tensor, torch.cuda.Event]]] = {}
 
     @functools.cached_property
     def side_stream(self) -> torch.cuda.Stream:
@@ -150,25 +150,25 @@ class StreamOrder:
         waits for it (only for the current stream so far) and gives the numbers. Past torch, whose `copy_` is slow."""
         spare = self._spare_copies.setdefault((tensor.shape, tensor.dtype), [])
         if spare:
-            copy, event, driver = spare.pop()
+            copy, event = spare.pop()
         else:
-            from symmoe.kernels.launch import driver  # needs Triton, which CPUs need not have
-
             with torch.inference_mode(False):  # a later call may be outside of it
                 copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(self._device))  # this makes it
-        library, stream = driver.library(), current_stream(self._device.index)
+        driver, stream = _driver(), current_stream(self._device.index)
         driver.check(
-            library.cuMemcpyDtoHAsync_v2(copy.data_ptr(), tensor.data_ptr(), copy.nbytes, stream),
+            driver.library().cuMemcpyDtoHAsync_v2(
+                copy.data_ptr(), tensor.data_ptr(), copy.nbytes, stream
+            ),
             "cuMemcpyDtoHAsync",
         )
-        driver.check(library.cuEventRecord(event.cuda_event, stream), "cuEventRecord")
+        driver.check(driver.library().cuEventRecord(event.cuda_event, stream), "cuEventRecord")
 
         def wait() -> list[Any]:
             event.synchronize()
             numbers: list[Any] = copy.tolist()
-            spare.append((copy, event, driver))
+            spare.append((copy, event))
             return numbers
 
         return wait
@@ -268,14 +268,17 @@ def _mark(stream: torch.cuda.Stream) -> _Mark:
     return stream.cuda_stream, event
 
 
+# Not before it is used: it needs Triton, which CPUs need not have.
+_driver = functools.cache(functools.partial(import_module, "symmoe.kernels.launch.driver"))
+
+
 def capture_id(device: torch.device) -> int:
     """A number of the CUDA graph that the current stream is capturing; 0 if there is none."""
     if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
         return 0
-    from symmoe.kernels.launch import driver  # needs Triton, which CPUs need not have
-
     status, number = ctypes.c_int(), ctypes.c_ulonglong()
     asked = current_stream(device.index), ctypes.byref(status), ctypes.byref(number)
+    driver = _driver()
     driver.check(driver.library().cuStreamGetCaptureInfo(*asked), "cuStreamGetCaptureInfo")
     return number.value
 

@@ -342,7 +342,7 @@ def test_second_order_gradients_are_refused_on_every_rank(
         found = outcome(lambda dx=dx: torch.autograd.grad(dx.square().sum(), x))
         expect(findings, found, "ArgumentError", "create_graph (True)", "order")
         if name != "parts":  # which are linear in x
-            # Linear in y, beside a way from the loss to x that passes no kernel.
+            # Linear in y. The loss also depends on x in a way that passes no kernel.
             (dx,) = torch.autograd.grad(call(x).sum(), x, create_graph=True)
             found = outcome(lambda dx=dx: torch.autograd.grad((dx * x).sum(), x))
             expect(findings, found, "ArgumentError", "create_graph (True)", "order")

@@ -135,7 +135,7 @@ class Kernel:
             parts, map_object = maps.get(tensors[n].shape) or maps.of(tensors[n])
             words += parts
             kept.append(map_object)  # another thread may drop it
-        values = _values(words)  # of this call alone: threads may launch the same kernel at once
+        values = _values(words)  # of this call only: threads may launch the same kernel at once
         base, _ = values.buffer_info()
         pointers = array("Q", [base + offset for offset in self._offsets])
         driver.ensure_context()
@@ -618,7 +618,7 @@ class Section(Entry):
 
 
 def _priority(stream: int | None) -> int:
-    """That of a stream beside the current one; the current stream's counts as the usual one."""
+    """That of a stream other than the current one; the current stream's counts as the usual one."""
     priority = ctypes.c_int(0)
     if stream is not None:
         get_priority = driver.library().cuStreamGetPriority
