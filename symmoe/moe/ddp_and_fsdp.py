@@ -76,7 +76,7 @@ class ExpertParallelModule(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self._sound_look: list[object] = []  # of the parts, when nothing was wrong with them
+        self._sound_look: list[list[object]] = []  # of the parts, when nothing was wrong with them
 
     @property
     def is_spread(self) -> bool:
@@ -96,7 +96,11 @@ class ExpertParallelModule(nn.Module):
         """What is around the layer that would mix experts, or why its parts cannot be used as they are, or None; in a
         forward of a DDP, takes part in it."""
         problem: SymmoeError | None = ddp_problem(self)
-        if problem is None and (look := look_of(self)) != self._sound_look:
+        # Of the parts, not of the layer: it would keep itself alive.
+        if (
+            problem is None
+            and (look := [*map(look_of, self._modules.values())]) != self._sound_look
+        ):
             problem = self.parts_problem()
             if problem is None:
                 self._sound_look = look

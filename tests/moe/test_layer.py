@@ -3,6 +3,7 @@
 import functools
 import gc
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
@@ -234,10 +235,13 @@ def test_any_module_may_be_the_shared_expert(made_of: Callable[[torch.nn.Module]
     config = MoEConfig(hidden=H, ffn=I, num_experts=4, top_k=2)
     with open_heap("cpu") as heap:
         layer = MoELayer(config, heap)
-        wanted = layer(x)[0] + plain(x)
+        wanted = (layer(x)[0] + plain(x)).detach()
         layer.shared_expert = made_of(plain)
         for _ in range(2):
             torch.testing.assert_close(layer(x)[0], wanted)
+        weight = weakref.ref(layer.experts.fc1.weight)
+        del layer
+        assert weight() is None, "only a search for garbage frees a layer"
 
 
 def test_what_is_put_on_other_modules_runs_without_a_warning():
