@@ -72,7 +72,7 @@ NEWEST := tests/kernels/test_fast_launch.py tests/project/test_torch_internals.p
 CORE := project/test_import symm_mem/test_heap symm_mem/test_peers dispatch/test_oracle moe/test_gradients \
   grouped/test_grouped_linear moe/test_layer moe/test_schedules checkpoint/test_checkpoint
 
-test: export SYMMOE_TAPES ?= audit
+
 test-all: MARKED := -m 'not gpu'
 test-all: $(TORCHTITAN)
 test test-all: $(DEVELOPS)

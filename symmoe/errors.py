@@ -78,10 +78,6 @@ class StaleRows(SymmoeError):
     """Rows that a delayed weight gradient needs have been overwritten since its backward pass."""
 
 
-class StaleTape(SymmoeError):
-    """A call that is played from a tape launches something else now. The text says what; the tape is thrown away."""
-
-
 class CheckpointError(SymmoeError):
     """A checkpoint cannot be read or written, or is not that of the model. The text names the file or the key."""
 
@@ -210,7 +206,6 @@ TRAVELLING: tuple[type[SymmoeError], ...] = (
     StalePlan,
     BackendUnavailable,
     CheckpointError,
-    StaleTape,
     HeapSuspended,
 )
 

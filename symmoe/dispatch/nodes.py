@@ -27,8 +27,8 @@ import torch
 from symmoe import kernels
 from symmoe.kernels import control
 from symmoe.kernels.control import InNodeIntegers, PlanIntegers, PlanLayout, in_node_layout
+from symmoe.program.builder import noted
 from symmoe.symm_mem.heap import SymmetricHeap, nodes_of
-from symmoe.tape.recorder import recorded_on_cpus
 
 _LINES = "slot_to_row", "slot_to_rank", "token_to_packed_row", "token_to_primary_row"
 P = TypeVar("P", bound=PlanIntegers)  # a plan
@@ -36,7 +36,8 @@ Integers = TypeVar("Integers", PlanIntegers, InNodeIntegers)
 Ways = Sequence[tuple[int, slice]]  # other nodes, and rows that go there or come from there
 
 
-@recorded_on_cpus  # a tape finds tensors among the arguments of kernels, not in what these hold
+# A program finds tensors among the arguments of kernels, not in what these hold.
+@noted(on_gpus=False, stands_for=lambda *args: in_storage.__wrapped__(*args))  # type: ignore[attr-defined]
 def in_storage(kind: type[Integers], storage: torch.Tensor, layout: PlanLayout) -> Integers:
     """Integers of this kind with all of their views, which kernels will need."""
     integers = kind(storage, layout)

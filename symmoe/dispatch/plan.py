@@ -9,6 +9,7 @@ import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -27,9 +28,9 @@ from symmoe.kernels import control
 from symmoe.kernels.control import PlanIntegers, num_blocks, plan_layout
 from symmoe.kernels.gemm_parts import Part, bounds_of
 from symmoe.precision.recipes import Recipe, precision_problem, precision_word
+from symmoe.program.builder import noted
 from symmoe.symm_mem.heap import FailPeersOnError, SymmetricHeap, nodes_of
 from symmoe.symm_mem.row_budget import RowBudget
-from symmoe.tape.recorder import recorded
 
 MAX_TOP_K = 32
 FindRoom = Callable[[], RowBudget | None]
@@ -569,7 +570,7 @@ def _plan_barrier(heap: SymmetricHeap, config: int, rails: RailRows | None) -> t
     return received if rails is None else rails.share(config)
 
 
-@recorded
+@noted(stands_for=lambda heap, report: SimpleNamespace())
 def _start_reading(heap: SymmetricHeap, report: torch.Tensor) -> Callable[[], list[int]]:
     """What waits for a plan's report."""
     return heap.streams.read_back(report)

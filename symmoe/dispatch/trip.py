@@ -24,8 +24,8 @@ from symmoe.dispatch.plan import Plan
 from symmoe.errors import SymmoeError
 from symmoe.kernels import control
 from symmoe.kernels.gemm_parts import Division, Part
-from symmoe.tape.recorder import mark, owed
-from symmoe.tape.tape import CLEAN, MUST_ABORT, MUST_SIGNAL
+from symmoe.program.builder import mark, owed
+from symmoe.program.program import CLEAN, MUST_ABORT, MUST_SIGNAL
 
 PHASE = control.PHASE_DISPATCH_READY  # the trip's first barrier
 # What a rank publishes there: where it wants each of these, the last for replicas.

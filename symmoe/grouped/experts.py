@@ -7,7 +7,7 @@ Nothing here synchronises the host, copies rows, or knows of autograd.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -24,6 +24,7 @@ from symmoe.kernels.activation import Activation
 from symmoe.kernels.contract.operands import Matrices, Rows
 from symmoe.kernels.gemm_parts import Part
 from symmoe.kernels.operands import Operand, given
+from symmoe.kernels.tensor_table import TensorTable
 from symmoe.precision.recipes import Recipe
 
 T = TypeVar("T")
@@ -147,6 +148,17 @@ class ExpertWeights:
     def matrices(self) -> tuple[Matrices | None, ...]:
         """All that an expert has, by kind."""
         return self.w1, self.b1, None, None, self.w2, self.b2, None, None
+
+    @property
+    def operands(self) -> list[torch.Tensor]:
+        """All tensors that kernels read of them, among which are tables of addresses."""
+        matrices = [each for each in self.matrices if each is not None]
+        return [each.pointers if isinstance(each, TensorTable) else each for each in matrices]
+
+    @property
+    def key(self) -> Hashable:
+        """On what it depends what is launched, besides the form of the experts and operands."""
+        return [isinstance(each, TensorTable) for each in self.matrices].count(True)
 
     def of_matrices(self, matrices: Sequence[Any]) -> ExpertWeights:
         """Other experts of the same kind, of these :attr:`matrices`."""

@@ -136,10 +136,12 @@ class LinearProducts:
         if layer.precision is None:
             ops.grouped_gemm(rows.x, weight, rows.row_range, out, bias=bias, zero_tail=zero_tail)
         else:
-            recipe, held = layer.precision, layer.held_weight
+            recipe, held, directions = layer.precision, layer.held_weight, None
             left = recipe.quantize(rows.x, rows.row_range).operand()
-            right, transposed = weight_operands(
-                recipe, weight, transposed=self.trains_rows, held=held
+            if held is not None:
+                directions = held.operands(recipe, weight, transposed=self.trains_rows)
+            right, transposed = directions or weight_operands(
+                recipe, weight, transposed=self.trains_rows
             )
             ops.grouped_gemm_quantized(
                 left, right, rows.row_range, out, bias=bias, zero_tail=zero_tail

@@ -231,7 +231,11 @@ def expert_weights(
             raise ArgumentError(
                 f"adapters need precision None; the experts compute in {form.precision}"
             )
-        return QuantizedWeights(*weights, form.precision, trains, wire or Wire(), held)
+        made1, made2 = (
+            None if each is None else each.operands(form.precision, weight, transposed=is_needed)
+            for each, weight, is_needed in zip(held, (w1, w2), trains, strict=True)
+        )
+        return QuantizedWeights(*weights, form.precision, trains, wire or Wire(), (made1, made2))
     if not adapters:
         return ExpertWeights(*weights)
     return AdaptedWeights(*weights, LowRank(*adapters[:2]), LowRank(*adapters[2:]))
@@ -247,7 +251,8 @@ class MLPProducts:
     trains: tuple[bool, bool]
 
     def forward(self, rows: RowInputs, out: torch.Tensor, *, zero_tail: bool) -> Hidden:
-        x, weights = self._operands(rows)
+        held = self.layers[0].held_weight, self.layers[1].held_weight
+        x, weights = self._operands(rows, held)
         hidden, a = weights.first_layer(x, num_rows=x.scale.numel())
         weights.second_layer(a, x, out, zero_tail=zero_tail)
         return hidden
@@ -259,11 +264,10 @@ class MLPProducts:
         h, *others = kept
         return weights.backward(x, Hidden(given("h", h), *others), d_out, needs_scale=needs[1])
 
-    def _operands(self, rows: RowInputs) -> tuple[ExpertRows, ExpertWeights]:
-        scale, held = (
-            given("row_probs", rows.scale),
-            (self.layers[0].held_weight, self.layers[1].held_weight),
-        )
+    def _operands(
+        self, rows: RowInputs, held: tuple[HeldWeight | None, HeldWeight | None] = (None, None)
+    ) -> tuple[ExpertRows, ExpertWeights]:
+        scale = given("row_probs", rows.scale)
         weights = expert_weights(
             self.form, rows.biases, rows.tensors, trains=self.trains, held=held
         )

@@ -15,7 +15,7 @@ results (kernels/act_quantized.py) where those take the arguments; the separate 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,8 +35,8 @@ from symmoe.kernels.act_quantized import DactOperands
 from symmoe.kernels.bias_sums import empty_row_sums
 from symmoe.kernels.contract.operands import Matrices
 from symmoe.kernels.gemm_parts import Part
-from symmoe.kernels.operands import Operand
-from symmoe.precision.operands import HeldWeight, gradient_columns, gradient_rows, weight_operands
+from symmoe.kernels.operands import Operand, given_of
+from symmoe.precision.operands import Directions, gradient_columns, gradient_rows, weight_operands
 from symmoe.precision.recipes import Recipe
 from symmoe.precision.wire import WireFormat
 
@@ -64,10 +64,17 @@ class QuantizedWeights(ExpertWeights):
         bool, bool
     ]  # whether backward will need W1 for dgrad, and whether it will need W2
     wire: Wire
-    held: tuple[HeldWeight | None, HeldWeight | None] = (
-        None,
-        None,
-    )  # W1 and W2 as operands that several calls share
+    # W1 and W2 as operands that several calls share; None: this call makes its own.
+    held: tuple[Directions | None, Directions | None] = (None, None)
+
+    @property
+    def operands(self) -> list[torch.Tensor]:
+        held = [tensor for each in self.held for operand in each or () for tensor in operand or ()]
+        return [*ExpertWeights.operands.__get__(self), *given_of(*held)]
+
+    @property
+    def key(self) -> Hashable:
+        return self.needs_transposed, tuple([each is None for each in self.held])
 
     def first_layer(
         self, x: ExpertRows, *, num_rows: int, parts: Parts = None
@@ -78,7 +85,7 @@ class QuantizedWeights(ExpertWeights):
         x = x.without_tail(num_rows)
         arriving = _arriving(self, self.wire.rows, x, parts)
         (w1, transposed1), (w2, transposed2) = (
-            weight_operands(recipe, weight, transposed=is_needed, held=held)
+            held or weight_operands(recipe, weight, transposed=is_needed)
             for weight, is_needed, held in zip(
                 (self.w1, self.w2), self.needs_transposed, self.held, strict=True
             )

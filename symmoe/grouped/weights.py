@@ -151,6 +151,7 @@ class Target:
     """Where the gradients of a layer's weights go, found when backward begins. Here: nowhere."""
 
     tensors: Sequence[torch.Tensor] = ()  # the trainer's memory
+    operands: Sequence[torch.Tensor] = ()  # as kernels take it: packed, or a table of addresses
     option: str = "none"  # tells targets apart that launch something else
     computes: bool = False  # whether `add` computes anything
 
@@ -191,10 +192,15 @@ class MainGrads(Target):
         ]
         overwrites = overwrite or getattr(parameters[0], "overwrite_main_grad", False)
         self.option = "overwrite" if overwrites else "add"
+        (self._matrices,) = kernel_matrices({"main_grad": self.tensors})
+
+    @property
+    def operands(self) -> Sequence[torch.Tensor]:
+        is_table = isinstance(self._matrices, TensorTable)
+        return [self._matrices.pointers if is_table else self._matrices]
 
     def add(self, weights: Sequence[torch.Tensor], compute: Compute) -> Gradients:
-        (target,) = kernel_matrices({"main_grad": self.tensors})
-        compute(target, self.option == "add")
+        compute(self._matrices, self.option == "add")
         return [None] * len(weights)
 
     def for_autograd(self, weights: Sequence[torch.Tensor], found: Gradients) -> Gradients:

@@ -1,6 +1,6 @@
 """Device code and its PyTorch twins, both of the type `contract.Kernels`.
 
-May use errors, tape and autograd only. Begin with `contract`, which says what every kernel computes, then `select`
+May use errors, program and autograd only. Begin with `contract`, which says what every kernel computes, then `select`
 (which device has which kernels, and who stands in between) and `hopper_choice` (where those for Hopper replace others).
 """
 
@@ -11,7 +11,7 @@ from symmoe.kernels.select import (
     has_hook,
     hooked,
     looked_up,
-    tape_compiler,
+    program_compiler,
     watcher,
 )
 
@@ -22,6 +22,6 @@ __all__ = [
     "has_hook",
     "hooked",
     "looked_up",
-    "tape_compiler",
+    "program_compiler",
     "watcher",
 ]

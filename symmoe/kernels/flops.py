@@ -15,6 +15,7 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from symmoe.kernels.contract import Kernels
+from symmoe.kernels.operands import Operand
 from symmoe.torch_internals import without_dispatch_modes
 
 _ROUTER = {
@@ -31,9 +32,7 @@ def counted(name: str, kernel: Callable[..., Any], /, *args: Any, **kwargs: Any)
     arguments = inspect.signature(getattr(Kernels, name)).bind(None, *args, **kwargs).arguments
     if is_grouped:  # a row is multiplied by the features of a matrix
         matrices = arguments["out" if "wgrad" in name else "weight"]
-        matrices = (
-            matrices[0] if isinstance(matrices, tuple) else matrices
-        )  # quantised ones are an Operand
+        matrices = matrices.data if isinstance(matrices, Operand) else matrices
         _, out_features, in_features = matrices.shape
         numbers_per_byte = 2 if matrices.dtype == torch.uint8 else 1
         _product(arguments["row_range"], 0, out_features * in_features * numbers_per_byte)

@@ -77,3 +77,8 @@ def check_multiple(what: str, number: int, unit: int) -> None:
     """ArgumentError unless the number of `what` is a multiple of the unit."""
     if number % unit:
         raise ArgumentError(f"the number of {what} must be a multiple of {unit}, got {number}")
+
+
+def given_of(*tensors: torch.Tensor | None) -> list[torch.Tensor]:
+    """Those that are not None."""
+    return [tensor for tensor in tensors if tensor is not None]

@@ -18,8 +18,8 @@ from typing import Any, cast
 import torch
 
 from symmoe.kernels.contract import Kernels
-from symmoe.tape.recorder import recorder
-from symmoe.tape.tape import Tape
+from symmoe.program.builder import builder
+from symmoe.program.program import Program
 from symmoe.torch_internals import num_dispatch_modes
 
 Hook = Callable[..., Any]
@@ -47,8 +47,8 @@ def for_device(device: torch.device) -> Kernels:
     found = _current.get(device.type) or _look_up(device.type)
     if not num_dispatch_modes():
         return found
-    if (recording := recorder()) is not None:  # which is a mode, too
-        return cast(Kernels, _Hooked(found, recording.kernel)) if device.type == "cpu" else found
+    if (current := builder()) is not None:  # which is a mode, too
+        return found if current.on_gpu else cast(Kernels, _Hooked(found, current.kernel))
     from symmoe.kernels.flops import counted  # torch's counter, which it needs, imports Triton
 
     return cast(Kernels, _Hooked(found, counted))
@@ -58,7 +58,7 @@ def for_device(device: torch.device) -> Kernels:
 def hooked(device: torch.device, hook: Hook) -> Iterator[None]:
     """In this context, calls of the kernels for this type of device go through a hook, in all threads of the process.
 
-    On GPUs no call is played from a tape meanwhile; on CPUs tapes look kernels up as others do.
+    On GPUs no call runs a program meanwhile; on CPUs programs look kernels up as others do.
     """
     hooks = _hooks.setdefault(device.type, [])
     hooks.append(hook)
@@ -120,10 +120,10 @@ def watcher(device: torch.device) -> Callable[[], bool]:
     return bool
 
 
-def tape_compiler(device: torch.device) -> Callable[[Tape], Tape | None]:
-    """A function that makes what is played of a tape of kernels for `device`; None where they are not played."""
+def program_compiler(device: torch.device) -> Callable[[Program], Program]:
+    """A function that makes what is run of a program of kernels for `device`."""
     if device.type == "cuda":
         from symmoe.kernels.launch.player import in_sections
 
         return in_sections
-    return lambda tape: tape
+    return lambda program: program

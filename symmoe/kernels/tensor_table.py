@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 
-@dataclass(frozen=True, slots=True)
-class TensorTable:
+class TensorTable(NamedTuple):
     """G contiguous matrices of one shape, for kernels that take a packed [G, rows, columns] tensor."""
 
     pointers: torch.Tensor  # addresses of the matrices, int64 [G] on their device (16-byte aligned)
@@ -21,8 +20,7 @@ class TensorTable:
         return self.pointers.device
 
 
-@dataclass(frozen=True, slots=True)
-class ScaleTable:
+class ScaleTable(NamedTuple):
     """G matrices of one-byte scales, of any shapes, for swizzle_scales."""
 
     sources: torch.Tensor  # addresses of the matrices, int64 [G] on their device

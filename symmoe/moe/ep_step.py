@@ -7,6 +7,7 @@ GEMMs run, where that pays (moe/overlap.py), with the same bits.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -36,10 +37,10 @@ from symmoe.grouped.quantized_experts import Wire
 from symmoe.grouped.weights import Target
 from symmoe.kernels import control
 from symmoe.kernels.architectures import e4m3_problem
-from symmoe.kernels.operands import given
+from symmoe.kernels.operands import given, given_of
 from symmoe.moe.overlap import SERIAL, Overlap, Sizes, overlap_of, received_layout
 from symmoe.moe.replicas import ReplicaTrip, replica_bytes, replicas_problem
-from symmoe.moe.router import Route, Routed, RouteGradients, computed, given_of
+from symmoe.moe.router import Route, Routed, RouteGradients, computed
 from symmoe.precision.recipes import Recipe
 from symmoe.precision.wire import WireFormat, wire_problem
 from symmoe.symm_mem.heap import FailPeersOnError, SymmetricHeap
@@ -50,7 +51,6 @@ DISPATCH, COMBINE = (
     control.PHASE_DISPATCH_READY,
     control.PHASE_COMBINE_READY,
 )  # the first barriers of trips
-MakeWeights = Callable[[], ExpertWeights]  # expert_weights of a pass
 NUM_HIDDEN = len(Hidden._fields)
 _NUM_ROUTE_KEPT = (
     4  # tensors that backward of a choice of experts needs: x, weight, topk_idx, scores
@@ -157,11 +157,7 @@ def run_experts(
     if form.precision is not None:
         problem = problem or e4m3_problem(form.precision, x.device)
     heap.fail_for(problem, plan.next_phase())
-    # Steps are put on tapes, as far as sizes let them, if no table of addresses, no adapter and no quantised weight is
-    # among their operands.
-    is_taped = form.precision is None and all(form.are_packed) and not experts.has_adapters
-    is_taped = is_taped and heap.device.type != "meta"
-    step = _EPStep(form, plan, *options, torch.is_grad_enabled(), out_shape, is_taped)
+    step = _EPStep(form, plan, *options, torch.is_grad_enabled(), out_shape)
     tensors = *experts.biases, *experts.tensors
     x = kernel_rows(x)
     if isinstance(probs, torch.Tensor):
@@ -182,9 +178,9 @@ def rounded_up(number: int) -> int:
 @dataclass(frozen=True, slots=True)
 class _EPStep:
     """One step: everything that forward and backward share, except the tensors that are differentiated. Frozen, since
-    functions on tapes read it. What depends on the sizes of the plan is set by :meth:`sized`. `kind` is a number, equal
+    builds of programs read it. What depends on the sizes of the plan is set by :meth:`sized`. `kind` is a number, equal
     for steps that launch the same kernels with the same arguments, given tensors of the same shapes; None for those
-    that are not put on a tape."""
+    that have none."""
 
     form: ExpertForm
     plan: Plan
@@ -195,7 +191,6 @@ class _EPStep:
     wire: Wire
     trains: bool
     out_shape: torch.Size | None
-    is_taped: bool
     overlap: Overlap = SERIAL
     num_rows: int = 0  # of h
     kind: int | None = None
@@ -204,12 +199,13 @@ class _EPStep:
         """The step with a plan whose sizes are known."""
         plan, overlap, kind = self.plan, self._overlap(x), None
         num_rows = plan.row_capacity if plan.num_rows is None else max(1, plan.num_rows)
-        if self.is_taped and plan.num_rows is None and plan.heap.first_step is None:
+        if plan.num_rows is None and plan.heap.first_step is None:
             key = (
                 overlap,
                 self.order,
                 self.stash,
                 self.layout,
+                self.wire,
                 self.form,
                 plan.num_tokens,
                 plan.row_capacity,
@@ -219,10 +215,10 @@ class _EPStep:
                 plan.top_k,
                 None if plan.nodes is None else plan.nodes.rails.key,
             )
-            kind = plan.heap.tapes.number(key)
+            kind = plan.heap.programs.number(key)
         own = self.form, plan, self.order, self.stash, self.layout, self.schedule, self.wire
         sizes = overlap, num_rows, kind
-        return _EPStep(*own, self.trains, self.out_shape, self.is_taped, *sizes)
+        return _EPStep(*own, self.trains, self.out_shape, *sizes)
 
     def _overlap(self, x: torch.Tensor) -> Overlap:
         """Which trips are overlapped. It depends only on what all ranks agree on."""
@@ -260,7 +256,7 @@ class _EPStep:
         function: Callable[[], Sequence[Any]],
         inputs: Sequence[torch.Tensor],
     ) -> Sequence[Any]:
-        """The result of function(), maybe from the tape of an earlier step of this kind: see SymmetricHeap.run."""
+        """The result of function(), maybe by a program: see SymmetricHeap.run."""
         if self.kind is None:
             return function()
         plan = self.plan
@@ -289,12 +285,16 @@ class _EPStep:
         return self.plan.packed_row_capacity if self.layout == "packed" else self.plan.row_capacity
 
     def rows(
-        self, received: torch.Tensor, row_to_packed_row: torch.Tensor, row_probs: torch.Tensor
+        self,
+        plan: Plan,
+        received: torch.Tensor,
+        row_to_packed_row: torch.Tensor,
+        row_probs: torch.Tensor,
     ) -> ExpertRows:
-        """The rows as the kernels take them."""
+        """The rows as the kernels take them. plan: this one, or a copy of it that is filled."""
         return ExpertRows(
             received,
-            self.plan.row_range,
+            plan.row_range,
             row_probs,
             bias_scale=row_probs if self.form.have_biases[1] else None,
             row_index=row_to_packed_row if self.layout == "packed" else None,
@@ -388,67 +388,56 @@ class _Found(NamedTuple):
     y: torch.Tensor | None = None  # [T, H], of both halves
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Forward:
-    """The two halves of a forward pass."""
+    """The two halves of a forward pass. They change nothing that somebody else has: the plan is theirs."""
 
     step: _EPStep
     x: torch.Tensor
-    probs: torch.Tensor | None
-    weights: MakeWeights
+    probs: torch.Tensor | None  # None: those of the route that fills the plan
+    weights: ExpertWeights
     frees: bool  # whether nobody reads the received rows after FC1
-    operands: tuple[ExpertRows, ReplicaTrip] | None = None  # of the first half for the second
-
-    def fill_plan(self) -> tuple[Callable[[], list[int]] | None, Sequence[torch.Tensor]]:
-        """Fills the plan, if it is not filled; returns read_report and routed, see _Found. Where the step is not put on
-        a tape, the plan has one of its own, and may have its sizes after it."""
-        step, plan, read_report = self.step, self.step.plan, None
-        routed: Sequence[torch.Tensor] = ()
-        if step.kind is None:
-            routed = plan.fill()
-            self.step = step if step.num_rows else step.sized(self.x)
-        elif plan.to_fill is not None:
-            plan.storage, read_report, *routed = plan.to_fill.launch(plan.heap)
-        self.probs = routed[1] if self.probs is None else self.probs
-        return read_report, routed
 
     def first_half(self) -> _Found:
         """Plan, dispatch and FC1."""
-        read_report, routed = self.fill_plan()
-        step, plan = self.step, self.step.plan
-        sent, probs = _on_wire(self.x, step.wire.rows), given("probs", self.probs)
-        replicas = ReplicaTrip(plan, self.weights())
+        return self.begin(copy.copy(self.step.plan))[0]
+
+    def both_halves(self) -> _Found:
+        found, plan, replicas = self.begin(copy.copy(self.step.plan))
+        return found._replace(y=self.finish(found, plan, replicas))
+
+    def begin(self, plan: Plan) -> tuple[_Found, Plan, ReplicaTrip]:
+        """The first half, which fills the plan if that is not filled; and what the second half takes."""
+        step, read_report = self.step, None
+        routed: Sequence[torch.Tensor] = ()
+        if plan.to_fill is not None:
+            plan.storage, read_report, *routed = plan.to_fill.launch(plan.heap)
+        sent = _on_wire(self.x, step.wire.rows)
+        probs = given("probs", routed[1] if self.probs is None else self.probs)
+        replicas = ReplicaTrip(plan, self.weights)
         received = step.receive(sent, name="received rows")
         send = partial(dispatch, layout=step.layout, division=step.overlap.dispatch, is_last=False)
         with send(sent, plan, received.tensor, probs, rider=replicas.rider) as arrival:
             row_probs = given("row_probs", arrival.row_probs)
-            rows = step.rows(received.tensor, arrival.row_to_packed_row, row_probs)
+            rows = step.rows(plan, received.tensor, arrival.row_to_packed_row, row_probs)
             hidden, a = replicas.weights.first_layer(
                 rows, num_rows=step.num_rows, parts=arrival.parts
             )
-        self.operands = rows, replicas
         planned = plan.storage, read_report, routed, *plan.received_index()
-        return _Found(*planned, received, row_probs, a, hidden)
+        return _Found(*planned, received, row_probs, a, hidden), plan, replicas
 
-    def second_half(self, a: Any, row_probs: torch.Tensor, received: Lease) -> torch.Tensor:
-        """FC2 and combine: y [T, H]."""
-        step, plan = self.step, self.step.plan
-        if self.operands is None:
-            rows = step.rows(received.tensor, plan.received_index()[1], row_probs)
-            self.operands = rows, ReplicaTrip(plan, self.weights())
-        rows, replicas = self.operands
+    def finish(self, found: _Found, plan: Plan, replicas: ReplicaTrip) -> torch.Tensor:
+        """The second half, FC2 and combine: y [T, H]."""
+        step, received = self.step, found.received
+        rows = step.rows(plan, received.tensor, plan.received_index()[1], found.row_probs)
         if self.frees:
             received.release()
         shape = plan.row_capacity, self.x.shape[1]
         with plan.heap.lease(shape, self.x.dtype, name="expert output", phase=COMBINE) as out:
-            compute = partial(replicas.weights.second_layer, a, rows, out.tensor)
+            compute = partial(replicas.weights.second_layer, found.a, rows, out.tensor)
             y = combine(out.tensor, plan, compute, order=step.order, division=step.overlap.combine)
         replicas.finish()
         return y
-
-    def both_halves(self) -> _Found:
-        found = self.first_half()
-        return found._replace(y=self.second_half(found.a, found.row_probs, found.received))
 
     def kept(self, found: _Found) -> _Kept:
         """What to save of it. Hooks on saved tensors see the sizes of the routing: a checkpoint compares them."""
@@ -495,32 +484,34 @@ class _ExpertParallelMLP(Function):
             (keeps_h and ctx.needs_input_grad[3], keeps_h),
             (linears[0].held_weight, linears[1].held_weight),
         )
-        # As results the choice has this function, which has the plan: so the plan must not keep it.
-        routed, plan.routed = plan.routed, ()
-        probs = routed[1] if routed else None if probs is None else probs.contiguous()
-        weights = partial(
-            expert_weights, step.form, (b1, b2), tensors, trains=trains, wire=step.wire, held=held
+        weights = expert_weights(
+            step.form, (b1, b2), tensors, trains=trains, wire=step.wire, held=held
         )
-        forward = _Forward(step, x, probs, weights, frees)
         # A checkpoint's forward inside backward ends where the last tensor is saved: then, not after combine.
         is_recomputed = is_in_backward()
-        key: tuple[Hashable, ...] = "first half" if is_recomputed else "forward", trains, frees
-        function = forward.first_half if is_recomputed else forward.both_halves
-        if is_recomputed and plan.num_places:
-            forward.step = step = replace(
-                step, kind=None
-            )  # a tape would not have the leases for the second half
-        inputs = given_of(x, probs, plan.storage, b1, b2, *tensors)
+        key: tuple[Hashable, ...] = "first half" if is_recomputed else "forward", frees, weights.key
         with plan.heap.one_call:
+            if plan.to_fill is not None and route is not None:
+                # Its other tensors are x and what stands for the storage of the plan.
+                plan.to_fill = plan.to_fill._replace(route=plan.to_fill.route._replace(x=x))
+            if plan.to_fill is not None and step.kind is None:
+                plan.routed = plan.fill()  # on which sizes may depend
+                step = step if step.num_rows else step.sized(x)
+            # As results the choice has this function, which has the plan: so the plan must not keep it.
+            routed, plan.routed = plan.routed, ()
+            probs = routed[1] if routed else None if probs is None else probs.contiguous()
+            inputs = given_of(x, probs, plan.storage, *weights.operands)
             if plan.to_fill is not None:
                 plan.generation = plan.heap.epoch + 1
                 key = *key, plan.to_fill.key
-                if (
-                    route is not None
-                ):  # its other tensors are x and what stands for the storage of the plan
-                    plan.to_fill = plan.to_fill._replace(route=plan.to_fill.route._replace(x=x))
-                    inputs += given_of(weight, route.bias)
-            found = _Found._make(step.run(key, function, inputs))
+                inputs += given_of(weight, route.bias) if route is not None else []
+            forward = _Forward(step, x, probs, weights, frees)
+            if is_recomputed and plan.num_places:
+                # The second half needs the leases of the first: that is no program.
+                found, *of_first = forward.begin(copy.copy(plan))
+            else:
+                function = forward.first_half if is_recomputed else forward.both_halves
+                found, of_first = _Found._make(step.run(key, function, inputs)), []
             if plan.to_fill is not None:
                 plan.note_filled(found.storage, found.read_report)
         routed = routed or found.routed
@@ -535,12 +526,10 @@ class _ExpertParallelMLP(Function):
                 # x in any case: gradients of gradients raise on the way to it, see symmoe/autograd.py.
                 kept = *kept, x, received, *hidden, row_probs, b1, b2, *tensors
             ctx.save_for_backward(*kept)
-            ctx.step, ctx.linears, ctx.rule = forward.step, linears, route and route.rule
-        y = (
-            forward.second_half(found.a, found.row_probs, found.received)
-            if is_recomputed
-            else given("y", found.y)
-        )
+            ctx.step, ctx.linears, ctx.rule = step, linears, route and route.rule
+        y = found.y
+        if y is None:
+            y = forward.finish(found, *(of_first or (plan, ReplicaTrip(plan, weights))))
         if step.out_shape not in (None, y.shape):
             # In place, for autograd allows less with views, and a view would lose FSDP's hooks when somebody writes
             # into it. Here, so that no function stands between the caller's gradient and the check of it.
@@ -580,7 +569,7 @@ def _backward(
         route = RouteGradients(d_routed, route_kept, ctx.rule, needs_route) if needs_probs else None
     x, received, *rest = saved
     hidden, (row_probs, b1, b2, *tensors) = Hidden(*rest[:NUM_HIDDEN]), rest[NUM_HIDDEN:]
-    # Saved twice, as a repeated call does: hooks may give two tensors of one memory, of which a tape takes one.
+    # Saved twice, as a repeated call does: hooks may give two tensors of one memory, of which a program takes one.
     x = route_kept[0] if ctx.rule is not None else x
     x = x if received is None else None  # what has arrived is read
     experts = CallExperts(ctx.step.form, (b1, b2), tuple(tensors), linears)
@@ -591,20 +580,20 @@ def _backward(
         step.num_received, step.num_rows, plan.row_capacity
     )
     both, needed = step.form.split(tensors)[:2], step.form.split(ctx.needs_input_grad[9:])[:2]
-    # Here, not in what a tape repeats: where gradients go may change from call to call.
+    # Here, not in what a program repeats: where gradients go may change from call to call.
     fc1, fc2 = (
         fc.gradient_target(tuple(compress(weights, needs)), overwrite_main_grad=False)
         for fc, weights, needs in zip(linears, both, needed, strict=True)
     )
     # Now, too: a block of symmoe.constant_weights may have ended since forward.
-    weights = partial(
-        expert_weights,
+    held = [linear.held_weight if kept.hidden.h is None else None for linear in linears]
+    weights = expert_weights(
         step.form,
         (b1, b2),
         tensors,
         trains=(needs_x, True),
         wire=step.wire,
-        held=(linears[0].held_weight, linears[1].held_weight),
+        held=(held[0], held[1]),
     )
     spends_h, needs = not (step.stash.keeps_h and keeps_graph()), (needs_x, needs_probs)
     backward = _Backward(
@@ -620,17 +609,19 @@ def _backward(
         tensors,
     )
     of_plan = plan.storage, *plan.received_index()
-    read = given_of(dy, x, kept.received, kept.hidden.h, kept.row_probs, b1, b2, *of_plan, *tensors)
-    key: tuple[Any, ...] = needs_x, needs_probs, spends_h, x is None, fc1.option, fc2.option
+    kept_tensors = given_of(kept.received, *kept.hidden, kept.row_probs)
+    read = [*given_of(dy, x), *kept_tensors, *of_plan, *weights.operands]
+    targets, has = (fc1.option, fc2.option), tuple([each is None for each in kept.hidden])
+    key: tuple[Any, ...] = needs_x, needs_probs, spends_h, x is None, targets, weights.key, has
     if route is not None:
         key, read = (
             (*key, route.key),
             [*read, *[tensor for tensor in route.inputs if tensor is not x]],
         )
-    if "delayed" in key:
+    if "delayed" in targets:
         found: Sequence[Any] = backward()
     else:
-        found = step.run(("backward", key), backward, (*read, *fc1.tensors, *fc2.tensors))
+        found = step.run(("backward", key), backward, (*read, *fc1.operands, *fc2.operands))
     dx, d_probs, d_route, d_biases, dw1, dw2, d_adapters = found
     if spends_h and step.stash.keeps_h:
         wrote_into(kept.hidden.h)  # who else has kept it gets an error
@@ -656,7 +647,7 @@ class _Backward:
     dy: torch.Tensor
     x: torch.Tensor | None
     kept: _Kept
-    weights: MakeWeights
+    weights: ExpertWeights
     targets: tuple[Target, Target]  # of the weight gradients
     needs: tuple[bool, bool]  # whether x and probs need gradients
     spends_h: bool  # whether this pass is the last that reads h
@@ -674,11 +665,11 @@ class _Backward:
         send = partial(
             dispatch, plan=plan, layout=step.layout, gradients=gradients, division=division
         )
-        replicas = ReplicaTrip(plan, self.weights(), self.targets)
+        replicas = ReplicaTrip(plan, self.weights, self.targets)
         if received is None:
             sent = _on_wire(given("x", self.x), step.wire.rows)
             received = step.receive(sent, name="received rows").tensor
-        rows = step.rows(received, plan.received_index()[1], row_probs)
+        rows = step.rows(plan, received, plan.received_index()[1], row_probs)
         if self.kept.received is None:  # who goes where is in the plan
             with send(sent, buffer=received, is_last=False, rider=replicas.rider) as arrival:
                 if hidden.h is None:

@@ -27,11 +27,12 @@ from symmoe.checks.arguments import (
 )
 from symmoe.errors import ArgumentError, SymmoeError, raise_for
 from symmoe.kernels import control
+from symmoe.kernels.operands import given_of
 from symmoe.kernels.routing_rule import RoutingRule
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.recomputed import CountedCalls
+from symmoe.program.builder import noted
 from symmoe.symm_mem.heap import SymmetricHeap, heap_numbered
-from symmoe.tape.recorder import recorded
 from symmoe.torch_internals import replaceable
 
 
@@ -64,7 +65,7 @@ class Router(nn.Module):
     lower expert id, on every device and however many tokens share the call.
 
     Args:
-        heap: its tapes play what a call launches; None: no tapes.
+        heap: its programs launch what a call needs; None: no programs.
 
     Parameters stay fp32 when a model is cast (`model.to(torch.bfloat16)`).
 
@@ -339,11 +340,6 @@ class Routed(NamedTuple):
     topk_idx: torch.Tensor  # int32 [T, K]
 
 
-def given_of(*tensors: torch.Tensor | None) -> list[torch.Tensor]:
-    """Those that are not None."""
-    return [tensor for tensor in tensors if tensor is not None]
-
-
 class Route(NamedTuple):
     """A choice that is to be made. Tensors are contiguous."""
 
@@ -443,7 +439,7 @@ class RouteGradients(NamedTuple):
 
 
 def computed(call: Route | RouteGradients, heap: SymmetricHeap | None) -> Sequence[Any]:
-    """What its `compute` returns; from a tape of the heap, if such calls repeat."""
+    """What its `compute` returns; by a program of the heap, if there is one."""
     return call.compute() if heap is None else heap.run(call.key, call.compute, call.inputs)
 
 
@@ -451,13 +447,13 @@ def route_tokens(route: Route, heap: SymmetricHeap | None = None) -> Routed:
     """Logits x @ weight^T of tokens, and the experts that they choose (kernels/contract/router.py). Not collective, no
     host sync. For bf16 tokens, and on CPUs, kernels compute the logits with sums as good as those of fp32 products
     (never tf32), without an fp32 copy of the tokens; a token's logits do not depend on the other tokens. Otherwise
-    torch computes them from an fp32 copy. Differentiable, once. heap: its tapes play what is launched."""
+    torch computes them from an fp32 copy. Differentiable, once. heap: its programs launch."""
     if torch.compiler.is_compiling():
         return Routed(*_route(*route[:4], _packed(route.top_k, route.rule, heap)))
     return Routed(*_RouteFunction.apply(heap, route, route.x, route.weight))
 
 
-@recorded
+@noted
 def check_finite(heap: SymmetricHeap, what: str, numbers: torch.Tensor) -> None:
     """Fails the call, before its plan, if numbers of a token are not finite. Synchronises the host: for CPUs."""
     bad = (~numbers.isfinite()).any(1).nonzero()
@@ -512,7 +508,7 @@ class _RouteFunction(Function):
 
 
 # For torch.compile, operators, which take numbers in place of a rule and a heap. They stand next to those of the step,
-# whose backward needs what does not lie in a CUDA graph's memory: so tapes play what these launch.
+# whose backward needs what does not lie in a CUDA graph's memory: so programs run what these launch.
 OUTSIDE_GRAPHS = (torch.Tag.cudagraph_unsafe,)
 
 

@@ -71,19 +71,10 @@ Directions = tuple[Operand, Operand | None]
 
 
 def weight_operands(
-    recipe: Recipe,
-    weight: torch.Tensor | TensorTable,
-    *,
-    transposed: bool,
-    held: HeldWeight | None = None,
+    recipe: Recipe, weight: torch.Tensor | TensorTable, *, transposed: bool
 ) -> Directions:
     """Operands of forward, and of dgrad if `transposed`, from a weight [G, O, C] in the working dtype, packed or a
-    table.
-
-    held: the cache, which is searched first and then filled; None: the operands are made.
-    """
-    if held is not None and held.is_open_here():
-        return held.operands(recipe, weight, transposed=transposed)
+    table."""
     if not transposed:
         return recipe.quantize_weight(weight).operand(), None
     forward, transposed_weight = recipe.quantize_weight_pair(weight)
@@ -153,14 +144,12 @@ class HeldWeight:
                 )
         return None
 
-    def is_open_here(self) -> bool:
-        """Whether calls on the current stream may have the operands."""
-        return self._is_open and capture_id(self._device) == self._capture
-
     def operands(
         self, recipe: Recipe, weight: torch.Tensor | TensorTable, *, transposed: bool
-    ) -> Directions:
-        """Same as weight_operands, where is_open_here."""
+    ) -> Directions | None:
+        """Same as weight_operands; None if calls on the current stream may not have them."""
+        if not (self._is_open and capture_id(self._device) == self._capture):
+            return None
         if self._versions is None:
             self._versions = self._versions_now()
         made = self._dtype_to_made.get(weight.dtype)

@@ -1,6 +1,6 @@
 """Addresses of our own for memory that NVSHMEM has mapped: they stay when that memory goes, and when other comes.
 
-CUDA graphs and tapes hold addresses. NVSHMEM gives memory back to the driver only when it ends, and has other addresses
+CUDA graphs and programs hold addresses. NVSHMEM gives memory back to the driver only when it ends, and has other ones
 when it starts again. So its memory is mapped a second time, in a range that we have reserved.
 """
 

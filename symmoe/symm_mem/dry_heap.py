@@ -48,7 +48,7 @@ class DryHeap(SymmetricHeap):
         )
         none: Any = None
         self.rank, self.num_ranks, self.num_bytes = 0, num_ranks, ENDLESS_BYTES
-        self.backend, self.backend_reason, self._tape_mode = "none", "a dry step", "off"
+        self.backend, self.backend_reason, self._program_mode = "none", "a dry step", "off"
         self.peers = self.count_peers = peers
         self.topology, self.bootstrap, self.nodes, self._arenas = none, none, None, none
         self.memory, self.faults, self.configurations = memory, faults, configurations

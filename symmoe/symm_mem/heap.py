@@ -8,7 +8,6 @@ import operator
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
@@ -26,18 +25,19 @@ from symmoe.errors import (
     SymmoeError,
 )
 from symmoe.kernels import control
+from symmoe.program.builder import builder, noted
+from symmoe.program.programs import Programs
 from symmoe.symm_mem import suspension
 from symmoe.symm_mem.faults import UNRAISED
-from symmoe.symm_mem.lease_plan import with_leases_first
+from symmoe.symm_mem.lease_plan import lease_in_build, with_leases_first
 from symmoe.symm_mem.memory import Lease, lease_problem
 from symmoe.symm_mem.start import START_TIMEOUT_S, HeapParts
 from symmoe.symm_mem.streams import capture_id
-from symmoe.tape.recorder import Tapes, recorded, recorded_on_cpus
 from symmoe.torch_internals import STOPS_RECOMPUTATION, current_device
 
 if TYPE_CHECKING:
+    from symmoe.program.program import Program
     from symmoe.symm_mem.several_nodes import Nodes
-    from symmoe.tape.tape import Tape
 
 _NUMBERS = itertools.count()
 _HEAPS: weakref.WeakValueDictionary[int, SymmetricHeap] = weakref.WeakValueDictionary()
@@ -84,9 +84,8 @@ class SymmetricHeap(HeapParts):
             machine, or of one NVLink domain. It may cut these into nodes, to try what several do; it joins none.
 
     With `SYMMOE_FLIGHT_DIR` set in the environment, the last calls are written there when an error of a barrier is
-    raised (docs/reliability.md). `SYMMOE_TAPES` says whether calls that repeat are played from tapes: "on", "off", or
-    "audit", where each runs and is compared with its tape (docs/design.md). With `SYMMOE_FILL_MEMORY=1` leases
-    and memory of tapes begin as NaN (docs/troubleshooting.md). All are read here, once.
+    raised (docs/reliability.md). With `SYMMOE_PROGRAMS=off` no call runs a program (docs/design.md). With
+    `SYMMOE_FILL_MEMORY=1` leases and memory of programs begin as NaN (docs/troubleshooting.md). All are read here.
 
     Attributes:
         rank, num_ranks: in the group.
@@ -94,8 +93,8 @@ class SymmetricHeap(HeapParts):
         number: of this heap in this process: operators of torch take it, see :func:`heap_numbered`.
         device: where leases live.
         backend, backend_reason: the picked backend, and why.
-        memory, waits, faults, streams, tapes: this rank's arena and leases; its barriers and signals; its errors; the
-            order of calls on CUDA streams and in captures; calls that repeat.
+        memory, waits, faults, streams, programs: this rank's arena and leases; its barriers and signals; its errors;
+            the order of calls on CUDA streams and in captures; what calls launch.
         one_call: a context for the kernels of a collective call, which start after those of the last call.
         nodes: what a heap has whose group spans several nodes, see :func:`nodes_of`; None: it is on one.
         bootstrap: the group as plain bytes, for slow work on the host.
@@ -153,26 +152,24 @@ class SymmetricHeap(HeapParts):
         self.room_factor: float | None = None
         self.first_step: Compared | None = None
         self.trip_timer: Callable[[str], AbstractContextManager[None]] | None = None
-        self._closed, self._plays = False, self._tape_mode != "off"
+        self._closed, self._plays = False, self._program_mode != "off"
         self._status_words, self._is_watched = self.status.numpy(), kernels.watcher(self.device)
         constants = [self.peers.bases, self.count_peers.bases, self.status, *self.peers.views]
         if self.nodes is not None:
             constants += self.nodes.constants
-        self.tapes = Tapes(
+        self.programs = Programs(
             self.device,
             self.abort,
-            partial(self.fail, phase=control.PHASE_PLAN),  # in the next barrier, whichever it is
             constants,
             self.waits.kernels,
             self._compiled,
-            audits=self._tape_mode == "audit",
             fills=self.memory.fills,
         )
 
-    def _compiled(self, tape: Tape) -> Tape | None:
-        """What is played of a tape."""
-        take = _lease.__wrapped__  # type: ignore[attr-defined]  # what a tape repeats
-        return kernels.tape_compiler(self.device)(with_leases_first(tape, take, self.memory))
+    def _compiled(self, program: Program) -> Program:
+        """What is run of a program."""
+        take = _lease.__wrapped__  # type: ignore[attr-defined]  # what a program repeats
+        return kernels.program_compiler(self.device)(with_leases_first(program, take, self.memory))
 
     # -- memory ---------------------------------------------------------------------------------------------------
 
@@ -214,6 +211,8 @@ class SymmetricHeap(HeapParts):
         Raises:
             StaleLease: the heap owns the memory, but no live lease holds it.
         """
+        if (current := builder()) is not None:
+            return current.offset_of(tensor)
         offset, is_leased = self.memory.offset_of(tensor)
         if not is_leased:
             problem = (
@@ -245,8 +244,8 @@ class SymmetricHeap(HeapParts):
         inputs: Sequence[torch.Tensor],
         **numbers: int,
     ) -> Sequence[Any]:
-        """The result of function(), which launches a part of a call; from a tape, if calls of this kind repeat. Its
-        arguments are those of Tapes.run."""
+        """The result of function(), which launches a part of a call; by the program of its kind. Its arguments are
+        those of Programs.run."""
         if (
             self._closed
             or not self._plays
@@ -269,7 +268,7 @@ class SymmetricHeap(HeapParts):
         try:
             with self.one_call, nullcontext() if self.nodes is None else self.nodes.playing():
                 has_turn = True
-                return self.tapes.run(key, function, inputs, numbers)
+                return self.programs.run(key, function, inputs, numbers)
         except ConcurrentUse:
             if has_turn:
                 raise
@@ -309,7 +308,7 @@ class SymmetricHeap(HeapParts):
             with self._access:
                 errors.raise_for(self.faults.find(phase))
 
-    @recorded_on_cpus
+    @noted(on_gpus=False, stands_for=lambda heap, *_, **__: _words_in_build(heap.peers.num_ranks))
     def barrier(
         self,
         phase: int,
@@ -345,12 +344,12 @@ class SymmetricHeap(HeapParts):
                 errors.raise_for(self.faults.settle(self.streams.read_back(received)()))
             return received
 
-    @recorded_on_cpus
+    @noted(on_gpus=False)
     def send_signal(self, rank: int) -> None:
         """Tells `rank` that what the current stream has written there since the last barrier is complete."""
         self.waits.kernels().send_signal(self.peers, rank)
 
-    @recorded_on_cpus
+    @noted(on_gpus=False, stands_for=lambda *_, **__: _words_in_build())
     def wait_for_signal(
         self, rank: int, phase: int, *, nan_on_failure: torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -450,7 +449,7 @@ class SymmetricHeap(HeapParts):
             suspension.give_back(self)
 
     def resume(self) -> None:
-        """Brings the memory back at the same addresses, full of zeros: graphs, tapes and what plans know of earlier
+        """Brings the memory back at the same addresses, full of zeros: graphs, programs and what plans know of earlier
         calls stay valid. Collective, synchronises; waits for peers at most `timeout_s`, over the process group, which
         that may break, as in construction. On a heap with its memory it does nothing.
 
@@ -575,7 +574,15 @@ def _is_known(error: Exception) -> bool:
     return is_found or getattr(error, "_symmoe_told", False)
 
 
-@recorded
+def _words_in_build(*num_ranks: int) -> torch.Tensor:
+    """Stands for the result of a barrier or of a wait."""
+    current = builder()
+    assert current is not None
+    shape = (*num_ranks, control.NUM_PUBLISHED if num_ranks else 1)
+    return current.tensor(shape, (shape[-1], 1)[-len(shape) :], torch.int64)
+
+
+@noted(stands_for=lease_in_build)
 def _lease(
     heap: SymmetricHeap, shape: tuple[int, ...], dtype: torch.dtype, name: str, phase: int | None
 ) -> Lease:
@@ -596,7 +603,7 @@ def _lease(
 def _end(heap: SymmetricHeap, *, together: bool) -> None:
     """Frees the arena; no tokens are left. `together` with all ranks, or locally once the peers are told."""
     heap._closed = heap.memory.is_closed = heap._access.is_open = True
-    heap.tapes.forget()
+    heap.programs.forget()
     if heap.nodes is not None:
         heap.nodes.close()
     (heap._arenas.close if together else heap._arenas.abandon)()

@@ -1,6 +1,6 @@
-"""The leases of a tape, whose sizes are known: all are taken before anything is launched, and those that end in the
+"""The leases of a program, whose sizes are known: all are taken before anything is launched, and those that end in the
 same call are parts of one. So nothing of Python stands between launches, and where the heap lacks the memory, the call
-runs without its tape."""
+runs without its program."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 import torch
 
-from symmoe.symm_mem.memory import Arena, Lease, Memory
-from symmoe.tape.tape import Call, Entry, ObjectSlot, Tape
+from symmoe.program.builder import FIRST_ADDRESS, builder, symbolic_bytes
+from symmoe.program.program import Call, Entry, ObjectSlot, Program
+from symmoe.symm_mem.memory import Arena, Lease, Memory, Span
 
-_RELEASE = Lease.release.__wrapped__  # type: ignore[attr-defined]  # what a tape repeats
+_RELEASE = Lease.release.__wrapped__  # type: ignore[attr-defined]  # what a program repeats
 
 
 class _Part(NamedTuple):
@@ -31,7 +34,7 @@ class _Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Leases:
-    """What a tape leases: what outlives the call, each with a span, and parts of one span, which is in a slot, too."""
+    """What a program leases: what outlives the call, each with a span, and parts of one span, which has a slot, too."""
 
     memory: Memory
     kept: Sequence[_Part]
@@ -54,9 +57,9 @@ class Leases:
         return True
 
 
-def with_leases_first(tape: Tape, take: Any, memory: Memory) -> Tape:
-    """The tape with its leases apart. take: what an entry calls for a lease."""
-    calls = [entry for entry in tape.entries if isinstance(entry, Call)]
+def with_leases_first(program: Program, take: Any, memory: Memory) -> Program:
+    """The program with its leases apart. take: what an entry calls for a lease."""
+    calls = [entry for entry in program.entries if isinstance(entry, Call)]
     ended = {call.template[0][0].slot for call in calls if call.function is _RELEASE}
     events = list[Call]()  # begins and ends of leases that end in the call
     kept = list[_Part]()
@@ -67,18 +70,18 @@ def with_leases_first(tape: Tape, take: Any, memory: Memory) -> Tape:
             events.append(call)
     parts, num_bytes = _laid_out(events, overlap=not memory.fills)
     names = ", ".join(part.name for part in parts)
-    whole = _Part(tape.num_slots, names, (num_bytes,), torch.uint8, num_bytes)
+    whole = _Part(program.num_slots, names, (num_bytes,), torch.uint8, num_bytes)
     entries = [
         entry
-        for entry in tape.entries
+        for entry in program.entries
         if not (isinstance(entry, Call) and (entry.function is take or entry in events[:-1]))
     ]
     if events:
         last = entries.index(events[-1])
         entries[last] = replace(events[-1], template=((ObjectSlot(whole.slot),), {}))
     return replace(
-        tape,
-        num_slots=tape.num_slots + 1,
+        program,
+        num_slots=program.num_slots + 1,
         entries=tuple[Entry, ...](entries),
         leases=Leases(memory, kept, parts, whole),
     )
@@ -103,3 +106,28 @@ def _laid_out(events: Sequence[Call], *, overlap: bool) -> tuple[list[_Part], in
             # Where they do not, each begins with what the span is filled with: NaN.
             arena.give_back(*spans[call.template[0][0].slot])
     return parts, arena.high_water_bytes
+
+
+class _MemoryInBuild:
+    """Stands for the memory of leases: their offsets are those of symbolic addresses."""
+
+    is_closed = False
+
+    def __init__(self, device: torch.device) -> None:
+        self.base, self.dropped = FIRST_ADDRESS, list[Any]()
+        self.arenas = [partial(symbolic_bytes, device)]
+        self.peers = SimpleNamespace(rank=0)
+
+    def give_back(self, *place: object) -> None:
+        """There is nothing to give back."""
+
+
+def lease_in_build(
+    heap: Any, shape: tuple[int, ...], dtype: torch.dtype, name: str, phase: int | None
+) -> Lease:
+    """Stands for the lease that a heap takes with these arguments."""
+    current, memory = builder(), cast(Memory, _MemoryInBuild(heap.device))
+    assert current is not None
+    num_bytes = dtype.itemsize * math.prod(shape)
+    place: Any = None, (current.reserve(), num_bytes)
+    return Lease(memory, Span(memory, name, 0, place), shape, dtype, num_bytes)

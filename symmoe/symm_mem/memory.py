@@ -22,8 +22,8 @@ import torch
 from symmoe.autograd import wrote_into
 from symmoe.errors import ArgumentError, StaleLease
 from symmoe.kernels.control import Peers
+from symmoe.program.builder import fill, noted
 from symmoe.symm_mem.streams import Access, StreamOrder
-from symmoe.tape.recorder import fill, recorded
 
 ALIGNMENT_BYTES = 512  # fits TMA (128), and leases share no cache lines
 _SEARCH_WORTH = 10  # searches for garbage in vain take a tenth of the time at most
@@ -415,7 +415,7 @@ class Lease:
             raise ArgumentError(f"rank ({rank!r}) must be an int in [0, {num_ranks})")
         return self._memory.arenas[rank]()[self._bytes].view(self.dtype).view(self.shape).detach()
 
-    @recorded
+    @noted(stands_for=lambda lease: Lease.release.__wrapped__(lease))  # type: ignore[attr-defined]
     def release(self) -> None:
         """Gives the memory back. A second call raises StaleLease. Local."""
         if self._memory is None:

@@ -39,12 +39,12 @@ from symmoe.nodes.nccl import Nccl, NcclError, NcclRail
 from symmoe.nodes.rail import BEGUN, ENDED, GlooRail, Pairs, Payload, RailBroken, Started
 from symmoe.nodes.reach import DEVICE_VARIABLE, Endpoint, Link, Listener, connect, hello
 from symmoe.nodes.topology import Topology, make_rank_maps
+from symmoe.program.builder import noted
 from symmoe.symm_mem.bootstrap import Bootstrap
 from symmoe.symm_mem.faults import Faults, OneNode
 from symmoe.symm_mem.reports import Fault, Report, mismatch_error, write_word
 from symmoe.symm_mem.streams import Access, Branch, Streams, capture_id
 from symmoe.symm_mem.waits import ALL_BUT_PLAN, Waits
-from symmoe.tape.recorder import recorded_in_order
 
 logger = logging.getLogger("symmoe")
 
@@ -104,7 +104,7 @@ class Nodes(OneNode):
 
     @property
     def constants(self) -> list[torch.Tensor]:
-        """Tensors of this that a tape meets."""
+        """Tensors of this that a program meets."""
         its = (
             *vars(self.maps).values(),
             self._heard,
@@ -116,7 +116,7 @@ class Nodes(OneNode):
 
     # -- calls: errors are raised ---------------------------------------------------------------------------------
 
-    @recorded_in_order
+    @noted(is_in_order=True)
     def meet(
         self,
         phase: int,
@@ -159,7 +159,7 @@ class Nodes(OneNode):
 
     @contextmanager
     def playing(self) -> Iterator[None]:
-        """A context in which a tape repeats what this does."""
+        """A context in which a program repeats what this does."""
         try:
             with self._reporting():
                 yield
@@ -192,10 +192,10 @@ class Nodes(OneNode):
             finally:
                 self.payload.count(ENDED)
 
-    @recorded_in_order
+    @noted(is_in_order=True)
     def _move(self, sends: Pairs, receives: Pairs) -> None:
         others = [*sends, *self._word_to_others], [*receives, *self._words_of_others]
-        with self._reporting():  # the stream is not current, on a tape
+        with self._reporting():  # the stream is not current, in a program
             self._started = self.payload.begin(*others, self._streams.rail_stream)
 
     def end(self) -> None:
@@ -203,10 +203,10 @@ class Nodes(OneNode):
         rail ends."""
         self._is_moving = False
         self._branch.join()
-        if self.payload.counts is None and self.faults.poison is None and self._started:
+        if self.payload.counts is None and self.faults.poison is None:
             self._wait()
 
-    @recorded_in_order
+    @noted(is_in_order=True)
     def _wait(self) -> None:
         with self._on_rail(), self._reporting():
             self.payload.wait(self._started, self._bound_s * _OF_PAYLOAD)

@@ -23,6 +23,7 @@ from symmoe.errors import (
 )
 from symmoe.kernels.control import ControlLayout, Peers
 from symmoe.nodes.topology import find_place, find_topology
+from symmoe.program.programs import MODES
 from symmoe.symm_mem import host_backend, nvshmem_backend
 from symmoe.symm_mem.bootstrap import MAX_S, Bootstrap
 from symmoe.symm_mem.faults import Faults, OneNode
@@ -31,7 +32,6 @@ from symmoe.symm_mem.reports import Configurations
 from symmoe.symm_mem.row_budget import RowHistory
 from symmoe.symm_mem.streams import Access, NoStreams, OneCall, StreamOrder, Streams
 from symmoe.symm_mem.waits import Waits
-from symmoe.tape.recorder import MODES
 
 logger = logging.getLogger("symmoe")
 
@@ -42,7 +42,7 @@ START_TIMEOUT_S = 300.0
 class HeapParts:
     """What a heap is made of. Construction is collective over the group, and zeroes the control blocks of all ranks.
     Attributes: as in SymmetricHeap, and the right to use it, what holds the memory and frees it, and one of
-    tapes.MODES."""
+    programs.MODES."""
 
     _kept: torch.Tensor  # the control block, while there are no arenas
 
@@ -70,7 +70,7 @@ class HeapParts:
         self.bootstrap, whole = Bootstrap(group), Bootstrap(group, start_s)
         self.rank, self.num_ranks, is_on_host = whole.rank, whole.num_ranks, self.backend == "host"
         timeouts = {"timeout_s": timeout_s, "start_timeout_s": start_timeout_s}
-        self._tape_mode, fills = whole.attempt(
+        self._program_mode, fills = whole.attempt(
             partial(_check, whole, num_bytes, self.backend, ranks_per_node, timeouts)
         )
         _agree_on(
@@ -156,7 +156,7 @@ def _check(
     ranks_per_node: int | None,
     timeouts: dict[str, float],
 ) -> tuple[str, bool]:
-    """Raises for what is wrong on this rank; the mode of tapes, and whether memory is filled when it is taken."""
+    """Raises for what is wrong on this rank; the mode of programs, and whether memory is filled when it is taken."""
     least = ControlLayout(bootstrap.num_ranks).num_bytes + ALIGNMENT_BYTES
     if backend not in ("host", "nvshmem"):
         raise ArgumentError(f"backend ({backend!r}) must be 'auto', 'host' or 'nvshmem'")
@@ -165,7 +165,7 @@ def _check(
         raise ArgumentError(f"num_bytes ({num_bytes!r}) must be an int of {bounds}")
     for name, timeout_s in timeouts.items():
         raise_for(_timeout_problem(name, timeout_s))
-    tape_mode = _from_environment("SYMMOE_TAPES", MODES)
+    program_mode = _from_environment("SYMMOE_PROGRAMS", MODES)
     fills = _from_environment("SYMMOE_FILL_MEMORY", ("0", "1")) == "1"
     if ranks_per_node is not None and not (
         isinstance(ranks_per_node, int)
@@ -183,7 +183,7 @@ def _check(
         raise BackendUnavailable(missing)
     if backend == "host" and bootstrap.rank == 0:
         host_backend.warn_if_too_large(num_bytes, bootstrap.num_ranks)
-    return tape_mode, fills
+    return program_mode, fills
 
 
 def _from_environment(name: str, words: Sequence[str]) -> str:

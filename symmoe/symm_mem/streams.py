@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from symmoe.errors import ConcurrentUse, HeapClosed, HeapSuspended
-from symmoe.tape.recorder import recorder
+from symmoe.program.builder import builder
 from symmoe.torch_internals import current_stream
 
 _Mark = tuple[int, torch.cuda.Event]  # a point in the work of a stream
@@ -76,18 +76,18 @@ class Branch:
 
 def _record(stream: torch.cuda.Stream) -> torch.cuda.Event:
     """An event after all work of the stream so far."""
-    event = torch.cuda.Event()
-    event.record(stream)
-    if (recording := recorder()) is not None:
-        recording.note_event(event, stream)
-    return event
+    if (current := builder()) is not None:
+        event: torch.cuda.Event = current.event(stream)
+        return event
+    return stream.record_event()
 
 
 def _wait(stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
     """Later work of the stream comes after the event."""
-    stream.wait_event(event)
-    if (recording := recorder()) is not None:
-        recording.note_wait(stream, event)
+    if (current := builder()) is not None:
+        current.wait(stream, event)
+    else:
+        stream.wait_event(event)
 
 
 class StreamOrder:

@@ -13,10 +13,10 @@ import torch
 from symmoe import kernels
 from symmoe.kernels import control
 from symmoe.kernels.control import Peers
+from symmoe.program.builder import builder
+from symmoe.program.program import CallInteger
 from symmoe.symm_mem.reports import Configurations
 from symmoe.symm_mem.streams import capture_id
-from symmoe.tape.recorder import recorder
-from symmoe.tape.tape import CallInteger
 
 _PLAN = control.pack_call(plan=-1)
 ALL_BUT_PLAN = ~_PLAN
@@ -150,18 +150,17 @@ class Waits:
             (peers.num_ranks, control.NUM_PUBLISHED), dtype=torch.int64, device=self.device
         )
         words = tuple(publish) + (0,) * (control.NUM_PUBLISHED - len(publish))
-        recording = recorder()
-        if recording is None:
+        timeout_ns = 0
+        if (current := builder()) is None:
             timeout_ns, _ = self._note(call, 0, fault)
         else:
-            has_plan &= (
-                "plan" in recording.numbers
-            )  # of which only the last bits are in the call: they may be 0
+            # Only the last bits of a plan are in the call: they may be 0.
+            has_plan &= "plan" in current.numbers
             plan = call & _PLAN if has_plan else 0
-            timeout_ns, _ = recording.launches_with(
+            current.launches_with(
                 self._note,
                 (call - plan, CallInteger("plan") if has_plan else 0, fault),
-                {f"word_{n}": recording.offset(word) for n, word in enumerate(words)},
+                {f"word_{n}": current.offset(word) for n, word in enumerate(words)},
                 ("timeout_ns", "call"),
                 nan_on_failure,
             )
@@ -182,13 +181,11 @@ class Waits:
     def signal(self, rank: int, phase: int, nan_on_failure: torch.Tensor | None) -> torch.Tensor:
         """Waits for the signal of `rank`; see SymmetricHeap.wait_for_signal."""
         arrived = torch.empty(1, dtype=torch.int64, device=self.device)
-        recording, note = recorder(), (phase, 0, False, rank)
-        if recording is None:
+        timeout_ns, note = 0, (phase, 0, False, rank)
+        if (current := builder()) is None:
             timeout_ns, _ = self._note(*note)
         else:
-            timeout_ns, _ = recording.launches_with(
-                self._note, note, {}, ("timeout_ns",), nan_on_failure
-            )
+            current.launches_with(self._note, note, {}, ("timeout_ns",), nan_on_failure)
         self.is_inside = True
         self.kernels().wait_for_signal(
             self.peers,

@@ -30,7 +30,7 @@ def test_the_peak_is_as_planned(
     rank: int, num_ranks: int, findings: Findings, options: dict[str, Any]
 ) -> None:
     config = MoEConfig(hidden=2048, ffn=768, num_experts=32, top_k=8, **options)
-    # Memory that is filled would have leases of a tape that do not overlap.
+    # Memory that is filled would have leases of a program that do not overlap.
     with open_heap("cuda", num_bytes=1 << 30, fills="0") as heap:
         torch.use_deterministic_algorithms(False)  # which would fill every torch.empty
         layer = MoELayer(config, heap, dtype=torch.bfloat16)
@@ -61,7 +61,7 @@ def traced(rank: int, num_ranks: int, spoil: str = "", way: dict[str, str] = WAY
             "output",
             "input",
             "wait",
-        ):  # a tape would play what was recorded, whatever is patched
+        ):  # a program would run what was built, whatever is patched
             heap.run = lambda key, function, inputs, **numbers: function()
         if spoil == "output":
             trip.Collection = lambda rows, plan, **options: collection(

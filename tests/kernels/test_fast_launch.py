@@ -3,6 +3,7 @@
 import ast
 import importlib
 import itertools
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +27,7 @@ from programs import printed_by  # noqa: E402
 from simulated_ranks import Case, run_case  # noqa: E402
 from triton import knobs  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import make_backend  # noqa: E402
+from triton.compiler import CompiledKernel, make_backend  # noqa: E402
 from triton.runtime.jit import create_function_from_signature  # noqa: E402
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
@@ -63,13 +64,27 @@ def example_kernel(
     tl.store(x, FIRST_GLOBAL + SECOND_GLOBAL + WIDTH)
 
 
+class CountingJIT(FakeJIT):
+    """A JIT that also counts which calls were to be launched."""
+
+    def __init__(self, kernel, cuda):
+        super().__init__(kernel, cuda)
+        self.warmups = Counter()
+
+    def __call__(self, *args, grid, warmup, **kwargs):
+        self.warmups[warmup] += 1
+        return super().__call__(*args, grid=grid, warmup=warmup, **kwargs)
+
+
 class Example:
     """A fresh wrapper of the example, its JIT, and the driver."""
 
     def __init__(self, fake_cuda, monkeypatch):
-        self.cuda, self.jit = fake_cuda, FakeJIT(example_kernel, fake_cuda)
+        self.cuda = fake_cuda
+        self.jit = CountingJIT(example_kernel, fake_cuda)
         monkeypatch.setattr(example_kernel, "run", self.jit, raising=False)
-        self.kernel, self.constants = FastLaunch(example_kernel), {}
+        self.kernel = FastLaunch(example_kernel)
+        self.constants = {}
 
     def call(self, grid=(1,), **changes):
         return self.launch(grid, *arguments(**changes))
@@ -92,9 +107,9 @@ class Example:
         return self.cuda.launches[before:]
 
     @property
-    def seen(self):
-        """How many launches the JIT has made."""
-        return len(self.jit.calls)
+    def counts(self):
+        """How many calls the JIT has compiled without a launch, how many it has launched, and the driver's launches."""
+        return self.jit.warmups[True], self.jit.warmups[False], len(self.cuda.launches)
 
 
 @pytest.fixture
@@ -158,41 +173,56 @@ def words(args):
 
 
 def test_a_known_call_goes_straight_to_the_compiled_kernel(example):
-    jit, fake_cuda = example.jit, example.cuda
+    """The first one too, as soon as it is compiled."""
+    jit = example.jit
     num_compiled = kernels.compiled_counter(torch.device("cuda"))
     before = num_compiled()
     args, kwargs = arguments()
     compiled = example.launch((3, 2), args, kwargs)
-    assert jit.calls == [(tuple(args), (3, 2), kwargs)]
-    assert not fake_cuda.happened  # the JIT has launched it
+    assert jit.calls == [(tuple(args), (1,), kwargs)]
+    assert jit.compiled == [compiled]
+    assert example.counts == (1, 0, 1)
     assert num_compiled() == before + 1
 
     other, _ = arguments(number=-5, plain=2**63 + 5, fraction=-0.25)
     other[5] = -(2**62)
-    assert example.call(plain=2**63) is not compiled
-    first = example.launch((5,), other, kwargs)
-    assert example.launch((5, 1, 2), other, kwargs) is first
-    assert (len(jit.calls), num_compiled()) == (3, before + 3)
-    bits = [word - 2**64 if word >= 2**63 else word for word in words(other)]
-    assert fake_cuda.launches == [
-        Launched(first.function, (5, 1, 2), 128, 1000, STREAM, tuple(bits))
+    second = example.call(plain=2**63)
+    assert second is not compiled
+    third = example.launch((5,), other, kwargs)
+    assert example.launch((5, 1, 2), other, kwargs) is third
+    assert jit.compiled == [compiled, second, third]
+    assert example.counts == (3, 0, 4)
+    assert num_compiled() == before + 3
+    bits = tuple([word - 2**64 if word >= 2**63 else word for word in words(other)])
+    first_launch, _, *launches_of_third = example.cuda.launches
+    assert first_launch == Launched(
+        compiled.function, (3, 2, 1), 128, 1000, STREAM, tuple(words(args))
+    )
+    assert launches_of_third == [
+        Launched(third.function, grid, 128, 1000, STREAM, bits) for grid in ((5, 1, 1), (5, 1, 2))
     ]
 
 
 def test_nothing_is_launched_in_an_empty_grid(example):
-    for grid in ((1,), (0,), (3, 0)):
+    """Neither by the driver nor by the JIT, in a first call or a later one."""
+    for grid in ((0,), (3, 0), (1, 2, 0)):
         example.call(grid)
-    assert not example.cuda.happened
+        assert example.counts == (1, 0, 0)
+    example.call((1,))
+    example.call((0,))
+    assert example.counts == (1, 0, 1)
 
 
 def test_an_error_of_the_driver_is_raised(example, monkeypatch):
-    example.call()
+    """Of a first launch as of a later one; the next call does not compile again."""
     example.cuda.fails = 700
     monkeypatch.setattr(
         driver, "check", lambda error, what: (_ for _ in ()).throw(SymmoeError(f"{what}: {error}"))
     )
-    with pytest.raises(SymmoeError, match="the launch of example_kernel: 700"):
-        example.call()
+    for count in (1, 2):
+        with pytest.raises(SymmoeError, match="the launch of example_kernel: 700"):
+            example.call()
+        assert example.counts == (1, 0, count)
 
 
 @pytest.mark.parametrize("name", CHOICES)
@@ -222,14 +252,16 @@ def test_numbers_of_a_fixed_type_and_addresses_are_not_in_the_key(example):
         example.call(
             number=number, typed=number, plain=number, index=unaligned(torch.zeros(4).int())
         )
-    assert example.seen == 1
+    assert example.counts == (1, 0, 8)
 
 
 def test_the_device_is_in_the_key(example):
     for device in (0, 1, 0, 1):
         example.cuda.device = device
         example.call(desc=None, x=None, index=None)
-    assert example.seen == 2
+    assert example.counts == (2, 0, 4)
+    first, second = (compiled.function for compiled in example.jit.compiled)
+    assert [each.function for each in example.cuda.launches] == [first, second] * 2
 
 
 NOT_UNDERSTOOD = {
@@ -246,12 +278,12 @@ NOT_UNDERSTOOD = {
 def test_what_is_not_understood_takes_the_ordinary_way(example, what):
     example.call()
     args, kwargs = arguments(**NOT_UNDERSTOOD[what])
-    for count in (2, 3, 4):
-        example.launch((1,), args, kwargs)
-        assert example.seen == count
-    got, _, options = example.jit.calls[-1]
-    assert all(a is b for a, b in zip(got, args, strict=True))
-    assert options == kwargs
+    for count in (1, 2, 3):
+        example.launch((count, 2), args, kwargs)
+        assert example.counts == (1, count, 1)
+        got, grid, options = example.jit.calls[-1]
+        assert all(a is b for a, b in zip(got, args, strict=True))
+        assert (grid, options) == ((count, 2), kwargs)
 
 
 @pytest.mark.parametrize("others", [{"desc": None, "index": None}, {"x": None, "index": None}, {}])
@@ -259,38 +291,94 @@ def test_tensors_of_another_device_take_the_ordinary_way(example, others):
     """The JIT's launcher refuses a CPU tensor, which an address alone does not show."""
     example.cuda.device = 0
     for count in (1, 2, 3):
-        example.call(**others)
-        assert example.seen == count
+        example.call((count, 2), **others)
+        assert example.counts == (0, count, 0)
+        assert example.jit.calls[-1][1] == (count, 2)
+
+
+class Refused(FakeCompiled):
+    """Needs more than the GPU has. Triton's own code notices when it loads the kernel, which is when its launcher is
+    first asked for; from then on that launcher raises the error."""
+
+    run = CompiledKernel.run
+
+
+@pytest.fixture
+def refuse(fake_cuda, monkeypatch):
+    """A function that makes Triton refuse a compiled kernel for the lack of something."""
+    compiler = importlib.import_module(CompiledKernel.__module__)
+    monkeypatch.setattr(compiler, "max_shared_mem", lambda device: 100)
+    fake_cuda.launcher_cls = Mock()
+    fake_cuda.utils = Mock(load_binary=lambda *args: (None, 1, 0, 0, 128))
+
+    def function(compiled, what):
+        compiled.__class__ = Refused
+        compiled._run = None
+        compiled.name = compiled.hash = "example"
+        compiled.kernel = b""
+        compiled.metadata_group = {}
+        compiled.metadata.shared = 200 if what == "shared memory" else 0
+        compiled.metadata.num_warps = 8 if what == "threads" else 4
+
+    return function
 
 
 @pytest.mark.parametrize(
     ("what", "most", "tried"),
     [("shared memory", 2, [4, 3, 2]), ("shared memory", 0, [4, 3, 2, 1]), ("threads", 2, [4])],
 )
-def test_what_does_not_fit_takes_fewer_stages(example, monkeypatch, what, most, tried):
+def test_what_does_not_fit_takes_fewer_stages(example, monkeypatch, refuse, what, most, tried):
     """Only as few as it must, and known calls no attempt; what no stage helps is Triton's error."""
 
     def run(*args, num_stages, **options):
         compiled = example.jit(*args, num_stages=num_stages, **options)
         if num_stages > most:
-            raise triton.OutOfResources(200, 100, what)
+            refuse(compiled, what)
         return compiled
 
     monkeypatch.setattr(example_kernel, "run", run)
+    before = launches.num_compiled()
     fits = tried[-1] <= most
     for _ in range(2):
-        with nullcontext() if fits else pytest.raises(triton.OutOfResources):
+        with nullcontext() if fits else pytest.raises(triton.OutOfResources, match=what):
             example.call(num_stages=4)
     assert [options["num_stages"] for _, _, options in example.jit.calls] == (
         tried if fits else tried * 2
     )
+    # Nothing is launched but what fits, and that by the driver.
+    assert example.counts == (len(example.jit.calls), 0, 2 if fits else 0)
+    assert {each.function for each in example.cuda.launches} == (
+        {example.jit.compiled[-1].function} if fits else set()
+    )
+    assert launches.num_compiled() == before + fits
+
+
+def test_what_did_not_fit_takes_fewer_stages_in_another_kind_of_call_too(
+    example, monkeypatch, refuse
+):
+    """The JIT, which makes fewer differences between calls, has the kernel that it refused already."""
+    kept = {}
+
+    def run(*args, num_stages, warmup, **options):
+        assert warmup  # the driver launches
+        if num_stages not in kept:
+            kept[num_stages] = example.jit(*args, num_stages=num_stages, warmup=warmup, **options)
+            if num_stages > 2:
+                refuse(kept[num_stages], "shared memory")
+        return kept[num_stages]
+
+    monkeypatch.setattr(example_kernel, "run", run)
+    for x in (F32, torch.nn.Parameter(F32)):
+        assert example.call(num_stages=4, x=x) is kept[2]
+    assert [each.function for each in example.cuda.launches] == [kept[2].function] * 2
 
 
 def test_a_callable_grid_takes_the_ordinary_way(example):
-    for _ in range(3):
-        example.call(lambda meta: (1,))
-        example.call([1])
-    assert example.seen == 6
+    for grid in (lambda meta: (1,), [1]):
+        for _ in range(3):
+            example.call(grid)
+            assert example.jit.calls[-1][1] is grid
+    assert example.counts == (0, 6, 0)
 
 
 def test_wrong_calls_are_refused_by_the_jit(fake_cuda):
@@ -322,37 +410,52 @@ no_hook = Mock()
     ],
 )
 def test_watched_launches_take_the_ordinary_way(example, monkeypatch, where, name, value):
-    example.call()
+    """Those of a kind that is known, and those of a new kind."""
+    example.call((3, 2))
     with monkeypatch.context() as patch:
         patch.setattr(where, name, value)
-        example.call()
-        assert example.seen == 2
-    example.call()
-    assert example.seen == 2
+        for count, width in enumerate((64, 65, 65), 1):
+            example.call((3, count), WIDTH=width)
+            assert example.counts == (1, count, 1)
+            assert example.jit.calls[-1][1] == (3, count)
+    example.call((3, 2))
+    assert example.counts == (1, 3, 2)
 
 
 def test_hooks_in_tritons_chains_are_seen(example):
     example.call()
     for count, chain in enumerate(
-        (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
+        (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook), 1
     ):
         chain.add(no_hook)
         try:
             example.call()
-            assert example.seen == count + 2
+            assert example.counts == (1, count, 1)
         finally:
             chain.remove(no_hook)
     example.call()
-    assert example.seen == 3
+    assert example.counts == (1, 2, 2)
 
 
 def test_a_launch_that_compiles_nothing_is_not_remembered(example, monkeypatch):
     """A cache hook may keep the JIT from compiling; an asynchronous compilation returns no kernel yet."""
+    before = launches.num_compiled()
+    grids = []
+
+    def run(*args, grid, warmup, **options):
+        if not warmup:
+            grids.append(grid)
+
     with monkeypatch.context() as patch:
-        patch.setattr(example_kernel, "run", lambda *args, **kwargs: None)
-        assert example.call() is None
-    example.call()
-    assert example.seen == 1
+        patch.setattr(example_kernel, "run", run)
+        for _ in range(2):
+            assert example.call((3, 2)) is None
+    assert grids == [(3, 2)] * 2  # the JIT launches, if it can
+    assert launches.num_compiled() == before
+    for count in (1, 2):
+        assert [example.call((3, 2))] == example.jit.compiled
+        assert example.counts == (1, 0, count)
+    assert launches.num_compiled() == before + 1
 
 
 def test_every_kernel_is_compiled_with_the_options_of_all():
@@ -500,15 +603,18 @@ def table(matrices):
 
 def test_tensor_maps_are_encoded_once_for_each_shape(example):
     first, second, long = torch.zeros(8, 8), torch.zeros(8, 8), torch.zeros(16, 8)
-    assert [example.described(tensor) for tensor in (first, None)] == [[], []]  # by the JIT
-    before = len(example.cuda.encoded)
-    for tensor in (first, second, long, long[:12], long[8:], long[:12], first):
+    rest = F32.data_ptr(), 7, 7, 7, words([0.5])[0], 7, 0, 0
+    for tensor in (first, first, second, long, long[:12], long[8:], long[:12], first):
         (launched,) = example.described(tensor)
-        rest = F32.data_ptr(), 7, 7, 7, words([0.5])[0], 7, 0, 0
+        assert launched.grid == (3, 2, 1)
         assert launched.words == (tensor.data_ptr(), len(tensor), 8, 8, 1, *rest)
-    assert len(example.cuda.encoded) - before == 2
-    (launched,) = example.described(None, index=None)
-    assert (launched.words, len(example.jit.calls)) == (rest, 2)
+    assert [each.shape[0] for each in example.cuda.encoded] == [8, 16, 12]
+    assert example.counts == (1, 0, 8)
+    for _ in range(2):
+        (launched,) = example.described(None)
+        assert (launched.grid, launched.words) == ((3, 2, 1), rest)
+    assert example.counts == (2, 0, 10)
+    assert len(example.cuda.encoded) == 3
 
 
 def test_remembered_tensor_maps_are_bounded(example, monkeypatch):
@@ -527,8 +633,9 @@ def test_remembered_tensor_maps_are_bounded(example, monkeypatch):
 def test_descriptors_of_gpus_without_tensor_maps_become_addresses_sizes_and_strides(example):
     example.jit.change = lambda compiled: setattr(compiled.metadata, "tensordesc_meta", None)
     for tensor in (F32, F32, torch.zeros(16, 8)):
-        launched = example.described(tensor)
-    assert launched[0].words[:5] == (tensor.data_ptr(), 16, 8, 8, 1)
+        (launched,) = example.described(tensor)
+        assert launched.words[:5] == (tensor.data_ptr(), len(tensor), 8, 8, 1)
+    assert example.counts == (1, 0, 3)
 
 
 UNKNOWN = {
@@ -558,16 +665,25 @@ UNKNOWN = {
 @pytest.mark.parametrize("what", UNKNOWN)
 def test_kernels_of_another_kind_are_launched_by_the_jit(example, what):
     example.jit.change = UNKNOWN[what]
-    for number, tensor in enumerate((F32, F32, torch.ones(8, 8))):
-        assert (example.described(tensor), len(example.jit.calls)) == ([], number + 1)
-    assert example.jit.calls[2][0][0].base is tensor
+    assert_compiled_once_and_launched_by_the_jit(example)
 
 
 def test_with_an_old_driver_the_jit_launches(example, monkeypatch):
     monkeypatch.setattr(driver, "can_launch", lambda: False)
-    for _ in range(3):
-        assert example.described(F32) == []
-    assert len(example.jit.calls) == 3
+    assert_compiled_once_and_launched_by_the_jit(example)
+
+
+def assert_compiled_once_and_launched_by_the_jit(example):
+    """Every call with its own arguments and grid, none by the driver."""
+    before = launches.num_compiled()
+    for count, tensor in enumerate((F32, F32, torch.ones(8, 8)), 1):
+        assert example.described(tensor) == []
+        assert example.counts == (1, count, 0)
+        (descriptor, *_), grid, options = example.jit.calls[-1]
+        assert descriptor.base is tensor
+        assert (grid, options) == ((3, 2), {"WIDTH": 64, "num_warps": 4})
+    assert [grid for _, grid, _ in example.jit.calls] == [(1,), *[(3, 2)] * 3]
+    assert launches.num_compiled() == before + 1
 
 
 def test_an_unknown_triton_launches_by_itself(example, monkeypatch):
@@ -584,6 +700,8 @@ def test_an_unknown_triton_launches_by_itself(example, monkeypatch):
         assert example.launch((3, 2), args, kwargs) is compiled
     launches.launch(kernel, (3, 2), Constants(kwargs, {0: tiles.describe([4, 8])}), *args)
     assert [call[0][1:] for call in jit.calls] == [tuple(args[1:])] * 4
+    assert [call[1] for call in jit.calls] == [(3, 2)] * 4
+    assert example.counts == (0, 4, 0)
     assert isinstance(jit.calls[3][0][0], TensorDescriptor)
     assert num_compiled() == before + 1
     assert kernels.watcher(torch.device("cuda"))()
@@ -636,24 +754,27 @@ def test_launches_happen_on_the_device_of_the_first_tensor(example, fake_cuda, m
         fake_cuda.device = device
         example.described(F32)
         assert fake_cuda.device == device
-    assert (devices, len(example.jit.calls)) == ([1, 1], 1)
+    assert (devices, example.counts) == ([1, 1], (1, 0, 4))
     fake_cuda.device = 0
     monkeypatch.setattr(knobs.runtime, "debug", True)
     example.described(F32)
-    assert (devices, len(example.jit.calls)) == ([1, 1, 1], 2)
+    assert (devices, example.counts) == ([1, 1, 1], (1, 1, 4))
 
 
 def test_a_context_is_current_before_anything_is_encoded_or_launched(
     example, fake_cuda, monkeypatch
 ):
+    """Also before the kernel is compiled, and so loaded."""
     order = []
+
+    def noted(what, function):
+        return lambda *args, **kwargs: order.append(what) or function(*args, **kwargs)
+
     monkeypatch.setattr(driver, "ensure_context", lambda: order.append("context"))
-    monkeypatch.setattr(
-        triton_internals,
-        "make_tensordesc_arg",
-        lambda *args: order.append("encode") or fake_cuda.encode(*args),
-    )
+    monkeypatch.setattr(example_kernel, "run", noted("compile", example.jit))
+    monkeypatch.setattr(triton_internals, "make_tensordesc_arg", noted("encode", fake_cuda.encode))
+    monkeypatch.setattr(fake_cuda, "cuLaunchKernel", noted("launch", fake_cuda.cuLaunchKernel))
     example.described(F32)
-    assert order == ["context", "context", "encode"]
+    assert order == ["context", "compile", "context", "encode", "context", "launch"]
     example.described(F32)
-    assert order[3:] == ["context"]
+    assert order[6:] == ["context", "launch"]

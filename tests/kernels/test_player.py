@@ -1,4 +1,4 @@
-"""Tapes of launches: which are in one section, what is played around them, and what the driver launches."""
+"""Sections of programs: which launches are in one, what runs around them, and what the driver launches."""
 
 from array import array
 from typing import Any
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from fake_cuda import STREAM, FakeCompiled, FakeCuda, FakeJIT
 
-from symmoe.errors import SymmoeError, raise_for
+from symmoe.errors import SymmoeError
 from symmoe.kernels import twin
 from symmoe.kernels.hopper import gemm as hopper_gemm
 from symmoe.kernels.launch import driver, graph, player, triton_internals
@@ -21,8 +21,8 @@ from symmoe.kernels.launch.launch import Constants, FastLaunch
 from symmoe.kernels.launch.player import known_kernel
 from symmoe.kernels.triton import gemm
 from symmoe.kernels.triton.tiles import describe
-from symmoe.tape.recorder import Tapes, recorder
-from symmoe.tape.tape import (
+from symmoe.program.builder import builder
+from symmoe.program.program import (
     IN_ORDER,
     NEW,
     NOTE,
@@ -30,12 +30,14 @@ from symmoe.tape.tape import (
     Call,
     Entry,
     Event,
+    Frame,
     Launch,
     Mark,
     Memory,
     ObjectSlot,
-    Tape,
+    Program,
 )
+from symmoe.program.programs import Programs
 
 
 # -- sections -------------------------------------------------------------------------------------------------------
@@ -76,10 +78,9 @@ def note(slot: int) -> Call:
     return Call(print, ((ObjectSlot(slot),), {}), 9, NOTE)
 
 
-def played(*entries: Entry, returned: tuple[int, ...] = (0, 1)) -> tuple[object, ...]:
-    tape = player.in_sections(Tape(10, entries, tuple(map(ObjectSlot, returned))))
-    assert tape is not None
-    begin, *steps = tape.entries
+def in_order(*entries: Entry, returned: tuple[int, ...] = (0, 1)) -> tuple[object, ...]:
+    program = player.in_sections(Program(10, entries, tuple(map(ObjectSlot, returned))))
+    begin, *steps = program.entries
     return (*begin.calls, *steps)
 
 
@@ -92,15 +93,15 @@ def test_memory_and_leases_come_before_the_launches_and_leases_end_after_them(li
         new(0),
         lease(1),
     )
-    found = played(memory, first, taken, Mark("clean"), told, second, ends)
+    found = in_order(memory, first, taken, Mark("clean"), told, second, ends)
     assert found == (memory, taken, told, [first, second], Mark("clean"), ends)
 
 
 def test_an_operator_stays_between_the_launches_that_it_was_between(lists):
     first, last, wait, mine = launch(), launch(), Event(5, 7, is_wait=True), new(0)
-    found = played(mine, first, operators := operator(0), other := new(1), wait, last)
+    found = in_order(mine, first, operators := operator(0), other := new(1), wait, last)
     assert found == (mine, other, [first], operators, [wait, last])
-    assert played(mine, first, operators) == (mine, [first], operators)
+    assert in_order(mine, first, operators) == (mine, [first], operators)
 
 
 @pytest.mark.parametrize(
@@ -109,14 +110,14 @@ def test_an_operator_stays_between_the_launches_that_it_was_between(lists):
 def test_a_lease_gets_no_memory_that_is_in_use(lists, given):
     first, second = launch(), launch()
     entries = lease(0), first, end_of(0), lease(1), second, end_of(1)
-    assert played(*entries) == (entries[0], [first], entries[2], entries[3], [second], entries[5])
+    assert in_order(*entries) == (entries[0], [first], entries[2], entries[3], [second], entries[5])
     entries = first, given, lease(1), second
-    assert played(*entries) == ([first], given, entries[2], [second])
+    assert in_order(*entries) == ([first], given, entries[2], [second])
 
 
 def test_small_memory_that_only_launches_use_is_one_allocation(lists):
     entries = new(0), new(1, 300), new(2), launch(0, 1), launch(1, 2, stream=7), new(3), operator(3)
-    *made, section, used = played(*entries, returned=(0,))
+    *made, section, used = in_order(*entries, returned=(0,))
     assert (made[0], made[1], section, used) == (
         entries[0],
         entries[5],
@@ -124,7 +125,7 @@ def test_small_memory_that_only_launches_use_is_one_allocation(lists):
         entries[6],
     )
     assert (made[2].slot, made[2].template[0]) == (1, ((512 + 256,), (1,), torch.uint8))
-    assert player._with_memory_planned(Tape(10, entries, ()), [], parts := {}) == [
+    assert player._with_memory_planned(Program(10, entries, ()), [], parts := {}) == [
         entries[3],
         entries[4],
         entries[6],
@@ -135,27 +136,28 @@ def test_small_memory_that_only_launches_use_is_one_allocation(lists):
 def test_large_memory_ends_before_more_is_made_unless_it_is_used_later_or_elsewhere(lists):
     large, uses = [new(slot, 40 << 20) for slot in range(2)], [launch(slot) for slot in range(2)]
     entries = large[0], uses[0], large[1], uses[1]
-    found = played(*entries, returned=(1,))
+    found = in_order(*entries, returned=(1,))
     assert (found[:2], found[3:]) == ((large[0], [uses[0]]), (large[1], [uses[1]]))
-    playing = player.Playing(["memory"], array("q"), {}, lambda: twin)
-    found[2].play(playing)
-    assert playing.things[0] is None
-    assert played(*entries)[:2] == (large[0], large[1])
+    frame = Frame(["memory"], array("q"), {}, lambda: twin)
+    found[2].run(frame)
+    assert frame.things[0] is None
+    assert in_order(*entries)[:2] == (large[0], large[1])
     for later in (uses[0], launch(0, stream=7), launch(1, stream=7)):
-        assert played(*entries, later, returned=(1,))[:2] == (large[0], large[1])
+        assert in_order(*entries, later, returned=(1,))[:2] == (large[0], large[1])
 
 
 def test_an_interruption_between_sections_gives_the_heap_up_where_peers_wait(lists):
     """Before, it could launch what is owed: that is in one section with what is not."""
     marks = [Mark(what) for what in ("must abort", "must signal", "clean")]
     first, second, between = launch(), launch(), operator(0)
-    found = played(marks[0], first, marks[1], between, second, marks[2])
+    found = in_order(marks[0], first, marks[1], between, second, marks[2])
     assert found == ([first], marks[0], between, [second], marks[2])
 
 
-def test_with_an_old_driver_nothing_is_played(lists, monkeypatch: pytest.MonkeyPatch):
+def test_with_an_old_driver_there_are_no_sections(lists, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(driver, "can_launch", lambda: False)
-    assert player.in_sections(Tape(10, (launch(),), ())) is None
+    program = Program(10, (launch(),), ())
+    assert player.in_sections(program) is program
 
 
 # -- launches -------------------------------------------------------------------------------------------------------
@@ -175,8 +177,8 @@ def calls(fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch):
 
     def function(rows: torch.Tensor, scale: torch.Tensor, number: int) -> tuple[torch.Tensor]:
         made, small = torch.empty(8, 8), torch.empty(8)
-        if (recording := recorder()) is not None:
-            recording.launches_with(lambda: (-1, number), (), {}, ("count", "typed"), None)
+        if (current := builder()) is not None:
+            current.launches_with(lambda: (-1, number), (), {}, ("count", "typed"), None)
         launches.launch(kernel, (3, 2), constants, rows[8:], made, small, -1, number, 0.5)
         made.neg_()
         launches.launch(kernel, (1,), constants, made, scale[4:], small[2:], 7, -(2**62), -0.25)
@@ -186,21 +188,19 @@ def calls(fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("has_compiler", [True, False])
-def test_played_launches_get_the_arguments_of_the_call(
+def test_launches_get_the_arguments_of_the_call(
     calls, fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, has_compiler: bool
 ):
     if not has_compiler:
         monkeypatch.setattr(graph, "_compiled_launch", lambda: None)
-    tapes = Tapes(
-        torch.device("cpu"), lambda error: None, raise_for, (), lambda: twin, player.in_sections
+    programs = Programs(
+        torch.device("cpu"), lambda error: None, (), lambda: twin, player.in_sections
     )
     for number in range(6):
         fake_cuda.happened.clear()
         rows, scale = torch.zeros(24, 8), torch.zeros(8)
-        (made,) = tapes.run(("some",), lambda r=rows, s=scale: calls(r, s, 3), [rows, scale], {})
-        assert (tapes.problems, tapes.num_played) == ([], max(0, number - 2))
-        if number == 0:
-            continue  # the JIT launches
+        (made,) = programs.run(("some",), lambda r=rows, s=scale: calls(r, s, 3), [rows, scale], {})
+        assert (programs.num_built, programs.num_runs) == (1, number + 1)
         first, second = fake_cuda.launches
         small, half, quarter = (
             first.words[6],
@@ -240,7 +240,7 @@ class FakeEvent:
 
 @pytest.fixture
 def sections(fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch):
-    """A function from the entries of a tape to what happens when it is played; a number is a launch on that stream."""
+    """A function from the entries of a program to what happens when it runs; a number is a launch on that stream."""
     kernel = FakeJIT(example_kernel, fake_cuda)
     monkeypatch.setattr(example_kernel, "run", kernel, raising=False)
     fast, constants = FastLaunch(example_kernel), Constants({"WIDTH": 64})
@@ -253,16 +253,16 @@ def sections(fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch):
     places = [Memory(0, 0, (8,), (1,), torch.float32)] * 3
 
     def happened(*entries: Entry | int | None) -> list[Any]:
-        on_tape = [
+        entries_of = [
             each if isinstance(each, Entry) else Launch(known, (1,), (*places, 1, 2, 0.5), each, {})
             for each in entries
         ]
-        tape = player.in_sections(Tape(3, tuple(on_tape), ()))
-        values = array("q", [STREAM, *tape.values[1:]])
-        playing = player.Playing([args[0], None, None], values, {}, lambda: twin)
+        program = player.in_sections(Program(3, tuple(entries_of), ()))
+        values = array("q", [STREAM, *program.values[1:]])
+        frame = Frame([args[0], None, None], values, {}, lambda: twin)
         fake_cuda.happened.clear()
-        for entry in tape.entries:
-            entry.play(playing)
+        for entry in program.entries:
+            entry.run(frame)
         return [getattr(each, "after", each) for each in fake_cuda.happened]
 
     return happened
@@ -309,13 +309,13 @@ def test_a_launch_that_fails_is_made_whole_by_the_next(
 ):
     if not has_compiler:
         monkeypatch.setattr(graph, "_compiled_launch", lambda: None)
-    tapes = Tapes(
-        torch.device("cpu"), lambda error: None, raise_for, (), lambda: twin, player.in_sections
+    programs = Programs(
+        torch.device("cpu"), lambda error: None, (), lambda: twin, player.in_sections
     )
     rows, scale = torch.zeros(24, 8), torch.zeros(8)
 
     def run() -> None:
-        tapes.run(("some",), lambda: calls(rows, scale, 3), [rows, scale], {})
+        programs.run(("some",), lambda: calls(rows, scale, 3), [rows, scale], {})
 
     for _ in range(4):
         run()

@@ -118,7 +118,6 @@ def test_results_are_those_without_replicas(
         findings.where = f"rank {rank} of {num_ranks}"
         both(heap, torch.bfloat16, findings, places=1)
         both(heap, torch.bfloat16, findings, order="slot", capacity=TOKENS * K * num_ranks)
-        findings.equal("problems of tapes", heap.tapes.problems, [])
 
 
 KINDS = {
@@ -228,8 +227,8 @@ def test_metrics_say_what_has_moved(
         findings.equal("balanced_per_rank", np.array(record.balanced_per_rank), totals[1])
         findings.equal("num_replicas", record.num_replicas, num_replicas)
         findings.equal("replica_bytes", record.replica_bytes, num_lent * 3 * 2 * sum(sizes))
-        num_on_tapes = heap.tapes.num_played + heap.tapes.num_audited
-        findings.check(num_replicas > 0 and num_on_tapes > 0, "nothing has moved, or is on a tape")
+        num_runs = heap.programs.num_runs
+        findings.check(num_replicas > 0 and num_runs > 0, "nothing has moved, or has run a program")
     compare(*results, findings, same_bits=True)
     layer.experts.fc1.requires_grad_(requires_grad=False)
     steps(layer, torch.bfloat16, num_steps=1, kept=kept)

@@ -19,7 +19,7 @@ from symmoe.training.lora import add_lora
 EXPERTS, TOP_K = 8, 2
 ALPHA, LORA_RANK = 6.0, 4
 STEPS = 4  # of two layers and two sizes
-REPEATS = 4  # of the last one, for tapes: rows that calls get settle, and the last step plays
+REPEATS = 4  # of the last one: rows that calls get settle, and the last step runs programs
 MOST_TOKENS = 32  # of a rank in a call
 AUX = {"aux_loss_coef": 0.1, "z_loss_coef": 0.01}
 SIGMOID = {"score": "sigmoid", "route_scale": 2.5}
@@ -45,7 +45,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     },
     "weights": {"packed": {}, "discrete": {}, "lora": {}},
     "gradients": {"grad": {}, "main_grad": {}, "delayed": {}},
-    "tapes": {"on": {}, "off": {}, "audit": {}},
+    "programs": {"on": {}, "off": {}},
     "order": {name: {"order": name} for name in ("rank", "slot")},
     "layout": {name: {"layout": name} for name in ("packed", "expert-major")},
     "schedule": {name: {"schedule": name} for name in ("serial", "always-overlapped")},
@@ -215,11 +215,11 @@ def test_features_together_are_the_reference(
     config = MoEConfig(**options)
     per_node = 1 if case["nodes"] == "nodes" else None
     with open_heap(
-        device, num_bytes=16 << 20, tapes=case["tapes"], ranks_per_node=per_node
+        device, num_bytes=16 << 20, programs=case["programs"], ranks_per_node=per_node
     ) as heap:
         model = Model(heap, config, case)
         moved = 0
-        num_steps = STEPS + (REPEATS if case["tapes"] == "on" else 0)
+        num_steps = STEPS + (REPEATS if case["programs"] == "on" else 0)
         for step in range(num_steps):
             findings.where = f"rank {rank} of {num_ranks}, step {step}"
             first = 2 * min(step, STEPS - 1)
@@ -235,6 +235,8 @@ def test_features_together_are_the_reference(
         has_replicas = case["balance"] == "replicas" and num_ranks > 1
         findings.equal("replicas were there", moved > 0, has_replicas)
         findings.check(
-            heap.tapes.num_played > 0 or case["tapes"] != "on" or case["recompute"] == "checkpoint",
-            f"nothing was played: {heap.tapes.problems}",
+            heap.programs.num_runs > 0
+            or case["programs"] != "on"
+            or case["recompute"] == "checkpoint",
+            "no program has run",
         )

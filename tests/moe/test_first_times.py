@@ -102,20 +102,20 @@ def test_a_first_step_may_be_cold(rank: int, num_ranks: int, way: str) -> None:
 def record_on_one_rank(rank: int, num_ranks: int) -> tuple[int, bool]:
     """Calls that were played, and whether torch's compiler was imported. Ranks record in different steps."""
     tokens = ([8, 9, 10, 10, 10, 10, 8, 8], [8, 8, 9, 11, 11, 9, 9, 9])[rank]
-    with mock.patch.dict(os.environ, SYMMOE_TAPES="on"):
+    with mock.patch.dict(os.environ, SYMMOE_PROGRAMS="on"):
         heap = SymmetricHeap(num_bytes=4 << 20, backend="host")
     with heap:
         heap.timeout_s, heap.waits.compiles = 1.0, True  # as on GPUs
         layer = MoELayer(MoEConfig(hidden=H, ffn=32, num_experts=2 * num_ranks, top_k=2), heap)
         for num_tokens in tokens * 4:
             layer(torch.randn(num_tokens, H))[0].sum().backward()
-        return heap.tapes.num_played, "torch._dynamo" in sys.modules
+        return heap.programs.num_runs, "torch._dynamo" in sys.modules
 
 
 def test_a_rank_records_a_call_while_others_do_not():
     with Cluster(2, start="spawn") as ranks:  # new processes, which have imported nothing yet
         results = ranks.run(record_on_one_rank)
-    assert all(num_played > 0 and not is_imported for num_played, is_imported in results)
+    assert all(num_runs > 0 and not is_imported for num_runs, is_imported in results)
 
 
 @pytest.mark.parametrize(("num_steps", "compiles"), [(0, False), (0, True), (1, True), (2, True)])

@@ -399,14 +399,14 @@ def test_rail_capacity_needs_a_static_capacity(heap: SymmetricHeap):
 def test_steps_between_nodes_are_played(rank: int, num_ranks: int, capacity: int | None) -> None:
     """The plan, with the router, in two parts, the step and its gradient."""
     torch.manual_seed(rank)
-    on = mock.patch.dict(os.environ, SYMMOE_TAPES="on")
+    on = mock.patch.dict(os.environ, SYMMOE_PROGRAMS="on")
     with on, open_heap("cpu", num_bytes=16 << 20, ranks_per_node=1) as heap:
         layer = MoELayer(
             MoEConfig(hidden=16, ffn=8, num_experts=4, top_k=2, capacity=capacity), heap
         )
-        x, found, num_played = torch.randn((40, 16), requires_grad=True), [], 0
+        x, found, num_runs = torch.randn((40, 16), requires_grad=True), [], 0
         for _ in range(6):
-            num_played = heap.tapes.num_played
+            num_runs = heap.programs.num_runs
             y, _ = layer(x)
             found.append(
                 torch.cat(
@@ -416,9 +416,8 @@ def test_steps_between_nodes_are_played(rank: int, num_ranks: int, capacity: int
                     ]
                 )
             )
-        assert heap.tapes.problems == []
         assert all(torch.equal(each, found[0]) for each in found)
-        assert (num_played > 0, heap.tapes.num_played - num_played) == (True, 4)
+        assert (num_runs > 0, heap.programs.num_runs - num_runs) == (True, 4)
         y, _ = layer(x)
         del y, _
         assert heap.leased_bytes == 0  # nothing keeps the graph of a step that nobody has

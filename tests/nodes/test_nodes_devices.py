@@ -21,6 +21,7 @@ from worker import open_heap
 from symmoe import SymmetricHeap
 from symmoe.kernels import control
 from symmoe.nodes.rail import BEGUN, ENDED, GlooRail, Pairs, Payload, RailBroken, Started
+from symmoe.program.builder import noted
 from symmoe.symm_mem import several_nodes
 from symmoe.symm_mem.reports import Report, end_waits, read_report
 from symmoe.symm_mem.streams import NoStreams
@@ -36,6 +37,7 @@ class DeviceRail(GlooRail):
         self._last.set()
         self._has_begun = False
 
+    @noted
     def count(self, which: int) -> None:
         self._has_begun = (
             which == BEGUN and self._last.is_set()

@@ -267,7 +267,7 @@ def test_second_bias(rank: int, num_ranks: int, findings: Findings, device: str,
 
     quantized_experts.QuantizedBackward, steps = Summed, []
     try:
-        with open_heap(device, num_bytes=64 << 20) as heap:
+        with open_heap(device, num_bytes=64 << 20, programs="off") as heap:
             for way, (weights, dtype) in product(
                 WAYS, (("packed", torch.float32), ("discrete", torch.bfloat16))
             ):

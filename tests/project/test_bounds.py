@@ -25,7 +25,7 @@ OF_A_STEP = (
 )
 FOLDER = os.path.dirname(symmoe.__file__) + os.sep
 KERNELS = os.path.join(FOLDER, "kernels", "twin") + os.sep
-STEADY = 6  # by then tapes play what the first steps have recorded
+STEADY = 6  # by then programs have been built
 
 
 class Way:
@@ -64,10 +64,10 @@ class Way:
             threading.setprofile(None)
 
 
-def way_of_a_step(rank: int, num_ranks: int, tapes: str) -> dict[str, int]:
+def way_of_a_step(rank: int, num_ranks: int, programs: str) -> dict[str, int]:
     """Of a bf16 layer with the defaults, by the names of BUDGETS; on rank 0, whose peers run freely."""
     forward, backward = Way(), Way()
-    with open_heap("cpu", num_bytes=64 << 20, tapes=tapes, fills="0") as heap:
+    with open_heap("cpu", num_bytes=64 << 20, programs=programs, fills="0") as heap:
         config = symmoe.MoEConfig(hidden=64, ffn=512, num_experts=4 * num_ranks, top_k=2)
         layer = make_layer(heap, config)[0].to(torch.bfloat16)
         torch.manual_seed(rank)
@@ -86,9 +86,9 @@ def way_of_a_step(rank: int, num_ranks: int, tapes: str) -> dict[str, int]:
     return dict(zip(OF_A_STEP, found, strict=True))
 
 
-@pytest.mark.parametrize("tapes", ["on", "off"])
-def test_a_steady_step_stays_within_its_bounds(cluster, tapes: str):
-    found = cluster(2).run(way_of_a_step, tapes)[0]
+@pytest.mark.parametrize("programs", ["on", "off"])
+def test_a_steady_step_stays_within_its_bounds(cluster, programs: str):
+    found = cluster(2).run(way_of_a_step, programs)[0]
     assert min(found.values()) > 5
     assert not {
         name: number for name, number in found.items() if number > max(budgets.BUDGETS[name])

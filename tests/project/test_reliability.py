@@ -158,7 +158,7 @@ def test_growth_is_told_from_what_comes_and_goes():
 
     assert (grown(900.0), grown(0.0, files=14)) == ([], ["open files went from 13 to [13, 14]"])
     assert grown(1500.0)[0].startswith("host memory grew by 255")
-    # Tapes of new kinds take memory in the first steps, but not as much as a leak.
+    # Programs of new kinds take memory in the first steps, but not as much as a leak.
     assert grown(3000.0, steps=2500) == []
     assert grown(10_000.0, steps=2500)[0].startswith("host memory grew by 24")
     free = [

@@ -2,7 +2,7 @@
 is one step of two layers in turn, with static and with exact capacity. After the first steps, of which one has room for
 the most rows, these have to stay as they are: the heap's high-water mark, its leased bytes between steps, file
 descriptors, and on GPUs the bytes that torch has allocated. Host memory may grow by less than 1 MB in 1,000 steps, once
-tapes of as many kinds of calls are kept as a heap keeps.
+programs of as many kinds of calls are kept as a heap keeps.
 Every 50 steps y is compared with a plain loop in float64, and a fixed step with the hash it had at first. Every 14
 steps a call gets too little room."""
 
@@ -24,7 +24,7 @@ from symmoe import MoELayer, SymmetricHeap
 
 MAX_TOKENS = 24
 WARM_UP = 100  # steps; torch and malloc settle on what they keep
-TAPES_WARM_UP = 3000  # steps; as many kinds of calls have been recorded as are kept, of all sizes
+PROGRAMS_WARM_UP = 3000  # steps; as many kinds of calls have programs as are kept, of all sizes
 CHECK_EVERY = 50
 TOO_LITTLE_ROOM_EVERY = 14
 JUDGE_EVERY = 2500
@@ -32,7 +32,7 @@ GROWTH_BYTES_PER_STEP = 1e6 / 1000
 _SLACK_BYTES = (
     2e6  # a page here and there: in a short run it is more than the growth that is allowed
 )
-_TAPES_BYTES = 16e6  # what they may take until then: 256 kinds of 60 KB
+_PROGRAMS_BYTES = 16e6  # what they may take until then: 256 kinds of 60 KB
 _WEIGHTS_SEED = 5
 
 
@@ -123,8 +123,8 @@ def num_tensor_maps() -> int:
 
 
 def settled(samples: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Those after the last tapes that are new; all, if there are not two."""
-    late = [sample for sample in samples if sample[0] >= TAPES_WARM_UP]
+    """Those after the last programs that are new; all, if there are not two."""
+    late = [sample for sample in samples if sample[0] >= PROGRAMS_WARM_UP]
     return late if len(late) > 1 else samples
 
 
@@ -143,7 +143,7 @@ def what_grew(samples: list[tuple[int, ...]]) -> list[str]:
     growth = num_steps * slope([sample[0] for sample in judged], [sample[1] for sample in judged])
     allowed = GROWTH_BYTES_PER_STEP * num_steps + _SLACK_BYTES
     if judged is samples:
-        allowed += _TAPES_BYTES
+        allowed += _PROGRAMS_BYTES
     if growth > allowed:
         problems.append(f"host memory grew by {growth:.0f} bytes in {num_steps} steps")
     return problems

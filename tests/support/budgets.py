@@ -19,7 +19,7 @@ STATEMENTS: dict[str, tuple[int, int]] = {
     "tests": (26_000, 34_280),
     "benchmarks": (3_000, 3_456),
     # rooms of symmoe
-    "kernels + tape": (7_000, 8_384),
+    "kernels + program": (7_000, 8_384),
     "symm_mem + nodes": (2_300, 2_894),
     "checks + precision": (550, 630),
     "dispatch + combine": (750, 893),

@@ -228,9 +228,8 @@ def unforeseen(rank: int, num_ranks: int, ranks_per_node: int) -> list[tuple[str
             with pytest.MonkeyPatch.context() as patch:
                 if rank == num_ranks - 1:
                     patch.setattr(owner, name, fail)
-                    patch.setattr(
-                        heap.tapes, "run", lambda key, function, *_: function()
-                    )  # a tape would not call it
+                    # A program would not call it.
+                    patch.setattr(heap.programs, "run", lambda key, function, *_: function())
                 found.append((*outcome(ready.step), ready.is_back))
             ready.step()
     return found
@@ -247,9 +246,8 @@ def fail_plans(rank: int, num_ranks: int, ranks_per_node: int) -> None:
             with pytest.MonkeyPatch.context() as patch:
                 if is_last:
                     patch.setattr(*end, Mock(side_effect=RuntimeError(text)))
-                    patch.setattr(
-                        heap.tapes, "run", lambda key, function, *_: function()
-                    )  # a tape would not call it
+                    # A program would not call it.
+                    patch.setattr(heap.programs, "run", lambda key, function, *_: function())
                 found = outcome(lambda its=capacity: (ready.plan(capacity=its), heap.synchronize()))
             assert found == ((kind, text) if is_last else ("SymmoeError", f"{kind}: {text}"))
         ready.step()
@@ -455,6 +453,7 @@ def end_at(
         return original(*arguments, **options)
 
     setattr(owner, method, end)
+    heap.programs.run = lambda key, function, *_: function()  # a program would not call it
 
 
 def stop_half_way(heap: SymmetricHeap, number: int) -> None:

@@ -14,7 +14,7 @@ from symmoe import SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
 from symmoe.combine.trip import Collection
 from symmoe.dispatch.plan import Plan
 from symmoe.dispatch.trip import dispatch
-from symmoe.tape.recorder import fill
+from symmoe.program.builder import fill
 
 ORDERS = ("rank", "slot")
 

@@ -20,9 +20,14 @@ from symmoe.symm_mem.heap import SymmetricHeap
 
 @contextlib.contextmanager
 def open_heap(
-    device: str, *, num_bytes: int = 8 << 20, tapes: str | None = None, fills: str = "1", **kwargs
+    device: str,
+    *,
+    num_bytes: int = 8 << 20,
+    programs: str | None = None,
+    fills: str = "1",
+    **kwargs,
 ) -> Iterator[SymmetricHeap]:
-    """A heap on `device`, with SYMMOE_TAPES and SYMMOE_FILL_MEMORY as given. As long as it is open, every
+    """A heap on `device`, with SYMMOE_PROGRAMS and SYMMOE_FILL_MEMORY as given. As long as it is open, every
     torch.empty of this rank begins as NaN, too; integers as huge ones."""
     was = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -30,7 +35,9 @@ def open_heap(
     if device == "cpu":  # which may be busy
         kwargs.setdefault("timeout_s", HANG_S / 2)
     try:
-        words = {"SYMMOE_FILL_MEMORY": fills} | ({} if tapes is None else {"SYMMOE_TAPES": tapes})
+        words = {"SYMMOE_FILL_MEMORY": fills} | (
+            {} if programs is None else {"SYMMOE_PROGRAMS": programs}
+        )
         with mock.patch.dict(os.environ, words):
             made = SymmetricHeap(num_bytes=num_bytes, backend=backend, **kwargs)
         with made as heap:
@@ -53,7 +60,7 @@ def free_bytes(heap: SymmetricHeap) -> int:
 
 
 def is_unwritten(memory: torch.Tensor) -> bool:
-    """Whether nobody has written there since the lease began, see recorder.fill."""
+    """Whether nobody has written there since the lease began, see builder.fill."""
     return memory.numel() == 0 or bool((memory.contiguous().view(torch.int16) == 0x7FFF).all())
 
 

@@ -92,7 +92,6 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNvshmem]:
     monkeypatch.setattr(
         nvshmem_backend.NvshmemBackend, "_check_peers", lambda self, bootstrap: fake.num_machines
     )
-    monkeypatch.setattr(nvshmem_backend, "_DL_CUDA", 1)  # DLPack's number of the CPU
     cpu = torch.device("cpu", 0)
     monkeypatch.setattr(
         nvshmem_backend,

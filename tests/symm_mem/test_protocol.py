@@ -240,6 +240,7 @@ def lose_a_signal(rank: int, num_ranks: int) -> tuple[str, bool]:
     raised = ""
     for _ in range(2):
         y, _ = layer(tokens(heap))
+    heap.programs.run = lambda key, function, *_: function()  # they would not call what is changed
     if rank == num_ranks - 1:
         heap.send_signal = lambda peer: None
     else:  # its own wait does not end first

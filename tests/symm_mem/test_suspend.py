@@ -33,9 +33,9 @@ def held_bytes(device: str) -> int:
 
 @run_on(2, on_gpus=[2])
 def test_a_layer_goes_on(rank: int, num_ranks: int, findings: Findings, device: str) -> None:
-    """With the same bits at the same addresses, eagerly, from tapes and from a captured step; five times."""
+    """With the same bits at the same addresses, eagerly, by programs and from a captured step; five times."""
     num_bytes = 1 << 30 if device == "cuda" else 64 << 20
-    with open_heap(device, num_bytes=num_bytes, tapes="on", fills="0") as heap:
+    with open_heap(device, num_bytes=num_bytes, programs="on", fills="0") as heap:
         layer, _ = make_layer(heap, config_for(num_ranks, device))
         x = tokens_of(rank, 40, layer.config.hidden).to(heap.device)
 

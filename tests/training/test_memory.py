@@ -32,7 +32,7 @@ def test_bytes_of_a_call(stash: str, capacity: int | None, layout: str):
 
 @pytest.mark.parametrize("stash", ["all", "none"])
 def test_steps_on_a_heap_of_the_planned_size_are_played(monkeypatch, stash: str):
-    monkeypatch.setenv("SYMMOE_TAPES", "on")
+    monkeypatch.setenv("SYMMOE_PROGRAMS", "on")
     monkeypatch.setenv("SYMMOE_FILL_MEMORY", "0")  # or leases that are parts of one do not overlap
     config = MoEConfig(hidden=H, ffn=I, num_experts=E, top_k=K, stash=stash, capacity=150)
     plan = plan_memory(config, num_ranks=1, num_tokens=T, num_layers=3, dtype=torch.float32)
@@ -46,7 +46,7 @@ def test_steps_on_a_heap_of_the_planned_size_are_played(monkeypatch, stash: str)
                     y, _ = layer(y)
                 y.sum().backward()
                 del y
-            played.append(heap.tapes.num_played)
+            played.append(heap.programs.num_runs)
             assert heap.high_water_bytes <= plan.heap_bytes
     assert played[0] == played[1] > 10
 
@@ -65,7 +65,7 @@ def test_the_peak_of_a_step(rank: int, num_ranks: int, findings: Findings) -> No
         replicas,
     ):
         config = MoEConfig(**sizes, **options)
-        with open_heap("cpu", num_bytes=16 << 20, tapes="off") as heap:
+        with open_heap("cpu", num_bytes=16 << 20, programs="off") as heap:
             found = bytes_at_peak(
                 MoELayer(config, heap, dtype=x.dtype), x.detach().requires_grad_(), dy
             )

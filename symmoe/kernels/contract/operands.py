@@ -1,6 +1,6 @@
 """Operands of kernels that are more than one tensor, in the words of contract/__init__.py.
 
-They are tuples, in which a tape finds tensors. Those of quantised numbers: kernels/operands.py.
+They are tuples, in which a program finds tensors. Those of quantised numbers: kernels/operands.py.
 """
 
 from __future__ import annotations

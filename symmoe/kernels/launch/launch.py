@@ -1,27 +1,29 @@
 """Launches of Triton kernels that skip the work which the JIT repeats in every call.
 
 A launch through the JIT costs an H200's host about 34 us for a grouped GEMM: for finding the compiled variant,
-for asking the driver about every pointer, and for encoding tensor maps that have not changed. Of a kind of call the JIT
-makes the first launch, which compiles, and player.py the others, if it knows how.
+for asking the driver about every pointer, and for encoding tensor maps that have not changed. The JIT
+compiles, once for each kind of call, and player.py launches, if it knows how.
 """
 
 import functools
 import inspect
 import operator
 from collections.abc import Callable, Collection, Hashable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, make_dataclass
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from torch.cuda import ExternalStream
 from triton import JITFunction, OutOfResources
 
 from symmoe.kernels.launch import driver, triton_internals
 from symmoe.kernels.launch.player import Describe as Describe
 from symmoe.kernels.launch.player import Kernel, known_kernel, picker
 from symmoe.kernels.launch.triton_internals import ALIGNED_VALUE, CONSTANT, NUMBER, RANGE
-from symmoe.tape.recorder import recorder
+from symmoe.program.builder import builder
 from symmoe.torch_internals import current_device, current_stream
 
 # Of every compilation. Products and sums become one fma, for speed, and because the bits of tests and records have it.
@@ -186,29 +188,17 @@ class FastLaunch:
             call.aligned is None or _alignment(call.aligned(addresses)),
             call.numbers and tuple([look(args[i]) for i, look in call.numbers]),
         )
-        variant = call.variants.get(key)
-        if variant is None:
-            compiled = self._launch_by_jit(grid, constants, args)
-            # The JIT's launcher refuses memory of the host and of other devices, which addresses do not show.
-            if triton_internals.is_compiled(compiled) and all(
-                tensor.get_device() == device for tensor in tensors
-            ):
-                FastLaunch.num_compiled += 1
-                parts = (
-                    triton_internals.read_compiled(compiled),
-                    args,
-                    call.places,
-                    constants.descriptors,
-                )
-                call.variants[key] = compiled, known_kernel(self.kernel.__name__, *parts)
-            return compiled
-        compiled, kernel = variant
+        # The JIT's launcher refuses memory of the host and of other devices, which addresses do not show.
+        if key not in call.variants and all(tensor.get_device() == device for tensor in tensors):
+            self._add_variant(key, call, constants, args)
+        compiled, kernel = call.variants.get(key, (None, None))
         if kernel is None:
             return self._launch_by_jit(grid, constants, args)
         stream = current_stream(device)
-        if (recording := recorder()) is not None:
-            recording.launch(kernel, self.kernel.arg_names, grid, stream, args, kernel.maps(args))
-        kernel.launch(grid, stream, tensors, addresses, args)
+        if (current := builder()) is not None:
+            current.launch(kernel, self.kernel.arg_names, grid, stream, args, kernel.maps(args))
+        else:
+            kernel.launch(grid, stream, tensors, addresses, args)
         return compiled
 
     def _new_call(self, constants: Constants, args: tuple[Any, ...]) -> "_Call | None":
@@ -237,6 +227,19 @@ class FastLaunch:
         self._calls[key] = call
         return call
 
+    def _add_variant(
+        self, key: tuple[Any, ...], call: "_Call", constants: Constants, args: tuple[Any, ...]
+    ) -> None:
+        """Compiles the variant for such a call, and remembers it and what launches it."""
+        described, named = constants.described(args), constants.named
+        compiled, read = self._with_stages(
+            lambda options: triton_internals.compiled_for(self.kernel, described, options), named
+        )
+        if compiled is not None:
+            FastLaunch.num_compiled += 1
+            parts = read, args, call.places, constants.descriptors
+            call.variants[key] = compiled, known_kernel(self.kernel.__name__, *parts)
+
     def _launch_by_jit(
         self, grid: tuple[int, ...], constants: Constants, args: tuple[Any, ...]
     ) -> Any:
@@ -245,23 +248,36 @@ class FastLaunch:
         if home not in (current_device(), CPU):
             with torch.cuda.device(home):
                 return self.launch(grid, constants, args)
-        return self._compile(grid, constants.described(args), constants.named)
-
-    def _compile(self, grid: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """A launch through the JIT, with fewer stages where the device's shared memory has no room for all."""
-        if (recording := recorder()) is not None:
-            recording.give_up(f"{self.kernel.__name__} is launched by Triton's JIT")
-        driver.ensure_context()
-        try:
-            compiled = self.kernel[grid](*args, **{**OPTIONS, **kwargs})
-        except OutOfResources as error:
-            if error.name != "shared memory" or (fewer := one_stage_less(kwargs)) is None:
-                raise
-            return self._compile(grid, args, fewer)
+        if (current := builder()) is not None:
+            names, stream = self.kernel.arg_names, current_stream(current_device())
+            current.launch_by(self._launch_on, names, stream, grid, constants, args)
+            return None
+        described = constants.described(args)
+        compiled = self._with_stages(
+            lambda options: self.kernel[grid](*described, **options), constants.named
+        )
         if not triton_internals.IS_KNOWN and id(compiled) not in self._seen:
             self._seen[id(compiled)] = compiled
             FastLaunch.num_compiled += 1
         return compiled
+
+    def _launch_on(self, stream: int | None, *call: Any) -> None:
+        """A launch on a stream, None: on the current one."""
+        on_it = nullcontext() if stream is None else torch.cuda.stream(ExternalStream(stream))
+        with on_it:
+            self._launch_by_jit(*call)
+
+    @staticmethod
+    def _with_stages(compile: Callable[[Mapping[str, Any]], Any], named: Mapping[str, Any]) -> Any:
+        """compile() with these constants and options, with fewer stages where the device's shared memory has no room
+        for all."""
+        driver.ensure_context()
+        try:
+            return compile({**OPTIONS, **named})
+        except OutOfResources as error:
+            if error.name != "shared memory" or (fewer := one_stage_less(named)) is None:
+                raise
+            return FastLaunch._with_stages(compile, fewer)
 
 
 @dataclass(frozen=True, slots=True)

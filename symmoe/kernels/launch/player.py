@@ -1,4 +1,4 @@
-"""Launches of compiled kernels by the driver: a single one, or those of a section of a tape as one CUDA graph.
+"""Launches of compiled kernels by the driver: a single one, or those of a section of a program as one CUDA graph.
 
 Every launch takes its arguments out of one array of 64-bit values, which a call fills: addresses, integers, the bits of
 floats. A parameter says where its value is; the driver reads as many bytes of it as the kernel's parameter has. With an
@@ -31,18 +31,29 @@ from symmoe.kernels.launch.graph import (
     aligned_maps,
 )
 from symmoe.kernels.launch.triton_internals import MAP_BYTES, Compiled, described_parts
-from symmoe.tape import tape as tapes
-from symmoe.tape.tape import (
+from symmoe.program.program import (
+    CALL,
+    IN_ORDER,
+    MUST_ABORT,
+    MUST_SIGNAL,
+    NEW,
+    NOTE,
+    OPERATOR,
     STREAM,
+    Address,
     Call,
+    CallInteger,
     Entry,
     Event,
+    Frame,
     Launch,
+    LeaseOffset,
     Mark,
     Memory,
     ObjectSlot,
-    Playing,
-    Tape,
+    Program,
+    ResultField,
+    extent_bytes,
 )
 
 _FLOATS = {"fp32": ("<f", "<i"), "fp64": ("<d", "<q")}
@@ -164,6 +175,11 @@ class Kernel:
             address += MAP_BYTES
         return memory
 
+    def run(self, grid: tuple[int, ...], stream: int, args: tuple[Any, ...]) -> None:
+        """Launches it with these arguments."""
+        tensors = tuple([args[place] for place in self._tensors])
+        self.launch(grid, stream, tensors, tuple(map(torch.Tensor.data_ptr, tensors)), args)
+
     def maps(self, args: Sequence[Any]) -> dict[int, Parts]:
         """By place, the values for arguments that are described by tensor maps."""
         return {place: maps.of(args[place]) for place, maps in self._maps.items()}
@@ -255,11 +271,23 @@ class _TensorMaps(dict[torch.Size, Parts]):
             driver.ensure_context()
             if len(self) >= MAX_TENSOR_MAPS:
                 self.clear()
-            found = described_parts(self._compiled, self._number, self._describe(tensor))
+            descriptor = self._describe(tensor)
+            descriptor.base = _SOMEWHERE  # every launch puts its own address there
+            found = described_parts(self._compiled, self._number, descriptor)
             if found is None:
                 raise _Unknown
             self[tensor.shape] = found
         return found
+
+
+class _Somewhere:
+    """In place of the tensor of a descriptor: an address that a driver takes."""
+
+    def data_ptr(self) -> int:
+        return 1 << 40
+
+
+_SOMEWHERE = _Somewhere()
 
 
 def _bits(value: float, kind: str) -> int:
@@ -289,12 +317,12 @@ def _check_number(function: int, count: int) -> None:
         raise _Unknown
 
 
-# -- tapes ----------------------------------------------------------------------------------------------------------
+# -- programs ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """What the sections of a tape share."""
+    """What the sections of a program share."""
 
     # The stream, 0, constants, and, for what a call brings, 0.
     values: array[int] = field(default_factory=functools.partial(array, "q", (0, 0)))
@@ -313,8 +341,8 @@ class _Layout:
         return len(self.values) - 1
 
 
-def in_sections(tape: Tape) -> Tape | None:
-    """What is played of a tape: its launches in sections, as few as possible, and calls from Python between them. None
+def in_sections(program: Program) -> Program:
+    """The program with its launches in sections, as few as possible, and calls from Python between them; as it is
     where the driver cannot do it.
 
     All memory is made before the first launch, in the same order; the call frees it at its end. So memory that a branch
@@ -324,39 +352,39 @@ def in_sections(tape: Tape) -> Tape | None:
     that only the current stream uses ends before such memory is made that comes after its last use.
     """
     if not driver.can_launch():
-        return None
+        return program
     made, steps = list[Call](), list[Entry]()
-    has_outside = any(getattr(entry, "kind", None) == tapes.IN_ORDER for entry in tape.entries)
+    has_outside = any(getattr(entry, "kind", None) == IN_ORDER for entry in program.entries)
     group, layout = _Group(), _Layout(has_outside=has_outside)
-    for entry in _with_memory_planned(tape, made, layout.parts):
+    for entry in _with_memory_planned(program, made, layout.parts):
         if not group.takes(entry):
             steps += group.end(layout)
             group = _Group()
             group.takes(entry)
     steps += group.end(layout)
-    return replace(tape, entries=(_Begin(tuple(made)), *steps), values=layout.values)
+    return replace(program, entries=(_Begin(tuple(made)), *steps), values=layout.values)
 
 
 def _with_memory_planned(
-    tape: Tape, made: list[Call], parts: dict[int, tuple[int, int]]
+    program: Program, made: list[Call], parts: dict[int, tuple[int, int]]
 ) -> list[Entry]:
     """The entries without those that make memory before the first launch: `made`, and `parts` of it (see _Layout)."""
     users: dict[int, list[tuple[int, Entry]]] = {}
-    for n, entry in enumerate(tape.entries):
+    for n, entry in enumerate(program.entries):
         for slot in _slots(
             entry.args if isinstance(entry, Launch) else getattr(entry, "template", None)
         ):
             users.setdefault(slot, []).append((n, entry))
-    returned = set(_slots(tape.outputs))
+    returned = set(_slots(program.outputs))
     entries: list[Entry] = []
     small: list[Call] = []
     large: dict[int, int] = {}  # bytes by slot, of memory that may end
-    for n, entry in enumerate(tape.entries):
-        if not (isinstance(entry, Call) and entry.kind == tapes.NEW and entry.slot is not None):
+    for n, entry in enumerate(program.entries):
+        if not (isinstance(entry, Call) and entry.kind == NEW and entry.slot is not None):
             entries.append(entry)
             continue
         num_bytes, used = (
-            tapes.extent_bytes(*entry.template[0]),
+            extent_bytes(*entry.template[0]),
             [user for _, user in users.get(entry.slot, ())],
         )
         launches_use = entry.slot not in returned and all(isinstance(user, Launch) for user in used)
@@ -380,12 +408,12 @@ def _with_memory_planned(
 def _workspace(entries: Sequence[Call], parts: dict[int, tuple[int, int]]) -> Call:
     """Makes memory of several entries in one allocation, which lives until the call ends."""
     sizes = [
-        -(-tapes.extent_bytes(*entry.template[0]) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        -(-extent_bytes(*entry.template[0]) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         for entry in entries
     ]
     slots = [entry.slot for entry in entries if entry.slot is not None]
     parts.update(zip(slots, zip(repeat(slots[0]), accumulate(sizes, initial=0)), strict=False))
-    return Call(entries[0].function, (((sum(sizes),), (1,), torch.uint8), {}), slots[0], tapes.NEW)
+    return Call(entries[0].function, (((sum(sizes),), (1,), torch.uint8), {}), slots[0], NEW)
 
 
 def _slots(template: Any) -> Iterator[int]:
@@ -404,8 +432,8 @@ class _Begin(Entry):
 
     calls: tuple[Any, ...]
 
-    def play(self, playing: Playing) -> None:
-        things = playing.things
+    def run(self, frame: Frame) -> None:
+        things = frame.things
         for call in self.calls:
             things[call.slot] = call.function(*call.template[0])
 
@@ -415,11 +443,11 @@ class _End(Entry):
     """Memory ends, of which all users have been launched on the current stream."""
 
     slots: tuple[int, ...]
-    kind = tapes.CALL
+    kind = CALL
 
-    def play(self, playing: Playing) -> None:
+    def run(self, frame: Frame) -> None:
         for slot in self.slots:
-            playing.things[slot] = None
+            frame.things[slot] = None
 
 
 class _Group:
@@ -437,7 +465,7 @@ class _Group:
 
     def takes(self, entry: Entry) -> bool:
         """Whether the entry may have its place in this group, which takes it then."""
-        has_operator = any(each.kind == tapes.OPERATOR for each in self._after)
+        has_operator = any(each.kind == OPERATOR for each in self._after)
         # A launch may read what an operator writes.
         if self._is_full or (has_operator and isinstance(entry, (Launch, Event, Mark))):
             return False
@@ -449,9 +477,9 @@ class _Group:
             self._after.append(entry)
         elif not isinstance(entry, Call):
             raise AssertionError(f"an unknown entry: {entry}")
-        elif entry.kind == tapes.NOTE:
+        elif entry.kind == NOTE:
             self._notes.append(entry)
-        elif entry.kind == tapes.IN_ORDER:
+        elif entry.kind == IN_ORDER:
             self._after.append(entry)
             self._is_full = True
         elif entry.fills == (None, None):
@@ -460,15 +488,15 @@ class _Group:
             self._before.append(entry)
         else:
             self._after.append(entry)  # an operator, or the end of a lease
-            self._is_full = entry.kind != tapes.OPERATOR and entry.slot is not None
+            self._is_full = entry.kind != OPERATOR and entry.slot is not None
         return True
 
     def end(self, layout: _Layout) -> list[Entry]:
-        """What is played: nothing can interrupt a section, so only the last mark counts after it. What would be
+        """What is run: nothing can interrupt a section, so only the last mark counts after it. What would be
         owed is in sections with what is not: an error of Python between them cannot be told to the peers."""
         section = [Section(self._launches, layout)] if self._launches else []
-        is_owing = self._mark is not None and self._mark.what == tapes.MUST_SIGNAL
-        marks = [Mark(tapes.MUST_ABORT) if is_owing else self._mark]
+        is_owing = self._mark is not None and self._mark.what == MUST_SIGNAL
+        marks = [Mark(MUST_ABORT) if is_owing else self._mark]
         return [*self._before, *self._notes, *section, *filter(None, marks), *self._after]
 
 
@@ -553,16 +581,14 @@ def _new_event() -> torch.cuda.Event:
 
 
 class Section(Entry):
-    """Launches and events of a tape that follow each other, as a CUDA graph."""
+    """Launches and events of a program that follow each other, as a CUDA graph."""
 
     def __init__(self, entries: Sequence[Launch | Event], layout: _Layout) -> None:
         self._kept: list[Any] = []  # kernels, and tensor maps that are copied
         self._layout = layout
         # With their indices, what no earlier section uses: slots of memory, and places of numbers.
         self._slots: list[tuple[int, int]] = []
-        self._numbers: list[
-            tuple[int, tapes.CallInteger | tapes.LeaseOffset | tapes.ResultField]
-        ] = []
+        self._numbers: list[tuple[int, CallInteger | LeaseOffset | ResultField]] = []
         order = _Order(layout)
         for entry in entries:
             if isinstance(entry, Event):
@@ -573,13 +599,13 @@ class Section(Entry):
         self._entered, self._left = order.entered, order.left
         self._graph = LaunchGraph(order.nodes, layout.values) if order.nodes else None
 
-    def play(self, playing: Playing) -> None:
+    def run(self, frame: Frame) -> None:
         """Launches everything."""
-        values, things = playing.values, playing.things
+        values, things = frame.values, frame.things
         for index, slot in self._slots:
             values[index] = things[slot].data_ptr()  # of a tensor or a lease
         for index, number in self._numbers:
-            values[index] = number.get(playing)
+            values[index] = number.get(frame)
         driver.ensure_context()
         library = driver.library()
         for stream, event in self._entered.items():
@@ -595,12 +621,13 @@ class Section(Entry):
         kernel: Kernel = entry.kernel
         values, constant = {}, self._layout.constant
         for place, (arg, kind) in enumerate(zip(entry.args, kernel.kinds, strict=True)):
+            arg = arg.of if isinstance(arg, Address) else arg
             if isinstance(arg, (Memory, ObjectSlot)) and arg.slot is not None:
                 slot, offset = self._layout.parts.get(arg.slot, (arg.slot, 0))
                 values[place] = self._index(slot, self._slots), offset + arg.offset_bytes
             elif isinstance(arg, Memory):
                 values[place] = constant(arg.offset_bytes), 0
-            elif isinstance(arg, (tapes.CallInteger, tapes.LeaseOffset, tapes.ResultField)):
+            elif isinstance(arg, (CallInteger, LeaseOffset, ResultField)):
                 values[place] = self._index(arg, self._numbers), 0
             elif kind != "constexpr":
                 values[place] = constant(_bits(arg, kind) if kind in _FLOATS else arg), 0

@@ -5,6 +5,8 @@ With any other Triton nothing here is asked: kernels are launched by Triton's JI
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -69,9 +71,17 @@ def is_watched(kernel: Any = None) -> bool:
     )
 
 
-def is_compiled(result: Any) -> bool:
-    """Whether what a launch by the JIT returned is the compiled kernel."""
-    return IS_KNOWN and isinstance(result, CompiledKernel)
+def compiled_for(
+    kernel: Any, args: tuple[Any, ...], options: Mapping[str, Any]
+) -> tuple[Any, Compiled | None]:
+    """The JIT's compiled kernel for such arguments, which is not launched, and what a launch needs of it; None, None if
+    a hook of Triton has compiled nothing, or has not yet. OutOfResources: it does not fit."""
+    compiled = kernel.warmup(*args, grid=(1,), **options)
+    if not isinstance(compiled, CompiledKernel):
+        return None, None
+    if isinstance(compiled.run, functools.partial):
+        compiled.run()  # Triton keeps the error of a kernel that has not fitted before, and raises it here
+    return compiled, read_compiled(compiled)
 
 
 @dataclass(frozen=True, slots=True)

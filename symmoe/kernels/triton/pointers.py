@@ -16,7 +16,7 @@ from symmoe.kernels.launch import driver
 from symmoe.kernels.launch.triton_internals import build_module
 from symmoe.kernels.twin import pointers as twin
 from symmoe.kernels.twin.pointers import host_bytes
-from symmoe.tape.recorder import recorder
+from symmoe.program.builder import BuildError, builder
 from symmoe.torch_internals import address_in_python, current_device, current_stream
 
 PARAM_BYTES = 4096  # every driver lets a kernel take as many
@@ -69,8 +69,8 @@ def copy_host_to_device(source, destination):
 
 def _copy(data: memoryview, address: int, device: int) -> None:
     """Launches of copy_bytes on the current stream of `device`, which is the current device."""
-    if (recording := recorder()) is not None:
-        recording.give_up("addresses of the host are copied to the device")
+    if builder() is not None:
+        raise BuildError("addresses of the host are copied to the device")
     copy = _in_c().copy_bytes
     launch = _launch_kernel(), _copy_bytes(device), current_stream(device), address, data
     result = copy(*launch)

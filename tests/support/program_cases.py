@@ -1,4 +1,4 @@
-"""Steps of a layer with tapes and without, for tests on CPUs and on GPUs."""
+"""Steps of a layer with programs and without, for tests on CPUs and on GPUs."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,7 +17,7 @@ LARGE = {"hidden": 512, "ffn": 256, "dtype": torch.bfloat16}  # kernels for Hopp
 
 
 @contextmanager
-def without_tapes(heap: SymmetricHeap) -> Iterator[None]:
+def without_programs(heap: SymmetricHeap) -> Iterator[None]:
     """Nothing is recorded or played."""
     heap.run = lambda key, function, inputs, **numbers: function()
     try:
@@ -126,7 +126,7 @@ def check_bits(
     """Calls that were played; calls that did not fit; findings."""
     findings, options = Findings(), dict(options)
     dtype, hidden = options.get("dtype", torch.float32), options.get("hidden", H)
-    with open_heap(device, tapes="on", num_bytes=(16 if device == "cpu" else 128) << 20) as heap:
+    with open_heap(device, programs="on", num_bytes=(16 if device == "cpu" else 128) << 20) as heap:
         layer, plain = make_layer(heap, **options), make_layer(heap, **options)
         plain.load_state_dict(layer.state_dict())
         for ours, theirs in zip(main_grads(layer), main_grads(plain), strict=True):
@@ -139,12 +139,11 @@ def check_bits(
                 T, dtype.itemsize, evaluated(layer.experts, dtype)
             )
             found = step(layer, x, dy, around)
-            with without_tapes(heap):
+            with without_programs(heap):
                 wanted = step(plain, x, dy, around)
             repeats += room is not None and heap.row_histories[E, K, 0]._last_rows > room.rows
             same = [torch.equal(a, b) for a, b in zip(found, wanted, strict=True)]
             findings.check(all(same), f"rank {rank}, call {number}: other bits: {same}")
             del found, wanted
         findings.check(heap.leased_bytes == 0, "leases are left")
-        findings.check(not heap.tapes.problems, f"{heap.tapes.problems}")
-        return heap.tapes.num_played, repeats, findings.texts
+        return heap.programs.num_runs, repeats, findings.texts

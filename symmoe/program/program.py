@@ -1,4 +1,5 @@
-"""A tape: what one call launches, in order, with places for memory and integers that differ from call to call."""
+"""A program: what one kind of call launches, in order, with operands for memory and integers that differ from call to
+call."""
 
 from __future__ import annotations
 
@@ -7,7 +8,6 @@ from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from itertools import zip_longest
 from typing import Any, cast
 
 import torch
@@ -24,20 +24,26 @@ CLEAN = "clean"  # nothing is owed any more
 STREAM = 0  # index of the current stream among a call's values
 
 
+Look = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, stride, dtype
+
+
 @dataclass(eq=False, slots=True)
-class Playing:
-    """One call that is being played."""
+class Frame:
+    """One call that runs a program."""
 
     things: list[Any]  # by slot, a tensor, a lease or another object
-    values: array[
-        int
-    ]  # for its launches: a copy of Tape.values, with the current stream; sections fill in the rest
+    # For its launches: a copy of Program.values, with the current stream; sections fill in the rest.
+    values: array[int]
     numbers: Mapping[str, int]  # integers of this call, by name
     kernels: Callable[[], object]  # returns the kernels which calls name
     mark: str = CLEAN
 
 
-@lru_cache(maxsize=4096)  # a tape asks for the same ones in every call
+def look_of(tensor: torch.Tensor) -> Look:
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+@lru_cache(maxsize=4096)  # a program asks for the same ones in every call
 def extent_bytes(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> int:
     """From the first byte of a tensor to the one past its last."""
     if 0 in shape:
@@ -59,11 +65,11 @@ class Memory:
     dtype: torch.dtype
     constant: torch.Tensor | None = field(default=None, compare=False)  # the tensor, without a slot
 
-    def get(self, playing: Playing) -> torch.Tensor:
+    def get(self, frame: Frame) -> torch.Tensor:
         if self.slot is None:
             assert self.constant is not None
             return self.constant
-        thing = playing.things[self.slot]
+        thing = frame.things[self.slot]
         base: torch.Tensor = thing if isinstance(thing, torch.Tensor) else thing.tensor
         if (
             self.offset_bytes == 0
@@ -91,8 +97,18 @@ class ObjectSlot:
     slot: int
     offset_bytes = 0  # as in Memory
 
-    def get(self, playing: Playing) -> Any:
-        return playing.things[self.slot]
+    def get(self, frame: Frame) -> Any:
+        return frame.things[self.slot]
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """The address of a tensor."""
+
+    of: Memory | ObjectSlot
+
+    def get(self, frame: Frame) -> int:
+        return int(self.of.get(frame).data_ptr())
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +118,8 @@ class LeaseOffset:
     slot: int
     offset_bytes: int
 
-    def get(self, playing: Playing) -> int:
-        return int(playing.things[self.slot].offset) + self.offset_bytes
+    def get(self, frame: Frame) -> int:
+        return int(frame.things[self.slot].offset) + self.offset_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +128,8 @@ class CallInteger:
 
     name: str
 
-    def get(self, playing: Playing) -> int:
-        return playing.numbers[self.name]
+    def get(self, frame: Frame) -> int:
+        return frame.numbers[self.name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,18 +139,18 @@ class ResultField:
     slot: int
     index: int
 
-    def get(self, playing: Playing) -> int:
-        return int(playing.things[self.slot][self.index])
+    def get(self, frame: Frame) -> int:
+        return int(frame.things[self.slot][self.index])
 
 
-_PLACES = (Memory, ObjectSlot, LeaseOffset, CallInteger, ResultField)
+OPERANDS = (Memory, ObjectSlot, Address, LeaseOffset, CallInteger, ResultField)
 
 
-def filler(template: Any) -> Callable[[Playing], Any] | None:
+def filler(template: Any) -> Callable[[Frame], Any] | None:
     """Function that returns the template with what a call has in the places; None if there are none."""
     kind = type(template)
-    if kind in _PLACES:
-        return cast(Callable[[Playing], Any], template.get)
+    if kind in OPERANDS:
+        return cast(Callable[[Frame], Any], template.get)
     if kind is not dict and not isinstance(template, (tuple, list)):
         return None
     values = [*(template.values() if kind is dict else template)]
@@ -150,46 +166,26 @@ def filler(template: Any) -> Callable[[Playing], Any] | None:
         else getattr(kind, "_make", kind)
     )
 
-    def fill(playing: Playing) -> Any:
-        filled, things = values[:], playing.things
+    def fill(frame: Frame) -> Any:
+        filled, things = values[:], frame.things
         for n, slot in slots:
             filled[n] = things[slot]
         for n, part in parts:
-            filled[n] = part(playing)
+            filled[n] = part(frame)
         return make(filled)
 
     return fill if slots or parts else None
 
 
-_BY_IDENTITY: Any = object.__eq__
-
-
-def _same(a: Any, b: Any) -> bool:
-    """Whether two templates are the same: numbers and words by value, objects without values by type."""
-    if a is b:
-        return True
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, (tuple, list)):
-        return len(a) == len(b) and all(map(_same, a, b))
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(_same(a[name], b[name]) for name in a)
-    return type(a).__eq__ is _BY_IDENTITY or bool(a == b)
-
-
 class Entry:
-    """One thing that happens. is_owed: see recorder.owed."""
+    """One thing that happens. is_owed: see builder.owed."""
 
     __slots__ = ()
     is_owed: bool = False
 
-    def play(self, playing: Playing) -> None:
-        """Does it, for one call. Launches and events have none: they are played in sections."""
+    def run(self, frame: Frame) -> None:
+        """Does it, for one call."""
         raise NotImplementedError
-
-    def same(self, other: Any) -> bool:
-        """Whether another entry of this class does the same, up to what changes from call to call."""
-        return bool(self == other)
 
 
 @dataclass(eq=False, slots=True)
@@ -198,15 +194,15 @@ class Launch(Entry):
 
     kernel: Any
     grid: tuple[int, ...]
-    args: tuple[Any, ...]  # an argument, or its place, for each parameter that is no constant
+    args: tuple[Any, ...]  # an argument, or its operand, for each parameter that is no constant
     stream: int | None = None  # None for the current stream
-    maps: Any = (
-        None  # what the kernel has made of the arguments whose tensors are described by tensor maps
-    )
+    # What the kernel has made of the arguments whose tensors are described by tensor maps.
+    maps: Any = None
 
-    def same(self, other: Any) -> bool:
-        ours, theirs = ((each.kernel, each.grid, each.stream) for each in (self, other))
-        return ours == theirs and _same(self.args, other.args)
+    def run(self, frame: Frame) -> None:
+        fill = filler(self.args)
+        args = self.args if fill is None else fill(frame)
+        self.kernel.run(self.grid, self.stream or frame.values[STREAM], args)
 
     def __str__(self) -> str:
         return f"Launch {getattr(self.kernel, 'name', '')}"
@@ -220,6 +216,15 @@ class Event(Entry):
     stream: int | None
     recorded_on: torch.cuda.Stream | None = field(default=None, compare=False)
     is_wait: bool = False
+
+    def run(self, frame: Frame) -> None:
+        stream = torch.cuda.current_stream()
+        if self.stream is not None:
+            stream = torch.cuda.ExternalStream(self.stream)
+        if self.is_wait:
+            stream.wait_event(frame.things[self.slot])
+        else:
+            frame.things[self.slot] = stream.record_event()
 
 
 # What a call is:
@@ -247,17 +252,17 @@ class Call(Entry):
     kind: str = CALL
     is_owed: bool = False
     leaves_autocast: str | None = None
-    fills: tuple[Callable[[Playing], Any] | None, ...] = field(init=False)
+    fills: tuple[Callable[[Frame], Any] | None, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         self.fills = tuple(map(filler, self.template))
 
-    def play(self, playing: Playing) -> None:
+    def run(self, frame: Frame) -> None:
         fill_args, fill_kwargs = self.fills
-        args = self.template[0] if fill_args is None else fill_args(playing)
-        kwargs = self.template[1] if fill_kwargs is None else fill_kwargs(playing)
+        args = self.template[0] if fill_args is None else fill_args(frame)
+        kwargs = self.template[1] if fill_kwargs is None else fill_kwargs(frame)
         function = (
-            getattr(playing.kernels(), self.function)
+            getattr(frame.kernels(), self.function)
             if isinstance(self.function, str)
             else self.function
         )
@@ -267,14 +272,7 @@ class Call(Entry):
             with torch.autocast(self.leaves_autocast, enabled=False):
                 result = function(*args, **kwargs)
         if self.slot is not None:
-            playing.things[self.slot] = result
-
-    def same(self, other: Any) -> bool:
-        ours, theirs = (
-            (str(each), each.slot, each.is_owed, each.leaves_autocast, each.template)
-            for each in (self, other)
-        )
-        return _same(ours, theirs)
+            frame.things[self.slot] = result
 
     def __str__(self) -> str:
         name = getattr(self.function, "__qualname__", getattr(self.function, "name", self.function))
@@ -287,28 +285,22 @@ class Mark(Entry):
 
     what: str
 
-    def play(self, playing: Playing) -> None:
-        playing.mark = self.what
+    def run(self, frame: Frame) -> None:
+        frame.mark = self.what
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Tape:
-    """A recording: what happens, in order, and templates of what the function returned. num_slots: for memory and
-    objects; inputs have the first ones. values: see kernels/launch/player.py. leases: see symm_mem/lease_plan.py."""
+class Program:
+    """What happens, in order, and templates of what the function returns. num_slots: for memory and objects; inputs
+    have the first ones. values: see kernels/launch/player.py. leases: see symm_mem/lease_plan.py. fill: fills in the
+    outputs; None: they have no operands."""
 
     num_slots: int
     entries: tuple[Entry, ...]
     outputs: tuple[Any, ...]
-    values: array[int] = field(default_factory=partial(array, "q"))
+    values: array[int] = field(default_factory=partial(array, "q", (0,)))
     leases: Any = None
+    fill: Callable[[Frame], tuple[Any, ...]] | None = field(init=False)
 
-    def difference(self, other: Tape) -> str:
-        """What a later recording has that is not so here; "" if both came from calls that differ only in memory and in
-        the numbers that a call brings."""
-        for n, (a, b) in enumerate(zip_longest(self.entries, other.entries)):
-            if type(a) is not type(b) or not a.same(b):
-                return f"step {n} was {a}, and is {b}" + (
-                    " with other arguments" if str(a) == str(b) else ""
-                )
-        is_same = self.num_slots == other.num_slots and _same(self.outputs, other.outputs)
-        return "" if is_same else "what is returned lies elsewhere"
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "fill", filler(self.outputs))

@@ -1,0 +1,449 @@
+"""The builder of programs: it runs a function of the package once and notes what that launches, while nothing is
+launched.
+
+Memory that the function makes or leases has a symbolic address in a range that no memory has, one for each slot. So a
+tensor, an offset and an address each say by themselves which operand they are. Kernels, operators of torch and
+functions that are :func:`noted` are noted and not called.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+from symmoe import torch_internals
+from symmoe.address_range import AddressRange
+from symmoe.program import program as parts
+from symmoe.program.program import (
+    Call,
+    Entry,
+    Event,
+    Launch,
+    Look,
+    Mark,
+    Memory,
+    ObjectSlot,
+    Program,
+    extent_bytes,
+    look_of,
+)
+from symmoe.torch_internals import TorchDispatchMode
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_EMPTY = {
+    torch.ops.aten.empty.memory_format,
+    torch.ops.aten.empty_like.default,
+    torch.ops.aten.empty_strided.default,
+    torch.ops.aten.new_empty.default,
+    torch.ops.aten.new_empty_strided.default,
+}
+_OF_NUMBERS = {"dact_workspace_numel", "dact_quantize_workspace_numel"}
+# Symbolic addresses: above those that a processor can have, and below the largest integer that kernels get for one.
+FIRST_ADDRESS, _SLOT_BYTES, _MAX_SLOTS = 1 << 60, 1 << 42, 1 << 16
+_META = torch.device("meta")
+
+
+class _Thread(threading.local):
+    builder: Builder | None = None
+
+
+_thread = _Thread()
+
+
+def builder() -> Builder | None:
+    """What notes this thread's calls now, or None."""
+    return _thread.builder
+
+
+def noted(
+    function: Callable[P, R] | None = None,
+    /,
+    *,
+    stands_for: Callable[..., Any] | None = None,
+    is_in_order: bool = False,
+    on_gpus: bool = True,
+) -> Any:
+    """Decorator of functions of which a program repeats the whole call, not what they launch.
+
+    Args:
+        stands_for: called in a build with the same arguments; its result stands for that of the call. None: there is no
+            result, or nobody looks at it in the build.
+        is_in_order: the function launches work itself, or meets others: nothing passes it.
+        on_gpus: False: on GPUs a program repeats what the function launches.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        kind = parts.IN_ORDER if is_in_order else parts.CALL
+
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            current = _thread.builder
+            if current is None or (current.on_gpu and not on_gpus):
+                return function(*args, **kwargs)
+            result: Any = current.call(function, args, kwargs, stands_for, kind)
+            return result
+
+        return call
+
+    return decorate if function is None else decorate(function)
+
+
+def mark(what: str) -> None:
+    """Notes a point that matters if a program is interrupted; see Programs."""
+    if _thread.builder is not None:
+        _thread.builder.entries.append(Mark(what))
+
+
+@contextmanager
+def owed() -> Iterator[None]:
+    """What is launched in this context is launched even if a program is interrupted between the marks of a trip."""
+    current = _thread.builder
+    if current is None:
+        yield
+        return
+    before, current.is_owed = current.is_owed, True
+    try:
+        yield
+    finally:
+        current.is_owed = before
+
+
+def fill(memory: torch.Tensor) -> torch.Tensor:
+    """Fills dense memory with 0x7FFF in every two bytes: NaN as any float, as an index one that no tensor has."""
+    numbers = memory.as_strided((memory.numel(),), (1,)).view(torch.uint8)
+    numbers[: numbers.numel() // 2 * 2].view(torch.int16).fill_(0x7FFF)
+    return memory
+
+
+class BuildError(Exception):
+    """A function does what no program can do: a defect of this package."""
+
+
+class Builder(TorchDispatchMode):
+    """Notes what one function launches, as a context. One thread.
+
+    Args:
+        inputs: the tensors that the function reads and writes, in slots 0, 1, ... No two share memory.
+        numbers: integers that differ from call to call, by the name of the keyword under which noted functions get
+            them.
+        constants: tensors that are the same in every call.
+        fills: whether the program fills memory that it makes.
+
+    Attributes:
+        entries: what has been noted.
+        is_owed: whether entries are noted as owed to the peers.
+    """
+
+    def __init__(
+        self,
+        inputs: Sequence[torch.Tensor],
+        numbers: Mapping[str, int],
+        constants: Sequence[torch.Tensor],
+        *,
+        fills: bool = False,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
+        self.entries: list[Entry] = []
+        self.is_owed, self.numbers = False, numbers
+        self._looks: list[Look | None] = []  # by slot, of a tensor that each call has there
+        self._objects: dict[int, tuple[int, object]] = {}  # id of an object to its slot; holds it
+        self._spans = [
+            (tensor.data_ptr(), tensor.data_ptr() + extent_bytes(*look_of(tensor)))
+            for tensor in inputs
+        ]
+        for tensor in inputs:
+            self._new_slot(look_of(tensor))
+        self._constants = {tensor.data_ptr() for tensor in constants}
+        self.device = inputs[0].device
+        self.on_gpu = self.device.type == "cuda"
+        make = torch_internals.empty_strided[self.device.type]
+        self._make = (lambda *look: fill(make(*look))) if fills else make
+        self._autocast = self.device.type if torch.is_autocast_enabled(self.device.type) else None
+        self._stream = torch.cuda.current_stream(self.device).cuda_stream if self.on_gpu else 0
+        self._outer: list[Builder | None] = []
+        self._next_numbers: dict[str, Any] = {}  # those of the next launch, by the parameter's name
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch asks. True would have it import its compiler, which takes seconds, for the first build."""
+        return False
+
+    def __enter__(self) -> Builder:
+        super().__enter__()  # type: ignore[no-untyped-call]  # untyped in torch
+        self._outer.append(_thread.builder)  # None, or this one, around parts of an operator
+        _thread.builder = self
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        _thread.builder = self._outer.pop()
+        super().__exit__(*exc)  # type: ignore[no-untyped-call]  # untyped in torch
+
+    def finish(self, outputs: Sequence[object]) -> Program:
+        """The program of a function with these outputs."""
+        templates = tuple(self._template(output) for output in outputs)
+        return Program(len(self._looks), tuple(self.entries), templates)
+
+    # -- what is noted --------------------------------------------------------------------------------------------
+
+    def call(
+        self,
+        function: Callable[..., Any] | str,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        stands_for: Callable[..., Any] | None = None,
+        kind: str = parts.CALL,
+    ) -> Any:
+        """Notes a call; see :func:`noted`. function: the name of a kernel, which is looked up in every call."""
+        template = (
+            self._template(args),
+            {key: self._named(key, value) for key, value in kwargs.items()},
+        )
+        result = None if stands_for is None else stands_for(*args, **kwargs)
+        slot = None
+        if isinstance(result, torch.Tensor):
+            slot = self._slot_of(result)
+        elif result is not None:
+            offset = getattr(result, "offset", None)  # of a lease
+            slot = self._new_slot() if offset is None else offset // _SLOT_BYTES
+            self._objects[id(result)] = slot, result
+        autocast = None if torch.is_autocast_enabled(self.device.type) else self._autocast
+        self.entries.append(Call(function, template, slot, kind, self.is_owed, autocast))
+        return result
+
+    def kernel(self, name: str, kernel: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """A hook for kernels that are functions of the host; see kernels/select.py. Those with a result are functions
+        of numbers."""
+        return kernel(*args, **kwargs) if name in _OF_NUMBERS else self.call(name, args, kwargs)
+
+    def launches_with(
+        self,
+        function: Callable[..., Sequence[Any]],
+        template: tuple[Any, ...],
+        numbers: Mapping[str, Any],
+        results: Sequence[str],
+        nan_on_failure: torch.Tensor | None,
+    ) -> None:
+        """Notes the call of a function of integers, whose results are arguments of the next launch.
+
+        Args:
+            template: the arguments, numbers of the call as CallInteger.
+            numbers, results: where other arguments of the launch come from, and the names of those that are returned.
+            nan_on_failure: the tensor whose address is the argument `spoiled`.
+        """
+        slot = self._new_slot()
+        self.entries.append(Call(function, (template, {}), slot, parts.NOTE, self.is_owed))
+        self._next_numbers = {
+            **numbers,
+            **{name: parts.ResultField(slot, n) for n, name in enumerate(results)},
+        }
+        if nan_on_failure is not None:
+            self._next_numbers["spoiled"] = parts.Address(self._memory(nan_on_failure))
+
+    def launch(
+        self,
+        kernel: Any,
+        names: Sequence[str],
+        grid: tuple[int, ...],
+        stream: int,
+        args: tuple[Any, ...],
+        maps: Any,
+    ) -> None:
+        """Notes the launch of a compiled kernel; see Launch. names: of the parameters."""
+        template = self._arguments(names, args)
+        self.entries.append(Launch(kernel, grid, template, self._named_stream(stream), maps))
+
+    def launch_by(
+        self, launch: Callable[..., Any], names: Sequence[str], stream: int, *args: Any
+    ) -> None:
+        """Notes a launch that only Python can make, by a function whose last argument has those of the kernel."""
+        *others, given = args
+        template = (self._named_stream(stream), *others, self._arguments(names, given))
+        self.entries.append(Call(launch, (template, {}), None, parts.IN_ORDER, self.is_owed))
+
+    def _arguments(self, names: Sequence[str], args: tuple[Any, ...]) -> tuple[Any, ...]:
+        numbers, self._next_numbers = self._next_numbers, {}
+        return tuple(
+            [
+                numbers[name] if name in numbers else self._template(arg)
+                for name, arg in zip(names, args)  # noqa: B905 - constants follow
+            ]
+        )
+
+    def event(self, stream: torch.cuda.Stream) -> Any:
+        """Notes that an event is recorded; what stands for it."""
+        slot, event = self._new_slot(), SimpleNamespace()
+        self._objects[id(event)] = slot, event
+        self.entries.append(Event(slot, self._named_stream(stream.cuda_stream), stream))
+        return event
+
+    def wait(self, stream: torch.cuda.Stream, event: object) -> None:
+        """Notes that a stream waits for an event."""
+        slot = self._objects[id(event)][0]
+        self.entries.append(Event(slot, self._named_stream(stream.cuda_stream), is_wait=True))
+
+    def __torch_dispatch__(
+        self,
+        function: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        with self:  # one that stands for others, which operators of torch see whole
+            result = function.decompose(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
+        if function.is_view or kwargs.get("device") not in (None, self.device):
+            return function(*args, **kwargs)
+        if function is torch_internals.READS_BACK:
+            raise BuildError("the host reads a tensor")
+        template = self._template(args), self._template(kwargs)
+        if (written := _written(function, args, kwargs)) is not None:
+            self._note_operator(function, template, None)
+            return written
+        options = {**kwargs, "device": _META} if "device" in kwargs else kwargs
+        found = function(*_on_meta(args), **_on_meta(options))
+        if not isinstance(found, torch.Tensor):
+            raise BuildError(f"{function} returns {type(found).__name__}")
+        result = self.tensor(*look_of(found))
+        slot = self._slot_of(result)
+        if function in _EMPTY:
+            self.entries.append(Call(self._make, (look_of(found), {}), slot, parts.NEW))
+        else:
+            self._note_operator(function, template, slot)
+        return result
+
+    def _note_operator(self, function: Any, template: tuple[Any, Any], slot: int | None) -> None:
+        if self.on_gpu and torch.cuda.current_stream(self.device).cuda_stream != self._stream:
+            raise BuildError(f"{function} runs on another stream")
+        # What autocast does to operators has been done here.
+        self.entries.append(
+            Call(function, template, slot, parts.OPERATOR, self.is_owed, self._autocast)
+        )
+
+    # -- operands -------------------------------------------------------------------------------------------------
+
+    def tensor(
+        self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """What stands for a new tensor, which has a slot of its own."""
+        offset_bytes = _SLOT_BYTES * self._new_slot((tuple(shape), tuple(stride), dtype))
+        base = _symbolic_memory(self.device, dtype)
+        return torch_internals.over_memory_of(
+            base, tuple(shape), tuple(stride), offset_bytes // dtype.itemsize
+        )
+
+    def reserve(self) -> int:
+        """A new slot for leased memory: its symbolic offset."""
+        return _SLOT_BYTES * self._new_slot(None)
+
+    def offset_of(self, tensor: torch.Tensor) -> int:
+        """The symbolic offset of a tensor in a lease of this call; 0 of an empty one, which has no address."""
+        address = tensor.data_ptr()
+        if address and address < FIRST_ADDRESS:
+            raise BuildError("an offset lies in no lease of this call")
+        return max(0, address - FIRST_ADDRESS)
+
+    def offset(self, offset: int) -> parts.LeaseOffset | int:
+        """What an offset in the arena, or another integer, stands for."""
+        slot, inside = divmod(offset, _SLOT_BYTES)
+        return parts.LeaseOffset(slot, inside) if slot > 0 else offset
+
+    def _new_slot(self, look: Look | None = None) -> int:
+        if len(self._looks) == _MAX_SLOTS:
+            raise BuildError(f"more than {_MAX_SLOTS} operands")
+        self._looks.append(look)
+        return len(self._looks) - 1
+
+    def _slot_of(self, tensor: torch.Tensor) -> int:
+        """That of a tensor which stands for another one. An empty one has no address, but it was the last."""
+        address = tensor.data_ptr()
+        return (address - FIRST_ADDRESS) // _SLOT_BYTES if address else len(self._looks) - 1
+
+    def _memory(self, tensor: torch.Tensor) -> Memory | ObjectSlot:
+        start, look = tensor.data_ptr(), look_of(tensor)
+        if tensor.numel() == 0:
+            empty = torch_internals.empty_strided[self.device.type](*look)
+            return Memory(None, 0, *look, empty)
+        slot, offset = divmod(start - FIRST_ADDRESS, _SLOT_BYTES)
+        if slot < 0:  # an input, or a constant
+            end = start + extent_bytes(*look)
+            slots = [n for n, span in enumerate(self._spans) if span[0] <= start and end <= span[1]]
+            if not slots:
+                if start not in self._constants:
+                    raise BuildError(f"memory of a {[*tensor.shape]} {tensor.dtype} is not known")
+                return Memory(None, start, *look, tensor)
+            slot, offset = slots[0], start - self._spans[slots[0]][0]
+        if offset == 0 and look == self._looks[slot]:
+            return ObjectSlot(slot)
+        return Memory(slot, offset, *look)
+
+    def _template(self, value: Any) -> Any:
+        """The value with what changes from call to call replaced by where to find it."""
+        if isinstance(value, torch.Tensor):
+            return self._memory(value)
+        if isinstance(value, (tuple, list)):
+            filled = [self._template(part) for part in value]
+            return value._make(filled) if hasattr(value, "_make") else type(value)(filled)
+        if isinstance(value, dict):
+            return {name: self._template(part) for name, part in value.items()}
+        if id(value) in self._objects:
+            return ObjectSlot(self._objects[id(value)][0])
+        return value
+
+    def _named(self, name: str, value: Any) -> Any:
+        if name in self.numbers:
+            return parts.CallInteger(name)
+        if name == "publish":
+            return tuple(self.offset(offset) for offset in value)
+        return self._template(value)
+
+    def _named_stream(self, stream: int) -> int | None:
+        """None for the stream that the call came on."""
+        return None if stream == self._stream else stream
+
+
+def _written(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The argument that an operator writes and returns; None: it returns something new."""
+    schema = torch_internals.schema_of(function)
+    if not schema.is_mutable:
+        return None
+    for n, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            return args[n] if n < len(args) else kwargs[argument.name]
+    return None
+
+
+def _on_meta(value: Any) -> Any:
+    """The value with tensors of the same looks that have no memory."""
+    if isinstance(value, torch.Tensor):
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=_META)
+    if isinstance(value, (tuple, list)):
+        return [_on_meta(part) for part in value]
+    if isinstance(value, dict):
+        return {name: _on_meta(part) for name, part in value.items()}
+    return value
+
+
+@functools.cache
+def _symbolic_range(device: torch.device) -> AddressRange:
+    return AddressRange(FIRST_ADDRESS, _SLOT_BYTES * _MAX_SLOTS, device)
+
+
+@functools.cache
+def _symbolic_memory(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """All symbolic addresses, as one tensor."""
+    return symbolic_bytes(device).view(dtype)
+
+
+def symbolic_bytes(device: torch.device) -> torch.Tensor:
+    """All symbolic addresses, as a new tensor of bytes with a separate version counter."""
+    return _symbolic_range(device).tensor()

@@ -1,0 +1,166 @@
+"""Which program a call runs: it is built for the first call of a kind, and run for all."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from symmoe.errors import SymmoeError
+from symmoe.program.builder import Builder
+from symmoe.program.program import (
+    MUST_ABORT,
+    MUST_SIGNAL,
+    STREAM,
+    Entry,
+    Frame,
+    Mark,
+    Program,
+    extent_bytes,
+    look_of,
+)
+from symmoe.torch_internals import current_stream, num_dispatch_modes
+
+MODES = ("on", "off")
+_MAX_PROGRAMS = 256  # that are kept
+_MAX_KIND_NUMBERS = 4096
+
+Function = Callable[[], Sequence[Any]]
+
+
+class Programs:
+    """Runs functions of tensors by programs. Of one heap; the heap's turns keep threads apart.
+
+    Args:
+        device: device of the tensors.
+        give_up: called with an error that arises while a program runs where the peers cannot be told of it.
+        constants: tensors that functions use and that are the same in every call.
+        kernels: returns the kernels for the device.
+        compiled: makes what is run of a program.
+        fills: as in Builder.
+
+    Attributes:
+        num_built, num_runs: programs that have been built, and calls that have run one.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        give_up: Callable[[BaseException], None],
+        constants: Sequence[torch.Tensor],
+        kernels: Callable[[], object],
+        compiled: Callable[[Program], Program],
+        *,
+        fills: bool = False,
+    ) -> None:
+        self._programs, self._numbers = dict[Hashable, Program](), dict[Hashable, int]()
+        self._device, self._give_up, self._fills = device, give_up, fills
+        self._type = device.type  # torch makes a new word each time that it is asked
+        self._constants, self._kernels, self._compiled = tuple(constants), kernels, compiled
+        self._counter = itertools.count()
+        self.num_built = self.num_runs = 0
+
+    def run(
+        self,
+        key: tuple[Hashable, ...],
+        function: Function,
+        inputs: Sequence[torch.Tensor],
+        numbers: Mapping[str, int],
+    ) -> Sequence[Any]:
+        """What function() does and returns.
+
+        Args:
+            key: everything but tensors and `numbers` on which depends what is launched.
+            function: launches kernels; all that it reads, writes and returns is memory of `inputs`, memory that it
+                makes, leases that it takes, or a result of a function that is noted. It changes nothing else, and does
+                not wait for the device.
+            inputs: tensors; their looks, devices, alignment and whether they require gradients are a part of the key.
+            numbers: see Builder.
+        """
+        if num_dispatch_modes():  # a builder, or somebody else who has to see every operator
+            return function()
+        program = self._program(key, function, inputs, numbers)
+        if program is None:
+            return function()
+        things = [*inputs, *[None] * (program.num_slots - len(inputs))]
+        if program.leases is not None and not program.leases.take(things):
+            return function()  # which may need less, or says what is lacking
+        self.num_runs += 1
+        frame, num_done = Frame(things, program.values[:], numbers, self._kernels), 0
+        if self._type == "cuda":
+            frame.values[STREAM] = current_stream(self._device.index)
+        try:
+            for entry in program.entries:
+                entry.run(frame)
+                num_done += 1
+        except BaseException as error:
+            self._pay(program.entries[num_done:], frame, error)
+            raise
+        return program.outputs if program.fill is None else program.fill(frame)
+
+    def number(self, kind: Hashable) -> int:
+        """A number for a kind of call, the same for equal ones: to be hashed instead of it."""
+        if len(self._numbers) == _MAX_KIND_NUMBERS:
+            self._numbers.clear()
+        return self._numbers.setdefault(kind, next(self._counter))
+
+    def forget(self) -> None:
+        """Lets go of all programs, which hold what their calls were made on."""
+        self._programs.clear()
+
+    def _program(
+        self,
+        key: tuple[Hashable, ...],
+        function: Function,
+        inputs: Sequence[torch.Tensor],
+        numbers: Mapping[str, int],
+    ) -> Program | None:
+        """That of a call, maybe a new one; None if inputs share memory, so that nobody knows which one is meant."""
+        autocast = (
+            torch.get_autocast_dtype(self._type) if torch.is_autocast_enabled(self._type) else None
+        )
+        looks = [
+            (t.shape, t.stride(), t.dtype, t.device, t.requires_grad, t.data_ptr() & 15)
+            for t in inputs
+        ]
+        whole_key = key, (autocast, *looks)
+        program = self._programs.pop(whole_key, None)
+        if program is None:
+            if _share_memory(inputs):
+                return None
+            with Builder(inputs, numbers, self._constants, fills=self._fills) as builder:
+                outputs = function()
+            program = self._compiled(builder.finish(outputs))
+            self.num_built += 1
+            if len(self._programs) == _MAX_PROGRAMS:
+                del self._programs[next(iter(self._programs))]
+        self._programs[whole_key] = program  # as the last that has been used
+        return program
+
+    def _pay(self, entries: Iterable[Entry], frame: Frame, error: BaseException) -> None:
+        """Launches what is owed to the peers: they wait for it, and memory that they write to must not be leased again
+        before that."""
+        if frame.mark == MUST_ABORT:
+            self._give_up(error)
+        owes = frame.mark == MUST_SIGNAL
+        try:
+            for entry in entries:
+                owes &= type(entry) is not Mark
+                if owes and entry.is_owed:
+                    with suppress(
+                        SymmoeError
+                    ):  # a wait on a CPU may raise what will be raised again at the next call
+                        entry.run(frame)
+        except Exception as problem:  # noqa: BLE001 - the error that led here is raised
+            self._give_up(problem)
+
+
+def _share_memory(inputs: Sequence[torch.Tensor]) -> bool:
+    spans = sorted(
+        (tensor.data_ptr(), tensor.data_ptr() + extent_bytes(*look_of(tensor))) for tensor in inputs
+    )
+    return any(end > start for (_, end), (start, _) in pairwise(spans))
