@@ -24,7 +24,7 @@ from symmoe.kernels.activation import Activation
 from symmoe.kernels.contract.operands import Matrices, Rows
 from symmoe.kernels.gemm_parts import Part
 from symmoe.kernels.operands import Operand, given
-from symmoe.kernels.tensor_table import TensorTable
+from symmoe.kernels.tensor_table import TensorTable, address_or_self
 from symmoe.precision.recipes import Recipe
 
 T = TypeVar("T")
@@ -152,8 +152,7 @@ class ExpertWeights:
     @property
     def operands(self) -> list[torch.Tensor]:
         """All tensors that kernels read of them, among which are tables of addresses."""
-        matrices = [each for each in self.matrices if each is not None]
-        return [each.pointers if isinstance(each, TensorTable) else each for each in matrices]
+        return [address_or_self(each) for each in self.matrices if each is not None]
 
     @property
     def key(self) -> Hashable:

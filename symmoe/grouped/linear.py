@@ -6,7 +6,7 @@ a tail that is never read: it stays as it is in a buffer of the caller, and is z
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 
@@ -20,11 +20,18 @@ from symmoe.grouped.parameters import GroupedParameters, local_tensors
 from symmoe.grouped.rows_function import Gradients, Needs, RowArguments, RowInputs, Splits, run_rows
 from symmoe.grouped.weights import Compute, kernel_matrices
 from symmoe.kernels import flops  # noqa: F401 - a counter of FLOPs knows only the formulas that are there when it is made
-from symmoe.kernels.contract.operands import Rows
+from symmoe.kernels.contract.operands import Matrices, Rows
 from symmoe.kernels.gemm_parts import Part
-from symmoe.kernels.operands import Operand, given
-from symmoe.kernels.tensor_table import TensorTable
-from symmoe.precision.operands import HeldWeight, gradient_columns, gradient_rows, weight_operands
+from symmoe.kernels.operands import Operand, given, given_of
+from symmoe.kernels.tensor_table import TensorTable, address_or_self
+from symmoe.precision.operands import (
+    Directions,
+    HeldWeight,
+    gradient_columns,
+    gradient_rows,
+    weight_operands,
+)
+from symmoe.precision.recipes import Recipe
 from symmoe.torch_internals import replaceable
 
 
@@ -121,27 +128,62 @@ class GroupedLinear(GroupedParameters):
 
 
 @dataclass(frozen=True, slots=True)
+class LinearWeights:
+    """The weights of a layer as kernels take them."""
+
+    matrices: Matrices  # [G, O, C]
+    low: LowRank | None  # the adapters
+    held: Directions | None  # the operands that several calls share; None: a call makes its own
+
+    @property
+    def operands(self) -> list[torch.Tensor]:
+        """All tensors that kernels read of them."""
+        adapters = [] if self.low is None else [self.low.a, self.low.b]
+        held = [tensor for operand in self.held or () for tensor in operand or ()]
+        return [address_or_self(self.matrices), *adapters, *given_of(*held)]
+
+    @property
+    def key(self) -> Hashable:
+        """On what it depends what is launched, besides operands."""
+        return isinstance(self.matrices, TensorTable), self.low is None, self.held is None
+
+
+@dataclass(frozen=True, slots=True)
 class LinearProducts:
     """A rows_function.Products: y = W x + bias * scale, += B (A x) with adapters."""
 
     layers: tuple[GroupedParameters]
     trains_rows: bool  # whether backward will ask for the gradient of the rows
 
-    def forward(self, rows: RowInputs, out: torch.Tensor, *, zero_tail: bool) -> Gradients:
+    @property
+    def key(self) -> Hashable:
+        return self.layers[0].precision, self.trains_rows
+
+    def weights(self, rows: RowInputs, *, is_forward: bool) -> LinearWeights:
+        (layer,) = self.layers
+        num_weights = len(layer.weight_names)
+        (matrices,) = kernel_matrices({"weight": rows.tensors[:num_weights]})
+        adapters, held = rows.tensors[num_weights:], None
+        if layer.precision is not None and layer.held_weight is not None and is_forward:
+            held = layer.held_weight.operands(
+                layer.precision, matrices, transposed=self.trains_rows
+            )
+        return LinearWeights(matrices, LowRank(*adapters) if adapters else None, held)
+
+    def forward(
+        self, weights: LinearWeights, rows: RowInputs, out: torch.Tensor, *, zero_tail: bool
+    ) -> Gradients:
         # Kept are A x, and the transposed weight in the recipe's numbers if rows are trained.
-        (layer,), transposed = self.layers, None
-        weights, low = _split(layer, rows.tensors)
-        (weight,) = kernel_matrices({"weight": weights})
+        recipe, low, transposed = self.layers[0].precision, weights.low, None
         ops, bias = kernels.for_device(out.device), (rows.biases[0], rows.scale)
-        if layer.precision is None:
-            ops.grouped_gemm(rows.x, weight, rows.row_range, out, bias=bias, zero_tail=zero_tail)
+        if recipe is None:
+            ops.grouped_gemm(
+                rows.x, weights.matrices, rows.row_range, out, bias=bias, zero_tail=zero_tail
+            )
         else:
-            recipe, held, directions = layer.precision, layer.held_weight, None
             left = recipe.quantize(rows.x, rows.row_range).operand()
-            if held is not None:
-                directions = held.operands(recipe, weight, transposed=self.trains_rows)
-            right, transposed = directions or weight_operands(
-                recipe, weight, transposed=self.trains_rows
+            right, transposed = weights.held or weight_operands(
+                recipe, weights.matrices, transposed=self.trains_rows
             )
             ops.grouped_gemm_quantized(
                 left, right, rows.row_range, out, bias=bias, zero_tail=zero_tail
@@ -153,9 +195,14 @@ class LinearProducts:
         return t, *(transposed or (None, None, None))
 
     def backward(
-        self, rows: RowInputs, kept: Gradients, d_out: torch.Tensor, needs: Needs
+        self,
+        weights: LinearWeights,
+        rows: RowInputs,
+        kept: Gradients,
+        d_out: torch.Tensor,
+        needs: Needs,
     ) -> LinearGradients:
-        return LinearGradients(self.layers[0], rows, kept, d_out, needs)
+        return LinearGradients(self.layers[0].precision, weights, rows, kept, d_out, needs)
 
 
 class LinearGradients:
@@ -163,15 +210,16 @@ class LinearGradients:
 
     def __init__(
         self,
-        layer: GroupedParameters,
+        recipe: Recipe | None,
+        weights: LinearWeights,
         rows: RowInputs,
         kept: Gradients,
         d_out: torch.Tensor,
         needs: Needs,
     ) -> None:
         (needs_x, needs_scale, needs_bias, *_), (bias,) = needs, rows.biases
-        self._recipe, self._rows, self._d_out, self._kept = layer.precision, rows, d_out, kept
-        self._weights, self._low = _split(layer, rows.tensors)
+        self._recipe, self._rows, self._d_out, self._kept = recipe, rows, d_out, kept
+        self._weights, self._low = weights.matrices, weights.low
         self._ops = ops = kernels.for_device(d_out.device)
         self._d_bias = torch.empty_like(bias) if bias is not None and needs_bias else None
         self.d_biases: Gradients = (self._d_bias,)  # [G, O], or None
@@ -191,8 +239,9 @@ class LinearGradients:
         """Fills d_rows [N, C], and with a recipe the gradient of the bias by grouped_bias_grad's formula."""
         d_out, row_range = self._d_out, self._rows.row_range
         if self._recipe is None:
-            (weight,) = kernel_matrices({"weight": self._weights})
-            self._ops.grouped_gemm_dgrad(d_out, weight, row_range, d_rows, zero_tail=zero_tail)
+            self._ops.grouped_gemm_dgrad(
+                d_out, self._weights, row_range, d_rows, zero_tail=zero_tail
+            )
         else:
             lines = gradient_rows(
                 self._recipe, d_out, row_range, dbias=self._d_bias, bias_scale=self._rows.scale
@@ -234,13 +283,6 @@ class LinearGradients:
         ]
         write_gradients((self._rows.x, t, self._d_out, self._d_t), self._rows.row_range, gradients)
         return tuple(gradients)
-
-
-def _split(
-    layer: GroupedParameters, tensors: Sequence[torch.Tensor]
-) -> tuple[Sequence[torch.Tensor], LowRank | None]:
-    weights, adapters = tensors[: len(layer.weight_names)], tensors[len(layer.weight_names) :]
-    return weights, LowRank(*adapters) if adapters else None
 
 
 @contextmanager

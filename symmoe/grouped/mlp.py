@@ -7,7 +7,7 @@ activation before FC2, so that combining rows is a plain sum and FC2's output is
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -250,27 +250,36 @@ class MLPProducts:
     scale_bias: bool
     trains: tuple[bool, bool]
 
-    def forward(self, rows: RowInputs, out: torch.Tensor, *, zero_tail: bool) -> Hidden:
-        held = self.layers[0].held_weight, self.layers[1].held_weight
-        x, weights = self._operands(rows, held)
+    @property
+    def key(self) -> Hashable:
+        return self.form, self.scale_bias
+
+    def weights(self, rows: RowInputs, *, is_forward: bool) -> ExpertWeights:
+        held = [layer.held_weight if is_forward else None for layer in self.layers]
+        return expert_weights(
+            self.form, rows.biases, rows.tensors, trains=self.trains, held=(held[0], held[1])
+        )
+
+    def forward(
+        self, weights: ExpertWeights, rows: RowInputs, out: torch.Tensor, *, zero_tail: bool
+    ) -> Hidden:
+        x = self._rows(rows)
         hidden, a = weights.first_layer(x, num_rows=x.scale.numel())
         weights.second_layer(a, x, out, zero_tail=zero_tail)
         return hidden
 
     def backward(
-        self, rows: RowInputs, kept: Gradients, d_out: torch.Tensor, needs: Needs
+        self,
+        weights: ExpertWeights,
+        rows: RowInputs,
+        kept: Gradients,
+        d_out: torch.Tensor,
+        needs: Needs,
     ) -> ProductGradients:
-        x, weights = self._operands(rows)
+        x = self._rows(rows)
         h, *others = kept
         return weights.backward(x, Hidden(given("h", h), *others), d_out, needs_scale=needs[1])
 
-    def _operands(
-        self, rows: RowInputs, held: tuple[HeldWeight | None, HeldWeight | None] = (None, None)
-    ) -> tuple[ExpertRows, ExpertWeights]:
+    def _rows(self, rows: RowInputs) -> ExpertRows:
         scale = given("row_probs", rows.scale)
-        weights = expert_weights(
-            self.form, rows.biases, rows.tensors, trains=self.trains, held=held
-        )
-        return ExpertRows(
-            rows.x, rows.row_range, scale, scale if self.scale_bias else None
-        ), weights
+        return ExpertRows(rows.x, rows.row_range, scale, scale if self.scale_bias else None)

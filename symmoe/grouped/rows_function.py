@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeGuard
 
@@ -24,6 +24,8 @@ from symmoe.errors import ArgumentError, raise_for
 from symmoe.grouped.parameters import GroupedParameters
 from symmoe.grouped.weights import Compute
 from symmoe.kernels import control
+from symmoe.kernels.operands import given_of
+from symmoe.kernels.programs import run_program
 
 Splits = torch.Tensor | npt.NDArray[np.integer[Any]] | Sequence[int]
 
@@ -162,6 +164,18 @@ def run_rows(
     return y
 
 
+class Weights(Protocol):
+    """The weights of the layers of a call as kernels take them."""
+
+    @property
+    def operands(self) -> Sequence[torch.Tensor]:
+        """All tensors that kernels read of them."""
+
+    @property
+    def key(self) -> Hashable:
+        """On what it depends what is launched, besides operands."""
+
+
 class ProductGradients(Protocol):
     """Backward of Products. input_gradient, which fills d_rows [N, C], comes first, if rows get a gradient."""
 
@@ -190,11 +204,20 @@ class Products(Protocol):
     def layers(self) -> Layers:
         """Whose options backward reads when it runs."""
 
-    def forward(self, rows: RowInputs, out: torch.Tensor, *, zero_tail: bool) -> Gradients:
+    @property
+    def key(self) -> Hashable:
+        """On what it depends what is launched, besides tensors and weights."""
+
+    def weights(self, rows: RowInputs, *, is_forward: bool) -> Weights:
+        """Those of a pass."""
+
+    def forward(
+        self, weights: Any, rows: RowInputs, out: torch.Tensor, *, zero_tail: bool
+    ) -> Gradients:
         """Fills out [N, O], and returns what backward needs in addition to the inputs."""
 
     def backward(
-        self, rows: RowInputs, kept: Gradients, d_out: torch.Tensor, needs: Needs
+        self, weights: Any, rows: RowInputs, kept: Gradients, d_out: torch.Tensor, needs: Needs
     ) -> ProductGradients:
         """The gradients of d_out [N, O]; kept: what forward has returned."""
 
@@ -216,7 +239,12 @@ class _RowsFunction(Function):
         width, out = products.layers[-1].out_features, given.out
         y = x.new_empty((*x.shape[:-1], width)) if out is None else out
         inputs = _inputs(len(products.layers), x, row_range, scale, *tensors)
-        kept = products.forward(inputs, y.view(-1, width), zero_tail=out is None)
+        weights = products.weights(inputs, is_forward=True)
+        kept = run_program(
+            ("rows", products.key, weights.key, out is None),
+            lambda: products.forward(weights, inputs, y.view(-1, width), zero_tail=out is None),
+            given_of(x, row_range, scale, *inputs.biases, *weights.operands, y),
+        )
         ctx.save_for_backward(*kept, x, row_range, scale, *tensors)
         ctx.products, ctx.overwrites, ctx.num_kept = products, given.overwrite_main_grad, len(kept)
         ctx.grad_input_out = GradientBuffer("grad_input_out", given.grad_input_out)
@@ -227,43 +255,67 @@ class _RowsFunction(Function):
     def backward(ctx: Context, d_y: torch.Tensor) -> Gradients:
         raise_for(memory_problem("d_y", d_y))
         products, buffer, saved = ctx.products, ctx.grad_input_out, ctx.saved_tensors
-        layers, (x, _, scale, *_) = products.layers, saved[ctx.num_kept :]
-        inputs = _inputs(len(layers), *saved[ctx.num_kept :])
+        kept, layers = saved[: ctx.num_kept], products.layers
+        x, row_range, scale, *tensors = saved[ctx.num_kept :]
+        inputs = _inputs(len(layers), x, row_range, scale, *tensors)
+        weights = products.weights(inputs, is_forward=False)
         needs_x, _, needs_scale, *needs_biases = ctx.needs_input_grad[2:]
         d_y = arguments.kernel_rows(d_y).view(-1, d_y.shape[-1])
-        gradients = products.backward(
-            inputs, saved[: ctx.num_kept], d_y, (needs_x, needs_scale, *needs_biases)
-        )
-        d_x = d_scale = None
-        if needs_x:
-            raise_for(buffer.problem())
-            d_x = torch.empty_like(x) if buffer.tensor is None else buffer.tensor
-            if buffer.tensor is not None:  # the kernel reads d_y while it writes
-                raise_for(
-                    arguments.buffer_problem(
-                        "grad_input_out",
-                        d_x,
-                        shape=tuple(x.shape),
-                        dtype=x.dtype,
-                        device=x.device,
-                        inputs=(d_y,),
-                    )
-                )
-            gradients.input_gradient(d_x.view(-1, x.shape[-1]), zero_tail=buffer.tensor is None)
+        d_x = _input_gradient_buffer(buffer, x, d_y) if needs_x else None
+        matrices = iter(inputs.tensors)
+        of_layers = [tuple(itertools.islice(matrices, len(each.weight_names))) for each in layers]
+        targets = [
+            layer.gradient_target(weight, overwrite_main_grad=overwrite)
+            for layer, weight, overwrite in zip(layers, of_layers, ctx.overwrites, strict=True)
+        ]
+
+        def compute() -> tuple[Any, ...]:
+            needs = (needs_x, needs_scale, *needs_biases)
+            gradients = products.backward(weights, inputs, kept, d_y, needs)
+            if d_x is not None:
+                d_rows = d_x.view(-1, x.shape[-1])
+                gradients.input_gradient(d_rows, zero_tail=buffer.tensor is None)
+            computes = zip(targets, of_layers, gradients.weight_gradients(), strict=True)
+            d_weights = [target.add(weight, each) for target, weight, each in computes]
+            return gradients.d_scale, gradients.d_biases, d_weights, gradients.adapter_gradients()
+
+        options = [target.option for target in targets]
+        if "delayed" in options:
+            found: Sequence[Any] = compute()
+        else:
+            has = tuple([each is None for each in (*kept, buffer.tensor)])
+            needs = tuple(ctx.needs_input_grad[2 : 5 + len(layers)])
+            key = "rows backward", products.key, weights.key, *options, has, needs
+            read = given_of(d_y, x, row_range, scale, *kept, *inputs.biases, *weights.operands)
+            written = [tensor for target in targets for tensor in target.operands]
+            found = run_program(key, compute, [*read, *written, *given_of(d_x)])
+        d_scale, d_biases, d_weights, d_adapters = found
+        if d_x is not None:
             d_x = buffer.hand_on(d_x)
-        if needs_scale and gradients.d_scale is not None:
-            d_scale = gradients.d_scale.view(scale.shape)
-        d_weights: list[MaybeTensor] = []
-        tensors = iter(inputs.tensors)
-        for layer, compute, overwrite in zip(
-            layers, gradients.weight_gradients(), ctx.overwrites, strict=True
-        ):
-            weights = tuple(itertools.islice(tensors, len(layer.weight_names)))
-            target = layer.gradient_target(weights, overwrite_main_grad=overwrite)
-            d_weights += target.for_autograd(weights, target.add(weights, compute))
-        d_adapters = gradients.adapter_gradients()
+        if not needs_scale or d_scale is None:
+            d_scale = None
+        else:
+            d_scale = d_scale.view(scale.shape)
+        for_autograd = [
+            target.for_autograd(weight, each)
+            for target, weight, each in zip(targets, of_layers, d_weights, strict=True)
+        ]
         buffer.end_backward()
-        return None, None, d_x, None, d_scale, *gradients.d_biases, *d_weights, *d_adapters
+        d_tensors = itertools.chain(*for_autograd, d_adapters)
+        return None, None, d_x, None, d_scale, *d_biases, *d_tensors
+
+
+def _input_gradient_buffer(
+    buffer: GradientBuffer, x: torch.Tensor, d_y: torch.Tensor
+) -> torch.Tensor:
+    """Memory for the gradient of x."""
+    raise_for(buffer.problem())
+    if buffer.tensor is None:
+        return torch.empty_like(x)
+    look = {"shape": tuple(x.shape), "dtype": x.dtype, "device": x.device}
+    # The kernel reads d_y while it writes.
+    raise_for(arguments.buffer_problem("grad_input_out", buffer.tensor, **look, inputs=(d_y,)))
+    return buffer.tensor
 
 
 # -- splits ------------------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from symmoe import kernels
 from symmoe.errors import ArgumentError
 from symmoe.grouped.pointers import load_addresses
 from symmoe.kernels import control
-from symmoe.kernels.tensor_table import TensorTable
+from symmoe.kernels.tensor_table import TensorTable, address_or_self
 from symmoe.torch_internals import version_of
 
 
@@ -196,8 +196,7 @@ class MainGrads(Target):
 
     @property
     def operands(self) -> Sequence[torch.Tensor]:
-        is_table = isinstance(self._matrices, TensorTable)
-        return [self._matrices.pointers if is_table else self._matrices]
+        return [address_or_self(self._matrices)]
 
     def add(self, weights: Sequence[torch.Tensor], compute: Compute) -> Gradients:
         compute(self._matrices, self.option == "add")

@@ -11,8 +11,8 @@ from symmoe.kernels.select import (
     has_hook,
     hooked,
     looked_up,
+    may_run_programs,
     program_compiler,
-    watcher,
 )
 
 __all__ = [
@@ -22,6 +22,6 @@ __all__ = [
     "has_hook",
     "hooked",
     "looked_up",
+    "may_run_programs",
     "program_compiler",
-    "watcher",
 ]

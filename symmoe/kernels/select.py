@@ -20,7 +20,7 @@ import torch
 from symmoe.kernels.contract import Kernels
 from symmoe.program.builder import builder
 from symmoe.program.program import Program
-from symmoe.torch_internals import num_dispatch_modes
+from symmoe.torch_internals import current_device, num_dispatch_modes
 
 Hook = Callable[..., Any]
 
@@ -111,13 +111,21 @@ def compiled_counter(device: torch.device) -> Callable[[], int]:
     return int  # PyTorch does not compile the twins
 
 
-def watcher(device: torch.device) -> Callable[[], bool]:
-    """A function that says whether somebody has to see every launch of the kernels for `device`."""
-    if device.type == "cuda":
-        from symmoe.kernels.launch.triton_internals import is_watched
+def may_run_programs(device: torch.device) -> Callable[[], bool]:
+    """A function that says whether programs may run on `device` now: nobody has to see every launch, no graph is being
+    captured, and it is the current device."""
+    if device.type != "cuda":
+        return lambda: device.type == "cpu"
+    from symmoe.kernels.launch.triton_internals import is_watched
 
-        return lambda: bool(_hooks["cuda"]) or is_watched()
-    return bool
+    return lambda: (
+        not (
+            _hooks["cuda"]
+            or is_watched()
+            or torch.cuda.is_current_stream_capturing()
+            or current_device() != device.index
+        )
+    )
 
 
 def program_compiler(device: torch.device) -> Callable[[Program], Program]:

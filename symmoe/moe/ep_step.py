@@ -548,7 +548,7 @@ class _ExpertParallelMLP(Function):
             route = RouteGradients(
                 d_routed, ctx.saved_tensors[:_NUM_ROUTE_KEPT], ctx.rule, ctx.needs_input_grad[5:7]
             )
-            return *[None] * 5, *computed(route, heap), *[None] * len(ctx.needs_input_grad[7:])
+            return *[None] * 5, *computed(route), *[None] * len(ctx.needs_input_grad[7:])
         with FailPeersOnError(heap, DISPATCH):
             heap.fail_for(memory_problem("the gradient of y", dy), DISPATCH)
             dy = dy if dy.dim() == 2 else dy.reshape(-1, dy.shape[-1])

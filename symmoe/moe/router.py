@@ -28,11 +28,12 @@ from symmoe.checks.arguments import (
 from symmoe.errors import ArgumentError, SymmoeError, raise_for
 from symmoe.kernels import control
 from symmoe.kernels.operands import given_of
+from symmoe.kernels.programs import run_program
 from symmoe.kernels.routing_rule import RoutingRule
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.recomputed import CountedCalls
 from symmoe.program.builder import noted
-from symmoe.symm_mem.heap import SymmetricHeap, heap_numbered
+from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.torch_internals import replaceable
 
 
@@ -65,7 +66,7 @@ class Router(nn.Module):
     lower expert id, on every device and however many tokens share the call.
 
     Args:
-        heap: its programs launch what a call needs; None: no programs.
+        heap: of the layer that has the router; None: the router is by itself.
 
     Parameters stay fp32 when a model is cast (`model.to(torch.bfloat16)`).
 
@@ -186,7 +187,7 @@ class Router(nn.Module):
         # Autocast would run the product in half precision, where close scores tie or swap.
         with torch.autocast(x.device.type, enabled=False):
             given_idx = None if topk_idx is None else _int32(topk_idx).contiguous()
-            routed = route_tokens(self.route_of(x, given_idx), self._heap)
+            routed = route_tokens(self.route_of(x, given_idx))
             chosen = choice_of(config, routed.topk_idx, routed.probs, token_mask)
         return RouterOutput(*chosen, routed.scores, routed.logits)
 
@@ -438,19 +439,19 @@ class RouteGradients(NamedTuple):
         return dx, d_weight
 
 
-def computed(call: Route | RouteGradients, heap: SymmetricHeap | None) -> Sequence[Any]:
-    """What its `compute` returns; by a program of the heap, if there is one."""
-    return call.compute() if heap is None else heap.run(call.key, call.compute, call.inputs)
+def computed(call: Route | RouteGradients) -> Sequence[Any]:
+    """What its `compute` returns, by a program."""
+    return run_program(call.key, call.compute, call.inputs)
 
 
-def route_tokens(route: Route, heap: SymmetricHeap | None = None) -> Routed:
+def route_tokens(route: Route) -> Routed:
     """Logits x @ weight^T of tokens, and the experts that they choose (kernels/contract/router.py). Not collective, no
     host sync. For bf16 tokens, and on CPUs, kernels compute the logits with sums as good as those of fp32 products
     (never tf32), without an fp32 copy of the tokens; a token's logits do not depend on the other tokens. Otherwise
-    torch computes them from an fp32 copy. Differentiable, once. heap: its programs launch."""
+    torch computes them from an fp32 copy. Differentiable, once."""
     if torch.compiler.is_compiling():
-        return Routed(*_route(*route[:4], _packed(route.top_k, route.rule, heap)))
-    return Routed(*_RouteFunction.apply(heap, route, route.x, route.weight))
+        return Routed(*_route(*route[:4], _packed(route.top_k, route.rule)))
+    return Routed(*_RouteFunction.apply(route, route.x, route.weight))
 
 
 @noted
@@ -493,28 +494,26 @@ class _RouteFunction(Function):
     of = "the router"
 
     @staticmethod
-    def forward(
-        ctx: Context, heap: SymmetricHeap | None, route: Route, *_: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        routed = tuple(computed(route, heap))
+    def forward(ctx: Context, route: Route, *_: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        routed = tuple(computed(route))
         _save(ctx, route.x, route.weight, routed)
-        ctx.rule, ctx.heap = route.rule, heap
+        ctx.rule = route.rule
         return routed
 
     @staticmethod
     def backward(ctx: Context, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        found = RouteGradients(gradients[:3], ctx.saved_tensors, ctx.rule, ctx.needs_input_grad[2:])
-        return None, None, *computed(found, ctx.heap)
+        found = RouteGradients(gradients[:3], ctx.saved_tensors, ctx.rule, ctx.needs_input_grad[1:])
+        return None, *computed(found)
 
 
-# For torch.compile, operators, which take numbers in place of a rule and a heap. They stand next to those of the step,
+# For torch.compile, operators, which take numbers in place of a rule. They stand next to those of the step,
 # whose backward needs what does not lie in a CUDA graph's memory: so programs run what these launch.
 OUTSIDE_GRAPHS = (torch.Tag.cudagraph_unsafe,)
 
 
-def _packed(top_k: int, rule: RoutingRule, heap: SymmetricHeap | None) -> list[float]:
+def _packed(top_k: int, rule: RoutingRule) -> list[float]:
     """The numbers of an operator, equal for equal arguments."""
-    score, number = CHOICES["score"].index(rule.score), -1 if heap is None else heap.number
+    score = CHOICES["score"].index(rule.score)
     numbers = (
         top_k,
         score,
@@ -522,13 +521,12 @@ def _packed(top_k: int, rule: RoutingRule, heap: SymmetricHeap | None) -> list[f
         rule.num_groups,
         rule.top_groups,
         rule.route_scale,
-        number,
     )
     return [float(each) for each in numbers]
 
 
-def _unpacked(numbers: Sequence[float]) -> tuple[int, RoutingRule, SymmetricHeap | None]:
-    top_k, score, renormalize, num_groups, top_groups, _, number = map(int, numbers)
+def _unpacked(numbers: Sequence[float]) -> tuple[int, RoutingRule]:
+    top_k, score, renormalize, num_groups, top_groups, _ = map(int, numbers)
     rule = RoutingRule(
         score=CHOICES["score"][score],
         renormalize=bool(renormalize),
@@ -536,7 +534,7 @@ def _unpacked(numbers: Sequence[float]) -> tuple[int, RoutingRule, SymmetricHeap
         top_groups=top_groups,
         route_scale=numbers[5],
     )
-    return top_k, rule, heap_numbered(None if number < 0 else number)
+    return top_k, rule
 
 
 @torch.library.custom_op("symmoe::route", mutates_args=(), tags=OUTSIDE_GRAPHS)
@@ -547,8 +545,8 @@ def _route(
     given_idx: torch.Tensor | None,
     numbers: Sequence[float],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    top_k, rule, heap = _unpacked(numbers)
-    return tuple(computed(Route(x, weight, bias, given_idx, top_k, rule), heap))
+    top_k, rule = _unpacked(numbers)
+    return tuple(computed(Route(x, weight, bias, given_idx, top_k, rule)))
 
 
 @_route.register_fake
@@ -565,9 +563,9 @@ def _route_gradients(
     kept: Sequence[torch.Tensor],
     numbers: Sequence[float],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    _, rule, heap = _unpacked(numbers)
+    _, rule = _unpacked(numbers)
     gradients = RouteGradients((d_logits, d_probs, d_scores), tuple(kept), rule, (True, True))
-    return tuple(computed(gradients, heap))
+    return tuple(computed(gradients))
 
 
 @_route_gradients.register_fake

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import operator
-import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from threading import get_ident
@@ -17,7 +15,6 @@ import torch.distributed as dist
 from symmoe import errors, kernels
 from symmoe.errors import (
     ArgumentError,
-    ConcurrentUse,
     HeapClosed,
     HeapExhausted,
     HeapPoisoned,
@@ -32,20 +29,11 @@ from symmoe.symm_mem.faults import UNRAISED
 from symmoe.symm_mem.lease_plan import lease_in_build, with_leases_first
 from symmoe.symm_mem.memory import Lease, lease_problem
 from symmoe.symm_mem.start import START_TIMEOUT_S, HeapParts
-from symmoe.symm_mem.streams import capture_id
-from symmoe.torch_internals import STOPS_RECOMPUTATION, current_device
+from symmoe.torch_internals import STOPS_RECOMPUTATION
 
 if TYPE_CHECKING:
     from symmoe.program.program import Program
     from symmoe.symm_mem.several_nodes import Nodes
-
-_NUMBERS = itertools.count()
-_HEAPS: weakref.WeakValueDictionary[int, SymmetricHeap] = weakref.WeakValueDictionary()
-
-
-def heap_numbered(number: int | None) -> SymmetricHeap | None:
-    """The heap of this process with that number; None if there is none any more, or for None."""
-    return None if number is None else _HEAPS.get(number)
 
 
 class Compared(Protocol):
@@ -90,7 +78,6 @@ class SymmetricHeap(HeapParts):
     Attributes:
         rank, num_ranks: in the group.
         topology: which ranks are on which node.
-        number: of this heap in this process: operators of torch take it, see :func:`heap_numbered`.
         device: where leases live.
         backend, backend_reason: the picked backend, and why.
         memory, waits, faults, streams, programs: this rank's arena and leases; its barriers and signals; its errors;
@@ -141,8 +128,6 @@ class SymmetricHeap(HeapParts):
 
     def _begin(self) -> None:
         """Sets what follows from the parts. Local."""
-        self.number = next(_NUMBERS)
-        _HEAPS[self.number] = self
         self.device, self.statistics, self.status = (
             self.waits.device,
             self.memory.statistics,
@@ -153,7 +138,8 @@ class SymmetricHeap(HeapParts):
         self.first_step: Compared | None = None
         self.trip_timer: Callable[[str], AbstractContextManager[None]] | None = None
         self._closed, self._plays = False, self._program_mode != "off"
-        self._status_words, self._is_watched = self.status.numpy(), kernels.watcher(self.device)
+        self._status_words = self.status.numpy()
+        self._may_run_programs = kernels.may_run_programs(self.device)
         constants = [self.peers.bases, self.count_peers.bases, self.status, *self.peers.views]
         if self.nodes is not None:
             constants += self.nodes.constants
@@ -254,25 +240,15 @@ class SymmetricHeap(HeapParts):
             or self.faults.poison is not None
             or self.faults.unraised is not None
             or self._status_words[control.STATUS_KIND] != control.STATUS_OK
-            or self._is_watched()
-            or (
-                self.device.type == "cuda"
-                and (capture_id(self.device) or current_device() != self.device.index)
-            )
+            or not self._may_run_programs()
         ):
             return function()
         self.streams.eager_thread = (
             get_ident()
         )  # even if another one has its turn, which then asks again
-        has_turn = False
         try:
             with self.one_call, nullcontext() if self.nodes is None else self.nodes.playing():
-                has_turn = True
                 return self.programs.run(key, function, inputs, numbers)
-        except ConcurrentUse:
-            if has_turn:
-                raise
-            return function()  # which raises if it needs the turn, too
         finally:
             self.streams.eager_thread = 0
 

@@ -1,0 +1,43 @@
+"""Programs of what needs no heap: grouped layers and routers by themselves."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+
+from symmoe.kernels.select import looked_up, may_run_programs, program_compiler
+from symmoe.program.programs import Programs
+
+
+class _DevicePrograms(Programs):
+    """Those of one device. fills: as in Programs."""
+
+    def __init__(self, device: torch.device, *, fills: bool) -> None:
+        kernels, compiled = looked_up(device), program_compiler(device)
+        super().__init__(device, lambda error: None, (), kernels, compiled, fills=fills)
+        self.may_run, self.turn = may_run_programs(device), threading.Lock()
+
+
+@functools.cache
+def _programs_of(device: torch.device, fills: bool) -> _DevicePrograms:
+    return _DevicePrograms(device, fills=fills)
+
+
+def run_program(
+    key: tuple[Hashable, ...], function: Callable[[], Sequence[Any]], inputs: Sequence[torch.Tensor]
+) -> Sequence[Any]:
+    """What function() does and returns, see Programs.run, on the device of the inputs; by itself where another thread
+    runs one. torch decides whether memory is filled (torch.utils.deterministic)."""
+    fills = torch.are_deterministic_algorithms_enabled()
+    fills = fills and torch.utils.deterministic.fill_uninitialized_memory
+    programs = _programs_of(inputs[0].device, fills)
+    if not programs.may_run() or not programs.turn.acquire(blocking=False):
+        return function()
+    try:
+        return programs.run(key, function, inputs, {})
+    finally:
+        programs.turn.release()
