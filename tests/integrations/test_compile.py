@@ -307,7 +307,7 @@ def test_operators_pass_torchs_own_checks(heap, monkeypatch):
         (torch.randn(3, HIDDEN), state, tensors, call_of(layer)),
     )
     grouped = RoutingRule(score="sigmoid", num_groups=2, top_groups=1, route_scale=1.5)
-    numbers, plain = (router._packed(2, rule, heap) for rule in (grouped, RoutingRule()))
+    numbers, plain = (router._packed(2, rule) for rule in (grouped, RoutingRule()))
     matrix, bias = torch.randn(4, HIDDEN, requires_grad=True), torch.randn(4)
     chosen, scores = torch.tensor([[0, -1]] * 5, dtype=torch.int32), torch.rand(5, 4)
     for dtype in (torch.bfloat16, torch.float32):
