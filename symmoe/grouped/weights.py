@@ -165,7 +165,7 @@ class Target:
 
 
 class NewGradients(Target):
-    """Autograd gets new tensors: [G, O, C] for one packed weight, or views of one buffer for G of [O, C]."""
+    """Autograd gets new tensors: [G, O, C] for one packed weight, or views of that for G of [O, C]."""
 
     option, computes = "new", True
 
@@ -174,7 +174,11 @@ class NewGradients(Target):
             packed_shape(weights), dtype=weights[0].dtype, device=weights[0].device
         )
         compute(buffer, False)
-        return [buffer] if weights[0].dim() == 3 else list(buffer.unbind(0))
+        return [buffer]
+
+    def for_autograd(self, weights: Sequence[torch.Tensor], found: Gradients) -> Gradients:
+        (buffer,) = found
+        return found if weights[0].dim() == 3 or buffer is None else buffer.unbind(0)
 
 
 class MainGrads(Target):
