@@ -12,14 +12,20 @@ sequence, K experts per token, E experts in all.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
-from symmoe.autograd import Context
+from symmoe.autograd import Context, Function
 from symmoe.checks.arguments import check_kind, check_model
 from symmoe.errors import ArgumentError
+from symmoe.kernels.operands import given_of
+from symmoe.kernels.programs import run_program
 from symmoe.moe.router import Router
 
 
@@ -81,6 +87,95 @@ def z_loss(logits: torch.Tensor, token_mask: torch.Tensor | None = None) -> torc
     lse_T = logits.float().logsumexp(-1)
     # Not square(), whose backward copies its input for a power of one.
     return _mean((lse_T * lse_T).unsqueeze(1), token_mask).squeeze(0)
+
+
+@dataclass(frozen=True, slots=True)
+class RouterLoss:
+    """The sum of a balance loss and a z-loss, each times its coefficient; 0: without it. sequence_length: S of the loss
+    of sequences; None: the loss of a load."""
+
+    balance_coef: float
+    z_coef: float
+    score: str
+    sequence_length: int | None
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        scores: torch.Tensor,
+        chosen_idx: torch.Tensor,
+        expert_load: torch.Tensor,
+        token_mask: torch.Tensor | None,
+    ) -> torch.Tensor:
+        losses = []
+        if self.balance_coef:
+            shares = scores if self.score == "softmax" else normalised(scores)
+            if self.sequence_length is None:
+                loss = load_balance_loss(shares, expert_load, token_mask)
+            else:
+                loss = sequence_balance_loss(shares, chosen_idx, self.sequence_length, token_mask)
+            losses.append(self.balance_coef * loss)
+        if self.z_coef:
+            losses.append(self.z_coef * z_loss(logits, token_mask))
+        return sum(losses[1:], start=losses[0])
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+class _DifferentiatedLoss(Function):
+    """A loss whose gradients are found together with it, by one program."""
+
+    of = "the loss of a router"
+
+    @staticmethod
+    def forward(
+        ctx: Context,
+        loss: RouterLoss,
+        others: Sequence[torch.Tensor | None],
+        *inputs: torch.Tensor,
+    ) -> torch.Tensor:
+        needs = ctx.needs_input_grad[2:]
+
+        def compute() -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+            leaves = [
+                each.detach().requires_grad_(is_needed)
+                for each, is_needed in zip(inputs, needs, strict=True)
+            ]
+            gradients: list[torch.Tensor | None] = [None] * len(leaves)
+            # Hooks on saved tensors, as those of a checkpoint, have nothing to do with this graph.
+            with torch.enable_grad(), saved_tensors_hooks(_itself, _itself):
+                value = loss(*leaves, *others)
+                if value.requires_grad:
+                    wanted = [n for n, each in enumerate(leaves) if each.requires_grad]
+                    found = torch.autograd.grad(
+                        value, [leaves[n] for n in wanted], allow_unused=True
+                    )
+                    for n, gradient in zip(wanted, found, strict=True):
+                        gradients[n] = gradient
+            return value.detach(), gradients
+
+        key = "loss of a router", loss, needs, [each is None for each in others].count(True)
+        value, gradients = run_program(key, compute, given_of(*inputs, *others))
+        ctx.save_for_backward(*gradients)
+        return value
+
+    @staticmethod
+    def backward(ctx: Context, d_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        gradients = [None if each is None else d_loss * each for each in ctx.saved_tensors]
+        return None, None, *gradients
+
+
+def differentiated(
+    loss: RouterLoss,
+    logits: torch.Tensor,
+    scores: torch.Tensor,
+    others: Sequence[torch.Tensor | None],
+) -> torch.Tensor:
+    """loss(logits, scores, *others) in much less of the host's time. Differentiable once in logits and scores."""
+    result: torch.Tensor = _DifferentiatedLoss.apply(loss, others, logits, scores)
+    return result
 
 
 def routing_map(topk_idx: torch.Tensor, num_experts: int) -> torch.Tensor:
