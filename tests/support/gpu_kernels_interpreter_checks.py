@@ -277,6 +277,17 @@ def main() -> int:
         wrong = differences(plans_of_nodes(plan, overflow), expected)
         failures += bool(wrong)
         print(f"plans of two nodes, overflow {overflow}: {wrong or 'ok'}")
+    report = torch.tensor([-1, 2**31 - 1, -(2**31), 7, 0, *range(11)], dtype=torch.int32)
+    for generation in (1, 8, 2**31 + 5):
+        posted = [
+            torch.zeros(control.REPORT_SLOTS, control.SUMMARY_WORDS, dtype=torch.int64)
+            for _ in "ab"
+        ]
+        for each, words in zip((plan, twin), posted, strict=True):
+            each.post_report(report, words, plan=generation)
+        wrong = not torch.equal(*posted) or not posted[0].any()
+        failures += wrong
+        print(f"report of plan {generation}: {wrong or 'ok'}")
     for (num_tokens, num_experts, top_k), rule in itertools.product(SIZES, RULES):
         if not fits(rule, num_experts, top_k):
             continue

@@ -337,6 +337,8 @@ def launch_between_nodes(shape, num_nodes):
     plan_of = control.PlanIntegers(meta(numel), layout)
     nodes.plan_in_node(plan_of, rows, numbers, maps, control.InNodeIntegers(meta(its[0]), its[1]))
     nodes.take_rows(meta(num_tokens, 64, dtype=BF16), rows, meta(num_tokens, 64, dtype=BF16))
+    posted = torch.zeros(control.REPORT_SLOTS, control.SUMMARY_WORDS, dtype=INT64)
+    plan.post_report(meta(control.SUMMARY_WORDS), posted, plan=1)
     sync.count_exchange(meta(2, dtype=INT64), torch.zeros(2, dtype=INT64), which=1)
     sync.hear_of_faults(meta(num_nodes, 5, dtype=INT64), meta(1, dtype=INT64))
 

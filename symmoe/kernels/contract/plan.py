@@ -84,6 +84,14 @@ class PlanKernels(Protocol):
             ranks: consecutive ones, of this node, or all of the group.
         """
 
+    def post_report(self, report: Tensor, posted: Tensor, *, plan: int) -> None:
+        """Writes the report of the plan with this generation to its row of `posted`, which the host reads: as
+        control.REPORT_SLOTS says, pinned host memory on GPUs.
+
+        Args:
+            report: int32[SUMMARY_WORDS].
+        """
+
     def assign_rows(
         self, topk_idx: Tensor, block_starts: Tensor, plan: PlanIntegers, *, drop: bool
     ) -> None:
