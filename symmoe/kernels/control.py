@@ -154,6 +154,8 @@ GENERATION_BITS = 31
 
 # how plan kernels cut the tokens of a rank
 TOKENS_PER_BLOCK = 32
+# and how the losses of a router do
+TOKENS_PER_LOSS_BLOCK = 128
 
 # what `lay_out` reports of a plan: int32[SUMMARY_WORDS]
 SUMMARY_WORDS = 16

@@ -12,18 +12,19 @@ sequence, K experts per token, E experts in all.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
+from symmoe import kernels
 from symmoe.autograd import Context, Function
 from symmoe.checks.arguments import check_kind, check_model
 from symmoe.errors import ArgumentError
+from symmoe.kernels import control
 from symmoe.kernels.operands import given_of
 from symmoe.kernels.programs import run_program
 from symmoe.moe.router import Router
@@ -99,6 +100,12 @@ class RouterLoss:
     score: str
     sequence_length: int | None
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """Those of the kernel router_losses."""
+        coefs = {"balance_coef": self.balance_coef, "z_coef": self.z_coef}
+        return {**coefs, "normalises": self.score != "softmax"}
+
     def __call__(
         self,
         logits: torch.Tensor,
@@ -120,62 +127,67 @@ class RouterLoss:
         return sum(losses[1:], start=losses[0])
 
 
-def _itself(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
-class _DifferentiatedLoss(Function):
-    """A loss whose gradients are found together with it, by one program."""
+class _KernelLoss(Function):
+    """The loss of a load, and a z-loss, by kernels."""
 
     of = "the loss of a router"
 
     @staticmethod
     def forward(
         ctx: Context,
-        loss: RouterLoss,
-        others: Sequence[torch.Tensor | None],
-        *inputs: torch.Tensor,
+        of: RouterLoss,
+        load_and_mask: tuple[torch.Tensor, torch.Tensor | None],
+        logits: torch.Tensor,
+        scores: torch.Tensor,
     ) -> torch.Tensor:
-        needs = ctx.needs_input_grad[2:]
+        expert_load, token_mask = load_and_mask
+        num_tokens, num_experts = scores.shape
 
-        def compute() -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-            leaves = [
-                each.detach().requires_grad_(is_needed)
-                for each, is_needed in zip(inputs, needs, strict=True)
-            ]
-            gradients: list[torch.Tensor | None] = [None] * len(leaves)
-            # Hooks on saved tensors, as those of a checkpoint, have nothing to do with this graph.
-            with torch.enable_grad(), saved_tensors_hooks(_itself, _itself):
-                value = loss(*leaves, *others)
-                if value.requires_grad:
-                    wanted = [n for n, each in enumerate(leaves) if each.requires_grad]
-                    found = torch.autograd.grad(
-                        value, [leaves[n] for n in wanted], allow_unused=True
-                    )
-                    for n, gradient in zip(wanted, found, strict=True):
-                        gradients[n] = gradient
-            return value.detach(), gradients
+        def compute() -> tuple[torch.Tensor, torch.Tensor]:
+            num_blocks = -(-num_tokens // control.TOKENS_PER_LOSS_BLOCK)
+            sums = scores.new_empty((num_blocks, num_experts + 2))
+            slopes, loss = scores.new_empty(num_experts + 1), scores.new_empty(())
+            given = logits, scores, expert_load, token_mask, sums, slopes, loss
+            kernels.for_device(scores.device).router_losses(*given, **of.options)
+            return loss, slopes
 
-        key = "loss of a router", loss, needs, [each is None for each in others].count(True)
-        value, gradients = run_program(key, compute, given_of(*inputs, *others))
-        ctx.save_for_backward(*gradients)
-        return value
+        inputs = given_of(logits, scores, expert_load, token_mask)
+        loss, slopes = run_program(("loss of a router", of), compute, inputs)
+        ctx.save_for_backward(logits, scores, token_mask, slopes)
+        ctx.loss = of
+        return loss
 
     @staticmethod
     def backward(ctx: Context, d_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        gradients = [None if each is None else d_loss * each for each in ctx.saved_tensors]
-        return None, None, *gradients
+        logits, scores, token_mask, slopes = ctx.saved_tensors
+        needs, normalises = ctx.needs_input_grad[2:], ctx.loss.score != "softmax"
+
+        def compute() -> list[torch.Tensor | None]:
+            pairs = zip((logits, scores), needs, strict=True)
+            found = [torch.empty_like(each) if is_needed else None for each, is_needed in pairs]
+            ops = kernels.for_device(scores.device)
+            given = d_loss, logits, scores, token_mask, slopes, *found
+            ops.router_losses_grad(*given, normalises=normalises)
+            return found
+
+        key = "gradient of the loss of a router", normalises, needs
+        inputs = given_of(d_loss, logits, scores, token_mask, slopes)
+        return None, None, *run_program(key, compute, inputs)
 
 
-def differentiated(
-    loss: RouterLoss,
+def router_loss(
+    of: RouterLoss,
     logits: torch.Tensor,
     scores: torch.Tensor,
-    others: Sequence[torch.Tensor | None],
+    chosen_idx: torch.Tensor,
+    expert_load: torch.Tensor,
+    token_mask: torch.Tensor | None,
 ) -> torch.Tensor:
-    """loss(logits, scores, *others) in much less of the host's time. Differentiable once in logits and scores."""
-    result: torch.Tensor = _DifferentiatedLoss.apply(loss, others, logits, scores)
-    return result
+    """of(...), by kernels where there are some, which takes the host much less time. Differentiable, once."""
+    if torch.compiler.is_compiling() or of.sequence_length is not None:
+        return of(logits, scores, chosen_idx, expert_load, token_mask)
+    loss: torch.Tensor = _KernelLoss.apply(of, (expert_load, token_mask), logits, scores)
+    return loss
 
 
 def routing_map(topk_idx: torch.Tensor, num_experts: int) -> torch.Tensor:

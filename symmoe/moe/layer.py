@@ -423,10 +423,8 @@ class MoELayer(ExpertParallelModule):
         loss = balance.RouterLoss(
             config.aux_loss_coef, config.z_loss_coef, config.score, sequence_length
         )
-        others = routed.chosen_idx, expert_load, token_mask
-        if torch.compiler.is_compiling():
-            return loss(routed.logits, routed.scores, *others)
-        return balance.differentiated(loss, routed.logits, routed.scores, others)
+        of_load = routed.chosen_idx, expert_load, token_mask
+        return balance.router_loss(loss, routed.logits, routed.scores, *of_load)
 
     def _watch_loss(self, y: torch.Tensor, aux_loss: torch.Tensor) -> None:
         """Warns if a checkpoint repeats this call in backward, and differentiates y, but not aux_loss. Autograd comes
