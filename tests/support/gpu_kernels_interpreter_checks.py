@@ -6,7 +6,7 @@ import itertools
 from types import SimpleNamespace
 
 import torch
-from router_choices import RULES, SIZES, choices, differing, fits, hard_logits
+from router_choices import RULES, SIZES, choices, differing, fits, hard_logits, losses
 from simulated_ranks import CASES, differences, empty_arenas, peers_of_arenas, run_case
 from without_waits import look_once, no_clock, no_fence
 
@@ -300,6 +300,10 @@ def main() -> int:
             print(
                 f"{top_k} of {num_experts} experts, {rule}, biased {biased}, given {given}: {wrong or 'ok'}"
             )
+    for case in itertools.product((0, 1, 300), (20, 32), ("softmax", "sigmoid"), (False, True)):
+        wrong = differing(losses(route, *case), losses(twin, *case))
+        failures += bool(wrong)
+        print(f"losses of {case}: {wrong or 'ok'}")
     for name, case in CASES.items():
         expected = run_case(twin, case)
         for sizes in (DEFAULT_SIZES, SMALL_SIZES):

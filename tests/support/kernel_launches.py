@@ -231,6 +231,16 @@ def launch_choice(num_experts, top_k, rule, num_ranks=0):
     route.choose_experts_grad(probs, logits, topk_idx, logits, logits, rule=rule)
 
 
+def launch_losses(num_experts, score):
+    logits, load = meta(8192, num_experts, dtype=FP32), meta(num_experts)
+    mask, loss = meta(8192, dtype=torch.bool), meta(dtype=FP32)
+    sums = meta(8192 // control.TOKENS_PER_LOSS_BLOCK, num_experts + 2, dtype=FP32)
+    slopes, options = meta(num_experts + 1, dtype=FP32), {"normalises": score != "softmax"}
+    given = logits, logits, load, mask, sums, slopes, loss
+    route.router_losses(*given, balance_coef=0.1, z_coef=0.1, **options)
+    route.router_losses_grad(loss, logits, logits, mask, slopes, logits, logits, **options)
+
+
 def peers_of(num_ranks, rank, arena_bytes=1 << 30):
     arena = torch.empty(arena_bytes, dtype=torch.uint8, device="meta")
     bases, layout = meta(num_ranks, dtype=INT64), control.ControlLayout(num_ranks)
