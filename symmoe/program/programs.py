@@ -1,4 +1,4 @@
-"""Which program a call runs: it is built for the first call of a kind, and run for all."""
+"""Which program a call runs: that of its kind, which the second call of the kind builds."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from symmoe.torch_internals import current_stream, num_dispatch_modes
 MODES = ("on", "off")
 _MAX_PROGRAMS = 256  # that are kept
 _MAX_KIND_NUMBERS = 4096
+_MAX_SEEN = 1 << 16
 
 Function = Callable[[], Sequence[Any]]
 
@@ -61,7 +62,7 @@ class Programs:
         self._device, self._give_up, self._fills = device, give_up, fills
         self._type = device.type  # torch makes a new word each time that it is asked
         self._constants, self._kernels, self._compiled = tuple(constants), kernels, compiled
-        self._counter = itertools.count()
+        self._counter, self._seen = itertools.count(), set[int]()
         self.num_built = self.num_runs = 0
 
     def run(
@@ -119,7 +120,8 @@ class Programs:
         inputs: Sequence[torch.Tensor],
         numbers: Mapping[str, int],
     ) -> Program | None:
-        """That of a call, maybe a new one; None if inputs share memory, so that nobody knows which one is meant."""
+        """That of a call, maybe a new one; None if the kind is new, because a build takes as long as many calls, and
+        sizes may come only once; or if inputs share memory, so that nobody knows which one is meant."""
         autocast = (
             torch.get_autocast_dtype(self._type) if torch.is_autocast_enabled(self._type) else None
         )
@@ -130,7 +132,11 @@ class Programs:
         whole_key = key, (autocast, *looks)
         program = self._programs.pop(whole_key, None)
         if program is None:
-            if _share_memory(inputs):
+            kind = hash(whole_key)
+            if kind not in self._seen or _share_memory(inputs):
+                if len(self._seen) == _MAX_SEEN:
+                    self._seen.clear()
+                self._seen.add(kind)
                 return None
             with Builder(inputs, numbers, self._constants, fills=self._fills) as builder:
                 outputs = function()

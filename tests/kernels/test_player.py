@@ -200,7 +200,7 @@ def test_launches_get_the_arguments_of_the_call(
         fake_cuda.happened.clear()
         rows, scale = torch.zeros(24, 8), torch.zeros(8)
         (made,) = programs.run(("some",), lambda r=rows, s=scale: calls(r, s, 3), [rows, scale], {})
-        assert (programs.num_built, programs.num_runs) == (1, number + 1)
+        assert (programs.num_built, programs.num_runs) == (min(1, number), number)
         first, second = fake_cuda.launches
         small, half, quarter = (
             first.words[6],

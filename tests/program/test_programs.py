@@ -106,7 +106,7 @@ def test_calls_in_flight(rank: int, num_ranks: int, findings: Findings, fills: s
                     all(map(torch.equal, found, wanted)), f"rank {rank}: other gradients"
                 )
                 findings.check(torch.equal(y, copy), f"rank {rank}: y has changed")
-        findings.check(heap.programs.num_runs > 30, "nothing was played")
+        findings.check(heap.programs.num_runs > 25, "no program has run")
 
 
 @run_on(2)
@@ -263,13 +263,13 @@ def test_leases_that_end_in_the_call_are_parts_of_one(monkeypatch, fills: str):
             third.release()
             return (kept.tensor.fill_(total),)
 
-        for _ in range(3):
+        for turn in range(4):
             before = heap.statistics.num_leases
             (y,) = heap.run(("some",), function, [torch.ones(2)])
             kept, first, second, third = offsets[-1]
             assert y.tolist() == [60.0] * 7
-            assert heap.statistics.num_leases - before == 2
-            assert (third == first) == (fills == "0")
+            assert heap.statistics.num_leases - before == (2 if turn else 4)
+            assert (third == first) == (turn == 0 or fills == "0")
             assert len({kept, first, second}) == 3
             del y
             heap.lease((1,), torch.int8).release()  # takes back what has been dropped
@@ -347,7 +347,7 @@ def run_often(
     return found
 
 
-def test_a_function_is_called_once_and_its_program_runs_for_every_call():
+def test_the_second_call_of_a_kind_builds_and_later_ones_run_its_program():
     programs, num_calls = make_programs(), []
 
     def function(x: torch.Tensor) -> tuple[torch.Tensor]:
@@ -358,7 +358,7 @@ def test_a_function_is_called_once_and_its_program_runs_for_every_call():
     found = run_often(programs, function, lambda: inputs.append(torch.rand(3)) or inputs[-1:])
     assert all(torch.equal(y, x * 2 + 1) for x, y in zip(inputs, found, strict=True))
     assert len({y.data_ptr() for y in found}) == 6
-    assert (len(num_calls), programs.num_built, programs.num_runs) == (1, 1, 6)
+    assert (len(num_calls), programs.num_built, programs.num_runs) == (2, 1, 5)
 
 
 def test_nothing_happens_while_a_program_is_built():
@@ -383,7 +383,7 @@ def test_other_shapes_strides_and_dtypes_are_other_programs():
     for other in (torch.rand(3, 3), torch.rand(3, 4).t(), torch.rand(4, 3, dtype=torch.float64)):
         (y,) = programs.run(("some",), lambda x=other: (x + 1,), [other], {})
         assert torch.equal(y, other + 1)
-    assert programs.num_runs == played + 3
+    assert (programs.num_built, programs.num_runs) == (1, played)
 
 
 def test_what_requires_gradients_is_another_kind():
@@ -425,7 +425,7 @@ def test_a_number_that_the_call_brings_may_change():
         return (x + 1,)
 
     run_often(programs, function, lambda: [torch.zeros(2)], times=6, generation=7)
-    assert (seen, programs.num_runs) == ([7, 8, 9, 10, 11, 12], 6)
+    assert (seen, programs.num_runs) == ([7, 8, 9, 10, 11, 12], 5)
 
 
 @pytest.mark.parametrize(
@@ -439,6 +439,7 @@ def test_a_number_that_the_call_brings_may_change():
 )
 def test_what_no_program_can_do_is_a_defect(function, problem):
     x, programs = torch.full((3,), 2.0), make_programs()
+    programs.run(("some",), lambda: function(x), [x], {})
     with pytest.raises(BuildError, match=problem):
         programs.run(("some",), lambda: function(x), [x], {})
 
@@ -458,7 +459,7 @@ def test_empty_tensors(size: int):
         empty, both = programs.run(("some",), lambda x=x: function(x), [x], {})
         assert empty.shape == (0, 4)
         assert torch.equal(both, torch.cat([torch.ones(size, 2), x[:, None].expand(size, 2)]))
-    assert programs.num_runs == 3
+    assert programs.num_runs == 2
 
 
 def test_inputs_that_share_memory_have_no_program():
@@ -488,7 +489,7 @@ def test_views_and_writes_in_place_land_where_they_should():
         assert torch.equal(a, torch.cat([x, torch.full((1, 3), 5.0)]))
         assert torch.equal(b, a.reshape(-1)[1:])
         assert a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
-    assert programs.num_runs == 6
+    assert programs.num_runs == 5
 
 
 def test_there_is_no_program_where_somebody_sees_every_operator():
