@@ -29,6 +29,7 @@ from symmoe.program.program import (
     Mark,
     Memory,
     ObjectSlot,
+    Operation,
     Program,
     extent_bytes,
     look_of,
@@ -47,7 +48,7 @@ _EMPTY = {
 }
 _OF_NUMBERS = {"dact_workspace_numel", "dact_quantize_workspace_numel"}
 # Symbolic addresses: above those that a processor can have, and below the largest integer that kernels get for one.
-FIRST_ADDRESS, _SLOT_BYTES, _MAX_SLOTS = 1 << 60, 1 << 42, 1 << 16
+FIRST_ADDRESS, SLOT_BYTES, _MAX_SLOTS = 1 << 60, 1 << 42, 1 << 16
 _META = torch.device("meta")
 
 
@@ -139,6 +140,7 @@ class Builder(TorchDispatchMode):
 
     Attributes:
         entries: what has been noted.
+        operations: what the function has called.
         is_owed: whether entries are noted as owed to the peers.
     """
 
@@ -152,6 +154,7 @@ class Builder(TorchDispatchMode):
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
         self.entries: list[Entry] = []
+        self.operations: list[Operation] = []
         self.is_owed, self.numbers = False, numbers
         self._looks: list[Look | None] = []  # by slot, of a tensor that each call has there
         self._objects: dict[int, tuple[int, object]] = {}  # id of an object to its slot; holds it
@@ -189,7 +192,8 @@ class Builder(TorchDispatchMode):
     def finish(self, outputs: Sequence[object]) -> Program:
         """The program of a function with these outputs."""
         templates = tuple(self._template(output) for output in outputs)
-        return Program(len(self._looks), tuple(self.entries), templates)
+        operations = tuple(self.operations)
+        return Program(len(self._looks), tuple(self.entries), templates, operations=operations)
 
     # -- what is noted --------------------------------------------------------------------------------------------
 
@@ -212,16 +216,37 @@ class Builder(TorchDispatchMode):
             slot = self._slot_of(result)
         elif result is not None:
             offset = getattr(result, "offset", None)  # of a lease
-            slot = self._new_slot() if offset is None else offset // _SLOT_BYTES
+            slot = self._new_slot() if offset is None else offset // SLOT_BYTES
             self._objects[id(result)] = slot, result
+        if kind == parts.IN_ORDER:
+            self.note(function, args, kwargs)
         autocast = None if torch.is_autocast_enabled(self.device.type) else self._autocast
         self.entries.append(Call(function, template, slot, kind, self.is_owed, autocast))
         return result
 
     def kernel(self, name: str, kernel: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """A hook for kernels that are functions of the host; see kernels/select.py. Those with a result are functions
-        of numbers."""
-        return kernel(*args, **kwargs) if name in _OF_NUMBERS else self.call(name, args, kwargs)
+        """A hook for kernels, see kernels/select.py. On CPUs they are functions that a program calls; on GPUs it has
+        what they launch. Those with a result are functions of numbers."""
+        if name in _OF_NUMBERS:
+            return kernel(*args, **kwargs)
+        self.note(name, args, kwargs)
+        operations = self.operations
+        self.operations = []  # what it calls is a part of it
+        result = kernel(*args, **kwargs) if self.on_gpu else self.call(name, args, kwargs)
+        self.operations = operations
+        return result
+
+    def note(
+        self,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        result: torch.Tensor | None = None,
+    ) -> None:
+        """Notes what the function calls; see Operation."""
+        made = None if result is None else self._place(result)
+        shown = _mapped(args, self._shown), _mapped(dict(kwargs), self._shown)
+        self.operations.append(Operation(function, *shown, made))
 
     def launches_with(
         self,
@@ -307,10 +332,11 @@ class Builder(TorchDispatchMode):
             raise BuildError("the host reads a tensor")
         template = self._template(args), self._template(kwargs)
         if (written := _written(function, args, kwargs)) is not None:
+            self.note(function, args, kwargs)
             self._note_operator(function, template, None)
             return written
         options = {**kwargs, "device": _META} if "device" in kwargs else kwargs
-        found = function(*_on_meta(args), **_on_meta(options))
+        found = function(*_mapped(args, _on_meta), **_mapped(options, _on_meta))
         if not isinstance(found, torch.Tensor):
             raise BuildError(f"{function} returns {type(found).__name__}")
         result = self.tensor(*look_of(found))
@@ -318,6 +344,7 @@ class Builder(TorchDispatchMode):
         if function in _EMPTY:
             self.entries.append(Call(self._make, (look_of(found), {}), slot, parts.NEW))
         else:
+            self.note(function, args, kwargs, result)
             self._note_operator(function, template, slot)
         return result
 
@@ -335,7 +362,7 @@ class Builder(TorchDispatchMode):
         self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
     ) -> torch.Tensor:
         """What stands for a new tensor, which has a slot of its own."""
-        offset_bytes = _SLOT_BYTES * self._new_slot((tuple(shape), tuple(stride), dtype))
+        offset_bytes = SLOT_BYTES * self._new_slot((tuple(shape), tuple(stride), dtype))
         base = _symbolic_memory(self.device, dtype)
         return torch_internals.over_memory_of(
             base, tuple(shape), tuple(stride), offset_bytes // dtype.itemsize
@@ -343,7 +370,7 @@ class Builder(TorchDispatchMode):
 
     def reserve(self) -> int:
         """A new slot for leased memory: its symbolic offset."""
-        return _SLOT_BYTES * self._new_slot(None)
+        return SLOT_BYTES * self._new_slot(None)
 
     def offset_of(self, tensor: torch.Tensor) -> int:
         """The symbolic offset of a tensor in a lease of this call; 0 of an empty one, which has no address."""
@@ -354,7 +381,7 @@ class Builder(TorchDispatchMode):
 
     def offset(self, offset: int) -> parts.LeaseOffset | int:
         """What an offset in the arena, or another integer, stands for."""
-        slot, inside = divmod(offset, _SLOT_BYTES)
+        slot, inside = divmod(offset, SLOT_BYTES)
         return parts.LeaseOffset(slot, inside) if slot > 0 else offset
 
     def _new_slot(self, look: Look | None = None) -> int:
@@ -366,14 +393,19 @@ class Builder(TorchDispatchMode):
     def _slot_of(self, tensor: torch.Tensor) -> int:
         """That of a tensor which stands for another one. An empty one has no address, but it was the last."""
         address = tensor.data_ptr()
-        return (address - FIRST_ADDRESS) // _SLOT_BYTES if address else len(self._looks) - 1
+        return (address - FIRST_ADDRESS) // SLOT_BYTES if address else len(self._looks) - 1
 
     def _memory(self, tensor: torch.Tensor) -> Memory | ObjectSlot:
+        memory = self._place(tensor)
+        is_whole = memory.slot is not None and self._looks[memory.slot] == look_of(tensor)
+        return ObjectSlot(memory.slot) if is_whole and not memory.offset_bytes else memory
+
+    def _place(self, tensor: torch.Tensor) -> Memory:
         start, look = tensor.data_ptr(), look_of(tensor)
         if tensor.numel() == 0:
             empty = torch_internals.empty_strided[self.device.type](*look)
             return Memory(None, 0, *look, empty)
-        slot, offset = divmod(start - FIRST_ADDRESS, _SLOT_BYTES)
+        slot, offset = divmod(start - FIRST_ADDRESS, SLOT_BYTES)
         if slot < 0:  # an input, or a constant
             end = start + extent_bytes(*look)
             slots = [n for n, span in enumerate(self._spans) if span[0] <= start and end <= span[1]]
@@ -382,22 +414,21 @@ class Builder(TorchDispatchMode):
                     raise BuildError(f"memory of a {[*tensor.shape]} {tensor.dtype} is not known")
                 return Memory(None, start, *look, tensor)
             slot, offset = slots[0], start - self._spans[slots[0]][0]
-        if offset == 0 and look == self._looks[slot]:
-            return ObjectSlot(slot)
         return Memory(slot, offset, *look)
 
     def _template(self, value: Any) -> Any:
         """The value with what changes from call to call replaced by where to find it."""
+        return _mapped(value, self._operand)
+
+    def _operand(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return self._memory(value)
-        if isinstance(value, (tuple, list)):
-            filled = [self._template(part) for part in value]
-            return value._make(filled) if hasattr(value, "_make") else type(value)(filled)
-        if isinstance(value, dict):
-            return {name: self._template(part) for name, part in value.items()}
-        if id(value) in self._objects:
-            return ObjectSlot(self._objects[id(value)][0])
-        return value
+        return ObjectSlot(self._objects[id(value)][0]) if id(value) in self._objects else value
+
+    def _shown(self, value: Any) -> Any:
+        """What an operation shows of a value."""
+        tensor = value if isinstance(value, torch.Tensor) else getattr(value, "storage", None)
+        return self._place(tensor) if isinstance(tensor, torch.Tensor) else value
 
     def _named(self, name: str, value: Any) -> Any:
         if name in self.numbers:
@@ -423,19 +454,25 @@ def _written(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
 
 
 def _on_meta(value: Any) -> Any:
-    """The value with tensors of the same looks that have no memory."""
+    """A tensor of the same looks that has no memory; what is no tensor as it is."""
     if isinstance(value, torch.Tensor):
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=_META)
-    if isinstance(value, (tuple, list)):
-        return [_on_meta(part) for part in value]
-    if isinstance(value, dict):
-        return {name: _on_meta(part) for name, part in value.items()}
     return value
+
+
+def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
+    """What the function makes of everything in a value."""
+    if isinstance(value, (tuple, list)):
+        filled = [_mapped(part, function) for part in value]
+        return value._make(filled) if hasattr(value, "_make") else type(value)(filled)
+    if isinstance(value, dict):
+        return {name: _mapped(part, function) for name, part in value.items()}
+    return function(value)
 
 
 @functools.cache
 def _symbolic_range(device: torch.device) -> AddressRange:
-    return AddressRange(FIRST_ADDRESS, _SLOT_BYTES * _MAX_SLOTS, device)
+    return AddressRange(FIRST_ADDRESS, SLOT_BYTES * _MAX_SLOTS, device)
 
 
 @functools.cache

@@ -284,7 +284,7 @@ class SymmetricHeap(HeapParts):
             with self._access:
                 errors.raise_for(self.faults.find(phase))
 
-    @noted(on_gpus=False, stands_for=lambda heap, *_, **__: _words_in_build(heap.peers.num_ranks))
+    @noted(on_gpus=False, stands_for=lambda *args, **kwargs: _barrier_in_build(*args, **kwargs))
     def barrier(
         self,
         phase: int,
@@ -320,12 +320,12 @@ class SymmetricHeap(HeapParts):
                 errors.raise_for(self.faults.settle(self.streams.read_back(received)()))
             return received
 
-    @noted(on_gpus=False)
+    @noted(on_gpus=False, stands_for=lambda heap, rank: _note("send_signal", heap.peers, rank))
     def send_signal(self, rank: int) -> None:
         """Tells `rank` that what the current stream has written there since the last barrier is complete."""
-        self.waits.kernels().send_signal(self.peers, rank)
+        kernels.for_device(self.device).send_signal(self.peers, rank)
 
-    @noted(on_gpus=False, stands_for=lambda *_, **__: _words_in_build())
+    @noted(on_gpus=False, stands_for=lambda *args, **kwargs: _signal_in_build(*args, **kwargs))
     def wait_for_signal(
         self, rank: int, phase: int, *, nan_on_failure: torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -550,12 +550,37 @@ def _is_known(error: Exception) -> bool:
     return is_found or getattr(error, "_symmoe_told", False)
 
 
-def _words_in_build(*num_ranks: int) -> torch.Tensor:
+def _barrier_in_build(
+    heap: SymmetricHeap, phase: int, *, publish: tuple[int, ...] = (), **options: Any
+) -> torch.Tensor:
+    """Stands for a barrier."""
+    received = _words_in_build(heap.peers.num_ranks, control.NUM_PUBLISHED)
+    failure = options.pop("nan_on_failure", None)
+    said = {"call": control.pack_call(phase=phase, **options), "nan_on_failure": failure}
+    _note("barrier", heap.peers, publish, received, heap.status, fault=False, timeout_ns=0, **said)
+    return received
+
+
+def _signal_in_build(heap: SymmetricHeap, rank: int, phase: int, **options: Any) -> torch.Tensor:
+    """Stands for a wait for a signal."""
+    arrived = _words_in_build(1)
+    of_heap = heap.peers, rank, arrived, heap.status
+    _note("wait_for_signal", *of_heap, phase=phase, timeout_ns=0, **options)
+    return arrived
+
+
+def _words_in_build(*shape: int) -> torch.Tensor:
     """Stands for the result of a barrier or of a wait."""
     current = builder()
     assert current is not None
-    shape = (*num_ranks, control.NUM_PUBLISHED if num_ranks else 1)
     return current.tensor(shape, (shape[-1], 1)[-len(shape) :], torch.int64)
+
+
+def _note(name: str, *args: Any, **kwargs: Any) -> None:
+    """Notes a kernel, in a build, that a function launches for which something stands."""
+    current = builder()
+    assert current is not None
+    current.note(name, args, kwargs)
 
 
 @noted(stands_for=lease_in_build)
