@@ -36,12 +36,14 @@ class Use(NamedTuple):
 @dataclass(frozen=True)
 class Launch:
     """One launch. kernel: of the contract, or an operator of torch, or what meets other nodes. Bytes are of its tensors
-    on this rank, FLOPs those of its products; both at most, for the room that the call has. waits_for: "" or whom."""
+    on this rank, FLOPs those of its products; both at most, for the room that the call has. stream: "", that of the
+    call, or "branch", which on CPUs is the same. waits_for: ranks, and streams; "": nothing but what is before it."""
 
     kernel: str
     reads: tuple[Use, ...]
     writes: tuple[Use, ...]
     waits_for: str
+    stream: str
     flops: int
 
     @property
@@ -49,10 +51,10 @@ class Launch:
         return sum(use.num_bytes for use in (*self.reads, *self.writes))
 
     def __str__(self) -> str:
-        ways = " -> ".join(_text(uses) for uses in (self.reads, self.writes))
+        sizes = f"{_scaled(self.num_bytes):>6} {_scaled(self.flops) if self.flops else '':>6}"
+        ways = " -> ".join(_text(uses) for uses in (self.reads, self.writes)).strip()
         waits = f" | waits for {self.waits_for}" if self.waits_for else ""
-        sizes = f"{_scaled(self.num_bytes):>6}B {_scaled(self.flops) if self.flops else '':>7} "
-        return f"{self.kernel:22}{sizes} {ways.strip()}{waits}"
+        return f"{self.kernel:29}{sizes}  {ways}{waits}{' | on a branch' * bool(self.stream)}"
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class ProgramLaunches:
     def __str__(self) -> str:
         lines = [f"{self.name}: {len(self.launches)} launches, run {self.num_runs} times"]
         for launch in self.launches:
-            lines += textwrap.wrap(f"  {launch}", _WIDTH, subsequent_indent=" " * 41)
+            lines += textwrap.wrap(f"  {launch}", _WIDTH, subsequent_indent=" " * 48)
         return "\n".join(lines)
 
 
@@ -125,75 +127,73 @@ class _Places:
         """What one operation launches."""
         from symmoe.kernels.flops import arguments_of, product_of  # which imports torch's counter
 
-        function, args, kwargs, result = operation
-        if not isinstance(function, str):
-            return self._other(function, args, kwargs, result)
-        arguments = arguments_of(function, args, kwargs)
-        written = getattr(Kernels, function).writes
+        function, args, kwargs, result, is_on_branch, is_after_other = operation
+        other = "the call's stream" if is_on_branch else "the branch"
+        waits, product, written = [other] * is_after_other, None, list[str]()
+        if isinstance(function, str):
+            kernel, arguments = function, arguments_of(function, args, kwargs)
+            product, written = product_of(kernel, arguments), getattr(Kernels, kernel).writes
+            waits += self._ranks(kernel, arguments)
+        elif inspect.isfunction(function):
+            kernel, waits = function.__name__, [*waits, "other nodes"]
+            arguments = inspect.signature(function).bind(*args, **kwargs).arguments
+        else:
+            kernel, schema = str(function), schema_of(function).arguments
+            arguments = dict(zip((each.name for each in schema), args, strict=False))
+            arguments |= {**kwargs, "result": result}
+            aliases = {each.name: each.alias_info for each in schema}
+            written = ["result", *(name for name, of in aliases.items() if of and of.is_write)]
         reads, writes = list[Use](), list[Use]()
         for name, value in arguments.items():
-            parts = {name: value}
-            if f"{name}.0" in written:
-                parts = {f"{name}.{n}": part for n, part in enumerate(value or ())}
-            for part, its in parts.items():
-                uses = (
-                    self._peers(function, arguments) if name == "peers" else self._uses(name, its)
-                )
-                (writes if part in written else reads).extend(uses)
-        waits_for = ""
-        if function == "barrier":
-            phase = control.PHASES[control.unpack_call(arguments["call"])["phase"]]
-            waits_for = f"all ranks, '{phase}'"
-            words = [self._of_slot.get(word // SLOT_BYTES, "") for word in arguments["words"]]
-            self._published[arguments["received"].slot] = words
-            reads = [
-                Use("words", place)
-                for word, place in zip(arguments["words"], words, strict=True)
-                if word >= SLOT_BYTES
-            ]
-        elif function == "wait_for_signal":
-            waits_for = f"the signal of rank {arguments['rank']}"
-        product = product_of(function, arguments)
-        flops = 0 if product is None else product.most_flops
-        return Launch(function, tuple(reads), tuple(writes), waits_for, flops)
+            if name == "peers":
+                (writes if name in written else reads).extend(self._peers(kernel, arguments))
+            elif f"{name}.0" in written:
+                for n, part in enumerate(value or ()):
+                    (writes if f"{name}.{n}" in written else reads).extend(self._uses(name, part))
+            else:
+                (writes if name in written else reads).extend(self._uses(name, value))
+        stream, flops = "branch" * is_on_branch, 0 if product is None else product.most_flops
+        return Launch(kernel, tuple(reads), tuple(writes), " and ".join(waits), stream, flops)
 
-    def _other(self, function: Any, args: Any, kwargs: Any, result: Memory | None) -> Launch:
-        """An operator of torch, or a function that meets other nodes."""
-        reads, writes = list[Use](), list[Use]()
-        if inspect.isfunction(function):
-            for name, value in inspect.signature(function).bind(*args, **kwargs).arguments.items():
-                reads += self._uses(name, value)
-            return Launch(function.__name__, tuple(reads), (), "other nodes", 0)
-        for each, value in zip(schema_of(function).arguments, args, strict=False):
-            is_written = each.alias_info is not None and each.alias_info.is_write
-            (writes if is_written else reads).extend(self._uses(each.name, value))
-        writes += self._uses("result", result)
-        return Launch(str(function), tuple(reads), tuple(writes), "", 0)
+    def _ranks(self, kernel: str, arguments: dict[str, Any]) -> list[str]:
+        """Ranks for which a kernel waits."""
+        if kernel == "wait_for_signal":
+            return [f"the signal of rank {arguments['rank']}"]
+        if kernel != "barrier":
+            return []
+        words = [self._of_slot.get(word // SLOT_BYTES, "") for word in arguments["words"]]
+        self._published[arguments["received"].slot] = words
+        return [f"all ranks, '{control.PHASES[control.unpack_call(arguments['call'])['phase']]}'"]
 
-    def _peers(self, function: str, arguments: dict[str, Any]) -> Iterator[Use]:
+    def _peers(self, kernel: str, arguments: dict[str, Any]) -> Iterator[Use]:
         """What a kernel reads or writes of peers."""
         columns = [value for name, value in arguments.items() if name.endswith("column")]
         if columns:
             published = self._published.get(arguments["received"].slot, ())
-            for column in columns:
-                if column < len(published) and published[column]:
-                    yield Use("peers", f"peers' {published[column]}")
-        elif function == "send_signal":
+            places = [published[column] for column in columns if column < len(published)]
+            yield from (Use("peers", f"peers' {place}") for place in places if place)
+        elif kernel == "send_signal":
             yield Use("peers", f"signals of rank {arguments['rank']}")
-        elif "words" not in arguments and function != "wait_for_signal":
+        elif "nan_on_failure" not in arguments:  # which only waits have
             yield Use("peers", "count tables")
 
     def _uses(self, name: str, value: Any) -> Iterator[Use]:
-        """The tensors of an argument."""
+        """The tensors of an argument, or the leases that a barrier publishes."""
         if isinstance(value, TensorTable):
-            place = self._place(value.pointers)
-            yield Use(name, f"{place}, by address", value.dtype.itemsize * math.prod(value.shape))
+            pointers: Any = value.pointers
+            yield Use(
+                name,
+                f"{self._place(pointers)}, by address",
+                value.dtype.itemsize * math.prod(value.shape),
+            )
         elif isinstance(value, (tuple, list)):
             for part in value:
                 yield from self._uses(name, part)
         elif isinstance(value, Memory) and 0 not in value.shape:
             num_bytes = value.dtype.itemsize * math.prod(value.shape)
             yield Use(name, self._place(value), num_bytes)
+        elif name == "words" and value >= SLOT_BYTES:
+            yield Use(name, self._of_slot[value // SLOT_BYTES])
 
     def _place(self, memory: Memory) -> str:
         if memory.slot is None:
@@ -213,7 +213,9 @@ def _text(uses: tuple[Use, ...]) -> str:
             its += [use.name] * (use.name not in its)
     for place, its in names.items():
         places.setdefault(", ".join(its), []).append(place)
-    return "; ".join(f"{its}: {', '.join(where)}" for its, where in places.items())
+    of_peers = places.pop("peers", [])
+    texts = [f"{its}: {', '.join(where)}" for its, where in places.items()]
+    return "; ".join([*texts, *of_peers])
 
 
 def _scaled(number: float) -> str:

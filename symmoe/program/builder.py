@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
 from typing import Any, ParamSpec, TypeVar
 
@@ -103,18 +103,34 @@ def mark(what: str) -> None:
         _thread.builder.entries.append(Mark(what))
 
 
-@contextmanager
-def owed() -> Iterator[None]:
+def owed() -> AbstractContextManager[None]:
     """What is launched in this context is launched even if a program is interrupted between the marks of a trip."""
+    return _noted_as("is_owed")
+
+
+def on_branch() -> AbstractContextManager[None]:
+    """What is launched in this context is launched on a branch stream, where there are streams."""
+    return _noted_as("is_on_branch")
+
+
+def after_other_stream() -> None:
+    """What is launched next on this stream comes after a point of another stream, where there are streams."""
+    if (current := _thread.builder) is not None:
+        current.waiting.add(current.is_on_branch)
+
+
+@contextmanager
+def _noted_as(attribute: str) -> Iterator[None]:
     current = _thread.builder
     if current is None:
         yield
         return
-    before, current.is_owed = current.is_owed, True
+    before = getattr(current, attribute)
+    setattr(current, attribute, True)
     try:
         yield
     finally:
-        current.is_owed = before
+        setattr(current, attribute, before)
 
 
 def fill(memory: torch.Tensor) -> torch.Tensor:
@@ -141,7 +157,8 @@ class Builder(TorchDispatchMode):
     Attributes:
         entries: what has been noted.
         operations: what the function has called.
-        is_owed: whether entries are noted as owed to the peers.
+        is_owed, is_on_branch: whether entries are noted as owed to the peers, and operations as those of a branch.
+        waiting: for streams whose next operation comes after a point of another one, whether they are a branch.
     """
 
     def __init__(
@@ -155,7 +172,8 @@ class Builder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
         self.entries: list[Entry] = []
         self.operations: list[Operation] = []
-        self.is_owed, self.numbers = False, numbers
+        self.is_owed = self.is_on_branch = False
+        self.numbers, self.waiting = numbers, set[bool]()
         self._looks: list[Look | None] = []  # by slot, of a tensor that each call has there
         self._objects: dict[int, tuple[int, object]] = {}  # id of an object to its slot; holds it
         self._spans = [
@@ -246,7 +264,9 @@ class Builder(TorchDispatchMode):
         """Notes what the function calls; see Operation."""
         made = None if result is None else self._place(result)
         shown = _mapped(args, self._shown), _mapped(dict(kwargs), self._shown)
-        self.operations.append(Operation(function, *shown, made))
+        streams = self.is_on_branch, self.is_on_branch in self.waiting
+        self.waiting.discard(self.is_on_branch)
+        self.operations.append(Operation(function, *shown, made, *streams))
 
     def launches_with(
         self,

@@ -296,7 +296,9 @@ class Operation(NamedTuple):
     function: Any  # the name of a kernel, an operator of torch, or a function that is noted
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    result: Memory | None = None  # of an operator that makes a tensor
+    result: Memory | None  # of an operator that makes a tensor
+    is_on_branch: bool  # whether it is on a branch stream
+    is_after_other: bool  # whether it waits for a point of another stream
 
 
 @dataclass(frozen=True, slots=True, eq=False)
