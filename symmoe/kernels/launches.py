@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
+
 from symmoe.errors import ArgumentError
 from symmoe.kernels import control
 from symmoe.kernels.contract import Kernels
@@ -26,11 +28,16 @@ _OF_HEAP = "the heap"  # constants; not in the text
 
 
 class Use(NamedTuple):
-    """A tensor that a launch reads or writes."""
+    """A tensor that a launch reads or writes, or memory of peers, whose size nobody knows."""
 
     name: str  # of the parameter
     place: str  # input n, memory n (which the program makes), a lease, peers' leases, or the heap
-    num_bytes: int = 0  # of the tensor; 0 if it is not this rank's
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype | None = None  # None: of peers
+
+    @property
+    def num_bytes(self) -> int:
+        return 0 if self.dtype is None else self.dtype.itemsize * math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -181,17 +188,13 @@ class _Places:
         """The tensors of an argument, or the leases that a barrier publishes."""
         if isinstance(value, TensorTable):
             pointers: Any = value.pointers
-            yield Use(
-                name,
-                f"{self._place(pointers)}, by address",
-                value.dtype.itemsize * math.prod(value.shape),
-            )
+            place = f"{self._place(pointers)}, by address"
+            yield Use(name, place, value.shape, value.dtype)
         elif isinstance(value, (tuple, list)):
             for part in value:
                 yield from self._uses(name, part)
         elif isinstance(value, Memory) and 0 not in value.shape:
-            num_bytes = value.dtype.itemsize * math.prod(value.shape)
-            yield Use(name, self._place(value), num_bytes)
+            yield Use(name, self._place(value), value.shape, value.dtype)
         elif name == "words" and value >= SLOT_BYTES:
             yield Use(name, self._of_slot[value // SLOT_BYTES])
 
