@@ -52,23 +52,17 @@ def product_of(name: str, arguments: Mapping[str, Any]) -> Product | None:
         return Product(None, arguments["x"].shape[0], features)
     if not name.startswith("grouped_gemm"):
         return None
-    is_wgrad, numbers_per_byte = "wgrad" in name, 1
+    is_wgrad, rows = "wgrad" in name, arguments.get("rows", arguments.get("dout"))
     matrices = arguments["out" if is_wgrad else "weight"]
-    if isinstance(matrices, (Operand, ScatteredWeight)):
-        matrices = matrices.data
-        numbers_per_byte = 2 if matrices.dtype == torch.uint8 else 1
-    if not is_wgrad:
-        (result, *_) = getattr(Kernels, name).writes
-        written = arguments[result]
-        most_rows = (written[0] if isinstance(written, tuple) else written).shape[0]
-    elif isinstance(rows := arguments["rows"], Operand):  # transposed
-        most_rows = rows.data.shape[1] * (2 if rows.data.dtype == torch.uint8 else 1)
-    else:
-        most_rows = num_rows(rows)
-    # A row is multiplied by the features of a matrix.
+    matrices = matrices.data if isinstance(matrices, (Operand, ScatteredWeight)) else matrices
     _, out_features, in_features = matrices.shape
-    features = out_features * in_features * numbers_per_byte
-    return Product(arguments["row_range"], most_rows, features)
+    numbers = out_features * in_features
+    if not isinstance(rows, Operand):
+        return Product(arguments["row_range"], num_rows(rows), numbers)
+    per_byte = 2 if rows.data.dtype == torch.uint8 else 1
+    if is_wgrad:  # of columns, which are padded
+        return Product(arguments["row_range"], rows.data.shape[1] * per_byte, numbers)
+    return Product(arguments["row_range"], rows.data.shape[0], numbers * per_byte)
 
 
 def counted(name: str, kernel: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

@@ -4,6 +4,7 @@ reads and writes, and whom it waits for. The same on CPUs and GPUs."""
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 import textwrap
 from collections import Counter
@@ -14,21 +15,21 @@ from typing import Any, NamedTuple
 
 import torch
 
-from symmoe.errors import ArgumentError
 from symmoe.kernels import control
 from symmoe.kernels.contract import Kernels
+from symmoe.kernels.contract.operands import in_parts
 from symmoe.kernels.tensor_table import TensorTable
 from symmoe.program.builder import SLOT_BYTES
 from symmoe.program.program import Memory, Operation, Program
 from symmoe.program.programs import Programs, Recorded
 from symmoe.torch_internals import schema_of
 
-_WIDTH = 120
-_OF_HEAP = "the heap"  # constants; not in the text
+OF_HEAP = "the heap"  # constants; not in the text
+_NOTHING = "no program has run: the first calls of a size have none (docs/design.md, Programs)"
 
 
 class Use(NamedTuple):
-    """A tensor that a launch reads or writes, or memory of peers, whose size nobody knows."""
+    """A tensor that a launch reads or writes, or memory of peers, whose size nobody knows here."""
 
     name: str  # of the parameter
     place: str  # input n, memory n (which the program makes), a lease, peers' leases, or the heap
@@ -43,25 +44,26 @@ class Use(NamedTuple):
 @dataclass(frozen=True)
 class Launch:
     """One launch. kernel: of the contract, or an operator of torch, or what meets other nodes. Bytes are of its tensors
-    on this rank, FLOPs those of its products; both at most, for the room that the call has. stream: "", that of the
-    call, or "branch", which on CPUs is the same. waits_for: ranks, and streams; "": nothing but what is before it."""
+    on this rank, FLOPs those of its products; both at most, for the room that the call has. waits_for: ranks, and
+    streams; "": nothing but what is before it on its stream. stream: "", that of the call, or "branch", which on CPUs
+    is the same."""
 
     kernel: str
     reads: tuple[Use, ...]
     writes: tuple[Use, ...]
+    flops: int
     waits_for: str
     stream: str
-    flops: int
 
     @property
     def num_bytes(self) -> int:
         return sum(use.num_bytes for use in (*self.reads, *self.writes))
 
     def __str__(self) -> str:
-        sizes = f"{_scaled(self.num_bytes):>6} {_scaled(self.flops) if self.flops else '':>6}"
-        ways = " -> ".join(_text(uses) for uses in (self.reads, self.writes)).strip()
-        waits = f" | waits for {self.waits_for}" if self.waits_for else ""
-        return f"{self.kernel:29}{sizes}  {ways}{waits}{' | on a branch' * bool(self.stream)}"
+        sizes = f"{self.num_bytes / 1e6:10.3f} {self.flops / 1e9:10.3f}"
+        ways = f"{_text(self.reads)} -> {_text(self.writes)}".removesuffix(" -> ").strip()
+        waits = f" | waits for {self.waits_for}" * bool(self.waits_for)
+        return f"{self.kernel:28}{sizes}  {ways}{waits}{' | on a branch' * bool(self.stream)}"
 
 
 @dataclass(frozen=True)
@@ -73,9 +75,10 @@ class ProgramLaunches:
     launches: tuple[Launch, ...]
 
     def __str__(self) -> str:
-        lines = [f"{self.name}: {len(self.launches)} launches, run {self.num_runs} times"]
+        title = f"{self.name}, {self.num_runs} times"
+        lines = [f"{title:28}{'MB':>10} {'GFLOP':>10}  reads -> writes, at most"]
         for launch in self.launches:
-            lines += textwrap.wrap(f"  {launch}", _WIDTH, subsequent_indent=" " * 48)
+            lines += textwrap.wrap(str(launch), 120, subsequent_indent=" " * 53)
         return "\n".join(lines)
 
 
@@ -94,29 +97,24 @@ class Launches:
         )
 
     def __str__(self) -> str:
-        nothing = (
-            "no program has run: the first calls of a size have none (docs/design.md, Programs)"
-        )
-        return "\n\n".join(map(str, self.programs)) or nothing
+        return "\n\n".join(map(str, self.programs)) or _NOTHING
 
 
 @contextmanager
 def record_launches() -> Iterator[Launches]:
-    """A context that records which programs this process runs, those of all heaps, of grouped layers and of routers.
-    Calls without a program are not in it, e.g. the first ones of a size. It costs next to nothing; the table is made
-    when it is asked for. ArgumentError in another one."""
-    if Programs.recorded is not None:
-        raise ArgumentError("record_launches: launches are being recorded already")
+    """A context that records which programs this process runs, those of all heaps, of grouped layers and of routers,
+    but for those in another such context inside. Calls without a program are not in it, e.g. the first ones of a size.
+    It costs next to nothing; the table is made when it is asked for."""
+    before = Programs.recorded
     recorded = Programs.recorded = list[Recorded]()
     try:
         yield Launches(recorded)
     finally:
-        Programs.recorded = None
+        Programs.recorded = before
 
 
 def _launches_of(program: Program, num_inputs: int) -> tuple[Launch, ...]:
-    places = _Places(program, num_inputs)
-    return tuple(map(places.launch, program.operations))
+    return tuple(map(_Places(program, num_inputs).launch, program.operations))
 
 
 class _Places:
@@ -125,42 +123,39 @@ class _Places:
     def __init__(self, program: Program, num_inputs: int) -> None:
         self._of_slot = {slot: f"input {slot}" for slot in range(num_inputs)}
         if (leases := program.leases) is not None:
-            self._of_slot |= {each.slot: f"lease '{each.name}'" for each in leases.kept}
-            self._of_slot |= {each.slot: f"lease '{each.name}'" for each in leases.parts}
-        self._num_memory = 0
-        self._published: dict[Any, list[str]] = {}  # by what a barrier returned, leases of peers
+            its = {part.slot: f"lease '{part.name}'" for part in (*leases.kept, *leases.parts)}
+            self._of_slot.update(its)
+        self._numbers = itertools.count()
+        self._published: dict[
+            Any, dict[int, str]
+        ] = {}  # by what a barrier returned, leases of peers
 
     def launch(self, operation: Operation) -> Launch:
         """What one operation launches."""
         from symmoe.kernels.flops import arguments_of, product_of  # which imports torch's counter
 
         function, args, kwargs, result, is_on_branch, is_after_other = operation
-        other = "the call's stream" if is_on_branch else "the branch"
-        waits, product, written = [other] * is_after_other, None, list[str]()
+        waits = ["the call's stream" if is_on_branch else "the branch"] * is_after_other
+        product, written = None, set[str]()
         if isinstance(function, str):
             kernel, arguments = function, arguments_of(function, args, kwargs)
-            product, written = product_of(kernel, arguments), getattr(Kernels, kernel).writes
+            product, written = product_of(kernel, arguments), {*getattr(Kernels, kernel).writes}
             waits += self._ranks(kernel, arguments)
         elif inspect.isfunction(function):
             kernel, waits = function.__name__, [*waits, "other nodes"]
-            arguments = inspect.signature(function).bind(*args, **kwargs).arguments
+            arguments = dict(inspect.signature(function).bind(*args, **kwargs).arguments)
         else:
             kernel, schema = str(function), schema_of(function).arguments
-            arguments = dict(zip((each.name for each in schema), args, strict=False))
-            arguments |= {**kwargs, "result": result}
+            named = zip((each.name for each in schema), args, strict=False)
+            arguments = {**dict(named), **kwargs, "result": result}
             aliases = {each.name: each.alias_info for each in schema}
-            written = ["result", *(name for name, of in aliases.items() if of and of.is_write)]
+            written = {"result", *(name for name, of in aliases.items() if of and of.is_write)}
         reads, writes = list[Use](), list[Use]()
-        for name, value in arguments.items():
-            if name == "peers":
-                (writes if name in written else reads).extend(self._peers(kernel, arguments))
-            elif f"{name}.0" in written:
-                for n, part in enumerate(value or ()):
-                    (writes if f"{name}.{n}" in written else reads).extend(self._uses(name, part))
-            else:
-                (writes if name in written else reads).extend(self._uses(name, value))
-        stream, flops = "branch" * is_on_branch, 0 if product is None else product.most_flops
-        return Launch(kernel, tuple(reads), tuple(writes), " and ".join(waits), stream, flops)
+        for name, value in in_parts(arguments, written):
+            uses = self._peers(kernel, arguments) if name == "peers" else self._uses(name, value)
+            (writes if name in written else reads).extend(uses)
+        flops, stream = 0 if product is None else product.most_flops, "branch" * is_on_branch
+        return Launch(kernel, tuple(reads), tuple(writes), flops, " and ".join(waits), stream)
 
     def _ranks(self, kernel: str, arguments: dict[str, Any]) -> list[str]:
         """Ranks for which a kernel waits."""
@@ -168,28 +163,27 @@ class _Places:
             return [f"the signal of rank {arguments['rank']}"]
         if kernel != "barrier":
             return []
-        words = [self._of_slot.get(word // SLOT_BYTES, "") for word in arguments["words"]]
-        self._published[arguments["received"].slot] = words
+        words = enumerate(word // SLOT_BYTES for word in arguments["words"])
+        leases = {n: self._of_slot[slot] for n, slot in words if slot}
+        self._published[arguments["received"].slot] = leases
         return [f"all ranks, '{control.PHASES[control.unpack_call(arguments['call'])['phase']]}'"]
 
     def _peers(self, kernel: str, arguments: dict[str, Any]) -> Iterator[Use]:
-        """What a kernel reads or writes of peers."""
+        """What a kernel reads or writes of peers. Of what waits there is nothing to say."""
         columns = [value for name, value in arguments.items() if name.endswith("column")]
-        if columns:
-            published = self._published.get(arguments["received"].slot, ())
-            places = [published[column] for column in columns if column < len(published)]
-            yield from (Use("peers", f"peers' {place}") for place in places if place)
-        elif kernel == "send_signal":
+        if kernel == "send_signal":
             yield Use("peers", f"signals of rank {arguments['rank']}")
-        elif "nan_on_failure" not in arguments:  # which only waits have
+        elif not columns and "nan_on_failure" not in arguments:
             yield Use("peers", "count tables")
+        for column in columns:
+            if place := self._published.get(arguments["received"].slot, {}).get(column):
+                yield Use("peers", f"peers' {place}")
 
     def _uses(self, name: str, value: Any) -> Iterator[Use]:
         """The tensors of an argument, or the leases that a barrier publishes."""
         if isinstance(value, TensorTable):
             pointers: Any = value.pointers
-            place = f"{self._place(pointers)}, by address"
-            yield Use(name, place, value.shape, value.dtype)
+            yield Use(name, f"{self._place(pointers)}, by address", value.shape, value.dtype)
         elif isinstance(value, (tuple, list)):
             for part in value:
                 yield from self._uses(name, part)
@@ -200,31 +194,16 @@ class _Places:
 
     def _place(self, memory: Memory) -> str:
         if memory.slot is None:
-            return _OF_HEAP
+            return OF_HEAP
         if memory.slot not in self._of_slot:
-            self._of_slot[memory.slot] = f"memory {self._num_memory}"
-            self._num_memory += 1
+            self._of_slot[memory.slot] = f"memory {next(self._numbers)}"
         return self._of_slot[memory.slot]
 
 
-def _text(uses: tuple[Use, ...]) -> str:
-    """Names of parameters and their places; those of one place together, and those with the same names."""
-    names, places = dict[str, list[str]](), dict[str, list[str]]()
+def _text(uses: Sequence[Use]) -> str:
+    places: dict[str, dict[str, None]] = {}
     for use in uses:
-        if use.place != _OF_HEAP:
-            its = names.setdefault(use.place, [])
-            its += [use.name] * (use.name not in its)
-    for place, its in names.items():
-        places.setdefault(", ".join(its), []).append(place)
-    of_peers = places.pop("peers", [])
-    texts = [f"{its}: {', '.join(where)}" for its, where in places.items()]
-    return "; ".join([*texts, *of_peers])
-
-
-def _scaled(number: float) -> str:
-    """With a thousandth of the precision, e.g. 1.23M."""
-    for unit in ("", "k", "M", "G"):
-        if number < 999.5:
-            return f"{number:.3g}{unit}"
-        number /= 1000
-    return f"{number:.3g}T"
+        if use.place != OF_HEAP:
+            places.setdefault(use.name, {})[use.place] = None
+    texts = [f"{name}: {', '.join(its)}" for name, its in places.items()]
+    return "; ".join(texts).replace("peers: peers'", "peers'")

@@ -262,11 +262,10 @@ class Builder(TorchDispatchMode):
         result: torch.Tensor | None = None,
     ) -> None:
         """Notes what the function calls; see Operation."""
-        made = None if result is None else self._place(result)
-        shown = _mapped(args, self._shown), _mapped(dict(kwargs), self._shown)
+        shown = _mapped((args, dict(kwargs), result), self._shown)
         streams = self.is_on_branch, self.is_on_branch in self.waiting
         self.waiting.discard(self.is_on_branch)
-        self.operations.append(Operation(function, *shown, made, *streams))
+        self.operations.append(Operation(function, *shown, *streams))
 
     def launches_with(
         self,

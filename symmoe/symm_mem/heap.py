@@ -320,12 +320,16 @@ class SymmetricHeap(HeapParts):
                 errors.raise_for(self.faults.settle(self.streams.read_back(received)()))
             return received
 
-    @noted(on_gpus=False, stands_for=lambda heap, rank: _note("send_signal", heap.peers, rank))
     def send_signal(self, rank: int) -> None:
         """Tells `rank` that what the current stream has written there since the last barrier is complete."""
         kernels.for_device(self.device).send_signal(self.peers, rank)
 
-    @noted(on_gpus=False, stands_for=lambda *args, **kwargs: _signal_in_build(*args, **kwargs))
+    @noted(
+        on_gpus=False,
+        stands_for=lambda heap, rank, phase, **options: _wait_in_build(
+            "wait_for_signal", heap, rank, (1,), phase=phase, **options
+        ),
+    )
     def wait_for_signal(
         self, rank: int, phase: int, *, nan_on_failure: torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -551,36 +555,31 @@ def _is_known(error: Exception) -> bool:
 
 
 def _barrier_in_build(
-    heap: SymmetricHeap, phase: int, *, publish: tuple[int, ...] = (), **options: Any
+    heap: SymmetricHeap,
+    phase: int,
+    *,
+    publish: tuple[int, ...] = (),
+    nan_on_failure: torch.Tensor | None = None,
+    **agreed: int,
 ) -> torch.Tensor:
-    """Stands for a barrier."""
-    received = _words_in_build(heap.peers.num_ranks, control.NUM_PUBLISHED)
-    failure = options.pop("nan_on_failure", None)
-    said = {"call": control.pack_call(phase=phase, **options), "nan_on_failure": failure}
-    _note("barrier", heap.peers, publish, received, heap.status, fault=False, timeout_ns=0, **said)
-    return received
+    shape, call = (
+        (heap.peers.num_ranks, control.NUM_PUBLISHED),
+        control.pack_call(phase=phase, **agreed),
+    )
+    options = {"call": call, "fault": False, "nan_on_failure": nan_on_failure}
+    return _wait_in_build("barrier", heap, publish, shape, **options)
 
 
-def _signal_in_build(heap: SymmetricHeap, rank: int, phase: int, **options: Any) -> torch.Tensor:
-    """Stands for a wait for a signal."""
-    arrived = _words_in_build(1)
-    of_heap = heap.peers, rank, arrived, heap.status
-    _note("wait_for_signal", *of_heap, phase=phase, timeout_ns=0, **options)
-    return arrived
-
-
-def _words_in_build(*shape: int) -> torch.Tensor:
-    """Stands for the result of a barrier or of a wait."""
+def _wait_in_build(
+    kernel: str, heap: SymmetricHeap, given: Any, shape: tuple[int, ...], **options: Any
+) -> torch.Tensor:
+    """Notes the kernel that a call on CPUs launches; stands for its result."""
     current = builder()
     assert current is not None
-    return current.tensor(shape, (shape[-1], 1)[-len(shape) :], torch.int64)
-
-
-def _note(name: str, *args: Any, **kwargs: Any) -> None:
-    """Notes a kernel, in a build, that a function launches for which something stands."""
-    current = builder()
-    assert current is not None
-    current.note(name, args, kwargs)
+    result = current.tensor(shape, (shape[-1], 1)[-len(shape) :], torch.int64)
+    args = heap.peers, given, result, heap.status
+    current.note(kernel, args, {"timeout_ns": 0, **options})
+    return result
 
 
 @noted(stands_for=lease_in_build)

@@ -5,7 +5,7 @@ They are tuples, in which a program finds tensors. Those of quantised numbers: k
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -34,6 +34,15 @@ def writes(*names: str) -> Callable[[F], F]:
         return kernel
 
     return decorate
+
+
+def in_parts(arguments: Mapping[str, Any], names: Collection[str]) -> Iterator[tuple[str, Any]]:
+    """Arguments by the names of their parameters; those of which the names have parts, as name.n."""
+    for name, value in arguments.items():
+        if f"{name}.0" in names:
+            yield from ((f"{name}.{n}", part) for n, part in enumerate(value or ()))
+        else:
+            yield name, value
 
 
 def as_pair(operand: Any) -> tuple[Any, Any]:
