@@ -265,7 +265,7 @@ class Builder(TorchDispatchMode):
         shown = _mapped((args, dict(kwargs), result), self._shown)
         streams = self.is_on_branch, self.is_on_branch in self.waiting
         self.waiting.discard(self.is_on_branch)
-        self.operations.append(Operation(function, *shown, *streams))
+        self.operations.append(Operation._make((function, *shown, *streams)))
 
     def launches_with(
         self,
@@ -416,8 +416,13 @@ class Builder(TorchDispatchMode):
 
     def _memory(self, tensor: torch.Tensor) -> Memory | ObjectSlot:
         memory = self._place(tensor)
-        is_whole = memory.slot is not None and self._looks[memory.slot] == look_of(tensor)
-        return ObjectSlot(memory.slot) if is_whole and not memory.offset_bytes else memory
+        if (
+            memory.slot is None
+            or memory.offset_bytes
+            or self._looks[memory.slot] != look_of(tensor)
+        ):
+            return memory
+        return ObjectSlot(memory.slot)
 
     def _place(self, tensor: torch.Tensor) -> Memory:
         start, look = tensor.data_ptr(), look_of(tensor)
