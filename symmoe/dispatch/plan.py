@@ -9,7 +9,6 @@ import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +27,6 @@ from symmoe.kernels import control
 from symmoe.kernels.control import PlanIntegers, num_blocks, plan_layout
 from symmoe.kernels.gemm_parts import Part, bounds_of
 from symmoe.precision.recipes import Recipe, precision_problem, precision_word
-from symmoe.program.builder import noted
 from symmoe.symm_mem.heap import FailPeersOnError, SymmetricHeap, nodes_of
 from symmoe.symm_mem.row_budget import RowBudget
 
@@ -88,7 +86,7 @@ class Plan(PlanIntegers):
     to_fill: ToFill | None = None
     routed: Sequence[torch.Tensor] = ()
     num_places: int = 0
-    _read_report: Callable[[], list[int]] | None = None
+    _is_settled: bool = True  # whether the host has read the report, or nobody posts it
 
     def fill(self) -> Sequence[torch.Tensor]:
         """Launches the plan's kernels, unless that has happened. Collective; waits for the device if sizes of buffers
@@ -97,22 +95,25 @@ class Plan(PlanIntegers):
             return ()
         with (heap := self.heap).one_call:
             self.generation = heap.epoch + 1
-            launch = partial(to_fill.launch, heap)
+            launch = partial(to_fill.launch, heap, self.generation)
             inputs = (to_fill.topk_idx,) if to_fill.route is None else to_fill.route.inputs
-            filled = heap.run(to_fill.key, launch, inputs) if heap.first_step is None else launch()
-            self.note_filled(*filled[:2])
+            if heap.first_step is None:
+                filled = heap.run(to_fill.key, launch, inputs, plan=self.generation)
+            else:
+                filled = launch()
+            self.note_filled(filled[0])
         if to_fill.is_read and self.row_capacity < 0:
             self.settle()
-        return filled[2:]
+        return filled[1:]
 
-    def note_filled(
-        self, storage: torch.Tensor, read_report: Callable[[], list[int]] | None
-    ) -> None:
+    def note_filled(self, storage: torch.Tensor) -> None:
         """Notes what ToFill.launch has returned. In the same turn, which began when the plan got its generation."""
-        heap, reports = self.heap, self.to_fill.reports if self.to_fill else None
-        self.storage, self.to_fill, self._read_report = storage, None, read_report
-        if reports is not None:
-            reports.append(self.report)
+        heap, to_fill = self.heap, self.to_fill
+        self.storage, self.to_fill = storage, None
+        if to_fill is not None:
+            self._is_settled = not to_fill.is_read
+            if to_fill.reports is not None:
+                to_fill.reports.append(self.report)
         heap.waits.flight.note(self.generation, num_tokens=self.num_tokens, top_k=self.top_k)
         if heap.streams.raises_at_once:
             heap.check()  # before another thread gets its turn and raises the error instead
@@ -126,9 +127,9 @@ class Plan(PlanIntegers):
         """Finds out what the routing of a plan with room needs, and whether there is room for it. Waits until the
         device has made the plan. Other plans are settled from the start. ExpertIdError, ConfigMismatch: see make_plan;
         on every rank."""
-        if self._read_report is None:
+        if self._is_settled:
             return
-        report, self._read_report = self._read_report(), None
+        report, self._is_settled = self.heap.await_report(self.generation), True
         self.has_room = report[control.SUM_ERROR] != control.PLAN_NO_ROOM
         if self.has_room and report[control.SUM_ERROR] != control.PLAN_OK:
             if (
@@ -253,9 +254,9 @@ class ToFill(NamedTuple):
             self.route and self.route.key,
         )
 
-    def launch(self, heap: SymmetricHeap) -> tuple[Any, ...]:
-        """A new storage of the plan, filled; what waits for the report, or None if it is not read; logits, probs and
-        scores, if there is a route; the integers and num_received of RailRows, if the group spans nodes. Collective."""
+    def launch(self, heap: SymmetricHeap, generation: int) -> tuple[Any, ...]:
+        """A new storage of the plan of this generation, filled; logits, probs and scores, if there is a route; the
+        integers and num_received of RailRows, if the group spans nodes. Collective."""
         topk_idx, header, config, is_read, _, its_rails, route = self
         num_experts, num_ranks, rails = header[control.HEAD_NUM_EXPERTS], heap.num_ranks, None
         num_places, blocks = header[control.HEAD_NUM_PLACES], num_blocks(len(topk_idx))
@@ -300,12 +301,9 @@ class ToFill(NamedTuple):
         ops.lay_out(heap.count_peers, received, heap.status, integers, **limits, ranks=ranks)
         ops.assign_rows(topk_idx, counts, integers, drop=drop)
         found = () if rails is None else rails.complete(integers.report)
-        return (
-            integers.storage,
-            _start_reading(heap, integers.report) if is_read else None,
-            *routed,
-            *found,
-        )
+        if is_read:
+            ops.post_report(integers.report, heap.waits.reports, plan=generation)
+        return integers.storage, *routed, *found
 
 
 class PlanOptions(NamedTuple):
@@ -568,12 +566,6 @@ def _plan_barrier(heap: SymmetricHeap, config: int, rails: RailRows | None) -> t
         received = heap.barrier(control.PHASE_PLAN, config=config, publish=first_step.words())
         first_step.compare(heap.streams.read_back(received)())
     return received if rails is None else rails.share(config)
-
-
-@noted(stands_for=lambda heap, report: SimpleNamespace())
-def _start_reading(heap: SymmetricHeap, report: torch.Tensor) -> Callable[[], list[int]]:
-    """What waits for a plan's report."""
-    return heap.streams.read_back(report)
 
 
 def _find_problem(

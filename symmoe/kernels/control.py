@@ -147,8 +147,15 @@ STATUS_OK, STATUS_TIMEOUT, STATUS_FAULT, STATUS_PLAN, STATUS_MISMATCH, STATUS_AB
 # call, SEEN that rank's. Of kind STATUS_ABORT: PEER is the rank that gave up, SEEN what it wrote.
 # Of kind STATUS_RAIL, which the host writes: a rank of another node was given up, see symm_mem/several_nodes.py.
 
+# The reports that the host reads: int64[REPORT_SLOTS, SUMMARY_WORDS], that of the plan of a generation in row
+# generation % REPORT_SLOTS. A word has the report's in its lower half, and the generation, as a positive one, above it.
+REPORT_SLOTS = 8
+GENERATION_BITS = 31
+
 # how plan kernels cut the tokens of a rank
 TOKENS_PER_BLOCK = 32
+# and how the losses of a router do
+TOKENS_PER_LOSS_BLOCK = 128
 
 # what `lay_out` reports of a plan: int32[SUMMARY_WORDS]
 SUMMARY_WORDS = 16

@@ -24,7 +24,6 @@ from symmoe.program.program import Memory, Operation, Program
 from symmoe.program.programs import Programs, Recorded
 from symmoe.torch_internals import schema_of
 
-OF_HEAP = "the heap"  # constants; not in the text
 _NOTHING = "no program has run: the first calls of a size have none (docs/design.md, Programs)"
 
 
@@ -194,7 +193,7 @@ class _Places:
 
     def _place(self, memory: Memory) -> str:
         if memory.slot is None:
-            return OF_HEAP
+            return "the heap"
         if memory.slot not in self._of_slot:
             self._of_slot[memory.slot] = f"memory {next(self._numbers)}"
         return self._of_slot[memory.slot]
@@ -203,7 +202,7 @@ class _Places:
 def _text(uses: Sequence[Use]) -> str:
     places: dict[str, dict[str, None]] = {}
     for use in uses:
-        if use.place != OF_HEAP:
+        if use.name != "status":  # which only failures write
             places.setdefault(use.name, {})[use.place] = None
     texts = [f"{name}: {', '.join(its)}" for name, its in places.items()]
     return "; ".join(texts).replace("peers: peers'", "peers'")

@@ -11,6 +11,9 @@ Score = Literal["softmax", "sigmoid"]
 TINY = 1e-20  # is added to the sum of K scores: sigmoid scores that all underflow must give probs of 0, not NaN
 
 
+SMALLEST = 2.0**-126  # the smallest normal fp32: scores whose sum is less have shares of 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingRule:
     """The fields of MoEConfig of these names. ArgumentError: `score` is no word of a score.

@@ -12,14 +12,21 @@ sequence, K experts per token, E experts in all.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from symmoe.autograd import Context
+from symmoe import kernels
+from symmoe.autograd import Context, Function
 from symmoe.checks.arguments import check_kind, check_model
 from symmoe.errors import ArgumentError
+from symmoe.kernels import control
+from symmoe.kernels.operands import given_of
+from symmoe.kernels.programs import run_program
 from symmoe.moe.router import Router
 
 
@@ -81,6 +88,106 @@ def z_loss(logits: torch.Tensor, token_mask: torch.Tensor | None = None) -> torc
     lse_T = logits.float().logsumexp(-1)
     # Not square(), whose backward copies its input for a power of one.
     return _mean((lse_T * lse_T).unsqueeze(1), token_mask).squeeze(0)
+
+
+@dataclass(frozen=True, slots=True)
+class RouterLoss:
+    """The sum of a balance loss and a z-loss, each times its coefficient; 0: without it. sequence_length: S of the loss
+    of sequences; None: the loss of a load."""
+
+    balance_coef: float
+    z_coef: float
+    score: str
+    sequence_length: int | None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Those of the kernel router_losses."""
+        coefs = {"balance_coef": self.balance_coef, "z_coef": self.z_coef}
+        return {**coefs, "normalises": self.score != "softmax"}
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        scores: torch.Tensor,
+        chosen_idx: torch.Tensor,
+        expert_load: torch.Tensor,
+        token_mask: torch.Tensor | None,
+    ) -> torch.Tensor:
+        losses = []
+        if self.balance_coef:
+            shares = scores if self.score == "softmax" else normalised(scores)
+            if self.sequence_length is None:
+                loss = load_balance_loss(shares, expert_load, token_mask)
+            else:
+                loss = sequence_balance_loss(shares, chosen_idx, self.sequence_length, token_mask)
+            losses.append(self.balance_coef * loss)
+        if self.z_coef:
+            losses.append(self.z_coef * z_loss(logits, token_mask))
+        return sum(losses[1:], start=losses[0])
+
+
+class _KernelLoss(Function):
+    """The loss of a load, and a z-loss, by kernels."""
+
+    of = "the loss of a router"
+
+    @staticmethod
+    def forward(
+        ctx: Context,
+        of: RouterLoss,
+        load_and_mask: tuple[torch.Tensor, torch.Tensor | None],
+        logits: torch.Tensor,
+        scores: torch.Tensor,
+    ) -> torch.Tensor:
+        expert_load, token_mask = load_and_mask
+        num_tokens, num_experts = scores.shape
+
+        def compute() -> tuple[torch.Tensor, torch.Tensor]:
+            num_blocks = -(-num_tokens // control.TOKENS_PER_LOSS_BLOCK)
+            sums = scores.new_empty((num_blocks, num_experts + 2))
+            slopes, loss = scores.new_empty(num_experts + 1), scores.new_empty(())
+            given = logits, scores, expert_load, token_mask, sums, slopes, loss
+            kernels.for_device(scores.device).router_losses(*given, **of.options)
+            return loss, slopes
+
+        inputs = given_of(logits, scores, expert_load, token_mask)
+        loss, slopes = run_program(("loss of a router", of), compute, inputs)
+        ctx.save_for_backward(logits, scores, token_mask, slopes)
+        ctx.loss = of
+        return loss
+
+    @staticmethod
+    def backward(ctx: Context, d_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        logits, scores, token_mask, slopes = ctx.saved_tensors
+        needs, normalises = ctx.needs_input_grad[2:], ctx.loss.score != "softmax"
+
+        def compute() -> list[torch.Tensor | None]:
+            pairs = zip((logits, scores), needs, strict=True)
+            found = [torch.empty_like(each) if is_needed else None for each, is_needed in pairs]
+            ops = kernels.for_device(scores.device)
+            given = d_loss, logits, scores, token_mask, slopes, *found
+            ops.router_losses_grad(*given, normalises=normalises)
+            return found
+
+        key = "gradient of the loss of a router", normalises, needs
+        inputs = given_of(d_loss, logits, scores, token_mask, slopes)
+        return None, None, *run_program(key, compute, inputs)
+
+
+def router_loss(
+    of: RouterLoss,
+    logits: torch.Tensor,
+    scores: torch.Tensor,
+    chosen_idx: torch.Tensor,
+    expert_load: torch.Tensor,
+    token_mask: torch.Tensor | None,
+) -> torch.Tensor:
+    """of(...), by kernels where there are some, which takes the host much less time. Differentiable, once."""
+    if torch.compiler.is_compiling() or of.sequence_length is not None:
+        return of(logits, scores, chosen_idx, expert_load, token_mask)
+    loss: torch.Tensor = _KernelLoss.apply(of, (expert_load, token_mask), logits, scores)
+    return loss
 
 
 def routing_map(topk_idx: torch.Tensor, num_experts: int) -> torch.Tensor:

@@ -377,7 +377,6 @@ class _Found(NamedTuple):
     """What a forward pass has found, or the first half of one."""
 
     storage: torch.Tensor  # of the plan
-    read_report: Callable[[], list[int]] | None  # see ToFill.launch
     routed: Sequence[torch.Tensor]  # logits, probs and scores of a route that has run
     packed_to_row: torch.Tensor  # as in Plan
     row_to_packed_row: torch.Tensor
@@ -408,10 +407,10 @@ class _Forward:
 
     def begin(self, plan: Plan) -> tuple[_Found, Plan, ReplicaTrip]:
         """The first half, which fills the plan if that is not filled; and what the second half takes."""
-        step, read_report = self.step, None
+        step = self.step
         routed: Sequence[torch.Tensor] = ()
         if plan.to_fill is not None:
-            plan.storage, read_report, *routed = plan.to_fill.launch(plan.heap)
+            plan.storage, *routed = plan.to_fill.launch(plan.heap, plan.generation)
         sent = _on_wire(self.x, step.wire.rows)
         probs = given("probs", routed[1] if self.probs is None else self.probs)
         replicas = ReplicaTrip(plan, self.weights)
@@ -423,7 +422,7 @@ class _Forward:
             hidden, a = replicas.weights.first_layer(
                 rows, num_rows=step.num_rows, parts=arrival.parts
             )
-        planned = plan.storage, read_report, routed, *plan.received_index()
+        planned = plan.storage, routed, *plan.received_index()
         return _Found(*planned, received, row_probs, a, hidden), plan, replicas
 
     def finish(self, found: _Found, plan: Plan, replicas: ReplicaTrip) -> torch.Tensor:
@@ -513,7 +512,7 @@ class _ExpertParallelMLP(Function):
                 function = forward.first_half if is_recomputed else forward.both_halves
                 found, of_first = _Found._make(step.run(key, function, inputs)), []
             if plan.to_fill is not None:
-                plan.note_filled(found.storage, found.read_report)
+                plan.note_filled(found.storage)
         routed = routed or found.routed
         plan.packed_to_row, plan.row_to_packed_row = found.packed_to_row, found.row_to_packed_row
         plan.settle()  # everything that is wanted is launched: now the host may wait for the plan

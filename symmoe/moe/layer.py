@@ -406,17 +406,25 @@ class MoELayer(ExpertParallelModule):
         load_before: torch.Tensor | None,
     ) -> torch.Tensor:
         """The scalar aux_loss; 0 if both coefficients are 0, or if the router has not run."""
-        losses, config = [], self.config
-        if config.aux_loss_coef and isinstance(routed, RouterOutput):
-            loss = self._balance_loss(x, token_mask, routed, expert_load, load_before)
-            losses.append(config.aux_loss_coef * loss)
-        if config.z_loss_coef and isinstance(routed, RouterOutput):
-            losses.append(config.z_loss_coef * balance.z_loss(routed.logits, token_mask))
-        return (
-            sum(losses[1:], start=losses[0])
-            if losses
-            else torch.zeros((), device=expert_load.device)
+        config = self.config
+        has_loss = config.aux_loss_coef or config.z_loss_coef
+        if not has_loss or not isinstance(routed, RouterOutput):
+            return torch.zeros((), device=expert_load.device)
+        sequence_length = None
+        if config.aux_loss == "sequence":
+            sequence_length = x.shape[-2] if x.dim() > 1 else 1
+        elif load_before is not None:
+            expert_load = balance.load_so_far(load_before, expert_load)
+            if self.replicas.group is not None:
+                dist.all_reduce(expert_load, group=self.replicas.group)
+        elif config.aux_loss_coef and config.capacity_factor is not None:
+            # The load before the drops: what an overloaded expert has after them says little.
+            expert_load = balance.routing_map(routed.chosen_idx, config.num_experts).sum(0)
+        loss = balance.RouterLoss(
+            config.aux_loss_coef, config.z_loss_coef, config.score, sequence_length
         )
+        of_load = routed.chosen_idx, expert_load, token_mask
+        return balance.router_loss(loss, routed.logits, routed.scores, *of_load)
 
     def _watch_loss(self, y: torch.Tensor, aux_loss: torch.Tensor) -> None:
         """Warns if a checkpoint repeats this call in backward, and differentiates y, but not aux_loss. Autograd comes
@@ -427,28 +435,6 @@ class MoELayer(ExpertParallelModule):
             reached: list[torch.Tensor] = []
             aux_loss.register_hook(reached.append)
             y.register_hook(lambda _: None if reached else warn(_LOST_LOSS, self._called_at))
-
-    def _balance_loss(
-        self,
-        x: torch.Tensor,
-        token_mask: torch.Tensor | None,
-        routed: RouterOutput,
-        expert_load: torch.Tensor,
-        load_before: torch.Tensor | None,
-    ) -> torch.Tensor:
-        config = self.config
-        shares = routed.scores if config.score == "softmax" else balance.normalised(routed.scores)
-        if config.aux_loss == "sequence":
-            length = x.shape[-2] if x.dim() > 1 else 1
-            return balance.sequence_balance_loss(shares, routed.chosen_idx, length, token_mask)
-        if load_before is not None:
-            expert_load = balance.load_so_far(load_before, expert_load)
-            if self.replicas.group is not None:
-                dist.all_reduce(expert_load, group=self.replicas.group)
-        elif config.capacity_factor is not None:
-            # The load before the drops: what an overloaded expert has after them says little.
-            expert_load = balance.routing_map(routed.chosen_idx, config.num_experts).sum(0)
-        return balance.load_balance_loss(shares, expert_load, token_mask)
 
 
 class _SideCall:

@@ -316,10 +316,14 @@ class Builder(TorchDispatchMode):
         numbers, self._next_numbers = self._next_numbers, {}
         return tuple(
             [
-                numbers[name] if name in numbers else self._template(arg)
+                numbers[name] if name in numbers else self._argument(name, arg)
                 for name, arg in zip(names, args)  # noqa: B905 - constants follow
             ]
         )
+
+    def _argument(self, name: str, value: Any) -> Any:
+        is_of_call = type(value) is int and name in self.numbers
+        return parts.CallInteger(name) if is_of_call else self._template(value)
 
     def event(self, stream: torch.cuda.Stream) -> Any:
         """Notes that an event is recorded; what stands for it."""

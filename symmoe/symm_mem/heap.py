@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
+import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from threading import get_ident
@@ -34,6 +36,9 @@ from symmoe.torch_internals import STOPS_RECOMPUTATION
 if TYPE_CHECKING:
     from symmoe.program.program import Program
     from symmoe.symm_mem.several_nodes import Nodes
+
+
+_SPINS = 1000  # turns of a wait for a report before it asks whether the device is still at work
 
 
 class Compared(Protocol):
@@ -138,9 +143,10 @@ class SymmetricHeap(HeapParts):
         self.first_step: Compared | None = None
         self.trip_timer: Callable[[str], AbstractContextManager[None]] | None = None
         self._closed, self._plays = False, self._program_mode != "off"
-        self._status_words = self.status.numpy()
+        self._status_words, self._report_rows = self.status.numpy(), self.waits.reports.numpy()
         self._may_run_programs = kernels.may_run_programs(self.device)
-        constants = [self.peers.bases, self.count_peers.bases, self.status, *self.peers.views]
+        constants = [self.peers.bases, self.count_peers.bases, *self.peers.views]
+        constants += self.status, self.waits.reports
         if self.nodes is not None:
             constants += self.nodes.constants
         self.programs = Programs(
@@ -339,6 +345,20 @@ class SymmetricHeap(HeapParts):
         if self.streams.raises_at_once:
             self.check()
         return arrived
+
+    def await_report(self, plan: int) -> list[int]:
+        """The report of the plan of this generation, int[SUMMARY_WORDS]; waits until the device has posted it."""
+        row, tag = self._report_rows[plan % control.REPORT_SLOTS], plan % 2**control.GENERATION_BITS
+        is_over = False
+        for turn in itertools.count(1):
+            words: list[int] = row.tolist()
+            if min(words) >> 32 == max(words) >> 32 == tag:
+                break
+            if is_over:
+                raise SymmoeError(f"the device has not posted the report of plan {plan}")
+            time.sleep(0)  # for other threads
+            is_over = turn % _SPINS == 0 and self.streams.is_idle()
+        return [((word & 0xFFFFFFFF) ^ 1 << 31) - (1 << 31) for word in words]
 
     @property
     def epoch(self) -> int:

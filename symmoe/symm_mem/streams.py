@@ -178,6 +178,10 @@ class StreamOrder:
 
         return wait
 
+    def is_idle(self) -> bool:
+        """Whether the current stream has no work left. Raises what has stopped the device."""
+        return torch.cuda.current_stream(self._device).query()
+
     @contextmanager
     def at_once(self) -> Iterator[None]:
         """Work launched in this context waits for no other work of the GPU, and is done when the context ends."""
@@ -256,6 +260,7 @@ class NoStreams:
     side_stream = rail_stream = None
     capture, raises_at_once, eager_thread = 0, True, 0
     at_once = nullcontext
+    is_idle = functools.partial(bool, 1)
     branch = functools.partial(Branch, None)
 
     def read_back(self, tensor: torch.Tensor) -> Callable[[], list[Any]]:

@@ -115,6 +115,7 @@ class Waits:
     """Launches the waits of this rank. Does not synchronise the host; on CPUs the host itself waits.
 
     Attributes:
+        reports: what the device posts of plans, see control.REPORT_SLOTS.
         flight: the record of launched waits. The others that are not named here are as in SymmetricHeap.
         compiles: whether first calls may compile, as during construction and on GPUs; else no wait is a first one.
         first_times: knows which waits `start_timeout_s` bounds.
@@ -130,6 +131,12 @@ class Waits:
         is_pinned = self.device.type == "cuda"
         self.status = torch.zeros(
             control.STATUS_WORDS, dtype=torch.int64, device="cpu", pin_memory=is_pinned
+        )
+        self.reports = torch.zeros(
+            (control.REPORT_SLOTS, control.SUMMARY_WORDS),
+            dtype=torch.int64,
+            device="cpu",
+            pin_memory=is_pinned,
         )
         self.flight, self.compiles, self.is_inside = FlightRing(), True, False
         self.first_times = FirstTimes(kernels.compiled_counter(self.device))

@@ -300,3 +300,10 @@ def test_bf16_parts_round_to_nearest(launches):
 def test_a_choice_of_experts_spills_nothing(launches, kernel, choice):
     layer.launch_choice(*choice)
     assert launches.compile(kernel).stack == 0
+
+
+@every_combination(num_experts=[20, 256], score=["softmax", "sigmoid"])
+def test_losses_of_a_router_spill_nothing(launches, num_experts, score):
+    layer.launch_losses(num_experts, score)
+    for name in ("router_loss_sums", "router_loss", "router_losses_grad"):
+        assert launches.compile(f"{name}_kernel").stack == 0

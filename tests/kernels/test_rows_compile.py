@@ -96,6 +96,7 @@ def test_kernels_between_nodes(launches, num_nodes):
         "other_counts",
         "plan_in_node",
         "take_rows",
+        "post_report",
         "count_exchange",
         "hear_of_faults",
     )

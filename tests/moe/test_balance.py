@@ -31,6 +31,37 @@ def test_normalised_scores_add_up_to_one():
     )
 
 
+@pytest.mark.parametrize("num_tokens", [0, 1, 300])  # of blocks of 128
+@pytest.mark.parametrize("is_masked", [False, True])
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("coefs", [(0.5, 0.0), (0.0, 0.25), (0.5, 0.25)], ids=str)
+def test_kernels_compute_the_losses_and_their_gradients(
+    num_tokens: int, is_masked: bool, score: str, coefs: tuple[float, float]
+):
+    """Those of the formulas, which autograd differentiates. Scores of one token are all 0, and padding is NaN."""
+    torch.manual_seed(num_tokens)
+    logits = torch.randn(num_tokens, 20, dtype=torch.float64, requires_grad=True)
+    scores = torch.rand(num_tokens, 20, dtype=torch.float64)
+    scores[1:2] = 0.0
+    scores.requires_grad_()
+    load = torch.randint(0, 9, (20,))
+    mask = torch.rand(num_tokens) < 0.7 if is_masked else None
+    of = balance.RouterLoss(*coefs, score, None)
+    wanted = of(logits, scores, load, load, mask)
+    (wanted * 3).backward()
+    given = [each.detach().float() for each in (logits, scores)]
+    if mask is not None:
+        for each in given:
+            each[~mask] = torch.nan
+    inputs = [each.requires_grad_() for each in given]
+    found = balance.router_loss(of, *inputs, load, load.int(), mask)
+    (found * 3).backward()
+    torch.testing.assert_close(found.double(), wanted.double(), rtol=1e-6, atol=1e-7)
+    for each, of_formula in zip(inputs, (logits, scores), strict=True):
+        gradient = torch.zeros_like(of_formula) if of_formula.grad is None else of_formula.grad
+        torch.testing.assert_close(each.grad.double(), gradient, rtol=1e-4, atol=1e-7)
+
+
 def test_no_tokens_give_zero_with_a_graph():
     scores = torch.empty(0, EXPERTS, requires_grad=True)
     total = balance.load_balance_loss(

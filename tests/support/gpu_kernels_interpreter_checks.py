@@ -6,7 +6,7 @@ import itertools
 from types import SimpleNamespace
 
 import torch
-from router_choices import RULES, SIZES, choices, differing, fits, hard_logits
+from router_choices import RULES, SIZES, choices, differing, fits, hard_logits, losses
 from simulated_ranks import CASES, differences, empty_arenas, peers_of_arenas, run_case
 from without_waits import look_once, no_clock, no_fence
 
@@ -277,6 +277,17 @@ def main() -> int:
         wrong = differences(plans_of_nodes(plan, overflow), expected)
         failures += bool(wrong)
         print(f"plans of two nodes, overflow {overflow}: {wrong or 'ok'}")
+    report = torch.tensor([-1, 2**31 - 1, -(2**31), 7, 0, *range(11)], dtype=torch.int32)
+    for generation in (1, 8, 2**31 + 5):
+        posted = [
+            torch.zeros(control.REPORT_SLOTS, control.SUMMARY_WORDS, dtype=torch.int64)
+            for _ in "ab"
+        ]
+        for each, words in zip((plan, twin), posted, strict=True):
+            each.post_report(report, words, plan=generation)
+        wrong = not torch.equal(*posted) or not posted[0].any()
+        failures += wrong
+        print(f"report of plan {generation}: {wrong or 'ok'}")
     for (num_tokens, num_experts, top_k), rule in itertools.product(SIZES, RULES):
         if not fits(rule, num_experts, top_k):
             continue
@@ -289,6 +300,10 @@ def main() -> int:
             print(
                 f"{top_k} of {num_experts} experts, {rule}, biased {biased}, given {given}: {wrong or 'ok'}"
             )
+    for case in itertools.product((0, 1, 300), (20, 32), ("softmax", "sigmoid"), (False, True)):
+        wrong = differing(losses(route, *case), losses(twin, *case))
+        failures += bool(wrong)
+        print(f"losses of {case}: {wrong or 'ok'}")
     for name, case in CASES.items():
         expected = run_case(twin, case)
         for sizes in (DEFAULT_SIZES, SMALL_SIZES):

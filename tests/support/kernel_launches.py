@@ -231,6 +231,16 @@ def launch_choice(num_experts, top_k, rule, num_ranks=0):
     route.choose_experts_grad(probs, logits, topk_idx, logits, logits, rule=rule)
 
 
+def launch_losses(num_experts, score):
+    logits, load = meta(8192, num_experts, dtype=FP32), meta(num_experts)
+    mask, loss = meta(8192, dtype=torch.bool), meta(dtype=FP32)
+    sums = meta(8192 // control.TOKENS_PER_LOSS_BLOCK, num_experts + 2, dtype=FP32)
+    slopes, options = meta(num_experts + 1, dtype=FP32), {"normalises": score != "softmax"}
+    given = logits, logits, load, mask, sums, slopes, loss
+    route.router_losses(*given, balance_coef=0.1, z_coef=0.1, **options)
+    route.router_losses_grad(loss, logits, logits, mask, slopes, logits, logits, **options)
+
+
 def peers_of(num_ranks, rank, arena_bytes=1 << 30):
     arena = torch.empty(arena_bytes, dtype=torch.uint8, device="meta")
     bases, layout = meta(num_ranks, dtype=INT64), control.ControlLayout(num_ranks)
@@ -337,6 +347,8 @@ def launch_between_nodes(shape, num_nodes):
     plan_of = control.PlanIntegers(meta(numel), layout)
     nodes.plan_in_node(plan_of, rows, numbers, maps, control.InNodeIntegers(meta(its[0]), its[1]))
     nodes.take_rows(meta(num_tokens, 64, dtype=BF16), rows, meta(num_tokens, 64, dtype=BF16))
+    posted = torch.zeros(control.REPORT_SLOTS, control.SUMMARY_WORDS, dtype=INT64)
+    plan.post_report(meta(control.SUMMARY_WORDS), posted, plan=1)
     sync.count_exchange(meta(2, dtype=INT64), torch.zeros(2, dtype=INT64), which=1)
     sync.hear_of_faults(meta(num_nodes, 5, dtype=INT64), meta(1, dtype=INT64))
 

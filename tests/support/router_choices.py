@@ -2,7 +2,7 @@
 
 import torch
 
-from symmoe.kernels.control import num_blocks
+from symmoe.kernels.control import TOKENS_PER_LOSS_BLOCK, num_blocks
 from symmoe.kernels.routing_rule import RoutingRule
 
 SIZES = ((7, 1, 1), (40, 6, 6), (33, 48, 8), (3, 1000, 32))  # T, E, K
@@ -80,3 +80,28 @@ def differing(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -
         for name, pair in pairs.items()
         if not torch.allclose(*pair, **near[pair[0].is_floating_point()])
     ]
+
+
+def losses(module, num_tokens: int, num_experts: int, score: str, is_masked: bool):
+    """What router_losses and its gradient make, on the CPU. Scores of one token are all 0."""
+    generator = torch.Generator().manual_seed(num_tokens)
+    logits = torch.randn((num_tokens, num_experts), generator=generator)
+    scores = logits.softmax(1) if score == "softmax" else logits.sigmoid()
+    scores[1:2] = 0.0
+    load = torch.randint(0, 9, (num_experts,), generator=generator, dtype=torch.int32)
+    mask = torch.rand(num_tokens, generator=generator) < 0.7 if is_masked else None
+    blocks = -(-num_tokens // TOKENS_PER_LOSS_BLOCK)
+    results = {
+        "sums": torch.full((blocks, num_experts + 2), torch.nan),
+        "slopes": torch.full((num_experts + 1,), torch.nan),
+        "loss": torch.full((), torch.nan),
+        "d_logits": torch.full_like(logits, torch.nan),
+        "d_scores": torch.full_like(logits, torch.nan),
+    }
+    sums, slopes, loss, d_logits, d_scores = results.values()
+    options = {"normalises": score != "softmax"}
+    given = logits, scores, load, mask, sums, slopes, loss
+    module.router_losses(*given, balance_coef=0.5, z_coef=0.25, **options)
+    given = torch.tensor(3.0), logits, scores, mask, slopes
+    module.router_losses_grad(*given, d_logits, d_scores, **options)
+    return results

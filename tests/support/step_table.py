@@ -5,9 +5,9 @@ from cluster import Cluster
 from worker import open_heap
 
 import symmoe
-from symmoe.kernels.launches import OF_HEAP, Launch, Launches, Use
+from symmoe.kernels.launches import Launch, Launches, Use
 
-_INTEGERS = ("topk_idx", "block_counts", "plan", "index")  # that are shown
+_INTEGERS = ("topk_idx", "block_counts", "plan", "index", "report", "posted")  # that are shown
 SIZES = {"hidden": 512, "ffn": 256, "num_experts": 8, "top_k": 2}
 
 
@@ -41,10 +41,9 @@ def _line(launch: Launch) -> str:
 
 
 def _is_shown(use: Use) -> bool:
-    """No index of integers, nothing that only failures write, and no constant."""
-    is_number = use.dtype is None or use.dtype.is_floating_point
-    of_heap = use.place == OF_HEAP or use.name == "nan_on_failure"
-    return not of_heap and (is_number or "lease" in use.place or use.name in _INTEGERS)
+    """No index of integers, and nothing that only failures write."""
+    is_number = use.dtype is None or use.dtype.is_floating_point or use.name in _INTEGERS
+    return (is_number or "lease" in use.place) and use.name != "nan_on_failure"
 
 
 def _names(uses: list[Use]) -> str:

@@ -89,6 +89,15 @@ class PlanKernels(Protocol):
             ranks: consecutive ones, of this node, or all of the group.
         """
 
+    @writes("posted")
+    def post_report(self, report: Tensor, posted: Tensor, *, plan: int) -> None:
+        """Writes the report of the plan with this generation to its row of `posted`, which the host reads: as
+        control.REPORT_SLOTS says, pinned host memory on GPUs.
+
+        Args:
+            report: int32[SUMMARY_WORDS].
+        """
+
     @writes("plan")
     def assign_rows(
         self, topk_idx: Tensor, block_starts: Tensor, plan: PlanIntegers, *, drop: bool

@@ -71,3 +71,46 @@ class RouterKernels(Protocol):
 
         The choice itself has no gradient.
         """
+
+    @writes("sums", "slopes", "loss")
+    def router_losses(
+        self,
+        logits: Tensor,
+        scores: Tensor,
+        expert_load: Tensor,
+        token_mask: Tensor | None,
+        sums: Tensor,
+        slopes: Tensor,
+        loss: Tensor,
+        *,
+        balance_coef: float,
+        z_coef: float,
+        normalises: bool,
+    ) -> None:
+        """loss = balance_coef * E * sum_e f_e P_e + z_coef * Z of moe/balance.py: the fraction f_e of expert_load, the
+        mean P_e over the tokens of their shares (scores, divided by their sum over the experts if `normalises`), and
+        the mean Z of logsumexp(logits)^2; without tokens 0.
+
+        Args:
+            logits, scores: fp32 [T, E]. expert_load: int32 or int64 [E]. token_mask: bool [T]; tokens of False do not
+                count.
+            sums: workspace, fp32 [B, E + 2], a line for each control.TOKENS_PER_LOSS_BLOCK tokens.
+            slopes: fp32 [E + 1], what router_losses_grad needs: of the loss in each mean share of a token, and twice
+                the factor of its squared logsumexp.
+            loss: fp32 [].
+        """
+
+    @writes("d_logits", "d_scores")
+    def router_losses_grad(
+        self,
+        d_loss: Tensor,
+        logits: Tensor,
+        scores: Tensor,
+        token_mask: Tensor | None,
+        slopes: Tensor,
+        d_logits: Tensor | None,
+        d_scores: Tensor | None,
+        *,
+        normalises: bool,
+    ) -> None:
+        """d_logits and d_scores, fp32 [T, E], of router_losses, for the gradient d_loss, fp32 []. None: not wanted."""

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from symmoe.kernels import control, gemm_parts
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
-from symmoe.kernels.launch.launch import Constants, fast_jit, kept_sizes, launch
+from symmoe.kernels.launch.launch import Constants, fast_jit, kept_constants, kept_sizes, launch
 from symmoe.kernels.triton.sync import CONTROL, barrier_epoch, write_record
 
 # Triton kernels may read global numbers only as constexpr.
@@ -569,6 +569,28 @@ def lay_out_kernel(
             )
     tl.debug_barrier()  # what other threads have stored is read back
     split_rows(source_to_row_start, source_to_rows, replica_ranges, SIZES)
+
+
+@fast_jit([])
+def post_report_kernel(
+    report,
+    posted: tl.int64,
+    plan: tl.int64,
+    WORDS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BITS: tl.constexpr,
+):
+    word = tl.arange(0, WORDS)
+    value = tl.load(report + word).to(tl.int64) & 0xFFFFFFFF
+    tag = (plan & ((1 << BITS) - 1)).to(tl.int64)
+    row = posted.to(tl.pointer_type(tl.int64)) + plan % SLOTS * WORDS  # pinned host memory
+    tl.store(row + word, (tag << 32) | value)
+
+
+def post_report(report, posted, *, plan):
+    sizes = {"WORDS": control.SUMMARY_WORDS, "SLOTS": control.REPORT_SLOTS}
+    constants = kept_constants(**sizes, BITS=control.GENERATION_BITS, num_warps=1)
+    launch(post_report_kernel, (1,), constants, report, posted.data_ptr(), plan)
 
 
 def lay_out(peers, received, status, plan, *, capacity, overflow, ranks):

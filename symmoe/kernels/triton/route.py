@@ -14,7 +14,7 @@ import triton.language as tl
 from symmoe.kernels import control
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
 from symmoe.kernels.launch.launch import Constants, fast_jit, kept_sizes, launch
-from symmoe.kernels.routing_rule import TINY, RoutingRule
+from symmoe.kernels.routing_rule import SMALLEST, TINY, RoutingRule
 from symmoe.kernels.triton import plan
 from symmoe.kernels.triton.plan import NO_SLOT
 
@@ -27,6 +27,8 @@ MOST_COUNTED = (
 LEAST = tl.constexpr(-(2**63))
 NAN_KEY = tl.constexpr(2**31 - 1)
 SMALLEST_SUM = tl.constexpr(TINY)
+SMALLEST_NORMAL = tl.constexpr(SMALLEST)
+LOSS_LINES = 16  # of sums that are loaded together
 
 
 @functools.cache
@@ -265,3 +267,155 @@ def choose_experts_grad(d_probs, d_scores, topk_idx, scores, d_logits, *, rule):
         num_tokens,
         rule.route_scale,
     )
+
+
+# -- losses ----------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _loss(num_experts: int, normalises: bool) -> tuple[int, Constants]:
+    """Tokens of a tile, and the constants."""
+    lanes = next_power_of_2(num_experts)
+    tokens = min(control.TOKENS_PER_LOSS_BLOCK, max(1, SCORES_PER_PROGRAM // lanes))
+    return tokens, kept_sizes(
+        num_experts=num_experts,
+        expert_lanes=lanes,
+        normalises=normalises,
+        tokens=tokens,
+        block=control.TOKENS_PER_LOSS_BLOCK,
+        lines=LOSS_LINES,
+        num_warps=NUM_WARPS,
+    )
+
+
+@triton.jit
+def log_of_sum(logit):
+    """[tokens, 1], the logarithm of the sum of powers of each token's logits."""
+    peak = tl.max(logit, axis=1)[:, None]
+    return peak + tl.log(tl.sum(tl.exp(logit - peak), axis=1)[:, None])
+
+
+@triton.jit
+def sum_of(score):
+    """[tokens, 1], that of each token's scores, by which they are divided."""
+    return tl.maximum(tl.sum(score, axis=1), SMALLEST_NORMAL)[:, None]
+
+
+@fast_jit()
+def router_loss_sums_kernel(
+    logits, scores, token_mask, sums, num_tokens: tl.int32, SIZES: tl.constexpr
+):
+    expert = tl.arange(0, SIZES.expert_lanes)
+    share_sum = tl.zeros((SIZES.expert_lanes,), tl.float32)
+    square_sum = tl.zeros((SIZES.tokens, 1), tl.float32)
+    count = tl.zeros((SIZES.tokens,), tl.int32)
+    block = tl.program_id(0).to(tl.int64)
+    for first in range(0, SIZES.block, SIZES.tokens):
+        token = block * SIZES.block + first + tl.arange(0, SIZES.tokens)
+        is_counted = token < num_tokens
+        if token_mask is not None:
+            is_counted &= tl.load(token_mask + token, mask=is_counted, other=0) != 0
+        mask = is_counted[:, None] & (expert < SIZES.num_experts)[None, :]
+        at = token[:, None] * SIZES.num_experts + expert[None, :]
+        share = tl.load(scores + at, mask=mask, other=0.0)
+        if SIZES.normalises:
+            share = tl.div_rn(share, sum_of(share) + tl.zeros_like(share))
+        share_sum += tl.sum(share, axis=0)
+        logit = tl.load(logits + at, mask=mask, other=-float("inf"))
+        lse = log_of_sum(logit)
+        square_sum += tl.where(is_counted[:, None], lse * lse, 0.0)
+        count += is_counted.to(tl.int32)
+    line = sums + block * (SIZES.num_experts + 2)
+    tl.store(line + expert, share_sum, mask=expert < SIZES.num_experts)
+    tl.store(line + SIZES.num_experts, tl.sum(tl.sum(square_sum, axis=1), axis=0))
+    tl.store(line + SIZES.num_experts + 1, tl.sum(count, axis=0).to(tl.float32))
+
+
+@fast_jit()
+def router_loss_kernel(
+    sums,
+    expert_load,
+    slopes,
+    loss,
+    num_lines: tl.int32,
+    balance_coef: tl.float32,
+    z_coef: tl.float32,
+    SIZES: tl.constexpr,
+):
+    expert, more = tl.arange(0, SIZES.expert_lanes), tl.arange(0, 2)
+    is_expert = expert < SIZES.num_experts
+    total = tl.zeros((SIZES.expert_lanes,), tl.float32)
+    others = tl.zeros((2,), tl.float32)  # squares, tokens
+    for first in range(0, num_lines, SIZES.lines):
+        number = first + tl.arange(0, SIZES.lines)
+        line = sums + (number * (SIZES.num_experts + 2))[:, None]
+        is_line = (number < num_lines)[:, None]
+        found = tl.load(line + expert[None, :], mask=is_line & is_expert[None, :], other=0.0)
+        total += tl.sum(found, axis=0)
+        found = tl.load(line + SIZES.num_experts + more[None, :], mask=is_line, other=0.0)
+        others += tl.sum(found, axis=0)
+    square = tl.sum(tl.where(more == 0, others, 0.0), axis=0)
+    count = tl.maximum(tl.sum(tl.where(more == 1, others, 0.0), axis=0), 1.0)
+    load = tl.load(expert_load + expert, mask=is_expert, other=0).to(tl.float32)
+    slope = (
+        balance_coef * SIZES.num_experts / count * (load / tl.maximum(tl.sum(load, axis=0), 1.0))
+    )
+    tl.store(slopes + expert, slope, mask=is_expert)
+    tl.store(slopes + SIZES.num_experts, 2.0 * z_coef / count)
+    tl.store(loss, tl.sum(slope * total, axis=0) + z_coef / count * square)
+
+
+@fast_jit()
+def router_losses_grad_kernel(
+    d_loss,
+    logits,
+    scores,
+    token_mask,
+    slopes,
+    d_logits,
+    d_scores,
+    num_tokens: tl.int32,
+    SIZES: tl.constexpr,
+):
+    expert = tl.arange(0, SIZES.expert_lanes)
+    token = tl.program_id(0).to(tl.int64) * SIZES.tokens + tl.arange(0, SIZES.tokens)
+    is_counted = token < num_tokens
+    mask = is_counted[:, None] & (expert < SIZES.num_experts)[None, :]
+    if token_mask is not None:
+        is_counted &= tl.load(token_mask + token, mask=is_counted, other=0) != 0
+    at, factor = token[:, None] * SIZES.num_experts + expert[None, :], tl.load(d_loss)
+    if d_logits is not None:
+        logit = tl.load(logits + at, mask=mask, other=-float("inf"))
+        lse = log_of_sum(logit)
+        slope = tl.load(slopes + SIZES.num_experts) * lse * tl.exp(logit - lse)
+        tl.store(d_logits + at, tl.where(is_counted[:, None], factor * slope, 0.0), mask=mask)
+    if d_scores is not None:
+        slope = tl.load(slopes + expert, mask=expert < SIZES.num_experts, other=0.0)[None, :]
+        if SIZES.normalises:
+            score = tl.load(scores + at, mask=mask, other=0.0)
+            total = sum_of(score)
+            mean = tl.sum(slope * score, axis=1)[:, None] / total
+            is_normal = tl.sum(score, axis=1)[:, None] >= SMALLEST_NORMAL
+            slope = (slope - tl.where(is_normal, mean, 0.0)) / total
+        slope += tl.zeros((SIZES.tokens, SIZES.expert_lanes), tl.float32)
+        tl.store(d_scores + at, tl.where(is_counted[:, None], factor * slope, 0.0), mask=mask)
+
+
+def router_losses(
+    logits, scores, expert_load, token_mask, sums, slopes, loss, *, balance_coef, z_coef, normalises
+):
+    _, constants = _loss(scores.shape[1], normalises)
+    if len(sums):
+        its = logits, scores, token_mask, sums, len(scores)
+        launch(router_loss_sums_kernel, (len(sums),), constants, *its)
+    its = sums, expert_load, slopes, loss, len(sums), float(balance_coef), float(z_coef)
+    launch(router_loss_kernel, (1,), constants, *its)
+
+
+def router_losses_grad(
+    d_loss, logits, scores, token_mask, slopes, d_logits, d_scores, *, normalises
+):
+    tokens, constants = _loss(scores.shape[1], normalises)
+    if len(scores):
+        its = d_loss, logits, scores, token_mask, slopes, d_logits, d_scores, len(scores)
+        launch(router_losses_grad_kernel, (ceil_div(len(scores), tokens),), constants, *its)

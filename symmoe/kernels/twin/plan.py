@@ -121,6 +121,11 @@ def lay_out(peers, received, status, plan, *, capacity, overflow, ranks):
         record(status, control.STATUS_PLAN, control.PHASE_PLAN, *error[1:4], error[0], error[4])
 
 
+def post_report(report, posted, *, plan):
+    tag = plan % 2**control.GENERATION_BITS << 32
+    posted[plan % control.REPORT_SLOTS] = (report.long() & 0xFFFFFFFF) | tag
+
+
 def assign_rows(topk_idx, block_starts, plan, *, drop):
     num_experts, num_ranks, primary = (
         plan.slot_start.numel(),

@@ -4,7 +4,8 @@ import math
 
 import torch
 
-from symmoe.kernels.routing_rule import TINY, RoutingRule
+from symmoe.kernels import control
+from symmoe.kernels.routing_rule import SMALLEST, TINY, RoutingRule
 from symmoe.kernels.twin import plan
 from symmoe.kernels.twin.gemm import multiply_rows
 
@@ -84,3 +85,46 @@ def _keep_top_groups(values: torch.Tensor, rule: RoutingRule) -> torch.Tensor:
     is_kept_TG.scatter_(1, _largest(worth_TG, rule.top_groups), True)
     kept: torch.Tensor = grouped_TGe.masked_fill(~is_kept_TG.unsqueeze(2), -math.inf)
     return kept.flatten(1)
+
+
+def router_losses(
+    logits, scores, expert_load, token_mask, sums, slopes, loss, *, balance_coef, z_coef, normalises
+):
+    num_tokens, num_experts = scores.shape
+    is_counted = _counted(token_mask, num_tokens)
+    shares = scores / _sum_of(scores) if normalises else scores
+    squares = logits.logsumexp(1, keepdim=True).square()
+    lines = torch.cat([shares, squares, torch.ones(num_tokens, 1)], 1).where(is_counted, 0.0)
+    for block, part in enumerate(lines.split(control.TOKENS_PER_LOSS_BLOCK)[: len(sums)]):
+        sums[block] = part.sum(0)
+    total = sums.sum(0)
+    num_counted, load = total[-1].clamp_min(1), expert_load.float()
+    slopes[:-1] = balance_coef * num_experts / num_counted * (load / load.sum().clamp_min(1))
+    slopes[-1] = 2 * z_coef / num_counted
+    loss.copy_((slopes[:-1] * total[:-2]).sum() + slopes[-1] / 2 * total[-2])
+
+
+def router_losses_grad(
+    d_loss, logits, scores, token_mask, slopes, d_logits, d_scores, *, normalises
+):
+    is_counted = _counted(token_mask, len(logits))
+    if d_logits is not None:
+        lse = logits.logsumexp(1, keepdim=True)
+        slope = slopes[-1] * lse * (logits - lse).exp()
+        d_logits.copy_((d_loss * slope).where(is_counted, 0.0))
+    if d_scores is not None:
+        slope = slopes[:-1].expand_as(scores)
+        if normalises:
+            total = _sum_of(scores)
+            mean = (slope * scores).sum(1, keepdim=True) / total
+            slope = (slope - mean.where(scores.sum(1, keepdim=True) >= SMALLEST, 0.0)) / total
+        d_scores.copy_((d_loss * slope).where(is_counted, 0.0))
+
+
+def _counted(token_mask: torch.Tensor | None, num_tokens: int) -> torch.Tensor:
+    every = torch.ones(num_tokens, dtype=torch.bool) if token_mask is None else token_mask
+    return every[:, None]
+
+
+def _sum_of(scores: torch.Tensor) -> torch.Tensor:
+    return scores.sum(1, keepdim=True).clamp_min(SMALLEST)
