@@ -1,6 +1,8 @@
 """Tables of what programs launch: as data, as text, in docs/design.md, on GPUs as on CPUs."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import step_table
@@ -10,9 +12,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from worker import Findings, open_heap
 
 import symmoe
+from symmoe import kernels
+from symmoe.program.builder import Builder
 
 DESIGN = Path(__file__).resolve().parents[2] / "docs" / "design.md"
-STATIC = {"capacity": 256, "max_tokens": 64, "layout": "packed"}
+STATIC = {"capacity": 256, "overflow": "drop", "max_tokens": 64, "layout": "packed"}
 WAYS = [
     {**STATIC, "schedule": "serial"},
     {**STATIC, "schedule": "always-overlapped", "stash": "none"},
@@ -23,6 +27,33 @@ WAYS = [
 def test_a_step_launches_what_the_page_says(cluster):
     table = cluster(2).run(step_table.recorded)[0][1]
     assert f"\n\n{table}\n\n" in DESIGN.read_text("utf-8"), "tests/support/step_table.py prints it"
+
+
+def recorded_as_on_gpus(rank: int, num_ranks: int, **options) -> tuple[str, str]:
+    """What a build on GPUs notes, where functions run down to kernels. These do nothing here."""
+    make = Builder.__init__
+
+    def make_as_on_gpu(self: Builder, *args, **kwargs) -> None:
+        make(self, *args, **kwargs)
+        self.on_gpu = True
+
+    def hook(name: str, kernel, /, *args, **kwargs):
+        return kernel(*args, **kwargs) if name in ("read_addresses", "dact_workspace_numel") else 0
+
+    stream = SimpleNamespace(cuda_stream=0)
+    with (
+        patch.object(Builder, "__init__", make_as_on_gpu),
+        patch.object(torch.cuda, "current_stream", lambda device: stream),
+        patch("symmoe.moe.router.check_finite"),  # for CPUs
+        kernels.hooked(torch.device("cpu"), hook),
+    ):
+        return step_table.recorded(rank, num_ranks, **options)
+
+
+@pytest.mark.parametrize("options", WAYS, ids=["serial", "overlapped", "expert-major"])
+def test_builds_on_gpus_note_the_same(cluster, options: dict):
+    found = cluster(2).run(recorded_as_on_gpus, **options)[0][0]
+    assert found.splitlines() == cluster(2).run(step_table.recorded, **options)[0][0].splitlines()
 
 
 @pytest.mark.gpu
