@@ -22,7 +22,6 @@ from symmoe.kernels.tensor_table import TensorTable
 from symmoe.program.builder import SLOT_BYTES
 from symmoe.program.program import Memory, Operation, Program
 from symmoe.program.programs import Programs, Recorded
-from symmoe.torch_internals import schema_of
 
 _NOTHING = "no program has run: the first calls of a size have none (docs/design.md, Programs)"
 
@@ -91,8 +90,12 @@ class Launches:
     def programs(self) -> tuple[ProgramLaunches, ...]:
         """Each program that has run, in the order of the first runs."""
         return tuple(
-            ProgramLaunches(str(key[0]), num_runs, _launches_of(program, num_inputs))
-            for (key, num_inputs, program), num_runs in Counter(self._recorded).items()
+            ProgramLaunches(
+                str(key[0]),
+                num_runs,
+                tuple(map(_Places(program, num_inputs).launch, program.operations)),
+            )
+            for (key, program, num_inputs), num_runs in Counter(self._recorded).items()
         )
 
     def __str__(self) -> str:
@@ -112,10 +115,6 @@ def record_launches() -> Iterator[Launches]:
         Programs.recorded = before
 
 
-def _launches_of(program: Program, num_inputs: int) -> tuple[Launch, ...]:
-    return tuple(map(_Places(program, num_inputs).launch, program.operations))
-
-
 class _Places:
     """Where the tensors of a program are. Memory has numbers in the order of its first use."""
 
@@ -125,9 +124,8 @@ class _Places:
             its = {part.slot: f"lease '{part.name}'" for part in (*leases.kept, *leases.parts)}
             self._of_slot.update(its)
         self._numbers = itertools.count()
-        self._published: dict[
-            Any, dict[int, str]
-        ] = {}  # by what a barrier returned, leases of peers
+        # By the slot of what a barrier returned, and column, leases of peers.
+        self._published: dict[int | None, dict[int, str]] = {}
 
     def launch(self, operation: Operation) -> Launch:
         """What one operation launches."""
@@ -144,11 +142,8 @@ class _Places:
             kernel, waits = function.__name__, [*waits, "other nodes"]
             arguments = dict(inspect.signature(function).bind(*args, **kwargs).arguments)
         else:
-            kernel, schema = str(function), schema_of(function).arguments
-            named = zip((each.name for each in schema), args, strict=False)
-            arguments = {**dict(named), **kwargs, "result": result}
-            aliases = {each.name: each.alias_info for each in schema}
-            written = {"result", *(name for name, of in aliases.items() if of and of.is_write)}
+            kernel, written = str(function), {"result"}
+            arguments = {"args": args, **kwargs, "result": result}
         reads, writes = list[Use](), list[Use]()
         for name, value in in_parts(arguments, written):
             uses = self._peers(kernel, arguments) if name == "peers" else self._uses(name, value)

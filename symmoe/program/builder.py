@@ -353,10 +353,8 @@ class Builder(TorchDispatchMode):
             return function(*args, **kwargs)
         if function is torch_internals.READS_BACK:
             raise BuildError("the host reads a tensor")
-        template = self._template(args), self._template(kwargs)
         if (written := _written(function, args, kwargs)) is not None:
-            self.note(function, args, kwargs)
-            self._note_operator(function, template, None)
+            self._note_operator(function, args, kwargs, None, written)
             return written
         options = {**kwargs, "device": _META} if "device" in kwargs else kwargs
         found = function(*_mapped(args, _on_meta), **_mapped(options, _on_meta))
@@ -367,13 +365,16 @@ class Builder(TorchDispatchMode):
         if function in _EMPTY:
             self.entries.append(Call(self._make, (look_of(found), {}), slot, parts.NEW))
         else:
-            self.note(function, args, kwargs, result)
-            self._note_operator(function, template, slot)
+            self._note_operator(function, args, kwargs, slot, result)
         return result
 
-    def _note_operator(self, function: Any, template: tuple[Any, Any], slot: int | None) -> None:
+    def _note_operator(
+        self, function: Any, args: Any, kwargs: Any, slot: int | None, result: torch.Tensor
+    ) -> None:
+        self.note(function, args, kwargs, result)
         if self.on_gpu and torch.cuda.current_stream(self.device).cuda_stream != self._stream:
             raise BuildError(f"{function} runs on another stream")
+        template = self._template(args), self._template(kwargs)
         # What autocast does to operators has been done here.
         self.entries.append(
             Call(function, template, slot, parts.OPERATOR, self.is_owed, self._autocast)

@@ -290,13 +290,13 @@ class Mark(Entry):
 
 
 class Operation(NamedTuple):
-    """What a program's function has called, for people (tools/launches.py): entries are what follows from it. Tensors
+    """What a program's function has called, for people (kernels/launches.py): entries are what follows from it. Tensors
     are Memory, also whole ones, and for integers of a plan there is their storage."""
 
     function: Any  # the name of a kernel, an operator of torch, or a function that is noted
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    result: Memory | None  # of an operator that makes a tensor
+    result: Memory | None  # what an operator returns
     is_on_branch: bool  # whether it is on a branch stream
     is_after_other: bool  # whether it waits for a point of another stream
 

@@ -30,7 +30,7 @@ _MAX_PROGRAMS = 256  # that are kept
 _MAX_KIND_NUMBERS = 4096
 
 Function = Callable[[], Sequence[Any]]
-Recorded = tuple[tuple[Hashable, ...], int, Program]  # a call: its key, number of inputs, program
+Recorded = tuple[tuple[Hashable, ...], Program, int]  # a call: its key, program, number of inputs
 
 
 class Programs:
@@ -95,7 +95,7 @@ class Programs:
             return function()  # which may need less, or says what is lacking
         self.num_runs += 1
         if Programs.recorded is not None:
-            Programs.recorded.append((key, len(inputs), program))
+            Programs.recorded.append((key, program, len(inputs)))
         frame, num_done = Frame(things, program.values[:], numbers, self._kernels), 0
         if self._type == "cuda":
             frame.values[STREAM] = current_stream(self._device.index)
