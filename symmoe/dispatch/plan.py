@@ -519,7 +519,7 @@ def _plan_between_nodes(
     sent, received = [rail_rows] * len(num_received), nodes_of(heap).rail_rows
     if options.capacity is None and room is None:
         numbers = torch.stack([integers[: len(num_received)], num_received])
-        sent, received = heap.streams.read_back(numbers)()
+        sent, received = numbers.tolist()
     plan.nodes = plan_in_node(
         heap, plan, integers, sent, received, rail_capacity * MAX_TOP_K + top_k
     )
@@ -564,7 +564,7 @@ def _plan_barrier(heap: SymmetricHeap, config: int, rails: RailRows | None) -> t
     else:
         heap.first_step = None
         received = heap.barrier(control.PHASE_PLAN, config=config, publish=first_step.words())
-        first_step.compare(heap.streams.read_back(received)())
+        first_step.compare(received.tolist())
     return received if rails is None else rails.share(config)
 
 

@@ -323,7 +323,7 @@ class SymmetricHeap(HeapParts):
             if self.streams.raises_at_once:
                 self.check()
             if self.faults.unraised is not None:
-                errors.raise_for(self.faults.settle(self.streams.read_back(received)()))
+                errors.raise_for(self.faults.settle(received.tolist()))
             return received
 
     def send_signal(self, rank: int) -> None:

@@ -8,11 +8,10 @@ import functools
 import os
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any
 
 import torch
 
@@ -110,7 +109,6 @@ class StreamOrder:
         self._device = device
         self._eager = _Order()
         self._captured: tuple[int, _Order] = (0, self._eager)  # the last capture's id and order
-        self._spare_copies: dict[Hashable, list[tuple[torch.Tensor, torch.cuda.Event]]] = {}
 
     @functools.cached_property
     def side_stream(self) -> torch.cuda.Stream:
@@ -149,34 +147,6 @@ class StreamOrder:
         order = self._order()
         if order.last_mark is not None:
             order.last_mark = _mark(torch.cuda.current_stream(self._device))
-
-    def read_back(self, tensor: torch.Tensor) -> Callable[[], list[Any]]:
-        """Starts a copy of a small contiguous device tensor, which a kernel of ours has written, to the CPU; the result
-        waits for it (only for the current stream so far) and gives the numbers. Past torch, whose `copy_` is slow."""
-        spare = self._spare_copies.setdefault((tensor.shape, tensor.dtype), [])
-        if spare:
-            copy, event = spare.pop()
-        else:
-            with torch.inference_mode(False):  # a later call may be outside of it
-                copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(self._device))  # this makes it
-        driver, stream = _driver(), current_stream(self._device.index)
-        driver.check(
-            driver.library().cuMemcpyDtoHAsync_v2(
-                copy.data_ptr(), tensor.data_ptr(), copy.nbytes, stream
-            ),
-            "cuMemcpyDtoHAsync",
-        )
-        driver.check(driver.library().cuEventRecord(event.cuda_event, stream), "cuEventRecord")
-
-        def wait() -> list[Any]:
-            event.synchronize()
-            numbers: list[Any] = copy.tolist()
-            spare.append((copy, event))
-            return numbers
-
-        return wait
 
     def is_idle(self) -> bool:
         """Whether the current stream has no work left. Raises what has stopped the device."""
@@ -262,9 +232,6 @@ class NoStreams:
     at_once = nullcontext
     is_idle = functools.partial(bool, 1)
     branch = functools.partial(Branch, None)
-
-    def read_back(self, tensor: torch.Tensor) -> Callable[[], list[Any]]:
-        return tensor.tolist
 
     synchronize = bool  # there is nothing to wait for: it does nothing, without a frame
 

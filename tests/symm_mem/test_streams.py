@@ -1,10 +1,8 @@
 """The order of calls and of the reuse of memory over CUDA streams, with streams and events that only take notes."""
 
-import ctypes
 import random
 import threading
 import types
-from unittest import mock
 
 import pytest
 import torch
@@ -75,29 +73,6 @@ def call(fake: Fake, order: StreamOrder, stream: int) -> int:
     fake.current = stream
     with one_call(order):
         return fake.launch()
-
-
-def test_copies_for_the_host_use_memory_again_once_they_are_read(
-    order: StreamOrder, monkeypatch: pytest.MonkeyPatch
-):
-    driver = pytest.importorskip("symmoe.kernels.launch.driver")
-    targets, empty, event = list[int](), torch.empty, mock.MagicMock()
-
-    def copy(target: int, source: int, num_bytes: int, stream: int) -> int:
-        targets.append(target)
-        ctypes.memmove(target, source, num_bytes)
-        return 0
-
-    library = types.SimpleNamespace(cuMemcpyDtoHAsync_v2=copy, cuEventRecord=lambda *what: 0)
-    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
-    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory, **kwargs: empty(*size, **kwargs))
-    monkeypatch.setattr(driver, "library", lambda: library)
-    one, two, other = torch.tensor([1, 2]), torch.tensor([3, 4]), torch.tensor([5])
-    first, second, third = map(order.read_back, (one, two, other))
-    assert (second(), first(), third()) == ([3, 4], [1, 2], [5])
-    assert (order.read_back(two)(), order.read_back(one)()) == ([3, 4], [1, 2])
-    assert len({*targets}) == 3
-    assert targets[3:] == [targets[0]] * 2
 
 
 def test_one_stream_keeps_no_marks(fake: Fake, order: StreamOrder):

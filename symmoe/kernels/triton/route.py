@@ -305,13 +305,15 @@ def sum_of(score):
 def router_loss_sums_kernel(
     logits, scores, token_mask, sums, num_tokens: tl.int32, SIZES: tl.constexpr
 ):
-    expert = tl.arange(0, SIZES.expert_lanes)
-    share_sum = tl.zeros((SIZES.expert_lanes,), tl.float32)
-    square_sum = tl.zeros((SIZES.tokens, 1), tl.float32)
-    count = tl.zeros((SIZES.tokens,), tl.int32)
+    LANES: tl.constexpr = SIZES.expert_lanes
+    TOKENS: tl.constexpr = SIZES.tokens
+    expert = tl.arange(0, LANES)
+    share_sum = tl.zeros((LANES,), tl.float32)
+    square_sum = tl.zeros((TOKENS, 1), tl.float32)
+    count = tl.zeros((TOKENS,), tl.int32)
     block = tl.program_id(0).to(tl.int64)
     for first in range(0, SIZES.block, SIZES.tokens):
-        token = block * SIZES.block + first + tl.arange(0, SIZES.tokens)
+        token = block * SIZES.block + first + tl.arange(0, TOKENS)
         is_counted = token < num_tokens
         if token_mask is not None:
             is_counted &= tl.load(token_mask + token, mask=is_counted, other=0) != 0
@@ -342,9 +344,10 @@ def router_loss_kernel(
     z_coef: tl.float32,
     SIZES: tl.constexpr,
 ):
-    expert, more = tl.arange(0, SIZES.expert_lanes), tl.arange(0, 2)
+    LANES: tl.constexpr = SIZES.expert_lanes
+    expert, more = tl.arange(0, LANES), tl.arange(0, 2)
     is_expert = expert < SIZES.num_experts
-    total = tl.zeros((SIZES.expert_lanes,), tl.float32)
+    total = tl.zeros((LANES,), tl.float32)
     others = tl.zeros((2,), tl.float32)  # squares, tokens
     for first in range(0, num_lines, SIZES.lines):
         number = first + tl.arange(0, SIZES.lines)
@@ -377,8 +380,10 @@ def router_losses_grad_kernel(
     num_tokens: tl.int32,
     SIZES: tl.constexpr,
 ):
-    expert = tl.arange(0, SIZES.expert_lanes)
-    token = tl.program_id(0).to(tl.int64) * SIZES.tokens + tl.arange(0, SIZES.tokens)
+    LANES: tl.constexpr = SIZES.expert_lanes
+    TOKENS: tl.constexpr = SIZES.tokens
+    expert = tl.arange(0, LANES)
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     is_counted = token < num_tokens
     mask = is_counted[:, None] & (expert < SIZES.num_experts)[None, :]
     if token_mask is not None:
@@ -397,7 +402,7 @@ def router_losses_grad_kernel(
             mean = tl.sum(slope * score, axis=1)[:, None] / total
             is_normal = tl.sum(score, axis=1)[:, None] >= SMALLEST_NORMAL
             slope = (slope - tl.where(is_normal, mean, 0.0)) / total
-        slope += tl.zeros((SIZES.tokens, SIZES.expert_lanes), tl.float32)
+        slope += tl.zeros((TOKENS, LANES), tl.float32)
         tl.store(d_scores + at, tl.where(is_counted[:, None], factor * slope, 0.0), mask=mask)
 
 
