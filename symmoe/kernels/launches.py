@@ -26,7 +26,7 @@ from symmoe.program.programs import Programs, Recorded
 _NOTHING = "no program has run: the first calls of a size have none (docs/design.md, Programs)"
 
 
-class Use(NamedTuple):
+class Argument(NamedTuple):
     """A tensor that a launch reads or writes, or memory of peers, whose size nobody knows here."""
 
     name: str  # of the parameter
@@ -47,15 +47,15 @@ class Launch:
     is the same."""
 
     kernel: str
-    reads: tuple[Use, ...]
-    writes: tuple[Use, ...]
+    reads: tuple[Argument, ...]
+    writes: tuple[Argument, ...]
     flops: int
     waits_for: str
     stream: str
 
     @property
     def num_bytes(self) -> int:
-        return sum(use.num_bytes for use in (*self.reads, *self.writes))
+        return sum(each.num_bytes for each in (*self.reads, *self.writes))
 
     def __str__(self) -> str:
         sizes = f"{self.num_bytes / 1e6:10.3f} {self.flops / 1e9:10.3f}"
@@ -74,7 +74,7 @@ class ProgramLaunches:
 
     def __str__(self) -> str:
         title = f"{self.name}, {self.num_runs} times"
-        lines = [f"{title:28}{'MB':>10} {'GFLOP':>10}  reads -> writes, at most"]
+        lines = [f"{title:28}{'MB':>10} {'GFLOP':>10}  reads -> writes (sizes are at most these)"]
         for launch in self.launches:
             lines += textwrap.wrap(str(launch), 120, subsequent_indent=" " * 53)
         return "\n".join(lines)
@@ -144,10 +144,12 @@ class _Places:
         else:
             kernel, written = str(function), {"result"}
             arguments = {"args": args, **kwargs, "result": result}
-        reads, writes = list[Use](), list[Use]()
+        reads, writes = list[Argument](), list[Argument]()
         for name, value in in_parts(arguments, written):
-            uses = self._peers(kernel, arguments) if name == "peers" else self._uses(name, value)
-            (writes if name in written else reads).extend(uses)
+            found = (
+                self._peers(kernel, arguments) if name == "peers" else self._tensors(name, value)
+            )
+            (writes if name in written else reads).extend(found)
         flops, stream = 0 if product is None else product.most_flops, "branch" * is_on_branch
         return Launch(kernel, tuple(reads), tuple(writes), flops, " and ".join(waits), stream)
 
@@ -162,29 +164,29 @@ class _Places:
         self._published[arguments["received"].slot] = leases
         return [f"all ranks, '{control.PHASES[control.unpack_call(arguments['call'])['phase']]}'"]
 
-    def _peers(self, kernel: str, arguments: dict[str, Any]) -> Iterator[Use]:
+    def _peers(self, kernel: str, arguments: dict[str, Any]) -> Iterator[Argument]:
         """What a kernel reads or writes of peers. Of what waits there is nothing to say."""
         columns = [value for name, value in arguments.items() if name.endswith("column")]
         if kernel == "send_signal":
-            yield Use("peers", f"signals of rank {arguments['rank']}")
+            yield Argument("peers", f"signals of rank {arguments['rank']}")
         elif not columns and "nan_on_failure" not in arguments:
-            yield Use("peers", "count tables")
+            yield Argument("peers", "count tables")
         for column in columns:
             if place := self._published.get(arguments["received"].slot, {}).get(column):
-                yield Use("peers", f"peers' {place}")
+                yield Argument("peers", f"peers' {place}")
 
-    def _uses(self, name: str, value: Any) -> Iterator[Use]:
+    def _tensors(self, name: str, value: Any) -> Iterator[Argument]:
         """The tensors of an argument, or the leases that a barrier publishes."""
         if isinstance(value, TensorTable):
             pointers: Any = value.pointers
-            yield Use(name, f"{self._place(pointers)}, by address", value.shape, value.dtype)
+            yield Argument(name, f"{self._place(pointers)}, by address", value.shape, value.dtype)
         elif isinstance(value, (tuple, list)):
             for part in value:
-                yield from self._uses(name, part)
+                yield from self._tensors(name, part)
         elif isinstance(value, Memory) and 0 not in value.shape:
-            yield Use(name, self._place(value), value.shape, value.dtype)
+            yield Argument(name, self._place(value), value.shape, value.dtype)
         elif name == "words" and value >= SLOT_BYTES:
-            yield Use(name, self._of_slot[value // SLOT_BYTES])
+            yield Argument(name, self._of_slot[value // SLOT_BYTES])
 
     def _place(self, memory: Memory) -> str:
         if memory.slot is None:
@@ -194,10 +196,10 @@ class _Places:
         return self._of_slot[memory.slot]
 
 
-def _text(uses: Sequence[Use]) -> str:
+def _text(found: Sequence[Argument]) -> str:
     places: dict[str, dict[str, None]] = {}
-    for use in uses:
-        if use.name != "status":  # which only failures write
-            places.setdefault(use.name, {})[use.place] = None
+    for each in found:
+        if each.name != "status":  # which only failures write
+            places.setdefault(each.name, {})[each.place] = None
     texts = [f"{name}: {', '.join(its)}" for name, its in places.items()]
     return "; ".join(texts).replace("peers: peers'", "peers'")

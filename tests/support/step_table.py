@@ -5,7 +5,7 @@ from cluster import Cluster
 from worker import open_heap
 
 import symmoe
-from symmoe.kernels.launches import Launch, Launches, Use
+from symmoe.kernels.launches import Argument, Launch, Launches
 
 _INTEGERS = ("topk_idx", "block_counts", "plan", "index", "report", "posted")  # that are shown
 SIZES = {"hidden": 512, "ffn": 256, "num_experts": 8, "top_k": 2}
@@ -40,17 +40,17 @@ def _line(launch: Launch) -> str:
     return f"  {launch.kernel:21}{ways}{waits}{'; on a branch' * bool(launch.stream)}"
 
 
-def _is_shown(use: Use) -> bool:
+def _is_shown(use: Argument) -> bool:
     """No index of integers, and nothing that only failures write."""
     is_number = use.dtype is None or use.dtype.is_floating_point or use.name in _INTEGERS
     return (is_number or "lease" in use.place) and use.name != "nan_on_failure"
 
 
-def _names(uses: list[Use]) -> str:
+def _names(uses: list[Argument]) -> str:
     return ", ".join(dict.fromkeys(_name(use).replace("lease ", "") for use in uses))
 
 
-def _name(use: Use) -> str:
+def _name(use: Argument) -> str:
     return use.place if "lease" in use.place or use.name == "peers" else use.name
 
 
