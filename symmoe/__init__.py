@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # the same names as below; `as` says that they are public
     from symmoe.grouped.pointers import pack_weight_ptrs as pack_weight_ptrs
     from symmoe.grouped.sequential import Sequential as Sequential
     from symmoe.kernels.activation import Activation as Activation
+    from symmoe.kernels.launches import record_launches as record_launches
     from symmoe.moe.balance import balance_after as balance_after
     from symmoe.moe.balance import balance_step as balance_step
     from symmoe.moe.config import MoEConfig as MoEConfig
@@ -68,6 +69,7 @@ _PUBLIC = {  # by the module that has them
     "grouped.pointers": "copy_data_ptrs_to_device copy_host_to_device pack_weight_ptrs",
     "grouped.sequential": "Sequential",
     "kernels.activation": "Activation",
+    "kernels.launches": "record_launches",
     "moe.config": "MoEConfig",
     "moe.ddp_and_fsdp": "prepare_for_ddp",
     "moe.balance": "balance_after balance_step",

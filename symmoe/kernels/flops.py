@@ -8,14 +8,16 @@ nothing, and then runs unseen.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import Any
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from symmoe.kernels.contract import Kernels
-from symmoe.kernels.operands import Operand
+from symmoe.kernels.contract.operands import num_rows
+from symmoe.kernels.operands import Operand, ScatteredWeight
 from symmoe.torch_internals import without_dispatch_modes
 
 _ROUTER = {
@@ -24,37 +26,67 @@ _ROUTER = {
 }  # a product for each result
 
 
+class Product(NamedTuple):
+    """What a kernel multiplies: a row meets `features` numbers."""
+
+    row_range: Any  # int32 [2, G], which rows; None: all
+    most_rows: int
+    features: int
+
+    @property
+    def most_flops(self) -> int:
+        """Of all rows."""
+        return 2 * self.most_rows * self.features
+
+
+def arguments_of(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a kernel by the names of its parameters."""
+    return dict(inspect.signature(getattr(Kernels, name)).bind(None, *args, **kwargs).arguments)
+
+
+def product_of(name: str, arguments: Mapping[str, Any]) -> Product | None:
+    """What a kernel multiplies, if it is a product. arguments: tensors, or what has their shapes and dtypes."""
+    if name in _ROUTER:
+        num_products = sum(arguments[result] is not None for result in _ROUTER[name])
+        features = num_products * math.prod(arguments["weight"].shape)
+        return Product(None, arguments["x"].shape[0], features)
+    if not name.startswith("grouped_gemm"):
+        return None
+    is_wgrad, rows = "wgrad" in name, arguments.get("rows", arguments.get("dout"))
+    matrices = arguments["out" if is_wgrad else "weight"]
+    matrices = matrices.data if isinstance(matrices, (Operand, ScatteredWeight)) else matrices
+    _, out_features, in_features = matrices.shape
+    numbers = out_features * in_features
+    if not isinstance(rows, Operand):
+        return Product(arguments["row_range"], num_rows(rows), numbers)
+    per_byte = 2 if rows.data.dtype == torch.uint8 else 1
+    if is_wgrad:  # of columns, which are padded
+        return Product(arguments["row_range"], rows.data.shape[1] * per_byte, numbers)
+    return Product(arguments["row_range"], rows.data.shape[0], numbers * per_byte)
+
+
 def counted(name: str, kernel: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """A hook for kernels: a dispatch mode sees their products as symmoe::product."""
-    is_grouped = name.startswith("grouped_gemm")
-    if not is_grouped and name not in _ROUTER:
+    product = product_of(name, arguments_of(name, args, kwargs))
+    if product is None:
         return kernel(*args, **kwargs)
-    arguments = inspect.signature(getattr(Kernels, name)).bind(None, *args, **kwargs).arguments
-    if is_grouped:  # a row is multiplied by the features of a matrix
-        matrices = arguments["out" if "wgrad" in name else "weight"]
-        matrices = matrices.data if isinstance(matrices, Operand) else matrices
-        _, out_features, in_features = matrices.shape
-        numbers_per_byte = 2 if matrices.dtype == torch.uint8 else 1
-        _product(arguments["row_range"], 0, out_features * in_features * numbers_per_byte)
-    else:
-        num_products = sum(arguments[result] is not None for result in _ROUTER[name])
-        _product(None, arguments["x"].shape[0], num_products * arguments["weight"].numel())
+    _product(*product)
     with without_dispatch_modes():
         return kernel(*args, **kwargs)
 
 
 @torch.library.custom_op("symmoe::product", mutates_args=())
-def _product(row_range: torch.Tensor | None, num_rows: int, features: int) -> None:
-    """Does nothing. A row meets `features` numbers. Rows: those of row_range int32 [2, G]; if it is None, num_rows."""
+def _product(row_range: torch.Tensor | None, most_rows: int, features: int) -> None:
+    """Does nothing. See Product."""
 
 
 @_product.register_fake
-def _(row_range: torch.Tensor | None, num_rows: int, features: int) -> None: ...
+def _(row_range: torch.Tensor | None, most_rows: int, features: int) -> None: ...
 
 
 @register_flop_formula(torch.ops.symmoe.product, get_raw=True)
-def _(row_range: torch.Tensor | None, num_rows: int, features: int, *, out_val: None) -> int:
+def _(row_range: torch.Tensor | None, most_rows: int, features: int, *, out_val: None) -> int:
     """Waits for the device, to see how many rows there are."""
     if row_range is not None:
-        num_rows = int((row_range[1] - row_range[0]).clamp(min=0).sum())
-    return 2 * num_rows * features
+        most_rows = int((row_range[1] - row_range[0]).clamp(min=0).sum())
+    return Product(None, most_rows, features).most_flops

@@ -48,7 +48,7 @@ def for_device(device: torch.device) -> Kernels:
     if not num_dispatch_modes():
         return found
     if (current := builder()) is not None:  # which is a mode, too
-        return found if current.on_gpu else cast(Kernels, _Hooked(found, current.kernel))
+        return cast(Kernels, _Hooked(found, current.kernel))
     from symmoe.kernels.flops import counted  # torch's counter, which it needs, imports Triton
 
     return cast(Kernels, _Hooked(found, counted))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
 from typing import Any, ParamSpec, TypeVar
 
@@ -29,6 +29,7 @@ from symmoe.program.program import (
     Mark,
     Memory,
     ObjectSlot,
+    Operation,
     Program,
     extent_bytes,
     look_of,
@@ -47,7 +48,7 @@ _EMPTY = {
 }
 _OF_NUMBERS = {"dact_workspace_numel", "dact_quantize_workspace_numel"}
 # Symbolic addresses: above those that a processor can have, and below the largest integer that kernels get for one.
-FIRST_ADDRESS, _SLOT_BYTES, _MAX_SLOTS = 1 << 60, 1 << 42, 1 << 16
+FIRST_ADDRESS, SLOT_BYTES, _MAX_SLOTS = 1 << 60, 1 << 42, 1 << 16
 _META = torch.device("meta")
 
 
@@ -102,18 +103,34 @@ def mark(what: str) -> None:
         _thread.builder.entries.append(Mark(what))
 
 
-@contextmanager
-def owed() -> Iterator[None]:
+def owed() -> AbstractContextManager[None]:
     """What is launched in this context is launched even if a program is interrupted between the marks of a trip."""
+    return _noted_as("is_owed")
+
+
+def on_branch() -> AbstractContextManager[None]:
+    """What is launched in this context is launched on a branch stream, where there are streams."""
+    return _noted_as("is_on_branch")
+
+
+def after_other_stream() -> None:
+    """What is launched next on this stream comes after a point of another stream, where there are streams."""
+    if (current := _thread.builder) is not None:
+        current.waiting.add(current.is_on_branch)
+
+
+@contextmanager
+def _noted_as(attribute: str) -> Iterator[None]:
     current = _thread.builder
     if current is None:
         yield
         return
-    before, current.is_owed = current.is_owed, True
+    before = getattr(current, attribute)
+    setattr(current, attribute, True)
     try:
         yield
     finally:
-        current.is_owed = before
+        setattr(current, attribute, before)
 
 
 def fill(memory: torch.Tensor) -> torch.Tensor:
@@ -139,7 +156,9 @@ class Builder(TorchDispatchMode):
 
     Attributes:
         entries: what has been noted.
-        is_owed: whether entries are noted as owed to the peers.
+        operations: what the function has called.
+        is_owed, is_on_branch: whether entries are noted as owed to the peers, and operations as those of a branch.
+        waiting: for streams whose next operation comes after a point of another one, whether they are a branch.
     """
 
     def __init__(
@@ -152,7 +171,9 @@ class Builder(TorchDispatchMode):
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
         self.entries: list[Entry] = []
-        self.is_owed, self.numbers = False, numbers
+        self.operations: list[Operation] = []
+        self.is_owed = self.is_on_branch = False
+        self.numbers, self.waiting = numbers, set[bool]()
         self._looks: list[Look | None] = []  # by slot, of a tensor that each call has there
         self._objects: dict[int, tuple[int, object]] = {}  # id of an object to its slot; holds it
         self._spans = [
@@ -189,7 +210,8 @@ class Builder(TorchDispatchMode):
     def finish(self, outputs: Sequence[object]) -> Program:
         """The program of a function with these outputs."""
         templates = tuple(self._template(output) for output in outputs)
-        return Program(len(self._looks), tuple(self.entries), templates)
+        operations = tuple(self.operations)
+        return Program(len(self._looks), tuple(self.entries), templates, operations=operations)
 
     # -- what is noted --------------------------------------------------------------------------------------------
 
@@ -212,16 +234,38 @@ class Builder(TorchDispatchMode):
             slot = self._slot_of(result)
         elif result is not None:
             offset = getattr(result, "offset", None)  # of a lease
-            slot = self._new_slot() if offset is None else offset // _SLOT_BYTES
+            slot = self._new_slot() if offset is None else offset // SLOT_BYTES
             self._objects[id(result)] = slot, result
+        if kind == parts.IN_ORDER:
+            self.note(function, args, kwargs)
         autocast = None if torch.is_autocast_enabled(self.device.type) else self._autocast
         self.entries.append(Call(function, template, slot, kind, self.is_owed, autocast))
         return result
 
     def kernel(self, name: str, kernel: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """A hook for kernels that are functions of the host; see kernels/select.py. Those with a result are functions
-        of numbers."""
-        return kernel(*args, **kwargs) if name in _OF_NUMBERS else self.call(name, args, kwargs)
+        """A hook for kernels, see kernels/select.py. On CPUs they are functions that a program calls; on GPUs it has
+        what they launch. Those with a result are functions of numbers."""
+        if name in _OF_NUMBERS:
+            return kernel(*args, **kwargs)
+        self.note(name, args, kwargs)
+        operations = self.operations
+        self.operations = []  # what it calls is a part of it
+        result = kernel(*args, **kwargs) if self.on_gpu else self.call(name, args, kwargs)
+        self.operations = operations
+        return result
+
+    def note(
+        self,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        result: torch.Tensor | None = None,
+    ) -> None:
+        """Notes what the function calls; see Operation."""
+        shown = _mapped((args, dict(kwargs), result), self._shown)
+        streams = self.is_on_branch, self.is_on_branch in self.waiting
+        self.waiting.discard(self.is_on_branch)
+        self.operations.append(Operation._make((function, *shown, *streams)))
 
     def launches_with(
         self,
@@ -309,12 +353,11 @@ class Builder(TorchDispatchMode):
             return function(*args, **kwargs)
         if function is torch_internals.READS_BACK:
             raise BuildError("the host reads a tensor")
-        template = self._template(args), self._template(kwargs)
         if (written := _written(function, args, kwargs)) is not None:
-            self._note_operator(function, template, None)
+            self._note_operator(function, args, kwargs, None, written)
             return written
         options = {**kwargs, "device": _META} if "device" in kwargs else kwargs
-        found = function(*_on_meta(args), **_on_meta(options))
+        found = function(*_mapped(args, _on_meta), **_mapped(options, _on_meta))
         if not isinstance(found, torch.Tensor):
             raise BuildError(f"{function} returns {type(found).__name__}")
         result = self.tensor(*look_of(found))
@@ -322,12 +365,16 @@ class Builder(TorchDispatchMode):
         if function in _EMPTY:
             self.entries.append(Call(self._make, (look_of(found), {}), slot, parts.NEW))
         else:
-            self._note_operator(function, template, slot)
+            self._note_operator(function, args, kwargs, slot, result)
         return result
 
-    def _note_operator(self, function: Any, template: tuple[Any, Any], slot: int | None) -> None:
+    def _note_operator(
+        self, function: Any, args: Any, kwargs: Any, slot: int | None, result: torch.Tensor
+    ) -> None:
+        self.note(function, args, kwargs, result)
         if self.on_gpu and torch.cuda.current_stream(self.device).cuda_stream != self._stream:
             raise BuildError(f"{function} runs on another stream")
+        template = self._template(args), self._template(kwargs)
         # What autocast does to operators has been done here.
         self.entries.append(
             Call(function, template, slot, parts.OPERATOR, self.is_owed, self._autocast)
@@ -339,7 +386,7 @@ class Builder(TorchDispatchMode):
         self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
     ) -> torch.Tensor:
         """What stands for a new tensor, which has a slot of its own."""
-        offset_bytes = _SLOT_BYTES * self._new_slot((tuple(shape), tuple(stride), dtype))
+        offset_bytes = SLOT_BYTES * self._new_slot((tuple(shape), tuple(stride), dtype))
         base = _symbolic_memory(self.device, dtype)
         return torch_internals.over_memory_of(
             base, tuple(shape), tuple(stride), offset_bytes // dtype.itemsize
@@ -347,7 +394,7 @@ class Builder(TorchDispatchMode):
 
     def reserve(self) -> int:
         """A new slot for leased memory: its symbolic offset."""
-        return _SLOT_BYTES * self._new_slot(None)
+        return SLOT_BYTES * self._new_slot(None)
 
     def offset_of(self, tensor: torch.Tensor) -> int:
         """The symbolic offset of a tensor in a lease of this call; 0 of an empty one, which has no address."""
@@ -358,7 +405,7 @@ class Builder(TorchDispatchMode):
 
     def offset(self, offset: int) -> parts.LeaseOffset | int:
         """What an offset in the arena, or another integer, stands for."""
-        slot, inside = divmod(offset, _SLOT_BYTES)
+        slot, inside = divmod(offset, SLOT_BYTES)
         return parts.LeaseOffset(slot, inside) if slot > 0 else offset
 
     def _new_slot(self, look: Look | None = None) -> int:
@@ -370,14 +417,24 @@ class Builder(TorchDispatchMode):
     def _slot_of(self, tensor: torch.Tensor) -> int:
         """That of a tensor which stands for another one. An empty one has no address, but it was the last."""
         address = tensor.data_ptr()
-        return (address - FIRST_ADDRESS) // _SLOT_BYTES if address else len(self._looks) - 1
+        return (address - FIRST_ADDRESS) // SLOT_BYTES if address else len(self._looks) - 1
 
     def _memory(self, tensor: torch.Tensor) -> Memory | ObjectSlot:
+        memory = self._place(tensor)
+        if (
+            memory.slot is None
+            or memory.offset_bytes
+            or self._looks[memory.slot] != look_of(tensor)
+        ):
+            return memory
+        return ObjectSlot(memory.slot)
+
+    def _place(self, tensor: torch.Tensor) -> Memory:
         start, look = tensor.data_ptr(), look_of(tensor)
         if tensor.numel() == 0:
             empty = torch_internals.empty_strided[self.device.type](*look)
             return Memory(None, 0, *look, empty)
-        slot, offset = divmod(start - FIRST_ADDRESS, _SLOT_BYTES)
+        slot, offset = divmod(start - FIRST_ADDRESS, SLOT_BYTES)
         if slot < 0:  # an input, or a constant
             end = start + extent_bytes(*look)
             slots = [n for n, span in enumerate(self._spans) if span[0] <= start and end <= span[1]]
@@ -386,22 +443,21 @@ class Builder(TorchDispatchMode):
                     raise BuildError(f"memory of a {[*tensor.shape]} {tensor.dtype} is not known")
                 return Memory(None, start, *look, tensor)
             slot, offset = slots[0], start - self._spans[slots[0]][0]
-        if offset == 0 and look == self._looks[slot]:
-            return ObjectSlot(slot)
         return Memory(slot, offset, *look)
 
     def _template(self, value: Any) -> Any:
         """The value with what changes from call to call replaced by where to find it."""
+        return _mapped(value, self._operand)
+
+    def _operand(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return self._memory(value)
-        if isinstance(value, (tuple, list)):
-            filled = [self._template(part) for part in value]
-            return value._make(filled) if hasattr(value, "_make") else type(value)(filled)
-        if isinstance(value, dict):
-            return {name: self._template(part) for name, part in value.items()}
-        if id(value) in self._objects:
-            return ObjectSlot(self._objects[id(value)][0])
-        return value
+        return ObjectSlot(self._objects[id(value)][0]) if id(value) in self._objects else value
+
+    def _shown(self, value: Any) -> Any:
+        """What an operation shows of a value."""
+        tensor = value if isinstance(value, torch.Tensor) else getattr(value, "storage", None)
+        return self._place(tensor) if isinstance(tensor, torch.Tensor) else value
 
     def _named(self, name: str, value: Any) -> Any:
         if name in self.numbers:
@@ -427,19 +483,25 @@ def _written(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
 
 
 def _on_meta(value: Any) -> Any:
-    """The value with tensors of the same looks that have no memory."""
+    """A tensor of the same looks that has no memory; what is no tensor as it is."""
     if isinstance(value, torch.Tensor):
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=_META)
-    if isinstance(value, (tuple, list)):
-        return [_on_meta(part) for part in value]
-    if isinstance(value, dict):
-        return {name: _on_meta(part) for name, part in value.items()}
     return value
+
+
+def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
+    """What the function makes of everything in a value."""
+    if isinstance(value, (tuple, list)):
+        filled = [_mapped(part, function) for part in value]
+        return value._make(filled) if hasattr(value, "_make") else type(value)(filled)
+    if isinstance(value, dict):
+        return {name: _mapped(part, function) for name, part in value.items()}
+    return function(value)
 
 
 @functools.cache
 def _symbolic_range(device: torch.device) -> AddressRange:
-    return AddressRange(FIRST_ADDRESS, _SLOT_BYTES * _MAX_SLOTS, device)
+    return AddressRange(FIRST_ADDRESS, SLOT_BYTES * _MAX_SLOTS, device)
 
 
 @functools.cache

@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -289,6 +289,18 @@ class Mark(Entry):
         frame.mark = self.what
 
 
+class Operation(NamedTuple):
+    """What a program's function has called, for people (kernels/launches.py): entries are what follows from it. Tensors
+    are Memory, also whole ones, and for integers of a plan there is their storage."""
+
+    function: Any  # the name of a kernel, an operator of torch, or a function that is noted
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Memory | None  # what an operator returns
+    is_on_branch: bool  # whether it is on a branch stream
+    is_after_other: bool  # whether it waits for a point of another stream
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Program:
     """What happens, in order, and templates of what the function returns. num_slots: for memory and objects; inputs
@@ -300,6 +312,7 @@ class Program:
     outputs: tuple[Any, ...]
     values: array[int] = field(default_factory=partial(array, "q", (0,)))
     leases: Any = None
+    operations: tuple[Operation, ...] = ()
     fill: Callable[[Frame], tuple[Any, ...]] | None = field(init=False)
 
     def __post_init__(self) -> None:

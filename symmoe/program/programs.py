@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -31,6 +31,7 @@ _MAX_KIND_NUMBERS = 4096
 _MAX_SEEN = 1 << 16
 
 Function = Callable[[], Sequence[Any]]
+Recorded = tuple[tuple[Hashable, ...], Program, int]  # a call: its key, program, number of inputs
 
 
 class Programs:
@@ -46,7 +47,10 @@ class Programs:
 
     Attributes:
         num_built, num_runs: programs that have been built, and calls that have run one.
+        recorded: of all instances: None, or gets each call that runs a program.
     """
+
+    recorded: ClassVar[list[Recorded] | None] = None
 
     def __init__(
         self,
@@ -91,6 +95,8 @@ class Programs:
         if program.leases is not None and not program.leases.take(things):
             return function()  # which may need less, or says what is lacking
         self.num_runs += 1
+        if Programs.recorded is not None:
+            Programs.recorded.append((key, program, len(inputs)))
         frame, num_done = Frame(things, program.values[:], numbers, self._kernels), 0
         if self._type == "cuda":
             frame.values[STREAM] = current_stream(self._device.index)

@@ -290,7 +290,7 @@ class SymmetricHeap(HeapParts):
             with self._access:
                 errors.raise_for(self.faults.find(phase))
 
-    @noted(on_gpus=False, stands_for=lambda heap, *_, **__: _words_in_build(heap.peers.num_ranks))
+    @noted(on_gpus=False, stands_for=lambda *args, **kwargs: _barrier_in_build(*args, **kwargs))
     def barrier(
         self,
         phase: int,
@@ -326,12 +326,16 @@ class SymmetricHeap(HeapParts):
                 errors.raise_for(self.faults.settle(received.tolist()))
             return received
 
-    @noted(on_gpus=False)
     def send_signal(self, rank: int) -> None:
         """Tells `rank` that what the current stream has written there since the last barrier is complete."""
-        self.waits.kernels().send_signal(self.peers, rank)
+        kernels.for_device(self.device).send_signal(self.peers, rank)
 
-    @noted(on_gpus=False, stands_for=lambda *_, **__: _words_in_build())
+    @noted(
+        on_gpus=False,
+        stands_for=lambda heap, rank, phase, **options: _wait_in_build(
+            "wait_for_signal", heap, rank, (1,), phase=phase, **options
+        ),
+    )
     def wait_for_signal(
         self, rank: int, phase: int, *, nan_on_failure: torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -570,12 +574,32 @@ def _is_known(error: Exception) -> bool:
     return is_found or getattr(error, "_symmoe_told", False)
 
 
-def _words_in_build(*num_ranks: int) -> torch.Tensor:
-    """Stands for the result of a barrier or of a wait."""
+def _barrier_in_build(
+    heap: SymmetricHeap,
+    phase: int,
+    *,
+    publish: tuple[int, ...] = (),
+    nan_on_failure: torch.Tensor | None = None,
+    **agreed: int,
+) -> torch.Tensor:
+    shape, call = (
+        (heap.peers.num_ranks, control.NUM_PUBLISHED),
+        control.pack_call(phase=phase, **agreed),
+    )
+    options = {"call": call, "fault": False, "nan_on_failure": nan_on_failure}
+    return _wait_in_build("barrier", heap, publish, shape, **options)
+
+
+def _wait_in_build(
+    kernel: str, heap: SymmetricHeap, given: Any, shape: tuple[int, ...], **options: Any
+) -> torch.Tensor:
+    """Notes the kernel that a call on CPUs launches; stands for its result."""
     current = builder()
     assert current is not None
-    shape = (*num_ranks, control.NUM_PUBLISHED if num_ranks else 1)
-    return current.tensor(shape, (shape[-1], 1)[-len(shape) :], torch.int64)
+    result = current.tensor(shape, (shape[-1], 1)[-len(shape) :], torch.int64)
+    args = heap.peers, given, result, heap.status
+    current.note(kernel, args, {"timeout_ns": 0, **options})
+    return result
 
 
 @noted(stands_for=lease_in_build)

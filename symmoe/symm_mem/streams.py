@@ -16,7 +16,7 @@ from importlib import import_module
 import torch
 
 from symmoe.errors import ConcurrentUse, HeapClosed, HeapSuspended
-from symmoe.program.builder import builder
+from symmoe.program.builder import after_other_stream, builder, on_branch
 from symmoe.torch_internals import current_stream
 
 _Mark = tuple[int, torch.cuda.Event]  # a point in the work of a stream
@@ -53,22 +53,27 @@ class Branch:
     @contextmanager
     def after(self, point: torch.cuda.Event | None) -> Iterator[None]:
         """Work launched in this context goes to the branch, after its earlier work and after the point."""
-        if self._stream is None:
-            yield
-            return
         self._was_entered = True
-        if point is not None:
-            _wait(self._stream, point)
-        with torch.cuda.stream(self._stream):
-            yield
+        with on_branch():
+            after_other_stream()
+            if self._stream is None:
+                yield
+                return
+            if point is not None:
+                _wait(self._stream, point)
+            with torch.cuda.stream(self._stream):
+                yield
 
     def wait_for(self, point: torch.cuda.Event | None) -> None:
         """Later work of the current stream comes after the point."""
+        after_other_stream()
         if self._stream is not None and point is not None:
             _wait(torch.cuda.current_stream(self._stream.device), point)
 
     def join(self) -> None:
         """Later work of the current stream comes after all work of the branch."""
+        if self._was_entered:
+            after_other_stream()
         if self._stream is not None and self._was_entered:
             _wait(torch.cuda.current_stream(self._stream.device), _record(self._stream))
 

@@ -157,10 +157,11 @@ class Waits:
             (peers.num_ranks, control.NUM_PUBLISHED), dtype=torch.int64, device=self.device
         )
         words = tuple(publish) + (0,) * (control.NUM_PUBLISHED - len(publish))
-        timeout_ns = 0
+        timeout_ns, ops = 0, self.kernels()
         if (current := builder()) is None:
             timeout_ns, _ = self._note(call, 0, fault)
         else:
+            ops = kernels.for_device(self.device)
             # Only the last bits of a plan are in the call: they may be 0.
             has_plan &= "plan" in current.numbers
             plan = call & _PLAN if has_plan else 0
@@ -172,7 +173,7 @@ class Waits:
                 nan_on_failure,
             )
         self.is_inside = True
-        self.kernels().barrier(
+        ops.barrier(
             peers,
             words,
             received,
@@ -188,13 +189,14 @@ class Waits:
     def signal(self, rank: int, phase: int, nan_on_failure: torch.Tensor | None) -> torch.Tensor:
         """Waits for the signal of `rank`; see SymmetricHeap.wait_for_signal."""
         arrived = torch.empty(1, dtype=torch.int64, device=self.device)
-        timeout_ns, note = 0, (phase, 0, False, rank)
+        timeout_ns, note, ops = 0, (phase, 0, False, rank), self.kernels()
         if (current := builder()) is None:
             timeout_ns, _ = self._note(*note)
         else:
+            ops = kernels.for_device(self.device)
             current.launches_with(self._note, note, {}, ("timeout_ns",), nan_on_failure)
         self.is_inside = True
-        self.kernels().wait_for_signal(
+        ops.wait_for_signal(
             self.peers,
             rank,
             arrived,

@@ -39,9 +39,8 @@ def make_layer(
     """overwrites: for fc1 and fc2, whether gradients overwrite `main_grad`; None: they go to `.grad`."""
     torch.manual_seed(heap.rank)
     config = MoEConfig(hidden=hidden, ffn=ffn, num_experts=E, top_k=K, **options)
-    experts = GroupedMLP(
-        E // heap.num_ranks, hidden, ffn, bias=bias, dtype=dtype, device=heap.device
-    )
+    sizes, recipe = (E // heap.num_ranks, hidden, ffn), config.precision
+    experts = GroupedMLP(*sizes, bias=bias, dtype=dtype, device=heap.device, precision=recipe)
     if bias:
         for fc in (experts.fc1, experts.fc2):
             torch.nn.init.normal_(fc.bias)

@@ -7,7 +7,8 @@ and Gluon). A function has the same name, the same arguments and the same meanin
     E experts of all ranks, e experts of one rank, R ranks
     N rows in G groups, sorted by group; a group is a local expert
 
-* Results are written to the caller's tensors. All tensors are on one device, contiguous unless the text says otherwise.
+* Results are written to the caller's tensors: `writes` names the parameters. All tensors are on one device,
+  contiguous unless the text says otherwise.
 * On GPUs no function makes the host wait for the device, and only the router's GEMMs allocate device memory. Bits
 of results do not depend on the grid of a launch.
 * row_range: int32[2, G]. Rows row_range[0, g]:row_range[1, g] of group g are computed and written, none if the end is

@@ -19,15 +19,17 @@ from typing import Protocol
 from torch import Tensor
 
 from symmoe.kernels.activation import Activation
-from symmoe.kernels.contract.operands import Matrices, MaybeTensor, Rows
+from symmoe.kernels.contract.operands import Matrices, MaybeTensor, Rows, writes
 
 
 class ActivationKernels(Protocol):
+    @writes("out")
     def scaled_activation(
         self, h: Tensor, scale: Tensor, out: Tensor, activation: Activation
     ) -> None:
         """out[r] = act(h[r]) * scale[r], every row: h [N, W]; scale fp32[N]; out [N, I]."""
 
+    @writes("dh", "dscale")
     def scaled_activation_grad(
         self,
         dout: Tensor,
@@ -39,6 +41,7 @@ class ActivationKernels(Protocol):
     ) -> None:
         """Gradient of scaled_activation, every row: dout [N, I]; h, dh [N, W], may be one; scale, dscale fp32[N]."""
 
+    @writes("results")
     def grouped_gemm_act(
         self,
         rows: Rows,
@@ -56,6 +59,7 @@ class ActivationKernels(Protocol):
         rows of C features; weight [G, W, C]; row_scale fp32[N]; h [N, W]; a [N, I]; bias [G, W].
         """
 
+    @writes("gradients", "workspace")
     def grouped_gemm_dact(
         self,
         dout: Rows,
@@ -78,11 +82,13 @@ class ActivationKernels(Protocol):
         partial sums of dscale the workspace has for a row.
         """
 
+    @writes()
     def dact_workspace_numel(
         self, num_rows: int, num_groups: int, ffn: int, activation: Activation
     ) -> int:
         """Elements of grouped_gemm_dact's fp32 workspace, enough for every dtype, with dbias or without."""
 
+    @writes("dscale")
     def sum_dact_partials(
         self, workspace: Tensor, row_range: Tensor, dscale: Tensor, num_partials: int
     ) -> None:

@@ -19,10 +19,11 @@ from typing import Protocol
 
 from torch import Tensor
 
-from symmoe.kernels.contract.operands import Bias, Matrices, MaybeTensor, Rows
+from symmoe.kernels.contract.operands import Bias, Matrices, MaybeTensor, Rows, writes
 
 
 class GemmKernels(Protocol):
+    @writes("out")
     def grouped_gemm(
         self,
         rows: Rows,
@@ -40,6 +41,7 @@ class GemmKernels(Protocol):
         rows of C features; weight [G, O, C]; out [N, O]; bias of O features.
         """
 
+    @writes("out")
     def grouped_gemm_dgrad(
         self,
         dout: Rows,
@@ -54,6 +56,7 @@ class GemmKernels(Protocol):
         """out[r] = dout[r] @ weight[g] for every row r of every group g: dout of O features; weight [G, O, C];
         out [N, C]."""
 
+    @writes("out")
     def grouped_gemm_wgrad(
         self,
         dout: Rows,
@@ -69,6 +72,7 @@ class GemmKernels(Protocol):
         dout of O features, rows of C; out [G, O, C] in the dtype of dout or fp32.
         """
 
+    @writes("dbias")
     def grouped_bias_grad(
         self, dout: Rows, row_range: Tensor, dbias: Tensor, *, scale: MaybeTensor = None
     ) -> None:
@@ -78,6 +82,7 @@ class GemmKernels(Protocol):
         kernels/bias_sums.py.
         """
 
+    @writes("dscale")
     def grouped_bias_dot(
         self,
         dout: Rows,

@@ -9,10 +9,12 @@ from typing import Protocol
 
 from torch import Tensor
 
+from symmoe.kernels.contract.operands import writes
 from symmoe.kernels.control import InNodeIntegers, Peers, PlanIntegers, RankMaps
 
 
 class NodeKernels(Protocol):
+    @writes("numbers", "token_to_rail_row")
     def rail_rows(
         self,
         topk_idx: Tensor,
@@ -34,21 +36,26 @@ class NodeKernels(Protocol):
                 not below `most`.
         """
 
+    @writes("peers")
     def tell_header(self, number: Tensor, peers: Peers, source: int, *, word: int) -> None:
         """Writes number, int32 [1], into a word of the header of a rank (`source`, in the group) in every count table
         of the node; into the half of the next barrier."""
 
+    @writes("rows", "cleared")
     def own_counts(self, ranks: Tensor, peers: Peers, rows: Tensor, cleared: Tensor) -> None:
         """Reads the rows of ranks, int64 [G], from this rank's count table, the half of the last barrier: int32
         [G, row_words]. cleared: int32 [., row_words], gets zeros."""
 
+    @writes("peers", "received")
     def other_counts(self, rows: Tensor, ranks: Tensor, peers: Peers, received: Tensor) -> None:
         """Writes rows, int32 [R - G, row_words], to the places of ranks, int64 [R - G], in this rank's count table.
         received: int64 [R, NUM_PUBLISHED], gets 0, or negative numbers if the call has failed."""
 
+    @writes("out")
     def take_rows(self, rows: Tensor, index: Tensor, out: Tensor) -> None:
         """Copies rows [T, .] of whole 4-byte words to out [A, .]: row a is row index[a], int32 [A]; 0 if T is 0."""
 
+    @writes("found")
     def plan_in_node(
         self,
         plan: PlanIntegers,

@@ -1,11 +1,12 @@
-"""Operands of kernels that are more than one tensor, in the words of contract/__init__.py.
+"""Operands of kernels that are more than one tensor, in the words of contract/__init__.py, and which a kernel writes.
 
 They are tuples, in which a program finds tensors. Those of quantised numbers: kernels/operands.py.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -19,6 +20,29 @@ Rows = (
 Bias = (
     Tensor | tuple[MaybeTensor, MaybeTensor] | None
 )  # [G, O]; or that, and what multiplies it for row r, fp32[N]
+
+
+F = TypeVar("F", bound=Callable[..., object])
+
+
+def writes(*names: str) -> Callable[[F], F]:
+    """Decorator of a kernel: which arguments it writes. It may read these, too; all others it only reads. name.n: part
+    n of a tuple; otherwise all of its parts are written. "peers": memory of other ranks that they have for it."""
+
+    def decorate(kernel: F) -> F:
+        kernel.writes = names  # type: ignore[attr-defined]  # for who asks the contract
+        return kernel
+
+    return decorate
+
+
+def in_parts(arguments: Mapping[str, Any], names: Collection[str]) -> Iterator[tuple[str, Any]]:
+    """Arguments by the names of their parameters; those of which the names have parts, as name.n."""
+    for name, value in arguments.items():
+        if f"{name}.0" in names:
+            yield from ((f"{name}.{n}", part) for n, part in enumerate(value or ()))
+        else:
+            yield name, value
 
 
 def as_pair(operand: Any) -> tuple[Any, Any]:

@@ -11,16 +11,19 @@ from typing import Protocol
 
 from torch import Tensor
 
+from symmoe.kernels.contract.operands import writes
 from symmoe.kernels.control import Peers, PlanIntegers
 
 
 class PlanKernels(Protocol):
+    @writes("row_range")
     def splits_to_row_range(self, splits: Tensor, row_range: Tensor, num_rows: int) -> None:
         """row_range of whole groups, int32[2, G], from their numbers of rows: splits int32 or int64 [G].
 
         Negative splits count as 0 and sums are limited to num_rows: kernels stay inside their tensors for any splits.
         """
 
+    @writes("block_counts")
     def count_slots(
         self, topk_idx: Tensor, block_counts: Tensor, *, num_experts: int, num_ranks: int
     ) -> None:
@@ -33,6 +36,7 @@ class PlanKernels(Protocol):
                 are not counted as slots.
         """
 
+    @writes("block_counts", "peers")
     def send_counts(
         self,
         block_counts: Tensor,
@@ -52,6 +56,7 @@ class PlanKernels(Protocol):
             header: HEADER_WORDS integers; the HEAD_BAD_* words are filled in here.
         """
 
+    @writes("status", "plan")
     def lay_out(
         self,
         peers: Peers,
@@ -84,6 +89,7 @@ class PlanKernels(Protocol):
             ranks: consecutive ones, of this node, or all of the group.
         """
 
+    @writes("posted")
     def post_report(self, report: Tensor, posted: Tensor, *, plan: int) -> None:
         """Writes the report of the plan with this generation to its row of `posted`, which the host reads: as
         control.REPORT_SLOTS says, pinned host memory on GPUs.
@@ -92,6 +98,7 @@ class PlanKernels(Protocol):
             report: int32[SUMMARY_WORDS].
         """
 
+    @writes("plan")
     def assign_rows(
         self, topk_idx: Tensor, block_starts: Tensor, plan: PlanIntegers, *, drop: bool
     ) -> None:

@@ -7,15 +7,19 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from symmoe.kernels.contract.operands import writes
+
 HostBytes = Tensor | bytes | bytearray | memoryview
 
 
 class PointerKernels(Protocol):
+    @writes("destination")
     def copy_host_to_device(self, source: HostBytes, destination: Tensor) -> None:
         """The first bytes of destination = source; on GPUs without a copy engine, so that graphs can hold the bytes.
         source: contiguous memory of the host, of any size up to that of destination. The caller may change it when the
         call returns."""
 
+    @writes()
     def read_addresses(
         self, tensors: list[Tensor], device: torch.device, *, alignment: int, contiguous: bool
     ) -> bytes | None:

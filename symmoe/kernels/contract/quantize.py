@@ -25,13 +25,14 @@ from torch import Tensor
 
 from symmoe.kernels.act_quantized import DactOperands
 from symmoe.kernels.activation import Activation
-from symmoe.kernels.contract.operands import Matrices, MaybeTensor
+from symmoe.kernels.contract.operands import Matrices, MaybeTensor, writes
 from symmoe.kernels.formats import BlockFormat
 from symmoe.kernels.operands import Buffers
 from symmoe.kernels.tensor_table import ScaleTable
 
 
 class QuantizeKernels(Protocol):
+    @writes("out", "sums.0")
     def quantize_rows(
         self,
         rows: Tensor,
@@ -54,12 +55,14 @@ class QuantizeKernels(Protocol):
         that begin at multiples of SLOT_ROWS, counted from the group's first row, and end there or where the group does.
         """
 
+    @writes("dbias")
     def sum_dbias(self, bias_sums: Tensor, row_range: Tensor, dbias: Tensor) -> None:
         """What grouped_bias_grad makes of the rows, bit for bit, from the sums of quantize_rows; whole groups.
 
         dbias [G, C] in any dtype.
         """
 
+    @writes("out")
     def quantize_columns(
         self,
         rows: Tensor,
@@ -79,6 +82,7 @@ class QuantizeKernels(Protocol):
         the group, feature).
         """
 
+    @writes("amax")
     def group_amax(
         self,
         rows: Tensor,
@@ -93,9 +97,11 @@ class QuantizeKernels(Protocol):
         rows and row_index as in quantize_columns; with signs, x is the transformed row.
         """
 
+    @writes("amax")
     def weight_amax(self, weight: Matrices, amax: Tensor) -> None:
         """amax[g] = the largest finite |x| of matrix g, 0 if there is none; fp32[G]. weight [G, M, K], contiguous."""
 
+    @writes("out")
     def quantize_weights(
         self, weight: Matrices, out: Buffers, block_format: BlockFormat, *, amax: MaybeTensor = None
     ) -> None:
@@ -105,6 +111,7 @@ class QuantizeKernels(Protocol):
         [G, M / block_lines, num_blocks(K)], quotients rounded up.
         """
 
+    @writes("out", "transposed_out")
     def quantize_weight_pairs(
         self,
         weight: Matrices,
@@ -117,6 +124,7 @@ class QuantizeKernels(Protocol):
         """Both operands of G contiguous matrices [G, M, K]: the results of quantize_weights for `weight`, and for
         `weight.mT` (transposed_out). M and K are even where E2M1 is packed."""
 
+    @writes("out")
     def act_quantize(
         self,
         h: Tensor,
@@ -131,6 +139,7 @@ class QuantizeKernels(Protocol):
         h bf16 or fp16 [N, W]; row_scale fp32[N]; data [N, I]. block_format: takes_act_quantize.
         """
 
+    @writes("out", "workspace")
     def dact_quantize(
         self,
         da: Tensor,
@@ -149,6 +158,7 @@ class QuantizeKernels(Protocol):
         act_quantize; block_format: takes_dact_quantize.
         """
 
+    @writes("swizzled")
     def swizzle_scales(
         self, scale: Tensor | ScaleTable, row_range: Tensor | None, swizzled: Tensor
     ) -> None:
@@ -162,5 +172,6 @@ class QuantizeKernels(Protocol):
                 no group are not written; for a table, all the memory in which its destinations are.
         """
 
+    @writes("scale")
     def unswizzle_scales(self, swizzled: Tensor, row_range: Tensor, scale: Tensor) -> None:
         """The inverse of swizzle_scales for grouped rows; scales of rows that belong to no group are not written."""

@@ -17,11 +17,12 @@ from typing import Protocol
 
 from torch import Tensor
 
-from symmoe.kernels.contract.operands import Bias, Matrices
+from symmoe.kernels.contract.operands import Bias, Matrices, writes
 from symmoe.kernels.operands import Operand, ScatteredWeight
 
 
 class QuantizedGemmKernels(Protocol):
+    @writes("out")
     def grouped_gemm_quantized(
         self,
         rows: Operand,
@@ -48,6 +49,7 @@ class QuantizedGemmKernels(Protocol):
         other, or a table of matrices [tiles down, tiles across * 512]. The rows' global scale is multiplied by first.
         """
 
+    @writes("out")
     def grouped_gemm_wgrad_quantized(
         self,
         dout: Operand,

@@ -9,13 +9,14 @@ from typing import Protocol
 
 from torch import Tensor
 
-from symmoe.kernels.contract.operands import Matrices
+from symmoe.kernels.contract.operands import Matrices, writes
 from symmoe.kernels.control import Peers, PlanIntegers
 
 Pair = tuple[Matrices | None, Matrices | None]  # of both layers, or of one
 
 
 class ReplicaKernels(Protocol):
+    @writes("plan")
     def place_replicas(
         self, peers: Peers, plan: PlanIntegers, *, slack: int, num_near: int
     ) -> None:
@@ -31,6 +32,7 @@ class ReplicaKernels(Protocol):
         expert_to_place and copy_slots.
         """
 
+    @writes("plan", "block_counts")
     def choose_copies(
         self, topk_idx: Tensor, block_starts: Tensor, plan: PlanIntegers, block_counts: Tensor
     ) -> None:
@@ -43,6 +45,7 @@ class ReplicaKernels(Protocol):
             block_counts: int32 [B, R * e + R + 2], gets what count_slots makes of slot_to_copy.
         """
 
+    @writes("peers")
     def push_replicas(
         self,
         weights: Pair,
@@ -60,6 +63,7 @@ class ReplicaKernels(Protocol):
         `starts` bytes after the offset received[., column].
         """
 
+    @writes("gradients")
     def add_from_replicas(
         self,
         gradients: Pair,

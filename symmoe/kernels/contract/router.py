@@ -6,16 +6,19 @@ from typing import Protocol
 
 from torch import Tensor
 
+from symmoe.kernels.contract.operands import writes
 from symmoe.kernels.routing_rule import RoutingRule
 
 
 class RouterKernels(Protocol):
+    @writes("logits")
     def router_gemm(self, x: Tensor, weight: Tensor, logits: Tensor) -> None:
         """logits = x @ weight^T. x bf16 [T, H], weight fp32 [E, H], logits fp32 [T, E].
 
         Products and sums are as good as those of fp32, but their bits are not those of fp32 sums in any order.
         """
 
+    @writes("dx", "d_weight")
     def router_gemm_grads(
         self,
         d_logits: Tensor,
@@ -30,6 +33,7 @@ class RouterKernels(Protocol):
         before that is good to 2^-15 of its terms' magnitudes.
         """
 
+    @writes("topk_idx", "probs", "scores", "block_counts")
     def choose_experts(
         self,
         logits: Tensor,
@@ -52,6 +56,7 @@ class RouterKernels(Protocol):
         [T, K]; block_counts int32 [B, E + R + 2], which gets what count_slots of contract/plan.py finds in topk_idx.
         """
 
+    @writes("d_logits")
     def choose_experts_grad(
         self,
         d_probs: Tensor | None,
@@ -67,6 +72,7 @@ class RouterKernels(Protocol):
         The choice itself has no gradient.
         """
 
+    @writes("sums", "slopes", "loss")
     def router_losses(
         self,
         logits: Tensor,
@@ -94,6 +100,7 @@ class RouterKernels(Protocol):
             loss: fp32 [].
         """
 
+    @writes("d_logits", "d_scores")
     def router_losses_grad(
         self,
         d_loss: Tensor,

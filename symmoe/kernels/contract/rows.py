@@ -26,6 +26,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from symmoe.kernels.contract.operands import writes
 from symmoe.kernels.control import Peers
 
 Slots = tuple[Tensor, Tensor, Tensor | None]
@@ -33,6 +34,7 @@ Region = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class RowKernels(Protocol):
+    @writes("peers")
     def push_rows(
         self,
         x: Tensor,
@@ -53,6 +55,7 @@ class RowKernels(Protocol):
             but: a rank of them that gets nothing.
         """
 
+    @writes("peers")
     def push_slots(
         self,
         slots: Slots,
@@ -74,6 +77,7 @@ class RowKernels(Protocol):
             row_column, prob_column: the columns of `received`.
         """
 
+    @writes("index")
     def index_rows(
         self,
         wire: tuple[Tensor, Tensor | None],
@@ -97,6 +101,7 @@ class RowKernels(Protocol):
                 each row. The tails of packed_to_row and row_probs stay as they are.
         """
 
+    @writes("rows")
     def place_rows(
         self,
         x: Tensor,
@@ -112,6 +117,7 @@ class RowKernels(Protocol):
         If the call has failed, nothing is written. received: column 0.
         """
 
+    @writes("rows")
     def fan_out(
         self,
         rows: Tensor,
@@ -124,6 +130,7 @@ class RowKernels(Protocol):
     ) -> None:
         """Copies primary rows of `rows` to the secondary rows of other ranks' tokens, in place."""
 
+    @writes("peers")
     def push_sums(
         self,
         rows: Tensor,
@@ -142,6 +149,7 @@ class RowKernels(Protocol):
         the offset of the last row of a rank's first region.
         """
 
+    @writes("packed_values")
     def gather_values(
         self, row_values: Tensor, packed_to_row: Tensor, num_packed: Tensor, packed_values: Tensor
     ) -> None:
@@ -150,6 +158,7 @@ class RowKernels(Protocol):
         num_packed: int32 [1], number of packed rows.
         """
 
+    @writes("out")
     def pull_rows(
         self,
         source_rank: Tensor,
@@ -165,6 +174,7 @@ class RowKernels(Protocol):
         If the call has failed, `out` is filled with NaN. source_rank, source_row: int32 [T, S]; -1: nothing to add.
         """
 
+    @writes("out")
     def sum_home(
         self,
         rows: tuple[Tensor, Tensor],
@@ -182,6 +192,7 @@ class RowKernels(Protocol):
         [(R - 1) * T, H]. index: token_to_packed_row, packed_start, slot_to_rank, slot_to_row.
         """
 
+    @writes("out")
     def pull_values(
         self,
         slot_to_rank: Tensor,

@@ -6,10 +6,12 @@ from typing import Protocol
 
 from torch import Tensor
 
+from symmoe.kernels.contract.operands import writes
 from symmoe.kernels.control import Peers
 
 
 class SyncKernels(Protocol):
+    @writes("peers", "received", "status", "nan_on_failure")
     def barrier(
         self,
         peers: Peers,
@@ -38,10 +40,12 @@ class SyncKernels(Protocol):
                 dtype of rows. On GPUs its size is a multiple of 16 bytes.
         """
 
+    @writes("peers")
     def send_signal(self, peers: Peers, rank: int) -> None:
         """Tells `rank` that what this rank has written there since the last barrier is complete; does
         nothing after a failure."""
 
+    @writes("peers", "arrived", "status", "nan_on_failure")
     def wait_for_signal(
         self,
         peers: Peers,
@@ -62,9 +66,11 @@ class SyncKernels(Protocol):
             phase: the phase (control.PHASE_*), for the record.
         """
 
+    @writes("counts", "progress")
     def count_exchange(self, counts: Tensor, progress: Tensor, *, which: int) -> None:
         """Adds 1 to counts[which], int64[2], and writes it to progress[which], int64[2] that the host reads: pinned
         host memory on GPUs."""
 
+    @writes("fault")
     def hear_of_faults(self, heard: Tensor, fault: Tensor) -> None:
         """fault, int64[1], becomes at least the largest of heard, int64[N, .]: words of other nodes."""

@@ -10,14 +10,17 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from symmoe.kernels.contract.operands import writes
 from symmoe.kernels.formats import BlockFormat
 from symmoe.kernels.operands import Buffers
 
 
 class WireKernels(Protocol):
+    @writes("wire")
     def encode_rows(self, rows: Tensor, wire: Tensor, block_format: BlockFormat) -> None:
         """wire [P, W] = the result of quantize_rows for rows [P, C] bf16, fp16 or fp32, padded with zeros."""
 
+    @writes("out")
     def unpack_rows(
         self, wire: Tensor, row_range: Tensor, out: Buffers, *, row_index: Tensor | None = None
     ) -> None:
@@ -26,9 +29,11 @@ class WireKernels(Protocol):
         data uint8 [N, C]; scale uint8 [N, S], the bytes of scales. Other rows are neither read nor written.
         """
 
+    @writes("out")
     def decode_rows(self, wire: Tensor, out: Tensor, block_format: BlockFormat) -> None:
         """out [P, C] = data * scale of every row of the wire, rounded to out's dtype: bf16, fp16 or fp32."""
 
+    @writes("out")
     def requantize_columns(
         self,
         wire: Tensor,
