@@ -157,6 +157,11 @@ def running_node_number() -> int:
     return -1 if node is None else _number_of(node)()
 
 
+def fills_memory() -> bool:
+    """Whether torch fills new memory with NaN where it uses deterministic algorithms only."""
+    return bool(getattr(torch.utils.deterministic, "fill_uninitialized_memory", False))
+
+
 def is_transformed() -> bool:
     """Whether a transform of torch.func or forward-mode AD is on."""
     return transform_level() is not None or forward_ad._current_level >= 0

@@ -37,7 +37,7 @@ Ways = Sequence[tuple[int, slice]]  # other nodes, and rows that go there or com
 
 
 # A program finds tensors among the arguments of kernels, not in what these hold.
-@noted(on_gpus=False, stands_for=lambda *args: in_storage.__wrapped__(*args))  # type: ignore[attr-defined]
+@noted(on_gpus=False, stands_for="itself")
 def in_storage(kind: type[Integers], storage: torch.Tensor, layout: PlanLayout) -> Integers:
     """Integers of this kind with all of their views, which kernels will need."""
     integers = kind(storage, layout)

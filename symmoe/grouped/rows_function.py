@@ -312,7 +312,7 @@ def _input_gradient_buffer(
     raise_for(buffer.problem())
     if buffer.tensor is None:
         return torch.empty_like(x)
-    look = {"shape": tuple(x.shape), "dtype": x.dtype, "device": x.device}
+    look: dict[str, Any] = {"shape": tuple(x.shape), "dtype": x.dtype, "device": x.device}
     # The kernel reads d_y while it writes.
     raise_for(arguments.buffer_problem("grad_input_out", buffer.tensor, **look, inputs=(d_y,)))
     return buffer.tensor

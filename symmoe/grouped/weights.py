@@ -197,10 +197,7 @@ class MainGrads(Target):
         overwrites = overwrite or getattr(parameters[0], "overwrite_main_grad", False)
         self.option = "overwrite" if overwrites else "add"
         (self._matrices,) = kernel_matrices({"main_grad": self.tensors})
-
-    @property
-    def operands(self) -> Sequence[torch.Tensor]:
-        return [address_or_self(self._matrices)]
+        self.operands = [address_or_self(self._matrices)]
 
     def add(self, weights: Sequence[torch.Tensor], compute: Compute) -> Gradients:
         compute(self._matrices, self.option == "add")

@@ -11,6 +11,7 @@ import torch
 
 from symmoe.kernels.select import looked_up, may_run_programs, program_compiler
 from symmoe.program.programs import Programs
+from symmoe.torch_internals import fills_memory
 
 
 class _DevicePrograms(Programs):
@@ -33,7 +34,7 @@ def run_program(
     """What function() does and returns, see Programs.run, on the device of the inputs; by itself where another thread
     runs one. torch decides whether memory is filled (torch.utils.deterministic)."""
     fills = torch.are_deterministic_algorithms_enabled()
-    fills = fills and torch.utils.deterministic.fill_uninitialized_memory
+    fills = fills and fills_memory()
     programs = _programs_of(inputs[0].device, fills)
     if not programs.may_run() or not programs.turn.acquire(blocking=False):
         return function()

@@ -152,6 +152,7 @@ class _KernelLoss(Function):
             return loss, slopes
 
         inputs = given_of(logits, scores, expert_load, token_mask)
+        loss: torch.Tensor
         loss, slopes = run_program(("loss of a router", of), compute, inputs)
         ctx.save_for_backward(logits, scores, token_mask, slopes)
         ctx.loss = of

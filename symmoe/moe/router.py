@@ -454,7 +454,7 @@ def route_tokens(route: Route) -> Routed:
     return Routed(*_RouteFunction.apply(route, route.x, route.weight))
 
 
-@noted
+@noted()
 def check_finite(heap: SymmetricHeap, what: str, numbers: torch.Tensor) -> None:
     """Fails the call, before its plan, if numbers of a token are not finite. Synchronises the host: for CPUs."""
     bad = (~numbers.isfinite()).any(1).nonzero()

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar, cast
 
 import torch
 
@@ -65,36 +65,34 @@ def builder() -> Builder | None:
 
 
 def noted(
-    function: Callable[P, R] | None = None,
-    /,
     *,
-    stands_for: Callable[..., Any] | None = None,
+    stands_for: Callable[..., Any] | Literal["itself"] | None = None,
     is_in_order: bool = False,
     on_gpus: bool = True,
-) -> Any:
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorator of functions of which a program repeats the whole call, not what they launch.
 
     Args:
-        stands_for: called in a build with the same arguments; its result stands for that of the call. None: there is no
-            result, or nobody looks at it in the build.
+        stands_for: called in a build with the same arguments; its result stands for that of the call. "itself": the
+            function. None: there is no result, or nobody looks at it in the build.
         is_in_order: the function launches work itself, or meets others: nothing passes it.
         on_gpus: False: on GPUs a program repeats what the function launches.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         kind = parts.IN_ORDER if is_in_order else parts.CALL
+        stand_in = function if stands_for == "itself" else stands_for
 
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             current = _thread.builder
             if current is None or (current.on_gpu and not on_gpus):
                 return function(*args, **kwargs)
-            result: Any = current.call(function, args, kwargs, stands_for, kind)
-            return result
+            return cast(R, current.call(function, args, kwargs, stand_in, kind))
 
         return call
 
-    return decorate if function is None else decorate(function)
+    return decorate
 
 
 def mark(what: str) -> None:

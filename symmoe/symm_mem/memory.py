@@ -415,7 +415,7 @@ class Lease:
             raise ArgumentError(f"rank ({rank!r}) must be an int in [0, {num_ranks})")
         return self._memory.arenas[rank]()[self._bytes].view(self.dtype).view(self.shape).detach()
 
-    @noted(stands_for=lambda lease: Lease.release.__wrapped__(lease))  # type: ignore[attr-defined]
+    @noted(stands_for="itself")
     def release(self) -> None:
         """Gives the memory back. A second call raises StaleLease. Local."""
         if self._memory is None:

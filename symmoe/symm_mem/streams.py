@@ -83,7 +83,9 @@ def _record(stream: torch.cuda.Stream) -> torch.cuda.Event:
     if (current := builder()) is not None:
         event: torch.cuda.Event = current.event(stream)
         return event
-    return stream.record_event()
+    event = torch.cuda.Event()
+    event.record(stream)
+    return event
 
 
 def _wait(stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:

@@ -37,7 +37,7 @@ class DeviceRail(GlooRail):
         self._last.set()
         self._has_begun = False
 
-    @noted
+    @noted()
     def count(self, which: int) -> None:
         self._has_begun = (
             which == BEGUN and self._last.is_set()

@@ -244,7 +244,7 @@ def test_leases_that_end_in_the_call_are_parts_of_one(monkeypatch, fills: str):
     monkeypatch.setenv("SYMMOE_FILL_MEMORY", fills)
     offsets = []
 
-    @noted
+    @noted()
     def note(*leases: Lease) -> None:
         offsets.append([lease.offset for lease in leases])
 
@@ -365,7 +365,7 @@ def test_nothing_happens_while_a_program_is_built():
     """Operators, kernels and memory of the function: inputs stay as they are, and what it makes has no memory."""
     x, seen = torch.ones(3), []
 
-    @noted
+    @noted()
     def note(number: int) -> None:
         seen.append(number)
 
@@ -414,7 +414,7 @@ def test_a_number_that_the_call_brings_may_change():
     programs = make_programs()
     seen: list[int] = []
 
-    @noted
+    @noted()
     def note(*, generation: int) -> None:
         seen.append(generation)
 
