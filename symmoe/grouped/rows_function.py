@@ -240,8 +240,9 @@ class _RowsFunction(Function):
         y = x.new_empty((*x.shape[:-1], width)) if out is None else out
         inputs = _inputs(len(products.layers), x, row_range, scale, *tensors)
         weights = products.weights(inputs, is_forward=True)
+        has = tuple([each is None for each in (out, scale, *inputs.biases)])
         kept = run_program(
-            ("rows", products.key, weights.key, out is None),
+            ("rows", products.key, weights.key, has),
             lambda: products.forward(weights, inputs, y.view(-1, width), zero_tail=out is None),
             given_of(x, row_range, scale, *inputs.biases, *weights.operands, y),
         )
@@ -283,7 +284,8 @@ class _RowsFunction(Function):
         if "delayed" in options:
             found: Sequence[Any] = compute()
         else:
-            has = tuple([each is None for each in (*kept, buffer.tensor)])
+            given = (*kept, buffer.tensor, scale, *inputs.biases)
+            has = tuple([each is None for each in given])
             needs = tuple(ctx.needs_input_grad[2 : 5 + len(layers)])
             key = "rows backward", products.key, weights.key, *options, has, needs
             read = given_of(d_y, x, row_range, scale, *kept, *inputs.biases, *weights.operands)

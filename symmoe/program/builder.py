@@ -430,7 +430,8 @@ class Builder(TorchDispatchMode):
     def _place(self, tensor: torch.Tensor) -> Memory:
         start, look = tensor.data_ptr(), look_of(tensor)
         if tensor.numel() == 0:
-            empty = torch_internals.empty_strided[self.device.type](*look)
+            with torch.inference_mode(False):  # later calls may be outside of it
+                empty = torch_internals.empty_strided[self.device.type](*look)
             return Memory(None, 0, *look, empty)
         slot, offset = divmod(start - FIRST_ADDRESS, SLOT_BYTES)
         if slot < 0:  # an input, or a constant
@@ -505,7 +506,8 @@ def _symbolic_range(device: torch.device) -> AddressRange:
 @functools.cache
 def _symbolic_memory(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     """All symbolic addresses, as one tensor."""
-    return symbolic_bytes(device).view(dtype)
+    with torch.inference_mode(False):  # later builds may be outside of it
+        return symbolic_bytes(device).view(dtype)
 
 
 def symbolic_bytes(device: torch.device) -> torch.Tensor:

@@ -462,6 +462,24 @@ def test_empty_tensors(size: int):
     assert programs.num_runs == 2
 
 
+@pytest.mark.parametrize("size", [0, 3])
+def test_programs_of_inference_mode_serve_training(size: int):
+    """Memory that a build has made in inference mode is of no harm to builds and calls outside of it."""
+    programs, rows = make_programs(), torch.rand(size)
+    ones = torch.ones(size, requires_grad=True)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        (y,) = programs.run(("some",), lambda: (x * x.new_ones(size),), [x], {})
+        return y
+
+    with torch.inference_mode():
+        for _ in range(2):
+            run(rows)
+    for _ in range(2):
+        (run(rows.clone()) * ones).sum().backward()
+    assert torch.equal(ones.grad, rows * 2)
+
+
 def test_inputs_that_share_memory_have_no_program():
     programs = make_programs()
 
