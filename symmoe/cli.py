@@ -19,9 +19,9 @@ from symmoe import __version__
 from symmoe.errors import ArgumentError
 from symmoe.precision.recipes import PRECISIONS
 from symmoe.tools.check import command as check
+from symmoe.tools.check.runs import DTYPES
 from symmoe.tools.doctor import command as doctor
 from symmoe.tools.shapes import (
-    DTYPES,
     add_config_arguments,
     add_options,
     add_shape_arguments,

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from symmoe.checks.arguments import CHOICES
 from symmoe.errors import ArgumentError
 from symmoe.moe.config import MoEConfig
@@ -38,7 +36,6 @@ PRESETS = {
         Shape("olmoe", 2048, 1024, 64, 8),
     )
 }
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _SIZES = {
     "hidden": "H, width of the tokens; with the other three instead of a preset",
     "ffn": "I, width of one expert",

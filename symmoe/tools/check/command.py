@@ -20,9 +20,9 @@ import torch
 from symmoe.errors import ArgumentError
 from symmoe.tools.check.compare import Compared, compare
 from symmoe.tools.check.model import BadTarget
-from symmoe.tools.check.runs import STAGES, Job, Tensors
+from symmoe.tools.check.runs import DTYPES, STAGES, Job, Tensors
 from symmoe.tools.doctor.self_test import run_trial
-from symmoe.tools.shapes import DTYPES, add_options
+from symmoe.tools.shapes import add_options
 
 HELP = "whether a model trains on n ranks as on one, and which tensor differs first"
 DESCRIPTION = """\

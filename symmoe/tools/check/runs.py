@@ -23,7 +23,6 @@ from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.tools.check.model import BadTarget, Context, Trained, make
 from symmoe.tools.doctor.self_test import be_rank
 from symmoe.tools.ranks import Ranks
-from symmoe.tools.shapes import DTYPES
 from symmoe.torch_internals import pytree
 from symmoe.training.gradients import clip_grad_norm, reduce_gradients
 
@@ -34,6 +33,7 @@ START, ACTIVATION, GRADIENT, CLIPPED, UPDATE, SAVED, LOADED = STAGES = (
 OWN = " (a rank's own)"  # ends the name of a buffer that rightly differs by rank
 _EXTRAS = {"transformers": "transformers", "safetensors": "checkpoint"}  # of symmoe, by module
 OPTION = torch.float64  # of an optimizer's options, which are the same to the last bit
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _VOCABULARY = 128
 _MOST, _MOST_OF_ROW = (
     1 << 20,
