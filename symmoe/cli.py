@@ -15,12 +15,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from symmoe import __version__
 from symmoe.errors import ArgumentError
 from symmoe.precision.recipes import PRECISIONS
 from symmoe.tools.check import command as check
+from symmoe.tools.check.runs import DTYPES
 from symmoe.tools.doctor import command as doctor
 from symmoe.tools.shapes import (
     add_config_arguments,
@@ -40,7 +39,6 @@ from symmoe.training.precision_choice import (
     in_full,
 )
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _PLAN_HELP = "bytes of heap and activations, or bytes and time on several nodes, per rank"
 _PLAN = """\
 Says what a rank needs to train MoE layers, before anything is allocated: bytes of the symmetric heap and of activations

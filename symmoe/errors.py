@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 import os
 import sys
 import warnings
 from typing import Any
 
 import torch
+
+logger = logging.getLogger("symmoe")
 
 
 class SymmoeError(Exception):

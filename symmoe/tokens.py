@@ -125,18 +125,17 @@ class _Dispatch(Function):
     ) -> tuple[torch.Tensor | None, ...]:
         plan, (needs_x, needs_probs, *_) = ctx.plan, ctx.needs_input_grad
         heap, gradients = plan.heap, control.gradients_index(x=needs_x, probs=needs_probs)
+        rows_to_read: AbstractContextManager[torch.Tensor | None] = nullcontext()
         with FailPeersOnError(heap, COLLECT):
             if needs_x:
                 heap.fail_for(memory_problem("the gradient of rows", d_rows), COLLECT)
+                rows_to_read = _readable_rows(d_rows, plan, order=ctx.order, name="input gradients")
             if needs_probs:
                 d_row_probs = given("d_row_probs", d_row_probs)
                 heap.fail_for(memory_problem("the gradient of row_probs", d_row_probs), COLLECT)
                 d_row_probs = d_row_probs.contiguous()
             else:
                 d_row_probs = None
-            rows_to_read: AbstractContextManager[torch.Tensor | None] = nullcontext()
-            if needs_x:
-                rows_to_read = _readable_rows(d_rows, plan, order=ctx.order, name="input gradients")
             with rows_to_read as rows:
                 with Collection(
                     rows, plan, row_values=d_row_probs, order=ctx.order, gradients=gradients
@@ -175,15 +174,23 @@ def _dispatch_problem(
 ) -> SymmoeError | None:
     error: SymmoeError | None = words_problem(order=order)
     if error is None and probs is not None:
-        shape = plan.num_tokens, plan.top_k
         error = tensor_problem(
-            "probs", probs, shape=shape, dtypes=(torch.float32,), device=x.device
+            "probs",
+            probs,
+            shape=(plan.num_tokens, plan.top_k),
+            dtypes=(torch.float32,),
+            device=x.device,
         )
     if error is not None or out is None:
         return error
-    shape = (plan.row_capacity, x.shape[1])
     return buffer_problem(
-        "out", out, shape=shape, dtype=x.dtype, device=x.device, inputs=(x,), heap=plan.heap
+        "out",
+        out,
+        shape=(plan.row_capacity, x.shape[1]),
+        dtype=x.dtype,
+        device=x.device,
+        inputs=(x,),
+        heap=plan.heap,
     )
 
 
@@ -296,14 +303,14 @@ def _combine_problem(
     error = _rows_problem("expert_out", expert_out, plan, least, plan.row_capacity)
     if error is not None or grad_out is None:
         return error
-    shape, dtype, device, inputs = (
-        tuple(expert_out.shape),
-        expert_out.dtype,
-        expert_out.device,
-        (expert_out,),
-    )
     return buffer_problem(
-        "grad_out", grad_out, shape=shape, dtype=dtype, device=device, inputs=inputs, heap=plan.heap
+        "grad_out",
+        grad_out,
+        shape=tuple(expert_out.shape),
+        dtype=expert_out.dtype,
+        device=expert_out.device,
+        inputs=(expert_out,),
+        heap=plan.heap,
     )
 
 

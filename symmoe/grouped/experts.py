@@ -65,9 +65,8 @@ class CallExperts:
     @property
     def has_adapters(self) -> bool:
         """Whether adapters are among the tensors."""
-        num_groups = self.form.num_groups
-        num_weights = [1 if is_packed else num_groups for is_packed in self.form.are_packed]
-        return len(self.tensors) > sum(num_weights)
+        _, _, adapters = self.form.split(self.tensors)
+        return len(adapters) > 0
 
 
 def of_tensors(

@@ -8,18 +8,16 @@ from bytes and FLOPs and from what one program, a link and a GPU were measured t
 from __future__ import annotations
 
 import functools
-import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 
+from symmoe.errors import logger
 from symmoe.grouped.quantized_experts import takes_parts
 from symmoe.kernels.gemm_parts import Division
 from symmoe.precision.recipes import Float8Block, Recipe
-
-logger = logging.getLogger("symmoe")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

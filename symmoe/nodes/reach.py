@@ -29,6 +29,7 @@ _IPV6_ADDRESSES = Path(
 )  # a line for each: 32 hexadecimal digits first, the device last
 _LOOPBACK = "127.0.0.1"
 _RANK_BYTES = 4
+REACH_S = 10.0  # for connections: three tries, as Linux does them
 _SEND_S = 5.0  # that a peer may leave what it is sent in its connection: hosts are never more than a header ahead
 
 

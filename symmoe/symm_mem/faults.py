@@ -15,20 +15,25 @@ rail have raised the error, what they exchange has no word of it.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
-from symmoe.errors import TRAVELLING, PeerAborted, PeerError, PeerTimeout, SymmoeError, encode
+from symmoe.errors import (
+    TRAVELLING,
+    PeerAborted,
+    PeerError,
+    PeerTimeout,
+    SymmoeError,
+    encode,
+    logger,
+)
 from symmoe.kernels import control
 from symmoe.symm_mem import flight_record, reports
 from symmoe.symm_mem.reports import UNKNOWN, Fault, Report, end_waits, plan_error
 from symmoe.symm_mem.streams import Streams, capture_id
 from symmoe.symm_mem.waits import Waits
 from symmoe.torch_internals import outside_transforms
-
-logger = logging.getLogger("symmoe")
 
 UNRAISED = (1,)  # published by a rank with an error; others publish 0
 

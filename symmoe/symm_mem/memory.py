@@ -167,7 +167,7 @@ class Memory:
     Args:
         arenas: by rank, makes a new uint8 tensor over its arena, with a separate version counter.
         order: of CUDA streams; None: only the host touches the memory, in order and at once.
-        fills: whether spans are filled with NaN when they are taken, on the current stream; see recorder.fill.
+        fills: whether spans are filled with NaN when they are taken, on the current stream; see program.builder.fill.
 
     Attributes:
         arena: free ranges behind the control block.

@@ -9,7 +9,6 @@ is missing.
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import socket
@@ -30,6 +29,7 @@ from symmoe.errors import (
     ConfigMismatch,
     SymmoeError,
     encode,
+    logger,
     raise_for,
 )
 from symmoe.kernels import control
@@ -37,7 +37,7 @@ from symmoe.kernels.control import Peers
 from symmoe.nodes.lane import ANSWER_S, COUNTED, FAILED, GOES_ON, UNRAISED, WAITS, Header, Lane
 from symmoe.nodes.nccl import Nccl, NcclError, NcclRail
 from symmoe.nodes.rail import BEGUN, ENDED, GlooRail, Pairs, Payload, RailBroken, Started
-from symmoe.nodes.reach import DEVICE_VARIABLE, Endpoint, Link, Listener, connect, hello
+from symmoe.nodes.reach import DEVICE_VARIABLE, REACH_S, Endpoint, Link, Listener, connect, hello
 from symmoe.nodes.topology import Topology, make_rank_maps
 from symmoe.program.builder import noted
 from symmoe.symm_mem.bootstrap import Bootstrap
@@ -46,9 +46,6 @@ from symmoe.symm_mem.reports import Fault, Report, mismatch_error, write_word
 from symmoe.symm_mem.streams import Access, Branch, Streams, capture_id
 from symmoe.symm_mem.waits import ALL_BUT_PLAN, Waits
 
-logger = logging.getLogger("symmoe")
-
-_REACH_S = 10.0  # for connections: three tries, as Linux does them
 _HINT = (
     f"{DEVICE_VARIABLE} on each node names its network device; firewalls must let all ports pass"
 )
@@ -472,7 +469,7 @@ def start_rail(
     others give up. BackendUnavailable: on every rank, if two ranks cannot connect. The text names them, and what to
     look at."""
     token = bytes.fromhex(bootstrap.gather(os.urandom(16).hex())[0])
-    lane = Lane(_connect_hosts(bootstrap, topology, token, min(_REACH_S, timeout_s / 2)))
+    lane = Lane(_connect_hosts(bootstrap, topology, token, min(REACH_S, timeout_s / 2)))
     options = {"node": topology.node, "num_nodes": topology.num_nodes, "timeout_s": timeout_s / 2}
     try:
         name = f"symmoe/{token.hex()}/{topology.local_rank}"

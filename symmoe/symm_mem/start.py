@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 from collections import defaultdict
@@ -18,6 +17,7 @@ from symmoe.errors import (
     BackendUnavailable,
     ConfigMismatch,
     PeerError,
+    logger,
     raise_for,
     warn,
 )
@@ -32,8 +32,6 @@ from symmoe.symm_mem.reports import Configurations
 from symmoe.symm_mem.row_budget import RowHistory
 from symmoe.symm_mem.streams import Access, NoStreams, OneCall, StreamOrder, Streams
 from symmoe.symm_mem.waits import Waits
-
-logger = logging.getLogger("symmoe")
 
 _PROTOCOL_VERSION = 6
 START_TIMEOUT_S = 300.0

@@ -96,7 +96,7 @@ def fail_to_start(rank: int, num_ranks: int, how: str, culprit: int) -> dict[str
     start, error = time.monotonic(), ""
     with (
         trouble(),
-        patch.object(several_nodes, "_REACH_S", 1.0 if how == "answers_not" else PROMPT_S),
+        patch.object(several_nodes, "REACH_S", 1.0 if how == "answers_not" else PROMPT_S),
     ):
         try:
             open_nodes(start_timeout_s)

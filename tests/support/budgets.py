@@ -20,17 +20,17 @@ STATEMENTS: dict[str, tuple[int, int]] = {
     "benchmarks": (3_000, 3_456),
     # rooms of symmoe
     "kernels + program": (7_000, 8_384),
-    "symm_mem + nodes": (2_300, 2_894),
-    "checks + precision": (550, 630),
+    "symm_mem + nodes": (2_300, 2_882),
+    "checks + precision": (550, 628),
     "dispatch + combine": (750, 893),
     "grouped + moe + training": (3_600, 4_756),
     "checkpoint + integrations": (2_100, 2_749),
-    "tools + timeline": (1_400, 1_815),
+    "tools + timeline": (1_400, 1_814),
 }
 BUDGETS: dict[str, tuple[int, int]] = {
     **STATEMENTS,
-    "lines of docs": (4_000, 4_022),
-    "packed assignments per 1,000 statements": (15, 32),  # a, b = x, y
+    "lines of docs": (4_000, 4_020),
+    "packed assignments per 1,000 statements": (15, 31),  # a, b = x, y
     # the fullest of all
     "files in one folder": (22, 0),
     "methods of SymmetricHeap": (30, 0),

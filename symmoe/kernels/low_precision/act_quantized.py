@@ -24,6 +24,7 @@ from symmoe.kernels.formats import BlockFormat, max_tiles
 from symmoe.kernels.launch.integers import ceil_div
 from symmoe.kernels.launch.launch import Constants, fast_jit, kept_sizes, launch
 from symmoe.kernels.low_precision.codes import (
+    TILE,
     as_stored,
     block_scales_or_nan,
     column_scale,
@@ -44,7 +45,6 @@ from symmoe.kernels.triton.bias import sum_row_tiles, sum_tile
 from symmoe.kernels.triton.gemm_act import sum_dact_partials
 from symmoe.kernels.triton.tiles import locate_rows, max_row_tiles, row_programs, row_tile_prefix
 
-TILE = tl.constexpr(formats.TILE)
 # A strip of columns costs about 500 instructions for its maxima and its transposition, at any width.
 STRIP = 32  # features of a strip of columns
 ROWS = 32  # rows of a strip, and of a program that makes only rows

@@ -27,7 +27,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
-from symmoe.kernels import formats
+from symmoe.kernels import control, formats
 from symmoe.kernels.formats import BlockFormat
 from symmoe.kernels.hopper.act import first_number, second_number
 from symmoe.kernels.hopper.gemm import GLUON_DTYPES
@@ -42,7 +42,6 @@ TILE = gl.constexpr(formats.TILE)  # tokens, and features
 PAIRS = gl.constexpr(formats.TILE // 2)  # words of a tile's row
 PANEL = 4  # tiles of features; of 16384 rows that groups share, they are 17 MB, which stay in L2
 NUM_WARPS = 8
-ACCESS_BYTES = 16  # of a copy to shared memory
 WITHOUT_SIGNS = gl.constexpr(0x7FFF7FFF)
 STAGES = gl.constexpr(2)  # tiles of a program in shared memory
 PROGRAMS_PER_SM = 3  # those of bf16 have up to 192 kB of an SM's on their way
@@ -88,7 +87,7 @@ class ColumnPlan(Groups):
     @property
     def copied_pairs(self) -> int:
         """Words of a row that are read: whole copies. On the wire, scales follow a row's codes."""
-        words = ACCESS_BYTES // self.word_bytes
+        words = control.ACCESS_BYTES // self.word_bytes
         return -(-self.width // (2 * words)) * words
 
     @property
@@ -108,7 +107,7 @@ class ColumnPlan(Groups):
 
 def copied_layout(word_bytes: int) -> Any:
     """Layout of words [TILE, PAIRS] as they are copied to shared memory: rows of threads with 16 bytes each."""
-    words = ACCESS_BYTES // word_bytes
+    words = control.ACCESS_BYTES // word_bytes
     across = PAIRS.value // words
     return gl.BlockedLayout([1, words], [32 // across, across], [NUM_WARPS, 1], [1, 0])
 
@@ -327,7 +326,7 @@ def hopper_quantize_columns_kernel(
 def takes_columns(block_format: BlockFormat, rows: torch.Tensor, width: int) -> bool:
     """Whether these kernels make the format of rows, or of rows of the wire: E4M3 in blocks of TILE tokens."""
     in_tiles = block_format.element == "e4m3" and block_format.block == formats.TILE
-    return in_tiles and width % 8 == 0 and rows.data_ptr() % ACCESS_BYTES == 0
+    return in_tiles and width % 8 == 0 and rows.data_ptr() % control.ACCESS_BYTES == 0
 
 
 def launch_quantize_columns(rows, row_range, out, block_format, *, row_index=None, num_sms=None):

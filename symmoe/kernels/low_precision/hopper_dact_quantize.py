@@ -29,7 +29,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
-from symmoe.kernels import formats
+from symmoe.kernels import control, formats
 from symmoe.kernels.activation import Activation, num_scale_sums
 from symmoe.kernels.formats import BlockFormat, max_tiles
 from symmoe.kernels.hopper.gluon_names import copy_async
@@ -45,7 +45,6 @@ STRIP = gl.constexpr(64)  # rows
 NUM_SUMS = gl.constexpr(num_scale_sums(formats.TILE))  # sums of dscale in a tile's row
 ALL = gl.constexpr(tl.PropagateNan.ALL)
 PROGRAMS_PER_SM, NUM_WARPS, REGISTERS = 2, 8, 128
-ACCESS_BYTES = 16  # of a copy to shared memory
 
 LAYOUT = gl.constexpr(gl.SwizzledSharedLayout(16, 16, 4, [1, 0]))
 COPY = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0]))
@@ -259,7 +258,7 @@ def takes_dact_quantize(
     """Whether launch_dact_quantize has a kernel for these: whole tiles of features, gates and ups in halves."""
     is_in_halves = activation.is_gated and activation.interleave is None
     in_tiles = block_format.block == TILE.value and da.shape[1] % TILE.value == 0
-    return is_in_halves and in_tiles and (da.data_ptr() | h.data_ptr()) % ACCESS_BYTES == 0
+    return is_in_halves and in_tiles and (da.data_ptr() | h.data_ptr()) % control.ACCESS_BYTES == 0
 
 
 def launch_dact_quantize(arguments, activation, block_format, *, num_sms=None, **options):

@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
-from symmoe.kernels import formats
+from symmoe.kernels import control, formats
 from symmoe.kernels.formats import BlockFormat
 from symmoe.kernels.hopper.act import first_number, second_number
 from symmoe.kernels.hopper.gemm import GLUON_DTYPES
@@ -20,7 +20,6 @@ from symmoe.kernels.hopper.gluon_names import copy_async
 from symmoe.kernels.launch.launch import fast_jit, kept_sizes, launch
 from symmoe.kernels.low_precision.codes import e4m3_code
 from symmoe.kernels.low_precision.hopper_columns import (
-    ACCESS_BYTES,
     HELD,
     NUM_WARPS,
     PAIRS,
@@ -142,7 +141,7 @@ def takes_weight_pairs(block_format: BlockFormat, weight: torch.Tensor | TensorT
         block_format.element == "e4m3"
         and block_format.block == block_format.block_lines == formats.TILE
     )
-    is_aligned = isinstance(weight, TensorTable) or weight.data_ptr() % ACCESS_BYTES == 0
+    is_aligned = isinstance(weight, TensorTable) or weight.data_ptr() % control.ACCESS_BYTES == 0
     return in_tiles and is_aligned and all(n % formats.TILE == 0 for n in weight.shape[1:])
 
 

@@ -23,6 +23,7 @@ from symmoe.errors import ArgumentError
 from symmoe.kernels import architectures, formats, quantized_gemm
 from symmoe.kernels.formats import BlockFormat
 from symmoe.kernels.launch.launch import Constants, Describe, fast_jit
+from symmoe.kernels.low_precision.scale_tiles import TILE, TILE_BLOCKS, TILE_BYTES
 from symmoe.kernels.triton.gemm import Gemm, add_bias, zero_tail_rows
 from symmoe.kernels.triton.tiles import (
     TRITON_DTYPES,
@@ -39,11 +40,6 @@ from symmoe.kernels.triton.tiles import (
     wgrad_place,
 )
 
-TILE = tl.constexpr(formats.TILE)
-TILE_BLOCKS, TILE_BYTES = (
-    tl.constexpr(quantized_gemm.TILE_BLOCKS),
-    tl.constexpr(quantized_gemm.TILE_BYTES),
-)
 E2M1_SHIFT = tl.constexpr(2.0**126)  # E2M1's exponent bias is 1, that of fp32 is 127
 
 # By element, with the least output columns for a tile. block_k counts elements; 128 bytes of a line are the

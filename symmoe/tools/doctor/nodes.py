@@ -22,7 +22,7 @@ import torch.distributed as dist
 from symmoe.errors import ArgumentError, BackendUnavailable
 from symmoe.nodes.nccl import Nccl, NcclRail
 from symmoe.nodes.rail import GlooRail, Payload
-from symmoe.nodes.reach import DEVICE_VARIABLE, Endpoint, Listener, connect
+from symmoe.nodes.reach import DEVICE_VARIABLE, REACH_S, Endpoint, Listener, connect
 from symmoe.nodes.topology import Topology, find_place, find_topology
 from symmoe.tools.doctor.findings import Finding, Said, about, first, worst_level
 from symmoe.tools.doctor.gpus import ask, read_gpus
@@ -30,7 +30,6 @@ from symmoe.tools.doctor.versions import read_versions
 
 LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 _WAIT_S = 90.0  # for other ranks, each time
-_REACH_S = 10.0  # for connections: three tries, as Linux does them
 _CONNECT_S = 30.0
 _SLOW = 0.7  # of the median rail's speed
 _SHOWN = 3  # of what may be many
@@ -161,7 +160,7 @@ def examine_nodes(
             for rank in topology.rail
             if rank != board.rank and facts[rank].endpoint.port
         }
-        made, refuse = connect(mates, _REACH_S)
+        made, refuse = connect(mates, REACH_S)
         for each in made.values():
             stack.callback(each.close)
         refused = [dict(each) for each in board.gather("reach", [*refuse.items()])]
