@@ -64,7 +64,13 @@ def test_tables_are_the_same_on_gpus(cluster, num_ranks: int, options: dict):
         cluster(num_ranks, device).run(step_table.recorded, device, **options)
         for device in ("cpu", "cuda")
     )
-    assert on_cpus[0][0].splitlines() == on_gpus[0][0].splitlines()
+    found, wanted = (
+        [line.split() for line in tables[0][0].splitlines()] for tables in (on_gpus, on_cpus)
+    )
+    for line in (*found, *wanted):
+        if line[:1] == ["grouped_gemm_dact"]:
+            del line[1]  # the bytes of its workspace are the device's own
+    assert found == wanted
 
 
 @run_on(2)

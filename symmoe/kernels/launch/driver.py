@@ -29,7 +29,6 @@ _SIGNATURES = {
     "cuGraphKernelNodeSetAttribute": [_POINTER, ctypes.c_int, _POINTER],
     "cuGraphLaunch": [_POINTER, _POINTER],
     "cuLaunchKernel": [_POINTER, *[_UNSIGNED] * 7, *[_POINTER] * 3],
-    "cuMemcpyDtoHAsync_v2": [_POINTER, _POINTER, _SIZE, _POINTER],
     "cuModuleGetFunction": [_POINTER, _POINTER, ctypes.c_char_p],
     "cuModuleLoadData": [_POINTER, ctypes.c_char_p],
     "cuStreamGetCaptureInfo": [_POINTER, _POINTER, _POINTER],
