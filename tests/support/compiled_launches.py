@@ -20,6 +20,7 @@ from symmoe.kernels.architectures import ARCHITECTURES
 from symmoe.kernels.launch.launch import OPTIONS, FastLaunch, one_stage_less
 
 TYPE_NAMES = {
+    torch.bool: "i1",
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
     torch.float32: "fp32",
