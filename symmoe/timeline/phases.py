@@ -8,10 +8,10 @@ from __future__ import annotations
 
 # Phase: names of operators and kernels, of operators only, of kernels only. In the order of tables.
 _TABLE = {
-    "route": ("router_gemm choose_experts choose_experts_grad", "router_gemm_grads",
-              "bf16_parts router_dgrad router_wgrad"),
-    "plan": ("count_slots send_counts lay_out assign_rows rail_rows tell_header own_counts other_counts plan_in_node"
-             " place_replicas choose_copies", "", "assign_packed_rows"),
+    "route": ("router_gemm choose_experts choose_experts_grad router_losses_grad", "router_gemm_grads router_losses",
+              "bf16_parts router_dgrad router_wgrad router_loss router_loss_sums"),
+    "plan": ("count_slots send_counts lay_out assign_rows post_report rail_rows tell_header own_counts other_counts"
+             " plan_in_node place_replicas choose_copies", "", "assign_packed_rows"),
     "wait": ("barrier wait_for_signal count_exchange hear_of_faults", "", ""),
     "push": ("push_rows place_rows push_slots send_signal take_rows", "", "hopper_push"),
     "replicas": ("push_replicas add_from_replicas", "", ""),
