@@ -112,19 +112,19 @@ def compiled_counter(device: torch.device) -> Callable[[], int]:
 
 
 def may_run_programs(device: torch.device) -> Callable[[], bool]:
-    """A function that says whether programs may run on `device` now: nobody has to see every launch, no graph is being
-    captured, and it is the current device."""
+    """A function that says whether programs may run on `device` now: the driver can launch them, nobody has to see
+    every launch, no graph is being captured, and it is the current device."""
     if device.type != "cuda":
         return lambda: device.type == "cpu"
+    from symmoe.kernels.launch import driver
     from symmoe.kernels.launch.triton_internals import is_watched
 
     return lambda: (
-        not (
-            _hooks["cuda"]
-            or is_watched()
-            or torch.cuda.is_current_stream_capturing()
-            or current_device() != device.index
-        )
+        driver.can_launch()
+        and not _hooks["cuda"]
+        and not is_watched()
+        and not torch.cuda.is_current_stream_capturing()
+        and current_device() == device.index
     )
 
 

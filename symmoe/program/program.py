@@ -184,7 +184,7 @@ class Entry:
     is_owed: bool = False
 
     def run(self, frame: Frame) -> None:
-        """Does it, for one call."""
+        """Does it, for one call. Launches and events have none: they are parts of sections."""
         raise NotImplementedError
 
 
@@ -199,11 +199,6 @@ class Launch(Entry):
     # What the kernel has made of the arguments whose tensors are described by tensor maps.
     maps: Any = None
 
-    def run(self, frame: Frame) -> None:
-        fill = filler(self.args)
-        args = self.args if fill is None else fill(frame)
-        self.kernel.run(self.grid, self.stream or frame.values[STREAM], args)
-
     def __str__(self) -> str:
         return f"Launch {getattr(self.kernel, 'name', '')}"
 
@@ -216,15 +211,6 @@ class Event(Entry):
     stream: int | None
     recorded_on: torch.cuda.Stream | None = field(default=None, compare=False)
     is_wait: bool = False
-
-    def run(self, frame: Frame) -> None:
-        stream = torch.cuda.current_stream()
-        if self.stream is not None:
-            stream = torch.cuda.ExternalStream(self.stream)
-        if self.is_wait:
-            stream.wait_event(frame.things[self.slot])
-        else:
-            frame.things[self.slot] = stream.record_event()
 
 
 # What a call is:

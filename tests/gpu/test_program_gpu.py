@@ -22,8 +22,7 @@ def test_with_an_old_driver_triton_launches_one_by_one(rank: int, num_ranks: int
         )
     for kernel in [each for each in gc.get_objects() if type(each) is FastLaunch]:
         kernel._calls.clear()  # who remembers a variant knows that nothing else launches it
-    assert num_runs > 0
-    assert texts == []
+    assert (num_runs, texts) == (0, [])
 
 
 @run_on(2, device="cuda")

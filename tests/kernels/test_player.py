@@ -154,12 +154,6 @@ def test_an_interruption_between_sections_gives_the_heap_up_where_peers_wait(lis
     assert found == ([first], marks[0], between, [second], marks[2])
 
 
-def test_with_an_old_driver_there_are_no_sections(lists, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(driver, "can_launch", lambda: False)
-    program = Program(10, (launch(),), ())
-    assert player.in_sections(program) is program
-
-
 # -- launches -------------------------------------------------------------------------------------------------------
 @triton.jit
 def example_kernel(

@@ -175,11 +175,6 @@ class Kernel:
             address += MAP_BYTES
         return memory
 
-    def run(self, grid: tuple[int, ...], stream: int, args: tuple[Any, ...]) -> None:
-        """Launches it with these arguments."""
-        tensors = tuple([args[place] for place in self._tensors])
-        self.launch(grid, stream, tensors, tuple(map(torch.Tensor.data_ptr, tensors)), args)
-
     def maps(self, args: Sequence[Any]) -> dict[int, Parts]:
         """By place, the values for arguments that are described by tensor maps."""
         return {place: maps.of(args[place]) for place, maps in self._maps.items()}
@@ -342,8 +337,7 @@ class _Layout:
 
 
 def in_sections(program: Program) -> Program:
-    """The program with its launches in sections, as few as possible, and calls from Python between them; as it is
-    where the driver cannot do it.
+    """The program with its launches in sections, as few as possible, and calls from Python between them.
 
     All memory is made before the first launch, in the same order; the call frees it at its end. So memory that a branch
     stream uses comes from the current stream's, which gets it back only once it has waited for the branch, and no other
@@ -351,8 +345,6 @@ def in_sections(program: Program) -> Program:
     current stream, it does not wait for. What only launches use, and what is small, is one allocation. Large memory
     that only the current stream uses ends before such memory is made that comes after its last use.
     """
-    if not driver.can_launch():
-        return program
     made, steps = list[Call](), list[Entry]()
     has_outside = any(getattr(entry, "kind", None) == IN_ORDER for entry in program.entries)
     group, layout = _Group(), _Layout(has_outside=has_outside)
