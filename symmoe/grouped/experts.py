@@ -23,8 +23,8 @@ from symmoe.grouped.weights import Compute
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.contract.operands import Matrices, Rows
 from symmoe.kernels.gemm_parts import Part
-from symmoe.kernels.operands import Operand, given
-from symmoe.kernels.tensor_table import TensorTable, address_or_self
+from symmoe.kernels.operands import Operand, address_or_self, given
+from symmoe.kernels.tensor_table import TensorTable
 from symmoe.precision.recipes import Recipe
 
 T = TypeVar("T")

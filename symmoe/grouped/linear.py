@@ -22,8 +22,8 @@ from symmoe.grouped.weights import Compute, kernel_matrices
 from symmoe.kernels import flops  # noqa: F401 - a counter of FLOPs knows only the formulas that are there when it is made
 from symmoe.kernels.contract.operands import Matrices, Rows
 from symmoe.kernels.gemm_parts import Part
-from symmoe.kernels.operands import Operand, given, given_of
-from symmoe.kernels.tensor_table import TensorTable, address_or_self
+from symmoe.kernels.operands import Operand, address_or_self, given, given_of
+from symmoe.kernels.tensor_table import TensorTable
 from symmoe.precision.operands import (
     Directions,
     HeldWeight,

@@ -26,7 +26,8 @@ from symmoe import kernels
 from symmoe.errors import ArgumentError
 from symmoe.grouped.pointers import load_addresses
 from symmoe.kernels import control
-from symmoe.kernels.tensor_table import TensorTable, address_or_self
+from symmoe.kernels.operands import address_or_self
+from symmoe.kernels.tensor_table import TensorTable
 from symmoe.torch_internals import version_of
 
 

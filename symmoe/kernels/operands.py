@@ -82,3 +82,8 @@ def check_multiple(what: str, number: int, unit: int) -> None:
 def given_of(*tensors: torch.Tensor | None) -> list[torch.Tensor]:
     """Those that are not None."""
     return [tensor for tensor in tensors if tensor is not None]
+
+
+def address_or_self(matrices: torch.Tensor | TensorTable) -> torch.Tensor:
+    """The tensor that stands for matrices among the operands of a call: the packed one, or the table's addresses."""
+    return matrices if isinstance(matrices, torch.Tensor) else matrices.pointers

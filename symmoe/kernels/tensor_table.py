@@ -31,11 +31,6 @@ class ScaleTable(NamedTuple):
     most_tiles: tuple[int, int]  # the most (rows of tiles, tiles of a row) that a matrix has
 
 
-def address_or_self(matrices: torch.Tensor | TensorTable) -> torch.Tensor:
-    """The tensor that stands for matrices among the operands of a call: the packed one, or the table's addresses."""
-    return matrices if isinstance(matrices, torch.Tensor) else matrices.pointers
-
-
 def packed_and_table(
     matrices: torch.Tensor | TensorTable,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:

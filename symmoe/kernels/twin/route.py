@@ -91,10 +91,10 @@ def router_losses(
     logits, scores, expert_load, token_mask, sums, slopes, loss, *, balance_coef, z_coef, normalises
 ):
     num_tokens, num_experts = scores.shape
-    is_counted = _counted(token_mask, num_tokens)
+    is_counted = _counted(token_mask, scores)
     shares = scores / _sum_of(scores) if normalises else scores
     squares = logits.logsumexp(1, keepdim=True).square()
-    lines = torch.cat([shares, squares, torch.ones(num_tokens, 1)], 1).where(is_counted, 0.0)
+    lines = torch.cat([shares, squares, torch.ones_like(squares)], 1).where(is_counted, 0.0)
     for block, part in enumerate(lines.split(control.TOKENS_PER_LOSS_BLOCK)[: len(sums)]):
         sums[block] = part.sum(0)
     total = sums.sum(0)
@@ -107,7 +107,7 @@ def router_losses(
 def router_losses_grad(
     d_loss, logits, scores, token_mask, slopes, d_logits, d_scores, *, normalises
 ):
-    is_counted = _counted(token_mask, len(logits))
+    is_counted = _counted(token_mask, logits)
     if d_logits is not None:
         lse = logits.logsumexp(1, keepdim=True)
         slope = slopes[-1] * lse * (logits - lse).exp()
@@ -121,9 +121,10 @@ def router_losses_grad(
         d_scores.copy_((d_loss * slope).where(is_counted, 0.0))
 
 
-def _counted(token_mask: torch.Tensor | None, num_tokens: int) -> torch.Tensor:
-    every = torch.ones(num_tokens, dtype=torch.bool) if token_mask is None else token_mask
-    return every[:, None]
+def _counted(token_mask: torch.Tensor | None, scores: torch.Tensor) -> torch.Tensor:
+    if token_mask is None:
+        return scores.new_ones((len(scores), 1), dtype=torch.bool)
+    return token_mask[:, None]
 
 
 def _sum_of(scores: torch.Tensor) -> torch.Tensor:
