@@ -68,7 +68,8 @@ class Memory:
     def get(self, frame: Frame) -> torch.Tensor:
         if self.slot is None:
             assert self.constant is not None
-            return self.constant
+            # An empty one that is returned gets a place in a graph of autograd: a new one for each call.
+            return self.constant if self.constant.numel() else torch.empty_like(self.constant)
         thing = frame.things[self.slot]
         base: torch.Tensor = thing if isinstance(thing, torch.Tensor) else thing.tensor
         if (

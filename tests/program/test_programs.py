@@ -447,7 +447,7 @@ def test_what_no_program_can_do_is_a_defect(function, problem):
 @pytest.mark.parametrize("size", [0, 3])
 def test_empty_tensors(size: int):
     """As inputs, as memory that is made, and as results."""
-    programs = make_programs()
+    programs, seen = make_programs(), list[torch.Tensor]()
 
     def function(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         rows = torch.empty(size, 2)
@@ -458,6 +458,8 @@ def test_empty_tensors(size: int):
         x = torch.rand(size)
         empty, both = programs.run(("some",), lambda x=x: function(x), [x], {})
         assert empty.shape == (0, 4)
+        assert all(empty is not each for each in seen)  # autograd will know it by itself
+        seen.append(empty)
         assert torch.equal(both, torch.cat([torch.ones(size, 2), x[:, None].expand(size, 2)]))
     assert programs.num_runs == 2
 

@@ -15,22 +15,22 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 STATEMENTS: dict[str, tuple[int, int]] = {
-    "symmoe": (18_000, 22_715),
-    "tests": (26_000, 34_280),
+    "symmoe": (18_000, 23_229),
+    "tests": (26_000, 34_622),
     "benchmarks": (3_000, 3_456),
     # rooms of symmoe
-    "kernels + program": (7_000, 8_384),
-    "symm_mem + nodes": (2_300, 2_882),
+    "kernels + program": (7_000, 8_766),
+    "symm_mem + nodes": (2_300, 2_894),
     "checks + precision": (550, 628),
-    "dispatch + combine": (750, 893),
-    "grouped + moe + training": (3_600, 4_756),
+    "dispatch + combine": (750, 896),
+    "grouped + moe + training": (3_600, 4_870),
     "checkpoint + integrations": (2_100, 2_749),
     "tools + timeline": (1_400, 1_814),
 }
 BUDGETS: dict[str, tuple[int, int]] = {
     **STATEMENTS,
-    "lines of docs": (4_000, 4_020),
-    "packed assignments per 1,000 statements": (15, 31),  # a, b = x, y
+    "lines of docs": (4_000, 4_062),
+    "packed assignments per 1,000 statements": (15, 32),  # a, b = x, y
     # the fullest of all
     "files in one folder": (22, 0),
     "methods of SymmetricHeap": (30, 0),
@@ -38,8 +38,8 @@ BUDGETS: dict[str, tuple[int, int]] = {
     # a steady step of a layer on two CPU ranks, see test_bounds.py
     "files of a step": (24, 33),
     "frames in forward": (10, 19),
-    "calls in forward": (300, 822),
-    "calls before the first kernel": (60, 158),
+    "calls in forward": (300, 763),
+    "calls before the first kernel": (60, 135),
 }
 MOST_PARAMETERS = 8
 
