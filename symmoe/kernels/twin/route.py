@@ -90,7 +90,7 @@ def _keep_top_groups(values: torch.Tensor, rule: RoutingRule) -> torch.Tensor:
 def router_losses(
     logits, scores, expert_load, token_mask, sums, slopes, loss, *, balance_coef, z_coef, normalises
 ):
-    num_tokens, num_experts = scores.shape
+    num_experts = scores.shape[1]
     is_counted = _counted(token_mask, scores)
     shares = scores / _sum_of(scores) if normalises else scores
     squares = logits.logsumexp(1, keepdim=True).square()
