@@ -13,7 +13,7 @@ sequence, K experts per token, E experts in all.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -144,34 +144,38 @@ class _KernelLoss(Function):
         num_tokens, num_experts = scores.shape
 
         def compute() -> tuple[torch.Tensor, torch.Tensor]:
-            num_blocks = -(-num_tokens // control.TOKENS_PER_LOSS_BLOCK)
-            sums = scores.new_empty((num_blocks, num_experts + 2))
+            sums = scores.new_empty(
+                (-(-num_tokens // control.TOKENS_PER_LOSS_BLOCK), num_experts + 2)
+            )
             slopes, loss = scores.new_empty(num_experts + 1), scores.new_empty(())
             given = logits, scores, expert_load, token_mask, sums, slopes, loss
             kernels.for_device(scores.device).router_losses(*given, **of.options)
             return loss, slopes
 
         inputs = given_of(logits, scores, expert_load, token_mask)
-        loss: torch.Tensor
         loss, slopes = run_program(("loss of a router", of), compute, inputs)
         ctx.save_for_backward(logits, scores, token_mask, slopes)
         ctx.loss = of
-        return loss
+        return cast(torch.Tensor, loss)
 
     @staticmethod
     def backward(ctx: Context, d_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         logits, scores, token_mask, slopes = ctx.saved_tensors
-        needs, normalises = ctx.needs_input_grad[2:], ctx.loss.score != "softmax"
+        needs_logits, needs_scores = ctx.needs_input_grad[2:]
+        # A loss without a coefficient has no gradient: not one that is zero.
+        needs = needs_logits and ctx.loss.z_coef != 0, needs_scores and ctx.loss.balance_coef != 0
+        if not any(needs):
+            return None, None, None, None
 
         def compute() -> list[torch.Tensor | None]:
             pairs = zip((logits, scores), needs, strict=True)
             found = [torch.empty_like(each) if is_needed else None for each, is_needed in pairs]
             ops = kernels.for_device(scores.device)
             given = d_loss, logits, scores, token_mask, slopes, *found
-            ops.router_losses_grad(*given, normalises=normalises)
+            ops.router_losses_grad(*given, normalises=ctx.loss.options["normalises"])
             return found
 
-        key = "gradient of the loss of a router", normalises, needs
+        key = "gradient of the loss of a router", ctx.loss.score, needs
         inputs = given_of(d_loss, logits, scores, token_mask, slopes)
         return None, None, *run_program(key, compute, inputs)
 
@@ -187,8 +191,7 @@ def router_loss(
     """of(...), by kernels where there are some, which takes the host much less time. Differentiable, once."""
     if torch.compiler.is_compiling() or of.sequence_length is not None:
         return of(logits, scores, chosen_idx, expert_load, token_mask)
-    loss: torch.Tensor = _KernelLoss.apply(of, (expert_load, token_mask), logits, scores)
-    return loss
+    return cast(torch.Tensor, _KernelLoss.apply(of, (expert_load, token_mask), logits, scores))
 
 
 def routing_map(topk_idx: torch.Tensor, num_experts: int) -> torch.Tensor:

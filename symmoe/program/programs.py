@@ -163,9 +163,8 @@ class Programs:
             for entry in entries:
                 owes &= type(entry) is not Mark
                 if owes and entry.is_owed:
-                    with suppress(
-                        SymmoeError
-                    ):  # a wait on a CPU may raise what will be raised again at the next call
+                    # A wait on a CPU may raise what will be raised again at the next call.
+                    with suppress(SymmoeError):
                         entry.run(frame)
         except Exception as problem:  # noqa: BLE001 - the error that led here is raised
             self._give_up(problem)
