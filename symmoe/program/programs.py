@@ -62,6 +62,9 @@ class Programs:
         *,
         fills: bool = False,
     ) -> None:
+        # A build asks torch for shapes, and torch imports this then: 0.3 s to seconds, while peers wait.
+        import torch.fx.experimental.symbolic_shapes  # noqa: F401
+
         self._programs, self._numbers = dict[Hashable, Program](), dict[Hashable, int]()
         self._device, self._give_up, self._fills = device, give_up, fills
         self._type = device.type  # torch makes a new word each time that it is asked

@@ -34,6 +34,7 @@ LAYERS: list[tuple[int | None, dict[str, Any]]] = [  # ranks of a node, and opti
     (None, {"layout": "expert-major", "schedule": "always-overlapped", "stash": "none"}),
     (None, {"order": "slot", "bias": True, "overwrites": (False, False)}),
     (None, {"balance": "replicas", "replica_slack": 0.0, "aux_loss_coef": 0.1}),
+    (None, {"z_loss_coef": 0.1}),
     (None, {"capacity": 300, "max_tokens": 200, "overflow": "drop"}),
     (None, {"precision": Float8Block(), "quantized_wire": "both", **LARGE}),
     (None, {"precision": Float8Block(), "quantized_wire": "both", "bias": True, **LARGE}),
