@@ -16,7 +16,7 @@ from bisect import bisect
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from operator import itemgetter
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
@@ -263,10 +263,9 @@ class Memory:
         kept = aligned(num_bytes)
         if arena is self.arena and self._access.is_given and 0 < kept < size:
             with self.lock:
-                if self._order is not None:
-                    self._order.released((offset + kept, size - kept))
-                arena.give_back(offset + kept, size - kept)
-                self._live[offset], span.place = (num_bytes, span.name), (arena, (offset, kept))
+                self.give_back(arena, (offset + kept, size - kept))
+                self._live[offset] = num_bytes, span.name
+                span.place = arena, (offset, kept)
 
     def release_graphs(self, *captures: int) -> None:
         """Takes back the memory of these captured graphs, of which some may have none; by default of all."""
@@ -388,21 +387,19 @@ class Lease:
         self._bytes, self._span = slice(self.offset, self.offset + num_bytes), span
         self._address = memory.base + self.offset
         self._memory: Memory | None = memory
-        self._tensor: torch.Tensor | None = None
 
-    @property
+    @cached_property  # leases whose memory only peers and kernels look at need none
     def tensor(self) -> torch.Tensor:
         """This rank's memory as a contiguous tensor of `shape` and `dtype`."""
         if self._memory is None:
             raise StaleLease(
                 f"lease '{self.name}' (generation {self.generation}) has been released"
             )
-        if self._tensor is None:  # leases whose memory only peers and kernels look at need none
-            arena = self._memory.arenas[self._memory.peers.rank]()
-            # Autograd takes a detached tensor for no view; it would track a write to a view as a write to the arena.
-            self._tensor = arena[self._bytes].view(self.dtype).view(self.shape).detach()
-            self._tensor.untyped_storage()._lease_span = self._span  # type: ignore[attr-defined]  # our attribute
-        return self._tensor
+        arena = self._memory.arenas[self._memory.peers.rank]()
+        # Autograd takes a detached tensor for no view; it would track a write to a view as a write to the arena.
+        tensor = arena[self._bytes].view(self.dtype).view(self.shape).detach()
+        tensor.untyped_storage()._lease_span = self._span  # type: ignore[attr-defined]  # our attribute
+        return tensor
 
     def data_ptr(self) -> int:
         """Where this rank's memory begins, as a tensor's."""
@@ -427,9 +424,9 @@ class Lease:
             raise StaleLease(
                 f"lease '{self.name}' (generation {self.generation}) was released twice"
             )
-        if self._tensor is not None:
-            wrote_into(self._tensor)  # tensors that autograd has saved of it are no longer valid
-        self._memory, self._tensor = None, None
+        self._memory = None
+        if (tensor := vars(self).pop("tensor", None)) is not None:
+            wrote_into(tensor)  # tensors that autograd has saved of it are no longer valid
         self._span.release()
 
     def shrink(self, num_bytes: int) -> None:

@@ -80,11 +80,8 @@ class Branch:
 
 def _record(stream: torch.cuda.Stream) -> torch.cuda.Event:
     """An event after all work of the stream so far."""
-    if (current := builder()) is not None:
-        event: torch.cuda.Event = current.event(stream)
-        return event
-    event = torch.cuda.Event()
-    event.record(stream)
+    current = builder()
+    event: torch.cuda.Event = stream.record_event() if current is None else current.event(stream)
     return event
 
 
@@ -242,9 +239,7 @@ Streams = StreamOrder | NoStreams
 
 
 def _mark(stream: torch.cuda.Stream) -> _Mark:
-    event = torch.cuda.Event()
-    event.record(stream)
-    return stream.cuda_stream, event
+    return stream.cuda_stream, stream.record_event()
 
 
 # Not before it is used: it needs Triton, which CPUs need not have.

@@ -77,17 +77,12 @@ class FlightRing:
         calls: [launch, epoch, call, peer or -1, ns, counts or None] of each.
         epoch: epoch of the last barrier that the host has launched. Barriers of a graph count when they are captured,
             not when they are replayed; otherwise it is the epoch of the device.
+        num_launched: how many barriers and waits the host has launched.
     """
 
     def __init__(self) -> None:
         self.calls: deque[list[Any]] = deque(maxlen=NUM_CALLS)
-        self.epoch = self._num_launched = 0
-
-    def launched(self, call: int, peer: int = BARRIER) -> None:
-        """Notes a wait for the signal of `peer`, or a barrier; `call` as in control.pack_call."""
-        self.epoch += peer == BARRIER
-        self._num_launched += 1
-        self.calls.append([self._num_launched, self.epoch, call, peer, time.monotonic_ns(), None])
+        self.epoch = self.num_launched = 0
 
     def note(self, epoch: int, **counts: int) -> None:
         """Adds counts to the barrier of that epoch: numbers that the host knows anyway."""
@@ -191,11 +186,12 @@ class Waits:
         """Notes a wait that is about to be launched, for the signal of `peer` or in a barrier; its bound in
         nanoseconds, and the call with the plan's generation."""
         call |= generation * _GENERATION & _PLAN
-        self.flight.launched(call, peer)
-        bound_s = self.timeout_s
-        if self.compiles and self.first_times.is_first(
-            call, peer, epoch=self.flight.epoch, fault=fault
-        ):
+        flight, bound_s = self.flight, self.timeout_s
+        flight.epoch += peer == BARRIER
+        flight.num_launched += 1
+        noted = [flight.num_launched, flight.epoch, call, peer, time.monotonic_ns(), None]
+        flight.calls.append(noted)
+        if self.compiles and self.first_times.is_first(call, peer, epoch=flight.epoch, fault=fault):
             # Never the longer one in a graph, where every replay would have it.
             _, bound_s = self.bound(not capture_id(self.device))
         return int(min(bound_s, _ENDLESS_S) * 1e9), call
