@@ -217,24 +217,25 @@ def replaceable(forward: _Forward) -> _Forward:
 def look_of(module: torch.nn.Module | None) -> list[object]:
     """Everything on which it depends whether the parameters of a module, and the calls of its parts, are as kernels
     need them: equal ones are of modules that are alike. Asked for in every call: it has to be quick."""
-    if module is None:
-        return []
-    m, own = module, vars(module)
-    is_sharded = own.get("_is_fsdp_managed_module", False)
-    look = [
-        m,
-        any(map(own.get, HOOKS)),
-        "_hf_hook" in own,
-        "forward" in own or getattr(type(m), "forward", None) not in _REPLACEABLE,
-        is_sharded,
-    ]
-    for parameter in m._parameters.values():
-        if parameter is not None:
-            look += type(parameter), parameter.dtype, parameter.device
-            if is_sharded:
-                look.append(parameter.shape)
-    for child in m._modules.values():
-        look += look_of(child)
+    look: list[object] = []
+    modules = [module]
+    for m in modules:  # which grows by the children
+        if m is not None:
+            own = vars(m)
+            is_sharded = own.get("_is_fsdp_managed_module", False)
+            look += (
+                m,
+                any(map(own.get, HOOKS)),
+                "_hf_hook" in own,
+                "forward" in own or getattr(type(m), "forward", None) not in _REPLACEABLE,
+                is_sharded,
+            )
+            for parameter in m._parameters.values():
+                if parameter is not None:
+                    look += type(parameter), parameter.dtype, parameter.device
+                    if is_sharded:
+                        look.append(parameter.shape)
+            modules += m._modules.values()
     return look
 
 

@@ -598,8 +598,11 @@ def _wait_in_build(
 def _wait(heap: SymmetricHeap, call: int, **options: Any) -> torch.Tensor:
     """The result of Waits.wait. On CPUs the host knows by then whether the call has failed, and raises the error."""
     result = heap.waits.wait(call, **options)
-    status = heap._status_words[control.STATUS_KIND]
-    if heap.streams.raises_at_once and status != control.STATUS_OK:
+    if heap.streams.raises_at_once and (
+        heap._status_words[control.STATUS_KIND] != control.STATUS_OK
+        or heap.faults.poison is not None
+        or heap._closed
+    ):
         heap.check()
     return result
 
