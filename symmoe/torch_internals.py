@@ -214,33 +214,28 @@ def replaceable(forward: _Forward) -> _Forward:
     return forward
 
 
-def _has_hooks(m: torch.nn.Module) -> bool:
-    return bool(
-        m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks
-    )
-
-
 def look_of(module: torch.nn.Module | None) -> list[object]:
     """Everything on which it depends whether the parameters of a module, and the calls of its parts, are as kernels
     need them: equal ones are of modules that are alike. Asked for in every call: it has to be quick."""
-    if module is None:
-        return []
-    m, own = module, vars(module)
-    is_sharded = own.get("_is_fsdp_managed_module", False)
-    look = [
-        m,
-        _has_hooks(m),
-        "_hf_hook" in own,
-        "forward" in own or getattr(type(m), "forward", None) not in _REPLACEABLE,
-        is_sharded,
-    ]
-    for parameter in m._parameters.values():
-        if parameter is not None:
-            look += type(parameter), parameter.dtype, parameter.device
-            if is_sharded:
-                look.append(parameter.shape)
-    for child in m._modules.values():
-        look += look_of(child)
+    look: list[object] = []
+    modules = [module]
+    for m in modules:  # which grows by the children
+        if m is not None:
+            own = vars(m)
+            is_sharded = own.get("_is_fsdp_managed_module", False)
+            look += (
+                m,
+                any(map(own.get, HOOKS)),
+                "_hf_hook" in own,
+                "forward" in own or getattr(type(m), "forward", None) not in _REPLACEABLE,
+                is_sharded,
+            )
+            for parameter in m._parameters.values():
+                if parameter is not None:
+                    look += type(parameter), parameter.dtype, parameter.device
+                    if is_sharded:
+                        look.append(parameter.shape)
+            modules += m._modules.values()
     return look
 
 
@@ -248,7 +243,7 @@ def around_call(m: torch.nn.Module, *, everywhere: bool = True) -> str | None:
     """What sees or changes the call of a module, and so would be left out if kernels took its place, in words; None:
     nothing. That is a forward that is not :func:`replaceable`, of the class or of the instance, and hooks of the
     module; `everywhere`: also those of all modules."""
-    if _has_hooks(m):
+    if any(map(vars(m).get, HOOKS)):
         return "a " + ", ".join(kind[1:-1] for kind in HOOKS if vars(m)[kind])
     if "forward" in vars(m):
         return "a forward of its own"

@@ -242,6 +242,7 @@ def gradients_index(*, x: bool, probs: bool) -> int:
     return int(x) + 2 * int(probs)
 
 
+@functools.lru_cache(maxsize=256)  # steps ask for the same ones
 def pack_call(*, config: int = 0, **fields: int) -> int:
     """The call of a barrier as one integer; fields that are not given are 0. config: the number of a configuration."""
     assert fields.keys() <= CALL_FIELDS.keys(), fields

@@ -121,7 +121,7 @@ class _Places:
     def __init__(self, program: Program, num_inputs: int) -> None:
         self._of_slot = {slot: f"input {slot}" for slot in range(num_inputs)}
         if (leases := program.leases) is not None:
-            its = {part.slot: f"lease '{part.name}'" for part in (*leases.kept, *leases.parts)}
+            its = {part.slot: f"lease '{part.name}'" for part in (*leases.spans, *leases.parts)}
             self._of_slot.update(its)
         self._numbers = itertools.count()
         # By the slot of what a barrier returned, and column, leases of peers.

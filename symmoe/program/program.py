@@ -291,7 +291,7 @@ class Operation(NamedTuple):
 @dataclass(frozen=True, slots=True, eq=False)
 class Program:
     """What happens, in order, and templates of what the function returns. num_slots: for memory and objects; inputs
-    have the first ones. values: see kernels/launch/player.py. leases: see symm_mem/lease_plan.py. fill: fills in the
+    have the first ones. values: see kernels/launch/player.py. leases: see symm_mem/memory.py. fill: fills in the
     outputs; None: they have no operands."""
 
     num_slots: int

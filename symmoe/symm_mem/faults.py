@@ -276,7 +276,7 @@ class Faults:
         self._num_messages += 1
         epoch = int(self._counters[control.BARRIER_EPOCH]) + 1
         reports.send_fault(self._peers, fault, epoch=epoch, turn=self._num_messages & 1)
-        self._waits.barrier(call, fault=True)
+        self._waits.wait(call, fault=True)
         self._streams.synchronize()
 
     def gone(self, report: Report) -> SymmoeError:
@@ -409,7 +409,7 @@ class Faults:
                     self.take()
                 )  # no rank has raised it yet; unless it is a timeout, the peers are there
             if self.poison is None:
-                self._waits.barrier(call)
+                self._waits.wait(call)
                 self._streams.synchronize()
                 together = self._words[control.STATUS_KIND] == control.STATUS_OK
                 error = (

@@ -28,9 +28,9 @@ from symmoe.program.builder import builder, noted
 from symmoe.program.programs import Programs
 from symmoe.symm_mem import suspension
 from symmoe.symm_mem.faults import UNRAISED
-from symmoe.symm_mem.lease_plan import lease_in_build, with_leases_first
-from symmoe.symm_mem.memory import Lease, lease_problem
+from symmoe.symm_mem.memory import Lease, lease_in_build, lease_problem, with_leases_first
 from symmoe.symm_mem.start import START_TIMEOUT_S, HeapParts
+from symmoe.symm_mem.waits import BARRIER
 from symmoe.torch_internals import STOPS_RECOMPUTATION
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ class SymmetricHeap(HeapParts):
         for _ in range(
             2
         ):  # compiles the barrier, and shows that ranks reach each other in both halves of the mailbox
-            self.waits.barrier(control.pack_call(phase=control.PHASE_START))
+            self.waits.wait(control.pack_call(phase=control.PHASE_START))
         self.synchronize()
         if self.nodes is not None:
             self.nodes.meet(control.PHASE_START)
@@ -284,19 +284,24 @@ class SymmetricHeap(HeapParts):
             raise HeapClosed("the symmetric heap has been closed")
         if self.faults.poison is not None:
             raise HeapPoisoned(f"an earlier call failed: {self.faults.poison}")
-        if waits and self.waits.flight.is_in_dispatch and not self.streams.capture:
+        if (
+            waits
+            and not self.streams.raises_at_once
+            and self.waits.flight.is_in_dispatch
+            and not self.streams.capture
+        ):
             self.streams.synchronize()  # an error of that dispatch may still be on its way
         if self._status_words[control.STATUS_KIND] != control.STATUS_OK:
             with self._access:
                 errors.raise_for(self.faults.find(phase))
 
-    @noted(on_gpus=False, stands_for=lambda *args, **kwargs: _barrier_in_build(*args, **kwargs))
     def barrier(
         self,
         phase: int,
         *,
         publish: tuple[int, ...] = (),
         nan_on_failure: torch.Tensor | None = None,
+        plan: int | None = None,
         **agreed: int,
     ) -> torch.Tensor:
         """Waits (on the device) for every rank, bounded by `timeout_s`, or by `start_timeout_s` where ranks may have to
@@ -306,7 +311,8 @@ class SymmetricHeap(HeapParts):
             phase: one of control.PHASE_*; error texts show its name.
             publish: up to control.NUM_PUBLISHED offsets in the arena, or other integers, for the peers.
             nan_on_failure: rows that are filled with NaN if the call has failed.
-            agreed: arguments of control.pack_call that must be equal on all ranks, as the phase must be.
+            plan: the generation of a plan, which must be equal on all ranks, as the phase must be.
+            agreed: other arguments of control.pack_call that must be equal.
 
         Returns:
             int64[R, NUM_PUBLISHED]: what every rank published; all -1 if the call has failed.
@@ -317,11 +323,10 @@ class SymmetricHeap(HeapParts):
                     self.fail(self.faults.unraised, phase)
                 publish = UNRAISED
             call = control.pack_call(phase=phase, **agreed)
-            received = self.waits.barrier(
-                call, publish, has_plan="plan" in agreed, nan_on_failure=nan_on_failure
+            generation = {} if plan is None else {"plan": plan}
+            received = _wait(
+                self, call, publish=publish, nan_on_failure=nan_on_failure, **generation
             )
-            if self.streams.raises_at_once:
-                self.check()
             if self.faults.unraised is not None:
                 errors.raise_for(self.faults.settle(received.tolist()))
             return received
@@ -330,21 +335,12 @@ class SymmetricHeap(HeapParts):
         """Tells `rank` that what the current stream has written there since the last barrier is complete."""
         kernels.for_device(self.device).send_signal(self.peers, rank)
 
-    @noted(
-        on_gpus=False,
-        stands_for=lambda heap, rank, phase, **options: _wait_in_build(
-            "wait_for_signal", heap, rank, (1,), phase=phase, **options
-        ),
-    )
     def wait_for_signal(
         self, rank: int, phase: int, *, nan_on_failure: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Waits (on the device) for `rank`'s signal since the last barrier, bounded as a barrier is, with the same
         `nan_on_failure`. Returns int64[1]: 0, or -1 if the call has failed."""
-        arrived = self.waits.signal(rank, phase, nan_on_failure)
-        if self.streams.raises_at_once:
-            self.check()
-        return arrived
+        return _wait(self, phase, peer=rank, nan_on_failure=nan_on_failure)
 
     def await_report(self, plan: int) -> list[int]:
         """The report of the plan of this generation, int[SUMMARY_WORDS]; waits until the device has posted it."""
@@ -579,31 +575,40 @@ def _is_known(error: Exception) -> bool:
     return is_found or getattr(error, "_symmoe_told", False)
 
 
-def _barrier_in_build(
-    heap: SymmetricHeap,
-    phase: int,
-    *,
-    publish: tuple[int, ...] = (),
-    nan_on_failure: torch.Tensor | None = None,
-    **agreed: int,
-) -> torch.Tensor:
-    shape, call = (
-        (heap.peers.num_ranks, control.NUM_PUBLISHED),
-        control.pack_call(phase=phase, **agreed),
-    )
-    options = {"call": call, "fault": False, "nan_on_failure": nan_on_failure}
-    return _wait_in_build("barrier", heap, publish, shape, **options)
-
-
 def _wait_in_build(
-    kernel: str, heap: SymmetricHeap, given: Any, shape: tuple[int, ...], **options: Any
+    heap: SymmetricHeap,
+    call: int,
+    *,
+    nan_on_failure: torch.Tensor | None,
+    peer: int = BARRIER,
+    publish: Any = (),
+    plan: int = 0,
 ) -> torch.Tensor:
-    """Notes the kernel that a call on CPUs launches; stands for its result."""
+    """Notes the kernel that a wait on CPUs launches; stands for its result."""
     current = builder()
     assert current is not None
+    if peer == BARRIER:
+        shape: tuple[int, ...] = (heap.peers.num_ranks, control.NUM_PUBLISHED)
+        name, given, options = "barrier", publish, {"call": call, "fault": False}
+    else:
+        shape = (1,)
+        name, given, options = "wait_for_signal", peer, {"phase": call}
     result = current.tensor(shape, (shape[-1], 1)[-len(shape) :], torch.int64)
     args = heap.peers, given, result, heap.status
-    current.note(kernel, args, {"timeout_ns": 0, **options})
+    current.note(name, args, {"timeout_ns": 0, "nan_on_failure": nan_on_failure, **options})
+    return result
+
+
+@noted(on_gpus=False, stands_for=_wait_in_build)
+def _wait(heap: SymmetricHeap, call: int, **options: Any) -> torch.Tensor:
+    """The result of Waits.wait. On CPUs the host knows by then whether the call has failed, and raises the error."""
+    result = heap.waits.wait(call, **options)
+    if heap.streams.raises_at_once and (
+        heap._status_words[control.STATUS_KIND] != control.STATUS_OK
+        or heap.faults.poison is not None
+        or heap._closed
+    ):
+        heap.check()
     return result
 
 

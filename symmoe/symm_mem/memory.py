@@ -8,12 +8,18 @@ by now, a look at its leases finds none.
 from __future__ import annotations
 
 import gc
+import math
+import sys
 import threading
 import time
 from bisect import bisect
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from operator import itemgetter
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +28,8 @@ import torch
 from symmoe.autograd import wrote_into
 from symmoe.errors import ArgumentError, StaleLease
 from symmoe.kernels.control import Peers
-from symmoe.program.builder import fill, noted
+from symmoe.program.builder import FIRST_ADDRESS, builder, fill, noted, symbolic_bytes
+from symmoe.program.program import Call, Entry, ObjectSlot, Program
 from symmoe.symm_mem.streams import Access, StreamOrder
 
 ALIGNMENT_BYTES = 512  # fits TMA (128), and leases share no cache lines
@@ -41,14 +48,15 @@ class Arena:
         start = aligned(start)
         self._end = end = max(start, end // ALIGNMENT_BYTES * ALIGNMENT_BYTES)
         self.capacity_bytes, self.used_bytes, self.high_water_bytes = end - start, 0, 0
-        self._free: list[tuple[int, int]] = [(start, end)] if end > start else []
+        # (offset, size) of each free range.
+        self._free: list[tuple[int, int]] = [(start, end - start)] if end > start else []
 
     def take(self, num_bytes: int) -> tuple[int, int] | None:
         """(offset, size) of a range of at least `num_bytes`, or None if no free range is large enough."""
         size = aligned(num_bytes or 1)
-        for index, (start, end) in enumerate(self._free):
-            if end - start >= size:
-                self._free[index : index + 1] = [(start + size, end)] if end - start > size else []
+        for index, (start, free) in enumerate(self._free):
+            if free >= size:
+                self._free[index : index + 1] = [(start + size, free - size)] if free > size else []
                 self.used_bytes += size
                 self.high_water_bytes = max(self.high_water_bytes, self.used_bytes)
                 return start, size
@@ -68,32 +76,31 @@ class Arena:
 
     def give_back(self, offset: int, size: int) -> None:
         """Returns a range from :meth:`take`; neighbours merge."""
-        free, end, place = self._free, offset + size, bisect(self._free, (offset, 0))
+        free, place = self._free, bisect(self._free, (offset, 0))
         self.used_bytes -= size
-        if place and free[place - 1][1] == offset:
+        if place and sum(free[place - 1]) == offset:
             place -= 1
-            offset, _ = free.pop(place)
-        if place < len(free) and free[place][0] == end:
-            free[place] = offset, free[place][1]
-        else:
-            free.insert(place, (offset, end))
+            offset, before = free.pop(place)
+            size += before
+        if place < len(free) and free[place][0] == offset + size:
+            size += free.pop(place)[1]
+        free.insert(place, (offset, size))
 
     def clear(self) -> list[tuple[int, int]]:
         """Removes all free ranges from the arena; returns them as (offset, size)."""
-        spans = [(start, end - start) for start, end in self._free]
+        spans, self._free = self._free, []
         self.capacity_bytes -= sum(size for _, size in spans)
-        self._free = []
         return spans
 
     @property
     def largest_free_bytes(self) -> int:
         """Size of the largest lease that would fit now."""
-        return max((end - start for start, end in self._free), default=0)
+        return max(map(itemgetter(1), self._free), default=0)
 
     def end_for(self, num_bytes: int) -> int:
         """Where the arena would have to end, so that a range of so many bytes fits behind those that are taken."""
-        start, end = self._free[-1] if self._free else (self._end, self._end)
-        return (start if end == self._end else self._end) + aligned(max(1, num_bytes))
+        start, size = self._free[-1] if self._free else (self._end, 0)
+        return (start if start + size == self._end else self._end) + aligned(max(1, num_bytes))
 
 
 def aligned(num_bytes: int) -> int:
@@ -235,11 +242,20 @@ class Memory:
             self._take_back_dropped()
             return self.arena.largest_free_bytes < num_bytes
 
-    def give_back(self, arena: Arena, span: tuple[int, int]) -> None:
-        """Takes back (offset, size), with which the current stream is done."""
-        if self._access.is_given:
-            with self.lock:
-                self._return(arena, span)
+    def give_back(self, arena: Arena, span: tuple[int, int], *, was_dropped: bool = False) -> None:
+        """Takes back (offset, size), with which the current stream is done; was_dropped: with which any may be."""
+        if not self._access.is_given:
+            return
+        with self.lock:
+            self._live.pop(span[0], None)
+            order, is_of_graph = self._order, arena is not self.arena
+            if order is not None and (
+                is_of_graph or not order.capture
+            ):  # a capture begins after earlier work
+                (order.dropped if was_dropped else order.released)(span)
+            if is_of_graph and arena not in self._graph_arenas.values():
+                arena = self.arena  # the graph has been released meanwhile
+            arena.give_back(*span)
 
     def shrink(self, span: Span, num_bytes: int) -> None:
         """Takes back what comes after the first bytes of a span."""
@@ -247,10 +263,9 @@ class Memory:
         kept = aligned(num_bytes)
         if arena is self.arena and self._access.is_given and 0 < kept < size:
             with self.lock:
-                if self._order is not None:
-                    self._order.released((offset + kept, size - kept))
-                arena.give_back(offset + kept, size - kept)
-                self._live[offset], span.place = (num_bytes, span.name), (arena, (offset, kept))
+                self.give_back(arena, (offset + kept, size - kept))
+                self._live[offset] = num_bytes, span.name
+                span.place = arena, (offset, kept)
 
     def release_graphs(self, *captures: int) -> None:
         """Takes back the memory of these captured graphs, of which some may have none; by default of all."""
@@ -259,20 +274,9 @@ class Memory:
                 for span in self._graph_arenas.pop(capture, Arena(0, 0)).clear():
                     self.give_back(self.arena, span)
 
-    def _return(self, arena: Arena, span: tuple[int, int], *, was_dropped: bool = False) -> None:
-        self._live.pop(span[0], None)
-        order, is_of_graph = self._order, arena is not self.arena
-        if order is not None and (
-            is_of_graph or not order.capture
-        ):  # a capture begins after earlier work
-            (order.dropped if was_dropped else order.released)(span)
-        if is_of_graph and arena not in self._graph_arenas.values():
-            arena = self.arena  # the graph has been released meanwhile
-        arena.give_back(*span)
-
     def _take_back_dropped(self) -> None:
         while self.dropped:
-            self._return(*self.dropped.popleft(), was_dropped=True)
+            self.give_back(*self.dropped.popleft(), was_dropped=True)
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` lies in the open arena, behind the control block."""
@@ -383,21 +387,19 @@ class Lease:
         self._bytes, self._span = slice(self.offset, self.offset + num_bytes), span
         self._address = memory.base + self.offset
         self._memory: Memory | None = memory
-        self._tensor: torch.Tensor | None = None
 
-    @property
+    @cached_property  # leases whose memory only peers and kernels look at need none
     def tensor(self) -> torch.Tensor:
         """This rank's memory as a contiguous tensor of `shape` and `dtype`."""
         if self._memory is None:
             raise StaleLease(
                 f"lease '{self.name}' (generation {self.generation}) has been released"
             )
-        if self._tensor is None:  # leases whose memory only peers and kernels look at need none
-            arena = self._memory.arenas[self._memory.peers.rank]()
-            # Autograd takes a detached tensor for no view; it would track a write to a view as a write to the arena.
-            self._tensor = arena[self._bytes].view(self.dtype).view(self.shape).detach()
-            self._tensor.untyped_storage()._lease_span = self._span  # type: ignore[attr-defined]  # our attribute
-        return self._tensor
+        arena = self._memory.arenas[self._memory.peers.rank]()
+        # Autograd takes a detached tensor for no view; it would track a write to a view as a write to the arena.
+        tensor = arena[self._bytes].view(self.dtype).view(self.shape).detach()
+        tensor.untyped_storage()._lease_span = self._span  # type: ignore[attr-defined]  # our attribute
+        return tensor
 
     def data_ptr(self) -> int:
         """Where this rank's memory begins, as a tensor's."""
@@ -422,9 +424,9 @@ class Lease:
             raise StaleLease(
                 f"lease '{self.name}' (generation {self.generation}) was released twice"
             )
-        if self._tensor is not None:
-            wrote_into(self._tensor)  # tensors that autograd has saved of it are no longer valid
-        self._memory, self._tensor = None, None
+        self._memory = None
+        if (tensor := vars(self).pop("tensor", None)) is not None:
+            wrote_into(tensor)  # tensors that autograd has saved of it are no longer valid
         self._span.release()
 
     def shrink(self, num_bytes: int) -> None:
@@ -438,3 +440,116 @@ class Lease:
     def __exit__(self, *exc: object) -> None:
         if self._memory is not None:
             self.release()
+
+
+# -- leases of programs ------------------------------------------------------------------------------------------------
+# Their sizes are known: all are taken before anything is launched, and those that end in the same call are parts of
+# one. So nothing of Python stands between launches, and where the heap lacks the memory, the call runs without its
+# program.
+
+_RELEASE = Lease.release.__wrapped__  # type: ignore[attr-defined]  # what a program repeats
+
+
+class _Part(NamedTuple):
+    """A lease, which begins so many bytes behind where its span begins."""
+
+    slot: int
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    num_bytes: int
+    start_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Leases:
+    """What a program leases. spans: what outlives the call, and then what has the parts in it, if there are any."""
+
+    memory: Memory
+    spans: Sequence[_Part]
+    parts: Sequence[_Part]
+
+    def take(self, things: list[Any]) -> bool:
+        """Takes all, each for its slot. False: the heap lacks the memory, and nothing has been taken."""
+        memory, taken = self.memory, list[Span]()
+        for part in self.spans:
+            span = memory.take(part.num_bytes, part.name)
+            if span is None:
+                for each in taken:
+                    each.release()
+                return False
+            taken.append(span)
+            things[part.slot] = Lease(memory, span, *part[2:])
+        for part in self.parts:
+            things[part.slot] = Lease(memory, taken[-1], *part[2:])
+        return True
+
+
+def with_leases_first(program: Program, take: Any, memory: Memory) -> Program:
+    """The program with its leases apart. take: what an entry calls for a lease."""
+    calls = [entry for entry in program.entries if isinstance(entry, Call)]
+    ended = {call.template[0][0].slot for call in calls if call.function is _RELEASE}
+    kept = [_part_of(call) for call in calls if call.function is take and call.slot not in ended]
+    # Begins and ends of leases that end in the call.
+    events = [
+        call
+        for call in calls
+        if call.function is _RELEASE or (call.function is take and call.slot in ended)
+    ]
+    parts, num_bytes = _laid_out(events, overlap=not memory.fills)
+    names = ", ".join(part.name for part in parts)
+    whole = _Part(program.num_slots, names, (num_bytes,), torch.uint8, num_bytes)
+    entries = [
+        entry
+        for entry in program.entries
+        if not (isinstance(entry, Call) and (entry.function is take or entry in events[:-1]))
+    ]
+    if events:
+        last = entries.index(events[-1])
+        entries[last] = replace(events[-1], template=((ObjectSlot(whole.slot),), {}))
+    return replace(
+        program,
+        num_slots=program.num_slots + 1,
+        entries=tuple[Entry, ...](entries),
+        leases=Leases(memory, [*kept, whole] if parts else kept, parts),
+    )
+
+
+def _part_of(call: Call) -> _Part:
+    _, shape, dtype, name, _ = call.template[0]
+    return _Part(cast(int, call.slot), name, shape, dtype, dtype.itemsize * math.prod(shape))
+
+
+def _laid_out(events: Sequence[Call], *, overlap: bool) -> tuple[list[_Part], int]:
+    """Where leases have their places in one span, and its bytes. Where one ends before another begins, they may have
+    the same memory, if they may overlap."""
+    arena = Arena(0, sys.maxsize)
+    spans, parts = dict[int, tuple[int, int]](), list[_Part]()
+    for call in events:
+        if call.function is not _RELEASE:
+            part = _part_of(call)
+            spans[part.slot] = cast(tuple[int, int], arena.take(part.num_bytes))
+            parts.append(part._replace(start_bytes=spans[part.slot][0]))
+        elif overlap:
+            # Where they do not, each begins with what the span is filled with: NaN.
+            arena.give_back(*spans[call.template[0][0].slot])
+    return parts, arena.high_water_bytes
+
+
+def lease_in_build(
+    heap: Any, shape: tuple[int, ...], dtype: torch.dtype, name: str, phase: int | None
+) -> Lease:
+    """Stands for the lease that a heap takes with these arguments."""
+    current, num_bytes = builder(), dtype.itemsize * math.prod(shape)
+    assert current is not None
+    # Its offset is that of a symbolic address; nothing is given back.
+    memory: Any = SimpleNamespace(
+        base=FIRST_ADDRESS,
+        arenas=[partial(symbolic_bytes, heap.device)],
+        peers=SimpleNamespace(rank=0),
+        is_closed=False,
+        dropped=[],
+        give_back=lambda *place: None,
+    )
+    place: Any = None, (current.reserve(), num_bytes)
+    return Lease(memory, Span(memory, name, 0, place), shape, dtype, num_bytes)

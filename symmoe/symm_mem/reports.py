@@ -37,6 +37,13 @@ CHOICES: dict[str, Sequence[object]] = {
     **dict.fromkeys(("probs", "replicas"), ("without", "with")),
 }
 
+# What the values of header words stand for.
+_HEADER_NAMES: dict[int, Sequence[str]] = {
+    control.HEAD_DTYPE: [*map(str, control.DTYPES)],
+    control.HEAD_QUANTIZED_WIRE: [*map(repr, control.QUANTIZED_WIRES)],
+    control.HEAD_OVERFLOW: ("'raise'", "'drop'", "'raise'"),  # by OVERFLOW_*
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Report:
@@ -298,16 +305,14 @@ def _difference(
 
 
 def _header_value(word: int, value: int) -> str:
-    if word == control.HEAD_DTYPE:
-        return str(control.DTYPES[value]) if value >= 0 else "none"
-    if word == control.HEAD_OVERFLOW:
-        return "'drop'" if value == control.OVERFLOW_DROP else "'raise'"
-    if word == control.HEAD_QUANTIZED_WIRE:
-        return repr(control.QUANTIZED_WIRES[value])
-    if word == control.HEAD_PRECISION and value >= 0:
+    if value < 0:
+        return "none"
+    if word in _HEADER_NAMES:
+        return _HEADER_NAMES[word][value]
+    if word == control.HEAD_PRECISION:
         name, options = (
             control.PRECISIONS[value & (1 << control.PRECISION_BITS) - 1],
             value >> control.PRECISION_BITS,
         )
         return f"{name} with options {options:#x}" if options else name
-    return "none" if value < 0 else str(value)
+    return str(value)

@@ -7,9 +7,11 @@ from __future__ import annotations
 import functools
 import math
 import sys
+from collections import defaultdict, deque
 from dataclasses import dataclass
+from functools import partial
 
-_WINDOW = 64  # calls; what is larger than all calls of two windows have needed is given up
+_WINDOW = 96  # calls; what is larger than all of them have needed is given up
 _MARGIN = 32  # a call may need a 32nd more than the largest of them, since routing changes,
 _DEVIATIONS = 4  # and so many square roots more by chance, if tokens choose independently
 _BITS = 5  # room is rounded up to so many significant bits, so that sizes repeat
@@ -40,17 +42,14 @@ class RowHistory:
 
     def __init__(self) -> None:
         self._last_rows: int | None = None
-        self._windows: dict[
-            int, _Windows
-        ] = {}  # by the bits of the number of tokens: a small call holds little
+        # By the bits of the number of tokens, because a small call holds little: what recent calls have noted.
+        self._calls: dict[int, deque[tuple[int, ...]]] = defaultdict(partial(deque, maxlen=_WINDOW))
 
     def note(self, num_tokens: int, rows: int, packed_rows: int, rail_rows: int = 0) -> None:
         """Notes a call: the largest numbers of rows and of packed rows that any rank needed, and of tokens that this
         rank sent to another node."""
         self._last_rows = rows
-        self._windows.setdefault(num_tokens.bit_length(), _Windows()).note(
-            rows, packed_rows, rail_rows
-        )
+        self._calls[num_tokens.bit_length()].append((rows, packed_rows, rail_rows))
 
     def room(
         self, num_tokens: int, most_rows: int | None, factor: float | None = None
@@ -59,14 +58,14 @@ class RowHistory:
         many times what the largest recent one needed, if that is no more than `most_rows`."""
         if self._last_rows is None:
             return None
-        windows = self._windows.get(num_tokens.bit_length())
-        if windows is None:
+        calls = self._calls.get(num_tokens.bit_length())
+        if calls is None:
             return RowBudget(
                 self._last_rows,
                 num_tokens,
                 why_it_waits=f"has {num_tokens} tokens, and no earlier call had about as many",
             )
-        needed = windows.most()
+        needed = [*map(max, zip(*calls, strict=True))]
         limit = sys.maxsize if most_rows is None else most_rows
         if factor is not None and with_margin(needed[0], factor) > limit:
             factor = None
@@ -80,24 +79,6 @@ class RowHistory:
             )
         rows = min(rows, limit)
         return RowBudget(self._last_rows, rail_rows, rows, min(rows, packed_rows))
-
-
-class _Windows:
-    def __init__(self) -> None:
-        self._num_calls = 0
-        self._before, self._now = (
-            [0] * 3,
-            [0] * 3,
-        )  # the largest of the last whole window, of this one
-
-    def note(self, *numbers: int) -> None:
-        if self._num_calls == _WINDOW:
-            self._before, self._now, self._num_calls = self._now, [0] * 3, 0
-        self._num_calls += 1
-        self._now = [*map(max, self._now, numbers)]
-
-    def most(self) -> list[int]:
-        return [*map(max, self._before, self._now)]
 
 
 @functools.lru_cache(maxsize=1024)

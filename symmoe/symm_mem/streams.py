@@ -80,11 +80,8 @@ class Branch:
 
 def _record(stream: torch.cuda.Stream) -> torch.cuda.Event:
     """An event after all work of the stream so far."""
-    if (current := builder()) is not None:
-        event: torch.cuda.Event = current.event(stream)
-        return event
-    event = torch.cuda.Event()
-    event.record(stream)
+    current = builder()
+    event: torch.cuda.Event = stream.record_event() if current is None else current.event(stream)
     return event
 
 
@@ -242,9 +239,7 @@ Streams = StreamOrder | NoStreams
 
 
 def _mark(stream: torch.cuda.Stream) -> _Mark:
-    event = torch.cuda.Event()
-    event.record(stream)
-    return stream.cuda_stream, event
+    return stream.cuda_stream, stream.record_event()
 
 
 # Not before it is used: it needs Triton, which CPUs need not have.
@@ -295,24 +290,9 @@ class Access:
         """Whether the heap of this process has no memory."""
         return self.is_given and not self.is_open
 
-    def __enter__(self) -> None:
-        if not self.is_open:
+    def __enter__(self, even_suspended: bool = False) -> None:
+        if not self.is_open and not even_suspended:
             self.check()
-        self._take_turn()
-
-    def __exit__(self, *exc: object) -> None:
-        self._turn.release()
-
-    @contextmanager
-    def even_suspended(self) -> Iterator[None]:
-        """The same on a heap that has no memory."""
-        self._take_turn()
-        try:
-            yield
-        finally:
-            self._turn.release()
-
-    def _take_turn(self) -> None:
         if not self._turn.acquire(blocking=False):
             other = {thread.ident: thread.name for thread in threading.enumerate()}.get(
                 self._thread, self._thread
@@ -322,6 +302,18 @@ class Access:
                 "is in a call: threads take turns on a heap, in the same order on all ranks, or have a heap each"
             )
         self._thread = threading.get_ident()
+
+    def __exit__(self, *exc: object) -> None:
+        self._turn.release()
+
+    @contextmanager
+    def even_suspended(self) -> Iterator[None]:
+        """The same on a heap that has no memory."""
+        self.__enter__(True)
+        try:
+            yield
+        finally:
+            self.__exit__()
 
 
 class OneCall:

@@ -23,6 +23,7 @@ ALL_BUT_PLAN = ~_PLAN
 _GENERATION = control.pack_call(plan=1)  # the unit of a plan's generation in a call
 _ENDLESS_S = 4e9  # stands for math.inf: clocks count nanoseconds in 64 bits
 BARRIER = -1  # stands for all peers
+_NO_WORDS = (0,) * control.NUM_PUBLISHED
 NUM_CALLS = 64
 Kind = tuple[
     int, int
@@ -76,17 +77,12 @@ class FlightRing:
         calls: [launch, epoch, call, peer or -1, ns, counts or None] of each.
         epoch: epoch of the last barrier that the host has launched. Barriers of a graph count when they are captured,
             not when they are replayed; otherwise it is the epoch of the device.
+        num_launched: how many barriers and waits the host has launched.
     """
 
     def __init__(self) -> None:
         self.calls: deque[list[Any]] = deque(maxlen=NUM_CALLS)
-        self.epoch = self._num_launched = 0
-
-    def launched(self, call: int, peer: int = BARRIER) -> None:
-        """Notes a wait for the signal of `peer`, or a barrier; `call` as in control.pack_call."""
-        self.epoch += peer == BARRIER
-        self._num_launched += 1
-        self.calls.append([self._num_launched, self.epoch, call, peer, time.monotonic_ns(), None])
+        self.epoch = self.num_launched = 0
 
     def note(self, epoch: int, **counts: int) -> None:
         """Adds counts to the barrier of that epoch: numbers that the host knows anyway."""
@@ -128,7 +124,7 @@ class Waits:
         self.timeout_s, self.start_timeout_s = timeout_s, start_timeout_s
         self.peers, self.configurations, self.device = peers, configurations, peers.bases.device
         self.kernels = kernels.looked_up(self.device)
-        is_pinned = self.device.type == "cuda"
+        self._is_on_gpu = is_pinned = self.device.type == "cuda"
         self.status = torch.zeros(
             control.STATUS_WORDS, dtype=torch.int64, device="cpu", pin_memory=is_pinned
         )
@@ -141,85 +137,63 @@ class Waits:
         self.flight, self.compiles, self.is_inside = FlightRing(), True, False
         self.first_times = FirstTimes(kernels.compiled_counter(self.device))
 
-    def barrier(
+    def wait(
         self,
         call: int,
-        publish: Sequence[int] = (),
         *,
+        plan: int | None = None,
+        peer: int = BARRIER,
+        publish: Sequence[int] = (),
         fault: bool = False,
-        has_plan: bool = False,
         nan_on_failure: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Waits for every rank, as SymmetricHeap.barrier does. Collective. call: control.pack_call of what the ranks
-        must agree on; has_plan: whether a plan is in it. fault: whether this rank fails the call."""
-        peers, status = self.peers, self.status
-        received = torch.empty(
-            (peers.num_ranks, control.NUM_PUBLISHED), dtype=torch.int64, device=self.device
-        )
-        words = tuple(publish) + (0,) * (control.NUM_PUBLISHED - len(publish))
-        timeout_ns, ops = 0, self.kernels()
-        if (current := builder()) is None:
-            timeout_ns, _ = self._note(call, 0, fault)
+        """Waits for every rank, as SymmetricHeap.barrier does, or for the signal of `peer`. A barrier is collective.
+
+        Args:
+            call: control.pack_call of what the ranks must agree on, without the plan; of a signal only the phase.
+            plan: the generation of the plan on which they must agree, too.
+            fault: whether this rank fails the call.
+        """
+        shape = (self.peers.num_ranks, control.NUM_PUBLISHED) if peer == BARRIER else (1,)
+        result = torch.empty(shape, dtype=torch.int64, device=self.device)
+        words = (*publish, *_NO_WORDS[len(publish) :])
+        ops = self.kernels()
+        timeout_ns = 0
+        if not self._is_on_gpu or (current := builder()) is None:
+            timeout_ns, call = self._note(call, plan or 0, fault, peer)
         else:
             ops = kernels.for_device(self.device)
             # Only the last bits of a plan are in the call: they may be 0.
-            has_plan &= "plan" in current.numbers
-            plan = call & _PLAN if has_plan else 0
+            changes = plan is not None and "plan" in current.numbers
+            generation = CallInteger("plan") if changes else plan or 0
             current.launches_with(
                 self._note,
-                (call - plan, CallInteger("plan") if has_plan else 0, fault),
+                (call, generation, fault, peer),
                 {f"word_{n}": current.offset(word) for n, word in enumerate(words)},
                 ("timeout_ns", "call"),
                 nan_on_failure,
             )
+        options: Any = {"timeout_ns": timeout_ns, "nan_on_failure": nan_on_failure}
         self.is_inside = True
-        ops.barrier(
-            peers,
-            words,
-            received,
-            status,
-            call=call,
-            fault=fault,
-            timeout_ns=timeout_ns,
-            nan_on_failure=nan_on_failure,
-        )
-        self.is_inside = False
-        return received
-
-    def signal(self, rank: int, phase: int, nan_on_failure: torch.Tensor | None) -> torch.Tensor:
-        """Waits for the signal of `rank`; see SymmetricHeap.wait_for_signal."""
-        arrived = torch.empty(1, dtype=torch.int64, device=self.device)
-        timeout_ns, note, ops = 0, (phase, 0, False, rank), self.kernels()
-        if (current := builder()) is None:
-            timeout_ns, _ = self._note(*note)
+        if peer == BARRIER:
+            ops.barrier(self.peers, words, result, self.status, call=call, fault=fault, **options)
         else:
-            ops = kernels.for_device(self.device)
-            current.launches_with(self._note, note, {}, ("timeout_ns",), nan_on_failure)
-        self.is_inside = True
-        ops.wait_for_signal(
-            self.peers,
-            rank,
-            arrived,
-            self.status,
-            phase=phase,
-            timeout_ns=timeout_ns,
-            nan_on_failure=nan_on_failure,
-        )
+            ops.wait_for_signal(self.peers, peer, result, self.status, phase=call, **options)
         self.is_inside = False
-        return arrived
+        return result
 
-    def _note(
-        self, call: int, generation: int, fault: bool, peer: int = BARRIER
-    ) -> tuple[int, int]:
+    def _note(self, call: int, generation: int, fault: bool, peer: int) -> tuple[int, int]:
         """Notes a wait that is about to be launched, for the signal of `peer` or in a barrier; its bound in
         nanoseconds, and the call with the plan's generation."""
         call |= generation * _GENERATION & _PLAN
-        self.flight.launched(call, peer)
-        first = self.compiles and self.first_times.is_first(
-            call, peer, epoch=self.flight.epoch, fault=fault
-        )
-        # Never the longer one in a graph, where every replay would have it.
-        _, bound_s = self.bound(first and not capture_id(self.device))
+        flight, bound_s = self.flight, self.timeout_s
+        flight.epoch += peer == BARRIER
+        flight.num_launched += 1
+        noted = [flight.num_launched, flight.epoch, call, peer, time.monotonic_ns(), None]
+        flight.calls.append(noted)
+        if self.compiles and self.first_times.is_first(call, peer, epoch=flight.epoch, fault=fault):
+            # Never the longer one in a graph, where every replay would have it.
+            _, bound_s = self.bound(not capture_id(self.device))
         return int(min(bound_s, _ENDLESS_S) * 1e9), call
 
     def bound(self, first: bool) -> tuple[str, float]:

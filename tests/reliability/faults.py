@@ -193,14 +193,14 @@ def take_part(
                 for turn in range(fault.steps + 1):
                     step.run(turn)
             if fault.phase == "in close" and is_victim:
-                closing = heap.waits.barrier
+                closing = heap.waits.wait
 
                 def close_barrier(call: int, *args: Any, **kwargs: Any) -> torch.Tensor:
                     if control.unpack_call(call)["phase"] == control.PHASE_CLOSE:
                         mark_and(fault.kind)
                     return closing(call, *args, **kwargs)
 
-                heap.waits.barrier = close_barrier
+                heap.waits.wait = close_barrier
     except errors.SymmoeError as error:
         raised = error
         yield {

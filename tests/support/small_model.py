@@ -163,17 +163,18 @@ def counted_barriers(heap: symmoe.SymmetricHeap) -> Iterator[list[int]]:
     """The phases of the barriers that this rank enters."""
     phases: list[int] = []
     waits = heap.waits
-    barrier = waits.barrier
+    wait = waits.wait
 
-    def count(call: int, *args, **kwargs) -> torch.Tensor:
-        phases.append(call & 0xFF)
-        return barrier(call, *args, **kwargs)
+    def count(call: int, **options) -> torch.Tensor:
+        if "peer" not in options:
+            phases.append(call & 0xFF)
+        return wait(call, **options)
 
-    waits.barrier = count
+    waits.wait = count
     try:
         yield phases
     finally:
-        del waits.barrier
+        del waits.wait
 
 
 @contextmanager

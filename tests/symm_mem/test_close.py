@@ -42,8 +42,8 @@ def test_peers_of_a_rank_that_raises_in_close(rank: int, num_ranks: int, where: 
         heap.streams.synchronize = raise_own_error
     if rank == VICTIM and where == "in the wait":
         signal.signal(signal.SIGALRM, raise_own_error)
-        wait = heap.waits.barrier
-        heap.waits.barrier = lambda call: signal.setitimer(signal.ITIMER_REAL, 0.2) and wait(call)
+        wait = heap.waits.wait
+        heap.waits.wait = lambda call: signal.setitimer(signal.ITIMER_REAL, 0.2) and wait(call)
     if rank == SLOW:  # so that the others wait
         time.sleep(0.5)
     start = time.monotonic()

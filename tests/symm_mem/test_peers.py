@@ -161,7 +161,7 @@ def test_a_peer_that_does_not_come(
         name, text = outcome(make_plan, ids, num_experts=num_ranks, heap=heap)
         findings.check(name == "HeapPoisoned" and wanted in text, f"{name}: {text}")
         # Kernels that were on their way when the peer was given up: they return at once and hand out no offsets.
-        offsets = heap.waits.barrier(control.pack_call(phase=control.PHASE_START), (), fault=False)
+        offsets = heap.waits.wait(control.pack_call(phase=control.PHASE_START))
         findings.equal("offsets", offsets.tolist(), [[-1] * control.NUM_PUBLISHED] * num_ranks)
         findings.equal(
             "error of a lease", outcome(heap.lease, (1,), torch.uint8)[0], "HeapPoisoned"
@@ -199,7 +199,7 @@ def test_a_fault_stops_what_is_on_its_way(rank: int, num_ranks: int, findings: F
                     control.PHASE_COMBINE_READY,
                 ]
                 for phase in phases[: 1 + turn % 3]:
-                    words = heap.waits.barrier(control.pack_call(phase=phase), (512,), fault=False)
+                    words = heap.waits.wait(control.pack_call(phase=phase), publish=(512,))
                     findings.check(
                         bool((words == -1).all()), f"offsets in a failed call: {words.tolist()}"
                     )

@@ -27,16 +27,12 @@ class Fake:
             seen = self.seen[number]
             seen[event.stream] = max(seen.get(event.stream, 0), event.work)
 
-        return types.SimpleNamespace(cuda_stream=number, wait_event=wait_event)
+        def record_event() -> types.SimpleNamespace:
+            return types.SimpleNamespace(stream=number, work=self.work[number])
 
-    def event(self) -> types.SimpleNamespace:
-        event = types.SimpleNamespace()
-
-        def record(stream: types.SimpleNamespace) -> None:
-            event.stream, event.work = stream.cuda_stream, self.work[stream.cuda_stream]
-
-        event.record = record
-        return event
+        return types.SimpleNamespace(
+            cuda_stream=number, wait_event=wait_event, record_event=record_event
+        )
 
     def launch(self) -> int:
         """A kernel on the current stream; how much is on it then."""
@@ -52,7 +48,6 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
     fake = Fake()
     monkeypatch.setattr(streams, "current_stream", lambda index: fake.current)
     monkeypatch.setattr(streams, "capture_id", lambda device: fake.capture)
-    monkeypatch.setattr(torch.cuda, "Event", fake.event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: fake.stream(fake.current))
     monkeypatch.setattr(
         torch.cuda, "ExternalStream", lambda number, device=None: fake.stream(number)
