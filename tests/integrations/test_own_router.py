@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cluster import run_on
-from small_model import open_heap, open_mesh, set_weights
+from small_model import on_layout, open_heap, set_weights
 from torch import nn
 
 import symmoe
@@ -54,7 +54,10 @@ def in_one_process(rank: int, num_ranks: int) -> dict[str, torch.Tensor]:
     in float64."""
     with open_heap(None) as heap:
         whole = own_model(heap).double()
-    experts, inputs = whole.moe.experts, [tokens(r).double().requires_grad_() for r in range(num_ranks)]
+    experts, inputs = (
+        whole.moe.experts,
+        [tokens(r).double().requires_grad_() for r in range(num_ranks)],
+    )
     weights = experts.fc1.weight, experts.fc2.weight
     ys = [oracle.experts(x, *whole.choose(x), *weights) for x in inputs]
     torch.cat(ys).square().sum().backward()
@@ -195,8 +198,7 @@ def test_wrong_arguments_raise_on_every_rank(
 
 @run_on(2)
 def test_models_without_a_router_on_a_mesh(rank: int, num_ranks: int) -> None:
-    mesh = open_mesh(1, 2)
-    with symmoe.SymmetricHeap(mesh.get_group("ep"), num_bytes=4 << 20) as heap:
+    with on_layout(1, 2) as (mesh, heap):
         x = tokens(rank)
         want, _ = own_model(heap)(x)
         for wrap in (parallelize, data_parallel):

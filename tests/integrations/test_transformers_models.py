@@ -16,7 +16,6 @@ import transformers
 from hf_cases import error, share_of
 from hf_models import VOCABULARY, module_names, tiny_model
 from safetensors.torch import load_file, save_file
-from worker import open_heap
 
 import symmoe
 from symmoe.errors import ArgumentError
@@ -149,10 +148,9 @@ TWO_RANKS = [
 ]
 
 
-def on_two_ranks(rank: int, num_ranks: int, folder: str) -> None:
-    with open_heap("cpu") as heap:
-        for name in sorted(set(TWO_RANKS) & set(module_names())):
-            check(heap, name, Path(folder) / name)
+def on_two_ranks(rank: int, num_ranks: int, heap: symmoe.SymmetricHeap, folder: str) -> None:
+    for name in sorted(set(TWO_RANKS) & set(module_names())):
+        check(heap, name, Path(folder) / name)
 
 
 def test_on_two_ranks(cluster, tmp_path: Path):
