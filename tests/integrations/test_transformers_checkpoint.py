@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -23,10 +24,10 @@ import torch
 import transformers
 from hf_cases import FAMILIES, batch_of, random_model, share_of
 from safetensors.torch import load_file, save_file
-from worker import open_heap
+from worker import assert_refused, open_heap
 
 import symmoe
-from symmoe.errors import ArgumentError, CheckpointError, SymmoeError
+from symmoe.errors import CheckpointError, SymmoeError
 from symmoe.integrations.transformers import (
     checkpoint,
     from_pretrained,
@@ -505,27 +506,23 @@ def test_merged_adapters_are_in_the_weights_that_are_saved(cluster, tmp_path: Pa
     assert (plain - before).abs().max() > 0.1  # the adapters are no small matter
 
 
-def test_unswapped_models_are_refused(tmp_path: Path):
-    for call in (load_checkpoint, save_checkpoint):
-        with pytest.raises(ArgumentError, match="swap_moe comes first"):
-            call(random_model("olmoe"), tmp_path)
-    with (
-        open_heap("cpu") as heap,
-        pytest.raises(CheckpointError, match=r"folder \(.*/Qwen/none\) is not there"),
-    ):
+def test_unswapped_models_are_refused(heap: symmoe.SymmetricHeap, tmp_path: Path):
+    plain = random_model("olmoe"), tmp_path
+    calls = partial(load_checkpoint, *plain), partial(save_checkpoint, *plain)
+    assert_refused(*((call, "swap_moe comes first") for call in calls))
+    with pytest.raises(CheckpointError, match=r"folder \(.*/Qwen/none\) is not there"):
         from_pretrained(tmp_path / "Qwen/none", heap)
 
 
-def test_a_compiled_model_has_the_keys_of_the_plain_one(tmp_path: Path):
+def test_a_compiled_model_has_the_keys_of_the_plain_one(heap: symmoe.SymmetricHeap, tmp_path: Path):
     """All of it, and one layer of it; what state_dict() has is not for transformers, and says so."""
-    with open_heap("cpu") as heap:
-        model = swap_moe(random_model("qwen3_moe", mlp_only_layers=[]), heap)
-        save_checkpoint(model, tmp_path / "plain")
-        model.model.layers[0] = torch.compile(model.model.layers[0])
-        save_checkpoint(torch.compile(model), tmp_path / "compiled")
-        assert digests(tmp_path / "compiled") == digests(tmp_path / "plain")
-        other = swap_moe(random_model("qwen3_moe", mlp_only_layers=[], seed=1), heap)
-        load_checkpoint(torch.compile(other), tmp_path / "compiled")
-        assert all(map(torch.equal, other.parameters(), model.parameters()))
-        with pytest.warns(UserWarning, match="would leave experts as they were initialised"):
-            other.state_dict()
+    model = swap_moe(random_model("qwen3_moe", mlp_only_layers=[]), heap)
+    save_checkpoint(model, tmp_path / "plain")
+    model.model.layers[0] = torch.compile(model.model.layers[0])
+    save_checkpoint(torch.compile(model), tmp_path / "compiled")
+    assert digests(tmp_path / "compiled") == digests(tmp_path / "plain")
+    other = swap_moe(random_model("qwen3_moe", mlp_only_layers=[], seed=1), heap)
+    load_checkpoint(torch.compile(other), tmp_path / "compiled")
+    assert all(map(torch.equal, other.parameters(), model.parameters()))
+    with pytest.warns(UserWarning, match="would leave experts as they were initialised"):
+        other.state_dict()
