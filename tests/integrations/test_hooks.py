@@ -75,6 +75,8 @@ def lightning_run(
 
     from symmoe.integrations.lightning import TrainerStrategy
 
+    kept: list[State] = []
+
     class Module(lightning.LightningModule):
         def __init__(self, layers: nn.Module) -> None:
             super().__init__()
@@ -90,9 +92,18 @@ def lightning_run(
             return torch.optim.AdamW(self.parameters(), lr=0.05)
 
     class Doubled(lightning.Callback):
-        """State dicts of its own, by other names, and something in the optimizer's."""
+        """Keeps what there is after two steps and at the end. Saves state dicts of its own, by other names, and
+        something in the optimizer's."""
 
         given: Any = None
+
+        def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+            if task == "fit" and trainer.global_step == 2:
+                trainer.save_checkpoint(folder / "averaged.ckpt")
+                its = average._average_model.module.state_dict()
+                kept.extend(values(each) for each in (module.state_dict(), its))
+            if trainer.global_step == steps:
+                kept.append(values(module.state_dict()))
 
         def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
             checkpoint["optimizer_states"][0]["param_groups"][0]["added"] = 7
@@ -131,18 +142,6 @@ def lightning_run(
         if task == "validate":
             trainer.validate(module, loader, ckpt_path=source, verbose=False)
             return whole(values(module.state_dict()), num_ranks), {}, None
-        kept = []
-
-        class AtTheEnd(lightning.Callback):
-            def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
-                if task == "fit" and trainer.global_step == 2:
-                    trainer.save_checkpoint(folder / "averaged.ckpt")
-                    its = average._average_model.module.state_dict()
-                    kept.extend(values(each) for each in (module.state_dict(), its))
-                if trainer.global_step == steps:
-                    kept.append(values(module.state_dict()))
-
-        trainer.callbacks.append(AtTheEnd())
         trainer.fit(module, loader, ckpt_path=source)
         assert task == "fit" or trainer.optimizers[0].param_groups[0]["added"] == 7
         if task == "fit":

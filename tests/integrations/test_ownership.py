@@ -77,15 +77,16 @@ def train(
 
 @pytest.mark.parametrize("way", WAYS)
 @run_on(2)
-def test_training_is_that_of_one_process(rank: int, num_ranks: int, way: str) -> None:
+def test_training_is_that_of_one_process(
+    rank: int, num_ranks: int, heap: symmoe.SymmetricHeap, way: str
+) -> None:
     """Losses on all ranks together are those of one process with all experts."""
     alone = dist.new_group([rank], use_local_synchronization=True)
-    with open_heap(None) as heap:
-        expected = train(model_of(heap), 0, (TOKENS,), alone)
-    with symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
-        model = WAYS[way](Model(heap))
-        set_weights(model, heap)
-        losses = train(model, rank, equal_shares(num_ranks), dist.group.WORLD)
+    with open_heap(None) as own_heap:
+        expected = train(model_of(own_heap), 0, (TOKENS,), alone)
+    model = WAYS[way](Model(heap))
+    set_weights(model, heap)
+    losses = train(model, rank, equal_shares(num_ranks), dist.group.WORLD)
     assert losses == pytest.approx(expected, rel=2e-6)
     assert losses[-1] < 0.7 * losses[0]
 

@@ -259,35 +259,36 @@ class Parts(torch.nn.Module):
 
 
 @run_on(2)
-def test_target_parameters_of_modules_of_symmoe(rank: int, num_ranks: int) -> None:
+def test_target_parameters_of_modules_of_symmoe(
+    rank: int, num_ranks: int, heap: symmoe.SymmetricHeap
+) -> None:
     """peft's own get_peft_model, of modules whose call is their own, and of some whose call kernels replace."""
-    with symmoe.SymmetricHeap(num_bytes=1 << 20) as heap:
-        x = torch.ones(5, 16)
-        for what, parameter, holder in (
-            ("layer", "layer.experts.fc2.weight", "experts.fc2"),
-            ("layer", "layer.router.weight", "router"),
-            ("mlp", "mlp.fc1.weight", "fc1"),
-        ):
-            parts = Parts(heap)
-            model = (
-                peft.get_peft_model(parts, peft.LoraConfig(target_parameters=[parameter]))
-                if rank == 0
-                else parts
-            )
-            if rank == 0 or what == "layer":
-                with pytest.raises(
-                    ArgumentError,
-                    match=f"{holder} has the forward of ParamWrapper.*Call symmoe.add_lora",
-                ):
-                    model(x, what)
-            Parts(heap)(x, what)
-        options = {"r": 4, "target_parameters": ["linear.weight"], "init_lora_weights": False}
-        model = peft.get_peft_model(Parts(heap), peft.LoraConfig(**options))
-        y = model(x, "linear")
-        y.sum().backward()
-        assert all(each.grad is not None for each in model.parameters() if each.requires_grad)
-        linear = model.merge_and_unload().linear  # W + B A, made by peft
-        bounds = zip(linear.weight, linear.bias, ((0, 2), (2, 5)), strict=True)
-        torch.testing.assert_close(
-            y, torch.cat([torch.nn.functional.linear(x[a:b], w, c) for w, c, (a, b) in bounds])
+    x = torch.ones(5, 16)
+    for what, parameter, holder in (
+        ("layer", "layer.experts.fc2.weight", "experts.fc2"),
+        ("layer", "layer.router.weight", "router"),
+        ("mlp", "mlp.fc1.weight", "fc1"),
+    ):
+        parts = Parts(heap)
+        model = (
+            peft.get_peft_model(parts, peft.LoraConfig(target_parameters=[parameter]))
+            if rank == 0
+            else parts
         )
+        if rank == 0 or what == "layer":
+            with pytest.raises(
+                ArgumentError,
+                match=f"{holder} has the forward of ParamWrapper.*Call symmoe.add_lora",
+            ):
+                model(x, what)
+        Parts(heap)(x, what)
+    options = {"r": 4, "target_parameters": ["linear.weight"], "init_lora_weights": False}
+    model = peft.get_peft_model(Parts(heap), peft.LoraConfig(**options))
+    y = model(x, "linear")
+    y.sum().backward()
+    assert all(each.grad is not None for each in model.parameters() if each.requires_grad)
+    linear = model.merge_and_unload().linear  # W + B A, made by peft
+    bounds = zip(linear.weight, linear.bias, ((0, 2), (2, 5)), strict=True)
+    torch.testing.assert_close(
+        y, torch.cat([torch.nn.functional.linear(x[a:b], w, c) for w, c, (a, b) in bounds])
+    )

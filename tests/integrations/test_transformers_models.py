@@ -8,6 +8,7 @@ import copy
 from pathlib import Path
 
 import pytest
+from cluster import run_on
 
 pytest.importorskip("transformers", minversion="5.17")
 
@@ -148,13 +149,12 @@ TWO_RANKS = [
 ]
 
 
-def on_two_ranks(rank: int, num_ranks: int, heap: symmoe.SymmetricHeap, folder: str) -> None:
+@run_on(2)
+def test_on_two_ranks(
+    rank: int, num_ranks: int, heap: symmoe.SymmetricHeap, tmp_path: Path
+) -> None:
     for name in sorted(set(TWO_RANKS) & set(module_names())):
-        check(heap, name, Path(folder) / name)
-
-
-def test_on_two_ranks(cluster, tmp_path: Path):
-    cluster(2).run(on_two_ranks, str(tmp_path))
+        check(heap, name, tmp_path / name)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import torch
 import transformers
 from hf_cases import share_of
 from launchers import launched
-from small_model import open_mesh
+from small_model import on_layout
 from trainer_cases import (
     EVERY,
     KEPT,
@@ -169,7 +169,9 @@ def kept_and_resumed(
     return logs.losses, losses, differing
 
 
-def test_a_run_resumes_with_the_same_bits_and_on_one_rank(cluster, tmp_path: Path):
+def test_a_run_resumes_with_the_same_bits_and_on_one_rank(
+    cluster, heap: symmoe.SymmetricHeap, tmp_path: Path
+):
     """The best model is loaded at the end; a run that goes on from a checkpoint has the bits of one that never ended,
     and one rank can go on where two ended."""
     found = cluster(2).run(kept_and_resumed, str(tmp_path / "run"))
@@ -178,8 +180,7 @@ def test_a_run_resumes_with_the_same_bits_and_on_one_rank(cluster, tmp_path: Pat
         assert after == losses[2 * EVERY :]
         assert not differing
     assert not found[1][2]
-    with symmoe.SymmetricHeap(num_bytes=4 << 20, backend="host") as heap:
-        after = resumed(swap_moe(small_model(seed=9), heap), str(tmp_path / "run"), 1)
+    after = resumed(swap_moe(small_model(seed=9), heap), str(tmp_path / "run"), 1)
     assert after == pytest.approx(found[0][0][2 * EVERY :], rel=BOUND)
     kept = {path.name for path in (tmp_path / "run").iterdir()}
     assert kept == {f"checkpoint-{step}" for step in range(EVERY, STEPS + 1, EVERY)}
@@ -189,21 +190,19 @@ def test_a_run_resumes_with_the_same_bits_and_on_one_rank(cluster, tmp_path: Pat
     assert state["global_step"] == STEPS
 
 
-def adafactor_resumed(
-    rank: int, num_ranks: int, trainer_heap: symmoe.SymmetricHeap, folder: str
+@run_on(2)
+def test_adafactor_goes_on(
+    rank: int, num_ranks: int, trainer_heap: symmoe.SymmetricHeap, tmp_path: Path
 ) -> None:
-    """Two steps, and the second again after the checkpoint of the first."""
+    """Two steps, and the second again after the checkpoint of the first. It has states of all experts of a rank
+    together."""
     options = {"optim": "adafactor", "max_steps": 2, "save_strategy": "steps", "save_steps": 1}
-    whole, _ = trained(Trainer, swap_moe(small_model(), trainer_heap), folder, num_ranks, **options)
+    model = swap_moe(small_model(), trainer_heap)
+    whole, _ = trained(Trainer, model, str(tmp_path), num_ranks, **options)
     model = swap_moe(small_model(seed=9), trainer_heap)
-    trained(Trainer, model, folder, num_ranks, since=1, **options)
+    trained(Trainer, model, str(tmp_path), num_ranks, since=1, **options)
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, whole.model.get_parameter(name)), name
-
-
-def test_adafactor_goes_on(cluster, tmp_path: Path):
-    """It has states of all experts of a rank together."""
-    cluster(2).run(adafactor_resumed, str(tmp_path))
 
 
 # -- several EP groups, and what is refused ---------------------------------------------------------------------------
@@ -213,12 +212,8 @@ def replicated(
     rank: int, num_ranks: int, folder: str
 ) -> tuple[list[float], list[float], list[float]]:
     """Two EP groups of two ranks."""
-    mesh = open_mesh(2, 2)
     options = {"save_strategy": "steps", "eval_strategy": "no", "save_steps": EVERY}
-    with (
-        launched(rank, num_ranks),
-        symmoe.SymmetricHeap(mesh.get_group("ep"), num_bytes=4 << 20) as heap,
-    ):
+    with launched(rank, num_ranks), on_layout(2, 2) as (mesh, heap):
         model = swap_moe(small_model(), heap)
         symmoe.prepare_for_ddp(model, expert_group=mesh["efsdp"].get_group())
         _, logs = trained(Trainer, model, folder, num_ranks, **options)
