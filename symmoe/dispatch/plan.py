@@ -203,6 +203,8 @@ class PlanRequest:
 
     heap: SymmetricHeap
     topk_idx: torch.Tensor  # as in make_plan; contiguous
+    num_tokens: int
+    top_k: int
     num_experts: int
     num_places: int
     header: tuple[int, ...]  # words for the peers, see control.HEAD_*
@@ -218,16 +220,6 @@ class PlanRequest:
 
     phase = control.PHASE_PLAN  # the next barrier of its call
     num_rows = nodes = None  # as in Plan
-
-    @property
-    def num_tokens(self) -> int:
-        """T"""
-        return self.topk_idx.shape[0]
-
-    @property
-    def top_k(self) -> int:
-        """K"""
-        return self.topk_idx.shape[1]
 
     @property
     def key(self) -> tuple[Hashable, ...]:
@@ -258,11 +250,10 @@ class PlanRequest:
 
     def plan(self, storage: torch.Tensor, generation: int) -> Plan:
         """The plan whose kernels have been launched, in the same turn on the heap. Notes that."""
-        heap, num_tokens, top_k = self.heap, self.num_tokens, self.top_k
-        plan = self._plan(storage, generation)
+        heap, plan = self.heap, self._plan(storage, generation)
         if self.reports is not None:
             self.reports.append(plan.report)
-        heap.waits.flight.note(generation, num_tokens=num_tokens, top_k=top_k)
+        heap.waits.flight.note(generation, num_tokens=self.num_tokens, top_k=self.top_k)
         if heap.streams.raises_at_once:
             heap.check()  # before another thread gets its turn and raises the error instead
         return plan
@@ -585,11 +576,28 @@ def _request(
     route: Any,
     rail_capacity: int = 0,
 ) -> PlanRequest:
-    sizes = _sizes_of(options, *topk_idx.shape, heap.num_ranks, room, rail_capacity)
+    num_tokens, top_k = topk_idx.shape
+    sizes = _sizes_of(options, num_tokens, top_k, heap.num_ranks, room, rail_capacity)
     reports = heap.captured_reports if options.capacity is None else None
     is_read = options.capacity is None and reports is None
-    numbers = options.num_experts, options.replica_places, *sizes, options.config
-    return PlanRequest(heap, topk_idx, *numbers, is_read, reports, rails, route)
+    return PlanRequest(
+        heap,
+        topk_idx,
+        num_tokens,
+        top_k,
+        num_experts=options.num_experts,
+        num_places=options.replica_places,
+        header=sizes.header,
+        layout=sizes.layout,
+        row_capacity=sizes.row_capacity,
+        packed_row_capacity=sizes.packed_row_capacity,
+        expected_rows=sizes.expected_rows,
+        config=options.config,
+        is_read=is_read,
+        reports=reports,
+        rails=rails,
+        route=route,
+    )
 
 
 def _plan_barrier(heap: SymmetricHeap, config: int, rails: RailRows | None) -> torch.Tensor:

@@ -403,6 +403,7 @@ class _Found(NamedTuple):
     row_probs: torch.Tensor  # their probs
     a: Any  # the activation, see SecondInput
     hidden: Hidden
+    places: Lease | None  # the weights of replicas
     y: torch.Tensor | None = None  # [T, H], of both halves
 
 
@@ -419,13 +420,13 @@ class _Forward:
 
     def first_half(self) -> _Found:
         """Plan, dispatch and FC1."""
-        return self.begin()[0]
+        return self._begin()[0]
 
     def both_halves(self) -> _Found:
-        found, plan, replicas = self.begin()
+        found, plan, replicas = self._begin()
         return found._replace(y=self.finish(found, plan, replicas))
 
-    def begin(self) -> tuple[_Found, Plan, ReplicaTrip]:
+    def _begin(self) -> tuple[_Found, Plan, ReplicaTrip]:
         """The first half, which makes the plan if that is not made; and what the second half takes."""
         step = self.step
         plan, routed = step.plan.begin(self.generation)
@@ -442,7 +443,7 @@ class _Forward:
                 rows, num_rows=step.num_rows, parts=arrival.parts
             )
         planned = plan.storage, routed, *plan.received_index()
-        return _Found(*planned, received, row_probs, a, hidden), plan, replicas
+        return _Found(*planned, received, row_probs, a, hidden, replicas.lease), plan, replicas
 
     def finish(self, found: _Found, plan: Plan, replicas: ReplicaTrip) -> torch.Tensor:
         """The second half, FC2 and combine: y [T, H]."""
@@ -522,12 +523,8 @@ class _ExpertParallelMLP(Function):
             if isinstance(step.plan, PlanRequest) and route is not None:
                 inputs += given_of(weight, route.bias)
             forward = _Forward(step, x, probs, weights, frees, generation)
-            if is_recomputed and step.plan.num_places:
-                # The second half needs the leases of the first: that is no program.
-                found, *of_first = forward.begin()
-            else:
-                function = forward.first_half if is_recomputed else forward.both_halves
-                found, of_first = _Found._make(step.run(key, function, inputs, generation)), []
+            function = forward.first_half if is_recomputed else forward.both_halves
+            found = _Found._make(step.run(key, function, inputs, generation))
             if isinstance(step.plan, PlanRequest):
                 plan = step.plan.plan(found.storage, generation)
         routed = routed or found.routed
@@ -546,7 +543,7 @@ class _ExpertParallelMLP(Function):
             ctx.rule = route and route.rule
         y = found.y
         if y is None:
-            y = forward.finish(found, *(of_first or (plan, ReplicaTrip(plan, weights))))
+            y = forward.finish(found, plan, ReplicaTrip(plan, weights, lease=found.places))
         if call.out_shape not in (None, y.shape):
             # In place, for autograd allows less with views, and a view would lose FSDP's hooks when somebody writes
             # into it. Here, so that no function stands between the caller's gradient and the check of it.
