@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, NamedTuple, cast
 
@@ -22,7 +23,7 @@ from symmoe.moe.config import MoEConfig
 from symmoe.moe.ddp_and_fsdp import ExpertParallelModule, Replicas, device_problem
 from symmoe.moe.first_step import watch_first_step
 from symmoe.moe.listeners import Listeners, RoutingReport
-from symmoe.moe.routed_experts import RoutedExperts, experts_of, is_traced, run_routed
+from symmoe.moe.routed_experts import CALL_PHASES, RoutedExperts, experts_of, is_traced, run_routed
 from symmoe.moe.router import (
     Choice,
     Router,
@@ -220,67 +221,39 @@ class MoELayer(ExpertParallelModule):
         if not is_compiling:
             self.heap.check(control.PHASE_PLAN)
         shared = None if self.shared_expert is None else _SideCall(self.shared_expert, x, self.heap)
-        with nullcontext() if is_compiling else FailPeersOnError(self.heap, control.PHASE_PLAN):
+        before_trips = None if shared is None else shared.start
+        with nullcontext() if is_compiling else FailPeersOnError(self.heap, *CALL_PHASES):
             if not is_compiling:
                 self.heap.fail_for(
                     self._problem(x, token_mask=token_mask, topk_idx=topk_idx, probs=probs),
                     control.PHASE_PLAN,
                 )
-            load_before = None
-            if self.config.aux_loss_coef and self.config.aux_loss == "global":
-                load_before = self._load_before_call()
+            load_before = self._load_before_call()
             token_mask = None if token_mask is None else token_mask.reshape(-1)
             dtype = working_dtype(x)
             tokens = x if x.dim() == 2 else x.reshape(-1, self.config.hidden)
-            if dtype != x.dtype:
-                tokens = tokens.to(dtype)
             router, experts = self.router, self.experts
-            traced = is_traced(experts)
-            is_plain = (
-                dtype == x.dtype
-                and token_mask is None
-                and topk_idx is None
-                and probs is None
-                and shared is None
+            is_own_choice = token_mask is None and topk_idx is None and probs is None
+            if (
+                is_own_choice
+                and dtype == x.dtype
                 and self.config.capacity_factor is None
-            )
-            if is_plain and not traced and router is not None and around_call(router) is None:
-                # The step routes by itself.
-                chosen_idx = tokens.new_empty(
-                    (tokens.shape[0], self.config.top_k), dtype=torch.int32
-                )
-                route = router.route_of(tokens, topk_idx=chosen_idx)
-                y, load, found = self._routed_experts.run(
-                    tokens, route, chosen_idx, experts, out_shape=x.shape
-                )
-                assert found is not None  # with a route
-                routed: Choice = RouterOutput(
-                    found.topk_idx,
-                    found.probs,
-                    chosen_idx=found.topk_idx,
-                    num_over_capacity=None,
-                    scores=found.scores,
-                    logits=found.logits,
-                )
+                and not is_traced(experts)
+                and router is not None
+                and around_call(router) is None
+            ):
+                y, load, routed = self._route_in_step(router, tokens, x.shape, before_trips)
             else:
-                routed = self._route(
-                    x, token_mask, topk_idx, probs
-                )  # not `tokens`: autocast would round what it sees
-                is_checked = (
-                    x.device.type == "cpu" and not traced
-                )  # a GPU's host would have to wait
-                if is_checked and isinstance(routed, RouterOutput):
-                    check_finite(self.heap, "the router's logits", routed.logits)
-                elif is_checked:
-                    check_finite(self.heap, "probs", routed.probs)
+                # Not of x in that dtype: autocast would round what the router sees.
+                routed = self._route(x, token_mask, topk_idx, probs)
                 y, load = run_routed(
                     self._routed_experts,
-                    tokens,
+                    tokens.to(dtype),
                     routed.probs,
                     routed.topk_idx,
                     experts,
                     x.shape,
-                    before_trips=None if shared is None else shared.start,
+                    before_trips=before_trips,
                 )
         step_load = None
         if router is not None and isinstance(routed, RouterOutput):
@@ -367,6 +340,28 @@ class MoELayer(ExpertParallelModule):
                 )
         return None
 
+    def _route_in_step(
+        self,
+        router: Router,
+        tokens: torch.Tensor,
+        out_shape: torch.Size,
+        before_trips: Callable[[], object] | None,
+    ) -> tuple[torch.Tensor, Sequence[torch.Tensor], Choice]:
+        """The result and the load of RoutedExperts.run, of which the choice of experts is a part; and that."""
+        shape = len(tokens), self.config.top_k
+        topk_idx = torch.empty(shape, dtype=torch.int32, device=tokens.device)
+        y, load, routed = self._routed_experts.run(
+            tokens,
+            router.route_of(tokens, topk_idx=topk_idx),
+            topk_idx,
+            self.experts,
+            out_shape=out_shape,
+            before_trips=before_trips,
+        )
+        assert routed is not None  # with a route
+        logits, probs, scores, _ = routed
+        return y, load, RouterOutput(topk_idx, probs, topk_idx, None, scores, logits)
+
     def _route(
         self,
         x: torch.Tensor,
@@ -377,22 +372,28 @@ class MoELayer(ExpertParallelModule):
         """Where the tokens of x go; token_mask is bool [T]."""
         if self.router is None or probs is not None:
             topk_idx, probs = given("topk_idx", topk_idx), given("probs", probs).float()
-            return Choice(
-                *choice_of(self.config, topk_idx, probs.masked_fill(topk_idx < 0, 0.0), token_mask)
-            )
-        routed = self.router(
-            x.reshape(-1, self.config.hidden), token_mask=token_mask, topk_idx=topk_idx
-        )
+            probs = probs.masked_fill(topk_idx < 0, 0.0)
+            routed = Choice(*choice_of(self.config, topk_idx, probs, token_mask))
+        else:
+            tokens = x.reshape(-1, self.config.hidden)
+            routed = self.router(tokens, token_mask=token_mask, topk_idx=topk_idx)
         if not isinstance(routed, Choice):
             raise ArgumentError(
                 f"router returns {type(routed).__name__}; it must return a RouterOutput, or a Choice"
             )
+        if x.device.type != "cpu" or is_traced(self.experts):  # a GPU's host would have to wait
+            return routed
+        if isinstance(routed, RouterOutput):
+            check_finite(self.heap, "the router's logits", routed.logits)
+        else:
+            check_finite(self.heap, "probs", routed.probs)
         return routed
 
     def _load_before_call(self) -> torch.Tensor | None:
-        """What the step has counted before this call, if the router counts."""
-        routers = [] if self.router is None else self.router.modules()
-        router = next((each for each in routers if isinstance(each, Router)), None)
+        """What the step has counted before this call, if a loss needs it and the router counts."""
+        if self.router is None or not self.config.aux_loss_coef or self.config.aux_loss != "global":
+            return None
+        router = next((each for each in self.router.modules() if isinstance(each, Router)), None)
         if router is None or router.step_load is None:
             return None
         return router.load_before_call()

@@ -47,6 +47,8 @@ from symmoe.torch_internals import keeps_graph, num_dispatch_modes, reshaped_res
 BY_NUMBER: weakref.WeakValueDictionary[int, RoutedExperts] = (
     weakref.WeakValueDictionary()
 )  # keeps nothing alive
+# Where peers wait for a call next: before its plan is launched, and after that.
+CALL_PHASES = control.PHASE_PLAN, control.PHASE_DISPATCH_READY
 # An edge does not keep y's memory. Before torch 2.13 backward cannot begin at that of a Python function.
 _TAKES_EDGES = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
 
@@ -93,7 +95,8 @@ class RoutedExperts:
         too, as in MoEMetrics; with a route for probs, the choice of experts, which is a part of the step then. Who may
         be traced calls run_routed.
 
-        Collective over the EP group, forward and backward. Synchronises the host only with exact capacity: until the
+        Collective over the EP group, forward and backward. The caller tells peers of errors: FailPeersOnError, with
+        CALL_PHASES. Synchronises the host only with exact capacity: until the
         device has made the plan, once everything is launched; in the first calls, and in the rare one that needs more
         rows than recent ones (symm_mem/row_budget.py), before that. Raises what make_plan does.
 
@@ -104,22 +107,19 @@ class RoutedExperts:
                 stream that shall fill the waits of the trips.
         """
         heap, options = self.heap, self.plan_options(x.dtype)
-        with FailPeersOnError(heap, control.PHASE_PLAN, control.PHASE_DISPATCH_READY):
-            experts = evaluated(experts, x.dtype)  # once, also for a call that is planned again
-            find_room = partial(self._find_room, topk_idx.shape[0], x.dtype.itemsize, experts)
-            x = kernel_rows(x)
-            route = probs._replace(x=x) if isinstance(probs, Route) else None
-            begun = begin_plan(topk_idx, heap, options, find_room, route)
-            if before_trips is not None:
-                begun = begun.made()
-                before_trips()
-            run = partial(
-                run_experts, x, experts=experts, options=self.options, out_shape=out_shape
-            )
-            y, plan, routed = run(probs, begun=begun)
-            if not plan.has_room:  # on all ranks; nothing has moved
-                begun = MadePlan(plan_call(topk_idx, heap, options))
-                y, plan, _ = run(probs if routed is None else routed.probs, begun=begun)
+        experts = evaluated(experts, x.dtype)  # once, also for a call that is planned again
+        find_room = partial(self._find_room, topk_idx.shape[0], x.dtype.itemsize, experts)
+        x = kernel_rows(x)
+        route = probs._replace(x=x) if isinstance(probs, Route) else None
+        begun = begin_plan(topk_idx, heap, options, find_room, route)
+        if before_trips is not None:
+            begun = begun.made()
+            before_trips()
+        run = partial(run_experts, x, experts=experts, options=self.options, out_shape=out_shape)
+        y, plan, routed = run(probs, begun=begun)
+        if not plan.has_room:  # on all ranks; nothing has moved
+            begun = MadePlan(plan_call(topk_idx, heap, options))
+            y, plan, _ = run(probs if routed is None else routed.probs, begun=begun)
         if options.capacity is None and heap.captured_reports is None:
             self._history.note(plan.num_tokens, *plan.needed_rows, plan.most_sent)
         places = (plan.place_to_expert, plan.place_rows) if plan.num_places else ()
@@ -272,9 +272,10 @@ def run_routed(
     as run has it; or, traced, weight gradients are to be delayed, or to go to main_grad: the operator returns them. Or
     the layer has been given experts of another kind since it was made."""
     if not is_traced(experts):
-        return step.run(
-            tokens, probs, topk_idx, experts, out_shape=out_shape, before_trips=before_trips
-        )[:2]
+        with FailPeersOnError(step.heap, *CALL_PHASES):
+            return step.run(
+                tokens, probs, topk_idx, experts, out_shape=out_shape, before_trips=before_trips
+            )[:2]
     raise_for(
         gradients_elsewhere(experts, "inside torch.compile an operator returns them")
         or experts_problem(experts, step.heap.num_ranks)
@@ -357,6 +358,7 @@ def _moe_forward(
         for tensor, is_trained in zip(tensors, trained, strict=True)
     ]
     with (
+        FailPeersOnError(eager.heap, *CALL_PHASES),
         torch.set_grad_enabled(bool(call.trains)),
         saved_tensors_hooks(arguments.put_away, arguments.take_out),
     ):

@@ -33,8 +33,8 @@ from symmoe.integrations.megatron.experts import SymmExperts, routed_config
 from symmoe.integrations.megatron.replay import give_routing, recorded_by, recorder_of
 from symmoe.kernels import control
 from symmoe.moe.listeners import Listeners, RoutingReport
-from symmoe.moe.routed_experts import RoutedExperts
-from symmoe.symm_mem.heap import SymmetricHeap
+from symmoe.moe.routed_experts import CALL_PHASES, RoutedExperts
+from symmoe.symm_mem.heap import FailPeersOnError, SymmetricHeap
 from symmoe.tokens import combine_tokens, dispatch_tokens
 
 _Value = TypeVar("_Value")
@@ -167,9 +167,10 @@ class FusedTokenDispatcher(SymmTokenDispatcher):
         before_trips = (
             None if shared is None else partial(shared.linear_fc1_forward_and_act, hidden_states)
         )
-        return routed.run(
-            hidden_states, probs, begun(self.topk_idx), experts, before_trips=before_trips
-        )[:2]
+        with FailPeersOnError(routed.heap, *CALL_PHASES):
+            return routed.run(
+                hidden_states, probs, begun(self.topk_idx), experts, before_trips=before_trips
+            )[:2]
 
     def token_dispatch(
         self, hidden_states: torch.Tensor, probs: torch.Tensor
