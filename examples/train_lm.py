@@ -43,6 +43,7 @@ from torch.nn import functional as F
 import symmoe
 from symmoe.checkpoint import load_checkpoint, read_manifest, save_checkpoint
 from symmoe.precision import PRECISIONS
+from symmoe.training.first_step import check_first_step
 from symmoe.training.gradients import clip_grad_norm, reduce_gradients
 
 PROMPT = b"def "
@@ -187,6 +188,7 @@ def train(
     model = LanguageModel(preset, heap, device=ranks.device)
     init_parameters(model, seed=arguments.seed, ep_rank=heap.rank)
     optimizer = make_optimizer(model, preset)
+    check_first_step(model, optimizer)  # warns if ranks begin to train apart
     folder, state = (
         arguments.out / "checkpoints",
         {"model": model, "optimizer": optimizer, "group": ranks.group},

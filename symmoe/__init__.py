@@ -40,6 +40,7 @@ if TYPE_CHECKING:  # the same names as below; `as` says that they are public
     from symmoe.tokens import dispatch_tokens as dispatch_tokens
     from symmoe.training.captured_step import CapturedStep as CapturedStep
     from symmoe.training.captured_step import capture_step as capture_step
+    from symmoe.training.first_step import check_first_step as check_first_step
     from symmoe.training.gradients import broadcast_parameters as broadcast_parameters
     from symmoe.training.gradients import clip_grad_norm as clip_grad_norm
     from symmoe.training.gradients import reduce_gradients as reduce_gradients
@@ -79,6 +80,7 @@ _PUBLIC = {  # by the module that has them
     "symm_mem.memory": "Lease",
     "tokens": "combine_tokens dispatch_tokens",
     "training.captured_step": "CapturedStep capture_step",
+    "training.first_step": "check_first_step",
     "training.gradients": "broadcast_parameters clip_grad_norm reduce_gradients",
     "training.lora": "add_lora merge_lora unmerge_lora",
     "training.memory_plan": "MemoryPlan plan_memory",

@@ -229,9 +229,8 @@ class PlanRequest:
 
     @property
     def is_sized(self) -> bool:
-        """Whether a program of the whole call can make the plan: buffers have sizes before that, and the host does not
-        compare first steps after the plan's barrier."""
-        return self.row_capacity >= 0 and self.heap.first_step is None
+        """Whether buffers have sizes before the plan is made, so that a program of the whole call can make it."""
+        return self.row_capacity >= 0
 
     def made(self) -> MadePlan:
         """Launches the plan's kernels. Collective; waits for the device if sizes of buffers depend on the plan."""
@@ -239,10 +238,7 @@ class PlanRequest:
             generation = heap.epoch + 1
             launch = partial(self.launch, generation)
             inputs = (self.topk_idx,) if self.route is None else self.route.inputs
-            if heap.first_step is None:
-                storage, *found = heap.run(self.key, launch, inputs, plan=generation)
-            else:
-                storage, *found = launch()
+            storage, *found = heap.run(self.key, launch, inputs, plan=generation)
             plan = self.plan(storage, generation)
         if self.row_capacity < 0:
             plan.settle()
@@ -605,12 +601,7 @@ def _plan_barrier(heap: SymmetricHeap, config: int, rails: RailRows | None) -> t
     group; a negative number if the call has failed."""
     if rails is not None:
         rails.tell()
-    if (first_step := heap.first_step) is None or heap.streams.capture:
-        received = heap.barrier(control.PHASE_PLAN, config=config)
-    else:
-        heap.first_step = None
-        received = heap.barrier(control.PHASE_PLAN, config=config, publish=first_step.words())
-        first_step.compare(received.tolist())
+    received = heap.barrier(control.PHASE_PLAN, config=config)
     return received if rails is None else rails.share(config)
 
 

@@ -245,25 +245,24 @@ class _EPStep(NamedTuple):
     @classmethod
     def of(cls, call: _Call, plan: Plan | PlanRequest, x: torch.Tensor) -> _EPStep:
         """That of a call, with a plan whose sizes are known."""
-        form, options, heap = call.form, call.options, plan.heap
-        overlap, kind, num_rows = _overlap_of(form, plan, options, x), None, plan.row_capacity
+        form, options = call.form, call.options
+        overlap = _overlap_of(form, plan, options, x)
         if plan.num_rows is not None:
-            num_rows = max(1, plan.num_rows)
-        elif heap.first_step is None:
-            key = (
-                overlap,
-                options,
-                form,
-                plan.num_tokens,
-                plan.row_capacity,
-                plan.packed_row_capacity,
-                plan.num_experts,
-                plan.num_places,
-                plan.top_k,
-                None if plan.nodes is None else plan.nodes.rails.key,
-            )
-            kind = heap.programs.number(key)
-        return cls(form, plan, options, overlap, num_rows, kind)
+            return cls(form, plan, options, overlap, max(1, plan.num_rows), None)
+        key = (
+            overlap,
+            options,
+            form,
+            plan.num_tokens,
+            plan.row_capacity,
+            plan.packed_row_capacity,
+            plan.num_experts,
+            plan.num_places,
+            plan.top_k,
+            None if plan.nodes is None else plan.nodes.rails.key,
+        )
+        kind = plan.heap.programs.number(key)
+        return cls(form, plan, options, overlap, plan.row_capacity, kind)
 
     def run(
         self,

@@ -21,7 +21,6 @@ from symmoe.kernels.operands import given
 from symmoe.moe import balance
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.ddp_and_fsdp import ExpertParallelModule, Replicas, device_problem
-from symmoe.moe.first_step import watch_first_step
 from symmoe.moe.listeners import Listeners, RoutingReport
 from symmoe.moe.routed_experts import CALL_PHASES, RoutedExperts, experts_of, is_traced, run_routed
 from symmoe.moe.router import (
@@ -164,7 +163,6 @@ class MoELayer(ExpertParallelModule):
         """Replaces this rank's experts by `experts`. Local. ArgumentError: they do not fit the configuration."""
         raise_for(self._fit_problem(experts))
         self.experts = experts
-        watch_first_step(self)
         self._routed_experts = RoutedExperts.of(self.config, self.heap, experts)
 
     def _fit_problem(self, experts: GroupedMLP) -> ArgumentError | None:

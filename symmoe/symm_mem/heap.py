@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -39,16 +39,6 @@ if TYPE_CHECKING:
 
 
 _SPINS = 1000  # turns of a wait for a report before it asks whether the device is still at work
-
-
-class Compared(Protocol):
-    """What ranks tell each other in the barrier of one plan."""
-
-    def words(self) -> tuple[int, ...]:
-        """Of this rank, none below 0."""
-
-    def compare(self, received: Sequence[Sequence[int]]) -> None:
-        """Looks at those of all ranks."""
 
 
 def _bound(name: str) -> property:
@@ -96,7 +86,6 @@ class SymmetricHeap(HeapParts):
         row_histories: by kind of call, what recent ones have needed; forgotten when an error is raised.
         captured_reports, room_factor: None, or where the reports of plans go in :func:`fixed_rows`, and its factor.
         configurations: numbers of what barriers compare and has no place in their calls.
-        first_step: None, or what the next plan compares between the ranks of a node.
         trip_timer: None, or gives a context for the kernels of a trip ("dispatch", "combine") on the current stream.
         timeout_s, start_timeout_s: as given; may be set at any time.
 
@@ -140,7 +129,6 @@ class SymmetricHeap(HeapParts):
         )
         self.captured_reports: list[torch.Tensor] | None = None
         self.room_factor: float | None = None
-        self.first_step: Compared | None = None
         self.trip_timer: Callable[[str], AbstractContextManager[None]] | None = None
         self._closed, self._plays = False, self._program_mode != "off"
         self._status_words, self._report_rows = self.status.numpy(), self.waits.reports.numpy()

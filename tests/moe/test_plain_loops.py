@@ -1,4 +1,4 @@
-"""Mistakes in training loops without a trainer, and loops that are right: what each says, by the second step at latest.
+"""Mistakes in training loops without a trainer, and loops that are right: what each says, in the first step at latest.
 The reference is one process with all experts, and all tokens."""
 
 import os
@@ -15,7 +15,6 @@ from worker import open_heap
 
 import symmoe
 from symmoe.errors import ArgumentError
-from symmoe.moe import first_step
 
 HIDDEN, EXPERTS, TOKENS = 16, 4, 12
 CONFIG = symmoe.MoEConfig(hidden=HIDDEN, ffn=8, num_experts=EXPERTS, top_k=2, order="slot")
@@ -68,6 +67,7 @@ def trains(
 ) -> None:
     """Two steps, and the next forward pass."""
     optimizer = make([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    symmoe.check_first_step(model, optimizer)
     for step in range(3):
         with torch.no_grad():
             loss_of(model.eval(), rank)
@@ -294,8 +294,22 @@ def test_broadcast_parameters(rank: int, num_ranks: int) -> None:
             symmoe.broadcast_parameters(model)
 
 
-def test_checksums_do_not_depend_on_the_order_of_layers():
-    """They stand in a WeakSet: ranks with three equal layers were warned that these differ."""
-    weights = [torch.randn(4, 8) for _ in range(3)]
-    assert first_step._checksum(weights) == first_step._checksum(weights[::-1])
-    assert first_step._checksum(weights) != first_step._checksum([*weights[:2], weights[2] + 1])
+@run_on(2)
+def test_only_the_first_step_is_compared(rank: int, num_ranks: int) -> None:
+    """Ranks that go apart later are their owner's wish, and no step after the first waits for a peer."""
+    with open_heap("cpu") as heap:
+        model = right(heap)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        symmoe.check_first_step(model, optimizer)
+        loss_of(model, rank).backward()
+        symmoe.reduce_gradients(model)
+        assert texts_of(optimizer.step) == []
+        if rank == 1:
+            model.first.weight.grad.add_(1)
+            assert texts_of(optimizer.step) == []
+
+
+@pytest.mark.parametrize("model", [nn.Linear(2, 2), [nn.Parameter(torch.ones(2))]])
+def test_a_model_without_a_layer_is_refused(model: object):
+    with pytest.raises(ArgumentError, match="model \\("):
+        symmoe.check_first_step(model, torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1))

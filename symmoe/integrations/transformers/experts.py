@@ -28,7 +28,6 @@ from symmoe.integrations.transformers.forms import ExpertsForm, StockExperts
 from symmoe.kernels import control
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.ddp_and_fsdp import ExpertParallelModule, Replicas
-from symmoe.moe.first_step import watch_first_step
 from symmoe.moe.listeners import Listeners, RoutingReport
 from symmoe.moe.routed_experts import RoutedExperts, run_routed
 from symmoe.symm_mem.heap import SymmetricHeap
@@ -97,7 +96,6 @@ class ExpertParallelExperts(ExpertParallelModule):
     def set_experts(self, experts: GroupedMLP) -> None:
         """Replaces this rank's experts by `experts` of the same shape, e.g. by `mlp` after it got adapters. Local."""
         self.mlp = experts
-        watch_first_step(self)
         self._routed_experts = RoutedExperts.of(self.config, self.heap, experts)
 
     def forward(

@@ -1,0 +1,164 @@
+"""Mistakes of training loops that nothing else would show: ranks that train apart, found in the first optimizer step."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from symmoe.checks.arguments import check_kind, modules_of
+from symmoe.errors import ArgumentError, warn
+from symmoe.grouped.parameters import local_part, named_parameters
+from symmoe.moe.ddp_and_fsdp import ExpertParallelModule
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_SUM_BYTES = 8
+
+_AT_START = (
+    "dense parameters differ between ranks before the first optimizer step: make them equal with "
+    "symmoe.broadcast_parameters(model) when the model is built"
+)
+_NOT_REDUCED = (
+    "dense parameters differ between ranks after the first optimizer step: call symmoe.reduce_gradients(model) after "
+    "backward and before the optimizer"
+)
+_ONLY_LAYERS = (
+    "dense parameters outside of the MoE layers differ between ranks after the first optimizer step, and were equal "
+    "before: call symmoe.reduce_gradients(model) of the whole model, not of its layers only"
+)
+_CHANGED = (
+    "dense parameters differ between ranks after the first optimizer step: gradients were changed after "
+    "symmoe.reduce_gradients, otherwise on each rank. Clip with symmoe.clip_grad_norm: torch's clip_grad_norm_ counts "
+    "only this rank's experts"
+)
+_EQUAL_EXPERTS = (
+    "experts are equal on all ranks, as from equal seeds; those of different ranks are different parameters. Seed them "
+    "with heap.rank, and make the others equal with symmoe.broadcast_parameters(model)"
+)
+
+
+def check_first_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Compares the ranks of an EP group before and after the next step of the optimizer, and warns on every rank of
+    what lets them train apart: dense parameters that differ before or after it (parameters outside of the layers only
+    if they were equal before), and equal experts. Where DDP or FSDP reduces gradients, it compares experts only.
+
+    Call it once, before the loop, on all ranks. That step is then collective over the heap's group, and synchronises
+    the host; this call and later steps are neither. `symmoe check` compares whole runs.
+
+    Args:
+        model: what the loop trains, with layers of one heap.
+        optimizer: of parameters of the model.
+
+    Raises:
+        ArgumentError: the model has no MoELayer; or the optimizer is a ZeroRedundancyOptimizer that has experts.
+    """
+    check_kind("optimizer", optimizer, torch.optim.Optimizer)
+    layers = modules_of(model, ExpertParallelModule, needs="MoELayer")
+    given = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    kinds = [kind.__name__ for kind in type(optimizer).__mro__]
+    experts = [parameter for _, parameter, is_expert in named_parameters(model) if is_expert]
+    if "ZeroRedundancyOptimizer" in kinds and not given.isdisjoint(map(id, experts)):
+        raise ArgumentError(
+            "optimizer (ZeroRedundancyOptimizer) has experts, which differ from rank to rank, and overwrites "
+            "them with those of the rank to which it gives their update: give it the dense parameters only, "
+            "and the experts an optimizer of their own"
+        )
+    heap = layers[0].heap
+    if heap.num_ranks == 1:
+        return
+    before: list[int] = []
+
+    def note(*_: Any) -> None:
+        before.extend((_experts_checksum(layers), *_checksums(model, layers, given)))
+
+    def compare(*_: Any) -> None:
+        for hook in hooks:
+            hook.remove()
+        sums = [*before, *_checksums(model, layers, given)]
+        are_reduced = any(layer.replicas.are_reduced for layer in layers)
+        for text in _mistakes(heap.bootstrap.gather(sums), are_reduced=are_reduced):
+            warn(text)
+
+    hooks = optimizer.register_step_pre_hook(note), optimizer.register_step_post_hook(compare)
+
+
+def _mistakes(rows: list[list[int]], *, are_reduced: bool) -> list[str]:
+    """What checksums of all ranks say: before the step those of experts, of the layers' dense parameters and of those
+    elsewhere, and the last two after it."""
+    experts, before, before_elsewhere, after, after_elsewhere = (
+        len(set(column)) for column in zip(*rows, strict=True)
+    )
+    texts = []
+    if before > 1:
+        texts.append(_AT_START)
+    elif after > 1:
+        texts.append(_CHANGED if are_reduced else _NOT_REDUCED)
+    elif after_elsewhere > before_elsewhere == 1:
+        texts.append(_ONLY_LAYERS)
+    return [*texts, _EQUAL_EXPERTS] if experts == 1 else texts
+
+
+def _checksums(
+    model: nn.Module, layers: list[ExpertParallelModule], given: set[int]
+) -> tuple[int, int]:
+    """Of the dense parameters of layers, which must be equal on all ranks, and of those elsewhere that the optimizer
+    has, which may be a rank's own. If it trains none of the layers', all are one."""
+    parameters = [*model.parameters()]
+    in_ddp = any(layer.replicas.its_ddp() is not None for layer in layers)
+    if in_ddp or any(hasattr(parameter, "device_mesh") for parameter in parameters):
+        return 0, 0
+    inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
+    named = [
+        (parameter, id(parameter) in inside)
+        for _, parameter, is_expert in named_parameters(model)
+        if not is_expert and _has_bits(parameter)
+    ]
+    of_layers = [parameter for parameter, is_inside in named if is_inside]
+    elsewhere = [each for each, is_inside in named if not is_inside and id(each) in given]
+    if not any(parameter.requires_grad for parameter in of_layers):
+        return _checksum(of_layers + elsewhere), 0
+    return _checksum(of_layers), _checksum(elsewhere)
+
+
+def _experts_checksum(layers: list[ExpertParallelModule]) -> int:
+    """Of this rank's experts; its number, if they say nothing: copies of one expert (upcycling), or none here."""
+    experts = [
+        local_part(parameter) for layer in layers for parameter in layer.experts.parameters()
+    ]
+    parts = [part for part in experts if part.numel()]
+    return layers[0].heap.rank if not parts or _are_copies(layers[0]) else _checksum(parts)
+
+
+def _sums(tensors: Iterable[torch.Tensor], *, by_row: bool = False) -> list[list[int]]:
+    """Sums of the bits of tensors, or of the rows of their first dimension, whatever the order. Synchronises."""
+    found = [
+        tensor.detach().view(_INTEGERS[tensor.element_size()]).flatten(int(by_row))
+        for tensor in tensors
+    ]
+    return [sums.view(-1).tolist() for sums in [bits.sum(-1, dtype=torch.int64) for bits in found]]
+
+
+def _checksum(tensors: Iterable[torch.Tensor]) -> int:
+    """Whatever the order of the tensors."""
+    digest = hashlib.sha256(repr(sorted(_sums(tensors))).encode()).digest()
+    return int.from_bytes(digest[:_SUM_BYTES], "little")
+
+
+def _has_bits(parameter: torch.Tensor) -> bool:
+    """Whether its own memory, which can be summed up, is all that there is of it."""
+    return (
+        type(parameter) in (torch.Tensor, torch.nn.Parameter)
+        and parameter.layout is torch.strided
+        and not parameter.is_meta
+        and parameter.element_size() in _INTEGERS
+    )
+
+
+def _are_copies(layer: ExpertParallelModule) -> bool:
+    """Whether this rank has several experts, all of them equal."""
+    weights = [weight.detach() for weight in layer.experts.fc1.weight_parameters()]
+    sums = [each for found in _sums(weights, by_row=len(weights) == 1) for each in found]
+    return len(sums) > 1 and len(set(sums)) == 1
