@@ -1,4 +1,4 @@
-"""Mistakes of training loops that nothing else would show: ranks that train apart, found in the first optimizer step."""
+"""Mistakes of training loops that nothing else shows: ranks that train apart, found in the first optimizer step."""
 
 from __future__ import annotations
 
