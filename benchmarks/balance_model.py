@@ -16,13 +16,13 @@ are slower.
 
 from __future__ import annotations
 
-import argparse
 import json
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
+from suites.cases import parser_of
 
 from symmoe.kernels import control, twin
 from symmoe.moe.balance import rows_per_rank
@@ -142,11 +142,8 @@ def predict(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, help="write what is predicted to this file")
-    options, found = parser.parse_args(), []
+    json_option = {"--json": {"type": Path, "help": "write what is predicted to this file"}}
+    options, found = parser_of(__doc__, json_option).parse_args(), []
     for name in SHAPES:
         rates = fit(name)
         print(f"{name}: {', '.join(f'{key} {value:.3g}' for key, value in rates.items())}")

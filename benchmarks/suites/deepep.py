@@ -1,7 +1,5 @@
-"""DeepEP, measured as benchmarks/bench.py measures: steps in a row, and dispatch and combine by themselves.
-
-    torchrun --nproc-per-node=2 benchmarks/deepep.py --preset qwen3-30b,mixtral-8x7b --json deepep.json
-    python benchmarks/compare.py ours.json deepep.json
+"""The suites "deepep" and "deepep-trips": DeepEP, measured as ours is: steps in a row with what they hold, and dispatch
+and combine by themselves. Their records have the names of our suites.
 
 `deep_ep.Buffer`'s intranode kernels, with a local permutation and torch._grouped_mm for the experts. The backward of
 dispatch is combine with the same handle and the other way round, as DeepEP's documentation has it. Problems, protocol,
@@ -10,52 +8,31 @@ checks and records are those of docs/benchmarking.md. Run it under `timeout`: De
 
 from __future__ import annotations
 
-import argparse
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from suites.cases import SKEWS, Case, shapes_of
-from suites.layer import Step
+
 from suites.memory import step_record
 from suites.problem import DTYPE, MAX_ERROR, Problem, row_error
-from suites.records import Record, case_record, measured_on, render, save, tflops
+from suites.records import Record
 from suites.reference import Reference
 from suites.rows import LocalRows, Places
-from suites.stock_torch import torch_experts
+from suites.steps import Step, records_of
+from suites.stock_torch import ByHand, torch_experts
 from suites.timing import DIRECTIONS, Run, Variant, align_ahead, in_steps, measure
-from suites.traced import of_step
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
-
-from symmoe.autograd import Context
-from symmoe.tools.ranks import Ranks, join
-from symmoe.tools.shapes import add_shape_arguments
-from symmoe.tools.timing import times_in_a_row_ms
+from suites.trips import trip_records
 
 NAME = "deepep"
 
 
-class TripVariant(NamedTuple):
-    """A variant of dispatch or combine, and the bytes of rows that leave this rank in a call, or come to it."""
-
-    suite: str
-    variant: Variant
-    moved_bytes: int
-
-
-def open_buffer(cases: list[Case], ranks: Ranks) -> Any:
-    """A Buffer for rows of the widest case. Collective."""
+def open_buffer(problem: Problem) -> Any:
+    """A Buffer for rows of the problem. Collective."""
     from deep_ep import Buffer
 
-    row_bytes = max(case.shape.hidden for case in cases) * DTYPE.itemsize
-    configs = (
-        Buffer.get_dispatch_config(ranks.num_ranks),
-        Buffer.get_combine_config(ranks.num_ranks),
-    )
-    num_bytes = max(
-        config.get_nvl_buffer_size_hint(row_bytes, ranks.num_ranks) for config in configs
-    )
+    row_bytes, num_ranks = problem.case.shape.hidden * DTYPE.itemsize, problem.num_ranks
+    configs = Buffer.get_dispatch_config(num_ranks), Buffer.get_combine_config(num_ranks)
+    num_bytes = max(config.get_nvl_buffer_size_hint(row_bytes, num_ranks) for config in configs)
     return Buffer(dist.group.WORLD, num_bytes, 0)
 
 
@@ -68,35 +45,33 @@ def step_of(problem: Problem, buffer: Any) -> Step:
     def forward() -> torch.Tensor:
         # The plan is a part of a step of ours: so is the conversion of the choice here.
         trip = _Trip(buffer, problem.topk_idx.long(), num_experts)
-        arrived, arrived_probs = _Dispatch.apply(x, probs, trip)
+        arrived, arrived_probs = ByHand.apply(
+            trip.dispatch,
+            lambda d_rows, d_probs: trip.combine(d_rows.contiguous(), d_probs.contiguous()),
+            *(x, probs),
+        )
         row_to_packed, slots, ends = trip.local_order()
         rows = arrived.index_select(0, row_to_packed)
         out = experts(rows, arrived_probs.reshape(-1).index_select(0, slots), ends)
-        return _Combine.apply(torch.zeros_like(arrived).index_add(0, row_to_packed, out), trip)
+        return ByHand.apply(
+            lambda sums: trip.combine(sums)[0],
+            lambda dy: (trip.dispatch_again(dy.contiguous()),),
+            torch.zeros_like(arrived).index_add(0, row_to_packed, out),
+        )
 
     return Step(NAME, forward, problem.inputs, problem.tokens.dy, Reference(problem).step_error)
 
 
-def step_records(problem: Problem, step: Step, ranks: Ranks, repetitions: int) -> list[Record]:
-    """The records of whole steps, each following itself, and of what one holds. Collective.
-
-    Raises:
-        WrongResult: its results are wrong.
-    """
-    held = step_record(problem, step, ranks)
-    times = times_in_a_row_ms({NAME: step.results}, ranks, repetitions)[NAME]
-    figures = of_step(step.results, problem, ranks)
-    flops = tflops(3 * problem.case.forward_flops, times)
-    return [
-        case_record(
-            problem, "steps", NAME, "step", times, tflops=flops, error=held["error"], **figures
-        ),
-        held,
-    ]
+def bench_deepep(problem: Problem, run: Run) -> list[Record]:
+    """The records of whole steps, each following itself, and of what one holds. Collective."""
+    step = step_of(problem, open_buffer(problem))
+    held = step_record(problem, step, run.ranks)
+    return [*records_of(problem, run, {NAME: step.results}, {NAME: held["error"]}), held]
 
 
-def trips(problem: Problem, buffer: Any) -> list[TripVariant]:
-    """Both trips by themselves: forward with the layout, backward with the handle of the first."""
+def bench_deepep_trips(problem: Problem, run: Run) -> list[Record]:
+    """Both trips by themselves: forward with the layout, backward with the handle of the first. Collective."""
+    buffer = open_buffer(problem)
     topk_idx, num_experts = problem.topk_idx.long(), problem.case.shape.num_experts
     x, probs, _, _ = problem.inputs
     tokens, token_probs = x.detach(), probs.detach()
@@ -122,24 +97,22 @@ def trips(problem: Problem, buffer: Any) -> list[TripVariant]:
         copies = Places.of(problem.routing).goes_to[problem.rank].sum(1).to(problem.device)
         return row_error(combine(), tokens.float() * copies[:, None])
 
-    goes_to, rank, row_bytes = (
-        Places.of(problem.routing).goes_to,
-        problem.rank,
-        x.shape[1] * x.element_size(),
-    )
-    own = goes_to[rank, :, rank].sum()
-    leave, come = (
-        int(rows.sum() - own) * row_bytes for rows in (goes_to[rank], goes_to[:, :, rank])
-    )
+    goes_to, rank = Places.of(problem.routing).goes_to, problem.rank
+    leave, come = goes_to[rank].sum(0), goes_to[:, :, rank].sum(1)  # rows, by rank
     both_ways = in_steps(dispatch, dispatch_again)
-    return [
-        TripVariant("dispatch", Variant(NAME, DIRECTIONS, both_ways, dispatch_error), leave),
-        TripVariant(
+    records = []
+    for suite, moved, variant in (
+        ("dispatch", leave, Variant(NAME, DIRECTIONS, both_ways, dispatch_error)),
+        (
             "combine",
-            Variant(NAME, ("forward",), in_steps(combine), combine_error, MAX_ERROR),
             come,
+            Variant(NAME, ("forward",), in_steps(combine), combine_error, MAX_ERROR),
         ),
-    ]
+    ):
+        times, errors = measure(run, [variant], align=align_ahead)
+        moved_bytes = {NAME: (moved * x.shape[1] * x.element_size()).numpy()}
+        records += trip_records(suite, problem, run, times, errors, moved_bytes)
+    return records
 
 
 class _Trip:
@@ -182,92 +155,3 @@ class _Trip:
         ]
         ends = torch.tensor(self._counts, device=slots.device).cumsum(0).int()
         return slots // self._arrived_idx.shape[1], slots, ends
-
-
-class _TripContext(Context, Protocol):
-    trip: _Trip
-
-
-class _Dispatch(Function):
-    @staticmethod
-    def forward(
-        ctx: _TripContext, x: torch.Tensor, probs: torch.Tensor, trip: _Trip
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.trip = trip
-        return trip.dispatch(x, probs)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: _TripContext, d_rows: torch.Tensor, d_probs: torch.Tensor) -> tuple[Any, ...]:
-        return *ctx.trip.combine(d_rows.contiguous(), d_probs.contiguous()), None
-
-
-class _Combine(Function):
-    @staticmethod
-    def forward(ctx: _TripContext, rows: torch.Tensor, trip: _Trip) -> torch.Tensor:
-        ctx.trip = trip
-        return trip.combine(rows)[0]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: _TripContext, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.trip.dispatch_again(dy.contiguous()), None
-
-
-def trip_records(
-    problem: Problem, trip: TripVariant, ranks: Ranks, repetitions: int
-) -> list[Record]:
-    """One record for each direction. Collective.
-
-    Raises:
-        WrongResult: its results are wrong.
-    """
-    suite, variant, moved_bytes = trip
-    wire_bytes = int(ranks.largest(moved_bytes)) or None
-    times, errors = measure(Run(ranks, None, repetitions), [variant], align=align_ahead)
-    records = []
-    for column, direction in enumerate(variant.directions):
-        taken, error = times[variant.name][:, column], errors[variant.name]
-        records.append(
-            case_record(
-                problem, suite, variant.name, direction, taken, error=error, wire_bytes=wire_bytes
-            )
-        )
-    return records
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_shape_arguments(parser)
-    parser.add_argument("--tokens", type=int, default=8192, help="of a rank (%(default)s)")
-    parser.add_argument("--skew", choices=SKEWS, default="uniform", help="routing (%(default)s)")
-    parser.add_argument(
-        "--repetitions", type=int, default=30, help="of every variant (%(default)s)"
-    )
-    parser.add_argument("--json", metavar="FILE", help="write the records to FILE")
-    options = parser.parse_args()
-    cases = [Case(shape, options.tokens, options.skew) for shape in shapes_of(options)]
-    records: list[Record] = []
-    with join() as ranks:
-        facts = measured_on(ranks)
-        buffer = open_buffer(cases, ranks)
-        for case in cases:
-            problem = Problem(case, ranks)
-            step = step_of(problem, buffer)
-            records += [r | facts for r in step_records(problem, step, ranks, options.repetitions)]
-            for trip in trips(problem, buffer):
-                if ranks.rank == 0 and options.json:
-                    save(records, options.json)  # the next one may crash
-                records += [
-                    r | facts for r in trip_records(problem, trip, ranks, options.repetitions)
-                ]
-        if ranks.rank == 0 and options.json:
-            save(records, options.json)
-        if ranks.rank == 0:
-            print(render(records))
-
-
-if __name__ == "__main__":
-    main()

@@ -50,7 +50,7 @@ class Product:
 def bench_gemm(problem: Problem, run: Run) -> list[Record]:
     """Each product and its stock counterpart, in turn."""
     records = []
-    spans = spans_of(LocalRows.of(problem))
+    spans = spans_of(LocalRows.of(problem).row_range)
     for name, product in products(problem).items():
         ours, stock = name, f"{name} {STOCK}"
         times, errors = measure(
@@ -105,7 +105,7 @@ def products(problem: Problem) -> dict[str, Product]:
     workspace = blank(
         ops.dact_workspace_numel(num_rows, num_groups, shape.ffn, _ACTIVATION), dtype=torch.float32
     )
-    spans = spans_of(local)
+    spans = spans_of(local.row_range)
 
     def of(tensor: torch.Tensor, g: int) -> torch.Tensor:
         return tensor[spans[g]].float()
@@ -252,9 +252,9 @@ def _stock(name: str, product: Product, spans: list[slice]) -> Variant:
     )
 
 
-def spans_of(local: LocalRows) -> list[slice]:
+def spans_of(row_range: torch.Tensor) -> list[slice]:
     """The rows of each expert."""
-    return [slice(*span) for span in local.row_range.t().tolist()]
+    return [slice(*span) for span in row_range.t().tolist()]
 
 
 def groups_error(reference: PerGroup, outputs: list[torch.Tensor], spans: list[slice]) -> float:

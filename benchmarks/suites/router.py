@@ -1,31 +1,28 @@
-"""The router's products, forward and backward: ours and torch's in fp32, tf32 and bf16, on one GPU.
+"""The suite "router": the router's products, forward and backward: ours and torch's in fp32, tf32 and bf16. Local.
 
-    python benchmarks/router.py [--json router.json]
-
-8,192 tokens in bf16, weights in fp32. fp32 and tf32 need an fp32 copy of the tokens, and keep it for backward; their
-times have the copy and the rounding of the tokens' gradient. bf16 rounds weights and logits, which routers in fp32 are
-to avoid. Times are of CUDA graphs that go through so many different inputs that those do not stay in the L2 cache;
-medians, all ways in turn. Errors are of logits: the largest one against float64, relative to the sum of the
-terms' magnitudes. They are looked at before anything is timed.
+Tokens in bf16, weights in fp32. fp32 and tf32 need an fp32 copy of the tokens, and keep it for backward; their times
+have the copy and the rounding of the tokens' gradient. bf16 rounds weights and logits, which routers in fp32 are to
+avoid. On GPUs times are of CUDA graphs that go through so many different inputs that those do not stay in the L2 cache,
+divided by their number. Errors are of logits: the largest one against float64, relative to the sum of the terms'
+magnitudes.
 """
 
-import sys
+from __future__ import annotations
+
 from collections.abc import Callable
+from functools import partial
 
 import torch
-from one_gpu import medians_in_turn_ms, parser_of, write
 
+from suites.problem import Problem
+from suites.records import Record, case_record
+from suites.steps import Step
+from suites.stock_torch import ByHand
+from suites.timing import DIRECTIONS, Run, Variant, measure
 from symmoe import kernels
 
-SHAPES = {  # experts, hidden size
-    "qwen3-30b": (128, 2048),
-    "mixtral-8x7b": (8, 4096),
-    "deepseek-like": (64, 7168),
-    "deepseek-v3": (256, 7168),
-}
-TOKENS = 8192
-INPUTS_BYTES = 200 << 20  # of different inputs: four times the L2 cache of an H200
-MOST_ERROR = {"ours": 2.0**-21, "fp32": 2.0**-21, "tf32": 2.0**-9, "bf16": 2.0**-6}
+_INPUTS_BYTES = 200 << 20  # of different inputs: four times the L2 cache of an H200
+_SAMPLED_TOKENS = 1024
 
 Logits = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -38,102 +35,72 @@ def of_bf16(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.linear(x, weight.bfloat16()).float()
 
 
-class _OfKernels(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
+def of_kernels(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    ops = kernels.for_device(x.device)
+
+    def forward(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         logits = torch.empty((len(x), len(weight)), dtype=torch.float32, device=x.device)
-        kernels.for_device(x.device).router_gemm(x, weight, logits)
+        ops.router_gemm(x, weight, logits)
         return logits
 
-    @staticmethod
-    def backward(ctx, d_logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x, weight = ctx.saved_tensors
+    def backward(d_logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         gradients = torch.empty_like(x), torch.empty_like(weight)
-        kernels.for_device(x.device).router_gemm_grads(d_logits, x, weight, *gradients)
+        ops.router_gemm_grads(d_logits, x.detach(), weight.detach(), *gradients)
         return gradients
 
+    return ByHand.apply(forward, backward, x, weight)
 
-WAYS: dict[str, Logits] = {
-    "ours": _OfKernels.apply,
-    "fp32": of_fp32_copy,
-    "tf32": of_fp32_copy,
-    "bf16": of_bf16,
+
+WAYS: dict[str, tuple[Logits, float]] = {  # and the largest error
+    "ours": (of_kernels, 2.0**-21),
+    "fp32": (of_fp32_copy, 2.0**-21),
+    "tf32": (of_fp32_copy, 2.0**-9),
+    "bf16": (of_bf16, 2.0**-6),
 }
 
 
-def captured(
-    way: str, xs: list[torch.Tensor], weight: torch.Tensor, d_logits: torch.Tensor | None
-) -> Callable:
-    """Replays the products of all inputs: forward, or with d_logits both."""
-    torch.backends.cuda.matmul.allow_tf32 = way == "tf32"
-
-    def run() -> None:
-        for x in xs:
-            logits = WAYS[way](x, weight)
-            if d_logits is not None:
-                torch.autograd.grad(logits, (x, weight), d_logits)
-
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    torch.backends.cuda.matmul.allow_tf32 = False
-    return graph.replay
-
-
-def error_of(way: str, x: torch.Tensor, weight: torch.Tensor) -> float:
-    torch.backends.cuda.matmul.allow_tf32 = way == "tf32"
-    x, weight = x[:1024].detach(), weight.detach()
-    logits = WAYS[way](x, weight).double()
-    torch.backends.cuda.matmul.allow_tf32 = False
-    x, weight = x.double(), weight.double()
-    return float(((logits - x @ weight.t()).abs() / (x.abs() @ weight.abs().t())).max())
-
-
-def compare(shape: str, repetitions: int) -> dict[str, dict[str, float]]:
-    """By way, its error and microseconds."""
-    num_experts, hidden = SHAPES[shape]
-    generator = torch.Generator("cuda").manual_seed(0)
-    numbers = {"device": "cuda", "generator": generator}
-    num_inputs = -(-INPUTS_BYTES // (2 * TOKENS * hidden))
-    xs = [
-        torch.randn(TOKENS, hidden, **numbers).bfloat16().requires_grad_()
-        for _ in range(num_inputs)
+def bench_router(problem: Problem, run: Run) -> list[Record]:
+    """All ways, in turn, on this rank's tokens and those of ranks that are not there."""
+    shape, device = problem.case.shape, problem.device
+    generator = torch.Generator(device).manual_seed(0)
+    numbers = {"generator": generator, "device": device}
+    weight = torch.randn(shape.num_experts, shape.hidden, **numbers) / shape.hidden**0.5
+    d_logits = torch.randn(problem.case.num_tokens, shape.num_experts, **numbers)
+    num_inputs = -(-_INPUTS_BYTES // problem.tokens.x.nbytes) if device.type == "cuda" else 1
+    xs = [problem.tokens_of(rank).x.requires_grad_() for rank in range(num_inputs)]
+    variants = [_variant(way, xs, weight, d_logits) for way in WAYS]
+    times, errors = measure(run, variants)
+    return [
+        case_record(
+            problem, "router", way, direction, taken[:, column] / num_inputs, error=errors[way]
+        )
+        for way, taken in times.items()
+        for column, direction in enumerate(DIRECTIONS)
     ]
-    weight = (torch.randn(num_experts, hidden, **numbers) / hidden**0.5).requires_grad_()
-    d_logits = torch.randn(TOKENS, num_experts, **numbers)
-    results: dict[str, dict[str, float]] = {}
-    replays = {}
-    for way in WAYS:
-        results[way] = {"error": error_of(way, xs[0], weight)}
-        if not results[way]["error"] <= MOST_ERROR[way]:
-            sys.exit(f"{shape}, {way}: the logits are off by {results[way]['error']:.1e}")
-        for key, gradient in (("forward_us", None), ("both_us", d_logits)):
-            replays[f"{way} {key}"] = captured(way, xs, weight, gradient)
-    for name, ms in medians_in_turn_ms(replays, repetitions).items():
-        way, key = name.split()
-        results[way][key] = round(1e3 * ms / num_inputs, 2)
-    for result in results.values():
-        result["backward_us"] = round(result["both_us"] - result["forward_us"], 2)
-    return results
 
 
-def main() -> None:
-    options = parser_of(__doc__, SHAPES).parse_args()
-    results = {}
-    for shape in options.shapes:
-        results[shape] = compare(shape, options.repetitions)
-        for way, result in results[shape].items():
-            times = (
-                f"forward {result['forward_us']:7.1f} us, backward {result['backward_us']:7.1f} us"
-            )
-            print(f"{shape:14} {way:5} {times}, error {result['error']:.1e}")
-    write(options.json, results, torch.device("cuda"))
+def _variant(
+    way: str, xs: list[torch.Tensor], weight: torch.Tensor, d_logits: torch.Tensor
+) -> Variant:
+    """The products of all inputs; the gradient of the weight is that of one input each time."""
+    logits_of, max_error = WAYS[way]
+    weights = [weight.detach().requires_grad_() for _ in xs]
+
+    def forward() -> list[torch.Tensor]:
+        return list(map(logits_of, xs, weights))
+
+    d_out = (d_logits,) * len(xs)
+    step = Step(way, forward, (*xs, *weights), d_out, partial(_error, xs[0], weight), max_error)
+    torch.backends.cuda.matmul.allow_tf32 = way == "tf32"
+    variant = step.captured() if weight.device.type == "cuda" else step.eager()
+    torch.backends.cuda.matmul.allow_tf32 = False
+    return variant
 
 
-if __name__ == "__main__":
-    main()
+def _error(
+    x: torch.Tensor, weight: torch.Tensor, logits: list[torch.Tensor], *_: torch.Tensor
+) -> float:
+    """Of some logits of the first input."""
+    x, weight = x.detach()[:_SAMPLED_TOKENS].double(), weight.double()
+    off = (logits[0].detach()[:_SAMPLED_TOKENS] - x @ weight.t()).abs()
+    return float((off / (x.abs() @ weight.abs().t())).max())
