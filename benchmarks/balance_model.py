@@ -115,29 +115,23 @@ def predict(
             ).mean(0)
             uniform = rates["base"] + rates["slope"]
             moving = rates["cost"] + 1e3 * replicas * replica_gb(shape) / rates["rate"]
-            times = (
-                rates["base"] + rates["slope"] * before,
-                rates["base"] + rates["slope"] * after + moving,
-            )
             what = {
                 "model": True,
                 "shape": name,
                 "ep": num_ranks,
                 "zipf": exponent,
                 "experts": where,
+                "places": num_places,
             }
             results = {
                 "load": before,
                 "balanced_load": after,
                 "busiest_rank_replicas": replicas,
                 "uniform_ms": uniform,
+                "ms": rates["base"] + rates["slope"] * before,
+                "balanced_ms": rates["base"] + rates["slope"] * after + moving,
             }
-            results |= {"ms": times[0], "balanced_ms": times[1]}
-            found.append(
-                what
-                | {"places": num_places}
-                | {key: round(float(x), 3) for key, x in results.items()}
-            )
+            found.append(what | {key: round(float(x), 3) for key, x in results.items()})
     return found
 
 

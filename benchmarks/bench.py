@@ -106,10 +106,6 @@ OPTIONS: Options = {
 }
 
 
-def main(arguments: list[str] | None = None) -> None:
-    run_program(__doc__, OPTIONS, run, arguments)
-
-
 def run(args: argparse.Namespace) -> None:
     """Measures what the arguments name, on all ranks. Raises ArgumentError for what argparse does not find, WrongResult
     if a variant's results are wrong."""
@@ -165,6 +161,8 @@ def _say(ranks: Ranks, text: str) -> None:
     if ranks.rank == 0:
         print(text, flush=True)
 
+
+main = partial(run_program, __doc__, OPTIONS, run)
 
 if __name__ == "__main__":
     main()

@@ -14,6 +14,7 @@ import json
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -194,14 +195,8 @@ def draw_presets(path: str, title: str, unit: str, of: dict[tuple[str, str], flo
         figure.legend(loc="outside lower center", ncols=2)
 
 
-def draw_layer(path: str) -> None:
-    title = "A MoE layer on NVIDIA H200s, 8192 tokens per GPU; more is better"
-    draw(path, title, records("layer-h200-ep2", "layer-h200-ep4"), "preset")
-
-
-def draw_tokens(path: str) -> None:
-    title = "Time of a MoE layer on NVIDIA H200s; bands: 10th to 90th percentile"
-    draw(path, title, records("layer-tokens-h200-ep2"), "tokens")
+def draw_records(title: str, names: Sequence[str], along: str, path: str) -> None:
+    draw(path, title, records(*names), along)
 
 
 def draw_skew(path: str) -> None:
@@ -232,8 +227,18 @@ def draw_own(path: str, files: list[str]) -> None:
 PICTURES = {
     "speed-h200.png": draw_speed,
     "memory-h100.png": draw_memory,
-    "layer-h200.png": draw_layer,
-    "tokens-h200.png": draw_tokens,
+    "layer-h200.png": partial(
+        draw_records,
+        "A MoE layer on NVIDIA H200s, 8192 tokens per GPU; more is better",
+        ("layer-h200-ep2", "layer-h200-ep4"),
+        "preset",
+    ),
+    "tokens-h200.png": partial(
+        draw_records,
+        "Time of a MoE layer on NVIDIA H200s; bands: 10th to 90th percentile",
+        ("layer-tokens-h200-ep2",),
+        "tokens",
+    ),
     "skew-h200.png": draw_skew,
 }
 

@@ -17,6 +17,7 @@ import argparse
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -68,10 +69,6 @@ OPTIONS: Options = {
 }
 
 
-def main(arguments: list[str] | None = None) -> None:
-    run_program(__doc__, OPTIONS, run, arguments)
-
-
 def run(args: argparse.Namespace) -> None:
     """Records, writes and prints."""
     shape = shape_of(args, next(iter(PRESETS)))
@@ -91,7 +88,7 @@ def trace_layer(case: Case, choice: Choice, *, path: str) -> str:
     """Records a step of a layer with its own router, bf16: a replay of the captured step, or as the host launches it.
     Collective. Returns the table on rank 0; "" elsewhere. Raises ArgumentError if there is no such layer, or experts
     cannot be divided among the ranks. choice: has a balance loss."""
-    config = choice.config(case.shape)
+    config = choice.config(case.shape, case.num_slots)
     with join() as ranks:
         config.experts_per_rank(ranks.num_ranks)
         problem = Problem(case, ranks)
@@ -159,6 +156,8 @@ def _directed(events: Sequence[Event]) -> Iterator[Event]:
                 lane=f"{kind} {number + 1}" if number else kind, direction=direction, phase=phase
             )
 
+
+main = partial(run_program, __doc__, OPTIONS, run)
 
 if __name__ == "__main__":
     main()

@@ -12,14 +12,15 @@ Results of FP8 kernels are compared with float64 products of the dequantised ope
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from suites.gemm import groups_error, spans_of
+from suites.gemm import Product, bench_products, groups_error, spans_of
 from suites.problem import Problem
-from suites.records import Record, case_record, tflops
-from suites.timing import Run, Variant, align_ahead, in_steps, measure
+from suites.records import Record
+from suites.timing import Run, Variant, in_steps
 from symmoe import kernels
 from symmoe.grouped.weights import kernel_matrices
 from symmoe.kernels.gemm_parts import range_of
@@ -33,11 +34,15 @@ PerGroup = Callable[[int], torch.Tensor]
 
 def bench_fp8(problem: Problem, run: Run) -> list[Record]:
     """Products and weight gradients, one after the other: each takes gigabytes."""
+    return bench_products("fp8", products(problem), problem, run)
+
+
+def products(problem: Problem) -> Iterator[Product]:
+    """On the rows and experts of this rank."""
     hidden, ffn = problem.case.shape.hidden, problem.case.shape.ffn
     numbers = Numbers(problem.device)
     ends = problem.routing.splits[problem.rank].cumsum(0).int()
     on_host = range_of(torch.cat([torch.zeros(1, dtype=torch.int32), ends]))
-    records = []
     for name, make, direction, widths in (
         ("fc1", product, "forward", (2 * ffn, hidden)),
         ("fc2", product, "forward", (hidden, ffn)),
@@ -46,16 +51,8 @@ def bench_fp8(problem: Problem, run: Run) -> list[Record]:
         ("wgrad1", gradient, "backward", (2 * ffn, hidden)),
         ("wgrad2", gradient, "backward", (hidden, ffn)),
     ):
-        variants = make(name, widths, numbers, on_host)
-        times, errors = measure(run, variants, align=align_ahead)
-        for variant in variants:
-            taken = times[variant.name][:, 0]
-            figures: Record = {
-                "tflops": tflops(2 * problem.num_rows * widths[0] * widths[1], taken)
-            }
-            figures["error"] = errors[variant.name] if variant.max_error else None
-            records.append(case_record(problem, "fp8", variant.name, direction, taken, **figures))
-    return records
+        flops = 2 * problem.num_rows * math.prod(widths)
+        yield Product(direction, flops, make(name, widths, numbers, on_host), None)
 
 
 class Numbers:

@@ -22,6 +22,7 @@ from suites.timing import DIRECTIONS, Run, Variant, measure
 from symmoe import kernels
 
 _INPUTS_BYTES = 200 << 20  # of different inputs: four times the L2 cache of an H200
+_MOST_INPUTS = 64  # of few tokens
 _SAMPLED_TOKENS = 1024
 
 Logits = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -66,7 +67,8 @@ def bench_router(problem: Problem, run: Run) -> list[Record]:
     numbers = {"generator": generator, "device": device}
     weight = torch.randn(shape.num_experts, shape.hidden, **numbers) / shape.hidden**0.5
     d_logits = torch.randn(problem.case.num_tokens, shape.num_experts, **numbers)
-    num_inputs = -(-_INPUTS_BYTES // problem.tokens.x.nbytes) if device.type == "cuda" else 1
+    needed = -(-_INPUTS_BYTES // problem.tokens.x.nbytes)
+    num_inputs = min(needed, _MOST_INPUTS) if device.type == "cuda" else 1
     xs = [problem.tokens_of(rank).x.requires_grad_() for rank in range(num_inputs)]
     variants = [_variant(way, xs, weight, d_logits) for way in WAYS]
     times, errors = measure(run, variants)
