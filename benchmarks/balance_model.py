@@ -16,13 +16,13 @@ are slower.
 
 from __future__ import annotations
 
-import argparse
 import json
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
+from suites.cases import parser_of
 
 from symmoe.kernels import control, twin
 from symmoe.moe.balance import rows_per_rank
@@ -115,38 +115,29 @@ def predict(
             ).mean(0)
             uniform = rates["base"] + rates["slope"]
             moving = rates["cost"] + 1e3 * replicas * replica_gb(shape) / rates["rate"]
-            times = (
-                rates["base"] + rates["slope"] * before,
-                rates["base"] + rates["slope"] * after + moving,
-            )
             what = {
                 "model": True,
                 "shape": name,
                 "ep": num_ranks,
                 "zipf": exponent,
                 "experts": where,
+                "places": num_places,
             }
             results = {
                 "load": before,
                 "balanced_load": after,
                 "busiest_rank_replicas": replicas,
                 "uniform_ms": uniform,
+                "ms": rates["base"] + rates["slope"] * before,
+                "balanced_ms": rates["base"] + rates["slope"] * after + moving,
             }
-            results |= {"ms": times[0], "balanced_ms": times[1]}
-            found.append(
-                what
-                | {"places": num_places}
-                | {key: round(float(x), 3) for key, x in results.items()}
-            )
+            found.append(what | {key: round(float(x), 3) for key, x in results.items()})
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, help="write what is predicted to this file")
-    options, found = parser.parse_args(), []
+    json_option = {"--json": {"type": Path, "help": "write what is predicted to this file"}}
+    options, found = parser_of(__doc__, json_option).parse_args(), []
     for name in SHAPES:
         rates = fit(name)
         print(f"{name}: {', '.join(f'{key} {value:.3g}' for key, value in rates.items())}")

@@ -11,15 +11,17 @@ docs/benchmarking.md has the suites, the protocol, and what the records mean; be
 from __future__ import annotations
 
 import argparse
-import functools
 import gc
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
+from suites.balance import balance_heap_bytes, bench_balance
 from suites.cases import SKEWS, Case, names_of, run_program, shapes_of
-from suites.figures import of_choice
+from suites.deepep import bench_deepep, bench_deepep_trips
+from suites.fp8 import bench_fp8
 from suites.gemm import bench_gemm
 from suites.grouped import bench_grouped
 from suites.layer import LAYER, bench_layer
@@ -28,20 +30,17 @@ from suites.overhead import bench_overhead
 from suites.problem import Problem, routing_of
 from suites.rail import bench_rail
 from suites.records import Record, measured_on, render, save
+from suites.router import bench_router
 from suites.steps import bench_steps, heap_bytes
+from suites.suspend import bench_suspend
 from suites.timing import Run
 from suites.trips import bench_combine, bench_dispatch, bench_plan
-from suites.variants import (
-    bench_precision,
-    bench_variants,
-    precision_heap_bytes,
-    variants_heap_bytes,
-)
+from suites.variants import VARIANTS, bench_precision, precision_heap_bytes
 
 from symmoe.errors import ArgumentError
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.tools.ranks import Ranks, join
-from symmoe.tools.shapes import PRESETS, add_shape_arguments, config_of
+from symmoe.tools.shapes import PRESETS, Options, config_of, shape_options
 
 
 @dataclass(frozen=True)
@@ -52,13 +51,19 @@ class Suite:
     heap_bytes: Callable[[Case, int, int], int] = heap_bytes
 
 
+def no_heap_bytes(case: Case, num_ranks: int, num_rows: int) -> int:
+    """Of suites that take nothing of the heap: that of a small one."""
+    return 1 << 20
+
+
 SUITES = {
     "steps": Suite(bench_steps),
-    "layer": Suite(
-        functools.partial(bench_layer, more=of_choice), functools.partial(heap_bytes, choices=LAYER)
-    ),
+    "layer": Suite(bench_layer, partial(heap_bytes, choices=LAYER)),
     "memory": Suite(bench_memory),
-    "variants": Suite(bench_variants, variants_heap_bytes),
+    "variants": Suite(
+        partial(bench_layer, choices=VARIANTS, suite="variants"),
+        partial(heap_bytes, choices=VARIANTS),
+    ),
     "precision": Suite(bench_precision, precision_heap_bytes),
     "plan": Suite(bench_plan),
     "dispatch": Suite(bench_dispatch),
@@ -66,37 +71,39 @@ SUITES = {
     "gemm": Suite(bench_gemm),
     "grouped": Suite(bench_grouped),
     "overhead": Suite(bench_overhead),
+    "router": Suite(bench_router, no_heap_bytes),
+    "fp8": Suite(bench_fp8, no_heap_bytes),
     "rail": Suite(bench_rail),
+    "balance": Suite(bench_balance, balance_heap_bytes),
+    "suspend": Suite(bench_suspend, lambda *_: 1 << 30),
+    "deepep": Suite(bench_deepep, no_heap_bytes),
+    "deepep-trips": Suite(bench_deepep_trips, no_heap_bytes),
 }
 
 
-def main(arguments: list[str] | None = None) -> None:
-    run_program(__doc__, add_arguments, run, arguments)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds what :func:`run` reads."""
-    parser.add_argument("suites", nargs="*", metavar="SUITE", help=f"{', '.join(SUITES)} (steps)")
-    add_shape_arguments(parser, default=next(iter(PRESETS)), what="comma-separated names, or all")
-    parser.add_argument(
-        "--tokens", default="8192", help="comma-separated numbers of tokens per rank (8192)"
-    )
-    parser.add_argument(
-        "--skew", default="uniform", help=f"comma-separated routings: {', '.join(SKEWS)} (uniform)"
-    )
-    parser.add_argument(
-        "--repetitions",
-        type=int,
-        default=30,
-        help="of each variant (%(default)s; show none of fewer)",
-    )
-    parser.add_argument(
-        "--heap-gib", type=float, help="GiB of the symmetric heap (what the cases need)"
-    )
-    parser.add_argument(
-        "--ranks-per-node", type=int, help="cuts machines into virtual nodes, see docs/nodes.md"
-    )
-    parser.add_argument("--json", metavar="FILE", help="write the records to FILE")
+OPTIONS: Options = {
+    "suites": {"nargs": "*", "metavar": "SUITE", "help": f"{', '.join(SUITES)} (steps)"},
+    **shape_options(default=next(iter(PRESETS)), what="comma-separated names, or all"),
+    "--tokens": {
+        "default": "8192",
+        "help": "comma-separated numbers of tokens per rank (%(default)s)",
+    },
+    "--skew": {
+        "default": "uniform",
+        "help": f"comma-separated routings: {', '.join(SKEWS)} (%(default)s)",
+    },
+    "--repetitions": {
+        "type": int,
+        "default": 30,
+        "help": "of each variant (%(default)s; show none of fewer)",
+    },
+    "--heap-gib": {"type": float, "help": "GiB of the symmetric heap (what the cases need)"},
+    "--ranks-per-node": {
+        "type": int,
+        "help": "cuts machines into virtual nodes, see docs/nodes.md",
+    },
+    "--json": {"metavar": "FILE", "help": "write the records to FILE"},
+}
 
 
 def run(args: argparse.Namespace) -> None:
@@ -154,6 +161,8 @@ def _say(ranks: Ranks, text: str) -> None:
     if ranks.rank == 0:
         print(text, flush=True)
 
+
+main = partial(run_program, __doc__, OPTIONS, run)
 
 if __name__ == "__main__":
     main()

@@ -10,13 +10,15 @@ compared.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from suites.cases import parser_of
 from suites.records import Record, ratio, render
+
+from symmoe.tools.shapes import Options
 
 MAX_DROP = 0.1
 IDENTITY = (
@@ -79,13 +81,14 @@ def _named(where: tuple[object, ...]) -> str:
     return ", ".join(f"{key} {value}" for key, value in zip(IDENTITY, where, strict=True))
 
 
+OPTIONS: Options = {
+    "files": {"nargs": "+", "metavar": "FILE", "help": "records that --json has written"},
+    "--check": {"metavar": "BASELINE.json", "help": "records to compare with"},
+}
+
+
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("files", nargs="+", metavar="FILE", help="records that --json has written")
-    parser.add_argument("--check", metavar="BASELINE.json", help="records to compare with")
-    options = parser.parse_args(arguments)
+    options = parser_of(__doc__, OPTIONS).parse_args(arguments)
     records = [record for path in options.files for record in load(path)]
     print(render(records))
     if options.check is None:

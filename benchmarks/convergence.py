@@ -21,10 +21,8 @@ import math
 import os
 import shlex
 import shutil
-import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +30,10 @@ from typing import Any
 
 import torch
 from pictures import BLACK, BLUE, GREY, ORANGE, PURPLE, SKY, picture
+from suites.cases import parser_of
 from suites.machine import machine
+
+from symmoe.tools.shapes import Options
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "train_lm.py"
 SMOOTHED_STEPS = 20
@@ -155,37 +156,50 @@ def heldout(steps: Steps) -> dict[int, float]:
     }
 
 
-def final_bits(by_seed: dict[int, Steps]) -> dict[int, float]:
-    """By seed, held-out bits per byte at the end."""
-    return {seed: [*heldout(steps).values()][-1] for seed, steps in by_seed.items()}
+def bits_of(by_seed: dict[int, Steps]) -> torch.Tensor:
+    """[seeds, evaluations] held-out bits per byte."""
+    return torch.tensor(
+        [[*heldout(steps).values()] for steps in by_seed.values()], dtype=torch.float64
+    )
 
 
-def mean_and_error(values: Sequence[float]) -> tuple[float | None, float | None]:
-    """The mean, and its standard error from the spread of the values; None where there are too few."""
-    if len(values) < 2:
-        return (values[0] if values else None), None
-    return statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values))
+def more_than_bf16(curves: Curves, way: str) -> torch.Tensor:
+    """[seeds, evaluations] relative differences, of the seeds that both have."""
+    baseline = curves.get(BASELINE, {})
+    both = [seed for seed in curves[way] if seed in baseline]
+    bits, of_baseline = (
+        bits_of({seed: of[seed] for seed in both}) for of in (curves[way], baseline)
+    )
+    return bits / of_baseline - 1
 
 
-def more_than(baseline: dict[int, float], bits: dict[int, float]) -> list[float]:
-    """The relative differences of the seeds that both have."""
-    return [bits[seed] / baseline[seed] - 1 for seed in bits if seed in baseline]
+def mean_and_error(values: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The mean over the first dimension, and its standard error from the spread of the values; None where there are too
+    few."""
+    mean = values.mean(0) if len(values) else None
+    return mean, values.std(0) / math.sqrt(len(values)) if len(values) > 1 else None
 
 
 def results_of(curves: Curves) -> dict[str, dict[str, Any]]:
     """By way: held-out curves of the seeds, their ends, and the difference to bf16, paired by seed."""
-    final = {way: final_bits(by_seed) for way, by_seed in curves.items()}
     results = {}
     for way, by_seed in curves.items():
-        evaluated = {seed: heldout(steps) for seed, steps in by_seed.items()}
-        mean, error = mean_and_error([*final[way].values()])
-        more, more_error = mean_and_error(more_than(final.get(BASELINE, {}), final[way]))
+        bits = bits_of(by_seed)
+        mean, error, more, more_error = (
+            None if each is None else each[-1].item()
+            for values in (bits, more_than_bf16(curves, way))
+            for each in mean_and_error(values)
+        )
         results[way] = {
             "heldout_bits_per_byte": {
-                "steps": [*next(iter(evaluated.values()))],
-                "seeds": {seed: [*bits.values()] for seed, bits in evaluated.items()},
+                "steps": [*heldout(next(iter(by_seed.values())))],
+                "seeds": dict(zip(by_seed, bits.tolist(), strict=True)),
             },
-            "final_bits_per_byte": {"seeds": final[way], "mean": mean, "standard_error": error},
+            "final_bits_per_byte": {
+                "seeds": dict(zip(by_seed, bits[:, -1].tolist(), strict=True)),
+                "mean": mean,
+                "standard_error": error,
+            },
             "more_than_bf16": more,
             "more_than_bf16_standard_error": more_error,
             "allowed": WAYS[way].allowed,
@@ -221,10 +235,6 @@ def draw(curves: Curves, path: str) -> None:
 
     Shades are standard errors, and the spread of bf16's own seeds about their mean.
     """
-    baseline = {
-        seed: torch.tensor([*heldout(steps).values()])
-        for seed, steps in curves.get(BASELINE, {}).items()
-    }
     with picture(path, height_inches=3.2) as figure:
         left, right = figure.subplots(1, 2)
         for way, by_seed in curves.items():
@@ -232,78 +242,64 @@ def draw(curves: Curves, path: str) -> None:
                 [[step["train_bits_per_byte"] for step in steps] for steps in by_seed.values()]
             ).mean(0)
             smooth = loss.unfold(0, min(SMOOTHED_STEPS, len(loss)), 1).mean(1)
-            left.plot(
-                range(len(loss) - len(smooth) + 1, len(loss) + 1),
-                smooth,
-                label=way,
-                **WAYS[way].line,
-            )
+            at, line = range(len(loss) - len(smooth) + 1, len(loss) + 1), WAYS[way].line
+            left.plot(at, smooth, label=way, **line)
             at = [*heldout(next(iter(by_seed.values())))]
-            bits = {
-                seed: torch.tensor([*heldout(steps).values()]) for seed, steps in by_seed.items()
-            }
             if way == BASELINE:
-                all_bits = torch.stack([*bits.values()])
-                spread = 100 * (all_bits / all_bits.mean(0) - 1)
-                right.fill_between(
-                    at,
-                    spread.amin(0),
-                    spread.amax(0),
-                    color=GREY,
-                    alpha=0.3,
-                    label="bf16, other seeds",
-                )
-            elif paired := [
-                100 * (bits[seed] / baseline[seed] - 1) for seed in bits if seed in baseline
-            ]:
-                more = torch.stack(paired)
-                mean, line = more.mean(0), WAYS[way].line
+                bits = bits_of(by_seed)
+                spread = 100 * (bits / bits.mean(0) - 1)
+                shade = {"color": GREY, "alpha": 0.3, "label": "bf16, other seeds"}
+                right.fill_between(at, spread.amin(0), spread.amax(0), **shade)
+                continue
+            mean, error = mean_and_error(100 * more_than_bf16(curves, way))
+            if mean is not None:
                 right.plot(at, mean, marker="o", markersize=3, **line)
-                if len(paired) > 1:
-                    error = more.std(0) / math.sqrt(len(paired))
-                    right.fill_between(
-                        at, mean - error, mean + error, color=line["color"], alpha=0.15, linewidth=0
-                    )
+            if error is not None:
+                shade = {"color": line["color"], "alpha": 0.15, "linewidth": 0}
+                right.fill_between(at, mean - error, mean + error, **shade)
         left.set(
             xlabel="step", ylabel=f"bits per byte, mean of {SMOOTHED_STEPS} steps", title="Training"
         )
         right.axhline(0, color=BLACK, linewidth=0.8)
         right.set(xlabel="step", ylabel="% more bits than bf16", title="Held-out text")
         figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=3)
-        if baseline:
+        if BASELINE in curves:
             right.legend()
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--preset", default="cpu")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--steps", type=int, help="default: the preset's")
-    parser.add_argument(
-        "--seeds", type=lambda text: [*map(int, text.split(","))], default=[0], help="as in 0,1 (0)"
-    )
-    parser.add_argument(
-        "--ways", nargs="+", choices=WAYS, default=list(WAYS), help="besides bf16 (all)"
-    )
-    parser.add_argument(
-        "--jobs", type=int, default=1, help="runs side by side on the same devices (%(default)s)"
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        required=True,
-        metavar="FOLDER",
-        help="where runs are kept, and looked for",
-    )
-    parser.add_argument("--json", type=Path, help="where to write the figures")
-    parser.add_argument("--plot", help="where to draw the curves (PNG)")
-    return parser.parse_args()
+OPTIONS: Options = {
+    "--preset": {"default": "cpu"},
+    "--ranks": {"type": int, "default": 2},
+    "--steps": {"type": int, "help": "default: the preset's"},
+    "--seeds": {
+        "type": lambda text: [*map(int, text.split(","))],
+        "default": [0],
+        "help": "as in 0,1 (0)",
+    },
+    "--ways": {
+        "nargs": "+",
+        "choices": WAYS,
+        "default": list(WAYS),
+        "help": "besides bf16 (all)",
+    },
+    "--jobs": {
+        "type": int,
+        "default": 1,
+        "help": "runs side by side on the same devices (%(default)s)",
+    },
+    "--out": {
+        "type": Path,
+        "required": True,
+        "metavar": "FOLDER",
+        "help": "where runs are kept, and looked for",
+    },
+    "--json": {"type": Path, "help": "where to write the figures"},
+    "--plot": {"help": "where to draw the curves (PNG)"},
+}
 
 
 def main() -> int:
-    options = parse_arguments()
+    options = parser_of(__doc__, OPTIONS).parse_args()
     on_gpu = options.preset.startswith("gpu") and torch.cuda.is_available()
     env = machine(torch.device("cuda" if on_gpu else "cpu")) | {
         "command": shlex.join(["python", *sys.argv])

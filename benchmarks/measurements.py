@@ -52,12 +52,14 @@ def pick(name: str, **fields: object) -> Record:
     return found[0]
 
 
-def ways(places: Iterable[tuple[str, str]], **fields: object) -> str:
-    """Forward / backward in ms, of the first (record, variant)."""
-    ((name, variant),) = places
-    return " / ".join(
-        f"{pick(name, variant=variant, direction=d, **fields)['ms_median']:.2f}" for d in BOTH
-    )
+def both_ways(name: str, **fields: object) -> list[Record]:
+    """Forward and backward of what has these values."""
+    return [pick(name, direction=direction, **fields) for direction in BOTH]
+
+
+def both_ms(name: str, **fields: object) -> str:
+    """Forward / backward in ms."""
+    return " / ".join(f"{one['ms_median']:.2f}" for one in both_ways(name, **fields))
 
 
 def machine(row: Record) -> str:
@@ -90,7 +92,8 @@ def command(called: str) -> str:
     """How what was called is called now."""
     without = re.sub(r" --(json|peers) \S+", "", called)
     named = re.sub(r"-m symmoe bench\b", "bench.py", without)
-    return re.sub(r"(?<![/\w])(bench|deepep|balance)\.py", r"benchmarks/\1.py", named)
+    suites = re.sub(r"(?<!\w)(?:benchmarks/)?(deepep|balance|router)\.py", r"bench.py \1", named)
+    return re.sub(r"(?<![/\w])bench\.py", "benchmarks/bench.py", suites)
 
 
 def fill(text: str) -> str:
@@ -173,13 +176,10 @@ PLACES = [
 def layers() -> Iterable[list[object]]:
     for preset, num_ranks, name in PLACES:
         for way in ("graph", "exact"):
-            both = [
-                pick(name, suite="layer", variant=way, preset=preset, direction=d) for d in BOTH
-            ]
-            stock = [
-                pick(name, suite="layer", variant="stock torch", preset=preset, direction=d)
-                for d in BOTH
-            ]
+            both, stock = (
+                both_ways(name, suite="layer", variant=variant, preset=preset)
+                for variant in (way, "stock torch")
+            )
             cells = [
                 f"{one['ms_median']:.2f} | {one['tflops']:.0f} | {one['tflops'] / one['ceiling_tflops']:.2f}"
                 for one in both
@@ -190,12 +190,10 @@ def layers() -> Iterable[list[object]]:
 
 def ceilings() -> Iterable[list[object]]:
     for preset, num_ranks, name in PLACES:
-        alone, stock = (
-            [pick(name, suite="layer", variant=way, preset=preset, direction=d) for d in BOTH]
-            for way in ("gemms alone", "stock torch")
-        )
+        of = {"suite": "layer", "preset": preset}
+        alone = both_ways(name, variant="gemms alone", **of)
         figures = [f"{one['ms_median']:.2f} / {one['tflops']:.0f}" for one in alone]
-        yield [preset, num_ranks, *figures, " / ".join(f"{one['ms_median']:.2f}" for one in stock)]
+        yield [preset, num_ranks, *figures, both_ms(name, variant="stock torch", **of)]
 
 
 def variants() -> Iterable[list[object]]:
@@ -217,7 +215,7 @@ def variants() -> Iterable[list[object]]:
             mib = " + ".join(
                 f"{one[key] / 2**20:.0f}" for key in ("peak_ordinary_bytes", "peak_heap_bytes")
             )
-            cells += [ways([(name, variant)], preset=preset), mib]
+            cells += [both_ms(name, variant=variant, preset=preset), mib]
         yield [variant, *cells]
 
 
@@ -322,13 +320,12 @@ def fp8_layers() -> Iterable[list[object]]:
     for label, variant in FP8.items():
         cells = []
         for preset in PRESETS:
-            taken = pick(
-                name, suite="precision", variant=variant, preset=preset, direction="forward"
-            ).get("precision")
+            of = {"suite": "precision", "variant": variant, "preset": preset}
+            taken = both_ways(name, **of)[0].get("precision")
             chosen = (
                 f" ({'bf16' if taken == 'bf16' else 'FP8'})" if variant == "float8-auto" else ""
             )
-            cells.append(ways([(name, variant)], suite="precision", preset=preset) + chosen)
+            cells.append(both_ms(name, **of) + chosen)
         yield [label, *cells]
 
 
@@ -377,24 +374,23 @@ Training = tuple[
 def trainings() -> Iterable[tuple[Training, Training]]:
     """Each, and the trainer's own to compare it with."""
     titan, megatron, trainer = map(load, TRAINERS)
-    each: list[Training] = [
-        (f"torchtitan: {one['way']}", one["tokens_per_s"], one["losses"]) for one in titan
-    ]
-    yield from ((one, each[-1]) for one in each)
-    each = []
-    for one in megatron:
-        shape, name = one["shape"], one["trained"].replace("+", ", ")
-        tokens = shape["sequence"] * shape["micro_batch"] * shape["micro_batches"] * one["ranks"]
-        name += f", capacity {one['load_factor']:g} times the mean" if one["load_factor"] else ""
-        each.append(
-            (f"Megatron-Core: {name}", tokens / one["step_ms"]["median"] * 1e3, one["losses"])
-        )
-    yield from ((one, each[-1]) for one in each)
-    results = trainer["results"]
-    each = [
-        (f"transformers: {one['way']}", one["tokens_per_s"][0], one["losses"][0]) for one in results
-    ]
-    yield from ((one, each[-1]) for one in each)
+    of_trainers: Iterable[list[Training]] = (
+        [(f"torchtitan: {one['way']}", one["tokens_per_s"], one["losses"]) for one in titan],
+        [of_megatron(one) for one in megatron],
+        [
+            (f"transformers: {one['way']}", one["tokens_per_s"][0], one["losses"][0])
+            for one in trainer["results"]
+        ],
+    )
+    for each in of_trainers:
+        yield from ((one, each[-1]) for one in each)
+
+
+def of_megatron(one: Record) -> Training:
+    shape, name = one["shape"], one["trained"].replace("+", ", ")
+    tokens = shape["sequence"] * shape["micro_batch"] * shape["micro_batches"] * one["ranks"]
+    name += f", capacity {one['load_factor']:g} times the mean" if one["load_factor"] else ""
+    return f"Megatron-Core: {name}", tokens / one["step_ms"]["median"] * 1e3, one["losses"]
 
 
 def trainers() -> Iterable[list[object]]:
@@ -514,7 +510,7 @@ def sanitizer(text: str) -> Iterable[list[object]]:
 # -- the page ---------------------------------------------------------------------------------------------------------
 
 
-def sections() -> Iterable[tuple[str, list[str]]]:
+def sections() -> list[tuple[str, list[str]]]:
     passes = "forward / backward"
     cpu = [f"reliability-cpu-{name}" for name in SUITES]
     head = ["suite", "cases", "failed", "s", "run", "found"]
@@ -522,201 +518,219 @@ def sections() -> Iterable[tuple[str, list[str]]]:
         f"{preset}, {tokens}{', one H100' * (names == STEPS[2:])}"
         for preset, tokens, names in COLUMNS
     )
-    yield (
-        "## Whole steps",
-        [
-            source(*STEPS, note="2 H200s, and one H100, where nothing travels."),
-            table(["ms of a step", *columns], steps()),
-            host("steps-h200-ep2"),
-        ],
-    )
-    yield (
-        "## Memory of a step",
-        [
-            source("memory-h100-ep2", note="Memory + leases."),
-            table(
-                ["MiB", *(f"{preset}, {what}" for preset in PRESETS for what in ("held", "peak"))],
-                memory(),
-            ),
-        ],
-    )
     three = ["ms", "TFLOP/s", "of ceiling"]
-    yield (
-        "## Layer",
-        [
-            source(
-                "layer-h200-ep2",
-                "layer-h200-ep4",
-                note="The pictures in [benchmarking](benchmarking.md#pictures) have static capacity without a graph.",
-            ),
-            table(
-                ["layer", "EP", "way", *(f"{d} {what}" for d in BOTH for what in three), "x stock"],
-                layers(),
-                3,
-            ),
-            table(
-                [
-                    "layer",
-                    "EP",
-                    "GEMMs alone forward ms / TFLOP/s",
-                    "backward",
-                    f"stock {passes} ms",
-                ],
-                ceilings(),
-                2,
-            ),
-        ],
-    )
-    yield (
-        "### Balance by replicas",
-        [
-            source(
-                "balance-h200-ep2",
-                note="Steps without a router, 4 places. Load: rows of rank 0 by the mean; peaks: its.",
-            ),
-            table(
-                [
-                    "",
-                    "load",
-                    "ms",
-                    "with replicas",
-                    "by the uniform step",
-                    "peak MiB",
-                    "with replicas",
-                ],
-                balance(),
-            ),
-        ],
-    )
-    yield (
-        "## Router",
-        [
-            source(
-                "router-h200",
-                note=f"us {passes}; errors of logits against float64, of the sum of the terms' magnitudes.",
-            ),
-            table(
-                ["layer", "ours", "fp32", "tf32", "bf16", "error: ours, fp32, tf32, bf16"], router()
-            ),
-        ],
-    )
-    yield (
-        "## Grouped GEMM, one GPU",
-        [
-            source("gemm-h200", note="TFLOP/s, torch._grouped_mm in brackets; contiguous rows."),
-            table(["product", *PRESETS], products()),
-        ],
-    )
-    yield (
-        "## Stash choices, layouts, order",
-        [
-            source(
-                "variants-h200-ep2", note="Peak of what one step takes: ordinary memory + heap."
-            ),
-            table(
-                ["", *(f"{preset} {what}" for preset in PRESETS for what in ("ms", "MiB"))],
-                variants(),
-            ),
-        ],
-    )
     trip = [f"dispatch {layout}, {d}" for layout in ("packed", "expert-major") for d in BOTH]
-    yield (
-        "## Dispatch and combine",
-        [
-            source(
-                "trips-h200-ep2",
-                "trips-h200-ep4",
-                note="GB/s over NVLink; copy: as many bytes by plain copies.",
-            ),
-            table(
-                ["layer", "EP", *trip, "copy", "combine, rank", "slot", "copy, rank", "slot"],
-                trips(),
-                2,
-            ),
-        ],
-    )
-    yield (
-        "## FP8 on Hopper",
-        [
-            source("fp8-gemm-h200", note="TFLOP/s, FP8 / bf16 in the last run of both."),
-            table(["products, Float8Block / bf16", *PRODUCTS.values()], fp8_products()),
-            source(
-                "precision-h200-ep2",
-                note=f"ms {passes}.",
-            ),
-            table(["2 GPUs", *PRESETS], fp8_layers()),
-        ],
-    )
-    yield (
-        "## Convergence",
-        [
-            source("convergence-h200", note="Held-out bits per byte; differences seed by seed."),
-            table(["", *(f"seed {seed}" for seed in range(4)), "against bf16"], convergence()),
-        ],
-    )
-    yield (
-        "## Trainers",
-        [
-            source(
-                *TRAINERS,
-                note="A model with four layers of Qwen3-30B-A3B, 200 steps of 16,384 tokens, of bytes of Python's "
-                "library. The losses of transformers' Trainer are means of 20 steps. torch 2.11 lacks what torchtitan "
-                "0.3.0 asks for: benchmarks/torchtitan_stand_ins.py.",
-            ),
-            fill(
-                "One run of each way, with the same tokens. Ways of a trainer start from the same weights, and their "
-                "first losses agree within 0.001; torchtitan's *step* draws other initial experts. Later losses "
-                "differ: rows and gradients are summed in other orders. Whether that is all of the difference was not "
-                "isolated, nor how far apart runs of several seeds are. On CPUs, in fp32, losses agree within 1e-6 "
-                "([tests](trainers.md))."
-            ),
-            table(
-                [
-                    "trainer: way",
-                    "tokens/s on 2 GPUs",
-                    "",
-                    *(f"loss, step {n}" for n in (20, 100, 200)),
-                ],
-                trainers(),
-            ),
-        ],
-    )
-    yield (
-        "## Reliability suites on CPUs",
-        [
-            fill(
-                f"reliability-cpu-SUITE.json, {machine(load(cpu[0]))}: {CALL} SUITE. 2 or 3 ranks."
-            ),
-            table(head, suites({name.rpartition("-")[2]: load(name) for name in cpu}), 5),
-        ],
-    )
-    yield (
-        "### On GPUs",
-        [
-            fill(
-                f"reliability-h200-ep4.json and -ep2.json, H200: {CALL} SUITE --device cuda --ranks R. Survivors of "
-                "faults raise after median, maximum."
-            ),
-            table(["4 / 2 H200s", *head[1:]], both_suites(), 5),
-            fill(f"Failed: {failed_on_gpus()}. What failed:"),
-            "\n".join(failures()),
-        ],
-    )
     trace = (RESULTS / "trace-h200-ep2.txt").read_text(encoding="utf-8")
     sanitized = (RESULTS / "sanitize-h200.txt").read_text(encoding="utf-8")
     counted = ("device-to-device copies", "calls that wait for the GPU", "kernels")
     counts = [re.search(rf"^{what}: (\d+)$", trace, re.MULTILINE)[1] for what in counted]
-    yield (
-        "### Sanitizer, trace",
-        [
-            fill(f"sanitize-h200.txt, by benchmarks/sanitize.sh: {sanitized.splitlines()[0]}."),
-            table(["compute-sanitizer", "errors", "tests passed"], sanitizer(sanitized)),
-            fill(
-                f"trace-h200-ep2.txt, {trace.splitlines()[0]}. A step of qwen3-30b's layer with static capacity: "
-                f"{counts[0]} copies on the device, {counts[1]} waits for it, {counts[2]} kernels."
-            ),
-        ],
-    )
+    return [
+        (
+            "## Whole steps",
+            [
+                source(*STEPS, note="2 H200s, and one H100, where nothing travels."),
+                table(["ms of a step", *columns], steps()),
+                host("steps-h200-ep2"),
+            ],
+        ),
+        (
+            "## Memory of a step",
+            [
+                source("memory-h100-ep2", note="Memory + leases."),
+                table(
+                    [
+                        "MiB",
+                        *(f"{preset}, {what}" for preset in PRESETS for what in ("held", "peak")),
+                    ],
+                    memory(),
+                ),
+            ],
+        ),
+        (
+            "## Layer",
+            [
+                source(
+                    "layer-h200-ep2",
+                    "layer-h200-ep4",
+                    note="The pictures in [benchmarking](benchmarking.md#pictures) have static capacity without a "
+                    "graph.",
+                ),
+                table(
+                    [
+                        "layer",
+                        "EP",
+                        "way",
+                        *(f"{d} {what}" for d in BOTH for what in three),
+                        "x stock",
+                    ],
+                    layers(),
+                    3,
+                ),
+                table(
+                    [
+                        "layer",
+                        "EP",
+                        "GEMMs alone forward ms / TFLOP/s",
+                        "backward",
+                        f"stock {passes} ms",
+                    ],
+                    ceilings(),
+                    2,
+                ),
+            ],
+        ),
+        (
+            "### Balance by replicas",
+            [
+                source(
+                    "balance-h200-ep2",
+                    note="Steps without a router, 4 places. Load: rows of rank 0 by the mean; peaks: its.",
+                ),
+                table(
+                    [
+                        "",
+                        "load",
+                        "ms",
+                        "with replicas",
+                        "by the uniform step",
+                        "peak MiB",
+                        "with replicas",
+                    ],
+                    balance(),
+                ),
+            ],
+        ),
+        (
+            "## Router",
+            [
+                source(
+                    "router-h200",
+                    note=f"us {passes}; errors of logits against float64, of the sum of the terms' magnitudes.",
+                ),
+                table(
+                    ["layer", "ours", "fp32", "tf32", "bf16", "error: ours, fp32, tf32, bf16"],
+                    router(),
+                ),
+            ],
+        ),
+        (
+            "## Grouped GEMM, one GPU",
+            [
+                source(
+                    "gemm-h200", note="TFLOP/s, torch._grouped_mm in brackets; contiguous rows."
+                ),
+                table(["product", *PRESETS], products()),
+            ],
+        ),
+        (
+            "## Stash choices, layouts, order",
+            [
+                source(
+                    "variants-h200-ep2", note="Peak of what one step takes: ordinary memory + heap."
+                ),
+                table(
+                    ["", *(f"{preset} {what}" for preset in PRESETS for what in ("ms", "MiB"))],
+                    variants(),
+                ),
+            ],
+        ),
+        (
+            "## Dispatch and combine",
+            [
+                source(
+                    "trips-h200-ep2",
+                    "trips-h200-ep4",
+                    note="GB/s over NVLink; copy: as many bytes by plain copies.",
+                ),
+                table(
+                    ["layer", "EP", *trip, "copy", "combine, rank", "slot", "copy, rank", "slot"],
+                    trips(),
+                    2,
+                ),
+            ],
+        ),
+        (
+            "## FP8 on Hopper",
+            [
+                source("fp8-gemm-h200", note="TFLOP/s, FP8 / bf16 in the last run of both."),
+                table(["products, Float8Block / bf16", *PRODUCTS.values()], fp8_products()),
+                source(
+                    "precision-h200-ep2",
+                    note=f"ms {passes}.",
+                ),
+                table(["2 GPUs", *PRESETS], fp8_layers()),
+            ],
+        ),
+        (
+            "## Convergence",
+            [
+                source(
+                    "convergence-h200", note="Held-out bits per byte; differences seed by seed."
+                ),
+                table(["", *(f"seed {seed}" for seed in range(4)), "against bf16"], convergence()),
+            ],
+        ),
+        (
+            "## Trainers",
+            [
+                source(
+                    *TRAINERS,
+                    note="A model with four layers of Qwen3-30B-A3B, 200 steps of 16,384 tokens, of bytes of Python's "
+                    "library. The losses of transformers' Trainer are means of 20 steps. torch 2.11 lacks what "
+                    "torchtitan 0.3.0 asks for: benchmarks/torchtitan_stand_ins.py.",
+                ),
+                fill(
+                    "One run of each way, with the same tokens. Ways of a trainer start from the same weights, and "
+                    "their first losses agree within 0.001; torchtitan's *step* draws other initial experts. Later "
+                    "losses differ: rows and gradients are summed in other orders. Whether that is all of the "
+                    "difference was not isolated, nor how far apart runs of several seeds are. On CPUs, in "
+                    "fp32, losses agree within 1e-6 "
+                    "([tests](trainers.md))."
+                ),
+                table(
+                    [
+                        "trainer: way",
+                        "tokens/s on 2 GPUs",
+                        "",
+                        *(f"loss, step {n}" for n in (20, 100, 200)),
+                    ],
+                    trainers(),
+                ),
+            ],
+        ),
+        (
+            "## Reliability suites on CPUs",
+            [
+                fill(
+                    f"reliability-cpu-SUITE.json, {machine(load(cpu[0]))}: {CALL} SUITE. 2 or 3 ranks."
+                ),
+                table(head, suites({name.rpartition("-")[2]: load(name) for name in cpu}), 5),
+            ],
+        ),
+        (
+            "### On GPUs",
+            [
+                fill(
+                    f"reliability-h200-ep4.json and -ep2.json, H200: {CALL} SUITE --device cuda --ranks R. Survivors "
+                    "of faults raise after median, maximum."
+                ),
+                table(["4 / 2 H200s", *head[1:]], both_suites(), 5),
+                fill(f"Failed: {failed_on_gpus()}. What failed:"),
+                "\n".join(failures()),
+            ],
+        ),
+        (
+            "### Sanitizer, trace",
+            [
+                fill(f"sanitize-h200.txt, by benchmarks/sanitize.sh: {sanitized.splitlines()[0]}."),
+                table(["compute-sanitizer", "errors", "tests passed"], sanitizer(sanitized)),
+                fill(
+                    f"trace-h200-ep2.txt, {trace.splitlines()[0]}. A step of qwen3-30b's layer with static capacity: "
+                    f"{counts[0]} copies on the device, {counts[1]} waits for it, {counts[2]} kernels."
+                ),
+            ],
+        ),
+    ]
 
 
 def page() -> str:

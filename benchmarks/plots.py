@@ -13,7 +13,8 @@ from __future__ import annotations
 import json
 import sys
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,21 +101,27 @@ def shown_in(mine: Records) -> dict[str, tuple[str, dict[str, Any], dict[str, An
 def draw_bars(axis: Axes, mine: Records, along: str, figure: str) -> None:
     """A group of bars for each value of `along`."""
     values = list(dict.fromkeys(record[along] for record in mine))
-    groups = [group for group in GROUPS if group in values] + [
-        value for value in values if value not in GROUPS
-    ]
-    shown, width = shown_in(mine), 0.86 / len(shown_in(mine))
-    text = number_text(record[figure] for record in mine)
-    for place, (variant, (label, _, look)) in enumerate(shown.items()):
-        of = {record[along]: record[figure] for record in mine if record["variant"] == variant}
-        middle = (place - (len(shown) - 1) / 2) * width
-        bars = axis.bar(
-            [i + middle for i in range(len(groups))],
-            [of[g] for g in groups],
-            0.92 * width,
-            label=label,
-            **look,
-        )
+    known = [group for group in GROUPS if group in values]
+    groups = known + [value for value in values if value not in GROUPS]
+    looks = {variant: (label, look) for variant, (label, _, look) in shown_in(mine).items()}
+    of = {(record[along], record["variant"]): record[figure] for record in mine}
+    draw_groups(axis, groups, looks, of, number_text(record[figure] for record in mine))
+
+
+def draw_groups(
+    axis: Axes,
+    groups: Sequence[str],
+    looks: dict[str, tuple[str, dict[str, Any]]],
+    of: dict[tuple[str, str], float],
+    text: Callable[[float], str],
+) -> None:
+    """Bars of each group for the variants in `looks`, as high as `of`[group, variant]."""
+    width = 0.86 / len(looks)
+    for place, (variant, (label, look)) in enumerate(looks.items()):
+        middle = (place - (len(looks) - 1) / 2) * width
+        where = [i + middle for i in range(len(groups))]
+        heights = [of[group, variant] for group in groups]
+        bars = axis.bar(where, heights, 0.92 * width, label=label, **look)
         axis.bar_label(bars, fmt=text, padding=1, fontsize=7)
     axis.set_xticks(range(len(groups)), groups)
     axis.margins(y=0.1)
@@ -144,35 +151,31 @@ def draw_lines(axis: Axes, mine: Records) -> None:
     axis.grid(color="#e5e5e5", linewidth=0.6)
 
 
+LAYERS = {  # of steps, and of what they hold
+    "layer": ("symmoe, MoELayer and its router", {"color": BLUE}),
+    "layer, graph": ("symmoe, CUDA graph", {"color": SKY}),
+    "layer, packed": ('symmoe, layout="packed"', {"color": SKY}),
+    "deepep": ("DeepEP 1.2.1, torch._grouped_mm", {"color": PURPLE}),
+    "stock torch": ("stock torch: NCCL, torch._grouped_mm", {"color": ORANGE}),
+}
+
+
 def draw_speed(path: str) -> None:
-    looks = {
-        "layer": ("symmoe, MoELayer and its router", {"color": BLUE}),
-        "layer, graph": ("symmoe, CUDA graph", {"color": SKY}),
-        "deepep": ("DeepEP 1.2.1, torch._grouped_mm", {"color": PURPLE}),
-        "stock torch": ("stock torch: NCCL, torch._grouped_mm", {"color": ORANGE}),
-    }
-    found = records("steps-h200-ep2", "deepep-h200-ep2")
     of = {
         (one["preset"], one["variant"]): one["tflops"]
-        for one in found
+        for one in records("steps-h200-ep2", "deepep-h200-ep2")
         if one["suite"] == "steps" and one["tokens"] == 8192
     }
     title = (
         "Training steps of a MoE layer, bf16, 2 NVIDIA H200s, 8192 tokens per GPU; more is better"
     )
-    draw_presets(path, title, "TFLOP/s per GPU", looks, of)
+    draw_presets(path, title, "TFLOP/s per GPU", of)
 
 
 def draw_memory(path: str) -> None:
-    looks = {
-        "layer": ("symmoe, MoELayer and its router", {"color": BLUE}),
-        "layer, packed": ('symmoe, layout="packed"', {"color": SKY}),
-        "deepep": ("DeepEP 1.2.1, torch._grouped_mm", {"color": PURPLE}),
-        "stock torch": ("stock torch: NCCL, torch._grouped_mm", {"color": ORANGE}),
-    }
     of = {(one["preset"], one["variant"]): held_mib(one) for one in records("memory-h100-ep2")}
     title = "What a MoE layer keeps until its backward, bf16, 2 NVIDIA H100s, 8192 tokens per GPU; less is better"
-    draw_presets(path, title, "MiB per GPU", looks, of)
+    draw_presets(path, title, "MiB per GPU", of)
 
 
 def held_mib(record: dict[str, Any]) -> float:
@@ -180,38 +183,20 @@ def held_mib(record: dict[str, Any]) -> float:
     return float(record["held_ordinary_bytes"] + record["held_heap_bytes"]) / 2**20
 
 
-def draw_presets(
-    path: str,
-    title: str,
-    unit: str,
-    looks: dict[str, tuple[str, dict[str, Any]]],
-    of: dict[tuple[str, str], float],
-) -> None:
-    """Bars of each preset for the variants in `looks`, as high as `of`[preset, variant]."""
-    groups, width = GROUPS[:3], 0.86 / len(looks)
+def draw_presets(path: str, title: str, unit: str, of: dict[tuple[str, str], float]) -> None:
+    """Bars of each preset for the variants of LAYERS that `of` has."""
+    measured = {variant for _, variant in of}
+    looks = {variant: look for variant, look in LAYERS.items() if variant in measured}
     with picture(path, height_inches=3.4) as figure:
         axis = figure.subplots()
-        for place, (variant, (label, look)) in enumerate(looks.items()):
-            where = [i + (place - (len(looks) - 1) / 2) * width for i in range(len(groups))]
-            bars = axis.bar(
-                where, [of[group, variant] for group in groups], 0.92 * width, label=label, **look
-            )
-            axis.bar_label(bars, fmt="{:.0f}".format, padding=1, fontsize=7)
-        axis.set_xticks(range(len(groups)), groups)
+        draw_groups(axis, GROUPS[:3], looks, of, "{:.0f}".format)
         axis.set_ylabel(unit)
-        axis.margins(y=0.1)
         axis.set_title(title, loc="left")
         figure.legend(loc="outside lower center", ncols=2)
 
 
-def draw_layer(path: str) -> None:
-    title = "A MoE layer on NVIDIA H200s, 8192 tokens per GPU; more is better"
-    draw(path, title, records("layer-h200-ep2", "layer-h200-ep4"), "preset")
-
-
-def draw_tokens(path: str) -> None:
-    title = "Time of a MoE layer on NVIDIA H200s; bands: 10th to 90th percentile"
-    draw(path, title, records("layer-tokens-h200-ep2"), "tokens")
+def draw_records(title: str, names: Sequence[str], along: str, path: str) -> None:
+    draw(path, title, records(*names), along)
 
 
 def draw_skew(path: str) -> None:
@@ -242,8 +227,18 @@ def draw_own(path: str, files: list[str]) -> None:
 PICTURES = {
     "speed-h200.png": draw_speed,
     "memory-h100.png": draw_memory,
-    "layer-h200.png": draw_layer,
-    "tokens-h200.png": draw_tokens,
+    "layer-h200.png": partial(
+        draw_records,
+        "A MoE layer on NVIDIA H200s, 8192 tokens per GPU; more is better",
+        ("layer-h200-ep2", "layer-h200-ep4"),
+        "preset",
+    ),
+    "tokens-h200.png": partial(
+        draw_records,
+        "Time of a MoE layer on NVIDIA H200s; bands: 10th to 90th percentile",
+        ("layer-tokens-h200-ep2",),
+        "tokens",
+    ),
     "skew-h200.png": draw_skew,
 }
 

@@ -28,7 +28,6 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,8 +49,8 @@ KERNELS = {
     "planted_dispatch_kernel": ("benchmarks/planted_races.py", None),
     "planted_race_kernel": ("benchmarks/planted_races.py", None),
 }
-_FIRST = re.compile(r"Race reported between (.*)")
-_NEXT = re.compile(r"=========\s+and (.*)")
+_AND = r"\n.*=========[ \t]+and "
+_REPORT = re.compile(rf"Race reported between (.*(?:{_AND}.*)*)")
 _ACCESS = re.compile(r"(Read|Write) access at (\w+)(?:\(.*\))?\+0x[0-9a-f]+ in (\S+):(\d+)")
 _SUMMARY = re.compile(r"RACECHECK SUMMARY: .*\((\d+) errors?, (\d+) warnings?\)")
 
@@ -82,21 +81,9 @@ def _function(file: str, name: str) -> ast.FunctionDef:
     raise LookupError(f"{file} has no function {name}")
 
 
-def reports_of(log: str) -> Iterator[list[str]]:
+def reports_of(log: str) -> list[list[str]]:
     """The accesses of each report, as racecheck words them."""
-    report: list[str] = []
-    for line in log.splitlines():
-        if (first := _FIRST.search(line)) is not None:
-            if report:
-                yield report
-            report = [first[1]]
-        elif report and (further := _NEXT.search(line)) is not None:
-            report.append(further[1])
-        elif report:
-            yield report
-            report = []
-    if report:
-        yield report
+    return [re.split(_AND, accesses) for accesses in _REPORT.findall(log)]
 
 
 def is_dispatch(accesses: list[str]) -> bool:
@@ -119,7 +106,7 @@ def count(log: str) -> tuple[int, int] | None:
     summaries = _SUMMARY.findall(log)
     if not summaries:
         return None
-    reports = list(reports_of(log))
+    reports = reports_of(log)
     dispatch = sum(map(is_dispatch, reports))
     return dispatch, max(len(reports), sum(map(int, summaries[-1]))) - dispatch
 

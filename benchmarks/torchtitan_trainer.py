@@ -38,6 +38,7 @@ import torch
 import torch.distributed as dist
 import torchtitan
 from lm.data import VOCABULARY, load_corpus, train_batch
+from suites.cases import parser_of
 from suites.machine import machine
 from torch.utils.data import IterableDataset
 from torchtitan.components.dataloader import ParallelAwareDataloader
@@ -50,6 +51,8 @@ from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.qwen3 import _build_qwen3_moe_layers
 from torchtitan.models.qwen3.config_registry import qwen3_moe_debug
 from torchtitan.trainer import Trainer
+
+from symmoe.tools.shapes import Options
 
 SIZES = {"dim": 2048, "n_heads": 32, "n_kv_heads": 4, "head_dim": 128, "moe_hidden_dim": 768}
 SIZES |= {"num_experts": 128, "top_k": 8}
@@ -144,22 +147,15 @@ class Clock(MetricsProcessor):
         self.ends_s.append(time.perf_counter())
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--way", choices=WAYS, default="step")
-    parser.add_argument("--layers", type=int, default=4, help="of the model (%(default)s)")
-    parser.add_argument(
-        "--context", type=int, default=2048, help="tokens of a sequence (%(default)s)"
-    )
-    parser.add_argument("--sequences", type=int, default=4, help="per rank and step (%(default)s)")
-    parser.add_argument("--steps", type=int, default=200, help="(%(default)s)")
-    parser.add_argument("--tiny", action="store_true", help="small sizes, for a CPU")
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="add a line with the results to FILE"
-    )
-    return parser.parse_args()
+OPTIONS: Options = {
+    "--way": {"choices": WAYS, "default": "step"},
+    "--layers": {"type": int, "default": 4, "help": "of the model (%(default)s)"},
+    "--context": {"type": int, "default": 2048, "help": "tokens of a sequence (%(default)s)"},
+    "--sequences": {"type": int, "default": 4, "help": "per rank and step (%(default)s)"},
+    "--steps": {"type": int, "default": 200, "help": "(%(default)s)"},
+    "--tiny": {"action": "store_true", "help": "small sizes, for a CPU"},
+    "--json": {"type": Path, "metavar": "FILE", "help": "add a line with the results to FILE"},
+}
 
 
 def small_qwen3(
@@ -230,7 +226,7 @@ def config_of(arguments: argparse.Namespace, folder: str) -> Trainer.Config:
 
 
 def main() -> None:
-    arguments = parse_arguments()
+    arguments = parser_of(__doc__, OPTIONS).parse_args()
     with tempfile.TemporaryDirectory() as folder:
         trainer = config_of(arguments, folder).build()
         trainer.train()

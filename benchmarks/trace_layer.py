@@ -17,38 +17,29 @@ import argparse
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 import torch
-from suites.cases import run_program
+from suites.cases import Case, run_program
+from suites.problem import Problem
+from suites.reference import Reference
+from suites.steps import Choice, heap_bytes, layer_step
 
 from symmoe.errors import ArgumentError
-from symmoe.moe.config import MoEConfig
-from symmoe.moe.layer import MoELayer
 from symmoe.precision.recipes import PRECISIONS
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.timeline.events import Event, Timeline, table
 from symmoe.timeline.phases import COMMUNICATION
 from symmoe.timeline.recording import record
 from symmoe.tools.ranks import join
-from symmoe.tools.shapes import (
-    PRESETS,
-    add_config_arguments,
-    add_shape_arguments,
-    config_of,
-    shape_of,
-)
+from symmoe.tools.shapes import PRESETS, Options, config_options, shape_of, shape_options
+from symmoe.tools.timing import WARM_UP
 from symmoe.torch_internals import SLEEP_KERNEL, gpu_sleep
-from symmoe.training.memory_plan import plan_memory
 
 _Outputs = TypeVar("_Outputs")
 
-_CAPACITY_FACTOR = 1.25  # static capacity, in T * K rows: a graph needs one
-_WARM_UP_STEPS = 3
 _PROFILED_STEPS = 3  # under the profiler, before what is recorded: its start makes hosts late
-_REPLAYED_HEAP = (
-    3  # times an eager step's: a graph's leases do not take over what was freed on other streams
-)
 _AFTER_MARKS = ("backward", "forward")  # after an even number of marks, after an odd one
 _GEMMS = {
     "forward": "FC2",
@@ -56,29 +47,26 @@ _GEMMS = {
 }  # one kernel, of experts whose activations are in FC1's
 
 
-def main(arguments: list[str] | None = None) -> None:
-    run_program(__doc__, add_arguments, run, arguments)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds what :func:`run` reads."""
-    add_shape_arguments(parser, default=next(iter(PRESETS)))
-    parser.add_argument(
-        "--tokens", type=int, default=8192, help="T, tokens of a rank (%(default)s)"
-    )
-    parser.add_argument(
-        "--schedule", choices=("overlapped", "serial"), default="overlapped", help="see MoEConfig"
-    )
-    parser.add_argument(
-        "--precision", choices=PRECISIONS, help="what experts multiply (default: bf16)"
-    )
-    add_config_arguments(parser, quantized_wire="none")
-    parser.add_argument(
-        "--eager", action="store_true", help="the step as the host launches it; always so on CPUs"
-    )
-    parser.add_argument(
-        "--out", default="step.json", metavar="FILE.json", help="the trace (%(default)s)"
-    )
+OPTIONS: Options = {
+    **shape_options(default=next(iter(PRESETS))),
+    "--tokens": {"type": int, "default": 8192, "help": "T, tokens of a rank (%(default)s)"},
+    "--schedule": {
+        "choices": ("overlapped", "serial"),
+        "default": "overlapped",
+        "help": "see MoEConfig",
+    },
+    "--precision": {"choices": PRECISIONS, "help": "what experts multiply (default: bf16)"},
+    **config_options(quantized_wire="none"),
+    "--eager": {
+        "action": "store_true",
+        "help": "the step as the host launches it; always so on CPUs",
+    },
+    "--out": {
+        "default": "step.json",
+        "metavar": "FILE.json",
+        "help": "the trace (%(default)s)",
+    },
+}
 
 
 def run(args: argparse.Namespace) -> None:
@@ -86,68 +74,42 @@ def run(args: argparse.Namespace) -> None:
     shape = shape_of(args, next(iter(PRESETS)))
     if args.tokens < 1:
         raise ArgumentError(f"tokens ({args.tokens}) must be at least 1")
-    config = config_of(
-        shape,
-        capacity=int(_CAPACITY_FACTOR * args.tokens * shape.top_k),
-        overflow="drop",
-        schedule=args.schedule,
+    options = {"overflow": "drop", "schedule": args.schedule, "aux_loss_coef": 1e-2}
+    choice = Choice(
+        captured=not args.eager and torch.cuda.is_available(),
         precision=None if args.precision is None else PRECISIONS[args.precision],
-        quantized_wire=args.quantized_wire,
-        aux_loss_coef=1e-2,
+        options=options | {"quantized_wire": args.quantized_wire},
     )
-    if report := trace_layer(config, num_tokens=args.tokens, path=args.out, eager=args.eager):
+    if report := trace_layer(Case(shape, args.tokens, "uniform"), choice, path=args.out):
         print(report, flush=True)
 
 
-def trace_layer(config: MoEConfig, *, num_tokens: int, path: str, eager: bool = False) -> str:
-    """Records a step of a layer with random weights, tokens and routing, bf16: a replay of the captured step, or, with
-    `eager` and on CPUs, as the host launches it. Collective. Returns the table on rank 0; "" elsewhere. Raises
-    ArgumentError if experts cannot be divided among the ranks. config: has a balance loss, and a static capacity if the
-    step is captured."""
+def trace_layer(case: Case, choice: Choice, *, path: str) -> str:
+    """Records a step of a layer with its own router, bf16: a replay of the captured step, or as the host launches it.
+    Collective. Returns the table on rank 0; "" elsewhere. Raises ArgumentError if there is no such layer, or experts
+    cannot be divided among the ranks. choice: has a balance loss."""
+    config = choice.config(case.shape, case.num_slots)
     with join() as ranks:
-        plan = plan_memory(
-            config, num_ranks=ranks.num_ranks, num_tokens=num_tokens, dtype=torch.bfloat16
+        config.experts_per_rank(ranks.num_ranks)
+        problem = Problem(case, ranks)
+        num_bytes = heap_bytes(
+            case, ranks.num_ranks, max(problem.routing.num_rows), {"layer": choice}
         )
-        replays = not eager and ranks.device.type == "cuda"
-        heap_bytes = plan.heap_bytes * (_REPLAYED_HEAP if replays else 1)
-        with SymmetricHeap(num_bytes=heap_bytes) as heap:
+        with SymmetricHeap(num_bytes=num_bytes) as heap:
             torch.manual_seed(0)  # the router is the same on all ranks
-            layer = MoELayer(config, heap, dtype=torch.bfloat16)
-            torch.manual_seed(1 + heap.rank)
-            x = torch.randn(
-                num_tokens,
-                config.hidden,
-                dtype=torch.bfloat16,
-                device=heap.device,
-                requires_grad=True,
-            )
-            dy = torch.randn_like(x)
-
-            def forward() -> tuple[torch.Tensor, torch.Tensor]:
-                y, metrics = layer(x)
-                return y, metrics.aux_loss
-
-            def backward(outputs: tuple[torch.Tensor, torch.Tensor]) -> None:
-                # Gradients do not accumulate, which would take additional time.
-                torch.autograd.grad(
-                    outputs, (x, *layer.parameters()), (dy, torch.ones_like(outputs[1]))
-                )
-
-            def step() -> None:
-                backward(forward())
-
-            for _ in range(_WARM_UP_STEPS):
-                step()
-            graph = capture_step(forward, backward) if replays else None
-            run, finish = (step, ()) if graph is None else (graph.replay, (directed,))
+            step = layer_step("layer", choice, problem, heap, Reference(problem))
+            for _ in range(WARM_UP):
+                step.results()
+            graph = capture_step(step.forward, step.backward) if choice.captured else None
+            replay, finish = (step.results, ()) if graph is None else (graph.replay, (directed,))
             try:
                 with record(path, heap, *finish) as recording:
                     for _ in range(_PROFILED_STEPS):
-                        run()
+                        replay()
                     recording.start()
-                    run()
+                    replay()
             finally:
-                del run, graph
+                del replay, graph
                 heap.release_graphs()
             assert recording.timeline is not None
             return table(recording.timeline) if heap.rank == 0 else ""
@@ -194,6 +156,8 @@ def _directed(events: Sequence[Event]) -> Iterator[Event]:
                 lane=f"{kind} {number + 1}" if number else kind, direction=direction, phase=phase
             )
 
+
+main = partial(run_program, __doc__, OPTIONS, run)
 
 if __name__ == "__main__":
     main()

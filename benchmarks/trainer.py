@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import statistics
 import sys
 import tempfile
@@ -31,14 +30,16 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
 import torch
-import torch.distributed as dist
 import transformers
 from lm.data import VOCABULARY, load_corpus, train_batch
-from suites.machine import machine
+from suites.cases import names_of, run_program
+from suites.records import measured_on
 from transformers import TrainerCallback, TrainingArguments
 
 import symmoe
 from symmoe.integrations.transformers import Trainer, swap_moe
+from symmoe.tools.ranks import Ranks, join
+from symmoe.tools.shapes import Options
 
 SIZES = {
     "hidden_size": 2048,
@@ -53,27 +54,20 @@ WAYS = ("symmoe", "grouped_mm", "eager")
 LOSSES_NEAR = 0.02  # relative
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--ways", default="symmoe,grouped_mm", help=f"of {', '.join(WAYS)} (%(default)s)"
-    )
-    parser.add_argument("--layers", type=int, default=4, help="of the model (%(default)s)")
-    parser.add_argument(
-        "--context", type=int, default=2048, help="tokens of a sequence (%(default)s)"
-    )
-    parser.add_argument("--sequences", type=int, default=4, help="per rank and step (%(default)s)")
-    parser.add_argument("--steps", type=int, default=20, help="that are counted (%(default)s)")
-    parser.add_argument("--warm-up", type=int, default=5, help="steps before them (%(default)s)")
-    parser.add_argument("--repetitions", type=int, default=3, help="of every way (%(default)s)")
-    parser.add_argument("--tiny", action="store_true", help="small sizes, for a CPU")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write results to FILE")
-    arguments = parser.parse_args()
-    if unknown := set(arguments.ways.split(",")) - set(WAYS):
-        parser.error(f"--ways: {', '.join(sorted(unknown))}: must be of {', '.join(WAYS)}")
-    return arguments
+OPTIONS: Options = {
+    "--ways": {
+        "default": "symmoe,grouped_mm",
+        "help": f"of {', '.join(WAYS)}, or all (%(default)s)",
+    },
+    "--layers": {"type": int, "default": 4, "help": "of the model (%(default)s)"},
+    "--context": {"type": int, "default": 2048, "help": "tokens of a sequence (%(default)s)"},
+    "--sequences": {"type": int, "default": 4, "help": "per rank and step (%(default)s)"},
+    "--steps": {"type": int, "default": 20, "help": "that are counted (%(default)s)"},
+    "--warm-up": {"type": int, "default": 5, "help": "steps before them (%(default)s)"},
+    "--repetitions": {"type": int, "default": 3, "help": "of every way (%(default)s)"},
+    "--tiny": {"action": "store_true", "help": "small sizes, for a CPU"},
+    "--json": {"type": Path, "metavar": "FILE", "help": "write results to FILE"},
+}
 
 
 class Clock(TrainerCallback):
@@ -126,11 +120,9 @@ def data(num_sequences: int, context: int) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": row, "labels": row} for row in text]
 
 
-def train(
-    arguments: argparse.Namespace, way: str, device: torch.device, folder: str
-) -> dict[str, Any]:
+def train(arguments: argparse.Namespace, way: str, ranks: Ranks, folder: str) -> dict[str, Any]:
     """Tokens per second of all ranks, the mean loss of the run, and its losses by step."""
-    num_ranks = dist.get_world_size()
+    num_ranks, device = ranks.num_ranks, ranks.device
     torch.manual_seed(0)
     with device:
         model = transformers.Qwen3MoeForCausalLM(config_of(arguments, way))
@@ -191,33 +183,23 @@ def heap_bytes(arguments: argparse.Namespace, num_ranks: int) -> int:
     return plan.heap_bytes
 
 
-def main() -> None:
-    arguments = parse_arguments()
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", "0")
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
-    alone = {} if "RANK" in os.environ else {"rank": 0, "world_size": 1}
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", **alone)
+def run(arguments: argparse.Namespace) -> None:
+    """Trains in all ways, prints and writes."""
+    found: dict[str, list[dict[str, Any]]] = {
+        way: [] for way in names_of("way", arguments.ways, WAYS)
+    }
     transformers.logging.set_verbosity_error()
-    found: dict[str, list[dict[str, Any]]] = {way: [] for way in arguments.ways.split(",")}
-    with tempfile.TemporaryDirectory() as folder:
+    with join() as ranks, tempfile.TemporaryDirectory() as folder:
         for _ in range(arguments.repetitions):
             for way, runs in found.items():
-                runs.append(train(arguments, way, device, folder))
-    num_ranks, is_main = dist.get_world_size(), dist.get_rank() == 0
-    dist.destroy_process_group()
-    if not is_main:
+                runs.append(train(arguments, way, ranks, folder))
+    if ranks.rank != 0:
         return
+    shape = {name: getattr(arguments, name) for name in ("layers", "context", "sequences", "steps")}
     results = []
     for way, runs in found.items():
-        figures = {name: [run[name] for run in runs] for name in ("tokens_per_s", "loss", "losses")}
-        shape = {
-            name: getattr(arguments, name) for name in ("layers", "context", "sequences", "steps")
-        }
-        results.append({"way": way, "ranks": num_ranks} | figures | shape)
+        figures = {name: [run[name] for run in runs] for name in runs[0]}
+        results.append({"way": way, "ranks": ranks.num_ranks} | figures | shape)
         rate, loss = statistics.median(figures["tokens_per_s"]), min(figures["loss"])
         print(
             f"{way:12s}{rate:12,.0f} tokens/s{loss:10.4f} loss {figures['losses'][0]}", flush=True
@@ -226,14 +208,11 @@ def main() -> None:
     if max(every) - min(every) > LOSSES_NEAR * min(every):
         sys.exit(f"the ways have different losses: {every}")
     if arguments.json is not None:
-        env = machine(device) | {
-            "transformers": transformers.__version__,
-            "command": " ".join(["python", *sys.argv]),
-        }
+        env = measured_on(ranks) | {"transformers": transformers.__version__}
         arguments.json.write_text(
             json.dumps({"env": env, "results": results}, indent=1) + "\n", encoding="utf-8"
         )
 
 
 if __name__ == "__main__":
-    main()
+    run_program(__doc__, OPTIONS, run)

@@ -13,7 +13,6 @@ import math
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from symmoe import __version__
 from symmoe.errors import ArgumentError
@@ -22,11 +21,12 @@ from symmoe.tools.check import command as check
 from symmoe.tools.check.runs import DTYPES
 from symmoe.tools.doctor import command as doctor
 from symmoe.tools.shapes import (
-    add_config_arguments,
+    Options,
     add_options,
-    add_shape_arguments,
     config_of,
+    config_options,
     shape_of,
+    shape_options,
 )
 from symmoe.training.memory_plan import MemoryPlan, plan_memory
 from symmoe.training.network_plan import NetworkPlan, plan_network
@@ -70,7 +70,8 @@ TRAFFIC_SHOWN = (
     ("NVLink", "link"),
 )
 
-_OPTIONS: dict[str, dict[str, Any]] = {
+_OPTIONS: Options = {
+    **shape_options(),
     "--ranks": {
         "type": int,
         "required": True,
@@ -92,8 +93,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "default": 1.2,
         "help": "static capacity, in T * K rows (default 1.2)",
     },
-}
-_OPTIONS_AFTER_CONFIG: dict[str, dict[str, Any]] = {
+    **config_options(stash="all", layout="auto", quantized_wire="none", balance="none"),
     "--dtype": {
         "choices": sorted(DTYPES),
         "default": "bf16",
@@ -145,13 +145,13 @@ def _run(argv: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="symmoe", description=__doc__)
     parser.add_argument("--version", action="version", version=f"symmoe {__version__}")
     commands, raw = parser.add_subparsers(required=True), argparse.RawDescriptionHelpFormatter
-    for name, text, description, add_arguments, run in (
-        ("plan", _PLAN_HELP, _PLAN, _add_plan_arguments, _plan),
-        ("doctor", doctor.HELP, doctor.DESCRIPTION, doctor.add_arguments, doctor.run),
-        ("check", check.HELP, check.DESCRIPTION, check.add_arguments, check.run),
+    for name, text, description, options, run in (
+        ("plan", _PLAN_HELP, _PLAN, _OPTIONS, _plan),
+        ("doctor", doctor.HELP, doctor.DESCRIPTION, doctor.OPTIONS, doctor.run),
+        ("check", check.HELP, check.DESCRIPTION, check.OPTIONS, check.run),
     ):
         its = commands.add_parser(name, help=text, description=description, formatter_class=raw)
-        add_arguments(its)
+        add_options(its, options)
         its.set_defaults(run=run)
     args = parser.parse_args(argv)
     try:
@@ -162,13 +162,6 @@ def _run(argv: Sequence[str] | None) -> int:
         if error.filename is None:
             raise
         parser.error(f"{error.filename}: {error.strerror}")
-
-
-def _add_plan_arguments(plan: argparse.ArgumentParser) -> None:
-    add_shape_arguments(plan)
-    add_options(plan, _OPTIONS)
-    add_config_arguments(plan, stash="all", layout="auto", quantized_wire="none", balance="none")
-    add_options(plan, _OPTIONS_AFTER_CONFIG)
 
 
 def _plan(args: argparse.Namespace) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from symmoe.errors import ArgumentError
-from symmoe.tools.shapes import PRESETS, Shape, shape_of
+from symmoe.tools.shapes import PRESETS, Options, Shape, add_options, shape_of
 
 HOT_EXPERT = 0
 _ZIPF_SEED = 20261121
@@ -80,17 +80,22 @@ def choose_experts(case: Case, generator: torch.Generator) -> torch.Tensor:
     return keys.topk(case.shape.top_k, dim=1).indices
 
 
+def parser_of(description: str | None, options: Options) -> argparse.ArgumentParser:
+    """The parser of a program that shows its description as it is."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=description, formatter_class=raw)
+    add_options(parser, options)
+    return parser
+
+
 def run_program(
     description: str | None,
-    add_arguments: Callable[[argparse.ArgumentParser], None],
+    options: Options,
     run: Callable[[argparse.Namespace], None],
-    arguments: list[str] | None,
+    arguments: list[str] | None = None,
 ) -> None:
     """Parses the arguments (None: those of the process) and runs; what an ArgumentError says is a usage error."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_arguments(parser)
+    parser = parser_of(description, options)
     try:
         run(parser.parse_args(arguments))
     except ArgumentError as error:

@@ -6,33 +6,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from suites.layer import Choice
-from suites.problem import DTYPE, Problem
-from suites.records import Record
-from suites.timing import DIRECTIONS, Run, Variant, clock_for, plan_of
 from symmoe.dispatch.plan import Plan
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.tools.ranks import Ranks
-
-
-def of_choice(
-    problem: Problem, run: Run, choice: Choice, variant: Variant
-) -> tuple[Record, Record]:
-    """Bytes that travel forward and backward, and the peak of memory if the host launches the step. Collective."""
-    memory: dict[str, int | None] = {}
-    if not variant.reuses_marks:
-        meter = MemoryMeter(run.ranks.device, run.heap)
-        variant.call(clock_for(run.ranks.device))
-        memory = meter.peak()
-    plan, config, found = plan_of(run, problem), choice.config(problem.case.shape), []
-    for direction in DIRECTIONS:
-        # Rows that leave a rank in dispatch and arrive in combine.
-        sent = dispatch_bytes(plan, config.sent_row_bytes(direction, DTYPE.itemsize))
-        received = combine_bytes(plan, config.order, problem.case.shape.hidden * DTYPE.itemsize)
-        found.append(
-            {"wire_bytes": sum(wire_bytes(each, run.ranks) for each in (sent, received)), **memory}
-        )
-    return found[0], found[1]
 
 
 def dispatch_bytes(plan: Plan, row_bytes: int) -> npt.NDArray[np.int64]:

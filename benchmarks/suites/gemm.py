@@ -7,8 +7,8 @@ torch's cannot. TFLOP/s count the products of the mean rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import torch
 
@@ -26,55 +26,41 @@ _ACTIVATION = Activation()
 PerGroup = Callable[[int], list[torch.Tensor]]
 
 
-@dataclass(frozen=True)
-class Product:
-    """One call of a step.
-
-    Attributes:
-        direction: direction of the step.
-        products: matrix products of N rows, H and I that it counts for: fc1 has two.
-        run: writes the outputs.
-        outputs: what has been written, with all groups in one tensor.
-        reference: group g's outputs in fp32.
-        stock: the same by stock torch, returned.
-    """
+class Product(NamedTuple):
+    """Ways to make one product of a step; flops: of one call; stock: the name of the yardstick, if there is one."""
 
     direction: str
-    products: int
-    run: Callable[[], object]
-    outputs: list[torch.Tensor]
-    reference: PerGroup
-    stock: Callable[[], list[torch.Tensor]]
+    flops: float
+    variants: list[Variant]
+    stock: str | None
 
 
 def bench_gemm(problem: Problem, run: Run) -> list[Record]:
     """Each product and its stock counterpart, in turn."""
+    return bench_products("gemm", products(problem), problem, run)
+
+
+def bench_products(
+    suite: str, products: Iterable[Product], problem: Problem, run: Run
+) -> list[Record]:
+    """Products one after the other, the ways of each in turn. Errors are of ways that are compared."""
     records = []
-    spans = spans_of(LocalRows.of(problem))
-    for name, product in products(problem).items():
-        ours, stock = name, f"{name} {STOCK}"
-        times, errors = measure(
-            run, [_ours(ours, product, spans), _stock(stock, product, spans)], align=align_ahead
-        )
-        flops = (
-            2
-            * product.products
-            * problem.case.num_slots
-            * problem.case.shape.hidden
-            * problem.case.shape.ffn
-        )
-        stock_tflops = tflops(flops, times[stock][:, 0])
-        for variant, taken in times.items():
-            figures: Record = {"tflops": tflops(flops, taken[:, 0]), "error": errors[variant]}
-            if variant == ours:
+    for product in products:
+        times, errors = measure(run, product.variants, align=align_ahead)
+        for variant in product.variants:
+            taken = times[variant.name][:, 0]
+            figures: Record = {"tflops": tflops(product.flops, taken)}
+            figures["error"] = errors[variant.name] if variant.max_error else None
+            if product.stock not in (None, variant.name):
+                stock_tflops = tflops(product.flops, times[product.stock][:, 0])
                 figures |= {"stock_tflops": stock_tflops, "yardstick": "stock_tflops"}
             records.append(
-                case_record(problem, "gemm", variant, product.direction, taken[:, 0], **figures)
+                case_record(problem, suite, variant.name, product.direction, taken, **figures)
             )
     return records
 
 
-def products(problem: Problem) -> dict[str, Product]:
+def products(problem: Problem) -> list[Product]:
     """The products of a step on this rank's rows."""
     ops, local, shape = (
         kernels.for_device(problem.device),
@@ -105,7 +91,7 @@ def products(problem: Problem) -> dict[str, Product]:
     workspace = blank(
         ops.dact_workspace_numel(num_rows, num_groups, shape.ffn, _ACTIVATION), dtype=torch.float32
     )
-    spans = spans_of(local)
+    spans = spans_of(local.row_range)
 
     def of(tensor: torch.Tensor, g: int) -> torch.Tensor:
         return tensor[spans[g]].float()
@@ -139,9 +125,39 @@ def products(problem: Problem) -> dict[str, Product]:
             grouped_wgrad(left, right, ends)
         ]
 
+    def pair(
+        name: str,
+        direction: str,
+        num_products: int,
+        call: Callable[[], object],
+        outputs: list[torch.Tensor],
+        reference: PerGroup,
+        stock: Callable[[], list[torch.Tensor]],
+    ) -> Product:
+        """num_products: of N rows, H and I that it counts for: fc1 has two. call: writes the outputs, with all groups
+        in one tensor. reference: group g's outputs in fp32. stock: the same by stock torch, returned."""
+
+        def verify() -> float:
+            for output in outputs:
+                output.fill_(torch.nan)
+            call()
+            return groups_error(reference, outputs, spans)
+
+        def verify_stock() -> float:
+            return groups_error(reference, stock(), spans)
+
+        other = f"{name} {STOCK}"
+        ways = ((name, call, verify), (other, stock, verify_stock))
+        variants = [
+            Variant(n, ("forward",), in_steps(do), check, MAX_ERROR) for n, do, check in ways
+        ]
+        flops = 2 * num_products * problem.case.num_slots * shape.hidden * shape.ffn
+        return Product(direction, flops, variants, other)
+
     wgrad2, wgrad1 = wgrad(d_rows_in, a_in), wgrad(h_in, rows)
-    return {
-        "fc1": Product(
+    return [
+        pair(
+            "fc1",
             "forward",
             2,
             lambda: ops.grouped_gemm_act(
@@ -151,7 +167,8 @@ def products(problem: Problem) -> dict[str, Product]:
             fc1_reference,
             fc1_stock,
         ),
-        "fc1-plain": Product(
+        pair(
+            "fc1-plain",
             "forward",
             2,
             lambda: ops.grouped_gemm(rows, w1, row_range, h),
@@ -159,7 +176,8 @@ def products(problem: Problem) -> dict[str, Product]:
             lambda g: [of(rows, g) @ w1[g].float().t()],
             lambda: [grouped_mm(rows, w1.transpose(1, 2), ends)],
         ),
-        "fc2": Product(
+        pair(
+            "fc2",
             "forward",
             1,
             lambda: ops.grouped_gemm(a_in, w2, row_range, out),
@@ -167,7 +185,8 @@ def products(problem: Problem) -> dict[str, Product]:
             lambda g: [of(a_in, g) @ w2[g].float().t()],
             lambda: [grouped_mm(a_in, w2.transpose(1, 2), ends)],
         ),
-        "dfc2": Product(
+        pair(
+            "dfc2",
             "backward",
             1,
             lambda: ops.grouped_gemm_dact(
@@ -185,7 +204,8 @@ def products(problem: Problem) -> dict[str, Product]:
             dfc2_reference,
             dfc2_stock,
         ),
-        "dfc2-plain": Product(
+        pair(
+            "dfc2-plain",
             "backward",
             1,
             lambda: ops.grouped_gemm_dgrad(d_rows_in, w2, row_range, da),
@@ -193,7 +213,8 @@ def products(problem: Problem) -> dict[str, Product]:
             dgrad2,
             lambda: [grouped_mm(d_rows_in, w2, ends)],
         ),
-        "dfc1": Product(
+        pair(
+            "dfc1",
             "backward",
             2,
             lambda: ops.grouped_gemm_dgrad(h_in, w1, row_range, out),
@@ -201,60 +222,44 @@ def products(problem: Problem) -> dict[str, Product]:
             lambda g: [of(h_in, g) @ w1[g].float()],
             lambda: [grouped_mm(h_in, w1, ends)],
         ),
-        "wgrad2": Product(
+        pair(
+            "wgrad2",
             "backward",
             1,
             lambda: ops.grouped_gemm_wgrad((local.d_packed, index), a_in, row_range, dw2),
             [dw2],
             *wgrad2,
         ),
-        "wgrad2-plain": Product(
+        pair(
+            "wgrad2-plain",
             "backward",
             1,
             lambda: ops.grouped_gemm_wgrad(d_rows_in, a_in, row_range, dw2),
             [dw2],
             *wgrad2,
         ),
-        "wgrad1": Product(
+        pair(
+            "wgrad1",
             "backward",
             2,
             lambda: ops.grouped_gemm_wgrad(h_in, (local.packed, index), row_range, dw1),
             [dw1],
             *wgrad1,
         ),
-        "wgrad1-plain": Product(
+        pair(
+            "wgrad1-plain",
             "backward",
             2,
             lambda: ops.grouped_gemm_wgrad(h_in, rows, row_range, dw1),
             [dw1],
             *wgrad1,
         ),
-    }
+    ]
 
 
-def _ours(name: str, product: Product, spans: list[slice]) -> Variant:
-    def verify() -> float:
-        for output in product.outputs:
-            output.fill_(torch.nan)
-        product.run()
-        return groups_error(product.reference, product.outputs, spans)
-
-    return Variant(name, (product.direction,), in_steps(product.run), verify, MAX_ERROR)
-
-
-def _stock(name: str, product: Product, spans: list[slice]) -> Variant:
-    return Variant(
-        name,
-        (product.direction,),
-        in_steps(product.stock),
-        lambda: groups_error(product.reference, product.stock(), spans),
-        MAX_ERROR,
-    )
-
-
-def spans_of(local: LocalRows) -> list[slice]:
+def spans_of(row_range: torch.Tensor) -> list[slice]:
     """The rows of each expert."""
-    return [slice(*span) for span in local.row_range.t().tolist()]
+    return [slice(*span) for span in row_range.t().tolist()]
 
 
 def groups_error(reference: PerGroup, outputs: list[torch.Tensor], spans: list[slice]) -> float:

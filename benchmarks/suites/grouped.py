@@ -20,11 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from suites.gemm import groups_error, spans_of
-from suites.layer import Step
 from suites.problem import DTYPE, MAX_ERROR, Problem
 from suites.records import Record, case_record, tflops
 from suites.reference import expert_outputs
 from suites.rows import LocalRows
+from suites.steps import Step
 from suites.stock_torch import grouped_mm, torch_experts
 from suites.timing import HostEvent, Run, Variant, in_steps, measure, median_ms
 from suites.traced import of_step
@@ -223,31 +223,25 @@ def _ours(layer: Layer, shape: Shape) -> tuple[dict[str, tuple[Variant, Record]]
 
 def _others(layer: Layer) -> tuple[dict[str, Variant], dict[str, str]]:
     """Yardsticks by name, and why this machine cannot run others."""
-    stock = _stock_name(layer)
-    makers = {
-        stock: lambda: layer.variant(stock, layer.stock, [[weight] for weight in layer.weights])
-    }
-    if len(layer.weights) == 1:
-        makers |= {
-            name: functools.partial(make, name, layer) for name, make in _LINEAR_YARDSTICKS.items()
-        }
-    made = {name: _usable(make) for name, make in makers.items()}
-    usable = {name: variant for name, variant in made.items() if isinstance(variant, Variant)}
-    return usable, {name: why for name, why in made.items() if isinstance(why, str)}
+    usable, skipped = dict[str, Variant](), dict[str, str]()
+    of_linear = _LINEAR_YARDSTICKS if len(layer.weights) == 1 else {}
+    for name, make in ({_stock_name(layer): stock_variant} | of_linear).items():
+        try:
+            variant = make(name, layer)
+            variant.call(HostEvent)
+            usable[name] = variant
+        except (ImportError, RuntimeError) as error:
+            skipped[name] = textwrap.shorten(str(error), _NOTE_WIDTH)
+    return usable, skipped
 
 
 def _stock_name(layer: Layer) -> str:
     return f"torch._grouped_mm, {layer.name.removeprefix('Grouped')}"
 
 
-def _usable(make: Callable[[], Variant]) -> Variant | str:
-    """The variant, after a first call, or why this machine cannot run it."""
-    try:
-        variant = make()
-        variant.call(HostEvent)
-    except (ImportError, RuntimeError) as error:
-        return textwrap.shorten(str(error), _NOTE_WIDTH)
-    return variant
+def stock_variant(name: str, layer: Layer) -> Variant:
+    """The same by torch._grouped_mm."""
+    return layer.variant(name, layer.stock, [[weight] for weight in layer.weights])
 
 
 def _linear(problem: Problem) -> Layer:
@@ -264,7 +258,7 @@ def _linear(problem: Problem) -> Layer:
         weights=(w1,),
         d_out=d_out,
         splits=problem.routing.splits[problem.rank],
-        spans=spans_of(local),
+        spans=spans_of(local.row_range),
         expected=lambda x, w: x @ w.t(),
         stock=lambda: grouped_mm(rows, w1.transpose(1, 2), local.row_range[1]),
         flops=2 * problem.case.num_slots * shape.hidden * w1.shape[1],
@@ -284,7 +278,7 @@ def _mlp(problem: Problem) -> Layer:
         weights=(w1, w2),
         d_out=_in_order(problem, local.d_packed),
         splits=problem.routing.splits[problem.rank],
-        spans=spans_of(local),
+        spans=spans_of(local.row_range),
         expected=expert_outputs,
         stock=lambda: torch_experts(w1, w2)(rows, scale, local.row_range[1]),
         flops=problem.case.forward_flops,

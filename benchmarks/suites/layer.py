@@ -7,26 +7,24 @@ FLOPs are 6 T H I K forward and twice that backward, of the mean rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import torch
 
-from suites import steps
-from suites.problem import MAX_ERROR, Problem, row_error
+from suites.figures import MemoryMeter, combine_bytes, dispatch_bytes, wire_bytes
+from suites.problem import DTYPE, MAX_ERROR, Problem, row_error
 from suites.records import Record, case_record, tflops
 from suites.reference import Reference
 from suites.rows import all_tokens, rows_of
-from suites.steps import make_experts, stock_forward
+from suites.steps import Choice, Step, make_experts, stock_step
 from suites.stock_torch import STOCK
 from suites.timing import (
     DIRECTIONS,
-    Clock,
-    Mark,
     Run,
     Variant,
+    clock_for,
     in_steps,
     largest,
     measure,
@@ -34,40 +32,9 @@ from suites.timing import (
     plan_of,
 )
 from symmoe.grouped.experts import ExpertRows, ExpertsBackward, ExpertWeights, Hidden
-from symmoe.grouped.mlp import GroupedMLP
 from symmoe.kernels.activation import Activation
-from symmoe.moe.config import MoEConfig
-from symmoe.moe.ep_step import expert_parallel_mlp
-from symmoe.precision.recipes import Recipe
-from symmoe.tools.shapes import Shape, config_of
 
-Forward = Callable[[], torch.Tensor]
 CEILING = "gemms alone"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Choice(steps.Choice):
-    """One way to run the layer."""
-
-    precision: Recipe | None = None  # of the experts
-    apart: bool = (
-        False  # measured after the others, by itself: it keeps as much memory as the weights take
-    )
-    block: Callable[[GroupedMLP], AbstractContextManager[object]] = (
-        nullcontext  # in which it is measured
-    )
-    max_error: float = MAX_ERROR  # of its results, relative
-
-    def config(self, shape: Shape, capacity: int | None = None) -> MoEConfig:
-        return config_of(shape, capacity=capacity, precision=self.precision, **self.options)
-
-    def forward(self, problem: Problem, run: Run, experts: GroupedMLP) -> Forward:
-        """The step forward."""
-        x, probs, _, _ = problem.inputs
-        capacity = problem.static_capacity if self.static else None
-        return lambda: expert_parallel_mlp(
-            x, probs, experts, plan_of(run, problem, capacity), **self.options
-        )
 
 
 SERIAL = {"schedule": "serial"}
@@ -78,8 +45,6 @@ LAYER = {
     "serial": Choice(options=SERIAL),
     "serial graph": Choice(captured=True, options=SERIAL),
 }
-# More figures of a choice: (forward's, backward's), from what runs it. Collective.
-Figures = Callable[[Problem, Run, Choice, Variant], Sequence[Record]]
 
 
 def bench_layer(
@@ -87,7 +52,6 @@ def bench_layer(
     run: Run,
     choices: Mapping[str, Choice] = LAYER,
     suite: str = "layer",
-    more: Figures = lambda *_: ({}, {}),
 ) -> list[Record]:
     """Eager and replayed steps of these choices, only the GEMMs, and the stock layer. Collective."""
     reference, on_gpu, records = Reference(problem), problem.device.type == "cuda", list[Record]()
@@ -109,7 +73,8 @@ def bench_layer(
             }
             measured = measure(run, [*ours.values(), *yardsticks])
             figures_of |= {
-                name: more(problem, run, possible[name], variant) for name, variant in ours.items()
+                name: of_choice(problem, run, possible[name], variant)
+                for name, variant in ours.items()
             }
             times, errors = times | measured[0], errors | measured[1]
         ours.clear()  # ends the graphs before their memory is freed
@@ -134,6 +99,27 @@ def bench_layer(
     return records
 
 
+def of_choice(
+    problem: Problem, run: Run, choice: Choice, variant: Variant
+) -> tuple[Record, Record]:
+    """Bytes that travel forward and backward, and the peak of memory if the host launches the step. Collective."""
+    memory: dict[str, int | None] = {}
+    if not variant.reuses_marks:
+        meter = MemoryMeter(run.ranks.device, run.heap)
+        variant.call(clock_for(run.ranks.device))
+        memory = meter.peak()
+    plan, config = plan_of(run, problem), choice.config(problem.case.shape)
+    found = []
+    for direction in DIRECTIONS:
+        # Rows that leave a rank in dispatch and arrive in combine.
+        sent = dispatch_bytes(plan, config.sent_row_bytes(direction, DTYPE.itemsize))
+        received = combine_bytes(plan, config.order, problem.case.shape.hidden * DTYPE.itemsize)
+        found.append(
+            {"wire_bytes": sum(wire_bytes(each, run.ranks) for each in (sent, received)), **memory}
+        )
+    return found[0], found[1]
+
+
 def _variant(
     name: str, choice: Choice, problem: Problem, run: Run, reference: Reference, blocks: ExitStack
 ) -> Variant:
@@ -143,64 +129,6 @@ def _variant(
     inputs = (*problem.inputs[:2], experts.fc1.weight, experts.fc2.weight)
     step = Step(name, forward, inputs, problem.tokens.dy, reference.step_error, choice.max_error)
     return step.captured() if choice.captured else step.eager()
-
-
-@dataclass(frozen=True)
-class Step:
-    """`forward` and its backward pass from `d_out` to the gradients of `inputs`; `error` is that of the result and of
-    the gradients. Calls follow each other without a pause."""
-
-    name: str
-    forward: Forward
-    inputs: Sequence[torch.Tensor]
-    d_out: torch.Tensor
-    error: Callable[..., float]
-    max_error: float = MAX_ERROR
-
-    def backward(self, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return torch.autograd.grad(y, self.inputs, self.d_out)
-
-    def results(self) -> tuple[torch.Tensor, ...]:
-        """What it gives: the result, and the gradients."""
-        y = self.forward()
-        return (y, *self.backward(y))
-
-    def eager(self) -> Variant:
-        """The step as the host launches it."""
-        kept = list[torch.Tensor]()
-        call = in_steps(lambda: kept.append(self.forward()), lambda: self.backward(kept.pop()))
-        return Variant(
-            self.name, DIRECTIONS, call, lambda: self.error(*self.results()), self.max_error
-        )
-
-    def captured(self) -> Variant:
-        """Captured once and replayed. Runs the step before it captures it."""
-        # On the current stream: a second stream would make the heap keep events in the eager steps of the same run.
-        self.results()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        # External: every replay records them anew, so that the directions can be told apart.
-        events = [torch.cuda.Event(enable_timing=True, external=True) for _ in range(3)]
-        with torch.cuda.graph(graph):
-            events[0].record()
-            y = self.forward()
-            events[1].record()
-            gradients = self.backward(y)
-            events[2].record()
-
-        def call(clock: Clock) -> list[Mark]:
-            graph.replay()
-            # The host cannot wait for an event of the graph: until the replay gets there, it is that of the last one.
-            return [*events, clock()]
-
-        def verify() -> float:
-            for tensor in (y, *gradients):
-                tensor.detach().fill_(torch.nan)
-            graph.replay()
-            torch.cuda.synchronize()
-            return self.error(y, *gradients)
-
-        return Variant(self.name, DIRECTIONS, call, verify, self.max_error, reuses_marks=True)
 
 
 def experts_only(problem: Problem, reference: Reference) -> Variant:
@@ -261,10 +189,3 @@ def experts_error(
         for pair in ((out[e.rows], e.out), (d_rows[e.rows], e.d_rows))
     ]
     return largest([*(row_error(*pair) for pair in pairs), reference.weight_error(dw1, dw2)])
-
-
-def stock_step(problem: Problem, reference: Reference) -> Step:
-    """The layer of stock torch parts, without a router."""
-    return Step(
-        STOCK, stock_forward(problem), problem.inputs, problem.tokens.dy, reference.step_error
-    )

@@ -9,48 +9,33 @@ from __future__ import annotations
 import gc
 
 import numpy as np
-import torch
 
 from suites.figures import MemoryMeter
-from suites.layer import Step, stock_step
-from suites.problem import DTYPE, Problem
+from suites.problem import Problem
 from suites.records import Record, case_record
 from suites.reference import Reference
-from suites.steps import make_experts
-from suites.timing import Run, largest_error
-from symmoe.moe.layer import MoELayer
-from symmoe.moe.routed_experts import RoutedExperts
+from suites.steps import Choice, Step, layer_step, step_error, stock_step
+from suites.timing import Run
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.tools.ranks import Ranks
-from symmoe.tools.shapes import config_of
 from symmoe.tools.timing import WARM_UP
 
-_LAYERS = {"layer": "auto", "layer, packed": "packed"}  # by name, the layout
+_LAYERS = {
+    "layer": Choice(static=False),
+    "layer, packed": Choice(static=False, options={"layout": "packed"}),
+}
 
 
 def bench_memory(problem: Problem, run: Run) -> list[Record]:
     """One record for each kind of step, with exact capacity. Collective."""
     reference = Reference(problem)
-    steps = [_layer_step(name, layout, problem, run, reference) for name, layout in _LAYERS.items()]
+    steps = [
+        layer_step(name, choice, problem, run.heap, reference) for name, choice in _LAYERS.items()
+    ]
     return [
         step_record(problem, step, run.ranks, run.heap)
         for step in (*steps, stock_step(problem, reference))
     ]
-
-
-def _layer_step(name: str, layout: str, problem: Problem, run: Run, reference: Reference) -> Step:
-    """A step of a layer. Its own router decides where tokens go: checked are its experts, with the case's routing."""
-    config = config_of(problem.case.shape, layout=layout)
-    layer = MoELayer(config, run.heap, experts=make_experts(problem), dtype=DTYPE)
-    routed = RoutedExperts.of(config, run.heap, layer.experts)
-    x, probs, dy = problem.tokens.x, problem.tokens.probs, problem.tokens.dy
-    weights = layer.experts.fc1.weight, layer.experts.fc2.weight
-
-    def error(*_: torch.Tensor) -> float:
-        y = routed.run(x, probs, problem.topk_idx, layer.experts)[0]
-        return reference.step_error(y, *torch.autograd.grad(y, (x, probs, *weights), dy))
-
-    return Step(name, lambda: layer(x)[0], (x, *layer.parameters()), dy, error)
 
 
 def step_record(
@@ -61,7 +46,7 @@ def step_record(
     Raises:
         WrongResult: its results are wrong.
     """
-    error = largest_error(step.name, step.error(*step.results()), step.max_error, ranks)
+    error = step_error(step, ranks)
     for _ in range(WARM_UP):
         step.results()
     gc.collect()

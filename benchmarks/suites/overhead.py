@@ -11,20 +11,22 @@ calls.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from suites.grouped import Choice, Layer, stock_variant
 from suites.pointer_loading import LOADED, NUM_EXPERTS, pointer_variants, yardsticks
-from suites.problem import DTYPE, MAX_ERROR, Problem, relative_error
+from suites.problem import DTYPE, Problem
 from suites.records import Record, new_record, rounded
-from suites.stock_torch import grouped_mm, swiglu
-from suites.timing import Clock, HostEvent, Mark, Run, Variant, largest, measure, median_ms
+from suites.reference import expert_outputs
+from suites.stock_torch import swiglu, torch_experts
+from suites.timing import HostEvent, Run, Variant, measure, median_ms
 from symmoe.grouped.mlp import GroupedMLP
 
 GROUPS, HIDDEN, FFN, ROWS_PER_GROUP = 64, 128, 128, 16
@@ -37,56 +39,10 @@ IN_A_ROW, BLOCK_MS = (
 LINEAR_LOOP, TORCH_MODULE = "nn.Linear loop", "torch._grouped_mm"
 
 
-class LinearLoop(nn.Module):
-    """One pair of nn.Linear per expert; reads the splits on the host."""
-
-    def __init__(self, w1: torch.Tensor, w2: torch.Tensor) -> None:
-        super().__init__()
-        self.fc1, self.fc2 = (
-            nn.ModuleList(_linear(matrix) for matrix in weight) for weight in (w1, w2)
-        )
-
-    def forward(
-        self, rows: torch.Tensor, splits: torch.Tensor, scale: torch.Tensor
-    ) -> torch.Tensor:
-        sizes = [ROWS_PER_GROUP] * GROUPS
-        parts = zip(self.fc1, self.fc2, rows.split(sizes), scale.split(sizes), strict=True)
-        return torch.cat([fc2(swiglu(fc1(x), s)) for fc1, fc2, x, s in parts])
-
-
-class TorchGroupedMM(nn.Module):
-    """torch._grouped_mm for both layers."""
-
-    def __init__(self, w1: torch.Tensor, w2: torch.Tensor) -> None:
-        super().__init__()
-        self.w1, self.w2 = nn.Parameter(w1.clone()), nn.Parameter(w2.clone())
-
-    def forward(
-        self, rows: torch.Tensor, splits: torch.Tensor, scale: torch.Tensor
-    ) -> torch.Tensor:
-        ends = splits.cumsum(0, dtype=torch.int32)
-        h = grouped_mm(rows, self.w1.transpose(1, 2), ends)
-        return grouped_mm(swiglu(h, scale), self.w2.transpose(1, 2), ends)
-
-
-@dataclass(frozen=True, slots=True)
-class _Inputs:
-    """rows bf16 [N, H] and scale fp32 [N] require gradients; splits int64 [G]; w1 [G, 2I, H], w2 [G, H, I]."""
-
-    rows: torch.Tensor
-    scale: torch.Tensor
-    splits: torch.Tensor
-    d_out: torch.Tensor
-    w1: torch.Tensor
-    w2: torch.Tensor
-
-
 def bench_overhead(problem: Problem, run: Run) -> list[Record]:
     """Modules forward and backward, and the calls that load pointers, whatever the problem is."""
     device = run.ranks.device
-    inputs = _inputs(device)
-    modules = [_module_variant(name, module, inputs) for name, module in _modules(inputs).items()]
-    records = _time(run, modules, (TORCH_MODULE, LINEAR_LOOP), GROUPS)
+    records = _time(run, _modules(_layer(device)), (TORCH_MODULE, LINEAR_LOOP), GROUPS)
     shapes = ((2 * FFN, HIDDEN), (HIDDEN, FFN))
     for num_experts, loaded in itertools.product(NUM_EXPERTS, LOADED):
         variants = pointer_variants(num_experts, shapes, loaded, device)
@@ -143,85 +99,61 @@ def _time(
     return records
 
 
-def _inputs(device: torch.device) -> _Inputs:
+def _layer(device: torch.device) -> Layer:
+    """The grouped MLP, and what it computes with."""
     generator = torch.Generator(device).manual_seed(0)
 
-    def normal(*size: int) -> torch.Tensor:
-        return torch.randn(size, generator=generator, dtype=DTYPE, device=device)
+    def normal(*size: int, scale: float = 1.0) -> torch.Tensor:
+        return torch.randn(size, generator=generator, dtype=DTYPE, device=device) * scale
 
-    return _Inputs(
-        rows=normal(NUM_ROWS, HIDDEN).requires_grad_(),
-        scale=torch.rand(NUM_ROWS, generator=generator, device=device).requires_grad_(),
-        splits=torch.full((GROUPS,), ROWS_PER_GROUP, device=device),
+    rows = normal(NUM_ROWS, HIDDEN).requires_grad_()
+    scale = torch.rand(NUM_ROWS, generator=generator, device=device).requires_grad_()
+    w1 = normal(GROUPS, 2 * FFN, HIDDEN, scale=HIDDEN**-0.5).requires_grad_()
+    w2 = normal(GROUPS, HIDDEN, FFN, scale=FFN**-0.5).requires_grad_()
+    splits = torch.full((GROUPS,), ROWS_PER_GROUP)
+    on_device, experts = splits.to(device), torch_experts(w1, w2)
+    return Layer(
+        name="GroupedMLP",
+        make=functools.partial(GroupedMLP, GROUPS, HIDDEN, FFN),
+        inputs=(rows, scale),
+        weights=(w1, w2),
         d_out=normal(NUM_ROWS, HIDDEN),
-        w1=normal(GROUPS, 2 * FFN, HIDDEN) * HIDDEN**-0.5,
-        w2=normal(GROUPS, HIDDEN, FFN) * FFN**-0.5,
+        splits=splits,
+        spans=[
+            slice(first, first + ROWS_PER_GROUP) for first in range(0, NUM_ROWS, ROWS_PER_GROUP)
+        ],
+        expected=expert_outputs,
+        stock=lambda: experts(rows, scale, on_device.cumsum(0, dtype=torch.int32)),
+        flops=6 * NUM_ROWS * HIDDEN * FFN,
     )
 
 
-def _modules(inputs: _Inputs) -> dict[str, nn.Module]:
-    grouped = {
-        name: GroupedMLP(GROUPS, HIDDEN, FFN, weights=name, device="meta")
-        for name in ("packed", "discrete")
-    }
-    for mlp in grouped.values():
-        mlp.to_empty(device=inputs.rows.device).to(DTYPE)
-        for layer, weight in ((mlp.fc1, inputs.w1), (mlp.fc2, inputs.w2)):
-            for parameter, value in zip(
-                layer.weight_parameters(), _as_parameters(layer, weight), strict=True
-            ):
-                parameter.data.copy_(value)
-    return {
-        **{f"GroupedMLP {name}": mlp for name, mlp in grouped.items()},
-        LINEAR_LOOP: LinearLoop(inputs.w1, inputs.w2),
-        TORCH_MODULE: TorchGroupedMM(inputs.w1, inputs.w2),
-    }
+def _modules(layer: Layer) -> list[Variant]:
+    """Ours, and others."""
+    return [
+        layer.ours("GroupedMLP packed", Choice())[0],
+        layer.ours("GroupedMLP discrete", Choice(scattered=True))[0],
+        _linear_loop(layer),
+        stock_variant(TORCH_MODULE, layer),
+    ]
 
 
-def _as_parameters(layer: nn.Module, weight: torch.Tensor) -> Sequence[torch.Tensor]:
-    return (weight,) if layer.is_packed else weight.unbind()
+def _linear_loop(layer: Layer) -> Variant:
+    """One pair of nn.Linear per expert; the splits are on the host."""
+    linears = [[_linear(matrix) for matrix in of_layer] for of_layer in layer.scattered]
+    sizes = layer.splits.tolist()
+
+    def forward() -> torch.Tensor:
+        parts = zip(*linears, *(tensor.split(sizes) for tensor in layer.inputs), strict=True)
+        return torch.cat([fc2(swiglu(fc1(x), s)) for fc1, fc2, x, s in parts])
+
+    weights = [[linear.weight for linear in of_layer] for of_layer in linears]
+    return layer.variant(LINEAR_LOOP, forward, weights)
 
 
 def _linear(weight: torch.Tensor) -> nn.Linear:
     layer = nn.Linear(
         weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype, device="meta"
     )
-    layer.weight = nn.Parameter(weight.clone())
+    layer.weight = nn.Parameter(weight)
     return layer
-
-
-def _module_variant(name: str, module: nn.Module, inputs: _Inputs) -> Variant:
-    """Gradients are accumulated as in training; they are dropped between calls, outside of what is timed."""
-    parameters = [inputs.rows, inputs.scale, *module.parameters()]
-
-    def drop_gradients() -> None:
-        for parameter in parameters:
-            parameter.grad = None
-
-    def call(clock: Clock) -> list[Mark]:
-        drop_gradients()
-        marks = [clock()]
-        y = module(inputs.rows, inputs.splits, inputs.scale)
-        marks.append(clock())
-        y.backward(inputs.d_out)
-        return [*marks, clock()]
-
-    def check() -> float:
-        drop_gradients()
-        y = module(inputs.rows, inputs.splits, inputs.scale)
-        y.backward(inputs.d_out)
-        expected = _reference(inputs)
-        got = (y, inputs.rows.grad, inputs.scale.grad)
-        return largest([relative_error(g, e) for g, e in zip(got, expected, strict=True)])
-
-    return Variant(name, ("forward", "backward"), call, check, MAX_ERROR)
-
-
-def _reference(inputs: _Inputs) -> list[torch.Tensor]:
-    """y, the gradient of the rows, and that of the scale, in fp32."""
-    rows = inputs.rows.detach().float().view(GROUPS, ROWS_PER_GROUP, HIDDEN).requires_grad_()
-    scale = inputs.scale.detach().view(GROUPS, ROWS_PER_GROUP, 1).requires_grad_()
-    gate, up = torch.bmm(rows, inputs.w1.float().transpose(1, 2)).chunk(2, dim=2)
-    y = torch.bmm(nn.functional.silu(gate) * up * scale, inputs.w2.float().transpose(1, 2))
-    gradients = torch.autograd.grad(y, (rows, scale), inputs.d_out.float().view_as(y))
-    return [tensor.detach().reshape(NUM_ROWS, -1).squeeze(1) for tensor in (y, *gradients)]

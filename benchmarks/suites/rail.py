@@ -24,39 +24,32 @@ SIZES = {"64 KiB": 1 << 16, "1 MiB": 1 << 20, "16 MiB": 1 << 24, "64 MiB": 1 << 
 PHASE = control.PHASE_NODES_OUT
 
 
-class Exchange:
-    """Messages of so many bytes to and from every other node."""
+def exchange(name: str, heap: SymmetricHeap, num_bytes: int) -> Variant:
+    """Messages of so many bytes to and from every other node, and what comes before them in a call."""
+    nodes = range(heap.topology.num_nodes)
+    sent = torch.full((num_bytes,), heap.rank % 251, dtype=torch.uint8, device=heap.device)
+    all_received = [torch.empty_like(sent) for _ in nodes]
 
-    def __init__(self, heap: SymmetricHeap, num_bytes: int) -> None:
-        self._heap, nodes = heap, range(heap.topology.num_nodes)
-        sent = torch.full((num_bytes,), heap.rank % 251, dtype=torch.uint8, device=heap.device)
-        self._sends = [sent] * len(nodes)
-        self._received = [torch.empty_like(sent) for _ in nodes]
+    def begin() -> None:
+        heap.barrier(PHASE)
 
-    def begin(self) -> None:
-        """What comes before an exchange in a call."""
-        self._heap.barrier(PHASE)
-
-    def move(self) -> None:
-        """The exchange."""
-        nodes = nodes_of(self._heap)
-        nodes.meet(PHASE)
-        with nodes.moving([*enumerate(self._sends)], [*enumerate(self._received)]):
+    def move() -> None:
+        between = nodes_of(heap)
+        between.meet(PHASE)
+        with between.moving([(node, sent) for node in nodes], [*enumerate(all_received)]):
             pass
 
-    def verify(self) -> float:
+    def verify() -> float:
         """0 if what has come is what was sent, else 1."""
-        for received in self._received:
+        for received in all_received:
             received.fill_(255)
-        self.begin()
-        self.move()
-        self._heap.synchronize()
-        rail = [
-            (node, rank)
-            for node, rank in enumerate(self._heap.topology.rail)
-            if rank != self._heap.rank
-        ]
-        return float(any(bool((self._received[node] != rank % 251).any()) for node, rank in rail))
+        begin()
+        move()
+        heap.synchronize()
+        rail = [pair for pair in enumerate(heap.topology.rail) if pair[1] != heap.rank]
+        return float(any(bool((all_received[node] != rank % 251).any()) for node, rank in rail))
+
+    return Variant(name, ("barrier", "exchange"), in_steps(begin, move), verify)
 
 
 def bench_rail(problem: Problem, run: Run) -> list[Record]:
@@ -75,17 +68,12 @@ def bench_rail(problem: Problem, run: Run) -> list[Record]:
     num_bytes = case.num_tokens * case.shape.hidden * DTYPE.itemsize
     sizes[f"{case.shape.name}, {case.num_tokens} tokens"] = case.shape.name, num_bytes
     for name, (preset, num_bytes) in sizes.items():
-        messages = Exchange(heap, num_bytes)
-        call = in_steps(messages.begin, messages.move)
-        times, errors = measure(
-            run, [Variant(name, ("barrier", "exchange"), call, messages.verify)], align=align_ahead
-        )
+        times, errors = measure(run, [exchange(name, heap, num_bytes)], align=align_ahead)
         ms, wire_bytes = times[name][:, 1], num_bytes * (heap.topology.num_nodes - 1)
         figures = {"wire_bytes": wire_bytes, "error": errors[name]}
         found.append(
             new_record(ms, variant=name, preset=preset, direction="forward", **figures, **known)
         )
-        del messages, call
     return [*found, new_record(_meetings_ms(run), variant="meeting", direction="forward", **known)]
 
 

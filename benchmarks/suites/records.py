@@ -119,9 +119,8 @@ def case_record(
     }
     about |= {name: getattr(case.shape, name) for name in ("hidden", "ffn", "num_experts", "top_k")}
     dtype = str(DTYPE).removeprefix("torch.")
-    return new_record(
-        times_ms, suite=suite, variant=variant, direction=direction, dtype=dtype, **about, **more
-    )
+    known = {"suite": suite, "variant": variant, "direction": direction, "dtype": dtype}
+    return new_record(times_ms, **known | about | more)
 
 
 def rounded(value: float) -> float:
@@ -168,13 +167,6 @@ def _shown(value: Any) -> str:
 def save(records: list[Record], path: str) -> None:
     """Writes records to a file."""
     Path(path).write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
-
-
-def show(records: list[Record], path: str | None) -> None:
-    """Prints records, and writes them to a file if there is a path."""
-    print(render(records))
-    if path:
-        save(records, path)
 
 
 def measured_on(ranks: Ranks) -> Record:

@@ -8,28 +8,34 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from suites.cases import Case
-from suites.problem import DTYPE, MAX_ERROR, Problem, relative_error, row_error
+from suites.problem import DTYPE, MAX_ERROR, Problem
 from suites.records import Record, case_record, tflops
+from suites.reference import Reference
 from suites.stock_torch import STOCK, stock_layer, torch_experts
-from suites.timing import Run, largest_error
+from suites.timing import DIRECTIONS, Clock, Mark, Run, Variant, in_steps, largest_error, plan_of
 from suites.traced import of_step
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.moe.config import MoEConfig
+from symmoe.moe.ep_step import expert_parallel_mlp
 from symmoe.moe.layer import MoELayer
 from symmoe.moe.routed_experts import RoutedExperts
 from symmoe.precision.recipes import Recipe
+from symmoe.symm_mem.heap import SymmetricHeap
+from symmoe.tools.ranks import Ranks
 from symmoe.tools.shapes import Shape, config_of
-from symmoe.tools.timing import Step, times_in_a_row_ms
+from symmoe.tools.timing import times_in_a_row_ms
 from symmoe.training.memory_plan import plan_memory
 
+Forward = Callable[[], Any]
 _SPARE_BYTES = 64 << 20  # of a heap: alignment and fragments
 _ROW_BUFFERS = 5  # combine has one, and two copies have four; the public parts' step has only four
 
@@ -41,10 +47,26 @@ class Choice:
     static: bool = True  # a static capacity instead of an exact one
     captured: bool = False  # forward and backward in a CUDA graph that is replayed
     options: Mapping[str, Any] = field(default_factory=dict)  # fields of MoEConfig
+    precision: Recipe | None = None  # of the experts
+    apart: bool = (
+        False  # measured after the others, by itself: it keeps as much memory as the weights take
+    )
+    block: Callable[[GroupedMLP], AbstractContextManager[object]] = (
+        nullcontext  # in which it is measured
+    )
+    max_error: float = MAX_ERROR  # of its results, relative
 
     def config(self, shape: Shape, capacity: int | None = None) -> MoEConfig:
         """The configuration of the layer that does the same."""
-        return config_of(shape, capacity=capacity, **self.options)
+        return config_of(shape, capacity=capacity, precision=self.precision, **self.options)
+
+    def forward(self, problem: Problem, run: Run, experts: GroupedMLP) -> Forward:
+        """The step forward, from the router's output."""
+        x, probs, _, _ = problem.inputs
+        capacity = problem.static_capacity if self.static else None
+        return lambda: expert_parallel_mlp(
+            x, probs, experts, plan_of(run, problem, capacity), **self.options
+        )
 
 
 LAYERS = {  # the whole MoELayer with its router
@@ -90,93 +112,159 @@ def make_experts(problem: Problem, precision: Recipe | None = None) -> GroupedML
     return experts
 
 
-def stock_forward(problem: Problem) -> Callable[[], torch.Tensor]:
+@dataclass(frozen=True)
+class Step:
+    """`forward`, whose result may have several parts, and its backward pass from `d_out` to the gradients of `inputs`;
+    `error` is that of the result and of the gradients. Calls follow each other without a pause."""
+
+    name: str
+    forward: Forward
+    inputs: Sequence[torch.Tensor]
+    d_out: torch.Tensor | tuple[torch.Tensor, ...]
+    error: Callable[..., float]
+    max_error: float = MAX_ERROR
+
+    def backward(self, y: Any) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(y, self.inputs, self.d_out)
+
+    def results(self) -> tuple[Any, ...]:
+        """What it gives: the result, and the gradients."""
+        y = self.forward()
+        return (y, *self.backward(y))
+
+    def eager(self) -> Variant:
+        """The step as the host launches it."""
+        kept = list[Any]()
+        call = in_steps(lambda: kept.append(self.forward()), lambda: self.backward(kept.pop()))
+        return Variant(
+            self.name, DIRECTIONS, call, lambda: self.error(*self.results()), self.max_error
+        )
+
+    def captured(self) -> Variant:
+        """Captured once and replayed. Runs the step before it captures it."""
+        # On the current stream: a second stream would make the heap keep events in the eager steps of the same run.
+        self.results()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # External: every replay records them anew, so that the directions can be told apart.
+        events = [torch.cuda.Event(enable_timing=True, external=True) for _ in range(3)]
+        with torch.cuda.graph(graph):
+            events[0].record()
+            y = self.forward()
+            events[1].record()
+            gradients = self.backward(y)
+            events[2].record()
+
+        def call(clock: Clock) -> list[Mark]:
+            graph.replay()
+            # The host cannot wait for an event of the graph: until the replay gets there, it is that of the last one.
+            return [*events, clock()]
+
+        def verify() -> float:
+            for tensor in tree_leaves((y, gradients)):
+                tensor.detach().fill_(torch.nan)
+            graph.replay()
+            torch.cuda.synchronize()
+            return self.error(y, *gradients)
+
+        return Variant(self.name, DIRECTIONS, call, verify, self.max_error, reuses_marks=True)
+
+
+def stock_step(problem: Problem, reference: Reference) -> Step:
     """The layer of stock torch parts, without a router."""
     x, probs, w1, w2 = problem.inputs
     run_experts, num_experts = torch_experts(w1, w2), problem.case.shape.num_experts
-    return lambda: stock_layer(
-        x, probs, problem.topk_idx, run_experts, num_experts, problem.num_ranks
-    )
+
+    def forward() -> torch.Tensor:
+        return stock_layer(x, probs, problem.topk_idx, run_experts, num_experts, problem.num_ranks)
+
+    return Step(STOCK, forward, problem.inputs, problem.tokens.dy, reference.step_error)
 
 
 def bench_steps(problem: Problem, run: Run) -> list[Record]:
     """Steps of the layer and of its experts, eager and replayed, and of the stock layer. Collective."""
-    steps, errors, choices = dict[str, Step](), {STOCK: 0.0}, LAYERS | EXPERTS
-    stock_y = stock_forward(problem)
-
-    def stock() -> tuple[torch.Tensor, ...]:
-        y = stock_y()
-        return (y, *torch.autograd.grad(y, problem.inputs, problem.tokens.dy))
-
-    expected = stock()
-    for name, choice in choices.items():
-        if problem.device.type == "cuda" or not choice.captured:  # there are no graphs on CPUs
-            steps[name], checked = _make(choice, problem, run, routes=name in LAYERS)
-            errors[name] = largest_error(
-                name, _difference(problem, checked(), expected), MAX_ERROR, run.ranks
-            )
-    del expected
-    steps = {
-        name: _captured(step) if choices[name].captured else step for name, step in steps.items()
-    } | {STOCK: stock}
-    times = times_in_a_row_ms(steps, run.ranks, run.repetitions)
-    flops, records = 3 * problem.case.forward_flops, []
-    for name, step in steps.items():
-        figures: Record = {"tflops": tflops(flops, times[name]), "error": errors[name]}
-        if name != STOCK:
-            figures |= {"stock_tflops": tflops(flops, times[STOCK]), "yardstick": "stock_tflops"}
-        figures |= of_step(step, problem, run.ranks)
-        records.append(case_record(problem, "steps", name, "step", times[name], **figures))
-    steps.clear()  # ends the graphs before their memory is freed
+    reference, errors = Reference(problem), dict[str, float]()
+    calls: dict[str, Callable[[], object]] = {}
+    for name, choice in (LAYERS | EXPERTS | {STOCK: Choice()}).items():
+        if choice.captured and problem.device.type != "cuda":  # there are no graphs on CPUs
+            continue
+        step = (
+            stock_step(problem, reference)
+            if name == STOCK
+            else layer_step(name, choice, problem, run.heap, reference, routes=name in LAYERS)
+        )
+        errors[name] = step_error(step, run.ranks)
+        calls[name] = _captured(step.results) if choice.captured else step.results
+    records = records_of(problem, run, calls, errors)
+    calls.clear()  # ends the graphs before their memory is freed
     run.heap.release_graphs()
     return records
 
 
-def _make(
-    choice: Choice, problem: Problem, run: Run, *, routes: bool
-) -> tuple[Step, Callable[[], tuple[torch.Tensor, ...]]]:
-    """The step, and one of the same experts whose results can be compared with those of stock torch."""
+def records_of(
+    problem: Problem,
+    run: Run,
+    calls: Mapping[str, Callable[[], object]],
+    errors: Mapping[str, float],
+) -> list[Record]:
+    """Times steps in a row; a record of each. Collective."""
+    times = times_in_a_row_ms(calls, run.ranks, run.repetitions)
+    flops, records = 3 * problem.case.forward_flops, []
+    for name, call in calls.items():
+        figures: Record = {"tflops": tflops(flops, times[name]), "error": errors[name]}
+        if name != STOCK and STOCK in times:
+            figures |= {"stock_tflops": tflops(flops, times[STOCK]), "yardstick": "stock_tflops"}
+        figures |= of_step(call, problem, run.ranks)
+        records.append(case_record(problem, "steps", name, "step", times[name], **figures))
+    return records
+
+
+def step_error(step: Step, ranks: Ranks) -> float:
+    """The largest error of any rank. Collective. Raises WrongResult if it is too large."""
+    return largest_error(step.name, step.error(*step.results()), step.max_error, ranks)
+
+
+def layer_step(
+    name: str,
+    choice: Choice,
+    problem: Problem,
+    heap: SymmetricHeap,
+    reference: Reference,
+    *,
+    routes: bool = True,
+) -> Step:
+    """A step of a layer, whose own router decides where tokens go, or only of its experts, with the case's routing.
+    Checked are the experts."""
     capacity, num_slots = problem.static_capacity if choice.static else None, problem.case.num_slots
     if (
         capacity is not None and routes
     ):  # the layer's own router decides, whatever the case's skew is
         capacity = max(capacity, num_slots + 8 * math.isqrt(num_slots))
     config = choice.config(problem.case.shape, capacity)
-    layer = MoELayer(config, run.heap, experts=make_experts(problem), dtype=DTYPE)
-    experts = RoutedExperts.of(config, run.heap, layer.experts)
-    x, probs, dy = problem.tokens.x, problem.tokens.probs, problem.tokens.dy
-    weights = layer.experts.fc1.weight, layer.experts.fc2.weight
+    layer = MoELayer(config, heap, experts=make_experts(problem, config.precision), dtype=DTYPE)
+    experts = RoutedExperts.of(config, heap, layer.experts)
+    x, dy, probs = problem.tokens
+    inputs = (x, probs, layer.experts.fc1.weight, layer.experts.fc2.weight)
 
-    def routed() -> tuple[torch.Tensor, ...]:
-        y, *_ = experts.run(x, probs, problem.topk_idx, layer.experts)
-        return (y, *torch.autograd.grad(y, (x, probs, *weights), dy))
+    def run_experts() -> torch.Tensor:
+        return experts.run(x, probs, problem.topk_idx, layer.experts)[0]
 
-    def whole() -> tuple[torch.Tensor, ...]:
+    routed = Step(name, run_experts, inputs, dy, reference.step_error)
+    if not routes:
+        return routed
+
+    def forward() -> tuple[torch.Tensor, ...]:
         y, metrics = layer(x)
-        more = [metrics.aux_loss] if config.aux_loss_coef else []
-        return torch.autograd.grad(
-            (y, *more), (x, *layer.parameters()), (dy, *map(torch.ones_like, more))
-        )
+        return (y, metrics.aux_loss) if config.aux_loss_coef else (y,)
 
-    return whole if routes else routed, routed
-
-
-def _difference(
-    problem: Problem, results: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]
-) -> float:
-    """The largest relative error of a step's results, to those of stock torch, which shares nothing with it: of any row
-    of y and dx, of dprobs, and of the gradients of the busiest and of the last expert's weights."""
-    splits = problem.routing.splits[problem.rank]
-    pairs = list(zip(results, expected, strict=True))
-    some = [(ours[e], stock[e]) for ours, stock in pairs[3:] for e in (int(splits.argmax()), -1)]
-    errors = [
-        *(row_error(*pair) for pair in pairs[:2]),
-        *(relative_error(*pair) for pair in (pairs[2], *some)),
-    ]
-    return float(np.max(errors))  # NaN if any is
+    d_out = (dy, torch.ones((), device=heap.device))[: 2 if config.aux_loss_coef else 1]
+    parameters = (x, *layer.parameters())
+    return Step(
+        name, forward, parameters, d_out, lambda *_: reference.step_error(*routed.results())
+    )
 
 
-def _captured(step: Step) -> Step:
+def _captured(step: Callable[[], object]) -> Callable[[], object]:
     """A step that replays a graph."""
     step()  # compiles its kernels
     torch.cuda.synchronize()

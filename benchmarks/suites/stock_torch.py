@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+Back = Callable[..., tuple[torch.Tensor, ...]]
 STOCK = "stock torch"  # name of variants that are made of these parts
 Experts = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor
@@ -52,36 +53,40 @@ def all_to_all(rows: torch.Tensor, received: list[int], sent: list[int]) -> torc
     return out
 
 
-class _AllToAll(Function):
+class ByHand(Function):
+    """`way(*tensors)`, whose gradients are `back(*gradients)`."""
+
+    @staticmethod
+    def forward(ctx: Any, way: Callable[..., Any], back: Back, *tensors: torch.Tensor) -> Any:
+        ctx.back = back
+        return way(*tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return None, None, *ctx.back(*gradients)
+
+
+def _moved(rows: torch.Tensor, received: list[int], sent: list[int]) -> torch.Tensor:
     """Same as :func:`all_to_all`; backward sends the gradients back."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, received: list[int], sent: list[int]) -> torch.Tensor:
-        ctx.splits = sent, received
-        return all_to_all(rows, received, sent)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_rows: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return all_to_all(d_rows, *ctx.splits), None, None
+    return ByHand.apply(
+        lambda rows: all_to_all(rows, received, sent),
+        lambda d_rows: (all_to_all(d_rows, sent, received),),
+        rows,
+    )
 
 
-class _Permute(Function):
+def _permuted(
+    rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, top_k: int = 1
+) -> torch.Tensor:
     """rows[order // top_k]; `inverse` is the inverse permutation. The gradient is summed over a row's copies."""
+    source = order if top_k == 1 else order // top_k
 
-    @staticmethod
-    def forward(
-        ctx: Any, rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, top_k: int = 1
-    ) -> torch.Tensor:
-        ctx.inverse, ctx.top_k = inverse, top_k
-        return rows.index_select(0, order if top_k == 1 else order // top_k)
+    def back(d_rows: torch.Tensor) -> tuple[torch.Tensor]:
+        d_copies = d_rows.index_select(0, inverse)
+        return (d_copies if top_k == 1 else d_copies.view(-1, top_k, d_rows.shape[1]).sum(1),)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_rows: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        d_copies = d_rows.index_select(0, ctx.inverse)
-        d_in = d_copies if ctx.top_k == 1 else d_copies.view(-1, ctx.top_k, d_rows.shape[1]).sum(1)
-        return d_in, None, None, None
+    return ByHand.apply(lambda rows: rows.index_select(0, source), back, rows)
 
 
 class Exchange(NamedTuple):
@@ -125,15 +130,12 @@ def stock_layer(
     """y [T, H] of x [T, H], probs and topk_idx [T, K]. Collective, forward and backward. Differentiable."""
     top_k = topk_idx.shape[1]
     e = plan_exchange(topk_idx, num_experts, num_ranks)
-    rows = _AllToAll.apply(_Permute.apply(x, e.order, e.inverse, top_k), e.received, e.sent)
-    row_probs = _AllToAll.apply(
-        _Permute.apply(probs.reshape(-1), e.order, e.inverse), e.received, e.sent
-    )
-    rows = _Permute.apply(rows, e.local_order, e.local_inverse)
-    out = experts(rows, _Permute.apply(row_probs, e.local_order, e.local_inverse), e.ends)
-    back = _AllToAll.apply(_Permute.apply(out, e.local_inverse, e.local_order), e.sent, e.received)
-    y: torch.Tensor = _Permute.apply(back, e.inverse, e.order).view(-1, top_k, x.shape[1]).sum(1)
-    return y
+    rows = _moved(_permuted(x, e.order, e.inverse, top_k), e.received, e.sent)
+    row_probs = _moved(_permuted(probs.reshape(-1), e.order, e.inverse), e.received, e.sent)
+    rows = _permuted(rows, e.local_order, e.local_inverse)
+    out = experts(rows, _permuted(row_probs, e.local_order, e.local_inverse), e.ends)
+    back = _moved(_permuted(out, e.local_inverse, e.local_order), e.sent, e.received)
+    return _permuted(back, e.inverse, e.order).view(-1, top_k, x.shape[1]).sum(1)
 
 
 def _inverse(order: torch.Tensor) -> torch.Tensor:

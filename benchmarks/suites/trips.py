@@ -6,8 +6,9 @@ A trip is timed with both of its barriers and all that belongs to it: slots and 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -35,8 +36,6 @@ from symmoe.errors import SymmoeError
 from symmoe.kernels.operands import given
 from symmoe.precision.recipes import Float8Block
 from symmoe.precision.wire import WireFormat
-from symmoe.symm_mem.heap import SymmetricHeap
-from symmoe.tools.ranks import Ranks
 
 FP8 = Float8Block()
 Times = dict[str, npt.NDArray[np.float64]]  # by variant, milliseconds [repetitions, directions]
@@ -84,7 +83,7 @@ def bench_dispatch(problem: Problem, run: Run) -> list[Record]:
             run, [*variants, *_yardsticks(problem, run, sent, stack)], align=align_ahead
         )
     moved = {name: sent[copy] for name, copy in copies.items()} | sent
-    return _records("dispatch", problem, run, times, errors, moved, copies)
+    return trip_records("dispatch", problem, run, times, errors, moved, copies)
 
 
 def bench_combine(problem: Problem, run: Run) -> list[Record]:
@@ -111,17 +110,17 @@ def bench_combine(problem: Problem, run: Run) -> list[Record]:
         )
     moved = {f"order={order}": each for order, each in received.items()} | sent
     copies = {f"order={order}": f"copy {order}" for order in received}
-    return _records("combine", problem, run, times, errors, moved, copies)
+    return trip_records("combine", problem, run, times, errors, moved, copies)
 
 
-def _records(
+def trip_records(
     suite: str,
     problem: Problem,
     run: Run,
     times: Times,
     errors: dict[str, float],
     moved: dict[str, npt.NDArray[np.int64]],
-    copies: dict[str, str],
+    copies: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Record]:
     """moved: by variant, bytes to or from each rank. copies: by variant of ours, the copy of as many bytes."""
     wires = {name: wire_bytes(each, run.ranks) for name, each in moved.items()}
@@ -152,10 +151,8 @@ def _yardsticks(
     """
     if run.ranks.num_ranks == 1:
         return []
-    copies = [PeerCopy(name, each, run.heap, run.ranks) for name, each in sent.items()]
-    for copy in copies:
-        stack.callback(copy.close)
-    return [stock_all_to_all(problem, run), *(copy.variant for copy in copies)]
+    copies = [peer_copy(name, each, run, stack) for name, each in sent.items()]
+    return [stock_all_to_all(problem, run), *copies]
 
 
 def _plan_variant(name: str, problem: Problem, run: Run, capacity: int | None) -> Variant:
@@ -304,76 +301,56 @@ def _differing_bits(got: torch.Tensor, expected: torch.Tensor) -> float:
     return _differing(got.view(torch.int16), expected.view(torch.int16))
 
 
-class PeerCopy:
+def peer_copy(name: str, sent: npt.NDArray[np.int64], run: Run, stack: ExitStack) -> Variant:
     """A plain copy of as many bytes to each peer, all ranks at once: what the links give. Collective.
 
     Args:
         name: the variant's name.
         sent: int64 [R], bytes to each rank; bytes to this rank are left out.
+        stack: ends the leases.
 
     Raises:
         SymmoeError: on every rank, if the ranks' leases do not lie at the same place.
     """
-
-    def __init__(
-        self, name: str, sent: npt.NDArray[np.int64], heap: SymmetricHeap, ranks: Ranks
-    ) -> None:
-        matrix = ranks.gather(sent)
-        np.fill_diagonal(matrix, 0)
-        self._ranks, self._sent = ranks, matrix[ranks.rank]
-        # Where each rank's bytes lie at their destination; leases are of one size everywhere, as peer() needs.
-        self._first = np.cumsum(matrix, axis=0) - matrix
-        self._received = matrix[:, ranks.rank]
-        gc.collect()  # leases of dead objects, or the ranks' arenas may differ
-        self._source = heap.lease(
-            (max(1, int(np.max(matrix.sum(1)))),), torch.uint8, name="copy source"
+    ranks, matrix = run.ranks, run.ranks.gather(sent)
+    np.fill_diagonal(matrix, 0)
+    # Where each rank's bytes lie at their destination; leases are of one size everywhere, as peer() needs.
+    first = np.cumsum(matrix, axis=0) - matrix
+    gc.collect()  # leases of dead objects, or the ranks' arenas may differ
+    source, target = (
+        stack.enter_context(
+            run.heap.lease((max(1, int(matrix.sum(axis).max())),), torch.uint8, name=f"copy {end}")
         )
-        self._target = heap.lease(
-            (max(1, int(np.max(matrix.sum(0)))),), torch.uint8, name="copy target"
+        for axis, end in ((1, "source"), (0, "target"))
+    )
+    places = ranks.gather(np.array([target.offset]))
+    if (places != places[0]).any():
+        raise SymmoeError(
+            f"the targets of '{name}' lie at different offsets: {places.reshape(-1).tolist()}"
         )
-        places = ranks.gather(np.array([self._target.offset]))
-        if (places != places[0]).any():
-            raise SymmoeError(
-                f"the targets of '{name}' lie at different offsets: {places.reshape(-1).tolist()}"
-            )
-        self._pairs = self._copies()
-        self.variant = Variant(name, ("forward",), in_steps(self._run), self._verify)
+    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []  # destination, source
+    stack.callback(pairs.clear)
+    offset = 0
+    for step in range(1, ranks.num_ranks):  # the next rank first: not all write to the same one
+        peer = (ranks.rank + step) % ranks.num_ranks
+        begin, size = int(first[ranks.rank, peer]), int(matrix[ranks.rank, peer])
+        here = source.tensor[offset : offset + size]
+        pairs.append((target.peer(peer)[begin : begin + size], here))
+        offset += size
 
-    def _copies(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(destination, source), the next rank first, so that not all ranks write to the same one at a time."""
-        rank, pairs, offset = self._ranks.rank, [], 0
-        for step in range(1, self._ranks.num_ranks):
-            peer = (rank + step) % self._ranks.num_ranks
-            first, size = int(self._first[rank, peer]), int(self._sent[peer])
-            pairs.append(
-                (
-                    self._target.peer(peer)[first : first + size],
-                    self._source.tensor[offset : offset + size],
-                )
-            )
-            offset += size
-        return pairs
+    def copy() -> None:
+        for destination, its_source in pairs:
+            destination.copy_(its_source)
 
-    def _run(self) -> None:
-        for destination, source in self._pairs:
-            destination.copy_(source)
-
-    def _verify(self) -> float:
+    def verify() -> float:
         """The error, which must be 0: every rank sends its number plus one."""
-        self._target.tensor.zero_()
-        self._source.tensor.fill_(self._ranks.rank + 1)
-        self._ranks.barrier()
-        self._run()
-        self._ranks.barrier()
-        expected = torch.arange(1, self._ranks.num_ranks + 1, dtype=torch.uint8)
-        expected = expected.repeat_interleave(torch.from_numpy(self._received)).to(
-            self._target.tensor.device
-        )
-        wrong = (self._target.tensor[: len(expected)] != expected).sum()
-        return float(wrong)
+        target.tensor.zero_()
+        source.tensor.fill_(ranks.rank + 1)
+        ranks.barrier()
+        copy()
+        ranks.barrier()
+        numbers = torch.arange(1, ranks.num_ranks + 1, dtype=torch.uint8)
+        expected = numbers.repeat_interleave(torch.from_numpy(matrix[:, ranks.rank].copy()))
+        return _differing(target.tensor, expected.to(target.tensor.device))
 
-    def close(self) -> None:
-        """Releases the leases."""
-        self._pairs = []
-        self._target.release()
-        self._source.release()
+    return Variant(name, ("forward",), in_steps(copy), verify)

@@ -7,11 +7,10 @@ from dataclasses import replace
 import torch
 
 from suites.cases import Case
-from suites.figures import of_choice
-from suites.layer import LAYER, SERIAL, Choice, Forward, bench_layer
+from suites.layer import LAYER, SERIAL, bench_layer
 from suites.problem import MAX_ERROR, Problem
 from suites.records import Record
-from suites.steps import heap_bytes
+from suites.steps import Choice, Forward, heap_bytes
 from suites.timing import Run, plan_of
 from symmoe.dispatch.plan import Plan
 from symmoe.grouped.linear import constant_weights
@@ -71,11 +70,6 @@ PRECISION = {
 }
 
 
-def variants_heap_bytes(case: Case, num_ranks: int, num_rows: int) -> int:
-    """Bytes of the heap for the layer's choices."""
-    return heap_bytes(case, num_ranks, num_rows, VARIANTS)
-
-
 def precision_heap_bytes(case: Case, num_ranks: int, num_rows: int) -> int:
     """Bytes of the heap for the largest of what is measured apart, and everything else."""
     together = {name: choice for name, choice in PRECISION.items() if not choice.apart}
@@ -83,16 +77,10 @@ def precision_heap_bytes(case: Case, num_ranks: int, num_rows: int) -> int:
     return max(heap_bytes(case, num_ranks, num_rows, choices) for choices in apart)
 
 
-def bench_variants(problem: Problem, run: Run) -> list[Record]:
-    """The layer's choices, and the public parts with buffers of the caller."""
-    return bench_layer(problem, run, VARIANTS, "variants", of_choice)
-
-
 def bench_precision(problem: Problem, run: Run) -> list[Record]:
     """FP8 steps and bf16 steps."""
-    return bench_layer(
-        problem, run, PRECISION | {AUTO: picked(PRECISION[AUTO], problem)}, "precision", of_choice
-    )
+    choices = PRECISION | {AUTO: picked(PRECISION[AUTO], problem)}
+    return bench_layer(problem, run, choices, "precision")
 
 
 def picked(choice: Choice, problem: Problem) -> Choice:

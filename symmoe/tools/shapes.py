@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from symmoe.checks.arguments import CHOICES
 from symmoe.errors import ArgumentError
 from symmoe.moe.config import MoEConfig
+
+Options = dict[str, dict[str, Any]]  # by name, what argparse shall know of each
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,27 +45,32 @@ _SIZES = {
 }
 
 
-def add_shape_arguments(
-    parser: argparse.ArgumentParser, *, default: str = "", what: str = "one"
-) -> None:
-    """Adds what :func:`shape_of` reads."""
-    known = ", ".join(PRESETS) + (f" ({default})" if default else "")
-    parser.add_argument("--preset", default="", help=f"{what}: {known}")
-    for name, text in _SIZES.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, help=text)
-
-
-def add_options(parser: argparse.ArgumentParser, options: Mapping[str, Mapping[str, Any]]) -> None:
-    """Adds options of a table: their names, and what argparse shall know of each."""
+def add_options(parser: argparse.ArgumentParser, options: Options) -> None:
+    """Adds the options of a table."""
     for name, its in options.items():
         parser.add_argument(name, **its)
 
 
-def add_config_arguments(parser: argparse.ArgumentParser, **defaults: str) -> None:
-    """Adds fields of MoEConfig that are one of several words."""
-    for name, default in defaults.items():
-        option, text = f"--{name.replace('_', '-')}", "see MoEConfig (default %(default)s)"
-        parser.add_argument(option, choices=CHOICES[name], default=default, help=text)
+def shape_options(*, default: str = "", what: str = "one") -> Options:
+    """What :func:`shape_of` reads."""
+    known = ", ".join(PRESETS) + (f" ({default})" if default else "")
+    return {
+        "--preset": {"default": "", "help": f"{what}: {known}"},
+        **{_option(name): {"type": int, "help": text} for name, text in _SIZES.items()},
+    }
+
+
+def config_options(**defaults: str) -> Options:
+    """Fields of MoEConfig that are one of several words."""
+    text = "see MoEConfig (default %(default)s)"
+    return {
+        _option(name): {"choices": CHOICES[name], "default": default, "help": text}
+        for name, default in defaults.items()
+    }
+
+
+def _option(field: str) -> str:
+    return f"--{field.replace('_', '-')}"
 
 
 def shape_of(args: argparse.Namespace, default: str = "") -> Shape:
@@ -79,7 +85,7 @@ def shape_of(args: argparse.Namespace, default: str = "") -> Shape:
         if preset not in PRESETS:
             raise ArgumentError(f"preset ({preset}) must be one of {', '.join(PRESETS)}")
         return PRESETS[preset]
-    if missing := [f"--{name.replace('_', '-')}" for name in sizes if name not in given]:
+    if missing := [_option(name) for name in sizes if name not in given]:
         raise ArgumentError(
             f"explicit sizes also need {', '.join(missing)}"
             if given

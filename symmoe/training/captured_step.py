@@ -80,34 +80,31 @@ def capture_step(
 
 def _problem(modules: Modules) -> ArgumentError | None:
     """Why steps of a model with these modules cannot be captured, or None."""
-    if len({layer.heap for layer in modules.layers}) > 1:
-        return ArgumentError(
-            "model has layers on several heaps, whose groups could not agree to repeat a step"
-        )
     for layer in modules.layers:
-        if (
-            problem := gradients_elsewhere(
-                layer.experts, "a step that is repeated would count twice"
-            )
-        ) is not None:
+        reason = "a step that is repeated would count twice"
+        if (problem := gradients_elsewhere(layer.experts, reason)) is not None:
             return problem
-    if any(
-        (ddp := layer.replicas.its_ddp()) is not None and ddp not in modules.ddps
-        for layer in modules.layers
-    ):
-        return ArgumentError(
-            "model must be the DistributedDataParallel that the step calls, not what it wraps"
-        )
-    if any(ddp.find_unused_parameters and not ddp.static_graph for ddp in modules.ddps):
-        return ArgumentError(
-            "find_unused_parameters (True) of DistributedDataParallel must be False: hosts would wait"
-        )
-    if modules.ddp_on_default_stream:
-        return ArgumentError(
+    around = {layer.replicas.its_ddp() for layer in modules.layers} - {None}
+    problems = (
+        (
+            len({layer.heap for layer in modules.layers}) > 1,
+            "model has layers on several heaps, whose groups could not agree to repeat a step",
+        ),
+        (
+            around - set(modules.ddps),
+            "model must be the DistributedDataParallel that the step calls, not what it wraps",
+        ),
+        (
+            any(ddp.find_unused_parameters and not ddp.static_graph for ddp in modules.ddps),
+            "find_unused_parameters (True) of DistributedDataParallel must be False: hosts would wait",
+        ),
+        (
+            modules.ddp_on_default_stream,
             "DistributedDataParallel was built on CUDA's default stream, which no capture may use: build it in `with "
-            f"torch.cuda.stream(torch.cuda.Stream()):`, or take torch 2.13 or newer (this is {torch.__version__})"
-        )
-    return None
+            f"torch.cuda.stream(torch.cuda.Stream()):`, or take torch 2.13 or newer (this is {torch.__version__})",
+        ),
+    )
+    return next((ArgumentError(text) for is_so, text in problems if is_so), None)
 
 
 class CudaGraph:

@@ -12,6 +12,7 @@ import pytest
 import trace_layer
 
 from symmoe.cli import main
+from symmoe.tools.shapes import add_options
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -96,7 +97,7 @@ def test_scripts_exist_and_have_these_options(words: tuple[str, ...]):
     if program := {"benchmarks/bench.py": bench, "benchmarks/trace_layer.py": trace_layer}.get(
         words[0]
     ):
-        program.add_arguments(parser := argparse.ArgumentParser())
+        add_options(parser := argparse.ArgumentParser(), program.OPTIONS)
         assert set(vars(parser.parse_args(words[1:])).get("suites", ())) <= set(bench.SUITES)
         return
     text = (ROOT / words[0]).read_text(encoding="utf-8")

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import balance
 import balance_model
 import bench
 import pytest
@@ -72,6 +71,16 @@ VARIANTS = {
     "gemm": {f"{p}{plain}" for p in ("fc1", "dfc2", "wgrad1", "wgrad2") for plain in ("", "-plain")}
     | {"fc2", "dfc1"},
     "grouped": {f"{layer}, {choice}" for layer in LAYERS for choice in GROUPED},
+    "router": {"ours", "fp32", "tf32", "bf16"},
+    "fp8": {
+        f"{product}, {way}"
+        for products, ways in (
+            (("fc1", "fc2", "dfc2", "dfc1"), ("fp8", "scattered")),
+            (("wgrad1", "wgrad2"), ("fp8", "add fp32", "add to scattered")),
+        )
+        for product in products
+        for way in ways
+    },
     "overhead": {"GroupedMLP packed", "GroupedMLP discrete"}
     | {f"{way}, one layer" for way in ("copy_data_ptrs_to_device", "copy_host_to_device")}
     | {f"pack_weight_ptrs, {loaded}" for loaded in ("both layers", "mxfp8 scales", "nvfp4 scales")}
@@ -144,9 +153,7 @@ def test_rails(tmp_path: Path):
 @pytest.mark.slow
 def test_balance(tmp_path: Path):
     """Both ways of a layer for routings of which the last gives rank 0 all rows."""
-    path = tmp_path / "balance.json"
-    output_of(balance.__file__, *SIZES, "--heap-gib", "0.1", "--json", str(path), num_ranks=2)
-    records = json.loads(path.read_text())
+    records, _ = run(2, tmp_path, "balance")
     assert [record["variant"] for record in records] == ["none", "replicas"] * 3
     assert records[-1]["load"] == records[-2]["load"] == 2
     assert all(
@@ -298,6 +305,14 @@ def test_figures_follow_from_times(measured: tuple[int, list[dict], str]):
     assert by_name["precision", "float8-auto", "forward"]["wire_bytes"] == both_ways
 
 
+def test_every_product_of_fp8_is_compared(tmp_path: Path):
+    path = tmp_path / "out.json"
+    bench.main(["fp8", *SIZES, "--hidden=272", "--ffn=144", "--json", str(path)])
+    errors = {record["variant"]: record["error"] for record in json.loads(path.read_text())}
+    assert errors.keys() == VARIANTS["fp8"]
+    assert all(0 < error < 0.01 for error in errors.values())
+
+
 def _add_to_a_column(tensor: torch.Tensor) -> None:
     tensor[..., 0] += 1
 
@@ -339,6 +354,8 @@ SPOILED = {  # of each suite kernels, and the argument, or the part of one, that
     "dispatch": {"push_rows": "x", "place_rows": "rows"},
     "combine": {"pull_rows": "out", "sum_home": "out", "pull_values": "out"},
     "plan": {"assign_rows": "plan.slot_to_row"},
+    "router": {"router_gemm": "logits"},
+    "fp8": {"grouped_gemm_quantized": "out", "grouped_gemm_wgrad_quantized": "out"},
     "overhead": {
         "grouped_gemm": "out",
         "copy_host_to_device": "destination",
@@ -381,7 +398,7 @@ def test_a_wrong_kernel_of_a_module_is_not_timed(
 def test_a_wrong_yardstick_is_not_timed(monkeypatch: pytest.MonkeyPatch):
     right = stock_torch.swiglu
     monkeypatch.setattr(stock_torch, "swiglu", lambda h, scale: right(h, scale * 1.1))
-    with pytest.raises(WrongResult, match="layer is wrong"):
+    with pytest.raises(WrongResult, match="stock torch is wrong"):
         bench.main(SIZES)
 
 

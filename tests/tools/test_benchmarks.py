@@ -1,11 +1,10 @@
-"""benchmarks/trainer.py and torchtitan_trainer.py on CPU processes, and what fp8_gemm.py checks before it times."""
+"""benchmarks/trainer.py and torchtitan_trainer.py on CPU processes."""
 
 import json
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import torch
 from example_runs import output_of
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -52,17 +51,3 @@ def test_torchtitan_learns_the_same_in_all_ways(tmp_path: Path):
     ):  # a step's experts start from other numbers
         assert one["losses"] == pytest.approx(theirs["losses"], rel=tolerance)
     assert theirs["losses"]["20"] < theirs["losses"]["1"]
-
-
-def test_right_products_of_fp8_pass_and_wrong_ones_do_not():
-    pytest.importorskip("triton")
-    import fp8_gemm
-
-    sizes, names = fp8_gemm.TINY["tiny"], []
-    for op in fp8_gemm.ops_of(sizes, torch.device("cpu")):
-        names.append(op.name)
-        assert set(fp8_gemm.errors_of(op, sizes[0])) == set(op.ways)
-        op.ways["fp8"] = lambda: None
-        with pytest.raises(SystemExit, match=f"{op.name}, fp8 is wrong: relative error nan"):
-            fp8_gemm.errors_of(op, sizes[0])
-    assert names == ["fc1", "fc2", "dfc2", "dfc1", "wgrad1", "wgrad2"]

@@ -362,6 +362,3 @@ def test_a_bad_target_is_a_usage_error(
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith(f"symmoe: error: target ({target})")
     assert text in last
-    with pytest.raises(SystemExit):
-        main(["check", target, "--ranks=1"])
-    assert "ranks (1) must be at least 2" in capsys.readouterr().err

@@ -22,11 +22,12 @@ def complaint(arguments: list[str], capsys: pytest.CaptureFixture) -> str:
         program(arguments if program is main else arguments[1:])
     assert ended.value.code == 2
     line = capsys.readouterr().err.splitlines()[-1]
-    assert re.match("symmoe: error: " if program is main else r"\S+: error: ", line)
+    assert re.match(r"symmoe( \w+)?: error: " if program is main else r"\S+: error: ", line)
     return line
 
 
 CUSTOM = ["--hidden=16", "--ffn=8", "--experts=4", "--top-k=2"]
+LARGE = "--hidden 2048 --ffn 768 --experts 128 --top-k 8 --ranks 2 --tokens 8192"
 WRONG = [
     ("bench.py layers", "suite (layers) must be of steps, layer, "),
     ("bench.py --preset qwen", "preset (qwen) must be of qwen3-30b"),
@@ -74,6 +75,26 @@ WRONG = [
     ("plan CUSTOM --ranks 2 --tokens 8 --capacity-factor inf", "must be finite"),
     ("plan CUSTOM --ranks 2 --tokens 8 --layers 0", "num_layers (0) must be at least 1"),
     ("plan CUSTOM --tokens 8 --ranks 3", "must be divisible by the number of ranks (3)"),
+    ("plan LARGE --precision fp8", "invalid choice: 'fp8'"),
+    (
+        "plan LARGE --quantized-wire both",
+        "quantized_wire ('both'): precision (None) must be a recipe of E4M3 numbers",
+    ),
+    (
+        "plan LARGE --precision nvfp4 --quantized-wire forward",
+        "must be a recipe of E4M3 numbers",
+    ),
+    (
+        "plan LARGE --precision mxfp8 --hidden 2064",
+        "hidden (2064) must be a multiple of 32 for MXFP8()",
+    ),
+    (
+        "plan LARGE --ranks 3",
+        "num_experts (128) must be divisible by the number of ranks (3)",
+    ),
+    ("plan LARGE --capacity-factor 0", "capacity-factor (0.0) must be"),
+    ("plan LARGE --top-k 200", "top_k (200) must be at most num_experts (128)"),
+    ("check missing.py:make --ranks 1", "ranks (1) must be at least 2"),
 ]
 
 
@@ -81,7 +102,8 @@ WRONG = [
 def test_wrong_arguments_are_named(command: str, text: str, monkeypatch, capsys):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
-    assert text in complaint(command.replace("CUSTOM", " ".join(CUSTOM)).split(), capsys)
+    words = command.replace("CUSTOM", " ".join(CUSTOM)).replace("LARGE", LARGE).split()
+    assert text in complaint(words, capsys)
 
 
 SIZES = ["--ranks=8", "--tokens=8192"]

@@ -70,7 +70,7 @@ def test_committed_pictures_show_the_records(name: str, tmp_path: Path):
 
 
 def test_lines_are_the_records(tmp_path: Path, figures: dict[str, Figure]):
-    plots.draw_tokens(str(tmp_path / "x.png"))
+    plots.PICTURES["tokens-h200.png"](str(tmp_path / "x.png"))
     found = plots.records("layer-tokens-h200-ep2")
     for axis, direction in zip(figures["x.png"].axes, ("forward", "backward"), strict=True):
         assert len(axis.lines) == len(plots.SHOWN)

@@ -14,6 +14,8 @@ import pytest
 import torch
 import trace_layer
 from cluster import Cluster, run_on
+from suites.cases import Case
+from suites.layer import Choice
 from worker import Findings, open_heap
 
 from symmoe import MoEConfig, MoELayer, SymmetricHeap, kernels, timeline
@@ -23,6 +25,7 @@ from symmoe.timeline.events import DIRECTIONS, Event, Timeline, chrome_trace, la
 from symmoe.timeline.phases import _TABLE, BY_KERNEL, BY_OPERATOR, COMMUNICATION, GEMMS, PHASES
 from symmoe.timeline.ranges import events_of
 from symmoe.timeline.recording import align, record, timeline_of
+from symmoe.tools.shapes import Shape
 
 KERNELS = Path(kernels.__file__).parent
 
@@ -563,10 +566,9 @@ SIZES = "--hidden 32 --ffn 16 --experts 4 --top-k 2 --tokens 16".split()
 
 
 def traced(rank: int, num_ranks: int, path: str) -> str:
-    config = MoEConfig(
-        hidden=32, ffn=16, num_experts=4, top_k=2, capacity=40, overflow="drop", aux_loss_coef=0.01
-    )
-    return trace_layer.trace_layer(config, num_tokens=16, path=path)
+    case = Case(Shape("small", 32, 16, 4, 2), 16, "uniform")
+    choice = Choice(options={"overflow": "drop", "aux_loss_coef": 0.01})
+    return trace_layer.trace_layer(case, choice, path=path)
 
 
 def test_the_program_traces_on_several_ranks_and_on_one(

@@ -164,33 +164,3 @@ def test_the_command_knows_recipes(name: str, wire: str, capsys: pytest.CaptureF
         assert {cli._size(plan.activation_bytes), cli._size(plan.lease_bytes_per_call)} <= shown
         assert cli._size(plan.activation_bytes) not in other
     assert (plans[0].lease_bytes_per_call != plans[1].lease_bytes_per_call) or wire == "none"
-
-
-@pytest.mark.parametrize(
-    ("extra", "text"),
-    [
-        (["--precision", "fp8"], "invalid choice: 'fp8'"),
-        (
-            ["--quantized-wire", "both"],
-            "quantized_wire ('both'): precision (None) must be a recipe of E4M3 numbers",
-        ),
-        (
-            ["--precision", "nvfp4", "--quantized-wire", "forward"],
-            "must be a recipe of E4M3 numbers",
-        ),
-        (
-            ["--precision", "mxfp8", "--hidden", "2064"],
-            "hidden (2064) must be a multiple of 32 for MXFP8()",
-        ),
-        (["--ranks", "3"], "num_experts (128) must be divisible by the number of ranks (3)"),
-        (["--capacity-factor", "0"], "capacity-factor (0.0) must be"),
-        (["--top-k", "200"], "top_k (200) must be at most num_experts (128)"),
-    ],
-)
-def test_a_command_that_makes_no_sense(
-    extra: list[str], text: str, capsys: pytest.CaptureFixture[str]
-):
-    with pytest.raises(SystemExit) as caught:
-        cli.main([*ARGUMENTS, *extra])
-    assert caught.value.code == 2
-    assert text in capsys.readouterr().err

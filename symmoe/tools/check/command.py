@@ -13,7 +13,6 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -22,7 +21,7 @@ from symmoe.tools.check.compare import Compared, compare
 from symmoe.tools.check.model import BadTarget
 from symmoe.tools.check.runs import DTYPES, STAGES, Job, Tensors
 from symmoe.tools.doctor.self_test import run_trial
-from symmoe.tools.shapes import add_options
+from symmoe.tools.shapes import Options
 
 HELP = "whether a model trains on n ranks as on one, and which tensor differs first"
 DESCRIPTION = """\
@@ -43,7 +42,7 @@ def _number(text: str) -> int:
     return int(text)
 
 
-_OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS: Options = {
     "target": {
         "help": "a model of transformers, file.py:function, or package.module:function",
     },
@@ -75,11 +74,6 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     },
     "--json": {"metavar": "FILE", "help": "write what was found to FILE"},
 }
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds what :func:`run` reads."""
-    add_options(parser, _OPTIONS)
 
 
 def run(args: argparse.Namespace) -> int:

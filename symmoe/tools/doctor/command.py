@@ -8,7 +8,6 @@ import json
 import os
 import sys
 from collections.abc import Mapping
-from typing import Any
 
 from symmoe.errors import ArgumentError
 from symmoe.tools.doctor.findings import Finding, render, worst_level
@@ -17,7 +16,7 @@ from symmoe.tools.doctor.gpus import ask, check_gpus, check_links, read_gpus
 from symmoe.tools.doctor.machine import check_environment, check_limits, check_system, read_system
 from symmoe.tools.doctor.self_test import MAX_GPUS, check_trial, run_trial
 from symmoe.tools.doctor.versions import check_versions, read_versions
-from symmoe.tools.shapes import add_options
+from symmoe.tools.shapes import Options
 
 HELP = "whether this machine can run symmoe; who waited for whom when ranks stood still"
 DESCRIPTION = """\
@@ -28,8 +27,7 @@ torchrun has started, on several machines or with --ranks-per-node on one, look 
 is 1 if there is a problem. docs/doctor.md has all that it looks for.
 """
 
-
-_OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS: Options = {
     "--read": {
         "nargs": "+",
         "metavar": "FILE",
@@ -49,11 +47,6 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     },
     "--json": {"action": "store_true", "help": "print the findings as JSON"},
 }
-
-
-def add_arguments(doctor: argparse.ArgumentParser) -> None:
-    """Adds what :func:`run` reads."""
-    add_options(doctor, _OPTIONS)
 
 
 def run(args: argparse.Namespace) -> int:

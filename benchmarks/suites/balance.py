@@ -1,0 +1,81 @@
+"""The suite "balance": whole steps of a layer with and without replicas, for routings that give rank 0 more rows.
+
+Every token chooses the first `hot` experts and others at random; the layer has no router. "load" is how many times the
+mean of the ranks' rows rank 0 gets. Steps follow each other as in the suite "steps". Memory is that of rank 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from suites.cases import Case
+from suites.figures import MemoryMeter
+from suites.problem import DTYPE, Problem
+from suites.records import Record, case_record
+from suites.steps import Choice, heap_bytes, make_experts
+from suites.timing import Run
+from symmoe.moe.layer import MoELayer
+from symmoe.tools.timing import times_in_a_row_ms
+
+PLACES = 4  # of a rank, for replicas
+BALANCES = {
+    "none": Choice(static=False, options={"router": "none"}),
+    "replicas": Choice(
+        static=False,
+        options={"router": "none", "balance": "replicas", "replica_places": PLACES},
+    ),
+}
+
+
+def balance_heap_bytes(case: Case, num_ranks: int, num_rows: int) -> int:
+    """Bytes of the heap where all tokens choose experts of one rank."""
+    return heap_bytes(case, num_ranks, num_ranks * case.num_slots, BALANCES)
+
+
+def bench_balance(problem: Problem, run: Run) -> list[Record]:
+    """Steps with each load, with and without replicas, whatever the problem's routing is. Collective."""
+    shape, ranks = problem.case.shape, run.ranks
+    layers = {
+        name: MoELayer(choice.config(shape), run.heap, experts=make_experts(problem), dtype=DTYPE)
+        for name, choice in BALANCES.items()
+    }
+    records = []
+    generator = torch.Generator().manual_seed(ranks.rank)
+    for num_hot in sorted({0, shape.top_k // 4, shape.top_k // 2, shape.top_k}):
+        ids = _choose(problem.case, num_hot, generator)
+        rows = torch.bincount(ids.flatten(), minlength=shape.num_experts).numpy()
+        of_ranks = ranks.gather(rows).sum(0).reshape(ranks.num_ranks, -1).sum(1)
+        load = float(of_ranks[0] / of_ranks.mean())
+        steps = {name: _step_of(layer, problem, ids) for name, layer in layers.items()}
+        for name, taken in times_in_a_row_ms(steps, ranks, run.repetitions).items():
+            meter = MemoryMeter(ranks.device, run.heap)
+            steps[name]()
+            figures = {"skew": f"{load:.2f}", "load": round(load, 3), "places": PLACES}
+            figures |= meter.peak()
+            records.append(case_record(problem, "balance", name, "step", taken, **figures))
+    return records
+
+
+def _choose(case: Case, num_hot: int, generator: torch.Generator) -> torch.Tensor:
+    """int64 [T, K] on the CPU: the first experts, and others at random."""
+    heat = torch.ones(case.num_tokens, case.shape.num_experts)
+    heat[:, :num_hot] = 0
+    first = torch.arange(num_hot).expand(case.num_tokens, num_hot)
+    if num_hot == case.shape.top_k:
+        return first
+    others = torch.multinomial(heat, case.shape.top_k - num_hot, generator=generator)
+    return torch.cat([first, others], 1)
+
+
+def _step_of(layer: MoELayer, problem: Problem, ids: torch.Tensor) -> Callable[[], object]:
+    """Forward and backward; gradients are dropped."""
+    x, dy, probs = problem.tokens
+    ids = ids.int().to(problem.device)
+
+    def step() -> object:
+        y, _ = layer(x, topk_idx=ids, probs=probs)
+        return torch.autograd.grad(y, (x, probs, *layer.parameters()), dy)
+
+    return step

@@ -1,0 +1,157 @@
+"""The suites "deepep" and "deepep-trips": DeepEP, measured as ours is: steps in a row with what they hold, and dispatch
+and combine by themselves. Their records have the names of our suites.
+
+`deep_ep.Buffer`'s intranode kernels, with a local permutation and torch._grouped_mm for the experts. The backward of
+dispatch is combine with the same handle and the other way round, as DeepEP's documentation has it. Problems, protocol,
+checks and records are those of docs/benchmarking.md. Run it under `timeout`: DeepEP waits without a bound.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from suites.memory import step_record
+from suites.problem import DTYPE, MAX_ERROR, Problem, row_error
+from suites.records import Record
+from suites.reference import Reference
+from suites.rows import LocalRows, Places
+from suites.steps import Step, records_of
+from suites.stock_torch import ByHand, torch_experts
+from suites.timing import DIRECTIONS, Run, Variant, align_ahead, in_steps, measure
+from suites.trips import trip_records
+
+NAME = "deepep"
+
+
+def open_buffer(problem: Problem) -> Any:
+    """A Buffer for rows of the problem. Collective."""
+    from deep_ep import Buffer
+
+    row_bytes, num_ranks = problem.case.shape.hidden * DTYPE.itemsize, problem.num_ranks
+    configs = Buffer.get_dispatch_config(num_ranks), Buffer.get_combine_config(num_ranks)
+    num_bytes = max(config.get_nvl_buffer_size_hint(row_bytes, num_ranks) for config in configs)
+    return Buffer(dist.group.WORLD, num_bytes, 0)
+
+
+def step_of(problem: Problem, buffer: Any) -> Step:
+    """A whole step, without a router."""
+    num_experts = problem.case.shape.num_experts
+    x, probs, w1, w2 = problem.inputs
+    experts = torch_experts(w1, w2)
+
+    def forward() -> torch.Tensor:
+        # The plan is a part of a step of ours: so is the conversion of the choice here.
+        trip = _Trip(buffer, problem.topk_idx.long(), num_experts)
+        arrived, arrived_probs = ByHand.apply(
+            trip.dispatch,
+            lambda d_rows, d_probs: trip.combine(d_rows.contiguous(), d_probs.contiguous()),
+            *(x, probs),
+        )
+        row_to_packed, slots, ends = trip.local_order()
+        rows = arrived.index_select(0, row_to_packed)
+        out = experts(rows, arrived_probs.reshape(-1).index_select(0, slots), ends)
+        return ByHand.apply(
+            lambda sums: trip.combine(sums)[0],
+            lambda dy: (trip.dispatch_again(dy.contiguous()),),
+            torch.zeros_like(arrived).index_add(0, row_to_packed, out),
+        )
+
+    return Step(NAME, forward, problem.inputs, problem.tokens.dy, Reference(problem).step_error)
+
+
+def bench_deepep(problem: Problem, run: Run) -> list[Record]:
+    """The records of whole steps, each following itself, and of what one holds. Collective."""
+    step = step_of(problem, open_buffer(problem))
+    held = step_record(problem, step, run.ranks)
+    return [*records_of(problem, run, {NAME: step.results}, {NAME: held["error"]}), held]
+
+
+def bench_deepep_trips(problem: Problem, run: Run) -> list[Record]:
+    """Both trips by themselves: forward with the layout, backward with the handle of the first. Collective."""
+    buffer = open_buffer(problem)
+    topk_idx, num_experts = problem.topk_idx.long(), problem.case.shape.num_experts
+    x, probs, _, _ = problem.inputs
+    tokens, token_probs = x.detach(), probs.detach()
+    first = _Trip(buffer, topk_idx, num_experts)
+    arrived, _ = first.dispatch(tokens, token_probs)
+
+    def dispatch() -> torch.Tensor:
+        return _Trip(buffer, topk_idx, num_experts).dispatch(tokens, token_probs)[0]
+
+    def dispatch_again() -> torch.Tensor:
+        return first.dispatch_again(tokens)
+
+    def combine() -> torch.Tensor:
+        return first.combine(arrived)[0]
+
+    def dispatch_error() -> float:
+        # Both have their rows ordered by source rank and token.
+        return max(
+            row_error(got, LocalRows.of(problem).packed) for got in (dispatch(), dispatch_again())
+        )
+
+    def combine_error() -> float:
+        copies = Places.of(problem.routing).goes_to[problem.rank].sum(1).to(problem.device)
+        return row_error(combine(), tokens.float() * copies[:, None])
+
+    goes_to, rank = Places.of(problem.routing).goes_to, problem.rank
+    leave, come = goes_to[rank].sum(0), goes_to[:, :, rank].sum(1)  # rows, by rank
+    both_ways = in_steps(dispatch, dispatch_again)
+    records = []
+    for suite, moved, variant in (
+        ("dispatch", leave, Variant(NAME, DIRECTIONS, both_ways, dispatch_error)),
+        (
+            "combine",
+            come,
+            Variant(NAME, ("forward",), in_steps(combine), combine_error, MAX_ERROR),
+        ),
+    ):
+        times, errors = measure(run, [variant], align=align_ahead)
+        moved_bytes = {NAME: (moved * x.shape[1] * x.element_size()).numpy()}
+        records += trip_records(suite, problem, run, times, errors, moved_bytes)
+    return records
+
+
+class _Trip:
+    """One routing on its way through DeepEP: dispatch first, then everything that needs its handle."""
+
+    def __init__(self, buffer: Any, topk_idx: torch.Tensor, num_experts: int) -> None:
+        self._buffer, self._topk_idx, self._num_experts = buffer, topk_idx, num_experts
+
+    def dispatch(self, x: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows [P, H] and probs [P, K] that arrive here. Synchronises the host."""
+        per_rank, _, per_expert, in_rank, _ = self._buffer.get_dispatch_layout(
+            self._topk_idx, self._num_experts
+        )
+        rows, self._arrived_idx, row_probs, self._counts, self._handle, _ = self._buffer.dispatch(
+            x,
+            topk_idx=self._topk_idx,
+            topk_weights=probs,
+            num_tokens_per_rank=per_rank,
+            is_token_in_rank=in_rank,
+            num_tokens_per_expert=per_expert,
+        )
+        return rows, row_probs
+
+    def dispatch_again(self, x: torch.Tensor) -> torch.Tensor:
+        """Sends only rows, by the handle."""
+        return self._buffer.dispatch(x, handle=self._handle)[0]
+
+    def combine(
+        self, rows: torch.Tensor, probs: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, Any]:
+        """Sums of rows [T, H], and of probs [T, K]."""
+        y, y_probs, *_ = self._buffer.combine(rows, self._handle, topk_weights=probs)
+        return y, y_probs
+
+    def local_order(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """For rows sorted by expert: their packed rows and slots, int64 [N], and the ends of the experts, int32 [e]."""
+        chosen = self._arrived_idx.reshape(-1)  # ids of this rank's experts, -1 for those of others
+        slots = chosen.masked_fill(chosen < 0, len(self._counts)).argsort(stable=True)[
+            : sum(self._counts)
+        ]
+        ends = torch.tensor(self._counts, device=slots.device).cumsum(0).int()
+        return slots // self._arrived_idx.shape[1], slots, ends

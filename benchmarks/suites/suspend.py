@@ -1,0 +1,50 @@
+"""The suite "suspend": what `heap.suspend()` gives back, and how long it and `heap.resume()` take. `--heap-gib` sets
+the size of the heap, which decides both.
+
+Times are those of the slowest rank, MiB those of the rank that gives the least: of its GPU, or of shared memory, which
+is taken at the first write. So the heap is filled before.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from suites.problem import Problem
+from suites.records import Record, new_record
+from suites.timing import Run
+
+
+def held_mib(device: torch.device) -> float:
+    """What is held of this rank's GPU, or of shared memory."""
+    if device.type == "cuda":
+        free_bytes, total_bytes = torch.cuda.mem_get_info()
+        return (total_bytes - free_bytes) / 2**20
+    return (
+        int(re.findall(r"RssShmem:\s*(\d+) kB", Path("/proc/self/status").read_text())[0]) / 2**10
+    )
+
+
+def bench_suspend(problem: Problem, run: Run) -> list[Record]:
+    """Records of the run's heap, whatever the problem is. Collective."""
+    heap, ranks = run.heap, run.ranks
+    times, given_back = {"suspend": list[float](), "resume": list[float]()}, list[float]()
+    for _ in range(run.repetitions):
+        with heap.lease((heap.memory.arena.largest_free_bytes,), torch.uint8) as lease:
+            lease.tensor.fill_(1)
+        held = held_mib(ranks.device)
+        for name, times_ms in times.items():
+            ranks.barrier()
+            start = time.perf_counter()
+            getattr(heap, name)()
+            times_ms.append(ranks.largest((time.perf_counter() - start) * 1e3))
+            if name == "suspend":
+                given_back.append(-ranks.largest(held_mib(ranks.device) - held))
+    gib, back = heap.num_bytes / 2**30, min(given_back)
+    about = {"suite": "suspend", "variant": f"{gib:g} GiB, {back:.0f} MiB back"}
+    about |= {"ep": ranks.num_ranks, "heap_gib": gib, "given_back_mib": back}
+    return [new_record(np.array(taken), direction=name, **about) for name, taken in times.items()]
