@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -163,18 +164,14 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 def counted_barriers(heap: symmoe.SymmetricHeap) -> Iterator[list[int]]:
     """The phases of the barriers that this rank enters."""
     phases: list[int] = []
-    waits = heap.waits
-    barrier = waits.barrier
+    barrier = heap.waits.barrier
 
     def count(call: int, *args, **kwargs) -> torch.Tensor:
         phases.append(call & 0xFF)
         return barrier(call, *args, **kwargs)
 
-    waits.barrier = count
-    try:
+    with mock.patch.object(heap.waits, "barrier", count):
         yield phases
-    finally:
-        del waits.barrier
 
 
 @contextmanager
