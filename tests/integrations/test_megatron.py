@@ -23,6 +23,7 @@ pytest.importorskip("psutil", reason="megatron's checkpoint writer hangs without
 import low_precision_oracle as oracle
 import megatron_cases as cases
 import megatron_shim
+import small_model as small
 import torch
 from cluster import run_on
 from megatron.core import dist_checkpointing, parallel_state
@@ -45,7 +46,6 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.spec_utils import ModuleSpec
-from small_model import check_metrics, other_routing, weigh
 
 import symmoe
 from symmoe.errors import ArgumentError, CapacityError, HeapExhausted
@@ -715,7 +715,7 @@ def test_metrics_and_recorded_routing_are_those_of_megatron(
             counts = int(remote.any(1).sum()) * row_bytes, int(remote.sum()) * row_bytes
             expected[f"decoder.layers.{number}.mlp"] = numbers, *counts
         model = cases.model_of(config, forms[form])
-        routing = check_metrics(model, expected, lambda: model(**cases.batch_of()).mean())
+        routing = small.check_metrics(model, expected, lambda: model(**cases.batch_of()).mean())
         for ids, routing_map in zip(routing.values(), maps, strict=True):
             chosen = (ids[:, :, None] == experts).any(1)
             assert chosen.sum() == ids.numel()
@@ -742,7 +742,7 @@ def _route_by_hand(router: Any, given: list[torch.Tensor]) -> None:
     def routing(logits: torch.Tensor, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
         logits = logits.view(-1, cases.NUM_EXPERTS)
         scale = 2.5 if router.score_function == "sigmoid" else 1.0
-        weights, ids = weigh(logits, next(calls), router.score_function, scale=scale)
+        weights, ids = small.weigh(logits, next(calls), router.score_function, scale=scale)
         probs = torch.zeros_like(logits).scatter(1, ids, weights)
         return probs, probs > 0
 
@@ -792,7 +792,9 @@ def test_each_micro_batch_takes_the_experts_it_is_given(
             itertools.count(100 * rank),
         )
         stock = _chunks(config, cases.reference_spec(config), stage, pp)
-        other = [[other_routing(routing, next(seeds)) for routing in routings] for routings in own]
+        other = [
+            [small.other_routing(routing, next(seeds)) for routing in routings] for routings in own
+        ]
         for chunk, routings in zip(stock, other, strict=True):
             for name in routings[0]:
                 _route_by_hand(
@@ -814,17 +816,9 @@ def test_torch_compile_leaves_the_trips_alone(rank: int, num_ranks: int, form: s
         x = torch.randn(
             cases.SEQUENCE, cases.BATCH, config.hidden_size, generator=generator, requires_grad=True
         )
-
-        def results(module: Any) -> dict[str, torch.Tensor]:
-            x.grad = None
-            layer.zero_grad()
-            y, _ = module(x)
-            y.square().sum().backward()
-            return {"y": y.detach(), "x": x.grad.clone(), **cases.gradients_of(layer)}
-
-        expected = results(layer)
+        expected = small.step(layer, x)
         with torch.compiler.set_stance("default"):
-            found = results(torch.compile(layer, backend="aot_eager"))
+            found = small.step(torch.compile(layer, backend="aot_eager"), x)
             torch._dynamo.reset()
             breaks = torch._dynamo.explain(layer)(x).break_reasons
         damaged = {name: tensor * 1.01 for name, tensor in expected.items()}

@@ -145,7 +145,9 @@ def step(module: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
     """Output and every gradient of one step, and the auxiliary loss where the module returns one; clears gradients."""
     y, *others = found if isinstance(found := module(x), tuple) else (found,)
     loss, results = y.square().sum(), {"y": y.detach()}
-    if others and others[0].dim() == 0:  # in the mean over y, so that it counts
+    if (
+        others and isinstance(others[0], torch.Tensor) and others[0].dim() == 0
+    ):  # in the mean over y, so that it counts
         loss, results["aux_loss"] = loss / max(1, y.numel()) + others[0], others[0].detach()
     loss.backward()
     results["x"] = x.grad
