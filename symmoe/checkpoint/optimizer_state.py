@@ -164,23 +164,20 @@ def empty_state(
         on_host = () if group.get("capturable") or group.get("fused") else ("step",)
         for place in places:
             old = optimizer.state.get(place.tensor, {})
-            new = {}
             for kind in kinds.get(place.key, ()):
                 key = f"{PREFIX}{place.key}.{kind}"
                 if not place.is_of(record.experts.get(key), key):
                     continue
                 if key in record.values:
-                    new[kind] = record.values[key]
-                    continue
-                device = torch.device("cpu") if kind in on_host else place.tensor.device
-                value, own = _empty(place, key, record, tensors[key], old.get(kind), device)
-                new[kind] = value
-                if own.tensor is not value:
-                    shared.append((value, own))
+                    value = record.values[key]
                 else:
-                    filled.append(own)
-            if new:
-                state[place.tensor] = new
+                    device = torch.device("cpu") if kind in on_host else place.tensor.device
+                    value, own = _empty(place, key, record, tensors[key], old.get(kind), device)
+                    if own.tensor is value:
+                        filled.append(own)
+                    else:
+                        shared.append((value, own))
+                state.setdefault(place.tensor, {})[kind] = value
     return state, filled, shared
 
 

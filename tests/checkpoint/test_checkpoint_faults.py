@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,24 +19,15 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint_cases import FILE, load_state, names, newest, state
+from checkpoint_cases import FILE, end_of, load_state, names, newest, state
 from cluster import Cluster, RankFailure, run_on
 
 import symmoe
 from symmoe.checkpoint import files, load_checkpoint, read_manifest, save_checkpoint
-from symmoe.errors import ArgumentError, CheckpointError, PeerLost, PeerTimeout, SymmoeError
+from symmoe.errors import ArgumentError, CheckpointError, PeerLost, PeerTimeout
 from symmoe.symm_mem.bootstrap import Bootstrap
 
 SOURCES = os.path.dirname(symmoe.checkpoint.__file__)
-
-
-def end_of(call: Callable[..., object], *arguments: Any, **options: Any) -> str:
-    """How a call ended: "saved", or its error."""
-    try:
-        call(*arguments, **options)
-    except (SymmoeError, KeyboardInterrupt, SystemExit) as error:
-        return f"{type(error).__name__}: {error}"
-    return "saved"
 
 
 def save_both(rank: int, num_ranks: int, directory: str, seed: int) -> str:
@@ -168,7 +158,7 @@ def test_an_interrupt_of_one_rank_that_waits_reaches_its_peers(cluster, tmp_path
     assert ranks.run(load_state, str(tmp_path / "c")) == [3, 3]
 
 
-class Interrupt(BaseException):
+class Interrupt(KeyboardInterrupt):
     """Of nobody else's."""
 
 
@@ -202,14 +192,10 @@ def interrupted_everywhere(
         def first(frame: Any, event: str, _: Any) -> Any:
             return trace if "peers" in frame.f_locals else first
 
+        given = {"model": state(seed, rank, num_ranks), "keep_last": 2}
         sys.settrace(trace if rank == 1 else None)
-        try:
-            save_checkpoint(directory, seed, model=state(seed, rank, num_ranks), keep_last=2)
-            text = "saved"
-        except (CheckpointError, Interrupt) as error:
-            text = f"{type(error).__name__}: {error}"
-        finally:
-            sys.settrace(None)
+        text = end_of(save_checkpoint, directory, seed, **given)
+        sys.settrace(None)
         reports.append((seed, text))
         ended = [None, None]
         dist.all_gather_object(ended, lines <= line)

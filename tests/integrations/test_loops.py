@@ -33,7 +33,7 @@ def with_accelerate(model: nn.Module, job: cases.Job) -> cases.Run:
     run = cases.Run()
     accelerator = Accelerator(
         cpu=True,
-        mixed_precision=job.precision,
+        mixed_precision="bf16" if job.bf16 else "no",
         gradient_accumulation_steps=job.accumulate,
         rng_types=[],
     )
@@ -190,14 +190,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def needs(loop: str) -> None:
-    package = {"accelerate": "accelerate", "Fabric": "lightning", "Lightning": "lightning"}.get(
-        loop
-    )
-    if package is not None and find_spec(package) is None:
-        pytest.skip(f"needs {package}, which is not installed")
-
-
 @functools.cache
 def reference(options: str) -> cases.Run:
     job, model = cases.Job(**OPTIONS[options]), cases.small_model()
@@ -264,7 +256,9 @@ CASES = [
 def test_two_ranks_train_as_one(cluster, tmp_path: Path, function: str, options: str):
     """Losses, norms and evaluation; a run that goes on from a checkpoint has the bits of one that never ended; and
     what is saved for transformers is what was trained."""
-    needs(function)
+    package = {"DDP": "torch", "accelerate": "accelerate"}.get(function, "lightning")
+    if find_spec(package) is None:
+        pytest.skip(f"needs {package}, which is not installed")
     if options == "LoRA":
         pytest.importorskip("peft", minversion="0.21")
     expected, rounded = reference(options), options == "bf16"

@@ -23,6 +23,7 @@ pytest.importorskip("psutil", reason="megatron's checkpoint writer hangs without
 import low_precision_oracle as oracle
 import megatron_cases as cases
 import megatron_shim
+import small_model as small
 import torch
 from cluster import run_on
 from megatron.core import dist_checkpointing, parallel_state
@@ -45,7 +46,6 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.spec_utils import ModuleSpec
-from small_model import check_metrics, other_routing, weigh
 
 import symmoe
 from symmoe.errors import ArgumentError, CapacityError, HeapExhausted
@@ -455,48 +455,48 @@ FIELDS = {
 }
 
 
-@pytest.mark.parametrize("name", FIELDS)
-def test_equals_alltoall_on_two_ranks(ranks, name: str):
-    for result in ranks(2).run(cases.compare, ep=2, fields=FIELDS[name]):
-        assert result["num_zeros"] <= 4
-        assert result["staging_copies"] == 0
-        if (
-            name == "capacity, padded"
-        ):  # both ranks send each expert ceil(24 tokens * 3 / 8 experts * 1.0) rows
-            assert all(rows == [2 * 9] * 4 for rows in result["received"])
+def _slow(*case: Any) -> Any:
+    return pytest.param(*case, marks=_SLOW)
+
+
+# Kind of case, ranks, how many of them are an EP group and a (virtual) node, fields, and options of dispatch.
+_LAYOUTS = ("plain", "sigmoid, expert bias, groups", "overlapped shared expert")
+_OPTIONS = ({"order": "rank"}, {"capacity": 150}, {"capacity": 150, "order": "rank"})
+_COMPARED = [
+    *(("two ranks", 2, 2, None, name, {}) for name in FIELDS),
+    *(("options", 2, 2, None, "plain", options) for options in _OPTIONS),
+    *(("layouts", 2, 1, None, name, {}) for name in _LAYOUTS),
+    *(_slow("layouts", 4, ep, None, name, {}) for ep in (4, 2) for name in _LAYOUTS),
+    ("nodes", 2, 2, 1, "overlapped shared expert", {}),
+    _slow("nodes", 2, 2, 1, "plain", {"order": "rank"}),
+    _slow("nodes", 2, 2, 1, "recomputed MoE layers", {}),
+    _slow("nodes", 2, 2, 1, "aux loss, z loss", {"capacity": 150}),
+    _slow("nodes", 4, 4, 2, "shared expert with gate", {}),
+    _slow("nodes", 4, 4, 2, "sigmoid, expert bias, groups", {}),
+]
 
 
 @pytest.mark.parametrize(
-    "name", ["plain", "sigmoid, expert bias, groups", "overlapped shared expert"]
+    ("function", "num_ranks", "ep", "ranks_per_node", "name", "options"), _COMPARED, ids=str
 )
-@pytest.mark.parametrize(
-    ("num_ranks", "ep"), [(2, 1), *(pytest.param(4, ep, marks=_SLOW) for ep in (4, 2))]
-)
-def test_equals_alltoall_on_other_layouts(ranks, num_ranks: int, ep: int, name: str):
-    ranks(num_ranks).run(cases.compare, ep=ep, fields=FIELDS[name])
-
-
-_NODES = {  # ranks, of a node, configuration, options
-    "2 x 1": (2, 1, "overlapped shared expert", {}),
-    "2 x 1, sums of nodes": (2, 1, "plain", {"order": "rank"}),
-    "2 x 1, recomputed": (2, 1, "recomputed MoE layers", {}),
-    "2 x 1, static": (2, 1, "aux loss, z loss", {"capacity": 150}),
-    "2 x 2, shared expert": (4, 2, "shared expert with gate", {}),
-    "2 x 2": (4, 2, "sigmoid, expert bias, groups", {}),
-}
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [pytest.param(name, marks=() if number == 0 else _SLOW) for number, name in enumerate(_NODES)],
-)
-def test_equals_alltoall_on_several_nodes(ranks, layout: str):
-    """On virtual nodes, with Megatron's own layers as on one: the order "slot" has the same bits."""
-    num_ranks, ranks_per_node, name, options = _NODES[layout]
-    given = {"options": options, "ranks_per_node": ranks_per_node, "exact": "order" not in options}
-    for result in ranks(num_ranks).run(cases.compare, ep=num_ranks, fields=FIELDS[name], **given):
+def test_equals_alltoall(
+    ranks,
+    function: str,
+    num_ranks: int,
+    ep: int,
+    ranks_per_node: int | None,
+    name: str,
+    options: dict[str, Any],
+):
+    """On nodes as on one: the order "slot" has the same bits."""
+    how = {"options": options, "ranks_per_node": ranks_per_node, "exact": "order" not in options}
+    for result in ranks(num_ranks).run(cases.compare, ep=ep, fields=FIELDS[name], **how):
         assert result["num_zeros"] <= 4
         assert any(map(sum, result["received"]))
+        assert result["staging_copies"] == 0 or function == "nodes"
+        # Both ranks send each expert ceil(24 tokens * 3 / 8 experts * 1.0) rows.
+        is_padded = name == "capacity, padded"
+        assert not is_padded or all(rows == [2 * 9] * 4 for rows in result["received"])
 
 
 @pytest.mark.slow
@@ -554,14 +554,6 @@ def test_context_parallel(rank: int, num_ranks: int, ep: int) -> None:
             )  # and two shared
             changes = cases.differences(got, {name: gradients[name] for name in got})
             assert max(changes.values(), default=0.0) < cases.ROUNDING, (form, changes)
-
-
-@pytest.mark.parametrize(
-    "options", [{"order": "rank"}, {"capacity": 150}, {"capacity": 150, "order": "rank"}]
-)
-def test_options_of_dispatch_equal_alltoall(ranks, options: dict[str, Any]):
-    results = ranks(2).run(cases.compare, ep=2, fields={}, options=options, exact=False)
-    assert all(result["staging_copies"] == 0 for result in results)
 
 
 def test_ranks_with_different_numbers_of_tokens(ranks):
@@ -723,7 +715,7 @@ def test_metrics_and_recorded_routing_are_those_of_megatron(
             counts = int(remote.any(1).sum()) * row_bytes, int(remote.sum()) * row_bytes
             expected[f"decoder.layers.{number}.mlp"] = numbers, *counts
         model = cases.model_of(config, forms[form])
-        routing = check_metrics(model, expected, lambda: model(**cases.batch_of()).mean())
+        routing = small.check_metrics(model, expected, lambda: model(**cases.batch_of()).mean())
         for ids, routing_map in zip(routing.values(), maps, strict=True):
             chosen = (ids[:, :, None] == experts).any(1)
             assert chosen.sum() == ids.numel()
@@ -750,7 +742,7 @@ def _route_by_hand(router: Any, given: list[torch.Tensor]) -> None:
     def routing(logits: torch.Tensor, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
         logits = logits.view(-1, cases.NUM_EXPERTS)
         scale = 2.5 if router.score_function == "sigmoid" else 1.0
-        weights, ids = weigh(logits, next(calls), router.score_function, scale=scale)
+        weights, ids = small.weigh(logits, next(calls), router.score_function, scale=scale)
         probs = torch.zeros_like(logits).scatter(1, ids, weights)
         return probs, probs > 0
 
@@ -800,7 +792,9 @@ def test_each_micro_batch_takes_the_experts_it_is_given(
             itertools.count(100 * rank),
         )
         stock = _chunks(config, cases.reference_spec(config), stage, pp)
-        other = [[other_routing(routing, next(seeds)) for routing in routings] for routings in own]
+        other = [
+            [small.other_routing(routing, next(seeds)) for routing in routings] for routings in own
+        ]
         for chunk, routings in zip(stock, other, strict=True):
             for name in routings[0]:
                 _route_by_hand(
@@ -822,22 +816,11 @@ def test_torch_compile_leaves_the_trips_alone(rank: int, num_ranks: int, form: s
         x = torch.randn(
             cases.SEQUENCE, cases.BATCH, config.hidden_size, generator=generator, requires_grad=True
         )
-
-        def results(module: Any) -> dict[str, torch.Tensor]:
-            x.grad = None
-            layer.zero_grad()
-            y, _ = module(x)
-            y.square().sum().backward()
-            return {"y": y.detach(), "x": x.grad.clone(), **cases.gradients_of(layer)}
-
-        expected = results(layer)
-        torch.compiler.set_stance("default")
-        try:
-            found = results(torch.compile(layer, backend="aot_eager"))
+        expected = small.step(layer, x)
+        with torch.compiler.set_stance("default"):
+            found = small.step(torch.compile(layer, backend="aot_eager"), x)
             torch._dynamo.reset()
             breaks = torch._dynamo.explain(layer)(x).break_reasons
-        finally:
-            torch.compiler.set_stance("force_eager")
         damaged = {name: tensor * 1.01 for name, tensor in expected.items()}
     assert max(cases.differences(found, expected).values(), default=0.0) < cases.ROUNDING
     assert min(cases.differences(found, damaged).values()) > 100 * cases.ROUNDING

@@ -265,14 +265,13 @@ def test_bf16_parameters_and_an_fp32_router(rank: int, num_ranks: int, alone) ->
         router, experts = model.blocks[0].moe.router, model.blocks[0].moe.experts
         router.register_forward_pre_hook(lambda module, _: seen.update(router=module.weight.dtype))
         original = type(experts.fc1).weight_parameters
-        type(experts.fc1).weight_parameters = lambda linear: (
-            seen.update(experts=linear.weight.dtype) or original(linear)
-        )
-        try:
+        with patch.object(
+            type(experts.fc1),
+            "weight_parameters",
+            lambda linear: seen.update(experts=linear.weight.dtype) or original(linear),
+        ):
             loss = small.rank_loss(model, 0, rank, small.equal_shares(2))
             loss.backward()
-        finally:
-            type(experts.fc1).weight_parameters = original
         assert seen == {"router": torch.float32, "experts": torch.bfloat16}
         assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}
         dist.all_reduce(loss := loss.detach().float())

@@ -5,11 +5,13 @@ transformers writes the checkpoints and reads ours; tests change files with the 
 
 import errno
 import hashlib
+import itertools
 import json
 import math
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -392,24 +394,23 @@ def replaced(
     for model, max_shard_bytes in zip(models[:-1], shard_bytes, strict=False):
         save_checkpoint(model, folder, max_shard_bytes=max_shard_bytes)
     for allowed in range(100):
-        left = [allowed]
+        calls = itertools.count()
 
-        def replace(path: Path, target: Path, left: list[int] = left) -> Path:
-            if not left[0]:
+        def replace(
+            path: Path, target: Path, calls: Iterator[int] = calls, end: int = allowed
+        ) -> Path:
+            if next(calls) >= end:
                 raise OSError(errno.EIO, "killed here")
-            left[0] -= 1
             return real(path, target)
 
         shutil.copytree(folder, f"{folder}-{allowed}") if rank == 0 else None
         heap.agree(None)
-        Path.replace = replace
         try:
-            save_checkpoint(models[-1], f"{folder}-{allowed}", max_shard_bytes=shard_bytes[-1])
+            with patch.object(Path, "replace", replace):
+                save_checkpoint(models[-1], f"{folder}-{allowed}", max_shard_bytes=shard_bytes[-1])
             return seen
         except CheckpointError:
             seen.append(sorted(path.name for path in Path(f"{folder}-{allowed}").iterdir()))
-        finally:
-            Path.replace = real
     raise AssertionError("no attempt got through")
 
 
@@ -419,16 +420,13 @@ def read_back(folder: Path) -> int | None:
         found = transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()
     except OSError:
         return None
-    seeds = []
-    for name, tensor in found.items():
-        seeds += [
-            seed
-            for seed in range(3)
-            if torch.equal(random_model("olmoe", seed=seed).state_dict()[name], tensor)
-        ]
-    assert len(set(seeds)) == 1
-    assert len(seeds) == len(found)
-    return seeds[0]
+    models = {seed: random_model("olmoe", seed=seed).state_dict() for seed in range(3)}
+    (read,) = (
+        seed
+        for seed, whole in models.items()
+        if all(torch.equal(whole[name], tensor) for name, tensor in found.items())
+    )
+    return read
 
 
 @pytest.mark.parametrize(

@@ -57,11 +57,8 @@ def prepared(model: nn.Module, group: dist.ProcessGroup | None = None) -> nn.Mod
 
 def adapted(model: nn.Module) -> nn.Module:
     for adapter in symmoe.add_lora(model, rank=2, alpha=3.0):
-        with torch.no_grad():
-            adapter.copy_(
-                torch.randn(adapter.shape, generator=torch.Generator().manual_seed(adapter.numel()))
-                / 10
-            )
+        generator = torch.Generator().manual_seed(adapter.numel())
+        adapter.data = torch.randn(adapter.shape, generator=generator) / 10
     return model
 
 
@@ -163,9 +160,8 @@ def test_replicas_are_averaged(rank: int, num_ranks: int, accumulate: bool) -> N
         symmoe.reduce_gradients(plain, expert_group=replicas)
         model = small.model_of(heap)
         if rank >= 2:
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.mul_(3)  # DDP makes replicas equal, and so it is with experts
+            for parameter in model.parameters():
+                parameter.data.mul_(3)  # DDP makes replicas equal, and so it is with experts
         ddp = DistributedDataParallel(prepared(model, replicas))
         if accumulate:
             with ddp.no_sync():
@@ -277,10 +273,9 @@ def test_experts_that_change_late_get_the_right_gradients(
             if each is whole and change == "add_lora":
                 adapted(whole)
             small.set_weights(each, of)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if rank >= 2 and NEW[change] in name:  # and differs from the first replica
-                    parameter.mul_(3)
+        for name, parameter in model.named_parameters():
+            if rank >= 2 and NEW[change] in name:  # and differs from the first replica
+                parameter.data.mul_(3)
         (sum(small.rank_loss(whole, 0, r, shares) for r in range(num_ranks)) / num_ranks).backward()
         for _ in range(2):  # accumulated
             (small.rank_loss(ddp, 0, rank, shares) / 2).backward()

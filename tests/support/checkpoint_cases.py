@@ -1,7 +1,7 @@
 """Models and optimizers whose bits follow from a number, whatever the ranks; what is in a directory of checkpoints."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from symmoe.checkpoint import ExpertShard, load_checkpoint
+from symmoe.errors import SymmoeError
 
 FILE = "rank-00000-0000.safetensors"
 Bits = dict[str, bytes]
@@ -38,11 +39,11 @@ def fill(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, seed: i
 
 
 def _draw_into(tensor: torch.Tensor, name: str, first: int, label: str) -> None:
-    for part_name, expert, part in _parts(tensor, name, first):
+    for part_name, expert, part in parts_of(tensor, name, first):
         part.copy_(draw(f"{label}/{part_name}/{expert}", part))
 
 
-def _parts(
+def parts_of(
     tensor: torch.Tensor, name: str, first: int
 ) -> Iterator[tuple[str, int | None, torch.Tensor]]:
     """(name that it has whatever the ranks, global expert or None, tensor of that expert)."""
@@ -101,6 +102,15 @@ def load_state(rank: int, num_ranks: int, directory: str | Path, step: int | Non
 def newest(directory: Path, step: int | None = None) -> int:
     """The same in this process."""
     return load_state(0, 1, directory, step)
+
+
+def end_of(call: Callable[..., object], *arguments: Any, **options: Any) -> str:
+    """How a call ended: "saved", or its error."""
+    try:
+        call(*arguments, **options)
+    except (SymmoeError, KeyboardInterrupt, SystemExit) as error:
+        return f"{type(error).__name__}: {error}"
+    return "saved"
 
 
 def names(directory: Path) -> list[str]:

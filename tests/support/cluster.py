@@ -95,15 +95,17 @@ def run_on(
     return decorate
 
 
+def _trainer_heap(rank: int, num_ranks: int, stack: ExitStack) -> SymmetricHeap:
+    stack.enter_context(launched(rank, num_ranks))
+    return stack.enter_context(SymmetricHeap(num_bytes=4 << 20))
+
+
 _GIVEN: dict[str, Callable[[int, int, ExitStack], Any]] = {
     "findings": lambda rank, num_ranks, _: Findings(f"rank {rank} of {num_ranks}"),
     "heap": lambda _rank, _num_ranks, stack: stack.enter_context(
         open_heap("cpu", num_bytes=16 << 20)
     ),
-    "trainer_heap": lambda rank, num_ranks, stack: (
-        stack.enter_context(launched(rank, num_ranks)),
-        stack.enter_context(SymmetricHeap(num_bytes=4 << 20)),
-    )[1],
+    "trainer_heap": _trainer_heap,
 }
 
 

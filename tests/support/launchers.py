@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from unittest import mock
 
 
 @contextmanager
@@ -14,15 +15,9 @@ def environment_of(rank: int, num_ranks: int, **more: str) -> Iterator[None]:
         "LOCAL_RANK": rank,
         "LOCAL_WORLD_SIZE": num_ranks,
     }
-    before = dict(os.environ)
-    os.environ.update(
-        {name: str(value) for name, value in names.items()}, MASTER_ADDR="127.0.0.1", **more
-    )
-    try:
+    texts = {name: str(value) for name, value in names.items()}
+    with mock.patch.dict(os.environ, texts, MASTER_ADDR="127.0.0.1", **more):
         yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 @contextmanager

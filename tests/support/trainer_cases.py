@@ -85,10 +85,6 @@ class Job:
     def batch_size(self) -> int:
         return GLOBAL_BATCH // self.num_ranks // self.accumulate
 
-    @property
-    def precision(self) -> str:
-        return "bf16" if self.bf16 else "no"
-
     def loader(self) -> DataLoader:
         """Micro-batches; the first of a run that resumes is the first that has not been trained on."""
         sequences = Sequences(STEPS * GLOBAL_BATCH, seed=1, all_labels=True)

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 MAX_SHARD_BYTES = 5_000_000_000  # of a new file
-_COPY_BYTES = 16 << 20
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 
 
@@ -165,11 +164,16 @@ def _lay_out(
     model: PreTrainedModel,
     like: Path | None,
 ) -> None:
-    """Makes the files with their headers, and without values but those of tensors that the model does not use; and
+    """Makes the files: with a header and no values, or copies of files with tensors that the model does not use; and
     what is no weights: config and tokenizer."""
     shutil.rmtree(partial, ignore_errors=True)  # of a save that was killed
     partial.mkdir(parents=True)
+    own = {piece.key for piece in pieces}
+    with_others = {stored.file for key, stored in layout.tensors.items() if key not in own}
     for name, (header, size) in layout.files.items():
+        if like is not None and name in with_others:
+            shutil.copyfile(like / name, partial / name)
+            continue
         with (partial / name).open("wb") as file:
             file.write(header)
             file.truncate(size)
@@ -188,16 +192,6 @@ def _lay_out(
     for path in like.iterdir():
         if path.is_file() and path.name not in (*layout.files, INDEX, WEIGHTS):
             shutil.copyfile(path, partial / path.name)
-    own = {piece.key for piece in pieces}
-    for stored in (stored for key, stored in layout.tensors.items() if key not in own):
-        with (
-            (like / stored.file).open("rb") as source,
-            (partial / stored.file).open("r+b") as target,
-        ):
-            source.seek(stored.start)
-            target.seek(stored.start)
-            for start in range(0, stored.num_bytes, _COPY_BYTES):
-                target.write(source.read(min(_COPY_BYTES, stored.num_bytes - start)))
 
 
 def _write(partial: Path, layout: Layout, pieces: Iterable[Piece]) -> None:

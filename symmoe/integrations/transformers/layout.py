@@ -42,8 +42,7 @@ class StoredTensor:
     file: str  # name within the folder
     dtype: torch.dtype | None  # None if torch or this module has no such dtype
     shape: tuple[int, ...]  # as stored
-    start: int  # position of its first byte in the file
-    num_bytes: int  # contiguous, row-major
+    start: int  # position of its first byte in the file; it is contiguous, row-major
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,13 +137,11 @@ def _tensors_of(path: Path, header: bytes) -> tuple[dict[str, StoredTensor], int
                 dtype=_DTYPES.get(entry["dtype"]),
                 shape=tuple(entry["shape"]),
                 start=len(header) + entry["data_offsets"][0],
-                num_bytes=entry["data_offsets"][1] - entry["data_offsets"][0],
             )
             for key, entry in entries.items()
         }
-        return tensors, max(
-            (each.start + each.num_bytes for each in tensors.values()), default=len(header)
-        )
+        ends = [entry["data_offsets"][1] for entry in entries.values()]
+        return tensors, len(header) + max(ends, default=0)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise CheckpointError(f"{path} is no safetensors file: {error!r}") from error
 
