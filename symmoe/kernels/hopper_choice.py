@@ -1,7 +1,5 @@
 """Where kernels for Hopper, in Gluon, replace those in Triton, with the same bits."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from types import ModuleType

@@ -1,7 +1,5 @@
 """Programs of what needs no heap: grouped layers and routers by themselves."""
 
-from __future__ import annotations
-
 import functools
 import threading
 from collections.abc import Callable, Hashable, Sequence

@@ -8,8 +8,6 @@ Scales in fp32 are compact. Where they are bytes, the dtype of the data is the f
 uint8 [tiles, ceil(scales of a line / 4), 512] (contract/quantize.py), maybe more tiles than are needed.
 """
 
-from __future__ import annotations
-
 import torch
 
 from symmoe.errors import ArgumentError

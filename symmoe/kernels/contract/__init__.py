@@ -24,8 +24,6 @@ of results do not depend on the grid of a launch.
   None: all. Results do not depend on it, and the twins ignore it.
 """
 
-from __future__ import annotations
-
 from types import ModuleType
 from typing import Any, Protocol
 

@@ -12,8 +12,6 @@ dscale, whose order of sums is that of kernels/activation.py; only dbias is summ
 clamps and relu; derivatives at a limit are those of torch.clamp (1 at equality).
 """
 
-from __future__ import annotations
-
 from typing import Protocol
 
 from torch import Tensor

@@ -13,8 +13,6 @@ Matrices are a tensor [G, O, C] or a TensorTable of G matrices [O, C] that lie a
 * zero_tail: the tail of out becomes 0; needs whole groups.
 """
 
-from __future__ import annotations
-
 from typing import Protocol
 
 from torch import Tensor

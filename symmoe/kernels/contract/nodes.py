@@ -3,8 +3,6 @@
 There are N nodes with G ranks each, T tokens of this rank, and A lines that it sends, as many to each other node.
 """
 
-from __future__ import annotations
-
 from typing import Protocol
 
 from torch import Tensor

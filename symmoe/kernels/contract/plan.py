@@ -4,8 +4,6 @@ There are B blocks of TOKENS_PER_BLOCK tokens. A rank receives packed rows, one 
 primary row of a token on a rank is that of its smallest k there; its other rows are secondary rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Protocol
 

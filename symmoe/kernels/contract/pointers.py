@@ -1,7 +1,5 @@
 """Addresses of tensors, and small data of the host on its way to the device."""
 
-from __future__ import annotations
-
 from typing import Protocol
 
 import torch

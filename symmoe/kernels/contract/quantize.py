@@ -17,8 +17,6 @@ q is byte
     (m // 128) * 128 * Qp + (q // 4) * 512 + (m % 32) * 16 + (m % 128) // 32 * 4 + q % 4
 """
 
-from __future__ import annotations
-
 from typing import Protocol
 
 from torch import Tensor

@@ -11,8 +11,6 @@ and a row's bits do not depend on parts. (Tensor cores add in another order, and
 are much smaller than the largest one: about 14 bits in sums of E4M3 products.)
 """
 
-from __future__ import annotations
-
 from typing import Protocol
 
 from torch import Tensor

@@ -3,8 +3,6 @@
 Every rank has S places, each for a replica of one expert of another rank. M numbers of a weight of one expert.
 """
 
-from __future__ import annotations
-
 from typing import Protocol
 
 from torch import Tensor

@@ -20,8 +20,6 @@ On GPUs rows are 16-byte aligned and a multiple of 16 bytes long, and so are the
 multiples of 256, as those of leases are.
 """
 
-from __future__ import annotations
-
 from typing import Protocol
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """The barrier of a group of ranks, and signals from one rank to another."""
 
-from __future__ import annotations
-
 from typing import Protocol
 
 from torch import Tensor

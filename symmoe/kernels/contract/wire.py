@@ -3,8 +3,6 @@
 A row of `wire` uint8 [P, W], W a multiple of 16, is E4M3 data of C features, their compact scales, and padding.
 """
 
-from __future__ import annotations
-
 from typing import Protocol
 
 import torch

@@ -200,8 +200,7 @@ def dact_tile(args, dump, turn, first_chunk, tile_row, end, n_tile, PIPE: gl.con
     )
     ROWS: gl.constexpr = ROWS_PER_WARP * gl.num_warps()
     STRIPS: gl.constexpr = CHUNK // ROWS  # of a chunk
-    ACROSS: gl.constexpr = PIPE.tile_chunks
-    PIECES: gl.constexpr = STRIPS * ACROSS  # in CHUNK rows
+    PIECES: gl.constexpr = STRIPS * PIPE.tile_chunks  # in CHUNK rows
     pieces = reinterpret(
         chunks, gl.int32, [8 * STRIPS, ROWS, PAIRS], gl.NVMMASharedLayout(128, 32, 2)
     )
@@ -212,14 +211,14 @@ def dact_tile(args, dump, turn, first_chunk, tile_row, end, n_tile, PIPE: gl.con
         if PIPE.finish_warps > 0:
             mbarrier.wait(dumped.index(half), turn)
         for i in range(PIECES // 2):
-            strip = 2 * i // ACROSS
-            c = 2 * i % ACROSS
-            piece = (first_chunk + half * ACROSS + c) * STRIPS + strip
+            strip = 2 * i // PIPE.tile_chunks
+            c = 2 * i % PIPE.tile_chunks
+            piece = (first_chunk + half * PIPE.tile_chunks + c) * STRIPS + strip
             first_row = tile_row + half * CHUNK + strip * ROWS
             first_pair = tile_pair + c * PAIRS
             following = half * PIECES + 2 * i + 2
-            next_row = tile_row + following // ACROSS * ROWS
-            next_pair = tile_pair + following % ACROSS * PAIRS
+            next_row = tile_row + following // PIPE.tile_chunks * ROWS
+            next_pair = tile_pair + following % PIPE.tile_chunks * PAIRS
             next_end = gl.where(following < 2 * PIECES, end, 0)
             left = pieces.index(piece)
             dact_piece(left, even, results, first_row, end, first_pair, DTYPE, PIPE)

@@ -16,8 +16,6 @@ which the compiler reads words of the wire has bank conflicts: it takes the cycl
 are those of low_precision/quantize.py on the same numbers, so the bits are those of its kernels.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 from typing import Any

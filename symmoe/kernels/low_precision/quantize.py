@@ -98,8 +98,7 @@ def store_tile(out, tile, line, in_lines, tile_column, width):
 def store_weight_tile(out, codes, scales, at, SIZES: tl.constexpr, IS_TURNED: tl.constexpr):
     """Stores the result of tile_codes for a tile of one of several matrices, or transposes. out: data, scales; at:
     group, tile of lines, tile of columns."""
-    FORMAT: tl.constexpr = SIZES.format
-    ELEMENT: tl.constexpr = FORMAT.element
+    ELEMENT: tl.constexpr = SIZES.format.element
     NUM_LINES: tl.constexpr = SIZES.width if IS_TURNED else SIZES.num_lines
     WIDTH: tl.constexpr = SIZES.num_lines if IS_TURNED else SIZES.width
     BLOCK: tl.constexpr = codes.shape[1] // scales.shape[1]
@@ -157,34 +156,38 @@ def quantize_rows_kernel(
 ):
     """Grid (programs that loop over tiles of rows, tiles of columns)."""
     FORMAT: tl.constexpr = SIZES.format
-    WIDTH: tl.constexpr = SIZES.width
-    LINES: tl.constexpr = SIZES.lines
-    COLUMNS: tl.constexpr = SIZES.columns
     tile_column = tl.program_id(1)
-    column = tile_column * COLUMNS + tl.arange(0, COLUMNS)
-    prefix, num_tiles = row_tile_prefix(row_range, SIZES.num_groups, LINES)
+    column = tile_column * SIZES.columns + tl.arange(0, SIZES.columns)
+    prefix, num_tiles = row_tile_prefix(row_range, SIZES.num_groups, SIZES.lines)
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        group, first_row, end = locate_rows(tile, prefix, row_range, SIZES.num_groups, LINES)
+        group, first_row, end = locate_rows(tile, prefix, row_range, SIZES.num_groups, SIZES.lines)
         row = first_row + (
-            tl.arange(0, LINES) if bias_sums is None else spread_rows(SUM_STEPS, SPREAD_STEPS)
+            tl.arange(0, SIZES.lines) if bias_sums is None else spread_rows(SUM_STEPS, SPREAD_STEPS)
         )
         source = row if row_index is None else tl.load(row_index + row, mask=row < end, other=0)
-        pointers = rows + source.to(tl.int64)[:, None] * WIDTH + column[None, :]
-        x = tl.load(pointers, mask=(row < end)[:, None] & (column < WIDTH)[None, :], other=0.0).to(
-            tl.float32
-        )
+        pointers = rows + source.to(tl.int64)[:, None] * SIZES.width + column[None, :]
+        x = tl.load(
+            pointers, mask=(row < end)[:, None] & (column < SIZES.width)[None, :], other=0.0
+        ).to(tl.float32)
         words = random_words(
-            seeds, group, row - tl.load(row_range + group), tile_column * COLUMNS, LINES, COLUMNS
+            seeds,
+            group,
+            row - tl.load(row_range + group),
+            tile_column * SIZES.columns,
+            SIZES.lines,
+            SIZES.columns,
         )
         codes, scales = quantize_tile(x, global_scale_of(amax, group), words, FORMAT)
-        store_tile(data, codes, row, row < end, tile_column, FORMAT.data_width(WIDTH))
-        store_tile(scale, scales, row, row < end, tile_column, FORMAT.num_blocks(WIDTH))
+        store_tile(data, codes, row, row < end, tile_column, FORMAT.data_width(SIZES.width))
+        store_tile(scale, scales, row, row < end, tile_column, FORMAT.num_blocks(SIZES.width))
         if bias_sums is not None:
             if bias_scale is not None:
                 x = scale_terms(x, tl.load(bias_scale + row, mask=row < end, other=0.0)[:, None])
-            slot = bias_sums + (first_row // LINES + group).to(tl.int64) * WIDTH
+            slot = bias_sums + (first_row // SIZES.lines + group).to(tl.int64) * SIZES.width
             tl.store(
-                slot + column, sum_spread_tile(x, SUM_STEPS, SPREAD_STEPS), mask=column < WIDTH
+                slot + column,
+                sum_spread_tile(x, SUM_STEPS, SPREAD_STEPS),
+                mask=column < SIZES.width,
             )
 
 
@@ -203,7 +206,6 @@ def quantize_columns_kernel(
 ):
     """Grid (num_tiles tiles of tokens, tiles of features)."""
     FORMAT: tl.constexpr = SIZES.format
-    WIDTH: tl.constexpr = SIZES.width
     tile = tl.program_id(0)
     prefix, num_used = row_tile_prefix(row_range, SIZES.num_groups, TILE)
     if tile < num_used:
@@ -214,8 +216,10 @@ def quantize_columns_kernel(
             seeds, group, feature, first_row - tl.load(row_range + group), SIZES.lines, TILE
         )
         codes, scales = quantize_tile(x, global_scale_of(amax, group), words, FORMAT)
-        store_tile(data, codes, feature, feature < WIDTH, tile, num_tiles * FORMAT.data_width(TILE))
-        store_column_scales(scale, scales, feature, WIDTH, tile, num_tiles, WIDTH)
+        store_tile(
+            data, codes, feature, feature < SIZES.width, tile, num_tiles * FORMAT.data_width(TILE)
+        )
+        store_column_scales(scale, scales, feature, SIZES.width, tile, num_tiles, SIZES.width)
 
 
 @triton.jit

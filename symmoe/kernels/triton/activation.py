@@ -171,8 +171,10 @@ def gate_column(column, ACTIVATION: tl.constexpr):
     if ACTIVATION.interleave is None:
         place = column
     else:
-        block: tl.constexpr = ACTIVATION.interleave
-        place = column // block * (2 * block) + column % block
+        place = (
+            column // ACTIVATION.interleave * (2 * ACTIVATION.interleave)
+            + column % ACTIVATION.interleave
+        )
     return place
 
 

@@ -550,12 +550,11 @@ def pull_rows_kernel(
 ):
     ELEMENT: tl.constexpr = out.dtype.element_ty
     UNROLL: tl.constexpr = SIZES.unroll
-    TILE: tl.constexpr = SIZES.tile
     failed = call_failed(received, SIZES)
     for tile in range(tl.program_id(0), num_tiles(num_tokens, SIZES), tl.num_programs(0)):
         token, column, is_column = tile_place(tile, SIZES)
         is_token = token < num_tokens
-        total = tl.zeros(TILE, tl.float32)
+        total = tl.zeros(SIZES.tile, tl.float32)
         for first in range(0, SIZES.top_k, UNROLL):
             # Each step is done for all sources, so that their loads are in flight together.
             rows, places, values = (), (), ()
@@ -611,9 +610,8 @@ def pull_rows(source_rank, source_row, peers, received, out, *, column):
 def sum_own_rows(slots, token, is_token, top_k, rank, rows, column, is_column, SIZES: tl.constexpr):
     """Sums of the tokens' rows on rank `rank`, which is this rank: fp32, in k order, rounded, as peers' sums are."""
     UNROLL: tl.constexpr = SIZES.unroll
-    TILE: tl.constexpr = SIZES.tile
     slot_to_rank, slot_to_row = slots
-    total = tl.zeros(TILE, tl.float32)
+    total = tl.zeros(SIZES.tile, tl.float32)
     # `top_k` is no constant so that this stays a loop: ptxas would delay the loads of returned rows in straight code.
     for first in range(0, top_k, UNROLL):
         places, values = (), ()
@@ -650,13 +648,12 @@ def sum_home_kernel(
 ):
     ELEMENT: tl.constexpr = out.dtype.element_ty
     UNROLL: tl.constexpr = SIZES.peers_unroll
-    TILE: tl.constexpr = SIZES.tile
     failed = tl.minimum(tl.load(ready), tl.load(arrived)) < 0
     for tile in range(tl.program_id(0), num_tiles(num_tokens, SIZES), tl.num_programs(0)):
         token, column, is_column = tile_place(tile, SIZES)
         is_token = token < num_tokens
-        total = tl.zeros(TILE, tl.float32)
-        own = tl.zeros(TILE, ELEMENT)
+        total = tl.zeros(SIZES.tile, tl.float32)
+        own = tl.zeros(SIZES.tile, ELEMENT)
         for first in range(0, SIZES.num_ranks, UNROLL):
             packed, values = (), ()
             for step in tl.static_range(UNROLL):

@@ -4,8 +4,6 @@ With fp32 scales a block's sum, the multiplication by its scales from left to ri
 before it are fp32. (On GPUs a multiplication and an addition may be one operation.)
 """
 
-from __future__ import annotations
-
 import torch
 
 from symmoe.kernels.formats import BlockFormat

@@ -1,7 +1,5 @@
 """Twins of contract/replicas.py."""
 
-from __future__ import annotations
-
 import torch
 
 from symmoe.kernels import control

@@ -1,7 +1,5 @@
 """Twins of contract/sync.py: plain loads and stores in shared memory, in the order that x86-64 keeps."""
 
-from __future__ import annotations
-
 import os
 import time
 

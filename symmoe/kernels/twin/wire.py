@@ -1,7 +1,5 @@
 """Twins of contract/wire.py."""
 
-from __future__ import annotations
-
 import torch
 
 from symmoe.kernels.gemm_parts import equal_groups
