@@ -361,11 +361,11 @@ def halves(x, AXIS: gl.constexpr):
     """First and second half of x along an axis; stays in registers where a thread holds both."""
     M: gl.constexpr = x.shape[0]
     N: gl.constexpr = x.shape[1]
-    if AXIS == 1:
-        x = x.reshape([M, 2, N // 2]).permute([0, 2, 1])
-    else:
-        x = x.reshape([2, M // 2, N]).permute([1, 2, 0])
-    return gl.split(x)
+    return gl.split(
+        x.reshape([M, 2, N // 2]).permute([0, 2, 1])
+        if AXIS == 1
+        else x.reshape([2, M // 2, N]).permute([1, 2, 0])
+    )
 
 
 @gluon.jit

@@ -156,9 +156,11 @@ def dact_quantize_kernel(
     if tile < num_used:
         group, first_row, end = locate_rows(tile, prefix, row_range, SIZES.num_groups, TILE)
         first_feature = n_tile * SIZES.features
-        slot = None
-        if bias_sums is not None:
-            slot = bias_sums + (first_row // TILE + group).to(tl.int64) * WIDTH
+        slot = (
+            None
+            if bias_sums is None
+            else bias_sums + (first_row // TILE + group).to(tl.int64) * WIDTH
+        )
         if column_data is not None or a_column_data is not None or bias_sums is not None:
             token = first_row + tl.arange(0, TILE)
             out, a_out = (
@@ -226,12 +228,12 @@ def dact_quantize(da, h, row_scale, row_range, out, workspace, activation, block
             out.dbias.zero_()
         return
     arguments = dact_arguments(da, h, row_scale, row_range, out, workspace)
-    on_hopper = hopper_choice.launcher(
-        "dact_quantize", h.device, h.dtype, h.shape[1], da, h, activation, block_format
-    )
-    if on_hopper is not None:
-        on_hopper(arguments, activation, block_format)
-    else:
+    if not hopper_choice.launched(
+        "dact_quantize",
+        (h.device, h.dtype, h.shape[1]),
+        (da, h, activation, block_format),
+        *(arguments, activation, block_format),
+    ):
         grid = max_tiles(num_rows, num_groups), ceil_div(ffn, dact_features(activation))
         constants = _constants(ffn, num_groups, activation, block_format, of_gradient=True)
         launch(dact_quantize_kernel, grid, constants, *arguments)

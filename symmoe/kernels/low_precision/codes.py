@@ -44,11 +44,11 @@ def e4m3_value(code):
 @triton.jit
 def global_scale_of(amax, group):
     """The global scale of a group, 1 if the format has none."""
-    if amax is None:
-        scale = 1.0
-    else:
-        scale = tl.maximum(tl.div_rn(tl.load(amax + group), GLOBAL_MAX), MIN_GLOBAL_SCALE)
-    return scale
+    return (
+        1.0
+        if amax is None
+        else tl.maximum(tl.div_rn(tl.load(amax + group), GLOBAL_MAX), MIN_GLOBAL_SCALE)
+    )
 
 
 @triton.jit
@@ -132,11 +132,11 @@ def random_words(seeds, group, line, first, LINES: tl.constexpr, WIDTH: tl.const
 def element_codes(x, is_finite, multiplier, words, ELEMENT: tl.constexpr):
     """A byte for every number x; the other tensors are of its shape, words may be None."""
     scaled = tl.where(is_finite, x, 0.0) * multiplier
-    if ELEMENT == "e4m3":
-        codes = tl.where(is_finite, e4m3_code(scaled), E4M3_NAN).to(tl.uint8)
-    else:
-        codes = e2m1_code(scaled, words)
-    return codes
+    return (
+        tl.where(is_finite, e4m3_code(scaled), E4M3_NAN).to(tl.uint8)
+        if ELEMENT == "e4m3"
+        else e2m1_code(scaled, words)
+    )
 
 
 @triton.jit

@@ -215,9 +215,11 @@ def hopper_dact_quantize_kernel(
             differentiate(gates, ups, das, first_row, end, row_scale, tile_sums, num_rows, PLAN)
             store_rows(gates, first_row, end, n_tile, data, scale, PLAN)
             store_rows(ups, first_row, end, PLAN.num_n_tiles + n_tile, data, scale, PLAN)
-            slot = None
-            if bias_sums is not None:
-                slot = bias_sums + (first_row // TILE + group).to(gl.int64) * (2 * PLAN.ffn)
+            slot = (
+                None
+                if bias_sums is None
+                else bias_sums + (first_row // TILE + group).to(gl.int64) * (2 * PLAN.ffn)
+            )
             # Past the last tile, the last one is loaded again.
             following = gl.minimum(this + gl.num_programs(0), num_used - 1)
             _group, next_row, next_end, _token_tile, next_n_tile = locate_tile(

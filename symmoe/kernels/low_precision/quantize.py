@@ -365,11 +365,13 @@ def quantize_columns(
     num_tiles = data.shape[1] * block_format.elements_per_byte // formats.TILE
     if num_tiles == 0:
         return
-    on_hopper = hopper_choice.launcher(
-        "quantize_columns", rows.device, rows.dtype, width, block_format, rows, width
-    )
-    if on_hopper is not None and signs is None:
-        on_hopper(rows, row_range, out, block_format, row_index=row_index)
+    if signs is None and hopper_choice.launched(
+        "quantize_columns",
+        (rows.device, rows.dtype, width),
+        (block_format, rows, width),
+        *(rows, row_range, out, block_format),
+        row_index=row_index,
+    ):
         return
     launch(
         quantize_columns_kernel,
@@ -402,11 +404,12 @@ def quantize_weights(weight, out, block_format, *, amax=None):
 
 def quantize_weight_pairs(weight, out, transposed_out, block_format, *, amax=None):
     num_groups, num_lines, width = weight.shape
-    on_hopper = hopper_choice.launcher(
-        "quantize_weight_pairs", weight.device, weight.dtype, width, block_format, weight
-    )
-    if on_hopper is not None:
-        on_hopper(weight, out, transposed_out, block_format)
+    if hopper_choice.launched(
+        "quantize_weight_pairs",
+        (weight.device, weight.dtype, width),
+        (block_format, weight),
+        *(weight, out, transposed_out, block_format),
+    ):
         return
     is_square = block_format.block == block_format.block_lines
     tile = _WEIGHTS if is_square else _tile(block_format.block, PAIR_COLUMNS, ROW_WARPS)

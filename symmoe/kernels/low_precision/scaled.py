@@ -140,11 +140,11 @@ def add_products(
     acc, left, left_scale, right, right_scale, ELEMENT: tl.constexpr, NATIVE: tl.constexpr
 ):
     """acc + left @ right^T of numbers [rows, K] and [columns, K]."""
-    if ELEMENT == "e4m3" or NATIVE:
-        acc = tl.dot_scaled(left, left_scale, ELEMENT, right.T, right_scale, ELEMENT, acc)
-    else:
-        acc = tl.dot(dequantise(left, left_scale), dequantise(right, right_scale).T, acc)
-    return acc
+    return (
+        tl.dot_scaled(left, left_scale, ELEMENT, right.T, right_scale, ELEMENT, acc)
+        if ELEMENT == "e4m3" or NATIVE
+        else tl.dot(dequantise(left, left_scale), dequantise(right, right_scale).T, acc)
+    )
 
 
 @triton.jit

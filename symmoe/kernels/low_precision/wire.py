@@ -217,11 +217,13 @@ def requantize_columns(wire, row_range, out, block_format, dtype, *, row_index=N
     width, num_tiles = data.shape[0], data.shape[1] // formats.TILE
     if num_tiles == 0:
         return
-    on_hopper = hopper_choice.launcher(
-        "requantize_columns", wire.device, dtype, width, block_format, wire, width
-    )
-    if on_hopper is not None:
-        on_hopper(wire, row_range, out, block_format, dtype, row_index=row_index)
+    if hopper_choice.launched(
+        "requantize_columns",
+        (wire.device, dtype, width),
+        (block_format, wire, width),
+        *(wire, row_range, out, block_format, dtype),
+        row_index=row_index,
+    ):
         return
     constants = _constants(
         block_format,

@@ -168,14 +168,12 @@ def add_neighbours(x, STEPS: tl.constexpr):
 @triton.jit
 def gate_column(column, ACTIVATION: tl.constexpr):
     """Place in a row of h of the gate feature (not gated: of the feature) of a column of the result."""
-    if ACTIVATION.interleave is None:
-        place = column
-    else:
-        place = (
-            column // ACTIVATION.interleave * (2 * ACTIVATION.interleave)
-            + column % ACTIVATION.interleave
-        )
-    return place
+    return (
+        column
+        if ACTIVATION.interleave is None
+        else column // ACTIVATION.interleave * (2 * ACTIVATION.interleave)
+        + column % ACTIVATION.interleave
+    )
 
 
 @triton.jit

@@ -201,9 +201,10 @@ def product(operands, place, GEMM: tl.constexpr):
             + source.to(tl.int64)[:, None] * GEMM.in_width
             + tl.arange(0, GEMM.config.block_k)[None, :]
         )
-    weight = None
-    if weight_table is not None:  # before the loop, or its loads wait for this one
-        weight = matrix_pointer(weight_table, group, rows.dtype.element_ty)
+    # Before the loop, or its loads wait for this one.
+    weight = (
+        None if weight_table is None else matrix_pointer(weight_table, group, rows.dtype.element_ty)
+    )
     acc = tl.zeros((BLOCK_M, COLUMNS), dtype=tl.float32)
     for k in tl.range(0, GEMM.in_width, GEMM.config.block_k):
         if row_index is None:
@@ -252,9 +253,8 @@ def load_weight(desc, pointer, group, first_column, k, GEMM: tl.constexpr):
             tile = desc.load([group, 0, first_column, k]).reshape(FEATURES, BLOCK_K).T
         else:
             column = lane % BLOCK_N
-            mask = None
-            if GEMM.columns % BLOCK_N != 0:
-                mask = first_column + column < GEMM.columns
+            is_whole: tl.constexpr = GEMM.columns % BLOCK_N == 0
+            mask = None if is_whole else first_column + column < GEMM.columns
             first = pointer + first_column.to(tl.int64) * GEMM.in_width + k
             tile = load_tile(
                 first, lane // BLOCK_N * GEMM.columns + column, k_lane, mask, k_mask, GEMM.in_width
@@ -277,9 +277,11 @@ def add_bias(acc, bias, bias_scale, group, row, end, column, WIDTH: tl.constexpr
         features = tl.load(
             bias + group.to(tl.int64) * WIDTH + column, mask=column < WIDTH, other=0.0
         )
-        factor = 1.0
-        if bias_scale is not None:
-            factor = tl.load(bias_scale + row, mask=row < end, other=0.0)[:, None]
+        factor = (
+            1.0
+            if bias_scale is None
+            else tl.load(bias_scale + row, mask=row < end, other=0.0)[:, None]
+        )
         acc = plus(acc, features.to(tl.float32)[None, :], factor)
     return acc
 
@@ -419,21 +421,17 @@ def _launch_gemm(operands, row_range, out, bias, accumulate, zero_tail, num_sms,
     num_rows, out_width = out.shape
     if num_rows == 0:
         return
-    if row_index is None and bias is None and not (isinstance(weight, TensorTable) or accumulate):
-        on_hopper = hopper_choice.launcher(
-            "grouped_gemm", out.device, out.dtype, out_width, num_rows
-        )
-        if on_hopper is not None:
-            on_hopper(
-                rows,
-                weight,
-                row_range,
-                out,
-                weight_k_first=weight_k_first,
-                zero_tail=zero_tail,
-                num_sms=num_sms,
-            )
-            return
+    is_indirect = row_index is not None or isinstance(weight, TensorTable)
+    if not (is_indirect or bias is not None or accumulate) and hopper_choice.launched(
+        "grouped_gemm",
+        (out.device, out.dtype, out_width),
+        (num_rows,),
+        *(rows, weight, row_range, out),
+        weight_k_first=weight_k_first,
+        zero_tail=zero_tail,
+        num_sms=num_sms,
+    ):
+        return
     gemm, constants = _gemm_plan(
         out.dtype,
         most_columns(out.device),
@@ -480,19 +478,15 @@ def grouped_gemm_wgrad(dout, rows, row_range, out, *, accumulate=False, num_sms=
             zero_matrices(out)
         return
     is_gathered = dout_index is not None or rows_index is not None
-    if not (is_gathered or isinstance(out, TensorTable) or accumulate) and out.dtype == dout.dtype:
-        on_hopper = hopper_choice.launcher(
-            "grouped_gemm_wgrad",
-            out.device,
-            out.dtype,
-            out_width,
-            num_rows,
-            out_rows,
-            out_width,
-        )
-        if on_hopper is not None:
-            on_hopper(dout, rows, row_range, out, num_sms=num_sms)
-            return
+    is_plain = not (is_gathered or isinstance(out, TensorTable) or accumulate)
+    if (is_plain and out.dtype == dout.dtype) and hopper_choice.launched(
+        "grouped_gemm_wgrad",
+        (out.device, out.dtype, out_width),
+        (num_rows, out_rows, out_width),
+        *(dout, rows, row_range, out),
+        num_sms=num_sms,
+    ):
+        return
     wgrad, constants = _wgrad_plan(
         dout.dtype, most_columns(dout.device), out.dtype, accumulate, out.shape
     )

@@ -326,15 +326,13 @@ def grouped_gemm_act(
     if num_rows == 0:
         return
     is_plain = bias is None and row_index is None and not isinstance(weight, TensorTable)
-    on_hopper = (
-        hopper_choice.launcher(
-            "grouped_gemm_act", a.device, a.dtype, ffn, num_rows, ffn, activation
-        )
-        if is_plain
-        else None
-    )
-    if on_hopper is not None:
-        on_hopper(rows, weight, row_range, row_scale, results, activation, num_sms=num_sms)
+    if is_plain and hopper_choice.launched(
+        "grouped_gemm_act",
+        (a.device, a.dtype, ffn),
+        (num_rows, ffn, activation),
+        *(rows, weight, row_range, row_scale, results, activation),
+        num_sms=num_sms,
+    ):
         return
     launch(
         grouped_gemm_act_kernel,
@@ -375,20 +373,13 @@ def grouped_gemm_dact(
     is_plain = (
         dbias is None and not isinstance(weight, TensorTable) and activation.interleave is None
     )
-    on_hopper = (
-        hopper_choice.launcher("grouped_gemm_dact", a.device, a.dtype, ffn) if is_plain else None
-    )
-    if on_hopper is not None:
-        on_hopper(
-            (dout, row_index),
-            weight,
-            row_range,
-            hidden,
-            (dh, a, workspace),
-            activation,
-            num_sms=num_sms,
-        )
-    else:
+    if not is_plain or not hopper_choice.launched(
+        "grouped_gemm_dact",
+        (a.device, a.dtype, ffn),
+        (),
+        *((dout, row_index), weight, row_range, hidden, (dh, a, workspace), activation),
+        num_sms=num_sms,
+    ):
         launch(
             grouped_gemm_dact_kernel,
             gemm.grid(num_rows, num_sms, a.device),

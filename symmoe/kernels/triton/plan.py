@@ -18,8 +18,6 @@ from symmoe.kernels.triton.sync import CONTROL, barrier_epoch, write_record
 NO_SLOT = tl.constexpr(2**31 - 1)
 INT32_MIN = tl.constexpr(-(2**31))
 INT32_MAX = tl.constexpr(2**31 - 1)
-TOKENS_PER_BLOCK = tl.constexpr(control.TOKENS_PER_BLOCK)
-HEADER_WORDS = tl.constexpr(control.HEADER_WORDS)
 AGREED_WORDS = tl.constexpr(
     sum(1 << word for word in control.AGREED_FIELDS)
 )  # bit w: ranks must agree on word w
@@ -108,12 +106,14 @@ def count_block(topk_idx, block_counts, block, num_tokens, SIZES: tl.constexpr):
     BLOCK_EXPERTS: tl.constexpr = SIZES.block_experts
     WIDTH: tl.constexpr = SIZES.num_experts + SIZES.num_ranks + 2
     row = block_counts + block * WIDTH
-    first_slot = block * (TOKENS_PER_BLOCK * SIZES.top_k)
-    num_slots = tl.minimum(TOKENS_PER_BLOCK * SIZES.top_k, num_tokens * SIZES.top_k - first_slot)
+    first_slot = block * (CONTROL.TOKENS_PER_BLOCK * SIZES.top_k)
+    num_slots = tl.minimum(
+        CONTROL.TOKENS_PER_BLOCK * SIZES.top_k, num_tokens * SIZES.top_k - first_slot
+    )
     for first in range(0, SIZES.num_experts, BLOCK_EXPERTS):
         expert = first + tl.arange(0, BLOCK_EXPERTS)
         count = tl.zeros((BLOCK_EXPERTS,), tl.int32)
-        for part in range(0, TOKENS_PER_BLOCK * SIZES.top_k, SIZES.block_slots):
+        for part in range(0, CONTROL.TOKENS_PER_BLOCK * SIZES.top_k, SIZES.block_slots):
             index = part + tl.arange(0, SIZES.block_slots)
             chosen = load_experts(
                 topk_idx, first_slot + index, index < num_slots, SIZES.num_experts
@@ -121,11 +121,11 @@ def count_block(topk_idx, block_counts, block, num_tokens, SIZES: tl.constexpr):
             count += tl.sum((chosen[:, None] == expert[None, :]).to(tl.int32), axis=0)
         tl.store(row + expert, count, mask=expert < SIZES.num_experts)
 
-    token = tl.arange(0, TOKENS_PER_BLOCK)
+    token = tl.arange(0, CONTROL.TOKENS_PER_BLOCK)
     rank = tl.arange(0, RANK_LANES)
-    goes = tl.zeros((TOKENS_PER_BLOCK, RANK_LANES), tl.int32)
-    num_bad = tl.zeros((TOKENS_PER_BLOCK,), tl.int32)
-    first_bad = tl.full((TOKENS_PER_BLOCK,), NO_SLOT, tl.int32)
+    goes = tl.zeros((CONTROL.TOKENS_PER_BLOCK, RANK_LANES), tl.int32)
+    num_bad = tl.zeros((CONTROL.TOKENS_PER_BLOCK,), tl.int32)
+    first_bad = tl.full((CONTROL.TOKENS_PER_BLOCK,), NO_SLOT, tl.int32)
     for k in range(SIZES.top_k):
         index = token * SIZES.top_k + k
         ids = tl.load(topk_idx + first_slot + index, mask=index < num_slots, other=-1)
@@ -208,11 +208,11 @@ def send_counts_kernel(
             total += tl.sum(count, axis=0)
         for peer in range(SIZES.num_ranks):
             row = count_row(tl.load(bases + peer), half, SIZES.rank, LAYOUT)
-            tl.store(row + HEADER_WORDS + column, total, mask=is_column)
+            tl.store(row + CONTROL.HEADER_WORDS + column, total, mask=is_column)
     else:  # the last program
-        lane = tl.arange(0, HEADER_WORDS)
-        words = tl.zeros((HEADER_WORDS,), tl.int32)
-        for word in tl.static_range(HEADER_WORDS):
+        lane = tl.arange(0, CONTROL.HEADER_WORDS)
+        words = tl.zeros((CONTROL.HEADER_WORDS,), tl.int32)
+        for word in tl.static_range(CONTROL.HEADER_WORDS):
             words = tl.where(lane == word, SIZES.header[word], words)
         words = tl.where(lane == CONTROL.HEAD_NUM_TOKENS, num_tokens, words)
         words = tl.where(lane == CONTROL.HEAD_CAPACITY, capacity, words)
@@ -281,11 +281,11 @@ def smallest(capacity, is_rank):
 def find_error(headers, num_rows, num_packed, received, rank, SIZES: tl.constexpr):
     """(code, rank, limit, value, where) of the first error: later code here overrides earlier code.
 
-    headers: [RANK_LANES, HEADER_WORDS]. num_rows, num_packed: [RANK_LANES], rows that each rank would receive.
+    headers: [RANK_LANES, CONTROL.HEADER_WORDS]. num_rows, num_packed: [RANK_LANES], rows that each rank would receive.
     """
     RANK_LANES: tl.constexpr = SIZES.rank_lanes
     is_rank = rank < SIZES.num_ranks
-    word = tl.arange(0, HEADER_WORDS)
+    word = tl.arange(0, CONTROL.HEADER_WORDS)
 
     most_packed = tl.max(num_packed, axis=0)
     fullest = tl.min(tl.where(num_packed == most_packed, rank, RANK_LANES), axis=0)
@@ -337,7 +337,9 @@ def find_error(headers, num_rows, num_packed, received, rank, SIZES: tl.constexp
     head = pick(headers, (rank == culprit)[:, None], 0)
     field = tl.min(
         tl.where(
-            pick(differs.to(tl.int32), (rank == culprit)[:, None], 0) != 0, word, HEADER_WORDS
+            pick(differs.to(tl.int32), (rank == culprit)[:, None], 0) != 0,
+            word,
+            CONTROL.HEADER_WORDS,
         ),
         axis=0,
     )
@@ -468,7 +470,7 @@ def lay_out_kernel(
 
     rank = tl.arange(0, RANK_LANES)
     is_rank = rank < SIZES.num_ranks
-    word = tl.arange(0, HEADER_WORDS)
+    word = tl.arange(0, CONTROL.HEADER_WORDS)
     headers = tl.load(
         table + rank[:, None] * SIZES.layout.row_words + word[None, :],
         mask=is_rank[:, None],
@@ -481,9 +483,9 @@ def lay_out_kernel(
     expert = rank[:, None] * SIZES.experts_per_rank + local[None, :]
     is_expert = is_rank[:, None] & is_local[None, :]
     is_mine = is_expert & (rank == SIZES.rank)[:, None]
-    counts = table + HEADER_WORDS + expert
+    counts = table + CONTROL.HEADER_WORDS + expert
     load = tl.zeros((RANK_LANES, EXPERT_LANES), tl.int32)
-    tokens_to_rank = table + HEADER_WORDS + SIZES.num_ranks * SIZES.experts_per_rank + rank
+    tokens_to_rank = table + CONTROL.HEADER_WORDS + SIZES.num_ranks * SIZES.experts_per_rank + rank
     num_packed = tl.zeros((RANK_LANES,), tl.int32)  # if nothing is dropped
     for source in range(SIZES.num_ranks):
         load += tl.load(counts + source * SIZES.layout.row_words, mask=is_expert, other=0)
@@ -574,25 +576,17 @@ def lay_out_kernel(
 
 
 @fast_jit([])
-def post_report_kernel(
-    report,
-    posted: tl.int64,
-    plan: tl.int64,
-    WORDS: tl.constexpr,
-    SLOTS: tl.constexpr,
-    BITS: tl.constexpr,
-):
-    word = tl.arange(0, WORDS)
+def post_report_kernel(report, posted: tl.int64, plan: tl.int64):
+    word = tl.arange(0, CONTROL.SUMMARY_WORDS)
     value = tl.load(report + word).to(tl.int64) & 0xFFFFFFFF
-    tag = (plan & ((1 << BITS) - 1)).to(tl.int64)
-    row = posted.to(tl.pointer_type(tl.int64)) + plan % SLOTS * WORDS  # pinned host memory
-    tl.store(row + word, (tag << 32) | value)
+    tag = (plan & ((1 << CONTROL.GENERATION_BITS) - 1)).to(tl.int64)
+    rows = posted.to(tl.pointer_type(tl.int64))  # pinned host memory
+    place = rows + plan % CONTROL.REPORT_SLOTS * CONTROL.SUMMARY_WORDS + word
+    tl.store(place, (tag << 32) | value)
 
 
 def post_report(report, posted, *, plan):
-    sizes = {"WORDS": control.SUMMARY_WORDS, "SLOTS": control.REPORT_SLOTS}
-    constants = kept_constants(**sizes, BITS=control.GENERATION_BITS, num_warps=1)
-    launch(post_report_kernel, (1,), constants, report, posted.data_ptr(), plan)
+    launch(post_report_kernel, (1,), kept_constants(num_warps=1), report, posted.data_ptr(), plan)
 
 
 def lay_out(peers, received, status, plan, *, capacity, overflow, ranks):
@@ -630,13 +624,16 @@ def slots_and_places(topk_idx, starts, block, num_tokens, part, SIZES: tl.conste
     rank's slots of it. starts: of the experts in this block."""
     BLOCK_SLOTS: tl.constexpr = SIZES.block_slots
     OTHER_SLOTS: tl.constexpr = SIZES.other_slots
-    first_slot = block * TOKENS_PER_BLOCK * SIZES.top_k
-    num_slots = tl.minimum(TOKENS_PER_BLOCK, num_tokens - block * TOKENS_PER_BLOCK) * SIZES.top_k
+    first_slot = block * CONTROL.TOKENS_PER_BLOCK * SIZES.top_k
+    num_slots = (
+        tl.minimum(CONTROL.TOKENS_PER_BLOCK, num_tokens - block * CONTROL.TOKENS_PER_BLOCK)
+        * SIZES.top_k
+    )
     index = part + tl.arange(0, BLOCK_SLOTS)
     is_slot = index < num_slots
     expert = load_experts(topk_idx, first_slot + index, is_slot, SIZES.num_experts)
     earlier = tl.zeros((BLOCK_SLOTS, OTHER_SLOTS), tl.int32)
-    for first in range(0, TOKENS_PER_BLOCK * SIZES.top_k, OTHER_SLOTS):
+    for first in range(0, CONTROL.TOKENS_PER_BLOCK * SIZES.top_k, OTHER_SLOTS):
         other_index = first + tl.arange(0, OTHER_SLOTS)
         other = load_experts(
             topk_idx, first_slot + other_index, other_index < num_slots, SIZES.num_experts
@@ -664,7 +661,7 @@ def assign_rows_kernel(
 ):
     block = tl.program_id(0)
     starts = block_starts + block * (SIZES.num_experts + SIZES.num_ranks + 2)
-    for part in range(0, TOKENS_PER_BLOCK * SIZES.top_k, SIZES.block_slots):
+    for part in range(0, CONTROL.TOKENS_PER_BLOCK * SIZES.top_k, SIZES.block_slots):
         slot, is_slot, expert, place = slots_and_places(
             topk_idx, starts, block, num_tokens, part, SIZES
         )
@@ -697,7 +694,7 @@ def assign_rows_kernel(
 @triton.jit
 def tokens_and_ranks(block, num_tokens, SIZES: tl.constexpr):
     """Tokens of a block, lanes over ranks, and where both are in [T, R], with its mask."""
-    token = block * TOKENS_PER_BLOCK + tl.arange(0, TOKENS_PER_BLOCK)
+    token = block * CONTROL.TOKENS_PER_BLOCK + tl.arange(0, CONTROL.TOKENS_PER_BLOCK)
     rank = tl.arange(0, SIZES.rank_lanes)
     is_entry = (token < num_tokens)[:, None] & (rank < SIZES.num_ranks)[None, :]
     return token, rank, token[:, None] * SIZES.num_ranks + rank[None, :], is_entry

@@ -7,15 +7,12 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from symmoe.kernels import control
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
 from symmoe.kernels.launch.launch import Constants, fast_jit, kept_constants, kept_sizes, launch
 from symmoe.kernels.tensor_table import packed_and_table
 from symmoe.kernels.triton.plan import (
-    HEADER_WORDS,
     INT32_MAX,
     OTHER_SLOTS,
-    TOKENS_PER_BLOCK,
     block_slots,
     count_block,
     count_constants,
@@ -23,10 +20,9 @@ from symmoe.kernels.triton.plan import (
     plan_constants,
     slots_and_places,
 )
-from symmoe.kernels.triton.sync import barrier_epoch
+from symmoe.kernels.triton.sync import CONTROL, barrier_epoch
 from symmoe.kernels.triton.tiles import TRITON_DTYPES, matrix_of
 
-NUM_PUBLISHED = tl.constexpr(control.NUM_PUBLISHED)
 NUM_PROGRAMS = 2 * 132  # two for each of an H200's SMs
 BLOCK, NUM_WARPS = 8192, 8  # numbers that a program moves at a time
 
@@ -46,7 +42,7 @@ def place_replicas_kernel(
     EXPERT_LANES: tl.constexpr = SIZES.expert_lanes
     LAYOUT: tl.constexpr = SIZES.layout
     half = barrier_epoch(bases, SIZES.rank, LAYOUT.counters) & 1
-    counts = count_row(tl.load(bases + SIZES.rank), half, 0, LAYOUT) + HEADER_WORDS
+    counts = count_row(tl.load(bases + SIZES.rank), half, 0, LAYOUT) + CONTROL.HEADER_WORDS
     rank, local = tl.arange(0, RANK_LANES), tl.arange(0, EXPERT_LANES)
     first = tl.program_id(0) * SIZES.num_near
     is_rank, is_source = (rank >= first) & (rank < first + SIZES.num_near), rank < SIZES.num_ranks
@@ -159,7 +155,7 @@ def choose_copies_kernel(
     COPIES_PER_RANK: tl.constexpr = SIZES.experts_per_rank + SIZES.num_places
     block = tl.program_id(0)
     starts = block_starts + block * (SIZES.num_experts + SIZES.num_ranks + 2)
-    for part in range(0, TOKENS_PER_BLOCK * SIZES.top_k, SIZES.block_slots):
+    for part in range(0, CONTROL.TOKENS_PER_BLOCK * SIZES.top_k, SIZES.block_slots):
         slot, is_slot, expert, index = slots_and_places(
             topk_idx, starts, block, num_tokens, part, SIZES
         )
@@ -275,7 +271,7 @@ def _move(kernel, pair, places, peers, received, *, column, starts):
 @triton.jit
 def place_of_peer(bases, received, rank, place, KIND: tl.constexpr, SIZES: tl.constexpr):
     """Pointer to the matrix of a place of a rank, and whether the call has not failed."""
-    offset = tl.load(received + rank * NUM_PUBLISHED + SIZES.column)
+    offset = tl.load(received + rank * CONTROL.NUM_PUBLISHED + SIZES.column)
     matrices = (tl.load(bases + rank) + offset + KIND.start).to(tl.pointer_type(KIND.dtype))
     return tl.multiple_of(matrices, 16) + tl.cast(place, tl.int64) * KIND.width, offset >= 0
 
