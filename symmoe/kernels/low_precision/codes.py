@@ -75,12 +75,11 @@ def block_scales(bits, global_scale, SCALE: tl.constexpr):
         multiplier = ((254 - exponent) << 23).to(
             tl.float32, bitcast=True
         )  # normal: no scale is above 2^120
-        if SCALE == "e8m0":
-            stored = tl.where(is_finite, exponent, E8M0_NAN).to(tl.uint8)
-        else:
-            stored = tl.where(
-                is_finite, (exponent << 23).to(tl.float32, bitcast=True), float("nan")
-            )
+        stored = (
+            tl.where(is_finite, exponent, E8M0_NAN).to(tl.uint8)
+            if SCALE == "e8m0"
+            else tl.where(is_finite, (exponent << 23).to(tl.float32, bitcast=True), float("nan"))
+        )
     return stored, multiplier
 
 
@@ -103,10 +102,11 @@ def e2m1_code(x, words):
     units = size * per_unit
     code = units.to(tl.int32)
     rest = units - code.to(tl.float32)
-    if words is None:
-        is_up = (rest > 0.5) | ((rest == 0.5) & (code % 2 == 1))
-    else:
-        is_up = (words >> 8).to(tl.int32).to(tl.float32) * RANDOM_UNIT < rest
+    is_up = (
+        (rest > 0.5) | ((rest == 0.5) & (code % 2 == 1))
+        if words is None
+        else (words >> 8).to(tl.int32).to(tl.float32) * RANDOM_UNIT < rest
+    )
     sign = (x.to(tl.int32, bitcast=True) >> 28) & 8
     return (base + code + is_up.to(tl.int32) + sign).to(tl.uint8)
 

@@ -1,4 +1,4 @@
-"""Grouped GEMMs of quantised numbers: which kernel multiplies them (contract/quantized_gemm.py).
+"""Grouped GEMMs of quantised numbers: which kernel multiplies them (contract/gemm.py).
 
 Numbers with fp32 scales go to fp8.py, or on Hopper to hopper_fp8.py and hopper_fp8_wgrad.py; those with scales in tiles
 go to scaled.py. `tile`: fields of TileConfig, for comparisons; then no kernel for Hopper is taken.

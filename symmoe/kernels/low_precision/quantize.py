@@ -273,12 +273,12 @@ def quantize_weight_pairs_kernel(
     x = load_weight(weight, table, group, tile_line, tile_column, SIZES)
     global_scale = global_scale_of(amax, group)
     codes, scales = tile_codes(x, global_scale, None, FORMAT, FORMAT.block, FORMAT.block_lines)
-    if FORMAT.block == FORMAT.block_lines:  # square blocks have the same numbers either way
-        column_codes, column_scales = codes, scales
-    else:
-        column_codes, column_scales = tile_codes(
-            x, global_scale, None, FORMAT, FORMAT.block_lines, FORMAT.block
-        )
+    # Square blocks have the same numbers either way.
+    column_codes, column_scales = (
+        (codes, scales)
+        if FORMAT.block == FORMAT.block_lines
+        else tile_codes(x, global_scale, None, FORMAT, FORMAT.block_lines, FORMAT.block)
+    )
     store_weight_tile((data, scale), codes, scales, (group, tile_line, tile_column), SIZES, False)
     # Transposed as bytes: a quarter of the numbers' traffic through shared memory.
     turned, scales, at = (

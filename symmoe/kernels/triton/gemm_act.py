@@ -1,6 +1,6 @@
 """Grouped GEMMs fused with the activation between them and the rows' scales (Triton). See gemm.py.
 
-Letters and formulas: contract/activation.py. The functions of activation.py work on the rounded h and da in both
+Letters and formulas: contract/gemm.py. The functions of activation.py work on the rounded h and da in both
 directions and in the kernels that are not fused, so their results have the same bits. (The products are the same sums,
 too: the order of a sum is that of the instructions, steps of 16 features, and no tile size changes it.)
 

@@ -1,4 +1,4 @@
-"""Kernels of contract/nodes.py."""
+"""Kernels of contract/plan.py."""
 
 import torch
 import triton.language as tl

@@ -398,11 +398,13 @@ def split_rows(source_to_row_start, source_to_rows, replica_ranges, SIZES: tl.co
     parts = source_to_rows + expert
     first = tl.load(starts, mask=is_local, other=0)
     end = tl.load(starts + SIZES.num_ranks * SIZES.experts_per_rank, mask=is_local, other=0)
-    high = end
-    if END_RANK < SIZES.num_ranks:
-        high = whole_tiles(
+    high = (
+        whole_tiles(
             first, tl.load(starts + END_RANK * SIZES.experts_per_rank, mask=is_local, other=0)
         )
+        if END_RANK < SIZES.num_ranks
+        else end
+    )
     before = tl.load(starts + FIRST_RANK * SIZES.experts_per_rank, mask=is_local, other=0)
     low = tl.minimum(whole_tiles(first, before + (PART_ROWS - 1)), high)
     store_part(parts, first, low, mask, SIZES.num_own)

@@ -1,4 +1,4 @@
-"""Replicas of experts: where they are, which slots go there, what travels (Triton). Letters: contract/replicas.py."""
+"""Replicas of experts: where they are, which slots go there, what travels (Triton). Letters: contract/plan.py."""
 
 import functools
 import math

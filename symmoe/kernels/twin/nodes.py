@@ -1,4 +1,4 @@
-"""Twins of contract/nodes.py."""
+"""Twins of contract/plan.py."""
 
 import torch
 

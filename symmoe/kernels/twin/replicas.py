@@ -1,4 +1,4 @@
-"""Twins of contract/replicas.py."""
+"""Twins of contract/plan.py."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Twins of contract/sync.py: plain loads and stores in shared memory, in the order that x86-64 keeps."""
+"""Twins of contract/rows.py: plain loads and stores in shared memory, in the order that x86-64 keeps."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""Twins of contract/wire.py."""
+"""Twins of contract/quantize.py."""
 
 import torch
 
