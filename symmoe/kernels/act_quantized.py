@@ -1,7 +1,5 @@
 """Rules of the activations with quantised results on all devices: formats that they take, and their results."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

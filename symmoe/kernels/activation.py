@@ -8,8 +8,6 @@ sums, and so on; the blocks' sums are added from left to right. So tiles that ho
 whatever their width, and so do layouts and schedules that take different kernels.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Kinds of NVIDIA GPUs and versions of Triton that are known: what chooses kernels, doctor and tests read it here."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 

@@ -8,8 +8,6 @@ that only sums, and they do not depend on where the group lies, on the tail, on 
 Only grouped_gemm_dact has another order: that of its product's tiles and instructions.
 """
 
-from __future__ import annotations
-
 import torch
 
 from symmoe.kernels.formats import TILE

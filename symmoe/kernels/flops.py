@@ -5,8 +5,6 @@ larger than the kernel's. So while a mode looks on, every product says what it m
 nothing, and then runs unseen.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable, Mapping

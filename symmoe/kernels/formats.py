@@ -16,8 +16,6 @@ its data is NaN in E4M3, and 0 in E2M1, which has no NaN: the whole block is NaN
 other block is touched. A block of zeros has the smallest scale.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal, get_args
 

@@ -1,30 +1,37 @@
 """Where kernels for Hopper, in Gluon, replace those in Triton, with the same bits."""
 
-from __future__ import annotations
-
 import functools
-from collections.abc import Callable
 from types import ModuleType
-from typing import Any
 
 import torch
 
 from symmoe.kernels import architectures
 
 MIN_COLUMNS = 256  # of the output of a kernel for Hopper: a whole tile
-Launcher = Callable[..., Any]
 
 
-def launcher(
-    name: str, device: torch.device, dtype: torch.dtype, columns: int, *operands: object
-) -> Launcher | None:
-    """What launches a kernel for Hopper, if there is one of this name for such a call; None: Triton's has to. device,
-    dtype, columns: of the output. operands: what the kernel's own condition looks at, see hopper/launchers.py."""
-    launchers = hopper_kernels(device, dtype, columns)
+def launched(
+    name: str,
+    output: tuple[torch.device, torch.dtype, int],
+    operands: tuple[object, ...],
+    *arguments: object,
+    **options: object,
+) -> bool:
+    """Launches a kernel for Hopper, if there is one of this name for such a call; False: Triton's has to be.
+
+    Args:
+        output: device, dtype and columns of the output.
+        operands: what the kernel's own condition looks at, see hopper_launchers.py.
+        arguments, options: of its launcher.
+    """
+    launchers = hopper_kernels(*output)
     if launchers is None:
-        return None
-    found, takes = launchers.LAUNCHERS[name]
-    return found if takes(*operands) else None
+        return False
+    launch, takes = launchers.LAUNCHERS[name]
+    is_taken: bool = takes(*operands)
+    if is_taken:
+        launch(*arguments, **options)
+    return is_taken
 
 
 @functools.cache
@@ -50,7 +57,7 @@ def hopper_kernels(device: torch.device, dtype: torch.dtype, columns: int) -> Mo
 
         if tuple(map(int, triton.__version__.split(".")[:2])) not in architectures.TRITON_VERSIONS:
             return None
-        from symmoe.kernels.hopper import launchers
+        from symmoe.kernels import hopper_launchers
     except (ImportError, AttributeError):
         return None
-    return launchers
+    return hopper_launchers

@@ -1,8 +1,6 @@
 """What a call launches, as a table: every kernel of the programs that it runs, by its name in the contract, what that
 reads and writes, and whom it waits for. The same on CPUs and GPUs."""
 
-from __future__ import annotations
-
 import inspect
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Quantised operands of kernels as records, and checks of operands."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """Programs of what needs no heap: grouped layers and routers by themselves."""
 
-from __future__ import annotations
-
 import functools
 import threading
 from collections.abc import Callable, Hashable, Sequence
@@ -23,9 +21,7 @@ class _DevicePrograms(Programs):
         self.may_run, self.turn = may_run_programs(device), threading.Lock()
 
 
-@functools.cache
-def _programs_of(device: torch.device, fills: bool) -> _DevicePrograms:
-    return _DevicePrograms(device, fills=fills)
+_programs_of = functools.cache(_DevicePrograms)
 
 
 def run_program(
@@ -35,7 +31,7 @@ def run_program(
     runs one. torch decides whether memory is filled (torch.utils.deterministic)."""
     fills = torch.are_deterministic_algorithms_enabled()
     fills = fills and fills_memory()
-    programs = _programs_of(inputs[0].device, fills)
+    programs = _programs_of(inputs[0].device, fills=fills)
     if not programs.may_run() or not programs.turn.acquire(blocking=False):
         return function()
     try:

@@ -8,8 +8,6 @@ Scales in fp32 are compact. Where they are bytes, the dtype of the data is the f
 uint8 [tiles, ceil(scales of a line / 4), 512] (contract/quantize.py), maybe more tiles than are needed.
 """
 
-from __future__ import annotations
-
 import torch
 
 from symmoe.errors import ArgumentError
@@ -59,16 +57,18 @@ def check_gemm(
     block_format = _format_of("rows", rows)
     (num_rows, line_bytes), (num_groups, out_width, _) = rows.data.shape, weight.data.shape
     in_width, dtypes = line_bytes * block_format.elements_per_byte, (rows.data.dtype,)
-    check_operand("rows", rows.data, (num_rows, line_bytes), dtypes)
-    check_operand(
-        _packed("weight", block_format), weight.data, (num_groups, out_width, line_bytes), dtypes
-    )
-    check_operand("out", out, (num_rows, out_width), FLOATS)
-    features, bias_scale = as_pair(bias)
-    if features is not None:
-        check_operand("bias", features, (num_groups, out_width), FLOATS)
-    if bias_scale is not None:
-        check_operand("bias_scale", bias_scale, (num_rows,), SCALE)
+    weight_name, (features, bias_scale) = _packed("weight", block_format), as_pair(bias)
+    for name, tensor, shape, allowed in (
+        ("rows", rows.data, (num_rows, line_bytes), dtypes),
+        (weight_name, weight.data, (num_groups, out_width, line_bytes), dtypes),
+        ("out", out, (num_rows, out_width), FLOATS),
+        ("bias", features, (num_groups, out_width), FLOATS),
+        ("bias_scale", bias_scale, (num_rows,), SCALE),
+        ("row_range", row_range, (2, num_groups), (torch.int32,)),
+        ("group_range", group_range, (2, num_groups), (torch.int32,)),
+    ):
+        if tensor is not None:
+            check_operand(name, tensor, shape, allowed)
     row_name, name = _packed("row_scale", block_format), _packed("weight_scale", block_format)
     if block_format is FLOAT8_BLOCK:
         check_operand(row_name, rows.scale, (num_rows, num_blocks(in_width)), SCALE)
@@ -91,9 +91,6 @@ def check_gemm(
         "contracted features", in_width, ALIGNMENT if block_format is FLOAT8_BLOCK else 32
     )
     check_multiple("features of out", out_width, ALIGNMENT // out.element_size())
-    for name, ranges in (("row_range", row_range), ("group_range", group_range)):
-        if ranges is not None:
-            check_operand(name, ranges, (2, num_groups), (torch.int32,))
     return block_format
 
 

@@ -1,7 +1,5 @@
 """How a router's logits become a choice of experts, as data that kernels and modules share."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal, get_args
 

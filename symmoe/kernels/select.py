@@ -8,8 +8,6 @@ Who wants to see calls of kernels, or to take their place (dry runs, recordings,
 has a hook: hook(name, kernel, *args, **kwargs) is called in place of kernel(*args, **kwargs).
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Matrices anywhere in memory, passed to a kernel as a table of their addresses. Tables do not keep them alive."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

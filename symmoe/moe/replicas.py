@@ -24,7 +24,7 @@ from symmoe.grouped.experts import FC1, FC2, W1, W2, CallExperts, ExpertWeights,
 from symmoe.grouped.weights import Target
 from symmoe.kernels import control
 from symmoe.kernels.contract.operands import Matrices
-from symmoe.kernels.contract.replicas import Pair
+from symmoe.kernels.contract.plan import Pair
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.symm_mem.memory import ALIGNMENT_BYTES, Lease, aligned
 

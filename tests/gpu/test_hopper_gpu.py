@@ -21,7 +21,8 @@ BF16, FP16 = torch.bfloat16, torch.float16
 if hopper_choice.hopper_kernels(torch.device("cuda", 0), BF16, 256) is None:
     pytest.skip("needs a Triton that has the kernels", allow_module_level=True)
 
-from symmoe.kernels.hopper import act, launchers, wgrad  # noqa: E402
+from symmoe.kernels import hopper_launchers as launchers  # noqa: E402
+from symmoe.kernels.hopper import act, wgrad  # noqa: E402
 
 # A kernel whose warps wait for each other for ever cannot be interrupted: the process ends.
 pytestmark = pytest.mark.timeout(40, method="thread")

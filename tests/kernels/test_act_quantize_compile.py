@@ -24,8 +24,8 @@ from low_precision_launches import (
 from quantize_cases import FORMATS
 
 from symmoe.kernels import hopper_choice
+from symmoe.kernels import hopper_launchers as launchers
 from symmoe.kernels.activation import GELU, Activation
-from symmoe.kernels.hopper import launchers
 from symmoe.kernels.low_precision import act_quantized, hopper_dact_quantize
 from symmoe.kernels.triton import bias, gemm_act, tiles
 

@@ -13,7 +13,7 @@ from compiled_launches import BLACKWELL, HOPPER, atomics, meta
 from low_precision_launches import BF16, FP16, FP32, gemm_operands, wgrad_operands
 
 from symmoe.kernels import hopper_choice
-from symmoe.kernels.hopper import launchers
+from symmoe.kernels import hopper_launchers as launchers
 from symmoe.kernels.low_precision import fp8, hopper_fp8, hopper_fp8_wgrad, products
 from symmoe.kernels.operands import ScatteredWeight
 from symmoe.kernels.tensor_table import TensorTable

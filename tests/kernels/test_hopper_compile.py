@@ -14,8 +14,9 @@ from compiled_launches import meta  # noqa: E402
 from kernel_launches import ACTIVATIONS, BF16, FP16, FP32, SHAPES  # noqa: E402
 
 from symmoe.kernels import architectures, hopper_choice  # noqa: E402
+from symmoe.kernels import hopper_launchers as launchers  # noqa: E402
 from symmoe.kernels.activation import SWIGLU, Activation  # noqa: E402
-from symmoe.kernels.hopper import act, gemm, launchers, wgrad  # noqa: E402
+from symmoe.kernels.hopper import act, gemm, wgrad  # noqa: E402
 from symmoe.kernels.triton import gemm as gpu_gemm  # noqa: E402
 from symmoe.kernels.triton import gemm_act as gpu_gemm_act  # noqa: E402
 

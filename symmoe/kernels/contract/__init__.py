@@ -24,23 +24,14 @@ of results do not depend on the grid of a launch.
   None: all. Results do not depend on it, and the twins ignore it.
 """
 
-from __future__ import annotations
-
 from types import ModuleType
 from typing import Any, Protocol
 
-from symmoe.kernels.contract.activation import ActivationKernels
-from symmoe.kernels.contract.gemm import GemmKernels
-from symmoe.kernels.contract.nodes import NodeKernels
-from symmoe.kernels.contract.plan import PlanKernels
-from symmoe.kernels.contract.pointers import PointerKernels
-from symmoe.kernels.contract.quantize import QuantizeKernels
-from symmoe.kernels.contract.quantized_gemm import QuantizedGemmKernels
-from symmoe.kernels.contract.replicas import ReplicaKernels
+from symmoe.kernels.contract.gemm import ActivationKernels, GemmKernels, QuantizedGemmKernels
+from symmoe.kernels.contract.plan import NodeKernels, PlanKernels, ReplicaKernels
+from symmoe.kernels.contract.quantize import QuantizeKernels, WireKernels
 from symmoe.kernels.contract.router import RouterKernels
-from symmoe.kernels.contract.rows import RowKernels
-from symmoe.kernels.contract.sync import SyncKernels
-from symmoe.kernels.contract.wire import WireKernels
+from symmoe.kernels.contract.rows import PointerKernels, RowKernels, SyncKernels
 
 __all__ = ["Kernels", "kernels_in"]
 

@@ -3,8 +3,6 @@
 They are tuples, in which a program finds tensors. Those of quantised numbers: kernels/operands.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, TypeVar
 

@@ -1,7 +1,5 @@
 """The router: its GEMMs, and the choice of experts."""
 
-from __future__ import annotations
-
 from typing import Protocol
 
 from torch import Tensor

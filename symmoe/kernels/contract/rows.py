@@ -1,4 +1,8 @@
-"""Rows: push and pull between ranks, copies and sums on one rank.
+"""What moves between ranks and to the device: rows, the words of barriers and signals, addresses and small data.
+
+RowKernels
+----------
+Rows: push and pull between ranks, copies and sums on one rank.
 
     N_cap, P_cap  rows and packed rows that the buffers have room for (contract/plan.py says what packed rows are)
 
@@ -18,12 +22,19 @@ region of rank r has the sum of the rows there of the i-th token, in order of to
 
 On GPUs rows are 16-byte aligned and a multiple of 16 bytes long, and so are the offsets; with num_ctas, offsets are
 multiples of 256, as those of leases are.
-"""
 
-from __future__ import annotations
+SyncKernels
+-----------
+The barrier of a group of ranks, and signals from one rank to another.
+
+PointerKernels
+--------------
+Addresses of tensors, and small data of the host on its way to the device.
+"""
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from symmoe.kernels.contract.operands import writes
@@ -206,4 +217,93 @@ class RowKernels(Protocol):
         """out[t, k] = packed_values[p, k] of the rank that slot (t, k) went to, p the token's packed row there.
 
         0 for no expert. If the call has failed, `out` fp32 [T, K] is filled with NaN.
+        """
+
+
+class SyncKernels(Protocol):
+    @writes("peers", "received", "status", "nan_on_failure")
+    def barrier(
+        self,
+        peers: Peers,
+        words: tuple[int, ...],
+        received: Tensor,
+        status: Tensor,
+        *,
+        call: int,
+        fault: bool,
+        timeout_ns: int,
+        nan_on_failure: Tensor | None = None,
+    ) -> None:
+        """Waits for every rank of the group, at most `timeout_ns`, and exchanges a few words. Collective.
+
+        Args:
+            peers: the group's arenas.
+            words: NUM_PUBLISHED integers (arena offsets) for the peers.
+            received: int64[R, NUM_PUBLISHED], gets every rank's words; all -1 if the call has failed: a rank faulted,
+                gave up, did not come or is in another call, or an earlier failure has not been raised yet.
+            status: int64[STATUS_WORDS] that the host reads, pinned host memory on GPUs; gets a record of a
+                failure if none is pending.
+            call: control.pack_call of what the ranks must agree on.
+            fault: whether this rank's arguments are wrong, so that no rank may move payload.
+            timeout_ns: bound of the wait.
+            nan_on_failure: memory of a result; if the call has failed, every bit of it is set, which is NaN in every
+                dtype of rows. On GPUs its size is a multiple of 16 bytes.
+        """
+
+    @writes("peers")
+    def send_signal(self, peers: Peers, rank: int) -> None:
+        """Tells `rank` that what this rank has written there since the last barrier is complete; does
+        nothing after a failure."""
+
+    @writes("peers", "arrived", "status", "nan_on_failure")
+    def wait_for_signal(
+        self,
+        peers: Peers,
+        rank: int,
+        arrived: Tensor,
+        status: Tensor,
+        *,
+        phase: int,
+        timeout_ns: int,
+        nan_on_failure: Tensor | None = None,
+    ) -> None:
+        """Waits for `rank`'s signal since the last barrier.
+
+        Args:
+            arrived: int64 [1], gets 0, or -1 if the call has failed: the signal did not come, a rank gave up, or
+                an earlier failure has not been raised yet.
+            status, timeout_ns, nan_on_failure: as in barrier.
+            phase: the phase (control.PHASE_*), for the record.
+        """
+
+    @writes("counts", "progress")
+    def count_exchange(self, counts: Tensor, progress: Tensor, *, which: int) -> None:
+        """Adds 1 to counts[which], int64[2], and writes it to progress[which], int64[2] that the host reads: pinned
+        host memory on GPUs."""
+
+    @writes("fault")
+    def hear_of_faults(self, heard: Tensor, fault: Tensor) -> None:
+        """fault, int64[1], becomes at least the largest of heard, int64[N, .]: words of other nodes."""
+
+
+HostBytes = Tensor | bytes | bytearray | memoryview
+
+
+class PointerKernels(Protocol):
+    @writes("destination")
+    def copy_host_to_device(self, source: HostBytes, destination: Tensor) -> None:
+        """The first bytes of destination = source; on GPUs without a copy engine, so that graphs can hold the bytes.
+        source: contiguous memory of the host, of any size up to that of destination. The caller may change it when the
+        call returns."""
+
+    @writes()
+    def read_addresses(
+        self, tensors: list[Tensor], device: torch.device, *, alignment: int, contiguous: bool
+    ) -> bytes | None:
+        """The addresses of tensors as native int64; None if one of them is not what it must be.
+
+        Args:
+            tensors: any number of tensors, each on `device` and with memory.
+            alignment: alignment of their addresses in bytes, a power of two.
+            contiguous: whether they must be contiguous.
         """

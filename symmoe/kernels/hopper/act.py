@@ -75,21 +75,21 @@ ROWS_PER_WARP = gl.constexpr(8)  # rows of a piece of a chunk
 @gluon.jit
 def first_number(words, DTYPE: gl.constexpr):
     """fp32 of the first numbers of words, in the lower half."""
-    if DTYPE == gl.bfloat16:
-        result = (words << 16).to(gl.float32, bitcast=True)
-    else:
-        result = words.to(gl.int16).to(DTYPE, bitcast=True).to(gl.float32)
-    return result
+    return (
+        (words << 16).to(gl.float32, bitcast=True)
+        if DTYPE == gl.bfloat16
+        else words.to(gl.int16).to(DTYPE, bitcast=True).to(gl.float32)
+    )
 
 
 @gluon.jit
 def second_number(words, DTYPE: gl.constexpr):
     """fp32 of the second numbers of words."""
-    if DTYPE == gl.bfloat16:
-        result = (words & -65536).to(gl.float32, bitcast=True)
-    else:
-        result = (words >> 16).to(gl.int16).to(DTYPE, bitcast=True).to(gl.float32)
-    return result
+    return (
+        (words & -65536).to(gl.float32, bitcast=True)
+        if DTYPE == gl.bfloat16
+        else (words >> 16).to(gl.int16).to(DTYPE, bitcast=True).to(gl.float32)
+    )
 
 
 @gluon.jit
@@ -101,12 +101,9 @@ def unpack(pair, DTYPE: gl.constexpr):
 @gluon.jit
 def pack(low, high, DTYPE: gl.constexpr):
     """Pairs of rounded features."""
-    if DTYPE == gl.bfloat16:
-        instruction: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $1, $2;"
-    else:
-        instruction: gl.constexpr = "cvt.rn.f16x2.f32 $0, $1, $2;"
+    ROUND: gl.constexpr = "cvt.rn.bf16x2.f32" if DTYPE == gl.bfloat16 else "cvt.rn.f16x2.f32"
     return gl.inline_asm_elementwise(
-        instruction, "=r,f,f", [high, low], dtype=gl.int32, is_pure=True, pack=1
+        ROUND + " $0, $1, $2;", "=r,f,f", [high, low], dtype=gl.int32, is_pure=True, pack=1
     )
 
 
@@ -142,9 +139,11 @@ def load_piece(h, row_scale, first_row, end, first_pair, PIPE: gl.constexpr):
     mask = piece_mask(row, pair, first_row, end, first_pair, PIPE)
     pointers = piece_pointers(h, row, pair, first_row, first_pair, WIDTH)
     gate = gl.load(pointers, mask=mask, other=0)
-    up = gate
-    if PIPE.activation.is_gated:
-        up = gl.load(pointers + PIPE.columns // 2, mask=mask, other=0)
+    up = (
+        gl.load(pointers + PIPE.columns // 2, mask=mask, other=0)
+        if PIPE.activation.is_gated
+        else gate
+    )
     return gate, up, gl.load(row_scale + first_row + row, mask=first_row + row < end, other=0.0)
 
 
@@ -200,8 +199,7 @@ def dact_tile(args, dump, turn, first_chunk, tile_row, end, n_tile, PIPE: gl.con
     )
     ROWS: gl.constexpr = ROWS_PER_WARP * gl.num_warps()
     STRIPS: gl.constexpr = CHUNK // ROWS  # of a chunk
-    ACROSS: gl.constexpr = PIPE.tile_chunks
-    PIECES: gl.constexpr = STRIPS * ACROSS  # in CHUNK rows
+    PIECES: gl.constexpr = STRIPS * PIPE.tile_chunks  # in CHUNK rows
     pieces = reinterpret(
         chunks, gl.int32, [8 * STRIPS, ROWS, PAIRS], gl.NVMMASharedLayout(128, 32, 2)
     )
@@ -212,14 +210,14 @@ def dact_tile(args, dump, turn, first_chunk, tile_row, end, n_tile, PIPE: gl.con
         if PIPE.finish_warps > 0:
             mbarrier.wait(dumped.index(half), turn)
         for i in range(PIECES // 2):
-            strip = 2 * i // ACROSS
-            c = 2 * i % ACROSS
-            piece = (first_chunk + half * ACROSS + c) * STRIPS + strip
+            strip = 2 * i // PIPE.tile_chunks
+            c = 2 * i % PIPE.tile_chunks
+            piece = (first_chunk + half * PIPE.tile_chunks + c) * STRIPS + strip
             first_row = tile_row + half * CHUNK + strip * ROWS
             first_pair = tile_pair + c * PAIRS
             following = half * PIECES + 2 * i + 2
-            next_row = tile_row + following // ACROSS * ROWS
-            next_pair = tile_pair + following % ACROSS * PAIRS
+            next_row = tile_row + following // PIPE.tile_chunks * ROWS
+            next_pair = tile_pair + following % PIPE.tile_chunks * PAIRS
             next_end = gl.where(following < 2 * PIECES, end, 0)
             left = pieces.index(piece)
             dact_piece(left, even, results, first_row, end, first_pair, DTYPE, PIPE)

@@ -278,13 +278,16 @@ def product(ring, turn_barriers, stage, phase, WARPGROUP: gl.constexpr, PIPE: gl
     acc = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
     for k in range(PIPE.num_k):
         mbarrier.wait(full.index(stage), phase)
-        a = a_ring.index(stage)
-        if not PIPE.alternate:
-            a = a.slice(CHUNK * WARPGROUP, CHUNK, dim=0)
-        if PIPE.weight_k_first:
-            b = b_ring.index(stage).reshape([BLOCK_K, COLUMNS])
-        else:
-            b = b_ring.index(stage).reshape([COLUMNS, BLOCK_K]).permute([1, 0])
+        a = (
+            a_ring.index(stage)
+            if PIPE.alternate
+            else a_ring.index(stage).slice(CHUNK * WARPGROUP, CHUNK, dim=0)
+        )
+        b = (
+            b_ring.index(stage).reshape([BLOCK_K, COLUMNS])
+            if PIPE.weight_k_first
+            else b_ring.index(stage).reshape([COLUMNS, BLOCK_K]).permute([1, 0])
+        )
         acc = warpgroup_mma(a, b, acc, is_async=True)
         acc = warpgroup_mma_wait(1, deps=(acc,))
         # NOTE: not a carried `previous = stage`: Triton 3.6 takes a name that the loop's body sets to the value it had
@@ -361,11 +364,11 @@ def halves(x, AXIS: gl.constexpr):
     """First and second half of x along an axis; stays in registers where a thread holds both."""
     M: gl.constexpr = x.shape[0]
     N: gl.constexpr = x.shape[1]
-    if AXIS == 1:
-        x = x.reshape([M, 2, N // 2]).permute([0, 2, 1])
-    else:
-        x = x.reshape([2, M // 2, N]).permute([1, 2, 0])
-    return gl.split(x)
+    return gl.split(
+        x.reshape([M, 2, N // 2]).permute([0, 2, 1])
+        if AXIS == 1
+        else x.reshape([2, M // 2, N]).permute([1, 2, 0])
+    )
 
 
 @gluon.jit

@@ -322,19 +322,18 @@ def primary_row(rows, CUT: gl.constexpr):
 def ask_primary(tokens, batch, step, slots, full, stage, CUT: gl.constexpr):
     """Begins to load a batch of pieces: those of primary rows of tokens with several rows, zeros for others."""
     rows_desc, packed_to_row, begin, number = tokens
-    BATCH: gl.constexpr = CUT.batch
-    is_due = batch < (number * CUT.num_pieces + (BATCH - 1)) // BATCH
-    mbarrier.expect(full.index(stage), BATCH * CUT.piece_bytes, pred=is_due)
+    is_due = batch < (number * CUT.num_pieces + (CUT.batch - 1)) // CUT.batch
+    mbarrier.expect(full.index(stage), CUT.batch * CUT.piece_bytes, pred=is_due)
     for i in range(
-        BATCH
+        CUT.batch
     ):  # not unrolled: the code of all roles has to fit into the instruction cache
-        index, segment = place_of(batch * BATCH + i, CUT)
-        later, _ = place_of(batch * BATCH + i + step * BATCH, CUT)
+        index, segment = place_of(batch * CUT.batch + i, CUT)
+        later, _ = place_of(batch * CUT.batch + i + step * CUT.batch, CUT)
         prefetch(packed_to_row + (begin + gl.maximum(gl.minimum(later, number - 1), 0)) * CUT.top_k)
         rows = load_slots(packed_to_row, begin + index, is_due & (index < number), CUT)
         primary, num_rows = primary_row(rows, CUT)
         place = [gl.where(num_rows > 1, primary, NOWHERE), segment, 0]
-        tma_load(rows_desc, place, full.index(stage), slots.index(stage * BATCH + i), is_due)
+        tma_load(rows_desc, place, full.index(stage), slots.index(stage * CUT.batch + i), is_due)
 
 
 @gluon.jit
@@ -343,13 +342,12 @@ def copy(tensors, ring, MOVER: gl.constexpr, CUT: gl.constexpr):
     rows_desc, packed_to_row, source_to_packed_start, source = tensors
     slots, full = ring
     TOP_K: gl.constexpr = CUT.top_k
-    BATCH: gl.constexpr = CUT.batch
     FIRST_STAGE: gl.constexpr = MOVER * CUT.stages  # first stage of this mover's ring
     LAST_STAGE: gl.constexpr = FIRST_STAGE + CUT.stages - 1
     begin = gl.load(source_to_packed_start + source)
     number = gl.load(source_to_packed_start + source + 1) - begin
     step = gl.num_programs(0) * CUT.rings
-    num_batches = (number * CUT.num_pieces + (BATCH - 1)) // BATCH
+    num_batches = (number * CUT.num_pieces + (CUT.batch - 1)) // CUT.batch
     first = gl.program_id(0) * CUT.rings + MOVER
     tokens = (rows_desc, packed_to_row, begin, number)
     for early in range(CUT.stages - 1):
@@ -361,13 +359,13 @@ def copy(tensors, ring, MOVER: gl.constexpr, CUT: gl.constexpr):
         tma.store_wait(0)  # the batch before has left its stage, which is filled next
         previous_stage = gl.where(stage == FIRST_STAGE, LAST_STAGE, stage - 1)
         ask_primary(tokens, batch + (CUT.stages - 1) * step, step, slots, full, previous_stage, CUT)
-        for i in range(BATCH):
-            index, segment = place_of(batch * BATCH + i, CUT)
+        for i in range(CUT.batch):
+            index, segment = place_of(batch * CUT.batch + i, CUT)
             rows = load_slots(packed_to_row, begin + index, index < number, CUT)
             primary, _ = primary_row(rows, CUT)
             for k in gl.static_range(1, TOP_K):
                 if (rows[k] >= 0) & (rows[k] != primary):
-                    piece = slots.index(stage * BATCH + i)
+                    piece = slots.index(stage * CUT.batch + i)
                     tma_store(rows_desc, [rows[k], segment, 0], piece)
         stage, phase = next_stage(stage, phase, MOVER, CUT)
     wait_until_written(stage)
@@ -582,10 +580,9 @@ def is_failed(ready, arrived):
 def first_rows(packed_start, num_tokens, CUT: gl.constexpr):
     """What has to be added to a token's packed row on each rank to get the row of `returned`."""
     NUM_RANKS: gl.constexpr = CUT.num_ranks
-    OWN: gl.constexpr = CUT.own_rank
     rows = ()
     for rank in gl.static_range(NUM_RANKS):
-        rows += ((rank - (rank > OWN)) * num_tokens - gl.load(packed_start + rank),)
+        rows += ((rank - (rank > CUT.own_rank)) * num_tokens - gl.load(packed_start + rank),)
     return rows
 
 
@@ -596,7 +593,6 @@ def ask_for_home(tensors, ring, PAIR: gl.constexpr, CUT: gl.constexpr):
     token_to_packed_row, packed_start, slot_to_rank, slot_to_row = tables
     NUM_RANKS: gl.constexpr = CUT.num_ranks
     TOP_K: gl.constexpr = CUT.top_k
-    OWN: gl.constexpr = CUT.own_rank
     firsts = first_rows(packed_start, num_tokens, CUT)
     number = gl.where(is_failed(ready, arrived), 0, num_tokens)
     step = gl.num_programs(0) * CUT.rings
@@ -612,9 +608,9 @@ def ask_for_home(tensors, ring, PAIR: gl.constexpr, CUT: gl.constexpr):
         own_rows = load_slots(slot_to_row, token, True, CUT)
         ranks = load_slots(slot_to_rank, token, True, CUT)
         for rank in gl.static_range(NUM_RANKS):
-            if rank == OWN:
+            if rank == CUT.own_rank:
                 for k in gl.static_range(TOP_K):
-                    row = gl.where(ranks[k] == OWN, own_rows[k], -1)
+                    row = gl.where(ranks[k] == CUT.own_rank, own_rows[k], -1)
                     stage, phase = ask_piece(rows_desc, row, segment, ring, stage, phase, PAIR, CUT)
             else:
                 packed_row = gl.load(token_to_packed_row + token * NUM_RANKS + rank)
@@ -629,7 +625,6 @@ def add_for_home(tensors, ring, PAIR: gl.constexpr, CUT: gl.constexpr):
     token_to_packed_row, _packed_start, slot_to_rank, slot_to_row = tables
     NUM_RANKS: gl.constexpr = CUT.num_ranks
     TOP_K: gl.constexpr = CUT.top_k
-    OWN: gl.constexpr = CUT.own_rank
     moves = not is_failed(ready, arrived)
     stage = PAIR * CUT.stages + 0
     phase = 0
@@ -641,12 +636,12 @@ def add_for_home(tensors, ring, PAIR: gl.constexpr, CUT: gl.constexpr):
         low = constant_piece(0, CUT)
         high = constant_piece(0, CUT)
         for rank in gl.static_range(NUM_RANKS):
-            if rank == OWN:
+            if rank == CUT.own_rank:
                 # This may be 0.0 where peers' sums are -0.0: added to 0.0, both give the same.
                 own_low = constant_piece(0, CUT)
                 own_high = constant_piece(0, CUT)
                 for k in gl.static_range(TOP_K):
-                    has = (ranks[k] == OWN) & (own_rows[k] >= 0)
+                    has = (ranks[k] == CUT.own_rank) & (own_rows[k] >= 0)
                     own_low, own_high, stage, phase = add_piece(
                         own_low, own_high, has, ring, stage, phase, PAIR, CUT
                     )

@@ -6,8 +6,6 @@ distance from the anchor, and the device computes them from a table of addresses
 other two dimensions are the matrix's, so that what lies outside of it is still not read or written.
 """
 
-from __future__ import annotations
-
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

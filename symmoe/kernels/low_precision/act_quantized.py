@@ -9,8 +9,6 @@ and passes it through shared memory: low_precision/hopper_dact_quantize.py.
 The arithmetic is that of activation.py and quantize.py, the same functions on the same rounded numbers.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -58,9 +56,8 @@ def quantize_lines(x, SIZES: tl.constexpr):
     """Codes of x [LINES, WIDTH] fp32, and stored scales [LINES, WIDTH / block]: quantize_tile of quantize.py."""
     LINES: tl.constexpr = x.shape[0]
     WIDTH: tl.constexpr = x.shape[1]
-    BLOCK: tl.constexpr = SIZES.format.block
     SCALE: tl.constexpr = SIZES.format.scale
-    blocks = x.reshape(LINES, WIDTH // BLOCK, BLOCK)
+    blocks = x.reshape(LINES, WIDTH // SIZES.format.block, SIZES.format.block)
     stored, multiplier = block_scales_or_nan(tl.max(magnitude_bits(blocks), axis=2), SCALE)
     return e4m3_code(blocks * multiplier[:, :, None]).reshape(LINES, WIDTH), stored
 
@@ -70,19 +67,18 @@ def store_rows(
     x, row, end, first, END: tl.constexpr, data, scale, WIDTH: tl.constexpr, SIZES: tl.constexpr
 ):
     """Quantises x [rows, C], features first..END of rows of WIDTH, with scales along features; nothing without data."""
-    FORMAT: tl.constexpr = SIZES.format
     if data is not None:
         codes, scales = quantize_lines(x.to(tl.float32), SIZES)
         store_part(data, codes, row, row < end, first, END, WIDTH)
-        end_block: tl.constexpr = FORMAT.num_blocks(END)
+        end_block: tl.constexpr = SIZES.format.num_blocks(END)
         store_part(
             scale,
             scales,
             row,
             row < end,
-            first // FORMAT.block,
+            first // SIZES.format.block,
             end_block,
-            FORMAT.num_blocks(WIDTH),
+            SIZES.format.num_blocks(WIDTH),
         )
 
 
@@ -124,15 +120,13 @@ def act_quantize_rows_kernel(
     SIZES: tl.constexpr,
 ):
     """Grid (tiles of features, programs that loop over tiles of rows): neighbours read the same rows."""
-    FFN: tl.constexpr = SIZES.columns
-    ROWS: tl.constexpr = SIZES.rows
     first = tl.program_id(0) * SIZES.features
-    prefix, num_tiles = row_tile_prefix(row_range, SIZES.num_groups, ROWS)
+    prefix, num_tiles = row_tile_prefix(row_range, SIZES.num_groups, SIZES.rows)
     for tile in tl.range(tl.program_id(1), num_tiles, tl.num_programs(1)):
-        _group, first_row, end = locate_rows(tile, prefix, row_range, SIZES.num_groups, ROWS)
-        row = first_row + tl.arange(0, ROWS)
+        _group, first_row, end = locate_rows(tile, prefix, row_range, SIZES.num_groups, SIZES.rows)
+        row = first_row + tl.arange(0, SIZES.rows)
         a = act_part(h, row_scale, row, end, first, SIZES.features, SIZES)
-        store_rows(a, row, end, first, FFN, data, scale, FFN, SIZES)
+        store_rows(a, row, end, first, SIZES.columns, data, scale, SIZES.columns, SIZES)
 
 
 @fast_jit(["da", "h", "data", "column_data", "a_column_data"])
@@ -156,51 +150,61 @@ def dact_quantize_kernel(
 ):
     """Grid (tiles of tokens, tiles of features)."""
     ACTIVATION: tl.constexpr = SIZES.activation
-    FFN: tl.constexpr = SIZES.columns
-    FEATURES: tl.constexpr = SIZES.features
-    STRIP: tl.constexpr = SIZES.strip
-    ROWS: tl.constexpr = SIZES.rows
-    WIDTH: tl.constexpr = ACTIVATION.hidden_width(FFN)
+    WIDTH: tl.constexpr = ACTIVATION.hidden_width(SIZES.columns)
     tile, n_tile = tl.program_id(0), tl.program_id(1)
     prefix, num_used = row_tile_prefix(row_range, SIZES.num_groups, TILE)
     if tile < num_used:
         group, first_row, end = locate_rows(tile, prefix, row_range, SIZES.num_groups, TILE)
-        first_feature = n_tile * FEATURES
-        slot = None
-        if bias_sums is not None:
-            slot = bias_sums + (first_row // TILE + group).to(tl.int64) * WIDTH
+        first_feature = n_tile * SIZES.features
+        slot = (
+            None
+            if bias_sums is None
+            else bias_sums + (first_row // TILE + group).to(tl.int64) * WIDTH
+        )
         if column_data is not None or a_column_data is not None or bias_sums is not None:
             token = first_row + tl.arange(0, TILE)
             out, a_out = (
                 (column_data, column_scale, num_tiles),
                 (a_column_data, a_column_scale, num_a_tiles),
             )
-            for i in tl.range(0, FEATURES, STRIP):
+            for i in tl.range(0, SIZES.features, SIZES.strip):
                 first = first_feature + i
                 factor = tl.load(row_scale + token, mask=token < end, other=0.0)
-                a, dgate, dup, _ = dact_part(da, h, factor, token, end, first, STRIP, SIZES)
-                store_columns(a, first, FFN, tile, a_out, None, FFN, SIZES)
+                a, dgate, dup, _ = dact_part(da, h, factor, token, end, first, SIZES.strip, SIZES)
+                store_columns(a, first, SIZES.columns, tile, a_out, None, SIZES.columns, SIZES)
                 if ACTIVATION.interleave is None:
-                    store_columns(dgate, first, FFN, tile, out, slot, WIDTH, SIZES)
+                    store_columns(dgate, first, SIZES.columns, tile, out, slot, WIDTH, SIZES)
                     if ACTIVATION.is_gated:
-                        store_columns(dup, FFN + first, WIDTH, tile, out, slot, WIDTH, SIZES)
+                        store_columns(
+                            dup, SIZES.columns + first, WIDTH, tile, out, slot, WIDTH, SIZES
+                        )
                 else:
-                    dh = join_blocks(dgate, dup, TILE, STRIP, ACTIVATION.interleave)
+                    dh = join_blocks(dgate, dup, TILE, SIZES.strip, ACTIVATION.interleave)
                     store_columns(dh, 2 * first, WIDTH, tile, out, slot, WIDTH, SIZES)
-        for i in tl.range(0, TILE, ROWS):
-            row = first_row + i + tl.arange(0, ROWS)
+        for i in tl.range(0, TILE, SIZES.rows):
+            row = first_row + i + tl.arange(0, SIZES.rows)
             factor = tl.load(row_scale + row, mask=row < end, other=0.0)
             _, dgate, dup, terms = dact_part(
-                da, h, factor, row, end, first_feature, FEATURES, SIZES
+                da, h, factor, row, end, first_feature, SIZES.features, SIZES
             )
             sums = add_neighbours(terms, SUM_STEPS)
             store_block_sums(sums, workspace, row, end, first_feature, num_rows, SIZES)
             if ACTIVATION.interleave is None:
-                store_rows(dgate, row, end, first_feature, FFN, data, scale, WIDTH, SIZES)
+                store_rows(dgate, row, end, first_feature, SIZES.columns, data, scale, WIDTH, SIZES)
                 if ACTIVATION.is_gated:
-                    store_rows(dup, row, end, FFN + first_feature, WIDTH, data, scale, WIDTH, SIZES)
+                    store_rows(
+                        dup,
+                        row,
+                        end,
+                        SIZES.columns + first_feature,
+                        WIDTH,
+                        data,
+                        scale,
+                        WIDTH,
+                        SIZES,
+                    )
             else:
-                dh = join_blocks(dgate, dup, ROWS, FEATURES, ACTIVATION.interleave)
+                dh = join_blocks(dgate, dup, SIZES.rows, SIZES.features, ACTIVATION.interleave)
                 store_rows(dh, row, end, 2 * first_feature, WIDTH, data, scale, WIDTH, SIZES)
 
 
@@ -224,12 +228,12 @@ def dact_quantize(da, h, row_scale, row_range, out, workspace, activation, block
             out.dbias.zero_()
         return
     arguments = dact_arguments(da, h, row_scale, row_range, out, workspace)
-    on_hopper = hopper_choice.launcher(
-        "dact_quantize", h.device, h.dtype, h.shape[1], da, h, activation, block_format
-    )
-    if on_hopper is not None:
-        on_hopper(arguments, activation, block_format)
-    else:
+    if not hopper_choice.launched(
+        "dact_quantize",
+        (h.device, h.dtype, h.shape[1]),
+        (da, h, activation, block_format),
+        *(arguments, activation, block_format),
+    ):
         grid = max_tiles(num_rows, num_groups), ceil_div(ffn, dact_features(activation))
         constants = _constants(ffn, num_groups, activation, block_format, of_gradient=True)
         launch(dact_quantize_kernel, grid, constants, *arguments)

@@ -44,11 +44,11 @@ def e4m3_value(code):
 @triton.jit
 def global_scale_of(amax, group):
     """The global scale of a group, 1 if the format has none."""
-    if amax is None:
-        scale = 1.0
-    else:
-        scale = tl.maximum(tl.div_rn(tl.load(amax + group), GLOBAL_MAX), MIN_GLOBAL_SCALE)
-    return scale
+    return (
+        1.0
+        if amax is None
+        else tl.maximum(tl.div_rn(tl.load(amax + group), GLOBAL_MAX), MIN_GLOBAL_SCALE)
+    )
 
 
 @triton.jit
@@ -75,12 +75,11 @@ def block_scales(bits, global_scale, SCALE: tl.constexpr):
         multiplier = ((254 - exponent) << 23).to(
             tl.float32, bitcast=True
         )  # normal: no scale is above 2^120
-        if SCALE == "e8m0":
-            stored = tl.where(is_finite, exponent, E8M0_NAN).to(tl.uint8)
-        else:
-            stored = tl.where(
-                is_finite, (exponent << 23).to(tl.float32, bitcast=True), float("nan")
-            )
+        stored = (
+            tl.where(is_finite, exponent, E8M0_NAN).to(tl.uint8)
+            if SCALE == "e8m0"
+            else tl.where(is_finite, (exponent << 23).to(tl.float32, bitcast=True), float("nan"))
+        )
     return stored, multiplier
 
 
@@ -103,10 +102,11 @@ def e2m1_code(x, words):
     units = size * per_unit
     code = units.to(tl.int32)
     rest = units - code.to(tl.float32)
-    if words is None:
-        is_up = (rest > 0.5) | ((rest == 0.5) & (code % 2 == 1))
-    else:
-        is_up = (words >> 8).to(tl.int32).to(tl.float32) * RANDOM_UNIT < rest
+    is_up = (
+        (rest > 0.5) | ((rest == 0.5) & (code % 2 == 1))
+        if words is None
+        else (words >> 8).to(tl.int32).to(tl.float32) * RANDOM_UNIT < rest
+    )
     sign = (x.to(tl.int32, bitcast=True) >> 28) & 8
     return (base + code + is_up.to(tl.int32) + sign).to(tl.uint8)
 
@@ -132,11 +132,11 @@ def random_words(seeds, group, line, first, LINES: tl.constexpr, WIDTH: tl.const
 def element_codes(x, is_finite, multiplier, words, ELEMENT: tl.constexpr):
     """A byte for every number x; the other tensors are of its shape, words may be None."""
     scaled = tl.where(is_finite, x, 0.0) * multiplier
-    if ELEMENT == "e4m3":
-        codes = tl.where(is_finite, e4m3_code(scaled), E4M3_NAN).to(tl.uint8)
-    else:
-        codes = e2m1_code(scaled, words)
-    return codes
+    return (
+        tl.where(is_finite, e4m3_code(scaled), E4M3_NAN).to(tl.uint8)
+        if ELEMENT == "e4m3"
+        else e2m1_code(scaled, words)
+    )
 
 
 @triton.jit

@@ -1,6 +1,6 @@
 """Grouped GEMMs of E4M3 numbers with a scale per block (Triton). Tiles as in triton/gemm.py.
 
-Letters: contract/quantized_gemm.py. A block's products are summed by the tensor core, and that sum is scaled and added
+Letters: contract/gemm.py. A block's products are summed by the tensor core, and that sum is scaled and added
 in fp32 before the next block. Hopper has other kernels (hopper_fp8.py, hopper_fp8_wgrad.py), in which one
 warpgroup adds while the other multiplies. These are for every other GPU that multiplies E4M3 numbers, for fp32 results
 of forward products, and for narrow results.
@@ -53,10 +53,8 @@ def grouped_gemm_fp8_kernel(
     BLOCK_M: tl.constexpr = GEMM.config.block_m
     BLOCK_N: tl.constexpr = GEMM.config.block_n
     tl.static_assert(BLOCK % BLOCK_N == 0)  # a tile has one scale of the weight at a time
-    OUT_WIDTH: tl.constexpr = GEMM.columns
-    IN_WIDTH: tl.constexpr = GEMM.in_width
-    NUM_BLOCKS: tl.constexpr = (IN_WIDTH + BLOCK - 1) // BLOCK
-    COLUMN_BLOCKS: tl.constexpr = (OUT_WIDTH + BLOCK - 1) // BLOCK
+    NUM_BLOCKS: tl.constexpr = (GEMM.in_width + BLOCK - 1) // BLOCK
+    COLUMN_BLOCKS: tl.constexpr = (GEMM.columns + BLOCK - 1) // BLOCK
     prefix, num_tiles = group_tiles(row_range, GEMM)
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         group, first_row, end, first_column = tile_place(tile, prefix, row_range, GEMM)
@@ -74,13 +72,13 @@ def grouped_gemm_fp8_kernel(
                 right = weight_desc.load([group, first_column, b * BLOCK]).reshape(BLOCK_N, BLOCK)
             else:
                 right = load_lines(
-                    weight_table, group, column, b * BLOCK, OUT_WIDTH, IN_WIDTH, BLOCK
+                    weight_table, group, column, b * BLOCK, GEMM.columns, GEMM.in_width, BLOCK
                 )
                 right = right.to(rows_desc.dtype, bitcast=True)
             scale = tl.load(row_scales + b, mask=row < end, other=0.0) * tl.load(weight_scales + b)
             acc += tl.dot(left, right.T) * scale[:, None]
-        acc = add_bias(acc, bias, bias_scale, group, row, end, column, OUT_WIDTH)
-        store_rounded(acc, out, row, end, column, OUT_WIDTH, BLOCK_N)
+        acc = add_bias(acc, bias, bias_scale, group, row, end, column, GEMM.columns)
+        store_rounded(acc, out, row, end, column, GEMM.columns, BLOCK_N)
     zero_tail_rows(out, row_range, num_rows, GEMM)
 
 
@@ -97,8 +95,6 @@ def grouped_gemm_wgrad_fp8_kernel(
 ):
     BLOCK_M: tl.constexpr = WGRAD.config.block_m
     BLOCK_N: tl.constexpr = WGRAD.config.block_n
-    OUT_ROWS: tl.constexpr = WGRAD.out_rows
-    OUT_WIDTH: tl.constexpr = WGRAD.columns
     prefix, _ = row_tile_prefix(row_range, WGRAD.num_groups, BLOCK)
     lane = tl.arange(0, prefix.shape[0])
     for tile in tl.range(tl.program_id(0), WGRAD.num_tiles, tl.num_programs(0)):
@@ -112,9 +108,11 @@ def grouped_gemm_wgrad_fp8_kernel(
             left = dout_desc.load([m_tile * BLOCK_M, b * BLOCK])
             right = rows_desc.load([n_tile * BLOCK_N, b * BLOCK])
             # 32 bits are enough: no memory holds so many numbers that their scales need more.
-            by_row = tl.load(dout_scale + b * OUT_ROWS + row, mask=row < OUT_ROWS, other=0.0)
+            by_row = tl.load(
+                dout_scale + b * WGRAD.out_rows + row, mask=row < WGRAD.out_rows, other=0.0
+            )
             by_column = tl.load(
-                rows_scale + b * OUT_WIDTH + column, mask=column < OUT_WIDTH, other=0.0
+                rows_scale + b * WGRAD.columns + column, mask=column < WGRAD.columns, other=0.0
             )
             acc += (tl.dot(left, right.T) * by_column[None, :]) * by_row[:, None]
         if (

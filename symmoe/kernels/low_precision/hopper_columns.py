@@ -16,8 +16,6 @@ which the compiler reads words of the wire has bank conflicts: it takes the cycl
 are those of low_precision/quantize.py on the same numbers, so the bits are those of its kernels.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 from typing import Any
@@ -133,10 +131,11 @@ def larger_fp16(a, b):
 @gluon.jit
 def largest(words, DTYPE: gl.constexpr):
     """Words of the largest |x| of words [TILE, PAIRS] along the tokens; NaN if one of them is."""
-    if DTYPE == gl.bfloat16:
-        result = gl.reduce(words, 0, larger_bf16)
-    else:
-        result = gl.reduce(words, 0, larger_fp16)
+    result = (
+        gl.reduce(words, 0, larger_bf16)
+        if DTYPE == gl.bfloat16
+        else gl.reduce(words, 0, larger_fp16)
+    )
     return result & WITHOUT_SIGNS
 
 
@@ -294,9 +293,11 @@ def hopper_quantize_columns_kernel(
     PLAN: gl.constexpr,
 ):
     ring = gl.allocate_shared_memory(rows.dtype.element_ty, [STAGES, TILE, PAIRS], SHARED)
-    scale_ring = ring
-    if row_scales is not None:
-        scale_ring = gl.allocate_shared_memory(gl.float32, [STAGES, TILE], SHARED_LINE)
+    scale_ring = (
+        ring
+        if row_scales is None
+        else gl.allocate_shared_memory(gl.float32, [STAGES, TILE], SHARED_LINE)
+    )
     groups = group_tiles(row_range, PLAN)
     num_used = groups[3]
     step = stride(gl.num_programs(0), num_used, PLAN)

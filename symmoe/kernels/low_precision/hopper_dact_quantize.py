@@ -18,8 +18,6 @@ the 16 rows to which they belong.
 The formulas are those of triton/activation.py and low_precision/quantize.py, on the same rounded numbers.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 
@@ -198,7 +196,6 @@ def hopper_dact_quantize_kernel(
     num_a_tiles: gl.int32,
     PLAN: gl.constexpr,
 ):
-    FFN: gl.constexpr = PLAN.ffn
     gates = gl.allocate_shared_memory(h.dtype.element_ty, [TILE, TILE], LAYOUT)
     ups = gl.allocate_shared_memory(h.dtype.element_ty, [TILE, TILE], LAYOUT)
     das = gl.allocate_shared_memory(h.dtype.element_ty, [TILE, TILE], LAYOUT)
@@ -207,9 +204,9 @@ def hopper_dact_quantize_kernel(
     tile = gl.program_id(0)
     if tile < num_used:
         _group, first_row, end, _token_tile, n_tile = locate_tile(tile, prefix, row_range, PLAN)
-        copy_part(gates, h, first_row, end, n_tile * TILE, 2 * FFN)
-        copy_part(ups, h, first_row, end, FFN + n_tile * TILE, 2 * FFN)
-        copy_part(das, da, first_row, end, n_tile * TILE, FFN)
+        copy_part(gates, h, first_row, end, n_tile * TILE, 2 * PLAN.ffn)
+        copy_part(ups, h, first_row, end, PLAN.ffn + n_tile * TILE, 2 * PLAN.ffn)
+        copy_part(das, da, first_row, end, n_tile * TILE, PLAN.ffn)
         async_copy.commit_group()
         for this in range(tile, num_used, gl.num_programs(0)):
             group, first_row, end, token_tile, n_tile = locate_tile(this, prefix, row_range, PLAN)
@@ -218,9 +215,11 @@ def hopper_dact_quantize_kernel(
             differentiate(gates, ups, das, first_row, end, row_scale, tile_sums, num_rows, PLAN)
             store_rows(gates, first_row, end, n_tile, data, scale, PLAN)
             store_rows(ups, first_row, end, PLAN.num_n_tiles + n_tile, data, scale, PLAN)
-            slot = None
-            if bias_sums is not None:
-                slot = bias_sums + (first_row // TILE + group).to(gl.int64) * (2 * FFN)
+            slot = (
+                None
+                if bias_sums is None
+                else bias_sums + (first_row // TILE + group).to(gl.int64) * (2 * PLAN.ffn)
+            )
             # Past the last tile, the last one is loaded again.
             following = gl.minimum(this + gl.num_programs(0), num_used - 1)
             _group, next_row, next_end, _token_tile, next_n_tile = locate_tile(
@@ -229,25 +228,41 @@ def hopper_dact_quantize_kernel(
             column = n_tile * TILE
             next_column = next_n_tile * TILE
             store_columns(
-                gates, token_tile, num_tiles, column, 2 * FFN, column_data, column_scale, slot, PLAN
-            )
-            copy_part(gates, h, next_row, next_end, next_column, 2 * FFN)
-            store_columns(
-                ups,
+                gates,
                 token_tile,
                 num_tiles,
-                FFN + column,
-                2 * FFN,
+                column,
+                2 * PLAN.ffn,
                 column_data,
                 column_scale,
                 slot,
                 PLAN,
             )
-            copy_part(ups, h, next_row, next_end, FFN + next_column, 2 * FFN)
+            copy_part(gates, h, next_row, next_end, next_column, 2 * PLAN.ffn)
             store_columns(
-                das, token_tile, num_a_tiles, column, FFN, a_column_data, a_column_scale, None, PLAN
+                ups,
+                token_tile,
+                num_tiles,
+                PLAN.ffn + column,
+                2 * PLAN.ffn,
+                column_data,
+                column_scale,
+                slot,
+                PLAN,
             )
-            copy_part(das, da, next_row, next_end, next_column, FFN)
+            copy_part(ups, h, next_row, next_end, PLAN.ffn + next_column, 2 * PLAN.ffn)
+            store_columns(
+                das,
+                token_tile,
+                num_a_tiles,
+                column,
+                PLAN.ffn,
+                a_column_data,
+                a_column_scale,
+                None,
+                PLAN,
+            )
+            copy_part(das, da, next_row, next_end, next_column, PLAN.ffn)
             async_copy.commit_group()
         async_copy.wait_group(0)
 

@@ -87,10 +87,7 @@ def load(rows_desc, weights, row_range, ring, PIPE: gl.constexpr):
     phase = 1
     for tile in range(gl.program_id(0), num_row_tiles * PIPE.num_n_tiles, gl.num_programs(0)):
         group, first_row, _end, _row_tile, n_tile = locate_tile(tile, prefix, row_range, PIPE)
-        if weight_table is None:
-            matrix = (group,)
-        else:
-            matrix = matrix_place(weight_table, anchor, group)
+        matrix = (group,) if weight_table is None else matrix_place(weight_table, anchor, group)
         for k in range(PIPE.num_k):
             mbarrier.wait(empty.index(stage), phase)
             mbarrier.expect(full.index(stage), num_bytes)
@@ -129,10 +126,11 @@ def product(
     row_pointers = row_scale + row.to(gl.int64) * PIPE.num_k
     block = n_tile * (BLOCK_N // HALF)
     distance = gl.where(block + 1 < PIPE.num_column_blocks, PIPE.num_k, 0)
-    if weight_scale_table is None:
-        matrix = weight_scale + group.to(gl.int64) * (PIPE.num_column_blocks * PIPE.num_k)
-    else:
-        matrix = matrix_pointer(weight_scale_table, group, gl.float32)
+    matrix = (
+        weight_scale + group.to(gl.int64) * (PIPE.num_column_blocks * PIPE.num_k)
+        if weight_scale_table is None
+        else matrix_pointer(weight_scale_table, group, gl.float32)
+    )
     left_pointer = matrix + block * PIPE.num_k
     right_pointer = left_pointer + distance
     scale = gl.load(row_pointers)

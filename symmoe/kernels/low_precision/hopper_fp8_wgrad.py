@@ -218,15 +218,14 @@ def store_tile(
                 PIPE,
             )
     else:
-        BATCH: gl.constexpr = PIPE.batch
         if out_table is not None:
             matrix = matrix_place(out_table, out, group)
         elif PIPE.accumulate:  # 8 to 10 % less time: notes/2026-11-23-fp8-scattered-weights.md
             matrix = distant_place(group.to(gl.int64) * (PIPE.out_rows * PIPE.columns * 4))
         else:
             matrix = (group,)
-        for i in gl.static_range(PARTS // BATCH):
-            store_batch(parts, chunks, out_desc, matrix, m, n, i * BATCH, WARPGROUP, PIPE)
+        for i in gl.static_range(PARTS // PIPE.batch):
+            store_batch(parts, chunks, out_desc, matrix, m, n, i * PIPE.batch, WARPGROUP, PIPE)
 
 
 @gluon.jit

@@ -5,8 +5,6 @@ of 128 lines, for the block's largest number and the transposed codes, and as wo
 no code is transposed; multiplying and rounding again costs less. Formulas and bits are those of quantize.py.
 """
 
-from __future__ import annotations
-
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

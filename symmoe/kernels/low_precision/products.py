@@ -1,4 +1,4 @@
-"""Grouped GEMMs of quantised numbers: which kernel multiplies them (contract/quantized_gemm.py).
+"""Grouped GEMMs of quantised numbers: which kernel multiplies them (contract/gemm.py).
 
 Numbers with fp32 scales go to fp8.py, or on Hopper to hopper_fp8.py and hopper_fp8_wgrad.py; those with scales in tiles
 go to scaled.py. `tile`: fields of TileConfig, for comparisons; then no kernel for Hopper is taken.
@@ -40,11 +40,15 @@ def grouped_gemm_quantized(
     )
     sizes = num_groups, out_width, rows.data.shape[1]
     if block_format is FLOAT8_BLOCK:
-        on_hopper = hopper_choice.launcher(
-            "grouped_gemm_fp8", out.device, out.dtype, out_width, num_rows
-        )
-        if on_hopper is not None and not tile:
-            on_hopper(rows, weight, row_range, out, bias=bias, zero_tail=zero_tail, num_sms=num_sms)
+        if not tile and hopper_choice.launched(
+            "grouped_gemm_fp8",
+            (out.device, out.dtype, out_width),
+            (num_rows,),
+            *(rows, weight, row_range, out),
+            bias=bias,
+            zero_tail=zero_tail,
+            num_sms=num_sms,
+        ):
             return
         kernel, arguments = fp8.grouped_gemm_fp8_kernel, (row_range,)
         gemm, constants = fp8.plan_gemm(*sizes, **tile)
@@ -78,11 +82,14 @@ def grouped_gemm_wgrad_quantized(
         operands = (
             torch.bfloat16 if out.dtype == torch.float32 else out.dtype
         )  # fp32 results are also stored
-        on_hopper = hopper_choice.launcher(
-            "grouped_gemm_wgrad_fp8", out.device, operands, out.shape[2], out
-        )
-        if on_hopper is not None and not tile:
-            on_hopper(dout, rows, row_range, out, accumulate=accumulate, num_sms=num_sms)
+        if not tile and hopper_choice.launched(
+            "grouped_gemm_wgrad_fp8",
+            (out.device, operands, out.shape[2]),
+            (out,),
+            *(dout, rows, row_range, out),
+            accumulate=accumulate,
+            num_sms=num_sms,
+        ):
             return
         kernel, (wgrad, constants) = (
             fp8.grouped_gemm_wgrad_fp8_kernel,

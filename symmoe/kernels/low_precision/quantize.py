@@ -98,8 +98,7 @@ def store_tile(out, tile, line, in_lines, tile_column, width):
 def store_weight_tile(out, codes, scales, at, SIZES: tl.constexpr, IS_TURNED: tl.constexpr):
     """Stores the result of tile_codes for a tile of one of several matrices, or transposes. out: data, scales; at:
     group, tile of lines, tile of columns."""
-    FORMAT: tl.constexpr = SIZES.format
-    ELEMENT: tl.constexpr = FORMAT.element
+    ELEMENT: tl.constexpr = SIZES.format.element
     NUM_LINES: tl.constexpr = SIZES.width if IS_TURNED else SIZES.num_lines
     WIDTH: tl.constexpr = SIZES.num_lines if IS_TURNED else SIZES.width
     BLOCK: tl.constexpr = codes.shape[1] // scales.shape[1]
@@ -157,34 +156,38 @@ def quantize_rows_kernel(
 ):
     """Grid (programs that loop over tiles of rows, tiles of columns)."""
     FORMAT: tl.constexpr = SIZES.format
-    WIDTH: tl.constexpr = SIZES.width
-    LINES: tl.constexpr = SIZES.lines
-    COLUMNS: tl.constexpr = SIZES.columns
     tile_column = tl.program_id(1)
-    column = tile_column * COLUMNS + tl.arange(0, COLUMNS)
-    prefix, num_tiles = row_tile_prefix(row_range, SIZES.num_groups, LINES)
+    column = tile_column * SIZES.columns + tl.arange(0, SIZES.columns)
+    prefix, num_tiles = row_tile_prefix(row_range, SIZES.num_groups, SIZES.lines)
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        group, first_row, end = locate_rows(tile, prefix, row_range, SIZES.num_groups, LINES)
+        group, first_row, end = locate_rows(tile, prefix, row_range, SIZES.num_groups, SIZES.lines)
         row = first_row + (
-            tl.arange(0, LINES) if bias_sums is None else spread_rows(SUM_STEPS, SPREAD_STEPS)
+            tl.arange(0, SIZES.lines) if bias_sums is None else spread_rows(SUM_STEPS, SPREAD_STEPS)
         )
         source = row if row_index is None else tl.load(row_index + row, mask=row < end, other=0)
-        pointers = rows + source.to(tl.int64)[:, None] * WIDTH + column[None, :]
-        x = tl.load(pointers, mask=(row < end)[:, None] & (column < WIDTH)[None, :], other=0.0).to(
-            tl.float32
-        )
+        pointers = rows + source.to(tl.int64)[:, None] * SIZES.width + column[None, :]
+        x = tl.load(
+            pointers, mask=(row < end)[:, None] & (column < SIZES.width)[None, :], other=0.0
+        ).to(tl.float32)
         words = random_words(
-            seeds, group, row - tl.load(row_range + group), tile_column * COLUMNS, LINES, COLUMNS
+            seeds,
+            group,
+            row - tl.load(row_range + group),
+            tile_column * SIZES.columns,
+            SIZES.lines,
+            SIZES.columns,
         )
         codes, scales = quantize_tile(x, global_scale_of(amax, group), words, FORMAT)
-        store_tile(data, codes, row, row < end, tile_column, FORMAT.data_width(WIDTH))
-        store_tile(scale, scales, row, row < end, tile_column, FORMAT.num_blocks(WIDTH))
+        store_tile(data, codes, row, row < end, tile_column, FORMAT.data_width(SIZES.width))
+        store_tile(scale, scales, row, row < end, tile_column, FORMAT.num_blocks(SIZES.width))
         if bias_sums is not None:
             if bias_scale is not None:
                 x = scale_terms(x, tl.load(bias_scale + row, mask=row < end, other=0.0)[:, None])
-            slot = bias_sums + (first_row // LINES + group).to(tl.int64) * WIDTH
+            slot = bias_sums + (first_row // SIZES.lines + group).to(tl.int64) * SIZES.width
             tl.store(
-                slot + column, sum_spread_tile(x, SUM_STEPS, SPREAD_STEPS), mask=column < WIDTH
+                slot + column,
+                sum_spread_tile(x, SUM_STEPS, SPREAD_STEPS),
+                mask=column < SIZES.width,
             )
 
 
@@ -203,7 +206,6 @@ def quantize_columns_kernel(
 ):
     """Grid (num_tiles tiles of tokens, tiles of features)."""
     FORMAT: tl.constexpr = SIZES.format
-    WIDTH: tl.constexpr = SIZES.width
     tile = tl.program_id(0)
     prefix, num_used = row_tile_prefix(row_range, SIZES.num_groups, TILE)
     if tile < num_used:
@@ -214,8 +216,10 @@ def quantize_columns_kernel(
             seeds, group, feature, first_row - tl.load(row_range + group), SIZES.lines, TILE
         )
         codes, scales = quantize_tile(x, global_scale_of(amax, group), words, FORMAT)
-        store_tile(data, codes, feature, feature < WIDTH, tile, num_tiles * FORMAT.data_width(TILE))
-        store_column_scales(scale, scales, feature, WIDTH, tile, num_tiles, WIDTH)
+        store_tile(
+            data, codes, feature, feature < SIZES.width, tile, num_tiles * FORMAT.data_width(TILE)
+        )
+        store_column_scales(scale, scales, feature, SIZES.width, tile, num_tiles, SIZES.width)
 
 
 @triton.jit
@@ -269,12 +273,12 @@ def quantize_weight_pairs_kernel(
     x = load_weight(weight, table, group, tile_line, tile_column, SIZES)
     global_scale = global_scale_of(amax, group)
     codes, scales = tile_codes(x, global_scale, None, FORMAT, FORMAT.block, FORMAT.block_lines)
-    if FORMAT.block == FORMAT.block_lines:  # square blocks have the same numbers either way
-        column_codes, column_scales = codes, scales
-    else:
-        column_codes, column_scales = tile_codes(
-            x, global_scale, None, FORMAT, FORMAT.block_lines, FORMAT.block
-        )
+    # Square blocks have the same numbers either way.
+    column_codes, column_scales = (
+        (codes, scales)
+        if FORMAT.block == FORMAT.block_lines
+        else tile_codes(x, global_scale, None, FORMAT, FORMAT.block_lines, FORMAT.block)
+    )
     store_weight_tile((data, scale), codes, scales, (group, tile_line, tile_column), SIZES, False)
     # Transposed as bytes: a quarter of the numbers' traffic through shared memory.
     turned, scales, at = (
@@ -361,11 +365,13 @@ def quantize_columns(
     num_tiles = data.shape[1] * block_format.elements_per_byte // formats.TILE
     if num_tiles == 0:
         return
-    on_hopper = hopper_choice.launcher(
-        "quantize_columns", rows.device, rows.dtype, width, block_format, rows, width
-    )
-    if on_hopper is not None and signs is None:
-        on_hopper(rows, row_range, out, block_format, row_index=row_index)
+    if signs is None and hopper_choice.launched(
+        "quantize_columns",
+        (rows.device, rows.dtype, width),
+        (block_format, rows, width),
+        *(rows, row_range, out, block_format),
+        row_index=row_index,
+    ):
         return
     launch(
         quantize_columns_kernel,
@@ -398,11 +404,12 @@ def quantize_weights(weight, out, block_format, *, amax=None):
 
 def quantize_weight_pairs(weight, out, transposed_out, block_format, *, amax=None):
     num_groups, num_lines, width = weight.shape
-    on_hopper = hopper_choice.launcher(
-        "quantize_weight_pairs", weight.device, weight.dtype, width, block_format, weight
-    )
-    if on_hopper is not None:
-        on_hopper(weight, out, transposed_out, block_format)
+    if hopper_choice.launched(
+        "quantize_weight_pairs",
+        (weight.device, weight.dtype, width),
+        (block_format, weight),
+        *(weight, out, transposed_out, block_format),
+    ):
         return
     is_square = block_format.block == block_format.block_lines
     tile = _WEIGHTS if is_square else _tile(block_format.block, PAIR_COLUMNS, ROW_WARPS)

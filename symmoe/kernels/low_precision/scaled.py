@@ -1,4 +1,4 @@
-"""Grouped GEMMs of MXFP8 and NVFP4 numbers (Triton, tl.dot_scaled; persistent). Letters: contract/quantized_gemm.py.
+"""Grouped GEMMs of MXFP8 and NVFP4 numbers (Triton, tl.dot_scaled; persistent). Letters: contract/gemm.py.
 
 On Blackwell a dot_scaled is a product with block scales, of the kind mxf8f6f4 for MXFP8 and mxf4nvf4 for NVFP4:
 tcgen05.mma, or mma.sync on GPUs without tensor memory. Data and scales come by TMA; the scales' 128x4 tiles are what
@@ -108,9 +108,8 @@ def tile_scales(desc, down, across, DOWN: tl.constexpr, ACROSS: tl.constexpr):
 @triton.jit
 def scattered_scales(table, group, down, across, DOWN: tl.constexpr, GEMM: tl.constexpr):
     """tile_scales of a step for matrix `group` of a table; zeros outside of it."""
-    ACROSS: tl.constexpr = GEMM.across
     line = down + tl.arange(0, DOWN)
-    place = across + tl.arange(0, ACROSS)
+    place = across + tl.arange(0, GEMM.across)
     tile = line[:, None, None] * GEMM.tiles_across + place[None, :, None]
     pointers = (
         matrix_pointer(table, group, tl.uint8)
@@ -121,8 +120,8 @@ def scattered_scales(table, group, down, across, DOWN: tl.constexpr, GEMM: tl.co
     tiles = tl.load(pointers, mask=inside, other=0)
     if GEMM.block_format.element == "e2m1":
         tiles = tiles.to(tl.float8e4nv, bitcast=True)
-    tiles = tiles.reshape(DOWN, ACROSS, 32, 4, TILE_BLOCKS)
-    return tiles.trans(0, 3, 2, 1, 4).reshape(DOWN * TILE, ACROSS * TILE_BLOCKS)
+    tiles = tiles.reshape(DOWN, GEMM.across, 32, 4, TILE_BLOCKS)
+    return tiles.trans(0, 3, 2, 1, 4).reshape(DOWN * TILE, GEMM.across * TILE_BLOCKS)
 
 
 @triton.jit
@@ -141,11 +140,11 @@ def add_products(
     acc, left, left_scale, right, right_scale, ELEMENT: tl.constexpr, NATIVE: tl.constexpr
 ):
     """acc + left @ right^T of numbers [rows, K] and [columns, K]."""
-    if ELEMENT == "e4m3" or NATIVE:
-        acc = tl.dot_scaled(left, left_scale, ELEMENT, right.T, right_scale, ELEMENT, acc)
-    else:
-        acc = tl.dot(dequantise(left, left_scale), dequantise(right, right_scale).T, acc)
-    return acc
+    return (
+        tl.dot_scaled(left, left_scale, ELEMENT, right.T, right_scale, ELEMENT, acc)
+        if ELEMENT == "e4m3" or NATIVE
+        else tl.dot(dequantise(left, left_scale), dequantise(right, right_scale).T, acc)
+    )
 
 
 @triton.jit
@@ -192,66 +191,71 @@ def grouped_gemm_scaled_kernel(
     GEMM: tl.constexpr,
 ):
     ELEMENT: tl.constexpr = GEMM.block_format.element
-    NATIVE: tl.constexpr = GEMM.native
-    NUM_GROUPS: tl.constexpr = GEMM.num_groups
-    OUT_WIDTH: tl.constexpr = GEMM.columns
-    NUM_N_TILES: tl.constexpr = GEMM.num_n_tiles
-    GROUP_M: tl.constexpr = GEMM.config.group_m
     BLOCK_N: tl.constexpr = GEMM.config.block_n
     DOWN: tl.constexpr = BLOCK_N // TILE
-    STEP: tl.constexpr = GEMM.step
-    ACROSS: tl.constexpr = GEMM.across
     if group_range is None:
-        prefix, num_row_tiles = row_tile_prefix(row_range, NUM_GROUPS, TILE)
+        prefix, num_row_tiles = row_tile_prefix(row_range, GEMM.num_groups, TILE)
         scale_prefix = prefix
         start_of = row_range
     else:
-        prefix, num_row_tiles = range_tile_prefix(row_range, group_range, NUM_GROUPS)
-        scale_prefix, _ = row_tile_prefix(group_range, NUM_GROUPS, TILE)
+        prefix, num_row_tiles = range_tile_prefix(row_range, group_range, GEMM.num_groups)
+        scale_prefix, _ = row_tile_prefix(group_range, GEMM.num_groups, TILE)
         start_of = group_range
     lane = tl.arange(0, prefix.shape[0])
-    for tile in tl.range(tl.program_id(0), num_row_tiles * NUM_N_TILES, tl.num_programs(0)):
-        before = prefix * NUM_N_TILES <= tile
+    for tile in tl.range(tl.program_id(0), num_row_tiles * GEMM.num_n_tiles, tl.num_programs(0)):
+        before = prefix * GEMM.num_n_tiles <= tile
         group = tl.sum(before.to(tl.int32), axis=0)
         first = tl.max(tl.where(before, prefix, 0), axis=0)
         start, begin = tl.load(start_of + group), tl.load(row_range + group)
-        end = tl.load(row_range + NUM_GROUPS + group)
+        end = tl.load(row_range + GEMM.num_groups + group)
         skipped = (begin - start) // TILE
         num_m_tiles = (end - start + (TILE - 1)) // TILE - skipped
-        m_tile, n_tile = swizzle_tile(tile - first * NUM_N_TILES, num_m_tiles, NUM_N_TILES, GROUP_M)
+        m_tile, n_tile = swizzle_tile(
+            tile - first * GEMM.num_n_tiles, num_m_tiles, GEMM.num_n_tiles, GEMM.config.group_m
+        )
         m_tile += skipped
         first_row = start + m_tile * TILE
         first_column = n_tile * BLOCK_N
         row_tile = tl.max(tl.where(lane < group, scale_prefix, 0), axis=0) + m_tile
         weight_tile = group * GEMM.tiles_down + first_column // TILE
         acc = tl.zeros((TILE, BLOCK_N), dtype=tl.float32)
-        for i in tl.range(0, (GEMM.line_bytes + STEP - 1) // STEP):
-            left = rows_desc.load([first_row, i * STEP])
+        for i in tl.range(0, (GEMM.line_bytes + GEMM.step - 1) // GEMM.step):
+            left = rows_desc.load([first_row, i * GEMM.step])
             if weight_table is None:
-                right = weight_desc.load([group, first_column, i * STEP]).reshape(BLOCK_N, STEP)
+                right = weight_desc.load([group, first_column, i * GEMM.step]).reshape(
+                    BLOCK_N, GEMM.step
+                )
             else:
                 column = first_column + tl.arange(0, BLOCK_N)
                 right = load_lines(
-                    weight_table, group, column, i * STEP, OUT_WIDTH, GEMM.line_bytes, STEP
+                    weight_table,
+                    group,
+                    column,
+                    i * GEMM.step,
+                    GEMM.columns,
+                    GEMM.line_bytes,
+                    GEMM.step,
                 )
                 right = right.to(rows_desc.dtype, bitcast=True)
-            left_scale = tile_scales(row_scale_desc, row_tile, i * ACROSS, 1, ACROSS)
+            left_scale = tile_scales(row_scale_desc, row_tile, i * GEMM.across, 1, GEMM.across)
             if weight_scale_table is None:
-                right_scale = tile_scales(weight_scale_desc, weight_tile, i * ACROSS, DOWN, ACROSS)
+                right_scale = tile_scales(
+                    weight_scale_desc, weight_tile, i * GEMM.across, DOWN, GEMM.across
+                )
             else:
                 first_down = first_column // TILE
                 right_scale = scattered_scales(
-                    weight_scale_table, group, first_down, i * ACROSS, DOWN, GEMM
+                    weight_scale_table, group, first_down, i * GEMM.across, DOWN, GEMM
                 )
-            acc = add_products(acc, left, left_scale, right, right_scale, ELEMENT, NATIVE)
+            acc = add_products(acc, left, left_scale, right, right_scale, ELEMENT, GEMM.native)
         acc = apply_global_scales(acc, row_global_scale, weight_global_scale, group, True)
         row = first_row + tl.arange(0, TILE)
         column = first_column + tl.arange(0, BLOCK_N)
-        acc = add_bias(acc, bias, bias_scale, group, row, end, column, OUT_WIDTH)
-        mask = tile_mask(row, end, column, OUT_WIDTH, BLOCK_N)
+        acc = add_bias(acc, bias, bias_scale, group, row, end, column, GEMM.columns)
+        mask = tile_mask(row, end, column, GEMM.columns, BLOCK_N)
         if group_range is not None:
             mask = mask & (row >= begin)[:, None]
-        pointers = out + row.to(tl.int64)[:, None] * OUT_WIDTH + column[None, :]
+        pointers = out + row.to(tl.int64)[:, None] * GEMM.columns + column[None, :]
         tl.store(pointers, acc.to(out.dtype.element_ty), mask=mask)
     zero_tail_rows(out, row_range, num_rows, GEMM)
 
@@ -269,15 +273,15 @@ def grouped_gemm_wgrad_scaled_kernel(
     out_table,  # int64[G] or None
     WGRAD: tl.constexpr,
 ):
-    FORMAT: tl.constexpr = WGRAD.block_format
-    ELEMENT: tl.constexpr = FORMAT.element
-    NATIVE: tl.constexpr = WGRAD.native
+    ELEMENT: tl.constexpr = WGRAD.block_format.element
     BLOCK_M: tl.constexpr = WGRAD.config.block_m
     BLOCK_N: tl.constexpr = WGRAD.config.block_n
-    STEP: tl.constexpr = FORMAT.data_width(
+    STEP: tl.constexpr = WGRAD.block_format.data_width(
         TILE
     )  # of a line: a longer step would run into the next group
-    ACROSS: tl.constexpr = FORMAT.num_blocks(TILE) // TILE_BLOCKS  # tiles of their scales
+    ACROSS: tl.constexpr = (
+        WGRAD.block_format.num_blocks(TILE) // TILE_BLOCKS
+    )  # tiles of their scales
     prefix, _ = row_tile_prefix(row_range, WGRAD.num_groups, TILE)
     lane = tl.arange(0, prefix.shape[0])
     for tile in tl.range(tl.program_id(0), WGRAD.num_tiles, tl.num_programs(0)):
@@ -294,7 +298,7 @@ def grouped_gemm_wgrad_scaled_kernel(
             right_scale = tile_scales(
                 rows_scale_desc, n_tile * (BLOCK_N // TILE), i * ACROSS, BLOCK_N // TILE, ACROSS
             )
-            acc = add_products(acc, left, left_scale, right, right_scale, ELEMENT, NATIVE)
+            acc = add_products(acc, left, left_scale, right, right_scale, ELEMENT, WGRAD.native)
         # Not below the condition, where Triton 3.6 fails to compile it for Blackwell.
         acc = apply_global_scales(
             acc, dout_global_scale, rows_global_scale, group, first_step < end_step

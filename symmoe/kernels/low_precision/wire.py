@@ -1,4 +1,4 @@
-"""Encoding and decoding of rows that travel as bytes (Triton). Letters: contract/wire.py.
+"""Encoding and decoding of rows that travel as bytes (Triton). Letters: contract/quantize.py.
 
 They are bound by memory: one read, one write. A row of the wire begins at a multiple of 16 bytes, and so do its scales.
 """
@@ -89,25 +89,24 @@ def unpack_rows_kernel(
     SIZES: tl.constexpr,
 ):
     """Grid (programs that loop over tiles of rows, tiles of columns of data)."""
-    WIDTH: tl.constexpr = SIZES.width
-    SCALE_BYTES: tl.constexpr = SIZES.scale_bytes
-    LINES: tl.constexpr = SIZES.lines
     column = tl.program_id(1) * SIZES.columns + tl.arange(0, SIZES.columns)
-    prefix, num_tiles = row_tile_prefix(row_range, SIZES.num_groups, LINES)
+    prefix, num_tiles = row_tile_prefix(row_range, SIZES.num_groups, SIZES.lines)
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        _group, first_row, end = locate_rows(tile, prefix, row_range, SIZES.num_groups, LINES)
-        row = first_row + tl.arange(0, LINES)
+        _group, first_row, end = locate_rows(tile, prefix, row_range, SIZES.num_groups, SIZES.lines)
+        row = first_row + tl.arange(0, SIZES.lines)
         source = row if row_index is None else tl.load(row_index + row, mask=row < end, other=0)
         lines = wire + source.to(tl.int64)[:, None] * SIZES.row_bytes
-        mask = (row < end)[:, None] & (column < WIDTH)[None, :]
+        mask = (row < end)[:, None] & (column < SIZES.width)[None, :]
         values = tl.load(lines + column[None, :], mask=mask)
-        tl.store(data + row.to(tl.int64)[:, None] * WIDTH + column[None, :], values, mask=mask)
+        tl.store(
+            data + row.to(tl.int64)[:, None] * SIZES.width + column[None, :], values, mask=mask
+        )
         if tl.program_id(1) == 0:  # scales with the first columns
             lane = tl.arange(0, SIZES.scale_lanes)
-            is_scale = (row < end)[:, None] & (lane < SCALE_BYTES)[None, :]
-            scales = tl.load(lines + WIDTH + lane[None, :], mask=is_scale)
+            is_scale = (row < end)[:, None] & (lane < SIZES.scale_bytes)[None, :]
+            scales = tl.load(lines + SIZES.width + lane[None, :], mask=is_scale)
             tl.store(
-                scale + row.to(tl.int64)[:, None] * SCALE_BYTES + lane[None, :],
+                scale + row.to(tl.int64)[:, None] * SIZES.scale_bytes + lane[None, :],
                 scales,
                 mask=is_scale,
             )
@@ -143,7 +142,6 @@ def requantize_columns_kernel(
 ):
     """Grid (num_tiles tiles of tokens, tiles of features)."""
     FORMAT: tl.constexpr = SIZES.format
-    WIDTH: tl.constexpr = SIZES.width
     tile = tl.program_id(0)
     prefix, num_used = row_tile_prefix(row_range, SIZES.num_groups, TILE)
     if tile < num_used:
@@ -152,15 +150,15 @@ def requantize_columns_kernel(
         row = first_row + tl.arange(0, TILE)
         source = row if row_index is None else tl.load(row_index + row, mask=row < end, other=0)
         source = source.to(tl.int64)[None, :]
-        mask = (row < end)[None, :] & (feature < WIDTH)[:, None]
+        mask = (row < end)[None, :] & (feature < SIZES.width)[:, None]
         x = (
             decoded(wire, wire_scales, source, feature[:, None], mask, SIZES)
             .to(SIZES.dtype)
             .to(tl.float32)
         )
         codes, stored = quantize_tile(x, 1.0, None, FORMAT)
-        store_tile(data, codes, feature, feature < WIDTH, tile, num_tiles * TILE)
-        store_column_scales(scale, stored, feature, WIDTH, tile, num_tiles, WIDTH)
+        store_tile(data, codes, feature, feature < SIZES.width, tile, num_tiles * TILE)
+        store_column_scales(scale, stored, feature, SIZES.width, tile, num_tiles, SIZES.width)
 
 
 def encode_rows(rows, wire, block_format):
@@ -219,11 +217,13 @@ def requantize_columns(wire, row_range, out, block_format, dtype, *, row_index=N
     width, num_tiles = data.shape[0], data.shape[1] // formats.TILE
     if num_tiles == 0:
         return
-    on_hopper = hopper_choice.launcher(
-        "requantize_columns", wire.device, dtype, width, block_format, wire, width
-    )
-    if on_hopper is not None:
-        on_hopper(wire, row_range, out, block_format, dtype, row_index=row_index)
+    if hopper_choice.launched(
+        "requantize_columns",
+        (wire.device, dtype, width),
+        (block_format, wire, width),
+        *(wire, row_range, out, block_format, dtype),
+        row_index=row_index,
+    ):
         return
     constants = _constants(
         block_format,

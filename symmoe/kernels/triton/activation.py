@@ -1,4 +1,4 @@
-"""The activation of an expert times the row's scale, and its gradient (Triton). Letters: contract/activation.py.
+"""The activation of an expert times the row's scale, and its gradient (Triton). Letters: contract/gemm.py.
 
 Here is the one definition of each activation and of its derivative on the device, and of where the two halves of h
 lie. The fused kernels of gemm_act.py use the same functions on the same rounded numbers, so they give the same bits.
@@ -168,12 +168,12 @@ def add_neighbours(x, STEPS: tl.constexpr):
 @triton.jit
 def gate_column(column, ACTIVATION: tl.constexpr):
     """Place in a row of h of the gate feature (not gated: of the feature) of a column of the result."""
-    if ACTIVATION.interleave is None:
-        place = column
-    else:
-        block: tl.constexpr = ACTIVATION.interleave
-        place = column // block * (2 * block) + column % block
-    return place
+    return (
+        column
+        if ACTIVATION.interleave is None
+        else column // ACTIVATION.interleave * (2 * ACTIVATION.interleave)
+        + column % ACTIVATION.interleave
+    )
 
 
 @triton.jit

@@ -81,7 +81,6 @@ def grouped_bias_grad_kernel(
     SIZES: tl.constexpr,
 ):
     """Sums one block of columns of one group. Grid (column blocks, groups)."""
-    WIDTH: tl.constexpr = SIZES.width
     BLOCK: tl.constexpr = SIZES.block
     first_column = tl.program_id(0) * BLOCK
     group = tl.program_id(1)
@@ -101,15 +100,15 @@ def grouped_bias_grad_kernel(
             if dout_index is None
             else tl.load(dout_index + next_row, mask=next_row < end, other=0)
         )
-        pointers = dout + source.to(tl.int64)[:, None] * WIDTH + column[None, :]
-        tile = tl.load(pointers, mask=tile_mask(row, end, column, WIDTH, BLOCK), other=0.0).to(
-            tl.float32
-        )
+        pointers = dout + source.to(tl.int64)[:, None] * SIZES.width + column[None, :]
+        tile = tl.load(
+            pointers, mask=tile_mask(row, end, column, SIZES.width, BLOCK), other=0.0
+        ).to(tl.float32)
         if scale is not None:
             tile = scale_terms(tile, tl.load(scale + row, mask=row < end, other=0.0)[:, None])
         total += sum_spread_tile(tile, ROW_STEPS, SPREAD_STEPS)
-    pointers = dbias + group.to(tl.int64) * WIDTH + column
-    tl.store(pointers, total.to(dbias.dtype.element_ty), mask=column < WIDTH)
+    pointers = dbias + group.to(tl.int64) * SIZES.width + column
+    tl.store(pointers, total.to(dbias.dtype.element_ty), mask=column < SIZES.width)
 
 
 @triton.jit
@@ -133,8 +132,6 @@ def sum_dbias_kernel(
 ):
     """dbias from the sums per row tile: those of 2 ** STEPS neighbours as in sum_tile, then these in order; 0 without
     rows. Grid (column blocks, groups)."""
-    WIDTH: tl.constexpr = SIZES.width
-    STEPS: tl.constexpr = SIZES.steps
     COLUMNS: tl.constexpr = SIZES.columns
     group = tl.program_id(1)
     start = tl.load(row_range + group)
@@ -142,13 +139,13 @@ def sum_dbias_kernel(
         tl.load(row_range + SIZES.num_groups + group) - start + (SIZES.tile_rows - 1)
     ) // SIZES.tile_rows
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    sums = bias_sums + (start // SIZES.tile_rows + group).to(tl.int64) * WIDTH + column
+    sums = bias_sums + (start // SIZES.tile_rows + group).to(tl.int64) * SIZES.width + column
     total = tl.zeros((COLUMNS,), dtype=tl.float32)
-    for tile in tl.range(0, num_tiles, 2**STEPS, loop_unroll_factor=SUM_LOADS):
-        total += sum_slots(sums, num_tiles - tile, column < WIDTH, WIDTH, STEPS)
-        sums += WIDTH * 2**STEPS
-    pointers = dbias + group.to(tl.int64) * WIDTH + column
-    tl.store(pointers, total.to(dbias.dtype.element_ty), mask=column < WIDTH)
+    for tile in tl.range(0, num_tiles, 2**SIZES.steps, loop_unroll_factor=SUM_LOADS):
+        total += sum_slots(sums, num_tiles - tile, column < SIZES.width, SIZES.width, SIZES.steps)
+        sums += SIZES.width * 2**SIZES.steps
+    pointers = dbias + group.to(tl.int64) * SIZES.width + column
+    tl.store(pointers, total.to(dbias.dtype.element_ty), mask=column < SIZES.width)
 
 
 @fast_jit(["dout", "bias"])
@@ -161,7 +158,6 @@ def grouped_bias_dot_kernel(
     SIZES: tl.constexpr,
 ):
     """Dot products of DOT_ROWS rows of one group. One program for every tile of rows that there can be."""
-    WIDTH: tl.constexpr = SIZES.width
     BLOCK: tl.constexpr = SIZES.block
     BLOCK_ROWS: tl.constexpr = SIZES.block_rows
     tile = tl.program_id(0)
@@ -170,14 +166,14 @@ def grouped_bias_dot_kernel(
         group, first_row, end = locate_rows(tile, prefix, row_range, SIZES.num_groups, BLOCK_ROWS)
         row = first_row + tl.arange(0, BLOCK_ROWS)
         source = source_rows(dout_index, first_row, end, BLOCK_ROWS)
-        bias_row = bias + group.to(tl.int64) * WIDTH
+        bias_row = bias + group.to(tl.int64) * SIZES.width
         total = tl.zeros((BLOCK_ROWS, BLOCK), dtype=tl.float32)
-        for first_column in tl.range(0, WIDTH, BLOCK, num_stages=NUM_STAGES):
+        for first_column in tl.range(0, SIZES.width, BLOCK, num_stages=NUM_STAGES):
             x = load_k_rows(
-                None, dout, source, first_row, first_row, end, first_column, WIDTH, BLOCK
+                None, dout, source, first_row, first_row, end, first_column, SIZES.width, BLOCK
             )
             column = first_column + tl.arange(0, BLOCK)
-            features = tl.load(bias_row + column, mask=column < WIDTH, other=0.0)
+            features = tl.load(bias_row + column, mask=column < SIZES.width, other=0.0)
             total += x.to(tl.float32) * features.to(tl.float32)[None, :]
         dot = tl.sum(total, axis=1)
         if SIZES.accumulate:

@@ -171,10 +171,14 @@ def group_tiles(row_range, GEMM: tl.constexpr):
 @triton.jit
 def tile_place(tile, prefix, row_range, GEMM: tl.constexpr):
     """Group, first row, end of the group's rows, and first column of a tile."""
-    GROUP_M: tl.constexpr = GEMM.config.group_m
-    BLOCK_M: tl.constexpr = GEMM.config.block_m
     group, first_row, end, _, n_tile = locate_tile(
-        tile, prefix, row_range, GEMM.num_groups, GEMM.num_n_tiles, GROUP_M, BLOCK_M
+        tile,
+        prefix,
+        row_range,
+        GEMM.num_groups,
+        GEMM.num_n_tiles,
+        GEMM.config.group_m,
+        GEMM.config.block_m,
     )
     return group, first_row, end, n_tile * GEMM.config.block_n
 
@@ -185,28 +189,33 @@ def product(operands, place, GEMM: tl.constexpr):
     product instead of two narrow ones reads rows only once."""
     rows_desc, rows, row_index, weight_desc, weight_table = operands
     group, first_row, end, first_column = place
-    IN_WIDTH: tl.constexpr = GEMM.in_width
     BLOCK_M: tl.constexpr = GEMM.config.block_m
-    BLOCK_K: tl.constexpr = GEMM.config.block_k
     COLUMNS: tl.constexpr = GEMM.sides * GEMM.config.block_n
     pointers = None
     if row_index is not None:
         # Entries past the group's end may be anything; row 0 exists wherever a group has rows.
         row = first_row + tl.arange(0, BLOCK_M)
         source = tl.load(row_index + row, mask=row < end, other=0)
-        pointers = rows + source.to(tl.int64)[:, None] * IN_WIDTH + tl.arange(0, BLOCK_K)[None, :]
-    weight = None
-    if weight_table is not None:  # before the loop, or its loads wait for this one
-        weight = matrix_pointer(weight_table, group, rows.dtype.element_ty)
+        pointers = (
+            rows
+            + source.to(tl.int64)[:, None] * GEMM.in_width
+            + tl.arange(0, GEMM.config.block_k)[None, :]
+        )
+    # Before the loop, or its loads wait for this one.
+    weight = (
+        None if weight_table is None else matrix_pointer(weight_table, group, rows.dtype.element_ty)
+    )
     acc = tl.zeros((BLOCK_M, COLUMNS), dtype=tl.float32)
-    for k in tl.range(0, IN_WIDTH, BLOCK_K):
+    for k in tl.range(0, GEMM.in_width, GEMM.config.block_k):
         if row_index is None:
             a = rows_desc.load([first_row, k])
-        elif IN_WIDTH % BLOCK_K == 0:
+        elif GEMM.in_width % GEMM.config.block_k == 0:
             a = tl.load(pointers + k)
         else:  # zeros past the last column
             a = tl.load(
-                pointers + k, mask=(k + tl.arange(0, BLOCK_K) < IN_WIDTH)[None, :], other=0.0
+                pointers + k,
+                mask=(k + tl.arange(0, GEMM.config.block_k) < GEMM.in_width)[None, :],
+                other=0.0,
             )
         b = load_weight(weight_desc, weight, group, first_column, k, GEMM)
         acc = tl.dot(a, b, acc, input_precision="ieee")
@@ -220,43 +229,44 @@ def load_weight(desc, pointer, group, first_column, k, GEMM: tl.constexpr):
 
     desc: of Gemm._describe_weight; None: pointer is the result of matrix_pointer for the group.
     """
-    FFN: tl.constexpr = GEMM.columns
-    IN_WIDTH: tl.constexpr = GEMM.in_width
     BLOCK_N: tl.constexpr = GEMM.config.block_n
     BLOCK_K: tl.constexpr = GEMM.config.block_k
-    SIDES: tl.constexpr = GEMM.sides
-    FEATURES: tl.constexpr = SIDES * BLOCK_N
+    FEATURES: tl.constexpr = GEMM.sides * BLOCK_N
     k_lane = tl.arange(0, BLOCK_K)
     lane = tl.arange(0, FEATURES)
-    k_mask = lanes_inside(k, IN_WIDTH, BLOCK_K)
+    k_mask = lanes_inside(k, GEMM.in_width, BLOCK_K)
     if GEMM.weight_k_first:
         if desc is not None:
             tile = desc.load([group, k, first_column]).reshape(BLOCK_K, BLOCK_N)
         else:
-            first = pointer + tl.cast(k, tl.int64) * FFN + first_column
+            first = pointer + tl.cast(k, tl.int64) * GEMM.columns + first_column
             tile = load_tile(
-                first, k_lane, lane, k_mask, lanes_inside(first_column, FFN, BLOCK_N), FFN
+                first,
+                k_lane,
+                lane,
+                k_mask,
+                lanes_inside(first_column, GEMM.columns, BLOCK_N),
+                GEMM.columns,
             )
     elif GEMM.in_halves:
         if desc is not None:
             tile = desc.load([group, 0, first_column, k]).reshape(FEATURES, BLOCK_K).T
         else:
             column = lane % BLOCK_N
-            mask = None
-            if FFN % BLOCK_N != 0:
-                mask = first_column + column < FFN
-            first = pointer + first_column.to(tl.int64) * IN_WIDTH + k
+            is_whole: tl.constexpr = GEMM.columns % BLOCK_N == 0
+            mask = None if is_whole else first_column + column < GEMM.columns
+            first = pointer + first_column.to(tl.int64) * GEMM.in_width + k
             tile = load_tile(
-                first, lane // BLOCK_N * FFN + column, k_lane, mask, k_mask, IN_WIDTH
+                first, lane // BLOCK_N * GEMM.columns + column, k_lane, mask, k_mask, GEMM.in_width
             ).T
     else:
-        feature = SIDES * first_column
+        feature = GEMM.sides * first_column
         if desc is not None:
             tile = desc.load([group, feature, k]).reshape(FEATURES, BLOCK_K).T
         else:
-            first = pointer + feature.to(tl.int64) * IN_WIDTH + k
-            mask = lanes_inside(feature, SIDES * FFN, FEATURES)
-            tile = load_tile(first, lane, k_lane, mask, k_mask, IN_WIDTH).T
+            first = pointer + feature.to(tl.int64) * GEMM.in_width + k
+            mask = lanes_inside(feature, GEMM.sides * GEMM.columns, FEATURES)
+            tile = load_tile(first, lane, k_lane, mask, k_mask, GEMM.in_width).T
     return tile
 
 
@@ -267,9 +277,11 @@ def add_bias(acc, bias, bias_scale, group, row, end, column, WIDTH: tl.constexpr
         features = tl.load(
             bias + group.to(tl.int64) * WIDTH + column, mask=column < WIDTH, other=0.0
         )
-        factor = 1.0
-        if bias_scale is not None:
-            factor = tl.load(bias_scale + row, mask=row < end, other=0.0)[:, None]
+        factor = (
+            1.0
+            if bias_scale is None
+            else tl.load(bias_scale + row, mask=row < end, other=0.0)[:, None]
+        )
         acc = plus(acc, features.to(tl.float32)[None, :], factor)
     return acc
 
@@ -317,23 +329,21 @@ def grouped_gemm_kernel(
     num_rows,  # N; None: do not write the tail
     GEMM: tl.constexpr,
 ):
-    WIDTH: tl.constexpr = GEMM.columns
-    BLOCK_M: tl.constexpr = GEMM.config.block_m
-    BLOCK_N: tl.constexpr = GEMM.config.block_n
-    FLATTEN: tl.constexpr = GEMM.config.flatten
     operands = (rows_desc, rows, row_index, weight_desc, weight_table)
     prefix, num_tiles = group_tiles(row_range, GEMM)
-    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=FLATTEN):
+    for tile in tl.range(
+        tl.program_id(0), num_tiles, tl.num_programs(0), flatten=GEMM.config.flatten
+    ):
         place = tile_place(tile, prefix, row_range, GEMM)
         acc = product(operands, place, GEMM)
         group, first_row, end, first_column = place
-        row = first_row + tl.arange(0, BLOCK_M)
-        column = first_column + tl.arange(0, BLOCK_N)
-        acc = add_bias(acc, bias, bias_scale, group, row, end, column, WIDTH)
+        row = first_row + tl.arange(0, GEMM.config.block_m)
+        column = first_column + tl.arange(0, GEMM.config.block_n)
+        acc = add_bias(acc, bias, bias_scale, group, row, end, column, GEMM.columns)
         if GEMM.accumulate:
-            add_tile(acc, out, row, end, first_column, WIDTH, BLOCK_N)
+            add_tile(acc, out, row, end, first_column, GEMM.columns, GEMM.config.block_n)
         else:
-            store_rounded(acc, out, row, end, column, WIDTH, BLOCK_N)
+            store_rounded(acc, out, row, end, column, GEMM.columns, GEMM.config.block_n)
     zero_tail_rows(out, row_range, num_rows, GEMM)
 
 
@@ -353,8 +363,9 @@ def grouped_gemm_wgrad_kernel(
     BLOCK_M: tl.constexpr = WGRAD.config.block_m
     BLOCK_N: tl.constexpr = WGRAD.config.block_n
     BLOCK_K: tl.constexpr = WGRAD.config.block_k
-    FLATTEN: tl.constexpr = WGRAD.config.flatten
-    for tile in tl.range(tl.program_id(0), WGRAD.num_tiles, tl.num_programs(0), flatten=FLATTEN):
+    for tile in tl.range(
+        tl.program_id(0), WGRAD.num_tiles, tl.num_programs(0), flatten=WGRAD.config.flatten
+    ):
         group, m_tile, n_tile = wgrad_place(tile, WGRAD)
         m = m_tile * BLOCK_M
         n = n_tile * BLOCK_N
@@ -410,21 +421,17 @@ def _launch_gemm(operands, row_range, out, bias, accumulate, zero_tail, num_sms,
     num_rows, out_width = out.shape
     if num_rows == 0:
         return
-    if row_index is None and bias is None and not (isinstance(weight, TensorTable) or accumulate):
-        on_hopper = hopper_choice.launcher(
-            "grouped_gemm", out.device, out.dtype, out_width, num_rows
-        )
-        if on_hopper is not None:
-            on_hopper(
-                rows,
-                weight,
-                row_range,
-                out,
-                weight_k_first=weight_k_first,
-                zero_tail=zero_tail,
-                num_sms=num_sms,
-            )
-            return
+    is_indirect = row_index is not None or isinstance(weight, TensorTable)
+    if not (is_indirect or bias is not None or accumulate) and hopper_choice.launched(
+        "grouped_gemm",
+        (out.device, out.dtype, out_width),
+        (num_rows,),
+        *(rows, weight, row_range, out),
+        weight_k_first=weight_k_first,
+        zero_tail=zero_tail,
+        num_sms=num_sms,
+    ):
+        return
     gemm, constants = _gemm_plan(
         out.dtype,
         most_columns(out.device),
@@ -471,19 +478,15 @@ def grouped_gemm_wgrad(dout, rows, row_range, out, *, accumulate=False, num_sms=
             zero_matrices(out)
         return
     is_gathered = dout_index is not None or rows_index is not None
-    if not (is_gathered or isinstance(out, TensorTable) or accumulate) and out.dtype == dout.dtype:
-        on_hopper = hopper_choice.launcher(
-            "grouped_gemm_wgrad",
-            out.device,
-            out.dtype,
-            out_width,
-            num_rows,
-            out_rows,
-            out_width,
-        )
-        if on_hopper is not None:
-            on_hopper(dout, rows, row_range, out, num_sms=num_sms)
-            return
+    is_plain = not (is_gathered or isinstance(out, TensorTable) or accumulate)
+    if (is_plain and out.dtype == dout.dtype) and hopper_choice.launched(
+        "grouped_gemm_wgrad",
+        (out.device, out.dtype, out_width),
+        (num_rows, out_rows, out_width),
+        *(dout, rows, row_range, out),
+        num_sms=num_sms,
+    ):
+        return
     wgrad, constants = _wgrad_plan(
         dout.dtype, most_columns(dout.device), out.dtype, accumulate, out.shape
     )

@@ -1,6 +1,6 @@
 """Grouped GEMMs fused with the activation between them and the rows' scales (Triton). See gemm.py.
 
-Letters and formulas: contract/activation.py. The functions of activation.py work on the rounded h and da in both
+Letters and formulas: contract/gemm.py. The functions of activation.py work on the rounded h and da in both
 directions and in the kernels that are not fused, so their results have the same bits. (The products are the same sums,
 too: the order of a sum is that of the instructions, steps of 16 features, and no tile size changes it.)
 
@@ -165,10 +165,11 @@ def grouped_gemm_act_kernel(
     BLOCK_N: tl.constexpr = GEMM.config.block_n
     PARTS: tl.constexpr = GEMM.config.parts
     PART: tl.constexpr = BLOCK_N // PARTS
-    FLATTEN: tl.constexpr = GEMM.config.flatten
     operands = (rows_desc, rows, row_index, weight_desc, weight_table)
     prefix, num_tiles = group_tiles(row_range, GEMM)
-    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=FLATTEN):
+    for tile in tl.range(
+        tl.program_id(0), num_tiles, tl.num_programs(0), flatten=GEMM.config.flatten
+    ):
         place = tile_place(tile, prefix, row_range, GEMM)
         acc = product(operands, place, GEMM)
         group, first_row, end, first_column = place
@@ -238,29 +239,27 @@ def grouped_gemm_dact_kernel(
     GEMM: tl.constexpr,
 ):
     ACTIVATION: tl.constexpr = GEMM.activation
-    FFN: tl.constexpr = GEMM.columns
-    BLOCK_M: tl.constexpr = GEMM.config.block_m
     BLOCK_N: tl.constexpr = GEMM.config.block_n
-    PARTS: tl.constexpr = GEMM.config.parts
-    PART: tl.constexpr = BLOCK_N // PARTS
+    PART: tl.constexpr = BLOCK_N // GEMM.config.parts
     HALVED: tl.constexpr = (
         PART < SUM_COLUMNS
     )  # parts are half a block of dscale's sum, or a whole one
     LEAD: tl.constexpr = GEMM.config.lead
-    FLATTEN: tl.constexpr = GEMM.config.flatten
     tl.static_assert(PART * (1 + HALVED) == SUM_COLUMNS)
     operands = (dout_desc, dout, row_index, weight_desc, weight_table)
     prefix, num_tiles = group_tiles(row_range, GEMM)
-    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=FLATTEN):
+    for tile in tl.range(
+        tl.program_id(0), num_tiles, tl.num_programs(0), flatten=GEMM.config.flatten
+    ):
         place = tile_place(tile, prefix, row_range, GEMM)
         group, first_row, end, first_column = place
-        row = first_row + tl.arange(0, BLOCK_M)
+        row = first_row + tl.arange(0, GEMM.config.block_m)
         acc = product(operands, place, GEMM)
         scale = tl.load(row_scale + row, mask=row < end, other=0.0)
-        da_parts = column_parts(acc, BLOCK_M, BLOCK_N, PARTS)
+        da_parts = column_parts(acc, GEMM.config.block_m, BLOCK_N, GEMM.config.parts)
         hidden = ()
-        for i in tl.static_range(PARTS + LEAD):
-            if i < PARTS:
+        for i in tl.static_range(GEMM.config.parts + LEAD):
+            if i < GEMM.config.parts:
                 column = first_column + i * PART
                 part = load_hidden(h, row, end, column, PART, BLOCK_N, GEMM)
                 hidden = hidden + (part,)  # noqa: RUF005 (Triton has no starred expressions)
@@ -272,7 +271,13 @@ def grouped_gemm_dact_kernel(
                 da = da_parts[i - LEAD].to(dout.dtype.element_ty).to(tl.float32)
                 value = act_value(gate, up, ACTIVATION)
                 store_rounded(
-                    value * scale[:, None], a, row, end, column + tl.arange(0, PART), FFN, BLOCK_N
+                    value * scale[:, None],
+                    a,
+                    row,
+                    end,
+                    column + tl.arange(0, PART),
+                    GEMM.columns,
+                    BLOCK_N,
                 )
                 part_sum = tl.sum(
                     add_neighbours(scale_terms(da, value), SUM_STEPS - HALVED), axis=1
@@ -286,7 +291,7 @@ def grouped_gemm_dact_kernel(
                     tl.store(
                         sums,
                         part_sum,
-                        mask=(row < end) & (column // SUM_COLUMNS * SUM_COLUMNS < FFN),
+                        mask=(row < end) & (column // SUM_COLUMNS * SUM_COLUMNS < GEMM.columns),
                     )
                 ds = da * scale[:, None]  # after the sums: before them it would cost registers
                 by_gate, by_up = act_slopes(gate, up, ACTIVATION)
@@ -294,9 +299,9 @@ def grouped_gemm_dact_kernel(
                 dup = (ds * by_up).to(dh.dtype.element_ty)
                 store_hidden(dh, dgate, dup, row, end, column, BLOCK_N, GEMM)
                 if bias_sums is not None:
-                    slot = bias_sums + (first_row // BLOCK_M + group).to(
+                    slot = bias_sums + (first_row // GEMM.config.block_m + group).to(
                         tl.int64
-                    ) * ACTIVATION.hidden_width(FFN)
+                    ) * ACTIVATION.hidden_width(GEMM.columns)
                     store_column_sums(slot, dgate, dup, row, end, column, GEMM)
 
 
@@ -321,15 +326,13 @@ def grouped_gemm_act(
     if num_rows == 0:
         return
     is_plain = bias is None and row_index is None and not isinstance(weight, TensorTable)
-    on_hopper = (
-        hopper_choice.launcher(
-            "grouped_gemm_act", a.device, a.dtype, ffn, num_rows, ffn, activation
-        )
-        if is_plain
-        else None
-    )
-    if on_hopper is not None:
-        on_hopper(rows, weight, row_range, row_scale, results, activation, num_sms=num_sms)
+    if is_plain and hopper_choice.launched(
+        "grouped_gemm_act",
+        (a.device, a.dtype, ffn),
+        (num_rows, ffn, activation),
+        *(rows, weight, row_range, row_scale, results, activation),
+        num_sms=num_sms,
+    ):
         return
     launch(
         grouped_gemm_act_kernel,
@@ -370,20 +373,13 @@ def grouped_gemm_dact(
     is_plain = (
         dbias is None and not isinstance(weight, TensorTable) and activation.interleave is None
     )
-    on_hopper = (
-        hopper_choice.launcher("grouped_gemm_dact", a.device, a.dtype, ffn) if is_plain else None
-    )
-    if on_hopper is not None:
-        on_hopper(
-            (dout, row_index),
-            weight,
-            row_range,
-            hidden,
-            (dh, a, workspace),
-            activation,
-            num_sms=num_sms,
-        )
-    else:
+    if not is_plain or not hopper_choice.launched(
+        "grouped_gemm_dact",
+        (a.device, a.dtype, ffn),
+        (),
+        *((dout, row_index), weight, row_range, hidden, (dh, a, workspace), activation),
+        num_sms=num_sms,
+    ):
         launch(
             grouped_gemm_dact_kernel,
             gemm.grid(num_rows, num_sms, a.device),

@@ -1,4 +1,4 @@
-"""Kernels of contract/nodes.py."""
+"""Kernels of contract/plan.py."""
 
 import torch
 import triton.language as tl
@@ -33,12 +33,11 @@ def rail_rows_kernel(
     most: tl.int32,
     SIZES: tl.constexpr,
 ):
-    NUM_NODES: tl.constexpr = SIZES.num_nodes
     TOP_K: tl.constexpr = SIZES.top_k
     TOKENS: tl.constexpr = SIZES.tokens
     LANES: tl.constexpr = SIZES.lanes
     node = tl.arange(0, LANES)
-    is_other = (node < NUM_NODES) & (node != SIZES.here)
+    is_other = (node < SIZES.num_nodes) & (node != SIZES.here)
     total = tl.zeros((LANES,), tl.int32)
     for first in range(0, num_tokens, TOKENS):
         token = first + tl.arange(0, TOKENS)
@@ -53,13 +52,15 @@ def rail_rows_kernel(
             goes |= ((its[:, None] == node[None, :]) & is_other[None, :]).to(tl.int32)
         row = total[None, :] + tl.cumsum(goes, axis=0) - 1
         row = tl.where((goes != 0) & (row < most), row, -1)
-        mask = (token < num_tokens)[:, None] & (node < NUM_NODES)[None, :]
-        tl.store(token_to_rail_row + token[:, None] * NUM_NODES + node[None, :], row, mask=mask)
+        mask = (token < num_tokens)[:, None] & (node < SIZES.num_nodes)[None, :]
+        tl.store(
+            token_to_rail_row + token[:, None] * SIZES.num_nodes + node[None, :], row, mask=mask
+        )
         total += tl.sum(goes, axis=0)
     largest = tl.max(total, axis=0)
-    tl.store(numbers + node, total, mask=node < NUM_NODES)
-    tl.store(numbers + NUM_NODES, largest)
-    tl.store(numbers + NUM_NODES + 1, tl.where(largest > most, largest, 0))
+    tl.store(numbers + node, total, mask=node < SIZES.num_nodes)
+    tl.store(numbers + SIZES.num_nodes, largest)
+    tl.store(numbers + SIZES.num_nodes + 1, tl.where(largest > most, largest, 0))
 
 
 def rail_rows(topk_idx, maps, numbers, token_to_rail_row, *, num_experts, most):
@@ -106,13 +107,12 @@ def tell_header(number, peers, source, *, word):
 @fast_jit([])
 def own_counts_kernel(ranks, bases, rows, cleared, num_cleared: tl.int32, SIZES: tl.constexpr):
     LAYOUT: tl.constexpr = SIZES.layout
-    BLOCK: tl.constexpr = SIZES.block
-    line, word = tl.program_id(0), tl.arange(0, BLOCK)
+    line, word = tl.program_id(0), tl.arange(0, SIZES.block)
     epoch = barrier_epoch(bases, SIZES.rank, LAYOUT.counters)
     row = count_row(tl.load(bases + SIZES.rank), epoch, tl.load(ranks + line), LAYOUT)
     words = tl.load(row + word, mask=word < LAYOUT.row_words)
     tl.store(rows + line * LAYOUT.row_words + word, words, mask=word < LAYOUT.row_words)
-    for first in range(line * BLOCK, num_cleared, tl.num_programs(0) * BLOCK):
+    for first in range(line * SIZES.block, num_cleared, tl.num_programs(0) * SIZES.block):
         tl.store(cleared + first + word, word * 0, mask=first + word < num_cleared)
 
 
@@ -132,8 +132,7 @@ def own_counts(ranks, peers, rows, cleared):
 @fast_jit([])
 def other_counts_kernel(rows, ranks, bases, received, num_received: tl.int32, SIZES: tl.constexpr):
     LAYOUT: tl.constexpr = SIZES.layout
-    BLOCK: tl.constexpr = SIZES.block
-    line, word = tl.program_id(0), tl.arange(0, BLOCK)
+    line, word = tl.program_id(0), tl.arange(0, SIZES.block)
     own = tl.load(bases + SIZES.rank)
     if line < tl.num_programs(0) - 1:
         row = count_row(
@@ -146,7 +145,7 @@ def other_counts_kernel(rows, ranks, bases, received, num_received: tl.int32, SI
         failed = tl.load(counters + CONTROL.ABORTED)
         for counter in tl.static_range(CONTROL.ABORTED + 1, CONTROL.RAIL_FAULT + 1):
             failed = tl.maximum(failed, tl.load(counters + counter))
-        for first in range(0, num_received, BLOCK):
+        for first in range(0, num_received, SIZES.block):
             tl.store(
                 received + first + word,
                 word.to(tl.int64) * 0 - failed,
@@ -232,19 +231,14 @@ def plan_in_node_kernel(
     num_blocks: tl.int32,
     SIZES: tl.constexpr,
 ):
-    NUM_NODES: tl.constexpr = SIZES.num_nodes
-    PER_NODE: tl.constexpr = SIZES.per_node
-    NUM_LOCAL: tl.constexpr = SIZES.num_local
-    TOP_K: tl.constexpr = SIZES.top_k
-    BLOCK: tl.constexpr = SIZES.block
-    NUM_RANKS: tl.constexpr = NUM_NODES * PER_NODE
-    NUM_REGIONS: tl.constexpr = NUM_NODES * 3 * PER_NODE
-    program, lane, word = tl.program_id(0), tl.arange(0, SIZES.lines), tl.arange(0, BLOCK)
+    NUM_RANKS: tl.constexpr = SIZES.num_nodes * SIZES.per_node
+    NUM_REGIONS: tl.constexpr = SIZES.num_nodes * 3 * SIZES.per_node
+    program, lane, word = tl.program_id(0), tl.arange(0, SIZES.lines), tl.arange(0, SIZES.block)
     line = program * SIZES.lines + lane
     # What this rank's tokens have on each node.
-    for node in range(NUM_NODES):
+    for node in range(SIZES.num_nodes):
         rail_row = tl.load(
-            token_to_rail_row + line * NUM_NODES + node, mask=line < num_tokens, other=-1
+            token_to_rail_row + line * SIZES.num_nodes + node, mask=line < num_tokens, other=-1
         )
         before = node
         if node > SIZES.here:
@@ -252,28 +246,30 @@ def plan_in_node_kernel(
         home = tl.where(rail_row < 0, -1, num_tokens + most * before + rail_row)
         home = tl.where((node == SIZES.here) & (line < num_tokens), line, home)
         is_there = home >= 0
-        tl.store(token_to_home_row + line * NUM_NODES + node, home, mask=line < num_tokens)
+        tl.store(token_to_home_row + line * SIZES.num_nodes + node, home, mask=line < num_tokens)
         tl.store(home_row_to_token + home, line, mask=is_there)
-        for k in range(TOP_K):
-            slot = line * TOP_K + k
+        for k in range(SIZES.top_k):
+            slot = line * SIZES.top_k + k
             rank = tl.load(slot_to_rank + slot, mask=line < num_tokens, other=-1)
             local = tl.load(to_local + node * (NUM_RANKS + 1) + tl.where(rank < 0, NUM_RANKS, rank))
             row = tl.load(slot_to_row + slot, mask=line < num_tokens, other=-1)
-            tl.store(its_slot_to_rank + home * TOP_K + k, local, mask=is_there)
+            tl.store(its_slot_to_rank + home * SIZES.top_k + k, local, mask=is_there)
             tl.store(
-                its_slot_to_row + home * TOP_K + k, tl.where(local < 0, -1, row), mask=is_there
+                its_slot_to_row + home * SIZES.top_k + k,
+                tl.where(local < 0, -1, row),
+                mask=is_there,
             )
-            place = tl.where((rank < 0) | (home < 0), -1, home * TOP_K + k)
+            place = tl.where((rank < 0) | (home < 0), -1, home * SIZES.top_k + k)
             is_its = (local >= 0) | ((rank < 0) & (node == SIZES.here))
             is_its &= line < num_tokens
             tl.store(slot_to_home_row + slot, place, mask=is_its)
-        for peer in range(PER_NODE):
-            its = line * NUM_RANKS + tl.load(by_node + node * PER_NODE + peer)
+        for peer in range(SIZES.per_node):
+            its = line * NUM_RANKS + tl.load(by_node + node * SIZES.per_node + peer)
             packed = tl.load(token_to_packed_row + its, mask=is_there, other=-1)
             primary = tl.load(token_to_primary_row + its, mask=is_there, other=-1)
-            tl.store(its_packed_row + home * PER_NODE + peer, packed, mask=is_there)
-            tl.store(its_primary_row + home * PER_NODE + peer, primary, mask=is_there)
-    WIDTH: tl.constexpr = NUM_NODES if NUM_NODES > TOP_K else TOP_K
+            tl.store(its_packed_row + home * SIZES.per_node + peer, packed, mask=is_there)
+            tl.store(its_primary_row + home * SIZES.per_node + peer, primary, mask=is_there)
+    WIDTH: tl.constexpr = SIZES.num_nodes if SIZES.num_nodes > SIZES.top_k else SIZES.top_k
     for column in range(WIDTH):
         tl.store(zeros + line * WIDTH + column, line * 0, mask=line < num_tokens)
     # Sent rows that are not used, and foreign tokens.
@@ -284,20 +280,22 @@ def plan_in_node_kernel(
     unused = num_tokens + line
     tl.store(home_row_to_token + unused, line * 0, mask=is_unused)
     is_unused |= (line >= num_sent) & (line < num_sent + num_foreign)
-    for k in range(TOP_K):
-        tl.store(its_slot_to_rank + unused * TOP_K + k, line * 0 - 1, mask=is_unused)
-        tl.store(its_slot_to_row + unused * TOP_K + k, line * 0 - 1, mask=is_unused)
-    for peer in range(PER_NODE):
-        tl.store(its_packed_row + unused * PER_NODE + peer, line * 0 - 1, mask=is_unused)
-        tl.store(its_primary_row + unused * PER_NODE + peer, line * 0 - 1, mask=is_unused)
+    for k in range(SIZES.top_k):
+        tl.store(its_slot_to_rank + unused * SIZES.top_k + k, line * 0 - 1, mask=is_unused)
+        tl.store(its_slot_to_row + unused * SIZES.top_k + k, line * 0 - 1, mask=is_unused)
+    for peer in range(SIZES.per_node):
+        tl.store(its_packed_row + unused * SIZES.per_node + peer, line * 0 - 1, mask=is_unused)
+        tl.store(its_primary_row + unused * SIZES.per_node + peer, line * 0 - 1, mask=is_unused)
     if program == 0:
         tl.store(ends, 0)
         tl.store(ends + 1, num_tokens)
-        for first in range(0, 2 * NUM_REGIONS, BLOCK):
+        for first in range(0, 2 * NUM_REGIONS, SIZES.block):
             entry = first + word
             mask = entry < NUM_REGIONS
-            which, its_node = entry // PER_NODE % 3, entry // (3 * PER_NODE)
-            its_rank = tl.load(by_node + its_node * PER_NODE + entry % PER_NODE, mask=mask, other=0)
+            which, its_node = entry // SIZES.per_node % 3, entry // (3 * SIZES.per_node)
+            its_rank = tl.load(
+                by_node + its_node * SIZES.per_node + entry % SIZES.per_node, mask=mask, other=0
+            )
             number = tl.load(packed_start + its_rank, mask=mask & (which == 1), other=0)
             number += tl.load(packed_limit + its_rank, mask=mask & (which == 2), other=0)
             for block in range(num_blocks):
@@ -305,20 +303,25 @@ def plan_in_node_kernel(
                     block_tokens + block * NUM_RANKS + its_rank, mask=mask & (which == 0), other=0
                 )
             tl.store(regions + entry, number, mask=entry < 2 * NUM_REGIONS)
-        for first in range(0, NUM_RANKS + 1, BLOCK):
+        for first in range(0, NUM_RANKS + 1, SIZES.block):
             mask = first + word < NUM_RANKS + 1
             source = tl.load(first_with + first + word, mask=mask, other=0)
             start = tl.load(source_to_packed_start + source, mask=mask)
             tl.store(its_packed_start + first + word, start, mask=mask)
-        for first in range(0, NUM_LOCAL, BLOCK):
-            mask = first + word < NUM_LOCAL
-            begin = tl.load(source_to_rows + SIZES.first * 2 * NUM_LOCAL + first + word, mask=mask)
+        for first in range(0, SIZES.num_local, SIZES.block):
+            mask = first + word < SIZES.num_local
+            begin = tl.load(
+                source_to_rows + SIZES.first * 2 * SIZES.num_local + first + word, mask=mask
+            )
             end = tl.load(
-                source_to_rows + (2 * (SIZES.first + PER_NODE) - 1) * NUM_LOCAL + first + word,
+                source_to_rows
+                + (2 * (SIZES.first + SIZES.per_node) - 1) * SIZES.num_local
+                + first
+                + word,
                 mask=mask,
             )
             tl.store(own_rows + first + word, begin, mask=mask)
-            tl.store(own_rows + NUM_LOCAL + first + word, end, mask=mask)
+            tl.store(own_rows + SIZES.num_local + first + word, end, mask=mask)
 
 
 def plan_in_node(plan, token_to_rail_row, numbers, maps, found):

@@ -18,8 +18,6 @@ from symmoe.kernels.triton.sync import CONTROL, barrier_epoch, write_record
 NO_SLOT = tl.constexpr(2**31 - 1)
 INT32_MIN = tl.constexpr(-(2**31))
 INT32_MAX = tl.constexpr(2**31 - 1)
-TOKENS_PER_BLOCK = tl.constexpr(control.TOKENS_PER_BLOCK)
-HEADER_WORDS = tl.constexpr(control.HEADER_WORDS)
 AGREED_WORDS = tl.constexpr(
     sum(1 << word for word in control.AGREED_FIELDS)
 )  # bit w: ranks must agree on word w
@@ -104,38 +102,41 @@ def count_slots_kernel(topk_idx, block_counts, num_tokens: tl.int32, SIZES: tl.c
 @triton.jit
 def count_block(topk_idx, block_counts, block, num_tokens, SIZES: tl.constexpr):
     """count_slots of contract/plan.py, for one block."""
-    NUM_EXPERTS: tl.constexpr = SIZES.num_experts
     RANK_LANES: tl.constexpr = SIZES.rank_lanes
     BLOCK_EXPERTS: tl.constexpr = SIZES.block_experts
-    WIDTH: tl.constexpr = NUM_EXPERTS + SIZES.num_ranks + 2
+    WIDTH: tl.constexpr = SIZES.num_experts + SIZES.num_ranks + 2
     row = block_counts + block * WIDTH
-    first_slot = block * (TOKENS_PER_BLOCK * SIZES.top_k)
-    num_slots = tl.minimum(TOKENS_PER_BLOCK * SIZES.top_k, num_tokens * SIZES.top_k - first_slot)
-    for first in range(0, NUM_EXPERTS, BLOCK_EXPERTS):
+    first_slot = block * (CONTROL.TOKENS_PER_BLOCK * SIZES.top_k)
+    num_slots = tl.minimum(
+        CONTROL.TOKENS_PER_BLOCK * SIZES.top_k, num_tokens * SIZES.top_k - first_slot
+    )
+    for first in range(0, SIZES.num_experts, BLOCK_EXPERTS):
         expert = first + tl.arange(0, BLOCK_EXPERTS)
         count = tl.zeros((BLOCK_EXPERTS,), tl.int32)
-        for part in range(0, TOKENS_PER_BLOCK * SIZES.top_k, SIZES.block_slots):
+        for part in range(0, CONTROL.TOKENS_PER_BLOCK * SIZES.top_k, SIZES.block_slots):
             index = part + tl.arange(0, SIZES.block_slots)
-            chosen = load_experts(topk_idx, first_slot + index, index < num_slots, NUM_EXPERTS)
+            chosen = load_experts(
+                topk_idx, first_slot + index, index < num_slots, SIZES.num_experts
+            )
             count += tl.sum((chosen[:, None] == expert[None, :]).to(tl.int32), axis=0)
-        tl.store(row + expert, count, mask=expert < NUM_EXPERTS)
+        tl.store(row + expert, count, mask=expert < SIZES.num_experts)
 
-    token = tl.arange(0, TOKENS_PER_BLOCK)
+    token = tl.arange(0, CONTROL.TOKENS_PER_BLOCK)
     rank = tl.arange(0, RANK_LANES)
-    goes = tl.zeros((TOKENS_PER_BLOCK, RANK_LANES), tl.int32)
-    num_bad = tl.zeros((TOKENS_PER_BLOCK,), tl.int32)
-    first_bad = tl.full((TOKENS_PER_BLOCK,), NO_SLOT, tl.int32)
+    goes = tl.zeros((CONTROL.TOKENS_PER_BLOCK, RANK_LANES), tl.int32)
+    num_bad = tl.zeros((CONTROL.TOKENS_PER_BLOCK,), tl.int32)
+    first_bad = tl.full((CONTROL.TOKENS_PER_BLOCK,), NO_SLOT, tl.int32)
     for k in range(SIZES.top_k):
         index = token * SIZES.top_k + k
         ids = tl.load(topk_idx + first_slot + index, mask=index < num_slots, other=-1)
-        bad = (ids < -1) | (ids >= NUM_EXPERTS)
+        bad = (ids < -1) | (ids >= SIZES.num_experts)
         num_bad += bad.to(tl.int32)
         first_bad = tl.minimum(first_bad, tl.where(bad, first_slot + index, NO_SLOT))
-        chosen = tl.where((ids >= 0) & (ids < NUM_EXPERTS), ids, -SIZES.experts_per_rank).to(
+        chosen = tl.where((ids >= 0) & (ids < SIZES.num_experts), ids, -SIZES.experts_per_rank).to(
             tl.int32
         )
         goes |= ((chosen // SIZES.experts_per_rank)[:, None] == rank[None, :]).to(tl.int32)
-    tl.store(row + NUM_EXPERTS + rank, tl.sum(goes, axis=0), mask=rank < SIZES.num_ranks)
+    tl.store(row + SIZES.num_experts + rank, tl.sum(goes, axis=0), mask=rank < SIZES.num_ranks)
     tl.store(row + WIDTH - 2, tl.sum(num_bad, axis=0))
     tl.store(row + WIDTH - 1, tl.min(first_bad, axis=0))
 
@@ -207,11 +208,11 @@ def send_counts_kernel(
             total += tl.sum(count, axis=0)
         for peer in range(SIZES.num_ranks):
             row = count_row(tl.load(bases + peer), half, SIZES.rank, LAYOUT)
-            tl.store(row + HEADER_WORDS + column, total, mask=is_column)
+            tl.store(row + CONTROL.HEADER_WORDS + column, total, mask=is_column)
     else:  # the last program
-        lane = tl.arange(0, HEADER_WORDS)
-        words = tl.zeros((HEADER_WORDS,), tl.int32)
-        for word in tl.static_range(HEADER_WORDS):
+        lane = tl.arange(0, CONTROL.HEADER_WORDS)
+        words = tl.zeros((CONTROL.HEADER_WORDS,), tl.int32)
+        for word in tl.static_range(CONTROL.HEADER_WORDS):
             words = tl.where(lane == word, SIZES.header[word], words)
         words = tl.where(lane == CONTROL.HEAD_NUM_TOKENS, num_tokens, words)
         words = tl.where(lane == CONTROL.HEAD_CAPACITY, capacity, words)
@@ -280,11 +281,11 @@ def smallest(capacity, is_rank):
 def find_error(headers, num_rows, num_packed, received, rank, SIZES: tl.constexpr):
     """(code, rank, limit, value, where) of the first error: later code here overrides earlier code.
 
-    headers: [RANK_LANES, HEADER_WORDS]. num_rows, num_packed: [RANK_LANES], rows that each rank would receive.
+    headers: [RANK_LANES, CONTROL.HEADER_WORDS]. num_rows, num_packed: [RANK_LANES], rows that each rank would receive.
     """
     RANK_LANES: tl.constexpr = SIZES.rank_lanes
     is_rank = rank < SIZES.num_ranks
-    word = tl.arange(0, HEADER_WORDS)
+    word = tl.arange(0, CONTROL.HEADER_WORDS)
 
     most_packed = tl.max(num_packed, axis=0)
     fullest = tl.min(tl.where(num_packed == most_packed, rank, RANK_LANES), axis=0)
@@ -336,7 +337,9 @@ def find_error(headers, num_rows, num_packed, received, rank, SIZES: tl.constexp
     head = pick(headers, (rank == culprit)[:, None], 0)
     field = tl.min(
         tl.where(
-            pick(differs.to(tl.int32), (rank == culprit)[:, None], 0) != 0, word, HEADER_WORDS
+            pick(differs.to(tl.int32), (rank == culprit)[:, None], 0) != 0,
+            word,
+            CONTROL.HEADER_WORDS,
         ),
         axis=0,
     )
@@ -387,38 +390,41 @@ def clip_to_capacity(load, capacity):
 @triton.jit
 def split_rows(source_to_row_start, source_to_rows, replica_ranges, SIZES: tl.constexpr):
     """source_to_rows and replica_ranges of contract/plan.py."""
-    EXPERTS_PER_RANK: tl.constexpr = SIZES.experts_per_rank
-    NUM_OWN: tl.constexpr = SIZES.num_own
     FIRST_RANK: tl.constexpr = SIZES.first_rank
     END_RANK: tl.constexpr = SIZES.end_rank
     expert = tl.arange(0, SIZES.expert_lanes)
-    mask, is_local = expert < NUM_OWN, expert < EXPERTS_PER_RANK
+    mask, is_local = expert < SIZES.num_own, expert < SIZES.experts_per_rank
     starts = source_to_row_start + expert
     parts = source_to_rows + expert
     first = tl.load(starts, mask=is_local, other=0)
-    end = tl.load(starts + SIZES.num_ranks * EXPERTS_PER_RANK, mask=is_local, other=0)
-    high = end
-    if END_RANK < SIZES.num_ranks:
-        high = whole_tiles(
-            first, tl.load(starts + END_RANK * EXPERTS_PER_RANK, mask=is_local, other=0)
+    end = tl.load(starts + SIZES.num_ranks * SIZES.experts_per_rank, mask=is_local, other=0)
+    high = (
+        whole_tiles(
+            first, tl.load(starts + END_RANK * SIZES.experts_per_rank, mask=is_local, other=0)
         )
-    before = tl.load(starts + FIRST_RANK * EXPERTS_PER_RANK, mask=is_local, other=0)
+        if END_RANK < SIZES.num_ranks
+        else end
+    )
+    before = tl.load(starts + FIRST_RANK * SIZES.experts_per_rank, mask=is_local, other=0)
     low = tl.minimum(whole_tiles(first, before + (PART_ROWS - 1)), high)
-    store_part(parts, first, low, mask, NUM_OWN)
-    store_part(parts + 2 * (SIZES.num_ranks - 1) * NUM_OWN, high, end, mask, NUM_OWN)
+    store_part(parts, first, low, mask, SIZES.num_own)
+    store_part(parts + 2 * (SIZES.num_ranks - 1) * SIZES.num_own, high, end, mask, SIZES.num_own)
     known = high
     if SIZES.rank + 1 < END_RANK:
-        later = tl.load(starts + (SIZES.rank + 1) * EXPERTS_PER_RANK, mask=is_local, other=0)
+        later = tl.load(starts + (SIZES.rank + 1) * SIZES.experts_per_rank, mask=is_local, other=0)
         known = whole_tiles(low, tl.minimum(tl.maximum(later, low), high))
     begin = low
     for source in tl.static_range(FIRST_RANK, END_RANK):
-        start = tl.load(starts + (source + 1) * EXPERTS_PER_RANK, mask=is_local, other=0)
+        start = tl.load(starts + (source + 1) * SIZES.experts_per_rank, mask=is_local, other=0)
         bound = whole_tiles(low, tl.maximum(start, low) + (PART_ROWS - 1))
         bound = tl.minimum(bound, known if source <= SIZES.rank else high)
-        store_part(parts + 2 * source * NUM_OWN, begin, bound, mask, NUM_OWN)
+        store_part(parts + 2 * source * SIZES.num_own, begin, bound, mask, SIZES.num_own)
         if source == SIZES.rank and replica_ranges is not None:
-            NUM_PLACES: tl.constexpr = EXPERTS_PER_RANK - NUM_OWN
-            places, is_place = replica_ranges + expert - NUM_OWN, is_local & (expert >= NUM_OWN)
+            NUM_PLACES: tl.constexpr = SIZES.experts_per_rank - SIZES.num_own
+            places, is_place = (
+                replica_ranges + expert - SIZES.num_own,
+                is_local & (expert >= SIZES.num_own),
+            )
             store_part(places, first, end, is_place, NUM_PLACES)
             store_part(places + 2 * NUM_PLACES, first, begin, is_place, NUM_PLACES)
             store_part(places + 4 * NUM_PLACES, begin, bound, is_place, NUM_PLACES)
@@ -458,17 +464,15 @@ def lay_out_kernel(
     replica_ranges,
     SIZES: tl.constexpr,
 ):
-    RANK: tl.constexpr = SIZES.rank
-    EXPERTS_PER_RANK: tl.constexpr = SIZES.experts_per_rank
     RANK_LANES: tl.constexpr = SIZES.rank_lanes
     EXPERT_LANES: tl.constexpr = SIZES.expert_lanes
     LAYOUT: tl.constexpr = SIZES.layout
-    half = barrier_epoch(bases, RANK, LAYOUT.counters) & 1
-    table = count_row(tl.load(bases + RANK), half, 0, LAYOUT)
+    half = barrier_epoch(bases, SIZES.rank, LAYOUT.counters) & 1
+    table = count_row(tl.load(bases + SIZES.rank), half, 0, LAYOUT)
 
     rank = tl.arange(0, RANK_LANES)
     is_rank = rank < SIZES.num_ranks
-    word = tl.arange(0, HEADER_WORDS)
+    word = tl.arange(0, CONTROL.HEADER_WORDS)
     headers = tl.load(
         table + rank[:, None] * SIZES.layout.row_words + word[None, :],
         mask=is_rank[:, None],
@@ -477,13 +481,13 @@ def lay_out_kernel(
 
     # Tiles [destination rank, its experts]; sources are looped over.
     local = tl.arange(0, EXPERT_LANES)
-    is_local = local < EXPERTS_PER_RANK
-    expert = rank[:, None] * EXPERTS_PER_RANK + local[None, :]
+    is_local = local < SIZES.experts_per_rank
+    expert = rank[:, None] * SIZES.experts_per_rank + local[None, :]
     is_expert = is_rank[:, None] & is_local[None, :]
-    is_mine = is_expert & (rank == RANK)[:, None]
-    counts = table + HEADER_WORDS + expert
+    is_mine = is_expert & (rank == SIZES.rank)[:, None]
+    counts = table + CONTROL.HEADER_WORDS + expert
     load = tl.zeros((RANK_LANES, EXPERT_LANES), tl.int32)
-    tokens_to_rank = table + HEADER_WORDS + SIZES.num_ranks * EXPERTS_PER_RANK + rank
+    tokens_to_rank = table + CONTROL.HEADER_WORDS + SIZES.num_ranks * SIZES.experts_per_rank + rank
     num_packed = tl.zeros((RANK_LANES,), tl.int32)  # if nothing is dropped
     for source in range(SIZES.num_ranks):
         load += tl.load(counts + source * SIZES.layout.row_words, mask=is_expert, other=0)
@@ -502,7 +506,7 @@ def lay_out_kernel(
 
     start = tl.cumsum(kept, axis=1) - kept
     num_kept = tl.sum(kept, axis=1)
-    own_row = expert - RANK * EXPERTS_PER_RANK
+    own_row = expert - SIZES.rank * SIZES.experts_per_rank
     before = tl.zeros(
         (RANK_LANES, EXPERT_LANES), tl.int32
     )  # slots of the expert on earlier sources
@@ -513,19 +517,19 @@ def lay_out_kernel(
         tokens = tl.load(tokens_to_rank + source * SIZES.layout.row_words, mask=is_rank, other=0)
         kept_here = tl.minimum(tl.maximum(kept - before, 0), count)
         region = tl.minimum(tl.sum(kept_here, axis=1), tokens)
-        tl.store(slot_limit + expert, kept_here, mask=is_expert & (source == RANK))
-        tl.store(packed_start + rank, packed, mask=is_rank & (source == RANK))
-        tl.store(packed_limit + rank, region, mask=is_rank & (source == RANK))
-        tl.store(source_to_packed_start + source + rank * 0, packed, mask=rank == RANK)
+        tl.store(slot_limit + expert, kept_here, mask=is_expert & (source == SIZES.rank))
+        tl.store(packed_start + rank, packed, mask=is_rank & (source == SIZES.rank))
+        tl.store(packed_limit + rank, region, mask=is_rank & (source == SIZES.rank))
+        tl.store(source_to_packed_start + source + rank * 0, packed, mask=rank == SIZES.rank)
         row = start + tl.minimum(before, kept)
-        tl.store(source_to_row_start + source * EXPERTS_PER_RANK + own_row, row, mask=is_mine)
-        own_before = tl.where(source == RANK, before, own_before)
+        tl.store(source_to_row_start + source * SIZES.experts_per_rank + own_row, row, mask=is_mine)
+        own_before = tl.where(source == SIZES.rank, before, own_before)
         before += count
         packed += region
-    tl.store(source_to_packed_start + SIZES.num_ranks + rank * 0, packed, mask=rank == RANK)
+    tl.store(source_to_packed_start + SIZES.num_ranks + rank * 0, packed, mask=rank == SIZES.rank)
 
     tl.store(
-        source_to_row_start + SIZES.num_ranks * EXPERTS_PER_RANK + own_row,
+        source_to_row_start + SIZES.num_ranks * SIZES.experts_per_rank + own_row,
         start + kept,
         mask=is_mine,
     )
@@ -544,16 +548,18 @@ def lay_out_kernel(
     summary = tl.where(word == CONTROL.SUM_LIMIT, limit, summary)
     summary = tl.where(word == CONTROL.SUM_VALUE, value, summary)
     summary = tl.where(word == CONTROL.SUM_WHERE, where, summary)
-    summary = tl.where(word == CONTROL.SUM_NUM_ROWS, pick(num_kept, rank == RANK, 0), summary)
+    summary = tl.where(word == CONTROL.SUM_NUM_ROWS, pick(num_kept, rank == SIZES.rank, 0), summary)
     summary = tl.where(word == CONTROL.SUM_MAX_ROWS, tl.max(num_kept, axis=0), summary)
-    summary = tl.where(word == CONTROL.SUM_NUM_PACKED, pick(packed, rank == RANK, 0), summary)
+    summary = tl.where(word == CONTROL.SUM_NUM_PACKED, pick(packed, rank == SIZES.rank, 0), summary)
     summary = tl.where(word == CONTROL.SUM_MAX_PACKED, tl.max(packed, axis=0), summary)
     summary = tl.where(word == CONTROL.SUM_NUM_DROPPED, dropped, summary)
     tl.store(report + word, summary)
     if SIZES.record_errors:
         is_raised = (error != CONTROL.PLAN_OK) & (error != CONTROL.PLAN_FAULT)
         if is_raised & (error != CONTROL.PLAN_NO_ROOM):
-            counters = (tl.load(bases + RANK) + SIZES.layout.counters).to(tl.pointer_type(tl.int64))
+            counters = (tl.load(bases + SIZES.rank) + SIZES.layout.counters).to(
+                tl.pointer_type(tl.int64)
+            )
             tl.store(
                 counters + CONTROL.FAULTED, 1
             )  # on every rank: no trip of this plan moves rows
@@ -572,25 +578,17 @@ def lay_out_kernel(
 
 
 @fast_jit([])
-def post_report_kernel(
-    report,
-    posted: tl.int64,
-    plan: tl.int64,
-    WORDS: tl.constexpr,
-    SLOTS: tl.constexpr,
-    BITS: tl.constexpr,
-):
-    word = tl.arange(0, WORDS)
+def post_report_kernel(report, posted: tl.int64, plan: tl.int64):
+    word = tl.arange(0, CONTROL.SUMMARY_WORDS)
     value = tl.load(report + word).to(tl.int64) & 0xFFFFFFFF
-    tag = (plan & ((1 << BITS) - 1)).to(tl.int64)
-    row = posted.to(tl.pointer_type(tl.int64)) + plan % SLOTS * WORDS  # pinned host memory
-    tl.store(row + word, (tag << 32) | value)
+    tag = (plan & ((1 << CONTROL.GENERATION_BITS) - 1)).to(tl.int64)
+    rows = posted.to(tl.pointer_type(tl.int64))  # pinned host memory
+    place = rows + plan % CONTROL.REPORT_SLOTS * CONTROL.SUMMARY_WORDS + word
+    tl.store(place, (tag << 32) | value)
 
 
 def post_report(report, posted, *, plan):
-    sizes = {"WORDS": control.SUMMARY_WORDS, "SLOTS": control.REPORT_SLOTS}
-    constants = kept_constants(**sizes, BITS=control.GENERATION_BITS, num_warps=1)
-    launch(post_report_kernel, (1,), constants, report, posted.data_ptr(), plan)
+    launch(post_report_kernel, (1,), kept_constants(num_warps=1), report, posted.data_ptr(), plan)
 
 
 def lay_out(peers, received, status, plan, *, capacity, overflow, ranks):
@@ -628,13 +626,16 @@ def slots_and_places(topk_idx, starts, block, num_tokens, part, SIZES: tl.conste
     rank's slots of it. starts: of the experts in this block."""
     BLOCK_SLOTS: tl.constexpr = SIZES.block_slots
     OTHER_SLOTS: tl.constexpr = SIZES.other_slots
-    first_slot = block * TOKENS_PER_BLOCK * SIZES.top_k
-    num_slots = tl.minimum(TOKENS_PER_BLOCK, num_tokens - block * TOKENS_PER_BLOCK) * SIZES.top_k
+    first_slot = block * CONTROL.TOKENS_PER_BLOCK * SIZES.top_k
+    num_slots = (
+        tl.minimum(CONTROL.TOKENS_PER_BLOCK, num_tokens - block * CONTROL.TOKENS_PER_BLOCK)
+        * SIZES.top_k
+    )
     index = part + tl.arange(0, BLOCK_SLOTS)
     is_slot = index < num_slots
     expert = load_experts(topk_idx, first_slot + index, is_slot, SIZES.num_experts)
     earlier = tl.zeros((BLOCK_SLOTS, OTHER_SLOTS), tl.int32)
-    for first in range(0, TOKENS_PER_BLOCK * SIZES.top_k, OTHER_SLOTS):
+    for first in range(0, CONTROL.TOKENS_PER_BLOCK * SIZES.top_k, OTHER_SLOTS):
         other_index = first + tl.arange(0, OTHER_SLOTS)
         other = load_experts(
             topk_idx, first_slot + other_index, other_index < num_slots, SIZES.num_experts
@@ -660,10 +661,9 @@ def assign_rows_kernel(
     num_tokens: tl.int32,
     SIZES: tl.constexpr,
 ):
-    NUM_EXPERTS: tl.constexpr = SIZES.num_experts
     block = tl.program_id(0)
-    starts = block_starts + block * (NUM_EXPERTS + SIZES.num_ranks + 2)
-    for part in range(0, TOKENS_PER_BLOCK * SIZES.top_k, SIZES.block_slots):
+    starts = block_starts + block * (SIZES.num_experts + SIZES.num_ranks + 2)
+    for part in range(0, CONTROL.TOKENS_PER_BLOCK * SIZES.top_k, SIZES.block_slots):
         slot, is_slot, expert, place = slots_and_places(
             topk_idx, starts, block, num_tokens, part, SIZES
         )
@@ -688,7 +688,7 @@ def assign_rows_kernel(
     is_rank = rank < SIZES.num_ranks
     tl.store(block_tokens + block * SIZES.num_ranks + rank, tl.sum(goes, axis=0), mask=is_rank)
     if not SIZES.drop:
-        start = tl.load(starts + NUM_EXPERTS + rank, mask=is_rank, other=0)
+        start = tl.load(starts + SIZES.num_experts + rank, mask=is_rank, other=0)
         start += tl.load(packed_start + rank, mask=is_rank, other=0)
         store_packed_rows(token_to_packed_row + entry, start, goes, is_entry)
 
@@ -696,7 +696,7 @@ def assign_rows_kernel(
 @triton.jit
 def tokens_and_ranks(block, num_tokens, SIZES: tl.constexpr):
     """Tokens of a block, lanes over ranks, and where both are in [T, R], with its mask."""
-    token = block * TOKENS_PER_BLOCK + tl.arange(0, TOKENS_PER_BLOCK)
+    token = block * CONTROL.TOKENS_PER_BLOCK + tl.arange(0, CONTROL.TOKENS_PER_BLOCK)
     rank = tl.arange(0, SIZES.rank_lanes)
     is_entry = (token < num_tokens)[:, None] & (rank < SIZES.num_ranks)[None, :]
     return token, rank, token[:, None] * SIZES.num_ranks + rank[None, :], is_entry

@@ -1,4 +1,4 @@
-"""Replicas of experts: where they are, which slots go there, what travels (Triton). Letters: contract/replicas.py."""
+"""Replicas of experts: where they are, which slots go there, what travels (Triton). Letters: contract/plan.py."""
 
 import functools
 import math
@@ -7,15 +7,12 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from symmoe.kernels import control
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
 from symmoe.kernels.launch.launch import Constants, fast_jit, kept_constants, kept_sizes, launch
 from symmoe.kernels.tensor_table import packed_and_table
 from symmoe.kernels.triton.plan import (
-    HEADER_WORDS,
     INT32_MAX,
     OTHER_SLOTS,
-    TOKENS_PER_BLOCK,
     block_slots,
     count_block,
     count_constants,
@@ -23,10 +20,9 @@ from symmoe.kernels.triton.plan import (
     plan_constants,
     slots_and_places,
 )
-from symmoe.kernels.triton.sync import barrier_epoch
+from symmoe.kernels.triton.sync import CONTROL, barrier_epoch
 from symmoe.kernels.triton.tiles import TRITON_DTYPES, matrix_of
 
-NUM_PUBLISHED = tl.constexpr(control.NUM_PUBLISHED)
 NUM_PROGRAMS = 2 * 132  # two for each of an H200's SMs
 BLOCK, NUM_WARPS = 8192, 8  # numbers that a program moves at a time
 
@@ -42,74 +38,74 @@ def place_replicas_kernel(
     slack: tl.int32,
     SIZES: tl.constexpr,
 ):
-    EXPERTS_PER_RANK: tl.constexpr = SIZES.experts_per_rank
-    NUM_RANKS: tl.constexpr = SIZES.num_ranks
-    NUM_PLACES: tl.constexpr = SIZES.num_places
-    NEAR: tl.constexpr = SIZES.num_near
     RANK_LANES: tl.constexpr = SIZES.rank_lanes
     EXPERT_LANES: tl.constexpr = SIZES.expert_lanes
     LAYOUT: tl.constexpr = SIZES.layout
     half = barrier_epoch(bases, SIZES.rank, LAYOUT.counters) & 1
-    counts = count_row(tl.load(bases + SIZES.rank), half, 0, LAYOUT) + HEADER_WORDS
+    counts = count_row(tl.load(bases + SIZES.rank), half, 0, LAYOUT) + CONTROL.HEADER_WORDS
     rank, local = tl.arange(0, RANK_LANES), tl.arange(0, EXPERT_LANES)
-    first = tl.program_id(0) * NEAR
-    is_rank, is_source = (rank >= first) & (rank < first + NEAR), rank < NUM_RANKS
-    expert = rank[:, None] * EXPERTS_PER_RANK + local[None, :]
-    is_expert = is_rank[:, None] & (local < EXPERTS_PER_RANK)[None, :]
+    first = tl.program_id(0) * SIZES.num_near
+    is_rank, is_source = (rank >= first) & (rank < first + SIZES.num_near), rank < SIZES.num_ranks
+    expert = rank[:, None] * SIZES.experts_per_rank + local[None, :]
+    is_expert = is_rank[:, None] & (local < SIZES.experts_per_rank)[None, :]
     left = tl.zeros((RANK_LANES, EXPERT_LANES), tl.int32)
-    for source in range(NUM_RANKS):
+    for source in range(SIZES.num_ranks):
         left += tl.load(counts + source * LAYOUT.row_words + expert, mask=is_expert, other=0)
     own = tl.load(counts + SIZES.rank * LAYOUT.row_words + expert, mask=is_expert, other=0)
     tl.store(expert_load + expert, left, mask=is_expert)
-    for other in range(NUM_RANKS):
+    for other in range(SIZES.num_ranks):
         here = tl.where((rank == other)[:, None], own, 0)
-        tl.store(copy_slots + expert * NUM_RANKS + other, here, mask=is_expert)
+        tl.store(copy_slots + expert * SIZES.num_ranks + other, here, mask=is_expert)
         tl.store(
-            expert_to_place + expert * NUM_RANKS + other,
+            expert_to_place + expert * SIZES.num_ranks + other,
             tl.full(expert.shape, -1, tl.int32),
             mask=is_expert,
         )
-    for place in range(NUM_PLACES):
+    for place in range(SIZES.num_places):
         tl.store(
-            place_to_expert + rank * NUM_PLACES + place,
+            place_to_expert + rank * SIZES.num_places + place,
             tl.full(rank.shape, -1, tl.int32),
             mask=is_rank,
         )
-        tl.store(place_rows + rank * NUM_PLACES + place, tl.zeros_like(rank), mask=is_rank)
+        tl.store(place_rows + rank * SIZES.num_places + place, tl.zeros_like(rank), mask=is_rank)
     tl.debug_barrier()  # what comes now is written to the same places
 
     rows, used = tl.sum(left, axis=1), tl.zeros_like(rank)
     total = tl.sum(rows.to(tl.int64), axis=0)
-    mean = tl.cdiv(total, NEAR).to(tl.int32)
-    limit = tl.cdiv(total * (1000 + slack), 1000 * NEAR).to(tl.int32)
-    for _ in range(NEAR * NUM_PLACES):
+    mean = tl.cdiv(total, SIZES.num_near).to(tl.int32)
+    limit = tl.cdiv(total * (1000 + slack), 1000 * SIZES.num_near).to(tl.int32)
+    for _ in range(SIZES.num_near * SIZES.num_places):
         most = tl.max(rows, axis=0)
-        giver = tl.min(tl.where((rows == most) & is_rank, rank, NUM_RANKS), axis=0)
-        room = tl.where(is_rank & (used < NUM_PLACES), mean - rows, 0)
+        giver = tl.min(tl.where((rows == most) & is_rank, rank, SIZES.num_ranks), axis=0)
+        room = tl.where(is_rank & (used < SIZES.num_places), mean - rows, 0)
         most_room = tl.max(room, axis=0)
-        taker = tl.min(tl.where(room == most_room, rank, NUM_RANKS), axis=0)
+        taker = tl.min(tl.where(room == most_room, rank, SIZES.num_ranks), axis=0)
         its = tl.where((rank == giver)[:, None] & is_expert, left, -1)
         largest = tl.max(tl.max(its, axis=1), axis=0)
         given = tl.min(tl.min(tl.where(its == largest, expert, INT32_MAX), axis=1), axis=0)
         number = tl.minimum(tl.minimum(most - mean, most_room), largest)
         if (most > limit) & (number > 0):
             place = tl.sum(tl.where(rank == taker, used, 0), axis=0)
-            tl.store(place_to_expert + taker * NUM_PLACES + place, given)
-            tl.store(place_rows + taker * NUM_PLACES + place, number)
-            tl.store(expert_to_place + given * NUM_RANKS + taker, place)
+            tl.store(place_to_expert + taker * SIZES.num_places + place, given)
+            tl.store(place_rows + taker * SIZES.num_places + place, number)
+            tl.store(expert_to_place + given * SIZES.num_ranks + taker, place)
             used += (rank == taker).to(tl.int32)
             rows += number * ((rank == taker).to(tl.int32) - (rank == giver).to(tl.int32))
             left -= tl.where(expert == given, number, 0)
     tl.debug_barrier()  # what other threads have stored is read back
 
-    for n in range(NEAR * NUM_PLACES):
-        given = tl.load(place_to_expert + first * NUM_PLACES + n)
+    for n in range(SIZES.num_near * SIZES.num_places):
+        given = tl.load(place_to_expert + first * SIZES.num_places + n)
         if given >= 0:
             count = tl.load(counts + rank * LAYOUT.row_words + given, mask=is_source, other=0)
-            places = tl.load(expert_to_place + given * NUM_RANKS + rank, mask=is_rank, other=-1)
-            wanted = tl.load(place_rows + rank * NUM_PLACES + places, mask=places >= 0, other=0)
+            places = tl.load(
+                expert_to_place + given * SIZES.num_ranks + rank, mask=is_rank, other=-1
+            )
+            wanted = tl.load(
+                place_rows + rank * SIZES.num_places + places, mask=places >= 0, other=0
+            )
             wanted = tl.where(
-                rank == given // EXPERTS_PER_RANK, tl.sum(count - wanted, axis=0), wanted
+                rank == given // SIZES.experts_per_rank, tl.sum(count - wanted, axis=0), wanted
             )
             stay = tl.minimum(count, wanted)
             rest, taken = count - stay, tl.cumsum(wanted - stay, axis=0)
@@ -117,7 +113,7 @@ def place_replicas_kernel(
             begin = end - tl.sum(tl.where(rank == SIZES.rank, rest, 0), axis=0)
             crossing = tl.minimum(taken, end) - tl.maximum(taken - wanted + stay, begin)
             slots = tl.maximum(crossing, 0) + tl.where(rank == SIZES.rank, stay, 0)
-            tl.store(copy_slots + given * NUM_RANKS + rank, slots, mask=is_rank)
+            tl.store(copy_slots + given * SIZES.num_ranks + rank, slots, mask=is_rank)
 
 
 def place_replicas(peers, plan, *, slack, num_near):
@@ -156,28 +152,28 @@ def choose_copies_kernel(
     SIZES: tl.constexpr,
     COPIES: tl.constexpr,
 ):
-    NUM_EXPERTS: tl.constexpr = SIZES.num_experts
-    EXPERTS_PER_RANK: tl.constexpr = SIZES.experts_per_rank
-    COPIES_PER_RANK: tl.constexpr = EXPERTS_PER_RANK + SIZES.num_places
+    COPIES_PER_RANK: tl.constexpr = SIZES.experts_per_rank + SIZES.num_places
     block = tl.program_id(0)
-    starts = block_starts + block * (NUM_EXPERTS + SIZES.num_ranks + 2)
-    for part in range(0, TOKENS_PER_BLOCK * SIZES.top_k, SIZES.block_slots):
+    starts = block_starts + block * (SIZES.num_experts + SIZES.num_ranks + 2)
+    for part in range(0, CONTROL.TOKENS_PER_BLOCK * SIZES.top_k, SIZES.block_slots):
         slot, is_slot, expert, index = slots_and_places(
             topk_idx, starts, block, num_tokens, part, SIZES
         )
         valid = expert >= 0
-        home = tl.where(valid, expert, 0) // EXPERTS_PER_RANK
+        home = tl.where(valid, expert, 0) // SIZES.experts_per_rank
         copy, begin = tl.full(expert.shape, -1, tl.int32), tl.zeros_like(expert)
         for rank in range(SIZES.num_ranks):
             end = begin + tl.load(copy_slots + expert * SIZES.num_ranks + rank, mask=valid, other=0)
             place = tl.load(expert_to_place + expert * SIZES.num_ranks + rank, mask=valid, other=-1)
-            own = tl.where(home == rank, expert - home * EXPERTS_PER_RANK, EXPERTS_PER_RANK + place)
+            own = tl.where(
+                home == rank, expert - home * SIZES.experts_per_rank, SIZES.experts_per_rank + place
+            )
             copy = tl.where(
                 (index >= begin) & (index < end) & valid, rank * COPIES_PER_RANK + own, copy
             )
             begin = end
         ids = tl.load(topk_idx + slot, mask=is_slot, other=-1)
-        is_bad = (ids < -1) | (ids >= NUM_EXPERTS)
+        is_bad = (ids < -1) | (ids >= SIZES.num_experts)
         tl.store(
             slot_to_copy + slot,
             tl.where(is_bad, SIZES.num_ranks * COPIES_PER_RANK, copy),
@@ -275,7 +271,7 @@ def _move(kernel, pair, places, peers, received, *, column, starts):
 @triton.jit
 def place_of_peer(bases, received, rank, place, KIND: tl.constexpr, SIZES: tl.constexpr):
     """Pointer to the matrix of a place of a rank, and whether the call has not failed."""
-    offset = tl.load(received + rank * NUM_PUBLISHED + SIZES.column)
+    offset = tl.load(received + rank * CONTROL.NUM_PUBLISHED + SIZES.column)
     matrices = (tl.load(bases + rank) + offset + KIND.start).to(tl.pointer_type(KIND.dtype))
     return tl.multiple_of(matrices, 16) + tl.cast(place, tl.int64) * KIND.width, offset >= 0
 
@@ -285,7 +281,6 @@ def push_matrices(
     weight, table, place_to_expert, bases, received, KIND: tl.constexpr, SIZES: tl.constexpr
 ):
     """push_replicas of one weight."""
-    WIDTH: tl.constexpr = KIND.width
     for n in range(SIZES.num_ranks * SIZES.num_places):
         own = (
             tl.load(place_to_expert + SIZES.first_rank * SIZES.num_places + n) - SIZES.first_expert
@@ -294,12 +289,16 @@ def push_matrices(
             rank, place = n // SIZES.num_places, n % SIZES.num_places
             target, goes_on = place_of_peer(bases, received, rank, place, KIND, SIZES)
             if goes_on:
-                source = matrix_of(weight, table, own, WIDTH, KIND.dtype)
+                source = matrix_of(weight, table, own, KIND.width, KIND.dtype)
                 for first in range(
-                    tl.program_id(0) * SIZES.block, WIDTH, tl.num_programs(0) * SIZES.block
+                    tl.program_id(0) * SIZES.block, KIND.width, tl.num_programs(0) * SIZES.block
                 ):
                     at = first + tl.arange(0, SIZES.block)
-                    tl.store(target + at, tl.load(source + at, mask=at < WIDTH), mask=at < WIDTH)
+                    tl.store(
+                        target + at,
+                        tl.load(source + at, mask=at < KIND.width),
+                        mask=at < KIND.width,
+                    )
 
 
 @fast_jit(["w0", "w1"])
@@ -329,7 +328,6 @@ def push_replicas(weights, place_to_expert, peers, received, *, column, starts):
 @triton.jit
 def add_matrices(gradient, table, tables, bases, received, KIND: tl.constexpr, SIZES: tl.constexpr):
     """add_from_replicas of one gradient. tables: place_to_expert and expert_to_place."""
-    WIDTH: tl.constexpr = KIND.width
     place_to_expert, expert_to_place = tables
     lane = tl.arange(0, SIZES.rank_lanes)
     for n in range(SIZES.num_ranks * SIZES.num_places):
@@ -341,18 +339,20 @@ def add_matrices(gradient, table, tables, bases, received, KIND: tl.constexpr, S
         if is_own & (
             tl.max(earlier, axis=0) < 0
         ):  # at the first replica of an expert, all are added
-            sums = matrix_of(gradient, table, own, WIDTH, KIND.dtype)
+            sums = matrix_of(gradient, table, own, KIND.width, KIND.dtype)
             for first in range(
-                tl.program_id(0) * SIZES.block, WIDTH, tl.num_programs(0) * SIZES.block
+                tl.program_id(0) * SIZES.block, KIND.width, tl.num_programs(0) * SIZES.block
             ):
                 at = first + tl.arange(0, SIZES.block)
-                total = tl.load(sums + at, mask=at < WIDTH, other=0.0).to(tl.float32)
+                total = tl.load(sums + at, mask=at < KIND.width, other=0.0).to(tl.float32)
                 for peer in range(rank, SIZES.num_ranks):
                     place = tl.load(places + peer)
                     theirs, goes_on = place_of_peer(bases, received, peer, place, KIND, SIZES)
                     if (place >= 0) & goes_on:
-                        total += tl.load(theirs + at, mask=at < WIDTH, other=0.0).to(tl.float32)
-                tl.store(sums + at, total.to(KIND.dtype), mask=at < WIDTH)
+                        total += tl.load(theirs + at, mask=at < KIND.width, other=0.0).to(
+                            tl.float32
+                        )
+                tl.store(sums + at, total.to(KIND.dtype), mask=at < KIND.width)
 
 
 @fast_jit(["dw0", "dw1"])

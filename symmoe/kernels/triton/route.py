@@ -191,9 +191,11 @@ def choose_experts_grad_kernel(
     mask = is_token[:, None] & (expert < SIZES.num_experts)[None, :]
     at = token[:, None] * SIZES.num_experts + expert[None, :]
     score = tl.load(scores + at, mask=mask, other=0.0)
-    d_score = tl.zeros((TOKENS, EXPERT_LANES), tl.float32)
-    if d_scores is not None:
-        d_score = tl.load(d_scores + at, mask=mask, other=0.0)
+    d_score = (
+        tl.zeros((TOKENS, EXPERT_LANES), tl.float32)
+        if d_scores is None
+        else tl.load(d_scores + at, mask=mask, other=0.0)
+    )
     if d_probs is not None:
         choice = token[:, None] * SIZES.top_k + place[None, :]
         is_choice = is_token[:, None] & (place < SIZES.top_k)[None, :]
@@ -213,10 +215,11 @@ def choose_experts_grad_kernel(
             number_k = tl.sum(tl.where(own, d_chosen, 0.0), axis=1)
             expert_k = tl.sum(tl.where(own, chosen, 0), axis=1)
             d_score += tl.where(expert[None, :] == expert_k[:, None], number_k[:, None], 0.0)
-    if SIZES.rule.score == "softmax":
-        d_logit = score * (d_score - tl.sum(d_score * score, axis=1)[:, None])
-    else:
-        d_logit = d_score * score * (1.0 - score)
+    d_logit = (
+        score * (d_score - tl.sum(d_score * score, axis=1)[:, None])
+        if SIZES.rule.score == "softmax"
+        else d_score * score * (1.0 - score)
+    )
     tl.store(d_logits + at, d_logit, mask=mask)
 
 

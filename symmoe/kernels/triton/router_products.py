@@ -65,45 +65,56 @@ def matrix_tile(matrix, row, column, num_rows, WIDTH: tl.constexpr):
 
 @fast_jit()
 def router_gemm_kernel(x, parts, logits, num_tokens: tl.int32, SIZES: tl.constexpr):
-    NUM_EXPERTS: tl.constexpr = SIZES.num_experts
-    WIDTH: tl.constexpr = SIZES.width
     BLOCK_M: tl.constexpr = SIZES.block_m
     BLOCK_N: tl.constexpr = SIZES.block_n
     token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     expert = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for k in tl.range(0, WIDTH, SIZES.block_k):
+    for k in tl.range(0, SIZES.width, SIZES.block_k):
         column = k + tl.arange(0, SIZES.block_k)
-        rows = matrix_tile(x, token, column, num_tokens, WIDTH)
-        high = matrix_tile(parts, expert, column, NUM_EXPERTS, WIDTH)
-        middle = matrix_tile(parts + NUM_EXPERTS * WIDTH, expert, column, NUM_EXPERTS, WIDTH)
-        low = matrix_tile(parts + 2 * NUM_EXPERTS * WIDTH, expert, column, NUM_EXPERTS, WIDTH)
+        rows = matrix_tile(x, token, column, num_tokens, SIZES.width)
+        high = matrix_tile(parts, expert, column, SIZES.num_experts, SIZES.width)
+        middle = matrix_tile(
+            parts + SIZES.num_experts * SIZES.width, expert, column, SIZES.num_experts, SIZES.width
+        )
+        low = matrix_tile(
+            parts + 2 * SIZES.num_experts * SIZES.width,
+            expert,
+            column,
+            SIZES.num_experts,
+            SIZES.width,
+        )
         terms = tl.dot(rows, low.T)
         terms = tl.dot(rows, middle.T, terms)
         terms = tl.dot(rows, high.T, terms)
         total += terms
-    mask = (token < num_tokens)[:, None] & (expert < NUM_EXPERTS)[None, :]
-    tl.store(logits + token.to(tl.int64)[:, None] * NUM_EXPERTS + expert[None, :], total, mask=mask)
+    mask = (token < num_tokens)[:, None] & (expert < SIZES.num_experts)[None, :]
+    tl.store(
+        logits + token.to(tl.int64)[:, None] * SIZES.num_experts + expert[None, :], total, mask=mask
+    )
 
 
 @fast_jit()
 def router_dgrad_kernel(d_parts, parts, dx, num_tokens: tl.int32, SIZES: tl.constexpr):
-    NUM_EXPERTS: tl.constexpr = SIZES.num_experts
     BLOCK_M: tl.constexpr = SIZES.block_m
     BLOCK_N: tl.constexpr = SIZES.block_n
     # Programs of the same tokens run side by side, and read their parts from L2.
     token = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for k in tl.range(0, NUM_EXPERTS, SIZES.block_k):
+    for k in tl.range(0, SIZES.num_experts, SIZES.block_k):
         expert = k + tl.arange(0, SIZES.block_k)
-        d_high = matrix_tile(d_parts, token, expert, num_tokens, NUM_EXPERTS)
+        d_high = matrix_tile(d_parts, token, expert, num_tokens, SIZES.num_experts)
         d_middle = matrix_tile(
-            d_parts + num_tokens.to(tl.int64) * NUM_EXPERTS, token, expert, num_tokens, NUM_EXPERTS
+            d_parts + num_tokens.to(tl.int64) * SIZES.num_experts,
+            token,
+            expert,
+            num_tokens,
+            SIZES.num_experts,
         )
-        high = matrix_tile(parts, expert, column, NUM_EXPERTS, SIZES.width)
+        high = matrix_tile(parts, expert, column, SIZES.num_experts, SIZES.width)
         middle = matrix_tile(
-            parts + NUM_EXPERTS * SIZES.width, expert, column, NUM_EXPERTS, SIZES.width
+            parts + SIZES.num_experts * SIZES.width, expert, column, SIZES.num_experts, SIZES.width
         )
         # The result is rounded to bf16: products of 2^-16 and less would not show.
         terms = tl.dot(d_middle, high)

@@ -144,14 +144,11 @@ def barrier_kernel(
     SIZES: tl.constexpr,
 ):
     # `status` is the address of pinned host memory, the same for the device; `spoiled` anything if there are no words.
-    RANK: tl.constexpr = SIZES.rank
-    NUM_RANKS: tl.constexpr = SIZES.num_ranks
     LANES: tl.constexpr = SIZES.lanes
-    LAYOUT: tl.constexpr = SIZES.layout
     peer = tl.arange(0, LANES)
-    is_peer = peer < NUM_RANKS
-    own = tl.load(bases + RANK)
-    counters = (own + LAYOUT.counters).to(tl.pointer_type(tl.int64))
+    is_peer = peer < SIZES.num_ranks
+    own = tl.load(bases + SIZES.rank)
+    counters = (own + SIZES.layout.counters).to(tl.pointer_type(tl.int64))
     epoch = tl.load(counters + CONTROL.BARRIER_EPOCH) + 1
     stopped = tl.load(counters + CONTROL.ABORTED) | tl.load(counters + CONTROL.FAULTED)
     fault |= tl.load(counters + CONTROL.RAIL_FAULT).to(tl.int32)
@@ -163,8 +160,12 @@ def barrier_kernel(
         spoil(spoiled, num_spoiled_words)
     else:
         tl.store(counters + CONTROL.BARRIER_EPOCH, epoch)
-        half = LAYOUT.mailbox + (epoch & 1) * (NUM_RANKS * CONTROL.MAIL_WORDS * 8)
-        theirs = tl.load(bases + peer, mask=is_peer, other=0) + half + RANK * CONTROL.MAIL_WORDS * 8
+        half = SIZES.layout.mailbox + (epoch & 1) * (SIZES.num_ranks * CONTROL.MAIL_WORDS * 8)
+        theirs = (
+            tl.load(bases + peer, mask=is_peer, other=0)
+            + half
+            + SIZES.rank * CONTROL.MAIL_WORDS * 8
+        )
         slot = theirs.to(tl.pointer_type(tl.int64))
         tl.store(slot + 1, word_0, mask=is_peer)
         tl.store(slot + 2, word_1, mask=is_peer)
@@ -176,7 +177,7 @@ def barrier_kernel(
         # kernel's end orders its stores before this kernel, and a release at system scope is cumulative.
         tl.atomic_xchg(slot, 2 * epoch + fault, mask=is_peer, sem="release", scope="sys")
 
-        repeated = tl.minimum(peer, NUM_RANKS - 1)  # spare lanes repeat the last peer
+        repeated = tl.minimum(peer, SIZES.num_ranks - 1)  # spare lanes repeat the last peer
         mine = own + half + repeated * (CONTROL.MAIL_WORDS * 8)
         seen = wait_for_words(mine, 2 * epoch, now_ns() + timeout_ns)
         tl.debug_barrier()  # what any thread has acquired holds for all
@@ -209,7 +210,7 @@ def barrier_kernel(
         elif first_late < LANES:
             tl.store(counters + CONTROL.ABORTED, 1)
             # The peer's last epoch may stand in the other half.
-            other = mine + (1 - 2 * (epoch & 1)) * (NUM_RANKS * CONTROL.MAIL_WORDS * 8)
+            other = mine + (1 - 2 * (epoch & 1)) * (SIZES.num_ranks * CONTROL.MAIL_WORDS * 8)
             before = tl.load(
                 other.to(tl.pointer_type(tl.int64)), mask=is_peer, other=0, volatile=True
             )

@@ -136,11 +136,8 @@ def locate_rows(tile, prefix, row_range, NUM_GROUPS: tl.constexpr, BLOCK_M: tl.c
 @triton.jit
 def tile_mask(row, end, column, WIDTH: tl.constexpr, TILE: tl.constexpr):
     """Mask [rows, columns] of what lies in the group and in the matrix, for columns of tiles TILE wide."""
-    if WIDTH % TILE == 0:
-        mask = (row < end)[:, None]
-    else:
-        mask = (row < end)[:, None] & (column < WIDTH)[None, :]
-    return mask
+    inside = (row < end)[:, None]
+    return inside if WIDTH % TILE == 0 else inside & (column < WIDTH)[None, :]
 
 
 @triton.jit
@@ -208,11 +205,7 @@ def load_tile(first, row, column, row_mask, column_mask, WIDTH: tl.constexpr):
 @triton.jit
 def lanes_inside(first, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """Mask [BLOCK] of what lies before WIDTH, counted from first; None if BLOCK divides WIDTH."""
-    if WIDTH % BLOCK == 0:
-        mask = None
-    else:
-        mask = first + tl.arange(0, BLOCK) < WIDTH
-    return mask
+    return None if WIDTH % BLOCK == 0 else first + tl.arange(0, BLOCK) < WIDTH
 
 
 @triton.jit

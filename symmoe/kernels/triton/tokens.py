@@ -11,11 +11,11 @@ import torch
 import triton
 import triton.language as tl
 
-from symmoe.kernels import control, hopper_choice
+from symmoe.kernels import hopper_choice
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
 from symmoe.kernels.launch.launch import Constants, fast_jit, kept_sizes, launch
+from symmoe.kernels.triton.sync import CONTROL
 
-NUM_PUBLISHED = tl.constexpr(control.NUM_PUBLISHED)
 ACCESS_BYTES = tl.constexpr(16)
 
 # Programs of the kernels that move rows: four for each of an H200's 132 SMs hide the latency of the index loads.
@@ -77,12 +77,8 @@ def _cut(
 def _move_slots(kernel, args, num_slots, more_programs=0, **sizes):
     """Launches a kernel that moves so many slots or values, if any."""
     if num_programs := more_programs + ceil_div(num_slots, SLOTS_PER_PROGRAM):
-        launch(kernel, (num_programs,), _slots(**sizes), *args)
-
-
-@functools.cache
-def _slots(**sizes: Any) -> Constants:
-    return _constants(block=SLOTS_PER_PROGRAM, **sizes, num_warps=4)
+        constants = _constants(block=SLOTS_PER_PROGRAM, **sizes, num_warps=4)
+        launch(kernel, (num_programs,), constants, *args)
 
 
 def _constants(top_k: int = 0, num_ranks: int = 0, **sizes: Any) -> Constants:
@@ -99,12 +95,11 @@ def _constants(top_k: int = 0, num_ranks: int = 0, **sizes: Any) -> Constants:
     )
 
 
-def _mover(name: str, rows: torch.Tensor, num_ctas: int | None) -> hopper_choice.Launcher | None:
-    """The kernel for few programs, if num_ctas is given and there is one for these rows; else None."""
-    return (
-        None
-        if num_ctas is None
-        else hopper_choice.launcher(name, rows.device, rows.dtype, rows.shape[1], rows)
+def _moved(name, rows, num_ctas, *args, **options) -> bool:
+    """Launches the kernel for few programs, if num_ctas is given and there is one for these rows."""
+    output = rows.device, rows.dtype, rows.shape[1]
+    return num_ctas is not None and hopper_choice.launched(
+        name, output, (rows,), *args, num_ctas=num_ctas, **options
     )
 
 
@@ -162,7 +157,7 @@ def push_rows_kernel(
         values = tl.load(source, mask=moves[:, None] & is_column)
         for rank in range(first_rank, end_rank):
             row = tl.load(token_to_row + token * SIZES.num_ranks + rank, mask=is_token, other=-1)
-            offset = tl.load(received + rank * NUM_PUBLISHED + SIZES.column)
+            offset = tl.load(received + rank * CONTROL.NUM_PUBLISHED + SIZES.column)
             goes = (row >= 0) & (offset >= 0) & (rank != but)
             address = tl.load(bases + rank) + offset + row.to(tl.int64) * SIZES.row_bytes
             tl.store(
@@ -175,10 +170,11 @@ def push_rows(x, token_to_row, peers, received, *, column, ranks=None, but=None,
     ranks = range(num_ranks) if ranks is None else ranks
     if num_tokens == 0 or (len(ranks) == 1 and ranks.start == but):
         return
-    if len(ranks) == 1 and (on_hopper := _mover("push_rows", x, num_ctas)) is not None:
-        on_hopper(
-            x, token_to_row, peers, received, column=column, rank=ranks.start, num_ctas=num_ctas
-        )
+    if len(ranks) == 1 and _moved(
+        *("push_rows", x, num_ctas, x, token_to_row, peers, received),
+        column=column,
+        rank=ranks.start,
+    ):
         return
     args = (
         x,
@@ -231,7 +227,7 @@ def push_slots_kernel(
         if probs is not None:
             prob = tl.load(probs + slot, mask=is_slot, other=0.0)
         for rank in range(SIZES.num_ranks):
-            offset = tl.load(received + rank * NUM_PUBLISHED + SIZES.column)
+            offset = tl.load(received + rank * CONTROL.NUM_PUBLISHED + SIZES.column)
             packed = tl.load(
                 token_to_packed_row + token * SIZES.num_ranks + rank, mask=is_slot, other=-1
             )
@@ -245,11 +241,11 @@ def push_slots_kernel(
                 mask=goes,
             )
             if probs is not None:
-                prob_offset = tl.load(received + rank * NUM_PUBLISHED + SIZES.prob_column)
+                prob_offset = tl.load(received + rank * CONTROL.NUM_PUBLISHED + SIZES.prob_column)
                 values = (base + prob_offset).to(tl.pointer_type(tl.float32))
                 tl.store(values + entry, tl.where(here, prob, 0.0), mask=goes)
     else:  # the rest of this rank's region on rank `program`
-        offset = tl.load(received + program * NUM_PUBLISHED + SIZES.column)
+        offset = tl.load(received + program * CONTROL.NUM_PUBLISHED + SIZES.column)
         used = tl.zeros((BLOCK,), tl.int32)
         for first in range(0, num_blocks, BLOCK):
             block = first + lane
@@ -360,7 +356,7 @@ def place_rows_kernel(
     rank: tl.int32,
     SIZES: tl.constexpr,
 ):
-    num = tl.where(tl.load(received + rank * NUM_PUBLISHED) < 0, 0, num_tokens)
+    num = tl.where(tl.load(received + rank * CONTROL.NUM_PUBLISHED) < 0, 0, num_tokens)
     for tile in range(tl.program_id(0), num_tiles(num, SIZES), tl.num_programs(0)):
         token, column, is_column = tile_place(tile, SIZES)
         is_token = token < num
@@ -418,10 +414,10 @@ def fan_out(rows, packed_to_row, source_to_packed_start, *, rank, source=None, n
     # One slot per token: no secondary rows.
     if rows.numel() == 0 or num_packed_cap == 0 or top_k == 1 or num_ranks == 1 or source == rank:
         return
-    if source is not None and (on_hopper := _mover("fan_out", rows, num_ctas)) is not None:
-        on_hopper(rows, packed_to_row, source_to_packed_start, source=source, num_ctas=num_ctas)
+    tables = packed_to_row, source_to_packed_start
+    if source is not None and _moved("fan_out", rows, num_ctas, rows, *tables, source=source):
         return
-    args = rows, packed_to_row, source_to_packed_start, rank, -1 if source is None else source
+    args = rows, *tables, rank, -1 if source is None else source
     _move(
         fan_out_kernel,
         args,
@@ -451,10 +447,12 @@ def push_sums_kernel(
     for step in range(first_step, end_step):  # every rank begins with another one
         home = (rank + step) % SIZES.num_ranks
         begin = tl.load(source_to_packed_start + home)
-        offset = tl.load(received + home * NUM_PUBLISHED + SIZES.column)
+        offset = tl.load(received + home * CONTROL.NUM_PUBLISHED + SIZES.column)
         num = tl.where(offset < 0, 0, tl.load(source_to_packed_start + home + 1) - begin)
         region_bytes = (
-            tl.load(received + home * NUM_PUBLISHED + SIZES.column + 1) - offset + SIZES.row_bytes
+            tl.load(received + home * CONTROL.NUM_PUBLISHED + SIZES.column + 1)
+            - offset
+            + SIZES.row_bytes
         )
         region = tl.load(bases + home) + offset + (rank - (rank > home).to(tl.int32)) * region_bytes
         for tile in range(tl.program_id(0), num_tiles(num, SIZES), tl.num_programs(0)):
@@ -498,8 +496,11 @@ def push_sums(
     if rows.numel() == 0 or num_packed_cap == 0 or num_ranks == 1 or source == rank:
         return
     tables = packed_to_row, source_to_packed_start
-    if source is not None and (on_hopper := _mover("push_sums", rows, num_ctas)) is not None:
-        on_hopper(rows, *tables, peers, received, column=column, home=source, num_ctas=num_ctas)
+    if source is not None and _moved(
+        *("push_sums", rows, num_ctas, rows, *tables, peers, received),
+        column=column,
+        home=source,
+    ):
         return
     steps = (
         (1, num_ranks)
@@ -539,7 +540,7 @@ def call_failed(received, SIZES: tl.constexpr):
     """Whether the offsets from the barrier say that nothing may be moved."""
     rank = tl.arange(0, SIZES.rank_lanes)
     offset = tl.load(
-        received + rank * NUM_PUBLISHED + SIZES.column, mask=rank < SIZES.num_ranks, other=0
+        received + rank * CONTROL.NUM_PUBLISHED + SIZES.column, mask=rank < SIZES.num_ranks, other=0
     )
     return tl.min(offset, axis=0) < 0
 
@@ -550,12 +551,11 @@ def pull_rows_kernel(
 ):
     ELEMENT: tl.constexpr = out.dtype.element_ty
     UNROLL: tl.constexpr = SIZES.unroll
-    TILE: tl.constexpr = SIZES.tile
     failed = call_failed(received, SIZES)
     for tile in range(tl.program_id(0), num_tiles(num_tokens, SIZES), tl.num_programs(0)):
         token, column, is_column = tile_place(tile, SIZES)
         is_token = token < num_tokens
-        total = tl.zeros(TILE, tl.float32)
+        total = tl.zeros(SIZES.tile, tl.float32)
         for first in range(0, SIZES.top_k, UNROLL):
             # Each step is done for all sources, so that their loads are in flight together.
             rows, places, values = (), (), ()
@@ -572,7 +572,9 @@ def pull_rows_kernel(
                 places += (
                     base
                     + tl.load(
-                        received + rank * NUM_PUBLISHED + SIZES.column, mask=rank >= 0, other=0
+                        received + rank * CONTROL.NUM_PUBLISHED + SIZES.column,
+                        mask=rank >= 0,
+                        other=0,
                     ),
                 )
             for step in tl.static_range(UNROLL):
@@ -611,9 +613,8 @@ def pull_rows(source_rank, source_row, peers, received, out, *, column):
 def sum_own_rows(slots, token, is_token, top_k, rank, rows, column, is_column, SIZES: tl.constexpr):
     """Sums of the tokens' rows on rank `rank`, which is this rank: fp32, in k order, rounded, as peers' sums are."""
     UNROLL: tl.constexpr = SIZES.unroll
-    TILE: tl.constexpr = SIZES.tile
     slot_to_rank, slot_to_row = slots
-    total = tl.zeros(TILE, tl.float32)
+    total = tl.zeros(SIZES.tile, tl.float32)
     # `top_k` is no constant so that this stays a loop: ptxas would delay the loads of returned rows in straight code.
     for first in range(0, top_k, UNROLL):
         places, values = (), ()
@@ -650,13 +651,12 @@ def sum_home_kernel(
 ):
     ELEMENT: tl.constexpr = out.dtype.element_ty
     UNROLL: tl.constexpr = SIZES.peers_unroll
-    TILE: tl.constexpr = SIZES.tile
     failed = tl.minimum(tl.load(ready), tl.load(arrived)) < 0
     for tile in range(tl.program_id(0), num_tiles(num_tokens, SIZES), tl.num_programs(0)):
         token, column, is_column = tile_place(tile, SIZES)
         is_token = token < num_tokens
-        total = tl.zeros(TILE, tl.float32)
-        own = tl.zeros(TILE, ELEMENT)
+        total = tl.zeros(SIZES.tile, tl.float32)
+        own = tl.zeros(SIZES.tile, ELEMENT)
         for first in range(0, SIZES.num_ranks, UNROLL):
             packed, values = (), ()
             for step in tl.static_range(UNROLL):
@@ -703,8 +703,7 @@ def sum_home(rows, index, trip, out, *, rank, num_ctas=None):
         return
     _, packed_start, _, slot_to_row = index
     top_k, num_ranks = slot_to_row.shape[1], packed_start.numel()
-    if num_ranks > 1 and (on_hopper := _mover("sum_home", out, num_ctas)) is not None:
-        on_hopper(rows, index, trip, out, rank=rank, num_ctas=num_ctas)
+    if num_ranks > 1 and _moved("sum_home", out, num_ctas, rows, index, trip, out, rank=rank):
         return
     args = *rows, *index, *trip, out, num_tokens, top_k, rank
     _move(
@@ -737,7 +736,7 @@ def pull_values_kernel(
     packed = tl.load(token_to_packed_row + token * SIZES.num_ranks + rank, mask=rank >= 0, other=-1)
     has = packed >= 0
     base = tl.load(bases + rank, mask=has, other=0)
-    offset = tl.load(received + rank * NUM_PUBLISHED + SIZES.column, mask=has, other=0)
+    offset = tl.load(received + rank * CONTROL.NUM_PUBLISHED + SIZES.column, mask=has, other=0)
     entry = packed.to(tl.int64) * SIZES.top_k + (slot - token * SIZES.top_k)
     value = tl.load((base + offset).to(tl.pointer_type(tl.float32)) + entry, mask=has, other=0.0)
     tl.store(out + slot, tl.where(failed, float("nan"), value), mask=is_slot)

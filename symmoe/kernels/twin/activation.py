@@ -1,4 +1,4 @@
-"""Twins of the activation of contract/activation.py. The order of the sum is that of kernels/activation.py."""
+"""Twins of the activation of contract/gemm.py. The order of the sum is that of kernels/activation.py."""
 
 import math
 from functools import partial

@@ -1,6 +1,6 @@
 """Twins of the grouped GEMMs and gradients of biases of contract/gemm.py, and of GEMMs with an activation.
 
-The latter (contract/activation.py) are compositions of the functions that they fuse: the kernels must give these bits
+The latter (contract/gemm.py) are compositions of the functions that they fuse: the kernels must give these bits
 or, where they sum in another order, these numbers. The sums of biases are in the order of kernels/bias_sums.py.
 
 MKL does not promise that a row's bits are independent of its place and of parts of rows. It gets operands aligned to

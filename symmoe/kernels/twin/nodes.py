@@ -1,6 +1,4 @@
-"""Twins of contract/nodes.py."""
-
-from __future__ import annotations
+"""Twins of contract/plan.py."""
 
 import torch
 

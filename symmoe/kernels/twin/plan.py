@@ -1,7 +1,5 @@
 """Twins of contract/plan.py."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Iterable
 

@@ -1,4 +1,4 @@
-"""Twins of contract/pointers.py."""
+"""Twins of contract/rows.py."""
 
 import ctypes
 import functools
@@ -7,7 +7,7 @@ import struct
 
 import torch
 
-from symmoe.kernels.contract.pointers import HostBytes
+from symmoe.kernels.contract.rows import HostBytes
 
 
 def host_bytes(source: HostBytes) -> memoryview:

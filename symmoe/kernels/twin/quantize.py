@@ -1,7 +1,5 @@
 """Twins of contract/quantize.py: quantisers, and scales in tiles."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Iterator
 

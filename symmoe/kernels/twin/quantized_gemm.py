@@ -1,10 +1,8 @@
-"""Twins of contract/quantized_gemm.py.
+"""Twins of contract/gemm.py.
 
 With fp32 scales a block's sum, the multiplication by its scales from left to right, and the addition to the blocks
 before it are fp32. (On GPUs a multiplication and an addition may be one operation.)
 """
-
-from __future__ import annotations
 
 import torch
 

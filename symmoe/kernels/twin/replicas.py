@@ -1,6 +1,4 @@
-"""Twins of contract/replicas.py."""
-
-from __future__ import annotations
+"""Twins of contract/plan.py."""
 
 import torch
 

@@ -1,6 +1,4 @@
-"""Twins of contract/sync.py: plain loads and stores in shared memory, in the order that x86-64 keeps."""
-
-from __future__ import annotations
+"""Twins of contract/rows.py: plain loads and stores in shared memory, in the order that x86-64 keeps."""
 
 import os
 import time
@@ -49,30 +47,25 @@ def _meet(peers, words, received, status, call, fault, timeout_ns) -> bool:
     calls = mail[:, control.MAIL_CALL]
     reached = np.where(sent >= control.ABORT, sent & control.EPOCH_MASK, sent)
     given_up = ((sent[half] >= control.ABORT) & (reached[half] < 2 * epoch)).nonzero()[0]
-    if given_up.size:
-        counters[control.ABORTED] = 1
-        word = int(sent[half, given_up[0]])
-        record(status, control.STATUS_ABORT, phase, _who_gave_up(word), epoch, word, epoch)
-        return False
-    if late:
-        counters[control.ABORTED] = 1
-        seen = int(reached[:, late[0]].max()) >> 1
-        record(status, control.STATUS_TIMEOUT, phase, late[0], epoch, seen, epoch)
-        return False
     faulted = (reached[half] == 2 * epoch + 1).nonzero()[0]
     different = (calls != calls[0]).nonzero()[0]
-    if faulted.size:
-        counters[control.FAULTED] = 1
-        record(status, control.STATUS_FAULT, phase, int(faulted[0]), epoch, epoch, epoch)
+    counter = control.ABORTED if given_up.size or late else control.FAULTED
+    if given_up.size:
+        word = int(sent[half, given_up[0]])
+        failure = control.STATUS_ABORT, _who_gave_up(word), epoch, word
+    elif late:
+        failure = control.STATUS_TIMEOUT, late[0], epoch, int(reached[:, late[0]].max()) >> 1
+    elif faulted.size:
+        failure = control.STATUS_FAULT, int(faulted[0]), epoch, epoch
     elif different.size:
-        counters[control.FAULTED] = 1
         other = int(different[0])
-        record(
-            status, control.STATUS_MISMATCH, phase, other, int(calls[0]), int(calls[other]), epoch
-        )
+        failure = control.STATUS_MISMATCH, other, int(calls[0]), int(calls[other])
     else:
         received.numpy()[:] = mail[:, 1 : 1 + control.NUM_PUBLISHED]
         return True
+    counters[counter] = 1
+    kind, *found = failure
+    record(status, kind, phase, *found, epoch)
     return False
 
 

@@ -1,7 +1,5 @@
 """Twins of contract/rows.py."""
 
-from __future__ import annotations
-
 import torch
 
 from symmoe.kernels.control import Peers

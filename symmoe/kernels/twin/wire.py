@@ -1,6 +1,4 @@
-"""Twins of contract/wire.py."""
-
-from __future__ import annotations
+"""Twins of contract/quantize.py."""
 
 import torch
 
