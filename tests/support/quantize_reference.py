@@ -120,7 +120,7 @@ def block_scales_or_nan(bits: torch.Tensor, kind: str) -> tuple[torch.Tensor, to
     amax = bits.view(torch.float32)
     scale = (amax.where(torch.isfinite(amax), 0.0) / 448).clamp(min=2.0**-126)
     if kind == "power_of_two":
-        scale = torch.from_numpy(power_of_two_above(scale.numpy()))
+        scale = torch.as_tensor(power_of_two_above(scale.numpy()))
     scale = scale.where(torch.isfinite(amax), torch.nan)
     return scale, 1.0 / scale
 
