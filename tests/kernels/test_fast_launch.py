@@ -14,7 +14,10 @@ import torch
 
 triton = pytest.importorskip("triton")
 
+import compiled_launches  # noqa: E402
+import kernel_launches as layer  # noqa: E402
 import triton.language as tl  # noqa: E402
+from compiled_launches import meta  # noqa: E402
 from fake_cuda import (  # noqa: E402
     STREAM,
     FakeCompiled,
@@ -41,7 +44,6 @@ from symmoe.kernels.hopper import gemm as hopper_gemm  # noqa: E402
 from symmoe.kernels.launch import driver, player, triton_internals  # noqa: E402
 from symmoe.kernels.launch import launch as launches  # noqa: E402
 from symmoe.kernels.launch.launch import Constants, FastLaunch  # noqa: E402
-from symmoe.kernels.tensor_table import TensorTable  # noqa: E402
 from symmoe.kernels.triton import activation, bias, gemm, gemm_act, plan, sync, tiles, tokens  # noqa: E402
 
 FIRST_GLOBAL = tl.constexpr(3)
@@ -526,67 +528,38 @@ def test_every_launcher_makes_calls_that_are_understood(fake_cuda, monkeypatch):
 def test_every_gemm_launcher_makes_calls_that_are_understood(fake_cuda, monkeypatch):
     """All launches after the first one are fast, whatever the tensors' addresses and the number of rows."""
     jits = fake_jits(monkeypatch, fake_cuda, activation, bias, gemm, gemm_act)
+    monkeypatch.setattr(compiled_launches, "DEVICE", "cpu")
 
-    def step(num_rows, dtype=torch.bfloat16, G=4, H=64, ffn=32):
-        empty, act = torch.empty, Activation()
-        w1, w2 = empty(G, 2 * ffn, H, dtype=dtype), empty(G, H, ffn, dtype=dtype)
-        row_range, scale, dscale = empty(2, G, dtype=torch.int32), empty(num_rows), empty(num_rows)
-        x, y, a = (
-            empty(num_rows, H, dtype=dtype),
-            empty(num_rows, H, dtype=dtype),
-            empty(num_rows, ffn, dtype=dtype),
-        )
-        h, b1 = empty(num_rows, 2 * ffn, dtype=dtype), empty(G, 2 * ffn, dtype=dtype)
-        workspace = empty(gpu.dact_workspace_numel(num_rows, G, ffn, act))
-        gpu.grouped_gemm_act(x, w1, row_range, scale, (h, a), act, num_sms=8)
-        gpu.grouped_gemm(a, w2, row_range, y, zero_tail=True, num_sms=8)
-        gpu.grouped_gemm_dact(
-            y, w2, row_range, (h, scale), (h, a, dscale, b1), workspace, act, num_sms=8
-        )
-        gpu.grouped_gemm_dgrad(h, w1, row_range, x, num_sms=8)
-        gpu.grouped_gemm_wgrad(h, x, row_range, w1, num_sms=8)
-        gpu.grouped_bias_grad(h, row_range, b1)
-        gpu.grouped_bias_dot(h, b1, row_range, dscale)
-        gpu.scaled_activation(h, scale, a, act)
-        gpu.scaled_activation_grad(a, h, scale, h, dscale, act)
-        gpu.grouped_gemm_wgrad(h[:0], x[:0], row_range, table(w1), num_sms=8)
-        gradients = h, a, None, None
-        partials = gpu.grouped_gemm_dact(
-            y, w2, row_range, (h, scale), gradients, workspace, act, num_sms=8
-        )
-        gpu.sum_dact_partials(workspace, row_range, dscale, partials)
+    def step(num_rows):
+        shape = (4, 64, 32, num_rows)
+        for function, options in layer.GEMMS:
+            layer.launch_gemm(function, shape, torch.bfloat16, **options)
+        for layout in layer.LAYOUTS:
+            layer.launch_activations(shape, Activation(), layout=layout)
+        for gather in (False, True):
+            layer.launch_bias_gradients(torch.bfloat16, gather, shape)
+        layer.launch_zeros(torch.bfloat16)
 
     assert_only_the_first_compiles(jits, step, (64, 1, 64, 65, 4096))
 
 
 def test_every_launcher_for_hopper_makes_calls_that_are_understood(fake_cuda, monkeypatch):
     jits = fake_jits(monkeypatch, fake_cuda, hopper_gemm, act, wgrad, rows)
-    arena = torch.zeros(1 << 16, dtype=torch.uint8)
-    peers = Peers(
-        rank=0, num_ranks=2, bases=torch.zeros(2), views=(arena, arena), layout=ControlLayout(2)
-    )
+    monkeypatch.setattr(compiled_launches, "DEVICE", "cpu")
+    peers = layer.peers_of(2, 0, 1 << 16)
 
-    def step(num_rows, dtype=torch.bfloat16, G=4, H=64, ffn=256):
-        empty, swiglu = torch.empty, Activation()
-        w1, w2 = empty(G, 2 * ffn, H, dtype=dtype), empty(G, H, ffn, dtype=dtype)
-        row_range, scale = empty(2, G, dtype=torch.int32), empty(num_rows)
-        x, a, h = (empty(num_rows, width, dtype=dtype) for width in (H, ffn, 2 * ffn))
-        index, sums = empty(num_rows, dtype=torch.int32), empty(4 * num_rows)
-        for k_first, source, out in ((False, a, x), (True, x, a)):
-            hopper_gemm.launch_gemm(
-                source, w2, row_range, out, weight_k_first=k_first, zero_tail=True, num_sms=8
-            )
-        act.launch_act(x, w1, row_range, scale, (h, a), swiglu, num_sms=8)
-        for dout in ((x, index), x):
-            act.launch_dact(dout, w2, row_range, (h, scale), (h, a, sums), swiglu, num_sms=8)
-        hopper_gemm.launch_gemm(x, w1, row_range, h, weight_k_first=False, num_sms=8)
-        wgrad.launch_wgrad(h, x, row_range, w1, num_sms=8)
-        wide, table = empty(num_rows, 256, dtype=dtype), empty(num_rows, 2, dtype=torch.int32)
-        received = torch.zeros(2, 3, dtype=torch.int64)
+    def step(num_rows):
+        shape, dtype = (4, 64, 256, num_rows), torch.bfloat16
+        for is_second in (False, True):
+            layer.launch_hopper_gemm(shape, dtype, k_first=is_second)
+            layer.launch_hopper_wgrad(shape, dtype, 1 + is_second)
+            layer.launch_hopper_dact(shape, Activation(), dtype, None, gather=is_second)
+        layer.launch_hopper_act(shape, Activation(), dtype, None)
+        wide, table = meta(num_rows, 256, dtype=dtype), meta(num_rows, 2)
+        received, starts = torch.zeros(2, 3, dtype=torch.int64), meta(3)
         rows.launch_push(
             wide, table, peers, received, column=0, rank=num_rows % 2, num_ctas=num_rows % 7
         )
-        starts = empty(3, dtype=torch.int32)
         rows.launch_fan_out(wide, table, starts, source=num_rows % 2, num_ctas=num_rows % 7)
         rows.launch_push_sums(
             wide, table, starts, peers, received, column=0, home=num_rows % 2, num_ctas=3
@@ -595,13 +568,6 @@ def test_every_launcher_for_hopper_makes_calls_that_are_understood(fake_cuda, mo
         rows.launch_sum_home((wide, wide), index, (received, received), wide, rank=0, num_ctas=3)
 
     assert_only_the_first_compiles(jits, step, (64, 1, 64, 65, 4096))
-
-
-def table(matrices):
-    """A table of addresses; nobody looks where they lead."""
-    return TensorTable(
-        torch.zeros(len(matrices), dtype=torch.int64), tuple(matrices.shape), matrices.dtype
-    )
 
 
 def test_tensor_maps_are_encoded_once_for_each_shape(example):

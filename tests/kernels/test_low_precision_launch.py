@@ -5,20 +5,20 @@ import torch
 
 pytest.importorskip("triton")
 
+import compiled_launches
+import low_precision_launches as launches
+from compiled_launches import meta
 from fake_cuda import assert_only_the_first_compiles, fake_jits
 from quantize_cases import FORMATS
-from quantized_problem import E4M3, NAMES, Numbers, Problem, WgradProblem
+from quantized_problem import NAMES, Numbers, Problem, WgradProblem
 
 from symmoe.errors import ArgumentError
 from symmoe.kernels import architectures
-from symmoe.kernels.act_quantized import DactOperands, dact_quantize_workspace_numel
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.bias_sums import empty_row_sums
-from symmoe.kernels.formats import TILE, max_tiles
 from symmoe.kernels.low_precision import act_quantized, fp8, hopper_fp8, products, quantize, scaled
 from symmoe.kernels.low_precision import hopper_dact_quantize as hopper_dact
 from symmoe.kernels.low_precision import hopper_fp8_wgrad as hopper_wgrad
-from symmoe.kernels.quantized_gemm import num_blocks
 from symmoe.kernels.triton import bias, gemm_act
 
 BF16 = torch.bfloat16
@@ -56,31 +56,24 @@ def test_launches_of_products_are_understood(fake_cuda, monkeypatch):
     )
 
 
-def test_launches_of_activations_are_understood(fake_cuda, monkeypatch):
+@pytest.fixture
+def with_rows(monkeypatch):
+    """with_rows(number): from now on operands of launches are small tensors of so many rows."""
+    monkeypatch.setattr(compiled_launches, "DEVICE", "cpu")
+    monkeypatch.setattr(launches, "G", 4)
+    monkeypatch.setattr(launches, "C", 144)
+    return lambda number: monkeypatch.setattr(launches, "N", number)
+
+
+def test_launches_of_activations_are_understood(fake_cuda, monkeypatch, with_rows):
     """Whatever the tensors' addresses and the number of rows and tokens."""
     jits = fake_jits(monkeypatch, fake_cuda, act_quantized, hopper_dact, gemm_act, bias)
 
-    def step(num_rows, G=4, I=256):
-        empty, tokens = torch.empty, TILE * max_tiles(num_rows, G)
-        row_range, factor = empty(2, G, dtype=torch.int32), empty(num_rows)
-        h, da = empty(num_rows, 2 * I, dtype=BF16), empty(num_rows, I, dtype=BF16)
-        rows = empty(num_rows, I, dtype=E4M3), empty(num_rows, num_blocks(I))
-        act_quantized.act_quantize(h, factor, row_range, rows, Activation(), FLOAT8_BLOCK)
-        dh_rows = empty(num_rows, 2 * I, dtype=E4M3), empty(num_rows, num_blocks(2 * I))
-        columns, dh_columns = (
-            (empty(width, tokens, dtype=E4M3), empty(num_blocks(tokens), width).t())
-            for width in (I, 2 * I)
-        )
-        for dbias in (None, empty(G, 2 * I, dtype=BF16)):
-            out = DactOperands(factor, dh_rows, dh_columns, columns, dbias)
-            inputs = (
-                da,
-                h,
-                factor,
-                row_range,
-                out,
-                empty(dact_quantize_workspace_numel(num_rows, I, dbias)),
-            )
+    def step(num_rows):
+        with_rows(num_rows)
+        launches.launch_act("swiglu", 256, "float8_block")
+        for dbias_dtype in (None, BF16):
+            inputs = launches.dact_inputs(512, 256, "float8_block", dbias_dtype=dbias_dtype)
             act_quantized.dact_quantize(*inputs, Activation(), FLOAT8_BLOCK)
             arguments = act_quantized.dact_arguments(*inputs)
             hopper_dact.launch_dact_quantize(arguments, Activation(), FLOAT8_BLOCK, num_sms=8)
@@ -94,29 +87,19 @@ def test_launches_of_activations_are_understood(fake_cuda, monkeypatch):
     assert_only_the_first_compiles({name: jits[name] for name in used}, step, (64, 1, 64, 65, 4096))
 
 
-def test_launches_that_quantise_rows_are_understood(fake_cuda, monkeypatch):
+def test_launches_that_quantise_rows_are_understood(fake_cuda, monkeypatch, with_rows):
     """With sums for a bias gradient and without."""
     jits = fake_jits(monkeypatch, fake_cuda, quantize, bias)
 
-    def step(num_rows, G=4, C=144):
-        empty, row_range = torch.empty, torch.empty(2, G, dtype=torch.int32)
-        rows, dbias = empty(num_rows, C, dtype=BF16), empty(G, C, dtype=BF16)
-        operand = (
-            rows,
-            row_range,
-            (empty(num_rows, C, dtype=E4M3), empty(num_rows, num_blocks(C))),
-            FLOAT8_BLOCK,
-        )
+    def step(num_rows):
+        with_rows(num_rows)
+        dbias = meta(4, 144, dtype=BF16)
         sums = empty_row_sums(num_rows, dbias)
-        quantize.quantize_rows(*operand)
-        quantize.quantize_rows(*operand, sums=(sums, empty(num_rows)))
-        bias.sum_dbias(sums, row_range, dbias)
+        for options in ({}, {"sums": (sums, meta(num_rows, dtype=torch.float32))}):
+            launches.launch_rows("float8_block", BF16, **options)
+        bias.sum_dbias(sums, meta(2, 4), dbias)
 
-    used = {
-        name: jit
-        for name, jit in jits.items()
-        if name in ("quantize_rows_kernel", "sum_dbias_kernel")
-    }
+    used = {name: jits[f"{name}_kernel"] for name in ("quantize_rows", "sum_dbias")}
     assert_only_the_first_compiles(used, step, (64, 1, 64, 65, 4096))
 
 

@@ -6,9 +6,11 @@ one is an arrival, with or without a fault, and a wait for the arrivals of the n
 
 Rank r is on node r // G. On CPUs: a host knows at the end of a barrier how it went."""
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, NamedTuple
 
 from reliability.protocol import Protocol, Searchable
 
@@ -61,24 +63,19 @@ _NOBODY = -1
 _GOES_ON, _FAILED, _HAS_GIVEN_UP = "goes on", "failed", "gave up"
 
 
-@dataclass(frozen=True)
-class _Rank:
-    """A rank's state. `faults`: whose error it has brought to each barrier; `todo`: what is left of an error's way;
-    `error`: whose it is; `has_said`: whether its rail peers know; `raised`: (call, whose)."""
+class _Rank(NamedTuple):
+    """A rank's state: where it is follows from what it has heard."""
 
-    position: int = 0
-    waits: bool = False  # has it said what the step at its position says
-    faults: tuple[int, ...] = ()
+    heard: tuple[int, ...] = ()  # in each step: whose error, or nobody's
+    waits: bool = False  # has it said what its step says
+    faults: tuple[int, ...] = ()  # whose error it has brought to each barrier
     counts: tuple[int, ...] = ()  # of the node's ranks, in both halves of its table
-    todo: tuple[str, ...] = ()
-    error: int = _NOBODY
-    has_said: bool = False
-    raised: tuple[tuple[int, int], ...] = ()
     status: int = _RUNS
     named: int = _NOBODY
 
 
 State = tuple[tuple[_Rank, ...], tuple[tuple[tuple, ...], ...]]
+Step = tuple[str, Any]  # its kind, and what it says or writes
 
 
 class NodeModel(Searchable):
@@ -88,31 +85,74 @@ class NodeModel(Searchable):
         self._scenario, self._rules = scenario, protocol
         self._size = scenario.ranks_of_node
         self._num_ranks = scenario.num_nodes * self._size
-        self._program: list[tuple[str, int, int]] = []  # (kind, call, step)
-        self._ends: list[int] = []
-        for number, call in enumerate(scenario.calls):
-            steps = self._steps_of(call)
-            self._program += [(kind, number, step) for step, kind in enumerate(steps)]
-            self._ends += [len(self._program)]
+        self._calls = [self._kinds_of(call) for call in scenario.calls]
+        self._step_of = functools.cache(self._step_after)
 
-    def _steps_of(self, call: str) -> list[str]:
+    def _kinds_of(self, call: str) -> list[str]:
         rules = self._rules
         if call == "plan":
-            counted = ["barrier"] if rules.barrier_before_rails else []
-            last = ["barrier"] if rules.plan_ends_with_barrier else []
-            return ["write counts", *counted, *self._exchange("counts"), *last]
+            counted = ["barrier"] * rules.barrier_before_rails
+            last = ["barrier"] * rules.plan_ends_with_barrier
+            return ["write counts", *counted, *self._exchange_of("counts"), *last]
         last = [*["meet"] * rules.meets_before_last_barrier, "barrier"]
         if call == "make_plan":
-            return [*self._steps_of("plan"), *last * rules.make_plan_meets]
+            return [*self._kinds_of("plan"), *last * rules.make_plan_meets]
         if call == "layer":  # only the last trip of a call ends with a meeting
-            trips = [*self._exchange("rows"), "barrier", "barrier", *self._steps_of("combine")]
-            return [*self._steps_of("plan"), *trips]
+            trips = [*self._exchange_of("rows"), "barrier", "barrier", *self._kinds_of("combine")]
+            return [*self._kinds_of("plan"), *trips]
         if call == "dispatch":
-            return [*self._exchange("rows"), "barrier", *last]
-        return ["barrier", *self._exchange("sums"), "barrier", *last]
+            return [*self._exchange_of("rows"), "barrier", *last]
+        return ["barrier", *self._exchange_of("sums"), "barrier", *last]
 
-    def _exchange(self, what: str) -> list[str]:
+    def _exchange_of(self, what: str) -> list[str]:
         return ["meet"] * self._rules.meets_before_payload + [what]
+
+    # -- what a rank does ---------------------------------------------------------------------------------------------
+
+    def _program(self, rank: int) -> Generator[Step, int, list[tuple[int, int]]]:
+        """All steps of a rank, each of which gets what is heard in it. Returns what is raised: (call, whose)."""
+        raised = []
+        for call in range(len(self._calls)):
+            whose = yield from self._call(rank, call)
+            if whose != _NOBODY:
+                raised.append((call, whose))
+        return raised
+
+    def _call(self, rank: int, call: int) -> Generator[Step, int, int]:
+        """Returns whose error ends it."""
+        rules = self._rules
+        for step, kind in enumerate(self._calls[call]):
+            if (rank, call, step) in self._scenario.fails:
+                if rules.says_so_first:
+                    yield "say", (_FAILED, rank)
+                rest = ("barrier", "listen" if rules.says_so_first else "meet")
+                return (yield from self._pass_on(rank, *rest))
+            says = {"barrier": _NOBODY, "meet": (_GOES_ON, (call, step))}.get(kind, (call, step))
+            whose = yield kind, says
+            if whose != _NOBODY and kind == "barrier":
+                return (yield from self._pass_on(whose, *["meet"] * rules.faults_tell_the_rail))
+            if whose != _NOBODY:
+                rest = (*["barrier"] * rules.rails_tell_the_node, *["meet"] * (not rules.told_once))
+                return (yield from self._pass_on(whose, *rest))
+        return _NOBODY
+
+    def _pass_on(self, whose: int, *kinds: str) -> Generator[Step, int, int]:
+        """What is left of an error's way. Returns whose is raised in the end."""
+        for kind in kinds:
+            heard = yield kind, whose if kind == "barrier" else (_FAILED, whose)
+            whose = whose if kind == "barrier" else heard
+        return whose
+
+    def _step_after(self, rank: int, heard: tuple[int, ...]) -> Step:
+        """The step to which a rank has come that has heard this."""
+        program = self._program(rank)
+        try:
+            step = next(program)
+            for each in heard:
+                step = program.send(each)
+        except StopIteration as end:
+            return "finish", end.value
+        return step
 
     # -- places -------------------------------------------------------------------------------------------------------
 
@@ -134,182 +174,141 @@ class NodeModel(Searchable):
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def _start(self) -> State:
-        counts = (_NOBODY,) * (2 * self._size)
-        return tuple(_Rank(counts=counts) for _ in range(self._num_ranks)), ((),) * (
-            2 * self._num_ranks**2
-        )
+        own = _Rank(counts=(_NOBODY,) * (2 * self._size))
+        return (own,) * self._num_ranks, ((),) * (2 * self._num_ranks**2)
 
     def _followers(self, state: State) -> Iterator[State | str]:
         """States that can follow, or what has gone wrong, as text."""
+        steps = {
+            "say": self._say_first,
+            "barrier": self._barrier,
+            "meet": self._meet,
+            "listen": self._meet,
+            "write counts": self._write_counts,
+            "finish": self._finish,
+        }
         for rank, own in enumerate(state[0]):
             if own.status != _RUNS:
                 continue
             if rank == self._scenario.ends:
-                yield self._with(state, rank, replace(own, status=_ENDED))
+                yield self._with(state, rank, own._replace(status=_ENDED))
             if rank == self._scenario.stops:
-                yield self._with(state, rank, replace(own, status=_STOPPED))
-            if own.todo:
-                yield from self._pass_on(state, rank, own)
-            elif own.position == len(self._program):
-                yield self._with(state, rank, replace(own, status=_FINISHED))
-            else:
-                yield from self._step(state, rank, own, *self._program[own.position])
+                yield self._with(state, rank, own._replace(status=_STOPPED))
+            kind, says = self._step_of(rank, own.heard)
+            yield from steps.get(kind, self._exchange)(state, rank, own, kind, says)
 
-    def _step(
-        self, state: State, rank: int, own: _Rank, kind: str, call: int, step: int
-    ) -> Iterator[State | str]:
-        done = replace(own, position=own.position + 1, waits=False)
-        has_raised = any(of_call == call and who == rank for of_call, who in own.raised)
-        if (rank, call, step) in self._scenario.fails and not own.waits and not has_raised:
-            fails = replace(
-                own, error=rank, has_said=self._rules.says_so_first, todo=("barrier", "meet")
-            )
-            if fails.has_said:
-                yield self._say(state, rank, fails, "header", (_FAILED, rank))
-            else:
-                yield self._with(state, rank, fails)
-        elif kind == "write counts":
-            yield self._write_counts(state, rank, done, call)
-        elif kind == "barrier":
-            yield from self._barrier(state, rank, own, done)
-        elif kind == "meet":
-            yield from self._meet(state, rank, own, done, (_GOES_ON, own.position))
-        elif not own.waits:
-            if kind == "counts":
-                half = self._half(own, call)
-                seen = [
-                    own.counts[half * self._size + peer % self._size] for peer in self._node(rank)
-                ]
-                if any(each != call for each in seen):
-                    yield f"rank {rank} sends counts of plans {seen} in place of {call}"
-                    return
-            yield self._say(state, rank, replace(own, waits=True), "tensor", (own.position,))
-        else:
-            yield from self._receive(state, rank, done, own.position)
+    def _done(self, state: State, rank: int, whose: int = _NOBODY) -> State:
+        """The step has been made, in which an error was heard, or none."""
+        own = state[0][rank]
+        return self._with(state, rank, own._replace(heard=(*own.heard, whose), waits=False))
 
-    def _half(self, own: _Rank, call: int) -> int:
+    def _finish(self, state: State, rank: int, own: _Rank, *_: Any) -> Iterator[State]:
+        yield self._with(state, rank, own._replace(status=_FINISHED))
+
+    def _say_first(
+        self, state: State, rank: int, own: _Rank, kind: str, header: tuple
+    ) -> Iterator[State]:
+        yield self._done(self._say(state, rank, own, "header", header), rank)
+
+    def _half(self, own: _Rank, before_barrier: bool) -> int:
         """Of the count table, by the epoch of the plan's barrier, which has been or is about to be."""
-        epoch = len(own.faults) + (
-            self._program[own.position][0] == "write counts" or not self._rules.barrier_before_rails
-        )
-        return epoch & 1 if self._rules.table_halves else 0
+        return (len(own.faults) + before_barrier) & 1 if self._rules.table_halves else 0
 
-    def _write_counts(self, state: State, rank: int, done: _Rank, call: int) -> State:
-        ranks = list(self._with(state, rank, done)[0])
-        half = self._half(state[0][rank], call)
+    def _write_counts(
+        self, state: State, rank: int, own: _Rank, kind: str, at: tuple[int, int]
+    ) -> Iterator[State]:
+        ranks = list(self._done(state, rank)[0])
+        place = self._half(own, True) * self._size + rank % self._size
         for peer in self._node(rank):
-            place = half * self._size + rank % self._size
             counts = ranks[peer].counts
-            ranks[peer] = replace(ranks[peer], counts=(*counts[:place], call, *counts[place + 1 :]))
-        return tuple(ranks), state[1]
+            counts = (*counts[:place], at[0], *counts[place + 1 :])
+            ranks[peer] = ranks[peer]._replace(counts=counts)
+        yield tuple(ranks), state[1]
 
-    def _barrier(self, state: State, rank: int, own: _Rank, done: _Rank) -> Iterator[State | str]:
+    def _barrier(
+        self, state: State, rank: int, own: _Rank, kind: str, whose: int
+    ) -> Iterator[State]:
         if not own.waits:
-            yield self._with(state, rank, replace(own, waits=True, faults=(*own.faults, own.error)))
+            brings = own._replace(waits=True, faults=(*own.faults, whose))
+            yield self._with(state, rank, brings)
             return
         epoch, ranks = len(own.faults), state[0]
         missing = [peer for peer in self._node(rank) if len(ranks[peer].faults) < epoch]
         for peer in missing:
-            yield from self._miss_peer(state, rank, own, peer)
-        if missing:
-            return
-        brought = [ranks[peer].faults[epoch - 1] for peer in sorted((rank, *self._node(rank)))]
-        culprits = [whose for whose in brought if whose != _NOBODY]
-        if not culprits:
-            yield self._with(state, rank, done)
-            return
-        if own.todo:  # it has entered with an error of its own, or of its rail
-            yield self._with(state, rank, self._after(replace(own, waits=False), own.todo[1:]))
-            return
-        todo = ("meet",) if self._rules.faults_tell_the_rail else ()
-        yield self._with(
-            state, rank, self._after(replace(own, waits=False, error=culprits[0]), todo)
-        )
+            yield from self._miss_peer(state, rank, peer)
+        if not missing:
+            brought = [ranks[peer].faults[epoch - 1] for peer in sorted((rank, *self._node(rank)))]
+            culprits = [whose for whose in brought if whose != _NOBODY]
+            yield self._done(state, rank, culprits[0] if culprits else _NOBODY)
 
     def _meet(
-        self, state: State, rank: int, own: _Rank, done: _Rank, header: tuple[str, int]
+        self, state: State, rank: int, own: _Rank, kind: str, header: tuple
     ) -> Iterator[State | str]:
         if not own.waits:
-            waits = replace(own, waits=True, has_said=False)
+            waits = own._replace(waits=True)
             yield (
-                self._with(state, rank, waits)
-                if own.has_said
-                else self._say(state, rank, waits, "header", header)
+                self._say(state, rank, waits, "header", header)
+                if kind == "meet"
+                else self._with(state, rank, waits)
             )
             return
         heard, queues = [header], list(state[1])
         for other in self._rail_peers(rank):
             queue = self._queue(other, rank, "header")
             if not queues[queue]:
-                yield from self._miss_rail_peer(state, rank, own, other, "header")
+                yield from self._miss_rail_peer(state, rank, other, "header")
                 return
             heard.append(queues[queue][0])
             queues[queue] = queues[queue][1:]
         after: State = (state[0], tuple(queues))
-        gave_up = [whom for kind, whom in heard if kind == _HAS_GIVEN_UP]
-        failed = [whose for kind, whose in heard if kind == _FAILED]
+        gave_up = [whom for said, whom in heard if said == _HAS_GIVEN_UP]
+        failed = [whose for said, whose in heard if said == _FAILED]
         if gave_up:
             yield self._give_up(after, rank, gave_up[0])
-        elif not failed:
-            if any(position != own.position for _, position in heard):
-                yield f"ranks of a rail meet in different steps: {sorted(position for _, position in heard)}"
-                return
-            yield self._with(after, rank, done)
-        elif own.todo:
-            yield self._with(
-                after, rank, self._after(replace(own, waits=False, error=min(failed)), own.todo[1:])
-            )
+        elif failed:
+            yield self._done(after, rank, min(failed))
+        elif any(each != header for each in heard):
+            yield f"ranks of a rail meet in different steps: {sorted(at for _, at in heard)}"
         else:
-            todo = ("barrier",) if self._rules.rails_tell_the_node else ()
-            todo += () if self._rules.told_once else ("meet",)
-            yield self._with(
-                after, rank, self._after(replace(own, waits=False, error=min(failed)), todo)
-            )
+            yield self._done(after, rank)
 
-    def _pass_on(self, state: State, rank: int, own: _Rank) -> Iterator[State | str]:
-        """The next step of an error's way."""
-        if own.todo[0] == "barrier":
-            yield from self._barrier(state, rank, own, own)
-        else:
-            yield from self._meet(state, rank, own, own, (_FAILED, own.error))
-
-    def _after(self, own: _Rank, todo: tuple[str, ...]) -> _Rank:
-        """What follows on a step of an error's way: the next one, or the error is raised and the call is left."""
-        if todo:
-            return replace(own, todo=todo)
-        call = self._program[min(own.position, len(self._program) - 1)][1]
-        raised = (*own.raised, (call, own.error))
-        return replace(own, todo=(), error=_NOBODY, raised=raised, position=self._ends[call])
-
-    def _receive(
-        self, state: State, rank: int, done: _Rank, position: int
+    def _exchange(
+        self, state: State, rank: int, own: _Rank, kind: str, at: tuple[int, int]
     ) -> Iterator[State | str]:
+        if not own.waits:
+            half = self._half(own, not self._rules.barrier_before_rails)
+            places = [half * self._size + peer % self._size for peer in self._node(rank)]
+            seen = [own.counts[place] for place in places]
+            if kind == "counts" and any(each != at[0] for each in seen):
+                yield f"rank {rank} sends counts of plans {seen} in place of {at[0]}"
+                return
+            yield self._say(state, rank, own._replace(waits=True), "tensor", at)
+            return
         queues = list(state[1])
         for other in self._rail_peers(rank):
             queue = self._queue(other, rank, "tensor")
             if not queues[queue]:
-                yield from self._miss_rail_peer(state, rank, state[0][rank], other, "tensor")
+                yield from self._miss_rail_peer(state, rank, other, "tensor")
                 return
-            (sent,), queues[queue] = queues[queue][0], queues[queue][1:]
-            if sent != position:
-                yield f"rank {rank} gets at step {position} what rank {other} has sent at step {sent}"
+            sent, *left = queues[queue]
+            queues[queue] = tuple(left)
+            if sent != at:
+                yield f"rank {rank} gets at step {at} what rank {other} has sent at step {sent}"
                 return
-        yield self._with((state[0], tuple(queues)), rank, done)
+        yield self._done((state[0], tuple(queues)), rank)
 
     # -- lost ranks ---------------------------------------------------------------------------------------------------
 
-    def _miss_peer(self, state: State, rank: int, own: _Rank, peer: int) -> Iterator[State]:
+    def _miss_peer(self, state: State, rank: int, peer: int) -> Iterator[State]:
         its = state[0][peer]
         if its.status in (_ENDED, _STOPPED):
             yield self._give_up(state, rank, peer)
         elif its.status == _GAVE_UP:
             yield self._give_up(state, rank, its.named if self._rules.reports_name else peer)
-        elif not self._rules.waits_for_verdict and self._is_stuck_on_rail(state, peer):
+        elif not self._rules.waits_for_verdict and self._is_stuck(state, peer, on_rail=True):
             yield self._give_up(state, rank, peer)
 
-    def _miss_rail_peer(
-        self, state: State, rank: int, own: _Rank, other: int, kind: str
-    ) -> Iterator[State]:
+    def _miss_rail_peer(self, state: State, rank: int, other: int, kind: str) -> Iterator[State]:
         its, said = state[0][other], state[1][self._queue(other, rank, "header")]
         if kind == "tensor" and said and said[0][0] == _HAS_GIVEN_UP:
             yield self._give_up(state, rank, said[0][1])
@@ -317,46 +316,24 @@ class NodeModel(Searchable):
             yield self._give_up(state, rank, other)
         elif its.status == _STOPPED and self._rules.rails_time_out:
             yield self._give_up(state, rank, other)
-        elif not self._rules.rails_are_patient and self._is_stuck_in_node(state, other):
+        elif not self._rules.rails_are_patient and self._is_stuck(state, other, on_rail=False):
             yield self._give_up(state, rank, other)
 
     def _give_up(self, state: State, rank: int, whom: int) -> State:
-        own = replace(state[0][rank], status=_GAVE_UP, named=whom, todo=())
-        given_up = self._with(state, rank, own)
+        own = state[0][rank]._replace(status=_GAVE_UP, named=whom)
         if not self._rules.gives_up_on_rails:
-            return given_up
-        return self._say(
-            given_up,
-            rank,
-            own,
-            "header",
-            (_HAS_GIVEN_UP, whom if self._rules.reports_name else rank),
-        )
+            return self._with(state, rank, own)
+        header = _HAS_GIVEN_UP, whom if self._rules.reports_name else rank
+        return self._say(state, rank, own, "header", header)
 
-    def _is_stuck_on_rail(self, state: State, rank: int) -> bool:
-        """Whether a rank waits for another that does not come any more."""
-        own = state[0][rank]
-        on_rail = (
-            own.todo[:1] == ("meet",)
-            if own.todo
-            else self._kind_at(own) not in ("barrier", "write counts")
-        )
-        lost = [state[0][other].status in (_ENDED, _STOPPED) for other in self._rail_peers(rank)]
-        return own.status == _RUNS and own.waits and on_rail and any(lost)
-
-    def _is_stuck_in_node(self, state: State, rank: int) -> bool:
-        """Whether a rank waits for one of its node that does not come any more."""
-        own = state[0][rank]
-        in_node = own.todo[:1] == ("barrier",) if own.todo else self._kind_at(own) == "barrier"
-        lost = [
-            state[0][peer].status in (_ENDED, _STOPPED)
-            and len(state[0][peer].faults) < len(own.faults)
-            for peer in self._node(rank)
-        ]
-        return own.status == _RUNS and own.waits and in_node and any(lost)
-
-    def _kind_at(self, own: _Rank) -> str:
-        return self._program[own.position][0] if own.position < len(self._program) else "barrier"
+    def _is_stuck(self, state: State, rank: int, *, on_rail: bool) -> bool:
+        """Whether a rank waits for another that does not come any more, of its rail or of its node."""
+        own, kind = state[0][rank], self._step_of(rank, state[0][rank].heard)[0]
+        if own.status != _RUNS or not own.waits or on_rail == (kind == "barrier"):
+            return False
+        others = self._rail_peers(rank) if on_rail else self._node(rank)
+        lost = [state[0][each] for each in others if state[0][each].status in (_ENDED, _STOPPED)]
+        return any(on_rail or len(each.faults) < len(own.faults) for each in lost)
 
     # -- states -------------------------------------------------------------------------------------------------------
 
@@ -374,18 +351,20 @@ class NodeModel(Searchable):
     def _wrong_end(self, state: State) -> str | None:
         """What is wrong where nothing can happen any more."""
         ranks, lost = state[0], (self._scenario.ends, self._scenario.stops)
+        steps = [self._step_of(rank, own.heard) for rank, own in enumerate(ranks)]
         stuck = [rank for rank, own in enumerate(ranks) if own.status == _RUNS]
         if stuck:
-            where = [
-                f"rank {rank} at {ranks[rank].todo or self._kind_at(ranks[rank])}" for rank in stuck
-            ]
+            where = [f"rank {rank} at {steps[rank][0]}" for rank in stuck]
             return f"deadlock: {', '.join(where)}"
         named = {own.named for own in ranks if own.status == _GAVE_UP}
         if named - {*lost}:
             return f"rank {min(named - {*lost})} is named, which was not lost"
         if lost != (None, None):
             return None
-        errors = [[whose for _, whose in own.raised] for own in ranks if own.status == _FINISHED]
+        raised = [
+            its for (_, its), own in zip(steps, ranks, strict=True) if own.status == _FINISHED
+        ]
+        errors = [[whose for _, whose in each] for each in raised]
         of_calls = [
             {rank for rank, of_call, _ in self._scenario.fails if of_call == call}
             for call in sorted({call for _, call, _ in self._scenario.fails})
@@ -395,10 +374,9 @@ class NodeModel(Searchable):
                 rank not in of_call for rank, of_call in zip(each, of_calls, strict=True)
             ):
                 return f"ranks raise the errors of ranks {errors}"
-        calls = [[call for call, _ in own.raised] for own in ranks if own.status == _FINISHED]
-        for together in zip(*calls, strict=True):
-            if len({*together}) > 1:
-                return f"an error is raised in calls {together}"
+        for together in zip(*raised, strict=True):
+            if len(calls := {call for call, _ in together}) > 1:
+                return f"an error is raised in calls {sorted(calls)}"
         left = [messages for messages in state[1] if messages]
         return f"messages that nobody has taken: {left}" if left else None
 

@@ -11,7 +11,9 @@ import pickle
 import re
 import subprocess
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -70,6 +72,9 @@ class Code:
     @property
     def sass(self) -> str:
         """The machine code, in words."""
+        return kept(("sass", triton_key(), self.asm["cubin"]), self._disassembled)
+
+    def _disassembled(self) -> str:
         with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
             cubin.write(self.asm["cubin"])
             cubin.flush()
@@ -106,15 +111,20 @@ def compile_for(arch: int, source: ASTSource, options: dict[str, Any]) -> Code:
         triton.__version__,
         triton_key(),
     )
+    return kept(whole, partial(_compile, arch, source, options))
+
+
+def kept(whole: object, make: Callable[[], Any]) -> Any:
+    """What was made of `whole`, once and for all."""
     path = KEPT / hashlib.sha256(repr(whole).encode()).hexdigest()
     if path.exists():
         return pickle.loads(gzip.decompress(path.read_bytes()))
-    code = _compile(arch, source, options)
+    made = make()
     KEPT.mkdir(exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=KEPT, delete=False) as file:
-        file.write(gzip.compress(pickle.dumps(code), compresslevel=1))
+        file.write(gzip.compress(pickle.dumps(made), compresslevel=1))
     os.replace(file.name, path)  # another worker may write the same
-    return code
+    return made
 
 
 def _compile(arch: int, source: ASTSource, options: dict[str, Any]) -> Code:

@@ -38,9 +38,12 @@ LITTLE_SHARED = {arch for arch, num_bytes in MAX_SHARED.items() if num_bytes < 1
 REGISTERS = 65536  # of an SM
 
 
+DEVICE = "meta"  # or "cpu": of launches that need addresses
+
+
 def meta(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-    """A tensor without memory."""
-    return torch.empty(shape, dtype=dtype, device="meta")
+    """A tensor without memory, or of whatever numbers."""
+    return torch.empty(shape, dtype=dtype, device=DEVICE)
 
 
 @dataclass(frozen=True)

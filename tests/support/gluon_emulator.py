@@ -300,10 +300,11 @@ class TensorDescriptor:
             tensor = next(
                 (t for t in ELSEWHERE if t.data_ptr() <= address < t.data_ptr() + t.nbytes), tensor
             )
-            offset = offset + (self.base.data_ptr() - tensor.data_ptr()) // size
+            shift = (self.base.data_ptr() - tensor.data_ptr()) // size
+            offset = offset + shift
             assert tensor.dtype == self.dtype
-            assert 0 <= int(offset[inside].min()), "before the first element"
-            assert int(offset[inside].max()) < tensor.numel(), "past the last element"
+            assert 0 <= int(used.min()) + shift, "before the first element"
+            assert int(used.max()) + shift < tensor.numel(), "past the last element"
         return tensor.view(-1).view(torch.uint8 if size == 1 else self.dtype), offset, inside
 
 

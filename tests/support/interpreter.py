@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import importlib
 import importlib.util
+import itertools
 import os
 import sys
 from collections.abc import Callable
@@ -26,12 +27,12 @@ def _missing() -> str:
 interpreter = pytest.mark.skipif(bool(_missing()), reason=_missing())
 
 
-def run_checks(checks: str) -> str:
-    """What is printed of checks() of a module of tests/support, which runs kernels and yields pairs: what is checked,
+def run_checks(*modules: str) -> str:
+    """What is printed of checks() of modules of tests/support, which run kernels and yield pairs: what is checked,
     and what is wrong, if anything. In a process of its own: the interpreter has to be chosen, and gluon_emulator to
     take Gluon's place, before kernels are imported."""
-    variables = {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": str(int(_is_interpreted(checks)))}
-    return printed_by("-W", "ignore", __file__, checks, env={**os.environ, **variables})
+    variables = {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": str(int(_is_interpreted(modules[0])))}
+    return printed_by("-W", "ignore", __file__, *modules, env={**os.environ, **variables})
 
 
 def _is_interpreted(checks: str) -> bool:
@@ -58,15 +59,21 @@ def spare_the_interpreter() -> None:
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 
 
-if __name__ == "__main__":
-    if not _is_interpreted(sys.argv[1]):
-        importlib.import_module("gluon_emulator").install()
-    module = importlib.import_module(sys.argv[1])
-    if _is_interpreted(sys.argv[1]):
+def main(*modules: str) -> None:
+    """Runs their checks, all of which are to be right."""
+    if _is_interpreted(modules[0]):
+        checked = [importlib.import_module(module) for module in modules]
         spare_the_interpreter()
+    else:
+        importlib.import_module("gluon_emulator").install()
+        checked = [importlib.import_module(module) for module in modules]
     failures = {}
-    for name, wrong in module.checks():
+    for name, wrong in itertools.chain.from_iterable(module.checks() for module in checked):
         print(f"{name}: {wrong or 'ok'}", flush=True)
         if wrong:
             failures[name] = wrong
     assert not failures, failures
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -84,6 +84,11 @@ TRIPS = {  # T, H, E, K, R
 }
 
 
+def sizes_of(shape):
+    """G, H, I, N of a name, or as they are given."""
+    return SHAPES.get(shape, shape)
+
+
 def matrices(*shape, dtype, table=False):
     """Weights, packed or anywhere in memory."""
     return (
@@ -104,8 +109,8 @@ def launch_gemm(
     accumulate=False,
     out_dtype=None,
 ):
-    """A GEMM of the first expert layer, [2I, H] weights. shape: a name, or G, H, I, N."""
-    G, H, I, N = SHAPES.get(shape, shape)
+    """A GEMM of the first expert layer, [2I, H] weights."""
+    G, H, I, N = sizes_of(shape)
     W, rows_N = 2 * I, N // 2 if gather else N
     row_range, index = meta(2, G), meta(N) if gather else None
     x, h = meta(rows_N, H, dtype=dtype), meta(N, W, dtype=dtype)
@@ -127,7 +132,7 @@ def launch_gemm(
 
 def launch_activations(shape, activation, dtype=BF16, layout="gather"):
     """Both GEMMs that are fused with an activation, and the activation by itself, forward and backward."""
-    G, H, I, N = SHAPES[shape]
+    G, H, I, N = sizes_of(shape)
     W, table = activation.hidden_width(I), layout == "table"
     gather = layout != "contiguous"
     index = meta(N) if gather else None
@@ -154,7 +159,7 @@ def launch_activations(shape, activation, dtype=BF16, layout="gather"):
 
 def launch_hopper_gemm(shape, dtype, k_first):
     """The second GEMM of the experts, or its input gradient."""
-    G, H, I, N = SHAPES[shape]
+    G, H, I, N = sizes_of(shape)
     narrow, wide = meta(N, I, dtype=dtype), meta(N, H, dtype=dtype)
     rows, out = (wide, narrow) if k_first else (narrow, wide)
     options = {"weight_k_first": k_first, "zero_tail": True, "num_sms": NUM_SMS}
@@ -162,14 +167,14 @@ def launch_hopper_gemm(shape, dtype, k_first):
 
 
 def launch_hopper_act(shape, activation, dtype, variant):
-    G, H, I, N = SHAPES[shape]
+    G, H, I, N = sizes_of(shape)
     h, a, scale = meta(N, 2 * I, dtype=dtype), meta(N, I, dtype=dtype), meta(N, dtype=FP32)
     operands = meta(N, H, dtype=dtype), meta(G, 2 * I, H, dtype=dtype), meta(2, G), scale
     hopper_act.launch_act(*operands, (h, a), activation, variant=variant, num_sms=NUM_SMS)
 
 
 def launch_hopper_dact(shape, activation, dtype, variant, gather=False):
-    G, H, I, N = SHAPES[shape]
+    G, H, I, N = sizes_of(shape)
     h, a, scale = (
         meta(N, activation.hidden_width(I), dtype=dtype),
         meta(N, I, dtype=dtype),
@@ -181,14 +186,14 @@ def launch_hopper_dact(shape, activation, dtype, variant, gather=False):
 
 
 def launch_hopper_wgrad(shape, dtype, fc):
-    G, H, I, N = SHAPES[shape]
+    G, H, I, N = sizes_of(shape)
     out_rows, columns = (2 * I, H) if fc == 1 else (H, I)
     operands = meta(N, out_rows, dtype=dtype), meta(N, columns, dtype=dtype), meta(2, G)
     hopper_wgrad.launch_wgrad(*operands, meta(G, out_rows, columns, dtype=dtype), num_sms=NUM_SMS)
 
 
 def launch_bias_gradients(dtype, gather, shape="qwen3-30b"):
-    G, _, I, N = SHAPES[shape]
+    G, _, I, N = sizes_of(shape)
     dout, biases, row_range = meta(N, 2 * I, dtype=dtype), meta(G, 2 * I, dtype=dtype), meta(2, G)
     index, scale = meta(N) if gather else None, meta(N, dtype=FP32)
     bias.grouped_bias_grad((dout, index), row_range, biases, scale=scale)

@@ -6,10 +6,16 @@ on the other side of a boundary between two numbers of a format."""
 import itertools
 from dataclasses import dataclass
 
-import ml_dtypes
 import numpy as np
 import torch
-from quantize_reference import F32, hadamard_matrix, padded_columns
+from quantize_reference import (
+    F32,
+    as_lines,
+    hadamard_matrix,
+    nearest,
+    padded_columns,
+    scaled_blocks,
+)
 
 
 @dataclass(frozen=True)
@@ -23,34 +29,11 @@ class Format:
 
     def round(self, lines: np.ndarray, amax: float | None = None) -> np.ndarray:
         """Lines [L, K] as the format has them, float64; amax: of the group, where the scale is relative to it."""
-        num_lines, width = lines.shape
         if lines.size == 0:
             return lines.astype(np.float64)
-        block, block_lines = self.block, self.block_lines
-        padded = np.zeros(
-            (-(-num_lines // block_lines) * block_lines, -(-width // block) * block), F32
-        )
-        padded[:num_lines, :width] = lines
-        blocks = padded.reshape(
-            padded.shape[0] // block_lines, block_lines, padded.shape[1] // block, block
-        )
-        largest = np.abs(blocks).max(axis=(1, 3), keepdims=True)
-        if self.scale == "e4m3":
-            whole = max(F32(F32(amax) / F32(2688)), F32(2.0**-110))
-            relative = np.clip(largest / F32(6) / whole, F32(2.0**-9), F32(448))
-            scale = relative.astype(ml_dtypes.float8_e4m3fn).astype(F32) * whole
-            rounded = np.clip(blocks * (F32(1) / scale), F32(-6), F32(6)).astype(
-                ml_dtypes.float4_e2m1fn
-            )
-        else:
-            scale = np.maximum(largest / F32(448), F32(2.0**-126))
-            if self.scale == "power":
-                scale = np.exp2(np.ceil(np.log2(scale.astype(np.float64)))).astype(F32)
-            rounded = np.clip(blocks * (F32(1) / scale), F32(-448), F32(448)).astype(
-                ml_dtypes.float8_e4m3fn
-            )
-        values = rounded.astype(np.float64) * scale.astype(np.float64)
-        return values.reshape(padded.shape)[:num_lines, :width]
+        values, scale, *_ = scaled_blocks(lines, self.scale, self.block, self.block_lines, amax)
+        numbers = nearest(values, self.element).astype(np.float64) * scale.astype(np.float64)
+        return as_lines(numbers, lines.shape)
 
 
 @dataclass(frozen=True)

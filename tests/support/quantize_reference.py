@@ -1,8 +1,6 @@
 """What quantising is to give, written once more with numpy and ml_dtypes: block by block, element by element. Shares no
 code with the package; arithmetic is numpy's fp32, one rounding for every operation, and Python's integers."""
 
-from fractions import Fraction
-
 import ml_dtypes
 import numpy as np
 import torch
@@ -34,14 +32,15 @@ def e4m3(x: np.ndarray) -> np.ndarray:
     return np.clip(x, F32(-448), F32(448)).astype(ml_dtypes.float8_e4m3fn)
 
 
-def stochastic_e2m1(x: np.float32, word: int) -> int:
-    """The code of one of x's neighbours in E2M1: the upper one if 24 random bits are below where x is between them."""
-    size = min(abs(Fraction(float(x))), 6)
-    lower = max(i for i, number in enumerate(E2M1_NUMBERS) if number <= size)
-    if lower < 7:
-        low, high = Fraction(E2M1_NUMBERS[lower]), Fraction(E2M1_NUMBERS[lower + 1])
-        lower += Fraction(word >> 8, 2**24) < (size - low) / (high - low)
-    return lower + 8 * bool(np.signbit(x))
+def stochastic_e2m1(x: np.ndarray, words: np.ndarray) -> np.ndarray:
+    """Codes of x's neighbours in E2M1: the upper one if 24 random bits are below where x is between them, which float64
+    has exactly."""
+    numbers = np.array(E2M1_NUMBERS)
+    size = np.minimum(np.abs(x).astype(np.float64), 6)
+    lower = np.searchsorted(numbers, size, side="right") - 1
+    gap = np.append(np.diff(numbers), 1)[lower]
+    goes_up = (words >> 8) / 2**24 < (size - numbers[lower]) / gap
+    return (lower + goes_up + 8 * np.signbit(x)).astype(np.uint8)
 
 
 def hadamard_matrix(signs: int) -> np.ndarray:
@@ -72,32 +71,48 @@ def group_amax(x: np.ndarray) -> np.float32:
     return finite.max() if finite.size else F32(0)
 
 
-def power_of_two_above(scale: np.float32) -> np.float32:
-    """The smallest power of two that is not below scale."""
+def power_of_two_above(scale: np.ndarray) -> np.ndarray:
+    """The smallest powers of two that are not below scales."""
     mantissa, exponent = np.frexp(scale)
-    return np.ldexp(F32(1), exponent - 1 if mantissa == 0.5 else exponent)
+    return np.ldexp(F32(1), np.where(mantissa == 0.5, exponent - 1, exponent))
 
 
-def quantize_block(x: np.ndarray, kind: str, amax: np.float32) -> tuple[np.ndarray, bytes]:
-    """Bytes of the codes of one block (any shape), unpacked, and of its scale; amax: of the group, for "e4m3"."""
-    largest = np.abs(x).max()
-    is_finite = bool(np.isfinite(largest))
+def scaled_blocks(
+    lines: np.ndarray, kind: str, block: int, block_lines: int, amax: float | None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Lines [L, K] in blocks [., block_lines, ., block], with zeros behind their ends and in blocks that are not
+    finite: numbers over their block's scale, the scale, the same as it is stored, and which blocks are finite.
+    amax: of the group, for "e4m3"."""
+    num_lines, width = lines.shape
+    padded = np.pad(lines.astype(F32), ((0, -num_lines % block_lines), (0, -width % block)))
+    shape = padded.shape[0] // block_lines, block_lines, padded.shape[1] // block, block
+    blocks = padded.reshape(shape)
+    largest = np.abs(blocks).max(axis=(1, 3), keepdims=True)
+    is_finite = np.isfinite(largest)
+    blocks, largest = (np.where(is_finite, each, F32(0)) for each in (blocks, largest))
     if kind == "e4m3":
-        if not is_finite:
-            return np.zeros(x.shape, np.uint8), b"\x7f"
-        global_scale = max(F32(amax / F32(2688)), F32(2.0**-110))
-        relative = F32(F32(largest / F32(6)) / global_scale)
-        scale = e4m3(np.array(np.clip(relative, F32(2.0**-9), F32(448))))
-        return x * F32(F32(1) / F32(scale.astype(F32) * global_scale)), scale.tobytes()
-    if not is_finite:
-        nan = b"\xff" if kind == "e8m0" else F32(np.nan).tobytes()
-        return np.full(x.shape, 0x7F, np.uint8), nan
-    scale = max(F32(largest / F32(448)), F32(2.0**-126))
-    if kind != "fp32":
-        scale = power_of_two_above(scale)
-    codes = e4m3(x * F32(F32(1) / scale)).view(np.uint8)
-    stored = np.array(scale).astype(ml_dtypes.float8_e8m0fnu) if kind == "e8m0" else F32(scale)
-    return codes, stored.tobytes()
+        global_scale = max(F32(F32(amax) / F32(2688)), F32(2.0**-110))
+        stored = e4m3(np.clip(largest / F32(6) / global_scale, F32(2.0**-9), F32(448)))
+        scale = stored.astype(F32) * global_scale
+    else:
+        scale = np.maximum(largest / F32(448), F32(2.0**-126))
+        if kind != "fp32":
+            scale = power_of_two_above(scale)
+        stored = scale.astype(ml_dtypes.float8_e8m0fnu) if kind == "e8m0" else scale
+    return blocks * (F32(1) / scale), scale, stored, is_finite
+
+
+def as_lines(blocks: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
+    """Lines [L, K] that scaled_blocks has taken apart."""
+    rows, block_lines, columns, block = blocks.shape
+    return blocks.reshape(rows * block_lines, columns * block)[: shape[0], : shape[1]]
+
+
+def nearest(values: np.ndarray, element: str) -> np.ndarray:
+    """The nearest numbers of E4M3 or E2M1, saturating."""
+    if element == "e4m3":
+        return e4m3(values)
+    return np.clip(values, F32(-6), F32(6)).astype(ml_dtypes.float4_e2m1fn)
 
 
 def block_scales_or_nan(bits: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -105,8 +120,7 @@ def block_scales_or_nan(bits: torch.Tensor, kind: str) -> tuple[torch.Tensor, to
     amax = bits.view(torch.float32)
     scale = (amax.where(torch.isfinite(amax), 0.0) / 448).clamp(min=2.0**-126)
     if kind == "power_of_two":
-        powers = [float(power_of_two_above(number)) for number in scale.view(-1).numpy()]
-        scale = torch.tensor(powers).view(scale.shape)
+        scale = torch.as_tensor(power_of_two_above(scale.numpy()))
     scale = scale.where(torch.isfinite(amax), torch.nan)
     return scale, 1.0 / scale
 
@@ -122,38 +136,24 @@ def quantize_lines(
     seed: int | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """(data as stored, scales), both bytes, of lines [L, K]."""
-    num_lines, width = lines.shape
-    codes = np.zeros((num_lines, width), np.uint8)
-    scales = [
-        [b"" for _ in range(0, width, block)] for _ in range(0, num_lines, block_lines)
-    ]  # of as many bytes as there will be
-    for i, line in enumerate(range(0, num_lines, block_lines)):
-        for j, k in enumerate(range(0, width, block)):
-            here = np.s_[line : line + block_lines, k : k + block]
-            values, scales[i][j] = quantize_block(lines[here].astype(F32), kind, amax)
-            if element == "e2m1" and values.dtype == F32:
-                if seed is None:
-                    nearest = np.clip(values, F32(-6), F32(6)).astype(ml_dtypes.float4_e2m1fn)
-                    values = nearest.view(np.uint8) & 0xF
-                else:
-                    values = np.array(
-                        [
-                            [
-                                stochastic_e2m1(
-                                    x, philox(seed, ((k + c) // 4, line + r, 0, 0))[(k + c) % 4]
-                                )
-                                for c, x in row
-                            ]
-                            for r, row in (
-                                (r, list(enumerate(row))) for r, row in enumerate(values)
-                            )
-                        ],
-                        np.uint8,
-                    )
-            codes[here] = values
+    values, _, stored, is_finite = scaled_blocks(lines, kind, block, block_lines, amax)
+    codes = nearest(values, element).view(np.uint8) & (0xF if element == "e2m1" else 0xFF)
+    if seed is not None and element == "e2m1":
+        codes = stochastic_codes(as_lines(values, lines.shape), seed).reshape(values.shape)
+    codes = as_lines(np.where(is_finite, codes, 0 if kind == "e4m3" else 0x7F), lines.shape)
     if element == "e2m1":
         codes = codes[:, 0::2] | codes[:, 1::2] << 4
-    return codes, np.array([np.frombuffer(b"".join(row), np.uint8) for row in scales])
+    stored = np.where(is_finite, stored.astype(F32), F32(np.nan)).astype(stored.dtype)
+    return codes.astype(np.uint8), np.ascontiguousarray(stored[:, 0, :, 0]).view(np.uint8)
+
+
+def stochastic_codes(lines: np.ndarray, seed: int) -> np.ndarray:
+    """Codes of E2M1 of lines [L, K], whole blocks."""
+    words = [
+        [word for k in range(0, lines.shape[1], 4) for word in philox(seed, (k // 4, line, 0, 0))]
+        for line in range(len(lines))
+    ]
+    return stochastic_e2m1(lines, np.array(words))
 
 
 def padded_columns(rows: np.ndarray, signs: int | None) -> np.ndarray:
