@@ -12,7 +12,6 @@ import torch
 
 from symmoe import kernels
 from symmoe.kernels import control
-from symmoe.kernels.control import Peers
 from symmoe.program.builder import builder
 from symmoe.program.program import CallInteger
 from symmoe.symm_mem.reports import Configurations
@@ -119,7 +118,11 @@ class Waits:
     """
 
     def __init__(
-        self, peers: Peers, configurations: Configurations, timeout_s: float, start_timeout_s: float
+        self,
+        peers: control.Peers,
+        configurations: Configurations,
+        timeout_s: float,
+        start_timeout_s: float,
     ) -> None:
         self.timeout_s, self.start_timeout_s = timeout_s, start_timeout_s
         self.peers, self.configurations, self.device = peers, configurations, peers.bases.device

@@ -64,18 +64,13 @@ def test_a_host_may_be_cut_and_hosts_are_not_joined():
     assert find_topology("aaaabbbb", 5, 2).nodes == ((0, 1), (2, 3), (4, 5), (6, 7))
     assert find_topology("abab", 0, 1).nodes == ((0,), (1,), (2,), (3,))
     assert find_topology("aaa", 0, None).num_nodes == find_topology("aaa", 0, 3).num_nodes == 1
-    with pytest.raises(
-        ArgumentError, match=r"ranks_per_node \(4\) must divide the 2 ranks .* node of rank 0"
+    for hosts, ranks_per_node, error, text in (
+        ("aabb", 4, ArgumentError, r"node \(4\) must divide the 2 ranks .* node of rank 0"),
+        ("aabbb", 2, ArgumentError, r"node \(2\) must divide the 3 ranks .* node of rank 2"),
+        ("aabbc", None, BackendUnavailable, "rank 4 is on a node with 1 .* rank 0 on one with 2"),
     ):
-        find_topology("aabb", 0, 4)
-    with pytest.raises(
-        ArgumentError, match=r"ranks_per_node \(2\) must divide the 3 ranks .* node of rank 2"
-    ):
-        find_topology("aabbb", 0, 2)
-    with pytest.raises(
-        BackendUnavailable, match=r"rank 4 is on a node with 1 ranks .* but rank 0 on one with 2"
-    ):
-        find_topology("aabbc", 0, None)
+        with pytest.raises(error, match=text):
+            find_topology(hosts, 0, ranks_per_node)
 
 
 class FakeNvml:
