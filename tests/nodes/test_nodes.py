@@ -6,6 +6,7 @@ import itertools
 import os
 import struct
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -378,15 +379,16 @@ def test_rails_drop_the_last_tokens(cluster, num_ranks: int, ranks_per_node: int
 
 def test_rail_capacity_needs_a_static_capacity(heap: SymmetricHeap):
     ids = torch.zeros((2, 1), dtype=torch.int64)
-    with pytest.raises(
-        ArgumentError, match=r"rail_capacity \(3\) needs a static capacity, and capacity is None"
+    plan = partial(make_plan, ids, num_experts=2, heap=heap)
+    config = partial(MoEConfig, hidden=8, ffn=8, num_experts=2, top_k=1)
+    for make, options, text in (
+        (plan, {"rail_capacity": 3}, r"\(3\) needs a static capacity, and capacity is None"),
+        (plan, {"capacity": 4, "rail_capacity": 0}, r"\(0\) must be at least 1"),
+        (config, {"rail_capacity": 3}, r"\(3\) needs a static capacity"),
     ):
-        make_plan(ids, num_experts=2, heap=heap, rail_capacity=3)
-    with pytest.raises(ArgumentError, match=r"rail_capacity \(0\) must be at least 1"):
-        make_plan(ids, num_experts=2, heap=heap, capacity=4, rail_capacity=0)
-    with pytest.raises(ArgumentError, match=r"rail_capacity \(3\) needs a static capacity"):
-        MoEConfig(hidden=8, ffn=8, num_experts=2, top_k=1, rail_capacity=3)
-    make_plan(ids, num_experts=2, heap=heap, capacity=4, rail_capacity=1)  # one node: no effect
+        with pytest.raises(ArgumentError, match="rail_capacity " + text):
+            make(**options)
+    plan(capacity=4, rail_capacity=1)  # one node: no effect
 
 
 @pytest.mark.parametrize("capacity", [None, 160])
