@@ -19,7 +19,7 @@ from symmoe.checks.arguments import (
 )
 from symmoe.combine.trip import PHASE as COLLECT
 from symmoe.combine.trip import Collection, combine
-from symmoe.dispatch.plan import Plan
+from symmoe.dispatch.plan import Plan, reads_rows_in_place
 from symmoe.dispatch.trip import PHASE as SEND
 from symmoe.dispatch.trip import dispatch
 from symmoe.errors import ArgumentError, StaleLease, StalePlan, SymmoeError
@@ -278,7 +278,7 @@ def _readable_rows(
     """`rows` [., H] itself where the trip can read it, else a copy in a lease (counted: it is the slow path)."""
     heap = plan.heap
     is_aligned = rows.is_contiguous() and rows.data_ptr() % control.ACCESS_BYTES == 0
-    if is_aligned and (not plan.reads_rows_in_place(order) or heap.owns(rows)):
+    if is_aligned and (not reads_rows_in_place(order, plan.nodes) or heap.owns(rows)):
         yield rows
         return
     heap.statistics.num_staging_copies += 1

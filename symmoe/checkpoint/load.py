@@ -25,8 +25,6 @@ from symmoe.checkpoint import folder
 from symmoe.checkpoint.manifest import MANIFEST, Manifest
 from symmoe.checkpoint.optimizer_state import (
     PREFIX,
-    Shared,
-    State,
     check_record,
     check_shared,
     empty_state,
@@ -77,27 +75,22 @@ def load_checkpoint(
             optimizer are untouched unless a file broke, or a rank was lost, after everything was verified.
     """
     with Peers(group) as peers:
-
-        def choose() -> tuple[Path, list[str]]:
+        with peers.step() as chosen:
             place = folder.path_of(directory)
-            if peers.rank:
-                return place, []
-            path, _, digest = folder.find(place, step)
-            return place, [path.name, digest]
-
-        def verify() -> Manifest:
-            manifest, own = folder.open_(path)
-            if own != digest:
+            if peers.rank == 0:
+                newest, _, digest = folder.find(place, step)
+                chosen.mine = [newest.name, digest]
+        name, digest = chosen.by_rank[0]
+        path = place / name
+        with peers.step():
+            manifest, own_digest = folder.open_(path)
+            if own_digest != digest:
                 raise CheckpointError(f"{path / MANIFEST} is not the file that rank 0 sees")
             folder.verify(path, manifest, peers.rank, peers.num_ranks)
-            return manifest
-
-        def match() -> tuple[tuple[HuggingFaceStorageReader, _Rows, State, Shared], list[str]]:
-            reader, state = HuggingFaceStorageReader(str(path)), State()
-            shared: Shared = []
+        with peers.step() as matched:
+            reader = HuggingFaceStorageReader(str(path))
             stored = _stored(reader, path)
             places = places_of(model, rank=peers.rank, num_ranks=peers.num_ranks)
-            unknown = stored.keys() - {place.key for place in places}
             filled = [place for place in places if place.is_stored]
             if optimizer is not None:
                 groups = groups_of(optimizer, places)
@@ -108,26 +101,15 @@ def load_checkpoint(
                 reader.read_data(copies.plan, copies).wait()
                 check_shared(shared)
             rows = _Rows(path, stored, filled)
-            return (reader, rows, state, shared), sorted(
-                key for key in unknown if not key.startswith(PREFIX)
-            )
-
-        def read() -> None:
-            for key in sorted(set.intersection(*map(set, left_over))):
+            unknown = stored.keys() - {place.key for place in places}
+            matched.mine = sorted(key for key in unknown if not key.startswith(PREFIX))
+        with peers.step():
+            for key in sorted(set.intersection(*map(set, matched.by_rank))):
                 raise CheckpointError(f"{path} has {key}, which the model has not")
             reader.read_data(rows.plan, rows).wait()
-
-        def finish() -> None:
-            if optimizer is not None and manifest.optimizer is not None:
-                install(optimizer, state, shared, manifest.optimizer)
-
-        place, told = peers.gather(choose)
-        name, digest = told[0]
-        path = place / name
-        manifest = peers.together(verify)
-        (reader, rows, state, shared), left_over = peers.gather(match)
-        peers.together(read)
-        peers.together(finish, is_last=True)
+        with peers.step(is_last=True):
+            if optimizer is not None:
+                install(optimizer, state, shared, record)
     own = manifest.rank_extra[peers.rank] if manifest.num_ranks == peers.num_ranks else None
     return LoadedCheckpoint(step=manifest.step, extra=manifest.extra, rank_extra=own)
 

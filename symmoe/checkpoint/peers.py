@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -23,6 +24,14 @@ from symmoe.errors import (
 from symmoe.symm_mem.bootstrap import Bootstrap
 
 _Result = TypeVar("_Result")
+
+
+@dataclass
+class Told:
+    """What the ranks tell each other at the end of a step, in JSON."""
+
+    mine: Any = None
+    by_rank: list[Any] = field(default_factory=list)  # once the step has ended
 
 
 class Peers:
@@ -49,30 +58,32 @@ class Peers:
         ):  # this rank's error comes back, or a peer is lost
             self._meet(CheckpointError(f"{kind.__name__} has ended the call"), b"", is_last=True)
 
-    def together(self, work: Callable[[], _Result], *, is_last: bool = False) -> _Result:
-        """What `work` returns here; `is_last`: no other exchange follows. SymmoeError: that of a rank, on every rank;
-        any other exception there becomes a CheckpointError, and so does a rank that is gone, or has not come within the
-        process group's timeout. The text names it."""
-        return self.gather(lambda: (work(), None), is_last=is_last)[0]
-
-    def gather(
-        self, work: Callable[[], tuple[_Result, Any]], *, is_last: bool = False
-    ) -> tuple[_Result, list[Any]]:
-        """What `work` returns here, and what it tells on each rank, in JSON. Raises as :meth:`together` does."""
+    @contextlib.contextmanager
+    def step(self, *, is_last: bool = False) -> Iterator[Told]:
+        """A block of work on every rank, at the end of which they meet, and tell each other something. `is_last`: no
+        other exchange follows. SymmoeError: that of a rank, on every rank; any other exception there becomes a
+        CheckpointError, and so does a rank that is gone, or has not come within the process group's timeout. The text
+        names it."""
+        told = Told()
         problem: SymmoeError | None = None
         message = b""
         try:
-            result, told = work()
-            message = json.dumps(told).encode()
+            yield told
+            message = json.dumps(told.mine).encode()
         except SymmoeError as error:
             problem = error
         except Exception as error:  # noqa: BLE001 - the others wait to hear of any error
             problem = CheckpointError(f"{type(error).__name__}: {error}")
         try:
             messages = self._meet(problem, message, is_last=is_last)
-            return result, [json.loads(theirs) for theirs in messages]
+            told.by_rank = [json.loads(theirs) for theirs in messages]
         finally:
             del problem  # its traceback would keep this frame, and the frame it
+
+    def together(self, work: Callable[[], _Result], *, is_last: bool = False) -> _Result:
+        """What `work` returns here, as one :meth:`step`."""
+        with self.step(is_last=is_last):
+            return work()
 
     def _meet(self, problem: SymmoeError | None, message: bytes, *, is_last: bool) -> list[bytes]:
         """Every rank's message; or the first rank's problem, on every rank."""

@@ -18,9 +18,8 @@ from torch import nn
 
 import symmoe
 from symmoe.checkpoint import files, folder
-from symmoe.checkpoint.manifest import Manifest, StoredFile, StoredOptimizer
+from symmoe.checkpoint.manifest import Manifest, StoredFile
 from symmoe.checkpoint.optimizer_state import (
-    Groups,
     groups_of,
     places_of_state,
     record_of,
@@ -82,8 +81,7 @@ def save_checkpoint(
             or has left by an interrupt (which is raised there). The text names the file, the key or the rank.
     """
     with contextlib.ExitStack() as held, Peers(group) as peers:
-
-        def collect() -> tuple[tuple[Path, list[Place], Groups], dict[str, Any]]:
+        with peers.step() as given:
             if type(step) is not int or not 0 <= step <= MAX_STEP:
                 raise ArgumentError(f"step ({step!r}) must be an integer from 0 to {MAX_STEP}")
             if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
@@ -99,68 +97,61 @@ def save_checkpoint(
                 "extra": extra,
                 "a setting of optimizer": optimizer and settings_of(optimizer, groups),
             }
-            return (place, places, groups), {
+            given.mine = {
                 "common": {name: _json(name, value) for name, value in common.items()},
                 "optimizer": _json(
                     "the state of optimizer", optimizer and told_of(optimizer, groups)
                 ),
                 "rank_extra": _json("rank_extra", rank_extra),
             }
-
-        def lay_out() -> tuple[tuple[_Parts, StoredOptimizer | None], dict[str, Any]]:
-            _check_common(tables)
+        with peers.step() as had:
+            _check_common(given.by_rank)
             stored = [place for place in places if place.is_stored]
             record = None
             if optimizer is not None:
-                told = [json.loads(table["optimizer"]) for table in tables]
+                told = [json.loads(table["optimizer"]) for table in given.by_rank]
                 record = record_of(settings_of(optimizer, groups), told)
                 stored += places_of_state(optimizer, groups, record)
             parts = _parts(stored)
-            return (parts, record), {key: _told(part) for key, part in parts.items()}
-
-        def compare() -> tuple[_Holders, dict[str, str]]:
-            holders = _holders(told)
-            return holders, {
+            had.mine = {key: _told(part) for key, part in parts.items()}
+        with peers.step() as compared:
+            holders = _holders(had.by_rank)
+            compared.mine = {
                 key: digest(_to_host(parts[key]))
                 for (key, _, _), ranks in holders.items()
                 if len(ranks) > 1 and peers.rank in ranks
             }
-
-        def prepare() -> tuple[None, str]:
-            check_replicas(((key, ranks) for (key, _, _), ranks in holders.items()), digests)
-            # Rank 0 holds the lock until all ranks know the result.
-            return None, "" if peers.rank else held.enter_context(folder.saving(place, step)).name
-
-        def write() -> tuple[None, dict[str, Any]]:
-            mine = _shares(holders, told)[peers.rank]
-            return None, _write(place / names[0], {key: parts[key] for key in mine}, peers.rank)
-
-        def publish() -> None:
-            if peers.rank:
-                return
-            manifest = Manifest(
-                step=step,
-                ep_size=max(Counter(key for key, _, _ in holders).values(), default=1),
-                files={
-                    name: StoredFile(**file) for theirs in written for name, file in theirs.items()
-                },
-                optimizer=record,
-                extra=extra,
-                rank_extra=[json.loads(table["rank_extra"]) for table in tables],
-                written_by={
-                    module.__name__: module.__version__ for module in (symmoe, torch, safetensors)
-                },
+        with peers.step() as prepared:
+            check_replicas(
+                ((key, ranks) for (key, _, _), ranks in holders.items()), compared.by_rank
             )
-            folder.publish(place / names[0], step, manifest.to_bytes())
-            if keep_last is not None:
-                folder.prune(place, step, keep_last)
-
-        (place, places, groups), tables = peers.gather(collect)
-        (parts, record), told = peers.gather(lay_out)
-        holders, digests = peers.gather(compare)
-        _, names = peers.gather(prepare)
-        _, written = peers.gather(write)
-        peers.together(publish, is_last=True)
+            if peers.rank == 0:  # it holds the lock until all ranks know the result
+                prepared.mine = held.enter_context(folder.saving(place, step)).name
+        unfinished = place / prepared.by_rank[0]
+        with peers.step() as written:
+            mine = _shares(holders, had.by_rank)[peers.rank]
+            written.mine = _write(unfinished, {key: parts[key] for key in mine}, peers.rank)
+        with peers.step(is_last=True):
+            if peers.rank == 0:
+                manifest = Manifest(
+                    step=step,
+                    ep_size=max(Counter(key for key, _, _ in holders).values(), default=1),
+                    files={
+                        name: StoredFile(**file)
+                        for theirs in written.by_rank
+                        for name, file in theirs.items()
+                    },
+                    optimizer=record,
+                    extra=extra,
+                    rank_extra=[json.loads(table["rank_extra"]) for table in given.by_rank],
+                    written_by={
+                        module.__name__: module.__version__
+                        for module in (symmoe, torch, safetensors)
+                    },
+                )
+                folder.publish(unfinished, step, manifest.to_bytes())
+                if keep_last is not None:
+                    folder.prune(place, step, keep_last)
     return place / folder.name_of(step)
 
 

@@ -14,7 +14,7 @@ import torch
 from symmoe import kernels
 from symmoe.combine.nodes import Collected, FromNodes
 from symmoe.dispatch.nodes import NodesPlan
-from symmoe.dispatch.plan import Plan
+from symmoe.dispatch.plan import Plan, reads_rows_in_place
 from symmoe.kernels import control
 from symmoe.kernels.gemm_parts import Division, Part
 from symmoe.kernels.operands import given
@@ -156,7 +156,7 @@ class Collection:
         gradients: int = 0,
     ) -> None:
         self._rows, self.plan, self._order, self._row_values = rows, plan, order, row_values
-        self._pulls = plan.reads_rows_in_place(order)
+        self._pulls = reads_rows_in_place(order, plan.nodes)
         self._ops, self._exit = kernels.for_device(plan.heap.device), ExitStack()
         self._packed_to_row, _ = plan.received_index()
         self._agreed: control.CallFields = {

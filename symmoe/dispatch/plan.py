@@ -5,6 +5,7 @@ T tokens, K slots per token, E experts, e experts per rank, R ranks, N rows and 
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -54,28 +55,29 @@ class Plan(PlanIntegers):
         packed_row_capacity: packed rows that a buffer for this plan needs on this rank.
         expected_rows: estimate of the rows of a rank, the same on all ranks: row_capacity, or all slots of a rank's
             tokens if these are fewer.
+        is_settled: whether the host has read the report, or nobody posts it.
+        generation: epoch of the plan's barrier; all ranks of a trip must bring the same plan.
         num_rows: N as a host integer; None with static capacity, where only the device knows it, and for a plan with
             room until it is settled.
-        generation: epoch of the plan's barrier; all ranks of a trip must bring the same plan. 0: it is not known yet.
         packed_to_row: int32 [P_cap, K], rows of each packed row in k order; set by the plan's first dispatch.
         row_to_packed_row: int32 [N_cap], set by the plan's first dispatch; the tail is 0.
         max_rows, max_packed_rows: the largest N and P of any rank; None as num_rows is.
         most_sent: the most tokens that this rank sends to another node, if num_rows is known.
         has_room: False for a plan with too little room on some rank, once it is settled: it has no rows then.
         nodes: of a group that spans nodes, the way to the other nodes; else None.
-        to_fill: what launches the plan's kernels, which has not happened yet; else None.
-        routed: of a group that spans nodes, logits, probs and scores that were found together with the plan.
     """
 
     heap: SymmetricHeap
     num_tokens: int
     top_k: int
     num_experts: int
+    num_places: int
     row_capacity: int
     packed_row_capacity: int
     expected_rows: int
+    is_settled: bool
+    generation: int
     num_rows: int | None = None
-    generation: int = 0
     packed_to_row: torch.Tensor | None = None
     row_to_packed_row: torch.Tensor | None = None
     max_rows: int | None = None
@@ -83,53 +85,21 @@ class Plan(PlanIntegers):
     most_sent: int = 0
     has_room: bool = True
     nodes: NodesPlan[Plan] | None = None
-    to_fill: ToFill | None = None
-    routed: Sequence[torch.Tensor] = ()
-    num_places: int = 0
-    _is_settled: bool = True  # whether the host has read the report, or nobody posts it
 
-    def fill(self) -> Sequence[torch.Tensor]:
-        """Launches the plan's kernels, unless that has happened. Collective; waits for the device if sizes of buffers
-        depend on the plan. What else ToFill.launch has found."""
-        if (to_fill := self.to_fill) is None:
-            return ()
-        with (heap := self.heap).one_call:
-            self.generation = heap.epoch + 1
-            launch = partial(to_fill.launch, heap, self.generation)
-            inputs = (to_fill.topk_idx,) if to_fill.route is None else to_fill.route.inputs
-            if heap.first_step is None:
-                filled = heap.run(to_fill.key, launch, inputs, plan=self.generation)
-            else:
-                filled = launch()
-            self.note_filled(filled[0])
-        if to_fill.is_read and self.row_capacity < 0:
-            self.settle()
-        return filled[1:]
+    phase = control.PHASE_DISPATCH_READY  # the next barrier of its call
 
-    def note_filled(self, storage: torch.Tensor) -> None:
-        """Notes what ToFill.launch has returned. In the same turn, which began when the plan got its generation."""
-        heap, to_fill = self.heap, self.to_fill
-        self.storage, self.to_fill = storage, None
-        if to_fill is not None:
-            self._is_settled = not to_fill.is_read
-            if to_fill.reports is not None:
-                to_fill.reports.append(self.report)
-        heap.waits.flight.note(self.generation, num_tokens=self.num_tokens, top_k=self.top_k)
-        if heap.streams.raises_at_once:
-            heap.check()  # before another thread gets its turn and raises the error instead
-
-    def next_phase(self) -> int:
-        """The first barrier of this plan's call, or, once that is launched, of its dispatch."""
-        is_launched = self.to_fill is None or 0 < self.generation <= self.heap.epoch
-        return control.PHASE_DISPATCH_READY if is_launched else control.PHASE_PLAN
+    def begin(self, generation: int) -> tuple[Plan, Sequence[torch.Tensor]]:
+        """As in PlanRequest: a copy, which one run of a call's kernels may change."""
+        return copy.copy(self), ()
 
     def settle(self) -> None:
         """Finds out what the routing of a plan with room needs, and whether there is room for it. Waits until the
         device has made the plan. Other plans are settled from the start. ExpertIdError, ConfigMismatch: see make_plan;
         on every rank."""
-        if self._is_settled:
+        if self.is_settled:
             return
-        report, self._is_settled = self.heap.await_report(self.generation), True
+        report = self.heap.await_report(self.generation)
+        self.is_settled = True
         self.has_room = report[control.SUM_ERROR] != control.PLAN_NO_ROOM
         if self.has_room and report[control.SUM_ERROR] != control.PLAN_OK:
             if (
@@ -195,10 +165,6 @@ class Plan(PlanIntegers):
         """This plan as the ranks of a node have it: between nodes a plan of its own; else this one."""
         return self if self.nodes is None else self.nodes.own
 
-    def reads_rows_in_place(self, order: str) -> bool:
-        """Whether a combine in this order reads rows where they are, on the heap; else their sums are sent."""
-        return order != "rank" or self.nodes is not None
-
     def parts_of_replicas(self, num_sms: int | None = None) -> Sequence[tuple[Part, ...]]:
         """Rows of replicas, of tokens of ranks before this one, of its own, which take so many SMs, and of those after
         it; each one part, or none if there can be no such rows."""
@@ -231,35 +197,95 @@ class Plan(PlanIntegers):
         return self.packed_to_row, self.row_to_packed_row
 
 
-class ToFill(NamedTuple):
-    """What the kernels of a plan take."""
+@dataclass(frozen=True, eq=False)
+class PlanRequest:
+    """A plan that is still to be made: what its kernels take, and what the host knows of it before; see Plan."""
 
+    heap: SymmetricHeap
     topk_idx: torch.Tensor  # as in make_plan; contiguous
+    num_tokens: int
+    top_k: int
+    num_experts: int
+    num_places: int
     header: tuple[int, ...]  # words for the peers, see control.HEAD_*
+    layout: control.PlanLayout
+    row_capacity: int
+    packed_row_capacity: int
+    expected_rows: int
     config: int  # as in PlanOptions
     is_read: bool  # whether the host reads the report
     reports: list[torch.Tensor] | None  # gets the report instead
     rails: _Rails
     route: Any  # None, or what makes topk_idx first: a Route of moe/router.py
 
+    phase = control.PHASE_PLAN  # the next barrier of its call
+    num_rows = nodes = None  # as in Plan
+
     @property
     def key(self) -> tuple[Hashable, ...]:
         """On what it depends what is launched, besides tensors."""
-        return (
-            "plan",
-            self.header,
-            self.config,
-            self.is_read,
-            self.rails,
-            self.route and self.route.key,
+        route = self.route and self.route.key
+        return "plan", self.header, self.config, self.is_read, self.rails, route
+
+    @property
+    def is_sized(self) -> bool:
+        """Whether a program of the whole call can make the plan: buffers have sizes before that, and the host does not
+        compare first steps after the plan's barrier."""
+        return self.row_capacity >= 0 and self.heap.first_step is None
+
+    def made(self) -> MadePlan:
+        """Launches the plan's kernels. Collective; waits for the device if sizes of buffers depend on the plan."""
+        with torch.no_grad(), (heap := self.heap).one_call:
+            generation = heap.epoch + 1
+            launch = partial(self.launch, generation)
+            inputs = (self.topk_idx,) if self.route is None else self.route.inputs
+            if heap.first_step is None:
+                storage, *found = heap.run(self.key, launch, inputs, plan=generation)
+            else:
+                storage, *found = launch()
+            plan = self.plan(storage, generation)
+        if self.row_capacity < 0:
+            plan.settle()
+        return MadePlan(plan, found)
+
+    def plan(self, storage: torch.Tensor, generation: int) -> Plan:
+        """The plan whose kernels have been launched, in the same turn on the heap. Notes that."""
+        heap, plan = self.heap, self._plan(storage, generation)
+        if self.reports is not None:
+            self.reports.append(plan.report)
+        heap.waits.flight.note(generation, num_tokens=self.num_tokens, top_k=self.top_k)
+        if heap.streams.raises_at_once:
+            heap.check()  # before another thread gets its turn and raises the error instead
+        return plan
+
+    def begin(self, generation: int) -> tuple[Plan, Sequence[torch.Tensor]]:
+        """For one run of a call's kernels: launches the plan's. The plan, and what else :meth:`launch` has found."""
+        storage, *found = self.launch(generation)
+        return self._plan(storage, generation), found
+
+    def _plan(self, storage: torch.Tensor, generation: int) -> Plan:
+        return Plan(
+            storage,
+            self.layout,
+            self.heap,
+            self.num_tokens,
+            self.top_k,
+            self.num_experts,
+            self.num_places,
+            self.row_capacity,
+            self.packed_row_capacity,
+            self.expected_rows,
+            is_settled=not self.is_read,
+            generation=generation,
         )
 
-    def launch(self, heap: SymmetricHeap, generation: int) -> tuple[Any, ...]:
+    def launch(self, generation: int) -> tuple[Any, ...]:
         """A new storage of the plan of this generation, filled; logits, probs and scores, if there is a route; the
         integers and num_received of RailRows, if the group spans nodes. Collective."""
-        topk_idx, header, config, is_read, _, its_rails, route = self
-        num_experts, num_ranks, rails = header[control.HEAD_NUM_EXPERTS], heap.num_ranks, None
-        num_places, blocks = header[control.HEAD_NUM_PLACES], num_blocks(len(topk_idx))
+        heap, topk_idx, header, config = self.heap, self.topk_idx, self.header, self.config
+        is_read, its_rails, route = self.is_read, self.rails, self.route
+        num_experts, num_ranks, rails = self.num_experts, heap.num_ranks, None
+        num_places, blocks = self.num_places, num_blocks(len(topk_idx))
         counts = torch.empty(
             (blocks, num_experts + num_ranks + 2), dtype=torch.int32, device=heap.device
         )
@@ -304,6 +330,23 @@ class ToFill(NamedTuple):
         if is_read:
             ops.post_report(integers.report, heap.waits.reports, plan=generation)
         return integers.storage, *routed, *found
+
+
+def reads_rows_in_place(order: str, nodes: object) -> bool:
+    """Whether a combine in this order reads rows where they are, on the heap; else their sums are sent. nodes: of the
+    plan."""
+    return order != "rank" or nodes is not None
+
+
+class MadePlan(NamedTuple):
+    """A plan whose kernels have been launched, and logits, probs and scores of a route that was a part of it."""
+
+    plan: Plan
+    found: Sequence[torch.Tensor] = ()
+
+    def made(self) -> MadePlan:
+        """As in PlanRequest: there is nothing to do."""
+        return self
 
 
 class PlanOptions(NamedTuple):
@@ -415,9 +458,7 @@ def plan_call(
     what the buffers of this call can take on this rank; None, on all ranks: what its routing needs. Asked for once this
     rank has noticed the errors of earlier calls, as its peers have."""
     with FailPeersOnError(heap, control.PHASE_PLAN):
-        plan = begin_plan(topk_idx, heap, options, find_room)
-        plan.fill()
-    return plan
+        return begin_plan(topk_idx, heap, options, find_room).made().plan
 
 
 def begin_plan(
@@ -426,9 +467,9 @@ def begin_plan(
     options: PlanOptions,
     find_room: FindRoom,
     route: Any = None,
-) -> Plan:
-    """Same as plan_call, except that on one node nothing is launched: see Plan.fill. route: what makes the values of
-    topk_idx [T, K] before, then: see Plan.routed."""
+) -> PlanRequest | MadePlan:
+    """What plan_call begins with; on one node nothing is launched. route: what makes the values of topk_idx [T, K]
+    before."""
     capacity = options.capacity
     heap.check(control.PHASE_PLAN, waits=capacity is None)
     heap.fail_for(_find_problem(topk_idx, heap, options, route), control.PHASE_PLAN)
@@ -438,7 +479,7 @@ def begin_plan(
         heap.fail_for(ArgumentError(f"a step that is captured {why}") if why else None, None)
     topk_idx = topk_idx.detach().contiguous()
     if heap.nodes is None:
-        return _new_plan(topk_idx, heap, options, room, None, route)
+        return _request(topk_idx, heap, options, room, None, route)
     return _plan_between_nodes(topk_idx, heap, options, room, route)
 
 
@@ -502,7 +543,7 @@ def _plan_between_nodes(
     options: PlanOptions,
     room: RowBudget | None,
     route: Any,
-) -> Plan:
+) -> MadePlan:
     """The plan on a heap that spans nodes. With exact capacity and no room the host waits for the plan, and reads how
     long messages are."""
     num_tokens, top_k = topk_idx.shape
@@ -513,9 +554,9 @@ def _plan_between_nodes(
         most_tokens = num_tokens if options.max_tokens is None else options.max_tokens
         rail_rows = rail_capacity = options.rail_capacity or max(1, most_tokens)
         drops = options.overflow == "drop" and rail_rows < most_tokens
-    plan = _new_plan(topk_idx, heap, options, room, (rail_rows, drops), route, rail_capacity)
+    request = _request(topk_idx, heap, options, room, (rail_rows, drops), route, rail_capacity)
     # Without room it waits for the device, before any barrier: ranks with room raise what the plan has found at once.
-    *routed, integers, num_received = plan.fill()
+    plan, (*routed, integers, num_received) = request.made()
     sent, received = [rail_rows] * len(num_received), nodes_of(heap).rail_rows
     if options.capacity is None and room is None:
         numbers = torch.stack([integers[: len(num_received)], num_received])
@@ -523,11 +564,10 @@ def _plan_between_nodes(
     plan.nodes = plan_in_node(
         heap, plan, integers, sent, received, rail_capacity * MAX_TOP_K + top_k
     )
-    plan.routed = routed  # not before: the plans inside the node would have it, and it, as a result of a step, them
-    return plan
+    return MadePlan(plan, routed)
 
 
-def _new_plan(
+def _request(
     topk_idx: torch.Tensor,
     heap: SymmetricHeap,
     options: PlanOptions,
@@ -535,22 +575,28 @@ def _new_plan(
     rails: _Rails,
     route: Any,
     rail_capacity: int = 0,
-) -> Plan:
-    """A plan that is to be filled."""
+) -> PlanRequest:
     num_tokens, top_k = topk_idx.shape
     sizes = _sizes_of(options, num_tokens, top_k, heap.num_ranks, room, rail_capacity)
     reports = heap.captured_reports if options.capacity is None else None
     is_read = options.capacity is None and reports is None
-    return Plan(
-        topk_idx,  # stands for the storage that is to come
-        sizes.layout,
+    return PlanRequest(
         heap,
+        topk_idx,
         num_tokens,
         top_k,
-        options.num_experts,
-        *sizes[2:],
+        num_experts=options.num_experts,
         num_places=options.replica_places,
-        to_fill=ToFill(topk_idx, sizes.header, options.config, is_read, reports, rails, route),
+        header=sizes.header,
+        layout=sizes.layout,
+        row_capacity=sizes.row_capacity,
+        packed_row_capacity=sizes.packed_row_capacity,
+        expected_rows=sizes.expected_rows,
+        config=options.config,
+        is_read=is_read,
+        reports=reports,
+        rails=rails,
+        route=route,
     )
 
 

@@ -150,16 +150,18 @@ class LinearWeights:
 
 @dataclass(frozen=True, slots=True)
 class LinearProducts:
-    """A rows_function.Products: y = W x + bias * scale, += B (A x) with adapters."""
+    """What a layer computes in a call, without autograd: y = W x + bias * scale, += B (A x) with adapters."""
 
     layers: tuple[GroupedParameters]
     trains_rows: bool  # whether backward will ask for the gradient of the rows
 
     @property
     def key(self) -> Hashable:
+        """On what it depends what is launched, besides tensors and weights."""
         return self.layers[0].precision, self.trains_rows
 
     def weights(self, rows: RowInputs, *, is_forward: bool) -> LinearWeights:
+        """Those of a pass."""
         (layer,) = self.layers
         num_weights = len(layer.weight_names)
         (matrices,) = kernel_matrices({"weight": rows.tensors[:num_weights]})
@@ -173,7 +175,8 @@ class LinearProducts:
     def forward(
         self, weights: LinearWeights, rows: RowInputs, out: torch.Tensor, *, zero_tail: bool
     ) -> Gradients:
-        # Kept are A x, and the transposed weight in the recipe's numbers if rows are trained.
+        """Fills out [N, O], and returns what backward needs besides the inputs: A x, and the transposed weight in the
+        recipe's numbers if rows are trained."""
         recipe, low, transposed = self.layers[0].precision, weights.low, None
         ops, bias = kernels.for_device(out.device), (rows.biases[0], rows.scale)
         if recipe is None:
@@ -202,6 +205,7 @@ class LinearProducts:
         d_out: torch.Tensor,
         needs: Needs,
     ) -> LinearGradients:
+        """The gradients of d_out [N, O]; kept: what forward has returned. input_gradient comes first, if wanted."""
         return LinearGradients(self.layers[0].precision, weights, rows, kept, d_out, needs)
 
 

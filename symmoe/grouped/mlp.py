@@ -21,6 +21,7 @@ from symmoe.grouped.experts import (
     AdaptedWeights,
     ExpertForm,
     ExpertRows,
+    ExpertsBackward,
     ExpertWeights,
     Hidden,
     Layers,
@@ -29,15 +30,7 @@ from symmoe.grouped.experts import (
 from symmoe.grouped.linear import GroupedLinear, LowRank
 from symmoe.grouped.parameters import local_tensors
 from symmoe.grouped.quantized_experts import QuantizedWeights, Wire
-from symmoe.grouped.rows_function import (
-    Gradients,
-    Needs,
-    ProductGradients,
-    RowArguments,
-    RowInputs,
-    Splits,
-    run_rows,
-)
+from symmoe.grouped.rows_function import Gradients, Needs, RowArguments, RowInputs, Splits, run_rows
 from symmoe.grouped.weights import kernel_matrices
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.operands import given
@@ -243,7 +236,7 @@ def expert_weights(
 
 @dataclass(frozen=True, slots=True)
 class MLPProducts:
-    """A rows_function.Products of experts. trains: as in expert_weights."""
+    """What the layers of an MLP compute in a call, without autograd. trains: as in expert_weights."""
 
     form: ExpertForm
     layers: tuple[GroupedLinear, GroupedLinear]
@@ -275,7 +268,7 @@ class MLPProducts:
         kept: Gradients,
         d_out: torch.Tensor,
         needs: Needs,
-    ) -> ProductGradients:
+    ) -> ExpertsBackward:
         x = self._rows(rows)
         h, *others = kept
         return weights.backward(x, Hidden(given("h", h), *others), d_out, needs_scale=needs[1])

@@ -14,6 +14,7 @@ import operator
 import re
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
@@ -22,13 +23,12 @@ from torch import nn
 from symmoe.checks.arguments import modules_of, parameter_dtype_problem, size_problem
 from symmoe.errors import ArgumentError, raise_for, word_problem
 from symmoe.grouped.weights import (
-    DelayedGradients,
-    MainGrads,
-    NewGradients,
     Target,
     addresses,
     check_uniform,
+    compute_delayed,
     lay_side_by_side,
+    main_grads_of,
 )
 from symmoe.kernels import control
 from symmoe.kernels.architectures import e4m3_problem
@@ -195,7 +195,7 @@ class GroupedParameters(nn.Module):
         if not any(weight.requires_grad for weight in weights):
             return Target()
         if not (self.delay_wgrad or self.accumulate_into_main_grad):
-            return NewGradients()
+            return Target("new")
         parameters = tuple(map(self._parameters.get, self.weight_names))
         if any(parameter is None or hasattr(parameter, "device_mesh") for parameter in parameters):
             option = "delay_wgrad" if self.delay_wgrad else "accumulate_into_main_grad"
@@ -204,9 +204,11 @@ class GroupedParameters(nn.Module):
             )
         found = cast("tuple[nn.Parameter, ...]", parameters)
         if not self.delay_wgrad:
-            return MainGrads(found, overwrite=overwrite_main_grad)
-        return DelayedGradients(
-            found, self._delayed, overwrite_main_grad if self.accumulate_into_main_grad else None
+            return main_grads_of(found, overwrite=overwrite_main_grad)
+        overwrite = overwrite_main_grad if self.accumulate_into_main_grad else None
+        later = partial(compute_delayed, found, overwrite)
+        return Target(
+            "delayed", delay=lambda compute: self._delayed.append(partial(later, compute))
         )
 
     def _apply(

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -19,13 +19,15 @@ import torch
 from symmoe import kernels
 from symmoe.autograd import Context, Function, GradientBuffer, wrote_into
 from symmoe.checks import arguments
-from symmoe.checks.arguments import Buffer, Problem, RowsLike, memory_problem
+from symmoe.checks.arguments import Buffer, Problem, RowsLike, memory_problem, tensor_problem
 from symmoe.errors import ArgumentError, raise_for
 from symmoe.grouped.parameters import GroupedParameters
-from symmoe.grouped.weights import Compute
-from symmoe.kernels import control
-from symmoe.kernels.operands import given_of
+from symmoe.kernels.operands import FLOATS, given_of
 from symmoe.kernels.programs import run_program
+
+if TYPE_CHECKING:
+    from symmoe.grouped.linear import LinearProducts
+    from symmoe.grouped.mlp import MLPProducts
 
 Splits = torch.Tensor | npt.NDArray[np.integer[Any]] | Sequence[int]
 
@@ -105,31 +107,18 @@ class RowArguments:
 
 def _rows_problem(name: str, x: object, linear: GroupedParameters) -> Problem:
     """What keeps `x` from being the rows of a linear layer, or None; apart from its width_problem."""
-    if (error := memory_problem(name, x)) is not None:
-        return error
-    assert isinstance(x, torch.Tensor)
-    if x.dim() < 2 or x.shape[-1] != linear.in_features:
-        return ArgumentError(
-            f"{name} has shape {list(x.shape)}; it must be [..., {linear.in_features}]"
-        )
     weight = next(linear.parameters())
-    if x.device != weight.device:
-        return ArgumentError(f"{name} is on {x.device}; the weights are on {weight.device}")
-    if x.device.type not in ("cpu", "cuda"):
+    device = weight.device
+    has_kernels = device.type in ("cpu", "cuda")
+    casts = has_kernels and torch.is_autocast_enabled(device.type)
+    dtypes = (*FLOATS, torch.float64) if casts else (weight.dtype,)
+    shape = ("...", "N", linear.in_features)
+    error = tensor_problem(name, x, shape=shape, dtypes=dtypes, device=device)
+    if error is None and not has_kernels:
         return ArgumentError(
-            f"{name} and the weights are on {x.device}; they must be on a CUDA device or the CPU"
+            f"{name} and the weights are on {device}; they must be on a CUDA device or the CPU"
         )
-    autocast = torch.is_autocast_enabled(x.device.type)
-    dtype = torch.get_autocast_dtype(x.device.type) if autocast else weight.dtype
-    if (
-        dtype not in control.DTYPES
-        or (not autocast and x.dtype != dtype)
-        or not x.dtype.is_floating_point
-    ):
-        return ArgumentError(
-            f"{name} is {x.dtype}; the weights are {dtype}, and both must be one of {control.DTYPES}"
-        )
-    return None
+    return error
 
 
 class RowInputs(NamedTuple):
@@ -151,7 +140,7 @@ def _inputs(
 
 
 def run_rows(
-    products: Products,
+    products: LinearProducts | MLPProducts,
     given: RowArguments,
     x: torch.Tensor,
     biases: Gradients,
@@ -164,71 +153,13 @@ def run_rows(
     return y
 
 
-class Weights(Protocol):
-    """The weights of the layers of a call as kernels take them."""
-
-    @property
-    def operands(self) -> Sequence[torch.Tensor]:
-        """All tensors that kernels read of them."""
-
-    @property
-    def key(self) -> Hashable:
-        """On what it depends what is launched, besides operands."""
-
-
-class ProductGradients(Protocol):
-    """Backward of Products. input_gradient, which fills d_rows [N, C], comes first, if rows get a gradient."""
-
-    @property
-    def d_scale(self) -> MaybeTensor:
-        """fp32 [N], or None."""
-
-    @property
-    def d_biases(self) -> Gradients:
-        """Of the bias of each layer, or None."""
-
-    def input_gradient(self, d_rows: torch.Tensor, *, zero_tail: bool) -> None:
-        """Fills d_rows; zeros past the last group if `zero_tail`."""
-
-    def weight_gradients(self) -> tuple[Compute, ...]:
-        """What computes those of each layer."""
-
-    def adapter_gradients(self) -> Gradients:
-        """Of the adapters of all layers, if there are any."""
-
-
-class Products(Protocol):
-    """What the layers of a call compute without autograd."""
-
-    @property
-    def layers(self) -> Layers:
-        """Whose options backward reads when it runs."""
-
-    @property
-    def key(self) -> Hashable:
-        """On what it depends what is launched, besides tensors and weights."""
-
-    def weights(self, rows: RowInputs, *, is_forward: bool) -> Weights:
-        """Those of a pass."""
-
-    def forward(
-        self, weights: Any, rows: RowInputs, out: torch.Tensor, *, zero_tail: bool
-    ) -> Gradients:
-        """Fills out [N, O], and returns what backward needs in addition to the inputs."""
-
-    def backward(
-        self, weights: Any, rows: RowInputs, kept: Gradients, d_out: torch.Tensor, needs: Needs
-    ) -> ProductGradients:
-        """The gradients of d_out [N, O]; kept: what forward has returned."""
-
-
 class _RowsFunction(Function):
     of = "a grouped layer"
 
     @staticmethod
     def forward(
         ctx: Context,
-        products: Products,
+        products: LinearProducts | MLPProducts,
         given: RowArguments,
         x: torch.Tensor,
         row_range: torch.Tensor,
@@ -239,7 +170,7 @@ class _RowsFunction(Function):
         width, out = products.layers[-1].out_features, given.out
         y = x.new_empty((*x.shape[:-1], width)) if out is None else out
         inputs = _inputs(len(products.layers), x, row_range, scale, *tensors)
-        weights = products.weights(inputs, is_forward=True)
+        weights: Any = products.weights(inputs, is_forward=True)
         has = tuple([each is None for each in (out, scale, *inputs.biases)])
         kept = run_program(
             ("rows", products.key, weights.key, has),
@@ -259,7 +190,7 @@ class _RowsFunction(Function):
         kept, layers = saved[: ctx.num_kept], products.layers
         x, row_range, scale, *tensors = saved[ctx.num_kept :]
         inputs = _inputs(len(layers), x, row_range, scale, *tensors)
-        weights = products.weights(inputs, is_forward=False)
+        weights: Any = products.weights(inputs, is_forward=False)
         needs_x, _, needs_scale, *needs_biases = ctx.needs_input_grad[2:]
         d_y = arguments.kernel_rows(d_y).view(-1, d_y.shape[-1])
         d_x = _input_gradient_buffer(buffer, x, d_y) if needs_x else None
@@ -294,10 +225,7 @@ class _RowsFunction(Function):
         d_scale, d_biases, d_weights, d_adapters = found
         if d_x is not None:
             d_x = buffer.hand_on(d_x)
-        if not needs_scale or d_scale is None:
-            d_scale = None
-        else:
-            d_scale = d_scale.view(scale.shape)
+        d_scale = d_scale.view(scale.shape) if needs_scale else None
         for_autograd = [
             target.for_autograd(weight, each)
             for target, weight, each in zip(targets, of_layers, d_weights, strict=True)
@@ -362,20 +290,16 @@ def splits_problem(
 def splits_to_row_range(splits: Splits, *, device: torch.device, num_rows: int) -> torch.Tensor:
     """int32 [2, G] on `device` of checked splits: group g has rows row_range[0, g]:row_range[1, g], none past num_rows,
     whatever device splits say. Does not synchronise the host."""
-    ops = kernels.for_device(device)
-    if isinstance(splits, torch.Tensor) and splits.device == device:
-        on_device = splits if splits.dtype in _KERNEL_DTYPES else splits.long()
-        row_range = torch.empty((2, splits.shape[0]), dtype=torch.int32, device=device)
-        ops.splits_to_row_range(on_device.contiguous(), row_range, num_rows)
+    counts = splits if isinstance(splits, torch.Tensor) else torch.from_numpy(np.array(splits))
+    counts = counts if counts.dtype in _KERNEL_DTYPES else counts.long()
+    row_range = torch.empty((2, counts.shape[0]), dtype=torch.int32, device=counts.device)
+    ops = kernels.for_device(counts.device)
+    ops.splits_to_row_range(counts.contiguous(), row_range, num_rows)
+    if counts.device == device:
         return row_range
-    counts = [int(n) for n in splits] if isinstance(splits, Sequence) else splits.tolist()
-    bounds = [*itertools.accumulate(counts, initial=0)]
-    on_host = torch.tensor([bounds[:-1], bounds[1:]], dtype=torch.int32, device="cpu")
-    if on_host.device == device:
-        return on_host
-    row_range = torch.empty_like(on_host, device=device)
-    ops.copy_host_to_device(on_host, row_range)
-    return row_range
+    on_device = torch.empty_like(row_range, device=device)
+    kernels.for_device(device).copy_host_to_device(row_range, on_device)
+    return on_device
 
 
 def same_splits(left: Splits, right: Splits) -> bool:

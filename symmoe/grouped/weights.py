@@ -16,8 +16,8 @@ import functools
 import itertools
 import operator
 import struct
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -26,7 +26,8 @@ from symmoe import kernels
 from symmoe.errors import ArgumentError
 from symmoe.grouped.pointers import load_addresses
 from symmoe.kernels import control
-from symmoe.kernels.operands import address_or_self
+from symmoe.kernels.contract.operands import Matrices
+from symmoe.kernels.operands import address_or_self, given
 from symmoe.kernels.tensor_table import TensorTable
 from symmoe.torch_internals import version_of
 
@@ -148,110 +149,84 @@ Compute = Callable[[torch.Tensor | TensorTable, bool], None]
 Gradients = Sequence[torch.Tensor | None]  # one for each weight
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Target:
-    """Where the gradients of a layer's weights go, found when backward begins. Here: nowhere."""
+    """Where the gradients of a layer's weights go, found when backward begins. option: "none", nowhere; "new", autograd
+    gets new tensors, [G, O, C] for one packed weight, or views of that for G of [O, C]; "add" and "overwrite", to the
+    main_grads of the parameters; "delayed", backward_dw computes them."""
 
+    option: str = "none"
+    parameters: Sequence[torch.Tensor] = ()  # whose main_grads these are:
     tensors: Sequence[torch.Tensor] = ()  # the trainer's memory
-    operands: Sequence[torch.Tensor] = ()  # as kernels take it: packed, or a table of addresses
-    option: str = "none"  # tells targets apart that launch something else
-    computes: bool = False  # whether `add` computes anything
+    matrices: Matrices | None = None  # and as kernels take it
+    delay: Callable[[Compute], object] | None = None  # puts off a computation
+
+    @property
+    def operands(self) -> list[torch.Tensor]:
+        """As kernels take them: packed, or a table of addresses."""
+        return [] if self.matrices is None else [address_or_self(self.matrices)]
+
+    @property
+    def computes(self) -> bool:
+        """Whether `add` computes anything."""
+        return self.option in ("new", "add", "overwrite")
 
     def add(self, weights: Sequence[torch.Tensor], compute: Compute) -> Gradients:
         """Computes them, or sees to it. Those that autograd has to be given."""
+        if self.option == "new":
+            shape, first = packed_shape(weights), weights[0]
+            buffer = torch.empty(shape, dtype=first.dtype, device=first.device)
+            compute(buffer, False)
+            return [buffer]
+        if self.matrices is not None:
+            compute(self.matrices, self.option == "add")
+        if self.delay is not None:
+            self.delay(compute)
         return [None] * len(weights)
 
     def for_autograd(self, weights: Sequence[torch.Tensor], found: Gradients) -> Gradients:
-        """What an autograd function's backward returns for `weights` where :meth:`add` has found these."""
-        return found
-
-
-class NewGradients(Target):
-    """Autograd gets new tensors: [G, O, C] for one packed weight, or views of that for G of [O, C]."""
-
-    option, computes = "new", True
-
-    def add(self, weights: Sequence[torch.Tensor], compute: Compute) -> Gradients:
-        buffer = torch.empty(
-            packed_shape(weights), dtype=weights[0].dtype, device=weights[0].device
-        )
-        compute(buffer, False)
-        return [buffer]
-
-    def for_autograd(self, weights: Sequence[torch.Tensor], found: Gradients) -> Gradients:
-        (buffer,) = found
-        return found if weights[0].dim() == 3 or buffer is None else buffer.unbind(0)
-
-
-class MainGrads(Target):
-    """The `main_grad`s of a layer's parameters, one packed or G, as they are now; ArgumentError if the kernel cannot
-    write to one. overwrite: gradients overwrite what is there, whatever the parameters say."""
-
-    computes = True
-
-    def __init__(self, parameters: Sequence[torch.Tensor], *, overwrite: bool) -> None:
-        self._parameters = parameters
-        # The kernel computes a gradient for every group; that of a frozen parameter is thrown away.
-        self.tensors = [
-            _main_grad(p) if p.requires_grad else torch.empty_like(p, dtype=torch.float32)
-            for p in parameters
-        ]
-        overwrites = overwrite or getattr(parameters[0], "overwrite_main_grad", False)
-        self.option = "overwrite" if overwrites else "add"
-        (self._matrices,) = kernel_matrices({"main_grad": self.tensors})
-        self.operands = [address_or_self(self._matrices)]
-
-    def add(self, weights: Sequence[torch.Tensor], compute: Compute) -> Gradients:
-        compute(self._matrices, self.option == "add")
-        return [None] * len(weights)
-
-    def for_autograd(self, weights: Sequence[torch.Tensor], found: Gradients) -> Gradients:
-        """`weights` are the parameters, or what autocast has made of them; then a gradient goes through the cast."""
-        asked = [
-            p.requires_grad and hasattr(p, "grad_added_to_main_grad") for p in self._parameters
-        ]
+        """What an autograd function's backward returns for `weights` where :meth:`add` has found these. `weights` are
+        the parameters, or what autocast has made of them; then a gradient goes through the cast."""
+        if self.option == "new" and weights[0].dim() == 2:
+            return given("buffer", found[0]).unbind(0)
+        asked = [p.requires_grad and hasattr(p, "grad_added_to_main_grad") for p in self.parameters]
         if not any(asked):
             return found
-        for parameter in itertools.compress(self._parameters, asked):
+        for parameter in itertools.compress(self.parameters, asked):
             parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]  # the trainer's
         zeros = _shared_zeros(weights[0])
         # A tensor for each: autograd would copy one that it has been given twice.
         return [zeros.detach() if is_asked else None for is_asked in asked]
 
 
-class DelayedGradients(Target):
-    """One of the `calls` that backward_dw makes. overwrite: as in MainGrads; None: gradients go to `.grad`."""
+def main_grads_of(parameters: Sequence[torch.Tensor], *, overwrite: bool) -> Target:
+    """The `main_grad`s of a layer's parameters, one packed or G, as they are now; ArgumentError if the kernel cannot
+    write to one. overwrite: gradients overwrite what is there, whatever the parameters say."""
+    # The kernel computes a gradient for every group; that of a frozen parameter is thrown away.
+    tensors = [
+        _main_grad(p) if p.requires_grad else torch.empty_like(p, dtype=torch.float32)
+        for p in parameters
+    ]
+    overwrites = overwrite or getattr(parameters[0], "overwrite_main_grad", False)
+    (matrices,) = kernel_matrices({"main_grad": tensors})
+    return Target("overwrite" if overwrites else "add", parameters, tensors, matrices)
 
-    option = "delayed"
 
-    def __init__(
-        self,
-        parameters: Sequence[torch.Tensor],
-        calls: deque[Callable[[], None]],
-        overwrite: bool | None,
-    ) -> None:
-        self._parameters, self._calls, self._overwrite = parameters, calls, overwrite
-
-    def add(self, weights: Sequence[torch.Tensor], compute: Compute) -> Gradients:
-        self._calls.append(functools.partial(self._compute, compute))
-        return [None] * len(weights)
-
-    def _compute(self, compute: Compute) -> None:
-        """Leaves what autograd would have left: a sum in `.grad`, or zeros. Megatron's DDP looks there before it
-        reduces."""
-        to_grad, parameters = self._overwrite is None, self._parameters
-        target = (
-            NewGradients()
-            if self._overwrite is None
-            else MainGrads(parameters, overwrite=self._overwrite)
-        )
-        found = target.for_autograd(parameters, target.add(parameters, compute))
-        for parameter, gradient in zip(parameters, found, strict=True):
-            if gradient is None or not parameter.requires_grad:
-                continue
-            if parameter.grad is None:
-                parameter.grad = gradient
-            elif to_grad:
-                parameter.grad.add_(gradient)
+def compute_delayed(
+    parameters: Sequence[torch.Tensor], overwrite: bool | None, compute: Compute
+) -> None:
+    """Leaves what autograd would have left: a sum in `.grad`, or zeros. Megatron's DDP looks there before it reduces.
+    overwrite: as in main_grads_of; None: gradients go to `.grad`."""
+    to_grad = overwrite is None
+    target = Target("new") if overwrite is None else main_grads_of(parameters, overwrite=overwrite)
+    found = target.for_autograd(parameters, target.add(parameters, compute))
+    for parameter, gradient in zip(parameters, found, strict=True):
+        if gradient is None or not parameter.requires_grad:
+            continue
+        if parameter.grad is None:
+            parameter.grad = gradient
+        elif to_grad:
+            parameter.grad.add_(gradient)
 
 
 def _main_grad(parameter: torch.Tensor) -> torch.Tensor:

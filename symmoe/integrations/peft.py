@@ -71,42 +71,19 @@ def save_adapters(model: peft.PeftModel, folder: str | os.PathLike[str]) -> None
     model = bare(model)
     heap, folder = heap_of(model), Path(folder).absolute()
     partial = folder.with_name(folder.name + ".partial")
-
-    def write_share() -> None:
-        partial.mkdir(parents=True, exist_ok=True)  # it may be there, of a save that was killed
-        share = {
-            f"{path}.{names.prefix}{i}": matrix.detach().cpu()
-            for path, layer, names in _adapted(model)
-            for i, matrix in enumerate((layer.lora_a, layer.lora_b))
-        }
-        save_file(share, partial / f"{heap.rank}.safetensors")
-
-    def publish() -> None:
-        if heap.rank:
-            return
-        state = {key: tensor.cpu().contiguous() for key, tensor in _others(model).items()}
-        shares = [load_file(partial / f"{rank}.safetensors") for rank in range(heap.num_ranks)]
-        for path, _, names in _adapted(model):
-            a, b = (
-                torch.cat([share[f"{path}.{names.prefix}{i}"] for share in shares]) for i in (0, 1)
-            )
-            state |= {f"{path}.{key}": tensor for key, tensor in names.to_peft(a, b).items()}
-        folder.mkdir(parents=True, exist_ok=True)
-        save_file(state, partial / WEIGHTS, metadata={"format": "pt"})
-        config = copy.copy(model.peft_config[model.active_adapter])
-        config.inference_mode = True  # as peft does
-        config.base_model_name_or_path = config.base_model_name_or_path or getattr(
-            model, "name_or_path", None
-        )
-        config.save_pretrained(str(partial))
-        for name in ("adapter_config.json", WEIGHTS):
-            (partial / name).replace(folder / name)
-        shutil.rmtree(partial)
-
     with Peers(heap.bootstrap) as peers:
         compare(peers, _others(model))
-        peers.together(write_share)
-        peers.together(publish, is_last=True)
+        with peers.step():
+            partial.mkdir(parents=True, exist_ok=True)  # it may be there, of a save that was killed
+            share = {
+                f"{path}.{names.prefix}{i}": matrix.detach().cpu()
+                for path, layer, names in _adapted(model)
+                for i, matrix in enumerate((layer.lora_a, layer.lora_b))
+            }
+            save_file(share, partial / f"{heap.rank}.safetensors")
+        with peers.step(is_last=True):
+            if heap.rank == 0:
+                _publish(model, partial, folder, heap.num_ranks)
 
 
 @torch.no_grad()
@@ -117,8 +94,7 @@ def load_adapters(model: peft.PeftModel, folder: str | os.PathLike[str]) -> None
     or shapes are not those of the model. The model is as it was."""
     model = bare(model)
     heap, file = heap_of(model), Path(folder, WEIGHTS)
-
-    def read() -> dict[str, torch.Tensor]:
+    with Peers(heap.bootstrap) as peers, peers.step(is_last=True):
         there = load_file(file)
         shapes = {key: tensor.shape for key, tensor in _others(model).items()}
         for path, layer, names in _adapted(model):
@@ -133,14 +109,30 @@ def load_adapters(model: peft.PeftModel, folder: str | os.PathLike[str]) -> None
                 raise CheckpointError(
                     f"{key} has shape {found} in {file} and {wanted} in the model (None: is missing)"
                 )
-        return there
-
-    with Peers(heap.bootstrap) as peers:
-        there = peers.together(read, is_last=True)
     for path, layer, names in _adapted(model):
         a, b = (there.pop(f"{path}.{names.prefix}lora_{which}.weight") for which in "AB")
         names.fill(layer, a, b, heap)
     set_peft_model_state_dict(model, there, adapter_name=model.active_adapter)
+
+
+def _publish(model: peft.PeftModel, partial: Path, folder: Path, num_ranks: int) -> None:
+    """Puts the ranks' shares in `partial` together, and the files of peft that they make into `folder`."""
+    state = {key: tensor.cpu().contiguous() for key, tensor in _others(model).items()}
+    shares = [load_file(partial / f"{rank}.safetensors") for rank in range(num_ranks)]
+    for path, _, names in _adapted(model):
+        a, b = (torch.cat([share[f"{path}.{names.prefix}{i}"] for share in shares]) for i in (0, 1))
+        state |= {f"{path}.{key}": tensor for key, tensor in names.to_peft(a, b).items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(state, partial / WEIGHTS, metadata={"format": "pt"})
+    config = copy.copy(model.peft_config[model.active_adapter])
+    config.inference_mode = True  # as peft does
+    config.base_model_name_or_path = config.base_model_name_or_path or getattr(
+        model, "name_or_path", None
+    )
+    config.save_pretrained(str(partial))
+    for name in ("adapter_config.json", WEIGHTS):
+        (partial / name).replace(folder / name)
+    shutil.rmtree(partial)
 
 
 class _StandIn(nn.Module):

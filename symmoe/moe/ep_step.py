@@ -7,21 +7,20 @@ GEMMs run, where that pays (moe/overlap.py), with the same bits.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import compress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
 from symmoe.autograd import Context, Function, is_in_backward, transform_problem, wrote_into
 from symmoe.checks.arguments import CHOICES, kernel_rows, memory_problem, words_problem
 from symmoe.combine.trip import Collection, collecting, combine
-from symmoe.dispatch.plan import MAX_TOP_K, Plan
+from symmoe.dispatch.plan import MAX_TOP_K, MadePlan, Plan, PlanRequest, reads_rows_in_place
 from symmoe.dispatch.trip import dispatch
 from symmoe.grouped.experts import (
     CallExperts,
@@ -64,7 +63,16 @@ class Stash(NamedTuple):
     keeps_h: bool  # FC1's output with what adapters add; or backward computes it again
 
 
-Options = tuple[str, Stash, str, str, Wire]  # order, stash, layout, schedule and wire of _EPStep
+class Options(NamedTuple):
+    """How a step runs: as in MoEConfig, resolved."""
+
+    order: str
+    stash: Stash
+    layout: str  # not "auto"
+    schedule: str
+    wire: Wire
+
+
 STASHES = {
     word: Stash(word in ("all", "rows"), word in ("all", "hidden")) for word in CHOICES["stash"]
 }
@@ -79,13 +87,14 @@ WORDS = {
 
 
 def step_options(words: Mapping[str, str], precision: Recipe | None, hidden: int) -> Options:
-    """Those of run_experts that these WORDS stand for; their layout is not "auto"."""
+    """Those that these WORDS stand for."""
     quantized = None if precision is None else WireFormat(precision, hidden)
     ways = [
         quantized if words["quantized_wire"] in (way, "both") else None
         for way in ("forward", "backward")
     ]
-    return words["order"], STASHES[words["stash"]], words["layout"], words["schedule"], Wire(*ways)
+    stash = STASHES[words["stash"]]
+    return Options(words["order"], stash, words["layout"], words["schedule"], Wire(*ways))
 
 
 def expert_parallel_mlp(
@@ -97,7 +106,7 @@ def expert_parallel_mlp(
     out_shape: torch.Size | None = None,
     **words: str,
 ) -> torch.Tensor:
-    """The y of run_experts, for experts without a configuration, with a plan that is filled.
+    """The y of run_experts, for experts without a configuration, with a plan that is made.
 
     Args:
         words: order, stash, layout, schedule and quantized_wire as in MoEConfig, each with its default there.
@@ -111,62 +120,108 @@ def expert_parallel_mlp(
         raise TypeError(f"expert_parallel_mlp takes {', '.join(WORDS)}, not {', '.join(unknown)}")
     heap = plan.heap
     heap.check()
-    with FailPeersOnError(heap, plan.next_phase):
-        heap.fail_for(transform_problem() or words_problem(**words), plan.next_phase())
+    with FailPeersOnError(heap, DISPATCH):
+        heap.fail_for(transform_problem() or words_problem(**words), DISPATCH)
         experts = evaluated(experts, x.dtype)
         form = experts.form
         words = WORDS | words
         words["layout"] = received_layout(words["layout"], form.ffn, form.precision)
         if words["quantized_wire"] != "none":
-            heap.fail_for(wire_problem(form.precision), plan.next_phase())
+            heap.fail_for(wire_problem(form.precision), DISPATCH)
         options = step_options(words, form.precision, form.hidden)
-        return run_experts(x, probs, experts, plan, options, out_shape=out_shape)[0]
+        made = MadePlan(plan)
+        return run_experts(kernel_rows(x), probs, experts, made, options, out_shape=out_shape)[0]
 
 
 def run_experts(
     x: torch.Tensor,
     probs: torch.Tensor | Route,
     experts: CallExperts,
-    plan: Plan,
+    begun: PlanRequest | MadePlan,
     options: Options,
     *,
     out_shape: torch.Size | None = None,
-) -> tuple[torch.Tensor, Routed | None]:
-    """y[t] = sum over k of probs[t, k] * MLP of expert topk_idx[t, k] (x[t]). Collective; does not synchronise. With
-    the route of x for probs, the choice of experts comes with y, and is differentiated by the same function of
-    autograd: plan has been begun with that route. The caller tells peers of errors (FailPeersOnError).
+) -> tuple[torch.Tensor, Plan, Routed | None]:
+    """y[t] = sum over k of probs[t, k] * MLP of expert topk_idx[t, k] (x[t]), and the plan. Collective; does not
+    synchronise. With the route of x for probs, the choice of experts comes with y, and is differentiated by the same
+    function of autograd: the plan has been begun with that route. The caller tells peers of errors (FailPeersOnError).
 
     Backward is collective too and must be entered by all ranks in the same order. It computes what is asked for: each
     of `x` and `probs` requires a gradient on all ranks or on none.
 
     Args:
-        x: [T, H] on the heap's device; the experts' weights are cast to its dtype. probs: fp32 [T, K].
+        x: [T, H] on the heap's device, as kernels take rows; the experts' weights are cast to its dtype. probs: fp32
+            [T, K].
         out_shape: [..., H] of the result; None is [T, H].
 
     Raises:
         ArgumentError: the GPU is too old for the precision, or a weight has changed inside constant_weights; on every
             rank in the same way.
     """
-    heap = plan.heap
-    if plan.to_fill is None:
+    planned = begun if isinstance(begun, PlanRequest) else begun.plan
+    heap, form, (fc1, fc2) = planned.heap, experts.form, experts.linears
+    if isinstance(planned, Plan):
         heap.check()
-    form, linears = experts.form, experts.linears
-    problem = linears[0].held_problem() or linears[1].held_problem()
-    if plan.num_places:
+    problem = fc1.held_problem() or fc2.held_problem()
+    if planned.num_places:
         problem = problem or replicas_problem(experts)
     if form.precision is not None:
         problem = problem or e4m3_problem(form.precision, x.device)
-    heap.fail_for(problem, plan.next_phase())
-    step = _EPStep(form, plan, *options, torch.is_grad_enabled(), out_shape)
+    heap.fail_for(problem, planned.phase)
+    trains = torch.is_grad_enabled()
+    call = _Call(heap, form, experts.linears, options, begun, trains, out_shape)
     tensors = *experts.biases, *experts.tensors
-    x = kernel_rows(x)
     if isinstance(probs, torch.Tensor):
-        return _ExpertParallelMLP.apply(step, linears, None, x, probs, None, None, *tensors), None
+        y, plan = _ExpertParallelMLP.apply(call, None, x, probs, None, None, *tensors)
+        return y, plan, None
     # The router gets its own x: autograd adds the gradients up as it does those of two functions.
-    y, *of_route = _ExpertParallelMLP.apply(
-        step, linears, probs, x, None, probs.x, probs.weight, *tensors
+    y, plan, *of_route = _ExpertParallelMLP.apply(
+        call, probs, x, None, probs.x, probs.weight, *tensors
     )
-    return y, Routed._make([*of_route, probs.topk_idx])
+    return y, plan, Routed._make([*of_route, probs.topk_idx])
+
+
+class _Call(NamedTuple):
+    """What one call of run_experts takes in addition to tensors that are differentiated."""
+
+    heap: SymmetricHeap
+    form: ExpertForm
+    linears: tuple[GroupedLinear, GroupedLinear]
+    options: Options
+    begun: PlanRequest | MadePlan
+    trains: bool
+    out_shape: torch.Size | None
+
+
+def _overlap_of(
+    form: ExpertForm, plan: Plan | PlanRequest, options: Options, x: torch.Tensor
+) -> Overlap:
+    """Which trips are overlapped. It depends only on what all ranks agree on."""
+    heap, nodes, wire = plan.heap, plan.nodes, options.wire
+    # Where ranks of a node do not follow each other, the rows of its tokens are no part.
+    if (
+        heap.num_ranks == 1
+        or options.schedule == "serial"
+        or (nodes is not None and not heap.topology.is_in_order)
+    ):
+        return SERIAL
+    sizes = Sizes(
+        num_rows=rounded_up(plan.expected_rows),
+        hidden=form.hidden,
+        ffn=form.ffn,
+        top_k=plan.top_k,
+        num_experts=plan.num_experts,
+        num_ranks=heap.num_ranks,
+        num_nodes=1 if nodes is None else heap.topology.num_nodes,
+        rail_bytes_per_s=math.inf if heap.nodes is None else heap.nodes.payload.bytes_per_s,
+        item_bytes=x.element_size(),
+        is_gated=form.activation.is_gated,
+        sums_travel=not reads_rows_in_place(options.order, nodes),
+        is_expert_major=options.layout == "expert-major",
+        sent_row_bytes=None if wire.rows is None else wire.rows.row_bytes,
+        sent_gradient_row_bytes=None if wire.gradients is None else wire.gradients.row_bytes,
+    )
+    return overlap_of(options.schedule, sizes, x.device, form.precision)
 
 
 def rounded_up(number: int) -> int:
@@ -175,38 +230,30 @@ def rounded_up(number: int) -> int:
     return -(-number // step) * step
 
 
-@dataclass(frozen=True, slots=True)
-class _EPStep:
-    """One step: everything that forward and backward share, except the tensors that are differentiated. Frozen, since
-    builds of programs read it. What depends on the sizes of the plan is set by :meth:`sized`. `kind` is a number, equal
-    for steps that launch the same kernels with the same arguments, given tensors of the same shapes; None for those
-    that have none."""
+class _EPStep(NamedTuple):
+    """One step: everything that forward and backward share, except the tensors that are differentiated. `kind` is a
+    number, equal for steps that launch the same kernels with the same arguments, given tensors of the same shapes; None
+    for those that have none."""
 
     form: ExpertForm
-    plan: Plan
-    order: str
-    stash: Stash
-    layout: str
-    schedule: str
-    wire: Wire
-    trains: bool
-    out_shape: torch.Size | None
-    overlap: Overlap = SERIAL
-    num_rows: int = 0  # of h
-    kind: int | None = None
+    plan: Plan | PlanRequest  # whose sizes are known; in backward it is made
+    options: Options
+    overlap: Overlap
+    num_rows: int  # of h
+    kind: int | None
 
-    def sized(self, x: torch.Tensor) -> _EPStep:
-        """The step with a plan whose sizes are known."""
-        plan, overlap, kind = self.plan, self._overlap(x), None
-        num_rows = plan.row_capacity if plan.num_rows is None else max(1, plan.num_rows)
-        if plan.num_rows is None and plan.heap.first_step is None:
+    @classmethod
+    def of(cls, call: _Call, plan: Plan | PlanRequest, x: torch.Tensor) -> _EPStep:
+        """That of a call, with a plan whose sizes are known."""
+        form, options, heap = call.form, call.options, plan.heap
+        overlap, kind, num_rows = _overlap_of(form, plan, options, x), None, plan.row_capacity
+        if plan.num_rows is not None:
+            num_rows = max(1, plan.num_rows)
+        elif heap.first_step is None:
             key = (
                 overlap,
-                self.order,
-                self.stash,
-                self.layout,
-                self.wire,
-                self.form,
+                options,
+                form,
                 plan.num_tokens,
                 plan.row_capacity,
                 plan.packed_row_capacity,
@@ -215,59 +262,28 @@ class _EPStep:
                 plan.top_k,
                 None if plan.nodes is None else plan.nodes.rails.key,
             )
-            kind = plan.heap.programs.number(key)
-        own = self.form, plan, self.order, self.stash, self.layout, self.schedule, self.wire
-        sizes = overlap, num_rows, kind
-        return _EPStep(*own, self.trains, self.out_shape, *sizes)
-
-    def _overlap(self, x: torch.Tensor) -> Overlap:
-        """Which trips are overlapped. It depends only on what all ranks agree on."""
-        plan, heap, nodes, form = self.plan, self.plan.heap, self.plan.nodes, self.form
-        # Where ranks of a node do not follow each other, the rows of its tokens are no part.
-        if (
-            heap.num_ranks == 1
-            or self.schedule == "serial"
-            or (nodes is not None and not heap.topology.is_in_order)
-        ):
-            return SERIAL
-        sizes = Sizes(
-            num_rows=rounded_up(plan.expected_rows),
-            hidden=form.hidden,
-            ffn=form.ffn,
-            top_k=plan.top_k,
-            num_experts=plan.num_experts,
-            num_ranks=heap.num_ranks,
-            num_nodes=1 if nodes is None else heap.topology.num_nodes,
-            rail_bytes_per_s=math.inf if heap.nodes is None else heap.nodes.payload.bytes_per_s,
-            item_bytes=x.element_size(),
-            is_gated=form.activation.is_gated,
-            sums_travel=not plan.reads_rows_in_place(self.order),
-            is_expert_major=self.layout == "expert-major",
-            sent_row_bytes=None if self.wire.rows is None else self.wire.rows.row_bytes,
-            sent_gradient_row_bytes=None
-            if self.wire.gradients is None
-            else self.wire.gradients.row_bytes,
-        )
-        return overlap_of(self.schedule, sizes, x.device, form.precision)
+            kind = heap.programs.number(key)
+        return cls(form, plan, options, overlap, num_rows, kind)
 
     def run(
         self,
         key: tuple[Hashable, ...],
         function: Callable[[], Sequence[Any]],
         inputs: Sequence[torch.Tensor],
+        generation: int,
     ) -> Sequence[Any]:
-        """The result of function(), maybe by a program: see SymmetricHeap.run."""
+        """The result of function(), maybe by a program: see SymmetricHeap.run. generation: of the plan."""
         if self.kind is None:
             return function()
         plan = self.plan
         if plan.nodes is None:
-            return plan.heap.run((*key, self.kind), function, inputs, plan=plan.generation)
+            return plan.heap.run((*key, self.kind), function, inputs, plan=generation)
         rails = plan.nodes.rails
         found = plan.heap.run(
             (*key, self.kind, rails.brings_maps),
             function,
             [*inputs, rails.found.storage],
-            plan=plan.generation,
+            plan=generation,
             rail_plan=rails.number,
         )
         rails.brings_maps = False  # they have travelled
@@ -282,7 +298,13 @@ class _EPStep:
     @property
     def num_received(self) -> int:
         """Rows of a receive buffer."""
-        return self.plan.packed_row_capacity if self.layout == "packed" else self.plan.row_capacity
+        plan = self.plan
+        return plan.packed_row_capacity if self.is_packed else plan.row_capacity
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether received rows are packed."""
+        return self.options.layout == "packed"
 
     def rows(
         self,
@@ -291,13 +313,13 @@ class _EPStep:
         row_to_packed_row: torch.Tensor,
         row_probs: torch.Tensor,
     ) -> ExpertRows:
-        """The rows as the kernels take them. plan: this one, or a copy of it that is filled."""
+        """The rows as the kernels take them. plan: that of one run."""
         return ExpertRows(
             received,
             plan.row_range,
             row_probs,
             bias_scale=row_probs if self.form.have_biases[1] else None,
-            row_index=row_to_packed_row if self.layout == "packed" else None,
+            row_index=row_to_packed_row if self.is_packed else None,
         )
 
 
@@ -326,11 +348,8 @@ def more_of(experts: CallExperts, num_places: int) -> tuple[bool, int]:
 
 def _that_fits(step: _EPStep, row_bytes: int, experts: CallExperts) -> _EPStep:
     """The step, with buffers of backward that fit into the heap, if those with room do not."""
-    plan, heap, sizes = (
-        step.plan,
-        step.plan.heap,
-        (step.plan.row_capacity, step.plan.packed_row_capacity),
-    )
+    plan = step.plan
+    heap, sizes = plan.heap, (plan.row_capacity, plan.packed_row_capacity)
     if plan.num_rows is None or sizes == plan.needed_rows:
         return step  # there is no room beyond what is needed
     more = more_of(experts, plan.num_places)
@@ -338,7 +357,7 @@ def _that_fits(step: _EPStep, row_bytes: int, experts: CallExperts) -> _EPStep:
     if not heap.memory.lacks(needed):
         return step
     plan.shrink()
-    return replace(step, kind=None, num_rows=max(1, plan.num_rows))
+    return step._replace(kind=None, num_rows=max(1, plan.num_rows))
 
 
 def _on_wire(rows: torch.Tensor, wire: WireFormat | None) -> torch.Tensor:
@@ -384,6 +403,7 @@ class _Found(NamedTuple):
     row_probs: torch.Tensor  # their probs
     a: Any  # the activation, see SecondInput
     hidden: Hidden
+    places: Lease | None  # the weights of replicas
     y: torch.Tensor | None = None  # [T, H], of both halves
 
 
@@ -396,26 +416,26 @@ class _Forward:
     probs: torch.Tensor | None  # None: those of the route that fills the plan
     weights: ExpertWeights
     frees: bool  # whether nobody reads the received rows after FC1
+    generation: int  # of the plan
 
     def first_half(self) -> _Found:
         """Plan, dispatch and FC1."""
-        return self.begin(copy.copy(self.step.plan))[0]
+        return self._begin()[0]
 
     def both_halves(self) -> _Found:
-        found, plan, replicas = self.begin(copy.copy(self.step.plan))
+        found, plan, replicas = self._begin()
         return found._replace(y=self.finish(found, plan, replicas))
 
-    def begin(self, plan: Plan) -> tuple[_Found, Plan, ReplicaTrip]:
-        """The first half, which fills the plan if that is not filled; and what the second half takes."""
+    def _begin(self) -> tuple[_Found, Plan, ReplicaTrip]:
+        """The first half, which makes the plan if that is not made; and what the second half takes."""
         step = self.step
-        routed: Sequence[torch.Tensor] = ()
-        if plan.to_fill is not None:
-            plan.storage, *routed = plan.to_fill.launch(plan.heap, plan.generation)
-        sent = _on_wire(self.x, step.wire.rows)
+        plan, routed = step.plan.begin(self.generation)
+        sent = _on_wire(self.x, step.options.wire.rows)
         probs = given("probs", routed[1] if self.probs is None else self.probs)
         replicas = ReplicaTrip(plan, self.weights)
         received = step.receive(sent, name="received rows")
-        send = partial(dispatch, layout=step.layout, division=step.overlap.dispatch, is_last=False)
+        layout = step.options.layout
+        send = partial(dispatch, layout=layout, division=step.overlap.dispatch, is_last=False)
         with send(sent, plan, received.tensor, probs, rider=replicas.rider) as arrival:
             row_probs = given("row_probs", arrival.row_probs)
             rows = step.rows(plan, received.tensor, arrival.row_to_packed_row, row_probs)
@@ -423,7 +443,7 @@ class _Forward:
                 rows, num_rows=step.num_rows, parts=arrival.parts
             )
         planned = plan.storage, routed, *plan.received_index()
-        return _Found(*planned, received, row_probs, a, hidden), plan, replicas
+        return _Found(*planned, received, row_probs, a, hidden, replicas.lease), plan, replicas
 
     def finish(self, found: _Found, plan: Plan, replicas: ReplicaTrip) -> torch.Tensor:
         """The second half, FC2 and combine: y [T, H]."""
@@ -431,21 +451,21 @@ class _Forward:
         rows = step.rows(plan, received.tensor, plan.received_index()[1], found.row_probs)
         if self.frees:
             received.release()
-        shape = plan.row_capacity, self.x.shape[1]
+        shape, order = (plan.row_capacity, self.x.shape[1]), step.options.order
         with plan.heap.lease(shape, self.x.dtype, name="expert output", phase=COMBINE) as out:
             compute = partial(replicas.weights.second_layer, found.a, rows, out.tensor)
-            y = combine(out.tensor, plan, compute, order=step.order, division=step.overlap.combine)
+            y = combine(out.tensor, plan, compute, order=order, division=step.overlap.combine)
         replicas.finish()
         return y
 
-    def kept(self, found: _Found) -> _Kept:
+    def kept(self, found: _Found, plan: Plan) -> _Kept:
         """What to save of it. Hooks on saved tensors see the sizes of the routing: a checkpoint compares them."""
-        step, plan, received = self.step, self.step.plan, found.received
+        step, stash, received = self.step, self.step.options.stash, found.received
         max_rows, max_packed_rows = plan.needed_rows
-        used = max_packed_rows if step.layout == "packed" else max_rows
-        hidden = found.hidden if step.stash.keeps_h else Hidden._make([None] * NUM_HIDDEN)
+        used = max_packed_rows if step.is_packed else max_rows
+        hidden = found.hidden if stash.keeps_h else Hidden._make([None] * NUM_HIDDEN)
         kept = _Kept(None, hidden, found.row_probs)
-        if step.stash.keeps_rows:
+        if stash.keeps_rows:
             # The tensor holds its lease: it ends when autograd frees it, or checkpointing drops it.
             kept = kept._replace(received=received.tensor)
             if used < received.shape[0]:
@@ -464,8 +484,7 @@ class _ExpertParallelMLP(Function):
     @staticmethod
     def forward(
         ctx: Context,
-        step: _EPStep,
-        linears: tuple[GroupedLinear, GroupedLinear],
+        call: _Call,
         route: Route | None,
         x: torch.Tensor,
         probs: torch.Tensor | None,
@@ -474,45 +493,40 @@ class _ExpertParallelMLP(Function):
         b1: torch.Tensor | None,
         b2: torch.Tensor | None,
         *tensors: torch.Tensor,
-    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        plan, stash = step.plan, step.stash
-        step = step if plan.row_capacity < 0 else step.sized(x)
-        keeps = step.trains and any(ctx.needs_input_grad)
+    ) -> tuple[Any, ...]:
+        begun, stash, (fc1, fc2) = call.begun, call.options.stash, call.linears
+        keeps = call.trains and any(ctx.needs_input_grad)
         keeps_h, frees = keeps and stash.keeps_h, not (keeps and stash.keeps_rows)
-        trains, held = (
-            (keeps_h and ctx.needs_input_grad[3], keeps_h),
-            (linears[0].held_weight, linears[1].held_weight),
-        )
         weights = expert_weights(
-            step.form, (b1, b2), tensors, trains=trains, wire=step.wire, held=held
+            call.form,
+            (b1, b2),
+            tensors,
+            trains=(keeps_h and ctx.needs_input_grad[2], keeps_h),
+            wire=call.options.wire,
+            held=(fc1.held_weight, fc2.held_weight),
         )
         # A checkpoint's forward inside backward ends where the last tensor is saved: then, not after combine.
         is_recomputed = is_in_backward()
         key: tuple[Hashable, ...] = "first half" if is_recomputed else "forward", frees, weights.key
-        with plan.heap.one_call:
-            if plan.to_fill is not None and route is not None:
-                # Its other tensors are x and what stands for the storage of the plan.
-                plan.to_fill = plan.to_fill._replace(route=plan.to_fill.route._replace(x=x))
-            if plan.to_fill is not None and step.kind is None:
-                plan.routed = plan.fill()  # on which sizes may depend
-                step = step if step.num_rows else step.sized(x)
-            # As results the choice has this function, which has the plan: so the plan must not keep it.
-            routed, plan.routed = plan.routed, ()
-            probs = routed[1] if routed else None if probs is None else probs.contiguous()
-            inputs = given_of(x, probs, plan.storage, *weights.operands)
-            if plan.to_fill is not None:
-                plan.generation = plan.heap.epoch + 1
-                key = *key, plan.to_fill.key
-                inputs += given_of(weight, route.bias) if route is not None else []
-            forward = _Forward(step, x, probs, weights, frees)
-            if is_recomputed and plan.num_places:
-                # The second half needs the leases of the first: that is no program.
-                found, *of_first = forward.begin(copy.copy(plan))
+        with (heap := call.heap).one_call:
+            routed: Sequence[torch.Tensor] = ()
+            if isinstance(begun, PlanRequest) and begun.is_sized:
+                storage, generation = begun.topk_idx, heap.epoch + 1
+                step = _EPStep.of(call, begun, x)
+                key = *key, begun.key
             else:
-                function = forward.first_half if is_recomputed else forward.both_halves
-                found, of_first = _Found._make(step.run(key, function, inputs)), []
-            if plan.to_fill is not None:
-                plan.note_filled(found.storage)
+                plan, routed = begun.made()
+                storage, generation = plan.storage, plan.generation
+                step = _EPStep.of(call, plan, x)
+            probs = routed[1] if routed else None if probs is None else probs.contiguous()
+            inputs = given_of(x, probs, storage, *weights.operands)
+            if isinstance(step.plan, PlanRequest) and route is not None:
+                inputs += given_of(weight, route.bias)
+            forward = _Forward(step, x, probs, weights, frees, generation)
+            function = forward.first_half if is_recomputed else forward.both_halves
+            found = _Found._make(step.run(key, function, inputs, generation))
+            if isinstance(step.plan, PlanRequest):
+                plan = step.plan.plan(found.storage, generation)
         routed = routed or found.routed
         plan.packed_to_row, plan.row_to_packed_row = found.packed_to_row, found.row_to_packed_row
         plan.settle()  # everything that is wanted is launched: now the host may wait for the plan
@@ -521,33 +535,34 @@ class _ExpertParallelMLP(Function):
             if route is not None:
                 kept = x, given("weight", weight), given("topk_idx", route.topk_idx), routed[2]
             if plan.has_room:
-                received, hidden, row_probs = forward.kept(found)
+                received, hidden, row_probs = forward.kept(found, plan)
                 # x in any case: gradients of gradients raise on the way to it, see symmoe/autograd.py.
                 kept = *kept, x, received, *hidden, row_probs, b1, b2, *tensors
             ctx.save_for_backward(*kept)
-            ctx.step, ctx.linears, ctx.rule = step, linears, route and route.rule
+            ctx.step, ctx.linears = step._replace(plan=plan), call.linears
+            ctx.rule = route and route.rule
         y = found.y
         if y is None:
-            y = forward.finish(found, *(of_first or (plan, ReplicaTrip(plan, weights))))
-        if step.out_shape not in (None, y.shape):
+            y = forward.finish(found, plan, ReplicaTrip(plan, weights, lease=found.places))
+        if call.out_shape not in (None, y.shape):
             # In place, for autograd allows less with views, and a view would lose FSDP's hooks when somebody writes
             # into it. Here, so that no function stands between the caller's gradient and the check of it.
-            y.resize_(step.out_shape)
+            y.resize_(call.out_shape)
         if route is None:
-            return y
+            return y, plan
         ctx.set_materialize_grads(False)
-        return y, *routed
+        return y, plan, *routed
 
     @staticmethod
     def backward(
-        ctx: Context, dy: torch.Tensor | None, *d_routed: torch.Tensor | None
+        ctx: Context, dy: torch.Tensor | None, _: None = None, *d_routed: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
         heap = ctx.step.plan.heap
         if dy is None:  # nobody differentiates y, but something that comes with it
             route = RouteGradients(
-                d_routed, ctx.saved_tensors[:_NUM_ROUTE_KEPT], ctx.rule, ctx.needs_input_grad[5:7]
+                d_routed, ctx.saved_tensors[:_NUM_ROUTE_KEPT], ctx.rule, ctx.needs_input_grad[4:6]
             )
-            return *[None] * 5, *computed(route), *[None] * len(ctx.needs_input_grad[7:])
+            return *[None] * 4, *computed(route), *[None] * len(ctx.needs_input_grad[6:])
         with FailPeersOnError(heap, DISPATCH):
             heap.fail_for(memory_problem("the gradient of y", dy), DISPATCH)
             dy = dy if dy.dim() == 2 else dy.reshape(-1, dy.shape[-1])
@@ -558,7 +573,7 @@ def _backward(
     ctx: Context, dy: torch.Tensor, d_routed: tuple[torch.Tensor | None, ...]
 ) -> tuple[torch.Tensor | None, ...]:
     linears, saved, route = ctx.linears, ctx.saved_tensors, None
-    needs_x, needs_probs, *needs_route = ctx.needs_input_grad[3:7]
+    needs_x, needs_probs, *needs_route = ctx.needs_input_grad[2:6]
     if ctx.rule is not None:
         route_kept, saved, needs_probs = (
             saved[:_NUM_ROUTE_KEPT],
@@ -573,12 +588,12 @@ def _backward(
     x = x if received is None else None  # what has arrived is read
     experts = CallExperts(ctx.step.form, (b1, b2), tuple(tensors), linears)
     step = ctx.step = _that_fits(ctx.step, dy.shape[1] * dy.element_size(), experts)
-    plan = step.plan
+    plan, options = cast(Plan, step.plan), step.options
     # As large as in forward, where that is possible: sizes repeat then.
     kept = _Kept(received, hidden, row_probs).with_rows(
         step.num_received, step.num_rows, plan.row_capacity
     )
-    both, needed = step.form.split(tensors)[:2], step.form.split(ctx.needs_input_grad[9:])[:2]
+    both, needed = step.form.split(tensors)[:2], step.form.split(ctx.needs_input_grad[8:])[:2]
     # Here, not in what a program repeats: where gradients go may change from call to call.
     fc1, fc2 = (
         fc.gradient_target(tuple(compress(weights, needs)), overwrite_main_grad=False)
@@ -591,10 +606,10 @@ def _backward(
         (b1, b2),
         tensors,
         trains=(needs_x, True),
-        wire=step.wire,
+        wire=options.wire,
         held=(held[0], held[1]),
     )
-    spends_h, needs = not (step.stash.keeps_h and keeps_graph()), (needs_x, needs_probs)
+    spends_h, needs = not (options.stash.keeps_h and keeps_graph()), (needs_x, needs_probs)
     backward = _Backward(
         step,
         dy,
@@ -620,12 +635,12 @@ def _backward(
     if "delayed" in targets:
         found: Sequence[Any] = backward()
     else:
-        found = step.run(("backward", key), backward, (*read, *fc1.operands, *fc2.operands))
+        inputs = *read, *fc1.operands, *fc2.operands
+        found = step.run(("backward", key), backward, inputs, plan.generation)
     dx, d_probs, d_route, d_biases, dw1, dw2, d_adapters = found
-    if spends_h and step.stash.keeps_h:
+    if spends_h and options.stash.keeps_h:
         wrote_into(kept.hidden.h)  # who else has kept it gets an error
     return (
-        None,
         None,
         None,
         dx,
@@ -656,17 +671,18 @@ class _Backward:
     def __call__(self) -> tuple[Any, ...]:
         """dx; d_probs, or with a route, in a tuple, its gradients of x and weight; gradients of the biases, of the
         weights of both layers (those that are not for autograd are None) and of the adapters, each in a sequence."""
-        step, plan, dy = self.step, self.step.plan, self.dy
+        step, plan, dy = self.step, cast(Plan, self.step.plan), self.dy
+        options = step.options
         received, hidden, row_probs = self.kept
         (needs_x, needs_probs), (fc1, fc2) = self.needs, self.targets
         gradients = control.gradients_index(x=needs_x, probs=needs_probs)
         division = step.overlap.gradient_dispatch
         send = partial(
-            dispatch, plan=plan, layout=step.layout, gradients=gradients, division=division
+            dispatch, plan=plan, layout=options.layout, gradients=gradients, division=division
         )
         replicas = ReplicaTrip(plan, self.weights, self.targets)
         if received is None:
-            sent = _on_wire(given("x", self.x), step.wire.rows)
+            sent = _on_wire(given("x", self.x), options.wire.rows)
             received = step.receive(sent, name="received rows").tensor
         rows = step.rows(plan, received, plan.received_index()[1], row_probs)
         if self.kept.received is None:  # who goes where is in the plan
@@ -675,7 +691,7 @@ class _Backward:
                     hidden = replicas.weights.first_layer(
                         rows, num_rows=step.num_rows, parts=arrival.parts
                     )[0]
-        sent = _on_wire(dy, step.wire.gradients)
+        sent = _on_wire(dy, options.wire.gradients)
         d_out = step.receive(sent, name="output gradients")
         with send(
             sent, buffer=d_out.tensor, is_last=not gradients, rider=replicas.rider
@@ -718,7 +734,7 @@ class _Backward:
                 sums = Collection(
                     d_rows,
                     plan,
-                    order=step.order,
+                    order=options.order,
                     row_values=experts_backward.d_scale if needs_probs else None,
                     gradients=gradients,
                 )

@@ -26,7 +26,7 @@ from symmoe.kernels import control
 from symmoe.kernels.contract.operands import Matrices
 from symmoe.kernels.contract.replicas import Pair
 from symmoe.symm_mem.heap import SymmetricHeap
-from symmoe.symm_mem.memory import ALIGNMENT_BYTES, aligned
+from symmoe.symm_mem.memory import ALIGNMENT_BYTES, Lease, aligned
 
 _Wanted = (
     tuple[Sequence[int], torch.dtype] | None
@@ -55,20 +55,25 @@ def replica_bytes(experts: CallExperts, num_places: int) -> int:
 
 class _Places:
     """A lease with a matrix for each place, of each kind of which a shape and a dtype are wanted; no lease for none.
-    tensors: by kind, [S, *shape], or None. starts: where each begins in the lease, in bytes."""
+    tensors: by kind, [S, *shape], or None. starts: where each begins in the lease, in bytes. lease: one that is taken
+    already; None: it is taken here."""
 
-    def __init__(self, heap: SymmetricHeap, num_places: int, wanted: Sequence[_Wanted]) -> None:
+    def __init__(
+        self,
+        heap: SymmetricHeap,
+        num_places: int,
+        wanted: Sequence[_Wanted],
+        lease: Lease | None = None,
+    ) -> None:
         sizes = [
             0 if each is None else num_places * math.prod(each[0]) * each[1].itemsize
             for each in wanted
         ]
         *self.starts, num_bytes = itertools.accumulate(map(aligned, sizes), initial=0)
         self.tensors: list[torch.Tensor | None] = [None] * len(sizes)
-        self.lease = (
-            heap.lease((num_bytes,), torch.uint8, name="replicas", phase=DISPATCH)
-            if num_bytes
-            else None
-        )
+        if lease is None and num_bytes:
+            lease = heap.lease((num_bytes,), torch.uint8, name="replicas", phase=DISPATCH)
+        self.lease = lease
         for kind, each in enumerate(wanted):
             if self.lease is not None and each is not None:
                 memory = self.lease.tensor[self.starts[kind] :][: sizes[kind]].view(each[1])
@@ -78,17 +83,21 @@ class _Places:
 class ReplicaTrip:
     """What a pass with replicas sends: weights, as the rider of its first dispatch, and gradients of replicas. Without
     places nothing. Collective; does not synchronise the host. targets: in backward, of the gradients of the weights of
-    both layers. Attributes: agreed, what ranks must agree on, since each lays out its places by its own experts; and
-    weights_offset, where this rank wants the weights."""
+    both layers. lease: that of the weights, if they have come already. Attributes: agreed, what ranks must agree on,
+    since each lays out its places by its own experts; and weights_offset, where this rank wants the weights."""
 
     def __init__(
-        self, plan: Plan, weights: ExpertWeights, targets: tuple[Target, Target] | None = None
+        self,
+        plan: Plan,
+        weights: ExpertWeights,
+        targets: tuple[Target, Target] | None = None,
+        lease: Lease | None = None,
     ) -> None:
         self._weights, self._own, self._plan = weights, weights.matrices, plan
-        self._has_left = not plan.num_places
+        self._has_left = not plan.num_places or lease is not None
         wanted = tuple(None if own is None else (own.shape[1:], own.dtype) for own in self._own)
-        self._places = _Places(plan.heap, plan.num_places, wanted)
-        self.weights_offset = 0 if (lease := self._places.lease) is None else lease.offset
+        self._places = _Places(plan.heap, plan.num_places, wanted, lease)
+        self.weights_offset = 0 if self.lease is None else self.lease.offset
         gradients = () if targets is None else _wanted_gradients(self._own, targets)
         self._gradients = _Places(plan.heap, plan.num_places, gradients)
         self.agreed: Mapping[str, object] = (
@@ -101,6 +110,11 @@ class ReplicaTrip:
                 weights.of_matrices(self._places.tensors), gradients=self._gradients.tensors
             )
             self._weights = replace(weights, replicas=Replicas(places, plan.replica_ranges[0]))
+
+    @property
+    def lease(self) -> Lease | None:
+        """That of the weights of replicas."""
+        return self._places.lease
 
     @property
     def weights(self) -> ExpertWeights:

@@ -20,7 +20,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from torch.utils.flop_counter import register_flop_formula
 
 from symmoe.autograd import Context, Unmodified, no_second_order
-from symmoe.dispatch.plan import Plan, PlanOptions, begin_plan, plan_call
+from symmoe.checks.arguments import kernel_rows
+from symmoe.dispatch.plan import MadePlan, PlanOptions, begin_plan, plan_call
 from symmoe.errors import ArgumentError, StalePlan, raise_for
 from symmoe.grouped.activations import ScaledActivation
 from symmoe.grouped.experts import CallExperts, evaluated, of_tensors
@@ -103,24 +104,22 @@ class RoutedExperts:
                 stream that shall fill the waits of the trips.
         """
         heap, options = self.heap, self.plan_options(x.dtype)
-        plan: Plan | None = None
-        with FailPeersOnError(
-            heap, lambda: control.PHASE_PLAN if plan is None else plan.next_phase()
-        ):
+        with FailPeersOnError(heap, control.PHASE_PLAN, control.PHASE_DISPATCH_READY):
             experts = evaluated(experts, x.dtype)  # once, also for a call that is planned again
             find_room = partial(self._find_room, topk_idx.shape[0], x.dtype.itemsize, experts)
-            route = None
-            if isinstance(probs, Route):
-                route = probs._replace(x=probs.x.detach(), weight=probs.weight.detach())
-            plan = begin_plan(topk_idx, heap, options, find_room, route)
+            x = kernel_rows(x)
+            route = probs._replace(x=x) if isinstance(probs, Route) else None
+            begun = begin_plan(topk_idx, heap, options, find_room, route)
             if before_trips is not None:
-                plan.fill()
+                begun = begun.made()
                 before_trips()
-            y, routed = run_experts(x, probs, experts, plan, self.options, out_shape=out_shape)
+            run = partial(
+                run_experts, x, experts=experts, options=self.options, out_shape=out_shape
+            )
+            y, plan, routed = run(probs, begun=begun)
             if not plan.has_room:  # on all ranks; nothing has moved
-                plan = plan_call(topk_idx, heap, options)
-                probs = probs if routed is None else routed.probs
-                y, _ = run_experts(x, probs, experts, plan, self.options, out_shape=out_shape)
+                begun = MadePlan(plan_call(topk_idx, heap, options))
+                y, plan, _ = run(probs if routed is None else routed.probs, begun=begun)
         if options.capacity is None and heap.captured_reports is None:
             self._history.note(plan.num_tokens, *plan.needed_rows, plan.most_sent)
         places = (plan.place_to_expert, plan.place_rows) if plan.num_places else ()

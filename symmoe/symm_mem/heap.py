@@ -530,7 +530,8 @@ class SymmetricHeap(HeapParts):
 
 
 class FailPeersOnError:
-    """A context around the part of a collective call after which the peers wait for this rank once more, in `phase`.
+    """A context around the part of a collective call after which the peers wait for this rank once more: in `phase`,
+    or in `later_phase`, if there is one, once a barrier has been launched in the context.
 
     An exception that leaves it (no memory, a hook of the user, a defect) makes the call fail on every rank, same as a
     wrong argument: the peers raise a SymmoeError with its class and text, and the next correct call works. This rank
@@ -539,10 +540,11 @@ class FailPeersOnError:
     Exception: a process that has to stop at once does not wait for peers.
     """
 
-    __slots__ = ("_heap", "_phase")
+    __slots__ = ("_epoch", "_heap", "_later_phase", "_phase")
 
-    def __init__(self, heap: SymmetricHeap, phase: int | Callable[[], int]) -> None:
-        self._heap, self._phase = heap, phase  # a function: it depends on how far the call has come
+    def __init__(self, heap: SymmetricHeap, phase: int, later_phase: int | None = None) -> None:
+        self._heap, self._phase, self._later_phase = heap, phase, later_phase
+        self._epoch = heap.epoch
 
     def __enter__(self) -> None:
         pass
@@ -552,7 +554,10 @@ class FailPeersOnError:
     ) -> None:
         if isinstance(error, Exception) and not _is_known(error):
             error._symmoe_told = True  # type: ignore[attr-defined]  # contexts may be nested
-            self._heap.faults.tell(error, self._phase() if callable(self._phase) else self._phase)
+            phase = self._phase
+            if self._later_phase is not None and self._heap.epoch > self._epoch:
+                phase = self._later_phase
+            self._heap.faults.tell(error, phase)
         try:
             if isinstance(error, SymmoeError):
                 raise error.with_traceback(None)

@@ -11,6 +11,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
 import gemm_problem as problems
+from activation_formula import gate_columns
 from row_ranges import random_ranges, rows_of, whole_groups
 
 from symmoe.kernels.activation import Activation
@@ -130,7 +131,7 @@ def test_interleaved_features_give_the_bits_of_two_halves(interleave, dtype):
     halves, blocks = Activation(), Activation(interleave=interleave)
     p = Problem(SPLITS[0], (136, 416), dtype, halves)
     q = Problem(SPLITS[0], (136, 416), dtype, blocks)
-    order = torch.cat(problems.gate_columns(p.ffn, blocks, "cuda"))
+    order = torch.cat(gate_columns(p.ffn, interleave, "cuda"))
     for name in ("scale", "weight2"):
         setattr(q, name, getattr(p, name))
     q.weight1[:, order], q.bias[:, order] = p.weight1, p.bias

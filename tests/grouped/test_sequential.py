@@ -402,7 +402,7 @@ def test_hooks_of_all_modules_run():
 
 def test_shapes_that_do_not_fit_are_the_modules_errors(num_fused):
     fc1, _ = linears()
-    with pytest.raises(ArgumentError, match=r"x has shape \[12, 8\]; it must be \[..., 24\]"):
+    with pytest.raises(ArgumentError, match=r"x has shape \[12, 8\]; it must be \[..., N, 24\]"):
         Sequential(fc1, ScaledSwiGLU(), GroupedLinear(4, 24, 16))(
             INPUTS.x, SPLITS, INPUTS.scale, SPLITS
         )

@@ -1,12 +1,14 @@
 """Hooks and callbacks of Lightning and accelerate that change what a checkpoint has."""
 
 import copy
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from cluster import run_on
 from launchers import launched
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
@@ -73,6 +75,8 @@ def lightning_run(
 
     from symmoe.integrations.lightning import TrainerStrategy
 
+    kept: list[State] = []
+
     class Module(lightning.LightningModule):
         def __init__(self, layers: nn.Module) -> None:
             super().__init__()
@@ -88,9 +92,18 @@ def lightning_run(
             return torch.optim.AdamW(self.parameters(), lr=0.05)
 
     class Doubled(lightning.Callback):
-        """State dicts of its own, by other names, and something in the optimizer's."""
+        """Keeps what there is after two steps and at the end. Saves state dicts of its own, by other names, and
+        something in the optimizer's."""
 
         given: Any = None
+
+        def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+            if task == "fit" and trainer.global_step == 2:
+                trainer.save_checkpoint(folder / "averaged.ckpt")
+                its = average._average_model.module.state_dict()
+                kept.extend(values(each) for each in (module.state_dict(), its))
+            if trainer.global_step == steps:
+                kept.append(values(module.state_dict()))
 
         def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
             checkpoint["optimizer_states"][0]["param_groups"][0]["added"] = 7
@@ -129,18 +142,6 @@ def lightning_run(
         if task == "validate":
             trainer.validate(module, loader, ckpt_path=source, verbose=False)
             return whole(values(module.state_dict()), num_ranks), {}, None
-        kept = []
-
-        class AtTheEnd(lightning.Callback):
-            def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
-                if task == "fit" and trainer.global_step == 2:
-                    trainer.save_checkpoint(folder / "averaged.ckpt")
-                    its = average._average_model.module.state_dict()
-                    kept.extend(values(each) for each in (module.state_dict(), its))
-                if trainer.global_step == steps:
-                    kept.append(values(module.state_dict()))
-
-        trainer.callbacks.append(AtTheEnd())
         trainer.fit(module, loader, ckpt_path=source)
         assert task == "fit" or trainer.optimizers[0].param_groups[0]["added"] == 7
         if task == "fit":
@@ -176,90 +177,78 @@ def test_lightning_saves_the_average_and_what_hooks_add(cluster, tmp_path: Path)
 
 
 # -- accelerate -------------------------------------------------------------------------------------------------------
-def accelerate_hooks(rank: int, num_ranks: int, folder: Path) -> None:
+@pytest.mark.skipif(find_spec("accelerate") is None, reason="needs accelerate")
+@run_on(2)
+def test_hooks_of_accelerate_get_models_and_weights(
+    rank: int, num_ranks: int, trainer_heap: symmoe.SymmetricHeap, tmp_path: Path
+) -> None:
+    """What they change is saved, and what they take is not; registered objects with experts are refused."""
     from symmoe.integrations.accelerate import Accelerator
 
-    with launched(rank, num_ranks), symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
-        accelerator = Accelerator(cpu=True, rng_types=[])
-        layers = two_layers(heap, 1)
-        accelerator.prepare(layers, torch.optim.AdamW(layers.parameters()))
-        seen: list[Any] = []
+    accelerator = Accelerator(cpu=True, rng_types=[])
+    layers = two_layers(trainer_heap, 1)
+    accelerator.prepare(layers, torch.optim.AdamW(layers.parameters()))
+    seen: list[Any] = []
 
-        def halved(models: list[nn.Module], weights: list[State], path: str) -> None:
-            seen.append((models == accelerator._models, len(weights), path))
-            (state,) = weights
-            assert state.keys() == layers.state_dict().keys()
-            state.update({name: tensor / 2 for name, tensor in state.items()})
+    def halved(models: list[nn.Module], weights: list[State], path: str) -> None:
+        seen.append((models == accelerator._models, len(weights), path))
+        (state,) = weights
+        assert state.keys() == layers.state_dict().keys()
+        state.update({name: tensor / 2 for name, tensor in state.items()})
 
-        def loading(models: list[nn.Module], path: str) -> None:
-            seen.append((models == accelerator._models, path))
+    def loading(models: list[nn.Module], path: str) -> None:
+        seen.append((models == accelerator._models, path))
 
-        before = values(layers.state_dict())
-        handles = [
-            accelerator.register_save_state_pre_hook(halved),
-            accelerator.register_load_state_pre_hook(loading),
-        ]
-        path = accelerator.save_state(str(folder / "halved"))
-        accelerator.load_state(path)
-        assert seen == [(True, 1, path), (True, path)]
-        assert_same(
-            values(layers.state_dict()), {name: tensor / 2 for name, tensor in before.items()}
-        )
-        for handle in handles:
-            handle.remove()
-        accelerator.register_save_state_pre_hook(lambda models, weights, path: weights.clear())
-        handle = accelerator.register_load_state_pre_hook(lambda models, path: models.clear())
-        path = accelerator.save_state(str(folder / "none"))
-        before = values(layers.state_dict())
-        accelerator.load_state(path)
-        assert_same(values(layers.state_dict()), before)
+    before = values(layers.state_dict())
+    handles = [
+        accelerator.register_save_state_pre_hook(halved),
+        accelerator.register_load_state_pre_hook(loading),
+    ]
+    path = accelerator.save_state(str(tmp_path / "halved"))
+    accelerator.load_state(path)
+    assert seen == [(True, 1, path), (True, path)]
+    assert_same(values(layers.state_dict()), {name: tensor / 2 for name, tensor in before.items()})
+    for handle in handles:
         handle.remove()
-        with pytest.raises(symmoe.errors.CheckpointError, match=r"has no model\.0\."):
-            accelerator.load_state(path)
-        accelerator.register_for_checkpointing(torch.optim.swa_utils.AveragedModel(layers))
-        with pytest.raises(ArgumentError, match="registered object 0 has this rank's experts"):
-            accelerator.save_state(str(folder / "average"))
-
-
-def test_hooks_of_accelerate_get_models_and_weights(cluster, tmp_path: Path):
-    """What they change is saved, and what they take is not; registered objects with experts are refused."""
-    pytest.importorskip("accelerate")
-    cluster(2).run(accelerate_hooks, tmp_path)
+    accelerator.register_save_state_pre_hook(lambda models, weights, path: weights.clear())
+    handle = accelerator.register_load_state_pre_hook(lambda models, path: models.clear())
+    path = accelerator.save_state(str(tmp_path / "none"))
+    before = values(layers.state_dict())
+    accelerator.load_state(path)
+    assert_same(values(layers.state_dict()), before)
+    handle.remove()
+    with pytest.raises(symmoe.errors.CheckpointError, match=r"has no model\.0\."):
+        accelerator.load_state(path)
+    accelerator.register_for_checkpointing(torch.optim.swa_utils.AveragedModel(layers))
+    with pytest.raises(ArgumentError, match="registered object 0 has this rank's experts"):
+        accelerator.save_state(str(tmp_path / "average"))
 
 
 # -- wrapped models ---------------------------------------------------------------------------------------------------
-def wrapped_and_plain(rank: int, num_ranks: int, folder: Path) -> None:
-    with symmoe.SymmetricHeap(num_bytes=4 << 20, backend="host") as heap:
-        for number, (saves, loads) in enumerate(((wrapped, plain), (plain, wrapped))):
-            model = two_layers(heap, 1)
-            optimizer = torch.optim.AdamW(model.parameters())
-            save_checkpoint(folder / f"{number}", 1, model=saves(model), optimizer=optimizer)
-            other = two_layers(heap, 2)
-            optimizer = torch.optim.AdamW(other.parameters())
-            load_checkpoint(folder / f"{number}", model=loads(other), optimizer=optimizer)
-            assert_same(values(other.state_dict()), values(model.state_dict()))
-        average = ModuleState(
-            module=model, tensors={n: t / 2 for n, t in model.state_dict().items()}
-        )
-        save_checkpoint(folder / "average", 1, model={"model": model, "average": average})
-        found = ModuleState(module=model, tensors=values(other.state_dict()))
-        load_checkpoint(folder / "average", model={"model": other, "average": found})
-        assert_same(found.tensors, average.tensors)
-
-
 def plain(model: nn.Module) -> nn.Module:
     return model
 
 
 def wrapped(model: nn.Module) -> nn.Module:
-    return torch.compile(nn.parallel.DistributedDataParallel(torch.compile(prepared(model))))
-
-
-def prepared(model: nn.Module) -> nn.Module:
     symmoe.prepare_for_ddp(model)
-    return model
+    return torch.compile(nn.parallel.DistributedDataParallel(torch.compile(model)))
 
 
-def test_wrapped_models_have_the_names_of_plain_ones(cluster, tmp_path: Path):
+@run_on(2)
+def test_wrapped_models_have_the_names_of_plain_ones(
+    rank: int, num_ranks: int, heap: symmoe.SymmetricHeap, tmp_path: Path
+) -> None:
     """torch.compile and DDP change names in state dicts; a module's state may have other values."""
-    cluster(2).run(wrapped_and_plain, tmp_path)
+    for number, (saves, loads) in enumerate(((wrapped, plain), (plain, wrapped))):
+        model = two_layers(heap, 1)
+        optimizer = torch.optim.AdamW(model.parameters())
+        save_checkpoint(tmp_path / f"{number}", 1, model=saves(model), optimizer=optimizer)
+        other = two_layers(heap, 2)
+        optimizer = torch.optim.AdamW(other.parameters())
+        load_checkpoint(tmp_path / f"{number}", model=loads(other), optimizer=optimizer)
+        assert_same(values(other.state_dict()), values(model.state_dict()))
+    average = ModuleState(module=model, tensors={n: t / 2 for n, t in model.state_dict().items()})
+    save_checkpoint(tmp_path / "average", 1, model={"model": model, "average": average})
+    found = ModuleState(module=model, tensors=values(other.state_dict()))
+    load_checkpoint(tmp_path / "average", model={"model": other, "average": found})
+    assert_same(found.tensors, average.tensors)

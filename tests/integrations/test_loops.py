@@ -14,9 +14,11 @@ pytest.importorskip("transformers", minversion="5.17")
 import torch
 import trainer_cases as cases
 import transformers
+from cluster import run_on
 from launchers import launched
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
+from worker import assert_refused
 
 import symmoe
 from symmoe.errors import ArgumentError
@@ -28,7 +30,7 @@ BOUND = 1e-6  # of losses, relative
 def with_accelerate(model: nn.Module, job: cases.Job) -> cases.Run:
     from symmoe.integrations.accelerate import Accelerator  # the one word
 
-    run, total = cases.Run(), 0.0
+    run = cases.Run()
     accelerator = Accelerator(
         cpu=True,
         mixed_precision=job.precision,
@@ -47,13 +49,11 @@ def with_accelerate(model: nn.Module, job: cases.Job) -> cases.Run:
             ids = micro_batch["input_ids"]
             loss = model(ids, labels=ids).loss
             accelerator.backward(loss)
-            total += job.mean(loss) / job.accumulate
+            run.losses.append(job.mean(loss) / job.accumulate)
             if accelerator.sync_gradients:
                 run.norms.append(
                     accelerator.clip_grad_norm_(model.parameters(), cases.MAX_NORM).item()
                 )
-                run.losses.append(total)
-                total = 0.0
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
@@ -61,11 +61,10 @@ def with_accelerate(model: nn.Module, job: cases.Job) -> cases.Run:
             job.folder
             and not job.resumes
             and accelerator.sync_gradients
-            and len(run.losses) == cases.HALF
+            and len(run.norms) == cases.HALF
         ):
             accelerator.save_state(job.folder)
-    run.heldout = job.heldout(accelerator.unwrap_model(model))
-    return run
+    return job.finish(run, accelerator.unwrap_model(model))
 
 
 def with_fabric(model: nn.Module, job: cases.Job) -> cases.Run:
@@ -73,7 +72,7 @@ def with_fabric(model: nn.Module, job: cases.Job) -> cases.Run:
 
     from symmoe.integrations.lightning import FabricStrategy
 
-    run, total, step = cases.Run(), 0.0, 0
+    run = cases.Run()
     fabric = Fabric(
         accelerator="cpu",
         devices=job.num_ranks,
@@ -94,20 +93,16 @@ def with_fabric(model: nn.Module, job: cases.Job) -> cases.Run:
         with fabric.no_backward_sync(model, enabled=not is_last):
             loss = model(ids, labels=ids).loss / job.accumulate
             fabric.backward(loss)
-        total += job.mean(loss)
+        run.losses.append(job.mean(loss))
         if is_last:
             run.norms.append(
                 fabric.clip_gradients(model, optimizer, max_norm=cases.MAX_NORM).item()
             )
-            run.losses.append(total)
-            total = 0.0
             optimizer.step()
             optimizer.zero_grad()
-            step += 1
-            if job.folder and not job.resumes and step == cases.HALF:
-                fabric.save(job.folder, state | {"step": step})
-    run.heldout = job.heldout(plain)
-    return run
+            if job.folder and not job.resumes and len(run.norms) == cases.HALF:
+                fabric.save(job.folder, state | {"step": cases.HALF})
+    return job.finish(run, plain)
 
 
 def with_lightning(model: nn.Module, job: cases.Job) -> cases.Run:
@@ -116,7 +111,7 @@ def with_lightning(model: nn.Module, job: cases.Job) -> cases.Run:
 
     from symmoe.integrations.lightning import TrainerStrategy
 
-    run, totals = cases.Run(), []
+    run = cases.Run()
 
     class Module(lightning.LightningModule):
         def __init__(self) -> None:
@@ -126,7 +121,7 @@ def with_lightning(model: nn.Module, job: cases.Job) -> cases.Run:
         def training_step(self, micro_batch: dict[str, torch.Tensor], number: int) -> torch.Tensor:
             ids = micro_batch["input_ids"]
             loss = self.model(ids, labels=ids).loss
-            totals.append(job.mean(loss) / job.accumulate)
+            run.losses.append(job.mean(loss) / job.accumulate)
             return loss
 
         def train_dataloader(self) -> DataLoader:
@@ -171,9 +166,7 @@ def with_lightning(model: nn.Module, job: cases.Job) -> cases.Run:
     )
     module = Module()
     trainer.fit(module, ckpt_path=folder / f"step={cases.HALF}.ckpt" if job.resumes else None)
-    run.losses = [
-        sum(totals[i : i + job.accumulate]) for i in range(0, len(totals), job.accumulate)
-    ]
+    run = job.finish(run, model)
     heldout = cases.Sequences(8, seed=2, all_labels=True)
     (found,) = trainer.validate(
         module, DataLoader(heldout, batch_size=8 // job.num_ranks), verbose=False
@@ -300,13 +293,15 @@ def test_two_ranks_train_as_one(cluster, tmp_path: Path, function: str, options:
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------
-def refused_by_accelerate(rank: int, num_ranks: int, folder: str) -> None:
+@pytest.mark.skipif(find_spec("accelerate") is None, reason="needs accelerate")
+@run_on(2)
+def test_accelerate_refuses(rank: int, num_ranks: int, tmp_path: Path) -> None:
     from symmoe.integrations.accelerate import Accelerator
 
     with launched(rank, num_ranks), symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
         accelerator = Accelerator(cpu=True)
         model = accelerator.prepare(swap_moe(cases.small_model(), heap))
-        for what, why in (
+        assert_refused(
             (
                 lambda: accelerator.clip_grad_norm_(list(model.parameters())[1:], 1.0),
                 "all of a prepared model",
@@ -316,14 +311,12 @@ def refused_by_accelerate(rank: int, num_ranks: int, folder: str) -> None:
                 r"norm_type .1. must be 2",
             ),
             (lambda: accelerator.get_state_dict(model), "only this rank's experts"),
-            (lambda: accelerator.save_model(model, folder), "only this rank's experts"),
+            (lambda: accelerator.save_model(model, tmp_path), "only this rank's experts"),
             (lambda: accelerator.load_state(), r"input_dir .None. must be"),
-        ):
-            with pytest.raises(ArgumentError, match=why):
-                what()
+        )
         accelerator.prepare(swap_moe(cases.small_model(), heap))
         with pytest.raises(ArgumentError, match="prepared are 2 models and 0 optimizers"):
-            accelerator.save_state(folder)
+            accelerator.save_state(str(tmp_path))
     with (
         launched(rank, num_ranks),
         pytest.raises(ArgumentError, match=r"mixed_precision .'fp16'. must be"),
@@ -331,53 +324,44 @@ def refused_by_accelerate(rank: int, num_ranks: int, folder: str) -> None:
         accelerator = Accelerator(cpu=True, mixed_precision="fp16")
 
 
-def test_accelerate_refuses(cluster, tmp_path: Path):
-    needs("accelerate")
-    cluster(2).run(refused_by_accelerate, str(tmp_path))
-
-
-def refused_by_lightning(rank: int, num_ranks: int, folder: str) -> None:
+@pytest.mark.skipif(find_spec("lightning") is None, reason="needs lightning")
+@run_on(2)
+def test_lightning_refuses(
+    rank: int, num_ranks: int, trainer_heap: symmoe.SymmetricHeap, tmp_path: Path
+) -> None:
     from lightning.fabric import Fabric
     from lightning.fabric.plugins import MixedPrecision
 
     from symmoe.integrations.lightning import FabricStrategy
 
-    with launched(rank, num_ranks), symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
-        fabric = Fabric(accelerator="cpu", devices=num_ranks, strategy=FabricStrategy())
-        fabric.launch()
-        plain = swap_moe(cases.small_model(), heap)
-        optimizers = [torch.optim.SGD(plain.parameters(), lr=0.1) for _ in range(2)]
-        model, *optimizers = fabric.setup(plain, *optimizers)
-        state = {"model": model, "one": optimizers[0], "other": optimizers[1]}
-        for what, why in (
-            (lambda: fabric.setup(nn.Linear(2, 2)), "has no MoELayer"),
-            (lambda: fabric.save(folder, state), "there are 2 optimizers"),
-            (
-                lambda: fabric.save(folder, {"model": model}, filter={"model": lambda *_: True}),
-                "is saved whole",
-            ),
-            (
-                lambda: fabric.save(folder, {"model": model, "ema": {"of": plain.state_dict()}}),
-                r"state\.ema\.of has this rank's experts",
-            ),
-            (lambda: fabric.load(folder), r"state .NoneType. must be a dict"),
-            (
-                lambda: fabric.clip_gradients(model, optimizers[0], max_norm=1.0, norm_type=1),
-                "must be 2",
-            ),
-        ):
-            with pytest.raises(ArgumentError, match=why):
-                what()
-        fabric = Fabric(
-            accelerator="cpu",
-            devices=num_ranks,
-            strategy=FabricStrategy(precision=MixedPrecision("16-mixed", "cpu")),
-        )
-        fabric.launch()
-        with pytest.raises(ArgumentError, match=r"precision .'16-mixed'. must be"):
-            fabric.setup(plain)
-
-
-def test_lightning_refuses(cluster, tmp_path: Path):
-    needs("Fabric")
-    cluster(2).run(refused_by_lightning, str(tmp_path))
+    fabric = Fabric(accelerator="cpu", devices=num_ranks, strategy=FabricStrategy())
+    fabric.launch()
+    plain = swap_moe(cases.small_model(), trainer_heap)
+    optimizers = [torch.optim.SGD(plain.parameters(), lr=0.1) for _ in range(2)]
+    model, *optimizers = fabric.setup(plain, *optimizers)
+    state = {"model": model, "one": optimizers[0], "other": optimizers[1]}
+    assert_refused(
+        (lambda: fabric.setup(nn.Linear(2, 2)), "has no MoELayer"),
+        (lambda: fabric.save(tmp_path, state), "there are 2 optimizers"),
+        (
+            lambda: fabric.save(tmp_path, {"model": model}, filter={"model": lambda *_: True}),
+            "is saved whole",
+        ),
+        (
+            lambda: fabric.save(tmp_path, {"model": model, "ema": {"of": plain.state_dict()}}),
+            r"state\.ema\.of has this rank's experts",
+        ),
+        (lambda: fabric.load(tmp_path), r"state .NoneType. must be a dict"),
+        (
+            lambda: fabric.clip_gradients(model, optimizers[0], max_norm=1.0, norm_type=1),
+            "must be 2",
+        ),
+    )
+    fabric = Fabric(
+        accelerator="cpu",
+        devices=num_ranks,
+        strategy=FabricStrategy(precision=MixedPrecision("16-mixed", "cpu")),
+    )
+    fabric.launch()
+    with pytest.raises(ArgumentError, match=r"precision .'16-mixed'. must be"):
+        fabric.setup(plain)

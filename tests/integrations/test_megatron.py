@@ -78,22 +78,18 @@ def main_grads(
     with weight gradients that backward leaves for later. `bias` steers the choice of experts, by number. Returns the
     rows of the local experts in every call.
     """
-    cases.use_groups(ep=ep)
     fields = fields if bias is None else SIGMOID_BIAS
-    config = cases.config_of(**fields)
     found: dict[str, dict[str, torch.Tensor]] = {}
     received: list[list[int]] = []
-    with cases.opened_heap() as heap:
-        spec = cases.reference_spec(config)
+    with cases.opened(ep=ep, fields=fields) as (config, heap, forms):
+        spec = forms["megatron"]
         found["megatron"] = _reduced(
             _ddp(cases.steered(cases.model_of(config, spec), bias), overlap)
         )
         for fused in (False, True):
             for delayed in (False, True):
                 config = cases.config_of(**fields, delay_wgrad_compute=delayed)
-                ours = megatron.use_symmoe(
-                    spec, heap, options=megatron.DispatchOptions(order="slot")
-                )
+                ours = cases.forms_of(spec, heap)["experts"]
                 model = cases.steered(
                     cases.model_of(config, _with_fused_gradients(ours) if fused else ours), bias
                 )
@@ -283,9 +279,8 @@ def save(
     """Saves a model and its Adam with Megatron's distributed checkpoint."""
     # Megatron writes from processes of its own, which daemons may not have.
     mp.current_process()._config["daemon"] = False
-    cases.use_groups(ep=ep)
-    with cases.opened_heap() as heap:
-        model = cases.model_of(cases.config_of(), _spec(form, heap))
+    with cases.opened(ep=ep) as (config, _, forms):
+        model = cases.model_of(config, forms[form])
         for parameter in model.parameters():
             parameter.data += 1
         moments = [MOMENT * parameter.detach() for parameter in model.parameters()]
@@ -303,9 +298,8 @@ def load(rank: int, num_ranks: int, *, path: str, ep: int, form: str, per_expert
 
     The expectation is made only from names, as the model that is saved: the checkpoint is not its own oracle.
     """
-    cases.use_groups(ep=ep)
-    with cases.opened_heap() as heap:
-        model = cases.model_of(cases.config_of(), _spec(form, heap))
+    with cases.opened(ep=ep) as (config, _, forms):
+        model = cases.model_of(config, forms[form])
         want = {name: its.detach() + 1 for name, its in cases.named_parameters(model)}
         state = _state(model, per_expert_keys, list(map(torch.zeros_like, model.parameters())))
         loaded = dist_checkpointing.load(state, path)
@@ -326,11 +320,6 @@ def _end_writers() -> None:
     for child in mp.active_children():
         child.terminate()
         child.join()
-
-
-def _spec(form: str, heap: Any) -> Any:
-    spec = cases.reference_spec(cases.config_of())
-    return megatron.use_symmoe(spec, heap) if form == "symmoe" else spec
 
 
 def _state(model: Any, per_expert_keys: bool, moments: list[torch.Tensor]) -> dict[str, Any]:
@@ -514,14 +503,11 @@ def test_equals_alltoall_on_several_nodes(ranks, layout: str):
 @run_on(4, fixture="ranks")
 def test_tensor_and_sequence_parallel(rank: int, num_ranks: int) -> None:
     """A layer and not a GPTModel: Megatron's LayerNorm for CPUs knows no sequence parallelism."""
-    cases.use_groups(ep=4, tp=2)
-    config = cases.config_of(**SHARED)
     generator, found = torch.Generator().manual_seed(rank), {}
-    x, dy = torch.randn(
-        2, cases.SEQUENCE // 2, cases.BATCH, config.hidden_size, generator=generator
-    )
-    with cases.opened_heap() as heap:
-        for form, form_spec in cases.forms_of(cases.reference_spec(config), heap).items():
+    with cases.opened(ep=4, tp=2, fields=SHARED) as (config, _, forms):
+        sizes = cases.SEQUENCE // 2, cases.BATCH, config.hidden_size
+        x, dy = torch.randn(2, *sizes, generator=generator)
+        for form, form_spec in forms.items():
             layer = cases.layer_of(config, form_spec)
             y, dx = cases.differentiated(layer, x, dy)
             found[form] = {**cases.gradients_of(layer), "y": y, "x": dx}
@@ -551,14 +537,12 @@ def test_context_parallel(rank: int, num_ranks: int, ep: int) -> None:
     layer = cases.layer_of(config, cases.reference_spec(config))
     want = [cases.differentiated(layer, *pair) for pair in zip(x, dy, strict=True)]
     gradients = {name: gradient / num_ranks for name, gradient in cases.gradients_of(layer).items()}
-    cases.use_groups(ep=ep, cp=2)
-    config, sequence = cases.config_of(**fields), parallel_state.get_data_parallel_rank()
-    first = parallel_state.get_context_parallel_rank()
-    parts = (
-        torch.arange(cases.SEQUENCE).view(4, -1)[[first, 3 - first]].flatten()
-    )  # as Megatron's batches have it
-    with cases.opened_heap() as heap:
-        for form, form_spec in cases.forms_of(cases.reference_spec(config), heap).items():
+    with cases.opened(ep=ep, cp=2, fields=fields) as (config, _, forms):
+        sequence = parallel_state.get_data_parallel_rank()
+        first = parallel_state.get_context_parallel_rank()
+        # As Megatron's batches have it.
+        parts = torch.arange(cases.SEQUENCE).view(4, -1)[[first, 3 - first]].flatten()
+        for form, form_spec in forms.items():
             ddp = _ddp(cases.layer_of(config, form_spec), overlap=False)
             found = cases.differentiated(ddp, x[sequence, parts], dy[sequence, parts])
             ddp.finish_grad_sync()
@@ -624,12 +608,11 @@ def test_pipeline_of_two_stages(
     rank: int, num_ranks: int, ep: int, num_chunks: int | None, name: str
 ) -> None:
     """By Megatron's 1F1B, and its interleaved schedule (chunks of the model), with four micro-batches."""
-    cases.use_groups(ep=ep, pp=2, num_chunks=num_chunks)
-    config = cases.config_of(**_pipeline(2, num_chunks), **FIELDS[name])
-    stage = parallel_state.get_pipeline_model_parallel_rank()
+    fields = {**_pipeline(2, num_chunks), **FIELDS[name]}
     found = {}
-    with cases.opened_heap() as heap:
-        for form, form_spec in cases.forms_of(cases.reference_spec(config), heap).items():
+    with cases.opened(ep=ep, pp=2, num_chunks=num_chunks, fields=fields) as (config, heap, forms):
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        for form, form_spec in forms.items():
             found[form] = _scheduled(_chunks(config, form_spec, stage, num_stages=2))
             assert heap.leased_bytes == 0
             num_losses = sum(name.startswith("losses ") for name in found[form])
@@ -719,8 +702,6 @@ def test_metrics_and_recorded_routing_are_those_of_megatron(
     rank: int, num_ranks: int, form: str, name: str
 ) -> None:
     """Records of our layers equal the routing maps of Megatron's own model's routers, on the same tokens."""
-    cases.use_groups(ep=2)
-    config = cases.config_of(**FIELDS[name])
     maps: list[torch.Tensor] = []
 
     def keep_maps(model: Any) -> None:
@@ -729,20 +710,19 @@ def test_metrics_and_recorded_routing_are_those_of_megatron(
                 lambda module, args, output: maps.append(output[1].clone())
             )
 
-    spec = cases.reference_spec(config)
-    megatrons = cases.model_of(config, spec)
-    keep_maps(megatrons)
-    with torch.no_grad():
-        megatrons(**cases.batch_of())
-    experts, expected = torch.arange(8), {}
-    for number, routing_map in enumerate(maps):
-        remote = routing_map[:, experts // 4 != rank]
-        numbers = torch.where(routing_map, experts, -1)
-        row_bytes = config.hidden_size * 4
-        counts = int(remote.any(1).sum()) * row_bytes, int(remote.sum()) * row_bytes
-        expected[f"decoder.layers.{number}.mlp"] = numbers, *counts
-    with cases.opened_heap() as heap:
-        model = cases.model_of(config, cases.forms_of(spec, heap)[form])
+    with cases.opened(ep=2, fields=FIELDS[name]) as (config, _, forms):
+        megatrons = cases.model_of(config, forms["megatron"])
+        keep_maps(megatrons)
+        with torch.no_grad():
+            megatrons(**cases.batch_of())
+        experts, expected = torch.arange(8), {}
+        for number, routing_map in enumerate(maps):
+            remote = routing_map[:, experts // 4 != rank]
+            numbers = torch.where(routing_map, experts, -1)
+            row_bytes = config.hidden_size * 4
+            counts = int(remote.any(1).sum()) * row_bytes, int(remote.sum()) * row_bytes
+            expected[f"decoder.layers.{number}.mlp"] = numbers, *counts
+        model = cases.model_of(config, forms[form])
         routing = check_metrics(model, expected, lambda: model(**cases.batch_of()).mean())
         for ids, routing_map in zip(routing.values(), maps, strict=True):
             chosen = (ids[:, :, None] == experts).any(1)
@@ -788,9 +768,8 @@ def test_each_micro_batch_takes_the_experts_it_is_given(
     """Four micro-batches in Megatron's schedules, all layers recomputed: what was recorded gives the same bits again;
     other experts give what Megatron's layers give, not recomputed, with a routing that is written here."""
     pp = num_ranks // ep
-    cases.use_groups(ep=ep, pp=pp, num_chunks=num_chunks)
     fields = {**_pipeline(pp, num_chunks), **FIELDS[score]}
-    stage = parallel_state.get_pipeline_model_parallel_rank()
+    recomputed = {**fields, **FIELDS["recomputed layers"]}
 
     def record(steps: Iterator[int], model: Any) -> tuple[torch.Tensor, Any]:
         with symmoe.record_routing(model) as routing:
@@ -806,11 +785,10 @@ def test_each_micro_batch_takes_the_experts_it_is_given(
                 replayed.enter_context(symmoe.replay_routing(chunk, given))
             return _scheduled(chunks, step)
 
-    with cases.opened_heap() as heap:
-        config = cases.config_of(**fields, **FIELDS["recomputed layers"])
-        chunks = _chunks(
-            config, cases.forms_of(cases.reference_spec(config), heap)["experts"], stage, pp
-        )
+    groups = {"ep": ep, "pp": pp, "num_chunks": num_chunks}
+    with cases.opened(fields=recomputed, **groups) as (config, _, forms):
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        chunks = _chunks(config, forms["experts"], stage, pp)
         own = [[] for _ in chunks]
         want = results(chunks, step=record)
         assert [len(each) for each in own] == [NUM_MICRO_BATCHES] * len(chunks)
@@ -838,10 +816,8 @@ def test_each_micro_batch_takes_the_experts_it_is_given(
 @run_on(2, fixture="ranks")
 def test_torch_compile_leaves_the_trips_alone(rank: int, num_ranks: int, form: str) -> None:
     """A layer in torch.compile, which does not compile the trips, equals the same layer without it."""
-    cases.use_groups(ep=2)
-    config = cases.config_of()
-    with cases.opened_heap() as heap:
-        layer = cases.layer_of(config, cases.forms_of(cases.reference_spec(config), heap)[form])
+    with cases.opened(ep=2) as (config, _, forms):
+        layer = cases.layer_of(config, forms[form])
         generator = torch.Generator().manual_seed(rank)
         x = torch.randn(
             cases.SEQUENCE, cases.BATCH, config.hidden_size, generator=generator, requires_grad=True
@@ -883,18 +859,13 @@ def test_torch_compile_leaves_the_trips_alone(rank: int, num_ranks: int, form: s
 @run_on(2, fixture="ranks")
 def test_half_precision_is_as_good_as_megatrons(rank: int, num_ranks: int) -> None:
     """Of all gradients in bf16, the root mean square error against fp32 is as small as that of Megatron's layer."""
-    cases.use_groups(ep=2)
-    with cases.opened_heap() as heap:
-        exact = cases.results_of(
-            cases.model_of(cases.config_of(), cases.reference_spec(cases.config_of()))
-        )
+    errors = {}
+    with cases.opened(ep=2) as (config, heap, forms):
+        exact = cases.results_of(cases.model_of(config, forms["megatron"]))
         config = cases.config_of(bf16=True, params_dtype=torch.bfloat16)
-        spec, errors = cases.reference_spec(config), {}
-        for form, form_spec in {
-            "megatron": spec,
-            "symmoe": megatron.use_symmoe(spec, heap),
-        }.items():
-            model = Float16Module(config, cases.model_of(config, form_spec))
+        forms = cases.forms_of(forms["megatron"], heap, order="rank")
+        for form in ("megatron", "experts"):
+            model = Float16Module(config, cases.model_of(config, forms[form]))
             model(**cases.batch_of()).mean().backward()
             squares = [
                 float(
@@ -905,7 +876,7 @@ def test_half_precision_is_as_good_as_megatrons(rank: int, num_ranks: int) -> No
                 for name, parameter in cases.named_parameters(model)
             ]
             errors[form] = sum(squares) / len(squares)
-    assert 0 < errors["symmoe"] < 1.2 * errors["megatron"]
+    assert 0 < errors["experts"] < 1.2 * errors["megatron"]
 
 
 @run_on(2, fixture="ranks")
@@ -924,12 +895,12 @@ def test_fp8_experts_multiply_the_recipes_numbers(rank: int, num_ranks: int) -> 
     want = oracle.mlp(numbers, x, probs, (w1, w2), dy, splits)
     for got, numbers in zip((y, x.grad, probs.grad, w1.grad, w2.grad), want.values(), strict=True):
         assert oracle.relative_error(got, numbers) < 2e-3
-    found = {}
-    with cases.opened_heap() as heap:
-        spec = cases.reference_spec(config)
-        forms = {**cases.forms_of(spec, heap), "megatron": megatron.use_symmoe_experts(spec)}
-        for form in ("megatron", "experts"):
-            found[form] = cases.results_of(cases.model_of(config, forms[form]))
+    with cases.opened(ep=2, fields=cases.FP8) as (config, _, forms):
+        forms["megatron"] = megatron.use_symmoe_experts(forms["megatron"])
+        found = {
+            form: cases.results_of(cases.model_of(config, forms[form]))
+            for form in ("megatron", "experts")
+        }
     cases.check_equal(found)
 
 
@@ -1034,8 +1005,8 @@ def test_what_cannot_be_is_refused_on_every_rank(
 @pytest.mark.parametrize(
     ("saved_by", "per_expert_keys"),
     [
-        ("symmoe", False),
-        pytest.param("symmoe", True, marks=pytest.mark.slow),
+        ("experts", False),
+        pytest.param("experts", True, marks=pytest.mark.slow),
         pytest.param("megatron", False, marks=pytest.mark.slow),
         ("megatron", True),
     ],
@@ -1048,7 +1019,7 @@ def test_checkpoints_move_between_layouts_and_kinds_of_layers(
     how = {"path": str(tmp_path), "per_expert_keys": per_expert_keys}
     ranks(2).run(save, ep=2, form=saved_by, **how)
     for num_ranks, ep in layouts:
-        for loaded_by in ("symmoe", "megatron"):
+        for loaded_by in ("experts", "megatron"):
             if loaded_by == saved_by == "megatron":
                 continue
             num_loaded = ranks(num_ranks).run(load, ep=ep, form=loaded_by, **how)
@@ -1061,11 +1032,8 @@ def test_checkpoints_move_between_layouts_and_kinds_of_layers(
 @run_on(2, fixture="ranks")
 def test_distributed_optimizer(rank: int, num_ranks: int, ep: int) -> None:
     """Parts of parameters on the data-parallel ranks: of all parameters at EP 1, of dense ones at EP 2."""
-    cases.use_groups(ep=ep)
-    config = cases.config_of()
     found, sizes = {}, []
-    with cases.opened_heap() as heap, megatron_shim.CudaIsCpu():
-        forms = cases.forms_of(cases.reference_spec(config), heap)
+    with cases.opened(ep=ep) as (config, _, forms), megatron_shim.CudaIsCpu():
         for form in ("megatron", "experts"):
             for distributed in (False, True):
                 run = _Run(config, forms[form], distributed)

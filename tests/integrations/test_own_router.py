@@ -1,10 +1,11 @@
 """Layers that are given experts and their weights: a router of one's own."""
 
+import oracle
 import pytest
 import torch
 import torch.distributed as dist
 from cluster import run_on
-from small_model import open_mesh
+from small_model import on_layout, open_heap, set_weights
 from torch import nn
 
 import symmoe
@@ -38,55 +39,37 @@ class Own(nn.Module):
         return self.moe(x, token_mask, topk_idx=topk_idx, probs=probs)
 
 
-def whole_weights() -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(6)
-    return [
-        torch.randn(EXPERTS, *shape, generator=generator) / 4 for shape in ((2 * FFN, H), (H, FFN))
-    ]
-
-
 def tokens(rank: int) -> torch.Tensor:
     return torch.randn(7 + 2 * rank, H, generator=torch.Generator().manual_seed(rank))
 
 
 def own_model(heap: symmoe.SymmetricHeap, config: symmoe.MoEConfig = NONE) -> Own:
-    model, mine = Own(config, heap), EXPERTS // heap.num_ranks
-    with torch.no_grad():
-        for linear, whole in zip(
-            (model.moe.experts.fc1, model.moe.experts.fc2), whole_weights(), strict=True
-        ):
-            linear.weight.copy_(whole[heap.rank * mine : (heap.rank + 1) * mine])
+    model = Own(config, heap)
+    set_weights(model, heap)
     return model
 
 
-def looped(model: Own, num_ranks: int) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-    """Results for the tokens of all ranks and the gradients of their sum of squares, token by token in float64."""
-    w1, w2 = (weight.double().requires_grad_() for weight in whole_weights())
-    keys = model.keys.detach().double().requires_grad_()
-    results, inputs = [], []
-    for rank in range(num_ranks):
-        x = tokens(rank).double().requires_grad_()
-        inputs.append(x)
-        cosines = nn.functional.normalize(x, dim=-1) @ nn.functional.normalize(keys, dim=-1).T
-        rows = []
-        for t in range(len(x)):
-            row = torch.zeros(H, dtype=torch.float64)
-            for expert in cosines[t].argsort(descending=True)[:TOP_K].tolist():
-                gate, up = (w1[expert] @ x[t]).chunk(2)
-                row = row + cosines[t, expert].exp() * (
-                    w2[expert] @ (nn.functional.silu(gate) * up)
-                )
-            rows.append(row)
-        results.append(torch.stack(rows))
-    torch.cat(results).square().sum().backward()
-    return results, {"keys": keys.grad, "w1": w1.grad, "w2": w2.grad, "x": [x.grad for x in inputs]}
+def in_one_process(rank: int, num_ranks: int) -> dict[str, torch.Tensor]:
+    """What a rank has to have: its results, and its part of the gradients of all ranks' sum of squares, by the oracle
+    in float64."""
+    with open_heap(None) as heap:
+        whole = own_model(heap).double()
+    experts, inputs = (
+        whole.moe.experts,
+        [tokens(r).double().requires_grad_() for r in range(num_ranks)],
+    )
+    weights = experts.fc1.weight, experts.fc2.weight
+    ys = [oracle.experts(x, *whole.choose(x), *weights) for x in inputs]
+    torch.cat(ys).square().sum().backward()
+    fc1, fc2 = (weight.grad.chunk(num_ranks)[rank] for weight in weights)
+    return {"y": ys[rank], "dx": inputs[rank].grad, "keys": whole.keys.grad, "fc1": fc1, "fc2": fc2}
 
 
 @pytest.mark.parametrize(
     "compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"]
 )
 @run_on(2)
-def test_results_and_gradients_are_those_of_a_loop(
+def test_results_and_gradients_are_those_of_one_process(
     rank, num_ranks, heap: symmoe.SymmetricHeap, compiled: bool
 ) -> None:
     model = own_model(heap)
@@ -96,28 +79,19 @@ def test_results_and_gradients_are_those_of_a_loop(
         "moe.experts.fc1.weight",
         "moe.experts.fc2.weight",
     }
-    want, gradients = looped(model, num_ranks)
     x = tokens(rank).requires_grad_()
     run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
     y, metrics = run(x)
     y.square().sum().backward()
     dist.all_reduce(model.keys.grad)
-    mine = slice(rank * EXPERTS // num_ranks, (rank + 1) * EXPERTS // num_ranks)
     found = {
         "y": y,
         "dx": x.grad,
         "keys": model.keys.grad,
         **{name: model.moe.get_parameter(f"experts.{name}.weight").grad for name in ("fc1", "fc2")},
     }
-    wanted = {
-        "y": want[rank],
-        "dx": gradients["x"][rank],
-        "keys": gradients["keys"],
-        "fc1": gradients["w1"][mine],
-        "fc2": gradients["w2"][mine],
-    }
     found = {name: tensor.double() for name, tensor in found.items()}
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found, in_one_process(rank, num_ranks), rtol=1e-4, atol=1e-5)
     loads = torch.cat([model.choose(tokens(r))[0].flatten() for r in range(num_ranks)]).bincount(
         minlength=EXPERTS
     )
@@ -224,8 +198,7 @@ def test_wrong_arguments_raise_on_every_rank(
 
 @run_on(2)
 def test_models_without_a_router_on_a_mesh(rank: int, num_ranks: int) -> None:
-    mesh = open_mesh(1, 2)
-    with symmoe.SymmetricHeap(mesh.get_group("ep"), num_bytes=4 << 20) as heap:
+    with on_layout(1, 2) as (mesh, heap):
         x = tokens(rank)
         want, _ = own_model(heap)(x)
         for wrap in (parallelize, data_parallel):

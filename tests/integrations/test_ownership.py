@@ -77,15 +77,16 @@ def train(
 
 @pytest.mark.parametrize("way", WAYS)
 @run_on(2)
-def test_training_is_that_of_one_process(rank: int, num_ranks: int, way: str) -> None:
+def test_training_is_that_of_one_process(
+    rank: int, num_ranks: int, heap: symmoe.SymmetricHeap, way: str
+) -> None:
     """Losses on all ranks together are those of one process with all experts."""
     alone = dist.new_group([rank], use_local_synchronization=True)
-    with open_heap(None) as heap:
-        expected = train(model_of(heap), 0, (TOKENS,), alone)
-    with symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
-        model = WAYS[way](Model(heap))
-        set_weights(model, heap)
-        losses = train(model, rank, equal_shares(num_ranks), dist.group.WORLD)
+    with open_heap(None) as own_heap:
+        expected = train(model_of(own_heap), 0, (TOKENS,), alone)
+    model = WAYS[way](Model(heap))
+    set_weights(model, heap)
+    losses = train(model, rank, equal_shares(num_ranks), dist.group.WORLD)
     assert losses == pytest.approx(expected, rel=2e-6)
     assert losses[-1] < 0.7 * losses[0]
 
@@ -155,21 +156,22 @@ def test_a_module_of_ones_own_says_that_it_holds_experts():
 @pytest.mark.parametrize("way", ["copied", "assigned"])
 @run_on(2)
 def test_replaced_parameters_are_saved_and_loaded(
-    rank: int, num_ranks: int, tmp_path: Path, way: str
+    rank: int, num_ranks: int, heap: symmoe.SymmetricHeap, tmp_path: Path, way: str
 ) -> None:
     """A model whose parameters have been replaced saves, and loads into one whose have not."""
     folder = str(tmp_path / "checkpoint")
-    with symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
-        model = WAYS[way](Model(heap))
-        set_weights(model, heap)
-        save_checkpoint(folder, 1, model=model)
-        other = Model(heap)
-        load_checkpoint(folder, model=other)
-        torch.testing.assert_close(other.state_dict(), model.state_dict(), rtol=0, atol=0)
+    model = WAYS[way](Model(heap))
+    set_weights(model, heap)
+    save_checkpoint(folder, 1, model=model)
+    other = Model(heap)
+    load_checkpoint(folder, model=other)
+    torch.testing.assert_close(other.state_dict(), model.state_dict(), rtol=0, atol=0)
 
 
 @run_on(2)
-def test_a_difference_may_be_that_of_experts(rank: int, num_ranks: int, tmp_path: Path) -> None:
+def test_a_difference_may_be_that_of_experts(
+    rank: int, num_ranks: int, heap: symmoe.SymmetricHeap, tmp_path: Path
+) -> None:
     folder = str(tmp_path / "checkpoint")
 
     class Own(nn.Module):
@@ -179,10 +181,9 @@ def test_a_difference_may_be_that_of_experts(rank: int, num_ranks: int, tmp_path
             super().__init__()
             self.heap, self.weight = heap, nn.Parameter(torch.full((2, 3), float(rank)))
 
-    with symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
-        model = Own(heap)
-        text = "model.weight differs between rank 0 and rank 1.*holds_experts"
-        with pytest.raises(symmoe.errors.CheckpointError, match=text):
-            save_checkpoint(folder, 1, model=model)
-        model.holds_experts = True
+    model = Own(heap)
+    text = "model.weight differs between rank 0 and rank 1.*holds_experts"
+    with pytest.raises(symmoe.errors.CheckpointError, match=text):
         save_checkpoint(folder, 1, model=model)
+    model.holds_experts = True
+    save_checkpoint(folder, 1, model=model)

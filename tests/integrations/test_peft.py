@@ -1,6 +1,7 @@
 """peft's LoRA on swapped models, wrapped before or after, against peft's own on the unmodified model in one process."""
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ import peft
 import torch
 import transformers
 from hf_cases import FAMILIES, random_model
-from launchers import launched
 from safetensors.torch import load_file, save_file
 from trainer_cases import (
     EVERY,
@@ -27,6 +27,7 @@ from trainer_cases import (
     trained,
     with_torch,
 )
+from worker import assert_refused
 
 import symmoe
 from symmoe.errors import ArgumentError, CheckpointError
@@ -82,18 +83,24 @@ def fill(folder: Path) -> None:
 
 
 def moved(
-    rank: int, num_ranks: int, family: str, config: str, order: str, source: str, out: str
+    rank: int,
+    num_ranks: int,
+    heap: symmoe.SymmetricHeap,
+    family: str,
+    config: str,
+    order: str,
+    source: str,
+    out: str,
 ) -> dict[str, Any]:
     """Adapters of a file, into a swapped model and back, with the outputs."""
-    with symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
-        model = wrapped(random_model(family), config_of(config), heap, order)
-        load_adapters(model, source)
-        logits = model.eval()(eval_data()[rank]["input_ids"][None]).logits.detach()
-        save_adapters(model, out)
-        return {
-            "logits": logits,
-            "trained": sum(p.numel() for p in model.parameters() if p.requires_grad),
-        }
+    model = wrapped(random_model(family), config_of(config), heap, order)
+    load_adapters(model, source)
+    logits = model.eval()(eval_data()[rank]["input_ids"][None]).logits.detach()
+    save_adapters(model, out)
+    return {
+        "logits": logits,
+        "trained": sum(p.numel() for p in model.parameters() if p.requires_grad),
+    }
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -133,10 +140,11 @@ def test_files_of_peft(cluster, tmp_path: Path, family: str, config: str, order:
     assert torch.equal(again(ids).logits, plain(ids).logits)
 
 
-def adapted_curve(rank: int, num_ranks: int, config: str, order: str) -> Run:
-    with symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
-        model = wrapped(small_model(), config_of(config), heap, order)
-        return with_torch(model, Job(rank, num_ranks, max_norm=0.02, reduces=True))
+def adapted_curve(
+    rank: int, num_ranks: int, heap: symmoe.SymmetricHeap, config: str, order: str
+) -> Run:
+    model = wrapped(small_model(), config_of(config), heap, order)
+    return with_torch(model, Job(rank, num_ranks, max_norm=0.02, reduces=True))
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -152,16 +160,15 @@ def test_adapters_train_as_on_the_plain_model(cluster, config: str, order: str):
 
 
 def in_a_trainer(
-    rank: int, num_ranks: int, folder: str, order: str
+    rank: int, num_ranks: int, trainer_heap: symmoe.SymmetricHeap, folder: str, order: str
 ) -> tuple[list[float], list[float], list[str]]:
     """Losses, those after a checkpoint, and the files of a checkpoint."""
-    with launched(rank, num_ranks), symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
-        model = wrapped(small_model(), config_of("target_parameters"), heap, order)
-        trainer, logs = trained(Trainer, model, folder, num_ranks, **KEPT, max_grad_norm=0.02)
-        trainer.save_model()
-        names = sorted(path.name for path in Path(folder, f"checkpoint-{EVERY}").iterdir())
-        model = wrapped(small_model(), config_of("target_parameters"), heap, order)
-        return logs.losses, resumed(model, folder, num_ranks, max_grad_norm=0.02), names
+    model = wrapped(small_model(), config_of("target_parameters"), trainer_heap, order)
+    trainer, logs = trained(Trainer, model, folder, num_ranks, **KEPT, max_grad_norm=0.02)
+    trainer.save_model()
+    names = sorted(path.name for path in Path(folder, f"checkpoint-{EVERY}").iterdir())
+    model = wrapped(small_model(), config_of("target_parameters"), trainer_heap, order)
+    return logs.losses, resumed(model, folder, num_ranks, max_grad_norm=0.02), names
 
 
 @pytest.mark.slow
@@ -188,59 +195,48 @@ def test_adapters_in_a_trainer_train_and_resume_as_on_the_plain_model(
 # -- what is refused --------------------------------------------------------------------------------------------------
 @run_on(2)
 def test_adapters_that_experts_cannot_have_are_refused(
-    rank: int, num_ranks: int, tmp_path: Path
+    rank: int, num_ranks: int, heap: symmoe.SymmetricHeap, tmp_path: Path
 ) -> None:
     folder = str(tmp_path)
-    with symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
-        ids = eval_data()[rank]["input_ids"][None]
-        model = peft.get_peft_model(swap_moe(small_model(), heap), config_of("all-linear"))
-        for again in (model, copy.deepcopy(model)):
-            with pytest.raises(ArgumentError, match="would train fewer adapters"):
-                again(ids)
-        names = [f"{EXPERTS[0].rpartition('.')[0]}.mlp.fc{layer}.weight" for layer in (1, 2)]
-        every, one = config_of("all-linear"), peft.LoraConfig(target_parameters=EXPERTS[:1])
-        inner = peft.LoraConfig(target_parameters=names)
-        of_inner = peft.get_peft_model(swap_moe(small_model(), heap), inner)
-        adapted = peft.get_peft_model(small_model(), every).get_base_model()
-        twice = peft.get_peft_model(small_model(), every)
-        twice.add_adapter("more", config_of("all-linear"))
-        swapped, of_one = swap_moe(small_model(), heap), peft.get_peft_model(small_model(), one)
-        for call, text in (
-            (lambda: of_inner(ids), "get_peft_model of a model whose experts are swapped"),
-            (lambda: get_peft_model(swapped, one), "both gate_up_proj and down_proj"),
-            (lambda: swap_moe(of_one, heap), "both gate_up_proj and down_proj"),
-            (lambda: get_peft_model(small_model(), every), "swap_moe comes first"),
-            (lambda: swap_moe(adapted, heap), "has adapters of peft, and is no PeftModel"),
-            (lambda: swap_moe(twice, heap), "experts can have one"),
-        ):
-            with pytest.raises(ArgumentError, match=text):
-                call()
-        for order in ORDERS:
-            model = wrapped(small_model(), config_of("all-linear"), heap, order)
-            for method in (
-                model.save_pretrained,
-                model.merge_and_unload,
-                model.disable_adapter,
-                model.add_adapter,
-            ):
-                with pytest.raises(
-                    ArgumentError, match="of peft knows nothing of adapters of experts"
-                ):
-                    method(folder)
-            with pytest.raises(CheckpointError, match="No such file"):
-                load_adapters(model, folder)
-        save_adapters(model, f"{folder}/saved")
-        other = get_peft_model(swap_moe(small_model(), heap), config_of("target_parameters"))
-        with pytest.raises(CheckpointError, match=r"has shape .* in the model"):
-            load_adapters(other, f"{folder}/saved")
-        assert not list(Path(folder).glob("*.partial"))
-        attention = get_peft_model(
-            swap_moe(small_model(), heap), peft.LoraConfig(target_modules=["q_proj"])
-        )
-        names = [name for name, each in attention.named_parameters() if each.requires_grad]
-        assert len(names) == 4
-        assert all("q_proj.lora_" in name for name in names)
-        attention(ids).logits.sum().backward()
+    ids = eval_data()[rank]["input_ids"][None]
+    model = peft.get_peft_model(swap_moe(small_model(), heap), config_of("all-linear"))
+    names = [f"{EXPERTS[0].rpartition('.')[0]}.mlp.fc{layer}.weight" for layer in (1, 2)]
+    every, one = config_of("all-linear"), peft.LoraConfig(target_parameters=EXPERTS[:1])
+    inner = peft.LoraConfig(target_parameters=names)
+    of_inner = peft.get_peft_model(swap_moe(small_model(), heap), inner)
+    adapted = peft.get_peft_model(small_model(), every).get_base_model()
+    twice = peft.get_peft_model(small_model(), every)
+    twice.add_adapter("more", config_of("all-linear"))
+    swapped, of_one = swap_moe(small_model(), heap), peft.get_peft_model(small_model(), one)
+    assert_refused(
+        (lambda: model(ids), "would train fewer adapters"),
+        (lambda: copy.deepcopy(model)(ids), "would train fewer adapters"),
+        (lambda: of_inner(ids), "get_peft_model of a model whose experts are swapped"),
+        (lambda: get_peft_model(swapped, one), "both gate_up_proj and down_proj"),
+        (lambda: swap_moe(of_one, heap), "both gate_up_proj and down_proj"),
+        (lambda: get_peft_model(small_model(), every), "swap_moe comes first"),
+        (lambda: swap_moe(adapted, heap), "has adapters of peft, and is no PeftModel"),
+        (lambda: swap_moe(twice, heap), "experts can have one"),
+    )
+    refused = ("save_pretrained", "merge_and_unload", "disable_adapter", "add_adapter")
+    for order in ORDERS:
+        adapted = wrapped(small_model(), config_of("all-linear"), heap, order)
+        calls = [partial(getattr(adapted, name), folder) for name in refused]
+        assert_refused(*((call, "of peft knows nothing of adapters of experts") for call in calls))
+        missing = partial(load_adapters, adapted, folder), "No such file"
+        assert_refused(missing, error=CheckpointError)
+    save_adapters(adapted, f"{folder}/saved")
+    other = get_peft_model(swap_moe(small_model(), heap), config_of("target_parameters"))
+    with pytest.raises(CheckpointError, match=r"has shape .* in the model"):
+        load_adapters(other, f"{folder}/saved")
+    assert not list(Path(folder).glob("*.partial"))
+    attention = get_peft_model(
+        swap_moe(small_model(), heap), peft.LoraConfig(target_modules=["q_proj"])
+    )
+    names = [name for name, each in attention.named_parameters() if each.requires_grad]
+    assert len(names) == 4
+    assert all("q_proj.lora_" in name for name in names)
+    attention(ids).logits.sum().backward()
 
 
 class Parts(torch.nn.Module):
@@ -263,35 +259,36 @@ class Parts(torch.nn.Module):
 
 
 @run_on(2)
-def test_target_parameters_of_modules_of_symmoe(rank: int, num_ranks: int) -> None:
+def test_target_parameters_of_modules_of_symmoe(
+    rank: int, num_ranks: int, heap: symmoe.SymmetricHeap
+) -> None:
     """peft's own get_peft_model, of modules whose call is their own, and of some whose call kernels replace."""
-    with symmoe.SymmetricHeap(num_bytes=1 << 20) as heap:
-        x = torch.ones(5, 16)
-        for what, parameter, holder in (
-            ("layer", "layer.experts.fc2.weight", "experts.fc2"),
-            ("layer", "layer.router.weight", "router"),
-            ("mlp", "mlp.fc1.weight", "fc1"),
-        ):
-            parts = Parts(heap)
-            model = (
-                peft.get_peft_model(parts, peft.LoraConfig(target_parameters=[parameter]))
-                if rank == 0
-                else parts
-            )
-            if rank == 0 or what == "layer":
-                with pytest.raises(
-                    ArgumentError,
-                    match=f"{holder} has the forward of ParamWrapper.*Call symmoe.add_lora",
-                ):
-                    model(x, what)
-            Parts(heap)(x, what)
-        options = {"r": 4, "target_parameters": ["linear.weight"], "init_lora_weights": False}
-        model = peft.get_peft_model(Parts(heap), peft.LoraConfig(**options))
-        y = model(x, "linear")
-        y.sum().backward()
-        assert all(each.grad is not None for each in model.parameters() if each.requires_grad)
-        linear = model.merge_and_unload().linear  # W + B A, made by peft
-        bounds = zip(linear.weight, linear.bias, ((0, 2), (2, 5)), strict=True)
-        torch.testing.assert_close(
-            y, torch.cat([torch.nn.functional.linear(x[a:b], w, c) for w, c, (a, b) in bounds])
+    x = torch.ones(5, 16)
+    for what, parameter, holder in (
+        ("layer", "layer.experts.fc2.weight", "experts.fc2"),
+        ("layer", "layer.router.weight", "router"),
+        ("mlp", "mlp.fc1.weight", "fc1"),
+    ):
+        parts = Parts(heap)
+        model = (
+            peft.get_peft_model(parts, peft.LoraConfig(target_parameters=[parameter]))
+            if rank == 0
+            else parts
         )
+        if rank == 0 or what == "layer":
+            with pytest.raises(
+                ArgumentError,
+                match=f"{holder} has the forward of ParamWrapper.*Call symmoe.add_lora",
+            ):
+                model(x, what)
+        Parts(heap)(x, what)
+    options = {"r": 4, "target_parameters": ["linear.weight"], "init_lora_weights": False}
+    model = peft.get_peft_model(Parts(heap), peft.LoraConfig(**options))
+    y = model(x, "linear")
+    y.sum().backward()
+    assert all(each.grad is not None for each in model.parameters() if each.requires_grad)
+    linear = model.merge_and_unload().linear  # W + B A, made by peft
+    bounds = zip(linear.weight, linear.bias, ((0, 2), (2, 5)), strict=True)
+    torch.testing.assert_close(
+        y, torch.cat([torch.nn.functional.linear(x[a:b], w, c) for w, c, (a, b) in bounds])
+    )

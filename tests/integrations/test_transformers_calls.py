@@ -56,21 +56,12 @@ def test_compiled_block_gives_the_eager_results(heap, family: str, options: dict
 def test_compiled_block_with_adapters(heap):
     block = swap_moe(random_model("qwen3_moe"), heap).model.layers[-1].mlp
     without = step(block, tokens())["y"]
-    for parameter in block.parameters():
-        parameter.requires_grad_(False)
-    adapters = symmoe.add_lora(block, rank=4, alpha=8.0)
-    for adapter in adapters:
+    block.requires_grad_(False)
+    for adapter in symmoe.add_lora(block, rank=4, alpha=8.0):
         nn.init.normal_(adapter, std=0.3)
-
-    def found(module: nn.Module) -> list[torch.Tensor]:
-        y = module(tokens())
-        y = y[0] if isinstance(y, tuple) else y
-        return [y, *torch.autograd.grad(y.square().sum(), adapters)]
-
-    expected = found(block)
-    assert not torch.allclose(expected[0], without, atol=1e-3)  # the adapters count
-    got = found(torch.compile(block, fullgraph=True, backend="aot_eager"))
-    torch.testing.assert_close(got, expected, rtol=2e-5, atol=2e-6)
+    expected = step(block, tokens())
+    assert not torch.allclose(expected["y"], without, atol=1e-3)  # the adapters count
+    assert_same(step(torch.compile(block, fullgraph=True, backend="aot_eager"), tokens()), expected)
 
 
 # -- selective checkpointing --------------------------------------------------------------------------------------

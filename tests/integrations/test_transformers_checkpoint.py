@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -23,10 +24,10 @@ import torch
 import transformers
 from hf_cases import FAMILIES, batch_of, random_model, share_of
 from safetensors.torch import load_file, save_file
-from worker import open_heap
+from worker import assert_refused, open_heap
 
 import symmoe
-from symmoe.errors import ArgumentError, CheckpointError, SymmoeError
+from symmoe.errors import CheckpointError, SymmoeError
 from symmoe.integrations.transformers import (
     checkpoint,
     from_pretrained,
@@ -134,17 +135,18 @@ def test_other_forms_on_disk(cluster, tmp_path: Path, family: str, form: str):
     assert digests(tmp_path / "a") == digests(tmp_path / "b")
 
 
-def trained(rank: int, num_ranks: int, source: str, target: str) -> list[str]:
+def trained(
+    rank: int, num_ranks: int, heap: symmoe.SymmetricHeap, source: str, target: str
+) -> list[str]:
     """One step of training, saved, and what transformers reads differently."""
-    with open_heap("cpu") as heap:
-        model = from_pretrained(source, heap)
-        model(batch_of(rank), labels=batch_of(rank)).loss.backward()
-        symmoe.reduce_gradients(model)
-        torch.optim.SGD(model.parameters(), lr=0.5).step()
-        save_checkpoint(model, target, like=source)
-        return differing(
-            model, transformers.AutoModelForCausalLM.from_pretrained(target), rank, num_ranks
-        )
+    model = from_pretrained(source, heap)
+    model(batch_of(rank), labels=batch_of(rank)).loss.backward()
+    symmoe.reduce_gradients(model)
+    torch.optim.SGD(model.parameters(), lr=0.5).step()
+    save_checkpoint(model, target, like=source)
+    return differing(
+        model, transformers.AutoModelForCausalLM.from_pretrained(target), rank, num_ranks
+    )
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
@@ -217,22 +219,21 @@ def test_a_rank_reads_its_own_experts_alone(cluster, saved):
 # -- what is wrong, on every rank ---------------------------------------------------------------------------------
 
 
-def failure(rank: int, num_ranks: int, family: str, folders: list[str]) -> tuple[str, str, bool]:
+def failure(
+    rank: int, num_ranks: int, heap: symmoe.SymmetricHeap, family: str, folders: list[str]
+) -> tuple[str, str, bool]:
     """The error of loading (each rank its folder), and whether the model is untouched and works on."""
-    with open_heap("cpu") as heap:
-        model = swap_moe(random_model(family, seed=1), heap)
-        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-        try:
-            load_checkpoint(model, folders[rank])
-        except SymmoeError as error:
-            same = all(
-                torch.equal(before[name], tensor) for name, tensor in model.state_dict().items()
-            )
-            return (
-                type(error).__name__,
-                str(error),
-                same and model(batch_of(rank)).logits.isfinite().all().item(),
-            )
+    model = swap_moe(random_model(family, seed=1), heap)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    try:
+        load_checkpoint(model, folders[rank])
+    except SymmoeError as error:
+        same = all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+        return (
+            type(error).__name__,
+            str(error),
+            same and model(batch_of(rank)).logits.isfinite().all().item(),
+        )
     return "", "", False
 
 
@@ -334,7 +335,9 @@ def test_broken_files(cluster, saved, tmp_path: Path, how: str):
     assert re.search(f"^on rank 1: .*{text}", failures(cluster, "olmoe", saved("olmoe"), folder))
 
 
-def failed_save(rank: int, num_ranks: int, source: str, parent: str) -> list[tuple[str, str]]:
+def failed_save(
+    rank: int, num_ranks: int, heap: symmoe.SymmetricHeap, source: str, parent: str
+) -> list[tuple[str, str]]:
     """Saving where it cannot work; then where it can."""
     found = []
     full = OSError(errno.ENOSPC, "No space left on device")
@@ -344,24 +347,23 @@ def failed_save(rank: int, num_ranks: int, source: str, parent: str) -> list[tup
             save_checkpoint(model, folder, **kwargs)
         found.append((type(caught.value).__name__, str(caught.value)))
 
-    with open_heap("cpu") as heap:
-        model = swap_moe(random_model("olmoe"), heap)
-        if rank == 1:
-            model.model.norm.weight.data.neg_()
+    model = swap_moe(random_model("olmoe"), heap)
+    if rank == 1:
+        model.model.norm.weight.data.neg_()
+    attempt(f"{parent}/target")
+    if rank == 1:
+        model.model.norm.weight.data.neg_()
+    attempt(f"{source}/config.json")
+    attempt(f"{parent}/target", like=f"{parent}/mixtral")
+    with patch.object(os, "fsync", side_effect=full) if rank == 1 else nullcontext():
         attempt(f"{parent}/target")
-        if rank == 1:
-            model.model.norm.weight.data.neg_()
-        attempt(f"{source}/config.json")
-        attempt(f"{parent}/target", like=f"{parent}/mixtral")
-        with patch.object(os, "fsync", side_effect=full) if rank == 1 else nullcontext():
-            attempt(f"{parent}/target")
-        if rank == 0:
-            found.append(sorted(path.name for path in Path(parent).iterdir()))
-            Path(f"{parent}/target.partial").mkdir()  # as a kill leaves it
-            Path(f"{parent}/target.partial/junk").write_text("junk")
-            Path(f"{parent}/target").mkdir()
-        heap.agree(None)
-        save_checkpoint(model, f"{parent}/target", like=source)
+    if rank == 0:
+        found.append(sorted(path.name for path in Path(parent).iterdir()))
+        Path(f"{parent}/target.partial").mkdir()  # as a kill leaves it
+        Path(f"{parent}/target.partial/junk").write_text("junk")
+        Path(f"{parent}/target").mkdir()
+    heap.agree(None)
+    save_checkpoint(model, f"{parent}/target", like=source)
     return found
 
 
@@ -380,35 +382,34 @@ def test_failed_save_leaves_nothing(cluster, saved, tmp_path: Path):
     assert digests(tmp_path / "target") == digests(saved("olmoe"))
 
 
-def replaced(rank: int, num_ranks: int, folder: str, shard_bytes: list[int]) -> list[list[str]]:
+def replaced(
+    rank: int, num_ranks: int, heap: symmoe.SymmetricHeap, folder: str, shard_bytes: list[int]
+) -> list[list[str]]:
     """Saves models of other seeds into one folder, one after the other, cut off by an error at each rename of the last
     of them first. The files after each attempt, in words: which seed's weights transformers reads."""
     seen, real = [], Path.replace
-    with open_heap("cpu") as heap:
-        models = [
-            swap_moe(random_model("olmoe", seed=seed), heap) for seed in range(len(shard_bytes))
-        ]
-        for model, max_shard_bytes in zip(models[:-1], shard_bytes, strict=False):
-            save_checkpoint(model, folder, max_shard_bytes=max_shard_bytes)
-        for allowed in range(100):
-            left = [allowed]
+    models = [swap_moe(random_model("olmoe", seed=seed), heap) for seed in range(len(shard_bytes))]
+    for model, max_shard_bytes in zip(models[:-1], shard_bytes, strict=False):
+        save_checkpoint(model, folder, max_shard_bytes=max_shard_bytes)
+    for allowed in range(100):
+        left = [allowed]
 
-            def replace(path: Path, target: Path, left: list[int] = left) -> Path:
-                if not left[0]:
-                    raise OSError(errno.EIO, "killed here")
-                left[0] -= 1
-                return real(path, target)
+        def replace(path: Path, target: Path, left: list[int] = left) -> Path:
+            if not left[0]:
+                raise OSError(errno.EIO, "killed here")
+            left[0] -= 1
+            return real(path, target)
 
-            shutil.copytree(folder, f"{folder}-{allowed}") if rank == 0 else None
-            heap.agree(None)
-            Path.replace = replace
-            try:
-                save_checkpoint(models[-1], f"{folder}-{allowed}", max_shard_bytes=shard_bytes[-1])
-                return seen
-            except CheckpointError:
-                seen.append(sorted(path.name for path in Path(f"{folder}-{allowed}").iterdir()))
-            finally:
-                Path.replace = real
+        shutil.copytree(folder, f"{folder}-{allowed}") if rank == 0 else None
+        heap.agree(None)
+        Path.replace = replace
+        try:
+            save_checkpoint(models[-1], f"{folder}-{allowed}", max_shard_bytes=shard_bytes[-1])
+            return seen
+        except CheckpointError:
+            seen.append(sorted(path.name for path in Path(f"{folder}-{allowed}").iterdir()))
+        finally:
+            Path.replace = real
     raise AssertionError("no attempt got through")
 
 
@@ -473,22 +474,21 @@ def test_a_checkpoint_is_replaced_whole(cluster, tmp_path: Path, shard_bytes: tu
     assert not Path(f"{done}.partial").exists()
 
 
-def merged(rank: int, num_ranks: int, target: str) -> torch.Tensor:
+def merged(rank: int, num_ranks: int, heap: symmoe.SymmetricHeap, target: str) -> torch.Tensor:
     """Logits of a model with trained adapters, which are merged and saved."""
-    with open_heap("cpu") as heap:
-        model = swap_moe(random_model("qwen3_moe"), heap)
-        generator = torch.Generator().manual_seed(3 + rank)
-        for adapter in symmoe.add_lora(model, rank=2, alpha=4.0):
-            adapter.data = torch.randn(adapter.shape, generator=generator) * 0.2
-        with torch.no_grad():
-            logits = model(batch_of(0)).logits
-        with pytest.raises(
-            CheckpointError, match=r"layers\.1\..*lora_a has no place .* merge or remove it"
-        ):
-            save_checkpoint(model, target)
-        assert not list(Path(target).parent.iterdir())
-        symmoe.merge_lora(model)
+    model = swap_moe(random_model("qwen3_moe"), heap)
+    generator = torch.Generator().manual_seed(3 + rank)
+    for adapter in symmoe.add_lora(model, rank=2, alpha=4.0):
+        adapter.data = torch.randn(adapter.shape, generator=generator) * 0.2
+    with torch.no_grad():
+        logits = model(batch_of(0)).logits
+    with pytest.raises(
+        CheckpointError, match=r"layers\.1\..*lora_a has no place .* merge or remove it"
+    ):
         save_checkpoint(model, target)
+    assert not list(Path(target).parent.iterdir())
+    symmoe.merge_lora(model)
+    save_checkpoint(model, target)
     return logits
 
 
@@ -506,27 +506,23 @@ def test_merged_adapters_are_in_the_weights_that_are_saved(cluster, tmp_path: Pa
     assert (plain - before).abs().max() > 0.1  # the adapters are no small matter
 
 
-def test_unswapped_models_are_refused(tmp_path: Path):
-    for call in (load_checkpoint, save_checkpoint):
-        with pytest.raises(ArgumentError, match="swap_moe comes first"):
-            call(random_model("olmoe"), tmp_path)
-    with (
-        open_heap("cpu") as heap,
-        pytest.raises(CheckpointError, match=r"folder \(.*/Qwen/none\) is not there"),
-    ):
+def test_unswapped_models_are_refused(heap: symmoe.SymmetricHeap, tmp_path: Path):
+    plain = random_model("olmoe"), tmp_path
+    calls = partial(load_checkpoint, *plain), partial(save_checkpoint, *plain)
+    assert_refused(*((call, "swap_moe comes first") for call in calls))
+    with pytest.raises(CheckpointError, match=r"folder \(.*/Qwen/none\) is not there"):
         from_pretrained(tmp_path / "Qwen/none", heap)
 
 
-def test_a_compiled_model_has_the_keys_of_the_plain_one(tmp_path: Path):
+def test_a_compiled_model_has_the_keys_of_the_plain_one(heap: symmoe.SymmetricHeap, tmp_path: Path):
     """All of it, and one layer of it; what state_dict() has is not for transformers, and says so."""
-    with open_heap("cpu") as heap:
-        model = swap_moe(random_model("qwen3_moe", mlp_only_layers=[]), heap)
-        save_checkpoint(model, tmp_path / "plain")
-        model.model.layers[0] = torch.compile(model.model.layers[0])
-        save_checkpoint(torch.compile(model), tmp_path / "compiled")
-        assert digests(tmp_path / "compiled") == digests(tmp_path / "plain")
-        other = swap_moe(random_model("qwen3_moe", mlp_only_layers=[], seed=1), heap)
-        load_checkpoint(torch.compile(other), tmp_path / "compiled")
-        assert all(map(torch.equal, other.parameters(), model.parameters()))
-        with pytest.warns(UserWarning, match="would leave experts as they were initialised"):
-            other.state_dict()
+    model = swap_moe(random_model("qwen3_moe", mlp_only_layers=[]), heap)
+    save_checkpoint(model, tmp_path / "plain")
+    model.model.layers[0] = torch.compile(model.model.layers[0])
+    save_checkpoint(torch.compile(model), tmp_path / "compiled")
+    assert digests(tmp_path / "compiled") == digests(tmp_path / "plain")
+    other = swap_moe(random_model("qwen3_moe", mlp_only_layers=[], seed=1), heap)
+    load_checkpoint(torch.compile(other), tmp_path / "compiled")
+    assert all(map(torch.equal, other.parameters(), model.parameters()))
+    with pytest.warns(UserWarning, match="would leave experts as they were initialised"):
+        other.state_dict()

@@ -8,6 +8,7 @@ import copy
 from pathlib import Path
 
 import pytest
+from cluster import run_on
 
 pytest.importorskip("transformers", minversion="5.17")
 
@@ -16,7 +17,6 @@ import transformers
 from hf_cases import error, share_of
 from hf_models import VOCABULARY, module_names, tiny_model
 from safetensors.torch import load_file, save_file
-from worker import open_heap
 
 import symmoe
 from symmoe.errors import ArgumentError
@@ -149,14 +149,12 @@ TWO_RANKS = [
 ]
 
 
-def on_two_ranks(rank: int, num_ranks: int, folder: str) -> None:
-    with open_heap("cpu") as heap:
-        for name in sorted(set(TWO_RANKS) & set(module_names())):
-            check(heap, name, Path(folder) / name)
-
-
-def test_on_two_ranks(cluster, tmp_path: Path):
-    cluster(2).run(on_two_ranks, str(tmp_path))
+@run_on(2)
+def test_on_two_ranks(
+    rank: int, num_ranks: int, heap: symmoe.SymmetricHeap, tmp_path: Path
+) -> None:
+    for name in sorted(set(TWO_RANKS) & set(module_names())):
+        check(heap, name, tmp_path / name)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import torch
 import transformers
 from hf_cases import share_of
 from launchers import launched
-from small_model import open_mesh
+from small_model import on_layout
 from trainer_cases import (
     EVERY,
     KEPT,
@@ -25,9 +25,9 @@ from trainer_cases import (
     small_model,
     trained,
 )
+from worker import assert_refused
 
 import symmoe
-from symmoe.errors import ArgumentError
 from symmoe.integrations.transformers import Trainer, swap_moe
 
 # Sums over ranks in another order than over one batch. The worst of a curve, relative.
@@ -42,21 +42,26 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def on_a_rank(rank: int, num_ranks: int, folder: str, options: dict[str, Any]) -> dict[str, Any]:
-    with launched(rank, num_ranks), symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
-        trainer, logs = trained(
-            Trainer, swap_moe(small_model(), heap), folder, num_ranks, **options
-        )
-        prompt = eval_data()[rank]["input_ids"][None, : 4 + rank]
-        tokens = trainer.model.generate(prompt, max_new_tokens=6, do_sample=False, synced_gpus=True)
-        eval_loss = trainer.evaluate()["eval_loss"]
-        trainer.save_model()
-        return {
-            "losses": logs.losses,
-            "norms": logs.norms,
-            "eval_loss": eval_loss,
-            "tokens": tokens.tolist(),
-        }
+def on_a_rank(
+    rank: int,
+    num_ranks: int,
+    trainer_heap: symmoe.SymmetricHeap,
+    folder: str,
+    options: dict[str, Any],
+) -> dict[str, Any]:
+    trainer, logs = trained(
+        Trainer, swap_moe(small_model(), trainer_heap), folder, num_ranks, **options
+    )
+    prompt = eval_data()[rank]["input_ids"][None, : 4 + rank]
+    tokens = trainer.model.generate(prompt, max_new_tokens=6, do_sample=False, synced_gpus=True)
+    eval_loss = trainer.evaluate()["eval_loss"]
+    trainer.save_model()
+    return {
+        "losses": logs.losses,
+        "norms": logs.norms,
+        "eval_loss": eval_loss,
+        "tokens": tokens.tolist(),
+    }
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -95,34 +100,35 @@ def balanced() -> Any:
     return model
 
 
-def balance_on_a_rank(rank: int, num_ranks: int, folder: str) -> list[tuple[float, float, Any]]:
+def balance_on_a_rank(
+    rank: int, num_ranks: int, trainer_heap: symmoe.SymmetricHeap, folder: str
+) -> list[tuple[float, float, Any]]:
     """With one micro-batch and with two: losses of a step and of an evaluation, and gradients of the routers."""
     found = []
-    with launched(rank, num_ranks), symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
-        for accumulate in (1, 2):
-            model = swap_moe(balanced(), heap)
-            before = router_weights(model)
-            options = {
-                "gradient_accumulation_steps": accumulate,
-                "max_steps": 1,
-                "optim": "sgd",
-                "learning_rate": 1.0,
-                "max_grad_norm": 0.0,
-                "lr_scheduler_type": "constant",
-            }
-            data = [eval_data()[0]] * 8
-            trainer = Trainer(
-                model,
-                arguments(folder, num_ranks, **options),
-                train_dataset=data,
-                eval_dataset=data,
-            )
-            eval_loss = trainer.evaluate()["eval_loss"]
-            trainer.train()
-            logs = trainer.state.log_history
-            loss = next((each["loss"] for each in logs if "loss" in each), None)
-            steps = [old - new for old, new in zip(before, router_weights(model), strict=True)]
-            found.append((loss, eval_loss, steps))
+    for accumulate in (1, 2):
+        model = swap_moe(balanced(), trainer_heap)
+        before = router_weights(model)
+        options = {
+            "gradient_accumulation_steps": accumulate,
+            "max_steps": 1,
+            "optim": "sgd",
+            "learning_rate": 1.0,
+            "max_grad_norm": 0.0,
+            "lr_scheduler_type": "constant",
+        }
+        data = [eval_data()[0]] * 8
+        trainer = Trainer(
+            model,
+            arguments(folder, num_ranks, **options),
+            train_dataset=data,
+            eval_dataset=data,
+        )
+        eval_loss = trainer.evaluate()["eval_loss"]
+        trainer.train()
+        logs = trainer.state.log_history
+        loss = next((each["loss"] for each in logs if "loss" in each), None)
+        steps = [old - new for old, new in zip(before, router_weights(model), strict=True)]
+        found.append((loss, eval_loss, steps))
     return found
 
 
@@ -147,24 +153,25 @@ def test_the_balance_loss_counts_once_whatever_the_split(cluster, tmp_path: Path
 
 
 def kept_and_resumed(
-    rank: int, num_ranks: int, folder: str
+    rank: int, num_ranks: int, trainer_heap: symmoe.SymmetricHeap, folder: str
 ) -> tuple[list[float], list[float], list[str]]:
     """Losses of all steps, of those after a checkpoint in the middle, and tensors that are not of the best model."""
-    with launched(rank, num_ranks), symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
-        trainer, logs = trained(Trainer, swap_moe(small_model(), heap), folder, num_ranks, **KEPT)
-        best = trainer.state.best_model_checkpoint
-        assert best == f"{folder}/checkpoint-{EVERY}"
-        plain = transformers.AutoModelForCausalLM.from_pretrained(best)
-        wanted = share_of(plain.state_dict(), rank, num_ranks, plain.config.model_type)
-        found = trainer.model.state_dict()
-        differing = [
-            name for name, tensor in wanted.items() if not torch.equal(found[name], tensor)
-        ]
-        losses = resumed(swap_moe(small_model(seed=9), heap), folder, num_ranks)
-        return logs.losses, losses, differing
+    trainer, logs = trained(
+        Trainer, swap_moe(small_model(), trainer_heap), folder, num_ranks, **KEPT
+    )
+    best = trainer.state.best_model_checkpoint
+    assert best == f"{folder}/checkpoint-{EVERY}"
+    plain = transformers.AutoModelForCausalLM.from_pretrained(best)
+    wanted = share_of(plain.state_dict(), rank, num_ranks, plain.config.model_type)
+    found = trainer.model.state_dict()
+    differing = [name for name, tensor in wanted.items() if not torch.equal(found[name], tensor)]
+    losses = resumed(swap_moe(small_model(seed=9), trainer_heap), folder, num_ranks)
+    return logs.losses, losses, differing
 
 
-def test_a_run_resumes_with_the_same_bits_and_on_one_rank(cluster, tmp_path: Path):
+def test_a_run_resumes_with_the_same_bits_and_on_one_rank(
+    cluster, heap: symmoe.SymmetricHeap, tmp_path: Path
+):
     """The best model is loaded at the end; a run that goes on from a checkpoint has the bits of one that never ended,
     and one rank can go on where two ended."""
     found = cluster(2).run(kept_and_resumed, str(tmp_path / "run"))
@@ -173,8 +180,7 @@ def test_a_run_resumes_with_the_same_bits_and_on_one_rank(cluster, tmp_path: Pat
         assert after == losses[2 * EVERY :]
         assert not differing
     assert not found[1][2]
-    with symmoe.SymmetricHeap(num_bytes=4 << 20, backend="host") as heap:
-        after = resumed(swap_moe(small_model(seed=9), heap), str(tmp_path / "run"), 1)
+    after = resumed(swap_moe(small_model(seed=9), heap), str(tmp_path / "run"), 1)
     assert after == pytest.approx(found[0][0][2 * EVERY :], rel=BOUND)
     kept = {path.name for path in (tmp_path / "run").iterdir()}
     assert kept == {f"checkpoint-{step}" for step in range(EVERY, STEPS + 1, EVERY)}
@@ -184,20 +190,19 @@ def test_a_run_resumes_with_the_same_bits_and_on_one_rank(cluster, tmp_path: Pat
     assert state["global_step"] == STEPS
 
 
-def adafactor_resumed(rank: int, num_ranks: int, folder: str) -> None:
-    """Two steps, and the second again after the checkpoint of the first."""
+@run_on(2)
+def test_adafactor_goes_on(
+    rank: int, num_ranks: int, trainer_heap: symmoe.SymmetricHeap, tmp_path: Path
+) -> None:
+    """Two steps, and the second again after the checkpoint of the first. It has states of all experts of a rank
+    together."""
     options = {"optim": "adafactor", "max_steps": 2, "save_strategy": "steps", "save_steps": 1}
-    with launched(rank, num_ranks), symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
-        whole, _ = trained(Trainer, swap_moe(small_model(), heap), folder, num_ranks, **options)
-        model = swap_moe(small_model(seed=9), heap)
-        trained(Trainer, model, folder, num_ranks, since=1, **options)
-        for name, parameter in model.named_parameters():
-            assert torch.equal(parameter, whole.model.get_parameter(name)), name
-
-
-def test_adafactor_goes_on(cluster, tmp_path: Path):
-    """It has states of all experts of a rank together."""
-    cluster(2).run(adafactor_resumed, str(tmp_path))
+    model = swap_moe(small_model(), trainer_heap)
+    whole, _ = trained(Trainer, model, str(tmp_path), num_ranks, **options)
+    model = swap_moe(small_model(seed=9), trainer_heap)
+    trained(Trainer, model, str(tmp_path), num_ranks, since=1, **options)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, whole.model.get_parameter(name)), name
 
 
 # -- several EP groups, and what is refused ---------------------------------------------------------------------------
@@ -207,12 +212,8 @@ def replicated(
     rank: int, num_ranks: int, folder: str
 ) -> tuple[list[float], list[float], list[float]]:
     """Two EP groups of two ranks."""
-    mesh = open_mesh(2, 2)
     options = {"save_strategy": "steps", "eval_strategy": "no", "save_steps": EVERY}
-    with (
-        launched(rank, num_ranks),
-        symmoe.SymmetricHeap(mesh.get_group("ep"), num_bytes=4 << 20) as heap,
-    ):
+    with launched(rank, num_ranks), on_layout(2, 2) as (mesh, heap):
         model = swap_moe(small_model(), heap)
         symmoe.prepare_for_ddp(model, expert_group=mesh["efsdp"].get_group())
         _, logs = trained(Trainer, model, folder, num_ranks, **options)
@@ -232,22 +233,19 @@ def test_replicas_of_the_ep_group(cluster, tmp_path: Path):
 
 @run_on(2)
 def test_wrong_arguments_and_transformers_own_trainer_are_refused(
-    rank: int, num_ranks: int, tmp_path: Path
+    rank: int, num_ranks: int, trainer_heap: symmoe.SymmetricHeap, tmp_path: Path
 ) -> None:
     """transformers' own Trainer clips by default."""
     folder = str(tmp_path)
-    with launched(rank, num_ranks), symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
-        model = swap_moe(small_model(), heap)
-        for call, text in (
-            (
-                lambda: Trainer(model, arguments(folder, num_ranks, fp16=True)),
-                r"args.fp16 \(True\) must not be set",
-            ),
-            (lambda: Trainer(small_model(), arguments(folder, num_ranks)), "swap_moe comes first"),
-            (
-                lambda: trained(transformers.Trainer, model, folder, num_ranks),
-                "dense parameters differ.*symmoe.integrations.transformers.Trainer",
-            ),
-        ):
-            with pytest.raises(ArgumentError, match=text):
-                call()
+    model = swap_moe(small_model(), trainer_heap)
+    assert_refused(
+        (
+            lambda: Trainer(model, arguments(folder, num_ranks, fp16=True)),
+            r"args.fp16 \(True\) must not be set",
+        ),
+        (lambda: Trainer(small_model(), arguments(folder, num_ranks)), "swap_moe comes first"),
+        (
+            lambda: trained(transformers.Trainer, model, folder, num_ranks),
+            "dense parameters differ.*symmoe.integrations.transformers.Trainer",
+        ),
+    )

@@ -3,13 +3,13 @@
 import copy
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import small_model as small
 import torch
 import torch.distributed as dist
 from cluster import run_on
-from launchers import launched
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -81,15 +81,16 @@ def with_adapters(heap: symmoe.SymmetricHeap) -> nn.Module:
 
 
 def losses_of(
-    model: nn.Module, rank: int, num_ranks: int, reduce: Callable[[], object] = lambda: None
+    model: nn.Module,
+    rank: int,
+    num_ranks: int,
+    reduce: Callable[[], object] = lambda: None,
+    **options: Any,
 ) -> list[float]:
-    """The mean loss of every step."""
-    return [
-        loss
-        for loss, _ in small.curve_of(
-            model, rank, small.equal_shares(num_ranks), reduce, steps=STEPS
-        )
-    ]
+    """The mean loss of every step. options: of curve_of."""
+    shares = small.equal_shares(num_ranks)
+    curve = small.curve_of(model, rank, shares, reduce, steps=STEPS, **options)
+    return [loss for loss, _ in curve]
 
 
 def assert_same_gradients(model: nn.Module, expected: nn.Module) -> None:
@@ -101,13 +102,16 @@ def assert_same_gradients(model: nn.Module, expected: nn.Module) -> None:
 )
 @run_on(2)
 def test_prepared_models_train_as_with_reduce_gradients(
-    rank: int, num_ranks: int, wrap: str, build: Callable[[symmoe.SymmetricHeap], nn.Module]
+    rank: int,
+    num_ranks: int,
+    trainer_heap: symmoe.SymmetricHeap,
+    wrap: str,
+    build: Callable[[symmoe.SymmetricHeap], nn.Module],
 ) -> None:
     """Losses in a wrapper are those with reduce_gradients."""
-    with launched(rank, num_ranks), symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
-        plain = build(heap)
-        expected = losses_of(plain, rank, num_ranks, lambda: symmoe.reduce_gradients(plain))
-        losses = losses_of(WRAPS[wrap](build(heap)), rank, num_ranks)
+    plain = build(trainer_heap)
+    expected = losses_of(plain, rank, num_ranks, lambda: symmoe.reduce_gradients(plain))
+    losses = losses_of(WRAPS[wrap](build(trainer_heap)), rank, num_ranks)
     assert losses == pytest.approx(expected, rel=BOUND)
     assert build is with_adapters or losses[-1] < 0.7 * losses[0]
 
@@ -116,40 +120,34 @@ def test_prepared_models_train_as_with_reduce_gradients(
     "how", ["DDP", "accelerate", "Fabric", pytest.param("DDP of compiled", marks=pytest.mark.slow)]
 )
 @run_on(2)
-def test_a_bare_layer_needs_nothing(rank: int, num_ranks: int, how: str) -> None:
+def test_a_bare_layer_needs_nothing(
+    rank: int, num_ranks: int, trainer_heap: symmoe.SymmetricHeap, how: str
+) -> None:
     """A bare MoELayer, whose experts DDP leaves alone without a word."""
+    x = torch.randn(13 + rank, small.HIDDEN, generator=torch.Generator().manual_seed(rank))
     curves = []
-    with launched(rank, num_ranks), symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
-        for wrap in (how, "none"):
-            torch.manual_seed(rank)
-            layer = symmoe.MoELayer(small.CONFIG, heap)
-            dist.broadcast(layer.router.weight.data, 0)
-            before = layer.experts.fc1.weight.detach().clone()
-            model = {
-                "none": lambda layer: layer,
-                "DDP": DistributedDataParallel,
-                "accelerate": accelerated,
-                "Fabric": in_fabric,
-                "DDP of compiled": lambda layer: DistributedDataParallel(compiled(layer)),
-            }[wrap](layer)
-            assert torch.equal(layer.experts.fc1.weight, before)
-            optimizer = torch.optim.SGD(layer.parameters(), lr=small.LEARNING_RATE)
-            x = torch.randn(13 + rank, small.HIDDEN, generator=torch.Generator().manual_seed(rank))
-            losses = []
-            for _ in range(STEPS):
-                y, metrics = model(x)
-                loss = (y - x.roll(1, 1)).square().mean() + metrics.aux_loss
-                loss.backward()
-                if wrap == "none":
-                    symmoe.reduce_gradients(layer)
-                optimizer.step()
-                optimizer.zero_grad()
-                total = loss.detach().clone()
-                dist.all_reduce(total)
-                losses.append(total.item())
-            curves.append(losses)
+
+    def loss_of(model: nn.Module, *_: object) -> torch.Tensor:
+        y, metrics = model(x)
+        return (y - x.roll(1, 1)).square().mean() + metrics.aux_loss
+
+    for wrap in (how, "none"):
+        torch.manual_seed(rank)
+        layer = symmoe.MoELayer(small.CONFIG, trainer_heap)
+        dist.broadcast(layer.router.weight.data, 0)
+        before = layer.experts.fc1.weight.detach().clone()
+        model = {
+            "none": lambda layer: layer,
+            "DDP": DistributedDataParallel,
+            "accelerate": accelerated,
+            "Fabric": in_fabric,
+            "DDP of compiled": lambda layer: DistributedDataParallel(compiled(layer)),
+        }[wrap](layer)
+        assert torch.equal(layer.experts.fc1.weight, before)
+        reduce = partial(symmoe.reduce_gradients, layer) if wrap == "none" else lambda: None
+        curves.append(losses_of(model, rank, num_ranks, reduce, loss_of=loss_of))
     assert curves[0] == pytest.approx(curves[1], rel=BOUND)
-    assert losses[-1] < losses[0]
+    assert curves[1][-1] < curves[1][0]
 
 
 @pytest.mark.slow
@@ -157,9 +155,9 @@ def test_a_bare_layer_needs_nothing(rank: int, num_ranks: int, how: str) -> None
 @run_on(4)
 def test_replicas_are_averaged(rank: int, num_ranks: int, accumulate: bool) -> None:
     """Two EP groups of two ranks: gradients as reduce_gradients makes them, with the experts of rank 0 and 1."""
-    mesh, shares = small.open_mesh(2, 2), small.equal_shares(num_ranks)
-    replicas = mesh["efsdp"].get_group()
-    with symmoe.SymmetricHeap(mesh.get_group("ep"), num_bytes=4 << 20) as heap:
+    shares = small.equal_shares(num_ranks)
+    with small.on_layout(2, 2) as (mesh, heap):
+        replicas = mesh["efsdp"].get_group()
         plain = small.model_of(heap)
         small.rank_loss(plain, 0, rank, shares).backward()
         symmoe.reduce_gradients(plain, expert_group=replicas)
@@ -265,12 +263,9 @@ def test_experts_that_change_late_get_the_right_gradients(
     rank: int, num_ranks: int, wrap: Callable[[nn.Module], nn.Module], has_run: bool, change: str
 ) -> None:
     """Gradients are those of one process that has all experts, and replicas are equal."""
-    mesh, shares = small.open_mesh(num_ranks // 2, 2), small.equal_shares(num_ranks)
+    shares = small.equal_shares(num_ranks)
     change_it, is_frozen = LATE[change]
-    with (
-        small.open_heap(None) as own_heap,
-        symmoe.SymmetricHeap(mesh.get_group("ep"), num_bytes=4 << 20) as heap,
-    ):
+    with small.open_heap(None) as own_heap, small.on_layout(num_ranks // 2, 2) as (mesh, heap):
         whole, model = small.Model(own_heap), small.Model(heap)
         unfreeze(model, not is_frozen)
         ddp = DistributedDataParallel(wrap(prepared(model, mesh["efsdp"].get_group())))
@@ -399,28 +394,31 @@ WRONG = {
 )
 @run_on(2)
 def test_wrong_wrappers_are_refused_in_the_first_forward(
-    rank: int, num_ranks: int, wrap: str, text: str, in_transformers: bool
+    rank: int,
+    num_ranks: int,
+    trainer_heap: symmoe.SymmetricHeap,
+    wrap: str,
+    text: str,
+    in_transformers: bool,
 ) -> None:
     """In the first forward pass and every other; the next correct call works."""
-    with launched(rank, num_ranks), symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
-        if in_transformers:
-            from hf_cases import batch_of, random_model
+    if in_transformers:
+        from hf_cases import batch_of, random_model
 
-            model, batch = swap_moe(random_model("qwen3_moe"), heap), (batch_of(rank),)
-            vars(model).pop("_ddp_params_and_buffers_to_ignore", None)
-        else:
-            model, batch = small.model_of(heap), (torch.randn(5, small.FEATURES),)
-        wrapped = WRONG[wrap][0](model)
-        for _ in range(2):
-            with pytest.raises(ArgumentError, match=text):
-                wrapped(*batch)
-        small.model_of(heap)(torch.randn(5, small.FEATURES))[0].sum().backward()
+        model, batch = swap_moe(random_model("qwen3_moe"), trainer_heap), (batch_of(rank),)
+        vars(model).pop("_ddp_params_and_buffers_to_ignore", None)
+    else:
+        model, batch = small.model_of(trainer_heap), (torch.randn(5, small.FEATURES),)
+    wrapped = WRONG[wrap][0](model)
+    for _ in range(2):
+        with pytest.raises(ArgumentError, match=text):
+            wrapped(*batch)
+    small.model_of(trainer_heap)(torch.randn(5, small.FEATURES))[0].sum().backward()
 
 
 @run_on(4)
 def test_replicas_that_nobody_has_named_are_refused(rank: int, num_ranks: int) -> None:
-    mesh = small.open_mesh(2, 2)
-    with symmoe.SymmetricHeap(mesh.get_group("ep"), num_bytes=4 << 20) as heap:
+    with small.on_layout(2, 2) as (mesh, heap):
         wrapped = DistributedDataParallel(prepared(small.model_of(heap)))
         with pytest.raises(
             ArgumentError, match=r"has the ranks \[0, 1, 2, 3\].*have 1 replica.*data_parallel"
@@ -448,7 +446,6 @@ def test_gradients_that_ddp_would_not_see(
 @run_on(2)
 def test_a_copied_layer_keeps_its_expert_group(rank: int, num_ranks: int) -> None:
     """A copy of a layer shares its group."""
-    mesh = small.open_mesh(1, 2)
-    with symmoe.SymmetricHeap(mesh.get_group("ep"), num_bytes=4 << 20) as heap:
+    with small.on_layout(1, 2) as (mesh, heap):
         layer = symmoe.MoELayer(small.CONFIG, heap, expert_group=mesh["efsdp"].get_group())
         assert copy.deepcopy(layer).replicas.group is layer.replicas.group

@@ -15,7 +15,7 @@ from act_quantize_cases import (
     forward,
     reference_operand,
 )
-from grouped_cases import gating, gpt_oss, interleaved_order, srelu, swiglu, tanh_gelu
+from activation_formula import formula
 from quantize_cases import FILL, FORMATS, as_bytes, differences, named
 
 from symmoe.kernels import twin
@@ -23,16 +23,6 @@ from symmoe.kernels.act_quantized import takes_act_quantize, takes_dact_quantize
 from symmoe.precision import Quantized
 
 FFN = 288  # more than two blocks of 128, no multiple of them
-
-FORMULAS = {
-    "swiglu": swiglu,
-    "clamped": gpt_oss,
-    "interleaved": gpt_oss,
-    "interleaved 32": swiglu,
-    "srelu": srelu,
-    "geglu": gating(torch.nn.functional.gelu),
-    "tanh gelu": tanh_gelu,
-}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -58,15 +48,11 @@ def test_bits_against_numpy(name):
     assert np.array_equal(sums["dbias"].numpy(), dbias)
 
 
-def float64_results(p, name):
-    """a, dh and dscale of the used rows by stock autograd, row by row."""
-    n, block = p.num_rows, p.activation.interleave
+def float64_results(p):
+    """a, dh and dscale of the used rows by stock autograd."""
+    n = p.num_rows
     h, scale = (x[:n].double().requires_grad_() for x in (p.h, p.row_scale))
-    rows = h
-    if block is not None:
-        order = torch.tensor(interleaved_order(h.shape[1], block))
-        rows = h[:, torch.argsort(order)]  # gates first
-    a = torch.stack([FORMULAS[name](row) for row in rows]) * scale[:, None]
+    a = formula(h, p.activation) * scale[:, None]
     a.backward(p.da[:n].double())
     return a.detach(), h.grad, scale.grad
 
@@ -75,7 +61,7 @@ def float64_results(p, name):
 @pytest.mark.parametrize("name", NAMES)
 def test_dequantised_results_are_near_float64(activation, name):
     p = Problem(ACTIVATIONS[activation], 256, splits=(0, 37, 20, 1))  # few enough rows to be finite
-    a, dh, dscale = float64_results(p, activation)
+    a, dh, dscale = float64_results(p)
     (grads, sums), found = backward(twin, p, name), forward(twin, p, name)
     pairs = [
         (a, found, ""),

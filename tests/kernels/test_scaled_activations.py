@@ -1,11 +1,11 @@
 """Scaled activations against float64 autograd, and the helpers that interleave gate and up features."""
 
 import math
-from functools import partial
 
 import grouped_cases as cases
 import pytest
 import torch
+from activation_formula import formula, gate_columns
 
 import symmoe
 from symmoe.errors import ArgumentError
@@ -17,17 +17,12 @@ I = 12
 CLAMPS = {"alpha": 0.5, "limit": 0.75, "offset": -0.5}
 ACTIVATIONS = {
     **{
-        name: (activation, act)
-        for name, (activation, act, block) in cases.ACTIVATIONS.items()
-        if block is None
+        name: each for name, each in cases.ACTIVATIONS.items() if each.activation.interleave is None
     },
-    "clamped": (symmoe.ScaledClampedSwiGLU(**CLAMPS), partial(cases.clamped_swiglu, **CLAMPS)),
-    "silu": (cases.scaled("silu", is_gated=False), torch.nn.functional.silu),
-    "quick gelu": (
-        cases.scaled("silu", is_gated=False, alpha=1.702),
-        lambda h: h * torch.sigmoid(1.702 * h),
-    ),
-    "gated srelu": (cases.scaled("relu2"), cases.gating(cases.srelu)),
+    "clamped": symmoe.ScaledClampedSwiGLU(**CLAMPS),
+    "silu": cases.scaled("silu", is_gated=False),
+    "quick gelu": cases.scaled("silu", is_gated=False, alpha=1.702),
+    "gated srelu": cases.scaled("relu2"),
 }
 
 
@@ -44,11 +39,10 @@ def operands(
     return h.to(dtype), scale, d_out.to(dtype)
 
 
-def oracle(act, h, scale, d_out):
-    """out, d_h, d_scale in float64, row by row."""
+def oracle(activation, h, scale, d_out):
+    """out, d_h, d_scale in float64."""
     h, scale = (tensor.detach().double().requires_grad_() for tensor in (h, scale))
-    flat = [act(row) * s for row, s in zip(h.flatten(0, -2), scale.flatten(), strict=True)]
-    out = torch.stack(flat).view(d_out.shape)
+    out = formula(h, activation.activation) * scale[..., None]
     out.backward(d_out.double())
     return out.detach(), h.grad, scale.grad
 
@@ -57,7 +51,7 @@ def oracle(act, h, scale, d_out):
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize("lead", [(37,), (3, 5), (2, 1, 4)], ids=str)
 def test_against_float64(name, dtype, lead):
-    activation, act = ACTIVATIONS[name]
+    activation = ACTIVATIONS[name]
     h, scale, d_out = operands(activation, lead, dtype)
     scale[-1] = 0  # which has a gradient, too
     h.requires_grad_()
@@ -66,7 +60,7 @@ def test_against_float64(name, dtype, lead):
     assert out.dtype == dtype
     out.backward(d_out)
     assert (h.grad.dtype, scale.grad.dtype) == (dtype, torch.float32)
-    want_out, want_h, want_scale = oracle(act, h, scale, d_out)
+    want_out, want_h, want_scale = oracle(activation, h, scale, d_out)
     cases.assert_near(out.detach(), want_out, dtype, "out")
     cases.assert_near(h.grad, want_h, dtype, "d_h")
     cases.assert_near(
@@ -105,8 +99,9 @@ def test_derivatives_at_the_limits(dtype, offset):
     grid = torch.cartesian_prod(values, values).to(dtype)
     h = grid.clone().requires_grad_()
     options, ones = {"alpha": 1.5, "limit": 2.0, "offset": offset}, torch.ones(len(grid))
-    symmoe.ScaledClampedSwiGLU(**options)(h, ones).sum().backward()
-    _, want, _ = oracle(partial(cases.clamped_swiglu, **options), grid, ones, ones[:, None])
+    activation = symmoe.ScaledClampedSwiGLU(**options)
+    activation(h, ones).sum().backward()
+    _, want, _ = oracle(activation, grid, ones, ones[:, None])
     cases.assert_near(h.grad, want, dtype)
     assert ((h.grad == 0) >= (want == 0)).all()
     x = torch.tensor([[-1.0], [0.0], [2.0]], dtype=dtype, requires_grad=True)
@@ -116,7 +111,7 @@ def test_derivatives_at_the_limits(dtype, offset):
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_nan_and_infinity_go_through(name):
-    activation, _ = ACTIVATIONS[name]
+    activation = ACTIVATIONS[name]
     width = activation.activation.hidden_width(1)
     h = torch.ones(3, width)
     h[1] = torch.nan
@@ -131,13 +126,13 @@ def test_nan_and_infinity_go_through(name):
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_large_values_do_not_make_nan(name):
     """exp overflows where sigmoid is 0 or 1."""
-    activation, act = ACTIVATIONS[name]
+    activation = ACTIVATIONS[name]
     width = activation.activation.hidden_width(1)
     h = torch.tensor([[-1e4] * width, [1e4] * width, [-300.0] * width]).requires_grad_()
     scale = torch.ones(3, requires_grad=True)
     out = activation(h, scale)
     out.sum().backward()
-    want_out, want_h, want_scale = oracle(act, h, scale, torch.ones(3, 1))
+    want_out, want_h, want_scale = oracle(activation, h, scale, torch.ones(3, 1))
     torch.testing.assert_close(out.double(), want_out)
     torch.testing.assert_close(h.grad.double(), want_h)
     torch.testing.assert_close(scale.grad.double(), want_scale)
@@ -151,14 +146,14 @@ def test_scale_of_any_floating_dtype(scale_dtype):
     out = activation(h, scale)
     out.backward(d_out)
     assert (out.dtype, scale.grad.dtype) == (torch.bfloat16, scale_dtype)
-    cases.assert_near(scale.grad, oracle(cases.swiglu, h, scale, d_out)[2], torch.bfloat16)
+    cases.assert_near(scale.grad, oracle(activation, h, scale, d_out)[2], torch.bfloat16)
 
 
 @pytest.mark.parametrize("only", ["h", "scale"])
 def test_one_argument_takes_a_gradient(only):
     activation = symmoe.ScaledSwiGLU()
     h, scale, d_out = operands(activation, (9,), torch.float32)
-    _, want_h, want_scale = oracle(cases.swiglu, h, scale, d_out)
+    _, want_h, want_scale = oracle(activation, h, scale, d_out)
     {"h": h, "scale": scale}[only].requires_grad_()
     activation(h, scale).backward(d_out)
     found, want = (h.grad, want_h) if only == "h" else (scale.grad, want_scale)
@@ -173,7 +168,7 @@ def test_strided_arguments():
     out = activation(strided_h, torch.empty(8, 3)[:, 1].copy_(scale))
     out.backward(d_out.t().contiguous().t())
     cases.assert_same_bits(out, want)
-    cases.assert_near(strided_h.grad, oracle(cases.swiglu, h, scale, d_out)[1], torch.float32)
+    cases.assert_near(strided_h.grad, oracle(activation, h, scale, d_out)[1], torch.float32)
 
 
 @pytest.mark.parametrize("lead", [(0,), (0, 3), (3, 0)], ids=str)
@@ -268,7 +263,7 @@ def test_conversion(block, shape, dim):
     tensor = torch.randn(shape)
     interleaved = symmoe.interleave_gate_up(tensor, block, dim=dim)
     cases.assert_same_bits(
-        interleaved, tensor.index_select(dim, torch.tensor(cases.interleaved_order(24, block)))
+        interleaved, tensor.index_select(dim, torch.cat(gate_columns(12, block)).argsort())
     )
     cases.assert_same_bits(symmoe.deinterleave_gate_up(interleaved, block, dim=dim), tensor)
     cases.assert_same_bits(

@@ -45,7 +45,8 @@ def check_twin(p, block_format):
     cases.assert_same_sums(sums, wanted)
 
 
-def main():
+def checks():
+    """Names of what is right."""
     quantize_interpreter_checks.check_casts()
     codes.e4m3_code = quantize_interpreter_checks.e4m3_code
     act_quantized.e4m3_code = e4m3_code
@@ -54,10 +55,10 @@ def main():
         cases.check_fusion(gpu, p, block_format)
         tiles.ROW_PROGRAMS = 4  # so that programs have several tiles
         cases.check_ranges(gpu, p, block_format, random_ranges(SPLITS, 3))
-        print(name, ffn, block_format, ": ok", flush=True)
+        yield f"{name}, {ffn}, {block_format}", None
     for block_format in ("float8_block", "mxfp8"):
         check_twin(cases.exact_problem(144, splits=SPLITS), block_format)
-        print("twin", block_format, ": ok")
+        yield f"twin, {block_format}", None
     cases.check_that_differences_are_noticed(
         gpu, cases.Problem(cases.ACTIVATIONS["swiglu"], 128, splits=SPLITS)
     )

@@ -19,8 +19,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from launchers import launched
 from limits import HANG_S
 from worker import Findings, open_heap
+
+from symmoe.symm_mem.heap import SymmetricHeap
 
 FORKS = mp.get_context("forkserver")  # processes of its own for each process of pytest
 # torch._inductor: torch.use_deterministic_algorithms imports it, for seconds.
@@ -97,14 +100,18 @@ _GIVEN: dict[str, Callable[[int, int, ExitStack], Any]] = {
     "heap": lambda _rank, _num_ranks, stack: stack.enter_context(
         open_heap("cpu", num_bytes=16 << 20)
     ),
+    "trainer_heap": lambda rank, num_ranks, stack: (
+        stack.enter_context(launched(rank, num_ranks)),
+        stack.enter_context(SymmetricHeap(num_bytes=4 << 20)),
+    )[1],
 }
 
 
 def _answer(
     function: Callable, rank: int, num_ranks: int, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
-    """What a function returns. If it takes `findings` or `heap` after the number of ranks, it gets some, or a heap on
-    CPUs; of the former the texts are the answer."""
+    """What a function returns. If it takes `findings`, `heap` or `trainer_heap` after the number of ranks, it gets
+    some, or a heap on CPUs, the latter within the environment of a launcher; of the first the texts are the answer."""
     names = itertools.takewhile(
         _GIVEN.__contains__, list(inspect.signature(inspect.unwrap(function)).parameters)[2:]
     )

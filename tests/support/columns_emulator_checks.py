@@ -159,7 +159,8 @@ def check_that_mistakes_with_weights_are_noticed():
     )
 
 
-def main():
+def checks():
+    """Names of what is right."""
     torch.set_num_threads(1)
     install_arithmetic()
     index = torch.randint(
@@ -174,6 +175,7 @@ def main():
             wire = cases.encode_rows(twin, cases.hard_rows(50, width, dtype), name)[:50]
             check_wire(wire, width, dtype, cases.SPLITS, name, index, num_sms)
         check_wire(wire, width, torch.bfloat16, (0, 40, 3), name, None, num_sms)
+        yield f"{width}, {name}, {num_sms} SMs", None
     for num_sms in (1, 3, 100):  # two panels; of which a program has more than one, or no tile
         check(
             cases.hard_rows(len(index), 1024, torch.bfloat16),

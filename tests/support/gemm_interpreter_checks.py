@@ -3,7 +3,6 @@ that every case has several tiles, partial ones, and partial contraction blocks.
 interpreter, so bf16 is left to the GPU tests."""
 
 import itertools
-import time
 from dataclasses import replace
 
 import gemm_problem as problems
@@ -129,13 +128,8 @@ def check_ragged_descriptor():
             assert list(getattr(ours, name)) == list(getattr(theirs, name)), name
 
 
-def timed(name, check_it, *args, **options):
-    started = time.perf_counter()
-    check_it(*args, **options)
-    print(f"{name}: {time.perf_counter() - started:.1f} s", flush=True)
-
-
-def main():
+def checks():
+    """Names of what is right."""
     torch.set_num_threads(1)
     for i, splits in enumerate(SPLITS):
         dtype = (torch.float32, torch.float16)[i % 2]
@@ -143,23 +137,25 @@ def main():
         config = replace(CONFIG, flatten=i % 2 == 0, block_n=16 if i < 2 else 128)
         options = {"num_sms": NUM_SMS, "config": config}
         p = problems.Problem(splits, WIDTHS, dtype, capacity=CAPACITY)
-        timed(f"check_products {splits} {dtype}", problems.check_products, kernels, p, **options)
-        timed(f"check_gradients {splits} {dtype}", problems.check_gradients, kernels, p, **options)
-        options["config"] = replace(config, block_n=16)
-        timed(f"check_parts {splits} {dtype}", check_parts, splits, dtype, options)
-    options = {"num_sms": NUM_SMS, "config": CONFIG}
-    timed("check_parts of one group", check_parts, (37,), torch.float16, options)
+        for check_it in (problems.check_products, problems.check_gradients):
+            check_it(kernels, p, **options)
+            yield f"{check_it.__name__} {splits} {dtype}", None
+        check_parts(splits, dtype, {**options, "config": replace(config, block_n=16)})
+        yield f"check_parts {splits} {dtype}", None
+    check_parts((37,), torch.float16, {"num_sms": NUM_SMS, "config": CONFIG})
     for check_it in (
         check_many_groups,
         check_biases_of_several_tiles,
         check_no_rows,
         check_ragged_descriptor,
     ):
-        timed(check_it.__name__, check_it)
+        check_it()
+        yield check_it.__name__, None
     problems.check_splits(kernels)
     for check_it, cases in (
         (check_both_passes, ACT_CASES),
         (check_fused_ranges, (ACT_CASES[i] for i in (0, 2, 5))),
     ):
         for case in cases:
-            timed(f"{check_it.__name__} {case[:3]}", check_it, *case)
+            check_it(*case)
+            yield f"{check_it.__name__} {case[:3]}", None

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from activation_formula import formula
 from row_ranges import rows_of, spans_of, whole_groups
 
 from symmoe.kernels import twin
@@ -359,30 +360,6 @@ def check_ranges(p, blanks, call, parts, **options):
 
 
 # -- GEMMs that are fused with activations ----------------------------------------------------------------------------
-def gate_columns(ffn, activation, device="cpu"):
-    """Where the gates and the ups of h stand."""
-    block = activation.interleave or ffn
-    column = torch.arange(ffn, device=device)
-    gate = column // block * 2 * block + column % block
-    return gate, gate + block
-
-
-def formula(h, activation):
-    """act(h) of float64 h, with autograd."""
-    function = {
-        "silu": lambda x: x * torch.sigmoid(activation.alpha * x),
-        "gelu": torch.nn.functional.gelu,
-        "gelu_tanh": partial(torch.nn.functional.gelu, approximate="tanh"),
-        "relu2": lambda x: torch.relu(x) ** 2,
-    }[activation.function]
-    if not activation.is_gated:
-        return function(h)
-    gate, up = gate_columns(h.shape[1] // 2, activation, h.device)
-    g = h[:, gate].clamp(max=activation.limit)
-    u = h[:, up].clamp(min=-activation.limit, max=activation.limit)
-    return (u + activation.offset) * function(g)
-
-
 class ActProblem(Problem):
     """Inputs of both passes: in addition FC2's weight [G, H, I], and an h of the forward pass."""
 

@@ -3,6 +3,7 @@ has no inline assembly, so the barrier's four helpers that contain it are replac
 arrived by then, or never will), the fence and the clock do nothing."""
 
 import itertools
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import torch
@@ -238,20 +239,19 @@ def plans_of_nodes(module, overflow: int) -> dict[str, torch.Tensor]:
     return found
 
 
-def main() -> int:
+def compared(run, ours, theirs, *args, **options) -> list[str]:
+    """Names of what two modules leave that differs in a byte."""
+    return differences(run(ours, *args, **options), run(theirs, *args, **options))
+
+
+def checks() -> Iterator[tuple[str, object]]:
+    """Names, and what is wrong."""
     sync.wait_for_words, sync.system_fence, sync.now_ns = look_once, no_fence, no_clock
-    failures = 0
-    for name, barrier in BARRIERS.items():
-        for epoch in (6, 7):
-            wrong = differences(
-                *(run_barrier(each.barrier, epoch, **barrier) for each in (sync, twin))
-            )
-            failures += bool(wrong)
-            print(f"barrier, {name}, epoch {epoch}: {wrong or 'ok'}")
+    for (name, barrier), epoch in itertools.product(BARRIERS.items(), (6, 7)):
+        wrong = compared(run_barrier, sync.barrier, twin.barrier, epoch, **barrier)
+        yield f"barrier, {name}, epoch {epoch}", wrong
     for name, signals in SIGNALS.items():
-        wrong = differences(run_signals(sync, 6, **signals), run_signals(twin, 6, **signals))
-        failures += bool(wrong)
-        print(f"signal, {name}: {wrong or 'ok'}")
+        yield f"signal, {name}", compared(run_signals, sync, twin, 6, **signals)
     for num_ranks, num_local, per_node in (
         (1, 3, 1),
         (2, 5, 2),
@@ -263,8 +263,7 @@ def main() -> int:
         nodes = [range(first, first + per_node) for first in range(0, num_ranks, per_node)]
         cases = [(node, rank, num_ranks, num_local) for node in nodes for rank in node]
         wrong = [case for case in cases if not torch.equal(parts(plan, *case), parts(twin, *case))]
-        failures += bool(wrong)
-        print(f"parts of {num_ranks} ranks, {per_node} on a node: {wrong or 'ok'}")
+        yield f"parts of {num_ranks} ranks, {per_node} on a node", wrong
     for overflow, least_rows, error in (
         (control.OVERFLOW_DROP, 21, control.PLAN_OK),
         (control.OVERFLOW_RAISE, 0, control.PLAN_RAIL_OVERFLOW),
@@ -275,35 +274,22 @@ def main() -> int:
         assert all(int(report[control.SUM_NUM_ROWS]) >= least_rows for report in reports)
         assert all(int(report[control.SUM_ERROR]) == error for report in reports)
         wrong = differences(plans_of_nodes(plan, overflow), expected)
-        failures += bool(wrong)
-        print(f"plans of two nodes, overflow {overflow}: {wrong or 'ok'}")
+        yield f"plans of two nodes, overflow {overflow}", wrong
     report = torch.tensor([-1, 2**31 - 1, -(2**31), 7, 0, *range(11)], dtype=torch.int32)
     for generation in (1, 8, 2**31 + 5):
-        posted = [
-            torch.zeros(control.REPORT_SLOTS, control.SUMMARY_WORDS, dtype=torch.int64)
-            for _ in "ab"
-        ]
+        posted = torch.zeros(2, control.REPORT_SLOTS, control.SUMMARY_WORDS, dtype=torch.int64)
         for each, words in zip((plan, twin), posted, strict=True):
             each.post_report(report, words, plan=generation)
-        wrong = not torch.equal(*posted) or not posted[0].any()
-        failures += wrong
-        print(f"report of plan {generation}: {wrong or 'ok'}")
+        yield f"report of plan {generation}", not torch.equal(*posted) or not posted[0].any()
     for (num_tokens, num_experts, top_k), rule in itertools.product(SIZES, RULES):
         if not fits(rule, num_experts, top_k):
             continue
         logits = hard_logits(num_tokens, num_experts)
-        for biased, given in ((False, False), (True, False), (False, True)):
-            wrong = differing(
-                *(choices(m, logits, top_k, rule, biased, given) for m in (route, twin))
-            )
-            failures += bool(wrong)
-            print(
-                f"{top_k} of {num_experts} experts, {rule}, biased {biased}, given {given}: {wrong or 'ok'}"
-            )
+        for way in ((False, False), (True, False), (False, True)):
+            wrong = differing(*(choices(m, logits, top_k, rule, *way) for m in (route, twin)))
+            yield f"{top_k} of {num_experts} experts, {rule}, (biased, given) {way}", wrong
     for case in itertools.product((0, 1, 300), (20, 32), ("softmax", "sigmoid"), (False, True)):
-        wrong = differing(losses(route, *case), losses(twin, *case))
-        failures += bool(wrong)
-        print(f"losses of {case}: {wrong or 'ok'}")
+        yield f"losses of {case}", differing(losses(route, *case), losses(twin, *case))
     for name, case in CASES.items():
         expected = run_case(twin, case)
         for sizes in (DEFAULT_SIZES, SMALL_SIZES):
@@ -311,7 +297,4 @@ def main() -> int:
                 vars(module).update(values)
             for cached in (tokens._cut, tokens._slots, plan.plan_constants, replicas._constants):
                 cached.cache_clear()
-            wrong = differences(run_case(gpu, case), expected)
-            failures += bool(wrong)
-            print(f"{name}: {wrong or 'ok'}")
-    assert not failures
+            yield name, differences(run_case(gpu, case), expected)

@@ -120,12 +120,14 @@ def check_that_mistakes_are_noticed():
     )
 
 
-def main():
+def checks():
+    """Names of what is right."""
     for splits, widths, dtype in (
         (SPLITS, ODD, torch.bfloat16),
         ((0, 3, 129), EXACT, torch.float16),
     ):
         check_products(splits, widths, dtype)
+        yield f"products {splits}", None
     check_products((0, 0, 0), EXACT, torch.bfloat16)
     for name in VARIANTS:
         widths = (
@@ -133,5 +135,6 @@ def main():
         )  # halves of act must be whole tiles
         check_activations(name, SPLITS, widths, torch.bfloat16, LIMITED)
         check_activations(name, (0, 3, 129), EXACT, torch.float16, Activation(function="gelu"))
+        yield name, None
     check_activations("two warps", (0, 0), EXACT, torch.bfloat16, Activation())
     check_that_mistakes_are_noticed()

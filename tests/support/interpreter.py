@@ -27,8 +27,9 @@ interpreter = pytest.mark.skipif(bool(_missing()), reason=_missing())
 
 
 def run_checks(checks: str) -> str:
-    """What main() of a module of tests/support prints, which runs kernels, and has to end well. In a process of its
-    own: the interpreter has to be chosen, and gluon_emulator to take Gluon's place, before kernels are imported."""
+    """What is printed of checks() of a module of tests/support, which runs kernels and yields pairs: what is checked,
+    and what is wrong, if anything. In a process of its own: the interpreter has to be chosen, and gluon_emulator to
+    take Gluon's place, before kernels are imported."""
     variables = {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": str(int(_is_interpreted(checks)))}
     return printed_by("-W", "ignore", __file__, checks, env={**os.environ, **variables})
 
@@ -63,4 +64,9 @@ if __name__ == "__main__":
     module = importlib.import_module(sys.argv[1])
     if _is_interpreted(sys.argv[1]):
         spare_the_interpreter()
-    module.main()
+    failures = {}
+    for name, wrong in module.checks():
+        print(f"{name}: {wrong or 'ok'}", flush=True)
+        if wrong:
+            failures[name] = wrong
+    assert not failures, failures

@@ -1,6 +1,7 @@
 """Run by test_litmus.py in a process with TRITON_INTERPRET=1: the litmus test's kernels, without time and waiting."""
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -34,7 +35,8 @@ def messages(
     return ops.taken_counts(), sent, sent_flags
 
 
-def main() -> None:
+def checks() -> Iterator[tuple[str, None]]:
+    """Names of what is right."""
     litmus_kernels.wait_for_words, litmus_kernels.now_ns = look_once, no_clock
     for order in ("released", "flag first", "relaxed"):
         for stale, missing in ((0, 0), (9, 0), (1, 2)):
@@ -43,10 +45,10 @@ def main() -> None:
             assert bool((sent == 7).all())
             assert flags[:, 0].tolist() == [7] * (2 * MESSAGES)
             assert not flags[:, 1:].any()
-            print(f"messages, {order}: ok")
+            yield f"messages, {order}", None
     ops, words = GpuWords(torch.device("cpu")), torch.zeros(5000, dtype=torch.int32)
     ops.write(words[:4321], value=9, seed=4)
     assert int((words == 9).sum()) == 4321
     ops.read(words, value=9, seed=5)
     assert (ops.taken_counts(), ops.taken_counts()) == ([5000, 5000 - 4321, 0], [0, 0, 0])
-    print("words: ok")
+    yield "words", None

@@ -196,6 +196,21 @@ def forms_of(spec: Any, heap: Any, **options: Any) -> dict[str, Any]:
     return forms
 
 
+@contextlib.contextmanager
+def opened(
+    *,
+    fields: dict[str, Any] | None = None,
+    options: dict[str, Any] | None = None,
+    ranks_per_node: int | None = None,
+    **groups: int | None,
+) -> Iterator[tuple[Any, Any, dict[str, Any]]]:
+    """A configuration with these fields, a heap, and the layer specs of :func:`forms_of`. groups: see use_groups."""
+    use_groups(**groups)
+    config = config_of(**(fields or {}))
+    with opened_heap(ranks_per_node) as heap:
+        yield config, heap, forms_of(reference_spec(config), heap, **(options or {}))
+
+
 def check_equal(found: dict[str, dict[str, torch.Tensor]], *, exact: bool = True) -> None:
     """Ours equals Megatron's, bit for bit with Megatron's experts, within rounding with ours."""
     for form in found.keys() - {"megatron"}:
@@ -276,15 +291,10 @@ def compare(
     Returns:
         figures of the run with our dispatcher and experts.
     """
-    use_groups(ep=ep)
-    config = config_of(**fields)
-    with opened_heap(ranks_per_node) as heap:
+    how = {"fields": fields, "options": options, "ranks_per_node": ranks_per_node}
+    with opened(ep=ep, **how) as (config, heap, forms):
         assert (heap.topology.num_nodes > 1) == (ranks_per_node is not None)
-        spec = reference_spec(config)
-        forms = {
-            **forms_of(spec, heap, **(options or {})),
-            "experts alone": integration.use_symmoe_experts(spec),
-        }
+        forms["experts alone"] = integration.use_symmoe_experts(forms["megatron"])
         found, received = {}, []
         for form, form_spec in forms.items():
             model = model_of(config, form_spec)

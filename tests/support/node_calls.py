@@ -23,7 +23,7 @@ from symmoe.dispatch import nodes as dispatch_nodes
 from symmoe.dispatch import plan as dispatch_plan
 from symmoe.dispatch import trip
 from symmoe.dispatch.nodes import RailPlan, RailRows
-from symmoe.grouped.weights import NewGradients
+from symmoe.grouped.weights import Target
 from symmoe.nodes import reach
 from symmoe.nodes.rail import Pairs, Started
 from symmoe.nodes.reach import Endpoint
@@ -201,7 +201,7 @@ def middle(ranks_per_node: int) -> dict[str, tuple[Any, str, int, bool]]:
         "sending gradients": (RailPlan, "sent_rows", 2, True),  # after those of tokens and probs
         "own gradients": (trip, "Part", parts, True),
         "gradients of other nodes": (trip, "Part", 2 * parts - 1, True),
-        "weight gradients": (NewGradients, "add", 0, True),
+        "weight gradients": (Target, "add", 0, True),
         "summing in backward": (FromNodes, "add", 1, True),
     }
 

@@ -3,6 +3,8 @@ interpreter's own casts to and from E4M3 round wrongly, so the two helpers that 
 arithmetic, which is checked first. It also loses subnormal bf16 numbers on the way to fp32: there are none here, while
 fp32 has some."""
 
+from itertools import product
+
 import quantize_cases as cases
 import torch
 import triton
@@ -119,6 +121,11 @@ def without_subnormals(rows):
     )
 
 
+def by_both(function, *args, **options):
+    """Names of what twins and kernels leave that differs in a byte."""
+    return cases.differences(*(function(each, *args, **options) for each in (twin, gpu)))
+
+
 # With random words, the transform and an index, and without.
 HARD = {
     ("nvfp4", torch.bfloat16): (True,),
@@ -127,79 +134,46 @@ HARD = {
 }
 
 
-def main():
+def checks():
+    """Names, and what differs in a byte."""
     check_casts()
     codes.e4m3_code, codes.e4m3_value = e4m3_code, e4m3_value
     wire.e4m3_value = e4m3_number
     check_powers_of_two()
     splits = (0, 37, 128, 1, 5)
     row_range, num_rows = cases.row_range_of(splits), sum(splits) + 3
-    for dtype in (torch.bfloat16, torch.float32):
+    for dtype, name in product((torch.bfloat16, torch.float32), cases.FORMATS):
         rows = cases.hard_rows(num_rows, 288 if dtype == torch.bfloat16 else 96, dtype)
         if dtype == torch.bfloat16:
             rows = without_subnormals(rows)
-        for name in cases.FORMATS:
-            for hard in HARD.get((name, dtype), (False,)):
-                left, right = (
-                    cases.quantize_all(kernels, rows, row_range, name, hard=hard)
-                    for kernels in (twin, gpu)
-                )
-                assert cases.differences(left, right) == [], (
-                    name,
-                    dtype,
-                    hard,
-                    cases.differences(left, right),
-                )
-                print(name, dtype, hard, ": ok")
+        for hard in HARD.get((name, dtype), (False,)):
+            wrong = by_both(cases.quantize_all, rows, row_range, name, hard=hard)
+            yield f"{name}, {dtype}, hard {hard}", wrong
     for name in cases.FORMATS:
         check_rows_of_an_index(gpu, name, cases.hard_rows(50, 96, torch.float32), row_range)
         cases.check_bias_sums(gpu, name, torch.float32, splits=(0, 37, 1, 230))
-        print(name, "of an index, and sums: ok")
+        yield f"{name} of an index, and sums", None
         if cases.FORMATS[name].element == "e4m3":
             check_wire(name, row_range)
-            print(name, "on the wire: ok")
-    for shape in ((2, 160, 96), (1, 16, 288)):
+            yield f"{name} on the wire", None
+    for shape, name in product(((2, 160, 96), (1, 16, 288)), cases.FORMATS):
         weight = cases.hard_rows(shape[0] * shape[1], shape[2], torch.float32).view(shape)
-        for name in cases.FORMATS:
-            left, right = (cases.quantize_weights(kernels, weight, name) for kernels in (twin, gpu))
-            assert cases.differences(left, right) == [], (
-                name,
-                shape,
-                cases.differences(left, right),
-            )
-            pairs = [
-                cases.quantize_weights(kernels, weight, name, in_pairs=True)
-                for kernels in (twin, gpu)
-            ]
-            for pair in pairs:
-                assert cases.differences(left, pair) == [], (
-                    name,
-                    shape,
-                    cases.differences(left, pair),
-                )
-            scattered = cases.Scattered(weight)
-            for kernels in (twin, gpu):
-                found = cases.quantize_weights(
-                    kernels, weight, name, scattered.table, in_pairs=True
-                )
-                assert cases.differences(left, found) == [], (
-                    name,
-                    shape,
-                    "table",
-                    cases.differences(left, found),
-                )
-                assert torch.equal(cases.as_bytes(scattered.packed()), cases.as_bytes(weight))
-            print(name, shape, ": ok")
+        expected, scattered = cases.quantize_weights(twin, weight, name), cases.Scattered(weight)
+        for kernels, options in product(
+            (twin, gpu),
+            ({}, {"in_pairs": True}, {"in_pairs": True, "table": scattered.table}),
+        ):
+            found = cases.quantize_weights(kernels, weight, name, **options)
+            wrong = cases.differences(found, expected)
+            yield f"{name}, weights {shape}, {kernels.__name__}, {[*options]}", wrong
+        assert torch.equal(cases.as_bytes(scattered.packed()), cases.as_bytes(weight))
     for num_blocks in (1, 4, 6):
         check_tiles(gpu, row_range, num_rows, num_blocks)
-        print("tiles of", num_blocks, ": ok")
+        yield f"tiles of {num_blocks}", None
     no_rows = torch.empty(0, 96, dtype=torch.bfloat16)
     for name in cases.FORMATS:
-        left, right = (
-            cases.quantize_all(ops, no_rows, cases.row_range_of((0, 0)), name)
-            for ops in (twin, gpu)
-        )
-        assert cases.differences(left, right) == [], name
+        wrong = by_both(cases.quantize_all, no_rows, cases.row_range_of((0, 0)), name)
+        yield f"{name} without rows", wrong
     # Bytes are compared, and signs of the transform are seen.
     assert not torch.equal(
         cases.as_bytes(torch.tensor([0.0])), cases.as_bytes(torch.tensor([-0.0]))

@@ -116,15 +116,16 @@ def curve_of(
     *,
     steps=20,
     group=None,
+    loss_of: Callable[..., torch.Tensor] = rank_loss,
 ) -> list[tuple[float, Any]]:
     """(loss of the global batch, what `after_backward` returns) of every step. Collective. SGD, because Adam would hide
-    a gradient of the wrong scale."""
+    a gradient of the wrong scale. loss_of: this rank's, called as rank_loss."""
     optimizer = torch.optim.SGD(
         [p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE
     )
     curve = []
     for number in range(steps):
-        loss = rank_loss(model, number, rank, shares)
+        loss = loss_of(model, number, rank, shares)
         loss.backward()
         found = after_backward()
         optimizer.step()
@@ -178,6 +179,16 @@ def counted_barriers(heap: symmoe.SymmetricHeap) -> Iterator[list[int]]:
 
 
 @contextmanager
+def on_layout(
+    *layout: int, ranks_per_node: int | None = None
+) -> Iterator[tuple[DeviceMesh, symmoe.SymmetricHeap]]:
+    """A mesh, as `open_mesh` makes it, and a heap over its EP group."""
+    mesh = open_mesh(*layout)
+    with open_heap(mesh, ranks_per_node) as heap:
+        yield mesh, heap
+
+
+@contextmanager
 def open_heap(
     mesh: DeviceMesh | None, ranks_per_node: int | None = None
 ) -> Iterator[symmoe.SymmetricHeap]:
@@ -191,13 +202,23 @@ def open_heap(
         yield heap
 
 
-def open_mesh(replicas: int, ep: int) -> DeviceMesh:
-    return init_device_mesh("cpu", (replicas, ep), mesh_dim_names=("efsdp", "ep"))
+def open_mesh(*layout: int) -> DeviceMesh:
+    """Of a number of replicas and of ranks of an EP group; three numbers: with hybrid sharding of the replicas."""
+    names = ("replicate", "efsdp", "ep")[-len(layout) :]
+    return init_device_mesh("cpu", layout, mesh_dim_names=names)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """All of a DTensor. Collective."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def first_gradients(
+    model: nn.Module, rank: int, shares: tuple[int, ...]
+) -> dict[str, torch.Tensor]:
+    """Those of the loss of step 0, whole. Collective."""
+    rank_loss(model, 0, rank, shares).backward()
+    return whole_gradients(model)
 
 
 def whole_gradients(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -113,6 +113,13 @@ class Job:
         model.train()
         return loss
 
+    def finish(self, run: Run, model: nn.Module) -> Run:
+        """The run, which has noted the loss of every micro-batch, with that of every step, and on held-out data."""
+        firsts = range(0, len(run.losses), self.accumulate)
+        run.losses = [sum(run.losses[first : first + self.accumulate]) for first in firsts]
+        run.heldout = self.heldout(model)
+        return run
+
 
 def with_torch(model: nn.Module, job: Job) -> Run:
     """The reference; and, with a DDP and symmoe's own functions in three places, the loop of one's own."""
@@ -135,22 +142,19 @@ def with_torch(model: nn.Module, job: Job) -> Run:
         for each in Job(accumulate=job.accumulate, resumes=job.resumes).loader()
     ]
     for start in range(0, len(micro_batches), job.accumulate):
-        total = 0.0
         for number, ids in enumerate(micro_batches[start : start + job.accumulate], 1):
             is_reduced = job.num_ranks == 1 or number == job.accumulate
             with nullcontext() if is_reduced else model.no_sync():
                 with torch.autocast("cpu", torch.bfloat16, enabled=job.bf16):
                     loss = model(ids, labels=ids).loss / job.accumulate
                 loss.backward()
-            total += job.mean(loss)
-        run.losses.append(total)
+            run.losses.append(job.mean(loss))
         run.norms.append(clip().item())
         optimizer.step()
         optimizer.zero_grad()
-        if job.folder and not job.resumes and len(run.losses) == HALF:
+        if job.folder and not job.resumes and len(run.norms) == HALF:
             checkpoint.save_checkpoint(job.folder, HALF, model=plain, optimizer=optimizer)
-    run.heldout = job.heldout(plain)
-    return run
+    return job.finish(run, plain)
 
 
 # -- transformers' Trainer --------------------------------------------------------------------------------------------

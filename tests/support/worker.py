@@ -4,14 +4,16 @@ import contextlib
 import os
 import random
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 from limits import HANG_S
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from symmoe.errors import ArgumentError
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.routed_experts import RoutedExperts
@@ -168,6 +170,15 @@ class Findings:
             self.check(
                 False, f"{name} is off by up to {worst:.3g} (largest wanted {want.abs().max():.3g})"
             )
+
+
+def assert_refused(
+    *cases: tuple[Callable[[], object], str], error: type[Exception] = ArgumentError
+) -> None:
+    """Each of these calls raises, with a text like that beside it."""
+    for call, text in cases:
+        with pytest.raises(error, match=text):
+            call()
 
 
 def difference(what: str, culprit: int, usual: object, other: object) -> str:

@@ -97,20 +97,16 @@ def save_checkpoint(
     model = bare(model)
     like = None if like is None else Path(like)
     partial = folder.with_name(folder.name + ".partial")
-
-    def plan() -> tuple[Layout, list[Piece]]:
-        if folder.exists() and not folder.is_dir():
-            raise CheckpointError(f"{folder} is a file; a checkpoint is written to a folder")
-        if like is not None:
-            return find_pieces(model, like)
-        pieces = pieces_of(model, None)
-        return new_layout(
-            {piece.key: (piece.dtype, piece.shape) for piece in pieces},
-            max_shard_bytes=max_shard_bytes,
-        ), pieces
-
     with Peers(heap.bootstrap) as peers:
-        layout, pieces = peers.together(plan)
+        with peers.step():
+            if folder.exists() and not folder.is_dir():
+                raise CheckpointError(f"{folder} is a file; a checkpoint is written to a folder")
+            if like is None:
+                pieces = pieces_of(model, None)
+                tensors = {piece.key: (piece.dtype, piece.shape) for piece in pieces}
+                layout = new_layout(tensors, max_shard_bytes=max_shard_bytes)
+            else:
+                layout, pieces = find_pieces(model, like)
         compare(
             peers,
             {
@@ -135,10 +131,9 @@ def save_checkpoint(
 
 def compare(peers: Peers, tensors: Mapping[str, torch.Tensor]) -> None:
     """Raises CheckpointError on every rank if tensors that all ranks have differ. Collective."""
-    _, digests = peers.gather(
-        lambda: (None, {key: digest(tensor) for key, tensor in tensors.items()})
-    )
-    check_replicas(((key, range(peers.num_ranks)) for key in tensors), digests)
+    with peers.step() as compared:
+        compared.mine = {key: digest(tensor) for key, tensor in tensors.items()}
+    check_replicas(((key, range(peers.num_ranks)) for key in tensors), compared.by_rank)
 
 
 def _read(folder: Path, layout: Layout, pieces: Iterable[Piece]) -> None:

@@ -55,18 +55,13 @@ def from_pretrained(
         ArgumentError, CheckpointError: see swap_moe and load_checkpoint; on every rank.
     """
     folder = Path(folder)
-
-    def read_config() -> PretrainedConfig:
+    with Peers(heap.bootstrap) as peers, peers.step(is_last=True):
         if not folder.is_dir():
             raise CheckpointError(
                 f"folder ({folder}) is not there; huggingface_hub.snapshot_download makes one"
             )
-        return (
-            AutoConfig.from_pretrained(folder) if config is None else copy.deepcopy(config)
-        )  # building changes it
-
-    with Peers(heap.bootstrap) as peers:
-        config = peers.together(read_config, is_last=True)
+        # A copy, as building changes it.
+        config = AutoConfig.from_pretrained(folder) if config is None else copy.deepcopy(config)
     with torch.device("meta"):
         build = getattr(model_class, "from_config", None) or model_class._from_config
         model: PreTrainedModel = build(

@@ -109,13 +109,9 @@ class Trainer(transformers.Trainer):
         self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
     ) -> None:
         folder = str(self.args.output_dir if output_dir is None else output_dir)
-
-        def save() -> None:
+        with Peers(None) as peers, peers.step(is_last=True):
             if 0 in heap_of(self.model).bootstrap.global_ranks:  # of several EP groups, one
                 _save_or_load_by(self.model)[0](self.model, folder)
-
-        with Peers(None) as peers:
-            peers.together(save, is_last=True)
         if self.args.should_save:  # what comes with the weights: the tokenizer, the arguments
             own = vars(self.model)
             refused, own["save_pretrained"] = own["save_pretrained"], lambda *args, **kwargs: None

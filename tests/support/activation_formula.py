@@ -1,0 +1,29 @@
+"""What activations compute, in float64, with autograd. It shares no code with the package."""
+
+from functools import partial
+
+import torch
+
+
+def gate_columns(ffn, interleave, device="cpu"):
+    """Where the gates and the ups of h stand, which alternate in blocks of so many columns, if any."""
+    block = interleave or ffn
+    column = torch.arange(ffn, device=device)
+    gate = column // block * 2 * block + column % block
+    return gate, gate + block
+
+
+def formula(h, activation):
+    """act(h) [.., I] of float64 h [.., W], with autograd."""
+    function = {
+        "silu": lambda x: x * torch.sigmoid(activation.alpha * x),
+        "gelu": torch.nn.functional.gelu,
+        "gelu_tanh": partial(torch.nn.functional.gelu, approximate="tanh"),
+        "relu2": lambda x: torch.relu(x) ** 2,
+    }[activation.function]
+    if not activation.is_gated:
+        return function(h)
+    gate, up = gate_columns(h.shape[-1] // 2, activation.interleave, h.device)
+    g = h[..., gate].clamp(max=activation.limit)
+    u = h[..., up].clamp(min=-activation.limit, max=activation.limit)
+    return (u + activation.offset) * function(g)
