@@ -16,6 +16,7 @@ from symmoe.program.builder import builder
 from symmoe.program.program import CallInteger
 from symmoe.symm_mem.reports import Configurations
 from symmoe.symm_mem.streams import capture_id
+from symmoe.torch_internals import num_dispatch_modes
 
 _PLAN = control.pack_call(plan=-1)
 ALL_BUT_PLAN = ~_PLAN
@@ -127,7 +128,7 @@ class Waits:
         self.timeout_s, self.start_timeout_s = timeout_s, start_timeout_s
         self.peers, self.configurations, self.device = peers, configurations, peers.bases.device
         self.kernels = kernels.looked_up(self.device)
-        self._is_on_gpu = is_pinned = self.device.type == "cuda"
+        is_pinned = self.device.type == "cuda"
         self.status = torch.zeros(
             control.STATUS_WORDS, dtype=torch.int64, device="cpu", pin_memory=is_pinned
         )
@@ -162,7 +163,8 @@ class Waits:
         words = (*publish, *_NO_WORDS[len(publish) :])
         ops = self.kernels()
         timeout_ns = 0
-        if not self._is_on_gpu or (current := builder()) is None:
+        current = builder() if num_dispatch_modes() else None  # which is a mode
+        if current is None:
             timeout_ns, call = self._note(call, plan or 0, fault, peer)
         else:
             ops = kernels.for_device(self.device)
