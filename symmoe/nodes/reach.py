@@ -151,8 +151,9 @@ def _address_of(device: str) -> str:
             if error.errno != errno.ENODEV:
                 return _ipv6_address_of(device)
             known = ", ".join(name for _, name in socket.if_nameindex())
-            has = f"this machine ({socket.gethostname()}) has no such network device: {known}"
-            raise BackendUnavailable(f"{DEVICE_VARIABLE}={device}: {has}") from error
+            raise BackendUnavailable(
+                f"{DEVICE_VARIABLE}={device}: this machine ({socket.gethostname()}) has no such network device: {known}"
+            ) from error
     return socket.inet_ntoa(found[20:24])
 
 

@@ -157,10 +157,12 @@ class Faults:
         return self.gone(answer) if isinstance(answer, Report) else error
 
     def _is_over(self, error: SymmoeError) -> None:
-        text = (
-            "rank %d has left a call by an exception of its own, in which its peers have raised: %s"
+        logger.warning(
+            "rank %d has left a call by an exception of its own, in which its peers have raised: "
+            "%s",
+            self._rank,
+            error,
         )
-        logger.warning(text, self._rank, error)
 
     def take(self, own: SymmoeError | None = None, *, told: Fault | None = None) -> SymmoeError:
         """The error on record, which is then over: the next barrier counts again, unless a peer is gone. Synchronises.
@@ -296,6 +298,7 @@ class Faults:
         status: Sequence[int],
         tell: Callable[[Report], None],
     ) -> None:
+        """Lets nothing but `close` work any more, because of an error; `tell` gets the report with a reason in it."""
         self.poison = str(error)
         self._describe(error, status)  # before this rank overwrites the words of its peers
         tell(replace(report, reason=report.reason or self.poison))

@@ -269,8 +269,9 @@ def plan_error(words: list[int]) -> SymmoeError:
         zero, mine = _header_value(where, limit), _header_value(where, value)
         return ConfigMismatch(f"{field} differs: rank 0 has {zero}, rank {rank} has {mine}")
     if code == control.PLAN_BAD_ID:
-        problem = f"{value} is neither -1 nor in [0, {limit})"
-        return ExpertIdError(f"topk_idx on rank {rank}, flat position {where}: {problem}")
+        return ExpertIdError(
+            f"topk_idx on rank {rank}, flat position {where}: {value} is neither -1 nor in [0, {limit})"
+        )
     if code == control.PLAN_OVERFLOW:
         return CapacityError(f"rank {rank} is routed {value} rows, more than capacity ({limit})")
     if code == control.PLAN_RAIL_OVERFLOW:

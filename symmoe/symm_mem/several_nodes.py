@@ -531,8 +531,10 @@ def _make_payload(
             if library is not None:
                 raise  # an error of CUDA's
             reason = str(error).split("\n", 1)[0]
-            text = f"rank {topology.rank} on node {topology.node} does not connect to its rail, ranks {topology.rail}"
-            raise BackendUnavailable(f"{text}: {reason}; {_HINT}") from error
+            raise BackendUnavailable(
+                f"rank {topology.rank} on node {topology.node} does not connect to its rail, ranks {topology.rail}: "
+                f"{reason}; {_HINT}"
+            ) from error
         unused.callback(made.close)
         return made
 
