@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from symmoe.errors import BackendUnavailable
 
@@ -59,10 +59,9 @@ class Listener:
 
     def __init__(self) -> None:
         device = os.environ.get(DEVICE_VARIABLE, "").split(",")[0]
-        address = _address_of(device) if device else _address_of_host()
-        self.endpoint = Endpoint(device)
-        if address:
-            with contextlib.suppress(OSError):  # then it listens nowhere, which peers find
+        self.endpoint = Endpoint(device)  # without an address it listens nowhere, which peers find
+        for address in filter(None, [_address_of(device)] if device else _addresses_of_host()):
+            with contextlib.suppress(OSError):
                 family = socket.AF_INET6 if ":" in address else socket.AF_INET
                 self._socket = socket.create_server(
                     (address, 0), family=family, backlog=socket.SOMAXCONN
@@ -70,6 +69,7 @@ class Listener:
                 self.endpoint = Endpoint(
                     device or _device_with(address), address, self._socket.getsockname()[1]
                 )
+                break
 
     def __enter__(self) -> Listener:
         return self
@@ -151,8 +151,9 @@ def _address_of(device: str) -> str:
             if error.errno != errno.ENODEV:
                 return _ipv6_address_of(device)
             known = ", ".join(name for _, name in socket.if_nameindex())
-            has = f"this machine ({socket.gethostname()}) has no such network device: {known}"
-            raise BackendUnavailable(f"{DEVICE_VARIABLE}={device}: {has}") from error
+            raise BackendUnavailable(
+                f"{DEVICE_VARIABLE}={device}: this machine ({socket.gethostname()}) has no such network device: {known}"
+            ) from error
     return socket.inet_ntoa(found[20:24])
 
 
@@ -167,20 +168,12 @@ def _ipv6_address_of(device: str) -> str:
     return ""
 
 
-def _address_of_host() -> str:
-    """The first address of this host's name that is this host's."""
-    try:
+def _addresses_of_host() -> list[str]:
+    """Those of this host's name, as gloo tries them; the last one is always this host's."""
+    found: list[Any] = []
+    with contextlib.suppress(OSError):
         found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
-    except OSError:
-        return _LOOPBACK  # as gloo does
-    for family, kind, protocol, _, address in found:
-        try:
-            with socket.socket(family, kind, protocol) as each:
-                each.bind(address)
-        except OSError:
-            continue
-        return str(address[0])
-    return _LOOPBACK
+    return [*(str(address[0]) for *_, address in found), _LOOPBACK]
 
 
 def _device_with(address: str) -> str:

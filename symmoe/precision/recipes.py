@@ -241,10 +241,7 @@ class MXFP8(Recipe):
     """
 
     feature_multiple: ClassVar[int] = 32
-
-    @property
-    def row_format(self) -> BlockFormat:
-        return BlockFormat(element="e4m3", scale="e8m0", block=32)
+    row_format = BlockFormat(element="e4m3", scale="e8m0", block=32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,6 +257,8 @@ class NVFP4(Recipe):
     """
 
     feature_multiple: ClassVar[int] = 32
+    row_format = BlockFormat(element="e2m1", scale="e4m3", block=16)
+    weight_format = BlockFormat(element="e2m1", scale="e4m3", block=16, block_lines=16)
 
     hadamard_signs: int | None = (
         0x9A5C  # any irregular pattern will do; both operands need the same
@@ -269,14 +268,6 @@ class NVFP4(Recipe):
     def __post_init__(self) -> None:
         if self.hadamard_signs is not None:
             check_signs(self.hadamard_signs)
-
-    @property
-    def row_format(self) -> BlockFormat:
-        return BlockFormat(element="e2m1", scale="e4m3", block=16)
-
-    @property
-    def weight_format(self) -> BlockFormat:
-        return BlockFormat(element="e2m1", scale="e4m3", block=16, block_lines=16)
 
     @property
     def column_signs(self) -> int | None:

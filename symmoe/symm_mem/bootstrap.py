@@ -16,14 +16,16 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from symmoe import errors
 from symmoe.errors import (
+    FAULT_BYTES,
     ArgumentError,
     BackendUnavailable,
     PeerError,
     PeerLost,
     PeerTimeout,
     SymmoeError,
+    decode,
+    encode,
 )
 from symmoe.kernels import control
 from symmoe.torch_internals import store_of
@@ -103,10 +105,10 @@ class Bootstrap:
 
     def agree(self, problem: SymmoeError | None) -> None:
         """Raises the first rank's problem on every rank; returns if nobody has one."""
-        mine = b"" if problem is None else errors.encode(problem)
-        for rank, payload in enumerate(self.all_gather_bytes(mine, num_bytes=errors.FAULT_BYTES)):
+        mine = b"" if problem is None else encode(problem)
+        for rank, payload in enumerate(self.all_gather_bytes(mine, num_bytes=FAULT_BYTES)):
             if payload.strip(b"\0"):
-                raise errors.decode(payload, rank=rank)
+                raise decode(payload, rank=rank)
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order: as JSON 512 bytes at most."""

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from symmoe.kernels import control
-from symmoe.kernels.control import ControlLayout, Peers
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.symm_mem.memory import HeapStatistics, Span
 from symmoe.symm_mem.row_budget import RowHistory
@@ -37,8 +36,12 @@ class DryHeap(SymmetricHeap):
     def __init__(self, num_ranks: int, *, num_rows: int, num_packed_rows: int) -> None:
         self.num_rows, self.num_packed_rows, self.events = num_rows, num_packed_rows, list[Event]()
         bases = torch.empty(num_ranks, dtype=torch.int64, device=_META)
-        peers = Peers(
-            rank=0, num_ranks=num_ranks, bases=bases, views=(), layout=ControlLayout(num_ranks)
+        peers = control.Peers(
+            rank=0,
+            num_ranks=num_ranks,
+            bases=bases,
+            views=(),
+            layout=control.ControlLayout(num_ranks),
         )
         configurations: Any = SimpleNamespace(number=lambda fields: 0)
         memory: Any = _DryMemory(peers, self.events)
@@ -79,7 +82,7 @@ class _DryMemory:
     base, is_closed, fills = 0, False, False
     lacks = shrink = _nothing
 
-    def __init__(self, peers: Peers, events: list[Event]) -> None:
+    def __init__(self, peers: control.Peers, events: list[Event]) -> None:
         self.peers, self.statistics, self._events = peers, HeapStatistics(), events
         self.dropped = events  # a dropped lease appends its end
         self.arenas = [partial(torch.empty, ENDLESS_BYTES, dtype=torch.uint8, device=_META)]

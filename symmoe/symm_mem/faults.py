@@ -36,6 +36,7 @@ from symmoe.symm_mem.waits import Waits
 from symmoe.torch_internals import outside_transforms
 
 UNRAISED = (1,)  # published by a rank with an error; others publish 0
+_NO_STATUS = (0,) * control.STATUS_WORDS
 
 # The barrier that follows that of the key, unless the call is left.
 _NEXT = {
@@ -156,10 +157,12 @@ class Faults:
         return self.gone(answer) if isinstance(answer, Report) else error
 
     def _is_over(self, error: SymmoeError) -> None:
-        text = (
-            "rank %d has left a call by an exception of its own, in which its peers have raised: %s"
+        logger.warning(
+            "rank %d has left a call by an exception of its own, in which its peers have raised: "
+            "%s",
+            self._rank,
+            error,
         )
-        logger.warning(text, self._rank, error)
 
     def take(self, own: SymmoeError | None = None, *, told: Fault | None = None) -> SymmoeError:
         """The error on record, which is then over: the next barrier counts again, unless a peer is gone. Synchronises.
@@ -178,10 +181,7 @@ class Faults:
             control.STATUS_ABORT,
             control.STATUS_RAIL,
         ):
-            error = self._peer_failure(words)
-            self.poison = str(error)
-            self._write_down(error)
-            return words, error
+            return words, self._peer_failure(words)
         if self._is_captured:
             return words, SymmoeError(
                 "an earlier call has failed; end the capture and call heap.check() for the error"
@@ -279,14 +279,30 @@ class Faults:
         self._waits.wait(call, fault=True)
         self._streams.synchronize()
 
-    def gone(self, report: Report) -> SymmoeError:
-        """The error of a rank of another node that did not come or gave up: the heap is poisoned, everybody is told."""
+    def gone(
+        self,
+        report: Report,
+        status: Sequence[int] = _NO_STATUS,
+        tell: Callable[[Report], None] | None = None,
+    ) -> PeerError:
+        """The error of a rank that did not come or gave up: the heap is poisoned. status: the record of it, if there is
+        one. tell: tells others; None: everybody is told."""
         error = self._gone(report)
-        self.poison = str(error)
-        self._describe(error)
-        self._give_up(replace(report, reason=report.reason or str(error)))
-        self._write_down(error)
+        self._poison_by(error, report, status, tell or self._give_up)
         return error
+
+    def _poison_by(
+        self,
+        error: SymmoeError,
+        report: Report,
+        status: Sequence[int],
+        tell: Callable[[Report], None],
+    ) -> None:
+        """Lets nothing but `close` work any more, because of an error; `tell` gets the report with a reason in it."""
+        self.poison = str(error)
+        self._describe(error, status)  # before this rank overwrites the words of its peers
+        tell(replace(report, reason=report.reason or self.poison))
+        self._write_down(error)
 
     def _gone(self, report: Report) -> PeerError:
         """The error of a report, of its sender or of this rank itself; it names the missing rank if the report does."""
@@ -318,28 +334,24 @@ class Faults:
         """The error of a peer that did not come or gave up. All ranks shall name the same missing peer."""
         kind, overdue = words[control.STATUS_KIND], self._others.overdue
         if kind == control.STATUS_RAIL and overdue is not None:
-            missing = self._gone(overdue)
-            self._describe(missing, words)
-            return missing  # the peers have been told
+            return self.gone(overdue, words, lambda _: None)  # the peers have been told
         phase, peer, expected, seen, epoch = words[control.STATUS_PHASE : control.STATUS_EPOCH + 1]
         if kind == control.STATUS_TIMEOUT and not self._others.has_said_why(peer):
             first = self._waits.first_times.was_first(epoch, phase, peer)
             report = Report("", self._peers.in_group(peer), phase, expected, seen, int(first))
-            timeout = self._gone(report)
-            self._describe(timeout, words)  # before this rank overwrites the words of its peers
-            self._give_up(replace(report, reason=str(timeout)))
-            return timeout
+            return self.gone(report, words)
         report = Report("it has not said why")
         if not self._is_captured:  # a capture may not read
             with self._streams.at_once():
                 report = reports.read_report(self._peers, peer)
         if report.sender < 0:
             report = replace(report, sender=self._peers.in_group(peer))
-        error = self._gone(report)
-        self._describe(error, words)
+        return self.gone(report, words, self._pass_on)
+
+    def _pass_on(self, report: Report) -> None:
+        """Tells other nodes what a rank of this one has told everybody here."""
         self._others.give_up(report.sender, report)
         self._others.leave()
-        return error
 
     # -- told -----------------------------------------------------------------------------------------------------
 
@@ -377,11 +389,8 @@ class Faults:
         """See SymmetricHeap.abort."""
         if self.poison is not None:
             return
-        self.poison = f"this rank gave up: {reason}"
-        record = SymmoeError(self.poison)
-        self._describe(record)
-        self._give_up(Report(reason))
-        self._write_down(record)
+        error = SymmoeError(f"this rank gave up: {reason}")
+        self._poison_by(error, Report(reason), _NO_STATUS, self._give_up)
 
     def _give_up(self, report: Report) -> None:
         """Tells the peers; with a broken GPU, or in a capture, they wait until their bounds."""
@@ -429,9 +438,7 @@ class Faults:
 
     # -- written down ---------------------------------------------------------------------------------------------
 
-    def _describe(
-        self, error: SymmoeError, status: Sequence[int] = (0,) * control.STATUS_WORDS
-    ) -> None:
+    def _describe(self, error: SymmoeError, status: Sequence[int]) -> None:
         """Gives the error its flight record."""
         if self._is_captured:
             return

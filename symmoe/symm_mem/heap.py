@@ -195,10 +195,13 @@ class SymmetricHeap(HeapParts):
             return current.offset_of(tensor)
         offset, is_leased = self.memory.offset_of(tensor)
         if not is_leased:
-            problem = (
-                f"the {list(tensor.shape)} tensor at arena offset {offset} belongs to no live lease"
+            self.fail(
+                StaleLease(
+                    f"the {list(tensor.shape)} tensor at arena offset {offset} belongs to no live "
+                    "lease"
+                ),
+                phase,
             )
-            self.fail(StaleLease(problem), phase)
         return offset
 
     @property

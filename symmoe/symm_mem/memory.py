@@ -139,15 +139,15 @@ class HeapStatistics:
     num_staging_copies: int = 0
 
 
+@dataclass(eq=False, repr=False)
 class Span:
     """A lease's part of the arena; lives as long as the lease or any tensor over its memory, which finds it through its
     storage: views share that. Attributes: as in Lease, and place: the arena that gets it back, (offset, size) there."""
 
-    __slots__ = ("__weakref__", "_memory", "generation", "name", "offset", "place")
-
-    def __init__(self, memory: Memory, name: str, generation: int, place: _Place) -> None:
-        self.name, self.generation, self.place, self.offset = name, generation, place, place[1][0]
-        self._memory: Memory | None = memory
+    _memory: Memory | None
+    name: str
+    generation: int
+    place: _Place
 
     @property
     def end(self) -> str:
@@ -382,7 +382,7 @@ class Lease:
         start_bytes: int = 0,  # in the span
     ) -> None:
         self.name, self.generation = span.name, span.generation
-        self.offset = span.offset + start_bytes
+        self.offset = span.place[1][0] + start_bytes
         self.shape, self.dtype, self.num_bytes = shape, dtype, num_bytes
         self._bytes, self._span = slice(self.offset, self.offset + num_bytes), span
         self._address = memory.base + self.offset

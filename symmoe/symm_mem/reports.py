@@ -17,10 +17,17 @@ from datetime import timedelta
 
 import torch
 
-from symmoe import errors
-from symmoe.errors import CapacityError, ConfigMismatch, ExpertIdError, SymmoeError
+from symmoe.errors import (
+    FAULT_BYTES,
+    CapacityError,
+    ConfigMismatch,
+    ExpertIdError,
+    SymmoeError,
+    decode,
+    decode_text,
+    encode,
+)
 from symmoe.kernels import control
-from symmoe.kernels.control import Peers
 from symmoe.symm_mem.bootstrap import Bootstrap
 
 _WORD = struct.Struct("<q")  # the epoch of a failed call, or the word of a rank that gives up
@@ -65,12 +72,12 @@ class Report:
     def pack(self) -> bytes:
         """FAULT_BYTES and the details."""
         reason, *details = astuple(self)
-        return errors.encode(SymmoeError(reason)) + _DETAILS.pack(*details)
+        return encode(SymmoeError(reason)) + _DETAILS.pack(*details)
 
     @classmethod
     def unpack(cls, message: bytes) -> Report:
         """The report that was packed."""
-        return cls(errors.decode_text(message), *_DETAILS.unpack_from(message, errors.FAULT_BYTES))
+        return cls(decode_text(message), *_DETAILS.unpack_from(message, FAULT_BYTES))
 
 
 UNKNOWN = (
@@ -96,7 +103,7 @@ class Fault:
     @property
     def error(self) -> SymmoeError:
         """The error as other ranks raise it."""
-        return errors.decode(self.message, rank=-1 if self.origin == UNKNOWN else self.origin)
+        return decode(self.message, rank=-1 if self.origin == UNKNOWN else self.origin)
 
 
 def write_word(place: torch.Tensor, value: int) -> None:
@@ -104,25 +111,25 @@ def write_word(place: torch.Tensor, value: int) -> None:
     place.copy_(torch.tensor(value, dtype=place.dtype, device="cpu"))
 
 
-def send_fault(peers: Peers, fault: Fault, *, epoch: int, turn: int) -> None:
+def send_fault(peers: control.Peers, fault: Fault, *, epoch: int, turn: int) -> None:
     """Puts the error by which this rank fails the call of `epoch` into every inbox. Local. turn: which of the two slots
     of the inboxes is written; peers have read the message before the last one."""
     _send(peers, _WORD.pack(epoch) + fault.message + _DETAILS.pack(fault.origin, *[0] * 6), turn)
 
 
-def read_fault(peers: Peers, sender: int, *, epoch: int) -> Fault:
+def read_fault(peers: control.Peers, sender: int, *, epoch: int) -> Fault:
     """The error by which rank `sender` has failed the call of `epoch`. Waits for the current stream."""
     message = _read(peers, sender, epoch)
     if message is None:
         text = f"rank {peers.in_group(sender)} failed in epoch {epoch}, and has failed again since"
         if peers.group_ranks:
             text = "the call has failed on another node"
-        return Fault(UNKNOWN if peers.group_ranks else -1, errors.encode(SymmoeError(text)))
+        return Fault(UNKNOWN if peers.group_ranks else -1, encode(SymmoeError(text)))
     origin, *_ = _DETAILS.unpack_from(message, control.INBOX_DETAILS)
     return Fault(origin, message[_WORD.size : control.INBOX_DETAILS])
 
 
-def end_waits(peers: Peers, report: Report, *, turn: int, kept_bits: int) -> None:
+def end_waits(peers: control.Peers, report: Report, *, turn: int, kept_bits: int) -> None:
     """Ends every wait of the group, this rank's own included: see control.ABORT. Local, waits for nobody. turn: as in
     :func:`send_fault`. kept_bits: bits of sent epochs that are kept. control.EPOCH_MASK: epochs that have come count.
     0: none count; needed if this rank has sent an epoch whose end it has not seen: a late peer would take it for a
@@ -138,7 +145,7 @@ def end_waits(peers: Peers, report: Report, *, turn: int, kept_bits: int) -> Non
                 write_word(slot[0], (sent & kept_bits) | word)
 
 
-def read_report(peers: Peers, sender: int) -> Report:
+def read_report(peers: control.Peers, sender: int) -> Report:
     """Why rank `sender` has given up. Waits for the current stream."""
     message = _read(peers, sender, _word_of(sender))
     return (
@@ -151,13 +158,13 @@ def _word_of(rank: int) -> int:
     return control.ABORT + (rank << control.ABORT_RANK_SHIFT)
 
 
-def _send(peers: Peers, message: bytes, turn: int) -> None:
+def _send(peers: control.Peers, message: bytes, turn: int) -> None:
     payload = torch.frombuffer(bytearray(message), dtype=torch.uint8)
     for rank in range(peers.num_ranks):
         _inbox(peers, rank, peers.rank)[turn, : payload.numel()].copy_(payload)
 
 
-def _read(peers: Peers, sender: int, word: int) -> bytes | None:
+def _read(peers: control.Peers, sender: int, word: int) -> bytes | None:
     """The message of rank `sender` that begins with this word."""
     for slot in _inbox(peers, peers.rank, sender).cpu():
         message: bytes = slot.numpy().tobytes()
@@ -166,7 +173,7 @@ def _read(peers: Peers, sender: int, word: int) -> bytes | None:
     return None
 
 
-def _inbox(peers: Peers, rank: int, sender: int) -> torch.Tensor:
+def _inbox(peers: control.Peers, rank: int, sender: int) -> torch.Tensor:
     """uint8 [2, INBOX_BYTES]: what `sender` writes for `rank`."""
     return peers.region(
         rank,
@@ -262,8 +269,9 @@ def plan_error(words: list[int]) -> SymmoeError:
         zero, mine = _header_value(where, limit), _header_value(where, value)
         return ConfigMismatch(f"{field} differs: rank 0 has {zero}, rank {rank} has {mine}")
     if code == control.PLAN_BAD_ID:
-        problem = f"{value} is neither -1 nor in [0, {limit})"
-        return ExpertIdError(f"topk_idx on rank {rank}, flat position {where}: {problem}")
+        return ExpertIdError(
+            f"topk_idx on rank {rank}, flat position {where}: {value} is neither -1 nor in [0, {limit})"
+        )
     if code == control.PLAN_OVERFLOW:
         return CapacityError(f"rank {rank} is routed {value} rows, more than capacity ({limit})")
     if code == control.PLAN_RAIL_OVERFLOW:

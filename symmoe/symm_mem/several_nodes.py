@@ -33,7 +33,6 @@ from symmoe.errors import (
     raise_for,
 )
 from symmoe.kernels import control
-from symmoe.kernels.control import Peers
 from symmoe.nodes.lane import ANSWER_S, COUNTED, FAILED, GOES_ON, UNRAISED, WAITS, Header, Lane
 from symmoe.nodes.nccl import Nccl, NcclError, NcclRail
 from symmoe.nodes.rail import BEGUN, ENDED, GlooRail, Pairs, Payload, RailBroken, Started
@@ -445,7 +444,7 @@ def _first_fault(headers: list[Header]) -> Fault | None:
 # -- how they begin ---------------------------------------------------------------------------------------------------
 
 
-def make_count_peers(peers: Peers, topology: Topology) -> Peers:
+def make_count_peers(peers: control.Peers, topology: Topology) -> control.Peers:
     """Of the count table, which has a row for each rank of the group: in place of a rank of another node, the rank with
     its index here."""
     local = [
@@ -458,7 +457,7 @@ def make_count_peers(peers: Peers, topology: Topology) -> Peers:
         peers.bases[torch.tensor(local, device=peers.bases.device)],
         [peers.views[rank] for rank in local],
     )
-    return Peers(topology.rank, peers.layout.num_rows, bases, tuple(views), peers.layout)
+    return control.Peers(topology.rank, peers.layout.num_rows, bases, tuple(views), peers.layout)
 
 
 def start_rail(
@@ -469,18 +468,16 @@ def start_rail(
     others give up. BackendUnavailable: on every rank, if two ranks cannot connect. The text names them, and what to
     look at."""
     token = bytes.fromhex(bootstrap.gather(os.urandom(16).hex())[0])
-    lane = Lane(_connect_hosts(bootstrap, topology, token, min(REACH_S, timeout_s / 2)))
     options = {"node": topology.node, "num_nodes": topology.num_nodes, "timeout_s": timeout_s / 2}
-    try:
+    with ExitStack() as unused:
+        lane = Lane(_connect_hosts(bootstrap, topology, token, min(REACH_S, timeout_s / 2)))
+        unused.callback(lane.close)
         name = f"symmoe/{token.hex()}/{topology.local_rank}"
-        payload = _make_payload(bootstrap, topology, device, name, options)
-        payload.bytes_per_s = min(
-            bootstrap.gather(payload.bytes_per_s)
-        )  # ranks must cut their calls alike
-        return lane, payload
-    except SymmoeError:
-        lane.close()
-        raise
+        payload = _make_payload(bootstrap, topology, device, name, options, unused)
+        # Ranks must cut their calls alike.
+        payload.bytes_per_s = min(bootstrap.gather(payload.bytes_per_s))
+        unused.pop_all()
+    return lane, payload
 
 
 def _connect_hosts(
@@ -518,27 +515,27 @@ def _make_payload(
     device: torch.device,
     name: str,
     options: dict[str, Any],
+    unused: ExitStack,
 ) -> Payload:
+    """What moves tensors; `unused` closes it. Collective."""
     # Together: a rank without NCCL would keep the others waiting.
     library = None if device.type == "cpu" else bootstrap.attempt(Nccl)
-    at, made = (bootstrap.store, name), list[Payload]()
+    at = bootstrap.store, name
 
-    def make() -> None:
+    def make() -> Payload:
         try:
-            made.append(
+            made = (
                 GlooRail(*at, **options) if library is None else NcclRail(library, *at, **options)
             )
         except RuntimeError as error:
             if library is not None:
                 raise  # an error of CUDA's
             reason = str(error).split("\n", 1)[0]
-            text = f"rank {topology.rank} on node {topology.node} does not connect to its rail, ranks {topology.rail}"
-            raise BackendUnavailable(f"{text}: {reason}; {_HINT}") from error
+            raise BackendUnavailable(
+                f"rank {topology.rank} on node {topology.node} does not connect to its rail, ranks {topology.rail}: "
+                f"{reason}; {_HINT}"
+            ) from error
+        unused.callback(made.close)
+        return made
 
-    try:
-        bootstrap.attempt(make)
-    except SymmoeError:
-        for each in made:
-            each.close()
-        raise
-    return made[0]
+    return bootstrap.attempt(make)

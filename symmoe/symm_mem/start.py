@@ -159,8 +159,10 @@ def _check(
     if backend not in ("host", "nvshmem"):
         raise ArgumentError(f"backend ({backend!r}) must be 'auto', 'host' or 'nvshmem'")
     if not isinstance(num_bytes, int) or not least <= num_bytes < 1 << 63:
-        bounds = f"at least {least} for {bootstrap.num_ranks} ranks, and less than 2**63"
-        raise ArgumentError(f"num_bytes ({num_bytes!r}) must be an int of {bounds}")
+        raise ArgumentError(
+            f"num_bytes ({num_bytes!r}) must be an int of at least {least} for {bootstrap.num_ranks} ranks, and less "
+            "than 2**63"
+        )
     for name, timeout_s in timeouts.items():
         raise_for(_timeout_problem(name, timeout_s))
     program_mode = _from_environment("SYMMOE_PROGRAMS", MODES)

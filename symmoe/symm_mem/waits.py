@@ -12,11 +12,11 @@ import torch
 
 from symmoe import kernels
 from symmoe.kernels import control
-from symmoe.kernels.control import Peers
 from symmoe.program.builder import builder
 from symmoe.program.program import CallInteger
 from symmoe.symm_mem.reports import Configurations
 from symmoe.symm_mem.streams import capture_id
+from symmoe.torch_internals import num_dispatch_modes
 
 _PLAN = control.pack_call(plan=-1)
 ALL_BUT_PLAN = ~_PLAN
@@ -119,12 +119,16 @@ class Waits:
     """
 
     def __init__(
-        self, peers: Peers, configurations: Configurations, timeout_s: float, start_timeout_s: float
+        self,
+        peers: control.Peers,
+        configurations: Configurations,
+        timeout_s: float,
+        start_timeout_s: float,
     ) -> None:
         self.timeout_s, self.start_timeout_s = timeout_s, start_timeout_s
         self.peers, self.configurations, self.device = peers, configurations, peers.bases.device
         self.kernels = kernels.looked_up(self.device)
-        self._is_on_gpu = is_pinned = self.device.type == "cuda"
+        is_pinned = self.device.type == "cuda"
         self.status = torch.zeros(
             control.STATUS_WORDS, dtype=torch.int64, device="cpu", pin_memory=is_pinned
         )
@@ -159,7 +163,8 @@ class Waits:
         words = (*publish, *_NO_WORDS[len(publish) :])
         ops = self.kernels()
         timeout_ns = 0
-        if not self._is_on_gpu or (current := builder()) is None:
+        current = builder() if num_dispatch_modes() else None  # which is a mode
+        if current is None:
             timeout_ns, call = self._note(call, plan or 0, fault, peer)
         else:
             ops = kernels.for_device(self.device)

@@ -6,6 +6,7 @@ import itertools
 import os
 import struct
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -64,18 +65,13 @@ def test_a_host_may_be_cut_and_hosts_are_not_joined():
     assert find_topology("aaaabbbb", 5, 2).nodes == ((0, 1), (2, 3), (4, 5), (6, 7))
     assert find_topology("abab", 0, 1).nodes == ((0,), (1,), (2,), (3,))
     assert find_topology("aaa", 0, None).num_nodes == find_topology("aaa", 0, 3).num_nodes == 1
-    with pytest.raises(
-        ArgumentError, match=r"ranks_per_node \(4\) must divide the 2 ranks .* node of rank 0"
+    for hosts, ranks_per_node, error, text in (
+        ("aabb", 4, ArgumentError, r"node \(4\) must divide the 2 ranks .* node of rank 0"),
+        ("aabbb", 2, ArgumentError, r"node \(2\) must divide the 3 ranks .* node of rank 2"),
+        ("aabbc", None, BackendUnavailable, "rank 4 is on a node with 1 .* rank 0 on one with 2"),
     ):
-        find_topology("aabb", 0, 4)
-    with pytest.raises(
-        ArgumentError, match=r"ranks_per_node \(2\) must divide the 3 ranks .* node of rank 2"
-    ):
-        find_topology("aabbb", 0, 2)
-    with pytest.raises(
-        BackendUnavailable, match=r"rank 4 is on a node with 1 ranks .* but rank 0 on one with 2"
-    ):
-        find_topology("aabbc", 0, None)
+        with pytest.raises(error, match=text):
+            find_topology(hosts, 0, ranks_per_node)
 
 
 class FakeNvml:
@@ -383,15 +379,16 @@ def test_rails_drop_the_last_tokens(cluster, num_ranks: int, ranks_per_node: int
 
 def test_rail_capacity_needs_a_static_capacity(heap: SymmetricHeap):
     ids = torch.zeros((2, 1), dtype=torch.int64)
-    with pytest.raises(
-        ArgumentError, match=r"rail_capacity \(3\) needs a static capacity, and capacity is None"
+    plan = partial(make_plan, ids, num_experts=2, heap=heap)
+    config = partial(MoEConfig, hidden=8, ffn=8, num_experts=2, top_k=1)
+    for make, options, text in (
+        (plan, {"rail_capacity": 3}, r"\(3\) needs a static capacity, and capacity is None"),
+        (plan, {"capacity": 4, "rail_capacity": 0}, r"\(0\) must be at least 1"),
+        (config, {"rail_capacity": 3}, r"\(3\) needs a static capacity"),
     ):
-        make_plan(ids, num_experts=2, heap=heap, rail_capacity=3)
-    with pytest.raises(ArgumentError, match=r"rail_capacity \(0\) must be at least 1"):
-        make_plan(ids, num_experts=2, heap=heap, capacity=4, rail_capacity=0)
-    with pytest.raises(ArgumentError, match=r"rail_capacity \(3\) needs a static capacity"):
-        MoEConfig(hidden=8, ffn=8, num_experts=2, top_k=1, rail_capacity=3)
-    make_plan(ids, num_experts=2, heap=heap, capacity=4, rail_capacity=1)  # one node: no effect
+        with pytest.raises(ArgumentError, match="rail_capacity " + text):
+            make(**options)
+    plan(capacity=4, rail_capacity=1)  # one node: no effect
 
 
 @pytest.mark.parametrize("capacity", [None, 160])

@@ -144,41 +144,30 @@ POINTS = {
     "overlapped: weight gradients": (nodes.Overlapping, "end", None, 5),
 }
 SHORT = [((1,), "stop", "overlapped: rows on the rail"), ((2, 3), "kill", "combine: rail")]
-ALL = [
-    ((victims), how, point)
-    for victims in ((1,), (2, 3))
+# Victims are one rank or a whole node of two, and one rank of three nodes.
+LOSSES = [
+    pytest.param(
+        num_nodes,
+        victims,
+        how,
+        point,
+        marks=[pytest.mark.slow] * ((victims, how, point) not in SHORT),
+    )
+    for num_nodes, victims in ((2, (1,)), (2, (2, 3)), (3, (2,)))
     for how in ("kill", "stop")
     for point in POINTS
 ]
 
 
-def _check_loss(
-    num_ranks: int, ranks_per_node: int, victims: tuple[int, ...], how: str, point: str
-) -> None:
-    ranks = Cluster(num_ranks)
-    survivors = ranks.run_without(
-        victims, nodes.lose, ranks_per_node, victims, how, POINTS[point], timeout_s=HANG_S
+@pytest.mark.parametrize(("num_nodes", "victims", "how", "point"), LOSSES)
+def test_a_lost_rank_or_node_is_named_everywhere(
+    num_nodes: int, victims: tuple[int, ...], how: str, point: str
+):
+    survivors = Cluster(2 * num_nodes).run_without(
+        victims, nodes.lose, 2, victims, how, POINTS[point], timeout_s=HANG_S
     )
-    assert len(survivors) == num_ranks - len(victims)
-    nodes.check_survivors(survivors, victims, ranks_per_node)
-
-
-@pytest.mark.parametrize(("victims", "how", "point"), SHORT)
-def test_a_lost_rank_or_node_is_named_everywhere(victims: tuple[int, ...], how: str, point: str):
-    _check_loss(4, 2, victims, how, point)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("victims", "how", "point"), ALL)
-def test_lost_in_every_phase(victims: tuple[int, ...], how: str, point: str):
-    _check_loss(4, 2, victims, how, point)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["kill", "stop"])
-@pytest.mark.parametrize("point", POINTS)
-def test_lost_among_three_nodes(how: str, point: str):
-    _check_loss(6, 2, (2,), how, point)
+    assert len(survivors) == 2 * num_nodes - len(victims)
+    nodes.check_survivors(survivors, victims, 2)
 
 
 HALF_WAY = {

@@ -62,6 +62,23 @@ def made(kind: str, recipe, **options) -> tuple[torch.nn.Module, Callable, int]:
     return symmoe.GroupedMLP(3, 64, 32, **options), call, 2
 
 
+@pytest.fixture
+def mlp() -> symmoe.GroupedMLP:
+    """Of two weights."""
+    return made("mlp", Float8Block())[0]
+
+
+@pytest.fixture
+def counts(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """How often KERNELS have been called."""
+    return count_calls(monkeypatch, *KERNELS)
+
+
+@pytest.fixture
+def x() -> torch.Tensor:
+    return batches()[0]
+
+
 def accumulate(
     module: torch.nn.Module, call: Callable, block=nullcontext
 ) -> dict[str, torch.Tensor]:
@@ -123,25 +140,25 @@ def test_ways_to_hold_weights(monkeypatch, options):
     assert sum(counts.values()) == num_weights
 
 
-def test_calls_without_gradients_make_forward_operands_alone(monkeypatch):
-    module, call, num_weights = made("mlp", Float8Block())
-    counts = count_calls(monkeypatch, *KERNELS)
-    with symmoe.constant_weights(module):
+def test_calls_without_gradients_make_forward_operands_alone(
+    mlp: symmoe.GroupedMLP, counts: dict[str, int]
+):
+    with symmoe.constant_weights(mlp):
         with torch.no_grad():
-            want = [call(x, module) for x in batches()]
-        assert (counts["quantize_weights"], counts["quantize_weight_pairs"]) == (num_weights, 0)
-        y = call(batches()[0].requires_grad_(), module)
+            want = [experts(x, mlp) for x in batches()]
+        assert (counts["quantize_weights"], counts["quantize_weight_pairs"]) == (2, 0)
+        y = experts(batches()[0].requires_grad_(), mlp)
         assert (counts["quantize_weights"], counts["quantize_weight_pairs"]) == (
-            num_weights,
-            num_weights,
+            2,
+            2,
         )
         with torch.no_grad():
-            again = call(batches()[0], module)
+            again = experts(batches()[0], mlp)
         assert torch.equal(y, want[0])
         assert torch.equal(again, want[0])
         assert (counts["quantize_weights"], counts["quantize_weight_pairs"]) == (
-            num_weights,
-            num_weights,
+            2,
+            2,
         )
 
 
@@ -158,52 +175,50 @@ def test_two_dtypes_are_held_side_by_side(monkeypatch):
     assert want[0].dtype != want[1].dtype
 
 
-def test_backward_after_the_block_takes_what_forward_has_kept(monkeypatch):
-    module, call, _ = made("mlp", Float8Block())
-    want = accumulate(module, call)
+def test_backward_after_the_block_takes_what_forward_has_kept(mlp: symmoe.GroupedMLP, monkeypatch):
+    want = accumulate(mlp, experts)
     counts = count_calls(monkeypatch, *KERNELS)
     found, ys = {}, []
-    with symmoe.constant_weights(module):
+    with symmoe.constant_weights(mlp):
         xs = [x.requires_grad_() for x in batches()]
-        ys = [call(x, module) for x in xs]
+        ys = [experts(x, mlp) for x in xs]
     before = sum(counts.values())
     for i, (x, y) in enumerate(zip(xs, ys, strict=True)):
         y.float().square().sum().backward()
         found |= {f"y{i}": y.detach(), f"dx{i}": x.grad}
-    found |= {name: parameter.grad for name, parameter in module.named_parameters()}
+    found |= {name: parameter.grad for name, parameter in mlp.named_parameters()}
     assert sum(counts.values()) == before
     assert_same(found, want)
 
 
 # -- stale weights ----------------------------------------------------------------------------------------------------
-def test_a_step_inside_is_found():
+def test_a_step_inside_is_found(mlp: symmoe.GroupedMLP, x: torch.Tensor):
     """In the next forward pass, which says both versions; after the block all is well."""
-    module, call, _ = made("mlp", Float8Block())
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
-    x = batches()[0]
-    with symmoe.constant_weights(module):
-        call(x, module).float().square().sum().backward()
-        version = module.fc1.weight._version
+    optimizer = torch.optim.SGD(mlp.parameters(), lr=0.5)
+    with symmoe.constant_weights(mlp):
+        experts(x, mlp).float().square().sum().backward()
+        version = mlp.fc1.weight._version
         optimizer.step()
-        text = rf"weight .* is at version {module.fc1.weight._version}, and was at version {version} when"
+        text = (
+            rf"weight .* is at version {mlp.fc1.weight._version}, and was at version {version} when"
+        )
         with pytest.raises(ArgumentError, match=text):
-            call(x, module)
+            experts(x, mlp)
         with pytest.raises(ArgumentError, match=text):
-            call(x, module)
-    fresh = copy.deepcopy(module)
-    assert torch.equal(call(x, module), call(x, fresh))
+            experts(x, mlp)
+    fresh = copy.deepcopy(mlp)
+    assert torch.equal(experts(x, mlp), experts(x, fresh))
 
 
-def test_a_step_before_anything_was_quantised_is_none_of_its_business():
+def test_a_step_before_anything_was_quantised_is_none_of_its_business(mlp: symmoe.GroupedMLP):
     """Not even if a call has failed before it."""
-    module, call, _ = made("mlp", Float8Block())
-    with symmoe.constant_weights(module):
+    with symmoe.constant_weights(mlp):
         with pytest.raises(ArgumentError, match="splits"):
-            call(batches()[0][:1], module)
+            experts(batches()[0][:1], mlp)
         with torch.no_grad():
-            module.fc1.weight.mul_(2)
-        found = call(batches()[0], module)
-    assert torch.equal(found, call(batches()[0], module))
+            mlp.fc1.weight.mul_(2)
+        found = experts(batches()[0], mlp)
+    assert torch.equal(found, experts(batches()[0], mlp))
 
 
 @pytest.mark.parametrize("weights", ["packed", "discrete"])
@@ -229,51 +244,45 @@ def test_any_layer_that_was_written_to(kind: str, weights: str):
                 call(batches()[0], module)
 
 
-def test_steps_between_blocks_are_seen():
-    module, call, _ = made("mlp", Float8Block())
+def test_steps_between_blocks_are_seen(mlp: symmoe.GroupedMLP):
     x, results = batches()[0], []
     for _ in range(2):
-        with symmoe.constant_weights(module):
-            results.append(call(x, module).detach())
+        with symmoe.constant_weights(mlp):
+            results.append(experts(x, mlp).detach())
         with torch.no_grad():
-            module.fc1.weight.mul_(-1)
+            mlp.fc1.weight.mul_(-1)
     assert not torch.equal(*results)
     with torch.no_grad():
-        module.fc1.weight.mul_(-1)
-    assert torch.equal(results[1], call(x, module))
+        mlp.fc1.weight.mul_(-1)
+    assert torch.equal(results[1], experts(x, mlp))
 
 
-def test_writes_that_autograd_does_not_see_are_not_found():
+def test_writes_that_autograd_does_not_see_are_not_found(mlp: symmoe.GroupedMLP, x: torch.Tensor):
     """As documented: the old numbers, until the block is left."""
-    module, call, _ = made("mlp", Float8Block())
-    x = batches()[0]
-    with symmoe.constant_weights(module):
-        old = call(x, module)
-        module.fc1.weight.data.copy_(-module.fc1.weight.data)
-        assert torch.equal(call(x, module), old)
-    assert not torch.equal(call(x, module), old)
+    with symmoe.constant_weights(mlp):
+        old = experts(x, mlp)
+        mlp.fc1.weight.data.copy_(-mlp.fc1.weight.data)
+        assert torch.equal(experts(x, mlp), old)
+    assert not torch.equal(experts(x, mlp), old)
 
 
 # -- the block --------------------------------------------------------------------------------------------------------
-def test_an_exception_leaves_the_block():
-    module, call, _ = made("mlp", Float8Block())
-    with pytest.raises(ArgumentError, match="rows"), symmoe.constant_weights(module):
-        call(batches(width=32)[0], module)
-    assert module.fc1.held_weight is module.fc2.held_weight is None
+def test_an_exception_leaves_the_block(mlp: symmoe.GroupedMLP):
+    with pytest.raises(ArgumentError, match="rows"), symmoe.constant_weights(mlp):
+        experts(batches(width=32)[0], mlp)
+    assert mlp.fc1.held_weight is mlp.fc2.held_weight is None
     with torch.no_grad():
-        module.fc1.weight.mul_(2)
-    call(batches()[0], module)
+        mlp.fc1.weight.mul_(2)
+    experts(batches()[0], mlp)
 
 
-def test_inner_blocks_leave_the_outer_one(monkeypatch):
-    module, call, num_weights = made("mlp", Float8Block())
-    counts = count_calls(monkeypatch, *KERNELS)
-    with symmoe.constant_weights(module):
+def test_inner_blocks_leave_the_outer_one(mlp: symmoe.GroupedMLP, counts: dict[str, int]):
+    with symmoe.constant_weights(mlp):
         for _ in range(2):
-            with symmoe.constant_weights(module.fc1):
-                call(batches()[0], module)
-        call(batches()[0], module)
-    assert sum(counts.values()) == num_weights
+            with symmoe.constant_weights(mlp.fc1):
+                experts(batches()[0], mlp)
+        experts(batches()[0], mlp)
+    assert sum(counts.values()) == 2
 
 
 def test_layers_in_full_precision_are_left_alone():
@@ -291,22 +300,20 @@ def test_layers_in_full_precision_are_left_alone():
         pass
 
 
-def test_copies_hold_nothing():
-    module, call, _ = made("mlp", Float8Block())
-    x = batches()[0]
-    with symmoe.constant_weights(module):
-        want, buffer = call(x, module), io.BytesIO()
-        torch.save(module, buffer)
+def test_copies_hold_nothing(mlp: symmoe.GroupedMLP, x: torch.Tensor):
+    with symmoe.constant_weights(mlp):
+        want, buffer = experts(x, mlp), io.BytesIO()
+        torch.save(mlp, buffer)
         buffer.seek(0)
         copies = (
-            copy.deepcopy(module),
-            pickle.loads(pickle.dumps(module)),
+            copy.deepcopy(mlp),
+            pickle.loads(pickle.dumps(mlp)),
             torch.load(buffer, weights_only=False),
         )
     for other in copies:
         assert other.fc1.held_weight is None
-        assert torch.equal(call(x, other), want)
-    assert module.state_dict().keys() == {"fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"} - {
+        assert torch.equal(experts(x, other), want)
+    assert mlp.state_dict().keys() == {"fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"} - {
         "fc1.bias",
         "fc2.bias",
     }
@@ -320,16 +327,15 @@ def live_bytes(dtype: torch.dtype) -> int:
     )
 
 
-def test_bytes_held():
+def test_bytes_held(mlp: symmoe.GroupedMLP):
     """Two bytes of E4M3 for a parameter however many calls wait; nothing after the block and the backward passes."""
-    module, call, _ = made("mlp", Float8Block())
-    num_parameters = sum(parameter.numel() for parameter in module.parameters())
+    num_parameters = sum(parameter.numel() for parameter in mlp.parameters())
     before = live_bytes(torch.float8_e4m3fn)
-    with symmoe.constant_weights(module):
-        ys = [call(x.requires_grad_(), module) for x in batches()]
+    with symmoe.constant_weights(mlp):
+        ys = [experts(x.requires_grad_(), mlp) for x in batches()]
         kept = (
-            module.fc1.held_weight,
-            module.fc2.held_weight,
+            mlp.fc1.held_weight,
+            mlp.fc2.held_weight,
         )  # as by nodes that wait for their backward pass
         assert live_bytes(torch.float8_e4m3fn) - before == 2 * num_parameters
     assert (
@@ -347,19 +353,19 @@ def test_bytes_held():
         (7, 8, "entered inside the capture of CUDA graph 7, and this call is inside"),
     ],
 )
-def test_a_call_of_another_graph_is_refused(monkeypatch, entered: int, called: int, text: str):
+def test_a_call_of_another_graph_is_refused(
+    mlp: symmoe.GroupedMLP, monkeypatch, entered: int, called: int, text: str, x: torch.Tensor
+):
     """As if streams were capturing: 0 is none."""
-    module, call, _ = made("mlp", Float8Block())
     capture = entered
     monkeypatch.setattr(operands, "capture_id", lambda device: capture)
-    x = batches()[0]
-    with symmoe.constant_weights(module):
-        call(x, module)
+    with symmoe.constant_weights(mlp):
+        experts(x, mlp)
         capture = called
         with pytest.raises(ArgumentError, match=text):
-            call(x, module)
+            experts(x, mlp)
         capture = entered
-        call(x, module)
+        experts(x, mlp)
 
 
 def test_recomputing_in_another_graph_makes_its_own(monkeypatch):
