@@ -23,17 +23,11 @@ from symmoe.checks.arguments import CHOICES, kernel_rows, memory_problem, words_
 from symmoe.combine.trip import Collection, collecting, combine
 from symmoe.dispatch.plan import MAX_TOP_K, Plan
 from symmoe.dispatch.trip import dispatch
-from symmoe.grouped.experts import (
-    CallExperts,
-    ExpertForm,
-    ExpertRows,
-    ExpertWeights,
-    Hidden,
-    evaluated,
-)
+from symmoe.grouped.experts import CallExperts, ExpertForm, ExpertWeights, Hidden, evaluated
 from symmoe.grouped.linear import GroupedLinear
 from symmoe.grouped.mlp import GroupedMLP, expert_weights
 from symmoe.grouped.quantized_experts import Wire
+from symmoe.grouped.rows_function import ExpertRows
 from symmoe.grouped.weights import Target
 from symmoe.kernels import control
 from symmoe.kernels.architectures import e4m3_problem
@@ -608,8 +602,8 @@ def _backward(
         tensors,
     )
     of_plan = plan.storage, *plan.received_index()
-    kept_tensors = given_of(kept.received, *kept.hidden, kept.row_probs)
-    read = [*given_of(dy, x), *kept_tensors, *of_plan, *weights.operands]
+    kept_tensors = kept.received, *kept.hidden, kept.row_probs
+    read = given_of(dy, x, *kept_tensors, *of_plan, *weights.operands)
     targets, has = (fc1.option, fc2.option), tuple([each is None for each in kept.hidden])
     key: tuple[Any, ...] = needs_x, needs_probs, spends_h, x is None, targets, weights.key, has
     if route is not None:
