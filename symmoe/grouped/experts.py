@@ -61,11 +61,6 @@ class CallExperts:
     tensors: tuple[torch.Tensor, ...]  # weights and adapters in one sequence, see ExpertForm.split
     linears: tuple[GroupedLinear, GroupedLinear]  # whose options backward reads when it runs
 
-    @property
-    def has_adapters(self) -> bool:
-        """Whether adapters are among the tensors."""
-        return len(self.tensors) > sum(self.form.num_weights)
-
 
 def of_tensors(
     layers: Layers, biases: Sequence[torch.Tensor | None], tensors: Sequence[torch.Tensor]

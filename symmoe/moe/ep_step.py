@@ -314,7 +314,8 @@ def most_bytes(
 def more_of(experts: CallExperts, num_places: int) -> tuple[bool, int]:
     """Whether something reads the gradient of the experts' output when that of their input is made, and what so many
     places for replicas lease."""
-    keeps = experts.linears[1].delay_wgrad or experts.has_adapters
+    has_adapters = len(experts.tensors) > sum(experts.form.num_weights)
+    keeps = experts.linears[1].delay_wgrad or has_adapters
     return keeps, replica_bytes(experts, num_places) if num_places else 0
 
 
